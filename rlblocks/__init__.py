@@ -1,0 +1,1 @@
+"Building blocks for reinforcement learning on language models."
