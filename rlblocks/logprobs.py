@@ -6,108 +6,168 @@
 __all__ = ['gather_logprobs', 'token_logprobs', 'entropy', 'linear_logprobs', 'sequence_logprobs']
 
 # %% ../nbs/01_logprobs.ipynb #e9830b94
+import itertools
+
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .masked import masked_sum, promoted, same_shape
 
 # %% ../nbs/01_logprobs.ipynb #436f3703
 def gather_logprobs(
     logits:Float[Tensor, "*shape V"], # scores of the whole vocabulary, before temperature
-    targets:Int[Tensor, "*shape"],    # the id whose log-probability is wanted
+    targets:Int[Tensor, "*shape"],    # the ids whose log-probability is wanted
     *,
-    temperature:float|Float[Tensor, "*shape"]=1.0, # what the logits are divided by; 0 in a tensor (a greedy row) reads as 1
-    support:Int[Tensor, "*shape K"]|None=None,     # the only ids that could be drawn, −1 = empty slot; a row of −1: all ids
+    temperature:float|Float[Tensor, "*shape"]=1.0, # divides the logits; a 0 in a tensor marks a greedy row and reads as 1
+    support:Int[Tensor, "*shape K"]|None=None,     # the ids that could be drawn, distinct, −1 = empty slot; only −1 = every id
 )->Float[Tensor, "*shape"]: # nats, at least fp32; −inf for a target outside its support
-    """Log-probability of each target under the distribution that was sampled from.
+    """Log-probability of each target under the distribution it was sampled from.
 
-    log softmax(logits/temperature)[target], normalised over `support`. Two reductions over the vocabulary, no second copy of it."""
-    same_shape(targets=targets, logits=logits[..., 0])
-    z = _tempered(logits, temperature)
-    chosen = z.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    log softmax(logits/temperature)[target], normalised over `support`: one number gathered, one reduction over the vocabulary."""
+    same_shape(**{"targets": targets, "logits[..., 0]": logits[..., 0]})
+    z, targets = _tempered(logits, temperature, "gather_logprobs"), targets.long().unsqueeze(-1)
+    chosen = z.gather(-1, targets).squeeze(-1)
     if support is None: return chosen - z.logsumexp(-1)
-    open_ = (support < 0).all(-1)
-    chosen = torch.where(open_ | (support == targets.unsqueeze(-1)).any(-1), chosen, -torch.inf)
-    return chosen - torch.where(open_, z.logsumexp(-1), _confined(z, support).logsumexp(-1))
-
-def _tempered(logits, temperature):
-    if isinstance(temperature, Tensor):
-        temperature = torch.where(temperature > 0, temperature, 1.).detach().unsqueeze(-1) # x/0 would poison the gradient even under a mask
-    elif not temperature > 0: raise ValueError(f"temperature is {temperature}, it must be positive; greedy rows are never trained on, mask them")
-    return promoted(logits) if isinstance(temperature, float) and temperature == 1 else promoted(logits) / temperature
-
-def _confined(z, support):
-    "Scores of the ids in `support`, −inf in its empty slots; all-empty rows hold anything finite, for a −inf there has no gradient."
-    return z.gather(-1, support.clamp(min=0)).masked_fill((support < 0) & (support >= 0).any(-1, keepdim=True), -torch.inf)
+    whole = (support < 0).all(-1)
+    chosen = torch.where(whole | (support == targets).any(-1), chosen, -torch.inf)
+    return chosen - torch.where(whole, z.logsumexp(-1), _confined(z, support).logsumexp(-1))
 
 # %% ../nbs/01_logprobs.ipynb #af2446dc
+def _tempered(logits, temperature, caller):
+    temperature = _divisor(temperature, caller)
+    if isinstance(temperature, Tensor): return promoted(logits) / temperature.unsqueeze(-1)
+    return promoted(logits) if temperature == 1 else promoted(logits) / temperature
+
+def _divisor(temperature, caller):
+    if isinstance(temperature, Tensor): return torch.where(temperature == 0, 1., promoted(temperature)).detach() # x/0 is nan in the gradient, mask or not
+    if temperature > 0: return temperature
+    raise ValueError(f"{caller}: temperature is {temperature}, it must be positive; greedy rows are not trained on, clear their mask")
+
+def _confined(z, support):
+    filled = support >= 0
+    empty = ~filled & filled.any(-1, keepdim=True) # a row of −1 keeps finite scores: unused, but all −inf would have a nan gradient
+    return z.gather(-1, support.long().clamp(min=0)).masked_fill(empty, -torch.inf)
+
+# %% ../nbs/01_logprobs.ipynb #6500a15b
 def token_logprobs(
     logits:Float[Tensor, "B T V"],  # logits[:, t] predict tokens[:, t+1]
     tokens:Int[Tensor, "B T"],      # prompt and response, right-padded
     *,
     temperature:float|Float[Tensor, " B"]=1.0, # what each row was sampled with
-    support:Int[Tensor, "B T K"]|None=None,    # ids that tokens[:, t] could have been, −1 = empty slot; a row of −1: all ids
-)->Float[Tensor, "B T"]: # log π(tokens[t] | tokens[<t]), column 0 is 0
-    """Log-probability of every token given those before it, in the columns of the tokens.
+    support:Int[Tensor, "B T K"]|None=None,    # the ids that tokens[:, t] was drawn from, −1 = empty slot; only −1 = every id
+)->Float[Tensor, "B T"]: # log π(tokens[t] | tokens[<t]) in nats, column 0 is 0
+    """Log-probability of every token given those before it, standing in the token's own column.
 
     logprobs[:, t] = log softmax(logits[:, t−1]/temperature)[tokens[:, t]]; nothing predicts token 0."""
+    same_shape(**{"tokens": tokens, "logits[..., 0]": logits[..., 0]})
     if isinstance(temperature, Tensor): temperature = temperature.unsqueeze(1).expand(-1, tokens.shape[1]-1)
-    support = None if support is None else support[:, 1:]
+    if support is not None: support = support[:, 1:]
     return F.pad(gather_logprobs(logits[:, :-1], tokens[:, 1:], temperature=temperature, support=support), (1, 0))
 
-# %% ../nbs/01_logprobs.ipynb #6500a15b
+# %% ../nbs/01_logprobs.ipynb #754b62c3
 def entropy(
     logits:Float[Tensor, "*shape V"], # scores of the whole vocabulary, before temperature
     *,
-    temperature:float|Float[Tensor, "*shape"]=1.0, # what the logits are divided by
-    support:Int[Tensor, "*shape K"]|None=None,     # the only ids that could be drawn, −1 = empty slot; a row of −1: all ids
-)->Float[Tensor, "*shape"]: # nats, 0 … log V
-    """Entropy of the distribution that is sampled from, temperature and support included.
+    temperature:float|Float[Tensor, "*shape"]=1.0, # divides the logits; a 0 in a tensor marks a greedy row and reads as 1
+    support:Int[Tensor, "*shape K"]|None=None,     # the ids that could be drawn, distinct, −1 = empty slot; only −1 = every id
+)->Float[Tensor, "*shape"]: # nats, at least fp32, from 0 to log V
+    """Entropy of the distribution that was sampled from.
 
-    H = −Σᵥ p(v)·log p(v). An id with logit −inf adds 0."""
-    z = _tempered(logits, temperature)
+    H = −Σᵥ p(v)·log p(v), p = softmax(logits/temperature) over `support`; an id with logit −inf adds 0."""
+    z = _tempered(logits, temperature, "entropy")
     if support is None: return _entropy(z)
     return torch.where((support < 0).all(-1), _entropy(z), _entropy(_confined(z, support)))
 
 def _entropy(z):
-    logp = (z - z.logsumexp(-1, keepdim=True)).clamp(min=torch.finfo(z.dtype).min) # 0·(−inf) would be nan
+    logp = z.log_softmax(-1).clamp(min=torch.finfo(z.dtype).min) # finite, for 0·(−inf) is nan
     return -(logp.exp() * logp).sum(-1)
 
-# %% ../nbs/01_logprobs.ipynb #754b62c3
+# %% ../nbs/01_logprobs.ipynb #419ef892
 def linear_logprobs(
-    hidden:Float[Tensor, "N H"],  # hidden[n] predicts tokens[n]
-    weight:Float[Tensor, "V H"],  # of the language-model head
+    hidden:Float[Tensor, "N H"],  # hidden[n] predicts tokens[n]; no shift in here
+    weight:Float[Tensor, "V H"],  # of the head
     tokens:Int[Tensor, " N"],     # the ids whose log-probability is wanted
     *,
     bias:Float[Tensor, " V"]|None=None,         # of the head
-    temperature:float|Float[Tensor, " N"]=1.0,  # what the logits are divided by
-    entropy:bool=False,                         # also the entropy of each position
-    chunk:int|None=None,                        # positions whose logits exist at a time; None = 1024
+    temperature:float|Float[Tensor, " N"]=1.0,  # divides the logits; a 0 in a tensor marks a greedy row and reads as 1
+    entropy:bool=False,                         # also the entropy at each position
+    chunk:int|None=None,                        # positions whose logits exist at one time; None = 1024
 )->Float[Tensor, " N"]|tuple[Float[Tensor, " N"], Float[Tensor, " N"]]: # log-probabilities, or (log-probabilities, entropy)
-    """Log-probabilities, and the entropy, straight from the hidden states: never more than chunk × V logits.
+    """Log-probabilities, and the entropy, straight from the head: at most chunk × V logits exist, forward or backward.
 
-    log softmax((W·h + b)/temperature)[token]; the backward pass makes each chunk's logits again. Gradients to hidden, weight and bias."""
-    same_shape(tokens=tokens, hidden=hidden[:, 0])
-    def block(h, t, tau):
-        logits = F.linear(h, weight, bias)
-        return gather_logprobs(logits, t, temperature=tau), (_ent(logits, temperature=tau) if entropy else None)
-    tau = temperature if isinstance(temperature, Tensor) else torch.full_like(hidden[:, 0], temperature)
-    n = chunk or 1024
-    outs = [torch.utils.checkpoint.checkpoint(block, *p, use_reentrant=False) for p in zip(hidden.split(n), tokens.split(n), tau.split(n), strict=True)]
-    lp, ent = (list(x) for x in zip(*outs, strict=True))
-    return (torch.cat(lp), torch.cat(ent)) if entropy else torch.cat(lp)
+    log softmax((W·h + b)/temperature)[token]. The backward pass computes the logits again; gradients go to hidden, weight and bias."""
+    same_shape(**{"tokens": tokens, "hidden[:, 0]": hidden[:, 0]})
+    if chunk is not None and chunk < 1: raise ValueError(f"linear_logprobs: chunk is {chunk}; it counts positions, 1 or more")
+    temperature = _divisor(temperature, "linear_logprobs")
+    if not isinstance(temperature, Tensor): temperature = torch.full_like(promoted(hidden[:, 0].detach()), temperature)
+    if torch.is_autocast_enabled(hidden.device.type): # the backward pass runs outside of it: cast here, once
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    logprobs, entropies = _LinearLogprobs.apply(hidden, weight, bias, tokens.long(), temperature, entropy, chunk or 1024)
+    return (logprobs, entropies) if entropy else logprobs
 
-_ent = entropy
+# %% ../nbs/01_logprobs.ipynb #bd0ceb15
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, tokens, temperature, entropy, chunk):
+        ctx.save_for_backward(hidden, weight, bias, tokens, temperature)
+        ctx.chunk = chunk
+        ctx.set_materialize_grads(False) # an entropy that is only logged costs the backward pass nothing
+        chunks = [_measure(F.linear(h, weight, bias), t, tau, entropy) for h,t,tau in _pieces(chunk, hidden, tokens, temperature)]
+        logprobs, entropies = zip(*chunks, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
-# %% ../nbs/01_logprobs.ipynb #419ef892
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, by_logprobs, by_entropy):
+        hidden, weight, bias, tokens, temperature = ctx.saved_tensors
+        d_hidden, d_weight, d_bias = (torch.zeros_like(x) if need else None
+                                      for x,need in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True))
+        if by_logprobs is None: by_logprobs = torch.zeros_like(temperature)
+        for h,d_h,*rest in _pieces(ctx.chunk, hidden, d_hidden, tokens, temperature, by_logprobs, by_entropy):
+            d_logits = _to_gradient(F.linear(h, weight, bias), *rest)
+            if d_h is not None: torch.mm(d_logits, weight, out=d_h)
+            if d_weight is not None: d_weight.addmm_(d_logits.T, h)
+            if d_bias is not None: d_bias += d_logits.sum(0)
+            del d_logits # before the next chunk's are made
+        return d_hidden, d_weight, d_bias, None, None, None, None
+
+def _pieces(size, *columns):
+    "Rows `size` at a time of all columns; a column that is None stays None."
+    return zip(*(itertools.repeat(None) if x is None else x.split(size) for x in columns), strict=False)
+
+# %% ../nbs/01_logprobs.ipynb #854c91e2
+def _measure(logits, tokens, temperature, entropy):
+    "(log-probabilities, entropy or None) of a chunk, a few rows at a time: what softmax holds beside the logits stays small."
+    logprobs, entropies = torch.empty_like(temperature), torch.empty_like(temperature) if entropy else None
+    for z,t,tau,lp,h in _pieces(max(1, len(logits)//32), logits, tokens, temperature, logprobs, entropies):
+        z = promoted(z) / tau.unsqueeze(-1)
+        lp.copy_(gather_logprobs(z, t))
+        if h is not None: h.copy_(_entropy(z))
+    return logprobs, entropies
+
+def _to_gradient(logits, tokens, temperature, by_logprobs, by_entropy):
+    "Overwrite `logits` by the gradient of Σ g·log p(token) + u·H: ∂/∂z = g·(onehot − p) − u·p·(log p + H), z = logits/temperature."
+    for out,t,tau,g,u in _pieces(max(1, len(logits)//32), logits, tokens, temperature, by_logprobs, by_entropy):
+        t,tau,g = t[:, None], tau[:, None], g[:, None]
+        logp = (promoted(out) / tau).log_softmax(-1).clamp_(min=torch.finfo(tau.dtype).min)
+        p = logp.exp()
+        grad = (-g * p).scatter_add_(-1, t, g)
+        if u is not None:
+            plogp = logp.mul_(p)
+            grad -= u[:, None] * (plogp - p * plogp.sum(-1, keepdim=True))
+        out.copy_(grad / tau)
+    return logits
+
+# %% ../nbs/01_logprobs.ipynb #147c9939
 def sequence_logprobs(
     logprobs:Float[Tensor, "B T"], # of each token
     mask:Bool[Tensor, "B T"],      # True where the policy chose the token
 )->Float[Tensor, " B"]: # nats
-    """Log-probability of each row's chosen tokens together.
+    """Log-probability of all chosen tokens of a row together.
 
     log π(y|x) = Σₜ log π(yₜ | y<ₜ, x) over the mask."""
     same_shape(logprobs=logprobs, mask=mask)
