@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from jaxtyping import Bool, Int
 
-pass
+from .packing import balance
 
 # %% ../nbs/21_batch.ipynb #3975585f
 def _plain(part):
@@ -166,7 +166,6 @@ class Batch:
         n:int, # how many pieces
     )->list[list[int]]: # row numbers of each piece, ascending; pieces may be empty
         "Deal the units to `n` pieces of nearly equal token counts."
-        from rlblocks.packing import balance
         units = self.unit_rows()
         lengths = self.lengths.tolist() if "lengths" in self else [1]*len(self)
         shares = balance([sum(lengths[i] for i in u) for u in units], n) if units else [[]]*n
