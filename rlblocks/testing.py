@@ -254,7 +254,7 @@ class _Subject:
 # %% ../nbs/19_testing.ipynb #3041cb15
 def _kind(x):
     if isinstance(x, tuple): return f"({', '.join(map(_kind, x))})"
-    return f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+    return f"a tensor {list(x.shape) if x.ndim else 'alone'}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 def _outputs(p, result):
     "(outputs by name, metrics) of what the subject returned."
@@ -290,14 +290,18 @@ def _show(got, want):
 
 def _alike(p, law, got, want, what, fix, *, back=lambda x: x, tol=1e-10):
     "Fail unless `got`, brought `back` to the layout of `want`, is the same."
-    def flat(ran):
-        return ran.outs | {f"gradient of {k}": x for k,x in ran.grads.items()} | {f"metric {k!r}": torch.tensor(float(m)) for k,m in ran.metrics.items()}
-    got, want = flat(got), flat(want)
+    for of in ("", "gradient of "):
+        for k,w in (want.grads if of else want.outs).items():
+            g = back((got.grads if of else got.outs)[k])
+            if g.shape != w.shape: p.fail(law, f"{what}, the {of}{k} is {list(g.shape)} instead of {list(w.shape)}; {fix}")
+            if _gap(g, w) > tol: p.fail(law, f"{what}, the {of}{k} {_show(g, w)}; {fix}")
+    _same_metrics(p, law, got.metrics, want.metrics, what, fix)
+
+def _same_metrics(p, law, got, want, what, fix):
     if got.keys() != want.keys(): p.fail(law, f"{what}, the metrics are {sorted(got)} instead of {sorted(want)}; return the same keys always")
-    for k,w in want.items():
-        g = back(got[k])
-        if g.shape != w.shape: p.fail(law, f"{what}, the {k} is {list(g.shape)} instead of {list(w.shape)}; {fix}")
-        if _gap(g, w) > tol: p.fail(law, f"{what}, the {k} {_show(g, w)}; {fix}")
+    for k in want:
+        g, w = (_tensor(float(m[k])) for m in (got, want))
+        if _gap(g, w) > 1e-6: p.fail(law, f"{what}, the metric {k!r} {_show(g, w)}; {fix}")
 
 # %% ../nbs/19_testing.ipynb #62ec814b
 def _purity(p):
@@ -308,7 +312,6 @@ def _purity(p):
         if x._version != versions[k]: p.fail("purity", f"it changed {k} in place; use x.clamp(…) instead of x.clamp_(…), x = x + y instead of x += y")
     if not torch.equal(random, torch.get_rng_state()): p.fail("purity", "it drew from the global random state; take a torch.Generator or a column")
     for k,x in first.items():
-        if not x.isfinite().all(): p.fail("purity", f"the {k} is not finite on ordinary numbers; there is a log, a division or a root of nothing in it")
         if not torch.equal(x, again[k]): p.fail("purity", f"the {k} differs between two equal calls; it keeps state: pass that in and return it")
 
 # %% ../nbs/19_testing.ipynb #7d00275f
@@ -327,8 +330,9 @@ def _mask(p):
     for chosen in [*([k] for k in names), names]:
         for fill in (0., 100., math.nan, math.inf, -math.inf):
             filled = {k: torch.where(mask.reshape(*mask.shape, *[1]*(p.cols[k].ndim-2)), p.cols[k], fill) for k in chosen}
-            _alike(p, "mask", _run(p, p.cols | filled, p.whole), want, f"with {fill:g} under the mask of {', '.join(chosen)}",
-                   "torch.where(mask, x, 0.) on what comes in, before the arithmetic; x*mask keeps NaN, x.mean() counts padding", tol=0)
+            fix = ("it counts tokens that were not chosen: no x.mean(), no shift by one" if math.isfinite(fill) else
+                   "torch.where(mask, x, 0.) on what comes in, before the arithmetic: x*mask keeps NaN, and a where that comes later leaves it in the gradient")
+            _alike(p, "mask", _run(p, p.cols | filled, p.whole), want, f"with {fill:g} under the mask of {', '.join(chosen)}", fix, tol=0)
 
 # %% ../nbs/19_testing.ipynb #0ec00086
 def _empty(p):
@@ -339,6 +343,13 @@ def _empty(p):
         for k,x in ran.grads.items():
             if not x.isfinite().all(): p.fail("empty", f"with an all-False mask the gradient of {k} is not finite; torch.where before the division or the root")
         if p.checker == "check_loss" and not ran.touched: p.fail("empty", "with an all-False mask the loss has no graph; return a sum over nothing, not a constant")
+
+# %% ../nbs/19_testing.ipynb #8ce8f9e9
+def _permutation(p):
+    order = torch.arange(len(p.cols["mask"])).roll(5)
+    _alike(p, "permutation", _run(p, {k: x[order] for k,x in p.cols.items()}, p.whole), _run(p, p.cols, p.whole), "with the rows in another order",
+           "at_tokens(x, mask) instead of broadcasting [B] over [B, T]; groups by id, not by position; columns, not captured tensors",
+           back=lambda x: x[order.argsort()] if x.ndim else x)
 
 # %% ../nbs/19_testing.ipynb #48706a1c
 def _padding(p):
@@ -353,13 +364,6 @@ def _filler(p):
     for counts in p.alone:
         _alike(p, "filler", _run(p, more, counts), _run(p, p.cols, p.whole), "with two rows more of which nothing is chosen",
                "count rows with mask.any(1), not with len(x)", back=lambda x: x[:-2] if x.ndim else x)
-
-# %% ../nbs/19_testing.ipynb #8ce8f9e9
-def _permutation(p):
-    order = torch.arange(len(p.cols["mask"])).roll(5)
-    _alike(p, "permutation", _run(p, {k: x[order] for k,x in p.cols.items()}, p.whole), _run(p, p.cols, p.whole), "with the rows in another order",
-           "spread row values with at_tokens(x, mask) instead of broadcasting [B] over [B, T]; group by id, not by position",
-           back=lambda x: x[order.argsort()] if x.ndim else x)
 
 # %% ../nbs/19_testing.ipynb #6dd651a7
 def _parts(p, ranks, rows):
@@ -379,16 +383,14 @@ def _split(p):
                 if _gap(g, w) > 1e-10: p.fail("split", f"{cut} the gradient of {k} {_show(g, w)}: {fix}")
 
 def _metrics(p):
-    want, got = _run(p, p.cols, p.whole).metrics, merge(*(x.metrics for x in _parts(p, 2, 3)))
-    if got.keys() != want.keys(): p.fail("metrics", f"the parts have {sorted(got)}, the whole has {sorted(want)}; return the same keys always")
-    for k,w in want.items():
-        g, w = (torch.tensor(float(m)) for m in (got[k], w))
-        if _gap(g, w) > 1e-6: p.fail("metrics", f"{k!r} of the parts merges to {g:.6g}, of the whole it is {w:.6g}; mean_of(x, mask) counts with the mask")
+    got, want = merge(*(x.metrics for x in _parts(p, 2, 3))), _run(p, p.cols, p.whole).metrics
+    _same_metrics(p, "metrics", got, want, "merged from 2 ranks × micro-batches of 3", "mean_of(x, mask) carries its count, Mean(x.mean()) does not")
 
 # %% ../nbs/19_testing.ipynb #5535a7a3
 def _precision(p):
     def cast(dtype, then): return {k: x.to(dtype).to(then) if x.is_floating_point() else x for k,x in p.cols.items()}
-    for dtype,least in ((torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64, torch.float64)):
+    half = () if p.first is _COMPUTED else ((torch.bfloat16, torch.float32), (torch.float16, torch.float32))
+    for dtype,least in (*half, (torch.float32, torch.float32), (torch.float64, torch.float64)):
         got, want = _run(p, cast(dtype, dtype), p.whole), _run(p, cast(dtype, least), p.whole)
         for k,x in got.outs.items():
             if x.dtype != least: p.fail("precision", f"with {dtype} the {k} is {x.dtype}, wanted {least}; promoted(x) widens half precision and leaves float64")
@@ -407,16 +409,17 @@ def _reinforce(p):
     mask, A = p.cols["mask"], p.cols["advantages"]
     at_one = p.cols | {k: p.cols["logprobs"] for k in ("old_logprobs", "rollout_logprobs", "ref_logprobs")}
     got, unit = (_run(p, at_one | dict(advantages=x), p.whole).grads["logprobs"] for x in (A, torch.ones_like(A)))
-    if not (unit[mask] < 0).all(): p.fail("REINFORCE", "at ratio 1 some chosen token with advantage 1 does not gain probability; a loss is minimised: −A·ratio")
-    if _gap(got, A*unit) > 1e-10: p.fail("REINFORCE", f"at ratio 1 the gradient {_show(got, A*unit)}; there it is −A times a weight without A: no clipping, no shift by one")
-    if p.denom and abs(total := float(-unit.sum())-1) > 1e-10: p.fail("REINFORCE", f"at ratio 1 the weights of the tokens sum to {total+1:.6g}, not to 1; a factor is missing")
+    if not (unit[mask] < 0).all(): p.fail("reinforce", "at ratio 1 some chosen token with advantage 1 does not gain probability; a loss is minimised, −A·ratio, and A belongs to the same token")
+    if _gap(got, A*unit) > 1e-10: p.fail("reinforce", f"at ratio 1 the gradient {_show(got, A*unit)}; there it is −A times a weight without A: no clipping, no shift by one")
+    if p.denom and abs(total := float(-unit.sum())-1) > 1e-10: p.fail("reinforce", f"at ratio 1 the weights of the tokens sum to {total+1:.6g}, not to 1; a factor is missing")
 
 # %% ../nbs/19_testing.ipynb #e5301827
 def _check(p, laws):
-    _outputs(p, p.call({k: x.clone() for k,x in p.cols.items()}, p.whole)) # an error of its own comes out as it is; a closure shows what it reads
+    outs, _ = _outputs(p, p.call({k: x.clone() for k,x in p.cols.items()}, p.whole)) # an error of its own comes out as it is; a closure shows what it reads
+    for k,x in outs.items():
+        if not x.isfinite().all(): p.fail("result", f"on ordinary rows, one with nothing chosen, the {k} is not finite; guard the division: masked_mean, aggregate")
     if not p.reads & p.cols.keys() - {"mask"}: raise ValueError(f"{p.checker}: {p.name} reads no column; nothing to check")
-    laws = [law for law in laws(p) if law]
-    for law in laws:
+    for law in (laws := laws(p)):
         try: law(p)
         except AssertionError: raise
         except Exception as e: raise AssertionError(f"{p.name} breaks the {law.__name__[1:]} law: it raised {type(e).__name__}: {e}") from e
@@ -432,12 +435,13 @@ def check_loss(
 )->tuple[str, ...]: # names of the laws it was found to obey
     """Run every law on a loss, in float64, on ragged made-up rows; AssertionError names the first broken law, the numbers and the usual fix.
 
-    purity · gradient · mask · empty · padding · filler · permutation · split · metrics · precision, and scale · REINFORCE for policy losses."""
+    purity · gradient · mask · empty · permutation · padding · filler · split · metrics · precision; for policy losses also scale · reinforce."""
     def laws(p):
         if not p.masked and any(p.cols[k].ndim > 1 for k in p.first): p.fail("mask", "it takes no mask, so it cannot tell a chosen token from padding")
         own = {"logprobs", "advantages"} <= p.reads and not p.reads & {"ref_logprobs", "entropy", "values", "returns"} if policy is None else policy
-        masked, policy_only = (_mask, _empty, _padding, _filler) if p.masked else (), (_scale, _reinforce) if own else ()
-        return _purity, _gradient, *masked, _permutation, _split, _metrics, _precision, *policy_only
+        masked = (_mask, _empty, _permutation, _padding, _filler) if p.masked else (_permutation,)
+        policy_only = (_scale, _reinforce) if own else ()
+        return _purity, _gradient, *masked, _split, _metrics, _precision, *policy_only
     return _check(_Subject("check_loss", loss, inputs, hyper, denom), laws)
 
 def check_estimator(
@@ -447,6 +451,6 @@ def check_estimator(
 )->tuple[str, ...]: # names of the laws it was found to obey
     """Run on an estimator the laws that need no loss; AssertionError names the first broken law, the numbers and the usual fix.
 
-    purity · gradient (through the first argument, if at all) · mask · empty · padding · filler · permutation · precision."""
-    def laws(p): return _purity, _gradient, *((_mask, _empty, _padding, _filler) if p.masked else ()), _permutation, _precision
+    purity · gradient (through the first argument, if at all) · mask · empty · permutation · padding · filler · precision."""
+    def laws(p): return _purity, _gradient, *((_mask, _empty, _permutation, _padding, _filler) if p.masked else (_permutation,)), _precision
     return _check(_Subject("check_estimator", fn, inputs, hyper), laws)
