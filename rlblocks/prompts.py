@@ -13,6 +13,7 @@ import os
 import warnings
 from array import array
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from string import Formatter
 from typing import Literal
@@ -25,6 +26,7 @@ from .batch import Batch, seed_of
 # %% ../nbs/23_prompts.ipynb #56a6087d
 def _takes_batches(tokenizer)->bool:
     "Hugging Face tokenizers (and what wraps them) take many texts and `add_special_tokens`; anything else takes one text."
+    if not callable(tokenizer): raise TypeError(f"encode: {type(tokenizer).__name__} is not callable; give a Hugging Face tokenizer or a callable str -> list[int]")
     try: parameters = inspect.signature(tokenizer).parameters
     except ValueError: return False
     return "add_special_tokens" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -45,15 +47,16 @@ def encode(
     cache=None,         # folder that keeps the ids between runs; None keeps nothing
 )->list[list[int]]:     # ids of each text
     "Token ids in ⌈N / batch_size⌉ tokenizer calls, or none when `cache` has them. TypeError for what is no tokenizer."
-    if not callable(tokenizer): raise TypeError(f"encode: {type(tokenizer).__name__} is not callable; give a Hugging Face tokenizer or a callable str -> list[int]")
+    batches = _takes_batches(tokenizer)
     file = _cache_file(cache, texts, tokenizer, special) if cache else None
     if file and file.exists(): return json.loads(file.read_text())
-    if _takes_batches(tokenizer):
+    if batches:
         calls = [tokenizer(texts[i:i+batch_size], add_special_tokens=special)["input_ids"] for i in range(0, len(texts), batch_size)]
         ids = [list(x) for call in calls for x in call]
     else:
         ids = [list(tokenizer(t)) for t in texts]
         if not special: ids = [_bare(x, tokenizer) for x in ids]
+    if len(ids) != len(texts): raise ValueError(f"encode: the tokenizer made {len(ids)} rows of ids from {len(texts)} texts")
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}")
@@ -116,7 +119,7 @@ def prompt_ids(
         written = 1 if mark and text.endswith(mark) else 0
         while eos is not None and stop - start > 1 and ids[stop-1] == eos and not (written and ids[stop-2] != eos): stop -= 1
         return ids[start:stop]
-    return [tidy(t, x) for t, x in zip(texts, encode(texts, tokenizer, special=True, batch_size=batch_size, cache=cache))]
+    return [tidy(t, x) for t, x in zip(texts, encode(texts, tokenizer, special=True, batch_size=batch_size, cache=cache), strict=True)]
 
 # %% ../nbs/23_prompts.ipynb #767e4954
 _OURS = ("tokens", "lengths", "mask", "group")
@@ -144,10 +147,9 @@ class _Rows:
 
     def _read(self, make):
         "`make(row)` for every row, once; columns must agree, and errors name the row."
-        who, names, made = type(self).__name__, None, []
+        who, names, made = type(self).__name__, self._row(0).keys(), []
         for i in range(len(self.rows)):
             row = self._row(i)
-            names = names or row.keys()
             if row.keys() != names:
                 raise ValueError(f"{who}: row {i} has the columns {', '.join(row)}; row 0 has {', '.join(names)}; every row needs the same (None is a value)")
             try: made.append(make(row))
@@ -161,7 +163,7 @@ class _Rows:
         self._picks, self._texts = picks, texts
         self._ids, self._masks = [array("i", x) for x in ids], [bytearray(m) for m in masks]
         digest = hashlib.sha256(json.dumps([len(x) for x in ids]).encode())
-        for x, m in zip(self._ids, self._masks): digest.update(x.tobytes() + m)
+        for x, m in zip(self._ids, self._masks, strict=True): digest.update(x.tobytes() + m)
         self.fingerprint = digest.hexdigest()[:16]
 
     def __len__(self): return len(self._ids)
@@ -302,7 +304,7 @@ class Demonstrations(_Rows):
         self.dropped = len(made) - len(kept)
         if not kept: raise ValueError(f"Demonstrations: none of the {len(made)} rows has a completion token")
         if self.dropped: warnings.warn(f"Demonstrations: {self.dropped} of {len(made)} rows have no completion token and are left out", stacklevel=2)
-        picks, ids, masks = zip(*kept)
+        picks, ids, masks = zip(*kept, strict=True)
         self._keep(picks, texts and [texts[i] for i in picks], ids, masks)
 
     def __repr__(self): return f"{super().__repr__()[:-1]}; {self.truncated} truncated, {self.dropped} dropped)"
@@ -311,12 +313,12 @@ def _joined(made, tokenizer, batch_size, cache):
     "Ids and mask of each row of segments, the last one closed by one EOS; no True in the mask of a row without completion tokens."
     bos, eos = getattr(tokenizer, "bos_token_id", None), tokenizer.eos_token_id
     starts = prompt_ids([row[0][0] for row in made], tokenizer, batch_size=batch_size, cache=cache)
-    pairs = [(a, b) for row in made for (a, _), (b, _) in zip(row, row[1:])]
+    pairs = [(a, b) for row in made for (a, _), (b, _) in pairwise(row)]
     texts = list(dict.fromkeys(t for a, b in pairs for t in (a, b, a+b)))   # each text once, in order
-    known = dict(zip(texts, encode(texts, tokenizer, batch_size=batch_size, cache=cache)))
-    for row, start in zip(made, starts):
+    known = dict(zip(texts, encode(texts, tokenizer, batch_size=batch_size, cache=cache), strict=True))
+    for row, start in zip(made, starts, strict=True):
         ids, mask = list(start), [False]*len(start)
-        for (before, _), (said, trained) in zip(row, row[1:]):
+        for (before, _), (said, trained) in pairwise(row):
             a, ab = known[before], known[before+said]
             new = ab[len(a):] if ab[:len(a)] == a else known[said]
             ids, mask = ids + new, mask + [trained]*len(new)

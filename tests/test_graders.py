@@ -1,0 +1,197 @@
+"Grader: what a reward function is given, what it may answer, and errors that name the function and the row (LAWS 19, 25)."
+import asyncio
+import builtins
+import functools
+import gzip
+import json
+import threading
+
+import pytest
+import torch
+
+from rlblocks.batch import Batch
+from rlblocks.graders import Grader, math_reward
+
+
+def rollout(**columns):
+    "Three rows, prompts of 2 tokens, completions of 1, 3 and 2, with a tool's token in the middle of the second."
+    tokens = torch.tensor([[5, 6, 11, 0, 0], [5, 6, 12, 99, 13], [5, 7, 14, 15, 0]])
+    mask = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 1, 0, 1], [0, 0, 1, 1, 0]]).bool()
+    return Batch(tokens=tokens, lengths=torch.tensor([3, 5, 4]), mask=mask, group=torch.tensor([0, 0, 1]), prompt=["p", "p", "q"], completion=["a", "bcd", "ef"], **columns)
+
+
+def test_a_function_with_kwargs_gets_every_row_column_by_trl_names():
+    seen = {}
+    def fn(prompts, completions, completion_ids, **columns):
+        seen.update(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
+        return [0.0]*3
+    Grader(fn).score(rollout(answer=["x", "y", "z"], prompt_lengths=torch.tensor([2, 2, 2])))
+    assert seen == dict(prompts=["p", "p", "q"], completions=["a", "bcd", "ef"], completion_ids=[[11], [12, 99, 13], [14, 15]], answer=["x", "y", "z"],
+                        prompt_lengths=[2, 2, 2], lengths=[3, 5, 4], group=[0, 0, 1])
+
+
+def test_completion_ids_without_prompt_lengths_are_the_policys_own():
+    seen = []
+    Grader(lambda completion_ids: seen.append(completion_ids) or [0]*3, name="f").score(rollout())
+    assert seen == [[[11], [12, 13], [14, 15]]]
+
+
+def test_a_function_without_kwargs_gets_what_it_names():
+    assert Grader(lambda completions: [len(c) for c in completions], name="f").score(rollout(answer=[1, 2, 3])).tolist() == [1, 3, 2]
+    assert Grader(lambda answer, scale=2: [a*scale for a in answer], name="f").score(rollout(answer=[1, 2, 3])).tolist() == [2, 4, 6]
+    assert Grader(lambda mask, **_: [sum(m) for m in mask], name="f").score(rollout()).tolist() == [1, 2, 2]   # a per-token column comes when named
+    assert Grader(functools.partial(lambda completions, k: [k]*3, k=7)).score(rollout()).tolist() == [7, 7, 7]
+
+
+def test_missing_column_is_named_with_what_there_is():
+    with pytest.raises(TypeError, match="Grader: f wants solution; the batch offers tokens.*prompts, completions, completion_ids"):
+        Grader(lambda completions, solution: [0]*3, name="f").score(rollout())
+    with pytest.raises(TypeError, match="wants completions"): Grader(lambda completions: [0]*3, name="f").score(rollout().drop("completion"))
+
+
+@pytest.mark.parametrize("out", [
+    [True, False, 2], (1, 0, 2.0), torch.tensor([1., 0., 2.]), [torch.tensor(1), torch.tensor(0.), torch.tensor(2.)], torch.tensor([1, 0, 2], dtype=torch.int32),
+])
+def test_what_counts_as_a_verdict(out):
+    scores = Grader(lambda **_: out, name="f").score(rollout())
+    assert scores.dtype == torch.float32 and scores.tolist() == [float(x) for x in out]
+
+
+def test_numpy_numbers_are_verdicts():
+    np = pytest.importorskip("numpy")
+    for out in (np.array([1., 0., 2.]), [np.float32(1), np.bool_(False), np.int64(2)]):
+        assert Grader(lambda **_: out, name="f").score(rollout()).tolist() == [1, 0, 2]   # noqa: B023
+
+
+def test_none_is_nan_and_stays_out_of_the_group():
+    from rlblocks.advantages import group_advantages
+    batch = rollout()
+    scores = Grader(lambda **_: [1.0, None, 0.0], name="f").score(batch)
+    assert scores.isnan().tolist() == [False, True, False]
+    assert torch.isfinite(group_advantages(scores, batch.group)).all() and group_advantages(scores, batch.group)[1] == 0
+
+
+@pytest.mark.parametrize("out, kind, message", [
+    ([1.0, 2.0], ValueError, "Grader: f returned 2 verdicts for 3 rows"),
+    (1.0, TypeError, "Grader: f returned a float; a list of 3 numbers or None"),
+    (None, TypeError, "Grader: f returned a NoneType"),
+    ({"a": 1}, TypeError, "Grader: f returned a dict"),
+    ([0, "1", 0], TypeError, r"Grader: f returned str '1' for row 1 \(prompt 'p'\)"),
+    ([0, 1, [1.0]], TypeError, r"Grader: f returned list .* for row 2 \(prompt 'q'\)"),
+    (torch.zeros(3, 1), TypeError, r"Grader: f returned list .* for row 0"),
+    ([0, float("nan"), 0], ValueError, r"Grader: f returned nan for row 1 \(prompt 'p'\); return None"),
+    ([0, 0, float("-inf")], ValueError, r"Grader: f returned -inf for row 2 \(prompt 'q'\)"),
+])
+def test_no_verdicts(out, kind, message):
+    with pytest.raises(kind, match=message): Grader(lambda **_: out, name="f").score(rollout())
+
+
+def test_raising_names_function_and_row_and_chains():
+    def divide(completions): return [1/(len(c)-3) for c in completions]
+    with pytest.raises(RuntimeError, match=r"Grader: divide raised ZeroDivisionError on row 1 \(prompt 'p'\): float division|division by zero") as info: Grader(divide).score(rollout())
+    assert isinstance(info.value.__cause__, ZeroDivisionError)
+    def together(completions): return [1/(len(completions)-3)]
+    with pytest.raises(RuntimeError, match="together raised ZeroDivisionError on the batch as a whole"): Grader(together).score(rollout())
+
+
+def test_long_prompts_are_shown_by_their_head():
+    batch = rollout()
+    batch["prompt"] = ["x"*500]*3
+    with pytest.raises(ValueError) as info: Grader(lambda **_: [0, 0, float("inf")], name="f").score(batch)
+    assert "xxx…)" in str(info.value) and len(str(info.value)) < 250
+
+
+async def judge(completions):
+    await asyncio.sleep(0)
+    return [float(len(c)) for c in completions]
+
+
+async def broken(completions):
+    await asyncio.sleep(0)
+    return [1/(len(c)-2) for c in completions]
+
+
+def test_async_functions_run_to_completion_with_and_without_a_loop():
+    assert Grader(judge).score(rollout()).tolist() == [1, 3, 2]
+    async def notebook(): return Grader(judge).score(rollout())
+    assert asyncio.run(notebook()).tolist() == [1, 3, 2]
+    with pytest.raises(RuntimeError, match="broken raised ZeroDivisionError on row 2"): Grader(broken).score(rollout())
+
+
+def test_parts_and_weights():
+    a, b = lambda completions: [1, 2, 3], lambda completions: [10, None, 30]
+    grader = Grader(dict(a=a, b=b), weights=dict(b=.5, a=2))
+    parts = grader.scores(rollout())
+    assert list(parts) == ["a", "b"] and parts["a"].tolist() == [1, 2, 3]
+    torch.testing.assert_close(grader.score(rollout()), torch.tensor([7., float("nan"), 21.]), equal_nan=True)
+    assert repr(grader) == "Grader(2·a, 0.5·b)"
+    assert Grader([judge, broken], weights=[1, 0]).weights == dict(judge=1.0, broken=0.0)
+    assert list(Grader(judge, name="length").fns) == ["length"]
+
+
+@pytest.mark.parametrize("make, kind, message", [
+    (lambda: Grader(3), TypeError, "3 is not callable"),
+    (lambda: Grader([]), ValueError, "no reward function"),
+    (lambda: Grader([judge, judge]), ValueError, "two functions have one name among judge, judge"),
+    (lambda: Grader([judge, broken], weights=[1]), ValueError, "1 weights for 2 functions"),
+    (lambda: Grader(dict(a=judge), weights=dict(b=1)), ValueError, "weights are for b, functions are a"),
+])
+def test_construction_errors(make, kind, message):
+    with pytest.raises(kind, match=message): make()
+
+
+def test_scores_follow_rows_not_positions():
+    grader, batch = Grader(lambda completions: [len(c) for c in completions], name="f"), rollout()
+    order = torch.tensor([2, 0, 1])
+    assert grader.score(batch[order]).tolist() == grader.score(batch)[order].tolist()
+    for part in batch.parts(2): assert grader.score(part).tolist() == [len(c) for c in part.completion]
+
+
+# -- mathematics
+
+@pytest.fixture
+def math_verify(): return pytest.importorskip("math_verify")
+
+
+@pytest.mark.parametrize("says, gold, verdict", [
+    ("The answer is 72.", 72, 1.0), (r"so \boxed{72}", "72", 1.0), ("1,234 clips", "1234", 1.0), ("#### 18", "a + b = 18\n#### 18", 1.0),
+    (r"$\frac{1}{2}$", "0.5", 1.0), (r"$(3, \pi/2)$", r"\left( 3, \frac{\pi}{2} \right)", 1.0), ("It is $6-5i$", "6 - 5i", 1.0),
+    ("71", 72, 0.0), ("I do not know", 72, 0.0), ("", 72, 0.0), (r"\boxed{\frac{}", 72, 0.0), ("3", r"\left( 3, \frac{\pi}{2} \right)", 0.0),
+    ("72", "no number here", None), ("72", "", None), ("72", "???", None), ("???", "???", None), ("", "", None),
+])
+def test_math_reward(math_verify, says, gold, verdict): assert math_reward([says], [gold]) == [verdict]
+
+
+def test_math_reward_ends_endless_expressions(math_verify):
+    assert math_reward([r"\boxed{9^{9^{9^{9}}}}"], ["72"]) == [0.0]
+
+
+def test_math_reward_off_the_main_thread_raises_rather_than_hang_or_score(math_verify):
+    caught = []
+    def work():
+        try: caught.append(math_reward(["72"], [72]))
+        except ValueError as e: caught.append(str(e))
+    thread = threading.Thread(target=work); thread.start(); thread.join()
+    assert "thread" in caught[0]
+
+
+def test_math_reward_without_its_extra_names_it(monkeypatch):
+    real = builtins.__import__
+    def blocked(name, *args, **kw):
+        if name.startswith("math_verify"): raise ImportError(name)
+        return real(name, *args, **kw)
+    monkeypatch.setattr(builtins, "__import__", blocked)
+    with pytest.raises(RuntimeError, match=r"pip install rlblocks\[rewards\]"): Grader(math_reward).score(rollout(answer=[1, 2, 3]))
+
+
+def test_math_reward_on_real_answers(math_verify, shared):
+    "GSM8K solutions answer themselves; so do the gold answers of MATH-500, boxed."
+    def read(name):
+        with gzip.open(shared / name) as f: return [json.loads(line) for line in f]
+    gsm = read("gsm8k/train.jsonl.gz")[:400]
+    verdicts = math_reward([r["answer"] for r in gsm], [r["answer"] for r in gsm])
+    assert None not in verdicts and sum(verdicts) >= 0.98*len(gsm)
+    hard = read("prompts/math500.jsonl.gz")
+    verdicts = math_reward([f"So it is $\\boxed{{{r['answer']}}}$." for r in hard], [r["answer"] for r in hard])
+    assert verdicts.count(1.0) >= 0.98*len(hard)
+    assert sum(math_reward(["It is \\boxed{123454321}."]*len(hard), [r["answer"] for r in hard]).count(v) for v in (0.0, None)) == len(hard)
