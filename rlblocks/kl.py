@@ -24,6 +24,7 @@ def kl_k1(
     same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
     return _log_ratio(logprobs, ref_logprobs, mask)
 
+# %% ../nbs/02_kl.ipynb #44bf042d
 def kl_k2(
     logprobs:Float[Tensor, "*shape"],         # log π(token), carries the gradient
     ref_logprobs:Float[Tensor, "*shape"],     # log π_ref(token), data
@@ -35,6 +36,7 @@ def kl_k2(
     same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
     return _log_ratio(logprobs, ref_logprobs, mask).square() / 2
 
+# %% ../nbs/02_kl.ipynb #93c33af5
 def kl_k3(
     logprobs:Float[Tensor, "*shape"],         # log π(token), carries the gradient
     ref_logprobs:Float[Tensor, "*shape"],     # log π_ref(token), data
@@ -47,6 +49,7 @@ def kl_k3(
     x = _log_ratio(logprobs, ref_logprobs, mask)
     return torch.expm1(-x) + x # expm1: e⁻ˣ − 1 would lose all digits near 0
 
+# %% ../nbs/02_kl.ipynb #36124e85
 def _log_ratio(logprobs, ref_logprobs, mask):
     x = promoted(logprobs) - promoted(ref_logprobs).detach()
     return (x if mask is None else torch.where(mask, x, 0.)).clamp(-20, 20) # e²⁰ is finite; a clamped *value* would hide the worst tokens
