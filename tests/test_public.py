@@ -1,0 +1,184 @@
+"What a reader meets: documented names, a library equal to its notebooks, clean notebooks, a fresh README, loops that fit a page."
+import ast
+import builtins
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_floors import FLOORS, MODULES
+
+NOTEBOOKS = sorted([*ROOT.glob("nbs/*.ipynb"), *ROOT.glob("tutorials/*.ipynb")])
+TUTORIALS = sorted(ROOT.glob("tutorials/*.ipynb"))
+EQUATION = re.compile("[=≤≥∈∑Σ∝−·√]")
+SOURCE = re.compile(r"\b(19|20)\d\d\b")
+
+
+def public(module):
+    "(qualified name, function) of what `module` exports: functions, and the constructors and public methods of classes."
+    lib = importlib.import_module(f"rlblocks.{module}")
+    for name in lib.__all__:
+        thing = getattr(lib, name)
+        if inspect.isclass(thing):
+            yield name, thing
+            for method, f in vars(thing).items():
+                f = f.__func__ if isinstance(f, staticmethod | classmethod) else f
+                if inspect.isfunction(f) and f.__code__.co_filename == lib.__file__ and (method == "__init__" or not method.startswith("_")): yield f"{name}.{method}", f
+        elif inspect.isfunction(thing): yield name, thing
+
+
+def documented(f):
+    "Parameters of `f` with a comment or an annotation, all its parameters, and whether its result has one (or it has no result)."
+    source = textwrap.dedent(inspect.getsource(f))
+    tree = ast.parse(source).body[0]
+    lines = source.splitlines()
+    signature = [line for line in lines[:tree.body[0].lineno - 1] if re.search(r"\)\s*:\s*#\s*\S", line)]
+    result = [n for n in ast.walk(tree) if isinstance(n, ast.Return) and n.value or isinstance(n, ast.Yield)]
+    args = [*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs, *filter(None, [tree.args.vararg, tree.args.kwarg])]
+    commented = {a.arg for a in args if re.search(r"#\s*\S", lines[a.lineno - 1])}
+    return {a.arg for a in args if a.annotation or a.arg in commented or a.arg in ("self", "cls")}, {a.arg for a in args}, tree.returns is not None or bool(signature) or not result
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_public_names_are_documented(module):
+    poor = []
+    for name, f in public(module):
+        if not (f.__doc__ or "").strip(): poor.append(f"{name}: no docstring")
+        if inspect.isclass(f) or f.__name__ == "<lambda>": continue
+        known, wanted, returns = documented(f)
+        if wanted - known: poor.append(f"{name}: nothing about {', '.join(sorted(wanted - known))}")
+        if "." not in name and not returns: poor.append(f"{name}: nothing about what it returns")
+    assert not poor, "\n".join(poor)
+
+
+def test_the_documentation_check_sees_what_is_missing():
+    def bad(a, b:int, # b
+        c=1): return a
+    def good(a, # a
+        b:int=1, *rest:int, **more:str # the rest
+    )->int: "x"
+    assert documented(bad)[0] == {"a", "b"} and documented(bad)[2] is False
+    def quiet(a:int): a.b = 1
+    def comment(a:int): # twice a
+        return 2*a
+    assert documented(quiet)[2] and documented(comment)[2]
+    assert documented(good) == ({"a", "b", "rest", "more"}, {"a", "b", "rest", "more"}, True)
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if FLOORS[m] == 1 and m != "testing"])
+def test_algorithms_give_equation_and_source(module):
+    "Each has its equation; what returns tensors (not a guard, not a number to read) also the paper and its year."
+    doc = lambda f: f.__doc__ or ""
+    poor = [name for name, f in public(module) if not EQUATION.search(doc(f)) or not SOURCE.search(doc(f)) and "Tensor" in str(inspect.signature(f).return_annotation)]
+    assert not poor, f"no equation or no paper with its year: {', '.join(poor)}"
+
+
+def test_the_namespace_is_flat():
+    "A name lives in one module, and those of floors 0–2 are found on the package."
+    lib, home = importlib.import_module("rlblocks"), {}
+    for module in MODULES:
+        for name in importlib.import_module(f"rlblocks.{module}").__all__:
+            assert name not in home, f"{name} is exported by {home[name]} and by {module}"
+            home[name] = module
+            assert FLOORS[module] > 2 or hasattr(lib, name), f"from rlblocks import {name} ({module}) does not work"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    "The library as its notebooks would make it now."
+    pytest.importorskip("nbdev")
+    there = tmp_path_factory.mktemp("export")
+    for name in ("pyproject.toml", "settings.ini", "README.md"): shutil.copy(ROOT/name, there)
+    for name in ("nbs", "rlblocks"): shutil.copytree(ROOT/name, there/name, ignore=shutil.ignore_patterns("__pycache__", "_proc"))
+    for module in (there/"rlblocks").glob("[a-z]*.py"): module.unlink()
+    run = subprocess.run([Path(sys.executable).with_name("nbdev-export")], cwd=there, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return there/"rlblocks"
+
+
+def test_library_is_what_the_notebooks_say(exported):
+    here = {p.name: p.read_text(encoding="utf-8") for p in (ROOT/"rlblocks").glob("[a-z]*.py")}
+    there = {p.name: p.read_text(encoding="utf-8") for p in exported.glob("[a-z]*.py")}
+    stale = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    assert there and not stale, f"not what the notebooks export (make export): {', '.join(stale)}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_notebooks_are_clean(path):
+    nb = json.loads(path.read_text(encoding="utf-8"))
+    assert set(nb["metadata"]) <= {"kernelspec", "language_info"} and set(nb["metadata"].get("language_info", {})) <= {"name"}
+    for i, cell in enumerate(nb["cells"]):
+        where = f"cell {i}: {''.join(cell['source'])[:50]!r}"
+        assert not cell["metadata"], f"{where} has metadata"
+        if cell["cell_type"] != "code": continue
+        assert cell["execution_count"] is None and ''.join(cell["source"]).strip(), f"{where} has an execution count or nothing in it"
+        for out in cell["outputs"]:
+            assert out["output_type"] != "error" and out.get("execution_count") is None and not out.get("metadata"), f"{where} has an output to clean"
+            assert out.get("name") != "stderr", f"{where} left a warning: {''.join(out['text'])[:80]}"
+
+
+def test_notebooks_begin_with_a_title():
+    for path in NOTEBOOKS:
+        first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
+        assert re.match(r"# .+\n+> .+", first), f"{path.name} begins with {first[:40]!r}"
+
+
+def test_readme_is_what_the_index_says():
+    spec = importlib.util.spec_from_file_location("make_readme", ROOT/"nbs/make_readme.py")
+    make_readme = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_readme)
+    assert (ROOT/"README.md").read_text(encoding="utf-8") == make_readme.render(ROOT/"nbs/index.ipynb"), "README.md is stale: make readme"
+
+
+# -- tutorials
+
+def code_of(path): return "\n".join(re.sub(r"(?m)^[%!].*$", "pass", "".join(c["source"])) for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code")
+
+
+def loops(tree):
+    "Generator functions at the top: the loops."
+    return [f for f in tree.body if isinstance(f, ast.FunctionDef) and any(isinstance(n, ast.Yield) for n in ast.walk(f))]
+
+
+def strangers(tree, loop):
+    "Names that `loop` uses and that come neither from itself, nor from builtins, nor from an import of torch or rlblocks."
+    lib, origin = importlib.import_module("rlblocks"), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import): origin |= {(a.asname or a.name).split(".")[0]: a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = [(a.asname or a.name) for a in node.names]
+            if names == ["*"]: names = [n for n in dir(lib) if not n.startswith("_")] if node.module == "rlblocks" else importlib.import_module(node.module).__all__
+            origin |= dict.fromkeys(names, node.module)
+    names = [n for n in ast.walk(loop) if isinstance(n, ast.Name)]
+    own = {n.id for n in names if not isinstance(n.ctx, ast.Load)} | {a.arg for a in ast.walk(loop) if isinstance(a, ast.arg)}
+    own |= {f.name for f in ast.walk(loop) if isinstance(f, ast.FunctionDef)}
+    return {n.id for n in names} - own - set(dir(builtins)) - {n for n, module in origin.items() if module.split(".")[0] in ("torch", "rlblocks")}
+
+
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda p: p.name)
+def test_a_tutorial_is_one_loop_that_fits_a_page(path):
+    tree = ast.parse(code_of(path))
+    found = loops(tree)
+    assert len(found) == 1, f"one generator function is wanted, there are {[f.name for f in found]}"
+    loop, = found
+    assert loop.end_lineno - loop.lineno + 1 <= 60, f"{loop.name} has {loop.end_lineno - loop.lineno + 1} lines"
+    assert not strangers(tree, loop), f"{loop.name} needs {', '.join(sorted(strangers(tree, loop)))}, neither torch nor rlblocks nor its own argument"
+    assert loop.args.kwonlyargs and not loop.args.kwarg, f"{loop.name}: hyper-parameters are keyword arguments with defaults"
+    first = next(n for n in ast.walk(loop) if isinstance(n, ast.For))
+    assert "checkpoint" in ast.unparse(first.iter), f"{loop.name} iterates over {ast.unparse(first.iter)}, not over the checkpoint"
+
+
+def test_there_are_tutorials(): assert {"sft.ipynb", "grpo.ipynb", "ppo.ipynb"} <= {p.name for p in TUTORIALS}
+
+
+def test_the_tutorial_check_sees_strangers():
+    tree = ast.parse("import torch, numpy as np\nfrom rlblocks import gae\nhelper = 1\ndef loop(x, *, lr=1):\n  for step in x:\n    y = [gae(torch.ones(1), z) for z in x]\n    yield np, helper, len(y)")
+    assert strangers(tree, loops(tree)[0]) == {"np", "helper"}
