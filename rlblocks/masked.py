@@ -92,6 +92,7 @@ def masked_std(
     return torch.where(var > 0, torch.where(var > 0, var, 1.).sqrt(), 0.) # inner where: √ has no gradient at 0
 
 def _centered(x, mask):
+    x = promoted(x)
     for _ in range(2): x = torch.where(mask, x - masked_mean(x, mask), 0.) # the second pass takes the rounding of the first mean
     return x
 
@@ -110,7 +111,7 @@ def whiten(
 
     (x − x̄) / √(var + ε), var unbiased. Ziegler et al. 2019, code. Fewer than two chosen, or all equal: only the mean is removed."""
     same_shape(x=x, mask=mask)
-    centered = _centered(promoted(x), mask)
+    centered = _centered(x, mask)
     white = centered * (_variance(centered, mask) + eps).rsqrt()
     return white if shift else torch.where(mask, white + masked_mean(x, mask), 0.)
 

@@ -1,0 +1,228 @@
+"""Laws of the masked arithmetic: one number for every cut, nothing from under the mask, errors that say what to do."""
+import pickle
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from rlblocks.masked import Last, Max, Mean, aggregate, masked_mean, masked_std, masked_sum, mean_of, merge, promoted, same_shape, whiten
+
+REDUCTIONS = {
+    "sum": masked_sum, "mean": masked_mean, "std": masked_std, "whiten": whiten, "tokens": aggregate,
+    "row sums": lambda x, m: masked_sum(x, m, dim=-1), "row means": lambda x, m: masked_mean(x, m, dim=-1),
+    "of a whole": lambda x, m: masked_mean(x, m, denom=7), "biased std": lambda x, m: masked_std(x, m, unbiased=False),
+    "unshifted": lambda x, m: whiten(x, m, shift=False), "rows": lambda x, m: aggregate(x, m, over="rows"),
+}
+each = pytest.mark.parametrize("f", REDUCTIONS.values(), ids=REDUCTIONS)
+
+
+def ragged(B=6, T=9, seed=0, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(B, T, generator=g, dtype=dtype), torch.rand(B, T, generator=g) < torch.linspace(0, 1, B)[:, None]
+
+
+def value_and_gradient(f, x, mask):
+    x = x.clone().requires_grad_()
+    y = f(x, mask)
+    return y.detach(), torch.autograd.grad((y*torch.arange(1, y.numel()+1).view(y.shape)).sum(), x)[0]
+
+
+# LAWS 1: one loss, whatever the micro-batch
+
+def test_golden_is_a_quarter_not_a_half():
+    mask = torch.arange(6) < torch.tensor([[2], [6]])
+    x = torch.tensor([[1.], [0.]]).expand(2, 6)
+    assert aggregate(x, mask) == .25
+    assert sum(aggregate(x[i:i+1], mask[i:i+1], denom=mask.sum()) for i in (0, 1)) == .25
+    assert aggregate(x, mask, over="rows") == .5
+
+
+@pytest.mark.parametrize("over", ["tokens", "rows"])
+@pytest.mark.parametrize("size", [1, 2, 3, 16])
+def test_pieces_sum_to_the_whole(over, size):
+    x = torch.randn(16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(16) < torch.arange(1, 17)[:, None]
+    denom = 16 if over == "rows" else mask.sum()
+    whole, parts = x.clone().requires_grad_(), x.clone().requires_grad_()
+    loss = aggregate(whole.sin(), mask, over=over)
+    joined = sum(aggregate(p.sin(), m, over=over, denom=denom) for p,m in zip(parts.split(size), mask.split(size), strict=True))
+    loss.backward(), joined.backward()
+    assert_close(joined, loss, atol=1e-10, rtol=1e-10)
+    assert_close(parts.grad, whole.grad, atol=1e-10, rtol=1e-10)
+
+
+@each
+def test_padding_columns_change_nothing(f):
+    x, mask = ragged()
+    wide = f(torch.nn.functional.pad(x, (0, 3), value=9.), torch.nn.functional.pad(mask, (0, 3)))
+    assert_close(wide[..., :x.shape[1]] if wide.ndim == 2 else wide, f(x, mask), atol=1e-14, rtol=1e-14)
+
+
+# LAWS 5: nothing from under the mask
+
+@each
+@pytest.mark.parametrize("junk", [0., 100., float("nan"), float("inf"), float("-inf")])
+def test_what_is_masked_reaches_neither_value_nor_gradient(f, junk):
+    x, mask = ragged()
+    clean, dirty = (value_and_gradient(f, torch.where(mask, x, fill), mask) for fill in (0., junk))
+    assert torch.equal(clean[0], dirty[0])
+    assert torch.equal(clean[1], dirty[1]) and (dirty[1][~mask] == 0).all()
+
+
+# LAWS 13: filters take from numerator and denominator alike
+
+def test_a_truncated_row_dilutes_nothing():
+    mask = (torch.arange(8) < torch.tensor([[4], [4], [8]])) & torch.tensor([[True], [True], [False]])
+    for over in ("tokens", "rows"): assert aggregate(torch.ones(3, 8), mask, over=over) == 1.
+
+
+@each
+def test_nothing_chosen_is_zero_with_a_finite_gradient(f):
+    x, mask = ragged()
+    value, gradient = value_and_gradient(f, x, mask & False)
+    assert (value == 0).all() and (gradient == 0).all()
+
+
+@pytest.mark.parametrize("zero", [0, 0., torch.tensor(0), torch.tensor(0.)])
+@pytest.mark.parametrize("over", ["tokens", "rows"])
+def test_an_empty_whole_is_no_division_by_zero(over, zero):
+    x, mask = ragged()
+    assert aggregate(x, mask & False, over=over, denom=zero) == 0
+
+
+def test_no_rows_and_no_columns():
+    for shape in ((0, 4), (4, 0)):
+        x, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+        assert aggregate(x, mask) == aggregate(x, mask, over="rows") == masked_std(x, mask) == 0
+        assert whiten(x, mask).shape == shape
+
+
+# numbers
+
+def test_denominators_may_be_numbers_or_tensors():
+    x, mask = ragged()
+    for n in (7, 7., torch.tensor(7), torch.tensor(7.)): assert_close(masked_mean(x, mask, denom=n), masked_sum(x, mask)/7, check_dtype=False)
+    assert_close(masked_mean(x, mask, denom=.5), masked_sum(x, mask)*2) # only 0 is replaced
+
+
+@pytest.mark.parametrize("value", [.95, .1, 1/3, 1000.1, 123456.7])
+@pytest.mark.parametrize("n", [1, 7, 301, 7777])
+def test_equal_entries_have_no_spread(value, n):
+    x = torch.full((n,), value)
+    assert masked_std(x, x > 0) == 0 and (whiten(x, x > 0) == 0).all()
+
+
+def test_whiten_has_mean_zero_and_unit_spread():
+    x, mask = ragged()
+    white = whiten(100 + 3*x, mask)
+    assert_close(white[mask].mean(), torch.tensor(0.).double(), atol=1e-12, rtol=0)
+    assert_close(white[mask].std(), torch.tensor(1.).double())
+    assert_close(whiten(100 + 3*x, mask, shift=False)[mask].mean(), (100 + 3*x)[mask].mean())
+
+
+@each
+def test_gradients_are_those_of_the_definition(f):
+    x, mask = ragged(3, 4)
+    assert torch.autograd.gradcheck(lambda x: f(x, mask), x.requires_grad_())
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_at_least_single_precision(f, dtype):
+    x, mask = ragged(dtype=torch.float32)
+    wanted = torch.float64 if dtype is torch.float64 else torch.float32
+    assert f(x.to(dtype), mask).dtype is wanted is promoted(x.to(dtype)).dtype
+    assert_close(f(x.to(dtype), mask), f(x.to(dtype).to(wanted), mask))
+
+
+@each
+def test_inputs_stay_as_they_were_and_compile(f):
+    x, mask = ragged()
+    before = x.clone(), mask.clone()
+    assert_close(torch.compile(f, fullgraph=True, backend="eager")(x, mask), f(x, mask))
+    assert torch.equal(x, before[0]) and torch.equal(mask, before[1])
+
+
+# metrics
+
+def test_metrics_of_any_cut_are_those_of_the_whole():
+    x, mask = ragged(16, 5)
+    def measure(x, m): return dict(mean=mean_of(x, m), top=Max(x.max()), lr=Last(x[-1, -1]))
+    whole = measure(x, mask)
+    for size in (1, 2, 3, 16):
+        joined = merge(*map(measure, x.split(size), mask.split(size)))
+        assert joined["mean"].count == whole["mean"].count
+        for key in whole: assert_close(float(joined[key]), float(whole[key]), atol=1e-10, rtol=1e-10)
+
+
+def test_mean_is_of_tokens_not_of_means():
+    assert float(Mean(10., 10) + Mean(3000., 1000)) == 3010/1010
+    assert repr(Mean(1, 2)) == "0.5" and f"{Mean(1, 3):.2f}" == "0.33"
+    assert str(float(Mean(0., 0))) == "nan"
+
+
+def test_max_shows_a_nan_wherever_it_was():
+    assert float(Max(.1) + Max(torch.tensor(.05))) == .1
+    for pair in ((float("nan"), 1.), (1., float("nan"))): assert str(Max(pair[0]) + Max(pair[1])) == "nan"
+
+
+def test_metrics_are_detached_picklable_and_movable():
+    x, mask = ragged()
+    for m in (mean_of(x.requires_grad_(), mask), Mean((x*2).sum(), 3), Max(x.max()), Last(3)):
+        assert not any(t.requires_grad for t in vars(m).values() if isinstance(t, torch.Tensor))
+        assert float(pickle.loads(pickle.dumps(m)).to("cpu")) == float(m)
+    assert Mean(torch.tensor(1.)).to("meta").total.device.type == "meta"
+
+
+def test_metrics_come_out_of_a_compiled_loss():
+    x, mask = ragged()
+    def loss(x, mask): return aggregate(x, mask), dict(mean=mean_of(x, mask), top=Max(x.max()))
+    value, metrics = torch.compile(loss, fullgraph=True, backend="eager")(x, mask)
+    assert float(metrics["mean"]) == float(mean_of(x, mask)) and value == aggregate(x, mask)
+
+
+def test_a_metric_costs_no_synchronisation():
+    x = torch.ones(3, 4, device="meta") # reading a meta tensor raises
+    mask = torch.ones(3, 4, dtype=torch.bool, device="meta")
+    m = merge(dict(a=mean_of(x, mask)), dict(a=mean_of(x, mask)), dict(b=Max(x.max())))["a"]
+    aggregate(x, mask, over="rows", denom=mask.sum()), whiten(x, mask), masked_std(x, mask)
+    with pytest.raises((RuntimeError, NotImplementedError)): float(m)
+
+
+def test_merge_names_what_it_cannot_join():
+    with pytest.raises(TypeError, match="merge: 'kl' is a Mean and a Max; one key, one class"): merge(dict(kl=Mean(1)), dict(kl=Max(1)))
+    with pytest.raises(TypeError, match="merge: 'kl' is a float; wrap it in Mean, Max or Last"): merge(dict(kl=.1))
+    with pytest.raises(TypeError): Mean(1) + Max(1)
+    with pytest.raises(ValueError, match=r"Mean: total is \[4\]; a metric holds one number"): Mean(torch.ones(4))
+    assert merge() == {} and list(merge(dict(a=Mean(1)), dict(b=Mean(2)))) == ["a", "b"]
+
+
+# errors
+
+def my_loss(logprobs, advantages, mask): same_shape(logprobs=logprobs, advantages=advantages, mask=mask)
+
+def test_errors_say_who_what_and_how_to_fix():
+    x, mask = torch.zeros(4, 7), torch.ones(4, 7, dtype=torch.bool)
+    my_loss(x, x, mask), my_loss(x, None, mask), my_loss(x, x, None), my_loss(x[0], x[0], mask[0])
+    for args,error,text in [
+        ((x, x[:, 0], mask), ValueError, "my_loss: advantages is [4], logprobs is [4, 7]; spread row values with at_tokens(advantages, mask)"),
+        ((x[:, 0], x[:, 0], mask), ValueError, "my_loss: logprobs is [4], mask is [4, 7]; spread row values with at_tokens(logprobs, mask)"),
+        ((x[:, 0], x, None), ValueError, "my_loss: logprobs is [4], advantages is [4, 7]; spread row values with at_tokens(logprobs, mask)"),
+        ((x, x[:, 1:], mask), ValueError, "my_loss: advantages is [4, 6], logprobs is [4, 7]; they must be equal, nothing is broadcast"),
+        ((x, x, mask[:, 1:]), ValueError, "my_loss: logprobs is [4, 7], mask is [4, 6]; they must be equal, nothing is broadcast"),
+        ((x, x, mask.long()), TypeError, "my_loss: mask is int64; masks are Bool (mask.bool(), or mask > 0)"),
+        ((x, x, x), TypeError, "my_loss: mask is float32; masks are Bool (mask.bool(), or mask > 0)"),
+    ]:
+        with pytest.raises(error) as e: my_loss(*args)
+        assert str(e.value) == text
+
+
+@each
+def test_every_reduction_refuses_broadcasting_and_int_masks(f):
+    x, mask = ragged(4, 4)
+    with pytest.raises(ValueError, match="masked_|whiten|aggregate"): f(x, mask[:, 0])
+    with pytest.raises(TypeError, match="mask is int64"): f(x, mask.long())
+
+
+def test_aggregate_knows_two_weightings():
+    with pytest.raises(ValueError, match="aggregate: over is 'mean'; it is 'tokens' or 'rows'"): aggregate(torch.zeros(1, 1), torch.ones(1, 1) > 0, over="mean")
