@@ -120,7 +120,8 @@ def assert_on_policy(
     kept = float(chosen[max(math.ceil(share*len(chosen))-1, 0)])
     if kept <= tol: return kept
     b,t = divmod(int(off.nan_to_num(math.inf).argmax()), off.shape[1])
-    raise AssertionError(_OFF_POLICY.format(share=f"{share:.0%}", n=len(chosen), kept=kept, tol=tol, b=b, t=t, new=float(logprobs[b,t]), old=float(old_logprobs[b,t])))
+    new, old = (x[b,t].item() for x in (logprobs, old_logprobs))
+    raise AssertionError(_OFF_POLICY.format(share=f"{share:.0%}", n=len(chosen), kept=kept, tol=tol, b=b, t=t, new=new, old=old))
 
 _OFF_POLICY = """assert_on_policy: |ratio − 1| of {share} of {n} chosen tokens is up to {kept:.3g}, wanted {tol:g}; worst at row {b}, token {t}: {new:.4f} now, {old:.4f} then.
 Likely causes, most common first:

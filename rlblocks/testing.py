@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .masked import Metric, merge
+from .masked import Metric, Number, merge
 
 # %% ../nbs/19_testing.ipynb #260a3790
 def sample_columns(
@@ -38,21 +38,26 @@ def sample_columns(
         tokens=torch.randint(1, 100, (B, T), generator=g), group=torch.randperm(B, generator=g)//3)
 
 # %% ../nbs/19_testing.ipynb #db8648b5
-def _floats(*tensors): return [x.detach().double().tolist() for x in tensors]
 def _tensor(x): return torch.tensor(x, dtype=torch.float64)
+
+def _chosen(mask, *tensors):
+    "(row, token, its entry in each tensor) of every chosen token, as Python numbers."
+    for b,row in enumerate(mask.tolist()):
+        for t,chosen in enumerate(row):
+            if chosen: yield b, t, *(float(x[b,t]) for x in tensors)
 
 def naive_aggregate(
     x:Float[Tensor, "B T"],   # loss of each token
     mask:Bool[Tensor, "B T"], # True where the policy chose token t
     *,
     over:Literal["tokens", "rows"]="tokens", # what weighs the same
-    denom:float|None=None,    # count of the whole; None = of these rows
+    denom:Number|None=None,   # count of the whole; None = of these rows
 )->Float[Tensor, ""]: # float64
     """`aggregate`, one row at a time."""
-    rows = [[v for v,m in zip(vs, ms) if m] for vs,ms in zip(*_floats(x), mask.tolist())]
-    rows = [row for row in rows if row]
-    if denom is None: denom = len(rows) if over == "rows" else sum(len(row) for row in rows)
-    return _tensor(sum(sum(row)/len(row) if over == "rows" else sum(row) for row in rows) / (denom or 1))
+    rows = {}
+    for b,_,loss in _chosen(mask, x): rows.setdefault(b, []).append(loss)
+    if denom is None: denom = len(rows) if over == "rows" else sum(len(row) for row in rows.values())
+    return _tensor(sum(sum(row)/len(row) if over == "rows" else sum(row) for row in rows.values()) / (float(denom) or 1))
 
 # %% ../nbs/19_testing.ipynb #93858b64
 def naive_ppo_loss(
@@ -65,17 +70,15 @@ def naive_ppo_loss(
     clip_high:float=0.2,               # ratio ≤ 1 + clip_high counts if Â > 0
     dual_clip:float|None=None,         # cap of the ratio if Â < 0
     over:Literal["tokens", "rows"]="tokens", # what weighs the same
-    denom:float|None=None,             # count of the whole
+    denom:Number|None=None,             # count of the whole
 )->Float[Tensor, ""]: # float64
     """`ppo_loss` by cases: the ratio is capped above where Â > 0, below where Â < 0."""
     loss = torch.zeros(mask.shape, dtype=torch.float64)
-    for b,row in enumerate(zip(*_floats(logprobs, old_logprobs, advantages), mask.tolist())):
-        for t,(lp,old,A,m) in enumerate(zip(*row)):
-            if not m: continue
-            ratio = math.exp(min(max(lp-old, -20.), 20.))
-            ratio = min(ratio, 1+clip_high) if A > 0 else max(ratio, 1-clip_low)
-            if A < 0 and dual_clip is not None: ratio = min(ratio, dual_clip)
-            loss[b,t] = -A*ratio
+    for b,t,lp,old,A in _chosen(mask, logprobs, old_logprobs, advantages):
+        ratio = math.exp(min(max(lp-old, -20.), 20.))
+        ratio = min(ratio, 1+clip_high) if A > 0 else max(ratio, 1-clip_low)
+        if A < 0 and dual_clip is not None: ratio = min(ratio, dual_clip)
+        loss[b,t] = -A*ratio
     return naive_aggregate(loss, mask, over=over, denom=denom)
 
 # %% ../nbs/19_testing.ipynb #0599d1c8
@@ -86,15 +89,13 @@ def naive_value_loss(
     mask:Bool[Tensor, "B T"],        # True where the policy chose token t
     *,
     clip:float|None=0.2,             # how far V may move from V_old; None = anywhere
-    denom:float|None=None,           # tokens of the whole
+    denom:Number|None=None,           # tokens of the whole
 )->Float[Tensor, ""]: # float64
     """`value_loss` by cases: outside the trust region, the worse of the value and the border counts."""
     loss = torch.zeros(mask.shape, dtype=torch.float64)
-    for b,row in enumerate(zip(*_floats(values, old_values, returns), mask.tolist())):
-        for t,(v,old,R,m) in enumerate(zip(*row)):
-            if not m: continue
-            border = v if clip is None or abs(v-old) <= clip else old + math.copysign(clip, v-old)
-            loss[b,t] = max(abs(v-R), abs(border-R))**2 / 2
+    for b,t,v,old,R in _chosen(mask, values, old_values, returns):
+        border = v if clip is None or abs(v-old) <= clip else old + math.copysign(clip, v-old)
+        loss[b,t] = max(abs(v-R), abs(border-R))**2 / 2
     return naive_aggregate(loss, mask, denom=denom)
 
 # %% ../nbs/19_testing.ipynb #eaf7c80c
@@ -108,8 +109,8 @@ def naive_gae(
 )->tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]: # (advantages, returns), float64
     """`gae` as the sum it abbreviates: Âₜ = Σₖ (γλ)ᵏ δₜ₊ₖ over the chosen tokens."""
     advantages, returns = (torch.zeros(mask.shape, dtype=torch.float64) for _ in range(2))
-    for b,(r,v,m) in enumerate(zip(*_floats(rewards, values), mask.tolist())):
-        chosen = [t for t in range(len(m)) if m[t]]
+    for b in range(len(mask)):
+        r, v, chosen = rewards[b].tolist(), values[b].tolist(), [t for t,m in enumerate(mask[b].tolist()) if m]
         for i,t in enumerate(chosen):
             for k,u in enumerate(chosen[i:]):
                 after = v[chosen[i+k+1]] if i+k+1 < len(chosen) else 0.
@@ -125,8 +126,8 @@ def naive_returns(
 )->Float[Tensor, "B T"]: # float64
     """`discounted_returns` as a sum over the chosen tokens that follow."""
     returns = torch.zeros(mask.shape, dtype=torch.float64)
-    for b,(r,m) in enumerate(zip(*_floats(rewards), mask.tolist())):
-        chosen = [t for t in range(len(m)) if m[t]]
+    for b in range(len(mask)):
+        r, chosen = rewards[b].tolist(), [t for t,m in enumerate(mask[b].tolist()) if m]
         for i,t in enumerate(chosen): returns[b,t] = sum(gamma**k * r[u] for k,u in enumerate(chosen[i:]))
     return returns
 
@@ -139,9 +140,9 @@ def naive_group_advantages(
     eps:float=1e-6,             # added to it
 )->Float[Tensor, " B"]: # float64
     """`group_advantages`, one row at a time, its group collected anew for each."""
-    scores, group, out = *_floats(scores), group.tolist(), []
-    for s,own in zip(scores, group):
-        mates = [x for x,id in zip(scores, group) if id == own and not math.isnan(x)]
+    rows, out = list(zip(scores.tolist(), group.tolist(), strict=True)), []
+    for s,own in rows:
+        mates = [x for x,id in rows if id == own and not math.isnan(x)]
         if math.isnan(s) or min(mates) == max(mates): out.append(0.); continue
         mean = math.fsum(mates)/len(mates)
         std = math.sqrt(math.fsum((x-mean)**2 for x in mates) / (len(mates)-1))
@@ -153,9 +154,9 @@ def naive_leave_one_out(
     group:Int[Tensor, " B"],    # rows with the same id answered the same prompt
 )->Float[Tensor, " B"]: # float64
     """`leave_one_out`: each score minus the mean of the others in its group."""
-    scores, group, out = *_floats(scores), group.tolist(), []
-    for i,s in enumerate(scores):
-        others = [x for j,x in enumerate(scores) if j != i and group[j] == group[i] and not math.isnan(x)]
+    rows, out = list(zip(scores.tolist(), group.tolist(), strict=True)), []
+    for i,(s,own) in enumerate(rows):
+        others = [x for j,(x,id) in enumerate(rows) if j != i and id == own and not math.isnan(x)]
         out.append(s - math.fsum(others)/len(others) if others and not math.isnan(s) else 0.)
     return _tensor(out)
 
@@ -168,11 +169,11 @@ def naive_token_logprobs(
 )->Float[Tensor, "B T"]: # float64, column 0 is 0
     """`token_logprobs` by the definition: z_y − log Σᵥ exp(z_v), shifted by one."""
     out = torch.zeros(tokens.shape, dtype=torch.float64)
-    for b,(zs,ys) in enumerate(zip(*_floats(logits), tokens.tolist())):
-        for t in range(1, len(ys)):
-            z = [x/temperature for x in zs[t-1]]
+    for b,row in enumerate(tokens.tolist()):
+        for t,y in enumerate(row[1:], 1):
+            z = [x/temperature for x in logits[b,t-1].tolist()]
             top = max(z)
-            out[b,t] = z[ys[t]] - top - math.log(math.fsum(math.exp(x-top) for x in z))
+            out[b,t] = z[y] - top - math.log(math.fsum(math.exp(x-top) for x in z))
     return out
 
 # %% ../nbs/19_testing.ipynb #0f725de3
@@ -273,7 +274,7 @@ def _run(p, cols, counts):
     for k in leaves: cols[k].requires_grad_()
     outs, metrics = _outputs(p, p.call(cols, counts))
     graph = [x.sin().sum() if x.ndim else x for x in outs.values() if x.requires_grad]
-    if graph: sum(graph).backward()
+    if graph: torch.stack(graph).sum().backward()
     grads = {k: torch.zeros_like(cols[k]) if cols[k].grad is None else cols[k].grad for k in leaves if k in p.first}
     return _Ran({k: x.detach() for k,x in outs.items()}, grads, [k for k in leaves if cols[k].grad is not None], metrics)
 
@@ -284,9 +285,8 @@ def _gap(got, want):
     return float((torch.where(same, 0., (got-want).abs()).max() / want.abs().max().clamp(1e-6)).nan_to_num(math.inf))
 
 def _show(got, want):
-    if not want.ndim: return f"went from {float(want):.6g} to {float(got):.6g}"
     at = tuple(int(i) for i in torch.unravel_index((got-want).abs().nan_to_num(math.inf).argmax(), want.shape))
-    return f"at {list(at)} went from {float(want[at]):.6g} to {float(got[at]):.6g}"
+    return f"{f'at {list(at)} ' if at else ''}went from {float(want[at])+0:.6g} to {float(got[at])+0:.6g}" # + 0: no "-0"
 
 def _alike(p, law, got, want, what, fix, *, back=lambda x: x, tol=1e-10):
     "Fail unless `got`, brought `back` to the layout of `want`, is the same."
@@ -346,7 +346,7 @@ def _empty(p):
 
 # %% ../nbs/19_testing.ipynb #8ce8f9e9
 def _permutation(p):
-    order = torch.arange(len(p.cols["mask"])).roll(5)
+    order = torch.randperm(len(p.cols["mask"]), generator=torch.Generator().manual_seed(1)) # neither a shift nor a flip, which neighbours survive
     _alike(p, "permutation", _run(p, {k: x[order] for k,x in p.cols.items()}, p.whole), _run(p, p.cols, p.whole), "with the rows in another order",
            "at_tokens(x, mask) instead of broadcasting [B] over [B, T]; groups by id, not by position; columns, not captured tensors",
            back=lambda x: x[order.argsort()] if x.ndim else x)
@@ -387,13 +387,16 @@ def _metrics(p):
     _same_metrics(p, "metrics", got, want, "merged from 2 ranks × micro-batches of 3", "mean_of(x, mask) carries its count, Mean(x.mean()) does not")
 
 # %% ../nbs/19_testing.ipynb #5535a7a3
+def _wide(p, k, x, dtype, least):
+    if x.dtype != least: p.fail("precision", f"with {dtype} the {k} is {x.dtype}, wanted {least}; promoted(x) widens half precision and leaves float64")
+
 def _precision(p):
     def cast(dtype, then): return {k: x.to(dtype).to(then) if x.is_floating_point() else x for k,x in p.cols.items()}
     half = () if p.first is _COMPUTED else ((torch.bfloat16, torch.float32), (torch.float16, torch.float32))
-    for dtype,least in (*half, (torch.float32, torch.float32), (torch.float64, torch.float64)):
+    for dtype,least in (*half, (torch.float32, torch.float32)):
         got, want = _run(p, cast(dtype, dtype), p.whole), _run(p, cast(dtype, least), p.whole)
         for k,x in got.outs.items():
-            if x.dtype != least: p.fail("precision", f"with {dtype} the {k} is {x.dtype}, wanted {least}; promoted(x) widens half precision and leaves float64")
+            _wide(p, k, x, dtype, least)
             if _gap(x, want.outs[k]) > 1e-5: p.fail("precision", f"with {dtype} the {k} {_show(x, want.outs[k])}; promoted(x) first, then compute")
 
 # %% ../nbs/19_testing.ipynb #de41149c
@@ -416,9 +419,10 @@ def _reinforce(p):
 # %% ../nbs/19_testing.ipynb #e5301827
 def _check(p, laws):
     outs, _ = _outputs(p, p.call({k: x.clone() for k,x in p.cols.items()}, p.whole)) # an error of its own comes out as it is; a closure shows what it reads
+    if not p.reads - {"mask"}: raise ValueError(f"{p.checker}: {p.name} reads no column; there is nothing to check")
     for k,x in outs.items():
+        _wide(p, k, x, torch.float64, torch.float64) # first: in float32 a broken law could not be told from rounding
         if not x.isfinite().all(): p.fail("result", f"on ordinary rows, one with nothing chosen, the {k} is not finite; guard the division: masked_mean, aggregate")
-    if not p.reads & p.cols.keys() - {"mask"}: raise ValueError(f"{p.checker}: {p.name} reads no column; nothing to check")
     for law in (laws := laws(p)):
         try: law(p)
         except AssertionError: raise

@@ -1,0 +1,374 @@
+"`check_loss` and `check_estimator`: each law is seen to fail on a loss that breaks it and on nothing else; the oracles are held by hand-made numbers."
+import math
+import random
+from functools import partial
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from rlblocks.masked import Last, Max, Mean, aggregate, masked_mean, masked_sum, mean_of, promoted, whiten
+from rlblocks.policy_losses import grpo_loss, ppo_loss
+from rlblocks.testing import (check_estimator, check_loss, naive_aggregate, naive_gae, naive_group_advantages, naive_leave_one_out, naive_ppo_loss,
+                              naive_returns, naive_token_logprobs, naive_value_loss, sample_columns)
+from rlblocks.value_losses import value_loss
+
+LAWS = ("purity", "gradient", "mask", "empty", "permutation", "padding", "filler", "split", "metrics", "precision")
+
+
+def clean(mask, *tensors): return [torch.where(mask, promoted(x), 0.) for x in tensors]
+
+def good(out, b): # per token, nothing wrong with it; the broken closures are one step away
+    lp, old, A = clean(b.mask, out.logprobs, b.old_logprobs, b.advantages)
+    return -(lp-old).exp()*A
+
+def good_block(logprobs, old_logprobs, advantages, mask, *, over="tokens", denom=None):
+    lp, old, A = clean(mask, logprobs, old_logprobs.detach(), advantages.detach())
+    return aggregate(-(lp-old).exp()*A, mask, over=over, denom=denom), dict(ratio=mean_of((lp-old).exp(), mask))
+
+
+# -- broken closures
+
+def local_mean(out, b): return masked_mean(good(out, b), b.mask), {}
+def local_row_mean(out, b): return aggregate(good(out, b), b.mask, over="rows"), {}
+def scaled_by_rows(out, b): return good(out, b).sum()*len(b)/16/b.n_tokens, {}
+def right_value_wrong_gradient(out, b):
+    x, local = good(out, b).sum()/b.n_tokens, masked_mean(good(out, b), b.mask)
+    return local - local.detach() + x.detach(), {}
+def multiplied(out, b): return ((out.logprobs-b.old_logprobs).exp()*b.advantages*b.mask).sum()/b.n_tokens, {}
+def where_too_late(out, b): return masked_sum((out.logprobs-b.old_logprobs).exp()*b.advantages, b.mask)/b.n_tokens, {}
+def counts_padding(out, b): return -(out.logprobs*b.advantages).sum()/b.n_tokens, {}
+def metric_counts_padding(out, b): return good(out, b).sum()/b.n_tokens, dict(lp=Mean(out.logprobs.sum(), out.logprobs.numel()))
+def broadcasts(out, b): return (-clean(b.mask, out.logprobs)[0]*b.scores).sum()/b.n_tokens, {}
+def positional_groups(out, b):
+    x = good(out, b).sum(1)
+    return (x*torch.arange(len(x))).sum()/b.n_tokens, {}
+def captured(out, b, whole=sample_columns()["advantages"]): return (-clean(b.mask, out.logprobs)[0]*whole).sum()/b.n_tokens, {} # noqa: B008
+def in_place(out, b): return (good(out, b) + 0*b.advantages.clamp_(-1, 1).nan_to_num()).sum()/b.n_tokens, {}
+def mask_in_place(out, b):
+    b.mask[:, -1] = False
+    return good(out, b).sum()/b.n_tokens, {}
+def writes_column(out, b):
+    b.advantages = b.advantages/2
+    return good(out, b).sum()/b.n_tokens, {}
+def writes_item(out, b):
+    b["advantages"] = b.advantages/2
+    return good(out, b).sum()/b.n_tokens, {}
+def draws(out, b): return (good(out, b)*torch.rand_like(b.advantages)).sum()/b.n_tokens, {}
+class Counter:
+    def __init__(self): self.n = 0
+    def __call__(self, out, b):
+        self.n += 1
+        return good(out, b).sum()*self.n/b.n_tokens, {}
+def detached(out, b): return good(out, b).sum().detach()/b.n_tokens, {}
+def constant_if_empty(out, b): return (good(out, b).sum()/b.n_tokens if b.mask.any() else torch.zeros(())), {}
+def nan_gradient_if_empty(out, b): return masked_sum(-out.logprobs/b.mask.sum(), b.mask), {}
+def offset(out, b): return good(out, b).sum()/b.n_tokens + 1e-3, {}
+def padded_length(out, b): return good(out, b).sum()/b.n_rows/b.mask.shape[1], {}
+def empty_row_mean(out, b): return (good(out, b).sum(1)/b.mask.sum(1)).sum()/b.n_rows, {}
+def mean_without_count(out, b): return good(out, b).sum()/b.n_tokens, dict(x=Mean(masked_mean(good(out, b), b.mask)))
+def changing_keys(out, b): return good(out, b).sum()/b.n_tokens, {f"x{min(len(b), 9)}": Last(0)}
+def single(out, b): return good(out, b).sum().float()/b.n_tokens, {}
+def squashed(out, b): return (good(out, b)/(1+clean(b.mask, b.advantages)[0].abs())).sum()/b.n_tokens, {}
+def wrong_sign(out, b): return -good(out, b).sum()/b.n_tokens, {}
+def shifted(out, b):
+    lp, A = clean(b.mask, out.logprobs, b.advantages)
+    return (-lp*A.roll(1, 1)).sum()/b.n_tokens, {}
+def asymmetric(out, b): # squares the weight of some tokens: homogeneous in A, but not linear
+    lp, A = clean(b.mask, out.logprobs, b.advantages)
+    return (-lp*torch.where(A > 0, A, 2*A)).sum()/b.n_tokens, {}
+def bare(out, b): return good(out, b).sum()/b.n_tokens
+def vector(out, b): return good(out, b).sum(1), {}
+def number(out, b): return good(out, b).sum().item(), {}
+def float_metric(out, b): return good(out, b).sum()/b.n_tokens, dict(x=1.)
+def raises_on_parts(out, b):
+    if len(b) < 4: raise RuntimeError("four rows at least")
+    return good(out, b).sum()/b.n_tokens, {}
+
+CLOSURES = [
+    (local_mean, "split", r"the parts sum to [-\d.]+, the whole is -0\.\d+: pass denom=b.n_tokens"),
+    (local_row_mean, "split", "the whole is"),
+    (scaled_by_rows, "filler", "two rows more"),
+    (right_value_wrong_gradient, "split", "the gradient of logprobs at"),
+    (multiplied, "mask", "nan under the mask of logprobs, the loss went from .* to nan; torch.where"),
+    (where_too_late, "mask", "nan under the mask of logprobs, the gradient of logprobs .* went from 0 to nan"),
+    (counts_padding, "mask", "with 0 under the mask of logprobs, the loss went .* not chosen"),
+    (metric_counts_padding, "mask", "the metric 'lp' went"),
+    (broadcasts, "permutation", "at_tokens"),
+    (positional_groups, "permutation", "by id, not by position"),
+    (partial(captured), "permutation", "captured tensors"),
+    (in_place, "purity", "changed advantages in place"),
+    (mask_in_place, "purity", "changed mask in place"),
+    (writes_column, "purity", "writes 'advantages'"),
+    (writes_item, "purity", "writes 'advantages'"),
+    (draws, "purity", "global random state"),
+    (Counter(), "purity", "differs between two equal calls"),
+    (detached, "gradient", "none reaches logprobs or entropy or values"),
+    (constant_if_empty, "empty", "no graph"),
+    (nan_gradient_if_empty, "empty", "gradient of logprobs is not finite"),
+    (offset, "empty", "the loss is 0.001, not 0"),
+    (padded_length, "padding", "three columns of padding more, the loss went"),
+    (empty_row_mean, "result", "one with nothing chosen, the loss is not finite"),
+    (mean_without_count, "metrics", "the metric 'x' went from"),
+    (changing_keys, "filler|metrics|permutation", "same keys always"),
+    (single, "precision", "the loss is torch.float32, wanted torch.float64"),
+    (squashed, "scale", "with advantages times 0.5 the loss is"),
+    (wrong_sign, "reinforce", "a loss is minimised"),
+    (shifted, "reinforce", "same token"),
+    (asymmetric, "reinforce", "a weight without A"),
+    (bare, "result", "returned a tensor alone"),
+    (vector, "result", r"returned \(a tensor \[16\], a dict\)"),
+    (number, "result", r"returned \(a float, a dict\)"),
+    (float_metric, "result", "metric 'x' is a float; wrap it in Mean, Max or Last"),
+    (raises_on_parts, "split", "it raised RuntimeError: four rows at least"),
+]
+
+
+@pytest.mark.parametrize(("loss", "law", "says"), CLOSURES, ids=lambda x: getattr(x, "__name__", None))
+def test_broken_closure(loss, law, says):
+    with pytest.raises(AssertionError, match=f"breaks the ({law}) law: .*{says}"): check_loss(loss)
+
+
+# -- broken blocks
+
+def through_advantages(logprobs, advantages, mask, *, denom=None): return aggregate(-logprobs*advantages, mask, denom=denom), {}
+def through_old(logprobs, old_logprobs, advantages, mask, *, denom=None):
+    lp, old, A = clean(mask, logprobs, old_logprobs, advantages.detach())
+    return aggregate(-(lp-old).exp()*A, mask, denom=denom), {}
+def no_denom(logprobs, mask): return masked_mean(-logprobs, mask), {}
+def ignores_denom(logprobs, mask, *, denom=None): return masked_mean(-logprobs, mask), {}
+def zero_over_zero(logprobs, mask, *, denom=None): return masked_sum(-logprobs, mask)/(mask.sum() if denom is None else denom), {}
+def all_rows(logprobs, mask, *, over="rows", denom=None): return masked_sum(-logprobs, mask)/(len(mask) if denom is None else denom), {}
+def narrow(logprobs, mask, *, denom): return torch.where(mask, -logprobs, 0.).sum()/denom, {}
+def narrow_inside(logprobs, mask, *, denom): return promoted(torch.where(mask, -logprobs, 0.).sum())/denom, {}
+def single_inside(logprobs, mask, *, denom): return torch.where(mask, -logprobs, 0.).sum().float()/denom, {}
+def widened(logprobs, mask, *, denom): return torch.where(mask, -logprobs.double(), 0.).sum()/denom, {}
+def inert(logprobs, old_logprobs, advantages, mask, *, clip_high=.2, denom=None): # an importance weight that is clip_high for everybody
+    lp, old, A = clean(mask, logprobs, old_logprobs.detach(), advantages.detach())
+    return aggregate(-(lp-old).exp().clamp(max=clip_high).detach()*A*lp, mask, denom=denom), {}
+def maskless(logprobs, advantages): return -(logprobs*advantages.detach()).sum(), {}
+
+BLOCKS = [
+    (through_advantages, "gradient", r"reaches advantages; .* advantages.detach\(\)"),
+    (through_old, "gradient", "reaches old_logprobs"),
+    (no_denom, "split", "the whole is"),
+    (ignores_denom, "split", "the whole is"),
+    (zero_over_zero, "empty", "the loss is nan, not 0"),
+    (all_rows, "filler", r"two rows more .* mask.any\(1\)"),
+    (narrow, "precision", "with torch.bfloat16 the loss is torch.bfloat16, wanted torch.float32"),
+    (narrow_inside, "precision", "with torch.bfloat16 the loss went from"),
+    (single_inside, "precision", "with torch.float64 the loss is torch.float32, wanted torch.float64"),
+    (widened, "precision", "with torch.bfloat16 the loss is torch.float64, wanted torch.float32"),
+    (inert, "reinforce", "weights of the tokens sum to 0.2, not to 1"),
+    (maskless, "mask", "it takes no mask"),
+]
+
+
+@pytest.mark.parametrize(("loss", "law", "says"), BLOCKS, ids=lambda x: getattr(x, "__name__", None))
+def test_broken_block(loss, law, says):
+    with pytest.raises(AssertionError, match=f"{loss.__name__} breaks the {law} law: .*{says}"): check_loss(loss)
+
+
+def test_every_law_has_a_loss_that_breaks_it():
+    seen = {law for _, laws, _ in CLOSURES + BLOCKS for law in laws.split("|")}
+    assert seen == {*LAWS, "scale", "reinforce", "result"}
+
+
+# -- what passes
+
+def test_good_losses_pass_in_both_forms():
+    def closure(out, b): return good_block(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
+    def by_item(out, b): return masked_sum(good(out, b), b["mask"])/b.n_rows, dict(n=Last(0), most=Max(good(out, b).amax()))
+    for loss in (good_block, partial(good_block, over="rows"), closure, by_item): assert check_loss(loss) == (*LAWS, "scale", "reinforce")
+    assert check_loss(good_block, over="rows") == check_loss(good_block)
+
+
+def test_policy_laws_are_for_policy_losses():
+    assert check_loss(value_loss) == check_loss(grpo_loss) == LAWS
+    with_entropy = lambda out, b: ((good(out, b) - .1*clean(b.mask, out.entropy)[0]).sum()/b.n_tokens, {})
+    assert check_loss(with_entropy) == LAWS
+    assert check_loss(grpo_loss, kl_coef=0., policy=True)[-2:] == ("scale", "reinforce")
+    with pytest.raises(AssertionError, match="scale law"): check_loss(grpo_loss, policy=True)
+    assert check_loss(squashed, policy=False) == LAWS
+
+
+def test_denom_is_inferred_and_can_be_told():
+    seen = []
+    def loss(logprobs, mask, *, over="tokens", denom=None):
+        seen.append(denom)
+        return aggregate(-logprobs, mask, over=over, denom=denom), {}
+    def wrapped(logprobs, mask, **kw): return loss(logprobs, mask, **kw)
+    mask = sample_columns()["mask"]
+    n_tokens, n_rows = int(mask.sum()), int(mask.any(1).sum())
+    for fn, kw, expected in ((loss, {}, {n_tokens, None}), (loss, dict(over="rows"), {n_rows, None}), (partial(loss, over="rows"), {}, {n_rows, None}),
+                             (loss, dict(denom="n_units"), {n_rows, None}), (wrapped, {}, {n_tokens}), (wrapped, dict(over="rows"), {n_rows}),
+                             (partial(loss, denom=100.), {}, {100.})):
+        seen.clear()
+        if kw.get("denom"): # told to divide tokens by units: consistent with itself only if a whole without denom does the same
+            with pytest.raises(AssertionError, match="filler law"): check_loss(fn, **kw)
+        else: check_loss(fn, **kw)
+        assert set(seen) == expected
+
+
+def test_own_columns():
+    def weighted(logprobs, weights, advantages, mask, *, denom=None):
+        lp, w, A = clean(mask, logprobs, weights.detach(), advantages.detach())
+        return aggregate(-w*lp*A, mask, denom=denom), {}
+    with pytest.raises(ValueError, match=r"check_loss: weighted wants 'weights'.*inputs=dict\(weights=…\), or a number, weights=…"): check_loss(weighted)
+    assert check_loss(weighted, dict(weights=torch.rand(16, 16)), policy=False) == LAWS
+    assert check_loss(weighted, dict(weights=torch.rand(5, 9)), policy=False) == LAWS # the others follow in shape
+    assert check_loss(lambda out, b: ((good(out, b)*clean(b.mask, b.weights)[0]).sum()/b.n_tokens, {}), dict(weights=torch.rand(16, 16)), policy=False) == LAWS
+    with pytest.raises(AttributeError, match=r"check_loss: no column 'weights'.*inputs=dict\(weights=…\)"):
+        check_loss(lambda out, b: (b.weights.sum(), {}))
+    with pytest.raises(ValueError, match="equally many rows"): check_loss(weighted, dict(weights=torch.rand(5, 9), logprobs=torch.rand(6, 9)))
+    with pytest.raises(AttributeError, match="no column 'advantages'"): check_loss(lambda out, b: (out.advantages.sum(), {})) # b has it, out has not
+
+
+def test_losses_without_tokens_have_no_mask_to_check():
+    def pairs(chosen, rejected, *, denom=None):
+        x = torch.nn.functional.softplus(promoted(rejected.detach())-promoted(chosen))
+        return x.sum()/(len(x) if denom is None else denom), dict(margin=Mean((chosen-rejected).sum(), len(x)))
+    laws = check_loss(pairs, dict(chosen=torch.randn(16), rejected=torch.randn(16)))
+    assert laws == ("purity", "gradient", "permutation", "split", "metrics", "precision")
+
+
+def test_a_loss_that_reads_nothing_is_refused():
+    with pytest.raises(ValueError, match="reads no column"): check_loss(lambda out, b: (torch.zeros(()), {}))
+
+
+def test_its_own_error_comes_out_as_it_is():
+    def typo(out, b): return undefined, {}
+    with pytest.raises(NameError): check_loss(typo)
+
+
+def test_checking_leaves_no_trace():
+    state, inputs = torch.get_rng_state(), dict(advantages=torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))
+    before = inputs["advantages"].clone()
+    python = random.getstate()
+    for loss in (ppo_loss, in_place):
+        try: check_loss(loss, inputs)
+        except AssertionError: pass
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python
+    assert torch.equal(inputs["advantages"], before) and not inputs["advantages"].requires_grad
+
+
+def test_counts_are_those_of_a_batch():
+    from rlblocks.batch import Batch
+    cols, counts = sample_columns(), {}
+    def loss(out, b):
+        counts.update({k: getattr(b, k) for k in ("n_tokens", "n_rows", "n_units")})
+        return good_block(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
+    check_loss(loss)
+    batch, stand_in = Batch(**cols), dict(counts)
+    total = sum(loss(part, part)[0] for part in batch.parts(5)) # here `logprobs` is a column, too
+    assert counts == stand_in
+    assert_close(total, loss(batch, batch)[0])
+
+
+# -- estimators
+
+def unmasked_whiten(x, mask): return torch.where(mask, (x-x.mean())/x.std(), 0.)
+def zero_filled_whiten(x, mask): return torch.where(mask, promoted(x)-torch.where(mask, promoted(x), 0.).mean(), 0.)
+def leaves_padding(rewards, mask): return promoted(rewards).clone()
+def through_values(rewards, values, mask): return torch.where(mask, promoted(rewards)-promoted(values), 0.)
+def centered_by_rows(rewards, mask):
+    x = torch.where(mask, promoted(rewards), 0.)
+    return torch.where(mask, x - x.sum()/mask.sum().clamp(min=1)/len(mask), 0.)
+def neighbour(rewards, mask): return torch.where(mask, torch.where(mask, promoted(rewards), 0.).roll(1, 0), 0.)
+def fills_nothing(rewards, mask): return masked_mean(rewards, mask)+1
+def half_inside(rewards, mask): return torch.where(mask, rewards*1.1, 0.)
+def sorts_in_place(rewards, mask): return torch.where(mask, rewards.detach().copy_(rewards.detach()), 0.)
+
+ESTIMATORS = [
+    (unmasked_whiten, "mask", "with 0 under the mask of x, the output at"),
+    (zero_filled_whiten, "padding", "the output at"),
+    (leaves_padding, "mask", "not 0 where the mask is False"),
+    (through_values, "gradient", r"reaches values; .* values.detach\(\)"),
+    (centered_by_rows, "filler", "two rows more"),
+    (neighbour, "permutation", "the output at"),
+    (fills_nothing, "empty", "the output is 1, not 0"),
+    (half_inside, "precision", "the output is torch.bfloat16"),
+    (sorts_in_place, "purity", "changed rewards in place"),
+]
+
+
+@pytest.mark.parametrize(("fn", "law", "says"), ESTIMATORS, ids=lambda x: getattr(x, "__name__", None))
+def test_broken_estimator(fn, law, says):
+    inputs = dict(x=sample_columns()["rewards"]) if "whiten" in fn.__name__ else None
+    with pytest.raises(AssertionError, match=f"{fn.__name__} breaks the {law} law: .*{says}"): check_estimator(fn, inputs)
+
+
+def test_good_estimators_pass():
+    laws = ("purity", "gradient", "mask", "empty", "permutation", "padding", "filler", "precision")
+    assert check_estimator(whiten, dict(x=sample_columns()["rewards"])) == check_estimator(partial(whiten, shift=False), dict(x=sample_columns()["rewards"])) == laws
+    def two(rewards, values, mask):
+        r, v = clean(mask, rewards, values.detach())
+        return r-v, r.sum(1)
+    assert check_estimator(two) == laws
+    def per_row(scores, group): return promoted(scores)-torch.stack([promoted(scores)[group == g].mean().detach() for g in group])
+    assert check_estimator(per_row) == ("purity", "gradient", "permutation", "precision")
+    with pytest.raises(ValueError, match="check_estimator: whiten wants 'x'"): check_estimator(whiten)
+
+
+# -- columns
+
+def test_sample_columns():
+    cols = sample_columns()
+    assert sorted(cols["lengths"].tolist()) == list(range(1, 17))
+    mask, t = cols["mask"], torch.arange(16)
+    assert not mask[:, 0].any() and not (mask & (t >= cols["lengths"][:, None])).any() and (~mask & (t < cols["lengths"][:, None]))[:, 1:].any()
+    assert (~mask.any(1)).sum() == 1 and all(x.dtype == torch.float64 for x in cols.values() if x.is_floating_point())
+    assert all(x.shape in ((16, 16), (16,)) for x in cols.values())
+    assert all(torch.equal(x, sample_columns()[k]) for k, x in cols.items()) and not torch.equal(cols["rewards"], sample_columns(seed=1)["rewards"])
+    assert all(x.shape[0] == 3 for x in sample_columns(3, 7).values()) and sample_columns(3, 7)["mask"].shape == (3, 7)
+
+
+# -- oracles, by hand
+
+def test_naive_aggregate():
+    x, m = torch.tensor([[1., 1., 9.], [0., 0., 3.], [7., 7., 7.]]), torch.tensor([[True, True, False], [True]*3, [False]*3])
+    got = naive_aggregate(x, m), naive_aggregate(x, m, over="rows"), naive_aggregate(x, m, denom=10), naive_aggregate(x, m, over="rows", denom=torch.tensor(4))
+    assert_close(got, tuple(torch.tensor(v, dtype=torch.float64) for v in (1., 1., .5, .5)))
+    assert naive_aggregate(x, ~m & m) == naive_aggregate(x, ~m & m, over="rows", denom=0) == 0
+
+
+@pytest.mark.parametrize(("ratio", "A", "loss"), [(2., 1., -1.2), (.5, 1., -.5), (.5, -1., .8), (2., -1., 2.), (9., -1., 3.), (9., 1., -1.2), (9., 0., 0.)])
+def test_naive_ppo(ratio, A, loss):
+    got = naive_ppo_loss(torch.tensor([[ratio]]).log(), torch.zeros(1, 1), torch.tensor([[A]]), torch.tensor([[True]]), dual_clip=3.)
+    assert_close(got.item(), loss, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("v", "clip", "loss"), [(1., .2, 1.62), (-1., .2, 4.5), (.1, .2, 1.805), (1., None, .5), (1., .5, 1.125)])
+def test_naive_value(v, clip, loss):
+    got = naive_value_loss(torch.tensor([[v]]).double(), torch.zeros(1, 1), torch.tensor([[2.]]), torch.tensor([[True]]), clip=clip)
+    assert_close(got.item(), loss)
+
+
+def test_naive_gae_and_returns(): # LAWS 2, 3 and 5
+    f = lambda *x: torch.tensor([x], dtype=torch.float64)
+    two = torch.tensor([[True, True, False]])
+    adv, ret = naive_gae(f(0, 1, 0), f(0, 0, 100), two, gamma=1., lam=.95)
+    assert_close(adv, f(.95, 1, 0))
+    assert_close(naive_gae(f(0, 0, 1), f(.5, .6, .8), torch.ones(1, 3).bool(), gamma=.9, lam=.5)[0], f(.1345, .21, .2))
+    adv, ret = naive_gae(f(0, 0, 1), f(.5, .6, .8), torch.tensor([[True, False, True]]), gamma=.9, lam=.5)
+    assert_close([adv, ret], [f(.31, 0, .2), f(.81, 0, 1.)])
+    assert_close(naive_returns(f(1.5, 1, 2, 2), torch.tensor([[True, True, False, False]])), f(2.5, 1, 0, 0))
+    assert_close(naive_returns(f(0, 0, 1), torch.tensor([[True, False, True]]), gamma=.5), f(.5, 0, 1))
+
+
+def test_naive_groups():
+    nan = math.nan
+    s, g = torch.tensor([1., 0., nan, 1., 5., .95, .95, .95]), torch.tensor([7, 7, 7, 7, 2, 3, 3, 3])
+    f = lambda *x: torch.tensor(x, dtype=torch.float64)
+    assert_close(naive_group_advantages(s, g, eps=0.), f(1, -2, 0, 1, 0, 0, 0, 0)/math.sqrt(3))
+    assert_close(naive_group_advantages(s, g, scale=False), f(1, -2, 0, 1, 0, 0, 0, 0)/3)
+    assert_close(naive_leave_one_out(s, g), f(.5, -1, 0, .5, 0, 0, 0, 0), atol=1e-7, rtol=0)
+    assert naive_group_advantages(f(nan, 2., nan, nan), torch.tensor([0, 0, 1, 1])).tolist() == [0, 0, 0, 0]
+
+
+def test_naive_token_logprobs():
+    logits = torch.zeros(1, 3, 2, dtype=torch.float64)
+    logits[..., 1] = math.log(3)
+    assert_close(naive_token_logprobs(logits, torch.tensor([[0, 0, 1]])).exp(), torch.tensor([[1., .25, .75]]).double())
+    half = naive_token_logprobs(logits, torch.tensor([[0, 0, 1]]), temperature=.5).exp()
+    assert_close(half, torch.tensor([[1., .1, .9]]).double())
