@@ -27,7 +27,7 @@ def gather_logprobs(
     """Log-probability of each target under the distribution it was sampled from.
 
     log softmax(logits/temperature)[target], normalised over `support`: one number gathered, one reduction over the vocabulary."""
-    same_shape(**{"targets": targets, "logits[..., 0]": logits[..., 0]})
+    same_shape(targets=targets, temperature=_tensor(temperature), **_at_each(logits=logits, support=support))
     z, targets = _tempered(logits, temperature, "gather_logprobs"), targets.long().unsqueeze(-1)
     chosen = z.gather(-1, targets).squeeze(-1)
     if support is None: return chosen - z.logsumexp(-1)
@@ -36,6 +36,9 @@ def gather_logprobs(
     return chosen - torch.where(whole, z.logsumexp(-1), _confined(z, support).logsumexp(-1))
 
 # %% ../nbs/01_logprobs.ipynb #af2446dc
+def _tensor(x): return x if isinstance(x, Tensor) else None
+def _at_each(**tensors): return {f"{name}[..., 0]": x[..., 0] for name,x in tensors.items() if x is not None} # positions, the last axis aside
+
 def _tempered(logits, temperature, caller):
     temperature = _divisor(temperature, caller)
     if isinstance(temperature, Tensor): return promoted(logits) / temperature.unsqueeze(-1)
@@ -62,8 +65,10 @@ def token_logprobs(
     """Log-probability of every token given those before it, standing in the token's own column.
 
     logprobs[:, t] = log softmax(logits[:, t−1]/temperature)[tokens[:, t]]; nothing predicts token 0."""
-    same_shape(**{"tokens": tokens, "logits[..., 0]": logits[..., 0]})
-    if isinstance(temperature, Tensor): temperature = temperature.unsqueeze(1).expand(-1, tokens.shape[1]-1)
+    same_shape(tokens=tokens, **_at_each(logits=logits, support=support))
+    if isinstance(temperature, Tensor):
+        same_shape(**{"tokens[:, 0]": tokens[:, 0], "temperature": temperature})
+        temperature = temperature.unsqueeze(1).expand(-1, tokens.shape[1]-1)
     if support is not None: support = support[:, 1:]
     return F.pad(gather_logprobs(logits[:, :-1], tokens[:, 1:], temperature=temperature, support=support), (1, 0))
 
@@ -77,6 +82,7 @@ def entropy(
     """Entropy of the distribution that was sampled from.
 
     H = −Σᵥ p(v)·log p(v), p = softmax(logits/temperature) over `support`; an id with logit −inf adds 0."""
+    same_shape(temperature=_tensor(temperature), **_at_each(logits=logits, support=support))
     z = _tempered(logits, temperature, "entropy")
     if support is None: return _entropy(z)
     return torch.where((support < 0).all(-1), _entropy(z), _entropy(_confined(z, support)))
@@ -99,7 +105,7 @@ def linear_logprobs(
     """Log-probabilities, and the entropy, straight from the head: at most chunk × V logits exist, forward or backward.
 
     log softmax((W·h + b)/temperature)[token]. The backward pass computes the logits again; gradients go to hidden, weight and bias."""
-    same_shape(**{"tokens": tokens, "hidden[:, 0]": hidden[:, 0]})
+    same_shape(tokens=tokens, temperature=_tensor(temperature), **_at_each(hidden=hidden))
     if chunk is not None and chunk < 1: raise ValueError(f"linear_logprobs: chunk is {chunk}; it counts positions, 1 or more")
     temperature = _divisor(temperature, "linear_logprobs")
     if not isinstance(temperature, Tensor): temperature = torch.full_like(promoted(hidden[:, 0].detach()), temperature)

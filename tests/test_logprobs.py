@@ -1,0 +1,294 @@
+"""Laws of the log-probabilities: one distribution on both sides, the fused head equal to the plain one, in the memory of one chunk."""
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlblocks.logprobs import entropy, gather_logprobs, linear_logprobs, sequence_logprobs, token_logprobs
+
+
+def sample(*shape, V=7, seed=0, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    return 3*torch.randn(*shape, V, generator=g, dtype=dtype), torch.randint(V, shape, generator=g)
+
+
+# plain
+
+def test_gather_is_log_softmax():
+    z, ids = sample(3, 5)
+    for tau in (.5, 1., 2, torch.rand(3, 5, dtype=torch.float64) + .5):
+        per_id = tau.unsqueeze(-1) if isinstance(tau, torch.Tensor) else tau
+        assert_close(gather_logprobs(z, ids, temperature=tau), (z/per_id).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1))
+        assert_close(entropy(z, temperature=tau), torch.distributions.Categorical(logits=z/per_id).entropy())
+
+
+def test_gradients_are_those_of_the_definition():
+    z, ids = sample(2, 3)
+    support = torch.tensor([[0, 1, 2], [3, 4, -1], [-1, -1, -1]]).expand(2, 3, 3)
+    reachable = torch.tensor([0, 3, 6]).expand(2, 3)
+    for kw in ({}, dict(temperature=.7), dict(support=support)):
+        assert torch.autograd.gradcheck(lambda z, kw=kw: (gather_logprobs(z, reachable, **kw), entropy(z, **kw)), z.clone().requires_grad_())
+    assert torch.autograd.gradcheck(lambda z: token_logprobs(z, ids), z.clone().requires_grad_())
+
+
+def test_tokens_keep_their_columns():
+    z, ids = sample(2, 4)
+    lp = token_logprobs(z, ids, temperature=torch.tensor([.5, 2.], dtype=torch.float64))
+    for b,tau in enumerate((.5, 2.)):
+        assert lp[b, 0] == 0
+        for t in range(1, 4): assert_close(lp[b, t], (z[b, t-1]/tau).log_softmax(0)[ids[b, t]])
+    assert token_logprobs(z[:, :1], ids[:, :1]).tolist() == [[0.], [0.]]
+
+
+def test_support_is_everything_else_at_minus_infinity():
+    z, ids = sample(4)
+    support = torch.tensor([[0, 3, 5], [1, -1, -1], [-1, -1, -1], [-1, 6, 2]])
+    allowed = (support.unsqueeze(-1) == torch.arange(7)).any(1) | (support < 0).all(1, keepdim=True)
+    confined = z.masked_fill(~allowed, -torch.inf)
+    assert_close(gather_logprobs(z, ids, support=support), confined.log_softmax(-1).gather(-1, ids[:, None])[:, 0])
+    assert_close(entropy(z, support=support), torch.distributions.Categorical(logits=confined).entropy())
+    shifted = token_logprobs(z[None], ids[None], support=support[None])
+    assert_close(shifted[0, 1:], gather_logprobs(z[:-1], ids[1:], support=support[1:]))
+
+
+# LAWS 2: the ratio of a policy to itself
+
+@pytest.mark.parametrize("tau,top_p", itertools.product([.6, 1., 1.3], [1., .8]))
+def test_a_policy_agrees_with_itself(tau, top_p):
+    z = torch.randn(50, generator=torch.Generator().manual_seed(3), dtype=torch.float64)*3
+    p, order = (z/tau).softmax(0).sort(descending=True)
+    kept = order[p.cumsum(0) - p < top_p]
+    sampled = p[:len(kept)]/p[:len(kept)].sum()
+    again = gather_logprobs(z.expand(len(kept), -1), kept, temperature=tau, support=kept.expand(len(kept), -1)).exp()
+    assert_close(again, sampled)
+    full = gather_logprobs(z.expand(len(kept), -1), kept, temperature=tau).exp()
+    assert_close((sampled*full/sampled).sum(), p[:len(kept)].sum()) # without the support: the kept mass
+    if tau != 1: assert (gather_logprobs(z.expand(len(kept), -1), kept).exp() - sampled).abs().max() > .01
+
+
+# edges
+
+@pytest.mark.parametrize("junk", [0., 100., float("nan"), float("inf"), float("-inf")])
+def test_positions_are_independent(junk):
+    z, ids = sample(2, 4)
+    good = torch.tensor([[True, False, True, True], [True, True, False, False]])
+    support = torch.tensor([0, 1, 2, 3, 4, 5, 6]).expand(2, 4, 7)
+    for f in (gather_logprobs, lambda z, _: entropy(z), lambda z, t: gather_logprobs(z, t, support=support), lambda z, t: gather_logprobs(z, t, temperature=.5)):
+        runs = []
+        for fill in (0., junk):
+            x = torch.where(good.unsqueeze(-1), z, fill).requires_grad_()
+            y = torch.where(good, f(x, ids), 0.)
+            runs.append((y, torch.autograd.grad(y.sum(), x)[0][good]))
+        assert torch.equal(runs[0][0], runs[1][0]) and torch.equal(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("junk", [0., 100., float("nan"), float("inf"), float("-inf")])
+def test_sequence_logprobs_see_only_the_mask(junk):
+    lp, mask = sample(3, V=4)[0], torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]]) > 0
+    x = torch.where(mask, lp, junk).requires_grad_()
+    out = sequence_logprobs(x, mask)
+    assert torch.equal(out, torch.where(mask, lp, 0.).sum(1)) and out[2] == 0
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], mask.double())
+
+
+def test_a_greedy_row_leaves_no_nan():
+    z, ids = sample(2, 3)
+    W = torch.randn(5, 7, dtype=torch.float64)
+    tau, mask = torch.tensor([0., 1.], dtype=torch.float64), torch.tensor([[False]*3, [True]*3])
+    for f in (lambda z: token_logprobs(z, ids, temperature=tau), lambda z: entropy(z, temperature=tau[:, None].expand(2, 3)),
+              lambda h: linear_logprobs(h.flatten(0, 1), W, ids.flatten() % 5, temperature=tau.repeat_interleave(3)).view(2, 3)):
+        x = z.clone().requires_grad_()
+        assert torch.autograd.grad(torch.where(mask, f(x), 0.).sum(), x)[0].isfinite().all()
+    assert_close(token_logprobs(z, ids, temperature=tau)[0], token_logprobs(z, ids)[0])
+
+
+def test_excluded_ids_leave_entropy_finite():
+    z = torch.tensor([1., 2., -torch.inf], requires_grad=True)
+    h = entropy(z)
+    assert_close(h, entropy(z[:2].detach()))
+    assert torch.autograd.grad(h, z)[0].isfinite().all() and entropy(torch.tensor([0., -torch.inf])) == 0
+
+
+def test_outside_its_support_a_target_has_no_probability():
+    z = torch.zeros(1, 3, requires_grad=True)
+    lp = gather_logprobs(z, torch.tensor([2]), support=torch.tensor([[0, 1]]))
+    assert lp == -torch.inf and torch.autograd.grad(lp.sum(), z)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_at_least_single_precision(dtype):
+    z, ids = sample(3, 5, dtype=torch.float32)
+    wide = torch.promote_types(dtype, torch.float32)
+    for f in (lambda z: gather_logprobs(z, ids), lambda z: token_logprobs(z, ids), entropy, lambda z: entropy(z, temperature=.5)):
+        assert f(z.to(dtype)).dtype is wide
+        assert_close(f(z.to(dtype)), f(z.to(dtype).to(wide)))
+    lp, h = linear_logprobs(z[0].to(dtype), torch.randn(4, 7).to(dtype), ids[0] % 4, entropy=True)
+    assert lp.dtype is h.dtype is wide
+
+
+def test_int32_ids_are_ids():
+    z, ids = sample(3, 5)
+    support = torch.arange(7, dtype=torch.int32).expand(3, 5, 7)
+    assert_close(gather_logprobs(z, ids.int(), support=support), gather_logprobs(z, ids))
+    assert_close(linear_logprobs(z[0], torch.eye(7).double(), ids[0].int()), gather_logprobs(z[0], ids[0]))
+
+
+# the fused head
+
+def head(n=11, H=4, V=9, seed=0, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    return *(torch.randn(*s, generator=g, dtype=dtype) for s in ((n, H), (V, H), (V,))), torch.randint(V, (n,), generator=g)
+
+
+def value_and_gradients(f, *inputs):
+    inputs = [x.clone().requires_grad_() for x in inputs]
+    lp, h = f(*inputs)
+    mix = torch.linspace(-1, 2, len(lp), dtype=lp.dtype)
+    return lp, h, *torch.autograd.grad((mix*lp + mix.flip(0)*h).sum(), inputs)
+
+
+def plain(ids, tau=1.): return lambda h, W, b: (gather_logprobs(F.linear(h, W, b), ids, temperature=tau), entropy(F.linear(h, W, b), temperature=tau))
+def fused(ids, tau=1., chunk=None): return lambda h, W, b: linear_logprobs(h, W, ids, bias=b, temperature=tau, entropy=True, chunk=chunk)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 11, 64, None])
+@pytest.mark.parametrize("tau", [1., .7, 2, "rows"])
+def test_fused_is_plain(chunk, tau):
+    h, W, b, ids = head()
+    if tau == "rows": tau = torch.linspace(0, 2, 11, dtype=torch.float64)
+    for x,y in zip(value_and_gradients(fused(ids, tau, chunk), h, W, b), value_and_gradients(plain(ids, tau), h, W, b), strict=True):
+        assert_close(x, y, atol=1e-10, rtol=1e-10)
+        assert y.abs().max() > .1 # a common factor of 0 would hide everything
+
+
+@pytest.mark.parametrize("dtype,tol", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_fused_is_plain_in_lower_precision(dtype, tol):
+    *inputs, ids = head(64, 32, 50, dtype=torch.float32)
+    for x,y in zip(value_and_gradients(fused(ids, .7, 64), *(x.to(dtype) for x in inputs)), value_and_gradients(plain(ids, .7), *(x.to(dtype) for x in inputs)), strict=True):
+        assert (x - y).abs().max() <= tol*y.abs().max()
+
+
+def test_fused_golden():
+    W = torch.tensor([[1.], [2.], [5.]]).log().requires_grad_()
+    lp = linear_logprobs(torch.ones(1, 1), W, torch.tensor([1]))
+    assert_close(lp.exp(), torch.tensor([.25]))
+    assert_close(torch.autograd.grad(lp.sum(), W)[0], torch.tensor([[-.125], [.75], [-.625]]))
+
+
+def test_each_output_alone_and_each_input_alone():
+    h, W, b, ids = head()
+    whole = value_and_gradients(plain(ids), h, W, b)
+    for i,(f,wanted) in enumerate(zip((fused(ids), fused(ids)), whole, strict=False)):
+        leaf = h.clone().requires_grad_()
+        out = f(leaf, W, b)[i]
+        assert_close(out, wanted)
+        twin = h.clone().requires_grad_()
+        assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y,x in ((out, leaf), (plain(ids)(twin, W, b)[i], twin))))
+    for k in range(3):
+        inputs = [x.clone().requires_grad_(j == k) for j,x in enumerate((h, W, b))]
+        linear_logprobs(inputs[0], inputs[1], ids, bias=inputs[2], chunk=4).sum().backward()
+        assert [x.grad is not None for x in inputs] == [j == k for j in range(3)]
+    assert not any(x.requires_grad for x in (h, W, b))
+
+
+def test_fused_without_gradient_without_rows_and_under_autocast():
+    h, W, b, ids = head(dtype=torch.float32)
+    with torch.no_grad(): assert_close(linear_logprobs(h, W, ids, bias=b), gather_logprobs(F.linear(h, W, b), ids))
+    assert linear_logprobs(h[:0].requires_grad_(), W, ids[:0]).sum().backward() is None
+    runs = []
+    for f in (fused(ids, chunk=4), plain(ids)):
+        leaves = [x.clone().requires_grad_() for x in (h, W, b)]
+        with torch.autocast("cpu", torch.bfloat16): lp, ent = f(*leaves)
+        (lp + ent).sum().backward() # outside of autocast, as always
+        runs.append([lp, ent, *(x.grad for x in leaves)])
+    for x,y in zip(*runs, strict=True):
+        assert x.dtype is y.dtype is torch.float32
+        assert_close(x, y, atol=.05, rtol=.05)
+
+
+def test_padded_vocabulary():
+    h, W, b, ids = head()
+    b[-1] = -torch.inf
+    for chunk in (2, None):
+        for x,y in zip(value_and_gradients(fused(ids % 8, chunk=chunk), h, W, b), value_and_gradients(fused(ids % 8), h, W[:8], b[:8]), strict=True):
+            assert x.isnan().sum() == 0
+            assert_close(x[:len(y)], y)
+
+
+class Live(TorchDispatchMode):
+    "Most bytes alive at one time of what was made inside."
+    def __init__(self): super().__init__(); self.storages, self.peak = {}, 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
+        out = func(*args, **kwargs or {})
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, torch.Tensor) and (s := x.untyped_storage())._cdata not in before: self.storages[s._cdata] = StorageWeakRef(s), s.nbytes()
+        self.storages = {k: v for k,v in self.storages.items() if not v[0].expired()}
+        self.peak = max(self.peak, sum(size for _,size in self.storages.values()))
+        return out
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_chunk_of_logits_at_a_time(dtype, with_entropy):
+    "LAWS 12: extra peak of both passes ≤ 1.25 × chunk × V × 4 bytes, whatever the number of positions."
+    h, W, ids = torch.randn(512, 2, dtype=dtype, requires_grad=True), torch.randn(4000, 2, dtype=dtype, requires_grad=True), torch.zeros(512, dtype=torch.long)
+    with Live() as live:
+        out = linear_logprobs(h, W, ids, entropy=with_entropy, chunk=128)
+        (sum(out) if with_entropy else out).sum().backward()
+    assert live.peak <= 1.25*128*4000*4
+    with Live() as live: gather_logprobs(F.linear(h, W), ids).sum().backward()
+    assert live.peak > 2*512*4000*4 # the measure sees what the plain path does
+
+
+# compile, purity, errors
+
+def test_compile_in_one_graph():
+    z, ids = sample(2, 5)
+    support, tau = torch.randint(-1, 7, (2, 5, 3)), torch.tensor([.5, 0.], dtype=torch.float64)
+    for f in (gather_logprobs, token_logprobs, lambda z, t: entropy(z), lambda z, t: token_logprobs(z, t, temperature=tau, support=support),
+              lambda z, t: entropy(z, support=support), lambda z, t: sequence_logprobs(token_logprobs(z, t), t > 2)):
+        runs = []
+        for g in (f, torch.compile(f, fullgraph=True, backend="eager")):
+            x = z.clone().requires_grad_()
+            y = torch.where((y := g(x, ids)).isfinite(), y, 0.)
+            runs.append((y, torch.autograd.grad(y.sum(), x)[0]))
+        assert_close(*runs)
+    h, W, b, ids = head()
+    for tau in (.7, torch.linspace(.5, 2, 11).double()):
+        assert_close(value_and_gradients(torch.compile(fused(ids, tau, 4), fullgraph=True, backend="eager"), h, W, b), value_and_gradients(plain(ids, tau), h, W, b))
+
+
+def test_nothing_is_mutated():
+    h, W, b, ids = head()
+    z = F.linear(h, W, b)
+    before = [x.clone() for x in (h, W, b, ids, z)]
+    value_and_gradients(fused(ids, .7, 3), h, W, b), gather_logprobs(z, ids, temperature=.7), entropy(z, temperature=.7)
+    assert all(map(torch.equal, before, (h, W, b, ids, z)))
+
+
+def test_errors_say_who_and_what():
+    z, ids = sample(2, 4)
+    h, W, b, t = head()
+    for call,text in [
+        (lambda: gather_logprobs(z, ids[:, 1:]), "gather_logprobs: logits[..., 0] is [2, 4], targets is [2, 3]; they must be equal, nothing is broadcast"),
+        (lambda: token_logprobs(z[:, 1:], ids), "token_logprobs: logits[..., 0] is [2, 3], tokens is [2, 4]; they must be equal, nothing is broadcast"),
+        (lambda: token_logprobs(z, ids, temperature=torch.ones(3)), "token_logprobs: temperature is [3], tokens[:, 0] is [2]; they must be equal, nothing is broadcast"),
+        (lambda: gather_logprobs(z, ids, temperature=torch.ones(2)), "gather_logprobs: temperature is [2], targets is [2, 4]; spread row values with at_tokens(temperature, mask)"),
+        (lambda: gather_logprobs(z, ids, support=torch.zeros(2, 3, 1, dtype=torch.long)), "gather_logprobs: support[..., 0] is [2, 3], targets is [2, 4]; they must be equal, nothing is broadcast"),
+        (lambda: entropy(z, temperature=torch.ones(2)), "entropy: temperature is [2], logits[..., 0] is [2, 4]; spread row values with at_tokens(temperature, mask)"),
+        (lambda: gather_logprobs(z, ids, temperature=0.), "gather_logprobs: temperature is 0.0, it must be positive; greedy rows are not trained on, clear their mask"),
+        (lambda: entropy(z, temperature=-1), "entropy: temperature is -1, it must be positive; greedy rows are not trained on, clear their mask"),
+        (lambda: linear_logprobs(h, W, t, temperature=0), "linear_logprobs: temperature is 0, it must be positive; greedy rows are not trained on, clear their mask"),
+        (lambda: linear_logprobs(h, W, t, temperature=torch.ones(1)), "linear_logprobs: temperature is [1], tokens is [11]; they must be equal, nothing is broadcast"),
+        (lambda: linear_logprobs(h, W, t[1:]), "linear_logprobs: hidden[..., 0] is [11], tokens is [10]; they must be equal, nothing is broadcast"),
+        (lambda: linear_logprobs(h, W, t, chunk=0), "linear_logprobs: chunk is 0; it counts positions, 1 or more"),
+        (lambda: sequence_logprobs(z[..., 0], ids[0] > 0), "sequence_logprobs: "),
+    ]:
+        with pytest.raises(ValueError) as e: call()
+        assert str(e.value).startswith(text)
+    with pytest.raises(TypeError, match="sequence_logprobs: mask is int64"): sequence_logprobs(z[..., 0], ids)
