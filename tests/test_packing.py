@@ -134,6 +134,7 @@ def test_balance_is_even_and_leaves_no_part_empty():
         assert len(parts) == n and sorted(i for p in parts for i in p) == list(range(len(costs)))
         assert len(costs) < n or all(parts)
         assert max(loads) - min(loads) <= max(costs, default=0)
+    assert balance([1, 1, 1, 1, 4], 2) == [[4], [0, 1, 2, 3]] # the largest goes first, wherever it stands
 
 
 @pytest.mark.parametrize("call, text", [
