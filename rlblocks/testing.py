@@ -225,7 +225,7 @@ class _Ran(NamedTuple):
     touched:list # all columns that got one
     metrics:dict # as returned
 
-class _Subject:
+class _Probe:
     "A loss or an estimator as one function of columns, with what the laws ask about it."
     def __init__(self, checker, fn, inputs, hyper, denom=None):
         self.checker, self.name = checker, getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
@@ -235,6 +235,7 @@ class _Subject:
         params = inspect.signature(fn).parameters
         needed = {k for k,p in params.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
         if checker == "check_loss" and len(needed) == 2 and not needed & (self.cols.keys() | hyper.keys()):
+            if hyper or denom: raise TypeError(f"{checker}: {self.name} is a closure loss(out, b); {', '.join(hyper) or 'denom'} cannot be passed to it")
             self.reads, self.first, self.masked = set(), _COMPUTED, True
             self.call = _closure(fn, self.reads)
         else:
@@ -446,7 +447,7 @@ def check_loss(
         masked = (_mask, _empty, _permutation, _padding, _filler) if p.masked else (_permutation,)
         policy_only = (_scale, _reinforce) if own else ()
         return _purity, _gradient, *masked, _split, _metrics, _precision, *policy_only
-    return _check(_Subject("check_loss", loss, inputs, hyper, denom), laws)
+    return _check(_Probe("check_loss", loss, inputs, hyper, denom), laws)
 
 def check_estimator(
     fn:Callable,                        # a function of columns that returns a tensor or a tuple of tensors, like `gae`
@@ -457,4 +458,4 @@ def check_estimator(
 
     purity · gradient (through the first argument, if at all) · mask · empty · permutation · padding · filler · precision."""
     def laws(p): return _purity, _gradient, *((_mask, _empty, _permutation, _padding, _filler) if p.masked else (_permutation,)), _precision
-    return _check(_Subject("check_estimator", fn, inputs, hyper), laws)
+    return _check(_Probe("check_estimator", fn, inputs, hyper), laws)

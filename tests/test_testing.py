@@ -221,6 +221,7 @@ def test_own_columns():
     with pytest.raises(AttributeError, match=r"check_loss: no column 'weights'.*inputs=dict\(weights=…\)"):
         check_loss(lambda out, b: (b.weights.sum(), {}))
     with pytest.raises(ValueError, match="equally many rows"): check_loss(weighted, dict(weights=torch.rand(5, 9), logprobs=torch.rand(6, 9)))
+    with pytest.raises(TypeError, match="local_mean is a closure loss.out, b.; clip_low cannot be passed to it"): check_loss(local_mean, clip_low=.1)
     with pytest.raises(AttributeError, match="no column 'advantages'"): check_loss(lambda out, b: (out.advantages.sum(), {})) # b has it, out has not
 
 
