@@ -24,14 +24,16 @@ def _to_slots(x, slot):
     x[:, 0] = 0 # whatever stood under a False goes here: at the end there is nothing to gain
     return x
 
-def _ahead(x, decay):
-    "yₖ = xₖ₋₁ + decay·yₖ₋₁ with y₀ = 0: slots in pairs, the pairs by the same rule, then the second slot of each."
+def _next(x): return pad(x[..., :-1], (1, 0)) # what the slot below holds: that of the next chosen token, 0 at the end
+
+def _scan(x, decay):
+    "yₖ = xₖ + decay·yₖ₋₁: join neighbours, scan the pairs, then fill in between. Every slot sees the same additions, however long the row."
     n = x.shape[-1]
-    if n == 1: return torch.zeros_like(x)
+    if n == 1: return x
     if n % 2: x = pad(x, (0, 1))
     even, odd = x[..., ::2], x[..., 1::2]
-    y = _ahead(odd + decay*even, decay**2)
-    return torch.stack([y, even + decay*y], -1).flatten(-2)[..., :n]
+    y = _scan(odd + decay*even, decay**2)
+    return torch.stack([even + decay*_next(y), y], -1).flatten(-2)[..., :n]
 
 # %% ../nbs/11_advantages.ipynb #740b7d5e
 def gae(
@@ -49,8 +51,9 @@ def gae(
     if not (0 <= gamma <= 1 and 0 <= lam <= 1): raise ValueError(f"gae: gamma is {gamma}, lam is {lam}; both lie within [0, 1]")
     slot = _slots(mask)
     r, v = _to_slots(promoted(rewards), slot), _to_slots(promoted(values).detach(), slot)
-    returns = r + gamma*_ahead(lam*r + (1-lam)*v, gamma*lam) # what lies ahead is worth (1−λ)V + λ·return, both of the next token
-    return (returns - v).gather(1, slot), returns.gather(1, slot)
+    delta = r + (gamma*_next(v) - v) # V's first: they are near each other, so a critic's offset costs no digits
+    advantages = _scan(delta, gamma*lam)
+    return advantages.gather(1, slot), (advantages + v).gather(1, slot)
 
 # %% ../nbs/11_advantages.ipynb #6ec90421
 def discounted_returns(
@@ -65,8 +68,7 @@ def discounted_returns(
     same_shape(rewards=rewards, mask=mask)
     if not 0 <= gamma <= 1: raise ValueError(f"discounted_returns: gamma is {gamma}; it lies within [0, 1]")
     slot = _slots(mask)
-    r = _to_slots(promoted(rewards), slot)
-    return (r + gamma*_ahead(r, gamma)).gather(1, slot)
+    return _scan(_to_slots(promoted(rewards), slot), gamma).gather(1, slot)
 
 # %% ../nbs/11_advantages.ipynb #358debb9
 def _runs(name, scores, group):
@@ -107,13 +109,14 @@ def group_advantages(
         centered = centered / (torch.where(var > 0, var, 1.).sqrt() + eps)
     return torch.zeros_like(centered).scatter(0, order, centered)
 
+# %% ../nbs/11_advantages.ipynb #7d9aa1cd
 def leave_one_out(
     scores:Float[Tensor, " B"], # one verdict per row; NaN = unscorable
     group:Int[Tensor, " B"],    # rows with the same id answered the same prompt; any sizes, any order
 )->Float[Tensor, " B"]: # 0 for a group of equals, a group of one, and a NaN
     """How far each answer stands above the mean of the *others* to its prompt: a baseline that it has no part in.
 
-    sᵢ − Σⱼ≠ᵢ sⱼ/(n − 1) = (sᵢ − mean_g)·n/(n − 1). Kool et al. 2019; Ahmadian et al. 2024 (RLOO), eq. 8."""
+    sᵢ − Σⱼ≠ᵢ sⱼ/(n − 1) = (sᵢ − mean_g)·n/(n − 1). Kool et al. 2019; Ahmadian et al. 2024 (RLOO)."""
     same_shape(scores=scores, group=group)
     order, first = _runs("leave_one_out", scores, group)
     centered, n = _centered(promoted(scores)[order], first)

@@ -56,7 +56,7 @@ def overlong_penalty(
         raise ValueError(f"overlong_penalty: buffer is {buffer}, max_length is {max_length}; the buffer is the last part of the length, 0 < buffer <= max_length")
     return ((max_length - buffer - lengths) / buffer).clamp(-1, 0)
 
-# %% ../nbs/10_shaping.ipynb #8fe95109
+# %% ../nbs/10_shaping.ipynb #94c0ffb3
 def clip_rewards(
     x:Float[Tensor, "*shape"], # scores or rewards
     *,
@@ -64,11 +64,11 @@ def clip_rewards(
 )->Float[Tensor, "*shape"]: # within ±limit; NaN, unscorable, stays NaN
     """Cap rewards, so that one wild verdict does not make the step.
 
-    min(max(x, −limit), limit). Ouyang et al. 2022, code."""
+    min(max(x, −limit), limit). Mnih et al. 2015, Methods, there with limit 1."""
     if not limit > 0: raise ValueError(f"clip_rewards: limit is {limit}; it is the largest size that passes and must be positive")
     return promoted(x).clamp(-limit, limit)
 
-# %% ../nbs/10_shaping.ipynb #72086d32
+# %% ../nbs/10_shaping.ipynb #dd05eda5
 def update_moments(
     moments:Float[Tensor, "3"]|None, # (count, mean, Σ(x − mean)²) so far, float64; None = nothing seen
     x:Float[Tensor, "*shape"],       # new scores; NaN is skipped
@@ -91,7 +91,7 @@ def standardized(
 )->Float[Tensor, "*shape"]: # how many deviations above the running mean; NaN stays NaN
     """Scores in units of their running spread, so that another reward model needs no other learning rate.
 
-    (x − μ)/(√(S/(N − 1)) + ε), one deviation if fewer than two scores or only equal ones were seen."""
+    (x − μ)/(√(S/(N − 1)) + ε). Burda et al. 2019, section 2.4. Fewer than two scores seen, or only equal ones: no division."""
     N, μ, S = moments.detach()
     std = (S / (N - 1).clamp(min=1)).sqrt()
     return ((x.double() - μ) / (torch.where(std > 0, std, 1.) + eps)).to(promoted(x).dtype)
