@@ -54,7 +54,7 @@ class Checkpoint:
         saved, loop = start, sys._getframe(1).f_code
         for step in range(start, steps):
             try: yield step
-            except GeneratorExit:      # the consumer stopped early, or the loop broke
+            except GeneratorExit:      # the consumer stopped early, or something left the loop's body
                 if step+1 > saved and _step_was_done(sys._getframe(1), loop): self.save(step+1, parts)
                 raise
             if (step+1) % self.every == 0 or step+1 == steps:
@@ -122,8 +122,12 @@ def _checked_meta(folder):
 def _step_was_done(frame, loop):
     """Whether the loop let go of us between two steps rather than inside one.
 
-    Python closes an abandoned iterator in the same way when a consumer stops at the loop's `yield` (that step is done) and when an error flies out of the
-    loop's body (that step is half done, and saving it would spoil the run). Only the loop's current instruction tells them apart."""
+    Python closes an abandoned iterator in the same way when a consumer stops at the loop's `yield` and when an error or a `break` leaves the loop's body; in
+    the second case the step may be half done, and saving it would spoil the run. The loop's current instruction tells them apart. Where statements follow the
+    `yield` in the body, the step is not done at it either: then only the periodic saves count."""
+    code = [i for i in dis.get_instructions(loop) if i.opname not in ("RESUME", "POP_TOP", "NOP", "EXTENDED_ARG")]
+    yields = [k for k, i in enumerate(code) if i.opname == "YIELD_VALUE"]
+    if not all(code[k+1].opname.startswith("JUMP_BACKWARD") for k in yields): return False
     if frame.f_code is not loop: return True       # closed from outside: newer Pythons drop a suspended loop without running it
     at = {i.offset: i.opname for i in dis.get_instructions(loop)}[frame.f_lasti]
-    return at in ("YIELD_VALUE", "RESUME", "POP_TOP")   # at its `yield`, or leaving by `break`
+    return at in ("YIELD_VALUE", "RESUME")

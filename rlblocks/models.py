@@ -158,13 +158,15 @@ class Runner:
         name:str,              # of the wrapper, for messages
         micro_tokens:int=8192, # most tokens (padded: cells) a forward pass
         micro_rows:int|None=None, # most rows a forward pass
-        pack:bool|None=None,   # None: pack if the model keeps rows apart
+        pack:bool|None=None,   # None: pack where attention within a pack is linear (flash) and rows stay apart
         **engine,              # of `ShardedModel`
     ):
         "Hold the model and decide how rows are laid out. ValueError when `pack=True` and the model mixes rows."
         self.reader, self.name, self.micro_tokens, self.micro_rows = reader, name, micro_tokens, micro_rows
         self.model = ShardedModel(reader, **engine)
-        safe = pack is not False and keeps_rows_apart(reader, self.model.device)
+        attention = getattr(getattr(reader.trunk, "config", None), "_attn_implementation", None) or ""
+        wanted = "flash" in attention if pack is None else pack     # a dense mask over a pack is quadratic: under sdpa, rows of like length side by side are faster
+        safe = wanted and keeps_rows_apart(reader, self.model.device)
         if pack and not safe:
             raise ValueError(f"{name}: pack=True, but packed rows of {type(reader.trunk).__name__} see each other (or it takes no position_ids); "
                              "use pack=False, or an attention implementation that honours position_ids (sdpa, flash)")
@@ -339,7 +341,7 @@ class Policy(Trained):
         frozen:bool=False,   # a reference: no optimizer
         micro_tokens:int=8192,    # most tokens a forward pass; a longer row raises
         micro_rows:int|None=None, # most rows a forward pass
-        pack:bool|None=None, # None: pack rows if the model provably keeps them apart
+        pack:bool|None=None, # True: pack rows, or raise if the model mixes them; None: where that is faster (flash attention)
         **more,              # betas, weight_decay, max_norm, schedule, optimizer, dtype, checkpointing, low_precision, device: of `ShardedModel`
     ):
         "Load or copy the model. TypeError for what is no model, ValueError when `pack=True` and the model mixes packed rows."

@@ -1,0 +1,179 @@
+"Checkpoint: a run that was killed anywhere is the run that was not; what was not written whole is refused."
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT
+from rlblocks import Checkpoint, Policy, Prompts, Rollout, adaptive_kl_coef, group_advantages, at_tokens, here, loop_from, merge, ppo_loss
+from tiny import model
+
+ROWS = [dict(prompt=f"{i}", answer=str(i % 7)) for i in range(10)]
+
+
+class Digits:
+    "A tokenizer of digits, so that no training is needed: '37' → [5, 9]."
+    bos_token_id, eos_token_id = None, 1
+    def __call__(self, text): return [int(c)+2 for c in text]
+    def decode(self, ids, **_): return "".join(str(i-2) for i in ids if 2 <= i < 12)
+
+
+def loop(*, steps=8, checkpoint=Checkpoint(), fail_at=None, net=None, epochs=2):
+    "A real GRPO loop on a tiny model: epochs end inside it (10 prompts, 4 a step), minibatches are shuffled, a coefficient lives across steps."
+    policy = here.place(Policy, net or model(), lr=1e-2, device="cpu")
+    rollout = here.place(Rollout, net or model(), max_tokens=4, device="cpu", tokenizer=Digits())
+    data, state = Prompts(ROWS, Digits(), seed=3), dict(coef=.5)
+    def loss(out, b): return ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
+    for step in checkpoint(steps, policy=policy, data=data, state=state):
+        rollout.load(policy.weights())
+        batch = rollout.generate(data.take(4), group_size=4, seed=(0, step))
+        batch["scores"] = torch.tensor([float(a in c) + state["coef"]*len(c) for a, c in zip(batch.answer, batch.completion, strict=True)])
+        batch["advantages"] = at_tokens(group_advantages(batch.scores, batch.group), batch.mask)
+        batch["old_logprobs"] = policy.logprobs(batch)
+        metrics = {}
+        for epoch in range(epochs):
+            for k, mini in enumerate(batch.minibatches(2, seed=(0, step, epoch))):
+                metrics = merge(metrics, policy.step(mini, loss))
+                if step == fail_at and epoch == 0 and k == 1: raise RuntimeError("killed mid-epoch")
+        state["coef"] = adaptive_kl_coef(state["coef"], .2, target=.1, horizon=100, n_rows=16)
+        yield dict(step=step, prompts=batch.prompt[::4], reward=batch.scores.mean().item(), loss=float(metrics["loss"]), norm=float(metrics["grad_norm"]),
+                   weights=sum(p.double().sum().item() for p in policy._run.reader.parameters()), version=policy.version)
+
+
+@pytest.fixture(scope="module")
+def plain(): return {m["step"]: m for m in loop()}
+
+
+def run(folder, **how):
+    "(what was shown, the exception that ended it)"
+    shown = {}
+    try:
+        for m in itertools.islice(loop(checkpoint=Checkpoint(folder, every=3), **how.get("loop", {})), how.get("stop")): shown[m["step"]] = m
+    except RuntimeError as e: return shown, e
+    return shown, None
+
+
+@pytest.mark.parametrize("how, first", [(dict(stop=5), 5), (dict(stop=3), 3), (dict(loop=dict(fail_at=4)), 3), (dict(loop=dict(fail_at=6)), 6), (dict(loop=dict(fail_at=1)), 0)])
+def test_resumed_equals_undisturbed(tmp_path, plain, how, first):
+    "LAWS 20: stopped by its consumer, or killed mid-epoch: prompts, rewards, losses and weights come out equal, to the bit."
+    shown, _ = run(tmp_path, **how)
+    again, _ = run(tmp_path)
+    assert min(again) == first and max(again) == 7
+    assert shown | again == plain
+    assert all(again[k] == shown[k] for k in shown.keys() & again.keys())
+
+
+def test_the_plain_run_does_something(plain):
+    assert len({m["weights"] for m in plain.values()}) == 8 and plain[7]["version"] == 32
+    assert plain[2]["prompts"][1:] != plain[0]["prompts"][1:] and len({p for m in list(plain.values())[:2] for p in m["prompts"]}) == 8   # 10 prompts: the epoch ends inside step 2
+
+
+def test_killed_from_outside(tmp_path, plain):
+    "SIGKILL in the middle of a save or of anything else, again and again, until the run is through."
+    code = f"import sys; sys.path[:0] = [{str(ROOT/'tests')!r}]\nfrom test_checkpoint import *\nfor m in loop(checkpoint=Checkpoint({str(tmp_path)!r}, every=1)): print('step', m['step'], repr(m['weights']), flush=True)"
+    seen = {}
+    for delay in (.05, .3, None):
+        p = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ | dict(OMP_NUM_THREADS="1"))
+        for line in p.stdout:
+            _, step, weights = line.split()
+            assert seen.setdefault(int(step), weights) == weights
+            if delay is not None:
+                time.sleep(delay)       # not a wait for anything: somewhere inside the next step or save
+                p.send_signal(signal.SIGKILL)
+        p.wait()
+    assert {k: float(v) for k, v in seen.items()} == pytest.approx({k: m["weights"] for k, m in plain.items()}, rel=1e-9)
+
+
+def test_leaving_the_body_keeps_no_half_step(tmp_path):
+    "A break, a return or an error in the body may come before the update; stopping at the yield comes after it."
+    class Count:
+        n = 0
+        def state_dict(self): return dict(n=self.n)
+        def load_state_dict(self, s): self.n = s["n"]
+    def body(path, end=None):
+        c = Count()
+        for step in Checkpoint(path, every=2)(10, c=c):
+            if step == 3:
+                if end == "break": break
+                if end == "raise": raise RuntimeError
+                if end == "return": return
+            c.n += 1
+            yield step
+    for end in ("break", "raise", "return"):
+        try: list(body(tmp_path/end, end))
+        except RuntimeError: pass
+        assert Checkpoint(tmp_path/end).restore(dict(c=(c := Count()))) == 2 == c.n, end
+    for end in ("close", "throw", "forget"):
+        g = body(tmp_path/end)
+        for _ in range(3): next(g)
+        if end == "close": g.close()
+        elif end == "throw":
+            with pytest.raises(KeyError): g.throw(KeyError())
+        del g
+        assert Checkpoint(tmp_path/end).restore(dict(c=(c := Count()))) == 3 == c.n, end
+
+
+def test_statements_after_the_yield_are_part_of_the_step(tmp_path):
+    "A consumer that stops at such a yield stops inside the step: it is not saved, and comes again."
+    def body(path):
+        state = dict(n=0)
+        for step in Checkpoint(path, every=2)(6, state=state):
+            yield step, state["n"]
+            state["n"] += 1
+    assert list(itertools.islice(body(tmp_path), 4)) == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert list(body(tmp_path)) == [(2, 2), (3, 3), (4, 4), (5, 5)]
+
+
+def test_a_finished_run_says_so(tmp_path):
+    list(loop(steps=3, checkpoint=Checkpoint(tmp_path)))
+    with pytest.warns(UserWarning, match="has done 3 of 3 steps"): assert list(loop(steps=3, checkpoint=Checkpoint(tmp_path))) == []
+    assert [m["step"] for m in loop(steps=5, checkpoint=Checkpoint(tmp_path))] == [3, 4]
+
+
+def test_saves_appear_whole_and_old_ones_go(tmp_path):
+    list(loop(steps=5, checkpoint=Checkpoint(tmp_path, every=1, keep=2)))
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
+    (tmp_path/".draft-x").mkdir()       # of a process that died while saving
+    list(loop(steps=6, checkpoint=Checkpoint(tmp_path, every=1, keep=2)))
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["step-00000005", "step-00000006"]
+
+
+@pytest.mark.parametrize("harm, says", [("cut", "is not what was written"), ("flip", "is not what was written"), ("gone", "is missing"), ("meta", "cannot be read")])
+def test_a_corrupt_save_is_refused_by_name(tmp_path, harm, says):
+    list(loop(steps=2, checkpoint=Checkpoint(tmp_path, every=1)))
+    folder = Checkpoint(tmp_path).saves()[-1]
+    file = folder/("meta.json" if harm == "meta" else "policy.pt")
+    data = bytearray(file.read_bytes())
+    if harm == "gone": file.unlink()
+    elif harm == "flip": data[len(data)//2] ^= 1; file.write_bytes(data)
+    else: file.write_bytes(data[:len(data)//2])
+    with pytest.raises(ValueError, match=f"{file.name}.*{says}.*delete .*to resume from the save before"): list(loop(steps=4, checkpoint=Checkpoint(tmp_path)))
+    import shutil
+    shutil.rmtree(folder)
+    assert [m["step"] for m in loop(steps=4, checkpoint=Checkpoint(tmp_path))] == [1, 2, 3]
+
+
+def test_clear_errors(tmp_path):
+    (tmp_path/"file").write_text("")
+    with pytest.raises(OSError, match="Checkpoint: cannot write to .*file"): Checkpoint(tmp_path/"file")
+    with pytest.raises(TypeError, match="'data' is a list"): next(Checkpoint()(3, data=[]))
+    with pytest.raises(ValueError, match="every=0"): Checkpoint(tmp_path, every=0)
+    list(loop(steps=1, checkpoint=Checkpoint(tmp_path/"run")))
+    with pytest.raises(ValueError, match=r"holds \['data', 'policy', 'state'\], the loop has \['policy'\]"): next(Checkpoint(tmp_path/"run")(3, policy={}))
+
+
+def test_the_tutorials_loop_resumes(tmp_path):
+    "The loop as it is shown to readers, cut in two."
+    grpo = loop_from(str(ROOT/"tutorials"/"grpo.ipynb") + ":grpo")
+    class Data(Prompts): pass
+    def go(steps, checkpoint=Checkpoint()):
+        rows = grpo(here, Data(ROWS, Digits()), lambda completion_ids, **_: [float(2 in x) for x in completion_ids], model=model, lr=1e-2, steps=steps, prompts=4, group_size=4,
+                    minibatches=2, max_tokens=4, checkpoint=checkpoint)
+        return {m["step"]: {k: float(v) for k, v in m.items()} for m in rows}
+    whole = go(4)
+    first = go(2, Checkpoint(tmp_path))
+    assert first | go(4, Checkpoint(tmp_path)) == whole

@@ -1,0 +1,293 @@
+"Policy, Critic, Scorer: one gradient however the step is cut, rows that never see each other, steps that must not happen."
+import copy
+
+import pytest
+import torch
+from rlblocks import Batch, Critic, Policy, Scorer, assert_on_policy, grpo_loss, kl_k3, masked_mean, mean_of, merge, ppo_loss, token_logprobs, value_loss
+from rlblocks.models import Reader, keeps_rows_apart
+from tiny import apart, gradients, model, rows
+from torch import nn
+from torch.testing import assert_close
+
+CUTS = [dict(micro_rows=1), dict(micro_rows=2), dict(micro_rows=3), dict(micro_rows=16), dict(micro_tokens=40), dict(micro_tokens=37, micro_rows=3)]
+
+
+def joint(out, b):
+    "Clipped surrogate, KL, entropy and value loss: every aggregation in one closure."
+    old = out.logprobs.detach() - .1*b.advantages
+    pg, metrics = ppo_loss(out.logprobs, old, b.advantages, b.mask, clip_high=.3, denom=b.n_tokens)
+    rowwise, _ = grpo_loss(out.logprobs, old, b.ref_logprobs, b.advantages, b.mask, denom=b.n_rows)
+    v, more = value_loss(out.values, b.returns, b.returns*.5, b.mask, denom=b.n_tokens)
+    kl = kl_k3(out.logprobs, b.ref_logprobs, b.mask)
+    return pg + .3*rowwise + .1*v + .01*masked_mean(kl, b.mask, denom=b.n_tokens) - .02*masked_mean(out.entropy, b.mask, denom=b.n_tokens), \
+        metrics | more | dict(entropy=mean_of(out.entropy, b.mask))
+
+
+def stepped(net, b, **how):
+    policy = Policy(net, value_head=True, lr=1e-3, max_norm=1e9, device="cpu", **how)
+    with torch.no_grad(): policy._run.reader.head.weight += .1
+    found = gradients(policy)
+    return found, policy.step(b, joint, entropy=True), policy
+
+
+@pytest.mark.parametrize("dtype, far", [(torch.float64, 1e-10), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_one_gradient_for_every_cut(kind, dtype, far):
+    "Promise 1 and LAWS 1 through the real Policy: micro-batch sizes × padded or packed × token budget."
+    net, b = model(kind, dtype), rows(dtype=dtype)
+    whole, metrics, _ = stepped(net, b, pack=False)
+    for pack in (False, True):
+        for how in CUTS:
+            found, others, policy = stepped(net, b, pack=pack, **how)
+            assert policy._run.packed is pack and len(policy._run.plan(b)) > 1 or how == dict(micro_rows=16)
+            assert apart(found, whole) < far, (pack, how)
+            if dtype == torch.float64:      # in float32 a token on the edge of a clip range may fall on either side
+                for k in metrics: assert float(others[k]) == pytest.approx(float(metrics[k]), rel=1e-9, abs=1e-9), (k, pack, how)
+
+
+def test_the_gradient_is_that_of_the_textbook():
+    "Not only the same however cut: the same as autograd through a plain forward pass, row by row and without any of our layout."
+    net, b = model(dtype=torch.float64), rows()
+    policy = Policy(net, lr=1e-3, max_norm=1e9, device="cpu")
+    found = gradients(policy)
+    policy.step(b, lambda out, b: ppo_loss(out.logprobs, out.logprobs.detach(), b.advantages, b.mask, denom=b.n_tokens))
+    plain = copy.deepcopy(net)
+    for i, n in enumerate(b.lengths.tolist()):
+        ids = b.tokens[i:i+1, :n]
+        lp = token_logprobs(plain(ids).logits, ids, temperature=b.temperature[i:i+1].double())
+        (-(lp*b.advantages[i:i+1, :n])[b.mask[i:i+1, :n]].sum()/int(b.mask.sum())).backward()
+    assert apart(found, {f"trunk.{n}": p.grad for n, p in plain.named_parameters()}) < 1e-6   # temperature .7 is a float32 column
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2", "mistral", "gemma"])
+def test_perturbing_row_a_never_changes_row_b(kind):
+    "LAWS 26, under sdpa: packed log-probs equal unpacked ones, and a change of one row reaches no other."
+    net, b = model(kind), rows(dtype=torch.float32)
+    assert net.config._attn_implementation == "sdpa"
+    packed, padded = Policy(net, pack=True, device="cpu"), Policy(net, pack=False, device="cpu")
+    before = packed.logprobs(b)
+    assert_close(before, padded.logprobs(b), rtol=0, atol=1e-5)
+    for row in (0, 7, 15):
+        tokens = b.tokens.clone()
+        tokens[row] = (tokens[row] + 3) % 30 + 2
+        changed = b[list(range(16))]
+        changed["tokens"] = tokens
+        after = packed.logprobs(changed)
+        others = torch.arange(16) != row
+        assert torch.equal(after[others], before[others]), f"row {row} leaked"
+        if row: assert (after[row]-before[row]).abs().max() > 1e-3
+
+
+def test_a_model_that_mixes_packed_rows_is_found_out():
+    class Leaky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.emb, self.out = nn.Embedding(32, 8), nn.Linear(8, 32)
+        def forward(self, tokens, position_ids=None): return self.out(self.emb(tokens).cumsum(1))
+    with pytest.raises(ValueError, match="packed rows of Leaky see each other"): Policy(Leaky, pack=True, device="cpu")
+    assert not Policy(Leaky, device="cpu")._run.packed
+    eager = model(attn_implementation="eager")
+    assert keeps_rows_apart(Reader(eager.eval()), "cpu")
+    eager.config._attn_implementation = "none of these"
+    with pytest.raises(Exception): keeps_rows_apart(Reader(eager), "cpu")
+
+
+def test_a_plain_module_is_a_policy():
+    class GRU(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.emb, self.rnn, self.out = nn.Embedding(32, 16), nn.GRU(16, 16, batch_first=True), nn.Linear(16, 32)
+        def forward(self, tokens): return self.out(self.rnn(self.emb(tokens))[0])
+    torch.manual_seed(0)
+    net, b = GRU().double(), rows()
+    policy = Policy(net, lr=1e-2, device="cpu", micro_rows=3)
+    lp = policy.logprobs(b)
+    want = token_logprobs(net(b.tokens), b.tokens, temperature=b.temperature.double())
+    assert_close(lp[b.mask], want[b.mask].detach(), rtol=1e-6, atol=1e-6)
+    assert (lp[~b.mask] == 0).all() and next(net.parameters()) is not next(policy._run.reader.parameters())
+    losses = [float(policy.step(b, lambda out, b: (-masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}))["loss"]) for _ in range(20)]
+    assert losses[-1] < .7*losses[0]
+    with pytest.raises(TypeError, match="no get_output_embeddings"): Policy(net, value_head=True)
+    with pytest.raises(TypeError, match="no save_pretrained"): policy.save_pretrained("x")
+    with pytest.raises(TypeError, match="a int"): Policy(3)
+    with pytest.raises(TypeError, match="made a int"): Policy(lambda: 3)
+
+
+def test_only_chosen_positions_reach_the_head():
+    "The prompt's logits are never computed."
+    net, b = model(), rows(dtype=torch.float32)
+    seen = []
+    policy = Policy(net, device="cpu", micro_rows=4)
+    policy._run.reader.trunk.lm_head.register_forward_hook(lambda m, args, out: seen.append(out.shape))
+    late = b[list(range(16))]
+    late["mask"] = b.mask & (torch.arange(18) >= b.lengths[:, None] - 2)
+    policy.logprobs(late)
+    cells = sum(s[0]*s[1] for s in seen)
+    assert int(late.mask.sum()) <= cells < .6*16*18
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_gradient_checkpointing_changes_memory_and_nothing_else(pack):
+    net, b = model(dtype=torch.float64, attention_dropout=.5), rows()
+    plain, _, _ = stepped(net, b, pack=pack, micro_rows=5)
+    recomputed, _, policy = stepped(net, b, pack=pack, micro_rows=5, checkpointing=True)
+    layers = [m for m in policy._run.reader.modules() if getattr(m, "gradient_checkpointing", False)]
+    assert layers and apart(recomputed, plain) < 1e-12
+
+
+def test_the_ratio_of_the_first_update_is_one():
+    "LAWS 29: scored, then trained on through another layout and with dropout in the config; a policy in train mode trips the guard."
+    b = rows(dtype=torch.float32)
+    policy = Policy(model(attention_dropout=.1), lr=1e-6, device="cpu", pack=True)
+    b["old_logprobs"] = Policy(model(attention_dropout=.1), device="cpu", pack=False, micro_rows=3).logprobs(b)
+    seen = []
+    def loss(out, b):
+        seen.append(assert_on_policy(out.logprobs, b.old_logprobs, b.mask, tol=1e-4))
+        return ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
+    metrics = policy.step(b, loss)
+    assert max(seen) < 1e-4 and float(metrics["clip_frac"]) == 0
+    policy._run.reader.trunk.train()
+    with pytest.raises(AssertionError, match="dropout"): policy.step(b, loss)
+
+
+def test_bf16_ratio_is_near_one():
+    "LAWS 29 in bf16: the 95th percentile of |ratio − 1| stays under 0.02."
+    b = rows(dtype=torch.float32)
+    policy = Policy(model(), lr=1e-6, device="cpu", dtype=torch.bfloat16, pack=True)
+    lp = Policy(model(), device="cpu", dtype=torch.bfloat16, pack=False, micro_rows=3).logprobs(b)
+    assert lp.dtype == torch.float32
+    assert_on_policy(policy.logprobs(b), lp, b.mask, tol=.02, share=.95)
+
+
+def test_fp32_master_weights():
+    "LAWS 30: a model that comes in bf16 trains in fp32, and a hundred Adam steps at 1e-6 move what fp32 moves."
+    b = rows(dtype=torch.float32)
+    policy = Policy(model(dtype=torch.bfloat16), lr=1e-6, device="cpu", dtype=torch.bfloat16)
+    before = {n: p.detach().clone() for n, p in policy._run.reader.named_parameters()}
+    assert all(p.dtype == torch.float32 for p in before.values())
+    for _ in range(100): policy.step(b, lambda out, b: (-masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}))
+    moved = torch.cat([(p - before[n]).abs().flatten() for n, p in policy._run.reader.named_parameters() if "embed" not in n])
+    assert (moved > 1e-6).float().mean() > .99
+    assert all(s["exp_avg"].dtype == torch.float32 for s in policy._run.model.optimizer.state.values())
+
+
+def test_all_masked_steps_are_skipped_and_counted():
+    "LAWS 13: nothing moves, no moment, no version; a row without chosen tokens among others is no error."
+    policy, b = Policy(model(dtype=torch.float64), lr=1e-2, device="cpu"), rows()
+    def loss(out, b): return ppo_loss(out.logprobs, out.logprobs.detach(), b.advantages, b.mask, denom=b.n_tokens)
+    nothing = b[list(range(16))]
+    nothing["mask"] = torch.zeros_like(b.mask)
+    before = copy.deepcopy(policy.state_dict())
+    metrics = merge(policy.step(nothing, loss), policy.step(b[[]], loss))
+    assert float(metrics["skipped"]) == 1 and policy.version == 0 and not policy.state_dict()["optimizer"]["state"]
+    for k, v in before["module"].items(): assert torch.equal(v, policy.state_dict()["module"][k])
+    half = b[list(range(16))]
+    half["mask"] = b.mask & (torch.arange(16) < 8)[:, None]
+    found = gradients(policy)
+    one = merge(metrics, policy.step(half, loss))
+    assert float(one["skipped"]) == pytest.approx(2/3) and policy.version == 1
+    alone = Policy(model(dtype=torch.float64), lr=1e-2, device="cpu")
+    want = gradients(alone)
+    alone.step(b[:8], loss)
+    assert apart(found, want) < 1e-12       # the masked rows are in no denominator
+
+
+def test_truncated_rows_leave_the_denominator():
+    "LAWS 13: two kept rows of 4 tokens and a truncated one of 8, loss 1 a token → 1.0, not 0.5."
+    T = 10
+    b = Batch(tokens=torch.ones(3, T, dtype=torch.long), lengths=torch.tensor([5, 5, 9]), mask=(torch.arange(T) >= 1) & (torch.arange(T) < torch.tensor([5, 5, 9])[:, None]))
+    def one_each(out, b): return masked_mean(out.logprobs*0 + 1, b.mask, denom=b.n_tokens), {}
+    assert float(Policy(model(), device="cpu").step(b[torch.tensor([True, True, False])], one_each)["loss"]) == pytest.approx(1.)
+
+
+def test_a_local_mean_is_caught_and_changes_nothing():
+    policy, b = Policy(model(), lr=1e-2, device="cpu"), rows(dtype=torch.float32)
+    before = copy.deepcopy(policy.state_dict()["module"])
+    def local(out, b): return ppo_loss(out.logprobs, out.logprobs.detach() - .1, b.advantages, b.mask)
+    with pytest.raises(ValueError, match="not a sum over rows.*denom=b.n_tokens"): policy.step(b, local)
+    def centred(out, b): return -masked_mean(out.logprobs*(b.advantages - b.advantages.mean()), b.mask, denom=b.n_tokens), {}
+    with pytest.raises(ValueError, match="batch statistics before the step"): policy.step(b, centred)
+    assert policy.version == 0 and all(torch.equal(v, before[k]) for k, v in policy.state_dict()["module"].items())
+    assert all(p.grad is None for p in policy._run.reader.parameters())
+    policy.step(b, lambda out, b: ppo_loss(out.logprobs, out.logprobs.detach() - .1, b.advantages, b.mask, denom=b.n_tokens))
+    assert policy.version == 1
+
+
+def test_two_losses_in_one_step():
+    "PTX: a second (batch, loss) pair adds its gradient to the same optimizer step."
+    net, b, other = model(dtype=torch.float64), rows(), rows(B=6, seed=5)
+    def pg(out, b): return ppo_loss(out.logprobs, out.logprobs.detach(), b.advantages, b.mask, denom=b.n_tokens)
+    def ptx(out, b): return -.5*masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
+    def run(*jobs):
+        policy = Policy(net, lr=1e-3, device="cpu", max_norm=1e9)
+        found = gradients(policy)
+        policy.step(*jobs[0], *jobs[1:])
+        assert policy.version == 1
+        return found
+    both, first, second = run((b, pg), (other, ptx)), run((b, pg)), run((other, ptx))
+    assert apart(both, {n: first[n] + second[n] for n in first}) < 1e-12
+
+
+def test_units_stay_in_one_micro_batch():
+    b = rows(dtype=torch.float32)
+    b["unit"] = torch.arange(16)//2
+    seen = []
+    def loss(out, b):
+        seen.append(b.unit.tolist())
+        return masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
+    policy = Policy(model(), device="cpu", micro_rows=2)
+    policy.step(b, loss)
+    assert all(len(u) == 2 and u[0] == u[1] for u in seen[-8:])
+
+
+def test_critic_and_scorer_learn_and_read_where_they_say():
+    net, b = model(dtype=torch.float64), rows()
+    critic = Critic(net, lr=1e-2, device="cpu", micro_rows=3)
+    assert (critic.values(b) == 0).all()
+    for _ in range(30): done = critic.step(b, lambda out, b: value_loss(out.values, b.returns*0, b.returns, b.mask, clip=100., denom=b.n_tokens))
+    assert float(done["value_error"]) < .5*float((b.returns[b.mask]**2).mean())
+    values = critic.values(b)
+    assert (values[~b.mask] == 0).all() and (values[b.mask] != 0).all()
+    later = b[list(range(16))]
+    later["tokens"] = torch.where(torch.arange(18) >= 9, (b.tokens + 1) % 30 + 2, b.tokens)
+    assert_close(critic.values(later)[:, :10], values[:, :10], rtol=0, atol=1e-12)     # V before token t knows only what came before t
+    scorer = Scorer(net, lr=1e-2, device="cpu", micro_rows=3)
+    for _ in range(40): done = scorer.step(b, lambda out, b: (((out.scores - b.lengths/10.)**2).sum()/b.n_rows, {}))
+    scores = scorer.scores(b)
+    assert float(done["loss"]) < .02
+    padded = Batch.cat([b, rows(B=1, T=30)])[:16]
+    assert_close(scorer.scores(padded), scores, rtol=0, atol=1e-12)         # the last real token, however wide the batch
+    last = b[list(range(16))]
+    tokens = b.tokens.clone()
+    tokens[torch.arange(16), b.lengths-1] = 1                               # an end-of-sequence id inside or at the end changes the score, not where it is read
+    last["tokens"] = tokens
+    assert (scorer.scores(last) != scores).all()
+
+
+def test_saved_models_load_with_plain_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM
+    policy = Policy(model(), value_head=True, lr=1e-2, device="cpu")
+    b = rows(dtype=torch.float32)
+    policy.step(b, lambda out, b: (-masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}))
+    policy.save_pretrained(tmp_path/"a"/"b")
+    again = Policy(str(tmp_path/"a"/"b"), device="cpu")
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path/"a"/"b")).__name__ == "LlamaForCausalLM"
+    assert_close(again.logprobs(b), policy.logprobs(b), rtol=0, atol=1e-6)
+    (tmp_path/"file").write_text("in the way")
+    with pytest.raises(OSError, match="Policy: cannot save to .*file"): policy.save_pretrained(tmp_path/"file")
+
+
+def test_clear_errors():
+    policy, b = Policy(model(), lr=1e-3, device="cpu", micro_tokens=12), rows(dtype=torch.float32)
+    with pytest.raises(ValueError, match="max_tokens"): policy.logprobs(b)                      # rows longer than the budget
+    policy = Policy(model(), lr=1e-3, device="cpu")
+    with pytest.raises(ValueError, match="no column 'lengths'"): policy.logprobs(b.drop("lengths"))
+    with pytest.raises(ValueError, match="values need"): policy.values(b)
+    with pytest.raises(RuntimeError, match="frozen"): Policy(model(), frozen=True, device="cpu").step(b, joint)
+    with pytest.raises(TypeError, match="must return"): policy.step(b, lambda out, b: out.logprobs.sum())
+    with pytest.raises(ValueError, match="does not depend"): policy.step(b, lambda out, b: (torch.zeros(()), {}))
+    with pytest.raises(ValueError, match="cut in 3, but 1 rank"): policy.step(b.parts(3)[0], joint)
+    with pytest.raises(FloatingPointError, match="nan at version 0"): policy.step(b, lambda out, b: (masked_mean(out.logprobs, b.mask, denom=b.n_tokens)*float("nan"), {}))
+    b["top_p"] = torch.full((16,), .9)
+    with pytest.raises(ValueError, match="no column 'support'"): policy.logprobs(b)
+    with pytest.raises(ValueError, match="engine 'zero9'"): Policy(model(), engine="zero9")

@@ -1,0 +1,175 @@
+"Rollout: log-probs of the distribution that was sampled, seeds that belong to samples, weights that are proved."
+import pytest
+import torch
+from rlblocks import Batch, Grader, Policy, Rollout, group_advantages, masked_mean
+from rlblocks.rollout import sample_tokens
+from tiny import model, prompts
+from torch import nn
+from torch.testing import assert_close
+
+
+def engine(net=None, **how): return Rollout(net if net is not None else sharp(), device="cpu", **dict(max_tokens=12) | how)
+
+
+def sharp(kind="llama", **more):
+    "A model with opinions: an untrained one is almost uniform and hides mistakes in temperature."
+    net = model(kind, **more)
+    with torch.no_grad():
+        for w in net.parameters(): w *= 3
+    return net
+
+
+def said(b): return [b.tokens[i, b.prompt_lengths[i]:b.lengths[i]].tolist() for i in range(len(b))]
+
+
+@pytest.mark.parametrize("top_p, top_k", [(1., 0), (.8, 0), (1., 5), (.9, 8)])
+@pytest.mark.parametrize("T", [.6, 1., 1.3])
+def test_ratio_is_one_before_any_update(T, top_p, top_k):
+    "LAWS 2: sampler and trainer speak of the same distribution, from different forward passes."
+    b = engine(temperature=T, top_p=top_p, top_k=top_k).generate(prompts(), group_size=6, seed=1)
+    policy = Policy(sharp(), device="cpu")
+    ratio = (policy.logprobs(b) - b.rollout_logprobs)[b.mask].exp()
+    assert (ratio - 1).abs().max() < 1e-3 and b.temperature.tolist() == pytest.approx([T]*18)
+    if top_p < 1 or top_k:
+        with pytest.raises(ValueError, match="no column 'support'"): policy.logprobs(b.drop("support"))
+        full = (policy.logprobs(b.drop("support", "top_p", "top_k")) - b.rollout_logprobs)[b.mask].exp()
+        assert full.mean() < .99            # what forgetting the nucleus would give: its mass
+
+
+def test_raw_logprobs_at_another_temperature_are_refused():
+    b = engine(temperature=.6).generate(prompts(), seed=1)
+    with pytest.raises(ValueError, match="sampled at 0.6"): b.with_logprobs(torch.zeros(b.tokens.shape), temperature=1.)
+
+
+def test_frequencies_are_the_distributions():
+    g, z = torch.Generator().manual_seed(0), torch.tensor([2., 1., .5, 0., -1.])
+    n = 40_000
+    for how in (dict(), dict(temperature=.5), dict(top_k=3), dict(top_p=.7), dict(min_p=.3), dict(top_k=4, top_p=.9, temperature=2.)):
+        tokens, logp, support = sample_tokens(z.expand(n, -1), torch.rand(n, generator=g), **how)
+        p = (z/how.get("temperature", 1.)).softmax(-1)
+        keep = torch.ones(5, dtype=torch.bool)
+        if "top_k" in how: keep &= torch.arange(5) < how["top_k"]
+        p = torch.where(keep, p, 0.)/p[keep].sum()
+        if "top_p" in how: keep &= p.cumsum(0) - p < how["top_p"]
+        if "min_p" in how: keep &= p >= how["min_p"]*p.max()
+        p = torch.where(keep, p, 0.)/p[keep].sum()
+        assert (tokens.bincount(minlength=5)/n - p).abs().max() < .01, how
+        assert_close(logp, p.log()[tokens], rtol=1e-5, atol=1e-5)
+        assert (support is None) == (how.keys() <= {"temperature"})
+        if support is not None: assert all(set(s.tolist()) - {-1} == set(keep.nonzero()[:, 0].tolist()) for s in support[:5])
+
+
+def test_seeds_belong_to_samples():
+    "LAWS 28: alone, among others, in another order, cut in pieces: the same completions; other seeds and siblings differ."
+    r, p = engine(), prompts((5, 2, 7, 3))
+    whole = r.generate(p, group_size=4, seed=(0, 3))
+    assert len({tuple(x) for x in said(whole)}) == 16
+    assert said(r.generate(p[[2]], group_size=4, seed=(0, 3))) == said(whole)[8:12]
+    assert said(r.generate(p[[3, 1]], group_size=4, seed=(0, 3))) == said(whole)[12:] + said(whole)[4:8]
+    pieces = [row for part in p.parts(3) for row in zip(part.group.repeat_interleave(4).tolist(), said(r.generate(part, group_size=4, seed=(0, 3))), strict=True)]
+    assert sorted(pieces) == sorted(zip(whole.group.tolist(), said(whole), strict=True))
+    assert said(engine(max_rows=4).generate(p, group_size=4, seed=(0, 3))) == said(whole)
+    assert said(r.generate(p, group_size=4, seed=(0, 4))) != said(whole)
+    assert said(r.generate(p, group_size=2, seed=(0, 3))) == [x for i, x in enumerate(said(whole)) if i % 4 < 2]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma", "mistral"])
+def test_the_cache_changes_nothing(kind):
+    "Left-padded decoding with a cache, finished rows leaving, against running every row again from its start."
+    net = sharp(kind)
+    class Again(nn.Module):
+        def __init__(self): super().__init__(); self.net = net
+        def forward(self, tokens): return self.net(tokens, use_cache=False).logits
+    fast = engine(net).generate(prompts(), group_size=8, seed=2)
+    slow = engine(Again(), stop=[1]).generate(prompts(), group_size=8, seed=2)
+    assert said(fast) == said(slow) and fast.finish_reason == slow.finish_reason
+    assert_close(fast.rollout_logprobs, slow.rollout_logprobs, rtol=0, atol=1e-4)
+
+
+def test_rows_end_with_their_stop_token_exactly_once():
+    "LAWS 10: pad == eos, or eos inside the prompt, changes nothing: what exists is said by lengths."
+    p = prompts()
+    p["tokens"] = torch.where((torch.arange(7) == 1) & (torch.arange(7) < p.lengths[:, None]), 1, p.tokens)     # the stop id inside every prompt
+    b = engine(model(eos_token_id=1, pad_token_id=1), max_tokens=60 - 7).generate(p, group_size=8, seed=0)
+    for x, reason in zip(said(b), b.finish_reason, strict=True): assert (reason == "stop") == (x[-1] == 1) and 1 not in x[:-1] and (reason == "stop" or len(x) == 53)
+    assert "stop" in b.finish_reason
+    assert torch.equal(b.mask.sum(1), b.lengths - b.prompt_lengths) and not b.mask[:, 0].any()
+    for i in range(len(b)): assert b.tokens[i, :b.prompt_lengths[i]].tolist() == p.tokens[i//8, :p.lengths[i//8]].tolist()
+
+
+def test_columns_travel_with_their_prompt():
+    b = engine().generate(prompts(), group_size=3)
+    assert b.answer == ["5"]*3 + ["2"]*3 + ["7"]*3 and b.group.tolist() == [100]*3 + [101]*3 + [102]*3 and b.sample.tolist() == [0, 1, 2]*3
+    assert b.prompt_lengths.tolist() == [5]*3 + [2]*3 + [7]*3 and b.policy_version.tolist() == [0]*9
+    scores = Grader(lambda completion_ids, **_: [float(len(x)) for x in completion_ids]).score(b)
+    assert scores.tolist() == (b.lengths - b.prompt_lengths).tolist()
+    scores = Grader(lambda completion_ids, **_: [None if i == 1 else float(i) for i in range(len(completion_ids))]).score(b)
+    kept = b[~scores.isnan()]
+    advantages = group_advantages(scores[~scores.isnan()], kept.group)
+    assert len(kept) == 8 and kept.group.tolist().count(100) == 2 and advantages.isfinite().all()
+
+
+def test_greedy_rows_are_never_trained_on():
+    net = sharp()
+    b = engine(net).generate(prompts(), temperature=0.)
+    assert not b.mask.any() and b.temperature.tolist() == [0.]*3
+    for i in range(3):
+        ids = b.tokens[i:i+1, :b.lengths[i]]
+        start = int(b.prompt_lengths[i])
+        assert net(ids).logits[0, start-1:-1].argmax(-1).tolist() == ids[0, start:].tolist()
+    policy = Policy(net, lr=1e-2, device="cpu")
+    assert (policy.logprobs(b) == 0).all()
+    assert float(policy.step(b, lambda out, b: (masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}))["skipped"]) == 1
+
+
+def test_support_of_many_tokens_stays_small():
+    r = engine(model(vocab_size=500), top_p=.99)
+    b = r.generate(prompts(), group_size=2)
+    assert b.support.shape[2] == 64 and b.support.dtype == torch.int32
+    for i, t in b.mask.nonzero().tolist(): assert b.tokens[i, t] in b.support[i, t]
+    assert (b.support[~b.mask] == -1).all() or (b.support[~b.mask] <= 0).all()
+
+
+def test_a_sync_is_proved_and_a_failed_one_refuses_to_sample():
+    "LAWS 3: whichever weight moves, the engine follows, and its log-probs are the trainer's; a stranger's weights raise."
+    from rlblocks.weights import checksum, named_weights
+    net = sharp()
+    policy, r = Policy(net, lr=1e-2, device="cpu"), engine(net)
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"):
+        with torch.no_grad(): dict(policy._run.reader.trunk.named_parameters())[name].add_(1e-2*torch.randn(1, generator=torch.Generator().manual_seed(1)))
+        manifest = r.load(policy.weights())
+        assert manifest.checksums == {n: checksum(x) for n, x in named_weights(policy._run.reader.trunk).items()} and name in manifest.checksums
+        b = r.generate(prompts(), group_size=4)
+        assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-4
+    ticket = policy.weights()
+    policy.step(b, lambda out, b: (-masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}))
+    with pytest.raises(RuntimeError, match="weights of version 0, the policy is at 1"): r.load(ticket)
+    with pytest.raises(RuntimeError, match="the last load failed"): r.generate(prompts())
+    assert r.load(policy.weights()).version == 1 and r.generate(prompts()).policy_version.tolist() == [1]*3
+    r.load(policy.weights()); r.load(policy.weights())
+    with pytest.raises(ValueError, match="the ticket lacks 'model.layers.1"): r.load(Policy(model(num_hidden_layers=1), device="cpu").weights())
+    with pytest.raises(ValueError, match="has no 'model.layers.2"): r.load(Policy(model(num_hidden_layers=3), device="cpu").weights())
+    with pytest.raises(ValueError, match="is \\[64"): r.load(Policy(model(vocab_size=64), device="cpu").weights())
+
+
+def test_a_tied_model_syncs_as_one():
+    net = sharp(tie_word_embeddings=True)
+    policy, r = Policy(net, lr=1e-2, device="cpu"), engine(net)
+    manifest = r.load(policy.weights())
+    assert ("lm_head.weight" in manifest.checksums) + ("model.embed_tokens.weight" in manifest.checksums) == 1
+
+
+def test_a_value_head_stays_at_home():
+    policy = Policy(sharp(), value_head=True, device="cpu")
+    assert "head.weight" not in engine().load(policy.weights()).checksums
+
+
+def test_clear_errors():
+    r, p = engine(), prompts()
+    empty = Batch(tokens=torch.zeros(2, 3, dtype=torch.long), lengths=torch.tensor([2, 0]), mask=torch.zeros(2, 3, dtype=torch.bool), group=torch.arange(2))
+    with pytest.raises(ValueError, match="prompt 1 is empty"): r.generate(empty)
+    with pytest.raises(ValueError, match="prompt 2 has 7 tokens; with max_tokens=60 that is beyond the model's 64"): r.generate(p, max_tokens=60)
+    with pytest.raises(TypeError, match="prompts is a list; a Batch is wanted"): r.generate(["hello"])
+    with pytest.raises(ValueError, match="no prompts"): r.generate(p[[]])
+    for how, says in ((dict(temperature=-1.), "temperature is -1"), (dict(top_p=0.), "top_p is 0"), (dict(top_k=65), "top_k is 65"), (dict(min_p=1.), "min_p is 1"), (dict(engine="fax"), "'fax'")):
+        with pytest.raises(ValueError, match=says): engine(**how)

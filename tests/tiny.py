@@ -1,0 +1,51 @@
+"Tiny models and batches that several test files build."
+import torch
+from rlblocks import Batch
+
+SIZES = dict(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+
+
+def model(kind="llama", dtype=torch.float32, seed=0, **more):
+    "A random model of an architecture that transformers has."
+    import transformers as tf
+    configs = dict(llama=("Llama", {}), qwen3=("Qwen3", dict(head_dim=8)), qwen2=("Qwen2", {}), mistral=("Mistral", {}), gemma=("Gemma", dict(head_dim=8)))
+    name, extra = configs[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = getattr(tf, f"{name}Config")(**SIZES | extra | dict(eos_token_id=1, pad_token_id=0) | more)
+        return getattr(tf, f"{name}ForCausalLM")(config).to(dtype)
+
+
+def rows(B=16, T=18, seed=0, dtype=torch.float64, holes=True):
+    "Rows of 2 … T−1 tokens with random interior masks and the columns a loss wants."
+    g = torch.Generator().manual_seed(seed)
+    lengths, at = torch.arange(2, 2+B).clamp(max=T), torch.arange(T)
+    mask = (at >= 1) & (at < lengths[:, None])
+    if holes: mask &= torch.rand(B, T, generator=g) < .8
+    draw = lambda: torch.randn(B, T, generator=g, dtype=dtype)
+    return Batch(tokens=torch.randint(2, 32, (B, T), generator=g), lengths=lengths, mask=mask, row=torch.arange(B), group=torch.arange(B)//4,
+                 advantages=draw(), returns=draw(), ref_logprobs=-draw().abs(), temperature=torch.full((B,), .7))
+
+
+def prompts(lengths=(5, 2, 7), seed=0):
+    "Prompts with group ids that are not 0, 1, 2 …"
+    g = torch.Generator().manual_seed(seed)
+    T = max(lengths)
+    return Batch(tokens=torch.randint(2, 32, (len(lengths), T), generator=g)*(torch.arange(T) < torch.tensor(lengths)[:, None]), lengths=torch.tensor(lengths),
+                 mask=torch.zeros(len(lengths), T, dtype=torch.bool), group=torch.arange(100, 100+len(lengths)), answer=[str(n) for n in lengths])
+
+
+def gradients(wrapper):
+    "A dict that receives the gradient of each parameter just before the wrapper's next optimizer step."
+    found, names = {}, {id(p): n for n, p in wrapper._run.reader.named_parameters()}
+    def keep(optimizer, *_): found.update({names[id(p)]: p.grad.clone() for group in optimizer.param_groups for p in group["params"] if p.grad is not None})
+    wrapper._run.model.optimizer.register_step_pre_hook(keep)
+    return found
+
+
+def apart(a, b):
+    "Largest difference of two gradients, relative to the largest entry of the second."
+    assert a.keys() == b.keys() and a
+    biggest = max(g.abs().max() for g in b.values())
+    assert biggest > 1e-6
+    return max((a[n]-b[n]).abs().max() for n in b).item()/biggest.item()
