@@ -43,6 +43,7 @@ def _born(batch:Batch)->Tensor:
     v = batch.policy_version
     return v if v.dim() == 1 else torch.where(batch.mask, v, torch.iinfo(v.dtype).max).amin(1)
 
+# %% ../nbs/22_buffer.ipynb #2a51515f
 def _unpadded(
     batch:Batch,              # rows
     layout:dict[str, list],   # what its columns are
@@ -78,18 +79,18 @@ class Buffer:
         if max_age is not None and max_age < 0: raise ValueError(f"Buffer: max_age is {max_age}; 0 (this version only) or more is wanted")
         if max_rows is not None and max_rows < 1: raise ValueError(f"Buffer: max_rows is {max_rows}; at least 1 is wanted")
         self.max_age, self.max_rows, self.dropped = max_age, max_rows, Counter()
-        self._bundles, self._layout = [], {}
+        self._held, self._layout = [], {}
 
-    def __len__(self): return sum(b["rows"] for b in self._bundles)
+    def __len__(self): return sum(b["rows"] for b in self._held)
     def __repr__(self):
-        return f"Buffer({len(self)} rows in {len(self._bundles)} bundles, {self.n_tokens} chosen tokens{self._lost()})"
+        return f"Buffer({len(self)} rows in {len(self._held)} bundles, {self.n_tokens} chosen tokens{self._lost()})"
 
     def _lost(self): return "".join(f", {n} dropped as {why}" for why, n in sorted(self.dropped.items()))
 
     @property
     def n_tokens(self)->int:
         "Chosen tokens of all rows that wait."
-        return sum(int(b["columns"]["mask"].sum()) for b in self._bundles if "mask" in b["columns"])
+        return sum(int(b["columns"]["mask"].sum()) for b in self._held if "mask" in b["columns"])
 
     def add(self,
         batch:Batch, # rows with whole groups and units; copied without padding
@@ -101,7 +102,7 @@ class Buffer:
         layout, rows = _layout(batch), _bundles(batch)
         self._check(batch, layout, rows)
         born = _born(batch).tolist() if "policy_version" in batch else [0]*len(batch)
-        self._bundles += [dict(rows=len(r), born=min(born[i] for i in r), columns=c) for r, c in zip(rows, _unpadded(batch, layout, rows), strict=True)]
+        self._held += [dict(rows=len(r), born=min(born[i] for i in r), columns=c) for r, c in zip(rows, _unpadded(batch, layout, rows), strict=True)]
         self._layout = layout
         excess = 0 if self.max_rows is None else len(self) - self.max_rows
         while excess > 0: excess -= self._drop("full", 0)
@@ -113,9 +114,9 @@ class Buffer:
     )->Batch: # at least `n` rows, oldest first; more only to keep the last bundle whole
         "Remove and return the oldest rows that are fresh. ValueError when there are fewer than `n`."
         self.evict(version)
-        chosen = self._first("take", n, range(len(self._bundles)))
+        chosen = self._first("take", n, range(len(self._held)))
         out = self._join(chosen)
-        del self._bundles[:len(chosen)]
+        del self._held[:len(chosen)]
         return out
 
     def sample(self,
@@ -126,7 +127,7 @@ class Buffer:
     )->Batch: # at least `n` different rows, in the order of the draw
         "Return rows drawn at random, each bundle at most once, and keep them for further draws. ValueError when there are fewer than `n`."
         self.evict(version)
-        order = torch.randperm(len(self._bundles), generator=torch.Generator().manual_seed(seed_of("sample", seed)))
+        order = torch.randperm(len(self._held), generator=torch.Generator().manual_seed(seed_of("sample", seed)))
         return self._join(self._first("sample", n, order.tolist()))
 
     def evict(self,
@@ -135,21 +136,21 @@ class Buffer:
         "Drop and count the bundles with a row older than `version − max_age`; without `max_age`, nothing."
         if self.max_age is None: return 0
         if version is None: raise ValueError(f"Buffer: max_age is {self.max_age}, so freshness must be known; pass version=…, the trainer's weight version")
-        stale = [k for k, b in enumerate(self._bundles) if b["born"] < version - self.max_age]
+        stale = [k for k, b in enumerate(self._held) if b["born"] < version - self.max_age]
         return sum(self._drop("stale", k) for k in reversed(stale))
 
     def state_dict(self)->dict:
         "Everything that waits and has been counted, as tensors, lists, dicts, numbers and strings (if list columns hold no other objects)."
-        return dict(bundles=list(self._bundles), layout=dict(self._layout), dropped=dict(self.dropped))
+        return dict(bundles=list(self._held), layout=dict(self._layout), dropped=dict(self.dropped))
 
     def load_state_dict(self,
         state:dict, # what `state_dict` returned
     ):
         "Go on where the saved buffer was, in place; `max_age` and `max_rows` stay those of this buffer."
-        self._bundles, self._layout, self.dropped = list(state["bundles"]), dict(state["layout"]), Counter(state["dropped"])
+        self._held, self._layout, self.dropped = list(state["bundles"]), dict(state["layout"]), Counter(state["dropped"])
 
     def _drop(self, why, k):
-        rows = self._bundles.pop(k)["rows"]
+        rows = self._held.pop(k)["rows"]
         self.dropped[why] += rows
         return rows
 
@@ -158,7 +159,7 @@ class Buffer:
         if n < 1: raise ValueError(f"Buffer.{who}: {n} rows were asked for; at least 1 is wanted")
         chosen, rows = [], 0
         for k in order:
-            chosen.append(self._bundles[k])
+            chosen.append(self._held[k])
             rows += chosen[-1]["rows"]
             if rows >= n: return chosen
         raise ValueError(f"Buffer.{who}: {n} rows were asked for, {rows} are there{self._lost()}; add more rows, or ask for fewer")
@@ -178,12 +179,12 @@ class Buffer:
         if any(kind == "token" for kind, *_ in layout.values()) and "lengths" not in batch:
             raise ValueError("Buffer.add: per-token columns without 'lengths'; lengths say which tokens exist and are kept")
         if self.max_age is not None and "policy_version" not in batch: raise ValueError("Buffer.add: max_age needs the column 'policy_version'; set it, or make the buffer without max_age")
-        odd = [name for name in {**layout, **self._layout} if layout.get(name) != self._layout.get(name)] if self._bundles else []
+        odd = [name for name in {**layout, **self._layout} if layout.get(name) != self._layout.get(name)] if self._held else []
         if odd:
             raise ValueError(f"Buffer.add: column {odd[0]!r} is {layout.get(odd[0], 'missing')}, in the rows that wait it is {self._layout.get(odd[0], 'missing')}; "
                              "set or .drop it, so that rows can be joined")
         for name in ("group", "unit"):
-            twice = set(batch[name].tolist()) & {i for b in self._bundles for i in b["columns"][name].tolist()} if name in batch else ()
+            twice = set(batch[name].tolist()) & {i for b in self._held for i in b["columns"][name].tolist()} if name in batch else ()
             if twice: raise ValueError(f"Buffer.add: {name} {min(twice)} is already waiting; ids are unique in a run: join the rows of a {name} with Batch.cat, then add them once")
         most = max(map(len, rows), default=0)
         if self.max_rows is not None and most > self.max_rows: raise ValueError(f"Buffer.add: a group of {most} rows came, max_rows is {self.max_rows}; raise max_rows, a group is never parted")

@@ -28,6 +28,7 @@ def _places(
 
 def _numbers(x): return x.tolist() if isinstance(x, Tensor) else list(x)
 
+# %% ../nbs/21_packing.ipynb #a64383b4
 def pad(
     rows:Sequence,              # each `[Lᵢ, …]`: tensors, or Python lists of numbers
     *,
@@ -91,6 +92,7 @@ def pack(
     cu_seqlens = torch.tensor([0, *sizes], device=tokens.device).cumsum(0, dtype=torch.int32)
     return Packed(tokens[row_ids, position_ids], position_ids, row_ids, cu_seqlens, max(sizes, default=0), T)
 
+# %% ../nbs/21_packing.ipynb #2bfeb41a
 def unpack(
     flat:Shaped[Tensor, "N ..."], # a value for each packed token
     packed:Packed,                # what `pack` returned

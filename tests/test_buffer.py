@@ -154,7 +154,7 @@ def test_memory_is_that_of_the_real_tokens():
     buffer = Buffer()
     buffer.add(batch)
     def held():
-        tensors = [x for b in buffer._bundles for x in b["columns"].values() if isinstance(x, torch.Tensor)]
+        tensors = [x for b in buffer._held for x in b["columns"].values() if isinstance(x, torch.Tensor)]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
     assert held() == int(batch.lengths.sum())*(8 + 1 + 8 + 3*4) + 64*(8 + 8 + 8)
     buffer.take(60)
