@@ -8,10 +8,15 @@ __all__ = ['Grader', 'math_reward']
 # %% ../nbs/34_graders.ipynb #b66244e3
 import asyncio
 import inspect
+import json
 import math
 import re
-from collections.abc import Callable, Mapping
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -23,7 +28,7 @@ from .batch import Batch
 def _offers(batch)->dict:
     "What a reward function may ask for, by TRL's names; each a function that makes the list."
     listed = lambda column: column.tolist() if isinstance(column, Tensor) else column
-    offers = {dict(prompt="prompts", completion="completions").get(k, k): (lambda v=v: listed(v)) for k, v in batch.columns.items()}
+    offers:dict = {dict(prompt="prompts", completion="completions").get(k, k): (lambda v=v: listed(v)) for k, v in batch.columns.items()}
     spans = lambda: zip(batch.tokens, batch.prompt_lengths.tolist(), batch.lengths.tolist(), strict=True)
     if "prompt_lengths" in batch: offers["completion_ids"] = lambda: [row[start:stop].tolist() for row, start, stop in spans()]
     elif "mask" in batch: offers["completion_ids"] = lambda: [row[chosen].tolist() for row, chosen in zip(batch.tokens, batch.mask, strict=True)]
@@ -124,11 +129,19 @@ def math_reward(
     answer:list,           # gold answers: text or numbers
     **_,                   # other columns are ignored
 )->list[float|None]:       # 1.0 equal, 0.0 not, None where the gold cannot be parsed
-    "1 where a completion's answer equals the gold answer as mathematics. Needs the extra `rewards` and the main thread."
-    try: from math_verify import parse, verify
-    except ImportError as e: raise ImportError("math_reward: math-verify is not installed; pip install rlblocks[rewards]") from e
-    golds = [parse(_as_math(str(a)), fallback_mode="no_fallback") for a in answer]
-    return [None if not g else float(verify(g, parse(c))) for g, c in zip(golds, completions, strict=True)]
+    "1 where a completion's answer equals the gold answer as mathematics, decided within 5 seconds. Needs the extra `rewards`."
+    if find_spec("math_verify") is None: raise ImportError("math_reward: math-verify is not installed; pip install rlblocks[rewards]")
+    if len(answer) != len(completions): raise ValueError(f"math_reward: {len(answer)} answers for {len(completions)} completions")
+    work = [_as_math(str(a)) for a in answer], list(completions)
+    if threading.current_thread() is threading.main_thread(): return _compare(*work)
+    code = inspect.getsource(_compare) + "\nimport json, sys\nprint(json.dumps(_compare(*json.load(sys.stdin))))"
+    child = subprocess.run([sys.executable, "-c", code], input=json.dumps(work), capture_output=True, text=True, check=True, timeout=60 + 10*len(answer))
+    return json.loads(child.stdout)
+
+def _compare(golds, completions):
+    from math_verify import parse, verify
+    golds = [parse(g, fallback_mode="no_fallback") for g in golds]
+    return [float(verify(g, parse(c))) if g else None for g, c in zip(golds, completions, strict=True)]
 
 def _as_math(gold)->str:
     "Between dollars, where math-verify looks for LaTeX, unless it is marked already or made of words."

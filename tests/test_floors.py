@@ -93,8 +93,9 @@ def test_the_package_loads_floors_0_to_2_and_nothing_heavy():
 BLOCK = """
 import sys
 class Absent:
+    names = {blocked!r}
     def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] in {blocked!r}: raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)
+        if name.split('.')[0] in self.names: raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)
 sys.meta_path.insert(0, Absent())
 """
 
@@ -110,8 +111,8 @@ advantages, returns = gae(torch.ones(2, 3), torch.zeros(2, 3), mask)
 loss, metrics = ppo_loss(x, x.detach(), advantages, mask)
 loss.backward()
 batch = Prompts(["ab", "c"], lambda t: [ord(c) for c in t], shuffle=False).take(3)
-print(batch.lengths.tolist(), bool(x.grad.isfinite().all()), {m.split('.')[0] for m in sys.modules} & set(%r))
-""" % blocked
+print(batch.lengths.tolist(), bool(x.grad.isfinite().all()), {m.split('.')[0] for m in sys.modules} & set(sys.meta_path[0].names))
+"""
     assert fresh(code) == "[2, 1, 2] True set()"
 
 

@@ -1,6 +1,5 @@
 "Grader: what a reward function is given, what it may answer, and errors that name the function and the row (LAWS 19, 25)."
 import asyncio
-import builtins
 import functools
 import gzip
 import json
@@ -162,25 +161,21 @@ def math_verify(): return pytest.importorskip("math_verify")
 def test_math_reward(math_verify, says, gold, verdict): assert math_reward([says], [gold]) == [verdict]
 
 
-def test_math_reward_ends_endless_expressions(math_verify):
-    assert math_reward([r"\boxed{9^{9^{9^{9}}}}"], ["72"]) == [0.0]
-
-
-def test_math_reward_off_the_main_thread_raises_rather_than_hang_or_score(math_verify):
-    caught = []
-    def work():
-        try: caught.append(math_reward(["72"], [72]))
-        except ValueError as e: caught.append(str(e))
+def test_math_reward_ends_endless_expressions_in_any_thread(math_verify):
+    "A signal would be heard in the main thread only; nobody else would ever return."
+    answers, endless = [], [r"\boxed{9^{9^{9^{9}}}}", "72"]
+    work = lambda: answers.append(math_reward(endless, ["72", 72]))
     thread = threading.Thread(target=work); thread.start(); thread.join()
-    assert "thread" in caught[0]
+    work()
+    assert answers == [[0.0, 1.0]]*2
+
+
+def test_math_reward_wants_an_answer_a_row(math_verify):
+    with pytest.raises(ValueError, match="1 answers for 2 completions"): math_reward(["1", "2"], ["1"])
 
 
 def test_math_reward_without_its_extra_names_it(monkeypatch):
-    real = builtins.__import__
-    def blocked(name, *args, **kw):
-        if name.startswith("math_verify"): raise ImportError(name)
-        return real(name, *args, **kw)
-    monkeypatch.setattr(builtins, "__import__", blocked)
+    monkeypatch.setattr("rlblocks.graders.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"pip install rlblocks\[rewards\]"): Grader(math_reward).score(rollout(answer=[1, 2, 3]))
 
 
@@ -191,7 +186,7 @@ def test_math_reward_on_real_answers(math_verify, shared):
     gsm = read("gsm8k/train.jsonl.gz")[:400]
     verdicts = math_reward([r["answer"] for r in gsm], [r["answer"] for r in gsm])
     assert None not in verdicts and sum(verdicts) >= 0.98*len(gsm)
-    hard = read("prompts/math500.jsonl.gz")
+    hard = read("prompts/math500.jsonl.gz")[::3]
     verdicts = math_reward([f"So it is $\\boxed{{{r['answer']}}}$." for r in hard], [r["answer"] for r in hard])
     assert verdicts.count(1.0) >= 0.98*len(hard)
     assert sum(math_reward(["It is \\boxed{123454321}."]*len(hard), [r["answer"] for r in hard]).count(v) for v in (0.0, None)) == len(hard)
