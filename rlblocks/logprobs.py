@@ -49,10 +49,8 @@ def _divisor(temperature, caller):
     if temperature > 0: return temperature
     raise ValueError(f"{caller}: temperature is {temperature}, it must be positive; greedy rows are not trained on, clear their mask")
 
-def _confined(z, support):
-    filled = support >= 0
-    empty = ~filled & filled.any(-1, keepdim=True) # a row of −1 keeps finite scores: unused, but all −inf would have a nan gradient
-    return z.gather(-1, support.long().clamp(min=0)).masked_fill(empty, -torch.inf)
+def _confined(z, support): # a row of only −1 is nan in here: the caller does not use it, and the fill stops its gradient
+    return z.gather(-1, support.long().clamp(min=0)).masked_fill(support < 0, -torch.inf)
 
 # %% ../nbs/01_logprobs.ipynb #6500a15b
 def token_logprobs(

@@ -152,6 +152,12 @@ def test_compile_in_one_graph(k):
 
 
 @each
+def test_no_host_sync(k):
+    lp, mask = torch.zeros(3, 4, device="meta"), torch.ones(3, 4, dtype=torch.bool, device="meta") # reading a meta tensor raises
+    assert k(lp, lp, mask).shape == (3, 4) and full_kl(lp, lp).shape == (3,)
+
+
+@each
 def test_errors_say_who_and_what(k):
     lp, mask = torch.zeros(4, 7), torch.ones(4, 7, dtype=torch.bool)
     with pytest.raises(ValueError) as e: k(lp, lp[:, 0], mask)
@@ -169,6 +175,7 @@ def test_adaptive_kl_coef():
     assert_close(adaptive_kl_coef(.1, 2., n_rows=100, **kw), .102)
     assert_close(adaptive_kl_coef(.1, -5., n_rows=1000, **kw), .08)
     assert_close(adaptive_kl_coef(.1, .9, n_rows=1000, **kw), .09)
+    assert_close(adaptive_kl_coef(.1, 2.2, target=2., horizon=1000, n_rows=1000), .11)
     assert adaptive_kl_coef(.1, 1., n_rows=1000, **kw) == .1
 
 

@@ -130,11 +130,14 @@ def test_at_least_single_precision(dtype):
     assert lp.dtype is h.dtype is wide
 
 
-def test_int32_ids_are_ids():
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_ids_of_any_integer_type(dtype):
     z, ids = sample(3, 5)
-    support = torch.arange(7, dtype=torch.int32).expand(3, 5, 7)
-    assert_close(gather_logprobs(z, ids.int(), support=support), gather_logprobs(z, ids))
-    assert_close(linear_logprobs(z[0], torch.eye(7).double(), ids[0].int()), gather_logprobs(z[0], ids[0]))
+    for support in (None, torch.arange(7, dtype=dtype).expand(3, 5, 7)): assert_close(gather_logprobs(z, ids.to(dtype), support=support), gather_logprobs(z, ids))
+    h = z[0].clone().requires_grad_()
+    lp = linear_logprobs(h, torch.eye(7).double(), ids[0].to(dtype))
+    lp.sum().backward()
+    assert_close(lp, gather_logprobs(z[0], ids[0]))
 
 
 # the fused head
@@ -261,6 +264,11 @@ def test_compile_in_one_graph():
     h, W, b, ids = head()
     for tau in (.7, torch.linspace(.5, 2, 11).double()):
         assert_close(value_and_gradients(torch.compile(fused(ids, tau, 4), fullgraph=True, backend="eager"), h, W, b), value_and_gradients(plain(ids, tau), h, W, b))
+
+
+def test_no_host_sync():
+    z, ids, row = torch.zeros(2, 5, 7, device="meta"), torch.zeros(2, 5, dtype=torch.long, device="meta"), torch.ones(2, device="meta") # reading raises
+    assert token_logprobs(z, ids, temperature=row, support=ids.unsqueeze(-1)).shape == entropy(z, support=ids.unsqueeze(-1)).shape == (2, 5)
 
 
 def test_nothing_is_mutated():

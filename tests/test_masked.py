@@ -108,8 +108,10 @@ def test_denominators_may_be_numbers_or_tensors():
 @pytest.mark.parametrize("value", [.95, .1, 1/3, 1000.1, 123456.7])
 @pytest.mark.parametrize("n", [1, 7, 301, 7777])
 def test_equal_entries_have_no_spread(value, n):
-    x = torch.full((n,), value)
+    x = torch.full((n,), value, requires_grad=True)
     assert masked_std(x, x > 0) == 0 and (whiten(x, x > 0) == 0).all()
+    assert (torch.autograd.grad(masked_std(x, x > 0), x)[0] == 0).all()
+    assert torch.autograd.grad(whiten(x, x > 0)[0], x)[0].isfinite().all()
 
 
 def test_whiten_has_mean_zero_and_unit_spread():
@@ -117,7 +119,9 @@ def test_whiten_has_mean_zero_and_unit_spread():
     white = whiten(100 + 3*x, mask)
     assert_close(white[mask].mean(), torch.tensor(0.).double(), atol=1e-12, rtol=0)
     assert_close(white[mask].std(), torch.tensor(1.).double())
-    assert_close(whiten(100 + 3*x, mask, shift=False)[mask].mean(), (100 + 3*x)[mask].mean())
+    kept = whiten(100 + 3*x, mask, shift=False)
+    assert_close(kept[mask].mean(), (100 + 3*x)[mask].mean())
+    assert (white[~mask] == 0).all() and (kept[~mask] == 0).all()
 
 
 @each
