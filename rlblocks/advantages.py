@@ -17,10 +17,10 @@ from .masked import promoted, same_shape
 def _slots(mask):
     "How many chosen tokens are still to come, this one included. Slot 0 is the end of the row; all other tokens share it."
     done = mask.cumsum(1, dtype=torch.int32) # half the traffic of int64; scatter and gather ask for that at the end
-    return ((done[:, -1:] + 1 - done) * mask).long()
+    return (done[:, -1:] + 1 - done).mul_(mask).long()
 
 def _to_slots(x, slot):
-    x = x.new_zeros(len(x), x.shape[1]//64*64 + 64).scatter(1, slot, x) # room for T + 1; multiples of 64 stay even over six halvings
+    x = x.new_zeros(len(x), x.shape[1]//64*64 + 64).scatter_(1, slot, x) # room for T + 1; multiples of 64 stay even over six halvings
     x[:, 0] = 0 # whatever stood under a False goes here: at the end there is nothing to gain
     return x
 
@@ -73,7 +73,8 @@ def discounted_returns(
 # %% ../nbs/11_advantages.ipynb #358debb9
 def _runs(name, scores, group):
     "(order of the rows by group, then score; where in that order each one's group begins), so that sums do not know how rows came."
-    if scores.ndim != 1: raise ValueError(f"{name}: scores is {list(scores.shape)}; one number per row is wanted, sum token rewards first")
+    if scores.ndim != 1 or scores.shape != group.shape:
+        raise ValueError(f"{name}: scores is {list(scores.shape)}, group is {list(group.shape)}; one score and one id per row are wanted, sum token rewards first")
     if group.is_floating_point(): raise TypeError(f"{name}: group is {str(group.dtype).removeprefix('torch.')}; ids are integers")
     order = scores.argsort()
     order = order[group[order].argsort(stable=True)]
@@ -101,7 +102,6 @@ def group_advantages(
     """How far each answer stands above the others to its prompt, in standard deviations.
 
     (sᵢ − mean_g)/(std_g + ε), std unbiased. Shao et al. 2024 (GRPO), section 4.1.2; without std: Liu et al. 2025 (Dr. GRPO), section 3.2."""
-    same_shape(scores=scores, group=group)
     order, first = _runs("group_advantages", scores, group)
     centered, n = _centered(promoted(scores)[order], first)
     if scale:
@@ -117,7 +117,6 @@ def leave_one_out(
     """How far each answer stands above the mean of the *others* to its prompt: a baseline that it has no part in.
 
     sᵢ − Σⱼ≠ᵢ sⱼ/(n − 1) = (sᵢ − mean_g)·n/(n − 1). Kool et al. 2019; Ahmadian et al. 2024 (RLOO)."""
-    same_shape(scores=scores, group=group)
     order, first = _runs("leave_one_out", scores, group)
     centered, n = _centered(promoted(scores)[order], first)
     return torch.zeros_like(centered).scatter(0, order, centered * n/(n-1).clamp(min=1))
