@@ -313,14 +313,17 @@ def _joined(made, tokenizer, batch_size, cache):
     "Ids and mask of each row of segments, the last one closed by one EOS; no True in the mask of a row without completion tokens."
     bos, eos = getattr(tokenizer, "bos_token_id", None), tokenizer.eos_token_id
     starts = prompt_ids([row[0][0] for row in made], tokenizer, batch_size=batch_size, cache=cache)
-    pairs = [(a, b) for row in made for (a, _), (b, _) in pairwise(row)]
-    texts = list(dict.fromkeys(t for a, b in pairs for t in (a, b, a+b)))   # each text once, in order
-    known = dict(zip(texts, encode(texts, tokenizer, batch_size=batch_size, cache=cache), strict=True))
+    pairs, known = [(a, b) for row in made for (a, _), (b, _) in pairwise(row)], {}
+    def learn(texts):
+        texts = list(dict.fromkeys(texts))   # each once, in order
+        known.update(zip(texts, encode(texts, tokenizer, batch_size=batch_size, cache=cache), strict=True))
+    behind = lambda a, b: known[a+b][:len(known[a])] == known[a]
+    learn(t for a, b in pairs for t in (a, a+b))
+    learn(b for a, b in pairs if not behind(a, b) and b not in known)
     for row, start in zip(made, starts, strict=True):
         ids, mask = list(start), [False]*len(start)
         for (before, _), (said, trained) in pairwise(row):
-            a, ab = known[before], known[before+said]
-            new = ab[len(a):] if ab[:len(a)] == a else known[said]
+            new = known[before+said][len(known[before]):] if behind(before, said) else known[said]
             ids, mask = ids + new, mask + [trained]*len(new)
         while mask and mask[-1] and ids[-1] == eos: ids, mask = ids[:-1], mask[:-1]   # the template's EOS, or the text's: closed once below
         if any(mask): ids, mask = ids + [eos], mask + [True]

@@ -266,6 +266,7 @@ def test_gsm8k_through_a_template(real, shared):
     batch = data.take(300)
     assert sorted(batch.question) == sorted(r["question"] for r in rows) and set(batch.columns) == {"tokens", "lengths", "mask", "group", "prompt", "question", "answer"}
     for i in (0, 17, 299): assert row_ids(batch, i) == real(batch.prompt[i])["input_ids"]
+    assert batch.prompt == [f"Question: {q}\nAnswer:" for q in batch.question]
 
 
 # -- errors, by row, at construction
