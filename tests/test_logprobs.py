@@ -57,7 +57,7 @@ def test_support_is_everything_else_at_minus_infinity():
 
 # LAWS 2: the ratio of a policy to itself
 
-@pytest.mark.parametrize("tau,top_p", itertools.product([.6, 1., 1.3], [1., .8]))
+@pytest.mark.parametrize("tau,top_p", list(itertools.product([.6, 1., 1.3], [1., .8])))
 def test_a_policy_agrees_with_itself(tau, top_p):
     z = torch.randn(50, generator=torch.Generator().manual_seed(3), dtype=torch.float64)*3
     p, order = (z/tau).softmax(0).sort(descending=True)
