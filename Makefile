@@ -23,15 +23,21 @@ dev: .venv/.dev
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@ .venv/.demo
 
+# one thread a process: small models gain nothing from two, and two processes run side by side
+test: export OMP_NUM_THREADS := 1
+
 demo: .venv/.demo
 	$(BIN)/python tutorials/demo.py
 
-test: .venv/.dev
+test: .venv/.dev lint
+	$(BIN)/nbdev-test nbs --n-workers 2
+	$(BIN)/nbdev-test tutorials --n-workers 2
 	$(BIN)/python -m pytest tests
 
 export: .venv/.dev
 	$(BIN)/nbdev-export
-	$(BIN)/nbdev-clean
+	$(BIN)/nbdev-clean --fname nbs
+	$(BIN)/nbdev-clean --fname tutorials
 
 readme: .venv/.dev
 	$(BIN)/python nbs/make_readme.py

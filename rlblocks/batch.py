@@ -12,7 +12,6 @@ from numbers import Integral, Real
 
 import torch
 from torch import Tensor
-from jaxtyping import Bool, Int
 
 from .packing import balance
 

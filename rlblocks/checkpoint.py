@@ -89,23 +89,31 @@ class Checkpoint:
         parts:dict, # name → part, restored in place
     )->int: # steps done; 0 without a save
         "Load the newest save into the parts."
-        found = self.saves()
-        if not found: return 0
-        meta = _checked_meta(found[-1])
+        newest = _agreed(str(self.saves()[-1]) if self.saves() else None)
+        if newest is None: return 0
+        folder, meta = Path(newest), _checked_meta(Path(newest))
         saved = {f.removesuffix(".pt") for f in meta["files"]}
         if saved != set(parts):
-            raise ValueError(f"Checkpoint: {found[-1]} holds {sorted(saved)}, the loop has {sorted(parts)}; resume with the parts that were saved, or use another folder")
+            raise ValueError(f"Checkpoint: {folder} holds {sorted(saved)}, the loop has {sorted(parts)}; resume with the parts that were saved, or use another folder")
         for name, part in parts.items():
-            state = torch.load(found[-1]/f"{name}.pt", map_location="cpu", weights_only=True)
+            state = torch.load(folder/f"{name}.pt", map_location="cpu", weights_only=True)
             if isinstance(part, dict):
                 part.clear()
                 part.update(state)
             else: part.load_state_dict(state)
+        if world()[1] > 1: dist.barrier()       # nobody saves, and prunes, while another still reads
         return meta["step"]
 
     def __repr__(self): return "Checkpoint()" if self.path is None else f"Checkpoint({str(self.path)!r}, every={self.every}, keep={self.keep}): {[f.name for f in self.saves()]}"
 
 # %% ../nbs/35_checkpoint.ipynb #aa5a2c11
+def _agreed(x):
+    "What rank 0 says, on every rank: a rank that comes late would find a save that the others have just made."
+    if world()[1] == 1: return x
+    said = [x]
+    dist.broadcast_object_list(said, src=0)
+    return said[0]
+
 def _digest(file):
     with open(file, "rb") as f: return hashlib.file_digest(f, "blake2b").hexdigest()
 

@@ -12,15 +12,16 @@ import inspect
 from dataclasses import dataclass
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 
 from .batch import Batch, widen
 from .logprobs import entropy as entropy_of, gather_logprobs
 from .masked import Last, Mean, merge, promoted
-from .packing import pack, plan_micro_batches
+from .packing import micro_batch_count, pack, plan_micro_batches
 from .sharded import ShardedModel, world
 from .weights import Ticket
 
@@ -48,8 +49,13 @@ class Reader(nn.Module):
     ):
         "Wrap a module."
         super().__init__()
-        self.trunk, self.head, self.on_lm_head = trunk, head, on_lm_head
+        self.trunk, self.on_lm_head = trunk, on_lm_head
+        self.head:Any = head
         self.takes = _accepts(trunk, "position_ids", "use_cache", "logits_to_keep")
+
+    def _lm_head(self)->nn.Module:
+        "The trunk's own output layer."
+        return getattr(self.trunk, "get_output_embeddings")()
 
     def run(self,
         tokens:Int[Tensor, "B T"],
@@ -59,7 +65,7 @@ class Reader(nn.Module):
         packed:bool,
     )->tuple[Tensor, Tensor|None]: # the trunk's output at those n places; what entered its output layer there
         "Lay out, run, read."
-        kwargs = dict(use_cache=False) if "use_cache" in self.takes else {}
+        kwargs:dict[str, Any] = dict(use_cache=False) if "use_cache" in self.takes else {}
         if packed:
             p = pack(tokens, lengths)
             ids, at = p.tokens[None], p.cu_seqlens[rows] + cols
@@ -73,14 +79,25 @@ class Reader(nn.Module):
             kwargs["logits_to_keep"] = keep
             if packed: at = torch.arange(len(keep), device=at.device)
         entered = []
-        hook = self.trunk.get_output_embeddings().register_forward_pre_hook(lambda m, args: entered.append(args[0])) if self.on_lm_head else None
+        hook = self._lm_head().register_forward_pre_hook(lambda m, args: entered.append(args[0])) if self.on_lm_head else None
         try: out = _states(self.trunk(ids, **kwargs))
         finally:
             if hook: hook.remove()
         pick = lambda x: x.flatten(0, 1)[at]
         return pick(out), pick(entered[0]) if entered else None
 
-    def forward(self, tokens, lengths, rows, cols, *, packed, targets=None, temperature=None, support=None, entropy=False):
+    def forward(self,
+        tokens:Int[Tensor, "B T"], # right-padded rows
+        lengths:Int[Tensor, " B"], # their real lengths
+        rows:Int[Tensor, " n"],    # where to read: row …
+        cols:Int[Tensor, " n"],    # … and column
+        *,
+        packed:bool,               # lay the rows end to end
+        targets=None,              # `[n]` ids whose log-probs are wanted; None: values by the head
+        temperature=1.0,           # number or `[n]`, what the places were sampled at
+        support=None,              # `[n, K]` ids that sampling was confined to
+        entropy:bool=False,        # also the entropy
+    )->dict[str, Tensor]: # logprobs, entropy, values: `[n]` each
         "Log-probs (and entropy) of `targets`, values by the head: what a loss needs of each place, and nothing V-sized leaves the module."
         out, hidden = self.run(tokens, lengths, rows, cols, packed)
         if targets is None: return dict(values=promoted(self.head(out)[..., 0] if self.head is not None else out.reshape(len(rows))))
@@ -119,16 +136,17 @@ def load_module(
     if isinstance(model, (str, Path)):
         from transformers import AutoModel, AutoModelForCausalLM
         return (AutoModel if trunk else AutoModelForCausalLM).from_pretrained(model, dtype="auto")
+    module:Any = None
     if isinstance(model, nn.Module): module = copy.deepcopy(model)
     elif callable(model): module = model()
     else: raise TypeError(f"model is a {type(model).__name__}; a name or folder, an nn.Module or a callable that makes one is wanted")
     if not isinstance(module, nn.Module): raise TypeError(f"model made a {type(module).__name__}; an nn.Module is wanted")
     has_lm_head = getattr(module, "get_output_embeddings", lambda: None)() is not None
-    return module.base_model if trunk and has_lm_head else module
+    return getattr(module, "base_model") if trunk and has_lm_head else module
 
 def load_tokenizer(
     model, # a name or folder; anything else has none
-):
+)->Any: # a transformers tokenizer, or None
     "The tokenizer that comes with a model folder, or None."
     if not isinstance(model, (str, Path)): return None
     from transformers import AutoTokenizer
@@ -173,23 +191,35 @@ class Runner:
         self.packed, self.checked = safe, set()
 
     # -- planning
-    def plan(self, batch):
+    def plan(self,
+        batch:Batch, # a whole, or one of the parts of a cut
+    )->list[list[int]]: # row numbers of each micro-batch
         "Row numbers of each micro-batch; the same number of them on every rank, some empty."
         if "lengths" not in batch: raise ValueError(f"{self.name}: the batch has no column 'lengths' (real tokens a row)")
-        how = dict(max_tokens=self.micro_tokens, max_rows=self.micro_rows, padded=not self.packed)
+        how:dict[str, Any] = dict(max_tokens=self.micro_tokens, max_rows=self.micro_rows, padded=not self.packed)
         bins = plan_micro_batches(batch.lengths, unit=batch.unit if "unit" in batch else None, **how)
         siblings = batch.whole.siblings if batch._whole else ()
-        n = max([len(bins), *(len(plan_micro_batches(ls, unit=us, **how)) for ls, us in siblings)])
+        n = micro_batch_count([ls for ls, _ in siblings], unit=[us for _, us in siblings], **how) if siblings else len(bins)
         return bins + [[] for _ in range(n-len(bins))]
 
     # -- one micro-batch
-    def read(self, part, rows, cols, **kwargs):
+    def read(self,
+        part:Batch,  # a micro-batch
+        rows:Tensor, # where to read: row …
+        cols:Tensor, # … and column
+        **kwargs,    # what to read, as for `Reader.forward`
+    )->dict[str, Tensor]: # `[n]` each
         "Run a micro-batch and read places (rows, cols); a micro-batch that reads nothing still runs, on its first token."
         if not len(rows): rows = cols = torch.zeros(1, dtype=torch.long)
         at = dict(rows=rows.to(self.model.device), cols=cols.to(self.model.device))
         return self.model(part.tokens.to(self.model.device), part.lengths.to(self.model.device), packed=self.packed, **at, **kwargs)
 
-    def tokens_out(self, part, *, entropy=False, logprobs=True):
+    def tokens_out(self,
+        part:Batch, # a micro-batch
+        *,
+        entropy:bool=False, # also the entropy
+        logprobs:bool=True, # False: only values, from a head
+    )->Out: # `[B, T]` each
         "Log-probs, entropy and values at the chosen tokens, as `[B, T]`."
         rows, cols = part.mask.nonzero(as_tuple=True)
         kwargs = _sampling(part, rows, cols, self.name) | dict(entropy=entropy) if logprobs else {}
@@ -202,14 +232,20 @@ class Runner:
             return x.new_zeros(part.mask.shape).index_put((rows.to(device), cols.to(device)), x)
         return Out(**{k: spread(v) for k, v in flat.items()})
 
-    def rows_out(self, part):
+    def rows_out(self,
+        part:Batch, # a micro-batch
+    )->Out: # scores `[B]`
         "One number a row, at its last token."
         rows = torch.arange(len(part))
         return Out(scores=self.read(part, rows, (part.lengths.cpu()-1).clamp(min=0))["values"])
 
     # -- whole batches
     @torch.no_grad()
-    def compute(self, batch, key, run):
+    def compute(self,
+        batch:Batch,  # a whole or a part
+        key:str,      # which of the outputs: logprobs, values, scores
+        run:Callable, # micro-batch → `Out`
+    )->Tensor: # `[B, T]`, or `[B]` for scores
         "Run all micro-batches without gradient and put `key` back in the rows' order, on the CPU."
         like = torch.zeros(batch.mask.shape if key != "scores" else len(batch), dtype=torch.float32)
         done = []
@@ -221,7 +257,10 @@ class Runner:
         for rows, x in done: out[torch.tensor(rows)] = x if key == "scores" else widen(x, like.shape[1])
         return out
 
-    def step(self, jobs, run):
+    def step(self,
+        jobs:list,    # (batch, loss) pairs
+        run:Callable, # micro-batch → `Out`, with gradient
+    )->dict: # metrics
         "One optimizer step on the sum of the jobs' losses: (batch, loss) pairs."
         if self.model.frozen: raise RuntimeError(f"{self.name}: this one is frozen (frozen=True) and cannot step")
         shared = self._shared([b for b, _ in jobs])
@@ -257,7 +296,11 @@ class Runner:
 
     def _ranks(self, shared): return world()[1] if shared else 1
 
-    def lossof(self, loss, out, part):
+    def lossof(self,
+        loss:Callable, # the closure
+        out:Out,       # what the model gave, with gradient
+        part:Batch,    # the micro-batch it was computed on
+    )->tuple[Tensor, dict]: # 0-d loss, metrics
         "Call the closure, check what it returns and, the first time, that it obeys the split law."
         got = loss(out, part)
         if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[0], Tensor) and got[0].dim() == 0 and isinstance(got[1], dict)):
@@ -284,7 +327,7 @@ def check_splits(
     out:Out,       # of one micro-batch
     part:Batch,    # its rows: at least two units
     name:str,      # who asks, for the message
-):
+)->None:
     "Compare a closure on a micro-batch with the sum over its two halves, value and gradient, without a second forward pass. ValueError when they differ."
     units = part.unit_rows()
     cuts = [sorted(i for u in half for i in u) for half in (units[:len(units)//2], units[len(units)//2:])]

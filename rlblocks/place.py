@@ -9,7 +9,8 @@ __all__ = ['P', 'C', 'here', 'Here', 'Done', 'later']
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-P, C = ParamSpec("P"), TypeVar("C")
+P = ParamSpec("P")
+C = TypeVar("C")
 
 # %% ../nbs/40_place.ipynb #2c4d95d5
 class Here:

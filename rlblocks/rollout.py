@@ -6,6 +6,8 @@
 __all__ = ['MAX_SUPPORT', 'sample_tokens', 'Decoder', 'decode', 'Rollout']
 
 # %% ../nbs/33_rollout.ipynb #ab1db67c
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from jaxtyping import Float, Int
@@ -66,13 +68,13 @@ class Decoder:
         T = tokens.shape[1]
         shift = (torch.arange(T, device=tokens.device) - (T - lengths)[:, None])     # left-padded: the last column is every prompt's last token
         ids, self.seen = tokens.gather(1, shift.clamp(min=0)), shift >= 0
-        self.cache = DynamicCache(config=module.config)
+        self.cache = DynamicCache(config=getattr(module, "config"))
         self.logits = self._run(ids, shift.clamp(min=0)).repeat_interleave(repeats, 0)
         self.cache.batch_repeat_interleave(repeats)
         self.seen = self.seen.repeat_interleave(repeats, 0)
 
     def _run(self, ids, positions):
-        kwargs = dict(attention_mask=self.seen.long(), past_key_values=self.cache, use_cache=True)
+        kwargs:dict[str, Any] = dict(attention_mask=self.seen.long(), past_key_values=self.cache, use_cache=True)
         if "position_ids" in self.takes: kwargs["position_ids"] = positions
         if "logits_to_keep" in self.takes: kwargs["logits_to_keep"] = 1
         return _states(self.module(ids, **kwargs))[:, -1]
@@ -117,16 +119,15 @@ def decode(
     device = decoder.logits.device
     alive = torch.arange(R, device=device)
     done = torch.zeros(R, dtype=torch.bool, device=device)
-    tokens, logps, supports, counts = torch.zeros(R, S, dtype=torch.long, device=device), None, None, torch.zeros(R, dtype=torch.long, device=device)
+    tokens, counts = torch.zeros(R, S, dtype=torch.long, device=device), torch.zeros(R, dtype=torch.long, device=device)
+    logps, supports = promoted(decoder.logits.new_zeros(R, S)), None
     for s in range(S):
         drawn, logp, support = sample_tokens(decoder.logits, u[alive, s], **how)
-        if logps is None:
-            logps = torch.zeros(R, S, dtype=logp.dtype, device=device)
-            supports = None if support is None else torch.full((R, S, support.shape[1]), -1, dtype=torch.int32, device=device)
+        if support is not None and supports is None: supports = torch.full((R, S, support.shape[1]), -1, dtype=torch.int32, device=device)
         live = ~done[alive]
         rows = alive[live]
         tokens[rows, s], logps[rows, s] = drawn[live], logp[live]
-        if support is not None: supports[rows, s] = support[live].int()
+        if support is not None and supports is not None: supports[rows, s] = support[live].int()
         counts[rows] += 1
         done[rows] = torch.isin(drawn[live], stop)
         left = int((~done[alive]).sum())
@@ -165,7 +166,7 @@ class Rollout:
         self.module = load_module(model).to(self.device, dtype).eval().requires_grad_(False)
         self.tokenizer = tokenizer or load_tokenizer(model)
         self.stop = _stop_ids(stop, self.module, self.tokenizer)
-        self.version = 0
+        self.version:int|None = 0
 
     def load(self,
         ticket:Ticket, # from `policy.weights()`
@@ -236,7 +237,7 @@ class Rollout:
                    for k, v in part.columns.items() if k not in ("tokens", "lengths", "mask")}
         ended = torch.isin(tokens.gather(1, (counts-1).clamp(min=0)[:, None])[:, 0], self.stop.cpu()) & (counts > 0)
         columns |= dict(tokens=ids, lengths=lengths, mask=place(exists & (how["temperature"] > 0)), prompt_lengths=start, rollout_logprobs=place(logps),
-                        policy_version=torch.full((R,), self.version), sample=torch.arange(n).repeat(len(part)),
+                        policy_version=torch.full((R,), int(self.version or 0)), sample=torch.arange(n).repeat(len(part)),
                         finish_reason=["stop" if e else "length" for e in ended.tolist()],
                         **{k: torch.full((R,), v, dtype=torch.long if k == "top_k" else torch.float32) for k, v in how.items()})
         if support is not None: columns["support"] = place(support, -1)

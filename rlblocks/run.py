@@ -35,6 +35,6 @@ def _functions(source):
 def _defined(source, label, name):
     "Run one cell in a namespace of its own, known to tracebacks under `label`."
     linecache.cache[label] = (len(source), None, source.splitlines(True), label)
-    namespace = dict(__name__=name)
+    namespace:dict = dict(__name__=name)
     exec(compile(source, label, "exec"), namespace)
     return namespace[name]

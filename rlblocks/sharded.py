@@ -125,7 +125,7 @@ def checkpoint_layers_(
     module:nn.Module, # a transformers model, or a module that holds one
 ):
     "Recompute each layer in the backward pass, with the model still in eval mode: only the checkpointed layers are told they train, not their dropout."
-    models = [m for m in module.modules() if hasattr(m, "gradient_checkpointing_enable")]
+    models:list = [m for m in module.modules() if hasattr(m, "gradient_checkpointing_enable")]
     if not models: raise TypeError(f"checkpointing: {type(module).__name__} holds no model with gradient_checkpointing_enable; pass checkpointing=False")
     models[0].gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     layers = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]

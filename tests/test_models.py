@@ -88,8 +88,6 @@ def test_a_model_that_mixes_packed_rows_is_found_out():
     assert not Policy(Leaky, device="cpu")._run.packed
     eager = model(attn_implementation="eager")
     assert keeps_rows_apart(Reader(eager.eval()), "cpu")
-    eager.config._attn_implementation = "none of these"
-    with pytest.raises(Exception): keeps_rows_apart(Reader(eager), "cpu")
 
 
 def test_a_plain_module_is_a_policy():

@@ -43,7 +43,7 @@ def broadcasts(out, b): return (-clean(b.mask, out.logprobs)[0]*b.scores).sum()/
 def positional_groups(out, b):
     x = good(out, b).sum(1)
     return (x*torch.arange(len(x))).sum()/b.n_tokens, {}
-def captured(out, b, whole=sample_columns()["advantages"]): return (-clean(b.mask, out.logprobs)[0]*whole).sum()/b.n_tokens, {} # noqa: B008
+def captured(out, b, whole=sample_columns()["advantages"]): return (-clean(b.mask, out.logprobs)[0]*whole).sum()/b.n_tokens, {}
 def in_place(out, b): return (good(out, b) + 0*b.advantages.clamp_(-1, 1).nan_to_num()).sum()/b.n_tokens, {}
 def mask_in_place(out, b):
     b.mask[:, -1] = False

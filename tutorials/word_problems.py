@@ -9,7 +9,7 @@ STORIES = [("{n} has {a} {t} and finds {b} more. How many {t} does {n} have now?
            ("{n} needs {a} {t} and has {b}. How many {t} are missing?", -1)]
 
 
-def problems(n, *, seed=0, held_out=False, most=12, sloppy=0.5):
+def problems(n, *, seed=0, held_out=False, most=5, sloppy=0.5):
     """`n` rows {prompt, completion, answer}. `answer` is right; `completion` is a sloppy teacher's, who adds where a story subtracts
     (or the other way round) in a share `sloppy` of the rows. No text is both among the held-out problems and the others."""
     rng, rows = random.Random(f"{seed} {held_out}"), []
@@ -35,7 +35,7 @@ def tokenizer(texts, *, vocab_size=300):
     return PreTrainedTokenizerFast(tokenizer_object=t, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 
-def transformer(tok, *, width=128, layers=3, heads=4, seed=0):
+def transformer(tok, *, width=64, layers=2, heads=4, seed=0):
     "A small Llama with random weights for a tokenizer."
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,0 +1,37 @@
+"""README.md from nbs/index.ipynb: its prose, its code and its stored outputs, as Markdown.
+
+    python nbs/make_readme.py
+"""
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTE = "<!-- made from nbs/index.ipynb by nbs/make_readme.py; edit the notebook -->"
+
+
+def output(out):
+    "A stored output as Markdown: Markdown itself, else plain text, indented; nothing for pictures."
+    data = out.get("data", {})
+    if "text/markdown" in data: return "".join(data["text/markdown"]).strip()
+    text = "".join(out.get("text", data.get("text/plain", ""))).rstrip()
+    return "\n".join("    " + line for line in text.splitlines())
+
+
+def cell(c):
+    "A cell as Markdown; nothing for hidden cells. nbdev's directives (`#| …`) are left out."
+    source = "".join(c["source"]).strip()
+    if c["cell_type"] == "markdown": return [source]
+    directives = re.findall(r"^#\| *(.*)$", source, re.M)
+    if any(d.startswith(("hide", "default_exp")) for d in directives): return []
+    code = re.sub(r"^#\| *.*\n?", "", source, flags=re.M).strip()
+    return [f"```python\n{code}\n```", *(output(o) for o in c.get("outputs", []))]
+
+
+def render(notebook):
+    "The whole README."
+    cells = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"]
+    return "\n\n".join([NOTE, *(part for c in cells for part in cell(c) if part)]) + "\n"
+
+
+if __name__ == "__main__": (ROOT/"README.md").write_text(render(ROOT/"nbs/index.ipynb"), encoding="utf-8")

@@ -1,0 +1,77 @@
+"Many ranks, one step (LAWS 1 and 24): the same number of micro-batches everywhere, the gradient of one process, metrics that merge."
+import os
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rlblocks import Batch, Checkpoint, Policy, merge, ppo_loss
+from tiny import apart, gradients, model, rows
+
+HOW = dict(lr=1e-3, max_norm=1e9, device="cpu", micro_rows=2, pack=True)
+
+
+def loss(out, b): return ppo_loss(out.logprobs, out.logprobs.detach() - .1*b.advantages, b.advantages, b.mask, denom=b.n_tokens)
+
+
+def batch():
+    b = Batch.cat([rows(B=11, seed=1), rows(B=11, seed=2)])
+    b["row"] = torch.arange(22)
+    return b
+
+
+def uneven(b):
+    "Parts whose own micro-batches of 2 rows number 1, 5, 2 and 3."
+    cuts = [list(range(0, 2)), list(range(2, 12)), list(range(12, 16)), list(range(16, 22))]
+    rows_ = torch.arange(len(b))
+    return [b.part(c, tuple((b.lengths[k], rows_[k]) for k in cuts)) for c in cuts]
+
+
+def one_rank(rank, world, port, cut, folder):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    policy = Policy(model(dtype=torch.float64), **HOW)
+    calls, read = [], policy._run.read
+    policy._run.read = lambda *a, **k: (calls.append(1), read(*a, **k))[1]
+    found = gradients(policy)
+    part = uneven(batch())[rank] if cut == "uneven" else batch()[:3].parts(world)[rank] if cut == "fewer rows than ranks" else batch().parts(world)[rank]
+    metrics = policy.step(part, loss)
+    lp = policy.logprobs(part)
+    torch.save(dict(gradient=found, metrics={k: m.to("cpu") for k, m in metrics.items()}, calls=len(calls), lp=lp, rows=part.row, filler=part.filler,
+                    weights=policy.state_dict()["module"]), folder/f"{rank}.pt")
+    with pytest.raises(ValueError, match="cut in 3, but"): policy.step(batch().parts(3)[0], loss)
+    whole = policy.step(batch(), loss)          # a whole is the same on every rank: nothing is summed, nothing is cut
+    assert policy.version == 2 and float(whole["skipped"]) == 0
+    checkpoint = Checkpoint(folder/"run", every=1)
+    for _ in checkpoint(1, policy=policy): pass
+    assert [s.name for s in checkpoint.saves()] == ["step-00000001"]
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world, cut", [(4, "uneven"), (2, "balanced"), (4, "fewer rows than ranks")])
+def test_ranks_agree_with_one_process(tmp_path, world, cut):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    start = time.monotonic()
+    mp.spawn(one_rank, (world, port, cut, tmp_path), nprocs=world, join=True)
+    assert time.monotonic() - start < 300          # it ends: no rank waits for a collective that another never enters
+    ranks = [torch.load(tmp_path/f"{r}.pt", weights_only=False) for r in range(world)]
+    b = batch()[:3] if cut == "fewer rows than ranks" else batch()
+    policy = Policy(model(dtype=torch.float64), **HOW)
+    want = gradients(policy)
+    metrics = policy.step(b, loss)
+    joined = merge(*(r["metrics"] for r in ranks))
+    for r in ranks:
+        assert apart(r["gradient"], want) < 1e-10
+        assert all(torch.equal(v, ranks[0]["weights"][k]) for k, v in r["weights"].items())
+    for k in metrics: assert float(joined[k]) == pytest.approx(float(metrics[k]), rel=1e-9, abs=1e-12), k
+    assert len({r["calls"] for r in ranks}) == 1
+    if cut == "uneven": assert ranks[0]["calls"] == 5 + 5       # five micro-batches of the step, five of logprobs
+    lp = policy.logprobs(b)
+    for r in ranks:
+        if not r["filler"]: assert (r["lp"][:, :lp.shape[1]] - lp[r["rows"]]).abs().max() < 1e-10
+    assert sum(r["filler"] for r in ranks) == (1 if cut == "fewer rows than ranks" else 0)
