@@ -31,7 +31,7 @@ def accuracy(model, rows):
         yield sum(right(b.completion, b.answer))/len(b)
 
 
-def run(out, seed, *, sft_steps=500, steps=120, held_out=400):
+def run(out, seed, *, sft_steps=500, steps=100, held_out=400):
     "One whole demo; the curves and the accuracies (sampled, greedy) before and after."
     train, test = problems(4000, seed=seed), problems(held_out, seed=seed, held_out=True)
     tok = tokenizer(r["prompt"] + r["completion"] for r in train)
@@ -42,7 +42,7 @@ def run(out, seed, *, sft_steps=500, steps=120, held_out=400):
     before = tuple(accuracy(warm, test))
 
     data = Prompts([dict(prompt=r["prompt"], answer=r["answer"]) for r in train], tok, seed=seed)
-    grpo = loop_from(f"{HERE}/grpo.ipynb:grpo")(here, data, right, model=warm, lr=1e-3, steps=steps, prompts=64, group_size=8, minibatches=1, max_tokens=6, seed=seed, save=tuned)
+    grpo = loop_from(f"{HERE}/grpo.ipynb:grpo")(here, data, right, model=warm, lr=1e-3, steps=steps, prompts=64, group_size=8, minibatches=4, max_tokens=6, seed=seed, save=tuned)
     print("  ".join(f"{c:>9}" for c in COLUMNS))
     rewards = []
     for m in tqdm(grpo, total=steps, desc=f"GRPO, seed {seed}", unit="step"):
