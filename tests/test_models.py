@@ -4,7 +4,7 @@ import copy
 import pytest
 import torch
 from rlblocks import Batch, Critic, Policy, Scorer, assert_on_policy, grpo_loss, kl_k3, masked_mean, mean_of, merge, ppo_loss, token_logprobs, value_loss
-from rlblocks.models import Reader, keeps_rows_apart
+from rlblocks.reader import Reader, keeps_rows_apart
 from tiny import apart, gradients, model, rows
 from torch import nn
 from torch.testing import assert_close
