@@ -39,7 +39,9 @@ def test_a_function_without_kwargs_gets_what_it_names():
     assert Grader(lambda completions: [len(c) for c in completions], name="f").score(rollout(answer=[1, 2, 3])).tolist() == [1, 3, 2]
     assert Grader(lambda answer, scale=2: [a*scale for a in answer], name="f").score(rollout(answer=[1, 2, 3])).tolist() == [2, 4, 6]
     assert Grader(lambda mask, **_: [sum(m) for m in mask], name="f").score(rollout()).tolist() == [1, 2, 2]   # a per-token column comes when named
-    assert Grader(functools.partial(lambda completions, k: [k]*3, k=7)).score(rollout()).tolist() == [7, 7, 7]
+    def constant(completions, k): return [k]*3
+    grader = Grader(functools.partial(constant, k=7))
+    assert grader.score(rollout()).tolist() == [7, 7, 7] and list(grader.fns) == ["constant"]
 
 
 def test_missing_column_is_named_with_what_there_is():

@@ -164,6 +164,7 @@ def test_text_rows_choose_everything_but_the_first_token(llama_like):
     batch = Demonstrations(["Is 7 prime? Yes."], llama_like).take(1)
     assert row_ids(batch, 0) == llama_like("Is 7 prime? Yes.")["input_ids"] + [2]
     assert batch.mask[0].tolist() == [False] + [True]*(int(batch.lengths[0])-1)
+    assert Demonstrations(["<bos>Is 7 prime? Yes."], llama_like).take(1).tokens.tolist() == batch.tokens.tolist()   # written and added: one
     no_bos = lambda t: [ord(c) for c in t]
     no_bos.eos_token_id = 2
     assert Demonstrations(["abc"], no_bos).take(1).mask[0].tolist() == [False, True, True, True]
