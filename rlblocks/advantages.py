@@ -35,6 +35,12 @@ def _scan(x, decay):
     y = _scan(odd + decay*even, decay**2)
     return torch.stack([even + decay*_next(y), y], -1).flatten(-2)[..., :n]
 
+def _by_rows(f, *columns):
+    "Join what `f` makes of a few rows at a time: 2¹⁸ tokens and their scratch stay in a CPU's cache. Other devices take all rows at once."
+    B, T = columns[0].shape
+    few = max(1, 2**18//max(1, T) if columns[0].is_cpu else B)
+    return tuple(torch.cat(x) for x in zip(*map(f, *(x.split(few) for x in columns)), strict=True))
+
 # %% ../nbs/11_advantages.ipynb #740b7d5e
 def gae(
     rewards:Float[Tensor, "B T"], # rₜ, credited to token t; carries the gradient, if any
@@ -49,11 +55,14 @@ def gae(
     Âₜ = δₜ + γλÂₜ₊₁, δₜ = rₜ + γV(sₜ₊₁) − V(sₜ), t+1 the next chosen token. Schulman et al. 2016, eq. 16. Not whitened."""
     same_shape(rewards=rewards, values=values, mask=mask)
     if not (0 <= gamma <= 1 and 0 <= lam <= 1): raise ValueError(f"gae: gamma is {gamma}, lam is {lam}; both lie within [0, 1]")
-    slot = _slots(mask)
-    r, v = _to_slots(promoted(rewards), slot), _to_slots(promoted(values).detach(), slot)
-    delta = r + (gamma*_next(v) - v) # V's first: they are near each other, so a critic's offset costs no digits
-    advantages = _scan(delta, gamma*lam)
-    return advantages.gather(1, slot), (advantages + v).gather(1, slot)
+    def rows(r, v, mask):
+        slot = _slots(mask)
+        r, v = _to_slots(r, slot), _to_slots(v, slot)
+        delta = r + (gamma*_next(v) - v) # V's first: they are near each other, so a critic's offset costs no digits
+        advantages = _scan(delta, gamma*lam)
+        return advantages.gather(1, slot), (advantages + v).gather(1, slot)
+    advantages, returns = _by_rows(rows, promoted(rewards), promoted(values).detach(), mask)
+    return advantages, returns
 
 # %% ../nbs/11_advantages.ipynb #6ec90421
 def discounted_returns(
@@ -67,8 +76,10 @@ def discounted_returns(
     Gₜ = rₜ + γGₜ₊₁, t+1 the next chosen token. Sutton and Barto 2018, eq. 3.9."""
     same_shape(rewards=rewards, mask=mask)
     if not 0 <= gamma <= 1: raise ValueError(f"discounted_returns: gamma is {gamma}; it lies within [0, 1]")
-    slot = _slots(mask)
-    return _scan(_to_slots(promoted(rewards), slot), gamma).gather(1, slot)
+    def rows(r, mask):
+        slot = _slots(mask)
+        return _scan(_to_slots(r, slot), gamma).gather(1, slot),
+    return _by_rows(rows, promoted(rewards), mask)[0]
 
 # %% ../nbs/11_advantages.ipynb #358debb9
 def _runs(name, scores, group):

@@ -146,6 +146,14 @@ def test_rows_do_not_know_each_other(dtype):
         assert all(torch.equal(a[0], w[i]) for a, w in zip(alone, whole, strict=True))
 
 
+def test_many_rows_are_taken_few_at_a_time():
+    r, v, m = noise(5, 2**17 - 1)
+    whole = *gae(r, v, m, gamma=.99), discounted_returns(r, m, gamma=.99)
+    for i in range(5):
+        rows = slice(i, i+1)
+        assert all(torch.equal(a[0], w[i]) for a, w in zip((*gae(r[rows], v[rows], m[rows], gamma=.99), discounted_returns(r[rows], m[rows], gamma=.99)), whole, strict=True))
+
+
 def test_gradient_reaches_rewards_only():
     r, v, m = (x.requires_grad_() if x.is_floating_point() else x for x in noise(2, 10, torch.float64))
     gae(r, v, m)[0].sum().backward()
