@@ -155,7 +155,7 @@ def math_verify(): return pytest.importorskip("math_verify")
 
 
 @pytest.mark.parametrize("says, gold, verdict", [
-    ("The answer is 72.", 72, 1.0), (r"so \boxed{72}", "72", 1.0), ("1,234 clips", "1234", 1.0), ("It is 4.", "Convert the answer to weeks: 28 days / 7 = 4 weeks\n#### 4", 1.0),
+    ("The answer is 72.", 72, 1.0), (r"so \boxed{72}", "72", 1.0), ("1,234 clips", "1234", 1.0), ("It is 40.", "Kelsey answered 43 correctly.\nMartin answered 43-3=40 correctly.\n#### 40", 1.0),
     (r"$\frac{1}{2}$", "0.5", 1.0), (r"$(3, \pi/2)$", r"\left( 3, \frac{\pi}{2} \right)", 1.0), ("It is $6-5i$", "6 - 5i", 1.0),
     ("71", 72, 0.0), ("I do not know", 72, 0.0), ("", 72, 0.0), (r"\boxed{\frac{}", 72, 0.0), ("3", r"\left( 3, \frac{\pi}{2} \right)", 0.0),
     ("72", "no number here", None), ("72", "", None), ("72", "???", None), ("???", "???", None), ("", "", None),
