@@ -23,7 +23,7 @@ from rlblocks.testing import check_estimator, check_loss, sample_columns
 from rlblocks.value_losses import explained_variance, value_loss
 
 if TYPE_CHECKING:
-    from rlblocks.checkpoint import Checkpoint
+    from rlblocks.checkpoint import Checkpoint, writable
     from rlblocks.graders import Grader, math_reward
     from rlblocks.models import Critic, Policy, Scorer
     from rlblocks.place import here, later
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rlblocks.run import loop_from
 
 # name → module of floors 3-5: imported when first asked for
-_LAZY = dict(Checkpoint="checkpoint", Grader="graders", math_reward="graders", Critic="models", Policy="models", Scorer="models",
+_LAZY = dict(Checkpoint="checkpoint", writable="checkpoint", Grader="graders", math_reward="graders", Critic="models", Policy="models", Scorer="models",
              Rollout="rollout", here="place", later="place", loop_from="run")
 
 __all__ = [
@@ -42,7 +42,7 @@ __all__ = [
     "here", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "later", "leave_one_out", "linear_logprobs", "log_ratio", "loop_from", "masked_mean",
     "masked_std", "masked_sum", "math_reward", "mean_of", "merge", "micro_batch_count", "overlong_penalty", "pack", "pad", "pairs", "plan_micro_batches", "ppo_loss",
     "promoted", "same_shape", "sample_columns", "seed_of", "sequence_logprobs", "sft_loss", "standardized", "token_logprobs", "unpack", "update_moments",
-    "value_loss", "whiten",
+    "value_loss", "whiten", "writable",
 ]
 
 def __getattr__(name):

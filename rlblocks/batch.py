@@ -90,7 +90,7 @@ class Batch:
         *names, # columns to leave out
     ):
         "The same rows without some columns."
-        return self._like({k: v for k, v in self.columns.items() if k not in names}, self._whole)
+        return self._like({k: v for k, v in self.columns.items() if k not in names}, self._whole, self.filler)
 
     @property
     def width(self):
@@ -134,7 +134,7 @@ class Batch:
         if isinstance(key, str): return getattr(self, key)
         if isinstance(key, Tensor) and key.dtype == torch.bool and key.shape != (len(self),):
             raise ValueError(f"Batch: rows are chosen by a Bool of {list(key.shape)}, the batch has {len(self)} rows")
-        rows = torch.arange(len(self))[[key] if isinstance(key, int) else key]
+        rows = torch.arange(len(self))[key].reshape(-1)
         if "unit" in self:
             taken = torch.zeros(len(self), dtype=torch.bool).index_fill(0, rows, True)
             torn = set(self.unit[taken].tolist()) & set(self.unit[~taken].tolist())
@@ -178,7 +178,7 @@ class Batch:
         w = self.whole
         whole = Whole(w.n_tokens, w.n_rows, w.n_units, siblings or w.siblings)
         if rows: return self._rows(torch.tensor(rows), whole, self.filler)
-        if not len(self): raise ValueError("Batch: cannot make a filler from a batch without rows")
+        if not len(self): raise ValueError("Batch: a batch without rows cannot be cut in parts: there is no row to make a filler of")
         new = self._rows(torch.tensor(self.unit_rows()[0]), whole, filler=True)
         new.columns["mask"] = torch.zeros_like(new.mask)
         return new
@@ -187,6 +187,7 @@ class Batch:
         n:int, # how many parts: replicas, ranks
     )->list: # `n` batches; together they hold every row once, besides fillers
         "Cut between units into `n` parts balanced by tokens, for replicas or ranks. Losses of the parts add up to the loss of the whole."
+        if not len(self): raise ValueError("Batch: a batch without rows cannot be cut in parts: there is no row to make a filler of")
         cuts = self.cut(n)
         unit = self.unit if "unit" in self else torch.arange(len(self))
         siblings = tuple((self.lengths[c or self.unit_rows()[0]], unit[c or self.unit_rows()[0]]) for c in cuts) if "lengths" in self else ()
@@ -201,6 +202,7 @@ class Batch:
         if self._whole: raise ValueError("Batch: minibatches makes optimizer steps and needs a whole; this is a part")
         if n < 1: raise ValueError(f"Batch: minibatches({n}); at least 1 is wanted")
         units = self.unit_rows()
+        if not units: return [self]         # nothing to learn from: one step, which is skipped and counted
         order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed_of("minibatches", seed)))
         dealt = [[i for k in share.tolist() for i in units[k]] for share in order.tensor_split(n) if len(share)]
         return [self._rows(torch.tensor(rows), None) for rows in dealt]
@@ -209,8 +211,9 @@ class Batch:
     def cat(
         batches, # batches with the same columns
     ):
-        "Rows of several batches as one whole; per-token columns pad with False or 0 to the longest."
+        "Rows of several batches as one whole; per-token columns pad with False or 0 to the longest. Fillers are left out: they are nobody's rows."
         batches = list(batches)
+        batches = [b for b in batches if not b.filler] or batches
         if not batches: raise ValueError("Batch.cat: nothing to join")
         first, T = batches[0], max((b.width or 0 for b in batches), default=0)
         for b in batches[1:]:
@@ -254,14 +257,17 @@ def _check_mask(b, mask):
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool: raise TypeError(f"Batch: mask is {_shape(mask)}; masks are Bool (mask.bool(), or mask > 0)")
     if mask.dim() != 2: raise ValueError(f"Batch: mask is {list(mask.shape)}; [B, T] is wanted")
     if mask[:, :1].any(): raise ValueError(f"Batch: mask is True in column 0 of row {int(mask[:,0].int().argmax())}; nothing predicts the first token, so it cannot count")
-    if "lengths" in b:
-        beyond = (mask & (torch.arange(mask.shape[1], device=mask.device) >= b.lengths[:, None])).any(1)
-        if beyond.any(): raise ValueError(f"Batch: mask is True beyond the length of row {int(beyond.int().argmax())}; padding never counts")
+    if "lengths" in b: _check_within(mask, b.lengths)
+
+def _check_within(mask, lengths):
+    beyond = (mask & (torch.arange(mask.shape[1], device=mask.device) >= lengths[:, None])).any(1)
+    if beyond.any(): raise ValueError(f"Batch: mask is True beyond the length of row {int(beyond.int().argmax())}; padding never counts")
 
 def _check_lengths(b, lengths):
     if not isinstance(lengths, Tensor) or lengths.dtype.is_floating_point or lengths.dim() != 1: raise TypeError(f"Batch: lengths is {_shape(lengths)}; integers [B] are wanted")
     if b.width is not None and len(lengths) and (int(lengths.max()) > b.width or int(lengths.min()) < 0):
         raise ValueError(f"Batch: lengths reach from {int(lengths.min())} to {int(lengths.max())}, tokens are {b.width} wide")
+    if "mask" in b: _check_within(b.mask, lengths)
 
 def _check_tokens(b, tokens):
     if not isinstance(tokens, Tensor) or tokens.dtype.is_floating_point or tokens.dim() != 2: raise TypeError(f"Batch: tokens is {_shape(tokens)}; integers [B, T] are wanted")
@@ -276,11 +282,15 @@ def pairs(
     x:Tensor, # `[B]` or `[B, …]`, a value a row
     b:Batch,  # its rows, with columns `unit` and Bool `chosen`
 )->tuple[Tensor, Tensor]: # (chosen, rejected), each `[units]`, in order of unit id
-    "Row values of preference pairs, side by side. ValueError unless every unit is one chosen and one rejected row."
+    "Row values of preference pairs, side by side; pairs without a counted token are left out. ValueError unless every unit is one chosen and one rejected row."
     if x.shape[:1] != b.chosen.shape: raise ValueError(f"pairs: x is {list(x.shape)}, the batch has {len(b)} rows")
     if b.chosen.dtype != torch.bool: raise TypeError(f"pairs: chosen is {_shape(b.chosen)}; a Bool is wanted")
     order = torch.argsort(b.unit*2 + (~b.chosen).long(), stable=True).to(x.device)
     unit, chosen = b.unit.to(x.device)[order], b.chosen.to(x.device)[order]
     if len(x) % 2 or not (unit[::2].equal(unit[1::2]) and chosen[::2].all() and not chosen[1::2].any() and unit[::2].unique().numel() == len(x)//2):
         raise ValueError("pairs: every unit must be exactly one chosen and one rejected row")
+    if "mask" in b:
+        counts = b.mask.any(1).to(x.device)[order]
+        keep = counts[::2] | counts[1::2]          # n_units counts these
+        return x[order[::2][keep]], x[order[1::2][keep]]
     return x[order[::2]], x[order[1::2]]

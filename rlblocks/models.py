@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .batch import Batch
 from .reader import Reader, _states, load_module, load_tokenizer
 from .runner import Runner
+from .sharded import world
 from .weights import Ticket
 
 # %% ../nbs/34_models.ipynb #e3542b2b
@@ -54,10 +56,11 @@ class Policy(Trained):
         micro_tokens:int=8192,    # most tokens a forward pass; a longer row raises
         micro_rows:int|None=None, # most rows a forward pass
         pack:bool|None=None, # True: pack rows, or raise if the model mixes them; None: where that is faster (flash attention)
+        attention:str|None=None, # attention implementation of a name or folder, e.g. "flash_attention_2"
         **more,              # betas, weight_decay, max_norm, schedule, optimizer, dtype, checkpointing, low_precision, device: of `ShardedModel`
     ):
         "Load or copy the model. TypeError for what is no model, ValueError when `pack=True` and the model mixes packed rows."
-        module = load_module(model)
+        module = load_module(model, attention=attention)
         self.tokenizer = tokenizer or load_tokenizer(model)
         head = _new_head(module, _lm_width(module)) if value_head else None
         self._run = Runner(Reader(module, head, on_lm_head=value_head), name="Policy", micro_tokens=micro_tokens, micro_rows=micro_rows, pack=pack,
@@ -120,18 +123,26 @@ def _describe(run):
 def _save_pretrained(module, tokenizer, path, name):
     if not hasattr(module, "save_pretrained"):
         raise TypeError(f"{name}: {type(module).__name__} has no save_pretrained; keep it with torch.save({name.lower()}.state_dict(), …)")
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-        module.save_pretrained(path)
-        if tokenizer is not None: tokenizer.save_pretrained(path)
-    except OSError as e: raise OSError(f"{name}: cannot save to {path}: {e}") from e
+    if world()[0] == 0:        # one rank writes, all go on together
+        try:
+            Path(path).mkdir(parents=True, exist_ok=True)
+            module.save_pretrained(path)
+            if tokenizer is not None: tokenizer.save_pretrained(path)
+        except OSError as e: raise OSError(f"{name}: cannot save to {path}: {e}") from e
+    if world()[1] > 1: dist.barrier()
 
 # %% ../nbs/34_models.ipynb #c267bcd3
-def _trunk_reader(model):
-    "A trunk with a head on its hidden states, unless it gives one number a token by itself."
-    module = load_module(model, trunk=True)
-    with torch.no_grad(): states = _states(module.eval()(torch.zeros(1, 2, dtype=torch.long, device=next(module.parameters()).device)))
-    return Reader(module, _new_head(module, states.shape[-1]) if states.dim() == 3 else None)
+def _trunk_reader(model, attention=None):
+    "A trunk with a head on its hidden states: a reward model's own, else a new one, and none when the module gives one number a token by itself."
+    module = load_module(model, trunk=True, attention=attention)
+    own = getattr(module, "score", None)
+    if isinstance(own, nn.Linear):
+        if own.out_features != 1: raise ValueError(f"{type(module).__name__} has a head of {own.out_features} numbers; one is wanted")
+        return Reader(getattr(module, "base_model"), own)
+    with torch.no_grad(): states = _states(module.eval()(torch.zeros(1, 3, dtype=torch.long, device=next(module.parameters()).device)))
+    if states.dim() == 3: return Reader(module, _new_head(module, states.shape[-1]))
+    if states.shape == (1, 3): return Reader(module)
+    raise TypeError(f"{type(module).__name__} makes {list(states.shape)} of [1, 3] tokens; hidden states [B, T, H] or numbers [B, T] are wanted")
 
 class Critic(Trained):
     "A value per token: V(sₜ), the expected return before token t."
@@ -141,10 +152,11 @@ class Critic(Trained):
         *,
         lr:float=1e-5,       # AdamW's learning rate
         frozen:bool=False,   # no optimizer
+        attention:str|None=None, # attention implementation of a name or folder
         **more,              # engine, micro_tokens, micro_rows, pack and the rest: as for `Policy`
     ):
-        "Load or copy the trunk and put a zero head on it."
-        self._run = Runner(_trunk_reader(model), name="Critic", lr=lr, frozen=frozen, **more)
+        "Load or copy the trunk; a reward model keeps its head, any other gets one that starts at zero."
+        self._run = Runner(_trunk_reader(model, attention), name="Critic", lr=lr, frozen=frozen, **more)
 
     def _read(self, part): return self._run.tokens_out(part, logprobs=False)
 
@@ -171,10 +183,11 @@ class Scorer(Trained):
         *,
         lr:float=1e-5,       # AdamW's learning rate
         frozen:bool=False,   # no optimizer
+        attention:str|None=None, # attention implementation of a name or folder
         **more,              # engine, micro_tokens, micro_rows, pack and the rest: as for `Policy`
     ):
-        "Load or copy the trunk and put a zero head on it."
-        self._run = Runner(_trunk_reader(model), name="Scorer", lr=lr, frozen=frozen, **more)
+        "Load or copy the trunk; a reward model keeps its head, any other gets one that starts at zero."
+        self._run = Runner(_trunk_reader(model, attention), name="Scorer", lr=lr, frozen=frozen, **more)
 
     def scores(self,
         batch:Batch, # rows with tokens and lengths

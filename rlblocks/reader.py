@@ -94,11 +94,13 @@ class Reader(nn.Module):
     )->dict[str, Tensor]: # logprobs, entropy, values: `[n]` each
         "Log-probs (and entropy) of `targets`, values by the head: what a loss needs of each place, and nothing V-sized leaves the module."
         out, hidden = self.run(tokens, lengths, rows, cols, packed)
-        if targets is None: return dict(values=promoted(self.head(out)[..., 0] if self.head is not None else out.reshape(len(rows))))
+        if targets is None: return dict(values=self._values(out) if self.head is not None else promoted(out.reshape(len(rows))))
         result = dict(logprobs=gather_logprobs(out, targets, temperature=temperature, support=support))
         if entropy: result["entropy"] = entropy_of(out, temperature=temperature, support=support)
-        if self.on_lm_head: result["values"] = promoted(self.head(hidden)[..., 0])
+        if self.on_lm_head: result["values"] = self._values(hidden)
         return result
+
+    def _values(self, states): return promoted(self.head(states.to(self.head.weight.dtype))[..., 0])
 
 # %% ../nbs/32_reader.ipynb #3f466415
 @torch.no_grad()
@@ -124,12 +126,15 @@ def keeps_rows_apart(
 def load_module(
     model,         # a name or folder, an nn.Module (copied) or a callable that makes one
     *,
-    trunk:bool=False, # without the language-model head
+    trunk:bool=False, # without the language-model head; a reward model keeps its `score` layer
+    attention:str|None=None, # attention implementation of a name or folder, e.g. "flash_attention_2"; None: transformers decides
 )->nn.Module: # owned by the caller
     "The module behind a `model` argument. TypeError for anything else."
     if isinstance(model, (str, Path)):
-        from transformers import AutoModel, AutoModelForCausalLM
-        return (AutoModel if trunk else AutoModelForCausalLM).from_pretrained(model, dtype="auto")
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+        scores = any(a.endswith("ForSequenceClassification") for a in AutoConfig.from_pretrained(model).architectures or [])
+        auto = AutoModelForCausalLM if not trunk else AutoModelForSequenceClassification if scores else AutoModel
+        return auto.from_pretrained(model, dtype="auto", **(dict(attn_implementation=attention) if attention else {}))
     module:Any = None
     if isinstance(model, nn.Module): module = copy.deepcopy(model)
     elif callable(model): module = model()

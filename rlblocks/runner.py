@@ -7,8 +7,8 @@ __all__ = ['Out', 'Runner', 'check_splits']
 
 # %% ../nbs/33_runner.ipynb #294c8654
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -17,20 +17,26 @@ from .batch import Batch, widen
 from .masked import Last, Mean, merge
 from .packing import micro_batch_count, plan_micro_batches
 from .reader import Reader, keeps_rows_apart
-from .sharded import ShardedModel, world
+from .sharded import ShardedModel, agree, world
 
 # %% ../nbs/33_runner.ipynb #ae90ff7a
-@dataclass
 class Out:
-    "What a loss sees of the model, with gradient; per-token `[B, T]`, 0 where nothing was read."
-    logprobs:Tensor|None=None
-    entropy:Tensor|None=None
-    values:Tensor|None=None
-    scores:Tensor|None=None
+    "What a loss sees of the model, with gradient: `logprobs`, `entropy`, `values` `[B, T]` (0 where nothing was read) or `scores` `[B]`; what was not asked for says how to."
+
+    def __init__(self,
+        **found, # name → tensor
+    ):
+        "Hold what was read."
+        vars(self).update(found)
+
+    def __getattr__(self, name):
+        if name.startswith("__"): raise AttributeError(name)
+        ask = dict(entropy="policy.step(batch, loss, entropy=True)", values="Policy(…, value_head=True) or a Critic", scores="a Scorer", logprobs="a Policy")
+        raise AttributeError(f"out.{name} is not there: {'ask for it with ' + ask[name] if name in ask else 'there are ' + ', '.join(vars(self))}")
 
     def items(self):
         "(name, tensor) of what is there."
-        return [(k, v) for k, v in vars(self).items() if v is not None]
+        return list(vars(self).items())
 
 # %% ../nbs/33_runner.ipynb #e0e7d205
 class Runner:
@@ -50,11 +56,11 @@ class Runner:
         self.model = ShardedModel(reader, **engine)
         attention = getattr(getattr(reader.trunk, "config", None), "_attn_implementation", None) or ""
         wanted = "flash" in attention if pack is None else pack     # a dense mask over a pack is quadratic: under sdpa, rows of like length side by side are faster
-        safe = wanted and keeps_rows_apart(reader, self.model.device)
+        with self.model.autocast(): safe = wanted and keeps_rows_apart(reader, self.model.device)
         if pack and not safe:
             raise ValueError(f"{name}: pack=True, but packed rows of {type(reader.trunk).__name__} see each other (or it takes no position_ids); "
                              "use pack=False, or an attention implementation that honours position_ids (sdpa, flash)")
-        self.packed, self.checked = safe, set()
+        self.packed, self.checked = safe, WeakSet()
 
     # -- planning
     def plan(self,
@@ -113,6 +119,10 @@ class Runner:
         run:Callable, # micro-batch → `Out`
     )->Tensor: # `[B, T]`, or `[B]` for scores
         "Run all micro-batches without gradient and put `key` back in the rows' order, on the CPU."
+        if "mask" not in batch:
+            if key != "scores": raise ValueError(f"{self.name}: the batch has no column 'mask' (the tokens that were chosen)")
+            batch = batch._like(batch.columns | dict(mask=torch.zeros(batch.tokens.shape, dtype=torch.bool)), None)
+        batch = batch._like(batch.columns, batch.whole, batch.filler)      # counted once, not for every micro-batch
         like = torch.zeros(batch.mask.shape if key != "scores" else len(batch), dtype=torch.float32)
         done = []
         for rows in self.plan(batch):
@@ -130,9 +140,23 @@ class Runner:
         "One optimizer step on the sum of the jobs' losses: (batch, loss) pairs."
         if self.model.frozen: raise RuntimeError(f"{self.name}: this one is frozen (frozen=True) and cannot step")
         shared = self._shared([b for b, _ in jobs])
-        jobs = [(b, loss) for b, loss in jobs if len(b) and b.n_tokens]
+        jobs = [(b._like(b.columns, b.whole, b.filler), loss) for b, loss in jobs if len(b)]
+        jobs = [(b, loss) for b, loss in jobs if b.n_tokens]
         if not jobs: return dict(skipped=Mean(1/self._ranks(shared), 1/self._ranks(shared)))
-        total, metrics = torch.zeros((), dtype=torch.float64), {}
+        try:
+            total, metrics = self._gradient(jobs, run, shared)
+            norm = self.model.apply(shared=shared)
+        except BaseException:
+            self.model.module.zero_grad()       # a step that failed leaves no half of a gradient behind
+            raise
+        share = 1/self._ranks(shared)      # the ranks' metrics are merged: each gives its part of what all of them share
+        metrics = {k: m.to("cpu") for k, m in metrics.items()}
+        return merge(metrics, dict(loss=Mean(total.item(), share), grad_norm=Mean(norm.item()*share, share), lr=Last(self.model.optimizer.param_groups[0]["lr"]),
+                                   version=Last(self.model.version), skipped=Mean(0., share)))
+
+    def _gradient(self, jobs, run, shared):
+        "Add up the gradient of all micro-batches; the loss and the metrics of this rank's rows. Ranks that share the step succeed or fail together."
+        total, metrics, error = torch.zeros((), dtype=torch.float64), {}, None
         try:
             for batch, loss in jobs:
                 for rows in self.plan(batch):
@@ -142,14 +166,11 @@ class Runner:
                     if not part.filler:
                         total += value.detach().double().cpu()
                         metrics = merge(metrics, found)
-            norm = self.model.apply(shared=shared)
-        except BaseException:
-            self.model.module.zero_grad()       # a step that failed leaves no half of a gradient behind
-            raise
-        share = 1/self._ranks(shared)      # the ranks' metrics are merged: each gives its part of what all of them share
-        metrics = {k: m.to("cpu") for k, m in metrics.items()}
-        return merge(metrics, dict(loss=Mean(total.item(), share), grad_norm=Mean(norm.item()*share, share), lr=Last(self.model.optimizer.param_groups[0]["lr"]),
-                                   version=Last(self.model.version), skipped=Mean(0., share)))
+            if not torch.isfinite(total): raise FloatingPointError(f"{self.name}: the loss is {total.item()} at version {self.model.version}; nothing was changed")
+        except Exception as e: error = e
+        if shared: agree(error, f"{self.name}.step", same=[(b.n_tokens, b.n_rows) for b, _ in jobs])
+        elif error: raise error
+        return total, metrics
 
     def _shared(self, batches):
         "Whether the step is cut over the ranks of this world, so that gradients must be summed."
@@ -171,10 +192,9 @@ class Runner:
         got = loss(out, part)
         if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[0], Tensor) and got[0].dim() == 0 and isinstance(got[1], dict)):
             raise TypeError(f"{self.name}: loss(out, b) must return (0-d tensor, dict of metrics), it returned {type(got).__name__}")
-        key = getattr(loss, "__code__", type(loss))
-        if key not in self.checked and not part.filler and len(part.unit_rows()) > 1:
-            check_splits(loss, out, part, self.name)
-            self.checked.add(key)
+        taken = sorted(set(got[1]) & {"loss", "grad_norm", "lr", "version", "skipped"})
+        if taken: raise ValueError(f"{self.name}: the metric name {taken[0]!r} is the step's own; give yours another")
+        if loss not in self.checked and not part.filler and check_splits(loss, out, part, self.name): self.checked.add(loss)
         return got
 
 # %% ../nbs/33_runner.ipynb #e06f9721
@@ -191,25 +211,31 @@ def _sampling(part, rows, cols, name):
 def check_splits(
     loss:Callable, # loss(out, b) → (loss, metrics)
     out:Out,       # of one micro-batch
-    part:Batch,    # its rows: at least two units
+    part:Batch,    # its rows
     name:str,      # who asks, for the message
-)->None:
-    "Compare a closure on a micro-batch with the sum over its two halves, value and gradient, without a second forward pass. ValueError when they differ."
+)->bool: # whether this settles it: both pieces had a gradient, so that a wrong denominator would have shown
+    """Compare a closure on a micro-batch with the sum over two pieces of it, value and gradient, without a second forward pass.
+
+    The pieces are halves between units; of a single unit, two copies. ValueError when they differ."""
     units = part.unit_rows()
-    cuts = [sorted(i for u in half for i in u) for half in (units[:len(units)//2], units[len(units)//2:])]
+    halves_ = (units[:len(units)//2], units[len(units)//2:]) if len(units) > 1 else (units, units)
+    cuts = [sorted(i for u in half for i in u) for half in halves_]
     def on(rows):
         leaves = {k: v.detach()[rows].requires_grad_() for k, v in out.items()}
-        value = loss(Out(**leaves), part.part(rows))[0]
+        rows_ = part.part(rows)
+        if len(set(rows)) < len(rows) and "unit" in rows_: rows_.columns["unit"] = torch.arange(2, device=rows_.unit.device).repeat_interleave(len(rows)//2)
+        value = loss(Out(**leaves), rows_)[0]
         grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True) if value.requires_grad else [None]*len(leaves)
         return value.detach(), [torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves.values(), strict=True)]
-    everything = sorted(i for rows in cuts for i in rows)
+    everything = sorted(i for rows in cuts for i in rows) if len(units) > 1 else cuts[0] + cuts[1]
     value, grads = on(everything)
     halves = [on(rows) for rows in cuts]
     total = halves[0][0] + halves[1][0]
-    order = torch.tensor(cuts[0] + cuts[1], device=value.device).argsort()
+    order = torch.tensor(cuts[0] + cuts[1], device=value.device).argsort() if len(units) > 1 else torch.arange(len(everything), device=value.device)
     far = max(((torch.cat([a, b])[order] - g).abs().max() / g.abs().max().clamp(min=1e-12)).item()
               for g, a, b in zip(grads, halves[0][1], halves[1][1], strict=True))
     size = max(value.abs().item(), *(h[0].abs().item() for h in halves), 1e-6)
     if far > 1e-3 or (total-value).abs().item() > 1e-3*size:
-        raise ValueError(f"{name}: the loss is not a sum over rows: two halves give {total.item():.6g}, the whole {value.item():.6g} (gradients differ by {far:.2g}). "
+        raise ValueError(f"{name}: the loss is not a sum over rows: two pieces give {total.item():.6g}, the whole {value.item():.6g} (gradients differ by {far:.2g}). "
                          "Divide by the whole step's count, denom=b.n_tokens (or b.n_rows, b.n_units), not by the micro-batch's own, and compute batch statistics before the step")
+    return all(any(g.abs().max() > 0 for g in piece[1]) for piece in halves)

@@ -70,6 +70,10 @@ def test_pairs_side_by_side():
     assert [x.tolist() for x in pairs(torch.tensor([1., 2., 3., 4.]), b)] == [[2., 4.], [3., 1.]]
     b["chosen"] = torch.tensor([True, True, False, True])
     with pytest.raises(ValueError, match="exactly one chosen"): pairs(torch.zeros(4), b)
+    b["chosen"] = torch.tensor([False, True, False, True])
+    b["mask"] = b.mask & (b.unit == 2)[:, None]
+    assert [x.tolist() for x in pairs(torch.tensor([1., 2., 3., 4.]), b)] == [[2.], [3.]] and b.n_units == 1       # what n_units does not count is not there
+    b["chosen"] = torch.tensor([True, True, False, True])
     with pytest.raises(ValueError, match="x is \\[3\\]"): pairs(torch.zeros(3), b)
 
 
@@ -121,6 +125,11 @@ def test_other_errors():
     with pytest.raises(ValueError, match="of a part is fixed"): b.parts(3)[0]["lengths"] = torch.tensor([1])
     with pytest.raises(ValueError, match="need the column 'mask'"): _ = Batch(x=torch.zeros(2)).n_tokens
     with pytest.raises(ValueError, match="no columns"): Batch()
+    with pytest.raises(ValueError, match="beyond the length of row 0"): b["lengths"] = torch.tensor([2, 2, 3])
+    with pytest.raises(ValueError, match="without rows"): b[[]].parts(2)
+    assert len(b[torch.tensor(1)]) == 1
+    part = b.parts(5)[-1]
+    assert part.filler and part.drop("name").filler and len(Batch.cat(b.parts(5))) == 3
     assert Batch(per_row=["features"], tokens=b.tokens, features=torch.zeros(3, 2)).is_per_token("tokens")
 
 

@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import date
 
 import pytest
 import torch
 from conftest import ROOT
 from rlblocks import Checkpoint, Policy, Prompts, Rollout, adaptive_kl_coef, group_advantages, at_tokens, here, loop_from, merge, ppo_loss
-from tiny import model
+from tiny import model, rows as tiny_rows
 
 ROWS = [dict(prompt=f"{i}", answer=str(i % 7)) for i in range(10)]
 
@@ -115,6 +116,53 @@ def test_leaving_the_body_keeps_no_half_step(tmp_path):
             with pytest.raises(KeyError): g.throw(KeyError())
         del g
         assert Checkpoint(tmp_path/end).restore(dict(c=(c := Count()))) == 3 == c.n, end
+
+
+def test_no_half_step_through_wrappers_and_kept_iterators(tmp_path):
+    "An error inside the loop's body, in five shapes that all look like an iterator being dropped: the save stays at the last whole step."
+    class Count:
+        n = 0
+        def state_dict(self): return dict(n=self.n)
+        def load_state_dict(self, s): self.n = s["n"]
+    def fail(): raise RuntimeError
+    def chained(steps): yield from steps
+    def again(steps):
+        for s in steps: yield s
+    def loop(path, wrap, swallow=False):
+        c = Count()
+        it = wrap(Checkpoint(path, every=2)(10, c=c))
+        try:
+            for step in it:
+                c.n += 1
+                if step == 3: fail()
+                yield step
+        except RuntimeError:
+            if not swallow: raise
+    def inline(path):
+        c = Count()
+        for step in Checkpoint(path, every=2)(10, c=c):
+            c.n += 1
+            if step == 3: fail()
+            yield step
+    loops = dict(kept=lambda p: loop(p, lambda x: x), swallowed=lambda p: loop(p, lambda x: x, True), chained=lambda p: loop(p, chained), again=lambda p: loop(p, again),
+                 expression=lambda p: loop(p, lambda x: (s for s in x)), inline=inline)
+    for name, make in loops.items():
+        try: list(make(tmp_path/name))
+        except RuntimeError: pass
+        import gc; gc.collect()
+        assert Checkpoint(tmp_path/name).restore(dict(c=(c := Count()))) == 2 == c.n, name
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    from rlblocks import Buffer, Mean
+    for value in (Mean(1.), date(2026, 1, 1), tmp_path):
+        with pytest.raises(TypeError, match="'state' holds what a safe load refuses"): list(Checkpoint(tmp_path/"a", every=1)(1, state=dict(x=value)))
+    buffer = Buffer()
+    buffer.add(tiny_rows(B=4))
+    list(Checkpoint(tmp_path/"b", every=1)(1, buffer=buffer))
+    again = Buffer()
+    assert Checkpoint(tmp_path/"b").restore(dict(buffer=again)) == 1 and len(again) == 4 and again.n_tokens == buffer.n_tokens
+    assert torch.equal(again.take(4).tokens, buffer.take(4).tokens)
 
 
 def test_statements_after_the_yield_are_part_of_the_step(tmp_path):

@@ -1,5 +1,6 @@
 "Policy, Critic, Scorer: one gradient however the step is cut, rows that never see each other, steps that must not happen."
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def test_one_gradient_for_every_cut(kind, dtype, far):
     for pack in (False, True):
         for how in CUTS:
             found, others, policy = stepped(net, b, pack=pack, **how)
-            assert policy._run.packed is pack and len(policy._run.plan(b)) > 1 or how == dict(micro_rows=16)
+            assert policy._run.packed is pack and (len(policy._run.plan(b)) > 1 or how == dict(micro_rows=16))
             assert apart(found, whole) < far, (pack, how)
             if dtype == torch.float64:      # in float32 a token on the edge of a clip range may fall on either side
                 for k in metrics: assert float(others[k]) == pytest.approx(float(metrics[k]), rel=1e-9, abs=1e-9), (k, pack, how)
@@ -126,6 +127,7 @@ def test_only_chosen_positions_reach_the_head():
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_gradient_checkpointing_changes_memory_and_nothing_else(pack):
+    "Dropout in the config stays off, also where a layer passes its own number to a functional dropout."
     net, b = model(dtype=torch.float64, attention_dropout=.5), rows()
     plain, _, _ = stepped(net, b, pack=pack, micro_rows=5)
     recomputed, _, policy = stepped(net, b, pack=pack, micro_rows=5, checkpointing=True)
@@ -211,6 +213,61 @@ def test_a_local_mean_is_caught_and_changes_nothing():
     assert policy.version == 1
 
 
+def test_a_local_mean_is_caught_wherever_it_can_show():
+    "One unit a micro-batch, a first micro-batch that teaches nothing, a good loss of the same class or code before: none of them vouches for it."
+    b = rows(dtype=torch.float32)
+    flat = b[list(range(16))]
+    flat["advantages"] = torch.where(torch.arange(16)[:, None] >= 12, 0., b.advantages)     # the longest rows come first
+    def make(local):
+        def loss(out, b): return ppo_loss(out.logprobs, out.logprobs.detach() - .1, b.advantages, b.mask, denom=None if local else b.n_tokens)
+        return loss
+    def block(local, out, b): return make(local)(out, b)
+    for how, data in ((dict(micro_rows=1), b), (dict(micro_rows=4), flat), (dict(micro_rows=3), b)):
+        policy = Policy(model(), lr=1e-3, device="cpu", **how)
+        for good, bad in ((make(False), make(True)), (partial(block, False), partial(block, True))):
+            policy.step(data, good)
+            with pytest.raises(ValueError, match="not a sum over rows"): policy.step(data, bad)
+        pairs_ = data[list(range(16))]
+        pairs_["unit"] = torch.arange(16)//2
+        if how != dict(micro_rows=1): policy.step(pairs_, make(False))
+
+
+def test_learning_rates_and_frozen_parts_are_the_users():
+    net, b = model(), rows(dtype=torch.float32)
+    for name, p in net.named_parameters(): p.requires_grad_("lm_head" in name)
+    def loss(out, b): return -masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
+    policy = Policy(net, device="cpu", optimizer=lambda ps: torch.optim.SGD(ps, lr=.1), schedule=lambda v: .5, max_norm=None)
+    before = {n: p.detach().clone() for n, p in policy._run.reader.trunk.named_parameters()}
+    found = gradients(policy)
+    assert float(policy.step(b, loss)["lr"]) == pytest.approx(.05)
+    after = dict(policy._run.reader.trunk.named_parameters())
+    assert [n for n in before if not torch.equal(before[n], after[n])] == ["lm_head.weight"]
+    assert_close(after["lm_head.weight"], before["lm_head.weight"] - .05*found["trunk.lm_head.weight"])
+
+
+def test_half_precision_models_compute_alike():
+    "A policy (fp32 master weights) and a frozen reference of one bf16 checkpoint give the same log-probs; heads work on both."
+    net, b = model(dtype=torch.bfloat16), rows(dtype=torch.float32)
+    policy, ref = Policy(net, device="cpu", lr=1e-3), Policy(net, frozen=True, device="cpu")
+    assert_on_policy(policy.logprobs(b), ref.logprobs(b), b.mask, tol=5e-3)
+    for wrapper in (Critic(net, frozen=True, device="cpu"), Critic(net, low_precision=True, device="cpu"), Policy(net, value_head=True, low_precision=True, device="cpu")):
+        assert wrapper.values(b).dtype == torch.float32
+
+
+def test_a_reward_model_keeps_its_head(tmp_path):
+    from transformers import LlamaForSequenceClassification
+    config = model().config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    net, b = LlamaForSequenceClassification(config).eval(), rows(dtype=torch.float32)
+    want = torch.stack([net.score(net.model(b.tokens[i:i+1, :n]).last_hidden_state[0, -1])[0] for i, n in enumerate(b.lengths.tolist())]).detach()
+    net.save_pretrained(tmp_path)
+    for source in (net, str(tmp_path)):
+        assert_close(Scorer(source, device="cpu").scores(b.drop("mask")), want, rtol=0, atol=1e-5)
+    config.num_labels = 3
+    with pytest.raises(ValueError, match="a head of 3 numbers"): Scorer(LlamaForSequenceClassification(config), device="cpu")
+
+
 def test_two_losses_in_one_step():
     "PTX: a second (batch, loss) pair adds its gradient to the same optimizer step."
     net, b, other = model(dtype=torch.float64), rows(), rows(B=6, seed=5)
@@ -275,6 +332,12 @@ def test_saved_models_load_with_plain_transformers(tmp_path):
     with pytest.raises(OSError, match="Policy: cannot save to .*file"): policy.save_pretrained(tmp_path/"file")
 
 
+def test_what_was_not_asked_for_says_how_to():
+    policy, b = Policy(model(), device="cpu"), rows(dtype=torch.float32)
+    for name, says in (("entropy", "entropy=True"), ("values", "value_head=True"), ("advantages", "there are logprobs")):
+        with pytest.raises(AttributeError, match=says): policy.step(b, lambda out, b, name=name: (getattr(out, name).sum(), {}))
+
+
 def test_clear_errors():
     policy, b = Policy(model(), lr=1e-3, device="cpu", micro_tokens=12), rows(dtype=torch.float32)
     with pytest.raises(ValueError, match="max_tokens"): policy.logprobs(b)                      # rows longer than the budget
@@ -284,6 +347,8 @@ def test_clear_errors():
     with pytest.raises(RuntimeError, match="frozen"): Policy(model(), frozen=True, device="cpu").step(b, joint)
     with pytest.raises(TypeError, match="must return"): policy.step(b, lambda out, b: out.logprobs.sum())
     with pytest.raises(ValueError, match="does not depend"): policy.step(b, lambda out, b: (torch.zeros(()), {}))
+    with pytest.raises(ValueError, match="'loss' is the step's own"): policy.step(b, lambda out, b: (masked_mean(out.logprobs, b.mask, denom=b.n_tokens), dict(loss=mean_of(out.logprobs, b.mask))))
+    with pytest.raises(ValueError, match="that of a frozen model"): policy.load_state_dict(Policy(model(), frozen=True, device="cpu").state_dict())
     with pytest.raises(ValueError, match="cut in 3, but 1 rank"): policy.step(b.parts(3)[0], joint)
     with pytest.raises(FloatingPointError, match="nan at version 0"): policy.step(b, lambda out, b: (masked_mean(out.logprobs, b.mask, denom=b.n_tokens)*float("nan"), {}))
     b["top_p"] = torch.full((16,), .9)

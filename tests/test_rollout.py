@@ -86,6 +86,31 @@ def test_the_cache_changes_nothing(kind):
     assert_close(fast.rollout_logprobs, slow.rollout_logprobs, rtol=0, atol=1e-4)
 
 
+def test_a_cache_that_lies_is_not_used():
+    "A model whose cache gives other numbers is decoded without it, and is right."
+    class Liar(nn.Module):
+        def __init__(self): super().__init__(); self.net = sharp(); self.config = self.net.config
+        def forward(self, tokens, attention_mask=None, past_key_values=None, use_cache=False, position_ids=None):
+            out = self.net(tokens, attention_mask=attention_mask, past_key_values=past_key_values, use_cache=use_cache, position_ids=position_ids)
+            if past_key_values is not None and tokens.shape[1] == 1: out.logits = out.logits.flip(-1)
+            return out
+    lying, honest = engine(Liar(), stop=[1]), engine(sharp())
+    assert honest.cached and not lying.cached
+    assert said(lying.generate(prompts(), group_size=4)) == said(honest.generate(prompts(), group_size=4))
+
+
+def test_what_generate_writes_is_not_the_users():
+    p = prompts()
+    p["completion"] = ["gold"]*3
+    with pytest.raises(ValueError, match="column 'completion', which generate writes itself"): engine().generate(p)
+    filler = prompts()[:1].parts(2)[1]
+    made = engine().generate(filler, group_size=2)
+    assert made.filler and not made.mask.any() and len(Batch.cat([engine().generate(prompts()), made])) == 3
+    broken = sharp()
+    with torch.no_grad(): broken.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="not finite"): engine(broken).generate(prompts())
+
+
 def test_rows_end_with_their_stop_token_exactly_once():
     "LAWS 10: pad == eos, or eos inside the prompt, changes nothing: what exists is said by lengths."
     p = prompts()
@@ -127,7 +152,7 @@ def test_support_of_many_tokens_stays_small():
     b = r.generate(prompts(), group_size=2)
     assert b.support.shape[2] == 64 and b.support.dtype == torch.int32
     for i, t in b.mask.nonzero().tolist(): assert b.tokens[i, t] in b.support[i, t]
-    assert (b.support[~b.mask] == -1).all() or (b.support[~b.mask] <= 0).all()
+    assert (b.support[~b.mask] <= 0).all()        # nothing sampled there: −1, or 0 where rows were padded to join
 
 
 def test_a_sync_is_proved_and_a_failed_one_refuses_to_sample():
@@ -171,5 +196,6 @@ def test_clear_errors():
     with pytest.raises(ValueError, match="prompt 2 has 7 tokens; with max_tokens=60 that is beyond the model's 64"): r.generate(p, max_tokens=60)
     with pytest.raises(TypeError, match="prompts is a list; a Batch is wanted"): r.generate(["hello"])
     with pytest.raises(ValueError, match="no prompts"): r.generate(p[[]])
+    with pytest.raises(ValueError, match="group_size=0"): r.generate(p, group_size=0)
     for how, says in ((dict(temperature=-1.), "temperature is -1"), (dict(top_p=0.), "top_p is 0"), (dict(top_k=65), "top_k is 65"), (dict(min_p=1.), "min_p is 1"), (dict(engine="fax"), "'fax'")):
         with pytest.raises(ValueError, match=says): engine(**how)

@@ -14,7 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from tqdm import tqdm
 from transformers.utils import logging
-from word_problems import problems, right, tokenizer, transformer
+from word_problems import problems, questions, right, tokenizer, transformer
 
 from rlblocks import Demonstrations, Prompts, Rollout, here, loop_from
 
@@ -25,7 +25,7 @@ COLUMNS = ("step", "reward", "kl", "clip_frac", "grad_norm", "length")
 def accuracy(model, rows):
     "Share of held-out problems answered right, drawn at temperature 1 and greedily."
     rollout = Rollout(model, max_tokens=6)
-    prompts = Prompts(rows, rollout.tokenizer, shuffle=False).take(len(rows))
+    prompts = Prompts(questions(rows), rollout.tokenizer, shuffle=False).take(len(rows))
     for temperature in (1., 0.):
         b = rollout.generate(prompts, seed="held out", temperature=temperature)
         yield sum(right(b.completion, b.answer))/len(b)
@@ -38,14 +38,14 @@ def run(out, seed, *, sft_steps=500, steps=100, held_out=400):
     warm, tuned = str(out/f"sft-{seed}"), str(out/f"grpo-{seed}")
 
     sft = loop_from(f"{HERE}/sft.ipynb:sft")(here, Demonstrations(train, tok, seed=seed), model=transformer(tok, seed=seed), tokenizer=tok, lr=4e-3, steps=sft_steps, save=warm)
-    losses = [float(m["loss"]) for m in tqdm(sft, total=sft_steps, desc=f"SFT, seed {seed}", unit="step")]
+    losses = [float(m["loss"]) for m in tqdm(sft, total=sft_steps, desc=f"SFT, seed {seed}", unit="step", disable=None)]
     before = tuple(accuracy(warm, test))
 
-    data = Prompts([dict(prompt=r["prompt"], answer=r["answer"]) for r in train], tok, seed=seed)
+    data = Prompts(questions(train), tok, seed=seed)
     grpo = loop_from(f"{HERE}/grpo.ipynb:grpo")(here, data, right, model=warm, lr=1e-3, steps=steps, prompts=64, group_size=8, minibatches=4, max_tokens=6, seed=seed, save=tuned)
     print("  ".join(f"{c:>9}" for c in COLUMNS))
     rewards = []
-    for m in tqdm(grpo, total=steps, desc=f"GRPO, seed {seed}", unit="step"):
+    for m in tqdm(grpo, total=steps, desc=f"GRPO, seed {seed}", unit="step", disable=None):
         tqdm.write("  ".join(f"{float(m[c]):9.4g}" for c in COLUMNS))
         rewards.append(m["reward"])
     return losses, rewards, before, tuple(accuracy(tuned, test))

@@ -23,6 +23,11 @@ def problems(n, *, seed=0, held_out=False, most=5, sloppy=0.5):
     return rows
 
 
+def questions(rows):
+    "What reinforcement learning sees of the rows: prompts and right answers, no demonstrations."
+    return [dict(prompt=r["prompt"], answer=r["answer"]) for r in rows]
+
+
 def tokenizer(texts, *, vocab_size=300):
     "A byte-pair tokenizer trained on `texts`, digits one by one, as a transformers tokenizer with <bos>, <eos> and <pad>."
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
