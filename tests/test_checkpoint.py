@@ -127,7 +127,7 @@ def test_no_half_step_through_wrappers_and_kept_iterators(tmp_path):
     def fail(): raise RuntimeError
     def chained(steps): yield from steps
     def again(steps):
-        for s in steps: yield s
+        for s in steps: yield s  # noqa: UP028
     def loop(path, wrap, swallow=False):
         c = Count()
         it = wrap(Checkpoint(path, every=2)(10, c=c))
