@@ -5,6 +5,7 @@
 The peers are written here from their formulas: one blends the mask into every step and so skips a tool's tokens (verl's recurrence, without the
 whitening that follows it there), the other clears rewards and values first and runs through all columns (OpenRLHF's). Whole function against whole
 function, called in turn, so that other work on the machine meets all alike. Best and median are shown; a quiet machine has them close together.
+On a busy one use --threads 1: several threads wait for each other in every operation, which the loops, too small to be split, do not notice.
 """
 import argparse
 import json
