@@ -104,6 +104,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'rlblocks.graders._result': ('graders.html#_result', 'rlblocks/graders.py'),
                                   'rlblocks.graders._row': ('graders.html#_row', 'rlblocks/graders.py'),
                                   'rlblocks.graders._run': ('graders.html#_run', 'rlblocks/graders.py'),
+                                  'rlblocks.graders._stated': ('graders.html#_stated', 'rlblocks/graders.py'),
                                   'rlblocks.graders._verdicts': ('graders.html#_verdicts', 'rlblocks/graders.py'),
                                   'rlblocks.graders.math_reward': ('graders.html#math_reward', 'rlblocks/graders.py')},
             'rlblocks.kl': { 'rlblocks.kl._log_ratio': ('kl.html#_log_ratio', 'rlblocks/kl.py'),

@@ -132,7 +132,7 @@ def math_reward(
     "1 where a completion's answer equals the gold answer as mathematics, decided within 5 seconds. Needs the extra `rewards`."
     if find_spec("math_verify") is None: raise ImportError("math_reward: math-verify is not installed; pip install rlblocks[rewards]")
     if len(answer) != len(completions): raise ValueError(f"math_reward: {len(answer)} answers for {len(completions)} completions")
-    work = [_as_math(str(a)) for a in answer], list(completions)
+    work = [_as_math(str(a)) for a in answer], [_stated(c) for c in completions]
     if threading.current_thread() is threading.main_thread(): return _compare(*work)
     code = inspect.getsource(_compare) + "\nimport json, sys\nprint(json.dumps(_compare(*json.load(sys.stdin))))"
     child = subprocess.run([sys.executable, "-c", code], input=json.dumps(work), capture_output=True, text=True, check=True, timeout=60 + 10*len(answer))
@@ -142,6 +142,11 @@ def _compare(golds, completions):
     from math_verify import parse, verify
     golds = [parse(g, fallback_mode="no_fallback") for g in golds]
     return [float(verify(g, parse(c))) if g else None for g, c in zip(golds, completions, strict=True)]
+
+def _stated(completion)->str:
+    "The number behind a closing `####`, as GSM8K's solutions state it (a dollar or percent before it would be read as the answer); else all that was written."
+    number = re.search(r"####\s*([-+]?[\d,.]*\d)\s*$", completion)
+    return f"${number[1]}$" if number else completion
 
 def _as_math(gold)->str:
     "Between dollars, where math-verify looks for LaTeX, unless it is marked already or made of words."

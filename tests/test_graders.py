@@ -192,3 +192,9 @@ def test_math_reward_on_real_answers(math_verify, shared):
     verdicts = math_reward([f"So it is $\\boxed{{{r['answer']}}}$." for r in hard], [r["answer"] for r in hard])
     assert verdicts.count(1.0) >= 0.98*len(hard)
     assert sum(math_reward(["It is \\boxed{123454321}."]*len(hard), [r["answer"] for r in hard]).count(v) for v in (0.0, None)) == len(hard)
+
+
+def test_math_reward_reads_what_stands_behind_the_hashes():
+    "GSM8K's way of stating an answer: dollars and percents before it are not the answer, and another number behind it is wrong."
+    told = "At $0.50 each and 10% off, that makes 33 in all.\n#### "
+    assert math_reward([told + "33", told + "1,033", told + "34"], ["33", "1033", "33"]) == [1.0, 1.0, 0.0]
