@@ -48,7 +48,8 @@ def one_rank(rank, world, port, cut, folder):
     checkpoint = Checkpoint(folder/"run", every=1)
     for _ in checkpoint(1, policy=policy): pass
     assert [s.name for s in checkpoint.saves()] == ["step-00000001"]
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)         # all is checked and written; gloo's threads abort now and then when peers take their connections down at different times
 
 
 @pytest.mark.parametrize("world, cut", [(4, "uneven"), (2, "balanced"), (4, "fewer rows than ranks")])
