@@ -71,7 +71,7 @@ class Reader(nn.Module):
             at = rows*(len(keep) if "logits_to_keep" in self.takes else tokens.shape[1]) + cols - (lo if "logits_to_keep" in self.takes else 0)
         if "logits_to_keep" in self.takes:
             kwargs["logits_to_keep"] = keep
-            if packed: at = torch.arange(len(keep), device=at.device)
+            if packed: at = slice(None)       # just what was kept, in order: no second copy of the logits
         entered = []
         hook = self._lm_head().register_forward_pre_hook(lambda m, args: entered.append(args[0])) if self.on_lm_head else None
         try: out = _states(self.trunk(ids, **kwargs))
