@@ -165,7 +165,7 @@ def decode(
 
 # %% ../nbs/35_rollout.ipynb #e7d2a4bc
 # columns of a generated batch that say what was sampled and how; prompts may not bring them along
-ADDED = ("completion", "prompt_lengths", "rollout_logprobs", "policy_version", "sample", "finish_reason", "temperature", "top_p", "top_k", "min_p", "support")
+ADDED = ("completion", "prompt_lengths", "rollout_logprobs", "policy_version", "sample", "duplicate", "finish_reason", "temperature", "top_p", "top_k", "min_p", "support")
 
 class Rollout:
     "An engine that samples completions for a batch of prompts, with weights it can prove."
@@ -216,7 +216,7 @@ class Rollout:
     )->Batch: # rows of prompt plus completion, prompt by prompt
         """Sample `group_size` completions for every prompt.
 
-        Adds rollout_logprobs, policy_version, finish_reason, sample, prompt_lengths, completion and how the rows were sampled (temperature, top_p, top_k, min_p; support if confined).
+        Adds rollout_logprobs, policy_version, finish_reason, sample, duplicate (says what an earlier sibling said), prompt_lengths, completion and how the rows were sampled (temperature, top_p, top_k, min_p; support if confined).
         ValueError for an empty prompt or one that leaves no room, RuntimeError when the last `load` failed."""
         if not isinstance(prompts, Batch): raise TypeError(f"generate: prompts is a {type(prompts).__name__}; a Batch is wanted, as data.take(n) gives it (its group ids come before any cut)")
         if self.version is None: raise RuntimeError("generate: the last load failed and the weights are of no known version; load a ticket that fits")
@@ -275,6 +275,9 @@ class Rollout:
                         policy_version=torch.full((R,), int(self.version or 0)), sample=torch.arange(n).repeat(len(part)),
                         finish_reason=["stop" if e else "length" for e in ended.tolist()],
                         **{k: torch.full((R,), v, dtype=torch.long if k == "top_k" else torch.float32) for k, v in how.items()})
+        said = [(g, *t[:c]) for g, t, c in zip(part.group.repeat_interleave(n).tolist(), tokens.tolist(), counts.tolist(), strict=True)]
+        first:dict = {}
+        columns["duplicate"] = torch.tensor([first.setdefault(x, i) != i for i, x in enumerate(said)])     # a collapsing policy, or a seed used twice, shows here first
         if support is not None: columns["support"] = place(support, -1)
         if self.tokenizer is not None:
             columns["completion"] = [self.tokenizer.decode(t[:c].tolist(), skip_special_tokens=True) for t, c in zip(tokens, counts.tolist(), strict=True)]

@@ -122,6 +122,18 @@ def test_rows_end_with_their_stop_token_exactly_once():
     for i in range(len(b)): assert b.tokens[i, :b.prompt_lengths[i]].tolist() == p.tokens[i//8, :p.lengths[i//8]].tolist()
 
 
+def test_siblings_that_say_the_same_are_marked():
+    "LAWS 28: the share of duplicates in a group is there to be logged; greedy siblings are all alike, sampled ones are not."
+    r = engine()
+    assert r.generate(prompts(), group_size=4, temperature=0.).duplicate.tolist() == [False, True, True, True]*3
+    b = r.generate(prompts(), group_size=8, max_tokens=1)
+    seen = set()
+    for row, group, repeated in zip(said(b), b.group.tolist(), b.duplicate.tolist(), strict=True):
+        assert repeated == ((group, *row) in seen)
+        seen.add((group, *row))
+    assert b.duplicate.any() and not b.duplicate.all()
+
+
 def test_columns_travel_with_their_prompt():
     b = engine().generate(prompts(), group_size=3)
     assert b.answer == ["5"]*3 + ["2"]*3 + ["7"]*3 and b.group.tolist() == [100]*3 + [101]*3 + [102]*3 and b.sample.tolist() == [0, 1, 2]*3
