@@ -86,6 +86,8 @@ class ShardedModel:
 
     def backward(self,
         loss:Tensor, # 0-d; its share of the whole step's loss
+        *,
+        last:bool=True, # the last backward of this step: engines that reduce gradients as they come wait for it
     ):
         "Add a micro-batch's gradient."
         if not loss.requires_grad: raise ValueError("step: the loss does not depend on the model's outputs; build it from out.logprobs, out.entropy, out.values or out.scores")
