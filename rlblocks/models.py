@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .batch import Batch
-from .reader import Reader, _states, load_module, load_tokenizer
+from .head import states_of
+from .reader import Reader, load_module, load_tokenizer
 from .runner import Runner
 from .sharded import world
 from .weights import Ticket
@@ -151,7 +152,7 @@ def _trunk_reader(model, attention=None, bias=True):
     if isinstance(own, nn.Linear):
         if own.out_features != 1: raise ValueError(f"{type(module).__name__} has a head of {own.out_features} numbers; one is wanted")
         return Reader(getattr(module, "base_model"), own)
-    with torch.no_grad(): states = _states(module.eval()(torch.zeros(1, 3, dtype=torch.long, device=next(module.parameters()).device)))
+    with torch.no_grad(): states = states_of(module.eval()(torch.zeros(1, 3, dtype=torch.long, device=next(module.parameters()).device)))
     if states.dim() == 3: return Reader(module, _new_head(module, states.shape[-1], bias))
     if states.shape == (1, 3): return Reader(module)
     raise TypeError(f"{type(module).__name__} makes {list(states.shape)} of [1, 3] tokens; hidden states [B, T, H] or numbers [B, T] are wanted")

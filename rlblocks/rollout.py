@@ -14,7 +14,8 @@ from jaxtyping import Float, Int
 
 from .batch import Batch, seed_of
 from .masked import promoted
-from .reader import _accepts, _states, load_module, load_tokenizer
+from .head import states_of
+from .reader import _accepts, load_module, load_tokenizer
 from .weights import Manifest, Ticket, copy_weights
 
 # %% ../nbs/35_rollout.ipynb #2982b5d4
@@ -80,10 +81,10 @@ class Decoder:
         kwargs:dict[str, Any] = dict(attention_mask=self.seen.long(), past_key_values=self.cache, use_cache=True)
         if "position_ids" in self.takes: kwargs["position_ids"] = positions
         if "logits_to_keep" in self.takes: kwargs["logits_to_keep"] = 1
-        return _states(self.module(ids, **kwargs))[:, -1]
+        return states_of(self.module(ids, **kwargs))[:, -1]
 
     def _again(self):
-        states = _states(self.module(self.rows))
+        states = states_of(self.module(self.rows))
         return states[torch.arange(len(self.rows), device=states.device), self.lengths-1]
 
     def push(self,

@@ -16,7 +16,8 @@ from torch import Tensor
 from .batch import Batch, widen
 from .masked import Last, Mean, merge
 from .packing import micro_batch_count, plan_micro_batches
-from .reader import Reader, bending, keeps_rows_apart
+from .head import bending
+from .reader import Reader, keeps_rows_apart
 from .sharded import ShardedModel, agree, world
 
 # %% ../nbs/33_runner.ipynb #ae90ff7a
@@ -58,7 +59,7 @@ class Runner:
         wanted = "flash" in attention if pack is None else pack     # a dense mask over a pack is quadratic: under sdpa, rows of like length side by side are faster
         with self.model.autocast():
             safe = wanted and keeps_rows_apart(reader, self.model.device)
-            reader.bend = bending(reader, self.model.device)
+            reader.bend = bending(reader.trunk, self.model.device)
         if pack and not safe:
             raise ValueError(f"{name}: pack=True, but packed rows of {type(reader.trunk).__name__} see each other (or it takes no position_ids); "
                              "use pack=False, or an attention implementation that honours position_ids (sdpa, flash)")

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlblocks import Batch, Policy, aggregate, entropy, forward_kl_loss
-from rlblocks.reader import Reader, bending
+from rlblocks.head import bending
 
 KINDS = dict(llama={}, qwen2={}, qwen3={}, mistral={}, gemma={}, gemma2=dict(final_logit_softcapping=3.), granite=dict(logits_scaling=8.), cohere=dict(logit_scale=.0625),
              gpt2={}, qwen3_moe={})
@@ -88,18 +88,18 @@ class Squared(nn.Module):
 @pytest.mark.parametrize("f, bend", [(lambda z: z, (1., None)), (lambda z: z/4, (.25, None)), (lambda z: 30*torch.tanh(z/30), (1., 30.)), (lambda z: 5*torch.tanh(.5*z/5), (.5, 5.)),
                                      (lambda z: z*z.abs(), None), (lambda z: z + 1, None), (lambda z: z.clamp(-10, 10), None), (lambda z: z.log_softmax(-1), None), (lambda z: -z, (-1., None))])
 def test_an_unknown_bend_is_read_from_logits(f, bend):
-    found = bending(Reader(Squared(f)), "cpu")
+    found = bending(Squared(f), "cpu")
     assert found == bend if bend is None else found == pytest.approx(bend)
     x = torch.zeros(1, 3, dtype=torch.long)
     net = Squared(f)
-    assert bending(Reader(net), "cpu") is None or "forward" not in vars(net.head)
+    assert bending(net, "cpu") is None or "forward" not in vars(net.head)
     assert_close(net(x), f(net.head(net.body(x)))) # nothing is left behind
 
 
 def test_a_head_that_is_no_bare_matrix_is_read_from_logits():
     net = Squared(lambda z: z)
     net.head = nn.Sequential(nn.Linear(4, 8))
-    assert bending(Reader(net), "cpu") is None
+    assert bending(net, "cpu") is None
 
 
 class Widest(TorchDispatchMode):
