@@ -53,6 +53,7 @@ def buckets(
             bucket, size = {}, 0
         bucket[name] = x.clone()
         size += x.nbytes
+        del x                     # not held while the next one is gathered
     if bucket: yield bucket
 
 # %% ../nbs/30_weights.ipynb #fd26b33c
@@ -80,6 +81,7 @@ class Ticket:
                 raise RuntimeError(f"Ticket: these are weights of version {self.version}, the policy is at {self.owner()} by now; "
                                    "load a ticket before the next step, or take a new one with policy.weights()")
             yield bucket
+            del bucket            # not held while the next one is gathered
 
 def copy_weights(
     ticket:Ticket,    # from `policy.weights()`
@@ -99,6 +101,7 @@ def copy_weights(
             own[name].copy_(x)
             n_bytes += x.nbytes
         n_messages += 1
+        del bucket, x
     missing = sorted(set(own) - set(sent))
     if missing: raise ValueError(f"load: the ticket lacks {missing[0]!r} ({len(missing)} missing names); policy and rollout must be the same model")
     held = {name: checksum(x) for name, x in own.items()}
