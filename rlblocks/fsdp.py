@@ -37,7 +37,7 @@ def whole(
     "The full tensor behind this rank's shard; all ranks call it together."
     if not isinstance(x, DTensor): return x.detach()
     mesh:Any = x.device_mesh
-    local, rows = x.detach().to_local().to(mesh.device_type), -(-x.shape[0]//mesh.size())          # rows a rank, rounded up
+    local, rows = x.to_local().detach().to(mesh.device_type), -(-x.shape[0]//mesh.size())          # rows a rank, rounded up
     mine = local if len(local) == rows else torch.cat([local, local.new_zeros(rows-len(local), *x.shape[1:])])
     out = local.new_empty(rows*mesh.size(), *x.shape[1:])
     dist.all_gather_into_tensor(out, mine.contiguous(), group=mesh.get_group())

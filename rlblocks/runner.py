@@ -58,8 +58,8 @@ class Runner:
         attention = getattr(getattr(reader.trunk, "config", None), "_attn_implementation", None) or ""
         wanted = "flash" in attention if pack is None else pack     # a dense mask over a pack is quadratic: under sdpa, rows of like length side by side are faster
         with self.model.autocast():
-            safe = wanted and keeps_rows_apart(reader, self.model.device)
-            reader.bend = bending(reader.trunk, self.model.device)
+            safe = wanted and self.model.probe(lambda: keeps_rows_apart(reader, self.model.device))
+            reader.bend = self.model.probe(lambda: bending(reader.trunk, self.model.device))
         if pack and not safe:
             raise ValueError(f"{name}: pack=True, but packed rows of {type(reader.trunk).__name__} see each other (or it takes no position_ids); "
                              "use pack=False, or an attention implementation that honours position_ids (sdpa, flash)")
@@ -151,7 +151,7 @@ class Runner:
             total, metrics = self._gradient(jobs, run, shared)
             norm = self.model.apply(shared=shared)
         except BaseException:
-            self.model.module.zero_grad()       # a step that failed leaves no half of a gradient behind
+            self.model.discard()                # a step that failed leaves no half of a gradient behind
             raise
         share = 1/self._ranks(shared)      # the ranks' metrics are merged: each gives its part of what all of them share
         metrics = {k: m.to("cpu") for k, m in metrics.items()}
@@ -162,15 +162,19 @@ class Runner:
         "Add up the gradient of all micro-batches; the loss and the metrics of this rank's rows. Ranks that share the step succeed or fail together."
         total, metrics, error = torch.zeros((), dtype=torch.float64), {}, None
         try:
-            for batch, loss in jobs:
-                for rows in self.plan(batch):
-                    part = batch.part(rows).trim().to(self.model.device)
-                    value, found = self.lossof(loss, run(part), part)
-                    self.model.backward(value*0 if part.filler else value)
-                    if not part.filler:
-                        total += value.detach().double().cpu()
-                        metrics = merge(metrics, found)
-            if not torch.isfinite(total): raise FloatingPointError(f"{self.name}: the loss is {total.item()} at version {self.model.version}; nothing was changed")
+            work = [(batch, loss, rows) for batch, loss in jobs for rows in self.plan(batch)]
+            for i, (batch, loss, rows) in enumerate(work, 1):
+                part = batch.part(rows).trim().to(self.model.device)
+                out = run(part)
+                try: value, found = self.lossof(loss, out, part)
+                except Exception as e:
+                    if not shared: raise
+                    error, value, found = error or e, torch.stack([0*x.sum() for _, x in out.items()]).sum(), {}     # the other ranks' engines wait for this backward pass
+                self.model.backward(value*0 if part.filler else value, last=i == len(work), shared=shared)
+                if not part.filler:
+                    total += value.detach().double().cpu()
+                    metrics = merge(metrics, found)
+            if not error and not torch.isfinite(total): raise FloatingPointError(f"{self.name}: the loss is {total.item()} at version {self.model.version}; nothing was changed")
         except Exception as e: error = e
         if shared: agree(error, f"{self.name}.step", same=[(b.n_tokens, b.n_rows) for b, _ in jobs])
         elif error: raise error

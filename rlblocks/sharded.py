@@ -80,6 +80,14 @@ class ShardedModel:
         "Run the module in the compute dtype."
         with self.autocast(): return self.engine(*args, **kwargs)
 
+    def probe(self,
+        f:Callable, # () → anything; may call the module's parts, each of its own
+    )->Any: # what f gives
+        "Run `f` in place of the module's forward, where weights that an engine gathers for a forward pass are there. All ranks together."
+        self.module.forward = f
+        try: return self()
+        finally: del self.module.forward
+
     def autocast(self):
         "The context that computes in the compute dtype; it does nothing for fp32 and fp64."
         return torch.autocast(self.device.type, dtype=self.dtype or torch.bfloat16, enabled=self.dtype in HALF)
