@@ -40,7 +40,7 @@ from rlblocks.masked import (
 )
 from rlblocks.online_losses import a2po_loss, best_worst_pairs, geometric_mixture, nash_md_loss, xpo_loss
 from rlblocks.oracles import sample_columns
-from rlblocks.packing import Packed, bin_pack, drop_long, micro_batch_count, pack, pad, plan_micro_batches, plan_ranks, split_long, unpack
+from rlblocks.packing import Packed, bin_pack, drop_long, micro_batch_count, pack, pad, plan_micro_batches, shared_prefix, split_long, unpack
 from rlblocks.policy_losses import assert_on_policy, bnpo_loss, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss, log_ratio, ppo_loss
 from rlblocks.preference_losses import (
     apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, exo_loss, hinge_loss, ipo_loss, nca_loss, preference_margin,
@@ -103,12 +103,12 @@ __all__ = [
     "log_ratio", "loop_from", "luspo_loss", "masked_mean", "masked_std", "masked_sum", "math_reward", "mean_of", "merge", "micro_batch_count",
     "minillm_advantages", "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss", "n_step_returns", "nash_md_loss", "nca_loss",
     "off_policy_sequence_mask", "on_policy_loss", "opo_advantages", "optimal_token_baseline", "orpo_loss", "overlong_penalty", "pack", "pad",
-    "pairs", "pass_at_k_advantages", "pf_ppo_weights", "plackett_luce_loss", "plan_micro_batches", "plan_ranks", "ppo_loss", "predicting",
+    "pairs", "pass_at_k_advantages", "pf_ppo_weights", "plackett_luce_loss", "plan_micro_batches", "ppo_loss", "predicting",
     "preference_margin", "process_reward_loss", "promoted", "rao_kupper_loss", "rating_loss", "ratio_corrected", "realigned", "refill",
     "reinforce_loss", "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "repeated_tokens", "repetition_penalty",
     "replay_draw", "resampled_rows", "reverse_kl_loss", "reverse_kl_reward", "robust_dpo_loss", "router_z_loss", "row_costs", "row_max",
     "row_mean", "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of", "sequence_logprobs", "sequence_mask",
-    "sequence_weights", "sft_loss", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards",
+    "sequence_weights", "sft_loss", "shared_prefix", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards",
     "straight_through", "support_logprobs", "swap_completions", "td_lambda_returns", "teacher_mix_weights", "tie_loss", "to_arrow",
     "token_covariance", "token_logprobs", "tpo_loss", "truncated_weights", "truncation_penalty", "two_hot", "udm_weights", "uld_loss", "unpack",
     "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vtrace", "weighted_scores", "whiten", "with_tail", "within",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .packing import balance
+from .balancing import balance
 
 # %% ../nbs/21_batch.ipynb #3975585f
 def _plain(part):

@@ -6,7 +6,7 @@ import torch
 from torch.testing import assert_close
 
 from rlblocks.balancing import balance, row_costs
-from rlblocks.packing import bin_pack, drop_long, micro_batch_count, pack, pad, plan_micro_batches, plan_ranks, split_long, unpack
+from rlblocks.packing import bin_pack, drop_long, micro_batch_count, pack, pad, plan_micro_batches, shared_prefix, split_long, unpack
 
 
 def ragged(seed, B=6, T=9):
@@ -109,7 +109,6 @@ def test_tensors_and_lists_plan_alike():
     for kw in (dict(), dict(padded=True), dict(max_rows=6)):
         assert plan_micro_batches(lengths, max_tokens=400, unit=unit, **kw) == plan_micro_batches(lengths.tolist(), max_tokens=400, unit=unit.tolist(), **kw)
     assert bin_pack(lengths, 60) == bin_pack(lengths.tolist(), 60)
-    assert plan_ranks(lengths, 3, max_tokens=400, unit=unit) == plan_ranks(lengths.tolist(), 3, max_tokens=400, unit=unit.tolist())
 
 
 def test_every_rank_counts_the_same_steps():
@@ -178,45 +177,6 @@ def test_long_rows_are_dropped_and_counted_or_split():
     assert split_long([], 3) == [] and drop_long([], 3) == ([], [])
 
 
-def waits(plan, costs, padded):
-    "How long the rounds of a plan take, all ranks waiting for each other in each."
-    cost = lambda b: (len(b)*max(costs[i] for i in b) if padded else sum(costs[i] for i in b)) if b else 0
-    count = max(map(len, plan))
-    ranks = [sorted(map(cost, rank), reverse=True) + [0]*(count - len(rank)) for rank in plan]
-    return sum(map(max, zip(*ranks, strict=True)))
-
-
-def test_ranks_get_as_many_micro_batches_within_the_limits_and_wait_no_longer_than_when_cut_first():
-    rng = random.Random(5)
-    for case in range(150):
-        n, padded, lengths = rng.randint(1, 6), case % 3 == 0, [rng.randint(0, 60) for _ in range(rng.randint(0, 60))]
-        unit = [rng.randrange(25) for _ in lengths] if case % 2 else list(range(len(lengths)))
-        of = {u: [i for i, v in enumerate(unit) if v == u] for u in unit}
-        max_tokens = max((cost(b, lengths, padded) for b in of.values()), default=1) + rng.choice([0, 100])
-        max_rows, q = max(map(len, of.values()), default=1) + rng.choice([0, 20]), rng.choice([0., .01])
-        plan = plan_ranks(lengths, n, max_tokens=max_tokens, unit=unit, max_rows=max_rows, padded=padded, quadratic=q)
-        bins = [b for rank in plan for b in rank]
-        assert len(plan) == n and len({len(rank) for rank in plan}) == 1
-        assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
-        assert all(cost(b, lengths, padded) <= max_tokens and len(b) <= max_rows for b in bins if b)
-        assert sum(len({unit[i] for i in b}) for b in bins) == len(of)
-        if not lengths: continue
-        costs, units = row_costs(lengths, quadratic=q).tolist(), list(of.values())
-        first = [[i for u in part for i in units[u]] for part in balance([sum(lengths[i] for i in u) for u in units], n)]
-        alone = [[[rows[k] for k in b] for b in plan_micro_batches([lengths[i] for i in rows], max_tokens=max_tokens, unit=[unit[i] for i in rows],
-                                                                  max_rows=max_rows, padded=padded)] for rows in first]
-        assert waits(plan, costs, padded) <= waits(alone, costs, padded)*(1 + 1e-9)
-
-
-def test_rows_of_like_length_keep_no_rank_waiting():
-    g = torch.Generator().manual_seed(0)
-    lengths = (torch.randn(512, generator=g)*.36 + 5.14).exp().long().clamp(64, 536)
-    plan = plan_ranks(lengths, 16, max_tokens=2048, quadratic=1/6/896)
-    costs = row_costs(lengths, quadratic=1/6/896).tolist()
-    assert waits(plan, costs, False) < 1.001*sum(costs)/16 # cut first: 1.03
-    assert len(plan[0]) == -(-int(lengths.sum())//2048//16) # and no more rounds than the tokens ask for
-
-
 @pytest.mark.parametrize("call, text", [
     (lambda: pad([]), "pad: no rows came"),
     (lambda: pad([[1], [1, 2, 3]], length=2), "pad: row 1 has 3 elements, length is 2; cut the row to 2 or raise length to 3"),
@@ -236,7 +196,6 @@ def test_rows_of_like_length_keep_no_rank_waiting():
     (lambda: micro_batch_count([[4], [1]], max_tokens=20, unit=[[7]]), "unit is given for 1 ranks, lengths for 2"),
     (lambda: bin_pack([1], 2048, multiple=0), "bin_pack: multiple is 0"),
     (lambda: plan_micro_batches([1], max_tokens=2048, multiple=0), "plan_micro_batches: multiple is 0"),
-    (lambda: plan_ranks([4, 12, 5], 2, max_tokens=10), "row 1 takes 12 tokens and 1 rows"),
     (lambda: split_long([1], 0), "split_long: cap is 0"),
 ])
 def test_errors_say_what_came_and_how_to_mend_it(call, text):
