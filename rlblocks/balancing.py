@@ -6,7 +6,8 @@
 __all__ = ['row_costs', 'fit_row_costs', 'balance']
 
 # %% ../nbs/20_balancing.ipynb #5eb405a1
-from bisect import bisect_left
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
@@ -21,7 +22,7 @@ def _ints(who, name, x):
     if x.is_floating_point(): raise TypeError(f"{who}: {name} are {str(x.dtype).removeprefix('torch.')}; whole numbers are wanted")
     return x.long()
 
-def _numbers(x): return x.tolist() if isinstance(x, Tensor) else list(x)
+
 
 # %% ../nbs/20_balancing.ipynb #e8cbc592
 def row_costs(
@@ -59,18 +60,19 @@ def _joined(a, b, n):
     both = [(x + y, (i, j)) for (x, i), (y, j) in zip(a[len(alone_a):], reversed(b), strict=False)]
     return sorted([*alone_a, *both, *alone_b], key=_load, reverse=True)
 
-def _differenced(costs, n, equal):
-    "Largest differencing: `n` lists of items, or as many as there are items."
-    items = sorted(range(len(costs)), key=lambda i: -costs[i])
-    few = n if equal else 1
-    start = [[(costs[i], i) for i in items[k:k+few]] for k in range(0, len(items), few)]
+def _differenced(costs, n):
+    "Largest differencing → (items `[n, L]`, emptiest part first, filled up with the number of items; loads `[n]`)."
+    costs, count = costs.tolist(), len(costs)
     entry = lambda age, s: (s[-1][0]*(len(s) == n) - s[0][0], -s[0][0], age, s) # −spread, −fullest
-    heap = [entry(age, s) for age, s in enumerate(start)]
+    heap = [entry(age, [(costs[i], i)]) for age, i in enumerate(sorted(range(count), key=lambda i: -costs[i]))]
     heapify(heap)
-    for age in range(len(heap), 2*len(heap) - 1):
+    for age in range(count, 2*count - 1):
         a, b = heappop(heap)[-1], heappop(heap)[-1]
         heappush(heap, entry(age, _joined(a, b, n)))
-    return [_flat(part) for _, part in heap[0][-1]]
+    full = heap[0][-1]
+    parts = [[]]*(n - len(full)) + [_flat(part) for _, part in reversed(full)]
+    width = max(map(len, parts)) + 1 # room for one that is given
+    return torch.tensor([p + [count]*(width - len(p)) for p in parts]), torch.tensor([0.]*(n - len(full)) + [c for c, _ in reversed(full)], dtype=torch.double)
 
 def _flat(nested):
     todo, items = [nested], []
@@ -80,48 +82,63 @@ def _flat(nested):
         else: items.append(x)
     return items
 
-def _swapped(parts, costs, equal):
-    "While it lowers the fullest part: swap one of its items for one of an emptiest part, or move one there. Ends within 1/10,000 of the mean, or after 8 swaps a part."
-    loads = sorted((sum(costs[i] for i in p), k) for k, p in enumerate(parts))
-    enough = sum(map(_load, loads))/len(parts)*1.0001
-    for _ in range(8*len(parts)):
-        top, full = loads[-1]
-        if top <= enough: break
-        tries = (_best_swap(parts, costs, full, k, top, low, equal) for low, k in loads[:8] if k != full)
-        _, i, j, k = next((x for x in tries if x[0] < top), (top, -1, -1, -1))
-        if k < 0: break
-        for out, into, item in ((full, k, i), (k, full, j)):
-            if item < 0: continue
-            parts[out].remove(item)
-            parts[into].append(item)
-        loads = sorted([x for x in loads if x[1] not in (full, k)] + [(sum(costs[i] for i in parts[k]), k) for k in (full, k)])
-    return parts
-
-def _best_swap(parts, costs, full, k, top, low, equal):
-    "(fuller of the two after it, item of the full part, item of part `k` or −1 for none, k)"
-    theirs = sorted((costs[j], j) for j in parts[k])
-    if not equal: theirs = [(0, -1), *theirs]
-    best = (top, -1, -1, k)
-    for i in parts[full]:
-        at = bisect_left(theirs, (costs[i] - (top - low)/2, -1)) # half the gap is what should go
-        for c, j in theirs[max(at-1, 0):at+1]:
-            if c < costs[i]: best = min(best, (max(top - costs[i] + c, low + costs[i] - c), i, j, k))
-    return best
+def _layered(costs, n):
+    "Differencing of layers of `n` items → (items `[n, L]`, emptiest part first, those without a last one filled up with numbers that are no item's; loads `[n]`)."
+    missing = -len(costs) % n
+    costs, items = (torch.cat([x, y]).view(-1, n) for x, y in zip(costs.sort(descending=True, stable=True), (costs.new_zeros(missing), torch.arange(len(costs), len(costs) + missing)), strict=True))
+    order = (costs[:, 0] - costs[:, -1]).argsort(descending=True, stable=True)
+    first, *rest = costs.index_select(0, order).unbind(0)
+    loads, part = first.flip(0), torch.arange(n)
+    parts = [part.flip(0)]
+    for layer in rest: # `part` of them stands at each place, emptiest first; items stand largest first
+        loads, at = (loads + layer).sort(stable=True)
+        parts.append(part)
+        part = part.gather(0, at)
+    return torch.empty_like(items).scatter_(1, torch.stack(parts), items.index_select(0, order)).T.index_select(0, part), loads
 
 # %% ../nbs/20_balancing.ipynb #c0a00e50
+def _swapped(items, loads, costs, within, equal):
+    "While it lowers the fullest part: full parts meet empty ones, and each pair swaps what brings it closest. Until the fullest is `within` that share of the mean."
+    n, best, stuck, enough = len(items), float("inf"), 0, float(loads.mean())*(1 + within)
+    blank = len(costs) - n # from here on numbers are no item's
+    filled = equal and bool((items >= blank).any())
+    while True:
+        values = loads.tolist()
+        stuck, best = (0 if values[-1] < best else stuck + 1), values[-1]
+        h = 1 if stuck else min(n - bisect_right(values, enough), n//2) # pairs; once stuck, the fullest part alone meets others than the emptiest
+        if best <= enough or stuck > min(15, n - 2) or h < 1: return items, loads
+        (a, light, b, heavy), (c, low, d, high) = (x.split([stuck, h, n - 2*h - stuck, h]) for x in (items, loads))
+        light, low = light.flip(0), low.flip(0)
+        gap, mine, (theirs, place) = (high - low)[:, None], costs.take(heavy), costs.take(light).sort(dim=1, stable=True)
+        near = torch.searchsorted((theirs[:, 1:] + theirs[:, :-1])/2, mine - gap/2)
+        gain, near = mine - theirs.gather(1, near), place.gather(1, near)
+        if filled: gain = gain.masked_fill((light.gather(1, near) >= blank) & (heavy >= blank).any(1, keepdim=True), 0.) # nobody is two items short
+        left, i = gap.sub(gain, alpha=2).abs().min(1, keepdim=True)
+        go, j = left < gap, near.gather(1, i)
+        moved, x, y = (gain.gather(1, i)*go)[:, 0], heavy.gather(1, i), light.gather(1, j)
+        items = torch.cat([a, light.scatter(1, j, torch.where(go, x, y)), b, heavy.scatter(1, i, torch.where(go, y, x))])
+        loads, order = torch.cat([c, low + moved, d, high - moved]).sort(stable=True)
+        items = items.index_select(0, order)
+
+# %% ../nbs/20_balancing.ipynb #b66c615b
 def balance(
     costs:Shaped[Tensor, " B"]|Sequence[int|float], # what each item costs; not negative
     n:int,                                          # number of parts
     *,
     equal:bool=False,                               # as many items in each part; one fewer in some when it does not divide
+    within:int|float=1e-3,                          # good enough: the heaviest part is this share above the mean. 0: as good as swaps can make it
 )->list[list[int]]: # item numbers of each part, ascending; heaviest part first; empty ones only if there are fewer items than parts
     """Items into `n` parts of nearly equal total cost: largest differencing, then swaps. Karmarkar and Karp 1982.
 
-    ValueError for `n` < 1 or a cost that is negative or not a finite number."""
-    costs = _numbers(costs)
+    ValueError for `n` < 1, a negative `within`, or a cost that is negative or not a finite number."""
     if n < 1: raise ValueError(f"balance: {n} parts were asked for; at least 1 is wanted")
-    for i, c in enumerate(costs):
-        if not 0 <= c < float("inf"): raise ValueError(f"balance: the cost of item {i} is {c}; costs are finite numbers, 0 or more")
-    parts = _differenced(costs, n, equal) if costs else []
-    parts = _swapped(parts + [[] for _ in range(n - len(parts))], costs, equal)
-    return sorted(map(sorted, parts), key=lambda p: (-sum(costs[i] for i in p), not p, p))
+    if not within >= 0: raise ValueError(f"balance: within is {within}; a share of the mean, 0 or more, is wanted")
+    x = costs.detach().cpu().double() if isinstance(costs, Tensor) else torch.frombuffer(array("d", costs), dtype=torch.double) if len(costs) else torch.zeros(0, dtype=torch.double)
+    odd = ~((x >= 0) & (x < float("inf")))
+    if odd.any(): raise ValueError(f"balance: the cost of item {int(odd.int().argmax())} is {costs[int(odd.int().argmax())]}; costs are finite numbers, 0 or more")
+    if not len(x): return [[] for _ in range(n)]
+    items, loads = _swapped(*(_layered if equal else _differenced)(x, n), torch.cat([x, x.new_zeros(n)]), within, equal)
+    items = items.sort(1)[0]
+    order = items[:, 0].argsort(stable=True) # of equal parts, the one with the first item comes first
+    parts = items.index_select(0, order.gather(0, loads.gather(0, order).argsort(descending=True, stable=True))).tolist()
+    return [p if p[-1] < len(x) else p[:bisect_left(p, len(x))] for p in parts]
