@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .batch import Batch
 from .head import states_of
 from .reader import Reader, load_module, load_tokenizer
 from .runner import Runner
-from .sharded import world
+from .plain import agree, world
 from .weights import Ticket
 
 # %% ../nbs/34_models.ipynb #e3542b2b
@@ -60,7 +59,7 @@ class Policy(Trained):
         micro_rows:int|None=None, # most rows a forward pass
         pack:bool|None=None, # True: pack rows, or raise if the model mixes them; None: where that is faster (flash attention)
         attention:str|None=None, # attention implementation of a name or folder, e.g. "flash_attention_2"
-        **more,              # betas, weight_decay, max_norm, schedule, optimizer, dtype, checkpointing, low_precision, device: of `ShardedModel`
+        **more,              # offload, nvme, betas, weight_decay, max_norm, schedule, optimizer, dtype, checkpointing, low_precision, device: of `ShardedModel`
     ):
         "Load or copy the model. TypeError for what is no model, ValueError when `pack=True` and the model mixes packed rows."
         module = load_module(model, attention=attention)
@@ -111,7 +110,7 @@ class Policy(Trained):
         path, # a folder; made if missing
     ):
         "Save in the Hugging Face format, tokenizer included: `AutoModelForCausalLM.from_pretrained(path)` loads it."
-        _save_pretrained(self._run.reader.trunk, self.tokenizer, path, "Policy")
+        _save_pretrained(self._run.reader.trunk, self._run.model.iter_full_params(prefix="trunk."), self.tokenizer, path, "Policy")
 
 # %% ../nbs/34_models.ipynb #2c32c0b0
 def _lm_width(module):
@@ -128,21 +127,25 @@ def _new_head(trunk, width, bias=True):
     return head
 
 def _describe(run):
-    n = sum(p.numel() for p in run.reader.parameters())
+    n = sum(getattr(p, "ds_numel", p.numel()) for p in run.reader.parameters())      # ds_numel: ZeRO-3 leaves no entries between passes
     dtype = str(next(run.reader.parameters()).dtype).removeprefix("torch.")
     return (f"{type(run.reader.trunk).__name__}, {n:,} parameters, {dtype} on {run.model.device}, {'packed' if run.packed else 'padded'} rows, "
             + ("frozen" if run.model.frozen else f"version {run.model.version}"))
 
-def _save_pretrained(module, tokenizer, path, name):
+def _save_pretrained(module, weights, tokenizer, path, name):
+    "Gather on all ranks, keep on rank 0, which writes; all go on together."
     if not hasattr(module, "save_pretrained"):
         raise TypeError(f"{name}: {type(module).__name__} has no save_pretrained; keep it with torch.save({name.lower()}.state_dict(), …)")
-    if world()[0] == 0:        # one rank writes, all go on together
+    first, kept, error = world()[0] == 0, {}, None
+    for bucket in weights:
+        if first: kept.update((k, x.cpu()) for k, x in bucket.items())
+    if first:
         try:
             Path(path).mkdir(parents=True, exist_ok=True)
-            module.save_pretrained(path)
+            module.save_pretrained(path, state_dict=kept)
             if tokenizer is not None: tokenizer.save_pretrained(path)
-        except OSError as e: raise OSError(f"{name}: cannot save to {path}: {e}") from e
-    if world()[1] > 1: dist.barrier()
+        except OSError as e: error = OSError(f"{name}: cannot save to {path}: {e}")
+    agree(error, f"{name}.save_pretrained")
 
 # %% ../nbs/34_models.ipynb #c267bcd3
 def _trunk_reader(model, attention=None, bias=True):
@@ -222,7 +225,10 @@ class Scorer(Trained):
         path, # a folder; made if missing
     ):
         "Save as a Hugging Face sequence classifier of one label: `Scorer(path)` and `AutoModelForSequenceClassification.from_pretrained(path)` load it."
-        _save_pretrained(_classifier(self._run.reader, self.tokenizer), self.tokenizer, path, "Scorer")
+        model = _classifier(self._run.reader, self.tokenizer)
+        named = lambda k: k.replace("trunk.", f"{model.base_model_prefix}.", 1) if k.startswith("trunk.") else k.replace("head.", "score.", 1)
+        weights = ({named(k): x for k, x in bucket.items()} for bucket in self._run.model.iter_full_params())
+        _save_pretrained(model, weights, self.tokenizer, path, "Scorer")
 
 def _classifier(reader, tokenizer):
     "The trunk and its head as the classifier of one label that transformers has for this architecture. TypeError when it has none."
