@@ -79,14 +79,15 @@ if TYPE_CHECKING:
     from rlblocks.place import here, later
     from rlblocks.rollout import Rollout
     from rlblocks.run import loop_from
+    from rlblocks.spmd import SpmdPool
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(Checkpoint="checkpoint", writable="checkpoint", Grader="graders", math_reward="graders", Critic="models", Policy="models", Scorer="models",
-             Rollout="rollout", here="place", later="place", loop_from="run")
+             Rollout="rollout", here="place", later="place", loop_from="run", SpmdPool="spmd")
 
 __all__ = [
     "Batch", "Buffer", "Checkpoint", "Critic", "Demonstrations", "EffectiveShare", "Feedback", "Grader", "Last", "Max", "Mean", "Packed",
-    "Policy", "Preferences", "Prompts", "Ragged", "Rollout", "Scorer", "Whole",
+    "Policy", "Preferences", "Prompts", "Ragged", "Rollout", "Scorer", "SpmdPool", "Whole",
     "a2po_loss", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "aggregate_rows", "alpha_reward", "alphapo_loss", "annealed_kl_coef",
     "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss", "apo_zero_unpaired_loss", "as_feedback", "assert_on_policy",
     "at_last_token", "at_tokens", "balance", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights",

@@ -1,0 +1,148 @@
+"""The tutorials' loops and a hard look at the pool, on tiny models: run by tests/test_spmd.py in one process, and by torchrun in several.
+
+torchrun --nproc-per-node 2 tests/spmd_loops.py FOLDER"""
+import itertools
+import os
+import sys
+from pathlib import Path
+
+os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import torch
+from conftest import ROOT
+from rlblocks import Batch, Checkpoint, Critic, Grader, Mean, Policy, Preferences, Prompts, Rollout, later, loop_from, ppo_loss
+from rlblocks.spmd import SpmdPool
+from tiny import model, prompts, rows
+
+ASKED = [dict(prompt=f"{i}"*(1+i % 3), answer=str(i % 7)) for i in range(10)]
+PAIRS = [dict(prompt=f"{i}", chosen=f"{i}{i}", rejected=f"{i+1}") for i in range(9)]
+
+
+class Digits:
+    "A tokenizer of digits, so that no training is needed: '37' → [5, 9]."
+    bos_token_id, eos_token_id = None, 1
+    def __call__(self, text): return [int(c)+2 for c in text]
+    def decode(self, ids, **_): return "".join(str(i-2) for i in ids if 2 <= i < 12)
+
+
+class Kept:
+    "A `Checkpoint` that keeps nothing but the parts, and what the data gave."
+    def __call__(self, steps, **parts):
+        self.parts, self.taken = parts, []
+        for step in range(steps):
+            yield step
+            self.taken.append(parts["data"].taken)
+
+
+def prefers(completion_ids, **_): return [float(2 in x) + .1*len(x) if x[0] != 3 else None for x in completion_ids]
+
+
+def tutorials(pool):
+    "What each loop shows, step by step, and the weights it ends with."
+    grpo, ppo, dpo = (loop_from(f"{ROOT}/tutorials/{name}.ipynb:{name}") for name in ("grpo", "ppo", "dpo"))
+    how = dict(model=model, lr=2e-3, steps=3, micro_tokens=64)
+    loops = dict(grpo=lambda c: grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=4, group_size=4, minibatches=2, max_tokens=4, checkpoint=c, **how),
+                 one_prompt=lambda c: grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=1, group_size=3, minibatches=3, max_tokens=3, checkpoint=c, **how),    # fewer units than ranks
+                 ppo=lambda c: ppo(pool, Prompts(ASKED, Digits()), prefers, critic_model=lambda: model(seed=1).model, prompts=6, minibatches=2, max_tokens=4, checkpoint=c, **how),
+                 dpo=lambda c: dpo(pool, Preferences(PAIRS, Digits()), Preferences(PAIRS[:3], Digits(), shuffle=False), n_pairs=5, every=2, warmup=1, checkpoint=c, **how))
+    out = {}
+    for name, loop in loops.items():
+        kept = Kept()
+        shown = [{k: float(v) for k, v in row.items()} for row in loop(kept)]
+        out[name] = dict(shown=shown, taken=kept.taken, weights=kept.parts["policy"].state_dict()["module"])
+    return out
+
+
+def loss(out, b): return ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
+
+
+class Echo:
+    "A wrapper of a user's: nothing of ours in it."
+    shape = "round"
+    def __init__(self, base=0): self.base, self.n = base, 0
+    @property
+    def twice(self): return 2*self.base
+    def add(self, b, *, more=0):
+        self.n += 1
+        return b.tokens + self.base + more
+    def names(self, b): return [f"{x}!" for x in b.answer]
+    def mixed(self, b): return dict(a=b.tokens[:, 0], b=b.answer, n=Mean(b.mask.sum(), 1)), Batch(tokens=b.tokens, answer=b.answer)
+    def none(self, b): return None
+    def number(self, b): return len(b)
+    def plain(self, x): return dict(x=x, rank=os.environ.get("RANK", "0"))
+    def through(self, other, b): return other.logprobs(b)
+    def fails(self, b): raise KeyError(f"no such thing as {b.answer[0]}")
+    def __call__(self, b): return b.lengths*2
+
+
+def dispatch(pool):
+    "Every kind of call, answered."
+    policy, critic, rollout, grader, echo = (pool.place(Policy, model(), lr=2e-3), pool.place(Critic, lambda: model(seed=1).model, lr=2e-3),
+        pool.place(Rollout, model(), max_tokens=5, tokenizer=Digits()), pool.place(Grader, dict(long=lambda completion_ids, **_: [float(len(x)) for x in completion_ids], two=prefers)),
+        pool.place(Echo, base=3))
+    out = {}
+    rollout.load(policy.weights())
+    b = rollout.generate(prompts((5, 2, 7, 3, 3)), group_size=3, seed=(1, 2))
+    out["generated"] = dict(b.columns)
+    out["few"] = dict(rollout.generate(prompts((5,)), group_size=2, seed=3).columns)
+    out["two grades"] = grader.scores(b)
+    b["old_logprobs"] = policy.logprobs(b)
+    call = later(critic.values, b)
+    out["lengths"], out["logprobs"], out["values"] = echo(b), b.old_logprobs, call.result()
+    out["through"] = echo.through(policy, b)
+    out["measured"] = policy.measure(b, lambda z: z.topk(3).values)
+    b["advantages"] = torch.linspace(-1, 1, len(b))[:, None].expand_as(b.mask).clone()
+    extra = rows(B=5, dtype=torch.float32)
+    extra["old_logprobs"] = policy.logprobs(extra)
+    steps = [policy.step(b, loss), policy.step(b, loss, (extra, loss)), policy.step(b, loss, (extra[:0], loss)), policy.step(b[:0], loss), policy.step(b[:1], loss)]
+    out["steps"] = [{k: float(v) for k, v in m.items()} for m in steps]
+    out["version"], out["attribute"], out["property"], out["private"] = policy.version, echo.shape, echo.twice, policy._run.packed
+    echo.base = 4
+    out["set"] = echo.twice
+    out["columns"] = echo.add(Batch(tokens=torch.arange(12).view(6, 2)), more=1)      # no mask, no lengths
+    out["names"], out["mixed"], out["none"], out["plain"] = echo.names(prompts()), [dict(x.columns) if isinstance(x, Batch) else x for x in echo.mixed(prompts())][1], echo.none(prompts()), echo.plain((1, "x"))
+    state = policy.state_dict()
+    policy.load_state_dict(state)
+    out["state"] = state["module"]
+    return out
+
+
+def caught(f, *args, **kwargs):
+    "What it raised."
+    try: f(*args, **kwargs)
+    except Exception as e: return f"{type(e).__name__}: {e}"
+    return "nothing"
+
+
+def failures(pool):
+    "What goes wrong on one rank is heard on all, and the pool goes on."
+    echo, again = pool.place(Echo), pool.place(Echo)
+    b, r = prompts((5, 2, 7, 3)), pool.rank
+    odd = Batch(**b.columns | dict(tokens=b.tokens + r))
+    class Broken:
+        def __init__(self):
+            if r == 1: raise OSError("disk on fire")
+    out = dict(raised=caught(echo.fails, b), unlike_batch=caught(echo.add, odd), unlike_list=caught(echo.names, Batch(**b.columns | dict(answer=[f"{x}{r}" for x in b.answer]))),
+               unlike_number=caught(echo.add, b, more=r), unlike_method=caught(echo.add if r == 0 else echo.names, b), unlike_object=caught((echo if r == 0 else again).add, b),
+               a_number=caught(echo.number, b), a_list=caught(echo.add, [b]), place=caught(pool.place, Broken), part=caught(echo.add, b.parts(3)[0]),
+               one=caught(echo.fails, b[:1]), step=caught(pool.place(Policy, model()).step, b, loss))
+    return out | dict(after=echo.add(b))
+
+
+def stopped(pool, folder):
+    "A consumer that stops after two steps; a second run goes on where it stood."
+    grpo = loop_from(f"{ROOT}/tutorials/grpo.ipynb:grpo")
+    run = lambda **more: pool.watch(grpo(pool, Prompts(ASKED, Digits()), prefers, model=model, lr=2e-3, steps=4, prompts=2, group_size=2, minibatches=1, max_tokens=3,
+                                         checkpoint=Checkpoint(folder, every=10)))
+    first = [row["step"] for row in itertools.islice(run(), 2)]
+    pool.watched.close() if pool.watched is not None and hasattr(pool.watched, "close") else None
+    return first, sorted(f.name for f in Path(folder).iterdir()), [row["step"] for row in run()]
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    with SpmdPool(timeout=120.) as pool:
+        got = dict(tutorials=tutorials(pool), dispatch=dispatch(pool))
+        if pool.ranks > 1: got |= dict(failures=failures(pool), stopped=stopped(pool, folder/"run"))
+        torch.save(got, folder/f"{pool.rank}.pt")

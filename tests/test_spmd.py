@@ -1,0 +1,146 @@
+"One loop, three pools: under torchrun the tutorials' loops give the numbers of one process, and no rank waits for another that has failed (LAWS 24)."
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import spmd_loops
+import torch
+from conftest import ROOT
+from rlblocks import here
+
+ENV = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}")
+
+
+def torchrun(ranks, *script, limit=240):
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *map(str, script)], env=ENV, capture_output=True, text=True, timeout=limit)
+
+
+@pytest.fixture(scope="module")
+def alone(): return dict(tutorials=spmd_loops.tutorials(here), dispatch=spmd_loops.dispatch(here))
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def ranks(request, tmp_path_factory):
+    "What each rank of one launch saw."
+    folder = tmp_path_factory.mktemp("spmd")
+    run = torchrun(request.param, ROOT/"tests"/"spmd_loops.py", folder)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [torch.load(folder/f"{r}.pt", weights_only=False) for r in range(request.param)]
+
+
+def same(a, b, path, tol):
+    "Equal structures; floats within `tol`, everything else exactly."
+    if isinstance(b, torch.Tensor):
+        assert a.shape == b.shape and a.dtype == b.dtype, path
+        if b.is_floating_point(): assert torch.allclose(a, b, rtol=tol, atol=tol, equal_nan=True), (path, (a-b).abs().max())
+        else: assert torch.equal(a, b), path
+    elif isinstance(b, dict):
+        assert a.keys() == b.keys(), (path, a.keys() ^ b.keys())
+        for k in b: same(a[k], b[k], f"{path}.{k}", tol)
+    elif isinstance(b, (list, tuple)):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b, strict=True)): same(x, y, f"{path}[{i}]", tol)
+    elif isinstance(b, float): assert a == pytest.approx(b, rel=tol, abs=tol, nan_ok=True), path
+    else: assert a == b, path
+
+
+@pytest.mark.parametrize("loop", ["grpo", "one_prompt", "ppo", "dpo"])
+def test_the_tutorials_loops_give_the_numbers_of_one_process(alone, ranks, loop):
+    "Metrics of every step, positions in the data and final weights; prompts and rewards to the bit."
+    want = alone["tutorials"][loop]
+    assert len({round(row["loss"], 6) for row in want["shown"]}) > 1 and want["shown"][-1]["version"] > 1     # the loop does something
+    for rank in ranks:
+        got = rank["tutorials"][loop]
+        same(got, want, loop, 1e-5)
+        assert [row.get("reward") for row in got["shown"]] == [row.get("reward") for row in want["shown"]] and got["taken"] == want["taken"]
+
+
+def test_every_kind_of_call_is_answered_as_in_one_process(alone, ranks):
+    for rank in ranks: same(rank["dispatch"], alone["dispatch"], "dispatch", 1e-5)
+    drawn = [rank["dispatch"]["generated"] for rank in ranks]
+    for x in drawn:
+        for name in ("tokens", "completion", "group", "sample", "mask"): assert str(x[name]) == str(alone["dispatch"]["generated"][name]), name
+
+
+def test_ranks_hold_equal_weights(ranks):
+    for rank in ranks[1:]:
+        for name, w in rank["dispatch"]["state"].items(): assert torch.equal(w, ranks[0]["dispatch"]["state"][name]), name
+
+
+def test_a_failure_on_one_rank_is_heard_on_all(ranks):
+    "With rank, method, class and text; and the pool goes on."
+    if len(ranks) == 1: pytest.skip("needs two ranks")
+    for r, rank in enumerate(ranks):
+        said = rank["failures"]
+        assert "KeyError: 'no such thing as" in said["raised"]
+        assert ("OSError: disk on fire" if r == 1 else f"RuntimeError: place(Broken) failed on rank 1 of {len(ranks)}: OSError: disk on fire") in said["place"]
+        for what, words in dict(unlike_batch="unlike arguments to Echo.add (argument 0, column 'tokens'): rank 0: [4, 7] int64", unlike_list="column 'answer'): rank 0: ['50'",
+                                unlike_number="(argument 'more'): rank 0: 0; rank 1: 1", unlike_method="unlike calls: rank 0: Echo.add", unlike_object="unlike calls: rank 0: Echo.add of placed object").items():
+            assert said[what].startswith("ValueError: SpmdPool: the ranks") and words in said[what] and "Every rank runs every line" in said[what]
+        assert "TypeError: Echo.number: a int cannot be joined" in said["a_number"] and "inside a list is not cut" in said["a_list"] and "one of the 3 parts" in said["part"]
+        assert torch.equal(said["after"], spmd_loops.prompts((5, 2, 7, 3)).tokens)
+
+
+def test_consumers_stop_together(ranks):
+    "Rank 0 sees the rows; where it stops, every rank's loop is closed after the same step and saved, and a second run goes on from there."
+    if len(ranks) == 1: pytest.skip("needs two ranks")
+    assert ranks[0]["stopped"] == ([0, 1], ["step-00000002"], [2, 3])
+    assert all(rank["stopped"] == ([], ["step-00000002"], []) for rank in ranks[1:])
+
+
+DEPARTURES = dict(
+    raises_between=("if pool.rank == 1: raise OSError('no space left')", "rank 1 has left the loop with OSError: no space left, while rank 0 is at Pair.meet"),
+    ends_early=("if pool.rank == 1: raise SystemExit(0)", "rank 1 has left the loop, while rank 0 is at Pair.meet"),
+    fails_in_a_collective=("pair.broken = pool.rank == 1", "Pair.meet failed on rank 1 of 2: OSError: link down"),
+    consumer_fails=("if pool.rank == 0: fail = True", "OSError: the printer is out of paper"),
+)
+
+
+@pytest.mark.parametrize("how", DEPARTURES)
+def test_nobody_waits_for_a_rank_that_is_gone(tmp_path, how):
+    "Whatever way one rank goes, the other hears why within seconds, not after the timeout."
+    line, words = DEPARTURES[how]
+    (tmp_path/"loop.py").write_text(f"""
+import torch, torch.distributed as dist
+from rlblocks import Batch
+from rlblocks.spmd import SpmdPool
+
+class Pair:
+    broken = False
+    def meet(self, b):
+        if self.broken: raise OSError("link down")
+        dist.all_reduce(torch.ones(1))
+        return b.tokens
+
+fail = False
+def loop(pool):
+    global fail
+    pair, b = pool.place(Pair), Batch(tokens=torch.arange(8).view(4, 2))
+    for step in range(4):
+        if step == 2:
+            {line}
+        pair.meet(b)
+        yield step
+
+pool = SpmdPool(timeout=600, grace=2)
+try:
+    for row in pool.watch(loop(pool)):
+        if fail: raise OSError("the printer is out of paper")
+except (RuntimeError, OSError) as e:
+    print(f"rank {{pool.rank}} heard: {{e}}", flush=True)
+    raise
+""")
+    start = time.monotonic()
+    run = torchrun(2, tmp_path/"loop.py", limit=120)
+    assert run.returncode != 0 or how == "ends_early"
+    assert words in run.stdout + run.stderr, run.stdout + run.stderr[-2000:]
+    assert time.monotonic() - start < 100
+
+
+def test_without_torchrun_it_is_one_process():
+    from rlblocks.spmd import SpmdPool
+    with SpmdPool() as pool:
+        echo = pool.place(spmd_loops.Echo, 2)
+        assert type(echo) is spmd_loops.Echo and list(pool.watch(range(3))) == [0, 1, 2] and (pool.rank, pool.ranks) == (0, 1)
