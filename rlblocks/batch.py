@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .balancing import balance
+from .packing import shared_prefix
 
 # %% ../nbs/21_batch.ipynb #3975585f
 def _plain(part):
@@ -42,7 +43,7 @@ class Whole:
     n_tokens:int # chosen tokens
     n_rows:int   # rows with a chosen token
     n_units:int  # units with a chosen token
-    siblings:tuple=() # (lengths, unit) of every part of the same cut: lets each rank plan everybody's micro-batches without asking
+    siblings:tuple=() # (lengths, unit, `shared_prefix`) of every part of the same cut: lets each rank plan everybody's micro-batches without asking
 
 def _shape(x): return f"a list of {len(x)}" if isinstance(x, list) else f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
 
@@ -162,44 +163,63 @@ class Batch:
         for i, u in enumerate(self.unit.tolist()): units.setdefault(u, []).append(i)
         return list(units.values())
 
+    @property
+    def families(self)->Tensor|None: # `[B]` ids
+        "Rows that are likely to begin alike: answers to one prompt (column `group`), else rows of one `unit`; None without tokens or either."
+        ids = next((x for x in map(self.columns.get, ("group", "unit")) if isinstance(x, Tensor) and x.dim() == 1 and not x.dtype.is_floating_point), None)
+        return ids if "tokens" in self and "lengths" in self else None
+
     def cut(self,
-        n:int, # how many pieces
+        n:int,      # how many pieces
+        costs=None, # `[B]`, what each row costs, e.g. `row_costs(b.lengths, quadratic=…)`; its tokens, if not given
     )->list[list[int]]: # row numbers of each piece, ascending; pieces may be empty
-        "Deal the units to `n` pieces of nearly equal token counts."
-        units = self.unit_rows()
-        lengths = self.lengths.tolist() if "lengths" in self else [1]*len(self)
-        shares = balance([sum(lengths[i] for i in u) for u in units], n) if units else [[]]*n
-        return [sorted(i for k in share for i in units[k]) for share in shares]
+        "Deal the units to `n` pieces of nearly equal cost. The same answer on every machine, so that each can make its own piece."
+        if costs is not None and len(costs) != len(self): raise ValueError(f"Batch.cut: costs are {len(costs)}, the batch has {len(self)} rows; one a row is wanted")
+        units, each = self.unit_rows(), torch.as_tensor(self._sizes() if costs is None else costs, dtype=torch.double).tolist()
+        return [sorted(i for k in share for i in units[k]) for share in balance([sum(each[i] for i in u) for u in units], n)]
+
+    def _sizes(self): return self.lengths if "lengths" in self else torch.ones(len(self))
 
     def part(self,
         rows:list[int], # row numbers; none makes a filler
-        siblings=(),    # (lengths, unit) of every part of the same cut
+        siblings=(),    # what `siblings` says of the cut it is of
     ):
-        "Some rows as a part that remembers this batch's whole. No rows: the first unit with its mask cleared, weightless, so that collectives find work."
-        w = self.whole
-        whole = Whole(w.n_tokens, w.n_rows, w.n_units, siblings or w.siblings)
-        if rows: return self._rows(torch.tensor(rows), whole, self.filler)
-        if not len(self): raise ValueError("Batch: a batch without rows cannot be cut in parts: there is no row to make a filler of")
-        new = self._rows(torch.tensor(self.unit_rows()[0]), whole, filler=True)
-        new.columns["mask"] = torch.zeros_like(new.mask)
+        "Some rows as a part that remembers this batch's whole. No rows: the shortest unit with its mask cleared, weightless, so that collectives find work."
+        w = self.whole if self._whole or "mask" in self else Whole(0, 0, 0) # without a mask nothing counts
+        new = self._rows(torch.tensor(rows or self._lightest()), Whole(w.n_tokens, w.n_rows, w.n_units, siblings or w.siblings), self.filler or not rows)
+        if new.filler and "mask" in new: new.columns["mask"] = torch.zeros_like(new.mask)
         return new
 
-    def parts(self,
-        n:int, # how many parts: replicas, ranks
-    )->list: # `n` batches; together they hold every row once, besides fillers
-        "Cut between units into `n` parts balanced by tokens, for replicas or ranks. Losses of the parts add up to the loss of the whole."
+    def _lightest(self):
         if not len(self): raise ValueError("Batch: a batch without rows cannot be cut in parts: there is no row to make a filler of")
-        cuts = self.cut(n)
-        unit = self.unit if "unit" in self else torch.arange(len(self))
-        siblings = tuple((self.lengths[c or self.unit_rows()[0]], unit[c or self.unit_rows()[0]]) for c in cuts) if "lengths" in self else ()
-        return [self.part(c, siblings) for c in cuts]
+        sizes = self._sizes().tolist()
+        return min(self.unit_rows(), key=lambda u: sum(sizes[i] for i in u))
+
+    def siblings(self,
+        cuts:list[list[int]], # of `cut`: row numbers of every piece
+    )->tuple: # for `part`: of each piece (lengths, unit, its `shared_prefix`, or None where no rows begin alike)
+        "What the parts of a cut look like, so that each of them can plan for all."
+        if "lengths" not in self: return ()
+        filler, unit, ids = self._lightest(), self.unit if "unit" in self else torch.arange(len(self)), self.families
+        def look(rows): return self.lengths[rows], unit[rows], shared_prefix(self.tokens[rows], self.lengths[rows], ids[rows]) if ids is not None else None
+        return tuple(look(rows or filler) for rows in cuts)
+
+    def parts(self,
+        n:int,      # how many parts: replicas, ranks
+        costs=None, # `[B]`, what each row costs; its tokens, if not given
+    )->list: # `n` batches; together they hold every row once, besides fillers
+        "Cut between units into `n` parts balanced by tokens or cost, for replicas or ranks. Losses of the parts add up to the loss of the whole."
+        self._lightest()
+        cuts = self.cut(n, costs)
+        siblings = self.siblings(cuts)
+        return [self.part(rows, siblings) for rows in cuts]
 
     def minibatches(self,
         n:int,   # optimizer steps to make of this batch
         *,
         seed=0,  # a number or tuple that names this shuffle, e.g. (seed, step, epoch)
     )->list: # at most `n` wholes (fewer when there are fewer units)
-        "Shuffle the units and deal them to `n` optimizer steps; each is a whole of its own."
+        "Shuffle the units and deal them to `n` optimizer steps of as many units (or one fewer); each is a whole of its own. Units stay together, groups need not."
         if self._whole: raise ValueError("Batch: minibatches makes optimizer steps and needs a whole; this is a part")
         if n < 1: raise ValueError(f"Batch: minibatches({n}); at least 1 is wanted")
         units = self.unit_rows()
@@ -273,10 +293,13 @@ def _check_lengths(b, lengths):
 def _check_tokens(b, tokens):
     if not isinstance(tokens, Tensor) or tokens.dtype.is_floating_point or tokens.dim() != 2: raise TypeError(f"Batch: tokens is {_shape(tokens)}; integers [B, T] are wanted")
 
-def _check_unit(b, unit):
-    if not isinstance(unit, Tensor) or unit.dtype.is_floating_point or unit.dim() != 1: raise TypeError(f"Batch: unit is {_shape(unit)}; integer ids [B] are wanted")
+def _whole_numbers(name, axes, say):
+    def check(b, x):
+        if not isinstance(x, Tensor) or x.dtype.is_floating_point or x.dtype == torch.bool or x.dim() not in axes: raise TypeError(f"Batch: {name} is {_shape(x)}; {say} are wanted")
+    return check
 
-_CHECKS = dict(mask=_check_mask, lengths=_check_lengths, tokens=_check_tokens, unit=_check_unit)
+_CHECKS = dict(mask=_check_mask, lengths=_check_lengths, tokens=_check_tokens, policy_version=_whole_numbers("policy_version", (1, 2), "integers [B] or [B, T]"),
+               **{name: _whole_numbers(name, (1,), "integer ids [B]") for name in ("unit", "group")})
 
 # %% ../nbs/21_batch.ipynb #7b8f8949
 def pairs(

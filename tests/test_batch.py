@@ -1,8 +1,11 @@
 "Batch: columns that fit, wholes and parts, units that stay together."
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
+from conftest import ROOT
 from rlblocks import Batch, pairs, seed_of
 from tiny import rows
 from torch.testing import assert_close
@@ -41,8 +44,77 @@ def test_fillers_are_weightless_copies_of_a_real_unit():
     b = small()
     b["unit"] = torch.tensor([7, 7, 9])
     fillers = [p for p in b.parts(4) if p.filler]
-    assert len(fillers) == 2 and all(p.unit.tolist() == [7, 7] and not p.mask.any() and p.n_rows == 3 for p in fillers)
-    assert b.mask.any()
+    assert len(fillers) == 2 and all(p.unit.tolist() == [9] and not p.mask.any() and p.n_rows == 3 for p in fillers) # 3 tokens, where unit 7 has 6
+    assert b.mask.any() and b.part([]).unit.tolist() == [9]
+
+
+@pytest.mark.parametrize("n", [1, 3, 8, 20])
+@pytest.mark.parametrize("unit", [False, True])
+def test_what_parts_answer_goes_back_where_it_came_from(n, unit):
+    "Every column, lists too, comes back in the order of the rows; each can be made alone; units and group ids are what they were."
+    b = rows()
+    b["name"], b["group"] = [dict(i=i) for i in range(16)], torch.arange(16) % 5
+    if unit: b["unit"] = torch.arange(16) % 6
+    cuts, parts = b.cut(n), b.parts(n)
+    assert sorted(sum(cuts, [])) == list(range(16)) and all(c == sorted(c) for c in cuts)
+    for k, part in enumerate(parts):
+        share = b.part(cuts[k], b.siblings(cuts))
+        assert share.row.tolist() == part.row.tolist() and share.filler == part.filler == (not cuts[k]) and share.whole.n_tokens == part.whole.n_tokens == b.n_tokens
+        assert part.filler or part.row.tolist() == cuts[k]
+        assert [x[0].tolist() for x in part.whole.siblings] == [p.lengths.tolist() for p in parts] # everybody knows what the others have
+    back = Batch.cat(parts)[torch.tensor(sum(cuts, [])).argsort()]
+    for name, x in b.columns.items(): assert back[name] == x if isinstance(x, list) else back[name].equal(x), name
+
+
+def test_parts_are_balanced_by_tokens_or_by_cost():
+    lengths = torch.tensor([800] + [100]*8)
+    b = Batch(tokens=torch.zeros(9, 800, dtype=torch.long), lengths=lengths, mask=(torch.arange(800) >= 1) & (torch.arange(800) < lengths[:, None]))
+    assert [int(p.lengths.sum()) for p in b.parts(2)] == [800, 800]
+    assert sorted(len(p) for p in b.parts(3, lengths.double()**2)) == [1, 4, 4] and b.cut(2, [1.]*9) != b.cut(2)
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.randint(50, 500, (256,), generator=g)
+    b = Batch(tokens=torch.zeros(256, 500, dtype=torch.long), lengths=lengths, mask=(torch.arange(500) >= 1) & (torch.arange(500) < lengths[:, None]))
+    assert max(int(p.lengths.sum()) for p in b.parts(8)) <= 1.001*int(lengths.sum())/8
+    with pytest.raises(ValueError, match="costs are 3, the batch has 256 rows"): b.parts(2, [1., 2., 3.])
+
+
+def test_rows_without_a_mask_are_cut_too():
+    b = Batch(tokens=torch.ones(3, 4, dtype=torch.long), lengths=torch.tensor([4, 1, 2]))
+    parts = b.parts(4)
+    assert [p.lengths.tolist() for p in parts if not p.filler] == [[4], [2], [1]] and parts[3].filler and parts[3].lengths.tolist() == [1] and parts[0].n_tokens == 0
+    assert len(Batch(x=torch.ones(3)).parts(2)) == 2
+
+
+def test_a_cut_holds_one_share_at_a_time():
+    "LAWS 39: a batch goes out in 8 shares and a column comes back, and the peak stays under twice the batch; rows that are sent ragged take what exists, 13 bytes a token."
+    code = """
+import resource, torch
+from rlblocks.batch import Batch
+from rlblocks.ragged import ragged
+rss = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024
+g = torch.Generator().manual_seed(0)
+B, T = 1024, 8192
+lengths = torch.randint(T//2, T + 1, (B,), generator=g)
+mask = torch.zeros(B, T, dtype=torch.bool)
+for i, n in enumerate(lengths.tolist()): mask[i, 1:n] = True
+b = Batch(tokens=torch.ones(B, T, dtype=torch.long), lengths=lengths, mask=mask, old_logprobs=torch.ones(B, T))
+held = sum(x.nbytes for x in b.columns.values())
+b.part([0, 1])                                  # allocator and imports
+before, sent, cuts, answers = rss(), 0, b.cut(8), []
+siblings = b.siblings(cuts)
+for k in range(8):
+    share = b.part(cuts[k], siblings)
+    flat = ragged(share)
+    sent += flat.nbytes
+    answers.append(share.old_logprobs + share.row if "row" in share else share.old_logprobs.clone())
+    del share, flat
+b["ref_logprobs"] = torch.cat(answers)[torch.tensor(sum(cuts, [])).argsort()]
+assert b.ref_logprobs.equal(b.old_logprobs)
+print(held, rss() - before, sent/int(lengths.sum()))
+"""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    held, grew, a_token = map(float, run.stdout.split())
+    assert grew < held and a_token < 16
 
 
 def test_minibatches_are_wholes_of_their_own_and_shuffled_by_name():
@@ -52,6 +124,22 @@ def test_minibatches_are_wholes_of_their_own_and_shuffled_by_name():
     assert [m.row.tolist() for m in b.minibatches(3, seed=(0, 4))] == [m.row.tolist() for m in minis] != [m.row.tolist() for m in b.minibatches(3, seed=(0, 5))]
     assert len(b[:2].minibatches(3)) == 2
     with pytest.raises(ValueError, match="needs a whole"): b.parts(2)[0].minibatches(2)
+
+
+@pytest.mark.parametrize("unit", [None, 2, 3])
+def test_minibatches_have_as_many_units_and_may_part_groups(unit):
+    "Equal are units, to one; tokens are as they fall; groups are parted, since what depends on them was made on the whole."
+    b = rows()
+    b["group"] = torch.arange(16)//4
+    if unit: b["unit"] = torch.arange(16)//unit
+    counts, parted = [], 0
+    for seed in range(20):
+        minis = b.minibatches(3, seed=seed)
+        counts = [len(m.unit_rows()) for m in minis]
+        assert max(counts) - min(counts) <= 1 and sum(counts) == len(b.unit_rows())
+        assert sorted(i for m in minis for i in m.row.tolist()) == list(range(16)) and all(m._whole is None and m.n_tokens == int(m.mask.sum()) for m in minis)
+        parted += sum(len(set(m.group.tolist())) for m in minis) > 4
+    assert parted
 
 
 def test_units_are_never_parted():
@@ -109,7 +197,11 @@ def test_pickles_and_moves_whole():
     ("scores", torch.zeros(2), ValueError, "has 2 rows, the batch has 3"),
     ("lengths", torch.tensor([4, 5, 1]), ValueError, "tokens are 4 wide"),
     ("lengths", torch.tensor([4., 2., 1.]), TypeError, "integers"),
-    ("unit", torch.zeros(3), TypeError, "integer ids"),
+    ("unit", torch.zeros(3), TypeError, "unit is \\[3\\] float32; integer ids"),
+    ("group", torch.zeros(3), TypeError, "group is \\[3\\] float32; integer ids"),
+    ("group", torch.zeros(3, 4, dtype=torch.long), TypeError, "group is \\[3, 4\\] int64"),
+    ("group", ["a", "b", "c"], TypeError, "group is a list of 3; integer ids"),
+    ("policy_version", torch.zeros(3), TypeError, "policy_version is \\[3\\] float32; integers \\[B\\] or"),
     ("scores", 3, TypeError, "is a int"),
     ("scores", torch.tensor(3.), ValueError, "single number"),
 ])
