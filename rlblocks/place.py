@@ -82,6 +82,7 @@ class Call:
         "Find the Batches among the arguments and deal their units. TypeError for a Batch inside a list or dict, ValueError for one that is cut already."
         self.args, self.kwargs, self.n, self.who = args, kwargs, n, who
         self.cuts:dict[int, list] = {}    # id of a Batch → row numbers of each part
+        self.siblings:dict[int, tuple] = {} # likewise → what the parts look like
         for x in (*args, *kwargs.values()): self._deal(x)
         self.rows = next(iter(self.cuts.values()), None)   # of the first Batch; None: nothing is cut
 
@@ -94,6 +95,7 @@ class Call:
             if x._whole and len(x._whole.siblings) > 1:
                 raise ValueError(f"{self.who}: got one of the {len(x._whole.siblings)} parts of a batch; pass the whole, the pool cuts it")
             self.cuts[id(x)] = x.cut(self.n)
+            self.siblings[id(x)] = x.siblings(self.cuts[id(x)])
 
     def of(self,
         k:int, # which replica
@@ -104,8 +106,8 @@ class Call:
     def _part(self, x, k)->Any:
         if isinstance(x, tuple): return type(x)(*(self._part(y, k) for y in x)) if hasattr(x, "_fields") else tuple(self._part(y, k) for y in x)
         if not isinstance(x, Batch) or self.rows is None: return x
-        if not len(x): return x._like(x.columns, Whole(0, 0, 0, ((torch.zeros(0, dtype=torch.long),)*2,)*self.n))   # a weightless part, beside others that were cut
-        return _share(x, self.cuts[id(x)], k)
+        if not len(x): return x._like(x.columns, Whole(0, 0, 0, ((*(torch.zeros(0, dtype=torch.long),)*2, None),)*self.n))   # a weightless part, beside others that were cut
+        return x.part(self.cuts[id(x)][k], self.siblings[id(x)])
 
     def joined(self,
         answers:list, # of each replica, in their order
@@ -150,11 +152,3 @@ class Call:
             return [rows[i] for i in order.tolist()]
         if first.dim() > 1: parts = [widen(a, max(a.shape[1] for a in parts)) for a in parts]
         return torch.cat(parts)[order]
-
-def _share(batch, cuts, k):
-    "Part `k` of a cut, which remembers its whole; of a batch without `mask` too: there is nothing to count."
-    filler = batch.unit_rows()[0]
-    unit = batch.unit if "unit" in batch else torch.arange(len(batch))
-    siblings = tuple((batch.lengths[c or filler], unit[c or filler]) for c in cuts) if "lengths" in batch else ()
-    if "mask" in batch: return batch.part(cuts[k], siblings)
-    return batch._rows(torch.tensor(cuts[k] or filler), Whole(0, 0, 0, siblings), filler=not cuts[k])
