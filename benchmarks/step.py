@@ -24,6 +24,7 @@ import tempfile
 import time
 from contextlib import contextmanager
 from datetime import datetime
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -192,7 +193,7 @@ def alone(side, work):
         before = resident("VmRSS")
         for _ in range(2): next(loop)
     else:
-        import trl as _
+        import_module("trl")
         before = resident("VmRSS")
         trl(net, tokenizer, texts, Timer(), 2, lambda n: None, SIDES[side])
     print(json.dumps(dict(GiB=resident("VmHWM"), before=before)))

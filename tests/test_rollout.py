@@ -2,7 +2,7 @@
 import pytest
 import torch
 from rlblocks import Batch, Grader, Policy, Rollout, group_advantages, masked_mean
-from rlblocks.rollout import sample_tokens
+from rlblocks.decoding import Decoder, sample_tokens
 from tiny import model, prompts
 from torch import nn
 from torch.testing import assert_close
@@ -71,6 +71,92 @@ def test_seeds_belong_to_samples():
     assert said(engine(max_rows=4).generate(p, group_size=4, seed=(0, 3))) == said(whole)
     assert said(r.generate(p, group_size=4, seed=(0, 4))) != said(whole)
     assert said(r.generate(p, group_size=2, seed=(0, 3))) == [x for i, x in enumerate(said(whole)) if i % 4 < 2]
+
+
+def test_a_long_vocabulary_is_drawn_as_in_float64():
+    "Places found block by block are those of one cumulative sum, for any length, banned ids and the last number below 1 included."
+    g = torch.Generator().manual_seed(1)
+    for V in (1, 63, 64, 65, 1000):
+        z, u = torch.randn(300, V, generator=g)*4, torch.rand(300, generator=g, dtype=torch.float64)
+        z[:, V//2+1:][torch.rand(300, V - V//2 - 1, generator=g) < .3] = -torch.inf
+        z[0, V//2+1:], u[0] = -torch.inf, 1 - 1e-16       # the last id with any mass
+        F = z.double().softmax(-1).cumsum(-1)
+        tokens, logp, _ = sample_tokens(z, u)
+        wanted = torch.searchsorted(F, (u*F[:, -1])[:, None], right=True)[:, 0].clamp(max=V-1)
+        wanted[0] = V//2
+        assert tokens.tolist() == wanted.tolist(), V
+        assert_close(logp, z.log_softmax(-1).gather(1, tokens[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+
+
+def ran(net, what):
+    "A list that receives what `what` makes of (module, inputs, output) of each forward pass."
+    seen = []
+    net.register_forward_hook(lambda module, args, kwargs, out: seen.append(what(args[0], out)), with_kwargs=True)
+    return seen
+
+
+def test_only_what_is_needed_is_run():
+    "Prompts of like length together, each once for its group; one logit vector a row; rows that have ended leave."
+    p, r = prompts((3, 9, 2, 8)), engine(model(eos_token_id=1), max_rows=8, max_tokens=30)
+    ids, logits, head = ran(r.module, lambda x, out: tuple(x.shape)), ran(r.module, lambda x, out: out.logits.shape[:2].numel()), ran(r.module.lm_head, lambda x, out: x.shape[:-1].numel())
+    b = r.generate(p, group_size=4, seed=3)
+    prefills = [i for i, (rows, width) in enumerate(ids) if rows*width != logits[i]]
+    assert [ids[i] for i in prefills] == [(2, 9), (2, 3)] and [logits[i] for i in prefills] == [2, 2]
+    assert logits == head
+    completions = b.lengths - b.prompt_lengths
+    assert completions.min() < 15 and (completions == 30).any()
+    for rows, start, stop in zip((completions.view(4, 4)[[1, 3]].flatten(), completions.view(4, 4)[[0, 2]].flatten()), prefills, [*prefills[1:], len(ids)], strict=True):
+        steps = logits[start+1:stop]
+        alive = [int((rows > s+1).sum()) for s in range(len(steps))]      # who still has something to say after step s
+        assert len(steps) == int(rows.max()) - 1
+        assert all(a <= n and n*7//8 < a or n == a for n, a in zip(steps, alive, strict=True)), (steps, alive)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2", "gemma"])
+def test_siblings_side_by_side_change_nothing(kind):
+    "One copy of a prompt's keys for its group: until rows leave, or have said more than they share; nothing of it shows."
+    net = sharp(kind)
+    both = engine(net, max_tokens=30), engine(net, max_tokens=30)
+    assert both[0].shared
+    both[1].shared = False
+    for p, stop in ((prompts((20, 31)), True), (prompts((2, 9, 3)), False), (prompts((6,)), True)):
+        if not stop: both[0].stop = both[1].stop = torch.tensor([], dtype=torch.long)
+        a, b = (r.generate(p, group_size=8, seed=4) for r in both)
+        assert said(a) == said(b)
+        assert_close(a.rollout_logprobs, b.rollout_logprobs, rtol=0, atol=1e-4)
+
+
+def test_a_groups_prompt_is_kept_once():
+    net = model().eval()
+    def keys(repeats, said, shared=True):
+        with torch.no_grad():
+            decoder, at = Decoder(net, torch.randint(2, 32, (3, 20)), torch.tensor([20, 9, 4]), repeats, cached=True, shared=shared), []
+            for _ in range(said):
+                decoder.push(torch.randint(2, 32, (3*repeats,)))
+                at.append(decoder.cache.layers[0].keys)
+        return at
+    shapes = [tuple(k.shape) for k in keys(4, 22)]
+    assert [s[0]*s[2] for s in shapes[:20]] == [3*(20 + 4*(s+1)) for s in range(20)] and [s[0]*s[2] for s in shapes[20:]] == [12*41, 12*42]
+    assert [k.shape[0]*k.shape[2] for k in keys(4, 2, shared=False)] == [12*21, 12*22]
+    assert len({k.data_ptr() for k in keys(1, 40)}) <= 3        # written in place, in room that grows by a quarter
+
+
+def test_models_with_windows_or_masks_of_their_own_keep_their_siblings_apart():
+    "Mistral's window, and GPT-Neo, whose layers cut a window out of the columns of the cache: right, and not shared."
+    import transformers as tf
+    neo = tf.GPTNeoForCausalLM(tf.GPTNeoConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4, window_size=4,
+                                               max_position_embeddings=64, eos_token_id=1, bos_token_id=1))
+    for net in (neo, sharp("mistral", sliding_window=4)):
+        with torch.no_grad():
+            for w in net.parameters(): w *= 2
+        class Again(nn.Module):
+            def __init__(self, net): super().__init__(); self.net = net
+            def forward(self, tokens): return self.net(tokens, use_cache=False).logits
+        fast = engine(net)
+        assert not fast.shared
+        a, b = fast.generate(prompts((9, 20)), group_size=4, seed=2), engine(Again(net), stop=[1]).generate(prompts((9, 20)), group_size=4, seed=2)
+        assert said(a) == said(b)
+        assert_close(a.rollout_logprobs, b.rollout_logprobs, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma", "mistral"])
