@@ -60,7 +60,7 @@ class Fsdp:
         module:nn.Module,    # owned from here on; the same on every rank
         device:torch.device, # where it computes
         *,
-        optimizer:Callable|None=None, # parameters (DTensors) → torch optimizer; None: frozen
+        optimizer:Callable|None=None, # (name, DTensor) pairs → torch optimizer; None: frozen
         max_norm:float=float("inf"),  # clip the gradient to this 2-norm
         dtype:torch.dtype|None=None,  # compute dtype; weights are gathered in it
         offload:str|None=None,        # "cpu": shards, gradients and states live there, and the optimizer steps there
@@ -80,7 +80,7 @@ class Fsdp:
             part.set_force_sum_reduction_for_comms(True)
             if hasattr(part, "set_reduce_scatter_unused_params"): part.set_reduce_scatter_unused_params(True, recurse=False)  # not in torch < 2.13
         self.device, self.max_norm, self.used = device, max_norm, set()
-        self.optimizer = optimizer([p for p in module.parameters() if p.requires_grad]) if optimizer else None
+        self.optimizer = optimizer([(n, p) for n, p in module.named_parameters() if p.requires_grad]) if optimizer else None
         if optimizer: self._watch()
 
     def _parts(self)->list: return [m for m in self.module.modules() if isinstance(m, FSDPModule)]

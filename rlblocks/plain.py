@@ -94,12 +94,12 @@ class Plain:
         module:nn.Module,    # owned from here on
         device:torch.device, # where it computes
         *,
-        optimizer:Callable|None=None, # parameters → torch optimizer; None: frozen
+        optimizer:Callable|None=None, # (name, parameter) pairs → torch optimizer; None: frozen
         max_norm:float=float("inf"),  # clip the gradient to this 2-norm
     ):
         "Move the module to its device."
         self.module, self.device, self.max_norm = module.to(device), device, max_norm
-        self.optimizer = optimizer([p for p in module.parameters() if p.requires_grad]) if optimizer else None
+        self.optimizer = optimizer([(n, p) for n, p in module.named_parameters() if p.requires_grad]) if optimizer else None
 
     def __call__(self, *args, **kwargs): return self.module(*args, **kwargs)
 
