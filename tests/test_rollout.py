@@ -144,9 +144,9 @@ def test_a_groups_prompt_is_kept_once():
 def test_models_with_windows_or_masks_of_their_own_keep_their_siblings_apart():
     "Mistral's window, and GPT-Neo, whose layers cut a window out of the columns of the cache: right, and not shared."
     import transformers as tf
-    neo = tf.GPTNeoForCausalLM(tf.GPTNeoConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4, window_size=4,
+    neo = tf.GPTNeoForCausalLM(tf.GPTNeoConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4, window_size=12,
                                                max_position_embeddings=64, eos_token_id=1, bos_token_id=1))
-    for net in (neo, sharp("mistral", sliding_window=4)):
+    for net in (neo, sharp("mistral", sliding_window=12)):      # longer than what the probe runs
         with torch.no_grad():
             for w in net.parameters(): w *= 2
         class Again(nn.Module):
