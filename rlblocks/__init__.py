@@ -15,7 +15,7 @@ from rlblocks.best_of import (
     best_of_n_advantages, best_random_weights, best_worst_weights, group_pass_at_k_advantages, pass_at_k_advantages, pf_ppo_weights,
     resampled_rows,
 )
-from rlblocks.buffer import Buffer, mixed_groups, refill, replay_draw
+from rlblocks.buffer import Buffer, replay_draw
 from rlblocks.corrections import (
     EffectiveShare, binary_kl, binary_tv, correction_metrics, effective_share, fresh_mask, geometric_mask, geometric_weights, icepop_weights,
     off_policy_sequence_mask, row_max, row_mean, row_sum, sequence_mask, sequence_weights, staleness_weights, truncated_weights, veto_mask,
@@ -24,6 +24,7 @@ from rlblocks.corrections import (
 from rlblocks.distill_losses import (
     dft_loss, forward_kl_loss, jsd_loss, predicting, reverse_kl_loss, sft_loss, support_logprobs, uld_loss, with_tail,
 )
+from rlblocks.dynamic import mixed_groups, refill
 from rlblocks.groups import (
     cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out, opo_advantages, optimal_token_baseline,
     reinforce_pp_baseline, soft_values,

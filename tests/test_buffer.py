@@ -7,7 +7,8 @@ import torch
 from torch.testing import assert_close
 
 from rlblocks.batch import Batch
-from rlblocks.buffer import Buffer, mixed_groups, refill, replay_draw
+from rlblocks.buffer import Buffer, replay_draw
+from rlblocks.dynamic import mixed_groups, refill
 
 
 def rows(groups, *, version=0, seed=0, T=7, **columns):
