@@ -46,11 +46,12 @@ class Segments:
         rows = [(begins[h], k, at, n) for at, n, (h, k) in zip(begins, self.sizes, self.prefixes, strict=False) if n]
         see = torch.cat([torch.arange(a, a+n) for h, k, at, own in rows for a, n in ((h, k), (at, own))])
         q, k = [n for *_, n in rows], [k+n for _, k, _, n in rows]
-        return see, *(torch.tensor([0, *x]).cumsum(0, dtype=torch.int32) for x in (q, k)), max(q), max(k)
+        cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0, dtype=torch.int32) for x in (q, k))
+        return see, cu_q, cu_k, max(q), max(k)
 
 # %% ../nbs/31_attention.ipynb #f8cd9f01
 NAME = "rlblocks_segments" # what transformers knows the function by
-CELLS = 1 << 20            # a mask has at most so many
+CELLS = 1 << 19            # a mask has at most so many
 
 def _row(q, k, v, segments, window, softcap, **how):
     "Attention of one row: `q` `[1, H, n, d]` are the last n of `k`, `v` `[1, K, m, d]`."
@@ -75,17 +76,22 @@ def _scores(q, k, v, mask, softcap, *, scale, dropout_p, enable_gqa):
     p = torch.softmax(s, -1, dtype=torch.promote_types(s.dtype, torch.float32)).to(v.dtype)
     return (nn.functional.dropout(p, dropout_p) if dropout_p else p) @ v
 
-def _varlen(q, k, v, segments, window, *, scale, dropout_p, enable_gqa):
-    "All rows in one call of torch's kernel for rows of unequal length; None where there is no such kernel for these tensors."
-    if q.device.type != "cuda" or v.dtype not in (torch.float16, torch.bfloat16) or dropout_p or max(q.shape[-1], v.shape[-1]) > 256: return None
-    try: from torch.nn.attention.varlen import varlen_attn
-    except ImportError: return None
-    if "enable_gqa" not in inspect.signature(varlen_attn).parameters: return None
+def _kernel(q, k, v, segments, window, *, scale, enable_gqa):
+    "All rows in one call of torch's kernel for rows of unequal length, on NVIDIA in half precision: `[N, H, e]`. Its causal triangle ends at the last key, as a prefix wants."
+    from torch.nn.attention.varlen import varlen_attn
     see, cu_q, cu_k, max_q, max_k = segments.unequal
     see, cu_q, cu_k = (x.to(q.device, non_blocking=True) for x in (see, cu_q, cu_k))
     q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))
     if len(see) > len(q): k, v = k[see], v[see]
-    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(window-1 if window < max_k else -1, 0), enable_gqa=enable_gqa)
+    attend:Any = varlen_attn
+    return attend(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(window-1 if window < max_k else -1, 0), enable_gqa=enable_gqa)
+
+def _has_kernel(q, v, dropout):
+    "Whether `_kernel` can take these tensors."
+    if q.device.type != "cuda" or v.dtype not in (torch.float16, torch.bfloat16) or dropout or max(q.shape[-1], v.shape[-1]) > 256: return False
+    try: from torch.nn.attention.varlen import varlen_attn
+    except ImportError: return False
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 def segment_attention(
     module:nn.Module, # the attention layer
@@ -119,9 +125,8 @@ def segment_attention(
     if not getattr(module, "is_causal", True) or more.get("is_causal") is False: raise NotImplementedError(f"segment_attention: {type(module).__name__} is not causal; use pack=False")
     if sliding_window is None: sliding_window = getattr(module, "sliding_window", None) # some layers tell only the mask
     window = sliding_window or key.shape[2]
-    flat = None if softcap else _varlen(query, key, value, segments, window, **how)
-    if flat is not None: return flat[None], None
-    q, ks, vs = (x.split(segments.sizes, 2) for x in (query, key, value))  # one split: its gradient is one join, a slice's would be as long as the line
+    if not softcap and _has_kernel(query, value, dropout): return _kernel(query, key, value, segments, window, scale=scaling, enable_gqa=groups > 1)[None], None
+    q, ks, vs = (x.split(list(segments.sizes), 2) for x in (query, key, value))  # one split: its gradient is one join, a slice's would be as long as the line
     out = []
     for i, (h, n) in enumerate(segments.prefixes):
         if not segments.sizes[i]: continue
@@ -141,8 +146,8 @@ def attend_by_segments(
     model:nn.Module, # a transformers model, or a module that holds one; its configuration is changed in place
 )->list[tuple[Any, str]]: # (configuration, what it said before) of every model inside, for `attend_as_before`; empty: the model's attention cannot be set
     "Let a model with dense attention (sdpa or eager) attend by `segment_attention`. Other attentions (flash, flex) stay: they have ways of their own."
-    inside = {id(m.config): m for m in model.modules() if getattr(m, "_supports_attention_backend", False)}
-    before = [(m.config, m.config._attn_implementation) for m in inside.values()]
+    inside:dict[int, Any] = {id(m.config): m.config for m in model.modules() if getattr(m, "_supports_attention_backend", False)}
+    before = [(config, config._attn_implementation) for config in inside.values()]
     if not before or any(name not in ("sdpa", "eager", NAME) for _, name in before): return []
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .batch import Batch, widen
 from .masked import Last, Mean, merge
-from .packing import micro_batch_count, plan_micro_batches
+from .packing import micro_batch_count, plan_micro_batches, shared_prefix
 from .head import bending
-from .reader import Reader, keeps_rows_apart
+from .reader import Reader, pack_by
 from .sharded import ShardedModel, agree, world
 
 # %% ../nbs/33_runner.ipynb #ae90ff7a
@@ -49,21 +49,19 @@ class Runner:
         name:str,              # of the wrapper, for messages
         micro_tokens:int=8192, # most tokens (padded: cells) a forward pass
         micro_rows:int|None=None, # most rows a forward pass
-        pack:bool|None=None,   # None: pack where attention within a pack is linear (flash) and rows stay apart
+        pack:bool|None=None,   # None: pack where rows stay apart and cost what they cost alone; True: or raise; False: pad
         **engine,              # of `ShardedModel`
     ):
         "Hold the model and decide how rows are laid out. ValueError when `pack=True` and the model mixes rows."
         self.reader, self.name, self.micro_tokens, self.micro_rows = reader, name, micro_tokens, micro_rows
         self.model = ShardedModel(reader, **engine)
-        attention = getattr(getattr(reader.trunk, "config", None), "_attn_implementation", None) or ""
-        wanted = "flash" in attention if pack is None else pack     # a dense mask over a pack is quadratic: under sdpa, rows of like length side by side are faster
         with self.model.autocast():
-            safe = wanted and self.model.probe(lambda: keeps_rows_apart(reader, self.model.device))
+            apart, why = self.model.probe(lambda: pack_by(reader, self.model.device))
             reader.bend = self.model.probe(lambda: bending(reader.trunk, self.model.device))
-        if pack and not safe:
-            raise ValueError(f"{name}: pack=True, but packed rows of {type(reader.trunk).__name__} see each other (or it takes no position_ids); "
-                             "use pack=False, or an attention implementation that honours position_ids (sdpa, flash)")
-        self.packed, self.checked = safe, WeakSet()
+        if pack and not apart: raise ValueError(f"{name}: pack=True, but {why}; use pack=False, or None, which pads where packing fails")
+        attention = getattr(getattr(reader.trunk, "config", None), "_attn_implementation", None) or ""
+        linear = reader.segments or "flash" in attention or "flex" in attention     # else a dense mask over the line: quadratic, and rows of like length side by side are faster
+        self.packed, self.checked = apart and (linear if pack is None else pack), WeakSet()
 
     # -- planning
     def plan(self,
@@ -72,9 +70,11 @@ class Runner:
         "Row numbers of each micro-batch; the same number of them on every rank, some empty."
         if "lengths" not in batch: raise ValueError(f"{self.name}: the batch has no column 'lengths' (real tokens a row)")
         how:dict[str, Any] = dict(max_tokens=self.micro_tokens, max_rows=self.micro_rows, padded=not self.packed)
-        bins = plan_micro_batches(batch.lengths, unit=batch.unit if "unit" in batch else None, **how)
-        siblings = batch.whole.siblings if batch._whole else ()
-        n = micro_batch_count([ls for ls, _ in siblings], unit=[us for _, us in siblings], **how) if siblings else len(bins)
+        share = self.packed and self.reader.segments
+        siblings, families = batch.whole.siblings if batch._whole else (), batch.families
+        shared = shared_prefix(batch.tokens, batch.lengths, families) if share and families is not None else None
+        bins = plan_micro_batches(batch.lengths, unit=batch.unit if "unit" in batch else None, shared=shared, **how)
+        n = micro_batch_count([s[0] for s in siblings], unit=[s[1] for s in siblings], shared=[s[2] for s in siblings] if share else None, **how) if siblings else len(bins)
         return bins + [[] for _ in range(n-len(bins))]
 
     # -- one micro-batch
@@ -87,7 +87,9 @@ class Runner:
         "Run a micro-batch and read places (rows, cols); a micro-batch that reads nothing still runs, on its first token."
         if not len(rows): rows = cols = torch.zeros(1, dtype=torch.long)
         at = dict(rows=rows.to(self.model.device), cols=cols.to(self.model.device))
-        return self.model(part.tokens.to(self.model.device), part.lengths.to(self.model.device), packed=self.packed, **at, **kwargs)
+        group = part.families
+        return self.model(part.tokens.to(self.model.device), part.lengths.to(self.model.device), packed=self.packed,
+                          group=None if group is None else group.to(self.model.device), **at, **kwargs)
 
     def tokens_out(self,
         part:Batch, # a micro-batch

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.balancing import balance, row_costs
 from rlblocks.packing import bin_pack, drop_long, micro_batch_count, pack, pad, plan_micro_batches, shared_prefix, split_long, unpack
 
 

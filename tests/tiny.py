@@ -5,15 +5,25 @@ from rlblocks import Batch
 SIZES = dict(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
 
 
+KINDS = dict(
+    llama=("Llama", {}), qwen2=("Qwen2", {}), qwen3=("Qwen3", dict(head_dim=8)), gemma=("Gemma", dict(head_dim=8)), mistral=("Mistral", {}), mistral_window=("Mistral", dict(sliding_window=5)),
+    qwen2_window=("Qwen2", dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)),
+    gemma2=("Gemma2", dict(head_dim=8, sliding_window=5, attn_logit_softcapping=.5, final_logit_softcapping=3.)),
+    gemma3=("Gemma3", dict(head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"])),
+    qwen2_moe=("Qwen2Moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32, decoder_sparse_step=1)), # a shared expert too
+    mixtral=("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=5)), qwen3_moe=("Qwen3Moe", dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1)),
+    gpt2=("GPT2", {}))
+
+
 def model(kind="llama", dtype=torch.float32, seed=0, **more):
     "A random model of an architecture that transformers has."
     import transformers as tf
-    configs = dict(llama=("Llama", {}), qwen3=("Qwen3", dict(head_dim=8)), qwen2=("Qwen2", {}), mistral=("Mistral", {}), gemma=("Gemma", dict(head_dim=8)))
-    name, extra = configs[kind]
+    name, extra = KINDS[kind]
+    sizes, ends = (SIZES, "ForCausalLM") if kind != "gpt2" else (dict(vocab_size=32, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1), "LMHeadModel")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = getattr(tf, f"{name}Config")(**SIZES | extra | dict(eos_token_id=1, pad_token_id=0) | more)
-        return getattr(tf, f"{name}ForCausalLM")(config).to(dtype)
+        config = getattr(tf, f"{name}{'Text' if name == 'Gemma3' else ''}Config")(**sizes | dict(eos_token_id=1, pad_token_id=0) | extra | more)
+        return getattr(tf, f"{name}{ends}")(config).to(dtype)
 
 
 def rows(B=16, T=18, seed=0, dtype=torch.float64, holes=True):

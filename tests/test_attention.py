@@ -1,0 +1,303 @@
+"Packed rows with shared prompts are what rows are alone, for every architecture, or the model is refused by name (LAWS 1, 26)."
+import pytest
+import tiny
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from rlblocks import Batch, Critic, Policy, Scorer
+from rlblocks.attention import NAME, Segments, attend_as_before, attend_by_segments, layout, segment_attention
+from rlblocks.packing import pack
+from rlblocks.reader import Reader, keeps_rows_apart, pack_by
+
+
+def groups(sizes=((9, 3, 4), (9, 1), (12, 5, 2, 3)), seed=0):
+    "Groups of answers: (tokens of the prompt, tokens of each answer …). Half the answers of a group begin alike."
+    g = torch.Generator().manual_seed(seed)
+    rows, group, mask = [], [], []
+    T = max(p + max(cs) for p, *cs in sizes)
+    for k, (p, *cs) in enumerate(sizes):
+        prompt = torch.randint(2, 32, (p,), generator=g).tolist()
+        for c in cs:
+            rows.append(prompt + [7]*(c > 2) + torch.randint(2, 32, (c - (c > 2),), generator=g).tolist())
+            group.append(40 - k)
+            mask.append([False]*p + (torch.rand(c, generator=g) < .8).tolist())
+    lengths = torch.tensor([len(r) for r in rows])
+    pad = lambda xs: torch.tensor([x + [0]*(T-len(x)) for x in xs])
+    return Batch(tokens=pad(rows), lengths=lengths, mask=pad(mask).bool(), group=torch.tensor(group), temperature=torch.full((len(rows),), .75), row=torch.arange(len(rows)))
+
+
+def weights(b): return torch.where(b.mask, ((b.tokens*7 + torch.arange(b.width)*3 + b.row[:, None]) % 5 - 2.).double(), 0.)
+def loss(out, b): return (weights(b)*out.logprobs).sum()/b.n_tokens, {}
+
+
+def dense(module, query, key, value, attention_mask, *, scaling, softcap=None, **more):
+    "Attention as it is written down, in the precision of its input (transformers' eager one takes its softmax in fp32)."
+    key, value = (x.repeat_interleave(query.shape[1]//x.shape[1], 1) for x in (key, value))
+    s = query @ key.mT*scaling
+    s = softcap*(s/softcap).tanh() if softcap else s
+    return ((s + attention_mask).softmax(-1) @ value).transpose(1, 2), None
+
+
+def exact(net):
+    "A model in float64 all through: transformers' RMS norms go by way of fp32."
+    for m in net.double().modules():
+        if "RMSNorm" not in type(m).__name__: continue
+        eps, one = (m.eps, 1.) if hasattr(m, "eps") else (m.variance_epsilon, 0.)
+        m.forward = lambda x, w=m.weight, eps=eps, one=one: x*(x.square().mean(-1, keepdim=True) + eps).rsqrt()*(w + one)
+    return net
+
+
+def alone(net, b):
+    "Every row by itself through dense attention under transformers' own masks: log-probs and gradients."
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+    AttentionInterface.register("dense", dense), AttentionMaskInterface.register("dense", eager_mask)
+    net.eval().config._attn_implementation = "dense"
+    out = torch.zeros(b.mask.shape, dtype=next(net.parameters()).dtype)
+    for i, n in enumerate(b.lengths.tolist()):
+        z = net(b.tokens[i:i+1, :n], use_cache=False).logits[0]/.75
+        out[i, 1:n] = z[:-1].log_softmax(-1).gather(-1, b.tokens[i, 1:n, None])[:, 0]
+    out = torch.where(b.mask, out, 0.)
+    (weights(b)*out).sum().div(b.n_tokens).backward()
+    found = {f"trunk.{k}": p.grad.clone() for k, p in net.named_parameters() if p.grad is not None}
+    net.zero_grad()
+    return out.detach(), found
+
+
+def ours(net, b, **how):
+    policy = Policy(net, lr=0., device="cpu", max_norm=None, **how)
+    grads = tiny.gradients(policy)
+    policy.step(b, loss)
+    return policy.logprobs(b), grads, policy
+
+
+DENSE = [k for k in tiny.KINDS if "moe" not in k and k != "mixtral"]
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_packed_with_shared_prompts_is_each_row_alone(kind):
+    b = groups()
+    logprobs, grads = alone(exact(tiny.model(kind)), b)
+    for how in (dict(), dict(micro_tokens=40), dict(checkpointing=True), dict(pack=False)):
+        found, others, policy = ours(lambda: exact(tiny.model(kind)), b, **how)
+        assert policy._run.packed is how.get("pack", True) and policy._run.reader.segments
+        assert_close(found, logprobs, rtol=0, atol=1e-10)
+        assert tiny.apart(others, grads) < 1e-10
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_packed_is_alone_in_fp32(kind): # a mixture of experts rounds by which tokens an expert gets; its routers, in fp32 whatever the model is in, are where float64 would end
+    b = groups()
+    logprobs, grads = alone(tiny.model(kind), b)
+    for how in (dict(), dict(checkpointing=True)):
+        found, others, policy = ours(tiny.model(kind), b, **how)
+        assert policy._run.packed and policy._run.reader.segments
+        assert_close(found, logprobs, rtol=0, atol=1e-6*logprobs.abs().max().item())
+        assert tiny.apart(others, grads) < 1e-6
+
+
+def test_the_prompt_is_laid_out_once():
+    policy, b, seen = Policy(tiny.model(), device="cpu"), groups(), []
+    policy._run.reader.trunk.register_forward_pre_hook(lambda m, args, kw: seen.append(args[0].numel()), with_kwargs=True)
+    policy.logprobs(b)
+    assert seen == [9+3+4-1 + 9+1 + 12+5+2+3-1] and int(b.lengths.sum()) == 81 # answers of more than two tokens begin with the same one: it is shared as well
+    b["unit"] = b.group
+    policy.logprobs(b.drop("group"))
+    policy.logprobs(b.drop("group", "unit"))
+    assert seen[1:] == [seen[0], 81] # by unit without groups, and whole without either
+
+
+def test_a_group_id_that_lies_costs_time_and_no_number():
+    b = groups()
+    b["group"] = torch.zeros_like(b.group)
+    logprobs, grads = alone(exact(tiny.model()), b)
+    found, others, _ = ours(lambda: exact(tiny.model()), b)
+    assert_close(found, logprobs, rtol=0, atol=1e-10)
+    assert tiny.apart(others, grads) < 1e-10
+
+
+def test_a_row_that_says_what_the_first_said_adds_nothing():
+    net, b = tiny.model(dtype=torch.float64), groups()
+    twice = Batch.cat([b, b])
+    twice["row"] = torch.cat([b.row, b.row])
+    assert_close(Policy(net, device="cpu").logprobs(twice), Policy(net, device="cpu").logprobs(b).repeat(2, 1), rtol=0, atol=1e-12)
+    p = pack(twice.tokens, twice.lengths, twice.group)
+    assert [p.sizes[6+i] for i in (0, 2, 3)] == [0, 0, 0] and p.prefixes[6] == (0, 12)
+
+
+def test_a_change_in_one_answer_reaches_no_other(): # LAWS 26
+    policy, b = Policy(tiny.model("mistral_window"), device="cpu"), groups()
+    before, changed = policy.logprobs(b), b[list(range(len(b)))]
+    changed["tokens"] = b.tokens.clone()
+    changed["tokens"][0, 9:12] = changed.tokens[0, 9:12].flip(0) + 1
+    after = policy.logprobs(changed)
+    assert_close(after[1:], before[1:], rtol=0, atol=1e-6)
+    assert (after[0] - before[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_values_and_scores_go_the_same_way(kind):
+    net, b = tiny.model(kind, torch.float64), groups()
+    def filled(wrapper):
+        with torch.no_grad(): wrapper._run.reader.head.weight.copy_(torch.linspace(-1, 1, 32))
+        return wrapper
+    for make, ask in ((Critic, "values"), (Scorer, "scores")):
+        packed, padded = (filled(make(net, device="cpu", pack=p)) for p in (None, False))
+        assert packed._run.packed and packed._run.reader.segments
+        assert_close(getattr(packed, ask)(b), getattr(padded, ask)(b), rtol=0, atol=1e-10)
+
+
+def test_columns_keep_their_tokens(): # media and routed experts travel so
+    b = groups()
+    experts = torch.stack([b.tokens, b.tokens*b.row[:, None], torch.arange(b.width).expand_as(b.tokens)], -1)
+    p = pack(b.tokens, b.lengths, b.group)
+    taken = p.take(experts)
+    assert taken.shape == (len(p.tokens), 3) and taken[:, 0].equal(p.tokens) and taken[:, 2].equal(p.position_ids)
+    assert taken[:, 1].equal(p.tokens*p.row_ids)
+
+
+# -- what cannot be packed says so
+
+class Sinks(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.config = net, net.config
+        for layer in net.model.layers: layer.self_attn.register_forward_pre_hook(lambda m, args, kw: (args, kw | dict(s_aux=torch.zeros(4))), with_kwargs=True)
+    def get_output_embeddings(self): return self.net.get_output_embeddings()
+    def forward(self, tokens, position_ids=None, use_cache=None, **more): return self.net(tokens, position_ids=position_ids, use_cache=use_cache, **more)
+
+
+def test_attention_sinks_are_refused_by_name():
+    reader = Reader(Sinks(tiny.model()).eval())
+    apart, why = pack_by(reader, "cpu")
+    assert not reader.segments and reader.trunk.config._attn_implementation == "sdpa"
+    assert apart or "attention sinks" in why
+    with pytest.raises(NotImplementedError, match="LlamaAttention has attention sinks"):
+        x = torch.zeros(1, 4, 3, 8)
+        segment_attention(tiny.model().model.layers[0].self_attn, x, x, x, None, segments=Segments([3], [(0, 0)]), s_aux=torch.zeros(4))
+
+
+def test_rows_that_may_hold_images_are_padded():
+    net = tiny.model()
+    net.config.vision_config = dict(depth=2)
+    assert not Policy(net, device="cpu")._run.packed
+    with pytest.raises(ValueError, match=r"pack=True, but rows of LlamaForCausalLM may hold what is no text \(vision_config\)"): Policy(net, device="cpu", pack=True)
+
+
+def broken(window=None, prefix=0):
+    "`segment_attention` that is told a wrong window or a wrong prefix."
+    def f(*args, segments=None, sliding_window=None, **more):
+        if segments: segments = Segments(segments.sizes, [(h, max(0, n-prefix)) for h, n in segments.prefixes])
+        return segment_attention(*args, segments=segments, sliding_window=window if window and sliding_window else sliding_window, **more)
+    return f
+
+
+@pytest.mark.parametrize("kind, how", [("mistral_window", dict(window=50)), ("mistral_window", dict(window=3)), ("llama", dict(prefix=1)), ("gemma3", dict(window=50))])
+def test_the_probe_sees_wrong_windows_and_prefixes(kind, how, monkeypatch):
+    monkeypatch.setattr("rlblocks.attention.segment_attention", broken(**how))
+    net = tiny.model(kind)
+    if kind == "mistral_window": net.config.sliding_window = 4096 # as real ones: rows of the probe are shorter
+    reader = Reader(net.eval())
+    pack_by(reader, "cpu")
+    assert not reader.segments and net.config._attn_implementation == "sdpa"
+    assert kind != "mistral_window" or net.config.sliding_window == 4096 # nothing is left behind
+    monkeypatch.undo()
+    attend_by_segments(nn.Module()) # an object without a model: nothing to set
+    pack_by(reader, "cpu")
+    assert reader.segments
+
+
+def test_other_attentions_are_left_alone():
+    net = tiny.model()
+    net.config._attn_implementation = "flex_attention"
+    assert attend_by_segments(net) == [] and net.config._attn_implementation == "flex_attention"
+
+
+def test_eager_position_packing_still_works_where_segments_do_not(monkeypatch):
+    monkeypatch.setattr("rlblocks.attention.segment_attention", broken(prefix=1))
+    b = groups()
+    policy = Policy(tiny.model(), pack=True, device="cpu")
+    assert policy._run.packed and not policy._run.reader.segments
+    assert_close(policy.logprobs(b), Policy(tiny.model(), pack=False, device="cpu").logprobs(b), rtol=0, atol=1e-6)
+    assert not Policy(tiny.model(), device="cpu")._run.packed # a dense mask over the line: padding is faster
+
+
+# -- the model is still the model
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_window", "gemma2"])
+def test_without_segments_the_model_is_what_it_was(kind):
+    net, plain, b = tiny.model(kind).eval(), tiny.model(kind, attn_implementation="eager").eval(), groups()
+    before = attend_by_segments(net)
+    assert before and net.config._attn_implementation == NAME
+    exist = torch.arange(b.width) < b.lengths[:, None]
+    left = dict(input_ids=b.tokens.flip(1), attention_mask=exist.flip(1).long()) # padding on the left, as in generation
+    with torch.no_grad():
+        assert_close(net(**left).logits[exist.flip(1)], plain(**left).logits[exist.flip(1)], rtol=0, atol=1e-6)
+        made = [m.generate(**left, max_new_tokens=5, do_sample=False) for m in (net, plain)]
+    assert made[0].equal(made[1])
+    attend_as_before(before)
+    assert net.config._attn_implementation == "sdpa"
+
+
+def test_a_saved_policy_says_nothing_of_segments(tmp_path):
+    policy = Policy(tiny.model(), device="cpu")
+    assert policy._run.reader.segments
+    policy.save_pretrained(tmp_path)
+    assert "segments" not in (tmp_path/"config.json").read_text()
+    assert_close(Policy(str(tmp_path), device="cpu").logprobs(groups()), policy.logprobs(groups()))
+
+
+def test_a_peft_model_is_packed():
+    peft = pytest.importorskip("peft")
+    net, b = tiny.model(dtype=torch.float64), groups()
+    adapted = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    packed, padded = (Policy(adapted, device="cpu", pack=p) for p in (None, False))
+    assert packed._run.reader.segments
+    assert_close(packed.logprobs(b), padded.logprobs(b), rtol=0, atol=1e-10)
+
+
+# -- kernels for rows of unequal length
+
+def test_keys_of_rows_of_unequal_length_are_gathered(monkeypatch):
+    "The arithmetic around the kernel that needs a GPU, with a plain function in its place: causal from the right, window, fewer key heads."
+    import rlblocks.attention as module
+    from torch.nn.attention import varlen
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+        out = []
+        for i in range(len(cu_q)-1):
+            Q, K, V = (x[a[i]:a[i+1]].transpose(0, 1) for x, a in ((q, cu_q), (k, cu_k), (v, cu_k)))
+            back = torch.arange(K.shape[1]-Q.shape[1], K.shape[1])[:, None] - torch.arange(K.shape[1])
+            see = (back >= 0) & ((back <= window_size[0]) | (window_size[0] < 0))
+            out.append(nn.functional.scaled_dot_product_attention(Q[None], K[None], V[None], attn_mask=see, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1))
+        assert max_q == max(cu_q.diff()) and max_k == max(cu_k.diff())
+        return torch.cat(out)
+    segments, g = Segments([9, 4, 6, 0, 5], [(0, 0), (0, 5), (0, 0), (0, 3), (2, 6)]), torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, H, 24, 8, generator=g, dtype=torch.float16) for H in (4, 2, 2))
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    for window in (24, 3):
+        got = module._kernel(q, k, v, segments, window, scale=.5, enable_gqa=True)
+        want = segment_attention(nn.Identity(), q, k, v, None, segments=segments, scaling=.5, sliding_window=window)[0]
+        assert_close(got[None], want, rtol=0, atol=2e-3)
+
+
+# -- on a real layer stack the segments travel with the layer
+
+def test_recomputed_layers_see_their_rows():
+    net = tiny.model(dtype=torch.float64).eval()
+    attend_by_segments(net)
+    one, two = (layout(Segments(s, [(0, 0)]*len(s)), "cpu") for s in ([5, 3], [2, 6]))
+    ids, positions = torch.arange(2, 10)[None], lambda s: torch.cat([torch.arange(n) for n in s])[None]
+    def gradient(recompute):
+        net.zero_grad()
+        for m in net.modules():
+            if hasattr(m, "gradient_checkpointing"): m.gradient_checkpointing, m.training = recompute, recompute
+        if recompute: net.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        out = [net(ids, position_ids=positions(s), use_cache=False, **how).logits for s, how in (((5, 3), one), ((2, 6), two))] # two forwards, then two backwards
+        sum(x.sin().sum() for x in out).backward()
+        return {k: p.grad.clone() for k, p in net.named_parameters()}
+    assert tiny.apart(gradient(True), gradient(False)) < 1e-12
+
+
+def test_keeps_rows_apart_needs_positions():
+    assert not keeps_rows_apart(Reader(nn.Embedding(8, 4)), "cpu")
