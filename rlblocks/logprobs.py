@@ -6,15 +6,15 @@
 __all__ = ['gather_logprobs', 'token_logprobs', 'entropy', 'linear_logprobs', 'sequence_logprobs']
 
 # %% ../nbs/01_logprobs.ipynb #e9830b94
-import itertools
-
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .masked import masked_sum, promoted, same_shape
+from .passes import cached, pieces, sweep
 
 # %% ../nbs/01_logprobs.ipynb #436f3703
 def gather_logprobs(
@@ -81,9 +81,30 @@ def entropy(
 
     H = −Σᵥ p(v)·log p(v), p = softmax(logits/temperature) over `support`; an id with logit −inf adds 0."""
     same_shape(temperature=_tensor(temperature), **_at_each(logits=logits, support=support))
-    z = _tempered(logits, temperature, "entropy")
-    if support is None: return _entropy(z)
-    return torch.where((support < 0).all(-1), _entropy(z), _entropy(_confined(z, support)))
+    fused = not torch.compiler.is_compiling() # a compiler has passes of its own
+    whole = _Entropy.apply(logits, _divisor(temperature, "entropy")) if fused else _entropy(_tempered(logits, temperature, "entropy"))
+    if support is None: return whole
+    return torch.where((support < 0).all(-1), whole, _entropy(_tempered(_confined(logits, support), temperature, "entropy")))
+
+# %% ../nbs/01_logprobs.ipynb #a3312c97
+class _Entropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, tau):
+        z, tau = logits.reshape(-1, logits.shape[-1]), tau.flatten() if isinstance(tau, Tensor) else tau
+        lse, H = (torch.empty_like(promoted(z[:, 0])) for _ in range(2))
+        sweep(z, rows=cached(z), tau=tau, lse=lse, entropies=H)
+        ctx.save_for_backward(logits, lse, H)
+        ctx.tau = tau
+        return H.view(logits.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, u):
+        logits, lse, H = ctx.saved_tensors
+        grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        flat = lambda x: x.reshape(-1, x.shape[-1])
+        sweep(flat(logits), flat(grad), rows=cached(logits), tau=ctx.tau, lse=lse, entropies=H, known=True, u=u.flatten()/ctx.tau)
+        return grad, None
 
 def _entropy(z):
     logp = z.log_softmax(-1).clamp(min=torch.finfo(z.dtype).min) # finite, for 0·(−inf) is nan
@@ -102,10 +123,12 @@ def linear_logprobs(
     support:Int[Tensor, "N K"]|None=None,       # the ids that could be drawn, distinct, −1 = empty slot; only −1 = every id
     entropy:bool=False,                         # also the entropy at each position
     chunk:int|None=None,                        # positions whose logits exist at one time; None = 1024
+    group=None,                                 # a torch.distributed group whose ranks hold the vocabulary's rows of weight, bias and B, in order of rank; all else is the same on each
 )->Float[Tensor, " N"]|tuple[Float[Tensor, " N"], Float[Tensor, " N"]]: # log-probabilities, or (log-probabilities, entropy)
     """Log-probabilities, and the entropy, straight from the head: at most chunk × V logits exist, forward or backward.
 
-    log softmax(cap(W·h + b)/temperature)[token]. The backward pass computes the logits again; gradients go to hidden, weight, bias and low_rank."""
+    log softmax(cap(W·h + b)/temperature)[token]. Gradients go to hidden, weight, bias and low_rank; a head that learns has its logits computed again
+    in the backward pass. With a `group` an id that no rank has reads −inf. Head split by rows: Shoeybi et al. 2019, §3."""
     same_shape(tokens=tokens, temperature=_tensor(temperature), **_at_each(hidden=hidden, support=support))
     if chunk is not None and chunk < 1: raise ValueError(f"linear_logprobs: chunk is {chunk}; it counts positions, 1 or more")
     if softcap is not None and not softcap > 0: raise ValueError(f"linear_logprobs: softcap is {softcap}; it is the largest size of a logit and must be positive")
@@ -113,7 +136,9 @@ def linear_logprobs(
     if torch.is_autocast_enabled(hidden.device.type): # the backward pass runs outside of it: cast here, once
         dtype = torch.get_autocast_dtype(hidden.device.type)
         floats = [None if x is None else x.to(dtype) for x in floats]
-    options = _divisor(temperature, "linear_logprobs"), softcap, entropy, chunk or 1024
+    into_h, learns, bias_learns, into_x, B_learns = (x is not None and x.requires_grad for x in floats)
+    early = torch.is_grad_enabled() and (into_h or into_x) and not (entropy or learns or bias_learns or B_learns or group)
+    options = _divisor(temperature, "linear_logprobs"), softcap, entropy, chunk or 1024, early, group
     logprobs, entropies = _LinearLogprobs.apply(*floats, tokens.long(), None if support is None else support.long(), options)
     return (logprobs, entropies) if entropy else logprobs
 
@@ -121,92 +146,90 @@ def linear_logprobs(
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, x, B, tokens, support, options):
-        tau, softcap, entropy, chunk = options
-        ctx.options = options
+        tau, softcap, entropy, chunk, early, group = ctx.options = options
         ctx.set_materialize_grads(False) # an entropy that is only logged costs the backward pass nothing
-        logprobs, entropies, norm = (torch.empty_like(promoted(hidden[:, 0])) for _ in range(3))
-        for h,x_,*rest in _pieces(chunk, hidden, x, tokens, support, _column(tau), logprobs, entropies if entropy else None, norm):
-            _measure(_logits(h, weight, bias, x_, B), softcap, tau, *rest)
-        ctx.save_for_backward(hidden, weight, bias, x, B, tokens, support, norm, entropies if entropy else None)
-        return logprobs, entropies if entropy else None
+        away = None
+        if group is not None: tokens, support, away = _as_mine(tokens, support, len(weight), group)
+        lse, chosen, H = (torch.empty_like(promoted(hidden[:, 0])) for _ in range(3))
+        if not entropy: H = None
+        one = (torch.ones_like(lse)/tau).to(lse.dtype) if early else None
+        d_hidden, d_x = (torch.empty_like(t) if early and ctx.needs_input_grad[i] else None for i,t in ((0, hidden), (3, x)))
+        room = _room(hidden, weight, chunk)
+        for h,x_,τ,t,ids,norm,at_t,H_,one_,d_h,d_x_ in pieces(chunk, hidden, x, tau, tokens, support, lse, chosen, H, one, d_hidden, d_x):
+            logits = _logits(room, h, weight, bias, x_, B)
+            sweep(logits, logits, rows=_few(logits), softcap=softcap, tau=τ, support=ids, tokens=t, lse=norm, chosen=at_t, entropies=H_, g=one_, hot=one_)
+            _through(logits, weight, B, d_h, d_x_)
+        if away is not None: lse, chosen, H = _joined(lse, chosen.masked_fill_(away, -torch.inf), H, group)
+        if early: ctx.save_for_backward(d_hidden, d_x)
+        else: ctx.save_for_backward(hidden, weight, bias, x, B, tokens, support, away, lse, H)
+        return chosen - lse, H
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, by_logprobs, by_entropy):
-        hidden, weight, bias, x, B, tokens, support, norm, entropies = ctx.saved_tensors
-        tau, softcap, _, chunk = ctx.options
+    def backward(ctx, g, u):
+        tau, softcap, _, chunk, early, group = ctx.options
+        if early:
+            d_hidden, d_x = (None if d is None else (d*g.unsqueeze(-1)).to(d.dtype) for d in ctx.saved_tensors)
+            return d_hidden, None, None, d_x, *[None]*4
+        hidden, weight, bias, x, B, tokens, support, away, lse, H = ctx.saved_tensors
+        g, u = (None if t is None else (t/tau).to(lse.dtype) for t in (g, u))
+        hot = g if g is None or away is None else g.masked_fill(away, 0.)
         wide = lambda t: t.dtype if t is hidden or t is x or len(hidden) <= chunk else promoted(t[:0]).dtype
         grads = [torch.zeros_like(t, dtype=wide(t)) if need else None for t,need in zip((hidden, weight, bias, x, B), ctx.needs_input_grad, strict=False)]
         d_hidden, d_weight, d_bias, d_x, d_B = grads
-        if by_logprobs is None: by_logprobs = torch.zeros_like(norm)
-        for h,d_h,x_,d_x_,*rest in _pieces(chunk, hidden, d_hidden, x, d_x, tokens, support, _column(tau), norm, entropies, by_logprobs, by_entropy):
-            d_logits = _to_gradient(_logits(h, weight, bias, x_, B), softcap, tau, *rest)
-            if d_h is not None: torch.mm(d_logits, weight, out=d_h)
-            if d_x_ is not None: torch.mm(d_logits, B, out=d_x_)
+        room = _room(hidden, weight, chunk)
+        for h,d_h,x_,d_x_,τ,t,ids,norm,H_,g_,u_,hot_ in pieces(chunk, hidden, d_hidden, x, d_x, tau, tokens, support, lse, H, g, u, hot):
+            d_logits = _logits(room, h, weight, bias, x_, B)
+            sweep(d_logits, d_logits, rows=_few(d_logits), softcap=softcap, tau=τ, support=ids, tokens=t, lse=norm, entropies=H_, known=True, g=g_, u=u_, hot=hot_)
+            _through(d_logits, weight, B, d_h, d_x_)
             if d_weight is not None: _add_product(d_weight, d_logits, h)
             if d_B is not None: _add_product(d_B, d_logits, x_)
             if d_bias is not None: d_bias += d_logits.sum(0, dtype=d_bias.dtype)
-            del d_logits # before the next chunk's are made
+        if group is not None: _summed(group, d_hidden, d_x)
         return *(g if g is None else g.to(t.dtype) for g,t in zip(grads, (hidden, weight, bias, x, B), strict=True)), None, None, None
 
-def _column(temperature): return temperature if isinstance(temperature, Tensor) else None
+def _room(hidden, weight, chunk): return hidden.new_empty(min(chunk, len(hidden)), len(weight))
+def _few(logits): return max(1, min(len(logits)//32, cached(logits))) # what stands beside the chunk is small against it
 
-def _logits(h, weight, bias, x, B):
-    z = F.linear(h, weight, bias)
+def _logits(room, h, weight, bias, x, B):
+    z = room[:len(h)]
+    if bias is None: torch.mm(h, weight.T, out=z)
+    else: torch.addmm(bias, h, weight.T, out=z)
     return z if x is None else z.addmm_(x, B.T)
+
+def _through(d_logits, weight, B, d_h, d_x):
+    if d_h is not None: torch.mm(d_logits, weight, out=d_h)
+    if d_x is not None: torch.mm(d_logits, B, out=d_x)
 
 def _add_product(total, d_logits, h):
     "total += d_logitsᵀ·h, in the precision of `total`."
     if total.dtype == h.dtype: total.addmm_(d_logits.T, h)
     else: total += d_logits.T @ h
 
-def _pieces(size, *columns):
-    "Rows `size` at a time of all columns; a column that is None stays None."
-    return zip(*(itertools.repeat(None) if x is None else x.split(size) for x in columns), strict=False)
-
-def _few(logits): return max(1, min(len(logits)//32, 2**18//logits.shape[1] if logits.is_cpu else len(logits))) # what fits a cache; a GPU wants few launches
-
 # %% ../nbs/01_logprobs.ipynb #854c91e2
-def _shaped(z, softcap, tau, row_tau, support):
-    "(what softmax sees, in place where `z` is wide already; the cap's slope; what is excluded)."
-    z, slope, excluded = promoted(z), None, None
-    if softcap is not None:
-        z.div_(softcap).tanh_()
-        slope = 1 - z.square()
-        z.mul_(softcap)
-    if row_tau is not None: z.div_(row_tau.unsqueeze(-1))
-    elif tau != 1: z.div_(tau)
-    if support is not None:
-        excluded = torch.ones(z.shape[0], z.shape[1] + 1, dtype=torch.bool, device=z.device).scatter_(1, support + 1, False)[:, 1:] # column 0 takes the empty slots
-        z.masked_fill_(excluded.logical_and_((support >= 0).any(-1, keepdim=True)), -torch.inf)
-    return z, slope, excluded
+def _as_mine(tokens, support, V, group):
+    "Ids counted from this rank's first row of V, −2 in a support for those of other ranks; whose token is elsewhere."
+    sizes = [tokens.new_empty(1) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, tokens.new_tensor([V]), group=group)
+    start = torch.cat(sizes)[:dist.get_rank(group)].sum()
+    tokens = tokens - start
+    away = (tokens < 0) | (tokens >= V)
+    if support is not None: support = torch.where(support < 0, -1, torch.where((support >= start) & (support < start + V), support - start, -2))
+    return tokens.masked_fill(away, 0), support, away
 
-def _measure(logits, softcap, tau, tokens, support, row_tau, logprobs, entropies, norm):
-    "Fill in log-probabilities, entropies and log Σ exp z of a chunk; overwrites its logits."
-    for z,t,ids,τ,lp,H,lse in _pieces(_few(logits), logits, tokens, support, row_tau, logprobs, entropies, norm):
-        z, *_ = _shaped(z, softcap, tau, τ, ids)
-        lse.copy_(z.logsumexp(-1))
-        lp.copy_(z.gather(-1, t.unsqueeze(-1)).squeeze(-1) - lse)
-        if H is not None:
-            logp = z.sub_(lse.unsqueeze(-1)).clamp_(min=-1e4) # e⁻¹⁰⁰⁰⁰ is 0 in every precision, and 0·(−inf) is nan
-            H.copy_(-logp.exp().mul_(logp).sum(-1))
+def _joined(lse, chosen, H, group):
+    "Log Σ exp, logit of the token and entropy of the whole head, from those of its parts."
+    mine = torch.stack([lse, chosen] + [H]*(H is not None))
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    norms, chosens, *Hs = torch.stack(parts).unbind(1)
+    lse = norms.logsumexp(0)
+    log_share = norms - lse
+    return lse, chosens.amax(0), torch.where(norms == -torch.inf, 0., log_share.exp()*(Hs[0] - log_share)).sum(0) if Hs else None # a part whose ids are all excluded has no entropy
 
-def _to_gradient(logits, softcap, tau, tokens, support, row_tau, norm, entropies, by_logprobs, by_entropy):
-    "Overwrite `logits` by the gradient of Σ g·log p(token) + u·H: ∂/∂z = g·(onehot − p) − u·p·(log p + H), z = logits/temperature."
-    for out,t,ids,τ,lse,H,g,u in _pieces(_few(logits), logits, tokens, support, row_tau, norm, entropies, by_logprobs, by_entropy):
-        z, slope, excluded = _shaped(out, softcap, tau, τ, ids)
-        logp, g = z.sub_(lse.unsqueeze(-1)), g.unsqueeze(-1)
-        if u is None: grad = logp.exp_().mul_(-g)
-        else:
-            p, u = logp.exp(), u.unsqueeze(-1)
-            grad = logp.clamp_(min=-1e4).add_(H.unsqueeze(-1)).mul_(-u).sub_(g).mul_(p)
-        grad.scatter_add_(-1, t.unsqueeze(-1), g)
-        if excluded is not None: grad.masked_fill_(excluded, 0.)
-        if τ is not None: grad.div_(τ.unsqueeze(-1))
-        elif tau != 1: grad.div_(tau)
-        if slope is not None: grad.mul_(slope)
-        if out.dtype != grad.dtype: out.copy_(grad) # else it is there already
-    return logits
+def _summed(group, *grads):
+    for grad in grads:
+        if grad is not None: dist.all_reduce(grad, group=group)
 
 # %% ../nbs/01_logprobs.ipynb #147c9939
 def sequence_logprobs(
