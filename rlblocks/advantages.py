@@ -7,6 +7,9 @@ __all__ = ['gae', 'discounted_returns', 'td_lambda_returns', 'n_step_returns', '
            'remax_advantages']
 
 # %% ../nbs/11_advantages.ipynb #3b0e7e1c
+from functools import reduce
+from operator import mul
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -21,7 +24,7 @@ def _slots(mask):
     return (done[:, -1:] + 1 - done).mul_(mask).long()
 
 def _to_slots(x, slot):
-    x = x.new_zeros(len(x), x.shape[1]//64*64 + 64).scatter_(1, slot, x) # room for T + 1; multiples of 64 stay even over six halvings
+    x = x.new_zeros(len(x), x.shape[1]//64*64 + 64).scatter_(1, slot, x) # room for T + 1; multiples of 64 are eights of eights
     x[:, 0] = 0 # whatever stood under a False goes here: at the end there is nothing to gain
     return x
 
@@ -31,20 +34,20 @@ def _next(x, n=1):
     return pad(x[..., :x.shape[-1]-n], (n, 0))
 
 def _scan(x, decay):
-    "yₖ = xₖ + decay·yₖ₋₁: join neighbours, scan the pairs, then fill in between. Every slot sees the same additions, however long the row."
+    "yₖ = xₖ + decay·yₖ₋₁. Eight at a time: walk to each eight's end, scan the ends, walk again from what then enters. Every slot sees the same operations, however long the row."
     n, each = x.shape[-1], isinstance(decay, Tensor) # a decay of its own for each slot, or one for all
     if n < 2: return x
-    if n % 2: x, decay = pad(x, (0, 1)), pad(decay, (0, 1)) if each else decay
-    even, odd = x[..., ::2], x[..., 1::2]
-    first, then = (decay[..., ::2], decay[..., 1::2]) if each else (decay, decay)
-    y = _scan(odd + then*even, first*then)
-    return torch.stack([even + first*_next(y), y], -1).flatten(-2)[..., :n]
+    def eights(x): return (pad(x, (0, -n % 8)) if n % 8 else x).unflatten(-1, (-1, 8)).movedim(-1, 0).contiguous().unbind() # k-th of each, side by side
+    x, c = eights(x), eights(pad(decay[..., 1:], (1, 0))) if each else () # nothing comes before slot 0
+    def walk(y): return [y := torch.addcmul(xk, c[k], y) if each else torch.add(xk, y, alpha=decay) for k, xk in enumerate(x)]
+    enters = _next(_scan(walk(torch.zeros_like(x[0]))[-1], reduce(mul, c) if each else decay**8))
+    return torch.stack(walk(enters)).movedim(0, -1).flatten(-2)[..., :n]
 
 def _by_rows(f, *columns):
-    "Join what `f` makes of a few rows at a time: 2¹⁸ tokens and their scratch stay in a CPU's cache. Other devices take all rows at once."
+    "Join what `f` makes of a few rows at a time: 2¹⁷ tokens and their scratch stay in a CPU's cache. Other devices take all rows at once."
     B, T = columns[0].shape
-    few = max(1, 2**18//max(1, T) if columns[0].is_cpu else B)
-    return tuple(torch.cat(x) for x in zip(*map(f, *(x.split(few) for x in columns)), strict=True))
+    few = max(1, 2**17//max(1, T) if columns[0].is_cpu else B)
+    return tuple(torch.cat(x) for x in zip(*map(f, *(x.split(few) for x in columns)), strict=True)) if B > few else f(*columns)
 
 # %% ../nbs/11_advantages.ipynb #740b7d5e
 def gae(
@@ -64,7 +67,7 @@ def gae(
     def rows(r, v, mask):
         slot = _slots(mask)
         r, v = _to_slots(r, slot), _to_slots(v, slot)
-        delta = r + (gamma*_next(v) - v) # V's first: they are near each other, so a critic's offset costs no digits
+        delta = r + _next(v).mul_(gamma).sub_(v) # V's first: they are near each other, so a critic's offset costs no digits
         advantages = _scan(delta, gamma*lam)
         return advantages.gather(1, slot), (advantages + v).gather(1, slot)
     advantages, returns = _by_rows(rows, promoted(rewards), promoted(values).detach(), mask)
@@ -161,7 +164,7 @@ def vtrace(
     def rows(r, v, x, mask):
         slot = _slots(mask)
         r, v, ratio = _to_slots(r, slot), _to_slots(v, slot), _to_slots(x, slot).clamp(-20, 20).exp()
-        surprise = r + (gamma*_next(v) - v)
+        surprise = r + _next(v).mul_(gamma).sub_(v)
         more = _scan(ratio.clamp(max=rho_clip)*surprise, gamma*lam*ratio.clamp(max=c_clip)) # v − V
         return (ratio.clamp(max=pg_clip)*(surprise + gamma*lam*_next(more))).gather(1, slot), (more + v).gather(1, slot)
     advantages, returns = _by_rows(rows, promoted(rewards), promoted(values).detach(), promoted(log_ratios).detach(), mask)
