@@ -215,7 +215,8 @@ class Ema:
         "Start at the weights as they are. ValueError for a decay outside [0, 1) or a model that does not train."
         if not 0 <= decay < 1: raise ValueError(f"Ema: decay is {decay}; at least 0 and below 1 is wanted")
         module = source if isinstance(source, nn.Module) else source._run.model.module
-        self.decay, self.updates, self.away = decay, 0, False
+        self.decay, self.updates, self.away, self.module = decay, 0, False, module
+        _reshard(module)
         self.live = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if not self.live: raise ValueError(f"Ema: {type(module).__name__} has no parameter that trains")
         self.average = {n: _held(p).detach().clone().to(torch.promote_types(p.dtype, torch.float32)) for n, p in self.live.items()}
@@ -243,6 +244,7 @@ class Ema:
 
     @torch.no_grad()
     def _put(self, weights):
+        _reshard(self.module)
         for name, p in self.live.items(): _held(p).copy_(weights[name])
 
     def state_dict(self)->dict: # of this process: its shards, if the model is sharded
@@ -261,6 +263,11 @@ class Ema:
         self.decay, self.updates = state["decay"], state["updates"]
 
     def __repr__(self): return f"Ema(decay={self.decay:g}, {self.updates} updates of {sum(x.numel() for x in self.average.values()):,} weights)"
+
+def _reshard(module):
+    "FSDP2 leaves gathered weights standing after a forward pass: away with them, the shards are what counts."
+    for m in module.modules():
+        if hasattr(m, "reshard"): m.reshard()
 
 def _held(p)->Tensor:
     "What this process holds of a parameter: the tensor itself, or its shard."

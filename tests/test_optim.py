@@ -1,0 +1,130 @@
+"Optimizers and schedules through the wrappers: resumed to the bit, equal on one rank and on two, in fp32 whatever the model came in (LAWS 30)."
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from rlblocks import Checkpoint, Policy, ppo_loss
+from rlblocks.optim import Ema, adamw, adamw_8bit, cosine, freeze_, muon, wsd
+from tiny import model, rows
+
+MAKERS = dict(adamw=lambda ps: adamw(ps, lr=1e-2, weight_decay=.1, but=("embed_tokens",)), muon=lambda ps: muon(ps, lr=1e-2, weight_decay=.1))
+
+
+def loss(out, b): return ppo_loss(out.logprobs, out.logprobs.detach() - .1*b.advantages, b.advantages, b.mask, denom=b.n_tokens)
+
+
+def batch(seed, **more): return rows(B=8, seed=seed, dtype=torch.float32, **more)
+
+
+def weights(policy): return {n: p.detach().clone() for n, p in policy._run.model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("name", [*MAKERS, "8bit"])
+def test_resumed_equals_undisturbed(tmp_path, name):
+    "Six steps at once, and three, a checkpoint, and three more: weights, moving average and learning rates to the bit (LAWS 20)."
+    def run(steps, checkpoint):
+        big = dict(hidden_size=64, intermediate_size=128) if name == "8bit" else {}
+        policy = Policy(model(**big), optimizer=MAKERS.get(name, lambda ps: adamw_8bit(ps, lr=1e-2)), schedule=wsd(6, warmup=2, decay=3), device="cpu")
+        ema = Ema(policy, decay=.9)
+        for step in checkpoint(steps, policy=policy, ema=ema):
+            rate = float(policy.step(batch(step), loss)["lr"])
+            ema.update()
+        return weights(policy), ema.average, rate, policy
+    whole = run(6, Checkpoint())
+    run(3, Checkpoint(tmp_path))
+    again = run(6, Checkpoint(tmp_path))
+    assert whole[2] == again[2] == pytest.approx(1e-2/3)
+    for a, b in zip(whole[:2], again[:2], strict=True): assert all(torch.equal(a[n], b[n]) for n in a)
+    states = whole[3]._run.model.optimizer.state.values()
+    if name == "8bit": assert {s["state1"].dtype for s in states} == {torch.uint8, torch.float32}      # matrices in 8 bits, norms in fp32
+    else: assert {x.dtype for s in states for x in s.values()} == {torch.float32}
+
+
+def test_groups_know_the_models_names():
+    policy = Policy(model(), optimizer=MAKERS["muon"], device="cpu")
+    hidden, *rest = (set(g["param_names"]) for g in policy._run.model.optimizer.param_groups)
+    assert hidden == {n for n, p in policy._run.model.module.named_parameters() if p.dim() == 2 and not n.endswith(("embed_tokens.weight", "lm_head.weight"))}
+    assert {"trunk.model.embed_tokens.weight", "trunk.lm_head.weight"} <= rest[0] and "trunk.model.norm.weight" in rest[1] and policy._run.model.optimizer.param_groups[2]["weight_decay"] == 0
+    kept = Policy(model(), optimizer=MAKERS["adamw"], device="cpu")._run.model.optimizer.param_groups[1]
+    assert "trunk.model.embed_tokens.weight" in kept["param_names"] and kept["weight_decay"] == 0
+
+
+def test_a_half_precision_model_steps_in_fp32():
+    "LAWS 30: a model that comes in bfloat16 moves by steps that bfloat16 could not hold, with fp32 states; asked for low precision, it does not."
+    def moved(**how):
+        policy = Policy(model(dtype=torch.bfloat16), lr=1e-6, max_norm=None, device="cpu", **how)
+        before = weights(policy)
+        for step in range(10): policy.step(batch(step), loss)
+        after = weights(policy)
+        dtypes = {x.dtype for s in policy._run.model.optimizer.state.values() for k, x in s.items() if k != "step"}
+        big = {n for n, p in before.items() if p.dim() == 2 and "embed" not in n}
+        return sum((after[n] != before[n]).sum().item() for n in big)/sum(before[n].numel() for n in big), dtypes
+    share, dtypes = moved(optimizer=lambda ps: adamw(ps, lr=1e-6))
+    assert share > .99 and dtypes == {torch.float32}
+    share, dtypes = moved(low_precision=True)
+    assert share < .5 and dtypes == {torch.bfloat16}
+
+
+def test_frozen_parts_stay():
+    policy = Policy(lambda: freeze_(model(), "embed_tokens", "layers.0"), lr=1e-2, device="cpu")
+    before = weights(policy)
+    policy.step(batch(0), loss)
+    stayed = {n for n, p in weights(policy).items() if torch.equal(p, before[n])}
+    assert stayed == {n for n in before if "embed_tokens" in n or "layers.0." in n}
+
+
+def test_a_moving_average_is_a_reference():
+    "With the averaged weights in place the policy gives the log-probs of a model that has them; then its own again."
+    policy = Policy(model(), lr=1e-2, device="cpu")
+    ema, b = Ema(policy, decay=.5), batch(0)
+    for step in range(3):
+        policy.step(batch(step), loss)
+        ema.update()
+    own = policy.logprobs(b)
+    with ema.swapped(): smooth = policy.logprobs(b)
+    assert torch.equal(policy.logprobs(b), own) and (smooth-own).abs().max() > 1e-3
+    other = Policy(model(), device="cpu", frozen=True)
+    other._run.model.module.load_state_dict({n: ema.average[n] for n in weights(other)})
+    assert torch.equal(other.logprobs(b), smooth)
+    with pytest.raises(ValueError, match="Ema: the state's 'trunk.model.embed_tokens.weight' is"): Ema(Policy(model(vocab_size=40), lr=1., device="cpu")).load_state_dict(ema.state_dict())
+
+
+def sharded(folder):
+    "On as many ranks as there are: four steps of each optimizer under FSDP2, full weights and averages written by rank 0."
+    from rlblocks import SpmdPool
+    with SpmdPool(timeout=120.) as pool:
+        for name, make in MAKERS.items():
+            policy = pool.place(Policy, model(), engine="fsdp2", optimizer=make, schedule=cosine(4, end=.5), device="cpu")
+            ema = pool.place(Ema, policy, decay=.5)
+            for step in range(4):
+                policy.step(batch(step), loss)
+                ema.update()
+            full = lambda policy=policy: {k: x for part in policy._run.model.iter_full_params() for k, x in part.items()}
+            own = full()
+            with ema.swapped(): smooth = full()
+            if pool.rank == 0: torch.save((own, smooth), Path(folder)/f"{name}.pt")
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_sharded_as_in_one_process(tmp_path, ranks):
+    env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}")
+    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__, str(tmp_path)], env=env, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr[-3000:]
+    for name, make in MAKERS.items():
+        policy = Policy(model(), optimizer=make, schedule=cosine(4, end=.5), device="cpu")
+        start, ema = weights(policy), Ema(policy, decay=.5)
+        for step in range(4):
+            policy.step(batch(step), loss)
+            ema.update()
+        own, smooth = torch.load(tmp_path/f"{name}.pt")
+        moved = sum((p-start[n]).square().sum().item() for n, p in weights(policy).items())**.5
+        for mine, theirs in ((own, weights(policy)), (smooth, ema.average)):
+            largest, norm = max((mine[n]-x).abs().max().item() for n, x in theirs.items()), sum((mine[n]-x).square().sum().item() for n, x in theirs.items())**.5
+            assert moved > .1 and (largest < 1e-5 if name == "adamw" else norm < .03*moved), (name, largest, norm, moved)     # Muon's polynomial runs in bfloat16
+
+
+if __name__ == "__main__": sharded(sys.argv[1])
