@@ -1,12 +1,16 @@
 "Buffer: nothing lost, nothing parted, freshness counted, and a resume that is a continuation (LAWS 20, 25)."
 import io
 import random
+import subprocess
+import sys
+from itertools import product
 
 import pytest
 import torch
+from conftest import ROOT
 from torch.testing import assert_close
 
-from rlblocks.batch import Batch
+from rlblocks.batch import Batch, seed_of
 from rlblocks.buffer import Buffer, replay_draw
 from rlblocks.dynamic import mixed_groups, refill
 
@@ -234,6 +238,75 @@ def test_two_buffers_share_a_folder_and_files_go_with_them(tmp_path):
     assert other.take(1).group.tolist() == [1]
 
 
+REAL = """
+import ctypes, sys, torch
+from pathlib import Path
+from rlblocks.batch import Batch
+from rlblocks.buffer import Buffer
+def held(): # bytes of memory that are in use and nobody else's: mapped files do not count, tensors and Python objects do
+    ctypes.CDLL(None).malloc_trim(0)
+    return 1024*int(next(x for x in open("/proc/self/status") if x.startswith("RssAnon")).split()[1])
+def batch(step):
+    g = torch.Generator().manual_seed(step)
+    lengths = (torch.randn(512, generator=g)*.9 + 6.5).exp().long().clamp(64, 4096)
+    real = torch.arange(int(lengths.max())) < lengths[:, None]
+    x = torch.rand(real.shape, generator=g)*real
+    return Batch(tokens=torch.randint(1, 150_000, real.shape, generator=g)*real, lengths=lengths, mask=real & (torch.arange(real.shape[1]) > 0), old_logprobs=x, rollout_logprobs=-x, advantages=2*x,
+                 group=torch.arange(512)//8 + 64*step, text=[f"answer {i} of step {step}" for i in range(512)])
+folder = sys.argv[1]
+small = Buffer(spill=folder, max_bytes=0) if folder else Buffer()
+small.add(batch(99))        # everything is imported, the allocator has its arenas
+small.take(512)
+before, tokens, columns = held(), 0, 0
+for step in range(8):
+    b = batch(step)
+    tokens, columns = tokens + int(b.lengths.sum()), columns + int(b.lengths.sum())*21 + 512*16
+    small.add(b)
+    del b
+print(tokens, columns, held() - before, small.nbytes, sum(x.stat().st_size for x in Path(folder or "/nowhere").rglob("*.arrow")))
+for step in range(8):
+    out, want = small.take(512), batch(step).trim()
+    for name, x in want.columns.items(): assert out[name] == x if isinstance(x, list) else out[name].equal(x), name
+"""
+
+
+def measured(folder):
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", REAL, str(folder)], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return map(int, run.stdout.split())
+
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc and trims glibc's heap")
+
+
+@linux
+def test_rows_of_real_size_take_their_columns_and_16_bytes_a_token_at_most():
+    "4,096 rows, 4 million tokens: what the process grows by, Python objects and texts included."
+    tokens, columns, grew, nbytes, _ = measured("")
+    assert tokens > 3e6 and columns <= nbytes < columns + tokens
+    assert .99*columns < grew < columns + 16*tokens
+
+
+@linux
+def test_rows_on_disk_take_no_memory(tmp_path):
+    "The same rows in mapped files: the memory grows by a twentieth of them at most, and every row comes back as it was."
+    tokens, columns, grew, nbytes, files = measured(tmp_path)
+    assert files > columns and grew < columns/20 and nbytes < tokens
+    assert not list(tmp_path.rglob("*.arrow"))
+
+
+def test_rows_that_come_one_at_a_time_share_files(tmp_path):
+    disk, memory = spilled(tmp_path), Buffer()
+    for i in range(200):
+        for b in (disk, memory): b.add(rows([i], seed=i, T=30))
+    assert len(list(tmp_path.rglob("*.arrow"))) < 12
+    assert_equal(disk.take(77), memory.take(77))
+    disk["scores"] = memory["scores"] = torch.arange(123.)
+    assert_equal(resumed(disk).sample(50, seed=3), memory.sample(50, seed=3))
+    assert_equal(disk.take(123), memory.take(123))
+    assert not list(tmp_path.rglob("*.arrow"))
+
+
 def test_rows_handed_out_are_no_view_of_a_file(tmp_path):
     buffer = spilled(tmp_path)
     buffer.add(rows([0, 1]))
@@ -255,7 +328,13 @@ def test_a_column_can_be_added_while_rows_wait(tmp_path):
         assert_equal(buffer.take(1), Batch(**waiting.columns, ref_logprobs=ref, scores=torch.arange(3.), note=["a", "b", "c"])[:1].trim())
         assert len(buffer) == 2 and buffer.rows().note == ["b", "c"]
         with pytest.raises(ValueError, match="column 'ref_logprobs' is missing"): buffer.add(rows([9]))
-        with pytest.raises(ValueError, match="has 1 rows, the batch has 2"): buffer["scores"] = torch.ones(1)
+        with pytest.raises(ValueError, match="column 'scores' has 1 rows, the batch has 2"): buffer["scores"] = torch.ones(1)
+        with pytest.raises(ValueError, match=r"column 'values' is \[2, 99\], but tokens are \[2, "): buffer["values"] = torch.ones(2, 99)
+        for name in ("group", "mask", "lengths", "policy_version", "unit"):
+            with pytest.raises(ValueError, match=f"'{name}' decides what belongs together"): buffer[name] = torch.ones(2, dtype=torch.long)
+        rewritten = buffer.rows()
+        buffer["scores"] = 2*rewritten.scores
+        assert buffer.rows().scores.equal(2*rewritten.scores) and buffer.rows().tokens.equal(rewritten.tokens)
         with pytest.raises(ValueError, match="group 3 is already waiting"): buffer.add(rows([3], ref_logprobs=torch.zeros(1, 7), scores=torch.ones(1), note=["d"]))
 
 
@@ -274,6 +353,35 @@ def test_draws_follow_priorities_and_weights_undo_them():
     assert one[0].equal(other[0]) and one[1].equal(other[1]) # alpha 0: priorities do not count
     last, _ = replay_draw(torch.tensor([0., 1., 1.]), torch.tensor([1, 1, 1]), 3, alpha=1., seed=0)
     assert last[-1] == 0
+
+
+def test_a_draw_is_what_its_definition_says():
+    "Naive: everybody waits an exponential time; the first to come are in; q is the chance to come before the others have filled the draw."
+    for seed in range(200):
+        rng = random.Random(seed)
+        K, n, alpha = rng.randint(1, 7), rng.randint(1, 12), rng.choice([0., .5, 1., 2.])
+        priority, sizes = torch.tensor([rng.choice([0., .5, 1., 3.]) for _ in range(K)]), torch.tensor([rng.randint(1, 4) for _ in range(K)])
+        chosen, q = replay_draw(priority, sizes, n, alpha=alpha, seed=seed)
+        u = torch.rand(K, generator=torch.Generator().manual_seed(seed_of("sample", seed)), dtype=torch.double)
+        rate = priority.double()**alpha
+        time = [float(-torch.log(1 - a)/r) if r else float("inf") for a, r in zip(u, rate, strict=True)]
+        order = sorted(range(K), key=time.__getitem__)
+        assert chosen.tolist() == [i for k, i in enumerate(order) if sum(int(sizes[j]) for j in order[:k]) < n]
+        for i, p in zip(chosen.tolist(), q.tolist(), strict=True):
+            others, rows_, tau = [j for j in order if j != i], 0, float("inf")
+            for j in others:
+                rows_ += int(sizes[j])
+                if rows_ >= n:
+                    tau = time[j]
+                    break
+            assert p == pytest.approx(1. if tau == float("inf") else float(1 - torch.exp(-rate[i]*tau)), abs=1e-9)
+
+
+def test_of_two_the_likelier_is_drawn_as_its_priority_says():
+    "Closed form: of rates a and b the first to come is a/(a+b), and then 1/q is on average 1 for each."
+    draws = [replay_draw(torch.tensor([1., 4.]), torch.tensor([1, 1]), 1, alpha=1., seed=k) for k in range(4000)]
+    assert sum(int(c[0]) == 1 for c, _ in draws)/4000 == pytest.approx(.8, abs=.02)
+    for i in (0, 1): assert sum(1/float(q[0]) for c, q in draws if int(c[0]) == i)/4000 == pytest.approx(1, abs=.15)
 
 
 def test_prioritised_replay_and_its_resume():
@@ -318,6 +426,37 @@ def test_mixed_groups():
     assert mixed_groups(scores, group).tolist() == want
     order = torch.randperm(11, generator=torch.Generator().manual_seed(0))
     assert mixed_groups(scores[order], group[order]).tolist() == [want[i] for i in order]
+
+
+@pytest.mark.parametrize("p, G, share", [(.18, 2, .2952), (.18, 8, 1 - .18**8 - .82**8), (.5, 4, 7/8)])
+def test_the_share_of_mixed_groups(p, G, share):
+    "LAWS 13: with p = 0.18 a group of 2 is wasted 70 times in 100, one of 8 20 times; every outcome enumerated."
+    outcomes = list(product([0., 1.], repeat=G))
+    mixed = mixed_groups(torch.tensor(outcomes).flatten(), torch.arange(len(outcomes)).repeat_interleave(G)).view(-1, G)
+    assert mixed.all(1).equal(mixed.any(1))
+    assert sum(p**sum(x)*(1-p)**(G-sum(x)) for x, m in zip(outcomes, mixed[:, 0].tolist(), strict=True) if m) == pytest.approx(share)
+
+
+def test_nothing_but_flat_groups_stops_with_numbers():
+    "LAWS 13: a clean stop, after exactly the calls that were allowed; what waited before still does."
+    buffer, calls = Buffer(), []
+    buffer.add(rows([0, 0]))
+    def more(missing):
+        calls.append(missing)
+        return rows([4*len(calls) + k for k in range(4) for _ in range(2)], seed=len(calls), scores=torch.ones(8))
+    buffer.take(2)
+    with pytest.raises(ValueError, match=r"16 rows were asked for, 0 are there after 5 calls, in which 0 of 20 groups could be used, 40 dropped as filtered"): refill(buffer, more, 16, max_calls=5)
+    assert calls == [16]*5 and (buffer.offered, buffer.accepted) == (21, 1) and len(buffer) == 0
+    assert "1 of 21 bundles accepted" in repr(buffer) and "1 of 21 bundles accepted" in repr(resumed(buffer))
+
+
+def test_groups_that_grew_stale_while_others_came_are_asked_for_again():
+    buffer, asked = Buffer(max_age=1), []
+    def more(missing): # the engine that sampled has not been updated for a while
+        asked.append(missing)
+        return rows([len(asked)]*2, seed=len(asked), version=1 if len(asked) < 3 else 5, scores=torch.tensor([0., 1.]))
+    assert refill(buffer, more, 2, version=5).group.tolist() == [3, 3] and asked == [2, 2, 2] and buffer.dropped == {"stale": 4}
+    with pytest.raises(TypeError, match="gave a list; a scored Batch"): refill(buffer, lambda missing: [], 2, version=5)
 
 
 def test_refill_loses_no_accepted_group():
@@ -385,6 +524,8 @@ def test_fillers_and_empty_batches_add_nothing():
     (lambda b: b.add(rows([1]).drop("lengths")), "per-token columns without 'lengths'"),
     (lambda b: b.add(rows([1]), keep=torch.ones(2, dtype=torch.bool)), "Buffer.add: keep is [2], the batch has 1 rows"),
     (lambda b: b.add(rows([1]), priority=torch.tensor([-1.])), "Buffer.add: a priority is negative"),
+    (lambda b: b.sample(2, seed=0, version=0, alpha=-1), "Buffer.sample: alpha is -1, beta is 1.0; 0 or more is wanted"),
+    (lambda b: b.load_state_dict(dict(rows=3)), "Buffer: the state has rows; slabs, index, layout, dropped, next, offered, accepted are wanted"),
     (lambda b: b.prioritise(torch.tensor([0]), torch.tensor([float("nan")])), "Buffer.prioritise: ids is [1], priority is [1]"),
     (lambda b: Buffer().rows(), "Buffer.rows: no rows wait"),
     (lambda b: Buffer(spill="x"), "spill (a folder) and max_bytes"),
