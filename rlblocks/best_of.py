@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .advantages import _scan
-from .groups import _above_mean, _as_they_came, _by_group, _group_std, _group_sum
+from .groups import _above_mean, _as_they_came, _by_group, _group_std, _group_sum, _rows
 from .masked import promoted
 
 # %% ../nbs/11c_best_of.ipynb #aefec248
@@ -27,7 +27,7 @@ def best_of_n_advantages(
 
     maxⱼ sⱼ − maxⱼ≠ᵢ sⱼ. Tang et al. 2025, section 3."""
     order, first = _by_group("best_of_n_advantages", scores, group)
-    s = promoted(scores)[order]
+    s = _rows(promoted(scores), order)
     centered, n = _above_mean(s, first)
     place = torch.arange(len(s), device=s.device) - first
     lead = torch.where((place > 0) & (place == n-1), s - s.roll(1), 0.) # the last of those that have a score, and the one before
@@ -62,7 +62,7 @@ def pass_at_k_advantages(
     mean over I ∋ i, |I| = k, of max_I s − max_I∖i s. Walder and Karkhanis 2025 (PKPO), eq. 33, times n/k. k = n: `best_of_n_advantages`."""
     if k < 2: raise ValueError(f"pass_at_k_advantages: k is {k}; at least 2 are wanted, the objective of one draw is leave_one_out's")
     order, first = _by_group("pass_at_k_advantages", scores, group)
-    s = promoted(scores)[order]
+    s = _rows(promoted(scores), order)
     place, n, gap = _ranked(s, first)
     return _as_they_came(torch.where(s.isnan(), 0., _climb(gap*_chances(place, n-1, k-1), place)), order)
 
@@ -79,7 +79,7 @@ def group_pass_at_k_advantages(
     (mean_I∋i max_I s − mean_I max_I s)/(std_I max_I s + ε), over all I of size k. Chen et al. 2025, eq. 14–15, there for s ∈ {0, 1}."""
     if k < 1: raise ValueError(f"group_pass_at_k_advantages: k is {k}; at least 1 is wanted")
     order, first = _by_group("group_pass_at_k_advantages", scores, group)
-    s = promoted(scores)[order]
+    s = _rows(promoted(scores), order)
     scored, (place, n, gap) = ~s.isnan(), _ranked(s, first)
     lift = gap*_chances(place-1, n-1, k-1)
     centered = torch.where(scored, _climb(lift, place) - _group_sum(lift*(1 - place/n.clamp(min=1)), first), 0.)
@@ -103,7 +103,7 @@ def pf_ppo_weights(
 def _worst_and_best(name, scores, group):
     "(order, is lowest of its group, is highest); none where NaN."
     order, first = _by_group(name, scores, group)
-    s = promoted(scores).detach()[order]
+    s = _rows(promoted(scores).detach(), order)
     n = _group_sum((~s.isnan()).to(s.dtype), first).long()
     return order, s == s[first], s == s[(first + n - 1).clamp(min=0)]
 
