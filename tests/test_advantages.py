@@ -318,6 +318,25 @@ def test_scan_with_a_decay_for_each():
     assert_close(_scan(x, torch.full_like(x, .9)), _scan(x, .9))
 
 
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 63, 64, 65, 513, 4097])
+def test_scan_at_every_seam(n):
+    "Eights, eights of eights, and one slot more or less; what comes later in the row changes no bit, a NaN reaches nothing before it."
+    x, d = noise(2, n, torch.float64, share=1.)[:2]
+    d = d.sigmoid()
+    for decay in (d, .9, 0., 1.):
+        y, want = torch.zeros(2, dtype=torch.float64), []
+        for k in range(n): want.append(y := x[:, k] + (decay[:, k] if isinstance(decay, torch.Tensor) else decay)*y)
+        got, longer = _scan(x, decay), _scan(torch.cat([x, torch.full((2, 70), nan)], 1), torch.cat([decay, decay.new_ones(2, 70)], 1) if isinstance(decay, torch.Tensor) else decay)
+        assert_close(got, torch.stack(want, 1))
+        assert torch.equal(longer[:, :n], got) and longer[:, n:].isnan().all()
+
+
+def test_ratios_without_a_cap_multiply_to_infinity_not_to_nan():
+    r, v, x, m = row(*[0]*39, 1), row(*[0]*40), row(*[15]*40), bools(*[1]*40)
+    returns = vtrace(r, v, x, m, rho_clip=1., c_clip=inf)[1]
+    assert not returns.isnan().any() and returns[0, 0] == inf and returns[0, -1] == 1
+
+
 def test_reinforce_pp_by_hand():
     on = torch.ones(2, 2).bool()
     assert_close(reinforce_pp_advantages(torch.tensor([[0., 1.], [0., -1.]]), on), torch.tensor([[1., 1.], [-1., -1.]])*.75**.5)
