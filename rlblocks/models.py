@@ -31,9 +31,12 @@ class Trained:
         "Optimizer steps taken."
         return self._run.model.version
 
-    def state_dict(self)->dict: # tensors, numbers and strings
-        "Weights, optimizer state and version, for `Checkpoint`."
-        return self._run.model.state_dict()
+    def state_dict(self,
+        *,
+        full:bool=True, # gathered, the same on every rank; False: what this rank holds
+    )->dict: # tensors, numbers and strings
+        "Weights, optimizer state and version, for `Checkpoint`. All ranks together."
+        return self._run.model.state_dict(full=full)
 
     def load_state_dict(self,
         state:dict, # from `state_dict`
