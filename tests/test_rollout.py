@@ -1,8 +1,9 @@
 "Rollout: log-probs of the distribution that was sampled, seeds that belong to samples, weights that are proved."
 import pytest
 import torch
-from rlblocks import Batch, Grader, Policy, Rollout, group_advantages, masked_mean
+from rlblocks import Batch, Grader, Policy, Rollout, at_tokens, group_advantages, masked_mean, ppo_loss
 from rlblocks.decoding import Decoder, sample_tokens
+from rlblocks.runner import Out, check_splits
 from tiny import model, prompts
 from torch import nn
 from torch.testing import assert_close
@@ -230,6 +231,17 @@ def test_columns_travel_with_their_prompt():
     kept = b[~scores.isnan()]
     advantages = group_advantages(scores[~scores.isnan()], kept.group)
     assert len(kept) == 8 and kept.group.tolist().count(100) == 2 and advantages.isfinite().all()
+
+
+def test_a_loss_whose_terms_cancel_is_no_broken_loss():
+    "GRPO on fresh rows of one length, old log-probs from the same forward pass: the loss is 0 but for rounding, its gradient is not."
+    g = torch.Generator().manual_seed(0)
+    group, mask = torch.arange(64)//8, (torch.arange(64) > 0).expand(64, -1)
+    b = Batch(tokens=torch.ones(64, 64, dtype=torch.long), lengths=torch.full((64,), 64), mask=mask, group=group, advantages=at_tokens(group_advantages(torch.rand(64, generator=g), group), mask))
+    out = Out(logprobs=-torch.rand(64, 64, generator=g)*8)
+    def loss(out, b): return ppo_loss(out.logprobs, out.logprobs.detach(), b.advantages, b.mask, denom=b.n_tokens)
+    assert check_splits(loss, out, b, "Policy")
+    with pytest.raises(ValueError, match="not a sum over rows"): check_splits(lambda out, b: (loss(out, b)[0] + 1e-3, {}), out, b, "Policy")       # added once a call
 
 
 def test_greedy_rows_are_never_trained_on():
