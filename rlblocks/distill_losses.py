@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .masked import Mean, Number, aggregate, aggregate_rows, masked_sum, mean_of, promoted, same_shape
+from .masked import Mean, Number, aggregate, aggregate_rows, gate_of, gated, masked_sum, mean_of, promoted, same_shape
 
 # %% ../nbs/17_distill_losses.ipynb #c52b67da
 def sft_loss(
@@ -79,11 +79,12 @@ def forward_kl_loss(
 
 def _logprobs(logits, mask, temperature, caller):
     if temperature <= 0: raise ValueError(f"{caller}: temperature is {temperature}, it must be positive")
-    z = torch.where(mask.unsqueeze(-1), promoted(logits), 0.)
+    z = gated(logits, gate_of(mask, logits).unsqueeze(-1).expand_as(logits))
     return (z if temperature == 1 else z/temperature).log_softmax(-1)
 
 def _kl(logp, logq):
-    return (logp.exp() * torch.where(logp > -torch.inf, logp-logq, 0.)).sum(-1)
+    p = logp.exp()
+    return (p * gated(logp-logq, p)).sum(-1) # where p is 0 the difference may be −∞ + ∞
 
 # %% ../nbs/17_distill_losses.ipynb #c86ad231
 def reverse_kl_loss(

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .masked import Mean, Number, masked_mean, masked_sum, promoted, same_shape
-from .preference_losses import _kept, _logistic, _over_pairs, _rewards, dpo_loss
+from .preference_losses import _kept, _log_ratios, _over_pairs, _softplus, dpo_loss
 
 # %% ../nbs/15a_margins.ipynb #b0ae2e23
 def alpha_reward(
@@ -30,7 +30,7 @@ def alpha_reward(
     x = promoted(log_ratio)
     return x if alpha == 0 else -_expm1(-alpha*x)/alpha
 
-def _expm1(x): return torch.where(x > 20, math.exp(20)*(x-19) - 1, torch.expm1(x.clamp(max=20.)))
+def _expm1(x): return torch.expm1(x.clamp(max=20.)) + math.exp(20)*F.relu(x-20)
 
 def reverse_kl_reward(
     log_ratio:Float[Tensor, "*shape"], # log u = log π − log π_ref, carries the gradient
@@ -66,8 +66,8 @@ def f_dpo_loss(
 
     L = Σ −log σ(βf'(u_w) − βf'(u_l)) / denom, u = π/π_ref. Wang et al. 2023."""
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
-    c, r = (beta*divergence(x) for x in _rewards(1., chosen, rejected, ref_chosen, ref_rejected, weights))
-    return _over_pairs(_logistic(c-r), c, r, weights, denom)
+    c, r = (beta*divergence(x) for x in _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights)[1:])
+    return _over_pairs(_softplus(r-c), c-r, c, r, weights, denom)
 
 # %% ../nbs/15a_margins.ipynb #645f46ac
 def ld_logprobs(
@@ -143,8 +143,8 @@ def simpo_loss(
 
     L = Σ −log σ(β·c̄ − β·r̄ − γ) / denom. Meng et al. 2024, eq. 6. No NLL term."""
     same_shape(chosen=chosen, rejected=rejected, weights=weights)
-    c, r = _rewards(beta, chosen, rejected, None, None, weights)
-    return _over_pairs(_logistic(c-r-gamma), c, r, weights, denom)
+    m, c, r = _log_ratios(chosen, rejected, None, None, weights)
+    return _over_pairs(_softplus(gamma - beta*m), m, c, r, weights, denom, beta)
 
 # %% ../nbs/15a_margins.ipynb #283aa0ec
 def alphapo_loss(
@@ -161,8 +161,9 @@ def alphapo_loss(
 
     L = Σ −log σ(r_w − r_l − γ) / denom, r = β(1 − p̄^−α)/α. Gupta et al. 2025 (AlphaPO). No NLL term."""
     same_shape(chosen=chosen, rejected=rejected, weights=weights)
-    c, r = (beta*alpha_reward(x, alpha=alpha) for x in _rewards(1., chosen, rejected, None, None, weights))
-    return _over_pairs(_logistic(c-r-gamma), c, r, weights, denom)
+    c, r = (alpha_reward(_kept(x, weights), alpha=alpha) for x in (chosen, rejected))
+    m = c - r
+    return _over_pairs(_softplus(gamma - beta*m), m, c, r, weights, denom, beta)
 
 # %% ../nbs/15a_margins.ipynb #2b73b424
 def orpo_loss(
@@ -178,9 +179,9 @@ def orpo_loss(
     L = Σ (−c̄ − λ·log σ(logit p̄_w − logit p̄_l)) / denom. Hong et al. 2024, eq. 6 and 7.
     NLL: token mean of each answer, then the mean over pairs, not over all tokens."""
     same_shape(chosen=chosen, rejected=rejected, weights=weights)
-    c, r = _rewards(1., chosen, rejected, None, None, weights)
+    c, r = _kept(chosen, weights), _kept(rejected, weights)
     for_c, for_r = (x - torch.log(-torch.expm1(x.clamp(max=-torch.finfo(x.dtype).eps))) for x in (c, r)) # log-odds
-    return _over_pairs(-c + odds_coef*_logistic(for_c-for_r), for_c, for_r, weights, denom)
+    return _over_pairs(odds_coef*_softplus(for_r-for_c) - c, for_c-for_r, for_c, for_r, weights, denom)
 
 # %% ../nbs/15a_margins.ipynb #6c34fadf
 def cpo_loss(
@@ -215,6 +216,6 @@ def tpo_loss(
     L = Σ (−log σ(β(c − r) − γ) − α·log π(gold)) / denom. Saeidi et al. 2024.
     With gold a sum the NLL is the sum per answer, as in the paper; TRL's is the mean per token: nll_coef=0. and `sft_loss`."""
     same_shape(chosen=chosen, rejected=rejected, gold=gold, weights=weights)
-    c, r = _rewards(beta, chosen, rejected, None, None, weights)
-    contrast = _logistic(c-r-gamma)
-    return _over_pairs(contrast - nll_coef*_kept(gold, weights) if nll_coef else contrast, c, r, weights, denom)
+    m, c, r = _log_ratios(chosen, rejected, None, None, weights)
+    contrast = _softplus(gamma - beta*m)
+    return _over_pairs(contrast - nll_coef*_kept(gold, weights) if nll_coef else contrast, m, c, r, weights, denom, beta)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Max, Mean, Number, aggregate_rows, gate_of, gated, promoted, same_shape
+from .masked import Max, Mean, Number, aggregate_rows, gate_of, gated, holds, promoted, same_shape
 
 # %% ../nbs/13_policy_losses.ipynb #2f45253c
 def _gain(advantages, good, bad): # Â·good where Â > 0, Â·bad where Â < 0
@@ -86,25 +86,37 @@ def ppo_loss(
     loss = _loss(_capped(ratio, A, clip_low, clip_high, dual_clip), gate, over, denom)
     return loss, _moved(x, gate) | _clipped(ratio, A, gate, 1-clip_low, 1+clip_high, dual_clip)
 
+def _blocks(*columns, entries=2**15): # rows that stay in a CPU's cache while several passes go over them; on other devices, and for a compiler, one block
+    B, T = columns[0].shape
+    whole = columns[0].device.type != "cpu" or torch.compiler.is_compiling()
+    return zip(*(x.detach().split(max(1, B if whole else entries//max(1, T))) for x in columns), strict=True)
+
 @torch.no_grad()
 def _moved(x, gate): # x: log ratio of the tokens, 0 under the mask
-    n, e = gate.sum(), x.expm1()
-    kl = e.sum() - x.sum() # eˣ − 1 − x: k3 of KL(π_old‖π)
-    ratio = e.add_(gate)   # and 0 under the mask
-    return dict(approx_kl=Mean(kl, n), ratio=Mean(ratio.sum(), n), ratio_max=Max(ratio.amax()))
+    return _moves([_move(x.exp(), x, on) for x,on in _blocks(x, gate)], gate.sum())
+
+def _move(ratio, x, gate): # Σ (ratio − 1), Σ x, and the largest ratio, if 0 under the mask; `ratio` is used up
+    e = ratio.sub_(1)
+    return e.sum(), x.sum(), e.add_(gate).amax()
+
+def _moves(blocks, n): # eˣ − 1 − x is k3 of KL(π_old‖π)
+    e, x, top = (torch.stack(found) for found in zip(*blocks, strict=True))
+    e = e.sum()
+    return dict(approx_kl=Mean(e - x.sum(), n), ratio=Mean(e + n, n), ratio_max=Max(top.amax()))
 
 def _beyond(x, side, least, most): # −1 where x is beyond the border that its side, the sign of Â, pulls it to, else 0
     return x.clamp(least, most).sub_(x).sign_().mul_(side).sign_().clamp_(max=0)
 
 @torch.no_grad()
 def _clipped(ratio, side, gate, least, most, dual=None): # share of the tokens that have no gradient left
-    cut = _beyond(ratio, side, least, most)
-    n, total, tilt = gate.sum(), -cut.sum(), -cut.mul_(side).sign_().sum() # tilt: how many more above than below
-    shares = dict(clip_frac=total, clip_frac_low=(total-tilt)/2, clip_frac_high=(total+tilt)/2)
-    if dual is not None:
-        shares["clip_frac_dual"] = gated((ratio - dual).relu_().sign_(), -side).sum()
-        shares["clip_frac"] = total + shares["clip_frac_dual"]
-    return {k: Mean(x, n) for k,x in shares.items()}
+    names = ("clip_frac_low", "clip_frac_high", *(() if dual is None else ("clip_frac_dual",)))
+    cut, n = torch.stack([_cut(r, s, least, most, dual) for r,s in _blocks(ratio, side)]).sum(0).unbind(), gate.sum()
+    return dict(clip_frac=Mean(sum(cut), n)) | {k: Mean(x, n) for k,x in zip(names, cut, strict=True)}
+
+def _cut(ratio, side, least, most, dual): # how many are below and are pulled down, above and pulled up, and, pulled down, over the dual clip
+    down, up = holds(torch.lt, side, 0).flatten(), holds(torch.gt, side, 0).flatten()
+    beyond = [(torch.lt, least, down), (torch.gt, most, up)] + ([] if dual is None else [(torch.gt, dual, down)])
+    return torch.stack([torch.dot(holds(test, ratio, border).flatten(), pulled) for test,border,pulled in beyond])
 
 # %% ../nbs/13_policy_losses.ipynb #9a0f7aed
 def dapo_loss(

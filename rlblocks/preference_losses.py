@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from .masked import Mean, Number, masked_mean, mean_of, promoted, same_shape
+from .masked import Mean, Number, gate_of, gated, holds, masked_mean, mean_of, promoted, same_shape
 
 # %% ../nbs/15_preference_losses.ipynb #c525c68a
 def preference_margin(
@@ -29,26 +29,27 @@ def preference_margin(
 
     Δ = (log π(y_w) − log π_ref(y_w)) − (log π(y_l) − log π_ref(y_l)). Rafailov et al. 2023, section 4."""
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
-    c, r = _rewards(1., chosen, rejected, ref_chosen, ref_rejected, None)
-    return c - r
+    return _log_ratios(chosen, rejected, ref_chosen, ref_rejected, None)[0]
 
 # %% ../nbs/15_preference_losses.ipynb #9a0f3c48
-def _counts(x, weights): return torch.ones_like(x, dtype=torch.bool) if weights is None else weights != 0
+def _counts(weights): return None if weights is None else weights != 0
 
 def _kept(x, weights):
     "`x` in at least float32; 0 where a pair or row has no weight, so that nothing that stands there reaches the gradient."
-    return promoted(x) if weights is None else torch.where(weights != 0, promoted(x), 0.)
+    return promoted(x) if weights is None else gated(x, gate_of(weights != 0, x))
 
-def _rewards(beta, chosen, rejected, ref_chosen, ref_rejected, weights):
-    "β·log-ratios of both answers; log-probs themselves without a reference."
-    both = ((chosen, ref_chosen), (rejected, ref_rejected))
-    return tuple(beta*_kept(promoted(x) if ref is None else promoted(x) - promoted(ref).detach(), weights) for x,ref in both)
+def _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights):
+    "Margin, and log-ratio of each answer, in nats; log-probs themselves without a reference."
+    c, r = (_kept(promoted(x) if ref is None else promoted(x) - promoted(ref).detach(), weights) for x,ref in ((chosen, ref_chosen), (rejected, ref_rejected)))
+    return c - r, c, r
 
-def _logistic(x): return -F.logsigmoid(x)
+def _softplus(x):
+    "log(1 + eˣ) = −log σ(−x), in one pass forward and one back; past torch's own threshold, 20, float64 would lose digits."
+    return F.softplus(x, threshold=50.)
 
-def _flipped(x, right, wrong):
-    "right·ℓ(x) + wrong·ℓ(−x), ℓ = −log σ; a share of 0 is left out, for an answer of log-prob −∞ makes 0·∞ of it."
-    return right*_logistic(x) + wrong*_logistic(-x) if wrong else _logistic(x)
+def _flipped(behind, right, wrong):
+    "right·ℓ(x) + wrong·ℓ(−x), ℓ = −log σ, x = −behind; a share of 0 is left out, for an answer of log-prob −∞ makes 0·∞ of it."
+    return right*_softplus(behind) + wrong*_softplus(-behind) if wrong else _softplus(behind)
 
 # %% ../nbs/15_preference_losses.ipynb #e85a117a
 _FIXES = dict(pair=("chosen", "pairs(sequence_logprobs(logprobs, mask), batch), or pairs(scores, batch) of a reward model"),
@@ -60,16 +61,15 @@ def _reduced(loss, weights, denom, metrics, per="pair", up=1):
     if loss.ndim != 1:
         who, (what, fix) = sys._getframe(up).f_code.co_name, _FIXES[per]
         raise ValueError(f"{who}: {what} is {list(loss.shape)}; one number per {per} is wanted, {fix}")
-    counts = _counts(loss, weights)
+    counts = _counts(weights)
     if weights is not None: loss = loss*weights.detach().to(loss.dtype)
     return masked_mean(loss, counts, denom=denom), {k: mean_of(x, counts) for k,x in metrics.items()}
 
 @no_type_check
-def _over_pairs(loss, chosen, rejected, weights, denom):
-    "`_reduced` with what to watch; `chosen` and `rejected` are rewards."
-    c, r = chosen.detach(), rejected.detach()
-    metrics = dict(margin=c-r, accuracy=(c > r).to(loss.dtype), chosen_reward=c, rejected_reward=r)
-    return _reduced(loss, weights, denom, metrics, up=2)
+def _over_pairs(loss, margin, chosen, rejected, weights, denom, beta=1.):
+    "`_reduced` with what to watch; β times `margin`, `chosen` and `rejected` are rewards."
+    loss, metrics = _reduced(loss, weights, denom, dict(margin=margin, chosen_reward=chosen, rejected_reward=rejected, accuracy=holds(torch.gt, margin.detach(), 0)), up=2)
+    return loss, metrics if beta == 1 else {k: x if k == "accuracy" else Mean(beta*x.total, x.count) for k,x in metrics.items()} # β times three sums, not three tensors
 
 # %% ../nbs/15_preference_losses.ipynb #9f728fa4
 def dpo_loss(
@@ -88,8 +88,8 @@ def dpo_loss(
     L = Σ ((1−ε)ℓ(βΔ) + εℓ(−βΔ)) / denom, ℓ = −log σ. Rafailov et al. 2023, eq. 7 (ε = 0); Mitchell 2023, eq. 3."""
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
     if not 0 <= label_smoothing < .5: raise ValueError(f"dpo_loss: label_smoothing is {label_smoothing}; a share of flips lies within [0, 0.5)")
-    c, r = _rewards(beta, chosen, rejected, ref_chosen, ref_rejected, weights)
-    return _over_pairs(_flipped(c-r, 1-label_smoothing, label_smoothing), c, r, weights, denom)
+    m, c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights)
+    return _over_pairs(_flipped(-beta*m, 1-label_smoothing, label_smoothing), m, c, r, weights, denom, beta)
 
 # %% ../nbs/15_preference_losses.ipynb #bf2116dc
 def robust_dpo_loss(
@@ -109,9 +109,9 @@ def robust_dpo_loss(
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
     if not 0 <= label_smoothing < .5:
         raise ValueError(f"robust_dpo_loss: label_smoothing is {label_smoothing}; a share of flips lies within [0, 0.5)")
-    c, r = _rewards(beta, chosen, rejected, ref_chosen, ref_rejected, weights)
+    m, c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights)
     clean = 1 - 2*label_smoothing
-    return _over_pairs(_flipped(c-r, (1-label_smoothing)/clean, -label_smoothing/clean), c, r, weights, denom)
+    return _over_pairs(_flipped(-beta*m, (1-label_smoothing)/clean, -label_smoothing/clean), m, c, r, weights, denom, beta)
 
 # %% ../nbs/15_preference_losses.ipynb #42374738
 def ipo_loss(
@@ -128,8 +128,8 @@ def ipo_loss(
 
     L = Σ (Δ − 1/(2β))² / denom. Azar et al. 2023, eq. 17. TRL passes means over tokens, OpenRLHF sums."""
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
-    c, r = _rewards(1., chosen, rejected, ref_chosen, ref_rejected, weights)
-    return _over_pairs((c-r - .5/beta).square(), beta*c, beta*r, weights, denom)
+    m, c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights)
+    return _over_pairs((m - .5/beta).square(), m, c, r, weights, denom, beta)
 
 # %% ../nbs/15_preference_losses.ipynb #5206b4dd
 def hinge_loss(
@@ -146,8 +146,8 @@ def hinge_loss(
 
     L = Σ max(0, 1 − βΔ) / denom. Zhao et al. 2023 (SLiC), section 2; with a reference Liu et al. 2023 (RSO)."""
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
-    c, r = _rewards(beta, chosen, rejected, ref_chosen, ref_rejected, weights)
-    return _over_pairs(torch.relu(1-(c-r)), c, r, weights, denom)
+    m, c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights)
+    return _over_pairs(torch.relu(1 - beta*m), m, c, r, weights, denom, beta)
 
 # %% ../nbs/15_preference_losses.ipynb #9060a4ba
 def exo_loss(
@@ -167,11 +167,11 @@ def exo_loss(
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
     if not 0 < label_smoothing < .5:
         raise ValueError(f"exo_loss: label_smoothing is {label_smoothing}; it lies within (0, 0.5), at 0 the loss is infinite (1e-3 is usual)")
-    c, r = _rewards(beta, chosen, rejected, ref_chosen, ref_rejected, weights)
-    x = (c-r).clamp(-1e3, 1e3) # beyond it is flat to the last bit, and at ±∞ p·log p would be 0·∞
+    m, c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights)
+    x = (beta*m).clamp(-1e3, 1e3) # beyond it is flat to the last bit, and at ±∞ p·log p would be 0·∞
     won = torch.sigmoid(x) * (F.logsigmoid(x) - math.log1p(-label_smoothing))
     lost = torch.sigmoid(-x) * (F.logsigmoid(-x) - math.log(label_smoothing))
-    return _over_pairs(won + lost, c, r, weights, denom)
+    return _over_pairs(won + lost, m, c, r, weights, denom, beta)
 
 # %% ../nbs/15_preference_losses.ipynb #96cdd09d
 def discopop_loss(
@@ -189,9 +189,10 @@ def discopop_loss(
 
     L = Σ (1−σ(x/τ))·(−log σ(x)) + σ(x/τ)·e⁻ˣ / denom, x = βΔ. Lu et al. 2024, eq. 5."""
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
-    c, r = _rewards(beta, chosen, rejected, ref_chosen, ref_rejected, weights)
-    x = c-r
-    return _over_pairs(torch.sigmoid(-x/tau)*_logistic(x) + torch.exp(F.logsigmoid(x/tau) - x), c, r, weights, denom)
+    m, c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights)
+    x = beta*m
+    finite = x.clamp(min=torch.finfo(x.dtype).min) # at −∞, a chosen answer of log-prob −∞, the two factors have their limits and nothing is ∞ − ∞
+    return _over_pairs(torch.sigmoid(-finite/tau)*_softplus(-x) + torch.exp(F.logsigmoid(finite/tau) - finite), m, c, r, weights, denom, beta)
 
 # %% ../nbs/15_preference_losses.ipynb #0a310d80
 def nca_loss(
@@ -208,8 +209,8 @@ def nca_loss(
 
     L = Σ (−log σ(c) − ½log σ(−c) − ½log σ(−r)) / denom, c and r rewards β·log(π/π_ref). Chen et al. 2024."""
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
-    c, r = _rewards(beta, chosen, rejected, ref_chosen, ref_rejected, weights)
-    return _over_pairs(_logistic(c) + _logistic(-c)/2 + _logistic(-r)/2, c, r, weights, denom)
+    m, c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights)
+    return _over_pairs(_softplus(-beta*c) + _softplus(beta*c)/2 + _softplus(beta*r)/2, m, c, r, weights, denom, beta)
 
 # %% ../nbs/15_preference_losses.ipynb #9a791db6
 def bco_pair_loss(
@@ -226,8 +227,8 @@ def bco_pair_loss(
 
     L = Σ (−log σ(c) − log σ(−r)) / denom ≥ DPO's loss. Jung et al. 2024, theorem 1."""
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
-    c, r = _rewards(beta, chosen, rejected, ref_chosen, ref_rejected, weights)
-    return _over_pairs(_logistic(c) + _logistic(-r), c, r, weights, denom)
+    m, c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights)
+    return _over_pairs(_softplus(-beta*c) + _softplus(beta*r), m, c, r, weights, denom, beta)
 
 # %% ../nbs/15_preference_losses.ipynb #62e7bb51
 def sppo_loss(
@@ -244,8 +245,8 @@ def sppo_loss(
 
     L = Σ ((log-ratio of y_w − 1/(2β))² + (log-ratio of y_l + 1/(2β))²) / denom. Wu et al. 2024, eq. 4.7 with P = 1 and 0."""
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
-    c, r = _rewards(1., chosen, rejected, ref_chosen, ref_rejected, weights)
-    return _over_pairs((c - .5/beta).square() + (r + .5/beta).square(), beta*c, beta*r, weights, denom)
+    m, c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights)
+    return _over_pairs((c - .5/beta).square() + (r + .5/beta).square(), m, c, r, weights, denom, beta)
 
 # %% ../nbs/15_preference_losses.ipynb #ece46798
 def apo_zero_loss(
@@ -262,8 +263,8 @@ def apo_zero_loss(
 
     L = Σ (1 − σ(c) + σ(r)) / denom, c and r rewards β·log(π/π_ref). D'Oosterlinck et al. 2024, eq. 7."""
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
-    c, r = _rewards(beta, chosen, rejected, ref_chosen, ref_rejected, weights)
-    return _over_pairs(torch.sigmoid(-c) + torch.sigmoid(r), c, r, weights, denom)
+    m, c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights)
+    return _over_pairs(torch.sigmoid(-beta*c) + torch.sigmoid(beta*r), m, c, r, weights, denom, beta)
 
 # %% ../nbs/15_preference_losses.ipynb #638f5445
 def apo_down_loss(
@@ -280,5 +281,5 @@ def apo_down_loss(
 
     L = Σ (σ(c) + 1 − σ(c − r)) / denom, c and r rewards β·log(π/π_ref). D'Oosterlinck et al. 2024, eq. 8."""
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
-    c, r = _rewards(beta, chosen, rejected, ref_chosen, ref_rejected, weights)
-    return _over_pairs(torch.sigmoid(c) + torch.sigmoid(r-c), c, r, weights, denom)
+    m, c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights)
+    return _over_pairs(torch.sigmoid(beta*c) + torch.sigmoid(-beta*m), m, c, r, weights, denom, beta)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Max, Mean, Number, aggregate, gate_of, gated, same_shape
-from .policy_losses import _beyond, _capped, _clipped, _gain, _log_ratio, _loss, _moved
+from .masked import Max, Mean, Number, aggregate, aggregate_rows, gate_of, gated, same_shape
+from .policy_losses import _beyond, _blocks, _capped, _clipped, _gain, _log_ratio, _loss, _move, _moved, _moves
 
 # %% ../nbs/13c_ratio_losses.ipynb #491727fe
 def _rows(logprobs, old_logprobs, advantages, mask): # gate, log ratios and Â of the tokens, and the number of each row's as [B, 1]
@@ -40,8 +40,21 @@ def reinforce_loss(
     return _weighted(logprobs, gated(advantages.detach(), gate), gate, over, denom)
 
 def _weighted(logprobs, weights, gate, over, denom): # weights: 0 under the mask
-    chosen = gated(logprobs, gate)
-    return _loss(weights*chosen, gate, over, denom), dict(logprob=Mean(chosen.sum(), gate.sum()))
+    chosen = gated(logprobs.detach(), gate)
+    return _linear(logprobs, weights, (weights*chosen).sum(-1), gate.sum(-1), over, denom), dict(logprob=Mean(chosen.sum(), gate.sum()))
+
+def _linear(logprobs, weights, totals, counts, over, denom): # totals: Σ weights·logprobs of each row
+    return aggregate_rows(-_Sloped.apply(logprobs, totals, weights), counts, over=over, denom=denom)
+
+class _Sloped(torch.autograd.Function):
+    "`value` of each row, with the derivative `slope`: what is linear in x has one that is known, 0 under the mask, and x is not looked at again."
+    @staticmethod
+    def forward(ctx, x, value, slope):
+        ctx.save_for_backward(slope)
+        ctx.dtype = x.dtype
+        return value.clone()
+    @staticmethod
+    def backward(ctx, g): return (g[:,None]*ctx.saved_tensors[0]).to(ctx.dtype), None, None
 
 # %% ../nbs/13c_ratio_losses.ipynb #00bc4bab
 def on_policy_loss(
@@ -76,12 +89,23 @@ def cispo_loss(
 
     L = −Σ sg(clip(ρ, 1−ε_low, 1+ε_high))·Â·log π / denom. Chen et al. 2025 (MiniMax-M1), eq. 4 and 5."""
     same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    least, most = 1 - clip_low, 1 + clip_high
+    blocks = [_cispo_block(least, most, *block) for block in _blocks(logprobs, old_logprobs, advantages, mask)] # only the weights are needed whole
+    weights, totals, counts, moves, *cut = zip(*blocks, strict=True)
+    weights, totals, counts = (torch.cat(x) for x in (weights, totals, counts))
+    (total, tilt), n = (torch.stack(x).sum() for x in cut), counts.sum() # tilt: how many more above than below
+    cut = dict(clip_frac=total, clip_frac_low=(total-tilt)/2, clip_frac_high=(total+tilt)/2)
+    return _linear(logprobs, weights, totals, counts, over, denom), _moves(moves, n) | {k: Mean(x, n) for k,x in cut.items()}
+
+@torch.no_grad()
+def _cispo_block(least, most, logprobs, old_logprobs, advantages, mask): # weights, Σ weights·logprobs and tokens of each row, `_move`, how many were cut and on which side
     gate = gate_of(mask, logprobs)
-    x = _log_ratio(logprobs.detach(), old_logprobs, gate)
+    x = _log_ratio(logprobs, old_logprobs, gate)
     ratio = x.exp()
-    weights = ratio.clamp(1-clip_low, 1+clip_high).mul_(gated(advantages.detach(), gate))
-    loss, _ = _weighted(logprobs, weights, gate, over, denom)
-    return loss, _moved(x, gate) | _clipped(ratio, x, gate, 1-clip_low, 1+clip_high)
+    weights = ratio.clamp(least, most)
+    cut = (ratio-weights).sign_().flatten()
+    weights.mul_(gated(advantages, gate))
+    return weights, (weights*gated(logprobs, gate)).sum(-1), gate.sum(-1), _move(ratio, x, gate), cut.dot(cut), cut.sum()
 
 # %% ../nbs/13c_ratio_losses.ipynb #4cd24818
 def dppo_tv_loss(

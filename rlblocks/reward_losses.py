@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from .logprobs import gather_logprobs
-from .masked import Mean, Number, aggregate, masked_mean, masked_sum, mean_of, promoted, same_shape
-from .preference_losses import _counts, _kept, _logistic, _reduced
+from .masked import Mean, Number, aggregate, holds, masked_mean, masked_sum, mean_of, promoted, same_shape
+from .preference_losses import _counts, _kept, _reduced, _softplus
 
 # %% ../nbs/16_reward_losses.ipynb #c51a0440
 def bradley_terry_loss(
@@ -34,14 +34,16 @@ def bradley_terry_loss(
     L = −Σ log σ(c − r − m) / denom. Bradley and Terry 1952; Stiennon et al. 2020, section 3.4; margin: Touvron et al. 2023, eq. 2."""
     same_shape(chosen=chosen, rejected=rejected, margin=margin, weights=weights)
     c, r = _kept(chosen, weights), _kept(rejected, weights)
-    loss = _logistic(c-r if margin is None else c-r - _kept(margin.detach(), weights))
-    return _reduced(loss, weights, denom, {})[0], _verdicts(c, r, weights)
+    behind = r - c
+    metrics = _verdicts(behind, c, r, weights) # before the loss: what it needed for a moment is free again
+    return _reduced(_softplus(behind if margin is None else behind + _kept(margin.detach(), weights)), weights, denom, {})[0], metrics
 
-def _verdicts(c, r, weights, tied=None):
-    "What the scores say about the pairs: the metrics of every pair loss. Ties cannot be right or wrong."
-    c, r, counts = c.detach(), r.detach(), _counts(c, weights)
-    decided = counts if tied is None else counts & ~tied
-    return dict(accuracy=mean_of((c > r).to(c.dtype), decided), margin=mean_of(c-r, decided), chosen_score=mean_of(c, counts), rejected_score=mean_of(r, counts))
+def _verdicts(behind, c, r, weights, tied=None):
+    "What the scores say about the pairs: the metrics of every pair loss; behind = r − c. Ties cannot be right or wrong."
+    counts, behind = _counts(weights), behind.detach()
+    decided = counts if tied is None else ~tied if counts is None else counts & ~tied
+    margin = mean_of(behind, decided)
+    return dict(accuracy=mean_of(holds(torch.lt, behind, 0), decided), margin=Mean(-margin.total, margin.count), chosen_score=mean_of(c, counts), rejected_score=mean_of(r, counts))
 
 # %% ../nbs/16_reward_losses.ipynb #b149ab34
 def log_exp_loss(
@@ -89,8 +91,8 @@ def rao_kupper_loss(
     same_shape(chosen=chosen, rejected=rejected, tied=tied, weights=weights)
     if theta <= 1: raise ValueError(f"rao_kupper_loss: theta is {theta}; it is above 1 (at 1 there are no ties: bradley_terry_loss)")
     c, r, least = _kept(chosen, weights), _kept(rejected, weights), math.log(theta)
-    of_tie = _logistic(r-c - least) - math.log(theta**2 - 1)
-    return _reduced(_logistic(c-r - least) + torch.where(tied, of_tie, 0.), weights, denom, {})[0], _verdicts(c, r, weights, tied)
+    behind, of_tie = r - c, _softplus(c-r + least) - math.log(theta**2 - 1)
+    return _reduced(_softplus(behind + least) + torch.where(tied, of_tie, 0.), weights, denom, {})[0], _verdicts(behind, c, r, weights, tied)
 
 # %% ../nbs/16_reward_losses.ipynb #1f766525
 def davidson_loss(
@@ -111,7 +113,7 @@ def davidson_loss(
     half = (c-r) / 2
     tie = torch.full_like(half, math.log(nu))
     loss = torch.logaddexp(torch.logaddexp(half, -half), tie) - torch.where(tied, tie, half)
-    return _reduced(loss, weights, denom, {})[0], _verdicts(c, r, weights, tied)
+    return _reduced(loss, weights, denom, {})[0], _verdicts(r-c, c, r, weights, tied)
 
 # %% ../nbs/16_reward_losses.ipynb #721e2dfe
 def tie_loss(
@@ -220,7 +222,7 @@ def safety_loss(
     same_shape(riskier=riskier, safer=safer, riskier_unsafe=riskier_unsafe, safer_unsafe=safer_unsafe, weights=weights)
     high, low = _kept(riskier, weights), _kept(safer, weights)
     signed = torch.stack([torch.where(riskier_unsafe, high, -high), torch.where(safer_unsafe, low, -low)])
-    loss = _logistic(high-low) + _logistic(signed).sum(0)
+    loss = _softplus(low-high) + _softplus(-signed).sum(0)
     metrics = dict(accuracy=(high > low).to(low.dtype), sign_accuracy=(signed > 0).to(low.dtype).mean(0), riskier_cost=high, safer_cost=low)
     return _reduced(loss, weights, denom, metrics)
 

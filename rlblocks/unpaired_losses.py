@@ -8,12 +8,11 @@ __all__ = ['mismatched', 'swap_completions', 'kto_kl', 'kto_loss', 'apo_zero_unp
 
 # %% ../nbs/15b_unpaired_losses.ipynb #c35c3bf0
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .masked import Last, Mean, Number, masked_mean, mean_of, promoted, same_shape
-from .preference_losses import _counts, _kept, _reduced
+from .preference_losses import _counts, _kept, _reduced, _softplus
 
 # %% ../nbs/15b_unpaired_losses.ipynb #44c07330
 def mismatched(
@@ -63,7 +62,7 @@ def kto_kl(
     z₀ = max(0, mean(log π − log π_ref)) over mismatched rows. Ethayarajh et al. 2024 (KTO), section 4.1."""
     same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, weights=weights)
     ratio = (promoted(logprobs) - promoted(ref_logprobs)).detach()
-    return masked_mean(ratio, _counts(ratio, weights)).clamp(min=0)
+    return masked_mean(ratio, _counts(weights)).clamp(min=0)
 
 # %% ../nbs/15b_unpaired_losses.ipynb #9186f643
 def kto_loss(
@@ -97,9 +96,10 @@ def _reward(name, logprobs, ref_logprobs, desirable, weights):
 
 def _judged(loss, reward, point, desirable, weights, denom):
     "`_reduced` with what to watch."
-    counts, right = _counts(loss, weights), ((reward > point) == desirable).to(loss.dtype)
+    counts, right = _counts(weights), ((reward > point) == desirable).to(loss.dtype)
+    up, down = (side if counts is None else counts & side for side in (desirable, ~desirable))
     loss, metrics = _reduced(loss, weights, denom, dict(accuracy=right), "row")
-    return loss, metrics | dict(chosen_reward=mean_of(reward, counts & desirable), rejected_reward=mean_of(reward, counts & ~desirable))
+    return loss, metrics | dict(chosen_reward=mean_of(reward, up), rejected_reward=mean_of(reward, down))
 
 # %% ../nbs/15b_unpaired_losses.ipynb #41535d10
 def apo_zero_unpaired_loss(
@@ -154,7 +154,7 @@ def bco_loss(
     L = Σ −log σ(±(β(log π − log π_ref) − δ)) / denom, + if desirable. Jung et al. 2024."""
     same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, desirable=desirable, weights=weights)
     x, delta = beta*_reward("bco_loss", logprobs, ref_logprobs, desirable, weights), delta.detach() if isinstance(delta, Tensor) else delta
-    loss, metrics = _judged(-F.logsigmoid(torch.where(desirable, x-delta, delta-x)), x, delta, desirable, weights, denom)
+    loss, metrics = _judged(_softplus(torch.where(desirable, delta-x, x-delta)), x, delta, desirable, weights, denom)
     return loss, metrics | dict(delta=Last(delta))
 
 # %% ../nbs/15b_unpaired_losses.ipynb #720d3a28

@@ -44,7 +44,7 @@ GIVEN = dict(
     clipped_surrogate=dict(ratio=noise(16, 16).exp()), correction_metrics={}, cosine_length_reward=dict(correct=flags(16), max_length=12), cpgd_advantages={},
     dr_grpo_loss=dict(max_tokens=16), dro_loss=dict(beta=.3), effective_share=dict(weights=noise(16, 16).exp()), entropy=dict(logits=LOGITS), expected_value=dict(logits=noise(16, 16, 5), bins=BINS),
     expert_load=dict(router_logits=noise(16, 16, 4), top_k=2), f_dpo_loss=dict(divergence=forward_kl_reward), forward_kl_loss=TEACHER, forward_kl_reward=dict(log_ratio=ROWS),
-    gate_of=dict(x=COLS["advantages"]), gated=dict(x=COLS["advantages"], gate=MASK.double()),
+    gate_of=dict(x=COLS["advantages"]), gated=dict(x=COLS["advantages"], gate=MASK.double()), holds=dict(test=torch.gt, x=COLS["advantages"], y=0.),
     fresh_mask=dict(policy_version=ids(5, 16), now=5), full_kl=dict(logits=LOGITS, ref_logits=noise(16, 16, 7, seed=1)), gather_logprobs=dict(logits=LOGITS, targets=COLS["tokens"] % 7),
     gdpo_advantages=dict(scores=HEADS), generative_scores=dict(logits=LOGITS, yes=1, no=(2, 3)), geometric_mixture=dict(logits=LOGITS, ref_logits=noise(16, 16, 7, seed=1)),
     gmpo_loss=dict(advantages=LEVEL), group_pass_at_k_advantages=dict(k=2), gspo_loss=dict(advantages=LEVEL), gspo_token_loss=dict(advantages=LEVEL), hl_gauss=dict(bins=BINS),
@@ -76,7 +76,7 @@ PLAIN = {  # no block on tensors: why no law is asked of it
     "adaptive_kl_coef": "numbers on the host", "annealed_kl_coef": "numbers on the host", "adaptive_entropy_coef": "numbers on the host",
 }
 LAWLESS = {  # a block, but not one of rows: which law is meaningless
-    "aggregate": "a reduction, no loss", "aggregate_rows": "a reduction, no loss", "masked_mean": "a reduction", "gate_of": "a piece of masking", "gated": "a piece of masking", "masked_std": "a reduction", "masked_sum": "a reduction", "mean_of": "makes a metric",
+    "aggregate": "a reduction, no loss", "aggregate_rows": "a reduction, no loss", "masked_mean": "a reduction", "gate_of": "a piece of masking", "gated": "a piece of masking", "holds": "a piece of masking", "masked_std": "a reduction", "masked_sum": "a reduction", "mean_of": "makes a metric",
     "correction_metrics": "makes metrics", "effective_share": "makes a metric", "value_metrics": "makes metrics",
     "mismatched": "partners of rows, by their order", "swap_completions": "rows are exchanged", "resampled_rows": "rows are drawn, not kept",
     "straight_through": "two differentiable arguments", "ratio_corrected": "two differentiable arguments", "predicting": "no column of its own",

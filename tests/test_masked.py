@@ -27,6 +27,17 @@ def value_and_gradient(f, x, mask):
     return y.detach(), torch.autograd.grad((y*torch.arange(1, y.numel()+1).view(y.shape)).sum(), x)[0]
 
 
+@pytest.mark.parametrize("dim", [None, -1, 0])
+def test_no_mask_is_a_mask_of_true(dim):
+    x = ragged()[0].half().requires_grad_()
+    every = torch.ones_like(x, dtype=torch.bool)
+    for f in (masked_sum, masked_mean):
+        assert_close(value_and_gradient(lambda x, m: f(x, m, dim=dim), x, None), value_and_gradient(lambda x, m: f(x, m, dim=dim), x, every))  # noqa: B023
+    assert_close(masked_mean(x, None, denom=7), masked_mean(x, every, denom=7))
+    assert_close([float(y) for y in vars(mean_of(x, None)).values()], [float(y) for y in vars(mean_of(x, every)).values()])
+    assert masked_mean(x[:0], None) == 0 and mean_of(x, None).total.dtype == torch.float32
+
+
 # LAWS 1: one loss, whatever the micro-batch
 
 def test_golden_is_a_quarter_not_a_half():

@@ -13,7 +13,7 @@ from rlblocks import policy_losses, ratio_losses, selections
 from rlblocks.advantages import at_tokens
 from rlblocks.batch import Batch
 from rlblocks.kl import kl_k1
-from rlblocks.masked import aggregate, gate_of, gated, masked_mean
+from rlblocks.masked import aggregate, gate_of, gated, masked_mean, merge
 from rlblocks.policy_losses import bnpo_loss, clipped_surrogate, dapo_loss, dr_grpo_loss, log_ratio, ppo_loss
 from rlblocks.ratio_losses import (
     cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, on_policy_loss, reinforce_loss, sapo_loss, vespo_loss,
@@ -310,6 +310,18 @@ def test_metrics_of_all_ratio_losses(name):
     assert_close([float(metrics["ratio"]), float(metrics["ratio_max"])], [float(ratio.mean()), float(ratio.max())])
     if "clip_frac" in metrics: assert float(metrics["clip_frac"]) == pytest.approx(float(metrics["clip_frac_low"]) + float(metrics["clip_frac_high"]))
     if "clip_frac" in metrics: assert float(metrics["clip_frac"]) > 0 or name == "cispo" # a cap of 5 is far away
+
+
+@pytest.mark.parametrize("loss", [ppo_loss, cispo_loss])
+def test_metrics_of_a_batch_of_many_blocks(loss): # more tokens than are measured at a time, the last block smaller than the others
+    g = torch.Generator().manual_seed(0)
+    old, A, mask = torch.randn(70, 1000, generator=g), torch.randn(70, 1000, generator=g), torch.rand(70, 1000, generator=g) < .7
+    lp = old + .5*torch.randn(70, 1000, generator=g)
+    whole, rows = loss(lp, old, A, mask, clip_high=.3)[1], [loss(*(x[i:i+1] for x in (lp, old, A, mask)), clip_high=.3)[1] for i in range(70)]
+    x = (lp-old)[mask].double()
+    wanted = dict(approx_kl=(x.expm1()-x).mean(), ratio=x.exp().mean(), ratio_max=x.exp().max(), clip_frac_high=(x.exp() > 1.3).logical_and((A[mask] > 0) | (loss is cispo_loss)).double().mean())
+    for found in (whole, merge(*rows)): assert_close([float(found[k]) for k in wanted], [float(y) for y in wanted.values()])
+    assert {k: float(m) for k, m in whole.items()} == pytest.approx({k: float(m) for k, m in merge(*rows).items()}, rel=1e-5)
 
 
 def test_vespo_reports_its_weight():

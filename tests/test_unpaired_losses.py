@@ -271,6 +271,7 @@ def test_dtype(name, dtype):
 def test_refusals(name):
     f = LOSSES[name][0]
     who = getattr(f, "func", f).__name__
+    with pytest.raises(ValueError, match=rf"{who}: ref_logprobs is \[16\], logprobs is \[16, 3\]; one number per row is wanted, of log-probs sequence_logprobs\(logprobs"): f(LP[:,None].expand(16, 3), REF, GOOD)
     with pytest.raises(ValueError, match=rf"{who}: desirable is \[15\], logprobs is \[16\]"): f(LP, REF, GOOD[1:])
     with pytest.raises(TypeError, match=r"\w+_loss: desirable is int64; verdicts are Bool"): f(LP, REF, GOOD.long())
     with pytest.raises(ValueError, match=r"\w+_loss: logprobs is \[4, 4\]; one number per row is wanted, sequence_logprobs"):
