@@ -1,10 +1,11 @@
 """Log-probs (and entropy) from hidden states: seconds and peak memory of `linear_logprobs`, of logits in full, and of the peers that are installed.
 
-    .venv/bin/python benchmarks/logprobs.py [--shapes 2048x512x50000 8192x512x151936] [--rounds 5] [--threads N] [--out benchmarks/results]
+    .venv/bin/python benchmarks/logprobs.py [--shapes 2048x512x32000 2048x512x50000 8192x64x151936] [--rounds 5] [--threads N] [--out benchmarks/results]
 
-Forward and backward for hidden states and head ("trains"), with the head frozen, and without gradient. Each way runs in a process of its own for its memory (the kernel's
-high-water mark of resident memory, reset before the call, less what inputs and gradients take); times are then taken in turn in one process, so that other work on the machine
-meets all alike. Peers: TRL's chunked function, Liger's chunked GRPO loss with the advantages as weights (it has no entropy). Both are left out if they cannot be imported.
+Forward and backward for hidden states and head ("trains"), with the head frozen, with LoRA (rank 16) on a frozen head, and without gradient. Each way runs in a process of its own for its memory (the
+kernel's high-water mark of resident memory, reset before the call, less what inputs and gradients take); times are then taken in turn in one process, so that other work on the machine meets all alike, and
+with one thread they are CPU seconds. Peers: TRL's functions on logits, which its GRPO calls ("trl"), TRL's chunked head ("trl-chunk"), Liger's chunked GRPO loss with the advantages as weights ("liger": no
+entropy, no adapter). Where a peer is absent, cannot do it, or would hold logits that do not fit, its row says so.
 """
 import argparse
 import json
@@ -21,50 +22,73 @@ import torch
 
 from rlblocks.logprobs import linear_logprobs
 
-MODES = {"trains, entropy": (True, True, True), "trains": (True, True, False), "frozen head": (True, False, False), "no gradient": (False, False, False)}
+# what learns: hidden states, head, an adapter on the head; and whether the entropy is asked
+MODES = {"trains, entropy": (True, True, False, True), "trains": (True, True, False, False), "frozen, entropy": (True, False, False, True), "frozen": (True, False, False, False),
+         "LoRA, entropy": (True, False, True, True), "LoRA": (True, False, True, False), "no gradient": (False, False, False, False)}
+RANK, SCALE = 16, 2.
 
 
-def plain(h, W, ids, entropy):
-    logp = (h @ W.T).log_softmax(-1)
+def logits(h, W, AB):
+    "As a model gives them; with an adapter, as peft does."
+    z = h @ W.T
+    return z + (h @ AB[0].T) @ AB[1].T * SCALE if AB else z
+
+
+def plain(h, W, AB, ids, entropy):
+    logp = logits(h, W, AB).log_softmax(-1)
     return logp.gather(-1, ids[:, None])[:, 0], -(logp.exp()*logp).sum(-1) if entropy else None
 
 
-def ours(h, W, ids, entropy):
-    found = linear_logprobs(h, W, ids, entropy=entropy)
+def ours(h, W, AB, ids, entropy):
+    found = linear_logprobs(h, W, ids, low_rank=(h @ AB[0].T * SCALE, AB[1]) if AB else None, entropy=entropy)
     return found if entropy else (found, None)
 
 
-def trl(h, W, ids, entropy):
+def trl(h, W, AB, ids, entropy):
+    from trl.trainer.utils import selective_log_softmax, selective_log_softmax_and_entropy
+    if entropy: return selective_log_softmax_and_entropy(logits(h, W, AB), ids)
+    return selective_log_softmax(logits(h, W, AB), ids), None
+
+
+def trl_chunk(h, W, AB, ids, entropy):
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+    if AB: raise NotImplementedError("takes no adapter")
     return ChunkedLogProbFunction.apply(h, W, None, ids, 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ("entropy",) if entropy else ())[:2]
 
 
-def liger(h, W, ids, entropy):
+def liger(h, W, AB, ids, entropy):
     "A GRPO loss whose gradient is that of Σ log-probs: no clipping is reached, the ratio is 1."
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-    if entropy or not h.requires_grad: raise NotImplementedError
+    if AB or entropy or not h.requires_grad: raise NotImplementedError("takes no adapter" if AB else "has no entropy" if entropy else "a loss: always makes gradients")
     rows = 16
     loss = LigerFusedLinearGRPOLoss(beta=0., compiled=False, use_ref_model=False, loss_type="grpo")
     each = ids.view(rows, -1)
     return loss(h.view(rows, -1, h.shape[1]), W, each, torch.ones_like(each), -torch.ones(rows)*len(ids))[0], None
 
 
-WAYS = dict(plain=plain, ours=ours, trl=trl, liger=liger)
+WAYS = {"plain": plain, "ours": ours, "trl": trl, "trl-chunk": trl_chunk, "liger": liger}
+LOGITS_HELD = {"plain": 6, "trl": 6, "trl-chunk": 7} # times N × V × 4 bytes, at the worst moment
 
 
 def inputs(shape, mode):
-    (N, H, V), (grad, head, _) = shape, MODES[mode]
+    (N, H, V), (grad, head, adapter, _) = shape, MODES[mode]
     g = torch.Generator().manual_seed(0)
-    return torch.randn(N, H, generator=g).requires_grad_(grad), (torch.randn(V, H, generator=g)/H**.5).requires_grad_(head), torch.randint(V, (N,), generator=g)
+    draw = lambda *s: torch.randn(*s, generator=g)
+    AB = ((draw(RANK, H)/H**.5).requires_grad_(), draw(V, RANK).requires_grad_()) if adapter else ()
+    return draw(N, H).requires_grad_(grad), (draw(V, H)/H**.5).requires_grad_(head), AB, torch.randint(V, (N,), generator=g)
 
 
-def once(way, h, W, ids, mode):
+def clock(): return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def once(way, h, W, AB, ids, mode):
     h.grad = W.grad = None
-    begin = time.perf_counter()
-    lp, ent = WAYS[way](h, W, ids, MODES[mode][2])
+    for x in AB: x.grad = None
+    begin = clock()
+    lp, ent = WAYS[way](h, W, AB, ids, MODES[mode][-1])
     if lp.requires_grad: (lp.sum() + (.1*ent.sum() if ent is not None else 0)).backward()
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 def resident(key): return int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)).split()[1])/1024
@@ -72,33 +96,40 @@ def resident(key): return int(next(line for line in Path("/proc/self/status").re
 
 def memory(way, shape, mode):
     "MiB beyond inputs and gradients, at the worst moment."
-    h, W, ids = inputs(shape, mode)
-    once(way, *(x[:64].detach().requires_grad_(x.requires_grad) if x.is_floating_point() else x[:64] % 64 for x in (h, W, ids)), mode) # what a first call loads
-    grads = [torch.ones_like(x) for x in (h, W) if x.requires_grad] # the room that gradients will take, touched once
+    h, W, AB, ids = inputs(shape, mode)
+    once(way, *inputs((64, shape[1], 64), mode), mode) # what a first call loads
+    grads = [torch.ones_like(x) for x in (h, W, *AB) if x.requires_grad] # the room that gradients will take, touched once
     before = resident("VmRSS")
     del grads
     Path("/proc/self/clear_refs").write_text("5")
-    once(way, h, W, ids, mode)
+    once(way, h, W, AB, ids, mode)
     return resident("VmHWM") - before
 
 
-def available(way, mode):
-    try:
-        h, W, ids = inputs((64, 8, 100), mode)
-        once(way, h, W, ids, mode)
-    except (ImportError, NotImplementedError): return False
-    return True
+def free():
+    "GiB that this machine could still give."
+    return int(next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")).split()[1])/2**20
+
+
+def absent(way, shape, mode):
+    "Why there is no number."
+    try: once(way, *inputs((64, 8, 100), mode), mode)
+    except ImportError as e: return f"not installed ({e.name})"
+    except NotImplementedError as e: return str(e)
+    wants = LOGITS_HELD.get(way, 0)*shape[0]*shape[2]*4/2**30
+    return f"wants {wants:.0f} GiB" if wants > .6*free() else None
 
 
 def measure(shape, mode, rounds):
-    ways = [way for way in WAYS if available(way, mode)]
+    why = {way: absent(way, shape, mode) for way in WAYS}
+    ways = [way for way in WAYS if not why[way]]
     said = {way: subprocess.run([sys.executable, __file__, "--memory", way, "--shapes", "x".join(map(str, shape)), "--mode", mode, "--threads", str(torch.get_num_threads())],
                                 capture_output=True, text=True, check=True).stdout for way in ways}
-    h, W, ids = inputs(shape, mode)
+    given = inputs(shape, mode)
     times = {way: [] for way in ways}
     for _ in range(rounds):
-        for way in ways: times[way].append(once(way, h, W, ids, mode))
-    return {way: dict(seconds=sorted(t)[len(t)//2], best=min(t), MiB=float(said[way].split()[-1])) for way, t in times.items()}
+        for way in ways: times[way].append(once(way, *given, mode))
+    return {way: dict(seconds=sorted(t)[len(t)//2], best=min(t), MiB=float(said[way].split()[-1])) for way, t in times.items()} | {way: dict(absent=w) for way, w in why.items() if w}
 
 
 def installed(name):
@@ -108,8 +139,8 @@ def installed(name):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", default=["2048x512x50000", "8192x256x151936"])
-    parser.add_argument("--mode", choices=MODES)
+    parser.add_argument("--shapes", nargs="+", default=["2048x512x32000", "2048x512x50000", "8192x64x151936"])
+    parser.add_argument("--mode", choices=MODES, nargs="+")
     parser.add_argument("--memory", choices=WAYS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -117,17 +148,22 @@ def main():
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
     shapes = [tuple(map(int, s.split("x"))) for s in a.shapes]
-    if a.memory: return print(memory(a.memory, shapes[0], a.mode))
+    if a.memory: return print(memory(a.memory, shapes[0], *a.mode))
     found = []
     for shape in shapes:
         unit = 1024*shape[2]*4/2**20
-        print(f"\nN, H, V = {shape}; one chunk of logits is {unit:.0f} MiB", flush=True)
-        for mode in [a.mode] if a.mode else MODES:
+        print(f"\nN, H, V = {shape}; one chunk of logits is {unit:.0f} MiB; {'CPU ' if a.threads == 1 else ''}seconds, median (best)", flush=True)
+        for mode in a.mode or MODES:
             result = measure(shape, mode, a.rounds)
-            base = result["plain"]
-            for way, r in result.items():
-                print(f"{mode:16} {way:6} {r['seconds']:7.2f} s ({r['best']:.2f})  {r['seconds']/base['seconds']:5.2f} x   {r['MiB']:8.0f} MiB = {r['MiB']/unit:5.2f} chunks", flush=True)
-                found.append(dict(shape=shape, mode=mode, way=way, chunks=r["MiB"]/unit, ratio=r["seconds"]/base["seconds"], **r))
+            base = result["plain"].get("seconds")
+            for way in WAYS:
+                r, row = result[way], dict(shape=shape, mode=mode, way=way) | result[way]
+                if "absent" not in r:
+                    row |= dict(chunks=r["MiB"]/unit) | (dict(ratio=r["seconds"]/base) if base else {})
+                    share = f"{row['ratio']:5.2f} x" if base else "       "
+                    print(f"{mode:16} {way:9} {r['seconds']:7.2f} s ({r['best']:.2f})  {share}   {r['MiB']:8.0f} MiB = {row['chunks']:5.2f} chunks", flush=True)
+                else: print(f"{mode:16} {way:9} {r['absent']}", flush=True)
+                found.append(row)
     a.out.mkdir(parents=True, exist_ok=True)
     where = dict(date=datetime.now().date().isoformat(), machine=platform.machine(), cpus=os.cpu_count(), load=os.getloadavg()[0], threads=a.threads, torch=torch.__version__,
                  python=platform.python_version(), trl=installed("trl"), liger=installed("liger-kernel"), rounds=a.rounds)
@@ -137,7 +173,8 @@ def main():
     fig, axes = plt.subplots(1, len(shapes), figsize=(5*len(shapes), 3), squeeze=False)
     for ax, shape in zip(axes[0], shapes, strict=True):
         for way in WAYS:
-            runs = [r for r in found if r["way"] == way and r["shape"] == shape]
+            runs = [r for r in found if r["way"] == way and r["shape"] == shape and "MiB" in r]
+            if not runs: continue
             ax.scatter([r["MiB"] for r in runs], [r["seconds"] for r in runs], label=way)
             for r in runs: ax.annotate(r["mode"], (r["MiB"], r["seconds"]), fontsize=6)
         ax.set(title=f"N, H, V = {shape}", xlabel="MiB beyond inputs and gradients", ylabel="seconds", xscale="log"); ax.legend(fontsize=8)
