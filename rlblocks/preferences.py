@@ -6,17 +6,14 @@
 __all__ = ['Preferences', 'Feedback', 'as_feedback']
 
 # %% ../nbs/24_preferences.ipynb #a81b5480
-import warnings
-
 import torch
 
-from .prompts import _joined, _Rows, segments
+from .prompts import _joined, _Rows, _wanted, segments
 
 # %% ../nbs/24_preferences.ipynb #a809e324
 def _sides(row, tokenizer, template):
     "Segments of the chosen and of the rejected row; the first is the prompt."
-    absent = [name for name in ("chosen", "rejected") if name not in row]
-    if absent: raise ValueError(f"no column `{absent[0]}` among {', '.join(row)}; a pair is prompt, chosen and rejected")
+    _wanted(row, ("chosen", "rejected"), "a pair is prompt, chosen and rejected")
     chosen, rejected = row["chosen"], row["rejected"]
     row = {name: x for name, x in row.items() if name not in ("chosen", "rejected")}
     if "prompt" not in row and template is None and isinstance(chosen, list) and isinstance(rejected, list):   # two whole conversations: the prompt is what they share
@@ -48,14 +45,13 @@ class Preferences(_Rows):
     ):
         "Tokenise every pair, its prompt once. ValueError or TypeError, naming the row, for one that is no pair or is too long."
         super().__init__(rows, "prompt", shuffle, seed)
-        _needs_eos(self, tokenizer)
+        self._needs_eos(tokenizer, _ENDS)
         made = self._read(lambda row: _sides(row, tokenizer, template))
         done = list(_joined([side for sides in made for side in sides], tokenizer, batch_size, cache))
         pairs = [(i, a, b) for i, (a, b) in enumerate(zip(done[::2], done[1::2], strict=True)) if any(a[1]) and any(b[1]) and a != b]
         for i, a, b in pairs:
             if not _shared(a, b): raise ValueError(self._about(i, "the two answers do not follow the same prompt; each must begin with the assistant's turn"))
-        self.dropped = len(made) - len(pairs)
-        if self.dropped: warnings.warn(f"Preferences: {self.dropped} of {len(made)} pairs have an empty answer or two equal ones and are left out", stacklevel=2)
+        self._leave_out(len(made) - len(pairs), len(made), "an empty answer or two equal ones")
         pairs = _within(pairs, self, max_tokens, drop_longer)
         ids, masks = zip(*(x for _, *both in pairs for x in both), strict=True)
         self._keep([i for i, *_ in pairs], [made[i][0][0][0] for i, *_ in pairs], ids, masks)
@@ -65,9 +61,7 @@ class Preferences(_Rows):
         twice = {name: [x for x in column for _ in range(2)] for name, column in columns.items()}
         return dict(unit=numbers.repeat_interleave(2), chosen=torch.tensor([True, False]*len(numbers)), completion=both, **twice)
 
-def _needs_eos(data, tokenizer):
-    if getattr(tokenizer, "eos_token_id", None) is None:
-        raise ValueError(f"{type(data).__name__}: the tokenizer has no eos_token_id; where an answer ends is a part of what is judged")
+_ENDS = "where an answer ends is a part of what is judged"
 
 def _within(kept, data, max_tokens, drop_longer):
     "What is no longer than `max_tokens`: (number in `rows`, (ids, mask), …) each. The rest is an error, or counted."
@@ -99,12 +93,11 @@ class Feedback(_Rows):
     ):
         "Tokenise every row. ValueError or TypeError, naming the row, for one without a completion and a label, or one that is too long."
         super().__init__(rows, "prompt", shuffle, seed)
-        _needs_eos(self, tokenizer)
+        self._needs_eos(tokenizer, _ENDS)
         made = self._read(lambda row: _judged(row, tokenizer, template))
         done = list(enumerate(_joined(made, tokenizer, batch_size, cache)))
         kept = [(i, x) for i, x in done if any(x[1])]
-        self.dropped = len(made) - len(kept)
-        if self.dropped: warnings.warn(f"Feedback: {self.dropped} of {len(made)} rows have no completion token and are left out", stacklevel=2)
+        self._leave_out(len(made) - len(kept), len(made), "no completion token")
         kept = _within(kept, self, max_tokens, drop_longer)
         texts = [made[i][0][0] for i, _ in kept]
         self._group = {t: k for k, t in enumerate(dict.fromkeys(texts))}
@@ -116,8 +109,7 @@ class Feedback(_Rows):
 
 def _judged(row, tokenizer, template):
     "Segments of a row, which must have a verdict."
-    absent = [name for name in ("completion", "label") if name not in row]
-    if absent: raise ValueError(f"no column `{absent[0]}` among {', '.join(row)}; feedback is prompt, completion and label")
+    _wanted(row, ("completion", "label"), "feedback is prompt, completion and label")
     if row["label"] not in (True, False): raise TypeError(f"the label is {row['label']!r}; True (desirable) or False is wanted")
     return segments(row, tokenizer, template=template)
 

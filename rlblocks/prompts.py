@@ -166,6 +166,14 @@ class _Rows:
         digest.update(verdicts)
         self.fingerprint = digest.hexdigest()[:16]
 
+    def _needs_eos(self, tokenizer, why):
+        if getattr(tokenizer, "eos_token_id", None) is None: raise ValueError(f"{type(self).__name__}: the tokenizer has no eos_token_id; {why}")
+
+    def _leave_out(self, count, of, why):
+        "Count what is left out, and say so."
+        self.dropped = count
+        if count: warnings.warn(f"{type(self).__name__}: {count} of {of} {self._kind} have {why} and are left out", stacklevel=3)
+
     def __len__(self): return len(self._picks)
 
     @property
@@ -291,11 +299,11 @@ class Demonstrations(_Rows):
     ):
         "Tokenise every row. ValueError or TypeError, naming the row, for one that is no demonstration or is too long."
         super().__init__(rows, "text", shuffle, seed)
-        if getattr(tokenizer, "eos_token_id", None) is None: raise ValueError("Demonstrations: the tokenizer has no eos_token_id; without one a policy cannot learn to stop")
+        self._needs_eos(tokenizer, "without one a policy cannot learn to stop")
         if truncate and max_tokens is None: raise ValueError(f"Demonstrations: truncate={truncate!r} needs max_tokens")
         made = self._read(lambda row: segments(row, tokenizer, template=template))
         texts = [row[0][0] for row in made] if "completion" in self._row(0) else None
-        self.truncated, self.dropped, kept = 0, 0, []
+        self.truncated, kept = 0, []
         for i, (ids, mask) in enumerate(_joined(made, tokenizer, batch_size, cache)):
             if max_tokens is not None and len(ids) > max_tokens and any(mask):
                 if not truncate: raise ValueError(self._about(i, f"{len(ids)} tokens, max_tokens is {max_tokens}; pass truncate='start' or 'end', or leave out such rows"))
@@ -304,13 +312,17 @@ class Demonstrations(_Rows):
                 ids, mask = ids[:lead] + ids[cut], mask[:lead] + mask[cut]
                 self.truncated += any(mask)
             if any(mask): kept.append((i, ids, mask))
-        self.dropped = len(made) - len(kept)
         if not kept: raise ValueError(f"Demonstrations: none of the {len(made)} rows has a completion token")
-        if self.dropped: warnings.warn(f"Demonstrations: {self.dropped} of {len(made)} rows have no completion token and are left out", stacklevel=2)
+        self._leave_out(len(made) - len(kept), len(made), "no completion token")
         picks, ids, masks = zip(*kept, strict=True)
         self._keep(picks, texts and [texts[i] for i in picks], ids, masks)
 
     def __repr__(self): return f"{super().__repr__()[:-1]}; {self.truncated} truncated, {self.dropped} dropped)"
+
+def _wanted(row, names, say):
+    "ValueError for the first column that a row lacks."
+    absent = next((name for name in names if name not in row), None)
+    if absent: raise ValueError(f"no column `{absent}` among {', '.join(row)}; {say}")
 
 def _joined(made, tokenizer, batch_size, cache):
     "Ids and mask of each row of segments, the last one closed by one EOS; no True in the mask of a row without completion tokens."
