@@ -9,17 +9,22 @@ __all__ = ['writable', 'Checkpoint']
 import dis
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .sharded import agree, world
+from .shards import read_shards, snapshot, state_of, write_shards
 
 # %% ../nbs/37_checkpoint.ipynb #e25812fa
 def writable(
@@ -37,14 +42,19 @@ class Checkpoint:
     "An iterator over steps that restores before the first and saves between them; without a path it only counts."
 
     def __init__(self,
-        path=None,      # folder of the run; None keeps nothing
+        path=None,      # folder of the run, seen by all ranks; None keeps nothing
         *,
         every:int=10,   # save after each so many steps (and after the last)
-        keep:int=2,     # newest saves to keep
+        keep:int=2,     # newest saves to keep, beside the best
+        background:bool=False, # copy the state and go on; a thread writes it
+        whole:bool=False,      # gather what is cut over ranks: one file that any engine on any number of ranks reads
     ):
         "Check the folder now rather than after the first hour. OSError when it cannot be written."
         if every < 1 or keep < 1: raise ValueError(f"Checkpoint: every={every}, keep={keep}; at least 1 is wanted")
         self.path, self.every, self.keep, self.proven = None if path is None else Path(path), every, keep, set()
+        self.background, self.whole = background, whole
+        self.rating:float|None = None           # what the consumer said of the step it was shown
+        self.thread, self.job, self.group = ThreadPoolExecutor(1, "checkpoint"), None, None
         if self.path is not None and world()[0] == 0: writable(self.path, "Checkpoint")
 
     def __call__(self,
@@ -59,49 +69,113 @@ class Checkpoint:
         start = self.restore(parts)
         if start >= steps > 0: warnings.warn(f"Checkpoint: {self.path} has done {start} of {steps} steps; nothing is left. Ask for more steps, or another folder.", stacklevel=2)
         saved, loop = start, id(sys._getframe(1))
-        for step in range(start, steps):
-            try: yield step
-            except GeneratorExit:      # the consumer stopped early, or something left the loop's body
-                if self.path and step+1 > saved and _step_was_done(sys._getframe(1), loop, parts): self.save(step+1, parts)
-                raise
-            if (step+1) % self.every == 0 or step+1 == steps:
-                self.save(step+1, parts)
-                saved = step+1
+        try:
+            for step in range(start, steps):
+                self.rating = None
+                try: yield step
+                except GeneratorExit:      # the consumer stopped early, or something left the loop's body
+                    if self.path and step+1 > saved and _step_was_done(sys._getframe(1), loop, parts): self.save(step+1, parts)
+                    raise
+                if (step+1) % self.every == 0 or step+1 == steps or self._is_best():
+                    self.save(step+1, parts)
+                    saved = step+1
+        finally: self.wait()
+
+    # -- the best
+    def rate(self,
+        value:float, # of the step just shown; higher is better (give −loss)
+    ):
+        "For the consumer: how good the step it was shown is. The best so far is saved, whatever `every` says, and kept until one is better."
+        self.rating = float(value)
+
+    def _is_best(self):
+        "Whether the step's rating, rank 0's, beats those of all saves."
+        if self.path is None: return False
+        mine = None if world()[0] or self.rating is None else (self.rating, self.rating > self._ratings().get(self.best(), -math.inf))
+        self.rating, better = _agreed(mine) or (None, False)
+        return better
+
+    def _ratings(self)->dict: # folder → rating, of the saves that have one
+        return {f: r for f in self.saves() if (r := _meta(f).get("rating")) is not None}
+
+    def best(self)->Path|None: # the first of equals; None when nothing was rated
+        "The folder of the save with the highest rating."
+        ratings = self._ratings()
+        return max(ratings, key=ratings.__getitem__, default=None)
 
     # -- one save
     def save(self,
         step:int,   # steps done
         parts:dict, # name → part
     ):
-        "Write a whole save, or none: every rank gives its state, rank 0 writes, all go on together."
+        "Write a whole save, or none, all ranks together. In the background it is copied now and written while the loop goes on; what fails is raised by the next save, or at the end."
         if self.path is None: return
-        states, error = {k: p if isinstance(p, dict) else p.state_dict() for k, p in parts.items()}, None
-        if world()[0] == 0:
-            try: self._write(self.path, step, states)
-            except Exception as e: error = e
-        agree(error, "Checkpoint")
+        self.wait()
+        if self.group is None and world()[1] > 1: self.group = dist.new_group(backend="gloo")     # a thread's messages must not mix with the loop's
+        states:dict[str, Any] = {}
+        shards:dict[str, Any] = {}
+        for name, part in parts.items():
+            states[name], more = state_of(part, name, self.whole)
+            shards |= more
+        if not self.background: return self._write(step, states, shards, self.rating)
+        states, shards = snapshot(states, shards)
+        self.job = self.thread.submit(self._write, step, states, shards, self.rating)
 
-    def _write(self, folder, step, states):
-        "One whole folder: drafted beside its place, then renamed into it."
-        target = folder/f"step-{step:08d}"
-        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder))
-        for name, state in states.items(): self._keep(name, state, draft/f"{name}.pt")
-        files = {f.name: _digest(f) for f in sorted(draft.iterdir())}
-        (draft/"meta.json").write_text(json.dumps(dict(step=step, files=files), indent=1))
-        if target.exists(): shutil.rmtree(target)
+    def wait(self):
+        "Until the save in the background is written. Raises what went wrong with it."
+        job:Future|None = self.job
+        self.job = None
+        if job is not None: job.result()
+
+    def _write(self, step, states, shards, rating):
+        "One whole folder: drafted beside its place, then renamed into it. Every rank writes what only it has, rank 0 the rest."
+        first = world()[0] == 0
+        draft = Path(self._all(lambda: tempfile.mkdtemp(prefix=".draft-", dir=self.path) if first else None)[0])
+        def mine():
+            files = write_shards(shards, draft/"shards", self.group) if shards else []
+            if first: files += [self._keep(name, state, draft/f"{name}.pt") for name, state in states.items()]
+            return {str(f.relative_to(draft)): _digest(f) for f in files}
+        files = {k: v for digests in self._all(mine) for k, v in sorted(digests.items())}
+        self._all(lambda: self._finish(draft, dict(step=step, files=files) | ({} if rating is None else dict(rating=rating))) if first else None)
+
+    def _finish(self, draft, meta):
+        folder = draft.parent
+        (draft/"meta.json").write_text(json.dumps(meta, indent=1))
+        target = folder/f"step-{meta['step']:08d}"
+        if target.exists(): _discard(target)
         os.replace(draft, target)
-        for old in self.saves()[:-self.keep]: shutil.rmtree(old)
+        best = self.best()
+        for old in self.saves()[:-self.keep]:
+            if old != best: _discard(old)
         for left in folder.glob(".draft-*"): shutil.rmtree(left)      # of a process that died while saving
 
     def _keep(self, name, state, file):
         "Write one part and, the first time, read it back: what cannot be loaded safely is refused now, not at the resume."
         torch.save(state, file)
-        if name in self.proven: return
+        if name in self.proven: return file
         try: torch.load(file, map_location="cpu", weights_only=True)
         except Exception as e:
             raise TypeError(f"Checkpoint: the state of {name!r} holds what a safe load refuses ({str(e).splitlines()[0]}); "
                             "keep tensors, numbers, strings, lists and dicts of them (x.tolist(), float(m))") from e
         self.proven.add(name)
+        return file
+
+    def _all(self,
+        f:Callable, # () → what this rank did
+    )->list: # what every rank did
+        "Do it on every rank; go on together, or raise together."
+        answer, error = None, None
+        try: answer = f()
+        except Exception as e: error = e
+        if world()[1] == 1:
+            if error: raise error
+            return [answer]
+        told:list[Any] = [None]*world()[1]
+        dist.all_gather_object(told, (error and f"{type(error).__name__}: {error}", answer), group=self.group)
+        if error: raise error
+        for rank, (text, _) in enumerate(told):
+            if text: raise RuntimeError(f"Checkpoint: rank {rank} failed: {text}")
+        return [x for _, x in told]
 
     def saves(self)->list: # folders, oldest first
         "The saves in the folder."
@@ -110,11 +184,15 @@ class Checkpoint:
     def restore(self,
         parts:dict, # name → part, restored in place
     )->int: # steps done; 0 without a save
-        "Load the newest save into the parts."
+        "Load the newest save into the parts, whatever the number of ranks that wrote it."
+        self.wait()
         newest = _agreed(str(self.saves()[-1]) if self.saves() else None)
         if newest is None: return 0
-        folder, meta = Path(newest), _checked_meta(Path(newest))
-        saved = {f.removesuffix(".pt") for f in meta["files"]}
+        folder, meta, error = Path(newest), {}, None
+        try: meta = _checked_meta(folder, *world())
+        except ValueError as e: error = e
+        agree(error, "Checkpoint")
+        saved = {f.removesuffix(".pt") for f in meta["files"] if "/" not in f}
         if saved != set(parts):
             raise ValueError(f"Checkpoint: {folder} holds {sorted(saved)}, the loop has {sorted(parts)}; resume with the parts that were saved, or use another folder")
         for name, part in parts.items():
@@ -122,7 +200,7 @@ class Checkpoint:
             if isinstance(part, dict):
                 part.clear()
                 part.update(state)
-            else: part.load_state_dict(state)
+            else: part.load_state_dict(read_shards(state, part, name, folder/"shards"))
         if world()[1] > 1: dist.barrier()       # nobody saves, and prunes, while another still reads
         return meta["step"]
 
@@ -136,15 +214,26 @@ def _agreed(x):
     dist.broadcast_object_list(said, src=0)
     return said[0]
 
+def _discard(folder):
+    "Gone at once, then deleted: a process that dies here leaves no half of a save under its name."
+    away = folder.with_name(f".draft-old-{folder.name}")
+    shutil.rmtree(away, ignore_errors=True)
+    os.replace(folder, away)
+    shutil.rmtree(away)
+
+def _meta(folder)->dict:
+    try: return json.loads((folder/"meta.json").read_text())
+    except (OSError, ValueError): return {}
+
 def _digest(file):
     with open(file, "rb") as f: return hashlib.file_digest(f, "blake2b").hexdigest()
 
-def _checked_meta(folder):
-    "The list of a save's files, each checked against its hash."
+def _checked_meta(folder, rank, ranks):
+    "The list of a save's files, each checked against its hash by one of the ranks."
     remedy = f"delete {folder} to resume from the save before it"
     try: meta = json.loads((folder/"meta.json").read_text())
     except (OSError, ValueError) as e: raise ValueError(f"Checkpoint: {folder}/meta.json cannot be read ({e}); {remedy}") from e
-    for name, digest in meta["files"].items():
+    for name, digest in list(meta["files"].items())[rank::ranks]:
         if not (folder/name).is_file(): raise ValueError(f"Checkpoint: {folder}/{name} is missing; {remedy}")
         if _digest(folder/name) != digest: raise ValueError(f"Checkpoint: {folder}/{name} is not what was written (truncated or altered); {remedy}")
     return meta
