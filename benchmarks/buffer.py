@@ -1,4 +1,4 @@
-"""Rows that wait: add, take and draw, and the bytes they take, ragged against padded stores.
+"""Rows that wait and rows that travel: add, draw and take, the bytes they take, and the cut of a large batch.
 
     .venv/bin/python benchmarks/buffer.py [--data ../shared/data] [--rounds 5] [--out benchmarks/results]
 
@@ -9,14 +9,22 @@ The rows have the lengths of GSM8K's (question and answer, Qwen2.5's tokenizer; 
   on disk   Buffer(spill=…), everything in mapped files
   padded    a batch per step, padded to the longest sequence allowed and joined by cat, as verl's DataProto is held between steps
   groups    a list of padded groups with scores, drawn by torch.multinomial: the replay buffer of TRL's experimental GRPO trainer, which 1.16's wheel no longer has
+  lists     a list of rows, each a dict of Python lists, as rollout records travel in several systems
+  datasets  datasets.Dataset in memory, a block a batch, concatenated, read back as tensors and padded
 
-`add` is all batches going in; `draw` hands out 32 groups as one padded batch; `take` empties the store 512 rows at a time. The stores take turns in every round; medians. Bytes are those of all tensors held.
+`add` is all batches going in; `draw` hands out 32 groups as one padded batch; `take` empties the store 512 rows at a time. The stores take turns in every round; medians of CPU time, one thread. Bytes are those of all tensors, Arrow buffers, or
+Python objects held; beside them, for ours, what the process really grew by (anonymous resident memory after malloc_trim, one fresh process each), which counts everything: index, ids, Python objects.
+
+The cut: 4,096 rows of 8k tokens (tokens, mask, log-probs: 13 bytes a token) are cut in 8 parts and joined again in order. Promised are less than 5 s, at most 16 bytes a token on the way, and a peak under twice the batch
+where the parts go out one at a time and one column comes back, which is what a pool does.
 """
 import argparse
 import gzip
 import json
 import os
 import platform
+import subprocess
+import sys
 import tempfile
 import time
 from datetime import datetime
@@ -27,6 +35,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from rlblocks.batch import Batch
 from rlblocks.buffer import Buffer
+from rlblocks.ragged import ragged
 
 GROUPS, SIZE, BATCHES, DRAW = 64, 8, 8, 32
 ALLOWED = dict(gsm8k=1024, long=8192)  # longest sequence: what a padded store must have room for
@@ -97,10 +106,114 @@ class Groups:
     def nbytes(self): return sum(x.nbytes for _, c in self.held for x in c.values())
 
 
+class Lists:
+    "Rows as dicts of Python lists."
+    def __init__(self): self.held = []
+    def add(self, batch):
+        columns = {k: x.tolist() for k, x in batch.columns.items()}
+        for i, n in enumerate(batch.lengths.tolist()): self.held.append({k: x[i][:n] if isinstance(x[i], list) else x[i] for k, x in columns.items()})
+    def _pad(self, rows):
+        T = max(len(r["tokens"]) for r in rows)
+        dtype = dict(tokens=torch.long, mask=torch.bool, lengths=torch.long, group=torch.long)
+        return {k: torch.tensor([r[k] + [0]*(T - len(r[k])) if isinstance(r[k], list) else r[k] for r in rows], dtype=dtype.get(k, torch.float)) for k in rows[0]}
+    def draw(self, seed):
+        groups = torch.randperm(len(self.held)//SIZE, generator=torch.Generator().manual_seed(seed))[:DRAW].tolist()
+        return self._pad([self.held[g*SIZE + k] for g in groups for k in range(SIZE)])
+    def take(self, n):
+        some, self.held = self.held[:n], self.held[n:]
+        return self._pad(some)
+    def nbytes(self): # objects that are shared (True, False, small ints) cost their pointer only
+        own = lambda x: sys.getsizeof(x) if isinstance(x, float) or isinstance(x, int) and not isinstance(x, bool) and x > 256 else 0
+        return sum(sys.getsizeof(r) + sum(sys.getsizeof(x) + sum(map(own, x)) if isinstance(x, list) else own(x) for x in r.values()) for r in self.held)
+
+
+class Datasets:
+    "datasets.Dataset in memory."
+    def __init__(self): self.held = None
+    def add(self, batch):
+        from datasets import Dataset, concatenate_datasets
+        rows = Dataset.from_dict({k: [x.numpy()[i, :n] for i, n in enumerate(batch.lengths.tolist())] if x.dim() > 1 else x.numpy() for k, x in batch.columns.items()})
+        self.held = rows if self.held is None else concatenate_datasets([self.held, rows])
+    def _pad(self, rows):
+        return {k: torch.nn.utils.rnn.pad_sequence(list(x), batch_first=True) if x[0].dim() else torch.stack(list(x)) for k, x in rows.with_format("torch")[:].items()}
+    def draw(self, seed):
+        groups = torch.randperm(len(self.held)//SIZE, generator=torch.Generator().manual_seed(seed))[:DRAW]
+        return self._pad(self.held.select((groups[:, None]*SIZE + torch.arange(SIZE)).flatten().tolist()))
+    def take(self, n):
+        out = self._pad(self.held.select(range(n)))
+        self.held = self.held.select(range(n, len(self.held))) if n < len(self.held) else None
+        return out
+    def nbytes(self): return self.held.data.nbytes
+
+
+def held():
+    "Anonymous resident memory of this process, in bytes."
+    import ctypes
+    ctypes.CDLL(None).malloc_trim(0)
+    return 1024*int(next(x for x in open("/proc/self/status") if x.startswith("RssAnon")).split()[1])
+
+
+def grown(kind, data, folder):
+    "What a process grows by when all batches are added, in bytes beyond the columns a token, and how fast they went to disk if there is a folder. In a fresh process."
+    lengths = lengths_of(kind, data, GROUPS*SIZE*BATCHES)
+    buffer = Buffer(spill=folder, max_bytes=0) if folder else Buffer()
+    for b in batches(lengths[:GROUPS*SIZE]): buffer.add(b)
+    buffer.take(GROUPS*SIZE)
+    del b # what is measured is what comes from here on
+    before, seconds = held(), 0.
+    for b in batches(lengths):
+        start = time.perf_counter()
+        buffer.add(b)
+        seconds += time.perf_counter() - start
+        del b
+    columns = int(lengths.sum())*21 + len(lengths)*20
+    return dict(a_token=(held() - before)/int(lengths.sum()), overhead_a_token=(held() - before - columns*(not folder))/int(lengths.sum()), mb_a_second=columns/seconds/1e6)
+
+
+def cut_and_join(rows=4096, T=8192, n=8):
+    "A batch goes out in parts and comes back in order; in a fresh process."
+    import resource
+    peak = lambda: 1024*resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    lengths = torch.randint(7*T//8, T + 1, (rows,), generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(rows, T, dtype=torch.bool)
+    for i, k in enumerate(lengths.tolist()): mask[i, 1:k] = True
+    batch = Batch(tokens=torch.arange(rows*T).view(rows, T) % 150_000, lengths=lengths, mask=mask, old_logprobs=torch.rand(rows, T))
+    size = sum(x.nbytes for x in batch.columns.values())
+    batch.part([0])
+    base, start, wall, sent, back = peak(), time.process_time(), time.perf_counter(), 0, []
+    cuts = batch.cut(n)
+    siblings = batch.siblings(cuts)
+    for rows_ in cuts: # one at a time, as a pool sends them; the answer is a column
+        flat = ragged(batch.part(rows_, siblings))
+        sent += flat.nbytes
+        back.append(flat.batch().old_logprobs)
+        del flat
+    batch["ref_logprobs"] = torch.cat([torch.nn.functional.pad(x, (0, T - x.shape[1])) for x in back])[torch.tensor(sum(cuts, [])).argsort()]
+    one = dict(seconds=time.process_time() - start, wall_seconds=time.perf_counter() - wall, bytes_a_token=sent/int(lengths.sum()), peak=(peak() - base + size)/size, equal=bool((batch.ref_logprobs == batch.old_logprobs*batch.mask.clone().index_fill_(1, torch.tensor([0]), True)).all()))
+    del back
+    batch = batch.drop("ref_logprobs")
+    start = time.process_time()
+    parts = batch.parts(n)
+    made = time.process_time() - start
+    joined = Batch.cat(parts)
+    order = torch.tensor(sum(batch.cut(n), [])).argsort()
+    joined = joined._rows(order, None)
+    whole = time.process_time() - start
+    return dict(rows=rows, tokens=int(lengths.sum()), parts=n, one_at_a_time=one, all_at_once=dict(cut_seconds=made, cut_and_join_seconds=whole, equal=joined.tokens.equal(batch.tokens)),
+                spread=max(int(p.lengths.sum()) for p in parts)/min(int(p.lengths.sum()) for p in parts) - 1)
+
+
+def elsewhere(*args):
+    "A measurement in a fresh process."
+    run = subprocess.run([sys.executable, "-W", "ignore", __file__, "--measure", *map(str, args)], capture_output=True, text=True)
+    if run.returncode: raise RuntimeError(run.stderr)
+    return json.loads(run.stdout.splitlines()[-1])
+
+
 def timed(f, *args):
-    start = time.perf_counter()
+    start = time.process_time()
     f(*args)
-    return 1e3*(time.perf_counter() - start)
+    return 1e3*(time.process_time() - start)
 
 
 def median(x): return sorted(x)[len(x)//2]
@@ -109,14 +222,14 @@ def median(x): return sorted(x)[len(x)//2]
 def compare(kind, data, rounds, folder):
     lengths = lengths_of(kind, data, GROUPS*SIZE*BATCHES)
     made, tokens = list(batches(lengths)), int(lengths.sum())
-    stores = {"ours": Ours, "on disk": lambda: Ours(spill=folder, max_bytes=0), "padded": lambda: Padded(ALLOWED[kind]), "groups": Groups}
+    stores = {"ours": Ours, "on disk": lambda: Ours(spill=folder, max_bytes=0), "padded": lambda: Padded(ALLOWED[kind]), "groups": Groups, "lists": Lists, "datasets": Datasets}
     columns = tokens*(8 + 1 + 3*4) + len(lengths)*(8 + 8 + 4)
     out = {name: dict(add_ms=[], draw_ms=[], take_ms=[]) for name in stores}
     for step in range(rounds):
         for name, make in stores.items():
             store = make()
             out[name]["add_ms"].append(sum(timed(store.add, b) for b in made))
-            out[name]["bytes_a_token"], out[name]["overhead_a_token"] = store.nbytes()/tokens, (store.nbytes() - columns)/tokens
+            if not step: out[name]["bytes_a_token"], out[name]["overhead_a_token"] = store.nbytes()/tokens, (store.nbytes() - columns)/tokens
             out[name]["draw_ms"].append(median([timed(store.draw, 5*step + k) for k in range(5)]))
             out[name]["take_ms"].append(sum(timed(store.take, GROUPS*SIZE) for _ in made))
     return dict(rows=len(lengths), tokens=tokens, longest=int(lengths.max()), allowed=ALLOWED[kind], columns_a_token=columns/tokens,
@@ -137,7 +250,7 @@ def draw(result, path):
     for shift, (kind, x) in zip((-.2, .2), result["kinds"].items(), strict=True):
         names = list(x["stores"])
         axes[0].bar([k + shift for k in range(len(names))], [x["stores"][n]["bytes_a_token"] for n in names], .4, label=f"{kind}, longest {x['longest']:,}")
-        for name, mark in zip(names, "osd^", strict=True):
+        for name, mark in zip(names, "osd^vx", strict=True):
             axes[1].plot([0, 1, 2], [x["stores"][name][f"{job}_ms"] for job in ("add", "draw", "take")], mark + ("-" if kind == "long" else ":"), label=f"{name}, {kind}")
     axes[0].set_xticks(range(len(names)), names)
     axes[0].set(ylabel="bytes in memory a token", yscale="symlog")
@@ -155,17 +268,30 @@ def main():
     p.add_argument("--data", type=Path, help="folder with gsm8k and tokenizers/qwen2.5")
     p.add_argument("--rounds", type=int, default=5, help="times that each store is filled and emptied")
     p.add_argument("--out", type=Path, default=Path(__file__).parent/"results", help="folder for buffer_cpu.json and buffer_cpu.png")
+    p.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
     a = p.parse_args()
+    if a.measure:
+        what, *rest = a.measure
+        print(json.dumps(cut_and_join() if what == "cut" else grown(rest[0], Path(rest[1]) if rest[1] != "-" else None, rest[2] if rest[2] != "-" else "")))
+        return
     result = dict(machine=machine(), lengths="GSM8K, Qwen2.5's tokenizer" if a.data else "made up", kinds={})
     print("{cpu}, {threads} threads, torch {torch}, load {load[0]:.1f}".format(**result["machine"]))
     with tempfile.TemporaryDirectory() as folder:
         for kind in ALLOWED:
             x = result["kinds"][kind] = compare(kind, a.data, a.rounds, folder)
             print("\n{kind}: {rows:,} rows, {tokens:,} tokens, longest {longest:,}, room for {allowed:,}; columns are {columns_a_token:.1f} bytes a token".format(kind=kind, **x))
-            print(f"{'':>8} | {'bytes a token':>13} {'overhead':>8} {'ours is':>8} | {'add ms':>8} {'draw ms':>8} {'take ms':>8}")
+            print(f"{'':>8} | {'bytes a token':>13} {'overhead':>8} {'ours is':>8} | {'add ms':>8} {'':>6} {'draw ms':>8} {'':>6} {'take ms':>8}   (times as long as ours)")
             for name, s in x["stores"].items():
                 ratio = s["bytes_a_token"]/x["stores"]["ours"]["bytes_a_token"]
-                print(f"{name:>8} | {s['bytes_a_token']:>13.2f} {s['overhead_a_token']:>8.2f} {f'1/{ratio:.1f}':>8} | {s['add_ms']:>8.1f} {s['draw_ms']:>8.2f} {s['take_ms']:>8.1f}", flush=True)
+                times = " ".join(f"{s[job]:>8.1f} ({s[job]/x['stores']['ours'][job]:>4.1f})" for job in ("add_ms", "draw_ms", "take_ms"))
+                print(f"{name:>8} | {s['bytes_a_token']:>13.2f} {s['overhead_a_token']:>8.2f} {f'1/{ratio:.1f}':>8} | {times}", flush=True)
+            x["grown"] = {where: elsewhere("grown", kind, a.data or "-", folder if where == "disk" else "-") for where in ("memory", "disk")}
+            memory, disk = x["grown"]["memory"], x["grown"]["disk"]
+            print(f"a process grows by {memory['a_token']:.2f} bytes a token, {memory['overhead_a_token']:.2f} beyond the columns (promised 16); with everything on disk by {disk['a_token']:.2f}, "
+                  f"written at {disk['mb_a_second']:,.0f} MB/s", flush=True)
+    cut = result["cut"] = elsewhere("cut")
+    print("\n{rows:,} rows, {tokens:,} tokens, cut in {parts} (fullest {spread:.2%} above emptiest) and joined in order: {one_at_a_time[seconds]:.1f} s ({one_at_a_time[wall_seconds]:.1f} s on the clock) one part at a time and ragged (promised 5), "
+          "{one_at_a_time[bytes_a_token]:.1f} bytes a token (16), peak {one_at_a_time[peak]:.2f} batches (2); {all_at_once[cut_and_join_seconds]:.1f} s with all parts at once, padded, {all_at_once[cut_seconds]:.1f} of them the cut".format(**cut))
     a.out.mkdir(parents=True, exist_ok=True)
     (a.out/"buffer_cpu.json").write_text(json.dumps(result, indent=1) + "\n")
     draw(result, a.out/"buffer_cpu.png")
