@@ -84,9 +84,12 @@ class ShardedModel:
         f:Callable, # () → anything; may call the module's parts, each of its own
     )->Any: # what f gives
         "Run `f` in place of the module's forward, where weights that an engine gathers for a forward pass are there. All ranks together."
-        self.module.forward = f
+        module:Any = self.module
+        own, module.forward = vars(module).get("forward"), f
         try: return self()
-        finally: del self.module.forward
+        finally:
+            del module.forward
+            if own: module.forward = own          # an engine's
 
     def autocast(self):
         "The context that computes in the compute dtype; it does nothing for fp32 and fp64."
