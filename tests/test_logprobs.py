@@ -1,5 +1,6 @@
 """Laws of the log-probabilities: one distribution on both sides, the fused head equal to the plain one, in the memory of one chunk."""
 import itertools
+import math
 
 import pytest
 import torch
@@ -271,6 +272,70 @@ def test_heads_of_every_shape(chunk, softcap, tau, low, confined):
     for x,y in zip(*runs, strict=True):
         if x is not None: assert_close(x, y, atol=1e-10, rtol=1e-10)
     assert (runs[0][5] is not None) == low and runs[0][0].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype,tol", [(torch.float64, 1e-10), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("chunk", [1, 4, None])
+@pytest.mark.parametrize("softcap,tau,low,confined", [(None, 1., False, False), (2., 1., True, False), (None, .7, True, False), (.5, "rows", False, True), (3., .5, True, True)])
+def test_a_frozen_head_gives_the_gradients_of_one_that_learns(chunk, softcap, tau, low, confined, dtype, tol):
+    "They come from the forward pass, where the logits are; with the entropy, and for a head that learns, from the backward pass."
+    h, W, b, ids = head()
+    h, W, b = (x.to(dtype) for x in (h, W, b))
+    g = torch.Generator().manual_seed(1)
+    low = tuple(torch.randn(*s, generator=g, dtype=torch.float64).to(dtype) for s in ((11, 3), (9, 3))) if low else None
+    if tau == "rows": tau = torch.linspace(0, 2, 11)
+    support = torch.stack([torch.randperm(10, generator=g)[:4] - 1 for _ in ids]) if confined else None
+    runs = []
+    for learns in (False, True):
+        leaves = [x.clone().requires_grad_(k == 0 or learns) for k,x in enumerate((h, W, b))]
+        thin = tuple(x.clone().requires_grad_(k == 0 or learns) for k,x in enumerate(low)) if low else None
+        lp = linear_logprobs(leaves[0], leaves[1], ids, bias=leaves[2], low_rank=thin, softcap=softcap, temperature=tau, support=support, chunk=chunk)
+        loss = torch.where(lp.isfinite(), lp, 0.).square().sum()
+        assert loss > .1
+        runs.append([lp, *torch.autograd.grad(loss, [leaves[0], *(thin or ())[:1]])])
+    for x,y in zip(*runs, strict=True):
+        assert x.dtype == y.dtype and (x - y)[y.isfinite()].abs().max() <= tol*y[y.isfinite()].abs().max()
+    only = low[0].clone().requires_grad_() if low else None # an adapter's input alone wants a gradient
+    if low: assert torch.autograd.grad(linear_logprobs(h, W, ids, low_rank=(only, low[1]), chunk=chunk).sum(), only)[0].abs().max() > 0
+
+
+def test_golden_gradients_of_hidden_states():
+    "Rows log 1, log 2, log 5 at h = 1: p = ⅛, ¼, ⅝; ∂log p(1)/∂h = log 2 − Σ p·w, ∂H/∂h = −variance of w under p."
+    w, one = torch.tensor([1., 2., 5.]).log(), torch.tensor([1])
+    mean = .25*math.log(2) + .625*math.log(5)
+    variance = .25*math.log(2)**2 + .625*math.log(5)**2 - mean**2
+    for learns in (False, True):
+        for with_entropy in (False, True):
+            h = torch.ones(1, 1, requires_grad=True)
+            found = linear_logprobs(h, w[:, None].clone().requires_grad_(learns), one, entropy=with_entropy)
+            lp, H = found if with_entropy else (found, None)
+            assert_close(torch.autograd.grad(lp.sum(), h, retain_graph=True)[0].item(), math.log(2) - mean, atol=1e-6, rtol=0)
+            if with_entropy: assert_close(torch.autograd.grad(H.sum(), h)[0].item(), -variance, atol=1e-6, rtol=0)
+
+
+def test_a_frozen_head_in_the_memory_of_a_chunk():
+    h, W, ids = torch.randn(512, 2, requires_grad=True), torch.randn(4000, 2), torch.zeros(512, dtype=torch.long)
+    with Live() as live: linear_logprobs(h, W, ids, chunk=128).sum().backward()
+    assert live.peak <= 1.25*128*4000*4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 70_000), (0, 7)])
+def test_entropy_in_passes_is_the_equation(dtype, shape):
+    z = 3*torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    before, wide = z.clone(), torch.promote_types(dtype, torch.float32)
+    for tau in (1., .5, torch.full(shape[:-1], .5)):
+        leaf, twin = z.clone().requires_grad_(), z.clone().requires_grad_()
+        H = entropy(leaf, temperature=tau)
+        logp = (twin.to(wide)/(tau if isinstance(tau, float) else .5)).log_softmax(-1)
+        want = -(logp.exp()*logp).sum(-1)
+        assert_close(H, want)
+        got, wanted = (torch.autograd.grad(x.cos().sum(), y)[0] for x,y in ((H, leaf), (want, twin)))
+        assert got.dtype == dtype and got.shape == z.shape
+        assert_close(got, wanted)
+        assert torch.equal(leaf.detach(), before)
+    across = z.movedim(0, -1).contiguous().movedim(-1, 0).requires_grad_() # strides of another layout
+    assert_close(torch.autograd.grad(entropy(across).sum(), across)[0], torch.autograd.grad(entropy(leaf).sum(), leaf)[0])
 
 
 def test_half_weights_are_summed_in_single_precision():
