@@ -1,0 +1,205 @@
+"""SIGKILL at random moments, resume, and compare with the run that was not killed: prompts, rewards, losses and a hash of the weights, step by step.
+
+python benchmarks/kill.py                    20 moments of each kind of run; results/kill_cpu.json and .png
+python benchmarks/kill.py --moments 5 --out FOLDER
+
+A run is a GRPO loop on a tiny network: prompts whose epoch ends inside it, minibatches, a buffer that is never empty, a coefficient that lives across steps, and
+eight megabytes of ballast, so that a good part of the time goes to saving. It saves after every step. Processes are forked from this one, which has the libraries loaded
+but has computed nothing, so that a run takes a second and not ten. Each moment is a run of its own: killed (all of its ranks, or one, and then the others must
+leave by themselves), then resumed in the same folder to the end.
+"""
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from datetime import date
+from pathlib import Path
+
+os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import torch
+from torch import nn
+
+from rlblocks import Buffer, Checkpoint, Policy, Prompts, Rollout, SpmdPool, adaptive_kl_coef, at_tokens, group_advantages, merge, ppo_loss
+from rlblocks.weights import checksum
+
+ROWS = [dict(prompt=f"{i}{i}", answer=str(i % 7)) for i in range(10)]
+KINDS = dict(one=dict(ranks=1), background=dict(ranks=1, background=True), two=dict(ranks=2), fsdp2=dict(ranks=2, engine="fsdp2"),
+             fsdp2_background=dict(ranks=2, engine="fsdp2", background=True), fsdp2_to_one=dict(ranks=2, engine="fsdp2", resume=1), fsdp2_to_two=dict(ranks=1, engine="fsdp2", resume=2))
+
+
+class Digits:
+    "A tokenizer of digits."
+    bos_token_id, eos_token_id = None, 1
+    def __call__(self, text): return [int(c)+2 for c in text]
+    def decode(self, ids, **_): return "".join(str(i-2) for i in ids if 2 <= i < 12)
+
+
+class Net(nn.Module):
+    "A causal network without attention: the mean of what came before, through two layers."
+    def __init__(self):
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+        self.embed, self.layers = nn.Embedding(16, 32), nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+        self.out = nn.Linear(32, 16)
+        for p in self.parameters(): nn.init.normal_(p, std=.3, generator=g)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        h = x + x.cumsum(1)/torch.arange(1, x.shape[1]+1, device=x.device)[:, None]
+        for layer in self.layers: h = h + torch.tanh(layer(h))
+        return self.out(h)
+
+
+def loop(pool, *, steps=12, engine=None, checkpoint=Checkpoint()):
+    "GRPO with a buffer: each step trains on what an earlier one drew."
+    policy, rollout = pool.place(Policy, Net, lr=1e-2, engine=engine, device="cpu"), pool.place(Rollout, Net, max_tokens=4, device="cpu", tokenizer=Digits())
+    data, buffer, state = Prompts(ROWS, Digits(), seed=3), Buffer(), dict(coef=.5, ballast=torch.arange(2_000_000.))
+    def loss(out, b): return ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
+    for step in checkpoint(steps, policy=policy, data=data, buffer=buffer, state=state):
+        rollout.load(policy.weights())
+        fresh = rollout.generate(data.take(4), group_size=4, seed=(0, step))
+        fresh["old_logprobs"] = policy.logprobs(fresh)
+        fresh["scores"] = torch.tensor([float(a in c) + state["coef"]*len(c) for a, c in zip(fresh.answer, fresh.completion, strict=True)])
+        fresh["advantages"] = at_tokens(group_advantages(fresh.scores, fresh.group), fresh.mask)
+        buffer.add(fresh)
+        batch = fresh if step == 0 else buffer.take(16)        # of the step before: 16 rows stay behind
+        metrics = {}
+        for mini in batch.minibatches(2, seed=(0, step)): metrics = merge(metrics, policy.step(mini, loss))
+        state["coef"] = adaptive_kl_coef(state["coef"], .2, target=.1, horizon=100, n_rows=16)
+        state["ballast"] += 1
+        weights = [checksum(x) for bucket in policy.weights().buckets(1 << 28) for x in bucket.values()]
+        yield dict(step=step, prompts=fresh.prompt[::4], reward=fresh.scores.mean().item(), loss=float(metrics["loss"]), norm=float(metrics["grad_norm"]), held=len(buffer),
+                   ballast=state["ballast"][-1].item(), weights=f"{sum(weights) % 2**64:x}")
+
+
+def one_rank(rank, ranks, port, folder, shown, engine, background):
+    "A process: rank 0 writes each row that the loop shows as a line."
+    if ranks > 1: os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    with SpmdPool(timeout=60., grace=1.) as pool, open(shown, "a") as f:
+        for row in pool.watch(loop(pool, engine=engine, checkpoint=Checkpoint(folder, every=1, background=background))):
+            f.write(json.dumps(row) + "\n")
+            f.flush()
+
+
+def start(ranks, *how):
+    "Process ids of a run's ranks."
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port, pids = s.getsockname()[1], []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            log = os.open(f"{how[1]}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 2)
+            try: one_rank(rank, ranks, port, *how)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        pids.append(pid)
+    return pids
+
+
+def finished(pids, limit):
+    "Exit statuses, or None for those that had to be killed after `limit` seconds."
+    end, left, status = time.monotonic() + limit, dict.fromkeys(pids), {}
+    while left and time.monotonic() < end:
+        for pid in list(left):
+            if os.waitpid(pid, os.WNOHANG)[0]: status[pid] = True; left.pop(pid)
+        time.sleep(.005)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return [status.get(pid) for pid in pids]
+
+
+def whole_run(ranks, folder, shown, engine, background):
+    "Run to the end: rows as shown, seconds."
+    begin = time.monotonic()
+    assert all(finished(start(ranks, folder, shown, engine, background), 240)), f"a run of {ranks} did not end: {Path(f'{shown}.log').read_text()[-2000:]}"
+    return read(shown), time.monotonic() - begin
+
+
+def read(shown): return [json.loads(line) for line in Path(shown).read_text().splitlines() if line.endswith("}")] if Path(shown).exists() else []
+
+
+def far(row, want):
+    "Largest difference of two rows' numbers; infinite when anything else differs (prompts, and with them the order of the data)."
+    if any(row[k] != want[k] for k in ("step", "prompts", "held", "ballast")): return float("inf")
+    return max(abs(row[k]-want[k])/max(abs(want[k]), 1) for k in ("reward", "loss", "norm"))
+
+
+def kind(name, moments, folder, seed=0, *, ranks, engine=None, background=False, resume=None):
+    "Kill and resume at so many moments of one kind of run."
+    rng, out = random.Random(f"{name} {seed}"), []
+    plain, seconds = whole_run(ranks, folder/"plain", folder/"plain.txt", engine, background)
+    assert len(plain) == 12 and len({r["weights"] for r in plain}) == 12
+    for i in range(moments):
+        at = rng.uniform(.05, .95)*seconds if i else .97*seconds
+        run, shown, victims = folder/f"run{i}", folder/f"shown{i}.txt", rng.choice([range(ranks), *([[r] for r in range(ranks)] if ranks > 1 else [])])
+        pids = start(ranks, run, shown, engine, background)
+        time.sleep(at)
+        for r in victims:
+            try: os.kill(pids[r], signal.SIGKILL)
+            except ProcessLookupError: pass
+        ended = finished(pids, 45)
+        before, drafts = read(shown), len(list(run.glob(".draft-*")))
+        again, _ = whole_run(resume or ranks, run, f"{shown}.again", engine, background)
+        rows = before + again
+        distance = max(far(row, plain[row["step"]]) for row in rows) if rows else 0.
+        out.append(dict(at=round(at, 3), killed=list(victims), others_left=all(ended), shown=len(before), resumed_at=min((r["step"] for r in again), default=12), in_a_save=drafts > 0,
+                        complete={r["step"] for r in rows} == set(range(12)), distance=distance, same_hash=all(r["weights"] == plain[r["step"]]["weights"] for r in rows)))
+        shutil.rmtree(run, ignore_errors=True)
+    return dict(seconds=round(seconds, 2), moments=out)
+
+
+def table(results):
+    lines = [f"{'run':18} {'kills':>5} {'in a save':>9} {'one rank':>8} {'resumed at step':>16} {'others left':>11} {'largest difference':>18} {'weights':>9}"]
+    for name, r in results.items():
+        m = r["moments"]
+        lines.append(f"{name:18} {len(m):5} {sum(x['in_a_save'] for x in m):9} {sum(len(x['killed']) < KINDS[name]['ranks'] for x in m):8} {min(x['resumed_at'] for x in m):7} … {max(x['resumed_at'] for x in m):<6} "
+                     f"{'all' if all(x['others_left'] for x in m) else 'NOT ALL':>11} {max(x['distance'] for x in m):18.2g} {'to the bit' if all(x['same_hash'] for x in m) else 'near':>9}")
+    return "\n".join(lines)
+
+
+def draw(results, file):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, ax = plt.subplots(figsize=(7, 3), layout="constrained")
+    for y, r in enumerate(results.values()):
+        for saving, mark in ((False, "o"), (True, "x")):
+            ax.plot([x["at"]/r["seconds"] for x in r["moments"] if x["in_a_save"] is saving], [y]*sum(x["in_a_save"] is saving for x in r["moments"]), f"C{int(saving)}{mark}")
+    ax.set(yticks=range(len(results)), yticklabels=results, xlabel="moment of the kill, share of the run (× in the middle of a save)")
+    fig.savefig(file, dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--moments", type=int, default=20)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent/"results")
+    args = parser.parse_args()
+    file = args.out/"kill_cpu.json"
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = json.loads(file.read_text())["results"] if file.exists() else {}       # kinds that are not run now keep their rows
+    for name in args.kinds:
+        with tempfile.TemporaryDirectory() as d: done = kind(name, args.moments, Path(d), args.seed, **KINDS[name])
+        results[name] = dict(date=str(date.today()), torch=torch.__version__, python=platform.python_version(), cores=os.cpu_count()) | done
+        print(table({name: results[name]}), flush=True)
+        file.write_text(json.dumps(dict(results=results), indent=1) + "\n")
+        draw(results, args.out/"kill_cpu.png")
+    print(table(results))
+
+
+if __name__ == "__main__": main()
