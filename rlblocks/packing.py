@@ -62,17 +62,19 @@ def shared_prefix(
     group:Int[Tensor, " B"],      # rows with equal ids may begin alike
     *,
     least:int=8,                  # fewer common tokens than this are not worth sharing
-)->tuple[Int[Tensor, " B"], Int[Tensor, " B"]]: # (holder: the first row of its group, or itself when it shares nothing; how many first tokens it has in common with that row)
-    "How many first tokens each row has in common with the first row of its group. Tokens are compared: a wrong group id means fewer, never wrong ones."
+)->tuple[Int[Tensor, " B"], Int[Tensor, " B"]]: # (holder: the first row of the group that begins so, or itself; how many first tokens it has in common with that row, 0 for a holder)
+    """How many first tokens each row has in common with the first row of its group that begins with the same `least` tokens.
+
+    Tokens are compared: a wrong group id means fewer, never wrong ones. Of any subset of rows, those that share here share at least as much as the least of them does here."""
     B, T = tokens.shape
     if len(lengths) != B or len(group) != B: raise ValueError(f"shared_prefix: lengths has {len(lengths)} rows, group {len(group)}, tokens is {[B, T]}; one of each a row is wanted")
-    ids, of = group.unique(return_inverse=True)
     rows = torch.arange(B, device=tokens.device)
-    holder = rows.new_full((len(ids),), B).scatter_reduce(0, of, rows, "amin")[of]
+    alone = torch.where(lengths < least, rows, -1)      # too short to share
+    kinds, of = torch.cat([torch.stack([group, alone], 1), tokens[:, :least]], 1).unique(dim=0, return_inverse=True)
+    holder = rows.new_full((len(kinds),), B).scatter_reduce(0, of, rows, "amin")[of]
     exist = torch.arange(T, device=tokens.device) < torch.minimum(lengths, lengths[holder])[:, None]
     n = ((tokens == tokens[holder]) & exist).long().cumprod(1).sum(1)
-    n = torch.where((holder == rows) | (n < least), 0, n)
-    return torch.where(n > 0, holder, rows), n
+    return holder, torch.where(holder == rows, 0, n)
 
 @dataclass(frozen=True)
 class Packed:

@@ -110,6 +110,56 @@ def test_tensors_and_lists_plan_alike():
     assert bin_pack(lengths, 60) == bin_pack(lengths.tolist(), 60)
 
 
+def families(rng, B):
+    "Rows of groups that begin alike for a while, on a small alphabet; some ids lie."
+    prompts = [[rng.randint(1, 3) for _ in range(rng.randint(0, 20))] for _ in range(5)]
+    group = [rng.randrange(5) for _ in range(B)]
+    rows = [(prompts[k] if rng.random() < .9 else []) + [rng.randint(1, 3) for _ in range(rng.randint(0, 12))] for k in group]
+    return *pad(rows), torch.tensor(group)
+
+
+def test_shared_prefixes_are_true_and_as_long_as_they_can_be():
+    rng = random.Random(6)
+    for _ in range(200):
+        tokens, lengths, group = families(rng, rng.randint(1, 12))
+        holder, n = shared_prefix(tokens, lengths, group, least=4)
+        rows = [t[:k].tolist() for t, k in zip(tokens, lengths.tolist(), strict=True)]
+        for i, (h, k) in enumerate(zip(holder.tolist(), n.tolist(), strict=True)):
+            first = next(j for j, row in enumerate(rows) if j == i or (group[j] == group[i] and row[:4] == rows[i][:4] and len(row) >= 4))
+            common = next((t for t, (a, c) in enumerate(zip(rows[i], rows[first], strict=False)) if a != c), min(len(rows[i]), len(rows[first])))
+            assert (h, k) == ((first, common) if i != first else (i, 0))
+
+
+def test_what_is_shared_comes_back_to_every_row_with_its_gradient():
+    rng = random.Random(7)
+    for _ in range(50):
+        tokens, lengths, group = families(rng, 8)
+        p = pack(tokens, lengths, group)
+        assert unpack(p.tokens, p).equal(tokens) and sum(p.sizes) == len(p.tokens) == int(lengths.sum() - p.shared.sum())
+        x = torch.randn(len(p.tokens), 2, dtype=torch.float64, requires_grad=True)
+        g, = torch.autograd.grad(unpack(x, p).sum(), x)
+        readers = torch.ones(len(p.tokens), dtype=torch.float64)
+        for i, (h, k) in enumerate(p.prefixes):
+            if h != i: readers[int(p.cu_seqlens[h]):int(p.cu_seqlens[h]) + k] += 1
+        assert_close(g, readers[:, None].expand_as(g))
+
+
+def test_plans_that_share_hold_the_limits_when_they_are_packed():
+    rng, fewer = random.Random(8), 0
+    for case in range(300):
+        tokens, lengths, group = families(rng, rng.randint(1, 40))
+        unit = torch.tensor([rng.randrange(12) for _ in lengths]) if case % 3 == 0 else torch.arange(len(lengths)) if case % 3 == 1 else group
+        cap = int(max(lengths[unit == u].sum() for u in unit.unique()).clamp(min=1)) + rng.choice([0, 7, 60])
+        max_rows = int(unit.bincount().max()) + rng.randint(0, 9) if case % 2 else None
+        how = dict(max_tokens=cap, max_rows=max_rows, unit=unit)
+        plan = plan_micro_batches(lengths, shared=shared_prefix(tokens, lengths, group), **how)
+        assert sorted(i for b in plan for i in b) == list(range(len(lengths)))
+        assert all(len(pack(tokens[b], lengths[b], group[b]).tokens) <= cap and len(b) <= (max_rows or len(b)) for b in plan)
+        assert sum(len(set(unit[b].tolist())) for b in plan) == len(unit.unique())
+        fewer += len(plan_micro_batches(lengths, **how)) - len(plan)
+    assert fewer > 100
+
+
 def test_every_rank_counts_the_same_steps():
     "LAWS 24: local bins 1, 5, 2, 3 → every rank runs 5."
     ranks = [[4, 6], [7, 8, 6, 9, 10], [5, 5, 10], [9, 9, 9]]
@@ -118,6 +168,8 @@ def test_every_rank_counts_the_same_steps():
     assert micro_batch_count([torch.tensor(n) for n in ranks], max_tokens=10) == 5
     assert micro_batch_count([[3, 3], []], max_tokens=10, unit=[[0, 1], []], max_rows=1) == 2
     assert micro_batch_count([[], []], max_tokens=10) == 0
+    shared = (torch.tensor([0, 0, 0]), torch.tensor([0, 8, 8]))
+    assert micro_batch_count([[9, 9, 9], [9, 9]], max_tokens=11, shared=[shared, None]) == 2
 
 
 def one_by_one(lengths, cap):
@@ -193,6 +245,9 @@ def test_long_rows_are_dropped_and_counted_or_split():
     (lambda: plan_micro_batches([4, 5], max_tokens=20, unit=[7, 7], max_rows=1), "the limits are max_tokens=20 and max_rows=1"),
     (lambda: plan_micro_batches([4, 5], max_tokens=20, unit=[7]), "unit has 1 rows, lengths has 2"),
     (lambda: micro_batch_count([[4], [1]], max_tokens=20, unit=[[7]]), "unit is given for 1 ranks, lengths for 2"),
+    (lambda: micro_batch_count([[4], [1]], max_tokens=20, shared=[None]), "shared is given for 1 ranks, lengths for 2"),
+    (lambda: plan_micro_batches([4], max_tokens=20, padded=True, shared=(torch.zeros(1).long(),)*2), "padded rows share nothing"),
+    (lambda: shared_prefix(torch.ones(2, 4, dtype=torch.long), torch.tensor([1, 2]), torch.tensor([1])), "shared_prefix: lengths has 2 rows, group 1, tokens is [2, 4]"),
     (lambda: bin_pack([1], 2048, multiple=0), "bin_pack: multiple is 0"),
     (lambda: plan_micro_batches([1], max_tokens=2048, multiple=0), "plan_micro_batches: multiple is 0"),
     (lambda: split_long([1], 0), "split_long: cap is 0"),
