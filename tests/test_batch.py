@@ -85,13 +85,14 @@ def test_rows_without_a_mask_are_cut_too():
     assert len(Batch(x=torch.ones(3)).parts(2)) == 2
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_cut_holds_one_share_at_a_time():
     "LAWS 39: a batch goes out in 8 shares and a column comes back, and the peak stays under twice the batch; rows that are sent ragged take what exists, 13 bytes a token."
     code = """
-import resource, torch
+import torch
 from rlblocks.batch import Batch
 from rlblocks.ragged import ragged
-rss = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024
+rss = lambda: 1024*int(next(x for x in open("/proc/self/status") if x.startswith("VmHWM")).split()[1]) # ru_maxrss would begin with the parent's
 g = torch.Generator().manual_seed(0)
 B, T = 1024, 8192
 lengths = torch.randint(T//2, T + 1, (B,), generator=g)
@@ -114,7 +115,7 @@ print(held, rss() - before, sent/int(lengths.sum()))
 """
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     held, grew, a_token = map(float, run.stdout.split())
-    assert grew < held and a_token < 16
+    assert 0 < grew < held and a_token < 16
 
 
 def test_minibatches_are_wholes_of_their_own_and_shuffled_by_name():
