@@ -12,10 +12,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .advantages import _scan
-from .groups import _above_mean, _as_they_came, _by_group, _group_std, _group_sum, _rows
+from .groups import _above_mean, _as_they_came, _by_group, _group_std, _group_sum, _rows, _scored
 from .masked import promoted
 
 # %% ../nbs/11c_best_of.ipynb #aefec248
+def _ranked(s, first):
+    "(rank in the group from 0; how many have a score; how far each is above the one before)"
+    place = torch.arange(len(s), device=s.device) - first
+    gap = torch.where((place > 0) & ~s.isnan(), s - s.roll(1), 0.)
+    return place.to(s.dtype), _group_sum((~s.isnan()).to(s.dtype), first), gap
+
 def best_of_n_advantages(
     scores:Float[Tensor, " B"], # one verdict per row; NaN = unscorable
     group:Int[Tensor, " B"],    # rows with the same id answered the same prompt; any sizes, any order
@@ -28,10 +34,13 @@ def best_of_n_advantages(
     maxⱼ sⱼ − maxⱼ≠ᵢ sⱼ. Tang et al. 2025, section 3."""
     order, first = _by_group("best_of_n_advantages", scores, group)
     s = _rows(promoted(scores), order)
-    centered, n = _above_mean(s, first)
-    place = torch.arange(len(s), device=s.device) - first
-    lead = torch.where((place > 0) & (place == n-1), s - s.roll(1), 0.) # the last of those that have a score, and the one before
-    return _as_they_came(lead / (_group_std(centered, n, first) + eps) if scale else lead, order)
+    place, n, gap = _ranked(s, first)
+    lead = torch.where(place == n-1, gap, 0.) # the last of those that have a score, and the one before
+    if scale:
+        of, doubles = _scored(first, s)
+        centered, n = _above_mean(doubles, of)
+        lead = (lead / _rows(_group_std(centered, n, of) + eps, of)).to(s.dtype)
+    return _as_they_came(lead, order)
 
 # %% ../nbs/11c_best_of.ipynb #ced32748
 def _chances(j, n, k):
@@ -39,12 +48,6 @@ def _chances(j, n, k):
     t = torch.arange(k, device=j.device)
     left = n[:, None] - t
     return torch.where(left > 0, (j[:, None] - t).clamp(min=0) / left.clamp(min=1), 1.).prod(1)
-
-def _ranked(s, first):
-    "(rank in the group from 0; how many have a score; how far each is above the one before)"
-    place = torch.arange(len(s), device=s.device) - first
-    gap = torch.where((place > 0) & ~s.isnan(), s - s.roll(1), 0.)
-    return place.to(s.dtype), _group_sum((~s.isnan()).to(s.dtype), first), gap
 
 def _climb(x, place):
     "Sum over the group up to each; where nothing is added, to the last bit that of the one before, so that equals are equal."

@@ -17,35 +17,44 @@ from .advantages import at_tokens, discounted_returns
 from .masked import promoted, same_shape, whiten
 
 # %% ../nbs/11b_groups.ipynb #53c75ed5
-def _by_group(name, scores, group, ties=None):
-    "(order of the rows by group, then score, then `ties`; where in it each one's group begins), so that sums do not know how rows came."
+def _checked(name, scores, group):
     if scores.ndim != 1 or scores.shape != group.shape:
         raise ValueError(f"{name}: scores is {list(scores.shape)}, group is {list(group.shape)}; one score and one id per row are wanted, sum token rewards first")
     if group.is_floating_point(): raise TypeError(f"{name}: group is {str(group.dtype).removeprefix('torch.')}; ids are integers")
-    order = scores.argsort() if ties is None else (by := ties.argsort())[scores[by].argsort(stable=True)]
-    ids, by = _rows(group, order).sort(stable=True)
-    first = torch.arange(len(ids), device=ids.device)
-    first[1:] *= ids[1:] != ids[:-1] # 0, unless a group begins here
-    return _rows(order, by), first.cummax(0).values
+
+def _numbers(name, scores, group):
+    "Number of each row's group: 0, 1, 2 …"
+    _checked(name, scores, group)
+    ids, by = group.sort()
+    return torch.zeros_like(by).scatter_(0, by[1:], (ids[1:] != ids[:-1]).cumsum(0))
+
+def _scored(of, scores):
+    "(number of each row's group, B for a row without a score; scores in double, 0 where there is none)"
+    unscored = scores.isnan()
+    return of.masked_fill(unscored, len(of)), scores.double().masked_fill(unscored, 0.)
+
+def _numbered(name, scores, group):
+    "The same from ids; scores up to a shift of each group."
+    of, s = _scored(_numbers(name, scores, group), scores)
+    return of, s if scores.dtype != torch.float64 else s - _rows(_extreme(s, of, "amin"), of) # narrower ones have digits to spare
+
+def _extreme(x, of, which): return x.new_full((len(x) + 1,), torch.inf if which == "amin" else -torch.inf).scatter_reduce_(0, of, x.detach(), which)
 
 def _rows(x, at): return x.index_select(0, at) # x[at] in less than half the time, which is all that counts for a thousand rows
 
-def _group_sum(x, first): return _rows(torch.zeros_like(x).index_add_(0, first, x), first)
+def _sums(x, of): return x.new_zeros(len(x) + 1).index_add_(0, of, x)
 
-def _above_mean(scores, first, weight=None):
-    "(score − weighted group mean, 0 if there is no score; the weights' sum: without any, the number of scores)"
-    unscored = scores.isnan() # sorted last, so a group begins with its lowest score
-    above = (scores - _rows(scores, first)).masked_fill(unscored, 0.) # equals are 0 exactly, and an offset of 1e8 costs no digits
-    weight = (torch.ones_like(scores) if weight is None else weight.to(scores.dtype)).masked_fill(unscored, 0.)
-    n = _group_sum(weight, first)
-    return (above - _group_sum(weight*above, first)/n.clamp(min=1)).masked_fill(unscored, 0.), n
+def _above_mean(scores, of, weight=None):
+    "(score − weighted group mean, 0 if there is no score; the weights' sum of each group: without any, the number of scores)"
+    n = _sums(torch.ones_like(scores) if weight is None else weight, of)
+    return scores - _rows(_sums(scores if weight is None else weight*scores, of)/n.clamp(min=1), of), n
 
-def _group_std(centered, n, first):
-    "Unbiased standard deviation of the group, never 0: zeros are divided by it, and a root of 0 has no gradient."
-    var = _group_sum(centered.square(), first) / (n-1).clamp(min=1)
+def _group_std(centered, n, of):
+    "Unbiased standard deviation of each group, never 0: zeros are divided by it, and a root of 0 has no gradient."
+    var = _sums(centered.square(), of)/(n-1).clamp(min=1)
     return var.clamp(min=torch.finfo(var.dtype).tiny).sqrt()
 
-def _as_they_came(x, order): return torch.zeros_like(x).scatter_(0, order, x)
+def _like(scores, x): return x.to(promoted(scores[:0]).dtype)
 
 # %% ../nbs/11b_groups.ipynb #c447df05
 def group_advantages(
@@ -58,9 +67,9 @@ def group_advantages(
     """How far each answer stands above the others to its prompt, in standard deviations.
 
     (sᵢ − mean_g)/(std_g + ε), std unbiased. Shao et al. 2024 (GRPO), section 4.1.2; without std: Liu et al. 2025 (Dr. GRPO), section 3.2."""
-    order, first = _by_group("group_advantages", scores, group)
-    centered, n = _above_mean(_rows(promoted(scores), order), first)
-    return _as_they_came(centered / (_group_std(centered, n, first) + eps) if scale else centered, order)
+    of, s = _numbered("group_advantages", scores, group)
+    centered, n = _above_mean(s, of)
+    return _like(scores, centered / _rows(_group_std(centered, n, of) + eps, of) if scale else centered)
 
 # %% ../nbs/11b_groups.ipynb #c185de37
 def leave_one_out(
@@ -70,9 +79,9 @@ def leave_one_out(
     """How far each answer stands above the mean of the *others* to its prompt: a baseline that it has no part in.
 
     sᵢ − Σⱼ≠ᵢ sⱼ/(n − 1) = (sᵢ − mean_g)·n/(n − 1). Kool et al. 2019; Ahmadian et al. 2024 (RLOO)."""
-    order, first = _by_group("leave_one_out", scores, group)
-    centered, n = _above_mean(_rows(promoted(scores), order), first)
-    return _as_they_came(centered * n/(n-1).clamp(min=1), order)
+    of, s = _numbered("leave_one_out", scores, group)
+    centered, n = _above_mean(s, of)
+    return _like(scores, centered * _rows(n/(n-1).clamp(min=1), of))
 
 # %% ../nbs/11b_groups.ipynb #25903130
 def reinforce_pp_baseline(
@@ -90,10 +99,10 @@ def reinforce_pp_baseline(
     if scores.shape != mask.shape[:1]:
         raise ValueError(f"reinforce_pp_baseline: scores is {list(scores.shape)}, mask is {list(mask.shape)}; one score per row is wanted")
     scores = torch.where(mask.any(1), promoted(scores), torch.nan) # who said nothing is nobody's baseline
-    order, first = _by_group("reinforce_pp_baseline", scores, group)
-    centered, _ = _above_mean(_rows(scores, order), first)
-    open = _as_they_came(_group_sum(centered.abs(), first), order) > 0
-    white = whiten(at_tokens(_as_they_came(centered, order), mask), mask & ~scores.isnan()[:, None], eps=eps)
+    of, s = _numbered("reinforce_pp_baseline", scores, group)
+    centered, _ = _above_mean(s, of)
+    open = _rows(_sums(centered.abs(), of), of) > 0
+    white = whiten(at_tokens(_like(scores, centered), mask), mask & ~scores.isnan()[:, None], eps=eps)
     return torch.where(mask & open[:, None], white, 0.)
 
 # %% ../nbs/11b_groups.ipynb #196984cf
@@ -107,14 +116,13 @@ def opo_advantages(
     sᵢ − Σⱼ lⱼsⱼ/Σⱼ lⱼ. Hao et al. 2025 (OPO), section 3.2. Equal lengths: `group_advantages` without scale."""
     if lengths.shape != scores.shape:
         raise ValueError(f"opo_advantages: lengths is {list(lengths.shape)}, scores is {list(scores.shape)}; one length per row is wanted")
-    order, first = _by_group("opo_advantages", scores, group, lengths)
-    return _as_they_came(_above_mean(_rows(promoted(scores), order), first, _rows(lengths, order))[0], order)
+    of, s = _numbered("opo_advantages", scores, group)
+    return _like(scores, _above_mean(s, of, lengths.to(s.dtype))[0])
 
 # %% ../nbs/11b_groups.ipynb #0e3a9d9c
-def _rows_per_open_row(of, centered, first):
-    "How many of `of` there are for each that is in a group where not all are equal."
-    open = _group_sum(centered.abs(), first) > 0
-    return of.to(centered.dtype).sum() / (of & open).sum().clamp(min=1)
+def _open(centered, of):
+    "Whether not all are equal, of each group."
+    return _sums(centered.abs(), of)[:-1] > 0
 
 def gpg_advantages(
     scores:Float[Tensor, " B"], # one verdict per row; NaN = unscorable
@@ -123,10 +131,10 @@ def gpg_advantages(
     """How far each answer stands above its group, scaled up for the rows that have nothing to say.
 
     (sᵢ − mean_g)·B/(B − M), M rows in groups of equals. Chu et al. 2025 (GPG), section 3.2, with F_norm = 1."""
-    order, first = _by_group("gpg_advantages", scores, group)
-    s = _rows(promoted(scores), order)
-    centered, _ = _above_mean(s, first)
-    return _as_they_came(centered * _rows_per_open_row(~s.isnan(), centered, first), order)
+    of, s = _numbered("gpg_advantages", scores, group)
+    centered, n = _above_mean(s, of)
+    rows = n[:-1] # the last is of those without a score
+    return _like(scores, centered * (rows.sum()/(rows*_open(centered, of)).sum().clamp(min=1)))
 
 def cpgd_advantages(
     scores:Float[Tensor, " B"], # one verdict per row; NaN = unscorable
@@ -137,11 +145,9 @@ def cpgd_advantages(
     """How far each answer stands above its group, scaled up for the groups that have nothing to say, within a limit.
 
     (sᵢ − mean_g)·min(groups/open groups, limit). Liu et al. 2025 (CPGD), clip-filter-like weight."""
-    order, first = _by_group("cpgd_advantages", scores, group)
-    s = _rows(promoted(scores), order)
-    centered, _ = _above_mean(s, first)
-    begins = first == torch.arange(len(first), device=first.device) # of a group without any score this one is NaN
-    return _as_they_came(centered * _rows_per_open_row(begins & ~s.isnan(), centered, first).clamp(max=limit), order)
+    of, s = _numbered("cpgd_advantages", scores, group)
+    centered, n = _above_mean(s, of)
+    return _like(scores, centered * ((n[:-1] > 0).sum()/_open(centered, of).sum().clamp(min=1)).clamp(max=limit))
 
 # %% ../nbs/11b_groups.ipynb #685da5d2
 def gdpo_advantages(
@@ -160,8 +166,8 @@ def gdpo_advantages(
         raise ValueError(f"gdpo_advantages: scores is {list(scores.shape)}, there are {len(weights)} weights; one for each column is wanted")
     x = torch.stack([w*group_advantages(s, group, eps=eps) for w,s in zip(weights, scores.unbind(1), strict=True)]).sum(0)
     n = (~scores.isnan()).any(1).sum()
-    var = x.sort().values.square().sum() / (n-1).clamp(min=1) # sorted: the sum does not know how rows came
-    return x / (torch.where(var > 0, var, 1.).sqrt() + eps)
+    var = x.double().square().sum() / (n-1).clamp(min=1)
+    return x / (torch.where(var > 0, var, 1.).sqrt() + eps).to(x.dtype)
 
 # %% ../nbs/11b_groups.ipynb #617d0cd1
 def soft_values(
@@ -174,14 +180,27 @@ def soft_values(
 
     β·(logsumexp(s/β) − log n) over the group. Brantley et al. 2025 (A*-PO), eq. 4."""
     if not beta > 0: raise ValueError(f"soft_values: beta is {beta}; a price per nat is positive")
-    order, first = _by_group("soft_values", scores, group)
-    s = _rows(promoted(scores), order)
-    n = _group_sum((~s.isnan()).to(s.dtype), first)
-    top = torch.where(n > 0, s[(first + n.long() - 1).clamp(min=0)], 0.) # the last one scored
-    mean = _group_sum(torch.where(s.isnan(), 0., (torch.where(s.isnan(), top, s) - top).div(beta).exp()), first) / n.clamp(min=1)
-    return _as_they_came(torch.where(n > 0, top + beta*torch.where(n > 0, mean, 1.).log(), torch.nan), order)
+    group_of = _numbers("soft_values", scores, group) # an answer without a score has a prompt all the same
+    of, s = _scored(group_of, scores)
+    n, top = _sums(torch.ones_like(s), of), _extreme(s, of, "amax")
+    mean = _sums((s - _rows(top, of)).div(beta).exp(), of)/n.clamp(min=1)
+    V = torch.where(n > 0, top + beta*torch.where(n > 0, mean, 1.).log(), torch.nan)
+    return _like(scores, _rows(V, group_of))
 
 # %% ../nbs/11b_groups.ipynb #b1250977
+def _by_group(name, scores, group, ties=None):
+    "(order of the rows by group, then score, then `ties`; where in it each one's group begins): for what asks who comes next, or is too wide for double."
+    _checked(name, scores, group)
+    order = scores.argsort() if ties is None else (by := ties.argsort())[scores[by].argsort(stable=True)]
+    ids, by = _rows(group, order).sort(stable=True)
+    first = torch.arange(len(ids), device=ids.device)
+    first[1:] *= ids[1:] != ids[:-1] # 0, unless a group begins here
+    return _rows(order, by), first.cummax(0).values
+
+def _group_sum(x, first): return _rows(torch.zeros_like(x).index_add_(0, first, x), first)
+
+def _as_they_came(x, order): return torch.zeros_like(x).scatter_(0, order, x)
+
 def _above_mates(n, g, w, first, tail):
     "g less the w-weighted mean of its group, column by column; n is 1 where a row has an entry, else 0."
     low = torch.full_like(g, torch.inf).scatter_reduce(0, first[:, None].expand_as(g), torch.where(n > 0, g.detach(), torch.inf), "amin")[first]
