@@ -133,7 +133,7 @@ def linear_logprobs(
     if chunk is not None and chunk < 1: raise ValueError(f"linear_logprobs: chunk is {chunk}; it counts positions, 1 or more")
     if softcap is not None and not softcap > 0: raise ValueError(f"linear_logprobs: softcap is {softcap}; it is the largest size of a logit and must be positive")
     floats = [hidden, weight, bias, *(low_rank or (None, None))]
-    if torch.is_autocast_enabled(hidden.device.type): # the backward pass runs outside of it: cast here, once
+    if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type): # the backward pass runs outside of it: cast here, once
         dtype = torch.get_autocast_dtype(hidden.device.type)
         floats = [None if x is None else x.to(dtype) for x in floats]
     into_h, learns, bias_learns, into_x, B_learns = (x is not None and x.requires_grad for x in floats)
