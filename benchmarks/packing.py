@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/packing.py [--data ../shared/data] [--peers FOLDER] [--rounds 7] [--out benchmarks/results]
 
 Lengths are those of GSM8K's training rows (question and answer) under Qwen2.5's tokenizer, drawn with replacement; without --data, log-normal ones of the same shape (median 168, 64 to 536).
---peers is a folder with the wheels trl-*.whl and verl-*.whl; their sources are read from there, nothing is installed. Without it ours is shown alone.
+--peers is a folder with the wheels trl-*.whl and verl-*.whl; their sources are read from there, nothing is installed. Without it TRL's is read from where it is installed, and verl is left out.
 
 Only plans are timed. TRL plans inside a function that also rewrites an Arrow table (2 to 5 times as long as the plan): what runs here is the part of its body from the sorting of the lengths to the
-end of the loop that fills bins. verl's is whole: get_seqlen_balanced_partitions. The functions are called in turn in every round, so that other work on the machine meets all alike; medians are shown.
+end of the loop that fills bins. verl's is whole: get_seqlen_balanced_partitions. The functions are called in turn in every round, and processor time is taken, so that other work on the machine meets all alike; medians are shown.
 """
 import argparse
 import ast
@@ -20,6 +20,7 @@ import time
 import zipfile
 from collections import defaultdict, deque
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -46,7 +47,8 @@ def like_lengths():
 
 
 def source(folder, package, path):
-    "(text of a file in a wheel, the wheel's version)"
+    "(text of a file, its package's version): from a wheel, or as it is installed"
+    if folder is None: return distribution(package).locate_file(path).read_text(), version(package)
     wheel = max(folder.glob(f"{package}-*.whl"), default=None)
     if wheel is None: raise SystemExit(f"packing: --peers {folder}: there is no {package}-*.whl in it")
     with zipfile.ZipFile(wheel) as z: return z.read(path).decode(), wheel.name.split("-")[1]
@@ -57,7 +59,7 @@ def trl_plan(folder):
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
-    text, version = source(folder, "trl", "trl/data_utils.py")
+    text, of = source(folder, "trl", "trl/data_utils.py")
     tree = ast.parse(text)
     tree.body = [n for n in tree.body if getattr(n, "name", None) in ("_SegmentTree", "_pack_bfd")]
     f = next(n for n in tree.body if n.name == "_pack_bfd")
@@ -69,24 +71,24 @@ def trl_plan(folder):
     exec(compile(ast.fix_missing_locations(tree), "trl/data_utils.py", "exec"), space)
     def plan(lengths):
         x = pa.array(lengths.tolist(), pa.int32()) # not timed: TRL's lengths are in Arrow from the start
-        start = time.perf_counter()
+        start = time.process_time()
         bins = space["_pack_bfd"](range(len(x)), x, CAP)
-        return time.perf_counter() - start, [b["ids"] for b in bins]
-    return plan, version
+        return time.process_time() - start, [b["ids"] for b in bins]
+    return plan, of
 
 
 def verl_balance(folder):
-    text, version = source(folder, "verl", "verl/utils/seqlen_balancing.py")
+    text, of = source(folder, "verl", "verl/utils/seqlen_balancing.py")
     tree, wanted = ast.parse(text), ("karmarkar_karp", "get_seqlen_balanced_partitions")
     tree.body, space = [n for n in tree.body if getattr(n, "name", None) in wanted], dict(heapq=heapq)
     exec(compile(tree, "verl/utils/seqlen_balancing.py", "exec"), space)
-    return space[wanted[1]], version
+    return space[wanted[1]], of
 
 
 def timed(f):
-    start = time.perf_counter()
+    start = time.process_time()
     out = f()
-    return time.perf_counter() - start, out
+    return time.process_time() - start, out
 
 
 def median(x): return sorted(x)[len(x)//2]
@@ -164,16 +166,17 @@ def main():
     p.add_argument("--cases", type=int, default=10_000, help="random cases searched for a broken cap")
     p.add_argument("--out", type=Path, default=Path(__file__).parent/"results", help="folder for packing_cpu.json and packing_cpu.png")
     a = p.parse_args()
-    trl, trl_version = trl_plan(a.peers) if a.peers else (None, None)
+    try: trl, trl_version = trl_plan(a.peers)
+    except PackageNotFoundError: trl, trl_version = None, None
     verl, verl_version = verl_balance(a.peers) if a.peers else (None, None)
     pool, g = real_lengths(a.data) if a.data else like_lengths(), torch.Generator().manual_seed(0)
     result = dict(machine=machine() | dict(trl=trl_version, verl=verl_version), lengths="GSM8K, Qwen2.5's tokenizer" if a.data else "made up", cap=CAP, packing={}, balancing={})
     print("{cpu}, {threads} threads, torch {torch}, trl {trl}, verl {verl}, load {load[0]:.1f}".format(**result["machine"]))
-    print(f"\n{N:,} lengths into bins of {CAP:,}\n{'lengths':>8} {'':>5} | {'ms':>8} {'(best)':>9} | {'bins':>7} {'fill':>8} {'fullest':>8} | times faster (promised {PROMISED['pack']:.0f})")
+    print(f"\n{N:,} lengths into bins of {CAP:,}\n{'lengths':>8} {'':>5} | {'ms':>8} {'(best)':>9} | {'bins':>7} {'fill':>8} {'fullest':>8} | times faster (promised {PROMISED['pack']:.0f}) | fill beyond TRL's (promised: no lower)")
     for kind, x in pool.items():
         found = result["packing"][kind] = packing(x[torch.randint(len(x), (N,), generator=g)], trl, a.rounds)
         for name, r in found.items():
-            ratio = f"{found['trl']['median_ms']/r['median_ms']:.1f}" if name == "ours" and trl else ""
+            ratio = f"{found['trl']['median_ms']/r['median_ms']:>32.1f} | {r['fill'] - found['trl']['fill']:+.4%}, {r['bins'] - found['trl']['bins']:+} bins" if name == "ours" and trl else ""
             print(f"{kind:>8} {name:>5} | {r['median_ms']:>8.1f} {r['best_ms']:>9.1f} | {r['bins']:>7,} {r['fill']:>8.4%} {r['fullest']:>8,} | {ratio}", flush=True)
     print(f"\n{ROWS:,} rows into {PARTS} parts, {a.rounds} batches\n{'counts':>8} {'':>5} | {'ms':>8} {'(best)':>9} | {'spread: median':>14} {'largest':>8} | times faster (promised {PROMISED['balance']:.0f})")
     batches = [pool["rows"][torch.randint(len(pool["rows"]), (ROWS,), generator=g)].tolist() for _ in range(a.rounds)]
