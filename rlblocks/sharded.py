@@ -22,7 +22,7 @@ class ShardedModel:
     def __init__(self,
         module:nn.Module, # owned from here on; with an engine, the same on every rank
         *,
-        engine:str|None=None,     # None: all of it on every rank; "fsdp2", "zero1", "zero2", "zero3": cut over the ranks
+        engine:str|Callable|None=None, # None: all of it on every rank; "fsdp2", "zero1", "zero2", "zero3": cut over the ranks; or what makes one, called like `Plain`
         offload:str|None=None,    # "cpu" (fsdp2, zero): states (and shards) live there; "nvme" (zero3), see `nvme`
         nvme:str|None=None,       # folder on a fast disk, for offload="nvme"
         lr:float=1e-6,            # AdamW's learning rate
@@ -40,7 +40,7 @@ class ShardedModel:
         """Hold a module, ready to train or frozen; with an engine all ranks construct together, each from the same weights.
 
         ValueError for what an engine cannot do, TypeError when checkpointing is asked of a module that has none, ImportError for a package that is missing."""
-        if engine not in ENGINES: raise ValueError(f"ShardedModel: engine {engine!r} is not known here; {', '.join(map(repr, ENGINES))} are")
+        if engine not in ENGINES and not callable(engine): raise ValueError(f"ShardedModel: engine {engine!r} is not known here; {', '.join(map(repr, ENGINES))} are")
         if offload and engine is None: raise ValueError(f'ShardedModel: offload={offload!r} needs an engine, "fsdp2" or "zero1", "zero2", "zero3"')
         if (offload == "nvme") != (nvme is not None): raise ValueError(f'ShardedModel: offload={offload!r} with nvme={nvme!r}; offload="nvme" needs nvme="/folder/on/a/fast/disk", and nothing else does')
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -59,6 +59,7 @@ class ShardedModel:
 
     def _held(self, engine, module, offload, nvme, how, adamw):
         "The engine of this name around the module."
+        if callable(engine): return engine(module, self.device, **how)
         if engine is None or frozen_copy(engine, self.frozen): return Plain(module, self.device, **how)
         if engine == "fsdp2":
             from rlblocks.fsdp import Fsdp
