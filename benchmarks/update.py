@@ -6,7 +6,8 @@ The work: a Llama of 5.2M parameters with random weights (hidden 256, 4 layers, 
 tokens of all answers, no reference, one AdamW step. Lengths are GSM8K's under Qwen2.5's tokenizer: the questions' are those of training questions, an answer's is drawn from all training answers; the ids
 are random ones of the small vocabulary, a group's prompt the same in all its rows. Without --data, log-normal lengths of the same shape.
 
-* shared, packed, padded: `policy.step` with defaults; the same rows without the column `group`; and with `pack=False`, where micro-batches hold rows of like length.
+* shared, packed: `policy.step` with defaults; and the same rows without the column `group`, so that none is shared.
+* padded: `pack=False`, 16 rows a micro-batch in their order, each padded to its longest: the usual way. sorted: `pack=False` alone, where micro-batches hold rows of like length and little is padding.
 * TRL's: `GRPOTrainer._compute_loss` of the trainer itself (`loss_type="dapo"`, no activation checkpointing, which is faster than its default), on micro-batches of 16 rows in their order. As its data collation does, prompts
   are padded on the left to the longest of the batch and answers on the right; then clipping and AdamW as the trainer has them. It also takes the entropy for its log, always.
 
@@ -35,7 +36,7 @@ import transformers
 from rlblocks import Batch, Policy, at_tokens, group_advantages, pad, ppo_loss
 
 V, GROUP, LR, TRL_ROWS = 4096, 8, 1e-6, 16
-CASES = ("shared", "packed", "padded", "trl")
+CASES = {"shared": None, "packed": None, "sorted": False, "padded": False, "trl": None} # packed?
 PROMISED = dict(padded=2., trl=1.)
 
 
@@ -75,8 +76,8 @@ def rows_of(lengths, questions, seed=0):
 
 
 # -- the cases: each gives a function that takes one update, and the gradient before clipping of its last one
-def ours(b, pack, micro_tokens):
-    policy, grads = Policy(llama(), lr=LR, device="cpu", pack=pack, micro_tokens=micro_tokens, max_norm=1e9), {} # the norm is taken, and far from clipped: gradients are compared
+def ours(b, pack, **how):
+    policy, grads = Policy(llama(), lr=LR, device="cpu", pack=pack, max_norm=1e9, **how), {} # the norm is taken, and far from clipped: gradients are compared
     def loss(out, b): return ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
     names = {id(p): n.removeprefix("trunk.") for n, p in policy._run.reader.named_parameters()}
     def keep(*_): grads.update({names[id(p)]: p.grad.clone() for p in policy._run.reader.parameters()})
@@ -132,7 +133,12 @@ def trl(b):
 
 def made(case, b, micro_tokens):
     if case == "trl": return trl(b)
-    return ours(b if case == "shared" else b.drop("group"), None if case != "padded" else False, micro_tokens)
+    how = dict(micro_tokens=micro_tokens)
+    if case != "shared": b = b.drop("group")
+    if case == "padded":
+        b["unit"] = torch.arange(len(b))//TRL_ROWS      # rows of one unit stay together: these are the micro-batches
+        how = dict(micro_tokens=TRL_ROWS*b.width, micro_rows=TRL_ROWS)
+    return ours(b, CASES[case], **how)
 
 
 # -- measuring
@@ -176,8 +182,8 @@ def main():
     p.add_argument("--rounds", type=int, default=3, help="updates of each case, after one that is not counted")
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--micro-tokens", type=int, default=8192, help="most tokens of a micro-batch (ours)")
-    p.add_argument("--only", choices=CASES, help="take one update of this case and print the peak memory of the process in MiB")
-    p.add_argument("--cases", nargs="*", default=CASES, choices=CASES)
+    p.add_argument("--only", choices=list(CASES), help="take one update of this case and print the peak memory of the process in MiB")
+    p.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     p.add_argument("--out", type=Path, default=Path(__file__).parent/"results", help="folder for update_cpu.json and update_cpu.png")
     a = p.parse_args()
     torch.set_num_threads(a.threads)
