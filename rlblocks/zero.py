@@ -78,7 +78,7 @@ class Piece:
         flat:Tensor, # the flat weight, or a state beside it
     )->Tensor: # its stretch, to read or write
         "This weight's stretch."
-        return flat.narrow(0, self.offset, self.n)
+        return flat.detach().narrow(0, self.offset, self.n)
 
     def gather(self,
         flat:Tensor|None, # the flat weight, or a state beside it; None where this rank has none
@@ -129,7 +129,7 @@ class Zero:
         named:list = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         made = optimizer(named) if optimizer and not offload else None
         self.groups = [list(g["params"]) for g in made.param_groups] if made else [[p for _, p in named]]
-        config = _config(stage, module, max_norm, dtype in HALF and bool(optimizer), offload, nvme, adamw if optimizer else None, bool(made), device)
+        config = _config(stage, module, max_norm, dtype in HALF and stage > 1 and bool(optimizer), offload, nvme, adamw if optimizer else None, bool(made), device)
         self.engine = deepspeed.initialize(model=module, optimizer=made, model_parameters=[p for _, p in named] if offload and optimizer else None, config=config)[0]
         self.zero:Any = self.engine.optimizer if optimizer else None
         self.optimizer:Any = self.zero.optimizer if optimizer else None
@@ -183,6 +183,7 @@ class Zero:
             self.zero.update_lp_params()
             for i in range(len(self.zero.bit16_groups)): self.zero._update_model_bit16_weights(i)
             return
+        self.zero._partition_all_parameters()             # small weights stay gathered between passes
         for i in range(len(self.zero.fp16_groups)): self.zero._reassign_or_swap_out_partitioned_parameters(i)
         if self.zero.persistent_parameters: self.zero.persistent_parameters[0].all_gather(self.zero.persistent_parameters)
 
@@ -275,7 +276,7 @@ class Zero:
         "A full weight (no key) or state into this rank's stretch."
         piece = self._piece(p)
         if piece.flat is None: return
-        if not key: return piece.put(piece.flat.data, x)
+        if not key: return piece.put(piece.flat, x)
         states = self.optimizer.state[piece.flat]
         if isinstance(x, Tensor) and x.shape == piece.shape:
             if key not in states: states[key] = torch.zeros_like(piece.flat.data)

@@ -1,0 +1,354 @@
+"""Every engine is the plain process (LAWS 1, 22, 24, 29, 30, 40): one launch per engine and world size holds all cases; gloo, CPU.
+
+The whole matrix: `RLBLOCKS_ENGINES=all pytest tests/test_engines.py` (benchmarks/engines.py runs it and keeps the figures)."""
+import faulthandler
+import gc
+import os
+import resource
+import socket
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rlblocks import Batch, Critic, Policy, Scorer, bradley_terry_loss, dpo_loss, kl_k3, masked_mean, masked_sum, merge, pairs, ppo_loss, sft_loss, value_loss
+from rlblocks.sharded import ShardedModel
+from tiny import model, rows
+from torch import nn
+from torch.utils._pytree import tree_map
+
+HOW = dict(lr=1e-4, max_norm=.5, weight_decay=.1, device="cpu", micro_rows=2)
+STEPS = 5
+QUICK = [("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 4), ("zero1", 2), ("zero2", 2), ("zero3", 2)]
+ALL = [(engine, world) for engine in ("fsdp2", "zero1", "zero2", "zero3") for world in (1, 2, 4)]
+MATRIX = ALL if os.environ.get("RLBLOCKS_ENGINES") == "all" else QUICK
+
+
+# -- losses and batches
+def ppo(out, b):
+    pg, metrics = ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
+    return pg - .01*masked_mean(out.entropy, b.mask, denom=b.n_tokens), metrics
+
+
+def grpo(out, b):
+    pg, metrics = ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, over="rows", denom=b.n_rows)
+    return pg + .05*masked_mean(kl_k3(out.logprobs, b.ref_logprobs, b.mask), b.mask, denom=b.n_tokens), metrics
+
+
+def sft(out, b): return sft_loss(out.logprobs, b.mask, denom=b.n_tokens)
+
+
+def dpo(out, b):
+    mine, ref = (masked_sum(x, b.mask, dim=-1) for x in (out.logprobs, b.ref_logprobs))
+    return dpo_loss(*pairs(mine, b), *pairs(ref, b), beta=.1, denom=b.n_units)
+
+
+def actor_critic(out, b):
+    pg, metrics = ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
+    v, more = value_loss(out.values, b.old_values, b.returns, b.mask, denom=b.n_tokens)
+    return pg + .5*v, metrics | more
+
+
+def value(out, b): return value_loss(out.values, b.old_values, b.returns, b.mask, denom=b.n_tokens)
+def verdict(out, b): return bradley_terry_loss(*pairs(out.scores, b), denom=b.n_units)
+
+
+def batch(B=13, seed=0):
+    b = rows(B=B, seed=seed, dtype=torch.float32)
+    b["old_logprobs"], b["old_values"] = b.ref_logprobs.clone(), b.returns + .1
+    return b
+
+
+def preferences(n=5):
+    b = batch(2*n, seed=3)
+    b["unit"], b["chosen"] = torch.arange(n).repeat_interleave(2), torch.arange(2*n) % 2 == 0
+    return b
+
+
+def uneven(b, world, rank):
+    "Parts of unlike sizes: the first rank has one row, the last all that are left."
+    cuts = [[0], *[[i] for i in range(1, world-1)], list(range(world-1, len(b)))] if world > 1 else [list(range(len(b)))]
+    return b.part(cuts[rank], b.siblings(cuts))
+
+
+class Experts(nn.Module):
+    "Three tables; rows with an even first token use the second one too, and nobody uses the third."
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Linear(8, 32) for _ in range(3)])
+
+    def forward(self, h, second):
+        out = self.tables[0](h)
+        return out + torch.where(second[:, None, None], self.tables[1](h), 0.) if second.any() else out
+
+
+class Routed(nn.Module):
+    "Ranks do not use the same weights of a layer, or (without routing) all leave the same ones out."
+
+    def __init__(self, routed):
+        super().__init__()
+        self.routed = routed
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.embed, self.layers = nn.Embedding(32, 8), nn.ModuleList([Experts()])
+
+    def forward(self, input_ids): return self.layers[0](self.embed(input_ids), (input_ids[:, 0] % 2 == 0) & self.routed)
+
+
+def cases():
+    "name → (make, batch, how to cut, step)"
+    ppo_b, small = batch(), batch(3, seed=5)
+    even = lambda b, world, rank: b.parts(world)[rank] if world > 1 else b
+    same = lambda b, world, rank: b
+    llama = lambda **k: lambda **engine: Policy(model(), **HOW | k | engine)
+    return {
+        "ppo, uneven rows": (llama(), ppo_b, uneven, lambda m, b: m.step(b, ppo, entropy=True)),
+        "grpo": (llama(checkpointing=True), ppo_b, even, lambda m, b: m.step(b, grpo)),
+        "dpo pairs": (llama(), preferences(), even, lambda m, b: m.step(b, dpo)),
+        "sft, fewer rows than ranks": (llama(), small, even, lambda m, b: m.step(b, sft)),
+        "ppo and ptx": (llama(), ppo_b, even, lambda m, b: m.step(b, grpo, (b, sft))),
+        "value head": (llama(value_head=True), ppo_b, even, lambda m, b: m.step(b, actor_critic)),
+        "tied weights, whole on every rank": (lambda **e: Policy(model("gemma"), **HOW | e), small, same, lambda m, b: m.step(b, grpo)),
+        "schedule, sgd": (lambda **e: Policy(model("qwen3"), **HOW | dict(schedule=lambda v: 1/(1+v), optimizer=lambda ps: torch.optim.SGD(ps, lr=.1, momentum=.9)) | e),
+                          small, even, lambda m, b: m.step(b, sft)),
+        "critic": (lambda **e: Critic(model(), **HOW | e), ppo_b, even, lambda m, b: m.step(b, value)),
+        "scorer": (lambda **e: Scorer(model(), **HOW | e), preferences(), even, lambda m, b: m.step(b, verdict)),
+        "unused weights": (lambda **e: Policy(lambda: Routed(False), **HOW | e), ppo_b, even, lambda m, b: m.step(b, sft)),
+        "ranks use unlike weights": (lambda **e: Policy(lambda: Routed(True), **HOW | e), ppo_b, even, lambda m, b: m.step(b, sft)),
+    }
+
+
+def skipped(engine, name):
+    "DeepSpeed reduces gradients in the order they come: it must be the same on all ranks."
+    return engine.startswith("zero") and name == "ranks use unlike weights"
+
+
+def run(case, world=1, rank=0, **engine):
+    "Metrics of each step, and the weights at the end."
+    make, b, cut, step = case
+    m = make(**engine)
+    metrics = [{k: x.to("cpu") for k, x in step(m, cut(b, world, rank)).items()} for _ in range(STEPS)]
+    return m, metrics, {k: x for bucket in m._run.model.iter_full_params() for k, x in bucket.items()}
+
+
+# -- on every rank
+def join(rank, world, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(int(os.environ.get("HANG", 280)), exit=True)        # a rank that waits for ever says where
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+
+
+def one_rank(rank, world, port, engine, folder):
+    join(rank, world, port)
+    found, times = {}, {}
+    for name, case in cases().items():
+        if skipped(engine, name): continue
+        start = time.process_time()
+        _, metrics, weights = run(case, world, rank, engine=engine)
+        found[name] = dict(metrics=metrics, weights=weights if rank == 0 else None)
+        times[name] = round(time.process_time()-start, 2)
+        gc.collect()
+    for check in CHECKS:
+        start = time.process_time()
+        check(engine, world, rank, folder)
+        times[check.__name__] = round(time.process_time()-start, 2)
+    torch.save(dict(found=found, times=times, rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10), folder/f"{rank}.pt")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)         # all is checked and written; gloo's threads abort now and then when peers take their connections down at different times
+
+
+def whole_weights(m): return {k: x for bucket in m._run.model.iter_full_params() for k, x in bucket.items()}
+
+
+def on_policy(engine, world, rank, folder):
+    "LAWS 29: the ratio of the first micro-batch is 1."
+    b = batch()
+    policy = Policy(model(), **HOW, engine=engine)
+    b["old_logprobs"] = policy.logprobs(b)
+    far = []
+    def loss(out, b):
+        far.append((out.logprobs-b.old_logprobs)[b.mask].detach().exp().sub(1).abs().max().item() if b.mask.any() else 0.)
+        return ppo(out, b)
+    policy.step(b.parts(world)[rank] if world > 1 else b, loss, entropy=True)
+    assert max(far) < 1e-4, far
+
+
+def reference(engine, world, rank, folder):
+    "A frozen model is the plain one, holds no gradient, and cannot step."
+    b, ref = batch(), Policy(model(), frozen=True, **HOW, engine=engine)
+    assert (ref.logprobs(b)-Policy(model(), frozen=True, **HOW).logprobs(b)).abs().max() < 1e-5
+    with pytest.raises(RuntimeError, match="frozen"): ref.step(b, sft)
+    assert whole_weights(ref).keys() == whole_weights(Policy(model(), frozen=True, **HOW)).keys()
+
+
+def half_precision(engine, world, rank, folder):
+    "LAWS 30: a bf16 checkpoint is trained in fp32, states too, and computes in bf16."
+    b, policy = batch(), Policy(model(dtype=torch.bfloat16), **HOW, engine=engine)
+    before = whole_weights(policy)
+    metrics = policy.step(b.parts(world)[rank] if world > 1 else b, sft)
+    state = policy.state_dict()
+    moments = [x for s in state["optimizer"]["state"].values() for k, x in s.items() if k.startswith("exp_avg")]
+    assert moments and all(x.dtype == torch.float32 for x in moments)
+    after = whole_weights(policy)
+    assert all(x.dtype == torch.float32 for x in after.values())
+    moved = torch.cat([(after[k]-before[k]).abs().flatten() for k in after])
+    assert (moved > 0).double().mean() > .8 and moved.max() < 3e-4       # lr is 1e-4; in bf16 most weights would stand still
+    plain = Policy(model(dtype=torch.bfloat16), **HOW).step(b, sft)
+    assert abs(float(metrics["grad_norm"]) / float(plain["grad_norm"]) - 1) < .05
+
+
+def poison(engine, world, rank, folder):
+    "Every weight exactly once, the same as a plain model's; what a receiver does to its copies, and what becomes of gathered memory, reaches nobody."
+    policy = Policy(model("gemma"), **HOW, engine=engine)
+    want, got = {k: x.clone() for k, x in whole_weights(Policy(model("gemma"), **HOW)).items()}, {}
+    for bucket in policy._run.model.iter_full_params(bucket_bytes=3000):
+        for name, x in bucket.items():
+            assert name not in got
+            got[name] = x.clone()
+            x.fill_(float("nan"))
+    assert got.keys() == want.keys() and all(torch.equal(got[k], want[k]) for k in want)
+    assert all(x.isfinite().all() for x in whole_weights(policy).values())
+    assert policy.logprobs(batch(3)).isfinite().all()
+
+
+def resumes(engine, world, rank, folder):
+    "A full state goes into any engine, and the run goes on as if nothing had happened."
+    b = batch()
+    part = b.parts(world)[rank] if world > 1 else b
+    policy = Policy(model(), **HOW, engine=engine)
+    for _ in range(2): policy.step(part, sft)
+    states = [tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, s) for s in (policy.state_dict(), policy._run.model.state_dict(full=False))]
+    policy.step(part, sft)
+    want = whole_weights(policy)
+    for state in states:
+        again = Policy(model(seed=1), **HOW, engine=engine)
+        again.load_state_dict(state)
+        assert again.version == 2
+        again.step(part, sft)
+        far = max((x-want[k]).abs().max().item() for k, x in whole_weights(again).items())
+        assert far == 0, far
+    plain = Policy(model(seed=1), **HOW)
+    plain.load_state_dict(states[0])
+    plain.step(b, sft)
+    assert all((x-want[k]).abs().max() < 1e-5 for k, x in whole_weights(plain).items())
+    other = Policy(model(), **HOW)
+    for _ in range(2): other.step(b, sft)
+    again.load_state_dict(other.state_dict())
+    again.step(part, sft)
+    assert all((x-want[k]).abs().max() < 1e-5 for k, x in whole_weights(again).items())
+
+
+def failing(engine, world, rank, folder):
+    "A loss that raises on one rank, or is NaN, raises on all; nothing changed, and the next step is as if it had never been."
+    b = batch()
+    part = b.parts(world)[rank] if world > 1 else b
+    policy, clean = (Policy(model(), **HOW, engine=engine) for _ in range(2))
+    before = whole_weights(policy)
+    seen = []
+    def broken(out, b):
+        seen.append(1)
+        if rank == world-1 and len(seen) == 2: raise KeyError("mine")
+        return sft(out, b)
+    with pytest.raises(Exception, match="mine"): policy.step(part, broken)
+    def nan(out, b): return sft(out, b)[0]*float("nan"), {}
+    with pytest.raises((FloatingPointError, RuntimeError)): policy.step(part, nan)
+    b.columns["advantages"] = torch.full_like(b.advantages, 1e30)
+    def inf(out, b): return (out.logprobs*1e30).sum()*1e30*0 + masked_mean(out.logprobs.exp()*1e25, b.mask, denom=b.n_tokens)*1e15, {}
+    with pytest.raises((FloatingPointError, RuntimeError)): policy.step(part, inf)
+    assert policy.version == 0 and all(torch.equal(x, before[k]) for k, x in whole_weights(policy).items())
+    for p in (policy, clean): p.step(part, sft)
+    after = whole_weights(clean)
+    assert all((x-after[k]).abs().max() < 1e-6 for k, x in whole_weights(policy).items())
+
+
+def saved(engine, world, rank, folder):
+    "LAWS 40: a folder that plain transformers loads."
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    b = batch(4)
+    policy, scorer = Policy(model("gemma"), **HOW, engine=engine), Scorer(model(), **HOW, engine=engine)
+    policy.step(b, sft)
+    policy.save_pretrained(folder/"policy")
+    scorer.save_pretrained(folder/"scorer")
+    lp = policy.logprobs(b)
+    assert (Policy(AutoModelForCausalLM.from_pretrained(folder/"policy"), **HOW).logprobs(b)-lp).abs().max() < 1e-5
+    assert (folder/"policy"/"generation_config.json").exists()
+    reward, info = AutoModelForSequenceClassification.from_pretrained(folder/"scorer", output_loading_info=True)
+    assert not info["missing_keys"] and reward.num_labels == 1
+
+
+def peak(engine, world, rank, folder):
+    "LAWS 22: beside the shards an export holds one bucket and one tensor."
+    torch.manual_seed(0)
+    m = ShardedModel(nn.Sequential(*[nn.Linear(1500, 1401, bias=False) for _ in range(12)]), engine=engine, device="cpu", optimizer=lambda ps: torch.optim.SGD(ps, lr=.1))
+    mb = 1500*1401*4/2**20          # 8.0 MiB each, 1401 rows do not divide by 2 or 4
+    for bucket in m.iter_full_params(1 << 20): del bucket       # the collectives' own buffers are there by now
+    gc.collect()
+    open("/proc/self/clear_refs", "w").write("5")
+    before = memory("VmRSS")
+    for bucket in m.iter_full_params(3*8 << 20): del bucket
+    extra = memory("VmHWM") - before
+    assert extra < 3*mb + mb + 4, f"{extra:.1f} MiB beside the shards; a bucket is {3*mb:.1f}, a tensor {mb:.1f}"
+
+
+def memory(what):
+    "MiB of this process."
+    return next(int(line.split()[1])/1024 for line in open("/proc/self/status") if line.startswith(what))
+
+
+def unlike(engine, world, rank, folder):
+    "Ranks that built different models are told so."
+    if world == 1: return
+    with pytest.raises(ValueError, match="ranks 0 and 1 built different models"): Policy(model(seed=min(rank, 1)), **HOW, engine=engine)
+
+
+CHECKS = [on_policy, reference, half_precision, poison, resumes, failing, saved, peak, unlike]
+
+
+# -- in the parent
+@pytest.fixture(scope="module")
+def plain():
+    "The plain process, each case once."
+    return {name: run(case)[1:] for name, case in cases().items()}
+
+
+@pytest.mark.parametrize("engine, world", MATRIX)
+def test_engine_equals_the_plain_process(tmp_path, plain, engine, world):
+    if engine.startswith("zero"): pytest.importorskip("deepspeed")
+    ranks = launch(engine, world, tmp_path)
+    far = compare(ranks, plain)
+    assert max(far.values()) < 1e-5, far
+    assert sum(r["rss"] for r in ranks) < 8 << 30
+
+
+def launch(engine, world, folder):
+    "What every rank found."
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(one_rank, (world, port, engine, folder), nprocs=world, join=True)
+    return [torch.load(folder/f"{r}.pt", weights_only=False) for r in range(world)]
+
+
+def compare(ranks, plain):
+    "Largest difference of weights (absolute), losses and gradient norms (relative) by case; all other metrics are checked here."
+    far = {}
+    for name, (want, weights) in plain.items():
+        if name not in ranks[0]["found"]: continue
+        found = [r["found"][name] for r in ranks]
+        assert found[0]["weights"].keys() == weights.keys(), name
+        far[name, "weights"] = max((found[0]["weights"][k]-x).abs().max().item() for k, x in weights.items())
+        for step, metrics in enumerate(want):
+            shared = name != "tied weights, whole on every rank"
+            joined = merge(*(f["metrics"][step] for f in found)) if shared else found[0]["metrics"][step]
+            assert joined.keys() == metrics.keys()
+            for k, x in metrics.items():
+                if k in ("loss", "grad_norm"): far[name, k] = max(far.get((name, k), 0.), abs(float(joined[k])-float(x))/max(abs(float(x)), 1e-3))
+                else: assert float(joined[k]) == pytest.approx(float(x), rel=1e-4, abs=.03 if "frac" in k else 1e-5), (name, step, k)   # one token at a clip's edge
+    return far
