@@ -129,6 +129,22 @@ def failures(pool):
     return out | dict(after=echo.add(b))
 
 
+class Twins:
+    "Ranks 0 and 1 are one replica, 2 and 3 another: they work on the same rows, as under tensor parallelism."
+    def __init__(self): self.rank, self.replica = torch.distributed.get_rank(), 5 - torch.distributed.get_rank()//2
+    def who(self, b): return torch.full((len(b),), self.rank), [f"{x}{self.rank}" for x in b.answer]
+    def mine(self, b):
+        self.saw = b.answer
+        return Mean(b.lengths.sum(), 1)
+
+
+def replicas(pool):
+    "Who answered, for which rows; what this rank was given."
+    twins, b = pool.place(Twins), prompts((5, 2, 7, 3))
+    who, answers = twins.who(b)
+    return dict(who=who, answers=answers, total=float(twins.mine(b))*(pool.ranks//2), saw=twins.saw)
+
+
 def stopped(pool, folder):
     "A consumer that stops after two steps; a second run goes on where it stood."
     grpo = loop_from(f"{ROOT}/tutorials/grpo.ipynb:grpo")
@@ -144,5 +160,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with SpmdPool(timeout=120.) as pool:
         got = dict(tutorials=tutorials(pool), dispatch=dispatch(pool))
-        if pool.ranks > 1: got |= dict(failures=failures(pool), stopped=stopped(pool, folder/"run"))
+        if pool.ranks > 1: got |= dict(failures=failures(pool), replicas=replicas(pool), stopped=stopped(pool, folder/"run"))
         torch.save(got, folder/f"{pool.rank}.pt")

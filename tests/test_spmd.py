@@ -83,6 +83,17 @@ def test_a_failure_on_one_rank_is_heard_on_all(ranks):
         assert torch.equal(said["after"], spmd_loops.prompts((5, 2, 7, 3)).tokens)
 
 
+def test_ranks_of_a_replica_share_their_rows(ranks):
+    "They are given the same, and the lowest of them answers."
+    if len(ranks) == 1: pytest.skip("needs two ranks")
+    saw = [rank["replicas"]["saw"] for rank in ranks]
+    for rank in ranks:
+        got = rank["replicas"]
+        assert set(got["who"].tolist()) == ({0} if len(ranks) == 2 else {0, 2}) and got["total"] == 17
+        assert got["answers"] == [f"{x}{w}" for x, w in zip("5273", got["who"].tolist(), strict=True)]
+    assert all(saw[r] == saw[r - r % 2] for r in range(len(ranks))) and sorted(x for r in range(0, len(ranks), 2) for x in saw[r]) == ["2", "3", "5", "7"]
+
+
 def test_consumers_stop_together(ranks):
     "Rank 0 sees the rows; where it stops, every rank's loop is closed after the same step and saved, and a second run goes on from there."
     if len(ranks) == 1: pytest.skip("needs two ranks")
