@@ -169,5 +169,5 @@ class Fsdp:
         self.module.load_state_dict({k: cut(x, own[k]) if k in own else x for k, x in state["module"].items()})
         if self.optimizer is None: return
         params, kept = [p for group in self.optimizer.param_groups for p in group["params"]], state["optimizer"]
-        shard = lambda x, p: cut(x, p) if isinstance(x, Tensor) and x.shape == p.shape else x
+        shard = lambda x, p: x.clone() if isinstance(x, Tensor) and x.shape != p.shape else cut(x, p).clone() if isinstance(x, Tensor) else x     # no view that keeps the whole alive
         self.optimizer.load_state_dict(dict(kept, state={i: {k: shard(x, params[i]) for k, x in s.items()} for i, s in kept["state"].items()}))

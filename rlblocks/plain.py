@@ -6,8 +6,9 @@
 __all__ = ['HALF', 'world', 'agree', 'join_world', 'same_weights', 'promote_', 'checkpoint_layers_', 'Plain', 'stepped']
 
 # %% ../nbs/31a_plain.ipynb #f73c14bb
-from collections.abc import Callable, Iterator
+import copy
 import os
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -144,7 +145,7 @@ class Plain:
     ):
         "Restore them."
         self.module.load_state_dict(state["module"])
-        if self.optimizer: self.optimizer.load_state_dict(state["optimizer"])
+        if self.optimizer: self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))     # torch keeps the tensors it is given: two models would share moments
 
 def stepped(
     optimizer,      # a torch optimizer
