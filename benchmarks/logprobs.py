@@ -1,6 +1,6 @@
 """Log-probs (and entropy) from hidden states: seconds and peak memory of `linear_logprobs`, of logits in full, and of the peers that are installed.
 
-    .venv/bin/python benchmarks/logprobs.py [--shapes 2048x512x32000 2048x512x50000 8192x64x151936] [--rounds 5] [--threads N] [--out benchmarks/results]
+    .venv/bin/python benchmarks/logprobs.py [--shapes 2048x512x32000 2048x512x50000 8192x64x151936] [--rounds 5] [--threads N] [--chunk 1024] [--out benchmarks/results]
 
 Forward and backward for hidden states and head ("trains"), with the head frozen, with LoRA (rank 16) on a frozen head, and without gradient. Each way runs in a process of its own for its memory (the
 kernel's high-water mark of resident memory, reset before the call, less what inputs and gradients take); times are then taken in turn in one process, so that other work on the machine meets all alike, and
@@ -26,6 +26,7 @@ from rlblocks.logprobs import linear_logprobs
 MODES = {"trains, entropy": (True, True, False, True), "trains": (True, True, False, False), "frozen, entropy": (True, False, False, True), "frozen": (True, False, False, False),
          "LoRA, entropy": (True, False, True, True), "LoRA": (True, False, True, False), "no gradient": (False, False, False, False)}
 RANK, SCALE = 16, 2.
+CHUNK = None # positions of a chunk; None: the default
 
 
 def logits(h, W, AB):
@@ -40,7 +41,7 @@ def plain(h, W, AB, ids, entropy):
 
 
 def ours(h, W, AB, ids, entropy):
-    found = linear_logprobs(h, W, ids, low_rank=(h @ AB[0].T * SCALE, AB[1]) if AB else None, entropy=entropy)
+    found = linear_logprobs(h, W, ids, chunk=CHUNK, low_rank=(h @ AB[0].T * SCALE, AB[1]) if AB else None, entropy=entropy)
     return found if entropy else (found, None)
 
 
@@ -123,7 +124,7 @@ def absent(way, shape, mode):
 def measure(shape, mode, rounds):
     why = {way: absent(way, shape, mode) for way in WAYS}
     ways = [way for way in WAYS if not why[way]]
-    said = {way: subprocess.run([sys.executable, __file__, "--memory", way, "--shapes", "x".join(map(str, shape)), "--mode", mode, "--threads", str(torch.get_num_threads())],
+    said = {way: subprocess.run([sys.executable, __file__, "--memory", way, "--shapes", "x".join(map(str, shape)), "--mode", mode, *(["--chunk", str(CHUNK)] if CHUNK else []), "--threads", str(torch.get_num_threads())],
                                 capture_output=True, text=True, check=True).stdout for way in ways}
     given = inputs(shape, mode)
     times = {way: [] for way in ways}
@@ -142,16 +143,19 @@ def main():
     parser.add_argument("--shapes", nargs="+", default=["2048x512x32000", "2048x512x50000", "8192x64x151936"])
     parser.add_argument("--mode", choices=MODES, nargs="+")
     parser.add_argument("--memory", choices=WAYS)
+    parser.add_argument("--chunk", type=int, help="of linear_logprobs; without it, its default")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=Path(__file__).parent/"results")
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
+    global CHUNK
+    CHUNK = a.chunk
     shapes = [tuple(map(int, s.split("x"))) for s in a.shapes]
     if a.memory: return print(memory(a.memory, shapes[0], *a.mode))
     found = []
     for shape in shapes:
-        unit = 1024*shape[2]*4/2**20
+        unit = (a.chunk or 256)*shape[2]*4/2**20 # 256 is the default on a CPU
         print(f"\nN, H, V = {shape}; one chunk of logits is {unit:.0f} MiB; {'CPU ' if a.threads == 1 else ''}seconds, median (best)", flush=True)
         for mode in a.mode or MODES:
             result = measure(shape, mode, a.rounds)

@@ -122,7 +122,7 @@ def linear_logprobs(
     temperature:float|Float[Tensor, " N"]=1.0,  # divides the logits; a 0 in a tensor marks a greedy row and reads as 1
     support:Int[Tensor, "N K"]|None=None,       # the ids that could be drawn, distinct, −1 = empty slot; only −1 = every id
     entropy:bool=False,                         # also the entropy at each position
-    chunk:int|None=None,                        # positions whose logits exist at one time; None = 1024
+    chunk:int|None=None,                        # positions whose logits exist at one time; None = 1024, on a CPU 256
     group=None,                                 # a torch.distributed group whose ranks hold the vocabulary's rows of weight, bias and B, in order of rank; all else is the same on each
 )->Float[Tensor, " N"]|tuple[Float[Tensor, " N"], Float[Tensor, " N"]]: # log-probabilities, or (log-probabilities, entropy)
     """Log-probabilities, and the entropy, straight from the head: at most chunk × V logits exist, forward or backward.
@@ -138,7 +138,7 @@ def linear_logprobs(
         floats = [None if x is None else x.to(dtype) for x in floats]
     into_h, learns, bias_learns, into_x, B_learns = (x is not None and x.requires_grad for x in floats)
     early = torch.is_grad_enabled() and (into_h or into_x) and not (entropy or learns or bias_learns or B_learns or group)
-    options = _divisor(temperature, "linear_logprobs"), softcap, entropy, chunk or 1024, early, group
+    options = _divisor(temperature, "linear_logprobs"), softcap, entropy, chunk or (256 if hidden.device.type == "cpu" else 1024), early, group
     logprobs, entropies = _LinearLogprobs.apply(*floats, tokens.long(), None if support is None else support.long(), options)
     return (logprobs, entropies) if entropy else logprobs
 
