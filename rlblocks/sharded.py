@@ -54,7 +54,7 @@ class ShardedModel:
         how:dict = dict(max_norm=float("inf") if max_norm is None else max_norm)
         adamw:dict = dict(lr=lr, betas=betas, weight_decay=weight_decay)
         if not frozen: how["optimizer"] = optimizer or (lambda ps: torch.optim.AdamW(ps, **adamw))
-        self.engine = self._held(engine, module, offload, nvme, how, None if frozen or optimizer else adamw)
+        self.engine:Any = self._held(engine, module, offload, nvme, how, None if frozen or optimizer else adamw)
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
 
     def _held(self, engine, module, offload, nvme, how, adamw):

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rlblocks import Batch, Critic, Policy, Scorer, bradley_terry_loss, dpo_loss, kl_k3, masked_mean, masked_sum, merge, pairs, ppo_loss, sft_loss, value_loss
+from rlblocks import Critic, Policy, Scorer, bradley_terry_loss, dpo_loss, kl_k3, masked_mean, masked_sum, merge, pairs, ppo_loss, sft_loss, value_loss
 from rlblocks.sharded import ShardedModel
 from tiny import model, rows
 from torch import nn
