@@ -8,17 +8,17 @@ __all__ = ['Trained', 'Policy', 'Critic', 'Scorer']
 # %% ../nbs/34_models.ipynb #d72ec8ad
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .adapters import base_of, save_adapter, standing
 from .batch import Batch
-from .head import states_of
+from .head import output_layer, states_of
+from .merging import load_quantized, save_folder
 from .reader import Reader, load_module, load_tokenizer
 from .runner import Runner
-from .plain import agree, world
 from .weights import Ticket
 
 # %% ../nbs/34_models.ipynb #e3542b2b
@@ -51,8 +51,10 @@ class Policy(Trained):
     "A language model that gives log-probs of chosen tokens and learns from any loss on them."
 
     def __init__(self,
-        model,               # name, folder, nn.Module (copied) or a callable that makes one: tokens [B, T] → logits [B, T, V]
+        model,               # name, folder, nn.Module (copied), a callable that makes one: tokens [B, T] → logits [B, T, V]; or a wrapper, to stand on its frozen weights
         *,
+        lora=None,           # train an adapter, not the weights: LoraConfig or a dict of its arguments, an adapter's folder, a name; see `lora_config`. On a wrapper's weights None is the base alone
+        quantization=None,   # hold the frozen weights in "4bit" or "8bit" (or as a transformers config says)
         value_head:bool=False, # a value per token from the same trunk (`out.values`)
         tokenizer=None,      # saved beside the weights; None: the one in the model's folder
         engine:str|None=None, # how the weights are held, see `ShardedModel`
@@ -64,12 +66,13 @@ class Policy(Trained):
         attention:str|None=None, # attention implementation of a name or folder, e.g. "flash_attention_2"
         **more,              # offload, nvme, betas, weight_decay, max_norm, schedule, optimizer, dtype, checkpointing, low_precision, device: of `ShardedModel`
     ):
-        "Load or copy the model. TypeError for what is no model, ValueError when `pack=True` and the model mixes packed rows."
-        module = load_module(model, attention=attention)
-        self.tokenizer = tokenizer or load_tokenizer(model)
+        "Load or copy the model. TypeError for what is no model, ValueError when `pack=True` and the model mixes packed rows, and for what an adapter cannot do."
+        base = base_of(model)
+        module = base.trunk if base else _loaded(model, quantization, attention, more)
+        self.tokenizer = tokenizer or getattr(model, "tokenizer", None) or load_tokenizer(model)
         head = _new_head(module, _lm_width(module)) if value_head else None
-        self._run = Runner(Reader(module, head, on_lm_head=value_head), name="Policy", micro_tokens=micro_tokens, micro_rows=micro_rows, pack=pack,
-                           engine=engine, lr=lr, frozen=frozen, **more)
+        self._run = _runner(base, Reader(module, head, on_lm_head=value_head), lora, who="Policy", quantized=bool(quantization), micro_tokens=micro_tokens, micro_rows=micro_rows, pack=pack,
+                            engine=engine, lr=lr, frozen=frozen, **more)
 
     def logprobs(self,
         batch:Batch, # rows with tokens, lengths, mask (and how they were sampled)
@@ -106,14 +109,17 @@ class Policy(Trained):
         return self._run.step([(batch, loss), *more], lambda part: self._run.tokens_out(part, entropy=entropy, logits=logits))
 
     def weights(self)->Ticket: # to be loaded before the next step
-        "A ticket for this version's weights, for `rollout.load`."
+        "A ticket for this version's weights, for `rollout.load`; an adapter's are merged into a copy."
         return self._run.model.ticket("trunk.")
 
     def save_pretrained(self,
         path, # a folder; made if missing
+        *,
+        adapter:bool=False, # the adapter alone, as peft writes it: `PeftModel.from_pretrained(base, path)`, `Policy(base, lora=path)`
     ):
-        "Save in the Hugging Face format, tokenizer included: `AutoModelForCausalLM.from_pretrained(path)` loads it."
-        _save_pretrained(self._run.reader.trunk, self._run.model.iter_full_params(prefix="trunk."), self.tokenizer, path, "Policy")
+        "Save in the Hugging Face format, tokenizer included: `AutoModelForCausalLM.from_pretrained(path)` loads it. An adapter is merged into a copy."
+        if adapter: return save_adapter(self._run, path, self.tokenizer)
+        save_folder(self._run.reader.trunk, self._run.model.iter_full_params(prefix="trunk."), path, who="Policy", tokenizer=self.tokenizer)
 
 # %% ../nbs/34_models.ipynb #2c32c0b0
 def _lm_width(module):
@@ -130,52 +136,58 @@ def _new_head(trunk, width, bias=True):
     return head
 
 def _describe(run):
-    n = sum(getattr(p, "ds_numel", p.numel()) for p in run.reader.parameters())      # ds_numel: ZeRO-3 leaves no entries between passes
-    dtype = str(next(run.reader.parameters()).dtype).removeprefix("torch.")
+    weights = list(run.reader.parameters())
+    n = sum(getattr(p, "ds_numel", p.numel()) for p in weights)      # ds_numel: ZeRO-3 leaves no entries between passes
+    dtype = str(weights[0].dtype).removeprefix("torch.") if weights else "none of its own"
     return (f"{type(run.reader.trunk).__name__}, {n:,} parameters, {dtype} on {run.model.device}, {'packed' if run.packed else 'padded'} rows, "
             + ("frozen" if run.model.frozen else f"version {run.model.version}"))
 
-def _save_pretrained(module, weights, tokenizer, path, name):
-    "Gather on all ranks, keep on rank 0, which writes; all go on together."
-    if not hasattr(module, "save_pretrained"):
-        raise TypeError(f"{name}: {type(module).__name__} has no save_pretrained; keep it with torch.save({name.lower()}.state_dict(), …)")
-    first, kept, error = world()[0] == 0, {}, None
-    for bucket in weights:
-        if first: kept.update((k, x.cpu()) for k, x in bucket.items())
-    if first:
-        try:
-            Path(path).mkdir(parents=True, exist_ok=True)
-            module.save_pretrained(path, state_dict=kept)
-            if tokenizer is not None: tokenizer.save_pretrained(path)
-        except OSError as e: error = OSError(f"{name}: cannot save to {path}: {e}")
-    agree(error, f"{name}.save_pretrained")
+def _loaded(model, quantization, attention, more):
+    "A causal language model, its linear layers packed if asked."
+    return load_quantized(model, quantization, attention=attention, device=more.get("device")) if quantization else load_module(model, attention=attention)
+
+def _runner(base, reader, lora, *, who, frozen, quantized=False, micro_tokens=8192, micro_rows=None, pack=None, **how):
+    "The runner of a wrapper: of weights of its own, or of a view on a base."
+    if base or quantized or lora is not None:
+        if quantized and lora is None and not frozen: raise ValueError(f"{who}: quantized weights do not train; give an adapter, lora=dict(r=16), or frozen=True")
+        if quantized and how.get("engine"): raise ValueError(f"{who}: quantized weights are not sharded here; leave out engine={how['engine']!r}, or quantization")
+        how = standing(base, reader, lora, who=who, frozen=frozen, **how)
+    else: how["frozen"] = frozen
+    return Runner(reader, name=who, micro_tokens=micro_tokens, micro_rows=micro_rows, pack=pack, **how)
 
 # %% ../nbs/34_models.ipynb #c267bcd3
-def _trunk_reader(model, attention=None, bias=True):
+def _trunk_reader(model, base, attention=None, bias=True):
     "A trunk with a head on its hidden states: a reward model's own, else a new one, and none when the module gives one number a token by itself."
-    module = load_module(model, trunk=True, attention=attention)
+    module = load_module(model, trunk=True, attention=attention) if base is None else base.trunk if output_layer(base.trunk) is None else base.trunk.base_model
     own = getattr(module, "score", None)
     if isinstance(own, nn.Linear):
         if own.out_features != 1: raise ValueError(f"{type(module).__name__} has a head of {own.out_features} numbers; one is wanted")
         return Reader(getattr(module, "base_model"), own)
-    with torch.no_grad(): states = states_of(module.eval()(torch.zeros(1, 3, dtype=torch.long, device=next(module.parameters()).device)))
+    states = _probed(module) if base is None else base.model.probe(lambda: _probed(module))
     if states.dim() == 3: return Reader(module, _new_head(module, states.shape[-1], bias))
     if states.shape == (1, 3): return Reader(module)
     raise TypeError(f"{type(module).__name__} makes {list(states.shape)} of [1, 3] tokens; hidden states [B, T, H] or numbers [B, T] are wanted")
+
+@torch.no_grad()
+def _probed(module):
+    "What it makes of [1, 3] tokens."
+    return states_of(module.eval()(torch.zeros(1, 3, dtype=torch.long, device=next(module.parameters()).device)))
 
 class Critic(Trained):
     "A value per token: V(sₜ), the expected return before token t."
 
     def __init__(self,
-        model,               # name, folder, nn.Module (copied) or a callable: tokens [B, T] → hidden states [B, T, H] or values [B, T]
+        model,               # name, folder, nn.Module (copied), a callable: tokens [B, T] → hidden states [B, T, H] or values [B, T]; or a wrapper, to stand on its frozen weights
         *,
+        lora=None,           # train an adapter (and the head), not the weights; as for `Policy`
         lr:float=1e-5,       # AdamW's learning rate
         frozen:bool=False,   # no optimizer
         attention:str|None=None, # attention implementation of a name or folder
         **more,              # engine, micro_tokens, micro_rows, pack and the rest: as for `Policy`
     ):
         "Load or copy the trunk; a reward model keeps its head, any other gets one that starts at zero."
-        self._run = Runner(_trunk_reader(model, attention), name="Critic", lr=lr, frozen=frozen, **more)
+        base = base_of(model)
+        self._run = _runner(base, _trunk_reader(model, base, attention), lora, who="Critic", lr=lr, frozen=frozen, **more)
 
     def _read(self, part): return self._run.tokens_out(part, logprobs=False)
 
@@ -198,8 +210,9 @@ class Scorer(Trained):
     "One score per row, read at its last token: a reward model."
 
     def __init__(self,
-        model,               # name, folder, nn.Module (copied) or a callable: tokens [B, T] → hidden states [B, T, H] or numbers [B, T]
+        model,               # name, folder, nn.Module (copied), a callable: tokens [B, T] → hidden states [B, T, H] or numbers [B, T]; or a wrapper, to stand on its frozen weights
         *,
+        lora=None,           # train an adapter (and the head), not the weights; as for `Policy`
         tokenizer=None,      # saved beside the weights; None: the one in the model's folder
         lr:float=1e-5,       # AdamW's learning rate
         frozen:bool=False,   # no optimizer
@@ -207,8 +220,9 @@ class Scorer(Trained):
         **more,              # engine, micro_tokens, micro_rows, pack and the rest: as for `Policy`
     ):
         "Load or copy the trunk; a reward model keeps its head, any other gets one that starts at zero (no bias: pairs do not move it, Adam would let it drift)."
-        self.tokenizer = tokenizer or load_tokenizer(model)
-        self._run = Runner(_trunk_reader(model, attention, bias=False), name="Scorer", lr=lr, frozen=frozen, **more)
+        base = base_of(model)
+        self.tokenizer = tokenizer or getattr(model, "tokenizer", None) or load_tokenizer(model)
+        self._run = _runner(base, _trunk_reader(model, base, attention, bias=False), lora, who="Scorer", lr=lr, frozen=frozen, **more)
 
     def scores(self,
         batch:Batch, # rows with tokens and lengths
@@ -231,7 +245,7 @@ class Scorer(Trained):
         model = _classifier(self._run.reader, self.tokenizer)
         named = lambda k: k.replace("trunk.", f"{model.base_model_prefix}.", 1) if k.startswith("trunk.") else k.replace("head.", "score.", 1)
         weights = ({named(k): x for k, x in bucket.items()} for bucket in self._run.model.iter_full_params())
-        _save_pretrained(model, weights, self.tokenizer, path, "Scorer")
+        save_folder(model, weights, path, who="Scorer", tokenizer=self.tokenizer)
 
 def _classifier(reader, tokenizer):
     "The trunk and its head as the classifier of one label that transformers has for this architecture. TypeError when it has none."
