@@ -4,7 +4,7 @@ python benchmarks/kill.py                    20 moments of each kind of run; res
 python benchmarks/kill.py --moments 5 --out FOLDER
 
 A run is a GRPO loop on a tiny network: prompts whose epoch ends inside it, minibatches, a buffer that is never empty, a coefficient that lives across steps, and
-eight megabytes of ballast, so that a good part of the time goes to saving. It saves after every step. Processes are forked from this one, which has the libraries loaded
+thirty megabytes of ballast, so that a good part of the time goes to saving. It saves after every step. Processes are forked from this one, which has the libraries loaded
 but has computed nothing, so that a run takes a second and not ten. Each moment is a run of its own: killed (all of its ranks, or one, and then the others must
 leave by themselves), then resumed in the same folder to the end.
 """
@@ -61,7 +61,7 @@ class Net(nn.Module):
 def loop(pool, *, steps=12, engine=None, checkpoint=Checkpoint()):
     "GRPO with a buffer: each step trains on what an earlier one drew."
     policy, rollout = pool.place(Policy, Net, lr=1e-2, engine=engine, device="cpu"), pool.place(Rollout, Net, max_tokens=4, device="cpu", tokenizer=Digits())
-    data, buffer, state = Prompts(ROWS, Digits(), seed=3), Buffer(), dict(coef=.5, ballast=torch.arange(2_000_000.))
+    data, buffer, state = Prompts(ROWS, Digits(), seed=3), Buffer(), dict(coef=.5, ballast=torch.arange(8_000_000.))
     def loss(out, b): return ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
     for step in checkpoint(steps, policy=policy, data=data, buffer=buffer, state=state):
         rollout.load(policy.weights())
@@ -110,11 +110,14 @@ def start(ranks, *how):
 
 
 def finished(pids, limit):
-    "Exit statuses, or None for those that had to be killed after `limit` seconds."
+    "Exit codes (negative: a signal), or None for those that had to be killed after `limit` seconds."
     end, left, status = time.monotonic() + limit, dict.fromkeys(pids), {}
     while left and time.monotonic() < end:
         for pid in list(left):
-            if os.waitpid(pid, os.WNOHANG)[0]: status[pid] = True; left.pop(pid)
+            done, code = os.waitpid(pid, os.WNOHANG)
+            if done:
+                status[pid] = os.waitstatus_to_exitcode(code)
+                left.pop(pid)
         time.sleep(.005)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
@@ -125,7 +128,8 @@ def finished(pids, limit):
 def whole_run(ranks, folder, shown, engine, background):
     "Run to the end: rows as shown, seconds."
     begin = time.monotonic()
-    assert all(finished(start(ranks, folder, shown, engine, background), 240)), f"a run of {ranks} did not end: {Path(f'{shown}.log').read_text()[-2000:]}"
+    codes = finished(start(ranks, folder, shown, engine, background), 240)
+    if any(code != 0 for code in codes): raise RuntimeError(f"a run of {ranks} ended with {codes}: {Path(f'{shown}.log').read_text()[-3000:]}")
     return read(shown), time.monotonic() - begin
 
 
@@ -156,18 +160,18 @@ def kind(name, moments, folder, seed=0, *, ranks, engine=None, background=False,
         again, _ = whole_run(resume or ranks, run, f"{shown}.again", engine, background)
         rows = before + again
         distance = max(far(row, plain[row["step"]]) for row in rows) if rows else 0.
-        out.append(dict(at=round(at, 3), killed=list(victims), others_left=all(ended), shown=len(before), resumed_at=min((r["step"] for r in again), default=12), in_a_save=drafts > 0,
+        out.append(dict(at=round(at, 3), killed=list(victims), others_left=None not in ended, shown=len(before), resumed_at=min((r["step"] for r in again), default=12), in_a_save=drafts > 0,
                         complete={r["step"] for r in rows} == set(range(12)), distance=distance, same_hash=all(r["weights"] == plain[r["step"]]["weights"] for r in rows)))
         shutil.rmtree(run, ignore_errors=True)
     return dict(seconds=round(seconds, 2), moments=out)
 
 
 def table(results):
-    lines = [f"{'run':18} {'kills':>5} {'in a save':>9} {'one rank':>8} {'resumed at step':>16} {'others left':>11} {'largest difference':>18} {'weights':>9}"]
+    lines = [f"{'run':18} {'kills':>5} {'in a save':>9} {'one rank':>8} {'resumed at step':>16} {'others left':>11} {'all steps':>9} {'largest difference':>18} {'weights':>10}"]
     for name, r in results.items():
         m = r["moments"]
         lines.append(f"{name:18} {len(m):5} {sum(x['in_a_save'] for x in m):9} {sum(len(x['killed']) < KINDS[name]['ranks'] for x in m):8} {min(x['resumed_at'] for x in m):7} … {max(x['resumed_at'] for x in m):<6} "
-                     f"{'all' if all(x['others_left'] for x in m) else 'NOT ALL':>11} {max(x['distance'] for x in m):18.2g} {'to the bit' if all(x['same_hash'] for x in m) else 'near':>9}")
+                     f"{'all' if all(x['others_left'] for x in m) else 'NOT ALL':>11} {'yes' if all(x['complete'] for x in m) else 'NO':>9} {max(x['distance'] for x in m):18.2g} {'to the bit' if all(x['same_hash'] for x in m) else 'near':>10}")
     return "\n".join(lines)
 
 

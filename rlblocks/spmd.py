@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .batch import Batch
 from .place import C, Call, P
+from .shards import is_shard
 from .weights import checksum
 
 # %% ../nbs/41_spmd.ipynb #ff434851
@@ -66,7 +67,9 @@ def _describe(x, path, out):
     "What is handed in, as `out[path]` = text: equal on two ranks if and (but for hash collisions) only if the numbers are."
     if isinstance(x, Batch):
         for name, column in x.columns.items(): _describe(column, f"{path}, column {name!r}", out)
-    elif isinstance(x, Tensor): out[path] = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} #{checksum(x):x}"
+    elif isinstance(x, Tensor):
+        out[path] = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+        if not is_shard(x): out[path] += f" #{checksum(x):x}"      # of a tensor that is cut, each rank has another part
     elif isinstance(x, (tuple, list)) and not _is_plain(x):
         for i, y in enumerate(x): _describe(y, f"{path}[{i}]", out)
     elif isinstance(x, dict) and not _is_plain(x):
