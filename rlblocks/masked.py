@@ -40,7 +40,7 @@ def _refusal(caller, tensors):
     good,odd = (next(name for name,s in shapes.items() if (s == wanted) is same) for same in (True, False))
     rowwise = len(wanted) == 2 and shapes[odd] == wanted[:1]
     fix = "they must be equal, nothing is broadcast"
-    if rowwise: fix = f"spread row values with at_tokens({odd}, mask)" if "mask" in tensors else f"one number per row is wanted, of log-probs sequence_logprobs({good}, mask)"
+    if rowwise: fix = f"spread row values with at_tokens({odd}, mask)" if "mask" in tensors or odd == "temperature" else f"one number per row is wanted, of log-probs sequence_logprobs({good}, mask)"
     return ValueError(f"{caller}: {odd} is {shapes[odd]}, {good} is {wanted}; {fix}")
 
 # %% ../nbs/00_masked.ipynb #25ea7b9e
