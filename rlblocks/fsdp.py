@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map
 
 from .plain import HALF, join_world, same_weights, stepped, world
 
@@ -38,9 +39,10 @@ def whole(
     if not isinstance(x, DTensor): return x.detach()
     mesh:Any = x.device_mesh
     local, rows = x.to_local().detach().to(mesh.device_type), -(-x.shape[0]//mesh.size())          # rows a rank, rounded up
-    mine = local if len(local) == rows else torch.cat([local, local.new_zeros(rows-len(local), *x.shape[1:])])
     out = local.new_empty(rows*mesh.size(), *x.shape[1:])
-    dist.all_gather_into_tensor(out, mine.contiguous(), group=mesh.get_group())
+    mine = out[rows*mesh.get_local_rank():][:rows]          # in its place already: no padded copy
+    mine[:len(local)] = local
+    dist.all_gather_into_tensor(out, mine, group=mesh.get_group())
     return out[:x.shape[0]]
 
 def cut(
@@ -163,7 +165,7 @@ class Fsdp:
         self._home()
         if any(isinstance(x, DTensor) for x in state["module"].values()):
             set_model_state_dict(self.module, state["module"])
-            if self.optimizer: set_optimizer_state_dict(self.module, self.optimizer, state["optimizer"])
+            if self.optimizer: set_optimizer_state_dict(self.module, self.optimizer, tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state["optimizer"]))
             return
         own = self.module.state_dict()
         self.module.load_state_dict({k: cut(x, own[k]) if k in own else x for k, x in state["module"].items()})

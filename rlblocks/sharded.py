@@ -137,8 +137,11 @@ class ShardedModel:
         """The only exporter of full weights: each once, tied ones under their first name, buffers included, gathered one at a time.
 
         Holds at most one bucket and one gathered tensor. With an engine all ranks iterate together, also those that drop what they get."""
-        chosen = ((k.removeprefix(prefix), v) for k, v in self.engine.weights() if k.startswith(prefix))
-        return buckets(chosen, bucket_bytes)
+        def chosen():
+            for name, x in self.engine.weights():
+                if name.startswith(prefix): yield name.removeprefix(prefix), x
+                del x              # not held while the next one is gathered
+        return buckets(chosen(), bucket_bytes)
 
     def state_dict(self,
         *,
