@@ -101,6 +101,8 @@ class Base:
         self.first = None if lora is None else self.put(lora)
         if model is None:
             with self._aside(): self.model = ShardedModel(Reader(trunk), frozen=True, engine=engine, **how)
+            for m in trunk.modules():
+                if packed(m): m.training = True      # in eval mode bitsandbytes repacks 4-bit weights on some CPUs for a bf16 kernel without a gradient
         self.mark = self._mark()
 
     @contextmanager

@@ -163,7 +163,7 @@ def _trunk_reader(model, base, attention=None, bias=True):
     if isinstance(own, nn.Linear):
         if own.out_features != 1: raise ValueError(f"{type(module).__name__} has a head of {own.out_features} numbers; one is wanted")
         return Reader(getattr(module, "base_model"), own)
-    states = _probed(module) if base is None else base.model.probe(lambda: _probed(module))
+    states = _probed(module.eval()) if base is None else base.model.probe(lambda: _probed(module))
     if states.dim() == 3: return Reader(module, _new_head(module, states.shape[-1], bias))
     if states.shape == (1, 3): return Reader(module)
     raise TypeError(f"{type(module).__name__} makes {list(states.shape)} of [1, 3] tokens; hidden states [B, T, H] or numbers [B, T] are wanted")
@@ -171,7 +171,7 @@ def _trunk_reader(model, base, attention=None, bias=True):
 @torch.no_grad()
 def _probed(module):
     "What it makes of [1, 3] tokens."
-    return states_of(module.eval()(torch.zeros(1, 3, dtype=torch.long, device=next(module.parameters()).device)))
+    return states_of(module(torch.zeros(1, 3, dtype=torch.long, device=next(module.parameters()).device)))
 
 class Critic(Trained):
     "A value per token: V(sₜ), the expected return before token t."
