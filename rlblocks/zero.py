@@ -29,11 +29,10 @@ def build_ops(
 
     ImportError without DeepSpeed, ninja or a compiler; RuntimeError when a lock is in the way, or a build fails; each names the fix."""
     from torch.utils.cpp_extension import _get_build_directory
-    names = (["ShareMemCommBuilder"] if device.type == "cpu" else []) + (["CPUAdamBuilder"] if offload else []) + (["AsyncIOBuilder"] if offload == "nvme" else [])
+    names = (["CPUAdamBuilder"] if offload else []) + (["AsyncIOBuilder"] if offload == "nvme" else [])
     accelerator = _deepspeed(device).accelerator.get_accelerator()
     for name in names:
         builder = accelerator.create_op_builder(name)
-        if name == "ShareMemCommBuilder" and (builder is None or not builder.is_compatible()): continue     # gloo does without
         if shutil.which(os.environ.get("CXX", "c++")) is None or not (shutil.which("ninja") or importlib.util.find_spec("ninja")):
             raise ImportError(f"engine=\"zero…\": {builder.NAME} must be compiled, with a C++ compiler and ninja: apt install g++, pip install rlblocks[deepspeed]")
         if name == "AsyncIOBuilder" and not builder.is_compatible():
@@ -51,6 +50,7 @@ def _deepspeed(device)->Any:
     try: import deepspeed
     except ImportError as e: raise ImportError('engine="zero1", "zero2", "zero3" need DeepSpeed: pip install rlblocks[deepspeed]') from e
     deepspeed.utils.logging.logger.setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False      # ranks on a CPU talk through gloo; its own way there costs minutes of compiling first
     return deepspeed
 
 # %% ../nbs/31c_zero.ipynb #ad625993

@@ -310,6 +310,21 @@ def peak(engine, world, rank, folder):
     assert extra < 3*mb + mb + 4, f"{extra:.1f} MiB beside the shards; a bucket is {3*mb:.1f}, a tensor {mb:.1f}"
 
 
+def offloaded(engine, world, rank, folder):
+    "States (and shards) in host memory: the same numbers, and a state that goes on. ZeRO's Adam is compiled first, which takes minutes: only in the whole matrix."
+    if engine.startswith("zero") and MATRIX is QUICK: return
+    b = batch()
+    part = b.parts(world)[rank] if world > 1 else b
+    policy, plain = Policy(model(), **HOW, engine=engine, offload="cpu"), Policy(model(), **HOW)
+    for _ in range(2): policy.step(part, sft), plain.step(b, sft)
+    again = Policy(model(seed=1), **HOW, engine=engine, offload="cpu")
+    again.load_state_dict(copied(policy.state_dict()))
+    for p in (policy, again): p.step(part, sft)
+    plain.step(b, sft)
+    want = whole_weights(plain)
+    for p in (policy, again): assert all((x-want[k]).abs().max() < 1e-5 for k, x in whole_weights(p).items())
+
+
 def memory(what):
     "MiB of this process."
     return next(int(line.split()[1])/1024 for line in open("/proc/self/status") if line.startswith(what))
@@ -321,7 +336,7 @@ def unlike(engine, world, rank, folder):
     with pytest.raises(ValueError, match="ranks 0 and 1 built different models"): Policy(model(seed=min(rank, 1)), **HOW, engine=engine)
 
 
-CHECKS = [on_policy, reference, half_precision, poison, resumes, failing, saved, peak, unlike]
+CHECKS = [on_policy, reference, half_precision, poison, resumes, failing, saved, peak, offloaded, unlike]
 
 
 # -- in the parent
@@ -365,3 +380,18 @@ def compare(ranks, plain):
                 if k in ("loss", "grad_norm"): far[name, k] = max(far.get((name, k), 0.), abs(float(joined[k])-float(x))/max(abs(float(x)), 1e-3))
                 else: assert float(joined[k]) == pytest.approx(float(x), rel=1e-4, abs=.03 if "frac" in k else 1e-5), (name, step, k)   # one token at a clip's edge
     return far
+
+
+def test_a_lock_left_by_a_killed_build_is_named(tmp_path, monkeypatch):
+    pytest.importorskip("deepspeed")
+    from rlblocks.zero import build_ops
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path/"cpu_adam").mkdir()
+    (tmp_path/"cpu_adam"/"lock").touch()
+    with pytest.raises(RuntimeError, match=r"cpu_adam/lock .*delete the file"): build_ops(torch.device("cpu"), "cpu")
+
+
+def test_missing_packages_are_named(monkeypatch):
+    from rlblocks.zero import build_ops
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ImportError, match=r"pip install rlblocks\[deepspeed\]"): build_ops(torch.device("cpu"))
