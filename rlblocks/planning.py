@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -41,10 +41,13 @@ class Live(TorchDispatchMode):
 
     def __enter__(self):
         self.collecting = gc.isenabled()
-        gc.disable()       # what waits in a cycle is held until the collector comes by, and when that is nobody knows: the worst case, and the same each time
+        gc.collect()
+        gc.freeze()        # later collections look at what is new
+        gc.disable()       # when the collector comes by is chance, and with it what waits in a cycle: here it comes before each new peak
         return super().__enter__()
 
     def __exit__(self, *error):
+        gc.unfreeze()
         if self.collecting: gc.enable()
         return super().__exit__(*error)
 
@@ -58,6 +61,7 @@ class Live(TorchDispatchMode):
         if storage._cdata in self.held: return
         self.held[storage._cdata] = storage.nbytes()
         self.bytes += storage.nbytes()
+        if self.bytes > 1.01*self.peak: gc.collect()
         self.peak = max(self.peak, self.bytes)
         weakref.finalize(storage, self._gone, storage._cdata)
 
@@ -72,10 +76,10 @@ class Appetite:
     flops:int       # floating-point operations of the pass
     tokens:int      # in the pass
 
-def _fake_model(model, dtype):
+def _fake_model(model, dtype)->Any:
     "The causal model of a configuration, a folder or a module, with weights that are nowhere. Inside FakeTensorMode."
     from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
-    config = model if isinstance(model, PretrainedConfig) else getattr(model, "config", None) if isinstance(model, nn.Module) else AutoConfig.from_pretrained(model)
+    config:Any = model if isinstance(model, PretrainedConfig) else getattr(model, "config", None) if isinstance(model, nn.Module) else AutoConfig.from_pretrained(model)
     if config is None: raise TypeError(f"plan: {type(model).__name__} has no config; a transformers configuration, a name or folder, or a transformers model is wanted")
     came = dtype or getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.float32
     return AutoModelForCausalLM.from_config(config, dtype=came)
@@ -96,7 +100,7 @@ def _dropped_gradients(params)->Iterator[None]:
         for hook in hooks: hook.remove()
 
 def appetite(
-    model:nn.Module,  # a transformers causal model, fake or real
+    model:Any,        # a transformers causal model, fake or real
     tokens:int,       # in the pass
     *,
     row:int=1024,     # tokens of a row; attention is quadratic in them
@@ -144,7 +148,7 @@ class Plan:
         host:bool=False, # on the host, instead of the device
     )->dict[str, int]: # kind → bytes
         "What one device (or its host) must have by kind: the sum of what stays, the largest of what comes and goes."
-        columns = [part[2 if host else 1] for part in self.parts]
+        columns:list = [part[2 if host else 1] for part in self.parts]
         return {k: (sum if k in STAYS else max)(c.get(k, 0) for c in columns) for k in KINDS}
 
     @property
@@ -187,19 +191,21 @@ REMEDIES = dict(weights='cut them over more devices (engine="fsdp2" or "zero3") 
                 logits="lower micro_tokens", cache="decode fewer rows side by side (max_rows), or shorten them")
 
 # %% ../nbs/45_planning.ipynb #02c4602a
-def _kept(model, engine, W, state_bytes):
+def _kept(model, engine, W, state_bytes, dtype):
     "Bytes of weights, gradients and optimizer states on the fullest of `W` devices."
     params = list(model.parameters())
     learnt = [p for p in params if p.requires_grad]
     rest = sum(b.nbytes for b in model.buffers())
     size = lambda ps: sum(p.nbytes for p in ps)
     def shard(ps): return sum(-(-p.shape[0]//W)*prod(p.shape[1:])*p.element_size() if p.dim() else p.nbytes for p in ps)   # fsdp2 cuts each along its first axis
-    def states(n_bytes): return n_bytes*state_bytes//4
-    if engine is None: return size(params) + rest, size(learnt), states(size(learnt))
-    if engine == "fsdp2": return shard(params) + rest, shard(learnt), states(shard(learnt))
+    def kept(weights, gradients, stepped): return weights + rest, gradients, stepped*state_bytes//4
+    if engine is None: return kept(size(params), size(learnt), size(learnt))
+    if engine == "fsdp2": return kept(shard(params), shard(learnt), shard(learnt))
     part = -(-size(learnt)//W)
-    if engine == "zero3": return -(-size(params)//W) + rest, part, states(part)
-    return size(params) + rest + part, size(learnt) if engine == "zero1" else part, states(part)
+    computes = sum(p.numel()*(dtype.itemsize if dtype in HALF else p.element_size()) for p in params)
+    if engine == "zero3": return kept(-(-computes//W) + part, part, part)
+    if engine == "zero1": return kept((2 if dtype in HALF else 1)*computes + part, size(learnt), part)
+    return kept(computes + part, part, part)
 
 def _gathered(model, engine, W, dtype):
     "Bytes of whole layers in flight: the largest, the one fetched ahead of it, and what belongs to no layer."
@@ -238,7 +244,7 @@ def plan(
         if not frozen and not low_precision: promote_(fake)
         if checkpointing: checkpoint_layers_(fake)
         held = "fsdp2" if frozen and engine == "zero3" else None if frozen_copy(engine, frozen) else engine
-        weights, gradients, states = _kept(fake, held, devices, state_bytes)
+        weights, gradients, states = _kept(fake, held, devices, state_bytes, dtype)
         gathered, found = _gathered(fake, held, devices, dtype), appetite(fake, micro_tokens, row=row, learn=not frozen, entropy=entropy, dtype=dtype)
     stays = dict(weights=weights) if frozen else dict(weights=weights, gradients=gradients, states=states)
     coming = dict(activations=found.activations, logits=found.logits) | (dict(gathered=gathered) if gathered else {})
@@ -263,7 +269,8 @@ def plan_rollout(
         fake, few = _fake_model(model, dtype), min(tokens, 64)
         weights, cache = sum(p.nbytes for p in fake.parameters()) + sum(b.nbytes for b in fake.buffers()), DynamicCache(config=fake.config)
         fake(torch.zeros(1, few, dtype=torch.long), past_key_values=cache, use_cache=True)
-        a_token = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))/few
+        layers:Any = cache.layers
+        a_token = sum(x.nbytes for layer in layers for x in (layer.keys, layer.values))/few
         scores = torch.zeros(rows, fake.config.get_text_config().vocab_size, dtype=fake.dtype)
         with Live(scores) as logits: sample_tokens(scores, torch.zeros(rows, dtype=torch.float64))
     device = dict(weights=weights, cache=int(rows*tokens*a_token), logits=logits.peak + scores.nbytes)
