@@ -90,7 +90,7 @@ class Reader(nn.Module):
         entropy:bool=False,        # also the entropy
         logits:bool=False,         # also the logits that the places were sampled from
         measure=None,              # a function of such logits `[m, V]`, of some places at a time; then nothing else is read
-    )->dict[str, Tensor]: # logprobs, entropy, values: `[n]` each; logits `[n, V]`; measured: what `measure` gives
+    )->dict[str, Tensor]: # logprobs, entropy, values: `[n]` each (values `[n, k]` by a head of k outputs); logits `[n, V]`; measured: what `measure` gives
         "Log-probs (and entropy) of `targets`, values by the head: what a loss needs of each place. Nothing V-sized leaves the module unless `logits` asks for it."
         how:dict[str, Any] = dict(temperature=temperature, support=support)
         straight = None
@@ -99,16 +99,19 @@ class Reader(nn.Module):
             straight = ((lambda h: head_logprobs(layer, h, targets, bend=bend, entropy=entropy, **how)) if measure is None else
                         (lambda h: head_measured(layer, h, measure, bend=bend, **how)))
         out, hidden = self.run(tokens, lengths, rows, cols, packed, straight, group)
-        if targets is None: return dict(values=self._values(out) if self.head is not None else promoted(out.reshape(len(rows))))
+        if targets is None: return self._values(out) if self.head is not None else dict(values=promoted(out.reshape(len(rows))))
         if measure is not None: return dict(measured=out if straight else measure(sampled_from(out, **how)))
         result:dict[str, Tensor] = {}
         if straight: result.update(zip(("logprobs", "entropy"), out.unbind(-1), strict=False))
         else: result.update(logprobs=gather_logprobs(out, targets, **how), **(dict(entropy=entropy_of(out, **how)) if entropy else {}))
         if logits: result["logits"] = sampled_from(out, **how)
-        if self.on_lm_head: result["values"] = self._values(hidden)
+        if self.on_lm_head: result |= self._values(hidden)
         return result
 
-    def _values(self, states): return promoted(self.head(states.to(self.head.weight.dtype))[..., 0])
+    def _values(self, states):
+        "What the head makes of hidden states: a number each, several `[n, k]`, or what it calls by name."
+        found = self.head(states.to(self.head.weight.dtype))
+        return found if isinstance(found, dict) else dict(values=promoted(found[..., 0] if found.shape[-1] == 1 else found))
 
 # %% ../nbs/32_reader.ipynb #3f466415
 @contextmanager

@@ -96,13 +96,14 @@ class Runner:
         *,
         entropy:bool=False, # also the entropy
         logprobs:bool=True, # False: only values, from a head
+        after:Tensor|None=None, # Bool `[B, T]`: read after these tokens, instead of before the chosen ones
         **more,             # logits, measure: of `Reader.forward`
     )->Out: # `[B, T]` each, logits `[B, T, V]`
         "Log-probs, entropy, values and logits at the chosen tokens, each in the token's own column."
-        rows, cols = part.mask.nonzero(as_tuple=True)
+        rows, cols = (part.mask if after is None else after).nonzero(as_tuple=True)
         kwargs = _sampling(part, rows, cols, self.name) | dict(entropy=entropy) | more if logprobs else {}
         device = self.model.device
-        flat = self.read(part, rows, cols-1, **{k: v.to(device) if isinstance(v, Tensor) else v for k, v in kwargs.items()})
+        flat = self.read(part, rows, cols - int(after is None), **{k: v.to(device) if isinstance(v, Tensor) else v for k, v in kwargs.items()})
         empty = not len(rows)
         if empty: rows, cols = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
         def spread(x):
