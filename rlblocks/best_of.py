@@ -12,8 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .advantages import _scan
-from .groups import _above_mean, _as_they_came, _by_group, _group_std, _group_sum, _rows, _scored
-from .masked import promoted
+from .groups import _above_mean, _as_they_came, _by_group, _floats, _group_std, _group_sum, _like, _rows, _scored
 
 # %% ../nbs/11c_best_of.ipynb #aefec248
 def _ranked(s, first):
@@ -33,13 +32,13 @@ def best_of_n_advantages(
 
     maxⱼ sⱼ − maxⱼ≠ᵢ sⱼ. Tang et al. 2025, section 3."""
     order, first = _by_group("best_of_n_advantages", scores, group)
-    s = _rows(promoted(scores), order)
+    s = _rows(_floats(scores), order)
     place, n, gap = _ranked(s, first)
     lead = torch.where(place == n-1, gap, 0.) # the last of those that have a score, and the one before
     if scale:
         of, doubles = _scored(first, s)
         centered, n = _above_mean(doubles, of)
-        lead = (lead / _rows(_group_std(centered, n, of) + eps, of)).to(s.dtype)
+        lead = _like(scores, lead / _rows(_group_std(centered, n, of) + eps, of))
     return _as_they_came(lead, order)
 
 # %% ../nbs/11c_best_of.ipynb #ced32748
@@ -65,7 +64,7 @@ def pass_at_k_advantages(
     mean over I ∋ i, |I| = k, of max_I s − max_I∖i s. Walder and Karkhanis 2025 (PKPO), eq. 33, times n/k. k = n: `best_of_n_advantages`."""
     if k < 2: raise ValueError(f"pass_at_k_advantages: k is {k}; at least 2 are wanted, the objective of one draw is leave_one_out's")
     order, first = _by_group("pass_at_k_advantages", scores, group)
-    s = _rows(promoted(scores), order)
+    s = _rows(_floats(scores), order)
     place, n, gap = _ranked(s, first)
     return _as_they_came(torch.where(s.isnan(), 0., _climb(gap*_chances(place, n-1, k-1), place)), order)
 
@@ -82,7 +81,7 @@ def group_pass_at_k_advantages(
     (mean_I∋i max_I s − mean_I max_I s)/(std_I max_I s + ε), over all I of size k. Chen et al. 2025, eq. 14–15, there for s ∈ {0, 1}."""
     if k < 1: raise ValueError(f"group_pass_at_k_advantages: k is {k}; at least 1 is wanted")
     order, first = _by_group("group_pass_at_k_advantages", scores, group)
-    s = _rows(promoted(scores), order)
+    s = _rows(_floats(scores), order)
     scored, (place, n, gap) = ~s.isnan(), _ranked(s, first)
     lift = gap*_chances(place-1, n-1, k-1)
     centered = torch.where(scored, _climb(lift, place) - _group_sum(lift*(1 - place/n.clamp(min=1)), first), 0.)
@@ -101,12 +100,12 @@ def pf_ppo_weights(
 
     wᵢ = |sᵢ|ᵏ. Zhang et al. 2024 (PF-PPO), as in verl's "pow"."""
     if not power > 0: raise ValueError(f"pf_ppo_weights: power is {power}; it is positive, or an unscorable row would weigh as much as any")
-    return promoted(scores).detach().nan_to_num(0.).abs().pow(power)
+    return _floats(scores).detach().nan_to_num(0.).abs().pow(power)
 
 def _worst_and_best(name, scores, group):
     "(order, is lowest of its group, is highest); none where NaN."
     order, first = _by_group(name, scores, group)
-    s = _rows(promoted(scores).detach(), order)
+    s = _rows(_floats(scores).detach(), order)
     n = _group_sum((~s.isnan()).to(s.dtype), first).long()
     return order, s == s[first], s == s[(first + n - 1).clamp(min=0)]
 
@@ -118,7 +117,7 @@ def best_worst_weights(
 
     wᵢ = [sᵢ = max_g or sᵢ = min_g]. Zhang et al. 2024 (PF-PPO), best-worst."""
     order, worst, best = _worst_and_best("best_worst_weights", scores, group)
-    return _as_they_came((best | worst).to(promoted(scores).dtype), order)
+    return _as_they_came((best | worst).to(_floats(scores).dtype), order)
 
 def best_random_weights(
     scores:Float[Tensor, " B"], # one verdict per row; NaN = unscorable
@@ -131,7 +130,7 @@ def best_random_weights(
 
     wᵢ = best·[sᵢ = max_g] + other·[sᵢ < max_g]. Zhang et al. 2024 (PF-PPO), best-random."""
     order, _, top = _worst_and_best("best_random_weights", scores, group)
-    return torch.where(scores.isnan(), 0., _as_they_came(torch.where(top, best, other).to(promoted(scores).dtype), order))
+    return torch.where(scores.isnan(), 0., _as_they_came(torch.where(top, best, other).to(_floats(scores).dtype), order))
 
 # %% ../nbs/11c_best_of.ipynb #db803115
 def resampled_rows(

@@ -22,6 +22,7 @@ def mixed_groups(
 )->Bool[Tensor, " B"]: # True in groups with unlike scores
     "Rows of groups that can teach something: max score > min score. Unscorable rows do not count, but stay with their group. Yu et al. 2025 (DAPO), section 3.2."
     if scores.shape != group.shape: raise ValueError(f"mixed_groups: scores is {list(scores.shape)}, group is {list(group.shape)}; one score and one id per row are wanted")
+    if not scores.is_floating_point(): scores = scores.float()
     ids, of = group.unique(return_inverse=True)
     def edge(empty, how): return scores.new_full((len(ids),), empty).scatter_reduce(0, of, scores.nan_to_num(nan=empty, posinf=torch.inf, neginf=-torch.inf), how)
     return (edge(-torch.inf, "amax") > edge(torch.inf, "amin"))[of]

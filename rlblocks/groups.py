@@ -54,7 +54,9 @@ def _group_std(centered, n, of):
     var = _sums(centered.square(), of)/(n-1).clamp(min=1)
     return var.clamp(min=torch.finfo(var.dtype).tiny).sqrt()
 
-def _like(scores, x): return x.to(promoted(scores[:0]).dtype)
+def _floats(scores): return promoted(scores) if scores.is_floating_point() else scores.float() # right and wrong may come as 1 and 0
+
+def _like(scores, x): return x.to(_floats(scores[:0]).dtype)
 
 # %% ../nbs/11b_groups.ipynb #c447df05
 def group_advantages(
@@ -98,7 +100,7 @@ def reinforce_pp_baseline(
     same_shape(mask=mask)
     if scores.shape != mask.shape[:1]:
         raise ValueError(f"reinforce_pp_baseline: scores is {list(scores.shape)}, mask is {list(mask.shape)}; one score per row is wanted")
-    scores = torch.where(mask.any(1), promoted(scores), torch.nan) # who said nothing is nobody's baseline
+    scores = torch.where(mask.any(1), _floats(scores), torch.nan) # who said nothing is nobody's baseline
     of, s = _numbered("reinforce_pp_baseline", scores, group)
     centered, _ = _above_mean(s, of)
     open = _rows(_sums(centered.abs(), of), of) > 0

@@ -24,6 +24,14 @@ everything = pytest.mark.parametrize("f", (ADVANTAGES | WEIGHTS).values(), ids=A
 S, G = torch.tensor([1., .5, -2., .25, 3., .9, .4, .5, nan]), torch.tensor([3, 1, 3, 3, 1, 0, 0, 1, 3])
 
 
+@everything
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_right_and_wrong_may_come_as_one_and_zero(f, dtype):
+    s, g = torch.tensor([1, 0, 0, 0, 0, 1, 0]), torch.tensor([0, 0, 0, 0, 0, 3, 3])
+    got, want = f(s.to(dtype), g), f(s.float(), g)
+    assert got.dtype == torch.float32 and torch.equal(got, want) and want.abs().max() > .1
+
+
 def ragged(seed, dtype=torch.float64, sizes=(1, 3, 6)):
     "Scores with ties and NaN, ids of groups of unlike sizes, and another order of the rows."
     rng = torch.Generator().manual_seed(seed)

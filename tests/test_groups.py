@@ -103,6 +103,14 @@ def test_scores_near_1000_keep_their_spread():
 
 # -- laws
 
+@pytest.mark.parametrize("name", [k for k in ROUNDED if k not in ("gdpo", "otb")])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_right_and_wrong_may_come_as_one_and_zero(name, dtype):
+    s, g = torch.tensor([1, 0, 1, 0, 1, 1, 0]), torch.tensor([0, 0, 0, 0, 3, 3, 3])
+    got, want = ROUNDED[name](s.to(dtype), g), ROUNDED[name](s.float(), g)
+    assert got.dtype == torch.float32 and torch.equal(got, want) and want.abs().max() > .3
+
+
 @grouped
 @both_dtypes
 @pytest.mark.parametrize("seed", range(20))
