@@ -107,12 +107,13 @@ class Base:
 
     @contextmanager
     def _aside(self):
-        "Take what adapters own out of the module, so that an engine wraps the base alone."
-        places = [(self.trunk.get_submodule(path), leaf, p) for path, _, leaf, p in ((*n.rpartition("."), p) for n, p in self.added.items())]
-        for module, leaf, _ in places: module._parameters[leaf] = None
+        "Take what adapters own out of the module, so that an engine wraps, shards and hooks the base alone."
+        homes = {n.rpartition(".")[0].rpartition(".")[::2] for n in self.added}       # (parent, name) of the modules that hold them
+        places = [(parent, leaf, parent._modules[leaf]) for parent, leaf in ((self.trunk.get_submodule(path), leaf) for path, leaf in homes)]
+        for parent, leaf, _ in places: parent._modules[leaf] = None
         try: yield
         finally:
-            for module, leaf, p in places: module._parameters[leaf] = p
+            for parent, leaf, module in places: parent._modules[leaf] = module
 
     def _mark(self)->str:
         "What tells this base from others: names, shapes and the first entries of its weights."
@@ -364,5 +365,7 @@ def standing(
     mine = None if frozen else name
     base.view(reader, mine)
     frozen = frozen or not any(True for _ in reader.parameters())
+    if base.engine == "zero3" and not frozen:
+        raise ValueError(f'{who}: with engine="zero3" DeepSpeed lets a gradient through its weights only on the way to an optimizer of its own; engine="fsdp2" shards a frozen base under adapters')
     if mine: base.trained[mine] = who
     return dict(engine=partial(Adapted, base=base, name=name), device=base.model.device, low_precision=True, frozen=frozen) | more

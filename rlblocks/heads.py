@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from jaxtyping import Float
 
+from .plain import world
 from .reader import load_module
 from .value_losses import expected_value
 
@@ -159,6 +161,13 @@ class Moments:
         x = x.double()
         seen = torch.stack([torch.full(x.shape[1:], float(len(x)), dtype=torch.float64), x.sum(0), (x**2).sum(0)])
         self.total = seen if self.total is None else self.total + seen
+        return self
+
+    def over_ranks(self,
+        shared:bool, # every rank of this world has seen a part
+    )->"Moments": # the same
+        "Add up what all ranks saw."
+        if shared and world()[1] > 1: dist.all_reduce(self.total)
         return self
 
     def read(self)->tuple[list[float], list[float]]: # means, standard deviations

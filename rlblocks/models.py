@@ -6,19 +6,19 @@
 __all__ = ['Trained', 'Policy', 'Critic', 'Scorer']
 
 # %% ../nbs/34_models.ipynb #d72ec8ad
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .adapters import base_of, save_adapter, standing
+from .adapters import Adapted, base_of, save_adapter, standing
 from .batch import Batch
 from .head import output_layer, states_of
-from .merging import load_quantized, save_folder
+from .heads import ClassHead, Moments, classifier, linear_head, load_scored, stored_moments, without_moments
+from .merging import load_quantized, plain_twin, save_folder
 from .reader import Reader, load_module, load_tokenizer
-from .runner import Runner
+from .runner import Out, Runner
 from .weights import Ticket
 
 # %% ../nbs/34_models.ipynb #e3542b2b
@@ -70,7 +70,7 @@ class Policy(Trained):
         base = base_of(model)
         module = base.trunk if base else _loaded(model, quantization, attention, more)
         self.tokenizer = tokenizer or getattr(model, "tokenizer", None) or load_tokenizer(model)
-        head = _new_head(module, _lm_width(module)) if value_head else None
+        head = linear_head(module, _lm_width(module)) if value_head else None
         self._run = _runner(base, Reader(module, head, on_lm_head=value_head), lora, who="Policy", quantized=bool(quantization), micro_tokens=micro_tokens, micro_rows=micro_rows, pack=pack,
                             engine=engine, lr=lr, frozen=frozen, **more)
 
@@ -128,13 +128,6 @@ def _lm_width(module):
     if lm_head is None: raise TypeError(f"value_head: {type(module).__name__} has no get_output_embeddings(); the value head reads what enters that layer")
     return lm_head.weight.shape[1]
 
-def _new_head(trunk, width, bias=True):
-    "A linear head on `width` features, zero at first: V = 0 everywhere, whatever the seed."
-    weight = next(trunk.parameters())
-    head = nn.Linear(width, 1, bias, device=weight.device, dtype=weight.dtype if weight.dtype == torch.float64 else torch.float32)
-    for p in head.parameters(): nn.init.zeros_(p)
-    return head
-
 def _describe(run):
     weights = list(run.reader.parameters())
     n = sum(getattr(p, "ds_numel", p.numel()) for p in weights)      # ds_numel: ZeRO-3 leaves no entries between passes
@@ -156,15 +149,14 @@ def _runner(base, reader, lora, *, who, frozen, quantized=False, micro_tokens=81
     return Runner(reader, name=who, micro_tokens=micro_tokens, micro_rows=micro_rows, pack=pack, **how)
 
 # %% ../nbs/34_models.ipynb #c267bcd3
-def _trunk_reader(model, base, attention=None, bias=True):
+def _trunk_reader(model, base, attention=None, *, outputs=None, bias=True):
     "A trunk with a head on its hidden states: a reward model's own, else a new one, and none when the module gives one number a token by itself."
-    module = load_module(model, trunk=True, attention=attention) if base is None else base.trunk if output_layer(base.trunk) is None else base.trunk.base_model
-    own = getattr(module, "score", None)
-    if isinstance(own, nn.Linear):
-        if own.out_features != 1: raise ValueError(f"{type(module).__name__} has a head of {own.out_features} numbers; one is wanted")
-        return Reader(getattr(module, "base_model"), own)
+    module, own = load_scored(model, attention=attention) if base is None else (base.trunk if output_layer(base.trunk) is None else base.trunk.base_model, None)
+    if own is not None:
+        if outputs not in (None, own.out_features): raise ValueError(f"{type(module).__name__} has a head of {own.out_features} numbers; {outputs} {'is' if outputs == 1 else 'are'} wanted")
+        return Reader(module, own)
     states = _probed(module.eval()) if base is None else base.model.probe(lambda: _probed(module))
-    if states.dim() == 3: return Reader(module, _new_head(module, states.shape[-1], bias))
+    if states.dim() == 3: return Reader(module, linear_head(module, states.shape[-1], outputs or 1, bias=bias))
     if states.shape == (1, 3): return Reader(module)
     raise TypeError(f"{type(module).__name__} makes {list(states.shape)} of [1, 3] tokens; hidden states [B, T, H] or numbers [B, T] are wanted")
 
@@ -180,6 +172,7 @@ class Critic(Trained):
         model,               # name, folder, nn.Module (copied), a callable: tokens [B, T] → hidden states [B, T, H] or values [B, T]; or a wrapper, to stand on its frozen weights
         *,
         lora=None,           # train an adapter (and the head), not the weights; as for `Policy`
+        bins=None,           # values that a classifying critic can name, ascending: then the loss sees `out.value_logits` `[B, T, K]` too
         lr:float=1e-5,       # AdamW's learning rate
         frozen:bool=False,   # no optimizer
         attention:str|None=None, # attention implementation of a name or folder
@@ -187,7 +180,9 @@ class Critic(Trained):
     ):
         "Load or copy the trunk; a reward model keeps its head, any other gets one that starts at zero."
         base = base_of(model)
-        self._run = _runner(base, _trunk_reader(model, base, attention), lora, who="Critic", lr=lr, frozen=frozen, **more)
+        reader = _trunk_reader(model, base, attention, outputs=1 if bins is None else len(bins))
+        if bins is not None: reader.head = ClassHead(reader.head, torch.as_tensor(bins))
+        self._run = _runner(base, reader, lora, who="Critic", lr=lr, frozen=frozen, **more)
 
     def _read(self, part): return self._run.tokens_out(part, logprobs=False)
 
@@ -207,11 +202,14 @@ class Critic(Trained):
 
 
 class Scorer(Trained):
-    "One score per row, read at its last token: a reward model."
+    "Scores of a row, read at its last token, or of its steps: a reward model."
 
     def __init__(self,
         model,               # name, folder, nn.Module (copied), a callable: tokens [B, T] → hidden states [B, T, H] or numbers [B, T]; or a wrapper, to stand on its frozen weights
         *,
+        outputs=None,        # how many scores, or their names; None: as the model's head has, else one
+        at:str|None=None,    # a Bool column `[B, T]`: score after each of these tokens, e.g. "steps"; None: as the model was saved, else at the last token
+        normalised:bool|None=None, # take the stored mean and standard deviation out of `scores`; None: as the model was saved
         lora=None,           # train an adapter (and the head), not the weights; as for `Policy`
         tokenizer=None,      # saved beside the weights; None: the one in the model's folder
         lr:float=1e-5,       # AdamW's learning rate
@@ -219,46 +217,83 @@ class Scorer(Trained):
         attention:str|None=None, # attention implementation of a name or folder
         **more,              # engine, micro_tokens, micro_rows, pack and the rest: as for `Policy`
     ):
-        "Load or copy the trunk; a reward model keeps its head, any other gets one that starts at zero (no bias: pairs do not move it, Adam would let it drift)."
+        "Load or copy the trunk; a reward model keeps its head, any other gets one that starts at zero (without bias at the last token: pairs do not move it, Adam would let it drift)."
         base = base_of(model)
         self.tokenizer = tokenizer or getattr(model, "tokenizer", None) or load_tokenizer(model)
-        self._run = _runner(base, _trunk_reader(model, base, attention, bias=False), lora, who="Scorer", lr=lr, frozen=frozen, **more)
+        names = None if outputs is None or isinstance(outputs, int) else list(outputs)
+        reader = _trunk_reader(model, base, attention, outputs=outputs if names is None else len(names), bias=at is not None)
+        config = getattr(reader.trunk, "config", None) if base is None else None
+        judge = any(a.endswith("ForTokenClassification") for a in getattr(config, "architectures", None) or [])
+        self.at = at or getattr(config, "read_at", "steps" if judge else None)
+        self.names = names or _label_names(config, reader.head)
+        self.moments = stored_moments(config, normalised)
+        self._run = _runner(base, reader, lora, who="Scorer", lr=lr, frozen=frozen, **more)
+
+    def _read(self, part):
+        "Raw scores of a micro-batch: `[B]`, `[B, k]`, or with `at` `[B, T]`, `[B, T, k]`."
+        if self.at is None: return self._run.rows_out(part)
+        if self.at not in part: raise ValueError(f"Scorer: the batch has no column {self.at!r} (Bool [B, T], True at the tokens after which to score)")
+        return Out(scores=self._run.tokens_out(part, logprobs=False, after=part[self.at]).values)
+
+    def _raw(self, batch):
+        if self.at is None: return self._run.compute(batch, "scores", self._read)
+        if "mask" not in batch and self.at in batch: batch = batch._like(batch.columns | dict(mask=batch[self.at]), None)
+        return self._run.compute(batch, "values", lambda part: Out(values=self._read(part).scores))
 
     def scores(self,
-        batch:Batch, # rows with tokens and lengths
-    )->Tensor: # `[B]`
-        "The score of each row, at its last real token (`lengths`, never a token id), without gradient."
-        return self._run.compute(batch, "scores", self._run.rows_out)
+        batch:Batch, # rows with tokens and lengths, and the column `at`
+    )->Tensor: # `[B]`, `[B, k]`; with `at` `[B, T]`, `[B, T, k]`, 0 elsewhere
+        "The scores of each row, at its last real token (`lengths`, never a token id) or after the marked ones, without gradient; normalised if so measured."
+        x = without_moments(self._raw(batch), self.moments)
+        if self.at is None or self.moments is None: return x
+        marked = batch[self.at]
+        return torch.where(marked if x.dim() == 2 else marked[..., None], x, 0.)
+
+    def normalise(self,
+        batch:Batch, # rows that stand for those to come
+    ):
+        "Measure mean and standard deviation of each output; from now on `scores` takes them out, and `save_pretrained` keeps them."
+        x = self._raw(batch)
+        if self.at is not None: x = x[batch[self.at]]
+        x = x.reshape(len(x), -1)
+        self.moments = Moments().add(x[:0] if batch.filler else x).over_ranks(self._run._shared([batch])).read()
 
     def step(self,
         batch:Batch,   # one optimizer step's rows
-        loss:Callable, # loss(out, b), out.scores `[B]` with gradient
+        loss:Callable, # loss(out, b), out.scores (raw, as `scores` is shaped) with gradient
         *more,         # further (batch, loss) pairs of the same step
     )->dict: # metrics
         "One optimizer step, over as many micro-batches and ranks as it takes. As `Policy.step`."
-        return self._run.step([(batch, loss), *more], self._run.rows_out)
+        return self._run.step([(batch, loss), *more], self._read)
+
+    def state_dict(self,
+        *,
+        full:bool=True, # gathered, the same on every rank; False: what this rank holds
+    )->dict: # tensors, numbers and strings
+        "Weights, optimizer state, version and the measured moments, for `Checkpoint`. All ranks together."
+        return super().state_dict(full=full) | dict(moments=self.moments)
+
+    def load_state_dict(self,
+        state:dict, # from `state_dict`
+    ):
+        "Restore them."
+        super().load_state_dict({k: v for k, v in state.items() if k != "moments"})
+        self.moments = state.get("moments")
 
     def save_pretrained(self,
         path, # a folder; made if missing
     ):
-        "Save as a Hugging Face sequence classifier of one label: `Scorer(path)` and `AutoModelForSequenceClassification.from_pretrained(path)` load it."
-        model = _classifier(self._run.reader, self.tokenizer)
+        """Save as Hugging Face's sequence classifier, one label an output (token classifier when the head has a bias); the moments in its config.
+
+        `Scorer(path)`, `AutoModelForSequenceClassification.from_pretrained(path)` and OpenRLHF's reward model load it."""
+        reader = self._run.reader
+        trunk = plain_twin(reader.trunk) if isinstance(self._run.model.engine, Adapted) else reader.trunk
+        model = classifier(trunk, reader.head, pad=getattr(self.tokenizer, "pad_token_id", None), names=self.names, moments=self.moments, at=self.at)
         named = lambda k: k.replace("trunk.", f"{model.base_model_prefix}.", 1) if k.startswith("trunk.") else k.replace("head.", "score.", 1)
         weights = ({named(k): x for k, x in bucket.items()} for bucket in self._run.model.iter_full_params())
         save_folder(model, weights, path, who="Scorer", tokenizer=self.tokenizer)
 
-def _classifier(reader, tokenizer):
-    "The trunk and its head as the classifier of one label that transformers has for this architecture. TypeError when it has none."
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as known, AutoModelForSequenceClassification
-    config:Any = copy.deepcopy(getattr(reader.trunk, "config", None))
-    head = reader.head
-    model:Any = None
-    if type(config) in known and isinstance(head, nn.Linear) and head.bias is None:
-        config.num_labels = 1
-        if config.pad_token_id is None: config.pad_token_id = getattr(tokenizer, "pad_token_id", None)      # the classifier reads the last token that is no padding
-        with torch.device("meta"): model = AutoModelForSequenceClassification.from_config(config)
-    if not hasattr(model, "score"):
-        raise TypeError(f"Scorer: transformers has no classifier for a {type(reader.trunk).__name__} with this head; keep it with torch.save(scorer.state_dict(), …)")
-    setattr(model, model.base_model_prefix, reader.trunk)
-    model.score = head
-    return model
+def _label_names(config, head):
+    "Names of a head's outputs in a config, unless they are transformers' fill-ins."
+    names = [str(n) for n in (getattr(config, "id2label", None) or {}).values()]
+    return names if len(names) == getattr(head, "out_features", 0) and not all(n == f"LABEL_{i}" for i, n in enumerate(names)) else None

@@ -1,0 +1,237 @@
+"Heads: several scores, steps, critics that classify; reward models that transformers, TRL and OpenRLHF wrote, and what they read of ours."
+import json
+
+import pytest
+import torch
+from rlblocks import (
+    Batch, Critic, Policy, Scorer, bradley_terry_loss, classification_value_loss, expected_value, hl_gauss, multi_head_loss, pairs, process_reward_loss, two_hot,
+)
+from rlblocks.heads import Moments, head_of
+from safetensors.torch import load_file, save_file
+from tiny import apart, gradients, model, rows
+from torch import nn
+from torch.testing import assert_close
+
+pytest.importorskip("transformers")
+
+
+def batch():
+    b = rows(dtype=torch.float32)
+    g = torch.Generator().manual_seed(7)
+    b["steps"] = (torch.rand(b.tokens.shape, generator=g) < .3) & (torch.arange(18) < b.lengths[:, None])
+    b["good"] = (b.tokens % 2).long()
+    return b
+
+
+def length_loss(out, b): return ((out.scores-b.lengths/9)**2).sum()/b.n_rows, {}
+def trained(scorer, b, loss=length_loss, n=6):
+    for _ in range(n): scorer.step(b, loss)
+    return scorer
+def states(net, b): return net.model(input_ids=b.tokens, attention_mask=(torch.arange(18) < b.lengths[:, None]).long(), use_cache=False).last_hidden_state
+def last(x, b): return x[torch.arange(len(b)), b.lengths-1]
+
+
+# -- critics that classify
+
+@pytest.mark.parametrize("targets", [hl_gauss, two_hot])
+@pytest.mark.parametrize("how", [dict(), dict(micro_rows=3, pack=True)])
+def test_a_classifying_critic_learns_returns(targets, how):
+    b, bins = batch(), torch.linspace(-3, 3, 25)
+    critic = Critic(model(), bins=bins, lr=3e-2, device="cpu", **how)
+    assert_close(critic.values(b), torch.zeros(16, 18), rtol=0, atol=1e-6)
+    def loss(out, b):
+        assert out.value_logits.shape == (*b.tokens.shape, 25)
+        assert_close(out.values[b.mask], expected_value(out.value_logits, bins)[b.mask])
+        return classification_value_loss(out.value_logits, targets(b.returns, bins), b.mask, denom=b.n_tokens)
+    first, final = [float(critic.step(b, loss)["value_kl"]) for _ in range(30)][::29]
+    assert final < .6*first
+    far = lambda v: (v-b.returns)[b.mask].abs().mean()
+    assert far(critic.values(b)) < .7*far(torch.zeros(16, 18))
+
+
+def test_a_classifying_critic_is_cut_anyhow():
+    b, bins = batch(), torch.linspace(-3, 3, 5)
+    def grads(**how):
+        critic = Critic(model(), bins=bins, lr=1e-2, max_norm=1e9, device="cpu", **how)
+        with torch.no_grad(): critic._run.reader.head.linear.weight += torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+        found = gradients(critic)
+        critic.step(b, lambda out, b: classification_value_loss(out.value_logits, hl_gauss(b.returns, bins), b.mask, denom=b.n_tokens))
+        return found
+    assert apart(grads(micro_rows=3, pack=True), grads(pack=False)) < 1e-5
+    with pytest.raises(ValueError, match="ascending"): Critic(model(), bins=[1., 0.], device="cpu")
+
+
+# -- rewards
+
+def test_several_objectives_and_their_names(tmp_path):
+    from transformers import AutoModelForSequenceClassification
+    b = batch()
+    b["unit"], b["chosen"] = torch.arange(16)//2, torch.arange(16) % 2 == 0
+    scorer = Scorer(model(), outputs=["helpful", "harmless", "brief"], lr=1e-2, device="cpu")
+    assert scorer.scores(b).shape == (16, 3)
+    def loss(out, b):
+        chosen, rejected = zip(*(pairs(out.scores[:, k], b) for k in range(3)), strict=True)
+        chosen, rejected = torch.stack(chosen, 1), torch.stack(rejected, 1)
+        return multi_head_loss(chosen, rejected, torch.tensor([[1., 0., 1.]]).expand(len(chosen), 3), torch.ones(len(chosen), 3, dtype=torch.bool), denom=b.n_units)
+    assert float(trained(scorer, b, loss, 10).step(b, loss)["loss"]) < 3*.6
+    scorer.save_pretrained(tmp_path)
+    plain, again = AutoModelForSequenceClassification.from_pretrained(tmp_path), Scorer(tmp_path, device="cpu")
+    assert plain.config.id2label == {0: "helpful", 1: "harmless", 2: "brief"} and again.names == ["helpful", "harmless", "brief"]
+    assert_close(again.scores(b), scorer.scores(b), rtol=0, atol=1e-5)
+    assert_close(plain(b.tokens[4:5, :6]).logits, scorer.scores(b)[4:5], rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="head of 3 numbers; 1 is wanted"): Critic(tmp_path, device="cpu")
+    with pytest.raises(ValueError, match="head of 3 numbers; 2 are wanted"): Scorer(tmp_path, outputs=2, device="cpu")
+
+
+@pytest.mark.parametrize("how", [dict(), dict(micro_rows=3, pack=True)])
+def test_steps_are_judged_where_they_end(how, tmp_path):
+    from transformers import AutoModelForTokenClassification
+    net, b = model(), batch()
+    judge = Scorer(net, outputs=2, at="steps", lr=1e-2, device="cpu", **how)
+    b["whole_steps"] = torch.full((16,), int(b.steps.sum()))
+    def loss(out, b): return process_reward_loss(out.scores, b.good, b.steps, denom=int(b.whole_steps[0]))
+    ce = [float(judge.step(b, loss)["step_ce"]) for _ in range(25)]
+    assert ce[-1] < .5*ce[0]
+    got = judge.scores(b)
+    head = judge._run.reader.head
+    trunk = judge._run.reader.trunk
+    want = head(trunk(input_ids=b.tokens, use_cache=False).last_hidden_state)
+    assert got.shape == (16, 18, 2) and (got[~b.steps] == 0).all()
+    assert_close(got[b.steps], want[b.steps].detach(), rtol=0, atol=1e-5)
+    judge.save_pretrained(tmp_path)
+    plain, again = AutoModelForTokenClassification.from_pretrained(tmp_path), Scorer(tmp_path, device="cpu")
+    assert again.at == "steps" and torch.equal(again.scores(b), again._raw(b))
+    assert_close(again.scores(b), got, rtol=0, atol=1e-5)
+    assert_close(plain(b.tokens).logits[b.steps], got[b.steps], rtol=0, atol=1e-5)
+    unmarked = Batch(tokens=b.tokens, lengths=b.lengths)
+    with pytest.raises(ValueError, match="no column 'steps'"): judge.scores(Batch(tokens=b.tokens, lengths=b.lengths, mask=b.mask))
+    unmarked["steps"] = b.steps
+    assert_close(judge.scores(unmarked), got, rtol=0, atol=1e-5)             # without a mask column too
+
+
+def test_normalisation_is_measured_stored_and_taken_out(tmp_path):
+    b = batch()
+    scorer = trained(Scorer(model(), lr=1e-2, device="cpu"), b)
+    raw = scorer.scores(b)
+    scorer.normalise(b)
+    x = scorer.scores(b)
+    assert_close(x, (raw-raw.mean())/raw.std(), rtol=0, atol=1e-5)
+    assert abs(float(x.mean())) < 1e-5 and abs(float(x.std())-1) < 1e-5
+    seen = []
+    scorer.step(b, lambda out, b: (seen.append(out.scores.detach()), length_loss(out, b))[1])
+    assert_close(torch.cat(seen)[:16], raw, rtol=0, atol=1e-5)                # a loss sees raw scores
+    scorer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path/"config.json").read_text())
+    assert config["mean"] == pytest.approx(float(raw.mean()), abs=1e-5) and config["std"] == pytest.approx(float(raw.std()), abs=1e-5) and config["normalize_reward"] is True
+    assert_close(Scorer(tmp_path, device="cpu").scores(b), scorer.scores(b), rtol=0, atol=1e-5)
+    assert_close(Scorer(tmp_path, normalised=False, device="cpu").scores(b), scorer._raw(b), rtol=0, atol=1e-5)
+    other = Scorer(model(), device="cpu")
+    other.load_state_dict(scorer.state_dict())
+    assert_close(other.scores(b), scorer.scores(b), rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="no mean and std"): Scorer(model(), normalised=True, device="cpu")
+    two = Moments().add(raw[:5, None]).add(raw[5:, None]).read()
+    assert two[0][0] == pytest.approx(float(raw.mean()), abs=1e-6) and two[1][0] == pytest.approx(float(raw.std()), abs=1e-6)
+    with pytest.raises(ValueError, match="two different ones"): Scorer(model(), device="cpu").normalise(b)
+
+
+# -- what others write
+
+def test_reward_models_of_trl(tmp_path):
+    "TRL's reward trainer writes transformers' sequence classifier; half precision keeps an fp32 head here."
+    from transformers import AutoModelForSequenceClassification, LlamaForSequenceClassification
+    config = model().config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    theirs, b = LlamaForSequenceClassification(config).eval(), batch()
+    theirs.save_pretrained(tmp_path)
+    scorer = Scorer(tmp_path, device="cpu")
+    assert_close(scorer.scores(b), last(theirs.score(states(theirs, b)), b)[:, 0].detach(), rtol=0, atol=1e-5)
+    trained(scorer, b).save_pretrained(tmp_path/"ours")
+    back = AutoModelForSequenceClassification.from_pretrained(tmp_path/"ours")
+    assert_close(last(back.score(states(back, b)), b)[:, 0].detach(), scorer.scores(b), rtol=0, atol=1e-5)
+
+
+def test_value_heads_of_trl(tmp_path):
+    "AutoModelForCausalLMWithValueHead: the language model's weights and v_head.summary beside them, as safetensors or as a pickled state dict."
+    net, b = model(), batch()
+    torch.manual_seed(1)
+    head = nn.Linear(32, 1)
+    net.save_pretrained(tmp_path)
+    weights = load_file(tmp_path/"model.safetensors") | {"v_head.summary.weight": head.weight.detach(), "v_head.summary.bias": head.bias.detach()}
+    save_file(weights, tmp_path/"model.safetensors", metadata=dict(format="pt"))
+    want = last(head(states(net, b)), b)[:, 0].detach()
+    assert_close(Scorer(tmp_path, device="cpu").scores(b), want, rtol=0, atol=1e-5)
+    values = Critic(tmp_path, device="cpu").values(b)
+    assert_close(values[b.mask], head(states(net, b))[..., 0].roll(1, 1)[b.mask].detach(), rtol=0, atol=1e-5)
+    (tmp_path/"model.safetensors").unlink()
+    torch.save(weights, tmp_path/"pytorch_model.bin")
+    assert_close(Scorer(tmp_path, device="cpu").scores(b), want, rtol=0, atol=1e-5)
+    assert head_of(tmp_path).bias is not None
+
+
+@pytest.fixture(scope="module")
+def openrlhf():
+    "OpenRLHF's own loader of reward models, from its file; what needs a cluster or a kernel stays out."
+    import sys
+    from conftest import ROOT
+    sys.path.insert(0, str(ROOT/"tests/parity"))
+    peers = pytest.importorskip("peers")
+    why = peers.missing("openrlhf")
+    if why: pytest.skip(why)
+    for need in ("deepspeed", "peft"): pytest.importorskip(need)
+    return peers.openrlhf_model() if hasattr(peers, "openrlhf_model") else _openrlhf_model(peers)
+
+
+def _openrlhf_model(peers):
+    "models/model.py run as it is, its relative imports of attention over rings and of ZeRO's leaf modules left empty: rows here are padded and on one device."
+    import logging
+    import types
+    source = (peers.folder("openrlhf")/"models/model.py").read_text()
+    drop = ("from .ring_attn_utils", "from .utils", "from openrlhf.utils.logging_utils")
+    source = "\n".join(line for line in source.splitlines() if not line.startswith(drop)).replace("from openrlhf.utils.utils import convert_to_torch_dtype", "")
+    module = types.ModuleType("openrlhf_model")
+    vars(module).update(init_logger=logging.getLogger, set_z3_leaf_modules=lambda *a, **k: None, convert_to_torch_dtype=lambda x: torch.float32,
+                        gather_and_pad_tensor=None, unpad_and_slice_tensor=None)
+    exec(compile(source, "openrlhf/models/model.py", "exec"), vars(module))
+    return module
+
+
+@pytest.mark.parametrize("prefix", ["score", "value_head"])
+def test_reward_models_of_openrlhf(openrlhf, prefix, tmp_path):
+    b = batch()
+    mask = (torch.arange(18) < b.lengths[:, None]).long()
+    load = lambda path, **how: openrlhf.get_llm_for_sequence_regression(str(path), "reward", param_dtype="fp32", attn_implementation="sdpa", **how).eval()
+    model().save_pretrained(tmp_path/"base")
+    torch.manual_seed(0)
+    theirs = load(tmp_path/"base", init_value_head=True, value_head_prefix=prefix)
+    theirs.config.value_head_prefix, theirs.config.mean, theirs.config.std = prefix, .25, 2.     # as train_rm writes them
+    theirs.save_pretrained(tmp_path/"theirs")
+    raw = theirs(b.tokens, mask).detach()
+    scorer = Scorer(tmp_path/"theirs", device="cpu")
+    assert raw.abs().max() > .01
+    assert_close(scorer.scores(b), raw, rtol=0, atol=1e-5)
+    assert_close(Scorer(tmp_path/"theirs", normalised=True, device="cpu").scores(b), (raw-.25)/2, rtol=0, atol=1e-5)
+    assert_close(Critic(tmp_path/"theirs", device="cpu").values(b).shape, torch.Size([16, 18]))
+    trained(scorer, b).normalise(b)
+    scorer.save_pretrained(tmp_path/"ours")
+    assert_close(load(tmp_path/"ours", normalize_reward=True)(b.tokens, mask).detach(), scorer.scores(b), rtol=0, atol=1e-5)
+    assert_close(load(tmp_path/"ours")(b.tokens, mask).detach(), scorer._raw(b), rtol=0, atol=1e-5)
+
+
+def test_a_judge_that_trl_wrote(tmp_path):
+    "TRL's process reward trainer writes transformers' token classifier of two labels."
+    from transformers import LlamaForTokenClassification
+    config = model().config
+    config.num_labels = 2
+    torch.manual_seed(0)
+    theirs, b = LlamaForTokenClassification(config).eval(), batch()
+    theirs.save_pretrained(tmp_path)
+    judge = Scorer(tmp_path, device="cpu")
+    assert judge.at == "steps" and judge.names is None
+    assert_close(judge.scores(b)[b.steps], theirs(b.tokens).logits[b.steps].detach(), rtol=0, atol=1e-5)
+
+
+def test_a_policy_is_no_reward_model(tmp_path):
+    model().save_pretrained(tmp_path)
+    assert head_of(tmp_path) is None and (Scorer(tmp_path, device="cpu").scores(batch()) == 0).all()
+    assert (Policy(tmp_path, value_head=True, device="cpu").values(batch()) == 0).all()
