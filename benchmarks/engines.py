@@ -1,6 +1,6 @@
 """Every engine on 1, 2 and 4 processes against the plain process: largest differences, processor time, memory.
 
-    .venv/bin/python benchmarks/engines.py [--only fsdp2,zero2] [--worlds 1,2,4] [--out benchmarks/results]
+    RLBLOCKS_ENGINES=all .venv/bin/python benchmarks/engines.py [--only fsdp2,zero2] [--worlds 1,2,4] [--out benchmarks/results]
 
 The cases and checks are those of tests/test_engines.py (PPO with uneven rows, GRPO, DPO pairs, SFT with fewer rows than ranks, PPO and PTX in one step, a value head, tied weights, SGD under a schedule,
 a critic, a reward model, weights that are not used; five steps each in fp32), which CI runs on fewer worlds. Differences are the largest over cases: weights absolute, losses and gradient norms relative.
