@@ -6,6 +6,7 @@
 __all__ = ['MAX_SUPPORT', 'sample_tokens', 'Decoder', 'cache_is_exact', 'decode']
 
 # %% ../nbs/34b_decoding.ipynb #cd5da0db
+import warnings
 from functools import cache
 from typing import Any
 
@@ -43,11 +44,13 @@ def sample_tokens(
     *,
     temperature:float=1.0, # 0 = the likeliest token
     top_k:int=0,           # keep the k likeliest ids; 0 = off
-    top_p:float=1.0,       # keep the likeliest ids up to this mass, the one that crosses it included
-    min_p:float=0.0,       # keep ids at least this likely relative to the likeliest
+    top_p:float=1.0,       # keep the likeliest ids up to this mass, the one that crosses it included; at most the 64 likeliest
+    min_p:float=0.0,       # keep ids at least this likely relative to the likeliest; at most the 64 likeliest
 )->tuple[Int[Tensor, " R"], Float[Tensor, " R"], Int[Tensor, "R K"]|None]: # tokens; their log-probs under what was sampled from; support (−1 = no id) if confined
     "Draw one token a row by inverse transform sampling, with the log-prob of the distribution drawn from (0 for greedy)."
-    if temperature == 0: return logits.argmax(-1), promoted(logits.new_zeros(len(logits))), None
+    if temperature == 0:
+        top, likeliest = promoted(logits).max(-1)
+        return likeliest, top - top, None   # 0; nan where the largest is no finite number
     z, ids = promoted(logits) if temperature == 1 else promoted(logits)/temperature, None
     if top_k or top_p < 1 or min_p > 0:
         normal = z.logsumexp(-1, keepdim=True)
@@ -231,5 +234,8 @@ def decode(
             decoder.keep(going)
             alive, drawn = alive[going], drawn[going]
         decoder.push(drawn)
+    if supports is not None and not how.get("top_k") and decoder.logits.shape[1] > MAX_SUPPORT and (supports[..., -1] >= 0).any():
+        warnings.warn(f"generate: top_p={how.get('top_p', 1.):g}, min_p={how.get('min_p', 0.):g} leave more than {MAX_SUPPORT} ids at some token, of which the {MAX_SUPPORT} likeliest were sampled from "
+                      f"(`support` and rollout_logprobs say so); a flat distribution is sampled in full without top_p and min_p", stacklevel=2)
     if not logps.isfinite().all(): raise FloatingPointError("generate: a sampled token has a log-prob that is not finite; the weights hold NaN or inf")
     return tokens, logps, supports, counts

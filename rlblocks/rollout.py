@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .batch import Batch, seed_of
 from .decoding import MAX_SUPPORT, Decoder, cache_is_exact, decode
-from .reader import load_module, load_tokenizer
+from .reader import Reader, load_module, load_tokenizer, pack_by
 from .weights import Manifest, Ticket, copy_weights
 
 # %% ../nbs/35_rollout.ipynb #e7d2a4bc
@@ -27,9 +27,9 @@ class Rollout:
         engine:str="hf",       # "hf": the model's own forward with a key-value cache
         max_tokens:int=256,    # most new tokens a row
         temperature:float=1.0, # 0 = greedy
-        top_p:float=1.0,       # nucleus; below 1 the rows carry their `support`
+        top_p:float=1.0,       # nucleus; below 1 the rows carry their `support`, at most the 64 likeliest ids a token (where it would be more: a warning)
         top_k:int=0,           # likewise; 0 = off, at most 64
-        min_p:float=0.0,       # likewise
+        min_p:float=0.0,       # likewise, at most the 64 likeliest
         stop=None,             # token ids that end a row; None: the model's and the tokenizer's end-of-sequence ids
         tokenizer=None,        # decodes the `completion` column; None: the one in the model's folder
         max_rows:int=512,      # most rows decoded side by side
@@ -43,6 +43,7 @@ class Rollout:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.module = load_module(model).to(self.device, dtype).eval().requires_grad_(False)
         self.tokenizer = tokenizer or load_tokenizer(model)
+        pack_by(Reader(self.module), self.device)     # one attention here and in the trainer, which does the same: transformers' sdpa leaves out a softcap of scores (Gemma 2)
         self.cached = cache_is_exact(self.module)
         self.shared = self.cached and self.device.type == "cpu" and cache_is_exact(self.module, shared=True)      # faster by measurement there; on a GPU nobody has measured it
         self.stop = _stop_ids(stop, self.module, self.tokenizer)
@@ -87,6 +88,7 @@ class Rollout:
 
     def _check(self, prompts, S):
         if not len(prompts): raise ValueError("generate: no prompts")
+        if "group" not in prompts: raise ValueError("generate: the prompts have no column 'group' (a sample's seed is made of it); data.take(n) gives one, or prompts['group'] = torch.arange(len(prompts))")
         taken = [k for k in ADDED if k in prompts]
         if taken: raise ValueError(f"generate: the prompts have a column {taken[0]!r}, which generate writes itself; rename it in the rows, or prompts.drop({taken[0]!r})")
         if int(prompts.lengths.min()) < 1: raise ValueError(f"generate: prompt {int(prompts.lengths.argmin())} is empty; a causal model needs at least one token to start from")

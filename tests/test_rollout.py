@@ -4,7 +4,7 @@ import torch
 from rlblocks import Batch, Grader, Policy, Rollout, at_tokens, group_advantages, masked_mean, ppo_loss
 from rlblocks.decoding import Decoder, sample_tokens
 from rlblocks.runner import Out, check_splits
-from tiny import model, prompts
+from tiny import KINDS, model, prompts
 from torch import nn
 from torch.testing import assert_close
 
@@ -35,6 +35,16 @@ def test_ratio_is_one_before_any_update(T, top_p, top_k):
         with pytest.raises(ValueError, match="no column 'support'"): policy.logprobs(b.drop("support"))
         full = (policy.logprobs(b.drop("support", "top_p", "top_k")) - b.rollout_logprobs)[b.mask].exp()
         assert full.mean() < .99            # what forgetting the nucleus would give: its mass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sampler_and_trainer_attend_alike(kind):
+    "LAWS 2, for each architecture, with weights so large that scores matter: at its first weights a model's attention is flat, and a softcap left out does not show."
+    net = model(kind)
+    with torch.no_grad():
+        for w in net.parameters(): w *= 8 if w.dim() > 1 else 1
+    b = engine(net, max_tokens=24, stop=[]).generate(prompts(), group_size=4, seed=0)
+    for pack in (None, False): assert (Policy(net, device="cpu", pack=pack).logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 2e-4
 
 
 def test_raw_logprobs_at_another_temperature_are_refused():
@@ -259,10 +269,23 @@ def test_greedy_rows_are_never_trained_on():
 
 def test_support_of_many_tokens_stays_small():
     r = engine(model(vocab_size=500), top_p=.99)
-    b = r.generate(prompts(), group_size=2)
+    with pytest.warns(UserWarning, match="top_p=0.99, min_p=0 leave more than 64 ids"): b = r.generate(prompts(), group_size=2)
     assert b.support.shape[2] == 64 and b.support.dtype == torch.int32
     for i, t in b.mask.nonzero().tolist(): assert b.tokens[i, t] in b.support[i, t]
     assert (b.support[~b.mask] <= 0).all()        # nothing sampled there: −1, or 0 where rows were padded to join
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("sizes, how", [(dict(vocab_size=500), dict(top_p=.05)), (dict(vocab_size=500), dict(top_k=64, top_p=.99)), (dict(vocab_size=64), dict(top_p=1-1e-6))])
+def test_no_warning_of_a_cut_where_nothing_was_cut(sizes, how): assert "support" in engine(model(**sizes), **how).generate(prompts())
+
+
+@pytest.mark.parametrize("temperature", [0., 1.])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_weights_that_are_no_numbers_are_not_sampled_from(temperature, bad):
+    r = engine(temperature=temperature)
+    with torch.no_grad(): r.module.lm_head.weight[7, 3] = bad
+    with pytest.raises(FloatingPointError, match="the weights hold NaN or inf"): r.generate(prompts())
 
 
 def test_a_sync_is_proved_and_a_failed_one_refuses_to_sample():
@@ -306,6 +329,7 @@ def test_clear_errors():
     with pytest.raises(ValueError, match="prompt 2 has 7 tokens; with max_tokens=60 that is beyond the model's 64"): r.generate(p, max_tokens=60)
     with pytest.raises(TypeError, match="prompts is a list; a Batch is wanted"): r.generate(["hello"])
     with pytest.raises(ValueError, match="no prompts"): r.generate(p[[]])
+    with pytest.raises(ValueError, match=r"no column 'group'.*data.take\(n\)"): r.generate(p.drop("group"))
     with pytest.raises(ValueError, match="group_size=0"): r.generate(p, group_size=0)
     for how, says in ((dict(temperature=-1.), "temperature is -1"), (dict(top_p=0.), "top_p is 0"), (dict(top_k=65), "top_k is 65"), (dict(min_p=1.), "min_p is 1"), (dict(engine="fax"), "'fax'")):
         with pytest.raises(ValueError, match=says): engine(**how)
