@@ -273,21 +273,24 @@ def plan_micro_batches(
     if max_rows is None: max_rows = len(sizes)
     ids, of = of.unique(return_inverse=True)
     rows, longest, total = _sums(of, sizes)
-    cost = rows*longest if padded else total
+    shares = shared is not None and bool((shared[1] > 0).any())
+    if shares:
+        holder, common = (x.cpu() for x in shared)
+        own = torch.where(holder == torch.arange(len(sizes)), sizes, common)   # a holder has all of its tokens in common with itself
+    cost = rows*longest if padded else _once(of, sizes, holder, own) if shares else total
     odd = ((cost > max_tokens) | (rows > max_rows) | (total.scatter_reduce(0, of, sizes, "amin") < 0)).nonzero()
     if len(odd):
         bad, u = (of == odd[0]).nonzero()[:, 0].tolist(), int(odd[0])
         name = f"row {bad[0]}" if unit is None else f"unit {int(ids[u])} (rows {', '.join(map(str, bad))})"
         raise ValueError(f"{who}: {name} takes {int(cost[u])} tokens and {len(bad)} rows, the limits are max_tokens={max_tokens} and max_rows={max_rows}; "
                          "raise the limit or shorten the rows (a unit is never parted)")
-    if shared is not None and (shared[1] > 0).any():
-        of, once = _families(of, sizes, *(x.cpu() for x in shared), max_tokens=max_tokens, max_rows=max_rows)
-        rows, _, total = _sums(of, sizes)
-        total = total - once*(rows - 1)
+    if shares:
+        of, cost = _families(of, sizes, holder, own, max_tokens=max_tokens, max_rows=max_rows)
+        rows = of.bincount()
     def terms(kind):
         size, n = kind
         return ((n, n), (max_tokens//size if size else max_rows, max_rows)) if padded else ((size, n), (max_tokens, max_rows))
-    bins, n = _packed_bins(longest if padded else total, rows, terms, multiple)
+    bins, n = _packed_bins(longest if padded else cost, rows, terms, multiple)
     return _rows_by(bins[of], n)
 
 def _sums(of, sizes):
@@ -295,22 +298,34 @@ def _sums(of, sizes):
     n = int(of.max()) + 1
     return of.bincount(minlength=n), sizes.new_zeros(n).scatter_reduce(0, of, sizes, "amax"), sizes.new_zeros(n).index_add(0, of, sizes)
 
-def _families(of, sizes, holder, shared, *, max_tokens, max_rows):
-    "Units whose rows share one holder's prefix, together: (family of each row, tokens that all rows of a family have in common). One that breaks a limit is dealt to several."
-    homes, holders, common = {}, holder.tolist(), shared.tolist()
-    for unit in _rows_by(of, int(of.max()) + 1):
+def _once(of, sizes, holder, own):
+    "Tokens of each unit on a line by itself: what its rows of one holder all have in common (the least of `own`) counts once."
+    kinds, kind = torch.stack([of, holder], 1).unique(dim=0, return_inverse=True)
+    rows, _, total = _sums(kind, sizes)
+    once = sizes.new_full((len(kinds),), int(sizes.max())).scatter_reduce(0, kind, own, "amin")
+    return sizes.new_zeros(int(of.max()) + 1).index_add(0, kinds[:, 0], total - once*(rows - 1))
+
+def _families(of, sizes, holder, own, *, max_tokens, max_rows):
+    "Units whose rows share one holder's prefix, together: (family of each row, tokens of each family). Those that break a limit together are dealt to several."
+    homes, holders, units, parts = {}, holder.tolist(), _rows_by(of, int(of.max()) + 1), []
+    for unit in units:
         home = {holders[i] for i in unit}
         homes.setdefault(home.pop() if len(home) == 1 else (unit[0],), []).extend(unit)     # rows of several holders: a family by itself
-    families = []
     for home, rows in homes.items():
-        once = 0 if isinstance(home, tuple) else min((common[i] for i in rows if i != home), default=0)
         at = torch.tensor(rows)
-        whole = int((sizes[at] - once).sum()) + once <= max_tokens and len(rows) <= max_rows
-        parts = [range(len(rows))] if whole else plan_micro_batches(sizes[at] - once, max_tokens=max_tokens - once, unit=of[at], max_rows=max_rows)
-        families += [(at[list(part)], once) for part in parts]
+        once = int(own[at].min())
+        rest, room = sizes[at] - once, max_tokens - once
+        if isinstance(home, tuple) or (int(rest.sum()) <= room and len(rows) <= max_rows):
+            parts.append(at)
+            continue
+        ids, unit = of[at].unique(return_inverse=True)
+        large = _sums(unit, rest)[2] > room         # these fit with what their own rows have in common, not with what the family has
+        parts += [torch.tensor(units[u]) for u in ids[large].tolist()]
+        at, rest = at[~large[unit]], rest[~large[unit]]
+        parts += [at[part] for part in plan_micro_batches(rest, max_tokens=room, unit=of[at], max_rows=max_rows)]
     family = of.clone()
-    for f, (at, _) in enumerate(families): family[at] = f
-    return family, torch.tensor([once for _, once in families])
+    for f, at in enumerate(parts): family[at] = f
+    return family, _once(family, sizes, holder, own)
 
 # %% ../nbs/20_packing.ipynb #51f29990
 def micro_batch_count(

@@ -160,6 +160,39 @@ def test_plans_that_share_hold_the_limits_when_they_are_packed():
     assert fewer > 100
 
 
+def test_a_unit_that_fits_with_its_prefix_counted_once_is_taken():
+    tokens = torch.cat([torch.ones(8, 20, dtype=torch.long), torch.arange(160).view(8, 20)], 1)
+    lengths, group, unit = torch.full((8,), 40), torch.zeros(8, dtype=torch.long), torch.arange(8)//4
+    how = dict(shared=shared_prefix(tokens, lengths, group), unit=unit)
+    assert plan_micro_batches(lengths, max_tokens=100, **how) == [[0, 1, 2, 3], [4, 5, 6, 7]]     # 20 + 4·20
+    assert plan_micro_batches(lengths, max_tokens=180, **how) == [list(range(8))]                 # 20 + 8·20
+    with pytest.raises(ValueError, match="unit 0 .* takes 100 tokens and 4 rows, the limits are max_tokens=99"): plan_micro_batches(lengths, max_tokens=99, **how)
+    tokens[4:, 9:20] = 2        # the second unit has 20 in common, but 9 with the first: it fits by itself alone
+    how["shared"] = shared_prefix(tokens, lengths, group)
+    assert sorted(plan_micro_batches(lengths, max_tokens=133, **how)) == [[0, 1, 2, 3], [4, 5, 6, 7]]     # 9 + 4·31 = 133
+
+
+def test_random_units_are_taken_by_what_they_share():
+    rng, taken = random.Random(9), 0
+    for _ in range(300):
+        tokens, lengths, group = families(rng, rng.randint(2, 40))
+        unit, shared = torch.tensor([rng.randrange(8) for _ in lengths]) if rng.random() < .5 else group, shared_prefix(tokens, lengths, group)
+        def least(rows): # tokens of a unit, counted as the docs say
+            kinds = {}
+            for i in rows: kinds.setdefault(int(shared[0][i]), []).append(i)
+            return sum(sum(int(lengths[i]) for i in at) - (len(at)-1)*min((int(shared[1][i]) for i in at if i != h), default=0) for h, at in kinds.items())
+        units = [(unit == u).nonzero()[:, 0].tolist() for u in unit.unique()]
+        cap = max(1, *map(least, units))
+        taken += cap < max(int(lengths[u].sum()) for u in units)
+        plan = plan_micro_batches(lengths, max_tokens=cap, unit=unit, shared=shared)
+        assert sorted(i for b in plan for i in b) == list(range(len(lengths)))
+        assert all(len(pack(tokens[b], lengths[b], group[b]).tokens) <= cap for b in plan)
+        assert sum(len(set(unit[b].tolist())) for b in plan) == len(units)
+        if cap > 1: # and no less
+            with pytest.raises(ValueError, match="never parted"): plan_micro_batches(lengths, max_tokens=cap-1, unit=unit, shared=shared)
+    assert taken > 100
+
+
 def test_every_rank_counts_the_same_steps():
     "LAWS 24: local bins 1, 5, 2, 3 → every rank runs 5."
     ranks = [[4, 6], [7, 8, 6, 9, 10], [5, 5, 10], [9, 9, 9]]
