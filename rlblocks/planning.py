@@ -202,9 +202,9 @@ def _kept(model, engine, W, state_bytes, dtype):
     if engine is None: return kept(size(params), size(learnt), size(learnt))
     if engine == "fsdp2": return kept(shard(params), shard(learnt), shard(learnt))
     part = -(-size(learnt)//W)
+    if engine == "zero1": return kept(size(params) + part, size(learnt), part)
     computes = sum(p.numel()*(dtype.itemsize if dtype in HALF else p.element_size()) for p in params)
     if engine == "zero3": return kept(-(-computes//W) + part, part, part)
-    if engine == "zero1": return kept((2 if dtype in HALF else 1)*computes + part, size(learnt), part)
     return kept(computes + part, part, part)
 
 def _gathered(model, engine, W, dtype):
