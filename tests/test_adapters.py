@@ -1,6 +1,8 @@
 "Adapters: one frozen model under several learners, syncs that never touch it (LAWS 9), folders that plain transformers and peft load (LAWS 40)."
 import copy
 import json
+import os
+import warnings
 
 import pytest
 import torch
@@ -208,6 +210,55 @@ def test_the_exporter_holds_a_bucket_and_a_tensor():
     largest = max(x.nbytes for x in named_weights(net).values())
     sizes = [sum(x.nbytes for x in bucket.values()) for bucket in policy._run.model.iter_full_params(1 << 16, "trunk.")]
     assert max(sizes) <= max(largest, 1 << 16) and len(sizes) > 10
+
+
+# -- many ranks
+
+HOW = dict(lora=dict(), dora=dict(use_dora=True), head=dict(modules_to_save=["lm_head"]))
+
+
+def on_shards(b, whole, engine):
+    "A policy, its reference and a critic that came later, stepped in turns: what they compute, what they send, what they keep."
+    found = {}
+    for name, how in HOW.items():
+        policy = Policy(model(), lora=LORA | how, lr=1e-2, device="cpu", engine=engine, micro_rows=5, checkpointing=True)
+        ref, critic = Policy(policy, lora=None, engine=engine), Critic(policy, lora=LORA | dict(name="value"), lr=1e-2, micro_rows=5)
+        for _ in range(3): policy.step(b, pg), critic.step(b, fit)
+        sent = {k: x for bucket in policy.weights().buckets(1 << 14) for k, x in bucket.items()}
+        found[name] = dict(outputs=torch.stack([policy.logprobs(whole), ref.logprobs(whole), critic.values(whole)]), sent=sent, kept=policy.state_dict()["module"])
+        if engine:
+            with pytest.raises(ValueError, match="starts from whole weights"): Critic(policy, lora=dict(name="late", use_dora=True))
+            with pytest.raises(ZeroDivisionError): policy.step(b, lambda out, b: 1/0)
+            assert torch.equal(ref.logprobs(whole), found[name]["outputs"][1])          # a step that failed leaves the shards in order
+    return found
+
+
+def one_rank(rank, world, folder, engine="fsdp2"):
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    whole = batch()
+    torch.save(on_shards(whole.parts(world)[rank], whole, engine), folder/f"{rank}.pt")
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_adapters_on_a_sharded_base(world, tmp_path):
+    "fsdp2 under adapters: the numbers of one process without it, on every rank; the export is whole."
+    torch.multiprocessing.spawn(one_rank, (world, tmp_path), nprocs=world, join=True)
+    want = on_shards(batch(), batch(), None)
+    for rank in range(world):
+        got = torch.load(tmp_path/f"{rank}.pt")
+        for name in HOW:
+            assert_close(got[name]["outputs"], want[name]["outputs"], rtol=0, atol=1e-5)
+            for what in ("sent", "kept"):
+                assert got[name][what].keys() == want[name][what].keys()
+                for k, x in want[name][what].items(): assert_close(got[name][what][k], x, rtol=0, atol=1e-4)    # Adam divides by the gradient's size: where that is near 0, rounding shows
+
+
+def test_zero3_says_what_to_take_instead():
+    with pytest.raises(ValueError, match='engine="fsdp2" shards a frozen base'): Policy(model(), lora=LORA, engine="zero3", device="cpu")
 
 
 # -- folders
