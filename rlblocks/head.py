@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from jaxtyping import Float, Int
 
 from .logprobs import entropy as entropy_of, gather_logprobs, linear_logprobs
 from .masked import promoted
+from .passes import pieces
 
 # %% ../nbs/32_head.ipynb #ae7bec36
 def states_of(
@@ -70,22 +72,28 @@ def bending(
     trunk:nn.Module, # a model with logits
     device,          # where it lives
 )->tuple[float, float|None]|None: # (k, c): logits leave the model as c·tanh(k·z/c), c = None for k·z; None: in no such way
-    "How a model changes what its output layer gives, found by giving it a ramp instead."
+    """How a model changes what its output layer gives, found by giving it a ramp instead.
+
+    The ramp is float32 whatever the weights are, since k divides every logit, as a temperature does, and half precision knows it to .4 % only."""
     head = output_layer(trunk)
-    known = matrix_of(head)
-    if known is None: return None
-    ramp = torch.tensor([-3e3, -30., -4., -.01, .01, .5, 8., 3e4], device=device, dtype=known[0].weight.dtype)
+    if not _stands_alone(head): return None
+    ramp = torch.tensor([-3e3, -30., -4., -.01, .01, .5, 8., 3e4], device=device, dtype=promoted(next(head.parameters())[:0]).dtype)
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     def instead(h): return ramp.expand(*h.shape[:-1], len(ramp))
-    with watched(head, instead): out = states_of(trunk(ids))[0, -1].double()
-    z = ramp.double()
-    if out.shape != z.shape or not out.isfinite().all(): return None
-    k, tol = float(out[4]/z[4]), 1e-5 if ramp.dtype in (torch.float32, torch.float64) else 2e-2
-    k = 1. if abs(k-1) < tol else k
-    for c in (None, float(out[-1])):
+    with watched(head, instead): out = states_of(trunk(ids))[0, -1]
+    if out.shape != ramp.shape or out.dtype != ramp.dtype or not out.isfinite().all(): return None
+    z, out = ramp.double(), out.double()
+    for c in (None, float(out[-1])):    # the ramp ends where tanh is 1
         if c is not None and c <= 0: continue
-        if ((k*z if c is None else c*torch.tanh(k*z/c)) - out).abs().le(tol*out.abs().clamp(min=1e-2)).all(): return k, c
+        k = float(out[4]/z[4] if c is None else c*torch.atanh(out[4]/c)/z[4])
+        if abs(k-1) < 1e-6: k = 1.      # float32's rounding, and no real factor
+        if ((k*z if c is None else c*torch.tanh(k*z/c)) - out).abs().le(1e-5*out.abs().clamp(min=1e-2)).all(): return k, c
     return None
+
+def _stands_alone(layer):
+    "Whether a layer is one that can be called on a few places by itself: linear, of any kind, or in an adapter's wrapping."
+    if not isinstance(layer, nn.Linear) and not type(layer).__module__.startswith("peft."): return False
+    return matrix_of(layer) is not None or all(p.numel() for p in layer.parameters())   # an adapter of ZeRO-3's: its parts come and go with their own passes, and cannot be run again in the backward pass
 
 # %% ../nbs/32_head.ipynb #b3bda1b2
 def sampled_from(
@@ -109,16 +117,20 @@ def head_logprobs(
     temperature=1.0,              # number or `[n]`, what the places were sampled at
     support=None,                 # `[n, K]` ids that sampling was confined to
     entropy:bool=False,           # also the entropy
+    chunk:int=1024,               # places whose logits exist at one time, where the layer has to give them
 )->Float[Tensor, "n found"]:      # log-probs, and the entropy beside them
     """Log-probs (and entropy) side by side, from what enters the output layer.
 
-    A layer that has become another since `bending` looked at it (a DoRA adapter, dropout) gives its logits in full."""
+    A layer that is no matrix (`matrix_of`) gives its logits, `chunk` places at a time, and with a gradient once more in the backward pass."""
     scale, softcap = bend
     how:dict[str, Any] = dict(temperature=temperature, support=support)
     known = matrix_of(layer)
     if known is None:
-        z = _logits(layer, hidden, bend)
-        return torch.stack((gather_logprobs(z, targets, **how), *([entropy_of(z, **how)] if entropy else [])), -1)
+        def read(h, ids, τ, only):
+            z, sampled = _logits(layer, h, bend), dict(temperature=τ, support=only)
+            return torch.stack((gather_logprobs(z, ids, **sampled), *([entropy_of(z, **sampled)] if entropy else [])), -1)
+        if len(hidden) <= chunk: return read(hidden, targets, temperature, support)
+        return torch.cat([checkpoint(read, *piece, use_reentrant=False) for piece in pieces(chunk, hidden, targets, temperature, support)])
     matrix, adapters = known
     h, bias = (x if scale == 1 or x is None else x*scale for x in (hidden, matrix.bias))
     if adapters: # x = s·h·Aᵀ in the adapter's precision, B as wide as the matrix

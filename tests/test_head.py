@@ -1,4 +1,5 @@
 "An output layer with adapters is read straight, or from its logits where it cannot be: the numbers are the same (LAWS 8, 12)."
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -6,6 +7,7 @@ import tiny
 import torch
 from rlblocks import head, linear_logprobs
 from rlblocks.head import bending, head_logprobs, head_measured, matrix_of, output_layer
+from rlblocks import reader as reader_module
 from rlblocks.reader import Reader
 from torch import nn
 from torch.testing import assert_close
@@ -53,9 +55,9 @@ def read(net, bend):
 def agree(net, adapters, softcap=None):
     "The layer is read straight with so many adapters (None: from logits), and gives what its logits give."
     known = matrix_of(output_layer(net))
-    assert (known and len(known[1])) == adapters
+    assert (known if known is None else len(known[1])) == adapters
     bend = bending(net, "cpu")
-    assert bend == (None if adapters is None else (1., pytest.approx(softcap) if softcap else None))
+    assert bend == (1., pytest.approx(softcap) if softcap else None)
     straight, plain = read(net, bend), read(net, None)
     for x, y in zip(straight[:2], plain[:2], strict=True): assert_close(x, y, atol=1e-10, rtol=1e-10)
     assert straight[2].keys() == plain[2].keys() and straight[2]
@@ -96,7 +98,60 @@ def test_adapters_are_read_as_they_stand_at_the_moment():
 
 
 @pytest.mark.parametrize("how", [dict(use_dora=True), dict(lora_bias=True), dict(target_modules=["q_proj"], modules_to_save=["lm_head"])])
-def test_what_is_not_plain_lora_is_read_from_logits(how): agree(model(**how), None)
+def test_what_is_not_plain_lora_is_read_from_logits(how):
+    "… of some places at a time."
+    with mock.patch.object(reader_module, "head_logprobs", partial(head_logprobs, chunk=7)): agree(model(**how), None)
+
+
+def test_logits_of_all_places_are_never_there_at_once():
+    "DoRA: no result of any operation, forward or backward, has more than chunk × V entries, and none so large is kept for the backward pass."
+    class Largest(TorchDispatchMode):
+        entries = 0
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **kwargs or {})
+            if isinstance(out, torch.Tensor): self.entries = max(self.entries, out.numel())
+            return out
+    layer = output_layer(model(use_dora=True))
+    hidden, ids = torch.randn(90, 32).double().requires_grad_(), torch.arange(90)
+    found = {}
+    for chunk in (40, 90):
+        kept = []
+        def keep(x, kept=kept): kept.append(x.numel()); return x
+        with Largest() as seen:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x): out = head_logprobs(layer, hidden, ids, bend=(.5, 3.), entropy=True, chunk=chunk, temperature=torch.linspace(.5, 2, 90), support=torch.where(ids[:, None] % 2 == 0, -1, ids[:, None] + torch.arange(4)))
+            grads = torch.autograd.grad(out.cos().sum(), [hidden, layer.lora_A["default"].weight])
+        assert seen.entries == chunk*WIDE and (max(kept) < 20*WIDE) == (chunk < 90)
+        found[chunk] = out, *grads
+    for one, other in zip(found[40], found[90], strict=True): assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("k", [1., 1/1.005, 1/.99, 1/3, 1/6, 1/13, 1.0001])
+def test_a_factor_is_known_to_float32_whatever_the_weights(dtype, k):
+    "It divides all logits: an error of it is one of the temperature."
+    import transformers as tf
+    found = bending(tf.GraniteForCausalLM(tf.GraniteConfig(**tiny.SIZES | dict(logits_scaling=1/k))).to(dtype), "cpu")
+    assert found == (pytest.approx(k, rel=2e-7), None) and (k != 1 or found[0] == 1)
+
+
+@pytest.mark.parametrize("c, k", [(.5, 1.), (.5, .3), (30., 1.), (30., 5.)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_softcap_and_a_factor_are_told_apart(c, k, dtype):
+    class Bent(nn.Module):
+        def __init__(self): super().__init__(); self.embed, self.lm_head = nn.Embedding(4, 8), nn.Linear(8, 4)
+        def get_output_embeddings(self): return self.lm_head
+        def forward(self, ids): return c*torch.tanh(k*self.lm_head(self.embed(ids))/c)
+    assert bending(Bent().to(dtype), "cpu") == (pytest.approx(k, rel=1e-6), pytest.approx(c, rel=1e-6))
+
+
+def test_what_cannot_be_measured_is_not_guessed():
+    "Logits that come out in half precision, or bent in another way."
+    class Other(nn.Module):
+        def __init__(self, after): super().__init__(); self.embed, self.lm_head, self.after = nn.Embedding(4, 8), nn.Linear(8, 4), after
+        def get_output_embeddings(self): return self.lm_head
+        def forward(self, ids): return self.after(self.lm_head(self.embed(ids)))
+    assert bending(Other(lambda z: z), "cpu") == (1., None)
+    for after in (lambda z: z.bfloat16(), lambda z: z + 1, lambda z: z.clamp(-5, 5), lambda z: -z.abs(), lambda z: z.log_softmax(-1)): assert bending(Other(after), "cpu") is None
 
 
 def test_a_layer_that_changes_gives_its_logits():
