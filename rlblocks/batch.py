@@ -184,7 +184,7 @@ class Batch:
         rows:list[int], # row numbers; none makes a filler
         siblings=(),    # what `siblings` says of the cut it is of
     ):
-        "Some rows as a part that remembers this batch's whole. No rows: the shortest unit with its mask cleared, weightless, so that collectives find work."
+        "Some rows as a part that remembers this batch's whole. No rows: the shortest unit that has tokens, its mask cleared, weightless, so that collectives find work."
         w = self.whole if self._whole or "mask" in self else Whole(0, 0, 0) # without a mask nothing counts
         new = self._rows(torch.tensor(rows or self._lightest()), Whole(w.n_tokens, w.n_rows, w.n_units, siblings or w.siblings), self.filler or not rows)
         if new.filler and "mask" in new: new.columns["mask"] = torch.zeros_like(new.mask)
@@ -193,7 +193,8 @@ class Batch:
     def _lightest(self):
         if not len(self): raise ValueError("Batch: a batch without rows cannot be cut in parts: there is no row to make a filler of")
         sizes = self._sizes().tolist()
-        return min(self.unit_rows(), key=lambda u: sum(sizes[i] for i in u))
+        each = lambda u: sum(sizes[i] for i in u)
+        return min(self.unit_rows(), key=lambda u: (not each(u), each(u)))
 
     def siblings(self,
         cuts:list[list[int]], # of `cut`: row numbers of every piece

@@ -62,7 +62,7 @@ class Policy(Trained):
         frozen:bool=False,   # a reference: no optimizer
         micro_tokens:int=8192,    # most tokens a forward pass; a longer row raises
         micro_rows:int|None=None, # most rows a forward pass
-        pack:bool|None=None, # True: pack rows, or raise if the model mixes them; None: where that is faster (flash attention)
+        pack:bool|None=None, # None: pack rows end to end, a group's prompt once, where a probe finds that rows stay apart (transformers' sdpa, eager, flash, flex), else pad; True: or raise; False: pad
         attention:str|None=None, # attention implementation of a name or folder, e.g. "flash_attention_2"
         **more,              # offload, nvme, betas, weight_decay, max_norm, schedule, optimizer, dtype, checkpointing, low_precision, device: of `ShardedModel`
     ):
@@ -237,7 +237,7 @@ class Scorer(Trained):
 
     def _raw(self, batch):
         if self.at is None: return self._run.compute(batch, "scores", self._read)
-        if "mask" not in batch and self.at in batch: batch = batch._like(batch.columns | dict(mask=batch[self.at]), None)
+        if "mask" not in batch and self.at in batch: batch = batch._like(batch.columns | dict(mask=batch[self.at]), batch._whole, batch.filler)
         return self._run.compute(batch, "values", lambda part: Out(values=self._read(part).scores))
 
     def scores(self,
@@ -264,7 +264,9 @@ class Scorer(Trained):
         *more,         # further (batch, loss) pairs of the same step
     )->dict: # metrics
         "One optimizer step, over as many micro-batches and ranks as it takes. As `Policy.step`."
-        return self._run.step([(batch, loss), *more], self._read)
+        jobs = [(batch, loss), *more]
+        for b, _ in jobs if self.at is None else (): self._run.scorable(b)
+        return self._run.step(jobs, self._read)
 
     def state_dict(self,
         *,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from .batch import Batch, widen
 from .masked import Last, Mean, merge
-from .packing import micro_batch_count, plan_micro_batches, shared_prefix
+from .packing import plan_micro_batches, shared_prefix
 from .head import bending
-from .reader import Reader, pack_by
+from .reader import Reader, pack_by, turning
 from .sharded import ShardedModel, agree, world
 
 # %% ../nbs/33_runner.ipynb #ae90ff7a
@@ -61,7 +61,7 @@ class Runner:
         if pack and not apart: raise ValueError(f"{name}: pack=True, but {why}; use pack=False, or None, which pads where packing fails")
         attention = getattr(getattr(reader.trunk, "config", None), "_attn_implementation", None) or ""
         linear = reader.segments or "flash" in attention or "flex" in attention     # else a dense mask over the line: quadratic, and rows of like length side by side are faster
-        self.packed, self.checked = apart and (linear if pack is None else pack), WeakSet()
+        self.packed, self.checked, self.turning = apart and (linear if pack is None else pack), WeakSet(), turning(reader.trunk)
 
     # -- planning
     def plan(self,
@@ -69,13 +69,33 @@ class Runner:
     )->list[list[int]]: # row numbers of each micro-batch
         "Row numbers of each micro-batch; the same number of them on every rank, some empty."
         if "lengths" not in batch: raise ValueError(f"{self.name}: the batch has no column 'lengths' (real tokens a row)")
-        how:dict[str, Any] = dict(max_tokens=self.micro_tokens, max_rows=self.micro_rows, padded=not self.packed)
-        share = self.packed and self.reader.segments
-        siblings, families = batch.whole.siblings if batch._whole else (), batch.families
-        shared = shared_prefix(batch.tokens, batch.lengths, families) if share and families is not None else None
-        bins = plan_micro_batches(batch.lengths, unit=batch.unit if "unit" in batch else None, shared=shared, **how)
-        n = micro_batch_count([s[0] for s in siblings], unit=[s[1] for s in siblings], shared=[s[2] for s in siblings] if share else None, **how) if siblings else len(bins)
-        return bins + [[] for _ in range(n-len(bins))]
+        families = batch.families
+        shared = shared_prefix(batch.tokens, batch.lengths, families) if families is not None else None
+        plans = [self._plan(*looks) for looks in (batch.whole.siblings if batch._whole else ())]     # everybody's, and for everybody the same errors
+        bins = self._plan(batch.lengths, batch.unit if "unit" in batch else None, shared)
+        return bins + [[] for _ in range(max(map(len, plans), default=0) - len(bins))]
+
+    def _plan(self, lengths, unit, shared):
+        "Micro-batches of the rows of one rank; an empty row takes the place of a token."
+        lengths = lengths.cpu().clamp(min=1)
+        unit, sides = None if unit is None else unit.cpu(), self._sides(lengths, unit)
+        if len(sides) > 1 or not (self.packed and self.reader.segments): shared = None
+        return [rows[bin_].tolist() for rows in sides
+                for bin_ in plan_micro_batches(lengths[rows], unit=None if unit is None else unit[rows], shared=shared, max_tokens=self.micro_tokens, max_rows=self.micro_rows, padded=not self.packed)]
+
+    def _sides(self, lengths, unit):
+        "Row numbers that may run together: all, but where a rotary embedding turns with the longest row, those within its window and those beyond."
+        rows, turning_ = torch.arange(len(lengths)), self.turning
+        if turning_ is None or (lengths <= turning_[1]).all(): return [rows]
+        kind, window = turning_
+        if kind != "longrope":
+            raise ValueError(f"{self.name}: a row has {int(lengths.max())} tokens, but the {kind!r} rotary embedding of {type(self.reader.trunk).__name__} is another one for every length beyond {window}, "
+                             "and a row would be read by the longest in its call; shorten the rows (drop_long), or load the model with a rope_type that is fixed: 'yarn' or 'linear'")
+        beyond = lengths > window
+        if unit is not None and (torn := set(unit[beyond].tolist()) & set(unit[~beyond].tolist())):
+            raise ValueError(f"{self.name}: unit {min(torn)} has rows on both sides of {window} tokens, where the {kind!r} rotary embedding of {type(self.reader.trunk).__name__} changes, and a unit is never parted; "
+                             f"drop it, shorten its rows to {window}, or .drop('unit')")
+        return [side for side in (rows[~beyond], rows[beyond]) if len(side)]
 
     # -- one micro-batch
     def read(self,
@@ -115,8 +135,17 @@ class Runner:
         part:Batch, # a micro-batch
     )->Out: # scores `[B]`
         "One number a row, at its last token."
-        rows = torch.arange(len(part))
-        return Out(scores=self.read(part, rows, (part.lengths.cpu()-1).clamp(min=0))["values"])
+        self.scorable(part)
+        return Out(scores=self.read(part, torch.arange(len(part)), part.lengths.cpu()-1)["values"])
+
+    def scorable(self,
+        batch:Batch, # a whole, or one of the parts of a cut
+    ):
+        "ValueError when a row, of whichever part, has no token: it has no last one to score at. All ranks raise it."
+        cut = batch._whole.siblings if batch._whole else ()
+        for where, n in [(f" of part {k}", looks[0]) for k, looks in enumerate(cut)] or [("", batch.lengths)]:
+            empty = (n < 1).nonzero()
+            if len(empty): raise ValueError(f"{self.name}: row {int(empty[0])}{where} has no token, so no last one to score it at; leave empty rows out: batch[batch.lengths > 0]")
 
     # -- whole batches
     @torch.no_grad()
@@ -128,7 +157,8 @@ class Runner:
         "Run all micro-batches without gradient and put `key` back in the rows' order, on the CPU."
         if "mask" not in batch:
             if key != "scores": raise ValueError(f"{self.name}: the batch has no column 'mask' (the tokens that were chosen)")
-            batch = batch._like(batch.columns | dict(mask=torch.zeros(batch.tokens.shape, dtype=torch.bool)), None)
+            batch = batch._like(batch.columns | dict(mask=torch.zeros(batch.tokens.shape, dtype=torch.bool)), batch._whole, batch.filler)
+        if key == "scores": self.scorable(batch)
         batch = batch._like(batch.columns, batch.whole, batch.filler)      # counted once, not for every micro-batch
         like = torch.zeros(batch.mask.shape if key != "scores" else len(batch))
         done = []

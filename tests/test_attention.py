@@ -160,19 +160,20 @@ def test_columns_keep_their_tokens(): # media and routed experts travel so
 # -- what cannot be packed says so
 
 class Sinks(nn.Module):
-    def __init__(self, net):
+    def __init__(self, net, blind=False):
         super().__init__()
-        self.net, self.config = net, net.config
+        self.net, self.config, self.blind = net, net.config, blind      # blind: takes positions and loses them
         for layer in net.model.layers: layer.self_attn.register_forward_pre_hook(lambda m, args, kw: (args, kw | dict(s_aux=torch.zeros(4))), with_kwargs=True)
     def get_output_embeddings(self): return self.net.get_output_embeddings()
-    def forward(self, tokens, position_ids=None, use_cache=None, **more): return self.net(tokens, position_ids=position_ids, use_cache=use_cache, **more)
+    def forward(self, tokens, position_ids=None, use_cache=None, **more): return self.net(tokens, position_ids=None if self.blind else position_ids, use_cache=use_cache, **more)
 
 
 def test_attention_sinks_are_refused_by_name():
-    reader = Reader(Sinks(tiny.model()).eval())
-    apart, why = pack_by(reader, "cpu")
-    assert not reader.segments and reader.trunk.config._attn_implementation == "sdpa"
-    assert apart or "attention sinks" in why
+    for blind in (False, True):
+        reader = Reader(Sinks(tiny.model(), blind).eval())
+        apart, why = pack_by(reader, "cpu")
+        assert not reader.segments and reader.trunk.config._attn_implementation == "sdpa"
+        assert apart is not blind and ("attention sinks" in why) is blind     # by positions, if the model knows them
     with pytest.raises(NotImplementedError, match="LlamaAttention has attention sinks"):
         x = torch.zeros(1, 4, 3, 8)
         segment_attention(tiny.model().model.layers[0].self_attn, x, x, x, None, segments=Segments([3], [(0, 0)]), s_aux=torch.zeros(4))
@@ -221,6 +222,45 @@ def test_eager_position_packing_still_works_where_segments_do_not(monkeypatch):
     assert policy._run.packed and not policy._run.reader.segments
     assert_close(policy.logprobs(b), Policy(tiny.model(), pack=False, device="cpu").logprobs(b), rtol=0, atol=1e-6)
     assert not Policy(tiny.model(), device="cpu")._run.packed # a dense mask over the line: padding is faster
+
+
+# -- rotary embeddings that turn with the longest row of a call
+
+LONGROPE = dict(rope_type="longrope", factor=4., rope_theta=1e4, short_factor=[1.]*4, long_factor=[4., 3., 2., 2.], original_max_position_embeddings=16)
+DYNAMIC = dict(rope_type="dynamic", factor=4., rope_theta=1e4)
+
+
+def lengthy(*lengths, **more):
+    g, L, at = torch.Generator().manual_seed(0), torch.tensor(lengths), torch.arange(max(lengths))
+    return Batch(tokens=torch.randint(2, 32, (len(L), max(lengths)), generator=g), lengths=L, mask=(at >= 1) & (at < L[:, None]), row=torch.arange(len(L)), **more)
+
+
+def strong(**rope):
+    net = tiny.model(dtype=torch.float64, **rope)
+    with torch.no_grad():
+        for p in net.parameters():
+            if p.dim() > 1: p.mul_(8)
+    return net
+
+
+@pytest.mark.parametrize("pack", [None, True, False])
+def test_rows_within_and_beyond_a_longrope_window_never_share_a_call(pack):
+    policy, b = Policy(strong(rope_parameters=LONGROPE), pack=pack, device="cpu"), lengthy(12, 40, 16, 17, 30)
+    by_itself = torch.cat([Policy(strong(rope_parameters=LONGROPE), pack=False, device="cpu").logprobs(b[[i]]) for i in range(5)])
+    assert_close(policy.logprobs(b), by_itself, rtol=0, atol=1e-10)
+    assert sorted(policy._run.plan(b)) == [[0, 2], [1, 3, 4]]
+    assert {len(policy._run.plan(p)) for p in b.parts(3)} == {2}      # one rank has rows of both kinds: all run two forward passes
+    with pytest.raises(ValueError, match="Policy: unit 1 has rows on both sides of 16 tokens.*longrope"): policy.logprobs(lengthy(12, 14, 40, unit=torch.tensor([0, 1, 1])))
+
+
+@pytest.mark.parametrize("pack", [None, False])
+def test_rows_beyond_the_window_of_a_dynamic_rope_are_refused_by_name(pack):
+    policy, b = Policy(strong(rope_parameters=DYNAMIC, max_position_embeddings=16), pack=pack, device="cpu"), lengthy(12, 16, 9)
+    by_itself = torch.cat([Policy(strong(rope_parameters=DYNAMIC, max_position_embeddings=16), pack=False, device="cpu").logprobs(b[[i]]) for i in range(3)])
+    assert_close(policy.logprobs(b), by_itself, rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match="Policy: a row has 17 tokens.*dynamic.*beyond 16"): policy.logprobs(lengthy(12, 17))
+    for part in lengthy(12, 17).parts(2):      # every rank, not the one that has it
+        with pytest.raises(ValueError, match="dynamic"): policy.logprobs(part)
 
 
 # -- the model is still the model

@@ -66,6 +66,14 @@ def test_what_parts_answer_goes_back_where_it_came_from(n, unit):
     for name, x in b.columns.items(): assert back[name] == x if isinstance(x, list) else back[name].equal(x), name
 
 
+def test_a_filler_has_a_token_if_any_row_has():
+    b = Batch(tokens=torch.ones(4, 7, dtype=torch.long), lengths=torch.tensor([5, 0, 1, 7]), mask=torch.zeros(4, 7, dtype=torch.bool))
+    assert [p.lengths.tolist() for p in b.parts(6) if p.filler] == [[1], [1]]
+    b = Batch(tokens=torch.ones(4, 7, dtype=torch.long), lengths=torch.tensor([5, 0, 0, 7]), unit=torch.tensor([0, 0, 1, 2]))
+    assert b.part([]).lengths.tolist() == [5, 0]
+    assert b[[2]].part([]).lengths.tolist() == [0]
+
+
 def test_parts_are_balanced_by_tokens_or_by_cost():
     lengths = torch.tensor([800] + [100]*8)
     b = Batch(tokens=torch.zeros(9, 800, dtype=torch.long), lengths=lengths, mask=(torch.arange(800) >= 1) & (torch.arange(800) < lengths[:, None]))

@@ -265,7 +265,7 @@ def test_a_reward_model_keeps_its_head(tmp_path):
     for source in (net, str(tmp_path)):
         assert_close(Scorer(source, device="cpu").scores(b.drop("mask")), want, rtol=0, atol=1e-5)
     config.num_labels = 3
-    with pytest.raises(ValueError, match="a head of 3 numbers"): Scorer(LlamaForSequenceClassification(config), device="cpu")
+    with pytest.raises(ValueError, match="a head of 3 numbers; 1 is wanted"): Critic(LlamaForSequenceClassification(config), device="cpu")     # a Scorer has as many outputs
 
 
 def test_two_losses_in_one_step():
@@ -372,6 +372,62 @@ def test_what_was_not_asked_for_says_how_to():
     policy, b = Policy(model(), device="cpu"), rows(dtype=torch.float32)
     for name, says in (("entropy", "entropy=True"), ("values", "value_head=True"), ("advantages", "there are logprobs")):
         with pytest.raises(AttributeError, match=says): policy.step(b, lambda out, b, name=name: (getattr(out, name).sum(), {}))
+
+
+def uneven_rows(*lengths, mask=True, seed=0):
+    L, T, g = torch.tensor(lengths), max(2, *lengths), torch.Generator().manual_seed(seed)
+    chosen = (torch.arange(T) >= 1) & (torch.arange(T) < L[:, None])
+    return Batch(tokens=torch.randint(2, 32, (len(L), T), generator=g), lengths=L, **(dict(mask=chosen) if mask else {}))
+
+
+@pytest.mark.parametrize("how", [dict(micro_rows=1), dict(micro_tokens=10), dict(micro_rows=1, pack=False)])
+def test_ranks_score_rows_without_a_mask_in_as_many_forward_passes(how): # LAW 24
+    b = uneven_rows(10, 2, 2, 2, 2, 2, mask=False)
+    b["steps"] = torch.arange(10) == b.lengths[:, None] - 1
+    for at in (None, "steps"):
+        scorer = Scorer(model(), device="cpu", at=at, **how)
+        calls, read = [], scorer._run.read
+        scorer._run.read = lambda *a, **k: (calls.append(1), read(*a, **k))[1]
+        def passes(part):
+            calls.clear()
+            scorer.scores(part)
+            return len(calls)
+        masked = Batch(**b.columns, mask=torch.zeros(6, 10, dtype=torch.bool))
+        n = [passes(p) for p in b.parts(2)]
+        assert n[0] == n[1] and n == [passes(p) for p in masked.parts(2)] and n[0] >= (5 if "micro_rows" in how else 1)
+        fill = b.parts(8)[-1]
+        assert fill.filler and passes(fill) == 1
+
+
+@pytest.mark.parametrize("how", [dict(), dict(micro_rows=1), dict(micro_tokens=7), dict(pack=False), dict(pack=False, micro_rows=1)])
+def test_empty_rows_take_part_in_everything_but_scores(how):
+    b, loss = uneven_rows(5, 0, 1, 7, 0), lambda out, b: (masked_mean(-out.logprobs, b.mask, denom=b.n_tokens), {})
+    policy, full = Policy(model(dtype=torch.float64), lr=0., device="cpu", **how), [0, 3]
+    want = torch.zeros(5, 7, dtype=torch.float64)
+    want[full] = Policy(model(dtype=torch.float64), pack=False, device="cpu").logprobs(b[full])
+    assert_close(policy.logprobs(b), want, rtol=0, atol=1e-12)
+    found = gradients(policy)
+    value = float(policy.step(b, loss)["loss"])
+    other = Policy(model(dtype=torch.float64), lr=0., device="cpu", pack=False)
+    wanted = gradients(other)
+    assert value == pytest.approx(float(other.step(b[full], loss)["loss"]), rel=1e-12) and apart(found, wanted) < 1e-10
+    for n in (2, 6):
+        for part in b.parts(n): policy.logprobs(part)
+    for rows_ in ([1], [1, 2, 4]): assert (policy.logprobs(b[rows_]) == 0).all()      # nothing but empty rows runs too
+
+
+@pytest.mark.parametrize("pack", [None, False])
+def test_the_score_of_an_empty_row_is_refused_by_number_before_anything_runs(pack):
+    scorer, calls = Scorer(model(), device="cpu", pack=pack, micro_rows=1), []
+    scorer._run.reader.register_forward_pre_hook(lambda *_: calls.append(1))
+    for lengths in ((5, 3, 0), (5, 0, 3), (0,)):
+        b, at = uneven_rows(*lengths), lengths.index(0)
+        with pytest.raises(ValueError, match=f"Scorer: row {at} has no token"): scorer.scores(b)
+        with pytest.raises(ValueError, match=f"Scorer: row {at} has no token"): scorer.step(b, lambda out, b: (out.scores.sum()/b.n_rows, {}))
+    for part in uneven_rows(5, 3, 0).parts(2):     # on every rank
+        with pytest.raises(ValueError, match="Scorer: row 1 of part [01] has no token"): scorer.scores(part)
+    assert not calls
+    assert scorer.scores(uneven_rows(5, 1, 3)).shape == (3,)
 
 
 def test_clear_errors():

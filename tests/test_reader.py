@@ -114,9 +114,9 @@ class Widest(TorchDispatchMode):
 def test_no_logits_are_held(head):
     policy = Policy(tiny.model(vocab_size=20_000), value_head=head)
     b = tiny.rows(B=120, T=40)
-    assert b.n_tokens > 2*1024
+    assert b.n_tokens > 4*256     # on a CPU 256 places are read at a time
     with Widest() as seen: policy._run.tokens_out(b.part(range(len(b))), entropy=True).logprobs.sum().backward()
-    assert seen.numel <= 1024*20_000
+    assert seen.numel <= 256*20_000
     policy._run.reader.bend = None
     with Widest() as seen: policy._run.tokens_out(b.part(range(len(b))), entropy=True)
     assert seen.numel >= b.n_tokens*20_000
