@@ -93,16 +93,14 @@ def _blocks(*columns, entries=2**15): # rows that stay in a CPU's cache while se
 
 @torch.no_grad()
 def _moved(x, gate): # x: log ratio of the tokens, 0 under the mask
-    return _moves([_move(x.exp(), x, on) for x,on in _blocks(x, gate)], gate.sum())
+    return _moves([_move(x.expm1(), x, on) for x,on in _blocks(x, gate)], gate.sum())
 
-def _move(ratio, x, gate): # Σ (ratio − 1), Σ x, and the largest ratio, if 0 under the mask; `ratio` is used up
-    e = ratio.sub_(1)
-    return e.sum(), x.sum(), e.add_(gate).amax()
+def _move(e, x, gate): # Σ (ratio − 1), the largest ratio, and Σ k3, if x is 0 under the mask; `e`, of expm1 for k3 is of the size of x²/2, is used up
+    return e.sum(), (e + gate).amax(), e.sub_(x).sum()
 
 def _moves(blocks, n): # eˣ − 1 − x is k3 of KL(π_old‖π)
-    e, x, top = (torch.stack(found) for found in zip(*blocks, strict=True))
-    e = e.sum()
-    return dict(approx_kl=Mean(e - x.sum(), n), ratio=Mean(e + n, n), ratio_max=Max(top.amax()))
+    e, top, k3 = (torch.stack(found) for found in zip(*blocks, strict=True))
+    return dict(approx_kl=Mean(k3.sum(), n), ratio=Mean(e.sum() + n, n), ratio_max=Max(top.amax()))
 
 def _beyond(x, side, least, most): # −1 where x is beyond the border that its side, the sign of Â, pulls it to, else 0
     return x.clamp(least, most).sub_(x).sign_().mul_(side).sign_().clamp_(max=0)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Max, Mean, Number, aggregate, aggregate_rows, gate_of, gated, same_shape
+from .masked import Max, Mean, Number, aggregate, aggregate_rows, gate_of, gated, promoted, same_shape
 from .policy_losses import _beyond, _blocks, _capped, _clipped, _gain, _log_ratio, _loss, _move, _moved, _moves
 
 # %% ../nbs/13c_ratio_losses.ipynb #491727fe
@@ -90,22 +90,24 @@ def cispo_loss(
     L = −Σ sg(clip(ρ, 1−ε_low, 1+ε_high))·Â·log π / denom. Chen et al. 2025 (MiniMax-M1), eq. 4 and 5."""
     same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     least, most = 1 - clip_low, 1 + clip_high
-    blocks = [_cispo_block(least, most, *block) for block in _blocks(logprobs, old_logprobs, advantages, mask)] # only the weights are needed whole
-    weights, totals, counts, moves, *cut = zip(*blocks, strict=True)
-    weights, totals, counts = (torch.cat(x) for x in (weights, totals, counts))
+    weights = torch.empty_like(promoted(logprobs).detach()) # all that is needed whole
+    blocks = [_cispo_block(least, most, *block) for block in _blocks(weights, logprobs, old_logprobs, advantages, mask)]
+    totals, counts, moves, *cut = zip(*blocks, strict=True)
+    totals, counts = torch.cat(totals), torch.cat(counts)
     (total, tilt), n = (torch.stack(x).sum() for x in cut), counts.sum() # tilt: how many more above than below
     cut = dict(clip_frac=total, clip_frac_low=(total-tilt)/2, clip_frac_high=(total+tilt)/2)
     return _linear(logprobs, weights, totals, counts, over, denom), _moves(moves, n) | {k: Mean(x, n) for k,x in cut.items()}
 
 @torch.no_grad()
-def _cispo_block(least, most, logprobs, old_logprobs, advantages, mask): # weights, Σ weights·logprobs and tokens of each row, `_move`, how many were cut and on which side
+def _cispo_block(least, most, weights, logprobs, old_logprobs, advantages, mask): # writes the weights; Σ weights·logprobs and tokens of each row, `_move`, how many were cut and on which side
     gate = gate_of(mask, logprobs)
     x = _log_ratio(logprobs, old_logprobs, gate)
-    ratio = x.exp()
-    weights = ratio.clamp(least, most)
-    cut = (ratio-weights).sign_().flatten()
+    e = x.expm1()
+    ratio = e + 1
+    torch.clamp(ratio, least, most, out=weights)
+    cut = ratio.sub_(weights).sign_().flatten()
     weights.mul_(gated(advantages, gate))
-    return weights, (weights*gated(logprobs, gate)).sum(-1), gate.sum(-1), _move(ratio, x, gate), cut.dot(cut), cut.sum()
+    return torch.linalg.vecdot(weights, gated(logprobs, gate)), gate.sum(-1), _move(e, x, gate), cut.dot(cut), cut.sum()
 
 # %% ../nbs/13c_ratio_losses.ipynb #4cd24818
 def dppo_tv_loss(

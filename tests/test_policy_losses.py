@@ -324,6 +324,15 @@ def test_metrics_of_a_batch_of_many_blocks(loss): # more tokens than are measure
     assert {k: float(m) for k, m in whole.items()} == pytest.approx({k: float(m) for k, m in merge(*rows).items()}, rel=1e-5)
 
 
+@pytest.mark.parametrize("loss", [ppo_loss, cispo_loss])
+@pytest.mark.parametrize("size", [1e-2, 1e-3, 1e-4, 1e-5])
+def test_approx_kl_keeps_its_digits(loss, size): # x²/2 of small x, in float32: Σ(ρ−1) − Σx would have none of them
+    g = torch.Generator().manual_seed(0)
+    x, A, mask = size*torch.randn(70, 1000, generator=g), torch.randn(70, 1000, generator=g), torch.rand(70, 1000, generator=g) < .7
+    exact = x[mask].double()
+    assert float(loss(x, torch.zeros_like(x), A, mask)[1]["approx_kl"]) == pytest.approx(float((exact.expm1()-exact).mean()), rel=1e-3)
+
+
 def test_vespo_reports_its_weight():
     w = torch.where(MASK, LP-OLD, 0.).sum(1, keepdim=True)
     phi = torch.where(A > 0, 2*w + 3*(1-w.exp()), 3*w + 2*(1-w.exp())).exp()
