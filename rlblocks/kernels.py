@@ -62,8 +62,9 @@ def build()->tuple[Any, Any]:
         if ENTROPY: tl.store(entropies + row, tl.log(total) - weighted/total)
         if TOKENS:
             at = tl.load(tokens + row)
-            z, _ = shaped_block(tl.load(logits + row*V + at).to(tl.float32), t, softcap, CAP)
-            if EXCLUDED: z = tl.where(tl.load(excluded + row*V + at) == 0, z, float("-inf"))
+            known = (at >= 0) & (at < V) # any other id names memory of other rows, or of others
+            z, _ = shaped_block(tl.load(logits + row*V + at, mask=known, other=float("nan")).to(tl.float32), t, softcap, CAP)
+            if EXCLUDED: z = tl.where(tl.load(excluded + row*V + at, mask=known, other=0) == 0, z, float("-inf"))
             tl.store(chosen + row, z)
 
     @triton.jit

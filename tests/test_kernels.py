@@ -11,7 +11,7 @@ from rlblocks import kernels
 from torch.testing import assert_close
 
 IN_INTERPRETER = "RLBLOCKS_TEST_KERNELS" in os.environ  # Triton reads its switch when it is imported: the tests run themselves again in a fresh process
-absent = pytest.mark.skipif(not kernels.find_triton(), reason="Triton is not installed (it comes with torch's CUDA builds)")
+absent = pytest.mark.skipif(not kernels.find_triton(), reason="Triton is not installed (the extra dev has it)")
 inside = pytest.mark.skipif(not IN_INTERPRETER, reason="runs in the interpreter, from test_in_the_interpreter")
 
 
@@ -77,6 +77,21 @@ def test_entropy_by_kernels(monkeypatch, tau):
     one, other = both(monkeypatch, run)
     assert_close(other, one, atol=3e-6, rtol=1e-5)
     assert torch.equal(other[2], z) # logits of the caller's are read only
+
+
+@inside
+@pytest.mark.parametrize("confined", [False, True])
+def test_an_id_outside_the_vocabulary_reads_nan_and_nobodys_memory(confined):
+    "Without a word with the host, which would wait for the GPU; the torch passes raise IndexError."
+    V, ids = 19, torch.tensor([-1, -100, 3, 19, 10**12])
+    logits, lse, chosen = torch.randn(5, V, generator=torch.Generator().manual_seed(0)), torch.empty(5), torch.empty(5)
+    excluded = torch.zeros(5, V, dtype=torch.bool) if confined else None
+    before, into, one = logits.clone(), torch.empty_like(logits), torch.ones(5)
+    kernels.swept(logits, into, None, 1., excluded, ids, lse, chosen, None, False, one, None, one, block=8)
+    assert chosen.isnan().tolist() == [True, True, False, True, True] and chosen[2] == before[2, 3]
+    onehot = torch.zeros_like(before).index_put((torch.tensor(2), torch.tensor(3)), torch.tensor(1.))
+    assert_close(lse, before.logsumexp(-1))
+    assert_close(into, onehot - before.softmax(-1))
 
 
 def test_only_what_fits():
