@@ -380,23 +380,21 @@ def uneven_rows(*lengths, mask=True, seed=0):
     return Batch(tokens=torch.randint(2, 32, (len(L), T), generator=g), lengths=L, **(dict(mask=chosen) if mask else {}))
 
 
+@pytest.mark.parametrize("at", [None, "steps"])
 @pytest.mark.parametrize("how", [dict(micro_rows=1), dict(micro_tokens=10), dict(micro_rows=1, pack=False)])
-def test_ranks_score_rows_without_a_mask_in_as_many_forward_passes(how): # LAW 24
-    b = uneven_rows(10, 2, 2, 2, 2, 2, mask=False)
+def test_ranks_score_rows_without_a_mask_in_as_many_forward_passes(how, at): # LAW 24
+    b, scorer, calls = uneven_rows(10, 2, 2, 2, 2, 2, mask=False), Scorer(model(), device="cpu", at=at, **how), []
     b["steps"] = torch.arange(10) == b.lengths[:, None] - 1
-    for at in (None, "steps"):
-        scorer = Scorer(model(), device="cpu", at=at, **how)
-        calls, read = [], scorer._run.read
-        scorer._run.read = lambda *a, **k: (calls.append(1), read(*a, **k))[1]
-        def passes(part):
-            calls.clear()
-            scorer.scores(part)
-            return len(calls)
-        masked = Batch(**b.columns, mask=torch.zeros(6, 10, dtype=torch.bool))
-        n = [passes(p) for p in b.parts(2)]
-        assert n[0] == n[1] and n == [passes(p) for p in masked.parts(2)] and n[0] >= (5 if "micro_rows" in how else 1)
-        fill = b.parts(8)[-1]
-        assert fill.filler and passes(fill) == 1
+    masked, read = Batch(**b.columns, mask=torch.zeros(6, 10, dtype=torch.bool)), scorer._run.read
+    scorer._run.read = lambda *a, **k: (calls.append(1), read(*a, **k))[1]
+    def passes(part):
+        calls.clear()
+        scorer.scores(part)
+        return len(calls)
+    n = [passes(p) for p in b.parts(2)]
+    assert n[0] == n[1] and n == [passes(p) for p in masked.parts(2)] and n[0] == (5 if "micro_rows" in how else 1)
+    fill = b.parts(8)[-1]
+    assert fill.filler and passes(fill) == 1
 
 
 @pytest.mark.parametrize("how", [dict(), dict(micro_rows=1), dict(micro_tokens=7), dict(pack=False), dict(pack=False, micro_rows=1)])

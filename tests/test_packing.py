@@ -172,17 +172,20 @@ def test_a_unit_that_fits_with_its_prefix_counted_once_is_taken():
     assert sorted(plan_micro_batches(lengths, max_tokens=133, **how)) == [[0, 1, 2, 3], [4, 5, 6, 7]]     # 9 + 4·31 = 133
 
 
+def takes(unit, lengths, holder, common):
+    "Tokens of a unit as the notebook counts them: of the rows of one holder, what all have in common once."
+    kinds = {}
+    for i in unit: kinds.setdefault(holder[i], []).append(i)
+    return sum(sum(lengths[i] for i in at) - (len(at)-1)*min((common[i] for i in at if i != h), default=0) for h, at in kinds.items())
+
+
 def test_random_units_are_taken_by_what_they_share():
     rng, taken = random.Random(9), 0
     for _ in range(300):
         tokens, lengths, group = families(rng, rng.randint(2, 40))
         unit, shared = torch.tensor([rng.randrange(8) for _ in lengths]) if rng.random() < .5 else group, shared_prefix(tokens, lengths, group)
-        def least(rows): # tokens of a unit, counted as the docs say
-            kinds = {}
-            for i in rows: kinds.setdefault(int(shared[0][i]), []).append(i)
-            return sum(sum(int(lengths[i]) for i in at) - (len(at)-1)*min((int(shared[1][i]) for i in at if i != h), default=0) for h, at in kinds.items())
         units = [(unit == u).nonzero()[:, 0].tolist() for u in unit.unique()]
-        cap = max(1, *map(least, units))
+        cap = max(1, *(takes(u, lengths.tolist(), shared[0].tolist(), shared[1].tolist()) for u in units))
         taken += cap < max(int(lengths[u].sum()) for u in units)
         plan = plan_micro_batches(lengths, max_tokens=cap, unit=unit, shared=shared)
         assert sorted(i for b in plan for i in b) == list(range(len(lengths)))

@@ -8,9 +8,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from rlblocks import Batch, Checkpoint, Policy, merge, ppo_loss
+from test_attention import exact
 from tiny import apart, gradients, model, rows
 
 HOW = dict(lr=1e-3, max_norm=1e9, device="cpu", micro_rows=2, pack=True)
+
+
+def net(): return exact(model(dtype=torch.float64))
 
 
 def loss(out, b): return ppo_loss(out.logprobs, out.logprobs.detach() - .1*b.advantages, b.advantages, b.mask, denom=b.n_tokens)
@@ -20,6 +24,18 @@ def batch():
     b = Batch.cat([rows(B=11, seed=1), rows(B=11, seed=2)])
     b["row"] = torch.arange(22)
     return b
+
+
+def prompted():
+    "Five prompts of 9 … 13 tokens with four answers each."
+    b, at = rows(B=20, T=26, seed=3), torch.arange(26)
+    start = 9 + b.group
+    lengths = start + 1 + torch.arange(20)*7 % 12
+    tokens = torch.where(at < start[:, None], b.tokens[b.group*4], b.tokens)
+    return Batch(**b.columns | dict(tokens=tokens, lengths=lengths, mask=(at >= start[:, None]) & (at < lengths[:, None])))
+
+
+CASES = {"uneven": (batch, HOW), "balanced": (batch, HOW), "fewer rows than ranks": (lambda: batch()[:3], HOW), "a prompt on both": (prompted, HOW | dict(micro_rows=None, micro_tokens=60))}
 
 
 def uneven(b):
@@ -32,17 +48,19 @@ def one_rank(rank, world, port, cut, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    policy = Policy(model(dtype=torch.float64), **HOW)
-    calls, read = [], policy._run.read
+    make, how = CASES[cut]
+    policy = Policy(net, **how)
+    calls, laid, read = [], [], policy._run.read
     policy._run.read = lambda *a, **k: (calls.append(1), read(*a, **k))[1]
+    policy._run.reader.trunk.register_forward_pre_hook(lambda m, args, kw: laid.append(args[0].numel()), with_kwargs=True)
     found = gradients(policy)
-    part = uneven(batch())[rank] if cut == "uneven" else batch()[:3].parts(world)[rank] if cut == "fewer rows than ranks" else batch().parts(world)[rank]
+    part = uneven(make())[rank] if cut == "uneven" else make().parts(world)[rank]
     metrics = policy.step(part, loss)
     lp = policy.logprobs(part)
-    torch.save(dict(gradient=found, metrics={k: m.to("cpu") for k, m in metrics.items()}, calls=len(calls), lp=lp, rows=part.row, filler=part.filler,
+    torch.save(dict(laid=sum(laid), tokens=int(part.lengths.sum()), groups=set(part.group.tolist()), gradient=found, metrics={k: m.to("cpu") for k, m in metrics.items()}, calls=len(calls), lp=lp, rows=part.row, filler=part.filler,
                     weights=policy.state_dict()["module"]), folder/f"{rank}.pt")
-    with pytest.raises(ValueError, match="cut in 3, but"): policy.step(batch().parts(3)[0], loss)
-    whole = policy.step(batch(), loss)          # a whole is the same on every rank: nothing is summed, nothing is cut
+    with pytest.raises(ValueError, match="cut in 3, but"): policy.step(make().parts(3)[0], loss)
+    whole = policy.step(make(), loss)          # a whole is the same on every rank: nothing is summed, nothing is cut
     assert policy.version == 2 and float(whole["skipped"]) == 0
     checkpoint = Checkpoint(folder/"run", every=1)
     for _ in checkpoint(1, policy=policy): pass
@@ -51,7 +69,7 @@ def one_rank(rank, world, port, cut, folder):
     os._exit(0)         # all is checked and written; gloo's threads abort now and then when peers take their connections down at different times
 
 
-@pytest.mark.parametrize("world, cut", [(4, "uneven"), (2, "balanced"), (4, "fewer rows than ranks")])
+@pytest.mark.parametrize("world, cut", [(4, "uneven"), (2, "balanced"), (4, "fewer rows than ranks"), (2, "a prompt on both")])
 def test_ranks_agree_with_one_process(tmp_path, world, cut):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -60,8 +78,8 @@ def test_ranks_agree_with_one_process(tmp_path, world, cut):
     mp.spawn(one_rank, (world, port, cut, tmp_path), nprocs=world, join=True)
     assert time.monotonic() - start < 300          # it ends: no rank waits for a collective that another never enters
     ranks = [torch.load(tmp_path/f"{r}.pt", weights_only=False) for r in range(world)]
-    b = batch()[:3] if cut == "fewer rows than ranks" else batch()
-    policy = Policy(model(dtype=torch.float64), **HOW)
+    make, how = CASES[cut]
+    b, policy = make(), Policy(net, **how)
     want = gradients(policy)
     metrics = policy.step(b, loss)
     joined = merge(*(r["metrics"] for r in ranks))
@@ -75,3 +93,7 @@ def test_ranks_agree_with_one_process(tmp_path, world, cut):
     for r in ranks:
         if not r["filler"]: assert (r["lp"][:, :lp.shape[1]] - lp[r["rows"]]).abs().max() < 1e-10
     assert sum(r["filler"] for r in ranks) == (1 if cut == "fewer rows than ranks" else 0)
+    if cut == "a prompt on both":
+        assert len(ranks[0]["groups"] & ranks[1]["groups"]) >= 2                # the cut parts groups: each rank lays their prompt for itself
+        assert all(r["laid"] < .8*2*r["tokens"] for r in ranks)                 # once for step, once for logprobs; and the prompt once a group
+        assert ranks[0]["calls"] >= 2*2                                         # several micro-batches a rank
