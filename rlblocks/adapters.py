@@ -233,7 +233,7 @@ def _nested(named):
     root = nn.Module()
     for name, p in named.items():
         *path, leaf = name.split(".")
-        at = root
+        at:Any = root
         for part in path:
             if part not in at._modules: at.add_module(part, nn.Module())
             at = at._modules[part]

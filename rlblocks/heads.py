@@ -47,6 +47,7 @@ class ClassHead(nn.Module):
         if bins.shape != (linear.out_features,) or len(bins) < 2 or not (bins.diff() > 0).all():
             raise ValueError(f"bins: {list(bins.shape)} values for {linear.out_features} logits; at least two ascending values, one for each logit, are wanted")
         self.linear:Any = linear
+        self.bins:Tensor
         self.register_buffer("bins", bins.to(linear.weight))
 
     @property
@@ -68,7 +69,7 @@ def _weights_of(model):
     "(name → file, reader of one tensor) of a folder or a name on the hub."
     import json
     from safetensors import safe_open
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
     find = lambda name: cached_file(str(model), name, _raise_exceptions_for_missing_entries=False)
     def names(file):
         with safe_open(file, "pt") as f: return list(f.keys())
@@ -105,7 +106,12 @@ def load_scored(
     head = head_of(model) if isinstance(model, (str, Path)) else None
     if head is not None:
         from transformers import AutoModel
-        trunk = AutoModel.from_pretrained(model, dtype="auto", **(dict(attn_implementation=attention) if attention else {}))
+        from transformers.utils import logging
+        level = logging.get_verbosity()
+        logging.set_verbosity_error()                # else it reports the head as unexpected; what would be new it hides, so that is checked
+        try: trunk, found = AutoModel.from_pretrained(model, dtype="auto", output_loading_info=True, **(dict(attn_implementation=attention) if attention else {}))
+        finally: logging.set_verbosity(level)
+        if found["missing_keys"]: raise ValueError(f"{model}: the weights lack {sorted(found['missing_keys'])[0]!r} ({len(found['missing_keys'])} missing) of a {type(trunk).__name__}")
         return trunk, head.to(next(trunk.parameters()).device)
     module = load_module(model, trunk=True, attention=attention)
     own = getattr(module, str(getattr(module, "value_head_prefix", "score")), None)

@@ -7,10 +7,9 @@ __all__ = ['Trained', 'Policy', 'Critic', 'Scorer']
 
 # %% ../nbs/34_models.ipynb #d72ec8ad
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .adapters import Adapted, base_of, save_adapter, standing
 from .batch import Batch
@@ -73,6 +72,8 @@ class Policy(Trained):
         head = linear_head(module, _lm_width(module)) if value_head else None
         self._run = _runner(base, Reader(module, head, on_lm_head=value_head), lora, who="Policy", quantized=bool(quantization), micro_tokens=micro_tokens, micro_rows=micro_rows, pack=pack,
                             engine=engine, lr=lr, frozen=frozen, **more)
+
+    def __repr__(self): return super().__repr__()[:-1] + (")" if self._run.reader.bend else ", log-probs from logits in full)")    # what `bending` could not make out
 
     def logprobs(self,
         batch:Batch, # rows with tokens, lengths, mask (and how they were sampled)
@@ -246,7 +247,7 @@ class Scorer(Trained):
         "The scores of each row, at its last real token (`lengths`, never a token id) or after the marked ones, without gradient; normalised if so measured."
         x = without_moments(self._raw(batch), self.moments)
         if self.at is None or self.moments is None: return x
-        marked = batch[self.at]
+        marked = batch.columns[self.at]
         return torch.where(marked if x.dim() == 2 else marked[..., None], x, 0.)
 
     def normalise(self,
@@ -254,7 +255,7 @@ class Scorer(Trained):
     ):
         "Measure mean and standard deviation of each output; from now on `scores` takes them out, and `save_pretrained` keeps them."
         x = self._raw(batch)
-        if self.at is not None: x = x[batch[self.at]]
+        if self.at is not None: x = x[batch.columns[self.at]]
         x = x.reshape(len(x), -1)
         self.moments = Moments().add(x[:0] if batch.filler else x).over_ranks(self._run._shared([batch])).read()
 

@@ -6,11 +6,11 @@ import warnings
 
 import pytest
 import torch
-from rlblocks import Checkpoint, Critic, Policy, Rollout, Scorer, assert_on_policy, here, masked_mean, ppo_loss
+from rlblocks import Checkpoint, Critic, Policy, Rollout, Scorer, assert_on_policy, here, ppo_loss
 from rlblocks.adapters import lora_config
 from rlblocks.combine import merge_adapters
 from rlblocks.weights import checksum, named_weights
-from tiny import apart, gradients, model, prompts, rows
+from tiny import apart, gradients, model, rows
 from torch import nn
 from torch.testing import assert_close
 
@@ -55,7 +55,7 @@ def test_a_thousand_syncs_leave_the_base_bit_for_bit_alone():
         net, b = model().to(dtype), batch()[list(range(4))]
         policy, engine = Policy(net, lora=LORA | dict(modules_to_save=["lm_head"]), lr=1e-3, device="cpu"), Rollout(net, device="cpu")
         trunk = base_of(policy).trunk
-        hashes = lambda: {n: checksum(p) for n, p in trunk.named_parameters() if not p.requires_grad}
+        hashes = lambda trunk=trunk: {n: checksum(p) for n, p in trunk.named_parameters() if not p.requires_grad}
         before, sent = hashes(), set()
         for cycle in range(1000):
             if cycle % 20 == 0: policy.step(b, pg)
@@ -317,7 +317,7 @@ def test_reward_models_and_critics_with_adapters(tmp_path):
 # -- sums of adapters
 
 def test_adapters_are_combined_into_a_plain_folder(tmp_path):
-    net, b = model(), batch()
+    net = model()
     net.save_pretrained(tmp_path/"base")
     for i, loss in enumerate((pg, lambda out, b: (-pg(out, b)[0], {}))):
         stir(Policy(tmp_path/"base", lora=LORA | dict(seed=i), lr=1e-2, device="cpu"), loss=loss).save_pretrained(tmp_path/str(i), adapter=True)

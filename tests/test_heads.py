@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 from rlblocks import (
-    Batch, Critic, Policy, Scorer, bradley_terry_loss, classification_value_loss, expected_value, hl_gauss, multi_head_loss, pairs, process_reward_loss, two_hot,
+    Batch, Critic, Policy, Scorer, classification_value_loss, expected_value, hl_gauss, multi_head_loss, pairs, process_reward_loss, two_hot,
 )
 from rlblocks.heads import Moments, head_of
 from safetensors.torch import load_file, save_file
@@ -231,6 +231,15 @@ def test_a_judge_that_trl_wrote(tmp_path):
     judge = Scorer(tmp_path, device="cpu")
     assert judge.at == "steps" and judge.names is None
     assert_close(judge.scores(b)[b.steps], theirs(b.tokens).logits[b.steps].detach(), rtol=0, atol=1e-5)
+
+
+def test_a_folder_without_its_trunk_is_refused(tmp_path):
+    net = model()
+    net.save_pretrained(tmp_path)
+    weights = load_file(tmp_path/"model.safetensors") | {"score.weight": torch.ones(1, 32)}
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, tmp_path/"model.safetensors", metadata=dict(format="pt"))
+    with pytest.raises(ValueError, match="the weights lack 'layers.1.mlp.up_proj.weight'"): Scorer(tmp_path, device="cpu")
 
 
 def test_a_policy_is_no_reward_model(tmp_path):
