@@ -197,3 +197,13 @@ def test_a_quantised_head_is_read_from_logits(bits):
     bnb = pytest.importorskip("bitsandbytes")
     layer = bnb.nn.Linear4bit(8, 16) if bits == 4 else bnb.nn.Linear8bitLt(8, 16, has_fp16_weights=False)
     assert isinstance(layer, nn.Linear) and matrix_of(layer) is None
+
+
+def test_a_policy_says_when_it_holds_logits_in_full():
+    "LAWS 8: which way was chosen can be seen."
+    from rlblocks import Policy
+    class Opaque(nn.Module):
+        def __init__(self): super().__init__(); self.embed, self.last = nn.Embedding(8, 4), nn.Linear(4, 8)
+        def forward(self, ids): return self.last(self.embed(ids))
+    assert repr(Policy(Opaque(), device="cpu")).endswith(", version 0, log-probs from logits in full)")
+    assert repr(Policy(tiny.model(), device="cpu")).endswith(" rows, version 0)")
