@@ -273,18 +273,18 @@ def plan_micro_batches(
     if max_rows is None: max_rows = len(sizes)
     ids, of = of.unique(return_inverse=True)
     rows, longest, total = _sums(of, sizes)
-    shares = shared is not None and bool((shared[1] > 0).any())
-    if shares:
+    if shared is not None and not (shared[1] > 0).any(): shared = None
+    if shared is not None:
         holder, common = (x.cpu() for x in shared)
         own = torch.where(holder == torch.arange(len(sizes)), sizes, common)   # a holder has all of its tokens in common with itself
-    cost = rows*longest if padded else _once(of, sizes, holder, own) if shares else total
+    cost = rows*longest if padded else total if shared is None else _once(of, sizes, holder, own)
     odd = ((cost > max_tokens) | (rows > max_rows) | (total.scatter_reduce(0, of, sizes, "amin") < 0)).nonzero()
     if len(odd):
         bad, u = (of == odd[0]).nonzero()[:, 0].tolist(), int(odd[0])
         name = f"row {bad[0]}" if unit is None else f"unit {int(ids[u])} (rows {', '.join(map(str, bad))})"
         raise ValueError(f"{who}: {name} takes {int(cost[u])} tokens and {len(bad)} rows, the limits are max_tokens={max_tokens} and max_rows={max_rows}; "
                          "raise the limit or shorten the rows (a unit is never parted)")
-    if shares:
+    if shared is not None:
         of, cost = _families(of, sizes, holder, own, max_tokens=max_tokens, max_rows=max_rows)
         rows = of.bincount()
     def terms(kind):

@@ -7,7 +7,6 @@ __all__ = ['Out', 'Runner', 'check_splits']
 
 # %% ../nbs/33_runner.ipynb #294c8654
 from collections.abc import Callable
-from typing import Any
 from weakref import WeakSet
 
 import torch
