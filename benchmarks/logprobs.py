@@ -1,6 +1,8 @@
 """Log-probs (and entropy) from hidden states: seconds and peak memory of `linear_logprobs`, of logits in full, and of the peers that are installed.
 
-    .venv/bin/python benchmarks/logprobs.py [--shapes 2048x512x32000 2048x512x50000 8192x64x151936] [--rounds 5] [--threads N] [--chunk 1024] [--out benchmarks/results]
+    .venv/bin/python benchmarks/logprobs.py [--threads 1] [--rounds 2] [--memory-shape 8192x16x151936] [--shapes 2048x512x50000] [--mode …] [--chunk 1024] [--out benchmarks/results]
+
+Minutes on one thread, for the shape at which peers were measured (every mode and way) and the memory of `linear_logprobs` at T = 8192 and the vocabulary of Qwen. The last lines hold the numbers against LIMITS.
 
 Forward and backward for hidden states and head ("trains"), with the head frozen, with LoRA (rank 16) on a frozen head, and without gradient. Each way runs in a process of its own for its memory (the
 kernel's high-water mark of resident memory, reset before the call, less what inputs and gradients take); times are then taken in turn in one process, so that other work on the machine meets all alike, and
@@ -25,6 +27,10 @@ from rlblocks.logprobs import linear_logprobs
 # what learns: hidden states, head, an adapter on the head; and whether the entropy is asked
 MODES = {"trains, entropy": (True, True, False, True), "trains": (True, True, False, False), "frozen, entropy": (True, False, False, True), "frozen": (True, False, False, False),
          "LoRA, entropy": (True, False, True, True), "LoRA": (True, False, True, False), "no gradient": (False, False, False, False)}
+# at most: seconds over those of logits in full, by mode; chunks of logits beyond inputs and gradients, without and with entropy. And no peer faster or smaller
+SLOWER = {mode: 1.2 if learns else 1.05 for mode,(_, learns, *_) in MODES.items()}
+CHUNKS = {mode: 2.25 if entropy else 1.25 for mode,(*_, entropy) in MODES.items()}
+PEERS = "trl", "trl-chunk", "liger"
 RANK, SCALE = 16, 2.
 CHUNK = None # positions of a chunk; None: the default
 
@@ -121,16 +127,35 @@ def absent(way, shape, mode):
     return f"wants {wants:.0f} GiB" if wants > .6*free() else None
 
 
+def memory_of(way, shape, mode):
+    "`memory` in a process of its own."
+    said = subprocess.run([sys.executable, __file__, "--memory", way, "--shapes", "x".join(map(str, shape)), "--mode", mode, *(["--chunk", str(CHUNK)] if CHUNK else []), "--threads", str(torch.get_num_threads())],
+                          capture_output=True, text=True, check=True).stdout
+    return float(said.split()[-1])
+
+
+def verdicts(found):
+    "(what was wanted, what came, whether it holds) of each limit."
+    said, ours_ = [], [r for r in found if r["way"] == "ours"]
+    for r in ours_:
+        where, others = f"{r['mode']} at {'x'.join(map(str, r['shape']))}", [x for x in found if x["way"] in PEERS and (x["shape"], x["mode"]) == (r["shape"], r["mode"]) and "MiB" in x]
+        said.append((f"{where}: at most {CHUNKS[r['mode']]} chunks of memory", f"{r['chunks']:.2f}", r["chunks"] <= CHUNKS[r["mode"]]))
+        if "ratio" in r: said.append((f"{where}: at most {SLOWER[r['mode']]} x the time of logits in full", f"{r['ratio']:.2f} x", r["ratio"] <= SLOWER[r["mode"]]))
+        for x in others:
+            if "seconds" in r: said.append((f"{where}: faster than {x['way']}", f"{r['seconds']:.2f} s against {x['seconds']:.2f}", r["seconds"] < x["seconds"]))
+            said.append((f"{where}: smaller than {x['way']}", f"{r['MiB']:.0f} MiB against {x['MiB']:.0f}", r["MiB"] < x["MiB"]))
+    return said
+
+
 def measure(shape, mode, rounds):
     why = {way: absent(way, shape, mode) for way in WAYS}
     ways = [way for way in WAYS if not why[way]]
-    said = {way: subprocess.run([sys.executable, __file__, "--memory", way, "--shapes", "x".join(map(str, shape)), "--mode", mode, *(["--chunk", str(CHUNK)] if CHUNK else []), "--threads", str(torch.get_num_threads())],
-                                capture_output=True, text=True, check=True).stdout for way in ways}
+    held = {way: memory_of(way, shape, mode) for way in ways}
     given = inputs(shape, mode)
     times = {way: [] for way in ways}
     for _ in range(rounds):
         for way in ways: times[way].append(once(way, *given, mode))
-    return {way: dict(seconds=sorted(t)[len(t)//2], best=min(t), MiB=float(said[way].split()[-1])) for way, t in times.items()} | {way: dict(absent=w) for way, w in why.items() if w}
+    return {way: dict(seconds=sorted(t)[(len(t)-1)//2], best=min(t), MiB=held[way]) for way, t in times.items()} | {way: dict(absent=w) for way, w in why.items() if w}
 
 
 def installed(name):
@@ -140,12 +165,13 @@ def installed(name):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", default=["2048x512x32000", "2048x512x50000", "8192x64x151936"])
+    parser.add_argument("--shapes", nargs="+", default=["2048x512x50000"])
+    parser.add_argument("--memory-shape", help="where only the memory of linear_logprobs is measured", default="8192x16x151936")
     parser.add_argument("--mode", choices=MODES, nargs="+")
     parser.add_argument("--memory", choices=WAYS)
     parser.add_argument("--chunk", type=int, help="of linear_logprobs; without it, its default")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent/"results")
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
@@ -168,16 +194,26 @@ def main():
                     print(f"{mode:16} {way:9} {r['seconds']:7.2f} s ({r['best']:.2f})  {share}   {r['MiB']:8.0f} MiB = {row['chunks']:5.2f} chunks", flush=True)
                 else: print(f"{mode:16} {way:9} {r['absent']}", flush=True)
                 found.append(row)
+    large = tuple(map(int, a.memory_shape.split("x")))
+    unit = (a.chunk or 256)*large[2]*4/2**20
+    print(f"\nN, H, V = {large}; one chunk of logits is {unit:.0f} MiB", flush=True)
+    for mode in [m for m in ("trains, entropy", "trains") if m in (a.mode or MODES)]:
+        used = memory_of("ours", large, mode)
+        found.append(dict(shape=large, mode=mode, way="ours", MiB=used, chunks=used/unit))
+        print(f"{mode:16} ours      {used:8.0f} MiB = {used/unit:5.2f} chunks", flush=True)
+    held = verdicts(found)
+    print()
+    for wanted, came, holds in held: print(f"{'holds ' if holds else 'MISSED'}  {wanted}: {came}")
     a.out.mkdir(parents=True, exist_ok=True)
     where = dict(date=datetime.now().date().isoformat(), machine=platform.machine(), cpus=os.cpu_count(), load=os.getloadavg()[0], threads=a.threads, torch=torch.__version__,
                  python=platform.python_version(), trl=installed("trl"), liger=installed("liger-kernel"), rounds=a.rounds)
-    (a.out/"logprobs_cpu.json").write_text(json.dumps(where | dict(runs=found), indent=1) + "\n")
+    (a.out/"logprobs_cpu.json").write_text(json.dumps(where | dict(runs=found, verdicts=[dict(wanted=w, came=c, holds=h) for w,c,h in held]), indent=1) + "\n")
     try: import matplotlib.pyplot as plt
     except ImportError: return
     fig, axes = plt.subplots(1, len(shapes), figsize=(5*len(shapes), 3), squeeze=False)
     for ax, shape in zip(axes[0], shapes, strict=True):
         for way in WAYS:
-            runs = [r for r in found if r["way"] == way and r["shape"] == shape and "MiB" in r]
+            runs = [r for r in found if r["way"] == way and r["shape"] == shape and "seconds" in r and "MiB" in r]
             if not runs: continue
             ax.scatter([r["MiB"] for r in runs], [r["seconds"] for r in runs], label=way)
             for r in runs: ax.annotate(r["mode"], (r["MiB"], r["seconds"]), fontsize=6)
