@@ -28,8 +28,9 @@ def build()->tuple[Any, Any]:
     global tl, shaped_block # where Triton looks for what a kernel calls
     import triton # type: ignore[import-not-found]
     import triton.language as tl # type: ignore[import-not-found]
+    jit:Any = triton.jit # Any: no checker follows what it makes of a function
 
-    @triton.jit
+    @jit
     def shaped_block(z, tau, softcap, CAP:tl.constexpr):
         slope = 1.
         if CAP:
@@ -38,7 +39,7 @@ def build()->tuple[Any, Any]:
             z = softcap*bent
         return z/tau, slope
 
-    @triton.jit
+    @jit
     def measure_row(logits, excluded, tau, tokens, lse, chosen, entropies, softcap, V, CAP:tl.constexpr, TAU:tl.constexpr, EXCLUDED:tl.constexpr, TOKENS:tl.constexpr, ENTROPY:tl.constexpr, BLOCK:tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         t = tl.load(tau + row) if TAU else 1.
@@ -67,7 +68,7 @@ def build()->tuple[Any, Any]:
             if EXCLUDED: z = tl.where(tl.load(excluded + row*V + at, mask=known, other=0) == 0, z, float("-inf"))
             tl.store(chosen + row, z)
 
-    @triton.jit
+    @jit
     def differentiate_block(logits, into, excluded, tau, tokens, lse, entropies, g, u, hot, softcap, V, CAP:tl.constexpr, TAU:tl.constexpr, EXCLUDED:tl.constexpr,
                             G:tl.constexpr, U:tl.constexpr, HOT:tl.constexpr, BLOCK:tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
