@@ -116,17 +116,21 @@ def appetite(
     how:dict[str, Any] = dict(position_ids=position_ids, use_cache=False) | (layout(segments, device) if attend_by_segments(model) else {})
     head = output_layer(model)
     autocast = torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype in HALF)
-    with torch.set_grad_enabled(learn), _dropped_gradients(params), FlopCounterMode(display=False) as flops:
-        with Live(*params, *model.buffers()) as layers:
-            with autocast, watched(head, lambda h: h[..., :1]) as seen: model(ids, **how)
-            hidden = seen.pop("entered")
-            seen.clear()
-            if learn: hidden.backward(torch.ones_like(hidden))
+    def through():
+        with autocast, watched(head, lambda h: h[..., :1]) as seen: model(ids, **how)
+        hidden = seen.pop("entered")
+        seen.clear()
+        if learn: hidden.backward(torch.ones_like(hidden))
+        return hidden.detach()[0]
+    with torch.set_grad_enabled(learn), _dropped_gradients(params):
+        with Live(*params, *model.buffers()) as layers: hidden = through()
         twin = _shapes_only(head, dtype)
-        hidden, targets = torch.empty_like(hidden[0], device="meta", requires_grad=learn), torch.empty(tokens, dtype=torch.long, device="meta")
-        with Live(*twin.parameters(), hidden, targets) as logits:
-            found = head_logprobs(twin, hidden, targets, bend=(1., None), entropy=entropy)
-            if learn: found.sum().backward()
+        hidden, targets = torch.empty_like(hidden, device="meta", requires_grad=learn), torch.empty(tokens, dtype=torch.long, device="meta")
+        with FlopCounterMode(display=False) as flops:
+            through()      # a second time: the counter follows modules with hooks that hold on to what they see
+            with Live(*twin.parameters(), hidden, targets) as logits:
+                found = head_logprobs(twin, hidden, targets, bend=(1., None), entropy=entropy)
+                if learn: found.sum().backward()
     returned = sum(x.grad.nbytes for x in (hidden, *twin.parameters()) if x.grad is not None)      # the layers begin with the one; the other has its own line
     return Appetite(layers.peak, logits.peak-returned, int(flops.get_total_flops()), tokens)
 
