@@ -109,6 +109,7 @@ def packing(lengths, trl, rounds):
 
 def balancing(batches, verl, equal):
     plans = dict(ours=lambda x: balance(x, PARTS, equal=equal))
+    if equal: plans["ours, within .03"] = lambda x: balance(x, PARTS, equal=True, within=.03)     # about verl's spread
     if verl: plans["verl"] = lambda x: verl(x, PARTS, equal)
     taken, spread = {k: [] for k in plans}, {k: [] for k in plans}
     for x in batches:
