@@ -114,7 +114,7 @@ def _clipped(ratio, side, gate, least, most, dual=None): # share of the tokens t
 def _cut(ratio, side, least, most, dual): # how many are below and are pulled down, above and pulled up, and, pulled down, over the dual clip
     down, up = holds(torch.lt, side, 0).flatten(), holds(torch.gt, side, 0).flatten()
     beyond = [(torch.lt, least, down), (torch.gt, most, up)] + ([] if dual is None else [(torch.gt, dual, down)])
-    return torch.stack([torch.dot(holds(test, ratio, border).flatten(), pulled) for test,border,pulled in beyond])
+    return torch.stack([torch.dot(holds(test, ratio, border).flatten(), pulled.to(ratio.dtype)) for test,border,pulled in beyond])
 
 # %% ../nbs/13_policy_losses.ipynb #9a0f7aed
 def dapo_loss(

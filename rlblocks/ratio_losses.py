@@ -90,7 +90,8 @@ def cispo_loss(
     L = −Σ sg(clip(ρ, 1−ε_low, 1+ε_high))·Â·log π / denom. Chen et al. 2025 (MiniMax-M1), eq. 4 and 5."""
     same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     least, most = 1 - clip_low, 1 + clip_high
-    weights = torch.empty_like(promoted(logprobs).detach()) # all that is needed whole
+    wide = torch.promote_types(promoted(logprobs).dtype, torch.promote_types(old_logprobs.dtype, advantages.dtype))
+    weights = torch.empty_like(logprobs, dtype=wide, requires_grad=False) # all that is needed whole
     blocks = [_cispo_block(least, most, *block) for block in _blocks(weights, logprobs, old_logprobs, advantages, mask)]
     totals, counts, moves, *cut = zip(*blocks, strict=True)
     totals, counts = torch.cat(totals), torch.cat(counts)
@@ -104,10 +105,10 @@ def _cispo_block(least, most, weights, logprobs, old_logprobs, advantages, mask)
     x = _log_ratio(logprobs, old_logprobs, gate)
     e = x.expm1()
     ratio = e + 1
-    torch.clamp(ratio, least, most, out=weights)
+    weights.copy_(ratio.clamp(least, most))
     cut = ratio.sub_(weights).sign_().flatten()
     weights.mul_(gated(advantages, gate))
-    return torch.linalg.vecdot(weights, gated(logprobs, gate)), gate.sum(-1), _move(e, x, gate), cut.dot(cut), cut.sum()
+    return torch.linalg.vecdot(weights, gated(logprobs, gate).to(weights.dtype)), gate.sum(-1), _move(e, x, gate), cut.dot(cut), cut.sum()
 
 # %% ../nbs/13c_ratio_losses.ipynb #4cd24818
 def dppo_tv_loss(

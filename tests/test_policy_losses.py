@@ -1,5 +1,6 @@
 "Policy losses beyond PPO, ratio losses, selections: laws, goldens, identities, peers' formulas, compilation, no waiting, precision, errors (LAWS 1, 5, 13, 29)."
 import inspect
+import itertools
 import math
 from functools import partial
 
@@ -588,3 +589,19 @@ def test_errors_say_who_what_and_how(call, text):
 def test_every_loss_is_under_test():
     there = {n for m in (policy_losses, ratio_losses, selections) for n in m.__all__ if n.endswith("_loss")} - {"ppo_loss", "grpo_loss"}
     assert there == {n.split()[0] + "_loss" for n in SUBJECTS}
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product((torch.float32, torch.float64, torch.bfloat16), repeat=3)), ids=lambda d: "-".join(str(x)[6:] for x in d))
+def test_columns_of_unlike_precision(dtypes):
+    from rlblocks import cispo_loss, grpo_loss, sapo_loss
+    g, mask = torch.Generator().manual_seed(0), torch.ones(3, 4, dtype=torch.bool)
+    lp, old, A = (x.to(d) for x, d in zip((-torch.rand(3, 4, generator=g), -torch.rand(3, 4, generator=g), torch.randn(3, 4, generator=g)), dtypes, strict=True))
+    def run(f, lp, *columns):
+        lp.requires_grad_()
+        value = f(lp, *columns, mask)[0]
+        return value.double(), torch.autograd.grad(value, lp)[0].double()
+    tol = 1e-2 if dtypes[0] == torch.bfloat16 else 1e-5
+    for f in (ppo_loss, cispo_loss, sapo_loss, lambda *x: grpo_loss(x[0], x[1], x[1], *x[2:])):
+        (value, gradient), (want, by) = run(f, lp.clone(), old, A), run(f, lp.double().clone(), old.double(), A.double())
+        assert_close(value, want, atol=1e-5, rtol=1e-5)
+        assert_close(gradient, by, atol=tol, rtol=tol)
