@@ -18,6 +18,7 @@ from .heads import ClassHead, Moments, classifier, linear_head, load_scored, sto
 from .merging import load_quantized, plain_twin, save_folder
 from .reader import Reader, load_module, load_tokenizer
 from .runner import Out, Runner
+from .sharded import world
 from .weights import Ticket
 
 # %% ../nbs/34_models.ipynb #e3542b2b
@@ -29,6 +30,11 @@ class Trained:
     def version(self)->int:
         "Optimizer steps taken."
         return self._run.model.version
+
+    @property
+    def replica(self)->int:
+        "Which part of a batch is this rank's: ranks that share rows (`sequence_parallel`, `tensor_parallel`) are one replica."
+        return self._run.model.replica
 
     def state_dict(self,
         *,
@@ -63,7 +69,7 @@ class Policy(Trained):
         micro_rows:int|None=None, # most rows a forward pass
         pack:bool|None=None, # None: pack rows end to end, a group's prompt once, where a probe finds that rows stay apart (transformers' sdpa, eager, flash, flex), else pad; True: or raise; False: pad
         attention:str|None=None, # attention implementation of a name or folder, e.g. "flash_attention_2"
-        **more,              # offload, nvme, betas, weight_decay, max_norm, schedule, optimizer, dtype, checkpointing, low_precision, device: of `ShardedModel`
+        **more,              # offload, nvme, betas, weight_decay, max_norm, schedule, optimizer, dtype, checkpointing, low_precision, sequence_parallel, tensor_parallel, device: of `ShardedModel`
     ):
         "Load or copy the model. TypeError for what is no model, ValueError when `pack=True` and the model mixes packed rows, and for what an adapter cannot do."
         base = base_of(model)
@@ -257,7 +263,9 @@ class Scorer(Trained):
         x = self._raw(batch)
         if self.at is not None: x = x[batch.columns[self.at]]
         x = x.reshape(len(x), -1)
-        self.moments = Moments().add(x[:0] if batch.filler else x).over_ranks(self._run._shared([batch])).read()
+        shared = self._run._shared([batch])
+        counted = not batch.filler and not (shared and world()[0] % self._run.model.shares)        # ranks that share rows have the same ones: once
+        self.moments = Moments().add(x if counted else x[:0]).over_ranks(shared).read()
 
     def step(self,
         batch:Batch,   # one optimizer step's rows

@@ -17,7 +17,7 @@ from .masked import Last, Mean, merge
 from .packing import plan_micro_batches, shared_prefix
 from .head import bending
 from .reader import Reader, pack_by, turning
-from .sharded import ShardedModel, agree, world
+from .sharded import ShardedModel, agree
 
 # %% ../nbs/33_runner.ipynb #ae90ff7a
 class Out:
@@ -178,14 +178,14 @@ class Runner:
         shared = self._shared([b for b, _ in jobs])
         jobs = [(b._like(b.columns, b.whole, b.filler), loss) for b, loss in jobs if len(b)]
         jobs = [(b, loss) for b, loss in jobs if b.n_tokens]
-        if not jobs: return dict(skipped=Mean(1/self._ranks(shared), 1/self._ranks(shared)))
+        if not jobs: return dict(skipped=Mean(1/self._replicas(shared), 1/self._replicas(shared)))
         try:
             total, metrics = self._gradient(jobs, run, shared)
             norm = self.model.apply(shared=shared)
         except BaseException:
             self.model.discard()                # a step that failed leaves no half of a gradient behind
             raise
-        share = 1/self._ranks(shared)      # the ranks' metrics are merged: each gives its part of what all of them share
+        share = 1/self._replicas(shared)      # the replicas' metrics are merged: each gives its part of what all of them share
         metrics = {k: m.to("cpu") for k, m in metrics.items()}
         return merge(metrics, dict(loss=Mean(total.item(), share), grad_norm=Mean(norm.item()*share, share), lr=Last(self.model.optimizer.param_groups[0]["lr"]),
                                    version=Last(self.model.version), skipped=Mean(0., share)))
@@ -200,7 +200,7 @@ class Runner:
                 out = run(part)
                 try: value, found = self.lossof(loss, out, part)
                 except Exception as e:
-                    if not shared: raise
+                    if not shared and self.model.shares == 1: raise
                     error, value, found = error or e, torch.stack([0*x.sum() for _, x in out.items()]).sum(), {}     # the other ranks' engines wait for this backward pass
                 self.model.backward(value*0 if part.filler else value, last=i == len(work), shared=shared)
                 if not part.filler:
@@ -208,20 +208,21 @@ class Runner:
                     metrics = merge(metrics, found)
             if not error and not torch.isfinite(total): raise FloatingPointError(f"{self.name}: the loss is {total.item()} at version {self.model.version}; nothing was changed")
         except Exception as e: error = e
-        if shared: agree(error, f"{self.name}.step", same=[(b.n_tokens, b.n_rows) for b, _ in jobs])
+        if shared or self.model.shares > 1: agree(error, f"{self.name}.step", same=[(b.n_tokens, b.n_rows) for b, _ in jobs])
         elif error: raise error
         return total, metrics
 
     def _shared(self, batches):
-        "Whether the step is cut over the ranks of this world, so that gradients must be summed."
-        ranks = {len(b.whole.siblings) or 1 for b in batches if b._whole}
-        if not ranks: return False
-        if ranks != {world()[1]} or not all(b._whole for b in batches):
-            raise ValueError(f"{self.name}: step got a part of a batch cut in {max(ranks)}, but {world()[1]} rank(s) train together; "
-                             "pass the whole batch, or one part to every rank")
+        "Whether the step is cut over the replicas of this world, so that gradients must be summed."
+        parts, replicas = {len(b.whole.siblings) or 1 for b in batches if b._whole}, self.model.replicas
+        if not parts: return False
+        if parts != {replicas} or not all(b._whole for b in batches):
+            who = f"{replicas} replica(s) of {self.model.shares} ranks" if self.model.shares > 1 else f"{replicas} rank(s)"
+            raise ValueError(f"{self.name}: step got a part of a batch cut in {max(parts)}, but {who} train together; "
+                             "pass the whole batch, or one part to every " + ("replica" if self.model.shares > 1 else "rank"))
         return True
 
-    def _ranks(self, shared): return world()[1] if shared else 1
+    def _replicas(self, shared): return self.model.replicas if shared else 1
 
     def lossof(self,
         loss:Callable, # the closure

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .plain import HALF, Plain, agree as agree, checkpoint_layers_, promote_, world as world
+from .plain import HALF, Plain, agree as agree, checkpoint_layers_, mesh_of, promote_, world as world
 from .weights import Ticket, buckets
 
 # %% ../nbs/31_sharded.ipynb #6b405c6b
@@ -35,15 +35,20 @@ class ShardedModel:
         low_precision:bool=False, # keep half-precision weights and states as they came
         dtype:torch.dtype|None=None, # compute dtype; None: the one the module came in
         checkpointing:bool=False, # recompute activations in the backward pass
+        sequence_parallel:int=1,  # so many consecutive ranks run one line of tokens together, each a stretch of it
+        tensor_parallel:int=1,    # so many consecutive ranks hold one layer together
         device=None,              # None: CUDA when there is one
     ):
         """Hold a module, ready to train or frozen; with an engine all ranks construct together, each from the same weights.
 
-        ValueError for what an engine cannot do, TypeError when checkpointing is asked of a module that has none, ImportError for a package that is missing."""
+        ValueError for what an engine or this world cannot do, TypeError when checkpointing is asked of a module that has none, ImportError for a package that is missing."""
         if engine not in ENGINES and not callable(engine): raise ValueError(f"ShardedModel: engine {engine!r} is not known here; {', '.join(map(repr, ENGINES))} are")
         if offload and engine is None: raise ValueError(f'ShardedModel: offload={offload!r} needs an engine, "fsdp2" or "zero1", "zero2", "zero3"')
         if (offload == "nvme") != (nvme is not None): raise ValueError(f'ShardedModel: offload={offload!r} with nvme={nvme!r}; offload="nvme" needs nvme="/folder/on/a/fast/disk", and nothing else does')
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.mesh = mesh_of(self.device, sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
+        self.shares = sequence_parallel*tensor_parallel
+        if tensor_parallel > 1: raise NotImplementedError(f"ShardedModel: tensor_parallel={tensor_parallel} is not there yet; sequence_parallel= shares rows, and the engines share weights")
         module.eval()
         if frozen: module.requires_grad_(False)        # else what came frozen (a vision tower, the base under an adapter) stays so
         came = next((p.dtype for p in module.parameters()), torch.float32)
@@ -77,6 +82,16 @@ class ShardedModel:
         "The torch optimizer inside, for its learning rates and states; None when frozen."
         return self.engine.optimizer
 
+    @property
+    def replicas(self)->int:
+        "Into how many parts a batch is cut: ranks that share rows count once."
+        return world()[1]//self.shares
+
+    @property
+    def replica(self)->int:
+        "Which of the parts is this rank's."
+        return world()[0]//self.shares
+
     def __call__(self, *args, **kwargs):
         "Run the module in the compute dtype."
         with self.autocast(): return self.engine(*args, **kwargs)
@@ -100,20 +115,20 @@ class ShardedModel:
         loss:Tensor, # 0-d; its share of the whole step's loss
         *,
         last:bool=True,    # the last backward of this step: engines that reduce gradients as they come wait for it
-        shared:bool=False, # the step is cut over all ranks, as for `apply`; False: every rank has the same rows
+        shared:bool=False, # the step is cut over the replicas, as for `apply`; False: every rank has the same rows
     ):
-        "Add a micro-batch's gradient."
+        "Add a micro-batch's gradient. Of ranks that share rows each finds a part of it."
         if not loss.requires_grad: raise ValueError("step: the loss does not depend on the model's outputs; build it from out.logprobs, out.entropy, out.values or out.scores")
-        self.engine.backward(loss, last=last, shared=shared)
+        self.engine.backward(loss if shared or self.shares == 1 else loss/self.replicas, last=last, shared=shared or self.shares > 1)
 
     def apply(self,
         *,
-        shared:bool=False, # the step was cut over all ranks: sum their gradients
+        shared:bool=False, # the step was cut over the replicas: sum their gradients
     )->Tensor: # 2-norm of the gradient before clipping
         "Sum over ranks, clip, step, count the version. FloatingPointError (and nothing changed) when the gradient is not finite."
         factor = self.schedule(self.version) if self.schedule else 1.0
         for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True): group["lr"] = lr*factor
-        norm = self.engine.step(shared)
+        norm = self.engine.step(shared or self.shares > 1)
         if not torch.isfinite(norm):
             raise FloatingPointError(f"step: the gradient's norm is {norm.item()} at version {self.version}; nothing was changed. "
                                      "Look for NaN or inf in the advantages, or a log-prob of −inf where the mask is True")
