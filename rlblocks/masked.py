@@ -19,36 +19,52 @@ from torch import Tensor
 Number = float | int | Float[Tensor, ""] | Int[Tensor, ""]
 
 # %% ../nbs/00_masked.ipynb #21cf5e6d
+_BOOLS = frozenset("mask keep selected tied truncated desirable correct ref_wins riskier_unsafe safer_unsafe".split()) # a name means one thing everywhere: these are Bool …
+_IDS = frozenset("tokens step ranks".split()) # … and these integers
+
 @no_type_check  # a checker's wrapper would stand between this function and the caller whose name it tells
 def same_shape(
+    axes:str|None=None,    # what they all have, as in annotations: "B T", "B"; None: any
+    /,
     **tensors:Tensor|None, # tensors under the names that the caller's user knows; None is skipped
 )->None:
-    """Raise unless all `tensors` have one shape and the one called `mask` is Bool; nothing in rlblocks broadcasts.
+    """Raise unless all `tensors` are tensors of one shape, masks are Bool and ids integers; nothing in rlblocks broadcasts.
 
     ValueError or TypeError: the calling function, what came, what was wanted, how to fix it."""
     shape = None
     for name,x in tensors.items():
         if x is None: continue
+        if not isinstance(x, Tensor): raise _refusal(sys._getframe(1).f_code.co_name, axes, tensors)
         shape = x.shape if shape is None else shape
-        if x.shape != shape or (name == "mask" and x.dtype is not torch.bool): raise _refusal(sys._getframe(1).f_code.co_name, tensors)
+        if x.shape != shape or (name in _BOOLS and x.dtype is not torch.bool) or (name in _IDS and (x.is_floating_point() or x.dtype is torch.bool)):
+            raise _refusal(sys._getframe(1).f_code.co_name, axes, tensors)
+    if axes is not None and shape is not None and len(shape) != axes.count(" ") + 1: raise _refusal(sys._getframe(1).f_code.co_name, axes, tensors)
 
-def _refusal(caller, tensors):
-    mask, shapes = tensors.get("mask"), {name: list(x.shape) for name,x in tensors.items() if x is not None}
-    if mask is not None and mask.dtype is not torch.bool:
-        return TypeError(f"{caller}: mask is {str(mask.dtype).removeprefix('torch.')}; masks are Bool (mask.bool(), or mask > 0)")
+def _refusal(caller, axes, tensors):
+    over_tokens, tensors = "mask" in tensors, {name: x for name,x in tensors.items() if x is not None}
+    for name,x in tensors.items():
+        if not isinstance(x, Tensor): return TypeError(f"{caller}: {name} is a {type(x).__name__}; a tensor is wanted (torch.as_tensor({name}))")
+        kind = str(x.dtype).removeprefix("torch.")
+        if name in _BOOLS and x.dtype is not torch.bool: return TypeError(f"{caller}: {name} is {kind}; " + ("masks are Bool (mask.bool(), or mask > 0)" if name == "mask" else f"a Bool is wanted ({name}.bool(), or {name} > 0)"))
+        if name in _IDS and (x.is_floating_point() or x.dtype is torch.bool): return TypeError(f"{caller}: {name} is {kind}; integers are wanted ({name}.long())")
+    shapes = {name: list(x.shape) for name,x in tensors.items()}
     wanted = shapes.get("mask", max(shapes.values(), key=len))
+    if all(s == wanted for s in shapes.values()):
+        name, n = next(iter(shapes)), len(axes.split())
+        fix = f"one row alone is {name}[None]" if len(wanted) == n - 1 else f"{name}.squeeze(-1) drops the last axis" if len(wanted) > n and wanted[-1] == 1 else "add or drop an axis"
+        return ValueError(f"{caller}: {name} is {wanted}; [{', '.join(axes.split())}] is wanted: {fix}")
     good,odd = (next(name for name,s in shapes.items() if (s == wanted) is same) for same in (True, False))
     rowwise = len(wanted) == 2 and shapes[odd] == wanted[:1]
     fix = "they must be equal, nothing is broadcast"
-    if rowwise: fix = f"spread row values with at_tokens({odd}, mask)" if "mask" in tensors or odd == "temperature" else f"one number per row is wanted, of log-probs sequence_logprobs({good}, mask)"
+    if rowwise: fix = f"spread row values with at_tokens({odd}, mask)" if over_tokens or odd == "temperature" else f"one number per row is wanted, of log-probs sequence_logprobs({good}, mask)"
     return ValueError(f"{caller}: {odd} is {shapes[odd]}, {good} is {wanted}; {fix}")
 
 # %% ../nbs/00_masked.ipynb #25ea7b9e
 def promoted(
-    x:Float[Tensor, "..."], # any float tensor
-)->Float[Tensor, "..."]: # float32 if `x` is narrower, else `x` itself
-    """`x` in at least single precision: half and bfloat16 become float32, float64 stays."""
-    return x.float() if x.dtype.itemsize < 4 else x
+    x:Float[Tensor, "..."], # any float tensor; whole numbers (rewards of 0 and 1, say) read as floats
+)->Float[Tensor, "..."]: # float32, or `x` itself if it is float32 or float64
+    """`x` in at least single precision: half, bfloat16 and integers become float32, float64 stays."""
+    return x if x.dtype is torch.float32 or x.dtype is torch.float64 else x.float()
 
 # %% ../nbs/00_masked.ipynb #5a00475e
 def gate_of(
