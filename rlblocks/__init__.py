@@ -30,7 +30,7 @@ from rlblocks.groups import (
     reinforce_pp_baseline, soft_values,
 )
 from rlblocks.kl import adaptive_kl_coef, annealed_kl_coef, full_kl, kl_k1, kl_k2, kl_k3, ratio_corrected, straight_through
-from rlblocks.logprobs import entropy, gather_logprobs, linear_logprobs, sequence_logprobs, token_logprobs
+from rlblocks.logprobs import entropy, gather_logprobs, linear_logprobs, linear_measured, sequence_logprobs, token_logprobs
 from rlblocks.margins import (
     alpha_reward, alphapo_loss, aot_loss, aot_matched, cpo_loss, f_dpo_loss, forward_kl_reward, js_reward, ld_logprobs, orpo_loss,
     reverse_kl_reward, simpo_loss, tpo_loss, wpo_weights,
