@@ -62,7 +62,7 @@ def gae(
 
     Âₜ = δₜ + γλÂₜ₊₁, δₜ = rₜ + γV(sₜ₊₁) − V(sₜ), t+1 the next chosen token. Schulman et al. 2016, eq. 16. Not whitened.
     A NaN reward stays NaN in its row: see `without_unscored`."""
-    same_shape(rewards=rewards, values=values, mask=mask)
+    same_shape("B T", rewards=rewards, values=values, mask=mask)
     if not (0 <= gamma <= 1 and 0 <= lam <= 1): raise ValueError(f"gae: gamma is {gamma}, lam is {lam}; both lie within [0, 1]")
     def rows(r, v, mask):
         slot = _slots(mask)
@@ -84,7 +84,7 @@ def discounted_returns(
 
     Gₜ = rₜ + γGₜ₊₁, t+1 the next chosen token. Sutton and Barto 2018, eq. 3.9.
     A NaN reward stays NaN in its row: see `without_unscored`."""
-    same_shape(rewards=rewards, mask=mask)
+    same_shape("B T", rewards=rewards, mask=mask)
     if not 0 <= gamma <= 1: raise ValueError(f"discounted_returns: gamma is {gamma}; it lies within [0, 1]")
     def rows(r, mask):
         slot = _slots(mask)
@@ -104,7 +104,7 @@ def td_lambda_returns(
 
     Rₜ = rₜ + γ((1 − λ)V(sₜ₊₁) + λRₜ₊₁), t+1 the next chosen token. Sutton and Barto 2018, section 12.1. The returns of `gae`.
     A NaN reward stays NaN in its row: see `without_unscored`."""
-    same_shape(rewards=rewards, values=values, mask=mask)
+    same_shape("B T", rewards=rewards, values=values, mask=mask)
     if not (0 <= gamma <= 1 and 0 <= lam <= 1): raise ValueError(f"td_lambda_returns: gamma is {gamma}, lam is {lam}; both lie within [0, 1]")
     return gae(rewards, values, mask, gamma=gamma, lam=lam)[1]
 
@@ -130,7 +130,7 @@ def n_step_returns(
 
     Gₜ = rₜ + γrₜ₊₁ + … + γⁿ⁻¹rₜ₊ₙ₋₁ + γⁿV(sₜ₊ₙ), over chosen tokens. Sutton and Barto 2018, eq. 7.1. V is 0 after the last.
     A NaN reward stays NaN in its row: see `without_unscored`."""
-    same_shape(rewards=rewards, values=values, mask=mask)
+    same_shape("B T", rewards=rewards, values=values, mask=mask)
     if n < 1 or not 0 <= gamma <= 1:
         raise ValueError(f"n_step_returns: n is {n}, gamma is {gamma}; n is at least 1, gamma lies within [0, 1]")
     def rows(r, v, mask):
@@ -157,7 +157,7 @@ def vtrace(
     vₜ = Vₜ + ρₜ(rₜ + γVₜ₊₁ − Vₜ) + γcₜ(vₜ₊₁ − Vₜ₊₁), ρₜ = min(ρ̄, π/μ), cₜ = λ·min(c̄, π/μ), log π/μ within ±20. Espeholt et al. 2018, eq. 1.
     Âₜ = min(pg_clip, π/μ)·(rₜ + γ(λvₜ₊₁ + (1 − λ)Vₜ₊₁) − Vₜ), section 4.2 with rlax's λ: `gae` where π = μ. Not whitened.
     A NaN reward stays NaN in its row: see `without_unscored`."""
-    same_shape(rewards=rewards, values=values, log_ratios=log_ratios, mask=mask)
+    same_shape("B T", rewards=rewards, values=values, log_ratios=log_ratios, mask=mask)
     if not (0 <= gamma <= 1 and 0 <= lam <= 1): raise ValueError(f"vtrace: gamma is {gamma}, lam is {lam}; both lie within [0, 1]")
     if not (rho_clip > 0 and c_clip > 0 and pg_clip > 0):
         raise ValueError(f"vtrace: rho_clip is {rho_clip}, c_clip is {c_clip}, pg_clip is {pg_clip}; a cap is positive, inf = none")
@@ -182,7 +182,7 @@ def reinforce_pp_advantages(
 
     (Gₜ − mean)/√(var + ε), Gₜ = rₜ + γGₜ₊₁, var unbiased. Hu et al. 2025 (REINFORCE++), section 3.
     A NaN reward stays NaN in its row and has no part in mean and var: see `without_unscored`."""
-    same_shape(rewards=rewards, mask=mask)
+    same_shape("B T", rewards=rewards, mask=mask)
     if not 0 <= gamma <= 1: raise ValueError(f"reinforce_pp_advantages: gamma is {gamma}; it lies within [0, 1]")
     returns = discounted_returns(rewards, mask, gamma=gamma)
     return torch.where(returns.isnan(), returns, whiten(returns, mask & ~returns.isnan(), eps=eps))
@@ -195,7 +195,7 @@ def at_tokens(
     """Give every chosen token the value of its row: rlblocks never broadcasts [B] over [B, T] by itself.
 
     xₜ = x·[token t is chosen]: a verdict on the answer is the advantage of each of its tokens. Shao et al. 2024, section 4.1.2."""
-    same_shape(mask=mask)
+    same_shape("B T", mask=mask)
     if x.shape != mask.shape[:1]: raise ValueError(f"at_tokens: x is {list(x.shape)}, mask is {list(mask.shape)}; one value per row is wanted")
     return torch.where(mask, promoted(x)[:, None], 0.)
 
@@ -209,7 +209,7 @@ def remax_advantages(
 
     Σₖ≥ₜ rₖ − b, b the score of the greedy answer. Li et al. 2023 (ReMax), algorithm 1. Not whitened.
     A NaN reward stays NaN in its row: see `without_unscored`."""
-    same_shape(rewards=rewards, mask=mask)
+    same_shape("B T", rewards=rewards, mask=mask)
     if greedy_scores.shape != mask.shape[:1]:
         raise ValueError(f"remax_advantages: greedy_scores is {list(greedy_scores.shape)}, mask is {list(mask.shape)}; one score per row is wanted")
     returns, baseline = discounted_returns(rewards, mask), at_tokens(greedy_scores.detach(), mask)

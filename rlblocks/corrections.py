@@ -31,7 +31,7 @@ def truncated_weights(
     """Truncated importance weights (TIS) of tokens.
 
     w = clip(ρ, low, high), ρ = π_old/π_rollout. Yao et al. 2025, upper bound only; OpenRLHF uses [.5, 5]. log ρ within ±20."""
-    same_shape(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    same_shape("B T", old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     _ordered("truncated_weights", low, high)
     return _clipped(kl_k1(old_logprobs.detach(), rollout_logprobs, mask), mask, low, high)
 
@@ -52,7 +52,7 @@ def icepop_weights(
     """Importance weights that fall to 0 where trainer and sampler disagree too much.
 
     w = ρ·1[low ≤ ρ ≤ high], ρ = π_old/π_rollout. Ling Team 2025 (IcePop)."""
-    same_shape(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    same_shape("B T", old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     _ordered("icepop_weights", low, high)
     ratio = _clipped(kl_k1(old_logprobs.detach(), rollout_logprobs, mask), mask)
     return torch.where((ratio < low) | (ratio > high), 0., ratio) # so written, a nan stays visible
@@ -65,7 +65,7 @@ def row_sum(
     """The sum over a row's chosen tokens, at each of them.
 
     Σₜ xₜ: of log-ratios the log of their product, the ratio of the whole answer. Liu et al. 2025; verl's seq_sum."""
-    same_shape(x=x, mask=mask)
+    same_shape("B T", x=x, mask=mask)
     return _at_row(masked_sum(x, mask, dim=-1), mask)
 
 def row_mean(
@@ -75,7 +75,7 @@ def row_mean(
     """The mean over a row's chosen tokens, at each of them.
 
     Σₜ xₜ / n: of log-ratios the log of their geometric mean. Zheng et al. 2025 (GSPO), eq. 7; verl's seq_mean."""
-    same_shape(x=x, mask=mask)
+    same_shape("B T", x=x, mask=mask)
     return _at_row(masked_mean(x, mask, dim=-1), mask)
 
 def row_max(
@@ -85,7 +85,7 @@ def row_max(
     """The largest over a row's chosen tokens, at each of them.
 
     maxₜ xₜ: a bound ≥ it holds for every token of the answer. Li et al. 2025 (trust region masking); verl's seq_max."""
-    same_shape(x=x, mask=mask)
+    same_shape("B T", x=x, mask=mask)
     return _at_row(torch.where(mask, promoted(x), -torch.inf).amax(-1), mask)
 
 def _at_row(x, mask): return torch.where(mask, x[:, None], 0.)
@@ -102,7 +102,7 @@ def sequence_weights(
     """Truncated importance weight of whole answers.
 
     w = clip(Πₜ ρₜ, low, high), ρ = π_old/π_rollout. Liu et al. 2025 (sequence-level TIS). log w within ±20: no weight is above e²⁰ ≈ 5·10⁸."""
-    same_shape(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    same_shape("B T", old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     _ordered("sequence_weights", low, high)
     return _clipped(row_sum(kl_k1(old_logprobs.detach(), rollout_logprobs, mask), mask), mask, low, high)
 
@@ -118,7 +118,7 @@ def geometric_weights(
     """Truncated geometric mean of an answer's token ratios.
 
     w = clip((Πₜ ρₜ)^(1/n), low, high), ρ = π_old/π_rollout. The ratio of Zheng et al. 2025 (GSPO), eq. 7, here between sampler and trainer."""
-    same_shape(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    same_shape("B T", old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     _ordered("geometric_weights", low, high)
     return _clipped(row_mean(kl_k1(old_logprobs.detach(), rollout_logprobs, mask), mask), mask, low, high)
 
@@ -133,7 +133,7 @@ def within(
     """Keep the tokens whose number lies within the bounds; a nan does not.
 
     keep = mask ∧ low ≤ x ≤ high: rejection by a trust region. Liu et al. 2025 (masked importance sampling)."""
-    same_shape(x=x, mask=mask)
+    same_shape("B T", x=x, mask=mask)
     if not low <= high: raise ValueError(f"within: low is {low}, high is {high}; nothing lies between them, low ≤ high is wanted")
     return mask & (x >= low) & (x <= high)
 
@@ -146,7 +146,7 @@ def binary_kl(
     """Divergence of "this token or another" between sampler and trainer: a lower bound of KL(rollout‖old) at that position.
 
     p log(p/q) + (1−p) log((1−p)/(1−q)), p = π_rollout, q = π_old, both within [10⁻⁶, 1 − 10⁻⁶]. Qi et al. 2026 (DPPO)."""
-    same_shape(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    same_shape("B T", old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     p, q = (torch.where(mask, promoted(x.detach()).exp().clamp(1e-6, 1-1e-6), .5) for x in (rollout_logprobs, old_logprobs))
     return p*(p/q).log() + (1-p)*((1-p)/(1-q)).log()
 
@@ -158,7 +158,7 @@ def binary_tv(
     """How much probability this token has gained or lost: a lower bound of the total variation at that position.
 
     |p − q|, p = π_rollout, q = π_old. Qi et al. 2026 (DPPO)."""
-    same_shape(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    same_shape("B T", old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     p, q = (torch.where(mask, promoted(x.detach()).exp(), 0.) for x in (rollout_logprobs, old_logprobs))
     return (p - q).abs()
 
@@ -174,7 +174,7 @@ def sequence_mask(
     """Keep the answers whose importance ratio, the product over all chosen tokens, is within bounds.
 
     low ≤ Πₜ ρₜ ≤ high, ρ = π_old/π_rollout, compared as logs. Liu et al. 2025 (sequence-level MIS); TRL's default. See the edge: length."""
-    same_shape(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    same_shape("B T", old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     _ordered("sequence_mask", low, high)
     return within(row_sum(kl_k1(old_logprobs.detach(), rollout_logprobs, mask), mask), mask, low=_log(low), high=_log(high))
 
@@ -189,7 +189,7 @@ def geometric_mask(
     """Keep the answers whose typical token ratio, the geometric mean, is within bounds: a criterion that does not know the length.
 
     low ≤ (Πₜ ρₜ)^(1/n) ≤ high, ρ = π_old/π_rollout. Liu et al. 2025 (Geo-RS); OpenRLHF's sequence gate."""
-    same_shape(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    same_shape("B T", old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     _ordered("geometric_mask", low, high)
     return within(row_mean(kl_k1(old_logprobs.detach(), rollout_logprobs, mask), mask), mask, low=_log(low), high=_log(high))
 
@@ -203,7 +203,7 @@ def veto_mask(
     """Keep the answers in which the trainer finds no token impossibly unlikely.
 
     minₜ ρₜ ≥ least, ρ = π_old/π_rollout. Liu et al. 2025 (token veto)."""
-    same_shape(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    same_shape("B T", old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     return within(row_max(kl_k1(rollout_logprobs.detach(), old_logprobs, mask), mask), mask, high=-_log(least))
 
 def _log(x): return math.log(x) if x > 0 else -math.inf
@@ -220,7 +220,7 @@ def off_policy_sequence_mask(
     """Drop tokens with a negative advantage in answers that the policy has moved away from.
 
     keep = Â ≥ 0 ∨ (1/n) Σₜ (log π_rollout − log π) ≤ δ. DeepSeek-AI 2025 (V3.2), eq. 9. A dropped token still counts in its denominator."""
-    same_shape(logprobs=logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages, mask=mask)
     gap = row_mean(kl_k1(rollout_logprobs.detach(), logprobs, mask), mask)
     return within(gap, mask, high=threshold) | (mask & (advantages >= 0))
 
@@ -289,7 +289,7 @@ def correction_metrics(
     """How far sampler and trainer are apart, and what that costs.
 
     ρ = π_old/π_rollout: its mean and maximum, KL(rollout‖old) by k1 and k3, χ² = E ρ² − 1, effective shares of tokens and of rows (Kish 1965)."""
-    same_shape(old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask, keep=keep)
+    same_shape("B T", old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask, keep=keep)
     old, rollout, rows = old_logprobs, rollout_logprobs, mask.any(-1)
     ratio = truncated_weights(old, rollout, mask, high=math.inf)
     found:dict[str, Metric] = dict(rollout_ratio=mean_of(ratio, mask), rollout_ratio_max=Max(ratio.amax()), rollout_kl=mean_of(kl_k1(rollout, old, mask), mask),

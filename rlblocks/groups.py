@@ -97,7 +97,7 @@ def reinforce_pp_baseline(
 
     (sᵢ − mean_g − mean)/√(var + ε), mean and unbiased var over tokens. Hu et al. 2025 (REINFORCE++-baseline), section 3.
     Not: a group of equals gets −mean/std there, 0 here."""
-    same_shape(mask=mask)
+    same_shape("B T", mask=mask)
     if scores.shape != mask.shape[:1]:
         raise ValueError(f"reinforce_pp_baseline: scores is {list(scores.shape)}, mask is {list(mask.shape)}; one score per row is wanted")
     scores = torch.where(mask.any(1), _floats(scores), torch.nan) # who said nothing is nobody's baseline
@@ -224,7 +224,7 @@ def optimal_token_baseline(
 
     Gₜ − ΣᵢWᵢₜGᵢₜ/ΣᵢWᵢₜ, Wₜ = Σᵤ≤ₜ ρᵤ²(1 − 2πᵤ + Σπ²), t counts chosen tokens. Li et al. 2026 (OTB), section 4.
     Without tools verl's single-turn form, with tools its TIR form. A NaN reward stays NaN in its row and is nobody's baseline: see `without_unscored`."""
-    same_shape(rewards=rewards, logprobs=logprobs, sum_pi_squared=sum_pi_squared, weights=weights, mask=mask)
+    same_shape("B T", rewards=rewards, logprobs=logprobs, sum_pi_squared=sum_pi_squared, weights=weights, mask=mask)
     if group.shape != mask.shape[:1]:
         raise ValueError(f"optimal_token_baseline: group is {list(group.shape)}, mask is {list(mask.shape)}; one id per row is wanted")
     G = discounted_returns(rewards, mask)

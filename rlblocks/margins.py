@@ -80,7 +80,7 @@ def ld_logprobs(
     """Length-desensitised log-probability of an answer: what exceeds its pair's shorter answer counts α.
 
     Σ_{t≤ℓ} log π(yₜ) + α·Σ_{t>ℓ} log π(yₜ). Liu et al. 2024 (LD-DPO)."""
-    same_shape(logprobs=logprobs, mask=mask)
+    same_shape("B T", logprobs=logprobs, mask=mask)
     same_shape(**{"mask[:, 0]": mask[:, 0], "shared": shared})
     head = mask & (mask.cumsum(1) <= shared[:, None])
     shared_sum = masked_sum(logprobs, head, dim=-1)
@@ -95,7 +95,7 @@ def wpo_weights(
     """How much an answer looks like the policy's own: multiply those of a pair and pass them as `weights`.
 
     w = exp(mean over tokens of (log π(yₜ) − log Σᵥ π(v)²)). Zhou et al. 2024 (WPO), eq. 2."""
-    same_shape(logprobs=logprobs, log_sum_squares=log_sum_squares, mask=mask)
+    same_shape("B T", logprobs=logprobs, log_sum_squares=log_sum_squares, mask=mask)
     likeness = masked_mean((promoted(logprobs) - promoted(log_sum_squares)).detach(), mask, dim=-1)
     return torch.where(mask.any(-1), likeness.exp(), 0.)
 

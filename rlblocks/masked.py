@@ -170,7 +170,7 @@ def aggregate(
     """Reduce token losses to one number, so that the sum over pieces of a batch is the loss of the batch.
 
     tokens: Σ x / denom. rows: Σ_rows (mean of the row) / denom; the default denom counts tokens, or rows with a chosen token."""
-    same_shape(x=x, mask=mask)
+    same_shape("B T", x=x, mask=mask)
     return aggregate_rows(masked_sum(x, mask, dim=-1), mask.sum(-1), over=over, denom=denom)
 
 def aggregate_rows(

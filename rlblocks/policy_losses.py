@@ -33,7 +33,7 @@ def log_ratio(
     """How much likelier each chosen token has become since the batch was scored.
 
     log ρₜ = log π(aₜ|sₜ) − log π_old(aₜ|sₜ). Schulman et al. 2017, section 3."""
-    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
     return _log_ratio(logprobs, old_logprobs, gate_of(mask, logprobs))
 
 def _log_ratio(logprobs, old_logprobs, gate): # hardtanh is clamp with a fast gradient
@@ -52,7 +52,7 @@ def clipped_surrogate(
     """PPO's pessimistic surrogate for each token.
 
     ℓₜ = max(−ρÂ, −clip(ρ, 1−ε_low, 1+ε_high)Â), Schulman et al. 2017, eq. 7; for Â < 0 at most −cÂ, Ye et al. 2020, dual clip."""
-    same_shape(ratio=ratio, advantages=advantages, mask=mask)
+    same_shape("B T", ratio=ratio, advantages=advantages, mask=mask)
     gate = gate_of(mask, ratio)
     return -_capped(gated(ratio, gate), gated(advantages.detach(), gate), clip_low, clip_high, dual_clip)
 
@@ -79,7 +79,7 @@ def ppo_loss(
     """PPO's clipped policy loss.
 
     L = Σ max(−ρÂ, −clip(ρ, 1−ε_low, 1+ε_high)Â) / denom, ρ = π/π_old. Schulman et al. 2017, eq. 7. No entropy bonus, no whitening: both are yours to add."""
-    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     gate = gate_of(mask, logprobs)
     x, A = _log_ratio(logprobs, old_logprobs, gate), gated(advantages.detach(), gate)
     ratio = x.exp()
@@ -183,7 +183,7 @@ def grpo_loss(
     """Clipped surrogate plus a KL penalty towards a reference policy.
 
     L = PPO's loss + β·k3, rows weighing the same. Shao et al. 2024, eq. 3 and 4."""
-    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, advantages=advantages, mask=mask)
     loss, metrics = ppo_loss(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high, over=over, denom=denom)
     gate = gate_of(mask, logprobs)
     x = _log_ratio(logprobs, ref_logprobs, gate)
@@ -202,7 +202,7 @@ def assert_on_policy(
     """Raise AssertionError, with the likely causes, unless the policy is still the one that scored the batch.
 
     |π/π_old − 1| ≤ tol for the given share of the chosen tokens. A guard, not a block: it waits for the device."""
-    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
     off = torch.where(mask, (promoted(logprobs)-promoted(old_logprobs)).detach().expm1().abs(), 0.)
     chosen = off[mask].sort().values # NaN sorts last: it is never within the tolerance
     if not len(chosen): return 0.

@@ -35,7 +35,7 @@ def reinforce_loss(
     """The policy gradient as a loss; its value means nothing, its gradient is all there is.
 
     L = −Σ Â·log π / denom. Williams 1992; Chu et al. 2025 (GPG)."""
-    same_shape(logprobs=logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, advantages=advantages, mask=mask)
     gate = gate_of(mask, logprobs)
     return _weighted(logprobs, gated(advantages.detach(), gate), gate, over, denom)
 
@@ -68,7 +68,7 @@ def on_policy_loss(
     """PPO on rows that this very policy sampled, without old log-probs: the ratio is 1, its gradient is not 0.
 
     L = −Σ Â·exp(log π − sg(log π)) / denom. Shao et al. 2024, appendix A.1.6."""
-    same_shape(logprobs=logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, advantages=advantages, mask=mask)
     gate = gate_of(mask, logprobs)
     ratio = _log_ratio(logprobs, logprobs, gate).exp()
     return _loss(gated(advantages.detach(), gate)*ratio, gate, over, denom), dict(logprob=Mean(gated(logprobs.detach(), gate).sum(), gate.sum()))
@@ -88,7 +88,7 @@ def cispo_loss(
     """REINFORCE weighted by a clipped ratio: no token loses its gradient.
 
     L = −Σ sg(clip(ρ, 1−ε_low, 1+ε_high))·Â·log π / denom. Chen et al. 2025 (MiniMax-M1), eq. 4 and 5."""
-    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     least, most = 1 - clip_low, 1 + clip_high
     wide = torch.promote_types(promoted(logprobs).dtype, torch.promote_types(old_logprobs.dtype, advantages.dtype))
     weights = torch.empty_like(logprobs, dtype=wide, requires_grad=False) # all that is needed whole
@@ -126,7 +126,7 @@ def dppo_tv_loss(
     """REINFORCE weighted by the ratio, for tokens whose probability has not moved too far.
 
     L = −Σ [not beyond]·sg(min(ρ, c))·Â·log π / denom, beyond: p − p_old outside (−shift_low, shift_high) where Â pulls. Qi et al. 2026 (DPPO-TV)."""
-    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     gate, x, A, p, old = _probabilities(logprobs, old_logprobs, advantages, mask)
     return _divergence_loss(logprobs, gate, x, A, p-old, shift_low, shift_high, cap, over, denom)
 
@@ -145,7 +145,7 @@ def dppo_kl_loss(
     """REINFORCE weighted by the ratio, for tokens whose own choice, this one or another, has not moved too far in KL.
 
     L = −Σ [not beyond]·sg(min(ρ, c))·Â·log π / denom, beyond: KL(p_old‖p) of "this token or not" over its border where Â pulls. Qi et al. 2026 (DPPO-KL)."""
-    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     gate, x, A, p, old = _probabilities(logprobs, old_logprobs, advantages, mask)
     kl = -old*x + (1-old)*((1-old+1e-8)/(1-p+1e-8)).log()
     return _divergence_loss(logprobs, gate, x, A, kl*x.sign(), kl_low, kl_high, cap, over, denom)
@@ -174,7 +174,7 @@ def dro_loss(
     """The policy gradient with a quadratic penalty on the log ratio, off policy too.
 
     L = −Σ (Â·log π − β/2·(log ρ)²) / denom. Richemond et al. 2024 (DRO), token by token."""
-    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     gate, x, A, _ = _rows(logprobs, old_logprobs, advantages, mask)
     return _loss(A*gated(logprobs, gate) - beta/2*x.square(), gate, over, denom), _moved(x, gate)
 
@@ -193,7 +193,7 @@ def sapo_loss(
     """A sigmoid gate around ratio 1 in place of a clip.
 
     L = −Σ Â·σ(τ(ρ−1))·4/τ / denom, rows weighing the same. Gao et al. 2025, eq. 5 and 6."""
-    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     gate = gate_of(mask, logprobs)
     x, A = _log_ratio(logprobs, old_logprobs, gate), gated(advantages.detach(), gate)
     tau = A.sign().relu_().mul_(tau_pos-tau_neg).add_(tau_neg)
@@ -214,7 +214,7 @@ def cpgd_loss(
     """PPO's pessimistic clip on the log of the ratio: inside the band a policy gradient without any ratio.
 
     L = Σ max(−log ρ·Â, −clip(log ρ, log(1−ε_low), log(1+ε_high))·Â) / denom. Liu et al. 2025 (CPGD), section 3, without the drift penalty."""
-    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     if not (0 <= clip_low < 1 and clip_high >= 0):
         raise ValueError(f"cpgd_loss: clip_low is {clip_low}, clip_high is {clip_high}; they are distances from ratio 1, the first below 1: its log is taken")
     gate = gate_of(mask, logprobs)
@@ -236,7 +236,7 @@ def gspo_loss(
     """PPO with one ratio for each answer, every row weighing the same.
 
     L = Σ_rows max(−sÂ, −clip(s, 1−ε_low, 1+ε_high)Â) / rows, s = exp(mean log ρ). Zheng et al. 2025, eq. 5 and 7."""
-    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     gain, n, metrics = _sequence_gain(logprobs, old_logprobs, advantages, mask, clip_low, clip_high)
     return aggregate(-gain, n > 0, denom=denom), metrics
 
@@ -265,7 +265,7 @@ def gspo_token_loss(
     """GSPO with an advantage for each token: the answer's ratio in value, the token's own in gradient.
 
     L = Σ_rows mean max(−sₜÂₜ, −clip(sₜ)Âₜ) / rows, sₜ = sg(s)·π/sg(π). Zheng et al. 2025, eq. 13 and 14."""
-    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     gate, x, A, n = _rows(logprobs, old_logprobs, advantages, mask)
     s = _row_mean(x.detach(), n).exp()
     gain = _capped(s*(x - x.detach()).exp(), A, clip_low, clip_high, None)
@@ -285,7 +285,7 @@ def luspo_loss(
     """GSPO with each answer multiplied by its length.
 
     L = Σ_rows n·max(−sÂ, −clip(s, 1−ε_low, 1+ε_high)Â) / rows. Liu et al. 2026 (LUSPO)."""
-    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     gain, n, metrics = _sequence_gain(logprobs, old_logprobs, advantages, mask, clip_low, clip_high)
     return aggregate(-n*gain, n > 0, denom=denom), metrics
 
@@ -303,7 +303,7 @@ def gmpo_loss(
     """The geometric mean of an answer's clipped token ratios, every row weighing the same.
 
     L = −Σ_rows Â·exp(mean clip(log ρ, −ε_low, ε_high)) / rows, each token clipped on the side it is pulled to. Zhao et al. 2025 (GMPO)."""
-    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     if not (clip_low >= 0 and clip_high >= 0): raise ValueError(f"gmpo_loss: clip_low is {clip_low}, clip_high is {clip_high}; they are distances from log ratio 0, in nats")
     gate, x, A, n = _rows(logprobs, old_logprobs, advantages, mask)
     gain = (_row_mean(A.relu(), n)*_row_mean(F.hardtanh(x, -math.inf, clip_high), n).exp()
@@ -327,7 +327,7 @@ def vespo_loss(
     """REINFORCE with each answer weighted by a smooth function of its full importance weight.
 
     L = −Σ sg(φ(W))·Â·log π / denom, φ(W) = Wᵏ·exp(λ(1−W)), W = ∏ρ. Shen et al. 2026 (VESPO)."""
-    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     gate, x, A, n = _rows(logprobs.detach(), old_logprobs, advantages, mask)
     log_w = x.sum(-1, keepdim=True).clamp(math.log(1e-8), 20.)
     good, bad = ((k*log_w + lam*(1-log_w.exp())).exp() for k,lam in ((k_pos, lam_pos), (k_neg, lam_neg)))

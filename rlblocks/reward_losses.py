@@ -143,7 +143,7 @@ def hps_loss(
     """Cross-entropy of a choice among several answers.
 
     L = −Σ_u Σₖ pₖ·log softmax(s)ₖ / denom. Wu et al. 2023 (HPS)."""
-    same_shape(scores=scores, preference=preference, mask=mask)
+    same_shape("U K", scores=scores, preference=preference, mask=mask)
     s, p = (torch.where(mask, promoted(x), 0.) for x in (scores, preference.detach()))
     asked = mask.any(-1)
     logp = torch.where(mask | ~asked.unsqueeze(-1), s, -torch.inf).log_softmax(-1) # an empty unit: no nan, not even in the backward pass
@@ -161,7 +161,7 @@ def plackett_luce_loss(
     """Negative log-likelihood of a ranking, chosen from the best down.
 
     L = Σ_u Σᵢ [log Σ_{rankⱼ ≥ rankᵢ} e^sⱼ − sᵢ] / denom. Plackett 1975; Luce 1959. Memory U·K²."""
-    same_shape(scores=scores, ranks=ranks, mask=mask)
+    same_shape("U K", scores=scores, ranks=ranks, mask=mask)
     s = torch.where(mask, promoted(scores), 0.)
     both = mask.unsqueeze(-1) & mask.unsqueeze(-2)
     behind = both & (ranks.unsqueeze(-1) <= ranks.unsqueeze(-2)) | torch.eye(s.shape[1], dtype=torch.bool, device=s.device) # itself always: no empty sum
@@ -183,7 +183,7 @@ def multi_head_loss(
     """Bradley–Terry for several heads with labels that may be soft or absent.
 
     L = −Σ w·[ℓ·log σ(Δ) + (1−ℓ)·log σ(−Δ)] / denom, Δ = first − second. Bradley and Terry 1952, per head; absent labels: Wang et al. 2024 (ArmoRM)."""
-    same_shape(first=first, second=second, prefer=prefer, mask=mask)
+    same_shape("P H", first=first, second=second, prefer=prefer, mask=mask)
     a, b, label = (torch.where(mask, promoted(x), 0.) for x in (first, second, prefer.detach()))
     loss = binary_cross_entropy_with_logits(a-b, label, reduction="none")
     if weights is not None: loss = loss*weights.detach().to(loss.dtype)
@@ -201,7 +201,7 @@ def rating_loss(
     """Squared error of the heads against the marks that were given.
 
     L = Σ (s − rating)² / denom. Wang et al. 2024 (HelpSteer2, ArmoRM); no ½."""
-    same_shape(scores=scores, ratings=ratings, mask=mask)
+    same_shape("B H", scores=scores, ratings=ratings, mask=mask)
     s, given = (torch.where(mask, promoted(x), 0.) for x in (scores, ratings.detach()))
     error = (s-given).square()
     return masked_mean(error, mask, denom=denom), dict(rating_error=mean_of(error, mask))

@@ -26,7 +26,7 @@ def token_covariance(
     """Each token's part in the covariance of advantage and log-prob, which is about the entropy that a step will cost.
 
     cₜ = (Âₜ − mean Â)(log πₜ − mean log π), over all chosen tokens. Cui et al. 2025, section 4.2."""
-    same_shape(logprobs=logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, advantages=advantages, mask=mask)
     return _centered(logprobs, mask) * _centered(advantages, mask)
 
 def _centered(x, mask):
@@ -47,7 +47,7 @@ def clip_cov_mask(
     """A random few of the tokens with a high covariance of advantage and log-prob.
 
     max(1, ⌊share·n⌋) of those with least < cₜ < most. Cui et al. 2025, section 4.2 (Clip-Cov)."""
-    same_shape(logprobs=logprobs, advantages=advantages, uniform=uniform, mask=mask)
+    same_shape("B T", logprobs=logprobs, advantages=advantages, uniform=uniform, mask=mask)
     cov = token_covariance(logprobs, advantages, mask)
     return _smallest(uniform, (cov > least) & (cov < most) & mask, share, mask)
 
@@ -70,7 +70,7 @@ def kl_cov_mask(
     """The tokens with the highest covariance of advantage and log-prob.
 
     The max(1, ⌊share·n⌋) largest cₜ. Cui et al. 2025, section 4.2 (KL-Cov)."""
-    same_shape(logprobs=logprobs, advantages=advantages, mask=mask)
+    same_shape("B T", logprobs=logprobs, advantages=advantages, mask=mask)
     return _smallest(-token_covariance(logprobs, advantages, mask), mask, share, mask)
 
 # %% ../nbs/13b_selections.ipynb #2ff5a6b2
@@ -89,7 +89,7 @@ def clip_cov_loss(
     """PPO's clipped loss without the tokens that would cost the most entropy.
 
     L = Σ_{not selected} max(−ρÂ, −clip(ρ, 1−ε_low, 1+ε_high)Â) / denom. Cui et al. 2025, section 4.2 (Clip-Cov)."""
-    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, selected=selected, mask=mask)
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, selected=selected, mask=mask)
     kept = gated(advantages.detach(), gate_of(~selected, advantages))
     return ppo_loss(logprobs, old_logprobs, kept, mask, clip_low=clip_low, clip_high=clip_high, over=over, denom=denom)
 
@@ -108,7 +108,7 @@ def kl_cov_loss(
     """The importance-weighted policy gradient, with the tokens that would cost the most entropy held near the old policy.
 
     L = Σ (−ρÂ + β·[selected]·|log ρ|) / denom, unclipped. Cui et al. 2025, section 4.2 (KL-Cov), there KL(π_old‖π); |log ρ| for it is verl's code."""
-    same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, selected=selected, mask=mask)
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, selected=selected, mask=mask)
     gate, chosen = gate_of(mask, logprobs), gate_of(mask & selected, logprobs)
     x = _log_ratio(logprobs, old_logprobs, gate)
     held = gated(x.abs(), chosen)
@@ -125,7 +125,7 @@ def high_entropy_mask(
     """The tokens whose entropy is within the top share of the whole batch.
 
     Hₜ ≥ quantile(H, 1 − share), interpolated linearly; ties are kept. Wang et al. 2025."""
-    same_shape(entropy=entropy, mask=mask)
+    same_shape("B T", entropy=entropy, mask=mask)
     if not 0 <= share <= 1: raise ValueError(f"high_entropy_mask: share is {share}; it is a part of the chosen tokens, within [0, 1]")
     H = torch.where(mask, promoted(entropy).detach(), math.inf)
     at = (mask.sum() - 1).clamp(min=0).double() * (1-share) # place in the sorted row of the chosen
@@ -143,7 +143,7 @@ def entropy_loss(
     """Minus the mean entropy, a bonus for not being sure: `pg + coef*entropy_loss(…)[0]`; `coef` a number, or what `adaptive_entropy_coef` says to use.
 
     L = −Σ H / denom. Williams and Peng 1991; Mnih et al. 2016, section 4."""
-    same_shape(entropy=entropy, mask=mask)
+    same_shape("B T", entropy=entropy, mask=mask)
     gate = gate_of(mask, entropy)
     chosen = gated(entropy, gate)
     return _loss(chosen, gate, over, denom), dict(entropy=Mean(chosen.detach().sum(), gate.sum()))

@@ -28,7 +28,7 @@ def at_last_token(
 
     rₜ = score·[t is the last chosen token]. Ziegler et al. 2019, section 2. A row with nothing chosen gets nothing.
     A NaN score, unscorable, is a NaN reward, in that row only: see `without_unscored`."""
-    same_shape(mask=mask)
+    same_shape("B T", mask=mask)
     if scores.shape != mask.shape[:1]:
         raise ValueError(f"at_last_token: scores is {list(scores.shape)}, mask is {list(mask.shape)}; one score per row is wanted")
     count = mask.cumsum(1)
@@ -44,7 +44,7 @@ def step_rewards(
 
     rₜ = scoreₛ·[t is the last chosen token of step s]. Uesato et al. 2022; Shao et al. 2024, section 4.1.3.
     A NaN score, unscorable, is a NaN reward, in that row only: see `without_unscored`."""
-    same_shape(step=step, mask=mask)
+    same_shape("B T", step=step, mask=mask)
     if scores.ndim != 2 or len(scores) != len(mask):
         raise ValueError(f"step_rewards: scores is {list(scores.shape)}, mask is {list(mask.shape)}; [B, S] is wanted, a score for each step of each row")
     S, t = scores.shape[1], torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
@@ -66,7 +66,7 @@ def kl_shaped(
 
     rₜ − β·(log π(aₜ) − log π_ref(aₜ)). Ziegler et al. 2019, eq. 2. k1, not k3: only its mean over samples has the gradient of KL(π‖ref).
     A NaN reward stays NaN: see `without_unscored`."""
-    same_shape(rewards=rewards, logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
+    same_shape("B T", rewards=rewards, logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
     return torch.where(mask, promoted(rewards), 0.) - kl_coef*kl_k1(logprobs.detach(), ref_logprobs, mask)
 
 # %% ../nbs/10_shaping.ipynb #71e893a8
@@ -105,7 +105,7 @@ def without_truncated(
     """Leave answers that did not end by themselves out of the loss.
 
     mₜ ← mₜ·[not truncated]. Yu et al. 2025 (DAPO), section 3.4. The row's score still counts in its group unless it is NaN."""
-    same_shape(mask=mask)
+    same_shape("B T", mask=mask)
     if truncated.shape != mask.shape[:1]:
         raise ValueError(f"without_truncated: truncated is {list(truncated.shape)}, mask is {list(mask.shape)}; one flag per row is wanted")
     return mask & ~truncated[:, None]
@@ -118,7 +118,7 @@ def without_unscored(
     """Leave answers that nobody could judge out of rewards, statistics and loss.
 
     mₜ ← mₜ·[score ≠ NaN], the filter of Yu et al. 2025 (DAPO), section 3.4, for another reason. Estimators on rewards [B, T] keep a NaN visible; those on scores [B] give such a row 0."""
-    same_shape(mask=mask)
+    same_shape("B T", mask=mask)
     if scores.shape != mask.shape[:1]:
         raise ValueError(f"without_unscored: scores is {list(scores.shape)}, mask is {list(mask.shape)}; one score per row is wanted")
     return mask & ~scores.isnan()[:, None]
@@ -151,7 +151,7 @@ def repetition_penalty(
     """Warn answers that say the same again and again.
 
     −(1 − different n-grams/n-grams) over the chosen tokens. Yeo et al. 2025, appendix C.2, there charged token by token."""
-    same_shape(tokens=tokens, mask=mask)
+    same_shape("B T", tokens=tokens, mask=mask)
     repeats, _, count = _repeats("repetition_penalty", tokens, mask, n)
     return -repeats.sum(1)/count.clamp(min=1)
 
@@ -164,7 +164,7 @@ def repeated_tokens(
     """Which tokens say again what the answer has said already.
 
     tₖ ∈ an n-gram that equals an earlier one, over the chosen tokens. Yeo et al. 2025, appendix C.2, with penalty −.05 and n = 40."""
-    same_shape(tokens=tokens, mask=mask)
+    same_shape("B T", tokens=tokens, mask=mask)
     repeats, place, _ = _repeats("repeated_tokens", tokens, mask, n)
     begun = pad(repeats.cumsum(1), (1, 0))
     inside = begun - pad(begun, (min(n, begun.shape[1]), 0))[:, :begun.shape[1]] > 0 # by place, 0 = none

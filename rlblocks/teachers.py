@@ -23,7 +23,7 @@ def distill_advantages(
     """How much likelier the teacher finds each of the student's tokens.
 
     Âₜ = log p_T(aₜ|sₜ) − log π(aₜ|sₜ) = −k1. Lu 2025 (Thinking Machines); Agarwal et al. 2024."""
-    same_shape(logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
+    same_shape("B T", logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
     return -kl_k1(logprobs, teacher_logprobs, mask).detach()
 
 # %% ../nbs/17b_teachers.ipynb #9eabf9d8
@@ -39,7 +39,7 @@ def minillm_advantages(
     """What the teacher thinks of all that follows a token, the policy gradient of a sequence's reverse KL.
 
     R_t = Σ_{k≥t} γᵏ⁻ᵗ·r_k / Σ_{k≥t} γᵏ⁻ᵗ, r = log p_T − log π; from k = t+1 without `own`. Gu et al. 2024 (MiniLLM), section 2.2."""
-    same_shape(logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
+    same_shape("B T", logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
     r = distill_advantages(logprobs, teacher_logprobs, mask)
     one = mask.to(r.dtype)
     total, count = (discounted_returns(x, mask, gamma=gamma) for x in (r, one))
@@ -57,7 +57,7 @@ def teacher_mix_weights(
     """Importance weights of tokens that student and teacher drew together.
 
     wₜ = π / (α·p_T + (1−α)·π) = 1 / (1 − α + α·p_T/π). Gu et al. 2024 (MiniLLM), section 2.2; one token at a time."""
-    same_shape(logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
+    same_shape("B T", logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
     if not 0 <= alpha < 1: raise ValueError(f"teacher_mix_weights: alpha is {alpha}; it is the teacher's share, at least 0 and below 1")
     ratio = distill_advantages(logprobs, teacher_logprobs, mask).exp()
     return torch.where(mask, 1/(1-alpha+alpha*ratio), 0.)
@@ -72,7 +72,7 @@ def iw_opd_weights(
     """More weight to the tokens before the student has left the teacher's path.
 
     wₜ = 1 + γ·(1 − Σ_{k<t}|Â_k| / Σ_k|Â_k|). Xie et al. 2026 (IW-OPD). Multiply the advantages by it."""
-    same_shape(advantages=advantages, mask=mask)
+    same_shape("B T", advantages=advantages, mask=mask)
     size = torch.where(mask, promoted(advantages.detach()), 0.).abs()
     before, total = size.cumsum(1) - size, size.sum(1, keepdim=True)
     return torch.where(mask, 1 + gamma*(1 - before/torch.where(total > 0, total, 1.)), 0.)

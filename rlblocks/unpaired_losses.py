@@ -42,7 +42,7 @@ def swap_completions(
     """Rows of one's own prompt and another's answer, to be scored for `kto_kl`.
 
     out = tokens[i, :p_i] + tokens[j, p_j:], j = other[i], p = first chosen token. Ethayarajh et al. 2024 (KTO), section 4.1."""
-    same_shape(tokens=tokens, mask=mask)
+    same_shape("B T", tokens=tokens, mask=mask)
     start = torch.where(mask.any(1), mask.int().argmax(1), lengths)
     new_lengths = start + (lengths-start)[other]
     at = torch.arange(2*tokens.shape[1], device=tokens.device).expand(len(tokens), -1)

@@ -31,7 +31,7 @@ def value_loss(
     """Squared error of the critic, held near its old values; Huber's error if `huber` is given.
 
     L = ½ Σ max((V−R)², (V_old + clip(V−V_old, ±ε) − R)²) / denom. Schulman et al. 2017, eq. 9; clip: Huang et al. 2022, detail 9; Huber 1964."""
-    same_shape(values=values, old_values=old_values, returns=returns, mask=mask)
+    same_shape("B T", values=values, old_values=old_values, returns=returns, mask=mask)
     if huber is not None and huber <= 0: raise ValueError(f"value_loss: huber is {huber}; it is the largest error that still counts squared, above 0 (None = all)")
     gate, n = gate_of(mask, values), mask.sum(-1)
     V, old, R = (gated(x, gate) for x in (values, old_values.detach(), returns.detach()))
@@ -56,7 +56,7 @@ def value_metrics(
     """What a critic of any kind is judged by.
 
     The means of (R−V)², R−V, R and R²."""
-    same_shape(values=values, returns=returns, mask=mask)
+    same_shape("B T", values=values, returns=returns, mask=mask)
     gate = gate_of(mask, values)
     V, R = gated(values.detach(), gate), gated(returns.detach(), gate)
     return _judged(V-R, R, mask.sum())
@@ -140,7 +140,7 @@ def classification_value_loss(
     """Cross-entropy of a critic that classifies.
 
     L = −Σ p·log softmax(z) / denom. Imani and White 2018; Farebrother et al. 2024, section 3. `value_kl` is what of it can be learnt away."""
-    same_shape(logits=logits, targets=targets)
+    same_shape("B T K", logits=logits, targets=targets)
     same_shape(**{"logits[..., 0]": logits[..., 0], "mask": mask})
     z, p = (torch.where(mask.unsqueeze(-1), promoted(x), 0.) for x in (logits, targets.detach()))
     loss = -(p*torch.where(p > 0, z.log_softmax(-1), 0.)).sum(-1)
