@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .balancing import balance
+from .balancing import balance, balance_families
 from .packing import shared_prefix
 
 # %% ../nbs/21_batch.ipynb #3975585f
@@ -173,10 +173,27 @@ class Batch:
         n:int,      # how many pieces
         costs=None, # `[B]`, what each row costs, e.g. `row_costs(b.lengths, quadratic=…)`; its tokens, if not given
     )->list[list[int]]: # row numbers of each piece, ascending; pieces may be empty
-        "Deal the units to `n` pieces of nearly equal cost. The same answer on every machine, so that each can make its own piece."
+        """Deal the units to `n` pieces of nearly equal cost, rows that begin alike to the same piece where that makes the costliest piece cheaper: a piece pays for what they have in common once.
+
+        The same answer on every machine, so that each can make its own piece."""
         if costs is not None and len(costs) != len(self): raise ValueError(f"Batch.cut: costs are {len(costs)}, the batch has {len(self)} rows; one a row is wanted")
-        units, each = self.unit_rows(), torch.as_tensor(self._sizes() if costs is None else costs, dtype=torch.double).tolist()
-        return [sorted(i for k in share for i in units[k]) for share in balance([sum(each[i] for i in u) for u in units], n)]
+        units, each = self.unit_rows(), torch.as_tensor(self._sizes() if costs is None else costs, dtype=torch.double).cpu()
+        alike = self._alike(each) if n > 1 else None
+        rows = list(zip(each.tolist(), *(x.tolist() for x in alike or ()), strict=True))
+        if alike:
+            cost, family, common = zip(*(_as_one([rows[i] for i in u], -1 - u[0]) for u in units), strict=True)
+            shares = balance_families(cost, family, common, n)
+        else: shares = balance([sum(rows[i][0] for i in u) for u in units], n)
+        return [sorted(i for k in share for i in units[k]) for share in shares]
+
+    def _alike(self, each):
+        "Of each row: the row it begins like, and what that beginning costs of what it costs. None when no two begin alike."
+        ids = self.families
+        if ids is None or not len(self): return None
+        holder, shared = (x.cpu() for x in shared_prefix(self.tokens, self.lengths, ids))
+        if not shared.any(): return None
+        n = self.lengths.cpu()
+        return holder, torch.minimum(each, each*torch.where(holder == torch.arange(len(self)), n, shared)/n.clamp(min=1))
 
     def _sizes(self): return self.lengths if "lengths" in self else torch.ones(len(self))
 
@@ -209,7 +226,7 @@ class Batch:
         n:int,      # how many parts: replicas, ranks
         costs=None, # `[B]`, what each row costs; its tokens, if not given
     )->list: # `n` batches; together they hold every row once, besides fillers
-        "Cut between units into `n` parts balanced by tokens or cost, for replicas or ranks. Losses of the parts add up to the loss of the whole."
+        "Cut between units into `n` parts of equal tokens or cost, a prompt counted once a part (see `cut`), for replicas or ranks. Losses of the parts add up to the loss of the whole."
         self._lightest()
         cuts = self.cut(n, costs)
         siblings = self.siblings(cuts)
@@ -219,13 +236,18 @@ class Batch:
         n:int,   # optimizer steps to make of this batch
         *,
         seed=0,  # a number or tuple that names this shuffle, e.g. (seed, step, epoch)
+        keep_groups:bool=True, # shuffle groups, not rows: all but `n`−1 of them at most stay in one step; False: units by themselves, whatever their group
     )->list: # at most `n` wholes (fewer when there are fewer units)
-        "Shuffle the units and deal them to `n` optimizer steps of as many units (or one fewer); each is a whole of its own. Units stay together, groups need not."
+        "Shuffle and deal to `n` optimizer steps of as many units (or one fewer); each is a whole of its own. Units stay together."
         if self._whole: raise ValueError("Batch: minibatches makes optimizer steps and needs a whole; this is a part")
         if n < 1: raise ValueError(f"Batch: minibatches({n}); at least 1 is wanted")
         units = self.unit_rows()
         if not units: return [self]         # nothing to learn from: one step, which is skipped and counted
-        order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed_of("minibatches", seed)))
+        g = torch.Generator().manual_seed(seed_of("minibatches", seed))
+        order = torch.randperm(len(units), generator=g)
+        if keep_groups and "group" in self:
+            ids, of = self.group[[u[0] for u in units]].cpu().unique(return_inverse=True)
+            order = order[torch.randperm(len(ids), generator=g)[of[order]].argsort(stable=True)]
         dealt = [[i for k in share.tolist() for i in units[k]] for share in order.tensor_split(n) if len(share)]
         return [self._rows(torch.tensor(rows), None) for rows in dealt]
 
@@ -267,6 +289,13 @@ class Batch:
         return new
 
 # %% ../nbs/21_batch.ipynb #dc71e8c5
+def _as_one(rows, new):
+    "(cost, family, common) of some rows, as of one: what they have in common is paid once. Rows of several families are a `new` one."
+    if len(rows) == 1: return rows[0]
+    families = {f: [common for _, g, common in rows if g == f] for _, f, _ in rows}
+    cost = sum(cost for cost, *_ in rows) - sum(min(xs)*(len(xs) - 1) for xs in families.values())
+    return (cost, *next((f, min(cost, *xs)) for f, xs in families.items())) if len(families) == 1 else (cost, new, 0.)
+
 def widen(
     x:Tensor, # `[B, t, …]`
     T:int,    # wanted token axis, at least t

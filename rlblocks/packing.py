@@ -72,9 +72,15 @@ def shared_prefix(
     alone = torch.where(lengths < least, rows, -1)      # too short to share
     kinds, of = torch.cat([torch.stack([group, alone], 1), tokens[:, :least]], 1).unique(dim=0, return_inverse=True)
     holder = rows.new_full((len(kinds),), B).scatter_reduce(0, of, rows, "amin")[of]
-    exist = torch.arange(T, device=tokens.device) < torch.minimum(lengths, lengths[holder])[:, None]
-    n = ((tokens == tokens[holder]) & exist).long().cumprod(1).sum(1)
-    return holder, torch.where(holder == rows, 0, n)
+    n, ends, on = torch.zeros_like(rows), torch.minimum(lengths, lengths[holder]), (holder != rows).nonzero()[:, 0]
+    for a in range(0, T, 256):      # prompts are short beside their rows: who has differed is not looked at again
+        if not len(on): break
+        mine, its = tokens[on, a:a+256], tokens[holder[on], a:a+256]
+        same = (mine == its) & (torch.arange(a, a + mine.shape[1], device=tokens.device) < ends[on, None])
+        more = same.long().cumprod(1).sum(1)
+        n[on] += more
+        on = on[more == 256]
+    return holder, n
 
 @dataclass(frozen=True)
 class Packed:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.balancing import balance, fit_row_costs, row_costs
+from rlblocks.balancing import balance, balance_families, fit_row_costs, row_costs
 
 
 def spread(parts, costs):
@@ -144,3 +144,65 @@ def test_what_grows_slower_than_its_tokens_has_no_negative_part():
 def test_errors_say_what_came(call, text):
     with pytest.raises(ValueError) as e: call()
     assert text in str(e.value)
+
+
+# -- families
+def paid(part, own, family, once): return sum(own[i] for i in part) + sum(once[f] for f in {family[i] for i in part})
+
+
+def families(seed, count):
+    "(own cost of each item, its family, what each family has in common, parts)"
+    rng = random.Random(seed)
+    for _ in range(count):
+        once = {f: rng.choice([0, rng.randint(1, 40), rng.randint(1, 400)]) for f in range(rng.randint(1, 9))}
+        family = [rng.randrange(len(once)) for _ in range(rng.randint(1, 40))]
+        yield [rng.choice([0, rng.randint(1, 100)]) for _ in family], family, once, rng.randint(1, 12)
+
+
+def test_families_every_item_once_and_never_heavier_than_one_by_one():
+    lighter = 0
+    for own, family, once, n in families(0, 200):
+        costs, common = [x + once[f] for x, f in zip(own, family, strict=True)], [once[f] for f in family]
+        parts = balance_families(costs, family, common, n)
+        assert len(parts) == n and sorted(i for p in parts for i in p) == list(range(len(own))) and all(p == sorted(p) for p in parts)
+        loads, others = ([paid(p, own, family, once) for p in plan] for plan in (parts, balance(costs, n)))
+        assert loads == sorted(loads, reverse=True) and max(loads) <= max(others)
+        lighter += max(loads) < .95*max(others)
+    assert lighter > 40     # the others have one part, little in common, or a part for every item
+
+
+def test_families_stay_whole_where_that_is_good_enough_and_only_then():
+    "16 families like GSM8K's groups of 8: whole in 2 and 4 parts and nothing paid twice; in 16 parts some in pieces, and the step shorter for it."
+    g = torch.Generator().manual_seed(0)
+    once, own = torch.randint(40, 160, (16,), generator=g), torch.randint(30, 300, (128,), generator=g).tolist()
+    family = torch.arange(16).repeat_interleave(8)
+    costs, least = [x + int(once[f]) for x, f in zip(own, family, strict=True)], sum(own) + int(once.sum())
+    plans = {n: balance_families(costs, family, once[family], n) for n in (2, 4, 16)}
+    load = lambda p: paid(p, own, family.tolist(), once.tolist())
+    for n in (2, 4):
+        assert sum(map(load, plans[n])) == least and max(map(load, plans[n])) <= 1.01*least/n
+        assert all(len(set(family[p].tolist())) == 16//n for p in plans[n])
+    whole = max(map(load, [[i for i in range(128) if family[i] == f] for f in range(16)]))       # one family a part
+    one_by_one = max(map(load, balance(costs, 16)))
+    assert max(map(load, plans[16])) < .95*min(whole, one_by_one) and sum(map(load, plans[16])) < 1.15*least
+
+
+def test_families_by_hand():
+    assert balance_families([5]*8, [7]*4 + [3]*4, [4]*8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [len(p) for p in balance_families([5]*8, [7]*8, [4]*8, 2)] == [4, 4]          # one family, two parts: in halves
+    assert balance_families([5, 1, 1], [0, 0, 1], [1, 1, 1], 5) == [[0], [1], [2], [], []]
+    assert balance_families([], [], [], 2) == [[], []] and balance_families([0, 0], [0, 0], [0, 0], 2) == [[0], [1]]
+    assert balance_families([8, 7, 6, 5, 4], range(5), [0]*5, 2) == balance([8, 7, 6, 5, 4], 2)
+    assert balance_families([9, 9, 5, 5], [0, 0, 0, 0], [8, 2, 5, 2], 1) == [[0, 1, 2, 3]]   # the least of a family counts: 2
+
+
+@pytest.mark.parametrize("args, says", [
+    (([1, 2], [0], [1, 2], 2), "2 costs, 1 families, 2 common"),
+    (([1, 2], [0, 0], [1, 3], 2), "of item 1, which costs 2, 3 is in common"),
+    (([1, 2], [0, 0], [-1, 1], 2), "of item 0, which costs 1, -1 is in common"),
+    (([1, -2], [0, 0], [0, 0], 2), "of item 1, which costs -2"),
+    (([1, float("nan")], [0, 0], [0, 0], 2), "of item 1, which costs nan"),
+    (([1, 2], [0, 0], [0, 0], 0), "0 parts were asked for"),
+])
+def test_families_errors(args, says):
+    with pytest.raises(ValueError, match=says): balance_families(*args)

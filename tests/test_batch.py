@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from rlblocks import Batch, pairs, seed_of
-from tiny import rows
+from rlblocks import Batch, Policy, pairs, seed_of, shared_prefix
+from tiny import apart, gradients, model, rows
 from torch.testing import assert_close
 
 
@@ -136,19 +136,124 @@ def test_minibatches_are_wholes_of_their_own_and_shuffled_by_name():
 
 
 @pytest.mark.parametrize("unit", [None, 2, 3])
-def test_minibatches_have_as_many_units_and_may_part_groups(unit):
-    "Equal are units, to one; tokens are as they fall; groups are parted, since what depends on them was made on the whole."
+@pytest.mark.parametrize("keep", [False, True])
+def test_minibatches_have_as_many_units_and_may_part_groups(unit, keep):
+    "Equal are units, to one; tokens are as they fall; groups may be parted, since what depends on them was made on the whole."
     b = rows()
     b["group"] = torch.arange(16)//4
     if unit: b["unit"] = torch.arange(16)//unit
     counts, parted = [], 0
     for seed in range(20):
-        minis = b.minibatches(3, seed=seed)
+        minis = b.minibatches(3, seed=seed, keep_groups=keep)
         counts = [len(m.unit_rows()) for m in minis]
         assert max(counts) - min(counts) <= 1 and sum(counts) == len(b.unit_rows())
         assert sorted(i for m in minis for i in m.row.tolist()) == list(range(16)) and all(m._whole is None and m.n_tokens == int(m.mask.sum()) for m in minis)
         parted += sum(len(set(m.group.tolist())) for m in minis) > 4
     assert parted
+
+
+@pytest.mark.parametrize("sizes, n", [([8]*16, 4), ([8]*16, 3), ([1, 3, 8, 2, 5], 3), ([3], 3), ([1]*7, 2), ([2, 2], 7)])
+def test_minibatches_tear_a_group_only_where_they_must(sizes, n):
+    "Groups are shuffled and the line is cut in equal pieces: none torn where they divide, else at most one a cut; the number of steps is what was asked for."
+    B, group = sum(sizes), torch.arange(100, 100 + len(sizes)).repeat_interleave(torch.tensor(sizes))
+    mixed = torch.randperm(B, generator=torch.Generator().manual_seed(3))       # groups are ids, wherever their rows stand
+    b = Batch(tokens=torch.zeros(B, 3, dtype=torch.long), lengths=torch.full((B,), 3), mask=torch.tensor([[False, True, True]]*B), group=group[mixed], row=torch.arange(B))
+    met = lambda minis: sum(len(set(m.group.tolist())) for m in minis)
+    for seed in range(10):
+        minis = b.minibatches(n, seed=(seed, "x"))
+        assert len(minis) == min(n, B) and max(map(len, minis)) - min(map(len, minis)) <= 1 and sorted(i for m in minis for i in m.row.tolist()) == list(range(B))
+        torn = met(minis) - len(sizes)
+        assert torn <= min(n, B) - 1 and (torn == 0 or sizes[0]*len(sizes) != B or len(sizes) % n)
+        by_rows = b.minibatches(n, seed=(seed, "x"), keep_groups=False)
+        assert [len(m) for m in by_rows] == [len(m) for m in minis] and met(by_rows) >= len(sizes)
+    if len(sizes) == 16: assert met(by_rows) > 40
+
+
+def test_any_group_may_come_first():
+    "Shuffled are groups, each with the same chance whatever its size, and rows in a group."
+    group = torch.arange(3).repeat_interleave(torch.tensor([1, 3, 8]))
+    b = Batch(tokens=torch.zeros(12, 2, dtype=torch.long), lengths=torch.full((12,), 2), mask=torch.tensor([[False, True]]*12), group=group, row=torch.arange(12))
+    first = [b.minibatches(12, seed=seed)[0] for seed in range(600)]
+    counts = torch.cat([m.group for m in first]).bincount()
+    assert ((counts - 200).abs() < 50).all() and len({int(m.row) for m in first}) == 12      # 4 standard deviations of Binomial(600, 1/3)
+
+
+def alike(sizes=(8,)*8, prompt=20, answer=12, seed=0):
+    "Rows of groups with a common prompt, with a gap in the answers' mask."
+    g, B = torch.Generator().manual_seed(seed), sum(sizes)
+    group = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    tokens, lengths, at = torch.randint(2, 32, (B, prompt + answer), generator=g), prompt + torch.randint(1, answer + 1, (B,), generator=g), torch.arange(prompt + answer)
+    tokens[:, :prompt] = torch.randint(2, 32, (len(sizes), prompt), generator=g)[group]
+    mask = (at >= prompt) & (at < lengths[:, None]) & (at != prompt + 2)
+    return Batch(tokens=tokens*(at < lengths[:, None]), lengths=lengths, mask=mask, group=group, row=torch.arange(B), advantages=torch.randn(B, prompt + answer, generator=g))
+
+
+def laid(b, rows): # tokens that a packed forward pass of these rows computes
+    return int(b.lengths[rows].sum() - shared_prefix(b.tokens[rows], b.lengths[rows], b.group[rows])[1].sum())
+
+
+def test_a_cut_keeps_groups_where_it_makes_the_step_shorter():
+    "LAWS 26, 24: whole groups where they divide, pieces where one is too large, never a heavier part than rows dealt one by one; no group column, nothing kept."
+    b = alike()
+    cuts, by_rows = b.cut(2), b.drop("group").cut(2)
+    assert [len(set(b.group[rows].tolist())) for rows in cuts] == [4, 4] and [len(set(b.group[rows].tolist())) for rows in by_rows] == [8, 8]
+    assert sum(laid(b, rows) for rows in cuts) == laid(b, range(64)) and max(laid(b, rows) for rows in cuts) < .85*max(laid(b, rows) for rows in by_rows)
+    assert [len(p) for p in alike((12,)).parts(3)] == [4, 4, 4]
+    for sizes, n in (((8,)*8, 5), ((1, 3, 8, 20), 3), ((4,)*3, 2), ((2,)*5, 16), ((1,)*9, 4)):
+        for seed in range(5):
+            b = alike(sizes, seed=seed)
+            cuts = b.cut(n)
+            assert sorted(sum(cuts, [])) == list(range(len(b))) and max(laid(b, rows) for rows in cuts if rows) <= max(laid(b, rows) for rows in b.drop("group").cut(n) if rows)
+    b = alike()
+    b["tokens"] = torch.randint(2, 32, b.tokens.shape, generator=torch.Generator().manual_seed(1))       # groups that begin unlike have nothing in common
+    assert b.cut(2) == b.drop("group").cut(2)
+    wide = alike((4, 4), prompt=20)
+    assert sorted(map(len, wide.cut(2, wide.lengths.double()**2))) == [4, 4]
+    assert all(len(set(wide.group[rows].tolist())) == 1 for rows in wide.cut(2, wide.lengths.double()**2))       # costs of one's own are counted likewise
+    copies = alike((5, 4, 3), answer=1)
+    for unit in (None, torch.arange(12)//2):
+        if unit is not None: copies["unit"] = unit
+        for cost in (.1, 1/3, 1e-9, 0.): assert sorted(sum(copies.cut(3, [cost*i for i in range(12)]), [])) == list(range(12))       # rows that have all in common, at costs that round
+
+
+def test_units_and_groups_go_together():
+    "Pairs over groups of several answers: no cut parts a pair, groups stay whole where they can; a pair of two groups is at home in neither."
+    b = alike((4,)*6)
+    b["unit"] = torch.arange(24)//2
+    for n in (2, 3, 5):
+        cuts = b.cut(n)
+        assert all(len(set(b.unit[rows].tolist()))*2 == len(rows) for rows in cuts) and sorted(sum(cuts, [])) == list(range(24))
+    assert all(len(set(b.group[rows].tolist())) == 2 for rows in b.cut(3))
+    b["unit"] = torch.arange(24) % 12        # row 0 with row 12, of group 3
+    assert all(len(set(b.unit[rows].tolist()))*2 == len(rows) for rows in b.cut(5))
+    pair = alike((2,)*8)
+    pair["unit"] = pair.group
+    assert pair.drop("group").cut(4) == pair.cut(4) and all(len(rows) == 4 for rows in pair.cut(4))
+
+
+def test_a_cut_that_keeps_groups_changes_no_gradient():
+    "Sum law over cuts and minibatches of rows with shared prompts, packed: the parts' gradients add up to the whole's, and every part plans as many forward passes."
+    b = alike((8, 3, 5, 1), prompt=24, answer=8)
+    def loss(out, b): return torch.where(b.mask, -out.logprobs*b.advantages, 0.).sum()/b.n_tokens, {}
+    def gradient(part):
+        policy = Policy(model(), lr=0., device="cpu", micro_tokens=96, max_norm=1e9)
+        found = gradients(policy)
+        policy.step(part, loss)
+        return found
+    whole, policy = gradient(b), Policy(model(), frozen=True, device="cpu", micro_tokens=96)
+    logprobs = policy.logprobs(b)
+    for n in (2, 3, 5):
+        parts, total = b.parts(n), {}
+        assert len({len(policy._run.plan(p)) for p in parts}) == 1
+        assert all(policy.logprobs(p).sub(logprobs[p.row] if not p.filler else 0).abs().max() < 1e-5 for p in parts)
+        for rows_ in b.cut(n):
+            if rows_: total = {k: total.get(k, 0) + g for k, g in gradient(b.part(rows_)).items()}
+        assert apart(total, whole) < 1e-5
+    minis = b.minibatches(3, seed=1)
+    total = {}
+    for mini in minis:
+        for k, g in gradient(mini).items(): total[k] = total.get(k, 0) + g*mini.n_tokens/b.n_tokens
+    assert apart(total, whole) < 1e-5
 
 
 def test_units_are_never_parted():

@@ -130,6 +130,17 @@ def test_shared_prefixes_are_true_and_as_long_as_they_can_be():
             assert (h, k) == ((first, common) if i != first else (i, 0))
 
 
+@pytest.mark.parametrize("n", [7, 8, 255, 256, 257, 511, 512, 513, 700])
+def test_prefixes_are_found_however_long(n):
+    "Columns are compared in blocks: a difference at, before or behind their edges, a row that ends there, and one that is a copy."
+    first = torch.randint(2, 9, (700,), generator=torch.Generator().manual_seed(n))
+    rows = first.repeat(4, 1)
+    if n < 700: rows[1, n] = 1
+    lengths = torch.tensor([700, 700, max(n, 1), 700])
+    holder, shared = shared_prefix(rows, lengths, torch.zeros(4, dtype=torch.long))
+    assert shared.tolist() == ([0, n, n, 700] if n >= 8 else [0, 0, 0, 700]) and holder.tolist() == ([0]*4 if n >= 8 else [0, 1, 2, 0])
+
+
 def test_what_is_shared_comes_back_to_every_row_with_its_gradient():
     rng = random.Random(7)
     for _ in range(50):
