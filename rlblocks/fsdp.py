@@ -66,13 +66,15 @@ class Fsdp:
         max_norm:float=float("inf"),  # clip the gradient to this 2-norm
         dtype:torch.dtype|None=None,  # compute dtype; weights are gathered in it
         offload:str|None=None,        # "cpu": shards, gradients and states live there, and the optimizer steps there
+        mesh:Any=None,                # the ranks to cut over, where others hold other pieces of one model; None: all, which hold the same
+        settle:Callable|None=None,    # of `Plain`
     ):
         "Shard a module over the ranks of this world; all ranks together. ValueError for offload=\"nvme\" and for ranks that built different models."
         if offload not in (None, "cpu"): raise ValueError(f'engine="fsdp2": offload={offload!r} is not there; "cpu" is, and "nvme" with engine="zero3"')
         join_world(device)
-        same_weights(module)
+        if mesh is None: same_weights(module)
         half = dtype if dtype in HALF else None
-        how:Any = dict(mesh=init_device_mesh(device.type, (world()[1],)), reshard_after_forward=True if optimizer is None else None,
+        how:Any = dict(mesh=mesh or init_device_mesh(device.type, (world()[1],)), reshard_after_forward=True if optimizer is None else None,
                        mp_policy=MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False),
                        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy())
         for layer in layers_of(module): fully_shard(layer, **how)
@@ -81,7 +83,7 @@ class Fsdp:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
             if hasattr(part, "set_reduce_scatter_unused_params"): part.set_reduce_scatter_unused_params(True, recurse=False)  # not in torch < 2.13
-        self.device, self.max_norm, self.used = device, max_norm, set()
+        self.device, self.max_norm, self.settle, self.used = device, max_norm, settle, set()
         self.optimizer = optimizer([(n, p) for n, p in module.named_parameters() if p.requires_grad]) if optimizer else None
         if optimizer: self._watch()
 
@@ -121,7 +123,7 @@ class Fsdp:
         for p, u in zip(params, used.tolist(), strict=True):
             if not u: p.grad = None                       # zeros that only kept the collectives in step
         self.used.clear()
-        return stepped(self.optimizer, params, self.max_norm)
+        return stepped(self.optimizer, params, self.max_norm, self.settle)
 
     def _home(self):
         "Shards in place of gathered weights."
@@ -148,14 +150,24 @@ class Fsdp:
         full:bool, # gathered on the CPU, the same on every rank; False: DTensors under names, for torch.distributed.checkpoint
     )->dict: # module, optimizer
         "Weights and optimizer state; all ranks together."
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
         self._home()
-        if not full: return dict(module=get_model_state_dict(self.module)) | (dict(optimizer=get_optimizer_state_dict(self.module, self.optimizer)) if self.optimizer else {})
+        if not full: return dict(module=get_model_state_dict(self.module)) | (dict(optimizer=self._kept()) if self.optimizer else {})
         gathered = lambda x: whole(x).cpu() if isinstance(x, Tensor) else x
         state = dict(module={k: gathered(x) for k, x in self.module.state_dict().items()})
         if self.optimizer is None: return state
         kept = self.optimizer.state_dict()
         return state | dict(optimizer=dict(kept, state={i: {k: gathered(x) for k, x in s.items()} for i, s in kept["state"].items()}))
+
+    def _kept(self)->dict:
+        "Optimizer state by name, in shards. Before the first step torch makes one without gradients, to have something to load into: the steps it counts are not ours."
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+        fresh = not self.optimizer.state
+        kept = get_optimizer_state_dict(self.module, self.optimizer)
+        if not fresh: return kept
+        self.optimizer.state.clear()
+        state:Any = kept["state"]
+        return dict(kept, state={name: {k: x if isinstance(x, DTensor) else x*0 for k, x in s.items()} for name, s in state.items()})
 
     def load(self,
         state:dict, # from `state`, full or not; a full one may come from any engine and any number of ranks

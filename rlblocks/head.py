@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from jaxtyping import Float, Int
 
+from .cuts import copied, joined
 from .logprobs import entropy as entropy_of, gather_logprobs, linear_logprobs, linear_measured
 from .masked import promoted
 from .passes import pieces
@@ -129,7 +130,7 @@ def head_logprobs(
             return torch.stack((gather_logprobs(z, ids, **sampled), *([entropy_of(z, **sampled)] if entropy else [])), -1)
         if len(hidden) <= chunk: return read(hidden, targets, temperature, support)
         return torch.cat([checkpoint(read, *piece, use_reentrant=False) for piece in pieces(chunk, hidden, targets, temperature, support)])
-    found:Any = linear_logprobs(*_as_linear(known, hidden, bend, how), targets, entropy=entropy, **how)
+    found:Any = linear_logprobs(*_as_linear(known, hidden, bend, how), targets, entropy=entropy, group=_over(layer), **how)
     return torch.stack(found if entropy else (found,), -1)
 
 def _as_linear(known, hidden, bend, how):
@@ -144,7 +145,10 @@ def _as_linear(known, hidden, bend, how):
 
 def _logits(layer, hidden, bend):
     "What leaves the model for `hidden`: the layer's own forward, whatever stands in its place, and the bend."
-    return _bent(type(layer).forward(layer, hidden), bend)
+    group, own = _over(layer), type(layer).forward
+    return _bent(own(layer, hidden) if group is None else joined(own(layer, copied(hidden, group)), group), bend)
+
+def _over(layer): return getattr(layer, "joined_over", None) # ranks that hold its rows together (tensor parallel)
 
 def _bent(z, bend):
     scale, softcap = bend
@@ -164,7 +168,7 @@ def head_measured(
     "What `measure` makes of the logits of `chunk` places at a time, with gradient: they are computed again in the backward pass."
     how:dict[str, Any] = dict(temperature=temperature, support=support)
     known = matrix_of(layer)
-    if known is not None: return linear_measured(*_as_linear(known, hidden, bend, how), measure, *columns, chunk=chunk, **how)
+    if known is not None and _over(layer) is None: return linear_measured(*_as_linear(known, hidden, bend, how), measure, *columns, chunk=chunk, **how)
     def read(h, τ, only, *cols): return measure(sampled_from(_logits(layer, h, bend), τ, only), *cols)
     chunk = chunk or (256 if hidden.device.type == "cpu" else 1024)
     return torch.cat([checkpoint(read, *piece, use_reentrant=False) for piece in pieces(chunk, hidden, temperature, support, *columns)])
@@ -209,7 +213,8 @@ def head_of(
         if known:
             matrix, adapters = known
             W = matrix.weight.detach() + sum(s*(B.detach()@A.detach()).to(matrix.weight.dtype) for A,B,s in adapters) if adapters else matrix.weight.detach().clone() if copy else matrix.weight
-            found.append(Head(W, matrix.bias.detach().clone() if copy and matrix.bias is not None else matrix.bias, bend))
+            bias = matrix.bias.detach().clone() if copy and matrix.bias is not None else matrix.bias
+            found.append(Head(*(x if x is None or _over(layer) is None else joined(x.movedim(0, -1), _over(layer)).movedim(-1, 0) for x in (W, bias)), bend))
         return h
     with torch.no_grad(), watched(layer, instead): trunk(torch.zeros(1, 2, dtype=torch.long, device=device))
     if not found: raise TypeError(f"head: the output layer of {who} is a {type(layer).__name__}, no matrix; take what you need of its logits where they are: policy.measure(batch, f)")

@@ -125,9 +125,11 @@ class Plain:
         *,
         optimizer:Callable|None=None, # (name, parameter) pairs → torch optimizer; None: frozen
         max_norm:float=float("inf"),  # clip the gradient to this 2-norm
+        group=None,                   # the ranks that hold copies of this module; None: all
+        settle:Callable|None=None,    # parameters, max_norm → norm: who clips, where other ranks hold other pieces of one model
     ):
         "Move the module to its device."
-        self.module, self.device, self.max_norm = module.to(device), device, max_norm
+        self.module, self.device, self.max_norm, self.group, self.settle = module.to(device), device, max_norm, group, settle
         self.optimizer = optimizer([(n, p) for n, p in module.named_parameters() if p.requires_grad]) if optimizer else None
 
     def __call__(self, *args, **kwargs): return self.module(*args, **kwargs)
@@ -151,8 +153,8 @@ class Plain:
             dist.all_reduce(used, op=dist.ReduceOp.MAX)             # what no rank used has no gradient, as in one process
             for p in (p for p, u in zip(params, used.tolist(), strict=True) if u):
                 if p.grad is None: p.grad = torch.zeros_like(p)     # every rank joins every sum
-                dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)
-        return stepped(self.optimizer, params, self.max_norm)
+                dist.all_reduce(p.grad, op=dist.ReduceOp.SUM, group=self.group)
+        return stepped(self.optimizer, params, self.max_norm, self.settle)
 
     def discard(self):
         "Forget the gradients of a step that failed."
@@ -179,9 +181,10 @@ def stepped(
     optimizer,      # a torch optimizer
     params:list,    # whose gradients are whole sums by now, or shards of them
     max_norm:float, # clip to this 2-norm
+    settle:Callable|None=None, # parameters, max_norm → norm: who clips instead
 )->Tensor: # 0-d: the 2-norm before clipping
     "Clip and step, unless the gradient's norm is not finite; forget the gradient."
-    norm:Tensor = nn.utils.clip_grad_norm_(params, max_norm).detach()
+    norm:Any = (settle or nn.utils.clip_grad_norm_)(params, max_norm).detach()
     norm = getattr(norm, "full_tensor", lambda: norm)()       # over all shards
     if torch.isfinite(norm): optimizer.step()
     optimizer.zero_grad()

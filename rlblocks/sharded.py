@@ -37,6 +37,7 @@ class ShardedModel:
         checkpointing:bool=False, # recompute activations in the backward pass
         sequence_parallel:int=1,  # so many consecutive ranks run one line of tokens together, each a stretch of it
         tensor_parallel:int=1,    # so many consecutive ranks hold one layer together
+        expert_parallel:bool=False, # with tensor_parallel: deal out whole experts, as the model's plan for that says, instead of cutting each
         device=None,              # None: CUDA when there is one
     ):
         """Hold a module, ready to train or frozen; with an engine all ranks construct together, each from the same weights.
@@ -48,7 +49,8 @@ class ShardedModel:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.mesh = mesh_of(self.device, sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
         self.shares = sequence_parallel*tensor_parallel
-        if tensor_parallel > 1: raise NotImplementedError(f"ShardedModel: tensor_parallel={tensor_parallel} is not there yet; sequence_parallel= shares rows, and the engines share weights")
+        self.tensor_parallel, self.expert_parallel = tensor_parallel, expert_parallel
+        if expert_parallel and tensor_parallel == 1: raise ValueError("ShardedModel: expert_parallel deals experts out to the ranks that hold a layer together; say how many, tensor_parallel=…")
         module.eval()
         if frozen: module.requires_grad_(False)        # else what came frozen (a vision tower, the base under an adapter) stays so
         came = next((p.dtype for p in module.parameters()), torch.float32)
@@ -64,6 +66,10 @@ class ShardedModel:
 
     def _held(self, engine, module, offload, nvme, how, adamw):
         "The engine of this name around the module."
+        if self.tensor_parallel > 1:
+            from rlblocks.tensor import TensorParallel
+            more = dict(dtype=self.dtype, offload=offload) if engine == "fsdp2" else {}
+            return TensorParallel(module, self.device, size=self.tensor_parallel, engine=engine, expert_parallel=self.expert_parallel, **more, **how)
         if callable(engine): return engine(module, self.device, **how)
         if engine is None or frozen_copy(engine, self.frozen): return Plain(module, self.device, **how)
         if engine == "fsdp2":
