@@ -9,7 +9,7 @@ __all__ = ['ADDED', 'Rollout']
 import torch
 from torch import Tensor
 
-from .batch import Batch, seed_of
+from .batch import Batch, seed_of, widen
 from .decoding import MAX_SUPPORT, Decoder, cache_is_exact, decode
 from .reader import Reader, load_module, load_tokenizer, pack_by
 from .weights import Manifest, Ticket, copy_weights
@@ -122,8 +122,8 @@ class Rollout:
         ids = place(tokens)
         prompt = torch.arange(part.width) < start[:, None]
         ids[:, :part.width] = torch.where(prompt, part.tokens.repeat_interleave(n, 0), ids[:, :part.width])
-        columns = {k: v.repeat_interleave(n, 0) if isinstance(v, Tensor) else [x for x in v for _ in range(n)]
-                   for k, v in part.columns.items() if k not in ("tokens", "lengths", "mask")}
+        wide = {k: widen(v, T) if part.is_per_token(k) else v for k, v in part.columns.items() if k not in ("tokens", "lengths", "mask")}     # what a prompt's tokens bring, the sampled ones have not
+        columns = {k: v.repeat_interleave(n, 0) if isinstance(v, Tensor) else [x for x in v for _ in range(n)] for k, v in wide.items()}
         ended = torch.isin(tokens.gather(1, (counts-1).clamp(min=0)[:, None])[:, 0], self.stop.cpu()) & (counts > 0)
         columns |= dict(tokens=ids, lengths=lengths, mask=place(exists & (how["temperature"] > 0)), prompt_lengths=start, rollout_logprobs=place(logps),
                         policy_version=torch.full((R,), int(self.version or 0)), sample=torch.arange(n).repeat(len(part)),
