@@ -352,8 +352,6 @@ def standing(
     "A view on a base, new or shared. ValueError for settings that a shared base has already, and for an adapter that another wrapper trains."
     held = {k: more.pop(k) for k in ("offload", "nvme", "dtype", "checkpointing", "device") if k in more}
     if more.pop("low_precision", False): raise ValueError(f"{who}: low_precision=True; adapters are kept in fp32, and the base stays in the precision it came in")
-    if (base.engine if base else engine) == "zero3" and not frozen and (lora is not None or reader.head is not None):
-        raise ValueError(f'{who}: with engine="zero3" DeepSpeed lets a gradient through its weights only on the way to an optimizer of its own; engine="fsdp2" shards a frozen base under adapters')
     if base is None:
         config = getattr(reader.trunk, "config", None)
         base = Base(reader.trunk, lora, engine=engine, name=getattr(config, "name_or_path", None) or None, **held)

@@ -60,13 +60,12 @@ def matrix_of(
     if type(layer) is nn.Linear: return layer, []
     base = getattr(layer, "base_layer", None)
     if f"{type(layer).__module__}.{type(layer).__name__}" != "peft.tuners.lora.layer.Linear" or type(base) is not nn.Linear: return None
-    if base.weight.numel() == 0: return None                    # ZeRO-3 brings a part's weights for that part's own forward only
+    if any(p.numel() == 0 for p in layer.parameters()): return None # ZeRO-3 brings a part's weights for that part's own forward only (and, for good, what is asked for by name in another's)
     if layer.disable_adapters or layer.merged: return (base, []) if layer.disable_adapters != layer.merged else None # disabled and merged: its own forward takes the adapters out first
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     adapters = [(layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name], layer.scaling[name]) for name in active]
     plain = all(type(A) is nn.Linear and type(B) is nn.Linear and A.bias is None and B.bias is None and not (drop.training and getattr(drop, "p", 0)) for A,B,drop,_ in adapters)
     if not plain or layer.fan_in_fan_out or any(name in layer.lora_variant for name in active): return None
-    if any(p.numel() == 0 for A,B,*_ in adapters for p in (A.weight, B.weight)): return None
     return base, [(A.weight, B.weight, scale) for A,B,_,scale in adapters]
 
 # %% ../nbs/32_head.ipynb #ee881557

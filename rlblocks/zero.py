@@ -132,6 +132,9 @@ class Zero:
         config = _config(stage, module, max_norm, dtype in HALF and stage > 1 and bool(optimizer), offload, nvme, adamw if optimizer else None, bool(made), device)
         self.engine = deepspeed.initialize(model=module, optimizer=made, model_parameters=[p for _, p in named] if offload and optimizer else None, config=config)[0]
         self.zero:Any = self.engine.optimizer if optimizer else None
+        for layer in module.modules() if stage == 3 else ():
+            if hasattr(layer, "base_layer"):         # an adapter's wrapping computes with what it wraps: gathered for both
+                for p in layer.parameters(): deepspeed.zero.register_external_parameter(layer, p)
         self.optimizer:Any = self.zero.optimizer if optimizer else None
         for i, p in enumerate(self.trained):
             p.register_post_accumulate_grad_hook(lambda _, i=i: self.used.add(i))
@@ -141,7 +144,12 @@ class Zero:
         "The weights that the optimizer moves, in its order; none when frozen."
         return [p for group in self.groups for p in group] if self.zero else []
 
-    def __call__(self, *args, **kwargs): return self.engine(*args, **kwargs)
+    def __call__(self, *args, **kwargs):
+        if self.stage == 3 and not self.zero: self._home()
+        try: return (self.engine if self.zero or self.stage < 3 else self.module)(*args, **kwargs)  # frozen layers gather their weights themselves; the engine's own forward would forbid an adapter's backward pass
+        except BaseException:
+            self._home()
+            raise
 
     def backward(self,
         loss:Tensor, # 0-d
@@ -189,6 +197,7 @@ class Zero:
 
     def discard(self):
         "Forget the gradients of a step that failed, the way DeepSpeed forgets those that overflowed."
+        if not self.zero: return self._home()
         if not self.dirty: return
         norm = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
         bad = torch.tensor(-1., device=self.device)          # its mark of a norm that is not finite
@@ -197,6 +206,17 @@ class Zero:
         finally: delattr(self.zero, norm)
         self.dirty = False
         self.used.clear()
+
+    def _home(self):
+        "Shards in place of what a pass left gathered: one that failed, or an adapter's backward pass, which never leaves layers whose input has no gradient."
+        if self.stage < 3: return
+        if not self.zero: self.engine.optimizer.release_backward_leftovers()
+        for m in self.module.modules():
+            if hasattr(m._parameters, "_in_forward"): setattr(m._parameters, "_in_forward", False)     # while it is True, DeepSpeed gathers what is looked at
+        for p in self.module.parameters():
+            if getattr(p, "ds_active_sub_modules", None):
+                p.ds_active_sub_modules.clear()
+                if p.ds_status.name == "AVAILABLE": p.partition()
 
     # -- weights and states
     def _full(self, x:Tensor)->Tensor:
@@ -216,6 +236,7 @@ class Zero:
 
     def weights(self)->Iterator[tuple[str, Tensor]]: # name, full tensor
         "Every weight in turn, gathered; tied ones once. All ranks iterate together."
+        self._home()
         for name, x in self._named().items(): yield name, self._full(x)
 
     def _flats(self)->list:
