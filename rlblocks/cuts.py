@@ -188,7 +188,7 @@ def _uneven(layers, name, leaf, plan, size):
     cut = _cut(layers[name], name, leaf, plan)
     if cut is None: return ""
     n, d = layers[name]._parameters[leaf].shape[cut.axis], getattr(layers[name.rpartition(".")[0]], "head_dim", None)
-    if isinstance(d, int) and n % d == 0: return f"{n//d} heads" if n//d % size else ""
+    if isinstance(d, int) and n % d == 0: return f"{n//d} head{'s'*(n//d > 1)}" if n//d % size else ""
     return f"{n} features" if n % (size*cut.blocks) else ""
 
 def cut_(

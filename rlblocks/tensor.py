@@ -6,6 +6,7 @@
 __all__ = ['TOGETHER', 'TensorParallel']
 
 # %% ../nbs/31d_tensor.ipynb #e36529fe
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from .cuts import cut_, exchange_, felt, followed, plan_of, planned, unlike
 from .plain import HALF, Plain, agree, join_world, same_weights, world
 
-# %% ../nbs/31d_tensor.ipynb #40f32b4e
+# %% ../nbs/31d_tensor.ipynb #43d583ec
 _MESHES:WeakKeyDictionary[Any, dict] = WeakKeyDictionary()     # of each world: groups are dear, and every wrapper asks for the same ones
 TOGETHER = {"Muon", "Adafactor", "LBFGS", "AdamW8bit", "PagedAdamW8bit"} # optimizers that look at more than one entry at a time
 
@@ -45,6 +46,7 @@ class TensorParallel:
         **how,               # dtype, offload: of `Fsdp`
     ):
         "Cut a module; all ranks together. ValueError for a model without a plan, one that does not divide or whose plan is not true, for an optimizer that needs whole matrices, and for ranks that built different models."
+        if callable(engine): raise ValueError(f"tensor_parallel={size}: adapters and heads on another wrapper's weights do not go with it; engine=\"fsdp2\" cuts a frozen base under adapters")
         if engine not in (None, "fsdp2"): raise ValueError(f'tensor_parallel={size}: engine={engine!r} does not go with it; None (copies) and "fsdp2" (cut further over the replicas) do')
         join_world(device)
         self.mesh, self.size, self.device, self.expert_parallel = _mesh(device, size), size, device, expert_parallel
@@ -65,8 +67,10 @@ class TensorParallel:
         "The model that was cut is the model that came."
         error:Exception|None = None
         for (_, model), was in zip(planned(module), before, strict=True):
-            far, half = unlike(was, felt(model)), any(p.dtype in HALF for p in model.parameters())
-            if not far < (.5 if half else 1e-3): error = ValueError(f'tensor_parallel={self.size}: cut by its plan, {type(model).__name__} gives other numbers than whole (by {far:.1g}); its plan does not fit its code, use engine="fsdp2"')
+            half = any(p.dtype in HALF for p in model.parameters())
+            try: how = "" if (far := unlike(was, felt(model))) < (.5 if half else 1e-3) else f"gives other numbers than whole (by {far:.1g})"
+            except (RuntimeError, ValueError, IndexError) as e: how = f"does not run ({e})"
+            if how: error = ValueError(f'tensor_parallel={self.size}: cut by its plan, {type(model).__name__} {how}; its plan does not fit its code, use engine="fsdp2"')
         self.entering.forget()
         agree(error, "tensor_parallel")
 
@@ -217,4 +221,4 @@ def _restore(engine, state):
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
     if type(engine) is not Plain: return engine.load(state)
     set_model_state_dict(engine.module, state["module"])
-    if engine.optimizer: set_optimizer_state_dict(engine.module, engine.optimizer, state["optimizer"])
+    if engine.optimizer: set_optimizer_state_dict(engine.module, engine.optimizer, copy.deepcopy(state["optimizer"]))     # torch keeps the tensors it is given
