@@ -162,10 +162,11 @@ class Fsdp:
     def _kept(self)->dict:
         "Optimizer state by name, in shards. Before the first step torch makes one without gradients, to have something to load into: the steps it counts are not ours."
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-        fresh = not self.optimizer.state
-        kept = get_optimizer_state_dict(self.module, self.optimizer)
+        optimizer:Any = self.optimizer
+        fresh = not optimizer.state
+        kept = get_optimizer_state_dict(self.module, optimizer)
         if not fresh: return kept
-        self.optimizer.state.clear()
+        optimizer.state.clear()
         state:Any = kept["state"]
         return dict(kept, state={name: {k: x if isinstance(x, DTensor) else x*0 for k, x in s.items()} for name, s in state.items()})
 

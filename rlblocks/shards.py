@@ -10,18 +10,19 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from .slices import Slice
+
 # %% ../nbs/37b_shards.ipynb #898c3afd
-MARK = "shard of"      # {MARK: name} stands in a state where the tensor of that name belongs
+MARK = "shard of"      # {MARK: name, "shape": …} stands in a state where the tensor of that name belongs
 
 def is_shard(
     x, # anything
 )->bool: # True for a tensor that is cut over ranks
     "Whether this process holds only a part of a tensor."
-    if not isinstance(x, Tensor) or type(x) is Tensor: return False
-    from torch.distributed.tensor import DTensor
-    return isinstance(x, DTensor)
+    return isinstance(x, Tensor) and hasattr(type(x), "__create_chunk_list__")           # how torch's checkpoint knows them
 
 def set_apart(
     state:Any, # a tree of dicts, lists and tuples
@@ -32,7 +33,7 @@ def set_apart(
     def walk(x, path):
         if is_shard(x):
             found[path] = x
-            return {MARK: path}
+            return {MARK: path, "shape": _shape(x)}
         if isinstance(x, dict): return {k: walk(y, f"{path}/{k}") for k, y in x.items()}
         if isinstance(x, (list, tuple)): return type(x)([walk(y, f"{path}/{i}") for i, y in enumerate(x)])
         return x
@@ -43,16 +44,24 @@ def put_back(
     shards:dict[str, Tensor], # by name
 )->Any: # the state
     "The inverse of `set_apart`."
-    if isinstance(rest, dict): return shards[rest[MARK]] if set(rest) == {MARK} else {k: put_back(y, shards) for k, y in rest.items()}
+    if isinstance(rest, dict): return shards[rest[MARK]] if MARK in rest else {k: put_back(y, shards) for k, y in rest.items()}
     if isinstance(rest, (list, tuple)): return type(rest)([put_back(y, shards) for y in rest])
     return rest
 
 def marked(
     rest:Any, # from `set_apart`
-)->list[str]: # names of the shards that are missing in it
+)->dict[str, list[int]]: # name → shape of the shards that are missing in it
     "What must be put back."
-    if isinstance(rest, dict): return [rest[MARK]] if set(rest) == {MARK} else [n for y in rest.values() for n in marked(y)]
-    return [n for y in rest for n in marked(y)] if isinstance(rest, (list, tuple)) else []
+    if isinstance(rest, dict) and MARK in rest: return {rest[MARK]: rest["shape"]}
+    parts = rest.values() if isinstance(rest, dict) else rest if isinstance(rest, (list, tuple)) else ()
+    return {name: shape for x in parts for name, shape in marked(x).items()}
+
+def _shape(x): return list(getattr(x, "whole", getattr(x, "shape", ())))        # a `Slice` is laid flat
+
+def _at(state, name):
+    "What stands under a name of `set_apart`, or None; weights have dots in their names, and no slash."
+    for key in name.split("/")[1:]: state = state.get(key, state.get(int(key)) if key.isdecimal() else None) if isinstance(state, dict) else None
+    return state
 
 # %% ../nbs/37b_shards.ipynb #b82b3048
 def state_of(
@@ -76,10 +85,11 @@ def snapshot(
         if isinstance(x, Tensor): return x.detach().to("cpu", copy=True)
         if isinstance(x, dict): return {k: copied(y) for k, y in x.items()}
         return type(x)(map(copied, x)) if isinstance(x, (list, tuple)) else x
-    if not shards: return copied(rest), {}
-    from torch.distributed.checkpoint.staging import BlockingAsyncStager
-    staged:Any = BlockingAsyncStager().stage(dict(shards))
-    return copied(rest), staged
+    mine:dict[str, Any] = {k: x.copied() for k, x in shards.items() if isinstance(x, Slice)}
+    if len(mine) < len(shards):
+        from torch.distributed.checkpoint.staging import BlockingAsyncStager
+        mine |= BlockingAsyncStager().stage({k: x for k, x in shards.items() if k not in mine})
+    return copied(rest), mine
 
 def write_shards(
     shards:dict[str, Tensor], # by name; this rank's parts
@@ -106,10 +116,13 @@ def read_shards(
     import torch.distributed.checkpoint as dcp
     names = marked(rest)
     if not names: return rest
-    own = state_of(part, name)[1]
+    plain, own = state_of(part, name)
     if not own: raise ValueError(f"Checkpoint: {name!r} was saved in shards, and is not cut over ranks now; resume with the engine it had, or save with Checkpoint(…, whole=True)")
-    odd = sorted(set(names) - set(own))
-    if odd: raise ValueError(f"Checkpoint: {name!r} was saved with {odd[0]!r} ({len(odd)} tensors), which it does not have now; resume with the same model and optimizer")
-    wanted = {n: own[n] for n in names}
+    wanted = own | {n: torch.empty(x.numel(), dtype=x.dtype) for n in names if n not in own and isinstance(x := _at(plain, n), Tensor)}      # cut then, whole now
+    odd = sorted(set(names) - set(wanted))
+    if odd: raise ValueError(f"Checkpoint: {name!r} was saved with {odd[0]!r} ({len(odd)} tensors), which it does not have now; resume with the same model, engine and optimizer, or save with Checkpoint(…, whole=True)")
+    odd = [n for n, shape in names.items() if _shape(own.get(n, _at(plain, n))) != shape]
+    if odd: raise ValueError(f"Checkpoint: {odd[0]!r} was saved as {names[odd[0]]} and has another shape now ({len(odd)} such tensors); resume with the model that was saved")
+    wanted = {n: wanted[n] for n in names}
     dcp.state_dict_loader.load(wanted, checkpoint_id=str(folder), process_group=group, no_dist=dist.get_world_size() == 1)
-    return put_back(rest, wanted)
+    return put_back(rest, {n: x if n in own else x.view(names[n]) for n, x in wanted.items()})

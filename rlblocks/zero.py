@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .plain import HALF, agree, join_world, same_weights, world
+from .slices import Slice
 
 # %% ../nbs/31c_zero.ipynb #c4d9d09d
 def build_ops(
@@ -90,12 +91,21 @@ class Piece:
         dist.all_reduce(out)
         return out.view(self.shape)
 
+    def slice(self,
+        flat:Tensor|None, # the flat weight, or a state beside it; None where this rank has none
+        device,           # of what is nowhere
+    )->Slice: # a view of it
+        "This rank's stretch, and where it belongs."
+        return Slice(self.of(flat) if self.n and flat is not None else torch.empty(0, device=device), self.start, self.shape)
+
     def put(self,
         flat:Tensor, # the flat weight, or a state beside it
-        x:Tensor,    # full
+        x:Tensor,    # full, or this rank's slice
     ):
-        "Copy this rank's stretch out of a full tensor."
-        if self.n: self.of(flat).copy_(x.flatten()[self.start:self.start+self.n])
+        "Copy this rank's stretch out of a full tensor. ValueError for a slice of another one."
+        if isinstance(x, Slice) and (x.start, len(x.local), x.whole) != (self.start, self.n, self.shape):
+            raise ValueError(f"load_state_dict: {x} is not this rank's part, {self.start}:{self.start+self.n} of {list(self.shape)}; Checkpoint reads parts of any number of ranks, state_dict(full=True) gives whole tensors")
+        if self.n: self.of(flat).copy_(x.local if isinstance(x, Slice) else x.flatten()[self.start:self.start+self.n])
 
 # %% ../nbs/31c_zero.ipynb #a9afb1ee
 class Zero:
@@ -213,7 +223,8 @@ class Zero:
         if not self.zero: self.engine.optimizer.release_backward_leftovers()
         for m in self.module.modules():
             if hasattr(m._parameters, "_in_forward"): setattr(m._parameters, "_in_forward", False)     # while it is True, DeepSpeed gathers what is looked at
-        for p in self.module.parameters():
+        params:Any = self.module.parameters()
+        for p in params:
             if getattr(p, "ds_active_sub_modules", None):
                 p.ds_active_sub_modules.clear()
                 if p.ds_status.name == "AVAILABLE": p.partition()
@@ -244,69 +255,93 @@ class Zero:
         return list(self.zero.fp32_partitioned_groups_flat if self.stage == 3 else self.zero.single_partition_of_fp32_groups)
 
     def state(self,
-        full:bool, # gathered on the CPU, the same on every rank; False: this rank's flat tensors
+        full:bool, # gathered on the CPU, the same on every rank; False: a `Slice` of each weight and state, for torch.distributed.checkpoint
     )->dict: # module, optimizer
         "Weights and optimizer state; all ranks together. RuntimeError when they lie on a disk."
         if self.offload == "nvme": raise RuntimeError('engine="zero3": states on NVMe are not part of a state_dict; use offload="cpu" for runs that must be resumable')
-        trained, gathered, whole = {id(p) for p in self.trained}, {}, {}
-        for name, x in self.module.state_dict(keep_vars=True).items():
-            if id(x) in trained and not full: continue
-            if id(x) not in gathered: gathered[id(x)] = self._full(x).cpu()
-            whole[name] = gathered[id(x)]
-        if self.zero is None: return dict(module=whole)
+        mine = {id(x): self._full(x).cpu() if full else self._cut(x) for x in self._named().values()}
+        named = self.module.state_dict(keep_vars=True) if full else self._named()           # a full state has tied weights under all of their names
+        module = {name: mine[id(x)] for name, x in named.items()}
+        if self.zero is None: return dict(module=module)
         at = iter(range(len(self.trained)))
         groups = [{k: v for k, v in g.items() if k != "params"} | dict(params=[next(at) for _ in ps]) for g, ps in zip(self.optimizer.param_groups, self.groups, strict=True)]
-        if not full:
-            states = [dict(self.optimizer.state.get(flat, {})) for flat in self._flats()]
-            return dict(module=whole, optimizer=dict(rank=world(), param_groups=groups, flats=[f.detach() for f in self._flats()], states=states))
-        return dict(module=whole, optimizer=dict(state=dict(enumerate(map(self._state_of, self.trained))) if self._stepped() else {}, param_groups=groups))
+        return dict(module=module, optimizer=dict(state=self._states(full), param_groups=groups))
 
-    def _stepped(self)->bool: return any(self.optimizer.state.get(flat) for flat in self._flats())
+    def _cut(self, x)->Tensor:
+        "This rank's part of a weight, what is trained as its fp32 master; a plain tensor where all ranks have it whole."
+        if self.zero and x.requires_grad: return (piece := self._piece(x)).slice(piece.flat, self.device)
+        if not hasattr(x, "ds_id"): return x.detach()
+        start = min(world()[0]*x.ds_tensor.ds_numel, x.ds_numel)
+        return Slice(x.ds_tensor.detach().flatten()[:x.ds_numel-start], start, x.ds_shape)
 
-    def _state_of(self, p)->dict:
-        "A weight's optimizer state, whole, as torch's optimizers keep it."
-        piece, kept = self._piece(p), next(s for flat in self._flats() if (s := self.optimizer.state.get(flat)))
-        mine, names = self._moments(piece.flat) if piece.flat is not None else {}, sorted(self._moments(self._flats()[0]))
-        steps = {k: torch.as_tensor(x, dtype=torch.float32).clone() for k, x in kept.items() if k == "step"}
-        return steps | {k: piece.gather(mine.get(k), self.device).cpu() for k in names}
+    def _states(self, full)->dict:
+        "What the optimizer keeps, by weight and name, as torch's optimizers keep it."
+        if full and not any(self.optimizer.state.get(flat) for flat in self._flats()): return {}
+        at, kept = iter(range(len(self.trained))), [self._kept(g) for g in range(len(self.groups))]
+        return {next(at): self._state_of(p, k, full) for k, ps in zip(kept, self.groups, strict=True) for p in ps}
+
+    def _kept(self, g)->dict:
+        """Name → dtype of what the optimizer keeps for each entry of this group's weights, and name → what all of them share, as a count of steps.
+
+        Before its first step it is learnt from a stand-in of three entries that the optimizer steps once."""
+        flat = self._piece(self.groups[g][0]).flat if self.stage == 3 else self._flats()[g]
+        shape, found = flat.shape, self.optimizer.state.get(flat)
+        if not found:
+            shape, groups = torch.Size([3]), self.optimizer.param_groups
+            stand, kept = nn.Parameter(torch.zeros(shape, device=flat.device)), [group["params"] for group in groups]
+            stand.grad = torch.zeros_like(stand)
+            for i, group in enumerate(groups): group["params"] = [stand] if i == g else []
+            try: self.optimizer.step()
+            finally:
+                for group, ps in zip(groups, kept, strict=True): group["params"] = ps
+            found = {k: x*0 for k, x in self.optimizer.state.pop(stand).items()}
+        odd = [k for k, x in found.items() if isinstance(x, Tensor) and x.shape != shape and x.numel() > 1]
+        if odd: raise TypeError(f"engine=\"zero{self.stage}\": the optimizer's {odd[0]!r} {list(found[odd[0]].shape)} is not one number for each of {list(shape)} entries, so its state cannot be cut or gathered; use engine=None, or another optimizer")
+        return {k: x.dtype if isinstance(x, Tensor) and x.shape == shape else torch.as_tensor(x, dtype=torch.float32) for k, x in found.items()}
+
+    def _state_of(self, p, kept, full)->dict:
+        "A weight's optimizer state, whole or cut."
+        piece = self._piece(p)
+        mine = self.optimizer.state.get(piece.flat) or {}
+        def cut(k, dtype): return piece.slice(mine[k], self.device) if k in mine else Slice(torch.zeros(piece.n, dtype=dtype, device=self.device), piece.start, piece.shape)
+        return {k: x.clone() if isinstance(x, Tensor) else piece.gather(mine.get(k), self.device).cpu() if full else cut(k, x) for k, x in kept.items()}
 
     def load(self,
         state:dict, # from `state`; a full one may come from any engine and any number of ranks
     ):
-        "Restore them; all ranks together. ValueError for another rank's part."
+        "Restore them; all ranks together. ValueError for another model's, or another rank's part."
         if self.offload == "nvme": raise RuntimeError('engine="zero3": states on NVMe cannot be restored; use offload="cpu"')
         kept, named = state.get("optimizer", {}), self.module.state_dict(keep_vars=True)
-        if "flats" in kept and tuple(kept["rank"]) != world():
-            raise ValueError(f"load_state_dict: this is the part of rank {kept['rank'][0]} of {kept['rank'][1]}, this is rank {world()[0]} of {world()[1]}; use state_dict(full=True) to change the number of ranks")
-        odd = sorted(set(state["module"]) - set(named)) or ([] if "flats" in kept else sorted(set(named) - set(state["module"])))
+        odd = sorted(set(state["module"]) - set(named)) or sorted(set(self._named()) - set(state["module"]))
         if odd: raise ValueError(f"load_state_dict: {odd[0]!r} is not in both the state and the model ({len(odd)} such names)")
         trained = {id(p) for p in self.trained}
         for name, x in state["module"].items():
-            if id(named[name]) in trained: self._put(named[name], "", x)
-            else: self._copy(named[name], x)
+            if id(named[name]) not in trained: self._copy(named[name], x)
+            elif (piece := self._piece(named[name])).flat is not None: piece.put(piece.flat, x)
         for group, saved in zip(self.optimizer.param_groups if self.zero else [], kept.get("param_groups", []), strict=True):
             group.update({k: v for k, v in saved.items() if k in group and k not in ("params", "param_names")})
-        for flat, mine, states in zip(self._flats(), kept.get("flats", []), kept.get("states", []), strict=False):
-            flat.data.copy_(mine)
-            self.optimizer.state[flat] = {k: x.clone() if isinstance(x, Tensor) else x for k, x in states.items()}
-        for i, p in enumerate(self.trained if "state" in kept else []):
-            for key, x in kept["state"].get(i, {}).items(): self._put(p, key, x)
+        at = iter(range(len(self.trained)))
+        for g, ps in enumerate(self.groups if kept.get("state") else []):
+            names = self._kept(g)
+            for p in ps: self._put(p, names, kept["state"].get(next(at), {}))
         if self.zero: self._refresh()
 
-    def _put(self, p, key, x):
-        "A full weight (no key) or state into this rank's stretch."
+    def _put(self, p, names, saved):
+        "A weight's optimizer state into this rank's stretch."
         piece = self._piece(p)
         if piece.flat is None: return
-        if not key: return piece.put(piece.flat, x)
         states = self.optimizer.state[piece.flat]
-        if isinstance(x, Tensor) and x.shape == piece.shape:
-            if key not in states: states[key] = torch.zeros_like(piece.flat.data)
-            piece.put(states[key], x)
-        else: states[key] = int(x) if self.offload else torch.as_tensor(x).clone()          # DeepSpeed's Adam counts steps in a number
+        for key, x in saved.items():
+            if not isinstance(names.get(key), torch.dtype): states[key] = int(x) if self.offload else torch.as_tensor(x).clone()      # DeepSpeed's Adam counts steps in a number
+            else: piece.put(states.setdefault(key, torch.zeros_like(piece.flat.data, dtype=names[key])), x)
 
     def _copy(self, x, value):
-        "A full tensor into a weight that is not trained, or a buffer."
+        "A weight that is not trained, or a buffer: a full tensor, or this rank's part."
         if not hasattr(x, "ds_id"): return x.data.copy_(value)
+        if isinstance(value, Slice):
+            mine:Any = self._cut(x)
+            mine.local.copy_(value.local)
+            return x.partition()                            # a small one is kept gathered between passes: it is gathered anew
         from deepspeed.runtime.zero import GatheredParameters
         with GatheredParameters([x], modifier_rank=0): x.data.copy_(value)
 
