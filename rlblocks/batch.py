@@ -114,7 +114,7 @@ class Batch:
         if "mask" not in self: raise ValueError("Batch: the counts n_tokens, n_rows and n_units need the column 'mask'")
         rows = self.mask.any(1)
         units = self.unit[rows].unique().numel() if "unit" in self else int(rows.sum())
-        return Whole(int(self.mask.sum()), int(rows.sum()), units)
+        return Whole(int(self.mask.count_nonzero()), int(rows.sum()), units)
 
     n_tokens = property(lambda self: self.whole.n_tokens, doc="Chosen tokens in the whole.")
     n_rows   = property(lambda self: self.whole.n_rows, doc="Rows with a chosen token in the whole.")
@@ -228,9 +228,9 @@ class Batch:
     )->list: # `n` batches; together they hold every row once, besides fillers
         "Cut between units into `n` parts of equal tokens or cost, a prompt counted once a part (see `cut`), for replicas or ranks. Losses of the parts add up to the loss of the whole."
         self._lightest()
-        cuts = self.cut(n, costs)
+        cuts, counted = self.cut(n, costs), self._like(self.columns, self.whole if self._whole or "mask" in self else None, self.filler)
         siblings = self.siblings(cuts)
-        return [self.part(rows, siblings) for rows in cuts]
+        return [counted.part(rows, siblings) for rows in cuts]
 
     def minibatches(self,
         n:int,   # optimizer steps to make of this batch
