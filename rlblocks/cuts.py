@@ -166,7 +166,7 @@ def followed(
     plan:dict[str, str], # of `plan_of`
     size:int,            # ranks that will hold it together
 )->dict[str, str]: # what is done of it
-    """The plan for so many ranks: where a layer does not divide, and is whole outside, it stays so; a table of ids that is one weight with an output layer is cut by ids too.
+    """The plan for so many ranks: where a layer does not divide, and is whole outside, it stays so; the table of ids, which few plans name, is cut by ids, as an output layer is that may be one weight with it.
 
     ValueError for heads and features that do not divide."""
     layers, done = dict(module.named_modules()), dict(plan)
@@ -175,8 +175,12 @@ def followed(
             odd = _uneven(layers, name, leaf, plan, size)
             if odd and plan.get(name) in WHOLE_OUTSIDE: done.pop(name, None)
             elif odd: raise ValueError(f'tensor_parallel={size}: {name} has {odd}, which {size} ranks cannot share evenly; let fewer ranks share a layer, and cut further with engine="fsdp2" over the replicas')
-    heads = {id(getattr(layers[name], "weight", None)) for name, style in done.items() if style in WHOLE_OUTSIDE and name in layers}
-    return done | {name: "embedding_rowwise" for name, layer in layers.items() if isinstance(layer, nn.Embedding) and id(layer.weight) in heads}
+    for _, model in planned(module):
+        table = model.get_input_embeddings()
+        shared = [name for name, layer in layers.items() if layer is not table and any(p is table.weight for p in layer._parameters.values())]      # an output layer
+        if isinstance(table, nn.Embedding) and len(table.weight) % size == 0 and all(done.get(name) in WHOLE_OUTSIDE for name in shared):
+            done.setdefault(next(name for name, layer in layers.items() if layer is table), "embedding_rowwise")
+    return done
 
 def _cut(layer, name, leaf, plan):
     "How a weight of a layer is cut by a plan."

@@ -1,0 +1,227 @@
+"""Layers cut over ranks are the plain process (tensor parallel, experts, FSDP2 over the replicas; LAWS 1, 22, 24, 29, 30, 40): one launch per world size holds all cases; gloo, CPU.
+
+The whole matrix: `RLBLOCKS_ENGINES=all pytest tests/test_tensor.py` (benchmarks/engines.py runs it and keeps the figures)."""
+import os
+import resource
+import socket
+import sys
+import time
+
+import pytest
+import test_engines as t
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rlblocks import Policy, SpmdPool, entropy
+from rlblocks.fsdp import whole
+from rlblocks.optim import muon
+from rlblocks.shards import read_shards, state_of, write_shards
+from test_engines import HOW, batch, compare, grpo, ppo, run, sft, whole_weights
+from tiny import model
+
+SIZE = 2
+WORLDS = {2: [None], 4: ["fsdp2", None]}
+
+
+# -- losses and cases
+def by_logits(out, b):
+    "Something that only logits tell."
+    return (out.logits.softmax(-1).square().sum(-1)*b.mask).sum()/b.n_tokens, {}
+
+
+def cases():
+    "Those of the engines, and other ways a plan cuts: norms inside a cut, one table for ids and output, ids that do not divide, softcaps, biases, experts cut and dealt out."
+    b, even = batch(), lambda b, world, rank: b.parts(world)[rank] if world > 1 else b
+    policy = lambda *a, how={}, **k: lambda **e: Policy(model(*a, **k), **HOW | how | e)
+    dealt = lambda kind: lambda **e: Policy(model(kind), **HOW | e | (dict(expert_parallel=True) if "tensor_parallel" in e else {}))
+    plain = {k: c for k, c in t.cases().items() if k not in ("unused weights", "ranks use unlike weights")}       # toys, without a plan
+    return plain | {
+        "norms inside": (policy("qwen3"), b, even, lambda m, b: m.step(b, ppo, entropy=True)),
+        "tied table, checkpointed": (policy("gemma", how=dict(checkpointing=True)), b, even, lambda m, b: m.step(b, ppo, entropy=True)),
+        "softcaps": (policy("gemma2"), batch(5), even, lambda m, b: m.step(b, grpo)),
+        "33 ids": (policy(vocab_size=33), batch(5), even, lambda m, b: m.step(b, grpo)),
+        "logits": (policy(), batch(4), even, lambda m, b: m.step(b, by_logits, logits=True)),
+        "biases": (policy("qwen2"), batch(5), even, lambda m, b: m.step(b, sft)),
+        "experts cut": (policy("mixtral"), b, even, lambda m, b: m.step(b, grpo)),
+        "experts dealt out": (dealt("mixtral"), b, even, lambda m, b: m.step(b, grpo)),
+        "experts dealt out, norms inside": (dealt("qwen3_moe"), batch(5), even, lambda m, b: m.step(b, grpo)),
+        "a shared expert": (policy("qwen2_moe"), batch(5), even, lambda m, b: m.step(b, sft)),
+    }
+
+
+EVERY = os.environ.get("RLBLOCKS_ENGINES") == "all"
+QUICK = {"fsdp2": ("ppo, uneven rows", "sft, fewer rows than ranks", "dpo pairs", "ppo and ptx", "value head", "critic", "norms inside", "tied table, checkpointed", "experts cut", "experts dealt out"),
+         None: ("ppo, uneven rows", "sft, fewer rows than ranks", "norms inside", "experts dealt out")}
+
+
+def chosen(engine, world): return {k: c for k, c in cases().items() if world == 2 or EVERY or k in QUICK[engine]}
+
+
+# -- checks on every rank; `world` and `rank` count replicas, as in test_engines
+def part(b, world, rank): return b.parts(world)[rank] if world > 1 else b
+def cut(kind="llama", engine=None, **more): return Policy(model(kind), **HOW | more, engine=engine, tensor_parallel=SIZE)
+
+
+def alike(engine, world, rank, folder):
+    "What every rank has whole is the same to the bit on all of them, and what is cut is half as large."
+    policy = cut("qwen3", engine)
+    for _ in range(3): policy.step(part(batch(), world, rank), sft)
+    module, cuts = policy._run.model.module, policy._run.model.engine.cuts
+    names = {n for n, _ in module.named_parameters()}
+    assert {n for n in names if n.endswith(("proj.weight", "lm_head.weight", "embed_tokens.weight"))} == set(cuts) and len(names - set(cuts)) == 1 + 2*4       # the last norm, four norms a layer
+    for n, p in module.named_parameters():
+        mine = whole(p.data).contiguous()
+        told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(told, mine)
+        same = [r for r, x in enumerate(told) if torch.equal(x, mine)]
+        assert same == (list(range(dist.get_rank() % SIZE, len(told), SIZE)) if n in cuts else list(range(len(told)))), n
+        assert mine.numel()*(SIZE if n in cuts else 1) == dict(model("qwen3").named_parameters())[n.removeprefix("trunk.")].numel()
+
+
+def reads(engine, world, rank, folder):
+    "Everything that is read of the output layer, whose ids are cut."
+    for kind in ("llama", "gemma2"):
+        policy, plain, b = cut(kind, engine), Policy(model(kind), **HOW), batch(5)
+        b["support"] = torch.stack([b.tokens, (b.tokens+9) % 32, torch.full_like(b.tokens, -1)], -1)
+        assert (policy.logprobs(b)-plain.logprobs(b)).abs().max() < 1e-5
+        assert (policy.measure(b, lambda z: z.exp().topk(2).values)-plain.measure(b, lambda z: z.exp().topk(2).values)).abs().max() < 1e-5
+        assert (policy.measure(b.drop("support"), entropy)-plain.measure(b.drop("support"), entropy)).abs().max() < 1e-5
+        if hasattr(policy, "head"):
+            h = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+            assert (policy.head()(h)-plain.head()(h)).abs().max() < 1e-5
+
+
+def reshards(engine, world, rank, folder):
+    "A state in shards goes into a model that is cut in other ways: blocks in one matrix (experts) too."
+    b = batch(5)
+    for kind in ("llama", "mixtral"):
+        policy, other = cut(kind, engine), Policy(model(kind, seed=1), **HOW, engine="fsdp2")
+        for _ in range(2): policy.step(part(b, world, rank), sft)
+        rest, shards = state_of(policy, "policy")
+        assert shards
+        write_shards(shards, folder/f"{kind}-{engine}")
+        dist.barrier()
+        for again in (Policy(model(kind, seed=1), **HOW, engine=engine, tensor_parallel=SIZE), other):
+            again.load_state_dict(read_shards(rest, again, "policy", folder/f"{kind}-{engine}"))
+        want = policy.state_dict()
+        for again in (again, cut(kind, engine)):
+            again.load_state_dict(want)
+            assert all(torch.equal(x, want["module"][k]) for k, x in again.state_dict()["module"].items())
+        policy.step(part(b, world, rank), sft), other.step(b, sft)
+        mine, theirs = whole_weights(policy), whole_weights(other)
+        assert mine.keys() == theirs.keys() and all((x-theirs[k]).abs().max() < 1e-6 for k, x in mine.items())
+
+
+def one_fails(engine, world, rank, folder):
+    "A loss that raises on one of the ranks that hold a layer together raises on all; nothing changed."
+    policy, calls = cut(engine=engine), []
+    before = whole_weights(policy)
+    def broken(out, b):
+        calls.append(1)
+        if dist.get_rank() == 1 and len(calls) == 2: raise KeyError("mine")
+        return sft(out, b)
+    with pytest.raises(Exception, match="mine"): policy.step(part(batch(), world, rank), broken)
+    assert policy.version == 0 and all(torch.equal(x, before[k]) for k, x in whole_weights(policy).items())
+    policy.step(part(batch(), world, rank), sft)
+    assert policy.version == 1
+
+
+def placed(engine, world, rank, folder):
+    "A pool cuts a batch by replicas and joins the answers, once each."
+    b, plain, pool = batch(), Policy(model(), **HOW), SpmdPool()
+    policy = pool.place(Policy, model(), **HOW, engine=engine, tensor_parallel=SIZE)
+    assert policy.replica == rank
+    mine, theirs = policy.step(b, ppo, entropy=True), plain.step(b, ppo, entropy=True)
+    assert mine.keys() == theirs.keys() and all(float(mine[k]) == pytest.approx(float(x), rel=1e-4, abs=1e-5) for k, x in theirs.items())
+    assert (policy.logprobs(b)-plain.logprobs(b)).abs().max() < 1e-5
+
+
+def refuses(engine, world, rank, folder):
+    "What cannot be cut says why, by name."
+    for match, make in {
+        r"GPT2LMHeadModel has no plan .*engine=\"fsdp2\"": lambda: cut("gpt2", engine),
+        r"Routed has no plan": lambda: Policy(lambda: t.Routed(False), **HOW, tensor_parallel=SIZE),
+        r"k_proj has 1 head, which 2 ranks": lambda: Policy(model(num_key_value_heads=1), **HOW, tensor_parallel=SIZE),
+        r"gate_proj has 63 features, which 2 ranks": lambda: Policy(model(intermediate_size=63), **HOW, tensor_parallel=SIZE),
+        r"engine='zero1' does not go with it": lambda: Policy(model(), **HOW, engine="zero1", tensor_parallel=SIZE),
+        r"LlamaForCausalLM has no such plan": lambda: cut(engine=engine, expert_parallel=True),
+        r"say how many, tensor_parallel": lambda: Policy(model("mixtral"), **HOW, expert_parallel=True),
+        r"Muon looks at whole matrices": lambda: cut(engine=engine, optimizer=lambda ps: muon(ps)),
+        r"ranks 0 and 1 built different models": lambda: Policy(model(seed=min(dist.get_rank(), 1)), **HOW, engine=engine, tensor_parallel=SIZE),
+        r"adapters and heads on another wrapper's weights": lambda: cut(engine=engine, lora=dict(r=2)),
+        r"its plan does not fit its code": lambda: Policy(untrue(), **HOW, engine=engine, tensor_parallel=SIZE),
+        r"world of 3 ranks, or a multiple": lambda: Policy(model(), **HOW, tensor_parallel=3),
+    }.items():
+        with pytest.raises(ValueError, match=match): make()
+
+
+def untrue():
+    "A model whose plan sums what every rank has whole."
+    m = model()
+    m._tp_plan = m._tp_plan | {"model.layers.*.input_layernorm": "all_reduce"}
+    return m
+
+
+def with_engines(check):
+    "A check of tests/test_engines.py, with every model that it gives an engine cut."
+    def cut_there(make): return lambda *a, **k: make(*a, **k | (dict(tensor_parallel=SIZE) if "engine" in k else {}))
+    def run(engine, world, rank, folder):
+        own = {c: getattr(t, c) for c in ("Policy", "Critic", "Scorer")}
+        for c, make in own.items(): setattr(t, c, cut_there(make))
+        try: check(engine, world, rank, folder)
+        finally:
+            for c, make in own.items(): setattr(t, c, make)
+    run.__name__ = check.__name__
+    return run
+
+
+CHECKS = [alike, reads, reshards, one_fails, placed, refuses] + [with_engines(c) for c in (t.on_policy, t.reference, t.half_precision, t.poison, t.resumes, t.failing, t.saved)]
+SPREAD = [c for c in CHECKS if c.__name__ in ("alike", "reshards", "placed", "half_precision", "poison", "resumes")]
+
+
+# -- in every process
+def one_rank(rank, world, port, folder):
+    t.join(rank, world, port)
+    found, times = {}, {}
+    for engine in WORLDS[world]:
+        for name, case in chosen(engine, world).items():
+            start = time.process_time()
+            _, metrics, weights = run(case, world//SIZE, rank//SIZE, engine=engine, tensor_parallel=SIZE)
+            found[engine, name] = dict(metrics=metrics, weights=weights if rank == 0 else None)
+            times[engine, name] = round(time.process_time()-start, 2)
+        for check in CHECKS if world == 2 or EVERY else SPREAD if engine else []:
+            start = time.process_time()
+            (folder/f"{engine}").mkdir(exist_ok=True)
+            check(engine, world//SIZE, rank//SIZE, folder/f"{engine}")
+            times[engine, check.__name__] = round(time.process_time()-start, 2)
+    torch.save(dict(found=found, times=times, rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10), folder/f"{rank}.pt")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)         # all is checked and written; gloo's threads abort now and then when peers take their connections down at different times
+
+
+@pytest.fixture(scope="module")
+def plain():
+    "The plain process, each case once."
+    return {name: run(case)[1:] for name, case in cases().items()}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_cut_layers_equal_the_plain_process(tmp_path, plain, world):
+    ranks = launch(world, tmp_path)
+    for engine in WORLDS[world]:
+        far = compare(answering(ranks, engine), plain)
+        assert len(far) == 3*len(chosen(engine, world)) and max(far.values()) < 1e-5, far
+    assert sum(r["rss"] for r in ranks) < 8 << 30
+
+
+def launch(world, folder):
+    "What every rank found."
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(one_rank, (world, port, folder), nprocs=world, join=True)
+    return [torch.load(folder/f"{r}.pt", weights_only=False) for r in range(world)]
+
+
+def answering(ranks, engine): return [r | dict(found={name: f for (e, name), f in r["found"].items() if e == engine}) for r in ranks[::SIZE]]
