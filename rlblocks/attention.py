@@ -17,12 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from .sequence import Stretch
+
 # %% ../nbs/31_attention.ipynb #d47adac8
 @dataclass(frozen=True, eq=False)
 class Segments:
     "Rows on a line: how long each is there, and which row's first tokens it sees before its own."
     sizes:Sequence[int]                # tokens of each row that lie on the line, in its order; together they are the line
     prefixes:Sequence[tuple[int, int]] # for each row (holder, how many): that many first tokens of an earlier row are this row's too; how many = 0: none
+    stretch:Stretch|None=None          # the line lies on several ranks, and its length is a multiple of theirs; None: on one
     _masks:dict = field(default_factory=dict, repr=False)
 
     def mask(self,
@@ -95,7 +98,7 @@ def _has_kernel(q, v, dropout):
 
 def segment_attention(
     module:nn.Module, # the attention layer
-    query:Tensor,     # `[B, H, N, d]`
+    query:Tensor,     # `[B, H, N, d]`; of a line on several ranks this one's stretch, as key and value
     key:Tensor,       # `[B, K, N, d]`, K divides H
     value:Tensor,     # `[B, K, N, e]`
     attention_mask:Tensor|None, # as sdpa takes it; not read when `segments` say who sees what
@@ -112,6 +115,8 @@ def segment_attention(
     "An attention function for transformers: rows on a line see themselves causally and their prefix. NotImplementedError for sinks and position biases."
     for name, x in (("attention sinks (s_aux)", s_aux), ("position_bias", position_bias)):
         if x is not None: raise NotImplementedError(f"segment_attention: {type(module).__name__} has {name}, which this attention does not know; use pack=False")
+    stretch = segments.stretch if segments else None
+    if stretch: query, key, value = stretch.to_heads(query, key, value, type(module).__name__)
     groups = query.shape[1]//key.shape[1]
     if segments is None and not softcap:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -125,14 +130,19 @@ def segment_attention(
     if not getattr(module, "is_causal", True) or more.get("is_causal") is False: raise NotImplementedError(f"segment_attention: {type(module).__name__} is not causal; use pack=False")
     if sliding_window is None: sliding_window = getattr(module, "sliding_window", None) # some layers tell only the mask
     window = sliding_window or key.shape[2]
-    if not softcap and _has_kernel(query, value, dropout): return _kernel(query, key, value, segments, window, scale=scaling, enable_gqa=groups > 1)[None], None
+    if not softcap and _has_kernel(query, value, dropout): out = _kernel(query, key, value, segments, window, scale=scaling, enable_gqa=groups > 1)[None]
+    else: out = _by_rows(query, key, value, segments, window, softcap, **how).transpose(1, 2).contiguous()
+    return stretch.to_tokens(out) if stretch else out, None
+
+def _by_rows(query, key, value, segments, window, softcap, **how):
+    "Attention of each row in turn: `[1, H, N, e]`."
     q, ks, vs = (x.split(list(segments.sizes), 2) for x in (query, key, value))  # one split: its gradient is one join, a slice's would be as long as the line
     out = []
     for i, (h, n) in enumerate(segments.prefixes):
         if not segments.sizes[i]: continue
         k, v = (torch.cat([x[h][:, :, :n], x[i]], 2) if n else x[i] for x in (ks, vs))
         out.append(_row(q[i], k, v, segments, window, softcap, **how))
-    return torch.cat(out, 2).transpose(1, 2).contiguous(), None
+    return torch.cat(out, 2)
 
 # %% ../nbs/31_attention.ipynb #d718a74b
 def layout(

@@ -16,8 +16,11 @@ from .batch import Batch, widen
 from .masked import Last, Mean, merge
 from .packing import plan_micro_batches, shared_prefix
 from .head import bending
-from .reader import Reader, pack_by, turning
+from .reader import Reader, pack_by, share_lines, turning
+from .plain import alike
+from .sequence import Stretch
 from .sharded import ShardedModel, agree
+from .weights import checksum
 
 # %% ../nbs/33_runner.ipynb #ae90ff7a
 class Out:
@@ -46,17 +49,20 @@ class Runner:
         reader:Reader,
         *,
         name:str,              # of the wrapper, for messages
-        micro_tokens:int=8192, # most tokens (padded: cells) a forward pass
+        micro_tokens:int=8192, # most tokens (padded: cells) a forward pass; ranks that share rows run them together
         micro_rows:int|None=None, # most rows a forward pass
         pack:bool|None=None,   # None: pack where rows stay apart and cost what they cost alone; True: or raise; False: pad
         **engine,              # of `ShardedModel`
     ):
-        "Hold the model and decide how rows are laid out. ValueError when `pack=True` and the model mixes rows."
+        "Hold the model and decide how rows are laid out. ValueError when `pack=True` and the model mixes rows, and when ranks shall share rows of a model where they cannot."
         self.reader, self.name, self.micro_tokens, self.micro_rows = reader, name, micro_tokens, micro_rows
         self.model = ShardedModel(reader, **engine)
         with self.model.autocast():
             apart, why = self.model.probe(lambda: pack_by(reader, self.model.device))
             reader.bend = self.model.probe(lambda: bending(reader.trunk, self.model.device))
+            stretch = Stretch.of(self.model.mesh)
+            if stretch and pack is False: raise ValueError(f"{name}: sequence_parallel={stretch.ranks} shares lines of packed rows, and pack=False lays none; leave it out")
+            if stretch and (odd := self.model.probe(lambda: share_lines(reader, self.model.device, stretch))): raise ValueError(f"{name}: sequence_parallel={stretch.ranks}, but {odd}")
         if pack and not apart: raise ValueError(f"{name}: pack=True, but {why}; use pack=False, or None, which pads where packing fails")
         attention = getattr(getattr(reader.trunk, "config", None), "_attn_implementation", None) or ""
         linear = reader.segments or "flash" in attention or "flex" in attention     # else a dense mask over the line: quadratic, and rows of like length side by side are faster
@@ -87,6 +93,9 @@ class Runner:
         rows, turning_ = torch.arange(len(lengths)), self.turning
         if turning_ is None or (lengths <= turning_[1]).all(): return [rows]
         kind, window = turning_
+        if self.reader.stretch:
+            raise ValueError(f"{self.name}: a row has {int(lengths.max())} tokens, but the {kind!r} rotary embedding of {type(self.reader.trunk).__name__} turns with the longest position beyond {window}, and of "
+                             f"{self.reader.stretch.ranks} ranks that share a row (sequence_parallel) each would see another one; shorten the rows, or load the model with a rope_type that is fixed: 'yarn' or 'linear'")
         if kind != "longrope":
             raise ValueError(f"{self.name}: a row has {int(lengths.max())} tokens, but the {kind!r} rotary embedding of {type(self.reader.trunk).__name__} is another one for every length beyond {window}, "
                              "and a row would be read by the longest in its call; shorten the rows (drop_long), or load the model with a rope_type that is fixed: 'yarn' or 'linear'")
@@ -158,6 +167,7 @@ class Runner:
             if key != "scores": raise ValueError(f"{self.name}: the batch has no column 'mask' (the tokens that were chosen)")
             batch = batch._like(batch.columns | dict(mask=torch.zeros(batch.tokens.shape, dtype=torch.bool)), batch._whole, batch.filler)
         if key == "scores": self.scorable(batch)
+        self._alike([batch])
         batch = batch._like(batch.columns, batch.whole, batch.filler)      # counted once, not for every micro-batch
         like = torch.zeros(batch.mask.shape if key != "scores" else len(batch))
         done = []
@@ -175,6 +185,7 @@ class Runner:
     )->dict: # metrics
         "One optimizer step on the sum of the jobs' losses: (batch, loss) pairs."
         if self.model.frozen: raise RuntimeError(f"{self.name}: this one is frozen (frozen=True) and cannot step")
+        self._alike([b for b, _ in jobs])
         shared = self._shared([b for b, _ in jobs])
         jobs = [(b._like(b.columns, b.whole, b.filler), loss) for b, loss in jobs if len(b)]
         jobs = [(b, loss) for b, loss in jobs if b.n_tokens]
@@ -221,6 +232,10 @@ class Runner:
             raise ValueError(f"{self.name}: step got a part of a batch cut in {max(parts)}, but {who} train together; "
                              "pass the whole batch, or one part to every " + ("replica" if self.model.shares > 1 else "rank"))
         return True
+
+    def _alike(self, batches):
+        "Ranks that share rows were given the same ones, or all raise: in their collectives they would wait for each other, or read each other's tokens as their own."
+        if self.model.shares > 1: alike([checksum(b[k]) for b in batches for k in ("tokens", "lengths", "mask") if k in b], self.model.shares, self.name)
 
     def _replicas(self, shared): return self.model.replicas if shared else 1
 
