@@ -8,7 +8,7 @@ __all__ = ['turning', 'Reader', 'Laid', 'keeps_rows_apart', 'pack_by', 'mixer', 
 # %% ../nbs/32_reader.ipynb #5fed9b02
 import copy
 import inspect
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from .head import head_logprobs, head_measured, output_layer, sampled_from, stat
 from .logprobs import entropy as entropy_of, gather_logprobs
 from .masked import promoted
 from .packing import pack
+from .routers import routed, router_columns
 from .sequence import Stretch
 
 # %% ../nbs/32_reader.ipynb #1233a619
@@ -113,28 +114,38 @@ class Reader(nn.Module):
         support=None,              # `[n, K]` ids that sampling was confined to
         entropy:bool=False,        # also the entropy
         logits:bool=False,         # also the logits that the places were sampled from
-        measure=None,              # a function of such logits `[m, V]`, of some places at a time; then nothing else is read
-    )->dict[str, Tensor]: # logprobs, entropy, values: `[n]` each (values `[n, k]` by a head of k outputs); logits `[n, V]`; measured: what `measure` gives
+        measure=None,              # a function of such logits `[m, V]` and of `columns`, of some places at a time; then it stands for all that is read of the logits
+        columns=(),                # `[n, …]` each, what `measure` has to know besides
+        hidden:bool=False,         # what enters the output layer, and nothing of the logits
+        router_logits:bool=False,  # also what the routers of a mixture of experts say of every token
+    )->dict[str, Tensor]: # logprobs, entropy, values: `[n]` each (values `[n, k]` by a head of k outputs); logits `[n, V]`; measured: what `measure` gives; hidden `[n, H]`; router_logits `[B, T, L, E]`
         "Log-probs (and entropy) of `targets`, values by the head: what a loss needs of each place. Nothing V-sized leaves the module unless `logits` asks for it."
         laid = self.lay(tokens, lengths, rows, cols, packed, group)
-        found = self._read(laid, laid.own(targets), dict(temperature=laid.own(temperature), support=laid.own(support)), entropy, logits, measure)
-        return {k: laid.told(x) for k, x in found.items()}
+        if router_logits and self.stretch: raise ValueError("router_logits: ranks that share rows (sequence_parallel) have the routers' words of their own stretch only; leave one of the two out")
+        with routed(self.trunk) if router_logits else nullcontext([]) as seen:
+            found = self._read(laid, laid.own(targets), dict(temperature=laid.own(temperature), support=laid.own(support)), entropy, logits, measure, [laid.own(x) for x in columns], hidden)
+        found = {k: laid.told(x) for k, x in found.items()}
+        if not router_logits: return found
+        places = pack(tokens, lengths.clamp(min=1), group if self.segments else None).places if packed else None
+        return found | dict(router_logits=router_columns(seen, lengths, tokens.shape[1], places))
 
-    def _read(self, laid, targets, how, entropy, logits, measure):
+    def _read(self, laid, targets, how, entropy, logits, measure, columns, hidden):
         "What is wanted of the places that this rank reads."
-        straight = None
-        if targets is not None and self.bend is not None and not logits:
-            layer, bend = output_layer(self.trunk), self.bend
+        straight, layer, bend = None, output_layer(self.trunk), self.bend
+        if hidden:
+            if layer is None: raise TypeError(f"hidden: {type(self.trunk).__name__} names no output layer (get_output_embeddings), so nothing enters it")
+            return dict(hidden=self.run(laid, lambda h: h)[0])
+        if targets is not None and bend is not None and not logits:
             straight = ((lambda h: head_logprobs(layer, h, targets, bend=bend, entropy=entropy, **how)) if measure is None else
-                        (lambda h: head_measured(layer, h, measure, bend=bend, **how)))
-        out, hidden = self.run(laid, straight)
+                        (lambda h: head_measured(layer, h, measure, *columns, bend=bend, **how)))
+        out, entered = self.run(laid, straight)
         if targets is None: return self._values(out) if self.head is not None else dict(values=promoted(out.reshape(len(out))))
-        if measure is not None: return dict(measured=out if straight else measure(sampled_from(out, **how)))
         result:dict[str, Tensor] = {}
-        if straight: result.update(zip(("logprobs", "entropy"), out.unbind(-1), strict=False))
+        if measure is not None: result["measured"] = out if straight else measure(sampled_from(out, **how), *columns)
+        elif straight: result.update(zip(("logprobs", "entropy"), out.unbind(-1), strict=False))
         else: result.update(logprobs=gather_logprobs(out, targets, **how), **(dict(entropy=entropy_of(out, **how)) if entropy else {}))
         if logits: result["logits"] = sampled_from(out, **how)
-        if self.on_lm_head: result |= self._values(hidden)
+        if self.on_lm_head: result |= self._values(entered)
         return result
 
     def _values(self, states):
