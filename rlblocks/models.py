@@ -13,10 +13,12 @@ from torch import Tensor
 
 from .adapters import Adapted, base_of, save_adapter, standing
 from .batch import Batch
-from .head import output_layer, states_of
+from .head import Head, head_of, output_layer, states_of
 from .heads import ClassHead, Moments, classifier, linear_head, load_scored, stored_moments, without_moments
 from .merging import load_quantized, plain_twin, save_folder
 from .reader import Reader, load_module, load_tokenizer
+from .plain import Plain
+from .routers import expert_hits, experts_per_token
 from .runner import Out, Runner
 from .sharded import world
 from .weights import Ticket
@@ -96,24 +98,52 @@ class Policy(Trained):
 
     def measure(self,
         batch:Batch,  # rows with tokens, lengths, mask (and how they were sampled)
-        f:Callable,   # logits `[m, V]` of some chosen tokens → one number, or one row of numbers, for each of them
+        f:Callable,   # logits `[m, V]` of some chosen tokens → one number, or one row of numbers, for each of them; further parameters are columns of the batch by name, at the same tokens
     )->Tensor: # `[B, T, …]`, 0 where `mask` is False; each token's in its own column
         """What `f` makes of the distribution each chosen token was sampled from, without gradient and without holding all logits.
 
         `policy.measure(b, entropy)`; `lambda z: (2*z.log_softmax(-1)).logsumexp(-1)` for log Σπ²; `lambda z: z.topk(8).indices` for a teacher's favourites."""
         return self._run.compute(batch, "measured", lambda part: self._run.tokens_out(part, measure=f))
 
+    def hidden(self,
+        batch:Batch, # rows with tokens, lengths, mask
+    )->Tensor: # `[B, T, H]`, in the model's precision; 0 where `mask` is False; each token's in its own column
+        "What enters the output layer where each chosen token is predicted, without gradient: with `head`, all that its distribution is, in H numbers instead of V."
+        return self._run.compute(batch, "hidden", lambda part: self._run.tokens_out(part, hidden=True))
+
+    def head(self)->Head:
+        """The output layer as it stands now: makes logits of `hidden`, anywhere. All ranks together. TypeError for a layer that is no matrix.
+
+        Of a frozen model on one device it is the very matrix, else a copy of V × H numbers on each rank."""
+        run = self._run
+        return run.model.probe(lambda: head_of(run.reader.trunk, run.model.device, run.reader.bend, copy=not (run.model.frozen and type(run.model.engine) is Plain)))
+
+    def expert_counts(self,
+        batch:Batch, # rows with tokens and lengths
+        *,
+        top_k:int|None=None, # experts for each token; None: as the model's configuration says
+    )->Tensor: # `[B, L, E]`
+        "How many of a row's real tokens go to each expert of each layer of a mixture of experts, without gradient. Over all rows: counts.sum(0)/batch.lengths.sum() is the load that `moe_balance_loss` wants."
+        k = top_k or experts_per_token(self._run.reader.trunk)
+        def count(part):
+            x = self._run.tokens_out(part, hidden=True, router_logits=True).router_logits
+            return Out(experts=expert_hits(x, torch.arange(x.shape[1], device=x.device) < part.lengths.to(x.device)[:, None], top_k=k))
+        return self._run.compute(batch, "experts", count)
+
     def step(self,
         batch:Batch,   # one optimizer step's rows
         loss:Callable, # loss(out, b) → (0-d tensor, dict of metrics), divided by the whole's count
         *more,         # further (batch, loss) pairs of the same step
         entropy:bool=False, # give the loss `out.entropy`
+        measure:Callable|None=None, # give it `out.measured` `[B, T, …]`, with gradient: a function as for `measure`, instead of log-probs. Divergences from a teacher, without logits
         logits:bool=False,  # give it `out.logits` `[B, T, V]`, each token's in its own column: for small vocabularies, or few tokens a micro-batch
+        router_logits:bool=False, # give it `out.router_logits` `[B, T, L, E]`, of every real token: a mixture of experts'
     )->dict: # the loss's metrics, and loss, grad_norm, lr, version, skipped
         """One optimizer step, over as many micro-batches and ranks as it takes; the gradient is their sum.
 
         A step without chosen tokens changes nothing and is counted in `skipped`. ValueError for a loss that does not add up over a cut."""
-        return self._run.step([(batch, loss), *more], lambda part: self._run.tokens_out(part, entropy=entropy, logits=logits))
+        if measure is not None and (entropy or logits): raise ValueError(f"Policy: step got measure= and {'entropy' if entropy else 'logits'}=True; a measure sees the logits, let it give all that the loss wants, side by side: torch.stack([…], -1)")
+        return self._run.step([(batch, loss), *more], lambda part: self._run.tokens_out(part, entropy=entropy, measure=measure, logits=logits, router_logits=router_logits))
 
     def weights(self)->Ticket: # to be loaded before the next step
         "A ticket for this version's weights, for `rollout.load`; an adapter's are merged into a copy."

@@ -6,6 +6,7 @@
 __all__ = ['Out', 'Runner', 'check_splits']
 
 # %% ../nbs/33_runner.ipynb #294c8654
+import inspect
 from collections.abc import Callable
 from weakref import WeakSet
 
@@ -24,7 +25,7 @@ from .weights import checksum
 
 # %% ../nbs/33_runner.ipynb #ae90ff7a
 class Out:
-    "What a loss sees of the model, with gradient: `logprobs`, `entropy`, `values` `[B, T]` (0 where nothing was read) or `scores` `[B]`; what was not asked for says how to."
+    "What a loss sees of the model, with gradient: `logprobs`, `entropy`, `values`, `measured` `[B, T]` (0 where nothing was read), `router_logits` `[B, T, L, E]` or `scores` `[B]`; what was not asked for says how to."
 
     def __init__(self,
         **found, # name → tensor
@@ -34,7 +35,9 @@ class Out:
 
     def __getattr__(self, name):
         if name.startswith("__"): raise AttributeError(name)
-        ask = dict(entropy="policy.step(batch, loss, entropy=True)", logits="policy.step(batch, loss, logits=True)", values="Policy(…, value_head=True) or a Critic", scores="a Scorer", logprobs="a Policy")
+        ask = dict(entropy="policy.step(batch, loss, entropy=True)", logits="policy.step(batch, loss, logits=True)", values="Policy(…, value_head=True) or a Critic", scores="a Scorer", logprobs="a Policy",
+                   measured="policy.step(batch, loss, measure=f)", router_logits="policy.step(batch, loss, router_logits=True)")
+        if "measured" in vars(self) and name in ("logprobs", "entropy"): ask[name] = f"your measure, beside what it gives: torch.stack([{'gather_logprobs(logits, tokens)' if name == 'logprobs' else 'entropy(logits)'}, …], -1)"
         raise AttributeError(f"out.{name} is not there: {'ask for it with ' + ask[name] if name in ask else 'there are ' + ', '.join(vars(self))}")
 
     def items(self):
@@ -125,19 +128,21 @@ class Runner:
         entropy:bool=False, # also the entropy
         logprobs:bool=True, # False: only values, from a head
         after:Tensor|None=None, # Bool `[B, T]`: read after these tokens, instead of before the chosen ones
-        **more,             # logits, measure: of `Reader.forward`
+        **more,             # logits, measure, hidden, router_logits: of `Reader.forward`
     )->Out: # `[B, T]` each, logits `[B, T, V]`
         "Log-probs, entropy, values and logits at the chosen tokens, each in the token's own column."
         rows, cols = (part.mask if after is None else after).nonzero(as_tuple=True)
         kwargs = _sampling(part, rows, cols, self.name) | dict(entropy=entropy) | more if logprobs else {}
+        if more.get("measure"): kwargs["columns"] = [x.to(self.model.device) for x in _columns(more["measure"], part, rows, cols, self.name)]
         device = self.model.device
         flat = self.read(part, rows, cols - int(after is None), **{k: v.to(device) if isinstance(v, Tensor) else v for k, v in kwargs.items()})
+        routers = {k: flat.pop(k) for k in ("router_logits",) if k in flat}      # in the rows' order already
         empty = not len(rows)
         if empty: rows, cols = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
         def spread(x):
-            x = torch.zeros_like(x) + 0*x if empty else x     # a filler: no value, but a gradient path for the collectives
+            x = torch.zeros_like(x) + 0*x.nan_to_num() if empty else x     # a filler: no value, but a gradient path for the collectives
             return x.new_zeros((*part.mask.shape, *x.shape[1:])).index_put((rows.to(device), cols.to(device)), x)
-        return Out(**{k: spread(v) for k, v in flat.items()})
+        return Out(**{k: spread(v) for k, v in flat.items()}, **routers)
 
     def rows_out(self,
         part:Batch, # a micro-batch
@@ -159,24 +164,25 @@ class Runner:
     @torch.no_grad()
     def compute(self,
         batch:Batch,  # a whole or a part
-        key:str,      # which of the outputs: logprobs, values, scores
+        key:str,      # which of the outputs: logprobs, values, measured, hidden; scores, experts
         run:Callable, # micro-batch → `Out`
-    )->Tensor: # `[B, T]`, or `[B]` for scores
+    )->Tensor: # `[B, T, …]`, or `[B, …]` for scores and experts
         "Run all micro-batches without gradient and put `key` back in the rows' order, on the CPU."
+        by_row = key in ("scores", "experts")
         if "mask" not in batch:
-            if key != "scores": raise ValueError(f"{self.name}: the batch has no column 'mask' (the tokens that were chosen)")
+            if not by_row: raise ValueError(f"{self.name}: the batch has no column 'mask' (the tokens that were chosen)")
             batch = batch._like(batch.columns | dict(mask=torch.zeros(batch.tokens.shape, dtype=torch.bool)), batch._whole, batch.filler)
         if key == "scores": self.scorable(batch)
         self._alike([batch])
         batch = batch._like(batch.columns, batch.whole, batch.filler)      # counted once, not for every micro-batch
-        like = torch.zeros(batch.mask.shape if key != "scores" else len(batch))
+        like = torch.zeros(len(batch) if by_row else batch.mask.shape)
         done = []
         for rows in self.plan(batch):
             part = batch.part(rows).trim()
             x = getattr(run(part), key)
             if rows: done.append((rows, x.cpu()))
         out = done[0][1].new_zeros(*like.shape, *done[0][1].shape[like.ndim:]) if done else like
-        for rows, x in done: out[torch.tensor(rows)] = x if key == "scores" else widen(x, like.shape[1])
+        for rows, x in done: out[torch.tensor(rows)] = x if by_row else widen(x, like.shape[1])
         return out
 
     def step(self,
@@ -263,6 +269,16 @@ def _sampling(part, rows, cols, name):
                          "without it the log-probs would be of another distribution. Rollout.generate provides it")
     temperature = part.temperature[rows].float() if "temperature" in part else 1.0
     return dict(targets=part.tokens[rows, cols], temperature=temperature) | (dict(support=part.support[rows, cols].long()) if "support" in part else {})
+
+def _columns(measure, part, rows, cols, name):
+    "What a measure has to know besides the logits: the columns that its further parameters are called by, at places of a part; of a row's column, that row's."
+    try: params = list(inspect.signature(measure).parameters.values())[1:]
+    except ValueError: return []         # a builtin: it takes logits
+    wanted = [p.name for p in params if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    missing = [n for n in wanted if not isinstance(part.columns.get(n), Tensor)]
+    if missing: raise ValueError(f"{name}: measure takes {missing[0]!r}, and the batch has no such column of numbers; it has {', '.join(sorted(k for k, x in part.columns.items() if isinstance(x, Tensor)))}")
+    if not len(rows): rows = cols = torch.zeros(1, dtype=torch.long)
+    return [x[rows.to(x.device), cols.to(x.device)] if part.is_per_token(n) else x[rows.to(x.device)] for n in wanted for x in [part.columns[n]]]
 
 def check_splits(
     loss:Callable, # loss(out, b) → (loss, metrics)
