@@ -60,13 +60,18 @@ def matrix_of(
     if type(layer) is nn.Linear: return layer, []
     base = getattr(layer, "base_layer", None)
     if f"{type(layer).__module__}.{type(layer).__name__}" != "peft.tuners.lora.layer.Linear" or type(base) is not nn.Linear: return None
-    if any(p.numel() == 0 for p in layer.parameters()): return None # ZeRO-3 brings a part's weights for that part's own forward only (and, for good, what is asked for by name in another's)
+    if not _brought(layer): return None
     if layer.disable_adapters or layer.merged: return (base, []) if layer.disable_adapters != layer.merged else None # disabled and merged: its own forward takes the adapters out first
     active = [name for name in layer.active_adapters if name in layer.lora_A]
     adapters = [(layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name], layer.scaling[name]) for name in active]
     plain = all(type(A) is nn.Linear and type(B) is nn.Linear and A.bias is None and B.bias is None and not (drop.training and getattr(drop, "p", 0)) for A,B,drop,_ in adapters)
     if not plain or layer.fan_in_fan_out or any(name in layer.lora_variant for name in active): return None
     return base, [(A.weight, B.weight, scale) for A,B,_,scale in adapters]
+
+def _brought(layer):
+    "Whether the pass of this layer finds its weights there, and its backward pass too: ZeRO-3 brings a part's for that part's own, unless they were registered."
+    known = {*map(id, layer.parameters(recurse=False)), *getattr(layer, "_external_params", ())}
+    return all(p.numel() and (id(p) in known or not hasattr(p, "ds_id")) for p in layer.parameters())
 
 # %% ../nbs/32_head.ipynb #ee881557
 @torch.no_grad()
@@ -82,7 +87,7 @@ def bending(
     ramp = torch.tensor([-3e3, -30., -4., -.01, .01, .5, 8., 3e4], device=device, dtype=promoted(next(head.parameters())[:0]).dtype)
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     def instead(h):
-        there.append(all(p.numel() for p in head.parameters()))     # in its own pass: ZeRO-3 brings weights for that, but a part's of an adapter's wrapping may come with the part's own
+        there.append(_brought(head))     # asked in its own pass
         return ramp.expand(*h.shape[:-1], len(ramp))
     with watched(head, instead): out = states_of(trunk(ids))[0, -1]
     if not all(there) or out.shape != ramp.shape or out.dtype != ramp.dtype or not out.isfinite().all(): return None
