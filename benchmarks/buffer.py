@@ -36,7 +36,7 @@ from pathlib import Path
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from rlblocks.batch import Batch
+from rlblocks.batch import Batch, widen
 from rlblocks.buffer import Buffer
 from rlblocks.place import Call
 from rlblocks.ragged import ragged
@@ -191,7 +191,7 @@ def cut_and_join(rows=4096, T=8192, n=8):
         sent += flat.nbytes
         back.append(flat.batch().old_logprobs)
         del flat
-    batch["ref_logprobs"] = torch.nn.functional.pad(call.joined(back), (0, T - int(lengths.max())))
+    batch["ref_logprobs"] = widen(call.joined(back), T)
     one = dict(seconds=time.process_time() - start, wall_seconds=time.perf_counter() - wall, bytes_a_token=sent/int(lengths.sum()), peak=(peak() - base + size)/size, equal=bool((batch.ref_logprobs == batch.old_logprobs*batch.mask.clone().index_fill_(1, torch.tensor([0]), True)).all()))
     del back
     batch = batch.drop("ref_logprobs")
