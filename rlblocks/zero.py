@@ -222,7 +222,8 @@ class Zero:
         if self.stage < 3: return
         if not self.zero: self.engine.optimizer.release_backward_leftovers()
         for m in self.module.modules():
-            if hasattr(m._parameters, "_in_forward"): setattr(m._parameters, "_in_forward", False)     # while it is True, DeepSpeed gathers what is looked at
+            kept:Any = m._parameters
+            if hasattr(kept, "_in_forward"): kept._in_forward = False        # while it is True, DeepSpeed gathers what is looked at
         params:Any = self.module.parameters()
         for p in params:
             if getattr(p, "ds_active_sub_modules", None):
