@@ -32,12 +32,14 @@ def build_ops(
     from torch.utils.cpp_extension import _get_build_directory
     names = (["CPUAdamBuilder"] if offload else []) + (["AsyncIOBuilder"] if offload == "nvme" else [])
     accelerator = _deepspeed(device).accelerator.get_accelerator()
-    for name in names:
-        builder = accelerator.create_op_builder(name)
+    builders = [accelerator.create_op_builder(name) for name in names]
+    for builder in builders:             # all that can be missing first: a build takes minutes
         if shutil.which(os.environ.get("CXX", "c++")) is None or not (shutil.which("ninja") or importlib.util.find_spec("ninja")):
             raise ImportError(f"engine=\"zero…\": {builder.NAME} must be compiled, with a C++ compiler and ninja: apt install g++, pip install rlblocks[deepspeed]")
-        if name == "AsyncIOBuilder" and not builder.is_compatible():
-            raise ImportError('offload="nvme" needs libaio with its headers: apt install libaio-dev (elsewhere: set CFLAGS=-I…/include and LDFLAGS=-L…/lib to where it is)')
+        if builder.NAME == "async_io" and not builder.is_compatible():
+            raise ImportError('offload="nvme" needs libaio with its headers: apt install libaio-dev (without root: unpack the packages libaio-dev and libaio1 anywhere, and set CFLAGS=-I…/include, LDFLAGS=-L…/lib, '
+                              'CPATH=…/include, LIBRARY_PATH=…/lib and LD_LIBRARY_PATH=…/lib to where they are)')
+    for builder in builders:
         lock = Path(_get_build_directory(builder.name, False))/"lock"
         if lock.exists():
             raise RuntimeError(f"engine=\"zero…\": {lock} says that {builder.NAME} is being built; if no other process builds it, an earlier build was killed: delete the file")

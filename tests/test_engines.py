@@ -224,8 +224,8 @@ def copied(state): return tree_map(lambda x: x.clone() if isinstance(x, torch.Te
 
 def spoil(state):
     "What becomes of a state after it was loaded is nobody's business."
-    for x in tree_leaves({k: state["optimizer"][k] for k in state["optimizer"] if k in ("state", "states")}):
-        if isinstance(x, torch.Tensor) and x.is_floating_point(): (x.to_local() if hasattr(x, "to_local") else x).fill_(float("nan"))
+    for x in tree_leaves(state["optimizer"]["state"]):
+        if isinstance(x, torch.Tensor) and x.is_floating_point(): (x.to_local() if hasattr(x, "to_local") else getattr(x, "local", x)).fill_(float("nan"))
 
 
 def resumes(engine, world, rank, folder):
@@ -389,6 +389,16 @@ def test_a_lock_left_by_a_killed_build_is_named(tmp_path, monkeypatch):
     (tmp_path/"cpu_adam").mkdir()
     (tmp_path/"cpu_adam"/"lock").touch()
     with pytest.raises(RuntimeError, match=r"cpu_adam/lock .*delete the file"): build_ops(torch.device("cpu"), "cpu")
+
+
+def test_a_missing_libaio_is_named_before_anything_is_built(monkeypatch, tmp_path):
+    pytest.importorskip("deepspeed")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from rlblocks.zero import build_ops
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    if AsyncIOBuilder().is_compatible(): monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: False)         # it is there: look away
+    with pytest.raises(ImportError, match="libaio .*apt install libaio-dev"): build_ops(torch.device("cpu"), "nvme")
+    assert not list(tmp_path.iterdir())
 
 
 def test_missing_packages_are_named(monkeypatch):
