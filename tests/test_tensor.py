@@ -62,6 +62,25 @@ def part(b, world, rank): return b.parts(world)[rank] if world > 1 else b
 def cut(kind="llama", engine=None, **more): return Policy(model(kind), **HOW | more, engine=engine, tensor_parallel=SIZE)
 
 
+def gradients(engine, world, rank, folder):
+    "The gradient of every single weight, in fp64, to 1e-6 of its own largest entry (transformers' norms pass through fp32): Adam would hide one that is twice or half as large."
+    b, how = batch(5), HOW | dict(max_norm=None, optimizer=lambda ps: torch.optim.SGD(ps, lr=1.))
+    for kind, more in (("qwen3", {}), ("qwen2", {}), ("gemma", {}), ("mixtral", {}), ("mixtral", dict(expert_parallel=True)), ("qwen2_moe", {})):
+        make = lambda: in_double(model(kind, dtype=torch.float64))
+        plain, policy = Policy(make(), **how), Policy(make(), **how | more, engine=engine, tensor_parallel=SIZE)
+        before = whole_weights(plain)
+        plain.step(b, ppo, entropy=True), policy.step(part(b, world, rank), ppo, entropy=True)
+        found, want = ({k: x-before[k] for k, x in whole_weights(m).items()} for m in (policy, plain))
+        far = {k: ((found[k]-x).abs().max()/x.abs().max().clamp(min=1e-12)).item() for k, x in want.items() if x.any()}
+        assert found.keys() == want.keys() and len(far) == len(want) and max(far.values()) < 1e-6, (kind, more, far)
+
+
+def in_double(m):
+    "transformers' fast kernel for experts knows no fp64."
+    m.config._experts_implementation = "eager"
+    return m
+
+
 def alike(engine, world, rank, folder):
     "What every rank has whole is the same to the bit on all of them, and what is cut is half as large."
     policy = cut("qwen3", engine)
@@ -175,8 +194,8 @@ def with_engines(check):
     return run
 
 
-CHECKS = [alike, reads, reshards, one_fails, placed, refuses] + [with_engines(c) for c in (t.on_policy, t.reference, t.half_precision, t.poison, t.resumes, t.failing, t.saved)]
-SPREAD = [c for c in CHECKS if c.__name__ in ("alike", "reshards", "placed", "half_precision", "poison", "resumes")]
+CHECKS = [gradients, alike, reads, reshards, one_fails, placed, refuses] + [with_engines(c) for c in (t.on_policy, t.reference, t.half_precision, t.poison, t.resumes, t.failing, t.saved)]
+SPREAD = [c for c in CHECKS if c.__name__ in ("gradients", "alike", "reshards", "placed", "half_precision", "poison", "resumes")]
 
 
 # -- in every process
