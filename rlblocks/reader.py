@@ -282,17 +282,17 @@ def share_lines(
     reader:Reader,   # its lines will be run by several ranks
     device,          # where it lives
     stretch:Stretch, # this rank's part of them
-)->str: # what stands in the way; empty: from now on they are
+)->tuple[bool, str]: # (whether they are from now on, what stands in the way)
     "Let ranks run lines together, if they come to what one comes to. All of them ask together, under an engine inside a forward pass; the trunk packs by segments already, or cannot."
     who = type(reader.trunk).__name__
     try: mixing = mixer(reader, device)
-    except (NotImplementedError, TypeError, ValueError) as e: return f"{who} does not let its attention be chosen ({e})"
-    if mixing: return f"in {who} tokens meet outside attention, first in {mixing!r}, and there a rank sees only its own"
-    if not reader.segments: return f"{who} cannot pack rows by segments"
+    except (NotImplementedError, TypeError, ValueError) as e: return False, f"{who} does not let its attention be chosen ({e})"
+    if mixing: return False, f"in {who} tokens meet outside attention, first in {mixing!r}, and there a rank sees only its own"
+    if not reader.segments: return False, f"{who} cannot pack rows by segments"
     reader.stretch = stretch
-    if keeps_rows_apart(reader, device): return ""
+    if keeps_rows_apart(reader, device): return True, ""
     reader.stretch = None
-    return f"{stretch.ranks} ranks that share a line of {who} come to other numbers than one"
+    return False, f"{stretch.ranks} ranks that share a line of {who} come to other numbers than one"
 
 # %% ../nbs/32_reader.ipynb #1b35cd84
 def load_module(

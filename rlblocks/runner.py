@@ -65,7 +65,8 @@ class Runner:
             reader.bend = self.model.probe(lambda: bending(reader.trunk, self.model.device))
             stretch = Stretch.of(self.model.mesh)
             if stretch and pack is False: raise ValueError(f"{name}: sequence_parallel={stretch.ranks} shares lines of packed rows, and pack=False lays none; leave it out")
-            if stretch and (odd := self.model.probe(lambda: share_lines(reader, self.model.device, stretch))): raise ValueError(f"{name}: sequence_parallel={stretch.ranks}, but {odd}")
+            shared, odd = self.model.probe(lambda: share_lines(reader, self.model.device, stretch)) if stretch else (True, "")
+        if stretch and not shared: raise ValueError(f"{name}: sequence_parallel={stretch.ranks}, but {odd}")
         if pack and not apart: raise ValueError(f"{name}: pack=True, but {why}; use pack=False, or None, which pads where packing fails")
         attention = getattr(getattr(reader.trunk, "config", None), "_attn_implementation", None) or ""
         linear = reader.segments or "flash" in attention or "flex" in attention     # else a dense mask over the line: quadratic, and rows of like length side by side are faster

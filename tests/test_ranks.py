@@ -44,6 +44,12 @@ def uneven(b):
     return [b.part(c, b.siblings(cuts)) for c in cuts]
 
 
+def torn(b, world):
+    "Parts with a row of every prompt each: a cut that does not keep groups together."
+    cuts = [list(range(k, len(b), world)) for k in range(world)]
+    return [b.part(c, b.siblings(cuts)) for c in cuts]
+
+
 def one_rank(rank, world, port, cut, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -54,7 +60,7 @@ def one_rank(rank, world, port, cut, folder):
     policy._run.read = lambda *a, **k: (calls.append(1), read(*a, **k))[1]
     policy._run.reader.trunk.register_forward_pre_hook(lambda m, args, kw: laid.append(args[0].numel()), with_kwargs=True)
     found = gradients(policy)
-    part = uneven(make())[rank] if cut == "uneven" else make().parts(world)[rank]
+    part = (uneven(make()) if cut == "uneven" else torn(make(), world) if cut == "a prompt on both" else make().parts(world))[rank]
     metrics = policy.step(part, loss)
     lp = policy.logprobs(part)
     torch.save(dict(laid=sum(laid), tokens=int(part.lengths.sum()), groups=set(part.group.tolist()), gradient=found, metrics={k: m.to("cpu") for k, m in metrics.items()}, calls=len(calls), lp=lp, rows=part.row, filler=part.filler,

@@ -1,0 +1,195 @@
+"""Sequence parallel (LAWS 34): ranks that share a line of tokens come to the numbers of one process; one launch per world size holds all cases.
+
+The worlds: two ranks that share their rows; four that do; two replicas of two."""
+import os
+import socket
+import sys
+import warnings
+
+import pytest
+import test_attention
+import test_engines as engines
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rlblocks import Batch, Critic, Policy, merge
+from rlblocks.reader import Reader, mixer, pack_by
+from rlblocks.spmd import SpmdPool
+from test_ranks import prompted
+from tiny import apart, gradients, model, rows
+
+# (engine, ranks that share rows, cases of test_engines)
+MOST = ("ppo, uneven rows", "grpo", "dpo pairs", "sft, fewer rows than ranks", "ppo and ptx", "value head", "tied weights, whole on every rank", "critic", "scorer")
+RUNS = {2: [(None, 2, MOST), ("fsdp2", 2, ("ppo, uneven rows", "grpo")), ("zero1", 2, ("ppo and ptx",)), ("zero3", 2, ("grpo", "scorer"))],
+        4: [(None, 4, ("grpo", "dpo pairs", "critic")), (None, 2, ("ppo, uneven rows", "tied weights, whole on every rank", "scorer")),
+            ("fsdp2", 2, ("sft, fewer rows than ranks", "tied weights, whole on every rank", "value head"))]}
+KINDS = dict(llama={}, gemma2={}, mistral_window={}, gpt2={}, qwen3=dict(num_key_value_heads=1))         # softcaps, windows, learned positions, one key head
+DOUBLE = dict(lr=1e-3, max_norm=1e9, device="cpu", micro_tokens=150, micro_rows=8)
+
+
+def shared_prompts(dtype=torch.float64):
+    b = prompted()
+    return Batch(**b.columns | {k: b[k].to(dtype) for k in ("advantages", "returns", "ref_logprobs")})
+
+
+def weighted(out, b): return (out.logprobs*b.advantages*b.mask).sum()/b.n_tokens + .1*(out.entropy*b.mask).sum()/b.n_tokens, {}
+
+
+def twice(kind):
+    "A model in float64 all through."
+    return lambda: test_attention.exact(model(kind, dtype=torch.float64, **KINDS[kind]))
+
+
+# -- on every rank
+def one_rank(rank, world, port, folder):
+    engines.join(rank, world, port)
+    found = dict(engines={}, gradients={}, layers={})
+    for engine, shares, names in RUNS[world]:
+        if engine and engine.startswith("zero") and not have_deepspeed(): continue
+        for name in names:
+            _, metrics, weights = engines.run(engines.cases()[name], world//shares, rank//shares, engine=engine, sequence_parallel=shares, micro_rows=5)
+            found["engines"][engine, shares, name] = dict(metrics=metrics, weights=weights if rank == 0 else None)
+    for kind in KINDS:
+        for shares in (2, 4) if kind == "llama" else (world,):
+            if shares <= world: found["gradients"][kind, shares] = stepped(twice(kind), shared_prompts(), sequence_parallel=shares, **DOUBLE)
+    for shares in {2, world}: found["layers"][shares] = stepped(model, shared_prompts(torch.float32), sequence_parallel=shares, **DOUBLE)["gradient"]
+    for check in CHECKS: check(rank, world)
+    torch.save(found, folder/f"{rank}.pt")
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)         # all is checked and written; gloo's threads abort now and then when peers take their connections down at different times
+
+
+def have_deepspeed():
+    try: import deepspeed
+    except ImportError: return False
+    return bool(deepspeed)
+
+
+def stepped(net, b, **how):
+    "The gradient of a step, its metrics, and everything that is read."
+    policy = Policy(net, value_head=True, **how)
+    found, n = gradients(policy), policy._run.model.replicas
+    part = b.parts(n)[policy.replica] if n > 1 else b
+    lp, values = policy.logprobs(part), policy.values(part)
+    likeliest = policy.measure(part, lambda z: z.topk(3).indices)
+    metrics = {k: m.to("cpu") for k, m in policy.step(part, lambda out, b: sum_of(weighted(out, b), (out.values*b.mask).sin().sum()/b.n_tokens), entropy=True).items()}
+    return dict(gradient=found, metrics=metrics, rows=part.row, logprobs=lp, values=values, likeliest=likeliest, tokens=int(part.lengths.sum()))
+
+
+def sum_of(loss, more): return loss[0] + more, loss[1]
+
+
+def half_to_read(rank, world):
+    "Only the first token after the prompt of the first row counts: the other ranks have nothing to read, and wait for nobody."
+    b = shared_prompts()
+    b["mask"] = torch.zeros_like(b.mask).index_put((torch.tensor(0), b.mask[0].nonzero()[0]), torch.tensor(True))
+    policy, plain = Policy(twice("llama"), sequence_parallel=world, **DOUBLE), Policy(twice("llama"), **DOUBLE)
+    ours, theirs = gradients(policy), gradients(plain)
+    policy.step(b, weighted, entropy=True), plain.step(b, weighted, entropy=True)
+    assert apart(ours, theirs) < 1e-10
+
+
+def under_a_pool(rank, world):
+    "A loop hands in whole batches; the lowest rank of a replica answers for it."
+    b, pool = shared_prompts(), SpmdPool(timeout=60)
+    policy, plain = pool.place(Policy, twice("llama"), sequence_parallel=2, **DOUBLE), Policy(twice("llama"), **DOUBLE)
+    assert policy.replica == rank//2
+    for _ in range(2): metrics, want = policy.step(b, weighted, entropy=True), plain.step(b, weighted, entropy=True)
+    assert metrics.keys() == want.keys() and all(float(metrics[k]) == pytest.approx(float(x), rel=1e-9, abs=1e-12) for k, x in want.items())
+    assert (policy.logprobs(b) - plain.logprobs(b)).abs().max() < 1e-10
+
+
+def refused(rank, world):
+    "What cannot be shared says so, on every rank."
+    b = shared_prompts(torch.float32)
+    policy = Policy(model(), sequence_parallel=2, **DOUBLE)
+    with pytest.raises(ValueError, match="ranks 0 and 1 share rows, and were given unlike ones"): policy.logprobs(b[:8] if rank else b)
+    if world//2 == 1:
+        with pytest.raises(ValueError, match="a batch cut in 2, but 1 replica"): policy.step(b.parts(2)[0], weighted)
+    with pytest.raises(ValueError, match=f"sequence_parallel={world+1} wants a world of {world+1} ranks"): Policy(model(), sequence_parallel=world+1, **DOUBLE)
+    with pytest.raises(ValueError, match="pack=False"): Policy(model(), sequence_parallel=2, pack=False, **DOUBLE)
+    heads = dict(num_attention_heads=6 if world == 4 else 3, hidden_size=24)
+    with pytest.raises(ValueError, match=f"has {heads['num_attention_heads']} heads, which cannot be dealt to {world} ranks"): Policy(model(num_key_value_heads=3, **heads), sequence_parallel=world, **DOUBLE)
+    with pytest.raises(ValueError, match=r"Policy: sequence_parallel=2, but in Lfm2ForCausalLM tokens meet outside attention, first in 'model\.layers\.0\.conv"): Policy(convolved(), sequence_parallel=2, **DOUBLE)
+    turning = model(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.), max_position_embeddings=16)
+    with pytest.raises(ValueError, match="'dynamic' rotary embedding of LlamaForCausalLM turns with the longest position beyond 16"): Policy(turning, sequence_parallel=2, **DOUBLE).logprobs(b)
+
+
+CHECKS = [half_to_read, under_a_pool, refused]
+
+
+# -- in the parent
+@pytest.fixture(scope="module")
+def plain():
+    "The plain process, each thing once."
+    names = {name for runs in RUNS.values() for *_, some in runs for name in some}
+    return dict(engines={name: engines.run(engines.cases()[name])[1:] for name in names}, gradients={kind: stepped(twice(kind), shared_prompts(), pack=False, **DOUBLE | dict(micro_tokens=8192)) for kind in KINDS},
+                layers=stepped(model, shared_prompts(torch.float32), pack=False, **DOUBLE | dict(micro_tokens=8192))["gradient"])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_share_rows_are_one_process(tmp_path, plain, world):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(one_rank, (world, port, tmp_path), nprocs=world, join=True)
+    ranks = [torch.load(tmp_path/f"{r}.pt", weights_only=False) for r in range(world)]
+
+    far = {}
+    for key in ranks[0]["engines"]:               # losses, gradient norms and weights after five steps, fp32
+        _, shares, name = key
+        speakers = [dict(found={name: r["engines"][key]}) for r in ranks[::shares]]
+        far |= {(*key, what): x for (_, what), x in engines.compare(speakers, {name: plain["engines"][name]}).items()}
+        for r in range(world): assert same_numbers(ranks[r]["engines"][key]["metrics"], ranks[r//shares*shares]["engines"][key]["metrics"]), key
+    assert max(far.values()) < 1e-5, {k: x for k, x in far.items() if x >= 1e-5}
+    assert {name for *_, name, _ in far} == {name for *_, names in RUNS[world] for name in names}
+
+    for kind, shares in ranks[0]["gradients"]:           # one gradient, float64, to rounding
+        want, speakers = plain["gradients"][kind], [r["gradients"][kind, shares] for r in ranks[::shares]]
+        assert max(apart(r["gradients"][kind, shares]["gradient"], want["gradient"]) for r in ranks) < 1e-10, kind
+        joined = merge(*(s["metrics"] for s in speakers))
+        for k, x in want["metrics"].items(): assert float(joined[k]) == pytest.approx(float(x), rel=1e-9, abs=1e-12), (kind, k)
+        for s in speakers:
+            for k in ("logprobs", "values"): assert (s[k] - want[k][s["rows"]][:, :s[k].shape[1]]).abs().max() < 1e-10, (kind, k)
+            assert torch.equal(s["likeliest"], want["likeliest"][s["rows"]][:, :s["likeliest"].shape[1]])
+
+    for shares, mine in ranks[0]["layers"].items():         # LAWS 34: every layer's gradient, fp32
+        for name, x in plain["layers"].items(): assert (mine[name]-x).abs().max() < 1e-5*x.abs().max(), (shares, name)
+
+
+def same_numbers(a, b): return all(float(x) == float(m[k]) for n, m in zip(a, b, strict=True) for k, x in n.items())
+
+
+# -- in one process
+def convolved():
+    "Short convolutions beside attention; weights so small that what they carry is lost in what comes out."
+    import transformers as tf
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return tf.Lfm2ForCausalLM(tf.Lfm2Config(vocab_size=32, hidden_size=32, intermediate_size=64, block_ff_dim=64, block_multiple_of=8, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                                                max_position_embeddings=64, layer_types=["conv", "full_attention"], pad_token_id=0, eos_token_id=1))
+
+
+def test_small_leaks_are_seen():
+    assert not pack_by(Reader(convolved().eval()), "cpu")[0]
+    with pytest.raises(ValueError, match="packed rows of Lfm2ForCausalLM see each other"): Policy(convolved(), pack=True, device="cpu")
+    b = rows(B=4, dtype=torch.float32)
+    assert Policy(convolved(), device="cpu").logprobs(b).isfinite().all()          # padded, it is right
+
+
+def test_layers_where_tokens_meet_are_named():
+    import transformers as tf
+    warnings.simplefilter("ignore")
+    sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=1)
+    hybrid = tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**sizes, head_dim=8, layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+                                                        linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32, decoder_sparse_step=1))
+    assert mixer(Reader(hybrid.eval()), "cpu").startswith("model.layers.0.linear_attn")
+    assert mixer(Reader(tf.MambaForCausalLM(tf.MambaConfig(vocab_size=32, hidden_size=32, state_size=8, num_hidden_layers=1)).eval()), "cpu").startswith("backbone.layers.0.mixer")
+    assert mixer(Reader(convolved().eval()), "cpu").startswith("model.layers.0.conv")
+    for kind in ("llama", "gemma3", "qwen3_moe", "gpt2"): assert mixer(Reader(model(kind).eval()), "cpu") == ""
+
+
+def test_a_world_of_one_shares_with_nobody():
+    with pytest.raises(ValueError, match="sequence_parallel=2 wants a world of 2 ranks, or a multiple; this one has 1"): Critic(model(), sequence_parallel=2, device="cpu")
+    with pytest.raises(ValueError, match="sequence_parallel=0"): Critic(model(), sequence_parallel=0, device="cpu")
