@@ -1,0 +1,88 @@
+"Decoding against sampling one row at a time: the same tokens at the same random numbers, whoever decodes beside it, ends early, shares its prompt or is confined."
+import random
+
+import pytest
+import torch
+from rlblocks import Batch, Policy, Rollout
+from rlblocks.decoding import MAX_SUPPORT
+from tiny import model
+
+KINDS_ = ["llama", "qwen3", "qwen2_window", "gemma2", "mixtral", "gpt2"]     # shared and not, windows, softcaps, experts, learned positions
+
+
+def ragged_prompts(rng, count):
+    lengths = [rng.choice([1, rng.randint(2, 9), rng.randint(10, 24)]) for _ in range(count)]
+    g, T = torch.Generator().manual_seed(rng.randrange(2**31)), max(lengths)
+    n = torch.tensor(lengths)
+    return Batch(tokens=torch.randint(2, 32, (count, T), generator=g)*(torch.arange(T) < n[:, None]), lengths=n, mask=torch.zeros(count, T, dtype=torch.bool), group=torch.arange(count)*7 + 3)
+
+
+def settings(rng):
+    "How to sample: free, greedy, confined by each of the three and by several."
+    temperature = rng.choice([0., .5, 1., 1.7])
+    return dict(temperature=temperature) | rng.choice([{}, {}, dict(top_k=rng.choice([1, 3, 20])), dict(top_p=rng.choice([.3, .9])), dict(min_p=rng.choice([.05, .5])), dict(top_k=9, top_p=.8, min_p=.02)])
+
+
+def distribution(logits, temperature=1., top_k=0, top_p=1., min_p=0.):
+    "(ids in the order in which they are drawn from, their probabilities), in float64, as the papers write it."
+    z = logits.double()/temperature
+    p, ids = z.softmax(-1), torch.arange(len(z))
+    if not (top_k or top_p < 1 or min_p > 0): return ids, p
+    p, ids = p.sort(descending=True, stable=True)
+    p, ids = p[:top_k or MAX_SUPPORT], ids[:top_k or MAX_SUPPORT]
+    if top_k: p = p/p.sum()
+    keep = (p.cumsum(0) - p < top_p) & (p >= min_p*p[0])
+    keep[0] = True
+    return ids[keep], p[keep]/p[keep].sum()
+
+
+@torch.no_grad()
+def check_row(net, ids, start, logps, u, stop, S, support, temperature, **how):
+    "One row alone, token after token from its own prefix. → (tokens that float32 left to chance, tokens)"
+    close = 0
+    for t in range(start, len(ids)):
+        logits = net(ids[None, :t], use_cache=False).logits[0, -1].float()
+        token = int(ids[t])
+        if not temperature:
+            assert logits[token] >= logits.max() - 1e-4
+            close += token != int(logits.argmax())
+            continue
+        kept, p = distribution(logits, temperature, **how)
+        F, at = p.cumsum(0), (kept == token).nonzero()
+        assert len(at), f"{token} is none of {kept.tolist()}"
+        low, high = float(F[at[0, 0]] - p[at[0, 0]]), float(F[at[0, 0]])
+        x = float(u[t - start])
+        assert low - 1e-4 <= x <= high + 1e-4
+        close += not low <= x < high
+        assert abs(float(logps[t]) - float(p[at[0, 0]].log())) < 1e-4
+        if support is not None: assert set(support[t].tolist()) - {-1} == set(kept.tolist())
+    said = ids[start:].tolist()
+    assert not set(said[:-1]) & stop and (said[-1] in stop or len(said) == S)      # ends with its first stop id, or is as long as it may be
+    return close, len(said)
+
+
+@pytest.mark.parametrize("kind", KINDS_)
+def test_tokens_are_those_of_one_row_at_a_time(kind):
+    rng, net = random.Random(kind), model(kind)
+    with torch.no_grad():
+        for w in net.parameters(): w *= 2.5 if w.dim() > 1 else 1      # opinions, so that confining confines
+    policy, chance, total, confined, ended = Policy(net, frozen=True, device="cpu"), 0, 0, 0, 0
+    for case in range(10):
+        how, size, S, stop = settings(rng), rng.randint(1, 9), rng.choice([1, 5, 16, 30]), set(rng.sample(range(2, 32), rng.choice([0, 1, 4])))
+        p, seed = ragged_prompts(rng, rng.randint(1, 5)), (case, "fuzz")
+        r = Rollout(net, device="cpu", max_tokens=S, stop=sorted(stop), max_rows=rng.choice([1, 7, 512]), **how)
+        b = r.generate(p, group_size=size, seed=seed)
+        assert b.group.tolist() == [g for g in p.group.tolist() for _ in range(size)] and b.sample.tolist() == list(range(size))*len(p)
+        u = r._noise(p, size, seed, S)
+        for i in rng.sample(range(len(b)), min(len(b), 6)):
+            k, n, start = i//size, int(b.lengths[i]), int(b.prompt_lengths[i])
+            assert b.tokens[i, :start].equal(p.tokens[k, :int(p.lengths[k])]) and not b.tokens[i, n:].any() and not b.rollout_logprobs[i, n:].any()
+            assert (b.finish_reason[i] == "stop") == (int(b.tokens[i, n-1]) in stop)
+            close, count = check_row(net, b.tokens[i, :n], start, b.rollout_logprobs[i], u[i], stop, S, b.support[i] if "support" in b else None, **how)
+            chance, total, ended = chance + close, total + count, ended + (n - start < S)
+        confined += "support" in b
+        if how["temperature"]:
+            assert b.mask.sum(1).equal(b.lengths - b.prompt_lengths)
+            assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-5*max(1., float(b.rollout_logprobs.abs().max()))
+        else: assert not b.mask.any() and "support" not in b
+    assert total > 100 and chance <= total/100 and confined and ended
