@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from difflib import get_close_matches
 from importlib.util import find_spec
 
 import torch
@@ -40,8 +41,14 @@ def _arguments(name, fn, batch)->dict:
     free = any(p.kind is p.VAR_KEYWORD for p in wants.values())
     given = {k: make() for k, make in offers.items() if k in wants or free and not (k in batch and batch.is_per_token(k))}
     missing = [k for k, p in wants.items() if k not in given and p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    if missing: raise TypeError(f"Grader: {name} wants {', '.join(missing)}; the batch offers {', '.join(offers)}")
+    if missing: raise TypeError(f"Grader: {name} wants {', '.join(missing)}; the batch offers {', '.join(offers)}{_hint(missing, offers)}")
     return given
+
+def _hint(missing, offers)->str:
+    "How a function may come to what it misses."
+    told = ["texts are there when the rollout can write them: Rollout(…, tokenizer=…)"] if {"prompts", "completions"} & set(missing) else []
+    told += [f"is {near[0]} meant by {k}?" for k in missing if (near := get_close_matches(k, offers, 1, .75))]
+    return "".join(f"; {x}" for x in told)
 
 # %% ../nbs/36_graders.ipynb #db89c8c3
 def _row(batch, i)->str:
@@ -65,7 +72,9 @@ def _run(name, fn, batch):
         for i in range(len(batch)):
             try: _result(fn, {k: v[i:i+1] for k, v in given.items()})
             except Exception: where = _row(batch, i); break
-        raise RuntimeError(f"Grader: {name} raised {type(error).__name__} on {where}: {error}") from error
+        asked = isinstance(error, KeyError) and error.args and str(error.args[0]) not in given
+        hint = "" if not asked else f"; the batch offers {', '.join(given)}{_hint([str(error.args[0])], given)}"     # it asked its **columns for one
+        raise RuntimeError(f"Grader: {name} raised {type(error).__name__} on {where}: {error}{hint}") from error
 
 def _verdicts(name, out, batch)->list[float]:
     "`out` as one float a row, NaN where it is None."

@@ -1,0 +1,55 @@
+"Adapters through a pool of processes: a placed wrapper is a base to stand on, and the numbers are those of one process; reward moments are the whole batch's."
+import os
+
+import pytest
+import torch
+from rlblocks import Policy, Scorer, here
+from spmd_adapters import together
+from test_spmd import same, torchrun
+from tiny import model, rows
+
+pytest.importorskip("peft")
+ENGINES = ["None", "fsdp2", "zero2", "zero3"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pool")
+    model().save_pretrained(path/"base")
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(folder): return together(here, None, folder, folder/"alone")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder, root):
+    "What each of two ranks saw."
+    pytest.importorskip("deepspeed")
+    run = torchrun(2, root/"tests"/"spmd_adapters.py", folder, *ENGINES, limit=580)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [torch.load(folder/f"{r}.pt", weights_only=False) for r in range(2)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_views_on_a_placed_base_are_those_of_one_process(alone, ranks, folder, engine):
+    "Metrics, outputs, moments, the sampler's weights, folders and a resumed run; on every rank the same."
+    assert torch.equal(alone["first"], alone["ref"]) and (alone["policy"]-alone["ref"]).abs().max() > 1e-3 and (alone["values"] != 0).any()
+    assert len(alone["shown"]) == 12 and len(alone["resumed"]) == 6
+    for rank in ranks:
+        got = rank[engine]
+        same(got, alone, engine, 1e-5)
+        assert torch.equal(got["first"], got["ref"])                                        # the reference has not moved
+        assert torch.equal(got["again"][0], got["policy"]) and torch.equal(got["again"][1], got["values"]) and got["resumed"] == got["shown"][6:]
+        assert got["moments"] == ranks[0][engine]["moments"]
+    b = rows(B=7, dtype=torch.float32)
+    for path in (folder/engine/"merged", folder/"alone"/"merged"):
+        assert (Policy(path, frozen=True, device="cpu").logprobs(b)-alone["policy"]).abs().max() < 1e-5
+    assert (Policy(folder/"base", lora=folder/engine/"adapter", frozen=True, device="cpu").logprobs(b)-alone["policy"]).abs().max() < 1e-5
+    assert (Scorer(folder/engine/"reward", device="cpu").scores(b)-alone["scores"]).abs().max() < 1e-4
+
+
+def test_moments_are_those_of_the_whole_batch(alone):
+    "Mean 0 and standard deviation 1 on the rows they were measured on."
+    assert abs(float(alone["scores"].mean())) < 1e-5 and float(alone["scores"].std()) == pytest.approx(1, abs=1e-5)
