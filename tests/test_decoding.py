@@ -63,7 +63,7 @@ def check_row(net, ids, start, logps, u, stop, S, support, temperature, **how):
 
 @pytest.mark.parametrize("kind", KINDS_)
 def test_tokens_are_those_of_one_row_at_a_time(kind):
-    rng, net = random.Random(kind), model(kind)
+    rng, net = random.Random(kind), model(kind).eval()
     with torch.no_grad():
         for w in net.parameters(): w *= 2.5 if w.dim() > 1 else 1      # opinions, so that confining confines
     policy, chance, total, confined, ended = Policy(net, frozen=True, device="cpu"), 0, 0, 0, 0
