@@ -181,9 +181,16 @@ def aggregate_rows(
     denom:Number|None=None,      # tokens or rows of the *whole* optimizer step; None = this call is the whole
 )->Float[Tensor, ""]: # the loss
     """`aggregate`, where the tokens of each row have been summed already."""
-    if over == "tokens": return totals.sum() / (counts.sum().clamp(min=1) if denom is None else _nonzero(denom))
-    if over == "rows": return (totals/counts.clamp(min=1)).sum() / ((counts > 0).sum().clamp(min=1) if denom is None else _nonzero(denom))
-    raise ValueError(f"aggregate: over is {over!r}; it is 'tokens' or 'rows'")
+    if over == "rows": totals = totals/counts.clamp(min=1)
+    return totals.sum() / _whole(counts, over, denom)
+
+def _row_share(totals, counts, *, over, denom=None): # the derivative of `aggregate_rows` by its totals, what a token of each row weighs: [B, 1], or a number if it is that of all
+    share = totals.new_ones(()) / _whole(counts, over, denom)
+    return share/counts.clamp(min=1).unsqueeze(-1) if over == "rows" else share
+
+def _whole(counts, over, denom):
+    if over not in ("tokens", "rows"): raise ValueError(f"aggregate: over is {over!r}; it is 'tokens' or 'rows'")
+    return (counts if over == "tokens" else counts > 0).sum().clamp(min=1) if denom is None else _nonzero(denom)
 
 # %% ../nbs/00_masked.ipynb #44d9c2a4
 class Metric:
@@ -195,7 +202,7 @@ class Metric:
         for name,x in vars(self).items():
             if not isinstance(x, Tensor): continue
             if x.ndim: raise ValueError(f"{type(self).__name__}: {name} is {list(x.shape)}; a metric holds one number, mean_of(x, mask) makes it")
-            setattr(self, name, x.detach())
+            if x.requires_grad: setattr(self, name, x.detach())
 
     def to(self,
         device:torch.device|str, # where its tensors shall lie

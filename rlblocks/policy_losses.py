@@ -7,6 +7,7 @@ __all__ = ['log_ratio', 'clipped_surrogate', 'ppo_loss', 'dapo_loss', 'bnpo_loss
            'assert_on_policy']
 
 # %% ../nbs/13_policy_losses.ipynb #7a5db989
+import functools
 import math
 from typing import Literal
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Max, Mean, Number, aggregate_rows, gate_of, gated, holds, promoted, same_shape
+from .masked import Max, Mean, Number, aggregate_rows, gate_of, gated, holds, promoted, _row_share, same_shape
 
 # %% ../nbs/13_policy_losses.ipynb #2f45253c
 def _gain(advantages, good, bad): # Â·good where Â > 0, Â·bad where Â < 0
@@ -23,6 +24,47 @@ def _gain(advantages, good, bad): # Â·good where Â > 0, Â·bad where Â < 0
 
 def _loss(gain, gate, over, denom): # aggregate(-gain, mask, over=over, denom=denom)
     return aggregate_rows(-gain.sum(-1), gate.sum(-1), over=over, denom=denom)
+
+def _swept(piece, logprobs, *columns, mask, over, denom):
+    """(loss, number of tokens, what was measured in each block [blocks, measures]) of a gain that depends on the token's own log-prob.
+
+    piece(into, gate, log π, columns…), without gradient: writes ∂gain/∂log π `into` its place, 0 under the mask, and returns the gain of each row and the measures, numbers."""
+    wide = functools.reduce(torch.promote_types, (x.dtype for x in columns), promoted(logprobs).dtype)
+    slope = torch.empty_like(logprobs, dtype=wide, requires_grad=False)
+    gains, counts, found = [], [], []
+    with torch.no_grad():
+        for into,on,*block in _blocks(slope, mask, logprobs, *columns):
+            gate = gate_of(on, into)
+            gain, *measures = piece(into, gate, *(x.to(wide) for x in block))
+            gains.append(gain)
+            counts.append(gate.sum(-1))
+            found.extend(measures)
+        counts, found = torch.cat(counts), torch.stack(found).view(len(gains), -1)
+    return _known(logprobs, slope, torch.cat(gains), counts, over, denom), counts.sum(), found
+
+def _blocks(*columns, entries=2**17): # rows that stay in a CPU's cache while several passes go over them; on other devices, and for a compiler, one block
+    B, T = columns[0].shape
+    if B*T <= entries or columns[0].device.type != "cpu" or torch.compiler.is_compiling(): return [columns]
+    return zip(*(x.split(max(1, entries//T)) for x in columns), strict=True)
+
+def _known(logprobs, slope, gains, counts, over, denom): # aggregate(-gain, …), where the gain of each row and ∂gain/∂log π are known
+    return _Known.apply(logprobs, slope, gains, _row_share(gains, counts, over=over, denom=denom))
+
+class _Known(torch.autograd.Function):
+    "−Σ share·gain, whose derivative by x is known, −share·slope: x is not looked at again."
+    @staticmethod
+    def forward(ctx, x, slope, gains, share):
+        ctx.save_for_backward(slope, share)
+        ctx.dtype = x.dtype
+        return -(gains.unsqueeze(-1)*share).sum()
+    @staticmethod
+    @torch.autograd.function.once_differentiable # a second time it would be taken for a constant
+    def backward(ctx, g):
+        slope, share = ctx.saved_tensors
+        return (slope*(-g*share)).to(ctx.dtype), None, None, None
+
+def _gate_(x, gate): return torch.ops.aten.threshold_backward.grad_input(x, gate, 0., grad_input=x) # `gated`, in place
+def _inside(x, y, least, most): return torch.ops.aten.hardtanh_backward(x, y, least, most) # x where least < y < most, else 0: the derivative of a clamp
 
 # %% ../nbs/13_policy_losses.ipynb #4a71e56e
 def log_ratio(
@@ -38,6 +80,8 @@ def log_ratio(
 
 def _log_ratio(logprobs, old_logprobs, gate): # hardtanh is clamp with a fast gradient
     return F.hardtanh(gated(promoted(logprobs) - promoted(old_logprobs).detach(), gate), -20., 20.)
+
+def _log_ratio_(logprobs, old_logprobs, gate): return _gate_(logprobs - old_logprobs, gate).clamp_(-20., 20.) # the same within a sweep
 
 # %% ../nbs/13_policy_losses.ipynb #2c1658ac
 def clipped_surrogate(
@@ -57,11 +101,14 @@ def clipped_surrogate(
     return -_capped(gated(ratio, gate), gated(advantages.detach(), gate), clip_low, clip_high, dual_clip)
 
 def _capped(ratio, advantages, clip_low, clip_high, dual_clip): # by cases: a good token is capped from above, a bad one from below
+    _check_clip(clip_low, clip_high, dual_clip)
+    return _gain(advantages, F.hardtanh(ratio, -math.inf, 1+clip_high), F.hardtanh(ratio, 1-clip_low, dual_clip or math.inf))
+
+def _check_clip(clip_low, clip_high, dual_clip):
     if not (0 <= clip_low <= 1 and clip_high >= 0):
         raise ValueError(f"clipped_surrogate: clip_low is {clip_low}, clip_high is {clip_high}; they are distances from ratio 1, the first within [0, 1]")
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"clipped_surrogate: dual_clip is {dual_clip}; it caps the ratio of tokens with a negative advantage and must be above 1 (3 is usual)")
-    return _gain(advantages, F.hardtanh(ratio, -math.inf, 1+clip_high), F.hardtanh(ratio, 1-clip_low, dual_clip or math.inf))
 
 # %% ../nbs/13_policy_losses.ipynb #8b2c97fb
 def ppo_loss(
@@ -80,41 +127,48 @@ def ppo_loss(
 
     L = Σ max(−ρÂ, −clip(ρ, 1−ε_low, 1+ε_high)Â) / denom, ρ = π/π_old. Schulman et al. 2017, eq. 7. No entropy bonus, no whitening: both are yours to add."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
-    gate = gate_of(mask, logprobs)
-    x, A = _log_ratio(logprobs, old_logprobs, gate), gated(advantages.detach(), gate)
-    ratio = x.exp()
-    loss = _loss(_capped(ratio, A, clip_low, clip_high, dual_clip), gate, over, denom)
-    return loss, _moved(x, gate) | _clipped(ratio, A, gate, 1-clip_low, 1+clip_high, dual_clip)
-
-def _blocks(*columns, entries=2**15): # rows that stay in a CPU's cache while several passes go over them; on other devices, and for a compiler, one block
-    B, T = columns[0].shape
-    whole = columns[0].device.type != "cpu" or torch.compiler.is_compiling()
-    return zip(*(x.detach().split(max(1, B if whole else entries//max(1, T))) for x in columns), strict=True)
+    _check_clip(clip_low, clip_high, dual_clip)
+    least, most, over_most = 1 - clip_low, 1 + clip_high, dual_clip or math.inf
+    def piece(into, gate, logprobs, old_logprobs, advantages):
+        x, A = _log_ratio_(logprobs, old_logprobs, gate), gated(advantages, gate)
+        ratio, good, bad = x.exp(), A.relu(), A.clamp(max=0)
+        slope = _inside(good, ratio, -math.inf, most).add_(_inside(bad, ratio, least, over_most)) # by cases, as in `_capped`
+        torch.mul(slope, _inside(ratio, x, -20., 20.), out=into)
+        gain = good.mul_(ratio.clamp(max=most)).add_(bad.mul_(ratio.clamp(least, over_most))).sum(-1)
+        return gain, *_cut(ratio, A, least, most, dual_clip), *_move(ratio, gate)
+    loss, n, found = _swept(piece, logprobs, old_logprobs, advantages, mask=mask, over=over, denom=denom)
+    return loss, _watched(found, n)
 
 @torch.no_grad()
 def _moved(x, gate): # x: log ratio of the tokens, 0 under the mask
-    return _moves([_move(x.expm1(), x, on) for x,on in _blocks(x, gate)], gate.sum())
+    found = [number for x,on in _blocks(x, gate) for number in _move(x.exp(), on)]
+    return _watched(torch.stack(found).view(-1, 3), gate.sum())
 
-def _move(e, x, gate): # Σ (ratio − 1), the largest ratio, and Σ k3, if x is 0 under the mask; `e`, of expm1 for k3 is of the size of x²/2, is used up
-    return e.sum(), (e + gate).amax(), e.sub_(x).sum()
+def _move(ratio, gate): # Σ k3, Σ ratio, the largest; `ratio`, 1 under the mask, is used up. ρ − 1 − log ρ of the *rounded* ρ: of the size of x²/2, with its digits, and log is a fast pass where expm1 is not
+    log = ratio.log()
+    k3 = torch.sub(ratio.sub_(1), log, out=log).sum()
+    ratio.add_(gate)
+    return k3, ratio.sum(), ratio.amax()
 
-def _moves(blocks, n): # eˣ − 1 − x is k3 of KL(π_old‖π)
-    e, top, k3 = (torch.stack(found) for found in zip(*blocks, strict=True))
-    return dict(approx_kl=Mean(k3.sum(), n), ratio=Mean(e.sum() + n, n), ratio_max=Max(top.amax()))
+def _watched(found, n): # metrics of what `_cut`, if it was asked, and `_move` have found in each block; ρ − 1 − log ρ is k3 of KL(π_old‖π)
+    *cut, k3, total, _ = found.sum(0).unbind()
+    return dict(approx_kl=Mean(k3, n), ratio=Mean(total, n), ratio_max=Max(found[:,-1].amax())) | (_cuts(cut, n) if cut else {})
 
 def _beyond(x, side, least, most): # −1 where x is beyond the border that its side, the sign of Â, pulls it to, else 0
     return x.clamp(least, most).sub_(x).sign_().mul_(side).sign_().clamp_(max=0)
 
 @torch.no_grad()
-def _clipped(ratio, side, gate, least, most, dual=None): # share of the tokens that have no gradient left
-    names = ("clip_frac_low", "clip_frac_high", *(() if dual is None else ("clip_frac_dual",)))
-    cut, n = torch.stack([_cut(r, s, least, most, dual) for r,s in _blocks(ratio, side)]).sum(0).unbind(), gate.sum()
-    return dict(clip_frac=Mean(sum(cut), n)) | {k: Mean(x, n) for k,x in zip(names, cut, strict=True)}
+def _clipped(ratio, side, gate, least, most, dual=None):
+    found = [number for r,s in _blocks(ratio, side) for number in _cut(r, s, least, most, dual)]
+    return _cuts(torch.stack(found).view(-1, 2 if dual is None else 3).sum(0).unbind(), gate.sum())
 
 def _cut(ratio, side, least, most, dual): # how many are below and are pulled down, above and pulled up, and, pulled down, over the dual clip
     down, up = holds(torch.lt, side, 0).flatten(), holds(torch.gt, side, 0).flatten()
     beyond = [(torch.lt, least, down), (torch.gt, most, up)] + ([] if dual is None else [(torch.gt, dual, down)])
-    return torch.stack([torch.dot(holds(test, ratio, border).flatten(), pulled.to(ratio.dtype)) for test,border,pulled in beyond])
+    return [torch.dot(holds(test, ratio, border).flatten(), pulled.to(ratio.dtype)) for test,border,pulled in beyond]
+
+def _cuts(cut, n): # share of the tokens that have no gradient left, and on which side
+    return dict(clip_frac=Mean(sum(cut), n)) | {f"clip_frac_{side}": Mean(x, n) for side,x in zip(("low", "high", "dual"), cut, strict=False)}
 
 # %% ../nbs/13_policy_losses.ipynb #9a0f7aed
 def dapo_loss(
@@ -185,10 +239,15 @@ def grpo_loss(
     L = PPO's loss + β·k3, rows weighing the same. Shao et al. 2024, eq. 3 and 4."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, advantages=advantages, mask=mask)
     loss, metrics = ppo_loss(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high, over=over, denom=denom)
-    gate = gate_of(mask, logprobs)
-    x = _log_ratio(logprobs, ref_logprobs, gate)
-    kl = torch.expm1(-x) + x # k3
-    return loss + kl_coef*_loss(-kl, gate, over, denom), metrics | dict(kl=Mean(kl.detach().sum(), gate.sum()))
+    def piece(into, gate, logprobs, ref_logprobs): # the gain −k3 = 1 − r + log r, r = π_ref/π
+        x = _log_ratio_(ref_logprobs, logprobs, gate)
+        ratio = x.exp()
+        log = ratio.log()
+        gain = log.sub_(ratio.sub_(1)).sum(-1)
+        into.copy_(_inside(ratio, x, -20., 20.)) # its derivative, r − 1
+        return gain, gain.sum()
+    penalty, n, found = _swept(piece, logprobs, ref_logprobs, mask=mask, over=over, denom=denom)
+    return loss + kl_coef*penalty, metrics | dict(kl=Mean(-found.sum(), n))
 
 # %% ../nbs/13_policy_losses.ipynb #167f9b6c
 def assert_on_policy(

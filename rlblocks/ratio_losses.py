@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Max, Mean, Number, aggregate, aggregate_rows, gate_of, gated, promoted, same_shape
-from .policy_losses import _beyond, _blocks, _capped, _clipped, _gain, _log_ratio, _loss, _move, _moved, _moves
+from .masked import Max, Mean, Number, aggregate, gate_of, gated, holds, same_shape
+from .policy_losses import _beyond, _capped, _clipped, _gain, _gate_, _known, _log_ratio, _log_ratio_, _loss, _move, _moved, _swept, _watched
 
 # %% ../nbs/13c_ratio_losses.ipynb #491727fe
 def _rows(logprobs, old_logprobs, advantages, mask): # gate, log ratios and Â of the tokens, and the number of each row's as [B, 1]
@@ -39,22 +39,9 @@ def reinforce_loss(
     gate = gate_of(mask, logprobs)
     return _weighted(logprobs, gated(advantages.detach(), gate), gate, over, denom)
 
-def _weighted(logprobs, weights, gate, over, denom): # weights: 0 under the mask
+def _weighted(logprobs, weights, gate, over, denom): # the gain weights·log π; weights are data, 0 under the mask
     chosen = gated(logprobs.detach(), gate)
-    return _linear(logprobs, weights, (weights*chosen).sum(-1), gate.sum(-1), over, denom), dict(logprob=Mean(chosen.sum(), gate.sum()))
-
-def _linear(logprobs, weights, totals, counts, over, denom): # totals: Σ weights·logprobs of each row
-    return aggregate_rows(-_Sloped.apply(logprobs, totals, weights), counts, over=over, denom=denom)
-
-class _Sloped(torch.autograd.Function):
-    "`value` of each row, with the derivative `slope`: what is linear in x has one that is known, 0 under the mask, and x is not looked at again."
-    @staticmethod
-    def forward(ctx, x, value, slope):
-        ctx.save_for_backward(slope)
-        ctx.dtype = x.dtype
-        return value.clone()
-    @staticmethod
-    def backward(ctx, g): return (g[:,None]*ctx.saved_tensors[0]).to(ctx.dtype), None, None
+    return _known(logprobs, weights, (weights*chosen).sum(-1), gate.sum(-1), over, denom), dict(logprob=Mean(chosen.sum(), gate.sum()))
 
 # %% ../nbs/13c_ratio_losses.ipynb #00bc4bab
 def on_policy_loss(
@@ -90,25 +77,13 @@ def cispo_loss(
     L = −Σ sg(clip(ρ, 1−ε_low, 1+ε_high))·Â·log π / denom. Chen et al. 2025 (MiniMax-M1), eq. 4 and 5."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     least, most = 1 - clip_low, 1 + clip_high
-    wide = torch.promote_types(promoted(logprobs).dtype, torch.promote_types(old_logprobs.dtype, advantages.dtype))
-    weights = torch.empty_like(logprobs, dtype=wide, requires_grad=False) # all that is needed whole
-    blocks = [_cispo_block(least, most, *block) for block in _blocks(weights, logprobs, old_logprobs, advantages, mask)]
-    totals, counts, moves, *cut = zip(*blocks, strict=True)
-    totals, counts = torch.cat(totals), torch.cat(counts)
-    (total, tilt), n = (torch.stack(x).sum() for x in cut), counts.sum() # tilt: how many more above than below
-    cut = dict(clip_frac=total, clip_frac_low=(total-tilt)/2, clip_frac_high=(total+tilt)/2)
-    return _linear(logprobs, weights, totals, counts, over, denom), _moves(moves, n) | {k: Mean(x, n) for k,x in cut.items()}
-
-@torch.no_grad()
-def _cispo_block(least, most, weights, logprobs, old_logprobs, advantages, mask): # writes the weights; Σ weights·logprobs and tokens of each row, `_move`, how many were cut and on which side
-    gate = gate_of(mask, logprobs)
-    x = _log_ratio(logprobs, old_logprobs, gate)
-    e = x.expm1()
-    ratio = e + 1
-    weights.copy_(ratio.clamp(least, most))
-    cut = ratio.sub_(weights).sign_().flatten()
-    weights.mul_(gated(advantages, gate))
-    return torch.linalg.vecdot(weights, gated(logprobs, gate).to(weights.dtype)), gate.sum(-1), _move(e, x, gate), cut.dot(cut), cut.sum()
+    def piece(into, gate, logprobs, old_logprobs, advantages): # the gain w·Â·log π, which has the derivative w·Â: what is clipped is data
+        ratio = _log_ratio_(logprobs, old_logprobs, gate).exp_()
+        slope = _gate_(torch.clamp(ratio, least, most, out=into).mul_(advantages), gate)
+        low = holds(torch.lt, ratio, least).sum() if least > 0 else ratio.new_zeros(()) # nothing is below 0
+        return gated(logprobs, gate).mul_(slope).sum(-1), low, holds(torch.gt, ratio, most).sum(), *_move(ratio, gate)
+    loss, n, found = _swept(piece, logprobs, old_logprobs, advantages, mask=mask, over=over, denom=denom)
+    return loss, _watched(found, n)
 
 # %% ../nbs/13c_ratio_losses.ipynb #4cd24818
 def dppo_tv_loss(
