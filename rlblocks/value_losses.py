@@ -35,10 +35,10 @@ def value_loss(
     if huber is not None and huber <= 0: raise ValueError(f"value_loss: huber is {huber}; it is the largest error that still counts squared, above 0 (None = all)")
     gate, n = gate_of(mask, values), mask.sum(-1)
     V, old, R = (gated(x, gate) for x in (values, old_values.detach(), returns.detach()))
-    error = V - R
-    held = error if clip is None else F.hardtanh(V-old, -clip, clip).add_(old.sub_(R)) # as far from R as the trust region lets it seem
+    error, moved = V - R, V - old
+    held = error if clip is None else F.hardtanh(moved, -clip, clip).add_(old.sub_(R)) # as far from R as the trust region lets it seem
     more = (held.abs() - error.abs()).relu_() # max(a, b) = a + relu(b − a), in vector instructions
-    metrics = dict(value_clip_frac=Mean(more.detach().sign().sum(), n.sum())) | _judged(error.detach(), R, n.sum())
+    metrics = dict(value_clip_frac=Mean(((more.detach() > 0) & (moved.detach().abs() > (clip or 0.))).sum(), n.sum())) | _judged(error.detach(), R, n.sum()) # inside the region `more` is rounding
     return aggregate_rows(_square(error.abs() + more, huber).sum(-1), n, over=over, denom=denom)/2, metrics
 
 def _square(size, huber):

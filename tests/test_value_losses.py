@@ -49,6 +49,17 @@ def test_huber_inside_the_clip():
     assert float(metrics["value_clip_frac"]) == .5 and float(metrics["value_error"]) == 5
 
 
+def test_rounding_is_no_clipping():
+    "(V − V_old) + (V_old − R) is V − R but for rounding: values that stay in the region are not counted, those that leave it for the worse are."
+    g = torch.Generator().manual_seed(0)
+    V, R, mask = torch.randn(8, 20, generator=g), torch.randn(8, 20, generator=g), torch.ones(8, 20, dtype=torch.bool)
+    old = V + .01*torch.randn(8, 20, generator=g)
+    assert float(value_loss(V, old, R, mask)[1]["value_clip_frac"]) == 0 == float(value_loss(V, old, R, mask, clip=None)[1]["value_clip_frac"])
+    far = torch.arange(160).view(8, 20) % 4 == 0
+    moved = torch.where(far, old + .3*(R - old).sign(), V)       # three tenths towards R, of which two count
+    assert float(value_loss(moved, old, torch.where(far, R + 2*(R - old).sign(), R), mask)[1]["value_clip_frac"]) == .25
+
+
 def test_a_large_delta_is_the_square():
     for clip in (None, .2): assert value_loss(*value_columns(), clip=clip, huber=1e6)[0] == value_loss(*value_columns(), clip=clip)[0]
 
