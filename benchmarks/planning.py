@@ -1,16 +1,19 @@
 """What `plan` says against what a real policy holds, by kind, for models of 100 million parameters, engine by engine.
 
-Weights, gradients and optimizer states are the bytes of the storages that a rank really keeps; activations and logits are the peak of the allocator's own log of a real pass (torch's
-profiler), which also sees what operations take and give back inside. Resident memory of the process is reported beside it.
+Weights, gradients and optimizer states are the bytes of the storages that a rank really keeps; activations are the peak of the allocator's own log of a real pass (torch's
+profiler), which also sees what operations take and give back inside. The logits' part is planned as a GPU would hold it and not in these passes. Resident memory of the process (its
+peak, loading included) is reported beside it.
 
     python benchmarks/planning.py [--engines none fsdp2 zero1 zero2 zero3] [--worlds 1 2]
 """
 import argparse
+import copy
 import datetime
 import json
 import os
 import resource
 import socket
+import tempfile
 from pathlib import Path
 
 import torch
@@ -20,7 +23,8 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 
 from rlblocks import Batch, Policy
-from rlblocks.planning import appetite, plan
+from rlblocks.appetites import appetite
+from rlblocks.planning import plan
 from rlblocks.sharded import checkpoint_layers_
 
 RESULTS = Path(__file__).parent/"results"
@@ -65,10 +69,17 @@ def held(policy):
         return step(shared)
     model.engine.step = before
     policy.step(rows(), lambda out, b: (-torch.where(b.mask, out.logprobs, 0.).sum()/b.n_tokens, {}))
-    zero = getattr(model.engine, "zero", None)
+    zero, base = getattr(model.engine, "zero", None), getattr(model.engine, "base", None)
     flats = model.engine._flats() if zero is not None else []
-    weights = [*model.module.parameters(), *model.module.buffers(), *flats, *(getattr(p, "ds_tensor", None) for p in model.module.parameters())]
+    modules = [model.module] if base is None else [model.module, base.trunk]
+    weights = [*flats, *(x for m in modules for p in (*m.parameters(), *m.buffers()) for x in (p, getattr(p, "ds_tensor", None), *tables(p)))]
     return dict(weights=storages(weights), gradients=seen["gradients"], states=storages(x for s in model.optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor) and x.dim()))
+
+
+def tables(p):
+    "What bitsandbytes keeps beside a packed weight."
+    kept, found = [getattr(p, "quant_state", None), getattr(getattr(p, "quant_state", None), "state2", None)], [getattr(p, "SCB", None)]
+    return found + [x for state in kept if state is not None for x in (state.absmax, state.offset)]
 
 
 def gradients(model):
@@ -81,29 +92,39 @@ def gradients(model):
     return storages([*kept, *flat.values()])
 
 
-def one_rank(rank, world, port, engine, name, dtype, out):
+def one_rank(rank, world, port, engine, name, more, out):
     torch.set_num_threads(1)
     if world > 1:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
         dist.init_process_group("gloo", rank=rank, world_size=world)
-    policy = Policy(lambda: make(MODELS[name]), engine=engine, dtype=dtype, lr=1e-4, device="cpu", micro_tokens=TOKENS)
-    found = held(policy) | dict(rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024)
+    how = dict(more)
+    base, folder = how.pop("base", torch.float32), how.pop("folder", None)
+    policy = Policy(folder or (lambda: make(MODELS[name], base)), engine=engine, lr=1e-4, device="cpu", micro_tokens=TOKENS, **how)
+    found = held(policy)
+    if "lora" in how:
+        stood = policy._run.model.engine.base
+        with stood.using(policy._run.model.engine.name): found["activations"] = peak(lambda: appetite(stood.trunk, TOKENS, row=ROW, dtype=policy._run.model.dtype or stood.model.dtype))
+    found["rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024
     if rank == 0: torch.save(found, out)
     if world > 1: dist.barrier()
     os._exit(0)
 
 
-def engine_case(engine, world, name, dtype):
+def engine_case(engine, world, name, **more):
     "Planned and held bytes by kind, of one rank."
-    out = Path("/tmp")/f"planning-{os.getpid()}.pt" if os.name == "posix" else Path(f"planning-{os.getpid()}.pt")
-    with socket.socket() as s:
+    with socket.socket() as s, tempfile.TemporaryDirectory() as there:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(one_rank, (world, port, engine, name, dtype, out), nprocs=world)
-    real = torch.load(out)
-    out.unlink()
-    planned = plan(MODELS[name], engine=engine, devices=world, dtype=dtype, micro_tokens=TOKENS, row=ROW).bytes()
-    return {k: (planned[k], real[k]) for k in ("weights", "gradients", "states")} | dict(rss=real["rss"])
+        port, out = s.getsockname()[1], Path(there)/"held.pt"
+        if "quantization" in more:
+            make(MODELS[name]).save_pretrained(Path(there)/"model")
+            more["folder"] = str(Path(there)/"model")
+        s.close()
+        mp.spawn(one_rank, (world, port, engine, name, more, out), nprocs=world)
+        real = torch.load(out)
+    config = copy.deepcopy(MODELS[name])
+    config.dtype = more.get("base")
+    planned = plan(config, engine=engine, devices=world, micro_tokens=TOKENS, row=ROW, **{k: x for k, x in more.items() if k not in ("base", "folder")}).bytes()
+    return {k: (planned[k], real[k]) for k in ("weights", "gradients", "states", "activations") if k in real} | dict(rss=real["rss"])
 
 
 def pass_case(name, checkpointing, entropy):
@@ -113,6 +134,22 @@ def pass_case(name, checkpointing, entropy):
     if checkpointing: checkpoint_layers_(model)
     most = peak(lambda: appetite(model, TOKENS, row=ROW, entropy=entropy))
     return dict(activations=(planned["activations"], most))
+
+
+def cases(engines, worlds):
+    "(title, engine, ranks, what else the policy is told)"
+    half = dict(dtype=torch.bfloat16)
+    for engine in engines:
+        for world in worlds if engine != "none" else [1]:
+            for more in ({}, half) if engine != "none" else ({},): yield f"{engine} on {world}" + (", bf16" if more else ""), None if engine == "none" else engine, world, more
+    yield "tensor parallel on 2", None, 2, dict(tensor_parallel=2)
+    lora = dict(lora=dict(r=16))
+    yield "LoRA", None, 1, lora
+    yield "LoRA, bf16 base", None, 1, lora | dict(base=torch.bfloat16)
+    yield "LoRA, fsdp2 on 2", "fsdp2", 2, lora
+    yield "DoRA, value head", None, 1, dict(lora=dict(r=16, use_dora=True), value_head=True)
+    yield "QLoRA, 4 bits", None, 1, lora | dict(quantization="4bit")
+    yield "QLoRA, 8 bits", None, 1, lora | dict(quantization="8bit")
 
 
 def line(title, found):
@@ -135,17 +172,35 @@ def main():
             found = pass_case(name, checkpointing, False)
             table.append(dict(model=name, parameters=n, what="pass, checkpointing" if checkpointing else "pass", **found))
             print(line(table[-1]["what"], found), flush=True)
-        for engine in args.engines:
-            for world in args.worlds if engine != "none" else [1]:
-                for dtype in (None, torch.bfloat16) if engine.startswith("zero") else (None,):
-                    found = engine_case(None if engine == "none" else engine, world, name, dtype)
-                    table.append(dict(model=name, parameters=n, what=f"{engine} on {world}" + (", bf16" if dtype else ""), **found))
-                    print(line(table[-1]["what"], found) + f"  process {found['rss']/2**20:.0f}", flush=True)
+        for title, engine, world, more in cases(args.engines, args.worlds):
+            found = engine_case(engine, world, name, **more)
+            table.append(dict(model=name, parameters=n, what=title, **found))
+            print(line(title, found) + f" | process {found['rss']/2**20:.0f}", flush=True)
     versions = dict(torch=torch.__version__, transformers=transformers.__version__)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS/"planning_cpu.json").write_text(json.dumps(dict(date=datetime.date.today().isoformat(), versions=versions, tokens=TOKENS, row=ROW, bytes_planned_and_held=table), indent=1) + "\n")
+    draw(table)
     far = [(r["model"], r["what"], k, round(a/b-1, 3)) for r in table for k, x in r.items() if isinstance(x, tuple) for a, b in [x] if abs(a-b) > .1*b]
     print("beyond 10 %:", far or "none")
+    return 1 if far else 0
 
 
-if __name__ == "__main__": main()
+def draw(table):
+    "How far each kind is from what is held, case by case."
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, axes = plt.subplots(1, len(models := sorted({r["model"] for r in table})), figsize=(6*len(models), 5), sharey=True, squeeze=False)
+    for ax, name in zip(axes[0], models, strict=True):
+        mine = [r for r in table if r["model"] == name]
+        for kind in ("weights", "gradients", "states", "activations"):
+            at = [(i, 100*(r[kind][0]/r[kind][1]-1)) for i, r in enumerate(mine) if kind in r]
+            ax.plot([x for _, x in at], [i for i, _ in at], "o", label=kind, alpha=.7)
+        ax.axvspan(-10, 10, alpha=.1)
+        ax.set(title=f"{name}, {mine[0]['parameters']/1e6:.0f}M parameters", xlabel="planned against held, %", yticks=range(len(mine)), yticklabels=[r["what"] for r in mine])
+    axes[0][0].invert_yaxis()
+    axes[0][-1].legend()
+    fig.savefig(RESULTS/"planning_cpu.png", dpi=90, bbox_inches="tight")
+
+
+if __name__ == "__main__": raise SystemExit(main())

@@ -1,0 +1,180 @@
+"Plans: the bytes that a wrapper holds, known before anything is allocated, and what cannot be planned says why."
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, ViTConfig
+
+from rlblocks.appetites import appetite, fake_model
+from rlblocks.planning import plan, plan_rollout, step_seconds
+
+TINY = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+SMALL = dict(micro_tokens=128, row=64)
+LARGE = LlamaConfig(vocab_size=128_256, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, dtype="bfloat16")   # 70B parameters
+
+
+def bytes_of(**how): return plan(TINY, **SMALL | how).bytes()
+
+
+class Real(TorchDispatchMode):
+    "The largest storage that a real operation makes while inside: fake tensors and those on the meta device have no memory."
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        from torch._subclasses.fake_tensor import FakeTensor
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) and not x.is_meta: self.largest = max(self.largest, x.untyped_storage().nbytes())
+        return out
+
+
+def test_nothing_is_allocated_for_70_billion_parameters():
+    "In a process that may take 8 GiB of address space, where 131 GiB of weights alone would end it; the request that cannot fit fails with the table."
+    code = """
+import resource, torch
+from rlblocks.planning import plan, plan_rollout
+import sys; sys.path.insert(0, "tests"); from test_planning import LARGE
+limit = 8*2**30
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+found = plan(LARGE, frozen=True, micro_tokens=256, row=256).bytes()
+assert abs(found["weights"]/2**30 - 131.4) < .1, found
+try: plan(LARGE, frozen=True, micro_tokens=256, row=256, memory="80GB")
+except MemoryError as e: print(e)
+print(plan_rollout(LARGE, rows=64, tokens=1024))
+print("grew by MiB", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)//1024)
+"""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=str(__import__("conftest").ROOT))
+    assert run.returncode == 0, run.stderr[-2000:]
+    table = run.stdout
+    assert re.search(r"plan: 13\d\.\d+ GiB are wanted on each device, 67\.06 of 74\.51 GiB", table) and re.search(r"GiB a device +weights +activations +logits +peak", table) and "131.42" in table
+    assert int(table.split()[-1]) < 600, table.splitlines()[-1]
+
+
+def test_every_tensor_of_a_plan_is_without_memory():
+    with Real() as seen: plan(TINY, **SMALL, lora=dict(r=4), value_head=True)
+    assert seen.largest <= 64*1024      # a few positions and angles, no weight of 128 × 64 × 4 bytes for each of 3 layers together
+    model = fake_model(TINY)
+    with Real() as seen: model(torch.zeros(1, 64, dtype=torch.long))
+    assert seen.largest >= 64*512*4     # the watch sees what a real pass makes
+
+
+def test_an_adapter_has_gradients_and_states_of_its_own():
+    whole, lora, packed = bytes_of(), bytes_of(lora=dict(r=4)), bytes_of(lora=dict(r=4), quantization="4bit")
+    own = 3*sum(4*4*(n + m) for n, m in [(64, 64), (64, 32), (64, 32), (64, 64), (64, 128), (64, 128), (128, 64)])
+    assert (lora["gradients"], lora["states"]) == (own, 2*own) and lora["weights"] == whole["weights"] + own
+    assert packed["gradients"] == own and packed["weights"] < lora["weights"]
+    half = LlamaConfig(**TINY.to_dict() | dict(dtype="bfloat16"))
+    assert plan(half, **SMALL, lora=dict(r=4)).bytes()["weights"] - own == plan(half, **SMALL, frozen=True).bytes()["weights"]       # the base keeps its precision, the adapter is fp32
+    kept = bytes_of(lora=dict(r=4), checkpointing=True)
+    assert kept["activations"] < .7*lora["activations"] and kept["gradients"] == own
+
+
+@pytest.mark.parametrize("how", [dict(r=4), dict(r=4, use_dora=True)], ids=str)
+def test_a_real_adapter_holds_what_was_planned(how):
+    from rlblocks.models import Policy
+    from tiny import rows
+    config = LlamaConfig(**TINY.to_dict() | dict(vocab_size=64))
+    policy = Policy(lambda: fake_model(config), lora=how, lr=1e-3, device="cpu", value_head=True)
+    policy.step(rows(B=4, T=8, dtype=torch.float32), lambda out, b: ((out.logprobs + out.values).sum()/b.n_tokens, {}))
+    mine = list(policy._run.reader.parameters())
+    held = dict(weights=sum(p.nbytes for p in {id(p): p for p in (*policy._run.model.engine.base.trunk.parameters(), *mine)}.values()), gradients=sum(p.nbytes for p in mine),
+                states=sum(x.nbytes for s in policy._run.model.optimizer.state.values() for x in s.values() if x.dim()))
+    planned = plan(config, **SMALL, lora=how, value_head=True).bytes()
+    for kind in held: assert abs(planned[kind] - held[kind]) <= .01*held[kind], kind
+
+
+def test_a_critic_holds_no_output_layer():
+    policy, both, critic = bytes_of(), bytes_of(value_head=True), bytes_of(value_head=True, lm_head=False)
+    assert both["weights"] - policy["weights"] == 4*65 and both["states"] - policy["states"] == 8*65
+    assert policy["weights"] - critic["weights"] == 4*(512*64 - 65) and critic["logits"] == 0
+
+
+def test_ranks_that_share_a_layer_or_a_line():
+    one, tensor, line = (plan(TINY, **SMALL, devices=n, **how).bytes() for n, how in ((1, {}), (2, dict(tensor_parallel=2)), (2, dict(sequence_parallel=2))))
+    whole = 4*(512*64 + 7*64)                                   # the table of ids, and norms: every rank has them
+    rest = one["weights"] - whole - (fake_buffers := sum(b.nbytes for b in fake_model(TINY).buffers()))
+    assert tensor["weights"] - whole - fake_buffers == rest/2 and tensor["gradients"] < one["gradients"] and tensor["activations"] < one["activations"]
+    assert line["weights"] == one["weights"] and abs(line["activations"] - one["activations"]/2) < .1*one["activations"]
+    cut = plan(TINY, **SMALL, devices=4, tensor_parallel=2, engine="fsdp2").bytes()
+    assert abs(cut["states"] - tensor["states"]/2) < .01*tensor["states"]
+
+
+def test_offload_names_the_host():
+    for engine, stays in (("fsdp2", set()), ("zero1", {"weights", "gradients"}), ("zero2", {"weights"}), ("zero3", {"weights"})):
+        p = plan(TINY, **SMALL, engine=engine, devices=2, offload="cpu")
+        (_, device, host), = p.parts
+        assert {k for k in ("weights", "gradients", "states") if device.get(k, 0) > 200} == stays and host["states"] and "(host)" in repr(p), engine    # 200: the angles
+    assert not plan(TINY, **SMALL, engine="zero2", devices=2, offload="cpu", frozen=True).parts[0][2]      # nothing is cut, so nothing goes
+
+
+def test_half_precision_weights_are_copied_by_autocast_alone():
+    "A plain fp32 model computes in bf16 from copies; one that gathers its weights in bf16 needs none."
+    plain, sharded = bytes_of(dtype=torch.bfloat16), bytes_of(dtype=torch.bfloat16, engine="fsdp2", devices=2)
+    linear = 2*3*(64*64*2 + 64*32*2 + 3*64*128)
+    assert .9*linear < plain["activations"] - sharded["activations"] < 1.3*linear
+
+
+def test_operations_are_six_a_weight_and_attention():
+    "2 a weight forward and 4 back; a head of d reads T keys: 4·T·d forward, 10·T·d back (torch's count: scores are made again)."
+    with FakeTensorMode(): model = fake_model(TINY); found = appetite(model, 128, row=128)
+    weights = sum(p.numel() for p in model.parameters()) - 512*64 - 7*64
+    assert found.flops == 6*weights*128 + 3*(4 + 10)*128*128*64
+
+
+def test_the_cache_of_a_window_stops_growing():
+    from transformers import MistralConfig
+    config = MistralConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, sliding_window=16)
+    short, long = (plan_rollout(config, rows=4, tokens=n).bytes()["cache"] for n in (64, 512))
+    assert short == long <= 4*2*2*16*2*8*4
+
+
+def test_seconds_of_a_step_by_hand():
+    policy, engine = plan(TINY, **SMALL), plan_rollout(TINY, rows=8, tokens=32)
+    t = step_seconds(policy, engine, rows=8, prompt=16, new=16, flops=1e9, bandwidth=1e3, side_by_side=4, passes=2, price=3600.)
+    weights, a_token = engine.bytes()["weights"], 3*2*2*16*4             # layers, keys and values, heads, features, bytes
+    assert t["update"] == pytest.approx(8*32*policy.flops_per_token/1e9) and t["passes"] == pytest.approx(2*t["update"]/3)
+    assert t["generate"] == pytest.approx((2*16*weights + 8*16*24*a_token)/1e3) and t["price"] == pytest.approx(t["total"])
+
+
+REFUSED = [   # (what is wrong, words of the message)
+    (dict(engine="ddp"), "engine 'ddp' is not known; one of"), (dict(devices=0), "devices=0; a whole number"), (dict(devices=2.), "devices=2.0"), (dict(row=True), "row=True"),
+    (dict(micro_tokens=64, row=128), "a row of 128 tokens does not fit micro_tokens=64; raise it"), (dict(offload="cpu"), "offload='cpu' needs an engine"),
+    (dict(offload="disk", engine="fsdp2"), "offload='disk'"), (dict(offload="nvme", engine="fsdp2"), '"nvme" with "zero3"'), (dict(quantization="4bit"), "quantized weights do not train; give an adapter"),
+    (dict(quantization="4bit", lora=dict(r=4), engine="fsdp2"), "not sharded here; leave out engine"), (dict(quantization="3bit", frozen=True), "'3bit' is not known here; \"4bit\""),
+    (dict(quantization="4bit", lora=dict(r=4, use_dora=True)), "leave out use_dora"), (dict(lora=dict(r=4), low_precision=True), "adapters are kept in fp32"),
+    (dict(lm_head=False), "a Critic or a Scorer is value_head=True, lm_head=False"), (dict(devices=3, sequence_parallel=2), "want a multiple of 2 devices; there are 3"),
+    (dict(devices=2, tensor_parallel=2, engine="zero3"), 'None and "fsdp2" do'), (dict(devices=2, tensor_parallel=2, lora=dict(r=4)), "takes no adapters"),
+    (dict(devices=8, tensor_parallel=8), "cannot share evenly"), (dict(memory="80 gigs"), '"80GB" (10⁹ bytes) or "80GiB" (2³⁰)'), (dict(memory=80), "memory=80; the bytes"), (dict(memory=True), "memory=True"),
+    (dict(memory=float("nan")), "memory=nan"), (dict(dtype="bf16"), "dtype is 'bf16'; a torch dtype"),
+]
+
+
+@pytest.mark.parametrize("how, words", REFUSED, ids=lambda x: str(x)[:40])
+def test_refusals(how, words):
+    with pytest.raises((ValueError, TypeError), match=re.escape(words)) as e: plan(TINY, **SMALL | how)
+    assert str(e.value).startswith(("plan: ", "tensor_parallel="))
+
+
+@pytest.mark.parametrize("model, words", [(7, "model is a int; a transformers configuration"), (torch.nn.Linear(2, 2), "Linear has no config"), (ViTConfig(), "ViTConfig is the configuration of no causal language model")], ids=str)
+def test_what_is_no_model(model, words):
+    with pytest.raises(TypeError, match=words): plan(model)
+
+
+def test_words_for_memory():
+    p = plan(TINY, **SMALL)
+    assert p.fit("80GB") is p and p.fit("1 GiB") is p and p.fit(1e9) is p
+    with pytest.raises(MemoryError, match=re.escape("of 0.00 GiB are to be used")): p.fit("1MB")
+    with pytest.raises(ValueError, match="headroom=1"): p.fit("80GB", headroom=1)
+    for how, words in ((dict(rows=0, tokens=8), "rows=0"), (dict(rows=8, tokens=2.5), "tokens=2.5")):
+        with pytest.raises(ValueError, match=words): plan_rollout(TINY, **how)
+
+
+@pytest.mark.parametrize("how, words", [(dict(rows=0), "rows=0; at least 1"), (dict(flops=0), "flops=0; what a device achieves"), (dict(bandwidth=float("inf")), "bandwidth=inf"), (dict(price=-1), "price=-1")], ids=str)
+def test_seconds_of_nothing(how, words):
+    with pytest.raises(ValueError, match=words): step_seconds(plan(TINY, **SMALL), plan_rollout(TINY, rows=8, tokens=32), **dict(rows=8, prompt=8, new=8, flops=1e9, bandwidth=1e9) | how)
