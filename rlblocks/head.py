@@ -140,7 +140,7 @@ def head_logprobs(
 def _as_linear(known, hidden, bend, how):
     "Hidden states and weight for `linear_logprobs` and `linear_measured`, and into `how` what else they are told of the layer."
     (matrix, adapters), (scale, softcap) = known, bend
-    h, bias = (x if scale == 1 or x is None else x*scale for x in (hidden, matrix.bias))
+    h, bias = hidden if scale == 1 else hidden*scale, matrix.bias if scale == 1 or matrix.bias is None else matrix.bias*scale
     how |= dict(bias=bias, softcap=softcap)
     if adapters: # x = s·h·Aᵀ in the adapter's precision, B as wide as the matrix
         xs = [nn.functional.linear(h.to(A.dtype), A)*s for A,_,s in adapters]
@@ -153,6 +153,7 @@ def _logits(layer, hidden, bend):
     return _bent(own(layer, hidden) if group is None else joined(own(layer, copied(hidden, group)), group), bend)
 
 def _over(layer): return getattr(layer, "joined_over", None) # ranks that hold its rows together (tensor parallel)
+def _rows(x, layer): return x if x is None or _over(layer) is None else joined(x.movedim(0, -1), _over(layer)).movedim(-1, 0)
 
 def _bent(z, bend):
     scale, softcap = bend
@@ -218,7 +219,7 @@ def head_of(
             matrix, adapters = known
             W = matrix.weight.detach() + sum(s*(B.detach()@A.detach()).to(matrix.weight.dtype) for A,B,s in adapters) if adapters else matrix.weight.detach().clone() if copy else matrix.weight
             bias = matrix.bias.detach().clone() if copy and matrix.bias is not None else matrix.bias
-            found.append(Head(*(x if x is None or _over(layer) is None else joined(x.movedim(0, -1), _over(layer)).movedim(-1, 0) for x in (W, bias)), bend))
+            found.append(Head(_rows(W, layer), _rows(bias, layer), bend))
         return h
     with torch.no_grad(), watched(layer, instead): trunk(torch.zeros(1, 2, dtype=torch.long, device=device))
     if not found: raise TypeError(f"head: the output layer of {who} is a {type(layer).__name__}, no matrix; take what you need of its logits where they are: policy.measure(batch, f)")

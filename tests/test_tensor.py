@@ -20,13 +20,25 @@ from test_engines import HOW, batch, compare, grpo, ppo, run, sft, whole_weights
 from tiny import model
 
 SIZE = 2
-WORLDS = {2: [None], 4: ["fsdp2", None]}
+WAYS = {"tensor": dict(engine=None, tensor_parallel=SIZE), "tensor, fsdp2": dict(engine="fsdp2", tensor_parallel=SIZE), "tensor, sequence": dict(engine=None, tensor_parallel=SIZE, sequence_parallel=2)}
+WORLDS = {2: ["tensor"], 4: ["tensor, fsdp2", "tensor", "tensor, sequence"]}
 
 
 # -- losses and cases
 def by_logits(out, b):
     "Something that only logits tell."
     return (out.logits.softmax(-1).square().sum(-1)*b.mask).sum()/b.n_tokens, {}
+
+
+def by_measure(out, b):
+    "The same, of distributions that nobody holds at once."
+    return (out.measured[..., 0]*b.mask).sum()/b.n_tokens, {}
+
+
+def balanced(out, b):
+    "A router's own loss beside another."
+    real = torch.arange(b.tokens.shape[1]) < b.lengths[:, None]
+    return sft(out, b)[0] + .01*torch.where(real, out.router_logits.logsumexp(-1).square().sum(-1), 0.).sum()/b.n_tokens, {}
 
 
 def cases():
@@ -41,6 +53,8 @@ def cases():
         "softcaps": (policy("gemma2"), batch(5), even, lambda m, b: m.step(b, grpo)),
         "33 ids": (policy(vocab_size=33), batch(5), even, lambda m, b: m.step(b, grpo)),
         "logits": (policy(), batch(4), even, lambda m, b: m.step(b, by_logits, logits=True)),
+        "measured": (policy(), batch(4), even, lambda m, b: m.step(b, by_measure, measure=lambda z: z.softmax(-1).square().sum(-1, keepdim=True))),
+        "routers": (dealt("mixtral"), batch(5), even, lambda m, b: m.step(b, balanced, router_logits=True)),
         "biases": (policy("qwen2"), batch(5), even, lambda m, b: m.step(b, sft)),
         "experts cut": (policy("mixtral"), b, even, lambda m, b: m.step(b, grpo)),
         "experts dealt out": (dealt("mixtral"), b, even, lambda m, b: m.step(b, grpo)),
@@ -50,11 +64,13 @@ def cases():
 
 
 EVERY = os.environ.get("RLBLOCKS_ENGINES") == "all"
-QUICK = {"fsdp2": ("ppo, uneven rows", "sft, fewer rows than ranks", "dpo pairs", "ppo and ptx", "value head", "critic", "norms inside", "tied table, checkpointed", "experts cut", "experts dealt out"),
-         None: ("ppo, uneven rows", "sft, fewer rows than ranks", "norms inside", "experts dealt out")}
+QUICK = {"tensor, fsdp2": ("ppo, uneven rows", "sft, fewer rows than ranks", "dpo pairs", "ppo and ptx", "value head", "critic", "norms inside", "tied table, checkpointed", "experts cut", "experts dealt out"),
+         "tensor": ("ppo, uneven rows", "sft, fewer rows than ranks", "norms inside", "experts dealt out"),
+         "tensor, sequence": ("ppo, uneven rows", "norms inside", "scorer")}
 
 
-def chosen(engine, world): return {k: c for k, c in cases().items() if world == 2 or EVERY or k in QUICK[engine]}
+def chosen(way, world): return {k: c for k, c in cases().items() if (world == 2 or EVERY or k in QUICK[way]) and not ("sequence" in way and k in ("logits", "measured", "routers"))}
+def replicas(way, world): return world//SIZE//WAYS[way].get("sequence_parallel", 1)
 
 
 # -- checks on every rank; `world` and `rank` count replicas, as in test_engines
@@ -66,8 +82,7 @@ def gradients(engine, world, rank, folder):
     "The gradient of every single weight, in fp64, to 1e-6 of its own largest entry (transformers' norms pass through fp32): Adam would hide one that is twice or half as large."
     b, how = batch(5), HOW | dict(max_norm=None, optimizer=lambda ps: torch.optim.SGD(ps, lr=1.))
     for kind, more in (("qwen3", {}), ("qwen2", {}), ("gemma", {}), ("mixtral", {}), ("mixtral", dict(expert_parallel=True)), ("qwen2_moe", {})):
-        make = lambda: in_double(model(kind, dtype=torch.float64))
-        plain, policy = Policy(make(), **how), Policy(make(), **how | more, engine=engine, tensor_parallel=SIZE)
+        plain, policy = Policy(in_double(kind), **how), Policy(in_double(kind), **how | more, engine=engine, tensor_parallel=SIZE)
         before = whole_weights(plain)
         plain.step(b, ppo, entropy=True), policy.step(part(b, world, rank), ppo, entropy=True)
         found, want = ({k: x-before[k] for k, x in whole_weights(m).items()} for m in (policy, plain))
@@ -75,8 +90,9 @@ def gradients(engine, world, rank, folder):
         assert found.keys() == want.keys() and len(far) == len(want) and max(far.values()) < 1e-6, (kind, more, far)
 
 
-def in_double(m):
+def in_double(kind):
     "transformers' fast kernel for experts knows no fp64."
+    m = model(kind, dtype=torch.float64)
     m.config._experts_implementation = "eager"
     return m
 
@@ -123,9 +139,9 @@ def reshards(engine, world, rank, folder):
         for again in (Policy(model(kind, seed=1), **HOW, engine=engine, tensor_parallel=SIZE), other):
             again.load_state_dict(read_shards(rest, again, "policy", folder/f"{kind}-{engine}"))
         want = policy.state_dict()
-        for again in (again, cut(kind, engine)):
-            again.load_state_dict(want)
-            assert all(torch.equal(x, want["module"][k]) for k, x in again.state_dict()["module"].items())
+        for one in (other, cut(kind, engine)):
+            one.load_state_dict(want)
+            assert all(torch.equal(x, want["module"][k]) for k, x in one.state_dict()["module"].items())
         policy.step(part(b, world, rank), sft), other.step(b, sft)
         mine, theirs = whole_weights(policy), whole_weights(other)
         assert mine.keys() == theirs.keys() and all((x-theirs[k]).abs().max() < 1e-6 for k, x in mine.items())
@@ -202,17 +218,18 @@ SPREAD = [c for c in CHECKS if c.__name__ in ("gradients", "alike", "reshards", 
 def one_rank(rank, world, port, folder):
     t.join(rank, world, port)
     found, times = {}, {}
-    for engine in WORLDS[world]:
-        for name, case in chosen(engine, world).items():
+    for way in WORLDS[world]:
+        n, engine = replicas(way, world), WAYS[way]["engine"]
+        for name, case in chosen(way, world).items():
             start = time.process_time()
-            _, metrics, weights = run(case, world//SIZE, rank//SIZE, engine=engine, tensor_parallel=SIZE)
-            found[engine, name] = dict(metrics=metrics, weights=weights if rank == 0 else None)
-            times[engine, name] = round(time.process_time()-start, 2)
-        for check in CHECKS if world == 2 or EVERY else SPREAD if engine else []:
+            _, metrics, weights = run(case, n, rank//(world//n), **WAYS[way])
+            found[way, name] = dict(metrics=metrics, weights=weights if rank == 0 else None)
+            times[way, name] = round(time.process_time()-start, 2)
+        for check in [] if "sequence" in way else CHECKS if world == 2 or EVERY else SPREAD if engine else []:
             start = time.process_time()
-            (folder/f"{engine}").mkdir(exist_ok=True)
-            check(engine, world//SIZE, rank//SIZE, folder/f"{engine}")
-            times[engine, check.__name__] = round(time.process_time()-start, 2)
+            (folder/way).mkdir(exist_ok=True)
+            check(engine, n, rank//SIZE, folder/way)
+            times[way, check.__name__] = round(time.process_time()-start, 2)
     torch.save(dict(found=found, times=times, rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10), folder/f"{rank}.pt")
     dist.barrier()
     sys.stdout.flush()
@@ -228,9 +245,9 @@ def plain():
 @pytest.mark.parametrize("world", WORLDS)
 def test_cut_layers_equal_the_plain_process(tmp_path, plain, world):
     ranks = launch(world, tmp_path)
-    for engine in WORLDS[world]:
-        far = compare(answering(ranks, engine), plain)
-        assert len(far) == 3*len(chosen(engine, world)) and max(far.values()) < 1e-5, far
+    for way in WORLDS[world]:
+        far = compare(answering(ranks, way), plain)
+        assert len(far) == 3*len(chosen(way, world)) and max(far.values()) < 1e-5, far
     assert sum(r["rss"] for r in ranks) < 8 << 30
 
 
@@ -243,4 +260,6 @@ def launch(world, folder):
     return [torch.load(folder/f"{r}.pt", weights_only=False) for r in range(world)]
 
 
-def answering(ranks, engine): return [r | dict(found={name: f for (e, name), f in r["found"].items() if e == engine}) for r in ranks[::SIZE]]
+def answering(ranks, way):
+    "The first rank of each replica."
+    return [r | dict(found={name: f for (w, name), f in r["found"].items() if w == way}) for r in ranks[::len(ranks)//replicas(way, len(ranks))]]
