@@ -116,6 +116,7 @@ def base_of(
     if isinstance(engine, Adapted): return engine.base
     if not run.model.frozen:
         raise ValueError(f"{run.name}: its own weights change with every step, so no one can stand on them; give it lora=dict(…), which leaves them alone, or load the model once more")
+    if run.model.tensor_parallel > 1: raise ValueError(f'{run.name}: tensor_parallel={run.model.tensor_parallel} cuts its layers, and adapters and heads stand on whole ones; engine="fsdp2" shards a frozen base under them')
     if "base" not in vars(run): vars(run)["base"] = Base(run.reader.trunk, model=run.model, name=getattr(getattr(run.reader.trunk, "config", None), "name_or_path", None))
     return vars(run)["base"]
 
@@ -132,6 +133,7 @@ def standing(
     "A view on a base, new or shared. ValueError for settings that a shared base has already, and for an adapter that another wrapper trains."
     held = {k: more.pop(k) for k in ("offload", "nvme", "dtype", "checkpointing", "device") if k in more}
     if more.pop("low_precision", False): raise ValueError(f"{who}: low_precision=True; adapters are kept in fp32, and the base stays in the precision it came in")
+    if more.get("tensor_parallel", 1) > 1: raise ValueError(f'{who}: tensor_parallel={more["tensor_parallel"]} cuts layers, and adapters and heads stand on whole ones; engine="fsdp2" shards a frozen base under them')
     if base is None:
         config = getattr(reader.trunk, "config", None)
         base = Base(reader.trunk, lora, engine=engine, name=getattr(config, "name_or_path", None) or None, **held)
