@@ -183,7 +183,8 @@ def refuses(engine, world, rank, folder):
         r"say how many, tensor_parallel": lambda: Policy(model("mixtral"), **HOW, expert_parallel=True),
         r"Muon looks at whole matrices": lambda: cut(engine=engine, optimizer=lambda ps: muon(ps)),
         r"ranks 0 and 1 built different models": lambda: Policy(model(seed=min(dist.get_rank(), 1)), **HOW, engine=engine, tensor_parallel=SIZE),
-        r"adapters and heads on another wrapper's weights": lambda: cut(engine=engine, lora=dict(r=2)),
+        r"tensor_parallel=2 cuts layers, and adapters": lambda: cut(engine=engine, lora=dict(r=2)),
+        r"tensor_parallel=2 cuts its layers, and adapters": lambda: Policy(cut(engine=engine, frozen=True), **HOW, lora=dict(r=2)),
         r"its plan does not fit its code": lambda: Policy(untrue(), **HOW, engine=engine, tensor_parallel=SIZE),
         r"world of 3 ranks, or a multiple": lambda: Policy(model(), **HOW, tensor_parallel=3),
     }.items():
