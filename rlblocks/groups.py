@@ -103,7 +103,7 @@ def reinforce_pp_baseline(
     scores = torch.where(mask.any(1), _floats(scores), torch.nan) # who said nothing is nobody's baseline
     of, s = _numbered("reinforce_pp_baseline", scores, group)
     centered, _ = _above_mean(s, of)
-    open = _rows(_sums(centered.abs(), of), of) > 0
+    open = _rows(_sums(centered.abs(), of), of) != 0 # a nan is not a group of equals
     white = whiten(at_tokens(_like(scores, centered), mask), mask & ~scores.isnan()[:, None], eps=eps)
     return torch.where(mask & open[:, None], white, 0.)
 

@@ -134,6 +134,21 @@ def test_ragged_groups_equal_one_at_a_time(dtype):
     assert_close(leave_one_out(scores, group), naive_leave_one_out(scores, group))
 
 
+@pytest.mark.parametrize("name", ["scaled", "unscaled", "leave one out", "opo"])
+def test_an_infinite_score_is_not_hidden_and_stays_in_its_group(name):
+    estimate = GROUPED[name]
+    s, g = torch.randn(12, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
+    for x in (torch.inf, -torch.inf):
+        broken = estimate(torch.where(torch.arange(12) == 4, x, s), g)
+        assert not broken[g == 1].isfinite().any()
+        assert torch.equal(broken[g != 1], estimate(torch.where(torch.arange(12) == 4, 0., s), g)[g != 1])
+
+
+def test_an_infinite_score_is_seen_by_who_divides_the_whole_batch():
+    s, g, on = torch.tensor([1., 0., torch.inf, 1., 0., 2., 2.]), torch.tensor([0, 0, 0, 1, 1, 2, 2]), torch.ones(7, 2, dtype=torch.bool)
+    assert reinforce_pp_baseline(s, g, on)[:, 0].isnan().tolist() == [True]*5 + [False]*2 # a group of equals is 0
+
+
 @of_one
 def test_groups_do_not_know_each_other(estimate):
     s, g = torch.randn(12, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
