@@ -23,8 +23,8 @@ def find_triton(): return find_spec("triton") is not None
 
 # %% ../nbs/01b_kernels.ipynb #2f9472c3
 @cache
-def build()->tuple[Any, Any]:
-    "The two kernels; they can be written down only where Triton is."
+def language()->Any:
+    "Triton's decorator for kernels; it comes, and with it what both kernels call, only where Triton is."
     global tl, shaped_block # where Triton looks for what a kernel calls
     import triton # type: ignore[import-not-found]
     import triton.language as tl # type: ignore[import-not-found]
@@ -39,8 +39,14 @@ def build()->tuple[Any, Any]:
             z = softcap*bent
         return z/tau, slope
 
-    @jit
-    def measure_row(logits, excluded, tau, tokens, lse, chosen, entropies, softcap, V, CAP:tl.constexpr, TAU:tl.constexpr, EXCLUDED:tl.constexpr, TOKENS:tl.constexpr, ENTROPY:tl.constexpr, BLOCK:tl.constexpr):
+    return jit
+
+@cache
+def measuring()->Any:
+    "The kernel of the forward pass: a program a row."
+    @language()
+    def measure_row(logits, excluded, tau, tokens, lse, chosen, entropies, tops, softcap, V, CAP:tl.constexpr, TAU:tl.constexpr, EXCLUDED:tl.constexpr, TOKENS:tl.constexpr, ENTROPY:tl.constexpr,
+                    TOP:tl.constexpr, BLOCK:tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         t = tl.load(tau + row) if TAU else 1.
         top, total, weighted = float("-inf"), 0., 0.
@@ -59,7 +65,10 @@ def build()->tuple[Any, Any]:
             weighted = shrink*(weighted + total*moved) + tl.sum(e*tl.where(e > 0, y, 0.), 0)
             total = shrink*total + tl.sum(e, 0)
             top = new
-        tl.store(lse + row, top + tl.log(total))
+        if TOP:
+            tl.store(tops + row, tl.where(top == float("-inf"), 0., top))
+            tl.store(lse + row, tl.log(total))
+        else: tl.store(lse + row, top + tl.log(total))
         if ENTROPY: tl.store(entropies + row, tl.log(total) - weighted/total)
         if TOKENS:
             at = tl.load(tokens + row)
@@ -67,15 +76,20 @@ def build()->tuple[Any, Any]:
             z, _ = shaped_block(tl.load(logits + row*V + at, mask=known, other=float("nan")).to(tl.float32), t, softcap, CAP)
             if EXCLUDED: z = tl.where(tl.load(excluded + row*V + at, mask=known, other=0) == 0, z, float("-inf"))
             tl.store(chosen + row, z)
+    return measure_row
 
-    @jit
-    def differentiate_block(logits, into, excluded, tau, tokens, lse, entropies, g, u, hot, softcap, V, CAP:tl.constexpr, TAU:tl.constexpr, EXCLUDED:tl.constexpr,
-                            G:tl.constexpr, U:tl.constexpr, HOT:tl.constexpr, BLOCK:tl.constexpr):
+@cache
+def differentiating()->Any:
+    "The kernel of the backward pass: a program a block of a row."
+    @language()
+    def differentiate_block(logits, into, excluded, tau, tokens, lse, entropies, tops, g, u, hot, softcap, V, CAP:tl.constexpr, TAU:tl.constexpr, EXCLUDED:tl.constexpr,
+                            G:tl.constexpr, U:tl.constexpr, HOT:tl.constexpr, TOP:tl.constexpr, BLOCK:tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         at = tl.program_id(1)*BLOCK + tl.arange(0, BLOCK)
         here = at < V
         t = tl.load(tau + row) if TAU else 1.
         z, slope = shaped_block(tl.load(logits + row*V + at, mask=here, other=0.).to(tl.float32), t, softcap, CAP)
+        if TOP: z = z - tl.load(tops + row)
         logp = z - tl.load(lse + row)
         by = tl.zeros([BLOCK], tl.float32)
         if G: by += tl.load(g + row)
@@ -84,22 +98,20 @@ def build()->tuple[Any, Any]:
         if HOT: grad += tl.where(at == tl.load(tokens + row), tl.load(hot + row), 0.)
         if EXCLUDED: grad = tl.where(tl.load(excluded + row*V + at, mask=here, other=1) == 0, grad, 0.)
         tl.store(into + row*V + at, (grad*slope).to(into.dtype.element_ty), mask=here)
-
-    return measure_row, differentiate_block
+    return differentiate_block
 
 # %% ../nbs/01b_kernels.ipynb #5163f65e
-def swept(logits, into, softcap, tau, excluded, tokens, lse, chosen, entropies, known, g, u, hot, block=4096):
+def swept(logits, into, softcap, tau, excluded, tokens, lse, chosen, entropies, known, g, u, hot, top=None, block=4096):
     "`passes.sweep` by kernels."
-    measure_row, differentiate_block = build()
     (n, V), none = logits.shape, lse
     logits = logits.contiguous()
     if not isinstance(tau, Tensor): tau = None if tau == 1 else torch.full_like(lse, tau)
     if not n: return
     given = lambda x: none if x is None else x.contiguous() # a pointer has to be given, read or not
-    shape = dict(CAP=softcap is not None, TAU=tau is not None, EXCLUDED=excluded is not None, BLOCK=block)
+    shape = dict(CAP=softcap is not None, TAU=tau is not None, EXCLUDED=excluded is not None, TOP=top is not None, BLOCK=block)
     cap = 1. if softcap is None else float(softcap)
     if not known:
-        measure_row[(n,)](logits, given(excluded), given(tau), given(tokens), lse, given(chosen), given(entropies), cap, V, TOKENS=tokens is not None, ENTROPY=entropies is not None, **shape)
+        measuring()[(n,)](logits, given(excluded), given(tau), given(tokens), lse, given(chosen), given(entropies), given(top), cap, V, TOKENS=tokens is not None, ENTROPY=entropies is not None, **shape)
     if g is not None or u is not None:
-        differentiate_block[(n, -(-V//block))](logits, into, given(excluded), given(tau), given(tokens), lse, given(entropies), given(g), given(u), given(hot), cap, V,
+        differentiating()[(n, -(-V//block))](logits, into, given(excluded), given(tau), given(tokens), lse, given(entropies), given(top), given(g), given(u), given(hot), cap, V,
                                                G=g is not None, U=u is not None, HOT=hot is not None, **shape)

@@ -91,19 +91,19 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, tau):
         z, tau = logits.reshape(-1, logits.shape[-1]), tau.flatten() if isinstance(tau, Tensor) else tau
-        lse, H = (torch.empty_like(promoted(z[:, 0])) for _ in range(2))
-        sweep(z, rows=cached(z), tau=tau, lse=lse, entropies=H)
-        ctx.save_for_backward(logits, lse, H)
+        lse, H, top = (torch.empty_like(promoted(z[:, 0])) for _ in range(3))
+        sweep(z, rows=cached(z), tau=tau, lse=lse, entropies=H, top=top)
+        ctx.save_for_backward(logits, lse, H, top)
         ctx.tau = tau
         return H.view(logits.shape[:-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, u):
-        logits, lse, H = ctx.saved_tensors
+        logits, lse, H, top = ctx.saved_tensors
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
         flat = lambda x: x.reshape(-1, x.shape[-1])
-        sweep(flat(logits), flat(grad), rows=cached(logits), tau=ctx.tau, lse=lse, entropies=H, known=True, u=u.flatten()/ctx.tau)
+        sweep(flat(logits), flat(grad), rows=cached(logits), tau=ctx.tau, lse=lse, entropies=H, known=True, u=u.flatten()/ctx.tau, top=top)
         return grad, None
 
 def _entropy(z):

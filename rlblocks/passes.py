@@ -42,8 +42,8 @@ def outside(support, V):
     return rest.logical_and_((support != -1).any(-1, keepdim=True))
 
 # %% ../nbs/01a_passes.ipynb #c53c3ed1
-def measure(z, tokens, lse, chosen, entropies):
-    "Fill in log Σ exp z, z of the tokens and the entropy of rows."
+def measure(z, tokens, lse, chosen, entropies, top_):
+    "Fill in log Σ exp z, z of the tokens and the entropy of rows; with `top_` the largest z, and log Σ exp(z − largest)."
     if tokens is not None: chosen.copy_(z.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
     if entropies is None: return lse.copy_(z.logsumexp(-1))
     top = z.amax(-1, keepdim=True).clamp_(min=torch.finfo(z.dtype).min) # a row of only −inf stays −inf
@@ -51,10 +51,12 @@ def measure(z, tokens, lse, chosen, entropies):
     e = y.exp()
     total = e.sum(-1)
     entropies.copy_(total.log() - e.mul_(y).sum(-1)/total)
-    lse.copy_(total.log() + top.squeeze(-1))
+    lse.copy_(total.log() if top_ is not None else total.log() + top.squeeze(-1))
+    if top_ is not None: top_.copy_(top.squeeze(-1))
 
-def differentiate(z, slope, excluded, tokens, lse, entropies, g, u, hot):
+def differentiate(z, slope, excluded, tokens, lse, entropies, g, u, hot, top):
     "hot·onehot − g·p − u·p·(log p + H), through cap and support; overwrites z."
+    if top is not None: z.sub_(top.unsqueeze(-1))
     logp = z.sub_(lse.unsqueeze(-1))
     if u is None: grad = logp.exp_().mul_(-g.unsqueeze(-1))
     else:
@@ -80,15 +82,16 @@ def sweep(
     known=False,    # lse and entropies are: measure nothing
     g=None, u=None, # [n] gradients by log p(token) and by H, over tau; None: none
     hot=None,       # [n] g where the token is one of these V ids, else 0
+    top=None,       # [n] with `entropies`: the largest z, kept apart from `lse`, which then is log Σ exp(z − top). Found here, unless `known`
 ):
     "Measure the rows of `logits`, write the gradient of Σ g·log p(token) + u·H `into` its place, or both."
     turn = g is not None or u is not None
-    if fits(logits): return swept(logits, into, softcap, tau, support if support is None else outside(support, logits.shape[-1]), tokens, lse, chosen, entropies, known, g, u, hot)
-    for z,out,τ,ids,t,norm,at_t,H,g_,u_,hot_ in pieces(rows, logits, into, tau, support, tokens, lse, chosen, entropies, g, u, hot):
+    if fits(logits): return swept(logits, into, softcap, tau, support if support is None else outside(support, logits.shape[-1]), tokens, lse, chosen, entropies, known, g, u, hot, top)
+    for z,out,τ,ids,t,norm,at_t,H,g_,u_,hot_,top_ in pieces(rows, logits, into, tau, support, tokens, lse, chosen, entropies, g, u, hot, top):
         wide = promoted(z)
         if wide is z and into is not logits and (turn or softcap is not None or ids is not None or isinstance(τ, Tensor) or τ != 1): wide = z.clone()
         wide, slope, excluded = shaped(wide, softcap, τ, ids)
-        if not known: measure(wide, t, norm, at_t, H)
+        if not known: measure(wide, t, norm, at_t, H, top_)
         if not turn: continue
-        grad = differentiate(wide, slope, excluded, t, norm, H, g_, u_, hot_)
+        grad = differentiate(wide, slope, excluded, t, norm, H, g_, u_, hot_, top_)
         if grad.dtype != out.dtype or into is not logits: out.copy_(grad) # else it is there already

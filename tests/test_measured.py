@@ -1,0 +1,189 @@
+"What a loss makes of whole distributions comes straight from the head, with the value and gradient of logits in full (LAWS 8, 12)."
+from functools import partial
+
+import pytest
+import tiny
+import torch
+from rlblocks import Batch, Policy, entropy, full_kl, gather_logprobs, jsd, linear_measured, masked_mean, reverse_kl_loss
+from rlblocks.head import Head, head_of
+from test_reader import KINDS, Widest
+from test_reader import model as reader_model
+from torch.testing import assert_close
+
+
+def teacher(dtype=torch.float64):
+    "Wider than the student, and of firm opinions."
+    net = tiny.model(hidden_size=64, dtype=dtype, seed=9)
+    with torch.no_grad(): net.get_output_embeddings().weight.mul_(20)
+    return Policy(net, frozen=True, device="cpu")
+
+
+def batch(T=None, B=6):
+    b = tiny.rows(B=B, T=14)
+    b["temperature"] = torch.linspace(.5, 1.5, B).double()
+    if T: b["teacher_hidden"], b["teacher_logits"] = T.hidden(b), T.measure(b, lambda z: z)
+    return b
+
+
+def divergence(head, beta): return lambda logits, teacher_hidden, temperature: jsd(logits, head(teacher_hidden, temperature=temperature), beta=beta)
+def straight(out, b): return masked_mean(out.measured, b.mask, denom=b.n_tokens), {}
+def in_full(out, b, beta): return masked_mean(jsd(out.logits, b.teacher_logits, b.mask, beta=beta), b.mask, denom=b.n_tokens), {}
+
+
+def gradient(net, b, loss, **asked):
+    how = {k: asked.pop(k) for k in ("pack", "micro_rows", "lora") if k in asked}
+    policy = Policy(net, device="cpu", max_norm=None, **how)
+    found = tiny.gradients(policy)
+    return policy.step(b, loss, **asked), found
+
+
+@pytest.mark.parametrize("beta, kind", enumerate(KINDS))
+def test_the_gradient_is_that_of_logits_in_full(kind, beta):
+    "Softcap, scale, tied and untied heads, mixtures of experts; a temperature a row; float64 through the models' float32 norms."
+    T, net, beta = teacher(), reader_model(kind), beta % 3/2
+    if kind == "qwen3_moe": net.set_experts_implementation("eager")     # the grouped product knows no float64
+    b = batch(T, B=6)
+    one, g = gradient(net.double(), b, straight, measure=divergence(T.head(), beta))
+    other, h = gradient(net, b, partial(in_full, beta=beta), logits=True)
+    assert float(one["loss"]) == pytest.approx(float(other["loss"]), rel=1e-7)
+    assert tiny.apart(g, h) < 1e-6
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_however_the_step_is_cut(tied):
+    T = teacher()
+    b, net = batch(T, B=8), tiny.model(dtype=torch.float64, tie_word_embeddings=tied)
+    _, want = gradient(net, b, partial(in_full, beta=1.), logits=True, pack=False)
+    assert ("trunk.lm_head.weight" in want) != tied
+    for packed, micro in ((False, 1), (False, 16), (True, 2), (True, 16)):
+        _, found = gradient(net, b, straight, measure=divergence(T.head(), 1.), pack=packed, micro_rows=micro)
+        assert tiny.apart(found, want) < 1e-6
+
+
+@pytest.mark.parametrize("targets", [["lm_head", "q_proj"], ["q_proj"]])
+def test_adapters(targets):
+    "On the head, and beside a frozen head: there the gradient is made in the forward pass."
+    pytest.importorskip("peft")
+    T = teacher(torch.float32)
+    b, net = batch(T), tiny.model()
+    def run(loss, **asked):
+        policy = Policy(net, lora=dict(r=3, lora_alpha=12, target_modules=targets), device="cpu", max_norm=None, lr=1e-2)
+        for name, p in policy._run.reader.named_parameters():
+            if "lora_B" in name: torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(len(name)))
+        found = tiny.gradients(policy)
+        policy.step(b, loss, **asked)
+        return found
+    want, found = run(partial(in_full, beta=1.), logits=True), run(straight, measure=divergence(T.head(), 1.))
+    assert any("lm_head" in n for n in want) == (len(targets) == 2)
+    assert tiny.apart(found, want) < 2e-5
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("dtype, far", [(torch.float64, 1e-10), (torch.float32, 1e-6)])
+def test_chunks_are_the_whole(dtype, far, learns):
+    g = torch.Generator().manual_seed(0)
+    h, W, b, ht, Wt = (torch.randn(*s, generator=g, dtype=torch.float64).to(dtype) for s in ((37, 8), (50, 8), (50,), (37, 24), (50, 24)))
+    leaves = [x.requires_grad_() for x in ((h, W, b) if learns else (h,))]
+    def measure(z, ht): return jsd(z, ht@Wt.T, beta=.3)
+    whole = measure(4*torch.tanh((h@W.T + b)/4)/.7, ht)
+    want = torch.autograd.grad(whole.cos().sum(), leaves)
+    for chunk in (1, 5, 36, 37, 100):
+        found = linear_measured(h, W, measure, ht, bias=b, softcap=4., temperature=.7, chunk=chunk)
+        assert_close(found, whole, atol=far, rtol=far)
+        for x, y in zip(torch.autograd.grad(found.cos().sum(), leaves), want, strict=True): assert (x-y).abs().max() <= far*max(1., float(y.abs().max()))
+
+
+def test_half_precision_is_measured_and_summed_in_float32():
+    g = torch.Generator().manual_seed(0)
+    h, W = (torch.randn(*s, generator=g).bfloat16().requires_grad_() for s in ((64, 16), (40, 16)))
+    seen = []
+    def measure(z): return (seen.append(z.dtype), entropy(z))[1]
+    found = linear_measured(h, W, measure, chunk=8)
+    assert found.dtype == torch.float32 and set(seen) == {torch.float32}
+    many, one = (torch.autograd.grad(linear_measured(h, W, entropy, chunk=n).sum(), W)[0].float() for n in (1, 64))
+    assert (many-one).abs().max() <= .02*one.abs().max()
+    with torch.autocast("cpu", torch.bfloat16):
+        def product(z, t): return jsd(z, t@torch.ones(16, 40), beta=1.)        # an inner product that autocast would turn to half precision, in the forward pass only
+        found = linear_measured(h.float().detach().requires_grad_(), W.float(), product, h.detach().float())
+    assert_close(found, full_kl((h.float()@W.float().T), h.float()@torch.ones(16, 40)), rtol=.02, atol=.02)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_no_logits_are_held(learns):
+    "Nothing that any operation makes, forward or backward, is larger than a chunk of logits; nothing of their size waits for the backward pass."
+    V, n = 20_000, 1000
+    h, W, ht, Wt = torch.randn(n, 8, requires_grad=True), torch.randn(V, 8, requires_grad=learns), torch.randn(n, 16), torch.randn(V, 16)
+    kept = []
+    with Widest() as seen, torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        found = linear_measured(h, W, lambda z, ht: jsd(z, ht@Wt.T), ht)
+        kept, waiting = [], max(kept)
+        found.sum().backward()
+    assert seen.numel <= 256*V and waiting <= max(V*16, 256*V//100 if learns else n*16)
+
+
+def test_a_measure_may_give_several_numbers_and_read_any_column():
+    T = teacher()
+    b, policy = batch(T), Policy(tiny.model(dtype=torch.float64), device="cpu")
+    head = T.head()
+    def both(logits, tokens, teacher_hidden, temperature): return torch.stack([gather_logprobs(logits, tokens), jsd(logits, head(teacher_hidden, temperature=temperature), beta=1.)], -1)
+    found = policy.measure(b, both)
+    assert_close(found[..., 0], policy.logprobs(b))
+    assert_close(found[..., 1][b.mask], policy.measure(b, divergence(head, 1.))[b.mask])
+    def loss(out, b):
+        lp, kl = out.measured.unbind(-1)
+        return masked_mean(kl - lp, b.mask, denom=b.n_tokens), {}
+    assert float(policy.step(b, loss, measure=both)["loss"]) == pytest.approx(float((found[..., 1] - found[..., 0])[b.mask].mean()), rel=1e-6)
+    assert_close(policy.measure(b, lambda logits, row: row + 0*logits[:, 0]).long()[b.mask], b.row[:, None].expand(b.mask.shape)[b.mask])
+
+
+def test_what_stands_under_no_mask_has_no_gradient():
+    "A filler's column may hold anything; the head's too."
+    T = teacher()
+    b = batch(T)
+    b["teacher_hidden"] = torch.where(b.mask[..., None], b.teacher_hidden, torch.nan)
+    net = tiny.model(dtype=torch.float64)
+    metrics, found = gradient(net, b, straight, measure=divergence(T.head(), 1.))
+    assert all(g.isfinite().all() for g in found.values()) and float(metrics["skipped"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "cohere"])
+def test_a_head_makes_the_logits_of_its_model(kind):
+    policy, b = Policy(reader_model(kind), frozen=True), batch()
+    head, z = policy.head(), policy.measure(b, lambda z: z)
+    assert_close(head(policy.hidden(b), temperature=b.temperature[:, None].expand(b.mask.shape))[b.mask], z[b.mask], atol=1e-5, rtol=1e-5)
+    assert head.weight.data_ptr() == policy._run.reader.trunk.get_output_embeddings().weight.data_ptr() # frozen: no copy
+    learning = Policy(reader_model(kind), lr=1e-2)
+    head = learning.head()
+    before = head.weight.clone()
+    learning.step(b, lambda out, b: (out.logprobs.sum()/b.n_tokens, {}))
+    assert head.weight.equal(before) and not learning.head().weight.equal(before)
+
+
+def test_a_student_learns_from_a_wider_teacher():
+    T = teacher(torch.float32)
+    b, student = batch(T), Policy(tiny.model(seed=1), lr=1e-2)
+    kl = [float(student.step(b, straight, measure=divergence(T.head(), 0.))["loss"]) for _ in range(25)]
+    assert kl[-1] < .5*kl[0]
+
+
+def test_what_is_refused():
+    b, policy = batch(), Policy(tiny.model())
+    with pytest.raises(ValueError, match="Policy: measure takes 'teacher_hidden', and the batch has no such column"): policy.step(b, straight, measure=divergence(None, 1.))
+    with pytest.raises(ValueError, match="measure= and entropy=True"): policy.step(b, straight, measure=entropy, entropy=True)
+    with pytest.raises(ValueError, match=r"measure gave \[\] for logits"): policy.step(b, straight, measure=lambda z: z.sum())
+    with pytest.raises(ValueError, match="does not depend on the logits"): policy.step(b, straight, measure=lambda z: z.detach()[:, 0])
+    with pytest.raises(AttributeError, match="step\\(batch, loss, measure=f\\)"): policy.step(b, straight)
+    with pytest.raises(ValueError, match="this layer takes 32 numbers"): policy.head()(torch.zeros(3, 8))
+    with pytest.raises(TypeError, match="no output layer"): head_of(torch.nn.Linear(2, 2), "cpu", None)
+    assert policy.version == 0 and repr(Head(torch.zeros(5, 3))) == "Head(3 → 5)"
+    assert_close(Policy(tiny.model()).measure(b, entropy), policy.measure(b, entropy))      # keyword-only parameters are no columns
+
+
+def test_the_loss_on_logits_is_the_same_number():
+    T = teacher()
+    b, policy = batch(T), Policy(tiny.model(dtype=torch.float64))
+    found = policy.measure(b, divergence(T.head(), 1.))
+    part = b.part(range(len(b)))
+    out = policy._run.tokens_out(part, logits=True)
+    assert_close(masked_mean(found, b.mask), reverse_kl_loss(out.logits, b.teacher_logits, b.mask)[0].detach(), rtol=1e-7, atol=0)
+    assert isinstance(b, Batch)

@@ -1,0 +1,84 @@
+"Divergences from a teacher and router losses on many ranks: what the plain process comes to, under every engine; one launch holds all cases."
+import os
+import socket
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rlblocks import Policy, jsd, masked_mean, merge
+from rlblocks.batch import Batch
+from test_routers import batch, loss
+from tiny import model
+
+HOW = dict(lr=1e-3, max_norm=1e9, device="cpu", micro_rows=3)
+ENGINES = [None, "fsdp2", "zero3"]
+
+
+def whole(moe, teacher):
+    "The rows, with what both losses must know beforehand: found by the plain process on the whole."
+    b = batch(11)
+    b["teacher_hidden"] = teacher.hidden(b)
+    counts = Policy(moe, frozen=True, device="cpu").expert_counts(b)
+    return Batch(**b.columns, per_row=["load"], load=(counts.sum(0)/b.lengths.sum()).expand(counts.shape), n_real=b.lengths.sum().expand(len(b)))
+
+
+def cases(head, **engine):
+    "name → (policy, step)"
+    def divergence(logits, teacher_hidden, temperature): return jsd(logits, head(teacher_hidden, temperature=temperature), beta=1.)
+    def distill(out, b): return masked_mean(out.measured, b.mask, denom=b.n_tokens), {}
+    yield "distill", Policy(model(), **HOW | engine), lambda p, b: p.step(b, distill, measure=divergence)
+    yield "tied", Policy(model("gemma"), **HOW | engine), lambda p, b: p.step(b, distill, measure=divergence)
+    yield "routers", Policy(model("mixtral"), **HOW | engine), lambda p, b: p.step(b, loss, router_logits=True)
+
+
+def uneven(b, world):
+    "Parts of one row and of all others: the first rank fills up with weightless rows."
+    cuts = [[0], list(range(1, len(b)))] if world == 2 else [list(range(len(b)))]
+    return [b.part(c, b.siblings(cuts)) for c in cuts]
+
+
+def weights(policy): return {n: x.clone() for bucket in policy._run.model.iter_full_params() for n, x in bucket.items()}
+
+
+def one_rank(rank, world, port, folder):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    teacher, found = Policy(model(hidden_size=64, seed=9), frozen=True, device="cpu"), {}
+    b = whole(model("mixtral"), teacher)
+    for engine in ENGINES:
+        cut = Policy(model(hidden_size=64, seed=9), frozen=True, device="cpu", engine=engine)      # a sharded teacher: its head comes gathered
+        head = cut.head()
+        assert torch.equal(head.weight, teacher.head().weight) and torch.equal(cut.hidden(b), teacher.hidden(b)) and torch.equal(head.weight, cut.head().weight)
+        for name, policy, step in cases(head, engine=engine):
+            metrics = [{k: m.to("cpu") for k, m in step(policy, uneven(b, world)[rank]).items()} for _ in range(2)]
+            found[engine, name] = metrics, weights(policy)
+    torch.save(found, folder/f"{rank}.pt")
+    dist.barrier()
+    os._exit(0)         # gloo's threads abort now and then when peers take their connections down at different times
+
+
+@pytest.mark.parametrize("world", [2])
+def test_every_engine_is_the_plain_process(tmp_path, world):
+    pytest.importorskip("deepspeed")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(one_rank, (world, port, tmp_path), nprocs=world, join=True)
+    ranks = [torch.load(tmp_path/f"{r}.pt", weights_only=False) for r in range(world)]
+    teacher = Policy(model(hidden_size=64, seed=9), frozen=True, device="cpu")
+    b = whole(model("mixtral"), teacher)
+    for name, policy, step in cases(teacher.head()):
+        first = weights(policy)
+        metrics = [step(policy, b) for _ in range(2)]
+        want = weights(policy)
+        assert max(float((want[n] - first[n]).abs().max()) for n in want) > 1e-4
+        for engine in ENGINES:
+            for i in range(2):
+                joined = merge(*(r[engine, name][0][i] for r in ranks))
+                for k in ("loss", "grad_norm"): assert float(joined[k]) == pytest.approx(float(metrics[i][k]), rel=1e-5), (engine, name, k)
+            for r in ranks:
+                for n, x in r[engine, name][1].items(): assert (x - want[n]).abs().max() < 1e-5, (engine, name, n)

@@ -1,0 +1,99 @@
+"Router logits of a mixture of experts: the same columns and the same gradient however rows are laid out and a step is cut (LAWS 1, 12)."
+import pytest
+import tiny
+import torch
+from rlblocks import Batch, Policy, expert_load, masked_mean, moe_balance_loss, router_z_loss
+from rlblocks.routers import experts_per_token, router_columns, routers_of
+from torch.testing import assert_close
+
+KINDS = ["mixtral", "qwen2_moe", "qwen3_moe"]
+
+
+def net(kind, **more):
+    model = tiny.model(kind, **more).double()
+    model.set_experts_implementation("eager")       # the grouped product knows no float64
+    return model
+
+
+def batch(B=16):
+    "Rows of a few groups; each group begins with a prompt of its own."
+    b, at = tiny.rows(B=B, T=14), torch.arange(14)
+    start, lengths = 4 + b.group, (5 + b.group + torch.arange(B)*5 % 6).clamp(max=14)
+    tokens = torch.where(at < start[:, None], b.tokens[b.group*4], b.tokens)
+    return Batch(**b.columns | dict(tokens=tokens, lengths=lengths, mask=(at >= start[:, None]) & (at < lengths[:, None])))
+
+
+def real(b): return torch.arange(b.tokens.shape[1]) < b.lengths[:, None]
+
+
+def loaded(policy, b):
+    "The batch with what the balancing loss must know of the whole."
+    counts = policy.expert_counts(b)
+    return Batch(**b.columns, per_row=["load"], load=(counts.sum(0)/b.lengths.sum()).double().expand(counts.shape), n_real=b.lengths.sum().expand(len(b)))
+
+
+def loss(out, b):
+    "Both router losses over all real tokens, and something of the log-probs."
+    n = b.n_real[0]
+    each = [moe_balance_loss(x, b.load[:, i], real(b), denom=n)[0] + .1*router_z_loss(x, real(b), denom=n)[0] for i, x in enumerate(out.router_logits.unbind(2))]
+    return sum(each) - .1*masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
+
+
+def gradient(model, b, **how):
+    policy = Policy(model, device="cpu", max_norm=None, **how)
+    found = tiny.gradients(policy)
+    metrics = policy.step(loaded(policy, b), loss, router_logits=True)
+    return float(metrics["loss"]), found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_gradient_however_the_step_is_cut(kind):
+    b, model = batch(), net(kind)
+    value, want = gradient(model, b, pack=False)
+    routers = [n for n in want if "gate" in n and "shared" not in n and "gate_up" not in n and "gate_proj" not in n]
+    assert len(routers) == 2 and all(want[n].abs().max() > 1e-4 for n in routers)
+    for packed, micro in ((False, 1), (False, 2), (True, 1), (True, 2), (True, 16)):
+        one, found = gradient(model, b, pack=packed, micro_rows=micro)
+        assert one == pytest.approx(value, rel=1e-6) and tiny.apart(found, want) < 1e-6
+
+
+def test_columns_are_the_models_own():
+    b, model = batch(), net("mixtral")
+    want = torch.stack(model(b.tokens, output_router_logits=True).router_logits, 1).view(16, 14, 2, 4)
+    want = torch.where(real(b)[..., None, None], want, 0.).detach()
+    for packed in (False, True):
+        policy = Policy(model, pack=packed, device="cpu")
+        assert_close(policy._run.tokens_out(b.part(range(16)), router_logits=True).router_logits.detach(), want, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("how", [dict(checkpointing=True), dict(lora=dict(r=2, target_modules=["q_proj"])), dict(value_head=True)])
+def test_under_what_stands_around_the_model(how):
+    "Layers computed again in the backward pass; an adapter's wrapping; a value head."
+    b, model = batch(), net("qwen3_moe")
+    policy = Policy(model, device="cpu", micro_rows=5, max_norm=None, **how)
+    plain = Policy(model, device="cpu")
+    assert_close(policy.expert_counts(b), plain.expert_counts(b))
+    found = tiny.gradients(policy)
+    value = float(policy.step(loaded(policy, b), loss, router_logits=True)["loss"])
+    assert value == pytest.approx(float(plain.step(loaded(plain, b), loss, router_logits=True)["loss"]), rel=1e-6)
+    assert any(g.abs().max() > 0 for g in found.values())
+    if "checkpointing" in how: assert tiny.apart(found, gradient(model, b)[1]) < 1e-6
+
+
+def test_counts_are_the_load_of_the_whole():
+    b, policy = batch(), Policy(net("mixtral"), device="cpu", micro_rows=3)
+    counts, x = policy.expert_counts(b), policy._run.tokens_out(b.part(range(16)), router_logits=True).router_logits
+    assert counts.shape == (16, 2, 4) and counts.sum() == 2*2*b.lengths.sum()
+    for i in range(2): assert_close((counts.sum(0)/b.lengths.sum())[i].double(), expert_load(x[:, :, i], real(b), top_k=2)[0])
+    assert policy.expert_counts(b, top_k=1).sum() == 2*b.lengths.sum()
+    assert_close(torch.cat([policy.expert_counts(b[:5]), policy.expert_counts(b[5:])]), counts)
+    assert_close(policy.expert_counts(b.drop("mask")), counts)       # a prompt's tokens are routed too
+
+
+def test_what_is_refused():
+    b = batch()
+    with pytest.raises(ValueError, match="LlamaForCausalLM declares no routers"): Policy(tiny.model()).step(b, loss, router_logits=True)
+    with pytest.raises(AttributeError, match="router_logits=True"): Policy(net("mixtral")).step(b, lambda out, b: (out.router_logits.sum(), {}))
+    with pytest.raises(ValueError, match="does not say how many experts"): experts_per_token(tiny.model())
+    with pytest.raises(ValueError, match="layers have unlike scores"): router_columns([torch.zeros(4, 2), torch.zeros(4, 3)], torch.tensor([4]), 4)
+    assert routers_of(tiny.model()) == []
