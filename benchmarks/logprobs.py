@@ -8,6 +8,9 @@ Forward and backward for hidden states and head ("trains"), with the head frozen
 kernel's high-water mark of resident memory, reset before the call, less what inputs and gradients take); times are then taken in turn in one process, so that other work on the machine meets all alike, and
 with one thread they are CPU seconds. Peers: TRL's functions on logits, which its GRPO calls ("trl"), TRL's chunked head ("trl-chunk"), Liger's chunked GRPO loss with the advantages as weights ("liger": no
 entropy, no adapter). Where a peer is absent, cannot do it, or would hold logits that do not fit, its row says so.
+
+"forward KL" and "reverse KL" are distillation from a teacher twice as wide, its hidden states and head given: `linear_measured` with `jsd`, against log-softmax of both models' logits, TRL's GKD loss on them, and
+Liger's fused JSD in its own chunks of 1,024 ("liger") and in ours ("liger-256"). Ours computes both models' logits twice where the head learns, Liger once.
 """
 import argparse
 import json
@@ -22,15 +25,20 @@ from pathlib import Path
 
 import torch
 
-from rlblocks.logprobs import linear_logprobs
+from rlblocks.distill_losses import jsd
+from rlblocks.logprobs import linear_logprobs, linear_measured
 
 # what learns: hidden states, head, an adapter on the head; and whether the entropy is asked
 MODES = {"trains, entropy": (True, True, False, True), "trains": (True, True, False, False), "frozen, entropy": (True, False, False, True), "frozen": (True, False, False, False),
          "LoRA, entropy": (True, False, True, True), "LoRA": (True, False, True, False), "no gradient": (False, False, False, False)}
+# distillation: what learns, and the share of the teacher in the mixture (0 forward KL, 1 reverse)
+DISTILL = {"forward KL": (True, True, 0.), "forward KL, frozen": (True, False, 0.), "reverse KL": (True, True, 1.), "reverse KL, frozen": (True, False, 1.)}
 # at most: seconds over those of logits in full, by mode; chunks of logits beyond inputs and gradients, without and with entropy. And no peer faster or smaller
 SLOWER = {mode: 1.2 if learns else 1.05 for mode,(_, learns, *_) in MODES.items()}
 CHUNKS = {mode: 2.25 if entropy else 1.25 for mode,(*_, entropy) in MODES.items()}
-PEERS = "trl", "trl-chunk", "liger"
+SLOWER |= {mode: 1.5 if learns else 1.05 for mode,(_, learns, _) in DISTILL.items()} # six products instead of four; three as before
+CHUNKS |= {mode: 6. for mode in DISTILL}                                             # two models' logits and a gradient, and room
+PEERS = "trl", "trl-chunk", "liger", "liger-256"
 RANK, SCALE = 16, 2.
 CHUNK = None # positions of a chunk; None: the default
 
@@ -75,13 +83,41 @@ def liger(h, W, AB, ids, entropy):
 
 
 WAYS = {"plain": plain, "ours": ours, "trl": trl, "trl-chunk": trl_chunk, "liger": liger}
+
+
+def plain_kl(h, W, ht, Wt, beta):
+    s, t = (h @ W.T).log_softmax(-1), (ht @ Wt.T).log_softmax(-1)
+    one, other = (t, s) if beta == 0 else (s, t)
+    return (one.exp()*(one - other)).sum()
+
+
+def ours_kl(h, W, ht, Wt, beta): return linear_measured(h, W, lambda z, ht: jsd(z, ht @ Wt.T, beta=beta), ht, chunk=CHUNK).sum()
+
+
+def trl_kl(h, W, ht, Wt, beta):
+    from trl.experimental.gkd import GKDTrainer
+    return GKDTrainer.generalized_jsd_loss((h @ W.T)[None], (ht @ Wt.T)[None], beta=beta, reduction="sum")
+
+
+def liger_kl(h, W, ht, Wt, beta, chunk=1024):
+    from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearJSDFunction
+    ids = torch.zeros(len(h), dtype=torch.long)
+    return LigerFusedLinearJSDFunction.apply(h, W, ht, Wt, ids, None, None, 0., 1., beta, -100, 1., False, chunk)*len(h) # it is a mean
+
+
+DIVERGENCES = {"plain": plain_kl, "ours": ours_kl, "trl": trl_kl, "liger": liger_kl, "liger-256": lambda *a: liger_kl(*a, chunk=256)}
+
+
+def ways(mode): return DIVERGENCES if mode in DISTILL else WAYS
 LOGITS_HELD = {"plain": 6, "trl": 6, "trl-chunk": 7} # times N × V × 4 bytes, at the worst moment
 
 
 def inputs(shape, mode):
-    (N, H, V), (grad, head, adapter, _) = shape, MODES[mode]
+    "Hidden states, head, the adapter's two matrices or the teacher's hidden states and head, and token ids."
+    (N, H, V), (grad, head, adapter, _) = shape, MODES.get(mode) or (*DISTILL[mode][:2], False, None)
     g = torch.Generator().manual_seed(0)
     draw = lambda *s: torch.randn(*s, generator=g)
+    if mode in DISTILL: return draw(N, H).requires_grad_(grad), (draw(V, H)/H**.5).requires_grad_(head), (draw(N, 2*H), draw(V, 2*H)/(2*H)**.5), None
     AB = ((draw(RANK, H)/H**.5).requires_grad_(), draw(V, RANK).requires_grad_()) if adapter else ()
     return draw(N, H).requires_grad_(grad), (draw(V, H)/H**.5).requires_grad_(head), AB, torch.randint(V, (N,), generator=g)
 
@@ -93,6 +129,9 @@ def once(way, h, W, AB, ids, mode):
     h.grad = W.grad = None
     for x in AB: x.grad = None
     begin = clock()
+    if mode in DISTILL:
+        DIVERGENCES[way](h, W, *AB, DISTILL[mode][-1]).backward()
+        return clock() - begin
     lp, ent = WAYS[way](h, W, AB, ids, MODES[mode][-1])
     if lp.requires_grad: (lp.sum() + (.1*ent.sum() if ent is not None else 0)).backward()
     return clock() - begin
@@ -142,19 +181,19 @@ def verdicts(found):
         said.append((f"{where}: at most {CHUNKS[r['mode']]} chunks of memory", f"{r['chunks']:.2f}", r["chunks"] <= CHUNKS[r["mode"]]))
         if "ratio" in r: said.append((f"{where}: at most {SLOWER[r['mode']]} x the time of logits in full", f"{r['ratio']:.2f} x", r["ratio"] <= SLOWER[r["mode"]]))
         for x in others:
-            if "seconds" in r: said.append((f"{where}: faster than {x['way']}", f"{r['seconds']:.2f} s against {x['seconds']:.2f}", r["seconds"] < x["seconds"]))
+            if "seconds" in r and not (x["way"] == "trl" and r["mode"] in DISTILL): said.append((f"{where}: faster than {x['way']}", f"{r['seconds']:.2f} s against {x['seconds']:.2f}", r["seconds"] < x["seconds"]))
             said.append((f"{where}: smaller than {x['way']}", f"{r['MiB']:.0f} MiB against {x['MiB']:.0f}", r["MiB"] < x["MiB"]))
     return said
 
 
 def measure(shape, mode, rounds):
-    why = {way: absent(way, shape, mode) for way in WAYS}
-    ways = [way for way in WAYS if not why[way]]
-    held = {way: memory_of(way, shape, mode) for way in ways}
+    why = {way: absent(way, shape, mode) for way in ways(mode)}
+    there = [way for way in ways(mode) if not why[way]]
+    held = {way: memory_of(way, shape, mode) for way in there}
     given = inputs(shape, mode)
-    times = {way: [] for way in ways}
+    times = {way: [] for way in there}
     for _ in range(rounds):
-        for way in ways: times[way].append(once(way, *given, mode))
+        for way in there: times[way].append(once(way, *given, mode))
     return {way: dict(seconds=sorted(t)[(len(t)-1)//2], best=min(t), MiB=held[way]) for way, t in times.items()} | {way: dict(absent=w) for way, w in why.items() if w}
 
 
@@ -167,8 +206,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["2048x512x50000"])
     parser.add_argument("--memory-shape", help="where only the memory of linear_logprobs is measured", default="8192x16x151936")
-    parser.add_argument("--mode", choices=MODES, nargs="+")
-    parser.add_argument("--memory", choices=WAYS)
+    parser.add_argument("--mode", choices=[*MODES, *DISTILL], nargs="+")
+    parser.add_argument("--memory", choices=[*WAYS, "liger-256"])
     parser.add_argument("--chunk", type=int, help="of linear_logprobs; without it, its default")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
@@ -183,21 +222,21 @@ def main():
     for shape in shapes:
         unit = (a.chunk or 256)*shape[2]*4/2**20 # 256 is the default on a CPU
         print(f"\nN, H, V = {shape}; one chunk of logits is {unit:.0f} MiB; {'CPU ' if a.threads == 1 else ''}seconds, median (best)", flush=True)
-        for mode in a.mode or MODES:
+        for mode in a.mode or [*MODES, *DISTILL]:
             result = measure(shape, mode, a.rounds)
             base = result["plain"].get("seconds")
-            for way in WAYS:
+            for way in ways(mode):
                 r, row = result[way], dict(shape=shape, mode=mode, way=way) | result[way]
                 if "absent" not in r:
                     row |= dict(chunks=r["MiB"]/unit) | (dict(ratio=r["seconds"]/base) if base else {})
                     share = f"{row['ratio']:5.2f} x" if base else "       "
-                    print(f"{mode:16} {way:9} {r['seconds']:7.2f} s ({r['best']:.2f})  {share}   {r['MiB']:8.0f} MiB = {row['chunks']:5.2f} chunks", flush=True)
-                else: print(f"{mode:16} {way:9} {r['absent']}", flush=True)
+                    print(f"{mode:18} {way:9} {r['seconds']:7.2f} s ({r['best']:.2f})  {share}   {r['MiB']:8.0f} MiB = {row['chunks']:5.2f} chunks", flush=True)
+                else: print(f"{mode:18} {way:9} {r['absent']}", flush=True)
                 found.append(row)
     large = tuple(map(int, a.memory_shape.split("x")))
     unit = (a.chunk or 256)*large[2]*4/2**20
     print(f"\nN, H, V = {large}; one chunk of logits is {unit:.0f} MiB", flush=True)
-    for mode in [m for m in ("trains, entropy", "trains") if m in (a.mode or MODES)]:
+    for mode in [m for m in ("trains, entropy", "trains", "reverse KL") if m in (a.mode or [*MODES, *DISTILL])]:
         used = memory_of("ours", large, mode)
         found.append(dict(shape=large, mode=mode, way="ours", MiB=used, chunks=used/unit))
         print(f"{mode:16} ours      {used:8.0f} MiB = {used/unit:5.2f} chunks", flush=True)
@@ -212,7 +251,7 @@ def main():
     except ImportError: return
     fig, axes = plt.subplots(1, len(shapes), figsize=(5*len(shapes), 3), squeeze=False)
     for ax, shape in zip(axes[0], shapes, strict=True):
-        for way in WAYS:
+        for way in [*WAYS, "liger-256"]:
             runs = [r for r in found if r["way"] == way and r["shape"] == shape and "seconds" in r and "MiB" in r]
             if not runs: continue
             ax.scatter([r["MiB"] for r in runs], [r["seconds"] for r in runs], label=way)
