@@ -4,9 +4,9 @@ python benchmarks/kill.py                    20 moments of each kind of run; res
 python benchmarks/kill.py --moments 5 --out FOLDER
 
 A run is a GRPO loop on a tiny network: prompts whose epoch ends inside it, minibatches, a buffer that is never empty, a coefficient that lives across steps, and
-thirty megabytes of ballast, so that a good part of the time goes to saving. It saves after every step. Processes are forked from this one, which has the libraries loaded
+twelve megabytes of ballast, so that a good part of the time goes to saving. It saves after every step. Processes are forked from this one, which has the libraries loaded
 but has computed nothing, so that a run takes a second and not ten. Each moment is a run of its own: killed (all of its ranks, or one, and then the others must
-leave by themselves), then resumed in the same folder to the end.
+leave by themselves), then resumed in the same folder to the end. The moment is any time after a random number of rows, and for every third run the middle of the next save.
 """
 import argparse
 import json
@@ -22,7 +22,7 @@ import traceback
 from datetime import date
 from pathlib import Path
 
-os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ |= dict(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 import torch
 from torch import nn
@@ -32,7 +32,9 @@ from rlblocks.weights import checksum
 
 ROWS = [dict(prompt=f"{i}{i}", answer=str(i % 7)) for i in range(10)]
 KINDS = dict(one=dict(ranks=1), background=dict(ranks=1, background=True), two=dict(ranks=2), fsdp2=dict(ranks=2, engine="fsdp2"),
-             fsdp2_background=dict(ranks=2, engine="fsdp2", background=True), fsdp2_to_one=dict(ranks=2, engine="fsdp2", resume=1), fsdp2_to_two=dict(ranks=1, engine="fsdp2", resume=2))
+             fsdp2_background=dict(ranks=2, engine="fsdp2", background=True), fsdp2_to_one=dict(ranks=2, engine="fsdp2", resume=1), fsdp2_to_two=dict(ranks=1, engine="fsdp2", resume=2),
+             zero1=dict(ranks=2, engine="zero1"), zero2=dict(ranks=2, engine="zero2"), zero3=dict(ranks=2, engine="zero3"), zero3_background=dict(ranks=2, engine="zero3", background=True),
+             zero1_to_one=dict(ranks=2, engine="zero1", resume=1), zero2_to_two=dict(ranks=1, engine="zero2", resume=2), zero3_to_one=dict(ranks=2, engine="zero3", resume=1))
 
 
 class Digits:
@@ -61,7 +63,7 @@ class Net(nn.Module):
 def loop(pool, *, steps=12, engine=None, checkpoint=Checkpoint()):
     "GRPO with a buffer: each step trains on what an earlier one drew."
     policy, rollout = pool.place(Policy, Net, lr=1e-2, engine=engine, device="cpu"), pool.place(Rollout, Net, max_tokens=4, device="cpu", tokenizer=Digits())
-    data, buffer, state = Prompts(ROWS, Digits(), seed=3), Buffer(), dict(coef=.5, ballast=torch.arange(8_000_000.))
+    data, buffer, state = Prompts(ROWS, Digits(), seed=3), Buffer(), dict(coef=.5, ballast=torch.arange(3_000_000.))
     def loss(out, b): return ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
     for step in checkpoint(steps, policy=policy, data=data, buffer=buffer, state=state):
         rollout.load(policy.weights())
@@ -125,6 +127,13 @@ def finished(pids, limit):
     return [status.get(pid) for pid in pids]
 
 
+def come(pids, run, shown, after, inside):
+    "Wait for so many rows, and for the middle of the next save if that is wanted; not for a run that has ended."
+    def alive(): return all(os.waitid(os.P_PID, p, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for p in pids)
+    while alive() and len(read(shown)) < after: time.sleep(.002)
+    while alive() and inside and not any(run.glob(".draft-*")): time.sleep(.0005)
+
+
 def whole_run(ranks, folder, shown, engine, background):
     "Run to the end: rows as shown, seconds."
     begin = time.monotonic()
@@ -144,18 +153,21 @@ def far(row, want):
 
 def kind(name, moments, folder, seed=0, *, ranks, engine=None, background=False, resume=None):
     "Kill and resume at so many moments of one kind of run."
+    if str(engine).startswith("zero"): import deepspeed  # noqa: F401                          (once, for all that are forked)
     rng, out = random.Random(f"{name} {seed}"), []
     plain, seconds = whole_run(ranks, folder/"plain", folder/"plain.txt", engine, background)
     assert len(plain) == 12 and len({r["weights"] for r in plain}) == 12
     for i in range(moments):
-        at = rng.uniform(.05, .95)*seconds if i else .97*seconds
         run, shown, victims = folder/f"run{i}", folder/f"shown{i}.txt", rng.choice([range(ranks), *([[r] for r in range(ranks)] if ranks > 1 else [])])
-        pids = start(ranks, run, shown, engine, background)
-        time.sleep(at)
+        after, inside, late = (rng.randrange(12), i % 3 == 1, rng.uniform(0, 1.5)*seconds/12) if i else (12, False, 0.)
+        pids, begin = start(ranks, run, shown, engine, background), time.monotonic()
+        come(pids, run, shown, after, inside)
+        time.sleep(0. if inside else late)
+        at = time.monotonic() - begin
         for r in victims:
             try: os.kill(pids[r], signal.SIGKILL)
             except ProcessLookupError: pass
-        ended = finished(pids, 45)
+        ended = finished(pids, 90)        # longer than the pool waits for a peer that died before they met
         before, drafts = read(shown), len(list(run.glob(".draft-*")))
         again, _ = whole_run(resume or ranks, run, f"{shown}.again", engine, background)
         rows = before + again
@@ -182,8 +194,8 @@ def draw(results, file):
     fig, ax = plt.subplots(figsize=(7, 3), layout="constrained")
     for y, r in enumerate(results.values()):
         for saving, mark in ((False, "o"), (True, "x")):
-            ax.plot([x["at"]/r["seconds"] for x in r["moments"] if x["in_a_save"] is saving], [y]*sum(x["in_a_save"] is saving for x in r["moments"]), f"C{int(saving)}{mark}")
-    ax.set(yticks=range(len(results)), yticklabels=results, xlabel="moment of the kill, share of the run (× in the middle of a save)")
+            ax.plot([x["shown"] for x in r["moments"] if x["in_a_save"] is saving], [y]*sum(x["in_a_save"] is saving for x in r["moments"]), f"C{int(saving)}{mark}")
+    ax.set(yticks=range(len(results)), yticklabels=results, xlabel="rows shown before the kill, of 12 (× in the middle of a save)")
     fig.savefig(file, dpi=120)
 
 

@@ -86,6 +86,9 @@ def _of_deepspeed(folder):
     parent, tag = (folder, None) if (folder/"latest").is_file() else (folder.parent, folder.name)
     lazy:Any = None
     with redirect_stdout(StringIO()): lazy = get_fp32_state_dict_from_zero_checkpoint(str(parent), tag, lazy_mode=True)
+    states = next((parent/(tag or (parent/"latest").read_text().strip())).glob("*_model_states.pt"))
+    frozen = torch.load(states, map_location="cpu", mmap=True, weights_only=False)["module"] or {}           # stage 1 keeps them there alone; stage 3 has empty places there
+    lazy |= {k: x for k, x in frozen.items() if k not in lazy and isinstance(x, Tensor) and x.numel()}
     def fill(into):
         for k, x in into.items(): x.copy_(lazy[k].contiguous())
     return Stored({k: torch.Size(x.shape) for k, x in lazy.items()}, {k: x.dtype for k, x in lazy.items()}, fill)

@@ -171,8 +171,8 @@ class ShardedModel:
         """Weights, optimizer state and version; with an engine all ranks call it together.
 
         The full state is that of one process, whatever the engine and the number of ranks: any engine on any number of ranks loads it. `full=False` is for
-        models that do not fit one host: fsdp2 gives DTensors under names (what torch.distributed.checkpoint saves, loads and reshards), zero this rank's flat
-        partitions (to be loaded by the same rank of as many)."""
+        models that do not fit one host: fsdp2 gives DTensors, zero a `Slice` of each weight and moment: what torch.distributed.checkpoint saves, and loads on any
+        number of ranks (zero: at any stage). `Checkpoint` does."""
         return dict(version=self.version) | self.engine.state(full)
 
     def load_state_dict(self,

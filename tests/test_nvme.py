@@ -1,0 +1,56 @@
+"ZeRO-Infinity: states on a disk, really swapped. Needs libaio with its headers (apt install libaio-dev) and some minutes of compiling, once."
+import os
+import socket
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rlblocks import Policy, masked_mean
+from tiny import model, rows
+
+
+def absent():
+    "What stands in the way of running this here, or ''."
+    try: import deepspeed  # noqa: F401
+    except ImportError: return "DeepSpeed is not installed"
+    import shutil
+
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    if shutil.which(os.environ.get("CXX", "c++")) is None: return "no C++ compiler"
+    return "" if AsyncIOBuilder().is_compatible() else "libaio and its headers are not there: apt install libaio-dev, or set CFLAGS, LDFLAGS, CPATH, LIBRARY_PATH and LD_LIBRARY_PATH"
+
+
+HOW = dict(lr=1e-4, weight_decay=.1, max_norm=.5, device="cpu", micro_rows=4)
+def net(seed=0): return model(hidden_size=128, intermediate_size=512, num_hidden_layers=3, seed=seed)     # 1.4 MiB of weights a rank: less than 1 MiB DeepSpeed does not swap
+def loss(out, b): return -masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
+def weights(policy): return {k: x for bucket in policy._run.model.iter_full_params() for k, x in bucket.items()}
+
+
+def one_rank(rank, world, port, folder):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    nvme, plain = Policy(net(), engine="zero3", offload="nvme", nvme=str(folder), **HOW), Policy(net(), **HOW)
+    for step in range(4):
+        b = rows(B=9, seed=step, dtype=torch.float32)
+        a, c = nvme.step(b.parts(world)[rank], loss), plain.step(b, loss)
+        assert abs(float(a["grad_norm"])/float(c["grad_norm"]) - 1) < 1e-5
+    want = weights(plain)
+    assert max((x-want[k]).abs().max().item() for k, x in weights(nvme).items()) < 1e-5
+    mine = [f for f in folder.rglob("*.swp") if f"rank{rank}" in str(f)]
+    assert sum(f.stat().st_size for f in mine) > 3 << 20, mine             # fp32 weights and both moments
+    dist.barrier()
+    os._exit(0)         # all is checked; gloo's threads abort now and then when peers take their connections down at different times
+
+
+def test_states_on_a_disk_are_those_in_memory(tmp_path):
+    if why := absent(): pytest.skip(why)
+    from rlblocks.zero import build_ops
+    build_ops(torch.device("cpu"), "nvme")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(one_rank, (2, port, tmp_path), nprocs=2, join=True)
