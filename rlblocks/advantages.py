@@ -196,6 +196,7 @@ def at_tokens(
 
     xₜ = x·[token t is chosen]: a verdict on the answer is the advantage of each of its tokens. Shao et al. 2024, section 4.1.2."""
     same_shape("B T", mask=mask)
+    same_shape(x=x)
     if x.shape != mask.shape[:1]: raise ValueError(f"at_tokens: x is {list(x.shape)}, mask is {list(mask.shape)}; one value per row is wanted")
     return torch.where(mask, promoted(x)[:, None], 0.)
 

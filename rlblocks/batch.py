@@ -257,6 +257,8 @@ class Batch:
     ):
         "Rows of several batches as one whole; per-token columns pad with False or 0 to the longest. Fillers are left out: they are nobody's rows."
         batches = list(batches)
+        for b in batches:
+            if not isinstance(b, Batch): raise TypeError(f"Batch.cat: there is a {type(b).__name__} among what shall be joined; batches are wanted")
         batches = [b for b in batches if not b.filler] or batches
         if not batches: raise ValueError("Batch.cat: nothing to join")
         first, T = batches[0], max((b.width or 0 for b in batches), default=0)

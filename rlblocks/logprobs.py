@@ -334,5 +334,5 @@ def sequence_logprobs(
     """Log-probability of all chosen tokens of a row together.
 
     log π(y|x) = Σₜ log π(yₜ | y<ₜ, x) over the mask."""
-    same_shape(logprobs=logprobs, mask=mask)
+    same_shape("B T", logprobs=logprobs, mask=mask)
     return masked_sum(logprobs, mask, dim=-1)

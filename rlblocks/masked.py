@@ -20,7 +20,7 @@ Number = float | int | Float[Tensor, ""] | Int[Tensor, ""]
 
 # %% ../nbs/00_masked.ipynb #21cf5e6d
 _BOOLS = frozenset("mask keep selected tied truncated correct ref_wins riskier_unsafe safer_unsafe".split()) # a name means one thing everywhere: these are Bool …
-_IDS = frozenset("tokens step ranks".split()) # … and these integers
+_IDS = frozenset("tokens lengths group step ranks".split()) # … and these integers
 
 @no_type_check  # a checker's wrapper would stand between this function and the caller whose name it tells
 def same_shape(

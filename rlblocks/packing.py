@@ -18,6 +18,7 @@ from torch import Tensor
 from jaxtyping import Int, Int32, Shaped
 
 from .balancing import _ints
+from .masked import same_shape
 
 # %% ../nbs/20_packing.ipynb #f6a0aa78
 def _places(
@@ -125,6 +126,8 @@ def pack(
     """Rows without their padding, one after the other, and where each began. `unpack(packed.take(x), packed)` is `x` with zeros for padding.
 
     ValueError when a length is negative or more than T. Attention must be told to stay inside a row, and which prefix is its: nothing here does that."""
+    same_shape("B T", tokens=tokens)
+    same_shape("B", lengths=lengths)
     (B, T), rows = tokens.shape, torch.arange(len(tokens), device=tokens.device)
     if len(lengths) != B: raise ValueError(f"pack: lengths has {len(lengths)} rows, tokens is {[B, T]}; one length a row is wanted")
     holder, shared = (rows, torch.zeros_like(rows)) if group is None else shared_prefix(tokens, lengths, group)

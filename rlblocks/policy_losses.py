@@ -217,6 +217,7 @@ def dr_grpo_loss(
     """PPO's clipped loss, each row divided by the same constant instead of by its length.
 
     L = Σ max(−ρÂ, −clip(ρ, 1−ε_low, 1+ε_high)Â) / (rows·T_max). Liu et al. 2025, section 3.2."""
+    same_shape("B T", logprobs=logprobs, mask=mask)
     rows = mask.any(-1).sum() if denom is None else denom
     return ppo_loss(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high, denom=rows*max_tokens)
 

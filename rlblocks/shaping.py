@@ -29,6 +29,7 @@ def at_last_token(
     rₜ = score·[t is the last chosen token]. Ziegler et al. 2019, section 2. A row with nothing chosen gets nothing.
     A NaN score, unscorable, is a NaN reward, in that row only: see `without_unscored`."""
     same_shape("B T", mask=mask)
+    same_shape(scores=scores)
     if scores.shape != mask.shape[:1]:
         raise ValueError(f"at_last_token: scores is {list(scores.shape)}, mask is {list(mask.shape)}; one score per row is wanted")
     count = mask.cumsum(1)
@@ -79,6 +80,7 @@ def overlong_penalty(
     """Warn long answers before the limit cuts them off.
 
     clip((max_length − buffer − length)/buffer, −1, 0). Yu et al. 2025 (DAPO), eq. 13."""
+    same_shape("B", lengths=lengths)
     if not 0 < buffer <= max_length:
         raise ValueError(f"overlong_penalty: buffer is {buffer}, max_length is {max_length}; the buffer is the last part of the length, 0 < buffer <= max_length")
     return ((max_length - buffer - lengths) / buffer).clamp(-1, 0)
@@ -183,6 +185,7 @@ def cosine_length_reward(
     """Pay a right answer for being short and a wrong one for having tried, along half a cosine.
 
     b + (a − b)(1 + cos(π·min(length/max_length, 1)))/2, (a, b) = right or wrong. Yeo et al. 2025, appendix C.1."""
+    same_shape(correct=correct)
     if correct.shape != lengths.shape:
         raise ValueError(f"cosine_length_reward: correct is {list(correct.shape)}, lengths is {list(lengths.shape)}; one of each per row is wanted")
     if max_length < 1:
@@ -200,6 +203,7 @@ def weighted_scores(
     """Sum several rewards into one score; a missing one adds nothing.
 
     sᵢ = Σₖ wₖsᵢₖ over what is not NaN. Guo et al. 2025 (DeepSeek-R1), section 2.2.2; TRL's reward_weights."""
+    same_shape(scores=scores)
     if scores.ndim != 2: raise ValueError(f"weighted_scores: scores is {list(scores.shape)}; [B, R] is wanted, a column for each reward")
     weights = [1.]*scores.shape[1] if weights is None else weights
     if len(weights) != scores.shape[1]:
@@ -217,6 +221,7 @@ def clip_rewards(
     """Cap rewards, so that one wild verdict does not make the step.
 
     min(max(x, −limit), limit). Mnih et al. 2015, Methods, there with limit 1."""
+    same_shape(x=x)
     if not limit > 0: raise ValueError(f"clip_rewards: limit is {limit}; it is the largest size that passes and must be positive")
     return promoted(x).clamp(-limit, limit)
 
@@ -228,6 +233,8 @@ def update_moments(
     """Take new scores into running moments, as if all had been seen at once.
 
     μ ← μ + (x̄ − μ)·n/(N + n), S ← S + Σ(x − x̄)² + (x̄ − μ)²·Nn/(N + n). Chan et al. 1979, eq. 2.1."""
+    same_shape(x=x)
+    if moments is not None and moments.shape != (3,): raise ValueError(f"update_moments: moments is {list(moments.shape)}; the three numbers of an earlier call are wanted, or None")
     x = x.detach().double()
     seen = ~x.isnan()
     n, mean = seen.sum(), masked_mean(x, seen)
@@ -245,6 +252,8 @@ def standardized(
 
     (x − μ)/(√(S/(N − 1)) + ε), moments of Chan et al. 1979. Burda et al. 2019, section 2.4, divide only: there the mean stays in.
     Fewer than two scores seen, or only equal ones: no division."""
+    same_shape(x=x)
+    if moments.shape != (3,): raise ValueError(f"standardized: moments is {list(moments.shape)}; the three numbers of update_moments are wanted")
     N, μ, S = moments.detach()
     std = (S / (N - 1).clamp(min=1)).sqrt()
     return ((x.double() - μ) / (torch.where(std > 0, std, 1.) + eps)).to(promoted(x).dtype)
