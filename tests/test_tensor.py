@@ -1,6 +1,8 @@
 """Layers cut over ranks are the plain process (tensor parallel, experts, FSDP2 over the replicas; LAWS 1, 22, 24, 29, 30, 40): one launch per world size holds all cases; gloo, CPU.
 
 The whole matrix: `RLBLOCKS_ENGINES=all pytest tests/test_tensor.py` (benchmarks/engines.py runs it and keeps the figures)."""
+import ctypes
+import gc
 import os
 import resource
 import socket
@@ -147,6 +149,19 @@ def reshards(engine, world, rank, folder):
         assert mine.keys() == theirs.keys() and all((x-theirs[k]).abs().max() < 1e-6 for k, x in mine.items())
 
 
+def export_peak(engine, world, rank, folder):
+    "LAWS 22: beside the pieces an export holds one bucket and one weight."
+    policy = Policy(model(hidden_size=256, intermediate_size=8192, num_hidden_layers=4), **HOW, engine=engine, tensor_parallel=SIZE)
+    mb, sharded = 8, policy._run.model            # 8 MiB each of three a layer, cut by rows and by columns
+    for bucket in sharded.iter_full_params(1 << 20): del bucket       # the collectives' own buffers are there by now
+    gc.collect()
+    open("/proc/self/clear_refs", "w").write("5")
+    before = t.memory("VmRSS")
+    for bucket in sharded.iter_full_params(3*mb << 20): del bucket
+    extra, most = t.memory("VmHWM") - before, 3*mb + mb + (mb/SIZE if engine else 0) + 4
+    assert extra < most, f"{extra:.1f} MiB beside the pieces, {most:.1f} is the most"
+
+
 def one_fails(engine, world, rank, folder):
     "A loss that raises on one of the ranks that hold a layer together raises on all; nothing changed."
     policy, calls = cut(engine=engine), []
@@ -211,13 +226,14 @@ def with_engines(check):
     return run
 
 
-CHECKS = [gradients, alike, reads, reshards, one_fails, placed, refuses] + [with_engines(c) for c in (t.on_policy, t.reference, t.half_precision, t.poison, t.resumes, t.failing, t.saved)]
-SPREAD = [c for c in CHECKS if c.__name__ in ("gradients", "alike", "reshards", "placed", "half_precision", "poison", "resumes")]
+CHECKS = [gradients, alike, export_peak, reads, reshards, one_fails, placed, refuses] + [with_engines(c) for c in (t.on_policy, t.reference, t.half_precision, t.poison, t.resumes, t.failing, t.saved)]
+SPREAD = [c for c in CHECKS if c.__name__ in ("gradients", "alike", "export_peak", "reshards", "placed", "half_precision", "poison", "resumes")]
 
 
 # -- in every process
 def one_rank(rank, world, port, folder):
     t.join(rank, world, port)
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)          # M_MMAP_THRESHOLD: what is freed leaves the resident set at once
     found, times = {}, {}
     for way in WORLDS[world]:
         n, engine = replicas(way, world), WAYS[way]["engine"]
