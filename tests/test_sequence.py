@@ -98,6 +98,19 @@ def under_a_pool(rank, world):
     for _ in range(2): metrics, want = policy.step(b, weighted, entropy=True), plain.step(b, weighted, entropy=True)
     assert metrics.keys() == want.keys() and all(float(metrics[k]) == pytest.approx(float(x), rel=1e-9, abs=1e-12) for k, x in want.items())
     assert (policy.logprobs(b) - plain.logprobs(b)).abs().max() < 1e-10
+    metrics, want = policy.step(b[:1], weighted, entropy=True), plain.step(b[:1], weighted, entropy=True)      # of two replicas one has no row
+    assert all(float(metrics[k]) == pytest.approx(float(x), rel=1e-9, abs=1e-12) for k, x in want.items())
+
+
+def under_an_adapter(rank, world):
+    "LoRA on a base that is whole on every rank, and a reference on the same base that shares no rows."
+    b, lora = shared_prompts(torch.float32), dict(r=4, init_lora_weights=False)
+    policy, plain = Policy(model(), lora=lora, sequence_parallel=world, **DOUBLE), Policy(model(), lora=lora, **DOUBLE)
+    ours, theirs = gradients(policy), gradients(plain)
+    policy.step(b, weighted, entropy=True), plain.step(b, weighted, entropy=True)
+    assert apart(ours, theirs) < 1e-5
+    ref = Policy(policy, lora=None, frozen=True, **DOUBLE)
+    assert ref.replica == rank and (ref.logprobs(b) - Policy(model(), frozen=True, **DOUBLE).logprobs(b)).abs().max() < 1e-5
 
 
 def refused(rank, world):
@@ -116,7 +129,7 @@ def refused(rank, world):
     with pytest.raises(ValueError, match="'dynamic' rotary embedding of LlamaForCausalLM turns with the longest position beyond 16"): Policy(turning, sequence_parallel=2, **DOUBLE).logprobs(b)
 
 
-CHECKS = [half_to_read, under_a_pool, refused]
+CHECKS = [half_to_read, under_a_pool, under_an_adapter, refused]
 
 
 # -- in the parent
