@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rlblocks.advantages import (
     at_tokens, discounted_returns, gae, n_step_returns, reinforce_pp_advantages, remax_advantages, td_lambda_returns, vtrace,
 )
-from rlblocks.balancing import balance, fit_row_costs, row_costs
+from rlblocks.balancing import balance, balance_families, fit_row_costs, row_costs
 from rlblocks.batch import Batch, Whole, pairs, seed_of
 from rlblocks.best_of import (
     best_of_n_advantages, best_random_weights, best_worst_weights, group_pass_at_k_advantages, pass_at_k_advantages, pf_ppo_weights,
@@ -92,7 +92,7 @@ __all__ = [
     "Policy", "Preferences", "Prompts", "Ragged", "Rollout", "Scorer", "SpmdPool", "Whole", "a2po_loss", "adaptive_entropy_coef",
     "adaptive_kl_coef", "aggregate", "aggregate_rows", "alpha_reward", "alphapo_loss", "annealed_kl_coef", "aot_loss", "aot_matched",
     "aot_units", "apo_down_loss", "apo_zero_loss", "apo_zero_unpaired_loss", "as_feedback", "assert_on_policy", "at_last_token",
-    "at_tokens", "balance", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_worst_pairs",
+    "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_worst_pairs",
     "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_loss", "bradley_terry_loss", "centering_loss", "check_estimator",
     "check_loss", "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_rewards", "clipped_surrogate",
     "correction_metrics", "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "dft_loss",
