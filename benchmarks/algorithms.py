@@ -10,6 +10,9 @@ Ours and theirs are called in turn, so that other work on the machine meets all 
 say how sure it is. On a busy machine use --threads 1: several threads wait for each other in every operation, and with one it is the processor's time that
 is measured, not the wall's. Memory is the highest sum of live tensors that the call itself made, as torch's allocator reports it (CUDA:
 max_memory_allocated): exact on any machine, left out on a CPU where a call takes over a second. Growth is our time fitted as (B·T)^p.
+
+Some have no peer: TRL 1.16 has dropped PPO's trainer, BCO, XPO, Nash-MD and MiniLLM, and verl and OpenRLHF never had the last four. Theirs is then "formula", the paper's equation
+as one would write it in plain torch, without metrics, weights or a mask's safety, and nothing is promised against it. PPO as a whole is verl's three functions.
 """
 import argparse
 import importlib
@@ -33,7 +36,7 @@ sys.path.insert(0, str(ROOT/"tests"/"parity"))
 import peers  # noqa: E402
 
 from rlblocks import advantages, best_of, corrections, distill_losses, groups, kl, logprobs, margins, masked, policy_losses, preference_losses  # noqa: E402
-from rlblocks import ratio_losses, reward_losses, selections, unpaired_losses, value_losses  # noqa: E402
+from rlblocks import online_losses, ratio_losses, reward_losses, selections, teachers, unpaired_losses, value_losses  # noqa: E402
 
 LONG, WIDE, SQUARE = (8, 131_072), (128, 8_192), (1_024, 1_024)
 
@@ -50,6 +53,7 @@ class Task:
     along: str = "tokens"    # what it should be linear in: "tokens", "rows" or "pairs"
 
 
+FORMULA = "formula, no peer"
 ROWWISE = "trl, one advantage a row"  # less to read than the same column that all others get: shown, but not what "fastest" means
 TASKS = []
 def task(name, make, ours, **theirs): TASKS.append(Task(name, make, ours, theirs.pop("theirs"), **theirs))
@@ -86,6 +90,7 @@ def pairs(P, _, device):
     names = ("chosen", "rejected", "ref_chosen", "ref_rejected")
     c = SimpleNamespace(**{k: (-20*torch.rand(P, generator=g)).to(device) for k in names}, desirable=(torch.rand(P, generator=g) < .5).to(device))
     c.mean_chosen, c.mean_rejected = c.chosen/10, c.rejected/10
+    c.win_prob = torch.rand(P, generator=g).to(device)
     return c
 
 
@@ -176,6 +181,23 @@ def openrlhf_reshape(c):
     return run(rewards=c.scores.reshape(-1, 8)).rewards.reshape(-1)
 
 
+def ppo_whole(c):
+    A, returns = advantages.gae(c.rewards, c.old_values, c.mask, **DISCOUNT)
+    return policy_losses.ppo_loss(c.logprobs, c.old, masked.whiten(A, c.mask), c.mask)[0] + .5*value_losses.value_loss(c.values, c.old_values, returns, c.mask)[0]
+
+
+def verl_ppo_whole(c):
+    A, returns = core().compute_gae_advantage_return(c.rewards, c.old_values, c.mask_float, .99, .95)
+    return core().POLICY_LOSS_REGISTRY["vanilla"](c.old, c.logprobs, A, c.mask, "token-mean", config())[0] + .5*core().compute_value_loss(c.values, returns, c.old_values, c.mask, .2)[0]
+
+
+def plain_minillm(c):
+    "γ = 1: what is still to come, a reversed running sum."
+    on = c.mask.float()
+    total, count = (x.flip(1).cumsum(1).flip(1) for x in ((c.ref - c.logprobs)*on, on))
+    return total/count.clamp(min=1)*on
+
+
 def outcome(name, ragged=True, **kw): return lambda c: getattr(core(), name)(c.at_last, c.mask_float, c.ragged_index if ragged else c.index, **kw)[0]
 def trl(module): return importlib.import_module(f"trl.{module}")
 
@@ -241,7 +263,7 @@ task("grpo_loss", tokens, lambda c: policy_losses.grpo_loss(c.logprobs, c.old, c
 task("dr_grpo_loss", tokens, lambda c: policy_losses.dr_grpo_loss(*A(c), max_tokens=1_024), **loss(promised=fastest), theirs=dict(trl=trl_policy("dr_grpo")))
 task("gspo_loss", tokens, lambda c: ratio_losses.gspo_loss(*A(c), clip_low=.2, clip_high=.2), **loss(promised=fastest),
      theirs=dict(verl=verl_policy("gspo", "seq-mean-token-mean"), openrlhf=lambda c: rlhf().PolicyLoss(policy_loss_type="gspo")(*A(c))[0], trl=trl_policy("grpo", "sequence")) | {ROWWISE: trl_policy("grpo", "sequence", rows=True)})
-# verl's cispo measures clipping and KL as ours does; TRL's lines measure nothing and let a NaN under the mask through, in seven passes
+# verl's cispo measures clipping and KL as ours does; TRL's lines measure nothing and let a NaN under the mask through, in seven passes (ours: 22)
 task("cispo_loss", tokens, lambda c: ratio_losses.cispo_loss(*A(c)), **loss(promised=fastest), theirs=dict(verl=verl_policy("cispo"), trl=trl_policy("cispo", epsilon_high=5.)) | {ROWWISE: trl_policy("cispo", epsilon_high=5., rows=True)})
 task("sapo_loss", tokens, lambda c: ratio_losses.sapo_loss(*A(c)), **loss(promised=fastest), theirs=dict(verl=verl_policy("sapo"), trl=trl_policy("sapo")) | {ROWWISE: trl_policy("sapo", rows=True)})
 task("gmpo_loss", tokens, lambda c: ratio_losses.gmpo_loss(*A(c)), **loss(promised=fastest), theirs=dict(verl=verl_policy("geo_mean"), trl=trl_gmpo))
@@ -261,6 +283,8 @@ task("kl_k3, aggregated", tokens, lambda c: masked.aggregate(kl.kl_k3(c.logprobs
 task("value_loss", tokens, lambda c: value_losses.value_loss(c.values, c.old_values, c.returns, c.mask), wrt=("values",), promised=fastest,
      theirs=dict(verl=lambda c: core().compute_value_loss(c.values, c.returns, c.old_values, c.mask, .2)[0],
                  openrlhf=lambda c: rlhf().ValueLoss(clip_eps=.2)(c.values, c.old_values, c.returns, c.mask)))
+task("ppo whole: gae, policy and value loss", tokens, lambda c: ppo_whole(c), wrt=("logprobs", "values"), promised=fastest, theirs=dict(verl=lambda c: verl_ppo_whole(c)))
+task("minillm_advantages", tokens, lambda c: teachers.minillm_advantages(c.logprobs, c.ref, c.mask), theirs={FORMULA: lambda c: plain_minillm(c)})
 task("sft_loss", tokens, lambda c: distill_losses.sft_loss(c.logprobs, c.mask), **loss(promised=fastest), theirs=dict(openrlhf=lambda c: rlhf().SFTLoss()(c.logprobs, c.mask)))
 
 # -- preferences and reward models, forward and backward
@@ -301,6 +325,15 @@ task("bradley_terry_loss", pairs, lambda c: reward_losses.bradley_terry_loss(c.c
 # LogExpLoss is log(1 + exp(x)) as written, inf from x = 89 on; PairWiseLoss is the same loss, safe
 task("log_exp_loss", pairs, lambda c: reward_losses.log_exp_loss(c.chosen, c.rejected), **pair(),
      theirs={"openrlhf": lambda c: rlhf().LogExpLoss()(c.chosen, c.rejected), "openrlhf, PairWiseLoss": lambda c: rlhf().PairWiseLoss()(c.chosen, c.rejected)})
+
+bare = partial(dict, shapes=MANY, along="pairs")  # without a peer
+logsigmoid = torch.nn.functional.logsigmoid
+task("bco_loss", pairs, lambda c: unpaired_losses.bco_loss(c.chosen, c.ref_chosen, c.desirable, delta=.1), **bare(wrt=("chosen",)),
+     theirs={FORMULA: lambda c: -logsigmoid((.1*(c.chosen - c.ref_chosen) - .1)*(2*c.desirable.float() - 1)).mean()})
+task("xpo_loss", pairs, lambda c: online_losses.xpo_loss(*P(c), c.desirable), **bare(wrt=("chosen", "rejected")),
+     theirs={FORMULA: lambda c: (-logsigmoid(.1*(c.chosen - c.ref_chosen - c.rejected + c.ref_rejected)) + 1e-5*torch.where(c.desirable, c.chosen, c.rejected)).mean()})
+task("nash_md_loss", pairs, lambda c: online_losses.nash_md_loss(c.chosen, c.ref_chosen, c.win_prob), **bare(wrt=("chosen",)),
+     theirs={FORMULA: lambda c: -((c.win_prob - .5 - .1*(c.chosen - c.ref_chosen)).detach()*c.chosen).mean()})
 
 
 # -- whole vocabularies, forward and backward
@@ -439,21 +472,21 @@ def draw(result, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 9), sharey=True)
-    last = {}
+    last, marks = {}, dict(verl="o", trl="s", openrlhf="^", formula="x")
     for x in result["comparisons"]:
         if x["name"] not in last or None not in x["bytes"].values(): last[x["name"]] = x
     for i, x in enumerate(last.values()):
         for k in x["faster"]:
-            mark = dict(verl="o", trl="s", openrlhf="^")[k.split()[0].rstrip(",")]
-            left.plot(x["faster"][k][0], i, mark, color=f"C{'os^'.index(mark)}", ms=5)
-            if x["bytes"][k]: right.plot(x["bytes"][k]/max(x["bytes"]["ours"], 1), i, mark, color=f"C{'os^'.index(mark)}", ms=5)
+            mark = marks[k.split()[0].rstrip(",")]
+            left.plot(x["faster"][k][0], i, mark, color=f"C{'os^x'.index(mark)}", ms=5)
+            if x["bytes"][k]: right.plot(x["bytes"][k]/max(x["bytes"]["ours"], 1), i, mark, color=f"C{'os^x'.index(mark)}", ms=5)
     for axis, label in ((left, "their time / ours"), (right, "their peak memory / ours")):
         axis.axvline(1, color="k", lw=.8)
         axis.set(xscale="log", xlabel=f"{label}, largest shape", yticks=range(len(last)), yticklabels=list(last))
         axis.grid(alpha=.3)
         axis.xaxis.set_minor_formatter(plt.NullFormatter())
     right.set(xticks=[.125, .25, .5, 1, 2, 4], xticklabels=["⅛", "¼", "½", "1", "2", "4"])
-    for peer, mark in dict(verl="o", trl="s", openrlhf="^").items(): right.plot([], [], mark, color=f"C{'os^'.index(mark)}", label=peer)
+    for peer, mark in marks.items(): right.plot([], [], mark, color=f"C{'os^x'.index(mark)}", label=peer)
     right.legend()
     left.invert_yaxis()
     figure.tight_layout()

@@ -15,7 +15,7 @@ from rlblocks.advantages import at_tokens
 from rlblocks.batch import Batch
 from rlblocks.kl import kl_k1
 from rlblocks.masked import aggregate, gate_of, gated, masked_mean, merge
-from rlblocks.policy_losses import bnpo_loss, clipped_surrogate, dapo_loss, dr_grpo_loss, log_ratio, ppo_loss
+from rlblocks.policy_losses import bnpo_loss, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss, log_ratio, ppo_loss
 from rlblocks.ratio_losses import (
     cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, on_policy_loss, reinforce_loss, sapo_loss, vespo_loss,
 )
@@ -314,15 +314,30 @@ def test_metrics_of_all_ratio_losses(name):
 
 
 @pytest.mark.parametrize("loss", [ppo_loss, cispo_loss])
-def test_metrics_of_a_batch_of_many_blocks(loss): # more tokens than are measured at a time, the last block smaller than the others
+def test_a_batch_of_many_blocks(loss): # more tokens than are swept at a time, the last block smaller than the others
     g = torch.Generator().manual_seed(0)
-    old, A, mask = torch.randn(70, 1000, generator=g), torch.randn(70, 1000, generator=g), torch.rand(70, 1000, generator=g) < .7
-    lp = old + .5*torch.randn(70, 1000, generator=g)
-    whole, rows = loss(lp, old, A, mask, clip_high=.3)[1], [loss(*(x[i:i+1] for x in (lp, old, A, mask)), clip_high=.3)[1] for i in range(70)]
-    x = (lp-old)[mask].double()
+    old, A, mask = torch.randn(140, 1000, generator=g), torch.randn(140, 1000, generator=g), torch.rand(140, 1000, generator=g) < .7
+    lp = (old + .5*torch.randn(140, 1000, generator=g)).requires_grad_()
+    def found(denom, *cols):
+        value, metrics = loss(*cols, clip_high=.3, denom=denom)
+        return value.detach(), torch.autograd.grad(value, lp)[0], metrics
+    whole, rows = found(9., lp, old, A, mask), [found(9., *(x[i:i+1] for x in (lp, old, A, mask))) for i in range(140)]
+    assert_close(whole[:2], tuple(sum(row[k] for row in rows) for k in range(2)), rtol=1e-5, atol=1e-5)
+    x = (lp.detach()-old)[mask].double()
     wanted = dict(approx_kl=(x.expm1()-x).mean(), ratio=x.exp().mean(), ratio_max=x.exp().max(), clip_frac_high=(x.exp() > 1.3).logical_and((A[mask] > 0) | (loss is cispo_loss)).double().mean())
-    for found in (whole, merge(*rows)): assert_close([float(found[k]) for k in wanted], [float(y) for y in wanted.values()])
-    assert {k: float(m) for k, m in whole.items()} == pytest.approx({k: float(m) for k, m in merge(*rows).items()}, rel=1e-5)
+    merged = merge(*(row[2] for row in rows))
+    for metrics in (whole[2], merged): assert_close([float(metrics[k]) for k in wanted], [float(y) for y in wanted.values()])
+    assert {k: float(m) for k, m in whole[2].items()} == pytest.approx({k: float(m) for k, m in merged.items()}, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", [ppo_loss, cispo_loss, grpo_loss])
+def test_the_gradient_can_be_asked_twice_and_is_no_loss_itself(loss): # it was written with the value: kept for a second call, but of no use to differentiate again
+    lp = LP.clone().requires_grad_()
+    value, _ = loss(lp, OLD, *([COLS["ref_logprobs"]] if loss is grpo_loss else []), A, MASK)
+    first, second = (torch.autograd.grad(value, lp, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second) and (first != 0).any() and torch.equal(torch.autograd.grad(2*value, lp, retain_graph=True)[0], 2*first)
+    grad, = torch.autograd.grad(value, lp, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"): grad.sum().backward()
 
 
 @pytest.mark.parametrize("loss", [ppo_loss, cispo_loss])
