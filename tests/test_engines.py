@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rlblocks import Critic, Policy, Scorer, bradley_terry_loss, dpo_loss, kl_k3, masked_mean, masked_sum, merge, pairs, ppo_loss, sft_loss, value_loss
 from rlblocks.sharded import ShardedModel
-from tiny import model, rows
+from tiny import model, rows, tokenizer
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -207,6 +207,7 @@ def half_precision(engine, world, rank, folder):
 
 def poison(engine, world, rank, folder):
     "Every weight exactly once, the same as a plain model's; what a receiver does to its copies, and what becomes of gathered memory, reaches nobody."
+    ctypes.CDLL(None).mallopt(-6, 255)              # M_PERTURB: every byte that is freed becomes 0xff, and four of those are a NaN
     policy = Policy(model("gemma"), **HOW, engine=engine)
     want, got = {k: x.clone() for k, x in whole_weights(Policy(model("gemma"), **HOW)).items()}, {}
     for bucket in policy._run.model.iter_full_params(bucket_bytes=3000):
@@ -217,6 +218,7 @@ def poison(engine, world, rank, folder):
     assert got.keys() == want.keys() and all(torch.equal(got[k], want[k]) for k in want)
     assert all(x.isfinite().all() for x in whole_weights(policy).values())
     assert policy.logprobs(batch(3)).isfinite().all()
+    ctypes.CDLL(None).mallopt(-6, 0)
 
 
 def copied(state): return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
@@ -281,14 +283,15 @@ def failing(engine, world, rank, folder):
 
 def saved(engine, world, rank, folder):
     "LAWS 40: a folder that plain transformers loads."
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
     b = batch(4)
-    policy, scorer = Policy(model("gemma"), **HOW, engine=engine), Scorer(model(), **HOW, engine=engine)
+    policy, scorer = Policy(model("gemma"), tokenizer=tokenizer(), **HOW, engine=engine), Scorer(model(), **HOW, engine=engine)
     policy.step(b, sft)
     policy.save_pretrained(folder/"policy")
     scorer.save_pretrained(folder/"scorer")
     lp = policy.logprobs(b)
     assert (Policy(AutoModelForCausalLM.from_pretrained(folder/"policy"), **HOW).logprobs(b)-lp).abs().max() < 1e-5
+    assert AutoTokenizer.from_pretrained(folder/"policy").chat_template == tokenizer().chat_template
     assert (folder/"policy"/"generation_config.json").exists()
     reward, info = AutoModelForSequenceClassification.from_pretrained(folder/"scorer", output_loading_info=True)
     assert not info["missing_keys"] and reward.num_labels == 1

@@ -1,4 +1,5 @@
 "States that no process holds whole: saved in shards by one number of ranks, read by another, by another stage of ZeRO, and by one process that has no ranks at all."
+import json
 import os
 import shutil
 import socket
@@ -9,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rlblocks import Checkpoint, Policy, masked_mean
-from tiny import model, rows
+from rlblocks import Checkpoint, Policy, Scorer, masked_mean
+from rlblocks.convert import command, convert
+from tiny import model, rows, tokenizer
 
 pytest.importorskip("deepspeed")
 HOW = dict(lr=1e-2, weight_decay=.1, max_norm=.5, device="cpu", micro_rows=4)
@@ -45,8 +47,19 @@ def trained(policy, steps, world=1, rank=0, checkpoint=Checkpoint()):
 
 
 def save(world, rank, folder):
-    "Two steps with each engine, a save after each, in the background or not."
-    for engine in SAVED: trained(Policy(net(), engine=engine, **HOW), 2, world, rank, Checkpoint(folder/f"{world}-{engine}", every=1, background=engine == "zero2"))
+    "Two steps with each engine, a save after each, in the background or not; then as torch and DeepSpeed would save by themselves."
+    import torch.distributed.checkpoint as dcp
+    found = {}
+    for engine in SAVED:
+        policy = Policy(net(), engine=engine, **HOW)
+        found[engine] = trained(policy, 2, world, rank, Checkpoint(folder/f"{world}-{engine}", every=1, background=engine == "zero2"))
+        if engine == "fsdp2": dcp.save(dict(model=policy.state_dict(full=False)["module"], steps=2), checkpoint_id=folder/f"{world}-dcp")
+        else: policy._run.model.engine.engine.save_checkpoint(str(folder/f"{world}-deepspeed-{engine}"))
+    scorer = Scorer(model(), engine="zero2", **HOW)
+    for _ in Checkpoint(folder/f"{world}-scorer", every=1)(1, judge=scorer, policy=policy, state=dict(x=1)):
+        scorer.step(rows(B=8, dtype=torch.float32), lambda out, b: (((out.scores-b.lengths/10)**2).sum()/b.n_rows, {}))
+        scorer.normalise(rows(B=8, dtype=torch.float32))
+    return found | dict(scorer=(scorer.moments, scorer.scores(rows(B=8, dtype=torch.float32))))
 
 
 def go_on(world, rank, folder, *, saved_by):
@@ -92,11 +105,10 @@ def launch(world, jobs, folder):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    "Two ranks have saved, then one."
+def saved(tmp_path_factory):
+    "A folder in which two ranks have saved; what they found."
     folder = tmp_path_factory.mktemp("shards")
-    folder.fresh = None
-    return folder
+    return folder, launch(2, [before_the_first_step, save], folder)
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +120,9 @@ def far(a, b):
     return max((a[k]-x).abs().max().item() for k, x in b.items())
 
 
-def test_another_number_of_ranks_goes_on(tmp_path_factory, plain):
+def test_another_number_of_ranks_goes_on(saved, plain):
     "ZeRO-1 on two ranks goes on as ZeRO-3 on one, and so on: weights after four steps are those of one plain process."
-    folder = tmp_path_factory.mktemp("shards")
-    fresh, _ = launch(2, [before_the_first_step, save], folder)
+    folder, (fresh, _) = saved
     _, on_one = launch(1, [save, partial(go_on, saved_by=2)], folder)
     on_two, = launch(2, [partial(go_on, saved_by=1)], folder)
     half = trained(Policy(net(), **HOW), 2)
@@ -124,3 +135,103 @@ def test_another_number_of_ranks_goes_on(tmp_path_factory, plain):
     for engine in SAVED:
         parts = sorted(f.stat().st_size for f in (save_of(engine)/"shards").glob("__*"))
         assert len(parts) == 2 and parts[0] > .4*parts[1] and (save_of(engine)/"policy.pt").stat().st_size < 60_000, engine      # each rank wrote about half
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    "The model that was trained, with all that belongs to it."
+    from transformers import GenerationConfig
+    folder = tmp_path_factory.mktemp("base")
+    m = net()
+    m.generation_config = GenerationConfig(temperature=.3, do_sample=True, eos_token_id=1)
+    m.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", [*(f"2-{e}" for e in SAVED), "2-dcp", *(f"2-deepspeed-{e}" for e in SAVED if e != "fsdp2")])
+def test_one_process_makes_a_model_of_what_two_ranks_wrote(saved, base, tmp_path, name):
+    "LAWS 40 without the ranks: plain transformers loads the folder; weights are those that the ranks export, to the bit, and all that belongs to the model is there."
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    folder, (_, found) = saved
+    out = convert(folder/name, tmp_path/"out", base=base, file_bytes=20_000)
+    got, want = AutoModelForCausalLM.from_pretrained(out), found["fsdp2" if name == "2-dcp" else name.rpartition("-")[2]]
+    assert type(got).__name__ == "GemmaForCausalLM" and len(list(out.glob("model-*.safetensors"))) > 2 and not list(out.glob(".draft*"))
+    for k, x in want.items(): assert torch.equal(got.state_dict()[k.removeprefix("trunk.")], x), k
+    assert got.generation_config.temperature == .3
+    assert AutoTokenizer.from_pretrained(out).chat_template == "{{ messages[0].content }}"
+
+
+def test_the_command_writes_half_precision_and_reward_models(saved, base, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+    folder, (_, found) = saved
+    command([str(folder/"2-zero3"), str(tmp_path/"half"), "--base", str(base), "--dtype", "bfloat16"])
+    assert json.loads((tmp_path/"half"/"config.json").read_text())["dtype"] == "bfloat16"
+    model().save_pretrained(tmp_path/"llama")
+    run = next((folder/"2-scorer").iterdir())
+    command([str(run), str(tmp_path/"judge"), "--base", str(tmp_path/"llama"), "--part", "judge"])
+    (mean, std), scores = found["scorer"]
+    b = rows(B=8, dtype=torch.float32)
+    judge = Scorer(tmp_path/"judge", device="cpu")
+    assert (judge.scores(b)-scores).abs().max() < 1e-5 and judge.moments == (mean, std)
+    raw = AutoModelForSequenceClassification.from_pretrained(tmp_path/"judge")(b.tokens[-1:, :int(b.lengths[-1])]).logits[0, 0]
+    assert abs(float((raw-mean[0])/std[0] - scores[-1])) < 1e-4
+
+
+def test_a_converter_that_cannot_says_why(saved, base, tmp_path):
+    folder, _ = saved
+    save = next((folder/"2-scorer").iterdir())
+    with pytest.raises(ValueError, match=r"holds weights of \['judge', 'policy'\] .*say which"): convert(save, tmp_path/"x", base=base)
+    with pytest.raises(ValueError, match="part='state' is none of them"): convert(save, tmp_path/"x", base=base, part="state")
+    with pytest.raises(ValueError, match="is no save of a Checkpoint"): convert(folder/"2-dcp", tmp_path/"x", base=base, part="policy")
+    with pytest.raises(FileNotFoundError, match="neither saves of a Checkpoint"): convert(base, tmp_path/"x", base=base)
+    model("qwen3").save_pretrained(tmp_path/"other")
+    with pytest.raises(ValueError, match="the checkpoint has no 'trunk.model.layers.0.self_attn.q_norm.weight'.*of another base"): convert(folder/"2-zero1", tmp_path/"x", base=tmp_path/"other")
+    (tmp_path/"file").write_text("in the way")
+    with pytest.raises(OSError, match="convert: cannot write to"): convert(folder/"2-zero1", tmp_path/"file", base=base)
+    hurt = shutil.copytree(folder/"2-zero1", tmp_path/"hurt")
+    shard = next((hurt/"step-00000002"/"shards").glob("__1*"))
+    data = bytearray(shard.read_bytes())
+    data[len(data)//2] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ValueError, match="__1.*is not what was written"): convert(hurt, tmp_path/"x", base=base)
+
+
+BIG = """
+import sys, threading, time, torch, warnings
+from pathlib import Path
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+import torch.distributed.checkpoint as dcp
+from transformers import LlamaConfig, LlamaForCausalLM, logging
+from rlblocks.convert import convert
+import safetensors.torch, transformers.modeling_utils
+logging.disable_progress_bar()
+folder = Path(sys.argv[1])
+def anon(): return int(next(x for x in open("/proc/self/status") if x.startswith("RssAnon")).split()[1])/1024
+net = LlamaForCausalLM(LlamaConfig(vocab_size=512, hidden_size=512, intermediate_size=4096, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=4))
+net.config.save_pretrained(folder/"base")
+size = sum(p.nbytes for p in net.parameters())/2**20
+dcp.save(net.state_dict(), checkpoint_id=folder/"dcp", no_dist=True)
+del net
+start, top, going = anon(), [0.], [True]
+def look():
+    while going[0]:
+        top[0] = max(top[0], anon())
+        time.sleep(.001)
+watch = threading.Thread(target=look); watch.start()
+convert(folder/"dcp", folder/"out", base=folder/"base", file_bytes=32 << 20)
+going[0] = False; watch.join()
+print(size, top[0]-start)
+"""
+
+
+def test_the_model_is_never_in_memory(tmp_path):
+    "Mapped files are the kernel's to drop; what the process itself holds is a stored tensor at a time, and what the libraries need."
+    import subprocess
+    import sys
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", BIG, tmp_path], capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS="1"))
+    assert run.returncode == 0, run.stderr[-2000:]
+    size, extra = map(float, run.stdout.splitlines()[-1].split())
+    assert size > 160 and extra < size/3, (size, extra)

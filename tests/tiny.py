@@ -26,6 +26,15 @@ def model(kind="llama", dtype=torch.float32, seed=0, **more):
         return getattr(tf, f"{name}{ends}")(config).to(dtype)
 
 
+def tokenizer():
+    "32 words and a chat template."
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({f"w{i}": i for i in range(32)}, unk_token="w0")), eos_token="w1", pad_token="w0")
+    made.chat_template = "{{ messages[0].content }}"
+    return made
+
+
 def rows(B=16, T=18, seed=0, dtype=torch.float64, holes=True):
     "Rows of 2 … T−1 tokens with random interior masks and the columns a loss wants."
     g = torch.Generator().manual_seed(seed)
