@@ -113,12 +113,11 @@ def test_no_logits_are_held(learns):
     "Nothing that any operation makes, forward or backward, is larger than a chunk of logits; nothing of their size waits for the backward pass."
     V, n = 20_000, 1000
     h, W, ht, Wt = torch.randn(n, 8, requires_grad=True), torch.randn(V, 8, requires_grad=learns), torch.randn(n, 16), torch.randn(V, 16)
-    kept = []
-    with Widest() as seen, torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+    with Widest() as seen:
         found = linear_measured(h, W, lambda z, ht: jsd(z, ht@Wt.T), ht)
-        kept, waiting = [], max(kept)
+        waiting = max(x.numel() for x in found.grad_fn.saved_tensors if x is not None)
         found.sum().backward()
-    assert seen.numel <= 256*V and waiting <= max(V*16, 256*V//100 if learns else n*16)
+    assert seen.numel <= 256*V and waiting == (V*8 if learns else n*8)
 
 
 def test_a_measure_may_give_several_numbers_and_read_any_column():
@@ -150,7 +149,7 @@ def test_what_stands_under_no_mask_has_no_gradient():
 def test_a_head_makes_the_logits_of_its_model(kind):
     policy, b = Policy(reader_model(kind), frozen=True), batch()
     head, z = policy.head(), policy.measure(b, lambda z: z)
-    assert_close(head(policy.hidden(b), temperature=b.temperature[:, None].expand(b.mask.shape))[b.mask], z[b.mask], atol=1e-5, rtol=1e-5)
+    assert_close(head(policy.hidden(b), temperature=b.temperature[:, None].expand(b.mask.shape))[b.mask], z[b.mask], atol=1e-5, rtol=1e-5, check_dtype=False)
     assert head.weight.data_ptr() == policy._run.reader.trunk.get_output_embeddings().weight.data_ptr() # frozen: no copy
     learning = Policy(reader_model(kind), lr=1e-2)
     head = learning.head()
