@@ -129,6 +129,7 @@ def linear_logprobs(
 
     log softmax(cap(W·h + b)/temperature)[token]. Gradients go to hidden, weight, bias and low_rank; a head that learns has its logits computed again
     in the backward pass. With a `group` an id that no rank has reads −inf. Head split by rows: Shoeybi et al. 2019, §3."""
+    _check_head("linear_logprobs", hidden, weight)
     same_shape(tokens=tokens, temperature=_tensor(temperature), **_at_each(hidden=hidden, support=support))
     chunk, floats = _chunk("linear_logprobs", hidden, softcap, chunk), _cast(hidden, weight, bias, *(low_rank or (None, None)))
     into_h, learns, bias_learns, into_x, B_learns = (x is not None and x.requires_grad for x in floats)
@@ -136,6 +137,12 @@ def linear_logprobs(
     options = _divisor(temperature, "linear_logprobs"), softcap, entropy, chunk, early, group
     logprobs, entropies = _LinearLogprobs.apply(*floats, tokens.long(), None if support is None else support.long(), options)
     return (logprobs, entropies) if entropy else logprobs
+
+def _check_head(caller, hidden, weight):
+    "ValueError for hidden states that still stand in rows, and for a head of another width."
+    if hidden.ndim != 2: raise ValueError(f"{caller}: hidden is {list(hidden.shape)}, wanted [N, H]: one position after another, hidden[:, :-1].flatten(0, 1) for tokens[:, 1:].flatten()")
+    if weight.ndim != 2 or weight.shape[1] != hidden.shape[1]:
+        raise ValueError(f"{caller}: weight is {list(weight.shape)}, hidden is {list(hidden.shape)}; weight is [V, H], a row of H = {hidden.shape[1]} numbers for each id, as nn.Linear has it")
 
 def _chunk(caller, hidden, softcap, chunk):
     "Positions at a time. ValueError for what no head has."
@@ -265,6 +272,7 @@ def linear_measured(
 
     measure(cap(W·h + b)/temperature, …). Gradients go to hidden, weight, bias and low_rank, by way of the logits; `measure` sees at least fp32, and its columns are data.
     Chunks as in Liger (Hsu et al. 2024)."""
+    _check_head("linear_measured", hidden, weight)
     same_shape(temperature=_tensor(temperature), **_at_each(hidden=hidden, support=support))
     for i,x in enumerate(columns):
         if len(x) != len(hidden): raise ValueError(f"linear_measured: column {i} is {list(x.shape)}, hidden is {list(hidden.shape)}; a column has one entry a position")

@@ -4,7 +4,7 @@ from functools import partial
 import pytest
 import tiny
 import torch
-from rlblocks import Batch, Policy, entropy, full_kl, gather_logprobs, jsd, linear_measured, masked_mean, reverse_kl_loss
+from rlblocks import Batch, Policy, entropy, full_kl, gather_logprobs, jsd, linear_logprobs, linear_measured, masked_mean, reverse_kl_loss
 from rlblocks.head import Head, head_of
 from test_reader import KINDS, Widest
 from test_reader import model as reader_model
@@ -174,6 +174,9 @@ def test_what_is_refused():
     with pytest.raises(AttributeError, match="step\\(batch, loss, measure=f\\)"): policy.step(b, straight)
     with pytest.raises(ValueError, match="this layer takes 32 numbers"): policy.head()(torch.zeros(3, 8))
     with pytest.raises(TypeError, match="no output layer"): head_of(torch.nn.Linear(2, 2), "cpu", None)
+    for f in (lambda h, W: linear_measured(h, W, entropy), lambda h, W: linear_logprobs(h, W, torch.zeros(h.shape[:-1]).long())):
+        with pytest.raises(ValueError, match=r"hidden is \[2, 3, 4\], wanted \[N, H\]"): f(torch.zeros(2, 3, 4), torch.zeros(5, 4))
+        with pytest.raises(ValueError, match=r"weight is \[4, 5\], hidden is \[3, 4\]; weight is \[V, H\]"): f(torch.zeros(3, 4), torch.zeros(4, 5))
     assert policy.version == 0 and repr(Head(torch.zeros(5, 3))) == "Head(3 → 5)"
     assert_close(Policy(tiny.model()).measure(b, entropy), policy.measure(b, entropy))      # keyword-only parameters are no columns
 
