@@ -190,6 +190,7 @@ class Base:
         "The plain model's weights, one at a time; what adapters change is computed on a copy, in fp32. All ranks iterate together."
         modules = dict(self.trunk.named_modules())
         saved = {k: p.detach() for name in adapters for k, p in self.own[name].items() if ".lora_" not in k}
+        live = {_place(getattr(p, "to_local", lambda p=p: p)()) for p in self.trunk.parameters()}
         for key, x in self.model.engine.weights():
             if not key.startswith("trunk.") or key[6:] in self.added: continue
             path = key = key[6:]
@@ -199,8 +200,9 @@ class Base:
                 if leaf not in ("weight", "bias"): continue
                 if leaf == "weight": x = dequantized(modules[path])
             if plain in saved: x = saved[plain]
-            elif leaf == "weight" and path.endswith(".base_layer"): x = with_adapters(modules[path.removesuffix(".base_layer")], x, adapters)
+            elif leaf == "weight" and path.endswith(".base_layer"): x = with_adapters(modules[path.removesuffix(".base_layer")], x, adapters, own=_place(x) not in live)
             yield plain, x
+            del x                 # not held while the next one is gathered
 
     # -- views
     def view(self,
@@ -216,6 +218,10 @@ class Base:
 def _engine_name(model):
     "How `ShardedModel` calls the engine inside."
     return None if type(model.engine) is Plain else f"zero{model.engine.stage}" if hasattr(model.engine, "stage") else "fsdp2"
+
+def _place(x):
+    "Where a tensor lies."
+    return x.untyped_storage().data_ptr()
 
 def _plain(name):
     "A weight's name before adapters came."

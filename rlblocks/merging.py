@@ -22,13 +22,15 @@ BUILT_IN = ("Linear", "Embedding", "Linear4bit", "Linear8bitLt") # peft's LoRA l
 @torch.no_grad()
 def with_adapters(
     layer:Any,      # peft's LoRA layer
-    weight:Tensor,  # what it stands on, whole; only read
+    weight:Tensor,  # what it stands on, whole; only read, unless it is `own`
     adapters:dict[str, float], # name → how much of it; those that the layer lacks do not count
+    *,
+    own:bool=False, # `weight` is nobody else's, and may become the result
 )->Tensor: # a new tensor in fp32 at least; `weight` itself when there is nothing to add
     "A layer's weight with adapters merged. ValueError for DoRA beside another adapter or in part: its length belongs to one sum."
     here = {name: share for name, share in adapters.items() if name in layer.scaling}
     if not here: return weight
-    out = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+    out = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=not own)
     flip = getattr(layer, "fan_in_fan_out", False) or type(layer).__name__ == "Embedding"      # these keep [inputs, outputs]
     rows = out.T if flip else out
     for name, share in here.items():

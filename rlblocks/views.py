@@ -67,6 +67,7 @@ class Adapted:
         under = f"{at}." if at else ""
         for key, x in self.base.merged({} if self.name is None else {self.name: 1.}):
             if key.startswith(under): yield "trunk." + key.removeprefix(under), x
+            del x                 # not held while the next one is gathered
         for key, p in self.module.state_dict(keep_vars=True).items():
             if key.startswith("head."): yield key, p.detach()
 

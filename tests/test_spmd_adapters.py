@@ -1,5 +1,4 @@
 "Adapters through a pool of processes: a placed wrapper is a base to stand on, and the numbers are those of one process; reward moments are the whole batch's."
-import os
 
 import pytest
 import torch
