@@ -157,7 +157,8 @@ def plan_of(
         styles |= {f"{at}.{n}" if at else n: style for n, style in named.items()}
     if not any("rowwise" in style or style == "grouped_gemm" for style in styles.values()):
         who = " and ".join(type(m).__name__ for _, m in planned(module)) or type(getattr(module, "trunk", module)).__name__
-        raise ValueError(f'tensor_parallel: {who} has no plan to cut its layers (transformers keeps it in config.base_model_tp_plan); engine="fsdp2" cuts any model, without a plan')
+        hint = "expert_parallel=True deals its experts out, for which it has one; " if any(getattr(m, "_ep_plan", None) for _, m in planned(module)) else ""
+        raise ValueError(f'tensor_parallel: {who} has no plan to cut its layers (transformers keeps it in config.base_model_tp_plan); {hint}engine="fsdp2" cuts any model, without a plan')
     return styles
 
 # %% ../nbs/31d_cuts.ipynb #39d2907e
@@ -328,7 +329,7 @@ def felt(
 )->tuple[Tensor, Tensor]: # outputs, gradient at the embeddings
     "What a model makes of eight tokens, and what comes back from there."
     table, seen = model.get_input_embeddings(), []
-    ids = torch.arange(8, device=next(model.parameters()).device)[None] + 2
+    ids = (torch.arange(8, device=next(model.parameters()).device)[None] + 2) % getattr(table, "num_embeddings", 10)
     hook = table.register_forward_hook(lambda *args: seen.append(args[2].detach().requires_grad_()) or seen[0])
     try:
         with torch.enable_grad():

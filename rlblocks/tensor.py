@@ -70,7 +70,7 @@ class TensorParallel:
         for (_, model), was in zip(planned(module), before, strict=True):
             half = any(p.dtype in HALF for p in model.parameters())
             try: how = "" if (far := unlike(was, felt(model))) < (.5 if half else 1e-3) else f"gives other numbers than whole (by {far:.1g})"
-            except (RuntimeError, ValueError, IndexError) as e: how = f"does not run ({e})"
+            except (RuntimeError, ValueError, IndexError, TypeError) as e: how = f"does not run ({e})"
             if how: error = ValueError(f'tensor_parallel={self.size}: cut by its plan, {type(model).__name__} {how}; its plan does not fit its code, use engine="fsdp2"')
         self.entering.forget()
         agree(error, "tensor_parallel")
