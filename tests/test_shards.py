@@ -234,4 +234,4 @@ def test_the_model_is_never_in_memory(tmp_path):
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", BIG, tmp_path], capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS="1"))
     assert run.returncode == 0, run.stderr[-2000:]
     size, extra = map(float, run.stdout.splitlines()[-1].split())
-    assert size > 160 and extra < size/3, (size, extra)
+    assert size > 160 and extra < size/6, (size, extra)            # 13 of 170 MiB were seen
