@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['states_of', 'output_layer', 'watched', 'matrix_of', 'bending', 'sampled_from', 'head_logprobs', 'head_measured',
-           'Head', 'head_of']
+           'Head', 'as_head']
 
 # %% ../nbs/32_head.ipynb #2220db8c
 from collections.abc import Iterator
@@ -203,7 +203,7 @@ class Head:
 
     def __repr__(self): return f"Head({self.weight.shape[1]} → {self.weight.shape[0]})"
 
-def head_of(
+def as_head(
     trunk:nn.Module, # a model with logits; sharded, all ranks together and inside a forward pass
     device,          # where it lives
     bend:tuple[float, float|None]|None, # of `bending`

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .batch import Batch
-from .head import Head, head_of, output_layer, states_of
+from .head import Head, as_head, output_layer, states_of
 from .heads import ClassHead, Moments, classifier, linear_head, load_scored, stored_moments, without_moments
 from .merging import load_quantized, plain_twin, save_folder
 from .reader import Reader, load_module, load_tokenizer
@@ -119,7 +119,7 @@ class Policy(Trained):
 
         Of a frozen model on one device it is the very matrix, else a copy of V × H numbers on each rank."""
         run = self._run
-        return run.model.probe(lambda: head_of(run.reader.trunk, run.model.device, run.reader.bend, copy=not (run.model.frozen and type(run.model.engine) is Plain)))
+        return run.model.probe(lambda: as_head(run.reader.trunk, run.model.device, run.reader.bend, copy=not (run.model.frozen and type(run.model.engine) is Plain)))
 
     def expert_counts(self,
         batch:Batch, # rows with tokens and lengths

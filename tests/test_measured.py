@@ -5,7 +5,7 @@ import pytest
 import tiny
 import torch
 from rlblocks import Batch, Policy, entropy, full_kl, gather_logprobs, jsd, linear_logprobs, linear_measured, masked_mean, reverse_kl_loss
-from rlblocks.head import Head, head_of
+from rlblocks.head import Head, as_head
 from test_reader import KINDS, Widest
 from test_reader import model as reader_model
 from torch.testing import assert_close
@@ -173,7 +173,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="does not depend on the logits"): policy.step(b, straight, measure=lambda z: z.detach()[:, 0])
     with pytest.raises(AttributeError, match="step\\(batch, loss, measure=f\\)"): policy.step(b, straight)
     with pytest.raises(ValueError, match="this layer takes 32 numbers"): policy.head()(torch.zeros(3, 8))
-    with pytest.raises(TypeError, match="no output layer"): head_of(torch.nn.Linear(2, 2), "cpu", None)
+    with pytest.raises(TypeError, match="no output layer"): as_head(torch.nn.Linear(2, 2), "cpu", None)
     for f in (lambda h, W: linear_measured(h, W, entropy), lambda h, W: linear_logprobs(h, W, torch.zeros(h.shape[:-1]).long())):
         with pytest.raises(ValueError, match=r"hidden is \[2, 3, 4\], wanted \[N, H\]"): f(torch.zeros(2, 3, 4), torch.zeros(5, 4))
         with pytest.raises(ValueError, match=r"weight is \[4, 5\], hidden is \[3, 4\]; weight is \[V, H\]"): f(torch.zeros(3, 4), torch.zeros(4, 5))
