@@ -140,7 +140,7 @@ class Base:
             self._adopt(name, config, named)
             if folder: self._load(name, folder)
         except (ValueError, FileNotFoundError):
-            self.own.pop(name, None), self.configs.pop(name, None)        # what is left of it stays off
+            for kept in (self.own, self.configs): kept.pop(name, None)        # what is left of it stays off
             raise
         return name
 
@@ -191,7 +191,8 @@ class Base:
         modules = dict(self.trunk.named_modules())
         saved = {k: p.detach() for name in adapters for k, p in self.own[name].items() if ".lora_" not in k}
         live = {_place(getattr(p, "to_local", lambda p=p: p)()) for p in self.trunk.parameters()}
-        for key, x in self.model.engine.weights():
+        wide = {f"trunk.{n}.base_layer.weight" for n, m in modules.items() if adapters.keys() & getattr(m, "scaling", {}).keys()}
+        for key, x in self.model.engine.weights(wide):
             if not key.startswith("trunk.") or key[6:] in self.added: continue
             path = key = key[6:]
             while path not in modules: path = path.rpartition(".")[0]

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
-from .plain import HALF, join_world, same_weights, stepped, world
+from .plain import HALF, fill_, join_world, same_weights, stepped, world
 
 # %% ../nbs/31b_fsdp.ipynb #2c314a1b
 def layers_of(
@@ -34,15 +34,15 @@ def layers_of(
 # %% ../nbs/31b_fsdp.ipynb #201f761f
 def whole(
     x:Tensor, # a DTensor cut along its first axis, or a plain tensor
+    dtype:torch.dtype|None=None, # to gather a DTensor in; None: its own
 )->Tensor: # plain; of a DTensor a new one on every rank
     "The full tensor behind this rank's shard; all ranks call it together."
     if not isinstance(x, DTensor): return x.detach()
     mesh:Any = x.device_mesh
-    local, rows = x.to_local().detach().to(mesh.device_type), -(-x.shape[0]//mesh.size())          # rows a rank, rounded up
-    out = local.new_empty(rows*mesh.size(), *x.shape[1:])
-    mine = out[rows*mesh.get_local_rank():][:rows]          # in its place already: no padded copy
-    mine[:len(local)] = local
-    dist.all_gather_into_tensor(out, mine, group=mesh.get_group())
+    local, rows = x.to_local().detach(), -(-x.shape[0]//mesh.size())          # rows a rank, rounded up
+    out = torch.empty(rows*mesh.size(), *x.shape[1:], dtype=dtype or x.dtype, device=mesh.device_type)
+    out[rows*mesh.get_local_rank():][:len(local)] = local                     # in its place already: no padded copy
+    fill_(out, mesh.get_group())
     return out[:x.shape[0]]
 
 def cut(
@@ -142,9 +142,11 @@ class Fsdp:
         for name, x in self.module.state_dict(keep_vars=True).items(): names.setdefault(id(x), (name, x))
         return dict(names.values())
 
-    def weights(self)->Iterator[tuple[str, Tensor]]: # name, full tensor
+    def weights(self,
+        wide=frozenset(), # names of those to gather in fp32 at least, for a sum in place
+    )->Iterator[tuple[str, Tensor]]: # name, full tensor
         "Every weight in turn, gathered; tied ones once. All ranks iterate together."
-        for name, x in self._named().items(): yield name, whole(x)
+        for name, x in self._named().items(): yield name, whole(x, torch.promote_types(x.dtype, torch.float32) if name in wide else None)
 
     def state(self,
         full:bool, # gathered on the CPU, the same on every rank; False: DTensors under names, for torch.distributed.checkpoint

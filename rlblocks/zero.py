@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .plain import HALF, agree, join_world, same_weights, world
+from .plain import HALF, agree, fill_, join_world, same_weights, world
 from .slices import Slice
 
 # %% ../nbs/31c_zero.ipynb #c4d9d09d
@@ -233,14 +233,17 @@ class Zero:
                 if p.ds_status.name == "AVAILABLE": p.partition()
 
     # -- weights and states
-    def _full(self, x:Tensor)->Tensor:
-        "A weight or buffer, whole; what is trained as its fp32 master."
+    def _full(self, x:Tensor, wide=False)->Tensor:
+        "A weight or buffer, whole; what is trained as its fp32 master, what is cut in fp32 too if wanted wide."
         trained = bool(self.zero) and x.requires_grad
         if trained and self.offload == "nvme": return self.zero.get_full_hp_param(x)         # swaps in what lies on the disk
         if trained: return (piece := self._piece(x)).gather(piece.flat, self.device)
         if not hasattr(x, "ds_id"): return x.detach()
-        from deepspeed.runtime.zero import GatheredParameters
-        with GatheredParameters([x]): return x.detach().clone()
+        shard:Any = getattr(x, "ds_tensor").detach().flatten()
+        out = torch.empty(len(shard)*world()[1], dtype=torch.float32 if wide else shard.dtype, device=self.device)
+        out[len(shard)*world()[0]:][:len(shard)] = shard                                      # ours in its place; DeepSpeed's own gather would be a second copy
+        fill_(out)
+        return out[:x.ds_numel].view(x.ds_shape)
 
     def _named(self)->dict[str, Tensor]:
         "Weights by name, tied ones under their first: one parameter is one object."
@@ -248,10 +251,12 @@ class Zero:
         for name, x in self.module.state_dict(keep_vars=True).items(): names.setdefault(id(x), (name, x))
         return dict(names.values())
 
-    def weights(self)->Iterator[tuple[str, Tensor]]: # name, full tensor
+    def weights(self,
+        wide=frozenset(), # names of those to gather in fp32, for a sum in place
+    )->Iterator[tuple[str, Tensor]]: # name, full tensor
         "Every weight in turn, gathered; tied ones once. All ranks iterate together."
         self._home()
-        for name, x in self._named().items(): yield name, self._full(x)
+        for name, x in self._named().items(): yield name, self._full(x, name in wide)
 
     def _flats(self)->list:
         if self.zero is None: return []
