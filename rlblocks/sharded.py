@@ -45,6 +45,7 @@ class ShardedModel:
         ValueError for what an engine or this world cannot do, TypeError when checkpointing is asked of a module that has none, ImportError for a package that is missing."""
         if engine not in ENGINES and not callable(engine): raise ValueError(f"ShardedModel: engine {engine!r} is not known here; {', '.join(map(repr, ENGINES))} are")
         if offload and engine is None: raise ValueError(f'ShardedModel: offload={offload!r} needs an engine, "fsdp2" or "zero1", "zero2", "zero3"')
+        if dtype is not None and not isinstance(dtype, torch.dtype): raise TypeError(f"ShardedModel: dtype is {dtype!r}; a torch.dtype is wanted, as in dtype=torch.bfloat16")
         if (offload == "nvme") != (nvme is not None): raise ValueError(f'ShardedModel: offload={offload!r} with nvme={nvme!r}; offload="nvme" needs nvme="/folder/on/a/fast/disk", and nothing else does')
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.mesh = mesh_of(self.device, sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
