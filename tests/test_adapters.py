@@ -2,6 +2,7 @@
 import copy
 import json
 import os
+import socket
 import warnings
 
 import pytest
@@ -216,10 +217,13 @@ def test_the_exporter_holds_a_bucket_and_a_tensor():
     assert max(sizes) <= max(largest, 1 << 16) and len(sizes) > 10
 
 
-def peaks(_, folder):
-    "MiB beside what stays, while merged weights are exported in buckets of three tensors."
+def peaks(rank, folder, engine, port):
+    "Tensors beside what stays, while merged weights are exported in buckets of three; with an engine the base is sharded over two ranks."
     import ctypes
     import gc
+    if engine:
+        os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
+        torch.distributed.init_process_group("gloo")
     from rlblocks.reader import Reader
     from rlblocks.sharded import ShardedModel
     from rlblocks.views import standing
@@ -232,27 +236,33 @@ def peaks(_, folder):
         other.weight = bnb.nn.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
         return other.to("cpu")
     found, size = {}, 1500*1401*4
-    for kind in ("lora", "dora", "bf16", "4bit"):
+    for kind in ("lora", "dora", "bf16") if engine else ("lora", "dora", "bf16", "4bit"):
+        torch.manual_seed(0)
         net = nn.Sequential(*[nn.Linear(1500, 1401, bias=False) for _ in range(8)]).to(torch.bfloat16 if kind == "bf16" else torch.float32)
         if kind == "4bit": net = nn.Sequential(*map(packed, net))
         reader = Reader(net)
-        m = ShardedModel(reader, **standing(None, reader, dict(r=4, target_modules=[str(i) for i in range(8)], use_dora=kind == "dora"), who="Policy", frozen=False, device="cpu"))
+        m = ShardedModel(reader, **standing(None, reader, dict(r=4, target_modules=[str(i) for i in range(8)], use_dora=kind == "dora"), who="Policy", frozen=False, device="cpu", engine=engine))
         for bucket in m.iter_full_params(1 << 20, "trunk."): del bucket
         gc.collect()
         open("/proc/self/clear_refs", "w").write("5")
         before = memory("VmRSS")
         for bucket in m.iter_full_params(3*size, "trunk."): del bucket
         found[kind] = (memory("VmHWM") - before)/size*2**20
-    torch.save(found, folder/"peaks.pt")
+    torch.save(found, folder/f"peaks{rank}.pt")
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads the kernel's account of this process")
-def test_a_merged_export_holds_a_bucket_and_a_tensor(tmp_path):
-    "LAWS 22 for adapters: LoRA, DoRA, on half-precision and on packed weights; in a process of its own."
-    pytest.importorskip("bitsandbytes")
-    torch.multiprocessing.spawn(peaks, (tmp_path,), nprocs=1, join=True)
-    found = torch.load(tmp_path/"peaks.pt")
-    assert len(found) == 4 and all(2 < x < 4.4 for x in found.values()), found          # in tensors: three in the bucket, one under way
+@pytest.mark.parametrize("engine", [None, "fsdp2", "zero3"])
+def test_a_merged_export_holds_a_bucket_and_a_tensor(tmp_path, engine):
+    "LAWS 22 for adapters: LoRA, DoRA, on half-precision, packed and sharded weights; in processes of its own."
+    pytest.importorskip("deepspeed" if engine == "zero3" else "bitsandbytes")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    ranks = 2 if engine else 1
+    torch.multiprocessing.spawn(peaks, (tmp_path, engine, port), nprocs=ranks, join=True)
+    for found in (torch.load(tmp_path/f"peaks{r}.pt") for r in range(ranks)):
+        assert len(found) == (3 if engine else 4) and all(2 < x < 4.4 for x in found.values()), found          # in tensors: three in the bucket, one under way
 
 
 # -- many ranks

@@ -307,10 +307,10 @@ def peak(engine, world, rank, folder):
     gc.collect()
     open("/proc/self/clear_refs", "w").write("5")
     before = memory("VmRSS")
-    for bucket in m.iter_full_params(3*8 << 20): del bucket
+    for bucket in m.iter_full_params(3*1500*1401*4): del bucket
     extra = memory("VmHWM") - before
     print(f"peak {engine} {world} {rank}: {extra:.1f} MiB")
-    assert extra < 3*mb + mb + 1, f"{extra:.1f} MiB beside the shards; a bucket is {3*mb:.1f}, a tensor {mb:.1f}"
+    assert extra < 3*mb + mb + 2, f"{extra:.1f} MiB beside the shards; a bucket is {3*mb:.1f}, a tensor {mb:.1f}"
 
 
 def offloaded(engine, world, rank, folder):
