@@ -19,7 +19,7 @@ from .heads import ClassHead, Moments, classifier, linear_head, load_scored, sto
 from .merging import load_quantized, plain_twin, save_folder
 from .reader import Reader, load_module, load_tokenizer
 from .plain import Plain
-from .routers import expert_hits, experts_per_token
+from .routers import expert_hits
 from .runner import Out, Runner
 from .sharded import ShardedModel, world
 from .views import Adapted, base_of, save_adapter, standing
@@ -39,6 +39,11 @@ class Trained:
     def replica(self)->int:
         "Which part of a batch is this rank's: ranks that share rows (`sequence_parallel`, `tensor_parallel`) are one replica."
         return self._run.model.replica
+
+    @property
+    def shares_prompts(self)->bool:
+        "Whether rows that begin alike compute that beginning once, so that who cuts a batch keeps them together: packed rows of attention by segments. Padded rows, and packed ones of a model without it, compute each their own."
+        return self._run.packed and self._run.reader.segments
 
     def state_dict(self,
         *,
@@ -78,7 +83,7 @@ class Policy(Trained):
         "Load or copy the model. TypeError for what is no model, ValueError when `pack=True` and the model mixes packed rows, and for what an adapter cannot do."
         _known(type(self), more)
         base = base_of(model)
-        module = base.trunk if base else _loaded(model, quantization, attention, more)
+        module = base.trunk if base else load_quantized(model, quantization, attention=attention, device=more.get("device")) if quantization else load_module(model, attention=attention)
         self.tokenizer = tokenizer or getattr(model, "tokenizer", None) or load_tokenizer(model)
         head = linear_head(module, _lm_width(module)) if value_head else None
         self._run = _runner(base, Reader(module, head, on_lm_head=value_head), lora, who="Policy", quantized=bool(quantization), micro_tokens=micro_tokens, micro_rows=micro_rows, pack=pack,
@@ -124,13 +129,15 @@ class Policy(Trained):
     def expert_counts(self,
         batch:Batch, # rows with tokens and lengths
         *,
-        top_k:int|None=None, # experts for each token; None: as the model's configuration says
+        top_k:int|None=None, # None: the experts that tokens are sent to; else count the `top_k` of the largest scores instead, which may be others
     )->Tensor: # `[B, L, E]`
-        "How many of a row's real tokens go to each expert of each layer of a mixture of experts, without gradient. Over all rows: counts.sum(0)/batch.lengths.sum() is the load that `moe_balance_loss` wants."
-        k = top_k or experts_per_token(self._run.reader.trunk)
+        """How many of a row's real tokens go to each expert of each layer of a mixture of experts, without gradient. Over all rows: counts.sum(0)/batch.lengths.sum() is the load that `moe_balance_loss` wants.
+
+        A selection bias or groups of experts (DeepSeek-V3) are in it, see `picked`; ValueError where nobody tells what a router picked that goes by more than its scores."""
         def count(part):
+            if top_k is None: return Out(experts=self._run.tokens_out(part, hidden=True, experts=True).experts.sum(1))
             x = self._run.tokens_out(part, hidden=True, router_logits=True).router_logits
-            return Out(experts=expert_hits(x, torch.arange(x.shape[1], device=x.device) < part.lengths.to(x.device)[:, None], top_k=k))
+            return Out(experts=expert_hits(x, torch.arange(x.shape[1], device=x.device) < part.lengths.to(x.device)[:, None], top_k=top_k))
         return self._run.compute(batch, "experts", count)
 
     def step(self,
@@ -175,19 +182,16 @@ def _describe(run):
     return (f"{type(run.reader.trunk).__name__}, {n:,} parameters, {dtype} on {run.model.device}, {'packed' if run.packed else 'padded'} rows, "
             + ("frozen" if run.model.frozen else f"version {run.model.version}"))
 
-def _loaded(model, quantization, attention, more):
-    "A causal language model, its linear layers packed if asked."
-    return load_quantized(model, quantization, attention=attention, device=more.get("device")) if quantization else load_module(model, attention=attention)
-
 OTHERS = dict(learning_rate="lr", max_grad_norm="max_norm", clip_grad="max_norm", gradient_checkpointing="checkpointing", torch_dtype="dtype", lr_scheduler="schedule", peft_config="lora",
-              attn_implementation="attention", load_in_4bit="quantization", max_batch_tokens="micro_tokens", packing="pack")      # what others call them
+              attn_implementation="attention", load_in_4bit='quantization="4bit"', load_in_8bit='quantization="8bit"', max_batch_tokens="micro_tokens", packing="pack=True")      # what others call them
 
 def _known(cls, more):
     "TypeError for an argument that nobody takes, with the one that may be meant."
     takes = {n for f in (cls, Runner, ShardedModel) for n, p in inspect.signature(f).parameters.items() if p.kind is p.KEYWORD_ONLY} - {"name"}
     for word in (w for w in more if w not in takes):
         near = get_close_matches(word, [*takes, *OTHERS], 1)
-        raise TypeError(f"{cls.__name__}: there is no argument {word!r}; " + (f"is {OTHERS.get(near[0], near[0])!r} meant?" if near else f"there are {', '.join(sorted(takes))}"))
+        meant = OTHERS.get(near[0], near[0]) if near else ""
+        raise TypeError(f"{cls.__name__}: there is no argument {word!r}; " + (f"is {meant if '=' in meant else repr(meant)} meant?" if near else f"there are {', '.join(sorted(takes))}"))
 
 def _runner(base, reader, lora, *, who, frozen, quantized=False, micro_tokens=8192, micro_rows=None, pack=None, **how):
     "The runner of a wrapper: of weights of its own, or of a view on a base."
@@ -305,8 +309,7 @@ class Scorer(Trained):
         batch:Batch, # rows that stand for those to come
     ):
         "Measure mean and standard deviation of each output; from now on `scores` takes them out, and `save_pretrained` keeps them."
-        x = self._raw(batch)
-        if self.at is not None: x = x[batch.columns[self.at]]
+        x = self._raw(batch) if self.at is None else self._raw(batch)[batch.columns[self.at]]
         x = x.reshape(len(x), -1)
         shared = self._run._shared([batch])
         counted = not batch.filler and not (shared and world()[0] % self._run.model.shares)        # ranks that share rows have the same ones: once
