@@ -22,7 +22,8 @@ from .head import head_logprobs, head_measured, output_layer, sampled_from, stat
 from .logprobs import entropy as entropy_of, gather_logprobs
 from .masked import promoted
 from .packing import pack
-from .routers import routed, router_columns
+from .passes import asked
+from .routers import picked, routed, router_columns
 from .sequence import Stretch
 
 # %% ../nbs/32_reader.ipynb #1233a619
@@ -114,20 +115,21 @@ class Reader(nn.Module):
         support=None,              # `[n, K]` ids that sampling was confined to
         entropy:bool=False,        # also the entropy
         logits:bool=False,         # also the logits that the places were sampled from
-        measure=None,              # a function of such logits `[m, V]` and of `columns`, of some places at a time; then it stands for all that is read of the logits
+        measure=None,              # a function of such logits `[m, V]` and of `columns`, of some places at a time, each by itself; then it stands for all that is read of the logits
         columns=(),                # `[n, …]` each, what `measure` has to know besides
         hidden:bool=False,         # what enters the output layer, and nothing of the logits
         router_logits:bool=False,  # also what the routers of a mixture of experts say of every token
-    )->dict[str, Tensor]: # logprobs, entropy, values: `[n]` each (values `[n, k]` by a head of k outputs); logits `[n, V]`; measured: what `measure` gives; hidden `[n, H]`; router_logits `[B, T, L, E]`
+        experts:bool=False,        # also, instead, which experts every token goes to
+    )->dict[str, Tensor]: # logprobs, entropy, values: `[n]` each (values `[n, k]` by a head of k outputs); logits `[n, V]`; measured: what `measure` gives; hidden `[n, H]`; router_logits, or experts (1 where it goes, else 0), `[B, T, L, E]`
         "Log-probs (and entropy) of `targets`, values by the head: what a loss needs of each place. Nothing V-sized leaves the module unless `logits` asks for it."
         laid = self.lay(tokens, lengths, rows, cols, packed, group)
-        if router_logits and self.stretch: raise ValueError("router_logits: ranks that share rows (sequence_parallel) have the routers' words of their own stretch only; leave one of the two out")
-        with routed(self.trunk) if router_logits else nullcontext([]) as seen:
+        if (router_logits or experts) and self.stretch: raise ValueError(f"{'experts' if experts else 'router_logits'}: ranks that share rows (sequence_parallel) have the routers' words of their own stretch only; leave one of the two out")
+        with picked(self.trunk) if experts else routed(self.trunk) if router_logits else nullcontext([]) as seen:
             found = self._read(laid, laid.own(targets), dict(temperature=laid.own(temperature), support=laid.own(support)), entropy, logits, measure, [laid.own(x) for x in columns], hidden)
         found = {k: laid.told(x) for k, x in found.items()}
-        if not router_logits: return found
+        if not (router_logits or experts): return found
         places = pack(tokens, lengths.clamp(min=1), group if self.segments else None).places if packed else None
-        return found | dict(router_logits=router_columns(seen, lengths, tokens.shape[1], places))
+        return found | dict([("experts" if experts else "router_logits", router_columns(seen, lengths, tokens.shape[1], places))])
 
     def _read(self, laid, targets, how, entropy, logits, measure, columns, hidden):
         "What is wanted of the places that this rank reads."
@@ -141,7 +143,8 @@ class Reader(nn.Module):
         out, entered = self.run(laid, straight)
         if targets is None: return self._values(out) if self.head is not None else dict(values=promoted(out.reshape(len(out))))
         result:dict[str, Tensor] = {}
-        if measure is not None: result["measured"] = out if straight else measure(sampled_from(out, **how), *columns)
+        if measure is not None: result["measured"] = out if straight else asked(measure, sampled_from(out, **how), columns)
+        if measure is not None and torch.is_grad_enabled() and not result["measured"].is_floating_point(): raise ValueError(f"measure gave {result['measured'].dtype}, which has no gradient; find it before the step, with policy.measure, as a column")
         elif straight: result.update(zip(("logprobs", "entropy"), out.unbind(-1), strict=False))
         else: result.update(logprobs=gather_logprobs(out, targets, **how), **(dict(entropy=entropy_of(out, **how)) if entropy else {}))
         if logits: result["logits"] = sampled_from(out, **how)

@@ -129,7 +129,7 @@ class Runner:
         entropy:bool=False, # also the entropy
         logprobs:bool=True, # False: only values, from a head
         after:Tensor|None=None, # Bool `[B, T]`: read after these tokens, instead of before the chosen ones
-        **more,             # logits, measure, hidden, router_logits: of `Reader.forward`
+        **more,             # logits, measure, hidden, router_logits, experts: of `Reader.forward`
     )->Out: # `[B, T]` each, logits `[B, T, V]`
         "Log-probs, entropy, values and logits at the chosen tokens, each in the token's own column."
         rows, cols = (part.mask if after is None else after).nonzero(as_tuple=True)
@@ -137,7 +137,7 @@ class Runner:
         if more.get("measure"): kwargs["columns"] = [x.to(self.model.device) for x in _columns(more["measure"], part, rows, cols, self.name)]
         device = self.model.device
         flat = self.read(part, rows, cols - int(after is None), **{k: v.to(device) if isinstance(v, Tensor) else v for k, v in kwargs.items()})
-        routers = {k: flat.pop(k) for k in ("router_logits",) if k in flat}      # in the rows' order already
+        routers = {k: flat.pop(k) for k in ("router_logits", "experts") if k in flat}      # in the rows' order already
         empty = not len(rows)
         if empty: rows, cols = torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
         def spread(x):

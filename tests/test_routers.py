@@ -3,7 +3,7 @@ import pytest
 import tiny
 import torch
 from rlblocks import Batch, Policy, expert_load, masked_mean, moe_balance_loss, router_z_loss
-from rlblocks.routers import experts_per_token, router_columns, routers_of
+from rlblocks.routers import experts_per_token, picked, router_columns, routers_of
 from torch.testing import assert_close
 
 KINDS = ["mixtral", "qwen2_moe", "qwen3_moe"]
@@ -88,6 +88,61 @@ def test_counts_are_the_load_of_the_whole():
     assert policy.expert_counts(b, top_k=1).sum() == 2*b.lengths.sum()
     assert_close(torch.cat([policy.expert_counts(b[:5]), policy.expert_counts(b[5:])]), counts)
     assert_close(policy.expert_counts(b.drop("mask")), counts)       # a prompt's tokens are routed too
+
+
+def deepseek():
+    "Eight experts in four groups, of which two are open to a token, and a selection bias that has moved: picks that the scores do not show."
+    import transformers as tf
+    torch.manual_seed(0)
+    model = tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, q_lora_rank=16,
+                                                         kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1,
+                                                         first_k_dense_replace=1, n_group=4, topk_group=2, eos_token_id=1, pad_token_id=0)).double()
+    for layer in model.model.layers[1:]: layer.mlp.gate.e_score_correction_bias.copy_(torch.randn(8)*.3)
+    model.set_experts_implementation("eager")
+    return model
+
+
+def entered(model, b):
+    "What entered the experts of each layer, row by row: `[B, L, E]`."
+    given = []
+    hooks = [m.register_forward_pre_hook(lambda m, args: given.append(args[1])) for n, m in model.named_modules() if n.endswith(".experts")]
+    for row, n in zip(b.tokens, b.lengths, strict=True):
+        with torch.no_grad(): model(row[None, :n])
+    for h in hooks: h.remove()
+    return torch.stack([x.flatten().bincount(minlength=8) for x in given]).view(len(b), len(hooks), 8).float()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_counts_are_of_the_experts_that_tokens_went_to(packed):
+    b, model = batch(), deepseek()
+    policy, want = Policy(model, device="cpu", pack=packed, micro_rows=5), entered(model, b)
+    assert want.sum() == 2*2*b.lengths.sum() and (policy.expert_counts(b, top_k=2) - want).abs().sum()/2 > .3*want.sum()     # the scores alone say another thing
+    assert_close(policy.expert_counts(b), want)
+
+
+def test_picks_that_nobody_tells():
+    "A router that gives scores alone: the ids are those that enter the experts; when those are not told either, a bias or groups are refused, and without them the largest scores stand."
+    model, b = deepseek(), batch()
+    want, gates = entered(model, b), [layer.mlp.gate for layer in model.model.layers[1:]]
+    for layer in model.model.layers[1:]:
+        gate, experts = layer.mlp.gate, layer.mlp.experts
+        gate.chosen = gate.forward
+        def forward(hidden, mlp=layer.mlp):
+            scores, weights, ids = mlp.gate.chosen(hidden)
+            mlp.chosen = ids, weights
+            return scores, weights, None
+        gate.forward = forward
+        layer.mlp.forward = lambda hidden, mlp=layer.mlp: (mlp.gate(hidden), mlp.experts(hidden.flatten(0, 1), *mlp.chosen).view(hidden.shape))[1]
+    def counts():
+        with torch.no_grad(), picked(model) as went: model(b.tokens[:1, :b.lengths[0]])
+        return torch.stack([x.sum(0) for x in went])
+    assert_close(counts(), want[0])
+    for layer in model.model.layers[1:]: layer.mlp.forward = lambda hidden, mlp=layer.mlp: (mlp.gate(hidden), hidden)[1]
+    with pytest.raises(ValueError, match=r"DeepseekV3TopkRouter of DeepseekV3ForCausalLM does not pick by its scores alone \(gate.e_score_correction_bias, num_group\)"): counts()
+    for gate in gates:
+        del gate._buffers["e_score_correction_bias"]
+        gate.num_group, gate.forward = 1, lambda hidden, gate=gate: (torch.nn.functional.linear(hidden.flatten(0, 1), gate.weight), None, None)
+    assert counts().sum() == 2*2*b.lengths[0]
 
 
 def test_what_is_refused():
