@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from .cuts import copied, joined
 from .logprobs import entropy as entropy_of, gather_logprobs, linear_logprobs, linear_measured
 from .masked import promoted
-from .passes import pieces
+from .passes import asked, pieces
 
 # %% ../nbs/32_head.ipynb #ae7bec36
 def states_of(
@@ -163,8 +163,8 @@ def _bent(z, bend):
 def head_measured(
     layer:Any,                    # the output layer
     hidden:Float[Tensor, "n H"],  # what enters it
-    measure,                      # (logits `[m, V]` that m places were sampled from, each of `columns` there) → a number, or a row of numbers, for each
-    *columns:Tensor,              # `[n, …]`, data
+    measure,                      # (logits `[m, V]` that m places were sampled from, each of `columns` there) → a number, or a row of numbers, for each, of each by itself
+    *columns:Tensor,              # `[n, …]`, data: without gradient
     bend:tuple[float, float|None], # of `bending`
     temperature=1.0,              # number or `[n]`, what the places were sampled at
     support=None,                 # `[n, K]` ids that sampling was confined to
@@ -174,7 +174,7 @@ def head_measured(
     how:dict[str, Any] = dict(temperature=temperature, support=support)
     known = matrix_of(layer)
     if known is not None and _over(layer) is None: return linear_measured(*_as_linear(known, hidden, bend, how), measure, *columns, chunk=chunk, **how)
-    def read(h, τ, only, *cols): return measure(sampled_from(_logits(layer, h, bend), τ, only), *cols)
+    def read(h, τ, only, *cols): return asked(measure, sampled_from(_logits(layer, h, bend), τ, only), cols)
     chunk = chunk or (256 if hidden.device.type == "cpu" else 1024)
     return torch.cat([checkpoint(read, *piece, use_reentrant=False) for piece in pieces(chunk, hidden, temperature, support, *columns)])
 

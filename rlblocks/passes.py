@@ -95,3 +95,42 @@ def sweep(
         if not turn: continue
         grad = differentiate(wide, slope, excluded, t, norm, H, g_, u_, hot_, top_)
         if grad.dtype != out.dtype or into is not logits: out.copy_(grad) # else it is there already
+
+# %% ../nbs/01a_passes.ipynb #22330dfe
+def asked(measure, z, columns):
+    "What `measure` says of the positions whose logits are `z`: something of each, and by way of the logits. ValueError otherwise."
+    refuse_learned(columns)
+    given = z, *columns
+    before = [_version(x) for x in given]
+    try:
+        with torch.autocast(z.device.type, enabled=False): value = measure(*given)
+    except RuntimeError as e: # autograd's own word on a leaf
+        if "leaf Variable that requires grad" not in str(e): raise
+        raise ValueError(f"measure: {WRITES}") from e
+    if before != [_version(x) for x in given]: raise ValueError(f"measure: {WRITES}")
+    if not isinstance(value, Tensor) or not value.ndim or len(value) != len(z):
+        came = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ValueError(f"measure gave {came} for logits {list(z.shape)}; a number, or a row of numbers, for each of the {len(z)} positions is wanted")
+    if torch.is_grad_enabled() and z.requires_grad and value.is_floating_point():
+        if not value.requires_grad: raise ValueError("measure: what it gives does not depend on the logits and has no gradient; find it before the step, with policy.measure, as a column")
+        if _learned(value, z): raise ValueError("measure: it reads something else that wants a gradient, and only the logits get one; detach() that, or use it in the loss")
+    return value
+
+WRITES = "it writes into the logits or columns that it was given, and the backward pass will want them again; use z*2, not z.mul_(2)"
+def _version(x): return 0 if x.is_inference() else x._version
+
+def refuse_learned(columns):
+    "ValueError for a column that wants a gradient: it would get none."
+    for i,x in enumerate(columns):
+        if x.requires_grad and torch.is_grad_enabled(): raise ValueError(f"measure: column {i}, {list(x.shape)}, wants a gradient, and only the logits get one; hand in x.detach(), or use it in the loss")
+
+def _learned(value, z):
+    "Whether anything but `z` gets a gradient from `value`."
+    todo, seen = [value.grad_fn], {None, z.grad_fn}
+    while todo:
+        node = todo.pop()
+        if node in seen: continue
+        if getattr(node, "variable", z) is not z: return True
+        seen.add(node)
+        todo += [further for further,_ in node.next_functions]
+    return False
