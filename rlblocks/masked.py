@@ -7,6 +7,7 @@ __all__ = ['Number', 'same_shape', 'promoted', 'gate_of', 'gated', 'holds', 'mas
            'aggregate', 'aggregate_rows', 'Metric', 'Mean', 'Max', 'Last', 'mean_of', 'merge']
 
 # %% ../nbs/00_masked.ipynb #cbf348f5
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,6 +90,20 @@ def holds(
 )->Float[Tensor, "*shape"]: # 1 where test(x, y), else 0
     """A comparison as numbers, to be summed or multiplied: written as such at once, for passes over Bool are slow."""
     return test(x.detach(), y, out=torch.empty_like(x))
+
+# %% ../nbs/00_masked.ipynb #ec5b99a4
+def first_order(
+    who:str,     # whose gradient is written by hand
+    instead:str, # what has a second derivative, in the imperative
+):
+    "For the `backward` of an autograd.Function: RuntimeError where its result is to be differentiated in turn."
+    def refusing(backward):
+        @functools.wraps(backward)
+        def once(ctx, *grads):
+            if not torch.is_grad_enabled(): return backward(ctx, *grads)
+            raise RuntimeError(f"{who} has no second derivative: its gradient is written by hand, and create_graph=True (a gradient penalty, a Hessian-vector product) would take it for a constant; {instead}")
+        return once
+    return refusing
 
 # %% ../nbs/00_masked.ipynb #f46abb1a
 def masked_sum(
