@@ -51,9 +51,10 @@ def fill_(
 ):
     "Put every rank's rows in their place on all ranks, with no other memory than `out`."
     parts = out.view(dist.get_world_size(group), -1)
-    if out.device.type != "cpu": return dist.all_gather_into_tensor(parts, parts[dist.get_rank(group)], group=group)
-    works:list = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(parts)]      # gloo's all_gather makes the whole twice
-    for work in works: work.wait()
+    if out.device.type == "cpu":      # gloo's all_gather makes the whole twice
+        works:list = [dist.broadcast(part, group=group, group_src=rank, async_op=True) for rank, part in enumerate(parts)]
+        for work in works: work.wait()
+    else: dist.all_gather_into_tensor(parts, parts[dist.get_rank(group)], group=group)
 
 def alike(
     mine,       # what this rank was given
