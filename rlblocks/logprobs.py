@@ -11,9 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .masked import masked_sum, promoted, same_shape
+from .masked import first_order, masked_sum, promoted, same_shape
 from .passes import asked, cached, pieces, refuse_learned, shaped, sweep
 
 # %% ../nbs/01_logprobs.ipynb #436f3703
@@ -98,7 +97,7 @@ class _Entropy(torch.autograd.Function):
         return H.view(logits.shape[:-1])
 
     @staticmethod
-    @once_differentiable
+    @first_order("entropy", "take −(p·log p).sum(−1) of p = logits.softmax(−1)")
     def backward(ctx, u):
         logits, lse, H, top = ctx.saved_tensors
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -178,7 +177,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return chosen - lse, H
 
     @staticmethod
-    @once_differentiable
+    @first_order("linear_logprobs", "take gather_logprobs of the logits, hidden @ weight.T")
     def backward(ctx, g, u):
         tau, softcap, _, chunk, early, group = ctx.options
         if early:
@@ -305,7 +304,7 @@ class _LinearMeasured(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
+    @first_order("linear_measured", "take the measure of the logits, hidden @ weight.T, themselves")
     def backward(ctx, g):
         rest = [None]*(len(ctx.needs_input_grad) - 5)
         if ctx.early: d_hidden, d_x = (None if d is None else torch.where(g.unsqueeze(-1) == 0, 0., d*g.unsqueeze(-1)).to(d.dtype) for d in ctx.saved_tensors)

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlblocks.logprobs import entropy, gather_logprobs, linear_logprobs, sequence_logprobs, token_logprobs
+from rlblocks.logprobs import entropy, gather_logprobs, linear_logprobs, linear_measured, sequence_logprobs, token_logprobs
 
 
 def sample(*shape, V=7, seed=0, dtype=torch.float64):
@@ -345,6 +345,22 @@ def test_half_weights_are_summed_in_single_precision():
 
 
 # compile, purity, errors
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("what, says", [(lambda h, W, t: entropy(h @ W.T), "entropy has"), (lambda h, W, t: linear_logprobs(h, W, t), "linear_logprobs has"),
+                                        (lambda h, W, t: linear_logprobs(h, W, t, entropy=True)[1], "linear_logprobs has"), (lambda h, W, t: linear_measured(h, W, lambda z: z.logsumexp(-1)), "linear_measured has")])
+def test_a_second_derivative_is_refused(what, says, learns): # through a network: for autograd, what is written in `backward` is a constant
+    h, W, _, ids = (x.detach() for x in head())
+    A = torch.eye(h.shape[1], dtype=h.dtype, requires_grad=True)
+    value = what(h @ A, W.requires_grad_(learns), ids).square().sum()
+    torch.autograd.grad(value, A, retain_graph=True)
+    with pytest.raises(RuntimeError, match=f"{says} no second derivative.*; take"): torch.autograd.grad(value, A, create_graph=True)
+
+
+def test_logits_that_are_held_have_two_derivatives(): # what the refusal sends its reader to
+    z, ids = sample(2, 3)
+    assert torch.autograd.gradgradcheck(lambda z: (gather_logprobs(z, ids), torch.special.entr(z.softmax(-1)).sum(-1)), z.requires_grad_())
+
 
 def test_compile_in_one_graph():
     z, ids = sample(2, 5)
