@@ -12,10 +12,9 @@ from typing import Literal
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from .masked import Mean, Number, aggregate, aggregate_rows, gate_of, gated, masked_sum, mean_of, promoted, same_shape
+from .masked import Mean, Number, aggregate, aggregate_rows, first_order, gate_of, gated, masked_sum, mean_of, promoted, same_shape
 from .passes import cached, pieces
 
 # %% ../nbs/17_distill_losses.ipynb #c52b67da
@@ -100,7 +99,7 @@ class _Divergence(torch.autograd.Function):
         return D.view(logits.shape[:-1])
 
     @staticmethod
-    @once_differentiable
+    @first_order("a divergence of two models", "write it in plain torch with the log_softmax of both logits")
     def backward(ctx, g):
         logits, teacher_logits, mask, *lse = ctx.saved_tensors
         beta, g = ctx.beta, (g if mask is None else torch.where(mask, g, 0.)).flatten()/ctx.temperature

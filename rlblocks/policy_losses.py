@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Max, Mean, Number, aggregate_rows, gate_of, gated, holds, promoted, _row_share, same_shape
+from .masked import Max, Mean, Number, aggregate_rows, first_order, gate_of, gated, holds, promoted, _row_share, same_shape
 
 # %% ../nbs/13_policy_losses.ipynb #2f45253c
 def _gain(advantages, good, bad): # Â·good where Â > 0, Â·bad where Â < 0
@@ -58,7 +58,7 @@ class _Known(torch.autograd.Function):
         ctx.dtype = x.dtype
         return -(gains.unsqueeze(-1)*share).sum()
     @staticmethod
-    @torch.autograd.function.once_differentiable # a second time it would be taken for a constant
+    @first_order("a policy loss", "write it with log_ratio, clipped_surrogate, gated and aggregate, which have one")
     def backward(ctx, g):
         slope, share = ctx.saved_tensors
         return (slope*(-g*share)).to(ctx.dtype), None, None, None

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from rlblocks.distill_losses import (
     dft_loss,
     forward_kl_loss,
+    jsd,
     jsd_loss,
     predicting,
     reverse_kl_loss,
@@ -250,6 +251,15 @@ def test_what_only_the_teacher_excludes():
     assert_close(forward_kl_loss(z, t, on)[0].item(), math.log(2))
     assert reverse_kl_loss(z, t, on)[0] == math.inf
     assert_close(jsd_loss(z, t, on)[0].item(), .5*math.log(4/3) + .5*(.5*math.log(2/3)+.5*math.log(2)))
+
+
+@pytest.mark.parametrize("beta", [0., .5, 1.])
+def test_no_second_derivative_of_a_divergence(beta): # through a head, where autograd would see a constant
+    h, W = torch.randn(16, 16, 3, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    for value in (jsd(h @ W.T, COLS["teacher_logits"], COLS["mask"], beta=beta).sum(), jsd_loss(h @ W.T, COLS["teacher_logits"], COLS["mask"], beta=beta)[0]):
+        torch.autograd.grad(value, W, retain_graph=True)
+        with pytest.raises(RuntimeError, match="a divergence of two models has no second derivative.*log_softmax"): torch.autograd.grad(value, W, create_graph=True)
+    with pytest.raises(RuntimeError, match="autograd.Function"): torch.func.grad(lambda z: jsd(z, COLS["teacher_logits"], beta=beta).sum())(COLS["logits"])
 
 
 def test_label_smoothing_is_a_teacher():

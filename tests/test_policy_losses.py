@@ -331,13 +331,23 @@ def test_a_batch_of_many_blocks(loss): # more tokens than are swept at a time, t
 
 
 @pytest.mark.parametrize("loss", [ppo_loss, cispo_loss, grpo_loss])
-def test_the_gradient_can_be_asked_twice_and_is_no_loss_itself(loss): # it was written with the value: kept for a second call, but of no use to differentiate again
+def test_the_gradient_can_be_asked_twice_and_is_no_loss_itself(loss): # it was written with the value: kept for a second call, but not to be differentiated again, whatever stands before the loss
     lp = LP.clone().requires_grad_()
     value, _ = loss(lp, OLD, *([COLS["ref_logprobs"]] if loss is grpo_loss else []), A, MASK)
     first, second = (torch.autograd.grad(value, lp, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second) and (first != 0).any() and torch.equal(torch.autograd.grad(2*value, lp, retain_graph=True)[0], 2*first)
-    grad, = torch.autograd.grad(value, lp, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not require grad"): grad.sum().backward()
+    for x in (lp, lp.sin()): # a leaf; what a network gave
+        value, _ = loss(x, OLD, *([COLS["ref_logprobs"]] if loss is grpo_loss else []), A, MASK)
+        with pytest.raises(RuntimeError, match="a policy loss has no second derivative.*clipped_surrogate"): torch.autograd.grad(value, lp, create_graph=True)
+        with pytest.raises(RuntimeError, match="a policy loss has no second derivative"): value.backward(create_graph=True)
+
+
+def test_what_a_penalty_is_written_with_has_two_derivatives(): # what the refusal sends its reader to
+    on = MASK & (A.abs() < 1)
+    def plain(lp): return aggregate(clipped_surrogate(log_ratio(lp, OLD, on).exp(), A, on), on)
+    lp = LP.clone().requires_grad_()
+    assert_close(slope(lambda x: (plain(x), {}), lp), slope(ppo_loss, lp, OLD, A, on))
+    assert torch.autograd.gradgradcheck(plain, lp, fast_mode=True)
 
 
 @pytest.mark.parametrize("loss", [ppo_loss, cispo_loss])
