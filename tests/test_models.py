@@ -444,3 +444,7 @@ def test_clear_errors():
     b["top_p"] = torch.full((16,), .9)
     with pytest.raises(ValueError, match="no column 'support'"): policy.logprobs(b)
     with pytest.raises(ValueError, match="engine 'zero9'"): Policy(model(), engine="zero9")
+
+
+def test_a_dtype_that_is_text_is_refused_by_name():
+    with pytest.raises(TypeError, match="dtype=torch.bfloat16"): Policy(model(), dtype="bfloat16", device="cpu")
