@@ -181,6 +181,72 @@ def test_what_is_refused():
     assert_close(Policy(tiny.model()).measure(b, entropy), policy.measure(b, entropy))      # keyword-only parameters are no columns
 
 
+class Odd(torch.nn.Linear): "A layer that is no plain matrix to anyone."
+
+
+class Bare(torch.nn.Module):
+    "Logits, and no output layer by name."
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.enter, self.leave = torch.nn.Embedding(32, 16, dtype=dtype), torch.nn.Linear(16, 32, dtype=dtype)
+    def forward(self, ids): return self.leave(self.enter(ids).cumsum(1))
+
+
+def odd():
+    net, layer = tiny.model(), Odd(32, 32, bias=False)
+    layer.weight = net.get_output_embeddings().weight
+    net.set_output_embeddings(layer)
+    return net
+
+
+PATHS = dict(matrix=tiny.model, layer=odd, model=Bare) # who makes the logits: linear_measured, a layer of its own kind, the model as a whole
+LEARNED = torch.tensor(2., requires_grad=True)
+REFUSED = dict(one_for_all=(lambda z: z.mean(), r"measure gave \[\] for logits \[\d+, 32\]"), number=(lambda z: 1., "measure gave a float for"), few=(lambda z: z[:2, 0], r"measure gave \[2\] for"),
+               whole_numbers=(lambda z: z.argmax(-1), "measure gave torch.int64, which has no gradient; find it before the step"),
+               constant=(lambda z: torch.ones(len(z)), "does not depend on the logits"), in_place=(lambda z: z.mul_(2).logsumexp(-1), r"use z\*2, not z.mul_\(2\)"),
+               column_in_place=(lambda z, weight: z.logsumexp(-1)*weight.mul_(2), r"use z\*2, not z.mul_\(2\)"), learned=(lambda z: (z*LEARNED).logsumexp(-1), "something else that wants a gradient"))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_measure_is_held_to_the_same_on_every_path(path):
+    policy, b = Policy(PATHS[path](), device="cpu"), tiny.rows(B=4, T=12)
+    b["weight"] = torch.rand(4, 12)
+    assert (policy._run.reader.bend is None) == (path == "model")
+    for measure, said in REFUSED.values():
+        with pytest.raises(ValueError, match=said): policy.step(b, straight, measure=measure)
+    for name in ("one_for_all", "number", "few", "in_place", "column_in_place"):
+        with pytest.raises(ValueError, match=REFUSED[name][1]): policy.measure(b, REFUSED[name][0])
+    assert policy.version == 0 and policy.measure(b, lambda z: z.argmax(-1)).dtype == torch.int64       # without gradient it may be anything
+    b["weight"].requires_grad_()
+    with pytest.raises(ValueError, match="column 0, .* wants a gradient"): policy.step(b, straight, measure=lambda z, weight: z.logsumexp(-1)*weight)
+    assert policy.measure(b, lambda z, weight: z.logsumexp(-1)*weight).shape == (4, 12)
+    assert b.weight.detach().le(1).all() and LEARNED.grad is None
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_measure_sees_full_precision_on_every_path(path):
+    "Its own products too, forward and backward: autocast is off while it is asked."
+    policy, b, seen = Policy(PATHS[path](), device="cpu", dtype=torch.bfloat16), tiny.rows(B=4, T=12), []
+    def product(z):
+        p = z@torch.ones(32, 2)
+        seen.extend([z.dtype, p.dtype, torch.is_autocast_enabled("cpu")])
+        return p[:, 0]
+    policy.measure(b, product)
+    policy.step(b, straight, measure=product)
+    assert len(seen) >= 6 and set(seen) == {torch.float32, False}
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_frozen_head_is_no_way_around(learns):
+    "There the gradient is made in the forward pass."
+    h, W = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4, requires_grad=learns)
+    for measure, said in (v for k, v in REFUSED.items() if k not in ("whole_numbers", "column_in_place", "few")):
+        with pytest.raises(ValueError, match=said.replace("32", "7")): linear_measured(h, W, measure).sum().backward()
+    with pytest.raises(ValueError, match="column 0, .* wants a gradient"): linear_measured(h, W, lambda z, x: z[:, 0]*x, h[:, 0])
+    with torch.inference_mode(): assert linear_measured(h, W, lambda z, x: z[:, 0]*x, torch.ones(5)).shape == (5,)     # tensors that count no writes
+    assert h.grad is None and W.grad is None
+
+
 def test_the_loss_on_logits_is_the_same_number():
     T = teacher()
     b, policy = batch(T), Policy(tiny.model(dtype=torch.float64))
