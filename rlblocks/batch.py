@@ -172,13 +172,15 @@ class Batch:
     def cut(self,
         n:int,      # how many pieces
         costs=None, # `[B]`, what each row costs, e.g. `row_costs(b.lengths, quadratic=…)`; its tokens, if not given
+        *,
+        shares_prompts:bool=True, # whether a piece computes a prompt once for all of its rows, `policy.shares_prompts` (True of transformers' models unless padded); False: every row pays for its own
     )->list[list[int]]: # row numbers of each piece, ascending; pieces may be empty
-        """Deal the units to `n` pieces of nearly equal cost, rows that begin alike to the same piece where that makes the costliest piece cheaper: a piece pays for what they have in common once.
+        """Deal the units to `n` pieces of nearly equal cost. With `shares_prompts` a piece pays once for what its rows begin with alike, so such rows go to the same piece where that makes the costliest piece cheaper.
 
-        The same answer on every machine, so that each can make its own piece."""
+        Of a model that computes every row in full, pieces dealt so are unlike: say False. The same answer on every machine, so that each can make its own piece."""
         if costs is not None and len(costs) != len(self): raise ValueError(f"Batch.cut: costs are {len(costs)}, the batch has {len(self)} rows; one a row is wanted")
         units, each = self.unit_rows(), torch.as_tensor(self._sizes() if costs is None else costs, dtype=torch.double).cpu()
-        alike = self._alike(each) if n > 1 else None
+        alike = self._alike(each) if shares_prompts and n > 1 else None
         rows = list(zip(each.tolist(), *(x.tolist() for x in alike or ()), strict=True))
         if alike:
             cost, family, common = zip(*(_as_one([rows[i] for i in u], -1 - u[0]) for u in units), strict=True)
@@ -225,10 +227,12 @@ class Batch:
     def parts(self,
         n:int,      # how many parts: replicas, ranks
         costs=None, # `[B]`, what each row costs; its tokens, if not given
+        *,
+        shares_prompts:bool=True, # as for `cut`: whether a part computes a prompt once
     )->list: # `n` batches; together they hold every row once, besides fillers
-        "Cut between units into `n` parts of equal tokens or cost, a prompt counted once a part (see `cut`), for replicas or ranks. Losses of the parts add up to the loss of the whole."
+        "Cut between units into `n` parts of equal tokens or cost (see `cut`), for replicas or ranks. Losses of the parts add up to the loss of the whole."
         self._lightest()
-        cuts, counted = self.cut(n, costs), self._like(self.columns, self.whole if self._whole or "mask" in self else None, self.filler)
+        cuts, counted = self.cut(n, costs, shares_prompts=shares_prompts), self._like(self.columns, self.whole if self._whole or "mask" in self else None, self.filler)
         siblings = self.siblings(cuts)
         return [counted.part(rows, siblings) for rows in cuts]
 

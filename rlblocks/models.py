@@ -131,9 +131,9 @@ class Policy(Trained):
         *,
         top_k:int|None=None, # None: the experts that tokens are sent to; else count the `top_k` of the largest scores instead, which may be others
     )->Tensor: # `[B, L, E]`
-        """How many of a row's real tokens go to each expert of each layer of a mixture of experts, without gradient. Over all rows: counts.sum(0)/batch.lengths.sum() is the load that `moe_balance_loss` wants.
+        """How many of a row's real tokens go to each expert of each layer, without gradient; over all rows, counts.sum(0)/batch.lengths.sum() is the load that `moe_balance_loss` wants.
 
-        A selection bias or groups of experts (DeepSeek-V3) are in it, see `picked`; ValueError where nobody tells what a router picked that goes by more than its scores."""
+        ValueError where nobody tells (see `picked`) what a router picked that goes by more than its scores."""
         def count(part):
             if top_k is None: return Out(experts=self._run.tokens_out(part, hidden=True, experts=True).experts.sum(1))
             x = self._run.tokens_out(part, hidden=True, router_logits=True).router_logits
@@ -190,7 +190,7 @@ def _known(cls, more):
     takes = {n for f in (cls, Runner, ShardedModel) for n, p in inspect.signature(f).parameters.items() if p.kind is p.KEYWORD_ONLY} - {"name"}
     for word in (w for w in more if w not in takes):
         near = get_close_matches(word, [*takes, *OTHERS], 1)
-        meant = OTHERS.get(near[0], near[0]) if near else ""
+        meant = (OTHERS.get(near[0]) or near[0]) if near else ""
         raise TypeError(f"{cls.__name__}: there is no argument {word!r}; " + (f"is {meant if '=' in meant else repr(meant)} meant?" if near else f"there are {', '.join(sorted(takes))}"))
 
 def _runner(base, reader, lora, *, who, frozen, quantized=False, micro_tokens=8192, micro_rows=None, pack=None, **how):

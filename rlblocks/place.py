@@ -79,9 +79,10 @@ class Call:
         n:int,       # replicas
         *,
         who:str="call", # for messages: "Policy.logprobs"
+        shares_prompts:bool=True, # of the wrapper, as for `Batch.cut`
     ):
         "Find the Batches among the arguments and deal their units. TypeError for a Batch inside a list or dict, ValueError for one that is cut already."
-        self.args, self.kwargs, self.n, self.who = args, kwargs, n, who
+        self.args, self.kwargs, self.n, self.who, self.shares_prompts = args, kwargs, n, who, shares_prompts
         self.cuts:dict[int, list] = {}    # id of a Batch → row numbers of each part
         self.siblings:dict[int, tuple] = {} # likewise → what the parts look like
         for x in (*args, *kwargs.values()): self._deal(x)
@@ -95,7 +96,7 @@ class Call:
         elif isinstance(x, Batch) and len(x):     # without rows there is nothing to cut, and nothing to make a filler of
             if x._whole and len(x._whole.siblings) > 1:
                 raise ValueError(f"{self.who}: got one of the {len(x._whole.siblings)} parts of a batch; pass the whole, the pool cuts it")
-            self.cuts[id(x)] = x.cut(self.n)
+            self.cuts[id(x)] = x.cut(self.n, shares_prompts=self.shares_prompts)
             self.siblings[id(x)] = x.siblings(self.cuts[id(x)])
 
     def of(self,

@@ -119,9 +119,9 @@ class SpmdPool:
         obj, error, told = None, None, []
         try: obj = self._run(make, _unwrapped(args), _unwrapped(kwargs))
         except Exception as e: error = e
-        told = self._settle(who, error, dict(replica=getattr(obj, "replica", self.rank)))
+        told = self._settle(who, error, dict(replica=getattr(obj, "replica", self.rank), shares_prompts=bool(getattr(obj, "shares_prompts", False))))
         self.placed += 1
-        return cast(C, Handle(_Placed(obj, self, type(obj).__name__, self.placed, [t["replica"] for t in told])))
+        return cast(C, Handle(_Placed(obj, self, type(obj).__name__, self.placed, [t["replica"] for t in told], all(t["shares_prompts"] for t in told))))
 
     # -- one call on all ranks
     def _call(self, placed, method, args, kwargs):
@@ -130,7 +130,7 @@ class SpmdPool:
         who = f"{placed.kind}.{method.__name__}"
         self._compare(who, dict(call=f"{who} of placed object {placed.number}"), args, kwargs)
         replicas, ids = placed.replicas, sorted(set(placed.replicas))
-        call = Call(_unwrapped(args), _unwrapped(kwargs), len(ids), who=who)
+        call = Call(_unwrapped(args), _unwrapped(kwargs), len(ids), who=who, shares_prompts=placed.shares_prompts)
         speaker = replicas.index(replicas[self.rank]) == self.rank      # of its replica the lowest rank answers
         mine, answer, error = dict[str, Any](speaks=False), None, None
         large = torch.zeros(0, dtype=torch.uint8)
@@ -266,6 +266,7 @@ class _Placed:
     kind:str     # its class, for messages
     number:int   # in order of placement
     replicas:list # replica of each rank
+    shares_prompts:bool # whether all of them compute what rows begin with alike once
 
 class Handle:
     "A placed object: its methods run on all ranks of the pool."

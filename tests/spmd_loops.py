@@ -138,11 +138,26 @@ class Twins:
         return Mean(b.lengths.sum(), 1)
 
 
+class Sees:
+    "A wrapper that says whether it computes what rows begin with alike once; None: says nothing."
+    def __init__(self, says):
+        if says is not None: self.shares_prompts = says
+    def given(self, b): return b.lengths.sum().expand(len(b))
+
+
+def grouped():
+    "Two groups of two, a long prompt and a short one: together they share, one by one they balance."
+    tokens = torch.arange(80).view(4, 20) + 100
+    tokens[1, :15], tokens[3, :3] = tokens[0, :15], tokens[2, :3]
+    return Batch(tokens=tokens, lengths=torch.tensor([20, 20, 8, 8]), mask=torch.arange(20) >= torch.tensor([15, 15, 3, 3])[:, None], group=torch.tensor([0, 0, 1, 1]))
+
+
 def replicas(pool):
     "Who answered, for which rows; what this rank was given."
     twins, b = pool.place(Twins), prompts((5, 2, 7, 3))
     who, answers = twins.who(b)
-    return dict(who=who, answers=answers, total=float(twins.mine(b))*(pool.ranks//2), saw=twins.saw)
+    return dict(who=who, answers=answers, total=float(twins.mine(b))*(pool.ranks//2), saw=twins.saw,
+                tokens=[pool.place(Sees, says).given(grouped()).tolist() for says in (True, False, None)])
 
 
 def stopped(pool, folder):

@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from rlblocks import Batch, Policy, pairs, seed_of, shared_prefix
+from rlblocks import Batch, Critic, Policy, Scorer, pairs, seed_of, shared_prefix
+from rlblocks.place import Call
 from tiny import apart, gradients, model, rows
 from torch.testing import assert_close
 
@@ -214,6 +215,26 @@ def test_a_cut_keeps_groups_where_it_makes_the_step_shorter():
     for unit in (None, torch.arange(12)//2):
         if unit is not None: copies["unit"] = unit
         for cost in (.1, 1/3, 1e-9, 0.): assert sorted(sum(copies.cut(3, [cost*i for i in range(12)]), [])) == list(range(12))       # rows that have all in common, at costs that round
+
+
+def test_a_cut_for_models_that_compute_every_prompt():
+    "Padded rows, or packed ones without segments: each pays for its prompt, so parts are balanced by tokens; the wrapper says which, Call and parts hand it on."
+    for G, K, n, seed in ((4, 16, 4, 1), (8, 16, 8, 0), (16, 8, 8, 2)):
+        g, at = torch.Generator().manual_seed(seed), torch.arange(430)
+        start = torch.randint(10, 400, (G,), generator=g).repeat_interleave(K)
+        lengths = start + torch.randint(2, 30, (G*K,), generator=g)
+        tokens = torch.where(at < start[:, None], torch.randint(2, 32, (G, 430), generator=g).repeat_interleave(K, 0), torch.randint(2, 32, (G*K, 430), generator=g))
+        b = Batch(tokens=tokens, lengths=lengths, mask=(at >= start[:, None]) & (at < lengths[:, None]), group=torch.arange(G).repeat_interleave(K))
+        heavy = lambda cut, b=b: max(int(b.lengths[rows].sum()) for rows in cut)*len(cut)/int(b.lengths.sum())
+        cut = b.cut(n, shares_prompts=False)
+        assert cut == b.drop("group").cut(n) and heavy(cut) < 1.01 and heavy(b.cut(n)) > 1.1
+        assert [p.lengths.tolist() for p in b.parts(n, shares_prompts=False)] == [b.lengths[rows].tolist() for rows in cut]
+        for said in (True, False): assert list(Call((b,), {}, n, shares_prompts=said).cuts.values()) == [b.cut(n, shares_prompts=said)]
+    packs = {pack: Policy(model(), frozen=True, device="cpu", pack=pack) for pack in (None, True, False)}
+    assert [p.shares_prompts for p in packs.values()] == [True, True, False] and Critic(model(), device="cpu").shares_prompts and not Scorer(model(), device="cpu", pack=False).shares_prompts
+    packed = Policy(model(), frozen=True, device="cpu", pack=True)
+    packed._run.reader.segments = False         # an attention that is told of rows by their positions only, as flash's
+    assert not packed.shares_prompts
 
 
 def test_units_and_groups_go_together():

@@ -125,7 +125,7 @@ def test_picks_that_nobody_tells():
     model, b = deepseek(), batch()
     want, gates = entered(model, b), [layer.mlp.gate for layer in model.model.layers[1:]]
     for layer in model.model.layers[1:]:
-        gate, experts = layer.mlp.gate, layer.mlp.experts
+        gate = layer.mlp.gate
         gate.chosen = gate.forward
         def forward(hidden, mlp=layer.mlp):
             scores, weights, ids = mlp.gate.chosen(hidden)
