@@ -4,16 +4,20 @@
 
 # %% auto #0
 __all__ = ['WHOLE_OUTSIDE', 'NOTHING', 'EXCHANGES', 'copied', 'summed', 'joined', 'stretch', 'Cut', 'cut_of', 'planned',
-           'plan_of', 'followed', 'cut_', 'Entering', 'exchange_', 'felt', 'unlike']
+           'plan_of', 'followed', 'left_whole', 'cut_', 'Entering', 'exchange_', 'felt', 'unlike', 'terms_of']
 
 # %% ../nbs/31d_cuts.ipynb #60e813ec
 import re
+from collections.abc import Collection
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from .plain import HALF
 
 # %% ../nbs/31d_cuts.ipynb #1c2292b3
 class _Copied(torch.autograd.Function):
@@ -196,6 +200,15 @@ def _uneven(layers, name, leaf, plan, size):
     if isinstance(d, int) and n % d == 0: return f"{n//d} head{'s'*(n//d > 1)}" if n//d % size else ""
     return f"{n} features" if n % (size*cut.blocks) else ""
 
+def left_whole(
+    model:Any,           # of transformers, still whole
+    plan:dict[str, str], # of `followed`
+    at:str="",           # where the plan's module holds it
+)->set[str]: # names in it
+    "Weights that a plan leaves whole."
+    inside = lambda name: ".".join(n for n in (at, name) if n)
+    return {f"{name}.{leaf}" if name else leaf for name, layer in model.named_modules() for leaf in layer._parameters if _cut(layer, inside(name), leaf, plan) is None}
+
 def cut_(
     module:nn.Module,    # changed in place; the same on every rank of the group
     plan:dict[str, str], # of `followed`
@@ -324,23 +337,55 @@ def exchange_(
     return entering
 
 # %% ../nbs/31d_cuts.ipynb #f65cbc6b
+@contextmanager
+def _wide(model):
+    "Half-precision weights in fp32 for a while; there and back loses nothing."
+    held = [(x, x.dtype) for x in (*model.parameters(), *model.buffers()) if x.dtype in HALF]
+    for x, _ in held: x.data = x.data.float()
+    try: yield
+    finally:
+        for x, dtype in held: x.data = x.data.to(dtype)
+
 def felt(
     model:Any, # of transformers
-)->tuple[Tensor, Tensor]: # outputs, gradient at the embeddings
+    left:Collection[str]=(), # names of the weights that no plan cuts; frozen ones need no answer
+)->tuple[Tensor, Tensor, dict[str, Tensor]]: # outputs, gradient at the embeddings, gradients of those weights
     "What a model makes of eight tokens, and what comes back from there."
     table, seen = model.get_input_embeddings(), []
     ids = (torch.arange(8, device=next(model.parameters()).device)[None] + 2) % getattr(table, "num_embeddings", 10)
-    hook = table.register_forward_hook(lambda *args: seen.append(args[2].detach().requires_grad_()) or seen[0])
+    weights = {n: p for n, p in model.named_parameters() if n in left and p.requires_grad}
+    hook = table.register_forward_hook(lambda *args: seen.append(args[2].requires_grad_()))
     try:
-        with torch.enable_grad():
+        with _wide(model), torch.enable_grad():
             out = model(ids, use_cache=False)[0].float()
             towards = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
-            return out.detach(), torch.autograd.grad((out*towards).sum(), seen[0])[0].float()
+            entered, *found = torch.autograd.grad((out*towards).sum(), [seen[0], *weights.values()], materialize_grads=True)
+            return out.detach(), entered.float(), dict(zip(weights, found, strict=True))
     finally: hook.remove()
 
 def unlike(
     before:tuple, # of `felt`
     after:tuple,  # of the same model, cut
 )->float:
-    "Largest distance of two, relative to the first."
-    return max(float((b-a).norm()/a.norm().clamp(min=1e-12)) for a, b in zip(before, after, strict=True))
+    "Largest distance of outputs and of gradients at the embeddings, relative to the first."
+    return max(float((b-a).norm()/a.norm().clamp(min=1e-12)) for a, b in zip(before[:2], after[:2], strict=True))
+
+def terms_of(
+    before:dict[str, Tensor], # gradients of whole weights, of `felt`
+    after:dict[str, Tensor],  # the same of the model, cut
+    cuts:dict[str, Cut],      # what was cut of it
+    group,                    # ranks that hold it together; all of them ask
+)->set[str]: # names
+    "Whole weights of whose gradient each rank knows a term; of the others each knows all. ValueError for one that is neither, and for one beside a cut that nothing came back to."
+    if not before: return set()
+    far = torch.stack([torch.stack([(after[n]-g).norm(), (_sum(after[n], group)-g).norm(), g.norm()]).double() for n, g in before.items()])
+    dist.all_reduce(far, op=dist.ReduceOp.MAX, group=group)        # one rank's term may be all of it; and all must answer alike
+    terms, least = set(), far[:, 2].max().item()*1e-3              # what cancels out leaves rounding
+    for name, (alone, together, size) in zip(before, far.tolist(), strict=True):
+        holder = name.rpartition(".")[0].rpartition(".")[0]
+        if not size and any(cut.startswith(holder and holder+".") for cut in cuts):
+            raise ValueError(f"tensor_parallel: no gradient of eight tokens comes back to {name}, beside layers that are cut, so nobody can tell which part of it a rank will know; freeze it, requires_grad_(False), or use engine=\"fsdp2\"")
+        if min(alone, together) > 1e-3*max(size, least):
+            raise ValueError(f"tensor_parallel: the gradient of {name} is neither whole on each rank nor the sum of what they know; the model's plan does not fit its code, use engine=\"fsdp2\"")
+        if together < alone: terms.add(name)
+    return terms

@@ -9,7 +9,6 @@ __all__ = ['SLAB', 'TOGETHER', 'TensorParallel']
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,20 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from .cuts import cut_, exchange_, felt, followed, plan_of, planned, unlike
-from .plain import HALF, Plain, agree, join_world, same_weights, world
+from .cuts import cut_, exchange_, felt, followed, left_whole, plan_of, planned, terms_of, unlike
+from .plain import Plain, agree, mesh_of, same_weights
 
 # %% ../nbs/31d_tensor.ipynb #43d583ec
-_MESHES:WeakKeyDictionary[Any, dict] = WeakKeyDictionary()     # of each world: groups are dear, and every wrapper asks for the same ones
 SLAB = 1 << 22             # bytes that a rank sends at a time
 TOGETHER = {"Muon", "Adafactor", "LBFGS", "AdamW8bit", "PagedAdamW8bit"} # optimizers that look at more than one entry at a time
 
 def _mesh(device, size):
     "Ranks by what they hold: neighbours hold one model, every `size`-th rank the same pieces. A weight is cut along the first axis before the second."
-    made, ranks = _MESHES.setdefault(dist.group.WORLD, {}), world()[1]
-    if ranks % size: raise ValueError(f"tensor_parallel={size}: a world of {ranks} ranks has no such groups; start a multiple of {size}")
-    if (device.type, size) not in made: made[device.type, size] = DeviceMesh(device.type, torch.arange(ranks).view(-1, size).T.contiguous(), mesh_dim_names=("tensor", "copies"))
-    return made[device.type, size]
+    mesh:Any = mesh_of(device, tensor_parallel=size)
+    return DeviceMesh.from_group([mesh["tensor"].get_group(), mesh["replica"].get_group()], device.type, mesh=mesh.mesh[:, 0].T.contiguous(), mesh_dim_names=("tensor", "copies"))
 
 class TensorParallel:
     "An engine: a model of transformers cut inside its layers, each piece held by a plain engine or by FSDP2."
@@ -49,31 +45,32 @@ class TensorParallel:
         "Cut a module; all ranks together. ValueError for a model without a plan, one that does not divide or whose plan is not true, for an optimizer that needs whole matrices, and for ranks that built different models."
         if callable(engine): raise ValueError(f"tensor_parallel={size}: adapters and heads on another wrapper's weights do not go with it; engine=\"fsdp2\" cuts a frozen base under adapters")
         if engine not in (None, "fsdp2"): raise ValueError(f'tensor_parallel={size}: engine={engine!r} does not go with it; None (copies) and "fsdp2" (cut further over the replicas) do')
-        join_world(device)
         self.mesh, self.size, self.device, self.expert_parallel = _mesh(device, size), size, device, expert_parallel
         self.group, self.rank = self.mesh["tensor"].get_group(), self.mesh["tensor"].get_local_rank()
         same_weights(module)
         plan = followed(module, plan_of(module, expert_parallel=expert_parallel), size)
-        before = [felt(m) for _, m in planned(module)]
+        left = [left_whole(m, plan, at) for at, m in planned(module)]
+        before = [felt(m, names) for (_, m), names in zip(planned(module), left, strict=True)]
         self.cuts, self.entering = cut_(module, plan, self.group), exchange_(module, plan, self.group)
-        self._check(module, before)
-        self.terms = {f"{name}.{leaf}" for name, style in plan.items() if style == "replicated_with_grad_allreduce" for leaf, _ in module.get_submodule(name).named_parameters()}
+        self.terms = self._terms(module, before, left)      # names of whole weights of whose gradient each rank knows a term
         self.shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
         self.inner:Any = self._inner(module, engine, dict(optimizer=optimizer, max_norm=max_norm, settle=self.settle), how)
         self.names = {id(p): name for name, p in module.named_parameters()}
         if odd := {type(o).__name__ for o in getattr(self.optimizer, "parts", [self.optimizer])} & TOGETHER:
             raise ValueError(f"tensor_parallel={size}: {odd.pop()} looks at whole matrices, or blocks of them, and each rank has a piece; use an optimizer that treats entries alone, such as adamw")
 
-    def _check(self, module, before):
-        "The model that was cut is the model that came."
-        error:Exception|None = None
-        for (_, model), was in zip(planned(module), before, strict=True):
-            half = any(p.dtype in HALF for p in model.parameters())
-            try: how = "" if (far := unlike(was, felt(model))) < (.5 if half else 1e-3) else f"gives other numbers than whole (by {far:.1g})"
+    def _terms(self, module, before, left):
+        "Whole weights to sum the gradient of, once it is sure that the model that was cut is the model that came."
+        terms = set()
+        for (at, model), was, names in zip(planned(module), before, left, strict=True):
+            now:Any = None
+            try: how = "" if (far := unlike(was, now := felt(model, names))) < 1e-3 else f"gives other numbers than whole (by {far:.1g})"
             except (RuntimeError, ValueError, IndexError, TypeError) as e: how = f"does not run ({e})"
-            if how: error = ValueError(f'tensor_parallel={self.size}: cut by its plan, {type(model).__name__} {how}; its plan does not fit its code, use engine="fsdp2"')
-        self.entering.forget()
-        agree(error, "tensor_parallel")
+            self.entering.forget()
+            agree(ValueError(f'tensor_parallel={self.size}: cut by its plan, {type(model).__name__} {how}; its plan does not fit its code, use engine="fsdp2"') if how else None, "tensor_parallel")
+            inside = f"{at}." if at else ""
+            terms |= {inside+n for n in terms_of(was[2], now[2], {c.removeprefix(inside): cut for c, cut in self.cuts.items() if c.startswith(inside)}, self.group)}
+        return terms
 
     def _inner(self, module, engine, made, how):
         "Who holds the pieces."
