@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .appetites import Live, adapted_model, appetite, fake_model, pack_
+from .appetites import CHUNKS, Live, adapted_model, appetite, fake_model, pack_
 from .cuts import cut_of, followed, plan_of
 from .fsdp import layers_of
 from .head import output_layer
@@ -159,13 +159,15 @@ def plan(
     entropy:bool=False,  # the loss reads it
     state_bytes:int=8,   # of the optimizer for each 4 bytes of weights: AdamW 8, 8-bit AdamW 2, SGD with momentum or Muon 4
     memory:int|float|str|None=None, # bytes of one device, or "80GB", "80GiB", to be checked
+    device:str="cuda",   # of the run, wherever the plan is made: "cuda", or "cpu", which has a quarter of the logits at one time
 )->Plan:
     """What a `Policy`, a `Critic` or a `Scorer` of these arguments will hold on each device, kind by kind, before anything is allocated.
 
-    ValueError for what the wrapper would refuse, MemoryError with the table where it does not fit `memory`."""
+    Of a step with several micro-batches, the later of which find all gradients there; where one is all, they come while its activations go, and the peak is lower. ValueError for what the wrapper would refuse, MemoryError with the table where it does not fit `memory`."""
     _checked_plan(engine, offload, frozen, low_precision, lora, quantization, dict(devices=devices, micro_tokens=micro_tokens, row=row, sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel))
     if not lm_head and not value_head: raise ValueError("plan: lm_head=False reads nothing; a Critic or a Scorer is value_head=True, lm_head=False")
     if memory is not None: _bytes_of(memory)
+    if device not in CHUNKS: raise ValueError(f'plan: device={device!r}; the kind of device that the run will have is wanted, "cuda" or "cpu"')
     with FakeTensorMode():
         fake, own = (fake_model(model), []) if lora is None else adapted_model(model, lora)
         if dtype is not None and not isinstance(dtype, torch.dtype): raise TypeError(f"plan: dtype is {dtype!r}; a torch dtype is wanted, e.g. torch.bfloat16")
@@ -183,19 +185,19 @@ def plan(
         mine = [*own, *(head.parameters() if head is not None else ())]
         base = [p for p in (*fake.parameters(), *mine) if lora is None or all(p is not x for x in mine)]
         base = list(dict.fromkeys(base))
-        device, away = _kept(base, held, devices//tensor_parallel, state_bytes, dtype)
-        if lora is not None: device = _sums(device, _kept(mine, None, 1, state_bytes, None)[0])
-        device["weights"] += _size(fake.buffers())
+        here, away = _kept(base, held, devices//tensor_parallel, state_bytes, dtype)
+        if lora is not None: here = _sums(here, _kept(mine, None, 1, state_bytes, None)[0])
+        here["weights"] += _size(fake.buffers())
         host = away if offload and held else {}
-        if not host: device = _sums(device, away)
+        if not host: here = _sums(here, away)
         gathered = _gathered(fake, base, held, devices//tensor_parallel, dtype)
         if dtype in HALF and held not in (None, "zero1"):          # these compute with weights in half precision; elsewhere autocast makes copies, which the pass will count
             for p in base: p.data = p.data.to(dtype) if p.is_floating_point() else p.data
-        found = appetite(fake, -(-micro_tokens//sequence_parallel), row=-(-row//sequence_parallel), learn=not frozen, entropy=entropy, dtype=dtype, value_head=head)
+        found = appetite(fake, -(-micro_tokens//sequence_parallel), row=-(-row//sequence_parallel), learn=not frozen, entropy=entropy, dtype=dtype, value_head=head, chunk=CHUNKS[device])
         flops = found.flops/micro_tokens if sequence_parallel == 1 else appetite(fake, micro_tokens, row=row, learn=not frozen, dtype=dtype, value_head=head).flops/micro_tokens/sequence_parallel
     coming = dict(activations=found.activations, logits=found.logits) | (dict(gathered=gathered) if gathered else {})
     kinds = ("weights",) if frozen else STAYS
-    made = Plan(((title, {k: device[k] for k in kinds if device[k] or not host} | coming, {k: n for k, n in host.items() if n}),), devices, flops)
+    made = Plan(((title, {k: here[k] for k in kinds if here[k] or not host} | coming, {k: n for k, n in host.items() if n}),), devices, flops)
     return made if memory is None else made.fit(memory)
 
 def _sums(a, b): return {k: a[k] + b[k] for k in a}
