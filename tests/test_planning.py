@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, ViTConfig
 
-from rlblocks.appetites import appetite, fake_model
+from rlblocks.appetites import Live, appetite, fake_model
+from rlblocks.logprobs import linear_logprobs
 from rlblocks.planning import plan, plan_rollout, step_seconds
 
 TINY = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
@@ -120,6 +121,24 @@ def test_half_precision_weights_are_copied_by_autocast_alone():
     assert plain["activations"] - sharded["activations"] > linear
 
 
+def test_logits_are_a_chunk_of_the_device():
+    "1,024 places on a GPU and 256 on a CPU, beside the gradient of the matrix on its way to the sum; the CPU's is what `linear_logprobs` takes there."
+    config = LlamaConfig(**TINY.to_dict() | dict(vocab_size=8192))
+    gpu, cpu = (plan(config, micro_tokens=2048, row=256, device=d).bytes()["logits"] for d in ("cuda", "cpu"))
+    matrix, near = 8192*64*4, 1.1
+    assert 1024*8192*4 + matrix <= gpu <= near*(1024*8192*4 + matrix) and 256*8192*4 + matrix <= cpu <= near*(256*8192*4 + matrix)
+    assert plan(config, micro_tokens=2048, row=256).bytes()["logits"] == gpu                # wherever the plan is made
+    hidden, weight = torch.zeros(512, 64, requires_grad=True), torch.zeros(8192, 64, requires_grad=True)
+    tokens = torch.zeros(512, dtype=torch.long)
+    with Live(hidden, weight, tokens) as live: linear_logprobs(hidden, weight, tokens).sum().backward()
+    assert abs(live.peak - hidden.nbytes - cpu) <= .05*cpu
+
+
+def test_a_shared_matrix_keeps_its_gradient_through_the_layers():
+    own, tied = (plan(LlamaConfig(**TINY.to_dict() | dict(tie_word_embeddings=tie)), **SMALL).bytes()["activations"] for tie in (False, True))
+    assert tied - own == 512*64*4
+
+
 def test_operations_are_six_a_weight_and_attention():
     "2 a weight forward and 4 back; a head of d reads T keys: 4·T·d forward, 10·T·d back (torch's count: scores are made again)."
     with FakeTensorMode(): model = fake_model(TINY); found = appetite(model, 128, row=128)
@@ -143,7 +162,7 @@ def test_seconds_of_a_step_by_hand():
 
 
 REFUSED = [   # (what is wrong, words of the message)
-    (dict(engine="ddp"), "engine 'ddp' is not known; one of"), (dict(devices=0), "devices=0; a whole number"), (dict(devices=2.), "devices=2.0"), (dict(row=True), "row=True"),
+    (dict(engine="ddp"), "engine 'ddp' is not known; one of"), (dict(devices=0), "devices=0; a whole number"), (dict(devices=2.), "devices=2.0"), (dict(device="mps"), "device='mps'; the kind of device that the run will have"), (dict(row=True), "row=True"),
     (dict(micro_tokens=64, row=128), "a row of 128 tokens does not fit micro_tokens=64; raise it"), (dict(offload="cpu"), "offload='cpu' needs an engine"),
     (dict(offload="disk", engine="fsdp2"), "offload='disk'"), (dict(offload="nvme", engine="fsdp2"), '"nvme" with "zero3"'), (dict(quantization="4bit"), "quantized weights do not train; give an adapter"),
     (dict(quantization="4bit", lora=dict(r=4), engine="fsdp2"), "not sharded here; leave out engine"), (dict(quantization="3bit", frozen=True), "'3bit' is not known here; \"4bit\""),
