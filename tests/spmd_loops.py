@@ -146,10 +146,10 @@ class Sees:
 
 
 def grouped():
-    "Two groups of two, a long prompt and a short one: together they share, one by one they balance."
-    tokens = torch.arange(80).view(4, 20) + 100
-    tokens[1, :15], tokens[3, :3] = tokens[0, :15], tokens[2, :3]
-    return Batch(tokens=tokens, lengths=torch.tensor([20, 20, 8, 8]), mask=torch.arange(20) >= torch.tensor([15, 15, 3, 3])[:, None], group=torch.tensor([0, 0, 1, 1]))
+    "Two groups of two, one of longer rows: one by one a part has a row of either, together a group a part."
+    tokens, at, lengths = torch.arange(84).view(4, 21) + 100, torch.arange(21), torch.tensor([21, 21, 20, 20])
+    tokens[1, :15], tokens[3, :15] = tokens[0, :15], tokens[2, :15]
+    return Batch(tokens=tokens, lengths=lengths, mask=(at >= 15) & (at < lengths[:, None]), group=torch.tensor([0, 0, 1, 1]))
 
 
 def replicas(pool):
