@@ -117,7 +117,7 @@ def asked(measure, z, columns):
     return value
 
 WRITES = "it writes into the logits or columns that it was given, and the backward pass will want them again; use z*2, not z.mul_(2)"
-def _version(x): return 0 if x.is_inference() else x._version
+def _version(x): return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 def refuse_learned(columns):
     "ValueError for a column that wants a gradient: it would get none."

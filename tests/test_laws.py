@@ -48,9 +48,9 @@ GIVEN = dict(
     fresh_mask=dict(policy_version=ids(5, 16), now=5), full_kl=dict(logits=LOGITS, ref_logits=noise(16, 16, 7, seed=1)), gather_logprobs=dict(logits=LOGITS, targets=COLS["tokens"] % 7),
     gdpo_advantages=dict(scores=HEADS), generative_scores=dict(logits=LOGITS, yes=1, no=(2, 3)), geometric_mixture=dict(logits=LOGITS, ref_logits=noise(16, 16, 7, seed=1)),
     gmpo_loss=dict(advantages=LEVEL), group_pass_at_k_advantages=dict(k=2), gspo_loss=dict(advantages=LEVEL), gspo_token_loss=dict(advantages=LEVEL), hl_gauss=dict(bins=BINS),
-    hps_loss=dict(scores=HEADS, preference=noise(16, 3, seed=1).softmax(-1), mask=flags(16, 3)), js_reward=dict(log_ratio=ROWS), jsd_loss=TEACHER, kl_cov_loss=dict(selected=flags(16, 16)),
+    hps_loss=dict(scores=HEADS, preference=noise(16, 3, seed=1).softmax(-1), mask=flags(16, 3)), js_reward=dict(log_ratio=ROWS), jsd=TEACHER, jsd_loss=TEACHER, kl_cov_loss=dict(selected=flags(16, 16)),
     kl_shaped=dict(kl_coef=.1), kto_kl=ANSWERS, kto_loss=ANSWERS | dict(kl=.3), ld_logprobs=dict(shared=COLS["lengths"]//2),
-    linear_logprobs=dict(hidden=noise(16, 3), weight=noise(16, 3, seed=1), tokens=torch.arange(16)), luspo_loss=dict(advantages=LEVEL),
+    linear_logprobs=dict(hidden=noise(16, 3), weight=noise(16, 3, seed=1), tokens=torch.arange(16)), linear_measured=dict(hidden=noise(16, 3), weight=noise(16, 3, seed=1), measure=lambda z: z.logsumexp(-1)), luspo_loss=dict(advantages=LEVEL),
     masked_mean=dict(x=COLS["advantages"]), masked_std=dict(x=COLS["advantages"]), masked_sum=dict(x=COLS["advantages"]), mean_of=dict(x=COLS["advantages"]),
     moe_balance_loss=dict(router_logits=noise(16, 16, 4), load=noise(4).softmax(0).expand(16, 4).contiguous()),
     multi_head_loss=dict(first=HEADS, second=noise(16, 3, seed=1), prefer=noise(16, 3, seed=2).sigmoid(), mask=flags(16, 3)), n_step_returns=dict(n=3),
@@ -81,7 +81,7 @@ LAWLESS = {  # a block, but not one of rows: which law is meaningless
     "mismatched": "partners of rows, by their order", "swap_completions": "rows are exchanged", "resampled_rows": "rows are drawn, not kept",
     "straight_through": "two differentiable arguments", "ratio_corrected": "two differentiable arguments", "predicting": "no column of its own",
     "pass_at_k_advantages": "verdicts are 0 or 1: no derivative is asked",
-    "linear_logprobs": "two differentiable arguments, one with no rows", "promoted": "does no arithmetic", "standardized": "float64 moments", "update_moments": "float64 moments",
+    "linear_logprobs": "two differentiable arguments, one with no rows", "linear_measured": "two differentiable arguments, one with no rows", "promoted": "does no arithmetic", "standardized": "float64 moments", "update_moments": "float64 moments",
 }
 SURROGATE = dict(  # whose value is not what is descended: a stopped gradient is the point
     dft_loss="weighed by sg(π)", on_policy_loss="exp(lp − sg(lp))", cispo_loss="sg(ratio)·lp", dppo_tv_loss="sg(ratio)·lp", dppo_kl_loss="sg(ratio)·lp", vespo_loss="sg(weight)·lp", nash_md_loss="sg(log-ratio)·lp",
@@ -101,7 +101,7 @@ every_block = pytest.mark.parametrize("name", BLOCKS)
 
 def arguments(name):
     "(columns, numbers) for one call, by parameter name."
-    given, params = GIVEN.get(name, {}), inspect.signature(BLOCKS[name]).parameters
+    given, params = GIVEN.get(name, {}), {k: p for k, p in inspect.signature(BLOCKS[name]).parameters.items() if p.kind is not p.VAR_POSITIONAL}
     missing = [k for k, p in params.items() if p.default is p.empty and k not in COLS and k not in given]
     assert not missing, f"{name} wants {', '.join(missing)}: say in GIVEN of {__file__} what to give"
     wanted = {k: given.get(k, COLS.get(k)) for k, p in params.items() if k in given or p.default is p.empty}

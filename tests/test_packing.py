@@ -115,7 +115,7 @@ def families(rng, B):
     prompts = [[rng.randint(1, 3) for _ in range(rng.randint(0, 20))] for _ in range(5)]
     group = [rng.randrange(5) for _ in range(B)]
     rows = [(prompts[k] if rng.random() < .9 else []) + [rng.randint(1, 3) for _ in range(rng.randint(0, 12))] for k in group]
-    return *pad(rows), torch.tensor(group)
+    return *pad([torch.tensor(r, dtype=torch.long) for r in rows]), torch.tensor(group)
 
 
 def test_shared_prefixes_are_true_and_as_long_as_they_can_be():
