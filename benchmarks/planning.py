@@ -254,16 +254,14 @@ def draw(table):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(1, len(models := sorted({r["model"] for r in table})), figsize=(6*len(models), 5), sharey=True, squeeze=False)
-    for ax, name in zip(axes[0], models, strict=True):
-        mine = [r for r in table if r["model"] == name]
-        for kind in KINDS:
-            at = [(i, 100*(r[kind][0]/r[kind][1]-1)) for i, r in enumerate(mine) if kind in r]
-            ax.plot([x for _, x in at], [i for i, _ in at], "o", label=kind, alpha=.7)
-        ax.axvspan(-10, 10, alpha=.1)
-        ax.set(title=f"{name}, {mine[0]['parameters']/1e6:.0f}M parameters", xlabel="planned against held, %", yticks=range(len(mine)), yticklabels=[r["what"] for r in mine])
-    axes[0][0].invert_yaxis()
-    axes[0][-1].legend()
+    fig, ax = plt.subplots(figsize=(7, 1.5 + .3*len(table)))
+    for kind in KINDS:
+        at = [(100*(r[kind][0]/r[kind][1]-1), i) for i, r in enumerate(table) if kind in r]
+        ax.plot(*zip(*at, strict=True), "o", label=kind, alpha=.7) if at else None
+    ax.axvspan(-10, 10, alpha=.1)
+    ax.set(xlabel="planned against held, %", yticks=range(len(table)), yticklabels=[f"{r['model']} {r['parameters']/1e6:.0f}M: {r['what']}" for r in table])
+    ax.invert_yaxis()
+    ax.legend()
     fig.savefig(RESULTS/"planning_cpu.png", dpi=90, bbox_inches="tight")
     plt.close(fig)
 
