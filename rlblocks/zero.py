@@ -233,7 +233,7 @@ class Zero:
                 if p.ds_status.name == "AVAILABLE": p.partition()
 
     # -- weights and states
-    def _full(self, x:Tensor, wide=False)->Tensor:
+    def _full(self, x:Any, wide=False)->Tensor:
         "A weight or buffer, whole; what is trained as its fp32 master, what is cut in fp32 too if wanted wide."
         trained = bool(self.zero) and x.requires_grad
         if trained and self.offload == "nvme": return self.zero.get_full_hp_param(x)         # swaps in what lies on the disk
