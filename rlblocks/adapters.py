@@ -191,7 +191,7 @@ class Base:
         modules = dict(self.trunk.named_modules())
         saved = {k: p.detach() for name in adapters for k, p in self.own[name].items() if ".lora_" not in k}
         live = {_place(getattr(p, "to_local", lambda p=p: p)()) for p in self.trunk.parameters()}
-        wide = {f"trunk.{n}.base_layer.weight" for n, m in modules.items() if adapters.keys() & getattr(m, "scaling", {}).keys()}
+        wide = {f"trunk.{n}.base_layer.weight" for n, m in modules.items() if hasattr(m, "_active_adapter") and adapters.keys() & getattr(m, "scaling", {}).keys()}
         for key, x in self.model.engine.weights(wide):
             if not key.startswith("trunk.") or key[6:] in self.added: continue
             path = key = key[6:]

@@ -309,8 +309,8 @@ def peak(engine, world, rank, folder):
     before = memory("VmRSS")
     for bucket in m.iter_full_params(3*1500*1401*4): del bucket
     extra = memory("VmHWM") - before
-    print(f"peak {engine} {world} {rank}: {extra:.1f} MiB")
-    assert extra < 3*mb + mb + 2, f"{extra:.1f} MiB beside the shards; a bucket is {3*mb:.1f}, a tensor {mb:.1f}"
+    print(f"peak {engine} {world} {rank}: {extra:.1f} MiB")         # half a tensor is left to what the resident set holds besides: a second copy would be a whole one
+    assert extra < 3*mb + mb + mb/2, f"{extra:.1f} MiB beside the shards; a bucket is {3*mb:.1f}, a tensor {mb:.1f}"
 
 
 def offloaded(engine, world, rank, folder):
