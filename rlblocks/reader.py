@@ -143,8 +143,9 @@ class Reader(nn.Module):
         out, entered = self.run(laid, straight)
         if targets is None: return self._values(out) if self.head is not None else dict(values=promoted(out.reshape(len(out))))
         result:dict[str, Tensor] = {}
-        if measure is not None: result["measured"] = out if straight else asked(measure, sampled_from(out, **how), columns)
-        if measure is not None and torch.is_grad_enabled() and not result["measured"].is_floating_point(): raise ValueError(f"measure gave {result['measured'].dtype}, which has no gradient; find it before the step, with policy.measure, as a column")
+        if measure is not None:
+            result["measured"] = out if straight else asked(measure, sampled_from(out, **how), columns)
+            if torch.is_grad_enabled() and not result["measured"].is_floating_point(): raise ValueError(f"measure gave {result['measured'].dtype}, which has no gradient; find it before the step, with policy.measure, as a column")
         elif straight: result.update(zip(("logprobs", "entropy"), out.unbind(-1), strict=False))
         else: result.update(logprobs=gather_logprobs(out, targets, **how), **(dict(entropy=entropy_of(out, **how)) if entropy else {}))
         if logits: result["logits"] = sampled_from(out, **how)

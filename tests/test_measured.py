@@ -255,3 +255,15 @@ def test_the_loss_on_logits_is_the_same_number():
     out = policy._run.tokens_out(part, logits=True)
     assert_close(masked_mean(found, b.mask), reverse_kl_loss(out.logits, b.teacher_logits, b.mask)[0].detach(), rtol=1e-7, atol=0)
     assert isinstance(b, Batch)
+
+
+def test_a_measure_stands_for_all_that_is_read_of_the_logits():
+    seen = []
+    def loss(out, b):
+        seen.append(sorted(dict(out.items())))
+        return out.measured.sum()/b.n_tokens, {}
+    for head in (True, False):          # straight from the head; from whole logits
+        policy = Policy(tiny.model("llama"), lr=0., device="cpu")
+        if not head: policy._run.reader.bend = None
+        policy.step(batch(), loss, measure=lambda z: z.logsumexp(-1))
+    assert seen and all(x == ["measured"] for x in seen), seen
