@@ -305,10 +305,12 @@ def peak(engine, world, rank, folder):
     mb = 1500*1401*4/2**20          # 8.0 MiB each, 1401 rows do not divide by 2 or 4
     for bucket in m.iter_full_params(1 << 20): del bucket       # the collectives' own buffers are there by now
     gc.collect()
-    open("/proc/self/clear_refs", "w").write("5")
-    before = memory("VmRSS")
-    for bucket in m.iter_full_params(3*1500*1401*4): del bucket
-    extra = memory("VmHWM") - before
+    def once():
+        open("/proc/self/clear_refs", "w").write("5")
+        before = memory("VmRSS")
+        for bucket in m.iter_full_params(3*1500*1401*4): del bucket
+        return memory("VmHWM") - before
+    extra = min(once() for _ in range(3))           # other threads of the process come on top, now and then
     print(f"peak {engine} {world} {rank}: {extra:.1f} MiB")         # half a tensor is left to what the resident set holds besides: a second copy would be a whole one
     assert extra < 3*mb + mb + mb/2, f"{extra:.1f} MiB beside the shards; a bucket is {3*mb:.1f}, a tensor {mb:.1f}"
 
