@@ -20,39 +20,19 @@ from torch import Tensor, nn
 from .plain import HALF
 
 # %% ../nbs/31d_cuts.ipynb #1c2292b3
-class _Copied(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    "One way forward and the other way backward; each of the two pairs is the other's gradient."
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx, x, group, there, back):
+        ctx.way = group, back, there
+        return there(x, group)
 
     @staticmethod
-    def backward(ctx, g): return _sum(g, ctx.group), None
+    def backward(ctx, g): return _exchange(g, *ctx.way), None, None, None
 
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group): return _sum(x, group)
+def _exchange(x, group, there, back)->Any: return _Exchange.apply(x, group, there, back)
 
-    @staticmethod
-    def backward(ctx, g): return g, None
-
-class _Joined(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return _join(x, group)
-
-    @staticmethod
-    def backward(ctx, g): return _mine(g, ctx.group), None
-
-class _Stretch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return _mine(x, group)
-
-    @staticmethod
-    def backward(ctx, g): return _join(g, ctx.group), None
+def _same(x, group): return x.view_as(x)
 
 def _sum(x, group):
     total = x.clone(memory_format=torch.contiguous_format)
@@ -72,28 +52,28 @@ def copied(
     group,    # of ranks that hold one layer together
 )->Tensor: # x; its gradient is the sum of theirs
     "Into a cut: each rank makes its own part of what follows, so each knows a term of the gradient."
-    return _Copied.apply(x, group)      # type: ignore[return-value]
+    return _exchange(x, group, _same, _sum)
 
 def summed(
     x:Tensor, # this rank's term
     group,    # of ranks that hold one layer together
 )->Tensor: # the sum of their terms; its gradient is everybody's
     "Out of a cut that left each rank a term of the whole."
-    return _Summed.apply(x, group)      # type: ignore[return-value]
+    return _exchange(x, group, _sum, _same)
 
 def joined(
     x:Tensor, # this rank's stretch of the last axis
     group,    # of ranks that hold one layer together
 )->Tensor: # all stretches in order of rank; its gradient is cut again
     "Out of a cut that left each rank a stretch of the whole."
-    return _Joined.apply(x, group)      # type: ignore[return-value]
+    return _exchange(x, group, _join, _mine)
 
 def stretch(
     x:Tensor, # the same on every rank of the group
     group,    # of ranks that hold one layer together
 )->Tensor: # this rank's stretch of the last axis; its gradient is joined again
     "Into a cut: each rank goes on with a stretch of its own."
-    return _Stretch.apply(x, group)     # type: ignore[return-value]
+    return _exchange(x, group, _mine, _join)
 
 # %% ../nbs/31d_cuts.ipynb #f1ddb8e5
 @dataclass(frozen=True)

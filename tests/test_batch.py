@@ -1,4 +1,5 @@
 "Batch: columns that fit, wholes and parts, units that stay together."
+import os
 import pickle
 import subprocess
 import sys
@@ -122,9 +123,10 @@ b["ref_logprobs"] = call.joined(answers)
 assert b.ref_logprobs.equal(b.old_logprobs)
 print(held, rss() - before, sent/int(lengths.sum()))
 """
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
+        env=os.environ | dict(MALLOC_MMAP_THRESHOLD_="65536")) # what is freed goes back at once: else the peak is a matter of the allocator's holes
     held, grew, a_token = map(float, run.stdout.split())
-    assert 0 < grew < .9*held and a_token < 16
+    assert 0 < grew < .6*held and a_token < 16
 
 
 def test_minibatches_are_wholes_of_their_own_and_shuffled_by_name():
