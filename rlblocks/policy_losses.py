@@ -7,7 +7,6 @@ __all__ = ['log_ratio', 'clipped_surrogate', 'ppo_loss', 'dapo_loss', 'bnpo_loss
            'assert_on_policy']
 
 # %% ../nbs/13_policy_losses.ipynb #7a5db989
-import functools
 import math
 from typing import Literal
 
@@ -16,7 +15,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Max, Mean, Number, aggregate_rows, first_order, gate_of, gated, holds, promoted, _row_share, same_shape
+from .masked import Max, Mean, Number, aggregate_rows, gate_of, gated, holds, promoted, same_shape
+from .sweeps import blocks, gate_, inside, swept
 
 # %% ../nbs/13_policy_losses.ipynb #2f45253c
 def _gain(advantages, good, bad): # Â·good where Â > 0, Â·bad where Â < 0
@@ -24,47 +24,6 @@ def _gain(advantages, good, bad): # Â·good where Â > 0, Â·bad where Â < 0
 
 def _loss(gain, gate, over, denom): # aggregate(-gain, mask, over=over, denom=denom)
     return aggregate_rows(-gain.sum(-1), gate.sum(-1), over=over, denom=denom)
-
-def _swept(piece, logprobs, *columns, mask, over, denom):
-    """(loss, number of tokens, what was measured in each block [blocks, measures]) of a gain that depends on the token's own log-prob.
-
-    piece(into, gate, log π, columns…), without gradient: writes ∂gain/∂log π `into` its place, 0 under the mask, and returns the gain of each row and the measures, numbers."""
-    wide = functools.reduce(torch.promote_types, (x.dtype for x in columns), promoted(logprobs).dtype)
-    slope = torch.empty_like(logprobs, dtype=wide, requires_grad=False)
-    gains, counts, found = [], [], []
-    with torch.no_grad():
-        for into,on,*block in _blocks(slope, mask, logprobs, *columns):
-            gate = gate_of(on, into)
-            gain, *measures = piece(into, gate, *(x.to(wide) for x in block))
-            gains.append(gain)
-            counts.append(gate.sum(-1))
-            found.extend(measures)
-        counts, found = torch.cat(counts), torch.stack(found).view(len(gains), -1)
-    return _known(logprobs, slope, torch.cat(gains), counts, over, denom), counts.sum(), found
-
-def _blocks(*columns, entries=2**17): # rows that stay in a CPU's cache while several passes go over them; on other devices, and for a compiler, one block
-    B, T = columns[0].shape
-    if B*T <= entries or columns[0].device.type != "cpu" or torch.compiler.is_compiling(): return [columns]
-    return zip(*(x.split(max(1, entries//T)) for x in columns), strict=True)
-
-def _known(logprobs, slope, gains, counts, over, denom): # aggregate(-gain, …), where the gain of each row and ∂gain/∂log π are known
-    return _Known.apply(logprobs, slope, gains, _row_share(gains, counts, over=over, denom=denom))
-
-class _Known(torch.autograd.Function):
-    "−Σ share·gain, whose derivative by x is known, −share·slope: x is not looked at again."
-    @staticmethod
-    def forward(ctx, x, slope, gains, share):
-        ctx.save_for_backward(slope, share)
-        ctx.dtype = x.dtype
-        return -(gains.unsqueeze(-1)*share).sum()
-    @staticmethod
-    @first_order("a policy loss", "write it with log_ratio, clipped_surrogate, gated and aggregate, which have one")
-    def backward(ctx, g):
-        slope, share = ctx.saved_tensors
-        return (slope*(-g*share)).to(ctx.dtype), None, None, None
-
-def _gate_(x, gate): return torch.ops.aten.threshold_backward.grad_input(x, gate, 0., grad_input=x) # `gated`, in place
-def _inside(x, y, least, most): return torch.ops.aten.hardtanh_backward(x, y, least, most) # x where least < y < most, else 0: the derivative of a clamp
 
 # %% ../nbs/13_policy_losses.ipynb #4a71e56e
 def log_ratio(
@@ -81,7 +40,7 @@ def log_ratio(
 def _log_ratio(logprobs, old_logprobs, gate): # hardtanh is clamp with a fast gradient
     return F.hardtanh(gated(promoted(logprobs) - promoted(old_logprobs).detach(), gate), -20., 20.)
 
-def _log_ratio_(logprobs, old_logprobs, gate): return _gate_(logprobs - old_logprobs, gate).clamp_(-20., 20.) # the same within a sweep
+def _log_ratio_(logprobs, old_logprobs, gate): return gate_(logprobs - old_logprobs, gate).clamp_(-20., 20.) # the same within a sweep
 
 # %% ../nbs/13_policy_losses.ipynb #2c1658ac
 def clipped_surrogate(
@@ -132,20 +91,20 @@ def ppo_loss(
     def piece(into, gate, logprobs, old_logprobs, advantages):
         x, A = _log_ratio_(logprobs, old_logprobs, gate), gated(advantages, gate)
         ratio, good, bad = x.exp(), A.relu(), A.clamp(max=0)
-        slope = _inside(good, ratio, -math.inf, most).add_(_inside(bad, ratio, least, over_most)) # by cases, as in `_capped`
-        torch.mul(slope, _inside(ratio, x, -20., 20.), out=into)
+        slope = inside(good, ratio, -math.inf, most).add_(inside(bad, ratio, least, over_most)) # by cases, as in `_capped`
+        torch.mul(slope, inside(ratio, x, -20., 20.), out=into)
         gain = good.mul_(ratio.clamp(max=most)).add_(bad.mul_(ratio.clamp(least, over_most))).sum(-1)
         return gain, *_cut(ratio, A, least, most, dual_clip), *_move(ratio, gate)
-    loss, n, found = _swept(piece, logprobs, old_logprobs, advantages, mask=mask, over=over, denom=denom)
+    loss, n, found = swept(piece, logprobs, old_logprobs, advantages, mask=mask, over=over, denom=denom)
     return loss, _watched(found, n)
 
 @torch.no_grad()
 def _moved(x, gate): # x: log ratio of the tokens, 0 under the mask
-    found = [number for x,on in _blocks(x, gate) for number in _move(x.exp(), on)]
+    found = [number for x,on in blocks(x, gate) for number in _move(x.exp(), on)]
     return _watched(torch.stack(found).view(-1, 3), gate.sum())
 
-def _move(ratio, gate): # Σ k3, Σ ratio, the largest; `ratio`, 1 under the mask, is used up. ρ − 1 − log ρ of the *rounded* ρ: of the size of x²/2, with its digits, and log is a fast pass where expm1 is not
-    log = ratio.log()
+def _move(ratio, gate, room=None): # Σ k3, Σ ratio, the largest; `ratio`, 1 under the mask, and `room`, if there is some, are used up. ρ − 1 − log ρ of the *rounded* ρ: of the size of x²/2, with its digits, and log is a fast pass where expm1 is not
+    log = torch.log(ratio, out=room)
     k3 = torch.sub(ratio.sub_(1), log, out=log).sum()
     ratio.add_(gate)
     return k3, ratio.sum(), ratio.amax()
@@ -159,7 +118,7 @@ def _beyond(x, side, least, most): # −1 where x is beyond the border that its 
 
 @torch.no_grad()
 def _clipped(ratio, side, gate, least, most, dual=None):
-    found = [number for r,s in _blocks(ratio, side) for number in _cut(r, s, least, most, dual)]
+    found = [number for r,s in blocks(ratio, side) for number in _cut(r, s, least, most, dual)]
     return _cuts(torch.stack(found).view(-1, 2 if dual is None else 3).sum(0).unbind(), gate.sum())
 
 def _cut(ratio, side, least, most, dual): # how many are below and are pulled down, above and pulled up, and, pulled down, over the dual clip
@@ -245,9 +204,9 @@ def grpo_loss(
         ratio = x.exp()
         log = ratio.log()
         gain = log.sub_(ratio.sub_(1)).sum(-1)
-        into.copy_(_inside(ratio, x, -20., 20.)) # its derivative, r − 1
+        into.copy_(inside(ratio, x, -20., 20.)) # its derivative, r − 1
         return gain, gain.sum()
-    penalty, n, found = _swept(piece, logprobs, ref_logprobs, mask=mask, over=over, denom=denom)
+    penalty, n, found = swept(piece, logprobs, ref_logprobs, mask=mask, over=over, denom=denom)
     return loss + kl_coef*penalty, metrics | dict(kl=Mean(-found.sum(), n))
 
 # %% ../nbs/13_policy_losses.ipynb #167f9b6c

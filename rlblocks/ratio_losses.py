@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Max, Mean, Number, aggregate, gate_of, gated, holds, same_shape
-from .policy_losses import _beyond, _capped, _clipped, _gain, _gate_, _known, _log_ratio, _log_ratio_, _loss, _move, _moved, _swept, _watched
+from .masked import Max, Mean, Number, aggregate, gate_of, gated, same_shape
+from .policy_losses import _beyond, _capped, _clipped, _gain, _log_ratio, _log_ratio_, _loss, _move, _moved, _watched
+from .sweeps import gate_, known, swept
 
 # %% ../nbs/13c_ratio_losses.ipynb #491727fe
 def _rows(logprobs, old_logprobs, advantages, mask): # gate, log ratios and Â of the tokens, and the number of each row's as [B, 1]
@@ -41,7 +42,7 @@ def reinforce_loss(
 
 def _weighted(logprobs, weights, gate, over, denom): # the gain weights·log π; weights are data, 0 under the mask
     chosen = gated(logprobs.detach(), gate)
-    return _known(logprobs, weights, (weights*chosen).sum(-1), gate.sum(-1), over, denom), dict(logprob=Mean(chosen.sum(), gate.sum()))
+    return known(logprobs, weights, (weights*chosen).sum(-1), gate.sum(-1), over, denom), dict(logprob=Mean(chosen.sum(), gate.sum()))
 
 # %% ../nbs/13c_ratio_losses.ipynb #00bc4bab
 def on_policy_loss(
@@ -79,10 +80,12 @@ def cispo_loss(
     least, most = 1 - clip_low, 1 + clip_high
     def piece(into, gate, logprobs, old_logprobs, advantages): # the gain w·Â·log π, which has the derivative w·Â: what is clipped is data
         ratio = _log_ratio_(logprobs, old_logprobs, gate).exp_()
-        slope = _gate_(torch.clamp(ratio, least, most, out=into).mul_(advantages), gate)
-        low = holds(torch.lt, ratio, least).sum() if least > 0 else ratio.new_zeros(()) # nothing is below 0
-        return gated(logprobs, gate).mul_(slope).sum(-1), low, holds(torch.gt, ratio, most).sum(), *_move(ratio, gate)
-    loss, n, found = _swept(piece, logprobs, old_logprobs, advantages, mask=mask, over=over, denom=denom)
+        slope = gate_(torch.clamp(ratio, least, most, out=into).mul_(advantages), gate)
+        room = gated(logprobs, gate).mul_(slope)
+        gain = room.sum(-1)
+        low = torch.lt(ratio, least, out=room).sum() if least > 0 else ratio.new_zeros(()) # nothing is below 0
+        return gain, low, torch.gt(ratio, most, out=room).sum(), *_move(ratio, gate, room)
+    loss, n, found = swept(piece, logprobs, old_logprobs, advantages, mask=mask, over=over, denom=denom)
     return loss, _watched(found, n)
 
 # %% ../nbs/13c_ratio_losses.ipynb #4cd24818

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .masked import Last, Mean, Number, masked_mean, mean_of, promoted, same_shape
+from .masked import Last, Mean, Number, gate_of, holds, masked_mean, mean_of, promoted, same_shape
 from .preference_losses import _counts, _kept, _reduced, _softplus
 
 # %% ../nbs/15b_unpaired_losses.ipynb #44c07330
@@ -82,7 +82,8 @@ def kto_loss(
     L = Σ λ·σ(∓β(log π − log π_ref − z₀)) / denom, − if desirable. Ethayarajh et al. 2024, eq. 7."""
     same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, desirable=desirable, weights=weights)
     x, kl = _reward("kto_loss", logprobs, ref_logprobs, desirable, weights), kl.detach() if isinstance(kl, Tensor) else kl
-    loss = torch.where(desirable, desirable_weight*torch.sigmoid(beta*(kl-x)), undesirable_weight*torch.sigmoid(beta*(x-kl)))
+    liked = gate_of(desirable, x)
+    loss = (undesirable_weight + (desirable_weight-undesirable_weight)*liked)*torch.sigmoid(_short(beta*(x-kl), liked))
     loss, metrics = _judged(loss, beta*x, beta*kl, desirable, weights, denom)
     return loss, metrics | dict(kl=Last(kl))
 
@@ -94,9 +95,11 @@ def _reward(name, logprobs, ref_logprobs, desirable, weights):
         raise TypeError(f"{name}: desirable is {str(desirable.dtype).removeprefix('torch.')}; verdicts are Bool (labels > 0)")
     return _kept(promoted(logprobs) - promoted(ref_logprobs).detach(), weights)
 
+def _short(margin, liked): return margin*(1 - 2*liked) # how far a row is from its side: −margin if it was liked; passes over numbers, where one over Bool costs five
+
 def _judged(loss, reward, point, desirable, weights, denom):
     "`_reduced` with what to watch."
-    counts, right = _counts(weights), ((reward > point) == desirable).to(loss.dtype)
+    counts, right = _counts(weights), 1 - (holds(torch.gt, reward - point, 0) - gate_of(desirable, loss)).abs()
     up, down = (side if counts is None else counts & side for side in (desirable, ~desirable))
     loss, metrics = _reduced(loss, weights, denom, dict(accuracy=right), "row")
     return loss, metrics | dict(chosen_reward=mean_of(reward, up), rejected_reward=mean_of(reward, down))
@@ -154,7 +157,7 @@ def bco_loss(
     L = Σ −log σ(±(β(log π − log π_ref) − δ)) / denom, + if desirable. Jung et al. 2024."""
     same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, desirable=desirable, weights=weights)
     x, delta = beta*_reward("bco_loss", logprobs, ref_logprobs, desirable, weights), delta.detach() if isinstance(delta, Tensor) else delta
-    loss, metrics = _judged(_softplus(torch.where(desirable, delta-x, x-delta)), x, delta, desirable, weights, denom)
+    loss, metrics = _judged(_softplus(_short(x-delta, gate_of(desirable, x))), x, delta, desirable, weights, denom)
     return loss, metrics | dict(delta=Last(delta))
 
 # %% ../nbs/15b_unpaired_losses.ipynb #720d3a28

@@ -10,11 +10,11 @@ __all__ = ['value_loss', 'value_metrics', 'explained_variance', 'two_hot', 'hl_g
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Mean, Number, aggregate, aggregate_rows, gate_of, gated, mean_of, promoted, same_shape
+from .masked import Mean, Number, aggregate, gate_of, gated, mean_of, promoted, same_shape
+from .sweeps import gate_, swept
 
 # %% ../nbs/14_value_losses.ipynb #f36a08ad
 def value_loss(
@@ -33,19 +33,27 @@ def value_loss(
     L = ½ Σ max((V−R)², (V_old + clip(V−V_old, ±ε) − R)²) / denom. Schulman et al. 2017, eq. 9; clip: Huang et al. 2022, detail 9; Huber 1964."""
     same_shape("B T", values=values, old_values=old_values, returns=returns, mask=mask)
     if huber is not None and huber <= 0: raise ValueError(f"value_loss: huber is {huber}; it is the largest error that still counts squared, above 0 (None = all)")
-    gate, n = gate_of(mask, values), mask.sum(-1)
-    V, old, R = (gated(x, gate) for x in (values, old_values.detach(), returns.detach()))
-    error, moved = V - R, V - old
-    held = error if clip is None else F.hardtanh(moved, -clip, clip).add_(old.sub_(R)) # as far from R as the trust region lets it seem
-    more = (held.abs() - error.abs()).relu_() # max(a, b) = a + relu(b − a), in vector instructions
-    metrics = dict(value_clip_frac=Mean(((more.detach() > 0) & (moved.detach().abs() > (clip or 0.))).sum(), n.sum())) | _judged(error.detach(), R, n.sum()) # inside the region `more` is rounding
-    return aggregate_rows(_square(error.abs() + more, huber).sum(-1), n, over=over, denom=denom)/2, metrics
+    def piece(into, gate, V, old, R): # the gain is minus half the square
+        error, moved, R = gate_(V - R, gate), gate_(V - old, gate), gated(R, gate)
+        held = error if clip is None else error - moved.sub_(moved.clamp(-clip, clip)) # as far from R as the trust region lets it seem; inside of it the two are one
+        size = error.abs()
+        further = (held.abs() - size).relu_() # max(a, b) = a + relu(b − a), in vector instructions
+        size.add_(further)
+        stuck = torch.gt(further, 0, out=further) # the border counts, which V does not move
+        clipped = stuck.sum()
+        torch.mul(stuck.sub_(1), _bounded(error, huber), out=into)
+        return _square(size, huber).sum(-1)/-2, clipped, *_sums(error, R)
+    loss, n, found = swept(piece, values, old_values, returns, mask=mask, over=over, denom=denom)
+    clipped, *sums = found.sum(0).unbind()
+    return loss, dict(value_clip_frac=Mean(clipped, n)) | _judged(sums, n)
 
 def _square(size, huber):
     "size², or twice Huber's error: 2δ·size − δ² beyond δ."
     if huber is None: return size.square()
     near = size.clamp(max=huber)
     return near*(2*size - near)
+
+def _bounded(error, huber): return error if huber is None else error.clamp(-huber, huber) # half the derivative of that
 
 # %% ../nbs/14_value_losses.ipynb #aceb3b05
 def value_metrics(
@@ -59,12 +67,13 @@ def value_metrics(
     same_shape("B T", values=values, returns=returns, mask=mask)
     gate = gate_of(mask, values)
     V, R = gated(values.detach(), gate), gated(returns.detach(), gate)
-    return _judged(V-R, R, mask.sum())
+    return _judged(_sums(V-R, R), mask.sum())
 
-def _judged(error, returns, n): # both 0 where nothing counts
+def _sums(error, returns): # both 0 where nothing counts
     def dot(x): return torch.dot(x.flatten(), x.flatten())
-    sums = dict(value_error=dot(error), value_bias=-error.sum(), returns=returns.sum(), returns_sq=dot(returns))
-    return {k: Mean(x, n) for k,x in sums.items()}
+    return dot(error), -error.sum(), returns.sum(), dot(returns)
+
+def _judged(sums, n): return {k: Mean(x, n) for k,x in zip(("value_error", "value_bias", "returns", "returns_sq"), sums, strict=True)}
 
 # %% ../nbs/14_value_losses.ipynb #4db13355
 def explained_variance(
