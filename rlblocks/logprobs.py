@@ -169,11 +169,12 @@ class _LinearLogprobs(torch.autograd.Function):
         room = _room(hidden, weight, chunk)
         for h,x_,τ,t,ids,norm,at_t,H_,one_,d_h,d_x_ in pieces(chunk, hidden, x, tau, tokens, support, lse, chosen, H, one, d_hidden, d_x):
             logits = _logits(room, h, weight, bias, x_, B)
-            sweep(logits, logits, rows=_few(logits), softcap=softcap, tau=τ, support=ids, tokens=t, lse=norm, chosen=at_t, entropies=H_, g=one_, hot=one_)
+            sweep(logits, logits if early else None, rows=_few(logits), softcap=softcap, tau=τ, support=ids, tokens=t, lse=norm, chosen=at_t, entropies=H_, g=one_, hot=one_)
             _through(logits, weight, B, d_h, d_x_)
         if away is not None: lse, chosen, H = _joined(lse, chosen.masked_fill_(away, -torch.inf), H, group)
         if early: ctx.save_for_backward(d_hidden, d_x)
         else: ctx.save_for_backward(hidden, weight, bias, x, B, tokens, support, away, lse, H)
+        ctx.room = room if any(ctx.needs_input_grad) and not early and not torch.compiler.is_compiling() else None # the last chunk's logits stand there: the backward pass begins with them
         return chosen - lse, H
 
     @staticmethod
@@ -187,9 +188,11 @@ class _LinearLogprobs(torch.autograd.Function):
         g, u = (None if t is None else (t/tau).to(lse.dtype) for t in (g, u))
         hot = g if g is None or away is None else g.masked_fill(away, 0.)
         floats = hidden, weight, bias, x, B
-        sums, room = _sums(floats, ctx.needs_input_grad, chunk), _room(hidden, weight, chunk)
-        for h,d_h,x_,d_x_,τ,t,ids,norm,H_,g_,u_,hot_ in pieces(chunk, hidden, sums[0], x, sums[3], tau, tokens, support, lse, H, g, u, hot):
-            d_logits = _logits(room, h, weight, bias, x_, B)
+        sums, room = _sums(floats, ctx.needs_input_grad, chunk), _room(hidden, weight, chunk) if ctx.room is None else ctx.room
+        chunks = reversed(list(pieces(chunk, hidden, sums[0], x, sums[3], tau, tokens, support, lse, H, g, u, hot)))
+        for h,d_h,x_,d_x_,τ,t,ids,norm,H_,g_,u_,hot_ in chunks:
+            d_logits = _logits(room, h, weight, bias, x_, B) if ctx.room is None else room[:len(h)]
+            ctx.room = None # used up; a second backward pass makes its own
             sweep(d_logits, d_logits, rows=_few(d_logits), softcap=softcap, tau=τ, support=ids, tokens=t, lse=norm, entropies=H_, known=True, g=g_, u=u_, hot=hot_)
             _add_gradients(sums, d_logits, weight, B, h, x_, d_h, d_x_)
         if group is not None: _summed(group, sums[0], sums[3])

@@ -48,7 +48,7 @@ class _Known(torch.autograd.Function):
         ctx.dtype = x.dtype
         return -(gains.unsqueeze(-1)*share).sum()
     @staticmethod
-    @first_order("a loss whose derivative is made in its own sweep", "write it in plain operations, with gated and aggregate (and log_ratio, clipped_surrogate), which have one")
+    @first_order("a policy or value loss", "write it with gated and aggregate, a ratio with log_ratio and clipped_surrogate, which have one")
     def backward(ctx, g):
         slope, share = ctx.saved_tensors
         return (slope*(-g*share)).to(ctx.dtype), None, None, None

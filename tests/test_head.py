@@ -180,15 +180,15 @@ def test_a_scaled_layer_with_a_bias(): # the model scales what the layer gives, 
 
 
 def test_a_frozen_head_is_multiplied_once_each_way():
-    "LoRA elsewhere, nothing on the head: its logits are not computed again."
+    "LoRA elsewhere, nothing on the head: its logits are not computed again; those of a head that learns, but for the last chunk (300 rows are two)."
     class Products(TorchDispatchMode):
         count = 0
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_) and any(isinstance(x, torch.Tensor) and WIDE in x.shape for x in args): self.count += 1
             return func(*args, **kwargs or {})
-    for learns, wanted in ((False, 2), (True, 4)):
-        layer, hidden = nn.Linear(4, WIDE, bias=False).requires_grad_(learns), torch.randn(3, 4, requires_grad=True)
-        with Products() as seen: head_logprobs(layer, hidden, torch.arange(3), bend=(1., None)).sum().backward()
+    for learns, wanted in ((False, 4), (True, 7)):
+        layer, hidden = nn.Linear(4, WIDE, bias=False).requires_grad_(learns), torch.randn(300, 4, requires_grad=True)
+        with Products() as seen: head_logprobs(layer, hidden, torch.zeros(300, dtype=torch.long), bend=(1., None)).sum().backward()
         assert seen.count == wanted
 
 

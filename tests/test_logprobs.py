@@ -319,6 +319,33 @@ def test_a_frozen_head_in_the_memory_of_a_chunk():
     assert live.peak <= 1.25*128*4000*4
 
 
+class Products(TorchDispatchMode):
+    "How often logits were made, of a vocabulary of 11."
+    count = 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm) and out.shape[-1] == 11
+        return out
+
+
+@pytest.mark.parametrize("softcap,tau,confined,dtype", [(None, 1., False, torch.float64), (2., .7, True, torch.float64), (None, 1., False, torch.bfloat16)])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_the_last_chunk_is_made_once(with_entropy, softcap, tau, confined, dtype):
+    "Its logits stand where the forward pass made them, and a second backward pass, which finds them used up, gives the same."
+    h, W, bias = (torch.randn(*s, dtype=dtype, requires_grad=True) for s in ((10, 3), (11, 3), (11,)))
+    ids, support = torch.randint(11, (10,)), torch.stack([torch.randperm(11)[:5] for _ in range(10)]) if confined else None
+    for chunk,chunks in ((10, 1), (4, 3), (3, 4)):
+        with Products() as made:
+            out = linear_logprobs(h, W, ids, bias=bias, softcap=softcap, temperature=tau, support=support, entropy=with_entropy, chunk=chunk)
+            out = out[0] + .3*out[1] if with_entropy else out
+            loss = out[out.isfinite()].sum()
+            first = torch.autograd.grad(loss, (h, W, bias), retain_graph=True)
+        assert made.count == 2*chunks - 1
+        with Products() as made: second = torch.autograd.grad(loss, (h, W, bias))
+        assert made.count == chunks
+        assert_close(second, first, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 70_000), (0, 7)])
 def test_entropy_in_passes_is_the_equation(dtype, shape):
