@@ -13,7 +13,7 @@ are random ones of the small vocabulary, a group's prompt the same in all its ro
   are padded on the left to the longest of the batch and answers on the right; then clipping and AdamW as the trainer has them. It also takes the entropy for its log, always.
 
 Dealt out, a group's prompt is computed once in every optimizer step and on every rank that has a row of it. Below the cases stand the tokens that the forward passes lay on the line, of all and of the fullest rank, when the
-rows are dealt to 4 minibatches, 2 or 8 ranks, or both: groups kept together (the defaults of `minibatches` and `cut`), and rows dealt one by one (`keep_groups=False`, no column `group` at the cut); and the processor time of the
+rows are dealt to 4 minibatches, 2 or 8 ranks, or both: groups kept together (`minibatches(keep_groups=True)`, `cut` by itself), and rows dealt one by one (`minibatches` by itself, no column `group` at the cut); and the processor time of the
 4 optimizer steps both ways.
 
 A token is one that exists: of the rows as they are, prompts counted in each. All cases take turns in one process; medians of processor time are shown (one thread: other work on the machine does not count). The gradient of

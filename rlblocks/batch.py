@@ -240,7 +240,7 @@ class Batch:
         n:int,   # optimizer steps to make of this batch
         *,
         seed=0,  # a number or tuple that names this shuffle, e.g. (seed, step, epoch)
-        keep_groups:bool=True, # shuffle groups, not rows: all but `n`−1 of them at most stay in one step; False: units by themselves, whatever their group
+        keep_groups:bool=False, # shuffle groups, not units: all but `n`−1 of them at most stay in one step, which then shares their prompts
     )->list: # at most `n` wholes (fewer when there are fewer units)
         "Shuffle and deal to `n` optimizer steps of as many units (or one fewer); each is a whole of its own. Units stay together."
         if self._whole: raise ValueError("Batch: minibatches makes optimizer steps and needs a whole; this is a part")

@@ -157,17 +157,17 @@ def test_minibatches_have_as_many_units_and_may_part_groups(unit, keep):
 
 @pytest.mark.parametrize("sizes, n", [([8]*16, 4), ([8]*16, 3), ([1, 3, 8, 2, 5], 3), ([3], 3), ([1]*7, 2), ([2, 2], 7)])
 def test_minibatches_tear_a_group_only_where_they_must(sizes, n):
-    "Groups are shuffled and the line is cut in equal pieces: none torn where they divide, else at most one a cut; the number of steps is what was asked for."
+    "Groups are shuffled, if asked, and the line is cut in equal pieces: none torn where they divide, else at most one a cut; the number of steps is what was asked for."
     B, group = sum(sizes), torch.arange(100, 100 + len(sizes)).repeat_interleave(torch.tensor(sizes))
     mixed = torch.randperm(B, generator=torch.Generator().manual_seed(3))       # groups are ids, wherever their rows stand
     b = Batch(tokens=torch.zeros(B, 3, dtype=torch.long), lengths=torch.full((B,), 3), mask=torch.tensor([[False, True, True]]*B), group=group[mixed], row=torch.arange(B))
     met = lambda minis: sum(len(set(m.group.tolist())) for m in minis)
     for seed in range(10):
-        minis = b.minibatches(n, seed=(seed, "x"))
+        minis = b.minibatches(n, seed=(seed, "x"), keep_groups=True)
         assert len(minis) == min(n, B) and max(map(len, minis)) - min(map(len, minis)) <= 1 and sorted(i for m in minis for i in m.row.tolist()) == list(range(B))
         torn = met(minis) - len(sizes)
         assert torn <= min(n, B) - 1 and (torn == 0 or sizes[0]*len(sizes) != B or len(sizes) % n)
-        by_rows = b.minibatches(n, seed=(seed, "x"), keep_groups=False)
+        by_rows = b.minibatches(n, seed=(seed, "x"))
         assert [len(m) for m in by_rows] == [len(m) for m in minis] and met(by_rows) >= len(sizes)
     if len(sizes) == 16: assert met(by_rows) > 40
 
@@ -176,7 +176,7 @@ def test_any_group_may_come_first():
     "Shuffled are groups, each with the same chance whatever its size, and rows in a group."
     group = torch.arange(3).repeat_interleave(torch.tensor([1, 3, 8]))
     b = Batch(tokens=torch.zeros(12, 2, dtype=torch.long), lengths=torch.full((12,), 2), mask=torch.tensor([[False, True]]*12), group=group, row=torch.arange(12))
-    first = [b.minibatches(12, seed=seed)[0] for seed in range(600)]
+    first = [b.minibatches(12, seed=seed, keep_groups=True)[0] for seed in range(600)]
     counts = torch.cat([m.group for m in first]).bincount()
     assert ((counts - 200).abs() < 50).all() and len({int(m.row) for m in first}) == 12      # 4 standard deviations of Binomial(600, 1/3)
 

@@ -78,7 +78,7 @@ def test_packed_and_back(shared):
 def test_cut_joined_dealt_and_shuffled(n, unit):
     b = carrying()
     if unit: b["unit"] = torch.arange(12) % 5
-    for batches in (b.parts(n), b.minibatches(n, seed=n), b.minibatches(n, seed=n, keep_groups=False)):
+    for batches in (b.parts(n), b.minibatches(n, seed=n), b.minibatches(n, seed=n, keep_groups=True)):
         real = [at_home(x.trim()) for x in batches if not x.filler]
         assert rows_of(*real) == list(range(12)) and rows_of(at_home(Batch.cat(real))) == list(range(12))
         for x in batches:
