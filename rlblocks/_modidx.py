@@ -988,6 +988,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'rlblocks.sequence': { 'rlblocks.sequence.Stretch': ('sequence.html#stretch', 'rlblocks/sequence.py'),
                                    'rlblocks.sequence.Stretch.cut': ('sequence.html#stretch.cut', 'rlblocks/sequence.py'),
                                    'rlblocks.sequence.Stretch.held': ('sequence.html#stretch.held', 'rlblocks/sequence.py'),
+                                   'rlblocks.sequence.Stretch.joined': ('sequence.html#stretch.joined', 'rlblocks/sequence.py'),
                                    'rlblocks.sequence.Stretch.of': ('sequence.html#stretch.of', 'rlblocks/sequence.py'),
                                    'rlblocks.sequence.Stretch.padding': ('sequence.html#stretch.padding', 'rlblocks/sequence.py'),
                                    'rlblocks.sequence.Stretch.to_heads': ('sequence.html#stretch.to_heads', 'rlblocks/sequence.py'),

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .masked import Mean, Number, aggregate, aggregate_rows, first_order, gate_of, gated, masked_sum, mean_of, promoted, same_shape
+from .masked import Mean, Number, aggregate, aggregate_rows, first_order, gate_of, gated, holds, masked_sum, mean_of, promoted, same_shape
 from .passes import cached, pieces
 
 # %% ../nbs/17_distill_losses.ipynb #c52b67da
@@ -44,9 +44,9 @@ def dft_loss(
 
     L = −Σ sg[π(aₜ|sₜ)]·log π(aₜ|sₜ) / denom. Wu et al. 2025 (DFT). A token of probability 0 costs nothing."""
     same_shape("B T", logprobs=logprobs, mask=mask)
-    lp = torch.where(mask, promoted(logprobs), 0.)
+    lp = gated(logprobs, gate_of(mask, logprobs))
     prob = lp.detach().exp()
-    loss = -prob*torch.where(prob > 0, lp, 0.)
+    loss = -prob*gated(lp, prob)
     return aggregate(loss, mask, over=over, denom=denom), dict(nll=mean_of(-lp, mask), prob=mean_of(prob, mask))
 
 # %% ../nbs/17_distill_losses.ipynb #d9ce8ca6
@@ -84,53 +84,49 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, teacher_logits, mask, beta, temperature):
         s, t = (x.reshape(-1, x.shape[-1]) for x in (logits, teacher_logits))
-        lse_s, lse_t, D = (torch.empty_like(promoted(x[:, 0])) for x in (s, t, s))
-        for z,u,ls,lt,d in pieces(cached(s), s, t, lse_s, lse_t, D):
-            logp, logq = (_normalised(x, temperature, lse) for x,lse in ((z, ls), (u, lt)))
-            p, q = logp.exp(), logq.exp()
-            if beta == 0: d.copy_(_expected(q, logq, logp))
-            elif beta == 1: d.copy_(_expected(p, logp, logq))
+        D = torch.empty_like(promoted(s[:, 0]))
+        for z,u,d in pieces(cached(s), s, t, D):
+            logp, logq = _normalised(z, temperature), _normalised(u, temperature)
+            if beta == 0: d.copy_(_expected(logq.exp(), logq, logp))
+            elif beta == 1: d.copy_(_expected(logp.exp(), logp, logq))
             else:
+                p, q = logp.exp(), logq.exp()
                 m = _mixed(p, q, beta)
                 d.copy_(beta*_expected(q, logq, m) + (1-beta)*_expected(p, logp, m))
         if mask is not None: D.masked_fill_(~mask.flatten(), 0.)
-        ctx.save_for_backward(logits, teacher_logits, mask, lse_s, lse_t)
+        ctx.save_for_backward(logits, teacher_logits, mask)
         ctx.beta, ctx.temperature = beta, temperature
         return D.view(logits.shape[:-1])
 
     @staticmethod
     @first_order("a divergence of two models", "write it in plain torch with the log_softmax of both logits")
     def backward(ctx, g):
-        logits, teacher_logits, mask, *lse = ctx.saved_tensors
+        logits, teacher_logits, mask = ctx.saved_tensors
         beta, g = ctx.beta, (g if mask is None else torch.where(mask, g, 0.)).flatten()/ctx.temperature
         s, t, grad = (x.reshape(-1, x.shape[-1]) for x in (logits, teacher_logits, torch.empty_like(logits, memory_format=torch.contiguous_format)))
         off = None if mask is None else ~mask.flatten()
-        for z,u,ls,lt,g_,off_,out in pieces(cached(s), s, t, *lse, g, off, grad):
-            logp, logq = _normalised(z, ctx.temperature, ls, known=True), _normalised(u, ctx.temperature, lt, known=True)
+        for z,u,g_,off_,out in pieces(cached(s), s, t, g, off, grad):
+            logp, logq = _normalised(z, ctx.temperature), _normalised(u, ctx.temperature)
             p = logp.exp()
             if beta == 0: d = p.sub_(logq.exp_())
             else:
                 other = logq if beta == 1 else _mixed(p, logq.exp_(), beta)
-                r = torch.where(p > 0, logp.sub_(other), 0.)
+                r = gated(logp.sub_(other), p)
                 d = r.sub_((p*r).sum(-1, keepdim=True)).mul_(p)
                 if beta < 1: d.mul_(1-beta)
             out.copy_(d.mul_(g_.unsqueeze(-1)))
             if off_ is not None: out.masked_fill_(off_.unsqueeze(-1), 0.)
         return grad.view(logits.shape), None, None, None, None
 
-def _normalised(z, temperature, lse, known=False):
-    "Log-probabilities of some rows, a copy; their log Σ exp goes into `lse`, or comes from it."
-    z = promoted(z)/temperature
-    if not known: lse.copy_(z.logsumexp(-1))
-    return z.sub_(lse.unsqueeze(-1))
+def _normalised(z, temperature): return (promoted(z) if temperature == 1 else promoted(z)/temperature).log_softmax(-1) # of some rows, a copy
 
 def _expected(p, logp, logq):
     "Σ p·(log p − log q); where p is 0 the difference may be −∞ + ∞."
-    return (p * torch.where(p > 0, logp-logq, 0.)).sum(-1)
+    return gated(logp-logq, p).mul_(p).sum(-1) # a where over Bool takes ten such passes
 
 def _mixed(p, q, beta):
     mixed = beta*q + (1-beta)*p
-    return torch.where(mixed > 0, mixed, 1.).log_() # an id that neither can say
+    return mixed.add_(holds(torch.eq, mixed, 0)).log_() # an id that neither can say: log 1
 
 # %% ../nbs/17_distill_losses.ipynb #a97408dc
 def forward_kl_loss(

@@ -123,13 +123,13 @@ class Reader(nn.Module):
     )->dict[str, Tensor]: # logprobs, entropy, values: `[n]` each (values `[n, k]` by a head of k outputs); logits `[n, V]`; measured: what `measure` gives; hidden `[n, H]`; router_logits, or experts (1 where it goes, else 0), `[B, T, L, E]`
         "Log-probs (and entropy) of `targets`, values by the head: what a loss needs of each place. Nothing V-sized leaves the module unless `logits` asks for it."
         laid = self.lay(tokens, lengths, rows, cols, packed, group)
-        if (router_logits or experts) and self.stretch: raise ValueError(f"{'experts' if experts else 'router_logits'}: ranks that share rows (sequence_parallel) have the routers' words of their own stretch only; leave one of the two out")
         with picked(self.trunk) if experts else routed(self.trunk) if router_logits else nullcontext([]) as seen:
             found = self._read(laid, laid.own(targets), dict(temperature=laid.own(temperature), support=laid.own(support)), entropy, logits, measure, [laid.own(x) for x in columns], hidden)
         found = {k: laid.told(x) for k, x in found.items()}
         if not (router_logits or experts): return found
-        places = pack(tokens, lengths.clamp(min=1), group if self.segments else None).places if packed else None
-        return found | dict([("experts" if experts else "router_logits", router_columns(seen, lengths, tokens.shape[1], places))])
+        p = pack(tokens, lengths.clamp(min=1), group if self.segments else None) if packed else None
+        if p and laid.stretch: seen = list(laid.stretch.joined(torch.cat(seen, -1), len(p.tokens)).split([x.shape[-1] for x in seen], -1))      # all layers in one exchange
+        return found | dict([("experts" if experts else "router_logits", router_columns(seen, lengths, tokens.shape[1], p and p.places))])
 
     def _read(self, laid, targets, how, entropy, logits, measure, columns, hidden):
         "What is wanted of the places that this rank reads."

@@ -111,3 +111,10 @@ class Stretch:
     )->Tensor: # `[n, …]`, the same on all ranks
         "What each rank found at its places, for all. The loss that comes of it must be the same on all ranks."
         return self.told(x.byte(), places, n).bool() if x.dtype == torch.bool else _Told.apply(x, self.group, places, n)
+
+    def joined(self,
+        x:Tensor, # `[n, …]` of the tokens of this stretch
+        n:int,    # N, tokens on the line
+    )->Tensor: # `[N, …]`, the same on all ranks
+        "What each rank found at its tokens, for all, as `told`."
+        return self.told(x, self.held(torch.arange(n, device=x.device), n)[0], n)

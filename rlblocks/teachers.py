@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .advantages import discounted_returns
 from .kl import kl_k1
-from .masked import promoted, same_shape
+from .masked import gate_of, gated, promoted, same_shape
 
 # %% ../nbs/17b_teachers.ipynb #8da2525b
 def distill_advantages(
@@ -41,10 +41,10 @@ def minillm_advantages(
     R_t = Σ_{k≥t} γᵏ⁻ᵗ·r_k / Σ_{k≥t} γᵏ⁻ᵗ, r = log p_T − log π; from k = t+1 without `own`. Gu et al. 2024 (MiniLLM), section 2.2."""
     same_shape("B T", logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
     r = distill_advantages(logprobs, teacher_logprobs, mask)
-    one = mask.to(r.dtype)
+    one = gate_of(mask, r)
     total, count = (discounted_returns(x, mask, gamma=gamma) for x in (r, one))
     if not own: total, count = total - r, count - one
-    return torch.where(count > 0, total/torch.where(count > 0, count, 1.), 0.) if normalize else total
+    return gated(total/count, count) if normalize else total # 0/0 where nothing is to come
 
 # %% ../nbs/17b_teachers.ipynb #17db3b5d
 def teacher_mix_weights(
@@ -60,7 +60,7 @@ def teacher_mix_weights(
     same_shape("B T", logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
     if not 0 <= alpha < 1: raise ValueError(f"teacher_mix_weights: alpha is {alpha}; it is the teacher's share, at least 0 and below 1")
     ratio = distill_advantages(logprobs, teacher_logprobs, mask).exp()
-    return torch.where(mask, 1/(1-alpha+alpha*ratio), 0.)
+    return gated(1/(1-alpha+alpha*ratio), gate_of(mask, ratio))
 
 # %% ../nbs/17b_teachers.ipynb #e5686c38
 def iw_opd_weights(

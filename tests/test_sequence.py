@@ -9,6 +9,7 @@ import warnings
 import pytest
 import test_attention
 import test_engines as engines
+import test_routers as routers
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -113,6 +114,26 @@ def under_an_adapter(rank, world):
     assert ref.replica == rank and (ref.logprobs(b) - Policy(model(), frozen=True, **DOUBLE).logprobs(b)).abs().max() < 1e-5
 
 
+def under_routers(rank, world):
+    "Of a mixture of experts the load, both router losses, and three steps of them with something of the log-probs; with one replica, and with several."
+    b, pool = routers.batch(), SpmdPool(timeout=60)
+    how = dict(lr=1e-2, device="cpu", micro_rows=5, betas=(.9, .9))
+    for kind, shares in (("mixtral", 2), ("qwen2_moe", world)):
+        policy, plain = pool.place(Policy, lambda kind=kind: routers.net(kind), sequence_parallel=shares, **how), Policy(routers.net(kind), **how)
+        before = full(plain)
+        for _ in range(3):
+            assert torch.equal(policy.expert_counts(b), plain.expert_counts(b)) and torch.equal(policy.expert_counts(b, top_k=1), plain.expert_counts(b, top_k=1))
+            metrics, want = (p.step(routers.loaded(p, b), routers.loss, router_logits=True) for p in (policy, plain))
+            assert metrics.keys() == want.keys() and all(float(metrics[k]) == pytest.approx(float(x), rel=1e-9, abs=1e-12) for k, x in want.items()) and float(want["grad_norm"]) > .1
+        ours, theirs = full(policy), full(plain)
+        for name, x in theirs.items(): assert (ours[name]-x).abs().max() < 1e-9 and (name.endswith("experts.gate_up_proj") or (x-before[name]).abs().max() > 1e-3), (kind, name)
+    b, chosen = b[:8], Policy(routers.deepseek(), device="cpu", sequence_parallel=world, frozen=True)       # picks that the scores do not show
+    assert torch.equal(chosen.expert_counts(b), Policy(routers.deepseek(), device="cpu", frozen=True).expert_counts(b))
+
+
+def full(policy): return {k: x.clone() for bucket in policy.weights().buckets(1 << 28) for k, x in bucket.items()}
+
+
 def refused(rank, world):
     "What cannot be shared says so, on every rank."
     b = shared_prompts(torch.float32)
@@ -129,7 +150,7 @@ def refused(rank, world):
     with pytest.raises(ValueError, match="'dynamic' rotary embedding of LlamaForCausalLM turns with the longest position beyond 16"): Policy(turning, sequence_parallel=2, **DOUBLE).logprobs(b)
 
 
-CHECKS = [half_to_read, under_a_pool, under_an_adapter, refused]
+CHECKS = [half_to_read, under_a_pool, under_an_adapter, under_routers, refused]
 
 
 # -- in the parent
