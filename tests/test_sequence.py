@@ -117,7 +117,7 @@ def under_an_adapter(rank, world):
 def under_routers(rank, world):
     "Of a mixture of experts the load, both router losses, and three steps of them with something of the log-probs; with one replica, and with several."
     b, pool = routers.batch(), SpmdPool(timeout=60)
-    how = dict(lr=1e-2, device="cpu", micro_rows=5, betas=(.9, .9))
+    how = dict(lr=1e-2, device="cpu", micro_rows=5)
     for kind, shares in (("mixtral", 2), ("qwen2_moe", world)):
         policy, plain = pool.place(Policy, lambda kind=kind: routers.net(kind), sequence_parallel=shares, **how), Policy(routers.net(kind), **how)
         before = full(plain)
@@ -126,7 +126,7 @@ def under_routers(rank, world):
             metrics, want = (p.step(routers.loaded(p, b), routers.loss, router_logits=True) for p in (policy, plain))
             assert metrics.keys() == want.keys() and all(float(metrics[k]) == pytest.approx(float(x), rel=1e-9, abs=1e-12) for k, x in want.items()) and float(want["grad_norm"]) > .1
         ours, theirs = full(policy), full(plain)
-        for name, x in theirs.items(): assert (ours[name]-x).abs().max() < 1e-9 and (name.endswith("experts.gate_up_proj") or (x-before[name]).abs().max() > 1e-3), (kind, name)
+        for name, x in theirs.items(): assert (ours[name]-x).abs().max() < 1e-9 and (x-before[name]).abs().max() > 1e-3, (kind, name)
     b, chosen = b[:8], Policy(routers.deepseek(), device="cpu", sequence_parallel=world, frozen=True)       # picks that the scores do not show
     assert torch.equal(chosen.expert_counts(b), Policy(routers.deepseek(), device="cpu", frozen=True).expert_counts(b))
 
