@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from .adapters import lora_config, peft_
 from .attention import Segments, attend_by_segments, layout
+from .inputs import config_of
 from .head import output_layer, states_of, watched
 from .logprobs import linear_logprobs
 from .plain import HALF
@@ -79,27 +80,31 @@ class Live(TorchDispatchMode):
 def fake_model(
     model,                  # a transformers configuration, a name or folder, or a transformers model
     dtype:torch.dtype|None=None, # of the weights; None: the one the model comes in
+    *,
+    who:str="fake_model",   # asks, for messages
 )->Any: # the causal model, inside FakeTensorMode with weights that are nowhere
     "Build it from its configuration alone. TypeError for what is no causal language model."
-    from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
-    if dtype is not None and not isinstance(dtype, torch.dtype): raise TypeError(f"plan: dtype is {dtype!r}; a torch dtype is wanted, e.g. torch.bfloat16")
+    from transformers import AutoModelForCausalLM, PretrainedConfig
+    if dtype is not None and not isinstance(dtype, torch.dtype): raise TypeError(f"{who}: dtype is {dtype!r}; a torch dtype is wanted, e.g. torch.bfloat16")
     if not isinstance(model, (str, Path, PretrainedConfig, nn.Module)):
-        raise TypeError(f"plan: model is a {type(model).__name__}; a transformers configuration, a name or folder, or a transformers model is wanted")
-    config:Any = model if isinstance(model, PretrainedConfig) else getattr(model, "config", None) if isinstance(model, nn.Module) else AutoConfig.from_pretrained(model)
-    if config is None: raise TypeError(f"plan: {type(model).__name__} has no config; a transformers configuration, a name or folder, or a transformers model is wanted")
+        raise TypeError(f"{who}: model is a {type(model).__name__}; a transformers configuration, a name or folder, or a transformers model is wanted")
+    config:Any = model if isinstance(model, PretrainedConfig) else getattr(model, "config", None) if isinstance(model, nn.Module) else config_of(model, who, also=", a transformers configuration or a transformers model")
+    if config is None: raise TypeError(f"{who}: {type(model).__name__} has no config; a transformers configuration, a name or folder, or a transformers model is wanted")
     came = dtype or getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.float32
     try: return AutoModelForCausalLM.from_config(config, dtype=came)
-    except ValueError as e: raise TypeError(f"plan: {type(config).__name__} is the configuration of no causal language model ({str(e).splitlines()[0][:120]})") from e
+    except ValueError as e: raise TypeError(f"{who}: {type(config).__name__} is the configuration of no causal language model ({str(e).splitlines()[0][:120]})") from e
 
 def adapted_model(
     model, # as for `fake_model`
     lora,  # as for `Policy`: a LoraConfig, a dict of its arguments, an adapter's folder, a name
     dtype:torch.dtype|None=None, # of the base; None: the one the model comes in
+    *,
+    who:str="adapted_model", # asks, for messages
 )->tuple[Any, list[nn.Parameter]]: # the model; what the adapter brought: fp32 at least, the only weights with a gradient
     "A fake model with an adapter on. peft moves what it makes, which fake tensors do not let it, but for those on the device that has no memory: there both are made."
     _, config, _, _ = lora_config(lora)
     with torch.device("meta"):
-        made = fake_model(model, dtype)
+        made = fake_model(model, dtype, who=who)
         known = set(made.parameters())
         if config.target_modules == "all-linear":
             config.target_modules = {n for n, m in made.named_modules() if (isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D") and m is not output_layer(made)}
@@ -215,8 +220,8 @@ def appetite(
         try:
             with Live(*params, *model.buffers()) as layers: hidden = through()
         except RuntimeError as e:
-            raise ValueError(f"appetite: {type(model).__name__} does not run in {dtype or next(model.parameters()).dtype} on tensors without memory ({str(e).splitlines()[0][:160]}); bfloat16 weights may (frozen, or dtype=torch.bfloat16 with engine=\"fsdp2\"), "
-                             "or measure a small one") from e
+            raise ValueError(f"appetite: {type(model).__name__} does not run in {dtype or next(model.parameters()).dtype} on tensors without memory ({str(e).splitlines()[0][:160]}); "
+                             "weights in bfloat16 may, or measure a small one") from e
         if head is None: return Appetite(layers.peak, 0, layers.flops, tokens)
         weight, bias = _shapes_only(head)
         hidden, targets = torch.empty_like(hidden, device="meta", requires_grad=learn), torch.empty(tokens, dtype=torch.long, device="meta")

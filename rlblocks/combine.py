@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .adapters import Base
+from .inputs import config_of
 from .merging import save_folder
 from .reader import load_tokenizer
 from .weights import buckets
@@ -28,7 +29,7 @@ def merge_adapters(
 
     FileNotFoundError for what is no adapter, ValueError for one of another model, for DoRA in a sum, and for fully trained layers (modules_to_save) in more than one of them."""
     import transformers
-    config = transformers.AutoConfig.from_pretrained(base)
+    config = config_of(base, "merge_adapters", also="")
     auto:Any = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
     held = Base(auto.from_pretrained(base, dtype="auto"), device="cpu", name=str(base))
     weights = {held.put(dict(path=folder, name=f"adapter{i}")): float(w) for i, (folder, w) in enumerate((adapters if isinstance(adapters, dict) else {adapters: 1.}).items())}

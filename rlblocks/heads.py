@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from jaxtyping import Float
 
+from .inputs import config_of
 from .plain import world
 from .reader import load_module
 from .value_losses import expected_value
@@ -87,8 +88,7 @@ def head_of(
     model, # a name or folder
 )->nn.Linear|None: # in fp32; None: its weights hold none
     "The value or reward head in a model's folder, whoever wrote it."
-    from transformers import AutoConfig
-    config = AutoConfig.from_pretrained(model)
+    config = config_of(model)
     where, read = _weights_of(model)
     prefix = next((p for p in (getattr(config, "value_head_prefix", None), *PREFIXES) if p and f"{p}.weight" in where), None)
     if prefix is None: return None

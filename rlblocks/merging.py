@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .inputs import config_of, device_of
 from .plain import HALF, agree, world
 
 # %% ../nbs/33a_merging.ipynb #d28a10b0
@@ -69,12 +70,12 @@ def load_quantized(
     if isinstance(quantization, str) and quantization not in ("4bit", "8bit"): raise ValueError(f'quantization={quantization!r} is not known here; "4bit", "8bit" and a transformers quantization config are')
     try: import bitsandbytes as bitsandbytes
     except ImportError as e: raise ImportError("quantization= needs bitsandbytes: pip install rlblocks[peft]") from e
-    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
-    dtype = getattr(AutoConfig.from_pretrained(model), "dtype", None) or torch.float32
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    dtype = getattr(config_of(model, also=""), "dtype", None) or torch.float32
     how = quantization
     if quantization == "4bit": how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
     elif quantization == "8bit": how = BitsAndBytesConfig(load_in_8bit=True)
-    place = {"": torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))}
+    place = {"": device_of(device, "quantization")}
     return (auto or AutoModelForCausalLM).from_pretrained(model, quantization_config=how, device_map=place, dtype=dtype, **(dict(attn_implementation=attention) if attention else {}))
 
 # %% ../nbs/33a_merging.ipynb #a8a2e0d1

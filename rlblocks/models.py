@@ -84,7 +84,7 @@ class Policy(Trained):
         _known(type(self), more)
         base = base_of(model)
         module = base.trunk if base else load_quantized(model, quantization, attention=attention, device=more.get("device")) if quantization else load_module(model, attention=attention)
-        self.tokenizer = tokenizer or getattr(model, "tokenizer", None) or load_tokenizer(model)
+        self.tokenizer = load_tokenizer(model, tokenizer)
         head = linear_head(module, _lm_width(module)) if value_head else None
         self._run = _runner(base, Reader(module, head, on_lm_head=value_head), lora, who="Policy", quantized=bool(quantization), micro_tokens=micro_tokens, micro_rows=micro_rows, pack=pack,
                             engine=engine, lr=lr, frozen=frozen, **more)
@@ -275,7 +275,8 @@ class Scorer(Trained):
         "Load or copy the trunk; a reward model keeps its head, any other gets one that starts at zero (without bias at the last token: pairs do not move it, Adam would let it drift)."
         _known(type(self), more)
         base = base_of(model)
-        self.tokenizer = tokenizer or getattr(model, "tokenizer", None) or load_tokenizer(model)
+        self.tokenizer = load_tokenizer(model, tokenizer)
+        if outputs is not None and (isinstance(outputs, str) or not (outputs if isinstance(outputs, int) else len(outputs)) > 0): raise ValueError(f"Scorer: outputs={outputs!r}; the number of scores, or a list of their names, is wanted")
         names = None if outputs is None or isinstance(outputs, int) else list(outputs)
         reader = _trunk_reader(model, base, attention, outputs=outputs if names is None else len(names), bias=at is not None)
         config = getattr(reader.trunk, "config", None) if base is None else None
@@ -288,12 +289,20 @@ class Scorer(Trained):
     def _read(self, part):
         "Raw scores of a micro-batch: `[B]`, `[B, k]`, or with `at` `[B, T]`, `[B, T, k]`."
         if self.at is None: return self._run.rows_out(part)
-        if self.at not in part: raise ValueError(f"Scorer: the batch has no column {self.at!r} (Bool [B, T], True at the tokens after which to score)")
         return Out(scores=self._run.tokens_out(part, logprobs=False, after=part[self.at]).values)
+
+    def _marked(self, batch):
+        "The tokens after which to score are there, and in the rows. A place behind a row's end would be another row's, where rows are packed."
+        x = batch.columns.get(self.at)
+        if x is None: raise ValueError(f"Scorer: the batch has no column {self.at!r} (Bool [B, T], True at the tokens after which to score)")
+        if getattr(x, "dtype", None) != torch.bool or x.shape != batch.tokens.shape: raise TypeError(f"Scorer: column {self.at!r} is {list(x.shape)} {x.dtype}; Bool [B, T] is wanted" if isinstance(x, Tensor) else f"Scorer: column {self.at!r} is a list; Bool [B, T] is wanted")
+        beyond = (x & (torch.arange(x.shape[1], device=x.device) >= batch.lengths[:, None])).any(1)
+        if beyond.any(): raise ValueError(f"Scorer: column {self.at!r} marks a token behind the end of row {int(beyond.int().argmax())}; only real tokens can be scored")
 
     def _raw(self, batch):
         if self.at is None: return self._run.compute(batch, "scores", self._read)
-        if "mask" not in batch and self.at in batch: batch = batch._like(batch.columns | dict(mask=batch[self.at]), batch._whole, batch.filler)
+        self._marked(batch)
+        if "mask" not in batch: batch = batch._like(batch.columns | dict(mask=batch[self.at]), batch._whole, batch.filler)
         return self._run.compute(batch, "values", lambda part: Out(values=self._read(part).scores))
 
     def scores(self,
@@ -322,7 +331,7 @@ class Scorer(Trained):
     )->dict: # metrics
         "One optimizer step, over as many micro-batches and ranks as it takes. As `Policy.step`."
         jobs = [(batch, loss), *more]
-        for b, _ in jobs if self.at is None else (): self._run.scorable(b)
+        for b, _ in jobs: self._run.scorable(b) if self.at is None else self._marked(b)
         return self._run.step(jobs, self._read)
 
     def state_dict(self,

@@ -43,6 +43,8 @@ def pad(
     Rows may be empty; an empty list takes the dtype of the others. ValueError when there are no rows, one is longer than `length`, or axes behind the first differ."""
     if not len(rows): raise ValueError("pad: no rows came, so neither dtype nor shape is known; give at least one")
     rows = [torch.as_tensor(row) for row in rows]
+    for i, row in enumerate(rows):
+        if not row.dim(): raise ValueError(f"pad: row {i} is the number {row.item()}; each row is a tensor or a list, one row alone is pad([row])")
     sizes = [len(row) for row in rows]
     T = max(sizes) if length is None else length
     for i, n in enumerate(sizes):
@@ -67,8 +69,10 @@ def shared_prefix(
     """How many first tokens each row has in common with the first row of its group that begins with the same `least` tokens.
 
     Tokens are compared: a wrong group id means fewer, never wrong ones. Of any subset of rows, those that share here share at least as much as the least of them does here."""
+    same_shape("B T", tokens=tokens)
+    same_shape("B", lengths=lengths, group=group)
     B, T = tokens.shape
-    if len(lengths) != B or len(group) != B: raise ValueError(f"shared_prefix: lengths has {len(lengths)} rows, group {len(group)}, tokens is {[B, T]}; one of each a row is wanted")
+    if len(lengths) != B: raise ValueError(f"shared_prefix: lengths has {len(lengths)} rows, group {len(group)}, tokens is {[B, T]}; one of each a row is wanted")
     rows = torch.arange(B, device=tokens.device)
     alone = torch.where(lengths < least, rows, -1)      # too short to share
     kinds, of = torch.cat([torch.stack([group, alone], 1), tokens[:, :least]], 1).unique(dim=0, return_inverse=True)
@@ -106,6 +110,7 @@ class Packed:
         x:Shaped[Tensor, "B T ..."], # a per-token column of the same batch
     )->Shaped[Tensor, "N ..."]: # its values at the packed tokens, in their order
         "A column of the batch, packed like its tokens; a shared token brings its holder's value. ValueError when it is not `[B, T, …]`; a row value goes by `x[packed.row_ids]`."
+        same_shape(column=x)
         if x.shape[:2] != (self.B, self.T):
             raise ValueError(f"Packed.take: the column is {list(x.shape)}, the packed batch was {[self.B, self.T]}; row values [B] go by x[packed.row_ids]")
         return x.flatten(0, 1)[self.row_ids*self.T + self.position_ids]
@@ -127,7 +132,7 @@ def pack(
 
     ValueError when a length is negative or more than T. Attention must be told to stay inside a row, and which prefix is its: nothing here does that."""
     same_shape("B T", tokens=tokens)
-    same_shape("B", lengths=lengths)
+    same_shape("B", lengths=lengths, group=group)
     (B, T), rows = tokens.shape, torch.arange(len(tokens), device=tokens.device)
     if len(lengths) != B: raise ValueError(f"pack: lengths has {len(lengths)} rows, tokens is {[B, T]}; one length a row is wanted")
     holder, shared = (rows, torch.zeros_like(rows)) if group is None else shared_prefix(tokens, lengths, group)
@@ -146,6 +151,7 @@ def unpack(
     packed:Packed,                # what `pack` returned
 )->Shaped[Tensor, "B T ..."]: # rows again, 0 (False) where there is padding
     "The way back from packed tokens to rows. Differentiable; ValueError when `flat` is not as long as the pack."
+    same_shape(flat=flat)
     N, (B, T) = len(packed.tokens), (packed.B, packed.T)
     if len(flat) != N: raise ValueError(f"unpack: {len(flat)} values came for {N} packed tokens; pass what the model returned for packed.tokens, without a batch axis")
     rows, cols = (torch.arange(T, device=flat.device) < (packed.cu_seqlens.diff() + packed.shared)[:, None]).nonzero(as_tuple=True)
@@ -269,16 +275,20 @@ def plan_micro_batches(
     max_rows:int|None=None,                            # most rows in a micro-batch
     padded:bool=False,                                 # cost is rows × longest row instead of the sum
     multiple:int=1,                                    # their number is rounded up to a multiple of this: ranks
+    who:tuple[str, str, str]=("plan_micro_batches", "max_tokens", "max_rows"), # for messages: who asks, and what the two limits are called there
 )->list[list[int]]: # row numbers of each micro-batch, ascending; every row once
     """Rows into few micro-batches that hold the limits: best fit decreasing over units. A pure function: every rank that knows the lengths gets the same plan.
 
     ValueError when a unit alone exceeds `max_tokens` or `max_rows`."""
-    sizes, who = _ints("plan_micro_batches", "lengths", lengths), "plan_micro_batches"
-    of = torch.arange(len(sizes)) if unit is None else _ints(who, "unit ids", unit)
-    if len(of) != len(sizes): raise ValueError(f"{who}: unit has {len(of)} rows, lengths has {len(sizes)}; one id a row is wanted")
-    if multiple < 1: raise ValueError(f"{who}: multiple is {multiple}; at least 1 is wanted")
-    if shared is not None and padded: raise ValueError(f"{who}: padded rows share nothing; leave shared away, or pack")
+    asker, *limits = who
+    sizes = _ints(asker, "lengths", lengths)
+    of = torch.arange(len(sizes)) if unit is None else _ints(asker, "unit ids", unit)
+    if len(of) != len(sizes): raise ValueError(f"{asker}: unit has {len(of)} rows, lengths has {len(sizes)}; one id a row is wanted")
+    if multiple < 1: raise ValueError(f"{asker}: multiple is {multiple}; at least 1 is wanted")
+    if shared is not None and padded: raise ValueError(f"{asker}: padded rows share nothing; leave shared away, or pack")
     if not len(sizes): return []
+    if (below := sizes < 0).any(): raise ValueError(f"{asker}: the length of row {int(below.int().argmax())} is {int(sizes[below][0])}; 0 tokens or more are wanted")
+    given = {limit: n for limit, n in zip(limits, (max_tokens, max_rows), strict=True) if n is not None}
     if max_rows is None: max_rows = len(sizes)
     ids, of = of.unique(return_inverse=True)
     rows, longest, total = _sums(of, sizes)
@@ -287,11 +297,11 @@ def plan_micro_batches(
         holder, common = (x.cpu() for x in shared)
         own = torch.where(holder == torch.arange(len(sizes)), sizes, common)   # a holder has all of its tokens in common with itself
     cost = rows*longest if padded else total if shared is None else _once(of, sizes, holder, own)
-    odd = ((cost > max_tokens) | (rows > max_rows) | (total.scatter_reduce(0, of, sizes, "amin") < 0)).nonzero()
+    odd = ((cost > max_tokens) | (rows > max_rows)).nonzero()
     if len(odd):
         bad, u = (of == odd[0]).nonzero()[:, 0].tolist(), int(odd[0])
         name = f"row {bad[0]}" if unit is None else f"unit {int(ids[u])} (rows {', '.join(map(str, bad))})"
-        raise ValueError(f"{who}: {name} takes {int(cost[u])} tokens and {len(bad)} rows, the limits are max_tokens={max_tokens} and max_rows={max_rows}; "
+        raise ValueError(f"{asker}: {name} takes {int(cost[u])} tokens and {len(bad)} rows, the limits are {' and '.join(f'{limit}={n}' for limit, n in given.items())}; "
                          "raise the limit or shorten the rows (a unit is never parted)")
     if shared is not None:
         of, cost = _families(of, sizes, holder, own, max_tokens=max_tokens, max_rows=max_rows)
@@ -350,5 +360,6 @@ def micro_batch_count(
     units, all_shared = ([None]*len(lengths) if x is None else x for x in (unit, shared))
     for name, x in (("unit", units), ("shared", all_shared)):
         if len(x) != len(lengths): raise ValueError(f"micro_batch_count: {name} is given for {len(x)} ranks, lengths for {len(lengths)}")
-    plans = [plan_micro_batches(n, max_tokens=max_tokens, unit=u, shared=s, max_rows=max_rows, padded=padded) for n, u, s in zip(lengths, units, all_shared, strict=True)]
+    who = ("micro_batch_count", "max_tokens", "max_rows")
+    plans = [plan_micro_batches(n, max_tokens=max_tokens, unit=u, shared=s, max_rows=max_rows, padded=padded, who=who) for n, u, s in zip(lengths, units, all_shared, strict=True)]
     return max(map(len, plans), default=0)

@@ -29,13 +29,13 @@ KINDS = (*STAYS, "gathered", "activations", "logits", "cache")
 
 def _gib(n): return f"{n/2**30:.2f}"
 
-def _bytes_of(memory):
+def _bytes_of(memory, who):
     "Bytes, from a number or a word like 80GB."
     found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT])(i?)B\s*", memory) if isinstance(memory, str) else None
     try: n = float(found[1])*(1024 if found[3] else 1000)**(" KMGT".index(found[2])) if found else -1. if isinstance(memory, str | bool) else float(memory)
     except (TypeError, ValueError): n = -1.
     if not (isfinite(n) and n >= 1e6):
-        raise ValueError(f'plan: memory={memory!r}; the bytes of one device are wanted, as a number (80e9) or a word: "80GB" (10⁹ bytes) or "80GiB" (2³⁰)')
+        raise ValueError(f'{who}: memory={memory!r}; the bytes of one device are wanted, as a number (80e9) or a word: "80GB" (10⁹ bytes) or "80GiB" (2³⁰)')
     return n
 
 @dataclass(frozen=True)
@@ -66,11 +66,14 @@ class Plan:
         headroom:float=.1, # share left for what is not planned: the driver, kernels' workspaces, fragments
     )->"Plan": # itself
         "Check that it fits. MemoryError with the table when it does not, ValueError for what is no size."
-        size = _bytes_of(memory)
-        if not 0 <= headroom < 1: raise ValueError(f"plan: headroom={headroom}; a share of the memory is wanted, 0 to below 1")
+        size = _bytes_of(memory, "fit")
+        if not 0 <= headroom < 1: raise ValueError(f"fit: headroom={headroom}; a share of the memory is wanted, 0 to below 1")
         if self.total <= size*(1-headroom): return self
-        biggest = max(self.bytes().items(), key=lambda x: x[1])[0]
-        raise MemoryError(f"plan: {_gib(self.total)} GiB are wanted on each device, {_gib(size*(1-headroom))} of {_gib(size)} GiB are to be used; {REMEDIES[biggest]}\n{self}")
+        kind = max(self.bytes().items(), key=lambda x: x[1])[0]
+        title, column, _ = max(self.parts, key=lambda part: part[1].get(kind, 0))
+        maker = "plan_rollout" if "cache" in column else "plan"        # no other makes one
+        raise MemoryError(f"{maker}: {_gib(self.total)} GiB are wanted on each device, {_gib(size*(1-headroom))} of {_gib(size)} GiB are to be used; "
+                          f"most of it is {kind} of {title!r}: {REMEDIES[maker][kind]}\n{self}")
 
     def __add__(self, other):
         if not isinstance(other, Plan): return NotImplemented
@@ -88,12 +91,14 @@ class Plan:
         if len(self.parts) > 1: lines.append(line("together", [_gib(together[k]) for k in kinds], _gib(self.total)))
         return "\n".join(lines)
 
-REMEDIES = dict(weights='cut them over more devices (engine="fsdp2" or "zero3") or keep them on the host (offload="cpu")',
-                gradients='cut them over more devices (engine="fsdp2", "zero2" or "zero3")',
-                states='cut them over more devices (an engine), or keep them on the host (offload="cpu")',
-                gathered="layers are too large to be gathered whole; more devices do not help, a smaller dtype does",
-                activations="lower micro_tokens, or recompute them (checkpointing=True)",
-                logits="lower micro_tokens", cache="decode fewer rows side by side (max_rows), or shorten them")
+REMEDIES = dict(        # by who made the plan: each in the words of its own arguments
+    plan=dict(weights='cut them over more devices (engine="fsdp2" or "zero3") or keep them on the host (offload="cpu")',
+              gradients='cut them over more devices (engine="fsdp2", "zero2" or "zero3")',
+              states='cut them over more devices (an engine), or keep them on the host (offload="cpu")',
+              gathered="layers are too large to be gathered whole; more devices do not help, a smaller dtype does",
+              activations="lower micro_tokens, or recompute them (checkpointing=True)", logits="lower micro_tokens"),
+    plan_rollout=dict(weights="hold them in half precision (dtype=torch.bfloat16)", logits="lower rows (max_rows of the Rollout)",
+                      cache="lower rows (max_rows of the Rollout), or tokens"))
 
 # %% ../nbs/45_planning.ipynb #02c4602a
 def _size(params): return sum(p.nbytes for p in params)
@@ -166,10 +171,10 @@ def plan(
     Of a step with several micro-batches, the later of which find all gradients there; where one is all, they come while its activations go, and the peak is lower. ValueError for what the wrapper would refuse, MemoryError with the table where it does not fit `memory`."""
     _checked_plan(engine, offload, frozen, low_precision, lora, quantization, dict(devices=devices, micro_tokens=micro_tokens, row=row, sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel))
     if not lm_head and not value_head: raise ValueError("plan: lm_head=False reads nothing; a Critic or a Scorer is value_head=True, lm_head=False")
-    if memory is not None: _bytes_of(memory)
+    if memory is not None: _bytes_of(memory, "plan")
     if device not in CHUNKS: raise ValueError(f'plan: device={device!r}; the kind of device that the run will have is wanted, "cuda" or "cpu"')
     with FakeTensorMode():
-        fake, own = (fake_model(model), []) if lora is None else adapted_model(model, lora)
+        fake, own = (fake_model(model, who="plan"), []) if lora is None else adapted_model(model, lora, who="plan")
         if dtype is not None and not isinstance(dtype, torch.dtype): raise TypeError(f"plan: dtype is {dtype!r}; a torch dtype is wanted, e.g. torch.bfloat16")
         dtype = dtype or (fake.dtype if fake.dtype in HALF else None)
         if lora is None: fake.requires_grad_(not frozen and quantization is None)
@@ -193,7 +198,8 @@ def plan(
         gathered = _gathered(fake, base, held, devices//tensor_parallel, dtype)
         if dtype in HALF and held not in (None, "zero1"):          # these compute with weights in half precision; elsewhere autocast makes copies, which the pass will count
             for p in base: p.data = p.data.to(dtype) if p.is_floating_point() else p.data
-        found = appetite(fake, -(-micro_tokens//sequence_parallel), row=-(-row//sequence_parallel), learn=not frozen, entropy=entropy, dtype=dtype, value_head=head, chunk=CHUNKS[device])
+        try: found = appetite(fake, -(-micro_tokens//sequence_parallel), row=-(-row//sequence_parallel), learn=not frozen, entropy=entropy, dtype=dtype, value_head=head, chunk=CHUNKS[device])
+        except ValueError as e: raise ValueError(f'plan: {e}; frozen=True leaves weights as they come, and so does dtype=torch.bfloat16 with engine="fsdp2"') from e
         flops = found.flops/micro_tokens if sequence_parallel == 1 else appetite(fake, micro_tokens, row=row, learn=not frozen, dtype=dtype, value_head=head).flops/micro_tokens/sequence_parallel
     coming = dict(activations=found.activations, logits=found.logits) | (dict(gathered=gathered) if gathered else {})
     kinds = ("weights",) if frozen else STAYS
@@ -226,8 +232,9 @@ def plan_rollout(
     from rlblocks.decoding import sample_tokens
     for name, n in dict(rows=rows, tokens=tokens).items():
         if isinstance(n, bool) or not isinstance(n, int) or n < 1: raise ValueError(f"plan_rollout: {name}={n!r}; a whole number, at least 1, is wanted")
+    if memory is not None: _bytes_of(memory, "plan_rollout")
     with FakeTensorMode(), torch.no_grad():
-        fake = fake_model(model, dtype)
+        fake = fake_model(model, dtype, who="plan_rollout")
         weights, cache = _size(fake.parameters()) + _size(fake.buffers()), DynamicCache(config=fake.config)
         fake(torch.zeros(1, tokens, dtype=torch.long), past_key_values=cache, use_cache=True, **_last_only(fake))
         layers:Any = cache.layers                 # one with a sliding window holds no more than that

@@ -19,6 +19,7 @@ from jaxtyping import Int
 
 from .attention import Segments, attend_as_before, attend_by_segments, layout
 from .head import head_logprobs, head_measured, output_layer, sampled_from, states_of, watched
+from .inputs import SENSES, config_of, vocabulary
 from .logprobs import entropy as entropy_of, gather_logprobs
 from .masked import promoted
 from .packing import pack
@@ -63,7 +64,7 @@ class Reader(nn.Module):
         self.bend:tuple[float, float|None]|None = None # `bending`: log-probs straight from what enters the output layer; None: from logits
         self.segments = False # whether the trunk attends by segments (`pack_by`): then packed rows may share prefixes
         self.stretch:Stretch|None = None # of ranks that run one line together, this one's part; None: it runs lines whole
-        self.takes = _accepts(trunk, "position_ids", "use_cache", "logits_to_keep")
+        self.takes, self.vocabulary = _accepts(trunk, "position_ids", "use_cache", "logits_to_keep"), vocabulary(trunk)
 
     def lay(self,
         tokens:Int[Tensor, "B T"],
@@ -252,7 +253,7 @@ def pack_by(
     "Find a way to pack for this module: by segments, with shared prefixes, else by position ids. Under an engine all ranks ask together, inside a forward pass."
     config, who = getattr(reader.trunk, "config", None), type(reader.trunk).__name__
     if "position_ids" not in reader.takes: return False, f"{who} takes no position_ids"
-    senses = [n for n in ("vision_config", "audio_config") if getattr(config, n, None) is not None]
+    senses = [n for n in SENSES if getattr(config, n, None) is not None]
     if senses: return False, f"rows of {who} may hold what is no text ({senses[0]}), whose positions are more than one number a token"
     why, before = "", attend_by_segments(reader.trunk)
     if before:
@@ -307,10 +308,11 @@ def load_module(
 )->nn.Module: # owned by the caller
     "The module behind a `model` argument. TypeError for anything else."
     if isinstance(model, (str, Path)):
-        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
-        scores = any(a.endswith("ForSequenceClassification") for a in AutoConfig.from_pretrained(model).architectures or [])
+        from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+        scores = any(a.endswith("ForSequenceClassification") for a in config_of(model).architectures or [])
         auto = AutoModelForCausalLM if not trunk else AutoModelForSequenceClassification if scores else AutoModel
         return auto.from_pretrained(model, dtype="auto", **(dict(attn_implementation=attention) if attention else {}))
+    if attention: raise ValueError(f"attention={attention!r} is chosen while a name or folder is loaded, and model is a {type(model).__name__}; choose it there: from_config(…, attn_implementation={attention!r})")
     module:Any = None
     if isinstance(model, nn.Module): module = copy.deepcopy(model)
     elif callable(model): module = model()
@@ -320,10 +322,13 @@ def load_module(
     return getattr(module, "base_model") if trunk and has_lm_head else module
 
 def load_tokenizer(
-    model, # a name or folder; anything else has none
+    model,      # a name or folder; anything else has none, or its own: a wrapper's
+    given=None, # a tokenizer, to be taken instead
 )->Any: # a transformers tokenizer, or None
-    "The tokenizer that comes with a model folder, or None."
-    if not isinstance(model, (str, Path)): return None
+    "The tokenizer that comes with a model, or None. TypeError for a name in a tokenizer's place: it would be missed when the model is saved."
+    if isinstance(given, (str, Path)): raise TypeError(f"tokenizer is {str(given)!r}; the tokenizer itself is wanted: AutoTokenizer.from_pretrained({str(given)!r})")
+    if given is not None: return given
+    if not isinstance(model, (str, Path)): return getattr(model, "tokenizer", None)
     from transformers import AutoTokenizer
     try: return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError): return None     # a folder of weights alone is fine; who needs a tokenizer says so

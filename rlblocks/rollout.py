@@ -6,11 +6,14 @@
 __all__ = ['ADDED', 'Rollout']
 
 # %% ../nbs/35_rollout.ipynb #ab1db67c
+from numbers import Integral, Real
+
 import torch
 from torch import Tensor
 
 from .batch import Batch, seed_of, widen
 from .decoding import MAX_SUPPORT, Decoder, cache_is_exact, decode
+from .inputs import check_ids, device_of
 from .reader import Reader, load_module, load_tokenizer, pack_by
 from .weights import Manifest, Ticket, copy_weights
 
@@ -38,21 +41,26 @@ class Rollout:
     ):
         "Load or copy the model. ValueError for an unknown engine or sampling numbers out of range."
         if engine != "hf": raise ValueError(f"Rollout: engine {engine!r} is not known here; 'hf' is")
+        if dtype is not None and not isinstance(dtype, torch.dtype): raise TypeError(f"Rollout: dtype is {dtype!r}; a torch.dtype is wanted, as in dtype=torch.bfloat16")
+        _checked_counts("Rollout", max_tokens=max_tokens, max_rows=max_rows)
         self.max_tokens, self.max_rows = max_tokens, max_rows
-        self.how = _checked_sampling(temperature, top_p, top_k, min_p)
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.how = _checked_sampling("Rollout", temperature, top_p, top_k, min_p)
+        self.device = device_of(device, "Rollout")
         self.module = load_module(model).to(self.device, dtype).eval().requires_grad_(False)
-        self.tokenizer = tokenizer or load_tokenizer(model)
-        pack_by(Reader(self.module), self.device)     # one attention here and in the trainer, which does the same: transformers' sdpa leaves out a softcap of scores (Gemma 2)
+        self.tokenizer = load_tokenizer(model, tokenizer)
+        reader = Reader(self.module)
+        self.vocabulary = reader.vocabulary
+        pack_by(reader, self.device)     # one attention here and in the trainer, which does the same: transformers' sdpa leaves out a softcap of scores (Gemma 2)
         self.cached = cache_is_exact(self.module)
         self.shared = self.cached and self.device.type == "cpu" and cache_is_exact(self.module, shared=True)      # faster by measurement there; on a GPU nobody has measured it
-        self.stop = _stop_ids(stop, self.module, self.tokenizer)
+        self.stop = _stop_ids(stop, self.module, self.tokenizer, self.vocabulary)
         self.version:int|None = 0
 
     def load(self,
         ticket:Ticket, # from `policy.weights()`
     )->Manifest: # names, checksums and version, as held here now
         "Take over the weights of a ticket. Until it has succeeded the engine refuses to generate."
+        if not isinstance(ticket, Ticket): raise TypeError(f"load: a {type(ticket).__name__} came; a ticket is wanted, as policy.weights() gives it")
         self.version = None     # half-loaded weights are no version
         manifest = copy_weights(ticket, self.module)
         self.version = manifest.version
@@ -73,9 +81,9 @@ class Rollout:
         ValueError for an empty prompt or one that leaves no room, RuntimeError when the last `load` failed."""
         if not isinstance(prompts, Batch): raise TypeError(f"generate: prompts is a {type(prompts).__name__}; a Batch is wanted, as data.take(n) gives it (its group ids come before any cut)")
         if self.version is None: raise RuntimeError("generate: the last load failed and the weights are of no known version; load a ticket that fits")
-        how = dict(self.how) if temperature is None else _checked_sampling(temperature, *(self.how[k] for k in ("top_p", "top_k", "min_p")))
+        how = dict(self.how) if temperature is None else _checked_sampling("generate", temperature, *(self.how[k] for k in ("top_p", "top_k", "min_p")))
         S = self.max_tokens if max_tokens is None else max_tokens
-        if S < 1 or group_size < 1: raise ValueError(f"generate: max_tokens={S}, group_size={group_size}; at least 1 is wanted")
+        _checked_counts("generate", max_tokens=S, group_size=group_size)
         self._check(prompts, S)
         per = max(self.max_rows//group_size, 1)
         order = prompts.lengths.argsort(descending=True, stable=True)     # like lengths together: little padding
@@ -88,10 +96,13 @@ class Rollout:
 
     def _check(self, prompts, S):
         if not len(prompts): raise ValueError("generate: no prompts")
+        absent = [k for k in ("tokens", "lengths") if k not in prompts]
+        if absent: raise ValueError(f"generate: the prompts have no column {absent[0]!r}; they are tokens [P, T] and lengths [P], as data.take(n) gives them")
         if "group" not in prompts: raise ValueError("generate: the prompts have no column 'group' (a sample's seed is made of it); data.take(n) gives one, or prompts['group'] = torch.arange(len(prompts))")
         taken = [k for k in ADDED if k in prompts]
         if taken: raise ValueError(f"generate: the prompts have a column {taken[0]!r}, which generate writes itself; rename it in the rows, or prompts.drop({taken[0]!r})")
         if int(prompts.lengths.min()) < 1: raise ValueError(f"generate: prompt {int(prompts.lengths.argmin())} is empty; a causal model needs at least one token to start from")
+        check_ids("generate", prompts.tokens, prompts.lengths, self.vocabulary, padding=not self.cached, row="prompt")
         window = getattr(getattr(self.module, "config", None), "max_position_embeddings", None)
         longest = int(prompts.lengths.max())
         if window and longest + S > window:
@@ -141,16 +152,26 @@ class Rollout:
         how = ", ".join(f"{k}={v:g}" for k, v in self.how.items())
         return f"Rollout({type(self.module).__name__} on {self.device}, version {self.version}, max_tokens={self.max_tokens}, {how})"
 
-def _checked_sampling(temperature, top_p, top_k, min_p):
-    "The four numbers that say how rows are drawn. ValueError when one is out of range."
-    if not temperature >= 0: raise ValueError(f"Rollout: temperature is {temperature}; 0 (greedy) or more is wanted")
-    if not 0 < top_p <= 1: raise ValueError(f"Rollout: top_p is {top_p}; above 0 and at most 1 is wanted")
-    if not 0 <= top_k <= MAX_SUPPORT: raise ValueError(f"Rollout: top_k is {top_k}; 0 (off) to {MAX_SUPPORT} is wanted, because the kept ids travel with every token")
-    if not 0 <= min_p < 1: raise ValueError(f"Rollout: min_p is {min_p}; 0 (off) to below 1 is wanted")
-    return dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+def _checked_counts(who, **counts):
+    "Numbers of things. ValueError for what is none."
+    for name, n in counts.items():
+        if isinstance(n, bool) or not isinstance(n, Integral) or n < 1: raise ValueError(f"{who}: {name}={n!r}; a whole number, at least 1, is wanted")
 
-def _stop_ids(stop, module, tokenizer):
-    "Ids that end a row: as given, else the generation config's and the tokenizer's."
+def _checked_sampling(who, temperature, top_p, top_k, min_p):
+    "The four numbers that say how rows are drawn. ValueError when one is out of range, TypeError for what is no number."
+    how = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    for name, x in how.items():
+        if not isinstance(x, Integral if name == "top_k" else Real): raise TypeError(f"{who}: {name} is {x!r}; a {'whole ' if name == 'top_k' else ''}number is wanted")
+    if not temperature >= 0: raise ValueError(f"{who}: temperature is {temperature}; 0 (greedy) or more is wanted")
+    if not 0 < top_p <= 1: raise ValueError(f"{who}: top_p is {top_p}; above 0 and at most 1 is wanted")
+    if not 0 <= top_k <= MAX_SUPPORT: raise ValueError(f"{who}: top_k is {top_k}; 0 (off) to {MAX_SUPPORT} is wanted, because the kept ids travel with every token")
+    if not 0 <= min_p < 1: raise ValueError(f"{who}: min_p is {min_p}; 0 (off) to below 1 is wanted")
+    return how
+
+def _stop_ids(stop, module, tokenizer, n):
+    "Ids that end a row: as given, else the generation config's and the tokenizer's. An id that is never drawn would end none."
     listed = lambda x: [] if x is None else [x] if isinstance(x, int) else list(x)
+    odd = [x for x in listed(stop) if isinstance(x, bool) or not isinstance(x, Integral) or not 0 <= int(x) < (n or int(x)+1)]
+    if odd: raise ValueError(f"Rollout: stop holds {odd[0]!r}; ids of the vocabulary are wanted" + (f", 0 to {n-1}" if n else "") + (", as tokenizer.convert_tokens_to_ids gives them" if isinstance(odd[0], str) else ""))
     ids = listed(getattr(getattr(module, "generation_config", None), "eos_token_id", None)) + listed(getattr(tokenizer, "eos_token_id", None)) if stop is None else listed(stop)
     return torch.tensor(sorted(set(ids)), dtype=torch.long, device=next(module.parameters()).device)

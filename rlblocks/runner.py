@@ -8,6 +8,7 @@ __all__ = ['Out', 'Runner', 'check_splits']
 # %% ../nbs/33_runner.ipynb #294c8654
 import inspect
 from collections.abc import Callable
+from numbers import Integral
 from weakref import WeakSet
 
 import torch
@@ -17,6 +18,7 @@ from .batch import Batch, widen
 from .masked import Last, Mean, merge
 from .packing import plan_micro_batches, shared_prefix
 from .head import bending
+from .inputs import check_ids
 from .reader import Reader, pack_by, share_lines, turning
 from .plain import alike
 from .sequence import Stretch
@@ -58,6 +60,8 @@ class Runner:
         **engine,              # of `ShardedModel`
     ):
         "Hold the model and decide how rows are laid out. ValueError when `pack=True` and the model mixes rows, and when ranks shall share rows of a model where they cannot."
+        for word, n in dict(micro_tokens=micro_tokens, micro_rows=micro_rows).items():
+            if n is not None and (not isinstance(n, Integral) or n < 1): raise ValueError(f"{name}: {word}={n!r}; a whole number, at least 1, is wanted")
         self.reader, self.name, self.micro_tokens, self.micro_rows = reader, name, micro_tokens, micro_rows
         self.model = ShardedModel(reader, **engine)
         with self.model.autocast():
@@ -77,7 +81,6 @@ class Runner:
         batch:Batch, # a whole, or one of the parts of a cut
     )->list[list[int]]: # row numbers of each micro-batch
         "Row numbers of each micro-batch; the same number of them on every rank, some empty."
-        if "lengths" not in batch: raise ValueError(f"{self.name}: the batch has no column 'lengths' (real tokens a row)")
         families = batch.families
         shared = shared_prefix(batch.tokens, batch.lengths, families) if families is not None else None
         plans = [self._plan(*looks) for looks in (batch.whole.siblings if batch._whole else ())]     # everybody's, and for everybody the same errors
@@ -90,7 +93,8 @@ class Runner:
         unit, sides = None if unit is None else unit.cpu(), self._sides(lengths, unit)
         if len(sides) > 1 or not (self.packed and self.reader.segments): shared = None
         return [rows[bin_].tolist() for rows in sides
-                for bin_ in plan_micro_batches(lengths[rows], unit=None if unit is None else unit[rows], shared=shared, max_tokens=self.micro_tokens, max_rows=self.micro_rows, padded=not self.packed)]
+                for bin_ in plan_micro_batches(lengths[rows], unit=None if unit is None else unit[rows], shared=shared, max_tokens=self.micro_tokens, max_rows=self.micro_rows, padded=not self.packed,
+                                          who=(self.name, "micro_tokens", "micro_rows"))]
 
     def _sides(self, lengths, unit):
         "Row numbers that may run together: all, but where a rotary embedding turns with the longest row, those within its window and those beyond."
@@ -169,6 +173,8 @@ class Runner:
         run:Callable, # micro-batch → `Out`
     )->Tensor: # `[B, T, …]`, or `[B, …]` for scores and experts
         "Run all micro-batches without gradient and put `key` back in the rows' order, on the CPU."
+        self._readable([batch])
+        self._known(batch)
         by_row = key in ("scores", "experts")
         if "mask" not in batch:
             if not by_row: raise ValueError(f"{self.name}: the batch has no column 'mask' (the tokens that were chosen)")
@@ -192,6 +198,9 @@ class Runner:
     )->dict: # metrics
         "One optimizer step on the sum of the jobs' losses: (batch, loss) pairs."
         if self.model.frozen: raise RuntimeError(f"{self.name}: this one is frozen (frozen=True) and cannot step")
+        odd = next((job for job in jobs if not (isinstance(job, tuple) and len(job) == 2 and callable(job[1]))), None)
+        if odd is not None: raise TypeError(f"{self.name}: step got {_called(odd)}; step(batch, loss) is wanted, loss(out, b) a function, and further ones as pairs: step(batch, loss, (other, its_loss))")
+        self._readable([b for b, _ in jobs])
         self._alike([b for b, _ in jobs])
         shared = self._shared([b for b, _ in jobs])
         jobs = [(b._like(b.columns, b.whole, b.filler), loss) for b, loss in jobs if len(b)]
@@ -212,6 +221,7 @@ class Runner:
         "Add up the gradient of all micro-batches; the loss and the metrics of this rank's rows. Ranks that share the step succeed or fail together."
         total, metrics, error = torch.zeros((), dtype=torch.float64), {}, None
         try:
+            for batch, _ in jobs: self._known(batch)
             work = [(batch, loss, rows) for batch, loss in jobs for rows in self.plan(batch)]
             for i, (batch, loss, rows) in enumerate(work, 1):
                 part = batch.part(rows).trim().to(self.model.device)
@@ -240,6 +250,16 @@ class Runner:
                              "pass the whole batch, or one part to every " + ("replica" if self.model.shares > 1 else "rank"))
         return True
 
+    def _readable(self, batches):
+        "They are batches and say where their tokens are, or TypeError, ValueError."
+        for b in batches:
+            if not isinstance(b, Batch): raise TypeError(f"{self.name}: the batch is a {type(b).__name__}; a Batch is wanted, Batch(tokens=…, lengths=…, mask=…)")
+            if "tokens" not in b or "lengths" not in b: raise ValueError(f"{self.name}: the batch has no column {'lengths' if 'tokens' in b else 'tokens'!r}; tokens [B, T] and lengths (real tokens a row) are wanted")
+
+    def _known(self, b):
+        "The embedding has its ids, or ValueError: found on the batch, which waits on the host, and never on the device inside a pass."
+        check_ids(self.name, b.tokens, b.lengths, self.reader.vocabulary, padding=not self.packed, row="its row" if len(b.whole.siblings if b._whole else ()) > 1 else "row")
+
     def _alike(self, batches):
         "Ranks that share rows were given the same ones, or all raise: in their collectives they would wait for each other, or read each other's tokens as their own."
         if self.model.shares > 1: alike([checksum(b[k]) for b in batches for k in ("tokens", "lengths", "mask") if k in b], self.model.shares, self.name)
@@ -261,6 +281,10 @@ class Runner:
         return got
 
 # %% ../nbs/33_runner.ipynb #e06f9721
+def _called(job):
+    "A job as its types."
+    return f"({', '.join(type(x).__name__ for x in job)})" if isinstance(job, tuple) else f"a {type(job).__name__}"
+
 def _sampling(part, rows, cols, name):
     "Targets and the distribution they were sampled from, at places of a part."
     if not len(rows): return dict(targets=part.tokens[0, :1], temperature=1.0)

@@ -7,11 +7,13 @@ __all__ = ['ENGINES', 'ShardedModel', 'frozen_copy']
 
 # %% ../nbs/31_sharded.ipynb #2aefe092
 from collections.abc import Callable, Iterator
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .inputs import device_of
 from .plain import HALF, Plain, agree as agree, checkpoint_layers_, mesh_of, promote_, world as world
 from .weights import Ticket, buckets
 
@@ -47,7 +49,8 @@ class ShardedModel:
         if offload and engine is None: raise ValueError(f'ShardedModel: offload={offload!r} needs an engine, "fsdp2" or "zero1", "zero2", "zero3"')
         if dtype is not None and not isinstance(dtype, torch.dtype): raise TypeError(f"ShardedModel: dtype is {dtype!r}; a torch.dtype is wanted, as in dtype=torch.bfloat16")
         if (offload == "nvme") != (nvme is not None): raise ValueError(f'ShardedModel: offload={offload!r} with nvme={nvme!r}; offload="nvme" needs nvme="/folder/on/a/fast/disk", and nothing else does')
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        _checked_training(dict(lr=lr, weight_decay=weight_decay, max_norm=max_norm), dict(schedule=schedule, optimizer=optimizer))
+        self.device = device_of(device, "ShardedModel")
         self.mesh = mesh_of(self.device, sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
         self.shares = sequence_parallel*tensor_parallel
         self.tensor_parallel, self.expert_parallel = tensor_parallel, expert_parallel
@@ -61,6 +64,7 @@ class ShardedModel:
         self.schedule, self.frozen, self.version = schedule, frozen, 0
         how:dict = dict(max_norm=float("inf") if max_norm is None else max_norm)
         adamw:dict = dict(lr=lr, betas=betas, weight_decay=weight_decay)
+        self.shapes = _shapes(module)        # while it is whole
         if not frozen: how["optimizer"] = optimizer or (lambda ps: torch.optim.AdamW(ps, **adamw))
         self.engine:Any = self._held(engine, module, offload, nvme, how, None if frozen or optimizer else adamw)
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
@@ -179,12 +183,41 @@ class ShardedModel:
     def load_state_dict(self,
         state:dict, # from `state_dict` of a model of the same shape, full or not
     ):
-        "Restore weights, optimizer state and version; with an engine all ranks together."
+        "Restore weights, optimizer state and version; with an engine all ranks together. ValueError, and nothing changed, for another model's."
+        if not isinstance(state, dict) or not {"module", "version"} <= state.keys():
+            what = f"has {', '.join(map(str, list(state)[:3]))} …" if isinstance(state, dict) else f"is a {type(state).__name__}"
+            raise ValueError(f"load_state_dict: the state {what}; what state_dict() gave is wanted. Weights by themselves make a new wrapper: load them into a model, and give it that")
         if not self.frozen and "optimizer" not in state: raise ValueError("load_state_dict: the state is that of a frozen model; it has no optimizer to go on with")
+        if self.shapes.keys() == self.module.state_dict().keys(): _check_weights(state["module"], self.shapes)     # adapters that came later rename what they stand on
         self.engine.load(state)
         self.version = state["version"]
 
 ENGINES = (None, "fsdp2", "zero1", "zero2", "zero3")
+
+def _checked_training(numbers, makers):
+    "What an optimizer would take, or refuse in words of its own."
+    for name, x in numbers.items():
+        if x is None and name == "max_norm": continue
+        if isinstance(x, bool) or not isinstance(x, Real) or not (float(x) > 0 if name == "max_norm" else 0 <= float(x) < float("inf")):
+            raise ValueError(f"ShardedModel: {name}={x!r}; a number {'above 0, or None' if name == 'max_norm' else 'of 0 or more'} is wanted" + (", and this is text (YAML reads 1e-6 so: write 1.0e-6)" if isinstance(x, str) else ""))
+    for name, f in makers.items():
+        if f is not None and not callable(f): raise TypeError(f"ShardedModel: {name} is {f!r}; a function is wanted, one of rlblocks.optim: {'cosine(…), wsd(…)' if name == 'schedule' else 'lambda ps: muon(ps, lr=…)'}")
+
+def _shapes(module):
+    "Shape of each weight, and the first name that it goes by."
+    first:dict = {}
+    return {k: (list(x.shape), first.setdefault(id(x), k)) for k, x in module.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+
+def _check_weights(given, own):
+    "A state's weights are this model's, by name and shape."
+    remedy = "the state is of another model, or of a wrapper with other heads; make this one as that was made"
+    odd = [k for k in given if k not in own]
+    if odd: raise ValueError(f"load_state_dict: the state has {odd[0]!r}, which this model has not ({len(odd)} such weights); {remedy}")
+    there = {own[k][1] for k in given}          # a tied weight may come under one of its names
+    odd = [k for k, (_, first) in own.items() if first not in there]
+    if odd: raise ValueError(f"load_state_dict: the state lacks {odd[0]!r}, which this model has ({len(odd)} such weights); {remedy}")
+    odd = [k for k, x in given.items() if list(getattr(x, "whole", x.shape)) != own[k][0]]
+    if odd: raise ValueError(f"load_state_dict: {odd[0]!r} is {list(getattr(given[odd[0]], 'whole', given[odd[0]].shape))} in the state, {own[odd[0]][0]} in this model ({len(odd)} such weights); {remedy}")
 
 def frozen_copy(
     engine:str|None, # of `ShardedModel`

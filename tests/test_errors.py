@@ -4,11 +4,13 @@ import re
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from test_floors import FLOORS, MODULES
 
 import rlblocks as rl
-from rlblocks import Batch
+from rlblocks import Batch, Critic, Policy, Rollout, Scorer, plan, plan_rollout
+from rlblocks.planning import REMEDIES
 
 x, row = torch.zeros(3, 4), torch.zeros(3)
 mask, lengths, tokens = torch.ones(3, 4, dtype=torch.bool), torch.tensor([4, 2, 3]), torch.arange(12).view(3, 4)
@@ -53,7 +55,12 @@ BAD = [   # (what a user does, words of the message)
     (lambda: rl.pack(tokens, [4, 2, 3]), "pack: lengths is a list; a tensor is wanted"), (lambda: rl.pack(tokens, row), "pack: lengths is float32; integers are wanted"),
     (lambda: rl.pack(tokens[0], lengths), "pack: tokens is [4]; [B, T] is wanted: one row alone is tokens[None]"),
     (lambda: rl.unpack(row, rl.pack(tokens, lengths)), "unpack: 3 values came for 9 packed tokens"),
-    (lambda: rl.plan_micro_batches(lengths, max_tokens=3), "plan_micro_batches: row 0 takes 4 tokens"), (lambda: rl.balance([1., float("nan")], 2), "balance: the cost of item 1 is nan"),
+    (lambda: rl.pack(tokens, lengths, lengths[:2]), "pack: group is [2], lengths is [3]; they must be equal"), (lambda: rl.pack(tokens, lengths, row), "pack: group is float32; integers are wanted"),
+    (lambda: rl.shared_prefix(tokens, lengths, [0, 0, 0]), "shared_prefix: group is a list; a tensor is wanted"), (lambda: rl.unpack([1.]*9, rl.pack(tokens, lengths)), "unpack: flat is a list; a tensor is wanted"),
+    (lambda: rl.pack(tokens, lengths).take(x.tolist()), "take: column is a list; a tensor is wanted"), (lambda: rl.pad([1, 2, 3]), "pad: row 0 is the number 1; each row is a tensor or a list, one row alone is pad([row])"),
+    (lambda: rl.plan_micro_batches(lengths, max_tokens=3), "plan_micro_batches: row 0 takes 4 tokens and 1 rows, the limits are max_tokens=3; raise the limit"),
+    (lambda: rl.plan_micro_batches([4, -2], max_tokens=9), "plan_micro_batches: the length of row 1 is -2; 0 tokens or more are wanted"),
+    (lambda: rl.micro_batch_count([[1], [4]], max_tokens=3), "micro_batch_count: row 0 takes 4 tokens"), (lambda: rl.balance([1., float("nan")], 2), "balance: the cost of item 1 is nan"),
     (lambda: rl.balance([1.], 0), "balance: 0 parts were asked for; at least 1 is wanted"),
     # batches
     (lambda: batch(scores=row[:2]), "Batch: column 'scores' has 2 rows, the batch has 3"), (lambda: batch(scores=np.zeros(3)), "Batch: column 'scores' is a ndarray; a column is a tensor or a list"),
@@ -131,3 +138,151 @@ def test_every_block_of_tokens_refuses_by_name(f, tensors, numbers):
 
 
 def test_there_are_such_blocks(): assert len(BLOCKS) > 40 and {"gae", "ppo_loss", "value_loss"} <= {f.__name__ for f, *_ in BLOCKS}
+
+
+# -- a model that is not there
+
+LOADERS = dict(Policy=lambda m: Policy(m, device="cpu"), Critic=lambda m: Critic(m, device="cpu"), Scorer=lambda m: Scorer(m, device="cpu"), Rollout=lambda m: Rollout(m, device="cpu"),
+               plan=plan, plan_rollout=lambda m: plan_rollout(m, rows=2, tokens=8), lora=lambda m: plan(m, lora=dict(r=2)))
+
+
+@pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+def test_a_mistyped_folder_is_called_so(load, tmp_path, monkeypatch):
+    "Not a repository of the hub that nobody asked for; and the folder that is meant, if one is near."
+    tiny.model().save_pretrained(tmp_path/"my-model")
+    (tmp_path/"other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for wrong, meant in ((str(tmp_path/"my-modle"), str(tmp_path/"my-model")), ("./my-modle", "my-model"), (tmp_path/"my_model"/"last", str(tmp_path/"my-model"))):
+        with pytest.raises(FileNotFoundError) as e: load(wrong)
+        said = str(e.value)
+        assert f"there is no folder {str(wrong)!r} (is {meant!r} meant?); a folder that save_pretrained wrote, a name of the hub as 'Qwen/Qwen3-1.7B'" in said and "epo" not in said, said
+    with pytest.raises(FileNotFoundError, match="there is no folder './quite-else'; a folder"): load("./quite-else")
+    with pytest.raises(FileNotFoundError, match="no folder 'my-modle' .is 'my-model' meant.., and as a name it was not found: "): load("my-modle")     # might be the hub's as well: its answer is told too
+    with pytest.raises(FileNotFoundError, match=re.escape("'other' holds no model: there is no config.json in it")): load("other")
+    with pytest.raises(NotADirectoryError, match="model.safetensors' is a file; the folder around it is wanted, 'my-model'"): load("my-model/model.safetensors")
+
+
+def test_a_folder_of_something_else_says_what_to_do_with_it(tmp_path):
+    for folder, file, words in (("adapter", "adapter_config.json", "lora="), ("run/step-00000001", "meta.json", "rlblocks.convert")):
+        (tmp_path/folder).mkdir(parents=True)
+        (tmp_path/folder/file).write_text("{}")
+        with pytest.raises(FileNotFoundError, match=words): Policy(tmp_path/folder, device="cpu")
+    with pytest.raises(FileNotFoundError, match="rlblocks.convert"): Policy(tmp_path/"run", device="cpu")
+    tiny.model().save_pretrained(tmp_path/"out"/"last")
+    with pytest.raises(FileNotFoundError, match="there is one in last"): Policy(tmp_path/"out", device="cpu")
+
+
+# -- ids that a model does not have
+
+def of_ids(bad, at, padded=False):
+    "Four rows of lengths 4 … 7 with one bad id; `padded`: behind the row's end."
+    b = tiny.rows(B=6, T=8, dtype=torch.float32, holes=False)[[2, 3, 4, 5]]
+    b["tokens"] = b.tokens.clone()
+    b.tokens[at] = bad
+    return b
+
+
+def summed(out, b): return sum(x.sum() for _, x in out.items() if x.is_floating_point())/b.n_rows, {}
+
+
+VERBS = dict(logprobs=lambda net, b, **how: Policy(net, device="cpu", **how).logprobs(b), step=lambda net, b, **how: Policy(net, device="cpu", **how).step(b, summed),
+             hidden=lambda net, b, **how: Policy(net, device="cpu", **how).hidden(b), values=lambda net, b, **how: Critic(net, device="cpu", **how).values(b), scores=lambda net, b, **how: Scorer(net, device="cpu", **how).scores(b),
+             lora=lambda net, b, **how: Policy(net, lora=dict(r=2), device="cpu", **how).logprobs(b))
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+def test_an_id_beyond_the_embedding_is_named(verb, pack):
+    "Row, place, id and how many there are; before the embedding, whose error on a GPU ends the process."
+    for bad in (32, 50_000, -1, -100):
+        with pytest.raises(ValueError, match=re.escape(f"token 3 of row 2 is {bad}; the model's embedding has 32 ids, 0 to 31")): verb(tiny.model(), of_ids(bad, (2, 3)), pack=pack)
+    outside = of_ids(-100, (0, 7))                  # behind the end of row 0
+    if pack: verb(tiny.model(), outside, pack=True)  # never run there
+    else:
+        with pytest.raises(ValueError, match="token 7 of row 0 .padding, which is run as well. is -100"): verb(tiny.model(), outside, pack=False)
+
+
+def test_padding_of_any_id_changes_nothing_where_it_is_never_run():
+    policy, good = Policy(tiny.model(), pack=True, device="cpu"), of_ids(0, (0, 7))
+    assert torch.equal(policy.logprobs(of_ids(-100, (0, 7))), policy.logprobs(good))
+
+
+def test_ids_of_a_larger_tokenizer_are_told_to_an_engine_too():
+    p = tiny.prompts()
+    p["tokens"] = torch.where(p.tokens == p.tokens[1, 1], 40, p.tokens)
+    with pytest.raises(ValueError, match=r"generate: token \d of prompt \d is 40; the model's embedding has 32 ids.*resize_token_embeddings"): Rollout(tiny.model(), device="cpu").generate(p)
+    net = tiny.model()
+    net.resize_token_embeddings(48)
+    Rollout(net, device="cpu", max_tokens=2).generate(p)       # as many as the embedding has, whatever the configuration once said
+
+
+def test_a_part_speaks_of_its_row():
+    part = of_ids(32, (2, 3)).parts(2)
+    found = []
+    for one in part:
+        try: Policy(tiny.model(), device="cpu").logprobs(one)
+        except ValueError as e: found.append(str(e))
+    assert len(found) == 1 and re.search(r"of its row \d is 32", found[0])
+
+
+# -- the state of another model
+
+def test_the_state_of_another_model_is_refused_by_name():
+    "And nothing is changed by it."
+    policy = Policy(tiny.model(), device="cpu", lr=1e-3)
+    before = policy.state_dict()["module"]
+    before = {k: x.clone() for k, x in before.items()}
+    for other, words in ((Policy(tiny.model(vocab_size=48), device="cpu"), "'trunk.model.embed_tokens.weight' is [48, 32] in the state, [32, 32] in this model (2 such weights)"),
+                         (Policy(tiny.model(num_hidden_layers=3), device="cpu"), "the state has 'trunk.model.layers.2.self_attn.q_proj.weight', which this model has not (9 such weights)"),
+                         (Policy(tiny.model(num_hidden_layers=1), device="cpu"), "the state lacks 'trunk.model.layers.1.self_attn.q_proj.weight', which this model has (9 such weights)"),
+                         (Policy(tiny.model(), value_head=True, device="cpu"), "the state has 'head.weight', which this model has not (2 such weights); the state is of another model, or of a wrapper with other heads"),
+                         (Critic(tiny.model(), device="cpu"), "the state has 'trunk.embed_tokens.weight', which this model has not")):
+        with pytest.raises(ValueError, match=re.escape(words)): policy.load_state_dict(other.state_dict())
+        assert all(torch.equal(x, before[k]) for k, x in policy.state_dict()["module"].items())
+    for state, words in ((tiny.model().state_dict(), "the state has model.embed_tokens.weight, "), ("policy.pt", "the state is a str; what state_dict() gave is wanted"), (None, "the state is a NoneType")):
+        with pytest.raises(ValueError, match=re.escape(words)): policy.load_state_dict(state)
+    policy.load_state_dict(Policy(tiny.model(seed=1), device="cpu").state_dict())
+    scorer = Scorer(tiny.model(), outputs=2, device="cpu")
+    with pytest.raises(ValueError, match=re.escape("'head.weight' is [1, 32] in the state, [2, 32] in this model")): scorer.load_state_dict(Scorer(tiny.model(), device="cpu").state_dict())
+
+
+def test_a_tied_weight_may_come_under_one_name():
+    net = tiny.model(tie_word_embeddings=True)
+    policy = Policy(net, device="cpu")
+    policy.load_state_dict(policy.state_dict())
+
+
+# -- an error names arguments that its caller has
+
+def test_a_remedy_is_an_argument_of_the_plan_that_failed():
+    takes = {name: set(inspect.signature(f).parameters) for name, f in dict(plan=plan, plan_rollout=plan_rollout).items()}
+    others = set(inspect.signature(Policy).parameters) | {"micro_tokens", "checkpointing", "offload"} | takes["plan"] | takes["plan_rollout"]
+    assert REMEDIES.keys() == takes.keys()
+    for name, said in REMEDIES.items():
+        for kind, text in said.items():
+            named = set(re.findall(r"\w+(?==)", text)) | {w for w in re.findall(r"\w+", re.sub(r"\([^)]*of the Rollout\)", "", text)) if w in others and "_" in w}
+            assert named <= takes[name], (name, kind, text)
+
+
+def test_what_does_not_fit_is_told_in_the_words_of_who_planned_it():
+    from transformers import LlamaConfig
+    TINY, SMALL = LlamaConfig(vocab_size=4096, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2), dict(micro_tokens=128, row=64)
+    for how, words in ((dict(rows=2, tokens=8), "most of it is weights of 'rollout': hold them in half precision (dtype=torch.bfloat16)"), (dict(rows=1024, tokens=256), "cache of 'rollout': lower rows (max_rows of the Rollout), or tokens"),
+                       (dict(rows=8192, tokens=1), "logits of 'rollout': lower rows")):
+        with pytest.raises(MemoryError, match=re.escape(words)) as e: plan_rollout(TINY, **how, memory=1e6)
+        assert str(e.value).startswith("plan_rollout: ")
+    with pytest.raises(MemoryError, match=r"(?s)^plan: .*most of it is \w+ of 'policy'"): plan(TINY, **SMALL, memory=1e6)
+    with pytest.raises(MemoryError, match="^plan_rollout: .*most of it is cache of 'rollout'"): (plan(TINY, **SMALL) + plan_rollout(TINY, rows=1024, tokens=256)).fit(1e6)
+    for call in (lambda m: plan(TINY, **SMALL, memory=m), lambda m: plan_rollout(TINY, rows=2, tokens=8, memory=m)):
+        with pytest.raises(ValueError, match="^plan(_rollout)?: memory='80 gigs'"): call("80 gigs")
+    with pytest.raises(ValueError, match="^plan_rollout: memory="): plan_rollout(TINY, rows=2, tokens=8, memory="80 gigs")
+    with pytest.raises(TypeError, match="^plan_rollout: dtype is 'bf16'"): plan_rollout(TINY, rows=2, tokens=8, dtype="bf16")
+    with pytest.raises(TypeError, match="^plan_rollout: model is a int"): plan_rollout(7, rows=2, tokens=8)
+
+
+def test_a_row_beyond_the_budget_names_the_wrappers_budget():
+    b = of_ids(3, (0, 1))
+    for make, verb in ((Policy, "logprobs"), (Critic, "values"), (Scorer, "scores")):
+        with pytest.raises(ValueError, match=rf"^{make.__name__}: row 1 takes 5 tokens and 1 rows, the limits are micro_tokens=4; raise the limit"): getattr(make(tiny.model(), micro_tokens=4, device="cpu"), verb)(b[[0, 1]])
+    b["unit"] = torch.tensor([0, 0, 1, 1])
+    with pytest.raises(ValueError, match=r"^Policy: unit 0 \(rows 0, 1\) takes 10 tokens and 2 rows, the limits are micro_tokens=8192 and micro_rows=1"): Policy(tiny.model(), micro_rows=1, pack=False, device="cpu").logprobs(b)

@@ -430,7 +430,7 @@ def test_the_score_of_an_empty_row_is_refused_by_number_before_anything_runs(pac
 
 def test_clear_errors():
     policy, b = Policy(model(), lr=1e-3, device="cpu", micro_tokens=12), rows(dtype=torch.float32)
-    with pytest.raises(ValueError, match="max_tokens"): policy.logprobs(b)                      # rows longer than the budget
+    with pytest.raises(ValueError, match="^Policy: row .* the limits are micro_tokens="): policy.logprobs(b)                      # rows longer than the budget
     policy = Policy(model(), lr=1e-3, device="cpu")
     with pytest.raises(ValueError, match="no column 'lengths'"): policy.logprobs(b.drop("lengths"))
     with pytest.raises(ValueError, match="values need"): policy.values(b)
