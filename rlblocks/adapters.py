@@ -96,12 +96,15 @@ class Base:
         self.switches:list = []                           # layers with adapters
         self.linear = {n for n, m in trunk.named_modules() if (isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D") and m is not output_layer(trunk)}
         self.model:Any = model
-        self.first = None if lora is None else self.put(lora)
+        cut = how.get("tensor_parallel", 1) > 1          # peft sees the layers as they are cut, their shapes as they were
+        if cut and any(packed(m) for m in trunk.modules()): raise ValueError(f"lora: tensor_parallel={how['tensor_parallel']} cuts matrices, and the {type(trunk).__name__}'s are quantized; leave out one of the two")
+        self.first = None if lora is None or cut else self.put(lora)
         if model is None:
             with self._aside(): self.model = ShardedModel(Reader(trunk), frozen=True, engine=engine, **how)
             for m in trunk.modules():
                 if packed(m): m.training = True      # in eval mode bitsandbytes repacks 4-bit weights on some CPUs for a bf16 kernel without a gradient
         self.mark = self._mark()
+        if cut and lora is not None: self.first = self.put(lora)
 
     @contextmanager
     def _aside(self):
@@ -120,6 +123,11 @@ class Base:
             if name.startswith("trunk.") and name[6:] not in self.added: told.update(f"{_plain(name)} {list(x.shape)} {checksum(x.flatten()[:4096])}\n".encode())
         return told.hexdigest()
 
+    @property
+    def cut(self)->bool:
+        "Whether ranks hold its layers together."
+        return getattr(self.model, "tensor_parallel", 1) > 1
+
     # -- adapters
     def put(self,
         lora, # see `lora_config`
@@ -128,8 +136,8 @@ class Base:
         name, config, folder, seed = lora_config(lora, next(iter(self.configs.values()), None))
         if name in self.own: raise ValueError(f"lora: there is an adapter {name!r} on this base already; give another name, lora=dict(…, name=…)")
         if type(self.model) is ShardedModel and type(self.model.engine) is not Plain and (config.use_dora or config.modules_to_save):
-            raise ValueError(f"lora: {'use_dora' if config.use_dora else 'modules_to_save'} starts from whole weights, and these are sharded by now; give it to the wrapper that loads the model, "
-                             "as its lora=, or use plain LoRA here")
+            how = f'tensor_parallel={self.model.tensor_parallel} has cut these; use plain LoRA, or engine="fsdp2" without it' if self.cut else "these are sharded by now; give it to the wrapper that loads the model, as its lora=, or use plain LoRA here"
+            raise ValueError(f"lora: {'use_dora' if config.use_dora else 'modules_to_save'} starts from whole weights, and {how}")
         if config.target_modules == "all-linear": config.target_modules = set(self.linear)
         named = list(self.trunk.named_parameters(remove_duplicate=False))
         with torch.random.fork_rng(), warnings.catch_warnings():
@@ -162,6 +170,7 @@ class Base:
         touched = {n.rpartition(".lora_")[0] or n.rpartition(".")[0] for n in self.own[name]}
         if both := [n for n in tied if n.rpartition(".")[0] in touched]:
             raise ValueError(f"lora: {both[0]} is one weight with {next(n for n in tied if n != both[0])}; an adapter on it would untie them in the merged model. Target other layers, or load with tie_word_embeddings=False")
+        if self.cut: self.model.engine.adapt(name)
 
     def _load(self, name, folder):
         from safetensors.torch import load_file
@@ -182,6 +191,7 @@ class Base:
         try: yield
         finally:
             for m, active, off in before: m._active_adapter, m._disable_adapters = active, off
+            if self.cut: self.model.engine.entering.forget()      # what recomputed layers entered
 
     # -- weights
     def merged(self,
@@ -218,7 +228,8 @@ class Base:
 
 def _engine_name(model):
     "How `ShardedModel` calls the engine inside."
-    return None if type(model.engine) is Plain else f"zero{model.engine.stage}" if hasattr(model.engine, "stage") else "fsdp2"
+    engine = getattr(model.engine, "inner", model.engine)           # of the pieces, where layers are cut
+    return None if type(engine) is Plain else f"zero{engine.stage}" if hasattr(engine, "stage") else "fsdp2"
 
 def _place(x):
     "Where a tensor lies."

@@ -246,9 +246,12 @@ def _column_joined(layer, entering):
     return lambda x: joined(own(entering(x)), entering.group)
 
 def _row(layer, entering):
+    matrix = getattr(layer, "base_layer", layer)          # under adapters
+    matrix.forward = lambda x: nn.functional.linear(x, matrix.weight)       # its bias is added after the sum, once
+    own = layer.forward
     def forward(x):
-        y = summed(nn.functional.linear(x, layer.weight), entering.group)
-        return y if layer.bias is None else y + layer.bias
+        y = summed(own(x), entering.group)
+        return y if matrix.bias is None else y + matrix.bias
     return forward
 
 def _row_stretched(layer, entering):
