@@ -71,11 +71,11 @@ class ShardedModel:
 
     def _held(self, engine, module, offload, nvme, how, adamw):
         "The engine of this name around the module."
+        if callable(engine): return engine(module, self.device, **how)
         if self.tensor_parallel > 1:
             from rlblocks.tensor import TensorParallel
             more = dict(dtype=self.dtype, offload=offload) if engine == "fsdp2" else {}
             return TensorParallel(module, self.device, size=self.tensor_parallel, engine=engine, expert_parallel=self.expert_parallel, **more, **how)
-        if callable(engine): return engine(module, self.device, **how)
         if engine is None or frozen_copy(engine, self.frozen): return Plain(module, self.device, **how)
         if engine == "fsdp2":
             from rlblocks.fsdp import Fsdp
