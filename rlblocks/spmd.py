@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .batch import Batch
 from .place import C, Call, P
+from .plain import leave_world
 from .shards import is_shard
 from .weights import checksum
 
@@ -103,7 +104,7 @@ class SpmdPool:
         if self.owner: _join_world(timeout)
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.placed, self.calls, self.inside, self.broken, self.closed, self.watched = 0, 0, False, False, False, None
-        if self.ranks > 1: self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        if self.ranks > 1: self.control:Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         atexit.register(self._at_exit)
 
     def place(self,
@@ -243,7 +244,13 @@ class SpmdPool:
             if self.watched is not None: self.watched.close()
             if self.ranks > 1 and not self.broken: self._meet(dict(left=f"{type(error).__name__}: {error}" if error else ""), self.grace if error else self.timeout)
         self.closed = True
-        if self.owner and dist.is_initialized(): dist.destroy_process_group()
+        if not dist.is_initialized(): return
+        if self.broken:           # a thread that waits for a rank that is gone is not waited for
+            if self.owner: dist.destroy_process_group()
+            return
+        if self.ranks > 1: dist.destroy_process_group(self.control)
+        self.control = None       # with the last reference its threads end
+        if self.owner: leave_world()
 
     def _at_exit(self): self.close(getattr(sys, "last_value", None))       # an error that nobody caught
     def __enter__(self): return self

@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def _deepspeed(device)->Any:
     except ImportError as e: raise ImportError('engine="zero1", "zero2", "zero3" need DeepSpeed: pip install rlblocks[deepspeed]') from e
     deepspeed.utils.logging.logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False      # ranks on a CPU talk through gloo; its own way there costs minutes of compiling first
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning)     # since torch 2.13, and DeepSpeed's to mend
     return deepspeed
 
 # %% ../nbs/31c_zero.ipynb #ad625993

@@ -152,6 +152,55 @@ except (RuntimeError, OSError) as e:
     assert time.monotonic() - start < 100
 
 
+LEAVING = """
+import sys
+from pathlib import Path
+
+sys.setswitchinterval(60)       # a thread that wants the interpreter's lock waits until the main one does: the race that is lost now and then, nearly always
+
+import torch
+import torch.distributed as dist
+from rlblocks import Policy, here, ppo_loss
+from rlblocks.plain import leave_world
+from rlblocks.spmd import SpmdPool
+from tiny import model, rows
+
+def loss(out, b): return ppo_loss(out.logprobs, b.ref_logprobs, b.advantages, b.mask, denom=b.n_tokens)
+
+def loop(pool, **how):
+    policy, b = pool.place(Policy, model(), lr=1e-3, **how), rows(B=4, dtype=torch.float32)
+    for step in range(2):
+        for bucket in policy.weights().buckets(1 << 20): del bucket
+        b["ref_logprobs"] = policy.logprobs(b)
+        yield policy.step(b, loss)
+
+class Echo:
+    def same(self, b): return b.tokens
+
+def gloo(): return sum("gloo" in (task/"comm").read_text() for task in Path("/proc/self/task").glob("*"))
+
+"""
+
+ENDINGS = dict(
+    with_a_pool=(2, "with SpmdPool() as pool: pool.place(Echo).same(rows(B=4))\nassert gloo() == 0"),
+    zero3=(2, "with SpmdPool() as pool: list(pool.watch(loop(pool, engine='zero3', sequence_parallel=2)))"),
+    never_closed=(2, "pool = SpmdPool()\nlist(pool.watch(loop(pool, engine='fsdp2')))"),
+    a_world_of_ones_own=(2, "dist.init_process_group('gloo')\nwith SpmdPool() as pool: list(loop(pool))\nleave_world()"),
+    alone=(0, "rows = list(loop(here, engine='zero3'))"),
+)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_run_that_succeeds_ends_with_success(tmp_path, ending):
+    "Exit code 0, and no last word from C++; nor from libraries about what only they can mend."
+    n, last = ENDINGS[ending]
+    if "zero" in last: pytest.importorskip("deepspeed")
+    (tmp_path/"loop.py").write_text(LEAVING + last + "\n")
+    run = torchrun(n, tmp_path/"loop.py") if n else subprocess.run([sys.executable, tmp_path/"loop.py"], env=ENV, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0 and "terminate called" not in run.stderr, run.stderr[-3000:]
+    assert not any(said in run.stderr for said in ("FutureWarning: `torch.distributed", "gemm_4bit")), run.stderr
+
+
 def test_without_torchrun_it_is_one_process():
     from rlblocks.spmd import SpmdPool
     with SpmdPool() as pool:
