@@ -7,13 +7,15 @@ __all__ = ['Stored', 'stored', 'convert', 'command']
 
 # %% ../nbs/37c_convert.ipynb #5bbd6302
 import argparse
+import os
 import warnings
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import reduce
 from io import StringIO
 from pathlib import Path
+from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -21,9 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import Checkpoint, checked, writable
+from .combine import merge_adapters
 from .heads import classifier
 from .reader import load_tokenizer
-from .shards import MARK
+from .shards import MARK, described, enumerated
+from .views import write_adapter
 
 # %% ../nbs/37c_convert.ipynb #c7e6ab66
 @dataclass(frozen=True)
@@ -34,12 +38,13 @@ class Stored:
     fill:Callable[[dict[str, Tensor]], object] # name → tensor to read it into
     scores:bool=False # the part of a Checkpoint that holds them is a Scorer's
     moments:Any=None  # that it measured
+    lora:Any=None     # settings, when the weights are an adapter's
 
 def stored(
-    folder,        # a run of `Checkpoint` or one of its saves; a folder of torch's distributed checkpoint; one of DeepSpeed's save_checkpoint (trusted: it is pickled)
+    folder,        # a run of `Checkpoint` or one of its saves; a folder of torch's distributed checkpoint; one of DeepSpeed's save_checkpoint
     part:str|None=None, # which part of the loop, for a Checkpoint; None: the only one with weights
 )->Stored:
-    "Find out what a folder holds. FileNotFoundError for none of the three, ValueError for an altered save and where `part` must be said."
+    "Find out what a folder holds. FileNotFoundError for none of the three, ValueError for an altered save, for one that would run code, and where `part` must be said."
     folder = Path(folder)
     saves = Checkpoint(folder).saves() if folder.is_dir() else []
     if saves: folder = saves[-1]
@@ -55,57 +60,79 @@ def _of_checkpoint(folder, part):
     held = [name for name, x in states.items() if isinstance(x, dict) and {"module", "version"} <= x.keys()]
     if len(held) != 1: raise ValueError(f"convert: {folder} holds weights of {held or 'nobody'} among {files}" + ("; say which, with part" if len(held) > 1 else f"; part={part!r} is none of them" if part else ""))
     state = states[held[0]]
-    if "base" in state: raise ValueError(f"convert: {held[0]!r} is an adapter; load it with Policy(base, lora=…).load_state_dict, and write it with save_pretrained")
+    if "base" in state and "lora" not in state: raise ValueError(f"convert: {held[0]!r} stands on a base, and there are no settings of an adapter in {folder}; load it with Policy(base, lora=…).load_state_dict, and write it with save_pretrained")
     cut, whole = ({k: x for k, x in state["module"].items() if isinstance(x, dict) is kind} for kind in (True, False))
     more = _of_dcp(folder/"shards", {x[MARK]: (k, torch.Size(x["shape"])) for k, x in cut.items()}) if cut else Stored({}, {}, lambda into: None)
     def fill(into):
         for k, x in whole.items():
             if k in into: into[k].copy_(x)
         more.fill({k: x for k, x in into.items() if k in cut})
-    return Stored({k: x.shape for k, x in whole.items()} | more.shapes, {k: x.dtype for k, x in whole.items()} | more.dtypes, fill, "moments" in state, state.get("moments"))
+    return Stored({k: x.shape for k, x in whole.items()} | more.shapes, {k: x.dtype for k, x in whole.items()} | more.dtypes, fill, "moments" in state, state.get("moments"), state.get("lora"))
 
 def _of_dcp(folder, names=None):
     "`names`: what they are called in the folder → (what they are, of which shape); None: as they are there."
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
-    there = {k: x for k, x in FileSystemReader(folder).read_metadata().state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
+    there = {k: x for k, x in described(folder).read_metadata().state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
     names = {k: (k, x.size) for k, x in there.items()} if names is None else names
     def fill(into):
         wanted:dict[str, Any] = {key: into[k].view(there[key].size) for key, (k, _) in names.items() if k in into}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is")        # there is one process, and that is the point
-            load(wanted, storage_reader=FileSystemReader(folder), planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
+            load(wanted, storage_reader=described(folder), planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
     return Stored({k: shape for k, shape in names.values()}, {k: there[key].properties.dtype for key, (k, _) in names.items()}, fill)
 
+@contextmanager
+def _safely(folder):
+    "While inside, every torch.load, DeepSpeed's too, makes tensors and the classes that DeepSpeed keeps beside them, and runs nothing. ValueError for what wants more."
+    from deepspeed.runtime.fp16 import loss_scaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+    allowed = {loss_scaler.LossScaler, loss_scaler.DynamicLossScaler, ZeroStageEnum, fragment_address, (enumerated, "builtins.getattr")} - set(torch.serialization.get_safe_globals())
+    word = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(word)
+    os.environ[word] = "1"                     # torch's own switch: the script in there asks for unsafe loads
+    try:
+        with torch.serialization.safe_globals([*allowed]): yield
+    except UnpicklingError as e:
+        why = str(e.__context__ or e).partition(". ")[0]            # torch wraps it in advice to load unsafely
+        raise ValueError(f"convert: {folder} holds what a safe load refuses ({why}). If you trust it, run convert(…) inside torch.serialization.safe_globals([…]) with what is named there") from e
+    finally: os.environ.pop(word) if before is None else os.environ.update({word: before})
+
 def _of_deepspeed(folder):
-    "By DeepSpeed's own script. ImportError names the extra."
+    "By DeepSpeed's own script, with safe loads. ImportError names the extra."
     try: from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     except ImportError as e: raise ImportError("convert: a checkpoint of DeepSpeed is read by DeepSpeed: pip install rlblocks[deepspeed]") from e
     parent, tag = (folder, None) if (folder/"latest").is_file() else (folder.parent, folder.name)
     lazy:Any = None
-    with redirect_stdout(StringIO()): lazy = get_fp32_state_dict_from_zero_checkpoint(str(parent), tag, lazy_mode=True)
     states = next((parent/(tag or (parent/"latest").read_text().strip())).glob("*_model_states.pt"))
-    frozen = torch.load(states, map_location="cpu", mmap=True, weights_only=False)["module"] or {}           # stage 1 keeps them there alone; stage 3 has empty places there
+    with _safely(folder), redirect_stdout(StringIO()):
+        lazy = get_fp32_state_dict_from_zero_checkpoint(str(parent), tag, lazy_mode=True)
+        frozen = torch.load(states, map_location="cpu", mmap=True, weights_only=True)["module"] or {}           # stage 1 keeps them there alone; stage 3 has empty places there
     lazy |= {k: x for k, x in frozen.items() if k not in lazy and isinstance(x, Tensor) and x.numel()}
     def fill(into):
         for k, x in into.items(): x.copy_(lazy[k].contiguous())
     return Stored({k: torch.Size(x.shape) for k, x in lazy.items()}, {k: x.dtype for k, x in lazy.items()}, fill)
 
 # %% ../nbs/37c_convert.ipynb #4847bdbf
-def _twin(base, found, tokenizer):
-    "The model that transformers will write, on the meta device, and the names of its weights in the checkpoint."
+def _blank(base):
+    "The model that a base's config describes, on the meta device."
     import transformers
     config = transformers.AutoConfig.from_pretrained(base)
     auto:Any = getattr(transformers, (config.architectures or [""])[0], None) or transformers.AutoModelForCausalLM
-    with torch.device("meta"): model = auto.from_config(config) if hasattr(auto, "from_config") else auto(config)
+    with torch.device("meta"): return auto.from_config(config) if hasattr(auto, "from_config") else auto(config)
+
+def _twin(base, found, tokenizer):
+    "The model that transformers will write, on the meta device, and the names of its weights in the checkpoint."
+    from transformers import AutoModel
+    model = _blank(base)
     try: return _with_generation(model, base), _names(model, found.shapes)
     except ValueError:
         if not (found.scores or "head.weight" in found.shapes): raise
     if "head.linear.weight" in found.shapes: raise ValueError("convert: transformers has no model for a critic that classifies; keep its state_dict")
     out, width = found.shapes["head.weight"]
-    with torch.device("meta"): trunk, head = transformers.AutoModel.from_config(config), nn.Linear(width, out, bias="head.bias" in found.shapes)
+    with torch.device("meta"): trunk, head = AutoModel.from_config(model.config), nn.Linear(width, out, bias="head.bias" in found.shapes)
     model = classifier(trunk, head, pad=getattr(tokenizer, "pad_token_id", None), moments=found.moments)
     ours = lambda k: k.replace("trunk.", f"{model.base_model_prefix}.", 1) if k.startswith("trunk.") else k.replace("head.", "score.", 1)
     back = {ours(k): k for k in found.shapes}
@@ -133,6 +160,32 @@ def _names(model, shapes):
     if odd: raise ValueError(f"convert: {named[odd]!r} is {list(shapes[named[odd]])} in the checkpoint, the base's is {list(sizes[odd])}; is it of another base?")
     return named
 
+# %% ../nbs/37c_convert.ipynb #aad184ea
+def _unfounded(own, whole):
+    "Of an adapter's weights the first that has nothing to stand on in a model of these names and shapes; None: all have."
+    for k, x in own.items():
+        at, low_rank, kind = k.rpartition(".lora_")                       # A is [r, in], B [out, r], a magnitude [out]; what is trained whole has its own name
+        under = whole.get(f"{at}.weight" if low_rank else k, ())
+        if not ((x.shape[0] if "B" in kind else x.shape[-1]) in under if low_rank else x.shape == under): return k
+    return None
+
+def _convert_adapter(found, path, base, tokenizer, merge, dtype):
+    "Write an adapter's folder, or what it makes of its base. ValueError for an adapter of another base, and for one that serves a head."
+    model, weights = _blank(base), {k: torch.empty(shape, dtype=found.dtypes[k]) for k, shape in found.shapes.items()}
+    found.fill(weights)
+    own, heads = {k.removeprefix("adapter."): x for k, x in weights.items() if k.startswith("adapter.")}, [k for k in weights if k.startswith("head.")]
+    whole = {n: x.shape for n, x in model.state_dict().items()}
+    odd, bare = _unfounded(own, whole), {n.removeprefix(f"{model.base_model_prefix}."): shape for n, shape in whole.items()}      # bare: without an output layer, as under a head
+    if not own: raise ValueError("convert: there are settings of an adapter and none of its weights; this is the state of a frozen view, which owns none")
+    if found.scores or (odd and heads and not _unfounded(own, bare)): raise ValueError("convert: this adapter serves the head of a Scorer or Critic; load it with Scorer(base, lora=…).load_state_dict, and write it with save_pretrained, which merges")
+    if odd: raise ValueError(f"convert: {odd!r} {list(own[odd].shape)} has nothing to stand on in the {type(model).__name__} of {base}; is it of another base?")
+    if heads: warnings.warn(f"convert: {heads[0]} beside the adapter is not written; a language model has no place for it", stacklevel=3)
+    how:dict = dict(base=str(base), causal=model.get_output_embeddings() is not None)
+    if not merge: return write_adapter({k: x.to(dtype or x.dtype) for k, x in own.items()}, found.lora, path, **how, tokenizer=tokenizer)
+    with TemporaryDirectory(prefix=".draft-", dir=path) as draft:
+        write_adapter(own, found.lora, draft, **how)
+        merge_adapters(base, draft, path, dtype=dtype)
+
 # %% ../nbs/37c_convert.ipynb #c02159d4
 def convert(
     checkpoint, # folder, as for `stored`
@@ -141,12 +194,17 @@ def convert(
     base,       # name or folder of the model that was trained: its config, tokenizer and generation config
     part:str|None=None, # of a Checkpoint that holds weights of several; None: the only one
     dtype:torch.dtype|None=None, # of what is written; None: the widest that is stored, which is fp32 as a rule
-    file_bytes:int=4 << 30, # most bytes a file
+    merge:bool=False, # of a run with `lora=`: write base and adapter as one model; False: the adapter, as peft does
+    file_bytes:int=4 << 30, # most bytes a file of whole weights
 )->Path: # the folder that was written
-    """Write a checkpoint's weights as a model folder, in one process and without its ranks.
+    """Write a checkpoint's weights as a model folder (an adapter's as one of peft's), in one process and without its ranks.
 
     FileNotFoundError, ValueError when folder and base do not fit each other, OSError when the folder cannot be written."""
     found, tokenizer, path = stored(checkpoint, part), load_tokenizer(base), writable(path, "convert")
+    if merge and found.lora is None: raise ValueError(f"convert: merge=True, but {checkpoint} holds whole weights, no adapter; leave it out")
+    if found.lora is not None:
+        _convert_adapter(found, path, base, tokenizer, merge, dtype)
+        return path
     model, names = _twin(base, found, tokenizer)
     floats = {found.dtypes[k] for k in names.values() if found.dtypes[k].is_floating_point}
     to = dtype or reduce(torch.promote_types, floats)
@@ -168,8 +226,9 @@ def command(
     words.add_argument("--base", required=True, help="name or folder of the model that was trained")
     words.add_argument("--part", help="which part of the loop, when several hold weights: policy, critic, …")
     words.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of what is written")
+    words.add_argument("--merge", action="store_true", help="of a run with LoRA: base and adapter in one model, instead of the adapter's folder")
     given = words.parse_args(argv)
-    convert(given.checkpoint, given.out, base=given.base, part=given.part, dtype=getattr(torch, given.dtype) if given.dtype else None)
+    convert(given.checkpoint, given.out, base=given.base, part=given.part, dtype=getattr(torch, given.dtype) if given.dtype else None, merge=given.merge)
 
 # %% ../nbs/37c_convert.ipynb #38d2728b
 if __name__ == "__main__" and globals().get("__package__"): command()       # as a module, not as a cell

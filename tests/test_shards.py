@@ -1,6 +1,8 @@
 "States that no process holds whole: saved in shards by one number of ranks, read by another, by another stage of ZeRO, and by one process that has no ranks at all."
+import io
 import json
 import os
+import pickle
 import shutil
 import socket
 import warnings
@@ -12,11 +14,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rlblocks import Checkpoint, Policy, Scorer, masked_mean
 from rlblocks.convert import command, convert
+from rlblocks.shards import _Described
 from tiny import model, rows, tokenizer
 
 pytest.importorskip("deepspeed")
 HOW = dict(lr=1e-2, weight_decay=.1, max_norm=.5, device="cpu", micro_rows=4)
 STEPS = 4
+LORA = dict(fsdp2=dict(r=4, lora_alpha=12, use_rslora=True, modules_to_save=["norm"]), zero3=dict(r=4, use_dora=True, target_modules=["q_proj", "down_proj"]))
 SAVED = dict(fsdp2=["fsdp2"], zero1=["zero1", "zero3"], zero2=["zero2"], zero3=["zero3", "zero1"])     # engine that saved → engines that go on
 
 
@@ -59,6 +63,9 @@ def save(world, rank, folder):
     for _ in Checkpoint(folder/f"{world}-scorer", every=1)(1, judge=scorer, policy=policy, state=dict(x=1)):
         scorer.step(rows(B=8, dtype=torch.float32), lambda out, b: (((out.scores-b.lengths/10)**2).sum()/b.n_rows, {}))
         scorer.normalise(rows(B=8, dtype=torch.float32))
+    for engine, lora in LORA.items():
+        policy = Policy(net(), engine=engine, lora=lora, value_head=True, **HOW | dict(lr=.1, max_norm=None))
+        found["lora", engine] = trained(policy, 3, world, rank, Checkpoint(folder/f"{world}-lora-{engine}", every=3)), policy.logprobs(rows(B=8, dtype=torch.float32))
     return found | dict(scorer=(scorer.moments, scorer.scores(rows(B=8, dtype=torch.float32))))
 
 
@@ -195,6 +202,88 @@ def test_a_converter_that_cannot_says_why(saved, base, tmp_path):
     data[len(data)//2] ^= 1
     shard.write_bytes(data)
     with pytest.raises(ValueError, match="__1.*is not what was written"): convert(hurt, tmp_path/"x", base=base)
+
+
+# -- adapters
+@pytest.mark.parametrize("engine", LORA)
+def test_one_process_makes_an_adapter_of_what_two_ranks_wrote(saved, base, tmp_path, engine):
+    "peft loads it on the plain base and comes to the ranks' log-probs; merged, its weights are those that the ranks export, to the bit."
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    folder, (_, found) = saved
+    (want, logprobs), b = found["lora", engine], rows(B=8, dtype=torch.float32)
+    start = Policy(base, frozen=True, device="cpu").logprobs(b)
+    assert (logprobs-start).abs().max() > .01
+    with pytest.warns(UserWarning, match="head.bias beside the adapter is not written|head.weight beside the adapter is not written"): out = convert(folder/f"2-lora-{engine}", tmp_path/"adapter", base=base)
+    plain = Policy(net(), lora=LORA[engine], device="cpu")
+    plain.save_pretrained(tmp_path/"plain", adapter=True)
+    ours, theirs = (json.loads((x/"adapter_config.json").read_text()) for x in (out, tmp_path/"plain"))
+    assert ours == theirs | dict(base_model_name_or_path=str(base)) and ours["task_type"] == "CAUSAL_LM" and ours["lora_alpha"] == LORA[engine].get("lora_alpha", 32)
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
+    assert (Policy(adapted, frozen=True, device="cpu").logprobs(b) - logprobs).abs().max() < 1e-5
+    assert (Policy(base, lora=out, device="cpu").logprobs(b) - logprobs).abs().max() < 1e-5 and AutoTokenizer.from_pretrained(out).chat_template == "{{ messages[0].content }}"
+    with pytest.warns(UserWarning): command([str(folder/f"2-lora-{engine}"), str(tmp_path/"merged"), "--base", str(base), "--merge"])
+    got = AutoModelForCausalLM.from_pretrained(tmp_path/"merged")
+    for k, x in want.items(): assert k.startswith("head.") or torch.equal(got.state_dict()[k.removeprefix("trunk.")], x), k
+    assert got.generation_config.temperature == .3 and not list((tmp_path/"merged").glob(".draft*"))
+
+
+def test_an_adapter_that_fits_nowhere_says_so(saved, base, tmp_path):
+    folder, _ = saved
+    model("gemma", intermediate_size=48).save_pretrained(tmp_path/"other")
+    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.*' \[4, 64\] has nothing to stand on in the GemmaForCausalLM of .*other; is it of another base"): convert(folder/"2-lora-zero3", tmp_path/"x", base=tmp_path/"other")
+    with pytest.raises(ValueError, match="merge=True, but .* holds whole weights"): convert(folder/"2-zero3", tmp_path/"x", base=base, merge=True)
+    def saved_by(name, wrapper):
+        for _ in Checkpoint(tmp_path/name, every=1)(1, part=wrapper): pass
+        return tmp_path/name
+    policy = Policy(base, lora=LORA["zero3"], device="cpu")
+    with pytest.raises(ValueError, match="serves the head of a Scorer or Critic"): convert(saved_by("scorer", Scorer(base, lora=dict(r=2), device="cpu")), tmp_path/"x", base=base)
+    with pytest.raises(ValueError, match="there are no settings of an adapter"): convert(saved_by("reference", Policy(policy, lora=None)), tmp_path/"x", base=base)
+    with pytest.raises(ValueError, match="state of a frozen view"): convert(saved_by("view", Policy(policy, lora="default", frozen=True)), tmp_path/"x", base=base)
+    assert not (tmp_path/"x").exists() or not list((tmp_path/"x").iterdir())
+
+
+# -- folders of strangers
+class Harm:
+    "What a stranger may put in a pickle."
+    def __init__(self, path): self.path = str(path)
+    def __reduce__(self): return os.mkdir, (self.path,)
+
+
+class Word:
+    "A word of an enumeration, as some Pythons pickle it."
+    def __init__(self, kind, name): self.how = kind, name
+    def __reduce__(self): return getattr, self.how
+
+
+@pytest.mark.parametrize("file", ["mp_rank_00_model_states.pt", "*_optim_states.pt"])
+def test_a_folder_of_deepspeed_runs_nothing(saved, base, tmp_path, file):
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    folder, _ = saved
+    hurt = shutil.copytree(folder/"2-deepspeed-zero1", tmp_path/"hurt")
+    at = next(hurt.glob(f"*/{file}"))
+    state = torch.load(at, weights_only=False)
+    torch.save(state | dict(word=Word(ZeroStageEnum, "weights")), at)
+    convert(hurt, tmp_path/"fine", base=base)
+    torch.save(state | dict(harm=Harm(tmp_path/"harm")), at)
+    with pytest.raises(ValueError, match=r"holds what a safe load refuses \(Trying to load unsupported GLOBAL posix.mkdir"): convert(hurt, tmp_path/"x", base=base)
+    torch.save(state | dict(harm=Word(torch.Size, "__init__")), at)
+    with pytest.raises(ValueError, match="holds what a safe load refuses"): convert(hurt, tmp_path/"x", base=base)
+    assert not (tmp_path/"harm").exists() and "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+
+
+def test_a_description_of_shards_runs_nothing(saved, base, tmp_path):
+    from torch.distributed.checkpoint.metadata import StorageMeta, _MEM_FORMAT_ENCODING
+    folder, _ = saved
+    hurt = shutil.copytree(folder/"2-dcp", tmp_path/"hurt")
+    (hurt/".metadata").write_bytes(pickle.dumps(Harm(tmp_path/"harm")))
+    with pytest.raises(ValueError, match=r"reading it would call posix.mkdir"): convert(hurt, tmp_path/"x", base=base)
+    assert not (tmp_path/"harm").exists()
+    def read(x): return _Described(io.BytesIO(pickle.dumps(x))).load()
+    assert read(Word(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")) is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST and read([StorageMeta(checkpoint_id=tmp_path), torch.Size([2]), torch.bfloat16]) == [StorageMeta(checkpoint_id=tmp_path), torch.Size([2]), torch.bfloat16]
+    for bad in (Word(StorageMeta, "__init__"), Harm(tmp_path/"harm")):
+        with pytest.raises(pickle.UnpicklingError): read(bad)
+    assert not (tmp_path/"harm").exists()
 
 
 BIG = """
