@@ -37,6 +37,9 @@ class Adapted:
         self.base, self.name, self.module = base, name, module
         self.plain = Plain(module, device, optimizer=optimizer, max_norm=max_norm)
         self.optimizer = self.plain.optimizer
+        if base.cut:                # gradients are summed over all ranks: of an adapter each knows a term, of a head all of it
+            for n, p in module.named_parameters():
+                if p.requires_grad and not n.startswith("adapter."): p.register_hook(lambda g: g/base.model.tensor_parallel)
 
     def __call__(self, *args, **kwargs):
         with self.base.using(self.name): return self.base.model.probe(lambda: self.module(*args, **kwargs))
@@ -136,7 +139,6 @@ def base_of(
     if isinstance(engine, Adapted): return engine.base
     if not run.model.frozen:
         raise ValueError(f"{run.name}: its own weights change with every step, so no one can stand on them; give it lora=dict(…), which leaves them alone, or load the model once more")
-    if run.model.tensor_parallel > 1: raise ValueError(f'{run.name}: tensor_parallel={run.model.tensor_parallel} cuts its layers, and adapters and heads stand on whole ones; engine="fsdp2" shards a frozen base under them')
     if "base" not in vars(run): vars(run)["base"] = Base(run.reader.trunk, model=run.model, name=getattr(getattr(run.reader.trunk, "config", None), "name_or_path", None))
     return vars(run)["base"]
 
@@ -151,15 +153,14 @@ def standing(
     **more,         # further arguments of `ShardedModel`
 )->dict: # what `Runner` is to be called with
     "A view on a base, new or shared. ValueError for settings that a shared base has already, and for an adapter that another wrapper trains."
-    held = {k: more.pop(k) for k in ("offload", "nvme", "dtype", "checkpointing", "device") if k in more}
+    held = {k: more.pop(k) for k in ("offload", "nvme", "dtype", "checkpointing", "device", "tensor_parallel", "expert_parallel") if k in more}
     if more.pop("low_precision", False): raise ValueError(f"{who}: low_precision=True; adapters are kept in fp32, and the base stays in the precision it came in")
-    if more.get("tensor_parallel", 1) > 1: raise ValueError(f'{who}: tensor_parallel={more["tensor_parallel"]} cuts layers, and adapters and heads stand on whole ones; engine="fsdp2" shards a frozen base under them')
     if base is None:
         config = getattr(reader.trunk, "config", None)
         base = Base(reader.trunk, lora, engine=engine, name=getattr(config, "name_or_path", None) or None, **held)
         name = base.first
     else:
-        odd = [f"{k}={v!r}" for k, v in held.items() if v and (k != "device" or torch.device(v) != base.model.device)] + ([f"engine={engine!r}"] if engine not in (None, base.engine) else [])
+        odd = [f"{k}={v!r}" for k, v in held.items() if v and v != getattr(base.model, k, None) and (k != "device" or torch.device(v) != base.model.device)] + ([f"engine={engine!r}"] if engine not in (None, base.engine) else [])
         if odd: raise ValueError(f"{who}: {odd[0]} cannot be chosen here, the model is another wrapper's and stays as that holds it; leave it out")
         name = lora if isinstance(lora, str) and lora in base.own else None if lora is None else base.put(lora)
     if name in base.trained and not frozen:
@@ -168,4 +169,4 @@ def standing(
     base.view(reader, mine)
     frozen = frozen or not any(True for _ in reader.parameters())
     if mine: base.trained[mine] = who
-    return dict(engine=partial(Adapted, base=base, name=name), device=base.model.device, low_precision=True, frozen=frozen) | more
+    return dict(engine=partial(Adapted, base=base, name=name), device=base.model.device, tensor_parallel=base.model.tensor_parallel, low_precision=True, frozen=frozen) | more

@@ -8,13 +8,14 @@ import resource
 import socket
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 import test_engines as t
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rlblocks import Policy, SpmdPool, entropy
+from rlblocks import Critic, Policy, SpmdPool, entropy
 from rlblocks.cuts import terms_of
 from rlblocks.fsdp import whole
 from rlblocks.optim import muon
@@ -25,6 +26,9 @@ from tiny import SIZES, model
 SIZE = 2
 WAYS = {"tensor": dict(engine=None, tensor_parallel=SIZE), "tensor, fsdp2": dict(engine="fsdp2", tensor_parallel=SIZE), "tensor, sequence": dict(engine=None, tensor_parallel=SIZE, sequence_parallel=2)}
 WORLDS = {2: ["tensor"], 4: ["tensor, fsdp2", "tensor", "tensor, sequence"]}
+
+
+LORA = dict(lora=dict(r=4, lora_alpha=8), lr=1e-3)
 
 
 # -- losses and cases
@@ -48,7 +52,7 @@ def cases():
     "Those of the engines, and other ways a plan cuts: norms inside a cut, one table for ids and output, ids that do not divide, softcaps, biases, experts cut and dealt out."
     b, even = batch(), lambda b, world, rank: b.parts(world)[rank] if world > 1 else b
     policy = lambda *a, how={}, **k: lambda **e: Policy(model(*a, **k), **HOW | how | e)
-    dealt = lambda kind: lambda **e: Policy(model(kind), **HOW | e | (dict(expert_parallel=True) if "tensor_parallel" in e else {}))
+    dealt = lambda kind, **how: lambda **e: Policy(model(kind), **HOW | how | e | (dict(expert_parallel=True) if "tensor_parallel" in e else {}))
     plain = {k: c for k, c in t.cases().items() if k not in ("unused weights", "ranks use unlike weights")}       # toys, without a plan
     return plain | {
         "norms inside": (policy("qwen3"), b, even, lambda m, b: m.step(b, ppo, entropy=True)),
@@ -63,13 +67,17 @@ def cases():
         "experts dealt out": (dealt("mixtral"), b, even, lambda m, b: m.step(b, grpo)),
         "experts dealt out, norms inside": (dealt("qwen3_moe"), batch(5), even, lambda m, b: m.step(b, grpo)),
         "a shared expert": (policy("qwen2_moe"), batch(5), even, lambda m, b: m.step(b, sft)),
+        "lora, ppo": (policy(how=LORA), b, even, lambda m, b: m.step(b, ppo, entropy=True)),
+        "lora, sft, biases": (policy("qwen2", how=LORA | dict(checkpointing=True)), batch(5), even, lambda m, b: m.step(b, sft)),
+        "lora, experts dealt out": (dealt("mixtral", **LORA), batch(5), even, lambda m, b: m.step(b, grpo)),
+        "lora, critic": (lambda **e: Critic(model(), **HOW | LORA | e), b, even, lambda m, b: m.step(b, t.value)),
     }
 
 
 EVERY = os.environ.get("RLBLOCKS_ENGINES") == "all"
-QUICK = {"tensor, fsdp2": ("ppo, uneven rows", "sft, fewer rows than ranks", "dpo pairs", "ppo and ptx", "value head", "critic", "norms inside", "tied table, checkpointed", "experts cut", "experts dealt out"),
+QUICK = {"tensor, fsdp2": ("ppo, uneven rows", "sft, fewer rows than ranks", "dpo pairs", "ppo and ptx", "value head", "critic", "norms inside", "tied table, checkpointed", "experts cut", "experts dealt out", "lora, ppo"),
          "tensor": ("ppo, uneven rows", "sft, fewer rows than ranks", "norms inside", "experts dealt out"),
-         "tensor, sequence": ("ppo, uneven rows", "norms inside", "scorer")}
+         "tensor, sequence": ("ppo, uneven rows", "norms inside", "scorer", "lora, critic")}
 
 
 def chosen(way, world): return {k: c for k, c in cases().items() if (world == 2 or EVERY or k in QUICK[way]) and not ("sequence" in way and k in ("logits", "measured", "routers"))}
@@ -182,6 +190,59 @@ def export_peak(engine, world, rank, folder):
     assert extra < most, f"{extra:.1f} MiB beside the pieces, {most:.1f} is the most"
 
 
+def adapters(engine, world, rank, folder):
+    "Policy, reference and critic on one base that is cut: A and B, their gradients, moments, states and folders are those of one process."
+    from peft import PeftModel
+    b, made = batch(5), []
+    for how in (dict(engine=engine, tensor_parallel=SIZE), {}):
+        policy = Policy(model(), **HOW | LORA | how, checkpointing=True)
+        made.append((policy, Policy(policy, lora=None), Critic(policy, **HOW | LORA | dict(lora="value"))))
+    (policy, ref, critic), (plain, _, judge) = made
+    first, start = ref.logprobs(b), t.copied(policy.state_dict())
+    same(start, plain.state_dict(), 0.)              # drawn alike
+    assert torch.equal(policy.logprobs(b), first) and any(x.any() for k, x in start["module"].items() if "lora_A" in k)
+    for _ in range(3): policy.step(part(b, world, rank), ppo, entropy=True), critic.step(part(b, world, rank), t.value), plain.step(b, ppo, entropy=True), judge.step(b, t.value)
+    assert policy._run.model.engine.base.model.engine.entering.x is None        # what recomputed layers entered is nobody's
+    same(policy.state_dict(), plain.state_dict(), 1e-5), same(critic.state_dict(), judge.state_dict(), 1e-5)
+    lp = policy.logprobs(b)
+    assert torch.equal(ref.logprobs(b), first) and (lp-first).abs().max() > 1e-3 and (lp-plain.logprobs(b)).abs().max() < 1e-5 and (critic.values(b)-judge.values(b)).abs().max() < 1e-5
+    policy.save_pretrained(folder/"adapter", adapter=True), policy.save_pretrained(folder/"merged")
+    assert (Policy(folder/"merged", frozen=True, device="cpu").logprobs(b)-lp).abs().max() < 1e-5
+    assert (Policy(PeftModel.from_pretrained(model(), folder/"adapter").merge_and_unload(), frozen=True, device="cpu").logprobs(b)-lp).abs().max() < 1e-5
+    held = Policy(model(), **HOW, frozen=True, engine=engine, tensor_parallel=SIZE)       # a frozen wrapper takes them too
+    again = Policy(held, **HOW | LORA | dict(lora=folder/"adapter"))
+    assert (again.logprobs(b)-lp).abs().max() < 1e-5 and (held.logprobs(b)-first).abs().max() < 1e-6
+    again.load_state_dict(plain.state_dict()), plain.load_state_dict(t.copied(policy.state_dict()))
+    for p, rows in ((policy, part(b, world, rank)), (again, part(b, world, rank)), (plain, b)): p.step(rows, sft)
+    for p in (again, plain): same(p.state_dict(), policy.state_dict(), 1e-5)
+    policy, plain = (Policy(model(dtype=torch.bfloat16), **HOW | LORA | how) for how in (dict(engine=engine, tensor_parallel=SIZE), {}))
+    policy.step(part(b, world, rank), sft)
+    plain.load_state_dict(policy.state_dict())       # sums in bf16 differ by what is cut, the same adapter merges to the same weights
+    want = whole_weights(plain)
+    assert all(torch.equal(x, want[k]) and x.dtype == want[k].dtype for k, x in whole_weights(policy).items())
+
+
+def same(state, want, far):
+    "Adapters, heads and moments."
+    assert state["module"].keys() == want["module"].keys() and state["base"] == want["base"] and state["version"] == want["version"]
+    pairs = [(state["module"][k], x) for k, x in want["module"].items()] + [(state["optimizer"]["state"][i][k], x) for i, kept in want["optimizer"]["state"].items() for k, x in kept.items()]
+    assert max((x-y).abs().max().item() for x, y in pairs) <= far
+
+
+def adapters_gradients(engine, world, rank, folder):
+    "As `gradients`, of every A and B, where plans cut in all the ways they have for linear layers."
+    b, how = batch(5), HOW | dict(max_norm=None, optimizer=lambda ps: torch.optim.SGD(ps, lr=1.), lora=dict(r=4, lora_alpha=8))
+    for kind in ("llama", "qwen2", "phi3"):
+        plain, policy = Policy(in_double(kind), **how), Policy(in_double(kind), **how, engine=engine, tensor_parallel=SIZE)
+        before = [{k: x.clone() for k, x in plain.state_dict()["module"].items()}]
+        for _ in range(2):               # in the first B is 0, and no gradient comes to A
+            plain.step(b, ppo, entropy=True), policy.step(part(b, world, rank), ppo, entropy=True)
+            before.append({k: x.clone() for k, x in plain.state_dict()["module"].items()})
+        found, (start, middle, end) = policy.state_dict()["module"], before
+        far = {k: ((found[k]-x).abs().max()/(x-start[k]).abs().max()).item() for k, x in end.items()}
+        assert all((end[k] != middle[k]).any() for k in end) and max(far.values()) < 1e-6, (kind, far)
+
+
 def one_fails(engine, world, rank, folder):
     "A loss that raises on one of the ranks that hold a layer together raises on all; nothing changed."
     policy, calls = cut(engine=engine), []
@@ -218,14 +279,20 @@ def refuses(engine, world, rank, folder):
         r"say how many, tensor_parallel": lambda: Policy(model("mixtral"), **HOW, expert_parallel=True),
         r"Muon looks at whole matrices": lambda: cut(engine=engine, optimizer=lambda ps: muon(ps)),
         r"ranks 0 and 1 built different models": lambda: Policy(model(seed=min(dist.get_rank(), 1)), **HOW, engine=engine, tensor_parallel=SIZE),
-        r"tensor_parallel=2 cuts layers, and adapters": lambda: cut(engine=engine, lora=dict(r=2)),
-        r"tensor_parallel=2 cuts its layers, and adapters": lambda: Policy(cut(engine=engine, frozen=True), **HOW, lora=dict(r=2)),
+        r"use_dora starts from whole weights, and tensor_parallel=2 has cut these": lambda: cut(engine=engine, lora=dict(r=2, use_dora=True)),
+        r"modules_to_save starts from whole weights, and tensor_parallel=2": lambda: Policy(cut(engine=engine, frozen=True), **HOW, lora=dict(r=2, modules_to_save=["norm"])),
+        r"lm_head gives logits": lambda: cut(engine=engine, lora=dict(r=2, target_modules=["q_proj", "lm_head"])),
+        r"embed_tokens is no linear layer": lambda: cut(engine=engine, lora=dict(r=2, target_modules=["embed_tokens"])),
+        r"shared_expert.gate_proj is whole on every rank": lambda: cut("qwen2_moe", engine, lora=dict(r=2)),
+        r"LlamaForCausalLM's are quantized": lambda: Policy(folder/"merged", quantization="4bit", lora=dict(r=2), device="cpu", tensor_parallel=SIZE),       # of `adapters`
+        r"tensor_parallel=2 cannot be chosen here": lambda: Policy(Policy(model(), frozen=True, **HOW), **HOW, lora=dict(r=2), tensor_parallel=SIZE),
         r"its plan does not fit its code": lambda: Policy(untrue(), **HOW, engine=engine, tensor_parallel=SIZE),
         r"its plan does not fit its code,": lambda: Policy(untrue(torch.bfloat16), **HOW, frozen=True, engine=engine, tensor_parallel=SIZE),
         r"no gradient of eight tokens comes back to (trunk\.)?model\.layers\.0\.self_attn\.q_norm": lambda: Policy(silent(), **HOW, engine=engine, tensor_parallel=SIZE),
         r"gradient of x is neither whole": lambda: terms_of(dict(x=torch.ones(3)), dict(x=torch.full((3,), .7)), {}, None),
         r"world of 3 ranks, or a multiple": lambda: Policy(model(), **HOW, tensor_parallel=3),
     }.items():
+        if "quantized" in match and find_spec("bitsandbytes") is None: continue
         with pytest.raises(ValueError, match=match): make()
 
 
@@ -256,8 +323,8 @@ def with_engines(check):
     return run
 
 
-CHECKS = [gradients, alike, export_peak, reads, reshards, one_fails, placed, refuses] + [with_engines(c) for c in (t.on_policy, t.reference, t.half_precision, t.poison, t.resumes, t.failing, t.saved)]
-SPREAD = [c for c in CHECKS if c.__name__ in ("gradients", "alike", "export_peak", "reshards", "placed", "half_precision", "poison", "resumes")]
+CHECKS = [gradients, adapters, adapters_gradients, alike, export_peak, reads, reshards, one_fails, placed, refuses] + [with_engines(c) for c in (t.on_policy, t.reference, t.half_precision, t.poison, t.resumes, t.failing, t.saved)]
+SPREAD = [c for c in CHECKS if c.__name__ in ("gradients", "adapters", "alike", "export_peak", "reshards", "placed", "half_precision", "poison", "resumes")]
 
 
 # -- in every process
