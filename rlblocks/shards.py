@@ -122,7 +122,7 @@ class _Described(pickle.Unpickler):
 def enumerated(
     kind, # an enumeration
     name, # of one of its words
-):
+)->Enum: # the word
     "What stands for `getattr` while unpickling: Python 3.11.0 to 3.11.3 wrote words of enumerations by it."
     if not (isinstance(kind, type) and issubclass(kind, Enum)): raise pickle.UnpicklingError("builtins.getattr")
     return kind.__members__[name]
