@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from .checkpoint import Checkpoint, checked, writable
 from .combine import merge_adapters
 from .heads import classifier
+from .inputs import config_of
 from .reader import load_tokenizer
 from .shards import MARK, described, enumerated
 from .views import write_adapter
@@ -119,7 +120,7 @@ def _of_deepspeed(folder):
 def _blank(base):
     "The model that a base's config describes, on the meta device."
     import transformers
-    config = transformers.AutoConfig.from_pretrained(base)
+    config = config_of(base, "convert", also="")
     auto:Any = getattr(transformers, (config.architectures or [""])[0], None) or transformers.AutoModelForCausalLM
     with torch.device("meta"): return auto.from_config(config) if hasattr(auto, "from_config") else auto(config)
 

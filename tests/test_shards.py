@@ -192,6 +192,7 @@ def test_a_converter_that_cannot_says_why(saved, base, tmp_path):
     with pytest.raises(ValueError, match="part='state' is none of them"): convert(save, tmp_path/"x", base=base, part="state")
     with pytest.raises(ValueError, match="is no save of a Checkpoint"): convert(folder/"2-dcp", tmp_path/"x", base=base, part="policy")
     with pytest.raises(FileNotFoundError, match="neither saves of a Checkpoint"): convert(base, tmp_path/"x", base=base)
+    with pytest.raises(FileNotFoundError, match="convert: there is no folder '.*nowhere'"): convert(folder/"2-zero1", tmp_path/"x", base=tmp_path/"nowhere")
     model("qwen3").save_pretrained(tmp_path/"other")
     with pytest.raises(ValueError, match="the checkpoint has no 'trunk.model.layers.0.self_attn.q_norm.weight'.*of another base"): convert(folder/"2-zero1", tmp_path/"x", base=tmp_path/"other")
     (tmp_path/"file").write_text("in the way")
