@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .masked import promoted, same_shape, whiten
+from .masked import gate_of, gated, promoted, same_shape, whiten
 
 # %% ../nbs/11_advantages.ipynb #b2705fa3
 def _slots(mask):
@@ -198,7 +198,7 @@ def at_tokens(
     same_shape("B T", mask=mask)
     same_shape(x=x)
     if x.shape != mask.shape[:1]: raise ValueError(f"at_tokens: x is {list(x.shape)}, mask is {list(mask.shape)}; one value per row is wanted")
-    return torch.where(mask, promoted(x)[:, None], 0.)
+    return gated(x[:, None].expand(mask.shape), gate_of(mask, x))
 
 # %% ../nbs/11_advantages.ipynb #9c7df6fa
 def remax_advantages(
@@ -213,5 +213,6 @@ def remax_advantages(
     same_shape("B T", rewards=rewards, mask=mask)
     if greedy_scores.shape != mask.shape[:1]:
         raise ValueError(f"remax_advantages: greedy_scores is {list(greedy_scores.shape)}, mask is {list(mask.shape)}; one score per row is wanted")
-    returns, baseline = discounted_returns(rewards, mask), at_tokens(greedy_scores.detach(), mask)
-    return torch.where(baseline.isnan() & ~returns.isnan(), 0., returns - baseline)
+    unknown = greedy_scores.isnan()
+    baseline = at_tokens(torch.where(unknown, 0., greedy_scores.detach()), mask)
+    return (discounted_returns(rewards, mask) - baseline)*gate_of(~unknown, rewards)[:, None]

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .kl import kl_k1, kl_k3
-from .masked import Max, Metric, masked_mean, masked_sum, mean_of, promoted, same_shape
+from .masked import Max, Metric, largest, masked_mean, masked_sum, mean_of, promoted, same_shape
 
 # %% ../nbs/12_corrections.ipynb #bf9c3eb0
 def truncated_weights(
@@ -86,7 +86,7 @@ def row_max(
 
     maxₜ xₜ: a bound ≥ it holds for every token of the answer. Li et al. 2025 (trust region masking); verl's seq_max."""
     same_shape("B T", x=x, mask=mask)
-    return _at_row(torch.where(mask, promoted(x), -torch.inf).amax(-1), mask)
+    return _at_row(largest(torch.where(mask, promoted(x), -torch.inf), -1), mask)
 
 def _at_row(x, mask): return torch.where(mask, x[:, None], 0.)
 
@@ -292,10 +292,10 @@ def correction_metrics(
     same_shape("B T", old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask, keep=keep)
     old, rollout, rows = old_logprobs, rollout_logprobs, mask.any(-1)
     ratio = truncated_weights(old, rollout, mask, high=math.inf)
-    found:dict[str, Metric] = dict(rollout_ratio=mean_of(ratio, mask), rollout_ratio_max=Max(ratio.amax()), rollout_kl=mean_of(kl_k1(rollout, old, mask), mask),
+    found:dict[str, Metric] = dict(rollout_ratio=mean_of(ratio, mask), rollout_ratio_max=Max(largest(ratio)), rollout_kl=mean_of(kl_k1(rollout, old, mask), mask),
                  rollout_kl_k3=mean_of(kl_k3(rollout, old, mask), mask), rollout_chi2=mean_of(ratio.square()-1, mask),
                  rollout_effective=effective_share(ratio, mask),
-                 rollout_effective_rows=effective_share(sequence_weights(old, rollout, mask, high=math.inf).amax(-1), rows))
+                 rollout_effective_rows=effective_share(largest(sequence_weights(old, rollout, mask, high=math.inf), -1), rows))
     if keep is None: return found
     lost:dict[str, Metric] = dict(rollout_rejected=mean_of((~keep).to(ratio.dtype), mask), rollout_rejected_rows=mean_of((rows & ~(mask & keep).any(-1)).to(ratio.dtype), rows))
     return found | lost

@@ -6,6 +6,9 @@
 __all__ = ['gather_logprobs', 'token_logprobs', 'entropy', 'linear_logprobs', 'linear_measured', 'sequence_logprobs']
 
 # %% ../nbs/01_logprobs.ipynb #e9830b94
+from typing import ClassVar
+from weakref import WeakValueDictionary
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -128,20 +131,23 @@ def linear_logprobs(
 
     log softmax(cap(W·h + b)/temperature)[token]. Gradients go to hidden, weight, bias and low_rank; a head that learns has its logits computed again
     in the backward pass. With a `group` an id that no rank has reads −inf. Head split by rows: Shoeybi et al. 2019, §3."""
-    _check_head("linear_logprobs", hidden, weight)
+    _check_head("linear_logprobs", hidden, weight, bias, low_rank)
     same_shape(tokens=tokens, temperature=_tensor(temperature), **_at_each(hidden=hidden, support=support))
-    chunk, floats = _chunk("linear_logprobs", hidden, softcap, chunk), _cast(hidden, weight, bias, *(low_rank or (None, None)))
+    chunk, floats = _chunk("linear_logprobs", hidden, softcap, chunk), _cast("linear_logprobs", hidden, weight, bias, *(low_rank or (None, None)))
     into_h, learns, bias_learns, into_x, B_learns = (x is not None and x.requires_grad for x in floats)
     early = torch.is_grad_enabled() and (into_h or into_x) and not (entropy or learns or bias_learns or B_learns or group)
     options = _divisor(temperature, "linear_logprobs"), softcap, entropy, chunk, early, group
     logprobs, entropies = _LinearLogprobs.apply(*floats, tokens.long(), None if support is None else support.long(), options)
     return (logprobs, entropies) if entropy else logprobs
 
-def _check_head(caller, hidden, weight):
-    "ValueError for hidden states that still stand in rows, and for a head of another width."
+def _check_head(caller, hidden, weight, bias, low_rank):
+    "ValueError for hidden states that still stand in rows, and for a head of another width or with a bias or an adapter of another."
     if hidden.ndim != 2: raise ValueError(f"{caller}: hidden is {list(hidden.shape)}, wanted [N, H]: one position after another, hidden[:, :-1].flatten(0, 1) for tokens[:, 1:].flatten()")
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[1]:
         raise ValueError(f"{caller}: weight is {list(weight.shape)}, hidden is {list(hidden.shape)}; weight is [V, H], a row of H = {hidden.shape[1]} numbers for each id, as nn.Linear has it")
+    if bias is not None and bias.shape != weight.shape[:1]: raise ValueError(f"{caller}: bias is {list(bias.shape)}, weight is {list(weight.shape)}; one number for each id is wanted")
+    if low_rank is not None and [len(low_rank[0]), len(low_rank[1]), low_rank[0].shape[-1]] != [len(hidden), len(weight), low_rank[1].shape[-1]]:
+        raise ValueError(f"{caller}: low_rank is {list(low_rank[0].shape)} and {list(low_rank[1].shape)}; [N, R] and [V, R] are wanted, N = {len(hidden)}, V = {len(weight)}")
 
 def _chunk(caller, hidden, softcap, chunk):
     "Positions at a time. ValueError for what no head has."
@@ -149,10 +155,14 @@ def _chunk(caller, hidden, softcap, chunk):
     if softcap is not None and not softcap > 0: raise ValueError(f"{caller}: softcap is {softcap}; it is the largest size of a logit and must be positive")
     return chunk or (256 if hidden.device.type == "cpu" else 1024)
 
-def _cast(hidden, *more):
-    "What enters the products, under autocast in its precision: the backward pass runs outside of it, so this happens here, once."
-    if hidden.is_meta or not torch.is_autocast_enabled(hidden.device.type): return [hidden, *more]
-    return [None if x is None else x.to(torch.get_autocast_dtype(hidden.device.type)) for x in (hidden, *more)]
+def _cast(caller, *floats):
+    "What enters the products, under autocast in its precision: the backward pass runs outside of it, so this happens here, once. ValueError when one is of another precision."
+    hidden, weight, *_ = floats
+    if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
+        floats = [x if x is None or x.dtype is torch.float64 else x.to(torch.get_autocast_dtype(hidden.device.type)) for x in floats]
+    kinds = {str(x.dtype).removeprefix("torch.") for x in floats if x is not None}
+    if len(kinds) > 1: raise ValueError(f"{caller}: hidden is {hidden.dtype}, weight is {weight.dtype}, with bias and adapter {' and '.join(sorted(kinds))}; they are multiplied, so cast them to one, or call it under torch.autocast")
+    return list(floats)
 
 # %% ../nbs/01_logprobs.ipynb #bd0ceb15
 class _LinearLogprobs(torch.autograd.Function):
@@ -174,7 +184,7 @@ class _LinearLogprobs(torch.autograd.Function):
         if away is not None: lse, chosen, H = _joined(lse, chosen.masked_fill_(away, -torch.inf), H, group)
         if early: ctx.save_for_backward(d_hidden, d_x)
         else: ctx.save_for_backward(hidden, weight, bias, x, B, tokens, support, away, lse, H)
-        ctx.room = room if any(ctx.needs_input_grad) and not early and not torch.compiler.is_compiling() else None # the last chunk's logits stand there: the backward pass begins with them
+        ctx.room = None if early or torch.compiler.is_compiling() or not any(ctx.needs_input_grad) else _Standing(room)
         return chosen - lse, H
 
     @staticmethod
@@ -182,21 +192,33 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx, g, u):
         tau, softcap, _, chunk, early, group = ctx.options
         if early:
-            d_hidden, d_x = (None if d is None else (d*g.unsqueeze(-1)).to(d.dtype) for d in ctx.saved_tensors)
-            return d_hidden, None, None, d_x, *[None]*4
+            return _scaled(ctx.saved_tensors[0], g, chunk), None, None, _scaled(ctx.saved_tensors[1], g, chunk), *[None]*4
         hidden, weight, bias, x, B, tokens, support, away, lse, H = ctx.saved_tensors
         g, u = (None if t is None else (t/tau).to(lse.dtype) for t in (g, u))
         hot = g if g is None or away is None else g.masked_fill(away, 0.)
         floats = hidden, weight, bias, x, B
-        sums, room = _sums(floats, ctx.needs_input_grad, chunk), _room(hidden, weight, chunk) if ctx.room is None else ctx.room
+        standing = ctx.room and ctx.room.take()
+        sums, room = _sums(floats, ctx.needs_input_grad, chunk), _room(hidden, weight, chunk) if standing is None else standing
         chunks = reversed(list(pieces(chunk, hidden, sums[0], x, sums[3], tau, tokens, support, lse, H, g, u, hot)))
         for h,d_h,x_,d_x_,τ,t,ids,norm,H_,g_,u_,hot_ in chunks:
-            d_logits = _logits(room, h, weight, bias, x_, B) if ctx.room is None else room[:len(h)]
-            ctx.room = None # used up; a second backward pass makes its own
+            d_logits = _logits(room, h, weight, bias, x_, B) if standing is None else standing[:len(h)]
+            standing = None
             sweep(d_logits, d_logits, rows=_few(d_logits), softcap=softcap, tau=τ, support=ids, tokens=t, lse=norm, entropies=H_, known=True, g=g_, u=u_, hot=hot_)
             _add_gradients(sums, d_logits, weight, B, h, x_, d_h, d_x_)
         if group is not None: _summed(group, sums[0], sums[3])
         return *_narrowed(sums, floats), None, None, None
+
+class _Standing:
+    "The last chunk's logits, for the backward pass to begin with; of all calls on a device only the newest keeps its own."
+    newest:ClassVar = WeakValueDictionary()
+    def __init__(self, logits):
+        if (before := self.newest.get(logits.device)) is not None: before.take()
+        self.logits, self.newest[logits.device] = logits, self
+
+    def take(self):
+        "Them, once."
+        logits, self.logits = self.logits, None
+        return logits
 
 def _room(hidden, weight, chunk): return hidden.new_empty(min(chunk, len(hidden)), len(weight))
 def _few(logits): return max(1, min(len(logits)//32, cached(logits))) # what stands beside the chunk is small against it
@@ -227,10 +249,18 @@ def _through(d_logits, weight, B, d_h, d_x):
     if d_h is not None: torch.mm(d_logits, weight, out=d_h)
     if d_x is not None: torch.mm(d_logits, B, out=d_x)
 
+def _scaled(d, g, chunk):
+    "Rows of d times g, in the precision of d, by way of that of g."
+    if d is None: return None
+    out = torch.empty_like(d)
+    for to,some,g_ in pieces(chunk, out, d, g): to.copy_(some*g_.unsqueeze(-1))
+    return out
+
 def _add_product(total, d_logits, h):
     "total += d_logitsᵀ·h, in the precision of `total`."
     if total.dtype == h.dtype: total.addmm_(d_logits.T, h)
-    else: total += d_logits.T @ h
+    else:
+        for some,d in pieces(max(1, 2**22//h.shape[-1]), total, d_logits.T): some += d @ h # a product of the head's size would be another head
 
 # %% ../nbs/01_logprobs.ipynb #854c91e2
 def _as_mine(tokens, support, V, group):
@@ -275,12 +305,12 @@ def linear_measured(
     measure(cap(W·h + b)/temperature, …). Gradients go to hidden, weight, bias and low_rank, by way of the logits, and to nothing else that `measure` reads: ValueError for a column that wants one, in the backward pass for a parameter. Each position by itself:
     what mixes positions (a mean over `m`) depends on the chunk. `measure` sees at least fp32, outside of autocast.
     Chunks as in Liger (Hsu et al. 2024)."""
-    _check_head("linear_measured", hidden, weight)
+    _check_head("linear_measured", hidden, weight, bias, low_rank)
     same_shape(temperature=_tensor(temperature), **_at_each(hidden=hidden, support=support))
     for i,x in enumerate(columns):
         if len(x) != len(hidden): raise ValueError(f"linear_measured: column {i} is {list(x.shape)}, hidden is {list(hidden.shape)}; a column has one entry a position")
     refuse_learned(columns)
-    floats = _cast(hidden, weight, bias, *(low_rank or (None, None)))
+    floats = _cast("linear_measured", hidden, weight, bias, *(low_rank or (None, None)))
     options = measure, _divisor(temperature, "linear_measured"), softcap, None if support is None else support.long(), _chunk("linear_measured", hidden, softcap, chunk), torch.is_grad_enabled()
     return _LinearMeasured.apply(*floats, options, *columns)
 
@@ -302,8 +332,8 @@ class _LinearMeasured(torch.autograd.Function):
             found.append(value.detach().clone()) # the next chunk overwrites the logits, which `measure` may have handed back
         found = torch.cat(found)
         if not found.is_floating_point(): ctx.mark_non_differentiable(found)
-        ctx.options, ctx.early = options, early
-        ctx.save_for_backward(*(d_hidden, d_x) if early else (hidden, weight, bias, x, B, *columns))
+        ctx.options, ctx.early = (measure, tau, softcap, chunk, training), early
+        ctx.save_for_backward(*(d_hidden, d_x) if early else (hidden, weight, bias, x, B, support, *columns))
         return found
 
     @staticmethod
@@ -312,8 +342,8 @@ class _LinearMeasured(torch.autograd.Function):
         rest = [None]*(len(ctx.needs_input_grad) - 5)
         if ctx.early: d_hidden, d_x = (None if d is None else torch.where(g.unsqueeze(-1) == 0, 0., d*g.unsqueeze(-1)).to(d.dtype) for d in ctx.saved_tensors)
         if ctx.early: return d_hidden, None, None, d_x, None, *rest
-        measure, tau, softcap, support, chunk, _ = ctx.options
-        hidden, weight, bias, x, B, *columns = ctx.saved_tensors
+        measure, tau, softcap, chunk, _ = ctx.options
+        hidden, weight, bias, x, B, support, *columns = ctx.saved_tensors
         floats = hidden, weight, bias, x, B
         sums, room = _sums(floats, ctx.needs_input_grad, chunk), _room(hidden, weight, chunk)
         for h,x_,τ,ids,g_,d_h,d_x_,*cols in pieces(chunk, hidden, x, tau, support, g, sums[0], sums[3], *columns):

@@ -105,6 +105,11 @@ def first_order(
         return once
     return refusing
 
+# %% ../nbs/00_masked.ipynb #f75d38d1
+def largest(x, dim=None): # the largest entry, of all or of each row; 0 where there are none, for which torch has no answer
+    if x.numel(): return x.amax() if dim is None else x.amax(dim)
+    return x.new_zeros(()) if dim is None else x.new_zeros(x.shape[:dim])
+
 # %% ../nbs/00_masked.ipynb #f46abb1a
 def masked_sum(
     x:Float[Tensor, "*shape"],      # anything

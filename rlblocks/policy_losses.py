@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Max, Mean, Number, aggregate_rows, gate_of, gated, holds, promoted, same_shape
+from .masked import Max, Mean, Number, aggregate_rows, gate_of, gated, holds, largest, promoted, same_shape
 from .sweeps import blocks, gate_, inside, swept
 
 # %% ../nbs/13_policy_losses.ipynb #2f45253c
@@ -107,7 +107,7 @@ def _move(ratio, gate, room=None): # Σ k3, Σ ratio, the largest; `ratio`, 1 un
     log = torch.log(ratio, out=room)
     k3 = torch.sub(ratio.sub_(1), log, out=log).sum()
     ratio.add_(gate)
-    return k3, ratio.sum(), ratio.amax()
+    return k3, ratio.sum(), largest(ratio)
 
 def _watched(found, n): # metrics of what `_cut`, if it was asked, and `_move` have found in each block; ρ − 1 − log ρ is k3 of KL(π_old‖π)
     *cut, k3, total, _ = found.sum(0).unbind()
@@ -177,6 +177,7 @@ def dr_grpo_loss(
 
     L = Σ max(−ρÂ, −clip(ρ, 1−ε_low, 1+ε_high)Â) / (rows·T_max). Liu et al. 2025, section 3.2."""
     same_shape("B T", logprobs=logprobs, mask=mask)
+    if max_tokens < 1: raise ValueError(f"dr_grpo_loss: max_tokens is {max_tokens}; it is the longest answer that sampling allows, 1 or more")
     rows = mask.any(-1).sum() if denom is None else denom
     return ppo_loss(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high, denom=rows*max_tokens)
 

@@ -129,6 +129,7 @@ def ipo_loss(
     L = Σ (Δ − 1/(2β))² / denom. Azar et al. 2023, eq. 17. TRL passes means over tokens, OpenRLHF sums."""
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
     m, c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights)
+    if not beta > 0: raise ValueError(f"ipo_loss: beta is {beta}; 1/(2·beta) nats are what it aims at, so it is above 0")
     return _over_pairs((m - .5/beta).square(), m, c, r, weights, denom, beta)
 
 # %% ../nbs/15_preference_losses.ipynb #5206b4dd
@@ -246,6 +247,7 @@ def sppo_loss(
     L = Σ ((log-ratio of y_w − 1/(2β))² + (log-ratio of y_l + 1/(2β))²) / denom. Wu et al. 2024, eq. 4.7 with P = 1 and 0."""
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
     m, c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights)
+    if not beta > 0: raise ValueError(f"sppo_loss: beta is {beta}; 1/(2·beta) nats are what it aims at, so it is above 0")
     return _over_pairs((c - .5/beta).square() + (r + .5/beta).square(), m, c, r, weights, denom, beta)
 
 # %% ../nbs/15_preference_losses.ipynb #ece46798

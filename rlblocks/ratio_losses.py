@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Max, Mean, Number, aggregate, gate_of, gated, same_shape
+from .masked import Max, Mean, Number, aggregate, gate_of, gated, largest, same_shape
 from .policy_losses import _beyond, _capped, _clipped, _gain, _log_ratio, _log_ratio_, _loss, _move, _moved, _watched
 from .sweeps import gate_, known, swept
 
@@ -78,13 +78,14 @@ def cispo_loss(
     L = −Σ sg(clip(ρ, 1−ε_low, 1+ε_high))·Â·log π / denom. Chen et al. 2025 (MiniMax-M1), eq. 4 and 5."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     least, most = 1 - clip_low, 1 + clip_high
+    if not 0 <= least <= most: raise ValueError(f"cispo_loss: clip_low is {clip_low}, clip_high is {clip_high}: a token would weigh at least {least:g} and at most {most:g}; clip_low is at most 1, and 1 − clip_low at most 1 + clip_high")
     def piece(into, gate, logprobs, old_logprobs, advantages): # the gain w·Â·log π, which has the derivative w·Â: what is clipped is data
         ratio = _log_ratio_(logprobs, old_logprobs, gate).exp_()
         slope = gate_(torch.clamp(ratio, least, most, out=into).mul_(advantages), gate)
         room = gated(logprobs, gate).mul_(slope)
         gain = room.sum(-1)
-        low = torch.lt(ratio, least, out=room).sum() if least > 0 else ratio.new_zeros(()) # nothing is below 0
-        return gain, low, torch.gt(ratio, most, out=room).sum(), *_move(ratio, gate, room)
+        beyond = [torch.dot(test(ratio, border, out=room).flatten(), gate.flatten()) for test,border in ((torch.lt, least), (torch.gt, most))]
+        return gain, *beyond, *_move(ratio, gate, room)
     loss, n, found = swept(piece, logprobs, old_logprobs, advantages, mask=mask, over=over, denom=denom)
     return loss, _watched(found, n)
 
@@ -134,6 +135,7 @@ def _probabilities(logprobs, old_logprobs, advantages, mask): # gate, log ratio,
     return gate, x, A, *(gated(lp, gate).exp().clamp_(max=1) for lp in (logprobs, old_logprobs)) # rounding may leave a log-prob above 0
 
 def _divergence_loss(logprobs, gate, x, advantages, moved, least, most, cap, over, denom): # moved: how far, with the sign of the direction
+    if not cap > 0: raise ValueError(f"dppo: cap is {cap}; it is the most that a token may weigh, above 0")
     weights = x.exp().clamp_(max=cap).mul_(advantages).mul_(1 + _beyond(moved, advantages, -least, most))
     loss, _ = _weighted(logprobs, weights, gate, over, denom)
     return loss, _moved(x, gate) | _clipped(moved, advantages, gate, -least, most)
@@ -174,6 +176,7 @@ def sapo_loss(
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     gate = gate_of(mask, logprobs)
     x, A = _log_ratio(logprobs, old_logprobs, gate), gated(advantages.detach(), gate)
+    if not (tau_pos > 0 and tau_neg > 0): raise ValueError(f"sapo_loss: tau_pos is {tau_pos}, tau_neg is {tau_neg}; temperatures are positive")
     tau = A.sign().relu_().mul_(tau_pos-tau_neg).add_(tau_neg)
     return _loss(torch.sigmoid(tau*(x.exp()-1)) * (4*A/tau), gate, over, denom), _moved(x, gate)
 
@@ -227,7 +230,7 @@ def _sequence_gain(logprobs, old_logprobs, advantages, mask, clip_low, clip_high
     return gain, n, _moved(x, gate) | _sequence_metrics(s.detach(), good+bad, n > 0, clip_low, clip_high)
 
 def _sequence_metrics(s, A, rows, clip_low, clip_high):
-    return dict(ratio=Mean((s*rows).sum(), rows.sum()), ratio_max=Max((s*rows).amax())) | _clipped(s, A, rows, 1-clip_low, 1+clip_high)
+    return dict(ratio=Mean((s*rows).sum(), rows.sum()), ratio_max=Max(largest(s*rows))) | _clipped(s, A, rows, 1-clip_low, 1+clip_high)
 
 # %% ../nbs/13c_ratio_losses.ipynb #cced9bef
 def gspo_token_loss(

@@ -127,6 +127,7 @@ def high_entropy_mask(
     Hₜ ≥ quantile(H, 1 − share), interpolated linearly; ties are kept. Wang et al. 2025."""
     same_shape("B T", entropy=entropy, mask=mask)
     if not 0 <= share <= 1: raise ValueError(f"high_entropy_mask: share is {share}; it is a part of the chosen tokens, within [0, 1]")
+    if not mask.numel(): return mask
     H = torch.where(mask, promoted(entropy).detach(), math.inf)
     at = (mask.sum() - 1).clamp(min=0).double() * (1-share) # place in the sorted row of the chosen
     below, above = H.flatten().sort().values[torch.stack([at.floor(), at.ceil()]).long()]
@@ -200,7 +201,7 @@ def moe_balance_loss(
     B, _, E = router_logits.shape
     if load.shape != (B, E): raise ValueError(f"moe_balance_loss: load is {list(load.shape)}, wanted {[B, E]}; expert_load(router_logits, mask, top_k=…) of the whole gives a row to each row")
     p = torch.where(mask[...,None], promoted(router_logits), 0.).softmax(-1)
-    busy = E * torch.einsum("bte,be->bt", p, load.detach().to(p.dtype))
+    busy = E * (p*load.detach().to(p.dtype).unsqueeze(1)).sum(-1) # no product of matrices, which autocast would take in half precision
     return aggregate(busy, mask, denom=denom), dict(moe_balance=mean_of(busy, mask))
 
 # %% ../nbs/13b_selections.ipynb #8a0c2db0

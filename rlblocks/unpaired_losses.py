@@ -83,7 +83,7 @@ def kto_loss(
     same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, desirable=desirable, weights=weights)
     x, kl = _reward("kto_loss", logprobs, ref_logprobs, desirable, weights), kl.detach() if isinstance(kl, Tensor) else kl
     liked = gate_of(desirable, x)
-    loss = (undesirable_weight + (desirable_weight-undesirable_weight)*liked)*torch.sigmoid(_short(beta*(x-kl), liked))
+    loss = (desirable_weight*liked + undesirable_weight*(1-liked))*torch.sigmoid(_short(beta*(x-kl), liked))
     loss, metrics = _judged(loss, beta*x, beta*kl, desirable, weights, denom)
     return loss, metrics | dict(kl=Last(kl))
 
@@ -156,6 +156,7 @@ def bco_loss(
 
     L = Σ −log σ(±(β(log π − log π_ref) − δ)) / denom, + if desirable. Jung et al. 2024."""
     same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, desirable=desirable, weights=weights)
+    if delta is None: raise TypeError("bco_loss: delta is None; find it on the whole batch first, delta = bco_delta(None, …), and keep it in the loop's state")
     x, delta = beta*_reward("bco_loss", logprobs, ref_logprobs, desirable, weights), delta.detach() if isinstance(delta, Tensor) else delta
     loss, metrics = _judged(_softplus(_short(x-delta, gate_of(desirable, x))), x, delta, desirable, weights, denom)
     return loss, metrics | dict(delta=Last(delta))

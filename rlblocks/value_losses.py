@@ -32,7 +32,8 @@ def value_loss(
 
     L = ½ Σ max((V−R)², (V_old + clip(V−V_old, ±ε) − R)²) / denom. Schulman et al. 2017, eq. 9; clip: Huang et al. 2022, detail 9; Huber 1964."""
     same_shape("B T", values=values, old_values=old_values, returns=returns, mask=mask)
-    if huber is not None and huber <= 0: raise ValueError(f"value_loss: huber is {huber}; it is the largest error that still counts squared, above 0 (None = all)")
+    if clip is not None and not clip >= 0: raise ValueError(f"value_loss: clip is {clip}; it is how far V may gain, 0 or more (None = no limit)")
+    if huber is not None and not huber > 0: raise ValueError(f"value_loss: huber is {huber}; it is the largest error that still counts squared, above 0 (None = all)")
     def piece(into, gate, V, old, R): # the gain is minus half the square
         error, moved, R = gate_(V - R, gate), gate_(V - old, gate), gated(R, gate)
         held = error if clip is None else error - moved.sub_(moved.clamp(-clip, clip)) # as far from R as the trust region lets it seem; inside of it the two are one

@@ -346,6 +346,37 @@ def test_the_last_chunk_is_made_once(with_entropy, softcap, tau, confined, dtype
         assert_close(second, first, rtol=0, atol=0)
 
 
+def test_calls_that_wait_hold_one_chunk_together():
+    "Only the newest keeps its logits; the gradients of all are right, in any order."
+    h, W, ids = [torch.randn(8, 4, requires_grad=True) for _ in range(6)], torch.randn(5000, 4, requires_grad=True), torch.zeros(8, dtype=torch.long)
+    with Live() as live:
+        waiting = [linear_logprobs(x, W, ids) for x in h]
+        assert live.peak <= 2.2*8*5000*4 # one that stands, one in the making
+        found = [torch.autograd.grad(out.sum(), (x, W)) for out, x in zip(waiting[::2] + waiting[1::2], h[::2] + h[1::2], strict=True)]
+    for (dx, dW), x in zip(found, h[::2] + h[1::2], strict=True): assert_close((dx, dW), torch.autograd.grad(gather_logprobs(F.linear(x, W), ids).sum(), (x, W)))
+
+
+def test_half_heads_learn_in_the_room_of_their_gradient():
+    "The fp32 sum of the head's gradient and its copy in half, and no third head for a product."
+    N, H, V, chunk = 256, 512, 4000, 32
+    h, W, ids = torch.randn(N, H, dtype=torch.bfloat16, requires_grad=True), torch.randn(V, H, dtype=torch.bfloat16, requires_grad=True), torch.zeros(N, dtype=torch.long)
+    with Live() as live: linear_logprobs(h, W, ids, chunk=chunk).sum().backward()
+    assert live.peak < V*H*(4 + 2) + 2*2**22 + 2.25*chunk*V*4 # a slice of a product; the chunk in half and its rows in single precision
+
+
+def test_what_backward_reads_again_may_not_change_in_between():
+    h, W, ids, support = torch.randn(4, 3, requires_grad=True), torch.randn(7, 3, requires_grad=True), torch.arange(4), torch.randint(7, (4, 3))
+    for f in (lambda: linear_logprobs(h, W, ids, support=support), lambda: linear_measured(h, W, lambda z: z.logsumexp(-1), support=support)):
+        loss = f().nan_to_num(neginf=0.).sum()
+        support.add_(1).remainder_(7)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"): loss.backward()
+
+
+def test_autocast_leaves_double_precision_alone():
+    h, W, ids = torch.randn(4, 3).double(), torch.randn(7, 3).double(), torch.arange(4)
+    with torch.autocast("cpu", torch.bfloat16): assert torch.equal(linear_logprobs(h, W, ids), linear_logprobs(h, W, ids).double()) and linear_logprobs(h, W, ids).dtype is torch.float64
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 70_000), (0, 7)])
 def test_entropy_in_passes_is_the_equation(dtype, shape):
@@ -430,6 +461,9 @@ def test_errors_say_who_and_what():
         (lambda: entropy(z, temperature=torch.ones(2)), "entropy: temperature is [2], logits[..., 0] is [2, 4]; spread row values with at_tokens(temperature, mask)"),
         (lambda: gather_logprobs(z, ids, temperature=0.), "gather_logprobs: temperature is 0.0, it must be positive; greedy rows are not trained on, clear their mask"),
         (lambda: entropy(z, temperature=-1), "entropy: temperature is -1, it must be positive; greedy rows are not trained on, clear their mask"),
+        (lambda: linear_logprobs(h, W.half(), t), f"linear_logprobs: hidden is {h.dtype}, weight is torch.float16"),
+        (lambda: linear_logprobs(h, W, t, bias=b[:1]), f"linear_logprobs: bias is [1], weight is {list(W.shape)}; one number for each id is wanted"),
+        (lambda: linear_logprobs(h, W, t, low_rank=(h[:, :2], W[:, :1])), f"linear_logprobs: low_rank is [11, 2] and [{len(W)}, 1]; [N, R] and [V, R] are wanted"),
         (lambda: linear_logprobs(h, W, t, temperature=0), "linear_logprobs: temperature is 0, it must be positive; greedy rows are not trained on, clear their mask"),
         (lambda: linear_logprobs(h, W, t, temperature=torch.ones(1)), "linear_logprobs: temperature is [1], tokens is [11]; they must be equal, nothing is broadcast"),
         (lambda: linear_logprobs(h, W, t[1:]), "linear_logprobs: hidden[..., 0] is [11], tokens is [10]; they must be equal, nothing is broadcast"),

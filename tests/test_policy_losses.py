@@ -2,6 +2,7 @@
 import inspect
 import itertools
 import math
+import re
 from functools import partial
 
 import pytest
@@ -24,6 +25,7 @@ from rlblocks.selections import (
     router_z_loss, token_covariance,
 )
 from rlblocks.testing import check_estimator, check_loss, sample_columns
+from rlblocks.value_losses import value_loss
 
 nan, inf = math.nan, math.inf
 
@@ -630,3 +632,30 @@ def test_columns_of_unlike_precision(dtypes):
         (value, gradient), (want, by) = run(f, lp.clone(), old, A), run(f, lp.double().clone(), old.double(), A.double())
         assert_close(value, want, atol=1e-5, rtol=1e-5)
         assert_close(gradient, by, atol=tol, rtol=tol)
+
+
+@pytest.mark.parametrize("bounds", [dict(clip_high=-.8), dict(clip_low=-.5), dict(clip_low=.3, clip_high=-.1)])
+def test_cispo_counts_tokens_whose_ratio_is_cut_and_no_padding(bounds):
+    "Bounds that exclude ratio 1, which is what stands under the mask."
+    _, metrics = cispo_loss(LP, OLD, A, MASK, **bounds)
+    ratio = (LP - OLD)[MASK].exp()
+    low, high = 1 - bounds.get("clip_low", 1.), 1 + bounds.get("clip_high", 4.)
+    assert_close(float(metrics["clip_frac"]), float(((ratio < low) | (ratio > high)).double().mean()))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+@pytest.mark.parametrize("loss", [ppo_loss, cispo_loss, sapo_loss, gspo_loss, gmpo_loss, vespo_loss, luspo_loss, reinforce_loss, value_loss])
+def test_no_rows_and_no_tokens_cost_nothing(loss, shape):
+    x, mask = torch.zeros(shape, requires_grad=True), torch.zeros(shape, dtype=torch.bool)
+    rest = [torch.zeros(shape)]*(1 if loss is reinforce_loss else 2)
+    value, metrics = loss(x, *rest, mask, **dict(clip_low=.2, clip_high=.2)) if loss in (gspo_loss, luspo_loss) else loss(x, *rest, mask)
+    assert value == 0 and torch.autograd.grad(value, x)[0].shape == shape and all(isinstance(float(m), float) for m in metrics.values())
+
+
+@pytest.mark.parametrize("call, says", [
+    (lambda: cispo_loss(LP, OLD, A, MASK, clip_high=-2.), "cispo_loss: clip_low is 1.0, clip_high is -2.0"), (lambda: cispo_loss(LP, OLD, A, MASK, clip_low=1.5), "cispo_loss: clip_low is 1.5"),
+    (lambda: sapo_loss(LP, OLD, A, MASK, tau_neg=0.), "sapo_loss: tau_pos is 1.0, tau_neg is 0.0"), (lambda: dppo_kl_loss(LP, OLD, A, MASK, cap=-1.), "dppo: cap is -1.0"),
+    (lambda: dr_grpo_loss(LP, OLD, A, MASK, max_tokens=0), "dr_grpo_loss: max_tokens is 0"), (lambda: value_loss(LP, OLD, A, MASK, clip=-.2), "value_loss: clip is -0.2"),
+    (lambda: value_loss(LP, OLD, A, MASK, huber=float("nan")), "value_loss: huber is nan")])
+def test_numbers_that_turn_a_loss_round_are_refused(call, says):
+    with pytest.raises(ValueError, match=re.escape(says)): call()

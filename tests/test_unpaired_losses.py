@@ -281,3 +281,15 @@ def test_refusals(name):
 def test_kto_wants_its_reference_point():
     with pytest.raises(TypeError, match="kl"): kto_loss(LP, REF, GOOD)
     with pytest.raises(TypeError, match="delta"): bco_loss(LP, REF, GOOD)
+
+
+@pytest.mark.parametrize("liked, disliked", [(1e-3, 1.), (1e-8, 1.), (1., 1e-8), (1e-8, 1e8)])
+def test_a_class_keeps_its_weight_beside_a_heavy_one(liked, disliked):
+    x = torch.tensor([.3, -1.2, 2.])
+    for all_ in (True, False):
+        loss, _ = kto_loss(x, torch.zeros(3), torch.full((3,), all_), kl=.1, beta=1., desirable_weight=liked, undesirable_weight=disliked)
+        assert_close(loss.double(), (liked if all_ else disliked)*torch.sigmoid((.1 - x if all_ else x - .1).double()).mean(), rtol=1e-6, atol=0)
+
+
+def test_a_shift_that_was_not_found_is_refused():
+    with pytest.raises(TypeError, match=r"bco_loss: delta is None; find it on the whole batch first"): bco_loss(torch.zeros(2), torch.zeros(2), torch.tensor([True, False]), delta=None)
