@@ -259,8 +259,7 @@ def _scaled(d, g, chunk):
 def _add_product(total, d_logits, h):
     "total += d_logitsᵀ·h, in the precision of `total`."
     if total.dtype == h.dtype: total.addmm_(d_logits.T, h)
-    else:
-        for some,d in pieces(max(1, 2**22//h.shape[-1]), total, d_logits.T): some += d @ h # a product of the head's size would be another head
+    else: total += d_logits.T @ h
 
 # %% ../nbs/01_logprobs.ipynb #854c91e2
 def _as_mine(tokens, support, V, group):
