@@ -7,6 +7,7 @@ __all__ = ['DEFAULT', 'KNOWN', 'peft_', 'lora_config', 'Base']
 
 # %% ../nbs/33b_adapters.ipynb #b85d7f9d
 import hashlib
+import logging
 import re
 import warnings
 from collections.abc import Iterator
@@ -32,8 +33,13 @@ DEFAULT = dict(r=16, lora_alpha=32, target_modules="all-linear")
 KNOWN = {"alpha_pattern", "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform",
          "lora_alpha", "lora_dropout", "modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_dora", "use_rslora"}
 
+def _not_a_kernel(record):
+    "Not: that a faster kernel for 4-bit weights, which nobody asked for, is not at hand."
+    return not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward")
+
 def peft_()->Any:
     "The package. ImportError names the extra."
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_not_a_kernel)       # peft loads bitsandbytes wherever it is installed
     try: import peft
     except ImportError as e: raise ImportError("lora= needs peft: pip install rlblocks[peft]") from e
     return peft

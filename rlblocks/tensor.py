@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from .cuts import EXCHANGES, Cut, Entering, cut_, exchange_, felt, followed, left_whole, plan_of, planned, terms_of, unlike
 from .head import output_layer
-from .plain import Plain, agree, mesh_of, same_weights
+from .plain import Plain, agree, fill_, mesh_of, same_weights
 
 # %% ../nbs/31d_tensor.ipynb #43d583ec
 SLAB = 1 << 22             # bytes that a rank sends at a time
@@ -157,7 +157,9 @@ class TensorParallel:
         x = x.to(self.device).contiguous()
         whole = x.new_empty([n*self.size if i == cut.axis else n for i, n in enumerate(x.shape)])
         if cut.axis == 0:
-            for block, mine in zip(whole.view(cut.blocks, -1), x.view(cut.blocks, -1), strict=True): dist.all_gather_into_tensor(block, mine, group=self.group)
+            for block, mine in zip(whole.view(cut.blocks, self.size, -1), x.view(cut.blocks, -1), strict=True):
+                block[self.rank] = mine
+                fill_(block, self.group)
             return whole
         rows = max(1, len(x)*SLAB//x.nbytes)
         for room, mine in zip(whole.split(rows), x.split(rows), strict=True):
