@@ -102,7 +102,7 @@ class Base:
         self.switches:list = []                           # layers with adapters
         self.linear = {n for n, m in trunk.named_modules() if (isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D") and m is not output_layer(trunk)}
         self.model:Any = model
-        cut = how.get("tensor_parallel", 1) > 1          # peft sees the layers as they are cut, their shapes as they were
+        cut = how.get("tensor_parallel", 1) != 1         # peft sees the layers as they are cut, their shapes as they were
         if cut and any(packed(m) for m in trunk.modules()): raise ValueError(f"lora: tensor_parallel={how['tensor_parallel']} cuts matrices, and the {type(trunk).__name__}'s are quantized; leave out one of the two")
         self.first = None if lora is None or cut else self.put(lora)
         if model is None:
