@@ -11,6 +11,7 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,12 +86,13 @@ def fake_model(
 )->Any: # the causal model, inside FakeTensorMode with weights that are nowhere
     "Build it from its configuration alone. TypeError for what is no causal language model."
     from transformers import AutoModelForCausalLM, PretrainedConfig
-    if dtype is not None and not isinstance(dtype, torch.dtype): raise TypeError(f"{who}: dtype is {dtype!r}; a torch dtype is wanted, e.g. torch.bfloat16")
+    if dtype is not None and not getattr(dtype, "is_floating_point", False): raise TypeError(f"{who}: dtype is {dtype!r}; a torch dtype of floats is wanted, e.g. torch.bfloat16")
     if not isinstance(model, (str, Path, PretrainedConfig, nn.Module)):
         raise TypeError(f"{who}: model is a {type(model).__name__}; a transformers configuration, a name or folder, or a transformers model is wanted")
     config:Any = model if isinstance(model, PretrainedConfig) else getattr(model, "config", None) if isinstance(model, nn.Module) else config_of(model, who, also=", a transformers configuration or a transformers model")
     if config is None: raise TypeError(f"{who}: {type(model).__name__} has no config; a transformers configuration, a name or folder, or a transformers model is wanted")
     came = dtype or getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    config = deepcopy(config)       # transformers writes the dtype into the one it is given: the next plan of it would be another
     try: return AutoModelForCausalLM.from_config(config, dtype=came)
     except ValueError as e: raise TypeError(f"{who}: {type(config).__name__} is the configuration of no causal language model ({str(e).splitlines()[0][:120]})") from e
 

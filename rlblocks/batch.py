@@ -82,7 +82,7 @@ class Batch:
         if self.columns and len(x) != len(self): raise ValueError(f"Batch: column {name!r} has {len(x)} rows, the batch has {len(self)}")
         if isinstance(x, Tensor) and x.dim() > 1 and name not in self.per_row and self.width not in (None, x.shape[1]):
             raise ValueError(f"Batch: column {name!r} is {list(x.shape)}, but tokens are {[len(self), self.width]}; per-token columns have the T of tokens "
-                             f"(no T−1, no response-only view); for features of a row pass per_row=[{name!r}]")
+                             f"(no T−1, no response-only view); features of a row are named when rows are made: Batch(per_row=[{name!r}], …)")
         if name in ("mask", "lengths", "unit") and self._whole: raise ValueError(f"Batch: {name!r} of a part is fixed; set it on the whole, then cut")
         check = _CHECKS.get(name)
         if check: check(self, x)
@@ -178,8 +178,10 @@ class Batch:
         """Deal the units to `n` pieces of nearly equal cost. With `shares_prompts` a piece pays once for what its rows begin with alike, so such rows go to the same piece where that makes the costliest piece cheaper.
 
         Of a model that computes every row in full, pieces dealt so are unlike: say False. The same answer on every machine, so that each can make its own piece."""
+        _check_number("cut", n)
         if costs is not None and len(costs) != len(self): raise ValueError(f"Batch.cut: costs are {len(costs)}, the batch has {len(self)} rows; one a row is wanted")
         units, each = self.unit_rows(), torch.as_tensor(self._sizes() if costs is None else costs, dtype=torch.double).cpu()
+        if (odd := ~((each >= 0) & (each < float("inf")))).any(): raise ValueError(f"Batch.cut: costs are {each[odd][0]:g} for row {int(odd.int().argmax())}; finite numbers, 0 or more, are wanted")
         alike = self._alike(each) if shares_prompts and n > 1 else None
         rows = list(zip(each.tolist(), *(x.tolist() for x in alike or ()), strict=True))
         if alike:
@@ -231,6 +233,7 @@ class Batch:
         shares_prompts:bool=True, # as for `cut`: whether a part computes a prompt once
     )->list: # `n` batches; together they hold every row once, besides fillers
         "Cut between units into `n` parts of equal tokens or cost (see `cut`), for replicas or ranks. Losses of the parts add up to the loss of the whole."
+        _check_number("parts", n)
         self._lightest()
         cuts, counted = self.cut(n, costs, shares_prompts=shares_prompts), self._like(self.columns, self.whole if self._whole or "mask" in self else None, self.filler)
         siblings = self.siblings(cuts)
@@ -244,7 +247,7 @@ class Batch:
     )->list: # at most `n` wholes (fewer when there are fewer units)
         "Shuffle and deal to `n` optimizer steps of as many units (or one fewer); each is a whole of its own. Units stay together."
         if self._whole: raise ValueError("Batch: minibatches makes optimizer steps and needs a whole; this is a part")
-        if n < 1: raise ValueError(f"Batch: minibatches({n}); at least 1 is wanted")
+        _check_number("minibatches", n)
         units = self.unit_rows()
         if not units: return [self]         # nothing to learn from: one step, which is skipped and counted
         g = torch.Generator().manual_seed(seed_of("minibatches", seed))
@@ -310,6 +313,9 @@ def widen(
     if x.shape[1] == T: return x
     return torch.cat([x, x.new_zeros(x.shape[0], T-x.shape[1], *x.shape[2:])], 1)
 
+def _check_number(what, n):
+    if not isinstance(n, Integral) or n < 1: raise ValueError(f"Batch: {what}({n!r}); a whole number, at least 1, is wanted")
+
 def _check_mask(b, mask):
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool: raise TypeError(f"Batch: mask is {_shape(mask)}; masks are Bool (mask.bool(), or mask > 0)")
     if mask.dim() != 2: raise ValueError(f"Batch: mask is {list(mask.shape)}; [B, T] is wanted")
@@ -321,20 +327,17 @@ def _check_within(mask, lengths):
     if beyond.any(): raise ValueError(f"Batch: mask is True beyond the length of row {int(beyond.int().argmax())}; padding never counts")
 
 def _check_lengths(b, lengths):
-    if not isinstance(lengths, Tensor) or lengths.dtype.is_floating_point or lengths.dim() != 1: raise TypeError(f"Batch: lengths is {_shape(lengths)}; integers [B] are wanted")
+    _whole_numbers("lengths", (1,), "integers [B]")(b, lengths)
     if b.width is not None and len(lengths) and (int(lengths.max()) > b.width or int(lengths.min()) < 0):
         raise ValueError(f"Batch: lengths reach from {int(lengths.min())} to {int(lengths.max())}, tokens are {b.width} wide")
     if "mask" in b: _check_within(b.mask, lengths)
-
-def _check_tokens(b, tokens):
-    if not isinstance(tokens, Tensor) or tokens.dtype.is_floating_point or tokens.dim() != 2: raise TypeError(f"Batch: tokens is {_shape(tokens)}; integers [B, T] are wanted")
 
 def _whole_numbers(name, axes, say):
     def check(b, x):
         if not isinstance(x, Tensor) or x.dtype.is_floating_point or x.dtype == torch.bool or x.dim() not in axes: raise TypeError(f"Batch: {name} is {_shape(x)}; {say} are wanted")
     return check
 
-_CHECKS = dict(mask=_check_mask, lengths=_check_lengths, tokens=_check_tokens, policy_version=_whole_numbers("policy_version", (1, 2), "integers [B] or [B, T]"),
+_CHECKS = dict(mask=_check_mask, lengths=_check_lengths, tokens=_whole_numbers("tokens", (2,), "integers [B, T]"), policy_version=_whole_numbers("policy_version", (1, 2), "integers [B] or [B, T]"),
                **{name: _whole_numbers(name, (1,), "integer ids [B]") for name in ("unit", "group")})
 
 # %% ../nbs/21_batch.ipynb #7b8f8949

@@ -126,9 +126,11 @@ class Buffer:
         """Put rows at the end; with `max_rows`, the oldest bundles make room and are counted as dropped.
 
         ValueError, and nothing added, when columns differ from those that wait, a group or unit is already there, or a bundle is larger than `max_rows`."""
+        if not isinstance(batch, Batch): raise TypeError(f"Buffer.add: a {type(batch).__name__} came; a Batch is wanted")
         if batch.filler: return # a copy of a row that is elsewhere, made to keep a rank busy
         layout, bundles = _layout(batch), _bundles(batch)
         for name, x in dict(keep=keep, priority=priority).items():
+            if x is not None and not isinstance(x, Tensor): raise TypeError(f"Buffer.add: {name} is a {type(x).__name__}; a tensor is wanted, torch.as_tensor({name})")
             if x is not None and x.shape != (len(batch),): raise ValueError(f"Buffer.add: {name} is {list(x.shape)}, the batch has {len(batch)} rows; one entry a row is wanted")
         if priority is not None and not bool((priority >= 0).all()): raise ValueError("Buffer.add: a priority is negative or not a number; 0 or more is wanted")
         kept = bundles if keep is None else [b for b in bundles if bool(keep[b].any())]
@@ -193,6 +195,8 @@ class Buffer:
         priority:Float[Tensor, " B"], # what they are worth now, 0 or more; a bundle gets the mean of its rows
     ):
         "Set the priorities of bundles that still wait; others are passed over."
+        for name, x in dict(ids=ids, priority=priority).items():
+            if not isinstance(x, Tensor): raise TypeError(f"Buffer.prioritise: {name} is a {type(x).__name__}; a tensor is wanted, torch.as_tensor({name})")
         if ids.shape != priority.shape or not bool((priority >= 0).all()):
             raise ValueError(f"Buffer.prioritise: ids is {list(ids.shape)}, priority is {list(priority.shape)}; as many of one as of the other, none negative or NaN")
         ids, of, count = ids.unique(return_inverse=True, return_counts=True)

@@ -17,6 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ class Checkpoint:
         whole:bool=False,      # gather what is cut over ranks: one file that any engine on any number of ranks reads
     ):
         "Check the folder now rather than after the first hour. OSError when it cannot be written."
-        if every < 1 or keep < 1: raise ValueError(f"Checkpoint: every={every}, keep={keep}; at least 1 is wanted")
+        for name, n in dict(every=every, keep=keep).items():
+            if not isinstance(n, Integral) or n < 1: raise ValueError(f"Checkpoint: {name}={n!r}; a whole number, at least 1, is wanted")
         self.path, self.every, self.keep, self.proven = None if path is None else Path(path), every, keep, set()
         self.background, self.whole = background, whole
         self.rating:float|None = None           # what the consumer said of the step it was shown
@@ -64,6 +66,7 @@ class Checkpoint:
         """Yield the steps that are left, saving between them.
 
         A finished run says so and yields nothing. ValueError when the parts are not those that were saved, or a file is not what was written."""
+        if not isinstance(steps, Integral) or steps < 0: raise ValueError(f"Checkpoint: steps={steps!r}; a whole number, 0 or more, is wanted")
         odd = [k for k, p in parts.items() if not isinstance(p, dict) and not (hasattr(p, "state_dict") and hasattr(p, "load_state_dict"))]
         if odd: raise TypeError(f"Checkpoint: {odd[0]!r} is a {type(parts[odd[0]]).__name__}; a dict, or an object with state_dict and load_state_dict, is wanted")
         start = self.restore(parts)

@@ -85,7 +85,8 @@ def check_ids(
     padding:bool,                # what stands behind a row's end is run too
     row:str="row",               # what a row is called there
 ):
-    "Before an embedding fails, on a GPU without a word: ValueError for an id that it does not have, by row and place."
+    "Before an embedding fails, on a GPU without a word: ValueError for an id that it does not have, by row and place; TypeError for a dtype that it does not read."
+    if tokens.dtype not in (torch.int64, torch.int32): raise TypeError(f"{who}: tokens are {str(tokens.dtype).removeprefix('torch.')}; an embedding reads int64 or int32 (tokens.long())")
     if n is None or not tokens.numel(): return
     least, most = (int(x) for x in tokens.aminmax())
     if least >= 0 and most < n: return

@@ -330,7 +330,7 @@ class Scorer(Trained):
         *more,         # further (batch, loss) pairs of the same step
     )->dict: # metrics
         "One optimizer step, over as many micro-batches and ranks as it takes. As `Policy.step`."
-        jobs = [(batch, loss), *more]
+        jobs = self._run.jobs_of([(batch, loss), *more])
         for b, _ in jobs: self._run.scorable(b) if self.at is None else self._marked(b)
         return self._run.step(jobs, self._read)
 

@@ -175,7 +175,7 @@ def plan(
     if device not in CHUNKS: raise ValueError(f'plan: device={device!r}; the kind of device that the run will have is wanted, "cuda" or "cpu"')
     with FakeTensorMode():
         fake, own = (fake_model(model, who="plan"), []) if lora is None else adapted_model(model, lora, who="plan")
-        if dtype is not None and not isinstance(dtype, torch.dtype): raise TypeError(f"plan: dtype is {dtype!r}; a torch dtype is wanted, e.g. torch.bfloat16")
+        if dtype is not None and not getattr(dtype, "is_floating_point", False): raise TypeError(f"plan: dtype is {dtype!r}; a torch dtype of floats is wanted, e.g. torch.bfloat16")
         dtype = dtype or (fake.dtype if fake.dtype in HALF else None)
         if lora is None: fake.requires_grad_(not frozen and quantization is None)
         if quantization is not None: pack_(fake, quantization, own)

@@ -41,7 +41,7 @@ class Rollout:
     ):
         "Load or copy the model. ValueError for an unknown engine or sampling numbers out of range."
         if engine != "hf": raise ValueError(f"Rollout: engine {engine!r} is not known here; 'hf' is")
-        if dtype is not None and not isinstance(dtype, torch.dtype): raise TypeError(f"Rollout: dtype is {dtype!r}; a torch.dtype is wanted, as in dtype=torch.bfloat16")
+        if dtype is not None and not getattr(dtype, "is_floating_point", False): raise TypeError(f"Rollout: dtype is {dtype!r}; a torch.dtype of floats is wanted, as in dtype=torch.bfloat16")
         _checked_counts("Rollout", max_tokens=max_tokens, max_rows=max_rows)
         self.max_tokens, self.max_rows = max_tokens, max_rows
         self.how = _checked_sampling("Rollout", temperature, top_p, top_k, min_p)
@@ -170,7 +170,7 @@ def _checked_sampling(who, temperature, top_p, top_k, min_p):
 
 def _stop_ids(stop, module, tokenizer, n):
     "Ids that end a row: as given, else the generation config's and the tokenizer's. An id that is never drawn would end none."
-    listed = lambda x: [] if x is None else [x] if isinstance(x, int) else list(x)
+    listed = lambda x: [] if x is None else [x] if isinstance(x, int) else x.flatten().tolist() if isinstance(x, Tensor) else list(x)
     odd = [x for x in listed(stop) if isinstance(x, bool) or not isinstance(x, Integral) or not 0 <= int(x) < (n or int(x)+1)]
     if odd: raise ValueError(f"Rollout: stop holds {odd[0]!r}; ids of the vocabulary are wanted" + (f", 0 to {n-1}" if n else "") + (", as tokenizer.convert_tokens_to_ids gives them" if isinstance(odd[0], str) else ""))
     ids = listed(getattr(getattr(module, "generation_config", None), "eos_token_id", None)) + listed(getattr(tokenizer, "eos_token_id", None)) if stop is None else listed(stop)

@@ -198,9 +198,7 @@ class Runner:
     )->dict: # metrics
         "One optimizer step on the sum of the jobs' losses: (batch, loss) pairs."
         if self.model.frozen: raise RuntimeError(f"{self.name}: this one is frozen (frozen=True) and cannot step")
-        odd = next((job for job in jobs if not (isinstance(job, tuple) and len(job) == 2 and callable(job[1]))), None)
-        if odd is not None: raise TypeError(f"{self.name}: step got {_called(odd)}; step(batch, loss) is wanted, loss(out, b) a function, and further ones as pairs: step(batch, loss, (other, its_loss))")
-        self._readable([b for b, _ in jobs])
+        jobs = self.jobs_of(jobs)
         self._alike([b for b, _ in jobs])
         shared = self._shared([b for b, _ in jobs])
         jobs = [(b._like(b.columns, b.whole, b.filler), loss) for b, loss in jobs if len(b)]
@@ -216,6 +214,15 @@ class Runner:
         metrics = {k: m.to("cpu") for k, m in metrics.items()}
         return merge(metrics, dict(loss=Mean(total.item(), share), grad_norm=Mean(norm.item()*share, share), lr=Last(self.model.optimizer.param_groups[0]["lr"]),
                                    version=Last(self.model.version), skipped=Mean(0., share)))
+
+    def jobs_of(self,
+        jobs:list, # of `step`
+    )->list: # the same
+        "TypeError for what is no (batch, loss) pair."
+        odd = next((job for job in jobs if not (isinstance(job, tuple) and len(job) == 2 and callable(job[1]))), None)
+        if odd is not None: raise TypeError(f"{self.name}: step got {_called(odd)}; step(batch, loss) is wanted, loss(out, b) a function, and further ones as pairs: step(batch, loss, (other, its_loss))")
+        self._readable([b for b, _ in jobs])
+        return jobs
 
     def _gradient(self, jobs, run, shared):
         "Add up the gradient of all micro-batches; the loss and the metrics of this rank's rows. Ranks that share the step succeed or fail together."
@@ -257,7 +264,12 @@ class Runner:
             if "tokens" not in b or "lengths" not in b: raise ValueError(f"{self.name}: the batch has no column {'lengths' if 'tokens' in b else 'tokens'!r}; tokens [B, T] and lengths (real tokens a row) are wanted")
 
     def _known(self, b):
-        "The embedding has its ids, or ValueError: found on the batch, which waits on the host, and never on the device inside a pass."
+        "The embedding has its ids, and rows were sampled in a way that can be replayed, or ValueError: found on the batch, which waits on the host, and never on the device inside a pass."
+        τ, support, n = b.columns.get("temperature"), b.columns.get("support"), self.reader.vocabulary
+        if τ is not None and not (isinstance(τ, Tensor) and τ.dim() == 1 and bool((τ >= 0).all())): raise ValueError(f"{self.name}: the column 'temperature' is {_told(τ)}; a number of 0 or more for each row is wanted, [B]")
+        if support is not None and not (isinstance(support, Tensor) and support.dim() == 3 and not support.is_floating_point()): raise ValueError(f"{self.name}: the column 'support' is {_told(support)}; ids [B, T, K] are wanted")
+        if support is not None and support.numel() and (int(support.min()) < -1 or n is not None and int(support.max()) >= n):
+            raise ValueError(f"{self.name}: the column 'support' has ids from {int(support.min())} to {int(support.max())}; {f'0 to {n-1}' if n else '0 or more'} are wanted, and -1 for an empty place")
         check_ids(self.name, b.tokens, b.lengths, self.reader.vocabulary, padding=not self.packed, row="its row" if len(b.whole.siblings if b._whole else ()) > 1 else "row")
 
     def _alike(self, batches):
@@ -281,6 +293,10 @@ class Runner:
         return got
 
 # %% ../nbs/33_runner.ipynb #e06f9721
+def _told(x):
+    "A column by its shape, and what it is made of."
+    return f"a {type(x).__name__}" if not isinstance(x, Tensor) else f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}" + (f" from {x.min():g} to {x.max():g}" if x.dim() == 1 and len(x) else "")
+
 def _called(job):
     "A job as its types."
     return f"({', '.join(type(x).__name__ for x in job)})" if isinstance(job, tuple) else f"a {type(job).__name__}"
@@ -297,6 +313,7 @@ def _sampling(part, rows, cols, name):
 
 def _columns(measure, part, rows, cols, name):
     "What a measure has to know besides the logits: the columns that its further parameters are called by, at places of a part; of a row's column, that row's."
+    if not callable(measure): raise TypeError(f"{name}: measure is a {type(measure).__name__}; a function of logits [m, V] is wanted")
     try: params = list(inspect.signature(measure).parameters.values())[1:]
     except ValueError: return []         # a builtin: it takes logits
     wanted = [p.name for p in params if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

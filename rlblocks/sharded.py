@@ -7,7 +7,7 @@ __all__ = ['ENGINES', 'ShardedModel', 'frozen_copy']
 
 # %% ../nbs/31_sharded.ipynb #2aefe092
 from collections.abc import Callable, Iterator
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -47,9 +47,10 @@ class ShardedModel:
         ValueError for what an engine or this world cannot do, TypeError when checkpointing is asked of a module that has none, ImportError for a package that is missing."""
         if engine not in ENGINES and not callable(engine): raise ValueError(f"ShardedModel: engine {engine!r} is not known here; {', '.join(map(repr, ENGINES))} are")
         if offload and engine is None: raise ValueError(f'ShardedModel: offload={offload!r} needs an engine, "fsdp2" or "zero1", "zero2", "zero3"')
-        if dtype is not None and not isinstance(dtype, torch.dtype): raise TypeError(f"ShardedModel: dtype is {dtype!r}; a torch.dtype is wanted, as in dtype=torch.bfloat16")
+        if dtype is not None and not getattr(dtype, "is_floating_point", False): raise TypeError(f"ShardedModel: dtype is {dtype!r}; a torch.dtype of floats is wanted, as in dtype=torch.bfloat16")
         if (offload == "nvme") != (nvme is not None): raise ValueError(f'ShardedModel: offload={offload!r} with nvme={nvme!r}; offload="nvme" needs nvme="/folder/on/a/fast/disk", and nothing else does')
-        _checked_training(dict(lr=lr, weight_decay=weight_decay, max_norm=max_norm), dict(schedule=schedule, optimizer=optimizer))
+        _checked_training(dict(lr=lr, weight_decay=weight_decay, max_norm=max_norm), dict(schedule=schedule, optimizer=optimizer), dict(sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel))
+        if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(isinstance(x, Real) and 0 <= float(x) < 1 for x in betas)): raise ValueError(f"ShardedModel: betas={betas!r}; two numbers from 0 to below 1 are wanted, as (0.9, 0.999)")
         self.device = device_of(device, "ShardedModel")
         self.mesh = mesh_of(self.device, sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
         self.shares = sequence_parallel*tensor_parallel
@@ -194,12 +195,14 @@ class ShardedModel:
 
 ENGINES = (None, "fsdp2", "zero1", "zero2", "zero3")
 
-def _checked_training(numbers, makers):
+def _checked_training(numbers, makers, counts):
     "What an optimizer would take, or refuse in words of its own."
     for name, x in numbers.items():
         if x is None and name == "max_norm": continue
         if isinstance(x, bool) or not isinstance(x, Real) or not (float(x) > 0 if name == "max_norm" else 0 <= float(x) < float("inf")):
             raise ValueError(f"ShardedModel: {name}={x!r}; a number {'above 0, or None' if name == 'max_norm' else 'of 0 or more'} is wanted" + (", and this is text (YAML reads 1e-6 so: write 1.0e-6)" if isinstance(x, str) else ""))
+    for name, n in counts.items():
+        if isinstance(n, bool) or not isinstance(n, Integral): raise ValueError(f"ShardedModel: {name}={n!r}; a whole number of ranks is wanted")
     for name, f in makers.items():
         if f is not None and not callable(f): raise TypeError(f"ShardedModel: {name} is {f!r}; a function is wanted, one of rlblocks.optim: {'cosine(…), wsd(…)' if name == 'schedule' else 'lambda ps: muon(ps, lr=…)'}")
 

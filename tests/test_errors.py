@@ -9,7 +9,7 @@ import torch
 from test_floors import FLOORS, MODULES
 
 import rlblocks as rl
-from rlblocks import Batch, Critic, Policy, Rollout, Scorer, plan, plan_rollout
+from rlblocks import Batch, Buffer, Checkpoint, Critic, Policy, Rollout, Scorer, plan, plan_rollout
 from rlblocks.planning import REMEDIES
 
 x, row = torch.zeros(3, 4), torch.zeros(3)
@@ -67,7 +67,12 @@ BAD = [   # (what a user does, words of the message)
     (lambda: batch(mask=chosen.long()), "Batch: mask is [3, 4] int64; masks are Bool"), (lambda: batch(mask=mask), "mask is True in column 0 of row 0; nothing predicts the first token"),
     (lambda: batch(lengths=torch.tensor([9, 2, 3])), "Batch: lengths reach from 2 to 9, tokens are 4 wide"), (lambda: batch(lengths=torch.tensor([-1, 2, 3])), "Batch: lengths reach from -1 to 3"),
     (lambda: batch(tokens=x), "Batch: tokens is [3, 4] float32; integers [B, T] are wanted"), (lambda: batch(values=x[:, 1:]), "per-token columns have the T of tokens"),
-    (lambda: batch().advantages, "Batch: no column 'advantages'; there are tokens"), (lambda: batch().minibatches(0), "Batch: minibatches(0); at least 1 is wanted"),
+    (lambda: batch().advantages, "Batch: no column 'advantages'; there are tokens"), (lambda: batch().minibatches(0), "Batch: minibatches(0); a whole number, at least 1, is wanted"),
+    (lambda: batch().parts(0), "Batch: parts(0); a whole number, at least 1"), (lambda: batch().parts("2"), "Batch: parts('2'); a whole number"), (lambda: batch().minibatches(2.5), "Batch: minibatches(2.5); a whole number"),
+    (lambda: batch().cut(2, [1., -2., 1.]), "Batch.cut: costs are -2 for row 1; finite numbers, 0 or more"), (lambda: batch().cut(2, [1., float("nan"), 1.]), "Batch.cut: costs are nan for row 1"),
+    (lambda: batch(tokens=mask), "Batch: tokens is [3, 4] bool; integers [B, T] are wanted"), (lambda: batch(lengths=mask[:, 0]), "Batch: lengths is [3] bool; integers [B] are wanted"),
+    (lambda: batch(features=x[:, 1:]), "features of a row are named when rows are made: Batch(per_row=['features'], …)"), (lambda: Buffer().add({}), "Buffer.add: a dict came; a Batch is wanted"),
+    (lambda: Buffer().add(batch(), keep=[True]*3), "Buffer.add: keep is a list; a tensor is wanted"), (lambda: Buffer().prioritise([1], row), "Buffer.prioritise: ids is a list; a tensor is wanted"),
     (lambda: batch()[:0].parts(2), "a batch without rows cannot be cut in parts"), (lambda: Batch.cat([]), "Batch.cat: nothing to join"),
     (lambda: Batch.cat([{}]), "Batch.cat: there is a dict among what shall be joined; batches are wanted"),
     (lambda: rl.merge(dict(a=1.)), "merge: 'a' is a float; wrap it in Mean, Max or Last"), (lambda: rl.Mean(row), "Mean: total is [3]; a metric holds one number"), (lambda: rl.seed_of({}), "seed_of: cannot hash a dict"),
@@ -286,3 +291,62 @@ def test_a_row_beyond_the_budget_names_the_wrappers_budget():
         with pytest.raises(ValueError, match=rf"^{make.__name__}: row 1 takes 5 tokens and 1 rows, the limits are micro_tokens=4; raise the limit"): getattr(make(tiny.model(), micro_tokens=4, device="cpu"), verb)(b[[0, 1]])
     b["unit"] = torch.tensor([0, 0, 1, 1])
     with pytest.raises(ValueError, match=r"^Policy: unit 0 \(rows 0, 1\) takes 10 tokens and 2 rows, the limits are micro_tokens=8192 and micro_rows=1"): Policy(tiny.model(), micro_rows=1, pack=False, device="cpu").logprobs(b)
+
+
+# -- what a hostile user gives to wrappers
+
+def now(name, x):
+    b = of_ids(3, (0, 1))
+    b[name] = x
+    return b
+
+
+def policy(**how): return Policy(tiny.model(), device="cpu", **how)
+def engine(**how): return Rollout(tiny.model(), **dict(device="cpu", max_tokens=2) | how)
+def loss(out, b): return out.logprobs.sum()/b.n_tokens, {}
+
+
+HOSTILE = [
+    (lambda: policy().logprobs([1, 2]), "Policy: the batch is a list; a Batch is wanted"), (lambda: policy().logprobs(now("mask", of_ids(3, (0, 1)).mask).drop("tokens")), "Policy: the batch has no column 'tokens'"),
+    (lambda: policy().logprobs(now("tokens", of_ids(3, (0, 1)).tokens.short())), "Policy: tokens are int16; an embedding reads int64 or int32 (tokens.long())"),
+    (lambda: policy().logprobs(now("temperature", torch.full((4,), -1.))), "Policy: the column 'temperature' is [4] float32 from -1 to -1; a number of 0 or more for each row is wanted"),
+    (lambda: policy().logprobs(now("temperature", torch.full((4,), torch.nan))), "from nan to nan; a number of 0 or more"), (lambda: policy().step(now("temperature", torch.ones(4, 8)), loss), "'temperature' is [4, 8] float32; a number"),
+    (lambda: policy().logprobs(now("temperature", ["1"]*4)), "'temperature' is a list; a number"), (lambda: policy().logprobs(now("support", torch.full((4, 8, 2), 32))), "'support' has ids from 32 to 32; 0 to 31 are wanted, and -1 for an empty place"),
+    (lambda: policy().step(now("support", torch.full((4, 8, 2), -5)), loss), "'support' has ids from -5 to -5"), (lambda: policy().logprobs(now("support", torch.zeros(4, 8, dtype=torch.long))), "'support' is [4, 8] int64; ids [B, T, K] are wanted"),
+    (lambda: policy().step(of_ids(3, (0, 1)), None), "Policy: step got (Batch, NoneType); step(batch, loss) is wanted"), (lambda: policy().step(of_ids(3, (0, 1)), loss, of_ids(3, (0, 1)), loss), "Policy: step got a Batch; step(batch, loss) is wanted"),
+    (lambda: Scorer(tiny.model(), device="cpu").step(of_ids(3, (0, 1)), loss, loss), "Scorer: step got a function"), (lambda: Scorer(tiny.model(), device="cpu").step({}, loss), "Scorer: the batch is a dict"),
+    (lambda: policy().measure(of_ids(3, (0, 1)), 3), "Policy: measure is a int; a function of logits"), (lambda: policy(lr="1e-6"), "lr='1e-6'; a number of 0 or more is wanted, and this is text (YAML reads 1e-6 so: write 1.0e-6)"), (lambda: policy(lr=-1.), "lr=-1.0; a number"),
+    (lambda: policy(lr=float("nan")), "lr=nan"), (lambda: policy(max_norm=0), "max_norm=0; a number above 0, or None"), (lambda: policy(weight_decay=-1), "weight_decay=-1"), (lambda: policy(betas=.9), "betas=0.9; two numbers"), (lambda: policy(betas=(.9, 1.)), "betas=(0.9, 1.0)"),
+    (lambda: policy(schedule="cosine"), "schedule is 'cosine'; a function is wanted"), (lambda: policy(optimizer="adamw"), "optimizer is 'adamw'; a function is wanted"), (lambda: policy(dtype=torch.long), "dtype is torch.int64; a torch.dtype of floats is wanted"),
+    (lambda: policy(sequence_parallel="2"), "sequence_parallel='2'; a whole number of ranks"), (lambda: policy(micro_tokens=0), "Policy: micro_tokens=0; a whole number, at least 1"), (lambda: policy(micro_rows="8"), "Policy: micro_rows='8'"),
+    (lambda: Policy(tiny.model(), device="gpu"), "device='gpu'; \"cpu\", \"cuda\" or \"cuda:1\" is wanted"), (lambda: policy(tokenizer="gpt2"), "tokenizer is 'gpt2'; the tokenizer itself is wanted: AutoTokenizer.from_pretrained('gpt2')"),
+    (lambda: policy(attention="eager"), "attention='eager' is chosen while a name or folder is loaded"), (lambda: policy(offloat="cpu"), "Policy: there is no argument 'offloat'; is 'offload' meant?"),
+    (lambda: Scorer(tiny.model(), outputs=0, device="cpu"), "Scorer: outputs=0; the number of scores"), (lambda: Scorer(tiny.model(), outputs="good", device="cpu"), "Scorer: outputs='good'"),
+    (lambda: Scorer(tiny.model(), at="s", device="cpu").scores(now("s", of_ids(3, (0, 1)).mask.float())), "Scorer: column 's' is [4, 8] torch.float32; Bool [B, T] is wanted"), (lambda: Scorer(tiny.model(), at="s", device="cpu").scores(now("s", [1]*4)), "Scorer: column 's' is a list"),
+    (lambda: Scorer(tiny.model(), at="s", device="cpu").scores(now("s", torch.ones(4, 8, dtype=torch.bool))), "column 's' marks a token behind the end of row 0"),
+    (lambda: engine(device="cuda:99"), "Rollout: device='cuda:99', and torch sees"), (lambda: engine(dtype="bf16"), "Rollout: dtype is 'bf16'"), (lambda: engine(dtype=torch.int8), "Rollout: dtype is torch.int8; a torch.dtype of floats"), (lambda: engine(max_tokens=0), "Rollout: max_tokens=0"),
+    (lambda: engine(max_rows=0), "Rollout: max_rows=0"), (lambda: engine(top_k=5.), "Rollout: top_k is 5.0; a whole number"), (lambda: engine(top_p="0.9"), "Rollout: top_p is '0.9'; a number"), (lambda: engine(tokenizer="gpt2"), "tokenizer is 'gpt2'"),
+    (lambda: engine(stop="</s>"), "Rollout: stop holds '<'; ids of the vocabulary are wanted, 0 to 31, as tokenizer.convert_tokens_to_ids gives them"), (lambda: engine(stop=[1, 99]), "Rollout: stop holds 99; ids of the vocabulary are wanted, 0 to 31"),
+    (lambda: engine().generate(tiny.prompts(), group_size=2.5), "generate: group_size=2.5; a whole number"), (lambda: engine().generate(tiny.prompts(), max_tokens="3"), "generate: max_tokens='3'"), (lambda: engine().generate(tiny.prompts(), temperature="hot"), "generate: temperature is 'hot'; a number"),
+    (lambda: engine().generate(tiny.prompts(), temperature=-1), "generate: temperature is -1"), (lambda: engine().generate(tiny.prompts().drop("tokens")), "generate: the prompts have no column 'tokens'"), (lambda: engine().load(policy()), "load: a Policy came; a ticket is wanted, as policy.weights() gives it"),
+    (lambda: list(Checkpoint()("3")), "Checkpoint: steps='3'; a whole number, 0 or more"), (lambda: list(Checkpoint()(-3)), "Checkpoint: steps=-3"), (lambda: Checkpoint(every=2.5), "Checkpoint: every=2.5; a whole number, at least 1"), (lambda: Checkpoint(keep="2"), "Checkpoint: keep='2'"),
+]
+
+
+@pytest.mark.parametrize("call, words", HOSTILE, ids=[words[:60] for _, words in HOSTILE])
+def test_a_hostile_user_is_told_as_well(call, words):
+    with pytest.raises((ValueError, TypeError), match=re.escape(words)): call()
+
+
+def test_a_refused_load_leaves_the_engine_as_it_was():
+    r = engine()
+    with pytest.raises(TypeError): r.load(None)
+    assert len(r.generate(tiny.prompts())) == 3 and engine(stop=torch.tensor([1, 2])).stop.tolist() == [1, 2]
+
+
+def test_a_plan_leaves_the_configuration_as_it_came():
+    "transformers writes the dtype of a model into the configuration it is made of."
+    config = tiny.model().config
+    before, first = config.to_dict(), plan_rollout(config, rows=2, tokens=8)
+    plan_rollout(config, rows=2, tokens=8, dtype=torch.bfloat16)
+    assert config.to_dict() == before and plan_rollout(config, rows=2, tokens=8).bytes() == first.bytes()
