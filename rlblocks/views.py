@@ -85,7 +85,7 @@ class Adapted:
     ):
         "Restore them. ValueError for an adapter of another base."
         if state.get("base") != self.base.mark:
-            raise ValueError(f"load_state_dict: the state is {'of an adapter on another base' if 'base' in state else 'that of a whole model'}, not of an adapter on this one ({self.base.name or type(self.base.trunk).__name__})")
+            raise ValueError(f"load_state_dict: the state is of an adapter on another base, not on this one ({self.base.name or type(self.base.trunk).__name__})")
         if "lora" in state and self.name is not None:
             odd = [(k, x, mine[k]) for mine in [_settings(self.base.configs[self.name])] for k, x in state["lora"].items() if k in _SCALES and x != mine[k]]
             if odd: raise ValueError("load_state_dict: the adapter was trained with {}={}, and this one has {}: its weights would count for more or less than they did".format(*odd[0]))
