@@ -258,7 +258,7 @@ def _scaled(d, g, chunk):
 
 def _add_product(total, d_logits, h):
     "total += d_logitsᵀ·h, in the precision of `total`."
-    if total.dtype == h.dtype: total.addmm_(d_logits.T, h)
+    if total.dtype == h.dtype: torch.addmm(total, d_logits.T, h, out=total) # not addmm_, which counters of operations overlook
     else: total += d_logits.T @ h
 
 # %% ../nbs/01_logprobs.ipynb #854c91e2
