@@ -167,7 +167,7 @@ def kind(name, moments, folder, seed=0, *, ranks, engine=None, background=False,
         for r in victims:
             try: os.kill(pids[r], signal.SIGKILL)
             except ProcessLookupError: pass
-        ended = finished(pids, 240)       # longer than the pool waits for a peer that died before they met: torch tries twice to connect, 60 s each, and waits between
+        ended = finished(pids, 240)       # longer than a rank waits for a peer that died before they met: torch takes more than twice its timeout of 60 s to give up connecting
         before, drafts = read(shown), len(list(run.glob(".draft-*")))
         again, _ = whole_run(resume or ranks, run, f"{shown}.again", engine, background)
         rows = before + again

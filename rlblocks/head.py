@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from jaxtyping import Float, Int
 
 from .cuts import copied, joined
-from .logprobs import entropy as entropy_of, gather_logprobs, linear_logprobs, linear_measured
+from .logprobs import CHUNKS, entropy as entropy_of, gather_logprobs, linear_logprobs, linear_measured
 from .masked import promoted
 from .passes import asked, pieces
 
@@ -175,7 +175,7 @@ def head_measured(
     known = matrix_of(layer)
     if known is not None and _over(layer) is None: return linear_measured(*_as_linear(known, hidden, bend, how), measure, *columns, chunk=chunk, **how)
     def read(h, τ, only, *cols): return asked(measure, sampled_from(_logits(layer, h, bend), τ, only), cols)
-    chunk = chunk or (256 if hidden.device.type == "cpu" else 1024)
+    chunk = chunk or CHUNKS.get(hidden.device.type, CHUNKS["cuda"])
     return torch.cat([checkpoint(read, *piece, use_reentrant=False) for piece in pieces(chunk, hidden, temperature, support, *columns)])
 
 # %% ../nbs/32_head.ipynb #64877498

@@ -153,7 +153,7 @@ def _chunk(caller, hidden, softcap, chunk):
     "Positions at a time. ValueError for what no head has."
     if chunk is not None and chunk < 1: raise ValueError(f"{caller}: chunk is {chunk}; it counts positions, 1 or more")
     if softcap is not None and not softcap > 0: raise ValueError(f"{caller}: softcap is {softcap}; it is the largest size of a logit and must be positive")
-    return chunk or (256 if hidden.device.type == "cpu" else 1024)
+    return chunk or CHUNKS.get(hidden.device.type, CHUNKS["cuda"])
 
 def _cast(caller, *floats):
     "What enters the products, under autocast in its precision: the backward pass runs outside of it, so this happens here, once. ValueError when one is of another precision."
@@ -163,6 +163,9 @@ def _cast(caller, *floats):
     kinds = {str(x.dtype).removeprefix("torch.") for x in floats if x is not None}
     if len(kinds) > 1: raise ValueError(f"{caller}: hidden is {hidden.dtype}, weight is {weight.dtype}, with bias and adapter {' and '.join(sorted(kinds))}; they are multiplied, so cast them to one, or call it under torch.autocast")
     return list(floats)
+
+# %% ../nbs/01_logprobs.ipynb #cb07cbd3
+CHUNKS = dict(cuda=1024, cpu=256) # positions whose logits exist at one time, if nobody says
 
 # %% ../nbs/01_logprobs.ipynb #bd0ceb15
 class _LinearLogprobs(torch.autograd.Function):

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .appetites import CHUNKS, Live, adapted_model, appetite, fake_model, pack_
+from .appetites import Live, adapted_model, appetite, fake_model, pack_
 from .cuts import cut_of, followed, plan_of
 from .fsdp import layers_of
 from .head import output_layer
 from .heads import linear_head
+from .logprobs import CHUNKS
 from .plain import HALF, checkpoint_layers_, promote_
 from .sharded import ENGINES, frozen_copy
 

@@ -162,7 +162,7 @@ def one_rank(rank, world, port, engine, folder):
     torch.save(dict(found=found, times=times, rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10), folder/f"{rank}.pt")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)         # all is checked and written; gloo's threads abort now and then when peers take their connections down at different times
+    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/41_spmd, Leaving)
 
 
 def whole_weights(m): return {k: x for bucket in m._run.model.iter_full_params() for k, x in bucket.items()}
@@ -297,20 +297,25 @@ def saved(engine, world, rank, folder):
     assert not info["missing_keys"] and reward.num_labels == 1
 
 
-def peak(engine, world, rank, folder):
-    "LAWS 22: beside the shards an export holds one bucket and one tensor."
+def export_extra(sharded, bucket_bytes):
+    "MiB that an export holds beside the shards at its highest. The least of three: other threads of the process come on top, now and then."
     ctypes.CDLL(None).mallopt(-3, 1 << 16)          # M_MMAP_THRESHOLD: what is freed leaves the resident set at once
-    torch.manual_seed(0)
-    m = ShardedModel(nn.Sequential(*[nn.Linear(1500, 1401, bias=False) for _ in range(12)]), engine=engine, device="cpu", optimizer=lambda ps: torch.optim.SGD(ps, lr=.1))
-    mb = 1500*1401*4/2**20          # 8.0 MiB each, 1401 rows do not divide by 2 or 4
-    for bucket in m.iter_full_params(1 << 20): del bucket       # the collectives' own buffers are there by now
+    for bucket in sharded.iter_full_params(1 << 20): del bucket       # the collectives' own buffers are there by now
     gc.collect()
     def once():
         open("/proc/self/clear_refs", "w").write("5")
         before = memory("VmRSS")
-        for bucket in m.iter_full_params(3*1500*1401*4): del bucket
+        for bucket in sharded.iter_full_params(bucket_bytes): del bucket
         return memory("VmHWM") - before
-    extra = min(once() for _ in range(3))           # other threads of the process come on top, now and then
+    return min(once() for _ in range(3))
+
+
+def peak(engine, world, rank, folder):
+    "LAWS 22: beside the shards an export holds one bucket and one tensor."
+    torch.manual_seed(0)
+    m = ShardedModel(nn.Sequential(*[nn.Linear(1500, 1401, bias=False) for _ in range(12)]), engine=engine, device="cpu", optimizer=lambda ps: torch.optim.SGD(ps, lr=.1))
+    mb = 1500*1401*4/2**20          # 8.0 MiB each, 1401 rows do not divide by 2 or 4
+    extra = export_extra(m, 3*1500*1401*4)
     print(f"peak {engine} {world} {rank}: {extra:.1f} MiB")         # half a tensor is left to what the resident set holds besides: a second copy would be a whole one
     assert extra < 3*mb + mb + mb/2, f"{extra:.1f} MiB beside the shards; a bucket is {3*mb:.1f}, a tensor {mb:.1f}"
 

@@ -58,7 +58,7 @@ def one_rank(rank, world, port, folder):
             found[engine, name] = metrics, weights(policy)
     torch.save(found, folder/f"{rank}.pt")
     dist.barrier()
-    os._exit(0)         # gloo's threads abort now and then when peers take their connections down at different times
+    os._exit(0)         # a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/41_spmd, Leaving)
 
 
 @pytest.mark.parametrize("world", [2])

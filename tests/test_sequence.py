@@ -58,7 +58,7 @@ def one_rank(rank, world, port, folder):
     torch.save(found, folder/f"{rank}.pt")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)         # all is checked and written; gloo's threads abort now and then when peers take their connections down at different times
+    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/41_spmd, Leaving)
 
 
 def have_deepspeed():

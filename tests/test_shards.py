@@ -100,7 +100,7 @@ def one_rank(rank, world, port, jobs, folder):
     found = [job(world, rank, folder) for job in jobs]
     if rank == 0: torch.save(found, folder/"found.pt")
     dist.barrier()
-    os._exit(0)         # all is checked and written; gloo's threads abort now and then when peers take their connections down at different times
+    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/41_spmd, Leaving)
 
 
 def launch(world, jobs, folder):
