@@ -198,6 +198,7 @@ def cases(engines=("none", "fsdp2", "zero1", "zero2", "zero3"), worlds=(1, 2)):
         for world in worlds if engine != "none" else [1]:
             for more in ({}, half) if engine != "none" else ({},): yield f"{engine} on {world}" + (", bf16" if more else ""), None if engine == "none" else engine, world, more
     yield "tensor parallel on 2", None, 2, dict(tensor_parallel=2)
+    yield "tensor parallel on 2, LoRA", None, 2, dict(tensor_parallel=2, lora=dict(r=16))
     lora = dict(lora=dict(r=16))
     yield "LoRA", None, 1, lora
     yield "LoRA, bf16 base", None, 1, lora | dict(base=torch.bfloat16)

@@ -23,6 +23,7 @@ from .heads import linear_head
 from .logprobs import CHUNKS
 from .plain import HALF, checkpoint_layers_, promote_
 from .sharded import ENGINES, frozen_copy
+from .tensor import adapted_layers, adapter_share_, _bare
 
 # %% ../nbs/45_planning.ipynb #6eaf5417
 STAYS = ("weights", "gradients", "states")                # between calls; the rest is there while a call runs
@@ -134,7 +135,7 @@ def _checked_plan(engine, offload, frozen, low_precision, lora, quantization, co
     sp, tp = counts["sequence_parallel"], counts["tensor_parallel"]
     if counts["devices"] % (sp*tp): raise ValueError(f"plan: sequence_parallel={sp}, tensor_parallel={tp} want a multiple of {sp*tp} devices; there are {counts['devices']}")
     if tp > 1 and engine not in (None, "fsdp2"): raise ValueError(f'plan: tensor_parallel={tp}: engine={engine!r} does not go with it; None and "fsdp2" do')
-    if tp > 1 and (lora is not None or quantization is not None): raise ValueError(f'plan: tensor_parallel={tp} takes no adapters and no quantized weights; engine="fsdp2" cuts a frozen base under adapters')
+    if tp > 1 and quantization is not None: raise ValueError(f"plan: tensor_parallel={tp} cuts matrices, and these are quantized; leave out one of the two")
     if counts["row"] > counts["micro_tokens"]: raise ValueError(f"plan: a row of {counts['row']} tokens does not fit micro_tokens={counts['micro_tokens']}; raise it, or lower row")
     if offload not in (None, "cpu", "nvme") or (offload == "nvme" and engine != "zero3"): raise ValueError(f'plan: offload={offload!r} with engine={engine!r}; "cpu" is there, and "nvme" with "zero3"')
     if offload and engine is None: raise ValueError(f'plan: offload={offload!r} needs an engine, "fsdp2" or "zero1", "zero2", "zero3"')
@@ -183,8 +184,9 @@ def plan(
         if not frozen and not low_precision and lora is None: promote_(fake)
         if checkpointing: checkpoint_layers_(fake)
         layer = output_layer(fake)
-        if not lm_head: fake = fake.base_model
-        if tensor_parallel > 1: _pieces_(fake, tensor_parallel, expert_parallel)
+        plain = fake if lora is None else fake_model(model, who="plan")
+        if not lm_head: fake, plain = fake.base_model, plain.base_model
+        if tensor_parallel > 1: _pieces_(fake, followed(plain, plan_of(plain, expert_parallel=expert_parallel), tensor_parallel), tensor_parallel)
         head = linear_head(fake, layer.weight.shape[1]) if value_head else None
         for p in (*own, *(head.parameters() if head is not None else ())): p.requires_grad_(not frozen)
         held = "fsdp2" if frozen and engine == "zero3" else None if frozen_copy(engine, frozen or lora is not None) else engine
@@ -209,15 +211,17 @@ def plan(
 
 def _sums(a, b): return {k: a[k] + b[k] for k in a}
 
-def _pieces_(fake, size, expert_parallel):
-    "Leave one device's pieces of the layers, as `TensorParallel` cuts them."
-    styles, pieces = followed(fake, plan_of(fake, expert_parallel=expert_parallel), size), {}
-    for name, layer in fake.named_modules():
+def _pieces_(fake, styles, size):
+    "Leave one device's pieces of the layers, as `TensorParallel` cuts them, and its share of an adapter's work."
+    pieces, cuts = {}, {}
+    for at, layer in fake.named_modules():
         for leaf, p in layer._parameters.items():
-            cut = cut_of(styles.get(f"{name}.{leaf}", styles.get(name, "")), leaf, p.dim()) if p is not None else None
+            name = _bare(f"{at}.{leaf}")
+            cut = cut_of(styles.get(name, styles.get(name.rpartition(".")[0], "")), leaf, p.dim()) if p is not None else None
             if p is None or cut is None: continue
             if p not in pieces: pieces[p] = torch.nn.Parameter(cut.take(p.detach(), 0, size), requires_grad=p.requires_grad)
-            layer._parameters[leaf] = pieces[p]
+            layer._parameters[leaf], cuts[name] = pieces[p], cut
+    for at, layer in adapted_layers(fake, "default", cuts, size).items(): adapter_share_(layer, "default", cuts[f"{at}.weight"], 0, size)
 
 def plan_rollout(
     model,               # as for `plan`

@@ -104,6 +104,11 @@ def test_ranks_that_share_a_layer_or_a_line():
     assert line["weights"] == one["weights"] and abs(line["activations"] - one["activations"]/2) < .1*one["activations"]
     cut = plan(TINY, **SMALL, devices=4, tensor_parallel=2, engine="fsdp2").bytes()
     assert abs(cut["states"] - tensor["states"]/2) < .01*tensor["states"]
+    for how in ({}, dict(value_head=True, lm_head=False)):
+        lora = [plan(TINY, **SMALL, **how, lora=dict(r=4), devices=n, **more).bytes() for n, more in ((1, {}), (2, dict(tensor_parallel=2)))]
+        assert lora[1]["states"] == lora[0]["states"] and lora[1]["gradients"] == lora[0]["gradients"]       # A and B are whole on every rank …
+        base = [x["weights"] - x["gradients"] - whole - fake_buffers for x in lora]                          # … and the weights below are cut
+        assert base[1] == base[0]/2 and lora[1]["activations"] < lora[0]["activations"]
 
 
 def test_offload_names_the_host():
@@ -168,7 +173,8 @@ REFUSED = [   # (what is wrong, words of the message)
     (dict(quantization="4bit", lora=dict(r=4), engine="fsdp2"), "not sharded here; leave out engine"), (dict(quantization="3bit", frozen=True), "'3bit' is not known here; \"4bit\""),
     (dict(quantization="4bit", lora=dict(r=4, use_dora=True)), "leave out use_dora"), (dict(lora=dict(r=4), low_precision=True), "adapters are kept in fp32"),
     (dict(lm_head=False), "a Critic or a Scorer is value_head=True, lm_head=False"), (dict(devices=3, sequence_parallel=2), "want a multiple of 2 devices; there are 3"),
-    (dict(devices=2, tensor_parallel=2, engine="zero3"), 'None and "fsdp2" do'), (dict(devices=2, tensor_parallel=2, lora=dict(r=4)), "takes no adapters"),
+    (dict(devices=2, tensor_parallel=2, engine="zero3"), 'None and "fsdp2" do'), (dict(devices=2, tensor_parallel=2, lora=dict(r=4), quantization="4bit"), "cuts matrices, and these are quantized"),
+    (dict(devices=2, tensor_parallel=2, lora=dict(r=4, target_modules=["lm_head"])), "gives logits, which are read of its matrix alone"), (dict(devices=8, tensor_parallel=8, lora=dict(r=4)), "cannot share evenly"),
     (dict(devices=8, tensor_parallel=8), "cannot share evenly"), (dict(memory="80 gigs"), '"80GB" (10⁹ bytes) or "80GiB" (2³⁰)'), (dict(memory=80), "memory=80; the bytes"), (dict(memory=True), "memory=True"),
     (dict(memory=float("nan")), "memory=nan"), (dict(dtype="bf16"), "dtype is 'bf16'; a torch dtype"),
 ]
@@ -177,7 +183,7 @@ REFUSED = [   # (what is wrong, words of the message)
 @pytest.mark.parametrize("how, words", REFUSED, ids=lambda x: str(x)[:40])
 def test_refusals(how, words):
     with pytest.raises((ValueError, TypeError), match=re.escape(words)) as e: plan(TINY, **SMALL | how)
-    assert str(e.value).startswith(("plan: ", "tensor_parallel="))
+    assert str(e.value).startswith(("plan: ", "tensor_parallel=", "lora: "))
 
 
 @pytest.mark.parametrize("model, words", [(7, "model is a int; a transformers configuration"), (torch.nn.Linear(2, 2), "Linear has no config"), (ViTConfig(), "ViTConfig is the configuration of no causal language model")], ids=str)
