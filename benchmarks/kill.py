@@ -6,9 +6,11 @@ python benchmarks/kill.py --moments 5 --out FOLDER
 A run is a GRPO loop on a tiny network: prompts whose epoch ends inside it, minibatches, a buffer that is never empty, a coefficient that lives across steps, and
 twelve megabytes of ballast, so that a good part of the time goes to saving. It saves after every step. Processes are forked from this one, which has the libraries loaded
 but has computed nothing, so that a run takes a second and not ten. Each moment is a run of its own: killed (all of its ranks, or one, and then the others must
-leave by themselves), then resumed in the same folder to the end. The moment is any time after a random number of rows, and for every third run the middle of the next save.
+leave by themselves), then resumed in the same folder to the end. The moment is after a random number of rows and up to a row's time later, or, in every third run, in the middle of the next save;
+one of the runs is killed before its first row and one after its last. A run that was over before it could be killed does not count and is made again.
 """
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -16,6 +18,7 @@ import random
 import shutil
 import signal
 import socket
+import statistics
 import tempfile
 import time
 import traceback
@@ -31,7 +34,7 @@ from rlblocks import Buffer, Checkpoint, Policy, Prompts, Rollout, SpmdPool, ada
 from rlblocks.weights import checksum
 
 ROWS = [dict(prompt=f"{i}{i}", answer=str(i % 7)) for i in range(10)]
-KINDS = dict(one=dict(ranks=1), background=dict(ranks=1, background=True), two=dict(ranks=2), fsdp2=dict(ranks=2, engine="fsdp2"),
+KINDS = dict(one=dict(ranks=1), background=dict(ranks=1, background=True), two=dict(ranks=2), fsdp2=dict(ranks=2, engine="fsdp2"), fsdp2_on_four=dict(ranks=4, engine="fsdp2"),
              fsdp2_background=dict(ranks=2, engine="fsdp2", background=True), fsdp2_to_one=dict(ranks=2, engine="fsdp2", resume=1), fsdp2_to_two=dict(ranks=1, engine="fsdp2", resume=2),
              zero1=dict(ranks=2, engine="zero1"), zero2=dict(ranks=2, engine="zero2"), zero3=dict(ranks=2, engine="zero3"), zero3_background=dict(ranks=2, engine="zero3", background=True),
              zero1_to_one=dict(ranks=2, engine="zero1", resume=1), zero2_to_two=dict(ranks=1, engine="zero2", resume=2), zero3_to_one=dict(ranks=2, engine="zero3", resume=1))
@@ -88,7 +91,7 @@ def one_rank(rank, ranks, port, folder, shown, engine, background):
     torch.set_num_threads(1)
     with SpmdPool(timeout=60., grace=1.) as pool, open(shown, "a") as f:
         for row in pool.watch(loop(pool, engine=engine, checkpoint=Checkpoint(folder, every=1, background=background))):
-            f.write(json.dumps(row) + "\n")
+            f.write(json.dumps(row | dict(at=time.monotonic())) + "\n")
             f.flush()
 
 
@@ -127,11 +130,19 @@ def finished(pids, limit):
     return [status.get(pid) for pid in pids]
 
 
-def come(pids, run, shown, after, inside):
-    "Wait for so many rows, and for the middle of the next save if that is wanted; not for a run that has ended."
-    def alive(): return all(os.waitid(os.P_PID, p, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for p in pids)
-    while alive() and len(read(shown)) < after: time.sleep(.002)
-    while alive() and inside and not any(run.glob(".draft-*")): time.sleep(.0005)
+def alive(pids): return all(os.waitid(os.P_PID, p, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for p in pids)
+
+
+def killed(pids, victims, run, shown, after, inside, late):
+    "Wait for so many rows, and for the middle of the next save if that is wanted, or a while longer, and kill. False for a run that had ended by then."
+    while alive(pids) and len(read(shown)) < after: time.sleep(.002)
+    while alive(pids) and inside and not any(run.glob(".draft-*")): time.sleep(.0005)
+    if not inside: time.sleep(late)
+    running = alive(pids)
+    for r in victims:
+        try: os.kill(pids[r], signal.SIGKILL)
+        except ProcessLookupError: pass
+    return running
 
 
 def whole_run(ranks, folder, shown, engine, background):
@@ -155,19 +166,21 @@ def kind(name, moments, folder, seed=0, *, ranks, engine=None, background=False,
     "Kill and resume at so many moments of one kind of run."
     if str(engine).startswith("zero"): import deepspeed  # noqa: F401                          (once, for all that are forked)
     rng, out = random.Random(f"{name} {seed}"), []
+    begin = time.monotonic()
     plain, seconds = whole_run(ranks, folder/"plain", folder/"plain.txt", engine, background)
     assert len(plain) == 12 and len({r["weights"] for r in plain}) == 12
+    first, pace = plain[0]["at"] - begin, statistics.median(b["at"]-a["at"] for a, b in itertools.pairwise(plain))
     for i in range(moments):
         run, shown, victims = folder/f"run{i}", folder/f"shown{i}.txt", rng.choice([range(ranks), *([[r] for r in range(ranks)] if ranks > 1 else [])])
-        after, inside, late = (rng.randrange(12), i % 3 == 1, rng.uniform(0, 1.5)*seconds/12) if i else (12, False, 0.)
-        pids, begin = start(ranks, run, shown, engine, background), time.monotonic()
-        come(pids, run, shown, after, inside)
-        time.sleep(0. if inside else late)
-        at = time.monotonic() - begin
-        for r in victims:
-            try: os.kill(pids[r], signal.SIGKILL)
-            except ProcessLookupError: pass
-        ended = finished(pids, 240)       # longer than a rank waits for a peer that died before they met: torch takes more than twice its timeout of 60 s to give up connecting
+        for _ in range(5):
+            after, inside, late = {1: (0, False, rng.uniform(0, first)), 2: (12, False, 0.)}.get(i, (rng.randrange(2, 11), i % 3 == 0, rng.uniform(0, pace)))
+            pids, begin = start(ranks, run, shown, engine, background), time.monotonic()
+            hit, at = killed(pids, victims, run, shown, after, inside, late), time.monotonic() - begin
+            ended = finished(pids, 240)   # longer than a rank waits for a peer that died before they met: torch takes more than twice its timeout of 60 s to give up connecting
+            if hit or after == 12: break
+            shutil.rmtree(run, ignore_errors=True)
+            Path(shown).unlink(missing_ok=True)
+        else: raise RuntimeError(f"{name}: five runs were over before they could be killed after {after} rows")
         before, drafts = read(shown), len(list(run.glob(".draft-*")))
         again, _ = whole_run(resume or ranks, run, f"{shown}.again", engine, background)
         rows = before + again
@@ -178,11 +191,19 @@ def kind(name, moments, folder, seed=0, *, ranks, engine=None, background=False,
     return dict(seconds=round(seconds, 2), moments=out)
 
 
+def wrong(name, r):
+    "What is not as it should be, in words."
+    m, moved = r["moments"], "_to_" in name          # another number of ranks adds in another order
+    said = dict(steps=all(x["complete"] for x in m), survivors=all(x["others_left"] for x in m), numbers=max(x["distance"] for x in m) <= (1e-5 if moved else 0), weights=moved or all(x["same_hash"] for x in m),
+                moments=sum(0 < x["resumed_at"] < 12 for x in m) >= len(m)/2)
+    return [f"{name}: {what}" for what, fine in said.items() if not fine]
+
+
 def table(results):
-    lines = [f"{'run':18} {'kills':>5} {'in a save':>9} {'one rank':>8} {'resumed at step':>16} {'others left':>11} {'all steps':>9} {'largest difference':>18} {'weights':>10}"]
+    lines = [f"{'run':18} {'kills':>5} {'in a save':>9} {'one rank':>8} {'resumed at step':>16} {'inside':>6} {'others left':>11} {'all steps':>9} {'largest difference':>18} {'weights':>10}"]
     for name, r in results.items():
         m = r["moments"]
-        lines.append(f"{name:18} {len(m):5} {sum(x['in_a_save'] for x in m):9} {sum(len(x['killed']) < KINDS[name]['ranks'] for x in m):8} {min(x['resumed_at'] for x in m):7} … {max(x['resumed_at'] for x in m):<6} "
+        lines.append(f"{name:18} {len(m):5} {sum(x['in_a_save'] for x in m):9} {sum(len(x['killed']) < KINDS[name]['ranks'] for x in m):8} {min(x['resumed_at'] for x in m):7} … {max(x['resumed_at'] for x in m):<6} {sum(0 < x['resumed_at'] < 12 for x in m):6} "
                      f"{'all' if all(x['others_left'] for x in m) else 'NOT ALL':>11} {'yes' if all(x['complete'] for x in m) else 'NO':>9} {max(x['distance'] for x in m):18.2g} {'to the bit' if all(x['same_hash'] for x in m) else 'near':>10}")
     return "\n".join(lines)
 
@@ -216,6 +237,7 @@ def main():
         file.write_text(json.dumps(dict(results=results), indent=1) + "\n")
         draw(results, args.out/"kill_cpu.png")
     print(table(results))
+    if bad := [x for name in args.kinds for x in wrong(name, results[name])]: raise SystemExit("not as it should be: " + "; ".join(bad))
 
 
 if __name__ == "__main__": main()

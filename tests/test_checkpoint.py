@@ -81,6 +81,7 @@ def test_killed_at_any_moment(tmp_path, moments, kinds):
     assert run.returncode == 0, run.stderr[-3000:]
     for name, found in json.loads((tmp_path/"kill_cpu.json").read_text())["results"].items():
         assert len(found["moments"]) == moments
+        assert 0 < found["moments"][0]["resumed_at"] < 12, (name, found["moments"][0])
         for m in found["moments"]:
             assert m["complete"] and m["others_left"], (name, m)
             if "_to_" in name: assert m["distance"] < 1e-5, (name, m)      # another number of ranks adds in another order
