@@ -1308,5 +1308,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                'rlblocks.zero.Zero.trained': ('zero.html#zero.trained', 'rlblocks/zero.py'),
                                'rlblocks.zero.Zero.weights': ('zero.html#zero.weights', 'rlblocks/zero.py'),
                                'rlblocks.zero._config': ('zero.html#_config', 'rlblocks/zero.py'),
+                               'rlblocks.zero._cut_': ('zero.html#_cut_', 'rlblocks/zero.py'),
                                'rlblocks.zero._deepspeed': ('zero.html#_deepspeed', 'rlblocks/zero.py'),
                                'rlblocks.zero.build_ops': ('zero.html#build_ops', 'rlblocks/zero.py')}}}
