@@ -1,0 +1,90 @@
+"ZeRO on two ranks: a model is cut before DeepSpeed sees it, and a step does not depend on how many gradients travel together."
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+pytest.importorskip("deepspeed")
+from rlblocks import zero
+from rlblocks.plain import Plain
+from rlblocks.zero import Zero
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    "A large tied matrix, small weights, and a buffer."
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.mid, self.out = nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 50, bias=False)
+        self.out.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((16,), .5))
+
+    def forward(self, ids): return self.out(torch.tanh(self.mid(self.embed(ids)))*self.scale)
+
+
+def stepped(make, ids, **how):
+    "Two steps of two micro-batches; every weight after them."
+    engine = make(Net(), CPU, optimizer=lambda ps: torch.optim.SGD(ps, lr=.01, momentum=.9), **how)
+    for _ in range(2):
+        for part in (ids[:2], ids[2:]): engine.backward(engine(part).logsumexp(-1).square().sum()/10, last=False, shared=make is Zero)
+        engine.step(make is Zero)
+    return {name: x.clone() for name, x in engine.weights()}
+
+
+def at_initialize(dtype):
+    "What stands in the module when DeepSpeed is given it: (name, entries in place, entries of the part, dtype of the part)."
+    import deepspeed
+    seen, given = [], deepspeed.initialize
+    def initialize(model, **how):
+        seen.extend((name, p.numel(), (part := getattr(p, "ds_tensor", p)).numel(), part.dtype) for name, p in model.named_parameters())
+        return given(model=model, **how)
+    deepspeed.initialize = initialize
+    try: Zero(Net(), CPU, stage=3, optimizer=lambda ps: torch.optim.SGD(ps, lr=.1), dtype=dtype)
+    finally: deepspeed.initialize = given
+    return seen
+
+
+def one_rank(rank, port, folder):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    ids = torch.randint(50, (8, 5), generator=torch.Generator().manual_seed(0))
+    found = dict(cut={dtype: at_initialize(dtype) for dtype in (None, torch.bfloat16)}, plain=stepped(Plain, ids[[0, 1, 4, 5, 2, 3, 6, 7]]) if rank == 0 else None)
+    for bucket in (5*10**7, 300):                 # the matrix has 800 entries, what is between 256 and 16
+        zero.BUCKET = bucket
+        for stage in (1, 2, 3): found[f"stage {stage}, {bucket}"] = stepped(Zero, ids[4*rank:][:4], stage=stage)
+    if rank == 0: torch.save(found, f"{folder}/found.pt")
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("zero")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(one_rank, (port, str(folder)), nprocs=2)
+    return torch.load(folder/"found.pt")
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_no_weight_is_whole_when_deepspeed_gets_the_model(found, dtype):
+    "`deepspeed.initialize` moves a module to its device before it cuts; of one that is cut there is only a part to move."
+    assert [(name, whole, kind) for name, whole, _, kind in found["cut"][dtype]] == [(name, 0, dtype or torch.float32) for name in ("embed.weight", "mid.weight", "mid.bias")]
+    assert [part for *_, part, _ in found["cut"][dtype]] == [400, 128, 8]
+
+
+@pytest.mark.parametrize("bucket", [5*10**7, 300])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_in_any_bucket_are_the_plain_ones(found, stage, bucket):
+    got = found[f"stage {stage}, {bucket}"]
+    assert got.keys() == found["plain"].keys()
+    for name, x in found["plain"].items(): torch.testing.assert_close(got[name], x, atol=1e-6, rtol=1e-5)
