@@ -162,6 +162,7 @@ class Appetite:
     "What one forward (and backward) pass of a model holds beside its weights and their gradients, in bytes."
     activations:int # the layers' peak
     logits:int      # the output layer's peak
+    together:int    # the peak of all of it; the two do not come at the same time
     flops:int       # floating-point operations of the pass
     tokens:int      # in the pass
 
@@ -210,19 +211,21 @@ def appetite(
                 with watched(head, lambda h: h[..., :1]) as seen: model(ids, **how)
                 hidden = seen.pop("entered")
                 seen.clear()
+            gc.collect()
+            kept = layers.bytes
             found = [hidden] if value_head is None else [hidden, value_head(hidden.to(next(value_head.parameters()).dtype))]
         if learn:
             waiting = _waiting(model, head)
             torch.autograd.backward(found, [torch.ones_like(x) for x in found])
             del waiting
-        return hidden.detach()[0]
+        return hidden.detach()[0], kept
     with torch.set_grad_enabled(learn), _dropped_gradients(params):
         try:
-            with Live(*params, *model.buffers()) as layers: hidden = through()
+            with Live(*params, *model.buffers()) as layers: hidden, kept = through()
         except RuntimeError as e:
             raise ValueError(f"appetite: {type(model).__name__} does not run in {dtype or next(model.parameters()).dtype} on tensors without memory ({str(e).splitlines()[0][:160]}); "
                              "weights in bfloat16 may, or measure a small one") from e
-        if head is None: return Appetite(layers.peak, 0, layers.flops, tokens)
+        if head is None: return Appetite(layers.peak, 0, layers.peak, layers.flops, tokens)
         weight, bias = _shapes_only(head)
         hidden, targets = torch.empty_like(hidden, device="meta", requires_grad=learn), torch.empty(tokens, dtype=torch.long, device="meta")
         compute = dtype if dtype in HALF else weight.dtype
@@ -230,4 +233,4 @@ def appetite(
             found:Any = linear_logprobs(hidden.to(compute), weight.to(compute), targets, bias=None if bias is None else bias.to(compute), entropy=entropy, chunk=chunk)
             if learn: torch.stack(found if entropy else (found,)).sum().backward()
     returned = hidden.grad.nbytes if hidden.grad is not None else 0      # the layers begin with it
-    return Appetite(layers.peak, logits.peak-returned, layers.flops+logits.flops, tokens)
+    return Appetite(layers.peak, logits.peak-returned, max(layers.peak, kept+logits.peak), layers.flops+logits.flops, tokens)

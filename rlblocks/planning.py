@@ -24,6 +24,7 @@ from .logprobs import CHUNKS
 from .plain import HALF, checkpoint_layers_, promote_
 from .sharded import ENGINES, frozen_copy
 from .tensor import adapted_layers, adapter_share_, _bare
+from .zero import BUCKET
 
 # %% ../nbs/45_planning.ipynb #6eaf5417
 STAYS = ("weights", "gradients", "states")                # between calls; the rest is there while a call runs
@@ -40,14 +41,17 @@ def _bytes_of(memory, who):
         raise ValueError(f'{who}: memory={memory!r}; the bytes of one device are wanted, as a number (80e9) or a word: "80GB" (10⁹ bytes) or "80GiB" (2³⁰)')
     return n
 
+def _stays(column): return sum(column.get(k, 0) for k in STAYS)
+
 @dataclass(frozen=True)
 class Plan:
     "Bytes by kind on each device, and on the host for each device. Plans of wrappers that share devices add up: `policy + ref + rollout`."
-    parts:tuple[tuple[str, dict[str, int], dict[str, int]], ...] # (title, kind → bytes on the device, on the host) of each wrapper
+    parts:tuple[tuple[str, dict[str, int], dict[str, int]], ...] # (title, kind → bytes on the device, on the host) of each wrapper; on the device "call" is what comes and goes at its worst moment
     devices:int=1          # that hold it together
     flops_per_token:float=0. # of a forward (and backward) pass on one device, over all wrappers that make one
     read_per_token:float=0.  # bytes of weights that a step of decoding reads
     cache_per_token:float=0. # bytes of cache that it reads of each token before
+    building:int=0           # bytes on the host of every process while it builds its largest wrapper, which is cut when it is there
 
     def bytes(self,
         host:bool=False, # on the host, instead of the device
@@ -59,8 +63,7 @@ class Plan:
     @property
     def total(self)->int:
         "Bytes on one device at the worst moment. Calls take turns, so what comes and goes counts for the hungriest of them."
-        coming = max(sum(n for k, n in device.items() if k not in STAYS) for _, device, _ in self.parts)
-        return coming + sum(n for _, device, _ in self.parts for k, n in device.items() if k in STAYS)
+        return sum(_stays(device) for _, device, _ in self.parts) + max(device["call"] for _, device, _ in self.parts)
 
     def fit(self,
         memory:int|float|str, # bytes of one device, or "80GB", "80GiB"
@@ -79,7 +82,8 @@ class Plan:
 
     def __add__(self, other):
         if not isinstance(other, Plan): return NotImplemented
-        return Plan(self.parts + other.parts, max(self.devices, other.devices), *(getattr(self, k) + getattr(other, k) for k in ("flops_per_token", "read_per_token", "cache_per_token")))
+        return Plan(self.parts + other.parts, max(self.devices, other.devices), *(getattr(self, k) + getattr(other, k) for k in ("flops_per_token", "read_per_token", "cache_per_token")),
+                    max(self.building, other.building))
 
     def __repr__(self):
         kinds = [k for k in KINDS if any(k in part[i] for part in self.parts for i in (1, 2))]
@@ -88,9 +92,11 @@ class Plan:
         lines = [line("GiB a device", kinds, "peak")]
         for title, *columns in self.parts:
             for place, column in zip(("", " (host)"), columns, strict=True):
-                if column or not place: lines.append(line(title + place, [_gib(column[k]) if k in column else "" for k in kinds], _gib(sum(column.values()))))
+                if column or not place: lines.append(line(title + place, [_gib(column[k]) if k in column else "" for k in kinds], _gib(_stays(column) + column.get("call", 0))))
         together = self.bytes()
         if len(self.parts) > 1: lines.append(line("together", [_gib(together[k]) for k in kinds], _gib(self.total)))
+        lines.append(f"while it is built: {_gib(self.building)} GiB of the host's memory for each process")
+        if self.flops_per_token: lines.append(f"{self.flops_per_token/1e9:.3g} GFLOP a token and device; step_seconds(plan, plan_rollout) makes time and cost of it")
         return "\n".join(lines)
 
 REMEDIES = dict(        # by who made the plan: each in the words of its own arguments
@@ -106,7 +112,7 @@ REMEDIES = dict(        # by who made the plan: each in the words of its own arg
 def _size(params): return sum(p.nbytes for p in params)
 
 def _kept(params, engine, W, state_bytes, dtype):
-    "Bytes by kind on the fullest of `W` devices of what an engine holds, and which of them go to the host with offload."
+    "Bytes by kind on the fullest of `W` devices of what an engine holds, those that stay there and those that go to the host with offload."
     learnt = [p for p in params if p.requires_grad]
     def shard(ps): return sum(-(-p.shape[0]//W)*prod(p.shape[1:])*p.element_size() if p.dim() else p.nbytes for p in ps)   # fsdp2 cuts each along its first axis
     def kinds(weights, gradients, stepped): return dict(weights=weights, gradients=gradients, states=stepped*state_bytes//4)
@@ -116,10 +122,13 @@ def _kept(params, engine, W, state_bytes, dtype):
     part = -(-_size(learnt)//W)
     if engine == "zero1": return kinds(_size(params), _size(learnt), 0), kinds(part, 0, part)
     computes = sum(p.numel()*(dtype.itemsize if dtype in HALF else p.element_size()) for p in params)
-    return kinds(-(-computes//W) if engine == "zero3" else computes, 0, 0), kinds(part, part, part)
+    return (kinds(-(-computes//W), 4*_bucket(params), 0) if engine == "zero3" else kinds(computes, 0, 0)), kinds(part, part, part)
+
+def _bucket(params): return min(BUCKET, sum(p.numel() for p in params)) if any(p.requires_grad for p in params) else 0
 
 def _gathered(model, params, engine, W, dtype):
-    "Bytes of whole layers in flight: the largest, the one fetched ahead of it, and what belongs to no layer."
+    "Bytes of whole layers in flight: the largest, the one fetched ahead of it, and what belongs to no layer; of gradients in flight with ZeRO-1 and 2."
+    if engine in ("zero1", "zero2"): return _bucket(params)*(2 if engine == "zero2" and dtype in HALF else 4)
     if engine not in ("fsdp2", "zero3") or W == 1: return 0
     kept = {id(p) for p in params}
     wide = lambda ps: sum(p.numel()*(dtype.itemsize if dtype in HALF and p.is_floating_point() else p.element_size()) for p in ps if id(p) in kept)
@@ -186,6 +195,7 @@ def plan(
         layer = output_layer(fake)
         plain = fake if lora is None else fake_model(model, who="plan")
         if not lm_head: fake, plain = fake.base_model, plain.base_model
+        building = _size(fake.parameters()) + _size(fake.buffers())
         if tensor_parallel > 1: _pieces_(fake, followed(plain, plan_of(plain, expert_parallel=expert_parallel), tensor_parallel), tensor_parallel)
         head = linear_head(fake, layer.weight.shape[1]) if value_head else None
         for p in (*own, *(head.parameters() if head is not None else ())): p.requires_grad_(not frozen)
@@ -204,9 +214,9 @@ def plan(
         try: found = appetite(fake, -(-micro_tokens//sequence_parallel), row=-(-row//sequence_parallel), learn=not frozen, entropy=entropy, dtype=dtype, value_head=head, chunk=CHUNKS[device])
         except ValueError as e: raise ValueError(f'plan: {e}; frozen=True leaves weights as they come, and so does dtype=torch.bfloat16 with engine="fsdp2"') from e
         flops = found.flops/micro_tokens if sequence_parallel == 1 else appetite(fake, micro_tokens, row=row, learn=not frozen, dtype=dtype, value_head=head).flops/micro_tokens/sequence_parallel
-    coming = dict(activations=found.activations, logits=found.logits) | (dict(gathered=gathered) if gathered else {})
+    coming = dict(activations=found.activations, logits=found.logits, call=found.together + gathered) | (dict(gathered=gathered) if gathered else {})
     kinds = ("weights",) if frozen else STAYS
-    made = Plan(((title, {k: here[k] for k in kinds if here[k] or not host} | coming, {k: n for k, n in host.items() if n}),), devices, flops)
+    made = Plan(((title, {k: here[k] for k in kinds if here[k] or not host} | coming, {k: n for k, n in host.items() if n}),), devices, flops, building=building)
     return made if memory is None else made.fit(memory)
 
 def _sums(a, b): return {k: a[k] + b[k] for k in a}
@@ -247,7 +257,7 @@ def plan_rollout(
         scores = torch.zeros(rows, fake.config.get_text_config().vocab_size, dtype=fake.dtype)
         with Live(scores) as logits: sample_tokens(scores, torch.zeros(rows, dtype=torch.float64))
     device = dict(weights=weights, cache=rows*a_row, logits=logits.peak + scores.nbytes)
-    made = Plan(((title, device, {}),), read_per_token=float(weights), cache_per_token=a_row/tokens)
+    made = Plan(((title, device | dict(call=device["cache"] + device["logits"]), {}),), read_per_token=float(weights), cache_per_token=a_row/tokens, building=weights)
     return made if memory is None else made.fit(memory)
 
 def _last_only(model): return dict(logits_to_keep=1) if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

@@ -112,7 +112,7 @@ class Piece:
         if self.n: self.of(flat).copy_(x.local if isinstance(x, Slice) else x.flatten()[self.start:self.start+self.n])
 
 # %% ../nbs/31c_zero.ipynb #a9afb1ee
-BUCKET = 5*10**7       # gradients that travel together
+BUCKET = 5*10**7       # entries of the buffer in which gradients meet
 
 class Zero:
     "An engine: DeepSpeed's ZeRO, stages 1 to 3, with summed gradients."

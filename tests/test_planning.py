@@ -10,9 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, ViTConfig
 
+from rlblocks.attention import Segments, attend_by_segments, layout
 from rlblocks.appetites import Live, appetite, fake_model
 from rlblocks.logprobs import linear_logprobs
 from rlblocks.planning import plan, plan_rollout, step_seconds
+from rlblocks.zero import BUCKET
 
 TINY = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
 SMALL = dict(micro_tokens=128, row=64)
@@ -112,11 +114,52 @@ def test_ranks_that_share_a_layer_or_a_line():
 
 
 def test_offload_names_the_host():
-    for engine, stays in (("fsdp2", set()), ("zero1", {"weights", "gradients"}), ("zero2", {"weights"}), ("zero3", {"weights"})):
+    for engine, stays in (("fsdp2", set()), ("zero1", {"weights", "gradients"}), ("zero2", {"weights"}), ("zero3", {"weights", "gradients"})):      # the bucket of zero3
         p = plan(TINY, **SMALL, engine=engine, devices=2, offload="cpu")
         (_, device, host), = p.parts
         assert {k for k in ("weights", "gradients", "states") if device.get(k, 0) > 200} == stays and host["states"] and "(host)" in repr(p), engine    # 200: the angles
     assert not plan(TINY, **SMALL, engine="zero2", devices=2, offload="cpu", frozen=True).parts[0][2]      # nothing is cut, so nothing goes
+
+
+@pytest.mark.parametrize("how, entry", [({}, 4), (dict(dtype=torch.bfloat16), 2)], ids=str)
+def test_no_number_of_devices_makes_the_bucket_of_gradients_smaller(how, entry):
+    "ZeRO-3 keeps it beside its part of the gradients, in fp32; the others have it in the backward pass."
+    n = bytes_of()["gradients"]//4
+    for engine, kind, want in (("zero1", "gathered", 4*n), ("zero2", "gathered", entry*n), ("zero3", "gradients", 4*n + 4)):        # beside one entry of the gradients themselves
+        assert bytes_of(engine=engine, devices=n, **how)[kind] == want, engine
+    assert not bytes_of(engine="zero2", devices=2, frozen=True)["gathered"]
+    large = plan(LlamaConfig(**LARGE.to_dict() | dict(num_hidden_layers=2)), engine="zero2", devices=64, micro_tokens=64, row=64).bytes()
+    assert large["gathered"] == 2*BUCKET
+
+
+def test_kinds_of_a_call_do_not_peak_together():
+    "The worst moment is that of a real pass: the layers' forward pass, then a chunk of logits on top of what they have kept, then the layers backward."
+    config = LlamaConfig(**TINY.to_dict() | dict(vocab_size=8192))
+    p = plan(config, **SMALL, device="cpu")
+    (_, device, _), = p.parts
+    assert max(device["activations"], device["logits"]) < device["call"] < device["activations"] + device["logits"]
+    assert p.total == sum(device[k] for k in ("weights", "gradients", "states", "call"))
+    assert f"{p.total/2**30:.2f}" == repr(p).splitlines()[1].split()[-1]
+    model = fake_model(config, torch.float32)
+    attend_by_segments(model)
+    laid = layout(Segments([64, 64], [(0, 0), (1, 0)]), torch.device("cpu"))
+    for x in model.parameters(): x.register_post_accumulate_grad_hook(lambda x: setattr(x, "grad", None))
+    with Live(*model.parameters(), *model.buffers()) as live:
+        ids = torch.zeros(1, 128, dtype=torch.long)
+        hidden = model.model(ids, position_ids=torch.arange(64).repeat(2)[None], use_cache=False, **laid).last_hidden_state[0]
+        linear_logprobs(hidden, model.lm_head.weight, ids[0]).sum().backward()
+    assert abs(live.peak - device["call"]) <= .02*device["call"]
+
+
+def test_every_process_holds_the_whole_on_its_host_while_it_builds():
+    half = LlamaConfig(**TINY.to_dict() | dict(dtype="bfloat16"))
+    whole, frozen = plan(half, **SMALL, engine="zero3", devices=4), plan(half, **SMALL, engine="zero3", devices=4, frozen=True)
+    assert whole.building == plan(half, **SMALL).bytes()["weights"] and whole.building > 1.9*frozen.building
+    assert (whole + frozen).building == whole.building and "while it is built: " in repr(whole)
+
+
+def test_operations_a_token_are_told():
+    assert f"{plan(TINY, **SMALL).flops_per_token/1e9:.3g} GFLOP a token" in repr(plan(TINY, **SMALL)) and "GFLOP" not in repr(plan_rollout(TINY, rows=8, tokens=32))
 
 
 def test_half_precision_weights_are_copied_by_autocast_alone():
