@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from resident import export_extra, give_back
 from rlblocks import Checkpoint, Critic, Policy, Rollout, Scorer, assert_on_policy, here, merge, ppo_loss
 from rlblocks.adapters import lora_config
 from rlblocks.combine import merge_adapters
@@ -219,17 +220,14 @@ def test_the_exporter_holds_a_bucket_and_a_tensor():
 
 def peaks(rank, folder, engine, port):
     "Tensors beside what stays, while merged weights are exported in buckets of three; with an engine the base is sharded over two ranks."
-    import ctypes
-    import gc
+    give_back()
     if engine:
         os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
         torch.distributed.init_process_group("gloo")
     from rlblocks.reader import Reader
     from rlblocks.sharded import ShardedModel
     from rlblocks.views import standing
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)          # M_MMAP_THRESHOLD: what is freed leaves the resident set at once
     torch.set_num_threads(1)
-    def memory(what): return next(int(line.split()[1])/1024 for line in open("/proc/self/status") if line.startswith(what))
     def packed(layer):
         import bitsandbytes as bnb
         other = bnb.nn.Linear4bit(1500, 1401, bias=False, quant_type="nf4", compute_dtype=torch.float32)
@@ -242,12 +240,7 @@ def peaks(rank, folder, engine, port):
         if kind == "4bit": net = nn.Sequential(*map(packed, net))
         reader = Reader(net)
         m = ShardedModel(reader, **standing(None, reader, dict(r=4, target_modules=[str(i) for i in range(8)], use_dora=kind == "dora"), who="Policy", frozen=False, device="cpu", engine=engine))
-        for bucket in m.iter_full_params(1 << 20, "trunk."): del bucket
-        gc.collect()
-        open("/proc/self/clear_refs", "w").write("5")
-        before = memory("VmRSS")
-        for bucket in m.iter_full_params(3*size, "trunk."): del bucket
-        found[kind] = (memory("VmHWM") - before)/size*2**20
+        found[kind] = export_extra(lambda n, m=m: m.iter_full_params(n, "trunk."), 3*size)/size*2**20
     torch.save(found, folder/f"peaks{rank}.pt")
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from resident import export_extra, give_back
 from rlblocks import Critic, Policy, Scorer, bradley_terry_loss, dpo_loss, kl_k3, masked_mean, masked_sum, merge, pairs, ppo_loss, sft_loss, value_loss
 from rlblocks.sharded import ShardedModel
 from tiny import model, rows, tokenizer
@@ -141,6 +142,7 @@ def join(rank, world, port):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    give_back()
     faulthandler.dump_traceback_later(int(os.environ.get("HANG", 280)), exit=True)        # a rank that waits for ever says where
     dist.init_process_group("gloo", rank=rank, world_size=world)
 
@@ -297,25 +299,12 @@ def saved(engine, world, rank, folder):
     assert not info["missing_keys"] and reward.num_labels == 1
 
 
-def export_extra(sharded, bucket_bytes):
-    "MiB that an export holds beside the shards at its highest. The least of three: other threads of the process come on top, now and then."
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)          # M_MMAP_THRESHOLD: what is freed leaves the resident set at once
-    for bucket in sharded.iter_full_params(1 << 20): del bucket       # the collectives' own buffers are there by now
-    gc.collect()
-    def once():
-        open("/proc/self/clear_refs", "w").write("5")
-        before = memory("VmRSS")
-        for bucket in sharded.iter_full_params(bucket_bytes): del bucket
-        return memory("VmHWM") - before
-    return min(once() for _ in range(3))
-
-
 def peak(engine, world, rank, folder):
     "LAWS 22: beside the shards an export holds one bucket and one tensor."
     torch.manual_seed(0)
     m = ShardedModel(nn.Sequential(*[nn.Linear(1500, 1401, bias=False) for _ in range(12)]), engine=engine, device="cpu", optimizer=lambda ps: torch.optim.SGD(ps, lr=.1))
     mb = 1500*1401*4/2**20          # 8.0 MiB each, 1401 rows do not divide by 2 or 4
-    extra = export_extra(m, 3*1500*1401*4)
+    extra = export_extra(m.iter_full_params, 3*1500*1401*4)
     print(f"peak {engine} {world} {rank}: {extra:.1f} MiB")         # half a tensor is left to what the resident set holds besides: a second copy would be a whole one
     assert extra < 3*mb + mb + mb/2, f"{extra:.1f} MiB beside the shards; a bucket is {3*mb:.1f}, a tensor {mb:.1f}"
 
@@ -333,11 +322,6 @@ def offloaded(engine, world, rank, folder):
     plain.step(b, sft)
     want = whole_weights(plain)
     for p in (policy, again): assert all((x-want[k]).abs().max() < 1e-5 for k, x in whole_weights(p).items())
-
-
-def memory(what):
-    "MiB of this process."
-    return next(int(line.split()[1])/1024 for line in open("/proc/self/status") if line.startswith(what))
 
 
 def unlike(engine, world, rank, folder):

@@ -1,7 +1,6 @@
 """Layers cut over ranks are the plain process (tensor parallel, experts, FSDP2 over the replicas; LAWS 1, 22, 24, 29, 30, 40): one launch per world size holds all cases; gloo, CPU.
 
 The whole matrix: `RLBLOCKS_ENGINES=all pytest tests/test_tensor.py` (benchmarks/engines.py runs it and keeps the figures)."""
-import ctypes
 import os
 import resource
 import socket
@@ -14,6 +13,7 @@ import test_engines as t
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from resident import export_extra
 from rlblocks import Critic, Policy, SpmdPool, entropy
 from rlblocks.cuts import terms_of
 from rlblocks.fsdp import whole
@@ -179,8 +179,8 @@ def reshards(engine, world, rank, folder):
 def export_peak(engine, world, rank, folder):
     "LAWS 22: beside the pieces an export holds one bucket and one weight."
     policy = Policy(model(hidden_size=256, intermediate_size=8192, num_hidden_layers=4), **HOW, engine=engine, tensor_parallel=SIZE)
-    mb, sharded = 8, policy._run.model            # 8 MiB each of three a layer, cut by rows and by columns
-    extra, most = t.export_extra(sharded, 3*mb << 20), 3*mb + mb + (mb/SIZE if engine else 0) + 4
+    mb = 8            # 8 MiB each of three a layer, cut by rows and by columns
+    extra, most = export_extra(policy._run.model.iter_full_params, 3*mb << 20), 3*mb + mb + (mb/SIZE if engine else 0) + 4
     print(f"peak {engine} {world} {rank}: {extra:.1f} of {most:.1f} MiB")
     assert extra < most, f"{extra:.1f} MiB beside the pieces, {most:.1f} is the most"
 
@@ -325,7 +325,6 @@ SPREAD = [c for c in CHECKS if c.__name__ in ("gradients", "adapters", "alike", 
 # -- in every process
 def one_rank(rank, world, port, folder):
     t.join(rank, world, port)
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)          # M_MMAP_THRESHOLD: what is freed leaves the resident set at once
     found, times = {}, {}
     for way in WORLDS[world]:
         n, engine = replicas(way, world), WAYS[way]["engine"]
