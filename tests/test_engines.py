@@ -305,8 +305,8 @@ def peak(engine, world, rank, folder):
     m = ShardedModel(nn.Sequential(*[nn.Linear(1500, 1401, bias=False) for _ in range(12)]), engine=engine, device="cpu", optimizer=lambda ps: torch.optim.SGD(ps, lr=.1))
     mb = 1500*1401*4/2**20          # 8.0 MiB each, 1401 rows do not divide by 2 or 4
     extra = export_extra(m.iter_full_params, 3*1500*1401*4)
-    print(f"peak {engine} {world} {rank}: {extra:.1f} MiB")         # half a tensor is left to what the resident set holds besides: a second copy would be a whole one
-    assert extra < 3*mb + mb + mb/2, f"{extra:.1f} MiB beside the shards; a bucket is {3*mb:.1f}, a tensor {mb:.1f}"
+    print(f"peak {engine} {world} {rank}: {extra:.1f} MiB")
+    assert extra < 3*mb + mb + 1, f"{extra:.1f} MiB beside the shards; a bucket is {3*mb:.1f}, a tensor {mb:.1f}"
 
 
 def offloaded(engine, world, rank, folder):
