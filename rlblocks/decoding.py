@@ -80,6 +80,15 @@ def _roomy():
         def part(self, index): # [n, k] columns that each of n siblings goes on with: one row each
             take = lambda x: x[:, :, index].transpose(1, 2).flatten(0, 1)
             self.keys, self.values = take(self.keys), take(self.values)
+            self.room = None, None
+
+        def batch_select_indices(self, indices):
+            super().batch_select_indices(indices)
+            self.room = None, None      # the keys are copies by now: what they lay in goes layer by layer
+
+        def batch_repeat_interleave(self, repeats):
+            super().batch_repeat_interleave(repeats)
+            self.room = None, None
 
     return Roomy
 

@@ -86,3 +86,14 @@ def test_tokens_are_those_of_one_row_at_a_time(kind):
             assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-5*max(1., float(b.rollout_logprobs.abs().max()))
         else: assert not b.mask.any() and "support" not in b
     assert total > 100 and chance <= total/100 and confined and ended
+
+
+def test_a_cache_lies_in_one_place():
+    "When rows end, the others' keys are copied out of the room in which all lay: it goes with them."
+    from rlblocks.decoding import Decoder
+    decoder = Decoder(model().eval(), torch.ones(8, 20, dtype=torch.long), torch.full((8,), 20), 1, cached=True)
+    decoder.push(torch.ones(8, dtype=torch.long))
+    def held(): return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for layer in decoder.cache.layers for x in (layer.keys, layer.values, *layer.room) if x is not None}.values())
+    before = held()
+    decoder.keep(torch.arange(4))
+    assert held() <= before/2
