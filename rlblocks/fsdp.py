@@ -188,3 +188,32 @@ class Fsdp:
         params, kept = [p for group in self.optimizer.param_groups for p in group["params"]], state["optimizer"]
         shard = lambda x, p: x.clone() if isinstance(x, Tensor) and x.shape != p.shape else cut(x, p).clone() if isinstance(x, Tensor) else x     # no view that keeps the whole alive
         self.optimizer.load_state_dict(dict(kept, state={i: {k: shard(x, params[i]) for k, x in s.items()} for i, s in kept["state"].items()}))
+
+    def _trained(self)->dict[str, Any]:
+        self._home()
+        return {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+
+    def held(self)->dict[str, Tensor]: # name → the memory itself: what is written there is the weight
+        "This rank's shard of each weight that trains."
+        return {n: p.to_local().detach() for n, p in self._trained().items()}
+
+    def follow(self):
+        "Compute with what was written into `held`: nothing that was gathered before is left."
+        self._home()
+
+    def laid(self,
+        xs:dict[str, Tensor], # as `held`
+        full:bool,            # as for `state`
+    )->dict[str, Tensor]:
+        "Tensors that are cut as the weights of their names are, as `state` has those. All ranks together."
+        like = self._trained()
+        cuts:dict[str, Any] = {n: DTensor.from_local(x, like[n].device_mesh, like[n].placements, run_check=False, shape=like[n].shape, stride=like[n].stride()) for n, x in xs.items()}
+        return {n: whole(x).cpu() for n, x in cuts.items()} if full else cuts
+
+    def parts(self,
+        xs:dict[str, Tensor], # from `laid`, full or not
+    )->dict[str, Tensor]: # as `held`
+        "What this rank holds of them."
+        like = self._trained()
+        cuts:dict[str, Any] = {n: x if isinstance(x, DTensor) else cut(x, like[n]) for n, x in xs.items()}
+        return {n: x.to_local() for n, x in cuts.items()}

@@ -205,21 +205,19 @@ def freeze_(
 
 # %% ../nbs/30_optim.ipynb #72810a3b
 class Ema:
-    "An exponential moving average of a model's trained weights."
+    "An exponential moving average of a model's trained weights, cut over the ranks as they are."
 
     def __init__(self,
-        source:Any,         # a module, or a wrapper (Policy, Critic, Scorer)
+        source:Any,         # a wrapper (Policy, Critic, Scorer), or a module that this process holds whole
         *,
         decay:float=0.999,  # d: the average looks back over about 1/(1−d) updates
     ):
-        "Start at the weights as they are. ValueError for a decay outside [0, 1) or a model that does not train."
+        "Start at the weights as they are. ValueError for a decay outside [0, 1), a model that does not train, and weights that lie on a disk or are cut by somebody else."
         if not 0 <= decay < 1: raise ValueError(f"Ema: decay is {decay}; at least 0 and below 1 is wanted")
-        module = source if isinstance(source, nn.Module) else source._run.model.module
-        self.decay, self.updates, self.away, self.module = decay, 0, False, module
-        _reshard(module)
-        self.live = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        if not self.live: raise ValueError(f"Ema: {type(module).__name__} has no parameter that trains")
-        self.average = {n: _held(p).detach().clone().to(torch.promote_types(p.dtype, torch.float32)) for n, p in self.live.items()}
+        self.decay, self.updates, self.away = decay, 0, False
+        self.engine:Any = _whole(source) if isinstance(source, nn.Module) else source._run.model.engine
+        self.average = {n: x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for n, x in self.engine.held().items()}
+        if not self.average: raise ValueError(f"Ema: {type(self.engine.module).__name__} has no parameter that trains")
 
     @torch.no_grad()
     def update(self,
@@ -227,49 +225,52 @@ class Ema:
     ):
         "θ̄ ← d·θ̄ + (1−d)·θ"
         if self.away: raise RuntimeError("Ema: update() inside swapped(), where the model's weights are the average itself")
-        for name, p in self.live.items(): self.average[name].lerp_(_held(p).to(self.average[name].dtype), 1-(self.decay if decay is None else decay))
+        for name, x in self.engine.held().items(): self.average[name].lerp_(x.to(self.average[name].dtype), 1-(self.decay if decay is None else decay))
         self.updates += 1
 
     @contextmanager
     def swapped(self)->Iterator[None]:
-        "The model has the averaged weights inside, its own again afterwards. A step inside would be lost: do not train here."
+        "The model has the averaged weights inside, its own again afterwards; all ranks together. A step inside would be lost: do not train here."
         if self.away: raise RuntimeError("Ema: swapped() inside swapped()")
-        own = {n: _held(p).detach().clone() for n, p in self.live.items()}
-        self._put(self.average)
+        own = {n: x.clone() for n, x in self.engine.held().items()}
         self.away = True
-        try: yield
+        try:
+            self._put(self.average)
+            yield
         finally:
             self._put(own)
             self.away = False
 
     @torch.no_grad()
     def _put(self, weights):
-        _reshard(self.module)
-        for name, p in self.live.items(): _held(p).copy_(weights[name])
+        for name, x in self.engine.held().items(): x.copy_(weights[name])
+        self.engine.follow()
 
-    def state_dict(self)->dict: # of this process: its shards, if the model is sharded
-        "The averages and how often they were updated."
-        return dict(decay=self.decay, updates=self.updates, average=dict(self.average))
+    def state_dict(self,
+        *,
+        full:bool=True, # whole tensors, the same on every rank; False: cut as the model's weights are in its own state
+    )->dict: # for `Checkpoint`
+        "The averages and how often they were updated. All ranks together."
+        return dict(decay=self.decay, updates=self.updates, average=dict(self.engine.laid(self.average, full)))
 
+    @torch.no_grad()
     def load_state_dict(self,
-        state:dict, # from `state_dict` of as many ranks
+        state:dict, # from `state_dict`; a full one may come from any engine and any number of ranks
     ):
-        "Go on with the averages of `state`. ValueError when names or shapes differ."
-        shapes = lambda xs: {n: tuple(x.shape) for n, x in xs.items()}
-        if shapes(state["average"]) != shapes(self.average):
-            odd = next(n for n in {**self.average, **state["average"]} if shapes(state["average"]).get(n) != shapes(self.average).get(n))
-            raise ValueError(f"Ema: the state's {odd!r} is {shapes(state['average']).get(odd, 'not there')}, the model's {shapes(self.average).get(odd, 'not there')}")
-        for name, x in state["average"].items(): self.average[name].copy_(x)
+        "Go on with the averages of `state`; all ranks together. ValueError, and nothing changed, when names or shapes differ."
+        shapes = lambda xs: {n: tuple(getattr(x, "whole", x.shape)) for n, x in xs.items()}
+        theirs, own = shapes(state["average"]), shapes(self.engine.laid(self.average, False))
+        if theirs != own:
+            odd = next(n for n in {**own, **theirs} if theirs.get(n) != own.get(n))
+            raise ValueError(f"Ema: the state's {odd!r} is {theirs.get(odd, 'not there')}, the model's {own.get(odd, 'not there')}")
+        for name, x in self.engine.parts(state["average"]).items(): self.average[name].copy_(x)
         self.decay, self.updates = state["decay"], state["updates"]
 
     def __repr__(self): return f"Ema(decay={self.decay:g}, {self.updates} updates of {sum(x.numel() for x in self.average.values()):,} weights)"
 
-def _reshard(module):
-    "FSDP2 leaves gathered weights standing after a forward pass: away with them, the shards are what counts."
-    for m in module.modules():
-        if hasattr(m, "reshard"): m.reshard()
-
-def _held(p)->Tensor:
-    "What this process holds of a parameter: the tensor itself, or its shard."
-    if hasattr(p, "ds_tensor"): return p.ds_tensor                       # ZeRO-3
-    return p.to_local() if hasattr(p, "to_local") else p.data            # FSDP2
+def _whole(module):
+    "The engine of a module that nobody else holds. ValueError when its weights are shards, which only the engine that made them knows."
+    from rlblocks.plain import Plain
+    odd = next((n for n, p in module.named_parameters() if hasattr(p, "to_local") or hasattr(p, "ds_id")), None)
+    if odd: raise ValueError(f"Ema: {odd!r} is cut over ranks, and a module does not say how; give the wrapper that holds it (Policy, Critic, Scorer)")
+    return Plain(module, None)

@@ -156,7 +156,7 @@ class Plain:
 
     def __init__(self,
         module:nn.Module,    # owned from here on
-        device:torch.device, # where it computes
+        device:torch.device|None, # where it computes; None: where it is
         *,
         optimizer:Callable|None=None, # (name, parameter) pairs → torch optimizer; None: frozen
         max_norm:float=float("inf"),  # clip the gradient to this 2-norm
@@ -164,7 +164,7 @@ class Plain:
         settle:Callable|None=None,    # parameters, max_norm → norm: who clips, where other ranks hold other pieces of one model
     ):
         "Move the module to its device."
-        self.module, self.device, self.max_norm, self.group, self.settle = module.to(device), device, max_norm, group, settle
+        self.module, self.device, self.max_norm, self.group, self.settle = module.to(device) if device else module, device, max_norm, group, settle
         self.optimizer = optimizer([(n, p) for n, p in module.named_parameters() if p.requires_grad]) if optimizer else None
 
     def __call__(self, *args, **kwargs): return self.module(*args, **kwargs)
@@ -213,6 +213,26 @@ class Plain:
         "Restore them."
         self.module.load_state_dict(state["module"])
         if self.optimizer: self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))     # torch keeps the tensors it is given: two models would share moments
+
+    def held(self)->dict[str, Tensor]: # name → the memory itself: what is written there is the weight
+        "What this rank holds of each weight that trains, in the precision it trains in."
+        return {n: p.detach() for n, p in self.module.named_parameters() if p.requires_grad}
+
+    def follow(self):
+        "Compute with what was written into `held`; here that is so already."
+
+    def laid(self,
+        xs:dict[str, Tensor], # as `held`
+        full:bool,            # as for `state`
+    )->dict[str, Tensor]:
+        "Tensors that are cut as the weights of their names are, as `state` has those. All ranks together."
+        return xs
+
+    def parts(self,
+        xs:dict[str, Tensor], # from `laid`, full or not
+    )->dict[str, Tensor]: # as `held`
+        "What this rank holds of them."
+        return xs
 
 def stepped(
     optimizer,      # a torch optimizer

@@ -43,6 +43,16 @@ class Slice(Tensor):
         "A copy on the CPU."
         return Slice(self.local.to("cpu", copy=True), self.start, self.whole)
 
+    def gathered(self,
+        device, # where to put it
+    )->Tensor: # full, fp32
+        "The whole, from all ranks together."
+        import torch.distributed as dist
+        out = torch.zeros(self.whole.numel(), device=device)
+        out[self.start:self.start+len(self.local)] = self.local.to(device)
+        dist.all_reduce(out)
+        return out.view(self.whole)
+
     def __repr__(self): return f"Slice({self.start}:{self.start+len(self.local)} of {list(self.whole)}, {str(self.dtype).removeprefix('torch.')})"
 
     # what torch.distributed.checkpoint asks of a tensor that is cut

@@ -188,6 +188,27 @@ class TensorParallel:
         if self.optimizer: kept["optimizer"] = self._beside(state["optimizer"], self._piece)
         self.inner.load(state | kept)
 
+    def held(self)->dict[str, Tensor]: # name → the memory itself: what is written there is the weight
+        "This rank's piece, or its shard of it, of each weight that trains."
+        return self.inner.held()
+
+    def follow(self):
+        "Compute with what was written into `held`."
+        self.inner.follow()
+
+    def laid(self,
+        xs:dict[str, Tensor], # as `held`
+        full:bool,            # as for `state`
+    )->dict[str, Tensor]:
+        "Tensors that are cut as the weights of their names are, as `state` has those. All ranks together."
+        return {n: self._whole(n, x).cpu() if full else self._apart(n, x) for n, x in self.inner.laid(xs, full).items()}
+
+    def parts(self,
+        xs:dict[str, Tensor], # from `laid`, full or not
+    )->dict[str, Tensor]: # as `held`
+        "What this rank holds of them."
+        return self.inner.parts({n: self._back(n, x) if isinstance(x, DTensor) else self._piece(n, x) for n, x in xs.items()})
+
     def _beside(self, kept, change):
         "An optimizer's state by number, what is as large as its weight changed."
         names = self._order()

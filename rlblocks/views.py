@@ -91,6 +91,26 @@ class Adapted:
             if odd: raise ValueError("load_state_dict: the adapter was trained with {}={}, and this one has {}: its weights would count for more or less than they did".format(*odd[0]))
         self.plain.load(state)
 
+    def held(self)->dict[str, Tensor]: # name → the memory itself: what is written there is the weight
+        "The adapter and the head, whole on every rank."
+        return self.plain.held()
+
+    def follow(self):
+        "Compute with what was written into `held`; here that is so already."
+
+    def laid(self,
+        xs:dict[str, Tensor], # as `held`
+        full:bool,            # no matter here
+    )->dict[str, Tensor]:
+        "As they are."
+        return xs
+
+    def parts(self,
+        xs:dict[str, Tensor], # from `laid`
+    )->dict[str, Tensor]: # as `held`
+        "As they are."
+        return xs
+
 _SCALES = ("lora_alpha", "alpha_pattern", "use_rslora")      # settings that say how much an adapter's weights count; the others show in names and shapes
 
 def _settings(config):

@@ -90,10 +90,7 @@ class Piece:
         device,           # where to put it
     )->Tensor: # full, fp32
         "The whole, from all ranks together."
-        out = torch.zeros(self.shape.numel(), device=device)
-        if self.n and flat is not None: out[self.start:self.start+self.n] = self.of(flat).to(device)
-        dist.all_reduce(out)
-        return out.view(self.shape)
+        return self.slice(flat, device).gathered(device)
 
     def slice(self,
         flat:Tensor|None, # the flat weight, or a state beside it; None where this rank has none
@@ -107,9 +104,17 @@ class Piece:
         x:Tensor,    # full, or this rank's slice
     ):
         "Copy this rank's stretch out of a full tensor. ValueError for a slice of another one."
-        if isinstance(x, Slice) and (x.start, len(x.local), x.whole) != (self.start, self.n, self.shape):
+        mine = self.take(x)
+        if self.n: self.of(flat).copy_(mine)
+
+    def take(self,
+        x:Tensor, # full, or this rank's slice
+    )->Tensor: # `[n]`
+        "This rank's stretch of a full tensor. ValueError for a slice of another one."
+        if not isinstance(x, Slice): return x.flatten()[self.start:self.start+self.n]
+        if (x.start, len(x.local), x.whole) != (self.start, self.n, self.shape):
             raise ValueError(f"load_state_dict: {x} is not this rank's part, {self.start}:{self.start+self.n} of {list(self.shape)}; Checkpoint reads parts of any number of ranks, state_dict(full=True) gives whole tensors")
-        if self.n: self.of(flat).copy_(x.local if isinstance(x, Slice) else x.flatten()[self.start:self.start+self.n])
+        return x.local
 
 # %% ../nbs/31c_zero.ipynb #a9afb1ee
 BUCKET = 5*10**7       # entries of the buffer in which gradients meet
@@ -347,6 +352,33 @@ class Zero:
         for key, x in saved.items():
             if not isinstance(names.get(key), torch.dtype): states[key] = int(x) if self.offload else torch.as_tensor(x).clone()      # DeepSpeed's Adam counts steps in a number
             else: piece.put(states.setdefault(key, torch.zeros_like(piece.flat.data, dtype=names[key])), x)
+
+    def _pieces(self)->dict[str, Piece]: return {n: self._piece(p) for n, p in self.module.named_parameters() if p.requires_grad} if self.zero else {}
+
+    def held(self)->dict[str, Tensor]: # name → the memory itself: what is written there is the fp32 master
+        "This rank's stretch of each weight that trains, in fp32; ValueError when they lie on a disk."
+        if self.offload == "nvme": raise ValueError('engine="zero3", offload="nvme": the fp32 weights lie on a disk, where nothing beside them can follow; use offload="cpu"')
+        return {n: piece.slice(piece.flat, self.device).local for n, piece in self._pieces().items()}
+
+    def follow(self):
+        "Compute with what was written into `held`."
+        self._refresh()
+
+    def laid(self,
+        xs:dict[str, Tensor], # as `held`
+        full:bool,            # as for `state`
+    )->dict[str, Tensor]:
+        "Tensors that are cut as the weights of their names are, as `state` has those. All ranks together."
+        pieces = self._pieces()
+        cuts = {n: Slice(x, pieces[n].start, pieces[n].shape) for n, x in xs.items()}
+        return {n: x.gathered(self.device).cpu() for n, x in cuts.items()} if full else dict(cuts)
+
+    def parts(self,
+        xs:dict[str, Tensor], # from `laid`, full or not
+    )->dict[str, Tensor]: # as `held`
+        "What this rank holds of them. ValueError for another rank's part."
+        pieces = self._pieces()
+        return {n: pieces[n].take(x) for n, x in xs.items()}
 
     def _copy(self, x, value):
         "A weight that is not trained, or a buffer: a full tensor, or this rank's part."
