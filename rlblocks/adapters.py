@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .batch import seed_of
+from .folders import came_in
 from .head import output_layer
 from .merging import BUILT_IN, dequantized, packed, with_adapters
 from .plain import HALF, Plain
@@ -95,6 +96,7 @@ class Base:
         if any(hasattr(m, "_active_adapter") for m in trunk.modules()):
             raise ValueError(f"lora: the {type(trunk).__name__} has adapters on it already; give the plain model, and the adapter's folder as lora=")
         self.trunk, self.name, self.engine = trunk, name, engine if model is None else _engine_name(model)
+        self.came = came_in(trunk)
         self.own:dict[str, dict[str, nn.Parameter]] = {}  # adapter → what it owns, by the names that peft writes to files
         self.configs:dict[str, Any] = {}
         self.trained:dict[str, str] = {}                  # adapter → who trains it
@@ -228,7 +230,7 @@ class Base:
     )->Reader: # the same
         "Let a reader see the trunk without owning it: its weights are an adapter and its head."
         trunk = reader._modules.pop("trunk")
-        reader.__dict__["trunk"] = trunk
+        reader.__dict__["trunk"], reader.came = trunk, self.came
         if name is not None: reader.add_module("adapter", _nested(self.own[name]))
         return reader
 

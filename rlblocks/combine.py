@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from .adapters import Base
+from .folders import in_precision, save_folder
 from .inputs import config_of
-from .merging import save_folder
 from .reader import load_tokenizer
 from .weights import buckets
 
@@ -23,9 +23,9 @@ def merge_adapters(
     adapters, # a folder that peft wrote, or {folder: weight}
     path,     # a folder; made if missing
     *,
-    dtype:torch.dtype|None=None, # of what is written; None: fp32, or the base's if that is wider
+    dtype:torch.dtype|None=None, # of what is written; None: as the base came
 ):
-    """Write base + Σ weight·adapter as a plain model, tokenizer and generation config beside it. The sum is taken in fp32.
+    """Write base + Σ weight·adapter as a plain model, tokenizer and generation config beside it. The sum is taken in fp32, and rounded once.
 
     FileNotFoundError for what is no adapter, ValueError for one of another model, for DoRA in a sum, and for fully trained layers (modules_to_save) in more than one of them."""
     import transformers
@@ -37,17 +37,18 @@ def merge_adapters(
     for name, share in weights.items():
         both = [k for k in held.own[name] if whole.get(k, name) != name or (k in whole and share != 1)]
         if both: raise ValueError(f"merge: {both[0]} was trained whole (modules_to_save); it can be taken from one adapter with weight 1, not from a sum")
-    save_folder(held.trunk, buckets(held.merged(weights), 1 << 28), path, who="merge_adapters", tokenizer=load_tokenizer(base), dtype=dtype)
+    exact = in_precision(held.came, dtype)
+    save_folder(held.trunk, buckets(held.merged(weights), 1 << 28), path, who="merge_adapters", filed=lambda k, x: (k, exact(k, x)), dtype=dtype or next(iter(held.came.values())), tokenizer=load_tokenizer(base))
 
 def main(
     argv=None, # words; None: the command line's
 ):
     "The command."
-    words = argparse.ArgumentParser(prog="python -m rlblocks.combine", description="Merge LoRA adapters into a plain model folder, in fp32.")
+    words = argparse.ArgumentParser(prog="python -m rlblocks.combine", description="Merge LoRA adapters into a plain model folder.")
     words.add_argument("base", help="name or folder of the base model")
     words.add_argument("adapters", nargs="+", help="adapter folders, each with an optional :weight")
     words.add_argument("out", help="folder to write")
-    words.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of what is written")
+    words.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of what is written; as the base is, if not said")
     given = words.parse_args(argv)
     merge_adapters(given.base, dict(map(_weighed, given.adapters)), given.out, dtype=getattr(torch, given.dtype) if given.dtype else None)
 

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from .batch import Batch
-from .head import Head, as_head, output_layer, states_of
-from .heads import ClassHead, Moments, classifier, linear_head, load_scored, stored_moments, without_moments
-from .merging import load_quantized, plain_twin, save_folder
+from .head import Head, as_head
+from .heads import ClassHead, Moments, classifier, save_read, stored_bins, stored_moments, trunk_reader, value_head as value_head_of, without_moments
+from .merging import load_quantized
 from .reader import Reader, load_module, load_tokenizer
 from .plain import Plain
 from .routers import expert_hits
 from .runner import Out, Runner
 from .sharded import ShardedModel, world
-from .views import Adapted, base_of, save_adapter, standing
+from .views import base_of, save_adapter, standing
 from .weights import Ticket
 
 # %% ../nbs/34_models.ipynb #e3542b2b
@@ -69,7 +69,7 @@ class Policy(Trained):
         *,
         lora=None,           # train an adapter, not the weights: LoraConfig or a dict of its arguments, an adapter's folder, a name; see `lora_config`. On a wrapper's weights None is the base alone
         quantization=None,   # hold the frozen weights in "4bit" or "8bit" (or as a transformers config says)
-        value_head:bool=False, # a value per token from the same trunk (`out.values`)
+        value_head:bool=False, # a value per token from the same trunk (`out.values`); the head in the model's folder, where there is one
         tokenizer=None,      # saved beside the weights; None: the one in the model's folder
         engine:str|None=None, # how the weights are held, see `ShardedModel`
         lr:float=1e-6,       # AdamW's learning rate
@@ -85,7 +85,7 @@ class Policy(Trained):
         base = base_of(model)
         module = base.trunk if base else load_quantized(model, quantization, attention=attention, device=more.get("device")) if quantization else load_module(model, attention=attention)
         self.tokenizer = load_tokenizer(model, tokenizer)
-        head = linear_head(module, _lm_width(module)) if value_head else None
+        head = value_head_of(module, model) if value_head else None
         self._run = _runner(base, Reader(module, head, on_lm_head=value_head), lora, who="Policy", quantized=bool(quantization), micro_tokens=micro_tokens, micro_rows=micro_rows, pack=pack,
                             engine=engine, lr=lr, frozen=frozen, **more)
 
@@ -163,18 +163,17 @@ class Policy(Trained):
         path, # a folder; made if missing
         *,
         adapter:bool=False, # the adapter alone, as peft writes it: `PeftModel.from_pretrained(base, path)`, `Policy(base, lora=path)`
+        value_head:bool=True, # with the value head, if there is one, as `v_head.summary`; False: without, for a server that takes no weights it does not know
+        dtype:torch.dtype|None=None, # of the weights in the file; None: the precision they came in, rounded once
+        max_shard_bytes:int=5*10**9, # most bytes a file; rank 0 holds as much while it writes
     ):
-        "Save in the Hugging Face format, tokenizer included: `AutoModelForCausalLM.from_pretrained(path)` loads it. An adapter is merged into a copy."
+        """Save in the Hugging Face format, tokenizer included: `AutoModelForCausalLM.from_pretrained(path)` loads it. An adapter is merged into a copy. All ranks together.
+
+        The folder is a model's when all of it is there: a process that dies leaves no half of one."""
         if adapter: return save_adapter(self._run, path, self.tokenizer)
-        save_folder(self._run.reader.trunk, self._run.model.iter_full_params(prefix="trunk."), path, who="Policy", tokenizer=self.tokenizer)
+        save_read(self._run, self._run.reader.trunk, path, head="v_head.summary" if value_head else None, dtype=dtype, tokenizer=self.tokenizer, max_shard_bytes=max_shard_bytes)
 
 # %% ../nbs/34_models.ipynb #2c32c0b0
-def _lm_width(module):
-    "Features that enter the module's output layer."
-    lm_head = getattr(module, "get_output_embeddings", lambda: None)()
-    if lm_head is None: raise TypeError(f"value_head: {type(module).__name__} has no get_output_embeddings(); the value head reads what enters that layer")
-    return lm_head.weight.shape[1]
-
 def _describe(run):
     weights = list(run.reader.parameters())
     n = sum(getattr(p, "ds_numel", p.numel()) for p in weights)      # ds_numel: ZeRO-3 leaves no entries between passes
@@ -203,22 +202,6 @@ def _runner(base, reader, lora, *, who, frozen, quantized=False, micro_tokens=81
     return Runner(reader, name=who, micro_tokens=micro_tokens, micro_rows=micro_rows, pack=pack, **how)
 
 # %% ../nbs/34_models.ipynb #c267bcd3
-def _trunk_reader(model, base, attention=None, *, outputs=None, bias=True):
-    "A trunk with a head on its hidden states: a reward model's own, else a new one, and none when the module gives one number a token by itself."
-    module, own = load_scored(model, attention=attention) if base is None else (base.trunk if output_layer(base.trunk) is None else base.trunk.base_model, None)
-    if own is not None:
-        if outputs not in (None, own.out_features): raise ValueError(f"{type(module).__name__} has a head of {own.out_features} numbers; {outputs} {'is' if outputs == 1 else 'are'} wanted")
-        return Reader(module, own)
-    states = _probed(module.eval()) if base is None else base.model.probe(lambda: _probed(module))
-    if states.dim() == 3: return Reader(module, linear_head(module, states.shape[-1], outputs or 1, bias=bias))
-    if states.shape == (1, 3): return Reader(module)
-    raise TypeError(f"{type(module).__name__} makes {list(states.shape)} of [1, 3] tokens; hidden states [B, T, H] or numbers [B, T] are wanted")
-
-@torch.no_grad()
-def _probed(module):
-    "What it makes of [1, 3] tokens."
-    return states_of(module(torch.zeros(1, 3, dtype=torch.long, device=next(module.parameters()).device)))
-
 class Critic(Trained):
     "A value per token: V(sₜ), the expected return before token t."
 
@@ -226,16 +209,19 @@ class Critic(Trained):
         model,               # name, folder, nn.Module (copied), a callable: tokens [B, T] → hidden states [B, T, H] or values [B, T]; or a wrapper, to stand on its frozen weights
         *,
         lora=None,           # train an adapter (and the head), not the weights; as for `Policy`
-        bins=None,           # values that a classifying critic can name, ascending: then the loss sees `out.value_logits` `[B, T, K]` too
+        bins=None,           # values that a classifying critic can name, ascending: then the loss sees `out.value_logits` `[B, T, K]` too; None: as the model was saved
+        tokenizer=None,      # saved beside the weights; None: the one in the model's folder
         lr:float=1e-5,       # AdamW's learning rate
         frozen:bool=False,   # no optimizer
         attention:str|None=None, # attention implementation of a name or folder
         **more,              # engine, micro_tokens, micro_rows, pack and the rest: as for `Policy`
     ):
-        "Load or copy the trunk; a reward model keeps its head, any other gets one that starts at zero."
+        "Load or copy the trunk; a critic or reward model keeps its head, any other gets one that starts at zero (without bias, which OpenRLHF's critics have no place for, unless it classifies)."
         _known(type(self), more)
         base = base_of(model)
-        reader = _trunk_reader(model, base, attention, outputs=1 if bins is None else len(bins))
+        self.tokenizer = load_tokenizer(model, tokenizer)
+        bins = stored_bins(model) if bins is None else bins
+        reader = trunk_reader(model, base, attention, outputs=1 if bins is None else len(bins), bias=bins is not None)
         if bins is not None: reader.head = ClassHead(reader.head, torch.as_tensor(bins))
         self._run = _runner(base, reader, lora, who="Critic", lr=lr, frozen=frozen, **more)
 
@@ -254,6 +240,20 @@ class Critic(Trained):
     )->dict: # metrics
         "One optimizer step, over as many micro-batches and ranks as it takes. As `Policy.step`."
         return self._run.step([(batch, loss), *more], self._read)
+
+    def save_pretrained(self,
+        path, # a folder; made if missing
+        *,
+        dtype:torch.dtype|None=None, # of the weights in the file; None: the precision they came in, the head in its own
+        max_shard_bytes:int=5*10**9, # most bytes a file; rank 0 holds as much while it writes
+    ):
+        """Save as Hugging Face's sequence classifier of one label (token classifier when the head has a bias), of one label a bin when it classifies. All ranks together.
+
+        `Critic(path)`, `AutoModelForSequenceClassification.from_pretrained(path)` and, without a bias, OpenRLHF's critic load it."""
+        head = self._run.reader.head
+        bins, linear = (head.bins.tolist(), head.linear) if isinstance(head, ClassHead) else (None, head)
+        model = classifier(self._run.reader.trunk, linear, pad=getattr(self.tokenizer, "pad_token_id", None), bins=bins, who="Critic")
+        save_read(self._run, model, path, head="score", dtype=dtype, tokenizer=self.tokenizer, max_shard_bytes=max_shard_bytes)
 
 
 class Scorer(Trained):
@@ -278,7 +278,7 @@ class Scorer(Trained):
         self.tokenizer = load_tokenizer(model, tokenizer)
         if outputs is not None and (isinstance(outputs, str) or not (outputs if isinstance(outputs, int) else len(outputs)) > 0): raise ValueError(f"Scorer: outputs={outputs!r}; the number of scores, or a list of their names, is wanted")
         names = None if outputs is None or isinstance(outputs, int) else list(outputs)
-        reader = _trunk_reader(model, base, attention, outputs=outputs if names is None else len(names), bias=at is not None)
+        reader = trunk_reader(model, base, attention, outputs=outputs if names is None else len(names), bias=at is not None)
         config = getattr(reader.trunk, "config", None) if base is None else None
         judge = any(a.endswith("ForTokenClassification") for a in getattr(config, "architectures", None) or [])
         self.at = at or getattr(config, "read_at", "steps" if judge else None)
@@ -350,16 +350,15 @@ class Scorer(Trained):
 
     def save_pretrained(self,
         path, # a folder; made if missing
+        *,
+        dtype:torch.dtype|None=None, # of the weights in the file; None: the precision they came in, the head in its own
+        max_shard_bytes:int=5*10**9, # most bytes a file; rank 0 holds as much while it writes
     ):
-        """Save as Hugging Face's sequence classifier, one label an output (token classifier when the head has a bias); the moments in its config.
+        """Save as Hugging Face's sequence classifier, one label an output (token classifier when the head has a bias); the moments in its config. All ranks together.
 
         `Scorer(path)`, `AutoModelForSequenceClassification.from_pretrained(path)` and OpenRLHF's reward model load it."""
-        reader = self._run.reader
-        trunk = plain_twin(reader.trunk) if isinstance(self._run.model.engine, Adapted) else reader.trunk
-        model = classifier(trunk, reader.head, pad=getattr(self.tokenizer, "pad_token_id", None), names=self.names, moments=self.moments, at=self.at)
-        named = lambda k: k.replace("trunk.", f"{model.base_model_prefix}.", 1) if k.startswith("trunk.") else k.replace("head.", "score.", 1)
-        weights = ({named(k): x for k, x in bucket.items()} for bucket in self._run.model.iter_full_params())
-        save_folder(model, weights, path, who="Scorer", tokenizer=self.tokenizer)
+        model = classifier(self._run.reader.trunk, self._run.reader.head, pad=getattr(self.tokenizer, "pad_token_id", None), names=self.names, moments=self.moments, at=self.at)
+        save_read(self._run, model, path, head="score", dtype=dtype, tokenizer=self.tokenizer, max_shard_bytes=max_shard_bytes)
 
 def _label_names(config, head):
     "Names of a head's outputs in a config, unless they are transformers' fill-ins."

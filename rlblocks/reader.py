@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from jaxtyping import Int
 
 from .attention import Segments, attend_as_before, attend_by_segments, layout
+from .folders import came_in
 from .head import head_logprobs, head_measured, output_layer, sampled_from, states_of, watched
 from .inputs import SENSES, config_of, vocabulary
 from .logprobs import entropy as entropy_of, gather_logprobs
@@ -60,6 +61,7 @@ class Reader(nn.Module):
         "Wrap a module."
         super().__init__()
         self.trunk, self.on_lm_head = trunk, on_lm_head
+        self.came = came_in(trunk)  # before an engine promotes it: what a folder goes back to
         self.head:Any = head
         self.bend:tuple[float, float|None]|None = None # `bending`: log-probs straight from what enters the output layer; None: from logits
         self.segments = False # whether the trunk attends by segments (`pack_by`): then packed rows may share prefixes

@@ -112,7 +112,7 @@ def test_the_reference_is_what_the_kl_needs():
     with pytest.raises(ValueError, match="change with every step"): Policy(Policy(net, device="cpu"), lora=None)
     with pytest.raises(ValueError, match="engine='fsdp2' cannot be chosen here"): Policy(policy, lora=None, engine="fsdp2")
     probe = stir(Critic(policy, lora=None, lr=1e-2), loss=fit)             # a head alone
-    assert [n for n, _ in probe._run.reader.named_parameters()] == ["head.weight", "head.bias"] and (probe.values(b) != 0).any()
+    assert [n for n, _ in probe._run.reader.named_parameters()] == ["head.weight"] and (probe.values(b) != 0).any()
 
 
 @pytest.mark.parametrize("how", [dict(), dict(checkpointing=True)])

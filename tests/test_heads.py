@@ -4,7 +4,8 @@ import json
 import pytest
 import torch
 from rlblocks import (
-    Batch, Critic, Policy, Scorer, classification_value_loss, expected_value, hl_gauss, multi_head_loss, pairs, process_reward_loss, two_hot,
+    Batch, Critic, Policy, Scorer, bradley_terry_loss, classification_value_loss, expected_value, hl_gauss, multi_head_loss, pairs,
+    process_reward_loss, safety_loss, two_hot, value_loss,
 )
 from rlblocks.heads import Moments, head_of
 from safetensors.torch import load_file, save_file
@@ -81,6 +82,32 @@ def test_several_objectives_and_their_names(tmp_path):
     assert_close(plain(b.tokens[4:5, :6]).logits, scorer.scores(b)[4:5], rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="head of 3 numbers; 1 is wanted"): Critic(tmp_path, device="cpu")
     with pytest.raises(ValueError, match="head of 3 numbers; 2 are wanted"): Scorer(tmp_path, outputs=2, device="cpu")
+
+
+@pytest.mark.parametrize("how", [dict(), dict(micro_rows=3, pack=True)])
+def test_a_safety_head_beside_the_reward(how, tmp_path):
+    "Safe RLHF: the helpful answer of a pair may be the harmful one, and the sign of a cost says unsafe."
+    b = batch()
+    b["unit"], b["chosen"] = torch.arange(16)//2, torch.arange(16) % 2 == 0
+    b["unsafe"] = torch.tensor([(i//2) % 3 != 0 and i % 2 == (i//2) % 2 or (i//2) % 5 == 4 for i in range(16)])       # of a pair: neither, one of the two, or both
+    scorer = Scorer(model(), outputs=["reward", "cost"], lr=1e-2, device="cpu", **how)
+    def loss(out, b):
+        names = dict(zip(scorer.names, out.scores.unbind(1), strict=True))
+        better, worse = pairs(names["reward"], b)
+        (cost, other), (unsafe, too) = pairs(names["cost"], b), pairs(b.unsafe, b)
+        riskier = unsafe | ~too                    # of two equals either
+        high, low = torch.where(riskier, cost, other), torch.where(riskier, other, cost)
+        told, m = safety_loss(high, low, torch.where(riskier, unsafe, too), torch.where(riskier, too, unsafe), denom=b.n_units)
+        learnt, more = bradley_terry_loss(better, worse, denom=b.n_units)
+        return told + learnt, dict(sign=m["sign_accuracy"], order=more["accuracy"])
+    for _ in range(40): metrics = scorer.step(b, loss)
+    assert float(metrics["sign"]) == 1 and float(metrics["order"]) == 1, metrics
+    scorer.save_pretrained(tmp_path)
+    again = Scorer(tmp_path, device="cpu")
+    read = dict(zip(again.names, again.scores(b).unbind(1), strict=True))
+    assert ((read["cost"] > 0) == b.unsafe).all() and b.unsafe.any() and not b.unsafe.all()
+    better, worse = pairs(read["reward"], b)
+    assert (better > worse).all() and json.loads((tmp_path/"config.json").read_text())["label2id"] == dict(reward=0, cost=1)
 
 
 @pytest.mark.parametrize("how", [dict(), dict(micro_rows=3, pack=True)])
@@ -169,6 +196,87 @@ def test_value_heads_of_trl(tmp_path):
     assert head_of(tmp_path).bias is not None
 
 
+def returns_loss(out, b): return value_loss(out.values, b.returns*0, b.returns, b.mask, clip=100., denom=b.n_tokens)
+
+
+def test_a_policy_keeps_its_value_head(tmp_path):
+    "From a folder as TRL wrote it, and into one."
+    from transformers import AutoModelForCausalLM
+    net, b = model(), batch()
+    torch.manual_seed(1)
+    head = nn.Linear(32, 1)
+    net.save_pretrained(tmp_path)
+    weights = load_file(tmp_path/"model.safetensors")
+    save_file(weights | {f"v_head.summary.{k}": x.detach().clone() for k, x in head.named_parameters()}, tmp_path/"model.safetensors", metadata=dict(format="pt"))
+    policy = Policy(tmp_path, value_head=True, lr=1e-2, device="cpu")
+    want = head(states(net, b))[..., 0].roll(1, 1).detach()
+    assert_close(policy.values(b)[b.mask], want[b.mask], rtol=0, atol=1e-5)
+    policy.step(b, returns_loss)
+    policy.save_pretrained(tmp_path/"ours", max_shard_bytes=30_000)
+    index = json.loads((tmp_path/"ours/model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == weights.keys() | {"v_head.summary.weight", "v_head.summary.bias"} and len(set(index.values())) > 2
+    assert torch.equal(load_file(tmp_path/"ours"/index["v_head.summary.bias"])["v_head.summary.bias"], policy._run.reader.head.bias.detach())
+    for again in (Policy(tmp_path/"ours", value_head=True, device="cpu"), Critic(tmp_path/"ours", device="cpu")): assert_close(again.values(b), policy.values(b), rtol=0, atol=1e-6)
+    plain, found = AutoModelForCausalLM.from_pretrained(tmp_path/"ours", output_loading_info=True)
+    assert not found["missing_keys"] and set(found["unexpected_keys"]) == {"v_head.summary.weight", "v_head.summary.bias"}
+    assert_close(Policy(plain, device="cpu").logprobs(b), policy.logprobs(b), rtol=0, atol=1e-5)
+    policy.save_pretrained(tmp_path/"bare", value_head=False)
+    assert head_of(tmp_path/"bare") is None
+    Scorer(model(), outputs=3, device="cpu").save_pretrained(tmp_path/"three")
+    with pytest.raises(ValueError, match="makes 3 numbers of 32 features; one of 32 is wanted"): Policy(tmp_path/"three", value_head=True, device="cpu")
+
+
+@pytest.mark.parametrize("lora", [None, dict(r=4)])
+def test_a_critic_is_handed_on(lora, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+    if lora: pytest.importorskip("peft")
+    b, critic = batch(), Critic(model(), lr=1e-2, device="cpu", lora=lora)
+    for _ in range(3): critic.step(b, returns_loss)
+    critic.save_pretrained(tmp_path)
+    plain, found = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not found["missing_keys"] and not found["unexpected_keys"] and plain.config.num_labels == 1
+    again = Critic(tmp_path, device="cpu")
+    assert critic.values(b).abs().max() > .1
+    assert_close(again.values(b), critic.values(b), rtol=0, atol=1e-5)
+    assert_close(again.values(b)[b.mask], plain.score(states(plain, b))[..., 0].roll(1, 1)[b.mask].detach(), rtol=0, atol=1e-5)
+
+
+def test_a_critic_with_a_bias_keeps_it(tmp_path):
+    "As verl's critics have one: token classifiers of one label."
+    from transformers import AutoModelForTokenClassification, LlamaForTokenClassification
+    config = model().config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    theirs, b = LlamaForTokenClassification(config).eval(), batch()
+    with torch.no_grad(): theirs.score.bias += 3
+    theirs.save_pretrained(tmp_path/"theirs")
+    critic = Critic(tmp_path/"theirs", lr=1e-2, device="cpu")
+    assert_close(critic.values(b)[b.mask], theirs(b.tokens).logits[..., 0].roll(1, 1)[b.mask].detach(), rtol=0, atol=1e-5)
+    critic.step(b, returns_loss)
+    critic.save_pretrained(tmp_path/"ours")
+    plain = AutoModelForTokenClassification.from_pretrained(tmp_path/"ours").eval()
+    assert_close(plain(b.tokens).logits[..., 0].roll(1, 1)[b.mask].detach(), critic.values(b)[b.mask], rtol=0, atol=1e-5)
+
+
+def test_a_classifying_critic_comes_back(tmp_path):
+    b, bins = batch(), torch.linspace(-3, 3, 25)
+    critic = Critic(model(), bins=bins, lr=3e-2, device="cpu")
+    def loss(out, b): return classification_value_loss(out.value_logits, hl_gauss(b.returns, bins), b.mask, denom=b.n_tokens)
+    for _ in range(3): critic.step(b, loss)
+    critic.save_pretrained(tmp_path)
+    again = Critic(tmp_path, lr=3e-2, device="cpu")
+    assert critic.values(b).abs().max() > .1 and torch.equal(again._run.reader.head.bins, bins)
+    assert_close(again.values(b), critic.values(b), rtol=0, atol=1e-5)
+    again.step(b, loss)                            # and it goes on classifying
+    again.save_pretrained(tmp_path/"again")
+    assert_close(Critic(tmp_path/"again", device="cpu").values(b), again.values(b), rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="head of 25 numbers; 5 are wanted"): Critic(tmp_path, bins=torch.linspace(-1, 1, 5), device="cpu")
+
+
+def test_a_critic_without_a_place_in_transformers_says_how_to_keep_it(tmp_path):
+    with pytest.raises(TypeError, match=r"Critic: transformers has no classifier for .*torch.save\(critic"): Critic(nn.Embedding(32, 8), device="cpu").save_pretrained(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def openrlhf():
     "OpenRLHF's own loader of reward models, from its file; what needs a cluster or a kernel stays out."
@@ -218,6 +326,27 @@ def test_reward_models_of_openrlhf(openrlhf, prefix, tmp_path):
     back.mean[0], back.std[0] = back.config.mean, back.config.std     # as its constructor does; transformers 5 builds on the meta device and leaves such buffers unset, in folders of its own too
     assert_close(back(b.tokens, mask).detach(), scorer.scores(b), rtol=0, atol=1e-5)
     assert_close(load(tmp_path/"ours")(b.tokens, mask).detach(), scorer._raw(b), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("prefix", ["score", "value_head"])
+def test_critics_of_openrlhf(openrlhf, prefix, tmp_path):
+    "Both ways; theirs gives the value before token t+1 in column t."
+    b = batch()
+    mask = (torch.arange(18) < b.lengths[:, None]).long()
+    load = lambda path, **how: openrlhf.get_llm_for_sequence_regression(str(path), "critic", param_dtype="fp32", attn_implementation="sdpa", **how).eval()
+    def values(theirs): return nn.functional.pad(theirs(b.tokens, action_mask=b.mask[:, 1:], attention_mask=mask), (1, 0)).detach()
+    model().save_pretrained(tmp_path/"base")
+    torch.manual_seed(0)
+    theirs = load(tmp_path/"base", init_value_head=True, value_head_prefix=prefix)
+    theirs.config.value_head_prefix = prefix
+    theirs.save_pretrained(tmp_path/"theirs")
+    critic = Critic(tmp_path/"theirs", lr=1e-2, device="cpu")
+    assert values(theirs).abs().max() > .01
+    assert_close(critic.values(b), values(theirs), rtol=0, atol=1e-5)
+    for trained in (critic, Critic(model(), lr=1e-2, device="cpu")):        # theirs goes on here, and a new one of ours goes there
+        for _ in range(3): trained.step(b, returns_loss)
+        trained.save_pretrained(tmp_path/"ours")
+        assert_close(values(load(tmp_path/"ours")), trained.values(b), rtol=0, atol=1e-5)
 
 
 def test_a_judge_that_trl_wrote(tmp_path):

@@ -327,8 +327,9 @@ def test_a_scorer_without_a_classifier_says_how_to_keep_it(tmp_path):
 
 
 def test_pairs_do_not_move_a_new_reward_head_sideways():
-    "The two scores of a pair shift alike: a bias has no gradient but rounding, which Adam would blow up to full steps."
-    assert Scorer(model(), device="cpu")._run.reader.head.bias is None and Critic(model(), device="cpu")._run.reader.head.bias is not None
+    "The two scores of a pair shift alike: a bias has no gradient but rounding, which Adam would blow up to full steps. A critic's has no place in the files that others read."
+    assert Scorer(model(), device="cpu")._run.reader.head.bias is None and Critic(model(), device="cpu")._run.reader.head.bias is None
+    assert Critic(model(), bins=[0., 1.], device="cpu")._run.reader.head.linear.bias is not None and Policy(model(), value_head=True, device="cpu")._run.reader.head.bias is not None
 
 
 def test_critic_and_scorer_learn_and_read_where_they_say():
