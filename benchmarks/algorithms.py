@@ -22,6 +22,7 @@ import os
 import platform
 import sys
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -54,7 +55,10 @@ class Task:
 
 
 FORMULA = "formula, no peer"
-ROWWISE = "trl, one advantage a row"  # less to read than the same column that all others get: shown, but not what "fastest" means
+BARE = "trl, no metrics"              # a part of its function: ours, verl's and OpenRLHF's measure clipping and KL, and so does TRL's
+ROWWISE = "trl, no metrics, one advantage a row" # and less to read than the column that all others get
+UNSAFE = "openrlhf, inf from 89 on"   # log(1 + exp(x)) as typed
+ASIDE = {BARE, ROWWISE, UNSAFE, "trl, all its lines"} # shown, but not what "fastest" means
 TASKS = []
 def task(name, make, ours, **theirs): TASKS.append(Task(name, make, ours, theirs.pop("theirs"), **theirs))
 
@@ -135,19 +139,26 @@ def verl_policy(name, mode="token-mean", **changed):
     return lambda c: core().POLICY_LOSS_REGISTRY[name](c.old, c.logprobs, c.advantages, c.mask, mode, config(**changed))[0]
 
 
-def trl_policy(loss_type, level="token", rows=False, **changed):
-    "The lines of `_compute_loss` from the ratio to the loss, without metrics; on the columns that all get, or on one advantage a row."
+def trl_policy(loss_type, level="token", rows=False, bare=False, **changed):
+    "`_compute_loss` from the ratio to its last metric, with the entropies as good as left out; `bare`: to the loss alone. On the columns that all get, or on one advantage a row."
     trainers = importlib.import_module("trl")
     args = peers.defaults(trainers.GRPOConfig, loss_type=loss_type, **changed)
     args.steps_per_generation = 1
+    alone = SimpleNamespace(num_processes=1, reduce=lambda x, **_: x, gather=lambda x: x)
     self = peers.bare(trainers.GRPOTrainer, args=args, loss_type=loss_type, importance_sampling_level=level, beta=args.beta, epsilon_low=.2, epsilon_high=args.epsilon_high or .2,
-                      off_policy_mask_threshold=None, use_vllm=False, vllm_importance_sampling_correction=False)
-    run = peers.statements(trainers.GRPOTrainer._compute_loss, "log_ratio =", "if self.loss_type in ['grpo', 'sapo']")
+                      off_policy_mask_threshold=None, use_vllm=False, vllm_importance_sampling_correction=False, _entropy_bonus_enabled=False, aux_loss_enabled=False, accelerator=alone,
+                      model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1)
+    run = peers.statements(trainers.GRPOTrainer._compute_loss, "log_ratio =", "if self.loss_type in ['grpo', 'sapo']" if bare else "if self.loss_type in ['grpo', 'bnpo', 'dr_grpo', 'dapo', 'luspo']")
     def call(c):
-        self.max_completion_length = c.mask.shape[1]
+        self.max_completion_length, self._metrics = c.mask.shape[1], dict(train=defaultdict(list))
         return run(self=self, per_token_logps=c.logprobs, old_per_token_logps=c.old, advantages=c.row_advantages[:, None] if rows else c.advantages, mask=c.mask, entropy_mask=None,
-                   inputs=dict(ref_per_token_logps=c.ref, num_items_in_batch=c.n)).loss
+                   entropies=c.row_advantages[:, None], inputs=dict(ref_per_token_logps=c.ref, num_items_in_batch=c.n)).loss
     return call
+
+
+def trl_losses(*how, rows=True, **changed):
+    "TRL's loss as it runs, without its metrics, and on one advantage a row without them."
+    return dict(trl=trl_policy(*how, **changed), **{BARE: trl_policy(*how, bare=True, **changed)}, **({ROWWISE: trl_policy(*how, bare=True, rows=True, **changed)} if rows else {}))
 
 
 def trl_gmpo(c):
@@ -255,20 +266,19 @@ loss = partial(dict, wrt=("logprobs",))
 A = lambda c: (c.logprobs, c.old, c.advantages, c.mask)
 fastest = {(shape, "fastest"): 1/1.1 for shape in ((128, 1_024), WIDE, SQUARE)}
 task("ppo_loss", tokens, lambda c: policy_losses.ppo_loss(*A(c)), **loss(promised=fastest),
-     theirs=dict(verl=verl_policy("vanilla"), openrlhf=lambda c: rlhf().PolicyLoss()(*A(c))[0], trl=trl_policy("bnpo")) | {ROWWISE: trl_policy("bnpo", rows=True)})
+     theirs=dict(verl=verl_policy("vanilla"), openrlhf=lambda c: rlhf().PolicyLoss()(*A(c))[0], **trl_losses("bnpo")))
 task("ppo_loss, dual clip", tokens, lambda c: policy_losses.ppo_loss(*A(c), dual_clip=3.), **loss(promised=fastest),
-     theirs=dict(verl=verl_policy("vanilla"), openrlhf=lambda c: rlhf().PolicyLoss(dual_clip=3.)(*A(c))[0], trl=trl_policy("bnpo", delta=3.)))
+     theirs=dict(verl=verl_policy("vanilla"), openrlhf=lambda c: rlhf().PolicyLoss(dual_clip=3.)(*A(c))[0], **trl_losses("bnpo", rows=False, delta=3.)))
 task("grpo_loss", tokens, lambda c: policy_losses.grpo_loss(c.logprobs, c.old, c.ref, c.advantages, c.mask), **loss(promised=fastest),
-     theirs=dict(trl=trl_policy("grpo", beta=.04, use_bias_correction_kl=False)))
-task("dr_grpo_loss", tokens, lambda c: policy_losses.dr_grpo_loss(*A(c), max_tokens=1_024), **loss(promised=fastest), theirs=dict(trl=trl_policy("dr_grpo")))
+     theirs=trl_losses("grpo", rows=False, beta=.04, use_bias_correction_kl=False))
+task("dr_grpo_loss", tokens, lambda c: policy_losses.dr_grpo_loss(*A(c), max_tokens=1_024), **loss(promised=fastest), theirs=trl_losses("dr_grpo", rows=False))
 task("gspo_loss", tokens, lambda c: ratio_losses.gspo_loss(*A(c), clip_low=.2, clip_high=.2), **loss(promised=fastest),
-     theirs=dict(verl=verl_policy("gspo", "seq-mean-token-mean"), openrlhf=lambda c: rlhf().PolicyLoss(policy_loss_type="gspo")(*A(c))[0], trl=trl_policy("grpo", "sequence")) | {ROWWISE: trl_policy("grpo", "sequence", rows=True)})
-# verl's cispo measures clipping and KL as ours does; TRL's lines measure nothing and let a NaN under the mask through, in seven passes (ours: 22)
-task("cispo_loss", tokens, lambda c: ratio_losses.cispo_loss(*A(c)), **loss(promised=fastest), theirs=dict(verl=verl_policy("cispo"), trl=trl_policy("cispo", epsilon_high=5.)) | {ROWWISE: trl_policy("cispo", epsilon_high=5., rows=True)})
-task("sapo_loss", tokens, lambda c: ratio_losses.sapo_loss(*A(c)), **loss(promised=fastest), theirs=dict(verl=verl_policy("sapo"), trl=trl_policy("sapo")) | {ROWWISE: trl_policy("sapo", rows=True)})
+     theirs=dict(verl=verl_policy("gspo", "seq-mean-token-mean"), openrlhf=lambda c: rlhf().PolicyLoss(policy_loss_type="gspo")(*A(c))[0], **trl_losses("grpo", "sequence")))
+task("cispo_loss", tokens, lambda c: ratio_losses.cispo_loss(*A(c)), **loss(promised=fastest), theirs=dict(verl=verl_policy("cispo"), **trl_losses("cispo", epsilon_high=5.)))
+task("sapo_loss", tokens, lambda c: ratio_losses.sapo_loss(*A(c)), **loss(promised=fastest), theirs=dict(verl=verl_policy("sapo"), **trl_losses("sapo")))
 task("gmpo_loss", tokens, lambda c: ratio_losses.gmpo_loss(*A(c)), **loss(promised=fastest), theirs=dict(verl=verl_policy("geo_mean"), trl=trl_gmpo))
-task("vespo_loss", tokens, lambda c: ratio_losses.vespo_loss(*A(c)), **loss(promised=fastest), theirs=dict(trl=trl_policy("vespo")) | {ROWWISE: trl_policy("vespo", rows=True)})
-task("luspo_loss", tokens, lambda c: ratio_losses.luspo_loss(*A(c), clip_low=.2, clip_high=.2), **loss(promised=fastest), theirs=dict(trl=trl_policy("luspo", "sequence")) | {ROWWISE: trl_policy("luspo", "sequence", rows=True)})
+task("vespo_loss", tokens, lambda c: ratio_losses.vespo_loss(*A(c)), **loss(promised=fastest), theirs=trl_losses("vespo"))
+task("luspo_loss", tokens, lambda c: ratio_losses.luspo_loss(*A(c), clip_low=.2, clip_high=.2), **loss(promised=fastest), theirs=trl_losses("luspo", "sequence"))
 task("reinforce_loss", tokens, lambda c: ratio_losses.reinforce_loss(c.logprobs, c.advantages, c.mask), **loss(promised=fastest), theirs=dict(verl=verl_policy("gpg")))
 task("clip_cov, mask and loss", tokens,
      lambda c: selections.clip_cov_loss(c.logprobs, c.old, c.advantages, selections.clip_cov_mask(c.logprobs, c.advantages, c.entropies, c.mask), c.mask), **loss(promised=fastest),
@@ -322,9 +332,8 @@ task("alphapo_loss", pairs, lambda c: margins.alphapo_loss(c.mean_chosen, c.mean
 task("orpo_loss", pairs, lambda c: margins.orpo_loss(c.mean_chosen, c.mean_rejected), **means, theirs=dict(trl=trl_orpo))
 task("kto_loss", pairs, lambda c: unpaired_losses.kto_loss(c.chosen, c.ref_chosen, c.desirable, kl=0.), **pair(wrt=("chosen",)), theirs=dict(trl=trl_kto))
 task("bradley_terry_loss", pairs, lambda c: reward_losses.bradley_terry_loss(c.chosen, c.rejected), **pair(), theirs=dict(openrlhf=lambda c: rlhf().PairWiseLoss()(c.chosen, c.rejected)))
-# LogExpLoss is log(1 + exp(x)) as written, inf from x = 89 on; PairWiseLoss is the same loss, safe
 task("log_exp_loss", pairs, lambda c: reward_losses.log_exp_loss(c.chosen, c.rejected), **pair(),
-     theirs={"openrlhf": lambda c: rlhf().LogExpLoss()(c.chosen, c.rejected), "openrlhf, PairWiseLoss": lambda c: rlhf().PairWiseLoss()(c.chosen, c.rejected)})
+     theirs={UNSAFE: lambda c: rlhf().LogExpLoss()(c.chosen, c.rejected), "openrlhf, PairWiseLoss": lambda c: rlhf().PairWiseLoss()(c.chosen, c.rejected)})
 
 bare = partial(dict, shapes=MANY, along="pairs")  # without a peer
 logsigmoid = torch.nn.functional.logsigmoid
@@ -419,7 +428,7 @@ def compare(t, shape, rounds, device):
     memory = {k: peak(f, c, device) if min(seconds[k]) < 1 or device == "cuda" else None for k, f in calls.items()}  # the CPU's profiler needs minutes for a million small tensors
     entry = dict(name=t.name, shape=list(shape), ms={k: 1e3*quantile(x, .5) for k, x in seconds.items()}, bytes=memory, rounds={k: len(x) for k, x in seconds.items()})
     entry["faster"] = {k: [quantile([b/a for a, b in zip(seconds["ours"], x)], q) for q in (.5, .25, .75)] for k, x in seconds.items() if k != "ours"}  # noqa: B905  theirs may have fewer rounds
-    best = min((k for k in t.theirs if k not in ("trl, all its lines", ROWWISE)), key=lambda k: entry["ms"][k], default=None)
+    best = min((k for k in t.theirs if k not in ASIDE), key=lambda k: entry["ms"][k], default=None)
     entry["fastest"] = best
     entry["promised"] = {k: wanted for (s, k), wanted in t.promised.items() if s == shape}
     entry["missed"] = [k for k, wanted in entry["promised"].items() if entry["faster"][best if k == "fastest" else k][0] < wanted]

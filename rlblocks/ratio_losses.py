@@ -84,10 +84,12 @@ def cispo_loss(
         slope = gate_(torch.clamp(ratio, least, most, out=into).mul_(advantages), gate)
         room = gated(logprobs, gate).mul_(slope)
         gain = room.sum(-1)
-        beyond = [torch.dot(test(ratio, border, out=room).flatten(), gate.flatten()) for test,border in ((torch.lt, least), (torch.gt, most))]
-        return gain, *beyond, *_move(ratio, gate, room)
+        below = _often(torch.lt, ratio, least, gate, room) if least > 0 else gain.new_zeros(()) # no ratio is below 0
+        return gain, below, _often(torch.gt, ratio, most, gate, room), *_move(ratio, gate, room)
     loss, n, found = swept(piece, logprobs, old_logprobs, advantages, mask=mask, over=over, denom=denom)
     return loss, _watched(found, n)
+
+def _often(test, x, border, gate, room): return torch.dot(test(x, border, out=room).flatten(), gate.flatten()) # among the tokens; the answers are written into `room`
 
 # %% ../nbs/13c_ratio_losses.ipynb #4cd24818
 def dppo_tv_loss(
