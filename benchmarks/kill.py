@@ -30,14 +30,17 @@ os.environ |= dict(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"
 import torch
 from torch import nn
 
-from rlblocks import Buffer, Checkpoint, Policy, Prompts, Rollout, SpmdPool, adaptive_kl_coef, at_tokens, group_advantages, merge, ppo_loss
+from rlblocks import Buffer, Checkpoint, Critic, Policy, Prompts, Rollout, SpmdPool, adaptive_kl_coef, at_tokens, group_advantages, masked_mean, merge, ppo_loss
+from rlblocks.optim import Ema
 from rlblocks.weights import checksum
 
+LORA = dict(r=4, target_modules=["layers.0", "layers.1"])
 ROWS = [dict(prompt=f"{i}{i}", answer=str(i % 7)) for i in range(10)]
 KINDS = dict(one=dict(ranks=1), background=dict(ranks=1, background=True), two=dict(ranks=2), fsdp2=dict(ranks=2, engine="fsdp2"), fsdp2_on_four=dict(ranks=4, engine="fsdp2"),
              fsdp2_background=dict(ranks=2, engine="fsdp2", background=True), fsdp2_to_one=dict(ranks=2, engine="fsdp2", resume=1), fsdp2_to_two=dict(ranks=1, engine="fsdp2", resume=2),
              zero1=dict(ranks=2, engine="zero1"), zero2=dict(ranks=2, engine="zero2"), zero3=dict(ranks=2, engine="zero3"), zero3_background=dict(ranks=2, engine="zero3", background=True),
-             zero1_to_one=dict(ranks=2, engine="zero1", resume=1), zero2_to_two=dict(ranks=1, engine="zero2", resume=2), zero3_to_one=dict(ranks=2, engine="zero3", resume=1))
+             zero1_to_one=dict(ranks=2, engine="zero1", resume=1), zero2_to_two=dict(ranks=1, engine="zero2", resume=2), zero3_to_one=dict(ranks=2, engine="zero3", resume=1),
+             adapters=dict(ranks=2, engine="fsdp2", adapters=True), adapters_zero2_background=dict(ranks=2, engine="zero2", adapters=True, background=True))
 
 
 class Digits:
@@ -63,12 +66,14 @@ class Net(nn.Module):
         return self.out(h)
 
 
-def loop(pool, *, steps=12, engine=None, checkpoint=Checkpoint()):
-    "GRPO with a buffer: each step trains on what an earlier one drew."
-    policy, rollout = pool.place(Policy, Net, lr=1e-2, engine=engine, device="cpu"), pool.place(Rollout, Net, max_tokens=4, device="cpu", tokenizer=Digits())
+def loop(pool, *, steps=12, engine=None, adapters=False, checkpoint=Checkpoint()):
+    "GRPO with a buffer: each step trains on what an earlier one drew. With adapters, the policy and a critic are two of them on one model, and the policy has a moving average."
+    policy, rollout = pool.place(Policy, Net, lr=1e-2, engine=engine, device="cpu", lora=LORA if adapters else None), pool.place(Rollout, Net, max_tokens=4, device="cpu", tokenizer=Digits())
+    more = dict(critic=pool.place(Critic, policy, lora="value", lr=1e-2), ema=Ema(policy, decay=.9)) if adapters else {}
     data, buffer, state = Prompts(ROWS, Digits(), seed=3), Buffer(), dict(coef=.5, ballast=torch.arange(3_000_000.))
     def loss(out, b): return ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
-    for step in checkpoint(steps, policy=policy, data=data, buffer=buffer, state=state):
+    def fit(out, b): return masked_mean((out.values-b.advantages)**2, b.mask, denom=b.n_tokens), {}
+    for step in checkpoint(steps, policy=policy, data=data, buffer=buffer, state=state, **more):
         rollout.load(policy.weights())
         fresh = rollout.generate(data.take(4), group_size=4, seed=(0, step))
         fresh["old_logprobs"] = policy.logprobs(fresh)
@@ -80,17 +85,24 @@ def loop(pool, *, steps=12, engine=None, checkpoint=Checkpoint()):
         for mini in batch.minibatches(2, seed=(0, step)): metrics = merge(metrics, policy.step(mini, loss))
         state["coef"] = adaptive_kl_coef(state["coef"], .2, target=.1, horizon=100, n_rows=16)
         state["ballast"] += 1
-        weights = [checksum(x) for bucket in policy.weights().buckets(1 << 28) for x in bucket.values()]
-        yield dict(step=step, prompts=fresh.prompt[::4], reward=fresh.scores.mean().item(), loss=float(metrics["loss"]), norm=float(metrics["grad_norm"]), held=len(buffer),
+        weights = hashes(policy)
+        if adapters:
+            metrics = merge(metrics, dict(value_loss=more["critic"].step(batch, fit)["loss"]))
+            more["ema"].update()
+            with more["ema"].swapped(): weights += hashes(policy)
+        yield dict(step=step, prompts=fresh.prompt[::4], reward=fresh.scores.mean().item(), loss=float(metrics["loss"]) + float(metrics.get("value_loss", 0.)), norm=float(metrics["grad_norm"]), held=len(buffer),
                    ballast=state["ballast"][-1].item(), weights=f"{sum(weights) % 2**64:x}")
 
 
-def one_rank(rank, ranks, port, folder, shown, engine, background):
+def hashes(policy): return [checksum(x) for bucket in policy.weights().buckets(1 << 28) for x in bucket.values()]
+
+
+def one_rank(rank, ranks, port, folder, shown, engine, background, adapters):
     "A process: rank 0 writes each row that the loop shows as a line."
     if ranks > 1: os.environ |= dict(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     with SpmdPool(timeout=60., grace=1.) as pool, open(shown, "a") as f:
-        for row in pool.watch(loop(pool, engine=engine, checkpoint=Checkpoint(folder, every=1, background=background))):
+        for row in pool.watch(loop(pool, engine=engine, adapters=adapters, checkpoint=Checkpoint(folder, every=1, background=background))):
             f.write(json.dumps(row | dict(at=time.monotonic())) + "\n")
             f.flush()
 
@@ -145,10 +157,10 @@ def killed(pids, victims, run, shown, after, inside, late):
     return running
 
 
-def whole_run(ranks, folder, shown, engine, background):
+def whole_run(ranks, folder, shown, *how):
     "Run to the end: rows as shown, seconds."
     begin = time.monotonic()
-    codes = finished(start(ranks, folder, shown, engine, background), 240)
+    codes = finished(start(ranks, folder, shown, *how), 240)
     if any(code != 0 for code in codes): raise RuntimeError(f"a run of {ranks} ended with {codes}: {Path(f'{shown}.log').read_text()[-3000:]}")
     return read(shown), time.monotonic() - begin
 
@@ -162,19 +174,19 @@ def far(row, want):
     return max(abs(row[k]-want[k])/max(abs(want[k]), 1) for k in ("reward", "loss", "norm"))
 
 
-def kind(name, moments, folder, seed=0, *, ranks, engine=None, background=False, resume=None):
+def kind(name, moments, folder, seed=0, *, ranks, engine=None, background=False, adapters=False, resume=None):
     "Kill and resume at so many moments of one kind of run."
     if str(engine).startswith("zero"): import deepspeed  # noqa: F401                          (once, for all that are forked)
-    rng, out = random.Random(f"{name} {seed}"), []
+    rng, out, how = random.Random(f"{name} {seed}"), [], (engine, background, adapters)
     begin = time.monotonic()
-    plain, seconds = whole_run(ranks, folder/"plain", folder/"plain.txt", engine, background)
+    plain, seconds = whole_run(ranks, folder/"plain", folder/"plain.txt", *how)
     assert len(plain) == 12 and len({r["weights"] for r in plain}) == 12
     first, pace = plain[0]["at"] - begin, statistics.median(b["at"]-a["at"] for a, b in itertools.pairwise(plain))
     for i in range(moments):
         run, shown, victims = folder/f"run{i}", folder/f"shown{i}.txt", rng.choice([range(ranks), *([[r] for r in range(ranks)] if ranks > 1 else [])])
         for _ in range(5):
             after, inside, late = {1: (0, False, rng.uniform(0, first)), 2: (12, False, 0.)}.get(i, (rng.randrange(2, 11), i % 3 == 0, rng.uniform(0, pace)))
-            pids, begin = start(ranks, run, shown, engine, background), time.monotonic()
+            pids, begin = start(ranks, run, shown, *how), time.monotonic()
             hit, at = killed(pids, victims, run, shown, after, inside, late), time.monotonic() - begin
             ended = finished(pids, 240)   # longer than a rank waits for a peer that died before they met: torch takes more than twice its timeout of 60 s to give up connecting
             if hit or after == 12: break
@@ -182,7 +194,7 @@ def kind(name, moments, folder, seed=0, *, ranks, engine=None, background=False,
             Path(shown).unlink(missing_ok=True)
         else: raise RuntimeError(f"{name}: five runs were over before they could be killed after {after} rows")
         before, drafts = read(shown), len(list(run.glob(".draft-*")))
-        again, _ = whole_run(resume or ranks, run, f"{shown}.again", engine, background)
+        again, _ = whole_run(resume or ranks, run, f"{shown}.again", *how)
         rows = before + again
         distance = max(far(row, plain[row["step"]]) for row in rows) if rows else 0.
         out.append(dict(at=round(at, 3), killed=list(victims), others_left=None not in ended, shown=len(before), resumed_at=min((r["step"] for r in again), default=12), in_a_save=drafts > 0,

@@ -171,7 +171,8 @@ class Base:
         self.switches = [m for m in self.trunk.modules() if hasattr(m, "_active_adapter")]
         for m in self.switches: m._active_adapter, m._disable_adapters = [], True
         for m in self.switches:
-            if name in getattr(m, "scaling", {}) and type(m).__name__ not in BUILT_IN: raise ValueError(f"lora: {type(m).__name__} layers cannot be merged here; target others")
+            if name in getattr(m, "scaling", {}) and not any(kind.__name__ in BUILT_IN for kind in type(m).__mro__): # FSDP2 gives what it cuts a class derived from its own
+                raise ValueError(f"lora: {type(m).__name__} layers cannot be merged here; target others")
         own = {id(p) for p in self.added.values()}
         for p in self.trunk.parameters(): p.requires_grad_(id(p) in own)         # peft froze the other adapters
         tied = [n for n, p in before if sum(q is p for _, q in before) > 1]

@@ -218,6 +218,24 @@ def test_the_exporter_holds_a_bucket_and_a_tensor():
     assert max(sizes) <= max(largest, 1 << 16) and len(sizes) > 10
 
 
+def test_a_second_adapter_where_the_layer_itself_is_cut():
+    "FSDP2 gives what it cuts a class of its own; a model whose layers are the linear ones has such adapters."
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.layers, self.out = nn.Embedding(16, 8), nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), nn.Linear(8, 16)
+        def forward(self, tokens):
+            h = self.embed(tokens).cumsum(1)
+            for layer in self.layers: h = h + torch.tanh(layer(h))
+            return self.out(h)
+    policy = Policy(Net, engine="fsdp2", lora=dict(r=2, target_modules=["layers.0", "layers.1"]), lr=1e-2, device="cpu")
+    critic, b = Critic(policy, lora="value", lr=1e-2), rows(B=3, dtype=torch.float32)
+    b["tokens"] %= 16
+    before = policy.logprobs(b)
+    critic.step(b, lambda out, b: (torch.where(b.mask, (out.values-1)**2, 0.).sum()/b.n_tokens, {}))
+    assert torch.equal(policy.logprobs(b), before) and critic.values(b).abs().max() > 0
+
+
 def peaks(rank, folder, engine, port):
     "Tensors beside what stays, while merged weights are exported in buckets of three; with an engine the base is sharded over two ranks."
     give_back()
