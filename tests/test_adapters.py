@@ -67,6 +67,8 @@ def test_a_thousand_syncs_leave_the_base_bit_for_bit_alone(kind, tmp_path):
         if cycle % 20 == 0: policy.step(b, pg)
         sent.add(engine.load(policy.weights()).checksums["model.layers.0.self_attn.q_proj.weight"])
     assert len(before) > (30 if kind == "4bit" else 15) and hashes() == before and len(sent) == 50
+    held = dict(engine.module.named_parameters())
+    assert all(torch.equal(held[n], x.to(held[n].dtype)) for bucket in policy.weights().buckets(1 << 28) for n, x in bucket.items() if n in held)      # rounded once, where the receiver is in half precision
     if kind != "bf16": assert_close(plainly(engine.module, b), policy.logprobs(b), rtol=0, atol=1e-5)
 
 
