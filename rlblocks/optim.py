@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Schedule', 'in_turn', 'constant', 'linear', 'cosine', 'root', 'wsd', 'decay_groups', 'adamw', 'adamw_8bit', 'Joined',
-           'muon', 'freeze_', 'Ema']
+           'muon', 'entrywise', 'freeze_', 'Ema']
 
 # %% ../nbs/30_optim.ipynb #cb62249c
 import math
@@ -190,6 +190,40 @@ def muon(
     if not hidden: raise ValueError(f"muon: no hidden matrix among {', '.join(n for n, _ in pairs[:4])} … ({len(pairs)}); use adamw")
     first = torch.optim.Muon(hidden, lr=lr, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
     return Joined(first, adamw(others, lr=lr, betas=betas, weight_decay=weight_decay)) if others else first
+
+# %% ../nbs/30_optim.ipynb #4aac9c7a
+def entrywise(
+    optimizer:torch.optim.Optimizer, # before its first step; left as it was
+    who:str,                         # the engine, for the message
+    device=None,                     # of the stand-in
+):
+    "Make sure that an optimizer can step a stretch of a weight alone. ValueError says what it needs more than that."
+    for part in getattr(optimizer, "parts", [optimizer]):
+        groups, known = [dict(g) for g in part.param_groups], list(map(id, part.state))
+        try: odd = next(filter(None, (_odd(part, at, device) for at in range(len(groups)))), None)
+        finally:
+            for group, kept in zip(part.param_groups, groups, strict=True):
+                group.clear()
+                group.update(kept)
+            for p in [p for p in part.state if id(p) not in known]: del part.state[p]
+        if odd: raise ValueError(f'{who}: {type(part).__name__} {odd}, and here each rank has a flat stretch of every weight; use an optimizer that treats entries alone, such as adamw, or another engine: None takes any, "fsdp2" Muon')
+
+def _odd(part, at, device)->str|None:
+    "What a group of an optimizer does that takes more than an entry by itself."
+    n, draw = 8192, torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(n, generator=draw)*torch.linspace(.1, 10, n) for _ in range(3))
+    def stepped(n):
+        p = nn.Parameter(start[:n].to(device, copy=True))
+        for i, group in enumerate(part.param_groups): group.update(params=[p] if i == at else [], **dict(lr=.1) if "lr" in group else {})
+        for g in gradients:
+            p.grad = g[:n].to(device, copy=True)
+            part.step()
+        return p.detach(), part.state.get(p, {})
+    try: (whole, kept), (half, _) = stepped(n), stepped(n//2)
+    except Exception as e: return f"does not step one that is flat ({type(e).__name__}: {e})"
+    odd = next((k for k, x in kept.items() if isinstance(x, Tensor) and x.numel() > 1 and x.shape != whole.shape), None)
+    if odd: return f"keeps {odd!r} {list(kept[odd].shape)} beside {n} entries, which cannot be cut or gathered with them"
+    return None if torch.allclose(whole[:n//2], half, rtol=1e-5, atol=1e-6) else "moves an entry by what stands beside it"
 
 # %% ../nbs/30_optim.ipynb #73ef0a01
 def freeze_(

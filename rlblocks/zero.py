@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .optim import entrywise
 from .plain import HALF, agree, fill_, join_world, same_weights, world
 from .slices import Slice
 
@@ -134,8 +135,9 @@ class Zero:
         offload:str|None=None,        # "cpu", "nvme": where the states live
         nvme:str|None=None,           # the folder for it
     ):
-        "Hand a module to DeepSpeed; all ranks together. ValueError for what it cannot do, ImportError for what is missing."
-        if dtype == torch.float16: raise ValueError('engine="zero…": float16 needs loss scaling, which would change the numbers; use dtype=torch.bfloat16')
+        "Hand a module to DeepSpeed; all ranks together. ValueError for what it cannot do and for an optimizer that needs more than a stretch of a weight, ImportError for what is missing."
+        odd = next((p.dtype for p in module.parameters() if stage == 3 and dtype in HALF and p.dtype in HALF and p.dtype != dtype), None)
+        if odd: raise ValueError(f'engine="zero3": weights that came in {odd} are not gathered while {dtype} computes; load them in {dtype}, or use engine="fsdp2"')
         if any(p.dtype == torch.float64 for p in module.parameters()): raise ValueError('engine="zero…" keeps fp32 states; float64 needs engine=None or "fsdp2"')
         if offload not in (None, "cpu", "nvme") or (offload == "nvme" and stage < 3): raise ValueError(f'engine="zero{stage}": offload={offload!r} is not there; "cpu" is, and "nvme" with "zero3"')
         if offload and optimizer and adamw is None: raise ValueError(f"engine=\"zero{stage}\", offload={offload!r}: the offloaded step is DeepSpeed's own AdamW; leave out optimizer=, or offload=")
@@ -149,6 +151,7 @@ class Zero:
         self.module, self.device, self.stage, self.offload, self.used, self.dirty = module, device, stage, offload, set(), False
         named:list = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         made = optimizer(named) if optimizer and not offload else None
+        if made: entrywise(made, f'engine="zero{stage}"', device)
         self.groups = [list(g["params"]) for g in made.param_groups] if made else [[p for _, p in named]]
         config = _config(stage, module, max_norm, dtype in HALF and stage > 1 and bool(optimizer), offload, nvme, adamw if optimizer else None, bool(made), device)
         if stage == 3: _cut_(deepspeed, module, device, config)
@@ -312,9 +315,7 @@ class Zero:
             try: self.optimizer.step()
             finally:
                 for group, ps in zip(groups, kept, strict=True): group["params"] = ps
-            found = {k: x*0 for k, x in self.optimizer.state.pop(stand).items()}
-        odd = [k for k, x in found.items() if isinstance(x, Tensor) and x.shape != shape and x.numel() > 1]
-        if odd: raise TypeError(f"engine=\"zero{self.stage}\": the optimizer's {odd[0]!r} {list(found[odd[0]].shape)} is not one number for each of {list(shape)} entries, so its state cannot be cut or gathered; use engine=None, or another optimizer")
+            found = {k: x*0 for k, x in self.optimizer.state.pop(stand, {}).items()}
         return {k: x.dtype if isinstance(x, Tensor) and x.shape == shape else torch.as_tensor(x, dtype=torch.float32) for k, x in found.items()}
 
     def _state_of(self, p, kept, full)->dict:

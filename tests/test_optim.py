@@ -2,6 +2,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,56 @@ def test_sharded_as_in_one_process(tmp_path, ranks):
         for mine, theirs in ((own, weights(policy)), (smooth, ema.average)):
             largest, norm = max((mine[n]-x).abs().max().item() for n, x in theirs.items()), sum((mine[n]-x).square().sum().item() for n, x in theirs.items())**.5
             assert moved > .1 and (largest < 1e-5 if name == "adamw" else norm < .03*moved), (name, largest, norm, moved)     # Muon's polynomial runs in bfloat16
+
+
+ODD = {"Muon does not step": MAKERS["muon"], r"AdamW8bit keeps 'qmap1' \[256\]": lambda ps: adamw_8bit(ps, lr=1e-2), "Adafactor moves an entry by": torch.optim.Adafactor,
+       "LBFGS does not step": lambda ps: torch.optim.LBFGS([p for _, p in ps])}
+KEPT = dict(sgd=partial(torch.optim.SGD, lr=1e-1), momentum=partial(torch.optim.SGD, lr=1e-1, momentum=.9), nadam=partial(torch.optim.NAdam, lr=1e-2),
+            asgd=partial(torch.optim.ASGD, lr=1e-1, t0=1), rprop=partial(torch.optim.Rprop, lr=1e-3), adagrad=torch.optim.Adagrad)
+
+
+def optimizers_under_zero(world, rank, folder):
+    "What cannot take a stretch of a weight is refused before anything is cut; what can is saved after every step, the first included, and goes on."
+    for engine in ("zero1", "zero2", "zero3"):
+        for words, make in ODD.items():
+            with pytest.raises(ValueError, match=rf'engine="{engine}": {words}.*use an optimizer that treats entries alone, such as adamw'): Policy(model(), engine=engine, optimizer=make, device="cpu")
+    def run(make, engine, steps, checkpoint=Checkpoint()):
+        policy = Policy(model(), engine=engine, optimizer=make, device="cpu")
+        for step in checkpoint(steps, policy=policy): policy.step(batch(step), loss)
+        return {k: x for part in policy._run.model.iter_full_params() for k, x in part.items()}
+    apart = lambda a, b: max((a[k]-x).abs().max().item() for k, x in b.items())
+    for i, (name, make) in enumerate(KEPT.items()):
+        engine, whole, unbroken = f"zero{1 + i%3}", bool(i%2), run(make, None, 4)
+        run(make, engine, 2, Checkpoint(folder/name, every=1, whole=whole))
+        again = run(make, engine, 4, Checkpoint(folder/name, every=1, whole=whole))
+        assert apart(again, unbroken) < 1e-5 and apart(unbroken, dict(("trunk." + k, x) for k, x in model().state_dict().items() if "trunk." + k in unbroken)) > 1e-4, (name, engine, apart(again, unbroken))
+    return True
+
+
+def float16(world, rank, folder):
+    "Every engine refuses to train where small gradients vanish, names the way out, which trains, and reads with a frozen float16 model."
+    half, b = (lambda: model(dtype=torch.float16)), batch(0)
+    fp32 = Policy(model(dtype=torch.float16).float(), frozen=True, device="cpu").logprobs(b)
+    for how in ({}, dict(engine="fsdp2"), dict(engine="zero1"), dict(engine="zero2"), dict(engine="zero3"), dict(tensor_parallel=2)):
+        for odd in (dict(), dict(dtype=torch.float16), dict(low_precision=True, dtype=torch.bfloat16), dict(lora=dict(r=2))):
+            with pytest.raises(ValueError, match="in float16 a gradient below 6e-8 is 0.*dtype=torch.bfloat16 or dtype=torch.float32"): Policy(half(), device="cpu", **how | odd)
+        with pytest.raises(ValueError, match="in float16"): Policy(model(), device="cpu", dtype=torch.float16, **how)
+        assert (Policy(half(), frozen=True, device="cpu", **how).logprobs(b)-fp32).abs().max() < .02, how
+    for how in (dict(), dict(engine="fsdp2"), dict(engine="zero3")):
+        for dtype in (torch.bfloat16, torch.float32):
+            for lora in (None, dict(r=2)):
+                if lora and dtype == torch.bfloat16 and "zero3" in how.values():
+                    with pytest.raises(ValueError, match="came in torch.float16 are not gathered while torch.bfloat16 computes; load them in torch.bfloat16"): Policy(half(), dtype=dtype, device="cpu", lora=lora, **how)
+                    continue
+                policy = Policy(half(), lr=1e-2, dtype=dtype, device="cpu", lora=lora, **how)
+                assert float(policy.step(batch(1), loss)["grad_norm"]) > 1e-3, (how, dtype)
+    return True
+
+
+def test_on_two_ranks(tmp_path):
+    pytest.importorskip("deepspeed")
+    from test_shards import launch
+    assert launch(2, [optimizers_under_zero, float16], tmp_path) == [True, True]
 
 
 if __name__ == "__main__": sharded(sys.argv[1])
