@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .folders import persist
 from .sharded import agree, world
 from .shards import read_shards, snapshot, state_of, write_shards
 
@@ -137,6 +138,7 @@ class Checkpoint:
         def mine():
             files = write_shards(shards, draft/"shards", self.group) if shards else []
             if first: files += [self._keep(name, state, draft/f"{name}.pt") for name, state in states.items()]
+            persist(*files, *{f.parent for f in files})
             return {str(f.relative_to(draft)): _digest(f) for f in files}
         files = {k: v for digests in self._all(mine) for k, v in sorted(digests.items())}
         self._all(lambda: self._finish(draft, dict(step=step, files=files) | ({} if rating is None else dict(rating=rating))) if first else None)
@@ -144,9 +146,11 @@ class Checkpoint:
     def _finish(self, draft, meta):
         folder = draft.parent
         (draft/"meta.json").write_text(json.dumps(meta, indent=1))
+        persist(draft/"meta.json", draft)         # a rename that comes to disk before what it names is a folder of empty files
         target = folder/f"step-{meta['step']:08d}"
         if target.exists(): _discard(target)
         os.replace(draft, target)
+        persist(folder)
         best = self.best()
         for old in self.saves()[:-self.keep]:
             if old != best: _discard(old)
