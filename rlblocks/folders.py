@@ -210,7 +210,8 @@ def _configurations(twin, folder):
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try: twin.save_pretrained(folder, state_dict={})
-    finally: shown and logging.enable_progress_bar()
+    finally:
+        if shown: logging.enable_progress_bar()
 
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json") # what an earlier save may have left
 

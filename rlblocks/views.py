@@ -19,6 +19,7 @@ from .head import output_layer
 from .plain import Plain, agree, world
 from .reader import Reader
 from .runner import Runner
+from .sharded import learnable
 
 # %% ../nbs/33d_views.ipynb #5135e079
 class Adapted:
@@ -174,14 +175,15 @@ def standing(
     "A view on a base, new or shared. ValueError for settings that a shared base has already, and for an adapter that another wrapper trains."
     held = {k: more.pop(k) for k in ("offload", "nvme", "dtype", "checkpointing", "device", "tensor_parallel", "expert_parallel") if k in more}
     if more.pop("low_precision", False): raise ValueError(f"{who}: low_precision=True; adapters are kept in fp32, and the base stays in the precision it came in")
+    shared = base is not None
     if base is None:
         config = getattr(reader.trunk, "config", None)
         base = Base(reader.trunk, lora, engine=engine, name=getattr(config, "name_or_path", None) or None, **held)
-        name = base.first
     else:
         odd = [f"{k}={v!r}" for k, v in held.items() if v and v != getattr(base.model, k, None) and (k != "device" or torch.device(v) != base.model.device)] + ([f"engine={engine!r}"] if engine not in (None, base.engine) else [])
         if odd: raise ValueError(f"{who}: {odd[0]} cannot be chosen here, the model is another wrapper's and stays as that holds it; leave it out")
-        name = lora if isinstance(lora, str) and lora in base.own else None if lora is None else base.put(lora)
+    if not frozen: learnable(base.model.dtype, who)
+    name = base.first if not shared else lora if isinstance(lora, str) and lora in base.own else None if lora is None else base.put(lora)
     if name in base.trained and not frozen:
         raise ValueError(f"{who}: adapter {name!r} is trained by a {base.trained[name]} already; frozen=True reads through it, another name makes a new one")
     mine = None if frozen else name
