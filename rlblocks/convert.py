@@ -58,9 +58,11 @@ def stored(
 def _of_checkpoint(folder, part):
     files = [f.removesuffix(".pt") for f in checked(folder)["files"] if "/" not in f]
     states = {name: torch.load(folder/f"{name}.pt", map_location="cpu", mmap=True, weights_only=True) for name in files if part in (None, name)}
+    if part and "average" in states.get(part, ()): states[part] |= dict(module=states[part]["average"], version=states[part]["updates"])           # an Ema: weights too, for who asks by name
     held = [name for name, x in states.items() if isinstance(x, dict) and {"module", "version"} <= x.keys()]
     if len(held) != 1: raise ValueError(f"convert: {folder} holds weights of {held or 'nobody'} among {files}" + ("; say which, with part" if len(held) > 1 else f"; part={part!r} is none of them" if part else ""))
     state = states[held[0]]
+    if "average" in state and any(k.startswith("adapter.") for k in state["module"]): raise ValueError(f"convert: {part!r} is the average of an adapter, without its settings; write it with policy.save_pretrained inside ema.swapped()")
     if "base" in state and "lora" not in state: raise ValueError(f"convert: {held[0]!r} stands on a base, and there are no settings of an adapter in {folder}; load it with Policy(base, lora=…).load_state_dict, and write it with save_pretrained")
     cut, whole = ({k: x for k, x in state["module"].items() if isinstance(x, dict) is kind} for kind in (True, False))
     more = _of_dcp(folder/"shards", {x[MARK]: (k, torch.Size(x["shape"])) for k, x in cut.items()}) if cut else Stored({}, {}, lambda into: None)

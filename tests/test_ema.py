@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rlblocks import Checkpoint, Policy
+from rlblocks.convert import convert
 from rlblocks.optim import Ema
 from rlblocks.weights import copy_weights
 from test_shards import far, launch, loss, moved, net, weights
@@ -125,3 +126,11 @@ def test_a_run_that_died_goes_on_with_its_average(tmp_path):
             read, end = found[name, whole]
             assert same(read, saved[name, "saved"]), (name, whole)
             assert same(end, saved[name]) if found is two_on_two else far(end, saved[name]) < 1e-5, (name, whole, far(end, saved[name]))
+    fused(seed=1).save_pretrained(tmp_path/"base")
+    for whole in (False, True):
+        smooth = fused().from_pretrained(convert(tmp_path/f"2-tensor-{whole}", tmp_path/f"smooth-{whole}", base=tmp_path/"base", part="ema")).state_dict()
+        assert all(torch.equal(smooth[n.removeprefix("trunk.")], x) for n, x in two["tensor", "saved"].items())
+    with pytest.raises(ValueError, match="average of an adapter.*inside ema.swapped"): convert(tmp_path/"2-lora-False", tmp_path/"x", base=tmp_path/"base", part="ema")
+    net().save_pretrained(tmp_path/"frozen")
+    with pytest.raises(ValueError, match="weights of a GemmaForCausalLM are missing"): convert(tmp_path/"2-zero3-False", tmp_path/"x", base=tmp_path/"frozen", part="ema")
+    convert(tmp_path/"2-zero3-False", tmp_path/"policy", base=tmp_path/"frozen")         # unasked, the policy's
