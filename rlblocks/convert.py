@@ -130,7 +130,8 @@ def _twin(base, found, tokenizer):
     "The model that transformers will write, on the meta device, and the names of its weights in the checkpoint."
     from transformers import AutoModel
     model = _blank(base)
-    try: return _with_generation(model, base), _names(model, found.shapes)
+    beside = {f"v_head.summary.{k}": f"head.{k}" for k in ("weight", "bias") if f"head.{k}" in found.shapes}        # a policy's value head, as `Policy.save_pretrained` writes it
+    try: return _with_generation(model, base), _names(model, found.shapes) | beside
     except ValueError:
         if not (found.scores or "head.weight" in found.shapes): raise
     if "head.linear.weight" in found.shapes: raise ValueError("convert: transformers has no model for a critic that classifies; keep its state_dict")

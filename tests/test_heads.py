@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 from rlblocks import (
-    Batch, Critic, Policy, Scorer, bradley_terry_loss, classification_value_loss, expected_value, hl_gauss, multi_head_loss, pairs,
+    Batch, Checkpoint, Critic, Policy, Scorer, bradley_terry_loss, classification_value_loss, expected_value, hl_gauss, multi_head_loss, pairs,
     process_reward_loss, safety_loss, two_hot, value_loss,
 )
 from rlblocks.heads import Moments, head_of
@@ -224,6 +224,16 @@ def test_a_policy_keeps_its_value_head(tmp_path):
     assert head_of(tmp_path/"bare") is None
     Scorer(model(), outputs=3, device="cpu").save_pretrained(tmp_path/"three")
     with pytest.raises(ValueError, match="makes 3 numbers of 32 features; one of 32 is wanted"): Policy(tmp_path/"three", value_head=True, device="cpu")
+
+
+def test_a_checkpoint_keeps_its_value_head_when_it_becomes_a_folder(tmp_path):
+    from rlblocks.convert import convert
+    b, policy = batch(), Policy(model(), value_head=True, lr=1e-2, device="cpu")
+    model().save_pretrained(tmp_path/"base")
+    for _ in Checkpoint(tmp_path/"run", every=1)(1, policy=policy): policy.step(b, returns_loss)
+    convert(tmp_path/"run", tmp_path/"out", base=tmp_path/"base")
+    assert policy.values(b).abs().max() > .01
+    assert_close(Policy(tmp_path/"out", value_head=True, device="cpu").values(b), policy.values(b), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("lora", [None, dict(r=4)])
