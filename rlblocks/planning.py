@@ -207,6 +207,7 @@ def plan(
         if lora is not None: here = _sums(here, _kept(mine, None, 1, state_bytes, None)[0])
         here["weights"] += _size(fake.buffers())
         host = away if offload and held else {}
+        if host and held == "zero3": host = host | dict(gradients=2*host["gradients"])      # there they are summed in one buffer, and the optimizer reads another
         if not host: here = _sums(here, away)
         gathered = _gathered(fake, base, held, devices//tensor_parallel, dtype)
         if dtype in HALF and held not in (None, "zero1"):          # these compute with weights in half precision; elsewhere autocast makes copies, which the pass will count
@@ -239,26 +240,37 @@ def plan_rollout(
     title:str="rollout", # of its line
     rows:int,            # decoded side by side
     tokens:int,          # of a row, prompt and completion
+    prompt:int|None=None, # of them, from which the cache grows by quarters; None: as if it had just grown
     dtype:torch.dtype|None=None, # of weights and cache; None: the one the model comes in
     memory:int|float|str|None=None, # bytes of one device, or "80GB", "80GiB", to be checked
 )->Plan:
     "What a `Rollout` (engine \"hf\") will hold: weights, the key-value cache of its longest moment, and the logits of one token a row. MemoryError where it does not fit."
     from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
     from rlblocks.decoding import sample_tokens
     for name, n in dict(rows=rows, tokens=tokens).items():
         if isinstance(n, bool) or not isinstance(n, int) or n < 1: raise ValueError(f"plan_rollout: {name}={n!r}; a whole number, at least 1, is wanted")
+    if prompt is not None and not 0 < prompt <= tokens: raise ValueError(f"plan_rollout: prompt={prompt}; of tokens={tokens}, 1 or more are the prompt's")
     if memory is not None: _bytes_of(memory, "plan_rollout")
     with FakeTensorMode(), torch.no_grad():
         fake = fake_model(model, dtype, who="plan_rollout")
         weights, cache = _size(fake.parameters()) + _size(fake.buffers()), DynamicCache(config=fake.config)
+        grows = all(type(layer) is DynamicLayer for layer in cache.layers)        # those that the decoder writes in place
         fake(torch.zeros(1, tokens, dtype=torch.long), past_key_values=cache, use_cache=True, **_last_only(fake))
         layers:Any = cache.layers                 # one with a sliding window holds no more than that
         a_row = sum(x.nbytes for layer in layers for x in (layer.keys, layer.values))
         scores = torch.zeros(rows, fake.config.get_text_config().vocab_size, dtype=fake.dtype)
         with Live(scores) as logits: sample_tokens(scores, torch.zeros(rows, dtype=torch.float64))
-    device = dict(weights=weights, cache=rows*a_row, logits=logits.peak + scores.nbytes)
+    device = dict(weights=weights, cache=rows*a_row*(_room(tokens, prompt) if grows else tokens)//tokens, logits=logits.peak + scores.nbytes)
     made = Plan(((title, device | dict(call=device["cache"] + device["logits"]), {}),), read_per_token=float(weights), cache_per_token=a_row/tokens, building=weights)
     return made if memory is None else made.fit(memory)
+
+def _room(tokens, prompt):
+    "Places for the keys of a row in a cache that grows as the decoder's does, by a quarter when it is full."
+    def grown(n): return n + max(n//4, 32)
+    room = grown(tokens if prompt is None else prompt + 1)
+    while room < tokens - 1: room = grown(room + 1)          # the last token is drawn, not read
+    return room
 
 def _last_only(model): return dict(logits_to_keep=1) if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 

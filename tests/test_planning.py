@@ -194,6 +194,18 @@ def test_operations_are_six_a_weight_and_attention():
     assert found.flops == 6*weights*128 + 3*(4 + 10)*128*128*64
 
 
+@pytest.mark.parametrize("prompt, new", [(20, 100), (100, 3), (7, 300)], ids=str)
+def test_a_cache_has_the_room_that_the_decoder_takes(prompt, new):
+    "It grows by quarters from the prompt on; not knowing the prompt, the plan says the most that there can be."
+    from rlblocks.decoding import Decoder
+    with torch.no_grad():
+        decoder = Decoder(fake_model(TINY, torch.float32).eval(), torch.ones(2, prompt, dtype=torch.long), torch.full((2,), prompt), 1, cached=True)
+        for _ in range(new - 1): decoder.push(torch.ones(2, dtype=torch.long))
+    held = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for layer in decoder.cache.layers for x in (layer.keys, layer.values, *layer.room)}.values())
+    known, unknown = (plan_rollout(TINY, rows=2, tokens=prompt + new, prompt=p, dtype=torch.float32).bytes()["cache"] for p in (prompt, None))
+    assert held == known <= unknown
+
+
 def test_the_cache_of_a_window_stops_growing():
     from transformers import MistralConfig
     config = MistralConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, sliding_window=16)
@@ -239,7 +251,7 @@ def test_words_for_memory():
     assert p.fit("80GB") is p and p.fit("1 GiB") is p and p.fit(1e9) is p
     with pytest.raises(MemoryError, match=re.escape("of 0.00 GiB are to be used")): p.fit("1MB")
     with pytest.raises(ValueError, match="headroom=1"): p.fit("80GB", headroom=1)
-    for how, words in ((dict(rows=0, tokens=8), "rows=0"), (dict(rows=8, tokens=2.5), "tokens=2.5")):
+    for how, words in ((dict(rows=0, tokens=8), "rows=0"), (dict(rows=8, tokens=2.5), "tokens=2.5"), (dict(rows=8, tokens=8, prompt=9), "prompt=9; of tokens=8")):
         with pytest.raises(ValueError, match=words): plan_rollout(TINY, **how)
 
 
