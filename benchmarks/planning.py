@@ -1,18 +1,20 @@
 """What `plan` says against what a real policy holds, by kind, for models of 100 million parameters, engine by engine.
 
-Weights, gradients and optimizer states are the bytes of the storages that a rank really keeps; activations and logits are peaks of the allocator's own log (torch's profiler), which also
+Weights, gradients and optimizer states are the bytes of the storages that a rank really keeps; "stays" is all three against every storage of the process that was not there before the policy, whoever
+holds it, just before a second step's optimizer (where ZeRO-1, which reduces last, has its bucket yet); for engines "peak" is the plan's total against what is held at that step's worst moment, by the allocator's log. Activations and logits are peaks of the allocator's own log (torch's profiler), which also
 sees what operations take and give back inside: of a pass alone, and of a real `Policy.step` of two micro-batches, forward and backward. There the second is looked at, which finds all
 gradients; what rises inside the output layer's pass is "logits", the most outside of it "activations", and "peak" is all of it against the plan's sum, which is never less than what a
-moment wants. Resident memory of the process (its peak, loading included) is reported beside it. Results are written after each case.
+moment wants. "cache" is the key-value cache of a real rollout before its last token, rows of unlike prompts side by side, and "all" every storage then. Resident memory of the process (its own peak, loading included, before
+anything is logged) is reported beside it. Results are written after each case; those that are not measured this time stay. It fails when a kind is off by more than 10 %.
 
-    python benchmarks/planning.py [--all]
+    python benchmarks/planning.py [--all] [--only WORDS]
 """
 import argparse
 import copy
 import datetime
+import gc
 import json
 import os
-import resource
 import socket
 import tempfile
 from functools import partial
@@ -24,9 +26,10 @@ import torch.multiprocessing as mp
 import transformers
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from rlblocks import Batch, Policy
+from rlblocks import Batch, Policy, Rollout
 from rlblocks.appetites import appetite
-from rlblocks.planning import plan
+from rlblocks.decoding import Decoder
+from rlblocks.planning import plan, plan_rollout
 from rlblocks.sharded import checkpoint_layers_
 
 RESULTS = Path(__file__).parent/"results"
@@ -35,7 +38,8 @@ LLAMA = transformers.LlamaConfig(vocab_size=32_000, hidden_size=768, intermediat
 QWEN = transformers.Qwen3Config(vocab_size=48_000, hidden_size=768, intermediate_size=2304, num_hidden_layers=10, num_attention_heads=12, num_key_value_heads=4, head_dim=64, tie_word_embeddings=False)
 WIDE = transformers.LlamaConfig(vocab_size=128_000, hidden_size=512, intermediate_size=1376, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False)
 MODELS = dict(llama=LLAMA, qwen3=QWEN, wide=WIDE)
-KINDS = ("weights", "gradients", "states", "activations", "logits")
+STAYS = ("weights", "gradients", "states")
+KINDS = (*STAYS, "stays", "activations", "logits", "cache")
 
 
 def make(config, dtype=torch.float32):
@@ -75,12 +79,28 @@ def loss(out, b):
     return -torch.where(b.mask, each, 0.).sum()/b.n_tokens, {}
 
 
-def held(policy):
-    "Bytes of weights, gradients (just before the step) and optimizer states on this rank, after one step."
+def live():
+    "Every storage on the CPU that some tensor of this process has, as pointer → bytes: whoever holds it."
+    gc.collect()
+    found = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    own = [x.to_local() if hasattr(x, "to_local") else x for t in found for x in (t, t.grad if t.is_leaf else None) if x is not None]
+    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in own if x.device.type == "cpu" and x.layout == torch.strided and not hasattr(x, "fake_mode")}
+
+
+def since(known): return sum(n for at, n in live().items() if known.get(at) != n)
+
+
+def resident():
+    "This process's own peak; ru_maxrss would begin with its parent's."
+    return 1024*int(next(x for x in open("/proc/self/status") if x.startswith("VmHWM")).split()[1])
+
+
+def held(policy, known):
+    "Bytes of weights, gradients (just before the optimizer) and its states on this rank after one step; all that is new in the process at the second, and at its worst moment."
     model, seen = policy._run.model, {}
     step = model.engine.step
     def before(shared):
-        seen["gradients"] = gradients(model)
+        seen.update(gradients=gradients(model), stays=since(known))
         return step(shared)
     model.engine.step = before
     policy.step(rows(), loss)
@@ -88,7 +108,10 @@ def held(policy):
     flats = model.engine._flats() if zero is not None else []
     modules = [model.module] if base is None else [model.module, base.trunk]
     weights = [*flats, *(x for m in modules for p in (*m.parameters(), *m.buffers()) for x in (p, getattr(p, "ds_tensor", None), *tables(p)))]
-    return dict(weights=storages(weights), gradients=seen["gradients"], states=storages(x for s in model.optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor) and x.dim()))
+    found = dict(rss=resident(), weights=storages(weights), states=storages(x for s in model.optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor) and x.dim()))
+    at_rest = since(known)
+    rise = peak(lambda: policy.step(rows(2*TOKENS), loss))
+    return found | dict(gradients=seen["gradients"], stays=seen["stays"], peak=at_rest + rise)
 
 
 def tables(p):
@@ -100,7 +123,7 @@ def tables(p):
 def gradients(model):
     zero = getattr(model.engine, "zero", None)
     if zero is None: return storages(p.grad for p in model.module.parameters())
-    kept = [p.grad for p in model.module.parameters()]
+    kept = [p.grad for p in model.module.parameters()] + [bucket.buffer for bucket in zero.ipg_buckets.values()] + [flat.grad for flat in model.engine._flats()]
     for name in ("averaged_gradients", "all_grad_tensors"):
         for found in getattr(zero, name, {}).values(): kept += list(found or [])
     flat = getattr(zero, "_ZeROOptimizer__param_id_to_grad_partition", None) or getattr(zero, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {})
@@ -114,12 +137,12 @@ def one_rank(rank, world, port, engine, name, more, out):
         dist.init_process_group("gloo", rank=rank, world_size=world)
     how = dict(more)
     base, folder = how.pop("base", torch.float32), how.pop("folder", None)
+    known = live()
     policy = Policy(folder or (lambda: make(MODELS[name], base)), engine=engine, lr=1e-4, device="cpu", micro_tokens=TOKENS, **how)
-    found = held(policy)
+    found = held(policy, known)
     if "lora" in how:
         stood = policy._run.model.engine.base
         with stood.using(policy._run.model.engine.name): found["activations"] = peak(lambda: appetite(stood.trunk, TOKENS, row=ROW, dtype=policy._run.model.dtype or stood.model.dtype))
-    found["rss"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*1024
     if rank == 0: torch.save(found, out)
     if world > 1: dist.barrier()
     os._exit(0)
@@ -138,8 +161,28 @@ def engine_case(engine, world, name, **more):
         real = torch.load(out)
     config = copy.deepcopy(MODELS[name])
     config.dtype = more.get("base")
-    planned = plan(config, engine=engine, devices=world, micro_tokens=TOKENS, row=ROW, device="cpu", **{k: x for k, x in more.items() if k not in ("base", "folder")}).bytes()
-    return {k: (planned[k], real[k]) for k in ("weights", "gradients", "states", "activations") if k in real} | dict(rss=real["rss"])
+    made = plan(config, engine=engine, devices=world, micro_tokens=TOKENS, row=ROW, device="cpu", **{k: x for k, x in more.items() if k not in ("base", "folder")})
+    planned = {k: n + made.bytes(host=True)[k] for k, n in made.bytes().items()}           # here the device is a host
+    planned |= dict(stays=sum(planned[k] for k in STAYS) + planned["gathered"]*(engine == "zero1"), peak=made.total + sum(made.bytes(host=True).values()))
+    return {k: (planned[k], real[k]) for k in (*STAYS, "stays", "activations", "peak") if k in real} | dict(rss=real["rss"])
+
+
+def cache_case(name, prompts=4, prompt=100, new=156, each=1):
+    "Planned and held bytes of a rollout before it draws its last token."
+    known, seen, push = live(), {}, Decoder.push
+    rollout = Rollout(lambda: make(MODELS[name]), max_tokens=new, stop=[], device="cpu")
+    def pushed(self, tokens):
+        push(self, tokens)
+        if int(self.lengths.max()) < prompt + new - 1: return
+        seen.update(cache=storages(x for layer in self.cache.layers for x in (layer.keys, layer.values, *getattr(layer, "room", ()))), all=since(known))
+    Decoder.push = pushed
+    lengths = torch.arange(prompts)*5 % 40 + prompt - 39
+    lengths[0] = prompt
+    ids = torch.randint(2, 1000, (prompts, prompt), generator=torch.Generator().manual_seed(0))*(torch.arange(prompt) < lengths[:, None])
+    try: rollout.generate(Batch(tokens=ids, lengths=lengths, mask=torch.zeros(prompts, prompt, dtype=torch.bool), group=torch.arange(prompts)), group_size=each)
+    finally: Decoder.push = push
+    made = plan_rollout(MODELS[name], rows=prompts*each, tokens=prompt + new, prompt=prompt).bytes()
+    return dict(weights=(made["weights"], seen["all"] - seen["cache"]), cache=(made["cache"], seen["cache"]), peak=(sum(made.values()), seen["all"]))
 
 
 def pass_case(name, checkpointing, entropy):
@@ -177,11 +220,12 @@ def step_case(name, entropy=False, **how):
     def at(ns): return [now for t, now in taken if t <= ns][-1]
     gradients = at(begin)
     second = [(t, now) for t, now in taken if begin < t <= end]
-    logits = max(now - at(a) for a, b in inside for t, now in second if a <= t <= b)
+    logits = max(now for a, b in inside for t, now in second if a <= t <= b) - at(forth[0])        # its room stands in between
     activations = max(now for t, now in second if not any(a <= t <= b for a, b in inside)) - gradients
-    planned = plan(MODELS[name], micro_tokens=TOKENS, row=ROW, entropy=entropy, device="cpu", **how).bytes()
+    made = plan(MODELS[name], micro_tokens=TOKENS, row=ROW, entropy=entropy, device="cpu", **how)
+    planned = made.bytes()
     real = dict(gradients=gradients, activations=activations, logits=logits)
-    return {k: (planned[k], x) for k, x in real.items()} | dict(peak=(sum(planned[k] for k in real), max(now for _, now in taken)))
+    return {k: (planned[k], x) for k, x in real.items()} | dict(peak=(made.total - planned["weights"] - planned["states"], max(now for _, now in taken)))
 
 
 def short_cases():
@@ -197,6 +241,8 @@ def cases(engines=("none", "fsdp2", "zero1", "zero2", "zero3"), worlds=(1, 2)):
     for engine in engines:
         for world in worlds if engine != "none" else [1]:
             for more in ({}, half) if engine != "none" else ({},): yield f"{engine} on {world}" + (", bf16" if more else ""), None if engine == "none" else engine, world, more
+    yield "fsdp2 on 2, offload", "fsdp2", 2, dict(offload="cpu")
+    for engine in ("zero2", "zero3"): yield f"{engine} on 2, offload", engine, 2, dict(offload="cpu")
     yield "tensor parallel on 2", None, 2, dict(tensor_parallel=2)
     yield "tensor parallel on 2, LoRA", None, 2, dict(tensor_parallel=2, lora=dict(r=16))
     lora = dict(lora=dict(r=16))
@@ -219,34 +265,41 @@ def measurements(everything):
         for checkpointing in (False, True): yield name, "pass, checkpointing" if checkpointing else "pass", partial(pass_case, name, checkpointing, False)
         yield name, "step", partial(step_case, name)
         if name == "llama": yield "wide", "step, entropy", partial(step_case, "wide", entropy=True)
+        yield name, "rollout", partial(cache_case, name)
         if everything:
             yield name, "step, entropy", partial(step_case, name, entropy=True)
             yield name, "step, bf16", partial(step_case, name, dtype=torch.bfloat16)
-        for title, engine, world, more in cases() if everything else short_cases(): yield name, title, partial(engine_case, engine, world, name, **more)
+        for title, engine, world, more in cases() if everything and name == "llama" else short_cases(): yield name, title, partial(engine_case, engine, world, name, **more)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="both models, every engine on 1 and 2 ranks, every kind of adapter")
+    parser.add_argument("--only", default="", help="cases whose model and title hold one of these words, divided by |")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    counts, table = {}, []
-    for name, what, measure in measurements(args.all):
+    path, counts = RESULTS/"planning_cpu.json", {}
+    cases_ = [x for x in measurements(args.all) if any(word in f"{x[0]} {x[1]}" for word in args.only.split("|"))]
+    order = {x[:2]: i for i, x in enumerate(measurements(True))}
+    table = [r for r in json.loads(path.read_text())["bytes_planned_and_held"] if (r["model"], r["what"]) in order] if args.only and path.exists() else []
+    for name, what, measure in cases_:
         if name not in counts:
             counts[name] = sum(p.numel() for p in make(MODELS[name]).parameters())
             print(f"{name}: {counts[name]:,} parameters, {TOKENS} tokens in rows of {ROW}; MiB", flush=True)
-        table.append(dict(model=name, parameters=counts[name], what=what, **measure()))
-        print(line(what, table[-1]) + (f" | process {table[-1]['rss']/2**20:.0f}" if "rss" in table[-1] else ""), flush=True)
-        save(table)
-    far = [(r["model"], r["what"], k, round(a/b-1, 3)) for r in table for k, x in r.items() if k in KINDS for a, b in [x] if abs(a-b) > .1*b]
+        found = dict(model=name, parameters=counts[name], what=what, **measure())
+        table = sorted([r for r in table if (r["model"], r["what"]) != (name, what)] + [found], key=lambda r: order[r["model"], r["what"]])
+        print(line(what, found) + (f" | process {found['rss']/2**20:.0f}" if "rss" in found else ""), flush=True)
+        save(path, table)
+    done = {x[:2] for x in cases_}
+    far = [(r["model"], r["what"], k, round(r[k][0]/max(r[k][1], 1)-1, 3)) for r in table if (r["model"], r["what"]) in done for k in KINDS if k in r and abs(r[k][0]-r[k][1]) > .1*r[k][1]]
     print("beyond 10 %:", far or "none")
     return 1 if far else 0
 
 
-def save(table):
+def save(path, table):
     versions = dict(torch=torch.__version__, transformers=transformers.__version__)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS/"planning_cpu.json").write_text(json.dumps(dict(date=datetime.date.today().isoformat(), versions=versions, tokens=TOKENS, row=ROW, bytes_planned_and_held=table), indent=1) + "\n")
+    path.write_text(json.dumps(dict(date=datetime.date.today().isoformat(), versions=versions, tokens=TOKENS, row=ROW, bytes_planned_and_held=table), indent=1) + "\n")
     draw(table)
 
 

@@ -83,7 +83,7 @@ class Plan:
     def __add__(self, other):
         if not isinstance(other, Plan): return NotImplemented
         return Plan(self.parts + other.parts, max(self.devices, other.devices), *(getattr(self, k) + getattr(other, k) for k in ("flops_per_token", "read_per_token", "cache_per_token")),
-                    max(self.building, other.building))
+                    building=max(self.building, other.building))
 
     def __repr__(self):
         kinds = [k for k in KINDS if any(k in part[i] for part in self.parts for i in (1, 2))]
