@@ -183,7 +183,7 @@ def save_folder(
 )->None:
     """Stream weights into a folder that `from_pretrained` loads, there whole or not at all; rank 0 writes, and holds one file's worth and one bucket.
 
-    TypeError for a module that is no transformers model, ValueError for a size below one byte; OSError, before anything is gathered, for a folder that cannot be written."""
+    TypeError for a module that is no transformers model, ValueError for a size below one byte and a folder with an adapter in it; OSError, before anything is gathered, for a folder that cannot be written."""
     from transformers import PreTrainedModel
     if not isinstance(module, PreTrainedModel): raise TypeError(f"{who}: a {type(module).__name__} has no save_pretrained of transformers; keep it with torch.save({who.lower()}.state_dict(), …)")
     if max_shard_bytes < 1: raise ValueError(f"{who}: max_shard_bytes={max_shard_bytes}; the most bytes of a file are wanted, as in 5*10**9")
@@ -200,8 +200,11 @@ def save_folder(
     def write():
         try: _write(module, pieces(), path, dtype, tokenizer, max_shard_bytes) if first else None
         finally: deque(buckets, maxlen=0)          # with the others to the end
+    def ready():
+        Path(path).mkdir(parents=True, exist_ok=True)
+        if (Path(path)/"adapter_config.json").exists(): raise ValueError(f"{who}: {path} holds an adapter, which transformers would put on this model whenever it is loaded; choose another folder")
     first = world()[0] == 0
-    attempt(lambda: first and Path(path).mkdir(parents=True, exist_ok=True))
+    attempt(lambda: first and ready())
     attempt(write)
 
 def _configurations(twin, folder):
