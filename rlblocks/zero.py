@@ -154,9 +154,11 @@ class Zero:
         if made: entrywise(made, f'engine="zero{stage}"', device)
         self.groups = [list(g["params"]) for g in made.param_groups] if made else [[p for _, p in named]]
         config = _config(stage, module, max_norm, dtype in HALF and stage > 1 and bool(optimizer), offload, nvme, adamw if optimizer else None, bool(made), device)
+        exact = [(p, p.data) for _, p in named if p.dtype == torch.float32] if "bf16" in config and offload != "nvme" else []
         if stage == 3: _cut_(deepspeed, module, device, config)
         self.engine = deepspeed.initialize(model=module, optimizer=made, model_parameters=[p for _, p in named] if offload and optimizer else None, config=config)[0]
         self.zero:Any = self.engine.optimizer if optimizer else None
+        for p, x in exact: (piece := self._piece(p)).put(piece.flat, x)        # DeepSpeed made them of the rounded ones
         for layer in module.modules() if stage == 3 else ():
             if hasattr(layer, "base_layer"):         # an adapter's wrapping computes with what it wraps: gathered for both
                 for p in layer.parameters(): deepspeed.zero.register_external_parameter(layer, p)

@@ -51,12 +51,19 @@ def at_initialize(dtype):
     return seen
 
 
+def masters(stage):
+    "The weights as they are exported before any step, bf16 computing."
+    engine = Zero(Net(), CPU, stage=stage, optimizer=lambda ps: torch.optim.AdamW(ps), adamw=dict(lr=.1, betas=(.9, .999), eps=1e-8, weight_decay=0.), dtype=torch.bfloat16)
+    return {name: x.clone() for name, x in engine.weights()}
+
+
 def one_rank(rank, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     ids = torch.randint(50, (8, 5), generator=torch.Generator().manual_seed(0))
     found = dict(cut={dtype: at_initialize(dtype) for dtype in (None, torch.bfloat16)}, plain=stepped(Plain, ids[[0, 1, 4, 5, 2, 3, 6, 7]]) if rank == 0 else None)
+    found |= {f"masters {stage}": masters(stage) for stage in (1, 2, 3)}
     for bucket in (5*10**7, 300):                 # the matrix has 800 entries, what is between 256 and 16
         zero.BUCKET = bucket
         for stage in (1, 2, 3): found[f"stage {stage}, {bucket}"] = stepped(Zero, ids[4*rank:][:4], stage=stage)
@@ -88,3 +95,9 @@ def test_gradients_in_any_bucket_are_the_plain_ones(found, stage, bucket):
     got = found[f"stage {stage}, {bucket}"]
     assert got.keys() == found["plain"].keys()
     for name, x in found["plain"].items(): torch.testing.assert_close(got[name], x, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_masters_begin_as_the_weights_came_not_as_they_are_rounded(found, stage):
+    got, want = found[f"masters {stage}"], Net().state_dict()
+    assert all(torch.equal(x, want[name]) for name, x in got.items()) and not torch.equal(want["mid.weight"], want["mid.weight"].bfloat16().float())
