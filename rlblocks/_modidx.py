@@ -762,6 +762,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'rlblocks.planning._room': ('planning.html#_room', 'rlblocks/planning.py'),
                                    'rlblocks.planning._size': ('planning.html#_size', 'rlblocks/planning.py'),
                                    'rlblocks.planning._stays': ('planning.html#_stays', 'rlblocks/planning.py'),
+                                   'rlblocks.planning._summed': ('planning.html#_summed', 'rlblocks/planning.py'),
                                    'rlblocks.planning._sums': ('planning.html#_sums', 'rlblocks/planning.py'),
                                    'rlblocks.planning.plan': ('planning.html#plan', 'rlblocks/planning.py'),
                                    'rlblocks.planning.plan_rollout': ('planning.html#plan_rollout', 'rlblocks/planning.py'),

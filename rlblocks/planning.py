@@ -124,6 +124,11 @@ def _kept(params, engine, W, state_bytes, dtype):
     computes = sum(p.numel()*(dtype.itemsize if dtype in HALF else p.element_size()) for p in params)
     return (kinds(-(-computes//W), 4*_bucket(params), 0) if engine == "zero3" else kinds(computes, 0, 0)), kinds(part, part, part)
 
+def _summed(engine, params, part):
+    "Bytes of gradients on the host beside this rank's part, while they are summed there: with ZeRO-3 another part; with 1 and 2 all of them, and two of the largest on their way."
+    learnt = [p.nbytes for p in params if p.requires_grad]
+    return 0 if engine == "fsdp2" else part if engine == "zero3" else sum(learnt) + 2*max(learnt, default=0)
+
 def _bucket(params): return min(BUCKET, sum(p.numel() for p in params)) if any(p.requires_grad for p in params) else 0
 
 def _gathered(model, params, engine, W, dtype):
@@ -207,7 +212,7 @@ def plan(
         if lora is not None: here = _sums(here, _kept(mine, None, 1, state_bytes, None)[0])
         here["weights"] += _size(fake.buffers())
         host = away if offload and held else {}
-        if host and held == "zero3": host = host | dict(gradients=2*host["gradients"])      # there they are summed in one buffer, and the optimizer reads another
+        if host: host = host | dict(gradients=host["gradients"] + _summed(held, base, host["gradients"]))
         if not host: here = _sums(here, away)
         gathered = _gathered(fake, base, held, devices//tensor_parallel, dtype)
         if dtype in HALF and held not in (None, "zero1"):          # these compute with weights in half precision; elsewhere autocast makes copies, which the pass will count
