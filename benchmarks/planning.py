@@ -124,6 +124,7 @@ def gradients(model):
     zero = getattr(model.engine, "zero", None)
     if zero is None: return storages(p.grad for p in model.module.parameters())
     kept = [p.grad for p in model.module.parameters()] + [bucket.buffer for bucket in zero.ipg_buckets.values()] + [flat.grad for flat in model.engine._flats()]
+    kept += [*getattr(zero, "accumulated_grads_in_cpu", {}).values(), *(x for end in ("cpu", "gpu") if (x := getattr(zero, f"temp_grad_buffer_for_{end}_offload", None)) is not None)]
     for name in ("averaged_gradients", "all_grad_tensors"):
         for found in getattr(zero, name, {}).values(): kept += list(found or [])
     flat = getattr(zero, "_ZeROOptimizer__param_id_to_grad_partition", None) or getattr(zero, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {})

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, ViTConfig
 
+from rlblocks import planning
 from rlblocks.attention import Segments, attend_by_segments, layout
 from rlblocks.appetites import Live, appetite, fake_model
 from rlblocks.logprobs import linear_logprobs
@@ -114,7 +115,7 @@ def test_ranks_that_share_a_layer_or_a_line():
 
 
 def test_offload_names_the_host():
-    for engine, stays in (("fsdp2", set()), ("zero1", {"weights", "gradients"}), ("zero2", {"weights"}), ("zero3", {"weights", "gradients"})):      # the bucket of zero3
+    for engine, stays in (("fsdp2", set()), ("zero1", {"weights", "gradients"}), ("zero2", {"weights", "gradients"}), ("zero3", {"weights", "gradients"})):      # a bucket, or the largest of them
         p = plan(TINY, **SMALL, engine=engine, devices=2, offload="cpu")
         (_, device, host), = p.parts
         assert {k for k in ("weights", "gradients", "states") if device.get(k, 0) > 200} == stays and host["states"] and "(host)" in repr(p), engine    # 200: the angles
@@ -130,6 +131,15 @@ def test_no_number_of_devices_makes_the_bucket_of_gradients_smaller(how, entry):
     assert not bytes_of(engine="zero2", devices=2, frozen=True)["gathered"]
     large = plan(LlamaConfig(**LARGE.to_dict() | dict(num_hidden_layers=2)), engine="zero2", devices=64, micro_tokens=64, row=64).bytes()
     assert large["gathered"] == 2*BUCKET
+
+
+@pytest.mark.parametrize("how, entry", [({}, 4), (dict(dtype=torch.bfloat16), 2)], ids=str)
+def test_zero3_keeps_what_it_has_gathered(how, entry, monkeypatch):
+    "On one device too; up to as many entries as DeepSpeed lets live."
+    n = bytes_of()["gradients"]//4
+    assert [bytes_of(engine="zero3", devices=d, **how)["gathered"] for d in (1, 8)] == [entry*n, entry*n]
+    monkeypatch.setattr(planning, "LIVE", n//2)
+    assert abs(bytes_of(engine="zero3", devices=8, **how)["gathered"] - entry*n/2) <= entry
 
 
 def test_kinds_of_a_call_do_not_peak_together():
