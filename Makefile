@@ -3,6 +3,8 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
+# so that the clone, seen from the folder beside it, does not hide the package of its name
+EDITABLE := --config-settings editable_mode=compat
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 .PHONY: demo test setup dev peers parity export readme lint clean
@@ -17,11 +19,11 @@ peers: .venv/.peers
 	touch $@
 
 .venv/.demo: .venv/.torch settings.ini setup.py
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[notebook,rewards]'
+	$(BIN)/python -m pip install -q -c constraints.txt $(EDITABLE) -e '.[notebook,rewards]'
 	touch $@
 
 .venv/.dev: .venv/.torch settings.ini setup.py
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,parity]'
+	$(BIN)/python -m pip install -q -c constraints.txt $(EDITABLE) -e '.[dev,parity]'
 	touch $@ .venv/.demo
 
 # tests/parity reads these two as files, beside the environment: what they depend on (Ray, vLLM, DeepSpeed) is not needed for arithmetic.

@@ -78,14 +78,14 @@ if TYPE_CHECKING:
     from rlblocks.graders import Grader, math_reward
     from rlblocks.models import Critic, Policy, Scorer
     from rlblocks.place import here, later
-    from rlblocks.planning import plan, plan_rollout
+    from rlblocks.planning import plan, plan_rollout, step_seconds
     from rlblocks.rollout import Rollout
     from rlblocks.run import loop_from
     from rlblocks.spmd import SpmdPool
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(Checkpoint="checkpoint", writable="checkpoint", Grader="graders", math_reward="graders", Critic="models", Policy="models", Scorer="models",
-             Rollout="rollout", here="place", later="place", loop_from="run", plan="planning", plan_rollout="planning", SpmdPool="spmd")
+             Rollout="rollout", here="place", later="place", loop_from="run", plan="planning", plan_rollout="planning", SpmdPool="spmd", step_seconds="planning")
 
 __all__ = [
     "Batch", "Buffer", "Checkpoint", "Critic", "Demonstrations", "EffectiveShare", "Feedback", "Grader", "Last", "Max", "Mean", "Packed",
@@ -113,7 +113,7 @@ __all__ = [
     "resampled_rows", "reverse_kl_loss", "reverse_kl_reward", "robust_dpo_loss", "router_z_loss", "row_costs", "row_max", "row_mean",
     "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of", "sequence_logprobs", "sequence_mask",
     "sequence_weights", "sft_loss", "shared_prefix", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights",
-    "standardized", "step_rewards", "straight_through", "support_logprobs", "swap_completions", "td_lambda_returns", "teacher_mix_weights",
+    "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions", "td_lambda_returns", "teacher_mix_weights",
     "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "tpo_loss", "truncated_weights", "truncation_penalty", "two_hot",
     "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vtrace",
     "weighted_scores", "whiten", "with_tail", "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "xpo_loss",

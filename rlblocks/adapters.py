@@ -46,7 +46,7 @@ def peft_()->Any:
     return peft
 
 def lora_config(
-    lora,       # a peft.LoraConfig; a dict of its arguments, with `name`, `seed` or `path` too; a folder that peft wrote; or a name
+    lora,       # a peft.LoraConfig; a dict of its arguments, with `name`, `seed` or `path` too; a folder that peft wrote; or a name, if no such folder is there
     like=None,  # what a bare name means; None: rank 16 on every linear layer
 )->tuple[str, Any, Path|None, int]: # (name, a LoraConfig of our own, the folder to load from, seed of A)
     """Read a `lora=` argument.
@@ -59,7 +59,7 @@ def lora_config(
         config = None if path else peft.LoraConfig(**DEFAULT | given)
         if path and given: raise ValueError(f"lora: path={str(path)!r} brings its own settings; leave out {', '.join(given)}")
     elif isinstance(lora, peft.LoraConfig): config = copy(lora)
-    elif isinstance(lora, str) and lora.isidentifier(): name, config = lora, copy(like) if like else peft.LoraConfig(**DEFAULT)
+    elif isinstance(lora, str) and lora.isidentifier() and not (Path(lora)/"adapter_config.json").is_file(): name, config = lora, copy(like) if like else peft.LoraConfig(**DEFAULT)
     elif isinstance(lora, (str, Path)): path, config = lora, None
     else: raise TypeError(f"lora is a {type(lora).__name__}; a dict of LoraConfig's arguments, a peft.LoraConfig, an adapter's folder, a name or None is wanted")
     if path is not None:

@@ -106,9 +106,9 @@ class Rollout:
         window = getattr(getattr(self.module, "config", None), "max_position_embeddings", None)
         longest = int(prompts.lengths.max())
         if window and longest + S > window:
-            mend = f", or drop prompts over {window-S} tokens (Prompts(…, max_tokens={window-S}))" if S < window else ""
+            mend = [f"lower max_tokens to {window-longest} or less"]*(longest < window) + [f"leave out rows whose prompt has more than {window-S} tokens"]*(S < window) + ["take a model that reads further"]
             raise ValueError(f"generate: prompt {int(prompts.lengths.argmax())} has {longest} tokens; with max_tokens={S} that is beyond the model's {window} positions. "
-                             f"Lower max_tokens to {max(window-longest, 0)} or less{mend}")
+                             f"To mend it: {', or '.join(mend)}")
 
     def _some(self, prompts, rows, group_size, seed, S, how):
         part = prompts._rows(rows, None).trim()

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .adapters import Base
+from .adapters import Base, lora_config
 from .folders import drafted
 from .head import output_layer
 from .plain import Plain, agree, world
@@ -176,6 +176,8 @@ def standing(
     held = {k: more.pop(k) for k in ("offload", "nvme", "dtype", "checkpointing", "device", "tensor_parallel", "expert_parallel") if k in more}
     if more.pop("low_precision", False): raise ValueError(f"{who}: low_precision=True; adapters are kept in fp32, and the base stays in the precision it came in")
     shared = base is not None
+    if frozen and isinstance(lora, str) and not (shared and lora in base.own) and lora_config(lora)[2] is None:
+        raise ValueError(f"{who}: lora={lora!r} is the name of no adapter here, nor an adapter's folder; frozen=True reads through one that is there, lora=None reads the base")
     if base is None:
         config = getattr(reader.trunk, "config", None)
         base = Base(reader.trunk, lora, engine=engine, name=getattr(config, "name_or_path", None) or None, **held)

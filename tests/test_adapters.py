@@ -220,6 +220,19 @@ def test_the_exporter_holds_a_bucket_and_a_tensor():
     assert max(sizes) <= max(largest, 1 << 16) and len(sizes) > 10
 
 
+def test_a_folder_that_is_there_is_meant_and_not_a_new_name(tmp_path, monkeypatch):
+    "`save_pretrained(\"out\", adapter=True)`, then lora=\"out\": the plain word is the folder's."
+    monkeypatch.chdir(tmp_path)
+    model().save_pretrained("base")
+    policy = stir(Policy("base", lora=LORA, lr=1e-2, device="cpu"), 2)
+    policy.save_pretrained("out", adapter=True)
+    b = rows(B=3, dtype=torch.float32)
+    assert torch.equal(Policy("base", lora="out", device="cpu").logprobs(b), policy.logprobs(b))
+    for base in ("base", policy):
+        with pytest.raises(ValueError, match="lora='typo' is the name of no adapter here"): Policy(base, lora="typo", frozen=True, **dict(device="cpu") if base == "base" else {})
+    assert lora_config("value")[:1] + lora_config("value")[2:] == ("value", None, 0)
+
+
 def test_a_second_adapter_where_the_layer_itself_is_cut():
     "FSDP2 gives what it cuts a class of its own; a model whose layers are the linear ones has such adapters."
     class Net(nn.Module):
