@@ -141,7 +141,7 @@ def one_rank(rank, world, port, engine, name, more, out):
     known = live()
     policy = Policy(folder or (lambda: make(MODELS[name], base)), engine=engine, lr=1e-4, device="cpu", micro_tokens=TOKENS, **how)
     found = held(policy, known)
-    if "lora" in how:
+    if "lora" in how and engine is None:            # appetite runs whole weights
         stood = policy._run.model.engine.base
         with stood.using(policy._run.model.engine.name): found["activations"] = peak(lambda: appetite(stood.trunk, TOKENS, row=ROW, dtype=policy._run.model.dtype or stood.model.dtype))
     if rank == 0: torch.save(found, out)
