@@ -262,7 +262,8 @@ def _scaled(d, g, chunk):
 def _add_product(total, d_logits, h):
     "total += d_logitsᵀ·h, in the precision of `total`."
     if total.dtype == h.dtype: torch.addmm(total, d_logits.T, h, out=total) # not addmm_, which counters of operations overlook
-    else: total += d_logits.T @ h
+    else: # 4,096 rows at a time: a half-precision product, and a CPU's copy of it in the precision of the sum, would each be as large as the matrix
+        for rows,columns in zip(total.split(4096), d_logits.split(4096, 1), strict=True): rows += columns.T @ h
 
 # %% ../nbs/01_logprobs.ipynb #854c91e2
 def _as_mine(tokens, support, V, group):
