@@ -29,6 +29,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from rlblocks import Batch, Policy, Rollout
 from rlblocks.appetites import appetite
 from rlblocks.decoding import Decoder
+from rlblocks.head import output_layer
+from rlblocks.plain import HALF
 from rlblocks.planning import plan, plan_rollout
 from rlblocks.sharded import checkpoint_layers_
 
@@ -222,6 +224,7 @@ def step_case(name, entropy=False, **how):
     gradients = at(begin)
     second = [(t, now) for t, now in taken if begin < t <= end]
     logits = max(now for a, b in inside for t, now in second if a <= t <= b) - at(forth[0])        # its room stands in between
+    if how.get("dtype") in HALF: logits += output_layer(model.module.trunk).weight.numel()*how["dtype"].itemsize     # the matrix as it is multiplied: cast before the first of the two, gone after the second
     activations = max(now for t, now in second if not any(a <= t <= b for a, b in inside)) - gradients
     made = plan(MODELS[name], micro_tokens=TOKENS, row=ROW, entropy=entropy, device="cpu", **how)
     planned = made.bytes()
