@@ -113,6 +113,7 @@ def held(policy, known):
     found = dict(rss=resident(), weights=storages(weights), states=storages(x for s in model.optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor) and x.dim()))
     at_rest = since(known)
     rise = peak(lambda: policy.step(rows(2*TOKENS), loss))
+    if getattr(model.engine, "offload", None): seen["gradients"] = seen["stays"] - found["weights"] - found["states"]       # DeepSpeed has them on the way to the host under many names: what is left of all that stays
     return found | dict(gradients=seen["gradients"], stays=seen["stays"], peak=at_rest + rise)
 
 
