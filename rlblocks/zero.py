@@ -74,8 +74,8 @@ class Piece:
         numel = self.shape.numel()
         if stage == 3:
             group, self.offset, n = zero.grad_position[zero.get_param_id(p)]
-            self.flat, self.start = zero.fp32_partitioned_groups_flat[group], n*world()[0]
-            self.n = max(0, min(n, numel-self.start))
+            self.flat, self.start = zero.fp32_partitioned_groups_flat[group], min(n*world()[0], numel)     # with more ranks than entries the last ones begin, and end, where it ends
+            self.n = min(n, numel-self.start)
         elif (kept := getattr(p, "_hp_mapping", None)) is not None:
             self.flat = zero.single_partition_of_fp32_groups[kept.param_group_index]
             self.start, self.offset, self.n = kept.lp_fragment_address.start, kept.hp_fragment_address.start, kept.hp_fragment_address.numel

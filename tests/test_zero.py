@@ -1,6 +1,7 @@
 "ZeRO on two ranks: a model is cut before DeepSpeed sees it, and a step does not depend on how many gradients travel together."
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,3 +102,14 @@ def test_gradients_in_any_bucket_are_the_plain_ones(found, stage, bucket):
 def test_masters_begin_as_the_weights_came_not_as_they_are_rounded(found, stage):
     got, want = found[f"masters {stage}"], Net().state_dict()
     assert all(torch.equal(x, want[name]) for name, x in got.items()) and not torch.equal(want["mid.weight"], want["mid.weight"].bfloat16().float())
+
+
+def test_a_weight_of_fewer_entries_than_ranks(monkeypatch):
+    "ZeRO-3 gives each of four ranks a place of one entry; a bias has one entry, which is the first's."
+    given = SimpleNamespace(grad_position={0: (0, 0, 1)}, get_param_id=lambda p: 0, fp32_partitioned_groups_flat=[torch.ones(4)])
+    found = []
+    for rank in range(4):
+        monkeypatch.setattr(zero, "world", lambda rank=rank: (rank, 4))
+        piece = zero.Piece(given, SimpleNamespace(ds_shape=torch.Size([1])), 3)
+        found.append((piece.start, piece.n, len(piece.slice(piece.flat, CPU).local)))
+    assert found == [(0, 1, 1), (1, 0, 0), (1, 0, 0), (1, 0, 0)]
