@@ -110,6 +110,6 @@ def test_a_weight_of_fewer_entries_than_ranks(monkeypatch):
     found = []
     for rank in range(4):
         monkeypatch.setattr(zero, "world", lambda rank=rank: (rank, 4))
-        piece = zero.Piece(given, SimpleNamespace(ds_shape=torch.Size([1])), 3)
+        piece = zero.Piece(given, SimpleNamespace(ds_shape=torch.Size([1]), shape=torch.Size([0])), 3)
         found.append((piece.start, piece.n, len(piece.slice(piece.flat, CPU).local)))
     assert found == [(0, 1, 1), (1, 0, 0), (1, 0, 0), (1, 0, 0)]
