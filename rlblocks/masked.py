@@ -9,7 +9,6 @@ __all__ = ['Number', 'LOG_ZERO', 'same_shape', 'promoted', 'finite_logprobs', 'g
 
 # %% ../nbs/00_masked.ipynb #cbf348f5
 import functools
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Literal, no_type_check
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import hardtanh
+from torch.nn.functional import threshold
 
 Number = float | int | Float[Tensor, ""] | Int[Tensor, ""]
 
@@ -79,7 +78,7 @@ def finite_logprobs(
     """Log-probs without −inf: what is impossible counts as −10¹⁵ nats and has no gradient. All else is unchanged, NaN too.
 
     max(log π, −10¹⁵)."""
-    return hardtanh(promoted(logprobs), LOG_ZERO, math.inf) # hardtanh is clamp with a fast gradient
+    return threshold(promoted(logprobs), LOG_ZERO, LOG_ZERO) # clamp from below, with no gradient at the bound either
 
 # %% ../nbs/00_masked.ipynb #5a00475e
 def gate_of(

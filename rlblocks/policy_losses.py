@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Max, Mean, Number, aggregate_rows, finite_logprobs, gate_of, gated, holds, largest, promoted, same_shape
+from .masked import Max, Mean, Number, aggregate_rows, finite_logprobs, gate_of, gated, holds, largest, same_shape
 from .sweeps import blocks, gate_, inside, swept
 
 # %% ../nbs/13_policy_losses.ipynb #2f45253c
