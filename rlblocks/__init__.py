@@ -36,8 +36,8 @@ from rlblocks.margins import (
     reverse_kl_reward, simpo_loss, tpo_loss, wpo_weights,
 )
 from rlblocks.masked import (
-    Last, Max, Mean, aggregate, aggregate_rows, gate_of, gated, masked_mean, masked_std, masked_sum, mean_of, merge, promoted, same_shape,
-    whiten,
+    Last, Max, Mean, aggregate, aggregate_rows, finite_logprobs, gate_of, gated, masked_mean, masked_std, masked_sum, mean_of, merge,
+    promoted, same_shape, whiten,
 )
 from rlblocks.online_losses import a2po_loss, best_worst_pairs, geometric_mixture, nash_md_loss, xpo_loss
 from rlblocks.oracles import sample_columns
@@ -98,7 +98,7 @@ __all__ = [
     "correction_metrics", "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "dft_loss",
     "discopop_loss", "discounted_returns", "distill_advantages", "dpo_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss",
     "drop_long", "effective_share", "entropy", "entropy_loss", "exo_loss", "expected_value", "expert_load", "explained_variance",
-    "f_dpo_loss", "fit_row_costs", "forward_kl_loss", "forward_kl_reward", "fresh_mask", "from_arrow", "full_kl", "gae", "gate_of", "gated",
+    "f_dpo_loss", "finite_logprobs", "fit_row_costs", "forward_kl_loss", "forward_kl_reward", "fresh_mask", "from_arrow", "full_kl", "gae", "gate_of", "gated",
     "gather_logprobs", "gdpo_advantages", "generative_scores", "geometric_mask", "geometric_mixture", "geometric_weights", "gmpo_loss",
     "gpg_advantages", "group_advantages", "group_pass_at_k_advantages", "grpo_loss", "gspo_loss", "gspo_token_loss", "here",
     "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "ipo_loss", "iw_opd_weights", "js_reward", "jsd",

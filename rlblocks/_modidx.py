@@ -564,6 +564,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'rlblocks.masked._whole': ('masked.html#_whole', 'rlblocks/masked.py'),
                                  'rlblocks.masked.aggregate': ('masked.html#aggregate', 'rlblocks/masked.py'),
                                  'rlblocks.masked.aggregate_rows': ('masked.html#aggregate_rows', 'rlblocks/masked.py'),
+                                 'rlblocks.masked.finite_logprobs': ('masked.html#finite_logprobs', 'rlblocks/masked.py'),
                                  'rlblocks.masked.first_order': ('masked.html#first_order', 'rlblocks/masked.py'),
                                  'rlblocks.masked.gate_of': ('masked.html#gate_of', 'rlblocks/masked.py'),
                                  'rlblocks.masked.gated': ('masked.html#gated', 'rlblocks/masked.py'),

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .masked import Mean, Number, aggregate, aggregate_rows, first_order, gate_of, gated, holds, masked_sum, mean_of, promoted, same_shape
+from .masked import LOG_ZERO, Mean, Number, aggregate, aggregate_rows, finite_logprobs, first_order, gate_of, gated, masked_sum, mean_of, promoted, same_shape
 from .passes import cached, pieces
 
 # %% ../nbs/17_distill_losses.ipynb #c52b67da
@@ -29,7 +29,7 @@ def sft_loss(
 
     L = −Σ log π(aₜ|sₜ) / denom. Ouyang et al. 2022, eq. 2, last term. exp of the metric `nll` is the perplexity."""
     same_shape("B T", logprobs=logprobs, mask=mask)
-    nll, n = -masked_sum(logprobs, mask, dim=-1), mask.sum(-1)
+    nll, n = -masked_sum(finite_logprobs(logprobs), mask, dim=-1), mask.sum(-1)
     return aggregate_rows(nll, n, over=over, denom=denom), dict(nll=Mean(nll.sum(), n.sum()))
 
 # %% ../nbs/17_distill_losses.ipynb #57c68bb9
@@ -44,9 +44,9 @@ def dft_loss(
 
     L = −Σ sg[π(aₜ|sₜ)]·log π(aₜ|sₜ) / denom. Wu et al. 2025 (DFT). A token of probability 0 costs nothing."""
     same_shape("B T", logprobs=logprobs, mask=mask)
-    lp = gated(logprobs, gate_of(mask, logprobs))
+    lp = gated(finite_logprobs(logprobs), gate_of(mask, logprobs))
     prob = lp.detach().exp()
-    loss = -prob*gated(lp, prob)
+    loss = -prob*lp
     return aggregate(loss, mask, over=over, denom=denom), dict(nll=mean_of(-lp, mask), prob=mean_of(prob, mask))
 
 # %% ../nbs/17_distill_losses.ipynb #d9ce8ca6
@@ -111,22 +111,21 @@ class _Divergence(torch.autograd.Function):
             if beta == 0: d = p.sub_(logq.exp_())
             else:
                 other = logq if beta == 1 else _mixed(p, logq.exp_(), beta)
-                r = gated(logp.sub_(other), p)
+                r = logp.sub_(other)
                 d = r.sub_((p*r).sum(-1, keepdim=True)).mul_(p)
                 if beta < 1: d.mul_(1-beta)
             out.copy_(d.mul_(g_.unsqueeze(-1)))
             if off_ is not None: out.masked_fill_(off_.unsqueeze(-1), 0.)
         return grad.view(logits.shape), None, None, None, None
 
-def _normalised(z, temperature): return (promoted(z) if temperature == 1 else promoted(z)/temperature).log_softmax(-1) # of some rows, a copy
+def _normalised(z, temperature): return (promoted(z) if temperature == 1 else promoted(z)/temperature).log_softmax(-1).clamp_(min=LOG_ZERO) # of some rows, a copy
 
 def _expected(p, logp, logq):
-    "Σ p·(log p − log q); where p is 0 the difference may be −∞ + ∞."
-    return gated(logp-logq, p).mul_(p).sum(-1) # a where over Bool takes ten such passes
+    "Σ p·(log p − log q)."
+    return (logp-logq).mul_(p).sum(-1)
 
 def _mixed(p, q, beta):
-    mixed = beta*q + (1-beta)*p
-    return mixed.add_(holds(torch.eq, mixed, 0)).log_() # an id that neither can say: log 1
+    return (beta*q + (1-beta)*p).log_().clamp_(min=LOG_ZERO)
 
 # %% ../nbs/17_distill_losses.ipynb #a97408dc
 def forward_kl_loss(
@@ -158,7 +157,7 @@ def reverse_kl_loss(
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics)
     """Divergence of the student from the teacher, averaged over what the student would say.
 
-    L = Σ KL(p_S ‖ p_T) / denom. Gu et al. 2024 (MiniLLM), eq. 1; Agarwal et al. 2024 (GKD). An id that only the teacher excludes makes it inf."""
+    L = Σ KL(p_S ‖ p_T) / denom. Gu et al. 2024 (MiniLLM), eq. 1; Agarwal et al. 2024 (GKD). An id that only the teacher excludes costs p_S·10¹⁵."""
     same_shape("B T V", logits=logits, teacher_logits=teacher_logits)
     same_shape(**{"logits[..., 0]": logits[..., 0], "mask": mask})
     loss = _divergence(logits, teacher_logits, mask, 1., temperature, "reverse_kl_loss")

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import hardtanh
 
-from .masked import Metric, gate_of, gated, promoted, same_shape
+from .masked import Metric, finite_logprobs, gate_of, gated, promoted, same_shape
 
 # %% ../nbs/02_kl.ipynb #a6caf7de
 def kl_k1(
@@ -52,7 +52,7 @@ def kl_k3(
 
 # %% ../nbs/02_kl.ipynb #36124e85
 def _log_ratio(logprobs, ref_logprobs, mask):
-    x = promoted(logprobs) - promoted(ref_logprobs).detach()
+    x = finite_logprobs(logprobs) - finite_logprobs(ref_logprobs).detach()
     return hardtanh(x if mask is None else gated(x, gate_of(mask, x)), -20., 20.) # a clamp: e²⁰ is finite; a clamped *value* would hide the worst tokens
 
 # %% ../nbs/02_kl.ipynb #0cc6e011
@@ -63,12 +63,12 @@ def full_kl(
 )->Float[Tensor, "*shape"]: # nats, ≥ 0, 0 where `mask` is False
     """Exact divergence from the reference at each position, over the whole vocabulary.
 
-    KL(π‖ref) = Σᵥ π(v)·(log π(v) − log π_ref(v)). Ids that π excludes (logit −inf) add 0; one that only the reference excludes makes it inf."""
+    KL(π‖ref) = Σᵥ π(v)·(log π(v) − log π_ref(v)). Ids that π excludes (logit −inf) add 0; one that only the reference excludes costs π(v)·10¹⁵."""
     same_shape(logits=logits, ref_logits=ref_logits)
     same_shape(**{"logits[..., 0]": logits[..., 0]}, mask=mask)
     if mask is not None: logits, ref_logits = (torch.where(mask[..., None], x, 0.) for x in (logits, ref_logits)) # two flat distributions: 0 apart
-    logp, ref_logp = promoted(logits).log_softmax(-1), promoted(ref_logits).detach().log_softmax(-1)
-    return (logp.exp() * torch.where(logp > -torch.inf, logp - ref_logp, 0.)).sum(-1)
+    logp, ref_logp = (finite_logprobs(promoted(x).log_softmax(-1)) for x in (logits, ref_logits.detach()))
+    return (logp.exp() * (logp - ref_logp)).sum(-1)
 
 # %% ../nbs/02_kl.ipynb #7db357df
 def straight_through(

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .masked import Mean, Number, masked_mean, masked_sum, promoted, same_shape
+from .masked import Mean, Number, finite_logprobs, masked_mean, masked_sum, promoted, same_shape
 from .preference_losses import _kept, _log_ratios, _over_pairs, _softplus, dpo_loss
 
 # %% ../nbs/15a_margins.ipynb #b0ae2e23
@@ -83,8 +83,8 @@ def ld_logprobs(
     same_shape("B T", logprobs=logprobs, mask=mask)
     same_shape(**{"mask[:, 0]": mask[:, 0], "shared": shared})
     head = mask & (mask.cumsum(1) <= shared[:, None])
-    shared_sum = masked_sum(logprobs, head, dim=-1)
-    return shared_sum + alpha*masked_sum(logprobs, mask & ~head, dim=-1) if alpha else shared_sum # 0·(−∞) is no number
+    logprobs = finite_logprobs(logprobs)
+    return masked_sum(logprobs, head, dim=-1) + alpha*masked_sum(logprobs, mask & ~head, dim=-1)
 
 # %% ../nbs/15a_margins.ipynb #00bed291
 def wpo_weights(
@@ -96,7 +96,7 @@ def wpo_weights(
 
     w = exp(mean over tokens of (log π(yₜ) − log Σᵥ π(v)²)). Zhou et al. 2024 (WPO), eq. 2."""
     same_shape("B T", logprobs=logprobs, log_sum_squares=log_sum_squares, mask=mask)
-    likeness = masked_mean((promoted(logprobs) - promoted(log_sum_squares)).detach(), mask, dim=-1)
+    likeness = masked_mean((finite_logprobs(logprobs) - promoted(log_sum_squares)).detach(), mask, dim=-1)
     return torch.where(mask.any(-1), likeness.exp(), 0.)
 
 # %% ../nbs/15a_margins.ipynb #61744e3f
@@ -110,7 +110,7 @@ def aot_matched(
 
     out_i = m^ref_(k), k the rank of m_i = log π(y_w) − log π(y_l). Melnyk et al. 2024 (AOT)."""
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
-    margin, ref = ((promoted(c) - promoted(r)).detach() for c,r in ((chosen, rejected), (ref_chosen, ref_rejected)))
+    margin, ref = ((finite_logprobs(c) - finite_logprobs(r)).detach() for c,r in ((chosen, rejected), (ref_chosen, ref_rejected)))
     return torch.zeros_like(ref).scatter(0, margin.argsort(stable=True), ref.sort().values)
 
 def aot_loss(
@@ -161,7 +161,7 @@ def alphapo_loss(
 
     L = Σ −log σ(r_w − r_l − γ) / denom, r = β(1 − p̄^−α)/α. Gupta et al. 2025 (AlphaPO). No NLL term."""
     same_shape(chosen=chosen, rejected=rejected, weights=weights)
-    c, r = (alpha_reward(_kept(x, weights), alpha=alpha) for x in (chosen, rejected))
+    c, r = (alpha_reward(_kept(finite_logprobs(x), weights), alpha=alpha) for x in (chosen, rejected))
     m = c - r
     return _over_pairs(_softplus(gamma - beta*m), m, c, r, weights, denom, beta)
 
@@ -179,7 +179,7 @@ def orpo_loss(
     L = Σ (−c̄ − λ·log σ(logit p̄_w − logit p̄_l)) / denom. Hong et al. 2024, eq. 6 and 7.
     NLL: token mean of each answer, then the mean over pairs, not over all tokens."""
     same_shape(chosen=chosen, rejected=rejected, weights=weights)
-    c, r = _kept(chosen, weights), _kept(rejected, weights)
+    _, c, r = _log_ratios(chosen, rejected, None, None, weights)
     for_c, for_r = (x - torch.log(-torch.expm1(x.clamp(max=-torch.finfo(x.dtype).eps))) for x in (c, r)) # log-odds
     return _over_pairs(odds_coef*_softplus(for_r-for_c) - c, for_c-for_r, for_c, for_r, weights, denom)
 
@@ -217,5 +217,4 @@ def tpo_loss(
     With gold a sum the NLL is the sum per answer, as in the paper; TRL's is the mean per token: nll_coef=0. and `sft_loss`."""
     same_shape(chosen=chosen, rejected=rejected, gold=gold, weights=weights)
     m, c, r = _log_ratios(chosen, rejected, None, None, weights)
-    contrast = _softplus(gamma - beta*m)
-    return _over_pairs(contrast - nll_coef*_kept(gold, weights) if nll_coef else contrast, m, c, r, weights, denom, beta)
+    return _over_pairs(_softplus(gamma - beta*m) - nll_coef*_kept(finite_logprobs(gold), weights), m, c, r, weights, denom, beta)

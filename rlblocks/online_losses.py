@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .masked import Mean, Number, promoted, same_shape
+from .masked import Mean, Number, finite_logprobs, promoted, same_shape
 from .preference_losses import _kept, _reduced, dpo_loss
 
 # %% ../nbs/15c_online_losses.ipynb #f241cc83
@@ -52,9 +52,9 @@ def xpo_loss(
     L = Σ (−log σ(βΔ) + α·log π(ỹ)) / denom, ỹ the reference's answer. Xie et al. 2024 (XPO), algorithm 1."""
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, ref_wins=ref_wins, weights=weights)
     loss, metrics = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, weights, beta=beta, denom=denom)
-    explored = _kept(torch.where(ref_wins, chosen, rejected), weights)
+    explored = _kept(finite_logprobs(torch.where(ref_wins, chosen, rejected)), weights)
     term, more = _reduced(explored, weights, denom, dict(ref_answer_logprob=explored))
-    return loss + alpha*term if alpha else loss, metrics | more
+    return loss + alpha*term, metrics | more
 
 # %% ../nbs/15c_online_losses.ipynb #8e8c65d0
 def geometric_mixture(
@@ -83,7 +83,7 @@ def nash_md_loss(
 
     L = Σ −sg[P(y≻y′) − ½ − β(log π − log π_ref)]·log π / denom. Munos et al. 2023, section 7."""
     same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, win_prob=win_prob, weights=weights)
-    lp, ref, win = (_kept(x, weights) for x in (logprobs, ref_logprobs, win_prob))
+    lp, ref, win = (_kept(x, weights) for x in (finite_logprobs(logprobs), finite_logprobs(ref_logprobs), win_prob))
     ratio = lp - ref
     return _reduced((beta*ratio - win + .5).detach()*lp, weights, denom, dict(win_prob=win, kl=ratio), "row")
 
@@ -101,6 +101,6 @@ def a2po_loss(
 
     L = Σ (β(log π − log π_ref) − (r − V*))² / denom. Brantley et al. 2025 (A*-PO)."""
     same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, advantages=advantages, weights=weights)
-    lp, ref, A = (_kept(x, weights) for x in (logprobs, ref_logprobs, advantages))
+    lp, ref, A = (_kept(x, weights) for x in (finite_logprobs(logprobs), finite_logprobs(ref_logprobs), advantages))
     reward = beta*(lp - ref.detach())
     return _reduced((reward - A.detach()).square(), weights, denom, dict(implicit_reward=reward, advantage=A), "row")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Max, Mean, Number, aggregate_rows, gate_of, gated, holds, largest, promoted, same_shape
+from .masked import Max, Mean, Number, aggregate_rows, finite_logprobs, gate_of, gated, holds, largest, same_shape
 from .sweeps import blocks, gate_, inside, swept
 
 # %% ../nbs/13_policy_losses.ipynb #2f45253c
@@ -38,7 +38,7 @@ def log_ratio(
     return _log_ratio(logprobs, old_logprobs, gate_of(mask, logprobs))
 
 def _log_ratio(logprobs, old_logprobs, gate): # hardtanh is clamp with a fast gradient
-    return F.hardtanh(gated(promoted(logprobs) - promoted(old_logprobs).detach(), gate), -20., 20.)
+    return F.hardtanh(gated(finite_logprobs(logprobs) - finite_logprobs(old_logprobs).detach(), gate), -20., 20.)
 
 def _log_ratio_(logprobs, old_logprobs, gate): return gate_(logprobs - old_logprobs, gate).clamp_(-20., 20.) # the same within a sweep
 
@@ -95,7 +95,7 @@ def ppo_loss(
         torch.mul(slope, inside(ratio, x, -20., 20.), out=into)
         gain = good.mul_(ratio.clamp(max=most)).add_(bad.mul_(ratio.clamp(least, over_most))).sum(-1)
         return gain, *_cut(ratio, A, least, most, dual_clip), *_move(ratio, gate)
-    loss, n, found = swept(piece, logprobs, old_logprobs, advantages, mask=mask, over=over, denom=denom)
+    loss, n, found = swept(piece, finite_logprobs(logprobs), finite_logprobs(old_logprobs), advantages, mask=mask, over=over, denom=denom)
     return loss, _watched(found, n)
 
 @torch.no_grad()
@@ -207,7 +207,7 @@ def grpo_loss(
         gain = log.sub_(ratio.sub_(1)).sum(-1)
         into.copy_(inside(ratio, x, -20., 20.)) # its derivative, r − 1
         return gain, gain.sum()
-    penalty, n, found = swept(piece, logprobs, ref_logprobs, mask=mask, over=over, denom=denom)
+    penalty, n, found = swept(piece, finite_logprobs(logprobs), finite_logprobs(ref_logprobs), mask=mask, over=over, denom=denom)
     return loss + kl_coef*penalty, metrics | dict(kl=Mean(-found.sum(), n))
 
 # %% ../nbs/13_policy_losses.ipynb #167f9b6c
@@ -223,7 +223,7 @@ def assert_on_policy(
 
     |π/π_old − 1| ≤ tol for the given share of the chosen tokens. A guard, not a block: it waits for the device."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
-    off = torch.where(mask, (promoted(logprobs)-promoted(old_logprobs)).detach().expm1().abs(), 0.)
+    off = torch.where(mask, (finite_logprobs(logprobs)-finite_logprobs(old_logprobs)).detach().expm1().abs(), 0.)
     chosen = off[mask].sort().values # NaN sorts last: it is never within the tolerance
     if not len(chosen): return 0.
     kept = float(chosen[max(math.ceil(share*len(chosen))-1, 0)])

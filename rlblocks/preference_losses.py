@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from .masked import Mean, Number, gate_of, gated, holds, masked_mean, mean_of, promoted, same_shape
+from .masked import Mean, Number, finite_logprobs, gate_of, gated, holds, masked_mean, mean_of, promoted, same_shape
 
 # %% ../nbs/15_preference_losses.ipynb #c525c68a
 def preference_margin(
@@ -40,7 +40,7 @@ def _kept(x, weights):
 
 def _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights):
     "Margin, and log-ratio of each answer, in nats; log-probs themselves without a reference."
-    c, r = (_kept(promoted(x) if ref is None else promoted(x) - promoted(ref).detach(), weights) for x,ref in ((chosen, ref_chosen), (rejected, ref_rejected)))
+    c, r = (_kept(finite_logprobs(x) if ref is None else finite_logprobs(x) - finite_logprobs(ref).detach(), weights) for x,ref in ((chosen, ref_chosen), (rejected, ref_rejected)))
     return c - r, c, r
 
 def _softplus(x):
@@ -48,7 +48,7 @@ def _softplus(x):
     return F.softplus(x, threshold=50.)
 
 def _flipped(behind, right, wrong):
-    "right·ℓ(x) + wrong·ℓ(−x), ℓ = −log σ, x = −behind; a share of 0 is left out, for an answer of log-prob −∞ makes 0·∞ of it."
+    "right·ℓ(x) + wrong·ℓ(−x), ℓ = −log σ, x = −behind; nothing is computed for a share of 0."
     return right*_softplus(behind) + wrong*_softplus(-behind) if wrong else _softplus(behind)
 
 # %% ../nbs/15_preference_losses.ipynb #e85a117a
@@ -169,7 +169,7 @@ def exo_loss(
     if not 0 < label_smoothing < .5:
         raise ValueError(f"exo_loss: label_smoothing is {label_smoothing}; it lies within (0, 0.5), at 0 the loss is infinite (1e-3 is usual)")
     m, c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights)
-    x = (beta*m).clamp(-1e3, 1e3) # beyond it is flat to the last bit, and at ±∞ p·log p would be 0·∞
+    x = beta*m
     won = torch.sigmoid(x) * (F.logsigmoid(x) - math.log1p(-label_smoothing))
     lost = torch.sigmoid(-x) * (F.logsigmoid(-x) - math.log(label_smoothing))
     return _over_pairs(won + lost, m, c, r, weights, denom, beta)
@@ -192,8 +192,7 @@ def discopop_loss(
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
     m, c, r = _log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights)
     x = beta*m
-    finite = x.clamp(min=torch.finfo(x.dtype).min) # at −∞, a chosen answer of log-prob −∞, the two factors have their limits and nothing is ∞ − ∞
-    return _over_pairs(torch.sigmoid(-finite/tau)*_softplus(-x) + torch.exp(F.logsigmoid(finite/tau) - finite), m, c, r, weights, denom, beta)
+    return _over_pairs(_softplus(-x)*torch.sigmoid(-x/tau) + torch.exp(F.logsigmoid(x/tau) - x), m, c, r, weights, denom, beta)
 
 # %% ../nbs/15_preference_losses.ipynb #0a310d80
 def nca_loss(

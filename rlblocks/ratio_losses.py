@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Max, Mean, Number, aggregate, gate_of, gated, largest, same_shape
+from .masked import Max, Mean, Number, aggregate, finite_logprobs, gate_of, gated, largest, same_shape
 from .policy_losses import _beyond, _capped, _clipped, _gain, _log_ratio, _log_ratio_, _loss, _move, _moved, _watched
 from .sweeps import gate_, known, swept
 
@@ -41,6 +41,7 @@ def reinforce_loss(
     return _weighted(logprobs, gated(advantages.detach(), gate), gate, over, denom)
 
 def _weighted(logprobs, weights, gate, over, denom): # the gain weights·log π; weights are data, 0 under the mask
+    logprobs = finite_logprobs(logprobs)
     chosen = gated(logprobs.detach(), gate)
     return known(logprobs, weights, (weights*chosen).sum(-1), gate.sum(-1), over, denom), dict(logprob=Mean(chosen.sum(), gate.sum()))
 
@@ -57,7 +58,7 @@ def on_policy_loss(
 
     L = −Σ Â·exp(log π − sg(log π)) / denom. Shao et al. 2024, appendix A.1.6."""
     same_shape("B T", logprobs=logprobs, advantages=advantages, mask=mask)
-    gate = gate_of(mask, logprobs)
+    gate, logprobs = gate_of(mask, logprobs), finite_logprobs(logprobs)
     ratio = _log_ratio(logprobs, logprobs, gate).exp()
     return _loss(gated(advantages.detach(), gate)*ratio, gate, over, denom), dict(logprob=Mean(gated(logprobs.detach(), gate).sum(), gate.sum()))
 
@@ -86,7 +87,7 @@ def cispo_loss(
         gain = room.sum(-1)
         below = _often(torch.lt, ratio, least, gate, room) if least > 0 else gain.new_zeros(()) # no ratio is below 0
         return gain, below, _often(torch.gt, ratio, most, gate, room), *_move(ratio, gate, room)
-    loss, n, found = swept(piece, logprobs, old_logprobs, advantages, mask=mask, over=over, denom=denom)
+    loss, n, found = swept(piece, finite_logprobs(logprobs), finite_logprobs(old_logprobs), advantages, mask=mask, over=over, denom=denom)
     return loss, _watched(found, n)
 
 def _often(test, x, border, gate, room): return torch.dot(test(x, border, out=room).flatten(), gate.flatten()) # among the tokens; the answers are written into `room`
@@ -158,7 +159,7 @@ def dro_loss(
     L = −Σ (Â·log π − β/2·(log ρ)²) / denom. Richemond et al. 2024 (DRO), token by token."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     gate, x, A, _ = _rows(logprobs, old_logprobs, advantages, mask)
-    return _loss(A*gated(logprobs, gate) - beta/2*x.square(), gate, over, denom), _moved(x, gate)
+    return _loss(A*gated(finite_logprobs(logprobs), gate) - beta/2*x.square(), gate, over, denom), _moved(x, gate)
 
 # %% ../nbs/13c_ratio_losses.ipynb #2b8b56a3
 def sapo_loss(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from .logprobs import gather_logprobs
-from .masked import Mean, Number, aggregate, holds, masked_mean, masked_sum, mean_of, promoted, same_shape
+from .masked import Mean, Number, aggregate, finite_logprobs, holds, masked_mean, masked_sum, mean_of, promoted, same_shape
 from .preference_losses import _counts, _kept, _reduced, _softplus
 
 # %% ../nbs/16_reward_losses.ipynb #c51a0440
@@ -243,7 +243,7 @@ def process_reward_loss(
     same_shape(**{"logits[..., 0]": logits[..., 0], "labels": None if soft else labels, "mask": mask})
     z = torch.where(mask.unsqueeze(-1), promoted(logits), 0.)
     p = torch.where(mask.unsqueeze(-1) if soft else mask, labels.detach(), 0)
-    loss = -(promoted(p)*torch.where(p > 0, z.log_softmax(-1), 0.)).sum(-1) if soft else -gather_logprobs(z, p)
+    loss = -(promoted(p)*finite_logprobs(z.log_softmax(-1))).sum(-1) if soft else -finite_logprobs(gather_logprobs(z, p))
     right = (z.argmax(-1) == (p.argmax(-1) if soft else p)).to(z.dtype)
     return aggregate(loss, mask, over=over, denom=denom), dict(step_accuracy=mean_of(right, mask), step_ce=mean_of(loss, mask))
 
@@ -257,6 +257,6 @@ def generative_scores(
     """How likely a judge says yes rather than no.
 
     s = P(yes) / (P(yes) + P(no)) = σ(log Σ_yes eᶻ − log Σ_no eᶻ). Zhang et al. 2024 (GenRM), eq. 4, who do not divide by P(yes) + P(no)."""
-    z = promoted(logits)
-    said = (torch.stack([z[..., i] for i in ((ids,) if isinstance(ids, int) else ids)], -1).logsumexp(-1) for ids in (yes, no))
+    one_each = ((ids,) if isinstance(ids, int) else ids for ids in (yes, no))
+    said = (finite_logprobs(torch.stack([logits[..., i] for i in ids], -1)).logsumexp(-1) for ids in one_each)
     return (next(said) - next(said)).sigmoid()

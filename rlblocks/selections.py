@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Max, Mean, Metric, Number, aggregate, gate_of, gated, masked_mean, mean_of, promoted, same_shape
+from .masked import Max, Mean, Metric, Number, aggregate, finite_logprobs, gate_of, gated, masked_mean, mean_of, promoted, same_shape
 from .policy_losses import _log_ratio, _loss, _moved, ppo_loss
 
 # %% ../nbs/13b_selections.ipynb #f97368b9
@@ -27,7 +27,7 @@ def token_covariance(
 
     cₜ = (Âₜ − mean Â)(log πₜ − mean log π), over all chosen tokens. Cui et al. 2025, section 4.2."""
     same_shape("B T", logprobs=logprobs, advantages=advantages, mask=mask)
-    return _centered(logprobs, mask) * _centered(advantages, mask)
+    return _centered(finite_logprobs(logprobs), mask) * _centered(advantages, mask)
 
 def _centered(x, mask):
     x = promoted(x).detach()

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .masked import Last, Mean, Number, gate_of, holds, masked_mean, mean_of, promoted, same_shape
+from .masked import Last, Mean, Number, finite_logprobs, gate_of, holds, masked_mean, mean_of, promoted, same_shape
 from .preference_losses import _counts, _kept, _reduced, _softplus
 
 # %% ../nbs/15b_unpaired_losses.ipynb #44c07330
@@ -61,7 +61,7 @@ def kto_kl(
 
     z₀ = max(0, mean(log π − log π_ref)) over mismatched rows. Ethayarajh et al. 2024 (KTO), section 4.1."""
     same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, weights=weights)
-    ratio = (promoted(logprobs) - promoted(ref_logprobs)).detach()
+    ratio = (finite_logprobs(logprobs) - finite_logprobs(ref_logprobs)).detach()
     return masked_mean(ratio, _counts(weights)).clamp(min=0)
 
 # %% ../nbs/15b_unpaired_losses.ipynb #9186f643
@@ -93,7 +93,7 @@ def _reward(name, logprobs, ref_logprobs, desirable, weights):
         raise ValueError(f"{name}: logprobs is {list(logprobs.shape)}; one number per row is wanted, sequence_logprobs(logprobs, mask)")
     if desirable.dtype is not torch.bool:
         raise TypeError(f"{name}: desirable is {str(desirable.dtype).removeprefix('torch.')}; verdicts are Bool (labels > 0)")
-    return _kept(promoted(logprobs) - promoted(ref_logprobs).detach(), weights)
+    return _kept(finite_logprobs(logprobs) - finite_logprobs(ref_logprobs).detach(), weights)
 
 def _short(margin, liked): return margin*(1 - 2*liked) # how far a row is from its side: −margin if it was liked; passes over numbers, where one over Bool costs five
 

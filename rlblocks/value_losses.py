@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Mean, Number, aggregate, gate_of, gated, mean_of, promoted, same_shape
+from .masked import Mean, Number, aggregate, finite_logprobs, gate_of, gated, mean_of, promoted, same_shape
 from .sweeps import gate_, swept
 
 # %% ../nbs/14_value_losses.ipynb #f36a08ad
@@ -153,6 +153,6 @@ def classification_value_loss(
     same_shape("B T K", logits=logits, targets=targets)
     same_shape(**{"logits[..., 0]": logits[..., 0], "mask": mask})
     z, p = (torch.where(mask.unsqueeze(-1), promoted(x), 0.) for x in (logits, targets.detach()))
-    loss = -(p*torch.where(p > 0, z.log_softmax(-1), 0.)).sum(-1)
+    loss = -(p*finite_logprobs(z.log_softmax(-1))).sum(-1)
     metrics = dict(value_ce=mean_of(loss, mask), value_kl=mean_of(loss - torch.special.entr(p).sum(-1), mask))
     return aggregate(loss, mask, over=over, denom=denom), metrics

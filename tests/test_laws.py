@@ -119,7 +119,7 @@ def numbers(x):
 
 def test_the_tables_name_blocks_that_exist():
     known = dict(blocks())
-    assert not [name for name in itertools.chain(GIVEN, PLAIN, LAWLESS, LAW_OPTIONS, SURROGATE) if name not in known]
+    assert not [name for name in itertools.chain(GIVEN, PLAIN, LAWLESS, LAW_OPTIONS, SURROGATE, RETURNS_LOGPROBS) if name not in known]
     assert len(LOSSES) >= 4
 
 
@@ -196,3 +196,87 @@ def test_a_second_derivative_is_right_or_refused(name):
 def test_a_block_that_waits_is_seen(monkeypatch, waits):
     monkeypatch.setitem(BLOCKS, "whiten", waits)
     with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)): test_never_waits_for_the_device("whiten")
+
+
+# -- a token that cannot be sampled: −inf in the log-probs. The rule stands in nbs/00_masked, `finite_logprobs`
+
+ANSWER = ("chosen", "rejected", "ref_chosen", "ref_rejected", "gold") # log-probs of whole answers, but scores of a judge in reward_losses
+RETURNS_LOGPROBS = {  # −inf stays −inf in what is itself a log-prob: who consumes it makes it finite
+    "sequence_logprobs": "log π of an answer", "with_tail": "log-probs of a few ids, −inf = empty slot", "support_logprobs": "the same", "token_logprobs": "log π of a token",
+    "gather_logprobs": "log π of a target", "geometric_mixture": "log-probs of the vocabulary",
+}
+
+
+def impossible(name, columns):
+    "(names of the log-prob arguments, where they are made impossible): a chosen token of the longest row, or two answers with unlike verdicts."
+    names = [k for k in columns if k.endswith("logprobs") or k in ANSWER and BLOCKS[name].__module__ != "rlblocks.reward_losses"]
+    mask = columns.get("mask")
+    token = [(r, mask[r].nonzero()[2, 0]) for r in [mask.sum(1).argmax()]] if mask is not None else [(2, 3)]
+    good = columns["desirable"].int().argmax() if "desirable" in columns else 0
+    bad = columns["desirable"].int().argmin() if "desirable" in columns else 1
+    return names, token if names and columns[names[0]].ndim == 2 else [(good,), (bad,)]
+
+
+def differentiated(name, columns, hyper):
+    "Outputs, and the gradient of the first argument (and its mate), if there is one."
+    firsts = [k for k in columns if k in ("chosen", "rejected", "gold")] or list(columns)[:1]
+    columns = {k: x.clone().requires_grad_() if k in firsts and x.is_floating_point() else x for k, x in columns.items()}
+    out = BLOCKS[name](**columns, **hyper)
+    graph = [x[x.isfinite()].sum() for x in numbers(out) if x.requires_grad]
+    if graph: sum(graph).backward()
+    return out, {k: columns[k].grad for k in firsts if columns[k].grad is not None}
+
+
+def poisoned(columns, which, at, x):
+    changed = {k: columns[k].clone() for k in which}
+    for k in which: changed[k][at] = x
+    return columns | changed
+
+
+def ways(name):
+    "(columns as they are, numbers, which log-probs are made impossible, where) for each of them alone and for all at once; with an advantage of 0 too."
+    columns, hyper = arguments(name)
+    names, places = impossible(name, columns)
+    for at, which in itertools.product(places, [[k] for k in names] + ([names] if len(names) > 1 else [])):
+        yield columns, hyper, which, at
+        if "advantages" in columns: yield poisoned(columns, ["advantages"], at, 0.), hyper, which, at
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [name for name in BLOCKS if impossible(name, arguments(name)[0])[0] and name not in RETURNS_LOGPROBS])
+def test_what_cannot_be_sampled_is_finite(name, dtype):
+    "Value, metrics and gradient; nothing is learnt through it; and the value is that of the limit where it has one."
+    for columns, hyper, which, at in ways(name):
+        def outcome(x, dtype, columns=columns, hyper=hyper, which=which, at=at):
+            cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in columns.items()}
+            return differentiated(name, poisoned(cast, which, at, x), hyper)
+        out, grads = outcome(-torch.inf, dtype)
+        assert all(x.isfinite().all() for x in numbers(out)), f"{name}: {which} at {at}"
+        for k, g in grads.items(): assert g.isfinite().all() and (k not in which or g[at] == 0), f"{name}: gradient of {k}, {which} at {at}"
+        if dtype is torch.float32: continue # the rest is exact enough in float64 only
+        for limit, far, further in zip(*(numbers(outcome(x, dtype)[0]) for x in (-torch.inf, -1e5, -1e12)), strict=True):
+            limit, far, further = (x.double() for x in (limit, far, further)) # masks too
+            grows = (further - far).abs() > 1e-3*(1 + far.abs()) # the limit is infinite
+            assert_close(*(torch.where(grows, 0., x) for x in (limit, further)), rtol=1e-3, atol=1e-3)
+            assert (limit.abs() > further.abs())[grows].all(), f"{name}: {which} at {at}"
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if impossible(name, arguments(name)[0])[0]])
+def test_a_nan_is_not_made_finite(name):
+    columns, hyper = arguments(name)
+    names, places = impossible(name, columns)
+    for k, at in itertools.product(names, places): assert BLOCKS[name](**poisoned(columns, [k], at, torch.nan), **hyper)[0].isnan(), k
+
+
+def logits_of(columns): return [k for k, x in columns.items() if k.endswith("logits") and x.is_floating_point()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [name for name in BLOCKS if logits_of(arguments(name)[0])])
+def test_an_id_that_cannot_be_sampled_is_finite(name, dtype):
+    columns, hyper = arguments(name)
+    columns, names = {k: x.to(dtype) if x.is_floating_point() else x for k, x in columns.items()}, logits_of(columns)
+    for which in [[k] for k in names] + [names]:
+        out, grads = differentiated(name, poisoned(columns, which, (slice(None), slice(1, None, 3), 1), -torch.inf), hyper)
+        assert all(x.isfinite().all() or name in RETURNS_LOGPROBS and not x.isnan().any() for x in numbers(out)), f"{name}: {which}"
+        assert all(g.isfinite().all() for g in grads.values()), f"{name}: gradient, {which}"
