@@ -191,8 +191,8 @@ def _mean(p):
 def _called(p):
     "The first call, on the columns as they are. An error of the loss's own comes out as it is; a closure shows what it reads."
     try: outs, _ = _outputs(p, p.call({k: x.clone() for k,x in p.cols.items()}, p.whole))
-    except TypeError as e:
-        if p.closure: e.add_note(f"check_loss called {p.name}(out, b), as Policy.step does. If its parameters are columns, give them by name: inputs=dict(…)")
+    except (AttributeError, TypeError) as e:
+        if p.closure and not p.reads: e.add_note(f"check_loss called {p.name}(out, b), as Policy.step does. If its parameters are columns, give them by name: inputs=dict(…)")
         raise
     if not p.reads - {"mask"}: raise ValueError(f"{p.checker}: {p.name} reads no column; there is nothing to check")
     for k in p.given:
