@@ -215,7 +215,7 @@ def _run(p, cols, counts):
     graph = [x.sin().sum() if x.ndim else x for x in outs.values() if x.requires_grad]
     slopes = torch.autograd.grad(torch.stack(graph).sum(), [cols[k] for k in leaves], allow_unused=True) if graph and leaves else [None]*len(leaves)
     found = {k: g for k,g in zip(leaves, slopes, strict=True) if g is not None}
-    grads = {k: found.get(k, torch.zeros_like(cols[k])) for k in leaves if k in p.first}
+    grads = {k: found.get(k, torch.zeros_like(cols[k])) for k in leaves if k in p.first and k in p.reads}
     return _Ran({k: x.detach() for k,x in outs.items()}, grads, list(found), metrics)
 
 
