@@ -22,20 +22,22 @@ from .oracles import sample_columns
 _OUT = ("logprobs", "entropy", "values", "scores", "measured", "router_logits", "logits") # what `out` may hold
 
 def _computed(cols):
-    "What a model gives for these rows, under its name inside the checker: out.logprobs and so on. `logits` have no natural width and are left to the caller."
+    "What a model gives for these rows, by its name in the checker: out.logprobs … `logits` have no natural width."
     g, (B, T) = torch.Generator().manual_seed(3), cols["mask"].shape
     def noise(*shape): return torch.randn(shape, generator=g, dtype=torch.float64)
-    made = {k: cols[k] for k in ("logprobs", "entropy", "values")} | dict(scores=noise(B), measured=noise(B, T).abs(), router_logits=noise(B, T, 2, 4))
-    return {f"out.{k}": x for k,x in made.items()}
+    made = dict(scores=noise(B), measured=noise(B, T).abs(), router_logits=noise(B, T, 2, 4))
+    return {f"out.{k}": x for k,x in ({k: cols[k] for k in ("logprobs", "entropy", "values")} | made).items()}
 
 def _batched(cols):
-    "Columns as a batch has them: `values` of before the step, and pairs, two rows a unit, far apart, one of them chosen."
+    "Columns as a batch has them: `values` of before the step; and pairs, two rows a unit, far apart, one chosen."
     at = torch.randperm(len(cols["mask"]), generator=torch.Generator().manual_seed(2))
-    return {k: x for k,x in cols.items() if k not in _OUT} | dict(values=cols["old_values"], scores=cols["scores"], unit=at//2, chosen=at % 2 == 0)
+    own = dict(values=cols["old_values"], scores=cols["scores"], unit=at//2, chosen=at % 2 == 0)
+    return {k: x for k,x in cols.items() if k not in _OUT} | own
 
 class _Columns:
     "`out` or `b`: columns as attributes or items, and of `b` the counts of the whole."
-    def __init__(self, who, columns, counts, reads): vars(self).update(_who=who, _columns=columns, _counts=counts, _reads=reads)
+    def __init__(self, who, columns, counts, reads):
+        vars(self).update(_who=who, _columns=columns, _counts=counts, _reads=reads)
     def __getattr__(self, name):
         if name.startswith("_"): raise AttributeError(name)
         return self._counts[name] if name in self._counts else self[name]
@@ -45,7 +47,9 @@ class _Columns:
         return self._columns[name]
     def __contains__(self, name): return name in self._columns
     def __len__(self): return len(next(iter(self._columns.values())))
-    def __setattr__(self, name, x): raise AssertionError(f"the loss breaks the purity law: it writes {self._who}.{name}; compute that before the step")
+    def __setattr__(self, name, x):
+        law = "the loss breaks the purity law"
+        raise AssertionError(f"{law}: it writes {self._who}.{name}; compute that before the step")
     __setitem__ = __setattr__
 
 def _missing(who, name, columns):
@@ -53,15 +57,21 @@ def _missing(who, name, columns):
     B, T = next(iter(columns.values())).shape[:2]
     if who == "b":
         computed = f"out.{name} is what the model computes; " if name in _OUT else ""
-        return f"check_loss: b has no column {name!r} (it stands in for a Batch: columns, n_tokens, n_rows, n_units); {computed}if your batch has it, say inputs=dict({name}=…) with {B} rows: torch.rand({B}), or torch.rand({B}, {T}) if it has a number a token"
-    if name in _OUT: return f"check_loss: out.{name} has no shape of its own; say outputs=dict({name}=…) with {B} rows, torch.randn({B}, {T}, 32) for example"
-    return f"check_loss: out has no {name!r}, only what a model computes: {', '.join(_OUT)}; a column of the batch is b.{name}"
+        return (f"check_loss: b has no column {name!r} (it stands in for a Batch: columns, n_tokens, n_rows, n_units); "
+                f"{computed}if your batch has it, say inputs=dict({name}=…) with {B} rows: torch.rand({B}), "
+                f"or torch.rand({B}, {T}) if it has a number a token")
+    if name in _OUT:
+        return (f"check_loss: out.{name} has no shape of its own; say outputs=dict({name}=…) with {B} rows, "
+                f"torch.randn({B}, {T}, 32) for example")
+    return (f"check_loss: out has no {name!r}, only what a model computes: {', '.join(_OUT)}; "
+            f"a column of the batch is b.{name}")
 
 def _closure(fn, reads):
     "`loss(out, b)` as a function of columns and counts."
     def call(cols, counts):
         out = {k.removeprefix("out."): x for k,x in cols.items() if k.startswith("out.")}
-        return fn(_Columns("out", out, {}, reads), _Columns("b", {k: x for k,x in cols.items() if not k.startswith("out.")}, counts, reads))
+        b = {k: x for k,x in cols.items() if not k.startswith("out.")}
+        return fn(_Columns("out", out, {}, reads), _Columns("b", b, counts, reads))
     return call
 
 # %% ../nbs/18b_probes.ipynb #752b6958
@@ -79,8 +89,10 @@ def _named(checker, name, params, cols, hyper):
     for k,p in params.items():
         if k not in cols and p.default is p.empty:
             B, T = cols["mask"].shape
-            raise ValueError(f"{checker}: {name} wants {k!r}, which is no column of the vocabulary; give {B} rows of it, inputs=dict({k}=…) with torch.rand({B}) or torch.rand({B}, {T}), or a number, {k}=…"
-                             + ("; a closure takes two arguments, loss(out, b), and partial fixes the others" if checker == "check_loss" and p.kind is not p.KEYWORD_ONLY else ""))
+            maybe = checker == "check_loss" and p.kind is not p.KEYWORD_ONLY
+            raise ValueError(f"{checker}: {name} wants {k!r}, which is no column of the vocabulary; give {B} rows "
+                             f"of it, inputs=dict({k}=…) with torch.rand({B}) or torch.rand({B}, {T}), or a number, {k}=…"
+                             + "; a closure takes two arguments, loss(out, b), and partial fixes the others"*maybe)
     return [k for k in params if k in cols]
 
 def _denom(params, hyper, names):
@@ -130,19 +142,23 @@ class _Probe(NamedTuple):
     def fail(self, law, text): raise AssertionError(f"{self.name} breaks the {law} law: {text}")
 
 # %% ../nbs/18b_probes.ipynb #4611e405
-def _wide_columns(columns): return {k: x.detach().double() if x.is_floating_point() else x for k,x in (columns or {}).items()}
+def _wide_columns(columns):
+    return {k: x.detach().double() if x.is_floating_point() else x for k,x in (columns or {}).items()}
 
 def _sized(checker, given, per_row=()):
-    "The vocabulary, with as many rows and tokens as what was given: as the mask, else as other columns of the vocabulary, else as the first with two axes."
-    if len({len(x) for x in given.values()}) > 1: raise ValueError(f"{checker}: inputs must have equally many rows: {({k: len(x) for k,x in given.items()})}")
+    "The vocabulary, in the size of what was given: of the mask, else of what is in the vocabulary, else of the rest."
+    if len({len(x) for x in given.values()}) > 1:
+        raise ValueError(f"{checker}: inputs must have equally many rows: {({k: len(x) for k,x in given.items()})}")
     known, wide = sample_columns().keys(), [k for k,x in given.items() if x.ndim > 1 and k not in per_row]
     first = min(wide, key=lambda k: (k != "mask", k.removeprefix("out.") not in known), default=None)
     return sample_columns(next((len(x) for x in given.values()), 16), given[first].shape[1] if first else 16)
 
 def _is_closure(params, known):
     "Whether it is called by position, with two arguments that are no columns."
-    needed = [k for k,p in params.items() if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return not known & set(needed) and (len(needed) == 2 or len(needed) < 2 and any(p.kind is p.VAR_POSITIONAL for p in params.values()))
+    by_position = [k for k,p in params.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = {k for k in by_position if params[k].default is params[k].empty}
+    star = inspect.Parameter.VAR_POSITIONAL in [p.kind for p in params.values()]
+    return not known & needed and (len(needed) == 2 or len(needed) < 2 and star)
 
 def _as_function(fn):
     "`fn`; of a Module its copies, the one whose weights are as wide as the columns it meets."
@@ -150,20 +166,27 @@ def _as_function(fn):
     copies = {dtype: deepcopy(fn).to(dtype) for dtype in (torch.float64, torch.float32)}
     def call(*args, **kw):
         columns = vars(args[0])["_columns"] if args else kw
-        return copies[torch.float64 if any(getattr(x, "dtype", None) == torch.float64 for x in columns.values()) else torch.float32](*args, **kw)
+        wide = any(getattr(x, "dtype", None) == torch.float64 for x in columns.values())
+        return copies[torch.float64 if wide else torch.float32](*args, **kw)
     return call
 
 def _closure_probe(fn, name, inputs, outputs, per_row):
     "A closure, on a batch with columns of the caller's and on what a model computes for it."
-    if odd := (outputs or {}).keys() - set(_OUT): raise ValueError(f"check_loss: outputs has {min(odd)!r}, and a model computes {', '.join(_OUT)}; a column of the batch goes into inputs=dict({min(odd)}=…)")
-    given, made, per_row = _wide_columns(inputs), {f"out.{k}": x for k,x in _wide_columns(outputs).items()}, ("out.scores", *per_row)
+    if odd := min((outputs or {}).keys() - set(_OUT), default=""):
+        raise ValueError(f"check_loss: outputs has {odd!r}, and a model computes {', '.join(_OUT)}; "
+                         f"a column of the batch goes into inputs=dict({odd}=…)")
+    given, made = _wide_columns(inputs), {f"out.{k}": x for k,x in _wide_columns(outputs).items()}
+    per_row = ("out.scores", *per_row)
     vocabulary = _sized("check_loss", given | made, per_row)
     cols, reads = _computed(vocabulary) | made | _batched(vocabulary) | given, set()
     T = cols["mask"].shape[1]
     for k,x in (given | made).items():
         if x.ndim > 1 and k not in per_row and x.shape[1] != T:
-            raise ValueError(f"check_loss: {k} is {list(x.shape)}, and rows have {T} tokens; if its second axis is not tokens, say so: per_row=({k!r},)")
-    return _Probe("check_loss", name, _closure(_as_function(fn), reads), cols, reads, tuple(k for k in cols if k.startswith("out.")), True, True, per_row, tuple(k for k in given if f"out.{k}" not in made))
+            raise ValueError(f"check_loss: {k} is {list(x.shape)}, and rows have {T} tokens; "
+                             f"if its second axis is not tokens, say so: per_row=({k!r},)")
+    first, alone = tuple(k for k in cols if k.startswith("out.")), tuple(k for k in given if f"out.{k}" not in made)
+    return _Probe("check_loss", name, _closure(_as_function(fn), reads), cols, reads, first,
+                  masked=True, closure=True, per_row=per_row, given=alone)
 
 def _block_probe(checker, fn, name, params, inputs, hyper, denom=None, wrt=None, per_row=()):
     "A block, on the columns that its parameters name."
@@ -172,17 +195,23 @@ def _block_probe(checker, fn, name, params, inputs, hyper, denom=None, wrt=None,
     names = _named(checker, name, params, cols, hyper)
     denom = denom or _denom(params, hyper, names)
     optional = bool(denom and "denom" in params and params["denom"].default is None)
-    return _Probe(checker, name, _block(_as_function(fn), names, hyper, denom), cols, set(names), _first(names, wrt), "mask" in names, False, per_row, denom=denom, optional=optional)
+    return _Probe(checker, name, _block(_as_function(fn), names, hyper, denom), cols, set(names), _first(names, wrt),
+                  masked="mask" in names, per_row=per_row, denom=denom, optional=optional)
 
 def _probe(checker, fn, inputs, hyper, *, outputs=None, denom=None, wrt=None, per_row=()):
     "The subject of a check. TypeError for what a closure, or a block, cannot be given."
-    inner = getattr(fn, "func", fn)
-    name, params = getattr(inner, "__name__", type(inner).__name__), inspect.signature(fn.forward if isinstance(fn, Module) else fn).parameters
-    if checker == "check_loss" and _is_closure(params, sample_columns().keys() | (inputs or {}).keys() | hyper.keys()):
-        if hyper: raise TypeError(f"check_loss: {name} is a closure loss(out, b); {', '.join(hyper)} cannot be passed to it: partial({name}, {next(iter(hyper))}=…)")
-        if denom or wrt: raise TypeError(f"check_loss: {name} is a closure loss(out, b); {'denom' if denom else 'wrt'} cannot be passed to it, it divides by b.n_tokens, b.n_rows or b.n_units itself, and a gradient reaches what it reads of out")
+    inner, called = getattr(fn, "func", fn), fn.forward if isinstance(fn, Module) else fn
+    name, params = getattr(inner, "__name__", type(inner).__name__), inspect.signature(called).parameters
+    known = sample_columns().keys() | (inputs or {}).keys() | hyper.keys()
+    if checker == "check_loss" and _is_closure(params, known):
+        what = f"check_loss: {name} is a closure loss(out, b)"
+        if hyper: raise TypeError(f"{what}; {', '.join(hyper)} cannot be passed to it: partial({name}, {min(hyper)}=…)")
+        if denom: raise TypeError(f"{what}; denom cannot be passed to it, it divides by b.n_tokens itself")
+        if wrt: raise TypeError(f"{what}; wrt cannot be passed to it, a gradient reaches what it reads of out")
         return _closure_probe(fn, name, inputs, outputs, per_row)
-    if outputs: raise TypeError(f"check_loss: outputs are for a closure loss(out, b), and {name} is called by the names of its columns: inputs=dict({next(iter(outputs))}=…)")
+    if outputs:
+        raise TypeError(f"check_loss: outputs are for a closure loss(out, b), and {name} is called by the names of its "
+                        f"columns: inputs=dict({next(iter(outputs))}=…)")
     return _block_probe(checker, fn, name, params, inputs, hyper, denom, wrt, per_row)
 
 # %% ../nbs/18b_probes.ipynb #498e5538
@@ -213,7 +242,8 @@ def _run(p, cols, counts):
     for k in leaves: cols[k].requires_grad_()
     outs, metrics = _outputs(p, p.call(cols, counts))
     graph = [x.sin().sum() if x.ndim else x for x in outs.values() if x.requires_grad]
-    slopes = torch.autograd.grad(torch.stack(graph).sum(), [cols[k] for k in leaves], allow_unused=True) if graph and leaves else [None]*len(leaves)
+    total, xs, slopes = sum(graph), [cols[k] for k in leaves], [None]*len(leaves)
+    if isinstance(total, Tensor) and xs: slopes = torch.autograd.grad(total, xs, allow_unused=True)
     found = {k: g for k,g in zip(leaves, slopes, strict=True) if g is not None}
     grads = {k: found.get(k, torch.zeros_like(cols[k])) for k in leaves if k in p.first and k in p.reads}
     return _Ran({k: x.detach() for k,x in outs.items()}, grads, list(found), metrics)

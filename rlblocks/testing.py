@@ -60,7 +60,8 @@ def _gradient(p):
     if leaks: p.fail("gradient", f"a gradient reaches {', '.join(leaks)}; all but the first argument is data: {leaks[0]}.detach()")
     if p.checker == "check_loss" and not ran.touched:
         wanted = [k for k in p.first if k in p.reads]
-        p.fail("gradient", f"none reaches {' or '.join(wanted)}; there is a detach(), item() or no_grad() too many" if wanted else "it reads nothing of out, so there is nothing to learn")
+        if not wanted: p.fail("gradient", "it reads nothing of out, so there is nothing to learn")
+        p.fail("gradient", f"none reaches {' or '.join(wanted)}; there is a detach(), item() or no_grad() too many")
 
 # %% ../nbs/19_testing.ipynb #7d00275f
 def _mask(p):
@@ -77,12 +78,14 @@ def _mask(p):
 
 def _empty(p):
     mask = "b.mask" if p.closure else "mask"
+    divides = "a count of 0 must not divide: masked_mean, aggregate"
+    counts_rows = (f"a row of which nothing is chosen does not count: x.where({mask}.any(1), 0.) before the sum, "
+                   f"or weights={mask}.any(1).float() where the loss takes weights")
     for counts in p.alone:
         ran = _run(p, p.cols | dict(mask=torch.zeros_like(p.cols["mask"])), counts)
         for k,x in ran.outs.items():
-            if not (x == 0).all():
-                p.fail("empty", f"with an all-False mask the {k} is {float(x.flatten()[0]):g}, not 0; " + ("a count of 0 must not divide: masked_mean, aggregate" if not x.isfinite().all() else
-                       f"a row of which nothing is chosen does not count: x.where({mask}.any(1), 0.) before the sum, or weights={mask}.any(1).float() where the loss takes weights"))
+            fix = counts_rows if x.isfinite().all() else divides
+            if not (x == 0).all(): p.fail("empty", f"with an all-False mask the {k} is {float(x.flatten()[0]):g}, not 0; {fix}")
         for k,x in ran.grads.items():
             if not x.isfinite().all(): p.fail("empty", f"with an all-False mask the gradient of {k} is not finite; torch.where before the division or the root")
         if p.checker == "check_loss" and not ran.touched: p.fail("empty", "with an all-False mask the loss has no graph; return a sum over nothing, not a constant")
@@ -157,8 +160,8 @@ def _scale(p):
     for c in (.5, 3.):
         got, want = loss(c*A), rest + c*(whole-rest)
         if _gap(got, want) > 1e-10:
-            p.fail("scale", f"with advantages times {c:g} the loss is {float(got):.6g}, not {float(want):.6g}; advantages are squashed, or "
-                            "another term depends on them: policy=False if that is meant")
+            p.fail("scale", f"with advantages times {c:g} the loss is {float(got):.6g}, not {float(want):.6g}; advantages are "
+                            "squashed, or another term depends on them: policy=False if that is meant")
 
 def _reinforce(p):
     mask, A, lp = p.cols["mask"], p.cols["advantages"], p.cols[p.logprobs]
@@ -168,8 +171,8 @@ def _reinforce(p):
     rest = gradient(torch.zeros_like(A))
     got, unit = gradient(A) - rest, gradient(torch.ones_like(A)) - rest
     if not (unit[mask] < 0).all():
-        p.fail("reinforce", "at ratio 1 some chosen token with advantage 1 does not gain probability; a loss is minimised, −A·ratio, "
-                            "A belongs to the same token, and old_logprobs is a column, not out.logprobs")
+        p.fail("reinforce", "at ratio 1 some chosen token with advantage 1 does not gain probability; a loss is minimised, "
+                            "−A·ratio, A belongs to the same token, and old_logprobs is a column, not out.logprobs")
     seen = torch.where(mask, got/unit, 0.) # the advantage that each token was given
     if _gap(seen, level(seen)) < 1e-10: got = gradient(A := level(A)) - rest
     if _gap(got, A*unit) > 1e-10: p.fail("reinforce", f"at ratio 1 the gradient {_show(got, A*unit)}; there it is −A times a weight without A: no clipping, no shift by one")
@@ -189,15 +192,18 @@ def _mean(p):
 
 # %% ../nbs/19_testing.ipynb #e5301827
 def _called(p):
-    "The first call, on the columns as they are. An error of the loss's own comes out as it is; a closure shows what it reads."
+    "The first call, which shows what a closure reads. An error of the loss's own comes out as it is."
     try: outs, _ = _outputs(p, p.call({k: x.clone() for k,x in p.cols.items()}, p.whole))
     except (AttributeError, TypeError) as e:
-        if p.closure and not p.reads: e.add_note(f"check_loss called {p.name}(out, b), as Policy.step does. If its parameters are columns, give them by name: inputs=dict(…)")
+        if p.closure and not p.reads:
+            e.add_note(f"check_loss called {p.name}(out, b), as Policy.step does. "
+                       "If its parameters are columns, give them by name: inputs=dict(…)")
         raise
     if not p.reads - {"mask"}: raise ValueError(f"{p.checker}: {p.name} reads no column; there is nothing to check")
     for k in p.given:
         if k not in p.reads and f"out.{k}" in p.reads:
-            raise ValueError(f"check_loss: inputs are columns of the batch, and {p.name} does not read b.{k}; it reads out.{k}, what the model computes: outputs=dict({k}=…)")
+            raise ValueError(f"check_loss: inputs are columns of the batch, and {p.name} does not read b.{k}; "
+                             f"it reads out.{k}, what the model computes: outputs=dict({k}=…)")
     for k,x in outs.items():
         _wide(p, k, x, torch.float64, torch.float64) # first: in float32 a broken law could not be told from rounding
         if not x.isfinite().all(): p.fail("result", f"on ordinary rows, one with nothing chosen, the {k} is not finite; guard the division: masked_mean, aggregate")
@@ -211,25 +217,27 @@ def _check(p, laws):
     return tuple(law.__name__[1:] for law in laws)
 
 def check_loss(
-    loss:Callable,                       # a block like `ppo_loss`, or a closure `loss(out, b)` as given to `Policy.step`: a function, a method, a partial, a Module
-    inputs:dict[str, Tensor]|None=None,  # columns of your own, or other numbers for those of the vocabulary; equally many rows. Of a closure: the columns of `b`
-    outputs:dict[str, Tensor]|None=None, # of a closure: what the model computes, the tensors of `out`; needed for `logits`, and for scores or a measure of another shape
+    loss:Callable,                       # a block like `ppo_loss`, or a closure `loss(out, b)` as given to `Policy.step`
+    inputs:dict[str, Tensor]|None=None,  # columns of your own, or other numbers for those of the vocabulary; equally many rows
+    outputs:dict[str, Tensor]|None=None, # of a closure, what the model computes (`out`); needed for logits and other shapes
     *,
-    per_row:tuple[str, ...]=(),          # names of tensors of two axes whose second axis is not tokens, as for `Batch`
-    denom:Literal["n_tokens", "n_rows", "n_units"]|None=None, # what the block's `denom` counts; None = from its signature
-    wrt:tuple[str, ...]|None=None,       # the arguments that a gradient may reach; None = the first, and `rejected` beside a first called `chosen`
+    per_row:tuple[str, ...]=(),          # names of inputs whose second axis is not tokens, as for `Batch`
+    denom:Literal["n_tokens", "n_rows", "n_units"]|None=None, # what the block's denom counts; None = from its signature
+    wrt:tuple[str, ...]|None=None,       # what a gradient may reach; None = the first, and `rejected` beside a first `chosen`
     mean:bool=True,                      # of a closure, that it is a mean; False = long rows shall weigh more
-    policy:bool|None=None,               # the laws of policy losses, scale and reinforce; None = if it reads log-probs, advantages and the mask
+    policy:bool|None=None,               # scale and reinforce; None = if it reads log-probs, advantages and the mask
     **hyper:object,                      # hyper-parameters, passed on
 )->tuple[str, ...]: # names of the laws it was found to obey
-    """Run every law on a loss, in float64, on ragged made-up rows; AssertionError names the first broken law, the numbers and the usual fix.
+    """Run every law on a loss, in float64, on ragged made-up rows.
 
-    purity · gradient · mask · empty · permutation · padding · filler · split · metrics · precision; for policy losses also scale · reinforce; for closures also mean."""
+    AssertionError names the first broken law, the numbers and the usual fix. purity · gradient · mask · empty · permutation ·
+    padding · filler · split · metrics · precision; for policy losses also scale · reinforce; for closures also mean."""
     def laws(p):
         if not p.masked and any(p.cols[k].ndim > 1 for k in p.first): p.fail("mask", "it takes no mask, so it cannot tell a chosen token from padding")
         own = {p.logprobs, "advantages", "mask"} <= p.reads if policy is None else policy
         masked = (_mask, _empty, _permutation, _padding, _filler) if p.masked else (_permutation,)
-        return _purity, _gradient, *masked, _split, _metrics, _precision, *((_scale, _reinforce) if own else ()), *((_mean,) if mean and p.closure else ())
+        policy_only, counted = (_scale, _reinforce) if own else (), (_mean,) if mean and p.closure else ()
+        return _purity, _gradient, *masked, _split, _metrics, _precision, *policy_only, *counted
     return _check(_probe("check_loss", loss, inputs, hyper, outputs=outputs, denom=denom, wrt=wrt, per_row=per_row), laws)
 
 def check_estimator(
