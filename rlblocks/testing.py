@@ -6,140 +6,16 @@
 __all__ = ['check_loss', 'check_estimator']
 
 # %% ../nbs/19_testing.ipynb #07365259
-import inspect
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .masked import Metric, masked_mean, merge
-from .oracles import sample_columns
-
-# %% ../nbs/19_testing.ipynb #0f725de3
-_COMPUTED = ("logprobs", "entropy", "values", "logits") # what a closure finds in `out`; all else it finds in `b`
-
-class _Columns:
-    "What a closure gets as `out` and `b`: columns as attributes or items, and the counts of the whole."
-    def __init__(self, columns, counts, reads): vars(self).update(_columns=columns, _counts=counts, _reads=reads)
-    def __getattr__(self, name):
-        if name in self._counts: return self._counts[name]
-        if name not in self._columns: raise AttributeError(f"check_loss: no column {name!r}; give one of 16 rows: inputs=dict({name}=…)")
-        self._reads.add(name)
-        return self._columns[name]
-    def __getitem__(self, name): return getattr(self, name)
-    def __contains__(self, name): return name in self._columns
-    def __len__(self): return len(next(iter(self._columns.values())))
-    def __setattr__(self, name, x): raise AssertionError(f"the loss breaks the purity law: it writes {name!r} into its batch; compute that before the step")
-    __setitem__ = __setattr__
-
-def _closure(fn, reads):
-    def call(cols, counts):
-        out, b = ({k: x for k,x in cols.items() if (k in _COMPUTED) is computed} for computed in (True, False))
-        return fn(_Columns(out, {}, reads), _Columns(b, counts, reads))
-    return call
-
-# %% ../nbs/19_testing.ipynb #dcb2e09f
-def _block(fn, names, hyper, denom):
-    def call(cols, counts): return fn(**{k: cols[k] for k in names}, **(dict(denom=counts[denom]) if denom and counts else {}), **hyper)
-    return call
-
-def _first(names, wrt):
-    "The arguments that a gradient may reach: the first, and the mate of a first called `chosen`."
-    return wrt or tuple(names[:2] if names[:2] == ["chosen", "rejected"] else names[:1])
-
-def _named(checker, name, params, cols, hyper):
-    "The parameters that are columns."
-    params = {k: p for k,p in params.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and k not in hyper and k != "denom"}
-    for k,p in params.items():
-        if k not in cols and p.default is p.empty:
-            raise ValueError(f"{checker}: {name} wants {k!r}, which is no column of the vocabulary; give 16 rows of it, inputs=dict({k}=…), or a number, {k}=…")
-    return [k for k in params if k in cols]
-
-def _denom(params, hyper, names):
-    "What the block's denom counts; None if it takes none, or has one of its own."
-    takes = "denom" in params or any(p.kind is p.VAR_KEYWORD for p in params.values())
-    if not takes or "denom" in params and params["denom"].default not in (None, inspect.Parameter.empty): return None
-    over = hyper.get("over", params["over"].default if "over" in params else None)
-    return "n_rows" if over == "rows" else "n_tokens" if "mask" in names else "n_units"
-
-# %% ../nbs/19_testing.ipynb #da6ebdbd
-def _in_pairs(cols):
-    "Columns as a batch of preference pairs has them: two rows a unit, far apart, one of them chosen."
-    at = torch.randperm(len(cols["mask"]), generator=torch.Generator().manual_seed(2))
-    return cols | dict(unit=at//2, chosen=at % 2 == 0)
-
-class _Ran(NamedTuple):
-    outs:dict    # outputs by name
-    grads:dict   # gradient of the columns that may have one
-    touched:list # all columns that got one
-    metrics:dict # as returned
-
-class _Probe:
-    "A loss or an estimator as one function of columns, with what the laws ask about it."
-    def __init__(self, checker, fn, inputs, hyper, denom=None, wrt=None):
-        self.checker, self.name = checker, getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
-        inputs = {k: x.detach().double() if x.is_floating_point() else x for k,x in (inputs or {}).items()}
-        self.cols = sample_columns(*max((x.shape[:2] for x in inputs.values()), key=len, default=())) | inputs
-        if len({len(x) for x in self.cols.values()}) > 1: raise ValueError(f"{checker}: inputs must have equally many rows: {list(map(len, inputs.values()))}")
-        params = inspect.signature(fn).parameters
-        needed = {k for k,p in params.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-        if checker == "check_loss" and len(needed) == 2 and not needed & (self.cols.keys() | hyper.keys()):
-            if hyper or denom or wrt: raise TypeError(f"{checker}: {self.name} is a closure loss(out, b); {', '.join(hyper) or 'denom or wrt'} cannot be passed to it")
-            self.cols = _in_pairs(self.cols) | inputs
-            self.reads, self.first, self.masked = set(), _COMPUTED, True
-            self.call = _closure(fn, self.reads)
-        else:
-            names = _named(checker, self.name, params, self.cols, hyper)
-            denom = denom or _denom(params, hyper, names)
-            self.reads, self.first, self.masked = set(names), _first(names, wrt), "mask" in names
-            self.call = _block(fn, names, hyper, denom)
-        self.denom, self.optional = denom, denom and "denom" in params and params["denom"].default is None
-
-    def counts(self, mask):
-        "What a batch with this mask counts."
-        rows = mask.any(1) if self.masked else torch.ones(len(mask), dtype=torch.bool)
-        return dict(n_tokens=int(mask.sum()), n_rows=int(rows.sum()), n_units=sum(bool(rows[at].any()) for at in self.units()))
-
-    @property
-    def whole(self): return self.counts(self.cols["mask"])
-
-    @property
-    def alone(self): return [self.whole, None] if self.optional else [self.whole] # the counts of a call that is the whole; None leaves denom out
-
-    def units(self):
-        "Rows that a cut must not part, as lists of row numbers."
-        if "unit" not in self.reads: return list(torch.arange(len(self.cols["mask"])).split(1))
-        return [(self.cols["unit"] == u).nonzero().flatten() for u in self.cols["unit"].unique()]
-
-    def fail(self, law, text): raise AssertionError(f"{self.name} breaks the {law} law: {text}")
-
-# %% ../nbs/19_testing.ipynb #3041cb15
-def _kind(x):
-    if isinstance(x, tuple): return f"({', '.join(map(_kind, x))})"
-    return f"a tensor {list(x.shape) if x.ndim else 'alone'}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-
-def _outputs(p, result):
-    "(outputs by name, metrics) of what the subject returned."
-    if p.checker == "check_estimator":
-        return ({f"output {i}": x for i,x in enumerate(result)} if isinstance(result, tuple) else dict(output=result)), {}
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and not result[0].ndim and isinstance(result[1], dict)):
-        p.fail("result", f"it returned {_kind(result)}; a loss returns a 0-d tensor and a dict of Mean, Max or Last")
-    for k,x in result[1].items():
-        if not isinstance(x, Metric): p.fail("result", f"metric {k!r} is {_kind(x)}; wrap it in Mean, Max or Last, which say how parts join")
-    return dict(loss=result[0]), result[1]
-
-def _run(p, cols, counts):
-    "One call on copies of the columns, and backward."
-    cols = {k: x.clone() for k,x in cols.items()}
-    leaves = [k for k,x in cols.items() if x.is_floating_point() and k in (p.first if p.first is _COMPUTED else p.reads)]
-    for k in leaves: cols[k].requires_grad_()
-    outs, metrics = _outputs(p, p.call(cols, counts))
-    graph = [x.sin().sum() if x.ndim else x for x in outs.values() if x.requires_grad]
-    if graph: torch.stack(graph).sum().backward()
-    grads = {k: torch.zeros_like(cols[k]) if cols[k].grad is None else cols[k].grad for k in leaves if k in p.first}
-    return _Ran({k: x.detach() for k,x in outs.items()}, grads, [k for k in leaves if cols[k].grad is not None], metrics)
+from .masked import masked_mean, merge
+from .oracles import sample_columns # noqa: F401 (beside the checks that use its rows)
+from .probes import _outputs, _probe, _run
 
 # %% ../nbs/19_testing.ipynb #8eed8f0a
 def _gap(got, want):
@@ -178,19 +54,21 @@ def _purity(p):
     for k,x in first.items():
         if not torch.equal(x, again[k]): p.fail("purity", f"the {k} differs between two equal calls; it keeps state: pass that in and return it")
 
-# %% ../nbs/19_testing.ipynb #7d00275f
 def _gradient(p):
     ran = _run(p, p.cols, p.whole)
     leaks = [k for k in ran.touched if k not in p.first]
     if leaks: p.fail("gradient", f"a gradient reaches {', '.join(leaks)}; all but the first argument is data: {leaks[0]}.detach()")
-    if p.checker == "check_loss" and not ran.touched: p.fail("gradient", f"none reaches {' or '.join(p.first)}; there is a detach(), item() or no_grad() too many")
+    if p.checker == "check_loss" and not ran.touched:
+        wanted = [k for k in p.first if k in p.reads]
+        if not wanted: p.fail("gradient", "it reads nothing of out, so there is nothing to learn")
+        p.fail("gradient", f"none reaches {' or '.join(wanted)}; there is a detach(), item() or no_grad() too many")
 
-# %% ../nbs/19_testing.ipynb #4189227a
+# %% ../nbs/19_testing.ipynb #7d00275f
 def _mask(p):
     mask, want = p.cols["mask"], _run(p, p.cols, p.whole)
     for k,x in want.outs.items():
         if x.shape == mask.shape and x[~mask].any(): p.fail("mask", f"the {k} is not 0 where the mask is False; end with torch.where(mask, x, 0.)")
-    names = [k for k,x in p.cols.items() if k in p.reads and x.is_floating_point() and x.shape[:2] == mask.shape]
+    names = [k for k,x in p.cols.items() if k in p.reads and x.is_floating_point() and p.per_token(k)]
     for chosen in [*([k] for k in names), names]:
         for fill in (0., 100., math.nan, math.inf, -math.inf):
             filled = {k: torch.where(mask.reshape(*mask.shape, *[1]*(p.cols[k].ndim-2)), p.cols[k], fill) for k in chosen}
@@ -198,27 +76,30 @@ def _mask(p):
                    "torch.where(mask, x, 0.) on what comes in, before the arithmetic: x*mask keeps NaN, and a where that comes later leaves it in the gradient")
             _alike(p, "mask", _run(p, p.cols | filled, p.whole), want, f"with {fill:g} under the mask of {', '.join(chosen)}", fix, tol=0)
 
-# %% ../nbs/19_testing.ipynb #0ec00086
 def _empty(p):
+    mask = "b.mask" if p.closure else "mask"
+    divides = "a count of 0 must not divide: masked_mean, aggregate"
+    counts_rows = (f"a row of which nothing is chosen does not count: x.where({mask}.any(1), 0.) before the sum, "
+                   f"or weights={mask}.any(1).float() where the loss takes weights")
     for counts in p.alone:
         ran = _run(p, p.cols | dict(mask=torch.zeros_like(p.cols["mask"])), counts)
         for k,x in ran.outs.items():
-            if not (x == 0).all(): p.fail("empty", f"with an all-False mask the {k} is {float(x.flatten()[0]):g}, not 0; a count of 0 must not divide: masked_mean, aggregate")
+            fix = counts_rows if x.isfinite().all() else divides
+            if not (x == 0).all(): p.fail("empty", f"with an all-False mask the {k} is {float(x.flatten()[0]):g}, not 0; {fix}")
         for k,x in ran.grads.items():
             if not x.isfinite().all(): p.fail("empty", f"with an all-False mask the gradient of {k} is not finite; torch.where before the division or the root")
         if p.checker == "check_loss" and not ran.touched: p.fail("empty", "with an all-False mask the loss has no graph; return a sum over nothing, not a constant")
 
-# %% ../nbs/19_testing.ipynb #8ce8f9e9
+# %% ../nbs/19_testing.ipynb #4189227a
 def _permutation(p):
     order = torch.randperm(len(p.cols["mask"]), generator=torch.Generator().manual_seed(1)) # neither a shift nor a flip, which neighbours survive
     _alike(p, "permutation", _run(p, {k: x[order] for k,x in p.cols.items()}, p.whole), _run(p, p.cols, p.whole), "with the rows in another order",
            "at_tokens(x, mask) instead of broadcasting [B] over [B, T]; groups by id, not by position; columns, not captured tensors",
            back=lambda x: x[order.argsort()] if x.ndim else x)
 
-# %% ../nbs/19_testing.ipynb #48706a1c
 def _padding(p):
     (B, T), longer = p.cols["mask"].shape, {}
-    for k,x in p.cols.items(): longer[k] = torch.cat([x, x.new_zeros(B, 3, *x.shape[2:])], 1) if x.ndim > 1 and x.shape[1] == T else x
+    for k,x in p.cols.items(): longer[k] = torch.cat([x, x.new_zeros(B, 3, *x.shape[2:])], 1) if p.per_token(k) else x
     _alike(p, "padding", _run(p, longer, p.whole), _run(p, p.cols, p.whole), "with three columns of padding more",
            "count with the mask, not with x.shape or x.mean()", back=lambda x: x[:, :T] if x.ndim > 1 and x.shape[1] == T+3 else x)
 
@@ -264,7 +145,7 @@ def _wide(p, k, x, dtype, least):
 
 def _precision(p):
     def cast(dtype, then): return {k: x.to(dtype).to(then) if x.is_floating_point() else x for k,x in p.cols.items()}
-    half = () if p.first is _COMPUTED else ((torch.bfloat16, torch.float32), (torch.float16, torch.float32))
+    half = () if p.closure else ((torch.bfloat16, torch.float32), (torch.float16, torch.float32))
     for dtype,least in (*half, (torch.float32, torch.float32)):
         got, want = _run(p, cast(dtype, dtype), p.whole), _run(p, cast(dtype, least), p.whole)
         for k,x in got.outs.items():
@@ -273,44 +154,62 @@ def _precision(p):
 
 # %% ../nbs/19_testing.ipynb #de41149c
 def _scale(p):
-    want = _run(p, p.cols, p.whole).outs["loss"]
+    def loss(A): return _run(p, p.cols | dict(advantages=A), p.whole).outs["loss"]
+    A = p.cols["advantages"]
+    whole, rest = loss(A), loss(torch.zeros_like(A)) # rest: a KL term, an entropy bonus, a value loss
     for c in (.5, 3.):
-        got = _run(p, p.cols | dict(advantages=c*p.cols["advantages"]), p.whole).outs["loss"]
-        if _gap(got, c*want) > 1e-10:
-            p.fail("scale", f"with advantages times {c:g} the loss is {float(got):.6g}, not {float(c*want):.6g}; advantages are squashed or another term "
-                            "is added: policy=False if that is meant")
+        got, want = loss(c*A), rest + c*(whole-rest)
+        if _gap(got, want) > 1e-10:
+            p.fail("scale", f"with advantages times {c:g} the loss is {float(got):.6g}, not {float(want):.6g}; advantages are "
+                            "squashed, or another term depends on them: policy=False if that is meant")
 
 def _reinforce(p):
-    mask, A = p.cols["mask"], p.cols["advantages"]
-    at_one = p.cols | {k: p.cols["logprobs"] for k in ("old_logprobs", "rollout_logprobs", "ref_logprobs")}
-    def slope(A): return _run(p, at_one | dict(advantages=A), p.whole).grads["logprobs"]
+    mask, A, lp = p.cols["mask"], p.cols["advantages"], p.cols[p.logprobs]
+    at_one = p.cols | {k: lp for k in ("old_logprobs", "rollout_logprobs", "ref_logprobs")}
+    def gradient(A): return _run(p, at_one | dict(advantages=A), p.whole).grads[p.logprobs]
     def level(x): return torch.where(mask, masked_mean(x, mask, dim=-1)[:,None], 0.)
-    got, unit = slope(A), slope(torch.ones_like(A))
-    if not (unit[mask] < 0).all(): p.fail("reinforce", "at ratio 1 some chosen token with advantage 1 does not gain probability; a loss is minimised, −A·ratio, and A belongs to the same token")
+    rest = gradient(torch.zeros_like(A))
+    got, unit = gradient(A) - rest, gradient(torch.ones_like(A)) - rest
+    if not (unit[mask] < 0).all():
+        p.fail("reinforce", "at ratio 1 some chosen token with advantage 1 does not gain probability; a loss is minimised, "
+                            "−A·ratio, A belongs to the same token, and old_logprobs is a column, not out.logprobs")
     seen = torch.where(mask, got/unit, 0.) # the advantage that each token was given
-    if _gap(seen, level(seen)) < 1e-10: got = slope(A := level(A))
+    if _gap(seen, level(seen)) < 1e-10: got = gradient(A := level(A)) - rest
     if _gap(got, A*unit) > 1e-10: p.fail("reinforce", f"at ratio 1 the gradient {_show(got, A*unit)}; there it is −A times a weight without A: no clipping, no shift by one")
     if p.denom and abs(total := float(-unit.sum())-1) > 1e-10: p.fail("reinforce", f"at ratio 1 the weights of the tokens sum to {total+1:.6g}, not to 1; a factor is missing")
 
 # %% ../nbs/19_testing.ipynb #4a0b6a11
 def _mean(p):
     mask, lp = p.cols["mask"], 0. if "unit" in p.reads else -1.
-    def same(k, x): return torch.full_like(x, lp) if k.endswith("logprobs") else (x[:1,:1] if x.shape[:2] == mask.shape else x[:1]).expand_as(x)
+    def same(k, x): return torch.full_like(x, lp) if k.endswith("logprobs") else (x[:1,:1] if p.per_token(k) else x[:1]).expand_as(x)
     cols = {k: x if k in ("mask", "lengths", "unit", "chosen") else same(k, x) for k,x in p.cols.items()}
     fewer = mask & (mask.cumsum(1) <= 3)
-    fewer[torch.cat([at[:1] for at in p.units()[1::2]])] = False # tokens, rows and units shrink by different factors: of every other pair one row goes
+    fewer[torch.cat([at[:1] for at in p.units()[1::2]])] = False
     want, got = (_run(p, cols | dict(mask=m), p.counts(m)).outs["loss"] for m in (mask, fewer))
     if fewer.any() and _gap(got, want) > 1e-10:
         p.fail("mean", f"with equal numbers at every token the loss is {float(want):.6g}, and {float(got):.6g} if rows are shorter and fewer; it sums one thing and divides by the count of "
                        "another: tokens go with b.n_tokens, means of rows with b.n_rows, pairs with b.n_units; mean=False if long rows shall weigh more")
 
 # %% ../nbs/19_testing.ipynb #e5301827
-def _check(p, laws):
-    outs, _ = _outputs(p, p.call({k: x.clone() for k,x in p.cols.items()}, p.whole)) # an error of its own comes out as it is; a closure shows what it reads
+def _called(p):
+    "The first call, which shows what a closure reads. An error of the loss's own comes out as it is."
+    try: outs, _ = _outputs(p, p.call({k: x.clone() for k,x in p.cols.items()}, p.whole))
+    except (AttributeError, TypeError) as e:
+        if p.closure and not p.reads:
+            e.add_note(f"check_loss called {p.name}(out, b), as Policy.step does. "
+                       "If its parameters are columns, give them by name: inputs=dict(…)")
+        raise
     if not p.reads - {"mask"}: raise ValueError(f"{p.checker}: {p.name} reads no column; there is nothing to check")
+    for k in p.given:
+        if k not in p.reads and f"out.{k}" in p.reads:
+            raise ValueError(f"check_loss: inputs are columns of the batch, and {p.name} does not read b.{k}; "
+                             f"it reads out.{k}, what the model computes: outputs=dict({k}=…)")
     for k,x in outs.items():
         _wide(p, k, x, torch.float64, torch.float64) # first: in float32 a broken law could not be told from rounding
         if not x.isfinite().all(): p.fail("result", f"on ordinary rows, one with nothing chosen, the {k} is not finite; guard the division: masked_mean, aggregate")
+
+def _check(p, laws):
+    _called(p)
     for law in (laws := laws(p)):
         try: law(p)
         except AssertionError: raise
@@ -320,23 +219,26 @@ def _check(p, laws):
 def check_loss(
     loss:Callable,                       # a block like `ppo_loss`, or a closure `loss(out, b)` as given to `Policy.step`
     inputs:dict[str, Tensor]|None=None,  # columns of your own, or other numbers for those of the vocabulary; equally many rows
+    outputs:dict[str, Tensor]|None=None, # of a closure, what the model computes (`out`); needed for logits and other shapes
     *,
-    denom:Literal["n_tokens", "n_rows", "n_units"]|None=None, # what the block's `denom` counts; None = from its signature
-    wrt:tuple[str, ...]|None=None,       # the arguments that a gradient may reach; None = the first, and `rejected` beside a first called `chosen`
+    per_row:tuple[str, ...]=(),          # names of inputs whose second axis is not tokens, as for `Batch`
+    denom:Literal["n_tokens", "n_rows", "n_units"]|None=None, # what the block's denom counts; None = from its signature
+    wrt:tuple[str, ...]|None=None,       # what a gradient may reach; None = the first, and `rejected` beside a first `chosen`
     mean:bool=True,                      # of a closure, that it is a mean; False = long rows shall weigh more
-    policy:bool|None=None,               # the two laws of policy losses; None = if it reads advantages and has no other term (KL, entropy, values)
+    policy:bool|None=None,               # scale and reinforce; None = if it reads log-probs, advantages and the mask
     **hyper:object,                      # hyper-parameters, passed on
 )->tuple[str, ...]: # names of the laws it was found to obey
-    """Run every law on a loss, in float64, on ragged made-up rows; AssertionError names the first broken law, the numbers and the usual fix.
+    """Run every law on a loss, in float64, on ragged made-up rows.
 
-    purity · gradient · mask · empty · permutation · padding · filler · split · metrics · precision; for policy losses also scale · reinforce; for closures also mean."""
+    AssertionError names the first broken law, the numbers and the usual fix. purity · gradient · mask · empty · permutation ·
+    padding · filler · split · metrics · precision; for policy losses also scale · reinforce; for closures also mean."""
     def laws(p):
         if not p.masked and any(p.cols[k].ndim > 1 for k in p.first): p.fail("mask", "it takes no mask, so it cannot tell a chosen token from padding")
-        own = {"logprobs", "advantages"} <= p.reads and not p.reads & {"ref_logprobs", "entropy", "values", "returns"} if policy is None else policy
+        own = {p.logprobs, "advantages", "mask"} <= p.reads if policy is None else policy
         masked = (_mask, _empty, _permutation, _padding, _filler) if p.masked else (_permutation,)
-        policy_only, counted = (_scale, _reinforce) if own else (), (_mean,) if mean and p.first is _COMPUTED else ()
+        policy_only, counted = (_scale, _reinforce) if own else (), (_mean,) if mean and p.closure else ()
         return _purity, _gradient, *masked, _split, _metrics, _precision, *policy_only, *counted
-    return _check(_Probe("check_loss", loss, inputs, hyper, denom, wrt), laws)
+    return _check(_probe("check_loss", loss, inputs, hyper, outputs=outputs, denom=denom, wrt=wrt, per_row=per_row), laws)
 
 def check_estimator(
     fn:Callable,                        # a function of columns that returns a tensor or a tuple of tensors, like `gae`
@@ -347,4 +249,4 @@ def check_estimator(
 
     purity · gradient (through the first argument, if at all) · mask · empty · permutation · padding · filler · precision."""
     def laws(p): return _purity, _gradient, *((_mask, _empty, _permutation, _padding, _filler) if p.masked else (_permutation,)), _precision
-    return _check(_Probe("check_estimator", fn, inputs, hyper), laws)
+    return _check(_probe("check_estimator", fn, inputs, hyper), laws)

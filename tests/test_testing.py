@@ -1,21 +1,31 @@
 "`check_loss` and `check_estimator`: each law is seen to fail on a loss that breaks it and on nothing else; the oracles are held by hand-made numbers."
+import ast
+import inspect
+import json
 import math
 import random
+import textwrap
 from functools import partial
 
 import pytest
 import torch
+from conftest import ROOT
 from torch.testing import assert_close
 
 from rlblocks.batch import pairs
 from rlblocks.distill_losses import forward_kl_loss
+from rlblocks.kl import kl_k3
 from rlblocks.logprobs import sequence_logprobs
 from rlblocks.masked import Last, Max, Mean, aggregate, masked_mean, masked_sum, mean_of, promoted, whiten
 from rlblocks.policy_losses import grpo_loss, ppo_loss
 from rlblocks.ratio_losses import gmpo_loss, gspo_loss
 from rlblocks.oracles import (naive_aggregate, naive_gae, naive_group_advantages, naive_leave_one_out,
                               naive_ppo_loss, naive_returns, naive_token_logprobs, naive_value_loss)
+from rlblocks.reward_losses import bradley_terry_loss
+from rlblocks.run import loop_from
+from rlblocks.selections import router_z_loss
 from rlblocks.testing import check_estimator, check_loss, sample_columns
+from rlblocks.unpaired_losses import kto_loss
 from rlblocks.value_losses import value_loss
 
 LAWS = ("purity", "gradient", "mask", "empty", "permutation", "padding", "filler", "split", "metrics", "precision")
@@ -109,23 +119,23 @@ CLOSURES = [
     (local_mean, "split", r"the parts sum to [-\d.]+, the whole is -0\.\d+: pass denom=b.n_tokens"),
     (local_row_mean, "split", "the whole is"),
     (scaled_by_rows, "filler", "two rows more"),
-    (right_value_wrong_gradient, "split", "the gradient of logprobs at"),
-    (multiplied, "mask", "nan under the mask of logprobs, the loss went from .* to nan; torch.where"),
-    (where_too_late, "mask", "nan under the mask of logprobs, the gradient of logprobs .* went from 0 to nan"),
-    (counts_padding, "mask", "with 0 under the mask of logprobs, the loss went .* not chosen"),
+    (right_value_wrong_gradient, "split", "the gradient of out.logprobs at"),
+    (multiplied, "mask", "nan under the mask of out.logprobs, the loss went from .* to nan; torch.where"),
+    (where_too_late, "mask", "nan under the mask of out.logprobs, the gradient of out.logprobs .* went from 0 to nan"),
+    (counts_padding, "mask", "with 0 under the mask of out.logprobs, the loss went .* not chosen"),
     (metric_counts_padding, "mask", "the metric 'lp' went"),
     (broadcasts, "permutation", "at_tokens"),
     (positional_groups, "permutation", "by id, not by position"),
     (partial(captured), "permutation", "captured tensors"),
     (in_place, "purity", "changed advantages in place"),
     (mask_in_place, "purity", "changed mask in place"),
-    (writes_column, "purity", "writes 'advantages'"),
-    (writes_item, "purity", "writes 'advantages'"),
+    (writes_column, "purity", "writes b.advantages"),
+    (writes_item, "purity", "writes b.advantages"),
     (draws, "purity", "global random state"),
     (Counter(), "purity", "differs between two equal calls"),
-    (detached, "gradient", "none reaches logprobs or entropy or values"),
+    (detached, "gradient", "none reaches out.logprobs; there is a detach"),
     (constant_if_empty, "empty", "no graph"),
-    (nan_gradient_if_empty, "empty", "gradient of logprobs is not finite"),
+    (nan_gradient_if_empty, "empty", "gradient of out.logprobs is not finite"),
     (offset, "empty", "the loss is 0.001, not 0"),
     (padded_length, "padding", "three columns of padding more, the loss went"),
     (empty_row_mean, "result", "one with nothing chosen, the loss is not finite"),
@@ -211,12 +221,45 @@ def test_good_losses_pass_in_both_forms():
 
 
 def test_policy_laws_are_for_policy_losses():
-    assert check_loss(value_loss) == check_loss(grpo_loss) == LAWS
+    assert check_loss(value_loss) == LAWS and check_loss(grpo_loss) == (*LAWS, "scale", "reinforce")
     with_entropy = lambda out, b: ((good(out, b) - .1*clean(b.mask, out.entropy)[0]).sum()/b.n_tokens, {})
-    assert check_loss(with_entropy) == (*LAWS, "mean")
-    assert check_loss(grpo_loss, kl_coef=0., policy=True)[-2:] == ("scale", "reinforce")
-    with pytest.raises(AssertionError, match="scale law"): check_loss(grpo_loss, policy=True)
+    assert check_loss(with_entropy) == (*LAWS, "scale", "reinforce", "mean")
+    assert check_loss(grpo_loss, kl_coef=0., policy=True)[-2:] == check_loss(grpo_loss, policy=True)[-2:] == ("scale", "reinforce")
     assert check_loss(squashed, policy=False) == (*LAWS, "mean")
+
+
+# -- a term beside the policy's hides nothing
+
+def kl_term(out, b): return .04*masked_mean(kl_k3(out.logprobs, b.ref_logprobs, b.mask), b.mask, denom=b.n_tokens)
+def kl_of_first_order(out, b): return .04*masked_sum(out.logprobs-b.ref_logprobs, b.mask)/b.n_tokens
+def entropy_term(out, b): return -.01*masked_mean(out.entropy, b.mask, denom=b.n_tokens)
+def value_term(out, b): return .5*value_loss(out.values, b.old_values, b.returns, b.mask, denom=b.n_tokens)[0]
+def imitation_term(out, b): return .1*masked_mean(-out.logprobs, b.mask, denom=b.n_tokens)
+def heavy_kl_term(out, b): return 100*kl_term(out, b)
+TERMS = [kl_term, heavy_kl_term, kl_of_first_order, entropy_term, value_term, imitation_term]
+def all_terms(out, b): return sum(f(out, b) for f in TERMS)
+
+def of_magnitude(out, b): # |A|
+    lp, old, A = clean(b.mask, out.logprobs, b.old_logprobs, b.advantages)
+    return (-(lp-old).exp()*A.abs()).sum()/b.n_tokens, {}
+def unmoved(out, b): # old log-probs that are the new ones: a ratio without gradient
+    lp, A = clean(b.mask, out.logprobs, b.advantages)
+    return (-(lp-lp).exp()*A).sum()/b.n_tokens, {}
+
+
+BROKEN = [(wrong_sign, "reinforce"), (of_magnitude, "reinforce"), (unmoved, "reinforce"), (shifted, "reinforce"), (squashed, "scale")]
+
+
+@pytest.mark.parametrize(("policy", "law", "term"), [(*x, f) for x in BROKEN for f in (kl_term, all_terms)] + [(wrong_sign, "reinforce", f) for f in TERMS[1:]], ids=lambda x: getattr(x, "__name__", None))
+def test_another_term_hides_no_broken_policy_term(policy, law, term):
+    def loss(out, b): return policy(out, b)[0] + term(out, b), {}
+    with pytest.raises(AssertionError, match=f"breaks the {law} law"): check_loss(loss, mean=False)
+
+
+@pytest.mark.parametrize("term", [*TERMS, all_terms], ids=lambda f: f.__name__)
+def test_another_term_is_no_false_alarm(term):
+    def loss(out, b): return good(out, b).sum()/b.n_tokens + term(out, b), {}
+    assert check_loss(loss)[-3:] == ("scale", "reinforce", "mean")
 
 
 @pytest.mark.parametrize("loss", [
@@ -234,7 +277,7 @@ def test_a_mean_is_one_with_any_reduction_and_any_term():
     with pytest.raises(AssertionError, match="one_wrong breaks the mean law"): check_loss(one_wrong)
     assert "mean" not in check_loss(one_wrong, mean=False) + check_loss(ppo_loss)
     few = sample_columns(4, 3) # rows of few tokens: nothing is left to shorten, and no false alarm
-    assert check_loss(mixed, {k: few[k] for k in ("logprobs", "old_logprobs", "ref_logprobs", "advantages", "mask")})[-1] == "mean"
+    assert check_loss(mixed, {k: few[k] for k in ("old_logprobs", "ref_logprobs", "advantages", "mask")})[-1] == "mean"
 
 
 def test_denom_is_inferred_and_can_be_told():
@@ -259,15 +302,15 @@ def test_own_columns():
     def weighted(logprobs, weights, advantages, mask, *, denom=None):
         lp, w, A = clean(mask, logprobs, weights.detach(), advantages.detach())
         return aggregate(-w*lp*A, mask, denom=denom), {}
-    with pytest.raises(ValueError, match=r"check_loss: weighted wants 'weights'.*inputs=dict\(weights=…\), or a number, weights=…"): check_loss(weighted)
+    with pytest.raises(ValueError, match=r"check_loss: weighted wants 'weights'.*inputs=dict\(weights=…\) .*, or a number, weights=…"): check_loss(weighted)
     assert check_loss(weighted, dict(weights=torch.rand(16, 16)), policy=False) == LAWS
     assert check_loss(weighted, dict(weights=torch.rand(5, 9)), policy=False) == LAWS # the others follow in shape
     assert check_loss(lambda out, b: ((good(out, b)*clean(b.mask, b.weights)[0]).sum()/b.n_tokens, {}), dict(weights=torch.rand(16, 16)), policy=False) == (*LAWS, "mean")
-    with pytest.raises(AttributeError, match=r"check_loss: no column 'weights'.*inputs=dict\(weights=…\)"):
+    with pytest.raises(AttributeError, match=r"check_loss: b has no column 'weights'.*inputs=dict\(weights=…\)"):
         check_loss(lambda out, b: (b.weights.sum(), {}))
     with pytest.raises(ValueError, match="equally many rows"): check_loss(weighted, dict(weights=torch.rand(5, 9), logprobs=torch.rand(6, 9)))
     with pytest.raises(TypeError, match="local_mean is a closure loss.out, b.; clip_low cannot be passed to it"): check_loss(local_mean, clip_low=.1)
-    with pytest.raises(AttributeError, match="no column 'advantages'"): check_loss(lambda out, b: (out.advantages.sum(), {})) # b has it, out has not
+    with pytest.raises(AttributeError, match="out has no 'advantages'.*a column of the batch is b.advantages"): check_loss(lambda out, b: (out.advantages.sum(), {})) # b has it, out has not
 
 
 def test_losses_without_tokens_have_no_mask_to_check():
@@ -447,6 +490,151 @@ def test_pair_blocks_have_two_differentiable_arguments():
 def test_closures_on_logits_are_checked():
     z, teacher = (torch.randn(16, 16, 7, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in (0, 1))
     def distil(out, b): return forward_kl_loss(out.logits, b.teacher_logits, b.mask, denom=b.n_tokens)
-    assert "split" in check_loss(distil, dict(logits=z, teacher_logits=teacher), mean=False)
+    assert "split" in check_loss(distil, dict(teacher_logits=teacher), dict(logits=z), mean=False)
     def local(out, b): return forward_kl_loss(out.logits, b.teacher_logits, b.mask)
-    with pytest.raises(AssertionError, match="split law"): check_loss(local, dict(logits=z, teacher_logits=teacher), mean=False)
+    with pytest.raises(AssertionError, match="split law"): check_loss(local, dict(teacher_logits=teacher), dict(logits=z), mean=False)
+
+
+# -- what the model computes, and what the batch has
+
+def scored(out, b): return bradley_terry_loss(*pairs(out.scores, b), denom=b.n_units)
+def criticised(out, b): return value_loss(out.values, b.values, b.returns, b.mask, denom=b.n_tokens)
+def measured(out, b): return masked_mean(out.measured, b.mask, denom=b.n_tokens), dict(kl=mean_of(out.measured, b.mask))
+def measured_twice(out, b): return masked_mean(out.measured[..., 0] + .1*out.measured[..., 1], b.mask, denom=b.n_tokens), {}
+def rated(out, b): return ((out.scores-b.ratings)**2).sum(1).where(b.mask.any(1), 0.).sum()/b.n_rows, {}
+def routed(out, b): return router_z_loss(out.router_logits[:, :, 0], b.mask, denom=b.n_tokens)
+
+CHECKED = [  # closure, what it is to be given, the same without a denominator
+    (scored, {}, lambda out, b: bradley_terry_loss(*pairs(out.scores, b))),
+    (criticised, {}, lambda out, b: value_loss(out.values, b.values, b.returns, b.mask)),
+    (measured, {}, lambda out, b: (masked_mean(out.measured, b.mask), {})),
+    (measured_twice, dict(outputs=dict(measured=torch.rand(16, 16, 2))), lambda out, b: (masked_mean(out.measured[..., 0], b.mask), {})),
+    (rated, dict(inputs=dict(ratings=torch.rand(16, 3)), outputs=dict(scores=torch.rand(16, 3)), per_row=("ratings",)),
+     lambda out, b: (masked_mean(((out.scores-b.ratings)**2).sum(1), b.mask.any(1)), {})),
+    (routed, {}, lambda out, b: router_z_loss(out.router_logits[:, :, 0], b.mask)),
+]
+
+
+@pytest.mark.parametrize(("loss", "given", "local"), CHECKED, ids=lambda x: getattr(x, "__name__", None))
+def test_closures_of_every_wrapper_are_checked(loss, given, local):
+    assert check_loss(loss, **given) == (*LAWS, "mean")
+    with pytest.raises(AssertionError, match="breaks the split law"): check_loss(local, **given)
+
+
+def test_out_and_batch_are_two_namespaces():
+    seen = {}
+    def both(out, b):
+        seen.setdefault("values", (out.values.detach(), b.values, b["values"], out.values.requires_grad, b.values.requires_grad))
+        return criticised(out, b)
+    check_loss(both)
+    new, old, item, *_ = seen["values"]
+    assert not torch.equal(new, old) and torch.equal(old, item)
+    given, said = torch.randn(16, 16), torch.randn(16, 16)
+    seen.clear()
+    check_loss(both, dict(values=given), dict(values=said))
+    assert_close(seen["values"][:2], (said.double(), given.double()))
+    with pytest.raises(AttributeError, match="out.logprobs is what the model computes"): check_loss(lambda out, b: (b.logprobs.sum(), {}))
+    check_loss(lambda out, b: (masked_mean(out.logprobs-b.logprobs, b.mask, denom=b.n_tokens), {}), dict(logprobs=torch.zeros(16, 16))) # unless the batch says so
+    with pytest.raises(ValueError, match=r"scored does not read b.scores; it reads out.scores.*outputs=dict\(scores=…\)"): check_loss(scored, dict(scores=torch.rand(16)))
+    check_loss(scored, dict(scores=torch.rand(16)), dict(scores=torch.rand(16)))
+
+
+def test_what_an_error_advises_works():
+    weighted = lambda out, b: ((good(out, b)*clean(b.mask, b.weights)[0]).sum()/b.n_tokens, {})
+    with pytest.raises(AttributeError, match=r"inputs=dict\(weights=…\) with 16 rows: torch.rand\(16\), or torch.rand\(16, 16\) if"): check_loss(weighted)
+    check_loss(weighted, dict(weights=torch.rand(16, 16)), policy=False)
+    on_logits = lambda out, b: (masked_mean(out.logits.where(b.mask[..., None], 0.).logsumexp(-1), b.mask, denom=b.n_tokens), {})
+    with pytest.raises(AttributeError, match=r"outputs=dict\(logits=…\) with 16 rows, torch.randn\(16, 16, 32\)"): check_loss(on_logits)
+    check_loss(on_logits, outputs=dict(logits=torch.randn(16, 16, 32)))
+    with pytest.raises(ValueError, match=r"ratings is \[16, 3\], and rows have 16 tokens; .* per_row=\('ratings',\)"):
+        check_loss(rated, dict(ratings=torch.rand(16, 3), old_values=torch.rand(16, 16)), dict(scores=torch.rand(16, 3)))
+    with pytest.raises(ValueError, match=r"inputs=dict\(advantages=…\)"): check_loss(weighted, outputs=dict(advantages=torch.rand(16, 16)))
+    def clipped(out, b, *, clip): return good(out, b).clamp(-clip, clip).sum()/b.n_tokens, {}
+    with pytest.raises(TypeError, match=r"partial\(clipped, clip=…\)"): check_loss(clipped, clip=9.)
+    check_loss(partial(clipped, clip=1e9))
+    with pytest.raises(TypeError, match="denom cannot be passed to it, it divides by b.n_tokens"): check_loss(measured, denom="n_rows")
+    with pytest.raises(TypeError, match=r"value_loss is called by the names of its columns: inputs=dict\(values=…\)"): check_loss(value_loss, outputs=dict(values=torch.rand(16, 16)))
+    check_loss(value_loss, dict(values=torch.rand(16, 16)))
+    def divergence(p, q): return (promoted(p)-promoted(q)).square().sum(), {}
+    with pytest.raises((AttributeError, TypeError)) as found: check_loss(divergence)
+    assert "If its parameters are columns, give them by name" in found.value.__notes__[0]
+    assert check_loss(divergence, dict(p=torch.rand(16), q=torch.rand(16)), wrt=("p", "q"))
+
+
+def test_rows_of_which_nothing_is_chosen_do_not_count():
+    def kto(out, b, weigh=True):
+        lp, ref = sequence_logprobs(out.logprobs, b.mask), sequence_logprobs(b.ref_logprobs, b.mask)
+        return kto_loss(lp, ref, b.desirable, b.mask.any(1).float() if weigh else None, kl=.1, denom=b.n_rows)
+    with pytest.raises(AssertionError, match=r"breaks the empty law: .* weights=b.mask.any\(1\).float\(\)"): check_loss(partial(kto, weigh=False))
+    assert check_loss(kto) == (*LAWS, "mean")
+    def squares(out, b): return (out.scores**2).sum()/b.n_rows, {}
+    with pytest.raises(AssertionError, match=r"x.where\(b.mask.any\(1\), 0.\) before the sum"): check_loss(squares)
+    check_loss(lambda out, b: ((out.scores**2).where(b.mask.any(1), 0.).sum()/b.n_rows, {}))
+
+
+# -- whatever Policy.step takes
+
+class Learned(torch.nn.Module):
+    "A loss with weights of its own, as a loss has that mixes terms."
+    def __init__(self, local=False):
+        super().__init__()
+        self.mix, self.local = torch.nn.Linear(2, 1), local
+    def forward(self, out, b):
+        x = self.mix(torch.stack(clean(b.mask, out.logprobs, out.entropy), -1))[..., 0]
+        return masked_mean(x, b.mask, denom=None if self.local else b.n_tokens), {}
+
+class Losses:
+    def step(self, out, b): return measured(out, b)
+    def __call__(self, out, b): return criticised(out, b)
+
+def undecorated(*args, **kw): return measured(*args, **kw)
+def with_default(out, b, scale=1.): return scale*measured(out, b)[0], {}
+
+
+@pytest.mark.parametrize("loss", [Learned(), Losses().step, Losses(), undecorated, with_default, partial(with_default, scale=2.), partial(lambda c, out, b: measured(out, b), 1)],
+                         ids=["module", "method", "callable", "star", "default", "partial", "positional"])
+def test_whatever_can_be_called_is_checked(loss): assert check_loss(loss) == (*LAWS, "mean")
+
+
+def test_positional_only_parameters_are_a_closure():
+    def only(out, b, /): return measured(out, b)
+    assert check_loss(only) == (*LAWS, "mean")
+
+
+def test_a_module_keeps_its_weights():
+    torch.manual_seed(0)
+    loss = Learned()
+    before = {k: x.clone() for k, x in loss.state_dict().items()}
+    check_loss(loss)
+    assert all(torch.equal(x, before[k]) for k, x in loss.state_dict().items()) and all(p.grad is None for p in loss.parameters())
+    with pytest.raises(AssertionError, match="Learned breaks the split law"): check_loss(Learned(local=True))
+    class Block(torch.nn.Module):
+        def forward(self, logprobs, advantages, mask, *, denom=None): return aggregate(-torch.where(mask, promoted(logprobs)*promoted(advantages.detach()), 0.), mask, denom=denom), {}
+    with pytest.raises(AssertionError, match="mask law"): check_loss(Block(), policy=False) # the where comes too late
+
+
+# -- the tutorials' own
+
+GIVEN = dict(kto=dict(kl=torch.full((16,), .1))) # columns that a loop adds to its batch
+
+
+def closures():
+    "(tutorial and function, closure) of every loss(out, b) in a tutorial's loop, at the loop's defaults."
+    for path in sorted((ROOT/"tutorials").glob("*.ipynb")):
+        cells = ["".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+        for name in {f.name for c in cells if "(out, b)" in c for f in ast.parse(c).body if isinstance(f, ast.FunctionDef)}:
+            loop = loop_from(f"{path}:{name}")
+            inner = [f for f in ast.parse(textwrap.dedent(inspect.getsource(loop))).body[0].body if isinstance(f, ast.FunctionDef)]
+            scope = loop.__globals__ | {k: p.default for k, p in inspect.signature(loop).parameters.items()}
+            exec(compile(ast.Module(inner, []), str(path), "exec"), scope)
+            yield from (pytest.param(name, scope[f.name], id=f"{path.stem}:{f.name}") for f in inner if [a.arg for a in f.args.args] == ["out", "b"])
+
+
+@pytest.mark.parametrize(("loop", "loss"), closures())
+def test_every_tutorial_obeys_every_law(loop, loss):
+    laws = check_loss(loss, GIVEN.get(loop))
+    assert set(laws) >= {*LAWS, "mean"} and ({"scale", "reinforce"} <= set(laws)) == (loop == "grpo" or loss.__name__ == "policy_loss")
+
+
+def test_the_tutorials_are_found():
+    assert {p.id for p in closures()} >= {"sft:loss", "grpo:loss", "ppo:policy_loss", "ppo:critic_loss", "dpo:loss", "kto:loss", "reward_model:loss", "rlhf:policy_loss", "rlhf:critic_loss"}
