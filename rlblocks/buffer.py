@@ -10,6 +10,8 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
+from contextlib import suppress
+from copy import copy
 from itertools import chain
 from pathlib import Path
 
@@ -96,7 +98,7 @@ class Buffer:
             Path(spill).mkdir(parents=True, exist_ok=True)
             self._folder = Path(tempfile.mkdtemp(prefix="buffer-", dir=spill))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        self._slabs, self._files, self._layout, self._next, self._written = {}, {}, {}, 0, 0
+        self._slabs, self._files, self._layout, self._next, self._count = {}, {}, {}, 0, 0
         self._index = {k: torch.zeros(0, dtype=t) for k, t in _INDEX.items()}
         self._waiting = dict(group=set(), unit=set())
 
@@ -125,7 +127,8 @@ class Buffer:
     ):
         """Put rows at the end; with `max_rows`, the oldest bundles make room and are counted as dropped.
 
-        ValueError, and nothing added, when columns differ from those that wait, a group or unit is already there, or a bundle is larger than `max_rows`."""
+        ValueError, and nothing added, when columns differ from those that wait, a group or unit is already there, or a bundle is larger than `max_rows`.
+        OSError, and nothing added, when `spill` cannot be written; what waited before is as it was."""
         if not isinstance(batch, Batch): raise TypeError(f"Buffer.add: a {type(batch).__name__} came; a Batch is wanted")
         if batch.filler: return # a copy of a row that is elsewhere, made to keep a rank busy
         layout, bundles = _layout(batch), _bundles(batch)
@@ -135,16 +138,18 @@ class Buffer:
         if priority is not None and not bool((priority >= 0).all()): raise ValueError("Buffer.add: a priority is negative or not a number; 0 or more is wanted")
         kept = bundles if keep is None else [b for b in bundles if bool(keep[b].any())]
         self._check(batch, layout, kept)
+        order, rows = torch.tensor(list(chain(*kept)), dtype=torch.long), torch.tensor([len(b) for b in kept], dtype=torch.long)
+        new = self._written(ragged(batch, order)) if kept else None     # before anything is counted: the disk may be full
         filtered = len(batch) - sum(map(len, kept))
         if filtered: self.dropped["filtered"] += filtered
         self.offered, self.accepted = self.offered + len(bundles), self.accepted + len(kept)
-        if not kept: return
-        self._append(batch, torch.tensor(list(chain(*kept))), torch.tensor([len(b) for b in kept]), priority)
+        if new is None: return
+        self._append(*new, batch, order, rows, priority)
         self._layout = layout
         self._drop("full", self._index["rows"].flip(0).cumsum(0).flip(0) > self.max_rows if self.max_rows else None)
         self._tidy()
 
-    def _append(self, batch, order, rows, priority):
+    def _append(self, slab, file, batch, order, rows, priority):
         "A new slab and its bundles in the index."
         n, of = len(rows), torch.arange(len(rows)).repeat_interleave(rows)
         total = lambda x: torch.zeros(n, dtype=x.dtype).index_add(0, of, x[order])
@@ -154,7 +159,8 @@ class Buffer:
                    chosen=total(batch.mask.sum(1)) if "mask" in batch else torch.zeros(n, dtype=torch.long),
                    born=torch.full((n,), torch.iinfo(torch.long).max).scatter_reduce(0, of, born.long()[order], "amin"),
                    priority=torch.full((n,), highest, dtype=torch.double) if priority is None else total(priority.double())/rows)
-        self._slabs[self._next] = ragged(batch, order)
+        self._slabs[self._next] = slab
+        if file: self._files[self._next] = file
         self._index = {k: torch.cat([x, new[k]]) for k, x in self._index.items()}
         self._next += n
         for name, ids in self._waiting.items():
@@ -219,7 +225,7 @@ class Buffer:
         return self._gather(torch.arange(len(self._index["rows"])))
 
     def __setitem__(self, name, x):
-        "Set a column of all rows that wait, in the order of `rows()`; one slab after the other is rewritten. ValueError for columns that the buffer goes by, and for what does not fit."
+        "Set a column of all rows that wait, in the order of `rows()`; one slab after the other is rewritten. ValueError for columns that the buffer goes by, and for what does not fit; OSError, and nothing changed, when `spill` cannot be written."
         if name in _SETTLED: raise ValueError(f"Buffer: {name!r} decides what belongs together or how fresh it is, and did when the rows came; take them, set it, and add them again")
         if not len(self): raise ValueError(f"Buffer: no rows wait that could have a column {name!r}")
         slab, row = self._places(torch.arange(len(self._index["rows"])))
@@ -230,9 +236,17 @@ class Buffer:
         like[name] = x # fits, or says why not
         only, layout = like.drop(*{"tokens"} - {name}), _layout(like)[name]
         if layout[0] == "token" and "lengths" not in self._layout: raise ValueError(f"Buffer: column {name!r} is per token, but the rows that wait have no 'lengths'")
-        for s, i in at.items():
-            old, new = self._slabs[s].take(row[i]), ragged(only, i)
-            self._store(s, Ragged(old.columns | {name: new.columns[name]}, old.kinds | {name: layout[0]}, old.offsets), s in self._files)
+        def rewritten(s):
+            old, new = self._slabs[s].take(row[at[s]]), ragged(only, at[s])
+            return Ragged(old.columns | {name: new.columns[name]}, old.kinds | {name: layout[0]}, old.offsets)
+        made = {}
+        try:
+            for s in self._files: made[s] = self._to_file(rewritten(s))      # all of them before one is replaced: the disk may be full
+        except OSError:
+            for _, file in made.values(): file.unlink()
+            raise
+        for s in at:
+            self._replace(s, *(made.get(s) or (rewritten(s), None)))
             mine = self._index["slab"] == s
             count = self._index["rows"][mine]
             self._index["first"] = self._index["first"].masked_scatter(mine, count.cumsum(0) - count)
@@ -247,17 +261,23 @@ class Buffer:
     def load_state_dict(self,
         state:dict, # what `state_dict` returned
     ):
-        "Go on where the saved buffer was, in place; limits and folder stay those of this buffer. ValueError, and nothing changed, for what is no such state."
+        "Go on where the saved buffer was, in place; limits and folder stay those of this buffer. ValueError for what is no such state, OSError when `spill` cannot be written, and nothing changed."
         wanted = Buffer().state_dict().keys()
         if state.keys() != wanted: raise ValueError(f"Buffer: the state has {', '.join(map(str, state))}; {', '.join(wanted)} are wanted")
-        for s in list(self._slabs): self._unlink(s)
-        kinds = {k: x[0] for k, x in state["layout"].items()}
-        self._slabs = {s: Ragged(x["columns"], kinds, x["offsets"]) for s, x in state["slabs"].items()}
-        self._index, self._layout, self.dropped, self._next = dict(state["index"]), dict(state["layout"]), Counter(state["dropped"]), state["next"]
-        self.offered, self.accepted = state["offered"], state["accepted"]
-        every = torch.arange(len(self._index["rows"]))
-        self._waiting = {k: set(self._ids(k, every)) for k in self._waiting}
-        self._tidy()
+        new, kinds = copy(self), {k: x[0] for k, x in state["layout"].items()}
+        new._slabs, new._files = {s: Ragged(x["columns"], kinds, x["offsets"]) for s, x in state["slabs"].items()}, {}
+        new._index, new._layout, new.dropped, new._next = dict(state["index"]), dict(state["layout"]), Counter(state["dropped"]), state["next"]
+        new.offered, new.accepted = state["offered"], state["accepted"]
+        every = torch.arange(len(new._index["rows"]))
+        new._waiting = {k: set(new._ids(k, every)) for k in self._waiting}
+        try:
+            if self.max_bytes is not None: new._spill(self.max_bytes)
+        except OSError:
+            for s in list(new._files): new._unlink(s)
+            raise
+        new._tidy()
+        for s in list(self._files): self._unlink(s)
+        self.__dict__.update(new.__dict__)
 
     def _places(self, at): # (slab, row in it) of each row of the bundles `at`
         k, j = _places(self._index["rows"][at].tolist(), None)
@@ -299,31 +319,47 @@ class Buffer:
         del self._slabs[s]
         if s in self._files: self._files.pop(s).unlink(missing_ok=True) # a map of it stays readable
 
-    def _tidy(self):
-        "Join small slabs, so that a row at a time costs no more than many, in memory and in files; write the oldest to disk when memory is short."
-        here = [s for s in self._slabs if s not in self._files]
-        self._join(here)
-        while self.max_bytes is not None and here and sum(self._slabs[s].nbytes for s in here) > self.max_bytes:
+    def _in_memory(self): return [s for s in self._slabs if s not in self._files]
+
+    def _written(self, slab):
+        "(a slab that is to come, in memory or in a file; the file, or None): the oldest slabs go to disk until it fits in memory, and where that is not enough it goes too."
+        if self.max_bytes is None: return slab, None
+        self._spill(self.max_bytes, slab.nbytes)
+        return (slab, None) if slab.nbytes <= self.max_bytes else self._to_file(slab)
+
+    def _spill(self, most, more=0):
+        "Write the oldest slabs to disk, until what is in memory and so many bytes more are `most` bytes."
+        here = self._in_memory()
+        while here and sum(self._slabs[s].nbytes for s in here) + more > most:
             s = here.pop(0)
-            self._store(s, self._slabs[s], True)
-            self._join(list(self._files))
+            self._replace(s, *self._to_file(self._slabs[s]))
+
+    def _tidy(self):
+        "Join small slabs, so that a row at a time costs no more than many, in memory and in files."
+        self._join(self._in_memory())
+        with suppress(OSError): self._join(list(self._files))       # where the disk has no room for both, two files stay two
 
     def _join(self, some):
         "The last of some slabs become one as long as the last but one is at most twice the last: each row is copied a logarithmic number of times."
         while len(some) > 1 and self._slabs[some[-2]].nbytes <= min(2*self._slabs[some[-1]].nbytes, _MERGE):
-            a, b = some[-2], some.pop()
+            a, b = some[-2], some[-1]
+            both = Ragged.cat([self._slabs[a], self._slabs[b]])
+            new = self._to_file(both) if a in self._files else (both, None)     # written first: the disk may be full
             moved, size = self._index["slab"] == b, len(self._slabs[a])
             self._index |= dict(slab=self._index["slab"].masked_fill(moved, a), first=self._index["first"] + size*moved)
-            self._store(a, Ragged.cat([self._slabs[a], self._slabs[b]]), a in self._files)
-            self._unlink(b)
+            self._replace(a, *new)
+            self._unlink(some.pop())
 
-    def _store(self, s, slab, on_disk):
-        "Hold a slab in memory or in a new file; the file it was in goes."
-        if not on_disk:
-            self._slabs[s] = slab
-            return
-        old, self._written = self._files.get(s), self._written + 1
-        self._slabs[s], self._files[s] = _mapped(slab, self._folder/f"{self._written}.arrow")
+    def _to_file(self, slab):
+        "(the slab in a new file, the file). OSError, and no file, when there is no room for it."
+        self._count += 1
+        return _mapped(slab, self._folder/f"{self._count}.arrow")
+
+    def _replace(self, s, slab, file):
+        "Another slab in the place of one, in memory (no file) or in a file; the file it was in goes."
+        old = self._files.get(s)
+        self._slabs[s] = slab
+        if file: self._files[s] = file
         if old: old.unlink(missing_ok=True)
 
     def _enough(self, who, n, version):

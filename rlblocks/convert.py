@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import Checkpoint, checked, writable
+from .checkpoint import checked, saves_in, writable
+from .folders import WEIGHTS, drafted
 from .combine import merge_adapters
 from .heads import classifier
 from .inputs import config_of
@@ -47,7 +48,7 @@ def stored(
 )->Stored:
     "Find out what a folder holds. FileNotFoundError for none of the three, ValueError for an altered save, for one that would run code, and where `part` must be said."
     folder = Path(folder)
-    saves = Checkpoint(folder).saves() if folder.is_dir() else []
+    saves = saves_in(folder)
     if saves: folder = saves[-1]
     if (folder/"meta.json").is_file(): return _of_checkpoint(folder, part)
     if part is not None: raise ValueError(f"convert: {folder} is no save of a Checkpoint, so it has no part {part!r}; leave part out")
@@ -212,13 +213,19 @@ def convert(
     model, names = _twin(base, found, tokenizer)
     floats = {found.dtypes[k] for k in names.values() if found.dtypes[k].is_floating_point}
     to = dtype or reduce(torch.promote_types, floats)
-    with TemporaryDirectory(prefix=".draft-", dir=path) as draft:
-        def mapped(i, k): return torch.from_file(f"{draft}/{i}", shared=True, size=found.shapes[k].numel(), dtype=to if found.dtypes[k] in floats else found.dtypes[k]).view(found.shapes[k])
-        into = {k: mapped(i, k) for i, k in enumerate(dict.fromkeys(names.values()))}
-        found.fill(into)
-        model.to(to).save_pretrained(path, state_dict={n: into[k] for n, k in names.items()}, max_shard_size=file_bytes)
-    if tokenizer is not None: tokenizer.save_pretrained(path)
+    with drafted(path, "config.json", WEIGHTS) as draft:
+        with TemporaryDirectory(dir=draft) as maps:
+            into = {k: _mapped(f"{maps}/{i}", found.shapes[k], to if found.dtypes[k] in floats else found.dtypes[k]) for i, k in enumerate(dict.fromkeys(names.values()))}
+            found.fill(into)
+            model.to(to).save_pretrained(draft, state_dict={n: into[k] for n, k in names.items()}, max_shard_size=file_bytes)
+        if tokenizer is not None: tokenizer.save_pretrained(draft)
     return path
+
+def _mapped(file, shape, dtype):
+    "A tensor in a file. Its room is taken now: writing to a page that the disk has no room for would kill the process."
+    with open(file, "wb") as f:
+        if shape.numel(): os.posix_fallocate(f.fileno(), 0, shape.numel()*dtype.itemsize)
+    return torch.from_file(file, shared=True, size=shape.numel(), dtype=dtype).view(shape)
 
 def command(
     argv=None, # words; None: the command line's

@@ -7,6 +7,7 @@ __all__ = ['Ragged', 'ragged', 'to_arrow', 'from_arrow']
 
 # %% ../nbs/21b_ragged.ipynb #16346baf
 import importlib
+import shutil
 import warnings
 from dataclasses import dataclass
 from itertools import chain
@@ -112,7 +113,7 @@ def to_arrow(
     rows:Ragged,   # what to write
     path:str|Path, # file to make
 )->Path: # the file
-    "Write rows as an Arrow stream: per-token columns as lists. TypeError for a list of other things than strings."
+    "Write rows as an Arrow stream: per-token columns as lists. TypeError for a list of other things than strings; OSError, and no file, when the disk is full."
     pa = _arrow()
     def flat(x): # a tensor's memory as an Arrow array, without a copy
         x = x.contiguous()
@@ -129,8 +130,13 @@ def to_arrow(
         return pa.field(name, array.type, metadata=dict(kind=rows.kinds[name], **about))
     arrays = {k: column(k, x) for k, x in rows.columns.items()}
     schema = pa.schema([field(k, rows.columns[k], a) for k, a in arrays.items()])
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer: writer.write_batch(pa.record_batch(list(arrays.values()), schema=schema))
-    return Path(path)
+    path = Path(path)
+    try:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer: writer.write_batch(pa.record_batch(list(arrays.values()), schema=schema))
+    except OSError as e:
+        path.unlink(missing_ok=True)           # a half of it holds room, and nobody can read it
+        raise OSError(e.errno, f"to_arrow: {path} cannot be written: {e}; {shutil.disk_usage(path.parent).free:,} bytes are free on its disk") from e
+    return path
 
 def from_arrow(
     path:str|Path, # what `to_arrow` wrote

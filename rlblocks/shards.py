@@ -7,6 +7,7 @@ __all__ = ['MARK', 'is_shard', 'set_apart', 'put_back', 'marked', 'state_of', 's
            'described', 'read_shards']
 
 # %% ../nbs/37b_shards.ipynb #af7f333c
+import errno
 import inspect
 import pickle
 from enum import Enum
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .folders import failed_write
 from .slices import Slice
 
 # %% ../nbs/37b_shards.ipynb #898c3afd
@@ -99,12 +101,18 @@ def write_shards(
     folder:Path,              # the same on every rank; made if missing
     group=None,               # of the ranks that write together
 )->list[Path]: # the files that this rank is to vouch for
-    "Write the parts that this rank holds. All ranks of the group together."
+    "Write the parts that this rank holds. All ranks of the group together; OSError on each when one of them cannot write."
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     folder.mkdir(exist_ok=True)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    dcp.state_dict_saver.save(shards, storage_writer=dcp.filesystem.FileSystemWriter(folder, sync_files=False), process_group=group, no_dist=ranks == 1)
+    writer = dcp.filesystem.FileSystemWriter(folder, sync_files=False)
+    try: dcp.state_dict_saver.save(shards, storage_writer=writer, process_group=group, no_dist=ranks == 1)
+    except dcp.api.CheckpointException as e:              # a BaseException: no `except Exception` of ours would see it
+        failed, (error, _) = next(iter(e.failures.items()))
+        cause = failed_write(error)
+        if cause is None: raise RuntimeError(f"rank {failed} cannot write its shards: {error}") from e
+        raise OSError(cause.errno or errno.EIO, f"rank {failed} cannot write its shards: {cause.strerror or cause}") from e
     return sorted(folder.glob(f"__{rank}_*")) + [folder/".metadata"]*(rank == 0)
 
 class _Described(pickle.Unpickler):

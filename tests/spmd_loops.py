@@ -167,7 +167,7 @@ def stopped(pool, folder):
                                          checkpoint=Checkpoint(folder, every=10)))
     first = [row["step"] for row in itertools.islice(run(), 2)]
     pool.watched.close() if pool.watched is not None and hasattr(pool.watched, "close") else None
-    return first, sorted(f.name for f in Path(folder).iterdir()), [row["step"] for row in run()]
+    return first, sorted(f.name for f in Path(folder).glob("*step-*")), [row["step"] for row in run()]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 "Buffer: nothing lost, nothing parted, freshness counted, and a resume that is a continuation (LAWS 20, 25)."
 import io
 import random
+import resource
 import subprocess
 import sys
+from contextlib import contextmanager
 from itertools import product
 
 import pytest
@@ -538,3 +540,59 @@ def test_errors_say_what_came_and_leave_the_buffer_as_it_was(call, text):
     buffer.add(rows([0, 0]))
     with pytest.raises(ValueError) as e: call(buffer)
     assert text in str(e.value) and len(buffer) == 2 and not buffer.dropped
+
+
+@contextmanager
+def full_disk(most=1000):
+    "While inside, no file of this process grows beyond so many bytes."
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try: yield
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def content(buffer): return [(g, t[:n]) for b in [buffer.rows()] for g, t, n in zip(b.group.tolist(), b.tokens.tolist(), b.lengths.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("max_bytes", [0, 3000, 20_000])
+def test_on_a_full_disk_nothing_is_added_and_nothing_lost(tmp_path, max_bytes):
+    "Whatever is being written, the new rows, old ones that make room for them, or two files that become one: an error leaves content, counts and files as they were, and add works once there is room."
+    buffer, g, failed = spilled(tmp_path, max_bytes, max_rows=70), 0, 0
+    for n in (3, 1, 20, 1, 2, 40, 5, 1, 30, 1, 1):
+        batch = rows(list(range(g, g+n)), T=40)
+        g += n
+        before = content(buffer) if len(buffer) else [], buffer.offered, buffer.accepted, dict(buffer.dropped)
+        try:
+            with full_disk(): buffer.add(batch)
+        except OSError as e:
+            failed += 1
+            assert str(tmp_path) in str(e) and "bytes are free on its disk" in str(e)
+            assert before == (content(buffer) if len(buffer) else [], buffer.offered, buffer.accepted, dict(buffer.dropped))
+            buffer.add(batch)
+        assert len(list(tmp_path.rglob("*.arrow"))) == len(buffer._files)
+        assert content(buffer)[-n:] == content_of(batch)
+    assert failed >= 3 and len(buffer) <= 70 and buffer.offered == g
+    assert [k for k, _ in content(buffer)] == list(range(g - len(buffer), g))
+
+
+def content_of(batch):
+    buffer = Buffer()
+    buffer.add(batch)
+    return content(buffer)
+
+
+def test_a_column_or_a_state_that_does_not_fit_on_disk_changes_nothing(tmp_path):
+    buffer = spilled(tmp_path, 2000)
+    for g in range(0, 60, 20): buffer.add(rows(list(range(g, g+20)), T=40))
+    before, files = content(buffer), sorted(tmp_path.rglob("*.arrow"))
+    assert len(files) >= 1
+    with pytest.raises(OSError), full_disk(): buffer["worth"] = torch.rand(60, 40)
+    assert "worth" not in buffer.rows() and content(buffer) == before and sorted(tmp_path.rglob("*.arrow")) == files
+    other = Buffer()
+    other.add(rows(list(range(100, 180)), T=40))
+    with pytest.raises(OSError), full_disk(): buffer.load_state_dict(other.state_dict())
+    assert content(buffer) == before and sorted(tmp_path.rglob("*.arrow")) == files
+    buffer["worth"] = torch.ones(60, 40)
+    assert buffer.rows().worth.sum() > 0 and content(buffer) == before
+    buffer.load_state_dict(other.state_dict())
+    assert content(buffer) == content(other)

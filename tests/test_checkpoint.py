@@ -1,16 +1,26 @@
 "Checkpoint: a run that was killed anywhere is the run that was not; what was not written whole is refused."
+import errno
+import fcntl
+import gc
 import itertools
 import json
 import os
+import resource
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from datetime import date
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 from rlblocks import Checkpoint, Policy, Prompts, Rollout, adaptive_kl_coef, group_advantages, at_tokens, here, loop_from, merge, ppo_loss
+from rlblocks.checkpoint import saves_in
 from tiny import model, rows as tiny_rows
 
 ROWS = [dict(prompt=f"{i}", answer=str(i % 7)) for i in range(10)]
@@ -148,7 +158,7 @@ def test_no_half_step_through_wrappers_and_kept_iterators(tmp_path):
     for name, make in loops.items():
         try: list(make(tmp_path/name))
         except RuntimeError: pass
-        import gc; gc.collect()
+        gc.collect()
         assert Checkpoint(tmp_path/name).restore(dict(c=(c := Count()))) == 2 == c.n, name
 
 
@@ -183,10 +193,11 @@ def test_a_finished_run_says_so(tmp_path):
 
 def test_saves_appear_whole_and_old_ones_go(tmp_path):
     list(loop(steps=5, checkpoint=Checkpoint(tmp_path, every=1, keep=2)))
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
-    (tmp_path/".draft-x").mkdir()       # of a process that died while saving
+    assert sorted(f.name for f in tmp_path.iterdir()) == [".lock", "step-00000004", "step-00000005"]
+    (tmp_path/".draft-step-00000006-x").mkdir()       # of a process that died while saving
+    (tmp_path/".draft-x").mkdir()                     # of another that is writing a model there
     list(loop(steps=6, checkpoint=Checkpoint(tmp_path, every=1, keep=2)))
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["step-00000005", "step-00000006"]
+    assert sorted(f.name for f in tmp_path.iterdir()) == [".draft-x", ".lock", "step-00000005", "step-00000006"]
 
 
 @pytest.mark.parametrize("harm, says", [("cut", "is not what was written"), ("flip", "is not what was written"), ("gone", "is missing"), ("meta", "cannot be read")])
@@ -199,7 +210,6 @@ def test_a_corrupt_save_is_refused_by_name(tmp_path, harm, says):
     elif harm == "flip": data[len(data)//2] ^= 1; file.write_bytes(data)
     else: file.write_bytes(data[:len(data)//2])
     with pytest.raises(ValueError, match=f"{file.name}.*{says}.*delete .*to resume from the save before"): list(loop(steps=4, checkpoint=Checkpoint(tmp_path)))
-    import shutil
     shutil.rmtree(folder)
     assert [m["step"] for m in loop(steps=4, checkpoint=Checkpoint(tmp_path))] == [1, 2, 3]
 
@@ -307,7 +317,7 @@ def run(path, steps, engine, **how):
 plain = run(None, 4, None)
 near = lambda a: max((a[k]-v).abs().max().item() for k, v in plain.items()) < 1e-5
 run(folder/"a", 2, "fsdp2")
-save = next((folder/"a").iterdir())
+save = Checkpoint(folder/"a").saves()[0]
 print(sorted(str(f.relative_to(save)) for f in save.rglob("*") if f.is_file()), (save/"policy.pt").stat().st_size < 40_000)
 print(near(run(folder/"a", 4, "fsdp2")))
 try: run(folder/"a", 6, None)
@@ -327,3 +337,195 @@ def test_shards_are_written_and_read_as_shards(tmp_path):
     files, resumed, engine, whole, harm = run.stdout.splitlines()
     assert files == "['meta.json', 'policy.pt', 'shards/.metadata', 'shards/__0_0.distcp', 'state.pt'] True" and resumed == "True" and whole == "True []"
     assert "'policy' was saved in shards, and is not cut over ranks now" in engine and "__0_0.distcp is not what was written" in harm
+
+
+def names(folder): return sorted(f.name for f in folder.iterdir() if f.name != ".lock")
+def name(step): return f"step-{step:08d}"
+
+
+def count(path, steps, state, at=None, **how):
+    "A loop that counts; `at`: what happens to the state in which step."
+    for step in Checkpoint(path, every=1, **how)(steps, state=state):
+        state["n"] = state.get("n", 0) + 1
+        if at and step in at: at[step](state)
+        yield step
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_state_that_turns_unloadable_is_refused_when_it_is_saved(tmp_path, background):
+    "A safe load of every save, not of the first: the saves before stay, and the run can be resumed from them."
+    worse = {3: lambda state: state.update(best=np.array([1., 2.]).mean())}
+    with pytest.raises(TypeError, match=r"'state' holds what a safe load refuses \(numpy.*scalar\)"): list(count(tmp_path, 8, {}, worse, background=background))
+    assert names(tmp_path) == [name(2), name(3)]
+    assert list(count(tmp_path, 8, state := {})) == [3, 4, 5, 6, 7] and state["n"] == 8
+
+
+def test_what_cannot_even_be_written_is_the_same_error(tmp_path):
+    with pytest.raises(TypeError, match="'state' holds what a safe load refuses"): list(count(tmp_path, 3, dict(f=lambda: 0)))
+    assert names(tmp_path) == []
+
+
+def test_the_proof_reads_no_numbers(tmp_path, monkeypatch):
+    "So that it costs nothing with gigabytes: the pages of the file that come into memory are a small part of it."
+    grown, load = [], torch.load
+    def resident(): return int(open("/proc/self/statm").read().split()[1])*resource.getpagesize()
+    def counted(*args, **how):
+        before, x = resident(), load(*args, **how)
+        grown.append(resident() - before)
+        return x
+    monkeypatch.setattr(torch, "load", counted)
+    Checkpoint(tmp_path).save(1, dict(state=dict(x=torch.zeros(1 << 24))))
+    assert len(grown) == 1 and grown[0] < 1 << 23        # of 64 MB
+
+
+def test_only_step_and_digits_are_saves(tmp_path):
+    "Copies under other names are neither pruned nor resumed from, and numbers are compared as numbers."
+    list(count(tmp_path, 3, {}))
+    for copy in ("step-00000003-good", "step-best", "step-99999999.bak"): shutil.copytree(tmp_path/name(3), tmp_path/copy)
+    (tmp_path/name(9)).write_text("a file")
+    assert [f.name for f in saves_in(tmp_path)] == [name(2), name(3)]
+    assert list(count(tmp_path, 6, state := {})) == [3, 4, 5] and state["n"] == 6
+    assert names(tmp_path) == ["step-00000003-good", name(5), name(6), name(9), "step-99999999.bak", "step-best"]
+    for n in (99999999, 100000000): shutil.copytree(tmp_path/name(6), tmp_path/name(n))
+    assert [f.name for f in saves_in(tmp_path)][-1] == "step-100000000"
+
+
+def test_a_save_that_is_a_link(tmp_path):
+    "Moved to a larger disk: it is resumed from, and when it is old the link goes, what it points to stays, and the run goes on. A link to nowhere is no reason to begin anew."
+    run, large = tmp_path/"run", tmp_path/"large"
+    list(count(run, 2, {}))
+    shutil.move(run/name(2), large)
+    os.symlink(large, run/name(2))
+    assert list(count(run, 6, {})) == [2, 3, 4, 5] and names(run) == [name(5), name(6)] and (large/"meta.json").exists()
+    shutil.rmtree(run/name(6))
+    os.symlink(tmp_path/"not mounted", run/name(6))
+    with pytest.raises(ValueError, match=f"{name(6)}/meta.json cannot be read"): list(count(run, 8, {}))
+    with pytest.raises(ValueError, match=f"{name(6)}/meta.json cannot be read"): list(count(run, 8, {}))       # and the lock was free
+
+
+@contextmanager
+def full_disk(most=100_000):
+    "While inside, no file of this process grows beyond so many bytes."
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try: yield
+    finally: resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_does_not_fit_leaves_nothing(tmp_path, background):
+    "OSError with the folder and what is free; no draft, which would hold the room that the next save needs; the saves before stay."
+    grow = {2: lambda state: state.update(x=torch.zeros(100_000))}
+    for _ in range(2):
+        with full_disk(), pytest.raises(OSError, match=f"the save of step 3 cannot be written to {tmp_path}: .*bytes are free on its disk; the save before it has"):
+            list(count(tmp_path, 6, {}, grow, background=background))
+        assert names(tmp_path) == [name(1), name(2)]
+    assert list(count(tmp_path, 4, state := {}, grow, background=background)) == [2, 3] and len(state["x"]) == 100_000
+
+
+def test_on_a_disk_that_is_really_full(tmp_path):
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", tmp_path], capture_output=True).returncode: pytest.skip("mounting a small disk needs root")
+    try:
+        state = dict(x=torch.zeros(300_000))         # 1.2 MB
+        list(count(tmp_path/"run", 2, state))
+        (tmp_path/"other").write_bytes(bytes(1_900_000))
+        for _ in range(3):
+            with pytest.raises(OSError, match="No space left on device"): list(count(tmp_path/"run", 6, dict(x=torch.zeros(300_000))))
+            assert names(tmp_path/"run") == [name(1), name(2)]
+        with (tmp_path/"other").open("wb") as f: f.write(bytes(1_300_000))
+        assert list(count(tmp_path/"run", 3, dict(x=torch.zeros(300_000)))) == [2]
+    finally:
+        gc.collect()
+        subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+RUN = """
+import os, sys, time
+from rlblocks import Checkpoint
+for step in Checkpoint(sys.argv[1], every=1)(3, state={}):
+    if step == 1:
+        child = os.fork()           # inherits the open file
+        if child == 0: time.sleep(600)
+        print(child, flush=True)
+        time.sleep(600)
+"""
+
+
+def test_one_run_a_folder_and_a_dead_one_does_not_count(tmp_path):
+    "The second is refused with host and process of the first, reading is not; a run that was killed has let go, also when a process that it forked lives on."
+    other = subprocess.Popen([sys.executable, "-c", RUN, tmp_path], stdout=subprocess.PIPE, text=True, env=os.environ | dict(PYTHONPATH=str(ROOT)))
+    child = int(other.stdout.readline())
+    try:
+        with pytest.raises(RuntimeError, match=f"{tmp_path} is in use by a run on host {socket.gethostname()}, process {other.pid}; one run a folder"): list(count(tmp_path, 3, {}))
+        with pytest.raises(RuntimeError, match="is in use by a run"): Checkpoint(tmp_path).save(7, dict(state={}))
+        assert names(tmp_path) == [name(1)] and Checkpoint(tmp_path).restore(dict(state={})) == 1 and Checkpoint(tmp_path).best() is None
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        os.kill(child, 0)
+        assert list(count(tmp_path, 3, {})) == [1, 2]
+    finally:
+        other.kill()
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_cell_that_is_run_again(tmp_path):
+    "In one process: refused while the earlier loop is held, also by the same Checkpoint; free when it is closed, dropped, failed, finished, or in a ring of references."
+    first = count(tmp_path, 9, {})
+    assert next(first) == 0
+    with pytest.raises(RuntimeError, match=f"process {os.getpid()}; one run a folder: an earlier loop of this process has not ended"): next(count(tmp_path, 9, {}))
+    first.close()
+    first = count(tmp_path, 9, {})
+    assert next(first) == 1
+    del first
+    ring = [count(tmp_path, 9, {})]
+    assert next(ring[0]) == 2
+    ring.append(ring)
+    gc.disable()
+    try:
+        del ring
+        with pytest.raises(ZeroDivisionError): list(count(tmp_path, 9, {}, {5: lambda _: 1/0}))
+    finally: gc.enable()
+    again = Checkpoint(tmp_path)
+    loop, other = again(9, state={}), again(9, state={})
+    assert next(loop) == 5
+    with pytest.raises(RuntimeError, match="is in use"): next(other)
+    assert list(loop) == [6, 7, 8] and names(tmp_path) == [name(5), name(9)]         # the refused one took nothing away
+
+
+def test_a_lock_that_was_deleted(tmp_path):
+    "By somebody who cleans up: it is taken again with the next save, unless another run has done so."
+    one = count(tmp_path, 9, {})
+    assert next(one) == 0 and next(one) == 1
+    (tmp_path/".lock").unlink()
+    assert next(one) == 2
+    with pytest.raises(RuntimeError, match="is in use"): next(count(tmp_path, 9, {}))
+    (tmp_path/".lock").unlink()
+    two = count(tmp_path, 9, {})
+    assert next(two) == 2
+    with pytest.raises(RuntimeError, match="is in use"): next(one)
+    two.close()
+
+
+def test_without_locks_a_run_goes_on_with_a_warning(tmp_path, monkeypatch):
+    def none(fd, how):
+        if how & fcntl.LOCK_EX: raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(fcntl, "flock", none)
+    with pytest.warns(UserWarning, match="this file system has no locks"): assert list(count(tmp_path, 2, {})) == [0, 1]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_save_that_replaces_one_is_never_missing(tmp_path, monkeypatch, n):
+    "The process dies at either rename: the old save or the new one is there when the next run starts."
+    Checkpoint(tmp_path).save(5, dict(state=dict(n=1)))
+    replace, seen = os.replace, []
+    class Dies(BaseException): pass
+    def dies(*a):
+        seen.append(a)
+        if len(seen) == n: raise Dies
+        return replace(*a)
+    monkeypatch.setattr(os, "replace", dies)
+    monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: None)           # a process that is killed cleans nothing up
+    with pytest.raises(Dies): Checkpoint(tmp_path).save(5, dict(state=dict(n=2)))
+    monkeypatch.undo()
+    assert list(count(tmp_path, 6, state := {})) == [5] and state["n"] == 2
+    assert names(tmp_path) == [name(5), name(6)]

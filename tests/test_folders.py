@@ -1,6 +1,7 @@
 "Folders: whole or not at all, on disk before they are renamed, in the form that transformers writes, whatever it keeps otherwise in memory."
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -166,3 +167,18 @@ def test_sizes_and_modules_that_cannot_be_saved(tmp_path):
     with pytest.raises(ValueError, match="Policy: max_shard_bytes=0; the most bytes of a file"): Policy(model(), device="cpu").save_pretrained(tmp_path, max_shard_bytes=0)
     with pytest.raises(TypeError, match="a Linear has no save_pretrained"): save_folder(torch.nn.Linear(2, 2), iter(()), tmp_path, who="Policy")
     assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("lora", [None, dict(r=4)])
+def test_a_model_that_does_not_fit_on_the_disk(lora, tmp_path):
+    "Whichever file it is that does not fit, and whichever library writes it: OSError with folder and disk, nothing left of it, and what was there stays."
+    policy, how = Policy(model(), tokenizer=tokenizer(), device="cpu", lora=lora), dict(adapter=True) if lora else {}
+    policy.save_pretrained(tmp_path, **how)
+    before, limits = {f: (tmp_path/f).read_bytes() for f in files(tmp_path)}, resource.getrlimit(resource.RLIMIT_FSIZE)
+    sizes = sorted(map(len, before.values()))
+    for most in (100, sizes[-2] - 1, sizes[-1] - 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        try:
+            with pytest.raises(OSError, match=f"Policy: cannot save to {tmp_path}: .*File too large; .* bytes are free on its disk"): policy.save_pretrained(tmp_path, **how)
+        finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert {f: (tmp_path/f).read_bytes() for f in files(tmp_path)} == before

@@ -3,6 +3,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import shutil
 import socket
 import warnings
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from rlblocks import Checkpoint, Policy, Scorer, masked_mean
+from rlblocks.checkpoint import Lock
 from rlblocks.convert import command, convert
 from rlblocks.shards import _Described
 from tiny import model, rows, tokenizer
@@ -144,6 +146,43 @@ def test_another_number_of_ranks_goes_on(saved, plain):
         assert len(parts) == 2 and parts[0] > .4*parts[1] and (save_of(engine)/"policy.pt").stat().st_size < 60_000, engine      # each rank wrote about half
 
 
+def cannot_save(world, rank, folder):
+    "What each rank raises when the folder is another run's, and when the disk of rank 1 is full: in the loop, in the background, and once more when it is not."
+    said, policy = [], Policy(net(), engine="fsdp2", **HOW)
+    def loop(steps, **how):
+        error = None
+        try: trained(policy, steps, world, rank, Checkpoint(folder/"run", every=1, **how))
+        except Exception as e: error = e
+        dist.barrier()         # rank 0 has cleaned up before it raised
+        told = [None]*world
+        dist.all_gather_object(told, (type(error).__name__, str(error), sorted(f.name for f in (folder/"run").glob("*step-*"))))
+        said.append(told)
+    (folder/"run").mkdir(exist_ok=True)
+    lock = Lock(folder/"run")
+    if rank == 0: lock.take()
+    loop(2)
+    lock.free()
+    loop(1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for background in (False, True):
+        if rank == 1: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        loop(2, background=background)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    loop(2)
+    return said
+
+
+def test_ranks_that_cannot_save_say_so_together(tmp_path):
+    locked, fine, full, behind, again = launch(2, [cannot_save], tmp_path)[0]
+    assert [(kind, "is in use by a run" in text, there) for kind, text, there in locked] == [("RuntimeError", True, [])]*2
+    assert [(kind, there) for kind, _, there in fine] == [("NoneType", ["step-00000001"])]*2
+    for told in (full, behind):
+        for kind, text, there in told:
+            assert kind == "OSError" and there == ["step-00000001"], (kind, text, there)         # no draft
+            assert f"the save of step 2 cannot be written to {tmp_path/'run'}" in text and "rank 1 cannot write its shards" in text and "bytes are free on its disk" in text
+    assert [(kind, there) for kind, _, there in again] == [("NoneType", ["step-00000001", "step-00000002"])]*2
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     "The model that was trained, with all that belongs to it."
@@ -175,7 +214,7 @@ def test_the_command_writes_half_precision_and_reward_models(saved, base, tmp_pa
     command([str(folder/"2-zero3"), str(tmp_path/"half"), "--base", str(base), "--dtype", "bfloat16"])
     assert json.loads((tmp_path/"half"/"config.json").read_text())["dtype"] == "bfloat16"
     model().save_pretrained(tmp_path/"llama")
-    run = next((folder/"2-scorer").iterdir())
+    run = next((folder/"2-scorer").glob("step-*"))
     command([str(run), str(tmp_path/"judge"), "--base", str(tmp_path/"llama"), "--part", "judge"])
     (mean, std), scores = found["scorer"]
     b = rows(B=8, dtype=torch.float32)
@@ -187,7 +226,7 @@ def test_the_command_writes_half_precision_and_reward_models(saved, base, tmp_pa
 
 def test_a_converter_that_cannot_says_why(saved, base, tmp_path):
     folder, _ = saved
-    save = next((folder/"2-scorer").iterdir())
+    save = next((folder/"2-scorer").glob("step-*"))
     with pytest.raises(ValueError, match=r"holds weights of \['judge', 'policy'\] .*say which"): convert(save, tmp_path/"x", base=base)
     with pytest.raises(ValueError, match="part='state' is none of them"): convert(save, tmp_path/"x", base=base, part="state")
     with pytest.raises(ValueError, match="is no save of a Checkpoint"): convert(folder/"2-dcp", tmp_path/"x", base=base, part="policy")
@@ -203,6 +242,21 @@ def test_a_converter_that_cannot_says_why(saved, base, tmp_path):
     data[len(data)//2] ^= 1
     shard.write_bytes(data)
     with pytest.raises(ValueError, match="__1.*is not what was written"): convert(hurt, tmp_path/"x", base=base)
+
+
+def test_a_converter_without_room_changes_nothing(base, tmp_path):
+    "OSError with folder and disk, in place of a process that dies of a page that cannot be written; the folder is as it was, and reading needs no right to write."
+    for _ in (run := Checkpoint(tmp_path/"run", every=1))(1, policy=Policy(net(), **HOW)): pass
+    shutil.copytree(run.saves()[0], tmp_path/"run"/"step-00000001-good")
+    out = convert(tmp_path/"run", tmp_path/"out", base=base)
+    before = {f.name: f.read_bytes() for f in out.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most in (2_000, 20_000):        # bytes: the maps of the weights, then the files
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        try:
+            with pytest.raises(OSError, match=f"bytes are free on its disk.*{out}"): convert(tmp_path/"run", out, base=base, dtype=torch.float64)
+        finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert {f.name: f.read_bytes() for f in out.iterdir()} == before
 
 
 # -- adapters
