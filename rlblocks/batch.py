@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .balancing import balance, balance_families
+from .balancing import balance, balance_families, whole_number
 from .packing import shared_prefix
 
 # %% ../nbs/21_batch.ipynb #3975585f
@@ -50,7 +50,7 @@ def _shape(x): return f"a list of {len(x)}" if isinstance(x, list) else f"{list(
 class Batch:
     "Rows as named columns: tensors `[B, …]` or lists of `B` objects; a part remembers its whole."
 
-    def __init__(self,
+    def __init__(self, /,
         *,
         per_row=(), # names of tensor columns of two or more axes whose second axis is not tokens
         **columns,  # tensors `[B]`, `[B, T, …]` or lists of B objects
@@ -65,8 +65,11 @@ class Batch:
     # -- columns
     def __getattr__(self, name):
         if name.startswith("__") or "columns" not in vars(self): raise AttributeError(name)
-        try: return self.columns[name]
-        except KeyError: raise AttributeError(f"Batch: no column {name!r}; there are {', '.join(self.columns)}") from None
+        return self._column(name)
+
+    def _column(self, name):
+        if name not in self.columns: raise AttributeError(f"Batch: no column {name!r}; there are {', '.join(self.columns)}")
+        return self.columns[name]
 
     def __setattr__(self, name, value): raise AttributeError(f"Batch: write batch[{name!r}] = … to set a column")
     def __contains__(self, name): return name in self.columns
@@ -76,6 +79,8 @@ class Batch:
         return f"Batch({len(self)} rows, {kind}: " + ", ".join(f"{k} {_shape(v)}" for k, v in self.columns.items()) + ")"
 
     def __setitem__(self, name, x):
+        if not isinstance(name, str): raise TypeError(f"Batch: batch[{name!r}] = … is no column; a column's name is text, and single rows are not written")
+        if name in _TAKEN: raise ValueError(f"Batch: a column cannot be called {name!r}, for batch.{name} is something else; rename it (taken are {', '.join(n for n in _TAKEN if n[0] != '_')})")
         if not isinstance(x, (Tensor, list)):
             raise TypeError(f"Batch: column {name!r} is a {type(x).__name__}; a column is a tensor or a list with one entry a row")
         if isinstance(x, Tensor) and x.dim() == 0: raise ValueError(f"Batch: column {name!r} is a single number; spread it over the rows with torch.full")
@@ -133,7 +138,7 @@ class Batch:
 
     def __getitem__(self, key):
         "A column by name, or a new whole by rows (index, slice, list, index tensor or Bool tensor)."
-        if isinstance(key, str): return getattr(self, key)
+        if isinstance(key, str): return self._column(key)
         if isinstance(key, Tensor) and key.dtype == torch.bool and key.shape != (len(self),):
             raise ValueError(f"Batch: rows are chosen by a Bool of {list(key.shape)}, the batch has {len(self)} rows")
         rows = torch.arange(len(self))[key].reshape(-1)
@@ -178,7 +183,7 @@ class Batch:
         """Deal the units to `n` pieces of nearly equal cost. With `shares_prompts` a piece pays once for what its rows begin with alike, so such rows go to the same piece where that makes the costliest piece cheaper.
 
         Of a model that computes every row in full, pieces dealt so are unlike: say False. The same answer on every machine, so that each can make its own piece."""
-        _check_number("cut", n)
+        n = whole_number("Batch.cut", "n", n)
         if costs is not None and len(costs) != len(self): raise ValueError(f"Batch.cut: costs are {len(costs)}, the batch has {len(self)} rows; one a row is wanted")
         units, each = self.unit_rows(), torch.as_tensor(self._sizes() if costs is None else costs, dtype=torch.double).cpu()
         if (odd := ~((each >= 0) & (each < float("inf")))).any(): raise ValueError(f"Batch.cut: costs are {each[odd][0]:g} for row {int(odd.int().argmax())}; finite numbers, 0 or more, are wanted")
@@ -233,7 +238,7 @@ class Batch:
         shares_prompts:bool=True, # as for `cut`: whether a part computes a prompt once
     )->list: # `n` batches; together they hold every row once, besides fillers
         "Cut between units into `n` parts of equal tokens or cost (see `cut`), for replicas or ranks. Losses of the parts add up to the loss of the whole."
-        _check_number("parts", n)
+        n = whole_number("Batch.parts", "n", n)
         self._lightest()
         cuts, counted = self.cut(n, costs, shares_prompts=shares_prompts), self._like(self.columns, self.whole if self._whole or "mask" in self else None, self.filler)
         siblings = self.siblings(cuts)
@@ -247,7 +252,7 @@ class Batch:
     )->list: # at most `n` wholes (fewer when there are fewer units)
         "Shuffle and deal to `n` optimizer steps of as many units (or one fewer); each is a whole of its own. Units stay together."
         if self._whole: raise ValueError("Batch: minibatches makes optimizer steps and needs a whole; this is a part")
-        _check_number("minibatches", n)
+        n = whole_number("Batch.minibatches", "n", n)
         units = self.unit_rows()
         if not units: return [self]         # nothing to learn from: one step, which is skipped and counted
         g = torch.Generator().manual_seed(seed_of("minibatches", seed))
@@ -313,9 +318,6 @@ def widen(
     if x.shape[1] == T: return x
     return torch.cat([x, x.new_zeros(x.shape[0], T-x.shape[1], *x.shape[2:])], 1)
 
-def _check_number(what, n):
-    if not isinstance(n, Integral) or n < 1: raise ValueError(f"Batch: {what}({n!r}); a whole number, at least 1, is wanted")
-
 def _check_mask(b, mask):
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool: raise TypeError(f"Batch: mask is {_shape(mask)}; masks are Bool (mask.bool(), or mask > 0)")
     if mask.dim() != 2: raise ValueError(f"Batch: mask is {list(mask.shape)}; [B, T] is wanted")
@@ -337,6 +339,7 @@ def _whole_numbers(name, axes, say):
         if not isinstance(x, Tensor) or x.dtype.is_floating_point or x.dtype == torch.bool or x.dim() not in axes: raise TypeError(f"Batch: {name} is {_shape(x)}; {say} are wanted")
     return check
 
+_TAKEN = tuple(sorted({*dir(Batch), "columns", "per_row", "filler", "_whole"}))     # a column of such a name could not be read as an attribute
 _CHECKS = dict(mask=_check_mask, lengths=_check_lengths, tokens=_whole_numbers("tokens", (2,), "integers [B, T]"), policy_version=_whole_numbers("policy_version", (1, 2), "integers [B] or [B, T]"),
                **{name: _whole_numbers(name, (1,), "integer ids [B]") for name in ("unit", "group")})
 

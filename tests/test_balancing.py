@@ -133,7 +133,7 @@ def test_what_grows_slower_than_its_tokens_has_no_negative_part():
 
 
 @pytest.mark.parametrize("call, text", [
-    (lambda: balance([1, 2], 0), "balance: 0 parts were asked for; at least 1 is wanted"),
+    (lambda: balance([1, 2], 0), "balance: n=0; a whole number, at least 1, is wanted"),
     (lambda: balance([1, 2], 2, within=-1), "balance: within is -1; a share of the mean, 0 or more, is wanted"),
     (lambda: balance([1, -2], 2), "balance: the cost of item 1 is -2"),
     (lambda: balance([1, float("nan")], 2), "balance: the cost of item 1 is nan"),

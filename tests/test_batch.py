@@ -1,9 +1,11 @@
 "Batch: columns that fit, wholes and parts, units that stay together."
 import os
 import pickle
+import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -360,6 +362,27 @@ def test_other_errors():
     part = b.parts(5)[-1]
     assert part.filler and part.drop("name").filler and len(Batch.cat(b.parts(5))) == 3
     assert Batch(per_row=["features"], tokens=b.tokens, features=torch.zeros(3, 2)).is_per_token("tokens")
+
+
+def test_a_column_never_hides_what_every_batch_has():
+    "A name that an attribute or a method has is refused, when rows are made and later; `[]` reads columns and nothing else."
+    b = small()
+    for name in ("width", "parts", "part", "filler", "n_tokens", "to", "columns", "per_row", "_whole", "_rows", "__len__"):
+        with pytest.raises(ValueError, match=f"a column cannot be called '{name}', .*rename it .taken are cat, columns, .* width"): b[name] = ["x"]*3
+        if name == "per_row": continue      # as an argument it says which columns have no token axis
+        with pytest.raises(ValueError, match=f"cannot be called '{name}'"): Batch(tokens=b.tokens, **{name: ["x"]*3})
+    for name in ("width", "n_tokens", "parts"):
+        with pytest.raises(AttributeError, match=f"no column '{name}'"): b[name]
+    with pytest.raises(TypeError, match=r"batch\[0\] = … is no column"): b[0] = torch.zeros(3)
+    assert Batch(self=[1, 2]).self == Batch(self=[1, 2])["self"] == [1, 2]
+
+
+def test_whole_numbers_of_numpy_are_numbers_and_bools_are_none():
+    b = small()
+    for cut in (b.cut, b.parts, b.minibatches):
+        assert len(cut(np.int64(2))) == 2
+        for odd in (True, 2., np.float64(2), "2", None):
+            with pytest.raises(ValueError, match=rf"Batch.{cut.__name__}: n={re.escape(repr(odd))}; a whole number, at least 1, is wanted"): cut(odd)
 
 
 def test_unlike_logprobs_are_refused():

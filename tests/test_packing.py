@@ -295,9 +295,9 @@ def test_long_rows_are_dropped_and_counted_or_split():
     (lambda: micro_batch_count([[4], [1]], max_tokens=20, shared=[None]), "shared is given for 1 ranks, lengths for 2"),
     (lambda: plan_micro_batches([4], max_tokens=20, padded=True, shared=(torch.zeros(1).long(),)*2), "padded rows share nothing"),
     (lambda: shared_prefix(torch.ones(2, 4, dtype=torch.long), torch.tensor([1, 2]), torch.tensor([1])), "shared_prefix: group is [1], lengths is [2]; they must be equal"),
-    (lambda: bin_pack([1], 2048, multiple=0), "bin_pack: multiple is 0"),
-    (lambda: plan_micro_batches([1], max_tokens=2048, multiple=0), "plan_micro_batches: multiple is 0"),
-    (lambda: split_long([1], 0), "split_long: cap is 0"),
+    (lambda: bin_pack([1], 2048, multiple=0), "bin_pack: multiple=0; a whole number, at least 1"),
+    (lambda: plan_micro_batches([1], max_tokens=2048, multiple=0), "plan_micro_batches: multiple=0"),
+    (lambda: split_long([1], 0), "split_long: cap=0"),
 ])
 def test_errors_say_what_came_and_how_to_mend_it(call, text):
     with pytest.raises(ValueError) as e: call()
