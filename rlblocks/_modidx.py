@@ -991,7 +991,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'rlblocks.rollout.Rollout._some': ('rollout.html#rollout._some', 'rlblocks/rollout.py'),
                                   'rlblocks.rollout.Rollout.generate': ('rollout.html#rollout.generate', 'rlblocks/rollout.py'),
                                   'rlblocks.rollout.Rollout.load': ('rollout.html#rollout.load', 'rlblocks/rollout.py'),
-                                  'rlblocks.rollout._checked_counts': ('rollout.html#_checked_counts', 'rlblocks/rollout.py'),
                                   'rlblocks.rollout._checked_sampling': ('rollout.html#_checked_sampling', 'rlblocks/rollout.py'),
                                   'rlblocks.rollout._stop_ids': ('rollout.html#_stop_ids', 'rlblocks/rollout.py')},
             'rlblocks.routers': { 'rlblocks.routers._ids': ('routers.html#_ids', 'rlblocks/routers.py'),

@@ -151,6 +151,17 @@ def test_readme_is_what_the_index_says():
     assert (ROOT/"README.md").read_text(encoding="utf-8") == make_readme.render(ROOT/"nbs/index.ipynb"), "README.md is stale: make readme"
 
 
+def test_what_is_to_come_says_so():
+    "Each way to ask for it shows the text: `from … import` replaces that of an AttributeError by 'cannot import name'. `hasattr` says no."
+    import rlblocks
+    says = "rlblocks has no RayPool: clusters under Ray are not in this version; SpmdPool.. under torchrun"
+    with pytest.raises(AttributeError, match=says): _ = rlblocks.RayPool
+    with pytest.raises(ImportError, match=says): exec("from rlblocks import RayPool")
+    with pytest.raises(ImportError, match=says): exec("from rlblocks import Policy, RayPool as pool")
+    with pytest.raises(ImportError, match="cannot import name 'Polcy'"): exec("from rlblocks import Polcy")
+    assert not hasattr(rlblocks, "RayPool") and getattr(rlblocks, "RayPool", None) is None and not {"RayPool"} & {*dir(rlblocks), *rlblocks.__all__}
+
+
 # -- tutorials
 
 def code_of(path): return "\n".join(re.sub(r"(?m)^[%!].*$", "pass", "".join(c["source"])) for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code")
