@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .balancing import balance, balance_families
+from .balancing import balance, balance_families, whole_number
 from .packing import shared_prefix
 
 # %% ../nbs/21_batch.ipynb #3975585f
@@ -50,7 +50,7 @@ def _shape(x): return f"a list of {len(x)}" if isinstance(x, list) else f"{list(
 class Batch:
     "Rows as named columns: tensors `[B, …]` or lists of `B` objects; a part remembers its whole."
 
-    def __init__(self,
+    def __init__(self, /,
         *,
         per_row=(), # names of tensor columns of two or more axes whose second axis is not tokens
         **columns,  # tensors `[B]`, `[B, T, …]` or lists of B objects
@@ -59,16 +59,20 @@ class Batch:
 
         Raises ValueError when lengths, token axes, `mask` or `lengths` disagree, TypeError for a mask that is not Bool."""
         if not columns: raise ValueError("Batch: no columns; give at least one, e.g. Batch(tokens=…, lengths=…, mask=…)")
-        vars(self).update(columns={}, per_row=frozenset(per_row), _whole=None, filler=False)
+        vars(self).update(columns={}, per_row=frozenset([per_row] if isinstance(per_row, str) else per_row), _whole=None, filler=False)
         for name in sorted(columns, key=lambda k: k not in ("tokens", "lengths")): self[name] = columns[name]   # tokens first: they set T
 
     # -- columns
     def __getattr__(self, name):
         if name.startswith("__") or "columns" not in vars(self): raise AttributeError(name)
-        try: return self.columns[name]
-        except KeyError: raise AttributeError(f"Batch: no column {name!r}; there are {', '.join(self.columns)}") from None
+        return self._column(name)
+
+    def _column(self, name):
+        if name not in self.columns: raise AttributeError(f"Batch: no column {name!r}; there are {', '.join(self.columns)}")
+        return self.columns[name]
 
     def __setattr__(self, name, value): raise AttributeError(f"Batch: write batch[{name!r}] = … to set a column")
+    def __copy__(self): return self._like(dict(self.columns), self._whole, self.filler)
     def __contains__(self, name): return name in self.columns
     def __len__(self): return len(next(iter(self.columns.values())))
     def __repr__(self):
@@ -76,6 +80,8 @@ class Batch:
         return f"Batch({len(self)} rows, {kind}: " + ", ".join(f"{k} {_shape(v)}" for k, v in self.columns.items()) + ")"
 
     def __setitem__(self, name, x):
+        if not isinstance(name, str): raise TypeError(f"Batch: batch[{name!r}] = … is no column; a column's name is text, and single rows are not written")
+        if name in _TAKEN: raise ValueError(f"Batch: a column cannot be called {name!r}, for batch.{name} is something else; rename it (taken are {', '.join(n for n in _TAKEN if n[0] != '_')})")
         if not isinstance(x, (Tensor, list)):
             raise TypeError(f"Batch: column {name!r} is a {type(x).__name__}; a column is a tensor or a list with one entry a row")
         if isinstance(x, Tensor) and x.dim() == 0: raise ValueError(f"Batch: column {name!r} is a single number; spread it over the rows with torch.full")
@@ -91,8 +97,10 @@ class Batch:
     def drop(self,
         *names, # columns to leave out
     ):
-        "The same rows without some columns."
-        return self._like({k: v for k, v in self.columns.items() if k not in names}, self._whole, self.filler)
+        "The same rows without some columns. ValueError when none is left."
+        left = {k: v for k, v in self.columns.items() if k not in names}
+        if not left: raise ValueError(f"Batch: drop({', '.join(map(repr, names))}) leaves no column; rows need at least one")
+        return self._like(left, self._whole, self.filler)
 
     @property
     def width(self):
@@ -133,7 +141,7 @@ class Batch:
 
     def __getitem__(self, key):
         "A column by name, or a new whole by rows (index, slice, list, index tensor or Bool tensor)."
-        if isinstance(key, str): return getattr(self, key)
+        if isinstance(key, str): return self._column(key)
         if isinstance(key, Tensor) and key.dtype == torch.bool and key.shape != (len(self),):
             raise ValueError(f"Batch: rows are chosen by a Bool of {list(key.shape)}, the batch has {len(self)} rows")
         rows = torch.arange(len(self))[key].reshape(-1)
@@ -178,9 +186,10 @@ class Batch:
         """Deal the units to `n` pieces of nearly equal cost. With `shares_prompts` a piece pays once for what its rows begin with alike, so such rows go to the same piece where that makes the costliest piece cheaper.
 
         Of a model that computes every row in full, pieces dealt so are unlike: say False. The same answer on every machine, so that each can make its own piece."""
-        _check_number("cut", n)
-        if costs is not None and len(costs) != len(self): raise ValueError(f"Batch.cut: costs are {len(costs)}, the batch has {len(self)} rows; one a row is wanted")
-        units, each = self.unit_rows(), torch.as_tensor(self._sizes() if costs is None else costs, dtype=torch.double).cpu()
+        n = whole_number("Batch.cut", "n", n)
+        costs = None if costs is None else torch.as_tensor(costs, dtype=torch.double)
+        if costs is not None and costs.shape != (len(self),): raise ValueError(f"Batch.cut: costs are {list(costs.shape)}, the batch has {len(self)} rows; one a row is wanted")
+        units, each = self.unit_rows(), (self._sizes() if costs is None else costs.detach()).double().cpu()
         if (odd := ~((each >= 0) & (each < float("inf")))).any(): raise ValueError(f"Batch.cut: costs are {each[odd][0]:g} for row {int(odd.int().argmax())}; finite numbers, 0 or more, are wanted")
         alike = self._alike(each) if shares_prompts and n > 1 else None
         rows = list(zip(each.tolist(), *(x.tolist() for x in alike or ()), strict=True))
@@ -233,7 +242,7 @@ class Batch:
         shares_prompts:bool=True, # as for `cut`: whether a part computes a prompt once
     )->list: # `n` batches; together they hold every row once, besides fillers
         "Cut between units into `n` parts of equal tokens or cost (see `cut`), for replicas or ranks. Losses of the parts add up to the loss of the whole."
-        _check_number("parts", n)
+        n = whole_number("Batch.parts", "n", n)
         self._lightest()
         cuts, counted = self.cut(n, costs, shares_prompts=shares_prompts), self._like(self.columns, self.whole if self._whole or "mask" in self else None, self.filler)
         siblings = self.siblings(cuts)
@@ -247,7 +256,7 @@ class Batch:
     )->list: # at most `n` wholes (fewer when there are fewer units)
         "Shuffle and deal to `n` optimizer steps of as many units (or one fewer); each is a whole of its own. Units stay together."
         if self._whole: raise ValueError("Batch: minibatches makes optimizer steps and needs a whole; this is a part")
-        _check_number("minibatches", n)
+        n = whole_number("Batch.minibatches", "n", n)
         units = self.unit_rows()
         if not units: return [self]         # nothing to learn from: one step, which is skipped and counted
         g = torch.Generator().manual_seed(seed_of("minibatches", seed))
@@ -255,7 +264,7 @@ class Batch:
         if keep_groups and "group" in self:
             ids, of = self.group[[u[0] for u in units]].cpu().unique(return_inverse=True)
             order = order[torch.randperm(len(ids), generator=g)[of[order]].argsort(stable=True)]
-        dealt = [[i for k in share.tolist() for i in units[k]] for share in order.tensor_split(n) if len(share)]
+        dealt = [[i for k in share.tolist() for i in units[k]] for share in order.tensor_split(min(n, len(units)))]
         return [self._rows(torch.tensor(rows), None) for rows in dealt]
 
     @staticmethod
@@ -274,6 +283,10 @@ class Batch:
                 raise ValueError(f"Batch.cat: columns differ: {sorted(set(first.columns) ^ set(b.columns))} are not in all; set or .drop them first")
         def join(name):
             xs = [b.columns[name] for b in batches]
+            kinds = [isinstance(x, list) or x.shape[2 if first.is_per_token(name) else 1:] for x in xs]
+            odd = next((x for x, kind in zip(xs, kinds, strict=True) if kind != kinds[0]), None)
+            if odd is not None:
+                raise ValueError(f"Batch.cat: column {name!r} is {_shape(xs[0])} in the first batch and {_shape(odd)} in another; they cannot be joined")
             if isinstance(xs[0], list): return [x for one in xs for x in one]
             return torch.cat([widen(x, T) for x in xs] if first.is_per_token(name) else xs)
         return first._like({k: join(k) for k in first.columns}, None)
@@ -288,8 +301,9 @@ class Batch:
     ):
         "These rows with foreign `rollout_logprobs`; ValueError when those speak of another distribution than the one the rows were sampled from."
         for name, given, neutral in (("temperature", temperature, 1.0), ("top_p", top_p, 1.0), ("top_k", top_k, 0), ("min_p", min_p, 0.0)):
-            rows = self.columns.get(name, torch.full((len(self),), neutral))
-            odd = (rows - given).abs() > 1e-6
+            if not isinstance(given, Real): raise TypeError(f"with_logprobs: {name} is {given!r}; a number is wanted")
+            rows = torch.as_tensor(self.columns.get(name, torch.full((len(self),), neutral)))
+            odd = ~((rows - given).abs() <= 1e-6)      # NaN is odd
             if odd.any():
                 raise ValueError(f"with_logprobs: log-probs were taken at {name}={given}, but row {int(odd.int().argmax())} was sampled at "
                                  f"{float(rows[odd][0]):g}; log-probs of unlike distributions have no ratio. Ask the engine for processed log-probs.")
@@ -313,9 +327,6 @@ def widen(
     if x.shape[1] == T: return x
     return torch.cat([x, x.new_zeros(x.shape[0], T-x.shape[1], *x.shape[2:])], 1)
 
-def _check_number(what, n):
-    if not isinstance(n, Integral) or n < 1: raise ValueError(f"Batch: {what}({n!r}); a whole number, at least 1, is wanted")
-
 def _check_mask(b, mask):
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool: raise TypeError(f"Batch: mask is {_shape(mask)}; masks are Bool (mask.bool(), or mask > 0)")
     if mask.dim() != 2: raise ValueError(f"Batch: mask is {list(mask.shape)}; [B, T] is wanted")
@@ -337,6 +348,7 @@ def _whole_numbers(name, axes, say):
         if not isinstance(x, Tensor) or x.dtype.is_floating_point or x.dtype == torch.bool or x.dim() not in axes: raise TypeError(f"Batch: {name} is {_shape(x)}; {say} are wanted")
     return check
 
+_TAKEN = tuple(sorted({*dir(Batch), "columns", "per_row", "filler", "_whole"}))     # a column of such a name could not be read as an attribute
 _CHECKS = dict(mask=_check_mask, lengths=_check_lengths, tokens=_whole_numbers("tokens", (2,), "integers [B, T]"), policy_version=_whole_numbers("policy_version", (1, 2), "integers [B] or [B, T]"),
                **{name: _whole_numbers(name, (1,), "integer ids [B]") for name in ("unit", "group")})
 
@@ -346,9 +358,11 @@ def pairs(
     b:Any,    # its rows: a `Batch`, or what has its columns `unit` and Bool `chosen`
 )->tuple[Tensor, Tensor]: # (chosen, rejected), each `[units]`, in order of unit id
     "Row values of preference pairs, side by side; pairs without a counted token are left out. ValueError unless every unit is one chosen and one rejected row."
+    if not isinstance(x, Tensor): raise TypeError(f"pairs: x is a {type(x).__name__}; a tensor is wanted (torch.as_tensor(x))")
     if x.shape[:1] != b.chosen.shape: raise ValueError(f"pairs: x is {list(x.shape)}, the batch has {len(b)} rows")
     if b.chosen.dtype != torch.bool: raise TypeError(f"pairs: chosen is {_shape(b.chosen)}; a Bool is wanted")
-    order = torch.argsort(b.unit*2 + (~b.chosen).long(), stable=True).to(x.device)
+    order = torch.argsort((~b.chosen).byte(), stable=True)     # the chosen ones first, then by unit
+    order = order[torch.argsort(b.unit[order], stable=True)].to(x.device)
     unit, chosen = b.unit.to(x.device)[order], b.chosen.to(x.device)[order]
     if len(x) % 2 or not (unit[::2].equal(unit[1::2]) and chosen[::2].all() and not chosen[1::2].any() and unit[::2].unique().numel() == len(x)//2):
         raise ValueError("pairs: every unit must be exactly one chosen and one rejected row")

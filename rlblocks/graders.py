@@ -27,17 +27,24 @@ from .batch import Batch
 
 # %% ../nbs/36_graders.ipynb #aa0c2beb
 def _offers(batch)->dict:
-    "What a reward function may ask for, by TRL's names; each a function that makes the list."
-    listed = lambda column: column.tolist() if isinstance(column, Tensor) else column
+    "What a reward function may ask for, by TRL's names; each a function that makes the list anew."
+    listed = lambda column: column.tolist() if isinstance(column, Tensor) else _copied(column)
     offers:dict = {dict(prompt="prompts", completion="completions").get(k, k): (lambda v=v: listed(v)) for k, v in batch.columns.items()}
     spans = lambda: zip(batch.tokens, batch.prompt_lengths.tolist(), batch.lengths.tolist(), strict=True)
     if "prompt_lengths" in batch: offers["completion_ids"] = lambda: [row[start:stop].tolist() for row, start, stop in spans()]
     elif "mask" in batch: offers["completion_ids"] = lambda: [row[chosen].tolist() for row, chosen in zip(batch.tokens, batch.mask, strict=True)]
     return offers
 
+def _copied(x):
+    "`x` with its lists and dicts made anew, so that who changes them changes nothing of the batch."
+    if isinstance(x, list): return [_copied(one) for one in x]
+    if isinstance(x, dict): return {k: _copied(one) for k, one in x.items()}
+    return x
+
 def _arguments(name, fn, batch)->dict:
     "The columns that `fn` takes, as lists. TypeError naming the ones that it needs and the batch lacks."
-    offers, wants = _offers(batch), inspect.signature(fn).parameters
+    try: offers, wants = _offers(batch), inspect.signature(fn).parameters
+    except ValueError as e: raise TypeError(f"Grader: {name} does not say which arguments it takes ({e}); put it in a function that names them") from e
     free = any(p.kind is p.VAR_KEYWORD for p in wants.values())
     given = {k: make() for k, make in offers.items() if k in wants or free and not (k in batch and batch.is_per_token(k))}
     missing = [k for k, p in wants.items() if k not in given and p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -51,6 +58,8 @@ def _hint(missing, offers)->str:
     return "".join(f"; {x}" for x in told)
 
 # %% ../nbs/36_graders.ipynb #db89c8c3
+_LARGEST = torch.finfo(torch.float32).max   # of a verdict
+
 def _row(batch, i)->str:
     prompt = repr(batch.prompt[i]) if "prompt" in batch else "unknown"
     return f"row {i} (prompt {prompt[:80] + '…'*(len(prompt) > 80)})"
@@ -68,7 +77,7 @@ def _run(name, fn, batch):
     given = _arguments(name, fn, batch)
     try: return _result(fn, given)
     except Exception as error:
-        where = "the batch as a whole, and on no row alone"
+        where, given = "the batch as a whole, and on no row alone", _arguments(name, fn, batch)     # it may have changed those that it got
         for i in range(len(batch)):
             try: _result(fn, {k: v[i:i+1] for k, v in given.items()})
             except Exception: where = _row(batch, i); break
@@ -86,7 +95,9 @@ def _verdicts(name, out, batch)->list[float]:
         if getattr(x, "ndim", None) == 0: x = x.item()
         if not isinstance(x, (bool, int, float, type(None))):
             raise TypeError(f"Grader: {name} returned {type(x).__name__} {str(x)[:40]!r} for {_row(batch, i)}; a number or None is wanted")
-        if x is not None and not math.isfinite(x): raise ValueError(f"Grader: {name} returned {x} for {_row(batch, i)}; return None for a row that cannot be scored")
+        if x is not None and not abs(x) <= _LARGEST:
+            size = f"an integer of {x.bit_length()} bits" if isinstance(x, int) else x
+            raise ValueError(f"Grader: {name} returned {size} for {_row(batch, i)}; return None for a row that cannot be scored, else a number within ±{_LARGEST:.1e} (single precision)")
         verdicts.append(math.nan if x is None else float(x))
     return verdicts
 
@@ -112,6 +123,9 @@ class Grader:
             if set(weights) != set(names): raise ValueError(f"Grader: weights are for {', '.join(weights)}, functions are {', '.join(names)}")
             weights = [weights[n] for n in names]
         if len(weights) != len(fns): raise ValueError(f"Grader: {len(weights)} weights for {len(fns)} functions")
+        weights = [w.item() if getattr(w, "ndim", None) == 0 else w for w in weights]
+        for n, w in zip(names, weights, strict=True):
+            if not isinstance(w, (int, float)) or not abs(w) <= _LARGEST: raise ValueError(f"Grader: the weight of {n} is {w!r}; a finite number is wanted")
         self.fns, self.weights = dict(zip(names, fns, strict=True)), dict(zip(names, map(float, weights), strict=True))
 
     def __repr__(self): return f"Grader({', '.join(f'{w:g}·{n}' for n, w in self.weights.items())})"
@@ -120,13 +134,17 @@ class Grader:
         batch:Batch, # rows with `prompt`, `completion`, `tokens` and whatever else the functions ask for
     )->dict[str, Float[Tensor, " B"]]: # by function name; NaN where it returned None
         "What each function says, unweighted. RuntimeError when one raises, TypeError or ValueError when it returns what is no verdict; all name function and row."
+        if not isinstance(batch, Batch): raise TypeError(f"Grader: the batch is a {type(batch).__name__}; a Batch is wanted, as rollout.generate gives it")
         return {name: torch.tensor(_verdicts(name, _run(name, fn, batch), batch), dtype=torch.float32) for name, fn in self.fns.items()}
 
     def score(self,
         batch:Batch, # see `scores`
     )->Float[Tensor, " B"]: # NaN where a part is unscorable
-        "One verdict a row: Σ weight·score."
-        return torch.stack([self.weights[name]*x for name, x in self.scores(batch).items()]).sum(0)
+        "One verdict a row: Σ weight·score. ValueError where it is beyond single precision."
+        total = torch.stack([self.weights[name]*x for name, x in self.scores(batch).items()]).sum(0)
+        if total.isinf().any():
+            raise ValueError(f"Grader: Σ weight·score is beyond single precision for {_row(batch, int(total.isinf().int().argmax()))}; return smaller scores, or give smaller weights")
+        return total
 
 def _name(fn)->str:
     while hasattr(fn, "func"): fn = fn.func   # functools.partial

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .balancing import whole_number
+
 # %% ../nbs/30_optim.ipynb #0d2376cc
 Schedule = Callable[[int], float]   # version → factor on the learning rate
 
@@ -23,7 +25,8 @@ def in_turn(
     *stages:tuple[int, Schedule], # (steps, schedule) each, one after the other; the last goes on for ever
 )->Schedule: # each stage counts its versions from 0
     "Schedules one after the other. ValueError without a stage or with a negative number of steps."
-    if not stages or any(n < 0 for n, _ in stages): raise ValueError(f"in_turn: stages of {[n for n, _ in stages]} steps; at least one stage, of 0 steps or more, is wanted")
+    if not stages: raise ValueError("in_turn: no stage came; at least one, (steps, schedule), is wanted")
+    stages = tuple((whole_number("in_turn", "steps of a stage", n, 0), stage) for n, stage in stages)
     def schedule(version):
         for steps, stage in stages[:-1]:
             if version < steps: return stage(version)
@@ -36,11 +39,13 @@ def constant(
     warmup:int=0, # steps from 1/warmup up to 1
 )->Schedule: # (v+1)/warmup, then 1
     "The learning rate as it is, after a warm-up."
+    warmup = whole_number("constant", "warmup", warmup, 0)
     return in_turn((warmup, lambda v: (v+1)/warmup), (0, lambda v: 1.0))
 
 def _down(name, steps, warmup, end, shape):
     "`shape` of the progress after the warm-up, from 1 to `end`."
-    if not 0 <= warmup < steps: raise ValueError(f"{name}: {warmup} steps of warm-up in {steps}; fewer than all are wanted")
+    steps, warmup = whole_number(name, "steps", steps), whole_number(name, "warmup", warmup, 0)
+    if not warmup < steps: raise ValueError(f"{name}: {warmup} steps of warm-up in {steps}; fewer than all are wanted")
     return in_turn((warmup, constant(warmup=warmup)), (0, lambda v: end + (1-end)*shape(min(v/(steps-warmup), 1.0))))
 
 def linear(
@@ -79,7 +84,8 @@ def wsd(
     shape:Callable=linear, # how it decays: linear, cosine, root
 )->Schedule: # up, flat, down
     "Warm-up, stable, decay (Hu et al. 2024): the flat stage can be extended, or branched from, without knowing its length in advance. ValueError when they do not fit."
-    if decay < 1 or warmup < 0 or warmup + decay > steps: raise ValueError(f"wsd: {warmup} steps of warm-up and {decay} of decay in {steps}; together at most all, and some decay, are wanted")
+    steps, decay, warmup = whole_number("wsd", "steps", steps), whole_number("wsd", "decay", decay), whole_number("wsd", "warmup", warmup, 0)
+    if warmup + decay > steps: raise ValueError(f"wsd: {warmup} steps of warm-up and {decay} of decay in {steps}; together at most all are wanted")
     return in_turn((steps-decay, constant(warmup=warmup)), (decay, shape(decay, end=end)))
 
 # %% ../nbs/30_optim.ipynb #a26ae130

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from jaxtyping import Int, Int32, Shaped
 
-from .balancing import _ints
+from .balancing import _ints, whole_number
 from .masked import same_shape
 
 # %% ../nbs/20_packing.ipynb #f6a0aa78
@@ -46,7 +46,7 @@ def pad(
     for i, row in enumerate(rows):
         if not row.dim(): raise ValueError(f"pad: row {i} is the number {row.item()}; each row is a tensor or a list, one row alone is pad([row])")
     sizes = [len(row) for row in rows]
-    T = max(sizes) if length is None else length
+    T = max(sizes) if length is None else whole_number("pad", "length", length, 0)
     for i, n in enumerate(sizes):
         if n > T: raise ValueError(f"pad: row {i} has {n} elements, length is {T}; cut the row to {T} or raise length to {max(sizes)}")
     full = [row for row in rows if len(row)] or rows[:1]
@@ -71,7 +71,7 @@ def shared_prefix(
     Tokens are compared: a wrong group id means fewer, never wrong ones. Of any subset of rows, those that share here share at least as much as the least of them does here."""
     same_shape("B T", tokens=tokens)
     same_shape("B", lengths=lengths, group=group)
-    B, T = tokens.shape
+    (B, T), least = tokens.shape, whole_number("shared_prefix", "least", least)
     if len(lengths) != B: raise ValueError(f"shared_prefix: lengths has {len(lengths)} rows, group {len(group)}, tokens is {[B, T]}; one of each a row is wanted")
     rows = torch.arange(B, device=tokens.device)
     alone = torch.where(lengths < least, rows, -1)      # too short to share
@@ -239,12 +239,12 @@ def bin_pack(
     """Rows into few bins, none over `cap`. Best fit decreasing: at most 11/9 of the fewest, and a constant. Johnson et al. 1974.
 
     ValueError for a length above `cap` or below 0: see `drop_long` and `split_long`."""
+    cap, multiple = whole_number("bin_pack", "cap", cap, 0), whole_number("bin_pack", "multiple", multiple)
     sizes = _ints("bin_pack", "lengths", lengths)
     odd = ((sizes > cap) | (sizes < 0)).nonzero()
     if len(odd):
         raise ValueError(f"bin_pack: the length of row {int(odd[0])} is {int(sizes[odd[0]])}, cap is {cap}; "
                          f"cut or drop the row (drop_long, split_long), or raise cap to {int(sizes.max())}")
-    if multiple < 1: raise ValueError(f"bin_pack: multiple is {multiple}; at least 1 is wanted")
     return _rows_by(*_packed_bins(sizes, torch.ones_like(sizes), lambda kind: (kind, (cap, len(sizes))), multiple))
 
 # %% ../nbs/20_packing.ipynb #8e3b43d7
@@ -253,7 +253,7 @@ def drop_long(
     cap:int,                                 # most tokens a row may have
 )->tuple[list[int], list[int]]: # (rows to keep, rows that are too long), ascending
     "Rows that fit under the cap, and those that do not, to be counted. Whole units: drop the unit of a dropped row too."
-    long = _ints("drop_long", "lengths", lengths) > cap
+    long = _ints("drop_long", "lengths", lengths) > whole_number("drop_long", "cap", cap, 0)
     return (~long).nonzero()[:, 0].tolist(), long.nonzero()[:, 0].tolist()
 
 def split_long(
@@ -261,7 +261,7 @@ def split_long(
     cap:int,                                 # most tokens in a piece
 )->list[tuple[int, int, int]]: # (row, from, to) of each piece: `tokens[row, from:to]`, in order
     "Rows as pieces of at most `cap` tokens; a row that fits, an empty one too, is one piece. All but the last piece of a row are full."
-    if cap < 1: raise ValueError(f"split_long: cap is {cap}; at least 1 is wanted")
+    cap = whole_number("split_long", "cap", cap)
     sizes = _ints("split_long", "lengths", lengths).tolist()
     return [(i, a, min(a + cap, n)) for i, n in enumerate(sizes) for a in range(0, max(n, 1), cap)]
 
@@ -284,7 +284,8 @@ def plan_micro_batches(
     sizes = _ints(asker, "lengths", lengths)
     of = torch.arange(len(sizes)) if unit is None else _ints(asker, "unit ids", unit)
     if len(of) != len(sizes): raise ValueError(f"{asker}: unit has {len(of)} rows, lengths has {len(sizes)}; one id a row is wanted")
-    if multiple < 1: raise ValueError(f"{asker}: multiple is {multiple}; at least 1 is wanted")
+    multiple, max_tokens = whole_number(asker, "multiple", multiple), whole_number(asker, limits[0], max_tokens, 0)
+    if max_rows is not None: max_rows = whole_number(asker, limits[1], max_rows)
     if shared is not None and padded: raise ValueError(f"{asker}: padded rows share nothing; leave shared away, or pack")
     if not len(sizes): return []
     if (below := sizes < 0).any(): raise ValueError(f"{asker}: the length of row {int(below.int().argmax())} is {int(sizes[below][0])}; 0 tokens or more are wanted")

@@ -10,12 +10,14 @@ import inspect
 import re
 from dataclasses import dataclass
 from math import isfinite, prod
+from numbers import Real
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .appetites import Live, adapted_model, appetite, fake_model, pack_
+from .balancing import whole_number
 from .cuts import cut_of, followed, plan_of
 from .fsdp import layers_of
 from .head import output_layer
@@ -146,10 +148,8 @@ def _gathered(model, params, engine, W, dtype):
     return 2*max(map(wide, layers), default=0) + wide([p for p in params if id(p) not in inside])
 
 def _checked_plan(engine, offload, frozen, low_precision, lora, quantization, counts):
-    "What `Policy` would refuse, and numbers that are none."
+    "What `Policy` would refuse."
     if engine not in ENGINES: raise ValueError(f"plan: engine {engine!r} is not known; one of {', '.join(map(repr, ENGINES))} is wanted")
-    for name, n in counts.items():
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1: raise ValueError(f"plan: {name}={n!r}; a whole number, at least 1, is wanted")
     sp, tp = counts["sequence_parallel"], counts["tensor_parallel"]
     if counts["devices"] % (sp*tp): raise ValueError(f"plan: sequence_parallel={sp}, tensor_parallel={tp} want a multiple of {sp*tp} devices; there are {counts['devices']}")
     if tp > 1 and engine not in (None, "fsdp2"): raise ValueError(f'plan: tensor_parallel={tp}: engine={engine!r} does not go with it; None and "fsdp2" do')
@@ -189,7 +189,9 @@ def plan(
     """What a `Policy`, a `Critic` or a `Scorer` of these arguments will hold on each device, kind by kind, before anything is allocated.
 
     Of a step with several micro-batches, the later of which find all gradients there; where one is all, they come while its activations go, and the peak is lower. ValueError for what the wrapper would refuse, MemoryError with the table where it does not fit `memory`."""
-    _checked_plan(engine, offload, frozen, low_precision, lora, quantization, dict(devices=devices, micro_tokens=micro_tokens, row=row, sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel))
+    counts = dict(devices=devices, micro_tokens=micro_tokens, row=row, sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
+    devices, micro_tokens, row, sequence_parallel, tensor_parallel = (whole_number("plan", name, n) for name, n in counts.items())
+    _checked_plan(engine, offload, frozen, low_precision, lora, quantization, counts)
     if not lm_head and not value_head: raise ValueError("plan: lm_head=False reads nothing; a Critic or a Scorer is value_head=True, lm_head=False")
     if memory is not None: _bytes_of(memory, "plan")
     if device not in CHUNKS: raise ValueError(f'plan: device={device!r}; the kind of device that the run will have is wanted, "cuda" or "cpu"')
@@ -259,9 +261,8 @@ def plan_rollout(
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
     from rlblocks.decoding import sample_tokens
-    for name, n in dict(rows=rows, tokens=tokens).items():
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1: raise ValueError(f"plan_rollout: {name}={n!r}; a whole number, at least 1, is wanted")
-    if prompt is not None and not 0 < prompt <= tokens: raise ValueError(f"plan_rollout: prompt={prompt}; of tokens={tokens}, 1 or more are the prompt's")
+    rows, tokens = whole_number("plan_rollout", "rows", rows), whole_number("plan_rollout", "tokens", tokens)
+    if prompt is not None and not 0 < (prompt := whole_number("plan_rollout", "prompt", prompt, 0)) <= tokens: raise ValueError(f"plan_rollout: prompt={prompt}; of tokens={tokens}, 1 or more are the prompt's")
     if memory is not None: _bytes_of(memory, "plan_rollout")
     with FakeTensorMode(), torch.no_grad():
         fake = fake_model(model, dtype, who="plan_rollout")
@@ -301,9 +302,9 @@ def step_seconds(
 )->dict[str, float]: # seconds of `generate`, `passes` and `update`, their `total`, and the `price` of a step in that currency
     "A step's time from its operations and bytes. A floor: nothing here waits. ValueError for a number that is none, and for plans the wrong way round."
     for name, x, least in (("rows", rows, 1), ("prompt", prompt, 0), ("new", new, 1), ("side_by_side", side_by_side, 1), ("passes", passes, 0), ("price", price, 0)):
-        if not (isfinite(x) and x >= least): raise ValueError(f"step_seconds: {name}={x}; at least {least} is wanted")
+        if not (isinstance(x, Real) and isfinite(x) and x >= least): raise ValueError(f"step_seconds: {name}={x!r}; at least {least} is wanted")
     for name, x in (("flops", flops), ("bandwidth", bandwidth)):
-        if not (isfinite(x) and x > 0): raise ValueError(f"step_seconds: {name}={x}; what a device achieves in a second is wanted, above 0")
+        if not (isinstance(x, Real) and isfinite(x) and x > 0): raise ValueError(f"step_seconds: {name}={x!r}; what a device achieves in a second is wanted, above 0")
     if not plan.flops_per_token or not rollout.read_per_token: raise ValueError("step_seconds: the policy's plan, then the engine's (plan_rollout) are wanted, each by itself")
     per_device, a_token = -(-rows//plan.devices), plan.flops_per_token/flops
     update, rounds = per_device*(prompt+new)*a_token, -(-per_device//side_by_side)

@@ -6,6 +6,8 @@
 __all__ = ['Preferences', 'Feedback', 'as_feedback']
 
 # %% ../nbs/24_preferences.ipynb #a81b5480
+from collections.abc import Mapping
+
 import torch
 
 from .prompts import _joined, _Rows, _wanted, segments
@@ -29,7 +31,7 @@ def _shared(a, b):
 # %% ../nbs/24_preferences.ipynb #f40262ca
 class Preferences(_Rows):
     "Pairs of answers to one prompt: two rows a pair, tied by `unit`, told apart by `chosen`; tokenised once, resumable."
-    _ours, _kind, _each = ("tokens", "lengths", "mask", "unit", "completion"), "pairs", 2
+    _ours, _kind, _each = ("completion",), "pairs", 2
 
     def __init__(self,
         rows,                # list of dicts {prompt, chosen, rejected} with any other columns, or a datasets.Dataset; answers are str or messages
@@ -45,6 +47,7 @@ class Preferences(_Rows):
     ):
         "Tokenise every pair, its prompt once. ValueError or TypeError, naming the row, for one that is no pair or is too long."
         super().__init__(rows, "prompt", shuffle, seed)
+        max_tokens = self._limit(max_tokens)
         self._needs_eos(tokenizer, _ENDS)
         made = self._read(lambda row: _sides(row, tokenizer, template))
         done = list(_joined([side for sides in made for side in sides], tokenizer, batch_size, cache))
@@ -77,7 +80,7 @@ def _within(kept, data, max_tokens, drop_longer):
 # %% ../nbs/24_preferences.ipynb #ed5166f6
 class Feedback(_Rows):
     "Single answers judged good or bad: one row each, told apart by Bool `desirable`; tokenised once, resumable."
-    _ours = ("tokens", "lengths", "mask", "group", "desirable")
+    _ours = ("desirable",)
 
     def __init__(self,
         rows,                # list of dicts {prompt, completion, label} with any other columns, or a datasets.Dataset; `label` is true where the completion is good
@@ -93,6 +96,7 @@ class Feedback(_Rows):
     ):
         "Tokenise every row. ValueError or TypeError, naming the row, for one without a completion and a label, or one that is too long."
         super().__init__(rows, "prompt", shuffle, seed)
+        max_tokens = self._limit(max_tokens)
         self._needs_eos(tokenizer, _ENDS)
         made = self._read(lambda row: _judged(row, tokenizer, template))
         done = list(enumerate(_joined(made, tokenizer, batch_size, cache)))
@@ -118,5 +122,10 @@ def as_feedback(
     rows,         # {prompt, chosen, rejected} each, and any other columns
 )->list[dict]:    # {prompt, completion, label} each, two a pair
     "Pairs as single judged answers: the chosen one desirable, the rejected one not."
+    rows = list(rows)
+    for i, row in enumerate(rows):
+        if not isinstance(row, Mapping): raise TypeError(f"as_feedback: row {i} is a {type(row).__name__}; a dict is wanted")
+        try: _wanted(row, ("chosen", "rejected"), "a pair is prompt, chosen and rejected")
+        except ValueError as e: raise ValueError(f"as_feedback: row {i}: {e}") from None
     rest = lambda row: {name: x for name, x in row.items() if name not in ("chosen", "rejected")}
     return [rest(row) | dict(completion=row[side], label=side == "chosen") for row in rows for side in ("chosen", "rejected")]

@@ -21,7 +21,8 @@ from typing import Literal
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from .batch import Batch, seed_of
+from .balancing import whole_number
+from .batch import _CHECKS, _TAKEN, Batch, seed_of
 
 # %% ../nbs/23_prompts.ipynb #56a6087d
 def _takes_batches(tokenizer)->bool:
@@ -46,23 +47,37 @@ def encode(
     batch_size:int=1000, # texts a tokenizer call
     cache=None,         # folder that keeps the ids between runs; None keeps nothing
 )->list[list[int]]:     # ids of each text
-    "Token ids in ⌈N / batch_size⌉ tokenizer calls, or none when `cache` has them. TypeError for what is no tokenizer."
-    batches = _takes_batches(tokenizer)
+    "Token ids in ⌈N / batch_size⌉ tokenizer calls, or none when `cache` has them. TypeError for what is no tokenizer, ValueError, with the text, where it fails or makes no ids."
+    batches, step = _takes_batches(tokenizer), whole_number("encode", "batch_size", batch_size)
     file = _cache_file(cache, texts, tokenizer, special) if cache else None
     if file and file.exists(): return json.loads(file.read_text())
-    if batches:
-        calls = [tokenizer(texts[i:i+batch_size], add_special_tokens=special)["input_ids"] for i in range(0, len(texts), batch_size)]
-        ids = [list(x) for call in calls for x in call]
-    else:
-        ids = [list(tokenizer(t)) for t in texts]
-        if not special: ids = [_bare(x, tokenizer) for x in ids]
+    def ask(some): return tokenizer(some, add_special_tokens=special)["input_ids"] if batches else [tokenizer(t) for t in some]
+    ids = [x for i in range(0, len(texts), step) for x in _asked(ask, texts[i:i+step])]
     if len(ids) != len(texts): raise ValueError(f"encode: the tokenizer made {len(ids)} rows of ids from {len(texts)} texts")
+    ids = [_checked_ids(t, x) for t, x in zip(texts, ids, strict=True)]
+    if not batches and not special: ids = [_bare(x, tokenizer) for x in ids]
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(ids))
         part.replace(file)   # whole or not at all
     return ids
+
+def _asked(ask, texts):
+    "`ask(texts)`, a list. ValueError with the text on which it fails when asked for that alone."
+    try: return list(ask(texts))
+    except Exception as error:
+        for text in texts:
+            try: ask([text])
+            except Exception as e: raise ValueError(f"encode: the tokenizer raised {type(e).__name__} on {str(text)[:80]!r}: {e}") from error
+        raise
+
+def _checked_ids(text, ids)->list[int]:
+    "`ids` as Python's numbers. ValueError with the text for what are no ids."
+    try: kept = array("i", ids).tolist()
+    except (TypeError, OverflowError): kept = [-1]
+    if min(kept, default=0) >= 0: return kept
+    raise ValueError(f"encode: the tokenizer made {str(ids)[:60]} of {text[:80]!r}; a list of token ids is wanted, whole numbers from 0 to 2³¹−1")
 
 def _bare(ids, tokenizer):
     "`ids` without a BOS in front and an EOS behind."
@@ -84,7 +99,7 @@ def render(
         prompt = row["prompt"]
     else: prompt = _filled(template, row)
     if isinstance(prompt, (str, list)) and not prompt: raise ValueError("the prompt is empty; to start from nothing, write the BOS token as the prompt")
-    if isinstance(prompt, str): return prompt
+    if isinstance(prompt, str): return _written(prompt)
     return _chat(_messages(prompt), tokenizer, True)
 
 def _filled(template, row):
@@ -94,6 +109,14 @@ def _filled(template, row):
         if isinstance(row[name], (list, Mapping)): raise TypeError(f"the template's field {{{name}}} is a {type(row[name]).__name__}; pass a function of the row")
     return template.format_map(row)
 
+def _written(text)->str:
+    "`text`. ValueError where it is none: half of a character (a lone surrogate), as broken JSON leaves it, has no bytes and no tokens."
+    try: text.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(f"character {e.start} of {text[max(e.start-20, 0):e.end+20]!r} is a lone surrogate, which no tokenizer reads; "
+                         "text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace') mends it") from None
+    return text
+
 def _messages(x)->list:
     if isinstance(x, list) and all(isinstance(m, Mapping) and "role" in m for m in x): return x
     raise TypeError(f"{type(x).__name__} {str(x)[:40]!r} is neither text nor a list of messages {{role, content}}")
@@ -101,7 +124,7 @@ def _messages(x)->list:
 def _chat(messages, tokenizer, open_for_answer):
     if not getattr(tokenizer, "apply_chat_template", None):
         raise ValueError(f"chat messages need a tokenizer with a chat template, {type(tokenizer).__name__} has none; pass template=, a function row -> str")
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_for_answer)
+    return _written(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_for_answer))
 
 # %% ../nbs/23_prompts.ipynb #07633daa
 def prompt_ids(
@@ -124,38 +147,46 @@ def prompt_ids(
 # %% ../nbs/23_prompts.ipynb #767e4954
 class _Rows:
     "What all data has in common: ids made once, and a count of what was taken so far, which is all that changes. Abstract."
-    _ours, _kind, _each = ("tokens", "lengths", "mask", "group"), "rows", 1   # names the batch needs itself; what one thing taken is called, and how many rows it is
+    _ours, _kind, _each = (), "rows", 1   # names that the columns made here need; what one thing taken is called, and how many rows it is
 
     def __init__(self, rows, alone, shuffle, seed):
         who = type(self).__name__
         if isinstance(rows, (str, Mapping)) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
-            raise TypeError(f"{who}: rows is a {type(rows).__name__}; a list of str or dict, or anything with len() and rows[i] is wanted")
+            raise TypeError(f"{who}: rows is a {type(rows).__name__}; a list of str or dict, or anything with len() and rows[i] is wanted{_remedy(rows)}")
         if not len(rows): raise ValueError(f"{who}: no rows")
         self.rows, self.alone, self.shuffle, self.seed, self.taken = rows, alone, shuffle, seed, 0
         self._epoch, self._perm = -1, []
+        seed_of(seed)       # what names no order is refused now, not by the first `take`
 
     def _about(self, i, message)->str:
         row = repr(self._row(i))
         return f"{type(self).__name__}: row {i} {row[:80] + '…'*(len(row) > 80)}: {message}"
 
     def _row(self, i)->dict:
-        row = self.rows[i]
+        who = type(self).__name__
+        try: row = self.rows[i]
+        except (KeyError, TypeError) as e: raise TypeError(f"{who}: rows[{i}] of a {type(self.rows).__name__} raises {type(e).__name__}: {e}; a str or a dict is wanted{_remedy(self.rows)}") from e
         if isinstance(row, str): return {self.alone: row}
-        if not isinstance(row, Mapping): raise TypeError(f"{type(self).__name__}: row {i} is a {type(row).__name__}; a str or a dict is wanted")
+        if not isinstance(row, Mapping): raise TypeError(f"{who}: row {i} is a {type(row).__name__}; a str or a dict is wanted{_remedy(self.rows)}")
         return dict(row)
 
     def _read(self, make):
         "`make(row)` for every row, once; columns must agree, and errors name the row."
         who, names, made = type(self).__name__, self._row(0).keys(), []
+        self._check_names(names)
         for i in range(len(self.rows)):
             row = self._row(i)
             if row.keys() != names:
-                raise ValueError(f"{who}: row {i} has the columns {', '.join(row)}; row 0 has {', '.join(names)}; every row needs the same (None is a value)")
+                raise ValueError(f"{who}: row {i} has the columns {', '.join(map(str, row))}; row 0 has {', '.join(names)}; every row needs the same (None is a value)")
             try: made.append(make(row))
             except Exception as e: raise (TypeError if isinstance(e, TypeError) else ValueError)(self._about(i, e)) from e
-        taken = [name for name in self._ours if name in names]
-        if taken: raise ValueError(f"{who}: the column names {', '.join(taken)} are the batch's own; rename them in the rows")
         return made
+
+    def _check_names(self, names):
+        "ValueError for names that a column of a batch cannot have."
+        odd, taken = [n for n in names if not isinstance(n, str)], [n for n in names if n in (*self._ours, *_CHECKS, *_TAKEN)]
+        if odd: raise ValueError(f"{type(self).__name__}: row 0 has a column named {odd[0]!r}; names are text")
+        if taken: raise ValueError(f"{type(self).__name__}: the column names {', '.join(taken)} are the batch's own; rename them in the rows")
 
     def _keep(self, picks, texts, ids, masks, verdicts=b""):
         "What is kept: its number in `rows` and prompt text (or None); of each of its rows the ids, and the mask as True/False; and what else a state must know again."
@@ -166,8 +197,12 @@ class _Rows:
         digest.update(verdicts)
         self.fingerprint = digest.hexdigest()[:16]
 
+    def _limit(self, max_tokens): return None if max_tokens is None else whole_number(type(self).__name__, "max_tokens", max_tokens)
+
     def _needs_eos(self, tokenizer, why):
-        if getattr(tokenizer, "eos_token_id", None) is None: raise ValueError(f"{type(self).__name__}: the tokenizer has no eos_token_id; {why}")
+        eos = getattr(tokenizer, "eos_token_id", None)
+        if eos is None: raise ValueError(f"{type(self).__name__}: the tokenizer has no eos_token_id; {why}")
+        whole_number(type(self).__name__, "the tokenizer's eos_token_id", eos, 0)
 
     def _leave_out(self, count, of, why):
         "Count what is left out, and say so."
@@ -195,7 +230,7 @@ class _Rows:
         n:int, # how many rows (or pairs), any number from 1
     )->Batch:  # `tokens`, `lengths`, `mask`, the numbers of this run that name them, and the rows' columns as lists
         "The next `n`. Each comes once an epoch; a batch may straddle two."
-        if n < 1: raise ValueError(f"{type(self).__name__}: take({n}); at least 1 is wanted")
+        n = whole_number(f"{type(self).__name__}.take", "n", n)
         numbers = range(self.taken, self.taken+n)
         picks = [self._order(k // len(self))[k % len(self)] for k in numbers]
         rows = [self._row(self._picks[i]) for i in picks]
@@ -204,8 +239,9 @@ class _Rows:
         tokens = pad_sequence([torch.tensor(self._ids[i].tolist()) for i in places], batch_first=True)
         mask = pad_sequence([torch.tensor(list(self._masks[i])).bool() for i in places], batch_first=True)
         columns = self._columns(torch.tensor(numbers), {name: [r[name] for r in rows] for name in rows[0]})
+        batch = Batch(tokens=tokens, lengths=torch.tensor([len(self._ids[i]) for i in places]), mask=mask, **columns)
         self.taken += n
-        return Batch(tokens=tokens, lengths=torch.tensor([len(self._ids[i]) for i in places]), mask=mask, **columns)
+        return batch
 
     def _columns(self, numbers, columns): return dict(group=numbers, **columns)
 
@@ -223,7 +259,15 @@ class _Rows:
             raise ValueError(f"{who}: the state is of {state['rows']} rows (fingerprint {state['fingerprint']}), this data has {mine['rows']} ({mine['fingerprint']}); "
                              "resume with the same rows, tokenizer and template")
         if state["order"] != mine["order"]: raise ValueError(f"{who}: the state was made with another seed or shuffle; resume with the same")
-        self.taken = state["taken"]
+        self.taken = whole_number(who, "taken", state["taken"], 0)
+
+
+def _remedy(rows)->str:
+    "How a table of another library becomes a list of dicts."
+    ways = dict(DataFrame="rows.to_dict('records') of pandas, rows.to_dicts() of polars", Series="rows.tolist()", Table="rows.to_pylist()", DatasetDict="one of its splits, rows['train']")
+    way = next((way for kind, way in ways.items() if type(rows).__name__.endswith(kind)), None)
+    if way is None and not hasattr(rows, "__getitem__") and hasattr(rows, "__iter__"): way = "list(rows)"
+    return f": {way}" if way else ""
 
 # %% ../nbs/23_prompts.ipynb #1685b74c
 class Prompts(_Rows):
@@ -242,6 +286,7 @@ class Prompts(_Rows):
     ):
         "Tokenise every row. ValueError or TypeError, naming the row, for a prompt that is missing, empty or too long."
         super().__init__(rows, "prompt", shuffle, seed)
+        max_tokens = self._limit(max_tokens)
         texts = self._read(lambda row: render(row, tokenizer, template=template))
         ids = prompt_ids(texts, tokenizer, batch_size=batch_size, cache=cache)
         for i, x in enumerate(ids):
@@ -262,10 +307,10 @@ def segments(
         answer = row["completion"]
         if isinstance(answer, list) and isinstance(row.get("prompt"), list): return _turns(row["prompt"] + answer, tokenizer, len(row["prompt"]))
         if not isinstance(answer, str): raise TypeError(f"the completion is a {type(answer).__name__}; a str is wanted, or messages behind a prompt of messages")
-        return [(render(row, tokenizer, template=template), False), (answer, True)]
+        return [(render(row, tokenizer, template=template), False), (_written(answer), True)]
     if template is not None: raise ValueError(f"a template makes a prompt, and needs a `completion` beside it; there are {', '.join(row)}")
     if "messages" in row: return _turns(row["messages"], tokenizer)
-    if isinstance(row.get("text"), str): return [("", False), (row["text"], True)]
+    if isinstance(row.get("text"), str): return [("", False), (_written(row["text"]), True)]
     raise ValueError(f"a demonstration has prompt and completion, or messages, or text; there are {', '.join(row)}")
 
 def _turns(messages, tokenizer, first=0):
@@ -299,7 +344,9 @@ class Demonstrations(_Rows):
     ):
         "Tokenise every row. ValueError or TypeError, naming the row, for one that is no demonstration or is too long."
         super().__init__(rows, "text", shuffle, seed)
+        max_tokens = self._limit(max_tokens)
         self._needs_eos(tokenizer, "without one a policy cannot learn to stop")
+        if truncate not in (None, "start", "end"): raise ValueError(f"Demonstrations: truncate={truncate!r}; 'start', 'end' or None is wanted")
         if truncate and max_tokens is None: raise ValueError(f"Demonstrations: truncate={truncate!r} needs max_tokens")
         made = self._read(lambda row: segments(row, tokenizer, template=template))
         texts = [row[0][0] for row in made] if "completion" in self._row(0) else None
@@ -309,7 +356,7 @@ class Demonstrations(_Rows):
                 if not truncate: raise ValueError(self._about(i, f"{len(ids)} tokens, max_tokens is {max_tokens}; pass truncate='start' or 'end', or leave out such rows"))
                 lead = 1 if truncate == "start" and ids[0] == getattr(tokenizer, "bos_token_id", None) else 0
                 cut = slice(0, max_tokens) if truncate == "end" else slice(len(ids) - max_tokens + lead, None)
-                ids, mask = ids[:lead] + ids[cut], mask[:lead] + mask[cut]
+                ids, mask = ids[:lead] + ids[cut], [False] + (mask[:lead] + mask[cut])[1:]   # nothing predicts what is first now
                 self.truncated += any(mask)
             if any(mask): kept.append((i, ids, mask))
         if not kept: raise ValueError(f"Demonstrations: none of the {len(made)} rows has a completion token")

@@ -11,6 +11,7 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
+from .balancing import whole_number
 from .batch import Batch, seed_of, widen
 from .decoding import MAX_SUPPORT, Decoder, cache_is_exact, decode
 from .inputs import check_ids, device_of
@@ -40,10 +41,9 @@ class Rollout:
         device=None,           # None: CUDA when there is one
     ):
         "Load or copy the model. ValueError for an unknown engine or sampling numbers out of range."
-        if engine != "hf": raise ValueError(f"Rollout: engine {engine!r} is not known here; 'hf' is")
+        if engine != "hf": raise ValueError(f"Rollout: engine={engine!r} is not in this version; leave it out, or say 'hf': the model's own forward with a key-value cache")
         if dtype is not None and not getattr(dtype, "is_floating_point", False): raise TypeError(f"Rollout: dtype is {dtype!r}; a torch.dtype of floats is wanted, as in dtype=torch.bfloat16")
-        _checked_counts("Rollout", max_tokens=max_tokens, max_rows=max_rows)
-        self.max_tokens, self.max_rows = max_tokens, max_rows
+        self.max_tokens, self.max_rows = whole_number("Rollout", "max_tokens", max_tokens), whole_number("Rollout", "max_rows", max_rows)
         self.how = _checked_sampling("Rollout", temperature, top_p, top_k, min_p)
         self.device = device_of(device, "Rollout")
         self.module = load_module(model).to(self.device, dtype).eval().requires_grad_(False)
@@ -82,8 +82,8 @@ class Rollout:
         if not isinstance(prompts, Batch): raise TypeError(f"generate: prompts is a {type(prompts).__name__}; a Batch is wanted, as data.take(n) gives it (its group ids come before any cut)")
         if self.version is None: raise RuntimeError("generate: the last load failed and the weights are of no known version; load a ticket that fits")
         how = dict(self.how) if temperature is None else _checked_sampling("generate", temperature, *(self.how[k] for k in ("top_p", "top_k", "min_p")))
-        S = self.max_tokens if max_tokens is None else max_tokens
-        _checked_counts("generate", max_tokens=S, group_size=group_size)
+        S = self.max_tokens if max_tokens is None else whole_number("generate", "max_tokens", max_tokens)
+        group_size = whole_number("generate", "group_size", group_size)
         self._check(prompts, S)
         per = max(self.max_rows//group_size, 1)
         order = prompts.lengths.argsort(descending=True, stable=True)     # like lengths together: little padding
@@ -152,25 +152,20 @@ class Rollout:
         how = ", ".join(f"{k}={v:g}" for k, v in self.how.items())
         return f"Rollout({type(self.module).__name__} on {self.device}, version {self.version}, max_tokens={self.max_tokens}, {how})"
 
-def _checked_counts(who, **counts):
-    "Numbers of things. ValueError for what is none."
-    for name, n in counts.items():
-        if isinstance(n, bool) or not isinstance(n, Integral) or n < 1: raise ValueError(f"{who}: {name}={n!r}; a whole number, at least 1, is wanted")
-
 def _checked_sampling(who, temperature, top_p, top_k, min_p):
     "The four numbers that say how rows are drawn. ValueError when one is out of range, TypeError for what is no number."
     how = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     for name, x in how.items():
-        if not isinstance(x, Integral if name == "top_k" else Real): raise TypeError(f"{who}: {name} is {x!r}; a {'whole ' if name == 'top_k' else ''}number is wanted")
-    if not temperature >= 0: raise ValueError(f"{who}: temperature is {temperature}; 0 (greedy) or more is wanted")
+        if isinstance(x, bool) or not isinstance(x, Integral if name == "top_k" else Real): raise TypeError(f"{who}: {name} is {x!r}; a {'whole ' if name == 'top_k' else ''}number is wanted")
+    if temperature != 0 and not 1e-6 <= temperature < float("inf"): raise ValueError(f"{who}: temperature is {temperature}; 0 (greedy), or 1e-6 and more, is wanted: logits are divided by it")
     if not 0 < top_p <= 1: raise ValueError(f"{who}: top_p is {top_p}; above 0 and at most 1 is wanted")
     if not 0 <= top_k <= MAX_SUPPORT: raise ValueError(f"{who}: top_k is {top_k}; 0 (off) to {MAX_SUPPORT} is wanted, because the kept ids travel with every token")
     if not 0 <= min_p < 1: raise ValueError(f"{who}: min_p is {min_p}; 0 (off) to below 1 is wanted")
-    return how
+    return {name: int(x) if name == "top_k" else float(x) for name, x in how.items()}
 
 def _stop_ids(stop, module, tokenizer, n):
     "Ids that end a row: as given, else the generation config's and the tokenizer's. An id that is never drawn would end none."
-    listed = lambda x: [] if x is None else [x] if isinstance(x, int) else x.flatten().tolist() if isinstance(x, Tensor) else list(x)
+    listed = lambda x: [] if x is None else [x] if isinstance(x, Integral) else x.flatten().tolist() if isinstance(x, Tensor) else list(x) if hasattr(x, "__iter__") else [x]
     odd = [x for x in listed(stop) if isinstance(x, bool) or not isinstance(x, Integral) or not 0 <= int(x) < (n or int(x)+1)]
     if odd: raise ValueError(f"Rollout: stop holds {odd[0]!r}; ids of the vocabulary are wanted" + (f", 0 to {n-1}" if n else "") + (", as tokenizer.convert_tokens_to_ids gives them" if isinstance(odd[0], str) else ""))
     ids = listed(getattr(getattr(module, "generation_config", None), "eos_token_id", None)) + listed(getattr(tokenizer, "eos_token_id", None)) if stop is None else listed(stop)

@@ -5,6 +5,7 @@ import gzip
 import json
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -146,6 +147,44 @@ def test_scores_follow_rows_not_positions():
     order = torch.tensor([2, 0, 1])
     assert grader.score(batch[order]).tolist() == grader.score(batch)[order].tolist()
     for part in batch.parts(2): assert grader.score(part).tolist() == [len(c) for c in part.completion]
+
+
+def test_what_a_function_does_to_its_lists_stays_with_it():
+    "The batch, the other functions and a second look at the rows see the columns as they are."
+    def empties(prompts, completions, talk, **columns):
+        verdicts = [float(len(c)) for c in completions]
+        for row in talk: row.append(row.pop()["content"].update(text="changed"))
+        for column in (prompts, completions, *columns.values()): column.clear()
+        return verdicts
+    def fails(completions):
+        while completions: int(completions.pop(0))
+    async def later(completions, talk):
+        talk.reverse()
+        return [talk[0][0]["content"]["text"] == "2" and c == "a" for c in completions]
+    batch = rollout(talk=[[dict(role="user", content=dict(text=str(i)))] for i in range(3)])
+    before = {k: x.clone() if isinstance(x, torch.Tensor) else repr(x) for k, x in batch.columns.items()}
+    scores = Grader([empties, later, lambda completions: [len(c) for c in completions]]).scores(batch)
+    assert [x.tolist() for x in scores.values()] == [[1, 3, 2], [1, 0, 0], [1, 3, 2]]
+    batch["completion"] = ["1", "x", "2"]
+    with pytest.raises(RuntimeError, match=r"fails raised ValueError on row 1 \(prompt 'p'\)"): Grader(fails).score(batch)
+    batch["completion"] = ["a", "bcd", "ef"]
+    assert all(x.equal(before[k]) if isinstance(x, torch.Tensor) else repr(x) == before[k] for k, x in batch.columns.items())
+
+
+@pytest.mark.parametrize("out, says", [(1e300, "returned 1e\\+300"), (-1e39, "returned -1e\\+39"), (10**400, "returned an integer of 1329 bits"), (10**5000, "returned an integer of 16610 bits"),
+                                       (torch.tensor(1e300, dtype=torch.float64), "returned 1e\\+300"), (float("inf"), "returned inf"), (np.float64("nan"), "returned nan")], ids=range(7))
+def test_a_verdict_that_single_precision_does_not_hold_names_function_and_row(out, says):
+    with pytest.raises(ValueError, match=rf"Grader: big {says} for row 1 \(prompt 'p'\); return None for a row that cannot be scored, else a number within ±3.4e.38"): Grader(lambda **_: [0., out, 1.], name="big").score(rollout())
+    largest = torch.finfo(torch.float32).max
+    assert Grader(lambda **_: [largest, -largest, 1], name="f").score(rollout()).tolist() == [largest, -largest, 1]
+
+
+def test_weights_and_their_sum_stay_finite():
+    for weight in (float("nan"), float("inf"), 10**400, 1e300, None, "1"):
+        with pytest.raises(ValueError, match="Grader: the weight of f is "): Grader(dict(f=judge), weights=[weight])
+    with pytest.raises(ValueError, match=r"Σ weight·score is beyond single precision for row 2 \(prompt 'q'\)"): Grader(lambda **_: [1, None, 1e20], weights=[1e20], name="f").score(rollout())
+    with pytest.raises(TypeError, match="Grader: dict does not say which arguments it takes"): Grader(dict).score(rollout())
+    with pytest.raises(TypeError, match="Grader: the batch is a list; a Batch is wanted"): Grader(judge).score([1])
 
 
 # -- mathematics

@@ -1,10 +1,14 @@
 "Packing: there and back with gradients, a cap that holds over thousands of random cases, equal steps on every rank (LAWS 24, 26)."
 import random
+import re
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
+from rlblocks.balancing import balance, balance_families
+from rlblocks.optim import constant, cosine, in_turn, linear, wsd
 from rlblocks.packing import bin_pack, drop_long, micro_batch_count, pack, pad, plan_micro_batches, shared_prefix, split_long, unpack
 
 
@@ -295,9 +299,9 @@ def test_long_rows_are_dropped_and_counted_or_split():
     (lambda: micro_batch_count([[4], [1]], max_tokens=20, shared=[None]), "shared is given for 1 ranks, lengths for 2"),
     (lambda: plan_micro_batches([4], max_tokens=20, padded=True, shared=(torch.zeros(1).long(),)*2), "padded rows share nothing"),
     (lambda: shared_prefix(torch.ones(2, 4, dtype=torch.long), torch.tensor([1, 2]), torch.tensor([1])), "shared_prefix: group is [1], lengths is [2]; they must be equal"),
-    (lambda: bin_pack([1], 2048, multiple=0), "bin_pack: multiple is 0"),
-    (lambda: plan_micro_batches([1], max_tokens=2048, multiple=0), "plan_micro_batches: multiple is 0"),
-    (lambda: split_long([1], 0), "split_long: cap is 0"),
+    (lambda: bin_pack([1], 2048, multiple=0), "bin_pack: multiple=0; a whole number, at least 1"),
+    (lambda: plan_micro_batches([1], max_tokens=2048, multiple=0), "plan_micro_batches: multiple=0"),
+    (lambda: split_long([1], 0), "split_long: cap=0"),
 ])
 def test_errors_say_what_came_and_how_to_mend_it(call, text):
     with pytest.raises(ValueError) as e: call()
@@ -306,3 +310,21 @@ def test_errors_say_what_came_and_how_to_mend_it(call, text):
 
 def test_lengths_are_whole_numbers():
     with pytest.raises(TypeError, match="bin_pack: lengths are float32; whole numbers are wanted"): bin_pack([1.5, 2.], 4)
+
+
+WHOLE = [   # (its name, a function of it)
+    ("balance: n", lambda n: balance([1, 2, 3], n)), ("balance_families: n", lambda n: balance_families([1, 2, 3], [0, 0, 1], [1, 1, 1], n)), ("bin_pack: cap", lambda n: bin_pack([1, 2], n)),
+    ("bin_pack: multiple", lambda n: bin_pack([1, 2], 4, multiple=n)), ("drop_long: cap", lambda n: drop_long([1, 9], n)), ("split_long: cap", lambda n: split_long([1, 9], n)),
+    ("plan_micro_batches: max_tokens", lambda n: plan_micro_batches([1, 2], max_tokens=n)), ("plan_micro_batches: max_rows", lambda n: plan_micro_batches([1, 2], max_tokens=9, max_rows=n)),
+    ("plan_micro_batches: multiple", lambda n: plan_micro_batches([1, 2], max_tokens=9, multiple=n)), ("micro_batch_count: max_tokens", lambda n: micro_batch_count([[1, 2]], max_tokens=n)),
+    ("pad: length", lambda n: pad([[1], [2]], length=n)[0].tolist()), ("shared_prefix: least", lambda n: [x.tolist() for x in shared_prefix(torch.ones(2, 4, dtype=torch.long), torch.tensor([4, 3]), torch.tensor([0, 0]), least=n)]),
+    ("in_turn: steps of a stage", lambda n: in_turn((n, lambda v: 0.), (0, lambda v: 1.))(2)), ("cosine: steps", lambda n: cosine(n)(2)), ("linear: warmup", lambda n: linear(9, warmup=n)(2)), ("constant: warmup", lambda n: constant(warmup=n)(2)),
+    ("wsd: decay", lambda n: wsd(9, decay=n)(7)), ("wsd: warmup", lambda n: wsd(9, decay=1, warmup=n)(2)),
+]
+
+
+@pytest.mark.parametrize("name, call", WHOLE, ids=[name for name, _ in WHOLE])
+def test_numbers_of_numpy_are_numbers_and_bools_are_none(name, call):
+    assert call(np.int64(3)) == call(np.uint8(3)) == call(3)
+    for odd in (True, 3., np.float32(3), "3"):
+        with pytest.raises(ValueError, match=rf"^{name}={re.escape(repr(odd))}; a whole number, .* is wanted$"): call(odd)

@@ -3,6 +3,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -265,6 +266,14 @@ def test_words_for_memory():
         with pytest.raises(ValueError, match=words): plan_rollout(TINY, **how)
 
 
-@pytest.mark.parametrize("how, words", [(dict(rows=0), "rows=0; at least 1"), (dict(flops=0), "flops=0; what a device achieves"), (dict(bandwidth=float("inf")), "bandwidth=inf"), (dict(price=-1), "price=-1")], ids=str)
+@pytest.mark.parametrize("how, words", [(dict(rows=0), "rows=0; at least 1"), (dict(flops=0), "flops=0; what a device achieves"), (dict(bandwidth=float("inf")), "bandwidth=inf"), (dict(flops="1e9"), "flops='1e9'"), (dict(rows="8"), "rows='8'; at least 1"), (dict(price=-1), "price=-1")], ids=str)
 def test_seconds_of_nothing(how, words):
     with pytest.raises(ValueError, match=words): step_seconds(plan(TINY, **SMALL), plan_rollout(TINY, rows=8, tokens=32), **dict(rows=8, prompt=8, new=8, flops=1e9, bandwidth=1e9) | how)
+
+
+def test_numbers_of_numpy_are_numbers():
+    "Sizes come from arrays: the same plan as of Python's."
+    n = {name: np.int64(x) for name, x in (SMALL | dict(devices=2)).items()}
+    assert plan(TINY, engine="fsdp2", **n).bytes() == plan(TINY, engine="fsdp2", **SMALL, devices=2).bytes()
+    assert plan_rollout(TINY, rows=np.int32(2), tokens=np.int64(8), prompt=np.int64(4)).bytes() == plan_rollout(TINY, rows=2, tokens=8, prompt=4).bytes()
+    with pytest.raises(ValueError, match="plan_rollout: prompt=True; a whole number"): plan_rollout(TINY, rows=2, tokens=8, prompt=True)

@@ -4,9 +4,11 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
+from rlblocks.preferences import Feedback, Preferences
 from rlblocks.prompts import Demonstrations, Prompts, encode, prompt_ids, segments
 
 REAL = ["tokenizers/gpt2", "tokenizers/qwen2.5", "models/stories260K", "models/babyllama-char105"]
@@ -300,8 +302,72 @@ def test_a_chat_prompt_without_a_template_names_the_row(shared):
     with pytest.raises(ValueError, match="Prompts: row 0 .*chat_template"): Prompts([dict(prompt=TALK[:1])], gpt2)
 
 
+@pytest.mark.parametrize("name", ["width", "parts", "part", "to", "per_row", "columns", "n_tokens", "_whole", "group", "unit", "policy_version"])
+def test_a_field_that_a_batch_cannot_have_is_refused_when_rows_are_read(name):
+    "A field `per_row` vanished, `width` was another number by `[]`, `unit` failed in the first step."
+    for kind, row in ((Prompts, dict(prompt="a")), (Demonstrations, dict(prompt="a", completion="b")), (Preferences, dict(prompt="a", chosen="b", rejected="c")), (Feedback, dict(prompt="a", completion="b", label=True))):
+        with pytest.raises(ValueError, match=rf"{kind.__name__}: the column names {name} are the batch's own; rename them in the rows"): kind([row | {name: "mine"}], Plain())
+    with pytest.raises(ValueError, match="Prompts: row 0 has a column named 3; names are text"): Prompts([{"prompt": "a", 3: 4}], Plain())
+    assert Prompts([dict(prompt="a", self="mine", answer=1)], Plain()).take(1)["self"] == ["mine"]
+
+
+@pytest.mark.parametrize("kind, good, bad", [
+    (Prompts, dict(prompt="a"), dict(prompt="half \ud83d")), (Prompts, dict(prompt=TALK[:1]), dict(prompt=[dict(role="user", content="half \ud83d")])),
+    (Demonstrations, dict(prompt="a", completion="b"), dict(prompt="a", completion="half \ud83d")), (Demonstrations, dict(text="a"), dict(text="half \ud83d")),
+    (Preferences, dict(prompt="a", chosen="b", rejected="c"), dict(prompt="a", chosen="half \ud83d", rejected="c")),
+    (Preferences, dict(prompt="a", chosen="b", rejected="c"), dict(prompt="a", chosen="b", rejected="half \ud83d")),
+    (Feedback, dict(prompt="a", completion="b", label=True), dict(prompt="a", completion="half \ud83d", label=True)),
+], ids=range(7))
+def test_half_a_character_names_its_row(kind, good, bad, llama_like):
+    "A tokenizer of Hugging Face says 'TextEncodeInput must be Union[…]' of a thousand texts, a callable may tokenise it."
+    with pytest.raises(ValueError, match=rf"{kind.__name__}: row 1 .*half \\+ud83d.* is a lone surrogate"): kind([good, bad], llama_like)
+
+
+def test_tables_of_other_libraries():
+    "What has rows by number is read; a table of columns is told how to become rows."
+    pandas, datasets = pytest.importorskip("pandas"), pytest.importorskip("datasets")
+    rows = [dict(prompt="ab", answer=1), dict(prompt="c", answer=2)]
+    frame = pandas.DataFrame(rows)
+    for good in (rows, tuple(rows), datasets.Dataset.from_list(rows), frame.to_dict("records"), np.array(rows)):
+        assert Prompts(good, Plain(), shuffle=False).take(2).answer == [1, 2]
+    assert Prompts(frame.prompt, Plain(), shuffle=False).take(2).prompt == ["ab", "c"]
+    for bad, says in ((frame, r"rows\[0\] of a DataFrame raises KeyError.*rows.to_dict\('records'\)"), (frame.prompt[1:], r"rows\[0\] of a Series raises KeyError.*rows.tolist"), (iter(rows), r"rows is a list_iterator.*list\(rows\)"),
+                      (datasets.Dataset.from_list(rows).data, r"row 0 is a ChunkedArray.*rows.to_pylist"), (datasets.DatasetDict(train=datasets.Dataset.from_list(rows)), r"rows is a DatasetDict.*rows\['train'\]")):
+        with pytest.raises(TypeError, match=f"Prompts: {says}"): Prompts(bad, Plain())
+
+
+def test_a_tokenizer_that_fails_names_the_text():
+    known = dict(a=3, b=4)
+    with pytest.raises(ValueError, match="encode: the tokenizer raised KeyError on 'ac': 'c'"): Prompts(["ab", "ac"], lambda t: [known[c] for c in t])
+    for odd in (lambda t: dict(input_ids=[3]), lambda t: [1.5], lambda t: "abc", lambda t: [-1], lambda t: [2**31], lambda t: 3):
+        with pytest.raises(ValueError, match="encode: the tokenizer made .* of 'ab'; a list of token ids is wanted"): Prompts(["ab"], odd)
+    for fine in (np.array, torch.tensor, tuple): assert Prompts(["ab"], lambda t, fine=fine: fine([known[c] for c in t])).take(1).tokens.tolist() == [[3, 4]]
+
+
+def test_numbers_of_rows_and_tokens():
+    data = Prompts(["a", "b"], Plain(), max_tokens=np.int64(9), batch_size=np.int32(1))
+    assert len(data.take(np.int64(3))) == 3 and type(data.state_dict()["taken"]) is int
+    for odd in (True, 2., 0, "2"):
+        with pytest.raises(ValueError, match=rf"Prompts.take: n={odd!r}; a whole number"): data.take(odd)
+        with pytest.raises(ValueError, match=rf"Prompts: max_tokens={odd!r}; a whole number"): Prompts(["a"], Plain(), max_tokens=odd)
+        with pytest.raises(ValueError, match=rf"encode: batch_size={odd!r}; a whole number"): Prompts(["a"], Plain(), batch_size=odd)
+    with pytest.raises(ValueError, match="Prompts: taken=-5; a whole number, 0 or more"): data.load_state_dict(data.state_dict() | dict(taken=-5))
+    assert len(data.take(1)) == 1
+
+
+def test_a_row_cut_at_its_start_still_has_a_first_token_that_nothing_predicts():
+    "Text without a prompt, cut at the start: its first token was chosen, and the first `take` failed."
+    class Bare(Plain): bos_token_id = None
+    data = Demonstrations(["abcdef", "gh"], Bare(), max_tokens=4, truncate="start", shuffle=False)
+    assert data.take(2).mask[0].tolist() == [False, True, True, True] and data.truncated == 1
+    with pytest.raises(ValueError, match="truncate='middle'; 'start', 'end' or None is wanted"): Demonstrations(["ab"], Plain(), max_tokens=4, truncate="middle")
+
+
 def test_take_and_tokenizer_errors():
-    with pytest.raises(ValueError, match=r"take\(0\)"): Prompts(["a"], Plain()).take(0)
+    with pytest.raises(TypeError, match="seed_of: cannot hash a set"): Prompts(["a"], Plain(), seed={1})
+    class Two(Plain): eos_token_id = [2, 3]
+    with pytest.raises(ValueError, match=r"Demonstrations: the tokenizer's eos_token_id=\[2, 3\]; a whole number"): Demonstrations(["a"], Two())
+    with pytest.raises(ValueError, match="Prompts.take: n=0; a whole number"): Prompts(["a"], Plain()).take(0)
     with pytest.raises(TypeError, match="str is not callable"): Prompts(["a"], "gpt2")
     with pytest.raises(ValueError, match="no tokens"): Prompts(["a"], lambda t: [])
     with pytest.raises(ValueError, match="1 rows of ids from 2 texts"): encode(["a", "b"], lambda t, **kw: {"input_ids": [[1]]})

@@ -93,7 +93,7 @@ def test_the_namespace_is_flat():
 
 
 INSIDE = dict(  # what modules share with each other or show in their notebooks, and `from rlblocks import …` does not offer
-    masked={"Number", "Metric", "holds"}, batch={"widen"}, prompts={"encode", "prompt_ids", "render", "segments"},
+    masked={"Number", "Metric", "holds"}, balancing={"whole_number"}, batch={"widen"}, prompts={"encode", "prompt_ids", "render", "segments"},
     ragged={"ragged"}, # would hide its module
 )
 
@@ -149,6 +149,17 @@ def test_readme_is_what_the_index_says():
     make_readme = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(make_readme)
     assert (ROOT/"README.md").read_text(encoding="utf-8") == make_readme.render(ROOT/"nbs/index.ipynb"), "README.md is stale: make readme"
+
+
+def test_what_is_to_come_says_so():
+    "Each way to ask for it shows the text: `from … import` replaces that of an AttributeError by 'cannot import name'. `hasattr` says no."
+    import rlblocks
+    says = "rlblocks has no RayPool: clusters under Ray are not in this version; SpmdPool.. under torchrun"
+    with pytest.raises(AttributeError, match=says): _ = rlblocks.RayPool
+    with pytest.raises(ImportError, match=says): exec("from rlblocks import RayPool")
+    with pytest.raises(ImportError, match=says): exec("from rlblocks import Policy, RayPool as pool")
+    with pytest.raises(ImportError, match="cannot import name 'Polcy'"): exec("from rlblocks import Polcy")
+    assert not hasattr(rlblocks, "RayPool") and getattr(rlblocks, "RayPool", None) is None and not {"RayPool"} & {*dir(rlblocks), *rlblocks.__all__}
 
 
 # -- tutorials

@@ -1,4 +1,5 @@
 "Rollout: log-probs of the distribution that was sampled, seeds that belong to samples, weights that are proved."
+import numpy as np
 import pytest
 import torch
 from rlblocks import Batch, Grader, Policy, Rollout, at_tokens, group_advantages, masked_mean, ppo_loss
@@ -45,6 +46,26 @@ def test_sampler_and_trainer_attend_alike(kind):
         for w in net.parameters(): w *= 8 if w.dim() > 1 else 1
     b = engine(net, max_tokens=24, stop=[]).generate(prompts(), group_size=4, seed=0)
     for pack in (None, False): assert (Policy(net, device="cpu", pack=pack).logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 2e-4
+
+
+def test_numbers_of_numpy_are_numbers_and_bools_are_none():
+    r = engine(max_tokens=np.int64(3), max_rows=np.int32(4), temperature=np.float32(.5), top_k=np.int64(4), stop=np.int64(1))
+    b = r.generate(prompts(), group_size=np.int64(2), max_tokens=np.int16(2), seed=np.int64(1))
+    same = engine(max_tokens=3, max_rows=4, temperature=.5, top_k=4, stop=1).generate(prompts(), group_size=2, max_tokens=2, seed=1)
+    assert said(b) == said(same) and b.top_k.tolist() == [4]*6 and b.rollout_logprobs.equal(same.rollout_logprobs)
+    for name in ("max_tokens", "max_rows"):
+        with pytest.raises(ValueError, match=f"Rollout: {name}=True; a whole number, at least 1, is wanted"): engine(**{name: True})
+    for name in ("max_tokens", "group_size"):
+        with pytest.raises(ValueError, match=f"generate: {name}=True; a whole number"): r.generate(prompts(), **{name: True})
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        with pytest.raises(TypeError, match=f"Rollout: {name} is True; a (whole )?number is wanted"): engine(**{name: True})
+    for odd in (float("inf"), 1e-40):
+        with pytest.raises(ValueError, match=f"temperature is {odd}; 0 .greedy., or 1e-6 and more"): engine(temperature=odd)
+    with pytest.raises(ValueError, match="stop holds 1.0"): engine(stop=1.)
+
+
+def test_an_engine_that_is_not_here_says_so():
+    with pytest.raises(ValueError, match="Rollout: engine='vllm' is not in this version; leave it out, or say 'hf'"): engine(engine="vllm")
 
 
 def test_raw_logprobs_at_another_temperature_are_refused():
