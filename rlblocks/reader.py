@@ -257,6 +257,7 @@ def pack_by(
     "Find a way to pack for this module: by segments, with shared prefixes, else by position ids. Under an engine all ranks ask together, inside a forward pass."
     config, who = getattr(reader.trunk, "config", None), type(reader.trunk).__name__
     if "position_ids" not in reader.takes: return False, f"{who} takes no position_ids"
+    if (reader.vocabulary or 8) < 8 or (reader.positions or 13) < 13: return False, f"{who} has no 8 ids or no 13 positions, and so the rows that show whether it can be packed do not fit it"
     senses = [n for n in SENSES if getattr(config, n, None) is not None]
     if senses: return False, f"rows of {who} may hold what is no text ({senses[0]}), whose positions are more than one number a token"
     why, before = None, attend_by_segments(reader.trunk)
@@ -376,11 +377,13 @@ def load_module(
 def without_lm_head(
     module:Any, # any model
 )->Any: # the part of it that gives hidden states; itself where it has no such head
-    "A language model below its output layer, by transformers' names for it. TypeError where nothing is below."
-    if output_layer(module) is None: return module
-    below = next((m for m in (getattr(module, "base_model", None), getattr(module, "get_decoder", lambda: None)()) if m is not None and m is not module and output_layer(m) is None), None)     # Llama 4's base_model is itself
-    if below is None: raise TypeError(f"{type(module).__name__} names no part of it that gives hidden states (base_model, get_decoder); give that part itself")
-    return below
+    "A language model below its output layer: its `base_model`, or what stands beside that layer (Llama 4 says that it is its own base model). TypeError where nothing does."
+    top = output_layer(module)
+    if top is None: return module
+    below = [getattr(module, "base_model", module), *(m for m in module.children() if m is not top)]
+    below = [m for m in below if m is not module and output_layer(m) is None]
+    if not below: raise TypeError(f"{type(module).__name__} has no part that gives hidden states, below its output layer, by the name base_model or as a part of its own; give that part itself")
+    return below[0]
 
 def load_tokenizer(
     model,      # a name or folder; anything else has none, or its own: a wrapper's
