@@ -276,7 +276,7 @@ def _plain_words(reader):
     "Some ids of a model's vocabulary, never 0, that stand for no image, end or padding, where it has such; of a vocabulary that nobody names 1 alone, which any has."
     configs = [c for m in reader.trunk.modules() if (c := getattr(m, "config", None)) is not None]
     taken = {i for c in configs for name, x in vars(c).items() if "token" in name for i in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(i, int)}
-    most = reader.vocabulary or (64 if any(hasattr(c, n) for c in configs for n in SENSES) else 2)
+    most = reader.vocabulary or (8 if any(hasattr(c, n) for c in configs for n in SENSES) else 2)
     known = range(1, min(most, 64))
     return torch.tensor([i for i in known if i not in taken] or [*known] or [0])
 
