@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from jaxtyping import Float
 
 from .folders import in_precision, save_folder
-from .head import output_layer, states_of
-from .inputs import config_of
+from .head import states_of
+from .inputs import config_of, refuse_encoder_decoder
 from .plain import world
-from .reader import Reader, load_module
+from .reader import Reader, load_module, without_lm_head
 from .value_losses import expected_value
 
 # %% ../nbs/32b_heads.ipynb #1674b69f
@@ -124,6 +124,7 @@ def load_scored(
     attention:str|None=None, # attention implementation of a name or folder
 )->tuple[Any, nn.Linear|None]: # (the trunk, its head or None)
     "A trunk without language-model head, and the value or reward head that came with it."
+    if isinstance(model, (str, Path)): refuse_encoder_decoder(config_of(model), model)
     head = head_of(model) if isinstance(model, (str, Path)) else None
     if head is not None:
         from transformers import AutoModel
@@ -148,7 +149,7 @@ def trunk_reader(
     bias:bool=True,          # of a new head
 )->Reader:
     "A trunk with a head on its hidden states: a reward model's own, else a new one, and none when the module gives one number a token by itself. ValueError for a head of another size, TypeError for a module that gives neither."
-    module, own = load_scored(model, attention=attention) if base is None else (base.trunk if output_layer(base.trunk) is None else base.trunk.base_model, None)
+    module, own = load_scored(model, attention=attention) if base is None else (without_lm_head(base.trunk), None)
     if own is not None:
         if outputs not in (None, own.out_features): raise ValueError(f"{type(module).__name__} has a head of {own.out_features} numbers; {outputs} {'is' if outputs == 1 else 'are'} wanted")
         return Reader(module, own)

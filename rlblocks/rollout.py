@@ -15,7 +15,7 @@ from .balancing import whole_number
 from .batch import Batch, seed_of, widen
 from .decoding import MAX_SUPPORT, Decoder, cache_is_exact, decode
 from .inputs import check_ids, device_of
-from .reader import Reader, load_module, load_tokenizer, pack_by
+from .reader import Reader, load_module, load_tokenizer, look_ahead, pack_by
 from .weights import Manifest, Ticket, copy_weights
 
 # %% ../nbs/35_rollout.ipynb #e7d2a4bc
@@ -51,6 +51,7 @@ class Rollout:
         reader = Reader(self.module)
         self.vocabulary = reader.vocabulary
         pack_by(reader, self.device)     # one attention here and in the trainer, which does the same: transformers' sdpa leaves out a softcap of scores (Gemma 2)
+        if ahead := look_ahead(reader, self.device): raise ValueError(f"Rollout: {ahead}")
         self.cached = cache_is_exact(self.module)
         self.shared = self.cached and self.device.type == "cpu" and cache_is_exact(self.module, shared=True)      # faster by measurement there; on a GPU nobody has measured it
         self.stop = _stop_ids(stop, self.module, self.tokenizer, self.vocabulary)

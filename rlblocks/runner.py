@@ -19,7 +19,7 @@ from .masked import Last, Mean, merge
 from .packing import plan_micro_batches, shared_prefix
 from .head import bending
 from .inputs import check_ids
-from .reader import Reader, pack_by, share_lines, turning
+from .reader import Reader, look_ahead, pack_by, share_lines, turning
 from .plain import alike
 from .sequence import Stretch
 from .sharded import ShardedModel, agree
@@ -66,6 +66,8 @@ class Runner:
         self.model = ShardedModel(reader, **engine)
         with self.model.autocast():
             apart, why = self.model.probe(lambda: pack_by(reader, self.model.device))
+            ahead = self.model.probe(lambda: look_ahead(reader, self.model.device))
+            if ahead: raise ValueError(f"{name}: {ahead}")
             reader.bend = self.model.probe(lambda: bending(reader.trunk, self.model.device))
             stretch = Stretch.of(self.model.mesh)
             if stretch and pack is False: raise ValueError(f"{name}: sequence_parallel={stretch.ranks} shares lines of packed rows, and pack=False lays none; leave it out")
@@ -88,7 +90,11 @@ class Runner:
         return bins + [[] for _ in range(max(map(len, plans), default=0) - len(bins))]
 
     def _plan(self, lengths, unit, shared):
-        "Micro-batches of the rows of one rank; an empty row takes the place of a token."
+        "Micro-batches of the rows of one rank; an empty row takes the place of a token. ValueError for a row beyond the model's learned positions."
+        window = self.reader.positions
+        if window and (lengths > window).any():
+            raise ValueError(f"{self.name}: row {int(lengths.argmax())} has {int(lengths.max())} tokens, beyond the {window} positions that {type(self.reader.trunk).__name__} has learned; "
+                             f"leave out or shorten what is longer (batch[batch.lengths <= {window}]), or take a model that reads further")
         lengths = lengths.cpu().clamp(min=1)
         unit, sides = None if unit is None else unit.cpu(), self._sides(lengths, unit)
         if len(sides) > 1 or not (self.packed and self.reader.segments): shared = None

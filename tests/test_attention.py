@@ -341,3 +341,65 @@ def test_recomputed_layers_see_their_rows():
 
 def test_keeps_rows_apart_needs_positions():
     assert not keeps_rows_apart(Reader(nn.Embedding(8, 4)), "cpu")
+
+
+# -- attention that is another one than softmax over a row's keys
+
+SPARSE = tiny.SIZES | dict(num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, index_topk=8, index_head_dim=16, index_n_heads=16,
+                           initializer_range=.15, eos_token_id=1, pad_token_id=0)       # 16 heads: of fewer all may give a key exactly 0, and top-k then chooses among equals
+EXPERTS = dict(moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1)
+
+
+def sparse(kind):
+    import transformers as tf
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return tf.AutoModelForCausalLM.from_config(tf.CONFIG_MAPPING[kind](**SPARSE | EXPERTS)).eval()
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_sparse_attention_stays_the_models_own(kind):
+    "Rows of three times the keys that a query chooses: read densely they are nats away, and up to that number of tokens the same."
+    net, b = sparse(kind), tiny.rows(B=3, T=26)
+    b["lengths"], b["mask"] = torch.tensor([26, 24, 7]), (torch.arange(26) > 0) & (torch.arange(26) < torch.tensor([26, 24, 7])[:, None])
+    wanted = torch.zeros(b.mask.shape)
+    with torch.no_grad():
+        for i, n in enumerate(b.lengths.tolist()): wanted[i, 1:n] = (net(b.tokens[i:i+1, :n], use_cache=False).logits[0, :-1]/.7).log_softmax(-1).gather(-1, b.tokens[i, 1:n, None])[:, 0]
+    for how in (dict(), dict(pack=False)): assert_close(Policy(net, **how, device="cpu").logprobs(b), wanted, rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match="Policy: pack=True, but .* attends in a way that is not known here .*hands down 'indices'"): Policy(net, pack=True, device="cpu")
+
+
+def test_a_probe_of_short_rows_sees_what_sparse_attention_does_with_long_ones():
+    "By position ids alone, as rows of flash attention are told apart: 13 tokens against a choice of 2,048."
+    net = sparse("deepseek_v32")
+    for m in net.modules():
+        if hasattr(m, "index_topk"): m.index_topk = 2048
+    reader, line = Reader(net), []
+    for m in net.modules():
+        if hasattr(m, "index_topk"): m.register_forward_pre_hook(lambda m, args: line.append(m.index_topk))
+    keeps_rows_apart(reader, "cpu")
+    assert line and max(line) == 4 and all(m.index_topk == 2048 for m in net.modules() if hasattr(m, "index_topk"))
+
+
+def test_what_layers_hand_down_is_known_or_refused():
+    q, layer, line = torch.randn(1, 2, 5, 4), nn.Linear(2, 2), Segments([2, 3], [(0, 0), (0, 1)])
+    known = dict(position_ids=torch.arange(5)[None], cache_position=torch.arange(5), use_cache=False, output_attentions=False, output_hidden_states=True, output_router_logits=True, is_causal=True,
+                 cu_seq_lens_q=torch.tensor([0, 2, 5]), cu_seq_lens_k=torch.tensor([0, 2, 5]), max_length_q=3, max_length_k=3, seq_idx=torch.zeros(1, 5), num_items_in_batch=torch.tensor(5), indices=None, block_indices=None)
+    for segments in (None, line):
+        mask = None if segments is None else torch.zeros(1, 1, 1, 1)
+        assert torch.equal(segment_attention(layer, q, q, q, mask, segments=segments)[0], segment_attention(layer, q, q, q, mask, segments=segments, **known)[0])
+        with pytest.raises(NotImplementedError, match="segment_attention: Linear hands down 'block_indices', which this attention does not know"):
+            segment_attention(layer, q, q, q, mask, segments=segments, block_indices=torch.zeros(1, 5))
+    with pytest.raises(NotImplementedError, match=r"segment_attention: Linear makes a mask of its own, \[1, 1, 5, 5\]"): segment_attention(layer, q, q, q, torch.zeros(1, 1, 5, 5), segments=line)
+
+
+def test_a_layer_that_makes_its_own_mask_is_padded():
+    "DeepSeek-V4 sees every 128 tokens as one more key, by columns of the mask: on a line of rows shorter than that the probe sees none of it, and a long row is read with the one before it."
+    from transformers import AutoModelForCausalLM, DeepseekV4Config
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = DeepseekV4Config(**tiny.SIZES | dict(num_key_value_heads=1, head_dim=8, q_lora_rank=16, o_lora_rank=8, index_head_dim=16, index_n_heads=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                                                      sliding_window=16, max_position_embeddings=256, layer_types=["heavily_compressed_attention"]*2, eos_token_id=1, pad_token_id=0))
+        net = AutoModelForCausalLM.from_config(config).eval()
+    assert not Policy(net, device="cpu")._run.packed
+    with pytest.raises(ValueError, match="makes a mask of its own"): Policy(net, pack=True, device="cpu")

@@ -350,3 +350,21 @@ def test_a_plan_leaves_the_configuration_as_it_came():
     before, first = config.to_dict(), plan_rollout(config, rows=2, tokens=8)
     plan_rollout(config, rows=2, tokens=8, dtype=torch.bfloat16)
     assert config.to_dict() == before and plan_rollout(config, rows=2, tokens=8).bytes() == first.bytes()
+
+
+@pytest.mark.parametrize("Wrapper", [Policy, Critic, Scorer, Rollout])
+@pytest.mark.parametrize("kind", ["T5", "Bart"])
+def test_encoder_decoders_are_refused_by_name(kind, Wrapper, tmp_path):
+    import transformers as tf
+    sizes = dict(T5=dict(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4), Bart=dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=32,
+                                                                                           decoder_ffn_dim=32, max_position_embeddings=32, eos_token_id=1, bos_token_id=0, forced_eos_token_id=1, decoder_start_token_id=1))
+    net = getattr(tf, f"{kind}ForConditionalGeneration")(getattr(tf, f"{kind}Config")(vocab_size=32, **sizes[kind]))
+    net.save_pretrained(tmp_path)
+    for model in (net, lambda: net, tmp_path):
+        with pytest.raises(ValueError, match=f"is an encoder-decoder \\({kind.lower()}\\)"): Wrapper(model, device="cpu")
+
+
+def test_the_decoder_of_one_is_a_language_model():
+    import transformers as tf
+    net = tf.BartForCausalLM(tf.BartConfig(vocab_size=32, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32, max_position_embeddings=32, eos_token_id=1, bos_token_id=0))
+    assert Policy(net, device="cpu")._run.reader.positions == 32        # of 34 rows in its table

@@ -385,3 +385,25 @@ def test_a_policy_is_no_reward_model(tmp_path):
     model().save_pretrained(tmp_path)
     assert head_of(tmp_path) is None and (Scorer(tmp_path, device="cpu").scores(batch()) == 0).all()
     assert (Policy(tmp_path, value_head=True, device="cpu").values(batch()) == 0).all()
+
+
+def test_a_head_sits_on_hidden_states_where_a_model_is_its_own_base():
+    "Llama 4 says that it is its own base_model; a head on what it gives would sit on the logits of the vocabulary."
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=64, intermediate_size_mlp=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
+    net = Llama4ForCausalLM(Llama4TextConfig(**sizes, pad_token_id=0))
+    assert net.base_model is net
+    policy = Policy(net, frozen=True, device="cpu")
+    for wrapper in (Critic(net, device="cpu"), Scorer(net, device="cpu"), Critic(policy, device="cpu")):
+        assert type(wrapper._run.reader.trunk).__name__ == "Llama4TextModel" and wrapper._run.reader.head.in_features == 32
+    assert Scorer(net, device="cpu").scores(batch()).shape == (16,)
+
+
+def test_a_language_model_in_one_piece_has_no_place_for_a_head():
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.out = nn.Parameter(torch.zeros(8, 4)), nn.Linear(4, 8)
+        def get_output_embeddings(self): return self.out
+        def forward(self, tokens): return self.out(self.weight[tokens])
+    with pytest.raises(TypeError, match="Whole has no part that gives hidden states"): Critic(Whole(), device="cpu")

@@ -449,3 +449,30 @@ def test_clear_errors():
 
 def test_a_dtype_that_is_text_is_refused_by_name():
     with pytest.raises(TypeError, match="dtype=torch.bfloat16"): Policy(model(), dtype="bfloat16", device="cpu")
+
+
+@pytest.mark.parametrize("Wrapper, call", [(Policy, "logprobs"), (Policy, "step"), (Critic, "values"), (Scorer, "scores"), (Scorer, "step")])
+def test_a_row_beyond_the_learned_positions_is_named(Wrapper, call):
+    "GPT-2 has a vector for each place: a longer row is an index error on a CPU and the end of the process on a GPU."
+    b, wrapper = rows(B=6, T=20), Wrapper(model("gpt2", n_positions=6), device="cpu")
+    wanted = f"{Wrapper.__name__}: row 5 has 7 tokens, beyond the 6 positions that GPT2.* has learned"
+    with pytest.raises(ValueError, match=wanted): wrapper.step(b, lambda out, b: (0., {})) if call == "step" else getattr(wrapper, call)(b)
+    if call != "step": getattr(wrapper, call)(b[b.lengths <= 6])
+
+
+def test_rotary_positions_have_no_end():
+    assert Policy(model(max_position_embeddings=6), device="cpu").logprobs(rows()).isfinite().all()
+
+
+def test_another_default_dtype_changes_no_number():
+    "A notebook that computes in float64 everywhere."
+    b, net = rows(dtype=torch.float32), model()
+    def read():
+        policy, critic = Policy(net, device="cpu", value_head=True), Critic(net, device="cpu")
+        return policy._run.packed, policy._run.reader.bend, policy.logprobs(b), policy.hidden(b), critic.values(b), Scorer(net, device="cpu").scores(b)
+    wanted = read()
+    torch.set_default_dtype(torch.float64)
+    try: found = read()
+    finally: torch.set_default_dtype(torch.float32)
+    for x, y in zip(found, wanted, strict=True): assert_close(x, y, rtol=0, atol=0) if isinstance(x, torch.Tensor) else x == y
+    assert found[:2] == wanted[:2]

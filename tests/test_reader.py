@@ -8,8 +8,9 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlblocks import Batch, Policy, aggregate, entropy, forward_kl_loss
+from rlblocks import Batch, Critic, Policy, Rollout, Scorer, aggregate, entropy, forward_kl_loss
 from rlblocks.head import bending
+from rlblocks.reader import Reader, look_ahead, pack_by
 
 KINDS = dict(llama={}, qwen2={}, qwen3={}, mistral={}, gemma={}, gemma2=dict(final_logit_softcapping=3.), granite=dict(logits_scaling=8.), cohere=dict(logit_scale=.0625),
              gpt2={}, qwen3_moe={})
@@ -157,3 +158,76 @@ def test_a_student_learns_from_full_logits_however_the_step_is_cut():
     assert_close(*weights, atol=1e-4, rtol=0)
     assert float(found[-1]["loss"]) < .8*float(found[0]["loss"])
     with pytest.raises(AttributeError, match="logits=True"): Policy(tiny.model("llama")).step(b, loss)
+
+
+# -- what stands behind a token says nothing about it
+
+SMALL = dict(vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, initializer_range=.15)
+ROPES = dict(longrope=dict(rope_type="longrope", factor=4., rope_theta=1e4, short_factor=[1.]*4, long_factor=[4., 3., 2., 2.], original_max_position_embeddings=4), dynamic=dict(rope_type="dynamic", factor=4., rope_theta=1e4))
+
+
+def made(name, config):
+    import transformers as tf
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return getattr(tf, name)(config(tf)).eval()
+
+
+class Row(nn.Module):
+    "Gives every token something of its row: hidden states, or logits."
+    def __init__(self, of, logits=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb, self.at, self.out, self.of = nn.Embedding(32, 8), nn.Embedding(32, 8), nn.Linear(8, 32) if logits else nn.Identity(), of
+    def forward(self, tokens):
+        x, T = self.emb(tokens), tokens.shape[1]
+        return self.out(dict(mean=lambda: x + x.mean(1, keepdim=True), next=lambda: x + x.roll(-1, 1), end=lambda: x + self.at(torch.arange(T).flip(0)), causal=lambda: x.cumsum(1))[self.of]())
+
+
+NOT_CAUSAL = dict(
+    bert=(lambda: made("BertLMHeadModel", lambda tf: tf.BertConfig(**SMALL)), "looks ahead.*load it with is_decoder=True"),
+    electra=(lambda: made("ElectraForCausalLM", lambda tf: tf.ElectraConfig(**SMALL, embedding_size=32)), "looks ahead.*load it with is_decoder=True"),
+    xlm=(lambda: made("XLMWithLMHeadModel", lambda tf: tf.XLMConfig(vocab_size=32, emb_dim=32, n_layers=2, n_heads=4, init_std=.15, embed_init_std=.15)), "looks ahead.*load it with causal=True"),
+    xlnet=(lambda: made("XLNetLMHeadModel", lambda tf: tf.XLNetConfig(vocab_size=32, d_model=32, n_layer=2, n_head=4, d_inner=64, initializer_range=.15)), "looks ahead"),
+    modernbert=(lambda: made("ModernBertForMaskedLM", lambda tf: tf.ModernBertConfig(**SMALL, pad_token_id=0, bos_token_id=1, eos_token_id=1, cls_token_id=1, sep_token_id=1)), "looks ahead"),
+    mean=(lambda: Row("mean"), "Row looks ahead"), next=(lambda: Row("next"), "Row looks ahead"), end=(lambda: Row("end"), "Row reads its padding"))
+
+
+@pytest.mark.parametrize("name", NOT_CAUSAL)
+def test_a_model_that_is_not_causal_is_refused(name):
+    "Its log-probs would be of another distribution than it samples from, and a row's would change with the rows beside it."
+    make, words = NOT_CAUSAL[name]
+    net = make()
+    for Wrapper in (Policy, Critic, Scorer, Rollout):
+        if hasattr(net, "config") or Wrapper in (Policy, Rollout):
+            with pytest.raises(ValueError, match=f"{Wrapper.__name__}: .*{words}"): Wrapper(net, device="cpu")
+    if not hasattr(net, "config"):
+        with pytest.raises(ValueError, match=f"Critic: {words}"): Critic(Row(name, logits=False), device="cpu")
+    for how in (dict(pack=False), dict(frozen=True, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=words): Policy(net, device="cpu", **how)
+
+
+CAUSAL = {kind: (lambda kind=kind: tiny.model(kind)) for kind in tiny.KINDS} | {f"{kind}_in_half": (lambda kind=kind: tiny.model(kind, torch.bfloat16)) for kind in ("llama", "gemma3", "qwen3_moe", "gpt2")} | dict(
+    mamba=lambda: made("MambaForCausalLM", lambda tf: tf.MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2, state_size=8)),
+    recurrent=lambda: made("RecurrentGemmaForCausalLM", lambda tf: tf.RecurrentGemmaConfig(**tiny.SIZES | dict(num_hidden_layers=3, lru_width=32, attention_window_size=8))),
+    bloom=lambda: made("BloomForCausalLM", lambda tf: tf.BloomConfig(vocab_size=32, hidden_size=32, n_layer=2, n_head=4)),
+    bert_decoder=lambda: made("BertLMHeadModel", lambda tf: tf.BertConfig(**SMALL, is_decoder=True)),
+    roberta_decoder=lambda: made("RobertaForCausalLM", lambda tf: tf.RobertaConfig(**SMALL, is_decoder=True)),
+    longrope=lambda: tiny.model(rope_parameters=ROPES["longrope"]), dynamic=lambda: tiny.model(rope_parameters=ROPES["dynamic"], max_position_embeddings=5),
+    five_positions=lambda: tiny.model("gpt2", n_positions=5), two_words=lambda: tiny.model(vocab_size=2), own=lambda: Row("causal"))
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_model_is_never_refused(name):
+    reader = Reader(CAUSAL[name]().eval())
+    pack_by(reader, torch.device("cpu"))
+    assert look_ahead(reader, torch.device("cpu")) == ""
+
+
+def test_places_of_images_are_no_words():
+    "Ids that a model reads as something else than text are not asked about."
+    net = tiny.model()
+    net.config.image_token_id, net.config.video_token_id = 3, 5
+    seen = []
+    net.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    assert look_ahead(Reader(net), "cpu") == "" and not {3, 5, 1} & set(torch.cat([x.flatten() for x in seen]).tolist())       # 1 ends a row
