@@ -8,6 +8,7 @@ __all__ = ['Runner']
 # %% ../nbs/33_runner.ipynb #294c8654
 import inspect
 from collections.abc import Callable
+from functools import wraps
 from numbers import Integral
 
 import torch
@@ -22,10 +23,18 @@ from .reader import Reader, pack_by, share_lines, turning
 from .plain import alike
 from .sequence import Stretch
 from .sharded import ShardedModel, agree
-from .splits import Checked, Out, RowOut, check_splits
+from .splits import Checked, Out, RowOut, cause, check_splits
 from .weights import checksum
 
 # %% ../nbs/33_runner.ipynb #ae90ff7a
+def _in_turn(method):
+    "A method of `Runner` that no other thread interrupts on the same weights."
+    @wraps(method)
+    def run(self, *args, **kwargs):
+        with self.model.turn: return method(self, *args, **kwargs)
+    return run
+
+# %% ../nbs/33_runner.ipynb #c8f162ef
 class Runner:
     "Micro-batches, forward passes and the optimizer step that Policy, Critic and Scorer share."
 
@@ -145,6 +154,7 @@ class Runner:
             if len(empty): raise ValueError(f"{self.name}: row {int(empty[0])}{where} has no token, so no last one to score it at; leave empty rows out: batch[batch.lengths > 0]")
 
     # -- whole batches
+    @_in_turn
     @torch.no_grad()
     def compute(self,
         batch:Batch,  # a whole or a part
@@ -171,6 +181,7 @@ class Runner:
         for rows, x in done: out[torch.tensor(rows)] = x if by_row else widen(x, like.shape[1])
         return out
 
+    @_in_turn
     def step(self,
         jobs:list,    # (batch, loss) pairs
         run:Callable, # micro-batch → `Out`, with gradient
@@ -205,7 +216,7 @@ class Runner:
 
     def _gradient(self, jobs, run, shared):
         "Add up the gradient of all micro-batches; the loss and the metrics of this rank's rows. Ranks that share the step succeed or fail together."
-        total, metrics, error = torch.zeros((), dtype=torch.float64), {}, None
+        total, metrics, error, why = torch.zeros((), dtype=torch.float64), {}, None, ""
         try:
             for batch, _ in jobs: self._known(batch)
             work = [(batch, loss, rows) for batch, loss in jobs for rows in self.plan(batch)]
@@ -218,9 +229,10 @@ class Runner:
                     error, value, found = error or e, torch.stack([0*x.sum() for _, x in out.items()]).sum(), {}     # the other ranks' engines wait for this backward pass
                 self.model.backward(value*0 if part.filler else value, last=i == len(work), shared=shared)
                 if not part.filler:
-                    total += value.detach().double().cpu()
+                    total += (value := value.detach().double().cpu())
                     metrics = merge(metrics, found)
-            if not error and not torch.isfinite(total): raise FloatingPointError(f"{self.name}: the loss is {total.item()} at version {self.model.version}; nothing was changed")
+                    if not (why or value.isfinite()): why = cause(out, part, rows)
+            if not error and not torch.isfinite(total): raise FloatingPointError(f"{self.name}: the loss is {total.item()} at version {self.model.version}; nothing was changed. {why}".rstrip())
         except Exception as e: error = e
         if shared or self.model.shares > 1: agree(error, f"{self.name}.step", same=[(b.n_tokens, b.n_rows) for b, _ in jobs])
         elif error: raise error
