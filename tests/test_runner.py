@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -338,8 +339,9 @@ def test_a_second_ctrl_c_ends_a_process_that_waits_for_a_dead_rank(tmp_path):
     ranks = [subprocess.Popen([sys.executable, "-c", STUCK, str(rank), str(port)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
     try:
         for p in ranks: assert p.stdout.readline() == "ready\n", p.stderr.read()
+        time.sleep(3)                        # so that it most likely waits by now; if not, it is merely interrupted
         deaf = 0
-        while ranks[0].poll() is None and deaf < 60:          # however slow the machine is to get to the collective
+        while ranks[0].poll() is None and deaf < 60:
             ranks[0].send_signal(signal.SIGINT)
             deaf += 1
             try: ranks[0].wait(1)
