@@ -11,9 +11,12 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 # %% ../nbs/30c_guards.ipynb #c58a7289
-class Turn(type(threading.RLock())):
+_RLock:Any = type(threading.RLock())
+
+class Turn(_RLock):
     "A lock that a thread may take again; its copy is a new lock."
     def __reduce__(self): return Turn, ()
 

@@ -148,7 +148,7 @@ def check_splits(
     """Compare a closure on a micro-batch with the sum over two pieces of it, value and gradient, without a second forward pass; as it is, and with outputs and columns of log-probs disturbed on pieces of unlike widths.
 
     The pieces are made between units; of a single unit, two copies. ValueError when they differ."""
-    cuts, T = _halves(part), part.width
+    cuts, T = _halves(part), part.tokens.shape[1]
     even, ragged = (T, T), (max(int(part.lengths[cuts[0]].max()), 1), T + 3)
     plain = _sums(loss, out, part, cuts, even)
     if plain and not plain.equal: raise ValueError(_broken(name, plain))

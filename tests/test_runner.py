@@ -134,11 +134,11 @@ def closures():
                 return f(*(here[k] for k in data), **hyper, denom=b.n_rows)
         elif "mask" in data and data[0] in ("logprobs", "values", "entropy", "logits") and name not in ("hps_loss",):
             def loss(out, b, f=f, data=data, hyper=hyper, over=over):
-                find = lambda k: getattr(out, k) if k in ("logprobs", "values", "entropy", "logits") else b[k]
+                find = lambda word: getattr(out, word) if word in ("logprobs", "values", "entropy", "logits") else b[word]
                 return f(*map(find, data), **hyper, denom=getattr(b, over or "n_tokens"))
         elif data[0] == "router_logits":
             def loss(out, b, f=f, data=data):
-                find = lambda k: out.router_logits[:, :, 0] if k == "router_logits" else b.load[:, 0] if k == "load" else b[k]
+                find = lambda word: out.router_logits[:, :, 0] if word == "router_logits" else b.load[:, 0] if word == "load" else b[word]
                 return f(*map(find, data), denom=b.n_tokens)
         else: continue
         yield name, loss
