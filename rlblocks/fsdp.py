@@ -23,10 +23,10 @@ from .plain import HALF, fill_, join_world, same_weights, stepped, world
 def layers_of(
     module:nn.Module, # a transformers model, a module that holds one, or any other
 )->list[nn.Module]: # one group of weights each
-    "The layers to shard by: those that transformers names, else the children of the largest list of modules."
+    "The layers to shard by, inner ones before those around them: those that transformers names, else the children of the largest list of modules."
     named = {n for m in module.modules() for n in getattr(m, "_no_split_modules", None) or ()}
     found = [m for m in module.modules() if type(m).__name__ in named]
-    if found: return found
+    if found: return found[::-1]       # `modules` gives a module before what is inside it
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
     size = lambda m: sum(p.numel() for p in m.parameters())
     return [m for m in max(lists, key=size) if size(m)] if lists else []

@@ -36,6 +36,7 @@ class Adapted:
     ):
         "Hold the view's own weights."
         self.base, self.name, self.module = base, name, module
+        self.turn = base.model.turn       # one thread at a time in all that stands on this base
         self.plain = Plain(module, device, optimizer=optimizer, max_norm=max_norm)
         self.optimizer = self.plain.optimizer
         if base.cut:                # gradients are summed over all ranks: of an adapter each knows a term, of a head all of it

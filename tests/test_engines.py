@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import os
 import resource
+import signal
 import socket
 import sys
 import time
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from resident import export_extra, give_back
 from rlblocks import Critic, Policy, Scorer, bradley_terry_loss, dpo_loss, kl_k3, masked_mean, masked_sum, merge, pairs, ppo_loss, sft_loss, value_loss
+from rlblocks.masked import Max
 from rlblocks.sharded import ShardedModel
 from tiny import model, rows, tokenizer
 from torch import nn
@@ -175,12 +177,11 @@ def on_policy(engine, world, rank, folder):
     b = batch()
     policy = Policy(model(), **HOW, engine=engine)
     b["old_logprobs"] = policy.logprobs(b)
-    far = []
     def loss(out, b):
-        far.append((out.logprobs-b.old_logprobs)[b.mask].detach().exp().sub(1).abs().max().item() if b.mask.any() else 0.)
-        return ppo(out, b)
-    policy.step(b.parts(world)[rank] if world > 1 else b, loss, entropy=True)
-    assert max(far) < 1e-4, far
+        far = torch.where(b.mask, (out.logprobs-b.old_logprobs).detach().exp().sub(1).abs(), 0.)
+        return ppo(out, b)[0], dict(far=Max(far.max()))
+    metrics = policy.step(b.parts(world)[rank] if world > 1 else b, loss, entropy=True)
+    assert float(metrics["far"]) < 1e-4
 
 
 def reference(engine, world, rank, folder):
@@ -365,7 +366,43 @@ def unlike(engine, world, rank, folder):
     with pytest.raises(ValueError, match="ranks 0 and 1 built different models"): Policy(model(seed=min(rank, 1)), **HOW, engine=engine)
 
 
-CHECKS = [on_policy, reference, half_precision, poison, resumes, failing, saved, saved_in_half, saved_in_pieces, peak, offloaded, unlike]
+def interrupted(engine, world, rank, folder):
+    "Ctrl-C in the middle of a step, on every rank: the whole step has happened, version included, and the next one is as if nothing had been."
+    b = batch()
+    part = b.parts(world)[rank] if world > 1 else b
+    policy, calm = (Policy(model(), **HOW, engine=engine) for _ in range(2))
+    hook = policy._run.model.optimizer.register_step_post_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt): policy.step(part, sft)
+    hook.remove()
+    calm.step(part, sft)
+    assert policy.version == policy.weights().version == 1
+    for _ in range(2):
+        want = whole_weights(calm)
+        assert all(torch.equal(x, want[k]) for k, x in whole_weights(policy).items())
+        for p in (policy, calm): p.step(part, sft)
+
+
+def nested(engine, world, rank, folder):
+    "Layers inside layers (Mamba's mixer in its block) are sharded, and the gradient is the plain process's: SGD with lr 1 takes it off the weights."
+    if engine != "fsdp2": return
+    import transformers as tf
+    b, size = batch(6), dict(vocab_size=32, hidden_size=16, state_size=4, num_hidden_layers=2, conv_kernel=4, time_step_rank=4, pad_token_id=0, bos_token_id=1, eos_token_id=1)
+    how = HOW | dict(max_norm=None, weight_decay=0., optimizer=lambda ps: torch.optim.SGD([p for _, p in ps], lr=1.))
+    for kind in ("Mamba", "FalconMamba"):
+        torch.manual_seed(0)
+        net = getattr(tf, f"{kind}ForCausalLM")(getattr(tf, f"{kind}Config")(**size))
+        before, steps = dict(net.named_parameters()), []
+        for how_held in (dict(engine=engine), {}):
+            policy = Policy(net, **how, **how_held)
+            policy.step(b.parts(world)[rank] if world > 1 and how_held else b, sft)
+            steps.append({k: x - before[k.removeprefix("trunk.")].detach() for k, x in whole_weights(policy).items()})
+        scale = max(x.abs().max() for x in steps[1].values())
+        eps = torch.finfo(torch.float32).eps
+        far, most = max((x - steps[1][k]).abs().max() for k, x in steps[0].items()), eps*(int(b.mask.sum())*scale + 2*max(x.abs().max() for x in before.values()))    # a sum over tokens, and what a weight is rounded to
+        assert scale > 1e-3 and far < most, (kind, float(far), float(most))
+
+
+CHECKS = [on_policy, reference, half_precision, poison, resumes, failing, interrupted, nested, saved, saved_in_half, saved_in_pieces, peak, offloaded, unlike]
 
 
 # -- in the parent

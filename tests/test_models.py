@@ -292,7 +292,7 @@ def test_units_stay_in_one_micro_batch():
         return masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
     policy = Policy(model(), device="cpu", micro_rows=2)
     policy.step(b, loss)
-    assert all(len(u) == 2 and u[0] == u[1] for u in seen[-8:])
+    assert all(u.count(x) == 2 for u in seen for x in u)          # in every micro-batch, and in every piece that the split check makes of one
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma"])
 def test_a_saved_reward_model_is_a_classifier_of_transformers(tmp_path, kind):
