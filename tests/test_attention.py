@@ -2,6 +2,7 @@
 import pytest
 import tiny
 import torch
+from tiny import exact
 from torch import nn
 from torch.testing import assert_close
 
@@ -37,15 +38,6 @@ def dense(module, query, key, value, attention_mask, *, scaling, softcap=None, *
     s = query @ key.mT*scaling
     s = softcap*(s/softcap).tanh() if softcap else s
     return ((s + attention_mask).softmax(-1) @ value).transpose(1, 2), None
-
-
-def exact(net):
-    "A model in float64 all through: transformers' RMS norms go by way of fp32."
-    for m in net.double().modules():
-        if "RMSNorm" not in type(m).__name__: continue
-        eps, one = (m.eps, 1.) if hasattr(m, "eps") else (m.variance_epsilon, 0.)
-        m.forward = lambda x, w=m.weight, eps=eps, one=one: x*(x.square().mean(-1, keepdim=True) + eps).rsqrt()*(w + one)
-    return net
 
 
 def alone(net, b):
