@@ -178,7 +178,7 @@ def stopped(pool, folder):
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    with SpmdPool(timeout=120.) as pool:
+    with SpmdPool(timeout=300.) as pool:
         got = dict(tutorials=tutorials(pool), dispatch=dispatch(pool))
         if pool.ranks > 1: got |= dict(failures=failures(pool), replicas=replicas(pool), stopped=stopped(pool, folder/"run"))
         torch.save(got, folder/f"{pool.rank}.pt")

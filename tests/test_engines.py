@@ -145,7 +145,7 @@ def join(rank, world, port):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     give_back()
-    faulthandler.dump_traceback_later(int(os.environ.get("HANG", 280)), exit=True)        # a rank that waits for ever says where
+    faulthandler.dump_traceback_later(int(os.environ.get("HANG", 900)), exit=True)        # a rank that waits for ever says where
     dist.init_process_group("gloo", rank=rank, world_size=world)
 
 

@@ -92,7 +92,7 @@ def half_to_read(rank, world):
 
 def under_a_pool(rank, world):
     "A loop hands in whole batches; the lowest rank of a replica answers for it."
-    b, pool = shared_prompts(), SpmdPool(timeout=60)
+    b, pool = shared_prompts(), SpmdPool(timeout=300)
     policy, plain = pool.place(Policy, twice("llama"), sequence_parallel=2, **DOUBLE), Policy(twice("llama"), **DOUBLE)
     assert policy.replica == rank//2
     for _ in range(2): metrics, want = policy.step(b, weighted, entropy=True), plain.step(b, weighted, entropy=True)
@@ -115,7 +115,7 @@ def under_an_adapter(rank, world):
 
 def under_routers(rank, world):
     "Of a mixture of experts the load, both router losses, and three steps of them with something of the log-probs; with one replica, and with several."
-    b, pool = routers.batch(), SpmdPool(timeout=60)
+    b, pool = routers.batch(), SpmdPool(timeout=300)
     how = dict(optimizer=steady(1e-2), device="cpu", micro_rows=5)
     for kind, shares in (("mixtral", 2), ("qwen2_moe", world)):
         policy, plain = pool.place(Policy, lambda kind=kind: routers.net(kind), sequence_parallel=shares, **how), Policy(routers.net(kind), **how)

@@ -94,6 +94,9 @@ def bound(n, scale, dtype=torch.float32):
 CHAIN = 2*(3*32 + 8 + 18 + 32 + 64 + 2*32) + 32 + 32       # terms one after another in `model()`: layers of projections, attention, MLP and norms; head, log-sum-exp
 
 
+APART = 2*bound(2*CHAIN + 16*18, 1.)       # two fp32 gradients of `rows()`, relative to the largest entry: forward, back, and a sum over tokens
+
+
 def reach(want, dtype=torch.float32):
     "How far two passes through a model of `SIZES` may be apart, entry by entry: both are off by the bound of their longest chain."
     return 2*bound(CHAIN, max(1., float(want.detach().abs().max())), dtype)
