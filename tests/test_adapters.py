@@ -288,7 +288,7 @@ def test_a_merged_export_holds_a_bucket_and_a_tensor(tmp_path, engine):
     ranks = 2 if engine else 1
     torch.multiprocessing.spawn(peaks, (tmp_path, engine, port), nprocs=ranks, join=True)
     for found in (torch.load(tmp_path/f"peaks{r}.pt") for r in range(ranks)):
-        assert len(found) == (3 if engine else 4) and all(3.9 < x < 4.1 for x in found.values()), found          # in tensors: three in the bucket, one under way
+        assert len(found) == (3 if engine else 4) and all(3.5 < x < 4.5 for x in found.values()), found          # in tensors: three in the bucket, one under way
 
 
 # -- many ranks

@@ -343,7 +343,7 @@ def peak(engine, world, rank, folder):
     mb = 1500*1401*4/2**20          # 8.0 MiB each, 1401 rows do not divide by 2 or 4
     extra = export_extra(m.iter_full_params, 3*1500*1401*4)
     print(f"peak {engine} {world} {rank}: {extra:.1f} MiB")
-    assert extra < 3*mb + mb + mb/4, f"{extra:.1f} MiB beside the shards; a bucket is {3*mb:.1f}, a tensor {mb:.1f}"
+    assert extra < 3*mb + mb + mb/2, f"{extra:.1f} MiB beside the shards; a bucket is {3*mb:.1f}, a tensor {mb:.1f}"
 
 
 def offloaded(engine, world, rank, folder):
