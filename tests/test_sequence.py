@@ -125,7 +125,7 @@ def under_routers(rank, world):
             metrics, want = (p.step(routers.loaded(p, b), routers.loss, router_logits=True) for p in (policy, plain))
             assert metrics.keys() == want.keys() and all(float(metrics[k]) == pytest.approx(float(x), rel=1e-9, abs=1e-12) for k, x in want.items()) and float(want["grad_norm"]) > .1
         ours, theirs = full(policy), full(plain)
-        for name, x in theirs.items(): assert (ours[name]-x).abs().max() < 1e-9 and (x-before[name]).abs().max() > 1e-3, (kind, name)
+        for name, x in theirs.items(): assert (ours[name]-x).abs().max() < 1e-9 and (x-before[name]).abs().max() > 1e-4, (kind, name)
     b, chosen = b[:8], Policy(routers.deepseek(), device="cpu", sequence_parallel=world, frozen=True)       # picks that the scores do not show
     assert torch.equal(chosen.expert_counts(b), Policy(routers.deepseek(), device="cpu", frozen=True).expert_counts(b))
 
