@@ -11,8 +11,9 @@ os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELI
 import torch
 from conftest import ROOT
 from rlblocks import Batch, Checkpoint, Critic, Grader, Mean, Policy, Preferences, Prompts, Rollout, later, loop_from, ppo_loss
+from rlblocks.plain import Plain
 from rlblocks.spmd import SpmdPool
-from tiny import exact, model, prompts, rows
+from tiny import exact, model, prompts, rows, steady
 
 ASKED = [dict(prompt=f"{i}"*(1+i % 3), answer=str(i % 7)) for i in range(10)]
 PAIRS = [dict(prompt=f"{i}", chosen=f"{i}{i}", rejected=f"{i+1}") for i in range(9)]
@@ -35,8 +36,13 @@ class Kept:
 
 
 def net(seed=0):
-    "In float64: three Adam steps make much of what fp32 rounds, and another processor rounds it otherwise."
+    "In float64: nine steps make much of what fp32 rounds, and another processor rounds it otherwise."
     return exact(model(seed=seed))
+
+
+def steadily(module, device, *, optimizer=None, **how):
+    "The plain engine, with steps that rounding cannot decide: where all rewards of a group are equal, the gradient is nothing but rounding."
+    return Plain(module, device, optimizer=optimizer and steady(2e-3), **how)
 
 
 def prefers(completion_ids, **_): return [float(2 in x) + .1*len(x) if x[0] != 3 else None for x in completion_ids]
@@ -45,7 +51,7 @@ def prefers(completion_ids, **_): return [float(2 in x) + .1*len(x) if x[0] != 3
 def tutorials(pool):
     "What each loop shows, step by step, and the weights it ends with."
     grpo, ppo, dpo = (loop_from(f"{ROOT}/tutorials/{name}.ipynb:{name}") for name in ("grpo", "ppo", "dpo"))
-    how = dict(model=net, lr=2e-3, steps=3, micro_tokens=64)
+    how = dict(model=net, engine=steadily, steps=3, micro_tokens=64)
     loops = dict(grpo=lambda c: grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=4, group_size=4, minibatches=2, max_tokens=4, checkpoint=c, **how),
                  one_prompt=lambda c: grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=1, group_size=3, minibatches=3, max_tokens=3, checkpoint=c, **how),    # fewer units than ranks
                  ppo=lambda c: ppo(pool, Prompts(ASKED, Digits()), prefers, critic_model=lambda: net(seed=1).model, prompts=6, minibatches=2, max_tokens=4, checkpoint=c, **how),
