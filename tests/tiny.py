@@ -84,31 +84,34 @@ def apart(a, b):
 
 
 def bound(n, scale, dtype=torch.float32):
-    """How far a sum of `n` terms may be off that together are of size `scale` (the sum of their absolute values), on any machine: eps·scale·min(n, 4√n).
+    """How far a sum of `n` terms may be off, on any machine, whose absolute values sum to `scale`: eps·scale·min(n, 4√n).
 
-    Each of n roundings is off by at most eps/2, relative, so the whole is off by less than n·eps (Higham 2002, §4.2). They do not conspire: it is off by more
-    than 4√n·eps with probability below 2·exp(−32) (Higham & Mary 2019). Count along the longest chain; a product of [n, k] and [k, m] has k terms."""
+    Each of n roundings is off by at most eps/2, relative: the whole by less than n·eps (Higham 2002, §4.2). They do not
+    conspire: it is off by more than 4√n·eps with probability below 2·exp(−32) (Higham & Mary 2019). Count along the
+    longest chain; a product of [n, k] and [k, m] has k terms."""
     return min(n, 4*math.sqrt(n))*torch.finfo(dtype).eps*float(scale)
 
 
-CHAIN = 2*(3*32 + 8 + 18 + 32 + 64 + 2*32) + 32 + 32       # terms one after another in `model()`: layers of projections, attention, MLP and norms; head, log-sum-exp
+# Terms one after another in `model()`: two layers of projections, attention, MLP and norms; head and log-sum-exp.
+CHAIN = 2*(3*32 + 8 + 18 + 32 + 64 + 2*32) + 32 + 32
 
-
-APART = 2*bound(2*CHAIN + 16*18, 1.)       # two fp32 gradients of `rows()`, relative to the largest entry: forward, back, and a sum over tokens
+# Two fp32 gradients of `rows()`, relative to the largest entry: forward, back, and a sum over tokens.
+APART = 2*bound(2*CHAIN + 16*18, 1.)
 
 
 def reach(want, dtype=torch.float32):
-    "How far two passes through a model of `SIZES` may be apart, entry by entry: both are off by the bound of their longest chain."
+    "How far two passes through a model of `SIZES` may be apart: both are off by the bound of their longest chain."
     return 2*bound(CHAIN, max(1., float(want.detach().abs().max())), dtype)
+
+
+NEAR = .01                 # of lr: see `steady`
 
 
 def steady(lr, eps=1e-3, **how):
     """An AdamW whose steps rounding cannot decide, for comparing weights after fp32 steps.
 
-    Adam moves a weight by lr·g/(|g| + eps). With eps = 1e-8 a gradient of 1e-8, which is all rounding where terms of 0.1 cancel, moves its weight by lr/2 to
-    either side, as the machine has it. Here an error δ of the gradient moves a weight by at most 2·lr·δ/eps a step. A tiny model's gradients, 0.1 at most, have
-    δ < bound(CHAIN, .1) = 1.1e-6: a step is off by 0.2 % of lr, and weights after five of them may be compared to `NEAR`·lr."""
+    Adam moves a weight by lr·g/(|g| + eps). With eps = 1e-8 a gradient of 1e-8, which is all rounding where terms of 0.1
+    cancel, moves its weight by lr/2 to either side, as the machine has it. Here an error δ of the gradient moves a weight
+    by at most 2·lr·δ/eps a step. For gradients of 0.1, the size that a tiny model has, δ < bound(CHAIN, .1) = 1.1e-6: a
+    step is off by 0.2 % of lr, and weights after five of them may be compared to `NEAR`·lr."""
     return partial(adamw, lr=lr, eps=eps, **how)
-
-
-NEAR = .01                 # of lr: see `steady`
