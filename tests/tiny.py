@@ -112,6 +112,6 @@ def steady(lr, eps=1e-3, **how):
 
     Adam moves a weight by lr·g/(|g| + eps). With eps = 1e-8 a gradient of 1e-8, which is all rounding where terms of 0.1
     cancel, moves its weight by lr/2 to either side, as the machine has it. Here an error δ of the gradient moves a weight
-    by at most 2·lr·δ/eps a step. For gradients of 0.1, the size that a tiny model has, δ < bound(CHAIN, .1) = 1.1e-6: a
+    by at most 2·lr·δ/eps a step. For gradients of 0.1, the size that a tiny model has, δ < bound(CHAIN, .1) = 1.2e-6: a
     step is off by 0.2 % of lr, and weights after five of them may be compared to `NEAR`·lr."""
     return partial(adamw, lr=lr, eps=eps, **how)
