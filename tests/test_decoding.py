@@ -36,13 +36,17 @@ def distribution(logits, temperature=1., top_k=0, top_p=1., min_p=0.):
     return ids[keep], p[keep]/p[keep].sum()
 
 
+LARGER = 2.5                    # than a new model's: weights that have opinions, so that confining confines
+
+
 @torch.no_grad()
 def check_row(net, ids, start, logps, u, stop, S, support, temperature, **how):
     "One row alone, token after token from its own prefix. → (tokens that float32 left to chance, tokens)"
     close = 0
     for t in range(start, len(ids)):
         logits = net(ids[None, :t], use_cache=False).logits[0, -1].float()
-        token, far = int(ids[t]), reach(logits)/(temperature or 1.)          # of a log-probability, and less of a probability
+        # Of a log-probability, and less of a probability: each of two layers passes errors on as much larger as its weights are.
+        token, far = int(ids[t]), LARGER**2*reach(logits)/(temperature or 1.)
         if not temperature:
             assert logits[token] >= logits.max() - far
             close += token != int(logits.argmax())
@@ -65,7 +69,7 @@ def check_row(net, ids, start, logps, u, stop, S, support, temperature, **how):
 def test_tokens_are_those_of_one_row_at_a_time(kind):
     rng, net = random.Random(kind), model(kind).eval()
     with torch.no_grad():
-        for w in net.parameters(): w *= 2.5 if w.dim() > 1 else 1      # opinions, so that confining confines
+        for w in net.parameters(): w *= LARGER if w.dim() > 1 else 1
     policy, chance, total, confined, ended = Policy(net, frozen=True, device="cpu"), 0, 0, 0, 0
     for case in range(10):
         how, size, S, stop = settings(rng), rng.randint(1, 9), rng.choice([1, 5, 16, 30]), set(rng.sample(range(2, 32), rng.choice([0, 1, 4])))

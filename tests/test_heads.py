@@ -45,7 +45,7 @@ def test_a_classifying_critic_learns_returns(targets, how):
         assert_close(out.values[b.mask], expected_value(out.value_logits, bins)[b.mask])
         return classification_value_loss(out.value_logits, targets(b.returns, bins), b.mask, denom=b.n_tokens)
     first, final = [float(critic.step(b, loss)["value_kl"]) for _ in range(30)][::29]
-    assert final < .8*first                                  # seeds 0 to 4 of model and rows: 0.33, 0.25, 0.51, 0.17, 0.12 at most, on one thread as on two
+    assert final < .8*first                                  # seeds 0 to 4 of model and rows: 0.33, 0.25, 0.51, 0.17, 0.12 at most; seed 0 on two threads the same
     far = lambda v: (v-b.returns)[b.mask].abs().mean()
     assert far(critic.values(b)) < far(torch.zeros(16, 18))  # 0.59, 0.38, 0.84, 0.29, 0.15 of it
 
@@ -118,7 +118,7 @@ def test_steps_are_judged_where_they_end(how, tmp_path):
     b["whole_steps"] = torch.full((16,), int(b.steps.sum()))
     def loss(out, b): return process_reward_loss(out.scores, b.good, b.steps, denom=int(b.whole_steps[0]))
     ce = [float(judge.step(b, loss)["step_ce"]) for _ in range(25)]
-    assert ce[-1] < .5*ce[0]                                # 0.00 of it for seeds 0 to 4, on one thread as on two
+    assert ce[-1] < .5*ce[0]                                # 0.00 of it for seeds 0 to 4; seed 0 on two threads the same
     got = judge.scores(b)
     head = judge._run.reader.head
     trunk = judge._run.reader.trunk
