@@ -10,7 +10,7 @@ os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELI
 import torch
 from rlblocks import Checkpoint, Critic, Policy, Rollout, Scorer
 from rlblocks.spmd import SpmdPool
-from tiny import model, rows
+from tiny import model, rows, steady
 
 LORA = dict(r=4, lora_alpha=8)
 
@@ -22,9 +22,9 @@ def judge(out, b): return ((out.scores-b.lengths/9)**2).sum()/b.n_rows, {}
 
 def placed(pool, engine, folder):
     "Four wrappers, one model: the policy's."
-    policy = pool.place(Policy, folder/"base", lora=LORA, lr=1e-3, engine=engine, micro_rows=3, device="cpu")
-    ref, critic = pool.place(Policy, policy, lora=None), pool.place(Critic, policy, lora="value", lr=1e-3, micro_rows=3)
-    scorer = pool.place(Scorer, policy, lora=dict(LORA, name="reward"), lr=1e-3, micro_rows=3)
+    policy = pool.place(Policy, folder/"base", lora=LORA, optimizer=steady(1e-3), engine=engine, micro_rows=3, device="cpu")
+    ref, critic = pool.place(Policy, policy, lora=None), pool.place(Critic, policy, lora="value", optimizer=steady(1e-3), micro_rows=3)
+    scorer = pool.place(Scorer, policy, lora=dict(LORA, name="reward"), optimizer=steady(1e-3), micro_rows=3)
     views = [w._run.model.engine.base for w in (policy, ref, critic, scorer)]
     assert all(base is views[0] for base in views) and set(views[0].own) == {"default", "value", "reward"}
     return policy, ref, critic, scorer

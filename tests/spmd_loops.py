@@ -11,8 +11,9 @@ os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELI
 import torch
 from conftest import ROOT
 from rlblocks import Batch, Checkpoint, Critic, Grader, Mean, Policy, Preferences, Prompts, Rollout, later, loop_from, ppo_loss
+from rlblocks.plain import Plain
 from rlblocks.spmd import SpmdPool
-from tiny import model, prompts, rows
+from tiny import exact, model, prompts, rows, steady
 
 ASKED = [dict(prompt=f"{i}"*(1+i % 3), answer=str(i % 7)) for i in range(10)]
 PAIRS = [dict(prompt=f"{i}", chosen=f"{i}{i}", rejected=f"{i+1}") for i in range(9)]
@@ -34,16 +35,26 @@ class Kept:
             self.taken.append(parts["data"].taken)
 
 
+def net(seed=0):
+    "In float64: nine steps make much of what fp32 rounds, and another processor rounds it otherwise."
+    return exact(model(seed=seed))
+
+
+def steadily(module, device, *, optimizer=None, **how):
+    "The plain engine, with steps that rounding cannot decide: where all rewards of a group are equal, the gradient is nothing but rounding."
+    return Plain(module, device, optimizer=optimizer and steady(2e-3), **how)
+
+
 def prefers(completion_ids, **_): return [float(2 in x) + .1*len(x) if x[0] != 3 else None for x in completion_ids]
 
 
 def tutorials(pool):
     "What each loop shows, step by step, and the weights it ends with."
     grpo, ppo, dpo = (loop_from(f"{ROOT}/tutorials/{name}.ipynb:{name}") for name in ("grpo", "ppo", "dpo"))
-    how = dict(model=model, lr=2e-3, steps=3, micro_tokens=64)
+    how = dict(model=net, engine=steadily, steps=3, micro_tokens=64)
     loops = dict(grpo=lambda c: grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=4, group_size=4, minibatches=2, max_tokens=4, checkpoint=c, **how),
                  one_prompt=lambda c: grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=1, group_size=3, minibatches=3, max_tokens=3, checkpoint=c, **how),    # fewer units than ranks
-                 ppo=lambda c: ppo(pool, Prompts(ASKED, Digits()), prefers, critic_model=lambda: model(seed=1).model, prompts=6, minibatches=2, max_tokens=4, checkpoint=c, **how),
+                 ppo=lambda c: ppo(pool, Prompts(ASKED, Digits()), prefers, critic_model=lambda: net(seed=1).model, prompts=6, minibatches=2, max_tokens=4, checkpoint=c, **how),
                  dpo=lambda c: dpo(pool, Preferences(PAIRS, Digits()), Preferences(PAIRS[:3], Digits(), shuffle=False), n_pairs=5, every=2, warmup=1, checkpoint=c, **how))
     out = {}
     for name, loop in loops.items():
@@ -77,8 +88,8 @@ class Echo:
 
 def dispatch(pool):
     "Every kind of call, answered."
-    policy, critic, rollout, grader, echo = (pool.place(Policy, model(), lr=2e-3), pool.place(Critic, lambda: model(seed=1).model, lr=2e-3),
-        pool.place(Rollout, model(), max_tokens=5, tokenizer=Digits()), pool.place(Grader, dict(long=lambda completion_ids, **_: [float(len(x)) for x in completion_ids], two=prefers)),
+    policy, critic, rollout, grader, echo = (pool.place(Policy, net(), lr=2e-3), pool.place(Critic, lambda: net(seed=1).model, lr=2e-3),
+        pool.place(Rollout, net(), max_tokens=5, tokenizer=Digits()), pool.place(Grader, dict(long=lambda completion_ids, **_: [float(len(x)) for x in completion_ids], two=prefers)),
         pool.place(Echo, base=3))
     out = {}
     rollout.load(policy.weights())
@@ -92,7 +103,7 @@ def dispatch(pool):
     out["through"] = echo.through(policy, b)
     out["measured"] = policy.measure(b, lambda z: z.topk(3).values)
     b["advantages"] = torch.linspace(-1, 1, len(b))[:, None].expand_as(b.mask).clone()
-    extra = rows(B=5, dtype=torch.float32)
+    extra = rows(B=5)
     extra["old_logprobs"] = policy.logprobs(extra)
     steps = [policy.step(b, loss), policy.step(b, loss, (extra, loss)), policy.step(b, loss, (extra[:0], loss)), policy.step(b[:0], loss), policy.step(b[:1], loss)]
     out["steps"] = [{k: float(v) for k, v in m.items()} for m in steps]
@@ -173,7 +184,7 @@ def stopped(pool, folder):
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    with SpmdPool(timeout=120.) as pool:
+    with SpmdPool(timeout=300.) as pool:
         got = dict(tutorials=tutorials(pool), dispatch=dispatch(pool))
         if pool.ranks > 1: got |= dict(failures=failures(pool), replicas=replicas(pool), stopped=stopped(pool, folder/"run"))
         torch.save(got, folder/f"{pool.rank}.pt")

@@ -101,10 +101,10 @@ def test_tensors_and_lists_alike():
 
 
 def test_many_items_in_few_parts_take_no_minutes():
-    rng, start = random.Random(0), time.perf_counter()
+    rng, start = random.Random(0), time.process_time()
     costs = [rng.random() for _ in range(20_000)]
     assert spread(balance(costs, 3), costs) < .01 and spread(balance([1.]*20_000, 7), [1.]*20_000) == 1
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
 
 
 def test_a_row_costs_its_tokens_and_their_pairs():

@@ -286,7 +286,7 @@ def test_rows_of_real_size_take_their_columns_and_16_bytes_a_token_at_most():
     "4,096 rows, 4 million tokens: what the process grows by, Python objects and texts included."
     tokens, columns, grew, nbytes, _ = measured("")
     assert tokens > 3e6 and columns <= nbytes < columns + tokens
-    assert .99*columns < grew < columns + 16*tokens
+    assert .9*columns < grew < columns + 16*tokens
 
 
 @linux

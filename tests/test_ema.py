@@ -10,9 +10,10 @@ from rlblocks.convert import convert
 from rlblocks.optim import Ema
 from rlblocks.weights import copy_weights
 from test_shards import far, launch, loss, moved, net, weights
-from tiny import model, rows
+from tiny import NEAR, model, rows, steady
 
-HOW = dict(lr=1e-2, weight_decay=.1, max_norm=.5, device="cpu", micro_rows=4)
+LR = 1e-2
+HOW = dict(optimizer=steady(LR, weight_decay=.1), max_norm=.5, device="cpu", micro_rows=4)
 CASES = {"plain": {}, "fsdp2": dict(engine="fsdp2", offload="cpu"), "zero1": dict(engine="zero1"), "zero2": dict(engine="zero2"), "zero3": dict(engine="zero3"),
          "tensor": dict(tensor_parallel=2), "tensor, fsdp2": dict(tensor_parallel=2, engine="fsdp2"), "lora": dict(engine="zero3", lora=dict(r=2))}
 HALF = {f"{name}, bf16": CASES[name] | dict(dtype=torch.bfloat16) for name in ("fsdp2", "zero1", "zero2", "zero3")}
@@ -120,12 +121,12 @@ def test_a_run_that_died_goes_on_with_its_average(tmp_path):
     two, two_on_two = launch(2, [save, partial(go_on, saved_by=2)], tmp_path)
     one, two_on_one = launch(1, [save, partial(go_on, saved_by=2)], tmp_path)
     one_on_two, = launch(2, [partial(go_on, saved_by=1)], tmp_path)
-    for name in CASES: assert far(two[name], one[name]) < 1e-5 and far(two[name], two[name, "saved"]) > 1e-3, name
+    for name in CASES: assert far(two[name], one[name]) < NEAR*LR and far(two[name], two[name, "saved"]) > 1e-3, name
     for (name, whole) in WAYS:
         for saved, found in ((two, two_on_two), (two, two_on_one), (one, one_on_two)):
             read, end = found[name, whole]
             assert same(read, saved[name, "saved"]), (name, whole)
-            assert same(end, saved[name]) if found is two_on_two else far(end, saved[name]) < 1e-5, (name, whole, far(end, saved[name]))
+            assert same(end, saved[name]) if found is two_on_two else far(end, saved[name]) < NEAR*LR, (name, whole, far(end, saved[name]))
     fused(seed=1).save_pretrained(tmp_path/"base")
     for whole in (False, True):
         smooth = fused().from_pretrained(convert(tmp_path/f"2-tensor-{whole}", tmp_path/f"smooth-{whole}", base=tmp_path/"base", part="ema")).state_dict()

@@ -79,12 +79,13 @@ def test_adapters(targets):
 
 
 @pytest.mark.parametrize("learns", [True, False])
-@pytest.mark.parametrize("dtype, far", [(torch.float64, 1e-10), (torch.float32, 1e-6)])
-def test_chunks_are_the_whole(dtype, far, learns):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_chunks_are_the_whole(dtype, learns):
     g = torch.Generator().manual_seed(0)
     h, W, b, ht, Wt = (torch.randn(*s, generator=g, dtype=torch.float64).to(dtype) for s in ((37, 8), (50, 8), (50,), (37, 24), (50, 24)))
     leaves = [x.requires_grad_() for x in ((h, W, b) if learns else (h,))]
     def measure(z, ht): return jsd(z, ht@Wt.T, beta=.3)
+    far = 2*tiny.bound(8 + 24 + 50, (ht@Wt.T).abs().max(), dtype)       # scores of 8 and of 24 terms, sums over 50 ids
     whole = measure(4*torch.tanh((h@W.T + b)/4)/.7, ht)
     want = torch.autograd.grad(whole.cos().sum(), leaves)
     for chunk in (1, 5, 36, 37, 100):
@@ -105,7 +106,7 @@ def test_half_precision_is_measured_and_summed_in_float32():
     with torch.autocast("cpu", torch.bfloat16):
         def product(z, t): return jsd(z, t@torch.ones(16, 40), beta=1.)        # an inner product that autocast would turn to half precision, in the forward pass only
         found = linear_measured(h.float().detach().requires_grad_(), W.float(), product, h.detach().float())
-    assert_close(found, full_kl((h.float()@W.float().T), h.float()@torch.ones(16, 40)), rtol=.02, atol=.02)
+    assert_close(found, full_kl((h.float()@W.float().T), h.float()@torch.ones(16, 40)), rtol=0, atol=torch.finfo(torch.bfloat16).eps*float((h@W.T).abs().max()))      # scores rounded to bfloat16
 
 
 @pytest.mark.parametrize("learns", [True, False])
@@ -162,7 +163,7 @@ def test_a_student_learns_from_a_wider_teacher():
     T = teacher(torch.float32)
     b, student = batch(T), Policy(tiny.model(seed=1), lr=1e-2)
     kl = [float(student.step(b, straight, measure=divergence(T.head(), 0.))["loss"]) for _ in range(25)]
-    assert kl[-1] < .5*kl[0]
+    assert kl[-1] < .5*kl[0]                                # 0.03, 0.06, 0.05, 0.04, 0.03 of it for seeds 0 to 4; seed 0 on two threads the same
 
 
 def test_what_is_refused():

@@ -10,9 +10,10 @@ import torch.multiprocessing as mp
 from rlblocks import Policy, jsd, masked_mean, merge
 from rlblocks.batch import Batch
 from test_routers import batch, loss
-from tiny import model
+from tiny import NEAR, model, steady
 
-HOW = dict(lr=1e-3, max_norm=1e9, device="cpu", micro_rows=3)
+LR = 1e-3
+HOW = dict(optimizer=steady(LR), max_norm=1e9, device="cpu", micro_rows=3)
 ENGINES = [None, "fsdp2", "zero3"]
 
 
@@ -79,6 +80,6 @@ def test_every_engine_is_the_plain_process(tmp_path, world):
         for engine in ENGINES:
             for i in range(2):
                 joined = merge(*(r[engine, name][0][i] for r in ranks))
-                for k in ("loss", "grad_norm"): assert float(joined[k]) == pytest.approx(float(metrics[i][k]), rel=1e-5), (engine, name, k)
+                for k in ("loss", "grad_norm"): assert float(joined[k]) == pytest.approx(float(metrics[i][k]), rel=1e-5, abs=1e-5), (engine, name, k)
             for r in ranks:
-                for n, x in r[engine, name][1].items(): assert (x - want[n]).abs().max() < 1e-5, (engine, name, n)
+                for n, x in r[engine, name][1].items(): assert (x - want[n]).abs().max() < NEAR*LR, (engine, name, n)

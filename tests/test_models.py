@@ -6,7 +6,7 @@ import pytest
 import torch
 from rlblocks import Batch, Critic, Policy, Scorer, assert_on_policy, grpo_loss, kl_k3, masked_mean, mean_of, merge, ppo_loss, token_logprobs, value_loss
 from rlblocks.reader import Reader, keeps_rows_apart
-from tiny import apart, gradients, model, rows
+from tiny import APART, apart, gradients, model, rows
 from torch import nn
 from torch.testing import assert_close
 
@@ -31,7 +31,7 @@ def stepped(net, b, **how):
     return found, policy.step(b, joint, entropy=True), policy
 
 
-@pytest.mark.parametrize("dtype, far", [(torch.float64, 1e-10), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("dtype, far", [(torch.float64, 1e-10), (torch.float32, APART)])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_one_gradient_for_every_cut(kind, dtype, far):
     "Promise 1 and LAWS 1 through the real Policy: micro-batch sizes × padded or packed × token budget."
@@ -105,7 +105,7 @@ def test_a_plain_module_is_a_policy():
     assert_close(lp[b.mask], want[b.mask].detach(), rtol=1e-6, atol=1e-6)
     assert (lp[~b.mask] == 0).all() and next(net.parameters()) is not next(policy._run.reader.parameters())
     losses = [float(policy.step(b, lambda out, b: (-masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}))["loss"]) for _ in range(20)]
-    assert losses[-1] < .7*losses[0]
+    assert losses[-1] < .8*losses[0]                         # 0.67, 0.66, 0.64, 0.65, 0.62 for seeds 0 to 4, in float64; seed 0 on two threads the same
     with pytest.raises(TypeError, match="no get_output_embeddings"): Policy(net, value_head=True)
     with pytest.raises(TypeError, match="no save_pretrained"): policy.save_pretrained("x")
     with pytest.raises(TypeError, match="a int"): Policy(3)
@@ -337,7 +337,7 @@ def test_critic_and_scorer_learn_and_read_where_they_say():
     critic = Critic(net, lr=1e-2, device="cpu", micro_rows=3)
     assert (critic.values(b) == 0).all()
     for _ in range(30): done = critic.step(b, lambda out, b: value_loss(out.values, b.returns*0, b.returns, b.mask, clip=100., denom=b.n_tokens))
-    assert float(done["value_error"]) < .5*float((b.returns[b.mask]**2).mean())
+    assert float(done["value_error"]) < .5*float((b.returns[b.mask]**2).mean())          # 0.11, 0.05, 0.09, 0.06, 0.04 of it for seeds 0 to 4; seed 0 on two threads the same
     values = critic.values(b)
     assert (values[~b.mask] == 0).all() and (values[b.mask] != 0).all()
     later = b[list(range(16))]
@@ -346,7 +346,7 @@ def test_critic_and_scorer_learn_and_read_where_they_say():
     scorer = Scorer(net, lr=1e-2, device="cpu", micro_rows=3)
     for _ in range(40): done = scorer.step(b, lambda out, b: (((out.scores - b.lengths/10.)**2).sum()/b.n_rows, {}))
     scores = scorer.scores(b)
-    assert float(done["loss"]) < .02
+    assert float(done["loss"]) < .02                        # 0.0008, 0.0037, 0.0020, 0.0008, 0.0004
     padded = Batch.cat([b, rows(B=1, T=30)])[:16]
     assert_close(scorer.scores(padded), scores, rtol=0, atol=1e-12)         # the last real token, however wide the batch
     last = b[list(range(16))]

@@ -10,9 +10,10 @@ import torch
 from conftest import ROOT
 from rlblocks import Checkpoint, Policy, ppo_loss
 from rlblocks.optim import Ema, adamw, adamw_8bit, cosine, freeze_, muon, wsd
-from tiny import model, rows
+from tiny import NEAR, bound, model, rows, steady
 
-MAKERS = dict(adamw=lambda ps: adamw(ps, lr=1e-2, weight_decay=.1, but=("embed_tokens",)), muon=lambda ps: muon(ps, lr=1e-2, weight_decay=.1))
+LR = 1e-2
+MAKERS = dict(adamw=steady(LR, weight_decay=.1, but=("embed_tokens",)), muon=lambda ps: muon(ps, lr=1e-2, weight_decay=.1))
 
 
 def loss(out, b): return ppo_loss(out.logprobs, out.logprobs.detach() - .1*b.advantages, b.advantages, b.mask, denom=b.n_tokens)
@@ -97,7 +98,7 @@ def test_a_moving_average_is_a_reference():
 def sharded(folder):
     "On as many ranks as there are: four steps of each optimizer under FSDP2, full weights and averages written by rank 0."
     from rlblocks import SpmdPool
-    with SpmdPool(timeout=120.) as pool:
+    with SpmdPool(timeout=300.) as pool:
         for name, make in MAKERS.items():
             policy = pool.place(Policy, model(), engine="fsdp2", optimizer=make, schedule=cosine(4, end=.5), device="cpu")
             ema = pool.place(Ema, policy, decay=.5)
@@ -113,7 +114,7 @@ def sharded(folder):
 @pytest.mark.parametrize("ranks", [2])
 def test_sharded_as_in_one_process(tmp_path, ranks):
     env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}")
-    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__, str(tmp_path)], env=env, capture_output=True, text=True, timeout=240)
+    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__, str(tmp_path)], env=env, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr[-3000:]
     for name, make in MAKERS.items():
         policy = Policy(model(), optimizer=make, schedule=cosine(4, end=.5), device="cpu")
@@ -125,13 +126,13 @@ def test_sharded_as_in_one_process(tmp_path, ranks):
         moved = sum((p-start[n]).square().sum().item() for n, p in weights(policy).items())**.5
         for mine, theirs in ((own, weights(policy)), (smooth, ema.average)):
             largest, norm = max((mine[n]-x).abs().max().item() for n, x in theirs.items()), sum((mine[n]-x).square().sum().item() for n, x in theirs.items())**.5
-            assert moved > .1 and (largest < 1e-5 if name == "adamw" else norm < .03*moved), (name, largest, norm, moved)     # Muon's polynomial runs in bfloat16
+            assert moved > .1 and (largest < NEAR*LR if name == "adamw" else norm < bound(5*3, moved, torch.bfloat16)), (name, largest, norm, moved)     # Muon's polynomial: five times three products in bfloat16
 
 
 ODD = {"Muon does not step": MAKERS["muon"], r"AdamW8bit keeps 'qmap1' \[256\]": lambda ps: adamw_8bit(ps, lr=1e-2), "Adafactor moves an entry by": torch.optim.Adafactor,
        "LBFGS does not step": lambda ps: torch.optim.LBFGS([p for _, p in ps])}
-KEPT = dict(sgd=partial(torch.optim.SGD, lr=1e-1), momentum=partial(torch.optim.SGD, lr=1e-1, momentum=.9), nadam=partial(torch.optim.NAdam, lr=1e-2),
-            asgd=partial(torch.optim.ASGD, lr=1e-1, t0=1), rprop=partial(torch.optim.Rprop, lr=1e-3), adagrad=torch.optim.Adagrad)
+KEPT = dict(sgd=partial(torch.optim.SGD, lr=1e-1), momentum=partial(torch.optim.SGD, lr=1e-1, momentum=.9), nadam=partial(torch.optim.NAdam, lr=1e-2, eps=1e-3),
+            asgd=partial(torch.optim.ASGD, lr=1e-1, t0=1), rprop=partial(torch.optim.Rprop, lr=1e-3), adagrad=partial(torch.optim.Adagrad, eps=1e-3))
 
 
 def optimizers_under_zero(world, rank, folder):
@@ -145,10 +146,12 @@ def optimizers_under_zero(world, rank, folder):
         return {k: x for part in policy._run.model.iter_full_params() for k, x in part.items()}
     apart = lambda a, b: max((a[k]-x).abs().max().item() for k, x in b.items())
     for i, (name, make) in enumerate(KEPT.items()):
-        engine, whole, unbroken = f"zero{1 + i%3}", bool(i%2), run(make, None, 4)
+        engine, whole, plain = f"zero{1 + i%3}", bool(i%2), run(make, None, 4)
+        unbroken = run(make, engine, 4)
         run(make, engine, 2, Checkpoint(folder/name, every=1, whole=whole))
         again = run(make, engine, 4, Checkpoint(folder/name, every=1, whole=whole))
-        assert apart(again, unbroken) < 1e-5 and apart(unbroken, dict(("trunk." + k, x) for k, x in model().state_dict().items() if "trunk." + k in unbroken)) > 1e-4, (name, engine, apart(again, unbroken))
+        assert apart(again, unbroken) == 0 and apart(plain, dict(("trunk." + k, x) for k, x in model().state_dict().items() if "trunk." + k in plain)) > 1e-4, (name, engine, apart(again, unbroken))
+        assert name == "rprop" or apart(unbroken, plain) < NEAR*LR, (name, engine, apart(unbroken, plain))      # Rprop goes by signs alone, which rounding decides where a gradient is next to 0
     return True
 
 

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from rlblocks import Batch, Checkpoint, Policy, merge, ppo_loss
-from test_attention import exact
-from tiny import apart, gradients, model, rows
+from tiny import apart, exact, gradients, model, rows
 
 HOW = dict(lr=1e-3, max_norm=1e9, device="cpu", micro_rows=2, pack=True)
 

@@ -53,7 +53,7 @@ def test_the_head_read_straight_gives_what_the_logits_give(kind):
     assert (k, c) == (pytest.approx(KINDS[kind].get("logit_scale", 1/KINDS[kind].get("logits_scaling", 1.)), rel=1e-5), KINDS[kind].get("final_logit_softcapping"))
     straight = read(policy, batch())
     reader.bend = None
-    for x, y in zip(straight, read(policy, batch()), strict=True): assert_close(x, y, atol=2e-6*max(1., float(y.abs().max())), rtol=0)
+    for x, y in zip(straight, read(policy, batch()), strict=True): assert_close(x, y, atol=tiny.APART*max(1., float(y.abs().max())), rtol=0)
     if c: assert reader.trunk(batch().tokens).logits.abs().max() > .5*c # the cap was felt
 
 
@@ -152,11 +152,11 @@ def test_a_student_learns_from_full_logits_however_the_step_is_cut():
     def loss(out, b): return forward_kl_loss(out.logits, b.teacher_logits, b.mask, denom=b.n_tokens)
     weights = []
     for rows in (1, 6):
-        student = Policy(tiny.model("llama", seed=1), lr=1e-2, micro_rows=rows)
+        student = Policy(tiny.model("llama", seed=1), optimizer=tiny.steady(1e-2), micro_rows=rows)
         found = [student.step(b, loss, logits=True) for _ in range(5)]
         weights.append(torch.cat([p.detach().flatten() for p in student._run.reader.parameters()]))
-    assert_close(*weights, atol=1e-4, rtol=0)
-    assert float(found[-1]["loss"]) < .8*float(found[0]["loss"])
+    assert_close(*weights, atol=tiny.NEAR*1e-2, rtol=0)
+    assert float(found[-1]["loss"]) < .8*float(found[0]["loss"])          # 0.17, 0.17, 0.19, 0.13, 0.22 of it for seeds 0 to 4; seed 0 on two threads the same
     with pytest.raises(AttributeError, match="logits=True"): Policy(tiny.model("llama")).step(b, loss)
 
 

@@ -33,6 +33,10 @@ def test_rewards_rise_on_real_stories(real_run, shared, tmp_path, one_thread):
     found = dict(real_run.stories(shared, tmp_path, sft_steps=12, steps=10, rows=48, without_kl=False, held_out=64, group_size=1))
     start, before = found["pretrained"]["held_out"], found["sft"]["held_out"]
     assert before["real text"] < start["real text"] - .05 and before["ended"] > start["ended"] + .2      # it has learned to stop
+    # Seeds 0 to 3 of the whole, on one thread. Real text: 0.13, 0.12, 0.13, 0.13; endings: 0.63, 0.55, 0.61, 0.67.
+    # GRPO: rewards rise by 0.34, 0.20, 0.36, 0.35, held out by 0.46, 0.39, 0.45, 0.32; largest KL 0.14, 0.12, 0.12, 0.11.
+    # PPO: rewards rise by 0.41, 0.27, 0.28, 0.33, held out by 0.34, 0.46, 0.39, 0.35; largest KL 0.22, 0.21, 0.20, 0.22.
+    # Distinct words 0.80 and more, distinct triples 0.80 and more.
     for stage in ("grpo", "ppo"):
         x = found[stage]
         first, last = real_run.ends(x["curves"]["reward"], 3)

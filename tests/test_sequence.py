@@ -7,7 +7,6 @@ import sys
 import warnings
 
 import pytest
-import test_attention
 import test_engines as engines
 import test_routers as routers
 import torch
@@ -17,7 +16,7 @@ from rlblocks import Batch, Critic, Policy, merge
 from rlblocks.reader import Reader, mixer, pack_by
 from rlblocks.spmd import SpmdPool
 from test_ranks import prompted
-from tiny import apart, gradients, model, rows
+from tiny import apart, exact, gradients, model, rows, steady
 
 # (engine, ranks that share rows, cases of test_engines)
 MOST = ("ppo, uneven rows", "grpo", "dpo pairs", "sft, fewer rows than ranks", "ppo and ptx", "value head", "tied weights, whole on every rank", "critic", "scorer")
@@ -25,7 +24,7 @@ RUNS = {2: [(None, 2, MOST), ("fsdp2", 2, ("ppo, uneven rows", "grpo")), ("zero1
         4: [(None, 4, ("grpo", "dpo pairs", "critic")), (None, 2, ("ppo, uneven rows", "tied weights, whole on every rank", "scorer")),
             ("fsdp2", 2, ("sft, fewer rows than ranks", "tied weights, whole on every rank", "value head"))]}
 KINDS = dict(llama={}, gemma2={}, mistral_window={}, gpt2={}, qwen3=dict(num_key_value_heads=1))         # softcaps, windows, learned positions, one key head
-DOUBLE = dict(lr=1e-3, max_norm=1e9, device="cpu", micro_tokens=150, micro_rows=8)
+DOUBLE = dict(optimizer=steady(1e-3), max_norm=1e9, device="cpu", micro_tokens=150, micro_rows=8)
 
 
 def shared_prompts(dtype=torch.float64):
@@ -38,7 +37,7 @@ def weighted(out, b): return (out.logprobs*b.advantages*b.mask).sum()/b.n_tokens
 
 def twice(kind):
     "A model in float64 all through."
-    return lambda: test_attention.exact(model(kind, dtype=torch.float64, **KINDS[kind]))
+    return lambda: exact(model(kind, dtype=torch.float64, **KINDS[kind]))
 
 
 # -- on every rank
@@ -93,7 +92,7 @@ def half_to_read(rank, world):
 
 def under_a_pool(rank, world):
     "A loop hands in whole batches; the lowest rank of a replica answers for it."
-    b, pool = shared_prompts(), SpmdPool(timeout=60)
+    b, pool = shared_prompts(), SpmdPool(timeout=300)
     policy, plain = pool.place(Policy, twice("llama"), sequence_parallel=2, **DOUBLE), Policy(twice("llama"), **DOUBLE)
     assert policy.replica == rank//2
     for _ in range(2): metrics, want = policy.step(b, weighted, entropy=True), plain.step(b, weighted, entropy=True)
@@ -116,8 +115,8 @@ def under_an_adapter(rank, world):
 
 def under_routers(rank, world):
     "Of a mixture of experts the load, both router losses, and three steps of them with something of the log-probs; with one replica, and with several."
-    b, pool = routers.batch(), SpmdPool(timeout=60)
-    how = dict(lr=1e-2, device="cpu", micro_rows=5)
+    b, pool = routers.batch(), SpmdPool(timeout=300)
+    how = dict(optimizer=steady(1e-2), device="cpu", micro_rows=5)
     for kind, shares in (("mixtral", 2), ("qwen2_moe", world)):
         policy, plain = pool.place(Policy, lambda kind=kind: routers.net(kind), sequence_parallel=shares, **how), Policy(routers.net(kind), **how)
         before = full(plain)
@@ -126,7 +125,7 @@ def under_routers(rank, world):
             metrics, want = (p.step(routers.loaded(p, b), routers.loss, router_logits=True) for p in (policy, plain))
             assert metrics.keys() == want.keys() and all(float(metrics[k]) == pytest.approx(float(x), rel=1e-9, abs=1e-12) for k, x in want.items()) and float(want["grad_norm"]) > .1
         ours, theirs = full(policy), full(plain)
-        for name, x in theirs.items(): assert (ours[name]-x).abs().max() < 1e-9 and (x-before[name]).abs().max() > 1e-3, (kind, name)
+        for name, x in theirs.items(): assert (ours[name]-x).abs().max() < 1e-9 and (x-before[name]).abs().max() > 1e-4, (kind, name)
     b, chosen = b[:8], Policy(routers.deepseek(), device="cpu", sequence_parallel=world, frozen=True)       # picks that the scores do not show
     assert torch.equal(chosen.expert_counts(b), Policy(routers.deepseek(), device="cpu", frozen=True).expert_counts(b))
 
@@ -176,7 +175,7 @@ def test_ranks_that_share_rows_are_one_process(tmp_path, plain, world):
         speakers = [dict(found={name: r["engines"][key]}) for r in ranks[::shares]]
         far |= {(*key, what): x for (_, what), x in engines.compare(speakers, {name: plain["engines"][name]}).items()}
         for r in range(world): assert same_numbers(ranks[r]["engines"][key]["metrics"], ranks[r//shares*shares]["engines"][key]["metrics"]), key
-    assert max(far.values()) < 1e-5, {k: x for k, x in far.items() if x >= 1e-5}
+    assert max(far.values()) < engines.FAR, {k: x for k, x in far.items() if x >= engines.FAR}
     assert {name for *_, name, _ in far} == {name for *_, names in RUNS[world] for name in names}
 
     for kind, shares in ranks[0]["gradients"]:           # one gradient, float64, to rounding

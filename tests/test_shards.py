@@ -17,10 +17,11 @@ from rlblocks import Checkpoint, Policy, Scorer, masked_mean
 from rlblocks.checkpoint import Lock
 from rlblocks.convert import command, convert
 from rlblocks.shards import _Described
-from tiny import model, rows, tokenizer
+from tiny import NEAR, model, reach, rows, steady, tokenizer
 
 pytest.importorskip("deepspeed")
-HOW = dict(lr=1e-2, weight_decay=.1, max_norm=.5, device="cpu", micro_rows=4)
+LR = 1e-2
+HOW = dict(optimizer=steady(LR, weight_decay=.1), max_norm=.5, device="cpu", micro_rows=4)
 STEPS = 4
 LORA = dict(fsdp2=dict(r=4, lora_alpha=12, use_rslora=True, modules_to_save=["norm"]), zero3=dict(r=4, use_dora=True, target_modules=["q_proj", "down_proj"]))
 SAVED = dict(fsdp2=["fsdp2"], zero1=["zero1", "zero3"], zero2=["zero2"], zero3=["zero3", "zero1"])     # engine that saved → engines that go on
@@ -66,7 +67,7 @@ def save(world, rank, folder):
         scorer.step(rows(B=8, dtype=torch.float32), lambda out, b: (((out.scores-b.lengths/10)**2).sum()/b.n_rows, {}))
         scorer.normalise(rows(B=8, dtype=torch.float32))
     for engine, lora in LORA.items():
-        policy = Policy(net(), engine=engine, lora=lora, value_head=True, **HOW | dict(lr=.1, max_norm=None))
+        policy = Policy(net(), engine=engine, lora=lora, value_head=True, **HOW | dict(optimizer=steady(.1), max_norm=None))
         found["lora", engine] = trained(policy, 3, world, rank, Checkpoint(folder/f"{world}-lora-{engine}", every=3)), policy.logprobs(rows(B=8, dtype=torch.float32))
     return found | dict(scorer=(scorer.moments, scorer.scores(rows(B=8, dtype=torch.float32))))
 
@@ -136,10 +137,10 @@ def test_another_number_of_ranks_goes_on(saved, plain):
     on_two, = launch(2, [partial(go_on, saved_by=1)], folder)
     half = trained(Policy(net(), **HOW), 2)
     for engine, found in fresh.items():
-        for x in found: assert far(x, half) < 1e-5, engine
+        for x in found: assert far(x, half) < NEAR*LR, engine
     for found in (on_one, on_two):
         assert len(found) == 6
-        for case, (x, version) in found.items(): assert version == STEPS and far(x, plain) < 1e-5, case
+        for case, (x, version) in found.items(): assert version == STEPS and far(x, plain) < NEAR*LR, case
     save_of = lambda engine: next((folder/f"2-{engine}").glob("step-00000002"))
     for engine in SAVED:
         parts = sorted(f.stat().st_size for f in (save_of(engine)/"shards").glob("__*"))
@@ -219,9 +220,9 @@ def test_the_command_writes_half_precision_and_reward_models(saved, base, tmp_pa
     (mean, std), scores = found["scorer"]
     b = rows(B=8, dtype=torch.float32)
     judge = Scorer(tmp_path/"judge", device="cpu")
-    assert (judge.scores(b)-scores).abs().max() < 1e-5 and judge.moments == (mean, std)
+    assert (judge.scores(b)-scores).abs().max() < reach(scores)/std[0] and judge.moments == (mean, std)
     raw = AutoModelForSequenceClassification.from_pretrained(tmp_path/"judge")(b.tokens[-1:, :int(b.lengths[-1])]).logits[0, 0]
-    assert abs(float((raw-mean[0])/std[0] - scores[-1])) < 1e-4
+    assert abs(float((raw-mean[0])/std[0] - scores[-1])) < reach(scores)/std[0]
 
 
 def test_a_converter_that_cannot_says_why(saved, base, tmp_path):
@@ -275,8 +276,8 @@ def test_one_process_makes_an_adapter_of_what_two_ranks_wrote(saved, base, tmp_p
     ours, theirs = (json.loads((x/"adapter_config.json").read_text()) for x in (out, tmp_path/"plain"))
     assert ours == theirs | dict(base_model_name_or_path=str(base)) and ours["task_type"] == "CAUSAL_LM" and ours["lora_alpha"] == LORA[engine].get("lora_alpha", 32)
     adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
-    assert (Policy(adapted, frozen=True, device="cpu").logprobs(b) - logprobs).abs().max() < 1e-5
-    assert (Policy(base, lora=out, device="cpu").logprobs(b) - logprobs).abs().max() < 1e-5 and AutoTokenizer.from_pretrained(out).chat_template == "{{ messages[0].content }}"
+    assert (Policy(adapted, frozen=True, device="cpu").logprobs(b) - logprobs).abs().max() < reach(logprobs)
+    assert (Policy(base, lora=out, device="cpu").logprobs(b) - logprobs).abs().max() < reach(logprobs) and AutoTokenizer.from_pretrained(out).chat_template == "{{ messages[0].content }}"
     with pytest.warns(UserWarning): command([str(folder/f"2-lora-{engine}"), str(tmp_path/"merged"), "--base", str(base), "--merge"])
     got = AutoModelForCausalLM.from_pretrained(tmp_path/"merged")
     for k, x in want.items(): assert k.startswith("head.") or torch.equal(got.state_dict()[k.removeprefix("trunk.")], x), k

@@ -13,7 +13,7 @@ from rlblocks import here
 ENV = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}")
 
 
-def torchrun(ranks, *script, limit=240):
+def torchrun(ranks, *script, limit=900):
     return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *map(str, script)], env=ENV, capture_output=True, text=True, timeout=limit)
 
 
@@ -48,17 +48,17 @@ def same(a, b, path, tol):
 
 @pytest.mark.parametrize("loop", ["grpo", "one_prompt", "ppo", "dpo"])
 def test_the_tutorials_loops_give_the_numbers_of_one_process(alone, ranks, loop):
-    "Metrics of every step, positions in the data and final weights; prompts and rewards to the bit."
+    "Metrics of every step, positions in the data and final weights, in float64; prompts and rewards to the bit."
     want = alone["tutorials"][loop]
     assert len({round(row["loss"], 6) for row in want["shown"]}) > 1 and want["shown"][-1]["version"] > 1     # the loop does something
     for rank in ranks:
         got = rank["tutorials"][loop]
-        same(got, want, loop, 1e-5)
+        same(got, want, loop, 1e-9)
         assert [row.get("reward") for row in got["shown"]] == [row.get("reward") for row in want["shown"]] and got["taken"] == want["taken"]
 
 
 def test_every_kind_of_call_is_answered_as_in_one_process(alone, ranks):
-    for rank in ranks: same(rank["dispatch"], alone["dispatch"], "dispatch", 1e-5)
+    for rank in ranks: same(rank["dispatch"], alone["dispatch"], "dispatch", 1e-7)     # Adam, eps 1e-8: an error of 1e-15 of a gradient moves a weight by up to 2·lr·1e-7 a step
     drawn = [rank["dispatch"]["generated"] for rank in ranks]
     for x in drawn:
         for name in ("tokens", "completion", "group", "sample", "mask"): assert str(x[name]) == str(alone["dispatch"]["generated"][name]), name
@@ -146,10 +146,10 @@ except (RuntimeError, OSError) as e:
     raise
 """)
     start = time.monotonic()
-    run = torchrun(2, tmp_path/"loop.py", limit=120)
+    run = torchrun(2, tmp_path/"loop.py", limit=300)
     assert run.returncode != 0 or how == "ends_early"
     assert words in run.stdout + run.stderr, run.stdout + run.stderr[-2000:]
-    assert time.monotonic() - start < 100
+    assert time.monotonic() - start < 300            # the timeout is 600; most of it is two imports of torch
 
 
 LEAVING = """
@@ -212,7 +212,7 @@ def test_a_run_that_succeeds_ends_with_success(tmp_path, ending):
     n, lines = ENDINGS[ending]
     if "zero" in lines: pytest.importorskip("deepspeed")
     (tmp_path/"loop.py").write_text(f"{LEAVING}{lines}\n")
-    run = torchrun(n, tmp_path/"loop.py") if n else subprocess.run([sys.executable, tmp_path/"loop.py"], env=ENV, capture_output=True, text=True, timeout=240)
+    run = torchrun(n, tmp_path/"loop.py") if n else subprocess.run([sys.executable, tmp_path/"loop.py"], env=ENV, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0 and "terminate called" not in run.stderr, run.stderr[-3000:]
     assert not any(said in run.stderr for said in ("FutureWarning: `torch.distributed", "gemm_4bit")), run.stderr
 

@@ -5,7 +5,7 @@ import torch
 from rlblocks import Policy, Scorer, here
 from spmd_adapters import together
 from test_spmd import same, torchrun
-from tiny import model, rows
+from tiny import model, reach, rows
 
 pytest.importorskip("peft")
 ENGINES = ["None", "fsdp2", "zero2", "zero3"]
@@ -26,7 +26,7 @@ def alone(folder): return together(here, None, folder, folder/"alone")
 def ranks(folder, root):
     "What each of two ranks saw."
     pytest.importorskip("deepspeed")
-    run = torchrun(2, root/"tests"/"spmd_adapters.py", folder, *ENGINES, limit=580)
+    run = torchrun(2, root/"tests"/"spmd_adapters.py", folder, *ENGINES)
     assert run.returncode == 0, run.stderr[-3000:]
     return [torch.load(folder/f"{r}.pt", weights_only=False) for r in range(2)]
 
@@ -38,15 +38,15 @@ def test_views_on_a_placed_base_are_those_of_one_process(alone, ranks, folder, e
     assert len(alone["shown"]) == 12 and len(alone["resumed"]) == 6
     for rank in ranks:
         got = rank[engine]
-        same(got, alone, engine, 1e-5)
+        same(got, alone, engine, reach(torch.ones(1)))
         assert torch.equal(got["first"], got["ref"])                                        # the reference has not moved
         assert torch.equal(got["again"][0], got["policy"]) and torch.equal(got["again"][1], got["values"]) and got["resumed"] == got["shown"][6:]
         assert got["moments"] == ranks[0][engine]["moments"]
     b = rows(B=7, dtype=torch.float32)
     for path in (folder/engine/"merged", folder/"alone"/"merged"):
-        assert (Policy(path, frozen=True, device="cpu").logprobs(b)-alone["policy"]).abs().max() < 1e-5
-    assert (Policy(folder/"base", lora=folder/engine/"adapter", frozen=True, device="cpu").logprobs(b)-alone["policy"]).abs().max() < 1e-5
-    assert (Scorer(folder/engine/"reward", device="cpu").scores(b)-alone["scores"]).abs().max() < 1e-4
+        assert (Policy(path, frozen=True, device="cpu").logprobs(b)-alone["policy"]).abs().max() < reach(alone["policy"])
+    assert (Policy(folder/"base", lora=folder/engine/"adapter", frozen=True, device="cpu").logprobs(b)-alone["policy"]).abs().max() < reach(alone["policy"])
+    assert (Scorer(folder/engine/"reward", device="cpu").scores(b)-alone["scores"]).abs().max() < reach(alone["scores"])/alone["moments"][1][0]
 
 
 def test_moments_are_those_of_the_whole_batch(alone):

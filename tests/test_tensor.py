@@ -20,14 +20,15 @@ from rlblocks.fsdp import whole
 from rlblocks.optim import muon
 from rlblocks.shards import read_shards, state_of, write_shards
 from test_engines import HOW, batch, compare, grpo, ppo, run, sft, whole_weights
-from tiny import SIZES, model
+from tiny import NEAR, SIZES, model, reach, steady
 
 SIZE = 2
 WAYS = {"tensor": dict(engine=None, tensor_parallel=SIZE), "tensor, fsdp2": dict(engine="fsdp2", tensor_parallel=SIZE), "tensor, sequence": dict(engine=None, tensor_parallel=SIZE, sequence_parallel=2)}
 WORLDS = {2: ["tensor"], 4: ["tensor, fsdp2", "tensor", "tensor, sequence"]}
 
 
-LORA = dict(lora=dict(r=4, lora_alpha=8), lr=1e-3)
+LR = 1e-3
+LORA = dict(lora=dict(r=4, lora_alpha=8), optimizer=steady(LR))
 
 
 # -- losses and cases
@@ -147,12 +148,11 @@ def reads(engine, world, rank, folder):
     for kind in ("llama", "gemma2"):
         policy, plain, b = cut(kind, engine), Policy(model(kind), **HOW), batch(5)
         b["support"] = torch.stack([b.tokens, (b.tokens+9) % 32, torch.full_like(b.tokens, -1)], -1)
-        assert (policy.logprobs(b)-plain.logprobs(b)).abs().max() < 1e-5
-        assert (policy.measure(b, lambda z: z.exp().topk(2).values)-plain.measure(b, lambda z: z.exp().topk(2).values)).abs().max() < 1e-5
-        assert (policy.measure(b.drop("support"), entropy)-plain.measure(b.drop("support"), entropy)).abs().max() < 1e-5
+        near(policy.logprobs(b), plain.logprobs(b))
+        for measure, c in ((lambda z: z.exp().topk(2).values, b), (entropy, b.drop("support"))): near(policy.measure(c, measure), plain.measure(c, measure))
         if hasattr(policy, "head"):
             h = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
-            assert (policy.head()(h)-plain.head()(h)).abs().max() < 1e-5
+            near(policy.head()(h), plain.head()(h))
 
 
 def reshards(engine, world, rank, folder):
@@ -173,14 +173,14 @@ def reshards(engine, world, rank, folder):
             assert all(torch.equal(x, want["module"][k]) for k, x in one.state_dict()["module"].items())
         policy.step(part(b, world, rank), sft), other.step(b, sft)
         mine, theirs = whole_weights(policy), whole_weights(other)
-        assert mine.keys() == theirs.keys() and all((x-theirs[k]).abs().max() < 1e-6 for k, x in mine.items())
+        assert mine.keys() == theirs.keys() and all((x-theirs[k]).abs().max() < NEAR*t.LR for k, x in mine.items())
 
 
 def export_peak(engine, world, rank, folder):
     "LAWS 22: beside the pieces an export holds one bucket and one weight."
     policy = Policy(model(hidden_size=256, intermediate_size=8192, num_hidden_layers=4), **HOW, engine=engine, tensor_parallel=SIZE)
     mb = 8            # 8 MiB each of three a layer, cut by rows and by columns
-    extra, most = export_extra(policy._run.model.iter_full_params, 3*mb << 20), 3*mb + mb + (mb/SIZE if engine else 0) + 1
+    extra, most = export_extra(policy._run.model.iter_full_params, 3*mb << 20), 3*mb + mb + (mb/SIZE if engine else 0) + mb/2
     print(f"peak {engine} {world} {rank}: {extra:.1f} of {most:.1f} MiB")
     assert extra < most, f"{extra:.1f} MiB beside the pieces, {most:.1f} is the most"
 
@@ -198,23 +198,27 @@ def adapters(engine, world, rank, folder):
     assert torch.equal(policy.logprobs(b), first) and any(x.any() for k, x in start["module"].items() if "lora_A" in k)
     for _ in range(3): policy.step(part(b, world, rank), ppo, entropy=True), critic.step(part(b, world, rank), t.value), plain.step(b, ppo, entropy=True), judge.step(b, t.value)
     assert policy._run.model.engine.base.model.engine.entering.x is None        # what recomputed layers entered is nobody's
-    same(policy.state_dict(), plain.state_dict(), 1e-5), same(critic.state_dict(), judge.state_dict(), 1e-5)
+    same(policy.state_dict(), plain.state_dict(), NEAR*LR), same(critic.state_dict(), judge.state_dict(), NEAR*LR)
     lp = policy.logprobs(b)
-    assert torch.equal(ref.logprobs(b), first) and (lp-first).abs().max() > 1e-3 and (lp-plain.logprobs(b)).abs().max() < 1e-5 and (critic.values(b)-judge.values(b)).abs().max() < 1e-5
+    assert torch.equal(ref.logprobs(b), first) and (lp-first).abs().max() > 1e-3
+    near(lp, plain.logprobs(b)), near(critic.values(b), judge.values(b))
     policy.save_pretrained(folder/"adapter", adapter=True), policy.save_pretrained(folder/"merged")
-    assert (Policy(folder/"merged", frozen=True, device="cpu").logprobs(b)-lp).abs().max() < 1e-5
-    assert (Policy(PeftModel.from_pretrained(model(), folder/"adapter").merge_and_unload(), frozen=True, device="cpu").logprobs(b)-lp).abs().max() < 1e-5
+    near(Policy(folder/"merged", frozen=True, device="cpu").logprobs(b), lp)
+    near(Policy(PeftModel.from_pretrained(model(), folder/"adapter").merge_and_unload(), frozen=True, device="cpu").logprobs(b), lp)
     held = Policy(model(), **HOW, frozen=True, engine=engine, tensor_parallel=SIZE)       # a frozen wrapper takes them too
     again = Policy(held, **HOW | LORA | dict(lora=folder/"adapter"))
-    assert (again.logprobs(b)-lp).abs().max() < 1e-5 and (held.logprobs(b)-first).abs().max() < 1e-6
+    near(again.logprobs(b), lp), near(held.logprobs(b), first)
     again.load_state_dict(plain.state_dict()), plain.load_state_dict(t.copied(policy.state_dict()))
     for p, rows in ((policy, part(b, world, rank)), (again, part(b, world, rank)), (plain, b)): p.step(rows, sft)
-    for p in (again, plain): same(p.state_dict(), policy.state_dict(), 1e-5)
+    for p in (again, plain): same(p.state_dict(), policy.state_dict(), NEAR*LR)
     policy, plain = (Policy(model(dtype=torch.bfloat16), **HOW | LORA | how) for how in (dict(engine=engine, tensor_parallel=SIZE), {}))
     policy.step(part(b, world, rank), sft)
     plain.load_state_dict(policy.state_dict())       # sums in bf16 differ by what is cut, the same adapter merges to the same weights
     want = whole_weights(plain)
     assert all(torch.equal(x, want[k]) and x.dtype == want[k].dtype for k, x in whole_weights(policy).items())
+
+
+def near(x, want): assert (far := (x-want).abs().max()) < reach(want), (far, reach(want))
 
 
 def same(state, want, far):
@@ -259,7 +263,7 @@ def placed(engine, world, rank, folder):
     assert policy.replica == rank
     mine, theirs = policy.step(b, ppo, entropy=True), plain.step(b, ppo, entropy=True)
     assert mine.keys() == theirs.keys() and all(float(mine[k]) == pytest.approx(float(x), rel=1e-4, abs=1e-5) for k, x in theirs.items())
-    assert (policy.logprobs(b)-plain.logprobs(b)).abs().max() < 1e-5
+    near(policy.logprobs(b), plain.logprobs(b))
 
 
 def refuses(engine, world, rank, folder):
@@ -355,7 +359,7 @@ def test_cut_layers_equal_the_plain_process(tmp_path, plain, world):
     ranks = launch(world, tmp_path)
     for way in WORLDS[world]:
         far = compare(answering(ranks, way), plain)
-        assert len(far) == 3*len(chosen(way, world)) and max(far.values()) < 1e-5, far
+        assert len(far) == 3*len(chosen(way, world)) and max(far.values()) < t.FAR, far
     assert sum(r["rss"] for r in ranks) < 8 << 30
 
 

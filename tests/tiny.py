@@ -1,6 +1,10 @@
-"Tiny models and batches that several test files build."
+"Tiny models, batches and error bounds that several test files share."
+import math
+from functools import partial
+
 import torch
 from rlblocks import Batch
+from rlblocks.optim import adamw
 
 SIZES = dict(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
 
@@ -24,6 +28,15 @@ def model(kind="llama", dtype=torch.float32, seed=0, **more):
         torch.manual_seed(seed)
         config = getattr(tf, f"{name}{'Text' if name == 'Gemma3' else ''}Config")(**sizes | dict(eos_token_id=1, pad_token_id=0) | extra | more)
         return getattr(tf, f"{name}{ends}")(config).to(dtype)
+
+
+def exact(net):
+    "A model in float64 all through: transformers' RMS norms go by way of fp32."
+    for m in net.double().modules():
+        if "RMSNorm" not in type(m).__name__: continue
+        eps, one = (m.eps, 1.) if hasattr(m, "eps") else (m.variance_epsilon, 0.)
+        m.forward = lambda x, m=m, eps=eps, one=one: x*(x.square().mean(-1, keepdim=True) + eps).rsqrt()*(m.weight + one)
+    return net
 
 
 def tokenizer():
@@ -68,3 +81,37 @@ def apart(a, b):
     biggest = max(g.abs().max() for g in b.values())
     assert biggest > 1e-6
     return max((a[n]-b[n]).abs().max() for n in b).item()/biggest.item()
+
+
+def bound(n, scale, dtype=torch.float32):
+    """How far a sum of `n` terms may be off, on any machine, whose absolute values sum to `scale`: eps·scale·min(n, 4√n).
+
+    Each of n roundings is off by at most eps/2, relative: the whole by less than n·eps (Higham 2002, §4.2). They do not
+    conspire: it is off by more than 4√n·eps with probability below 2·exp(−32) (Higham & Mary 2019). Count along the
+    longest chain; a product of [n, k] and [k, m] has k terms."""
+    return min(n, 4*math.sqrt(n))*torch.finfo(dtype).eps*float(scale)
+
+
+# Terms one after another in `model()`: two layers of projections, attention, MLP and norms; head and log-sum-exp.
+CHAIN = 2*(3*32 + 8 + 18 + 32 + 64 + 2*32) + 32 + 32
+
+# Two fp32 gradients of `rows()`, relative to the largest entry: forward, back, and a sum over tokens.
+APART = 2*bound(2*CHAIN + 16*18, 1.)
+
+
+def reach(want, dtype=torch.float32):
+    "How far two passes through a model of `SIZES` may be apart: both are off by the bound of their longest chain."
+    return 2*bound(CHAIN, max(1., float(want.detach().abs().max())), dtype)
+
+
+NEAR = .01                 # of lr: see `steady`
+
+
+def steady(lr, eps=1e-3, **how):
+    """An AdamW whose steps rounding cannot decide, for comparing weights after fp32 steps.
+
+    Adam moves a weight by lr·g/(|g| + eps). With eps = 1e-8 a gradient of 1e-8, which is all rounding where terms of 0.1
+    cancel, moves its weight by lr/2 to either side, as the machine has it. Here an error δ of the gradient moves a weight
+    by at most 2·lr·δ/eps a step. For gradients of 0.1, the size that a tiny model has, δ < bound(CHAIN, .1) = 1.2e-6: a
+    step is off by 0.2 % of lr, and weights after five of them may be compared to `NEAR`·lr."""
+    return partial(adamw, lr=lr, eps=eps, **how)
