@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from forked import forked
 from resident import export_extra, give_back
 from rlblocks import Checkpoint, Critic, Policy, Rollout, Scorer, assert_on_policy, here, merge, ppo_loss
 from rlblocks.adapters import lora_config
@@ -286,7 +287,7 @@ def test_a_merged_export_holds_a_bucket_and_a_tensor(tmp_path, engine):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     ranks = 2 if engine else 1
-    torch.multiprocessing.spawn(peaks, (tmp_path, engine, port), nprocs=ranks, join=True)
+    forked(peaks, (tmp_path, engine, port), ranks)
     for found in (torch.load(tmp_path/f"peaks{r}.pt") for r in range(ranks)):
         assert len(found) == (3 if engine else 4) and all(3.5 < x < 4.5 for x in found.values()), found          # in tensors: three in the bucket, one under way
 
@@ -353,7 +354,7 @@ ALL = [(engine, world) for engine in ("fsdp2", "zero1", "zero2", "zero3") for wo
 def test_adapters_on_a_sharded_base(engine, world, one_process, tmp_path):
     "The base in pieces under adapters: losses, norms, weights and outputs are those of one process without an engine, on every rank; the export is whole."
     if engine.startswith("zero"): pytest.importorskip("deepspeed")
-    torch.multiprocessing.spawn(one_rank, (world, tmp_path, engine), nprocs=world, join=True)
+    forked(one_rank, (world, tmp_path, engine), world)
     ranks = [torch.load(tmp_path/f"{rank}.pt", weights_only=False) for rank in range(world)]
     for name, want in one_process.items():
         for step, pair in enumerate(want["metrics"]):

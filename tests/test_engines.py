@@ -15,7 +15,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked import forked
 from resident import export_extra, give_back
 from rlblocks import Critic, Policy, Scorer, bradley_terry_loss, dpo_loss, kl_k3, masked_mean, masked_sum, merge, pairs, ppo_loss, sft_loss, value_loss
 from rlblocks.masked import Max
@@ -433,7 +433,7 @@ def saves(rank, folder):
     for check in (saved, saved_in_half, saved_in_pieces): check(None, 1, 0, folder)
 
 
-def test_the_plain_process_saves(tmp_path): mp.spawn(saves, (tmp_path,), nprocs=1)
+def test_the_plain_process_saves(tmp_path): forked(saves, (tmp_path,), 1)
 
 
 def launch(engine, world, folder):
@@ -441,7 +441,7 @@ def launch(engine, world, folder):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(one_rank, (world, port, engine, folder), nprocs=world, join=True)
+    forked(one_rank, (world, port, engine, folder), world)
     return [torch.load(folder/f"{r}.pt", weights_only=False) for r in range(world)]
 
 

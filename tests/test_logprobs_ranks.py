@@ -6,7 +6,7 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked import forked
 from rlblocks import linear_logprobs
 from tiny import bound
 from torch.testing import assert_close
@@ -53,7 +53,7 @@ def test_a_split_head_is_the_whole_head(tmp_path, world):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(one_rank, (world, port, tmp_path), nprocs=world, join=True)
+    forked(one_rank, (world, port, tmp_path), world)
     ranks = [torch.load(tmp_path/f"{r}.pt") for r in range(world)]
     for i,case in enumerate(CASES):
         whole = one(case, [V], 0, None)

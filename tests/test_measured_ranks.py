@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked import forked
 from rlblocks import Policy, jsd, masked_mean, merge
 from rlblocks.batch import Batch
 from test_routers import batch, loss
@@ -68,7 +68,7 @@ def test_every_engine_is_the_plain_process(tmp_path, world):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(one_rank, (world, port, tmp_path), nprocs=world, join=True)
+    forked(one_rank, (world, port, tmp_path), world)
     ranks = [torch.load(tmp_path/f"{r}.pt", weights_only=False) for r in range(world)]
     teacher = Policy(model(hidden_size=64, seed=9), frozen=True, device="cpu")
     b = whole(model("mixtral"), teacher)

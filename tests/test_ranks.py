@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked import forked
 from rlblocks import Batch, Checkpoint, Policy, merge, ppo_loss
 from tiny import apart, exact, gradients, model, rows
 
@@ -80,7 +80,7 @@ def test_ranks_agree_with_one_process(tmp_path, world, cut):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     start = time.monotonic()
-    mp.spawn(one_rank, (world, port, cut, tmp_path), nprocs=world, join=True)
+    forked(one_rank, (world, port, cut, tmp_path), world)
     assert time.monotonic() - start < 300          # it ends: no rank waits for a collective that another never enters
     ranks = [torch.load(tmp_path/f"{r}.pt", weights_only=False) for r in range(world)]
     make, how = CASES[cut]

@@ -11,7 +11,7 @@ import test_engines as engines
 import test_routers as routers
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked import forked
 from rlblocks import Batch, Critic, Policy, merge
 from rlblocks.reader import Reader, mixer, pack_by
 from rlblocks.spmd import SpmdPool
@@ -166,7 +166,7 @@ def test_ranks_that_share_rows_are_one_process(tmp_path, plain, world):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(one_rank, (world, port, tmp_path), nprocs=world, join=True)
+    forked(one_rank, (world, port, tmp_path), world)
     ranks = [torch.load(tmp_path/f"{r}.pt", weights_only=False) for r in range(world)]
 
     far = {}

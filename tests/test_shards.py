@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked import forked
 from rlblocks import Checkpoint, Policy, Scorer, masked_mean
 from rlblocks.checkpoint import Lock
 from rlblocks.convert import command, convert
@@ -110,7 +110,7 @@ def launch(world, jobs, folder):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(one_rank, (world, port, jobs, folder), nprocs=world, join=True)
+    forked(one_rank, (world, port, jobs, folder), world)
     return torch.load(folder/"found.pt", weights_only=False)
 
 

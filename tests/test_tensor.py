@@ -12,7 +12,7 @@ import pytest
 import test_engines as t
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked import forked
 from resident import export_extra
 from rlblocks import Critic, Policy, SpmdPool, entropy
 from rlblocks.cuts import terms_of
@@ -368,7 +368,7 @@ def launch(world, folder):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(one_rank, (world, port, folder), nprocs=world, join=True)
+    forked(one_rank, (world, port, folder), world)
     return [torch.load(folder/f"{r}.pt", weights_only=False) for r in range(world)]
 
 

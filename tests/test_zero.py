@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 pytest.importorskip("deepspeed")
+from forked import forked
 from rlblocks import zero
 from rlblocks.plain import Plain
 from rlblocks.zero import Zero
@@ -79,7 +79,7 @@ def found(tmp_path_factory):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(one_rank, (port, str(folder)), nprocs=2)
+    forked(one_rank, (port, str(folder)), 2)
     return torch.load(folder/"found.pt")
 
 
