@@ -195,13 +195,14 @@ def adapters(engine, world, rank, folder):
     (policy, ref, critic), (plain, _, judge) = made
     first, start = ref.logprobs(b), t.copied(policy.state_dict())
     same(start, plain.state_dict(), 0.)              # drawn alike
-    assert torch.equal(policy.logprobs(b), first) and any(x.any() for k, x in start["module"].items() if "lora_A" in k)
+    near(policy.logprobs(b), first)                  # B is 0; where arrays lie differently, a product may be rounded differently
+    assert any(x.any() for k, x in start["module"].items() if "lora_A" in k)
     for _ in range(3): policy.step(part(b, world, rank), ppo, entropy=True), critic.step(part(b, world, rank), t.value), plain.step(b, ppo, entropy=True), judge.step(b, t.value)
     assert policy._run.model.engine.base.model.engine.entering.x is None        # what recomputed layers entered is nobody's
     same(policy.state_dict(), plain.state_dict(), NEAR*LR), same(critic.state_dict(), judge.state_dict(), NEAR*LR)
     lp = policy.logprobs(b)
-    assert torch.equal(ref.logprobs(b), first) and (lp-first).abs().max() > 1e-3
-    near(lp, plain.logprobs(b)), near(critic.values(b), judge.values(b))
+    assert (lp-first).abs().max() > 1e-3
+    near(ref.logprobs(b), first), near(lp, plain.logprobs(b)), near(critic.values(b), judge.values(b))
     policy.save_pretrained(folder/"adapter", adapter=True), policy.save_pretrained(folder/"merged")
     near(Policy(folder/"merged", frozen=True, device="cpu").logprobs(b), lp)
     near(Policy(PeftModel.from_pretrained(model(), folder/"adapter").merge_and_unload(), frozen=True, device="cpu").logprobs(b), lp)
