@@ -33,6 +33,7 @@ def whole_number(
 def _ints(who, name, x):
     x = x.cpu() if isinstance(x, Tensor) else torch.tensor(x) if len(x) else torch.zeros(0, dtype=torch.long)
     if x.is_floating_point(): raise TypeError(f"{who}: {name} are {str(x.dtype).removeprefix('torch.')}; whole numbers are wanted")
+    if x.dim() != 1: raise ValueError(f"{who}: {name} are {list(x.shape)}; one number a row is wanted, [B]")
     return x.long()
 
 # %% ../nbs/20_balancing.ipynb #e8cbc592
@@ -55,7 +56,8 @@ def fit_row_costs(
         raise ValueError(f"fit_row_costs: {len(lengths)} runs, {len(seconds)} times; as many of one as of the other, and at least 3")
     n = [_ints("fit_row_costs", "lengths", x).double() for x in lengths]
     columns = torch.tensor([[1., x.sum(), x.square().sum()] for x in n], dtype=torch.float64)
-    scale, times = columns.amax(0), torch.tensor(list(seconds), dtype=torch.float64)
+    scale, times = columns.amax(0).clamp(min=1), torch.tensor(list(seconds), dtype=torch.float64)
+    if not times.isfinite().all(): raise ValueError(f"fit_row_costs: run {int((~times.isfinite()).int().argmax())} took {times[~times.isfinite()][0]:g} seconds; finite numbers are wanted")
     def solve(kept):
         at = torch.linalg.lstsq((columns/scale)[:, kept], times[:, None], driver="gelsd").solution[:, 0]
         return dict(zip(kept, (at/scale[kept]).tolist(), strict=True))
@@ -132,6 +134,16 @@ def _swapped(items, loads, costs, within, equal):
         items = items.index_select(0, order)
 
 # %% ../nbs/20_balancing.ipynb #b66c615b
+def _costs(who, costs):
+    "Costs as float64. TypeError or ValueError for what is not one number an item."
+    if isinstance(costs, Tensor): x = costs.detach().cpu().double()
+    elif not len(costs): return torch.zeros(0, dtype=torch.double)
+    else:
+        try: x = torch.frombuffer(array("d", costs), dtype=torch.double)
+        except (TypeError, OverflowError) as e: raise TypeError(f"{who}: the costs are no numbers ({e}); one finite number an item is wanted") from e
+    if x.dim() != 1: raise ValueError(f"{who}: costs are {list(x.shape)}; one number an item is wanted, [B]")
+    return x
+
 def balance(
     costs:Shaped[Tensor, " B"]|Sequence[int|float], # what each item costs; not negative
     n:int,                                          # number of parts
@@ -144,7 +156,7 @@ def balance(
     ValueError for `n` < 1, a negative `within`, or a cost that is negative or not a finite number."""
     n = whole_number("balance", "n", n)
     if not within >= 0: raise ValueError(f"balance: within is {within}; a share of the mean, 0 or more, is wanted")
-    x = costs.detach().cpu().double() if isinstance(costs, Tensor) else torch.frombuffer(array("d", costs), dtype=torch.double) if len(costs) else torch.zeros(0, dtype=torch.double)
+    x = _costs("balance", costs)
     odd = ~((x >= 0) & (x < float("inf")))
     if odd.any(): raise ValueError(f"balance: the cost of item {int(odd.int().argmax())} is {costs[int(odd.int().argmax())]}; costs are finite numbers, 0 or more")
     if not len(x): return [[] for _ in range(n)]

@@ -59,7 +59,7 @@ class Batch:
 
         Raises ValueError when lengths, token axes, `mask` or `lengths` disagree, TypeError for a mask that is not Bool."""
         if not columns: raise ValueError("Batch: no columns; give at least one, e.g. Batch(tokens=…, lengths=…, mask=…)")
-        vars(self).update(columns={}, per_row=frozenset(per_row), _whole=None, filler=False)
+        vars(self).update(columns={}, per_row=frozenset([per_row] if isinstance(per_row, str) else per_row), _whole=None, filler=False)
         for name in sorted(columns, key=lambda k: k not in ("tokens", "lengths")): self[name] = columns[name]   # tokens first: they set T
 
     # -- columns
@@ -72,6 +72,7 @@ class Batch:
         return self.columns[name]
 
     def __setattr__(self, name, value): raise AttributeError(f"Batch: write batch[{name!r}] = … to set a column")
+    def __copy__(self): return self._like(dict(self.columns), self._whole, self.filler)
     def __contains__(self, name): return name in self.columns
     def __len__(self): return len(next(iter(self.columns.values())))
     def __repr__(self):
@@ -96,8 +97,10 @@ class Batch:
     def drop(self,
         *names, # columns to leave out
     ):
-        "The same rows without some columns."
-        return self._like({k: v for k, v in self.columns.items() if k not in names}, self._whole, self.filler)
+        "The same rows without some columns. ValueError when none is left."
+        left = {k: v for k, v in self.columns.items() if k not in names}
+        if not left: raise ValueError(f"Batch: drop({', '.join(map(repr, names))}) leaves no column; rows need at least one")
+        return self._like(left, self._whole, self.filler)
 
     @property
     def width(self):
@@ -184,8 +187,9 @@ class Batch:
 
         Of a model that computes every row in full, pieces dealt so are unlike: say False. The same answer on every machine, so that each can make its own piece."""
         n = whole_number("Batch.cut", "n", n)
-        if costs is not None and len(costs) != len(self): raise ValueError(f"Batch.cut: costs are {len(costs)}, the batch has {len(self)} rows; one a row is wanted")
-        units, each = self.unit_rows(), torch.as_tensor(self._sizes() if costs is None else costs, dtype=torch.double).cpu()
+        costs = None if costs is None else torch.as_tensor(costs, dtype=torch.double)
+        if costs is not None and costs.shape != (len(self),): raise ValueError(f"Batch.cut: costs are {list(costs.shape)}, the batch has {len(self)} rows; one a row is wanted")
+        units, each = self.unit_rows(), (self._sizes() if costs is None else costs.detach()).double().cpu()
         if (odd := ~((each >= 0) & (each < float("inf")))).any(): raise ValueError(f"Batch.cut: costs are {each[odd][0]:g} for row {int(odd.int().argmax())}; finite numbers, 0 or more, are wanted")
         alike = self._alike(each) if shares_prompts and n > 1 else None
         rows = list(zip(each.tolist(), *(x.tolist() for x in alike or ()), strict=True))
@@ -260,7 +264,7 @@ class Batch:
         if keep_groups and "group" in self:
             ids, of = self.group[[u[0] for u in units]].cpu().unique(return_inverse=True)
             order = order[torch.randperm(len(ids), generator=g)[of[order]].argsort(stable=True)]
-        dealt = [[i for k in share.tolist() for i in units[k]] for share in order.tensor_split(n) if len(share)]
+        dealt = [[i for k in share.tolist() for i in units[k]] for share in order.tensor_split(min(n, len(units)))]
         return [self._rows(torch.tensor(rows), None) for rows in dealt]
 
     @staticmethod
@@ -279,6 +283,10 @@ class Batch:
                 raise ValueError(f"Batch.cat: columns differ: {sorted(set(first.columns) ^ set(b.columns))} are not in all; set or .drop them first")
         def join(name):
             xs = [b.columns[name] for b in batches]
+            kinds = [isinstance(x, list) or x.shape[2 if first.is_per_token(name) else 1:] for x in xs]
+            odd = next((x for x, kind in zip(xs, kinds, strict=True) if kind != kinds[0]), None)
+            if odd is not None:
+                raise ValueError(f"Batch.cat: column {name!r} is {_shape(xs[0])} in the first batch and {_shape(odd)} in another; they cannot be joined")
             if isinstance(xs[0], list): return [x for one in xs for x in one]
             return torch.cat([widen(x, T) for x in xs] if first.is_per_token(name) else xs)
         return first._like({k: join(k) for k in first.columns}, None)
@@ -293,8 +301,9 @@ class Batch:
     ):
         "These rows with foreign `rollout_logprobs`; ValueError when those speak of another distribution than the one the rows were sampled from."
         for name, given, neutral in (("temperature", temperature, 1.0), ("top_p", top_p, 1.0), ("top_k", top_k, 0), ("min_p", min_p, 0.0)):
-            rows = self.columns.get(name, torch.full((len(self),), neutral))
-            odd = (rows - given).abs() > 1e-6
+            if not isinstance(given, Real): raise TypeError(f"with_logprobs: {name} is {given!r}; a number is wanted")
+            rows = torch.as_tensor(self.columns.get(name, torch.full((len(self),), neutral)))
+            odd = ~((rows - given).abs() <= 1e-6)      # NaN is odd
             if odd.any():
                 raise ValueError(f"with_logprobs: log-probs were taken at {name}={given}, but row {int(odd.int().argmax())} was sampled at "
                                  f"{float(rows[odd][0]):g}; log-probs of unlike distributions have no ratio. Ask the engine for processed log-probs.")
@@ -349,9 +358,11 @@ def pairs(
     b:Any,    # its rows: a `Batch`, or what has its columns `unit` and Bool `chosen`
 )->tuple[Tensor, Tensor]: # (chosen, rejected), each `[units]`, in order of unit id
     "Row values of preference pairs, side by side; pairs without a counted token are left out. ValueError unless every unit is one chosen and one rejected row."
+    if not isinstance(x, Tensor): raise TypeError(f"pairs: x is a {type(x).__name__}; a tensor is wanted (torch.as_tensor(x))")
     if x.shape[:1] != b.chosen.shape: raise ValueError(f"pairs: x is {list(x.shape)}, the batch has {len(b)} rows")
     if b.chosen.dtype != torch.bool: raise TypeError(f"pairs: chosen is {_shape(b.chosen)}; a Bool is wanted")
-    order = torch.argsort(b.unit*2 + (~b.chosen).long(), stable=True).to(x.device)
+    order = torch.argsort((~b.chosen).byte(), stable=True)     # the chosen ones first, then by unit
+    order = order[torch.argsort(b.unit[order], stable=True)].to(x.device)
     unit, chosen = b.unit.to(x.device)[order], b.chosen.to(x.device)[order]
     if len(x) % 2 or not (unit[::2].equal(unit[1::2]) and chosen[::2].all() and not chosen[1::2].any() and unit[::2].unique().numel() == len(x)//2):
         raise ValueError("pairs: every unit must be exactly one chosen and one rejected row")

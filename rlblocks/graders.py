@@ -43,7 +43,8 @@ def _copied(x):
 
 def _arguments(name, fn, batch)->dict:
     "The columns that `fn` takes, as lists. TypeError naming the ones that it needs and the batch lacks."
-    offers, wants = _offers(batch), inspect.signature(fn).parameters
+    try: offers, wants = _offers(batch), inspect.signature(fn).parameters
+    except ValueError as e: raise TypeError(f"Grader: {name} does not say which arguments it takes ({e}); put it in a function that names them") from e
     free = any(p.kind is p.VAR_KEYWORD for p in wants.values())
     given = {k: make() for k, make in offers.items() if k in wants or free and not (k in batch and batch.is_per_token(k))}
     missing = [k for k, p in wants.items() if k not in given and p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -122,8 +123,9 @@ class Grader:
             if set(weights) != set(names): raise ValueError(f"Grader: weights are for {', '.join(weights)}, functions are {', '.join(names)}")
             weights = [weights[n] for n in names]
         if len(weights) != len(fns): raise ValueError(f"Grader: {len(weights)} weights for {len(fns)} functions")
+        weights = [w.item() if getattr(w, "ndim", None) == 0 else w for w in weights]
         for n, w in zip(names, weights, strict=True):
-            if isinstance(w, str) or not abs(w) <= _LARGEST: raise ValueError(f"Grader: the weight of {n} is {w!r}; a finite number is wanted")
+            if not isinstance(w, (int, float)) or not abs(w) <= _LARGEST: raise ValueError(f"Grader: the weight of {n} is {w!r}; a finite number is wanted")
         self.fns, self.weights = dict(zip(names, fns, strict=True)), dict(zip(names, map(float, weights), strict=True))
 
     def __repr__(self): return f"Grader({', '.join(f'{w:g}·{n}' for n, w in self.weights.items())})"

@@ -6,6 +6,8 @@
 __all__ = ['Preferences', 'Feedback', 'as_feedback']
 
 # %% ../nbs/24_preferences.ipynb #a81b5480
+from collections.abc import Mapping
+
 import torch
 
 from .prompts import _joined, _Rows, _wanted, segments
@@ -120,5 +122,10 @@ def as_feedback(
     rows,         # {prompt, chosen, rejected} each, and any other columns
 )->list[dict]:    # {prompt, completion, label} each, two a pair
     "Pairs as single judged answers: the chosen one desirable, the rejected one not."
+    rows = list(rows)
+    for i, row in enumerate(rows):
+        if not isinstance(row, Mapping): raise TypeError(f"as_feedback: row {i} is a {type(row).__name__}; a dict is wanted")
+        try: _wanted(row, ("chosen", "rejected"), "a pair is prompt, chosen and rejected")
+        except ValueError as e: raise ValueError(f"as_feedback: row {i}: {e}") from None
     rest = lambda row: {name: x for name, x in row.items() if name not in ("chosen", "rejected")}
     return [rest(row) | dict(completion=row[side], label=side == "chosen") for row in rows for side in ("chosen", "rejected")]

@@ -69,7 +69,7 @@ def _asked(ask, texts):
     except Exception as error:
         for text in texts:
             try: ask([text])
-            except Exception as e: raise ValueError(f"encode: the tokenizer raised {type(e).__name__} on {text[:80]!r}: {e}") from error
+            except Exception as e: raise ValueError(f"encode: the tokenizer raised {type(e).__name__} on {str(text)[:80]!r}: {e}") from error
         raise
 
 def _checked_ids(text, ids)->list[int]:
@@ -156,6 +156,7 @@ class _Rows:
         if not len(rows): raise ValueError(f"{who}: no rows")
         self.rows, self.alone, self.shuffle, self.seed, self.taken = rows, alone, shuffle, seed, 0
         self._epoch, self._perm = -1, []
+        seed_of(seed)       # what names no order is refused now, not by the first `take`
 
     def _about(self, i, message)->str:
         row = repr(self._row(i))
@@ -199,7 +200,9 @@ class _Rows:
     def _limit(self, max_tokens): return None if max_tokens is None else whole_number(type(self).__name__, "max_tokens", max_tokens)
 
     def _needs_eos(self, tokenizer, why):
-        if getattr(tokenizer, "eos_token_id", None) is None: raise ValueError(f"{type(self).__name__}: the tokenizer has no eos_token_id; {why}")
+        eos = getattr(tokenizer, "eos_token_id", None)
+        if eos is None: raise ValueError(f"{type(self).__name__}: the tokenizer has no eos_token_id; {why}")
+        whole_number(type(self).__name__, "the tokenizer's eos_token_id", eos, 0)
 
     def _leave_out(self, count, of, why):
         "Count what is left out, and say so."
@@ -343,6 +346,7 @@ class Demonstrations(_Rows):
         super().__init__(rows, "text", shuffle, seed)
         max_tokens = self._limit(max_tokens)
         self._needs_eos(tokenizer, "without one a policy cannot learn to stop")
+        if truncate not in (None, "start", "end"): raise ValueError(f"Demonstrations: truncate={truncate!r}; 'start', 'end' or None is wanted")
         if truncate and max_tokens is None: raise ValueError(f"Demonstrations: truncate={truncate!r} needs max_tokens")
         made = self._read(lambda row: segments(row, tokenizer, template=template))
         texts = [row[0][0] for row in made] if "completion" in self._row(0) else None
@@ -352,7 +356,7 @@ class Demonstrations(_Rows):
                 if not truncate: raise ValueError(self._about(i, f"{len(ids)} tokens, max_tokens is {max_tokens}; pass truncate='start' or 'end', or leave out such rows"))
                 lead = 1 if truncate == "start" and ids[0] == getattr(tokenizer, "bos_token_id", None) else 0
                 cut = slice(0, max_tokens) if truncate == "end" else slice(len(ids) - max_tokens + lead, None)
-                ids, mask = ids[:lead] + ids[cut], mask[:lead] + mask[cut]
+                ids, mask = ids[:lead] + ids[cut], [False] + (mask[:lead] + mask[cut])[1:]   # nothing predicts what is first now
                 self.truncated += any(mask)
             if any(mask): kept.append((i, ids, mask))
         if not kept: raise ValueError(f"Demonstrations: none of the {len(made)} rows has a completion token")

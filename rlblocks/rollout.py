@@ -157,7 +157,7 @@ def _checked_sampling(who, temperature, top_p, top_k, min_p):
     how = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     for name, x in how.items():
         if isinstance(x, bool) or not isinstance(x, Integral if name == "top_k" else Real): raise TypeError(f"{who}: {name} is {x!r}; a {'whole ' if name == 'top_k' else ''}number is wanted")
-    if not 0 <= temperature < float("inf"): raise ValueError(f"{who}: temperature is {temperature}; 0 (greedy) or more is wanted")
+    if temperature != 0 and not 1e-6 <= temperature < float("inf"): raise ValueError(f"{who}: temperature is {temperature}; 0 (greedy), or 1e-6 and more, is wanted: logits are divided by it")
     if not 0 < top_p <= 1: raise ValueError(f"{who}: top_p is {top_p}; above 0 and at most 1 is wanted")
     if not 0 <= top_k <= MAX_SUPPORT: raise ValueError(f"{who}: top_k is {top_k}; 0 (off) to {MAX_SUPPORT} is wanted, because the kept ids travel with every token")
     if not 0 <= min_p < 1: raise ValueError(f"{who}: min_p is {min_p}; 0 (off) to below 1 is wanted")
@@ -165,7 +165,7 @@ def _checked_sampling(who, temperature, top_p, top_k, min_p):
 
 def _stop_ids(stop, module, tokenizer, n):
     "Ids that end a row: as given, else the generation config's and the tokenizer's. An id that is never drawn would end none."
-    listed = lambda x: [] if x is None else [x] if isinstance(x, Integral) else x.flatten().tolist() if isinstance(x, Tensor) else list(x)
+    listed = lambda x: [] if x is None else [x] if isinstance(x, Integral) else x.flatten().tolist() if isinstance(x, Tensor) else list(x) if hasattr(x, "__iter__") else [x]
     odd = [x for x in listed(stop) if isinstance(x, bool) or not isinstance(x, Integral) or not 0 <= int(x) < (n or int(x)+1)]
     if odd: raise ValueError(f"Rollout: stop holds {odd[0]!r}; ids of the vocabulary are wanted" + (f", 0 to {n-1}" if n else "") + (", as tokenizer.convert_tokens_to_ids gives them" if isinstance(odd[0], str) else ""))
     ids = listed(getattr(getattr(module, "generation_config", None), "eos_token_id", None)) + listed(getattr(tokenizer, "eos_token_id", None)) if stop is None else listed(stop)

@@ -138,12 +138,20 @@ def test_what_grows_slower_than_its_tokens_has_no_negative_part():
     (lambda: balance([1, -2], 2), "balance: the cost of item 1 is -2"),
     (lambda: balance([1, float("nan")], 2), "balance: the cost of item 1 is nan"),
     (lambda: balance([float("inf")], 2), "balance: the cost of item 0 is inf"),
+    (lambda: balance(torch.ones(3, 1), 2), "balance: costs are [3, 1]; one number an item is wanted"), (lambda: row_costs([[1, 2]]), "row_costs: lengths are [1, 2]; one number a row"),
+    (lambda: fit_row_costs([[1], [2], [3]], [1., float("nan"), 3.]), "fit_row_costs: run 1 took nan seconds"),
     (lambda: fit_row_costs([[1], [2]], [1., 2.]), "fit_row_costs: 2 runs, 2 times"),
     (lambda: fit_row_costs([[1], [2], [3]], [1., 2.]), "fit_row_costs: 3 runs, 2 times"),
 ])
 def test_errors_say_what_came(call, text):
     with pytest.raises(ValueError) as e: call()
     assert text in str(e.value)
+
+
+def test_costs_that_are_no_numbers():
+    for odd in (["a"], [10**400], [None]):
+        with pytest.raises(TypeError, match="balance: the costs are no numbers"): balance(odd, 2)
+    assert fit_row_costs([[], [0], []], [1., 1., 1.]) == (0., 0.)     # runs of nothing say nothing
 
 
 # -- families
@@ -202,7 +210,7 @@ def test_families_by_hand():
     (([1, 2], [0, 0], [-1, 1], 2), "of item 0, which costs 1, -1 is in common"),
     (([1, -2], [0, 0], [0, 0], 2), "of item 1, which costs -2"),
     (([1, float("nan")], [0, 0], [0, 0], 2), "of item 1, which costs nan"),
-    (([1, 2], [0, 0], [0, 0], 0), "0 parts were asked for"),
+    (([1, 2], [0, 0], [0, 0], 0), "balance_families: n=0; a whole number"),
 ])
 def test_families_errors(args, says):
     with pytest.raises(ValueError, match=says): balance_families(*args)

@@ -1,4 +1,5 @@
 "Batch: columns that fit, wholes and parts, units that stay together."
+import copy
 import os
 import pickle
 import re
@@ -87,7 +88,7 @@ def test_parts_are_balanced_by_tokens_or_by_cost():
     lengths = torch.randint(50, 500, (256,), generator=g)
     b = Batch(tokens=torch.zeros(256, 500, dtype=torch.long), lengths=lengths, mask=(torch.arange(500) >= 1) & (torch.arange(500) < lengths[:, None]))
     assert max(int(p.lengths.sum()) for p in b.parts(8)) <= 1.001*int(lengths.sum())/8
-    with pytest.raises(ValueError, match="costs are 3, the batch has 256 rows"): b.parts(2, [1., 2., 3.])
+    with pytest.raises(ValueError, match="costs are .3., the batch has 256 rows"): b.parts(2, [1., 2., 3.])
 
 
 def test_rows_without_a_mask_are_cut_too():
@@ -383,6 +384,25 @@ def test_whole_numbers_of_numpy_are_numbers_and_bools_are_none():
         assert len(cut(np.int64(2))) == 2
         for odd in (True, 2., np.float64(2), "2", None):
             with pytest.raises(ValueError, match=rf"Batch.{cut.__name__}: n={re.escape(repr(odd))}; a whole number, at least 1, is wanted"): cut(odd)
+
+
+def test_what_silently_went_wrong():
+    "A copy that shared its columns, a list joined with a tensor, ids that overflowed, a NaN that no comparison sees."
+    b = small()
+    c = copy.copy(b)
+    c["scores"] = torch.zeros(3)
+    assert "scores" not in b
+    for one, other in (([1, 2, 3], torch.zeros(3)), (torch.zeros(3), [1, 2, 3]), (torch.zeros(3, 4, 2), torch.zeros(3, 4, 5))):
+        with pytest.raises(ValueError, match="Batch.cat: column 'x' is .* in the first batch and .* in another; they cannot be joined"): Batch.cat([Batch(x=one), Batch(x=other)])
+    unit = torch.tensor([255, 255, 127, 127], dtype=torch.uint8)
+    assert [x.tolist() for x in pairs(torch.arange(4.), Batch(unit=unit, chosen=torch.tensor([True, False, False, True])))] == [[3, 0], [2, 1]]
+    b["temperature"] = torch.tensor([1., torch.nan, 1.])
+    with pytest.raises(ValueError, match="row 1 was sampled at nan"): b.with_logprobs(torch.zeros(3, 4), temperature=1.)
+    with pytest.raises(ValueError, match="temperature=nan"): small().with_logprobs(torch.zeros(3, 4), temperature=torch.nan)
+    with pytest.raises(ValueError, match="leaves no column"): b.drop(*b.columns)
+    with pytest.raises(TypeError, match="pairs: x is a list"): pairs([1., 2.], Batch(unit=unit[:2], chosen=torch.tensor([True, False])))
+    with pytest.raises(ValueError, match=r"costs are \[3, 1\], the batch has 3 rows"): b.cut(2, torch.ones(3, 1))
+    assert Batch(per_row="feature", tokens=b.tokens, feature=torch.zeros(3, 4)).per_row == {"feature"} and len(b.minibatches(10**12)) == 3
 
 
 def test_unlike_logprobs_are_refused():

@@ -171,7 +171,7 @@ def test_what_a_function_does_to_its_lists_stays_with_it():
     assert all(x.equal(before[k]) if isinstance(x, torch.Tensor) else repr(x) == before[k] for k, x in batch.columns.items())
 
 
-@pytest.mark.parametrize("out, says", [(1e300, "returned 1e\\+300"), (-1e39, "returned -1e\\+39"), (10**400, "returned an integer of 1329 bits"), (10**5000, "an integer of 16610 bits"),
+@pytest.mark.parametrize("out, says", [(1e300, "returned 1e\\+300"), (-1e39, "returned -1e\\+39"), (10**400, "returned an integer of 1329 bits"), (10**5000, "returned an integer of 16610 bits"),
                                        (torch.tensor(1e300, dtype=torch.float64), "returned 1e\\+300"), (float("inf"), "returned inf"), (np.float64("nan"), "returned nan")], ids=range(7))
 def test_a_verdict_that_single_precision_does_not_hold_names_function_and_row(out, says):
     with pytest.raises(ValueError, match=rf"Grader: big {says} for row 1 \(prompt 'p'\); return None for a row that cannot be scored, else a number within ±3.4e.38"): Grader(lambda **_: [0., out, 1.], name="big").score(rollout())
@@ -180,9 +180,10 @@ def test_a_verdict_that_single_precision_does_not_hold_names_function_and_row(ou
 
 
 def test_weights_and_their_sum_stay_finite():
-    for weight in (float("nan"), float("inf"), 10**400, 1e300):
+    for weight in (float("nan"), float("inf"), 10**400, 1e300, None, "1"):
         with pytest.raises(ValueError, match="Grader: the weight of f is "): Grader(dict(f=judge), weights=[weight])
     with pytest.raises(ValueError, match=r"Σ weight·score is beyond single precision for row 2 \(prompt 'q'\)"): Grader(lambda **_: [1, None, 1e20], weights=[1e20], name="f").score(rollout())
+    with pytest.raises(TypeError, match="Grader: dict does not say which arguments it takes"): Grader(dict).score(rollout())
     with pytest.raises(TypeError, match="Grader: the batch is a list; a Batch is wanted"): Grader(judge).score([1])
 
 

@@ -206,6 +206,11 @@ def test_bad_rows_are_named(kind, row, error, match):
     with pytest.raises(error, match=match): kind([row], Plain())
 
 
+def test_what_is_no_pair_is_no_feedback():
+    with pytest.raises(ValueError, match="as_feedback: row 1: no column `rejected` among prompt, chosen"): as_feedback([PAIRS[0], dict(prompt="a", chosen="b")])
+    with pytest.raises(TypeError, match="as_feedback: row 0 is a str; a dict is wanted"): as_feedback(["a"])
+
+
 def test_a_tokenizer_without_eos_is_refused():
     for kind, rows in ((Preferences, PAIRS), (Feedback, as_feedback(PAIRS))):
         with pytest.raises(ValueError, match=f"{kind.__name__}: the tokenizer has no eos_token_id"): kind(rows, lambda t: [ord(c) for c in t])

@@ -355,7 +355,18 @@ def test_numbers_of_rows_and_tokens():
     assert len(data.take(1)) == 1
 
 
+def test_a_row_cut_at_its_start_still_has_a_first_token_that_nothing_predicts():
+    "Text without a prompt, cut at the start: its first token was chosen, and the first `take` failed."
+    class Bare(Plain): bos_token_id = None
+    data = Demonstrations(["abcdef", "gh"], Bare(), max_tokens=4, truncate="start", shuffle=False)
+    assert data.take(2).mask[0].tolist() == [False, True, True, True] and data.truncated == 1
+    with pytest.raises(ValueError, match="truncate='middle'; 'start', 'end' or None is wanted"): Demonstrations(["ab"], Plain(), max_tokens=4, truncate="middle")
+
+
 def test_take_and_tokenizer_errors():
+    with pytest.raises(TypeError, match="seed_of: cannot hash a set"): Prompts(["a"], Plain(), seed={1})
+    class Two(Plain): eos_token_id = [2, 3]
+    with pytest.raises(ValueError, match=r"Demonstrations: the tokenizer's eos_token_id=\[2, 3\]; a whole number"): Demonstrations(["a"], Two())
     with pytest.raises(ValueError, match="Prompts.take: n=0; a whole number"): Prompts(["a"], Plain()).take(0)
     with pytest.raises(TypeError, match="str is not callable"): Prompts(["a"], "gpt2")
     with pytest.raises(ValueError, match="no tokens"): Prompts(["a"], lambda t: [])

@@ -59,7 +59,9 @@ def test_numbers_of_numpy_are_numbers_and_bools_are_none():
         with pytest.raises(ValueError, match=f"generate: {name}=True; a whole number"): r.generate(prompts(), **{name: True})
     for name in ("temperature", "top_p", "top_k", "min_p"):
         with pytest.raises(TypeError, match=f"Rollout: {name} is True; a (whole )?number is wanted"): engine(**{name: True})
-    with pytest.raises(ValueError, match="temperature is inf"): engine(temperature=float("inf"))
+    for odd in (float("inf"), 1e-40):
+        with pytest.raises(ValueError, match=f"temperature is {odd}; 0 .greedy., or 1e-6 and more"): engine(temperature=odd)
+    with pytest.raises(ValueError, match="stop holds 1.0"): engine(stop=1.)
 
 
 def test_an_engine_that_is_not_here_says_so():
