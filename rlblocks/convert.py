@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import checked, saves_in, writable
-from .folders import WEIGHTS, drafted
 from .combine import merge_adapters
+from .folders import WEIGHTS, drafted
 from .heads import classifier
 from .inputs import config_of
 from .reader import load_tokenizer
@@ -204,7 +204,7 @@ def convert(
 )->Path: # the folder that was written
     """Write a checkpoint's weights as a model folder (an adapter's as one of peft's), in one process and without its ranks.
 
-    FileNotFoundError, ValueError when folder and base do not fit each other, OSError when the folder cannot be written."""
+    FileNotFoundError, ValueError when folder and base do not fit each other, OSError, and nothing changed, when the folder cannot be written."""
     found, tokenizer, path = stored(checkpoint, part), load_tokenizer(base), writable(path, "convert")
     if merge and found.lora is None: raise ValueError(f"convert: merge=True, but {checkpoint} holds whole weights, no adapter; leave it out")
     if found.lora is not None:
