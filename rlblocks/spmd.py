@@ -189,8 +189,9 @@ class SpmdPool:
         "One message to every rank, and theirs. RuntimeError when one has left, or does not answer."
         told:list[Any] = [None]*self.ranks
         def tell():
-            arrived:Any = dist.all_reduce(torch.zeros(1), group=self.control, async_op=True)
-            arrived.wait(timedelta(seconds=patience or self.timeout))      # gloo's own: a rank that comes later finds this one gone
+            options:Any = dist.AllreduceOptions()      # the operation's own deadline: no thread of gloo waits on, and a rank that comes later finds this one gone
+            options.timeout = timedelta(seconds=patience or self.timeout)
+            self.control.allreduce([torch.zeros(1)], options).wait()
             in_time(lambda: dist.all_gather_object(told, mine, group=self.control), seconds=self.timeout, what="a rank that had arrived")
         self._together(tell, mine.get("call", "the end"))
         left = {r: t["left"] for r, t in enumerate(told) if "left" in t}
