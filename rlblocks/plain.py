@@ -122,7 +122,7 @@ def same_weights(
 def in_time(
     f:Callable, # () → what is wanted
     *,
-    seconds:float, # at most
+    seconds:int|float, # at most
     what:str,      # who waits for what, for the message
 )->Any: # what `f` returned
     "Run `f`, or raise TimeoutError after some seconds. What `f` raises is raised. A call that never ends keeps its thread, which keeps no process from ending."
