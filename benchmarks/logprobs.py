@@ -1,8 +1,10 @@
 """Log-probs (and entropy) from hidden states: seconds and peak memory of `linear_logprobs`, of logits in full, and of the peers that are installed.
 
-    .venv/bin/python benchmarks/logprobs.py [--threads 1] [--rounds 2] [--memory-shape 8192x16x151936] [--shapes 2048x512x50000] [--mode …] [--chunk 1024] [--out benchmarks/results]
+    .venv/bin/python benchmarks/logprobs.py [--threads 1] [--rounds 2] [--memory-shape 8192x16x151936] [--shapes 2048x512x50000] [--mode …] [--chunk 1024] [--busy] [--out benchmarks/results]
 
 Minutes on one thread, for the shape at which peers were measured (every mode and way) and the memory of `linear_logprobs` at T = 8192 and the vocabulary of Qwen. The last lines hold the numbers against LIMITS.
+
+With `--threads 2 --busy` another process keeps one core busy: the ratio to logits in full, turn by turn, and nothing else is measured or written.
 
 Forward and backward for hidden states and head ("trains"), with the head frozen, with LoRA (rank 16) on a frozen head, and without gradient. Each way runs in a process of its own for its memory (the
 kernel's high-water mark of resident memory, reset before the call, less what inputs and gradients take); times are then taken in turn in one process, so that other work on the machine meets all alike, and
@@ -15,6 +17,7 @@ Liger's fused JSD in its own chunks of 1,024 ("liger") and in ours ("liger-256")
 import argparse
 import json
 import os
+import statistics
 import platform
 import subprocess
 import sys
@@ -197,6 +200,19 @@ def measure(shape, mode, rounds):
     return {way: dict(seconds=sorted(t)[(len(t)-1)//2], best=min(t), MiB=held[way]) for way, t in times.items()} | {way: dict(absent=w) for way, w in why.items() if w}
 
 
+def beside_a_busy_core(shape, mode, rounds):
+    "Median ratio of `linear_logprobs` to logits in full, each pair measured in turn, while a process that never rests is pinned to one of this process's cores."
+    core = min(os.sched_getaffinity(0))
+    busy = subprocess.Popen([sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"])
+    try:
+        given = inputs(shape, mode)
+        pairs = [(once("ours", *given, mode), once("plain", *given, mode)) for _ in range(rounds)]
+    finally:
+        busy.kill()
+        busy.wait()
+    return statistics.median(a/b for a, b in pairs), pairs
+
+
 def installed(name):
     try: return version(name)
     except PackageNotFoundError: return None
@@ -211,6 +227,7 @@ def main():
     parser.add_argument("--chunk", type=int, help="of linear_logprobs; without it, its default")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--busy", action="store_true", help="beside a process that keeps one core busy")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent/"results")
     a = parser.parse_args()
     torch.set_num_threads(a.threads)
@@ -218,6 +235,12 @@ def main():
     CHUNK = a.chunk
     shapes = [tuple(map(int, s.split("x"))) for s in a.shapes]
     if a.memory: return print(memory(a.memory, shapes[0], *a.mode))
+    if a.busy:
+        for shape in shapes:
+            for mode in a.mode or MODES:
+                ratio, pairs = beside_a_busy_core(shape, mode, a.rounds)
+                print(f"{mode:18} at {shape}, {a.threads} threads, one core busy: {ratio:.2f} x logits in full; " + ", ".join(f"{x:.1f} s/{y:.1f} s" for x, y in pairs), flush=True)
+        return
     found = []
     for shape in shapes:
         unit = (a.chunk or 256)*shape[2]*4/2**20 # 256 is the default on a CPU

@@ -3,9 +3,15 @@
 Floors 0-2 (arithmetic, algorithms, data) are imported here and need only torch, einops and jaxtyping. Wrappers and placement come
 by name when first asked for, with the libraries they stand on.
 """
+import gc
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+# ruff: noqa: E402
+# One full collection walks over all that torch has made, and takes longer than all the imports below together.
+_collecting = gc.isenabled()
+gc.disable()
 
 from rlblocks.advantages import (
     at_tokens, discounted_returns, gae, n_step_returns, reinforce_pp_advantages, remax_advantages, td_lambda_returns, vtrace,
@@ -73,6 +79,8 @@ from rlblocks.unpaired_losses import (
     aot_units, apo_zero_unpaired_loss, bco_delta, bco_loss, kto_kl, kto_loss, mismatched, swap_completions, udm_weights,
 )
 from rlblocks.value_losses import classification_value_loss, expected_value, explained_variance, hl_gauss, two_hot, value_loss, value_metrics
+
+if _collecting: gc.enable()
 
 if TYPE_CHECKING:
     from rlblocks.checkpoint import Checkpoint, writable

@@ -28,14 +28,15 @@ def gather_logprobs(
 )->Float[Tensor, "*shape"]: # nats, at least fp32; −inf for a target outside its support
     """Log-probability of each target under the distribution it was sampled from.
 
-    log softmax(logits/temperature)[target], normalised over `support`: one number gathered, one reduction over the vocabulary."""
+    log softmax(logits/temperature)[target], normalised over `support`. An offset that all logits share costs no digits."""
     same_shape(targets=targets, temperature=_tensor(temperature), **_at_each(logits=logits, support=support))
     z, targets = _tempered(logits, temperature, "gather_logprobs"), targets.long().unsqueeze(-1)
-    chosen = z.gather(-1, targets).squeeze(-1)
-    if support is None: return chosen - z.logsumexp(-1)
-    whole = (support < 0).all(-1)
-    chosen = torch.where(whole | (support == targets).any(-1), chosen, -torch.inf)
-    return chosen - torch.where(whole, z.logsumexp(-1), _confined(z, support).logsumexp(-1))
+    of_all = z.log_softmax(-1).gather(-1, targets).squeeze(-1) # it takes the largest logit out first: an offset that all logits share costs no digits
+    if support is None: return of_all
+    drawn = _confined(z, support)
+    top = drawn.detach().amax(-1).clamp(min=torch.finfo(z.dtype).min) # likewise
+    chosen = torch.where((support == targets).any(-1), z.gather(-1, targets).squeeze(-1), -torch.inf)
+    return torch.where((support < 0).all(-1), of_all, (chosen - top) - (drawn - top.unsqueeze(-1)).logsumexp(-1))
 
 # %% ../nbs/01_logprobs.ipynb #af2446dc
 def _tensor(x): return x if isinstance(x, Tensor) else None
@@ -201,12 +202,13 @@ class _LinearLogprobs(torch.autograd.Function):
         hot = g if g is None or away is None else g.masked_fill(away, 0.)
         floats = hidden, weight, bias, x, B
         standing = ctx.room and ctx.room.take()
+        beside = u is not None or softcap is not None or support is not None or hidden.dtype != lse.dtype # else the gradient is made in place
         sums, room = _sums(floats, ctx.needs_input_grad, chunk), _room(hidden, weight, chunk) if standing is None else standing
         chunks = reversed(list(pieces(chunk, hidden, sums[0], x, sums[3], tau, tokens, support, lse, H, g, u, hot)))
         for h,d_h,x_,d_x_,τ,t,ids,norm,H_,g_,u_,hot_ in chunks:
             d_logits = _logits(room, h, weight, bias, x_, B) if standing is None else standing[:len(h)]
             standing = None
-            sweep(d_logits, d_logits, rows=_few(d_logits), softcap=softcap, tau=τ, support=ids, tokens=t, lse=norm, entropies=H_, known=True, g=g_, u=u_, hot=hot_)
+            sweep(d_logits, d_logits, rows=_few(d_logits, beside), softcap=softcap, tau=τ, support=ids, tokens=t, lse=norm, entropies=H_, known=True, g=g_, u=u_, hot=hot_)
             _add_gradients(sums, d_logits, weight, B, h, x_, d_h, d_x_)
         if group is not None: _summed(group, sums[0], sums[3])
         return *_narrowed(sums, floats), None, None, None
@@ -224,7 +226,12 @@ class _Standing:
         return logits
 
 def _room(hidden, weight, chunk): return hidden.new_empty(min(chunk, len(hidden)), len(weight))
-def _few(logits): return max(1, min(len(logits)//32, cached(logits))) # what stands beside the chunk is small against it
+def _few(logits, beside=True):
+    """Rows of a chunk to sweep at a time, so that what stands beside the chunk is small against it; all of them where nothing does.
+
+    One thread's rows fit its cache. Several threads wait for the slowest after every operation, and one that shares its core with another process is slow: they get fewer, larger operations."""
+    if logits.device.type == "cpu" and not torch.compiler.is_compiling() and torch.get_num_threads() > 1: return max(1, len(logits)//8) if beside else len(logits)
+    return max(1, min(len(logits)//32, cached(logits)))
 
 def _logits(room, h, weight, bias, x, B):
     z = room[:len(h)]

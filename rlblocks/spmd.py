@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .batch import Batch
 from .place import C, Call, P
-from .plain import leave_world
+from .plain import in_time, leave_world
 from .shards import is_shard
 from .weights import checksum
 
@@ -94,18 +94,20 @@ class SpmdPool:
     def __init__(self,
         *,
         timeout:float=1800., # seconds after which a rank that does not answer is an error
-        grace:float=20.,     # seconds that a rank whose call failed waits for the others before it leaves
+        grace:float=20.,     # seconds that a rank whose call failed waits for the others, and that any rank waits for the store, before it leaves
     ):
         """Join the world that torchrun's environment describes; without torchrun, be one process.
 
-        NCCL and one device a process where there is CUDA, else gloo. RuntimeError when there are fewer devices than processes."""
+        NCCL and one device a process where there is CUDA, else gloo. RuntimeError when there are fewer devices than processes, TimeoutError when the ranks do not meet."""
         self.timeout, self.grace = timeout, grace
         self.owner = not dist.is_initialized() and {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
-        if self.owner: _join_world(timeout)
+        if self.owner: self._start("joining the world", lambda: _join_world(timeout))
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.placed, self.calls, self.inside, self.broken, self.closed, self.watched = 0, 0, False, False, False, None
-        if self.ranks > 1: self.control:Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        if self.ranks > 1: self.control:Any = self._start("making a group", lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
         atexit.register(self._at_exit)
+
+    def _start(self, what, f): return in_time(f, seconds=self.timeout + self.grace, what=f"SpmdPool, {what}")      # torch's own timeout, which says more, comes first where it works
 
     def place(self,
         make:Callable[P, C], # a class, or any callable that makes the wrapper
@@ -143,7 +145,7 @@ class SpmdPool:
                 mine |= dict(speaks=True, large=len(large))
         except Exception as e: error = e
         told = self._settle(who, error, mine)
-        buffers = self._bytes(large, [t.get("large", 0) for t in told])
+        buffers = self._bytes(who, large, [t.get("large", 0) for t in told])
         answers = {r: _Unpickler(io.BytesIO(t["small"]), x).load() for r, (t, x) in enumerate(zip(told, buffers, strict=True)) if t["speaks"]}
         if call.rows is not None: return call.joined([answers[replicas.index(k)] for k in ids])
         return answers.get(replicas.index(ids[0]), answer)      # what is no plain value (a ticket, a state) stays each rank's own
@@ -170,11 +172,11 @@ class SpmdPool:
     def _settle(self, who, error, mine):
         "Tell how it went; what every rank told, or an error on every rank."
         text = error and f"{who} failed on rank {self.rank} of {self.ranks}: {type(error).__name__}: {error}\n" + "".join(traceback.format_tb(error.__traceback__)[2:])
-        first = self._first_error(text)
+        first = self._first_error(text) if error else None
         try: told = self._meet(dict(call=who, error=text, **mine), self.grace if error else self.timeout)
         except RuntimeError as e:
             if error is not None and first in (text, None): raise error from None
-            raise RuntimeError(first or self._first_error(None) or str(e)) from (error or e)      # what broke here was broken by another
+            raise RuntimeError(first or self._first_error() or str(e)) from (error or e)      # what broke here was broken by another
         if error is not None:
             error.add_note(f"in {who} on rank {self.rank} of {self.ranks}")
             raise error
@@ -185,15 +187,13 @@ class SpmdPool:
     # -- messages
     def _meet(self, mine, patience=None):
         "One message to every rank, and theirs. RuntimeError when one has left, or does not answer."
-        if self.broken: raise RuntimeError("SpmdPool: the ranks have lost each other; start again")
         told:list[Any] = [None]*self.ranks
-        try:
-            arrived:Any = dist.all_reduce(torch.zeros(1), group=self.control, async_op=True)
-            arrived.wait(timedelta(seconds=patience or self.timeout))
-            dist.all_gather_object(told, mine, group=self.control)
-        except RuntimeError as e:
-            self.broken = True
-            raise RuntimeError(f"{mine.get('call', 'the end')}: rank {self.rank} of {self.ranks} waits for a rank that is gone or does not answer ({str(e).splitlines()[0]})") from e
+        def tell():
+            options:Any = dist.AllreduceOptions()      # the operation's own deadline: no thread of gloo waits on, and a rank that comes later finds this one gone
+            options.timeout = timedelta(seconds=patience or self.timeout)
+            self.control.allreduce([torch.zeros(1)], options).wait()
+            in_time(lambda: dist.all_gather_object(told, mine, group=self.control), seconds=self.timeout, what="a rank that had arrived")
+        self._together(tell, mine.get("call", "the end"))
         left = {r: t["left"] for r, t in enumerate(told) if "left" in t}
         if left and "left" not in mine:
             self.broken = True
@@ -201,21 +201,29 @@ class SpmdPool:
             raise RuntimeError(f"SpmdPool: rank {r} has left the loop{' with ' + why if why else ''}, while rank {self.rank} is at {mine['call']}")
         return told
 
-    def _bytes(self, mine, sizes):
+    def _together(self, f, call):
+        "Run a collective. RuntimeError when a rank has left or does not answer, and from then on."
+        if self.broken: raise RuntimeError("SpmdPool: the ranks have lost each other; start again")
+        try: f()
+        except (RuntimeError, TimeoutError) as e:
+            self.broken = True
+            raise RuntimeError(f"{call}: rank {self.rank} of {self.ranks} waits for a rank that is gone or does not answer ({str(e).splitlines()[0]})") from e
+
+    def _bytes(self, who, mine, sizes):
         "Every rank's bytes."
         if not any(sizes): return [mine]*len(sizes)
         wide = torch.cat([mine, torch.zeros(max(sizes)-len(mine), dtype=torch.uint8)])
         everybody = [torch.empty_like(wide) for _ in sizes]
-        dist.all_gather(everybody, wide, group=self.control)
+        self._together(lambda: dist.all_gather(everybody, wide, group=self.control), who)
         return [x[:n] for x, n in zip(everybody, sizes, strict=True)]
 
-    def _first_error(self, mine):
+    def _first_error(self, mine=None):
         "The first error of this call on any rank, mine if none came before. It lies in torchrun's store, where a rank finds it whose collectives break."
-        key = f"rlblocks/error/{self.calls}"
-        with suppress(Exception):       # a store that is gone with its host says nothing
-            store = dist.distributed_c10d._get_default_store()
+        key, store = f"rlblocks/error/{self.calls}", dist.distributed_c10d._get_default_store()
+        def look():
             if mine: return store.compare_set(key, "", mine).decode()
             if store.check([key]): return store.get(key).decode()
+        with suppress(Exception): return in_time(look, seconds=self.grace, what="the store")      # one whose host is gone or frozen says nothing
 
     # -- for consumers
     def watch(self,
@@ -246,7 +254,8 @@ class SpmdPool:
         self.closed = True
         if not dist.is_initialized(): return
         if self.broken:           # a thread that waits for a rank that is gone is not waited for
-            if self.owner: dist.destroy_process_group()
+            with suppress(Exception):
+                if self.owner: in_time(dist.destroy_process_group, seconds=self.grace, what="leaving")
             return
         if self.ranks > 1: dist.destroy_process_group(self.control)
         self.control = None       # with the last reference its threads end

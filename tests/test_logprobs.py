@@ -470,3 +470,34 @@ def test_errors_say_who_and_what():
         with pytest.raises(ValueError) as e: call()
         assert str(e.value).startswith(text)
     with pytest.raises(TypeError, match="sequence_logprobs: mask is int64"): sequence_logprobs(z[..., 0], ids)
+
+
+@pytest.mark.parametrize("support", [None, torch.arange(40).expand(3, 5, 40)])
+def test_an_offset_that_all_logits_share_costs_no_digits(support):
+    "Against float64 of the same fp32 logits: V·eps of a sum, and some eps of a log-probability."
+    z = torch.randn(3, 5, 50, generator=torch.Generator().manual_seed(0)) + 1e4
+    ids = torch.arange(15).view(3, 5)
+    wide = z.double() if support is None else z.double()[..., :40]
+    want, atol = wide.log_softmax(-1), 100*torch.finfo(z.dtype).eps
+    assert_close(gather_logprobs(z, ids, support=support).double(), want.gather(-1, ids.unsqueeze(-1)).squeeze(-1), rtol=0, atol=atol)
+    assert_close(entropy(z, support=support).double(), -(want.exp()*want).sum(-1), rtol=0, atol=atol)
+
+
+class Operations(TorchDispatchMode):
+    "How many operations are asked for."
+    n = 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.n += func.overloadpacket not in (torch.ops.aten.detach, torch.ops.aten.view, torch.ops.aten.split, torch.ops.aten.unsqueeze, torch.ops.aten.squeeze, torch.ops.aten.t)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_threads_meet_seldom(learns):
+    "Each operation waits for its slowest thread: with two of them a chunk is a few large operations, forward and backward."
+    h, W, ids = torch.randn(512, 4).requires_grad_(), torch.randn(2000, 4).requires_grad_(learns), torch.arange(512)
+    threads, counted = torch.get_num_threads(), Operations()
+    try:
+        torch.set_num_threads(2)
+        with counted: linear_logprobs(h, W, ids, chunk=256).sum().backward()
+    finally: torch.set_num_threads(threads)
+    assert counted.n <= 2*8*12 # chunks, pieces, operations on each

@@ -1,5 +1,7 @@
 "One loop, three pools: under torchrun the tutorials' loops give the numbers of one process, and no rank waits for another that has failed (LAWS 24)."
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -150,6 +152,58 @@ except (RuntimeError, OSError) as e:
     assert run.returncode != 0 or how == "ends_early"
     assert words in run.stdout + run.stderr, run.stdout + run.stderr[-2000:]
     assert time.monotonic() - start < 300            # the timeout is 600; most of it is two imports of torch
+
+
+def launch(script, rank, port, ranks=2):
+    "One rank of a world whose store rank 0 keeps, which torchrun's agent would otherwise."
+    env = ENV | dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return subprocess.Popen([sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, text=True)
+
+
+FREEZE = """
+import os, signal
+import torch
+from rlblocks import Batch, SpmdPool
+
+class Echo:
+    def same(self, b): return b.x
+    def freeze(self, b, rank):
+        if rank == pool.rank: os.kill(os.getpid(), signal.SIGSTOP)
+        return b.x
+
+with SpmdPool(timeout=300, grace=2) as pool:
+    echo, b = pool.place(Echo), Batch(x=torch.arange(4))
+    echo.same(b)
+    pool.timeout = 3.       # from here on all ranks are there
+    echo.freeze(b, {frozen})
+"""
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_nobody_waits_for_ever_for_a_rank_that_is_frozen(frozen):
+    "Rank 0 keeps the store: asking it for an error has a deadline too."
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    ranks = [launch(FREEZE.replace("{frozen}", str(frozen)), r, port) for r in range(2)]
+    try:
+        said = ranks[1-frozen].communicate(timeout=200)[1]      # 3 s + 2 s + what starting takes; without a deadline for ever
+        assert ranks[1-frozen].returncode > 0 and "a rank that is gone or does not answer" in said, said[-3000:]
+        assert ranks[frozen].poll() is None
+    finally:
+        for rank in ranks: rank.send_signal(signal.SIGKILL)
+        for rank in ranks: rank.communicate()
+
+
+def test_nobody_waits_for_ever_for_a_world_that_does_not_answer():
+    "Where the store should be something accepts connections, and is silent."
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        rank = launch("from rlblocks import SpmdPool; SpmdPool(timeout=2, grace=1)", 1, s.getsockname()[1])
+        try: said = rank.communicate(timeout=200)[1]
+        finally: rank.kill()
+    assert rank.returncode > 0 and "TimeoutError: SpmdPool, joining the world: no answer within 3 s" in said, said[-3000:]
 
 
 LEAVING = """
