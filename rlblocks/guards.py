@@ -6,11 +6,10 @@
 __all__ = ['Turn', 'uninterrupted']
 
 # %% ../nbs/30c_guards.ipynb #4d34de63
-import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 # %% ../nbs/30c_guards.ipynb #c58a7289
@@ -22,9 +21,7 @@ class Turn(_RLock):
 
 # %% ../nbs/30c_guards.ipynb #e191bf2b
 @contextmanager
-def uninterrupted(
-    deadline:float|None=None, # seconds after a second Ctrl-C until the process ends, where it hangs in a call that Python cannot interrupt; None: never
-)->Iterator[None]:
+def uninterrupted()->Iterator[None]:
     "Keep a Ctrl-C until the end of the block; a second one acts at once. Nothing to do outside of the main thread, and where Ctrl-C is not Python's to handle."
     own = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(own):
@@ -35,32 +32,7 @@ def uninterrupted(
         pressed.append((number, frame))
         if len(pressed) > 1: own(number, frame)
     signal.signal(signal.SIGINT, keep)
-    try:
-        with nullcontext() if deadline is None else _ended_when_stuck(deadline): yield
+    try: yield
     finally:
         signal.signal(signal.SIGINT, own)
         if pressed: own(*pressed[0])
-
-@contextmanager
-def _ended_when_stuck(deadline):
-    "End the process when a second SIGINT comes and the block goes on for `deadline` seconds more. Python notes signals in a file while it cannot handle them: a thread reads that."
-    heard, note = os.pipe()
-    os.set_blocking(note, False)
-    before, left = signal.set_wakeup_fd(note, warn_on_full_buffer=False), threading.Event()
-    def watch():
-        pressed = 0
-        while number := os.read(heard, 1):
-            if before != -1: os.write(before, number)      # whose file it was, an event loop's
-            pressed += number[0] == signal.SIGINT
-            if pressed > 1 and not left.wait(deadline):
-                os.write(2, f"Ctrl-C came twice, and the process has not reacted in {deadline:g} s: it ends here, with its step undone\n".encode())
-                os._exit(128 + signal.SIGINT)
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try: yield
-    finally:
-        signal.set_wakeup_fd(before)
-        left.set()
-        os.close(note)         # the end of the file, and of the thread
-        watcher.join()
-        os.close(heard)

@@ -23,7 +23,7 @@ from .reader import Reader, look_ahead, pack_by, share_lines, turning
 from .plain import alike
 from .sequence import Stretch
 from .sharded import ShardedModel, agree
-from .splits import Checked, Out, RowOut, cause, check_splits
+from .splits import Checked, Out, RowOut, cause, check_splits, trainable
 from .weights import checksum
 
 # %% ../nbs/33_runner.ipynb #ae90ff7a
@@ -237,8 +237,8 @@ class Runner:
                 if not part.filler:
                     total += (value := value.detach().double().cpu())
                     metrics = merge(metrics, found)
-                    if not (why or value.isfinite()): why = cause(out, part, rows)
-            if not error and not torch.isfinite(total): raise FloatingPointError(f"{self.name}: the loss is {total.item()} at version {self.model.version}; nothing was changed. {why}".rstrip())
+                    if not why and not trainable(value, out): why = cause(out, part, rows)
+            if not error and (why or not torch.isfinite(total)): raise FloatingPointError(f"{self.name}: the loss is {total.item():g} at version {self.model.version}; nothing was changed. {why}".rstrip())
         except Exception as e: error = e
         if shared or self.model.shares > 1: agree(error, f"{self.name}.step", same=[(b.n_tokens, b.n_rows) for b, _ in jobs])
         elif error: raise error
