@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from .folders import disk_state, failed_write, persist
+from .plain import MEETING, in_time
 from .sharded import agree, world
 from .shards import read_shards, snapshot, state_of, write_shards
 
@@ -205,7 +206,7 @@ class Checkpoint:
         TypeError for a state that could not be loaded again, OSError when the folder cannot be written: the saves before this one stay, and nothing of it does."""
         if self.path is None: return
         self.wait()
-        if self.group is None and world()[1] > 1: self.group = dist.new_group(backend="gloo")     # a thread's messages must not mix with the loop's
+        if self.group is None and world()[1] > 1: self.group = in_time(lambda: dist.new_group(backend="gloo"), seconds=MEETING, what="Checkpoint, making a group")     # a thread's messages must not mix with the loop's
         states:dict[str, Any] = {}
         shards:dict[str, Any] = {}
         for name, part in parts.items():

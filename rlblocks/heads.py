@@ -216,8 +216,9 @@ def save_read(
         if part == "trunk": return at + leaf, exact(leaf, x)
         leaf = leaf.removeprefix("linear.")                # of a `ClassHead`; its values stand in the config
         return (f"{head}.{leaf}", x.to(dtype or x.dtype)) if head and leaf in ("weight", "bias") else None
-    buckets = run.model.iter_full_params(min(1 << 28, how["max_shard_bytes"]))
-    save_folder(module, buckets, path, who=run.name, filed=filed, dtype=dtype or next(iter(came.values()), None), **how)
+    with run.turn:      # all buckets of one version, whatever another thread does
+        buckets = run.model.iter_full_params(min(1 << 28, how["max_shard_bytes"]))
+        save_folder(module, buckets, path, who=run.name, filed=filed, dtype=dtype or next(iter(came.values()), None), **how)
 
 # %% ../nbs/32b_heads.ipynb #25797bf0
 class Moments:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .inputs import config_of, device_of
+from .inputs import config_of, device_of, refuse_encoder_decoder
 
 # %% ../nbs/33a_merging.ipynb #d28a10b0
 BUILT_IN = ("Linear", "Embedding", "Linear4bit", "Linear8bitLt") # peft's LoRA layers that `with_adapters` can merge
@@ -68,7 +68,9 @@ def load_quantized(
     try: import bitsandbytes as bitsandbytes
     except ImportError as e: raise ImportError("quantization= needs bitsandbytes: pip install rlblocks[peft]") from e
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-    dtype = getattr(config_of(model, also=""), "dtype", None) or torch.float32
+    config = config_of(model, also="")
+    refuse_encoder_decoder(config, model)
+    dtype = getattr(config, "dtype", None) or torch.float32
     how = quantization
     if quantization == "4bit": how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
     elif quantization == "8bit": how = BitsAndBytesConfig(load_in_8bit=True)

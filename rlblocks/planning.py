@@ -24,6 +24,7 @@ from .head import output_layer
 from .heads import linear_head
 from .logprobs import CHUNKS
 from .plain import HALF, checkpoint_layers_, promote_
+from .reader import without_lm_head
 from .sharded import ENGINES, frozen_copy
 from .tensor import adapted_layers, adapter_share_, _bare
 from .zero import BUCKET
@@ -205,7 +206,7 @@ def plan(
         if checkpointing: checkpoint_layers_(fake)
         layer = output_layer(fake)
         plain = fake if lora is None else fake_model(model, who="plan")
-        if not lm_head: fake, plain = fake.base_model, plain.base_model
+        if not lm_head: fake, plain = without_lm_head(fake), without_lm_head(plain)
         building = _size(fake.parameters()) + _size(fake.buffers())
         if tensor_parallel > 1: _pieces_(fake, followed(plain, plan_of(plain, expert_parallel=expert_parallel), tensor_parallel), tensor_parallel)
         head = linear_head(fake, layer.weight.shape[1]) if value_head else None

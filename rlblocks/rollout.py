@@ -14,6 +14,7 @@ from torch import Tensor
 from .balancing import whole_number
 from .batch import Batch, seed_of, widen
 from .decoding import MAX_SUPPORT, Decoder, cache_is_exact, decode
+from .guards import Turn, in_turn
 from .inputs import check_ids, device_of
 from .reader import Reader, load_module, load_tokenizer, look_ahead, pack_by
 from .weights import Manifest, Ticket, copy_weights
@@ -56,7 +57,9 @@ class Rollout:
         self.shared = self.cached and self.device.type == "cpu" and cache_is_exact(self.module, shared=True)      # faster by measurement there; on a GPU nobody has measured it
         self.stop = _stop_ids(stop, self.module, self.tokenizer, self.vocabulary)
         self.version:int|None = 0
+        self.turn = Turn()       # rows are of one version, also where another thread loads
 
+    @in_turn
     def load(self,
         ticket:Ticket, # from `policy.weights()`
     )->Manifest: # names, checksums and version, as held here now
@@ -67,6 +70,7 @@ class Rollout:
         self.version = manifest.version
         return manifest
 
+    @in_turn
     @torch.no_grad()
     def generate(self,
         prompts:Batch,     # with `tokens`, `lengths` and `group` ids, as `data.take(n)` gives them

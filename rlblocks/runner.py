@@ -8,7 +8,6 @@ __all__ = ['Runner']
 # %% ../nbs/33_runner.ipynb #294c8654
 import inspect
 from collections.abc import Callable
-from functools import wraps
 from numbers import Integral
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from .batch import Batch, widen
 from .masked import Last, Mean, merge
 from .packing import plan_micro_batches, shared_prefix
+from .guards import in_turn
 from .head import bending
 from .inputs import check_ids
 from .reader import Reader, look_ahead, pack_by, share_lines, turning
@@ -27,14 +27,6 @@ from .splits import Checked, Out, RowOut, cause, check_splits, trainable
 from .weights import checksum
 
 # %% ../nbs/33_runner.ipynb #ae90ff7a
-def _in_turn(method):
-    "A method of `Runner` that no other thread interrupts on the same weights."
-    @wraps(method)
-    def run(self, *args, **kwargs):
-        with self.model.turn: return method(self, *args, **kwargs)
-    return run
-
-# %% ../nbs/33_runner.ipynb #c8f162ef
 class Runner:
     "Micro-batches, forward passes and the optimizer step that Policy, Critic and Scorer share."
 
@@ -65,6 +57,11 @@ class Runner:
         attention = getattr(getattr(reader.trunk, "config", None), "_attn_implementation", None) or ""
         linear = reader.segments or "flash" in attention or "flex" in attention     # else a dense mask over the line: quadratic, and rows of like length side by side are faster
         self.packed, self.checked, self.turning = apart and (linear if pack is None else pack), Checked(), turning(reader.trunk)
+
+    @property
+    def turn(self):
+        "The lock of its weights."
+        return self.model.turn
 
     # -- planning
     def plan(self,
@@ -160,7 +157,7 @@ class Runner:
             if len(empty): raise ValueError(f"{self.name}: row {int(empty[0])}{where} has no token, so no last one to score it at; leave empty rows out: batch[batch.lengths > 0]")
 
     # -- whole batches
-    @_in_turn
+    @in_turn
     @torch.no_grad()
     def compute(self,
         batch:Batch,  # a whole or a part
@@ -187,7 +184,7 @@ class Runner:
         for rows, x in done: out[torch.tensor(rows)] = x if by_row else widen(x, like.shape[1])
         return out
 
-    @_in_turn
+    @in_turn
     def step(self,
         jobs:list,    # (batch, loss) pairs
         run:Callable, # micro-batch → `Out`, with gradient

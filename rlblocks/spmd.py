@@ -101,11 +101,19 @@ class SpmdPool:
         NCCL and one device a process where there is CUDA, else gloo. RuntimeError when there are fewer devices than processes, TimeoutError when the ranks do not meet."""
         self.timeout, self.grace = timeout, grace
         self.owner = not dist.is_initialized() and {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
-        if self.owner: self._start("joining the world", lambda: _join_world(timeout))
+        if self.owner: self._join()
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.placed, self.calls, self.inside, self.broken, self.closed, self.watched = 0, 0, False, False, False, None
         if self.ranks > 1: self.control:Any = self._start("making a group", lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)))
         atexit.register(self._at_exit)
+
+    def _join(self):
+        here, cuda = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.is_available()
+        if cuda and here >= torch.cuda.device_count():
+            raise RuntimeError(f"SpmdPool: local rank {here} has no device, there are {torch.cuda.device_count()}; use --nproc-per-node {torch.cuda.device_count()}")
+        if cuda: torch.cuda.set_device(here)      # of this thread: CUDA keeps one for each
+        backend, timeout = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=self.timeout)
+        self._start("joining the world", lambda: dist.init_process_group(backend, timeout=timeout))
 
     def _start(self, what, f): return in_time(f, seconds=self.timeout + self.grace, what=f"SpmdPool, {what}")      # torch's own timeout, which says more, comes first where it works
 
@@ -265,13 +273,6 @@ class SpmdPool:
     def __enter__(self): return self
     def __exit__(self, kind, error, trace): self.close(error)
     def __repr__(self): return f"SpmdPool(rank {self.rank} of {self.ranks})"
-
-def _join_world(timeout):
-    here, cuda = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.is_available()
-    if cuda and here >= torch.cuda.device_count():
-        raise RuntimeError(f"SpmdPool: local rank {here} has no device, there are {torch.cuda.device_count()}; use --nproc-per-node {torch.cuda.device_count()}")
-    if cuda: torch.cuda.set_device(here)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
 
 # %% ../nbs/41_spmd.ipynb #baa6734a
 @dataclass(frozen=True)
