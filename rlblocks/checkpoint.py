@@ -35,7 +35,7 @@ import torch.distributed as dist
 from .folders import disk_state, failed_write, persist
 from .plain import MEETING, in_time
 from .sharded import agree, world
-from .shards import read_shards, snapshot, state_of, write_shards
+from .shards import described, read_shards, snapshot, state_of, write_shards
 
 # %% ../nbs/37_checkpoint.ipynb #e25812fa
 def writable(
@@ -102,9 +102,14 @@ class Lock:
         try: who = json.loads(text)
         except ValueError: who = dict(host="?", pid="?")
         if who == dict(host=socket.gethostname(), pid=os.getpid()):
-            cure = "an earlier loop of this process has not ended: close it (rows.close()), or drop what holds it (del rows)"
+            cure = "an earlier loop of this process has not ended: close it (rows.close()), or drop what holds it (del rows; after an error in a cell also sys.last_value = sys.last_traceback = None, which hold the loop that failed)"
         else: cure = f"wait for it, end it, or use another folder (if that host is gone for good, delete {self.file})"
         return f"Checkpoint: {self.file.parent} is in use by a run on host {who['host']}, process {who['pid']}; one run a folder: {cure}"
+
+def _proved(file):
+    "Build all that a file of torch's holds, as a resume would, and read no tensor's numbers where the file can be mapped."
+    try: return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, RuntimeError): return torch.load(file, map_location="cpu", weights_only=True)
 
 def _locked(fd):
     "Whether the lock could be had. True as well, with a warning, where the file system has none."
@@ -245,6 +250,7 @@ class Checkpoint:
         "Every rank writes what only it has, rank 0 the rest; what all of them wrote, and its hashes."
         def mine():
             files = write_shards(shards, draft/"shards", self.group) if shards else []
+            if shards and world()[0] == 0: described(draft/"shards")       # what a resume reads first
             if world()[0] == 0: files += [self._keep(name, state, draft/f"{name}.pt") for name, state in states.items()]
             persist(*files, *{f.parent for f in files})
             return {str(f.relative_to(draft)): _digest(f) for f in files}
@@ -254,7 +260,7 @@ class Checkpoint:
         "Write one part and prove that it can be loaded: what a resume would refuse is refused now, while the saves before are there."
         try:
             with file.open("wb") as f: torch.save(state, f)        # a Python file: its errors are the system's
-            torch.load(file, map_location="cpu", mmap=True, weights_only=True)        # builds everything, and reads no tensor's numbers
+            _proved(file)
         except Exception as e:
             if failed_write(e): raise
             what = re.search(r"GLOBAL (\S+)", str(e))         # torch's advice around it is to load unsafely

@@ -37,7 +37,7 @@ def in_time(
     answers = queue.SimpleQueue()
     def run():
         try: answers.put((f(), None))
-        except Exception as e: answers.put((None, e))
+        except BaseException as e: answers.put((None, e))       # some of torch's are no Exception
     threading.Thread(target=run, daemon=True).start()
     try: answer, error = answers.get(timeout=seconds)
     except queue.Empty: raise TimeoutError(f"{what}: no answer within {seconds:g} s") from None
@@ -123,9 +123,7 @@ def mesh_of(
         raise ValueError(f"ShardedModel: {asked} wants a world of {shares} ranks, or a multiple; this one has {ranks}. Start another number of processes (torchrun --nproc-per-node), or let fewer ranks share a row")
     made = _MESHES.setdefault(dist.group.WORLD, {})
     key = (device.type, *shape.values())
-    if key not in made:
-        dims, names = (ranks//shares, *shape.values()), ("replica", "sequence", "tensor")
-        made[key] = in_time(lambda: init_device_mesh(device.type, dims, mesh_dim_names=names), seconds=MEETING, what="ranks that share rows, making their groups")
+    if key not in made: made[key] = init_device_mesh(device.type, (ranks//shares, *shape.values()), mesh_dim_names=("replica", "sequence", "tensor"))      # in this thread: it may choose the thread's CUDA device
     return made[key]
 
 def same_weights(
@@ -235,8 +233,8 @@ class Plain:
         state:dict, # from `state`
     ):
         "Restore them."
+        if self.optimizer: self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))     # torch keeps the tensors it is given: two models would share moments. It comes first, for it refuses what is not its own
         self.module.load_state_dict(state["module"])
-        if self.optimizer: self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))     # torch keeps the tensors it is given: two models would share moments
 
     def held(self)->dict[str, Tensor]: # name → the memory itself: what is written there is the weight
         "What this rank holds of each weight that trains, in the precision it trains in."

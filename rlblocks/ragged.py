@@ -135,8 +135,12 @@ def to_arrow(
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer: writer.write_batch(pa.record_batch(list(arrays.values()), schema=schema))
     except OSError as e:
         path.unlink(missing_ok=True)           # a half of it holds room, and nobody can read it
-        raise OSError(e.errno, f"to_arrow: {path} cannot be written: {e}; {shutil.disk_usage(path.parent).free:,} bytes are free on its disk") from e
+        raise OSError(e.errno, f"to_arrow: {path} cannot be written: {e}{_free(path.parent)}") from e
     return path
+
+def _free(folder):
+    try: return f"; {shutil.disk_usage(folder).free:,} bytes are free on its disk"
+    except OSError: return ""          # the disk is gone
 
 def from_arrow(
     path:str|Path, # what `to_arrow` wrote

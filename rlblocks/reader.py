@@ -9,6 +9,7 @@ __all__ = ['turning', 'Reader', 'Laid', 'keeps_rows_apart', 'pack_by', 'look_ahe
 # %% ../nbs/32_reader.ipynb #5fed9b02
 import copy
 import inspect
+import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -300,7 +301,10 @@ def look_ahead(
         at = torch.arange(len(tokens)*k, device=device)
         laid = reader.lay(tokens.to(device), torch.full((len(tokens),), tokens.shape[1], device=device), at // k, at % k, False)
         return reader.run(laid)[0].float().unflatten(0, (-1, draws, k)).nan_to_num()
-    (row, other, padded), alone = read(rows.flatten(0, 1)), read(begin)[0]
+    try: (row, other, padded), alone = read(rows.flatten(0, 1)), read(begin)[0]
+    except Exception as e:      # a module that takes rows of some kinds only
+        warnings.warn(f"{type(reader.trunk).__name__} does not run on short rows ({e}), so it is not known whether it looks ahead", stacklevel=2)
+        return ""
     far = lambda x: ((x-row).abs().flatten(1).amax(1)/row.abs().flatten(1).amax(1).clamp(min=1e-6)).min()
     rough = _is_half(reader, alone)
     who, trunk = type(reader.trunk).__name__, reader.trunk

@@ -234,7 +234,7 @@ class Runner:
                 if not part.filler:
                     total += (value := value.detach().double().cpu())
                     metrics = merge(metrics, found)
-                    if not why and not trainable(value, out): why = cause(out, part, rows)
+                    if not why and not trainable(value, out, part): why = cause(out, part, rows)
             if not error and (why or not torch.isfinite(total)): raise FloatingPointError(f"{self.name}: the loss is {total.item():g} at version {self.model.version}; nothing was changed. {why}".rstrip())
         except Exception as e: error = e
         if shared or self.model.shares > 1: agree(error, f"{self.name}.step", same=[(b.n_tokens, b.n_rows) for b, _ in jobs])

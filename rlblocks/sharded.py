@@ -111,8 +111,9 @@ class ShardedModel:
 
     def __call__(self, *args, **kwargs):
         "Run the module in the compute dtype."
-        self._sound()
-        with self.turn, self.autocast(): return self.engine(*args, **kwargs)
+        with self.turn, self.autocast():
+            self._sound()
+            return self.engine(*args, **kwargs)
 
     def probe(self,
         f:Callable, # () → anything; may call the module's parts, each of its own
@@ -163,9 +164,11 @@ class ShardedModel:
     def _wholly(self, heals=False):
         "All of the block or nothing: no other thread and no Ctrl-C comes between; what ends in its middle is noted, and a block that `heals` makes up for it."
         with self.turn, uninterrupted():
-            before, self.torn = self.torn, True
-            yield
-            self.torn = before and not heals
+            try: yield
+            except BaseException:
+                self.torn = True
+                raise
+            if heals: self.torn = False
 
     def _sound(self):
         "RuntimeError when a step ended in its middle."
@@ -199,10 +202,12 @@ class ShardedModel:
         return self._in_turn(buckets(chosen(), bucket_bytes))
 
     def _in_turn(self, made):
-        "Each bucket of one version: while it is gathered no other thread steps."
+        "All buckets of one version: none is gathered while another thread steps, and a step between two is an error."
+        version = self.version
         while True:
             with self.turn:
                 self._sound()
+                if self.version != version: raise RuntimeError(f"iter_full_params: version {version} was being read, and a step made it {self.version}; read all buckets before the next step")
                 bucket = next(made, None)
             if bucket is None: return
             yield bucket
@@ -224,21 +229,16 @@ class ShardedModel:
     def load_state_dict(self,
         state:dict, # from `state_dict` of a model of the same shape, full or not
     ):
-        "Restore weights, optimizer state and version; with an engine all ranks together. ValueError, and nothing changed, for another model's."
+        "Restore weights, optimizer state and version; with an engine all ranks together. ValueError, and nothing changed, for another model's weights; what fails later leaves a model that refuses to run until a state is loaded."
         if not isinstance(state, dict) or not {"module", "version"} <= state.keys():
             what = f"has {', '.join(map(str, list(state)[:3]))} …" if isinstance(state, dict) else f"is a {type(state).__name__}"
             raise ValueError(f"load_state_dict: the state {what}; what state_dict() gave is wanted. Weights by themselves make a new wrapper: load them into a model, and give it that")
         if not self.frozen and "optimizer" not in state: raise ValueError("load_state_dict: the state is that of a frozen model; it has no optimizer to go on with")
         if self.shapes.keys() == self.module.state_dict().keys(): _check_weights(state["module"], self.shapes)     # adapters that came later rename what they stand on
-        torn = self.torn
-        try:
-            with self._wholly(heals=True):
-                if torn: self.engine.discard()
-                self.engine.load(state)
-                self.version = state["version"]
-        except Exception:
-            self.torn = torn                  # the state was refused
-            raise
+        with self._wholly(heals=True):
+            if self.torn: self.engine.discard()
+            self.engine.load(state)
+            self.version = state["version"]
 
 ENGINES = (None, "fsdp2", "zero1", "zero2", "zero3")
 

@@ -243,10 +243,12 @@ def check_loss(
 def check_estimator(
     fn:Callable,                        # a function of columns that returns a tensor or a tuple of tensors, like `gae`
     inputs:dict[str, Tensor]|None=None, # columns of your own, or other numbers for those of the vocabulary; equally many rows
+    *,
+    per_row:tuple[str, ...]=(),         # names of inputs whose second axis is not tokens, as for `Batch`
     **hyper:object,                     # hyper-parameters, passed on
 )->tuple[str, ...]: # names of the laws it was found to obey
     """Run on an estimator the laws that need no loss; AssertionError names the first broken law, the numbers and the usual fix.
 
     purity · gradient (through the first argument, if at all) · mask · empty · permutation · padding · filler · precision."""
     def laws(p): return _purity, _gradient, *((_mask, _empty, _permutation, _padding, _filler) if p.masked else (_permutation,)), _precision
-    return _check(_probe("check_estimator", fn, inputs, hyper), laws)
+    return _check(_probe("check_estimator", fn, inputs, hyper, per_row=per_row), laws)

@@ -324,7 +324,7 @@ def test_obeys_every_law(name):
 
 
 WIDER = {
-    "step_rewards": (step_rewards, lambda c: dict(step=c["tokens"] % 6, scores=c["rewards"][:, :5]), {}),
+    "step_rewards": (step_rewards, lambda c: dict(step=c["tokens"] % 6, scores=c["rewards"][:, :5]), dict(per_row=("scores",))),
     "truncation_penalty": (truncation_penalty, lambda c: dict(truncated=c["scores"] > 0), dict(penalty=1., keep=.5)),
     "weighted_scores": (weighted_scores, lambda c: dict(scores=c["rewards"][:, :3]), dict(weights=(1., .5, -2.))),
 }
