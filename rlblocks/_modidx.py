@@ -456,7 +456,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'rlblocks.groups.soft_values': ('groups.html#soft_values', 'rlblocks/groups.py')},
             'rlblocks.guards': { 'rlblocks.guards.Turn': ('guards.html#turn', 'rlblocks/guards.py'),
                                  'rlblocks.guards.Turn.__reduce__': ('guards.html#turn.__reduce__', 'rlblocks/guards.py'),
-                                 'rlblocks.guards.in_turn': ('guards.html#in_turn', 'rlblocks/guards.py'),
+                                 'rlblocks.guards.locked': ('guards.html#locked', 'rlblocks/guards.py'),
                                  'rlblocks.guards.uninterrupted': ('guards.html#uninterrupted', 'rlblocks/guards.py')},
             'rlblocks.head': { 'rlblocks.head.Head': ('head.html#head', 'rlblocks/head.py'),
                                'rlblocks.head.Head.__call__': ('head.html#head.__call__', 'rlblocks/head.py'),

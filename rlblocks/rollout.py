@@ -14,7 +14,7 @@ from torch import Tensor
 from .balancing import whole_number
 from .batch import Batch, seed_of, widen
 from .decoding import MAX_SUPPORT, Decoder, cache_is_exact, decode
-from .guards import Turn, in_turn
+from .guards import Turn, locked
 from .inputs import check_ids, device_of
 from .reader import Reader, load_module, load_tokenizer, look_ahead, pack_by
 from .weights import Manifest, Ticket, copy_weights
@@ -59,7 +59,7 @@ class Rollout:
         self.version:int|None = 0
         self.turn = Turn()       # rows are of one version, also where another thread loads
 
-    @in_turn
+    @locked
     def load(self,
         ticket:Ticket, # from `policy.weights()`
     )->Manifest: # names, checksums and version, as held here now
@@ -70,7 +70,7 @@ class Rollout:
         self.version = manifest.version
         return manifest
 
-    @in_turn
+    @locked
     @torch.no_grad()
     def generate(self,
         prompts:Batch,     # with `tokens`, `lengths` and `group` ids, as `data.take(n)` gives them

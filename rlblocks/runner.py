@@ -16,7 +16,7 @@ from torch import Tensor
 from .batch import Batch, widen
 from .masked import Last, Mean, merge
 from .packing import plan_micro_batches, shared_prefix
-from .guards import in_turn
+from .guards import locked
 from .head import bending
 from .inputs import check_ids
 from .reader import Reader, look_ahead, pack_by, share_lines, turning
@@ -157,7 +157,7 @@ class Runner:
             if len(empty): raise ValueError(f"{self.name}: row {int(empty[0])}{where} has no token, so no last one to score it at; leave empty rows out: batch[batch.lengths > 0]")
 
     # -- whole batches
-    @in_turn
+    @locked
     @torch.no_grad()
     def compute(self,
         batch:Batch,  # a whole or a part
@@ -184,7 +184,7 @@ class Runner:
         for rows, x in done: out[torch.tensor(rows)] = x if by_row else widen(x, like.shape[1])
         return out
 
-    @in_turn
+    @locked
     def step(self,
         jobs:list,    # (batch, loss) pairs
         run:Callable, # micro-batch → `Out`, with gradient
