@@ -376,6 +376,7 @@ def interrupted(engine, world, rank, folder):
     "Ctrl-C in the middle of a step, on every rank: the whole step has happened, version included, and the next one is as if nothing had been."
     b = batch()
     part = b.parts(world)[rank] if world > 1 else b
+    signal.signal(signal.SIGINT, signal.default_int_handler)      # a run that was started in the background ignores Ctrl-C
     policy, calm = (Policy(model(), **HOW, engine=engine) for _ in range(2))
     hook = policy._run.model.optimizer.register_step_post_hook(lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt): policy.step(part, sft)
