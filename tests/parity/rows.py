@@ -44,10 +44,10 @@ def row(peer, theirs, ours, *, wrt="", because=None):
 
 # -- columns
 
-def columns(seed=0):
-    "Float32 columns of 8 rows and 12 tokens, with holes in the mask; two groups of four; 8 pairs; 11 words."
+def columns(seed=0, dtype=torch.float32):
+    "Columns of 8 rows and 12 tokens, with holes in the mask; two groups of four; 8 pairs; 11 words."
     g = torch.Generator().manual_seed(seed)
-    normal, uniform = (lambda *s: torch.randn(*s, generator=g)), (lambda *s: torch.rand(*s, generator=g))
+    normal, uniform = (lambda *s: torch.randn(*s, generator=g).to(dtype)), (lambda *s: torch.rand(*s, generator=g).to(dtype))
     B, T, V = 8, 12, 11
     lengths = torch.tensor([12, 7, 9, 5, 12, 3, 8, 10])
     exists = torch.arange(T) < lengths[:, None]
@@ -93,9 +93,9 @@ def names():
 def tensors(result): return [x for x in result if isinstance(x, torch.Tensor)] if isinstance(result, (tuple, list)) else [result]
 
 
-def run(call, wrt):
+def run(call, wrt, dtype=torch.float32):
     "(values, gradients) of `call` on fresh columns; the gradient is that of Σ wᵢ·valueᵢ with fixed weights."
-    c = columns()
+    c = columns(dtype=dtype)
     for name in wrt: setattr(c, name, getattr(c, name).clone().requires_grad_())
     values = tensors(call(c))
     if not wrt: return [x.detach().double() for x in values], []
@@ -117,9 +117,9 @@ def ours(r):
     return lambda c: eval(code, names() | vars(c))
 
 
-def measure(r):
+def measure(r, dtype=torch.float32):
     "How far ours and theirs are apart: (values, gradients)."
-    (a, da), (b, db) = run(ours(r), r.wrt), run(r.call, r.wrt)
+    (a, da), (b, db) = run(ours(r), r.wrt, dtype), run(r.call, r.wrt, dtype)
     return apart(a, b), apart(da, db)
 
 
