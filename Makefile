@@ -39,6 +39,8 @@ peers: .venv/.peers
 # CI tells hypothesis to draw the same examples every time: a red run can be run again. By hand, a notebook or a test draws fresh ones.
 test: export OMP_NUM_THREADS := 1
 test: export CI := 1
+# No notebook or test asks the network: without this a machine that has none waits minutes for each name of a hub.
+test: export HF_HUB_OFFLINE := 1
 
 demo: .venv/.demo
 	$(BIN)/python tutorials/demo.py
