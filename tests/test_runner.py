@@ -310,6 +310,23 @@ def test_ctrl_c_is_the_users_own_and_the_main_threads():
     assert policy.version == 3
 
 
+def test_tickets_are_written_while_another_thread_steps():
+    "A step that is under way is no step that ended in its middle."
+    policy, b, errors, done = Policy(net(), device="cpu"), batch(), [], threading.Event()
+    def ask():
+        while not done.is_set():
+            try: policy.weights()
+            except Exception as e: errors.append(e)
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        for _ in range(8): policy.step(b, sft)
+    finally:
+        done.set()
+        thread.join(60)
+    assert policy.version == 8 and not errors, errors[:1]
+
+
 # -- numbers that are none
 def test_a_loss_that_is_no_number_names_what_is_not():
     policy = Policy(net(), device="cpu", micro_rows=4)
