@@ -327,6 +327,19 @@ def test_tickets_are_written_while_another_thread_steps():
     assert policy.version == 8 and not errors, errors[:1]
 
 
+def test_an_optimizer_state_that_is_refused_changes_nothing():
+    policy = Policy(net(), device="cpu")
+    before = copy.deepcopy(policy.state_dict())
+    policy.step(batch(), sft)
+    moved = copy.deepcopy(policy.state_dict())
+    wrong = copy.deepcopy(before)
+    wrong["optimizer"]["param_groups"] = 2*wrong["optimizer"]["param_groups"]
+    with pytest.raises(ValueError, match="parameter groups"): policy.load_state_dict(wrong)
+    with pytest.raises(RuntimeError, match="ended in its middle"): policy.logprobs(batch())      # whoever goes on after an error is told
+    policy.load_state_dict(moved)
+    assert_close(policy.state_dict()["module"], moved["module"], rtol=0, atol=0)
+
+
 # -- numbers that are none
 def test_a_loss_that_is_no_number_names_what_is_not():
     policy = Policy(net(), device="cpu", micro_rows=4)
@@ -346,3 +359,26 @@ def test_a_loss_that_is_no_number_names_what_is_not():
     with torch.no_grad(): policy._run.reader.trunk.model.norm.weight[0] = torch.nan
     with pytest.raises(FloatingPointError, match="out.logprobs is nan at row .*the model gives that"): policy.step(batch(), sft)
     assert policy.version == 0
+
+
+def test_a_column_that_is_impossible_stops_the_step():
+    "A reference that gives a chosen token probability 0: losses count it as a large number, and no weight follows that."
+    policy, b = Policy(net(), device="cpu", micro_rows=4), batch()
+    b["ref_logprobs"] = policy.logprobs(b)
+    row = 9
+    token = int(b.mask[row].nonzero()[2])
+    b["ref_logprobs"][row, token] = -torch.inf
+    loss = lambda out, b: (masked_mean(kl_k3(out.logprobs, b.ref_logprobs, b.mask), b.mask, denom=b.n_tokens), {})
+    with pytest.raises(FloatingPointError, match=f"nothing was changed. the column 'ref_logprobs' is -inf at row {row}, token {token}"): policy.step(b, loss)
+    assert policy.version == 0
+
+
+@pytest.mark.parametrize("gap", [1., 3.])
+def test_a_local_mean_behind_a_threshold_is_found(gap):
+    "A term that is 0 until the policy has moved far has no slope near the batch's columns."
+    policy, b = Policy(net(), device="cpu"), batch()
+    b["old_logprobs"] = policy.logprobs(b)
+    def loss(out, b):
+        beyond = (torch.where(b.mask, out.logprobs - b.old_logprobs, 0.).abs() - gap).relu()
+        return masked_mean(-out.logprobs, b.mask, denom=b.n_tokens) + masked_mean(beyond, b.mask), {}
+    with pytest.raises(ValueError, match="not a sum over rows.*once the outputs are far from the batch's columns"): policy.step(b, loss)
