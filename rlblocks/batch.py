@@ -7,7 +7,7 @@ __all__ = ['seed_of', 'Whole', 'Batch', 'widen', 'pairs']
 
 # %% ../nbs/21_batch.ipynb #e52973b9
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -44,6 +44,8 @@ class Whole:
     n_rows:int   # rows with a chosen token
     n_units:int  # units with a chosen token
     siblings:tuple=() # (lengths, unit, `shared_prefix`) of every part of the same cut: lets each rank plan everybody's micro-batches without asking
+    group_tokens:dict[int, int] = field(default_factory=dict) # chosen tokens of each `group` that has some
+    trues:dict[str, int] = field(default_factory=dict) # of each Bool column but `mask`: its True entries, of one value a row the units with a True
 
 def _shape(x): return f"a list of {len(x)}" if isinstance(x, list) else f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
 
@@ -65,6 +67,7 @@ class Batch:
     # -- columns
     def __getattr__(self, name):
         if name.startswith("__") or "columns" not in vars(self): raise AttributeError(name)
+        if name.startswith("n_") and name not in self.columns: return self._trues(name[2:]) # n_tied, n_marked: what losses over ties, over marks divide by
         return self._column(name)
 
     def _column(self, name):
@@ -121,12 +124,39 @@ class Batch:
         if self._whole: return self._whole
         if "mask" not in self: raise ValueError("Batch: the counts n_tokens, n_rows and n_units need the column 'mask'")
         rows = self.mask.any(1)
-        units = self.unit[rows].unique().numel() if "unit" in self else int(rows.sum())
-        return Whole(int(self.mask.count_nonzero()), int(rows.sum()), units)
+        def units(rows): return self.unit[rows].unique().numel() if "unit" in self else int(rows.sum())
+        trues = {k: units(x & rows) if x.dim() == 1 else int(x.count_nonzero()) for k, x in self.columns.items()
+                 if k != "mask" and isinstance(x, Tensor) and x.dtype == torch.bool}
+        return Whole(int(self.mask.count_nonzero()), int(rows.sum()), units(rows), group_tokens=self._tokens_by_group(), trues=trues)
+
+    def _tokens_by_group(self):
+        "{group id: its chosen tokens}, of groups that have some."
+        if "group" not in self: return {}
+        ids, of = self.group.unique(return_inverse=True)
+        tokens = torch.zeros_like(ids).index_add(0, of, self.mask.sum(1))
+        return {g: n for g, n in zip(ids.tolist(), tokens.tolist(), strict=True) if n}
 
     n_tokens = property(lambda self: self.whole.n_tokens, doc="Chosen tokens in the whole.")
     n_rows   = property(lambda self: self.whole.n_rows, doc="Rows with a chosen token in the whole.")
     n_units  = property(lambda self: self.whole.n_units, doc="Units with a chosen token in the whole.")
+    n_groups = property(lambda self: len(self._groups()), doc="Groups with a chosen token in the whole.")
+
+    @property
+    def group_tokens(self)->Tensor: # `[B]`
+        "Of each row: the chosen tokens that its group has in the whole, which `aggregate(over='groups')` divides by."
+        tokens = self._groups()
+        return torch.tensor([tokens.get(g, 0) for g in self.group.tolist()], device=self.group.device)
+
+    def _groups(self):
+        if "group" not in self: raise ValueError("Batch: n_groups and group_tokens need the column 'group', the ids of the rows' prompts")
+        return self.whole.group_tokens
+
+    def _trues(self, column):
+        "How many True a Bool column of the whole has: of one value a row the units with a True, of a wider one its True entries."
+        trues = self.whole.trues
+        if column not in trues:
+            raise AttributeError(f"Batch: no n_{column}: the whole had no Bool column {column!r} when it was counted; there are {', '.join(trues) or 'none'}")
+        return trues[column]
 
     # -- rows
     def _like(self, columns, whole, filler=False):
@@ -216,7 +246,7 @@ class Batch:
     ):
         "Some rows as a part that remembers this batch's whole. No rows: the shortest unit that has tokens, its mask cleared, weightless, so that collectives find work."
         w = self.whole if self._whole or "mask" in self else Whole(0, 0, 0) # without a mask nothing counts
-        new = self._rows(torch.tensor(rows or self._lightest()), Whole(w.n_tokens, w.n_rows, w.n_units, siblings or w.siblings), self.filler or not rows)
+        new = self._rows(torch.tensor(rows or self._lightest()), replace(w, siblings=siblings or w.siblings), self.filler or not rows)
         if new.filler and "mask" in new: new.columns["mask"] = torch.zeros_like(new.mask)
         return new
 

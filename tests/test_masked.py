@@ -240,4 +240,4 @@ def test_every_reduction_refuses_broadcasting_and_int_masks(f):
 
 
 def test_aggregate_knows_two_weightings():
-    with pytest.raises(ValueError, match="aggregate: over is 'mean'; it is 'tokens' or 'rows'"): aggregate(torch.zeros(1, 1), torch.ones(1, 1) > 0, over="mean")
+    with pytest.raises(ValueError, match="aggregate: over is 'mean'; it is 'tokens', 'rows' or 'groups'"): aggregate(torch.zeros(1, 1), torch.ones(1, 1) > 0, over="mean")
