@@ -29,7 +29,7 @@ from rlblocks.corrections import (
     within,
 )
 from rlblocks.distill_losses import (
-    dft_loss, forward_kl_loss, jsd, jsd_loss, predicting, reverse_kl_loss, sft_loss, support_logprobs, uld_loss, with_tail,
+    dft_loss, forward_kl_loss, jsd, jsd_loss, reverse_kl_loss, sft_loss, support_logprobs, uld_loss,
 )
 from rlblocks.dynamic import mixed_groups, refill
 from rlblocks.groups import (
@@ -116,7 +116,7 @@ __all__ = [
     "masked_std", "masked_sum", "math_reward", "mean_of", "merge", "micro_batch_count", "minillm_advantages", "mismatched", "mixed_groups",
     "moe_balance_loss", "multi_head_loss", "n_step_returns", "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "on_policy_loss",
     "opo_advantages", "optimal_token_baseline", "orpo_loss", "overlong_penalty", "pack", "pad", "pairs", "pass_at_k_advantages",
-    "pf_ppo_weights", "plackett_luce_loss", "plan", "plan_micro_batches", "plan_rollout", "ppo_loss", "predicting", "preference_margin",
+    "pf_ppo_weights", "plackett_luce_loss", "plan", "plan_micro_batches", "plan_rollout", "ppo_loss", "preference_margin",
     "process_reward_loss", "promoted", "rao_kupper_loss", "rating_loss", "ratio_corrected", "realigned", "refill", "reinforce_loss",
     "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "repeated_tokens", "repetition_penalty", "replay_draw",
     "resampled_rows", "reverse_kl_loss", "reverse_kl_reward", "robust_dpo_loss", "router_z_loss", "row_costs", "row_max", "row_mean",
@@ -125,7 +125,7 @@ __all__ = [
     "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions", "td_lambda_returns", "teacher_mix_weights",
     "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "tpo_loss", "truncated_weights", "truncation_penalty", "two_hot",
     "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vtrace",
-    "weighted_scores", "whiten", "with_tail", "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "xpo_loss",
+    "weighted_scores", "whiten", "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "xpo_loss",
 ]
 
 # what is not in this version, and what does its work
