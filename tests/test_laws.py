@@ -40,6 +40,7 @@ GIVEN = dict(
     teacher_mix_weights=dict(teacher_logprobs=COLS["ref_logprobs"]), realigned=dict(x=COLS["advantages"], x_mask=MASK),
     apo_zero_unpaired_loss=ANSWERS, a2po_loss=ANSWERS | dict(advantages=noise(16, seed=2)), at_last_token=dict(scores=COLS["scores"]), at_tokens=dict(x=COLS["scores"]),
     bco_delta=ANSWERS | dict(delta=None), bco_loss=ANSWERS | dict(delta=.3), classification_value_loss=dict(logits=noise(16, 16, 5), targets=noise(16, 16, 5, seed=1).softmax(-1)),
+    clip_metrics=dict(x=noise(16, 16).exp(), low=.8, high=1.2), ratio_metrics=dict(ratio=noise(16, 16).exp()),
     clip_cov_loss=dict(selected=flags(16, 16)), clip_cov_mask=dict(uniform=noise(16, 16).sigmoid()), clip_rewards=dict(x=COLS["rewards"], limit=.7),
     clipped_surrogate=dict(ratio=noise(16, 16).exp()), correction_metrics={}, cosine_length_reward=dict(correct=flags(16), max_length=12), cpgd_advantages={},
     dr_grpo_loss=dict(max_tokens=16), dro_loss=dict(beta=.3), effective_share=dict(weights=noise(16, 16).exp()), entropy=dict(logits=LOGITS), expected_value=dict(logits=noise(16, 16, 5), bins=BINS),
@@ -77,7 +78,7 @@ PLAIN = {  # no block on tensors: why no law is asked of it
 }
 LAWLESS = {  # a block, but not one of rows: which law is meaningless
     "aggregate": "a reduction, no loss", "aggregate_rows": "a reduction, no loss", "masked_mean": "a reduction", "gate_of": "a piece of masking", "gated": "a piece of masking", "holds": "a piece of masking", "masked_std": "a reduction", "masked_sum": "a reduction", "mean_of": "makes a metric",
-    "correction_metrics": "makes metrics", "effective_share": "makes a metric", "value_metrics": "makes metrics",
+    "correction_metrics": "makes metrics", "ratio_metrics": "makes metrics", "clip_metrics": "makes metrics", "effective_share": "makes a metric", "value_metrics": "makes metrics",
     "mismatched": "partners of rows, by their order", "swap_completions": "rows are exchanged", "resampled_rows": "rows are drawn, not kept",
     "straight_through": "two differentiable arguments", "ratio_corrected": "two differentiable arguments", "predicting": "no column of its own",
     "pass_at_k_advantages": "verdicts are 0 or 1: no derivative is asked",
@@ -170,7 +171,7 @@ def test_derivative_is_that_of_the_value(name):
     assert torch.autograd.gradcheck(value, [few[k].clone().requires_grad_() for k in firsts], fast_mode=True)
 
 
-ONCE = ("bnpo_loss", "cispo_loss", "clip_cov_loss", "dapo_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "forward_kl_loss", "grpo_loss", "jsd_loss", "ppo_loss", "reinforce_loss",
+ONCE = ("cispo_loss", "dppo_kl_loss", "dppo_tv_loss", "forward_kl_loss", "jsd_loss", "reinforce_loss",
         "reverse_kl_loss", "value_loss", "vespo_loss") # whose gradient is written, not found by autograd
 
 
