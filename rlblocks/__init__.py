@@ -59,7 +59,7 @@ from rlblocks.prompts import Demonstrations, Prompts
 from rlblocks.ragged import Ragged, from_arrow, to_arrow
 from rlblocks.ratio_losses import (
     cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, on_policy_loss,
-    reinforce_loss, sapo_loss, vespo_loss,
+    policy_gradient, reinforce_loss, sapo_loss, sequence_ratio, vespo_loss,
 )
 from rlblocks.reward_losses import (
     bradley_terry_loss, centering_loss, davidson_loss, generative_scores, hps_loss, log_exp_loss, multi_head_loss, plackett_luce_loss,
@@ -116,7 +116,7 @@ __all__ = [
     "masked_std", "masked_sum", "math_reward", "mean_of", "merge", "micro_batch_count", "minillm_advantages", "mismatched", "mixed_groups",
     "moe_balance_loss", "multi_head_loss", "n_step_returns", "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "on_policy_loss",
     "opo_advantages", "optimal_token_baseline", "orpo_loss", "overlong_penalty", "pack", "pad", "pairs", "pass_at_k_advantages",
-    "pf_ppo_weights", "plackett_luce_loss", "plan", "plan_micro_batches", "plan_rollout", "ppo_loss", "predicting", "preference_margin",
+    "pf_ppo_weights", "plackett_luce_loss", "policy_gradient", "plan", "plan_micro_batches", "plan_rollout", "ppo_loss", "predicting", "preference_margin",
     "process_reward_loss", "promoted", "rao_kupper_loss", "rating_loss", "ratio_corrected", "ratio_metrics", "realigned", "refill", "reinforce_loss",
     "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "repeated_tokens", "repetition_penalty", "replay_draw",
     "resampled_rows", "reverse_kl_loss", "reverse_kl_reward", "robust_dpo_loss", "router_z_loss", "row_costs", "row_max", "row_mean",
