@@ -49,7 +49,7 @@ from rlblocks.masked import (
 from rlblocks.online_losses import a2po_loss, best_worst_pairs, geometric_mixture, nash_md_loss, xpo_loss
 from rlblocks.oracles import sample_columns
 from rlblocks.packing import Packed, bin_pack, drop_long, micro_batch_count, pack, pad, plan_micro_batches, shared_prefix, split_long, unpack
-from rlblocks.policy_losses import assert_on_policy, bnpo_loss, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss, log_ratio, ppo_loss
+from rlblocks.policy_losses import assert_on_policy, clip_metrics, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss, log_ratio, ppo_loss, ratio_metrics
 from rlblocks.preference_losses import (
     apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, exo_loss, hinge_loss, ipo_loss, nca_loss, preference_margin,
     robust_dpo_loss, sppo_loss,
@@ -59,7 +59,7 @@ from rlblocks.prompts import Demonstrations, Prompts
 from rlblocks.ragged import Ragged, from_arrow, to_arrow
 from rlblocks.ratio_losses import (
     cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, on_policy_loss,
-    reinforce_loss, sapo_loss, vespo_loss,
+    policy_gradient, reinforce_loss, sapo_loss, sequence_ratio, vespo_loss,
 )
 from rlblocks.reward_losses import (
     bradley_terry_loss, centering_loss, davidson_loss, generative_scores, hps_loss, log_exp_loss, multi_head_loss, plackett_luce_loss,
@@ -102,8 +102,8 @@ __all__ = [
     "adaptive_kl_coef", "aggregate", "aggregate_rows", "alpha_reward", "alphapo_loss", "annealed_kl_coef", "aot_loss", "aot_matched",
     "aot_units", "apo_down_loss", "apo_zero_loss", "apo_zero_unpaired_loss", "as_feedback", "assert_on_policy", "at_last_token",
     "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_worst_pairs",
-    "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_loss", "bradley_terry_loss", "centering_loss", "check_estimator",
-    "check_loss", "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_rewards", "clipped_surrogate",
+    "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bradley_terry_loss", "centering_loss", "check_estimator",
+    "check_loss", "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards", "clipped_surrogate",
     "correction_metrics", "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "dft_loss",
     "discopop_loss", "discounted_returns", "distill_advantages", "dpo_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss",
     "drop_long", "effective_share", "entropy", "entropy_loss", "exo_loss", "expected_value", "expert_load", "explained_variance",
@@ -116,8 +116,8 @@ __all__ = [
     "masked_std", "masked_sum", "math_reward", "mean_of", "merge", "micro_batch_count", "minillm_advantages", "mismatched", "mixed_groups",
     "moe_balance_loss", "multi_head_loss", "n_step_returns", "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "on_policy_loss",
     "opo_advantages", "optimal_token_baseline", "orpo_loss", "overlong_penalty", "pack", "pad", "pairs", "pass_at_k_advantages",
-    "pf_ppo_weights", "plackett_luce_loss", "plan", "plan_micro_batches", "plan_rollout", "ppo_loss", "preference_margin",
-    "process_reward_loss", "promoted", "rao_kupper_loss", "rating_loss", "ratio_corrected", "realigned", "refill", "reinforce_loss",
+    "pf_ppo_weights", "plackett_luce_loss", "policy_gradient", "plan", "plan_micro_batches", "plan_rollout", "ppo_loss", "preference_margin",
+    "process_reward_loss", "promoted", "rao_kupper_loss", "rating_loss", "ratio_corrected", "ratio_metrics", "realigned", "refill", "reinforce_loss",
     "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "repeated_tokens", "repetition_penalty", "replay_draw",
     "resampled_rows", "reverse_kl_loss", "reverse_kl_reward", "robust_dpo_loss", "router_z_loss", "row_costs", "row_max", "row_mean",
     "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of", "sequence_logprobs", "sequence_mask",
