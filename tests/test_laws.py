@@ -170,26 +170,29 @@ def test_derivative_is_that_of_the_value(name):
     assert torch.autograd.gradcheck(value, [few[k].clone().requires_grad_() for k in firsts], fast_mode=True)
 
 
-ONCE = ("bnpo_loss", "cispo_loss", "clip_cov_loss", "dapo_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "forward_kl_loss", "grpo_loss", "jsd_loss", "ppo_loss", "reinforce_loss",
-        "reverse_kl_loss", "value_loss", "vespo_loss") # whose gradient is written, not found by autograd
-
-
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_second_derivative_is_right_or_refused(name):
-    "Through a network, where autograd would differentiate its part and take ours for a constant: a gradient penalty that runs and is another."
+def test_second_derivative_is_that_of_the_gradient(name):
+    "Through a network, where autograd would differentiate its part and take a slope written by hand for a constant."
+    if name in SURROGATE or name == "gspo_token_loss": pytest.skip(SURROGATE.get(name, "sg(ratio of the row)·lp/sg(lp)"))
     columns, hyper = arguments(name)
     first = "chosen" if "chosen" in columns else next(iter(columns))
     w, v = noise(*columns[first].shape[1:], seed=5), noise(*columns[first].shape[1:], seed=6)
     def gradient(w, **how):
         w = w.clone().requires_grad_()
         return w, torch.autograd.grad(BLOCKS[name](**columns | {first: columns[first]*w}, **hyper)[0], w, **how)[0]
-    if name in ONCE:
-        with pytest.raises(RuntimeError, match="has no second derivative.*create_graph"): gradient(w, create_graph=True)
-        return
-    if name in SURROGATE or name == "gspo_token_loss": pytest.skip(SURROGATE.get(name, "sg(ratio of the row)·lp/sg(lp)"))
     w_, g = gradient(w, create_graph=True)
     second = torch.autograd.grad((g*v).sum(), w_, materialize_grads=True)[0] if g.requires_grad else torch.zeros_like(w)
     assert_close(second, (gradient(w + 1e-5*v)[1] - gradient(w - 1e-5*v)[1])/2e-5, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_hessian(name):
+    "torch.func.hessian (vmap over forward over reverse mode) and row by row with two backward passes."
+    columns, hyper = arguments(name)
+    few = {k: x[:4] for k, x in columns.items()}
+    first = "chosen" if "chosen" in few else next(iter(few))
+    def value(x): return BLOCKS[name](**few | {first: x}, **hyper)[0]
+    assert_close(torch.func.hessian(value)(few[first]), torch.autograd.functional.hessian(value, few[first]), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("waits", [lambda x, mask: x*bool(mask.any()), lambda x, mask: x[mask].sum(), lambda x, mask: x/mask.sum().item()])
