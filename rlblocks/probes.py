@@ -123,7 +123,8 @@ def _named(checker, name, params, cols, hyper):
             maybe = checker == "check_loss" and p.kind is not p.KEYWORD_ONLY
             raise ValueError(f"{checker}: {name} wants {k!r}, which is no column of the vocabulary; give {B} rows "
                              f"of it, inputs=dict({k}=…) with torch.rand({B}) or torch.rand({B}, {T}), or a number, "
-                             f"{k}=…" + "; a closure takes two arguments, loss(out, b), and partial fixes the others"*maybe)
+                             f"{k}=…"
+                             + "; a closure takes two arguments, loss(out, b), and partial fixes the others"*maybe)
     return [k for k in params if k in cols]
 
 def _denom(params, hyper, names):
