@@ -605,6 +605,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'rlblocks.masked._row_share': ('masked.html#_row_share', 'rlblocks/masked.py'),
                                  'rlblocks.masked._variance': ('masked.html#_variance', 'rlblocks/masked.py'),
                                  'rlblocks.masked._whole': ('masked.html#_whole', 'rlblocks/masked.py'),
+                                 'rlblocks.masked._wrong_axes': ('masked.html#_wrong_axes', 'rlblocks/masked.py'),
+                                 'rlblocks.masked._wrong_kind': ('masked.html#_wrong_kind', 'rlblocks/masked.py'),
                                  'rlblocks.masked.aggregate': ('masked.html#aggregate', 'rlblocks/masked.py'),
                                  'rlblocks.masked.aggregate_rows': ('masked.html#aggregate_rows', 'rlblocks/masked.py'),
                                  'rlblocks.masked.divisor': ('masked.html#divisor', 'rlblocks/masked.py'),
