@@ -466,7 +466,7 @@ def _(c): return dpo(c, "sft", chosen=c.logprobs*c.exists, masks=c.exists, use_w
 @row("trl", "GRPOTrainer loss_type=bnpo, old_per_token_logps=None", "on_policy_loss(logprobs, at_tokens(row_advantages, mask), mask)", wrt="logprobs")
 def _(c): return grpo(SimpleNamespace(**vars(c) | dict(old_logprobs=None)), c.row_advantages, loss_type="bnpo")
 
-@row("trl", "GRPOTrainer loss_type=bnpo, one call", f"bnpo_loss({A})", wrt="logprobs")
+@row("trl", "GRPOTrainer loss_type=bnpo, one call", f"ppo_loss({A})", wrt="logprobs")
 def _(c): return grpo(c, c.row_advantages, loss_type="bnpo")
 
 @row("trl", "IWOPDTrainer._compute_iw_opd_loss",

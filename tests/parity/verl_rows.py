@@ -239,7 +239,7 @@ def _(c): return core().compute_policy_loss_reinforce(c.rollout_logprobs, c.logp
 @row("verl", "compute_policy_loss_cispo", "cispo_loss(logprobs, old_logprobs, advantages, mask, clip_low=.2, clip_high=.2)", wrt="logprobs")
 def _(c): return policy("cispo", c, c.advantages)
 
-@row("verl", "compute_policy_loss_geo_mean", f"gmpo_loss({R}, clip_low=.2, clip_high=.2)", wrt="logprobs")
+@row("verl", "compute_policy_loss_geo_mean", f"gmpo_loss({R}, nats_low=.2, nats_high=.2)", wrt="logprobs")
 def _(c): return policy("geo_mean", c, by_row(c))
 
 @row("verl", "compute_policy_loss_geo_mean, as it stands", f"gmpo_loss({R})", wrt="logprobs", because="the paper's range is ±.4 nats; verl takes PPO's .2")
@@ -348,7 +348,7 @@ def _(c):
 @row("verl", "compute_policy_loss_dppo_tv", "dppo_tv_loss(logprobs, old_logprobs, advantages, mask, shift_low=.03, shift_high=.03)", wrt="logprobs")
 def _(c): return policy("dppo_tv", c, c.advantages, clip_ratio_low=.03, clip_ratio_high=.03, clip_ratio_c=20.)
 
-@row("verl", "compute_policy_loss_dppo_kl", "dppo_kl_loss(logprobs, old_logprobs, advantages, mask, kl_low=.02, kl_high=.02)", wrt="logprobs")
+@row("verl", "compute_policy_loss_dppo_kl", "dppo_kl_loss(logprobs, old_logprobs, advantages, mask, nats_low=.02, nats_high=.02)", wrt="logprobs")
 def _(c): return policy("dppo_kl", c, c.advantages, clip_ratio_low=.02, clip_ratio_high=.02, clip_ratio_c=20.)
 
 @row("verl", "compute_policy_loss_dppo_tv clip_ratio_c, as by default", "dppo_tv_loss(logprobs, old_logprobs - 2, advantages, mask)", wrt="logprobs",
