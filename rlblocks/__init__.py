@@ -14,7 +14,7 @@ _collecting = gc.isenabled()
 gc.disable()
 
 from rlblocks.advantages import (
-    at_tokens, discounted_returns, gae, n_step_returns, reinforce_pp_advantages, remax_advantages, td_lambda_returns, vtrace,
+    at_tokens, discounted_returns, gae, length_adaptive_lam, n_step_returns, reinforce_pp_advantages, remax_advantages, vtrace,
 )
 from rlblocks.balancing import balance, balance_families, fit_row_costs, row_costs
 from rlblocks.batch import Batch, Whole, pairs, seed_of
@@ -112,7 +112,7 @@ __all__ = [
     "gpg_advantages", "group_advantages", "group_pass_at_k_advantages", "grpo_loss", "gspo_loss", "gspo_token_loss", "here",
     "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "ipo_loss", "iw_opd_weights", "js_reward", "jsd",
     "jsd_loss", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later", "ld_logprobs",
-    "leave_one_out", "linear_logprobs", "linear_measured", "log_exp_loss", "log_ratio", "loop_from", "luspo_loss", "masked_mean",
+    "leave_one_out", "length_adaptive_lam", "linear_logprobs", "linear_measured", "log_exp_loss", "log_ratio", "loop_from", "luspo_loss", "masked_mean",
     "masked_std", "masked_sum", "math_reward", "mean_of", "merge", "micro_batch_count", "minillm_advantages", "mismatched", "mixed_groups",
     "moe_balance_loss", "multi_head_loss", "n_step_returns", "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "on_policy_loss",
     "opo_advantages", "optimal_token_baseline", "orpo_loss", "overlong_penalty", "pack", "pad", "pairs", "pass_at_k_advantages",
@@ -122,7 +122,7 @@ __all__ = [
     "resampled_rows", "reverse_kl_loss", "reverse_kl_reward", "robust_dpo_loss", "router_z_loss", "row_costs", "row_max", "row_mean",
     "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of", "sequence_logprobs", "sequence_mask",
     "sequence_weights", "sft_loss", "shared_prefix", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights",
-    "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions", "td_lambda_returns", "teacher_mix_weights",
+    "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions", "teacher_mix_weights",
     "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "tpo_loss", "truncated_weights", "truncation_penalty", "two_hot",
     "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vtrace",
     "weighted_scores", "whiten", "with_tail", "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "xpo_loss",

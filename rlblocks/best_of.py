@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .advantages import _scan
+from .advantages import linear_scan
 from .groups import _above_mean, _as_they_came, _by_group, _floats, _group_std, _group_sum, _like, _rows, _scored
 
 # %% ../nbs/11c_best_of.ipynb #aefec248
@@ -51,7 +51,7 @@ def _chances(j, n, k):
 def _climb(x, place):
     "Sum over the group up to each; where nothing is added, to the last bit that of the one before, so that equals are equal."
     more = (place == 0) | (x != 0)
-    return _scan(x[None], (place > 0).to(x.dtype)[None])[0][torch.where(more, torch.arange(len(x), device=x.device), 0).cummax(0).values]
+    return linear_scan(x[None], (place > 0).to(x.dtype)[None])[0][torch.where(more, torch.arange(len(x), device=x.device), 0).cummax(0).values]
 
 def pass_at_k_advantages(
     scores:Float[Tensor, " B"], # one verdict per row, right or wrong or any number; NaN = unscorable

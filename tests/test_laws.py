@@ -81,6 +81,7 @@ LAWLESS = {  # a block, but not one of rows: which law is meaningless
     "mismatched": "partners of rows, by their order", "swap_completions": "rows are exchanged", "resampled_rows": "rows are drawn, not kept",
     "straight_through": "two differentiable arguments", "ratio_corrected": "two differentiable arguments", "predicting": "no column of its own",
     "pass_at_k_advantages": "verdicts are 0 or 1: no derivative is asked",
+    "length_adaptive_lam": "reads the mask alone",
     "linear_logprobs": "two differentiable arguments, one with no rows", "linear_measured": "two differentiable arguments, one with no rows", "promoted": "does no arithmetic", "standardized": "float64 moments", "update_moments": "float64 moments",
 }
 SURROGATE = dict(  # whose value is not what is descended: a stopped gradient is the point
