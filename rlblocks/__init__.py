@@ -33,8 +33,8 @@ from rlblocks.distill_losses import (
 )
 from rlblocks.dynamic import mixed_groups, refill
 from rlblocks.groups import (
-    cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out, opo_advantages, optimal_token_baseline,
-    reinforce_pp_baseline, soft_values,
+    bnpo_advantages, cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out, lite_ppo_advantages,
+    maxrl_advantages, opo_advantages, optimal_token_baseline, reinforce_pp_baseline, soft_values,
 )
 from rlblocks.kl import adaptive_kl_coef, annealed_kl_coef, full_kl, kl_k1, kl_k2, kl_k3, ratio_corrected, straight_through
 from rlblocks.logprobs import entropy, gather_logprobs, linear_logprobs, linear_measured, sequence_logprobs, token_logprobs
@@ -102,7 +102,7 @@ __all__ = [
     "adaptive_kl_coef", "aggregate", "aggregate_rows", "alpha_reward", "alphapo_loss", "annealed_kl_coef", "aot_loss", "aot_matched",
     "aot_units", "apo_down_loss", "apo_zero_loss", "apo_zero_unpaired_loss", "as_feedback", "assert_on_policy", "at_last_token",
     "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_worst_pairs",
-    "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_loss", "bradley_terry_loss", "centering_loss", "check_estimator",
+    "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages", "bnpo_loss", "bradley_terry_loss", "centering_loss", "check_estimator",
     "check_loss", "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_rewards", "clipped_surrogate",
     "correction_metrics", "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "dft_loss",
     "discopop_loss", "discounted_returns", "distill_advantages", "dpo_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss",
@@ -112,7 +112,7 @@ __all__ = [
     "gpg_advantages", "group_advantages", "group_pass_at_k_advantages", "grpo_loss", "gspo_loss", "gspo_token_loss", "here",
     "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "ipo_loss", "iw_opd_weights", "js_reward", "jsd",
     "jsd_loss", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later", "ld_logprobs",
-    "leave_one_out", "length_adaptive_lam", "linear_logprobs", "linear_measured", "log_exp_loss", "log_ratio", "loop_from", "luspo_loss", "masked_mean",
+    "leave_one_out", "length_adaptive_lam", "linear_logprobs", "linear_measured", "lite_ppo_advantages", "log_exp_loss", "log_ratio", "loop_from", "luspo_loss", "masked_mean", "maxrl_advantages",
     "masked_std", "masked_sum", "math_reward", "mean_of", "merge", "micro_batch_count", "minillm_advantages", "mismatched", "mixed_groups",
     "moe_balance_loss", "multi_head_loss", "n_step_returns", "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "on_policy_loss",
     "opo_advantages", "optimal_token_baseline", "orpo_loss", "overlong_penalty", "pack", "pad", "pairs", "pass_at_k_advantages",

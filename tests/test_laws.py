@@ -39,7 +39,7 @@ GIVEN = dict(
     aggregate=dict(x=COLS["advantages"]), aggregate_rows=dict(totals=ROWS, counts=MASK.sum(1)), alpha_reward=dict(log_ratio=ROWS), aot_loss=dict(ref_margin=ROWS), aot_units=ANSWERS, distill_advantages=dict(teacher_logprobs=COLS["ref_logprobs"]), minillm_advantages=dict(teacher_logprobs=COLS["ref_logprobs"]),
     teacher_mix_weights=dict(teacher_logprobs=COLS["ref_logprobs"]), realigned=dict(x=COLS["advantages"], x_mask=MASK),
     apo_zero_unpaired_loss=ANSWERS, a2po_loss=ANSWERS | dict(advantages=noise(16, seed=2)), at_last_token=dict(scores=COLS["scores"]), at_tokens=dict(x=COLS["scores"]),
-    bco_delta=ANSWERS | dict(delta=None), bco_loss=ANSWERS | dict(delta=.3), classification_value_loss=dict(logits=noise(16, 16, 5), targets=noise(16, 16, 5, seed=1).softmax(-1)),
+    bnpo_advantages=dict(scores=ROWS.sigmoid()), bco_delta=ANSWERS | dict(delta=None), bco_loss=ANSWERS | dict(delta=.3), classification_value_loss=dict(logits=noise(16, 16, 5), targets=noise(16, 16, 5, seed=1).softmax(-1)),
     clip_cov_loss=dict(selected=flags(16, 16)), clip_cov_mask=dict(uniform=noise(16, 16).sigmoid()), clip_rewards=dict(x=COLS["rewards"], limit=.7),
     clipped_surrogate=dict(ratio=noise(16, 16).exp()), correction_metrics={}, cosine_length_reward=dict(correct=flags(16), max_length=12), cpgd_advantages={},
     dr_grpo_loss=dict(max_tokens=16), dro_loss=dict(beta=.3), effective_share=dict(weights=noise(16, 16).exp()), entropy=dict(logits=LOGITS), expected_value=dict(logits=noise(16, 16, 5), bins=BINS),

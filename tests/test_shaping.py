@@ -56,7 +56,7 @@ TOKEN = {  # every estimator on token rewards as one function of (rewards, anoth
     "gae": lambda r, x, g, m: gae(r, x, m, gamma=.9), "returns": lambda r, x, g, m: discounted_returns(r, m), "gae, a lam a row": lambda r, x, g, m: gae(r, x, m, lam=x[:, 0].sigmoid()),
     "n step": lambda r, x, g, m: n_step_returns(r, x, m, n=3), "vtrace": lambda r, x, g, m: vtrace(r, x, m, log_ratios=x, lam=.9), "reinforce++": lambda r, x, g, m: reinforce_pp_advantages(r, m),
     "remax": lambda r, x, g, m: remax_advantages(r, x[:, 0], m), "kl": lambda r, x, g, m: kl_shaped(r, x, 2*x, m, kl_coef=.1),
-    "otb": lambda r, x, g, m: optimal_token_baseline(r, -x.abs(), x.sigmoid(), g, m),
+    "otb": lambda r, x, g, m: optimal_token_baseline(r, -x.abs(), g, m, sum_pi_squared=x.sigmoid()),
 }
 
 
