@@ -246,13 +246,13 @@ task("leave_one_out, ragged ids", tokens, lambda c: groups.leave_one_out(c.score
      promised={((1_024, 1), "verl"): 30})
 task("reinforce_pp_baseline, ragged ids", tokens, lambda c: groups.reinforce_pp_baseline(c.scores, c.ragged, c.mask), **by_rows(),
      theirs=dict(verl=outcome("compute_reinforce_plus_plus_baseline_outcome_advantage")))
-task("opo_advantages, ragged ids", tokens, lambda c: groups.opo_advantages(c.scores, c.ragged, c.mask.sum(1)), **by_rows(), theirs=dict(verl=outcome("compute_opo_outcome_advantage")))
+task("opo_advantages, ragged ids", tokens, lambda c: groups.opo_advantages(c.scores, c.ragged, lengths=c.mask.sum(1)), **by_rows(), theirs=dict(verl=outcome("compute_opo_outcome_advantage")))
 task("gpg_advantages, ragged ids", tokens, lambda c: groups.gpg_advantages(c.scores, c.ragged), **by_rows(), theirs=dict(verl=outcome("compute_gpg_outcome_advantage")))
 task("best_of_n_advantages", tokens, lambda c: best_of.best_of_n_advantages(c.scores, c.group, scale=True), **by_rows(),
      theirs=dict(verl=outcome("compute_grpo_passk_outcome_advantage", ragged=False, config={})))
 task("gdpo_advantages, 3 rewards", tokens, lambda c: groups.gdpo_advantages(c.scores3, c.group), **by_rows(),
      theirs={"trl, all its lines": trl_advantages("GRPOTrainer", "GRPOConfig", lambda c: c.scores3, multi_objective_aggregation="normalize_then_sum")})
-task("optimal_token_baseline", tokens, lambda c: groups.optimal_token_baseline(c.rewards, c.old, c.sum_sq, c.ragged, c.mask),
+task("optimal_token_baseline", tokens, lambda c: groups.optimal_token_baseline(c.rewards, c.old, c.ragged, c.mask, sum_pi_squared=c.sum_sq),
      theirs={"verl, single turn": lambda c: core().compute_optimal_token_baseline_advantage(c.rewards, c.mask_float, c.ragged_index, c.old, c.sum_sq),
              "verl, with tools": lambda c: core().compute_multi_turn_optimal_token_baseline_advantage(c.rewards, c.mask_float, c.ragged_index, c.old, c.sum_sq)})
 

@@ -15,8 +15,8 @@ gc.disable()
 
 try:
     from rlblocks.advantages import (
-        at_tokens, discounted_returns, gae, n_step_returns, reinforce_pp_advantages, remax_advantages,
-        td_lambda_returns, vtrace,
+        at_tokens, discounted_returns, gae, length_adaptive_lam, n_step_returns, reinforce_pp_advantages,
+        remax_advantages, vtrace,
     )
     from rlblocks.balancing import balance, balance_families, fit_row_costs, row_costs
     from rlblocks.batch import Batch, Whole, pairs, seed_of
@@ -35,8 +35,9 @@ try:
     )
     from rlblocks.dynamic import mixed_groups, refill
     from rlblocks.groups import (
-        cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out, opo_advantages,
-        optimal_token_baseline, reinforce_pp_baseline, soft_values,
+        bnpo_advantages, cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out,
+        lite_ppo_advantages, maxrl_advantages, opo_advantages, optimal_token_baseline, reinforce_pp_baseline,
+        soft_values,
     )
     from rlblocks.kl import (
         adaptive_kl_coef, annealed_kl_coef, full_kl, kl_k1, kl_k2, kl_k3, ratio_corrected, straight_through,
@@ -125,9 +126,9 @@ __all__ = [
     "alpha_reward", "alphapo_loss", "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units",
     "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy", "at_last_token", "at_tokens", "balance",
     "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights",
-    "best_worst_pairs", "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bradley_terry_loss",
-    "centering_loss", "check_estimator", "check_loss", "chi_reward", "chipo_loss", "cispo_loss",
-    "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
+    "best_worst_pairs", "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages",
+    "bradley_terry_loss", "centering_loss", "check_estimator", "check_loss", "chi_reward", "chipo_loss",
+    "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
     "clipped_surrogate", "correction_metrics", "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss",
     "dapo_loss", "davidson_loss", "dft_loss", "discopop_loss", "discounted_returns", "distill_advantages",
     "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss", "drop_long",
@@ -138,26 +139,27 @@ __all__ = [
     "group_pass_at_k_advantages", "grpo_loss", "gspo_loss", "gspo_token_loss", "here", "high_entropy_mask",
     "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "ipo_loss", "iw_opd_weights", "js_reward", "jsd",
     "jsd_loss", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later",
-    "ld_logprobs", "leave_one_out", "linear_logprobs", "linear_measured", "log_ratio", "loop_from", "luspo_loss",
-    "m2po_mask", "masked_mean", "masked_std", "masked_sum", "math_reward", "mean_of", "merge", "micro_batch_count",
-    "minillm_advantages", "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss", "n_step_returns",
-    "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out", "naive_ppo_loss",
-    "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss",
-    "off_policy_sequence_mask", "on_policy_loss", "opo_advantages", "optimal_token_baseline", "orpo_loss",
-    "over_pairs", "over_rows", "overlong_penalty", "pack", "pad", "pair_log_ratios", "pair_metrics", "pairs",
-    "pass_at_k_advantages", "pf_ppo_weights", "plackett_luce_loss", "plan", "plan_micro_batches", "plan_rollout",
-    "policy_gradient", "ppo_loss", "preference_margin", "process_reward_loss", "qrpo_loss", "quantile_rewards",
-    "rao_kupper_loss", "rating_loss", "ratio_corrected", "ratio_metrics", "realigned", "rebel_loss", "refill",
-    "reinforce_loss", "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "repeated_tokens",
-    "repetition_penalty", "replay_draw", "resampled_rows", "reverse_kl_loss", "robust_dpo_loss", "router_z_loss",
-    "row_costs", "row_max", "row_mean", "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss",
-    "seed_of", "sequence_logprobs", "sequence_mask", "sequence_ratio", "sequence_weights", "sft_loss",
-    "shared_prefix", "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights",
-    "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions",
-    "td_lambda_returns", "teacher_mix_weights", "tie_loss", "to_arrow", "token_covariance", "token_logprobs",
-    "tpo_loss", "truncated_weights", "truncation_penalty", "two_hot", "udm_weights", "uld_loss", "unpack",
-    "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vtrace", "weighted_scores",
-    "whiten", "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "xpo_loss",
+    "ld_logprobs", "leave_one_out", "length_adaptive_lam", "linear_logprobs", "linear_measured",
+    "lite_ppo_advantages", "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean", "masked_std",
+    "masked_sum", "math_reward", "maxrl_advantages", "mean_of", "merge", "micro_batch_count", "minillm_advantages",
+    "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss", "n_step_returns", "naive_aggregate",
+    "naive_gae", "naive_group_advantages", "naive_leave_one_out", "naive_ppo_loss", "naive_returns",
+    "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss", "off_policy_sequence_mask",
+    "on_policy_loss", "opo_advantages", "optimal_token_baseline", "orpo_loss", "over_pairs", "over_rows",
+    "overlong_penalty", "pack", "pad", "pair_log_ratios", "pair_metrics", "pairs", "pass_at_k_advantages",
+    "pf_ppo_weights", "plackett_luce_loss", "plan", "plan_micro_batches", "plan_rollout", "policy_gradient",
+    "ppo_loss", "preference_margin", "process_reward_loss", "qrpo_loss", "quantile_rewards", "rao_kupper_loss",
+    "rating_loss", "ratio_corrected", "ratio_metrics", "realigned", "rebel_loss", "refill", "reinforce_loss",
+    "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "repeated_tokens", "repetition_penalty",
+    "replay_draw", "resampled_rows", "reverse_kl_loss", "robust_dpo_loss", "router_z_loss", "row_costs", "row_max",
+    "row_mean", "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of",
+    "sequence_logprobs", "sequence_mask", "sequence_ratio", "sequence_weights", "sft_loss", "shared_prefix",
+    "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized",
+    "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions",
+    "teacher_mix_weights", "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "tpo_loss",
+    "truncated_weights", "truncation_penalty", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
+    "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vtrace", "weighted_scores", "whiten", "within",
+    "without_truncated", "without_unscored", "wpo_weights", "writable", "xpo_loss",
 ]
 
 # what is not in this version, and what does its work

@@ -6,20 +6,22 @@
 __all__ = ['best_of_n_advantages', 'pass_at_k_advantages', 'group_pass_at_k_advantages', 'pf_ppo_weights', 'best_worst_weights',
            'best_random_weights', 'resampled_rows']
 
-# %% ../nbs/11c_best_of.ipynb #1167598d
+# %% ../nbs/11c_best_of.ipynb #e79aa8cd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .advantages import _scan
-from .groups import _above_mean, _as_they_came, _by_group, _floats, _group_std, _group_sum, _like, _rows, _scored
+from .advantages import linear_scan
+from .groups import above_group_mean, at_rows, group_std, group_total, like_scores, scored_rows
+from .groups import sorted_by_group, unsorted
+from .masked import promoted
 
 # %% ../nbs/11c_best_of.ipynb #aefec248
 def _ranked(s, first):
-    "(rank in the group from 0; how many have a score; how far each is above the one before)"
+    "(rank in the group from 0; how many have a score; how far each is above the one before), of sorted scores"
     place = torch.arange(len(s), device=s.device) - first
     gap = torch.where((place > 0) & ~s.isnan(), s - s.roll(1), 0.)
-    return place.to(s.dtype), _group_sum((~s.isnan()).to(s.dtype), first), gap
+    return place.to(s.dtype), group_total((~s.isnan()).to(s.dtype), first), gap
 
 def best_of_n_advantages(
     scores:Float[Tensor, " B"], # one verdict per row; NaN = unscorable
@@ -31,15 +33,15 @@ def best_of_n_advantages(
     """What each answer adds to the best of the others: only the best of a group gets anything.
 
     maxⱼ sⱼ − maxⱼ≠ᵢ sⱼ. Tang et al. 2025, section 3."""
-    order, first = _by_group("best_of_n_advantages", scores, group)
-    s = _rows(_floats(scores), order)
+    order, first = sorted_by_group("best_of_n_advantages", scores, group)
+    s = at_rows(promoted(scores), order)
     place, n, gap = _ranked(s, first)
-    lead = torch.where(place == n-1, gap, 0.) # the last of those that have a score, and the one before
+    lead = torch.where(place == n-1, gap, 0.) # the last of those that have a score, above the one before
     if scale:
-        of, doubles = _scored(first, s)
-        centered, n = _above_mean(doubles, of)
-        lead = _like(scores, lead / _rows(_group_std(centered, n, of) + eps, of))
-    return _as_they_came(lead, order)
+        of, doubles = scored_rows(first, s)
+        centered, n = above_group_mean(doubles, of)
+        lead = like_scores(lead / at_rows(group_std(centered, n, of) + eps, of), scores)
+    return unsorted(lead, order)
 
 # %% ../nbs/11c_best_of.ipynb #ced32748
 def _chances(j, n, k):
@@ -49,46 +51,51 @@ def _chances(j, n, k):
     return torch.where(left > 0, (j[:, None] - t).clamp(min=0) / left.clamp(min=1), 1.).prod(1)
 
 def _climb(x, place):
-    "Sum over the group up to each; where nothing is added, to the last bit that of the one before, so that equals are equal."
-    more = (place == 0) | (x != 0)
-    return _scan(x[None], (place > 0).to(x.dtype)[None])[0][torch.where(more, torch.arange(len(x), device=x.device), 0).cummax(0).values]
+    "Sum over the group up to each. Where nothing is added it is that of the one before, bit by bit: equals are equal."
+    here = torch.arange(len(x), device=x.device)
+    sums = linear_scan(x[None], (place > 0).to(x.dtype)[None])[0]
+    return sums[torch.where((place == 0) | (x != 0), here, 0).cummax(0).values]
 
 def pass_at_k_advantages(
     scores:Float[Tensor, " B"], # one verdict per row, right or wrong or any number; NaN = unscorable
     group:Int[Tensor, " B"],    # rows with the same id answered the same prompt; any sizes, any order
     *,
-    k:int,                      # answers that will be drawn, and the best of them used; at least 2; a group of fewer gets 0
+    k:int,                      # answers that will be drawn, the best of them used; at least 2
 )->Float[Tensor, " B"]: # ≥ 0; 0 for a group of equals, a group of one, and a NaN
     """What each answer adds to the best of k − 1 others of its group, on average.
 
-    mean over I ∋ i, |I| = k, of max_I s − max_I∖i s. Walder and Karkhanis 2025 (PKPO), eq. 33, times n/k. k = n: `best_of_n_advantages`."""
-    if k < 2: raise ValueError(f"pass_at_k_advantages: k is {k}; at least 2 are wanted, the objective of one draw is leave_one_out's")
-    order, first = _by_group("pass_at_k_advantages", scores, group)
-    s = _rows(_floats(scores), order)
+    mean over I ∋ i, |I| = k, of max_I s − max_I∖i s. Walder and Karkhanis 2025 (PKPO), eq. 33, times n/k.
+    k = n, or more: `best_of_n_advantages`."""
+    if k < 2: raise ValueError(f"pass_at_k_advantages: k is {k}; at least 2 are wanted, "
+                               "the objective of one draw is leave_one_out's")
+    order, first = sorted_by_group("pass_at_k_advantages", scores, group)
+    s = at_rows(promoted(scores), order)
     place, n, gap = _ranked(s, first)
-    return _as_they_came(torch.where(s.isnan(), 0., _climb(gap*_chances(place, n-1, k-1), place)), order)
+    added = _climb(gap*_chances(place, n-1, k-1), place)
+    return unsorted(torch.where(s.isnan(), 0., added), order)
 
 # %% ../nbs/11c_best_of.ipynb #a5770efe
 def group_pass_at_k_advantages(
     scores:Float[Tensor, " B"], # one verdict per row, right or wrong or any number; NaN = unscorable
     group:Int[Tensor, " B"],    # rows with the same id answered the same prompt; any sizes, any order
     *,
-    k:int,                      # answers that will be drawn, and the best of them used; a group of fewer gets 0
+    k:int,                      # answers that will be drawn, the best of them used
     eps:float=1e-6,             # added to the standard deviation
-)->Float[Tensor, " B"]: # 0 for a group of equals, a group of one, a group in which every k-subset has the best, and a NaN
-    """How far the best of k answers, one of them this one, stands above the best of any k of its group, in standard deviations.
+)->Float[Tensor, " B"]: # 0 for equals, a group of one, a group all of whose k-subsets are equal, and a NaN
+    """How far the best of k answers, one of them this one, stands above the best of any k of its group, standardised.
 
-    (mean_I∋i max_I s − mean_I max_I s)/(std_I max_I s + ε), over all I of size k. Chen et al. 2025, eq. 14–15, there for s ∈ {0, 1}."""
+    (mean_I∋i max_I s − mean_I max_I s)/(std_I max_I s + ε), over all I of size k. A group of fewer gets 0.
+    Chen et al. 2025, eq. 14–15, there for s ∈ {0, 1}."""
     if k < 1: raise ValueError(f"group_pass_at_k_advantages: k is {k}; at least 1 is wanted")
-    order, first = _by_group("group_pass_at_k_advantages", scores, group)
-    s = _rows(_floats(scores), order)
+    order, first = sorted_by_group("group_pass_at_k_advantages", scores, group)
+    s = at_rows(promoted(scores), order)
     scored, (place, n, gap) = ~s.isnan(), _ranked(s, first)
     lift = gap*_chances(place-1, n-1, k-1)
-    centered = torch.where(scored, _climb(lift, place) - _group_sum(lift*(1 - place/n.clamp(min=1)), first), 0.)
+    centered = torch.where(scored, _climb(lift, place) - group_total(lift*(1 - place/n.clamp(min=1)), first), 0.)
     above = torch.where(scored, s - s[first], 0.)
-    p = torch.where(scored, _chances(place, n-1, k-1)*n.clamp(max=k)/n.clamp(min=1), 0.) # that it is the best of a subset
-    var = _group_sum(p*(above - _group_sum(p*above, first)).square(), first)
-    return _as_they_came(centered / (torch.where(var > 0, var, 1.).sqrt() + eps), order) # where all subsets are equal `centered` is 0
+    p = torch.where(scored, _chances(place, n-1, k-1)*n.clamp(max=k)/n.clamp(min=1), 0.) # to be the best of a subset
+    var = group_total(p*(above - group_total(p*above, first)).square(), first)
+    return unsorted(centered / (torch.where(var > 0, var, 1.).sqrt() + eps), order) # no variance: `centered` is 0
 
 # %% ../nbs/11c_best_of.ipynb #e1be7500
 def pf_ppo_weights(
@@ -99,14 +106,15 @@ def pf_ppo_weights(
     """Rows weigh by how decided their verdict is.
 
     wᵢ = |sᵢ|ᵏ. Zhang et al. 2024 (PF-PPO), as in verl's "pow"."""
-    if not power > 0: raise ValueError(f"pf_ppo_weights: power is {power}; it is positive, or an unscorable row would weigh as much as any")
-    return _floats(scores).detach().nan_to_num(0.).abs().pow(power)
+    if not power > 0: raise ValueError(f"pf_ppo_weights: power is {power}; it is positive, "
+                                       "or an unscorable row would weigh as much as any")
+    return promoted(scores).detach().nan_to_num(0.).abs().pow(power)
 
 def _worst_and_best(name, scores, group):
     "(order, is lowest of its group, is highest); none where NaN."
-    order, first = _by_group(name, scores, group)
-    s = _rows(_floats(scores).detach(), order)
-    n = _group_sum((~s.isnan()).to(s.dtype), first).long()
+    order, first = sorted_by_group(name, scores, group)
+    s = at_rows(promoted(scores).detach(), order)
+    n = group_total((~s.isnan()).to(s.dtype), first).long()
     return order, s == s[first], s == s[(first + n - 1).clamp(min=0)]
 
 def best_worst_weights(
@@ -117,7 +125,7 @@ def best_worst_weights(
 
     wᵢ = [sᵢ = max_g or sᵢ = min_g]. Zhang et al. 2024 (PF-PPO), best-worst."""
     order, worst, best = _worst_and_best("best_worst_weights", scores, group)
-    return _as_they_came((best | worst).to(_floats(scores).dtype), order)
+    return unsorted(like_scores(best | worst, scores), order)
 
 def best_random_weights(
     scores:Float[Tensor, " B"], # one verdict per row; NaN = unscorable
@@ -130,18 +138,22 @@ def best_random_weights(
 
     wᵢ = best·[sᵢ = max_g] + other·[sᵢ < max_g]. Zhang et al. 2024 (PF-PPO), best-random."""
     order, _, top = _worst_and_best("best_random_weights", scores, group)
-    return torch.where(scores.isnan(), 0., _as_they_came(torch.where(top, best, other).to(_floats(scores).dtype), order))
+    weights = unsorted(like_scores(torch.where(top, best, other), scores), order)
+    return torch.where(scores.isnan(), 0., weights)
 
 # %% ../nbs/11c_best_of.ipynb #db803115
 def resampled_rows(
-    weights:Float[Tensor, " B"], # how often a row shall come, up to a factor; negative or NaN = never
+    weights:Float[Tensor, " B"], # how often each row shall be drawn, up to a factor; negative or NaN = never
+    *,
     uniform:Float[Tensor, " N"], # random numbers in [0, 1), one for each row to draw
 )->Int[Tensor, " N"]: # numbers of the drawn rows
     """Which rows to train on when they are drawn with replacement by weight.
 
     row(u) = the first i with w₁ + … + wᵢ > u·Σw. Zhang et al. 2024 (PF-PPO), as in verl. All weights 0: all alike."""
-    if weights.ndim != 1 or not len(weights): raise ValueError(f"resampled_rows: weights is {list(weights.shape)}; one weight for each of at least one row is wanted")
-    w = weights.detach().double().nan_to_num(0.).clamp(min=0) # double: a float32 sum of a million rows loses the light ones
+    if weights.ndim != 1 or not len(weights):
+        raise ValueError(f"resampled_rows: weights is {list(weights.shape)}; "
+                         "one weight for each of at least one row is wanted")
+    w = weights.detach().double().nan_to_num(0.).clamp(min=0) # a float32 sum of a million rows loses the light ones
     up = torch.where(w.sum() > 0, w, 1.).cumsum(0)
     rows = torch.searchsorted(up, uniform.detach().double()*up[-1], right=True)
     return torch.minimum(rows, (up < up[-1]).sum()) # u = 1, or rounded to it: the last that weighs anything

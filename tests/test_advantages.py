@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlblocks.advantages import (
-    _scan, at_tokens, discounted_returns, gae, n_step_returns, reinforce_pp_advantages, remax_advantages, td_lambda_returns, vtrace,
+    at_tokens, discounted_returns, gae, length_adaptive_lam, linear_scan, n_step_returns, reinforce_pp_advantages, remax_advantages, vtrace,
 )
 from rlblocks.masked import whiten
 from rlblocks.oracles import naive_gae, naive_returns
@@ -93,6 +93,40 @@ def test_an_offset_costs_no_digits():
     r, v = r + 1000*last, v + 1000
     want, _ = loop_gae(r, v, m, gamma=1., lam=.95)
     assert (gae(r, v, m)[0] - want).abs().max() <= 1e-6 * want.abs().max()
+
+
+# -- a λ for each row
+
+@both_dtypes
+@pytest.mark.parametrize("gamma", [1., .9, .1])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 64), (4, 65), (3, 1000), (5, 2**17 - 1)])
+def test_a_lam_for_each_row_is_a_call_for_each_row(shape, gamma, dtype):
+    r, v, m = noise(*shape, dtype)
+    lam, x = torch.linspace(0, 1, len(r), dtype=torch.float64), noise(*shape, dtype, seed=1)[0]/3
+    for f in (gae, partial(vtrace, log_ratios=x)):
+        got = f(r, v, m, gamma=gamma, lam=lam)
+        for i in range(len(r)):
+            row_of = {k: c[i:i+1] for k, c in f.keywords.items()} if isinstance(f, partial) else {}
+            want = getattr(f, "func", f)(r[i:i+1].double(), v[i:i+1].double(), m[i:i+1], gamma=gamma, lam=float(lam[i]), **{k: c.double() for k, c in row_of.items()})
+            for a, b in zip(got, want, strict=True):
+                assert a.dtype == dtype and (a[i] - b[0]).abs().max() <= 64*torch.finfo(dtype).eps * max(1, b.abs().max())
+
+
+def test_equal_lams_are_one_lam_and_laws_hold_to_the_bit():
+    r, v, m = noise(4, 200, torch.float64)
+    for a, b in zip(gae(r, v, m, gamma=.99, lam=torch.full((4,), .95)), gae(r, v, m, gamma=.99, lam=float(torch.tensor(.95))), strict=True): assert_close(a, b, atol=1e-13, rtol=1e-13)
+    for f in (gae, partial(vtrace, log_ratios=torch.zeros_like(r))): assert_close(f(r, v, m, lam=torch.full((4,), .5)), f(r, v, m, lam=.5))
+    lam = torch.full((4,), .5, requires_grad=True)
+    assert not gae(r, v, m, lam=lam)[0].requires_grad
+
+
+def test_length_adaptive_lam_by_hand():
+    m = torch.arange(100) < torch.tensor([[0], [10], [20], [40], [100]])
+    assert_close(length_adaptive_lam(m), torch.tensor([0., 0., 0., .5, .8]))
+    assert_close(length_adaptive_lam(m, alpha=.5), torch.tensor([0., .8, .9, .95, .98]))
+    spread = torch.zeros(1, 300).bool()
+    spread[:, ::3] = True  # chosen tokens count, a tool's do not
+    assert_close(length_adaptive_lam(spread), torch.tensor([.8]))
 
 
 def test_special_cases():
@@ -202,9 +236,9 @@ def test_work_is_linear_in_tokens_and_launches_are_logarithmic():
 # every time estimator as one function of (rewards, values, log-ratios, mask)
 TIMED = {
     "gae": lambda r, v, x, m: gae(r, v, m, gamma=.99), "returns": lambda r, v, x, m: discounted_returns(r, m, gamma=.9),
-    "td lambda": lambda r, v, x, m: td_lambda_returns(r, v, m, gamma=.9, lam=.8),
+    "gae, a lam a row": lambda r, v, x, m: gae(r, v, m, gamma=.9, lam=torch.full((len(r),), .8, device=r.device)),
     "n step": lambda r, v, x, m: n_step_returns(r, v, m, gamma=.9, n=5), "n beyond": lambda r, v, x, m: n_step_returns(r, v, m, gamma=.9, n=100),
-    "vtrace": lambda r, v, x, m: vtrace(r, v, x, m, gamma=.9, lam=.9), "vtrace uncapped": lambda r, v, x, m: vtrace(r, v, x, m, rho_clip=inf, c_clip=inf),
+    "vtrace": lambda r, v, x, m: vtrace(r, v, m, log_ratios=x, gamma=.9, lam=.9), "vtrace uncapped": lambda r, v, x, m: vtrace(r, v, m, log_ratios=x, rho_clip=inf, c_clip=inf),
 }
 timed = pytest.mark.parametrize("estimate", TIMED.values(), ids=TIMED)
 CALLS = TIMED | {
@@ -254,18 +288,18 @@ def loop_n_step(r, v, mask, *, gamma, n):
 
 def test_targets_by_hand():
     r, v, every = row(0, 0, 1), row(.5, .6, .8), bools(1, 1, 1)
-    assert_close(td_lambda_returns(r, v, every, gamma=.9, lam=.5), row(.6345, .81, 1))
+    assert_close(gae(r, v, every, gamma=.9, lam=.5)[1], row(.6345, .81, 1))
     assert_close(n_step_returns(r, v, every, gamma=.9, n=2), row(.648, .9, 1))
     assert_close(n_step_returns(row(0, 5, 0, 1), row(.5, 9, .6, .8), bools(1, 0, 1, 1), gamma=.9, n=2), row(.648, 0, .9, 1))
 
 
 def test_vtrace_by_hand():
-    advantages, targets = vtrace(row(0, 1), row(.5, .6), row(2, .5).log(), bools(1, 1))
+    advantages, targets = vtrace(row(0, 1), row(.5, .6), bools(1, 1), log_ratios=row(2, .5).log())
     assert_close(advantages, row(.3, .2)), assert_close(targets, row(.8, .8))
-    advantages, targets = vtrace(row(0, 1), row(.5, .6), row(2, .5).log(), bools(1, 1), rho_clip=2., c_clip=1.5, gamma=.5, lam=.5)
+    advantages, targets = vtrace(row(0, 1), row(.5, .6), bools(1, 1), log_ratios=row(2, .5).log(), rho_clip=2., c_clip=1.5, gamma=.5, lam=.5)
     assert_close(targets, row(.5 + 2*(.3 - .5) + .5*.75*.2, .8))  # .5·.6 − .5 = −.2, twice; and γ·λ·1.5 of the .2 that comes later
     assert_close(advantages, row(.5*(.5*.8 + .5*.6) - .5, .2))  # λ of what the next token's target says, 1 − λ of its value; the weight is 1 here, not 2
-    assert_close(vtrace(row(0, 1), row(.5, .6), row(2, .5).log(), bools(1, 1), gamma=.5, lam=.5, rho_clip=2., c_clip=1.5, pg_clip=2.)[0], row(-.3, .2))
+    assert_close(vtrace(row(0, 1), row(.5, .6), bools(1, 1), log_ratios=row(2, .5).log(), gamma=.5, lam=.5, rho_clip=2., c_clip=1.5, pg_clip=2.)[0], row(-.3, .2))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 64, 100, 10**9])
@@ -285,37 +319,35 @@ def test_what_is_beyond_n_leaves_no_trace():
 def test_vtrace_equals_a_loop(shape, share, caps):
     r, v, m = noise(*shape, torch.float64, share=share)
     x = noise(*shape, torch.float64, seed=1)[0]/2
-    for got, want in zip(vtrace(r, v, x, m, **caps), loop_vtrace(r, v, x, m, **caps), strict=True): assert_close(got, want, atol=1e-10, rtol=1e-10)
-    for got, want in zip(vtrace(r.float(), v.float(), x.float(), m, **caps), loop_vtrace(r, v, x, m, **caps), strict=True):
+    for got, want in zip(vtrace(r, v, m, log_ratios=x, **caps), loop_vtrace(r, v, x, m, **caps), strict=True): assert_close(got, want, atol=1e-10, rtol=1e-10)
+    for got, want in zip(vtrace(r.float(), v.float(), m, log_ratios=x.float(), **caps), loop_vtrace(r, v, x, m, **caps), strict=True):
         assert (got - want).abs().max() <= 1e-5*want.abs().max()
 
 
 def test_relatives():
     r, v, m = noise(5, 70, torch.float64)
     none = torch.zeros_like(r)
-    assert_close(td_lambda_returns(r, v, m, gamma=.9, lam=.6), gae(r, v, m, gamma=.9, lam=.6)[1])
-    assert_close(n_step_returns(r, v, m, gamma=.9, n=1), td_lambda_returns(r, v, m, gamma=.9, lam=0.))
+    assert_close(n_step_returns(r, v, m, gamma=.9, n=1), gae(r, v, m, gamma=.9, lam=0.)[1])
     assert_close(n_step_returns(r, v, m, gamma=.9, n=70), discounted_returns(r, m, gamma=.9))
-    for lam in (0., .5, .95, 1.): assert_close(vtrace(r, v, none, m, gamma=.9, lam=lam), gae(r, v, m, gamma=.9, lam=lam))
-    assert_close(vtrace(r, v, none + 9, m, gamma=.9, lam=.6), gae(r, v, m, gamma=.9, lam=.6))
-    assert_close(td_lambda_returns(r, v, m), gae(r, v, m)[1])  # the same defaults
+    for lam in (0., .5, .95, 1.): assert_close(vtrace(r, v, m, log_ratios=none, gamma=.9, lam=lam), gae(r, v, m, gamma=.9, lam=lam))
+    assert_close(vtrace(r, v, m, log_ratios=none + 9, gamma=.9, lam=.6), gae(r, v, m, gamma=.9, lam=.6))
     assert_close(reinforce_pp_advantages(r, m, gamma=.9), whiten(discounted_returns(r, m, gamma=.9), m))
     assert_close(remax_advantages(r, none[:, 0], m), discounted_returns(r, m))
 
 
 def test_an_impossible_token_stops_the_credit():
     r, v, m = row(0, 0, 1), row(0, 0, 0), bools(1, 1, 1)
-    for extreme in (-inf, -1e4): assert vtrace(r, v, row(0, extreme, 0), m)[1][0, 0] < 1e-8
-    for extreme in (inf, 1e4): assert_close(vtrace(r, v, row(0, extreme, 0), m)[1], row(1, 1, 1))
-    assert vtrace(r, v, row(0, inf, 0), m, rho_clip=inf, c_clip=inf)[1].isfinite().all()
+    for extreme in (-inf, -1e4): assert vtrace(r, v, m, log_ratios=row(0, extreme, 0))[1][0, 0] < 1e-8
+    for extreme in (inf, 1e4): assert_close(vtrace(r, v, m, log_ratios=row(0, extreme, 0))[1], row(1, 1, 1))
+    assert vtrace(r, v, m, log_ratios=row(0, inf, 0), rho_clip=inf, c_clip=inf)[1].isfinite().all()
 
 
 def test_scan_with_a_decay_for_each():
     x, d = noise(2, 37, torch.float64)[:2]
     y = [x[:, 0]]
     for k in range(1, 37): y.append(x[:, k] + d[:, k]*y[-1])
-    assert_close(_scan(x, d), torch.stack(y, 1))
-    assert_close(_scan(x, torch.full_like(x, .9)), _scan(x, .9))
+    assert_close(linear_scan(x, d), torch.stack(y, 1))
+    assert_close(linear_scan(x, torch.full_like(x, .9)), linear_scan(x, .9))
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 63, 64, 65, 513, 4097])
@@ -326,14 +358,14 @@ def test_scan_at_every_seam(n):
     for decay in (d, .9, 0., 1.):
         y, want = torch.zeros(2, dtype=torch.float64), []
         for k in range(n): want.append(y := x[:, k] + (decay[:, k] if isinstance(decay, torch.Tensor) else decay)*y)
-        got, longer = _scan(x, decay), _scan(torch.cat([x, torch.full((2, 70), nan)], 1), torch.cat([decay, decay.new_ones(2, 70)], 1) if isinstance(decay, torch.Tensor) else decay)
+        got, longer = linear_scan(x, decay), linear_scan(torch.cat([x, torch.full((2, 70), nan)], 1), torch.cat([decay, decay.new_ones(2, 70)], 1) if isinstance(decay, torch.Tensor) else decay)
         assert_close(got, torch.stack(want, 1))
         assert torch.equal(longer[:, :n], got) and longer[:, n:].isnan().all()
 
 
 def test_ratios_without_a_cap_multiply_to_infinity_not_to_nan():
     r, v, x, m = row(*[0]*39, 1), row(*[0]*40), row(*[15]*40), bools(*[1]*40)
-    returns = vtrace(r, v, x, m, rho_clip=1., c_clip=inf)[1]
+    returns = vtrace(r, v, m, log_ratios=x, rho_clip=1., c_clip=inf)[1]
     assert not returns.isnan().any() and returns[0, 0] == inf and returns[0, -1] == 1
 
 
@@ -398,7 +430,7 @@ def test_half_precision_is_computed_in_single(estimate):
 
 
 LAWFUL = {
-    "td lambda": (td_lambda_returns, {}, dict(gamma=.9)), "n step": (n_step_returns, {}, dict(n=3)), "reinforce++": (reinforce_pp_advantages, {}, dict(gamma=.9)),
+    "gae, a lam a row": (gae, dict(lam="chance"), dict(gamma=.9)), "n step": (n_step_returns, {}, dict(n=3)), "reinforce++": (reinforce_pp_advantages, {}, dict(gamma=.9)),
     "vtrace": (vtrace, dict(log_ratios="entropy"), dict(gamma=.9, lam=.9)), "remax": (remax_advantages, dict(greedy_scores="scores"), {}),
 }
 
@@ -406,13 +438,14 @@ LAWFUL = {
 @pytest.mark.parametrize("f,columns,hyper", LAWFUL.values(), ids=LAWFUL)
 def test_the_wider_family_obeys_every_law(f, columns, hyper):
     cols = sample_columns()
+    cols["chance"] = cols["scores"].sigmoid()
     laws = check_estimator(f, {name: cols[column] for name, column in columns.items()}, **hyper)
     assert {"purity", "gradient", "mask", "empty", "permutation", "padding", "filler", "precision"} <= set(laws)
 
 
 def test_vtrace_takes_many_rows_few_at_a_time():
     (r, v, m), x = noise(5, 2**17 - 1), noise(5, 2**17 - 1, seed=1)[0]
-    for whole, *parts in zip(vtrace(r, v, x, m), *(vtrace(*(c[i:i+1] for c in (r, v, x, m))) for i in range(5)), strict=True): assert torch.equal(whole, torch.cat(parts))
+    for whole, *parts in zip(TIMED["vtrace"](r, v, x, m), *(TIMED["vtrace"](*(c[i:i+1] for c in (r, v, x, m))) for i in range(5)), strict=True): assert torch.equal(whole, torch.cat(parts))
 
 
 # -- at_tokens
@@ -436,14 +469,17 @@ def errors():
     yield lambda: discounted_returns(r, m[:, 1:]), ValueError, "discounted_returns: rewards is [4, 7], mask is [4, 6]; they must be equal, nothing is broadcast"
     yield lambda: discounted_returns(r, m, gamma=-1), ValueError, "discounted_returns: gamma is -1; it lies within [0, 1]"
     yield lambda: discounted_returns(r, m.long()), TypeError, "discounted_returns: mask is int64; masks are Bool (mask.bool(), or mask > 0)"
-    yield lambda: td_lambda_returns(r, r[1:], m), ValueError, "td_lambda_returns: values is [3, 7], rewards is [4, 7]; they must be equal, nothing is broadcast"
-    yield lambda: td_lambda_returns(r, r, m, lam=2.), ValueError, "td_lambda_returns: gamma is 1.0, lam is 2.0; both lie within [0, 1]"
+    yield lambda: gae(r, r, m, lam=s[1:]), ValueError, "gae: lam is [3], mask is [4, 7]; a number is wanted, or one per row"
+    yield lambda: gae(r, r, m, lam=s, gamma=2.), ValueError, "gae: gamma is 2.0, lam is one per row; both lie within [0, 1]"
+    yield lambda: vtrace(r, r, m, log_ratios=r, lam=s.sum()), ValueError, "vtrace: lam is [], mask is [4, 7]; a number is wanted, or one per row"
+    yield lambda: length_adaptive_lam(m, alpha=0.), ValueError, "length_adaptive_lam: alpha is 0.0; a share of the answer is positive"
+    yield lambda: length_adaptive_lam(m.int()), TypeError, "length_adaptive_lam: mask is int32; masks are Bool (mask.bool(), or mask > 0)"
     yield lambda: n_step_returns(r, r, m, n=0), ValueError, "n_step_returns: n is 0, gamma is 1.0; n is at least 1, gamma lies within [0, 1]"
     yield lambda: n_step_returns(r, r, m, n=1, gamma=2.), ValueError, "n_step_returns: n is 1, gamma is 2.0; n is at least 1, gamma lies within [0, 1]"
-    yield lambda: vtrace(r, r, s, m), ValueError, "vtrace: log_ratios is [4], rewards is [4, 7]; spread row values with at_tokens(log_ratios, mask)"
-    yield lambda: vtrace(r, r, r, m, gamma=nan), ValueError, "vtrace: gamma is nan, lam is 1.0; both lie within [0, 1]"
-    yield lambda: vtrace(r, r, r, m, c_clip=0.), ValueError, "vtrace: rho_clip is 1.0, c_clip is 0.0, pg_clip is 1.0; a cap is positive, inf = none"
-    yield lambda: vtrace(r, r, r, m, pg_clip=nan), ValueError, "vtrace: rho_clip is 1.0, c_clip is 1.0, pg_clip is nan; a cap is positive, inf = none"
+    yield lambda: vtrace(r, r, m, log_ratios=s), ValueError, "vtrace: log_ratios is [4], rewards is [4, 7]; spread row values with at_tokens(log_ratios, mask)"
+    yield lambda: vtrace(r, r, m, log_ratios=r, gamma=nan), ValueError, "vtrace: gamma is nan, lam is 1.0; both lie within [0, 1]"
+    yield lambda: vtrace(r, r, m, log_ratios=r, c_clip=0.), ValueError, "vtrace: rho_clip is 1.0, c_clip is 0.0, pg_clip is 1.0; a cap is positive, inf = none"
+    yield lambda: vtrace(r, r, m, log_ratios=r, pg_clip=nan), ValueError, "vtrace: rho_clip is 1.0, c_clip is 1.0, pg_clip is nan; a cap is positive, inf = none"
     yield lambda: reinforce_pp_advantages(r, m.int()), TypeError, "reinforce_pp_advantages: mask is int32; masks are Bool (mask.bool(), or mask > 0)"
     yield lambda: reinforce_pp_advantages(r, m, gamma=-1.), ValueError, "reinforce_pp_advantages: gamma is -1.0; it lies within [0, 1]"
     yield lambda: remax_advantages(r, s[1:], m), ValueError, "remax_advantages: greedy_scores is [3], mask is [4, 7]; one score per row is wanted"

@@ -188,28 +188,28 @@ def test_weights_by_hand():
 
 def test_rows_by_hand():
     w, u = torch.tensor([4., 0., 9., 3., nan, -5.]), torch.tensor([0., .2, .25, .5, .8125, .99, 1.])
-    assert resampled_rows(w, u).tolist() == [0, 0, 2, 2, 3, 3, 3]
-    assert resampled_rows(torch.tensor([0., 0., 0.]), torch.tensor([0., .34, .99])).tolist() == [0, 1, 2]
-    assert resampled_rows(torch.tensor([0., 1.]), torch.zeros(0)).tolist() == []
+    assert resampled_rows(w, uniform=u).tolist() == [0, 0, 2, 2, 3, 3, 3]
+    assert resampled_rows(torch.tensor([0., 0., 0.]), uniform=torch.tensor([0., .34, .99])).tolist() == [0, 1, 2]
+    assert resampled_rows(torch.tensor([0., 1.]), uniform=torch.zeros(0)).tolist() == []
 
 
 def test_rows_come_as_often_as_they_weigh():
     rng = torch.Generator().manual_seed(0)
     w = torch.rand(50, generator=rng)*(torch.rand(50, generator=rng) < .5)
-    rows = resampled_rows(w, torch.rand(100_000, generator=rng))
+    rows = resampled_rows(w, uniform=torch.rand(100_000, generator=rng))
     share = rows.bincount(minlength=50)/100_000
     assert not share[w == 0].any() and (share - w/w.sum()).abs().max() < 5*(.03/100_000)**.5 + 1e-3
 
 
 def test_a_light_row_beside_a_heavy_one_is_not_lost():
-    assert resampled_rows(torch.tensor([1e8, 1.]), torch.tensor([1 - .5e-8], dtype=torch.float64)).tolist() == [1]  # in float32 1e8 + 1 is 1e8
+    assert resampled_rows(torch.tensor([1e8, 1.]), uniform=torch.tensor([1 - .5e-8], dtype=torch.float64)).tolist() == [1]  # in float32 1e8 + 1 is 1e8
 
 
 def test_rows_compile_without_a_look_at_the_data():
     w, u = torch.tensor([4., 0., 9.]), torch.rand(5, generator=torch.Generator().manual_seed(0))
-    meta = resampled_rows(w.to("meta"), u.to("meta"))
+    meta = resampled_rows(w.to("meta"), uniform=u.to("meta"))
     assert meta.shape == (5,) and meta.dtype == torch.int64
-    assert torch.equal(torch.compile(resampled_rows, fullgraph=True, backend="eager")(w, u), resampled_rows(w, u))
+    assert torch.equal(torch.compile(resampled_rows, fullgraph=True, backend="eager")(w, uniform=u), resampled_rows(w, uniform=u))
 
 
 # -- errors
@@ -223,8 +223,8 @@ def errors():
     yield lambda: pass_at_k_advantages(s, g, k=1), ValueError, "pass_at_k_advantages: k is 1; at least 2 are wanted, the objective of one draw is leave_one_out's"
     yield lambda: group_pass_at_k_advantages(s, g, k=0), ValueError, "group_pass_at_k_advantages: k is 0; at least 1 is wanted"
     yield lambda: pf_ppo_weights(s, power=0.), ValueError, "pf_ppo_weights: power is 0.0; it is positive, or an unscorable row would weigh as much as any"
-    yield lambda: resampled_rows(s[None], s), ValueError, "resampled_rows: weights is [1, 4]; one weight for each of at least one row is wanted"
-    yield lambda: resampled_rows(s[:0], s), ValueError, "resampled_rows: weights is [0]; one weight for each of at least one row is wanted"
+    yield lambda: resampled_rows(s[None], uniform=s), ValueError, "resampled_rows: weights is [1, 4]; one weight for each of at least one row is wanted"
+    yield lambda: resampled_rows(s[:0], uniform=s), ValueError, "resampled_rows: weights is [0]; one weight for each of at least one row is wanted"
 
 
 @pytest.mark.parametrize("call,kind,text", list(errors()))

@@ -9,7 +9,8 @@ from torch.testing import assert_close
 
 from rlblocks.advantages import at_tokens
 from rlblocks.groups import (
-    cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out, opo_advantages, optimal_token_baseline, reinforce_pp_baseline, soft_values,
+    bnpo_advantages, cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out, lite_ppo_advantages, maxrl_advantages, opo_advantages,
+    optimal_token_baseline, reinforce_pp_baseline, soft_values,
 )
 from rlblocks.masked import promoted, whiten
 from rlblocks.shaping import at_last_token, without_unscored
@@ -25,14 +26,15 @@ def lengths_of(scores): return (scores.detach().float().nan_to_num(0.).abs()*7 +
 # every estimator as one function of (scores, group)
 GROUPED = {
     "scaled": group_advantages, "unscaled": partial(group_advantages, scale=False), "leave one out": leave_one_out,
-    "opo": lambda s, g: opo_advantages(s, g, lengths_of(s)), "gpg": gpg_advantages, "cpgd": cpgd_advantages,
+    "opo": lambda s, g: opo_advantages(s, g, lengths=lengths_of(s)), "lite": lite_ppo_advantages, "maxrl": lambda s, g: maxrl_advantages(promoted(s).abs(), g),
+    "bnpo": lambda s, g: bnpo_advantages((promoted(s)/8 + .5).clamp(0, 1), g), "gpg": gpg_advantages, "cpgd": cpgd_advantages,
     "gdpo": lambda s, g: gdpo_advantages(torch.stack([promoted(s), promoted(s).abs() + 2*s], 1), g, weights=(1., .5)),
-    "otb": lambda s, g: optimal_token_baseline(s[:, None], -(lengths_of(s)[:, None]/9).to(promoted(s).dtype), torch.full_like(promoted(s).detach(), .9)[:, None], g, without_unscored(torch.ones_like(s, dtype=torch.bool)[:, None], s))[:, 0],
+    "otb": lambda s, g: optimal_token_baseline(s[:, None], -(lengths_of(s)[:, None]/9).to(promoted(s).dtype), g, without_unscored(torch.ones_like(s, dtype=torch.bool)[:, None], s), sum_pi_squared=torch.full_like(promoted(s).detach(), .9)[:, None])[:, 0],
 }
 ROUNDED = GROUPED | {"reinforce++": lambda s, g: reinforce_pp_baseline(s, g, torch.ones_like(s, dtype=torch.bool)[:, None])[:, 0]}  # whitening adds in the order of rows
 grouped = pytest.mark.parametrize("estimate", GROUPED.values(), ids=GROUPED)
 rounded = pytest.mark.parametrize("estimate", ROUNDED.values(), ids=ROUNDED)
-of_one = pytest.mark.parametrize("estimate", [GROUPED[k] for k in ("scaled", "unscaled", "leave one out", "opo", "otb")])  # the others scale by the batch
+of_one = pytest.mark.parametrize("estimate", [GROUPED[k] for k in ("scaled", "unscaled", "leave one out", "opo", "maxrl", "otb")])  # the others scale by the batch
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
 
@@ -103,7 +105,7 @@ def test_scores_near_1000_keep_their_spread():
 
 # -- laws
 
-@pytest.mark.parametrize("name", [k for k in ROUNDED if k not in ("gdpo", "otb")])
+@pytest.mark.parametrize("name", [k for k in ROUNDED if k not in ("gdpo", "otb", "bnpo")])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
 def test_right_and_wrong_may_come_as_one_and_zero(name, dtype):
     s, g = torch.tensor([1, 0, 1, 0, 1, 1, 0]), torch.tensor([0, 0, 0, 0, 3, 3, 3])
@@ -134,7 +136,7 @@ def test_ragged_groups_equal_one_at_a_time(dtype):
     assert_close(leave_one_out(scores, group), naive_leave_one_out(scores, group))
 
 
-@pytest.mark.parametrize("name", ["scaled", "unscaled", "leave one out", "opo"])
+@pytest.mark.parametrize("name", ["scaled", "unscaled", "leave one out", "opo", "maxrl"])
 def test_an_infinite_score_is_not_hidden_and_stays_in_its_group(name):
     estimate = GROUPED[name]
     s, g = torch.randn(12, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
@@ -180,17 +182,17 @@ def test_reinforce_pp_baseline_is_whitened_group_advantages():
 
 
 def test_opo_by_hand():
-    assert_close(opo_advantages(torch.tensor([1., 0., 4.]), torch.tensor([7, 7, 2]), torch.tensor([1, 3, 9])), torch.tensor([.75, -.25, 0]))
-    assert_close(opo_advantages(torch.tensor([1., 0., nan]), torch.tensor([7, 7, 7]), torch.tensor([1, 3, 9])), torch.tensor([.75, -.25, 0]))
-    assert_close(opo_advantages(torch.tensor([1., 0.]), torch.tensor([7, 7]), torch.tensor([0, 0])), torch.tensor([1., 0.]))  # nobody said a word: above the lowest
+    assert_close(opo_advantages(torch.tensor([1., 0., 4.]), torch.tensor([7, 7, 2]), lengths=torch.tensor([1, 3, 9])), torch.tensor([.75, -.25, 0]))
+    assert_close(opo_advantages(torch.tensor([1., 0., nan]), torch.tensor([7, 7, 7]), lengths=torch.tensor([1, 3, 9])), torch.tensor([.75, -.25, 0]))
+    assert_close(opo_advantages(torch.tensor([1., 0.]), torch.tensor([7, 7]), lengths=torch.tensor([0, 0])), torch.tensor([1., 0.]))  # nobody said a word: above the lowest
 
 
 def test_opo_ties_with_unlike_lengths_are_added_in_one_order():
     s, n, g = torch.tensor([.1]*6 + [.7]*6), torch.tensor([3, 1000, 7, 11, 13, 10**6, 17, 5, 2, 9, 10**5, 4]), torch.zeros(12, dtype=torch.long)
-    want = opo_advantages(s, g, n)
+    want = opo_advantages(s, g, lengths=n)
     for seed in range(30):
         p = torch.randperm(12, generator=torch.Generator().manual_seed(seed))
-        assert torch.equal(opo_advantages(s[p], g, n[p]), want[p])
+        assert torch.equal(opo_advantages(s[p], g, lengths=n[p]), want[p])
 
 
 def test_settled_prompts_are_made_up_for():
@@ -219,6 +221,67 @@ def test_gdpo_equals_each_reward_for_itself():
     x = sum(weight*naive_group_advantages(column, g) for weight, column in zip(w, s.unbind(1), strict=True))
     n = (~s.isnan().all(1)).sum()
     assert_close(gdpo_advantages(s, g, weights=w), x/((x.square().sum()/(n-1)).sqrt() + 1e-6))
+
+
+# -- the batch's spread, the mean, a Beta
+
+def test_lite_ppo_by_hand():
+    s, g = torch.tensor([1., 0., 3., 0., 3., nan]), torch.tensor([7, 4, 4, 4, 7, 7])  # all scores: mean 1.4, squares 9.2 above it
+    assert_close(lite_ppo_advantages(s, g), torch.tensor([-1., -1, 2, -1, 1, 0])/2.3**.5, atol=1e-5, rtol=0)
+    assert_close(lite_ppo_advantages(s, g, eps=1.), torch.tensor([-1., -1, 2, -1, 1, 0])/(2.3**.5 + 1))
+
+
+def test_maxrl_by_hand():
+    s, g = torch.tensor([0., 1, 0, 0, 1, 1, 0, 0, nan, 1, 5, -3, 1]), torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 0, 3, 4, 4, 5])
+    assert maxrl_advantages(s, g).tolist() == [-1, 3, -1, -1, 0, 0, 0, 0, 0, 0, 4, -4, 0]
+    assert not maxrl_advantages(torch.tensor([-1., -2, 1, -1]), torch.tensor([0, 0, 1, 1])).any()  # a mean that is not positive
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_maxrl_estimates_the_likelihood_to_order_n_less_1(n):
+    theta, right = torch.tensor([.3, -.5, .1], dtype=torch.float64, requires_grad=True), torch.tensor([0., 1., 0.], dtype=torch.float64)
+    p = theta.softmax(0) @ right
+    want, = torch.autograd.grad(sum((1 - (1-p)**k)/k for k in range(1, n)), theta)
+    got = torch.zeros(3, dtype=torch.float64)
+    for ys in map(list, itertools.product(range(3), repeat=n)):
+        lp = theta.log_softmax(0)[ys]
+        A = maxrl_advantages(right[ys], torch.zeros(n, dtype=torch.long))
+        got += lp.sum().exp().detach()*torch.autograd.grad((A*lp).mean(), theta)[0]
+    assert_close(got, want, atol=1e-13, rtol=1e-13)
+
+
+def naive_bnpo(s, g):
+    p = {i: s[g == i].mean() for i in g.tolist()}
+    rates = torch.stack(list(p.values()))
+    m, v = rates.mean(), rates.var()
+    f = torch.distributions.Beta((1 + (m*(1-m)/v - 1)*m/3).clamp(1), (1 + (m*(1-m)/v - 1)*(1-m)/3).clamp(1))
+    return torch.stack([(x - p[i])/f.log_prob(p[i]).exp() for x, i in zip(s, g.tolist(), strict=True)])
+
+
+def test_bnpo_by_hand():
+    s, g = torch.tensor([1., 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0], dtype=torch.float64), torch.arange(3).repeat_interleave(4)
+    want = torch.tensor([3., -1, -1, -1], dtype=torch.float64)/3**.5, torch.tensor([1., 1, -1, -1], dtype=torch.float64), torch.tensor([1., 1, 1, -3], dtype=torch.float64)/3**.5
+    assert_close(bnpo_advantages(s, g), torch.cat(want)*math.pi/8)
+    assert_close(bnpo_advantages(s, 0*g), group_advantages(s, 0*g, scale=False))  # one prompt: no spread to fit
+    assert torch.equal(bnpo_advantages(s.long(), g), bnpo_advantages(s.float(), g)) and torch.equal(bnpo_advantages(s.bool(), g), bnpo_advantages(s.float(), g))
+    with_solved = bnpo_advantages(torch.cat([s, torch.ones(4, dtype=torch.float64)]), torch.cat([g, torch.full((4,), 9)]))
+    assert with_solved[:12].isfinite().all() and not with_solved[12:].any()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bnpo_equals_pytorchs_beta(seed):
+    rng = torch.Generator().manual_seed(seed)
+    s, g = torch.rand(40, generator=rng, dtype=torch.float64), torch.randint(6, (40,), generator=rng)
+    assert_close(bnpo_advantages(s, g), naive_bnpo(s, g), atol=1e-9, rtol=1e-9)
+    assert bnpo_advantages(s + 5, g).isnan().all()
+
+
+def test_bnpo_weighs_at_most_so_much_and_stands_equal_pass_rates():
+    s, g = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.arange(40) % 6
+    weight = bnpo_advantages(s, g)/group_advantages(s, g, scale=False)
+    assert_close(bnpo_advantages(s, g, limit=.3), group_advantages(s, g, scale=False)*weight.clamp(max=.3))
+    alike = bnpo_advantages(torch.tensor([1., 0, 1, 0]), torch.tensor([0, 0, 1, 1]))  # variance 0: published, a division by it
+    assert alike.isfinite().all() and 0 < alike[0] < 1e-3
 
 
 # -- soft values
@@ -271,8 +334,8 @@ def naive_otb(r, lp, sq, g, on, ρ=None, tail=False):
 def test_otb_by_hand():
     lp, sq = energies(torch.tensor([[.5, .5], [1.5, .5]]))
     on, one = torch.ones(2, 2).bool(), torch.zeros(2, dtype=torch.long)
-    assert_close(optimal_token_baseline(torch.tensor([[0., 1.], [0., 0.]]), lp, sq, one, on), torch.tensor([[3/4, 2/3], [-1/4, -1/3]]))
-    assert_close(optimal_token_baseline(torch.tensor([[0., 1.], [0., 0.]]), lp, sq, one, on, weights=torch.tensor([[1., 1.], [0., 1.]])), torch.tensor([[0., 1/3], [-1., -2/3]]))
+    assert_close(optimal_token_baseline(torch.tensor([[0., 1.], [0., 0.]]), lp, one, on, sum_pi_squared=sq), torch.tensor([[3/4, 2/3], [-1/4, -1/3]]))
+    assert_close(optimal_token_baseline(torch.tensor([[0., 1.], [0., 0.]]), lp, one, on, sum_pi_squared=sq, weights=torch.tensor([[1., 1.], [0., 1.]])), torch.tensor([[0., 1/3], [-1., -2/3]]))
 
 
 @pytest.mark.parametrize("tail", [False, True])
@@ -281,7 +344,7 @@ def test_otb_equals_place_by_place(tail):
     lp, sq = energies(torch.rand(16, 16, generator=rng, dtype=torch.float64) + .1)
     ρ = torch.rand(16, 16, generator=rng, dtype=torch.float64) + .5
     for weights in (None, ρ):
-        got = optimal_token_baseline(c["rewards"], lp, sq, c["group"], c["mask"], weights=weights, tail=tail)
+        got = optimal_token_baseline(c["rewards"], lp, c["group"], c["mask"], sum_pi_squared=sq, weights=weights, tail=tail)
         assert_close(got, naive_otb(c["rewards"], lp, sq, c["group"], c["mask"], weights, tail), atol=1e-6, rtol=0)
 
 
@@ -289,27 +352,27 @@ def test_otb_relatives():
     s, g, on = torch.randn(12, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.arange(12) % 3, torch.ones(12, 5).bool()
     lp, sq = energies(torch.full((12, 5), .5, dtype=torch.float64))
     r = at_last_token(s, on)
-    assert_close(optimal_token_baseline(r, lp, sq, g, on), at_tokens(group_advantages(s, g, scale=False), on))
+    assert_close(optimal_token_baseline(r, lp, g, on, sum_pi_squared=sq), at_tokens(group_advantages(s, g, scale=False), on))
     sure = torch.zeros_like(lp), torch.ones_like(sq)  # no gradient anywhere: the plain mean
-    assert_close(optimal_token_baseline(r, *sure, g, on), at_tokens(group_advantages(s, g, scale=False), on))
+    assert_close(optimal_token_baseline(r, sure[0], g, on, sum_pi_squared=sure[1]), at_tokens(group_advantages(s, g, scale=False), on))
     rounded_down = torch.zeros_like(lp), torch.full_like(sq, .996) - .1*(torch.arange(12) % 5)[:, None]  # no weight is negative, whatever half precision made of Σπ²
-    assert_close(optimal_token_baseline(r, *rounded_down, g, on), at_tokens(group_advantages(s, g, scale=False), on))
+    assert_close(optimal_token_baseline(r, rounded_down[0], g, on, sum_pi_squared=rounded_down[1]), at_tokens(group_advantages(s, g, scale=False), on))
 
 
 def test_otb_of_one_place_each_is_opo_of_energies():
     lp, sq = energies(torch.tensor([[.5], [1.5], [1.]], dtype=torch.float64))
     s, one = torch.tensor([1., 0., 3.], dtype=torch.float64), torch.zeros(3, dtype=torch.long)
-    assert_close(optimal_token_baseline(s[:, None], lp, sq, one, torch.ones(3, 1).bool())[:, 0], opo_advantages(s, one, torch.tensor([1, 3, 2])), atol=1e-6, rtol=0)
+    assert_close(optimal_token_baseline(s[:, None], lp, one, torch.ones(3, 1).bool(), sum_pi_squared=sq)[:, 0], opo_advantages(s, one, lengths=torch.tensor([1, 3, 2])), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("junk", [0., 100., nan, inf, -inf])
 def test_otb_is_blind_to_tools_and_padding(junk):
     c, (lp, sq) = sample_columns(), energies(torch.rand(16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + .1)
-    args, want = (c["rewards"], lp, sq, c["mask"]), optimal_token_baseline(c["rewards"], lp, sq, c["group"], c["mask"])
+    args, want = (c["rewards"], lp, sq, c["mask"]), optimal_token_baseline(c["rewards"], lp, c["group"], c["mask"], sum_pi_squared=sq)
     def insert(x, k): return torch.cat([x[:, :5], torch.full((16, k), junk if x.is_floating_point() else 0.).to(x.dtype), x[:, 5:]], 1)
     for k in (0, 1, 50):
         r, lp, sq, on = (insert(x if x.dtype == torch.bool else torch.where(c["mask"], x, junk), k) for x in args)
-        got = optimal_token_baseline(r, lp, sq, c["group"], on)
+        got = optimal_token_baseline(r, lp, c["group"], on, sum_pi_squared=sq)
         assert_close(got, insert(want, k).nan_to_num(0., 0., 0.) * on, atol=1e-12, rtol=0)
         assert not got[~on].any()
 
@@ -319,7 +382,7 @@ def test_token_rewards_carry_the_gradient(tail):
     c, rng = sample_columns(), torch.Generator().manual_seed(0)
     lp, sq = energies(torch.rand(16, 16, generator=rng, dtype=torch.float64) + .1)
     r, w, on, g = c["rewards"][:6, :6].clone().requires_grad_(), c["entropy"][:6, :6], torch.rand(6, 6, generator=rng) < .7, torch.arange(6) % 2
-    assert torch.autograd.gradcheck(lambda r: optimal_token_baseline(r, lp[:6, :6], sq[:6, :6], g, on, weights=w, tail=tail), r)
+    assert torch.autograd.gradcheck(lambda r: optimal_token_baseline(r, lp[:6, :6], g, on, sum_pi_squared=sq[:6, :6], weights=w, tail=tail), r)
     assert torch.autograd.gradcheck(lambda r: reinforce_pp_baseline(r[:, 0], g, on), r)
 
 
@@ -327,10 +390,10 @@ def test_otb_zeros():
     lp, sq = energies(torch.rand(6, 4, generator=torch.Generator().manual_seed(0)) + .1)
     on = torch.arange(4) < torch.tensor([[1], [2], [4], [4], [3], [0]])
     g = torch.tensor([0, 0, 0, 1, 2, 2])
-    assert not optimal_token_baseline(at_last_token(torch.full((6,), .95), on), lp, sq, g, on).any()  # equals, one alone, one without words
+    assert not optimal_token_baseline(at_last_token(torch.full((6,), .95), on), lp, g, on, sum_pi_squared=sq).any()  # equals, one alone, one without words
     unscored = at_last_token(torch.tensor([1., 0., nan, 5., 1., nan]), on)
-    got = optimal_token_baseline(unscored, lp, sq, g, on)
-    assert got[2].isnan().all() and not got[3:].any() and torch.equal(got[:2], optimal_token_baseline(unscored[:2], lp[:2], sq[:2], g[:2], on[:2]))
+    got = optimal_token_baseline(unscored, lp, g, on, sum_pi_squared=sq)
+    assert got[2].isnan().all() and not got[3:].any() and torch.equal(got[:2], optimal_token_baseline(unscored[:2], lp[:2], g[:2], on[:2], sum_pi_squared=sq[:2]))
 
 
 # -- all of them
@@ -369,7 +432,7 @@ def test_blocks_with_columns_of_their_own_obey_every_law():
     every = {"purity", "gradient", "mask", "empty", "permutation", "padding", "filler", "precision"}
     assert every <= set(check_estimator(reinforce_pp_baseline))
     for tail in (False, True): assert every <= set(check_estimator(optimal_token_baseline, dict(sum_pi_squared=sq, weights=c["entropy"]), tail=tail))
-    for f, inputs, hyper in ((opo_advantages, dict(lengths=c["lengths"]), {}), (gdpo_advantages, dict(scores=c["rewards"][:, :3]), {}), (soft_values, {}, dict(beta=1.))):
+    for f, inputs, hyper in ((opo_advantages, dict(lengths=c["lengths"]), {}), (bnpo_advantages, dict(scores=c["scores"].sigmoid()), {}), (gdpo_advantages, dict(scores=c["rewards"][:, :3]), {}), (soft_values, {}, dict(beta=1.))):
         assert {"purity", "gradient", "permutation", "precision"} <= set(check_estimator(f, inputs, **hyper))
 
 
@@ -377,7 +440,7 @@ def test_blocks_with_columns_of_their_own_obey_every_law():
 
 def errors():
     r, m, s, g = torch.zeros(4, 7), torch.ones(4, 7).bool(), torch.zeros(4), torch.zeros(4, dtype=torch.long)
-    for f in (group_advantages, leave_one_out, gpg_advantages, cpgd_advantages, partial(soft_values, beta=1.)):
+    for f in (group_advantages, leave_one_out, lite_ppo_advantages, maxrl_advantages, bnpo_advantages, gpg_advantages, cpgd_advantages, partial(soft_values, beta=1.)):
         name = getattr(f, "func", f).__name__
         yield lambda f=f: f(s, g[1:]), ValueError, f"{name}: scores is [4], group is [3]; one score and one id per row are wanted, sum token rewards first"
         yield lambda f=f: f(s, g.float()), TypeError, f"{name}: group is float32; ids are integers"
@@ -385,13 +448,13 @@ def errors():
         yield lambda f=f: f(r, r.long()), ValueError, f"{name}: scores is [4, 7], group is [4, 7]; one score and one id per row are wanted, sum token rewards first"
     yield lambda: reinforce_pp_baseline(s[1:], g[1:], m), ValueError, "reinforce_pp_baseline: scores is [3], mask is [4, 7]; one score per row is wanted"
     yield lambda: reinforce_pp_baseline(s, g, m.int()), TypeError, "reinforce_pp_baseline: mask is int32; masks are Bool (mask.bool(), or mask > 0)"
-    yield lambda: opo_advantages(s, g, g[1:]), ValueError, "opo_advantages: lengths is [3], scores is [4]; one length per row is wanted"
+    yield lambda: opo_advantages(s, g, lengths=g[1:]), ValueError, "opo_advantages: lengths is [3], scores is [4]; one length per row is wanted"
     yield lambda: gdpo_advantages(s, g), ValueError, "gdpo_advantages: scores is [4]; [B, R] is wanted, a column for each reward"
     yield lambda: gdpo_advantages(r, g, weights=(1.,)), ValueError, "gdpo_advantages: scores is [4, 7], there are 1 weights; one for each column is wanted"
     yield lambda: soft_values(s, g, beta=0.), ValueError, "soft_values: beta is 0.0; a price per nat is positive"
-    yield lambda: optimal_token_baseline(r, r[1:], r, g, m), ValueError, "optimal_token_baseline: logprobs is [3, 7], rewards is [4, 7]; they must be equal, nothing is broadcast"
-    yield lambda: optimal_token_baseline(r, r, r, g, m, weights=s), ValueError, "optimal_token_baseline: weights is [4], rewards is [4, 7]; spread row values with at_tokens(weights, mask)"
-    yield lambda: optimal_token_baseline(r, r, r, g[1:], m), ValueError, "optimal_token_baseline: group is [3], mask is [4, 7]; one id per row is wanted"
+    yield lambda: optimal_token_baseline(r, r[1:], g, m, sum_pi_squared=r), ValueError, "optimal_token_baseline: logprobs is [3, 7], rewards is [4, 7]; they must be equal, nothing is broadcast"
+    yield lambda: optimal_token_baseline(r, r, g, m, sum_pi_squared=r, weights=s), ValueError, "optimal_token_baseline: weights is [4], rewards is [4, 7]; spread row values with at_tokens(weights, mask)"
+    yield lambda: optimal_token_baseline(r, r, g[1:], m, sum_pi_squared=r), ValueError, "optimal_token_baseline: group is [3], mask is [4, 7]; one id per row is wanted"
 
 
 @pytest.mark.parametrize("call,kind,text", list(errors()))

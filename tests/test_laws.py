@@ -39,7 +39,7 @@ GIVEN = dict(
     aggregate=dict(x=COLS["advantages"]), alpha_reward=dict(log_ratio=ROWS), aot_loss=dict(ref_margin=ROWS), aot_units=ANSWERS, distill_advantages=dict(teacher_logprobs=COLS["ref_logprobs"]), minillm_advantages=dict(teacher_logprobs=COLS["ref_logprobs"]),
     teacher_mix_weights=dict(teacher_logprobs=COLS["ref_logprobs"]), realigned=dict(x=COLS["advantages"], x_mask=MASK),
     apo_zero_unpaired_loss=ANSWERS, a2po_loss=ANSWERS | dict(advantages=noise(16, seed=2)), at_last_token=dict(scores=COLS["scores"]), at_tokens=dict(x=COLS["scores"]),
-    bco_delta=ANSWERS | dict(delta=None), bco_loss=ANSWERS | dict(delta=.3), classification_value_loss=dict(logits=noise(16, 16, 5), targets=noise(16, 16, 5, seed=1).softmax(-1)),
+    bnpo_advantages=dict(scores=ROWS.sigmoid()), bco_delta=ANSWERS | dict(delta=None), bco_loss=ANSWERS | dict(delta=.3), classification_value_loss=dict(logits=noise(16, 16, 5), targets=noise(16, 16, 5, seed=1).softmax(-1)),
     clip_metrics=dict(x=noise(16, 16).exp(), low=.8, high=1.2), ratio_metrics=dict(ratio=noise(16, 16).exp()),
     clip_cov_loss=dict(selected=flags(16, 16)), clip_cov_mask=dict(uniform=noise(16, 16).sigmoid()), clip_rewards=dict(x=COLS["rewards"], limit=.7),
     clipped_surrogate=dict(ratio=noise(16, 16).exp()), correction_metrics={}, cosine_length_reward=dict(correct=flags(16), max_length=12), cpgd_advantages={},
@@ -82,6 +82,7 @@ LAWLESS = {  # a block, but not one of rows: which law is meaningless
     "mismatched": "partners of rows, by their order", "swap_completions": "rows are exchanged", "resampled_rows": "rows are drawn, not kept",
     "straight_through": "two differentiable arguments", "ratio_corrected": "two differentiable arguments",
     "pass_at_k_advantages": "verdicts are 0 or 1: no derivative is asked",
+    "length_adaptive_lam": "reads the mask alone",
     "linear_logprobs": "two differentiable arguments, one with no rows", "linear_measured": "two differentiable arguments, one with no rows", "standardized": "float64 moments", "update_moments": "float64 moments",
 }
 SURROGATE = dict(  # whose value is not what is descended: a stopped gradient is the point

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.advantages import discounted_returns, gae, n_step_returns, reinforce_pp_advantages, remax_advantages, td_lambda_returns, vtrace
+from rlblocks.advantages import discounted_returns, gae, n_step_returns, reinforce_pp_advantages, remax_advantages, vtrace
 from rlblocks.groups import optimal_token_baseline
 from rlblocks.kl import kl_k1
 from rlblocks.masked import whiten
@@ -53,10 +53,10 @@ def test_the_gradient_of_scores_and_rewards_is_right(f):
 
 
 TOKEN = {  # every estimator on token rewards as one function of (rewards, another column, group, mask)
-    "gae": lambda r, x, g, m: gae(r, x, m, gamma=.9), "returns": lambda r, x, g, m: discounted_returns(r, m), "td lambda": lambda r, x, g, m: td_lambda_returns(r, x, m),
-    "n step": lambda r, x, g, m: n_step_returns(r, x, m, n=3), "vtrace": lambda r, x, g, m: vtrace(r, x, x, m, lam=.9), "reinforce++": lambda r, x, g, m: reinforce_pp_advantages(r, m),
+    "gae": lambda r, x, g, m: gae(r, x, m, gamma=.9), "returns": lambda r, x, g, m: discounted_returns(r, m), "gae, a lam a row": lambda r, x, g, m: gae(r, x, m, lam=x[:, 0].sigmoid()),
+    "n step": lambda r, x, g, m: n_step_returns(r, x, m, n=3), "vtrace": lambda r, x, g, m: vtrace(r, x, m, log_ratios=x, lam=.9), "reinforce++": lambda r, x, g, m: reinforce_pp_advantages(r, m),
     "remax": lambda r, x, g, m: remax_advantages(r, x[:, 0], m), "kl": lambda r, x, g, m: kl_shaped(r, x, 2*x, m, kl_coef=.1),
-    "otb": lambda r, x, g, m: optimal_token_baseline(r, -x.abs(), x.sigmoid(), g, m),
+    "otb": lambda r, x, g, m: optimal_token_baseline(r, -x.abs(), g, m, sum_pi_squared=x.sigmoid()),
 }
 
 

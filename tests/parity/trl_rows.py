@@ -66,7 +66,7 @@ def _(c): return scored(c, c.scores)
 @row("trl", "GRPOTrainer scale_rewards=none", "group_advantages(scores, group, scale=False)")
 def _(c): return scored(c, c.scores, scale_rewards="none")
 
-@row("trl", "GRPOTrainer scale_rewards=batch", "group_advantages(scores, group, scale=False)/(scores.std() + 1e-4)")
+@row("trl", "GRPOTrainer scale_rewards=batch", "lite_ppo_advantages(scores, group, eps=1e-4)")
 def _(c): return scored(c, c.scores, scale_rewards="batch")
 
 @row("trl", "GRPOTrainer scale_rewards=group, ε as ours", "group_advantages(scores, group)", because="ε: TRL adds 1e-4 to the std, we 1e-6")

@@ -170,7 +170,7 @@ def _(c): return value(c, .5)
 @row("verl", "compute_reinforce_plus_plus_baseline_outcome_advantage", "reinforce_pp_baseline(scores, ragged, mask)")
 def _(c): return core().compute_reinforce_plus_plus_baseline_outcome_advantage(at_last(c.scores, c.mask), c.mask.float(), index(c.ragged))[0]
 
-@row("verl", "compute_opo_outcome_advantage", "at_tokens(opo_advantages(scores, ragged, mask.sum(1)), mask)")
+@row("verl", "compute_opo_outcome_advantage", "at_tokens(opo_advantages(scores, ragged, lengths=mask.sum(1)), mask)")
 def _(c): return core().compute_opo_outcome_advantage(at_last(c.scores, c.mask), c.mask.float(), index(c.ragged))[0]
 
 @row("verl", "compute_remax_outcome_advantage", "remax_advantages(rewards, baselines, mask)")
@@ -200,16 +200,16 @@ def _(c):
 def otb(c, name, mask, group, weights=None):
     return getattr(core(), name)(at_last(c.scores, mask), mask.float(), index(group), c.old_logprobs, c.sum_sq, weights)[0]
 
-@row("verl", "compute_optimal_token_baseline_advantage", "optimal_token_baseline(at_last_token(scores, exists), old_logprobs, sum_sq, group, exists, tail=True)")
+@row("verl", "compute_optimal_token_baseline_advantage", "optimal_token_baseline(at_last_token(scores, exists), old_logprobs, group, exists, sum_pi_squared=sum_sq, tail=True)")
 def _(c): return otb(c, "compute_optimal_token_baseline_advantage", c.exists, c.group)
 
 @row("verl", "compute_optimal_token_baseline_advantage rollout_is_weights",
-     "optimal_token_baseline(at_last_token(scores, exists), old_logprobs, sum_sq, group, exists, weights=truncated_weights(old_logprobs, rollout_logprobs, exists), tail=True)")
+     "optimal_token_baseline(at_last_token(scores, exists), old_logprobs, group, exists, sum_pi_squared=sum_sq, weights=truncated_weights(old_logprobs, rollout_logprobs, exists), tail=True)")
 def _(c):
     weights = verl().rollout_corr_helper.compute_rollout_correction_weights(c.old_logprobs - c.rollout_logprobs, c.exists.float(), "token", 2.)[0]
     return otb(c, "compute_optimal_token_baseline_advantage", c.exists, c.group, weights)
 
-@row("verl", "compute_multi_turn_optimal_token_baseline_advantage", "optimal_token_baseline(at_last_token(scores, mask), old_logprobs, sum_sq, group, mask, tail=True)")
+@row("verl", "compute_multi_turn_optimal_token_baseline_advantage", "optimal_token_baseline(at_last_token(scores, mask), old_logprobs, group, mask, sum_pi_squared=sum_sq, tail=True)")
 def _(c): return otb(c, "compute_multi_turn_optimal_token_baseline_advantage", c.mask, c.group)
 
 
