@@ -81,7 +81,7 @@ def straight_through(
     sg(value) + gradient − sg(gradient) = value. Bengio et al. 2013, section 4.
     verl's k1+ and k3+ are straight_through(kl_k1(…), kl_k2(…)) and straight_through(kl_k3(…), kl_k2(…))."""
     same_shape(value=value, gradient=gradient)
-    return promoted(value).detach() + (gradient - gradient.detach()) # in this order the value is exact: 0 is added to it
+    return promoted(value).detach() + (gradient - gradient.detach()) # in this order: the value + 0
 
 # %% ../nbs/02_kl.ipynb #97cd75bc
 def ratio_corrected(
@@ -125,5 +125,5 @@ def annealed_kl_coef(
 )->float: # weight (or target) for the next step
     """Move a coefficient towards `target` in equal steps.
 
-    coef + (target − coef)/steps_left. A linear schedule without memory; a new `target` or `steps_left` bends the line."""
+    coef + (target − coef)/steps_left. A linear schedule; a new `target` or `steps_left` bends the line."""
     return target if steps_left <= 1 else coef + (target - coef)/steps_left
