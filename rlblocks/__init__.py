@@ -71,7 +71,7 @@ from rlblocks.selections import (
 )
 from rlblocks.shaping import (
     at_last_token, clip_rewards, cosine_length_reward, kl_shaped, overlong_penalty, repeated_tokens, repetition_penalty, standardized,
-    step_rewards, truncation_penalty, update_moments, weighted_scores, without_truncated, without_unscored,
+    step_rewards, truncation_penalty, truncation_score, update_moments, weighted_scores, without_truncated, without_unscored,
 )
 from rlblocks.teachers import distill_advantages, iw_opd_weights, minillm_advantages, realigned, teacher_mix_weights
 from rlblocks.testing import check_estimator, check_loss
@@ -123,7 +123,7 @@ __all__ = [
     "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of", "sequence_logprobs", "sequence_mask",
     "sequence_weights", "sft_loss", "shared_prefix", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights",
     "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions", "td_lambda_returns", "teacher_mix_weights",
-    "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "tpo_loss", "truncated_weights", "truncation_penalty", "two_hot",
+    "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "tpo_loss", "truncated_weights", "truncation_penalty", "truncation_score", "two_hot",
     "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vtrace",
     "weighted_scores", "whiten", "with_tail", "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "xpo_loss",
 ]

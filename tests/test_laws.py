@@ -66,7 +66,7 @@ GIVEN = dict(
     staleness_weights=dict(policy_version=ids(5, 16), now=5), standardized=dict(x=COLS["scores"], moments=torch.tensor([16., .3, 9.], dtype=torch.float64)),
     step_rewards=dict(scores=HEADS, step=ids(3, 16, 1).expand(16, 16).contiguous()), straight_through=dict(value=noise(16, 16), gradient=noise(16, 16, seed=1)),
     support_logprobs=TOP, swap_completions=dict(other=torch.arange(16).roll(1)), token_logprobs=dict(logits=LOGITS, tokens=COLS["tokens"] % 7),
-    tpo_loss=dict(gold=ROWS), truncation_penalty=dict(truncated=flags(16)), two_hot=dict(bins=BINS), udm_weights=dict(prob_desirable=ROWS.sigmoid()),
+    tpo_loss=dict(gold=ROWS), truncation_penalty=dict(truncated=flags(16)), truncation_score=dict(truncated=flags(16)), two_hot=dict(bins=BINS), udm_weights=dict(prob_desirable=ROWS.sigmoid()),
     uld_loss=dict(logits=LOGITS, teacher_logits=noise(16, 16, 9)), update_moments=dict(moments=torch.tensor([16., .3, 9.], dtype=torch.float64), x=COLS["scores"]),
     vtrace=dict(log_ratios=COLS["logprobs"] - COLS["rollout_logprobs"]), weighted_scores=dict(scores=HEADS), whiten=dict(x=COLS["advantages"]),
     without_truncated=dict(truncated=flags(16)), wpo_weights=dict(log_sum_squares=-noise(16, 16).abs()), xpo_loss=dict(ref_wins=flags(16)),
