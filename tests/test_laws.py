@@ -41,8 +41,8 @@ GIVEN = dict(
     apo_zero_unpaired_loss=ANSWERS, a2po_loss=ANSWERS | dict(advantages=noise(16, seed=2)), at_last_token=dict(scores=COLS["scores"]), at_tokens=dict(x=COLS["scores"]),
     bco_delta=ANSWERS | dict(delta=None), bco_loss=ANSWERS | dict(delta=.3), classification_value_loss=dict(logits=noise(16, 16, 5), targets=noise(16, 16, 5, seed=1).softmax(-1)),
     clip_cov_loss=dict(selected=flags(16, 16)), clip_cov_mask=dict(uniform=noise(16, 16).sigmoid()), clip_rewards=dict(x=COLS["rewards"], limit=.7),
-    clipped_surrogate=dict(ratio=noise(16, 16).exp()), correction_metrics={}, cosine_length_reward=dict(correct=flags(16), max_length=12), cpgd_advantages={},
-    dr_grpo_loss=dict(max_tokens=16), dro_loss=dict(beta=.3), effective_share=dict(weights=noise(16, 16).exp()), entropy=dict(logits=LOGITS), expected_value=dict(logits=noise(16, 16, 5), bins=BINS),
+    clipped_surrogate=dict(ratio=noise(16, 16).exp()), cosine_length_reward=dict(correct=flags(16), max_length=12), cpgd_advantages={},
+    dr_grpo_loss=dict(max_tokens=16), dro_loss=dict(beta=.3), entropy=dict(logits=LOGITS), expected_value=dict(logits=noise(16, 16, 5), bins=BINS),
     expert_load=dict(router_logits=noise(16, 16, 4), top_k=2), f_dpo_loss=dict(divergence=forward_kl_reward), forward_kl_loss=TEACHER, forward_kl_reward=dict(log_ratio=ROWS),
     gate_of=dict(x=COLS["advantages"]), gated=dict(x=COLS["advantages"], gate=MASK.double()), holds=dict(test=torch.gt, x=COLS["advantages"], y=0.),
     fresh_mask=dict(policy_version=ids(5, 16), now=5), full_kl=dict(logits=LOGITS, ref_logits=noise(16, 16, 7, seed=1)), gather_logprobs=dict(logits=LOGITS, targets=COLS["tokens"] % 7),
@@ -59,7 +59,7 @@ GIVEN = dict(
     plackett_luce_loss=dict(scores=HEADS, ranks=noise(16, 3, seed=1).argsort(-1), mask=flags(16, 3)),
     predicting=dict(logits=LOGITS), process_reward_loss=dict(logits=noise(16, 16, 2), labels=ids(2, 16, 16)), promoted=dict(x=COLS["advantages"]),
     rao_kupper_loss=dict(tied=flags(16), theta=1.5), davidson_loss=dict(tied=flags(16), nu=.5), tie_loss=dict(tied=flags(16)), rating_loss=dict(scores=HEADS, ratings=noise(16, 3, seed=1), mask=flags(16, 3)),
-    ratio_corrected=dict(kl=noise(16, 16)), remax_advantages=dict(greedy_scores=ROWS), resampled_rows=dict(weights=ROWS.exp(), uniform=noise(9).sigmoid()),
+    proximal_logprobs=dict(policy_version=ids(5, 16), now=5), ratio_corrected=dict(kl=noise(16, 16)), remax_advantages=dict(greedy_scores=ROWS), resampled_rows=dict(weights=ROWS.exp(), uniform=noise(9).sigmoid()),
     reverse_kl_loss=TEACHER, reverse_kl_reward=dict(log_ratio=ROWS), router_z_loss=dict(router_logits=noise(16, 16, 4)),
     row_max=dict(x=COLS["advantages"]), row_mean=dict(x=COLS["advantages"]), row_sum=dict(x=COLS["advantages"]), within=dict(x=COLS["advantages"], low=-.5, high=.5),
     safety_loss=dict(riskier=ROWS, safer=noise(16, seed=1), riskier_unsafe=flags(16), safer_unsafe=flags(16, seed=1)), soft_values=dict(beta=.5),
@@ -72,12 +72,12 @@ GIVEN = dict(
     without_truncated=dict(truncated=flags(16)), wpo_weights=dict(log_sum_squares=-noise(16, 16).abs()), xpo_loss=dict(ref_wins=flags(16)),
 )
 PLAIN = {  # no block on tensors: why no law is asked of it
-    "same_shape": "a guard", "merge": "joins dictionaries", "assert_on_policy": "a guard that waits for the device", "explained_variance": "reads a number from metrics",
+    "same_shape": "a guard", "merge": "joins dictionaries", "assert_on_policy": "a guard that waits for the device", "explained_variance": "reads a number from metrics", "effective_share": "reads a number from metrics", "probability_correlation": "reads a number from metrics",
     "adaptive_kl_coef": "numbers on the host", "annealed_kl_coef": "numbers on the host", "adaptive_entropy_coef": "numbers on the host",
 }
 LAWLESS = {  # a block, but not one of rows: which law is meaningless
     "aggregate": "a reduction, no loss", "aggregate_rows": "a reduction, no loss", "masked_mean": "a reduction", "gate_of": "a piece of masking", "gated": "a piece of masking", "holds": "a piece of masking", "masked_std": "a reduction", "masked_sum": "a reduction", "mean_of": "makes a metric",
-    "correction_metrics": "makes metrics", "effective_share": "makes a metric", "value_metrics": "makes metrics",
+    "mismatch_metrics": "makes metrics", "value_metrics": "makes metrics",
     "mismatched": "partners of rows, by their order", "swap_completions": "rows are exchanged", "resampled_rows": "rows are drawn, not kept",
     "straight_through": "two differentiable arguments", "ratio_corrected": "two differentiable arguments", "predicting": "no column of its own",
     "pass_at_k_advantages": "verdicts are 0 or 1: no derivative is asked",
