@@ -26,9 +26,9 @@ try:
     )
     from rlblocks.buffer import Buffer, replay_draw
     from rlblocks.corrections import (
-        EffectiveShare, binary_kl, binary_tv, correction_metrics, effective_share, fresh_mask, geometric_mask,
-        geometric_weights, icepop_weights, off_policy_sequence_mask, row_max, row_mean, row_sum, sequence_mask,
-        sequence_weights, staleness_weights, truncated_weights, veto_mask, within,
+        binary_kl, binary_tv, fresh_mask, geometric_mask, geometric_weights, icepop_weights, k3_mask,
+        off_policy_sequence_mask, proximal_logprobs, row_max, row_mean, row_sum, sequence_mask, sequence_weights,
+        staleness_weights, token_mask, truncated_weights, veto_mask, within,
     )
     from rlblocks.distill_losses import (
         dft_loss, forward_kl_loss, jsd, jsd_loss, reverse_kl_loss, sft_loss, support_logprobs, uld_loss,
@@ -53,6 +53,7 @@ try:
         Counts, Denom, Last, Max, Mean, Metric, Over, aggregate, divisor, finite_logprobs, masked_mean, masked_std,
         masked_sum, mean_of, merge, same_shape, whiten,
     )
+    from rlblocks.mismatch import effective_share, mismatch_metrics, probability_correlation
     from rlblocks.online_losses import (
         a2po_loss, best_worst_pairs, geometric_mixture, nash_md_loss, qrpo_loss, quantile_rewards, rebel_loss,
         xpo_loss,
@@ -91,8 +92,8 @@ try:
     )
     from rlblocks.shaping import (
         at_last_token, clip_rewards, cosine_length_reward, kl_shaped, overlong_penalty, repeated_tokens,
-        repetition_penalty, standardized, step_rewards, truncation_penalty, update_moments, weighted_scores,
-        without_truncated, without_unscored,
+        repetition_penalty, standardized, step_rewards, truncation_penalty, truncation_score, update_moments,
+        weighted_scores, without_truncated, without_unscored,
     )
     from rlblocks.teachers import distill_advantages, iw_opd_weights, minillm_advantages, realigned, teacher_mix_weights
     from rlblocks.testing import check_estimator, check_loss
@@ -120,44 +121,45 @@ _LAZY = dict(Checkpoint="checkpoint", writable="checkpoint", Grader="graders", m
              Rollout="rollout", here="place", later="place", loop_from="run", plan="planning", plan_rollout="planning", SpmdPool="spmd", step_seconds="planning")
 
 __all__ = [
-    "Batch", "Buffer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "EffectiveShare", "Feedback",
-    "Grader", "Last", "Max", "Mean", "Metric", "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged",
-    "Rollout", "Scorer", "SpmdPool", "Whole", "a2po_loss", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate",
-    "alpha_reward", "alphapo_loss", "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units",
+    "Batch", "Buffer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "Feedback", "Grader", "Last",
+    "Max", "Mean", "Metric", "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged", "Rollout", "Scorer",
+    "SpmdPool", "Whole", "a2po_loss", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward",
+    "alphapo_loss", "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units",
     "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy", "at_last_token", "at_tokens", "balance",
     "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights",
     "best_worst_pairs", "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages",
     "bradley_terry_loss", "centering_loss", "check_estimator", "check_loss", "chi_reward", "chipo_loss",
     "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
-    "clipped_surrogate", "correction_metrics", "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss",
-    "dapo_loss", "davidson_loss", "dft_loss", "discopop_loss", "discounted_returns", "distill_advantages",
-    "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss", "drop_long",
-    "effective_share", "entropy", "entropy_loss", "exo_loss", "expected_value", "expert_load", "explained_variance",
-    "f_dpo_loss", "finite_logprobs", "fit_row_costs", "forward_kl_loss", "forward_kl_reward", "fresh_mask",
-    "from_arrow", "full_kl", "gae", "gather_logprobs", "gdpo_advantages", "generative_scores", "geometric_mask",
+    "clipped_surrogate", "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss",
+    "davidson_loss", "dft_loss", "discopop_loss", "discounted_returns", "distill_advantages", "divisor", "dpo_loss",
+    "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss", "drop_long", "effective_share",
+    "entropy", "entropy_loss", "exo_loss", "expected_value", "expert_load", "explained_variance", "f_dpo_loss",
+    "finite_logprobs", "fit_row_costs", "forward_kl_loss", "forward_kl_reward", "fresh_mask", "from_arrow",
+    "full_kl", "gae", "gather_logprobs", "gdpo_advantages", "generative_scores", "geometric_mask",
     "geometric_mixture", "geometric_weights", "gmpo_loss", "gpg_advantages", "group_advantages",
     "group_pass_at_k_advantages", "grpo_loss", "gspo_loss", "gspo_token_loss", "here", "high_entropy_mask",
     "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "ipo_loss", "iw_opd_weights", "js_reward", "jsd",
-    "jsd_loss", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later",
-    "ld_logprobs", "leave_one_out", "length_adaptive_lam", "linear_logprobs", "linear_measured",
-    "lite_ppo_advantages", "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean", "masked_std",
-    "masked_sum", "math_reward", "maxrl_advantages", "mean_of", "merge", "micro_batch_count", "minillm_advantages",
-    "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss", "n_step_returns", "naive_aggregate",
-    "naive_gae", "naive_group_advantages", "naive_leave_one_out", "naive_ppo_loss", "naive_returns",
-    "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss", "off_policy_sequence_mask",
-    "on_policy_loss", "opo_advantages", "optimal_token_baseline", "orpo_loss", "over_pairs", "over_rows",
-    "overlong_penalty", "pack", "pad", "pair_log_ratios", "pair_metrics", "pairs", "pass_at_k_advantages",
-    "pf_ppo_weights", "plackett_luce_loss", "plan", "plan_micro_batches", "plan_rollout", "policy_gradient",
-    "ppo_loss", "preference_margin", "process_reward_loss", "qrpo_loss", "quantile_rewards", "rao_kupper_loss",
-    "rating_loss", "ratio_corrected", "ratio_metrics", "realigned", "rebel_loss", "refill", "reinforce_loss",
-    "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "repeated_tokens", "repetition_penalty",
-    "replay_draw", "resampled_rows", "reverse_kl_loss", "robust_dpo_loss", "router_z_loss", "row_costs", "row_max",
-    "row_mean", "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of",
-    "sequence_logprobs", "sequence_mask", "sequence_ratio", "sequence_weights", "sft_loss", "shared_prefix",
-    "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized",
-    "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions",
-    "teacher_mix_weights", "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "tpo_loss",
-    "truncated_weights", "truncation_penalty", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
+    "jsd_loss", "k3_mask", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl",
+    "kto_loss", "later", "ld_logprobs", "leave_one_out", "length_adaptive_lam", "linear_logprobs",
+    "linear_measured", "lite_ppo_advantages", "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean",
+    "masked_std", "masked_sum", "math_reward", "maxrl_advantages", "mean_of", "merge", "micro_batch_count",
+    "minillm_advantages", "mismatch_metrics", "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss",
+    "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out",
+    "naive_ppo_loss", "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss",
+    "off_policy_sequence_mask", "on_policy_loss", "opo_advantages", "optimal_token_baseline", "orpo_loss",
+    "over_pairs", "over_rows", "overlong_penalty", "pack", "pad", "pair_log_ratios", "pair_metrics", "pairs",
+    "pass_at_k_advantages", "pf_ppo_weights", "plackett_luce_loss", "plan", "plan_micro_batches", "plan_rollout",
+    "policy_gradient", "ppo_loss", "preference_margin", "probability_correlation", "process_reward_loss",
+    "proximal_logprobs", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss", "ratio_corrected",
+    "ratio_metrics", "realigned", "rebel_loss", "refill", "reinforce_loss", "reinforce_pp_advantages",
+    "reinforce_pp_baseline", "remax_advantages", "repeated_tokens", "repetition_penalty", "replay_draw",
+    "resampled_rows", "reverse_kl_loss", "robust_dpo_loss", "router_z_loss", "row_costs", "row_max", "row_mean",
+    "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of", "sequence_logprobs",
+    "sequence_mask", "sequence_ratio", "sequence_weights", "sft_loss", "shared_prefix", "sign_weights",
+    "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards",
+    "step_seconds", "straight_through", "support_logprobs", "swap_completions", "teacher_mix_weights", "tie_loss",
+    "to_arrow", "token_covariance", "token_logprobs", "token_mask", "tpo_loss", "truncated_weights",
+    "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
     "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vtrace", "weighted_scores", "whiten", "within",
     "without_truncated", "without_unscored", "wpo_weights", "writable", "xpo_loss",
 ]

@@ -1,7 +1,5 @@
-"Corrections: hand numbers, oracle, exact unbiasedness, laws, and metrics that merge (LAWS 1, 2, 5, 13)."
-import copy
+"Corrections: hand numbers, oracle, exact unbiasedness, laws (LAWS 1, 2, 5, 13). Their metrics are in test_mismatch."
 import math
-import pickle
 from functools import partial
 
 import pytest
@@ -9,28 +7,29 @@ import torch
 from torch.testing import assert_close
 
 from rlblocks.corrections import (
-    EffectiveShare,
     binary_kl,
     binary_tv,
-    correction_metrics,
-    effective_share,
     fresh_mask,
     geometric_mask,
     geometric_weights,
     icepop_weights,
+    k3_mask,
     off_policy_sequence_mask,
+    proximal_logprobs,
     row_max,
     row_mean,
     row_sum,
     sequence_mask,
     sequence_weights,
     staleness_weights,
+    token_mask,
     truncated_weights,
     veto_mask,
     within,
 )
 from rlblocks.kl import full_kl, kl_k1, kl_k2, kl_k3
-from rlblocks.masked import aggregate, masked_mean, mean_of, merge
+from rlblocks.masked import aggregate, masked_mean
+from rlblocks.mismatch import mismatch_metrics
 from rlblocks.policy_losses import clipped_surrogate, log_ratio, ppo_loss
 from rlblocks.testing import check_estimator, check_loss, sample_columns
 
@@ -38,7 +37,7 @@ inf, nan = math.inf, math.nan
 FREE = {"token": partial(truncated_weights, high=inf), "sequence": partial(sequence_weights, high=inf), "geometric": partial(geometric_weights, high=inf)}
 WEIGHTS = FREE | {"tis": truncated_weights, "tis two-sided": partial(truncated_weights, low=.8, high=1.2), "icepop": partial(icepop_weights, low=.8, high=1.2),
                   "sequence tis": partial(sequence_weights, low=.8, high=1.2), "geometric tis": partial(geometric_weights, low=.9, high=1.1)}
-MASKS = {"sequence": partial(sequence_mask, low=.5, high=1.5), "geometric": partial(geometric_mask, low=.9, high=1.1), "veto": partial(veto_mask, least=.6),
+MASKS = {"token": partial(token_mask, low=.8, high=1.2), "k3": partial(k3_mask, nats_high=.05), "sequence": partial(sequence_mask, low=.5, high=1.5), "geometric": partial(geometric_mask, low=.9, high=1.1), "veto": partial(veto_mask, least=.6),
          "token k2": lambda old, rollout, mask: within(kl_k2(rollout, old, mask), mask, high=.05),
          "mean k3": lambda old, rollout, mask: within(row_mean(kl_k3(rollout, old, mask), mask), mask, high=.05),
          "mean binary kl": lambda old, rollout, mask: within(row_mean(binary_kl(old, rollout, mask), mask), mask, high=.03),
@@ -98,8 +97,7 @@ def test_nothing_has_a_gradient(f):
     old, rollout, mask = columns()
     assert not f(old.requires_grad_(), rollout.requires_grad_(), mask).requires_grad
     assert not off_policy_sequence_mask(old, rollout, old, mask, threshold=.1).requires_grad
-    assert all(not x.requires_grad for m in correction_metrics(old, rollout, mask).values() for x in vars(m).values() if isinstance(x, torch.Tensor))
-    assert not any(x.requires_grad for x in vars(effective_share(old.exp(), mask)).values())
+    assert not proximal_logprobs(old, rollout, torch.arange(16), mask, now=9).requires_grad
 
 
 @pytest.mark.parametrize("f", [row_sum, row_mean, row_max])
@@ -111,14 +109,14 @@ def test_reducers_are_differentiable(f): # they may stand in a loss of whole ans
 def by_weight(f):
     def loss(out, b):
         pg, metrics = ppo_loss(out.logprobs, b.old_logprobs, f(b.old_logprobs, b.rollout_logprobs, b.mask)*b.advantages, b.mask, denom=b.n_tokens)
-        return pg, metrics | correction_metrics(b.old_logprobs, b.rollout_logprobs, b.mask)
+        return pg, metrics | mismatch_metrics(b.old_logprobs, b.rollout_logprobs, b.mask)
     return loss
 
 def by_mask(f):
     def loss(out, b):
         keep = f(b.old_logprobs, b.rollout_logprobs, b.mask) & off_policy_sequence_mask(out.logprobs, b.rollout_logprobs, b.advantages, b.mask, threshold=.05)
         pg, metrics = ppo_loss(out.logprobs, b.old_logprobs, b.advantages, keep, denom=b.n_tokens)
-        return pg, metrics | correction_metrics(b.old_logprobs, b.rollout_logprobs, b.mask, keep)
+        return pg, metrics | mismatch_metrics(b.old_logprobs, b.rollout_logprobs, b.mask, keep=keep)
     return loss
 
 @pytest.mark.parametrize("loss", [by_weight(WEIGHTS[k]) for k in ("tis", "icepop", "sequence tis")] + [by_mask(MASKS[k]) for k in ("geometric", "mean k3")])
@@ -155,6 +153,12 @@ def test_golden_masks():
     assert torch.equal(geometric_mask(*args, high=1.5), on & torch.tensor([[0], [1], [0]]).bool())
     assert torch.equal(veto_mask(*args), on & torch.tensor([[1], [1], [0]]).bool())
     assert veto_mask(*args, least=1e-6).equal(on)
+    assert torch.equal(token_mask(*args), on & torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 1]]).bool()) # bounds are inside: 2 is kept
+    assert torch.equal(token_mask(*args, low=1., high=1.9), on & torch.tensor([[0, 0, 0], [1, 0, 0], [1, 0, 1]]).bool())
+    k3 = [1 - math.log(2), (.2 - math.log(1.2) - .1 - math.log(.9))/2, (1e-5 - 1 - math.log(1e-5))/3]
+    for i, x in enumerate(k3):
+        kept = k3_mask(*args, nats_high=x*(1 + 1e-4)).any(1), k3_mask(*args, nats_high=x*(1 - 1e-4)).any(1)
+        assert [k[i].item() for k in kept] == [True, False]
     x, on = torch.tensor([[1., 2., 3., nan]]), torch.tensor([[True, True, False, True]])
     assert within(x, on, low=1., high=2.).tolist() == [[True, True, False, False]] and within(x, on, low=1.5).tolist() == [[False, True, False, False]]
 
@@ -202,6 +206,36 @@ def test_golden_staleness():
     assert fresh_mask(in_flight, on, now=7)[3].tolist() == [True, False]
 
 
+def test_golden_proximal_logprobs(): # half, none, none and three quarters of the way from 1/8 to 1/2, in logs
+    now, rollout, on = torch.tensor([[.5, .5]]*4).log(), torch.tensor([[.125, .125]]*4).log(), torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]]).bool()
+    half, quarters = .25, .125*4**.75
+    for t in (7, torch.tensor(7)):
+        got = proximal_logprobs(now, rollout, torch.tensor([5, 6, 9, 3]), on, now=t)
+        assert_close(got[on].exp(), torch.tensor([half, half, .125, .125, .125, quarters, quarters])) and got[1, 1] == 0
+        in_flight = proximal_logprobs(now, rollout, torch.tensor([[5, 3], [5, 0], [7, 6], [3, 5]]), on, now=t)
+        assert_close(in_flight[on].exp(), torch.tensor([half, quarters, half, .125, .125, quarters, half]))
+    assert torch.equal(proximal_logprobs(now.bfloat16(), rollout.bfloat16(), torch.tensor([6]*4), on, now=7)[on], rollout.bfloat16().float()[on])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_proximal_logprobs_equal_oracle(seed): # AReaL's rule, α = (v_prox − v)/(v_now − v) where v < v_now, else 0, in Python floats
+    old, rollout, mask = columns(seed)
+    version = torch.randint(0, 9, mask.shape, generator=torch.Generator().manual_seed(seed))
+    got = proximal_logprobs(old, rollout, version, mask, now=6)
+    for b, row in enumerate(mask.tolist()):
+        for t, chosen in enumerate(row):
+            v = version[b, t].item()
+            alpha = min(max((5 - v)/(6 - v), 0.), 1.) if v < 6 else 0.
+            assert_close(got[b, t].item(), rollout[b, t].item()*(1 - alpha) + alpha*old[b, t].item() if chosen else 0.)
+
+
+def test_proximal_logprobs_are_exact_on_a_straight_line():
+    start, slope, mask = *columns()[:2], columns()[2]
+    for age in range(1, 6):
+        got = proximal_logprobs(start + age*slope, start, torch.zeros(16).long(), mask, now=age)
+        assert_close(got, torch.where(mask, start + (age - 1)*slope, 0.))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_equals_oracle(seed):
     old, rollout, mask = columns(seed)
@@ -212,6 +246,9 @@ def test_equals_oracle(seed):
         assert_close(f(*columns(seed, torch.float32)).double(), wanted[k], rtol=1e-4, atol=1e-6)
     r, s, g = wanted.values()
     assert_close(icepop_weights(old, rollout, mask, low=.8, high=1.2), torch.where((r >= .8) & (r <= 1.2), r, 0.))
+    assert torch.equal(token_mask(old, rollout, mask, low=.8, high=1.2), mask & (r >= .8) & (r <= 1.2))
+    k3 = torch.where(mask, r - 1 - torch.where(mask, r, 1.).log(), 0.).sum(1, keepdim=True)/mask.sum(1, keepdim=True)
+    assert torch.equal(k3_mask(old, rollout, mask, nats_high=.03), mask & (k3 <= .03))
     assert torch.equal(sequence_mask(old, rollout, mask, low=.5, high=1.5), mask & (s >= .5) & (s <= 1.5))
     assert torch.equal(geometric_mask(old, rollout, mask, low=.9, high=1.1), mask & (g >= .9) & (g <= 1.1))
     assert torch.equal(veto_mask(old, rollout, mask, least=.6), mask & ~((r < .6) & mask).any(1, keepdim=True))
@@ -235,9 +272,6 @@ def test_equal_log_probs_change_nothing():
     for f in WEIGHTS.values(): assert_close(f(old, old, mask), mask.double())
     for f in MASKS.values(): assert torch.equal(f(old, old, mask), mask)
     assert torch.equal(off_policy_sequence_mask(old, old, -old.abs(), mask, threshold=0.), mask)
-    found = {k: float(m) for k, m in correction_metrics(old, old, mask, mask).items()}
-    assert_close(found, dict(rollout_ratio=1., rollout_ratio_max=1., rollout_kl=0., rollout_kl_k3=0., rollout_chi2=0., rollout_effective=1., rollout_effective_rows=1.,
-                             rollout_rejected=0., rollout_rejected_rows=0.), atol=1e-12, rtol=0)
 
 
 def test_special_cases():
@@ -245,6 +279,12 @@ def test_special_cases():
     one = mask & (mask.cumsum(1) == 1)
     for f in (sequence_weights, geometric_weights): assert_close(f(old, rollout, one), truncated_weights(old, rollout, one))
     inside = within(FREE["token"](old, rollout, mask), mask, low=.8, high=1.2)
+    assert torch.equal(inside, token_mask(old, rollout, mask, low=.8, high=1.2))
+    assert torch.equal(icepop_weights(old, rollout, mask, low=.8, high=1.2), FREE["token"](old, rollout, inside))
+    whole = sequence_mask(old, rollout, mask, low=.8, high=1.2) # IcePop of whole answers
+    product = FREE["sequence"](old, rollout, mask)
+    assert torch.equal(FREE["sequence"](old, rollout, whole), torch.where((product >= .8) & (product <= 1.2), product, 0.))
+    assert torch.equal(k3_mask(old, rollout, one, nats_high=.03), within(kl_k3(rollout, old, one), one, high=.03))
     assert torch.equal(icepop_weights(old, rollout, mask, low=.8, high=1.2), torch.where(inside, truncated_weights(old, rollout, mask, low=.8, high=1.2), 0.))
     assert_close(torch.where(mask, FREE["geometric"](old, rollout, mask)**mask.sum(1, keepdim=True), 0.), FREE["sequence"](old, rollout, mask))
     assert_close(FREE["token"](old, rollout, mask)*FREE["token"](rollout, old, mask), mask.double())
@@ -308,51 +348,6 @@ def test_the_product_is_unbiased_for_answers_and_a_ratio_for_its_choice(seed):
     assert_close(kl[0], (q*(rollout - old).sum(1)).sum())
 
 
-# -- metrics
-
-def test_metrics_by_hand():
-    args = rows([1., 3.], [.5, nan])
-    wanted = dict(rollout_ratio=1.5, rollout_ratio_max=3., rollout_kl=-math.log(1.5)/3, rollout_kl_k3=(2 - math.log(3) + math.log(2) - .5)/3, rollout_chi2=29/12,
-                  rollout_effective=4.5**2/(3*10.25), rollout_effective_rows=3.5**2/(2*9.25), rollout_rejected=2/3, rollout_rejected_rows=.5)
-    found = correction_metrics(*args, torch.tensor([[True, False], [False, True]])) # a True outside the mask counts for nothing
-    assert_close({k: float(m) for k, m in found.items()}, wanted, atol=1e-6, rtol=0)
-    assert list(correction_metrics(*args)) == list(wanted)[:-2]
-
-
-def test_metrics_merge_exactly():
-    old, rollout, mask = columns()
-    keep = MASKS["token k2"](old, rollout, mask)
-    whole = {k: float(m) for k, m in correction_metrics(old, rollout, mask, keep).items()}
-    for n in (1, 3, 16):
-        parts = [correction_metrics(*x) for x in zip(*(c.split(n) for c in (old, rollout, mask, keep)), strict=True)]
-        assert_close({k: float(m) for k, m in merge(*parts).items()}, whole, rtol=1e-9, atol=1e-12)
-    assert whole["rollout_effective"] < 1 and 0 < whole["rollout_rejected"] < 1
-
-
-def test_metrics_of_nothing():
-    old, rollout, mask = columns()
-    found = correction_metrics(old, rollout, mask & False, mask)
-    assert all(math.isnan(float(m)) for k, m in found.items() if k != "rollout_ratio_max") and float(found["rollout_ratio_max"]) == 0
-    joined = merge(found, correction_metrics(old, rollout, mask, mask))
-    assert_close(float(joined["rollout_effective"]), float(effective_share(FREE["token"](old, rollout, mask), mask)))
-
-
-def test_effective_share():
-    w, on = torch.tensor([1., 1., 1., 5., nan]), torch.tensor([1, 1, 1, 1, 0]).bool()
-    share = effective_share(w, on)
-    assert_close(float(share), 64/(4*28))
-    assert float(effective_share(torch.full((7,), 3.), torch.ones(7).bool())) == pytest.approx(1) and float(effective_share(torch.eye(4)[0], torch.ones(4).bool())) == .25
-    assert math.isnan(float(effective_share(0*torch.ones(3), torch.ones(3).bool()))) # all dropped: nothing to share
-    for other in (pickle.loads(pickle.dumps(share)), copy.deepcopy(share), share.to("cpu")): assert type(other) is EffectiveShare and float(other) == float(share)
-    assert_close(float(share + share), 16**2/(8*56)) # twice the same: the same share
-    assert f"{share:.2f}" == "0.57"
-    with pytest.raises(TypeError): share + mean_of(w, on)
-    g = torch.Generator().manual_seed(0)
-    w = torch.randn(1000, generator=g, dtype=torch.float64).exp()
-    chi2 = w.square().mean()/w.mean()**2 - 1
-    assert_close(float(effective_share(w, w > 0)), 1/(1 + chi2.item()))
-
-
 def test_self_normalised_on_the_whole():
     old, rollout, mask = columns()
     w = truncated_weights(old, rollout, mask)
@@ -393,6 +388,7 @@ def test_a_long_row_is_decided_by_noise():
 # -- the device and the compiler
 
 CALLS = {**WEIGHTS, **{f"mask {k}": f for k, f in MASKS.items()}, "opsm": lambda old, rollout, mask: off_policy_sequence_mask(old, rollout, old, mask, threshold=.1),
+         "proximal": lambda old, rollout, mask: proximal_logprobs(old, rollout, old[:, 0].abs().long(), mask, now=mask.sum()),
          "fresh": lambda old, rollout, mask: fresh_mask(rollout.long(), mask, now=3), "stale": lambda old, rollout, mask: staleness_weights(rollout[:, 0].long(), mask, now=mask.sum())}
 
 @pytest.mark.parametrize("f", CALLS.values(), ids=CALLS)
@@ -404,21 +400,15 @@ def test_compiles_in_one_graph_and_never_waits(f):
     assert meta.is_meta and meta.shape == args[0].shape
 
 
-def test_metrics_never_wait():
-    old, rollout, mask = (x.to("meta") for x in columns())
-    found = correction_metrics(old, rollout, mask, mask)
-    assert all(x.is_meta and x.ndim == 0 for m in found.values() for x in vars(m).values())
-
-
 # -- errors
 
 def errors():
     x, m = torch.zeros(4, 7), torch.ones(4, 7).bool()
     same = "they must be equal, nothing is broadcast"
-    for f in (truncated_weights, icepop_weights, sequence_weights, geometric_weights, sequence_mask, geometric_mask, veto_mask, correction_metrics):
+    for f in (truncated_weights, icepop_weights, sequence_weights, geometric_weights, sequence_mask, geometric_mask, token_mask, k3_mask, veto_mask):
         yield lambda f=f: f(x, x[:, :1], m), ValueError, f"{f.__name__}: rollout_logprobs is [4, 1], old_logprobs is [4, 7]; {same}"
         yield lambda f=f: f(x, x, m.int()), TypeError, f"{f.__name__}: mask is int32; masks are Bool (mask.bool(), or mask > 0)"
-    for f in (truncated_weights, icepop_weights, sequence_weights, geometric_weights, sequence_mask, geometric_mask):
+    for f in (truncated_weights, icepop_weights, sequence_weights, geometric_weights, token_mask, sequence_mask, geometric_mask):
         yield lambda f=f: f(x, x, m, low=3., high=2.), ValueError, f"{f.__name__}: low is 3.0, high is 2.0; they are bounds of a ratio, 0 ≤ low ≤ high"
         yield lambda f=f: f(x, x, m, low=-1.), ValueError, f"{f.__name__}: low is -1.0, high is {f.__kwdefaults__['high']}; they are bounds of a ratio, 0 ≤ low ≤ high"
         yield lambda f=f: f(x, x, m, high=nan), ValueError, f"{f.__name__}: low is {f.__kwdefaults__['low']}, high is nan; they are bounds of a ratio, 0 ≤ low ≤ high"
@@ -426,12 +416,12 @@ def errors():
     for f in (row_sum, row_mean, row_max, within): yield lambda f=f: f(x[:, 0], m), ValueError, f"{f.__name__}: x is [4], mask is [4, 7]; spread row values with at_tokens(x, mask)"
     yield lambda: within(x, m, low=1., high=0.), ValueError, "within: low is 1.0, high is 0.0; nothing lies between them, low ≤ high is wanted"
     yield lambda: off_policy_sequence_mask(x, x, x[:, 0], m, threshold=1.), ValueError, "off_policy_sequence_mask: advantages is [4], logprobs is [4, 7]; spread row values with at_tokens(advantages, mask)"
-    yield lambda: effective_share(x, m[:, 1:]), ValueError, f"effective_share: weights is [4, 7], mask is [4, 6]; {same}"
-    yield lambda: correction_metrics(x, x, m, m[1:]), ValueError, f"correction_metrics: keep is [3, 7], old_logprobs is [4, 7]; {same}"
     v = torch.zeros(4).long()
     for f in (staleness_weights, fresh_mask):
         yield lambda f=f: f(v[1:], m, now=1), ValueError, f"{f.__name__}: policy_version is [3], mask is [4, 7]; one version per row, or per token, is wanted"
         yield lambda f=f: f(v, m.int(), now=1), TypeError, f"{f.__name__}: mask is int32; masks are Bool (mask.bool(), or mask > 0)"
+    yield lambda: proximal_logprobs(x, x, v[1:], m, now=1), ValueError, "proximal_logprobs: policy_version is [3], mask is [4, 7]; one version per row, or per token, is wanted"
+    yield lambda: proximal_logprobs(x, x[:, 1:], v, m, now=1), ValueError, f"proximal_logprobs: rollout_logprobs is [4, 6], logprobs is [4, 7]; {same}"
     yield lambda: staleness_weights(v, m, now=1, power=-1.), ValueError, "staleness_weights: power is -1.0; older tokens count less for power > 0, as much for 0"
 
 

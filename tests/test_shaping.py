@@ -12,7 +12,7 @@ from rlblocks.kl import kl_k1
 from rlblocks.masked import whiten
 from rlblocks.shaping import (
     at_last_token, clip_rewards, cosine_length_reward, kl_shaped, overlong_penalty, repeated_tokens, repetition_penalty, standardized, step_rewards,
-    truncation_penalty, update_moments, weighted_scores, without_truncated, without_unscored,
+    truncation_penalty, truncation_score, update_moments, weighted_scores, without_truncated, without_unscored,
 )
 from rlblocks.testing import check_estimator, sample_columns
 
@@ -221,6 +221,19 @@ def test_what_an_unfinished_answer_pays():
     assert_close(truncation_penalty(s, cut), s, equal_nan=True)  # both off by default
 
 
+def test_what_an_unfinished_answer_is_worth_is_replaced_not_lowered(): # Huang et al. 2024; TRL subtracts
+    s, cut = torch.tensor([1., 5., -1., nan, nan]), bools(0, 1, 1, 1, 0)
+    assert_close(truncation_score(s, cut), torch.tensor([1., -1., -1., -1., nan]), equal_nan=True)
+    assert_close(truncation_score(s, cut, value=0.), torch.tensor([1., 0., 0., 0., nan]), equal_nan=True)
+    assert truncation_penalty(s, cut, penalty=1.)[1] == 4 > truncation_score(s, cut)[0] == s[0]
+
+
+def test_a_replaced_score_has_no_gradient():
+    s = torch.tensor([1., nan, 2.], requires_grad=True)
+    truncation_score(s, bools(0, 1, 1)).sum().backward()
+    assert s.grad.tolist() == [1, 0, 0]
+
+
 def test_without_truncated_clears_rows():
     mask = bools([1, 1, 0], [0, 1, 1])
     assert without_truncated(mask, bools(0, 1)).tolist() == [[True, True, False], [False]*3] and mask.sum() == 4
@@ -326,6 +339,7 @@ def test_obeys_every_law(name):
 WIDER = {
     "step_rewards": (step_rewards, lambda c: dict(step=c["tokens"] % 6, scores=c["rewards"][:, :5]), dict(per_row=("scores",))),
     "truncation_penalty": (truncation_penalty, lambda c: dict(truncated=c["scores"] > 0), dict(penalty=1., keep=.5)),
+    "truncation_score": (truncation_score, lambda c: dict(truncated=c["scores"] > 0), dict(value=-.5)),
     "weighted_scores": (weighted_scores, lambda c: dict(scores=c["rewards"][:, :3]), dict(weights=(1., .5, -2.))),
 }
 
@@ -349,7 +363,7 @@ def test_static_shapes_and_no_look_at_the_data():
         moments = update_moments(None, scores)
         return (at_last_token(scores, mask), kl_shaped(rewards, logprobs, ref_logprobs, mask, kl_coef=.1), clip_rewards(scores, limit=1.),
                 overlong_penalty(mask.sum(1), max_length=9, buffer=3), moments, update_moments(moments, scores), standardized(scores, moments),
-                step_rewards(rewards[:, :3], tokens % 4, mask), truncation_penalty(scores, mask[:, 5], penalty=1.), without_truncated(mask, mask[:, 5]), without_unscored(mask, scores),
+                step_rewards(rewards[:, :3], tokens % 4, mask), truncation_penalty(scores, mask[:, 5], penalty=1.), truncation_score(scores, mask[:, 5]), without_truncated(mask, mask[:, 5]), without_unscored(mask, scores),
                 repetition_penalty(tokens, mask, n=2), repeated_tokens(tokens, mask, n=20), weighted_scores(rewards[:, :3], weights=(1., .5, 2.)),
                 cosine_length_reward(mask[:, 5], mask.sum(1), max_length=9))
     args = [c[k] for k in ("scores", "rewards", "logprobs", "ref_logprobs", "mask", "tokens")]
@@ -378,6 +392,7 @@ def wider_errors():
     yield lambda: step_rewards(s, r.long(), m), ValueError, "step_rewards: scores is [4], mask is [4, 7]; [B, S] is wanted, a score for each step of each row"
     yield lambda: step_rewards(r, n, m), ValueError, "step_rewards: step is [4], mask is [4, 7]; spread row values with at_tokens(step, mask)"
     yield lambda: truncation_penalty(s, m[:3, 0]), ValueError, "truncation_penalty: truncated is [3], scores is [4]; they must be equal, nothing is broadcast"
+    yield lambda: truncation_score(s, m[:3, 0]), ValueError, "truncation_score: truncated is [3], scores is [4]; they must be equal, nothing is broadcast"
     yield lambda: without_unscored(m, s[:3]), ValueError, "without_unscored: scores is [3], mask is [4, 7]; one score per row is wanted"
     yield lambda: without_truncated(m, m[:3, 0]), ValueError, "without_truncated: truncated is [3], mask is [4, 7]; one flag per row is wanted"
     yield lambda: repetition_penalty(r.long(), m, n=0), ValueError, "repetition_penalty: n is 0; an n-gram has at least one token"
