@@ -1,7 +1,9 @@
 """Building blocks for reinforcement learning on language, vision-language and audio-language models.
 
 Floors 0-2 (arithmetic, algorithms, data) are imported here and need only torch, einops and jaxtyping. Wrappers and placement come
-by name when first asked for, with the libraries they stand on.
+by name when first asked for, with the libraries they need. `rlblocks.<Tab>` shows losses, estimators, data and wrappers; no
+modules, and not what few people look for: oracles (`naive_gae`), names for annotations (`Denom`) and guards (`same_shape`).
+nbs/blocks.ipynb has all blocks on one page.
 """
 import gc
 import sys
@@ -47,7 +49,10 @@ from rlblocks.masked import (
     same_shape, whiten,
 )
 from rlblocks.online_losses import a2po_loss, best_worst_pairs, geometric_mixture, nash_md_loss, xpo_loss
-from rlblocks.oracles import sample_columns
+from rlblocks.oracles import (
+    naive_aggregate, naive_gae, naive_group_advantages, naive_leave_one_out, naive_ppo_loss, naive_returns, naive_token_logprobs,
+    naive_value_loss, sample_columns,
+)
 from rlblocks.packing import Packed, bin_pack, drop_long, micro_batch_count, pack, pad, plan_micro_batches, shared_prefix, split_long, unpack
 from rlblocks.policy_losses import assert_on_policy, bnpo_loss, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss, log_ratio, ppo_loss
 from rlblocks.preference_losses import (
@@ -114,7 +119,8 @@ __all__ = [
     "jsd_loss", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later", "ld_logprobs",
     "leave_one_out", "linear_logprobs", "linear_measured", "log_exp_loss", "log_ratio", "loop_from", "luspo_loss", "masked_mean",
     "masked_std", "masked_sum", "math_reward", "mean_of", "merge", "micro_batch_count", "minillm_advantages", "mismatched", "mixed_groups",
-    "moe_balance_loss", "multi_head_loss", "n_step_returns", "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "on_policy_loss",
+    "moe_balance_loss", "multi_head_loss", "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out",
+    "naive_ppo_loss", "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "on_policy_loss",
     "opo_advantages", "optimal_token_baseline", "orpo_loss", "overlong_penalty", "pack", "pad", "pairs", "pass_at_k_advantages",
     "pf_ppo_weights", "plackett_luce_loss", "plan", "plan_micro_batches", "plan_rollout", "ppo_loss", "predicting", "preference_margin",
     "process_reward_loss", "rao_kupper_loss", "rating_loss", "ratio_corrected", "realigned", "refill", "reinforce_loss",
@@ -141,4 +147,7 @@ def __getattr__(name):
         raise (ImportError if importing else AttributeError)(f"rlblocks has no {name}: {_TO_COME[name]}")
     raise AttributeError(f"module 'rlblocks' has no attribute {name!r}")
 
-def __dir__(): return [*__all__, "__version__"]
+# importable by name, but not among what `rlblocks.<Tab>` shows: oracles, what only annotations name, and plumbing
+_APART = {"Counts", "Denom", "EffectiveShare", "Metric", "Over", "Whole", "divisor", "same_shape"}
+
+def __dir__(): return [*(name for name in __all__ if name not in _APART and not name.startswith("naive_")), "__version__"]
