@@ -49,7 +49,10 @@ from rlblocks.masked import (
 from rlblocks.online_losses import a2po_loss, best_worst_pairs, geometric_mixture, nash_md_loss, xpo_loss
 from rlblocks.oracles import sample_columns
 from rlblocks.packing import Packed, bin_pack, drop_long, micro_batch_count, pack, pad, plan_micro_batches, shared_prefix, split_long, unpack
-from rlblocks.policy_losses import assert_on_policy, clip_metrics, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss, log_ratio, ppo_loss, ratio_metrics
+from rlblocks.policy_losses import (
+    adaptive_clip, assert_on_policy, clip_metrics, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss, log_ratio, ppo_loss,
+    ratio_metrics,
+)
 from rlblocks.preference_losses import (
     apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, exo_loss, hinge_loss, ipo_loss, nca_loss, preference_margin,
     robust_dpo_loss, sppo_loss,
@@ -98,7 +101,7 @@ _LAZY = dict(Checkpoint="checkpoint", writable="checkpoint", Grader="graders", m
 
 __all__ = [
     "Batch", "Buffer", "Checkpoint", "Critic", "Demonstrations", "EffectiveShare", "Feedback", "Grader", "Last", "Max", "Mean", "Packed",
-    "Policy", "Preferences", "Prompts", "Ragged", "Rollout", "Scorer", "SpmdPool", "Whole", "a2po_loss", "adaptive_entropy_coef",
+    "Policy", "Preferences", "Prompts", "Ragged", "Rollout", "Scorer", "SpmdPool", "Whole", "a2po_loss", "adaptive_clip", "adaptive_entropy_coef",
     "adaptive_kl_coef", "aggregate", "aggregate_rows", "alpha_reward", "alphapo_loss", "annealed_kl_coef", "aot_loss", "aot_matched",
     "aot_units", "apo_down_loss", "apo_zero_loss", "apo_zero_unpaired_loss", "as_feedback", "assert_on_policy", "at_last_token",
     "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_worst_pairs",

@@ -75,7 +75,7 @@ GIVEN = dict(
 )
 PLAIN = {  # no block on tensors: why no law is asked of it
     "same_shape": "a guard", "merge": "joins dictionaries", "assert_on_policy": "a guard that waits for the device", "explained_variance": "reads a number from metrics",
-    "adaptive_kl_coef": "numbers on the host", "annealed_kl_coef": "numbers on the host", "adaptive_entropy_coef": "numbers on the host",
+    "adaptive_clip": "numbers on the host", "adaptive_kl_coef": "numbers on the host", "annealed_kl_coef": "numbers on the host", "adaptive_entropy_coef": "numbers on the host",
 }
 LAWLESS = {  # a block, but not one of rows: which law is meaningless
     "aggregate": "a reduction, no loss", "aggregate_rows": "a reduction, no loss", "masked_mean": "a reduction", "gate_of": "a piece of masking", "gated": "a piece of masking", "holds": "a piece of masking", "masked_std": "a reduction", "masked_sum": "a reduction", "mean_of": "makes a metric",
