@@ -61,8 +61,8 @@ from rlblocks.preferences import Feedback, Preferences, as_feedback
 from rlblocks.prompts import Demonstrations, Prompts
 from rlblocks.ragged import Ragged, from_arrow, to_arrow
 from rlblocks.ratio_losses import (
-    cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, on_policy_loss,
-    policy_gradient, reinforce_loss, sapo_loss, sequence_ratio, vespo_loss,
+    asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss,
+    on_policy_loss, policy_gradient, reinforce_loss, sapo_loss, sequence_ratio, topr_loss, vespo_loss,
 )
 from rlblocks.reward_losses import (
     bradley_terry_loss, centering_loss, davidson_loss, generative_scores, hps_loss, log_exp_loss, multi_head_loss, plackett_luce_loss,
@@ -103,7 +103,7 @@ __all__ = [
     "Batch", "Buffer", "Checkpoint", "Critic", "Demonstrations", "EffectiveShare", "Feedback", "Grader", "Last", "Max", "Mean", "Packed",
     "Policy", "Preferences", "Prompts", "Ragged", "Rollout", "Scorer", "SpmdPool", "Whole", "a2po_loss", "adaptive_clip", "adaptive_entropy_coef",
     "adaptive_kl_coef", "aggregate", "aggregate_rows", "alpha_reward", "alphapo_loss", "annealed_kl_coef", "aot_loss", "aot_matched",
-    "aot_units", "apo_down_loss", "apo_zero_loss", "apo_zero_unpaired_loss", "as_feedback", "assert_on_policy", "at_last_token",
+    "aot_units", "apo_down_loss", "apo_zero_loss", "apo_zero_unpaired_loss", "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token",
     "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_worst_pairs",
     "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bradley_terry_loss", "centering_loss", "check_estimator",
     "check_loss", "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards", "clipped_surrogate",
@@ -126,7 +126,7 @@ __all__ = [
     "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of", "sequence_logprobs", "sequence_mask",
     "sequence_weights", "sft_loss", "shared_prefix", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights",
     "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions", "td_lambda_returns", "teacher_mix_weights",
-    "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "tpo_loss", "truncated_weights", "truncation_penalty", "two_hot",
+    "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "topr_loss", "tpo_loss", "truncated_weights", "truncation_penalty", "two_hot",
     "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vtrace",
     "weighted_scores", "whiten", "with_tail", "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "xpo_loss",
 ]
