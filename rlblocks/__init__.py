@@ -67,8 +67,8 @@ try:
         unpack,
     )
     from rlblocks.policy_losses import (
-        assert_on_policy, clip_metrics, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss, log_ratio, ppo_loss,
-        ratio_metrics,
+        adaptive_clip, assert_on_policy, clip_metrics, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss,
+        log_ratio, ppo_loss, ratio_metrics,
     )
     from rlblocks.preference_losses import (
         answer_log_ratios, apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, dpop_loss,
@@ -79,8 +79,9 @@ try:
     from rlblocks.prompts import Demonstrations, Prompts
     from rlblocks.ragged import Ragged, from_arrow, to_arrow
     from rlblocks.ratio_losses import (
-        cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss, gspo_token_loss,
-        luspo_loss, on_policy_loss, policy_gradient, reinforce_loss, sapo_loss, sequence_ratio, vespo_loss,
+        asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss,
+        gspo_token_loss, luspo_loss, on_policy_loss, policy_gradient, reinforce_loss, sapo_loss, sequence_ratio,
+        topr_loss, vespo_loss,
     )
     from rlblocks.reward_losses import (
         bradley_terry_loss, centering_loss, davidson_loss, generative_scores, hps_loss, multi_head_loss,
@@ -123,19 +124,19 @@ _LAZY = dict(Checkpoint="checkpoint", writable="checkpoint", Grader="graders", m
 __all__ = [
     "Batch", "Buffer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "Feedback", "Grader", "Last",
     "Max", "Mean", "Metric", "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged", "Rollout", "Scorer",
-    "SpmdPool", "Whole", "a2po_loss", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward",
-    "alphapo_loss", "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units",
-    "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy", "at_last_token", "at_tokens", "balance",
-    "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights",
-    "best_worst_pairs", "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages",
-    "bradley_terry_loss", "centering_loss", "check_estimator", "check_loss", "chi_reward", "chipo_loss",
-    "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
-    "clipped_surrogate", "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss",
-    "davidson_loss", "dft_loss", "discopop_loss", "discounted_returns", "distill_advantages", "divisor", "dpo_loss",
-    "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss", "drop_long", "effective_share",
-    "entropy", "entropy_loss", "exo_loss", "expected_value", "expert_load", "explained_variance", "f_dpo_loss",
-    "finite_logprobs", "fit_row_costs", "forward_kl_loss", "forward_kl_reward", "fresh_mask", "from_arrow",
-    "full_kl", "gae", "gather_logprobs", "gdpo_advantages", "generative_scores", "geometric_mask",
+    "SpmdPool", "Whole", "a2po_loss", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate",
+    "alpha_reward", "alphapo_loss", "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units",
+    "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token",
+    "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages",
+    "best_random_weights", "best_worst_pairs", "best_worst_weights", "bin_pack", "binary_kl", "binary_tv",
+    "bnpo_advantages", "bradley_terry_loss", "centering_loss", "check_estimator", "check_loss", "chi_reward",
+    "chipo_loss", "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics",
+    "clip_rewards", "clipped_surrogate", "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss",
+    "dapo_loss", "davidson_loss", "dft_loss", "discopop_loss", "discounted_returns", "distill_advantages",
+    "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss", "drop_long",
+    "effective_share", "entropy", "entropy_loss", "exo_loss", "expected_value", "expert_load", "explained_variance",
+    "f_dpo_loss", "finite_logprobs", "fit_row_costs", "forward_kl_loss", "forward_kl_reward", "fresh_mask",
+    "from_arrow", "full_kl", "gae", "gather_logprobs", "gdpo_advantages", "generative_scores", "geometric_mask",
     "geometric_mixture", "geometric_weights", "gmpo_loss", "gpg_advantages", "group_advantages",
     "group_pass_at_k_advantages", "grpo_loss", "gspo_loss", "gspo_token_loss", "here", "high_entropy_mask",
     "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "ipo_loss", "iw_opd_weights", "js_reward", "jsd",
@@ -158,7 +159,7 @@ __all__ = [
     "sequence_mask", "sequence_ratio", "sequence_weights", "sft_loss", "shared_prefix", "sign_weights",
     "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards",
     "step_seconds", "straight_through", "support_logprobs", "swap_completions", "teacher_mix_weights", "tie_loss",
-    "to_arrow", "token_covariance", "token_logprobs", "token_mask", "tpo_loss", "truncated_weights",
+    "to_arrow", "token_covariance", "token_logprobs", "token_mask", "topr_loss", "tpo_loss", "truncated_weights",
     "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
     "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vtrace", "weighted_scores", "whiten", "within",
     "without_truncated", "without_unscored", "wpo_weights", "writable", "xpo_loss",

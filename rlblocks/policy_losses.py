@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['log_ratio', 'clipped_surrogate', 'ratio_metrics', 'clip_metrics', 'ppo_loss', 'dapo_loss', 'dr_grpo_loss',
-           'grpo_loss', 'assert_on_policy']
+           'adaptive_clip', 'grpo_loss', 'assert_on_policy']
 
 # %% ../nbs/13_policy_losses.ipynb #7a5db989
 import math
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -20,39 +19,10 @@ from rlblocks.masked import (
 )
 
 # %% ../nbs/13_policy_losses.ipynb #2f45253c
-# until 13b and 13c are rewritten
-import torch.nn.functional as F
-from rlblocks.masked import aggregate_rows, gate_of, gated, holds
-from rlblocks.sweeps import blocks, gate_
-def _gain(advantages, good, bad): return advantages.relu()*good + advantages.clamp(max=0)*bad
-def _loss(gain, gate, over, denom): return aggregate_rows(-gain.sum(-1), gate.sum(-1), over=over, denom=denom)
-def _log_ratio(logprobs, old_logprobs, gate): return F.hardtanh(gated(finite_logprobs(logprobs) - finite_logprobs(old_logprobs).detach(), gate), -20., 20.)
-def _log_ratio_(logprobs, old_logprobs, gate): return gate_(logprobs - old_logprobs, gate).clamp_(-20., 20.)
-def _capped(ratio, advantages, clip_low, clip_high, dual_clip):
-    return _gain(advantages, F.hardtanh(ratio, -math.inf, 1+clip_high), F.hardtanh(ratio, 1-clip_low, dual_clip or math.inf))
-@torch.no_grad()
-def _moved(x, gate):
-    found = [number for x,on in blocks(x, gate) for number in _move(x.exp(), on)]
-    return _watched(torch.stack(found).view(-1, 3), gate.sum())
-def _move(ratio, gate, room=None):
-    log = torch.log(ratio, out=room)
-    k3 = torch.sub(ratio.sub_(1), log, out=log).sum()
-    ratio.add_(gate)
-    return k3, ratio.sum(), largest(ratio)
-def _watched(found, n):
-    *cut, k3, total, _ = found.sum(0).unbind()
-    return dict(approx_kl=Mean(k3, n), ratio=Mean(total, n), ratio_max=Max(found[:,-1].amax())) | (_cuts(cut, n) if cut else {})
-def _beyond(x, side, least, most): return x.clamp(least, most).sub_(x).sign_().mul_(side).sign_().clamp_(max=0)
-@torch.no_grad()
-def _clipped(ratio, side, gate, least, most, dual=None):
-    found = [number for r,s in blocks(ratio, side) for number in _cut(r, s, least, most, dual)]
-    return _cuts(torch.stack(found).view(-1, 2 if dual is None else 3).sum(0).unbind(), gate.sum())
-def _cut(ratio, side, least, most, dual):
-    down, up = holds(torch.lt, side, 0).flatten(), holds(torch.gt, side, 0).flatten()
-    beyond = [(torch.lt, least, down), (torch.gt, most, up)] + ([] if dual is None else [(torch.gt, dual, down)])
-    return [torch.dot(holds(test, ratio, border).flatten(), pulled.to(ratio.dtype)) for test,border,pulled in beyond]
-def _cuts(cut, n):
-    return dict(clip_frac=Mean(sum(cut), n)) | {f"clip_frac_{side}": Mean(x, n) for side,x in zip(("low", "high", "dual"), cut, strict=False)}
+# until 13b is rewritten
+def _loss(gain, gate, over, denom): return aggregate(-gain, gate > 0, over=over, denom=denom)
+def _log_ratio(logprobs, old_logprobs, gate): return log_ratio(logprobs, old_logprobs, gate > 0)
+def _moved(x, gate): return ratio_metrics(x.exp(), gate > 0)
 
 # %% ../nbs/13_policy_losses.ipynb #4a71e56e
 def log_ratio(
@@ -126,9 +96,10 @@ def clip_metrics(
     mean([x < low ∧ Â < 0] + [x > high ∧ Â > 0]). Huang et al. 2022, "The 37 implementation details of PPO", 12."""
     same_shape(x=x, advantages=advantages, mask=mask)
     down, up = (mask, mask) if advantages is None else (mask & (advantages < 0), mask & (advantages > 0))
-    cut = dict(low=(x < low) & down, high=(x > high) & up) | ({} if dual is None else dict(dual=(x > dual) & down))
-    n, counts = mask.sum(), {side: c.sum() for side,c in cut.items()}
-    return dict(clip_frac=Mean(sum(counts.values()), n)) | {f"clip_frac_{side}": Mean(c, n) for side,c in counts.items()}
+    cut = dict(clip_frac_low=(x < low) & down, clip_frac_high=(x > high) & up)
+    if dual is not None: cut["clip_frac_dual"] = (x > dual) & down
+    counts, n = {k: c.sum() for k,c in cut.items()}, mask.sum()
+    return {k: Mean(c, n) for k,c in (dict(clip_frac=sum(counts.values())) | counts).items()}
 
 # %% ../nbs/13_policy_losses.ipynb #a8988d7b
 def ppo_loss(
@@ -189,6 +160,37 @@ def dr_grpo_loss(
         f"dr_grpo_loss: max_tokens is {max_tokens}; it is the longest answer that sampling allows, 1 or more")
     n = divisor(denom, "n_rows", mask.any(-1).sum()) * max_tokens
     return ppo_loss(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high, denom=n)
+
+# %% ../nbs/13_policy_losses.ipynb #eb4ea745
+def adaptive_clip(
+    logprobs:Float[Tensor, "B T"],     # log π of the tokens as the step begins
+    old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens
+    advantages:Float[Tensor, "B T"],   # Â
+    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    *,
+    share:float=0.5,                   # ρ₀: what tokens with Â > 0 shall contribute, of 1
+    clip_low:tuple[float, float]=(0.4, 0.1),  # ε_low at the start of the search and at its end, which is not larger
+    clip_high:tuple[float, float]=(0.2, 2.0), # ε_high at the start and at the end, which is not smaller
+    step:float=0.05,                   # how much a bound moves at a time
+)->tuple[float, float]: # (clip_low, clip_high) for the loss
+    """The narrowest clip interval in which good tokens contribute their share of the surrogate.
+
+    P ≥ share·(P + N), P = Σ₊ min(ρ, 1+ε_high)Â, N = Σ₋ max(ρ, 1−ε_low)|Â|; ε_low is lowered first, then ε_high raised.
+    Xi et al. 2025 (BAPO), as in the authors' code. It reads values, so it waits for the device."""
+    same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    if not (clip_low[0] >= clip_low[1] >= 0 and 0 <= clip_high[0] <= clip_high[1] and step > 0): raise ValueError(
+        f"adaptive_clip: clip_low is {clip_low}, clip_high is {clip_high}, step is {step}; "
+        "clip_low goes down to its second number, clip_high up, in steps above 0")
+    ratio = log_ratio(logprobs.detach(), old_logprobs, mask).exp()
+    A = torch.where(mask, promoted(advantages.detach()), 0.)
+    lows = [max(clip_low[0] - i*step, clip_low[1]) for i in range(_steps(clip_low, step) + 1)]
+    highs = [min(clip_high[0] + i*step, clip_high[1]) for i in range(_steps(clip_high, step) + 1)]
+    for low,high in [(low, highs[0]) for low in lows] + [(lows[-1], high) for high in highs[1:]]:
+        good, bad = (ratio.clamp(max=1+high)*A.relu()).sum(), (ratio.clamp(min=1-low)*(-A).relu()).sum()
+        if good >= share*(good + bad): break
+    return low, high
+
+def _steps(bounds, step): return math.ceil(round(abs(bounds[1]-bounds[0])/step, 6))
 
 # %% ../nbs/13_policy_losses.ipynb #32d0bc5f
 def grpo_loss(

@@ -74,7 +74,7 @@ GIVEN = dict(
 )
 PLAIN = {  # no block on tensors: why no law is asked of it
     "same_shape": "a guard", "divisor": "reads a count", "merge": "joins dictionaries", "assert_on_policy": "a guard that waits for the device", "explained_variance": "reads a number from metrics", "effective_share": "reads a number from metrics", "probability_correlation": "reads a number from metrics",
-    "adaptive_kl_coef": "numbers on the host", "annealed_kl_coef": "numbers on the host", "adaptive_entropy_coef": "numbers on the host",
+    "adaptive_clip": "numbers on the host", "adaptive_kl_coef": "numbers on the host", "annealed_kl_coef": "numbers on the host", "adaptive_entropy_coef": "numbers on the host",
 }
 LAWLESS = {  # a block, but not one of rows: which law is meaningless
     "aggregate": "a reduction, no loss", "masked_mean": "a reduction", "masked_std": "a reduction", "masked_sum": "a reduction", "mean_of": "makes a metric",
