@@ -167,8 +167,8 @@ def aot_loss(
 def _finite(chosen, rejected, weights): return (counted(finite_logprobs(x), weights) for x in (chosen, rejected))
 
 def simpo_loss(
-    chosen:Float[Tensor, " P"],   # mean log-prob a token, masked_mean(logprobs, mask, dim=-1); with gradient
-    rejected:Float[Tensor, " P"], # the same of the other answer; with gradient
+    chosen:Float[Tensor, " P"],   # mean log-prob per token, masked_mean(logprobs, mask, dim=-1); not the sum
+    rejected:Float[Tensor, " P"], # mean log-prob per token, masked_mean(logprobs, mask, dim=-1); not the sum
     *,
     weights:Float[Tensor, " P"]|None=None, # multiplies each pair's loss; 0 leaves the pair out
     beta:float=2.0,            # β, reward per nat and token
@@ -184,8 +184,8 @@ def simpo_loss(
 
 # %% ../nbs/15a_margins.ipynb #4b7f3f0b
 def alphapo_loss(
-    chosen:Float[Tensor, " P"],   # mean log-prob a token, masked_mean(logprobs, mask, dim=-1); with gradient
-    rejected:Float[Tensor, " P"], # the same of the other answer; with gradient
+    chosen:Float[Tensor, " P"],   # mean log-prob per token, masked_mean(logprobs, mask, dim=-1); not the sum
+    rejected:Float[Tensor, " P"], # mean log-prob per token, masked_mean(logprobs, mask, dim=-1); not the sum
     *,
     weights:Float[Tensor, " P"]|None=None, # multiplies each pair's loss; 0 leaves the pair out
     alpha:float=0.25,          # α, bend of the reward; 0 = SimPO
@@ -202,8 +202,8 @@ def alphapo_loss(
 
 # %% ../nbs/15a_margins.ipynb #2b73b424
 def orpo_loss(
-    chosen:Float[Tensor, " P"],   # mean log-prob a token, masked_mean(logprobs, mask, dim=-1); with gradient
-    rejected:Float[Tensor, " P"], # the same of the other answer; with gradient
+    chosen:Float[Tensor, " P"],   # mean log-prob per token, masked_mean(logprobs, mask, dim=-1); not the sum
+    rejected:Float[Tensor, " P"], # mean log-prob per token, masked_mean(logprobs, mask, dim=-1); not the sum
     *,
     weights:Float[Tensor, " P"]|None=None, # multiplies each pair's loss; 0 leaves the pair out
     odds_coef:float=0.1,       # λ, weight of the odds ratio beside the NLL
