@@ -1,7 +1,9 @@
 """Building blocks for reinforcement learning on language, vision-language and audio-language models.
 
 Floors 0-2 (arithmetic, algorithms, data) are imported here and need only torch, einops and jaxtyping. Wrappers and placement come
-by name when first asked for, with the libraries they stand on.
+by name when first asked for, with the libraries they need. `rlblocks.<Tab>` shows losses, estimators, data and wrappers; no
+modules, and not what few people look for: oracles (`naive_gae`), names for annotations (`Denom`) and guards (`same_shape`).
+nbs/blocks.ipynb has all blocks on one page.
 """
 import gc
 import sys
@@ -43,13 +45,16 @@ from rlblocks.margins import (
     ld_logprobs, orpo_loss, simpo_loss, tpo_loss, wpo_weights,
 )
 from rlblocks.masked import (
-    Last, Max, Mean, aggregate, aggregate_rows, finite_logprobs, gate_of, gated, masked_mean, masked_std, masked_sum, mean_of, merge,
-    promoted, same_shape, whiten,
+    Counts, Denom, Last, Max, Mean, Metric, Over, aggregate, divisor, finite_logprobs, masked_mean, masked_std, masked_sum, mean_of, merge,
+    same_shape, whiten,
 )
 from rlblocks.online_losses import (
     a2po_loss, best_worst_pairs, geometric_mixture, nash_md_loss, qrpo_loss, quantile_rewards, rebel_loss, xpo_loss,
 )
-from rlblocks.oracles import sample_columns
+from rlblocks.oracles import (
+    naive_aggregate, naive_gae, naive_group_advantages, naive_leave_one_out, naive_ppo_loss, naive_returns, naive_token_logprobs,
+    naive_value_loss, sample_columns,
+)
 from rlblocks.packing import Packed, bin_pack, drop_long, micro_batch_count, pack, pad, plan_micro_batches, shared_prefix, split_long, unpack
 from rlblocks.policy_losses import assert_on_policy, bnpo_loss, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss, log_ratio, ppo_loss
 from rlblocks.preference_losses import (
@@ -97,38 +102,39 @@ _LAZY = dict(Checkpoint="checkpoint", writable="checkpoint", Grader="graders", m
              Rollout="rollout", here="place", later="place", loop_from="run", plan="planning", plan_rollout="planning", SpmdPool="spmd", step_seconds="planning")
 
 __all__ = [
-    "Batch", "Buffer", "Checkpoint", "Critic", "Demonstrations", "EffectiveShare", "Feedback", "Grader", "Last", "Max", "Mean",
-    "Packed", "Policy", "Preferences", "Prompts", "Ragged", "Rollout", "Scorer", "SpmdPool", "Whole", "a2po_loss",
-    "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "aggregate_rows", "alpha_reward", "alphapo_loss", "annealed_kl_coef",
+    "Batch", "Buffer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "EffectiveShare", "Feedback", "Grader", "Last",
+    "Max", "Mean", "Metric", "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged", "Rollout", "Scorer", "SpmdPool", "Whole",
+    "a2po_loss", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef",
     "answer_log_ratios", "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy",
     "at_last_token", "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages",
     "best_random_weights", "best_worst_pairs", "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_loss",
     "bradley_terry_loss", "centering_loss", "check_estimator", "check_loss", "chi_reward", "chipo_loss", "cispo_loss",
     "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_rewards", "clipped_surrogate", "correction_metrics",
     "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "dft_loss", "discopop_loss",
-    "discounted_returns", "distill_advantages", "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss",
-    "drop_long", "effective_share", "entropy", "entropy_loss", "exo_loss", "expected_value", "expert_load", "explained_variance",
-    "f_dpo_loss", "finite_logprobs", "fit_row_costs", "forward_kl_loss", "forward_kl_reward", "fresh_mask", "from_arrow", "full_kl",
-    "gae", "gate_of", "gated", "gather_logprobs", "gdpo_advantages", "generative_scores", "geometric_mask", "geometric_mixture",
+    "discounted_returns", "distill_advantages", "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss",
+    "dro_loss", "drop_long", "effective_share", "entropy", "entropy_loss", "exo_loss", "expected_value", "expert_load",
+    "explained_variance", "f_dpo_loss", "finite_logprobs", "fit_row_costs", "forward_kl_loss", "forward_kl_reward", "fresh_mask",
+    "from_arrow", "full_kl", "gae", "gather_logprobs", "gdpo_advantages", "generative_scores", "geometric_mask", "geometric_mixture",
     "geometric_weights", "gmpo_loss", "gpg_advantages", "group_advantages", "group_pass_at_k_advantages", "grpo_loss", "gspo_loss",
     "gspo_token_loss", "here", "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "ipo_loss",
     "iw_opd_weights", "js_reward", "jsd", "jsd_loss", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl",
     "kto_loss", "later", "ld_logprobs", "leave_one_out", "linear_logprobs", "linear_measured", "log_ratio", "loop_from", "luspo_loss",
     "masked_mean", "masked_std", "masked_sum", "math_reward", "mean_of", "merge", "micro_batch_count", "minillm_advantages",
-    "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss", "n_step_returns", "nash_md_loss", "nca_loss",
-    "off_policy_sequence_mask", "on_policy_loss", "opo_advantages", "optimal_token_baseline", "orpo_loss", "over_pairs", "over_rows",
-    "overlong_penalty", "pack", "pad", "pair_log_ratios", "pair_metrics", "pairs", "pass_at_k_advantages", "pf_ppo_weights",
-    "plackett_luce_loss", "plan", "plan_micro_batches", "plan_rollout", "ppo_loss", "predicting", "preference_margin",
-    "process_reward_loss", "promoted", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss", "ratio_corrected",
-    "realigned", "rebel_loss", "refill", "reinforce_loss", "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages",
-    "repeated_tokens", "repetition_penalty", "replay_draw", "resampled_rows", "reverse_kl_loss", "robust_dpo_loss", "router_z_loss",
-    "row_costs", "row_max", "row_mean", "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of",
-    "sequence_logprobs", "sequence_mask", "sequence_weights", "sft_loss", "shared_prefix", "simpo_loss", "soft_values", "split_long",
-    "sppo_loss", "staleness_weights", "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs",
-    "swap_completions", "td_lambda_returns", "teacher_mix_weights", "tie_loss", "to_arrow", "token_covariance", "token_logprobs",
-    "tpo_loss", "truncated_weights", "truncation_penalty", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
-    "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vtrace", "weighted_scores", "whiten", "with_tail", "within",
-    "without_truncated", "without_unscored", "wpo_weights", "writable", "xpo_loss",
+    "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss", "n_step_returns", "naive_aggregate", "naive_gae",
+    "naive_group_advantages", "naive_leave_one_out", "naive_ppo_loss", "naive_returns", "naive_token_logprobs", "naive_value_loss",
+    "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "on_policy_loss", "opo_advantages", "optimal_token_baseline", "orpo_loss",
+    "over_pairs", "over_rows", "overlong_penalty", "pack", "pad", "pair_log_ratios", "pair_metrics", "pairs", "pass_at_k_advantages",
+    "pf_ppo_weights", "plackett_luce_loss", "plan", "plan_micro_batches", "plan_rollout", "ppo_loss", "predicting", "preference_margin",
+    "process_reward_loss", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss", "ratio_corrected", "realigned",
+    "rebel_loss", "refill", "reinforce_loss", "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "repeated_tokens",
+    "repetition_penalty", "replay_draw", "resampled_rows", "reverse_kl_loss", "robust_dpo_loss", "router_z_loss", "row_costs",
+    "row_max", "row_mean", "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of", "sequence_logprobs",
+    "sequence_mask", "sequence_weights", "sft_loss", "shared_prefix", "simpo_loss", "soft_values", "split_long", "sppo_loss",
+    "staleness_weights", "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions",
+    "td_lambda_returns", "teacher_mix_weights", "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "tpo_loss",
+    "truncated_weights", "truncation_penalty", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss",
+    "value_metrics", "vespo_loss", "veto_mask", "vtrace", "weighted_scores", "whiten", "with_tail", "within", "without_truncated",
+    "without_unscored", "wpo_weights", "writable", "xpo_loss",
 ]
 
 # what is not in this version, and what does its work
@@ -144,4 +150,7 @@ def __getattr__(name):
         raise (ImportError if importing else AttributeError)(f"rlblocks has no {name}: {_TO_COME[name]}")
     raise AttributeError(f"module 'rlblocks' has no attribute {name!r}")
 
-def __dir__(): return [*__all__, "__version__"]
+# importable by name, but not among what `rlblocks.<Tab>` shows: oracles, what only annotations name, and plumbing
+_APART = {"Counts", "Denom", "EffectiveShare", "Metric", "Over", "Whole", "divisor", "same_shape"}
+
+def __dir__(): return [*(name for name in __all__ if name not in _APART and not name.startswith("naive_")), "__version__"]

@@ -202,28 +202,34 @@ def counted(kind):
     b = Batch(per_row=("marks", "ratings", "marked"), mask=mask, lengths=torch.full((6,), 3), unit=torch.arange(6)//2, chosen=torch.arange(6) % 2 == 0,
               score=torch.randn(6, generator=g).double(), tied=torch.tensor([False, False, True, True, True, True]), marks=torch.randn(6, 2, generator=g).double(),
               ratings=torch.randn(6, 2, generator=g).double(), marked=torch.tensor([[True, False]]*5 + [[True, True]]), z=torch.randn(6, 3, 2, generator=g).double(),
-              labels=torch.zeros(6, 3, dtype=torch.long), steps=mask & (torch.arange(6) != 1)[:, None] & (torch.arange(3) > 1), judged=torch.arange(6) != 1)
+              labels=torch.zeros(6, 3, dtype=torch.long), steps=mask & (torch.arange(6) != 1)[:, None] & (torch.arange(3) > 1))
     loss = dict(
         tied=lambda b, denom: tie_loss(*pairs(b.score, b), pairs(b.tied, b)[0], denom=denom),
         marked=lambda b, denom: rating_loss(b.marks, b.ratings, b.marked, denom=denom),
         steps=lambda b, denom: process_reward_loss(b.z, b.labels, b.steps, denom=denom),
-        judged=lambda b, denom: process_reward_loss(b.z, b.labels, b.steps, over="rows", denom=denom),
         units=lambda b, denom: bradley_terry_loss(*pairs(b.score, b), denom=denom))[kind]
-    return b, lambda b, denom: loss(b, denom)[0], dict(tied=2, marked=7, steps=5, judged=5, units=3)[kind]
+    return b, lambda b, denom: loss(b, denom)[0], dict(tied=2, marked=7, steps=5, units=3)[kind]
 
 
-@pytest.mark.parametrize("kind", ["tied", "marked", "steps", "judged", "units"])
+@pytest.mark.parametrize("kind", ["tied", "marked", "steps", "units"])
 def test_a_batch_as_denom_counts_what_the_loss_counts(kind):
     b, loss, n = counted(kind)
     assert getattr(b, f"n_{kind}") == n and loss(b, b) == loss(b, n) == loss(b, None)
     assert_close(sum(loss(part, part) for part in b.parts(3)), loss(b, b))
 
 
-@pytest.mark.parametrize("kind", ["tied", "marked", "steps", "judged"])
+@pytest.mark.parametrize("kind", ["tied", "marked", "steps"])
 def test_a_batch_that_cannot_count_it_is_refused(kind):
     "Not divided by tokens, rows or pairs instead."
     b, loss, _ = counted(kind)
     with pytest.raises(TypeError, match=f"which has no n_{kind}"): loss(b, b.drop(kind))
+
+
+def test_solutions_with_a_judged_step_are_given_as_a_number():
+    b, _, _ = counted("steps")
+    def loss(b, denom): return process_reward_loss(b.z, b.labels, b.steps, over="rows", denom=denom)[0]
+    assert_close(sum(loss(part, 5) for part in b.parts(3)), loss(b, None))
+    with pytest.raises(TypeError, match="process_reward_loss: over='rows' divides by solutions with a judged step"): loss(b, b)
 
 
 def test_centering_by_hand():
