@@ -251,8 +251,8 @@ def process_reward_loss(
 
 def _step_count(over, denom):
     if over == "rows" and isinstance(denom, Counts):
-        raise TypeError("process_reward_loss: over='rows' divides by solutions with a judged step, which a batch does not "
-                        "count; give their number in the optimizer step, int(steps.any(1).sum())")
+        raise TypeError("process_reward_loss: over='rows' divides by solutions with a judged step, which a batch does "
+                        "not count; give their number in the optimizer step, int(steps.any(1).sum())")
     return None if denom is None else divisor(denom, "n_steps", None)
 
 # %% ../nbs/16_reward_losses.ipynb #ec016129

@@ -65,7 +65,7 @@ GIVEN = dict(
     staleness_weights=dict(policy_version=ids(5, 16), now=5), standardized=dict(x=COLS["scores"], moments=torch.tensor([16., .3, 9.], dtype=torch.float64)),
     step_rewards=dict(scores=HEADS, step=ids(3, 16, 1).expand(16, 16).contiguous()), straight_through=dict(value=noise(16, 16), gradient=noise(16, 16, seed=1)),
     support_logprobs=TOP, swap_completions=dict(other=torch.arange(16).roll(1)), token_logprobs=dict(logits=LOGITS, tokens=COLS["tokens"] % 7),
-    answer_log_ratios=ANSWERS, over_pairs=dict(loss=ROWS), over_rows=dict(loss=ROWS), chi_reward=dict(log_ratio=ROWS), chipo_loss=dict(max_reward=.3),
+    answer_log_ratios=ANSWERS, pair_metrics=dict(chosen_log_ratio=ROWS, rejected_log_ratio=noise(16, seed=1)), over_pairs=dict(loss=ROWS), over_rows=dict(loss=ROWS), chi_reward=dict(log_ratio=ROWS), chipo_loss=dict(max_reward=.3),
     rebel_loss=dict(score_gap=ROWS), qrpo_loss=ANSWERS | dict(quantiles=noise(16, seed=2).sigmoid()), quantile_rewards=dict(scores=COLS["scores"], ref_scores=noise(16, 5)),
     tpo_loss=dict(gold=ROWS), truncation_penalty=dict(truncated=flags(16)), two_hot=dict(bins=BINS), udm_weights=dict(prob_desirable=ROWS.sigmoid()),
     uld_loss=dict(logits=LOGITS, teacher_logits=noise(16, 16, 9)), update_moments=dict(moments=torch.tensor([16., .3, 9.], dtype=torch.float64), x=COLS["scores"]),
