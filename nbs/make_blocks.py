@@ -8,11 +8,12 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TITLE = "# All blocks\n\n> Every public name of floors 0 and 1 on one line: what it does, from which paper, where it is explained"
-INTRO = """Made by `nbs/make_blocks.py` from the docstrings; edit those. Every name is imported with `from rlblocks import …`, or
-from its module where that is said. `rlblocks.<Tab>` leaves out what few people look for: the oracles (`naive_…`) and the
-names that only annotations need."""
-PAPER = re.compile(r"([A-Z][\w'’\-]+(?: et al\.|(?:, [A-Z][\w'’\-]+)* and [A-Z][\w'’\-]+)? (?:19|20)\d\d[a-z]?)\b")
+TITLE = "# All blocks\n\n> Every public name of floors 0 and 1: what it does, from which paper, where it is explained"
+INTRO = """Made by `nbs/make_blocks.py` from the docstrings; edit those. Every name is imported with
+`from rlblocks import …`, or from its module where that is said. `rlblocks.<Tab>` leaves out what few people look for: the
+oracles (`naive_…`), guards, and the names that only annotations need."""
+NAME = r"[A-Z][\w'’\-]+"
+PAPER = re.compile(rf"({NAME}(?: et al\.|(?:, {NAME})* and {NAME})? (?:19|20)\d\d[a-z]?)\b")
 LINK = re.compile(r"\[([^\]]+)\]\((https?://[^)\s]+)\)")
 
 
@@ -94,8 +95,9 @@ def render():
         cells += [f"## {title}\n\n{about}: [{path.stem}]({path.name})", rows]
     cells = [dict(cell_type="markdown", id=f"{i:08x}", metadata={}, source=text.splitlines(keepends=True))
              for i, text in enumerate(cells)]
-    kernel = dict(kernelspec=dict(display_name="python3", language="python", name="python3"))
-    return json.dumps(dict(cells=cells, metadata=kernel, nbformat=4, nbformat_minor=5), indent=1, ensure_ascii=False) + "\n"
+    metadata = dict(kernelspec=dict(display_name="python3", language="python", name="python3"))
+    book = dict(cells=cells, metadata=metadata, nbformat=4, nbformat_minor=5)
+    return json.dumps(book, indent=1, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__": (ROOT/"nbs/blocks.ipynb").write_text(render(), encoding="utf-8")

@@ -167,8 +167,8 @@ def aot_loss(
 def _finite(chosen, rejected, weights): return (counted(finite_logprobs(x), weights) for x in (chosen, rejected))
 
 def simpo_loss(
-    chosen:Float[Tensor, " P"],   # mean log-prob a token, masked_mean(logprobs, mask, dim=-1); with gradient
-    rejected:Float[Tensor, " P"], # the same of the other answer; with gradient
+    chosen:Float[Tensor, " P"],   # mean log-prob per token, masked_mean(logprobs, mask, dim=-1); not the sum
+    rejected:Float[Tensor, " P"], # mean log-prob per token, masked_mean(logprobs, mask, dim=-1); not the sum
     *,
     weights:Float[Tensor, " P"]|None=None, # multiplies each pair's loss; 0 leaves the pair out
     beta:float=2.0,            # β, reward per nat and token
@@ -184,8 +184,8 @@ def simpo_loss(
 
 # %% ../nbs/15a_margins.ipynb #4b7f3f0b
 def alphapo_loss(
-    chosen:Float[Tensor, " P"],   # mean log-prob a token, masked_mean(logprobs, mask, dim=-1); with gradient
-    rejected:Float[Tensor, " P"], # the same of the other answer; with gradient
+    chosen:Float[Tensor, " P"],   # mean log-prob per token, masked_mean(logprobs, mask, dim=-1); not the sum
+    rejected:Float[Tensor, " P"], # mean log-prob per token, masked_mean(logprobs, mask, dim=-1); not the sum
     *,
     weights:Float[Tensor, " P"]|None=None, # multiplies each pair's loss; 0 leaves the pair out
     alpha:float=0.25,          # α, bend of the reward; 0 = SimPO
@@ -202,8 +202,8 @@ def alphapo_loss(
 
 # %% ../nbs/15a_margins.ipynb #2b73b424
 def orpo_loss(
-    chosen:Float[Tensor, " P"],   # mean log-prob a token, masked_mean(logprobs, mask, dim=-1); with gradient
-    rejected:Float[Tensor, " P"], # the same of the other answer; with gradient
+    chosen:Float[Tensor, " P"],   # mean log-prob per token, masked_mean(logprobs, mask, dim=-1); not the sum
+    rejected:Float[Tensor, " P"], # mean log-prob per token, masked_mean(logprobs, mask, dim=-1); not the sum
     *,
     weights:Float[Tensor, " P"]|None=None, # multiplies each pair's loss; 0 leaves the pair out
     odds_coef:float=0.1,       # λ, weight of the odds ratio beside the NLL
@@ -238,7 +238,7 @@ def cpo_loss(
     same_shape(chosen=chosen, rejected=rejected, weights=weights)
     c, r = _finite(chosen, rejected, weights)
     loss = -F.logsigmoid(beta*(c - r)) - nll_coef*c
-    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(beta*c, beta*r, weights=weights)
+    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(c, r, beta=beta, weights=weights)
 
 def tpo_loss(
     chosen:Float[Tensor, " P"],       # log π of the preferred answer, sum (TPO) or mean (TPO-L); carries the gradient
@@ -258,4 +258,4 @@ def tpo_loss(
     same_shape(chosen=chosen, rejected=rejected, gold=gold, weights=weights)
     c, r = _finite(chosen, rejected, weights)
     loss = -F.logsigmoid(beta*(c - r) - gamma) - nll_coef*counted(finite_logprobs(gold), weights)
-    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(beta*c, beta*r, weights=weights)
+    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(c, r, beta=beta, weights=weights)

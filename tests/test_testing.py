@@ -366,7 +366,7 @@ def test_a_block_that_only_knows_numbers_gets_one():
         check_loss(fn, **kw)
         assert set(seen) == expected
     with pytest.raises(AssertionError, match="denom law"): check_loss(loss, denom="n_units") # tokens, divided by units
-    def typo(logprobs, mask, *, denom=None): return aggregate(-logprob, mask, denom=denom), {} # noqa: F821
+    def typo(logprobs, mask, *, denom=None): return aggregate(-logprob, mask, denom=denom), {}
     with pytest.raises(NameError): check_loss(typo) # an error of its own comes out as it is
 
 
