@@ -23,6 +23,7 @@ from rlblocks.best_of import (
     resampled_rows,
 )
 from rlblocks.buffer import Buffer, replay_draw
+from rlblocks.components import components_loss
 from rlblocks.corrections import (
     EffectiveShare, binary_kl, binary_tv, correction_metrics, effective_share, fresh_mask, geometric_mask, geometric_weights, icepop_weights,
     off_policy_sequence_mask, row_max, row_mean, row_sum, sequence_mask, sequence_weights, staleness_weights, truncated_weights, veto_mask,
@@ -104,7 +105,7 @@ __all__ = [
     "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_worst_pairs",
     "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bradley_terry_loss", "centering_loss", "check_estimator",
     "check_loss", "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards", "clipped_surrogate",
-    "correction_metrics", "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "dft_loss",
+    "components_loss", "correction_metrics", "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "dft_loss",
     "discopop_loss", "discounted_returns", "divisor", "distill_advantages", "dpo_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss",
     "drop_long", "effective_share", "entropy", "entropy_loss", "exo_loss", "expected_value", "expert_load", "explained_variance",
     "f_dpo_loss", "finite_logprobs", "fit_row_costs", "forward_kl_loss", "forward_kl_reward", "fresh_mask", "from_arrow", "full_kl", "gae",
