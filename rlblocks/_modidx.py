@@ -238,6 +238,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'rlblocks.combine': { 'rlblocks.combine._weighed': ('combine.html#_weighed', 'rlblocks/combine.py'),
                                   'rlblocks.combine.main': ('combine.html#main', 'rlblocks/combine.py'),
                                   'rlblocks.combine.merge_adapters': ('combine.html#merge_adapters', 'rlblocks/combine.py')},
+            'rlblocks.components': { 'rlblocks.components._term': ('components.html#_term', 'rlblocks/components.py'),
+                                     'rlblocks.components.components_loss': ('components.html#components_loss', 'rlblocks/components.py')},
             'rlblocks.convert': { 'rlblocks.convert.Stored': ('convert.html#stored', 'rlblocks/convert.py'),
                                   'rlblocks.convert._blank': ('convert.html#_blank', 'rlblocks/convert.py'),
                                   'rlblocks.convert._convert_adapter': ('convert.html#_convert_adapter', 'rlblocks/convert.py'),

@@ -18,8 +18,8 @@ def sft_loss(
     logprobs:Float[Tensor, "B T"], # log π of the tokens, carries the gradient
     mask:Bool[Tensor, "B T"],      # True where token t is to be learnt
     *,
-    over:Over="tokens",            # what weighs the same: every token, every row, or every group of rows
-    denom:Denom=None,              # the batch (denom=b), or the count of the optimizer step; None = this call is all
+    over:Over="tokens",            # what weighs the same: every token, every row or every group
+    denom:Denom=None,              # the batch (denom=b), or its tokens or rows; None = this call is the batch
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics)
     """Negative log-likelihood of the tokens.
 
@@ -33,8 +33,8 @@ def dft_loss(
     logprobs:Float[Tensor, "B T"], # log π of the tokens, carries the gradient
     mask:Bool[Tensor, "B T"],      # True where token t is to be learnt
     *,
-    over:Over="tokens",            # what weighs the same: every token, every row, or every group of rows
-    denom:Denom=None,              # the batch (denom=b), or the count of the optimizer step; None = this call is all
+    over:Over="tokens",            # what weighs the same: every token, every row or every group
+    denom:Denom=None,              # the batch (denom=b), or its tokens or rows; None = this call is the batch
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics)
     """Negative log-likelihood, each token weighted by its own probability.
 
@@ -59,8 +59,8 @@ def predicting(
 def jsd(
     logits:Float[Tensor, "*shape V"],         # of the student, carries the gradient
     teacher_logits:Float[Tensor, "*shape V"], # of the teacher at the same positions, data; log-probabilities will do
-    mask:Bool[Tensor, "*shape"]|None=None,    # True where to compare; None = everywhere
     *,
+    mask:Bool[Tensor, "*shape"]|None=None,    # True where to compare; None = everywhere
     beta:float=0.5,                           # share of the teacher in the mixture; 0: forward KL, 1: reverse KL
     temperature:float=1.0,                    # divides both logits; the divergence is not multiplied by its square
 )->Float[Tensor, "*shape"]: # nats, ≥ 0, 0 where `mask` is False
@@ -104,8 +104,8 @@ def forward_kl_loss(
     mask:Bool[Tensor, "B T"],              # True where to compare: b.mask for out.logits, predicting(mask) if bare
     *,
     temperature:float=1.0,                 # divides both logits; the loss is not multiplied by its square
-    over:Over="tokens",                    # what weighs the same: every token, every row, or every group of rows
-    denom:Denom=None,                      # the batch (denom=b), or the count of the step; None = this call is all
+    over:Over="tokens",                    # what weighs the same: every token, every row or every group
+    denom:Denom=None,                      # the batch (denom=b), or its tokens or rows; None = this call is the batch
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics)
     """Divergence of the student from the teacher, averaged over what the teacher would say.
 
@@ -124,8 +124,8 @@ def reverse_kl_loss(
     mask:Bool[Tensor, "B T"],              # True where to compare: b.mask for out.logits, predicting(mask) if bare
     *,
     temperature:float=1.0,                 # divides both logits; the loss is not multiplied by its square
-    over:Over="tokens",                    # what weighs the same: every token, every row, or every group of rows
-    denom:Denom=None,                      # the batch (denom=b), or the count of the step; None = this call is all
+    over:Over="tokens",                    # what weighs the same: every token, every row or every group
+    denom:Denom=None,                      # the batch (denom=b), or its tokens or rows; None = this call is the batch
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics)
     """Divergence of the student from the teacher, averaged over what the student would say.
 
@@ -146,8 +146,8 @@ def jsd_loss(
     *,
     beta:float=0.5,                        # share of the teacher in the mixture; 0: forward KL, 1: reverse KL
     temperature:float=1.0,                 # divides both logits; the loss is not multiplied by its square
-    over:Over="tokens",                    # what weighs the same: every token, every row, or every group of rows
-    denom:Denom=None,                      # the batch (denom=b), or the count of the step; None = this call is all
+    over:Over="tokens",                    # what weighs the same: every token, every row or every group
+    denom:Denom=None,                      # the batch (denom=b), or its tokens or rows; None = this call is the batch
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics)
     """Generalised Jensen–Shannon divergence of student and teacher.
 
@@ -199,8 +199,8 @@ def uld_loss(
     mask:Bool[Tensor, "B T"],              # True where to compare
     *,
     temperature:float=1.0,                 # divides both logits
-    over:Over="tokens",                    # what weighs the same: every token, every row, or every group of rows
-    denom:Denom=None,                      # the batch (denom=b), or the count of the step; None = this call is all
+    over:Over="tokens",                    # what weighs the same: every token, every row or every group
+    denom:Denom=None,                      # the batch (denom=b), or its tokens or rows; None = this call is the batch
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics)
     """Distance of the sorted probabilities of two models with different vocabularies.
 

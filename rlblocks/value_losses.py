@@ -40,8 +40,8 @@ def value_loss(
     *,
     clip:float|None=0.2,             # ε: how far from V_old a move still pays, in units of the reward; None = no limit
     huber:float|None=None,           # δ: a larger error is not squared, in units of the reward; None = all are squared
-    over:Over="tokens",              # what weighs the same: every token, every row, or every group of rows
-    denom:Denom=None,                # the batch (denom=b), or the count of the optimizer step; None = this call is all
+    over:Over="tokens",              # what weighs the same: every token, every row or every group
+    denom:Denom=None,                # the batch (denom=b), or its tokens or rows; None = this call is the batch
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics)
     """Squared error of the critic, which gains nothing by moving more than ε from its old values.
 
@@ -136,8 +136,8 @@ def classification_value_loss(
     targets:Float[Tensor, "B T K"], # a distribution over the bins: `two_hot` or `hl_gauss` of the returns
     mask:Bool[Tensor, "B T"],       # True where the policy chose token t
     *,
-    over:Over="tokens",             # what weighs the same: every token, every row, or every group of rows
-    denom:Denom=None,               # the batch (denom=b), or the count of the optimizer step; None = this call is all
+    over:Over="tokens",             # what weighs the same: every token, every row or every group
+    denom:Denom=None,               # the batch (denom=b), or its tokens or rows; None = this call is the batch
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics)
     """Cross-entropy of a critic that classifies.
 

@@ -76,6 +76,7 @@ GIVEN = dict(
     without_truncated=dict(truncated=flags(16)), wpo_weights=dict(sum_pi_squared=noise(16, 16).sigmoid()), xpo_loss=dict(ref_wins=flags(16)),
 )
 PLAIN = {  # no block on tensors: why no law is asked of it
+    "components_loss": "reads a batch: its closure is under the laws in test_components",
     "same_shape": "a guard", "divisor": "reads a count", "merge": "joins dictionaries", "assert_on_policy": "a guard that waits for the device", "explained_variance": "reads a number from metrics", "effective_share": "reads a number from metrics", "probability_correlation": "reads a number from metrics",
     "adaptive_clip": "numbers on the host", "adaptive_kl_coef": "numbers on the host", "annealed_kl_coef": "numbers on the host", "adaptive_entropy_coef": "numbers on the host",
 }

@@ -27,7 +27,7 @@ def batch(T=None, B=6):
 
 def divergence(head, beta): return lambda logits, teacher_hidden, temperature: jsd(logits, head(teacher_hidden, temperature=temperature), beta=beta)
 def straight(out, b): return masked_mean(out.measured, b.mask, denom=b.n_tokens), {}
-def in_full(out, b, beta): return masked_mean(jsd(out.logits, b.teacher_logits, b.mask, beta=beta), b.mask, denom=b.n_tokens), {}
+def in_full(out, b, beta): return masked_mean(jsd(out.logits, b.teacher_logits, mask=b.mask, beta=beta), b.mask, denom=b.n_tokens), {}
 
 
 def gradient(net, b, loss, **asked):
