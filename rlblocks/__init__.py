@@ -75,6 +75,9 @@ from rlblocks.shaping import (
 )
 from rlblocks.teachers import distill_advantages, iw_opd_weights, minillm_advantages, realigned, teacher_mix_weights
 from rlblocks.testing import check_estimator, check_loss
+from rlblocks.trajectories import (
+    gigpo_advantages, hierarchical_advantages, joint_groups, role_advantages, trajectory_returns, vine_advantages,
+)
 from rlblocks.unpaired_losses import (
     aot_units, apo_zero_unpaired_loss, bco_delta, bco_loss, kto_kl, kto_loss, mismatched, swap_completions, udm_weights,
 )
@@ -108,10 +111,10 @@ __all__ = [
     "discopop_loss", "discounted_returns", "distill_advantages", "dpo_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss",
     "drop_long", "effective_share", "entropy", "entropy_loss", "exo_loss", "expected_value", "expert_load", "explained_variance",
     "f_dpo_loss", "finite_logprobs", "fit_row_costs", "forward_kl_loss", "forward_kl_reward", "fresh_mask", "from_arrow", "full_kl", "gae", "gate_of", "gated",
-    "gather_logprobs", "gdpo_advantages", "generative_scores", "geometric_mask", "geometric_mixture", "geometric_weights", "gmpo_loss",
+    "gather_logprobs", "gigpo_advantages", "gdpo_advantages", "generative_scores", "geometric_mask", "geometric_mixture", "geometric_weights", "gmpo_loss",
     "gpg_advantages", "group_advantages", "group_pass_at_k_advantages", "grpo_loss", "gspo_loss", "gspo_token_loss", "here",
-    "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "ipo_loss", "iw_opd_weights", "js_reward", "jsd",
-    "jsd_loss", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later", "ld_logprobs",
+    "high_entropy_mask", "hierarchical_advantages", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "ipo_loss", "iw_opd_weights", "js_reward", "jsd",
+    "jsd_loss", "joint_groups", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later", "ld_logprobs",
     "leave_one_out", "length_adaptive_lam", "linear_logprobs", "linear_measured", "lite_ppo_advantages", "log_exp_loss", "log_ratio", "loop_from", "luspo_loss", "masked_mean", "maxrl_advantages",
     "masked_std", "masked_sum", "math_reward", "mean_of", "merge", "micro_batch_count", "minillm_advantages", "mismatched", "mixed_groups",
     "moe_balance_loss", "multi_head_loss", "n_step_returns", "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "on_policy_loss",
@@ -119,12 +122,12 @@ __all__ = [
     "pf_ppo_weights", "plackett_luce_loss", "plan", "plan_micro_batches", "plan_rollout", "ppo_loss", "predicting", "preference_margin",
     "process_reward_loss", "promoted", "rao_kupper_loss", "rating_loss", "ratio_corrected", "realigned", "refill", "reinforce_loss",
     "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "repeated_tokens", "repetition_penalty", "replay_draw",
-    "resampled_rows", "reverse_kl_loss", "reverse_kl_reward", "robust_dpo_loss", "router_z_loss", "row_costs", "row_max", "row_mean",
+    "resampled_rows", "reverse_kl_loss", "reverse_kl_reward", "robust_dpo_loss", "router_z_loss", "row_costs", "row_max", "role_advantages", "row_mean",
     "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of", "sequence_logprobs", "sequence_mask",
     "sequence_weights", "sft_loss", "shared_prefix", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights",
     "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions", "teacher_mix_weights",
-    "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "tpo_loss", "truncated_weights", "truncation_penalty", "two_hot",
-    "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vtrace",
+    "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "tpo_loss", "truncated_weights", "trajectory_returns", "truncation_penalty", "two_hot",
+    "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vtrace", "vine_advantages",
     "weighted_scores", "whiten", "with_tail", "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "xpo_loss",
 ]
 
