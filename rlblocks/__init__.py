@@ -99,6 +99,10 @@ try:
     )
     from rlblocks.teachers import distill_advantages, iw_opd_weights, minillm_advantages, realigned, teacher_mix_weights
     from rlblocks.testing import check_estimator, check_loss
+    from rlblocks.trajectories import (
+        gigpo_advantages, hierarchical_advantages, joint_groups, role_advantages, trajectory_returns,
+        vine_advantages,
+    )
     from rlblocks.unpaired_losses import (
         aot_units, bco_delta, bco_loss, kto_kl, kto_loss, mismatched, swap_completions, udm_weights,
     )
@@ -138,16 +142,17 @@ __all__ = [
     "dro_loss", "drop_long", "effective_share", "entropy", "entropy_loss", "exo_loss", "expected_value",
     "expert_load", "explained_variance", "f_dpo_loss", "finite_logprobs", "fit_row_costs", "forward_kl_loss",
     "forward_kl_reward", "fresh_mask", "from_arrow", "full_kl", "gae", "gather_logprobs", "gdpo_advantages",
-    "generative_scores", "geometric_mask", "geometric_mixture", "geometric_weights", "gmpo_loss", "gpg_advantages",
-    "group_advantages", "group_pass_at_k_advantages", "grpo_loss", "gspo_loss", "gspo_token_loss", "here",
-    "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "ipo_loss", "iw_opd_weights",
-    "js_reward", "jsd", "jsd_loss", "k3_mask", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped",
-    "kto_kl", "kto_loss", "later", "ld_logprobs", "leave_one_out", "length_adaptive_lam", "linear_logprobs",
-    "linear_measured", "lite_ppo_advantages", "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean",
-    "masked_std", "masked_sum", "math_reward", "maxrl_advantages", "mean_of", "merge", "micro_batch_count",
-    "minillm_advantages", "mismatch_metrics", "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss",
-    "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out",
-    "naive_ppo_loss", "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss",
+    "generative_scores", "geometric_mask", "geometric_mixture", "geometric_weights", "gigpo_advantages",
+    "gmpo_loss", "gpg_advantages", "group_advantages", "group_pass_at_k_advantages", "grpo_loss", "gspo_loss",
+    "gspo_token_loss", "here", "hierarchical_advantages", "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss",
+    "icepop_weights", "ipo_loss", "iw_opd_weights", "joint_groups", "js_reward", "jsd", "jsd_loss", "k3_mask",
+    "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later",
+    "ld_logprobs", "leave_one_out", "length_adaptive_lam", "linear_logprobs", "linear_measured",
+    "lite_ppo_advantages", "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean", "masked_std",
+    "masked_sum", "math_reward", "maxrl_advantages", "mean_of", "merge", "micro_batch_count", "minillm_advantages",
+    "mismatch_metrics", "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss", "n_step_returns",
+    "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out", "naive_ppo_loss",
+    "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss",
     "off_policy_sequence_mask", "on_policy_loss", "opo_advantages", "optimal_token_baseline", "orpo_loss",
     "over_pairs", "over_rows", "overlong_penalty", "pack", "pad", "pair_log_ratios", "pair_metrics", "pairs",
     "pass_at_k_advantages", "pf_ppo_weights", "plackett_luce_loss", "plan", "plan_micro_batches", "plan_rollout",
@@ -155,15 +160,16 @@ __all__ = [
     "proximal_logprobs", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss", "ratio_corrected",
     "ratio_metrics", "realigned", "rebel_loss", "refill", "reinforce_loss", "reinforce_pp_advantages",
     "reinforce_pp_baseline", "remax_advantages", "repeated_tokens", "repetition_penalty", "replay_draw",
-    "resampled_rows", "reverse_kl_loss", "robust_dpo_loss", "router_z_loss", "row_costs", "row_max", "row_mean",
-    "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of", "sequence_logprobs",
-    "sequence_mask", "sequence_ratio", "sequence_weights", "sft_loss", "shared_prefix", "sign_weights",
-    "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards",
-    "step_seconds", "straight_through", "support_logprobs", "swap_completions", "teacher_mix_weights", "tie_loss",
-    "to_arrow", "token_covariance", "token_logprobs", "token_mask", "topr_loss", "tpo_loss", "truncated_weights",
-    "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
-    "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vtrace", "weighted_scores", "whiten", "within",
-    "without_truncated", "without_unscored", "wpo_weights", "writable", "xpo_loss",
+    "resampled_rows", "reverse_kl_loss", "robust_dpo_loss", "role_advantages", "router_z_loss", "row_costs",
+    "row_max", "row_mean", "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of",
+    "sequence_logprobs", "sequence_mask", "sequence_ratio", "sequence_weights", "sft_loss", "shared_prefix",
+    "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized",
+    "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions",
+    "teacher_mix_weights", "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "token_mask", "topr_loss",
+    "tpo_loss", "trajectory_returns", "truncated_weights", "truncation_penalty", "truncation_score", "two_hot",
+    "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask",
+    "vine_advantages", "vtrace", "weighted_scores", "whiten", "within", "without_truncated", "without_unscored",
+    "wpo_weights", "writable", "xpo_loss",
 ]
 
 # what is not in this version, and what does its work

@@ -47,6 +47,9 @@ GIVEN = dict(
     expert_load=dict(router_logits=noise(16, 16, 4), top_k=2), f_dpo_loss=dict(divergence=forward_kl_reward), forward_kl_loss=TEACHER, forward_kl_reward=dict(log_ratio=ROWS),
     fresh_mask=dict(policy_version=ids(5, 16), now=5), full_kl=dict(logits=LOGITS, ref_logits=noise(16, 16, 7, seed=1)), gather_logprobs=dict(logits=LOGITS, targets=COLS["tokens"] % 7),
     gdpo_advantages=dict(scores=HEADS), generative_scores=dict(logits=LOGITS, yes=1, no=(2, 3)), geometric_mixture=dict(logits=LOGITS, ref_logits=noise(16, 16, 7, seed=1)),
+    gigpo_advantages=dict(rewards=ROWS, trajectory=torch.arange(16)//2, step=ids(9, 16), state=ids(3, 16)), trajectory_returns=dict(rewards=ROWS, trajectory=torch.arange(16)//3, step=torch.arange(16)),
+    hierarchical_advantages=dict(role=ids(2, 16), episode=ids(4, 16, seed=1), nested=flags(16)), joint_groups=dict(ids=ids(3, 16)), role_advantages=dict(role=ids(3, 16), baselines=noise(3)),
+    vine_advantages=dict(rollouts=noise(16, 4, 3), step=ids(5, 16, 16)),
     gmpo_loss=dict(advantages=LEVEL), group_pass_at_k_advantages=dict(k=2), gspo_loss=dict(advantages=LEVEL), gspo_token_loss=dict(advantages=LEVEL), hl_gauss=dict(bins=BINS),
     hps_loss=dict(scores=HEADS, preference=noise(16, 3, seed=1).softmax(-1), mask=flags(16, 3)), js_reward=dict(log_ratio=ROWS), jsd=TEACHER, jsd_loss=TEACHER, kl_cov_loss=dict(selected=flags(16, 16)),
     kl_shaped=dict(kl_coef=.1), kto_kl=ANSWERS, kto_loss=ANSWERS | dict(kl=.3), ld_logprobs=dict(shared=COLS["lengths"]//2),
@@ -88,6 +91,7 @@ LAWLESS = {  # a block, but not one of rows: which law is meaningless
     "mismatched": "partners of rows, by their order", "swap_completions": "rows are exchanged", "resampled_rows": "rows are drawn, not kept",
     "straight_through": "two differentiable arguments", "ratio_corrected": "two differentiable arguments",
     "pass_at_k_advantages": "verdicts are 0 or 1: no derivative is asked",
+    "role_advantages": "rows are games, one after the other",
     "length_adaptive_lam": "reads the mask alone",
     "linear_logprobs": "two differentiable arguments, one with no rows", "linear_measured": "two differentiable arguments, one with no rows", "standardized": "float64 moments", "update_moments": "float64 moments",
 }
