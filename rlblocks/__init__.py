@@ -35,6 +35,7 @@ from rlblocks.groups import (
     cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out, opo_advantages, optimal_token_baseline,
     reinforce_pp_baseline, soft_values,
 )
+from rlblocks.implicit_rewards import implicit_process_rewards, implicit_reward_loss
 from rlblocks.kl import adaptive_kl_coef, annealed_kl_coef, full_kl, kl_k1, kl_k2, kl_k3, ratio_corrected, straight_through
 from rlblocks.logprobs import entropy, gather_logprobs, linear_logprobs, linear_measured, sequence_logprobs, token_logprobs
 from rlblocks.margins import (
@@ -110,7 +111,7 @@ __all__ = [
     "f_dpo_loss", "finite_logprobs", "fit_row_costs", "forward_kl_loss", "forward_kl_reward", "fresh_mask", "from_arrow", "full_kl", "gae", "gate_of", "gated",
     "gather_logprobs", "gdpo_advantages", "generative_scores", "geometric_mask", "geometric_mixture", "geometric_weights", "gmpo_loss",
     "gpg_advantages", "group_advantages", "group_pass_at_k_advantages", "grpo_loss", "gspo_loss", "gspo_token_loss", "here",
-    "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "ipo_loss", "iw_opd_weights", "js_reward", "jsd",
+    "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "implicit_process_rewards", "implicit_reward_loss", "ipo_loss", "iw_opd_weights", "js_reward", "jsd",
     "jsd_loss", "k3_mask", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later", "ld_logprobs",
     "leave_one_out", "linear_logprobs", "linear_measured", "log_exp_loss", "log_ratio", "loop_from", "luspo_loss", "masked_mean",
     "masked_std", "masked_sum", "math_reward", "mean_of", "merge", "micro_batch_count", "minillm_advantages", "mismatch_metrics", "mismatched", "mixed_groups",
