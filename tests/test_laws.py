@@ -52,7 +52,7 @@ GIVEN = dict(
     vine_advantages=dict(rollouts=noise(16, 4, 3), step=ids(5, 16, 16)),
     gmpo_loss=dict(advantages=LEVEL), group_pass_at_k_advantages=dict(k=2), gspo_loss=dict(advantages=LEVEL), gspo_token_loss=dict(advantages=LEVEL), hl_gauss=dict(bins=BINS),
     hps_loss=dict(scores=HEADS, preference=noise(16, 3, seed=1).softmax(-1), mask=flags(16, 3)), js_reward=dict(log_ratio=ROWS), jsd=TEACHER, jsd_loss=TEACHER, kl_cov_loss=dict(selected=flags(16, 16)),
-    kl_shaped=dict(kl_coef=.1), kto_kl=ANSWERS, kto_loss=ANSWERS | dict(kl=.3), ld_logprobs=dict(shared=COLS["lengths"]//2),
+    implicit_reward_loss=dict(scores=flags(16).double()), kl_shaped=dict(kl_coef=.1), kto_kl=ANSWERS, kto_loss=ANSWERS | dict(kl=.3), ld_logprobs=dict(shared=COLS["lengths"]//2),
     linear_logprobs=dict(hidden=noise(16, 3), weight=noise(16, 3, seed=1), tokens=torch.arange(16)), linear_measured=dict(hidden=noise(16, 3), weight=noise(16, 3, seed=1), measure=lambda z: z.logsumexp(-1)), luspo_loss=dict(advantages=LEVEL),
     masked_mean=dict(x=COLS["advantages"]), masked_std=dict(x=COLS["advantages"]), masked_sum=dict(x=COLS["advantages"]), mean_of=dict(x=COLS["advantages"]),
     moe_balance_loss=dict(router_logits=noise(16, 16, 4), load=noise(4).softmax(0).expand(16, 4).contiguous()),
@@ -137,7 +137,7 @@ def test_the_tables_name_blocks_that_exist():
 
 ROWWISE = dict(denom="n_rows")
 LAW_OPTIONS = dict(  # what the laws cannot see in a signature: what `denom` counts, what may have a gradient, whether the loss is linear in the advantage
-    dr_grpo_loss=ROWWISE | dict(policy=False), luspo_loss=ROWWISE | dict(policy=False), gspo_loss=ROWWISE, gspo_token_loss=ROWWISE, gmpo_loss=ROWWISE, hps_loss=ROWWISE, plackett_luce_loss=ROWWISE,
+    implicit_reward_loss=ROWWISE, dr_grpo_loss=ROWWISE | dict(policy=False), luspo_loss=ROWWISE | dict(policy=False), gspo_loss=ROWWISE, gspo_token_loss=ROWWISE, gmpo_loss=ROWWISE, hps_loss=ROWWISE, plackett_luce_loss=ROWWISE,
     dro_loss=dict(policy=False), clip_cov_loss=dict(policy=False), kl_cov_loss=dict(policy=False),
     multi_head_loss=ROWWISE | dict(wrt=("first", "second")), safety_loss=dict(wrt=("riskier", "safer")), tpo_loss=dict(wrt=("chosen", "rejected", "gold")),
 )
