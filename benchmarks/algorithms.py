@@ -11,6 +11,9 @@ say how sure it is. On a busy machine use --threads 1: several threads wait for 
 is measured, not the wall's. Memory is the highest sum of live tensors that the call itself made, as torch's allocator reports it (CUDA:
 max_memory_allocated): exact on any machine, left out on a CPU where a call takes over a second. Growth is our time fitted as (B·T)^p.
 
+Our losses are plain formulas. What is promised of them is said at 65,536 tokens (or pairs): eager, with their metrics, at most twice the time of the fastest
+peer's function with its metrics; the same function through torch.compile, ahead of every peer. Both columns are shown.
+
 Some have no peer: TRL 1.16 has dropped PPO's trainer, BCO, XPO, Nash-MD and MiniLLM, and verl and OpenRLHF never had the last four. Theirs is then "formula", the paper's equation
 as one would write it in plain torch, without metrics, weights or a mask's safety, and nothing is promised against it. PPO as a whole is verl's three functions.
 """
@@ -40,6 +43,9 @@ from rlblocks import advantages, best_of, corrections, distill_losses, groups, k
 from rlblocks import online_losses, ratio_losses, reward_losses, selections, teachers, unpaired_losses, value_losses  # noqa: E402
 
 LONG, WIDE, SQUARE = (8, 131_072), (128, 8_192), (1_024, 1_024)
+STEP = (64, 1_024)                    # 65,536 tokens: where losses are judged
+COMPILED = "ours, compiled"
+def judged(shape): return {(shape, "fastest"): 1/2, (shape, COMPILED): 1.}
 
 
 @dataclass
@@ -262,9 +268,9 @@ task("geometric_mask", tokens, lambda c: corrections.geometric_mask(c.old, c.rol
 
 # -- policy losses, forward and backward
 
-loss = partial(dict, wrt=("logprobs",))
+loss = partial(dict, wrt=("logprobs",), shapes=(STEP, WIDE))
 A = lambda c: (c.logprobs, c.old, c.advantages, c.mask)
-fastest = {(shape, "fastest"): 1/1.1 for shape in ((128, 1_024), WIDE, SQUARE)}
+fastest = judged(STEP)
 task("ppo_loss", tokens, lambda c: policy_losses.ppo_loss(*A(c)), **loss(promised=fastest),
      theirs=dict(verl=verl_policy("vanilla"), openrlhf=lambda c: rlhf().PolicyLoss()(*A(c))[0], **trl_losses("bnpo")))
 task("ppo_loss, dual clip", tokens, lambda c: policy_losses.ppo_loss(*A(c), dual_clip=3.), **loss(promised=fastest),
@@ -290,10 +296,10 @@ task("high_entropy_mask", tokens, lambda c: selections.high_entropy_mask(c.entro
 task("kl_k3, aggregated", tokens, lambda c: masked.aggregate(kl.kl_k3(c.logprobs, c.ref, c.mask), c.mask), **loss(promised=fastest),
      theirs=dict(verl=lambda c: core().agg_loss(core().kl_penalty(c.logprobs, c.ref, "low_var_kl"), c.mask, "token-mean"),
                  openrlhf=lambda c: rlhf().aggregate_loss(peers.openrlhf().utils.compute_approx_kl(c.logprobs, c.ref, kl_estimator="k3"), c.mask)))
-task("value_loss", tokens, lambda c: value_losses.value_loss(c.values, c.old_values, c.returns, c.mask), wrt=("values",), promised=fastest,
+task("value_loss", tokens, lambda c: value_losses.value_loss(c.values, c.old_values, c.returns, c.mask), wrt=("values",), shapes=(STEP, WIDE), promised=fastest,
      theirs=dict(verl=lambda c: core().compute_value_loss(c.values, c.returns, c.old_values, c.mask, .2)[0],
                  openrlhf=lambda c: rlhf().ValueLoss(clip_eps=.2)(c.values, c.old_values, c.returns, c.mask)))
-task("ppo whole: gae, policy and value loss", tokens, lambda c: ppo_whole(c), wrt=("logprobs", "values"), promised=fastest, theirs=dict(verl=lambda c: verl_ppo_whole(c)))
+task("ppo whole: gae, policy and value loss", tokens, lambda c: ppo_whole(c), wrt=("logprobs", "values"), shapes=(STEP, WIDE), promised={(STEP, "fastest"): 1.}, theirs=dict(verl=lambda c: verl_ppo_whole(c)))
 task("minillm_advantages", tokens, lambda c: teachers.minillm_advantages(c.logprobs, c.ref, c.mask), theirs={FORMULA: lambda c: plain_minillm(c)})
 task("sft_loss", tokens, lambda c: distill_losses.sft_loss(c.logprobs, c.mask), **loss(promised=fastest), theirs=dict(openrlhf=lambda c: rlhf().SFTLoss()(c.logprobs, c.mask)))
 
@@ -301,7 +307,7 @@ task("sft_loss", tokens, lambda c: distill_losses.sft_loss(c.logprobs, c.mask), 
 
 P = lambda c: (c.chosen, c.rejected, c.ref_chosen, c.ref_rejected)
 MANY = ((512, 1), (65_536, 1), (1_048_576, 1))
-pair = partial(dict, wrt=("chosen", "rejected"), shapes=MANY, along="pairs", promised={(shape, "fastest"): 1/1.1 for shape in MANY[1:]})
+pair = partial(dict, wrt=("chosen", "rejected"), shapes=MANY, along="pairs", promised=judged(MANY[1]))
 means = pair(wrt=("mean_chosen", "mean_rejected"))
 openrlhf_dpo = lambda **kw: lambda c: rlhf().DPOLoss(**kw)(*P(c))[0]
 
@@ -358,9 +364,9 @@ task("linear_logprobs with entropy, 256 × 4,096", vocabulary, lambda c: sum(x.s
      **logits(wrt=("hidden", "weight")),
      theirs=dict(trl=lambda c: sum(x.sum() for x in trl("trainer.utils")._ChunkedLogProbFunction.apply(
          c.hidden, c.weight, None, c.tokens.flatten(), 1., 256, None, 1., ("log_probs", "entropy"))[:2])))
-task("jsd_loss, 4,096 ids", vocabulary, lambda c: distill_losses.jsd_loss(c.logits, c.teacher, c.mask), **logits(),
+task("jsd_loss, 4,096 ids", vocabulary, lambda c: distill_losses.jsd_loss(c.logits, c.teacher, c.mask), **logits(promised=judged((8, 512))),
      theirs=dict(trl=lambda c: trl("experimental.gkd").GKDTrainer.generalized_jsd_loss(c.logits, c.teacher, c.labels)))
-task("reverse_kl_loss, 4,096 ids", vocabulary, lambda c: distill_losses.reverse_kl_loss(c.logits, c.teacher, c.mask), **logits(),
+task("reverse_kl_loss, 4,096 ids", vocabulary, lambda c: distill_losses.reverse_kl_loss(c.logits, c.teacher, c.mask), **logits(promised=judged((8, 512))),
      theirs=dict(trl=lambda c: trl("experimental.gkd").GKDTrainer.generalized_jsd_loss(c.logits, c.teacher, c.labels, 1)))
 
 
@@ -424,6 +430,7 @@ def compare(t, shape, rounds, device):
     c = t.make(*shape, device)
     for name in t.wrt: getattr(c, name).requires_grad_()
     calls = {"ours": differentiated(t.ours, t.wrt)} | {k: differentiated(f, t.wrt) for k, f in t.theirs.items()}
+    if (shape, COMPILED) in t.promised: calls[COMPILED] = differentiated(torch.compile(t.ours, fullgraph=True), t.wrt)
     seconds = timed(calls, c, rounds, device)
     memory = {k: peak(f, c, device) if min(seconds[k]) < 1 or device == "cuda" else None for k, f in calls.items()}  # the CPU's profiler needs minutes for a million small tensors
     entry = dict(name=t.name, shape=list(shape), ms={k: 1e3*quantile(x, .5) for k, x in seconds.items()}, bytes=memory, rounds={k: len(x) for k, x in seconds.items()})
@@ -431,7 +438,8 @@ def compare(t, shape, rounds, device):
     best = min((k for k in t.theirs if k not in ASIDE), key=lambda k: entry["ms"][k], default=None)
     entry["fastest"] = best
     entry["promised"] = {k: wanted for (s, k), wanted in t.promised.items() if s == shape}
-    entry["missed"] = [k for k, wanted in entry["promised"].items() if entry["faster"][best if k == "fastest" else k][0] < wanted]
+    got = {"fastest": entry["faster"].get(best, [math.nan])[0], COMPILED: entry["ms"].get(best, math.nan)/entry["ms"].get(COMPILED, math.nan)} | {k: x[0] for k, x in entry["faster"].items() if k != COMPILED}
+    entry["missed"] = [k for k, wanted in entry["promised"].items() if got[k] < wanted]
     return entry
 
 
@@ -469,7 +477,8 @@ def rounded(x):
 
 def told(x):
     "One line: ours, each of theirs with ratios of time and memory, and what was promised."
-    per = [f"{k} {x['ms'][k]:.3g} ms, {x['faster'][k][0]:.3g}× ({x['faster'][k][1]:.3g}–{x['faster'][k][2]:.3g}) faster" + (f", {x['bytes'][k]/max(x['bytes']['ours'], 1):.2g}× memory" if x["bytes"][k] else "")
+    def name(k): return f"**{k}**" if k == x["fastest"] else k
+    per = [f"{name(k)} {x['ms'][k]:.3g} ms, {x['faster'][k][0]:.3g}× ({x['faster'][k][1]:.3g}–{x['faster'][k][2]:.3g}) faster" + (f", {x['bytes'][k]/max(x['bytes']['ours'], 1):.2g}× memory" if x["bytes"][k] else "")
            for k in x["ms"] if k != "ours"]
     short = ", ".join("{} {:.3g}×".format(k, x["promised"][k]) for k in x["missed"])
     verdict = f"  MISSED {short}" if short else "  as promised" if x["promised"] else ""
@@ -481,21 +490,21 @@ def draw(result, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 9), sharey=True)
-    last, marks = {}, dict(verl="o", trl="s", openrlhf="^", formula="x")
+    last, marks = {}, dict(verl="o", trl="s", openrlhf="^", formula="x", ours="*")
     for x in result["comparisons"]:
         if x["name"] not in last or None not in x["bytes"].values(): last[x["name"]] = x
     for i, x in enumerate(last.values()):
         for k in x["faster"]:
             mark = marks[k.split()[0].rstrip(",")]
-            left.plot(x["faster"][k][0], i, mark, color=f"C{'os^x'.index(mark)}", ms=5)
-            if x["bytes"][k]: right.plot(x["bytes"][k]/max(x["bytes"]["ours"], 1), i, mark, color=f"C{'os^x'.index(mark)}", ms=5)
+            left.plot(x["faster"][k][0], i, mark, color=f"C{'os^x*'.index(mark)}", ms=5)
+            if x["bytes"][k]: right.plot(x["bytes"][k]/max(x["bytes"]["ours"], 1), i, mark, color=f"C{'os^x*'.index(mark)}", ms=5)
     for axis, label in ((left, "their time / ours"), (right, "their peak memory / ours")):
         axis.axvline(1, color="k", lw=.8)
         axis.set(xscale="log", xlabel=f"{label}, largest shape", yticks=range(len(last)), yticklabels=list(last))
         axis.grid(alpha=.3)
         axis.xaxis.set_minor_formatter(plt.NullFormatter())
     right.set(xticks=[.125, .25, .5, 1, 2, 4], xticklabels=["⅛", "¼", "½", "1", "2", "4"])
-    for peer, mark in marks.items(): right.plot([], [], mark, color=f"C{'os^x'.index(mark)}", label=peer)
+    for peer, mark in marks.items(): right.plot([], [], mark, color=f"C{'os^x*'.index(mark)}", label=peer)
     right.legend()
     left.invert_yaxis()
     figure.tight_layout()

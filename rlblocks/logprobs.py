@@ -183,7 +183,7 @@ class _LinearLogprobs(torch.autograd.Function):
         room = _room(hidden, weight, chunk)
         for h,x_,τ,t,ids,norm,at_t,H_,one_,d_h,d_x_ in pieces(chunk, hidden, x, tau, tokens, support, lse, chosen, H, one, d_hidden, d_x):
             logits = _logits(room, h, weight, bias, x_, B)
-            sweep(logits, logits if early else None, rows=_few(logits), softcap=softcap, tau=τ, support=ids, tokens=t, lse=norm, chosen=at_t, entropies=H_, g=one_, hot=one_)
+            sweep(logits, logits if early else None, rows=_few(logits, entropy), softcap=softcap, tau=τ, support=ids, tokens=t, lse=norm, chosen=at_t, entropies=H_, g=one_, hot=one_)
             _through(logits, weight, B, d_h, d_x_)
         if away is not None: lse, chosen, H = _joined(lse, chosen.masked_fill_(away, -torch.inf), H, group)
         if early: ctx.save_for_backward(d_hidden, d_x)
@@ -208,7 +208,7 @@ class _LinearLogprobs(torch.autograd.Function):
         for h,d_h,x_,d_x_,τ,t,ids,norm,H_,g_,u_,hot_ in chunks:
             d_logits = _logits(room, h, weight, bias, x_, B) if standing is None else standing[:len(h)]
             standing = None
-            sweep(d_logits, d_logits, rows=_few(d_logits, beside), softcap=softcap, tau=τ, support=ids, tokens=t, lse=norm, entropies=H_, known=True, g=g_, u=u_, hot=hot_)
+            sweep(d_logits, d_logits, rows=_few(d_logits, u is not None, beside), softcap=softcap, tau=τ, support=ids, tokens=t, lse=norm, entropies=H_, known=True, g=g_, u=u_, hot=hot_)
             _add_gradients(sums, d_logits, weight, B, h, x_, d_h, d_x_)
         if group is not None: _summed(group, sums[0], sums[3])
         return *_narrowed(sums, floats), None, None, None
@@ -226,11 +226,13 @@ class _Standing:
         return logits
 
 def _room(hidden, weight, chunk): return hidden.new_empty(min(chunk, len(hidden)), len(weight))
-def _few(logits, beside=True):
-    """Rows of a chunk to sweep at a time, so that what stands beside the chunk is small against it; all of them where nothing does.
+def _few(logits, entropy, beside=True):
+    """Rows of a chunk to sweep at a time, so that what is computed beside the chunk is small against it; all of them where nothing is.
 
-    One thread's rows fit its cache. Several threads wait for the slowest after every operation, and one that shares its core with another process is slow: they get fewer, larger operations."""
-    if logits.device.type == "cpu" and not torch.compiler.is_compiling() and torch.get_num_threads() > 1: return max(1, len(logits)//8) if beside else len(logits)
+    One thread's rows fit its cache. Several threads wait for the slowest after every operation, and one that shares its
+    core with another process is slow: they get fewer, larger operations. An entropy needs two copies of its rows."""
+    if logits.device.type == "cpu" and not torch.compiler.is_compiling() and torch.get_num_threads() > 1:
+        return max(1, len(logits) // (10 if entropy else 8)) if beside else len(logits)
     return max(1, min(len(logits)//32, cached(logits)))
 
 def _logits(room, h, weight, bias, x, B):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from rlblocks import Batch, Critic, Policy, Scorer, pairs, seed_of, shared_prefix
+from rlblocks import Batch, Critic, Policy, Scorer, aggregate, masked_mean, pairs, seed_of, shared_prefix
 from rlblocks.place import Call
 from tiny import apart, gradients, model, rows
 from torch.testing import assert_close
@@ -416,3 +416,33 @@ def test_unlike_logprobs_are_refused():
 def test_seeds_are_named_not_added():
     assert len({seed_of(a, b) for a in range(20) for b in range(20)}) == 400
     assert seed_of("x", (1, 2.5), None) == 5357618132437867954 == seed_of("x", [1, torch.tensor(2.5)], None)   # equal in every process and version
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("over", ["tokens", "rows", "groups"])
+def test_losses_of_parts_add_up_under_every_weighting(over, n):
+    "denom=part is enough, also where a group's rows lie in different parts, and where a group has no chosen token."
+    g = torch.Generator().manual_seed(n)
+    mask = torch.rand(9, 6, generator=g) < .5
+    mask[:, 0], mask[:, 1], mask[4] = False, True, False
+    b = Batch(mask=mask, group=torch.tensor([5, 5, 5, 5, 1, 3, 3, 8, 5]), i=torch.arange(9))
+    x = torch.randn(9, 6, generator=g, dtype=torch.float64, requires_grad=True)
+    of = {g: [i for i in range(9) if b.group[i] == g and mask[i].any()] for g in (5, 3, 8)}
+    rows = {"tokens": None, "rows": [[i] for i in range(9) if mask[i].any()], "groups": list(of.values())}[over]
+    want = x[mask].mean() if rows is None else torch.stack([x[r][mask[r]].mean() for r in rows]).mean()
+    parts = b.parts(n)
+    total = sum(aggregate(x[p.i], p.mask, over=over, denom=p) for p in parts)
+    torch.testing.assert_close(total, want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, retain_graph=True)[0] for y in (total, want)), rtol=1e-12, atol=1e-12)
+    assert {p.n_groups for p in parts} == {3}
+
+
+def test_counts_of_bool_columns_are_those_of_the_whole():
+    b = Batch(mask=torch.tensor([[0, 1]]*6).bool(), unit=torch.tensor([0, 0, 1, 1, 2, 2]), tied=torch.tensor([1, 1, 0, 0, 1, 1]).bool(), marked=torch.ones(6, 2).bool())
+    assert [(p.n_tied, p.n_marked, p.n_units) for p in b.parts(3)] == [(2, 12, 3)]*3
+    b["n_tied"] = torch.arange(6)
+    assert b.n_tied.tolist() == list(range(6))      # a column of that name is the column
+    with pytest.raises(AttributeError, match="no Bool column 'right'.*marked"): _ = b.n_right
+    with pytest.raises(ValueError, match="denom=b, whose rows have a column 'group'"): aggregate(torch.ones(1, 2), torch.ones(1, 2).bool(), over="groups", denom=3)
+    with pytest.raises(ValueError, match=r"masked_mean: x is \[6\] and denom a Batch"): masked_mean(torch.ones(6), None, denom=b)
+    with pytest.raises(TypeError, match="has no n_tokens"): masked_mean(torch.ones(6, 2), None, denom="b")
