@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TITLE = "# All blocks\n\n> Every public name of floors 0 and 1: what it does, from which paper, where it is explained"
 INTRO = """Made by `nbs/make_blocks.py` from the docstrings; edit those. Every name is imported with
-`from rlblocks import …`, or from its module where that is said. `rlblocks.<Tab>` leaves out what few people look for: the
-oracles (`naive_…`), guards, and the names that only annotations need."""
+`from rlblocks import …`, or from its module where that is said. `rlblocks.<Tab>` leaves out what few people look for:
+oracles (`naive_…`), guards, and names that only annotations need."""
 NAME = r"[A-Z][\w'’\-]+"
 PAPER = re.compile(rf"({NAME}(?: et al\.|(?:, {NAME})* and {NAME})? (?:19|20)\d\d[a-z]?)\b")
 LINK = re.compile(r"\[([^\]]+)\]\((https?://[^)\s]+)\)")

@@ -108,7 +108,9 @@ def wide(text): return [f"line {i}: {len(line)} columns: {line.strip()[:50]}…"
 
 
 @each_module
-def test_lines_of_a_module_fit(module): assert not wide(source(module)), "\n".join(wide(source(module)))
+def test_lines_of_a_module_fit(module):
+    found = wide(re.sub(r"(?ms)^__all__ = \[.*?\]", "", source(module))) # which nbdev breaks as it likes
+    assert not found, "\n".join(found)
 
 
 @each_notebook
