@@ -29,7 +29,7 @@ from rlblocks.corrections import (
     within,
 )
 from rlblocks.distill_losses import (
-    dft_loss, forward_kl_loss, jsd, jsd_loss, predicting, reverse_kl_loss, sft_loss, support_logprobs, uld_loss, with_tail,
+    dft_loss, forward_kl_loss, jsd, jsd_loss, reverse_kl_loss, sft_loss, support_logprobs, uld_loss,
 )
 from rlblocks.dynamic import mixed_groups, refill
 from rlblocks.groups import (
@@ -43,8 +43,8 @@ from rlblocks.margins import (
     reverse_kl_reward, simpo_loss, tpo_loss, wpo_weights,
 )
 from rlblocks.masked import (
-    Last, Max, Mean, aggregate, aggregate_rows, finite_logprobs, gate_of, gated, masked_mean, masked_std, masked_sum, mean_of, merge,
-    promoted, same_shape, whiten,
+    Counts, Denom, Last, Max, Mean, Metric, Over, aggregate, divisor, finite_logprobs, masked_mean, masked_std, masked_sum, mean_of, merge,
+    same_shape, whiten,
 )
 from rlblocks.online_losses import a2po_loss, best_worst_pairs, geometric_mixture, nash_md_loss, xpo_loss
 from rlblocks.oracles import sample_columns
@@ -70,7 +70,7 @@ from rlblocks.reward_losses import (
 )
 from rlblocks.selections import (
     adaptive_entropy_coef, clip_cov_loss, clip_cov_mask, entropy_loss, expert_load, high_entropy_mask, kl_cov_loss, kl_cov_mask,
-    moe_balance_loss, router_z_loss, token_covariance,
+    m2po_mask, moe_balance_loss, router_z_loss, sign_weights, token_covariance,
 )
 from rlblocks.shaping import (
     at_last_token, clip_rewards, cosine_length_reward, kl_shaped, overlong_penalty, repeated_tokens, repetition_penalty, standardized,
@@ -100,35 +100,35 @@ _LAZY = dict(Checkpoint="checkpoint", writable="checkpoint", Grader="graders", m
              Rollout="rollout", here="place", later="place", loop_from="run", plan="planning", plan_rollout="planning", SpmdPool="spmd", step_seconds="planning")
 
 __all__ = [
-    "Batch", "Buffer", "Checkpoint", "Critic", "Demonstrations", "EffectiveShare", "Feedback", "Grader", "Last", "Max", "Mean", "Packed",
+    "Batch", "Buffer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "EffectiveShare", "Feedback", "Grader", "Last", "Max", "Mean", "Metric", "Over", "Packed",
     "Policy", "Preferences", "Prompts", "Ragged", "Rollout", "Scorer", "SpmdPool", "Whole", "a2po_loss", "adaptive_clip", "adaptive_entropy_coef",
-    "adaptive_kl_coef", "aggregate", "aggregate_rows", "alpha_reward", "alphapo_loss", "annealed_kl_coef", "aot_loss", "aot_matched",
+    "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef", "aot_loss", "aot_matched",
     "aot_units", "apo_down_loss", "apo_zero_loss", "apo_zero_unpaired_loss", "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token",
     "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_worst_pairs",
     "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bradley_terry_loss", "centering_loss", "check_estimator",
     "check_loss", "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards", "clipped_surrogate",
     "correction_metrics", "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "dft_loss",
-    "discopop_loss", "discounted_returns", "distill_advantages", "dpo_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss",
+    "discopop_loss", "discounted_returns", "divisor", "distill_advantages", "dpo_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss",
     "drop_long", "effective_share", "entropy", "entropy_loss", "exo_loss", "expected_value", "expert_load", "explained_variance",
-    "f_dpo_loss", "finite_logprobs", "fit_row_costs", "forward_kl_loss", "forward_kl_reward", "fresh_mask", "from_arrow", "full_kl", "gae", "gate_of", "gated",
+    "f_dpo_loss", "finite_logprobs", "fit_row_costs", "forward_kl_loss", "forward_kl_reward", "fresh_mask", "from_arrow", "full_kl", "gae",
     "gather_logprobs", "gdpo_advantages", "generative_scores", "geometric_mask", "geometric_mixture", "geometric_weights", "gmpo_loss",
     "gpg_advantages", "group_advantages", "group_pass_at_k_advantages", "grpo_loss", "gspo_loss", "gspo_token_loss", "here",
     "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "ipo_loss", "iw_opd_weights", "js_reward", "jsd",
     "jsd_loss", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later", "ld_logprobs",
-    "leave_one_out", "linear_logprobs", "linear_measured", "log_exp_loss", "log_ratio", "loop_from", "luspo_loss", "masked_mean",
+    "leave_one_out", "linear_logprobs", "linear_measured", "log_exp_loss", "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean",
     "masked_std", "masked_sum", "math_reward", "mean_of", "merge", "micro_batch_count", "minillm_advantages", "mismatched", "mixed_groups",
     "moe_balance_loss", "multi_head_loss", "n_step_returns", "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "on_policy_loss",
     "opo_advantages", "optimal_token_baseline", "orpo_loss", "overlong_penalty", "pack", "pad", "pairs", "pass_at_k_advantages",
-    "pf_ppo_weights", "plackett_luce_loss", "policy_gradient", "plan", "plan_micro_batches", "plan_rollout", "ppo_loss", "predicting", "preference_margin",
-    "process_reward_loss", "promoted", "rao_kupper_loss", "rating_loss", "ratio_corrected", "ratio_metrics", "realigned", "refill", "reinforce_loss",
+    "pf_ppo_weights", "plackett_luce_loss", "policy_gradient", "plan", "plan_micro_batches", "plan_rollout", "ppo_loss", "preference_margin",
+    "process_reward_loss", "rao_kupper_loss", "rating_loss", "ratio_corrected", "ratio_metrics", "realigned", "refill", "reinforce_loss",
     "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "repeated_tokens", "repetition_penalty", "replay_draw",
     "resampled_rows", "reverse_kl_loss", "reverse_kl_reward", "robust_dpo_loss", "router_z_loss", "row_costs", "row_max", "row_mean",
-    "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of", "sequence_logprobs", "sequence_mask",
-    "sequence_weights", "sft_loss", "shared_prefix", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights",
+    "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of", "sequence_logprobs", "sequence_mask", "sequence_ratio",
+    "sequence_weights", "sft_loss", "shared_prefix", "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights",
     "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions", "td_lambda_returns", "teacher_mix_weights",
     "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "topr_loss", "tpo_loss", "truncated_weights", "truncation_penalty", "two_hot",
     "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vtrace",
-    "weighted_scores", "whiten", "with_tail", "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "xpo_loss",
+    "weighted_scores", "whiten", "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "xpo_loss",
 ]
 
 # what is not in this version, and what does its work

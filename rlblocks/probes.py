@@ -34,13 +34,22 @@ def _batched(cols):
     own = dict(values=cols["old_values"], scores=cols["scores"], unit=at//2, chosen=at % 2 == 0)
     return {k: x for k,x in cols.items() if k not in _OUT} | own
 
+# %% ../nbs/18b_probes.ipynb #e1138611
+class StepCounts(NamedTuple):
+    "What an optimizer step counts, as `Batch` counts it."
+    n_tokens:int  # chosen tokens
+    n_rows:int    # rows with a chosen token
+    n_units:int   # units with a chosen token
+    by_group:dict # {group id: its chosen tokens}
+    trues:dict    # {Bool column: its True entries; of a column with one value a row, the units with a True}
+
 class _Columns:
-    "`out` or `b`: columns as attributes or items, and of `b` the counts of the whole."
+    "Columns as attributes or items; it records which are read, and refuses writes."
     def __init__(self, who, columns, counts, reads):
         vars(self).update(_who=who, _columns=columns, _counts=counts, _reads=reads)
     def __getattr__(self, name):
         if name.startswith("_"): raise AttributeError(name)
-        return self._counts[name] if name in self._counts else self[name]
+        return self[name]
     def __getitem__(self, name):
         if name not in self._columns: raise AttributeError(_missing(self._who, name, self._columns))
         self._reads.add(f"out.{name}" if self._who == "out" else name)
@@ -52,6 +61,22 @@ class _Columns:
         raise AssertionError(f"{law}: it writes {self._who}.{name}; compute that before the step")
     __setitem__ = __setattr__
 
+class _Batch(_Columns):
+    "Some rows of an optimizer step, with the counts of all its rows."
+    n_tokens = property(lambda self: self._counts.n_tokens)
+    n_rows   = property(lambda self: self._counts.n_rows)
+    n_units  = property(lambda self: self._counts.n_units)
+    n_groups = property(lambda self: len(self._counts.by_group))
+    @property
+    def group_tokens(self):
+        by_group = self._counts.by_group
+        ids, tokens = (torch.tensor([*x], dtype=torch.long) for x in (by_group.keys(), by_group.values()))
+        return torch.where(self["group"][:,None] == ids, tokens, 0).sum(1)
+    def __getattr__(self, name):
+        trues = self._counts.trues if self._counts else {}
+        return trues[name[2:]] if name.startswith("n_") and name[2:] in trues else super().__getattr__(name)
+
+# %% ../nbs/18b_probes.ipynb #03f99f84
 def _missing(who, name, columns):
     "What to do about a name that `out` or `b` does not have."
     B, T = next(iter(columns.values())).shape[:2]
@@ -71,12 +96,17 @@ def _closure(fn, reads):
     def call(cols, counts):
         out = {k.removeprefix("out."): x for k,x in cols.items() if k.startswith("out.")}
         b = {k: x for k,x in cols.items() if not k.startswith("out.")}
-        return fn(_Columns("out", out, {}, reads), _Columns("b", b, counts, reads))
+        return fn(_Columns("out", out, None, reads), _Batch("b", b, counts, reads))
     return call
 
 # %% ../nbs/18b_probes.ipynb #752b6958
-def _block(fn, names, hyper, denom):
-    def call(cols, counts): return fn(**{k: cols[k] for k in names}, **(dict(denom=counts[denom]) if denom and counts else {}), **hyper)
+def _block(fn, names, hyper, denom, as_number):
+    "A block as a function of columns and counts."
+    def call(cols, counts):
+        given = dict(zip(names, (cols[k] for k in names), strict=True))
+        if not denom or counts is None: return fn(**given, **hyper)
+        b = _Batch("b", cols, counts, set())
+        return fn(**given, denom=getattr(b, denom) if as_number else b, **hyper)
     return call
 
 def _first(names, wrt):
@@ -85,25 +115,29 @@ def _first(names, wrt):
 
 def _named(checker, name, params, cols, hyper):
     "The parameters that are columns."
-    params = {k: p for k,p in params.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and k not in hyper and k != "denom"}
+    params = {k: p for k,p in params.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    params = {k: p for k,p in params.items() if k not in hyper and k != "denom"}
     for k,p in params.items():
         if k not in cols and p.default is p.empty:
             B, T = cols["mask"].shape
             maybe = checker == "check_loss" and p.kind is not p.KEYWORD_ONLY
             raise ValueError(f"{checker}: {name} wants {k!r}, which is no column of the vocabulary; give {B} rows "
-                             f"of it, inputs=dict({k}=…) with torch.rand({B}) or torch.rand({B}, {T}), or a number, {k}=…"
+                             f"of it, inputs=dict({k}=…) with torch.rand({B}) or torch.rand({B}, {T}), or a number, "
+                             f"{k}=…"
                              + "; a closure takes two arguments, loss(out, b), and partial fixes the others"*maybe)
     return [k for k in params if k in cols]
 
 def _denom(params, hyper, names):
-    "What the block's denom counts; None if it takes none, or has one of its own."
+    "(the count that the block's denom stands for, whether it may be left out); (None, False) without a denom."
     takes = "denom" in params or any(p.kind is p.VAR_KEYWORD for p in params.values())
-    if not takes or "denom" in params and params["denom"].default not in (None, inspect.Parameter.empty): return None
+    default = params["denom"].default if "denom" in params else inspect.Parameter.empty
+    if not takes or default not in (None, inspect.Parameter.empty): return None, False
     over = hyper.get("over", params["over"].default if "over" in params else None)
-    return "n_rows" if over == "rows" else "n_tokens" if "mask" in names else "n_units"
+    count = {"rows": "n_rows", "groups": "n_groups"}.get(over, "n_tokens" if "mask" in names else "n_units")
+    return count, default is None and over != "groups" # what a group counts, only the batch knows
 
 # %% ../nbs/18b_probes.ipynb #b929332a
-class _Probe(NamedTuple):
+class Probe(NamedTuple):
     "A loss or an estimator as one function of columns, with what the laws ask about it."
     checker:str        # whom an error names
     name:str           # of the loss
@@ -115,25 +149,32 @@ class _Probe(NamedTuple):
     closure:bool=False # a `loss(out, b)`
     per_row:tuple=()   # columns of two axes whose second axis is not tokens
     given:tuple=()     # the names that the caller gave as `inputs` and not as `outputs`
-    denom:str|None=None # what a block's denom counts
-    optional:bool=False # it may be called without
+    denom:str|None=None   # the count that a block's denom stands for
+    as_number:bool=False  # a block's denom is given as that number, not as a batch
+    optional:bool=False   # a block may be called without denom
 
     def counts(self, mask):
-        "What a batch with this mask counts."
+        "What an optimizer step with this mask counts."
         rows = mask.any(1) if self.masked else torch.ones(len(mask), dtype=torch.bool)
-        return dict(n_tokens=int(mask.sum()), n_rows=int(rows.sum()), n_units=sum(bool(rows[at].any()) for at in self.units()))
+        def units(rows): return sum(bool(rows[at].any()) for at in self.units())
+        def trues(x): return units(x & rows) if x.ndim == 1 else int(x.sum())
+        ids, tokens = self.cols["group"].tolist(), mask.sum(1).tolist()
+        by_group = {g: sum(n for h,n in zip(ids, tokens, strict=True) if h == g) for g in ids}
+        a_unit = 1 if self.masked else len(self.first) # rows of a unit, where they lie side by side
+        return StepCounts(int(mask.sum()), int(rows.sum())*a_unit, units(rows), {g: n for g,n in by_group.items() if n},
+                          {k: trues(x) for k,x in self.cols.items() if x.dtype == torch.bool and k != "mask"})
 
     @property
-    def whole(self): return self.counts(self.cols["mask"])
+    def step(self): return self.counts(self.cols["mask"]) # its rows are one optimizer step
 
     @property
-    def alone(self): return [self.whole, None] if self.optional else [self.whole] # the counts of a call that is the whole; None leaves denom out
+    def denoms(self): return [self.step, None] if self.optional else [self.step] # None leaves denom out
 
     @property
     def logprobs(self): return "out.logprobs" if self.closure else "logprobs"
 
     def units(self):
-        "Rows that a cut must not part, as lists of row numbers."
+        "Rows that must stay in one micro-batch, as lists of row numbers."
         if "unit" not in self.reads: return list(torch.arange(len(self.cols["mask"])).split(1))
         return [(self.cols["unit"] == u).nonzero().flatten() for u in self.cols["unit"].unique()]
 
@@ -170,6 +211,7 @@ def _as_function(fn):
         return copies[torch.float64 if wide else torch.float32](*args, **kw)
     return call
 
+# %% ../nbs/18b_probes.ipynb #35447ec6
 def _closure_probe(fn, name, inputs, outputs, per_row):
     "A closure, on a batch with columns of the caller's and on what a model computes for it."
     if odd := min((outputs or {}).keys() - set(_OUT), default=""):
@@ -185,20 +227,29 @@ def _closure_probe(fn, name, inputs, outputs, per_row):
             raise ValueError(f"check_loss: {k} is {list(x.shape)}, and rows have {T} tokens; "
                              f"if its second axis is not tokens, say so: per_row=({k!r},)")
     first, alone = tuple(k for k in cols if k.startswith("out.")), tuple(k for k in given if f"out.{k}" not in made)
-    return _Probe("check_loss", name, _closure(_as_function(fn), reads), cols, reads, first,
-                  masked=True, closure=True, per_row=per_row, given=alone)
+    return Probe("check_loss", name, _closure(_as_function(fn), reads), cols, reads, first,
+                 masked=True, closure=True, per_row=per_row, given=alone)
 
 def _block_probe(checker, fn, name, params, inputs, hyper, denom=None, wrt=None, per_row=()):
     "A block, on the columns that its parameters name."
     given = _wide_columns(inputs)
     cols = _sized(checker, given, per_row) | given
     names = _named(checker, name, params, cols, hyper)
-    denom = denom or _denom(params, hyper, names)
-    optional = bool(denom and "denom" in params and params["denom"].default is None)
-    return _Probe(checker, name, _block(_as_function(fn), names, hyper, denom), cols, set(names), _first(names, wrt),
-                  masked="mask" in names, per_row=per_row, denom=denom, optional=optional)
+    count, optional = _denom(params, hyper, names)
+    fn, count = _as_function(fn), denom or count
+    def make(as_number):
+        return Probe(checker, name, _block(fn, names, hyper, count, as_number), cols, set(names), _first(names, wrt),
+                     masked="mask" in names, per_row=per_row, denom=count, as_number=as_number, optional=optional)
+    return make(bool(count) and (denom is not None or not _takes_a_batch(make(False))))
 
-def _probe(checker, fn, inputs, hyper, *, outputs=None, denom=None, wrt=None, per_row=()):
+def _takes_a_batch(p):
+    "Whether the block can do something with a batch as its denom."
+    try: p.call({k: x.clone() for k,x in p.cols.items()}, p.step)
+    except Exception: return False # called again with a number: what is really wrong comes out then
+    return True
+
+# %% ../nbs/18b_probes.ipynb #806adf9d
+def probe(checker, fn, inputs, hyper, *, outputs=None, denom=None, wrt=None, per_row=()):
     "The subject of a check. TypeError for what a closure, or a block, cannot be given."
     inner, called = getattr(fn, "func", fn), fn.forward if isinstance(fn, Module) else fn
     name, params = getattr(inner, "__name__", type(inner).__name__), inspect.signature(called).parameters
@@ -206,7 +257,7 @@ def _probe(checker, fn, inputs, hyper, *, outputs=None, denom=None, wrt=None, pe
     if checker == "check_loss" and _is_closure(params, known):
         what = f"check_loss: {name} is a closure loss(out, b)"
         if hyper: raise TypeError(f"{what}; {', '.join(hyper)} cannot be passed to it: partial({name}, {min(hyper)}=…)")
-        if denom: raise TypeError(f"{what}; denom cannot be passed to it, it divides by b.n_tokens itself")
+        if denom: raise TypeError(f"{what}; denom cannot be passed to it, it divides by what it reads of b")
         if wrt: raise TypeError(f"{what}; wrt cannot be passed to it, a gradient reaches what it reads of out")
         return _closure_probe(fn, name, inputs, outputs, per_row)
     if outputs:
@@ -215,7 +266,8 @@ def _probe(checker, fn, inputs, hyper, *, outputs=None, denom=None, wrt=None, pe
     return _block_probe(checker, fn, name, params, inputs, hyper, denom, wrt, per_row)
 
 # %% ../nbs/18b_probes.ipynb #498e5538
-class _Ran(NamedTuple):
+class Ran(NamedTuple):
+    "What one run gave."
     outs:dict    # outputs by name
     grads:dict   # gradient of the columns that may have one
     touched:list # all columns that got one
@@ -225,27 +277,31 @@ def _kind(x):
     if isinstance(x, tuple): return f"({', '.join(map(_kind, x))})"
     return f"a tensor {list(x.shape) if x.ndim else 'alone'}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
-def _outputs(p, result):
+def _is_loss(result):
+    if not isinstance(result, tuple) or len(result) != 2: return False
+    return isinstance(result[0], Tensor) and not result[0].ndim and isinstance(result[1], dict)
+
+def outputs(p, result):
     "(outputs by name, metrics) of what the subject returned."
     if p.checker == "check_estimator":
-        return ({f"output {i}": x for i,x in enumerate(result)} if isinstance(result, tuple) else dict(output=result)), {}
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and not result[0].ndim and isinstance(result[1], dict)):
+        several = isinstance(result, tuple)
+        return ({f"output {i}": x for i,x in enumerate(result)} if several else dict(output=result)), {}
+    if not _is_loss(result):
         p.fail("result", f"it returned {_kind(result)}; a loss returns a 0-d tensor and a dict of Mean, Max or Last")
     for k,x in result[1].items():
-        if not isinstance(x, Metric): p.fail("result", f"metric {k!r} is {_kind(x)}; wrap it in Mean, Max or Last, which say how parts join")
+        if isinstance(x, Metric): continue
+        p.fail("result", f"metric {k!r} is {_kind(x)}; wrap it in Mean, Max or Last, which say how parts join")
     return dict(loss=result[0]), result[1]
 
-def _run(p, cols, counts):
+def run(p, cols, counts):
     "One call on copies of the columns, and its gradient."
     cols = {k: x.clone() for k,x in cols.items()}
     leaves = [k for k,x in cols.items() if x.is_floating_point() and k in (p.first if p.closure else p.reads)]
     for k in leaves: cols[k].requires_grad_()
-    outs, metrics = _outputs(p, p.call(cols, counts))
+    outs, metrics = outputs(p, p.call(cols, counts))
     graph = [x.sin().sum() if x.ndim else x for x in outs.values() if x.requires_grad]
     total, xs, slopes = sum(graph), [cols[k] for k in leaves], [None]*len(leaves)
     if isinstance(total, Tensor) and xs: slopes = torch.autograd.grad(total, xs, allow_unused=True)
     found = {k: g for k,g in zip(leaves, slopes, strict=True) if g is not None}
     grads = {k: found.get(k, torch.zeros_like(cols[k])) for k in leaves if k in p.first and k in p.reads}
-    return _Ran({k: x.detach() for k,x in outs.items()}, grads, list(found), metrics)
-
-
+    return Ran({k: x.detach() for k,x in outs.items()}, grads, list(found), metrics)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .advantages import discounted_returns
 from .kl import kl_k1
-from .masked import gate_of, gated, promoted, same_shape
+from .masked import promoted, same_shape
 
 # %% ../nbs/17b_teachers.ipynb #8da2525b
 def distill_advantages(
@@ -20,7 +20,7 @@ def distill_advantages(
     teacher_logprobs:Float[Tensor, "B T"], # log-probability of the same tokens by the teacher, data
     mask:Bool[Tensor, "B T"],              # True where the student chose token t
 )->Float[Tensor, "B T"]: # nats, within ±20, 0 where `mask` is False
-    """How much likelier the teacher finds each of the student's tokens.
+    """How much likelier the teacher finds each of the student's tokens than the student did.
 
     Âₜ = log p_T(aₜ|sₜ) − log π(aₜ|sₜ) = −k1. Lu 2025 (Thinking Machines); Agarwal et al. 2024."""
     same_shape("B T", logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
@@ -33,18 +33,19 @@ def minillm_advantages(
     mask:Bool[Tensor, "B T"],              # True where the student chose token t
     *,
     gamma:float=1.0,                       # γ, discount per chosen token
-    normalize:bool=True,                   # divide by the (discounted) number of tokens still to come
+    normalize:bool=True,                   # divide by the (discounted) number of tokens from here on
     own:bool=True,                         # False leaves out the token's own log-ratio, for `reverse_kl_loss` beside it
 )->Float[Tensor, "B T"]: # nats, 0 where `mask` is False
     """What the teacher thinks of all that follows a token, the policy gradient of a sequence's reverse KL.
 
-    R_t = Σ_{k≥t} γᵏ⁻ᵗ·r_k / Σ_{k≥t} γᵏ⁻ᵗ, r = log p_T − log π; from k = t+1 without `own`. Gu et al. 2024 (MiniLLM), section 2.2."""
+    R_t = Σ_{k≥t} γᵏ⁻ᵗ·r_k / Σ_{k≥t} γᵏ⁻ᵗ, r = log p_T − log π; from k = t+1 without `own`.
+    Gu et al. 2024 (MiniLLM), section 2.2."""
     same_shape("B T", logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
     r = distill_advantages(logprobs, teacher_logprobs, mask)
-    one = gate_of(mask, r)
+    one = mask.to(r.dtype)
     total, count = (discounted_returns(x, mask, gamma=gamma) for x in (r, one))
     if not own: total, count = total - r, count - one
-    return gated(total/count, count) if normalize else total # 0/0 where nothing is to come
+    return torch.where(count > 0, total/count, 0.) if normalize else total # 0/0 where nothing follows
 
 # %% ../nbs/17b_teachers.ipynb #17db3b5d
 def teacher_mix_weights(
@@ -58,9 +59,10 @@ def teacher_mix_weights(
 
     wₜ = π / (α·p_T + (1−α)·π) = 1 / (1 − α + α·p_T/π). Gu et al. 2024 (MiniLLM), section 2.2; one token at a time."""
     same_shape("B T", logprobs=logprobs, teacher_logprobs=teacher_logprobs, mask=mask)
-    if not 0 <= alpha < 1: raise ValueError(f"teacher_mix_weights: alpha is {alpha}; it is the teacher's share, at least 0 and below 1")
+    if not 0 <= alpha < 1:
+        raise ValueError(f"teacher_mix_weights: alpha is {alpha}; it is the teacher's share, at least 0 and below 1")
     ratio = distill_advantages(logprobs, teacher_logprobs, mask).exp()
-    return gated(1/(1-alpha+alpha*ratio), gate_of(mask, ratio))
+    return torch.where(mask, 1/(1-alpha+alpha*ratio), 0.)
 
 # %% ../nbs/17b_teachers.ipynb #e5686c38
 def iw_opd_weights(
@@ -82,16 +84,17 @@ def realigned(
     x:Float[Tensor, "B S ..."],    # a column of the teacher's rows: log-probabilities `[B, S]` or logits `[B, S, V]`
     x_mask:Bool[Tensor, "B S"],    # True at the answer in the teacher's rows
     mask:Bool[Tensor, "B T"],      # True at the same answer in the student's rows
-)->Float[Tensor, "B T ..."]: # `x` where the student's rows have it, 0 where `mask` is False, NaN where the answers differ in length
+)->Float[Tensor, "B T ..."]: # `x` at the student's positions, 0 outside of `mask`, NaN where answers differ in length
     """Carry a column from rows with one prompt to rows with another, answer token by answer token.
 
-    out[b, tₖ] = x[b, sₖ], tₖ and sₖ the k-th True of `mask` and `x_mask`. For Shenfeld et al. 2026 (SDFT) and Hübotter et al. 2026 (SDPO)."""
+    out[b, tₖ] = x[b, sₖ], tₖ and sₖ the k-th True of `mask` and `x_mask`. For Shenfeld et al. 2026 (SDFT) and
+    Hübotter et al. 2026 (SDPO)."""
     for each in (x_mask, mask): same_shape(mask=each)
     same_shape(**{"x[..., 0]": x.flatten(2)[..., 0] if x.ndim > 2 else x, "x_mask": x_mask})
     same_shape(**{"x_mask[:, 0]": x_mask[:, 0], "mask[:, 0]": mask[:, 0]})
+    deep = (1,)*(x.ndim-2)
     k, alike = mask.cumsum(1) - 1, mask.sum(1) == x_mask.sum(1)
-    found = (~x_mask).to(torch.uint8).argsort(dim=1, stable=True).gather(1, k.clamp(0, x.shape[1]-1)) # the chosen ones come first, in order
-    at = found.view(*found.shape, *[1]*(x.ndim-2)).expand(-1, -1, *x.shape[2:])
-    shape = mask.shape + (1,)*(x.ndim-2)
-    out = torch.where(alike.view(-1, *[1]*(x.ndim-1)), promoted(x).gather(1, at), torch.nan)
-    return torch.where(mask.view(shape), out, 0.)
+    chosen_first = (~x_mask).to(torch.uint8).argsort(dim=1, stable=True)
+    at = chosen_first.gather(1, k.clamp(0, x.shape[1]-1)).view(*mask.shape, *deep).expand(-1, -1, *x.shape[2:])
+    out = torch.where(alike.view(-1, 1, *deep), promoted(x).gather(1, at), torch.nan)
+    return torch.where(mask.view(*mask.shape, *deep), out, 0.)

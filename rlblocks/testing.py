@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .masked import masked_mean, merge
 from .oracles import sample_columns # noqa: F401 (beside the checks that use its rows)
-from .probes import _outputs, _probe, _run
+from .probes import outputs, probe, run
 
 # %% ../nbs/19_testing.ipynb #8eed8f0a
 def _gap(got, want):
@@ -25,20 +25,24 @@ def _gap(got, want):
     return float((torch.where(same, 0., (got-want).abs()).max() / want.abs().max().clamp(1e-6)).nan_to_num(math.inf))
 
 def _show(got, want):
-    at = tuple(int(i) for i in torch.unravel_index((got.double()-want.double()).abs().nan_to_num(math.inf).argmax(), want.shape))
-    return f"{f'at {list(at)} ' if at else ''}went from {float(want[at])+0:.6g} to {float(got[at])+0:.6g}" # + 0: no "-0"
+    far = (got.double()-want.double()).abs().nan_to_num(math.inf)
+    at = tuple(int(i) for i in torch.unravel_index(far.argmax(), want.shape))
+    place = f"at {list(at)} " if at else ""
+    return f"{place}went from {float(want[at])+0:.6g} to {float(got[at])+0:.6g}" # + 0: no "-0"
 
 def _alike(p, law, got, want, what, fix, *, back=lambda x: x, tol=1e-10):
     "Fail unless `got`, brought `back` to the layout of `want`, is the same."
     for of in ("", "gradient of "):
         for k,w in (want.grads if of else want.outs).items():
             g = back((got.grads if of else got.outs)[k])
-            if g.shape != w.shape: p.fail(law, f"{what}, the {of}{k} is {list(g.shape)} instead of {list(w.shape)}; {fix}")
+            if g.shape != w.shape:
+                p.fail(law, f"{what}, the {of}{k} is {list(g.shape)} instead of {list(w.shape)}; {fix}")
             if _gap(g, w) > tol: p.fail(law, f"{what}, the {of}{k} {_show(g, w)}; {fix}")
     _same_metrics(p, law, got.metrics, want.metrics, what, fix)
 
 def _same_metrics(p, law, got, want, what, fix):
-    if got.keys() != want.keys(): p.fail(law, f"{what}, the metrics are {sorted(got)} instead of {sorted(want)}; return the same keys always")
+    if got.keys() != want.keys():
+        p.fail(law, f"{what}, the metrics are {sorted(got)} instead of {sorted(want)}; return the same keys always")
     for k in want:
         g, w = (torch.tensor(float(m[k]), dtype=torch.float64) for m in (got, want))
         if _gap(g, w) > 1e-6: p.fail(law, f"{what}, the metric {k!r} {_show(g, w)}; {fix}")
@@ -47,153 +51,235 @@ def _same_metrics(p, law, got, want, what, fix):
 def _purity(p):
     cols = {k: x.clone() for k,x in p.cols.items()}
     random, versions = torch.get_rng_state(), {k: x._version for k,x in cols.items()}
-    first, again = (_outputs(p, p.call(cols, p.whole))[0] for _ in range(2))
+    first, again = (outputs(p, p.call(cols, p.step))[0] for _ in range(2))
     for k,x in cols.items():
-        if x._version != versions[k]: p.fail("purity", f"it changed {k} in place; use x.clamp(…) instead of x.clamp_(…), x = x + y instead of x += y")
-    if not torch.equal(random, torch.get_rng_state()): p.fail("purity", "it drew from the global random state; take a torch.Generator or a column")
+        if x._version == versions[k]: continue
+        p.fail("purity", f"it changed {k} in place; use x.clamp(…) instead of x.clamp_(…), x = x + y instead of x += y")
+    if not torch.equal(random, torch.get_rng_state()):
+        p.fail("purity", "it drew from the global random state; take a torch.Generator or a column")
     for k,x in first.items():
-        if not torch.equal(x, again[k]): p.fail("purity", f"the {k} differs between two equal calls; it keeps state: pass that in and return it")
+        if torch.equal(x, again[k]): continue
+        p.fail("purity", f"the {k} differs between two equal calls; it keeps state: pass that in and return it")
 
 def _gradient(p):
-    ran = _run(p, p.cols, p.whole)
+    ran = run(p, p.cols, p.step)
     leaks = [k for k in ran.touched if k not in p.first]
-    if leaks: p.fail("gradient", f"a gradient reaches {', '.join(leaks)}; all but the first argument is data: {leaks[0]}.detach()")
+    if leaks:
+        p.fail("gradient", f"a gradient reaches {', '.join(leaks)}; all but the first argument is data: "
+                           f"{leaks[0]}.detach()")
     if p.checker == "check_loss" and not ran.touched:
         wanted = [k for k in p.first if k in p.reads]
         if not wanted: p.fail("gradient", "it reads nothing of out, so there is nothing to learn")
         p.fail("gradient", f"none reaches {' or '.join(wanted)}; there is a detach(), item() or no_grad() too many")
 
 # %% ../nbs/19_testing.ipynb #7d00275f
+def _differentiable(p):
+    x, g = {k: p.cols[k] for k in p.first if k in p.reads}, torch.Generator().manual_seed(5)
+    v = {k: torch.randn(t.shape, generator=g, dtype=t.dtype) for k,t in x.items()}
+    for counts in p.denoms:
+        def loss(x, cols=p.cols, counts=counts): return outputs(p, p.call(cols | x, counts))[0]["loss"]
+        grads = run(p, p.cols, counts).grads
+        _derivative(p, "torch.func.grad", lambda: torch.func.grad(loss)(x), grads) # noqa: B023
+        _derivative(p, "torch.func.jvp", lambda: dict(loss=torch.func.jvp(loss, (x,), (v,))[1]), # noqa: B023
+                    dict(loss=sum((grads[k]*v[k]).sum() for k in x)))
+        _derivative(p, "create_graph=True (a second derivative)", lambda: _curvature(loss, x, v), # noqa: B023
+                    lambda: torch.func.jvp(torch.func.grad(loss), (x,), (v,))[1]) # noqa: B023
+        _vmapped(p, loss, x)
+
+def _curvature(loss, x, v):
+    "Hessian times v, by two backward passes."
+    x = {k: t.clone().requires_grad_() for k,t in x.items()}
+    slopes = torch.autograd.grad(loss(x), x.values(), create_graph=True, materialize_grads=True)
+    along = sum((s*t).sum() for s,t in zip(slopes, v.values(), strict=True))
+    if not along.requires_grad: return {k: torch.zeros_like(t) for k,t in x.items()}
+    return dict(zip(x, torch.autograd.grad(along, x.values(), materialize_grads=True), strict=True))
+
+def _vmapped(p, loss, x):
+    "A batch of two batches: of a block, with all columns; of a closure, two sets of outputs on the same rows."
+    order = torch.randperm(len(p.cols["mask"]), generator=torch.Generator().manual_seed(1))
+    own = x if p.closure else p.cols
+    two = {k: torch.stack([t, t[order]]) for k,t in own.items()}
+    def slopes(cols): return torch.func.grad(loss)({k: cols[k] for k in x}, p.cols | cols)
+    one = [slopes({k: t[i] for k,t in two.items()}) for i in range(2)]
+    want = {k: torch.stack([o[k] for o in one]) for k in x}
+    _derivative(p, "torch.func.vmap", lambda: torch.func.vmap(slopes)(two), want)
+
+def _derivative(p, tool, got, want):
+    fix = "write it in plain PyTorch: no autograd.Function, no .item() or float(), no if on a tensor, nothing in place"
+    try: got, want = got(), want() if callable(want) else want
+    except Exception as e:
+        reason = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e) else ''}"
+        p.fail("differentiable", f"under {tool} it raised {reason}; {fix}; differentiable=False if that is not wanted")
+    for k,w in want.items():
+        if _gap(got[k], w) <= 1e-9: continue
+        p.fail("differentiable", f"under {tool} the derivative of {k} {_show(got[k], w)}; {fix}")
+
+# %% ../nbs/19_testing.ipynb #4189227a
 def _mask(p):
-    mask, want = p.cols["mask"], _run(p, p.cols, p.whole)
+    mask, want = p.cols["mask"], run(p, p.cols, p.step)
     for k,x in want.outs.items():
-        if x.shape == mask.shape and x[~mask].any(): p.fail("mask", f"the {k} is not 0 where the mask is False; end with torch.where(mask, x, 0.)")
+        if x.shape == mask.shape and x[~mask].any():
+            p.fail("mask", f"the {k} is not 0 where the mask is False; end with torch.where(mask, x, 0.)")
     names = [k for k,x in p.cols.items() if k in p.reads and x.is_floating_point() and p.per_token(k)]
     for chosen in [*([k] for k in names), names]:
-        for fill in (0., 100., math.nan, math.inf, -math.inf):
-            filled = {k: torch.where(mask.reshape(*mask.shape, *[1]*(p.cols[k].ndim-2)), p.cols[k], fill) for k in chosen}
-            fix = ("it counts tokens that were not chosen: no x.mean(), no shift by one" if math.isfinite(fill) else
-                   "torch.where(mask, x, 0.) on what comes in, before the arithmetic: x*mask keeps NaN, and a where that comes later leaves it in the gradient")
-            _alike(p, "mask", _run(p, p.cols | filled, p.whole), want, f"with {fill:g} under the mask of {', '.join(chosen)}", fix, tol=0)
+        for fill in (0., 100., math.nan, math.inf, -math.inf): _hidden(p, mask, want, chosen, fill)
+
+def _hidden(p, mask, want, names, fill):
+    "The law for one number under the mask of some columns."
+    filled = {k: torch.where(mask.reshape(*mask.shape, *[1]*(p.cols[k].ndim-2)), p.cols[k], fill) for k in names}
+    fix = ("it counts tokens that were not chosen: no x.mean(), no shift by one" if math.isfinite(fill) else
+           "torch.where(mask, x, 0.) on what comes in, before the arithmetic: x*mask keeps NaN, and a where that comes "
+           "later leaves it in the gradient")
+    _alike(p, "mask", run(p, p.cols | filled, p.step), want, f"with {fill:g} under the mask of {', '.join(names)}", fix,
+           tol=0)
 
 def _empty(p):
     mask = "b.mask" if p.closure else "mask"
-    divides = "a count of 0 must not divide: masked_mean, aggregate"
-    counts_rows = (f"a row of which nothing is chosen does not count: x.where({mask}.any(1), 0.) before the sum, "
-                   f"or weights={mask}.any(1).float() where the loss takes weights")
-    for counts in p.alone:
-        ran = _run(p, p.cols | dict(mask=torch.zeros_like(p.cols["mask"])), counts)
+    finite = (f"a row of which nothing is chosen does not count: x.where({mask}.any(1), 0.) before the sum, "
+              f"or weights={mask}.any(1).float() where the loss takes weights")
+    what = "with an all-False mask the"
+    for counts in p.denoms:
+        ran = run(p, p.cols | dict(mask=torch.zeros_like(p.cols["mask"])), counts)
         for k,x in ran.outs.items():
-            fix = counts_rows if x.isfinite().all() else divides
-            if not (x == 0).all(): p.fail("empty", f"with an all-False mask the {k} is {float(x.flatten()[0]):g}, not 0; {fix}")
+            fix = finite if x.isfinite().all() else "a count of 0 must not divide: masked_mean, aggregate"
+            if not (x == 0).all(): p.fail("empty", f"{what} {k} is {float(x.flatten()[0]):g}, not 0; {fix}")
         for k,x in ran.grads.items():
-            if not x.isfinite().all(): p.fail("empty", f"with an all-False mask the gradient of {k} is not finite; torch.where before the division or the root")
-        if p.checker == "check_loss" and not ran.touched: p.fail("empty", "with an all-False mask the loss has no graph; return a sum over nothing, not a constant")
+            if x.isfinite().all(): continue
+            p.fail("empty", f"{what} gradient of {k} is not finite; torch.where before the division or the root")
+        if p.checker == "check_loss" and not ran.touched:
+            p.fail("empty", f"{what} loss has no graph; return a sum over nothing, not a constant")
 
-# %% ../nbs/19_testing.ipynb #4189227a
+# %% ../nbs/19_testing.ipynb #6dd651a7
 def _permutation(p):
-    order = torch.randperm(len(p.cols["mask"]), generator=torch.Generator().manual_seed(1)) # neither a shift nor a flip, which neighbours survive
-    _alike(p, "permutation", _run(p, {k: x[order] for k,x in p.cols.items()}, p.whole), _run(p, p.cols, p.whole), "with the rows in another order",
-           "at_tokens(x, mask) instead of broadcasting [B] over [B, T]; groups by id, not by position; columns, not captured tensors",
-           back=lambda x: x[order.argsort()] if x.ndim else x)
+    order = torch.randperm(len(p.cols["mask"]), generator=torch.Generator().manual_seed(1)) # neither a shift nor a flip
+    fix = ("at_tokens(x, mask) instead of broadcasting [B] over [B, T]; groups by id, not by position; columns, not "
+           "captured tensors")
+    _alike(p, "permutation", run(p, {k: x[order] for k,x in p.cols.items()}, p.step), run(p, p.cols, p.step),
+           "with the rows in another order", fix, back=lambda x: x[order.argsort()] if x.ndim else x)
 
 def _padding(p):
     (B, T), longer = p.cols["mask"].shape, {}
     for k,x in p.cols.items(): longer[k] = torch.cat([x, x.new_zeros(B, 3, *x.shape[2:])], 1) if p.per_token(k) else x
-    _alike(p, "padding", _run(p, longer, p.whole), _run(p, p.cols, p.whole), "with three columns of padding more",
-           "count with the mask, not with x.shape or x.mean()", back=lambda x: x[:, :T] if x.ndim > 1 and x.shape[1] == T+3 else x)
+    _alike(p, "padding", run(p, longer, p.step), run(p, p.cols, p.step), "with three columns of padding more",
+           "count with the mask, not with x.shape or x.mean()",
+           back=lambda x: x[:, :T] if x.ndim > 1 and x.shape[1] == T+3 else x)
 
 def _filler(p):
     rows = torch.cat(p.units()[:2])[:2]
     more = {k: torch.cat([x, x[rows]]) for k,x in p.cols.items()}
     more["mask"][-2:] = False
     if "unit" in p.reads: more["unit"][-2:] = p.cols["unit"].max() + 1
-    for counts in p.alone:
-        _alike(p, "filler", _run(p, more, counts), _run(p, p.cols, p.whole), "with two rows more of which nothing is chosen",
-               "count rows with mask.any(1), not with len(x)", back=lambda x: x[:-2] if x.ndim else x)
+    for counts in p.denoms:
+        _alike(p, "filler", run(p, more, counts), run(p, p.cols, counts),
+               "with two rows more of which nothing is chosen", "count rows with mask.any(1), not with len(x)",
+               back=lambda x: x[:-2] if x.ndim else x)
 
-# %% ../nbs/19_testing.ipynb #6dd651a7
+# %% ../nbs/19_testing.ipynb #5535a7a3
+def _denom(p):
+    _alike(p, "denom", run(p, p.cols, p.step), run(p, p.cols, None), "with denom=b instead of denom=None",
+           "it takes another count of the batch than its own: aggregate(…, denom=denom) for tokens, rows and groups, "
+           "divisor(denom, 'n_units', pairs here) for pairs")
+
+# %% ../nbs/19_testing.ipynb #de41149c
 def _parts(p, ranks, rows):
     "(rows, what they gave) for each micro-batch of at most `rows` units on each of `ranks` ranks."
     units = p.units()
     for share in torch.arange(len(units)).chunk(ranks):
         for some in share.split(rows):
             at = torch.cat([units[i] for i in some])
-            yield at, _run(p, {k: x[at] for k,x in p.cols.items()}, p.whole)
+            yield at, run(p, {k: x[at] for k,x in p.cols.items()}, p.step)
 
 def _split(p):
-    want, fix = _run(p, p.cols, p.whole), "pass denom=b.n_tokens (n_rows, n_units) of the whole instead of taking a local mean"
-    for ranks in (1, 2, 4):
-        for rows in (1, 2, 3, 16):
-            at, parts = zip(*_parts(p, ranks, rows), strict=True)
-            back = torch.cat(at).argsort()
-            total, cut = sum(x.outs["loss"] for x in parts), f"cut for {ranks} rank(s) × micro-batches of {rows},"
-            if _gap(total, want.outs["loss"]) > 1e-10: p.fail("split", f"{cut} the parts sum to {float(total):.6g}, the whole is {float(want.outs['loss']):.6g}: {fix}")
-            for k,w in want.grads.items():
-                g = torch.cat([x.grads[k] for x in parts])[back]
-                if _gap(g, w) > 1e-10: p.fail("split", f"{cut} the gradient of {k} {_show(g, w)}: {fix}")
+    want, fix = run(p, p.cols, p.step), "pass denom=b instead of taking the mean of each part"
+    for ranks, rows in ((ranks, rows) for ranks in (1, 2, 4) for rows in (1, 2, 3, 16)):
+        at, parts = zip(*_parts(p, ranks, rows), strict=True)
+        total, back = sum(x.outs["loss"] for x in parts), torch.cat(at).argsort()
+        cut = f"cut for {ranks} rank(s) × micro-batches of {rows},"
+        if _gap(total, want.outs["loss"]) > 1e-10:
+            sums = f"the parts sum to {float(total):.6g}, the batch gives {float(want.outs['loss']):.6g}"
+            p.fail("split", f"{cut} {sums}: {fix}")
+        for k,w in want.grads.items():
+            g = torch.cat([x.grads[k] for x in parts])[back]
+            if _gap(g, w) > 1e-10: p.fail("split", f"{cut} the gradient of {k} {_show(g, w)}: {fix}")
 
 def _metrics(p):
-    got, want = merge(*(x.metrics for _,x in _parts(p, 2, 3))), _run(p, p.cols, p.whole).metrics
-    _same_metrics(p, "metrics", got, want, "merged from 2 ranks × micro-batches of 3", "mean_of(x, mask) carries its count, Mean(x.mean()) does not")
+    got, want = merge(*(x.metrics for _,x in _parts(p, 2, 3))), run(p, p.cols, p.step).metrics
+    _same_metrics(p, "metrics", got, want, "merged from 2 ranks × micro-batches of 3",
+                  "mean_of(x, mask) carries its count, Mean(x.mean()) does not")
 
-# %% ../nbs/19_testing.ipynb #5535a7a3
+# %% ../nbs/19_testing.ipynb #4a0b6a11
 def _wide(p, k, x, dtype, least):
     floats = any(p.cols[name].is_floating_point() for name in p.reads)
-    if floats and x.is_floating_point() and x.dtype != least: # a mask, or what is made of lengths alone, has a precision of its own
-        p.fail("precision", f"with {dtype} the {k} is {x.dtype}, wanted {least}; promoted(x) widens half precision and leaves float64")
+    if floats and x.is_floating_point() and x.dtype != least: # a mask, or what is made of lengths alone, may differ
+        p.fail("precision", f"with {dtype} the {k} is {x.dtype}, wanted {least}; promoted(x) widens half precision and "
+                            "leaves float64")
 
 def _precision(p):
     def cast(dtype, then): return {k: x.to(dtype).to(then) if x.is_floating_point() else x for k,x in p.cols.items()}
-    half = () if p.closure else ((torch.bfloat16, torch.float32), (torch.float16, torch.float32))
-    for dtype,least in (*half, (torch.float32, torch.float32)):
-        got, want = _run(p, cast(dtype, dtype), p.whole), _run(p, cast(dtype, least), p.whole)
+    for dtype in (torch.float32,) if p.closure else (torch.bfloat16, torch.float16, torch.float32):
+        got, want = run(p, cast(dtype, dtype), p.step), run(p, cast(dtype, torch.float32), p.step)
         for k,x in got.outs.items():
-            _wide(p, k, x, dtype, least)
-            if _gap(x, want.outs[k]) > 1e-5: p.fail("precision", f"with {dtype} the {k} {_show(x, want.outs[k])}; promoted(x) first, then compute")
+            _wide(p, k, x, dtype, torch.float32)
+            if _gap(x, want.outs[k]) <= 1e-5: continue
+            p.fail("precision", f"with {dtype} the {k} {_show(x, want.outs[k])}; promoted(x) first, then compute")
 
-# %% ../nbs/19_testing.ipynb #de41149c
+# %% ../nbs/19_testing.ipynb #e5301827
 def _scale(p):
-    def loss(A): return _run(p, p.cols | dict(advantages=A), p.whole).outs["loss"]
+    def loss(A): return run(p, p.cols | dict(advantages=A), p.step).outs["loss"]
     A = p.cols["advantages"]
-    whole, rest = loss(A), loss(torch.zeros_like(A)) # rest: a KL term, an entropy bonus, a value loss
+    all_terms, rest = loss(A), loss(torch.zeros_like(A)) # rest: a KL term, an entropy bonus, a value loss
     for c in (.5, 3.):
-        got, want = loss(c*A), rest + c*(whole-rest)
-        if _gap(got, want) > 1e-10:
-            p.fail("scale", f"with advantages times {c:g} the loss is {float(got):.6g}, not {float(want):.6g}; advantages are "
-                            "squashed, or another term depends on them: policy=False if that is meant")
+        got, want = loss(c*A), rest + c*(all_terms-rest)
+        if _gap(got, want) <= 1e-10: continue
+        p.fail("scale", f"with advantages times {c:g} the loss is {float(got):.6g}, not {float(want):.6g}; advantages "
+                        "are squashed, or another term depends on them: policy=False if that is meant")
 
 def _reinforce(p):
     mask, A, lp = p.cols["mask"], p.cols["advantages"], p.cols[p.logprobs]
     at_one = p.cols | {k: lp for k in ("old_logprobs", "rollout_logprobs", "ref_logprobs")}
-    def gradient(A): return _run(p, at_one | dict(advantages=A), p.whole).grads[p.logprobs]
+    def gradient(A): return run(p, at_one | dict(advantages=A), p.step).grads[p.logprobs]
     def level(x): return torch.where(mask, masked_mean(x, mask, dim=-1)[:,None], 0.)
     rest = gradient(torch.zeros_like(A))
     got, unit = gradient(A) - rest, gradient(torch.ones_like(A)) - rest
     if not (unit[mask] < 0).all():
-        p.fail("reinforce", "at ratio 1 some chosen token with advantage 1 does not gain probability; a loss is minimised, "
-                            "−A·ratio, A belongs to the same token, and old_logprobs is a column, not out.logprobs")
+        p.fail("reinforce", "at ratio 1 some chosen token with advantage 1 does not gain probability; a loss is "
+                            "minimised, −A·ratio, A belongs to the same token, and old_logprobs is a column, not "
+                            "out.logprobs")
     seen = torch.where(mask, got/unit, 0.) # the advantage that each token was given
     if _gap(seen, level(seen)) < 1e-10: got = gradient(A := level(A)) - rest
-    if _gap(got, A*unit) > 1e-10: p.fail("reinforce", f"at ratio 1 the gradient {_show(got, A*unit)}; there it is −A times a weight without A: no clipping, no shift by one")
-    if p.denom and abs(total := float(-unit.sum())-1) > 1e-10: p.fail("reinforce", f"at ratio 1 the weights of the tokens sum to {total+1:.6g}, not to 1; a factor is missing")
+    if _gap(got, A*unit) > 1e-10:
+        p.fail("reinforce", f"at ratio 1 the gradient {_show(got, A*unit)}; there it is −A times a weight without A: "
+                            "no clipping, no shift by one")
+    if p.denom and abs(total := float(-unit.sum())-1) > 1e-10:
+        p.fail("reinforce", f"at ratio 1 the weights of the tokens sum to {total+1:.6g}, not to 1; a factor is missing")
 
-# %% ../nbs/19_testing.ipynb #4a0b6a11
+# %% ../nbs/19_testing.ipynb #5afb2b75
 def _mean(p):
     mask, lp = p.cols["mask"], 0. if "unit" in p.reads else -1.
-    def same(k, x): return torch.full_like(x, lp) if k.endswith("logprobs") else (x[:1,:1] if p.per_token(k) else x[:1]).expand_as(x)
-    cols = {k: x if k in ("mask", "lengths", "unit", "chosen") else same(k, x) for k,x in p.cols.items()}
+    def same(k, x):
+        if k.endswith("logprobs"): return torch.full_like(x, lp)
+        return (x[:1,:1] if p.per_token(k) else x[:1]).expand_as(x)
+    kept = ("mask", "lengths", "unit", "chosen", "group")
+    cols = {k: x if k in kept else same(k, x) for k,x in p.cols.items()}
     fewer = mask & (mask.cumsum(1) <= 3)
     fewer[torch.cat([at[:1] for at in p.units()[1::2]])] = False
-    want, got = (_run(p, cols | dict(mask=m), p.counts(m)).outs["loss"] for m in (mask, fewer))
+    want, got = (run(p, cols | dict(mask=m), p.counts(m)).outs["loss"] for m in (mask, fewer))
     if fewer.any() and _gap(got, want) > 1e-10:
-        p.fail("mean", f"with equal numbers at every token the loss is {float(want):.6g}, and {float(got):.6g} if rows are shorter and fewer; it sums one thing and divides by the count of "
-                       "another: tokens go with b.n_tokens, means of rows with b.n_rows, pairs with b.n_units; mean=False if long rows shall weigh more")
+        p.fail("mean", f"with equal numbers at every token the loss is {float(want):.6g}, and {float(got):.6g} if rows "
+                       "are shorter and fewer; it sums one thing and divides by the count of another: pass denom=b, or "
+                       "tokens with b.n_tokens, means of rows with b.n_rows, pairs with b.n_units; mean=False if long "
+                       "rows are meant to weigh more")
 
-# %% ../nbs/19_testing.ipynb #e5301827
+# %% ../nbs/19_testing.ipynb #c20a82c6
+class Laws(tuple):
+    "Names of the laws that hold. It prints as one line."
+    note = "" # what else there is to say
+    def __repr__(self): return f"{len(self)} laws hold{self.note}"
+
+# %% ../nbs/19_testing.ipynb #55212a43
 def _called(p):
     "The first call, which shows what a closure reads. An error of the loss's own comes out as it is."
-    try: outs, _ = _outputs(p, p.call({k: x.clone() for k,x in p.cols.items()}, p.whole))
+    try: outs, _ = outputs(p, p.call({k: x.clone() for k,x in p.cols.items()}, p.step))
     except (AttributeError, TypeError) as e:
         if p.closure and not p.reads:
             e.add_note(f"check_loss called {p.name}(out, b), as Policy.step does. "
@@ -206,49 +292,61 @@ def _called(p):
                              f"it reads out.{k}, what the model computes: outputs=dict({k}=…)")
     for k,x in outs.items():
         _wide(p, k, x, torch.float64, torch.float64) # first: in float32 a broken law could not be told from rounding
-        if not x.isfinite().all(): p.fail("result", f"on ordinary rows, one with nothing chosen, the {k} is not finite; guard the division: masked_mean, aggregate")
+        if x.isfinite().all(): continue
+        p.fail("result", f"on ordinary rows, one with nothing chosen, the {k} is not finite; guard the division: "
+                         "masked_mean, aggregate")
 
 def _check(p, laws):
-    _called(p)
-    for law in (laws := laws(p)):
+    for law in laws:
         try: law(p)
         except AssertionError: raise
-        except Exception as e: raise AssertionError(f"{p.name} breaks the {law.__name__[1:]} law: it raised {type(e).__name__}: {e}") from e
-    return tuple(law.__name__[1:] for law in laws)
+        except Exception as e:
+            what = f"it raised {type(e).__name__}: {e}"
+            raise AssertionError(f"{p.name} breaks the {law.__name__[1:]} law: {what}") from e
+    held = Laws(law.__name__[1:] for law in laws)
+    if p.as_number: held.note = f", with {p.denom} as the number denom"
+    return held
+
+def _of_rows(p): return (_mask, _empty, _permutation, _padding, _filler) if p.masked else (_permutation,)
 
 def check_loss(
-    loss:Callable,                       # a block like `ppo_loss`, or a closure `loss(out, b)` as given to `Policy.step`
-    inputs:dict[str, Tensor]|None=None,  # columns of your own, or other numbers for those of the vocabulary; equally many rows
-    outputs:dict[str, Tensor]|None=None, # of a closure, what the model computes (`out`); needed for logits and other shapes
+    loss:Callable,                       # a block like `ppo_loss`, or a closure `loss(out, b)` as in `Policy.step`
+    inputs:dict[str, Tensor]|None=None,  # columns of your own, or other numbers for those of the vocabulary
+    outputs:dict[str, Tensor]|None=None, # of a closure, what the model computes (`out`); needed for logits
     *,
     per_row:tuple[str, ...]=(),          # names of inputs whose second axis is not tokens, as for `Batch`
-    denom:Literal["n_tokens", "n_rows", "n_units"]|None=None, # what the block's denom counts; None = from its signature
-    wrt:tuple[str, ...]|None=None,       # what a gradient may reach; None = the first, and `rejected` beside a first `chosen`
-    mean:bool=True,                      # of a closure, that it is a mean; False = long rows shall weigh more
+    denom:Literal["n_tokens", "n_rows", "n_units"]|None=None, # give the block this number; None = the batch
+    wrt:tuple[str, ...]|None=None,       # what a gradient may reach; None = the first, and `rejected` beside `chosen`
+    mean:bool=True,                      # of a closure, that it is a mean; False = long rows are meant to weigh more
     policy:bool|None=None,               # scale and reinforce; None = if it reads log-probs, advantages and the mask
+    differentiable:bool=True,            # torch.func and second derivatives; False = a fused kernel that has none
     **hyper:object,                      # hyper-parameters, passed on
-)->tuple[str, ...]: # names of the laws it was found to obey
-    """Run every law on a loss, in float64, on ragged made-up rows.
+)->tuple[str, ...]: # names of the laws that hold, printed as one line
+    """Run every law on a loss, in float64, on ragged made-up rows: f(x) of the batch = Σ f(part), and a dozen more.
 
-    AssertionError names the first broken law, the numbers and the usual fix. purity · gradient · mask · empty · permutation ·
-    padding · filler · split · metrics · precision; for policy losses also scale · reinforce; for closures also mean."""
-    def laws(p):
-        if not p.masked and any(p.cols[k].ndim > 1 for k in p.first): p.fail("mask", "it takes no mask, so it cannot tell a chosen token from padding")
-        own = {p.logprobs, "advantages", "mask"} <= p.reads if policy is None else policy
-        masked = (_mask, _empty, _permutation, _padding, _filler) if p.masked else (_permutation,)
-        policy_only, counted = (_scale, _reinforce) if own else (), (_mean,) if mean and p.closure else ()
-        return _purity, _gradient, *masked, _split, _metrics, _precision, *policy_only, *counted
-    return _check(_probe("check_loss", loss, inputs, hyper, outputs=outputs, denom=denom, wrt=wrt, per_row=per_row), laws)
+    AssertionError names the first law that is broken, the numbers and the usual fix. For policy losses also scale and
+    reinforce; for blocks that take `denom` also denom; for closures also mean."""
+    p = probe("check_loss", loss, inputs, hyper, outputs=outputs, denom=denom, wrt=wrt, per_row=per_row)
+    _called(p)
+    if not p.masked and any(p.cols[k].ndim > 1 for k in p.first):
+        p.fail("mask", "it takes no mask, so it cannot tell a chosen token from padding")
+    own = {p.logprobs, "advantages", "mask"} <= p.reads if policy is None else policy
+    wanted = {_denom: p.optional, _scale: own, _reinforce: own, _mean: mean and p.closure,
+              _differentiable: differentiable}
+    laws = (_purity, _gradient, *_of_rows(p), _denom, _split, _metrics, _precision, _scale, _reinforce, _mean,
+            _differentiable)
+    return _check(p, [law for law in laws if wanted.get(law, True)])
 
 def check_estimator(
-    fn:Callable,                        # a function of columns that returns a tensor or a tuple of tensors, like `gae`
-    inputs:dict[str, Tensor]|None=None, # columns of your own, or other numbers for those of the vocabulary; equally many rows
+    fn:Callable,                        # a function of columns that returns a tensor or several, like `gae`
+    inputs:dict[str, Tensor]|None=None, # columns of your own, or other numbers for those of the vocabulary
     *,
     per_row:tuple[str, ...]=(),         # names of inputs whose second axis is not tokens, as for `Batch`
     **hyper:object,                     # hyper-parameters, passed on
-)->tuple[str, ...]: # names of the laws it was found to obey
-    """Run on an estimator the laws that need no loss; AssertionError names the first broken law, the numbers and the usual fix.
+)->tuple[str, ...]: # names of the laws that hold, printed as one line
+    """Run on an estimator the laws that need no loss; AssertionError names the first that is broken, and the usual fix.
 
-    purity · gradient (through the first argument, if at all) · mask · empty · permutation · padding · filler · precision."""
-    def laws(p): return _purity, _gradient, *((_mask, _empty, _permutation, _padding, _filler) if p.masked else (_permutation,)), _precision
-    return _check(_probe("check_estimator", fn, inputs, hyper, per_row=per_row), laws)
+    purity · gradient (to the first argument at most) · mask · empty · permutation · padding · filler · precision."""
+    p = probe("check_estimator", fn, inputs, hyper, per_row=per_row)
+    _called(p)
+    return _check(p, (_purity, _gradient, *_of_rows(p), _precision))
