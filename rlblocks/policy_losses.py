@@ -87,7 +87,7 @@ def clip_metrics(
 )->dict[str, Mean]: # clip_frac = the sum of clip_frac_low, clip_frac_high and, with `dual`, clip_frac_dual
     """Share of the tokens that a clip leaves without gradient, and on which side.
 
-    clip_frac = mean([x < low ∧ Â < 0] + [x > high ∧ Â > 0]). Huang et al. 2022, "37 implementation details of PPO", 12."""
+    clip_frac = mean([x < low ∧ Â < 0] + [x > high ∧ Â > 0]). Huang et al. 2022, "37 implementation details", 12."""
     same_shape(x=x, advantages=advantages, mask=mask)
     down, up = (mask, mask) if advantages is None else (mask & (advantages < 0), mask & (advantages > 0))
     cut = dict(clip_frac_low=(x < low) & down, clip_frac_high=(x > high) & up)
