@@ -39,14 +39,16 @@ from rlblocks.groups import (
 from rlblocks.kl import adaptive_kl_coef, annealed_kl_coef, full_kl, kl_k1, kl_k2, kl_k3, ratio_corrected, straight_through
 from rlblocks.logprobs import entropy, gather_logprobs, linear_logprobs, linear_measured, sequence_logprobs, token_logprobs
 from rlblocks.margins import (
-    alpha_reward, alphapo_loss, aot_loss, aot_matched, cpo_loss, f_dpo_loss, forward_kl_reward, js_reward, ld_logprobs, orpo_loss,
-    reverse_kl_reward, simpo_loss, tpo_loss, wpo_weights,
+    alpha_reward, alphapo_loss, aot_loss, aot_matched, chi_reward, chipo_loss, cpo_loss, f_dpo_loss, forward_kl_reward, js_reward,
+    ld_logprobs, orpo_loss, simpo_loss, tpo_loss, wpo_weights,
 )
 from rlblocks.masked import (
     Counts, Denom, Last, Max, Mean, Metric, Over, aggregate, divisor, finite_logprobs, masked_mean, masked_std, masked_sum, mean_of, merge,
     same_shape, whiten,
 )
-from rlblocks.online_losses import a2po_loss, best_worst_pairs, geometric_mixture, nash_md_loss, xpo_loss
+from rlblocks.online_losses import (
+    a2po_loss, best_worst_pairs, geometric_mixture, nash_md_loss, qrpo_loss, quantile_rewards, rebel_loss, xpo_loss,
+)
 from rlblocks.oracles import sample_columns
 from rlblocks.packing import Packed, bin_pack, drop_long, micro_batch_count, pack, pad, plan_micro_batches, shared_prefix, split_long, unpack
 from rlblocks.policy_losses import (
@@ -54,8 +56,8 @@ from rlblocks.policy_losses import (
     ratio_metrics,
 )
 from rlblocks.preference_losses import (
-    apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, exo_loss, hinge_loss, ipo_loss, nca_loss, preference_margin,
-    robust_dpo_loss, sppo_loss,
+    answer_log_ratios, apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, dpop_loss, exo_loss, hinge_loss, ipo_loss,
+    nca_loss, over_pairs, over_rows, pair_log_ratios, pair_metrics, preference_margin, robust_dpo_loss, sppo_loss,
 )
 from rlblocks.preferences import Feedback, Preferences, as_feedback
 from rlblocks.prompts import Demonstrations, Prompts
@@ -65,7 +67,7 @@ from rlblocks.ratio_losses import (
     on_policy_loss, policy_gradient, reinforce_loss, sapo_loss, sequence_ratio, topr_loss, vespo_loss,
 )
 from rlblocks.reward_losses import (
-    bradley_terry_loss, centering_loss, davidson_loss, generative_scores, hps_loss, log_exp_loss, multi_head_loss, plackett_luce_loss,
+    bradley_terry_loss, centering_loss, davidson_loss, generative_scores, hps_loss, multi_head_loss, plackett_luce_loss,
     process_reward_loss, rao_kupper_loss, rating_loss, safety_loss, tie_loss,
 )
 from rlblocks.selections import (
@@ -78,9 +80,7 @@ from rlblocks.shaping import (
 )
 from rlblocks.teachers import distill_advantages, iw_opd_weights, minillm_advantages, realigned, teacher_mix_weights
 from rlblocks.testing import check_estimator, check_loss
-from rlblocks.unpaired_losses import (
-    aot_units, apo_zero_unpaired_loss, bco_delta, bco_loss, kto_kl, kto_loss, mismatched, swap_completions, udm_weights,
-)
+from rlblocks.unpaired_losses import aot_units, bco_delta, bco_loss, kto_kl, kto_loss, mismatched, swap_completions, udm_weights
 from rlblocks.value_losses import classification_value_loss, expected_value, explained_variance, hl_gauss, two_hot, value_loss, value_metrics
 
 if _collecting: gc.enable()
@@ -100,35 +100,44 @@ _LAZY = dict(Checkpoint="checkpoint", writable="checkpoint", Grader="graders", m
              Rollout="rollout", here="place", later="place", loop_from="run", plan="planning", plan_rollout="planning", SpmdPool="spmd", step_seconds="planning")
 
 __all__ = [
-    "Batch", "Buffer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "EffectiveShare", "Feedback", "Grader", "Last", "Max", "Mean", "Metric", "Over", "Packed",
-    "Policy", "Preferences", "Prompts", "Ragged", "Rollout", "Scorer", "SpmdPool", "Whole", "a2po_loss", "adaptive_clip", "adaptive_entropy_coef",
-    "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef", "aot_loss", "aot_matched",
-    "aot_units", "apo_down_loss", "apo_zero_loss", "apo_zero_unpaired_loss", "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token",
-    "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_worst_pairs",
-    "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bradley_terry_loss", "centering_loss", "check_estimator",
-    "check_loss", "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards", "clipped_surrogate",
-    "correction_metrics", "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "dft_loss",
-    "discopop_loss", "discounted_returns", "divisor", "distill_advantages", "dpo_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss",
-    "drop_long", "effective_share", "entropy", "entropy_loss", "exo_loss", "expected_value", "expert_load", "explained_variance",
-    "f_dpo_loss", "finite_logprobs", "fit_row_costs", "forward_kl_loss", "forward_kl_reward", "fresh_mask", "from_arrow", "full_kl", "gae",
-    "gather_logprobs", "gdpo_advantages", "generative_scores", "geometric_mask", "geometric_mixture", "geometric_weights", "gmpo_loss",
-    "gpg_advantages", "group_advantages", "group_pass_at_k_advantages", "grpo_loss", "gspo_loss", "gspo_token_loss", "here",
-    "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "ipo_loss", "iw_opd_weights", "js_reward", "jsd",
-    "jsd_loss", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later", "ld_logprobs",
-    "leave_one_out", "linear_logprobs", "linear_measured", "log_exp_loss", "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean",
-    "masked_std", "masked_sum", "math_reward", "mean_of", "merge", "micro_batch_count", "minillm_advantages", "mismatched", "mixed_groups",
-    "moe_balance_loss", "multi_head_loss", "n_step_returns", "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "on_policy_loss",
-    "opo_advantages", "optimal_token_baseline", "orpo_loss", "overlong_penalty", "pack", "pad", "pairs", "pass_at_k_advantages",
-    "pf_ppo_weights", "plackett_luce_loss", "policy_gradient", "plan", "plan_micro_batches", "plan_rollout", "ppo_loss", "preference_margin",
-    "process_reward_loss", "rao_kupper_loss", "rating_loss", "ratio_corrected", "ratio_metrics", "realigned", "refill", "reinforce_loss",
-    "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "repeated_tokens", "repetition_penalty", "replay_draw",
-    "resampled_rows", "reverse_kl_loss", "reverse_kl_reward", "robust_dpo_loss", "router_z_loss", "row_costs", "row_max", "row_mean",
-    "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of", "sequence_logprobs", "sequence_mask", "sequence_ratio",
-    "sequence_weights", "sft_loss", "shared_prefix", "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights",
-    "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions", "td_lambda_returns", "teacher_mix_weights",
-    "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "topr_loss", "tpo_loss", "truncated_weights", "truncation_penalty", "two_hot",
-    "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vtrace",
-    "weighted_scores", "whiten", "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "xpo_loss",
+    "Batch", "Buffer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "EffectiveShare", "Feedback",
+    "Grader", "Last", "Max", "Mean", "Metric", "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged",
+    "Rollout", "Scorer", "SpmdPool", "Whole", "a2po_loss", "adaptive_clip", "adaptive_entropy_coef",
+    "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef", "answer_log_ratios",
+    "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy",
+    "asymre_loss", "at_last_token", "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss",
+    "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_worst_pairs", "best_worst_weights",
+    "bin_pack", "binary_kl", "binary_tv", "bradley_terry_loss", "centering_loss", "check_estimator", "check_loss",
+    "chi_reward", "chipo_loss", "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask",
+    "clip_metrics", "clip_rewards", "clipped_surrogate", "correction_metrics", "cosine_length_reward",
+    "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "dft_loss", "discopop_loss",
+    "discounted_returns", "distill_advantages", "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss",
+    "dr_grpo_loss", "dro_loss", "drop_long", "effective_share", "entropy", "entropy_loss", "exo_loss",
+    "expected_value", "expert_load", "explained_variance", "f_dpo_loss", "finite_logprobs", "fit_row_costs",
+    "forward_kl_loss", "forward_kl_reward", "fresh_mask", "from_arrow", "full_kl", "gae", "gather_logprobs",
+    "gdpo_advantages", "generative_scores", "geometric_mask", "geometric_mixture", "geometric_weights", "gmpo_loss",
+    "gpg_advantages", "group_advantages", "group_pass_at_k_advantages", "grpo_loss", "gspo_loss", "gspo_token_loss",
+    "here", "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "ipo_loss", "iw_opd_weights",
+    "js_reward", "jsd", "jsd_loss", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl",
+    "kto_loss", "later", "ld_logprobs", "leave_one_out", "linear_logprobs", "linear_measured", "log_ratio",
+    "loop_from", "luspo_loss", "m2po_mask", "masked_mean", "masked_std", "masked_sum", "math_reward", "mean_of",
+    "merge", "micro_batch_count", "minillm_advantages", "mismatched", "mixed_groups", "moe_balance_loss",
+    "multi_head_loss", "n_step_returns", "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "on_policy_loss",
+    "opo_advantages", "optimal_token_baseline", "orpo_loss", "over_pairs", "over_rows", "overlong_penalty", "pack",
+    "pad", "pair_log_ratios", "pair_metrics", "pairs", "pass_at_k_advantages", "pf_ppo_weights", "plackett_luce_loss",
+    "plan", "plan_micro_batches", "plan_rollout", "policy_gradient", "ppo_loss", "preference_margin",
+    "process_reward_loss", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss", "ratio_corrected",
+    "ratio_metrics", "realigned", "rebel_loss", "refill", "reinforce_loss", "reinforce_pp_advantages",
+    "reinforce_pp_baseline", "remax_advantages", "repeated_tokens", "repetition_penalty", "replay_draw",
+    "resampled_rows", "reverse_kl_loss", "robust_dpo_loss", "router_z_loss", "row_costs", "row_max", "row_mean",
+    "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss", "seed_of", "sequence_logprobs",
+    "sequence_mask", "sequence_ratio", "sequence_weights", "sft_loss", "shared_prefix", "sign_weights", "simpo_loss",
+    "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards", "step_seconds",
+    "straight_through", "support_logprobs", "swap_completions", "td_lambda_returns", "teacher_mix_weights",
+    "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "topr_loss", "tpo_loss", "truncated_weights",
+    "truncation_penalty", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss",
+    "value_metrics", "vespo_loss", "veto_mask", "vtrace", "weighted_scores", "whiten", "within", "without_truncated",
+    "without_unscored", "wpo_weights", "writable", "xpo_loss",
 ]
 
 # what is not in this version, and what does its work

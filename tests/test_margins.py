@@ -11,7 +11,7 @@ from rlblocks.batch import pairs
 from rlblocks.distill_losses import sft_loss
 from rlblocks.logprobs import sequence_logprobs
 from rlblocks.margins import (
-    alpha_reward, alphapo_loss, aot_loss, aot_matched, cpo_loss, f_dpo_loss, forward_kl_reward, js_reward, ld_logprobs, orpo_loss, reverse_kl_reward,
+    alpha_reward, alphapo_loss, aot_loss, aot_matched, chi_reward, chipo_loss, cpo_loss, f_dpo_loss, forward_kl_reward, js_reward, ld_logprobs, orpo_loss,
     simpo_loss, tpo_loss, wpo_weights,
 )
 from rlblocks.masked import masked_mean
@@ -21,6 +21,7 @@ from rlblocks.testing import check_estimator, check_loss, sample_columns
 COLS = {k: x for k, x in sample_columns(seed=0).items()}
 FOUR = [COLS[k] for k in ("chosen", "rejected", "ref_chosen", "ref_rejected")]
 FREE = dict(chosen=-COLS["chosen"].abs()-.01, rejected=-COLS["rejected"].abs()-.01) # log-probs of answers: not above 0
+KL = partial(alpha_reward, alpha=0.) # the reward of reverse KL, log u
 GOLD = dict(gold=-COLS["ref_chosen"].abs()-.01)
 WEIGHTS = sample_columns(seed=3)["scores"].clone().index_fill(0, torch.tensor([3, 8]), 0.)
 
@@ -35,6 +36,9 @@ LOSSES = {
              lambda c, r, a, b: nls(.3*(math.log(2*math.exp(c-a)/(1+math.exp(c-a))) - math.log(2*math.exp(r-b)/(1+math.exp(r-b)))))),
     "f alpha": (partial(f_dpo_loss, divergence=partial(alpha_reward, alpha=.3), beta=.3), FOUR,
                 lambda c, r, a, b: nls(.3*((1-math.exp(c-a)**-.3)/.3 - (1-math.exp(r-b)**-.3)/.3))),
+    "f chi": (partial(f_dpo_loss, divergence=chi_reward, beta=.01), FOUR, lambda c, r, a, b: nls(.01*(math.exp(c-a) + c-a - math.exp(r-b) - (r-b)))),
+    "f chipo": (partial(chipo_loss, max_reward=.4, beta=.1), FOUR,
+                lambda c, r, a, b: nls(max(-.8, min(.8, .1*(math.exp(c-a) + c-a - math.exp(r-b) - (r-b)))))),
     "aot": (partial(aot_loss, beta=.3, label_smoothing=.1), [FOUR[0], FOUR[1], FOUR[2]-FOUR[3]],
             lambda c, r, m: .9*nls(.3*(c-r-m)) + .1*nls(-.3*(c-r-m))),
     "simpo": (simpo_loss, [*FREE.values()], lambda c, r: nls(2*c - 2*r - 1)),
@@ -66,7 +70,7 @@ def test_equals_oracle(name):
     f, args, formula = LOSSES[name]
     rows = list(zip(*(x.tolist() for x in args), WEIGHTS.tolist(), strict=True))
     assert_close(f(*args)[0].item(), sum(formula(*x) for *x, _ in rows)/16, rtol=1e-10, atol=0)
-    assert_close(f(*args, WEIGHTS)[0].item(), sum(w*formula(*x) for *x, w in rows)/14, rtol=1e-10, atol=0)
+    assert_close(f(*args, weights=WEIGHTS)[0].item(), sum(w*formula(*x) for *x, w in rows)/14, rtol=1e-10, atol=0)
     assert_close(f(*args, denom=7)[0].item(), sum(formula(*x) for *x, _ in rows)/7, rtol=1e-10, atol=0)
 
 
@@ -77,11 +81,11 @@ def test_as_closures_over_rows():
         (c, r), (rc, rr) = ([ld_logprobs(x, m, shared) for x, m in zip(pairs(lp, b), (c_mask, r_mask), strict=True)] for lp in (out.logprobs, b.ref_logprobs))
         return dpo_loss(c, r, rc, rr, denom=b.n_units)
     def wpo(out, b):
-        w = wpo_weights(out.logprobs, -b.entropies, b.mask)
+        w = wpo_weights(out.logprobs, (-b.entropies).exp(), b.mask)
         c, r = pairs(sequence_logprobs(out.logprobs, b.mask), b)
         rc, rr = pairs(sequence_logprobs(b.ref_logprobs, b.mask), b)
         w_c, w_r = pairs(w, b)
-        return dpo_loss(c, r, rc, rr, w_c*w_r, denom=b.n_units)
+        return dpo_loss(c, r, rc, rr, weights=w_c*w_r, denom=b.n_units)
     check_loss(simpo)
     check_loss(ld_dpo, mean=False)
     laws = check_loss(lambda out, b: (wpo(out, b)[0], {}), dict(entropies=COLS["entropy"]), mean=False)
@@ -92,21 +96,22 @@ def test_as_closures_over_rows():
 
 def test_rewards_golden():
     u = torch.tensor([2., .5]).log()
-    rewards = torch.stack([f(u) for f in (reverse_kl_reward, forward_kl_reward, alpha_reward, js_reward)])
-    assert_close(rewards, torch.tensor([[math.log(2), -math.log(2)], [.5, -1.], [2-2**.5, 2-8**.5], [math.log(4/3), math.log(2/3)]]))
+    rewards = torch.stack([f(u) for f in (KL, forward_kl_reward, alpha_reward, js_reward, chi_reward)])
+    want = [[math.log(2), -math.log(2)], [.5, -1.], [2-2**.5, 2-8**.5], [math.log(4/3), math.log(2/3)], [2+math.log(2), .5-math.log(2)]]
+    assert_close(rewards, torch.tensor(want))
 
 
 def test_divergences_meet():
     x = torch.linspace(-6, 6, 50, dtype=torch.float64)
     assert_close(alpha_reward(x, alpha=1.), forward_kl_reward(x), rtol=0, atol=0)
-    assert_close(alpha_reward(x, alpha=1e-10), reverse_kl_reward(x), rtol=1e-8, atol=0)
-    assert_close(f_dpo_loss(*FOUR, divergence=reverse_kl_reward)[0], dpo_loss(*FOUR)[0])
+    assert_close(alpha_reward(x, alpha=1e-10), KL(x), rtol=1e-8, atol=0)
+    assert_close(f_dpo_loss(*FOUR, divergence=KL)[0], dpo_loss(*FOUR)[0])
     assert_close(f_dpo_loss(*FOUR, divergence=torch.clone, beta=.4)[0], dpo_loss(*FOUR, beta=.4)[0]) # any function will do
     assert_close(f_dpo_loss(*FOUR, divergence=partial(alpha_reward, alpha=.25))[0],  # TRL's coefficient is 1 − α
                  -F.logsigmoid(.1*((torch.exp(-.25*(FOUR[0]-FOUR[2]))-1)/-.25 - (torch.exp(-.25*(FOUR[1]-FOUR[3]))-1)/-.25)).mean())
 
 
-@pytest.mark.parametrize("reward", [reverse_kl_reward, forward_kl_reward, alpha_reward, js_reward, partial(alpha_reward, alpha=-.5)])
+@pytest.mark.parametrize("reward", [KL, forward_kl_reward, alpha_reward, js_reward, chi_reward, partial(alpha_reward, alpha=-.5)])
 def test_rewards_are_finite_and_rise(reward):
     x = torch.tensor([-1e4, -100., -41., -39., -21., -19., -1., 0., 1., 20., 39., 41., 1e4], requires_grad=True)
     y = reward(x)
@@ -122,6 +127,25 @@ def test_the_tangent_is_smooth():
     assert_close(slope[0], slope[1], rtol=2e-3, atol=0)
     assert_close(y[0], y[1], rtol=3e-3, atol=0)
     assert_close(slope[1], torch.tensor(math.exp(20)).double())
+
+
+def test_chipo_by_hand():
+    u = torch.tensor([2., .5]).log()
+    def at(R): return chipo_loss(x, u[1:], *torch.zeros(2, 1), beta=1., max_reward=R)
+    x = u[:1].clone().requires_grad_()
+    (free, m), (clipped, n) = at(math.inf), at(1.)
+    gap = 1.5 + 2*math.log(2)
+    assert_close([free.item(), clipped.item()], [math.log1p(math.exp(-gap)), math.log1p(math.exp(-2))], rtol=1e-6, atol=0)
+    assert_close(torch.autograd.grad(free, x)[0].item(), -3/(1 + math.exp(gap)), rtol=1e-5, atol=0) # dφ/dlog u = u + 1
+    assert torch.autograd.grad(clipped, x)[0] == 0 and (float(m["clip_frac"]), float(n["clip_frac"])) == (0, 1)
+    assert_close(chipo_loss(*FOUR, max_reward=math.inf)[0], f_dpo_loss(*FOUR, divergence=chi_reward)[0])
+    with pytest.raises(ValueError, match="max_reward is -1; it is above 0, math.inf for no clipping"): chipo_loss(*FOUR, max_reward=-1)
+
+
+def test_chi_is_the_derivative_of_its_divergence(): # f(u) = ½(u − 1)² + u·log u, up to a constant
+    u = torch.linspace(.1, 5, 20, dtype=torch.float64, requires_grad=True)
+    slope, = torch.autograd.grad(((u-1).square()/2 + u*u.log()).sum(), u)
+    assert_close(chi_reward(u.log()), slope)
 
 
 # -- lengths, weights, ranks
@@ -142,14 +166,14 @@ def test_ld_logprobs():
 def test_wpo_weights():
     z = torch.randn(3, 5, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
     ids, mask = torch.arange(15).reshape(3, 5) % 11, torch.tensor([[True, True, False, False, True], [False]*5, [True]*5])
-    lp, log_sum_squares = z.log_softmax(-1).gather(-1, ids[..., None])[..., 0], (2*z).logsumexp(-1) - 2*z.logsumexp(-1)
-    w, p = wpo_weights(lp, log_sum_squares, mask), z.softmax(-1).detach()
+    lp, squares = z.log_softmax(-1).gather(-1, ids[..., None])[..., 0], z.softmax(-1).square().sum(-1)
+    w, p = wpo_weights(lp, squares, mask), z.softmax(-1).detach()
     assert not w.requires_grad
     for b in (0, 2):
         on = [t for t in range(5) if mask[b, t]]
         assert_close(w[b].item(), math.exp(sum(math.log(p[b, t, ids[b, t]]/p[b, t].square().sum()) for t in on)/len(on)))
     assert w[1] == 0
-    assert "empty" in check_estimator(wpo_weights, dict(log_sum_squares=-COLS["entropy"]))
+    assert "empty" in check_estimator(wpo_weights, dict(sum_pi_squared=(-COLS["entropy"]).exp()))
 
 
 def test_a_policy_weighs_its_own_answers_about_one():
@@ -157,8 +181,8 @@ def test_a_policy_weighs_its_own_answers_about_one():
     z = 2*torch.randn(50, generator=g).expand(64, 200, 50)
     ids = torch.multinomial(z[0, 0].softmax(0), 64*200, replacement=True, generator=g).reshape(64, 200)
     lp = z.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    own = wpo_weights(lp, (2*z).logsumexp(-1) - 2*z.logsumexp(-1), torch.ones(64, 200, dtype=torch.bool))
-    assert .3 < own.mean() < 1.2 and wpo_weights(lp-2, (2*z).logsumexp(-1) - 2*z.logsumexp(-1), torch.ones(64, 200, dtype=torch.bool)).mean() < .2
+    squares, everywhere = z.softmax(-1).square().sum(-1), torch.ones(64, 200, dtype=torch.bool)
+    assert .3 < wpo_weights(lp, squares, everywhere).mean() < 1.2 and wpo_weights(lp-2, squares, everywhere).mean() < .2
 
 
 def test_aot_is_the_published_one():
@@ -280,9 +304,9 @@ def test_a_weightless_pair_is_not_there(name, fill):
     kept, wrt = WEIGHTS != 0, 3 if name == "tpo" else 2
     args = [torch.where(kept, x, fill) for x in args]
     for x in args[:wrt]: x.requires_grad_()
-    loss, metrics = f(*args, WEIGHTS)
+    loss, metrics = f(*args, weights=WEIGHTS)
     grads = torch.autograd.grad(loss, args[:wrt])
-    alone, expected = f(*(x.detach()[kept] for x in args), WEIGHTS[kept])
+    alone, expected = f(*(x.detach()[kept] for x in args), weights=WEIGHTS[kept])
     assert_close(loss.detach(), alone)
     assert all(g.isfinite().all() and not g[~kept].any() and g[kept].any() for g in grads)
     assert {k: float(m) for k, m in metrics.items()} == pytest.approx({k: float(m) for k, m in expected.items()})
@@ -292,13 +316,13 @@ def test_a_weightless_pair_is_not_there(name, fill):
 def test_compiles_to_one_graph(name):
     torch.compiler.reset()
     f, args, _ = LOSSES[name]
-    (loss, metrics), (want, expected) = torch.compile(f, fullgraph=True, backend="eager")(*args, WEIGHTS, denom=40), f(*args, WEIGHTS, denom=40)
+    (loss, metrics), (want, expected) = torch.compile(f, fullgraph=True, backend="eager")(*args, weights=WEIGHTS, denom=40), f(*args, weights=WEIGHTS, denom=40)
     assert_close(loss, want)
     assert {k: float(m) for k, m in metrics.items()} == pytest.approx({k: float(m) for k, m in expected.items()})
 
 
-ESTIMATORS = dict(ld=(ld_logprobs, (COLS["logprobs"], COLS["mask"], COLS["mask"].sum(1)//2)), wpo=(wpo_weights, (COLS["logprobs"], -COLS["entropy"], COLS["mask"])),
-                  aot=(aot_matched, FOUR), alpha=(alpha_reward, FOUR[:1]), js=(js_reward, FOUR[:1]))
+ESTIMATORS = dict(ld=(ld_logprobs, (COLS["logprobs"], COLS["mask"], COLS["mask"].sum(1)//2)), wpo=(wpo_weights, (COLS["logprobs"], (-COLS["entropy"]).exp(), COLS["mask"])),
+                  aot=(aot_matched, FOUR), alpha=(alpha_reward, FOUR[:1]), js=(js_reward, FOUR[:1]), chi=(chi_reward, FOUR[:1]))
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -314,7 +338,7 @@ def test_estimators_compile_and_never_wait(name):
 @every_loss
 def test_never_waits_for_the_device(name):
     f, args, _ = LOSSES[name]
-    loss, metrics = f(*(x.to("meta") for x in args), WEIGHTS.to("meta"), denom=torch.tensor(40, device="meta"))
+    loss, metrics = f(*(x.to("meta") for x in args), weights=WEIGHTS.to("meta"), denom=torch.tensor(40, device="meta"))
     assert loss.is_meta and loss.ndim == 0 and metrics
 
 
@@ -323,7 +347,7 @@ def test_derivatives(name):
     f, args, _ = LOSSES[name]
     n = 3 if name == "tpo" else 2
     rest = [x[:6] for x in args[n:]]
-    assert torch.autograd.gradcheck(lambda *x: f(*x, *rest, WEIGHTS[:6])[0], tuple(x[:6].clone().requires_grad_() for x in args[:n]))
+    assert torch.autograd.gradcheck(lambda *x: f(*x, *rest, weights=WEIGHTS[:6])[0], tuple(x[:6].clone().requires_grad_() for x in args[:n]))
 
 
 @every_loss
@@ -345,4 +369,6 @@ def test_shapes_are_not_broadcast(name):
     f, args, _ = LOSSES[name]
     who = getattr(f, "func", f).__name__
     with pytest.raises(ValueError, match=rf"{who}: \w+ is \[15\], \w+ is \[16\]"): f(*args[:-1], args[-1][1:])
+    if name != "aot": # whose error is DPO's
+        with pytest.raises(TypeError): f(*args, WEIGHTS)
     with pytest.raises(ValueError, match=r"\w+po_loss: chosen is \[4, 4\]; one number per pair is wanted"): f(*(x.reshape(4, 4) for x in args))

@@ -9,8 +9,10 @@ from torch.testing import assert_close
 
 from rlblocks.batch import Batch, pairs
 from rlblocks.logprobs import sequence_logprobs
-from rlblocks.online_losses import a2po_loss, best_worst_pairs, geometric_mixture, nash_md_loss, xpo_loss
-from rlblocks.preference_losses import dpo_loss, sppo_loss
+from rlblocks.online_losses import (
+    a2po_loss, best_worst_pairs, geometric_mixture, nash_md_loss, qrpo_loss, quantile_rewards, rebel_loss, xpo_loss,
+)
+from rlblocks.preference_losses import dpo_loss, ipo_loss, sppo_loss
 from rlblocks.testing import check_estimator, check_loss, sample_columns
 
 COLS = sample_columns(seed=0)
@@ -20,8 +22,13 @@ LOSSES = { # name → (loss, inputs, formula)
     "xpo": (partial(xpo_loss, alpha=.2), dict(zip(("chosen", "rejected", "ref_chosen", "ref_rejected", "ref_wins"), (*FOUR, WINS), strict=True)),
             lambda c, r, a, b, w: math.log1p(math.exp(-.1*((c-a)-(r-b)))) + .2*(c if w else r)),
     "nash": (nash_md_loss, dict(logprobs=FOUR[0], ref_logprobs=FOUR[2], win_prob=COLS["scores"].sigmoid()), lambda x, y, p: (.1*(x-y) - (p-.5))*x),
+    "rebel": (partial(rebel_loss, beta=.3), dict(zip(("chosen", "rejected", "ref_chosen", "ref_rejected", "score_gap"), (*FOUR, COLS["scores"]), strict=True)),
+              lambda c, r, a, b, gap: (.3*((c-a) - (r-b)) - gap)**2),
+    "qrpo": (partial(qrpo_loss, beta=.3), dict(logprobs=FOUR[0], ref_logprobs=FOUR[2], quantiles=COLS["scores"].sigmoid()),
+             lambda x, y, q: (q - .3*math.log(.3*(math.exp(1/.3) - 1)) - .3*(x-y))**2),
     "a2po": (partial(a2po_loss, beta=.3), dict(logprobs=FOUR[0], ref_logprobs=FOUR[2], advantages=COLS["scores"]), lambda x, y, A: (.3*(x-y) - A)**2),
 }
+PAIRS = "xpo", "rebel"
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
@@ -71,17 +78,17 @@ def test_a_batch_of_fresh_pairs():
 def test_obeys_every_law(name):
     f, inputs, _ = LOSSES[name]
     for extra in ({}, dict(weights=WEIGHTS)):
-        laws = check_loss(f, inputs | extra, denom="n_units" if name == "xpo" else "n_rows")
+        laws = check_loss(f, inputs | extra, denom="n_units" if name in PAIRS else "n_rows")
         assert {"split", "metrics", "precision", "gradient", "purity", "permutation"} <= set(laws)
 
 
 def test_as_closures_over_rows():
     def nash(out, b):
         lp, ref = (sequence_logprobs(x, b.mask) for x in (out.logprobs, b.ref_logprobs))
-        return nash_md_loss(lp, ref, b.scores.sigmoid(), b.mask.any(1).float(), denom=b.n_rows)
+        return nash_md_loss(lp, ref, b.scores.sigmoid(), weights=b.mask.any(1).float(), denom=b.n_rows)
     def a2po(out, b):
         lp, ref = (sequence_logprobs(x, b.mask) for x in (out.logprobs, b.ref_logprobs))
-        return a2po_loss(lp, ref, b.scores, b.mask.any(1).float(), denom=b.n_rows)
+        return a2po_loss(lp, ref, b.scores, weights=b.mask.any(1).float(), denom=b.n_rows)
     for f in (nash, a2po): assert {"split", "filler", "mask", "empty"} <= set(check_loss(f, mean=False)) # sums: a longer answer weighs more
 
 
@@ -121,7 +128,7 @@ def test_nash_md_follows_its_objective(): # exact enumeration of two tokens
         theta.requires_grad_()
         lp, ref_lp = answers(theta), answers(ref)
         objective = -(lp.exp()*P).sum() + .3*(lp.exp()*(lp-ref_lp)).sum()
-        want, got = (torch.autograd.grad(x, theta, retain_graph=True)[0] for x in (objective, nash_md_loss(lp, ref_lp, P, lp.exp(), beta=.3, denom=1)[0]))
+        want, got = (torch.autograd.grad(x, theta, retain_graph=True)[0] for x in (objective, nash_md_loss(lp, ref_lp, P, weights=lp.exp(), beta=.3, denom=1)[0]))
         assert_close(got, want)
 
 
@@ -130,7 +137,7 @@ def test_nash_md_settles_where_nothing_is_to_be_gained():
     for _ in range(2000):
         theta.requires_grad_()
         lp, opponent = theta.log_softmax(0), geometric_mixture(theta, ref, coef=.125).exp()
-        theta = (theta - .5*torch.autograd.grad(nash_md_loss(lp, ref, game @ opponent, lp.exp().detach(), beta=.05, denom=1)[0], theta)[0]).detach()
+        theta = (theta - .5*torch.autograd.grad(nash_md_loss(lp, ref, game @ opponent, weights=lp.exp().detach(), beta=.05, denom=1)[0], theta)[0]).detach()
     left = game @ geometric_mixture(theta, ref, coef=.125).exp() - .05*(theta.log_softmax(0)-ref)
     assert left.std() < 1e-3 and theta.softmax(0).max() < .6
 
@@ -155,30 +162,71 @@ def test_a2po_is_zero_at_the_optimum_and_sppo_at_win_probabilities():
     assert_close(a2po_loss(c, rc, half)[0], a2po_loss(c, rc, half, beta=.001)[0], rtol=0, atol=0)
 
 
+def test_rebel_is_zero_at_the_optimum_and_ipo_at_a_gap_of_half():
+    r, ref, beta = torch.tensor([0., 1., 2.]).double(), torch.tensor([.5, .3, .2]).double().log(), .7
+    best, i, j = (ref + r/beta).log_softmax(0), torch.tensor([0, 0, 1]), torch.tensor([1, 2, 2])
+    assert rebel_loss(best[i], best[j], ref[i], ref[j], r[i]-r[j], beta=beta)[0] < 1e-20
+    half = torch.full((16,), .5, dtype=torch.float64)
+    assert_close(rebel_loss(*FOUR, half, beta=.3)[0], .09*ipo_loss(*FOUR, beta=.3)[0])
+    assert_close(rebel_loss(*FOUR, half)[0], rebel_loss(*FOUR, half, beta=1.)[0], rtol=0, atol=0)
+    c, lose, rc, rr = FOUR
+    assert_close(rebel_loss(lose, c, rr, rc, -COLS["scores"])[0], rebel_loss(*FOUR, COLS["scores"])[0]) # no order within a pair
+    V, s, t = 3.7, COLS["scores"], COLS["values"][:, 0] # V* cancels: the difference of two A*-PO errors
+    gap = (.2*(c-rc) - (s-V)) - (.2*(lose-rr) - (t-V))
+    assert_close(rebel_loss(*FOUR, s-t, beta=.2)[0], gap.square().mean())
+
+
+def test_quantile_rewards():
+    assert quantile_rewards(torch.tensor([2., 0., 9.]), torch.tensor([[1., 2., 2., 4.]]*3)).tolist() == [.75, 0., 1.]
+    some = torch.tensor([[True, True, False, True], [False]*4])
+    refs = torch.tensor([[1., 2., math.nan, 4.], [1., 2., 2., 4.]])
+    assert_close(quantile_rewards(torch.tensor([2., 9.]), refs, mask=some), torch.tensor([2/3, 0.]))
+    assert not quantile_rewards(COLS["scores"].clone().requires_grad_(), COLS["values"]).requires_grad
+    assert {"mask", "padding", "filler"} <= set(check_estimator(quantile_rewards, dict(ref_scores=COLS["values"])))
+    for refs in (torch.zeros(3), torch.zeros(4, 2)):
+        with pytest.raises(ValueError, match=r"quantile_rewards: ref_scores is \[.*\], scores is \[3\]; \[B, N\] and \[B\] are wanted"): quantile_rewards(torch.zeros(3), refs)
+
+
+@pytest.mark.parametrize("beta", [.002, .1, 1., 30.])
+def test_qrpo_knows_its_partition_function(beta):
+    "Uniform quantiles in place of rewards: V* is β·log Z, and the policy that it aims at has total probability 1."
+    n = 4000
+    q = (torch.arange(n, dtype=torch.float64) + .5)/n # midpoints: ∫ e^(q/β) dq up to 1/(24(nβ)²) of it
+    log_z = torch.logsumexp(q/beta, 0) - math.log(n)
+    ref = torch.full((n,), -math.log(n), dtype=torch.float64)
+    assert qrpo_loss(ref + q/beta - log_z, ref, q, beta=beta)[0].sqrt() < beta/(20*(n*beta)**2) + 1e-12
+    exact = beta*(math.log(beta) + 1/beta + math.log1p(-math.exp(-1/beta)))
+    assert_close(qrpo_loss(FOUR[0], FOUR[2], COLS["scores"].sigmoid(), beta=beta)[0], a2po_loss(FOUR[0], FOUR[2], COLS["scores"].sigmoid() - exact, beta=beta)[0])
+
+
+def test_qrpo_wants_a_positive_beta():
+    with pytest.raises(ValueError, match="qrpo_loss: beta is 0; it is above 0"): qrpo_loss(FOUR[0], FOUR[2], COLS["scores"], beta=0)
+
+
 # -- without weight, compiled, on no device, differentiated
 
 @every_loss
 @pytest.mark.parametrize("fill", [math.nan, math.inf, -math.inf])
 def test_a_weightless_row_is_not_there(name, fill):
     f, inputs, _ = LOSSES[name]
-    kept, wrt = WEIGHTS != 0, 2 if name == "xpo" else 1
+    kept, wrt = WEIGHTS != 0, 2 if name in PAIRS else 1
     args = [torch.where(kept, x, fill) if x.is_floating_point() else x for x in inputs.values()]
     for x in args[:wrt]: x.requires_grad_()
-    loss, metrics = f(*args, WEIGHTS)
+    loss, metrics = f(*args, weights=WEIGHTS)
     grads = torch.autograd.grad(loss, args[:wrt])
-    alone, expected = f(*(x.detach()[kept] for x in args), WEIGHTS[kept])
+    alone, expected = f(*(x.detach()[kept] for x in args), weights=WEIGHTS[kept])
     assert_close(loss.detach(), alone)
     assert all(g.isfinite().all() and not g[~kept].any() and g[kept].any() for g in grads)
     assert {k: float(m) for k, m in metrics.items()} == pytest.approx({k: float(m) for k, m in expected.items()})
 
 
-BLOCKS = dict(pairs=(best_worst_pairs, (COLS["scores"], COLS["group"])), mixture=(geometric_mixture, (COLS["values"], COLS["old_values"])))
+BLOCKS = dict(pairs=(best_worst_pairs, (COLS["scores"], COLS["group"])), mixture=(geometric_mixture, (COLS["values"], COLS["old_values"])), quantiles=(quantile_rewards, (COLS["scores"], COLS["values"])))
 
 
 @pytest.mark.parametrize("name", [*LOSSES, *BLOCKS])
 def test_compiles_and_never_waits(name):
     torch.compiler.reset()
-    f, args = BLOCKS[name] if name in BLOCKS else (LOSSES[name][0], (*LOSSES[name][1].values(), WEIGHTS))
+    f, args = BLOCKS[name] if name in BLOCKS else (lambda *x: LOSSES[name][0](*x[:-1], weights=x[-1]), (*LOSSES[name][1].values(), WEIGHTS))
     first = lambda x: x[0] if isinstance(x, tuple) else x
     assert_close(first(torch.compile(f, fullgraph=True, backend="eager")(*args)), first(f(*args)))
     assert first(f(*(x.to("meta") for x in args))).is_meta
@@ -187,13 +235,13 @@ def test_compiles_and_never_waits(name):
 @every_loss
 def test_derivatives(name):
     f, inputs, _ = LOSSES[name]
-    n = 2 if name == "xpo" else 1
+    n = 2 if name in PAIRS else 1
     args = [x[:6] for x in inputs.values()]
     if name == "nash": # its value is no objective: the coefficient is held
         x = args[0].clone().requires_grad_()
         got, = torch.autograd.grad(f(x, *args[1:])[0], x)
         return assert_close(got, (.1*(args[0]-args[1]) - args[2] + .5)/6)
-    assert torch.autograd.gradcheck(lambda *x: f(*x, *args[n:], WEIGHTS[:6])[0], tuple(x.clone().requires_grad_() for x in args[:n]))
+    assert torch.autograd.gradcheck(lambda *x: f(*x, *args[n:], weights=WEIGHTS[:6])[0], tuple(x.clone().requires_grad_() for x in args[:n]))
 
 
 @every_loss
@@ -211,6 +259,7 @@ def test_shapes_are_not_broadcast(name):
     *args, last = inputs.values()
     who = getattr(f, "func", f).__name__
     with pytest.raises(ValueError, match=rf"{who}: \w+ is \[15\], \w+ is \[16\]"): f(*args, last[1:])
+    with pytest.raises(TypeError): f(*args, last, WEIGHTS)
     with pytest.raises(ValueError, match=r": \w+ is \[4, 4\]; one number per"): f(*(x.reshape(4, 4) for x in inputs.values()))
 
 

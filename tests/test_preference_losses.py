@@ -12,8 +12,8 @@ from rlblocks.distill_losses import sft_loss
 from rlblocks.logprobs import sequence_logprobs
 from rlblocks.masked import masked_mean, merge
 from rlblocks.preference_losses import (
-    apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, exo_loss, hinge_loss, ipo_loss, nca_loss, preference_margin, robust_dpo_loss,
-    sppo_loss,
+    answer_log_ratios, apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, dpop_loss, exo_loss, hinge_loss, ipo_loss, nca_loss,
+    over_pairs, over_rows, pair_log_ratios, pair_metrics, preference_margin, robust_dpo_loss, sppo_loss,
 )
 from rlblocks.models import Policy
 from rlblocks.testing import check_loss, sample_columns
@@ -36,6 +36,7 @@ LOSSES = {
     "hinge": (partial(hinge_loss, beta=.3), lambda c, r, b: max(0., 1-(c-r))),
     "exo": (partial(exo_loss, beta=.3, label_smoothing=.1), lambda c, r, b: sig(c-r)*math.log(sig(c-r)/.9) + sig(r-c)*math.log(sig(r-c)/.1)),
     "discopop": (partial(discopop_loss, beta=.3, tau=.4), lambda c, r, b: sig((r-c)/.4)*ell(c-r) + sig((c-r)/.4)*math.exp(r-c)),
+    "dpop": (partial(dpop_loss, beta=.3, penalty=1.5), lambda c, r, b: ell(c - r - 1.5*max(0., -c))),
     "nca": (partial(nca_loss, beta=.3), lambda c, r, b: ell(c) + ell(-c)/2 + ell(-r)/2),
     "bco": (partial(bco_pair_loss, beta=.3), lambda c, r, b: ell(c) + ell(-r)),
     "sppo": (partial(sppo_loss, beta=.3), lambda c, r, b: (c/b - 1/(2*b))**2 + (r/b + 1/(2*b))**2),
@@ -88,12 +89,13 @@ def test_equals_oracle(name, weighted):
         lps, w = columns(seed), some_weights() if weighted else torch.ones(16).double()
         rows = [(.3*(c-rc), .3*(r-rr), x) for c, r, rc, rr, x in zip(*(x.tolist() for x in (*lps, w)), strict=True)]
         total = sum(x*formula(c, r, .3) for c, r, x in rows)
-        args = (*lps, w) if weighted else lps
-        assert_close(f(*args)[0].item(), total/sum(x != 0 for *_, x in rows), rtol=1e-10, atol=0)
-        assert_close(f(*args, denom=7)[0].item(), total/7, rtol=1e-10, atol=0)
+        f = partial(f, weights=w) if weighted else f
+        assert_close(f(*lps)[0].item(), total/sum(x != 0 for *_, x in rows), rtol=1e-10, atol=0)
+        assert_close(f(*lps, denom=7)[0].item(), total/7, rtol=1e-10, atol=0)
         metrics = {k: sum(m(c, r) for c, r, x in rows if x)/sum(x != 0 for *_, x in rows) for k, m in dict(
             margin=lambda c, r: c-r, accuracy=lambda c, r: c > r, chosen_reward=lambda c, r: c, rejected_reward=lambda c, r: r).items()}
-        assert {k: float(m) for k, m in f(*args)[1].items()} == pytest.approx(metrics, rel=1e-6)
+        if name == "dpop": metrics["chosen_fell"] = sum(c < 0 for c, _, x in rows if x)/sum(x != 0 for *_, x in rows)
+        assert {k: float(m) for k, m in f(*lps)[1].items()} == pytest.approx(metrics, rel=1e-6)
 
 
 def test_dpo_golden(): # margins 3 and 0
@@ -107,12 +109,13 @@ def test_dpo_golden(): # margins 3 and 0
 def test_defaults_are_those_of_the_papers():
     lps = columns()
     for f, beta in ((dpo_loss, .1), (robust_dpo_loss, .1), (ipo_loss, .1), (hinge_loss, .1), (exo_loss, .1), (discopop_loss, .05), (nca_loss, .01),
-                    (bco_pair_loss, .01), (sppo_loss, .001), (apo_zero_loss, .1), (apo_down_loss, .1)):
+                    (dpop_loss, .3), (bco_pair_loss, .1), (sppo_loss, .001), (apo_zero_loss, .1), (apo_down_loss, .1)):
         assert_close(f(*lps)[0], f(*lps, beta=beta)[0], rtol=0, atol=0)
     assert_close(dpo_loss(*lps)[0], dpo_loss(*lps, label_smoothing=0.)[0], rtol=0, atol=0)
     assert_close(robust_dpo_loss(*lps)[0], robust_dpo_loss(*lps, label_smoothing=.1)[0], rtol=0, atol=0)
     assert_close(exo_loss(*lps)[0], exo_loss(*lps, label_smoothing=.001)[0], rtol=0, atol=0)
     assert_close(discopop_loss(*lps)[0], discopop_loss(*lps, tau=.05)[0], rtol=0, atol=0)
+    assert_close(dpop_loss(*lps)[0], dpop_loss(*lps, penalty=50.)[0], rtol=0, atol=0)
 
 
 # -- relatives
@@ -154,6 +157,37 @@ def test_what_cancels(name):
     assert torch.allclose(shifted, f(c, r, rc, rr)[0], rtol=1e-9) is (name in OF_THE_MARGIN)
 
 
+def test_dpop_is_dpo_until_the_chosen_answer_falls():
+    c, r, rc, rr = columns()
+    up = rc + (c-rc).abs()
+    assert_close(dpop_loss(up, r, rc, rr)[0], dpo_loss(up, r, rc, rr, beta=.3)[0])
+    assert_close(dpop_loss(c, r, rc, rr, penalty=0.)[0], dpo_loss(c, r, rc, rr, beta=.3)[0])
+    x = [y.requires_grad_() for y in pair(-.1, -2.1)[:2]]
+    loss, metrics = dpop_loss(*x, *torch.zeros(2, 1), beta=1., penalty=10.)
+    assert_close(loss.item(), math.log1p(math.exp(-1)), rtol=1e-6, atol=0) # 2 nats apart, less 10·.1
+    assert_close(torch.stack(torch.autograd.grad(loss, x)).flatten().tolist(), [-11*sig(-1), sig(-1)], rtol=1e-5, atol=0)
+    assert float(metrics["chosen_fell"]) == 1
+
+
+def test_the_pieces_make_the_losses():
+    c, r, rc, rr = columns()
+    w, there = some_weights(), some_weights() != 0
+    mine, other = pair_log_ratios(c, r, rc, rr, weights=w)
+    assert mine.equal(answer_log_ratios(c, rc, weights=w)) and mine.equal(torch.where(there, c-rc, 0.)) and other.equal(torch.where(there, r-rr, 0.))
+    assert_close(over_pairs((mine-other).square(), weights=w), (w*(c-rc-r+rr).square()).sum()/14)
+    assert over_rows(mine)/4 == over_rows(mine, denom=64) == over_pairs(mine, denom=64)
+    assert {k: float(m) for k, m in pair_metrics(mine, other, weights=w).items()} == {k: float(m) for k, m in dpo_loss(c, r, rc, rr, weights=w, beta=1.)[1].items()}
+
+
+def test_a_batch_as_denom_counts_pairs():
+    b = preferred()
+    b["scores"] = sample_columns(seed=5)["scores"]
+    def loss(b, denom): return over_pairs(pairs(b.scores, b)[0].square(), denom=denom)
+    assert b.n_units == 7 and loss(b, b) == loss(b, 7) == loss(b, None)
+    assert_close(sum(loss(part, part) for part in b.parts(3)), loss(b, b))
+    with pytest.raises(TypeError, match="which has no n_units"): over_pairs(torch.zeros(3), denom=[3])
+
+
 def test_apo_down_lowers_both_and_the_rejected_more():
     x = [y.requires_grad_() for y in pair(0., -1.)[:2]]
     up, down = torch.autograd.grad(apo_down_loss(*x, *torch.zeros(2, 1), beta=1.)[0], x)
@@ -172,9 +206,9 @@ def test_a_weightless_pair_is_not_there(name, fill):
     kept = w != 0
     lps = [torch.where(kept, x, fill) for x in lps]
     for x in lps[:2]: x.requires_grad_()
-    loss, metrics = f(*lps, w)
+    loss, metrics = f(*lps, weights=w)
     grads = torch.autograd.grad(loss, lps[:2])
-    alone, expected = f(*(x.detach()[kept] for x in lps), w[kept])
+    alone, expected = f(*(x.detach()[kept] for x in lps), weights=w[kept])
     assert_close(loss.detach(), alone)
     assert all(g.isfinite().all() and not g[~kept].any() and g[kept].any() for g in grads)
     assert all(m.count == 14 for m in metrics.values())
@@ -186,7 +220,7 @@ def test_no_pairs_is_zero_with_a_graph(name):
     for lps, w in (([x[:0] for x in columns()], None), (columns(), torch.zeros(16).double())):
         for denom in (None, 0, 5):
             x = lps[0].clone().requires_grad_()
-            loss, metrics = LOSSES[name][0](x, *lps[1:], w, denom=denom)
+            loss, metrics = LOSSES[name][0](x, *lps[1:], weights=w, denom=denom)
             loss.backward()
             assert loss == 0 and not x.grad.any() and all(math.isnan(float(m)) for m in metrics.values())
 
@@ -194,7 +228,7 @@ def test_no_pairs_is_zero_with_a_graph(name):
 def test_weights_carry_no_gradient():
     w = some_weights().requires_grad_()
     x = columns()[0].requires_grad_()
-    dpo_loss(x, *columns()[1:], w)[0].backward()
+    dpo_loss(x, *columns()[1:], weights=w)[0].backward()
     assert w.grad is None and x.grad.any()
 
 
@@ -236,7 +270,7 @@ def test_which_limits_are_finite():
     values = {name: f(*lps)[0].item() for name, (f, _) in LOSSES.items()}
     assert values["dpo"] == values["hinge"] == values["discopop"] == 0
     assert_close(values["exo"], -math.log(.9))
-    assert all(math.isfinite(values[k]) for k in ("nca", "bco", "apo_zero", "apo_down"))
+    assert values["dpop"] == 0 and all(math.isfinite(values[k]) for k in ("nca", "bco", "apo_zero", "apo_down"))
     assert all(1e12 < sign*values[k] < 1e31 for k, sign in dict(cdpo=1, ipo=1, sppo=1, robust=-1).items()) # an infinite limit, finite here
     assert robust_dpo_loss(*lps, label_smoothing=0.)[0] == 0
 
@@ -271,12 +305,12 @@ def preferred():
 def dpo(out, b):
     c, r = pairs(sequence_logprobs(out.logprobs, b.mask), b)
     rc, rr = pairs(sequence_logprobs(b.ref_logprobs, b.mask), b)
-    return dpo_loss(c, r, rc, rr, denom=b.n_units)
+    return dpo_loss(c, r, rc, rr, denom=b)
 
 
 def kto(out, b): # a row without a chosen token has no weight
     lp, ref = (sequence_logprobs(x, b.mask) for x in (out.logprobs, b.ref_logprobs))
-    return kto_loss(lp, ref, b.chosen, b.mask.any(1).float(), kl=.3, denom=b.n_rows)
+    return kto_loss(lp, ref, b.chosen, weights=b.mask.any(1).float(), kl=.3, denom=b)
 
 
 @pytest.mark.parametrize("loss", [dpo, kto])
@@ -313,7 +347,7 @@ def test_a_step_of_a_policy_is_one_gradient_however_cut(loss):
 @every_loss
 def test_compiles_to_one_graph(name):
     torch.compiler.reset() # it counts all losses as one function and gives up at the ninth
-    f, args = LOSSES[name][0], (*columns(), some_weights())
+    f, args = partial(LOSSES[name][0], weights=some_weights()), columns()
     (loss, metrics), (want, expected) = torch.compile(f, fullgraph=True, backend="eager")(*args, denom=40), f(*args, denom=40)
     assert_close(loss, want)
     assert {k: float(m) for k, m in metrics.items()} == pytest.approx({k: float(m) for k, m in expected.items()})
@@ -321,16 +355,15 @@ def test_compiles_to_one_graph(name):
 
 @every_loss
 def test_never_waits_for_the_device(name): # a meta tensor has no values to wait for
-    args = [x.to("meta") for x in (*columns(), some_weights())]
-    for given in (args, args[:4]):
-        loss, metrics = LOSSES[name][0](*given, denom=torch.tensor(40, device="meta"))
+    for weights in (some_weights().to("meta"), None):
+        loss, metrics = LOSSES[name][0](*(x.to("meta") for x in columns()), weights=weights, denom=torch.tensor(40, device="meta"))
         assert loss.is_meta and loss.ndim == 0 and metrics
 
 
 @every_loss
 def test_derivatives(name): # random points are away from the kink
     c, r, rc, rr = (x[:6] for x in columns(2))
-    assert torch.autograd.gradcheck(lambda c, r: LOSSES[name][0](c, r, rc, rr, some_weights()[:6])[0], (c.clone().requires_grad_(), r.clone().requires_grad_()))
+    assert torch.autograd.gradcheck(lambda c, r: LOSSES[name][0](c, r, rc, rr, weights=some_weights()[:6])[0], (c.clone().requires_grad_(), r.clone().requires_grad_()))
 
 
 @every_loss
@@ -340,7 +373,7 @@ def test_dtype(name, dtype):
     loss = LOSSES[name][0](*args)[0]
     assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert_close(loss, LOSSES[name][0](*(x.to(loss.dtype) for x in args))[0])
-    assert LOSSES[name][0](*args, torch.ones(16, dtype=torch.bfloat16))[0].dtype == loss.dtype
+    assert LOSSES[name][0](*args, weights=torch.ones(16, dtype=torch.bfloat16))[0].dtype == loss.dtype
 
 
 # -- errors: who, what came, what was wanted, how to fix
@@ -350,10 +383,10 @@ def test_shapes_are_not_broadcast(name):
     f, lps = LOSSES[name][0], columns()
     who = f.func.__name__
     with pytest.raises(ValueError, match=rf"{who}: ref_rejected is \[15\], chosen is \[16\]"): f(*lps[:3], lps[3][1:])
-    with pytest.raises(ValueError, match=rf"{who}: weights is \[1\], chosen is \[16\]"): f(*lps, torch.ones(1))
+    with pytest.raises(ValueError, match=rf"{who}: weights is \[1\], chosen is \[16\]"): f(*lps, weights=torch.ones(1))
     with pytest.raises(ValueError, match=rf"{who}: chosen is \[4, 4\]; one number per pair is wanted, pairs\(sequence_logprobs\(logprobs, mask\), batch\)"):
         f(*(x.reshape(4, 4) for x in lps))
-    with pytest.raises(TypeError): f(*lps, None, .1) # numbers are keywords
+    with pytest.raises(TypeError): f(*lps, torch.ones(16)) # weights and numbers are keywords
 
 
 @pytest.mark.parametrize("f", [dpo_loss, robust_dpo_loss, exo_loss])

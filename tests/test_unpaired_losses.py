@@ -13,7 +13,7 @@ from rlblocks.logprobs import sequence_logprobs
 from rlblocks.preference_losses import apo_zero_loss, bco_pair_loss, dpo_loss
 from rlblocks.testing import check_estimator, check_loss, sample_columns
 from rlblocks.unpaired_losses import (
-    aot_units, apo_zero_unpaired_loss, bco_delta, bco_loss, kto_kl, kto_loss, mismatched, swap_completions, udm_weights,
+    aot_units, bco_delta, bco_loss, kto_kl, kto_loss, mismatched, swap_completions, udm_weights,
 )
 
 COLS = sample_columns(seed=0)
@@ -29,8 +29,8 @@ LOSSES = { # name → (loss, formula of a log-ratio and its verdict)
     "kto": (partial(kto_loss, kl=.7, beta=.3), lambda x, d: 1 - sig(.3*(x-.7)) if d else 1 - sig(.3*(.7-x))),
     "kto unequal": (partial(kto_loss, kl=torch.tensor(.7), desirable_weight=1.2, undesirable_weight=.9),
                     lambda x, d: 1.2*(1 - sig(.1*(x-.7))) if d else .9*(1 - sig(.1*(.7-x)))),
-    "apo": (apo_zero_unpaired_loss, lambda x, d: 1 - sig(.1*x) if d else sig(.1*x)),
-    "bco": (partial(bco_loss, delta=.2, beta=.3), lambda x, d: -math.log(sig(.3*x-.2) if d else sig(.2-.3*x))),
+    "apo": (partial(kto_loss, kl=0.), lambda x, d: 1 - sig(.1*x) if d else sig(.1*x)),
+    "bco": (partial(bco_loss, delta=.2, beta=.3), lambda x, d: -math.log(sig(.3*(x-.2)) if d else sig(.3*(.2-x)))),
 }
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
@@ -47,7 +47,7 @@ def test_obeys_every_law(name):
 def test_as_a_closure_over_rows(name): # a filler is a row without weight
     def closure(out, b):
         lp, ref = (sequence_logprobs(x, b.mask) for x in (out.logprobs, b.ref_logprobs))
-        return LOSSES[name][0](lp, ref, b.desirable, b.mask.any(1).float(), denom=b.n_rows)
+        return LOSSES[name][0](lp, ref, b.desirable, weights=b.mask.any(1).float(), denom=b.n_rows)
     assert {"split", "mask", "empty", "padding", "filler"} <= set(check_loss(closure))
 
 
@@ -56,7 +56,7 @@ def test_equals_oracle(name):
     f, formula = LOSSES[name]
     rows = [(x, d, w) for x, d, w in zip((LP-REF).tolist(), GOOD.tolist(), WEIGHTS.tolist(), strict=True)]
     assert_close(f(LP, REF, GOOD)[0].item(), sum(formula(x, d) for x, d, _ in rows)/16, rtol=1e-7, atol=0)
-    assert_close(f(LP, REF, GOOD, WEIGHTS)[0].item(), sum(w*formula(x, d) for x, d, w in rows)/14, rtol=1e-7, atol=0)
+    assert_close(f(LP, REF, GOOD, weights=WEIGHTS)[0].item(), sum(w*formula(x, d) for x, d, w in rows)/14, rtol=1e-7, atol=0)
     assert_close(f(LP, REF, GOOD, denom=7)[0].item(), sum(formula(x, d) for x, d, _ in rows)/7, rtol=1e-7, atol=0)
 
 
@@ -70,24 +70,23 @@ def test_kto_golden():
 
 def test_metrics_by_hand():
     x, ok = torch.tensor([3., 0., 2., -1., 9.]), torch.tensor([True, True, False, False, True])
-    _, metrics = kto_loss(x, torch.zeros(5), ok, torch.tensor([1., 2., 1., 1., 0.]), kl=1., beta=.5)
+    _, metrics = kto_loss(x, torch.zeros(5), ok, weights=torch.tensor([1., 2., 1., 1., 0.]), kl=1., beta=.5)
     assert {k: float(m) for k, m in metrics.items()} == pytest.approx(dict(accuracy=.5, chosen_reward=.75, rejected_reward=.25, kl=1.))
-    _, metrics = bco_loss(x, torch.zeros(5), ok, delta=-.75, beta=.5)
-    assert float(metrics["accuracy"]) == .6 and float(metrics["delta"]) == -.75
+    _, metrics = bco_loss(x, torch.zeros(5), ok, delta=-1.5, beta=.5)
+    assert float(metrics["accuracy"]) == .6 and float(metrics["delta"]) == -1.5
 
 
 def test_reflection_at_the_reference_point_exchanges_the_classes():
     for z in (0., 1.3):
         assert_close(kto_loss(LP, REF, GOOD, kl=z)[0], kto_loss(2*z+2*REF-LP, REF, ~GOOD, kl=z)[0])
-        assert_close(bco_loss(LP, REF, GOOD, delta=.1*z)[0], bco_loss(2*z+2*REF-LP, REF, ~GOOD, delta=.1*z)[0])
+        assert_close(bco_loss(LP, REF, GOOD, delta=z)[0], bco_loss(2*z+2*REF-LP, REF, ~GOOD, delta=z)[0])
 
 
 def test_relatives():
     four = [COLS[k] for k in ("chosen", "rejected", "ref_chosen", "ref_rejected")]
     rows = torch.cat(four[:2]), torch.cat(four[2:]), torch.arange(32) < 16
-    assert_close(apo_zero_unpaired_loss(*rows, denom=16)[0], apo_zero_loss(*four)[0])
-    assert_close(bco_loss(*rows, delta=0., denom=16)[0], bco_pair_loss(*four, beta=.1)[0])
-    assert_close(kto_loss(*rows, kl=0.)[0], apo_zero_unpaired_loss(*rows)[0], rtol=0, atol=0)
+    assert_close(kto_loss(*rows, kl=0., denom=16)[0], apo_zero_loss(*four)[0])
+    assert_close(bco_loss(*rows, delta=0., denom=16)[0], bco_pair_loss(*four)[0]) # one default β for both
 
 
 def test_the_reference_point_carries_no_gradient():
@@ -149,7 +148,7 @@ def test_swapping_twice_in_a_pair_is_the_identity():
 
 
 def test_kto_kl():
-    assert kto_kl(torch.tensor([3., -1., math.nan]), torch.zeros(3), torch.tensor([1., .5, 0.])) == 1
+    assert kto_kl(torch.tensor([3., -1., math.nan]), torch.zeros(3), weights=torch.tensor([1., .5, 0.])) == 1
     assert kto_kl(torch.tensor([-3., -1.]), torch.zeros(2)) == 0
     assert not kto_kl(LP.clone().requires_grad_(), REF).requires_grad
     check_estimator(kto_kl, dict(logprobs=LP, ref_logprobs=REF))
@@ -158,20 +157,29 @@ def test_kto_kl():
 # -- BCO's blocks
 
 def test_delta_is_the_middle_of_both_classes():
-    x = (.3*(LP-REF)).tolist()
+    x = (LP-REF).tolist()
     ends = [sum(v for v, d in zip(x, GOOD.tolist(), strict=True) if d is side)/sum(d is side for d in GOOD.tolist()) for side in (True, False)]
-    assert_close(bco_delta(None, LP, REF, GOOD, beta=.3).item(), sum(ends)/2)
-    assert_close(bco_delta(5., LP, REF, GOOD, beta=.3, decay=.8).item(), 4 + .2*sum(ends)/2)
+    assert_close(bco_delta(None, LP, REF, GOOD).item(), sum(ends)/2)
+    assert_close(bco_delta(5., LP, REF, GOOD, decay=.8).item(), 4 + .2*sum(ends)/2)
     for side in (GOOD, ~GOOD): # a batch that lacks a class
-        assert bco_delta(torch.tensor(5.), LP, REF, GOOD, side.float()) == 5
-        assert bco_delta(None, LP, REF, GOOD, side.float(), beta=.3) == 0 # nothing seen before: no middle, the reference's own reward
+        assert bco_delta(torch.tensor(5.), LP, REF, GOOD, weights=side.float()) == 5
+        assert bco_delta(None, LP, REF, GOOD, weights=side.float()) == 0 # nothing seen before: no middle, the reference's own reward
     assert not bco_delta(torch.tensor(1., requires_grad=True), LP.clone().requires_grad_(), REF, GOOD).requires_grad
+
+
+def test_delta_is_in_nats():
+    "β is given once, to the loss: the published form σ(βx − δ′) has δ′ = βδ."
+    delta = bco_delta(None, LP, REF, GOOD)
+    for beta in (.1, .7):
+        x = beta*(LP - REF)
+        published = -F.logsigmoid(torch.where(GOOD, x - beta*delta, beta*delta - x)).mean()
+        assert_close(bco_loss(LP, REF, GOOD, delta=delta, beta=beta)[0], published)
 
 
 def test_delta_in_the_middle_is_nearest_to_dpo():
     x, ok = torch.tensor([3., -1.], dtype=torch.float64), torch.tensor([True, False])
     gap = torch.stack([bco_loss(x, 0*x, ok, delta=d, beta=1., denom=1)[0] for d in torch.linspace(-1, 3, 41).double()]) - dpo_loss(x[:1], x[1:], *torch.zeros(2, 1), beta=1.)[0]
-    assert (gap > 0).all() and gap.argmin() == 20 and bco_delta(None, x, 0*x, ok, beta=1.) == 1
+    assert (gap > 0).all() and gap.argmin() == 20 and bco_delta(None, x, 0*x, ok) == 1
 
 
 def test_udm_weights():
@@ -209,9 +217,9 @@ def test_aot_wants_as_many_of_each():
 def test_a_weightless_row_is_not_there(name, fill):
     f, kept = LOSSES[name][0], WEIGHTS != 0
     x, ref = torch.where(kept, LP, fill).requires_grad_(), torch.where(kept, REF, fill)
-    loss, metrics = f(x, ref, GOOD, WEIGHTS)
+    loss, metrics = f(x, ref, GOOD, weights=WEIGHTS)
     grad, = torch.autograd.grad(loss, x)
-    alone, expected = f(LP[kept], REF[kept], GOOD[kept], WEIGHTS[kept])
+    alone, expected = f(LP[kept], REF[kept], GOOD[kept], weights=WEIGHTS[kept])
     assert_close(loss.detach(), alone)
     assert grad.isfinite().all() and not grad[~kept].any() and grad[kept].all()
     assert {k: float(m) for k, m in metrics.items()} == pytest.approx({k: float(m) for k, m in expected.items()})
@@ -233,22 +241,22 @@ def test_an_infinite_log_ratio_has_the_loss_of_its_limit(name, x):
 
 @every_loss
 def test_no_rows_is_zero_with_a_graph(name):
-    for args in ((LP[:0], REF[:0], GOOD[:0]), (LP, REF, GOOD, torch.zeros(16))):
+    for args, weights in (((LP[:0], REF[:0], GOOD[:0]), None), ((LP, REF, GOOD), torch.zeros(16))):
         x = args[0].clone().requires_grad_()
-        loss = LOSSES[name][0](x, *args[1:])[0]
+        loss = LOSSES[name][0](x, *args[1:], weights=weights)[0]
         loss.backward()
         assert loss == 0 and not x.grad.any()
 
 
 BLOCKS = dict(mismatched=(mismatched, (COLS["group"],)), swap=(swap_completions, (COLS["tokens"], COLS["mask"], COLS["lengths"], torch.arange(16).flip(0))),
-              kl=(kto_kl, (LP, REF, WEIGHTS)), delta=(bco_delta, (torch.tensor(.5).double(), LP, REF, GOOD)), udm=(udm_weights, (COLS["scores"].sigmoid(), GOOD)),
+              kl=(kto_kl, (LP, REF)), delta=(bco_delta, (torch.tensor(.5).double(), LP, REF, GOOD)), udm=(udm_weights, (COLS["scores"].sigmoid(), GOOD)),
               units=(aot_units, (LP, REF, GOOD)))
 
 
 @pytest.mark.parametrize("name", [*LOSSES, *BLOCKS])
 def test_compiles_and_never_waits(name):
     torch.compiler.reset()
-    f, args = BLOCKS[name] if name in BLOCKS else (LOSSES[name][0], (LP, REF, GOOD, WEIGHTS))
+    f, args = BLOCKS[name] if name in BLOCKS else (lambda *x: LOSSES[name][0](*x[:3], weights=x[3]), (LP, REF, GOOD, WEIGHTS))
     first = lambda x: x[0] if isinstance(x, tuple) else x
     assert_close(first(torch.compile(f, fullgraph=True, backend="eager")(*args)), first(f(*args)))
     if name != "kto unequal": assert first(f(*(x.to("meta") for x in args))).is_meta
@@ -256,7 +264,7 @@ def test_compiles_and_never_waits(name):
 
 @every_loss
 def test_derivatives(name):
-    assert torch.autograd.gradcheck(lambda x: LOSSES[name][0](x, REF[:6], GOOD[:6], WEIGHTS[:6])[0], LP[:6].clone().requires_grad_())
+    assert torch.autograd.gradcheck(lambda x: LOSSES[name][0](x, REF[:6], GOOD[:6], weights=WEIGHTS[:6])[0], LP[:6].clone().requires_grad_())
 
 
 @every_loss
@@ -278,6 +286,19 @@ def test_refusals(name):
         f(*(x.reshape(4, 4) for x in (LP, REF, GOOD)))
 
 
+def test_optional_tensors_have_a_name():
+    for f in (partial(kto_loss, kl=0.), partial(bco_loss, delta=0.), partial(bco_delta, None)):
+        with pytest.raises(TypeError): f(LP, REF, GOOD, WEIGHTS)
+    with pytest.raises(TypeError): kto_kl(LP, REF, WEIGHTS)
+
+
+def test_a_batch_as_denom_counts_rows():
+    b = Batch(mask=(torch.arange(3) > 0) & (torch.arange(16)[:, None] % 4 > 0), lengths=torch.full((16,), 3), lp=LP, ref=REF, good=GOOD)
+    def loss(b, denom): return kto_loss(b.lp, b.ref, b.good, kl=.3, weights=b.mask.any(1).float(), denom=denom)[0]
+    assert b.n_rows == 12 and loss(b, b) == loss(b, 12) == loss(b, None)
+    assert_close(sum(loss(part, part) for part in b.parts(5)), loss(b, b))
+
+
 def test_kto_wants_its_reference_point():
     with pytest.raises(TypeError, match="kl"): kto_loss(LP, REF, GOOD)
     with pytest.raises(TypeError, match="delta"): bco_loss(LP, REF, GOOD)
@@ -292,4 +313,4 @@ def test_a_class_keeps_its_weight_beside_a_heavy_one(liked, disliked):
 
 
 def test_a_shift_that_was_not_found_is_refused():
-    with pytest.raises(TypeError, match=r"bco_loss: delta is None; find it on the whole batch first"): bco_loss(torch.zeros(2), torch.zeros(2), torch.tensor([True, False]), delta=None)
+    with pytest.raises(TypeError, match=r"bco_loss: delta is None; find it on the batch before the step"): bco_loss(torch.zeros(2), torch.zeros(2), torch.tensor([True, False]), delta=None)
