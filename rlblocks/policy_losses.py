@@ -18,12 +18,6 @@ from rlblocks.masked import (
     Denom, Max, Mean, Over, aggregate, divisor, finite_logprobs, largest, mean_of, promoted, same_shape,
 )
 
-# %% ../nbs/13_policy_losses.ipynb #2f45253c
-# until 13b is rewritten
-def _loss(gain, gate, over, denom): return aggregate(-gain, gate > 0, over=over, denom=denom)
-def _log_ratio(logprobs, old_logprobs, gate): return log_ratio(logprobs, old_logprobs, gate > 0)
-def _moved(x, gate): return ratio_metrics(x.exp(), gate > 0)
-
 # %% ../nbs/13_policy_losses.ipynb #4a71e56e
 def log_ratio(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
@@ -93,7 +87,7 @@ def clip_metrics(
 )->dict[str, Mean]: # clip_frac = the sum of clip_frac_low, clip_frac_high and, with `dual`, clip_frac_dual
     """Share of the tokens that a clip leaves without gradient, and on which side.
 
-    mean([x < low ∧ Â < 0] + [x > high ∧ Â > 0]). Huang et al. 2022, "The 37 implementation details of PPO", 12."""
+    clip_frac = mean([x < low ∧ Â < 0] + [x > high ∧ Â > 0]). Huang et al. 2022, "37 implementation details", 12."""
     same_shape(x=x, advantages=advantages, mask=mask)
     down, up = (mask, mask) if advantages is None else (mask & (advantages < 0), mask & (advantages > 0))
     cut = dict(clip_frac_low=(x < low) & down, clip_frac_high=(x > high) & up)

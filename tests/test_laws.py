@@ -96,7 +96,7 @@ LAWLESS = {  # a block, but not one of rows: which law is meaningless
     "linear_logprobs": "two differentiable arguments, one with no rows", "linear_measured": "two differentiable arguments, one with no rows", "standardized": "float64 moments", "update_moments": "float64 moments",
 }
 SURROGATE = dict(  # whose value is not what is descended: a stopped gradient is the point
-    dft_loss="weighed by sg(π)", on_policy_loss="exp(lp − sg(lp))", cispo_loss="sg(ratio)·lp", dppo_tv_loss="sg(ratio)·lp", dppo_kl_loss="sg(ratio)·lp", vespo_loss="sg(weight)·lp", nash_md_loss="sg(log-ratio)·lp",
+    dft_loss="weighed by sg(π)", on_policy_loss="exp(lp − sg(lp))", cispo_loss="sg(ratio)·lp", dppo_tv_loss="sg(ratio)·lp", dppo_kl_loss="sg(ratio)·lp", vespo_loss="sg(weight)·lp", topr_loss="sg(weight)·lp", nash_md_loss="sg(log-ratio)·lp",
 )
 
 
@@ -137,7 +137,7 @@ def test_the_tables_name_blocks_that_exist():
 
 ROWWISE = dict(denom="n_rows")
 LAW_OPTIONS = dict(  # what the laws cannot see in a signature: what `denom` counts, what may have a gradient, whether the loss is linear in the advantage
-    implicit_reward_loss=ROWWISE, dr_grpo_loss=ROWWISE | dict(policy=False), luspo_loss=ROWWISE | dict(policy=False), gspo_loss=ROWWISE, gspo_token_loss=ROWWISE, gmpo_loss=ROWWISE, hps_loss=ROWWISE, plackett_luce_loss=ROWWISE,
+    implicit_reward_loss=ROWWISE, dr_grpo_loss=ROWWISE | dict(policy=False), asymre_loss=dict(policy=False), luspo_loss=ROWWISE | dict(policy=False), gspo_loss=ROWWISE, gspo_token_loss=ROWWISE, gmpo_loss=ROWWISE, hps_loss=ROWWISE, plackett_luce_loss=ROWWISE,
     dro_loss=dict(policy=False), clip_cov_loss=dict(policy=False), kl_cov_loss=dict(policy=False),
     multi_head_loss=ROWWISE | dict(wrt=("first", "second")), safety_loss=dict(wrt=("riskier", "safer")), tpo_loss=dict(wrt=("chosen", "rejected", "gold")),
 )

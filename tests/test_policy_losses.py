@@ -16,9 +16,10 @@ from rlblocks.advantages import at_tokens
 from rlblocks.batch import Batch
 from rlblocks.kl import kl_k1
 from rlblocks.masked import aggregate, masked_mean, merge
-from rlblocks.policy_losses import clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss, log_ratio, ppo_loss
+from rlblocks.policy_losses import adaptive_clip, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss, log_ratio, ppo_loss
 from rlblocks.ratio_losses import (
-    cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, on_policy_loss, reinforce_loss, sapo_loss, vespo_loss,
+    asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, on_policy_loss, reinforce_loss, sapo_loss,
+    sequence_ratio, topr_loss, vespo_loss,
 )
 from rlblocks.selections import (
     adaptive_entropy_coef, clip_cov_loss, clip_cov_mask, entropy_loss, expert_load, high_entropy_mask, kl_cov_loss, kl_cov_mask, moe_balance_loss,
@@ -56,12 +57,13 @@ SUBJECTS = {
     "gspo_token": (partial(gspo_token_loss, clip_low=.1), dict(denom="n_rows")), "luspo": (partial(luspo_loss, clip_high=.1), ROWS | dict(policy=False)),
     "gmpo": (gmpo_loss, ROWS), "gmpo narrow": (partial(gmpo_loss, nats_low=.1, nats_high=.2), ROWS),
     "vespo": (vespo_loss, {}), "vespo rows": (partial(vespo_loss, over="rows", k_pos=1., lam_neg=.5), {}),
+    "topr": (topr_loss, {}), "topr rows": (partial(topr_loss, over="rows"), {}), "asymre": (asymre_loss, dict(policy=False)),
     "clip_cov": (clip_cov_loss, SELECTED), "kl_cov": (kl_cov_loss, SELECTED), "kl_cov rows": (partial(kl_cov_loss, over="rows", kl_coef=.1), SELECTED),
     "entropy": (entropy_loss, {}), "entropy rows": (partial(entropy_loss, over="rows"), {}), "moe_balance": (moe_balance_loss, ROUTER), "router_z": (router_z_loss, ROUTER),
 }
 every_loss = pytest.mark.parametrize("name", SUBJECTS)
-with_ratio = pytest.mark.parametrize("name", [n for n in SUBJECTS if n.split()[0] not in ("reinforce", "on_policy", "entropy", "moe_balance", "router_z")])
-PURE = {n for n in SUBJECTS if n.split()[0] in ("dapo", "reinforce", "on_policy", "cispo", "dppo_tv", "dppo_kl", "sapo", "cpgd", "gspo", "gspo_token", "gmpo", "vespo")}
+with_ratio = pytest.mark.parametrize("name", [n for n in SUBJECTS if n.split()[0] not in ("reinforce", "asymre", "on_policy", "entropy", "moe_balance", "router_z")])
+PURE = {n for n in SUBJECTS if n.split()[0] in ("dapo", "reinforce", "on_policy", "cispo", "dppo_tv", "dppo_kl", "sapo", "cpgd", "gspo", "gspo_token", "gmpo", "vespo", "topr")}
 
 
 def arguments(name, cols=COLS, dtype=torch.float64):
@@ -338,6 +340,93 @@ def test_approx_kl_keeps_its_digits(loss, size): # x²/2 of small x, in float32:
     assert float(loss(x, torch.zeros_like(x), A, mask)[1]["approx_kl"]) == pytest.approx(float((exact.expm1()-exact).mean()), rel=1e-3)
 
 
+def test_topr_tapers_bad_answers_only():
+    w = torch.where(MASK, LP-OLD, 0.).sum(1, keepdim=True).exp()
+    weight = torch.where(A < 0, w.clamp(max=1), 1.)
+    assert 0 < (w < 1)[MASK.any(1)].double().mean() < 1 # both kinds are there
+    same(topr_loss, lambda lp, *_: (-aggregate(weight*A*lp, MASK), {}), LP, OLD, A, MASK)
+    assert float(topr_loss(LP, OLD, A, MASK)[1]["weight"]) == pytest.approx(float(weight[MASK].mean()))
+    same(lambda *x: topr_loss(*x), lambda lp, old, a, m: reinforce_loss(lp, a, m), LP, OLD, A.abs(), MASK)
+    same(topr_loss, lambda lp, old, a, m: reinforce_loss(lp, a, m), LP, LP - 1, A, MASK) # likelier answers: W > 1
+    far, bound = topr_loss(LP - 300, OLD, -A.abs(), MASK)[0], math.exp(-20)*aggregate(A.abs()*(LP - 300).abs(), MASK)
+    assert 0 < abs(far) < 1.001*bound # a log ratio is at least −20, and W underflows to 0 in long answers, not to nan
+
+
+def test_asymre_shifts_the_baseline():
+    same(asymre_loss, lambda lp, a, m: reinforce_loss(lp, a + .1, m), LP, A, MASK)
+    same(partial(asymre_loss, delta_v=0.), reinforce_loss, LP, A, MASK)
+    assert_close(asymre_loss(row(.5).log(), row(.5), ON1)[0], torch.tensor(.6*math.log(2)).double())
+
+
+def naive_adaptive_clip(lp, old, A, mask, share, lows, highs, step):
+    pairs = [(math.exp(p-q), a) for p, q, a, m in zip(*(x.flatten().tolist() for x in (lp, old, A, mask)), strict=True) if m]
+    (low, least), (high, most) = lows, highs
+    def reached():
+        good, bad = sum(min(r, 1+high)*a for r, a in pairs if a > 0), sum(max(r, 1-low)*-a for r, a in pairs if a < 0)
+        return good >= share*(good+bad)
+    while not reached() and low > least + 1e-9: low = max(low-step, least)
+    while not reached() and high < most - 1e-9: high = min(high+step, most)
+    return low, high
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("share", [0., .47, .5, .53, .57, .6123, 1.])
+def test_adaptive_clip_is_the_published_search(seed, share):
+    cols = columns(seed)
+    args = [cols[k] for k in ("logprobs", "old_logprobs", "advantages", "mask")]
+    for bounds in (((.4, .1), (.2, 2.), .05), ((.5, .5), (.1, .6), .07), ((.3, .0), (.2, .2), 1.)):
+        got = adaptive_clip(*args, share=share, clip_low=bounds[0], clip_high=bounds[1], step=bounds[2])
+        assert got == pytest.approx(naive_adaptive_clip(*args, share, *bounds))
+
+
+def test_adaptive_clip_ends_at_its_bounds():
+    bad, nothing = (LP, OLD, -A.abs(), MASK), (LP, OLD, A, MASK & False)
+    assert adaptive_clip(*bad) == pytest.approx((.1, 2.)) and adaptive_clip(*nothing) == (.4, .2)
+    assert adaptive_clip(LP, OLD, A.abs(), MASK, share=1.) == (.4, .2)
+    with pytest.raises(ValueError, match="adaptive_clip: clip_low is .*clip_low goes down to its second number"): adaptive_clip(LP, OLD, A, MASK, clip_low=(.1, .4))
+
+
+def test_gmpo_bounds_each_sign_with_its_own_number(): # the paper's formula, read literally, bounds both with the upper one
+    x = row(-1., -1.)
+    assert_close(gmpo_loss(x, 0*x, row(-1., -1.), ON2, nats_low=.1, nats_high=.4)[0], torch.tensor(math.exp(-.1)).double())
+    assert_close(gmpo_loss(-x, 0*x, row(1., 1.), ON2, nats_low=.1, nats_high=.4)[0], -torch.tensor(math.exp(.4)).double())
+
+
+def test_sequence_ratio_is_the_root_of_the_product():
+    wanted = [math.exp(float(x[m].sum()))**(1/int(m.sum())) if m.any() else 0. for x, m in zip(LP-OLD, MASK, strict=True)]
+    assert_close(sequence_ratio(LP, OLD, MASK), torch.tensor(wanted).double())
+
+
+def test_published_thresholds_of_dppo():
+    defaults = {f: {k: p.default for k, p in inspect.signature(f).parameters.items()} for f in (dppo_tv_loss, dppo_kl_loss)}
+    assert defaults[dppo_tv_loss]["shift_low"] == defaults[dppo_tv_loss]["shift_high"] == .15
+    assert defaults[dppo_kl_loss]["nats_low"] == defaults[dppo_kl_loss]["nats_high"] == .05
+
+
+DIFFERENTIABLE = [n for n in SUBJECTS if n.split()[0] not in ("clip_cov", "kl_cov", "entropy", "moe_balance", "router_z")]
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_transforms_of_torch_func(name): # grad, vmap over a batch of batches, jvp, hessian, create_graph
+    loss, _ = SUBJECTS[name]
+    first, *rest = [x[:3] for x in arguments(name)]
+    def value(x): return loss(x, *rest)[0]
+    def by_autograd(x, **how):
+        x = x.clone().requires_grad_()
+        return x, torch.autograd.grad(value(x), x, **how)[0]
+    g = torch.func.grad(value)(first)
+    assert_close(g, by_autograd(first)[1])
+    batches = torch.stack([first, first+.1, first-.2])
+    assert_close(torch.func.vmap(torch.func.grad(value))(batches), torch.stack([by_autograd(x)[1] for x in batches]))
+    v = torch.randn(first.shape, generator=torch.Generator().manual_seed(0), dtype=first.dtype)
+    _, along = torch.func.jvp(torch.func.grad(value), (first,), (v,))
+    curve = torch.func.hessian(value)(first).reshape(first.numel(), -1)
+    assert_close(along.flatten(), curve @ v.flatten())
+    x, again = by_autograd(first, create_graph=True)
+    second = torch.autograd.grad((again*v).sum(), x, materialize_grads=True)[0] if again.requires_grad else torch.zeros_like(v)
+    assert_close(second, along) # a Hessian is symmetric
+
+
 def test_vespo_reports_its_weight():
     w = torch.where(MASK, LP-OLD, 0.).sum(1, keepdim=True)
     phi = torch.where(A > 0, 2*w + 3*(1-w.exp()), 3*w + 2*(1-w.exp())).exp()
@@ -508,7 +597,7 @@ def test_never_waits_for_the_device(name): # a fake tensor has no values to wait
 def test_derivatives(name): # random points are away from the kinks
     first, *rest = (x[8:12] for x in arguments(name))
     f = SUBJECTS[name][0]
-    if name.split()[0] in ("on_policy", "cispo", "dppo_tv", "dppo_kl", "vespo", "gspo_token"): # a stopped gradient is no finite difference; these are proved by identities
+    if name.split()[0] in ("on_policy", "cispo", "dppo_tv", "dppo_kl", "vespo", "topr", "gspo_token"): # a stopped gradient is no finite difference; these are proved by identities
         with pytest.raises(GradcheckError):
             torch.autograd.gradcheck(lambda x: f(x, *rest)[0], first.clone().requires_grad_())
     else: assert torch.autograd.gradcheck(lambda x: f(x, *rest)[0], first.clone().requires_grad_())
