@@ -85,7 +85,7 @@ def row_max(
 )->Float[Tensor, "B T"]: # the row's number at each of its chosen tokens, 0 elsewhere
     """The largest over a row's chosen tokens, at each of them.
 
-    maxₜ xₜ: an upper bound for every token of the answer. Li et al. 2025 (trust region masking); verl's seq_max."""
+    y = maxₜ xₜ: bounded, it bounds every token of the answer. Li et al. 2025 (trust region masking); verl's seq_max."""
     same_shape("B T", x=x, mask=mask)
     return _at_row(largest(torch.where(mask, promoted(x), -torch.inf), -1), mask)
 

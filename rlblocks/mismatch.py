@@ -56,9 +56,9 @@ def mismatch_metrics(
     found:dict[str, Metric] = _token_metrics(log_ratio, mask) | _row_metrics(log_ratio, mask)
     found |= _probability_metrics(logprobs, rollout_logprobs, mask)
     if keep is None: return found
-    rows, lost = mask.any(-1), mask & ~keep
-    return found | dict(rollout_rejected=mean_of(lost.to(log_ratio.dtype), mask),
-                        rollout_rejected_rows=mean_of((rows & ~(mask & keep).any(-1)).to(log_ratio.dtype), rows))
+    rows, kept_rows = mask.any(-1), (mask & keep).any(-1)
+    return found | dict(rollout_rejected=mean_of((~keep).to(log_ratio.dtype), mask),
+                        rollout_rejected_rows=mean_of((~kept_rows).to(log_ratio.dtype), rows))
 
 # %% ../nbs/12b_mismatch.ipynb #f6238a61
 def effective_share(

@@ -130,16 +130,15 @@ def test_a_broken_token_stays_visible():
     assert math.isnan(float(merge(gone, bad)["rollout_ratio_max"])) and math.isnan(probability_correlation(bad))
 
 
-def test_small_differences_keep_their_digits_in_single_precision(): # ρ² − 1 and 1 − r would lose all of theirs
+def test_small_differences_keep_their_digits_in_single_precision():
+    half, on = torch.full((4, 8), -.5), torch.ones(4, 8).bool() # log ρ = 3·2⁻²⁵ exactly: ρ² − 1 by subtraction is a multiple of 2⁻²³
+    m = mismatch_metrics(half + 3*2**-25, half, on)
+    for k, n in (("chi2", 2), ("product_chi2", 16)): assert_close(float(m[f"rollout_{k}"]), math.expm1(n*3*2**-25), rtol=1e-6, atol=0)
     g = torch.Generator().manual_seed(0)
     q = torch.rand(64, 64, generator=g).clamp(min=.01).log()
-    x = 1e-4*torch.randn(64, 64, generator=g)
-    on = torch.ones(64, 64).bool()
-    m, exact = mismatch_metrics(q + x, q, on), mismatch_metrics(q.double() + x.double(), q.double(), on)
-    rounding = 2*2**-24*5 # of q + x: an ulp of a log-prob below 5 in size, twice
-    assert abs(float(m["rollout_chi2"]) - float(exact["rollout_chi2"])) < 4*rounding
-    lost = 1 - probability_correlation(exact)
-    assert 0 < lost < 1e-7 and abs(1 - probability_correlation(m) - lost) < .05*lost # rounding of q + x is up to 3e-7/1e-4 of x
+    p, on = q + 1e-4*torch.randn(64, 64, generator=g), torch.ones(64, 64).bool()
+    one, exact = (1 - probability_correlation(mismatch_metrics(*x, on)) for x in ((p, q), (p.double(), q.double())))
+    assert 0 < exact < 1e-7 and abs(one - exact) < .01*exact # p and q, from exp, are off by 2⁻²⁴ of themselves, p − q by 1/1000 of itself
 
 
 def test_at_least_single_precision_and_no_gradient():
