@@ -1421,6 +1421,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'rlblocks.unpaired_losses.udm_weights': ( 'unpaired_losses.html#udm_weights',
                                                                                     'rlblocks/unpaired_losses.py')},
             'rlblocks.value_losses': { 'rlblocks.value_losses._half_square': ('value_losses.html#_half_square', 'rlblocks/value_losses.py'),
+                                       'rlblocks.value_losses._metrics': ('value_losses.html#_metrics', 'rlblocks/value_losses.py'),
                                        'rlblocks.value_losses._within': ('value_losses.html#_within', 'rlblocks/value_losses.py'),
                                        'rlblocks.value_losses.classification_value_loss': ( 'value_losses.html#classification_value_loss',
                                                                                             'rlblocks/value_losses.py'),

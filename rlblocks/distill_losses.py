@@ -25,7 +25,7 @@ def sft_loss(
 
     L = −Σ log π(aₜ|sₜ) / denom. Ouyang et al. 2022, eq. 2, last term. exp of the metric `nll` is the perplexity."""
     same_shape("B T", logprobs=logprobs, mask=mask)
-    nll = -finite_logprobs(torch.where(mask, logprobs, 0.))
+    nll = -finite_logprobs(logprobs)
     return aggregate(nll, mask, over=over, denom=denom), dict(nll=mean_of(nll, mask))
 
 # %% ../nbs/17_distill_losses.ipynb #57c68bb9

@@ -7,8 +7,6 @@ __all__ = ['value_metrics', 'value_loss', 'explained_variance', 'two_hot', 'hl_g
            'classification_value_loss']
 
 # %% ../nbs/14_value_losses.ipynb #2a274201
-import math
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -26,9 +24,11 @@ def value_metrics(
 
     The means of (R−V)², R−V, R and R². No paper: the sums of which a variance is made."""
     same_shape("B T", values=values, returns=returns, mask=mask)
-    V, R, n = torch.where(mask, promoted(values), 0.), torch.where(mask, promoted(returns), 0.), mask.sum()
-    error = R - V
-    sums = dict(value_error=error.square(), value_bias=error, returns=R, returns_sq=R.square())
+    V, R = promoted(values), promoted(returns)
+    return _metrics(torch.where(mask, V - R, 0.), torch.where(mask, R, 0.), mask.sum())
+
+def _metrics(error, R, n):
+    sums = dict(value_error=error.square(), value_bias=-error, returns=R, returns_sq=R.square())
     return {name: Mean(x.sum(), n) for name,x in sums.items()}
 
 # %% ../nbs/14_value_losses.ipynb #2f9929bd
@@ -52,12 +52,13 @@ def value_loss(
         raise ValueError(f"value_loss: clip is {clip}; it is a distance from V_old, 0 or more (None = no limit)")
     if huber is not None and not huber > 0:
         raise ValueError(f"value_loss: huber is {huber}; it is the largest error that is squared, above 0 (None = all)")
-    V, old, R = (torch.where(mask, promoted(x), 0.) for x in (values, old_values.detach(), returns.detach()))
-    near = V if clip is None else old + (V - old).clamp(-clip, clip)
-    free, clipped = _half_square(V - R, huber), _half_square(near - R, huber)
-    loss = aggregate(torch.maximum(free, clipped), mask, over=over, denom=denom)
-    stuck = ((V - old).abs() > (math.inf if clip is None else clip)) & (clipped > free) # no gradient
-    return loss, dict(value_clip_frac=mean_of(stuck.to(V.dtype), mask)) | value_metrics(V, R, mask)
+    V, old, R = promoted(values), promoted(old_values.detach()), promoted(returns.detach())
+    error, moved = torch.where(mask, V - R, 0.), torch.where(mask, V - old, 0.)
+    near = error if clip is None else error - (moved - moved.clamp(-clip, clip)) # V_old + clip(V − V_old, ±ε) − R
+    free, clipped = _half_square(error, huber), _half_square(near, huber)
+    loss, n = aggregate(torch.maximum(free, clipped), mask, over=over, denom=denom), mask.sum()
+    stuck = Mean((clipped > free).sum(), n) # without gradient
+    return loss, dict(value_clip_frac=stuck) | _metrics(error.detach(), torch.where(mask, R, 0.), n)
 
 def _half_square(error, delta):
     "½e², or Huber's δ(|e| − δ/2) beyond δ."
