@@ -84,7 +84,8 @@ def over_pairs(
 )->Float[Tensor, ""]: # 0 with a finite gradient if there are no pairs
     """Mean of a loss over the pairs of the optimizer step.
 
-    Σ w·ℓ / n_units, as in Rafailov et al. 2023, eq. 7. A pair of weight 0 is in neither the sum nor the count."""
+    Σ w·ℓ / n_units, as in Rafailov et al. 2023, eq. 7. With denom=None a pair of weight 0 is not counted;
+    a batch counts all of its pairs, whatever their weights."""
     return _mean_over("n_units", loss, weights, denom)
 
 def over_rows(
@@ -95,7 +96,8 @@ def over_rows(
 )->Float[Tensor, ""]: # 0 with a finite gradient if there are no rows
     """Mean of a loss over the rows of the optimizer step.
 
-    Σ w·ℓ / n_rows, as in Ethayarajh et al. 2024, eq. 7. A row of weight 0 is in neither the sum nor the count."""
+    Σ w·ℓ / n_rows, as in Ethayarajh et al. 2024, eq. 7. With denom=None a row of weight 0 is not counted;
+    a batch counts its rows with a chosen token, whatever their weights."""
     return _mean_over("n_rows", loss, weights, denom)
 
 # %% ../nbs/15_preference_losses.ipynb #c9231746

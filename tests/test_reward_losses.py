@@ -141,7 +141,7 @@ def test_weights_of_pairs(name):
     f, args = arguments(name)
     *_, denom, wrt = LOSSES[name]
     w = COLS["margin"].clone().index_fill(0, torch.tensor([3, 8]), 0.)
-    check_loss(f, args | dict(weights=w), denom=denom, wrt=wrt)
+    check_loss(f, args | dict(weights=w.exp()), denom=denom, wrt=wrt)
     kept = w != 0
     junk = {k: torch.where(kept, x, math.nan).requires_grad_(k in wrt) if x.is_floating_point() else x for k, x in args.items()}
     loss, metrics = f(**junk, weights=w)
