@@ -118,8 +118,9 @@ def pair_metrics(
 
     margin = β·mean(c − r), accuracy = share of pairs with c > r."""
     c, r = chosen_log_ratio, rejected_log_ratio
-    right = (c > r).to(c.dtype)
-    return means_of(weights, margin=beta*(c - r), chosen_reward=beta*c, rejected_reward=beta*r, accuracy=right)
+    nats = means_of(weights, margin=c - r, chosen_reward=c, rejected_reward=r)
+    rewards = {name: Mean(beta*x.total, x.count) for name,x in nats.items()}
+    return rewards | means_of(weights, accuracy=(c > r).to(c.dtype))
 
 # %% ../nbs/15_preference_losses.ipynb #71d29e5f
 def _flipped_share(who, epsilon):
@@ -144,7 +145,8 @@ def dpo_loss(
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)
     x = beta*(c - r)
-    loss = -F.logsigmoid(x) + label_smoothing*x
+    loss = -F.logsigmoid(x)
+    if label_smoothing: loss = loss + label_smoothing*x
     return over_pairs(loss, weights=weights, denom=denom), pair_metrics(c, r, beta=beta, weights=weights)
 
 # %% ../nbs/15_preference_losses.ipynb #b6a78c99
