@@ -84,7 +84,8 @@ def over_pairs(
 )->Float[Tensor, ""]: # 0 with a finite gradient if there are no pairs
     """Mean of a loss over the pairs of the optimizer step.
 
-    Σ w·ℓ / n_units, as in Rafailov et al. 2023, eq. 7. A pair of weight 0 is in neither the sum nor the count."""
+    Σ w·ℓ / n_units, as in Rafailov et al. 2023, eq. 7. With denom=None a pair of weight 0 is not counted;
+    a batch counts all of its pairs, whatever their weights."""
     return _mean_over("n_units", loss, weights, denom)
 
 def over_rows(
@@ -95,7 +96,8 @@ def over_rows(
 )->Float[Tensor, ""]: # 0 with a finite gradient if there are no rows
     """Mean of a loss over the rows of the optimizer step.
 
-    Σ w·ℓ / n_rows, as in Ethayarajh et al. 2024, eq. 7. A row of weight 0 is in neither the sum nor the count."""
+    Σ w·ℓ / n_rows, as in Ethayarajh et al. 2024, eq. 7. With denom=None a row of weight 0 is not counted;
+    a batch counts its rows with a chosen token, whatever their weights."""
     return _mean_over("n_rows", loss, weights, denom)
 
 # %% ../nbs/15_preference_losses.ipynb #c9231746
@@ -116,8 +118,9 @@ def pair_metrics(
 
     margin = β·mean(c − r), accuracy = share of pairs with c > r."""
     c, r = chosen_log_ratio, rejected_log_ratio
-    right = (c > r).to(c.dtype)
-    return means_of(weights, margin=beta*(c - r), chosen_reward=beta*c, rejected_reward=beta*r, accuracy=right)
+    nats = means_of(weights, margin=c - r, chosen_reward=c, rejected_reward=r)
+    rewards = {name: Mean(beta*x.total, x.count) for name,x in nats.items()}
+    return rewards | means_of(weights, accuracy=(c > r).to(c.dtype))
 
 # %% ../nbs/15_preference_losses.ipynb #71d29e5f
 def _flipped_share(who, epsilon):
@@ -142,7 +145,8 @@ def dpo_loss(
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)
     x = beta*(c - r)
-    loss = -F.logsigmoid(x) + label_smoothing*x
+    loss = -F.logsigmoid(x)
+    if label_smoothing: loss = loss + label_smoothing*x
     return over_pairs(loss, weights=weights, denom=denom), pair_metrics(c, r, beta=beta, weights=weights)
 
 # %% ../nbs/15_preference_losses.ipynb #b6a78c99
