@@ -60,7 +60,8 @@ def linear_scan(
     def cut(x): return pad(x, (0, -n % block)).unflatten(-1, (-1, block)).movedim(-1, 0).contiguous().unbind()
     if isinstance(decay, Tensor): decay = decay.to(x.dtype)
     each = isinstance(decay, Tensor) and decay.shape[-1] == n
-    x, c = cut(x), cut(pad(decay[..., 1:], (1, 0))) if each else [decay]*block # nothing comes before entry 0
+    if each: decay = pad(decay[..., 1:], (1, 0)) # nothing precedes entry 0, so no c there: inf·0 would be NaN
+    x, c = cut(x), cut(decay) if each else [decay]*block
     def walk(y): return [y := _step(xk, ck, y) for xk, ck in zip(x, c, strict=True)]
     ends = walk(torch.zeros_like(x[0]))[-1]
     enters = _following(linear_scan(ends, reduce(mul, c), block))

@@ -82,7 +82,7 @@ def group_pass_at_k_advantages(
     k:int,                      # answers that will be drawn, the best of them used
     eps:float=1e-6,             # added to the standard deviation
 )->Float[Tensor, " B"]: # 0 for equals, a group of one, a group all of whose k-subsets are equal, and a NaN
-    """How far the best of k answers, one of them this one, stands above the best of any k of its group, standardised.
+    """How far the best of k answers, one of them this one, is above the best of any k of its group, standardised.
 
     (mean_I∋i max_I s − mean_I max_I s)/(std_I max_I s + ε), over all I of size k. A group of fewer gets 0.
     Chen et al. 2025, eq. 14–15, there for s ∈ {0, 1}."""

@@ -55,7 +55,7 @@ def numbered(who, scores, group):
     return of, s if scores.dtype != torch.float64 else s - at_rows(group_extreme(s, of, "amin"), of)
 
 def above_group_mean(scores, of, weight=None):
-    "(score − weighted mean of its group, 0 if it has none; table of the weights' sums: of the number of scores)"
+    "(score − weighted mean of its group, 0 if it has none; table of the wof_8' sums: of the number of scores)"
     n = group_sums(torch.ones_like(scores) if weight is None else weight, of)
     total = group_sums(scores if weight is None else weight*scores, of)
     return scores - at_rows(total/n.clamp(min=1), of), n
@@ -81,7 +81,7 @@ def group_advantages(
     scale:bool=True,            # divide by the group's standard deviation; False = Dr. GRPO
     eps:float=1e-6,             # added to it
 )->Float[Tensor, " B"]: # 0 for a group of equals, a group of one, and a NaN
-    """How far each answer stands above the others to its prompt, in standard deviations.
+    """How far each answer is above the others to its prompt, in standard deviations.
 
     (sᵢ − mean_g)/(std_g + ε), std unbiased. Shao et al. 2024 (GRPO), section 4.1.2.
     Without std: Liu et al. 2025 (Dr. GRPO), section 3.2."""
@@ -96,7 +96,7 @@ def lite_ppo_advantages(
     *,
     eps:float=1e-6,             # added to the standard deviation
 )->Float[Tensor, " B"]: # 0 for a group of equals, a group of one, and a NaN
-    """How far each answer stands above the others to its prompt, in standard deviations of all scores of the batch.
+    """How far each answer is above the others to its prompt, in standard deviations of all scores of the batch.
 
     (sᵢ − mean_g)/(std(s) + ε), std unbiased. Liu et al. 2025 (Lite PPO); TRL's scale_rewards="batch"."""
     of, s = numbered("lite_ppo_advantages", scores, group)
@@ -108,7 +108,7 @@ def leave_one_out(
     scores:Float[Tensor, " B"], # one verdict per row; NaN = unscorable
     group:Int[Tensor, " B"],    # rows with the same id answered the same prompt; any sizes, any order
 )->Float[Tensor, " B"]: # 0 for a group of equals, a group of one, and a NaN
-    """How far each answer stands above the mean of the *others* to its prompt: a baseline that it has no part in.
+    """How far each answer is above the mean of the *others* to its prompt: a baseline that it has no part in.
 
     sᵢ − Σⱼ≠ᵢ sⱼ/(n − 1) = (sᵢ − mean_g)·n/(n − 1). Kool et al. 2019; Ahmadian et al. 2024 (RLOO)."""
     of, s = numbered("leave_one_out", scores, group)
@@ -120,7 +120,7 @@ def maxrl_advantages(
     scores:Float[Tensor, " B"], # one verdict per row, 1 or 0, or any number that is at least 0; NaN = unscorable
     group:Int[Tensor, " B"],    # rows with the same id answered the same prompt; any sizes, any order
 )->Float[Tensor, " B"]: # 0 for a group of equals, of one, without a right answer, and a NaN
-    """How far each answer stands above the others to its prompt, in means of its group: rare successes weigh most.
+    """How far each answer is above the others to its prompt, relative to the group's mean: rare successes weigh most.
 
     (sᵢ − mean_g)/mean_g: the gradient of the likelihood of being right, to order n − 1. Tajwar et al. 2026 (MaxRL)."""
     of, s = numbered("maxrl_advantages", scores, group)
@@ -135,7 +135,7 @@ def bnpo_advantages(
     *,
     limit:float=1e6,            # largest weight 1/f
 )->Float[Tensor, " B"]: # 0 for a group of equals, a group of one, and a NaN; NaN where a group's mean is outside [0, 1]
-    """How far each answer stands above its group, over a Beta density that fits the batch's pass rates p.
+    """How far each answer is above its group, over a Beta density that fits the batch's pass rates p.
 
     (sᵢ − p_g)/f(p_g; 1 + a/3, 1 + b/3), Beta(a, b) of mean and unbiased variance of p. Xiao et al. 2025 (BNPO).
     As in their code both are at least 1; the variance is at least 1e-9, where the code divides by 0."""
@@ -157,7 +157,7 @@ def reinforce_pp_baseline(
     *,
     eps:float=1e-8,             # added to the variance
 )->Float[Tensor, "B T"]: # 0 where `mask` is False, for a group of equals, a group of one, and a NaN
-    """How far each answer stands above its group, in standard deviations of all tokens of the batch.
+    """How far each answer is above its group, in standard deviations of all tokens of the batch.
 
     (sᵢ − mean_g − mean)/√(var + ε), mean and unbiased var over tokens. Hu et al. 2025 (REINFORCE++-baseline), sec. 3.
     Not: a group of equals gets −mean/std there, 0 here."""
@@ -179,7 +179,7 @@ def opo_advantages(
     *,
     lengths:Int[Tensor, " B"],  # tokens the policy chose: `mask.sum(1)`
 )->Float[Tensor, " B"]: # 0 for a group of equals, a group of one, and a NaN
-    """How far each answer stands above its group's mean, where longer answers count more.
+    """How far each answer is above its group's mean, where longer answers count more.
 
     sᵢ − Σⱼ lⱼsⱼ/Σⱼ lⱼ. Hao et al. 2025 (OPO), section 3.2. Equal lengths: `group_advantages` without scale."""
     if lengths.shape != scores.shape:
@@ -197,7 +197,7 @@ def gpg_advantages(
     scores:Float[Tensor, " B"], # one verdict per row; NaN = unscorable
     group:Int[Tensor, " B"],    # rows with the same id answered the same prompt; any sizes, any order
 )->Float[Tensor, " B"]: # 0 for a group of equals, a group of one, and a NaN
-    """How far each answer stands above its group, scaled up for the rows that have nothing to say.
+    """How far each answer is above its group, scaled up for the rows that have no gradient.
 
     (sᵢ − mean_g)·B/(B − M), M rows in groups of equals. Chu et al. 2025 (GPG), section 3.2, with F_norm = 1."""
     of, s = numbered("gpg_advantages", scores, group)
@@ -211,7 +211,7 @@ def cpgd_advantages(
     *,
     limit:float=3.0,            # largest factor; 1 = Dr. GRPO
 )->Float[Tensor, " B"]: # 0 for a group of equals, a group of one, and a NaN
-    """How far each answer stands above its group, scaled up for the groups that have nothing to say, within a limit.
+    """How far each answer is above its group, scaled up for the groups that have no gradient, within a limit.
 
     (sᵢ − mean_g)·min(groups/open groups, limit). Liu et al. 2025 (CPGD), clip-filter-like weight."""
     of, s = numbered("cpgd_advantages", scores, group)
@@ -224,7 +224,7 @@ def gdpo_advantages(
     scores:Float[Tensor, "B R"],        # verdicts of R rewards on each row; NaN = unscorable by this one
     group:Int[Tensor, " B"],            # rows with the same id answered the same prompt; any sizes, any order
     *,
-    weights:Sequence[float]|None=None,  # of the rewards; None = all 1
+    wof_8:Sequence[float]|None=None,  # of the rewards; None = all 1
     eps:float=1e-6,                     # added to the standard deviations
 )->Float[Tensor, " B"]: # 0 for a group of equals, a group of one, and a row of NaN
     """Standardise each reward in its group, then sum, then scale by the batch: no reward drowns the others.
@@ -232,11 +232,11 @@ def gdpo_advantages(
     x/(std(x) + ε), xᵢ = Σₖ wₖ(sᵢₖ − mean_g)/(std_g + ε), std unbiased. Liu et al. 2026 (GDPO), section 3."""
     if scores.ndim != 2:
         raise ValueError(f"gdpo_advantages: scores is {list(scores.shape)}; [B, R] is wanted, a column for each reward")
-    weights = [1.]*scores.shape[1] if weights is None else weights
-    if len(weights) != scores.shape[1]:
-        raise ValueError(f"gdpo_advantages: scores is {list(scores.shape)}, there are {len(weights)} weights; "
+    wof_8 = [1.]*scores.shape[1] if wof_8 is None else wof_8
+    if len(wof_8) != scores.shape[1]:
+        raise ValueError(f"gdpo_advantages: scores is {list(scores.shape)}, there are {len(wof_8)} wof_8; "
                          "one for each column is wanted")
-    columns = zip(weights, scores.unbind(1), strict=True)
+    columns = zip(wof_8, scores.unbind(1), strict=True)
     x = torch.stack([w*group_advantages(s, group, eps=eps) for w,s in columns]).sum(0)
     n = (~scores.isnan()).any(1).sum()
     var = x.double().square().sum() / (n-1).clamp(min=1)
@@ -275,7 +275,7 @@ def group_total(x, first):
     return at_rows(group_sums(x, first), first)
 
 def unsorted(x, order):
-    "Sorted rows in the order in which they came."
+    "Sorted rows back in their own order."
     return torch.zeros_like(x).index_copy(0, order, x)
 
 # %% ../nbs/11b_groups.ipynb #fe1321f8
@@ -294,21 +294,21 @@ def optimal_token_baseline(
     mask:Bool[Tensor, "B T"],            # True where the policy chose token t
     *,
     sum_pi_squared:Float[Tensor, "B T"], # Σᵥ π(v)² where each token was chosen, data
-    weights:Float[Tensor, "B T"]|None=None, # ρ, truncated importance weights; None = 1
+    wof_8:Float[Tensor, "B T"]|None=None, # ρ, truncated importance wof_8; None = 1
     tail:bool=False,                     # where one answer of the group is alone, keep its return (verl) instead of 0
 )->Float[Tensor, "B T"]: # advantages: return less baseline, 0 where `mask` is False
     """Each token's return above that of the group's others at this place, weighed by the gradient spent until there.
 
     Gₜ − ΣᵢWᵢₜGᵢₜ/ΣᵢWᵢₜ, Wₜ = Σᵤ≤ₜ ρᵤ²(1 − 2πᵤ + Σπ²), t counts chosen tokens. Li et al. 2026 (OTB), section 4.
     Without tools it is verl's single-turn form, with tools its TIR form. A NaN reward stays NaN in its row."""
-    columns = dict(rewards=rewards, logprobs=logprobs, sum_pi_squared=sum_pi_squared, weights=weights, mask=mask)
+    columns = dict(rewards=rewards, logprobs=logprobs, sum_pi_squared=sum_pi_squared, wof_8=wof_8, mask=mask)
     same_shape("B T", **columns)
     if group.shape != mask.shape[:1]:
         raise ValueError(f"optimal_token_baseline: group is {list(group.shape)}, mask is {list(mask.shape)}; "
                          "one id per row is wanted")
     G = discounted_returns(rewards, mask)
     energy, on = 1 - 2*promoted(logprobs).detach().exp() + promoted(sum_pi_squared).detach(), mask & ~G.isnan()
-    if weights is not None: energy = energy * promoted(weights).detach().square()
+    if wof_8 is not None: energy = energy * promoted(wof_8).detach().square()
     W = torch.where(on, energy.clamp(min=0), 0.).cumsum(1)
     total = torch.where(on, G.detach(), 0.).sum(1)
     order, first = sorted_by_group("optimal_token_baseline", W[:, -1:].sum(1), group, ties=total) # one order, any

@@ -79,7 +79,7 @@ def gigpo_advantages(
     scale:bool=False,             # divide both by their group's standard deviation
     eps:float=1e-6,               # added to it
 )->Float[Tensor, " B"]: # of each step; 0 in an unscorable trajectory
-    """How far an episode stands above the others of its task, and a step above the others taken in its state.
+    """How far an episode is above the others of its task, and a step above the others taken in its state.
 
     (R(τ) − mean_task)/F + ω(Rₜ − mean_task,state)/F, Rₜ = Σ γᵏ⁻ᵗrₖ. Feng et al. 2025 (GiGPO), eq. 3–8, F = 1 or std.
     An episode counts once in its task's mean, as in the paper; in the authors' code once for each of its steps."""
@@ -138,7 +138,7 @@ def hierarchical_advantages(
     scale:bool=False,           # divide by the standard deviation of what it is compared with
     eps:float=1e-6,             # added to it
 )->Float[Tensor, " B"]: # 0 where there is nothing to compare with, and for a NaN
-    """How far each row stands above its like: same task, same role, and same episode where `nested`.
+    """How far each row is above its like: same task, same role, and same episode where `nested`.
 
     sᵢ − mean{sⱼ : taskⱼ, roleⱼ, episodeⱼ = those of i}. Prime Intellect 2026 (prime-rl, hierarchical_grpo)."""
     inside = torch.where(nested, numbers_of(episode) + 1, 0)
@@ -152,7 +152,7 @@ def role_advantages(
     *,
     decay:float=0.95,              # α, share of the old average
 )->tuple[Float[Tensor, " B"], Float[Tensor, " R"]]: # (advantages, 0 for a NaN; the new baselines)
-    """How far each row stands above what its role used to earn, and what the role is used to earn now.
+    """How far each row is above what its role used to earn, and what the role is used to earn now.
 
     Aᵢ = sᵢ − b, then b ← αb + (1 − α)sᵢ, b of the row's role. Liu et al. 2025 (SPIRAL), role-conditioned estimation."""
     same_shape("B", scores=scores, role=role)

@@ -352,7 +352,7 @@ def test_scan_with_a_decay_for_each():
 
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 63, 64, 65, 513, 4097])
 def test_scan_at_every_seam(n):
-    "Eights, eights of eights, and one slot more or less; what comes later in the row changes no bit, a NaN reaches nothing before it."
+    "Blocks, blocks of blocks, and one entry more or less; what follows in the row changes no bit, a NaN reaches nothing before it."
     x, d = noise(2, n, torch.float64, share=1.)[:2]
     d = d.sigmoid()
     for decay in (d, .9, 0., 1.):

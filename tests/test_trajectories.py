@@ -107,6 +107,8 @@ def test_hierarchical_by_hand():
     assert_close(of(s, task, episode=episode, nested=role == 1), torch.tensor([.5, .5, -.5, -.5, 0, 0, 0]))
     assert_close(of(s, task, episode=episode, nested=role < 0), torch.tensor([.5, .75, -.25, -.5, -.25, -.25, 0]))
     assert not of(s, task, episode=episode, nested=role == 0)[[0, 3]].any()
+    partly = torch.arange(7) < 3  # of one role: two rows inside their episode, two beside it
+    assert_close(of(s, task, episode=episode, nested=partly), torch.tensor([0., .5, -.5, 0, 0, 0, 0]))
 
 
 def test_roles_by_hand():
