@@ -564,6 +564,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'rlblocks.logprobs._through': ('logprobs.html#_through', 'rlblocks/logprobs.py'),
                                    'rlblocks.logprobs._unshaped': ('logprobs.html#_unshaped', 'rlblocks/logprobs.py'),
                                    'rlblocks.logprobs.entropy': ('logprobs.html#entropy', 'rlblocks/logprobs.py'),
+                                   'rlblocks.logprobs.first_order': ('logprobs.html#first_order', 'rlblocks/logprobs.py'),
                                    'rlblocks.logprobs.gather_logprobs': ('logprobs.html#gather_logprobs', 'rlblocks/logprobs.py'),
                                    'rlblocks.logprobs.linear_logprobs': ('logprobs.html#linear_logprobs', 'rlblocks/logprobs.py'),
                                    'rlblocks.logprobs.linear_measured': ('logprobs.html#linear_measured', 'rlblocks/logprobs.py'),
