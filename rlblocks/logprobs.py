@@ -53,8 +53,8 @@ def _divisor(temperature, caller):
     if isinstance(temperature, Tensor): # x/0 would be nan in the gradient, mask or not
         return torch.where(temperature == 0, 1., promoted(temperature)).detach()
     if temperature > 0: return temperature
-    raise ValueError(f"{caller}: temperature is {temperature}, it must be positive; greedy rows are not trained on, clear "
-                     "their mask")
+    raise ValueError(f"{caller}: temperature is {temperature}, it must be positive; greedy rows are not trained on, "
+                     "clear their mask")
 
 def _confined(z, support): # a row of only −1 is nan in here: the caller does not use it, the fill stops its gradient
     return z.gather(-1, support.long().clamp(min=0)).masked_fill(support < 0, -torch.inf)
@@ -87,9 +87,9 @@ def first_order(
         @functools.wraps(backward)
         def once(ctx, *grads):
             if not torch.is_grad_enabled(): return backward(ctx, *grads)
-            raise RuntimeError(f"{who} has no second derivative: its gradient is written by hand, and create_graph=True (a "
-                               "gradient penalty, a Hessian-vector product) would take it for a constant; "
-                               f"{instead}")
+            raise RuntimeError(f"{who} has no second derivative: its gradient is written by hand, and "
+                               "create_graph=True (a gradient penalty, a Hessian-vector product) would take it for a "
+                               f"constant; {instead}")
         return once
     return refusing
 
@@ -142,13 +142,13 @@ def linear_logprobs(
     tokens:Int[Tensor, " N"],     # the ids whose log-probability is wanted
     *,
     bias:Float[Tensor, " V"]|None=None,         # of the head
-    low_rank:tuple[Float[Tensor, "N R"], Float[Tensor, "V R"]]|None=None, # (x, B): adds x·Bᵀ, a LoRA with x = s·hidden·Aᵀ
+    low_rank:tuple[Float[Tensor, "N R"], Float[Tensor, "V R"]]|None=None, # (x, B): adds x·Bᵀ, a LoRA of the head
     softcap:float|None=None,                    # c: logits become c·tanh(logits/c), as in Gemma 2
     temperature:float|Float[Tensor, " N"]=1.0,  # divides the logits; a 0 in a tensor marks a greedy row and reads as 1
     support:Int[Tensor, "N K"]|None=None,       # the ids that could be drawn, distinct, −1 = empty; only −1 = all
     entropy:bool=False,                         # also the entropy at each position
     chunk:int|None=None,                        # positions whose logits exist at one time; None = 1024, on a CPU 256
-    group=None,                                 # torch.distributed: each rank has its rows of weight, bias and B, in order
+    group=None,                                 # torch.distributed: each rank has its rows of weight, bias and B
 )->Float[Tensor, " N"]|tuple[Float[Tensor, " N"], Float[Tensor, " N"]]: # log-probs, or (log-probs, entropy)
     """Log-probabilities, and the entropy, straight from the head: at most chunk × V logits exist, forward or backward.
 
@@ -174,11 +174,11 @@ def _check_head(caller, hidden, weight, bias, low_rank):
         raise ValueError(f"{caller}: hidden is {shapes['hidden']}, wanted [N, H]: one position after another, "
                          "hidden[:, :-1].flatten(0, 1) for tokens[:, 1:].flatten()")
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[1]:
-        raise ValueError(f"{caller}: weight is {shapes['weight']}, hidden is {shapes['hidden']}; weight is [V, H], a row of "
-                         f"H = {hidden.shape[1]} numbers for each id, as nn.Linear has it")
+        raise ValueError(f"{caller}: weight is {shapes['weight']}, hidden is {shapes['hidden']}; weight is [V, H], a "
+                         f"row of H = {hidden.shape[1]} numbers for each id, as nn.Linear has it")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"{caller}: bias is {list(bias.shape)}, weight is {shapes['weight']}; one number for each id is "
-                         "wanted")
+        raise ValueError(f"{caller}: bias is {list(bias.shape)}, weight is {shapes['weight']}; one number for each id "
+                         "is wanted")
     if low_rank is None: return
     x, B = low_rank
     if [len(x), len(B), x.shape[-1]] != [len(hidden), len(weight), B.shape[-1]]:
@@ -276,7 +276,7 @@ class _Standing:
 
 def _room(hidden, weight, chunk): return hidden.new_empty(min(chunk, len(hidden)), len(weight))
 def _few(logits, entropy, beside=True):
-    """Rows of a chunk to sweep at a time, so that what is computed beside the chunk is small; all of them if nothing is.
+    """Rows of a chunk to sweep at a time, so that what is computed beside the chunk is small; all of them if none is.
 
     One thread's rows fit its cache. Several threads wait for the slowest after every operation, and one that shares its
     core with another process is slow: they get fewer, larger operations. An entropy needs two copies of its rows."""
@@ -346,7 +346,7 @@ def _joined(lse, chosen, H, group):
     lse = norms.logsumexp(0)
     log_share = norms - lse
     if not Hs: return lse, chosens.amax(0), None
-    share = torch.where(norms == -torch.inf, 0., log_share.exp()*(Hs[0] - log_share)) # a part without ids has no entropy
+    share = torch.where(norms == -torch.inf, 0., log_share.exp()*(Hs[0] - log_share)) # a part may have no ids
     return lse, chosens.amax(0), share.sum(0)
 
 def _summed(group, *grads):
@@ -375,8 +375,8 @@ def linear_measured(
     same_shape(temperature=_tensor(temperature), **_at_each(hidden=hidden, support=support))
     for i,x in enumerate(columns):
         if len(x) != len(hidden):
-            raise ValueError(f"linear_measured: column {i} is {list(x.shape)}, hidden is {list(hidden.shape)}; a column has "
-                             "one entry a position")
+            raise ValueError(f"linear_measured: column {i} is {list(x.shape)}, hidden is {list(hidden.shape)}; a "
+                             "column has one entry a position")
     refuse_learned(columns)
     floats = _cast("linear_measured", hidden, weight, bias, *(low_rank or (None, None)))
     support, chunk = None if support is None else support.long(), _chunk("linear_measured", hidden, softcap, chunk)
