@@ -45,7 +45,8 @@ def language()->Any:
 def measuring()->Any:
     "The kernel of the forward pass: a program a row."
     @language()
-    def measure_row(logits, excluded, tau, tokens, lse, chosen, entropies, tops, softcap, V, CAP:tl.constexpr, TAU:tl.constexpr, EXCLUDED:tl.constexpr, TOKENS:tl.constexpr, ENTROPY:tl.constexpr,
+    def measure_row(logits, excluded, tau, tokens, lse, chosen, entropies, tops, softcap, V, CAP:tl.constexpr,
+                    TAU:tl.constexpr, EXCLUDED:tl.constexpr, TOKENS:tl.constexpr, ENTROPY:tl.constexpr,
                     TOP:tl.constexpr, BLOCK:tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         t = tl.load(tau + row) if TAU else 1.
@@ -73,7 +74,8 @@ def measuring()->Any:
         if TOKENS:
             at = tl.load(tokens + row)
             known = (at >= 0) & (at < V) # any other id names memory of other rows, or of others
-            z, _ = shaped_block(tl.load(logits + row*V + at, mask=known, other=float("nan")).to(tl.float32), t, softcap, CAP)
+            z = tl.load(logits + row*V + at, mask=known, other=float("nan")).to(tl.float32)
+            z, _ = shaped_block(z, t, softcap, CAP)
             if EXCLUDED: z = tl.where(tl.load(excluded + row*V + at, mask=known, other=0) == 0, z, float("-inf"))
             tl.store(chosen + row, z)
     return measure_row
@@ -82,7 +84,8 @@ def measuring()->Any:
 def differentiating()->Any:
     "The kernel of the backward pass: a program a block of a row."
     @language()
-    def differentiate_block(logits, into, excluded, tau, tokens, lse, entropies, tops, g, u, hot, softcap, V, CAP:tl.constexpr, TAU:tl.constexpr, EXCLUDED:tl.constexpr,
+    def differentiate_block(logits, into, excluded, tau, tokens, lse, entropies, tops, g, u, hot, softcap, V,
+                            CAP:tl.constexpr, TAU:tl.constexpr, EXCLUDED:tl.constexpr,
                             G:tl.constexpr, U:tl.constexpr, HOT:tl.constexpr, TOP:tl.constexpr, BLOCK:tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         at = tl.program_id(1)*BLOCK + tl.arange(0, BLOCK)
@@ -108,10 +111,13 @@ def swept(logits, into, softcap, tau, excluded, tokens, lse, chosen, entropies, 
     if not isinstance(tau, Tensor): tau = None if tau == 1 else torch.full_like(lse, tau)
     if not n: return
     given = lambda x: none if x is None else x.contiguous() # a pointer has to be given, read or not
-    shape = dict(CAP=softcap is not None, TAU=tau is not None, EXCLUDED=excluded is not None, TOP=top is not None, BLOCK=block)
+    shape = dict(CAP=softcap is not None, TAU=tau is not None, EXCLUDED=excluded is not None, TOP=top is not None,
+                 BLOCK=block)
     cap = 1. if softcap is None else float(softcap)
     if not known:
-        measuring()[(n,)](logits, given(excluded), given(tau), given(tokens), lse, given(chosen), given(entropies), given(top), cap, V, TOKENS=tokens is not None, ENTROPY=entropies is not None, **shape)
+        measuring()[(n,)](logits, given(excluded), given(tau), given(tokens), lse, given(chosen), given(entropies),
+                          given(top), cap, V, TOKENS=tokens is not None, ENTROPY=entropies is not None, **shape)
     if g is not None or u is not None:
-        differentiating()[(n, -(-V//block))](logits, into, given(excluded), given(tau), given(tokens), lse, given(entropies), given(top), given(g), given(u), given(hot), cap, V,
-                                               G=g is not None, U=u is not None, HOT=hot is not None, **shape)
+        differentiating()[(n, -(-V//block))](logits, into, given(excluded), given(tau), given(tokens), lse,
+                                             given(entropies), given(top), given(g), given(u), given(hot), cap, V,
+                                             G=g is not None, U=u is not None, HOT=hot is not None, **shape)

@@ -6,6 +6,7 @@
 __all__ = ['gather_logprobs', 'token_logprobs', 'entropy', 'linear_logprobs', 'linear_measured', 'sequence_logprobs']
 
 # %% ../nbs/01_logprobs.ipynb #e9830b94
+import functools
 from typing import ClassVar
 from weakref import WeakValueDictionary
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from .masked import first_order, masked_sum, promoted, same_shape
+from .masked import masked_sum, promoted, same_shape
 from .passes import asked, cached, pieces, refuse_learned, shaped, sweep
 
 # %% ../nbs/01_logprobs.ipynb #436f3703
@@ -23,15 +24,15 @@ def gather_logprobs(
     logits:Float[Tensor, "*shape V"], # scores of the whole vocabulary, before temperature
     targets:Int[Tensor, "*shape"],    # the ids whose log-probability is wanted
     *,
-    temperature:float|Float[Tensor, "*shape"]=1.0, # divides the logits; a 0 in a tensor marks a greedy row and reads as 1
-    support:Int[Tensor, "*shape K"]|None=None,     # the ids that could be drawn, distinct, −1 = empty slot; only −1 = every id
+    temperature:float|Float[Tensor, "*shape"]=1.0, # divides the logits; 0 in a tensor: a greedy row, which reads as 1
+    support:Int[Tensor, "*shape K"]|None=None,     # the ids that could be drawn, distinct, −1 = empty; only −1 = all
 )->Float[Tensor, "*shape"]: # nats, at least fp32; −inf for a target outside its support
     """Log-probability of each target under the distribution it was sampled from.
 
-    log softmax(logits/temperature)[target], normalised over `support`. An offset that all logits share costs no digits."""
+    log softmax(logits/temperature)[target], normalised over `support`. An offset that logits share costs no digits."""
     same_shape(targets=targets, temperature=_tensor(temperature), **_at_each(logits=logits, support=support))
     z, targets = _tempered(logits, temperature, "gather_logprobs"), targets.long().unsqueeze(-1)
-    of_all = z.log_softmax(-1).gather(-1, targets).squeeze(-1) # it takes the largest logit out first: an offset that all logits share costs no digits
+    of_all = z.log_softmax(-1).gather(-1, targets).squeeze(-1) # it subtracts the largest logit first
     if support is None: return of_all
     drawn = _confined(z, support)
     top = drawn.detach().amax(-1).clamp(min=torch.finfo(z.dtype).min) # likewise
@@ -40,7 +41,8 @@ def gather_logprobs(
 
 # %% ../nbs/01_logprobs.ipynb #af2446dc
 def _tensor(x): return x if isinstance(x, Tensor) else None
-def _at_each(**tensors): return {f"{name}[..., 0]": x[..., 0] for name,x in tensors.items() if x is not None} # positions, the last axis aside
+def _at_each(**tensors): # positions, without the last axis
+    return {f"{name}[..., 0]": x[..., 0] for name,x in tensors.items() if x is not None}
 
 def _tempered(logits, temperature, caller):
     temperature = _divisor(temperature, caller)
@@ -48,11 +50,13 @@ def _tempered(logits, temperature, caller):
     return promoted(logits) if temperature == 1 else promoted(logits) / temperature
 
 def _divisor(temperature, caller):
-    if isinstance(temperature, Tensor): return torch.where(temperature == 0, 1., promoted(temperature)).detach() # x/0 is nan in the gradient, mask or not
+    if isinstance(temperature, Tensor): # x/0 would be nan in the gradient, mask or not
+        return torch.where(temperature == 0, 1., promoted(temperature)).detach()
     if temperature > 0: return temperature
-    raise ValueError(f"{caller}: temperature is {temperature}, it must be positive; greedy rows are not trained on, clear their mask")
+    raise ValueError(f"{caller}: temperature is {temperature}, it must be positive; greedy rows are not trained on, "
+                     "clear their mask")
 
-def _confined(z, support): # a row of only −1 is nan in here: the caller does not use it, and the fill stops its gradient
+def _confined(z, support): # a row of only −1 is nan in here: the caller does not use it, the fill stops its gradient
     return z.gather(-1, support.long().clamp(min=0)).masked_fill(support < 0, -torch.inf)
 
 # %% ../nbs/01_logprobs.ipynb #6500a15b
@@ -61,7 +65,7 @@ def token_logprobs(
     tokens:Int[Tensor, "B T"],      # prompt and response, right-padded
     *,
     temperature:float|Float[Tensor, " B"]=1.0, # what each row was sampled with
-    support:Int[Tensor, "B T K"]|None=None,    # the ids that tokens[:, t] was drawn from, −1 = empty slot; only −1 = every id
+    support:Int[Tensor, "B T K"]|None=None,    # the ids that tokens[:, t] was drawn from, −1 = empty; only −1 = all
 )->Float[Tensor, "B T"]: # log π(tokens[t] | tokens[<t]) in nats, column 0 is 0
     """Log-probability of every token given those before it, standing in the token's own column.
 
@@ -73,21 +77,38 @@ def token_logprobs(
     if support is not None: support = support[:, 1:]
     return F.pad(gather_logprobs(logits[:, :-1], tokens[:, 1:], temperature=temperature, support=support), (1, 0))
 
+# %% ../nbs/01_logprobs.ipynb #c65a8298
+def first_order(
+    who:str,     # whose gradient is written by hand
+    instead:str, # what has a second derivative, in the imperative
+):
+    "For the `backward` of an autograd.Function: RuntimeError where its result is to be differentiated in turn."
+    def refusing(backward):
+        @functools.wraps(backward)
+        def once(ctx, *grads):
+            if not torch.is_grad_enabled(): return backward(ctx, *grads)
+            raise RuntimeError(f"{who} has no second derivative: its gradient is written by hand, and "
+                               "create_graph=True (a gradient penalty, a Hessian-vector product) would take it for a "
+                               f"constant; {instead}")
+        return once
+    return refusing
+
 # %% ../nbs/01_logprobs.ipynb #754b62c3
 def entropy(
     logits:Float[Tensor, "*shape V"], # scores of the whole vocabulary, before temperature
     *,
-    temperature:float|Float[Tensor, "*shape"]=1.0, # divides the logits; a 0 in a tensor marks a greedy row and reads as 1
-    support:Int[Tensor, "*shape K"]|None=None,     # the ids that could be drawn, distinct, −1 = empty slot; only −1 = every id
+    temperature:float|Float[Tensor, "*shape"]=1.0, # divides the logits; 0 in a tensor: a greedy row, which reads as 1
+    support:Int[Tensor, "*shape K"]|None=None,     # the ids that could be drawn, distinct, −1 = empty; only −1 = all
 )->Float[Tensor, "*shape"]: # nats, at least fp32, from 0 to log V
     """Entropy of the distribution that was sampled from.
 
     H = −Σᵥ p(v)·log p(v), p = softmax(logits/temperature) over `support`; an id with logit −inf adds 0."""
     same_shape(temperature=_tensor(temperature), **_at_each(logits=logits, support=support))
     fused = not torch.compiler.is_compiling() # a compiler has passes of its own
-    whole = _Entropy.apply(logits, _divisor(temperature, "entropy")) if fused else _entropy(_tempered(logits, temperature, "entropy"))
-    if support is None: return whole
-    return torch.where((support < 0).all(-1), whole, _entropy(_tempered(_confined(logits, support), temperature, "entropy")))
+    def plain(z): return _entropy(_tempered(z, temperature, "entropy"))
+    of_all = _Entropy.apply(logits, _divisor(temperature, "entropy")) if fused else plain(logits)
+    if support is None: return of_all
+    return torch.where((support < 0).all(-1), of_all, plain(_confined(logits, support)))
 
 # %% ../nbs/01_logprobs.ipynb #a3312c97
 class _Entropy(torch.autograd.Function):
@@ -106,7 +127,8 @@ class _Entropy(torch.autograd.Function):
         logits, lse, H, top = ctx.saved_tensors
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
         flat = lambda x: x.reshape(-1, x.shape[-1])
-        sweep(flat(logits), flat(grad), rows=cached(logits), tau=ctx.tau, lse=lse, entropies=H, known=True, u=u.flatten()/ctx.tau, top=top)
+        sweep(flat(logits), flat(grad), rows=cached(logits), tau=ctx.tau, lse=lse, entropies=H, known=True,
+              u=u.flatten()/ctx.tau, top=top)
         return grad, None
 
 def _entropy(z):
@@ -120,49 +142,69 @@ def linear_logprobs(
     tokens:Int[Tensor, " N"],     # the ids whose log-probability is wanted
     *,
     bias:Float[Tensor, " V"]|None=None,         # of the head
-    low_rank:tuple[Float[Tensor, "N R"], Float[Tensor, "V R"]]|None=None, # (x, B): adds x·Bᵀ to the logits, a LoRA of the head with x = s·hidden·Aᵀ
+    low_rank:tuple[Float[Tensor, "N R"], Float[Tensor, "V R"]]|None=None, # (x, B): adds x·Bᵀ, a LoRA of the head
     softcap:float|None=None,                    # c: logits become c·tanh(logits/c), as in Gemma 2
     temperature:float|Float[Tensor, " N"]=1.0,  # divides the logits; a 0 in a tensor marks a greedy row and reads as 1
-    support:Int[Tensor, "N K"]|None=None,       # the ids that could be drawn, distinct, −1 = empty slot; only −1 = every id
+    support:Int[Tensor, "N K"]|None=None,       # the ids that could be drawn, distinct, −1 = empty; only −1 = all
     entropy:bool=False,                         # also the entropy at each position
     chunk:int|None=None,                        # positions whose logits exist at one time; None = 1024, on a CPU 256
-    group=None,                                 # a torch.distributed group whose ranks hold the vocabulary's rows of weight, bias and B, in order of rank; all else is the same on each
-)->Float[Tensor, " N"]|tuple[Float[Tensor, " N"], Float[Tensor, " N"]]: # log-probabilities, or (log-probabilities, entropy)
+    group=None,                                 # torch.distributed: each rank has its rows of weight, bias and B
+)->Float[Tensor, " N"]|tuple[Float[Tensor, " N"], Float[Tensor, " N"]]: # log-probs, or (log-probs, entropy)
     """Log-probabilities, and the entropy, straight from the head: at most chunk × V logits exist, forward or backward.
 
-    log softmax(cap(W·h + b)/temperature)[token]. Gradients go to hidden, weight, bias and low_rank; a head that learns has its logits computed again
-    in the backward pass. With a `group` an id that no rank has reads −inf. Head split by rows: Shoeybi et al. 2019, §3."""
+    log softmax(cap(W·h + b)/temperature)[token]. Gradients go to hidden, weight, bias and low_rank; a head that learns
+    computes its logits again in the backward pass. With a `group` an id that no rank has reads −inf. Head split by
+    rows: Shoeybi et al. 2019, §3."""
     _check_head("linear_logprobs", hidden, weight, bias, low_rank)
     same_shape(tokens=tokens, temperature=_tensor(temperature), **_at_each(hidden=hidden, support=support))
-    chunk, floats = _chunk("linear_logprobs", hidden, softcap, chunk), _cast("linear_logprobs", hidden, weight, bias, *(low_rank or (None, None)))
+    chunk = _chunk("linear_logprobs", hidden, softcap, chunk)
+    floats = _cast("linear_logprobs", hidden, weight, bias, *(low_rank or (None, None)))
     into_h, learns, bias_learns, into_x, B_learns = (x is not None and x.requires_grad for x in floats)
-    early = torch.is_grad_enabled() and (into_h or into_x) and not (entropy or learns or bias_learns or B_learns or group)
+    others_learn = learns or bias_learns or B_learns
+    early = torch.is_grad_enabled() and (into_h or into_x) and not (entropy or others_learn or group)
     options = _divisor(temperature, "linear_logprobs"), softcap, entropy, chunk, early, group
-    logprobs, entropies = _LinearLogprobs.apply(*floats, tokens.long(), None if support is None else support.long(), options)
+    support = None if support is None else support.long()
+    logprobs, entropies = _LinearLogprobs.apply(*floats, tokens.long(), support, options)
     return (logprobs, entropies) if entropy else logprobs
 
 def _check_head(caller, hidden, weight, bias, low_rank):
-    "ValueError for hidden states that still stand in rows, and for a head of another width or with a bias or an adapter of another."
-    if hidden.ndim != 2: raise ValueError(f"{caller}: hidden is {list(hidden.shape)}, wanted [N, H]: one position after another, hidden[:, :-1].flatten(0, 1) for tokens[:, 1:].flatten()")
+    "ValueError for hidden states in rows, and for a head of another width or with a bias or an adapter of another."
+    shapes = dict(hidden=list(hidden.shape), weight=list(weight.shape))
+    if hidden.ndim != 2:
+        raise ValueError(f"{caller}: hidden is {shapes['hidden']}, wanted [N, H]: one position after another, "
+                         "hidden[:, :-1].flatten(0, 1) for tokens[:, 1:].flatten()")
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[1]:
-        raise ValueError(f"{caller}: weight is {list(weight.shape)}, hidden is {list(hidden.shape)}; weight is [V, H], a row of H = {hidden.shape[1]} numbers for each id, as nn.Linear has it")
-    if bias is not None and bias.shape != weight.shape[:1]: raise ValueError(f"{caller}: bias is {list(bias.shape)}, weight is {list(weight.shape)}; one number for each id is wanted")
-    if low_rank is not None and [len(low_rank[0]), len(low_rank[1]), low_rank[0].shape[-1]] != [len(hidden), len(weight), low_rank[1].shape[-1]]:
-        raise ValueError(f"{caller}: low_rank is {list(low_rank[0].shape)} and {list(low_rank[1].shape)}; [N, R] and [V, R] are wanted, N = {len(hidden)}, V = {len(weight)}")
+        raise ValueError(f"{caller}: weight is {shapes['weight']}, hidden is {shapes['hidden']}; weight is [V, H], a "
+                         f"row of H = {hidden.shape[1]} numbers for each id, as nn.Linear has it")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{caller}: bias is {list(bias.shape)}, weight is {shapes['weight']}; one number for each id "
+                         "is wanted")
+    if low_rank is None: return
+    x, B = low_rank
+    if [len(x), len(B), x.shape[-1]] != [len(hidden), len(weight), B.shape[-1]]:
+        raise ValueError(f"{caller}: low_rank is {list(x.shape)} and {list(B.shape)}; [N, R] and [V, R] are wanted, "
+                         f"N = {len(hidden)}, V = {len(weight)}")
 
 def _chunk(caller, hidden, softcap, chunk):
     "Positions at a time. ValueError for what no head has."
     if chunk is not None and chunk < 1: raise ValueError(f"{caller}: chunk is {chunk}; it counts positions, 1 or more")
-    if softcap is not None and not softcap > 0: raise ValueError(f"{caller}: softcap is {softcap}; it is the largest size of a logit and must be positive")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{caller}: softcap is {softcap}; it is the largest size of a logit and must be positive")
     return chunk or CHUNKS.get(hidden.device.type, CHUNKS["cuda"])
 
 def _cast(caller, *floats):
-    "What enters the products, under autocast in its precision: the backward pass runs outside of it, so this happens here, once. ValueError when one is of another precision."
+    """What enters the products, under autocast in its precision. ValueError when one is of another precision.
+
+    The backward pass runs outside of autocast, so this happens here, once."""
     hidden, weight, *_ = floats
     if not hidden.is_meta and torch.is_autocast_enabled(hidden.device.type):
-        floats = [x if x is None or x.dtype is torch.float64 else x.to(torch.get_autocast_dtype(hidden.device.type)) for x in floats]
+        half = torch.get_autocast_dtype(hidden.device.type)
+        floats = [x if x is None or x.dtype is torch.float64 else x.to(half) for x in floats]
     kinds = {str(x.dtype).removeprefix("torch.") for x in floats if x is not None}
-    if len(kinds) > 1: raise ValueError(f"{caller}: hidden is {hidden.dtype}, weight is {weight.dtype}, with bias and adapter {' and '.join(sorted(kinds))}; they are multiplied, so cast them to one, or call it under torch.autocast")
+    if len(kinds) > 1:
+        raise ValueError(f"{caller}: hidden is {hidden.dtype}, weight is {weight.dtype}, with bias and adapter "
+                         f"{' and '.join(sorted(kinds))}; they are multiplied, so cast them to one, or call it under "
+                         "torch.autocast")
     return list(floats)
 
 # %% ../nbs/01_logprobs.ipynb #cb07cbd3
@@ -179,11 +221,14 @@ class _LinearLogprobs(torch.autograd.Function):
         lse, chosen, H = (torch.empty_like(promoted(hidden[:, 0])) for _ in range(3))
         if not entropy: H = None
         one = (torch.ones_like(lse)/tau).to(lse.dtype) if early else None
-        d_hidden, d_x = (torch.empty_like(t) if early and ctx.needs_input_grad[i] else None for i,t in ((0, hidden), (3, x)))
+        wanted = [(i, t) for i,t in ((0, hidden), (3, x))]
+        d_hidden, d_x = (torch.empty_like(t) if early and ctx.needs_input_grad[i] else None for i,t in wanted)
         room = _room(hidden, weight, chunk)
-        for h,x_,τ,t,ids,norm,at_t,H_,one_,d_h,d_x_ in pieces(chunk, hidden, x, tau, tokens, support, lse, chosen, H, one, d_hidden, d_x):
+        columns = hidden, x, tau, tokens, support, lse, chosen, H, one, d_hidden, d_x
+        for h,x_,τ,t,ids,norm,at_t,H_,one_,d_h,d_x_ in pieces(chunk, *columns):
             logits = _logits(room, h, weight, bias, x_, B)
-            sweep(logits, logits if early else None, rows=_few(logits, entropy), softcap=softcap, tau=τ, support=ids, tokens=t, lse=norm, chosen=at_t, entropies=H_, g=one_, hot=one_)
+            sweep(logits, logits if early else None, rows=_few(logits, entropy), softcap=softcap, tau=τ, support=ids,
+                  tokens=t, lse=norm, chosen=at_t, entropies=H_, g=one_, hot=one_)
             _through(logits, weight, B, d_h, d_x_)
         if away is not None: lse, chosen, H = _joined(lse, chosen.masked_fill_(away, -torch.inf), H, group)
         if early: ctx.save_for_backward(d_hidden, d_x)
@@ -196,25 +241,29 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx, g, u):
         tau, softcap, _, chunk, early, group = ctx.options
         if early:
-            return _scaled(ctx.saved_tensors[0], g, chunk), None, None, _scaled(ctx.saved_tensors[1], g, chunk), *[None]*4
+            d_hidden, d_x = (_scaled(t, g, chunk) for t in ctx.saved_tensors[:2])
+            return d_hidden, None, None, d_x, *[None]*4
         hidden, weight, bias, x, B, tokens, support, away, lse, H = ctx.saved_tensors
         g, u = (None if t is None else (t/tau).to(lse.dtype) for t in (g, u))
         hot = g if g is None or away is None else g.masked_fill(away, 0.)
         floats = hidden, weight, bias, x, B
         standing = ctx.room and ctx.room.take()
-        beside = u is not None or softcap is not None or support is not None or hidden.dtype != lse.dtype # else the gradient is made in place
-        sums, room = _sums(floats, ctx.needs_input_grad, chunk), _room(hidden, weight, chunk) if standing is None else standing
+        beside = u is not None or softcap is not None or support is not None # else the gradient is made in place
+        beside = beside or hidden.dtype != lse.dtype
+        sums = _sums(floats, ctx.needs_input_grad, chunk)
+        room = _room(hidden, weight, chunk) if standing is None else standing
         chunks = reversed(list(pieces(chunk, hidden, sums[0], x, sums[3], tau, tokens, support, lse, H, g, u, hot)))
         for h,d_h,x_,d_x_,τ,t,ids,norm,H_,g_,u_,hot_ in chunks:
             d_logits = _logits(room, h, weight, bias, x_, B) if standing is None else standing[:len(h)]
             standing = None
-            sweep(d_logits, d_logits, rows=_few(d_logits, u is not None, beside), softcap=softcap, tau=τ, support=ids, tokens=t, lse=norm, entropies=H_, known=True, g=g_, u=u_, hot=hot_)
+            sweep(d_logits, d_logits, rows=_few(d_logits, u is not None, beside), softcap=softcap, tau=τ, support=ids,
+                  tokens=t, lse=norm, entropies=H_, known=True, g=g_, u=u_, hot=hot_)
             _add_gradients(sums, d_logits, weight, B, h, x_, d_h, d_x_)
         if group is not None: _summed(group, sums[0], sums[3])
         return *_narrowed(sums, floats), None, None, None
 
 class _Standing:
-    "The last chunk's logits, for the backward pass to begin with; of all calls on a device only the newest keeps its own."
+    "The last chunk's logits, for the backward pass to begin with; of all calls on a device only the newest keeps them."
     newest:ClassVar = WeakValueDictionary()
     def __init__(self, logits):
         if (before := self.newest.get(logits.device)) is not None: before.take()
@@ -227,7 +276,7 @@ class _Standing:
 
 def _room(hidden, weight, chunk): return hidden.new_empty(min(chunk, len(hidden)), len(weight))
 def _few(logits, entropy, beside=True):
-    """Rows of a chunk to sweep at a time, so that what is computed beside the chunk is small against it; all of them where nothing is.
+    """Rows of a chunk to sweep at a time, so that what is computed beside the chunk is small; all of them if none is.
 
     One thread's rows fit its cache. Several threads wait for the slowest after every operation, and one that shares its
     core with another process is slow: they get fewer, larger operations. An entropy needs two copies of its rows."""
@@ -242,7 +291,7 @@ def _logits(room, h, weight, bias, x, B):
     return z if x is None else z.addmm_(x, B.T)
 
 def _sums(floats, needed, chunk):
-    "Zeros for the gradients of hidden, weight, bias, x, B that are needed; what several chunks add to, in at least fp32."
+    "Zeros for the gradients of hidden, weight, bias, x, B that are needed; sums over chunks are in at least fp32."
     hidden, _, _, x, _ = floats
     wide = lambda t: t.dtype if t is hidden or t is x or len(hidden) <= chunk else promoted(t[:0]).dtype
     return [torch.zeros_like(t, dtype=wide(t)) if need else None for t,need in zip(floats, needed, strict=False)]
@@ -270,8 +319,9 @@ def _scaled(d, g, chunk):
 
 def _add_product(total, d_logits, h):
     "total += d_logitsᵀ·h, in the precision of `total`."
-    if total.dtype == h.dtype: torch.addmm(total, d_logits.T, h, out=total) # not addmm_, which counters of operations overlook
-    else: # 4,096 rows at a time: a half-precision product, and a CPU's copy of it in the precision of the sum, would each be as large as the matrix
+    if total.dtype == h.dtype: # not addmm_, which counters of operations overlook
+        torch.addmm(total, d_logits.T, h, out=total)
+    else: # 4,096 rows at a time: a product in half precision, or its copy in that of the sum, is as large as the matrix
         for rows,columns in zip(total.split(4096), d_logits.split(4096, 1), strict=True): rows += columns.T @ h
 
 # %% ../nbs/01_logprobs.ipynb #854c91e2
@@ -282,7 +332,9 @@ def _as_mine(tokens, support, V, group):
     start = torch.cat(sizes)[:dist.get_rank(group)].sum()
     tokens = tokens - start
     away = (tokens < 0) | (tokens >= V)
-    if support is not None: support = torch.where(support < 0, -1, torch.where((support >= start) & (support < start + V), support - start, -2))
+    if support is not None:
+        mine = torch.where((support >= start) & (support < start + V), support - start, -2)
+        support = torch.where(support < 0, -1, mine)
     return tokens.masked_fill(away, 0), support, away
 
 def _joined(lse, chosen, H, group):
@@ -293,7 +345,9 @@ def _joined(lse, chosen, H, group):
     norms, chosens, *Hs = torch.stack(parts).unbind(1)
     lse = norms.logsumexp(0)
     log_share = norms - lse
-    return lse, chosens.amax(0), torch.where(norms == -torch.inf, 0., log_share.exp()*(Hs[0] - log_share)).sum(0) if Hs else None # a part whose ids are all excluded has no entropy
+    if not Hs: return lse, chosens.amax(0), None
+    share = torch.where(norms == -torch.inf, 0., log_share.exp()*(Hs[0] - log_share)) # a part may have no ids
+    return lse, chosens.amax(0), share.sum(0)
 
 def _summed(group, *grads):
     for grad in grads:
@@ -303,27 +357,30 @@ def _summed(group, *grads):
 def linear_measured(
     hidden:Float[Tensor, "N H"],  # hidden[n] predicts token n; no shift in here
     weight:Float[Tensor, "V H"],  # of the head
-    measure,                      # (logits [m, V], each of `columns` [m, …]) → one number, or one row of numbers, for each of m positions, of each by itself; it writes into none of them
+    measure,                      # (logits [m, V], each of `columns` [m, …]) → a number or a row of numbers for each
     *columns:Tensor,              # `[N, …]`, data: without gradient
     bias:Float[Tensor, " V"]|None=None,         # of the head
-    low_rank:tuple[Float[Tensor, "N R"], Float[Tensor, "V R"]]|None=None, # (x, B): adds x·Bᵀ to the logits, as in `linear_logprobs`
+    low_rank:tuple[Float[Tensor, "N R"], Float[Tensor, "V R"]]|None=None, # (x, B): adds x·Bᵀ, as in `linear_logprobs`
     softcap:float|None=None,                    # c: logits become c·tanh(logits/c), as in Gemma 2
     temperature:float|Float[Tensor, " N"]=1.0,  # divides the logits; a 0 in a tensor marks a greedy row and reads as 1
-    support:Int[Tensor, "N K"]|None=None,       # the ids that could be drawn, −1 = empty slot; only −1 = every id. Others have logit −inf
+    support:Int[Tensor, "N K"]|None=None,       # the ids that could be drawn, −1 = empty; only −1 = all; others: −inf
     chunk:int|None=None,                        # positions whose logits exist at one time; None = 1024, on a CPU 256
 )->Shaped[Tensor, "N ..."]: # what `measure` gave, joined
-    """What `measure` makes of the logits, straight from the head: logits exist for `chunk` positions at a time, forward or backward.
+    """What `measure` makes of the logits, straight from the head: logits exist for `chunk` positions at a time.
 
-    measure(cap(W·h + b)/temperature, …). Gradients go to hidden, weight, bias and low_rank, by way of the logits, and to nothing else that `measure` reads: ValueError for a column that wants one, in the backward pass for a parameter. Each position by itself:
-    what mixes positions (a mean over `m`) depends on the chunk. `measure` sees at least fp32, outside of autocast.
-    Chunks as in Liger (Hsu et al. 2024)."""
+    measure(cap(W·h + b)/temperature, …). Gradients reach hidden, weight, bias and low_rank, and nothing else that
+    `measure` reads (ValueError). Each position by itself: what mixes positions (a mean over `m`) depends on the chunk.
+    `measure` sees at least fp32, outside of autocast. Chunks as in Liger (Hsu et al. 2024)."""
     _check_head("linear_measured", hidden, weight, bias, low_rank)
     same_shape(temperature=_tensor(temperature), **_at_each(hidden=hidden, support=support))
     for i,x in enumerate(columns):
-        if len(x) != len(hidden): raise ValueError(f"linear_measured: column {i} is {list(x.shape)}, hidden is {list(hidden.shape)}; a column has one entry a position")
+        if len(x) != len(hidden):
+            raise ValueError(f"linear_measured: column {i} is {list(x.shape)}, hidden is {list(hidden.shape)}; a "
+                             "column has one entry a position")
     refuse_learned(columns)
     floats = _cast("linear_measured", hidden, weight, bias, *(low_rank or (None, None)))
-    options = measure, _divisor(temperature, "linear_measured"), softcap, None if support is None else support.long(), _chunk("linear_measured", hidden, softcap, chunk), torch.is_grad_enabled()
+    support, chunk = None if support is None else support.long(), _chunk("linear_measured", hidden, softcap, chunk)
+    options = measure, _divisor(temperature, "linear_measured"), softcap, support, chunk, torch.is_grad_enabled()
     return _LinearMeasured.apply(*floats, options, *columns)
 
 # %% ../nbs/01_logprobs.ipynb #c6776b3d
@@ -340,8 +397,10 @@ class _LinearMeasured(torch.autograd.Function):
             z = z.detach().requires_grad_(early)
             with torch.set_grad_enabled(early): value = asked(measure, z, cols)
             early = early and value.requires_grad and value.ndim == 1 # several numbers have several gradients
-            if early: _through(_unshaped(torch.autograd.grad(value, z, torch.ones_like(value))[0], slope, excluded, τ).to(h.dtype), weight, B, d_h, d_x_)
-            found.append(value.detach().clone()) # the next chunk overwrites the logits, which `measure` may have handed back
+            if early:
+                slope_of, one = torch.autograd.grad, torch.ones_like(value)
+                _through(_unshaped(slope_of(value, z, one)[0], slope, excluded, τ).to(h.dtype), weight, B, d_h, d_x_)
+            found.append(value.detach().clone()) # the next chunk overwrites the logits, which it may have handed back
         found = torch.cat(found)
         if not found.is_floating_point(): ctx.mark_non_differentiable(found)
         ctx.options, ctx.early = (measure, tau, softcap, chunk, training), early
@@ -352,7 +411,9 @@ class _LinearMeasured(torch.autograd.Function):
     @first_order("linear_measured", "take the measure of the logits, hidden @ weight.T, themselves")
     def backward(ctx, g):
         rest = [None]*(len(ctx.needs_input_grad) - 5)
-        if ctx.early: d_hidden, d_x = (None if d is None else torch.where(g.unsqueeze(-1) == 0, 0., d*g.unsqueeze(-1)).to(d.dtype) for d in ctx.saved_tensors)
+        if ctx.early:
+            def scaled(d): return torch.where(g.unsqueeze(-1) == 0, 0., d*g.unsqueeze(-1)).to(d.dtype)
+            d_hidden, d_x = (None if d is None else scaled(d) for d in ctx.saved_tensors)
         if ctx.early: return d_hidden, None, None, d_x, None, *rest
         measure, tau, softcap, chunk, _ = ctx.options
         hidden, weight, bias, x, B, support, *columns = ctx.saved_tensors
@@ -362,7 +423,8 @@ class _LinearMeasured(torch.autograd.Function):
             z, slope, excluded = shaped(promoted(_logits(room, h, weight, bias, x_, B)), softcap, τ, ids)
             z = z.detach().requires_grad_()
             with torch.enable_grad(): value = asked(measure, z, cols)
-            d_logits = _unshaped(torch.autograd.grad(value, z, g_)[0], slope, excluded, τ).masked_fill_(g_.reshape(len(z), -1).eq(0).all(-1, keepdim=True), 0.)
+            unasked = g_.reshape(len(z), -1).eq(0).all(-1, keepdim=True)
+            d_logits = _unshaped(torch.autograd.grad(value, z, g_)[0], slope, excluded, τ).masked_fill_(unasked, 0.)
             _add_gradients(sums, d_logits.to(h.dtype), weight, B, h, x_, d_h, d_x_)
         return *_narrowed(sums, floats), *rest
 

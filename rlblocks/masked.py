@@ -7,7 +7,6 @@ __all__ = ['Number', 'LOG_ZERO', 'Denom', 'Over', 'same_shape', 'finite_logprobs
            'masked_mean', 'masked_std', 'whiten', 'aggregate', 'Metric', 'Mean', 'Max', 'Last', 'mean_of', 'merge']
 
 # %% ../nbs/00_masked.ipynb #cbf348f5
-import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -302,52 +301,3 @@ def merge(
             raise TypeError(f"merge: {key!r} is a {type(old).__name__} and a {type(new).__name__}; one key, one class")
         joined[key] = new if old is None else old + new
     return joined
-
-# %% ../nbs/00_masked.ipynb #011e7f75
-# to go, when the losses are written as formulas
-def gate_of(
-    mask:Bool[Tensor, "*shape"], # True where something counts
-    x:Float[Tensor, "..."],      # what shall be gated: its precision, at least single, is the gate's
-)->Float[Tensor, "*shape"]: # 1 where True, 0 where False
-    """A mask as numbers, to be made once and used for several tensors."""
-    return mask.view(torch.uint8).to(promoted(x).dtype) # its bytes are 0 and 1 already; from Bool it is ten times slower
-
-def gated(
-    x:Float[Tensor, "*shape"],    # anything
-    gate:Float[Tensor, "*shape"], # from `gate_of`
-)->Float[Tensor, "*shape"]: # `x` where the gate is 1, else 0, at least float32
-    """`x` where it counts and 0 elsewhere: torch.where(mask, x, 0.), NaN-safe in value and gradient."""
-    x = promoted(x)
-    return torch.ops.aten.threshold_backward(x, gate.detach().to(x.dtype), 0.) # "x where gate > 0": relu's own derivative
-
-def holds(
-    test:Callable[..., Tensor],   # torch.gt, torch.lt, torch.ne …
-    x:Float[Tensor, "*shape"],    # data
-    y:Float[Tensor, "*shape"]|float|int, # what it is compared with
-)->Float[Tensor, "*shape"]: # 1 where test(x, y), else 0
-    """A comparison as numbers, to be summed or multiplied: written as such at once, for passes over Bool are slow."""
-    return test(x.detach(), y, out=torch.empty_like(x))
-
-def first_order(
-    who:str,     # whose gradient is written by hand
-    instead:str, # what has a second derivative, in the imperative
-):
-    "For the `backward` of an autograd.Function: RuntimeError where its result is to be differentiated in turn."
-    def refusing(backward):
-        @functools.wraps(backward)
-        def once(ctx, *grads):
-            if not torch.is_grad_enabled(): return backward(ctx, *grads)
-            raise RuntimeError(f"{who} has no second derivative: its gradient is written by hand, and create_graph=True (a gradient penalty, a Hessian-vector product) would take it for a constant; {instead}")
-        return once
-    return refusing
-
-def aggregate_rows(totals, counts, *, over="tokens", denom=None):
-    if over == "rows": totals = totals/counts.clamp(min=1)
-    return totals.sum() / _whole(counts, over, denom)
-def _row_share(totals, counts, *, over, denom=None):
-    share = totals.new_ones(()) / _whole(counts, over, denom)
-    return share/counts.clamp(min=1).unsqueeze(-1) if over == "rows" else share
-def _whole(counts, over, denom):
-    if over not in ("tokens", "rows"): raise ValueError(f"aggregate: over is {over!r}; it is 'tokens' or 'rows'")
-    here = (counts if over == "tokens" else counts > 0).sum().clamp(min=1)
-    return divisor(denom, "n_tokens" if over == "tokens" else "n_rows", here)

@@ -19,7 +19,9 @@ def pieces(size, *columns):
     "Rows `size` at a time of all columns; what is no tensor goes with each piece as it is."
     return zip(*(x.split(size) if isinstance(x, Tensor) else itertools.repeat(x) for x in columns), strict=False)
 
-def cached(logits): return max(1, 2**18//max(1, logits.shape[-1])) if logits.device.type == "cpu" else max(1, len(logits)) # a GPU wants few launches
+def cached(logits):
+    "Rows whose logits fit a CPU's cache; on a GPU, which wants few launches, all of them."
+    return max(1, 2**18//max(1, logits.shape[-1])) if logits.device.type == "cpu" else max(1, len(logits))
 
 # %% ../nbs/01a_passes.ipynb #44542d5f
 def shaped(z, softcap, tau, support):
@@ -38,12 +40,13 @@ def shaped(z, softcap, tau, support):
 
 def outside(support, V):
     "Bool [n, V]: what the support of each row excludes."
-    rest = torch.ones(len(support), V + 1, dtype=torch.bool, device=support.device).scatter_(1, support.clamp(min=-1) + 1, False)[:, 1:] # column 0 takes the slots that name no id
+    rest = torch.ones(len(support), V + 1, dtype=torch.bool, device=support.device)
+    rest = rest.scatter_(1, support.clamp(min=-1) + 1, False)[:, 1:] # column 0 takes the entries that name no id
     return rest.logical_and_((support != -1).any(-1, keepdim=True))
 
 # %% ../nbs/01a_passes.ipynb #c53c3ed1
 def measure(z, tokens, lse, chosen, entropies, top_):
-    "Fill in log Σ exp z, z of the tokens and the entropy of rows; with `top_` the largest z, and log Σ exp(z − largest)."
+    "Fill in log Σ exp z, z of the tokens and the entropy of rows; with `top_` the largest z, and log Σ exp(z − top)."
     if tokens is not None: chosen.copy_(z.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
     if entropies is None: return lse.copy_(z.logsumexp(-1))
     top = z.amax(-1, keepdim=True).clamp_(min=torch.finfo(z.dtype).min) # a row of only −inf stays −inf
@@ -71,7 +74,7 @@ def differentiate(z, slope, excluded, tokens, lse, entropies, g, u, hot, top):
 # %% ../nbs/01a_passes.ipynb #2883368a
 def sweep(
     logits,         # [n, V]
-    into=None,      # [n, V], receives the gradient; `logits` themselves: worked in place, their values are lost. None: they are kept
+    into=None,      # [n, V], receives the gradient; `logits` themselves: their values are lost. None: they are kept
     *,
     rows,           # at a time
     softcap:float|None=None, tau:float|Tensor=1., support:Tensor|None=None, # of `linear_logprobs`; tau a number or [n]
@@ -82,14 +85,18 @@ def sweep(
     known=False,    # lse and entropies are: measure nothing
     g=None, u=None, # [n] gradients by log p(token) and by H, over tau; None: none
     hot=None,       # [n] g where the token is one of these V ids, else 0
-    top=None,       # [n] with `entropies`: the largest z, kept apart from `lse`, which then is log Σ exp(z − top). Found here, unless `known`
+    top=None,       # [n] with `entropies`: the largest z; `lse` is then log Σ exp(z − top). Found here, unless `known`
 ):
     "Measure the rows of `logits`, write the gradient of Σ g·log p(token) + u·H `into` its place, or both."
     turn = g is not None or u is not None
-    if fits(logits): return swept(logits, into, softcap, tau, support if support is None else outside(support, logits.shape[-1]), tokens, lse, chosen, entropies, known, g, u, hot, top)
-    for z,out,τ,ids,t,norm,at_t,H,g_,u_,hot_,top_ in pieces(rows, logits, into, tau, support, tokens, lse, chosen, entropies, g, u, hot, top):
+    if fits(logits):
+        excluded = support if support is None else outside(support, logits.shape[-1])
+        return swept(logits, into, softcap, tau, excluded, tokens, lse, chosen, entropies, known, g, u, hot, top)
+    columns = logits, into, tau, support, tokens, lse, chosen, entropies, g, u, hot, top
+    changes = turn or softcap is not None or support is not None or isinstance(tau, Tensor) or tau != 1
+    for z,out,τ,ids,t,norm,at_t,H,g_,u_,hot_,top_ in pieces(rows, *columns):
         wide = promoted(z)
-        if wide is z and into is not logits and (turn or softcap is not None or ids is not None or isinstance(τ, Tensor) or τ != 1): wide = z.clone()
+        if wide is z and into is not logits and changes: wide = z.clone()
         wide, slope, excluded = shaped(wide, softcap, τ, ids)
         if not known: measure(wide, t, norm, at_t, H, top_)
         if not turn: continue
@@ -98,7 +105,7 @@ def sweep(
 
 # %% ../nbs/01a_passes.ipynb #22330dfe
 def asked(measure, z, columns):
-    "What `measure` says of the positions whose logits are `z`: something of each, and by way of the logits. ValueError otherwise."
+    "What `measure` gives for the positions whose logits are `z`. ValueError unless for each, and by way of the logits."
     refuse_learned(columns)
     given = z, *columns
     before = [_version(x) for x in given]
@@ -110,19 +117,27 @@ def asked(measure, z, columns):
     if before != [_version(x) for x in given]: raise ValueError(f"measure: {WRITES}")
     if not isinstance(value, Tensor) or not value.ndim or len(value) != len(z):
         came = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise ValueError(f"measure gave {came} for logits {list(z.shape)}; a number, or a row of numbers, for each of the {len(z)} positions is wanted")
+        raise ValueError(f"measure gave {came} for logits {list(z.shape)}; a number, or a row of numbers, for each of "
+                         f"the {len(z)} positions is wanted")
     if torch.is_grad_enabled() and z.requires_grad and value.is_floating_point():
-        if not value.requires_grad: raise ValueError("measure: what it gives does not depend on the logits and has no gradient; find it before the step, with policy.measure, as a column")
-        if _learned(value, z): raise ValueError("measure: it reads something else that wants a gradient, and only the logits get one; detach() that, or use it in the loss")
+        if not value.requires_grad:
+            raise ValueError("measure: what it gives does not depend on the logits and has no gradient; find it before "
+                             "the step, with policy.measure, as a column")
+        if _learned(value, z):
+            raise ValueError("measure: it reads something else that wants a gradient, and only the logits get one; "
+                             "detach() that, or use it in the loss")
     return value
 
-WRITES = "it writes into the logits or columns that it was given, and the backward pass will want them again; use z*2, not z.mul_(2)"
+WRITES = ("it writes into the logits or columns that it was given, and the backward pass will want them again; use "
+          "z*2, not z.mul_(2)")
 def _version(x): return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 def refuse_learned(columns):
     "ValueError for a column that wants a gradient: it would get none."
     for i,x in enumerate(columns):
-        if x.requires_grad and torch.is_grad_enabled(): raise ValueError(f"measure: column {i}, {list(x.shape)}, wants a gradient, and only the logits get one; hand in x.detach(), or use it in the loss")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"measure: column {i}, {list(x.shape)}, wants a gradient, and only the logits get one; "
+                             "hand in x.detach(), or use it in the loss")
 
 def _learned(value, z):
     "Whether anything but `z` gets a gradient from `value`."

@@ -135,11 +135,10 @@ def test_the_tables_name_blocks_that_exist():
     assert len(LOSSES) >= 4
 
 
-ROWWISE = dict(denom="n_rows")
-LAW_OPTIONS = dict(  # what the laws cannot see in a signature: what `denom` counts, what may have a gradient, whether the loss is linear in the advantage
-    implicit_reward_loss=ROWWISE, dr_grpo_loss=ROWWISE | dict(policy=False), asymre_loss=dict(policy=False), luspo_loss=ROWWISE | dict(policy=False), gspo_loss=ROWWISE, gspo_token_loss=ROWWISE, gmpo_loss=ROWWISE, hps_loss=ROWWISE, plackett_luce_loss=ROWWISE,
+LAW_OPTIONS = dict(  # what the laws cannot see in a signature: what may have a gradient, whether the loss is linear in the advantage
+    dr_grpo_loss=dict(policy=False), asymre_loss=dict(policy=False), luspo_loss=dict(policy=False),
     dro_loss=dict(policy=False), clip_cov_loss=dict(policy=False), kl_cov_loss=dict(policy=False),
-    multi_head_loss=ROWWISE | dict(wrt=("first", "second")), safety_loss=dict(wrt=("riskier", "safer")), tpo_loss=dict(wrt=("chosen", "rejected", "gold")),
+    multi_head_loss=dict(wrt=("first", "second")), safety_loss=dict(wrt=("riskier", "safer")), tpo_loss=dict(wrt=("chosen", "rejected", "gold")),
 )
 
 
