@@ -332,12 +332,12 @@ task("alphapo_loss", pairs, lambda c: margins.alphapo_loss(c.mean_chosen, c.mean
 task("orpo_loss", pairs, lambda c: margins.orpo_loss(c.mean_chosen, c.mean_rejected), **means, theirs=dict(trl=trl_orpo))
 task("kto_loss", pairs, lambda c: unpaired_losses.kto_loss(c.chosen, c.ref_chosen, c.desirable, kl=0.), **pair(wrt=("chosen",)), theirs=dict(trl=trl_kto))
 task("bradley_terry_loss", pairs, lambda c: reward_losses.bradley_terry_loss(c.chosen, c.rejected), **pair(), theirs=dict(openrlhf=lambda c: rlhf().PairWiseLoss()(c.chosen, c.rejected)))
-task("log_exp_loss", pairs, lambda c: reward_losses.log_exp_loss(c.chosen, c.rejected), **pair(),
+task("bradley_terry_loss, as log(1 + exp)", pairs, lambda c: reward_losses.bradley_terry_loss(c.chosen, c.rejected), **pair(),
      theirs={UNSAFE: lambda c: rlhf().LogExpLoss()(c.chosen, c.rejected), "openrlhf, PairWiseLoss": lambda c: rlhf().PairWiseLoss()(c.chosen, c.rejected)})
 
 bare = partial(dict, shapes=MANY, along="pairs")  # without a peer
 logsigmoid = torch.nn.functional.logsigmoid
-task("bco_loss", pairs, lambda c: unpaired_losses.bco_loss(c.chosen, c.ref_chosen, c.desirable, delta=.1), **bare(wrt=("chosen",)),
+task("bco_loss", pairs, lambda c: unpaired_losses.bco_loss(c.chosen, c.ref_chosen, c.desirable, delta=1.), **bare(wrt=("chosen",)),
      theirs={FORMULA: lambda c: -logsigmoid((.1*(c.chosen - c.ref_chosen) - .1)*(2*c.desirable.float() - 1)).mean()})
 task("xpo_loss", pairs, lambda c: online_losses.xpo_loss(*P(c), c.desirable), **bare(wrt=("chosen", "rejected")),
      theirs={FORMULA: lambda c: (-logsigmoid(.1*(c.chosen - c.ref_chosen - c.rejected + c.ref_rejected)) + 1e-5*torch.where(c.desirable, c.chosen, c.rejected)).mean()})

@@ -39,8 +39,8 @@ from rlblocks.groups import (
 from rlblocks.kl import adaptive_kl_coef, annealed_kl_coef, full_kl, kl_k1, kl_k2, kl_k3, ratio_corrected, straight_through
 from rlblocks.logprobs import entropy, gather_logprobs, linear_logprobs, linear_measured, sequence_logprobs, token_logprobs
 from rlblocks.margins import (
-    alpha_reward, alphapo_loss, aot_loss, aot_matched, chi_reward, chipo_loss, cpo_loss, f_dpo_loss, forward_kl_reward, js_reward,
-    ld_logprobs, orpo_loss, simpo_loss, tpo_loss, wpo_weights,
+    alpha_reward, alphapo_loss, aot_loss, aot_matched, chi_reward, chipo_loss, cpo_loss, f_dpo_loss,
+    forward_kl_reward, js_reward, ld_logprobs, orpo_loss, simpo_loss, tpo_loss, wpo_weights,
 )
 from rlblocks.masked import (
     Counts, Denom, Last, Max, Mean, Metric, Over, aggregate, divisor, finite_logprobs, masked_mean, masked_std, masked_sum, mean_of, merge,
@@ -52,23 +52,24 @@ from rlblocks.online_losses import (
 from rlblocks.oracles import sample_columns
 from rlblocks.packing import Packed, bin_pack, drop_long, micro_batch_count, pack, pad, plan_micro_batches, shared_prefix, split_long, unpack
 from rlblocks.policy_losses import (
-    adaptive_clip, assert_on_policy, clip_metrics, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss, log_ratio, ppo_loss,
-    ratio_metrics,
+    adaptive_clip, assert_on_policy, clip_metrics, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss, log_ratio,
+    ppo_loss, ratio_metrics,
 )
 from rlblocks.preference_losses import (
-    answer_log_ratios, apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, dpop_loss, exo_loss, hinge_loss, ipo_loss,
-    nca_loss, over_pairs, over_rows, pair_log_ratios, pair_metrics, preference_margin, robust_dpo_loss, sppo_loss,
+    answer_log_ratios, apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, dpop_loss, exo_loss,
+    hinge_loss, ipo_loss, nca_loss, over_pairs, over_rows, pair_log_ratios, pair_metrics, preference_margin,
+    robust_dpo_loss, sppo_loss,
 )
 from rlblocks.preferences import Feedback, Preferences, as_feedback
 from rlblocks.prompts import Demonstrations, Prompts
 from rlblocks.ragged import Ragged, from_arrow, to_arrow
 from rlblocks.ratio_losses import (
-    asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss,
-    on_policy_loss, policy_gradient, reinforce_loss, sapo_loss, sequence_ratio, topr_loss, vespo_loss,
+    asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss, gspo_token_loss,
+    luspo_loss, on_policy_loss, policy_gradient, reinforce_loss, sapo_loss, sequence_ratio, topr_loss, vespo_loss,
 )
 from rlblocks.reward_losses import (
-    bradley_terry_loss, centering_loss, davidson_loss, generative_scores, hps_loss, multi_head_loss, plackett_luce_loss,
-    process_reward_loss, rao_kupper_loss, rating_loss, safety_loss, tie_loss,
+    bradley_terry_loss, centering_loss, davidson_loss, generative_scores, hps_loss, multi_head_loss,
+    plackett_luce_loss, process_reward_loss, rao_kupper_loss, rating_loss, safety_loss, tie_loss,
 )
 from rlblocks.selections import (
     adaptive_entropy_coef, clip_cov_loss, clip_cov_mask, entropy_loss, expert_load, high_entropy_mask, kl_cov_loss, kl_cov_mask,
@@ -80,7 +81,9 @@ from rlblocks.shaping import (
 )
 from rlblocks.teachers import distill_advantages, iw_opd_weights, minillm_advantages, realigned, teacher_mix_weights
 from rlblocks.testing import check_estimator, check_loss
-from rlblocks.unpaired_losses import aot_units, bco_delta, bco_loss, kto_kl, kto_loss, mismatched, swap_completions, udm_weights
+from rlblocks.unpaired_losses import (
+    aot_units, bco_delta, bco_loss, kto_kl, kto_loss, mismatched, swap_completions, udm_weights,
+)
 from rlblocks.value_losses import classification_value_loss, expected_value, explained_variance, hl_gauss, two_hot, value_loss, value_metrics
 
 if _collecting: gc.enable()

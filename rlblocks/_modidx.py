@@ -1052,6 +1052,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'rlblocks.reader.without_lm_head': ('reader.html#without_lm_head', 'rlblocks/reader.py')},
             'rlblocks.reward_losses': { 'rlblocks.reward_losses._score_metrics': ( 'reward_losses.html#_score_metrics',
                                                                                    'rlblocks/reward_losses.py'),
+                                        'rlblocks.reward_losses._step_count': ( 'reward_losses.html#_step_count',
+                                                                                'rlblocks/reward_losses.py'),
                                         'rlblocks.reward_losses.bradley_terry_loss': ( 'reward_losses.html#bradley_terry_loss',
                                                                                        'rlblocks/reward_losses.py'),
                                         'rlblocks.reward_losses.centering_loss': ( 'reward_losses.html#centering_loss',

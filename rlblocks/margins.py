@@ -238,7 +238,7 @@ def cpo_loss(
     same_shape(chosen=chosen, rejected=rejected, weights=weights)
     c, r = _finite(chosen, rejected, weights)
     loss = -F.logsigmoid(beta*(c - r)) - nll_coef*c
-    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(beta*c, beta*r, weights=weights)
+    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(c, r, beta=beta, weights=weights)
 
 def tpo_loss(
     chosen:Float[Tensor, " P"],       # log π of the preferred answer, sum (TPO) or mean (TPO-L); carries the gradient
@@ -258,4 +258,4 @@ def tpo_loss(
     same_shape(chosen=chosen, rejected=rejected, gold=gold, weights=weights)
     c, r = _finite(chosen, rejected, weights)
     loss = -F.logsigmoid(beta*(c - r) - gamma) - nll_coef*counted(finite_logprobs(gold), weights)
-    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(beta*c, beta*r, weights=weights)
+    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(c, r, beta=beta, weights=weights)

@@ -62,7 +62,7 @@ def xpo_loss(
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)
     explored = counted(finite_logprobs(torch.where(ref_wins, chosen, rejected)), weights)
     loss = -F.logsigmoid(beta*(c - r)) + alpha*explored
-    metrics = pair_metrics(beta*c, beta*r, weights=weights) | means_of(weights, ref_answer_logprob=explored)
+    metrics = pair_metrics(c, r, beta=beta, weights=weights) | means_of(weights, ref_answer_logprob=explored)
     return over_pairs(loss, weights=weights, denom=denom), metrics
 
 # %% ../nbs/15c_online_losses.ipynb #8e8c65d0
@@ -117,7 +117,7 @@ def rebel_loss(
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)
     gap = counted(score_gap.detach(), weights)
     loss = (beta*(c - r) - gap).square()
-    metrics = pair_metrics(beta*c, beta*r, weights=weights) | means_of(weights, score_gap=gap)
+    metrics = pair_metrics(c, r, beta=beta, weights=weights) | means_of(weights, score_gap=gap)
     return over_pairs(loss, weights=weights, denom=denom), metrics
 
 # %% ../nbs/15c_online_losses.ipynb #cb9596ca

@@ -84,7 +84,8 @@ def over_pairs(
 )->Float[Tensor, ""]: # 0 with a finite gradient if there are no pairs
     """Mean of a loss over the pairs of the optimizer step.
 
-    Σ w·ℓ / n_units, as in Rafailov et al. 2023, eq. 7. A pair of weight 0 is in neither the sum nor the count."""
+    Σ w·ℓ / n_units, as in Rafailov et al. 2023, eq. 7. With denom=None a pair of weight 0 is not counted;
+    a batch counts all of its pairs, whatever their weights."""
     return _mean_over("n_units", loss, weights, denom)
 
 def over_rows(
@@ -95,7 +96,8 @@ def over_rows(
 )->Float[Tensor, ""]: # 0 with a finite gradient if there are no rows
     """Mean of a loss over the rows of the optimizer step.
 
-    Σ w·ℓ / n_rows, as in Ethayarajh et al. 2024, eq. 7. A row of weight 0 is in neither the sum nor the count."""
+    Σ w·ℓ / n_rows, as in Ethayarajh et al. 2024, eq. 7. With denom=None a row of weight 0 is not counted;
+    a batch counts its rows with a chosen token, whatever their weights."""
     return _mean_over("n_rows", loss, weights, denom)
 
 # %% ../nbs/15_preference_losses.ipynb #c9231746
@@ -106,16 +108,18 @@ def means_of(weights, **shown): # the mean of each over what has a weight
 # %% ../nbs/15_preference_losses.ipynb #9ba3c7fb
 @torch.no_grad()
 def pair_metrics(
-    chosen:Float[Tensor, " P"],            # implicit reward of the preferred answers
-    rejected:Float[Tensor, " P"],          # implicit reward of the others
+    chosen_log_ratio:Float[Tensor, " P"],   # c, of the preferred answers, nats; or their rewards, with beta=1
+    rejected_log_ratio:Float[Tensor, " P"], # r, of the others
     *,
-    weights:Float[Tensor, " P"]|None=None, # 0 leaves the pair out
+    beta:float=1.0,                         # β, reward per nat
+    weights:Float[Tensor, " P"]|None=None,  # 0 leaves the pair out
 )->dict[str, Mean]: # margin, chosen_reward, rejected_reward, accuracy
     """What to look at beside a preference loss, without gradient.
 
-    margin = mean(c − r), accuracy = share of pairs with c > r; c and r are rewards."""
-    right = (chosen > rejected).to(chosen.dtype)
-    return means_of(weights, margin=chosen-rejected, chosen_reward=chosen, rejected_reward=rejected, accuracy=right)
+    margin = β·mean(c − r), accuracy = share of pairs with c > r."""
+    c, r = chosen_log_ratio, rejected_log_ratio
+    right = (c > r).to(c.dtype)
+    return means_of(weights, margin=beta*(c - r), chosen_reward=beta*c, rejected_reward=beta*r, accuracy=right)
 
 # %% ../nbs/15_preference_losses.ipynb #71d29e5f
 def _flipped_share(who, epsilon):
@@ -141,7 +145,7 @@ def dpo_loss(
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)
     x = beta*(c - r)
     loss = -F.logsigmoid(x) + label_smoothing*x
-    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(beta*c, beta*r, weights=weights)
+    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(c, r, beta=beta, weights=weights)
 
 # %% ../nbs/15_preference_losses.ipynb #b6a78c99
 def robust_dpo_loss(
@@ -163,7 +167,7 @@ def robust_dpo_loss(
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)
     x = beta*(c - r)
     loss = -F.logsigmoid(x) - label_smoothing/(1 - 2*label_smoothing)*x
-    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(beta*c, beta*r, weights=weights)
+    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(c, r, beta=beta, weights=weights)
 
 # %% ../nbs/15_preference_losses.ipynb #42374738
 def ipo_loss(
@@ -183,7 +187,7 @@ def ipo_loss(
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)
     loss = (c - r - 1/(2*beta)).square()
-    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(beta*c, beta*r, weights=weights)
+    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(c, r, beta=beta, weights=weights)
 
 def _positive(who, beta):
     if not beta > 0: raise ValueError(f"{who}: beta is {beta}; the target is 1/(2·beta) nats, so it is above 0")
@@ -206,7 +210,7 @@ def hinge_loss(
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)
     loss = torch.relu(1 - beta*(c - r))
-    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(beta*c, beta*r, weights=weights)
+    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(c, r, beta=beta, weights=weights)
 
 # %% ../nbs/15_preference_losses.ipynb #9060a4ba
 def exo_loss(
@@ -231,7 +235,7 @@ def exo_loss(
     x = beta*(c - r)
     won = torch.sigmoid(x) * (F.logsigmoid(x) - math.log1p(-label_smoothing))
     lost = torch.sigmoid(-x) * (F.logsigmoid(-x) - math.log(label_smoothing))
-    return over_pairs(won + lost, weights=weights, denom=denom), pair_metrics(beta*c, beta*r, weights=weights)
+    return over_pairs(won + lost, weights=weights, denom=denom), pair_metrics(c, r, beta=beta, weights=weights)
 
 # %% ../nbs/15_preference_losses.ipynb #96cdd09d
 def discopop_loss(
@@ -252,7 +256,7 @@ def discopop_loss(
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)
     x = beta*(c - r)
     loss = -torch.sigmoid(-x/tau)*F.logsigmoid(x) + torch.exp(F.logsigmoid(x/tau) - x)
-    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(beta*c, beta*r, weights=weights)
+    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(c, r, beta=beta, weights=weights)
 
 # %% ../nbs/15_preference_losses.ipynb #0a310d80
 def dpop_loss(
@@ -273,7 +277,7 @@ def dpop_loss(
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)
     loss = -F.logsigmoid(beta*(c - r - penalty*torch.relu(-c)))
-    metrics = pair_metrics(beta*c, beta*r, weights=weights) | means_of(weights, chosen_fell=(c < 0).to(c.dtype))
+    metrics = pair_metrics(c, r, beta=beta, weights=weights) | means_of(weights, chosen_fell=(c < 0).to(c.dtype))
     return over_pairs(loss, weights=weights, denom=denom), metrics
 
 # %% ../nbs/15_preference_losses.ipynb #bb021be8
@@ -334,7 +338,7 @@ def sppo_loss(
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)
     loss = (c - 1/(2*beta)).square() + (r + 1/(2*beta)).square()
-    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(beta*c, beta*r, weights=weights)
+    return over_pairs(loss, weights=weights, denom=denom), pair_metrics(c, r, beta=beta, weights=weights)
 
 # %% ../nbs/15_preference_losses.ipynb #ece46798
 def apo_zero_loss(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .logprobs import gather_logprobs
 from rlblocks.masked import (
-    Denom, Mean, aggregate, divisor, finite_logprobs, masked_sum, mean_of, promoted, same_shape,
+    Counts, Denom, Mean, aggregate, divisor, finite_logprobs, masked_sum, mean_of, promoted, same_shape,
 )
 from .preference_losses import counted, means_of, over_pairs
 
@@ -233,7 +233,7 @@ def process_reward_loss(
     mask:Bool[Tensor, "B T"],      # True at the end of each judged step: the batch's column `steps`
     *,
     over:Literal["tokens", "rows"]="tokens", # what weighs the same: every step, or every solution
-    denom:Denom=None,              # the batch (`steps`; `judged` over rows), or that count; None = all are in this call
+    denom:Denom=None,              # the batch (its column `steps`), or what is counted; None = all are in this call
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics); step_accuracy: the likeliest class is the label's
     """Cross-entropy of a judge of steps, against hard or soft labels.
 
@@ -246,9 +246,14 @@ def process_reward_loss(
     if soft: loss = -(promoted(p)*finite_logprobs(z.log_softmax(-1))).sum(-1)
     else: loss = -finite_logprobs(gather_logprobs(z, p))
     right = (z.argmax(-1) == (p.argmax(-1) if soft else p)).to(z.dtype)
-    if denom is not None: denom = divisor(denom, "n_judged" if over == "rows" else "n_steps", None)
     metrics = dict(step_accuracy=mean_of(right, mask), step_ce=mean_of(loss, mask))
-    return aggregate(loss, mask, over=over, denom=denom), metrics
+    return aggregate(loss, mask, over=over, denom=_step_count(over, denom)), metrics
+
+def _step_count(over, denom):
+    if over == "rows" and isinstance(denom, Counts):
+        raise TypeError("process_reward_loss: over='rows' divides by solutions with a judged step, which a batch does "
+                        "not count; give their number in the optimizer step, int(steps.any(1).sum())")
+    return None if denom is None else divisor(denom, "n_steps", None)
 
 # %% ../nbs/16_reward_losses.ipynb #ec016129
 def generative_scores(

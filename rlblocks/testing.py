@@ -79,11 +79,11 @@ def _differentiable(p):
     for counts in p.denoms:
         def loss(x, cols=p.cols, counts=counts): return outputs(p, p.call(cols | x, counts))[0]["loss"]
         grads = run(p, p.cols, counts).grads
-        _derivative(p, "torch.func.grad", lambda: torch.func.grad(loss)(x), grads) # noqa: B023
-        _derivative(p, "torch.func.jvp", lambda: dict(loss=torch.func.jvp(loss, (x,), (v,))[1]), # noqa: B023
+        _derivative(p, "torch.func.grad", lambda: torch.func.grad(loss)(x), grads)
+        _derivative(p, "torch.func.jvp", lambda: dict(loss=torch.func.jvp(loss, (x,), (v,))[1]),
                     dict(loss=sum((grads[k]*v[k]).sum() for k in x)))
-        _derivative(p, "create_graph=True (a second derivative)", lambda: _curvature(loss, x, v), # noqa: B023
-                    lambda: torch.func.jvp(torch.func.grad(loss), (x,), (v,))[1]) # noqa: B023
+        _derivative(p, "create_graph=True (a second derivative)", lambda: _curvature(loss, x, v),
+                    lambda: torch.func.jvp(torch.func.grad(loss), (x,), (v,))[1])
         _vmapped(p, loss, x)
 
 def _curvature(loss, x, v):

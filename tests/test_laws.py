@@ -38,7 +38,7 @@ LEVEL = at_tokens(COLS["scores"], MASK)                              # advantage
 GIVEN = dict(
     aggregate=dict(x=COLS["advantages"]), alpha_reward=dict(log_ratio=ROWS), aot_loss=dict(ref_margin=ROWS), aot_units=ANSWERS, distill_advantages=dict(teacher_logprobs=COLS["ref_logprobs"]), minillm_advantages=dict(teacher_logprobs=COLS["ref_logprobs"]),
     teacher_mix_weights=dict(teacher_logprobs=COLS["ref_logprobs"]), realigned=dict(x=COLS["advantages"], x_mask=MASK),
-    apo_zero_unpaired_loss=ANSWERS, a2po_loss=ANSWERS | dict(advantages=noise(16, seed=2)), at_last_token=dict(scores=COLS["scores"]), at_tokens=dict(x=COLS["scores"]),
+    a2po_loss=ANSWERS | dict(advantages=noise(16, seed=2)), at_last_token=dict(scores=COLS["scores"]), at_tokens=dict(x=COLS["scores"]),
     bco_delta=ANSWERS | dict(delta=None), bco_loss=ANSWERS | dict(delta=.3), classification_value_loss=dict(logits=noise(16, 16, 5), targets=noise(16, 16, 5, seed=1).softmax(-1)),
     clip_metrics=dict(x=noise(16, 16).exp(), low=.8, high=1.2), ratio_metrics=dict(ratio=noise(16, 16).exp()),
     clip_cov_loss=dict(selected=flags(16, 16)), clip_cov_mask=dict(uniform=noise(16, 16).sigmoid()), clip_rewards=dict(x=COLS["rewards"], limit=.7),
@@ -61,22 +61,26 @@ GIVEN = dict(
     process_reward_loss=dict(logits=noise(16, 16, 2), labels=ids(2, 16, 16)),
     rao_kupper_loss=dict(tied=flags(16), theta=1.5), davidson_loss=dict(tied=flags(16), nu=.5), tie_loss=dict(tied=flags(16)), rating_loss=dict(scores=HEADS, ratings=noise(16, 3, seed=1), mask=flags(16, 3)),
     ratio_corrected=dict(kl=noise(16, 16)), remax_advantages=dict(greedy_scores=ROWS), resampled_rows=dict(weights=ROWS.exp(), uniform=noise(9).sigmoid()),
-    reverse_kl_loss=TEACHER, reverse_kl_reward=dict(log_ratio=ROWS), router_z_loss=dict(router_logits=noise(16, 16, 4)),
+    reverse_kl_loss=TEACHER, router_z_loss=dict(router_logits=noise(16, 16, 4)),
     row_max=dict(x=COLS["advantages"]), row_mean=dict(x=COLS["advantages"]), row_sum=dict(x=COLS["advantages"]), within=dict(x=COLS["advantages"], low=-.5, high=.5),
     safety_loss=dict(riskier=ROWS, safer=noise(16, seed=1), riskier_unsafe=flags(16), safer_unsafe=flags(16, seed=1)), soft_values=dict(beta=.5),
     staleness_weights=dict(policy_version=ids(5, 16), now=5), standardized=dict(x=COLS["scores"], moments=torch.tensor([16., .3, 9.], dtype=torch.float64)),
     step_rewards=dict(scores=HEADS, step=ids(3, 16, 1).expand(16, 16).contiguous()), straight_through=dict(value=noise(16, 16), gradient=noise(16, 16, seed=1)),
     support_logprobs=TOP, swap_completions=dict(other=torch.arange(16).roll(1)), token_logprobs=dict(logits=LOGITS, tokens=COLS["tokens"] % 7),
+    answer_log_ratios=ANSWERS, pair_metrics=dict(chosen_log_ratio=ROWS, rejected_log_ratio=noise(16, seed=1)), over_pairs=dict(loss=ROWS), over_rows=dict(loss=ROWS), chi_reward=dict(log_ratio=ROWS), chipo_loss=dict(max_reward=.3),
+    rebel_loss=dict(score_gap=ROWS), qrpo_loss=ANSWERS | dict(quantiles=noise(16, seed=2).sigmoid()), quantile_rewards=dict(scores=COLS["scores"], ref_scores=noise(16, 5)),
     tpo_loss=dict(gold=ROWS), truncation_penalty=dict(truncated=flags(16)), two_hot=dict(bins=BINS), udm_weights=dict(prob_desirable=ROWS.sigmoid()),
     uld_loss=dict(logits=LOGITS, teacher_logits=noise(16, 16, 9)), update_moments=dict(moments=torch.tensor([16., .3, 9.], dtype=torch.float64), x=COLS["scores"]),
     vtrace=dict(log_ratios=COLS["logprobs"] - COLS["rollout_logprobs"]), weighted_scores=dict(scores=HEADS), whiten=dict(x=COLS["advantages"]),
-    without_truncated=dict(truncated=flags(16)), wpo_weights=dict(log_sum_squares=-noise(16, 16).abs()), xpo_loss=dict(ref_wins=flags(16)),
+    without_truncated=dict(truncated=flags(16)), wpo_weights=dict(sum_pi_squared=noise(16, 16).sigmoid()), xpo_loss=dict(ref_wins=flags(16)),
 )
 PLAIN = {  # no block on tensors: why no law is asked of it
     "same_shape": "a guard", "divisor": "reads a count", "merge": "joins dictionaries", "assert_on_policy": "a guard that waits for the device", "explained_variance": "reads a number from metrics",
     "adaptive_clip": "numbers on the host", "adaptive_kl_coef": "numbers on the host", "annealed_kl_coef": "numbers on the host", "adaptive_entropy_coef": "numbers on the host",
 }
 LAWLESS = {  # a block, but not one of rows: which law is meaningless
+    "over_pairs": "a reduction, no loss", "over_rows": "a reduction, no loss", "pair_metrics": "makes metrics", "pair_log_ratios": "two differentiable arguments",
+    "preference_margin": "two differentiable arguments",
     "aggregate": "a reduction, no loss", "masked_mean": "a reduction", "masked_std": "a reduction", "masked_sum": "a reduction", "mean_of": "makes a metric",
     "correction_metrics": "makes metrics", "ratio_metrics": "makes metrics", "clip_metrics": "makes metrics", "effective_share": "makes a metric", "value_metrics": "makes metrics",
     "mismatched": "partners of rows, by their order", "swap_completions": "rows are exchanged", "resampled_rows": "rows are drawn, not kept",

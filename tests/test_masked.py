@@ -5,7 +5,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.masked import Last, Max, Mean, aggregate, masked_mean, masked_std, masked_sum, mean_of, merge, promoted, same_shape, whiten
+from rlblocks.batch import Batch
+from rlblocks.masked import Counts, Last, Max, Mean, aggregate, divisor, masked_mean, masked_std, masked_sum, mean_of, merge, promoted, same_shape, whiten
+from rlblocks.oracles import naive_aggregate, sample_columns
 
 REDUCTIONS = {
     "sum": masked_sum, "mean": masked_mean, "std": masked_std, "whiten": whiten, "tokens": aggregate,
@@ -60,6 +62,51 @@ def test_pieces_sum_to_the_whole(over, size):
     loss.backward(), joined.backward()
     assert_close(joined, loss, atol=1e-10, rtol=1e-10)
     assert_close(parts.grad, whole.grad, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("over", ["tokens", "rows", "groups"])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16])
+def test_parts_of_a_batch_sum_to_its_loss(over, size):
+    "denom=b: a part counts what its batch has, its prompts' tokens included, wherever their other answers are."
+    cols = sample_columns()
+    batch, x = Batch(**{k: cols[k] for k in ("mask", "group")}, row=torch.arange(16)), cols["advantages"]
+    uncut, parts = x.clone().requires_grad_(), x.clone().requires_grad_()
+    loss = aggregate(uncut.sin(), batch.mask, over=over, denom=batch)
+    joined = sum(aggregate(parts[p.row].sin()[:, :p.mask.shape[1]], p.mask, over=over, denom=p) for p in batch.parts(size))
+    loss.backward(), joined.backward()
+    assert_close(joined, loss, atol=1e-12, rtol=1e-12)
+    assert_close(parts.grad, uncut.grad, atol=1e-12, rtol=1e-12)
+    assert_close(loss.detach(), naive_aggregate(x.sin(), batch.mask, over=over, group=batch.group), atol=1e-12, rtol=1e-12)
+    if over != "groups": assert_close(loss, aggregate(uncut.sin(), batch.mask, over=over))
+
+
+def test_prompts_weigh_the_same():
+    "Lengths 2, 6 and 8, two answers to one prompt and one to another."
+    mask = torch.arange(9)[None].expand(3, 9) % 9 < torch.tensor([[3], [7], [9]])
+    mask = mask & (torch.arange(9) > 0)
+    b = Batch(mask=mask, group=torch.tensor([7, 7, 3]))
+    for row, wanted in ((0, 2/8/2), (1, 6/8/2), (2, 1/2)):
+        x = (torch.arange(3) == row).double()[:, None].expand(3, 9)
+        assert aggregate(x, mask, over="groups", denom=b) == wanted
+
+
+def test_groups_need_a_batch_and_its_part():
+    x, mask = ragged()
+    b = Batch(mask=mask & (torch.arange(9) > 0), group=torch.arange(6) // 2)
+    for denom, says in ((None, "None"), (7, "a int"), (torch.tensor(7), "a Tensor")):
+        with pytest.raises(ValueError, match=f"over='groups' divides by .* which {says} does not know; give the batch, denom=b, with a column 'group'"):
+            aggregate(x, mask, over="groups", denom=denom)
+    with pytest.raises(ValueError, match="need the column 'group'"): aggregate(x, b.mask, over="groups", denom=b.drop("group"))
+    with pytest.raises(ValueError, match="x has 2 rows, denom has 6; over='groups' takes the part that x was computed on"): aggregate(x[:2], b.mask[:2], over="groups", denom=b)
+
+
+def test_divisor_picks_the_count():
+    b = Batch(mask=torch.tensor([[False, True, True], [False, False, True]]), unit=torch.tensor([4, 4]), tied=torch.tensor([True, True]))
+    assert [divisor(b, name, None) for name in ("n_tokens", "n_rows", "n_units", "n_tied")] == [3, 2, 1, 1] and isinstance(b, Counts)
+    assert divisor(None, "n_rows", 5) == 5 and divisor(7., "n_rows", 5) == 7 and divisor(torch.tensor(0), "n_rows", 5) == 1 == divisor(None, "n_rows", 0)
+    with pytest.raises(TypeError, match=r"denom is a list, which has no n_rows; give the batch \(denom=b\)"): divisor([3], "n_rows", 5)
+    x, mask = ragged()
+    with pytest.raises(ValueError, match=r"x is \[6\], and of a Batch only values of tokens, .* denom=b.n_rows or denom=b.n_units"): masked_mean(x[:, 0], mask[:, 0], denom=b)
 
 
 @each
@@ -239,5 +286,5 @@ def test_every_reduction_refuses_broadcasting_and_int_masks(f):
     with pytest.raises(TypeError, match="mask is int64"): f(x, mask.long())
 
 
-def test_aggregate_knows_two_weightings():
+def test_aggregate_knows_three_weightings():
     with pytest.raises(ValueError, match="aggregate: over is 'mean'; it is 'tokens', 'rows' or 'groups'"): aggregate(torch.zeros(1, 1), torch.ones(1, 1) > 0, over="mean")

@@ -77,7 +77,7 @@ def test_a_batch_of_fresh_pairs():
 @every_loss
 def test_obeys_every_law(name):
     f, inputs, _ = LOSSES[name]
-    for extra in ({}, dict(weights=WEIGHTS)):
+    for extra in ({}, dict(weights=WEIGHTS.exp())):
         laws = check_loss(f, inputs | extra, denom="n_units" if name in PAIRS else "n_rows")
         assert {"split", "metrics", "precision", "gradient", "purity", "permutation"} <= set(laws)
 

@@ -56,7 +56,7 @@ def pair(c, r): return torch.tensor([c]), torch.tensor([r]), torch.zeros(1), tor
 
 @every_loss
 def test_obeys_every_law(name):
-    for extra in ({}, dict(weights=some_weights())):
+    for extra in ({}, dict(weights=some_weights().exp())):
         assert {"split", "metrics", "precision", "gradient", "purity", "permutation"} <= set(check_loss(LOSSES[name][0], extra))
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
 from torch.testing import assert_close
 
+from rlblocks.batch import Batch, pairs
 from rlblocks.masked import aggregate
 from rlblocks.reward_losses import (
     bradley_terry_loss,
@@ -14,7 +15,6 @@ from rlblocks.reward_losses import (
     davidson_loss,
     generative_scores,
     hps_loss,
-    log_exp_loss,
     multi_head_loss,
     plackett_luce_loss,
     process_reward_loss,
@@ -46,7 +46,6 @@ PAIR = "chosen", "rejected"
 LOSSES = {
     "bradley_terry": (bradley_terry_loss, dict(chosen="chosen", rejected="rejected"), "n_units", PAIR),
     "bradley_terry margin": (bradley_terry_loss, dict(chosen="chosen", rejected="rejected", margin="margin"), "n_units", PAIR),
-    "log_exp": (log_exp_loss, dict(chosen="chosen", rejected="rejected"), "n_units", PAIR),
     "centering": (centering_loss, dict(chosen="chosen", rejected="rejected"), "n_units", PAIR),
     "rao_kupper": (partial(rao_kupper_loss, theta=1.5), dict(chosen="chosen", rejected="rejected", tied="tied"), "n_units", PAIR),
     "davidson": (partial(davidson_loss, nu=.7), dict(chosen="chosen", rejected="rejected", tied="tied"), "n_units", PAIR),
@@ -133,7 +132,7 @@ def test_no_pairs_are_no_error(name):
 
 # -- pairs
 
-OF_PAIRS = ("bradley_terry", "bradley_terry margin", "log_exp", "centering", "rao_kupper", "davidson", "tie", "safety")
+OF_PAIRS = ("bradley_terry", "bradley_terry margin", "centering", "rao_kupper", "davidson", "tie", "safety")
 
 
 @pytest.mark.parametrize("name", OF_PAIRS)
@@ -142,7 +141,7 @@ def test_weights_of_pairs(name):
     f, args = arguments(name)
     *_, denom, wrt = LOSSES[name]
     w = COLS["margin"].clone().index_fill(0, torch.tensor([3, 8]), 0.)
-    check_loss(f, args | dict(weights=w), denom=denom, wrt=wrt)
+    check_loss(f, args | dict(weights=w.exp()), denom=denom, wrt=wrt)
     kept = w != 0
     junk = {k: torch.where(kept, x, math.nan).requires_grad_(k in wrt) if x.is_floating_point() else x for k, x in args.items()}
     loss, metrics = f(**junk, weights=w)
@@ -170,24 +169,67 @@ def test_bradley_terry_by_hand():
     assert_close(loss.item(), (math.log(4/3)+math.log(4))/2)
     assert_close([c.grad, r.grad], [torch.tensor([-1., -3.])/8, torch.tensor([1., 3.])/8])
     assert {k: float(m) for k, m in metrics.items()} == pytest.approx(dict(accuracy=.5, margin=0, chosen_score=math.log(3)/2, rejected_score=math.log(3)/2))
-    assert_close(bradley_terry_loss(c, r, torch.tensor([math.log(3), -math.log(3)]))[0].item(), math.log(2))
+    assert_close(bradley_terry_loss(c, r, margin=torch.tensor([math.log(3), -math.log(3)]))[0].item(), math.log(2))
 
 
 def test_the_margin_is_data():
     m = COLS["margin"].clone().requires_grad_()
-    assert bradley_terry_loss(COLS["chosen"].clone().requires_grad_(), COLS["rejected"], m)[0].backward() is None and m.grad is None
+    assert bradley_terry_loss(COLS["chosen"].clone().requires_grad_(), COLS["rejected"], margin=m)[0].backward() is None and m.grad is None
 
 
-def test_log_exp_is_bradley_terry_and_does_not_overflow(): # C-O13
+def test_bradley_terry_does_not_overflow(): # log(1 + e^(r − c)) as typed is infinite from 89 on, C-O13
     for margin in (None, COLS["margin"]):
-        got, want = (f(COLS["chosen"], COLS["rejected"], margin, denom=3) for f in (log_exp_loss, bradley_terry_loss))
-        assert_close(got[0], want[0], rtol=0, atol=0)
-        assert_close(got[0], torch.log1p((COLS["rejected"] - COLS["chosen"] + (0 if margin is None else margin)).exp()).sum()/3)
+        got = bradley_terry_loss(COLS["chosen"], COLS["rejected"], margin=margin, denom=3)[0]
+        assert_close(got, torch.log1p((COLS["rejected"] - COLS["chosen"] + (0 if margin is None else margin)).exp()).sum()/3)
     for gap in (89., 1e4, 1e30):
         c = torch.tensor([0.], requires_grad=True)
-        loss = log_exp_loss(c, torch.tensor([gap]))[0]
+        loss = bradley_terry_loss(c, torch.tensor([gap]))[0]
         loss.backward()
         assert loss == gap and c.grad == -1
+
+
+def test_optional_tensors_have_a_name(): # a third tensor could be margins or weights
+    for name in OF_PAIRS:
+        f, args = arguments(name)
+        given = [x for k, x in args.items() if k != "margin"]
+        with pytest.raises(TypeError): f(*given, COLS["margin"])
+
+
+def counted(kind):
+    "A batch of 6 rows in 3 units, its loss with `denom`, and what that loss counts."
+    g = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[False, True, True]]*6)
+    b = Batch(per_row=("marks", "ratings", "marked"), mask=mask, lengths=torch.full((6,), 3), unit=torch.arange(6)//2, chosen=torch.arange(6) % 2 == 0,
+              score=torch.randn(6, generator=g).double(), tied=torch.tensor([False, False, True, True, True, True]), marks=torch.randn(6, 2, generator=g).double(),
+              ratings=torch.randn(6, 2, generator=g).double(), marked=torch.tensor([[True, False]]*5 + [[True, True]]), z=torch.randn(6, 3, 2, generator=g).double(),
+              labels=torch.zeros(6, 3, dtype=torch.long), steps=mask & (torch.arange(6) != 1)[:, None] & (torch.arange(3) > 1))
+    loss = dict(
+        tied=lambda b, denom: tie_loss(*pairs(b.score, b), pairs(b.tied, b)[0], denom=denom),
+        marked=lambda b, denom: rating_loss(b.marks, b.ratings, b.marked, denom=denom),
+        steps=lambda b, denom: process_reward_loss(b.z, b.labels, b.steps, denom=denom),
+        units=lambda b, denom: bradley_terry_loss(*pairs(b.score, b), denom=denom))[kind]
+    return b, lambda b, denom: loss(b, denom)[0], dict(tied=2, marked=7, steps=5, units=3)[kind]
+
+
+@pytest.mark.parametrize("kind", ["tied", "marked", "steps", "units"])
+def test_a_batch_as_denom_counts_what_the_loss_counts(kind):
+    b, loss, n = counted(kind)
+    assert getattr(b, f"n_{kind}") == n and loss(b, b) == loss(b, n) == loss(b, None)
+    assert_close(sum(loss(part, part) for part in b.parts(3)), loss(b, b))
+
+
+@pytest.mark.parametrize("kind", ["tied", "marked", "steps"])
+def test_a_batch_that_cannot_count_it_is_refused(kind):
+    "Not divided by tokens, rows or pairs instead."
+    b, loss, _ = counted(kind)
+    with pytest.raises(TypeError, match=f"which has no n_{kind}"): loss(b, b.drop(kind))
+
+
+def test_solutions_with_a_judged_step_are_given_as_a_number():
+    b, _, _ = counted("steps")
+    def loss(b, denom): return process_reward_loss(b.z, b.labels, b.steps, over="rows", denom=denom)[0]
+    assert_close(sum(loss(part, 5) for part in b.parts(3)), loss(b, None))
+    with pytest.raises(TypeError, match="process_reward_loss: over='rows' divides by solutions with a judged step"): loss(b, b)
 
 
 def test_centering_by_hand():
@@ -215,7 +257,7 @@ def test_shares_of_ties_among_equals():
 
 def test_decided_pairs_are_bradley_terry():
     c, r, no = COLS["chosen"], COLS["rejected"], torch.zeros(16, dtype=torch.bool)
-    assert_close(rao_kupper_loss(c, r, no, theta=2.)[0], bradley_terry_loss(c, r, torch.full_like(c, math.log(2)))[0], rtol=0, atol=0)
+    assert_close(rao_kupper_loss(c, r, no, theta=2.)[0], bradley_terry_loss(c, r, margin=torch.full_like(c, math.log(2)))[0], rtol=0, atol=0)
     assert_close(davidson_loss(c, r, no, nu=1e-13)[0], bradley_terry_loss(c, r)[0])
 
 
@@ -292,14 +334,14 @@ def test_heads_by_hand():
     assert_close(loss.item(), (math.log(4/3)+math.log(2)+math.log(4))/2)
     assert_close(gap.grad, torch.tensor([[-.125, 0.], [0., .375], [0., 0.]]))
     assert float(metrics["accuracy"]) == .5 and metrics["accuracy"].count == 2
-    weighted = multi_head_loss(gap, torch.zeros(3, 2), prefer, prefer.isfinite(), torch.tensor([0., 2.]))[0]
+    weighted = multi_head_loss(gap, torch.zeros(3, 2), prefer, prefer.isfinite(), weights=torch.tensor([0., 2.]))[0]
     assert_close(weighted.item(), math.log(4))
 
 
 def test_a_weight_can_make_heads_equal():
     "Pairs over labels of the head: the sum over heads of the mean over its labels, LightRFT's on the whole."
     a, b, prefer, said = (COLS[k] for k in ("first", "second", "prefer", "lists"))
-    got = multi_head_loss(a, b, prefer, said, said.any(1).sum()/said.sum(0))[0]
+    got = multi_head_loss(a, b, prefer, said, weights=said.any(1).sum()/said.sum(0))[0]
     want = sum(binary_cross_entropy_with_logits((a-b)[:, h][said[:, h]], prefer[:, h][said[:, h]]) for h in range(5))
     assert_close(got, want)
 

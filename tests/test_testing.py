@@ -366,7 +366,7 @@ def test_a_block_that_only_knows_numbers_gets_one():
         check_loss(fn, **kw)
         assert set(seen) == expected
     with pytest.raises(AssertionError, match="denom law"): check_loss(loss, denom="n_units") # tokens, divided by units
-    def typo(logprobs, mask, *, denom=None): return aggregate(-logprob, mask, denom=denom), {} # noqa: F821
+    def typo(logprobs, mask, *, denom=None): return aggregate(-logprob, mask, denom=denom), {}
     with pytest.raises(NameError): check_loss(typo) # an error of its own comes out as it is
 
 
@@ -523,6 +523,8 @@ def test_naive_aggregate():
     x, m = torch.tensor([[1., 1., 9.], [0., 0., 3.], [7., 7., 7.]]), torch.tensor([[True, True, False], [True]*3, [False]*3])
     got = naive_aggregate(x, m), naive_aggregate(x, m, over="rows"), naive_aggregate(x, m, denom=10), naive_aggregate(x, m, over="rows", denom=torch.tensor(4))
     assert_close(got, tuple(torch.tensor(v, dtype=torch.float64) for v in (1., 1., .5, .5)))
+    by_group = [naive_aggregate(x, m, over="groups", group=torch.tensor(g)).item() for g in ([0, 0, 1], [0, 1, 1], [5, 2, 5])]
+    assert by_group == [1., (1+1)/2, (1+1)/2] and naive_aggregate(x, m, over="groups", group=torch.tensor([0, 1, 1]), denom=4) == .5
     assert naive_aggregate(x, ~m & m) == naive_aggregate(x, ~m & m, over="rows", denom=0) == 0
 
 

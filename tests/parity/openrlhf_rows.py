@@ -215,16 +215,16 @@ def _(c): return corrected(c, is_correction_level="seq", band=[.97, 1.05])
 @row("openrlhf", "PairWiseLoss", "bradley_terry_loss(scores, baselines)", wrt="scores baselines")
 def _(c): return loss().PairWiseLoss()(c.scores, c.baselines)
 
-@row("openrlhf", "PairWiseLoss margin", "bradley_terry_loss(scores, baselines, row_advantages)", wrt="scores baselines")
+@row("openrlhf", "PairWiseLoss margin", "bradley_terry_loss(scores, baselines, margin=row_advantages)", wrt="scores baselines")
 def _(c): return loss().PairWiseLoss()(c.scores, c.baselines, c.row_advantages)
 
-@row("openrlhf", "LogExpLoss", "log_exp_loss(scores, baselines)", wrt="scores baselines")
+@row("openrlhf", "LogExpLoss", "bradley_terry_loss(scores, baselines)", wrt="scores baselines")
 def _(c): return loss().LogExpLoss()(c.scores, c.baselines)
 
-@row("openrlhf", "LogExpLoss margin", "log_exp_loss(scores, baselines, row_advantages)", wrt="scores baselines", because="the margin is ignored")
+@row("openrlhf", "LogExpLoss margin", "bradley_terry_loss(scores, baselines, margin=row_advantages)", wrt="scores baselines", because="the margin is ignored")
 def _(c): return loss().LogExpLoss()(c.scores, c.baselines, c.row_advantages)
 
-@row("openrlhf", "LogExpLoss, 100 apart", "log_exp_loss(scores - 100, baselines)", wrt="scores baselines", because="log(1 + e¹⁰⁰) is inf in float32")
+@row("openrlhf", "LogExpLoss, 100 apart", "bradley_terry_loss(scores - 100, baselines)", wrt="scores baselines", because="log(1 + e¹⁰⁰) is inf in float32")
 def _(c): return loss().LogExpLoss()(c.scores - 100, c.baselines)
 
 @row("openrlhf", "apply_overlong_penalty", "overlong_penalty(lengths, max_length=10, buffer=4)")

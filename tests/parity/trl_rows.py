@@ -311,8 +311,8 @@ for kind, call in (("forward_kl", "forward_kl_reward"), ("js_divergence", "js_re
 def _(c): return dpo(c, chosen=c.logprobs*c.exists, masks=c.exists, ld_alpha=.3)
 
 @row("trl", "DPOTrainer use_weighting",
-     "(lambda w: dpo_loss(sequence_logprobs(logprobs[:4], exists[:4]), sequence_logprobs(logprobs[4:], exists[4:]), ref_chosen[:4], ref_rejected[:4], w[:4]*w[4:]))"
-     "(wpo_weights(logprobs, -sum_sq, exists))", wrt="logprobs")
+     "(lambda w: dpo_loss(sequence_logprobs(logprobs[:4], exists[:4]), sequence_logprobs(logprobs[4:], exists[4:]), ref_chosen[:4], ref_rejected[:4], weights=w[:4]*w[4:]))"
+     "(wpo_weights(logprobs, (-sum_sq).exp(), exists))", wrt="logprobs")
 def _(c): return dpo(c, chosen=c.logprobs*c.exists, masks=c.exists, use_weighting=True, log_sum_sq=-c.sum_sq)
 
 @row("trl", "DPOTrainer loss_type=[sigmoid, bco_pair], loss_weights=[.8, .2] (MPO)", f".8*dpo_loss({P})[0] + .2*bco_pair_loss({P}, beta=.1)[0]", wrt="chosen rejected")
@@ -335,7 +335,7 @@ def _(c): return kto(c)
 @row("trl", "KTOTrainer desirable_weight=1.5, undesirable_weight=.5", f"kto_loss({U}, kl=kto_kl(logprobs_kl, ref_logprobs_kl), desirable_weight=1.5, undesirable_weight=.5)", wrt="chosen rejected")
 def _(c): return kto(c, desirable_weight=1.5, undesirable_weight=.5)
 
-@row("trl", "KTOTrainer apo_zero_unpaired", f"apo_zero_unpaired_loss({U})", wrt="chosen rejected")
+@row("trl", "KTOTrainer apo_zero_unpaired", f"kto_loss({U}, kl=0.)", wrt="chosen rejected")
 def _(c): return kto(c, loss_type="apo_zero_unpaired")
 
 def cpo(c, **config):
@@ -412,7 +412,7 @@ def reward(c, **config):
 @row("trl", "RewardTrainer", "bradley_terry_loss(scores, baselines)", wrt="scores baselines")
 def _(c): return reward(c)
 
-@row("trl", "RewardTrainer margin", "bradley_terry_loss(scores, baselines, row_advantages.abs())", wrt="scores baselines")
+@row("trl", "RewardTrainer margin", "bradley_terry_loss(scores, baselines, margin=row_advantages.abs())", wrt="scores baselines")
 def _(c): return reward(c, margin=c.row_advantages.abs())
 
 @row("trl", "RewardTrainer center_rewards_coefficient=.01", "bradley_terry_loss(scores, baselines)[0] + .01*centering_loss(scores, baselines)[0]", wrt="scores baselines")

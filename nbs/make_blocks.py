@@ -1,0 +1,103 @@
+"""nbs/blocks.ipynb: every public name of floors 0 and 1, by family, from the library and its notebooks.
+
+    python nbs/make_blocks.py
+"""
+import ast
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TITLE = "# All blocks\n\n> Every public name of floors 0 and 1: what it does, from which paper, where it is explained"
+INTRO = """Made by `nbs/make_blocks.py` from the docstrings; edit those. Every name is imported with
+`from rlblocks import …`, or from its module where that is said. `rlblocks.<Tab>` leaves out what few people look for: the
+oracles (`naive_…`), guards, and the names that only annotations need."""
+NAME = r"[A-Z][\w'’\-]+"
+PAPER = re.compile(rf"({NAME}(?: et al\.|(?:, {NAME})* and {NAME})? (?:19|20)\d\d[a-z]?)\b")
+LINK = re.compile(r"\[([^\]]+)\]\((https?://[^)\s]+)\)")
+
+
+def notebooks():
+    "(path, module, [(kind, text) of its cells]) of the notebooks of floors 0 and 1 that export a module."
+    for path in sorted((ROOT/"nbs").glob("[01]*.ipynb")):
+        cells = [(c["cell_type"], "".join(c["source"])) for c in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+        module = next((m[1] for _, text in cells if (m := re.search(r"#\| *default_exp (\w+)", text))), None)
+        if module: yield path, module, cells
+
+
+def exported(cells):
+    "(name, docstring, cell) of the public functions and classes of a notebook, in its order."
+    for i, (kind, text) in enumerate(cells):
+        if kind != "code" or not re.search(r"(?m)^#\| *export\b", text): continue
+        for n in ast.parse(re.sub(r"(?m)^[%!].*$", "", text)).body:
+            if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_"):
+                yield n.name, ast.get_docstring(n) or "", i
+
+
+def sections(cells):
+    "Of each cell, the section that it is in: (heading, its Markdown)."
+    heading, of, text = "", [], {}
+    for kind, cell in cells:
+        if kind == "markdown" and (m := re.match(r"## (.+)", cell)): heading = m[1]
+        if kind == "markdown": text[heading] = text.get(heading, "") + cell
+        of.append(heading)
+    return [(h, text.get(h, "")) for h in of]
+
+
+def sentence(doc):
+    "The first sentence of a docstring, as one line for a table."
+    text = " ".join(doc.split("\n\n")[0].split())
+    return re.split(r"(?<=[.!?]) (?=[A-ZΑ-Ω])", text)[0].replace("|", "\\|").replace("*", "\\*")
+
+
+def addresses(text):
+    "{paper: the addresses it is linked to} in some Markdown."
+    found = {}
+    for name, url in LINK.findall(text):
+        for paper in PAPER.findall(name)[:1]: found.setdefault(paper, set()).add(url)
+    return found
+
+
+def papers(doc, *places):
+    "The papers that a docstring names, linked where the first place that knows the name has one address for it."
+    for paper in dict.fromkeys(PAPER.findall(" ".join(doc.split()))):
+        urls = next((urls for place in places if (urls := place.get(paper))), ())
+        yield f"[{paper}]({next(iter(urls))})" if len(urls) == 1 else paper
+
+
+def offered():
+    "The names that `from rlblocks import …` offers."
+    tree = ast.parse((ROOT/"rlblocks/__init__.py").read_text(encoding="utf-8"))
+    return next(ast.literal_eval(n.value) for n in tree.body
+                if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__")
+
+
+def table(path, module, cells, everywhere, flat):
+    "One family, or nothing if its notebook exports none."
+    rows, of = [], sections(cells)
+    for name, doc, i in exported(cells):
+        heading, text = of[i]
+        anchor = f"#{name}" if heading == f"`{name}`" else ""
+        where = "" if name in flat else f" (`rlblocks.{module}`)"
+        cited = ", ".join(papers(doc, addresses(text), everywhere))
+        rows.append(f"| [`{name}`]({path.name}{anchor}){where} | {sentence(doc)} | {cited} |")
+    return "\n".join(["| name | what it does | paper |", "|---|---|---|", *rows]) if rows else ""
+
+
+def render():
+    "The notebook as text."
+    books, flat = list(notebooks()), set(offered())
+    everywhere = addresses("\n".join(text for *_, cells in books for kind, text in cells if kind == "markdown"))
+    cells = [TITLE, INTRO]
+    for path, module, own in books:
+        if not (rows := table(path, module, own, everywhere, flat)): continue
+        title, about = re.match(r"# (.+)\n+> (.+)", own[0][1]).groups()
+        cells += [f"## {title}\n\n{about}: [{path.stem}]({path.name})", rows]
+    cells = [dict(cell_type="markdown", id=f"{i:08x}", metadata={}, source=text.splitlines(keepends=True))
+             for i, text in enumerate(cells)]
+    metadata = dict(kernelspec=dict(display_name="python3", language="python", name="python3"))
+    book = dict(cells=cells, metadata=metadata, nbformat=4, nbformat_minor=5)
+    return json.dumps(book, indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__": (ROOT/"nbs/blocks.ipynb").write_text(render(), encoding="utf-8")
