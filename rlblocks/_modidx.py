@@ -1010,6 +1010,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'rlblocks.ratio_losses._probability': ('ratio_losses.html#_probability', 'rlblocks/ratio_losses.py'),
                                        'rlblocks.ratio_losses._sequence_metrics': ( 'ratio_losses.html#_sequence_metrics',
                                                                                     'rlblocks/ratio_losses.py'),
+                                       'rlblocks.ratio_losses._sequence_ratio': ( 'ratio_losses.html#_sequence_ratio',
+                                                                                  'rlblocks/ratio_losses.py'),
                                        'rlblocks.ratio_losses.asymre_loss': ('ratio_losses.html#asymre_loss', 'rlblocks/ratio_losses.py'),
                                        'rlblocks.ratio_losses.cispo_loss': ('ratio_losses.html#cispo_loss', 'rlblocks/ratio_losses.py'),
                                        'rlblocks.ratio_losses.cpgd_loss': ('ratio_losses.html#cpgd_loss', 'rlblocks/ratio_losses.py'),

@@ -241,8 +241,9 @@ def sequence_ratio(
 
     s = exp(mean log ρ) = (π(y)/π_old(y))^(1/n). Zheng et al. 2025, eq. 7. For a token loss: at_tokens(s, mask)."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
-    s = masked_mean(log_ratio(logprobs, old_logprobs, mask), mask, dim=-1).exp()
-    return torch.where(mask.any(-1), s, 0.)
+    return _sequence_ratio(log_ratio(logprobs, old_logprobs, mask), mask)
+
+def _sequence_ratio(x, mask): return torch.where(mask.any(-1), masked_mean(x, mask, dim=-1).exp(), 0.)
 
 #| export
 def gspo_loss(
@@ -260,16 +261,15 @@ def gspo_loss(
     L = Σ_rows max(−sÂ, −clip(s, 1−ε_low, 1+ε_high)Â) / rows, s = exp(mean log ρ). Zheng et al. 2025, eq. 5 and 7.
     Where Â differs within a row, it is the mean over the row's tokens."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
-    s = sequence_ratio(logprobs, old_logprobs, mask)
+    x = log_ratio(logprobs, old_logprobs, mask)
+    s = _sequence_ratio(x, mask)
     loss = clipped_surrogate(at_tokens(s, mask), advantages, mask, clip_low=clip_low, clip_high=clip_high)
-    metrics = _sequence_metrics(logprobs, old_logprobs, advantages, mask, low=1-clip_low, high=1+clip_high)
+    metrics = _sequence_metrics(x, s, advantages, mask, low=1-clip_low, high=1+clip_high)
     return aggregate(loss, mask, over="rows", denom=denom), metrics
 
 @torch.no_grad()
-def _sequence_metrics(logprobs, old_logprobs, advantages, mask, low, high):
-    "`ratio_metrics` with the ratio of rows in place of tokens', and the share of clipped rows. approx_kl is of tokens."
-    s, rows = sequence_ratio(logprobs, old_logprobs, mask), mask.any(-1)
-    kl = ratio_metrics(log_ratio(logprobs, old_logprobs, mask).exp(), mask)["approx_kl"]
+def _sequence_metrics(x, s, advantages, mask, low, high): # approx_kl of tokens, everything else of rows
+    rows, kl = mask.any(-1), ratio_metrics(x.exp(), mask)["approx_kl"]
     cut = clip_metrics(s, masked_mean(_data(advantages, mask), mask, dim=-1), rows, low=low, high=high)
     return ratio_metrics(s, rows) | dict(approx_kl=kl) | cut
 
@@ -288,10 +288,11 @@ def gspo_token_loss(
 
     L = Σ_rows mean max(−sₜÂₜ, −clip(sₜ)Âₜ) / rows, sₜ = sg(s)·π/sg(π). Zheng et al. 2025, eq. 13 and 14."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
-    x, s = log_ratio(logprobs, old_logprobs, mask), sequence_ratio(logprobs, old_logprobs, mask).detach()
+    x = log_ratio(logprobs, old_logprobs, mask)
+    s = _sequence_ratio(x.detach(), mask)
     ratio = at_tokens(s, mask)*(x - x.detach()).exp()
     loss = clipped_surrogate(ratio, advantages, mask, clip_low=clip_low, clip_high=clip_high)
-    metrics = _sequence_metrics(logprobs, old_logprobs, advantages, mask, low=1-clip_low, high=1+clip_high)
+    metrics = _sequence_metrics(x, s, advantages, mask, low=1-clip_low, high=1+clip_high)
     return aggregate(loss, mask, over="rows", denom=denom), metrics
 
 # %% ../nbs/13c_ratio_losses.ipynb #e0e0f4ce
@@ -309,9 +310,10 @@ def luspo_loss(
 
     L = Σ_rows n·max(−sÂ, −clip(s, 1−ε_low, 1+ε_high)Â) / rows. Liu et al. 2026 (LUSPO)."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
-    s = sequence_ratio(logprobs, old_logprobs, mask)
+    x = log_ratio(logprobs, old_logprobs, mask)
+    s = _sequence_ratio(x, mask)
     loss = clipped_surrogate(at_tokens(s, mask), advantages, mask, clip_low=clip_low, clip_high=clip_high)
-    metrics = _sequence_metrics(logprobs, old_logprobs, advantages, mask, low=1-clip_low, high=1+clip_high)
+    metrics = _sequence_metrics(x, s, advantages, mask, low=1-clip_low, high=1+clip_high)
     return aggregate(loss, mask, denom=divisor(denom, "n_rows", mask.any(-1).sum())), metrics # a sum over the row
 
 # %% ../nbs/13c_ratio_losses.ipynb #def9cb2a
