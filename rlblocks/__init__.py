@@ -1,7 +1,9 @@
 """Building blocks for reinforcement learning on language, vision-language and audio-language models.
 
 Floors 0-2 (arithmetic, algorithms, data) are imported here and need only torch, einops and jaxtyping. Wrappers and placement come
-by name when first asked for, with the libraries they stand on.
+by name when first asked for, with the libraries they need. `rlblocks.<Tab>` shows losses, estimators, data and wrappers; no
+modules, and not what few people look for: oracles (`naive_gae`), names for annotations (`Denom`) and guards (`same_shape`).
+nbs/blocks.ipynb has all blocks on one page.
 """
 import gc
 import sys
@@ -186,4 +188,7 @@ def __getattr__(name):
         raise (ImportError if importing else AttributeError)(f"rlblocks has no {name}: {_TO_COME[name]}")
     raise AttributeError(f"module 'rlblocks' has no attribute {name!r}")
 
-def __dir__(): return [*__all__, "__version__"]
+# importable by name, but not among what `rlblocks.<Tab>` shows: oracles, what only annotations name, and plumbing
+_APART = {"Counts", "Denom", "Metric", "Over", "Whole", "divisor", "same_shape"}
+
+def __dir__(): return [*(name for name in __all__ if name not in _APART and not name.startswith("naive_")), "__version__"]
