@@ -55,7 +55,7 @@ def numbered(who, scores, group):
     return of, s if scores.dtype != torch.float64 else s - at_rows(group_extreme(s, of, "amin"), of)
 
 def above_group_mean(scores, of, weight=None):
-    "(score − weighted mean of its group, 0 if it has none; table of the wof_8' sums: of the number of scores)"
+    "(score − weighted mean of its group, 0 if it has none; table of the weights' sums: of the number of scores)"
     n = group_sums(torch.ones_like(scores) if weight is None else weight, of)
     total = group_sums(scores if weight is None else weight*scores, of)
     return scores - at_rows(total/n.clamp(min=1), of), n
@@ -224,7 +224,7 @@ def gdpo_advantages(
     scores:Float[Tensor, "B R"],        # verdicts of R rewards on each row; NaN = unscorable by this one
     group:Int[Tensor, " B"],            # rows with the same id answered the same prompt; any sizes, any order
     *,
-    wof_8:Sequence[float]|None=None,  # of the rewards; None = all 1
+    weights:Sequence[float]|None=None,  # of the rewards; None = all 1
     eps:float=1e-6,                     # added to the standard deviations
 )->Float[Tensor, " B"]: # 0 for a group of equals, a group of one, and a row of NaN
     """Standardise each reward in its group, then sum, then scale by the batch: no reward drowns the others.
@@ -232,11 +232,11 @@ def gdpo_advantages(
     x/(std(x) + ε), xᵢ = Σₖ wₖ(sᵢₖ − mean_g)/(std_g + ε), std unbiased. Liu et al. 2026 (GDPO), section 3."""
     if scores.ndim != 2:
         raise ValueError(f"gdpo_advantages: scores is {list(scores.shape)}; [B, R] is wanted, a column for each reward")
-    wof_8 = [1.]*scores.shape[1] if wof_8 is None else wof_8
-    if len(wof_8) != scores.shape[1]:
-        raise ValueError(f"gdpo_advantages: scores is {list(scores.shape)}, there are {len(wof_8)} wof_8; "
+    weights = [1.]*scores.shape[1] if weights is None else weights
+    if len(weights) != scores.shape[1]:
+        raise ValueError(f"gdpo_advantages: scores is {list(scores.shape)}, there are {len(weights)} weights; "
                          "one for each column is wanted")
-    columns = zip(wof_8, scores.unbind(1), strict=True)
+    columns = zip(weights, scores.unbind(1), strict=True)
     x = torch.stack([w*group_advantages(s, group, eps=eps) for w,s in columns]).sum(0)
     n = (~scores.isnan()).any(1).sum()
     var = x.double().square().sum() / (n-1).clamp(min=1)
@@ -294,21 +294,21 @@ def optimal_token_baseline(
     mask:Bool[Tensor, "B T"],            # True where the policy chose token t
     *,
     sum_pi_squared:Float[Tensor, "B T"], # Σᵥ π(v)² where each token was chosen, data
-    wof_8:Float[Tensor, "B T"]|None=None, # ρ, truncated importance wof_8; None = 1
+    weights:Float[Tensor, "B T"]|None=None, # ρ, truncated importance weights; None = 1
     tail:bool=False,                     # where one answer of the group is alone, keep its return (verl) instead of 0
 )->Float[Tensor, "B T"]: # advantages: return less baseline, 0 where `mask` is False
     """Each token's return above that of the group's others at this place, weighed by the gradient spent until there.
 
     Gₜ − ΣᵢWᵢₜGᵢₜ/ΣᵢWᵢₜ, Wₜ = Σᵤ≤ₜ ρᵤ²(1 − 2πᵤ + Σπ²), t counts chosen tokens. Li et al. 2026 (OTB), section 4.
     Without tools it is verl's single-turn form, with tools its TIR form. A NaN reward stays NaN in its row."""
-    columns = dict(rewards=rewards, logprobs=logprobs, sum_pi_squared=sum_pi_squared, wof_8=wof_8, mask=mask)
+    columns = dict(rewards=rewards, logprobs=logprobs, sum_pi_squared=sum_pi_squared, weights=weights, mask=mask)
     same_shape("B T", **columns)
     if group.shape != mask.shape[:1]:
         raise ValueError(f"optimal_token_baseline: group is {list(group.shape)}, mask is {list(mask.shape)}; "
                          "one id per row is wanted")
     G = discounted_returns(rewards, mask)
     energy, on = 1 - 2*promoted(logprobs).detach().exp() + promoted(sum_pi_squared).detach(), mask & ~G.isnan()
-    if wof_8 is not None: energy = energy * promoted(wof_8).detach().square()
+    if weights is not None: energy = energy * promoted(weights).detach().square()
     W = torch.where(on, energy.clamp(min=0), 0.).cumsum(1)
     total = torch.where(on, G.detach(), 0.).sum(1)
     order, first = sorted_by_group("optimal_token_baseline", W[:, -1:].sum(1), group, ties=total) # one order, any
