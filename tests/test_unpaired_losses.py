@@ -293,9 +293,9 @@ def test_optional_tensors_have_a_name():
 
 
 def test_a_batch_as_denom_counts_rows():
-    b = Batch(mask=(torch.arange(3) > 0) & (torch.arange(16)[:, None] % 4 > 0), lengths=torch.full((16,), 3), lp=LP, ref=REF, good=GOOD)
+    b = Batch(mask=(torch.arange(3) > 0) & (torch.arange(16)[:, None] % 4 > 0), lengths=torch.full((16,), 3), unit=torch.arange(16)//2, lp=LP, ref=REF, good=GOOD)
     def loss(b, denom): return kto_loss(b.lp, b.ref, b.good, kl=.3, weights=b.mask.any(1).float(), denom=denom)[0]
-    assert b.n_rows == 12 and loss(b, b) == loss(b, 12) == loss(b, None)
+    assert (b.n_rows, b.n_units) == (12, 8) and loss(b, b) == loss(b, 12) == loss(b, None)
     assert_close(sum(loss(part, part) for part in b.parts(5)), loss(b, b))
 
 
