@@ -91,7 +91,7 @@ def render():
     cells = [TITLE, INTRO]
     for path, module, own in books:
         if not (rows := table(path, module, own, everywhere, flat)): continue
-        title, about = re.match(r"# (.+)\n+> (.+)", own[0][1]).groups()
+        title, about = next(m for kind, text in own if (m := re.match(r"# (.+)\n+> (.+)", text))).groups()
         cells += [f"## {title}\n\n{about}: [{path.stem}]({path.name})", rows]
     cells = [dict(cell_type="markdown", id=f"{i:08x}", metadata={}, source=text.splitlines(keepends=True))
              for i, text in enumerate(cells)]
