@@ -87,7 +87,7 @@ LAWLESS = {  # a block, but not one of rows: which law is meaningless
     "over_pairs": "a reduction, no loss", "over_rows": "a reduction, no loss", "pair_metrics": "makes metrics", "pair_log_ratios": "two differentiable arguments",
     "preference_margin": "two differentiable arguments",
     "aggregate": "a reduction, no loss", "masked_mean": "a reduction", "masked_std": "a reduction", "masked_sum": "a reduction", "mean_of": "makes a metric",
-    "correction_metrics": "makes metrics", "ratio_metrics": "makes metrics", "clip_metrics": "makes metrics", "mismatch_metrics": "makes metrics", "value_metrics": "makes metrics",
+    "ratio_metrics": "makes metrics", "clip_metrics": "makes metrics", "mismatch_metrics": "makes metrics", "value_metrics": "makes metrics",
     "mismatched": "partners of rows, by their order", "swap_completions": "rows are exchanged", "resampled_rows": "rows are drawn, not kept",
     "straight_through": "two differentiable arguments", "ratio_corrected": "two differentiable arguments",
     "pass_at_k_advantages": "verdicts are 0 or 1: no derivative is asked",
