@@ -10,7 +10,6 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-# ruff: noqa: E402
 # One full collection walks over all that torch has made, and takes longer than all the imports below together.
 _collecting = gc.isenabled()
 gc.disable()

@@ -9,7 +9,6 @@ __all__ = ['gae', 'length_adaptive_lam', 'discounted_returns', 'n_step_returns',
 # %% ../nbs/11_advantages.ipynb #9cee740b
 from functools import reduce
 from itertools import repeat
-from operator import mul
 
 import torch
 from jaxtyping import Bool, Float
@@ -58,13 +57,13 @@ def linear_scan(
     n = x.shape[-1]
     if n < 2: return x
     def cut(x): return pad(x, (0, -n % block)).unflatten(-1, (-1, block)).movedim(-1, 0).contiguous().unbind()
-    if isinstance(decay, Tensor): decay = decay.to(x.dtype)
-    each = isinstance(decay, Tensor) and decay.shape[-1] == n
-    if each: decay = pad(decay[..., 1:], (1, 0)) # nothing precedes entry 0, so no c there: inf·0 would be NaN
-    x, c = cut(x), cut(decay) if each else [decay]*block
-    def walk(y): return [y := _step(xk, ck, y) for xk, ck in zip(x, c, strict=True)]
-    ends = walk(torch.zeros_like(x[0]))[-1]
-    enters = _following(linear_scan(ends, reduce(mul, c), block))
+    if isinstance(decay, Tensor) and decay.shape[-1] == n:
+        c = cut(pad(decay[..., 1:].to(x.dtype), (1, 0))) # nothing precedes entry 0, so no c there: inf·0 would be NaN
+    else: c = [decay.to(x.dtype) if isinstance(decay, Tensor) else decay]*block
+    parts, over_block = cut(x), reduce(lambda a, b: a*b, c)
+    def walk(y): return [y := _step(xk, ck, y) for xk, ck in zip(parts, c, strict=True)]
+    ends = walk(torch.zeros_like(parts[0]))[-1]
+    enters = _following(linear_scan(ends, over_block, block))
     return torch.stack(walk(enters)).movedim(0, -1).flatten(-2)[..., :n]
 
 def _step(x, c, y): return torch.addcmul(x, c, y) if isinstance(c, Tensor) else torch.add(x, y, alpha=c)
@@ -100,7 +99,8 @@ def gae(
         delta = r + _following(v).mul_(gamma).sub_(v) # V from V first: a large offset costs no digits
         advantages = linear_scan(delta, gamma*lam)
         return advantages.gather(1, to_go), (advantages + v).gather(1, to_go)
-    return _row_blocks(rows, promoted(rewards), promoted(values).detach(), mask, lam)
+    advantages, returns = _row_blocks(rows, promoted(rewards), promoted(values).detach(), mask, lam)
+    return advantages, returns
 
 # %% ../nbs/11_advantages.ipynb #7ccf8696
 def length_adaptive_lam(
@@ -195,7 +195,8 @@ def vtrace(
         advantages = ratio.clamp(max=pg_clip)*(surprise + gamma*lam*_following(correction))
         return advantages.gather(1, to_go), (correction + v).gather(1, to_go)
     data = promoted(values).detach(), promoted(log_ratios).detach()
-    return _row_blocks(rows, promoted(rewards), *data, mask, lam)
+    advantages, returns = _row_blocks(rows, promoted(rewards), *data, mask, lam)
+    return advantages, returns
 
 # %% ../nbs/11_advantages.ipynb #514ce946
 def reinforce_pp_advantages(

@@ -45,7 +45,7 @@ class Whole:
     n_units:int  # units with a chosen token
     siblings:tuple=() # (lengths, unit, `shared_prefix`) of every part of the same cut: lets each rank plan everybody's micro-batches without asking
     group_tokens:dict[int, int] = field(default_factory=dict) # chosen tokens of each `group` that has some
-    trues:dict[str, int] = field(default_factory=dict) # of each Bool column but `mask`: its True entries, of one value a row the units with a True
+    trues:dict[str, int] = field(default_factory=dict) # of each other Bool column its True entries; of one value a token those in the mask, of one a row the units with a True
 
 def _shape(x): return f"a list of {len(x)}" if isinstance(x, list) else f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
 
@@ -65,7 +65,7 @@ class Batch:
         for name in sorted(columns, key=lambda k: k not in ("tokens", "lengths")): self[name] = columns[name]   # tokens first: they set T
 
     # -- columns
-    def __getattr__(self, name):
+    def __getattr__(self, name)->Any:
         if name.startswith("__") or "columns" not in vars(self): raise AttributeError(name)
         if name.startswith("n_") and name not in self.columns: return self._trues(name[2:]) # n_tied, n_marked: what losses over ties, over marks divide by
         return self._column(name)
@@ -125,8 +125,8 @@ class Batch:
         if "mask" not in self: raise ValueError("Batch: the counts n_tokens, n_rows and n_units need the column 'mask'")
         rows = self.mask.any(1)
         def units(rows): return self.unit[rows].unique().numel() if "unit" in self else int(rows.sum())
-        trues = {k: units(x & rows) if x.dim() == 1 else int(x.count_nonzero()) for k, x in self.columns.items()
-                 if k != "mask" and isinstance(x, Tensor) and x.dtype == torch.bool}
+        def count(k, x): return units(x & rows) if x.dim() == 1 else int((x & self.mask if self.is_per_token(k) and x.dim() == 2 else x).count_nonzero())
+        trues = {k: count(k, x) for k, x in self.columns.items() if k != "mask" and isinstance(x, Tensor) and x.dtype == torch.bool}
         return Whole(int(self.mask.count_nonzero()), int(rows.sum()), units(rows), group_tokens=self._tokens_by_group(), trues=trues)
 
     def _tokens_by_group(self):

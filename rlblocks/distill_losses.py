@@ -69,9 +69,10 @@ def jsd(
     β·KL(p_T ‖ m) + (1−β)·KL(p_S ‖ m), m = β·p_T + (1−β)·p_S. Agarwal et al. 2024 (GKD), eq. 1.
     An id that both exclude (logit −inf) adds 0."""
     same_shape(logits=logits, teacher_logits=teacher_logits)
-    same_shape(**{"logits[..., 0]": logits[..., 0]}, mask=mask)
+    same_shape(**{"logits[..., 0]": logits[..., 0], "mask": mask})
     _check("jsd", temperature, beta)
-    D = _jsd(*_logprobs_of_both(logits, teacher_logits, mask, temperature), beta)
+    student, teacher = _logprobs_of_both(logits, teacher_logits, mask, temperature)
+    D = _jsd(student, teacher, beta)
     return D if mask is None else torch.where(mask, D, 0.)
 
 def _jsd(student, teacher, beta): # log-probabilities of both

@@ -53,8 +53,8 @@ def mismatch_metrics(
     rollout_corr). log ρ, and its sum over a row, within ±20."""
     same_shape("B T", logprobs=logprobs, rollout_logprobs=rollout_logprobs, mask=mask, keep=keep)
     log_ratio = kl_k1(logprobs.detach(), rollout_logprobs.detach(), mask)
-    found:dict[str, Metric] = _token_metrics(log_ratio, mask) | _row_metrics(log_ratio, mask)
-    found |= _probability_metrics(logprobs, rollout_logprobs, mask)
+    found:dict[str, Metric] = {**_token_metrics(log_ratio, mask), **_row_metrics(log_ratio, mask),
+                               **_probability_metrics(logprobs, rollout_logprobs, mask)}
     if keep is None: return found
     rows, kept_rows = mask.any(-1), (mask & keep).any(-1)
     return found | dict(rollout_rejected=mean_of((~keep).to(log_ratio.dtype), mask),

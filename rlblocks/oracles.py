@@ -57,7 +57,7 @@ def naive_aggregate(
     """`aggregate`, one token at a time: means within a pool (all tokens, a row, a prompt), then the mean of pools."""
     pools = {}
     for b,_,loss in _chosen(mask, x):
-        pool = dict(tokens=0, rows=b, groups=group[b].item() if over == "groups" else None)[over]
+        pool = dict(tokens=0, rows=b, groups=None if group is None else group[b].item())[over]
         pools.setdefault(pool, []).append(loss)
     if over == "tokens": return _tensor(sum(pools.get(0, [])) / (float(denom or len(pools.get(0, []))) or 1))
     return _tensor(sum(sum(pool)/len(pool) for pool in pools.values()) / (float(denom or len(pools)) or 1))

@@ -8,7 +8,7 @@ __all__ = ['check_loss', 'check_estimator']
 # %% ../nbs/19_testing.ipynb #07365259
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ def _differentiable(p):
         grads = run(p, p.cols, counts).grads
         _derivative(p, "torch.func.grad", lambda: torch.func.grad(loss)(x), grads)
         _derivative(p, "torch.func.jvp", lambda: dict(loss=torch.func.jvp(loss, (x,), (v,))[1]),
-                    dict(loss=sum((grads[k]*v[k]).sum() for k in x)))
+                    dict(loss=torch.stack([(grads[k]*v[k]).sum() for k in x]).sum()))
         _derivative(p, "create_graph=True (a second derivative)", lambda: _curvature(loss, x, v),
                     lambda: torch.func.jvp(torch.func.grad(loss), (x,), (v,))[1])
         _vmapped(p, loss, x)
@@ -89,10 +89,10 @@ def _differentiable(p):
 def _curvature(loss, x, v):
     "Hessian times v, by two backward passes."
     x = {k: t.clone().requires_grad_() for k,t in x.items()}
-    slopes = torch.autograd.grad(loss(x), x.values(), create_graph=True, materialize_grads=True)
-    along = sum((s*t).sum() for s,t in zip(slopes, v.values(), strict=True))
+    slopes = torch.autograd.grad(loss(x), list(x.values()), create_graph=True, materialize_grads=True)
+    along = torch.stack([(s*t).sum() for s,t in zip(slopes, v.values(), strict=True)]).sum()
     if not along.requires_grad: return {k: torch.zeros_like(t) for k,t in x.items()}
-    return dict(zip(x, torch.autograd.grad(along, x.values(), materialize_grads=True), strict=True))
+    return dict(zip(x, torch.autograd.grad(along, list(x.values()), materialize_grads=True), strict=True))
 
 def _vmapped(p, loss, x):
     "A batch of two batches: of a block, with all columns; of a closure, two sets of outputs on the same rows."
@@ -104,15 +104,17 @@ def _vmapped(p, loss, x):
     want = {k: torch.stack([o[k] for o in one]) for k in x}
     _derivative(p, "torch.func.vmap", lambda: torch.func.vmap(slopes)(two), want)
 
-def _derivative(p, tool, got, want):
+def _derivative(p, tool, got:Callable, want:Any):
     fix = "write it in plain PyTorch: no autograd.Function, no .item() or float(), no if on a tensor, nothing in place"
-    try: got, want = got(), want() if callable(want) else want
+    try:
+        found:dict = got()
+        wanted:Any = want() if callable(want) else want
     except Exception as e:
         reason = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e) else ''}"
         p.fail("differentiable", f"under {tool} it raised {reason}; {fix}; differentiable=False if that is not wanted")
-    for k,w in want.items():
-        if _gap(got[k], w) <= 1e-9: continue
-        p.fail("differentiable", f"under {tool} the derivative of {k} {_show(got[k], w)}; {fix}")
+    for k,w in wanted.items():
+        if _gap(found[k], w) <= 1e-9: continue
+        p.fail("differentiable", f"under {tool} the derivative of {k} {_show(found[k], w)}; {fix}")
 
 # %% ../nbs/19_testing.ipynb #4189227a
 def _mask(p):

@@ -439,10 +439,10 @@ def test_losses_of_parts_add_up_under_every_weighting(over, n):
 
 def test_counts_of_bool_columns_are_those_of_the_whole():
     b = Batch(mask=torch.tensor([[0, 1]]*6).bool(), unit=torch.tensor([0, 0, 1, 1, 2, 2]), tied=torch.tensor([1, 1, 0, 0, 1, 1]).bool(), marked=torch.ones(6, 2).bool())
-    assert [(p.n_tied, p.n_marked, p.n_units) for p in b.parts(3)] == [(2, 12, 3)]*3
+    assert [(p.n_tied, p.n_marked, p.n_units) for p in b.parts(3)] == [(2, 6, 3)]*3
     b["n_tied"] = torch.arange(6)
     assert b.n_tied.tolist() == list(range(6))      # a column of that name is the column
     with pytest.raises(AttributeError, match="no Bool column 'right'.*marked"): _ = b.n_right
-    with pytest.raises(ValueError, match="denom=b, whose rows have a column 'group'"): aggregate(torch.ones(1, 2), torch.ones(1, 2).bool(), over="groups", denom=3)
+    with pytest.raises(ValueError, match="denom=b, with a column 'group'"): aggregate(torch.ones(1, 2), torch.ones(1, 2).bool(), over="groups", denom=3)
     with pytest.raises(ValueError, match=r"masked_mean: x is \[6\] and denom a Batch"): masked_mean(torch.ones(6), None, denom=b)
     with pytest.raises(TypeError, match="has no n_tokens"): masked_mean(torch.ones(6, 2), None, denom="b")

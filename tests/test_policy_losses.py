@@ -16,7 +16,7 @@ from rlblocks.advantages import at_tokens
 from rlblocks.batch import Batch
 from rlblocks.kl import kl_k1
 from rlblocks.masked import aggregate, masked_mean, merge
-from rlblocks.policy_losses import adaptive_clip, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss, log_ratio, ppo_loss
+from rlblocks.policy_losses import adaptive_clip, clipped_surrogate, dapo_loss, dr_grpo_loss, log_ratio, ppo_loss
 from rlblocks.ratio_losses import (
     asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, on_policy_loss, reinforce_loss, sapo_loss,
     sequence_ratio, topr_loss, vespo_loss,
