@@ -444,5 +444,5 @@ def test_counts_of_bool_columns_are_those_of_the_whole():
     assert b.n_tied.tolist() == list(range(6))      # a column of that name is the column
     with pytest.raises(AttributeError, match="no Bool column 'right'.*marked"): _ = b.n_right
     with pytest.raises(ValueError, match="denom=b, with a column 'group'"): aggregate(torch.ones(1, 2), torch.ones(1, 2).bool(), over="groups", denom=3)
-    with pytest.raises(ValueError, match=r"masked_mean: x is \[6\] and denom a Batch"): masked_mean(torch.ones(6), None, denom=b)
+    with pytest.raises(ValueError, match=r"masked_mean: x is \[6\], and of a Batch only"): masked_mean(torch.ones(6), None, denom=b)
     with pytest.raises(TypeError, match="has no n_tokens"): masked_mean(torch.ones(6, 2), None, denom="b")
