@@ -610,6 +610,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'rlblocks.masked._wrong_axes': ('masked.html#_wrong_axes', 'rlblocks/masked.py'),
                                  'rlblocks.masked._wrong_kind': ('masked.html#_wrong_kind', 'rlblocks/masked.py'),
                                  'rlblocks.masked.aggregate': ('masked.html#aggregate', 'rlblocks/masked.py'),
+                                 'rlblocks.masked.clip': ('masked.html#clip', 'rlblocks/masked.py'),
                                  'rlblocks.masked.divisor': ('masked.html#divisor', 'rlblocks/masked.py'),
                                  'rlblocks.masked.finite_logprobs': ('masked.html#finite_logprobs', 'rlblocks/masked.py'),
                                  'rlblocks.masked.largest': ('masked.html#largest', 'rlblocks/masked.py'),

@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Metric, finite_logprobs, promoted, same_shape
+from .masked import Metric, clip, finite_logprobs, promoted, same_shape
 
 # %% ../nbs/02_kl.ipynb #a6caf7de
 def _log_ratio(logprobs, ref_logprobs, mask):
     x = finite_logprobs(logprobs) - finite_logprobs(ref_logprobs).detach()
-    return (x if mask is None else torch.where(mask, x, 0.)).clamp(-20, 20)
+    return clip(x if mask is None else torch.where(mask, x, 0.), -20., 20.)
 
 # %% ../nbs/02_kl.ipynb #5dd19324
 def kl_k1(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .kl import kl_k3
 from rlblocks.masked import (
-    Denom, Max, Mean, Over, aggregate, divisor, finite_logprobs, largest, mean_of, promoted, same_shape,
+    Denom, Max, Mean, Over, aggregate, clip, divisor, finite_logprobs, largest, mean_of, promoted, same_shape,
 )
 
 # %% ../nbs/13_policy_losses.ipynb #4a71e56e
@@ -29,7 +29,7 @@ def log_ratio(
     log ρₜ = log π(aₜ|sₜ) − log π_old(aₜ|sₜ). Schulman et al. 2017, section 3."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
     x = finite_logprobs(logprobs) - finite_logprobs(old_logprobs).detach()
-    return torch.where(mask, x, 0.).clamp(-20., 20.)
+    return clip(torch.where(mask, x, 0.), -20., 20.)
 
 # %% ../nbs/13_policy_losses.ipynb #2c1658ac
 def clipped_surrogate(
@@ -43,13 +43,13 @@ def clipped_surrogate(
 )->Float[Tensor, "B T"]: # loss of each token, 0 where `mask` is False
     """PPO's pessimistic surrogate for each token.
 
-    ℓₜ = max(−ρÂ, −clip(ρ, 1−ε_low, 1+ε_high)Â), Schulman et al. 2017, eq. 7.
-    With `dual_clip`, tokens with Â < 0 cost at most −cÂ: Ye et al. 2020, section on the dual clip."""
+    ℓₜ = max(−ρÂ, −clip(ρ, 1−ε_low, 1+ε_high)Â): −min(ρ, 1+ε_high)Â if Â > 0, else −max(ρ, 1−ε_low)Â.
+    Schulman et al. 2017, eq. 7. With `dual_clip`, tokens with Â < 0 cost at most −cÂ: Ye et al. 2020."""
     same_shape("B T", ratio=ratio, advantages=advantages, mask=mask)
     _check_clip(clip_low, clip_high, dual_clip)
     ratio, A = torch.where(mask, promoted(ratio), 0.), torch.where(mask, promoted(advantages.detach()), 0.)
-    loss = torch.maximum(-ratio*A, -ratio.clamp(1-clip_low, 1+clip_high)*A)
-    return loss if dual_clip is None else torch.where(A < 0, torch.minimum(loss, -dual_clip*A), loss)
+    good, bad = clip(ratio, high=1+clip_high), clip(ratio, 1-clip_low, dual_clip or math.inf)
+    return -A*torch.where(A > 0, good, bad) # the maximum, by cases
 
 def _check_clip(clip_low, clip_high, dual_clip):
     if not (0 <= clip_low <= 1 and clip_high >= 0): raise ValueError(

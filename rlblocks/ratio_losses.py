@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .advantages import at_tokens
 from rlblocks.masked import (
-    Denom, Max, Mean, Over, aggregate, divisor, finite_logprobs, masked_mean, mean_of, promoted, same_shape,
+    Denom, Max, Mean, Over, aggregate, clip, divisor, finite_logprobs, masked_mean, mean_of, promoted, same_shape,
 )
 from .policy_losses import clip_metrics, clipped_surrogate, log_ratio, ratio_metrics
 
@@ -227,7 +227,7 @@ def cpgd_loss(
         "they are distances from ratio 1, the first below 1: its log is taken")
     low, high = math.log1p(-clip_low), math.log1p(clip_high)
     x, A = log_ratio(logprobs, old_logprobs, mask), _data(advantages, mask)
-    loss = torch.maximum(-x*A, -x.clamp(low, high)*A)
+    loss = -A*torch.where(A > 0, clip(x, high=high), clip(x, low)) # the maximum, by cases
     metrics = ratio_metrics(x.exp(), mask) | clip_metrics(x, A, mask, low=low, high=high)
     return aggregate(loss, mask, over=over, denom=denom), metrics
 
@@ -335,7 +335,7 @@ def gmpo_loss(
     if not (nats_low >= 0 and nats_high >= 0): raise ValueError(
         f"gmpo_loss: nats_low is {nats_low}, nats_high is {nats_high}; they are distances from log ratio 0, in nats")
     x, A = log_ratio(logprobs, old_logprobs, mask), _data(advantages, mask)
-    good, bad = (masked_mean(y, mask, dim=-1).exp() for y in (x.clamp(max=nats_high), x.clamp(min=-nats_low)))
+    good, bad = (masked_mean(y, mask, dim=-1).exp() for y in (clip(x, high=nats_high), clip(x, -nats_low)))
     loss = -A*torch.where(A > 0, at_tokens(good, mask), at_tokens(bad, mask))
     metrics = ratio_metrics(x.exp(), mask) | clip_metrics(x, A, mask, low=-nats_low, high=nats_high)
     return aggregate(loss, mask, over="rows", denom=denom), metrics

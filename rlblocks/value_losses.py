@@ -10,6 +10,7 @@ __all__ = ['value_metrics', 'value_loss', 'explained_variance', 'two_hot', 'hl_g
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import hardtanh, relu
 
 from .masked import Denom, Mean, Over, aggregate, finite_logprobs, mean_of, promoted, same_shape
 
@@ -54,9 +55,10 @@ def value_loss(
         raise ValueError(f"value_loss: huber is {huber}; it is the largest error that is squared, above 0 (None = all)")
     V, old, R = promoted(values), promoted(old_values.detach()), promoted(returns.detach())
     error, moved = torch.where(mask, V - R, 0.), torch.where(mask, V - old, 0.)
-    near = error if clip is None else error - (moved - moved.clamp(-clip, clip)) # V_old + clip(V − V_old, ±ε) − R
+    near = error if clip is None else error - (moved - hardtanh(moved, -clip, clip)) # V_old + clip(V − V_old, ±ε) − R
     free, clipped = _half_square(error, huber), _half_square(near, huber)
-    loss, n = aggregate(torch.maximum(free, clipped), mask, over=over, denom=denom), mask.sum()
+    worst = free + relu(clipped - free) # the maximum, in fewer passes backward
+    loss, n = aggregate(worst, mask, over=over, denom=denom), mask.sum()
     stuck = Mean((clipped > free).sum(), n) # without gradient
     return loss, dict(value_clip_frac=stuck) | _metrics(error.detach(), torch.where(mask, R, 0.), n)
 
