@@ -478,11 +478,11 @@ def rounded(x):
 def told(x):
     "One line: ours, each of theirs with ratios of time and memory, and what was promised."
     def name(k): return f"**{k}**" if k == x["fastest"] else k
-    per = [f"{name(k)} {x['ms'][k]:.3g} ms, {x['faster'][k][0]:.3g}× ({x['faster'][k][1]:.3g}–{x['faster'][k][2]:.3g}) faster" + (f", {x['bytes'][k]/max(x['bytes']['ours'], 1):.2g}× memory" if x["bytes"][k] else "")
+    per = [f"{name(k)} {x['ms'][k]:.3g} ms, {x['faster'][k][0]:.3g}× ({x['faster'][k][1]:.3g}–{x['faster'][k][2]:.3g}) faster" + (f", {x['bytes'][k]/max(x['bytes']['ours'], 1):.2g}× memory" if x["bytes"][k] and x["bytes"]["ours"] else "")
            for k in x["ms"] if k != "ours"]
     short = ", ".join("{} {:.3g}×".format(k, x["promised"][k]) for k in x["missed"])
     verdict = f"  MISSED {short}" if short else "  as promised" if x["promised"] else ""
-    return f"{x['name']:<38} {x['shape'][0]:>9,} × {x['shape'][1]:<8,} ours {x['ms']['ours']:.3g} ms, {x['bytes']['ours']/2**20:.3g} MiB | " + " | ".join(per) + verdict
+    return f"{x['name']:<38} {x['shape'][0]:>9,} × {x['shape'][1]:<8,} ours {x['ms']['ours']:.3g} ms{f", {x['bytes']['ours']/2**20:.3g} MiB" if x['bytes']['ours'] else ""} | " + " | ".join(per) + verdict
 
 
 def draw(result, path):
@@ -497,7 +497,7 @@ def draw(result, path):
         for k in x["faster"]:
             mark = marks[k.split()[0].rstrip(",")]
             left.plot(x["faster"][k][0], i, mark, color=f"C{'os^x*'.index(mark)}", ms=5)
-            if x["bytes"][k]: right.plot(x["bytes"][k]/max(x["bytes"]["ours"], 1), i, mark, color=f"C{'os^x*'.index(mark)}", ms=5)
+            if x["bytes"][k] and x["bytes"]["ours"]: right.plot(x["bytes"][k]/max(x["bytes"]["ours"], 1), i, mark, color=f"C{'os^x*'.index(mark)}", ms=5)
     for axis, label in ((left, "their time / ours"), (right, "their peak memory / ours")):
         axis.axvline(1, color="k", lw=.8)
         axis.set(xscale="log", xlabel=f"{label}, largest shape", yticks=range(len(last)), yticklabels=list(last))
