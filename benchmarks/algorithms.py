@@ -482,7 +482,8 @@ def told(x):
            for k in x["ms"] if k != "ours"]
     short = ", ".join("{} {:.3g}×".format(k, x["promised"][k]) for k in x["missed"])
     verdict = f"  MISSED {short}" if short else "  as promised" if x["promised"] else ""
-    return f"{x['name']:<38} {x['shape'][0]:>9,} × {x['shape'][1]:<8,} ours {x['ms']['ours']:.3g} ms{f", {x['bytes']['ours']/2**20:.3g} MiB" if x['bytes']['ours'] else ""} | " + " | ".join(per) + verdict
+    size = ", {:.3g} MiB".format(x["bytes"]["ours"]/2**20) if x["bytes"]["ours"] else ""
+    return f"{x['name']:<38} {x['shape'][0]:>9,} × {x['shape'][1]:<8,} ours {x['ms']['ours']:.3g} ms{size} | " + " | ".join(per) + verdict
 
 
 def draw(result, path):
