@@ -47,7 +47,7 @@ BAD = [   # (what a user does, words of the message)
     (lambda: rl.update_moments(None, [1.]), "update_moments: x is a list"), (lambda: rl.overlong_penalty([3], max_length=8, buffer=2), "overlong_penalty: lengths is a list"),
     (lambda: rl.weighted_scores([[1.]]), "weighted_scores: scores is a list"), (lambda: rl.mean_of([1.], None), "mean_of: x is a list"),
     # numbers out of range
-    (lambda: rl.gae(x, x, mask, gamma=2), "gae: gamma is 2, lam is 0.95; both lie within [0, 1]"), (lambda: rl.aggregate(x, mask, over="rowz"), "aggregate: over is 'rowz'; it is 'tokens' or 'rows'"),
+    (lambda: rl.gae(x, x, mask, gamma=2), "gae: gamma is 2, lam is 0.95; both lie within [0, 1]"), (lambda: rl.aggregate(x, mask, over="rowz"), "aggregate: over is 'rowz'; it is 'tokens', 'rows' or 'groups'"),
     (lambda: rl.clip_rewards(row, limit=-1), "clip_rewards: limit is -1; it is the largest size that passes and must be positive"),
     # rows and packs
     (lambda: rl.pack(tokens, torch.tensor([5, 2, 3])), "pack: the length of row 0 is 5, tokens are 4 wide; lengths count real tokens"),

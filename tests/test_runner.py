@@ -116,21 +116,20 @@ def closures():
         data = [k for k, p in params.items() if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
         if "divergence" in params: continue         # a divergence of one's own
         hyper = {k: HYPER[k] for k, p in params.items() if p.kind is p.KEYWORD_ONLY and k != "denom" and p.default is p.empty}
-        over = "n_rows" if params.get("over") is not None and params["over"].default == "rows" else None
         if "chosen" in data:
             def loss(out, b, f=f, data=data, hyper=hyper):
                 mine, ref = (masked_sum(x, b.mask, dim=-1) for x in (out.logprobs, b.ref_logprobs))
                 side = dict(zip(("chosen", "rejected"), pairs(mine, b), strict=True)) | dict(zip(("ref_chosen", "ref_rejected"), pairs(ref, b), strict=True))
                 side |= dict(ref_margin=side["ref_chosen"] - side["ref_rejected"], tied=pairs(b.desirable, b)[0], gold=pairs(b.win_prob, b)[0], ref_wins=pairs(b.desirable, b)[0], score_gap=pairs(b.win_prob, b)[0])
-                return f(*(side[k] for k in data), **hyper, denom=b.n_units)
+                return f(*(side[k] for k in data), **hyper, denom=b)
         elif data[0] == "logprobs" and "mask" not in data:
             def loss(out, b, f=f, data=data, hyper=hyper):
                 here = dict(logprobs=masked_sum(out.logprobs, b.mask, dim=-1), ref_logprobs=masked_sum(b.ref_logprobs, b.mask, dim=-1), advantages=b.row_advantages, desirable=b.desirable, win_prob=b.win_prob, quantiles=b.win_prob)
-                return f(*(here[k] for k in data), **hyper, denom=b.n_rows)
+                return f(*(here[k] for k in data), **hyper, denom=b)
         elif "mask" in data and data[0] in ("logprobs", "values", "entropy", "logits") and name not in ("hps_loss",):
-            def loss(out, b, f=f, data=data, hyper=hyper, over=over):
-                find = lambda word: getattr(out, word) if word in ("logprobs", "values", "entropy", "logits") else b[word]
-                return f(*map(find, data), **hyper, denom=getattr(b, over or "n_tokens"))
+            def loss(out, b, f=f, data=data, hyper=hyper):
+                find = lambda word: getattr(out, word) if word in ("logprobs", "values", "entropy", "logits") else b["win_prob" if word == "scores" else word]
+                return f(*map(find, data), **hyper, denom=b.n_tokens if f.__name__ == "process_reward_loss" else b)      # whose steps are the tokens here
         elif data[0] == "router_logits":
             def loss(out, b, f=f, data=data):
                 find = lambda word: out.router_logits[:, :, 0] if word == "router_logits" else b.load[:, 0] if word == "load" else b[word]
