@@ -121,7 +121,7 @@ def closures():
                 mine, ref = (masked_sum(x, b.mask, dim=-1) for x in (out.logprobs, b.ref_logprobs))
                 side = dict(zip(("chosen", "rejected"), pairs(mine, b), strict=True)) | dict(zip(("ref_chosen", "ref_rejected"), pairs(ref, b), strict=True))
                 side |= dict(ref_margin=side["ref_chosen"] - side["ref_rejected"], tied=pairs(b.desirable, b)[0], gold=pairs(b.win_prob, b)[0], ref_wins=pairs(b.desirable, b)[0], score_gap=pairs(b.win_prob, b)[0])
-                return f(*(side[k] for k in data), **hyper, denom=b)
+                return f(*(side[k] for k in data), **hyper, denom=b.n_units if f.__name__ == "tie_loss" else b)      # whose ties are no column here
         elif data[0] == "logprobs" and "mask" not in data:
             def loss(out, b, f=f, data=data, hyper=hyper):
                 here = dict(logprobs=masked_sum(out.logprobs, b.mask, dim=-1), ref_logprobs=masked_sum(b.ref_logprobs, b.mask, dim=-1), advantages=b.row_advantages, desirable=b.desirable, win_prob=b.win_prob, quantiles=b.win_prob)
