@@ -157,12 +157,14 @@ class Probe(NamedTuple):
         "What an optimizer step with this mask counts."
         rows = mask.any(1) if self.masked else torch.ones(len(mask), dtype=torch.bool)
         def units(rows): return sum(bool(rows[at].any()) for at in self.units())
-        def trues(x): return units(x & rows) if x.ndim == 1 else int(x.sum())
+        def trues(k, x):
+            if x.ndim == 1: return units(x & rows)
+            return int((x & mask if self.masked and x.ndim == 2 and self.per_token(k) else x).sum())
         ids, tokens = self.cols["group"].tolist(), mask.sum(1).tolist()
         by_group = {g: sum(n for h,n in zip(ids, tokens, strict=True) if h == g) for g in ids}
         a_unit = 1 if self.masked else len(self.first) # rows of a unit, where they lie side by side
         return StepCounts(int(mask.sum()), int(rows.sum())*a_unit, units(rows), {g: n for g,n in by_group.items() if n},
-                          {k: trues(x) for k,x in self.cols.items() if x.dtype == torch.bool and k != "mask"})
+                          {k: trues(k, x) for k,x in self.cols.items() if x.dtype == torch.bool and k != "mask"})
 
     @property
     def step(self): return self.counts(self.cols["mask"]) # its rows are one optimizer step

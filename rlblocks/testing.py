@@ -213,8 +213,8 @@ def _metrics(p):
 def _wide(p, k, x, dtype, least):
     floats = any(p.cols[name].is_floating_point() for name in p.reads)
     if floats and x.is_floating_point() and x.dtype != least: # a mask, or what is made of lengths alone, may differ
-        p.fail("precision", f"with {dtype} the {k} is {x.dtype}, wanted {least}; promoted(x) widens half precision and "
-                            "leaves float64")
+        p.fail("precision", f"with {dtype} the {k} is {x.dtype}, wanted {least}; widen "
+                            "half precision with x.float(), and leave float64 as it is")
 
 def _precision(p):
     def cast(dtype, then): return {k: x.to(dtype).to(then) if x.is_floating_point() else x for k,x in p.cols.items()}
@@ -223,7 +223,8 @@ def _precision(p):
         for k,x in got.outs.items():
             _wide(p, k, x, dtype, torch.float32)
             if _gap(x, want.outs[k]) <= 1e-5: continue
-            p.fail("precision", f"with {dtype} the {k} {_show(x, want.outs[k])}; promoted(x) first, then compute")
+            p.fail("precision", f"with {dtype} the {k} {_show(x, want.outs[k])}; x.float() first, "
+                                "then compute; float64 stays as it is")
 
 # %% ../nbs/19_testing.ipynb #e5301827
 def _scale(p):
@@ -261,11 +262,12 @@ def _mean(p):
     def same(k, x):
         if k.endswith("logprobs"): return torch.full_like(x, lp)
         return (x[:1,:1] if p.per_token(k) else x[:1]).expand_as(x)
-    kept = ("mask", "lengths", "unit", "chosen", "group")
+    kept = {"lengths", "unit", "chosen", "group", "tokens"} | {k for k,x in p.cols.items()
+                                                               if x.dtype is torch.bool and p.per_token(k)}
     cols = {k: x if k in kept else same(k, x) for k,x in p.cols.items()}
     fewer = mask & (mask.cumsum(1) <= 3)
     fewer[torch.cat([at[:1] for at in p.units()[1::2]])] = False
-    want, got = (run(p, cols | dict(mask=m), p.counts(m)).outs["loss"] for m in (mask, fewer))
+    want, got = (run(p, cols | dict(mask=m), p._replace(cols=cols).counts(m)).outs["loss"] for m in (mask, fewer))
     if fewer.any() and _gap(got, want) > 1e-10:
         p.fail("mean", f"with equal numbers at every token the loss is {float(want):.6g}, and {float(got):.6g} if rows "
                        "are shorter and fewer; it sums one thing and divides by the count of another: pass denom=b, or "

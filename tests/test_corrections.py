@@ -211,7 +211,8 @@ def test_golden_proximal_logprobs(): # half, none, none and three quarters of th
     half, quarters = .25, .125*4**.75
     for t in (7, torch.tensor(7)):
         got = proximal_logprobs(now, rollout, torch.tensor([5, 6, 9, 3]), on, now=t)
-        assert_close(got[on].exp(), torch.tensor([half, half, .125, .125, .125, quarters, quarters])) and got[1, 1] == 0
+        assert_close(got[on].exp(), torch.tensor([half, half, .125, .125, .125, quarters, quarters]))
+        assert got[1, 1] == 0
         in_flight = proximal_logprobs(now, rollout, torch.tensor([[5, 3], [5, 0], [7, 6], [3, 5]]), on, now=t)
         assert_close(in_flight[on].exp(), torch.tensor([half, quarters, half, .125, .125, quarters, half]))
     assert torch.equal(proximal_logprobs(now.bfloat16(), rollout.bfloat16(), torch.tensor([6]*4), on, now=7)[on], rollout.bfloat16().float()[on])

@@ -131,7 +131,7 @@ def numbers(x):
 
 def test_the_tables_name_blocks_that_exist():
     known = dict(blocks())
-    assert not [name for name in itertools.chain(GIVEN, PLAIN, LAWLESS, LAW_OPTIONS, SURROGATE, RETURNS_LOGPROBS) if name not in known]
+    assert not [name for name in itertools.chain(GIVEN, PLAIN, LAWLESS, LAW_OPTIONS, OF_BATCH, SURROGATE, RETURNS_LOGPROBS) if name not in known]
     assert len(LOSSES) >= 4
 
 
@@ -140,6 +140,7 @@ LAW_OPTIONS = dict(  # what the laws cannot see in a signature: what may have a 
     dro_loss=dict(policy=False), clip_cov_loss=dict(policy=False), kl_cov_loss=dict(policy=False),
     multi_head_loss=dict(wrt=("first", "second")), safety_loss=dict(wrt=("riskier", "safer")), tpo_loss=dict(wrt=("chosen", "rejected", "gold")),
 )
+OF_BATCH = dict(rating_loss=dict(marked=GIVEN["rating_loss"]["mask"]), process_reward_loss=dict(steps=MASK)) # columns that a loss only counts: b.n_marked, b.n_steps
 
 
 @every_block
@@ -147,8 +148,9 @@ def test_obeys_the_laws(name):
     columns, hyper = arguments(name)
     if name in LAWLESS: pytest.skip(LAWLESS[name])
     if name.endswith("_loss"):
-        laws = check_loss(BLOCKS[name], columns, **LAW_OPTIONS.get(name, {}), **hyper)
-        assert {"split", "gradient", "precision", "metrics"} <= set(laws)
+        laws = check_loss(BLOCKS[name], columns | OF_BATCH.get(name, {}), **LAW_OPTIONS.get(name, {}), **hyper)
+        assert {"split", "gradient", "precision", "metrics", "denom", "differentiable"} <= set(laws)
+        assert not laws.note, f"{name} cannot do with a batch: {laws}" # not even as an error of its own, which the checker takes for that
     else: check_estimator(BLOCKS[name], columns, **hyper)
 
 

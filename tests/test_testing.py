@@ -13,7 +13,7 @@ from conftest import ROOT
 from torch.testing import assert_close
 
 from rlblocks.batch import pairs
-from rlblocks.distill_losses import forward_kl_loss
+from rlblocks.distill_losses import forward_kl_loss, sft_loss
 from rlblocks.kl import kl_k3
 from rlblocks.logprobs import sequence_logprobs
 from rlblocks.masked import Counts, Last, Max, Mean, aggregate, divisor, masked_mean, masked_sum, mean_of, promoted, whiten
@@ -114,6 +114,8 @@ def raises_on_parts(out, b):
     return good(out, b).sum()/b.n_tokens, {}
 def tokens_by_rows(out, b): return ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_rows)
 def rows_by_tokens(out, b): return grpo_loss(out.logprobs, b.old_logprobs, b.ref_logprobs, b.advantages, b.mask, denom=b.n_tokens)
+def even_ids_by_all_tokens(out, b): return sft_loss(out.logprobs, b.mask & (b.tokens % 2 == 0), denom=b)
+def even_mean_by_all_tokens(out, b): return masked_mean(-out.logprobs, b.mask & (b.tokens % 2 == 0), denom=b), {}
 def pairs_by_rows(out, b): loss, m = dpo_rows(out, b); return loss*b.n_units/b.n_rows, m
 def sequence(out, b, weigh): # one ratio and one advantage a row
     s, A = (masked_mean(x, b.mask, dim=-1) for x in clean(b.mask, out.logprobs-b.old_logprobs, b.advantages))
@@ -191,6 +193,8 @@ CLOSURES = [
     (tokens_by_rows, "mean", r"the loss is -?[\d.]+, and -?[\d.]+ if rows are shorter .* tokens with b.n_tokens"),
     (rows_by_tokens, "mean", "means of rows with b.n_rows"),
     (pairs_by_rows, "mean", "pairs with b.n_units"),
+    (even_ids_by_all_tokens, "mean", "divides by the count of another"),
+    (even_mean_by_all_tokens, "mean", "divides by the count of another"),
     (shifted_sequence, "reinforce", "belongs to the same token"),
     (uneven_sequence, "reinforce", "a weight without A"),
     (rolled, "reinforce", "a weight without A"),
@@ -440,9 +444,10 @@ def test_counts_are_those_of_a_batch():
 def test_a_closure_that_takes_the_batch_splits_and_is_a_mean():
     def of(over): return lambda out, b: plain_ppo(out.logprobs, b.old_logprobs, b.advantages, b.mask, over=over, denom=b)
     for over in ("tokens", "rows", "groups"): assert check_loss(of(over)) == laws("mean", policy=True)
-    def of_marks(out, b): return masked_sum(clean(b.mask, out.values)[0], b.mask & b.marked)/divisor(b, "n_marked", None), {}
     marked = torch.rand(16, 16, generator=torch.Generator().manual_seed(4)) < .5
-    assert "split" in check_loss(of_marks, dict(marked=marked & sample_columns()["mask"]), mean=False)
+    def of_marks(out, b, count="n_marked"): return masked_sum(clean(b.mask, out.values)[0], b.mask & b.marked)/divisor(b, count, None), {}
+    assert {"split", "mean"} <= set(check_loss(of_marks, dict(marked=marked)))
+    with pytest.raises(AssertionError, match="mean law"): check_loss(partial(of_marks, count="n_tokens"), dict(marked=marked))
     with pytest.raises(AttributeError, match="b has no column 'n_marks'"): check_loss(lambda out, b: (out.values.sum()/b.n_marks, {}))
 
 
