@@ -53,8 +53,8 @@ try:
         forward_kl_reward, js_reward, ld_logprobs, orpo_loss, simpo_loss, tpo_loss, wpo_weights,
     )
     from rlblocks.masked import (
-        Counts, Denom, Last, Max, Mean, Metric, Over, aggregate, divisor, finite_logprobs, masked_mean, masked_std,
-        masked_sum, mean_of, merge, same_shape, whiten,
+        Counts, Denom, Last, Max, Mean, Metric, Number, Over, aggregate, divisor, finite_logprobs, masked_mean,
+        masked_std, masked_sum, mean_of, merge, same_shape, whiten,
     )
     from rlblocks.mismatch import effective_share, mismatch_metrics, probability_correlation
     from rlblocks.online_losses import (
@@ -130,8 +130,9 @@ _LAZY = dict(Checkpoint="checkpoint", writable="checkpoint", Grader="graders", m
 
 __all__ = [
     "Batch", "Buffer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "Feedback", "Grader", "Last",
-    "Max", "Mean", "Metric", "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged", "Rollout", "Scorer",
-    "SpmdPool", "Whole", "a2po_loss", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate",
+    "Max", "Mean", "Metric", "Number", "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged", "Rollout",
+    "Scorer", "SpmdPool", "Whole", "a2po_loss", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef",
+    "aggregate",
     "alpha_reward", "alphapo_loss", "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units",
     "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token",
     "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages",
@@ -188,6 +189,6 @@ def __getattr__(name):
     raise AttributeError(f"module 'rlblocks' has no attribute {name!r}")
 
 # importable by name, but not among what `rlblocks.<Tab>` shows: oracles, what only annotations name, and plumbing
-_APART = {"Counts", "Denom", "Metric", "Over", "Whole", "divisor", "same_shape"}
+_APART = {"Counts", "Denom", "Metric", "Number", "Over", "Whole", "divisor", "same_shape"}
 
 def __dir__(): return [*(name for name in __all__ if name not in _APART and not name.startswith("naive_")), "__version__"]

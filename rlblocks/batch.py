@@ -136,14 +136,14 @@ class Batch:
         tokens = torch.zeros_like(ids).index_add(0, of, self.mask.sum(1))
         return {g: n for g, n in zip(ids.tolist(), tokens.tolist(), strict=True) if n}
 
-    n_tokens = property(lambda self: self.whole.n_tokens, doc="Chosen tokens in the whole.")
-    n_rows   = property(lambda self: self.whole.n_rows, doc="Rows with a chosen token in the whole.")
-    n_units  = property(lambda self: self.whole.n_units, doc="Units with a chosen token in the whole.")
-    n_groups = property(lambda self: len(self._groups()), doc="Groups with a chosen token in the whole.")
+    n_tokens = property(lambda self: self.whole.n_tokens, doc="Chosen tokens of the optimizer step.")
+    n_rows   = property(lambda self: self.whole.n_rows, doc="Rows of the optimizer step with a chosen token.")
+    n_units  = property(lambda self: self.whole.n_units, doc="Units of the optimizer step with a chosen token.")
+    n_groups = property(lambda self: len(self._groups()), doc="Groups of the optimizer step with a chosen token.")
 
     @property
     def group_tokens(self)->Tensor: # `[B]`
-        "Of each row: the chosen tokens that its group has in the whole, which `aggregate(over='groups')` divides by."
+        "Of each row: the chosen tokens of its group in the optimizer step, which `aggregate(over='groups')` divides by."
         tokens = self._groups()
         return torch.tensor([tokens.get(g, 0) for g in self.group.tolist()], device=self.group.device)
 
@@ -152,7 +152,7 @@ class Batch:
         return self.whole.group_tokens
 
     def _trues(self, column):
-        "How many True a Bool column of the whole has: of one value a row the units with a True, of a wider one its True entries."
+        "How many True a Bool column has in the optimizer step: units with a True if it has one value a row, else entries."
         trues = self.whole.trues
         if column not in trues:
             raise AttributeError(f"Batch: no n_{column}: the whole had no Bool column {column!r} when it was counted; there are {', '.join(trues) or 'none'}")

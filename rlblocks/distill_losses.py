@@ -102,7 +102,7 @@ def _check(caller, temperature, beta=0.):
 def forward_kl_loss(
     logits:Float[Tensor, "B T V"],         # of the student, carries the gradient
     teacher_logits:Float[Tensor, "B T V"], # of the teacher at the same positions; log-probabilities will do
-    mask:Bool[Tensor, "B T"],              # True where to compare: b.mask for out.logits, predicting(mask) if bare
+    mask:Bool[Tensor, "B T"],              # where to compare: b.mask for out.logits; bare: F.pad(mask[:, 1:], (0, 1))
     *,
     temperature:float=1.0,                 # divides both logits; the loss is not multiplied by its square
     over:Over="tokens",                    # what weighs the same: every token, every row or every group
@@ -122,7 +122,7 @@ def forward_kl_loss(
 def reverse_kl_loss(
     logits:Float[Tensor, "B T V"],         # of the student, carries the gradient
     teacher_logits:Float[Tensor, "B T V"], # of the teacher at the same positions; log-probabilities will do
-    mask:Bool[Tensor, "B T"],              # True where to compare: b.mask for out.logits, predicting(mask) if bare
+    mask:Bool[Tensor, "B T"],              # where to compare: b.mask for out.logits; bare: F.pad(mask[:, 1:], (0, 1))
     *,
     temperature:float=1.0,                 # divides both logits; the loss is not multiplied by its square
     over:Over="tokens",                    # what weighs the same: every token, every row or every group
@@ -143,7 +143,7 @@ def reverse_kl_loss(
 def jsd_loss(
     logits:Float[Tensor, "B T V"],         # of the student, carries the gradient
     teacher_logits:Float[Tensor, "B T V"], # of the teacher at the same positions; log-probabilities will do
-    mask:Bool[Tensor, "B T"],              # True where to compare: b.mask for out.logits, predicting(mask) if bare
+    mask:Bool[Tensor, "B T"],              # where to compare: b.mask for out.logits; bare: F.pad(mask[:, 1:], (0, 1))
     *,
     beta:float=0.5,                        # share of the teacher in the mixture; 0: forward KL, 1: reverse KL
     temperature:float=1.0,                 # divides both logits; the loss is not multiplied by its square

@@ -36,7 +36,7 @@ def implicit_reward_loss(
     mask:Bool[Tensor, "B T"],          # True where the policy chose token t
     *,
     beta:float=0.05,                   # β, reward per nat
-    denom:Denom=None,                  # the batch (denom=b), or the rows of the whole optimizer step; None = this call
+    denom:Denom=None,                  # the batch (denom=b), or the rows of the optimizer step; None = this call
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics)
     """Cross-entropy of the outcome, predicted by the sum of an answer's implicit rewards.
 

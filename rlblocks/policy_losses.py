@@ -37,8 +37,8 @@ def clipped_surrogate(
     advantages:Float[Tensor, "B T"], # Â, data
     mask:Bool[Tensor, "B T"],        # True where the policy chose token t
     *,
-    clip_low:float=0.2,              # ε_low: no gradient below 1 − ε_low if Â < 0
-    clip_high:float=0.2,             # ε_high: none above 1 + ε_high if Â > 0
+    clip_low:float=0.2,              # ε_low: no gradient from 1 − ε_low down if Â < 0
+    clip_high:float=0.2,             # ε_high: none from 1 + ε_high up if Â > 0
     dual_clip:float|None=None,       # c > 1: none above c if Â < 0; None = no such cap
 )->Float[Tensor, "B T"]: # loss of each token, 0 where `mask` is False
     """PPO's pessimistic surrogate for each token.
@@ -102,8 +102,8 @@ def ppo_loss(
     advantages:Float[Tensor, "B T"],   # Â, data
     mask:Bool[Tensor, "B T"],          # True where the policy chose token t
     *,
-    clip_low:float=0.2,                # ε_low: no gradient below 1 − ε_low if Â < 0
-    clip_high:float=0.2,               # ε_high: none above 1 + ε_high if Â > 0
+    clip_low:float=0.2,                # ε_low: no gradient from 1 − ε_low down if Â < 0
+    clip_high:float=0.2,               # ε_high: none from 1 + ε_high up if Â > 0
     dual_clip:float|None=None,         # c > 1: none above c if Â < 0; None = no such cap
     over:Over="tokens",                # what weighs the same: every token, every row or every group
     denom:Denom=None,                  # the batch (denom=b), or its tokens or rows; None = this call is the batch
@@ -125,13 +125,13 @@ def dapo_loss(
     advantages:Float[Tensor, "B T"],   # Â of the row's group, at its tokens
     mask:Bool[Tensor, "B T"],          # True where the policy chose token t
     *,
-    clip_low:float=0.2,                # ε_low: no gradient below 1 − ε_low if Â < 0
-    clip_high:float=0.28,              # ε_high: none above 1 + ε_high if Â > 0
+    clip_low:float=0.2,                # ε_low: no gradient from 1 − ε_low down if Â < 0
+    clip_high:float=0.28,              # ε_high: none from 1 + ε_high up if Â > 0
     denom:Denom=None,                  # the batch (denom=b), or its tokens; None = this call is the batch
 )->tuple[Float[Tensor, ""], dict[str, Mean|Max]]: # (loss, metrics)
     """PPO's clipped loss with more room above than below, every token weighing the same.
 
-    L = Σ max(−ρÂ, −clip(ρ, 1−ε_low, 1+ε_high)Â) / tokens. Yu et al. 2025, eq. 8."""
+    L = Σ max(−ρÂ, −clip(ρ, 1−ε_low, 1+ε_high)Â) / tokens. Yu et al. 2025, as its code has it (token mean)."""
     return ppo_loss(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high, denom=denom)
 
 # %% ../nbs/13_policy_losses.ipynb #3e8e766c
@@ -142,8 +142,8 @@ def dr_grpo_loss(
     mask:Bool[Tensor, "B T"],          # True where the policy chose token t
     *,
     max_tokens:int,                    # T_max: the longest answer that sampling allows
-    clip_low:float=0.2,                # ε_low: no gradient below 1 − ε_low if Â < 0
-    clip_high:float=0.2,               # ε_high: none above 1 + ε_high if Â > 0
+    clip_low:float=0.2,                # ε_low: no gradient from 1 − ε_low down if Â < 0
+    clip_high:float=0.2,               # ε_high: none from 1 + ε_high up if Â > 0
     denom:Denom=None,                  # the batch (denom=b), or its rows; None = this call is the batch
 )->tuple[Float[Tensor, ""], dict[str, Mean|Max]]: # (loss, metrics)
     """PPO's clipped loss, each row divided by the same constant instead of by its length.
@@ -194,8 +194,8 @@ def grpo_loss(
     advantages:Float[Tensor, "B T"],   # Â of the row's group, at its tokens
     mask:Bool[Tensor, "B T"],          # True where the policy chose token t
     *,
-    clip_low:float=0.2,                # ε_low: no gradient below 1 − ε_low if Â < 0
-    clip_high:float=0.2,               # ε_high: none above 1 + ε_high if Â > 0
+    clip_low:float=0.2,                # ε_low: no gradient from 1 − ε_low down if Â < 0
+    clip_high:float=0.2,               # ε_high: none from 1 + ε_high up if Â > 0
     kl_coef:float=0.04,                # β, weight of the KL to the reference, per nat
     over:Over="rows",                  # what weighs the same: every row, as published, every token or every group
     denom:Denom=None,                  # the batch (denom=b), or its rows or tokens; None = this call is the batch

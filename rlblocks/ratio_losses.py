@@ -212,8 +212,8 @@ def cpgd_loss(
     advantages:Float[Tensor, "B T"],   # Â, data
     mask:Bool[Tensor, "B T"],          # True where the policy chose token t
     *,
-    clip_low:float=0.2,                # ε_low < 1: no gradient below ratio 1 − ε_low if Â < 0
-    clip_high:float=0.2,               # ε_high: none above 1 + ε_high if Â > 0
+    clip_low:float=0.2,                # ε_low < 1: no gradient from ratio 1 − ε_low down if Â < 0
+    clip_high:float=0.2,               # ε_high: none from 1 + ε_high up if Â > 0
     over:Over="tokens",                # what weighs the same: every token, every row or every group
     denom:Denom=None,                  # the batch (denom=b), or its tokens or rows; None = this call is the batch
 )->tuple[Float[Tensor, ""], dict[str, Mean|Max]]: # (loss, metrics)
@@ -252,8 +252,8 @@ def gspo_loss(
     advantages:Float[Tensor, "B T"],   # Â of the row, at its tokens
     mask:Bool[Tensor, "B T"],          # True where the policy chose token t
     *,
-    clip_low:float=3e-4,               # ε_low: no gradient below s = 1 − ε_low if Â < 0
-    clip_high:float=4e-4,              # ε_high: none above 1 + ε_high if Â > 0
+    clip_low:float=3e-4,               # ε_low: no gradient from s = 1 − ε_low down if Â < 0
+    clip_high:float=4e-4,              # ε_high: none from 1 + ε_high up if Â > 0
     denom:Denom=None,                  # the batch (denom=b), or its rows; None = this call is the batch
 )->tuple[Float[Tensor, ""], dict[str, Mean|Max]]: # (loss, metrics; `ratio` is s, `clip_frac` a share of rows)
     """PPO with one ratio for each answer, every row weighing the same.
@@ -280,8 +280,8 @@ def gspo_token_loss(
     advantages:Float[Tensor, "B T"],   # Â of each token
     mask:Bool[Tensor, "B T"],          # True where the policy chose token t
     *,
-    clip_low:float=3e-4,               # ε_low: no gradient below s = 1 − ε_low if Â < 0
-    clip_high:float=4e-4,              # ε_high: none above 1 + ε_high if Â > 0
+    clip_low:float=3e-4,               # ε_low: no gradient from s = 1 − ε_low down if Â < 0
+    clip_high:float=4e-4,              # ε_high: none from 1 + ε_high up if Â > 0
     denom:Denom=None,                  # the batch (denom=b), or its rows; None = this call is the batch
 )->tuple[Float[Tensor, ""], dict[str, Mean|Max]]: # (loss, metrics; `ratio` is s, `clip_frac` a share of rows)
     """GSPO with an advantage for each token: the answer's ratio in value, the token's own in gradient.
@@ -302,8 +302,8 @@ def luspo_loss(
     advantages:Float[Tensor, "B T"],   # Â of the row, at its tokens
     mask:Bool[Tensor, "B T"],          # True where the policy chose token t
     *,
-    clip_low:float=3e-4,               # ε_low: no gradient below s = 1 − ε_low if Â < 0
-    clip_high:float=4e-4,              # ε_high: none above 1 + ε_high if Â > 0
+    clip_low:float=3e-4,               # ε_low: no gradient from s = 1 − ε_low down if Â < 0
+    clip_high:float=4e-4,              # ε_high: none from 1 + ε_high up if Â > 0
     denom:Denom=None,                  # the batch (denom=b), or its rows; None = this call is the batch
 )->tuple[Float[Tensor, ""], dict[str, Mean|Max]]: # (loss, metrics; `ratio` is s, `clip_frac` a share of rows)
     """GSPO with each answer multiplied by its length.
