@@ -287,9 +287,9 @@ task("vespo_loss", tokens, lambda c: ratio_losses.vespo_loss(*A(c)), **loss(prom
 task("luspo_loss", tokens, lambda c: ratio_losses.luspo_loss(*A(c), clip_low=.2, clip_high=.2), **loss(promised=fastest), theirs=trl_losses("luspo", "sequence"))
 task("reinforce_loss", tokens, lambda c: ratio_losses.reinforce_loss(c.logprobs, c.advantages, c.mask), **loss(promised=fastest), theirs=dict(verl=verl_policy("gpg")))
 task("clip_cov, mask and loss", tokens,
-     lambda c: selections.clip_cov_loss(c.logprobs, c.old, c.advantages, selections.clip_cov_mask(c.logprobs, c.advantages, c.entropies, c.mask), c.mask), **loss(promised=fastest),
+     lambda c: selections.clip_cov_loss(*A(c), selected=selections.clip_cov_mask(c.logprobs, c.advantages, c.mask, uniform=c.entropies)), **loss(promised=fastest),
      theirs=dict(verl=verl_policy("clip_cov")))
-task("kl_cov, mask and loss", tokens, lambda c: selections.kl_cov_loss(c.logprobs, c.old, c.advantages, selections.kl_cov_mask(c.logprobs, c.advantages, c.mask), c.mask),
+task("kl_cov, mask and loss", tokens, lambda c: selections.kl_cov_loss(*A(c), selected=selections.kl_cov_mask(c.logprobs, c.advantages, c.mask)),
      **loss(promised=fastest), theirs=dict(verl=verl_policy("kl_cov")))
 task("high_entropy_mask", tokens, lambda c: selections.high_entropy_mask(c.entropies, c.mask),
      theirs=dict(trl=lambda c: peers.bare(trl("trainer.grpo_trainer").GRPOTrainer).get_high_entropy_mask(c.entropies, c.mask, .8)))

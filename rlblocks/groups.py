@@ -138,12 +138,14 @@ def bnpo_advantages(
     """How far each answer is above its group, over a Beta density that fits the batch's pass rates p.
 
     (sᵢ − p_g)/f(p_g; 1 + a/3, 1 + b/3), Beta(a, b) of mean and unbiased variance of p. Xiao et al. 2025 (BNPO).
-    As in their code both are at least 1; the variance is at least 1e-9, where the code divides by 0."""
+    As in their code both are at least 1. Without a spread of p (one group, or equal p) there is no fit, and f = 1: the
+    code divides by 0."""
     of, s = numbered("bnpo_advantages", scores, group)
     centered, n = above_group_mean(s, of)
     p, there = group_means(scores, of, n)[:-1], n[:-1] > 0
-    m, v = masked_mean(p, there), masked_std(p, there).square().clamp(min=1e-9)
-    size = torch.where(there.sum() > 1, m*(1-m)/v - 1, 0.) # a + b
+    m, v = masked_mean(p, there), masked_std(p, there).square()
+    spread = v > torch.finfo(v.dtype).eps**2 * len(p)**2 # more than the rounding of equal rates
+    size = torch.where(spread, m*(1-m)/torch.where(spread, v, 1.) - 1, 0.) # a + b
     alpha, beta = (1 + size*m/3).clamp(min=1), (1 + size*(1-m)/3).clamp(min=1)
     p = torch.where((p == 0) | (p == 1), .5, p) # all are equal: whatever the weight, 0
     log_f = (alpha-1)*p.log() + (beta-1)*(1-p).log() + (alpha+beta).lgamma() - alpha.lgamma() - beta.lgamma()

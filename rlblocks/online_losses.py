@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from .groups import group_numbers
 from .masked import Denom, Mean, finite_logprobs, masked_mean, promoted, same_shape
 from rlblocks.preference_losses import (
     answer_log_ratios, counted, means_of, over_pairs, over_rows, pair_log_ratios, pair_metrics,
@@ -27,9 +28,7 @@ def best_worst_pairs(
     """Which rows make preference pairs: the best and the worst answer to each prompt; equals, singles, NaN make none.
 
     chosen = argmax_g s, rejected = argmin_g s, if max_g s > min_g s. Guo et al. 2024 (online DPO); Dong et al. 2024."""
-    if scores.ndim != 1 or scores.shape != group.shape:
-        raise ValueError(f"best_worst_pairs: scores is {list(scores.shape)}, group is {list(group.shape)}; "
-                         "one score and one id per row are wanted")
+    group = group_numbers("best_worst_pairs", scores, group)
     order = scores.argsort(stable=True) # NaN last
     order = order[group[order].argsort(stable=True)]
     s, at = promoted(scores)[order], torch.arange(len(order), device=order.device)

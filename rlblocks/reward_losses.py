@@ -208,9 +208,9 @@ def rating_loss(
 def safety_loss(
     riskier:Float[Tensor, " P"],       # cost of the more harmful answer; carries the gradient
     safer:Float[Tensor, " P"],         # cost of the other; carries the gradient
+    *,
     riskier_unsafe:Bool[Tensor, " P"], # True where the riskier one was labelled unsafe
     safer_unsafe:Bool[Tensor, " P"],   # True where even the safer one was
-    *,
     weights:Float[Tensor, " P"]|None=None, # multiplies each pair's loss; 0 leaves the pair out
     denom:Denom=None,          # the batch (denom=b), or the pairs of the optimizer step; None = all are in this call
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics); accuracy of the order, sign_accuracy of the labels

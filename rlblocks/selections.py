@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Denom, Max, Mean, Metric, Over, aggregate, finite_logprobs, masked_mean
+from .masked import Counts, Denom, Max, Mean, Metric, Over, aggregate, finite_logprobs, masked_mean
 from .masked import mean_of, promoted, same_shape
 from .policy_losses import log_ratio, ppo_loss, ratio_metrics
 
@@ -38,9 +38,9 @@ def _centered(x, mask):
 def clip_cov_mask(
     logprobs:Float[Tensor, "B T"],   # log π of the tokens as the step begins
     advantages:Float[Tensor, "B T"], # Â
-    uniform:Float[Tensor, "B T"],    # random numbers in [0, 1), drawn once for the batch
     mask:Bool[Tensor, "B T"],        # True where the policy chose token t
     *,
+    uniform:Float[Tensor, "B T"],    # random numbers in [0, 1), drawn once for the batch
     share:float=2e-4,                # how many to select, as a share of all chosen tokens; at least one
     least:float=1.0,                 # covariances above this
     most:float=5.0,                  # and below this are candidates
@@ -79,9 +79,9 @@ def clip_cov_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
     advantages:Float[Tensor, "B T"],   # Â, data
-    selected:Bool[Tensor, "B T"],      # of `clip_cov_mask`: tokens that lose their gradient
     mask:Bool[Tensor, "B T"],          # True where the policy chose token t
     *,
+    selected:Bool[Tensor, "B T"],      # of `clip_cov_mask`: tokens that lose their gradient
     clip_low:float=0.2,                # ε_low: no gradient from 1 − ε_low down if Â < 0
     clip_high:float=0.2,               # ε_high: none from 1 + ε_high up if Â > 0
     over:Over="tokens",                # what weighs the same: every token, every row or every group
@@ -99,9 +99,9 @@ def kl_cov_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
     advantages:Float[Tensor, "B T"],   # Â, data
-    selected:Bool[Tensor, "B T"],      # of `kl_cov_mask`: tokens to keep near the old policy
     mask:Bool[Tensor, "B T"],          # True where the policy chose token t
     *,
+    selected:Bool[Tensor, "B T"],      # of `kl_cov_mask`: tokens to keep near the old policy
     kl_coef:float=1.0,                 # β, weight of the distance at the selected tokens, per nat
     over:Over="tokens",                # what weighs the same: every token, every row or every group
     denom:Denom=None,                  # the batch (denom=b), or its tokens or rows; None = this call is the batch
@@ -233,12 +233,12 @@ def moe_balance_loss(
     load:Float[Tensor, "B E"],            # of `expert_load`: f, over the batch
     mask:Bool[Tensor, "B T"],             # True where the token exists
     *,
-    denom:Denom=None,                     # the batch (denom=b), or its tokens; None = this call is the batch
+    denom:Denom=None,                     # True in `mask` over the optimizer step, a number; None = in this call
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics)
     """Load balancing of one layer of experts: probability for a busy expert costs more.
 
     L = E·Σₜ Σₑ fₑ·pₜₑ / denom. Fedus et al. 2021, eq. 4. Perfect balance gives k, the sum of f, as in transformers;
-    1 in Megatron and DeepSpeed."""
+    1 in Megatron and DeepSpeed. A batch counts chosen tokens only and is refused as `denom`."""
     same_shape(router_logits=router_logits[...,0], mask=mask)
     B, _, E = router_logits.shape
     if load.shape != (B, E): raise ValueError(
@@ -246,18 +246,25 @@ def moe_balance_loss(
         "expert_load(router_logits, mask, top_k=…) of the batch gives it")
     p = torch.where(mask[...,None], promoted(router_logits), 0.).softmax(-1)
     busy = E * (p*load.detach().to(p.dtype).unsqueeze(1)).sum(-1) # a matrix product is half precision in autocast
-    return aggregate(busy, mask, denom=denom), dict(moe_balance=mean_of(busy, mask))
+    return aggregate(busy, mask, denom=_routed("moe_balance_loss", denom)), dict(moe_balance=mean_of(busy, mask))
+
+def _routed(who, denom):
+    if isinstance(denom, Counts): raise TypeError(
+        f"{who}: denom is a {type(denom).__name__}, which counts the tokens that the policy chose, while a router sees "
+        "prompts too; give the number of True in `mask` over the optimizer step: denom=n")
+    return denom
 
 # %% ../nbs/13b_selections.ipynb #8a0c2db0
 def router_z_loss(
     router_logits:Float[Tensor, "B T E"], # of one layer, before the softmax; carries the gradient
     mask:Bool[Tensor, "B T"],             # True where the token exists
     *,
-    denom:Denom=None,                     # the batch (denom=b), or its tokens; None = this call is the batch
+    denom:Denom=None,                     # True in `mask` over the optimizer step, a number; None = in this call
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics)
     """Keep the logits of a router small.
 
-    L = Σ (log Σₑ exp zₑ)² / denom. Zoph et al. 2022, eq. 5."""
+    L = Σ (log Σₑ exp zₑ)² / denom. Zoph et al. 2022, eq. 5. A batch counts chosen tokens only and is refused as
+    `denom`."""
     same_shape(router_logits=router_logits[...,0], mask=mask)
     z = torch.where(mask[...,None], promoted(router_logits), 0.).logsumexp(-1).square()
-    return aggregate(z, mask, denom=denom), dict(router_z=mean_of(z, mask))
+    return aggregate(z, mask, denom=_routed("router_z_loss", denom)), dict(router_z=mean_of(z, mask))

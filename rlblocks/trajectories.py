@@ -150,18 +150,29 @@ def role_advantages(
     role:Int[Tensor, " B"],        # 0 … R − 1: who played the row, numbered over games and sides
     baselines:Float[Tensor, " R"], # b, moving average of each role; zeros at the beginning; data
     *,
+    trajectory:Int[Tensor, " B"]|None=None, # rows of one id and role are turns of one game; None = a row is a game
     decay:float=0.95,              # α, share of the old average
 )->tuple[Float[Tensor, " B"], Float[Tensor, " R"]]: # (advantages, 0 for a NaN; the new baselines)
     """How far each row is above what its role used to earn, and what the role is used to earn now.
 
-    Aᵢ = sᵢ − b, then b ← αb + (1 − α)sᵢ, b of the row's role. Liu et al. 2025 (SPIRAL), role-conditioned estimation."""
-    same_shape("B", scores=scores, role=role)
-    _checked_ids("role_advantages", role=role)
+    Aᵢ = sᵢ − b, then b ← αb + (1 − α)sᵢ, b of the row's role. Liu et al. 2025 (SPIRAL), role-conditioned estimation.
+    Once a game: all turns of a role see the b of before its first scored turn, whose score moves b."""
+    same_shape("B", scores=scores, role=role, trajectory=trajectory)
+    ids = dict(role=role) if trajectory is None else dict(role=role, trajectory=trajectory)
+    _checked_ids("role_advantages", **ids)
     if not 0 <= decay <= 1: raise ValueError(f"role_advantages: decay is {decay}; a share lies within [0, 1]")
     known, s, b = ~scores.isnan(), promoted(scores), promoted(baselines).detach()
-    mine = known & (role == torch.arange(len(b), device=b.device)[:, None]) # [R, B]
+    at = torch.arange(len(s), device=s.device)
+    first = at if trajectory is None else _first_known(joint_groups(role, trajectory), known, at)
+    mine = known & (first == at) & (role == torch.arange(len(b), device=b.device)[:, None]) # [R, B]
     earned = torch.where(mine, (1 - decay)*s.detach(), 0.)
     keeps = torch.where(mine, earned.new_full((), decay), 1.)
     b = linear_scan(torch.cat([b[:, None], earned], 1), pad(keeps, (1, 0))) # [R, B + 1]: column i is before row i
-    before = b[:, :-1].gather(0, role.long()[None])[0]
+    before = at_rows(b[:, :-1].gather(0, role.long()[None])[0], first)
     return torch.where(known, s - before, 0.), b[:, -1]
+
+def _first_known(of, known, at):
+    "The first row with a score of each row's group; 0 where it has none."
+    none = at.new_full((len(at),), len(at))
+    first = none.scatter_reduce(0, of, torch.where(known, at, len(at)), "amin")
+    return at_rows(first % max(len(at), 1), of)

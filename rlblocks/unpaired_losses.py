@@ -41,6 +41,7 @@ def swap_completions(
     tokens:Int[Tensor, "B T"],    # prompts and answers
     mask:Bool[Tensor, "B T"],     # True where the policy chose token t
     lengths:Int[Tensor, " B"],    # tokens that exist
+    *,
     other:Int[Tensor, " B"],      # from `mismatched`
 )->tuple[Int[Tensor, "B T2"], Bool[Tensor, "B T2"], Int[Tensor, " B"]]: # (tokens, mask, lengths) of new rows, T2 = 2T
     """Rows of one's own prompt and another's answer, to be scored for `kto_kl`.

@@ -276,12 +276,24 @@ def test_bnpo_equals_pytorchs_beta(seed):
     assert bnpo_advantages(s + 5, g).isnan().all()
 
 
-def test_bnpo_weighs_at_most_so_much_and_stands_equal_pass_rates():
+def test_bnpo_weighs_at_most_so_much():
     s, g = torch.rand(40, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.arange(40) % 6
     weight = bnpo_advantages(s, g)/group_advantages(s, g, scale=False)
     assert_close(bnpo_advantages(s, g, limit=.3), group_advantages(s, g, scale=False)*weight.clamp(max=.3))
-    alike = bnpo_advantages(torch.tensor([1., 0, 1, 0]), torch.tensor([0, 0, 1, 1]))  # variance 0: published, a division by it
-    assert alike.isfinite().all() and 0 < alike[0] < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n,right", [(8, 4), (7, 3), (3, 1), (10, 9)])
+@pytest.mark.parametrize("groups", [1, 2, 3, 50])
+def test_bnpo_is_flat_where_pass_rates_agree(groups, n, right, dtype):  # variance 0: published, a division by it
+    s, g = (torch.arange(n) < right).to(dtype).repeat(groups), torch.arange(groups).repeat_interleave(n)
+    assert_close(bnpo_advantages(s, g), group_advantages(s, g, scale=False))
+    assert_close(bnpo_advantages(.3*s, g), group_advantages(.3*s, g, scale=False))
+
+
+def test_bnpo_fits_a_spread_however_small():
+    s, g = torch.tensor([1., 0, 1, 1e-6], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    assert bnpo_advantages(s, g).abs().max() < 1e-3 < group_advantages(s, g, scale=False).abs().min()
 
 
 # -- soft values

@@ -97,7 +97,7 @@ def test_a_safety_head_beside_the_reward(how, tmp_path):
         (cost, other), (unsafe, too) = pairs(names["cost"], b), pairs(b.unsafe, b)
         riskier = unsafe | ~too                    # of two equals either
         high, low = torch.where(riskier, cost, other), torch.where(riskier, other, cost)
-        told, m = safety_loss(high, low, torch.where(riskier, unsafe, too), torch.where(riskier, too, unsafe), denom=b.n_units)
+        told, m = safety_loss(high, low, riskier_unsafe=torch.where(riskier, unsafe, too), safer_unsafe=torch.where(riskier, too, unsafe), denom=b.n_units)
         learnt, more = bradley_terry_loss(better, worse, denom=b.n_units)
         return told + learnt, dict(sign=m["sign_accuracy"], order=more["accuracy"])
     for _ in range(40): metrics = scorer.step(b, loss)

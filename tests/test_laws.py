@@ -138,6 +138,7 @@ def test_the_tables_name_blocks_that_exist():
 LAW_OPTIONS = dict(  # what the laws cannot see in a signature: what may have a gradient, whether the loss is linear in the advantage
     dr_grpo_loss=dict(policy=False), asymre_loss=dict(policy=False), luspo_loss=dict(policy=False),
     dro_loss=dict(policy=False), clip_cov_loss=dict(policy=False), kl_cov_loss=dict(policy=False),
+    moe_balance_loss=dict(denom="n_tokens"), router_z_loss=dict(denom="n_tokens"), # a router sees prompts too: they take a number
     multi_head_loss=dict(wrt=("first", "second")), safety_loss=dict(wrt=("riskier", "safer")), tpo_loss=dict(wrt=("chosen", "rejected", "gold")),
 )
 OF_BATCH = dict(rating_loss=dict(marked=GIVEN["rating_loss"]["mask"]), process_reward_loss=dict(steps=MASK)) # columns that a loss only counts: b.n_marked, b.n_steps

@@ -264,6 +264,7 @@ def test_shapes_are_not_broadcast(name):
 
 
 def test_pairs_want_one_score_a_row():
+    with pytest.raises(TypeError, match="best_worst_pairs: group is float32; ids are integers"): best_worst_pairs(torch.zeros(3).long(), torch.zeros(3))
     with pytest.raises(ValueError, match=r"best_worst_pairs: scores is \[3\], group is \[2\]; one score and one id per row"): best_worst_pairs(torch.zeros(3), torch.zeros(2).long())
 
 

@@ -42,7 +42,15 @@ def columns(seed=0):
 
 COLS = columns()
 ROWS = dict(inputs=dict(advantages=COLS["row_advantages"]), denom="n_rows")    # a sequence ratio: one advantage for the row
-SELECTED, ROUTER = dict(inputs=dict(selected=COLS["selected"]), policy=False), dict(inputs={k: COLS[k] for k in ("router_logits", "load")})
+SELECTED, ROUTER = dict(inputs=dict(selected=COLS["selected"]), policy=False), dict(inputs={k: COLS[k] for k in ("router_logits", "load")}, denom="n_tokens")
+
+
+def of_selected(loss):
+    "With `selected` by position, before the mask, like the columns of other losses."
+    def by_position(logprobs, old_logprobs, advantages, selected, mask, *, denom=None, **hyper): return loss(logprobs, old_logprobs, advantages, mask, selected=selected, denom=denom, **hyper)
+    return by_position
+
+
 # name → (loss, options of check_loss); the name's first word is the function's
 SUBJECTS = {
     "dapo": (dapo_loss, {}), "dr_grpo": (partial(dr_grpo_loss, max_tokens=16), dict(denom="n_rows", policy=False)),
@@ -58,7 +66,7 @@ SUBJECTS = {
     "gmpo": (gmpo_loss, ROWS), "gmpo narrow": (partial(gmpo_loss, nats_low=.1, nats_high=.2), ROWS),
     "vespo": (vespo_loss, {}), "vespo rows": (partial(vespo_loss, over="rows", k_pos=1., lam_neg=.5), {}),
     "topr": (topr_loss, {}), "topr rows": (partial(topr_loss, over="rows"), {}), "asymre": (asymre_loss, dict(policy=False)),
-    "clip_cov": (clip_cov_loss, SELECTED), "kl_cov": (kl_cov_loss, SELECTED), "kl_cov rows": (partial(kl_cov_loss, over="rows", kl_coef=.1), SELECTED),
+    "clip_cov": (of_selected(clip_cov_loss), SELECTED), "kl_cov": (of_selected(kl_cov_loss), SELECTED), "kl_cov rows": (partial(of_selected(kl_cov_loss), over="rows", kl_coef=.1), SELECTED),
     "entropy": (entropy_loss, {}), "entropy rows": (partial(entropy_loss, over="rows"), {}), "moe_balance": (moe_balance_loss, ROUTER), "router_z": (router_z_loss, ROUTER),
 }
 every_loss = pytest.mark.parametrize("name", SUBJECTS)
@@ -224,10 +232,10 @@ def test_special_cases_of_the_ratio():
 
 def test_selected_tokens():
     none, kept = torch.zeros_like(MASK), torch.where(COLS["selected"], 0., A)
-    same(lambda *x: clip_cov_loss(*x[:3], none, x[3]), ppo_loss, LP, OLD, A, MASK)
-    same(lambda *x: clip_cov_loss(*x[:3], COLS["selected"], x[3]), lambda *x: ppo_loss(x[0], x[1], kept, x[3]), LP, OLD, A, MASK)
-    assert_close(kl_cov_loss(LP, OLD, A, none, MASK)[0], ppo_loss(LP, OLD, A, MASK, **FREE)[0])
-    extra = kl_cov_loss(LP, OLD, A, COLS["selected"], MASK, kl_coef=.5, denom=7)[0] - ppo_loss(LP, OLD, A, MASK, **FREE, denom=7)[0]
+    same(lambda *x: clip_cov_loss(*x, selected=none), ppo_loss, LP, OLD, A, MASK)
+    same(lambda *x: clip_cov_loss(*x, selected=COLS["selected"]), lambda *x: ppo_loss(x[0], x[1], kept, x[3]), LP, OLD, A, MASK)
+    assert_close(kl_cov_loss(LP, OLD, A, MASK, selected=none)[0], ppo_loss(LP, OLD, A, MASK, **FREE)[0])
+    extra = kl_cov_loss(LP, OLD, A, MASK, selected=COLS["selected"], kl_coef=.5, denom=7)[0] - ppo_loss(LP, OLD, A, MASK, **FREE, denom=7)[0]
     assert_close(extra, .5*(LP-OLD).abs()[COLS["selected"] & MASK].sum()/7)
 
 
@@ -460,16 +468,16 @@ def test_number_of_selected_tokens(share):
     top = kl_cov_mask(LP, A, MASK, share=share)
     assert top.sum() == k and set(cov[top].tolist()) == set(cov[MASK].topk(k).values.tolist()) and not (top & ~MASK).any()
     band = (cov > .1) & (cov < 2) & MASK
-    some = clip_cov_mask(LP, A, COLS["uniform"], MASK, share=share, least=.1, most=2.)
+    some = clip_cov_mask(LP, A, MASK, uniform=COLS["uniform"], share=share, least=.1, most=2.)
     assert some.sum() == min(k, int(band.sum())) and not (some & ~band).any()
     assert set(COLS["uniform"][some].tolist()) == set(COLS["uniform"][band].sort().values[:k].tolist())
-    assert not clip_cov_mask(LP, A, COLS["uniform"], MASK, least=98., most=99.).any()
-    for nothing in (kl_cov_mask(LP, A, MASK & False), clip_cov_mask(LP, A, COLS["uniform"], MASK & False, least=-9.), high_entropy_mask(COLS["entropy"], MASK & False)): assert not nothing.any()
+    assert not clip_cov_mask(LP, A, MASK, uniform=COLS["uniform"], least=98., most=99.).any()
+    for nothing in (kl_cov_mask(LP, A, MASK & False), clip_cov_mask(LP, A, MASK & False, uniform=COLS["uniform"], least=-9.), high_entropy_mask(COLS["entropy"], MASK & False)): assert not nothing.any()
 
 
 def test_ties_select_no_more_than_asked():
     ones = torch.ones(4, 4)
-    assert kl_cov_mask(-ones, ones, ones > 0, share=.25).sum() == 4 and clip_cov_mask(-ones, ones, 0*ones, ones > 0, share=.25, least=-1.).sum() == 4
+    assert kl_cov_mask(-ones, ones, ones > 0, share=.25).sum() == 4 and clip_cov_mask(-ones, ones, ones > 0, uniform=0*ones, share=.25, least=-1.).sum() == 4
 
 
 @pytest.mark.parametrize("share", [0., .1, .2, 1/3, .999, 1.])
@@ -540,6 +548,16 @@ def test_the_load_travels_with_the_batch(T):
         assert_close(sum(parts), whole), assert_close(sum(trimmed), whole)
 
 
+@pytest.mark.parametrize("loss", [lambda x, b, on, n: moe_balance_loss(x, b.load, on, denom=n), lambda x, b, on, n: router_z_loss(x, on, denom=n)], ids=["moe_balance_loss", "router_z_loss"])
+def test_router_losses_count_prompts_and_refuse_a_batch(loss, request):
+    lengths, at = torch.arange(16) % 15 + 2, torch.arange(16)
+    exists, x = at < lengths[:, None], COLS["router_logits"]
+    b = Batch(per_row=["load"], tokens=torch.zeros(16, 16).long(), lengths=lengths, mask=exists & (at >= lengths[:, None]//2), row=torch.arange(16), load=expert_load(x, exists, top_k=2))
+    assert_close(sum(loss(x[p.row], p, exists[p.row], int(lengths.sum()))[0] for p in b.parts(2)), loss(x, b, exists, None)[0])
+    for counts in (b, b.parts(2)[0]):
+        with pytest.raises(TypeError, match=request.node.callspec.id + r": denom is a \w+, which counts the tokens that the policy chose.* True in `mask` over the optimizer step"): loss(x, b, exists, counts)
+
+
 def naive_selections(lp, A, uniform, H, mask, *, share, least, most):
     "Which (row, token) clip_cov, kl_cov and high_entropy select, in Python floats."
     at = [(b, t) for b, row_ in enumerate(mask.tolist()) for t, m in enumerate(row_) if m]
@@ -556,7 +574,7 @@ def test_selections_equal_python(share):
     for seed in range(4):
         c = columns(seed)
         x = [c[k] for k in ("logprobs", "advantages", "uniform", "entropy", "mask")]
-        got = clip_cov_mask(*x[:3], x[4], share=share, least=.05, most=2.), kl_cov_mask(*x[:2], x[4], share=share), high_entropy_mask(*x[3:], share=share)
+        got = clip_cov_mask(*x[:2], x[4], uniform=x[2], share=share, least=.05, most=2.), kl_cov_mask(*x[:2], x[4], share=share), high_entropy_mask(*x[3:], share=share)
         for mine, want in zip(got, naive_selections(*x, share=share, least=.05, most=2.), strict=True): assert set(map(tuple, mine.nonzero().tolist())) == want
 
 
@@ -571,7 +589,7 @@ def test_compiles_to_one_graph(name):
     assert {k: float(m) for k, m in metrics.items()} == pytest.approx({k: float(m) for k, m in expected.items()})
 
 
-BLOCKS = {"token_covariance": (token_covariance, ("logprobs", "advantages", "mask"), {}), "clip_cov_mask": (clip_cov_mask, ("logprobs", "advantages", "uniform", "mask"), dict(share=.1)),
+BLOCKS = {"token_covariance": (token_covariance, ("logprobs", "advantages", "mask"), {}), "clip_cov_mask": (lambda lp, a, u, m, **how: clip_cov_mask(lp, a, m, uniform=u, **how), ("logprobs", "advantages", "uniform", "mask"), dict(share=.1)),
           "kl_cov_mask": (kl_cov_mask, ("logprobs", "advantages", "mask"), dict(share=.1)), "high_entropy_mask": (high_entropy_mask, ("entropy", "mask"), {}),
           "expert_load": (expert_load, ("router_logits", "mask"), dict(top_k=2))}
 
@@ -670,7 +688,7 @@ def errors():
     yield lambda: adaptive_entropy_coef(.1, .1, step=0.), "adaptive_entropy_coef: step is 0.0, least is 0.0, most is 1.0; step is positive"
     yield lambda: expert_load(COLS["router_logits"], MASK, top_k=6), "expert_load: top_k is 6, there are 5 experts"
     yield lambda: moe_balance_loss(COLS["router_logits"], COLS["load"][0], MASK), "moe_balance_loss: load is [5], wanted [16, 5]; expert_load(router_logits, mask, top_k=…)"
-    yield lambda: kl_cov_loss(LP, OLD, A, MASK[:, 1:], MASK), "kl_cov_loss: selected is [16, 15]"
+    yield lambda: kl_cov_loss(LP, OLD, A, MASK, selected=MASK[:, 1:]), "kl_cov_loss: selected is [16, 15]"
 
 
 @pytest.mark.parametrize("call,text", list(errors()))

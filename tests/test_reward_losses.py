@@ -360,12 +360,12 @@ def test_ratings_by_hand():
 
 def test_safety_is_bradley_terry_and_two_regressions():
     c, r, w, s = COLS["chosen"], COLS["rejected"], COLS["tied"], COLS["unsafe"]
-    loss, metrics = safety_loss(c, r, w, s)
+    loss, metrics = safety_loss(c, r, riskier_unsafe=w, safer_unsafe=s)
     want = bradley_terry_loss(c, r)[0] + binary_cross_entropy_with_logits(c, w.double()) + binary_cross_entropy_with_logits(r, s.double())
     assert_close(loss, want)
     assert float(metrics["sign_accuracy"]) == pytest.approx(((c > 0) == w).double().mean()/2 + ((r > 0) == s).double().mean()/2)
     assert float(metrics["accuracy"]) == float(bradley_terry_loss(c, r)[1]["accuracy"])
-    assert not torch.allclose(safety_loss(c+1, r+1, w, s)[0], loss) # the zero has a meaning
+    assert not torch.allclose(safety_loss(c+1, r+1, riskier_unsafe=w, safer_unsafe=s)[0], loss) # the zero has a meaning
 
 
 # -- steps

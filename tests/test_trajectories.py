@@ -153,6 +153,23 @@ def test_roles_equal_a_loop():
     assert_close((torch.cat([head, tail]), b2), (adv, new), atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_roles_step_once_a_game(seed):
+    rng = torch.Generator().manual_seed(seed)
+    s, b = torch.randn(20, 4, generator=rng, dtype=torch.float64), torch.randn(4, generator=rng, dtype=torch.float64)  # of games, for each role
+    game, role = torch.randint(20, (200,), generator=rng).sort().values, torch.randint(4, (200,), generator=rng)
+    scores = torch.where(torch.rand(200, generator=rng) < .2, nan, s[game, role])
+    now, seen, want = b.tolist(), {}, []
+    for x, i, r in zip(scores.tolist(), game.tolist(), role.tolist(), strict=True):
+        if not math.isnan(x) and (i, r) not in seen: seen[i, r], now[r] = now[r], .9*now[r] + .1*x
+        want.append(0. if math.isnan(x) else x - seen[i, r])
+    close = partial(assert_close, atol=1e-12, rtol=1e-12)
+    close(role_advantages(scores, role, b, trajectory=7 - 3*game, decay=.9), (torch.tensor(want, dtype=torch.float64), torch.tensor(now, dtype=torch.float64)))
+    close(role_advantages(scores, role, b, trajectory=torch.arange(200)), role_advantages(scores, role, b))
+    none = torch.zeros(0)
+    assert role_advantages(none, none.long(), b.float(), trajectory=none.long())[0].shape == (0,)
+
+
 # -- relatives
 
 def test_relatives():
@@ -258,6 +275,7 @@ def errors():
     yield lambda: vine_advantages(r, r, m, step=m.long()), ValueError, "vine_advantages: rollouts is [4, 7], mask is [4, 7]; [B, S, K] is wanted, K returns for each step of each row"
     yield lambda: vine_advantages(r, r[..., None], m, step=m.long(), gamma=2.), ValueError, "vine_advantages: gamma is 2.0; it lies within [0, 1]"
     yield lambda: role_advantages(s, i[1:], s), ValueError, "role_advantages: role is [3], scores is [4]; they must be equal, nothing is broadcast"
+    yield lambda: role_advantages(s, i, s, trajectory=s), TypeError, "role_advantages: trajectory is float32; ids are integers"
     yield lambda: role_advantages(s, s, s), TypeError, "role_advantages: role is float32; ids are integers"
     yield lambda: role_advantages(s, i, s, decay=2.), ValueError, "role_advantages: decay is 2.0; a share lies within [0, 1]"
 

@@ -128,7 +128,7 @@ def test_swapped_rows():
     tokens, mask, lengths = COLS["tokens"], COLS["mask"], COLS["lengths"]
     tokens = torch.where(torch.arange(T) < lengths[:, None], tokens, 0)
     other = mismatched(torch.arange(B))
-    new, on, n = swap_completions(tokens, mask, lengths, other)
+    new, on, n = swap_completions(tokens, mask, lengths, other=other)
     start = [next((t for t in range(T) if row[t]), int(length)) for row, length in zip(mask.tolist(), lengths, strict=True)]
     for b in range(B):
         j = int(other[b])
@@ -141,9 +141,9 @@ def test_swapped_rows():
 def test_swapping_twice_in_a_pair_is_the_identity():
     tokens, mask, lengths = torch.tensor([[1, 2, 3, 0], [4, 5, 6, 7]]), torch.tensor([[False, False, True, False], [False, True, False, True]]), torch.tensor([3, 4])
     other = torch.tensor([1, 0])
-    once = swap_completions(tokens, mask, lengths, other)
+    once = swap_completions(tokens, mask, lengths, other=other)
     assert once[0][:, :5].tolist() == [[1, 2, 5, 6, 7], [4, 3, 0, 0, 0]]
-    twice = swap_completions(*once, other)
+    twice = swap_completions(*once, other=other)
     assert twice[0][:, :4].equal(tokens) and twice[1][:, :4].equal(mask) and twice[2].equal(lengths)
 
 
@@ -248,7 +248,7 @@ def test_no_rows_is_zero_with_a_graph(name):
         assert loss == 0 and not x.grad.any()
 
 
-BLOCKS = dict(mismatched=(mismatched, (COLS["group"],)), swap=(swap_completions, (COLS["tokens"], COLS["mask"], COLS["lengths"], torch.arange(16).flip(0))),
+BLOCKS = dict(mismatched=(mismatched, (COLS["group"],)), swap=(lambda tokens, mask, lengths, other: swap_completions(tokens, mask, lengths, other=other), (COLS["tokens"], COLS["mask"], COLS["lengths"], torch.arange(16).flip(0))),
               kl=(kto_kl, (LP, REF)), delta=(bco_delta, (torch.tensor(.5).double(), LP, REF, GOOD)), udm=(udm_weights, (COLS["scores"].sigmoid(), GOOD)),
               units=(aot_units, (LP, REF, GOOD)))
 

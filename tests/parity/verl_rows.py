@@ -257,18 +257,18 @@ def _(c):
     with verl().imports(): return policy("bypass_mode", c, c.advantages, rollout_correction=dict(loss_type="reinforce", rollout_is="token", rollout_is_threshold=2.))
 
 
-@row("verl", "compute_policy_loss_clip_cov, no token clipped", "clip_cov_loss(logprobs, old_logprobs, advantages, clip_cov_mask(logprobs, advantages, x, mask, share=1., least=.2, most=.8), mask, clip_low=1., clip_high=99.)",
+@row("verl", "compute_policy_loss_clip_cov, no token clipped", "clip_cov_loss(logprobs, old_logprobs, advantages, mask, selected=clip_cov_mask(logprobs, advantages, mask, uniform=x, share=1., least=.2, most=.8), clip_low=1., clip_high=99.)",
      wrt="logprobs")
 def _(c): return policy("clip_cov", c, c.advantages, clip_ratio_low=1., clip_ratio_high=99., clip_cov_ratio=1., clip_cov_lb=.2, clip_cov_ub=.8)
 
-@row("verl", "compute_policy_loss_clip_cov", "clip_cov_loss(logprobs, old_logprobs, advantages, clip_cov_mask(logprobs, advantages, x, mask, share=1., least=.2, most=.8), mask)",
+@row("verl", "compute_policy_loss_clip_cov", "clip_cov_loss(logprobs, old_logprobs, advantages, mask, selected=clip_cov_mask(logprobs, advantages, mask, uniform=x, share=1., least=.2, most=.8))",
      wrt="logprobs", because="tokens that PPO's clip has already stopped are no candidates there; the gradient agrees")
 def _(c): return policy("clip_cov", c, c.advantages, clip_cov_ratio=1., clip_cov_lb=.2, clip_cov_ub=.8)
 
-@row("verl", "compute_policy_loss_kl_cov", "kl_cov_loss(logprobs, old_logprobs, advantages, kl_cov_mask(logprobs, advantages, mask, share=.1), mask, kl_coef=.1)", wrt="logprobs")
+@row("verl", "compute_policy_loss_kl_cov", "kl_cov_loss(logprobs, old_logprobs, advantages, mask, selected=kl_cov_mask(logprobs, advantages, mask, share=.1), kl_coef=.1)", wrt="logprobs")
 def _(c): return policy("kl_cov", c, c.advantages, kl_cov_ratio=.1)
 
-@row("verl", "compute_policy_loss_kl_cov ppo_kl_coef, as by default", "kl_cov_loss(logprobs, old_logprobs, advantages, kl_cov_mask(logprobs, advantages, mask, share=.1), mask)", wrt="logprobs",
+@row("verl", "compute_policy_loss_kl_cov ppo_kl_coef, as by default", "kl_cov_loss(logprobs, old_logprobs, advantages, mask, selected=kl_cov_mask(logprobs, advantages, mask, share=.1))", wrt="logprobs",
      because="β is .1 in the configuration, 1 in the function and in the paper")
 def _(c): return policy("kl_cov", c, c.advantages, kl_cov_ratio=.1)
 
