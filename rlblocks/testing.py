@@ -20,7 +20,7 @@ from .probes import outputs, probe, run
 # %% ../nbs/19_testing.ipynb #8eed8f0a
 def _gap(got, want):
     "Largest difference as a share of the largest entry; masks and ids are compared as numbers."
-    got, want = (x if x.is_floating_point() else x.double() for x in (got, want))
+    got, want = (x.detach() if x.is_floating_point() else x.double() for x in (got, want))
     same = (got == want) | (got.isnan() & want.isnan())
     return float((torch.where(same, 0., (got-want).abs()).max() / want.abs().max().clamp(1e-6)).nan_to_num(math.inf))
 
