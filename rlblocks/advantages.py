@@ -90,7 +90,8 @@ def gae(
     """Generalised advantage estimates and the value targets they imply.
 
     Âₜ = δₜ + γλÂₜ₊₁, δₜ = rₜ + γV(sₜ₊₁) − V(sₜ), t+1 the next chosen token. Schulman et al. 2016, eq. 16. Not whitened.
-    A NaN reward stays NaN in its row: see `without_unscored`."""
+    A NaN reward stays NaN in its row: see `without_unscored`. The range of a tensor `lam` is not checked: that would
+    wait for the device."""
     same_shape("B T", rewards=rewards, values=values, mask=mask)
     lam = _checked_lam("gae", gamma, lam, rewards, mask)
     def rows(r, v, mask, lam):

@@ -204,7 +204,7 @@ def aggregate(
     """Reduce token losses to one number, so that the losses of the parts of a batch add up to the loss of the batch.
 
     tokens: Σ x / tokens. rows: Σ_rows (mean of the row) / rows. groups: Σ_groups (mean of the group's tokens) / groups,
-    which needs `denom=b`."""
+    which needs `denom=b` with its rows in the order of `x`: the batch knows which group each row is of."""
     same_shape("B T", x=x, mask=mask)
     totals, counts = masked_sum(x, mask, dim=-1), mask.sum(-1)
     match over:

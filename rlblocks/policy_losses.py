@@ -177,10 +177,14 @@ def adaptive_clip(
         "clip_low goes down to its second number, clip_high up, in steps above 0")
     ratio = log_ratio(logprobs.detach(), old_logprobs, mask).exp()
     A = torch.where(mask, promoted(advantages.detach()), 0.)
+    if (ratio.isnan() | A.isnan()).any(): raise ValueError(
+        "adaptive_clip: logprobs, old_logprobs or advantages are NaN at a chosen token, so no share can be compared; "
+        "leave such rows out: `without_unscored`")
     lows = [max(clip_low[0] - i*step, clip_low[1]) for i in range(_steps(clip_low, step) + 1)]
     highs = [min(clip_high[0] + i*step, clip_high[1]) for i in range(_steps(clip_high, step) + 1)]
     for low,high in [(low, highs[0]) for low in lows] + [(lows[-1], high) for high in highs[1:]]:
-        good, bad = (ratio.clamp(max=1+high)*A.relu()).sum(), (ratio.clamp(min=1-low)*(-A).relu()).sum()
+        good = (ratio.clamp(max=1+high)*A.relu()).sum()
+        bad = torch.where(A < 0, ratio.clamp(min=1-low)*-A, 0.).sum() # a ratio may be infinite where Â is 0
         if good >= share*(good + bad): break
     return low, high
 

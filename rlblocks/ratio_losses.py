@@ -259,7 +259,8 @@ def gspo_loss(
     """PPO with one ratio for each answer, every row weighing the same.
 
     L = Σ_rows max(−sÂ, −clip(s, 1−ε_low, 1+ε_high)Â) / rows, s = exp(mean log ρ). Zheng et al. 2025, eq. 5 and 7.
-    Where Â differs within a row, it is the mean over the row's tokens."""
+    Where Â differs within a row, each token is clipped by the sign of its own Â at the row's s, then the row is
+    averaged; `clip_frac` counts rows by the sign of their mean Â."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     x = log_ratio(logprobs, old_logprobs, mask)
     s = _sequence_ratio(x, mask)

@@ -391,6 +391,12 @@ def test_adaptive_clip_ends_at_its_bounds():
     bad, nothing = (LP, OLD, -A.abs(), MASK), (LP, OLD, A, MASK & False)
     assert adaptive_clip(*bad) == pytest.approx((.1, 2.)) and adaptive_clip(*nothing) == (.4, .2)
     assert adaptive_clip(LP, OLD, A.abs(), MASK, share=1.) == (.4, .2)
+    for i in range(3): # a NaN compares as False: the widest interval, and no word
+        broken = [x.clone() for x in (LP, OLD, A)]
+        broken[i][MASK] = nan
+        with pytest.raises(ValueError, match="adaptive_clip: logprobs, old_logprobs or advantages are NaN at a chosen token"): adaptive_clip(*broken, MASK)
+        broken = [torch.where(MASK, x, nan) for x in (LP, OLD, A)]
+        assert adaptive_clip(*broken, MASK) == adaptive_clip(LP, OLD, A, MASK)
     with pytest.raises(ValueError, match="adaptive_clip: clip_low is .*clip_low goes down to its second number"): adaptive_clip(LP, OLD, A, MASK, clip_low=(.1, .4))
 
 
