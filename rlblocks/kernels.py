@@ -24,7 +24,7 @@ def find_triton(): return find_spec("triton") is not None
 # %% ../nbs/01b_kernels.ipynb #2f9472c3
 @cache
 def language()->Any:
-    "Triton's decorator for kernels; it comes, and with it what both kernels call, only where Triton is."
+    "Triton's decorator for kernels, imported when first used; also defines `shaped_block`, which both kernels call."
     global tl, shaped_block # where Triton looks for what a kernel calls
     import triton # type: ignore[import-not-found]
     import triton.language as tl # type: ignore[import-not-found]
