@@ -172,6 +172,12 @@ def test_what_is_no_count_is_refused(denom, error, says):
     with pytest.raises(error, match=says.replace("n_tokens", "n_units")): bradley_terry_loss(x[0], x[1], denom=denom)
 
 
+def test_a_count_that_changes_compiles_to_one_graph(): # a number that differs from call to call is a symbol there
+    x, mask = ragged()
+    compiled = torch.compile(lambda n: aggregate(x, mask, denom=n), fullgraph=True, backend="eager")
+    for n in (7, 8, 9, 0, torch.tensor(3)): assert_close(compiled(n), aggregate(x, mask, denom=n))
+
+
 def test_means_of_rows_take_no_batch():
     b = Batch(**sample_columns())
     x, mask = b.values, b.mask
