@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, Protocol, no_type_check, runtime_checkable
 
 import torch
@@ -116,11 +117,19 @@ def divisor(
 )->Number|Int[Tensor, "..."]: # never 0
     """What a loss divides by: `denom`'s count of that name, `denom` itself if it is a number, or `here`.
 
-    A sum over nothing is 0 whatever it is divided by, so a count of 0 reads as 1. TypeError where `denom` has none."""
-    n = here if denom is None else getattr(denom, name, denom)
-    if isinstance(n, Tensor): return torch.where(n == 0, 1, n)
-    if isinstance(n, (int, float)): return n or 1
-    raise TypeError(f"denom is a {type(denom).__name__}, which has no {name}; give the batch (denom=b), or that count "
+    A sum over nothing is 0 whatever it is divided by, so a count of 0 reads as 1. TypeError where `denom` has none,
+    ValueError where it is no count: several numbers, or one below 0."""
+    n = here if denom is None else denom
+    if not isinstance(n, (int, float, Tensor)): n = getattr(n, name, n) # torch.compile cannot ask a number for a name
+    if isinstance(n, Tensor) and n.dtype is not torch.bool:
+        if denom is None or n.ndim == 0: return torch.where(n == 0, 1, n) # its value is not read: that would wait
+        raise ValueError(f"denom is {list(n.shape)}; one number is wanted, the {name} of the whole optimizer step: "
+                         f"the batch (denom=b), or {name}.sum()")
+    if isinstance(n, (int, float, Real)) and not isinstance(n, bool):
+        if n >= 0: return n or 1 # of nan, this is False
+        raise ValueError(f"denom is {n}; it divides a sum, and must be a count: the batch (denom=b), or its {name}")
+    kind = "Bool tensor" if isinstance(n, Tensor) else type(n).__name__
+    raise TypeError(f"denom is a {kind}, which has no {name}; give the batch (denom=b), or that count "
                     "of the optimizer step as a number")
 
 # %% ../nbs/00_masked.ipynb #1d0cdf89
@@ -151,6 +160,9 @@ def masked_mean(
     if x.ndim != 2 and isinstance(denom, Counts):
         raise ValueError(f"masked_mean: x is {list(x.shape)}, and of a {type(denom).__name__} only values of tokens, "
                          "[B, T], know what to take; say which: denom=b.n_rows or denom=b.n_units")
+    if dim is not None and isinstance(denom, Counts):
+        raise ValueError(f"masked_mean: dim={dim} asks for several means, and the tokens of a {type(denom).__name__} "
+                         "are the count of one; leave out dim, or denom (each mean then has its own count)")
     here = x.numel() // max(total.numel(), 1) if mask is None else mask.sum(dim)
     return total / divisor(denom, "n_tokens", here)
 

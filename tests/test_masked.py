@@ -1,6 +1,7 @@
 """Laws of the masked arithmetic: one number for every cut, nothing from under the mask, errors that say what to do."""
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -8,6 +9,7 @@ from torch.testing import assert_close
 from rlblocks.batch import Batch
 from rlblocks.masked import Counts, Last, Max, Mean, aggregate, divisor, masked_mean, masked_std, masked_sum, mean_of, merge, promoted, same_shape, whiten
 from rlblocks.oracles import naive_aggregate, sample_columns
+from rlblocks.reward_losses import bradley_terry_loss
 
 REDUCTIONS = {
     "sum": masked_sum, "mean": masked_mean, "std": masked_std, "whiten": whiten, "tokens": aggregate,
@@ -157,9 +159,35 @@ def test_no_rows_and_no_columns():
 
 # numbers
 
+@pytest.mark.parametrize(("denom", "error", "says"), [
+    (torch.tensor([3, 4]), ValueError, r"denom is \[2\]; one number is wanted, the n_tokens of the whole optimizer step"), (torch.tensor([3]), ValueError, r"denom is \[1\]"),
+    (-3, ValueError, r"denom is -3; it divides a sum, and must be a count"), (-.5, ValueError, "denom is -0.5"), (float("nan"), ValueError, "denom is nan"), (np.float32(-1), ValueError, "denom is -1"),
+    (True, TypeError, "denom is a bool, which has no n_tokens"), (torch.tensor(True), TypeError, "denom is a Bool tensor"), (np.bool_(True), TypeError, "denom is a bool"), ("3", TypeError, "denom is a str"),
+], ids=str)
+def test_what_is_no_count_is_refused(denom, error, says):
+    x, mask = ragged()
+    for f in (masked_mean, aggregate):
+        with pytest.raises(error, match=says): f(x, mask, denom=denom)
+    with pytest.raises(error, match=says): masked_mean(x, mask, dim=-1, denom=denom)
+    with pytest.raises(error, match=says.replace("n_tokens", "n_units")): bradley_terry_loss(x[0], x[1], denom=denom)
+
+
+def test_a_count_that_changes_compiles_to_one_graph(): # a number that differs from call to call is a symbol there
+    x, mask = ragged()
+    compiled = torch.compile(lambda n: aggregate(x, mask, denom=n), fullgraph=True, backend="eager")
+    for n in (7, 8, 9, 0, torch.tensor(3)): assert_close(compiled(n), aggregate(x, mask, denom=n))
+
+
+def test_means_of_rows_take_no_batch():
+    b = Batch(**sample_columns())
+    x, mask = b.values, b.mask
+    with pytest.raises(ValueError, match="masked_mean: dim=-1 asks for several means, .* leave out dim, or denom"): masked_mean(x, mask, dim=-1, denom=b)
+    assert_close(masked_mean(x, mask, dim=-1, denom=4), masked_sum(x, mask, dim=-1)/4)
+
+
 def test_denominators_may_be_numbers_or_tensors():
     x, mask = ragged()
-    for n in (7, 7., torch.tensor(7), torch.tensor(7.)): assert_close(masked_mean(x, mask, denom=n), masked_sum(x, mask)/7, check_dtype=False)
+    for n in (7, 7., torch.tensor(7), torch.tensor(7.), np.int64(7), np.float32(7)): assert_close(masked_mean(x, mask, denom=n), masked_sum(x, mask)/7, check_dtype=False)
     assert_close(masked_mean(x, mask, denom=.5), masked_sum(x, mask)*2) # only 0 is replaced
 
 

@@ -13,6 +13,7 @@ from test_floors import FLOORS
 LOW = sorted(m for m in FLOORS if FLOORS[m] <= 1)
 NOTEBOOKS = sorted(ROOT.glob("nbs/[01]*.ipynb"))
 HEAD = {"logprobs"}                      # where a gradient written by hand saves memory of the size of the vocabulary
+DICTS = {"metrics", "cut"}                # names of dictionaries, which a loss fills key by key
 MACHINERY = {"testing", "oracles", "probes"} # no blocks
 WIDTH = 120
 each_module, each_notebook = pytest.mark.parametrize("module", LOW), pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
@@ -26,16 +27,22 @@ def functions(tree): return [f for f in ast.walk(tree) if isinstance(f, ast.Func
 # -- formulas, not gradients
 
 def hand_written(tree):
-    "Gradients written by hand: subclasses of autograd.Function, and torch's own …_backward called as an operation."
+    "Gradients written by hand: subclasses of autograd.Function, torch's own …_backward called as an operation, custom_op and register_hook."
     found = [c.name for c in ast.walk(tree) if isinstance(c, ast.ClassDef) and any(re.search(r"(^|\.)Function$", ast.unparse(b)) for b in c.bases)]
-    return found + [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr.endswith("_backward")]
+    return found + [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and (n.attr.endswith("_backward") or n.attr in ("custom_op", "register_hook"))]
 
 
 def in_place(tree):
-    "Calls that write into a tensor: methods that end in _, and out=."
+    "What writes into a tensor: methods that end in _, out=, inplace=True, and in bodies of functions x += y and x[i] = y (but of a DICT)."
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
     methods = [f"line {n.lineno}: {ast.unparse(n.func)}" for n in calls if isinstance(n.func, ast.Attribute) and re.search(r"[a-z]_$", n.func.attr)]
-    return methods + [f"line {n.lineno}: {ast.unparse(n.func)}(out=…)" for n in calls if any(k.arg == "out" for k in n.keywords)]
+    options = [f"line {n.lineno}: {ast.unparse(n.func)}({k.arg}=…)" for n in calls for k in n.keywords
+               if k.arg == "out" or k.arg == "inplace" and ast.unparse(k.value) != "False"]
+    inside = {id(n): n for f in functions(tree) for n in ast.walk(f)}.values()
+    stores = [n for n in inside if isinstance(n, ast.AugAssign) or isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)]
+    targets = {id(n.target) for n in stores if isinstance(n, ast.AugAssign)} # x[0] += 1 is said once
+    stores = [n for n in stores if id(n) not in targets and not (isinstance(n, ast.Subscript) and ast.unparse(n.value) in DICTS)]
+    return methods + options + [f"line {n.lineno}: {ast.unparse(n)}{' = …'*isinstance(n, ast.Subscript)}" for n in stores]
 
 
 @pytest.mark.parametrize("module", [m for m in LOW if m not in HEAD])
@@ -52,9 +59,12 @@ def test_nothing_is_written_in_place_where_losses_are(module):
 
 def test_these_two_checks_see_what_they_forbid():
     tree = ast.parse("class A(torch.autograd.Function): pass\nclass B(Function): pass\nclass C(FunctionLike): pass\n"
-                     "y = torch.ops.aten.threshold_backward(x, g, 0.)\nx.mul_(2)\ntorch.add(x, y, out=x)\nx.__init__()\nf._replace(a=1)\nx.clamp(0)")
-    assert hand_written(tree) == ["A", "B", "torch.ops.aten.threshold_backward"]
-    assert in_place(tree) == ["line 5: x.mul_", "line 6: torch.add(out=…)"]
+                     "y = torch.ops.aten.threshold_backward(x, g, 0.)\nx.mul_(2)\ntorch.add(x, y, out=x)\nx.__init__()\nf._replace(a=1)\nx.clamp(0)\n"
+                     "relu(x, inplace=True)\nx.register_hook(f)\ntorch.library.custom_op('a::b')\nn += 1\nNAMES['a'] = 1\n"
+                     "def f(x, y):\n  x += 1\n  x[0] = 2\n  x *= y\n  x[:, 1] -= 3\n  metrics['a'] = x[0]\n  x[0], y = y, x\n  return relu(x, inplace=False)")
+    assert hand_written(tree) == ["A", "B", "torch.ops.aten.threshold_backward", "x.register_hook", "torch.library.custom_op"]
+    assert sorted(in_place(tree)) == sorted(["line 5: x.mul_", "line 6: torch.add(out=…)", "line 10: relu(inplace=…)", "line 16: x += 1", "line 17: x[0] = …",
+                                             "line 18: x *= y", "line 19: x[:, 1] -= 3", "line 21: x[0] = …"])
 
 
 # -- modules
