@@ -119,7 +119,7 @@ def divisor(
 
     A sum over nothing is 0 whatever it is divided by, so a count of 0 reads as 1. TypeError where `denom` has none,
     ValueError where it is no count: several numbers, or one below 0."""
-    n = here if denom is None else denom
+    n:Any = here if denom is None else denom
     if not isinstance(n, (int, float, Tensor)): n = getattr(n, name, n) # torch.compile cannot ask a number for a name
     if isinstance(n, Tensor) and n.dtype is not torch.bool:
         if denom is None or n.ndim == 0: return torch.where(n == 0, 1, n) # its value is not read: that would wait
