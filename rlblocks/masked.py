@@ -119,13 +119,14 @@ def divisor(
 
     A sum over nothing is 0 whatever it is divided by, so a count of 0 reads as 1. TypeError where `denom` has none,
     ValueError where it is no count: several numbers, or one below 0."""
-    n:Any = here if denom is None else denom
+    n = here if denom is None else denom
     if not isinstance(n, (int, float, Tensor)): n = getattr(n, name, n) # torch.compile cannot ask a number for a name
     if isinstance(n, Tensor) and n.dtype is not torch.bool:
         if denom is None or n.ndim == 0: return torch.where(n == 0, 1, n) # its value is not read: that would wait
         raise ValueError(f"denom is {list(n.shape)}; one number is wanted, the {name} of the whole optimizer step: "
                          f"the batch (denom=b), or {name}.sum()")
-    if isinstance(n, (int, float, Real)) and not isinstance(n, bool):
+    if isinstance(n, Real) and not isinstance(n, (int, float)): n = float(n) # numpy's
+    if isinstance(n, (int, float)) and not isinstance(n, bool):
         if n >= 0: return n or 1 # of nan, this is False
         raise ValueError(f"denom is {n}; it divides a sum, and must be a count: the batch (denom=b), or its {name}")
     kind = "Bool tensor" if isinstance(n, Tensor) else type(n).__name__
