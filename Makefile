@@ -60,8 +60,10 @@ export: .venv/.dev
 	$(BIN)/nbdev-clean --fname nbs
 	$(BIN)/nbdev-clean --fname tutorials
 
+# README.md from nbs/index.ipynb, and the page of all blocks from their docstrings
 readme: .venv/.dev
 	$(BIN)/python nbs/make_readme.py
+	$(BIN)/python nbs/make_blocks.py
 
 lint: .venv/.dev
 	$(BIN)/ruff check rlblocks tests benchmarks tutorials nbs
