@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, no_type_check, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import hardtanh, threshold
+from torch.nn.functional import hardtanh
 
 Number = float | int | Float[Tensor, ""] | Int[Tensor, ""]
 
@@ -92,7 +92,7 @@ def finite_logprobs(
     """Log-probs without −inf: what is impossible counts as −10¹⁵ nats and has no gradient. NaN stays NaN.
 
     max(log π, −10¹⁵)."""
-    return threshold(promoted(logprobs), LOG_ZERO, LOG_ZERO) # a clamp from below, in fewer passes backward
+    return promoted(logprobs).clamp(min=LOG_ZERO)
 
 # %% ../nbs/00_masked.ipynb #61c07f86
 def clip(x, low=-math.inf, high=math.inf): # x.clamp(low, high), in fewer passes backward; no gradient at the bounds
