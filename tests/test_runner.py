@@ -115,7 +115,8 @@ def closures():
         params = inspect.signature(f).parameters
         data = [k for k, p in params.items() if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
         if "divergence" in params: continue         # a divergence of one's own
-        hyper = {k: HYPER[k] for k, p in params.items() if p.kind is p.KEYWORD_ONLY and k != "denom" and p.default is p.empty}
+        wanted = [k for k, p in params.items() if p.kind is p.KEYWORD_ONLY and k != "denom" and p.default is p.empty]
+        hyper, columns = {k: HYPER[k] for k in wanted if k in HYPER}, [k for k in wanted if k not in HYPER]
         if "chosen" in data:
             def loss(out, b, f=f, data=data, hyper=hyper):
                 mine, ref = (masked_sum(x, b.mask, dim=-1) for x in (out.logprobs, b.ref_logprobs))
@@ -127,9 +128,9 @@ def closures():
                 here = dict(logprobs=masked_sum(out.logprobs, b.mask, dim=-1), ref_logprobs=masked_sum(b.ref_logprobs, b.mask, dim=-1), advantages=b.row_advantages, desirable=b.desirable, win_prob=b.win_prob, quantiles=b.win_prob)
                 return f(*(here[k] for k in data), **hyper, denom=b)
         elif "mask" in data and data[0] in ("logprobs", "values", "entropy", "logits") and name not in ("hps_loss",):
-            def loss(out, b, f=f, data=data, hyper=hyper):
+            def loss(out, b, f=f, data=data, hyper=hyper, columns=columns):
                 find = lambda word: getattr(out, word) if word in ("logprobs", "values", "entropy", "logits") else b["win_prob" if word == "scores" else word]
-                return f(*map(find, data), **hyper, denom=b.n_tokens if f.__name__ == "process_reward_loss" else b)      # whose steps are the tokens here
+                return f(*map(find, data), **hyper, **{k: b[k] for k in columns}, denom=b.n_tokens if f.__name__ == "process_reward_loss" else b)      # whose steps are the tokens here
         elif data[0] == "router_logits":
             def loss(out, b, f=f, data=data):
                 find = lambda word: out.router_logits[:, :, 0] if word == "router_logits" else b.load[:, 0] if word == "load" else b[word]
