@@ -245,7 +245,6 @@ def sequence_ratio(
 
 def _sequence_ratio(x, mask): return torch.where(mask.any(-1), masked_mean(x, mask, dim=-1).exp(), 0.)
 
-#| export
 def gspo_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
