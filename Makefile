@@ -46,7 +46,7 @@ demo: .venv/.demo
 	$(BIN)/python tutorials/demo.py
 
 test: .venv/.dev .venv/.peers lint
-	ls nbs/*.ipynb tutorials/*.ipynb | xargs -n 1 -P 2 $(BIN)/nbdev-test --n-workers 0 --timing
+	ls nbs/*.ipynb nbs/*/*.ipynb tutorials/*.ipynb | xargs -n 1 -P 2 $(BIN)/nbdev-test --n-workers 0 --timing
 	$(BIN)/python -m pytest tests
 
 # The table of agreement with the peers: benchmarks/results/agreement.json, then the docs page that shows it.

@@ -39,8 +39,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT/"tests"/"parity"))
 import peers  # noqa: E402
 
-from rlblocks import advantages, best_of, corrections, distill_losses, groups, kl, logprobs, margins, masked, policy_losses, preference_losses  # noqa: E402
-from rlblocks import online_losses, ratio_losses, reward_losses, selections, teachers, unpaired_losses, value_losses  # noqa: E402
+from rlblocks.arithmetic import kl, logprobs, masked  # noqa: E402
+from rlblocks.losses import distill as distill_losses, margins, online as online_losses, policy as policy_losses  # noqa: E402
+from rlblocks.losses import preference as preference_losses, ratio as ratio_losses, reward as reward_losses  # noqa: E402
+from rlblocks.losses import selections, unpaired as unpaired_losses, value as value_losses  # noqa: E402
+from rlblocks.signals import advantages, best_of, corrections, groups, teachers  # noqa: E402
 
 LONG, WIDE, SQUARE = (8, 131_072), (128, 8_192), (1_024, 1_024)
 STEP = (64, 1_024)                    # 65,536 tokens: where losses are judged

@@ -36,10 +36,10 @@ from pathlib import Path
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from rlblocks.batch import Batch, widen
-from rlblocks.buffer import Buffer
-from rlblocks.place import Call
-from rlblocks.ragged import ragged
+from rlblocks.data.batch import Batch, widen
+from rlblocks.data.buffer import Buffer
+from rlblocks.placement.place import Call
+from rlblocks.data.ragged import ragged
 
 GROUPS, SIZE, BATCHES, DRAW = 64, 8, 8, 32
 ALLOWED = dict(gsm8k=1024, long=8192)  # longest sequence: what a padded store must have room for

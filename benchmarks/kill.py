@@ -32,8 +32,8 @@ import torch
 from torch import nn
 
 from rlblocks import Buffer, Checkpoint, Critic, Policy, Prompts, Rollout, SpmdPool, adaptive_kl_coef, at_tokens, group_advantages, masked_mean, merge, ppo_loss
-from rlblocks.optim import Ema, adamw
-from rlblocks.weights import checksum
+from rlblocks.engines.optim import Ema, adamw
+from rlblocks.engines.weights import checksum
 
 LORA = dict(r=4, target_modules=["layers.0", "layers.1"])
 ROWS = [dict(prompt=f"{i}{i}", answer=str(i % 7)) for i in range(10)]

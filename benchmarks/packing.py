@@ -29,8 +29,8 @@ from pathlib import Path
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from rlblocks.balancing import balance
-from rlblocks.packing import bin_pack, plan_micro_batches
+from rlblocks.data.balancing import balance
+from rlblocks.data.packing import bin_pack, plan_micro_batches
 
 CAP, N, ROWS, PARTS = 2048, 100_000, 4096, 256
 PROMISED = dict(pack=2., balance=5.)

@@ -27,12 +27,12 @@ import transformers
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rlblocks import Batch, Policy, Rollout
-from rlblocks.appetites import appetite
-from rlblocks.decoding import Decoder
-from rlblocks.head import output_layer
-from rlblocks.plain import HALF
-from rlblocks.planning import plan, plan_rollout
-from rlblocks.sharded import checkpoint_layers_
+from rlblocks.placement.memory import appetite
+from rlblocks.rollout.decoding import Decoder
+from rlblocks.engines.modules import output_layer
+from rlblocks.engines.world import HALF
+from rlblocks.placement.planning import plan, plan_rollout
+from rlblocks.engines.modules import checkpoint_layers_
 
 RESULTS = Path(__file__).parent/"results"
 TOKENS, ROW = 512, 128

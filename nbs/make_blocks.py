@@ -19,9 +19,9 @@ LINK = re.compile(r"\[([^\]]+)\]\((https?://[^)\s]+)\)")
 
 def notebooks():
     "(path, module, [(kind, text) of its cells]) of the notebooks of floors 0 and 1 that export a module."
-    for path in sorted((ROOT/"nbs").glob("[01]*.ipynb")):
+    for path in sorted((ROOT/"nbs").glob("*/[0-3]*.ipynb")):
         cells = [(c["cell_type"], "".join(c["source"])) for c in json.loads(path.read_text(encoding="utf-8"))["cells"]]
-        module = next((m[1] for _, text in cells if (m := re.search(r"#\| *default_exp (\w+)", text))), None)
+        module = next((m[1] for _, text in cells if (m := re.search(r"#\| *default_exp ([\w.]+)", text))), None)
         if module: yield path, module, cells
 
 
@@ -74,13 +74,13 @@ def offered():
 
 def table(path, module, cells, everywhere, flat):
     "One family, or nothing if its notebook exports none."
-    rows, of = [], sections(cells)
+    rows, of, link = [], sections(cells), path.relative_to(ROOT/"nbs")
     for name, doc, i in exported(cells):
         heading, text = of[i]
         anchor = f"#{name}" if heading == f"`{name}`" else ""
         where = "" if name in flat else f" (`rlblocks.{module}`)"
         cited = ", ".join(papers(doc, addresses(text), everywhere))
-        rows.append(f"| [`{name}`]({path.name}{anchor}){where} | {sentence(doc)} | {cited} |")
+        rows.append(f"| [`{name}`]({link}{anchor}){where} | {sentence(doc)} | {cited} |")
     return "\n".join(["| name | what it does | paper |", "|---|---|---|", *rows]) if rows else ""
 
 
@@ -92,7 +92,7 @@ def render():
     for path, module, own in books:
         if not (rows := table(path, module, own, everywhere, flat)): continue
         title, about = next(m for kind, text in own if (m := re.match(r"# (.+)\n+> (.+)", text))).groups()
-        cells += [f"## {title}\n\n{about}: [{path.stem}]({path.name})", rows]
+        cells += [f"## {title}\n\n{about}: [{path.stem}]({path.relative_to(ROOT/'nbs')})", rows]
     cells = [dict(cell_type="markdown", id=f"{i:08x}", metadata={}, source=text.splitlines(keepends=True))
              for i, text in enumerate(cells)]
     metadata = dict(kernelspec=dict(display_name="python3", language="python", name="python3"))

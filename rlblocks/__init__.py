@@ -15,118 +15,118 @@ _collecting = gc.isenabled()
 gc.disable()
 
 try:
-    from rlblocks.advantages import (
+    from rlblocks.signals.advantages import (
         at_tokens, discounted_returns, gae, length_adaptive_lam, n_step_returns, reinforce_pp_advantages,
         remax_advantages, vtrace,
     )
-    from rlblocks.balancing import balance, balance_families, fit_row_costs, row_costs
-    from rlblocks.batch import Batch, Whole, pairs, seed_of
-    from rlblocks.best_of import (
+    from rlblocks.data.balancing import balance, balance_families, fit_row_costs, row_costs
+    from rlblocks.data.batch import Batch, Whole, pairs, seed_of
+    from rlblocks.signals.best_of import (
         best_of_n_advantages, best_random_weights, best_worst_weights, group_pass_at_k_advantages,
         pass_at_k_advantages, pf_ppo_weights, resampled_rows,
     )
-    from rlblocks.buffer import Buffer, replay_draw
-    from rlblocks.components import components_loss
-    from rlblocks.corrections import (
+    from rlblocks.data.buffer import Buffer, replay_draw
+    from rlblocks.losses.components import components_loss
+    from rlblocks.signals.corrections import (
         binary_kl, binary_tv, fresh_mask, geometric_mask, geometric_weights, icepop_weights, k3_mask,
         off_policy_sequence_mask, proximal_logprobs, row_max, row_mean, row_sum, sequence_mask, sequence_weights,
         staleness_weights, token_mask, truncated_weights, veto_mask, within,
     )
-    from rlblocks.distill_losses import (
+    from rlblocks.losses.distill import (
         dft_loss, forward_kl_loss, jsd, jsd_loss, reverse_kl_loss, sft_loss, support_logprobs, uld_loss,
     )
-    from rlblocks.dynamic import mixed_groups, refill
-    from rlblocks.groups import (
+    from rlblocks.data.refill import mixed_groups, refill
+    from rlblocks.signals.groups import (
         bnpo_advantages, cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out,
         lite_ppo_advantages, maxrl_advantages, opo_advantages, optimal_token_baseline, reinforce_pp_baseline,
         soft_values,
     )
-    from rlblocks.implicit_rewards import implicit_process_rewards, implicit_reward_loss
-    from rlblocks.kl import (
+    from rlblocks.losses.implicit_rewards import implicit_process_rewards, implicit_reward_loss
+    from rlblocks.arithmetic.kl import (
         adaptive_kl_coef, annealed_kl_coef, full_kl, kl_k1, kl_k2, kl_k3, ratio_corrected, straight_through,
     )
-    from rlblocks.logprobs import (
+    from rlblocks.arithmetic.logprobs import (
         entropy, gather_logprobs, linear_logprobs, linear_measured, sequence_logprobs, token_logprobs,
     )
-    from rlblocks.margins import (
+    from rlblocks.losses.margins import (
         alpha_reward, alphapo_loss, aot_loss, aot_matched, chi_reward, chipo_loss, cpo_loss, f_dpo_loss,
         forward_kl_reward, js_reward, ld_logprobs, orpo_loss, simpo_loss, tpo_loss, wpo_weights,
     )
-    from rlblocks.masked import (
+    from rlblocks.arithmetic.masked import (
         Counts, Denom, Last, Max, Mean, Metric, Number, Over, aggregate, divisor, finite_logprobs, masked_mean,
         masked_std, masked_sum, mean_of, merge, same_shape, whiten,
     )
-    from rlblocks.mismatch import effective_share, mismatch_metrics, probability_correlation
-    from rlblocks.online_losses import (
+    from rlblocks.signals.mismatch import effective_share, mismatch_metrics, probability_correlation
+    from rlblocks.losses.online import (
         a2po_loss, best_worst_pairs, geometric_mixture, nash_md_loss, qrpo_loss, quantile_rewards, rebel_loss,
         xpo_loss,
     )
-    from rlblocks.oracles import (
+    from rlblocks.testing.oracles import (
         naive_aggregate, naive_gae, naive_group_advantages, naive_leave_one_out, naive_ppo_loss, naive_returns,
         naive_token_logprobs, naive_value_loss, sample_columns,
     )
-    from rlblocks.packing import (
+    from rlblocks.data.packing import (
         Packed, bin_pack, drop_long, micro_batch_count, pack, pad, plan_micro_batches, shared_prefix, split_long,
         unpack,
     )
-    from rlblocks.policy_losses import (
+    from rlblocks.losses.policy import (
         adaptive_clip, assert_on_policy, clip_metrics, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss,
         log_ratio, ppo_loss, ratio_metrics,
     )
-    from rlblocks.preference_losses import (
+    from rlblocks.losses.preference import (
         answer_log_ratios, apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, dpop_loss,
         exo_loss, hinge_loss, ipo_loss, nca_loss, over_pairs, over_rows, pair_log_ratios, pair_metrics,
         preference_margin, robust_dpo_loss, sppo_loss,
     )
-    from rlblocks.preferences import Feedback, Preferences, as_feedback
-    from rlblocks.prompts import Demonstrations, Prompts
-    from rlblocks.ragged import Ragged, from_arrow, to_arrow
-    from rlblocks.ratio_losses import (
+    from rlblocks.data.preferences import Feedback, Preferences, as_feedback
+    from rlblocks.data.prompts import Demonstrations, Prompts
+    from rlblocks.data.ragged import Ragged, from_arrow, to_arrow
+    from rlblocks.losses.ratio import (
         asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss,
         gspo_token_loss, luspo_loss, on_policy_loss, policy_gradient, reinforce_loss, sapo_loss, sequence_ratio,
         topr_loss, vespo_loss,
     )
-    from rlblocks.reward_losses import (
+    from rlblocks.losses.reward import (
         bradley_terry_loss, centering_loss, davidson_loss, generative_scores, hps_loss, multi_head_loss,
         plackett_luce_loss, process_reward_loss, rao_kupper_loss, rating_loss, safety_loss, tie_loss,
     )
-    from rlblocks.selections import (
+    from rlblocks.losses.selections import (
         adaptive_entropy_coef, clip_cov_loss, clip_cov_mask, entropy_loss, expert_load, high_entropy_mask,
         kl_cov_loss, kl_cov_mask, m2po_mask, moe_balance_loss, router_z_loss, sign_weights, token_covariance,
     )
-    from rlblocks.shaping import (
+    from rlblocks.signals.shaping import (
         at_last_token, clip_rewards, cosine_length_reward, kl_shaped, overlong_penalty, repeated_tokens,
         repetition_penalty, standardized, step_rewards, truncation_penalty, truncation_score, update_moments,
         weighted_scores, without_truncated, without_unscored,
     )
-    from rlblocks.teachers import distill_advantages, iw_opd_weights, minillm_advantages, realigned, teacher_mix_weights
-    from rlblocks.testing import check_estimator, check_loss
-    from rlblocks.trajectories import (
+    from rlblocks.signals.teachers import distill_advantages, iw_opd_weights, minillm_advantages, realigned, teacher_mix_weights
+    from rlblocks.testing.laws import check_estimator, check_loss
+    from rlblocks.signals.trajectories import (
         gigpo_advantages, hierarchical_advantages, joint_groups, role_advantages, trajectory_returns,
         vine_advantages,
     )
-    from rlblocks.unpaired_losses import (
+    from rlblocks.losses.unpaired import (
         aot_units, bco_delta, bco_loss, kto_kl, kto_loss, mismatched, swap_completions, udm_weights,
     )
-    from rlblocks.value_losses import (
+    from rlblocks.losses.value import (
         classification_value_loss, expected_value, explained_variance, hl_gauss, two_hot, value_loss, value_metrics,
     )
 finally:
     if _collecting: gc.enable()
 
 if TYPE_CHECKING:
-    from rlblocks.checkpoint import Checkpoint, writable
-    from rlblocks.graders import Grader, math_reward
-    from rlblocks.models import Critic, Policy, Scorer
-    from rlblocks.place import here, later
-    from rlblocks.planning import plan, plan_rollout, step_seconds
-    from rlblocks.rollout import Rollout
-    from rlblocks.run import loop_from
-    from rlblocks.spmd import SpmdPool
+    from rlblocks.checkpoint.checkpoint import Checkpoint, writable
+    from rlblocks.rollout.graders import Grader, math_reward
+    from rlblocks.models.policy import Critic, Policy, Scorer
+    from rlblocks.placement.place import here, later
+    from rlblocks.placement.planning import plan, plan_rollout, step_seconds
+    from rlblocks.rollout.rollout import Rollout
+    from rlblocks.people.run import loop_from
+    from rlblocks.placement.spmd import SpmdPool
 
 # name → module of floors 3-5: imported when first asked for
-_LAZY = dict(Checkpoint="checkpoint", writable="checkpoint", Grader="graders", math_reward="graders", Critic="models", Policy="models", Scorer="models",
-             Rollout="rollout", here="place", later="place", loop_from="run", plan="planning", plan_rollout="planning", SpmdPool="spmd", step_seconds="planning")
+_LAZY = dict(Checkpoint="checkpoint.checkpoint", writable="checkpoint.checkpoint", Grader="rollout.graders", math_reward="rollout.graders", Critic="models.policy", Policy="models.policy", Scorer="models.policy",
+             Rollout="rollout.rollout", here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning", plan_rollout="placement.planning", SpmdPool="placement.spmd", step_seconds="placement.planning")
 
 __all__ = [
     "Batch", "Buffer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "Feedback", "Grader", "Last",

@@ -6,7 +6,7 @@ import multiprocessing
 from torch.multiprocessing import start_processes
 
 multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel", "transformers.models.auto.modeling_auto",
-                                        "rlblocks.models", "rlblocks.fsdp", "rlblocks.zero", "rlblocks.tensor", "rlblocks.checkpoint", "tiny"])
+                                        "rlblocks.models.policy", "rlblocks.engines.fsdp", "rlblocks.engines.zero", "rlblocks.engines.tensor", "rlblocks.checkpoint.checkpoint", "tiny"])
 
 
 def forked(run, args, ranks):

@@ -9,7 +9,7 @@ os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELI
 
 import torch
 from rlblocks import Checkpoint, Critic, Policy, Rollout, Scorer
-from rlblocks.spmd import SpmdPool
+from rlblocks.placement.spmd import SpmdPool
 from tiny import model, rows, steady
 
 LORA = dict(r=4, lora_alpha=8)

@@ -11,8 +11,8 @@ os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELI
 import torch
 from conftest import ROOT
 from rlblocks import Batch, Checkpoint, Critic, Grader, Mean, Policy, Preferences, Prompts, Rollout, later, loop_from, ppo_loss
-from rlblocks.plain import Plain
-from rlblocks.spmd import SpmdPool
+from rlblocks.engines.plain import Plain
+from rlblocks.placement.spmd import SpmdPool
 from tiny import exact, model, prompts, rows, steady
 
 ASKED = [dict(prompt=f"{i}"*(1+i % 3), answer=str(i % 7)) for i in range(10)]

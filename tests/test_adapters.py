@@ -10,9 +10,9 @@ import torch
 from forked import forked
 from resident import export_extra, give_back
 from rlblocks import Checkpoint, Critic, Policy, Rollout, Scorer, assert_on_policy, here, merge, ppo_loss
-from rlblocks.adapters import lora_config
-from rlblocks.combine import merge_adapters
-from rlblocks.weights import checksum, named_weights
+from rlblocks.models.adapters import lora_config
+from rlblocks.models.combine import merge_adapters
+from rlblocks.engines.weights import checksum, named_weights
 from tiny import NEAR, apart, gradients, model, reach, rows, steady
 from torch import nn
 from torch.testing import assert_close
@@ -258,9 +258,9 @@ def peaks(rank, folder, engine, port):
     if engine:
         os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
         torch.distributed.init_process_group("gloo")
-    from rlblocks.reader import Reader
-    from rlblocks.sharded import ShardedModel
-    from rlblocks.views import standing
+    from rlblocks.models.forward import Reader
+    from rlblocks.engines.sharded import ShardedModel
+    from rlblocks.models.views import standing
     torch.set_num_threads(1)
     def packed(layer):
         import bitsandbytes as bnb
@@ -444,7 +444,7 @@ def test_adapters_are_combined_into_a_plain_folder(tmp_path):
 
 
 def test_the_combiner_is_a_command(tmp_path):
-    from rlblocks.combine import main
+    from rlblocks.models.combine import main
     net, b = model(), batch()
     net.save_pretrained(tmp_path/"base")
     policy = stir(Policy(tmp_path/"base", lora=LORA, lr=1e-2, device="cpu"))

@@ -7,12 +7,13 @@ import torch
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlblocks.advantages import (
+from rlblocks.signals.advantages import (
     at_tokens, discounted_returns, gae, length_adaptive_lam, linear_scan, n_step_returns, reinforce_pp_advantages, remax_advantages, vtrace,
 )
-from rlblocks.masked import whiten
-from rlblocks.oracles import naive_gae, naive_returns
-from rlblocks.testing import check_estimator, sample_columns
+from rlblocks.arithmetic.masked import whiten
+from rlblocks.testing.oracles import naive_gae, naive_returns
+from rlblocks.testing.laws import check_estimator
+from rlblocks.testing.oracles import sample_columns
 
 nan, inf = math.nan, math.inf
 DISCOUNTS = [(1., .95), (1., 1.), (.99, .95), (.9999, .9999), (.9, .5), (.1, .5), (1., 0.), (0., 1.)]

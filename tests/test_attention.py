@@ -7,9 +7,10 @@ from torch import nn
 from torch.testing import assert_close
 
 from rlblocks import Batch, Critic, Policy, Scorer
-from rlblocks.attention import NAME, Segments, attend_as_before, attend_by_segments, layout, segment_attention
-from rlblocks.packing import pack
-from rlblocks.reader import Reader, keeps_rows_apart, pack_by
+from rlblocks.models.attention import NAME, Segments, attend_as_before, attend_by_segments, layout, segment_attention
+from rlblocks.data.packing import pack
+from rlblocks.models.forward import Reader
+from rlblocks.models.probes import keeps_rows_apart, pack_by
 
 
 def groups(sizes=((9, 3, 4), (9, 1), (12, 5, 2, 3)), seed=0):
@@ -188,7 +189,7 @@ def broken(window=None, prefix=0):
 
 @pytest.mark.parametrize("kind, how", [("mistral_window", dict(window=50)), ("mistral_window", dict(window=3)), ("llama", dict(prefix=1)), ("gemma3", dict(window=50))])
 def test_the_probe_sees_wrong_windows_and_prefixes(kind, how, monkeypatch):
-    monkeypatch.setattr("rlblocks.attention.segment_attention", broken(**how))
+    monkeypatch.setattr("rlblocks.models.attention.segment_attention", broken(**how))
     net = tiny.model(kind)
     if kind == "mistral_window": net.config.sliding_window = 4096 # as real ones: rows of the probe are shorter
     reader = Reader(net.eval())
@@ -208,7 +209,7 @@ def test_other_attentions_are_left_alone():
 
 
 def test_eager_position_packing_still_works_where_segments_do_not(monkeypatch):
-    monkeypatch.setattr("rlblocks.attention.segment_attention", broken(prefix=1))
+    monkeypatch.setattr("rlblocks.models.attention.segment_attention", broken(prefix=1))
     b = groups()
     policy = Policy(tiny.model(), pack=True, device="cpu")
     assert policy._run.packed and not policy._run.reader.segments
@@ -293,7 +294,7 @@ def test_a_peft_model_is_packed():
 
 def test_keys_of_rows_of_unequal_length_are_gathered(monkeypatch):
     "The arithmetic around the kernel that needs a GPU, with a plain function in its place: causal from the right, window, fewer key heads."
-    import rlblocks.attention as module
+    import rlblocks.models.attention as module
     from torch.nn.attention import varlen
     def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
         out = []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.balancing import balance, balance_families, fit_row_costs, row_costs
+from rlblocks.data.balancing import balance, balance_families, fit_row_costs, row_costs
 
 
 def spread(parts, costs):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT
 from rlblocks import Batch, Critic, Policy, Scorer, aggregate, masked_mean, pairs, seed_of, shared_prefix
-from rlblocks.place import Call
+from rlblocks.placement.place import Call
 from tiny import apart, gradients, model, rows
 from torch.testing import assert_close
 
@@ -103,9 +103,9 @@ def test_a_cut_holds_one_share_at_a_time():
     "LAWS 39: a batch goes out in 8 shares and a column comes back, and the peak stays under twice the batch; rows that are sent ragged take what exists, 13 bytes a token."
     code = """
 import torch
-from rlblocks.batch import Batch
-from rlblocks.place import Call
-from rlblocks.ragged import ragged
+from rlblocks.data.batch import Batch
+from rlblocks.placement.place import Call
+from rlblocks.data.ragged import ragged
 rss = lambda: 1024*int(next(x for x in open("/proc/self/status") if x.startswith("VmHWM")).split()[1]) # ru_maxrss would begin with the parent's
 g = torch.Generator().manual_seed(0)
 B, T = 1024, 8192

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.best_of import (
+from rlblocks.signals.best_of import (
     best_of_n_advantages, best_random_weights, best_worst_weights, group_pass_at_k_advantages, pass_at_k_advantages, pf_ppo_weights, resampled_rows,
 )
-from rlblocks.groups import group_advantages
-from rlblocks.testing import check_estimator
+from rlblocks.signals.groups import group_advantages
+from rlblocks.testing.laws import check_estimator
 
 nan, inf = math.nan, math.inf
 ADVANTAGES = {

@@ -12,9 +12,9 @@ import torch
 from conftest import ROOT
 from torch.testing import assert_close
 
-from rlblocks.batch import Batch, seed_of
-from rlblocks.buffer import Buffer, replay_draw
-from rlblocks.dynamic import mixed_groups, refill
+from rlblocks.data.batch import Batch, seed_of
+from rlblocks.data.buffer import Buffer, replay_draw
+from rlblocks.data.refill import mixed_groups, refill
 
 
 def rows(groups, *, version=0, seed=0, T=7, **columns):
@@ -243,8 +243,8 @@ def test_two_buffers_share_a_folder_and_files_go_with_them(tmp_path):
 REAL = """
 import ctypes, sys, torch
 from pathlib import Path
-from rlblocks.batch import Batch
-from rlblocks.buffer import Buffer
+from rlblocks.data.batch import Batch
+from rlblocks.data.buffer import Buffer
 def held(): # bytes of memory that are in use and nobody else's: mapped files do not count, tensors and Python objects do
     ctypes.CDLL(None).malloc_trim(0)
     return 1024*int(next(x for x in open("/proc/self/status") if x.startswith("RssAnon")).split()[1])

@@ -20,7 +20,7 @@ import pytest
 import torch
 from conftest import ROOT
 from rlblocks import Checkpoint, Policy, Prompts, Rollout, adaptive_kl_coef, group_advantages, at_tokens, here, loop_from, merge, ppo_loss
-from rlblocks.checkpoint import saves_in
+from rlblocks.checkpoint.checkpoint import saves_in
 from tiny import model, rows as tiny_rows
 
 ROWS = [dict(prompt=f"{i}", answer=str(i % 7)) for i in range(10)]
@@ -306,7 +306,7 @@ SHARDS = """
 import sys, torch
 from pathlib import Path
 from rlblocks import Checkpoint, Policy
-from rlblocks.optim import Ema
+from rlblocks.engines.optim import Ema
 from tiny import NEAR, model, steady
 from test_optim import LR, batch, loss
 folder = Path(sys.argv[1])

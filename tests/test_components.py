@@ -7,13 +7,14 @@ import torch
 from torch.testing import assert_close
 
 from rlblocks import Policy
-from rlblocks.batch import Batch
-from rlblocks.components import components_loss
-from rlblocks.distill_losses import sft_loss
-from rlblocks.kl import kl_k3
-from rlblocks.masked import aggregate, masked_mean, merge
-from rlblocks.policy_losses import clipped_surrogate, log_ratio, ppo_loss
-from rlblocks.testing import check_loss, sample_columns
+from rlblocks.data.batch import Batch
+from rlblocks.losses.components import components_loss
+from rlblocks.losses.distill import sft_loss
+from rlblocks.arithmetic.kl import kl_k3
+from rlblocks.arithmetic.masked import aggregate, masked_mean, merge
+from rlblocks.losses.policy import clipped_surrogate, log_ratio, ppo_loss
+from rlblocks.testing.laws import check_loss
+from rlblocks.testing.oracles import sample_columns
 
 COLS = sample_columns()
 ACTED = COLS["mask"] & (torch.arange(16) % 3 > 0) & (torch.arange(16)[:, None] != 2) # row 2 has observations only, …

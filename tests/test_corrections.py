@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.corrections import (
+from rlblocks.signals.corrections import (
     binary_kl,
     binary_tv,
     fresh_mask,
@@ -27,11 +27,12 @@ from rlblocks.corrections import (
     veto_mask,
     within,
 )
-from rlblocks.kl import full_kl, kl_k1, kl_k2, kl_k3
-from rlblocks.masked import aggregate, masked_mean
-from rlblocks.mismatch import mismatch_metrics
-from rlblocks.policy_losses import clipped_surrogate, log_ratio, ppo_loss
-from rlblocks.testing import check_estimator, check_loss, sample_columns
+from rlblocks.arithmetic.kl import full_kl, kl_k1, kl_k2, kl_k3
+from rlblocks.arithmetic.masked import aggregate, masked_mean
+from rlblocks.signals.mismatch import mismatch_metrics
+from rlblocks.losses.policy import clipped_surrogate, log_ratio, ppo_loss
+from rlblocks.testing.laws import check_estimator, check_loss
+from rlblocks.testing.oracles import sample_columns
 
 inf, nan = math.inf, math.nan
 FREE = {"token": partial(truncated_weights, high=inf), "sequence": partial(sequence_weights, high=inf), "geometric": partial(geometric_weights, high=inf)}

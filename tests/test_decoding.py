@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 from rlblocks import Batch, Policy, Rollout
-from rlblocks.decoding import MAX_SUPPORT
+from rlblocks.rollout.decoding import MAX_SUPPORT
 from tiny import model, reach
 
 KINDS_ = ["llama", "qwen3", "qwen2_window", "gemma2", "mixtral", "gpt2"]     # shared and not, windows, softcaps, experts, learned positions
@@ -94,7 +94,7 @@ def test_tokens_are_those_of_one_row_at_a_time(kind):
 
 def test_a_cache_lies_in_one_place():
     "When rows end, the others' keys are copied out of the room in which all lay: it goes with them."
-    from rlblocks.decoding import Decoder
+    from rlblocks.rollout.decoding import Decoder
     decoder = Decoder(model().eval(), torch.ones(8, 20, dtype=torch.long), torch.full((8,), 20), 1, cached=True)
     decoder.push(torch.ones(8, dtype=torch.long))
     def held(): return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for layer in decoder.cache.layers for x in (layer.keys, layer.values, *layer.room) if x is not None}.values())

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy, one_hot, pad
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from rlblocks.distill_losses import (
+from rlblocks.losses.distill import (
     dft_loss,
     forward_kl_loss,
     jsd,
@@ -21,13 +21,14 @@ from rlblocks.distill_losses import (
     uld_loss,
     with_tail,
 )
-from rlblocks.kl import full_kl
-from rlblocks.logprobs import gather_logprobs, linear_logprobs, token_logprobs
-from rlblocks.masked import aggregate
-from rlblocks.policy_losses import ppo_loss
-from rlblocks.teachers import distill_advantages, iw_opd_weights, minillm_advantages, realigned, teacher_mix_weights
-from rlblocks.oracles import naive_aggregate
-from rlblocks.testing import check_estimator, check_loss, sample_columns
+from rlblocks.arithmetic.kl import full_kl
+from rlblocks.arithmetic.logprobs import gather_logprobs, linear_logprobs, token_logprobs
+from rlblocks.arithmetic.masked import aggregate
+from rlblocks.losses.policy import ppo_loss
+from rlblocks.signals.teachers import distill_advantages, iw_opd_weights, minillm_advantages, realigned, teacher_mix_weights
+from rlblocks.testing.oracles import naive_aggregate
+from rlblocks.testing.laws import check_estimator, check_loss
+from rlblocks.testing.oracles import sample_columns
 
 
 def columns(seed=0):

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from rlblocks import Checkpoint, Policy
-from rlblocks.convert import convert
-from rlblocks.optim import Ema
-from rlblocks.weights import copy_weights
+from rlblocks.checkpoint.convert import convert
+from rlblocks.engines.optim import Ema
+from rlblocks.engines.weights import copy_weights
 from test_shards import far, launch, loss, moved, net, weights
 from tiny import NEAR, model, rows, steady
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from forked import forked
 from resident import export_extra, give_back
 from rlblocks import Critic, Policy, Scorer, bradley_terry_loss, dpo_loss, kl_k3, masked_mean, masked_sum, merge, pairs, ppo_loss, sft_loss, value_loss
-from rlblocks.masked import Max
-from rlblocks.sharded import ShardedModel
+from rlblocks.arithmetic.masked import Max
+from rlblocks.engines.sharded import ShardedModel
 from tiny import NEAR, model, reach, rows, steady, tokenizer
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -168,7 +168,7 @@ def one_rank(rank, world, port, engine, folder):
     torch.save(dict(found=found, times=times, rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10), folder/f"{rank}.pt")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/41_spmd, Leaving)
+    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)
 
 
 def whole_weights(m): return {k: x for bucket in m._run.model.iter_full_params() for k, x in bucket.items()}
@@ -467,7 +467,7 @@ def compare(ranks, plain):
 
 def test_a_lock_left_by_a_killed_build_is_named(tmp_path, monkeypatch):
     pytest.importorskip("deepspeed")
-    from rlblocks.zero import build_ops
+    from rlblocks.engines.zero import build_ops
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     (tmp_path/"cpu_adam").mkdir()
     (tmp_path/"cpu_adam"/"lock").touch()
@@ -477,7 +477,7 @@ def test_a_lock_left_by_a_killed_build_is_named(tmp_path, monkeypatch):
 def test_a_missing_libaio_is_named_before_anything_is_built(monkeypatch, tmp_path):
     pytest.importorskip("deepspeed")
     from deepspeed.ops.op_builder import AsyncIOBuilder
-    from rlblocks.zero import build_ops
+    from rlblocks.engines.zero import build_ops
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     if AsyncIOBuilder().is_compatible(): monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: False)         # it is there: look away
     with pytest.raises(ImportError, match="libaio .*apt install libaio-dev"): build_ops(torch.device("cpu"), "nvme")
@@ -485,6 +485,6 @@ def test_a_missing_libaio_is_named_before_anything_is_built(monkeypatch, tmp_pat
 
 
 def test_missing_packages_are_named(monkeypatch):
-    from rlblocks.zero import build_ops
+    from rlblocks.engines.zero import build_ops
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ImportError, match=r"pip install rlblocks\[deepspeed\]"): build_ops(torch.device("cpu"))

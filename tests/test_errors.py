@@ -10,7 +10,7 @@ from test_floors import FLOORS, MODULES
 
 import rlblocks as rl
 from rlblocks import Batch, Buffer, Checkpoint, Critic, Policy, Rollout, Scorer, plan, plan_rollout
-from rlblocks.planning import REMEDIES
+from rlblocks.placement.planning import REMEDIES
 
 x, row = torch.zeros(3, 4), torch.zeros(3)
 mask, lengths, tokens = torch.ones(3, 4, dtype=torch.bool), torch.tensor([4, 2, 3]), torch.arange(12).view(3, 4)
@@ -168,11 +168,11 @@ def test_a_mistyped_folder_is_called_so(load, tmp_path, monkeypatch):
 
 
 def test_a_folder_of_something_else_says_what_to_do_with_it(tmp_path):
-    for folder, file, words in (("adapter", "adapter_config.json", "lora="), ("run/step-00000001", "meta.json", "rlblocks.convert")):
+    for folder, file, words in (("adapter", "adapter_config.json", "lora="), ("run/step-00000001", "meta.json", "rlblocks.checkpoint.convert")):
         (tmp_path/folder).mkdir(parents=True)
         (tmp_path/folder/file).write_text("{}")
         with pytest.raises(FileNotFoundError, match=words): Policy(tmp_path/folder, device="cpu")
-    with pytest.raises(FileNotFoundError, match="rlblocks.convert"): Policy(tmp_path/"run", device="cpu")
+    with pytest.raises(FileNotFoundError, match="rlblocks.checkpoint.convert"): Policy(tmp_path/"run", device="cpu")
     tiny.model().save_pretrained(tmp_path/"out"/"last")
     with pytest.raises(FileNotFoundError, match="there is one in last"): Policy(tmp_path/"out", device="cpu")
 

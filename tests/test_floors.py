@@ -1,4 +1,4 @@
-"The house plan (DESIGN 2): a module imports only from its floor and below, and `import rlblocks` loads floors 0–2 and torch."
+"The house plan (DESIGN 2): rooms on floors, imports only downwards, and `import rlblocks` loads floors 0–2 and torch."
 import ast
 import re
 import subprocess
@@ -7,27 +7,32 @@ import sys
 import pytest
 from conftest import ROOT
 
+# A room imports only from rooms above it in this list; its floor says what else it may use.
+ROOMS = dict(arithmetic=0, signals=1, losses=1, testing=1, data=2, engines=3, models=3, rollout=3, checkpoint=3, placement=4, people=5)
 BELOW = {"torch", "einops", "jaxtyping"}                     # all that floors 0–2 may use
-SHIPPED = {"kernels": {"triton"}}                            # and, where it is needed, what comes with torch's CUDA builds
+SHIPPED = {"arithmetic.kernels": {"triton"}}                 # and, where it is needed, what comes with torch's CUDA builds
 REQUIRED = BELOW | {"numpy", "safetensors", "tqdm"}          # what floors 3–5 may load with themselves; the rest comes when it is needed
 HEAVY = ["transformers", "datasets", "ray", "vllm", "deepspeed", "matplotlib", "peft", "IPython"]
+BOOKS = sorted(ROOT.glob("nbs/*/*.ipynb"), key=lambda p: p.name)
 
 
-def floors():
-    "Floor of each module: the tens of its notebook's number, 21_batch → 2."
-    found = {}
-    for nb in ROOT.glob("nbs/[0-9]*.ipynb"):
-        name = re.search(r"#\| *default_exp (\w+)", nb.read_text(encoding="utf-8"))
-        if name: found[name[1]] = int(nb.name[0])
-    return found
+def module_of(path):
+    "The module that a notebook exports."
+    found = re.search(r"#\| *default_exp ([\w.]+)", path.read_text(encoding="utf-8"))
+    return found and found[1]
 
 
-FLOORS = floors()
-MODULES = sorted(p.stem for p in (ROOT/"rlblocks").glob("*.py") if not p.stem.startswith("_"))
+FLOORS = {module_of(path): ROOMS[path.parent.name] for path in BOOKS}
+MODULES = sorted(".".join(p.relative_to(ROOT/"rlblocks").with_suffix("").parts) for p in (ROOT/"rlblocks").glob("*/*.py") if not p.stem.startswith("_"))
 
 
-def imports(source):
-    "(module, at import time?) of every import in `source`; our own modules as `rlblocks.NAME`."
+def room(module): return module.split(".")[0]
+def path_of(module): return ROOT/"rlblocks"/f"{module.replace('.', '/')}.py"
+def source(module): return path_of(module).read_text(encoding="utf-8")
+
+
+def imports(source, room="room"):
+    "(module, at import time?) of every import in `source`, a module of `room`; our own modules as `rlblocks.ROOM.NAME`."
     tree = ast.parse(source)
     late = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) for n in ast.walk(f)}
     late |= {id(n) for i in ast.walk(tree) if isinstance(i, ast.If) and "TYPE_CHECKING" in ast.unparse(i.test) for n in ast.walk(i)}
@@ -35,29 +40,40 @@ def imports(source):
         now = id(node) not in late
         if isinstance(node, ast.Import): yield from ((a.name, now) for a in node.names)
         elif isinstance(node, ast.ImportFrom):
-            inside = "rlblocks" if node.level else ""
-            module = ".".join(x for x in (inside, node.module) if x)
-            yield from ((f"rlblocks.{a.name}", now) for a in node.names) if module == "rlblocks" else [(module, now)]
+            module = ".".join(x for x in (("", f"rlblocks.{room}", "rlblocks")[node.level], node.module) if x)
+            whole = module == "rlblocks" or re.fullmatch(r"rlblocks\.\w+", module)       # a package: what it gives is a module
+            yield from ((f"{module}.{a.name}", now) for a in node.names) if whole else [(module, now)]
 
 
-def imports_of(module): return list(imports((ROOT/"rlblocks"/f"{module}.py").read_text(encoding="utf-8")))
-def ours(module): return {name.split(".")[1] for name, _ in imports_of(module) if name.startswith("rlblocks.")}
+def imports_of(module): return list(imports(source(module), room(module)))
+def ours(module): return {name.removeprefix("rlblocks.") for name, _ in imports_of(module) if name.startswith("rlblocks.")}
 
 
 def test_imports_are_found_wherever_they_hide():
-    code = "import a.b, c\nfrom .masked import x\nfrom rlblocks.kl import y\nfrom . import batch\ndef f():\n  import late\n  from ..x import z\nif TYPE_CHECKING: import typed\ntry: import tried\nexcept ImportError: pass"
-    assert set(imports(code)) == {("a.b", True), ("c", True), ("rlblocks.masked", True), ("rlblocks.kl", True), ("rlblocks.batch", True), ("late", False),
-                                  ("rlblocks.x", False), ("typed", False), ("tried", True)}
+    code = ("import a.b, c\nfrom .masked import x\nfrom rlblocks.arithmetic.kl import y\nfrom ..data import batch\nfrom . import near\ndef f():\n  import late\n"
+            "  from ..x.y import z\nif TYPE_CHECKING: import typed\ntry: import tried\nexcept ImportError: pass")
+    assert set(imports(code)) == {("a.b", True), ("c", True), ("rlblocks.room.masked", True), ("rlblocks.arithmetic.kl", True), ("rlblocks.data.batch", True),
+                                  ("rlblocks.room.near", True), ("late", False), ("rlblocks.x.y", False), ("typed", False), ("tried", True)}
 
 
-def test_every_module_has_a_notebook_and_a_floor():
+def test_every_module_has_a_notebook_of_its_name_in_its_room():
     assert MODULES and set(MODULES) == set(FLOORS), "modules and notebooks differ: " + ", ".join(sorted(set(MODULES) ^ set(FLOORS)))
-    assert max(FLOORS.values()) <= 5
+    for path in BOOKS: assert re.fullmatch(r"\d\d_" + module_of(path).split(".")[1], path.stem) and module_of(path).split(".")[0] == path.parent.name, path
+    for name in ROOMS: assert ast.get_docstring(ast.parse((ROOT/"rlblocks"/name/"__init__.py").read_text(encoding="utf-8"))), f"{name}/__init__.py does not say what the room holds"
+
+
+def test_numbers_are_places_in_reading_order():
+    "Each number once, and rooms in the order of their floors: what a notebook uses comes before it, or in its own room."
+    numbers = [path.name[:2] for path in BOOKS]
+    assert len(set(numbers)) == len(numbers), f"numbers given twice: {sorted({n for n in numbers if numbers.count(n) > 1})}"
+    seen = [path.parent.name for path in BOOKS]
+    assert [r for i, r in enumerate(seen) if r not in seen[:i]] == list(ROOMS) and seen == sorted(seen, key=list(ROOMS).index)
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_imports_point_down_or_sideways(module):
-    for other in ours(module): assert FLOORS[other] <= FLOORS[module], f"{module} (floor {FLOORS[module]}) imports {other} (floor {FLOORS[other]})"
+def test_imports_point_down(module):
+    order = list(ROOMS)
+    for other in ours(module): assert order.index(room(other)) <= order.index(room(module)), f"{module} imports {other}, of a room above it"
 
 
 def test_no_cycles():
@@ -88,7 +104,7 @@ def fresh(code):
 def test_the_package_loads_floors_0_to_2_and_nothing_heavy():
     loaded = set(fresh("import rlblocks, sys; print(*sys.modules)").split())
     assert "torch" in loaded and not loaded & set(HEAVY)
-    assert {m.split(".")[1] for m in loaded if m.startswith("rlblocks.")} == {m for m, floor in FLOORS.items() if floor <= 2}
+    assert {m.removeprefix("rlblocks.") for m in loaded if m.count(".") == 2 and m.startswith("rlblocks.")} == {m for m, floor in FLOORS.items() if floor <= 2}
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -138,5 +154,5 @@ def test_absent_is_absent():
 
 
 def test_wrappers_come_lazily_by_name():
-    assert fresh("from rlblocks import Policy, Rollout, Grader, here; import rlblocks; print(Policy.__module__, 'Policy' in dir(rlblocks))") == "rlblocks.models True"
+    assert fresh("from rlblocks import Policy, Rollout, Grader, here; import rlblocks; print(Policy.__module__, 'Policy' in dir(rlblocks))") == "rlblocks.models.policy True"
     with pytest.raises(AssertionError, match="cannot import name 'Polcy'"): fresh("from rlblocks import Polcy")

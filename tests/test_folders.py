@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from rlblocks import Checkpoint, Critic, Policy, Scorer
-from rlblocks.folders import as_filed, drafted, persist, plain_twin, save_folder, together
+from rlblocks.models.folders import as_filed, drafted, persist, plain_twin, save_folder, together
 from safetensors.torch import load_file
 from tiny import model, rows, tokenizer
 

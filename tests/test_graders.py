@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlblocks.batch import Batch
-from rlblocks.graders import Grader, math_reward
+from rlblocks.data.batch import Batch
+from rlblocks.rollout.graders import Grader, math_reward
 
 
 def rollout(**columns):
@@ -66,7 +66,7 @@ def test_numpy_numbers_are_verdicts():
 
 
 def test_none_is_nan_and_stays_out_of_the_group():
-    from rlblocks.groups import group_advantages
+    from rlblocks.signals.groups import group_advantages
     batch = rollout()
     scores = Grader(lambda **_: [1.0, None, 0.0], name="f").score(batch)
     assert scores.isnan().tolist() == [False, True, False]
@@ -216,7 +216,7 @@ def test_math_reward_wants_an_answer_a_row(math_verify):
 
 
 def test_math_reward_without_its_extra_names_it(monkeypatch):
-    monkeypatch.setattr("rlblocks.graders.find_spec", lambda name: None)
+    monkeypatch.setattr("rlblocks.rollout.graders.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"pip install rlblocks\[rewards\]"): Grader(math_reward).score(rollout(answer=[1, 2, 3]))
 
 

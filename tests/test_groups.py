@@ -7,15 +7,16 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.advantages import at_tokens
-from rlblocks.groups import (
+from rlblocks.signals.advantages import at_tokens
+from rlblocks.signals.groups import (
     bnpo_advantages, cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out, lite_ppo_advantages, maxrl_advantages, opo_advantages,
     optimal_token_baseline, reinforce_pp_baseline, soft_values,
 )
-from rlblocks.masked import promoted, whiten
-from rlblocks.shaping import at_last_token, without_unscored
-from rlblocks.oracles import naive_group_advantages, naive_leave_one_out
-from rlblocks.testing import check_estimator, sample_columns
+from rlblocks.arithmetic.masked import promoted, whiten
+from rlblocks.signals.shaping import at_last_token, without_unscored
+from rlblocks.testing.oracles import naive_group_advantages, naive_leave_one_out
+from rlblocks.testing.laws import check_estimator
+from rlblocks.testing.oracles import sample_columns
 
 nan, inf = math.nan, math.inf
 

@@ -5,10 +5,12 @@ from unittest import mock
 import pytest
 import tiny
 import torch
-from rlblocks import head, linear_logprobs
-from rlblocks.head import bending, head_logprobs, head_measured, matrix_of, output_layer
-from rlblocks import reader as reader_module
-from rlblocks.reader import Reader
+from rlblocks import linear_logprobs
+from rlblocks.models import head
+from rlblocks.engines.modules import output_layer
+from rlblocks.models.head import bending, head_logprobs, head_measured, matrix_of
+from rlblocks.models import forward as reader_module
+from rlblocks.models.forward import Reader
 from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode

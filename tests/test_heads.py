@@ -7,7 +7,7 @@ from rlblocks import (
     Batch, Checkpoint, Critic, Policy, Scorer, bradley_terry_loss, classification_value_loss, expected_value, hl_gauss, multi_head_loss, pairs,
     process_reward_loss, safety_loss, two_hot, value_loss,
 )
-from rlblocks.heads import Moments, head_of
+from rlblocks.models.value_heads import Moments, head_of
 from safetensors.torch import load_file, save_file
 from tiny import apart, gradients, model, reach, rows
 from torch import nn
@@ -227,7 +227,7 @@ def test_a_policy_keeps_its_value_head(tmp_path):
 
 
 def test_a_checkpoint_keeps_its_value_head_when_it_becomes_a_folder(tmp_path):
-    from rlblocks.convert import convert
+    from rlblocks.checkpoint.convert import convert
     b, policy = batch(), Policy(model(), value_head=True, lr=1e-2, device="cpu")
     model().save_pretrained(tmp_path/"base")
     for _ in Checkpoint(tmp_path/"run", every=1)(1, policy=policy): policy.step(b, returns_loss)

@@ -7,11 +7,12 @@ from torch.func import grad, hessian, jvp, vmap
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.testing import assert_close
 
-from rlblocks.implicit_rewards import implicit_process_rewards, implicit_reward_loss
-from rlblocks.kl import kl_k1
-from rlblocks.masked import merge
-from rlblocks.testing import check_estimator, check_loss, sample_columns
-from rlblocks.unpaired_losses import bco_loss
+from rlblocks.losses.implicit_rewards import implicit_process_rewards, implicit_reward_loss
+from rlblocks.arithmetic.kl import kl_k1
+from rlblocks.arithmetic.masked import merge
+from rlblocks.testing.laws import check_estimator, check_loss
+from rlblocks.testing.oracles import sample_columns
+from rlblocks.losses.unpaired import bco_loss
 
 nan, inf = math.nan, math.inf
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from rlblocks import kernels
+from rlblocks.arithmetic import kernels
 from torch.testing import assert_close
 
 IN_INTERPRETER = "RLBLOCKS_TEST_KERNELS" in os.environ  # Triton reads its switch when it is imported: the tests run themselves again in a fresh process
@@ -25,7 +25,7 @@ def test_in_the_interpreter():
 
 def both(monkeypatch, f):
     "What `f` gives by the torch passes and by the kernels."
-    from rlblocks import passes
+    from rlblocks.arithmetic import passes
     found, calls = [], []
     def swept(*args): calls.append(1); return kernels.swept(*args, block=8)
     monkeypatch.setattr(passes, "swept", swept)

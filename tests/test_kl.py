@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.kl import adaptive_kl_coef, annealed_kl_coef, full_kl, kl_k1, kl_k2, kl_k3, ratio_corrected, straight_through
-from rlblocks.masked import Mean, aggregate, mean_of
-from rlblocks.policy_losses import ppo_loss
-from rlblocks.testing import check_estimator, check_loss
+from rlblocks.arithmetic.kl import adaptive_kl_coef, annealed_kl_coef, full_kl, kl_k1, kl_k2, kl_k3, ratio_corrected, straight_through
+from rlblocks.arithmetic.masked import Mean, aggregate, mean_of
+from rlblocks.losses.policy import ppo_loss
+from rlblocks.testing.laws import check_estimator, check_loss
 
 KS = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 each = pytest.mark.parametrize("k", KS.values(), ids=KS)

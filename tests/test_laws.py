@@ -10,10 +10,11 @@ from test_floors import FLOORS
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.testing import assert_close
 
-from rlblocks.advantages import at_tokens
-from rlblocks.margins import forward_kl_reward
-from rlblocks.masked import Metric
-from rlblocks.testing import check_estimator, check_loss, sample_columns
+from rlblocks.signals.advantages import at_tokens
+from rlblocks.losses.margins import forward_kl_reward
+from rlblocks.arithmetic.masked import Metric
+from rlblocks.testing.laws import check_estimator, check_loss
+from rlblocks.testing.oracles import sample_columns
 
 BLOCK = [m for m in FLOORS if FLOORS[m] <= 1 and m not in ("testing", "oracles")]
 
@@ -218,7 +219,7 @@ def test_a_block_that_waits_is_seen(monkeypatch, waits):
     with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)): test_never_waits_for_the_device("whiten")
 
 
-# -- a token that cannot be sampled: −inf in the log-probs. The rule stands in nbs/00_masked, `finite_logprobs`
+# -- a token that cannot be sampled: −inf in the log-probs. The rule stands in nbs/arithmetic/00_masked, `finite_logprobs`
 
 ANSWER = ("chosen", "rejected", "ref_chosen", "ref_rejected", "gold") # log-probs of whole answers, but scores of a judge in reward_losses
 RETURNS_LOGPROBS = {  # −inf stays −inf in what is itself a log-prob: who consumes it makes it finite
@@ -229,7 +230,7 @@ RETURNS_LOGPROBS = {  # −inf stays −inf in what is itself a log-prob: who co
 
 def impossible(name, columns):
     "(names of the log-prob arguments, where they are made impossible): a chosen token of the longest row, or two answers with unlike verdicts."
-    names = [k for k in columns if k.endswith("logprobs") or k in ANSWER and BLOCKS[name].__module__ != "rlblocks.reward_losses"]
+    names = [k for k in columns if k.endswith("logprobs") or k in ANSWER and BLOCKS[name].__module__ != "rlblocks.losses.reward"]
     mask = columns.get("mask")
     token = [(r, mask[r].nonzero()[2, 0]) for r in [mask.sum(1).argmax()]] if mask is not None else [(2, 3)]
     good = columns["desirable"].int().argmax() if "desirable" in columns else 0

@@ -45,7 +45,7 @@ def one_rank(rank, world, port, folder):
     assert linear_logprobs(torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([99]), group=dist.group.WORLD) == -torch.inf # an id that no rank has
     torch.save([one(case, UNEVEN[world], rank, dist.group.WORLD) for case in CASES], folder/f"{rank}.pt")
     dist.barrier()
-    os._exit(0) # a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/41_spmd, Leaving)
+    os._exit(0) # a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)
 
 
 @pytest.mark.parametrize("world", [2, 4])

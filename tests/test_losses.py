@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.distill_losses import sft_loss
-from rlblocks.kl import kl_k2, kl_k3
-from rlblocks.masked import aggregate, masked_mean, mean_of, merge
-from rlblocks.policy_losses import assert_on_policy, clipped_surrogate, grpo_loss, log_ratio, ppo_loss
-from rlblocks.oracles import naive_aggregate, naive_ppo_loss, naive_value_loss
-from rlblocks.testing import check_estimator, check_loss, sample_columns
-from rlblocks.value_losses import explained_variance, value_loss
+from rlblocks.losses.distill import sft_loss
+from rlblocks.arithmetic.kl import kl_k2, kl_k3
+from rlblocks.arithmetic.masked import aggregate, masked_mean, mean_of, merge
+from rlblocks.losses.policy import assert_on_policy, clipped_surrogate, grpo_loss, log_ratio, ppo_loss
+from rlblocks.testing.oracles import naive_aggregate, naive_ppo_loss, naive_value_loss
+from rlblocks.testing.laws import check_estimator, check_loss
+from rlblocks.testing.oracles import sample_columns
+from rlblocks.losses.value import explained_variance, value_loss
 
 LOSSES = {
     "ppo": ppo_loss,

@@ -7,16 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from rlblocks.batch import pairs
-from rlblocks.distill_losses import sft_loss
-from rlblocks.logprobs import sequence_logprobs
-from rlblocks.margins import (
+from rlblocks.data.batch import pairs
+from rlblocks.losses.distill import sft_loss
+from rlblocks.arithmetic.logprobs import sequence_logprobs
+from rlblocks.losses.margins import (
     alpha_reward, alphapo_loss, aot_loss, aot_matched, chi_reward, chipo_loss, cpo_loss, f_dpo_loss, forward_kl_reward, js_reward, ld_logprobs, orpo_loss,
     simpo_loss, tpo_loss, wpo_weights,
 )
-from rlblocks.masked import masked_mean
-from rlblocks.preference_losses import dpo_loss, hinge_loss
-from rlblocks.testing import check_estimator, check_loss, sample_columns
+from rlblocks.arithmetic.masked import masked_mean
+from rlblocks.losses.preference import dpo_loss, hinge_loss
+from rlblocks.testing.laws import check_estimator, check_loss
+from rlblocks.testing.oracles import sample_columns
 
 COLS = {k: x for k, x in sample_columns(seed=0).items()}
 FOUR = [COLS[k] for k in ("chosen", "rejected", "ref_chosen", "ref_rejected")]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.batch import Batch
-from rlblocks.masked import Counts, Last, Max, Mean, aggregate, divisor, masked_mean, masked_std, masked_sum, mean_of, merge, promoted, same_shape, whiten
-from rlblocks.oracles import naive_aggregate, sample_columns
-from rlblocks.reward_losses import bradley_terry_loss
+from rlblocks.data.batch import Batch
+from rlblocks.arithmetic.masked import Counts, Last, Max, Mean, aggregate, divisor, masked_mean, masked_std, masked_sum, mean_of, merge, promoted, same_shape, whiten
+from rlblocks.testing.oracles import naive_aggregate, sample_columns
+from rlblocks.losses.reward import bradley_terry_loss
 
 REDUCTIONS = {
     "sum": masked_sum, "mean": masked_mean, "std": masked_std, "whiten": whiten, "tokens": aggregate,

@@ -5,7 +5,7 @@ import pytest
 import tiny
 import torch
 from rlblocks import Batch, Policy, entropy, full_kl, gather_logprobs, jsd, linear_logprobs, linear_measured, masked_mean, reverse_kl_loss
-from rlblocks.head import Head, as_head
+from rlblocks.models.head import Head, as_head
 from test_reader import KINDS, Widest
 from test_reader import model as reader_model
 from torch.testing import assert_close

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from forked import forked
 from rlblocks import Policy, jsd, masked_mean, merge
-from rlblocks.batch import Batch
+from rlblocks.data.batch import Batch
 from test_routers import batch, loss
 from tiny import NEAR, model, steady
 
@@ -59,7 +59,7 @@ def one_rank(rank, world, port, folder):
             found[engine, name] = metrics, weights(policy)
     torch.save(found, folder/f"{rank}.pt")
     dist.barrier()
-    os._exit(0)         # a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/41_spmd, Leaving)
+    os._exit(0)         # a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)
 
 
 @pytest.mark.parametrize("world", [2])

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.corrections import truncated_weights
-from rlblocks.kl import kl_k1, kl_k3
-from rlblocks.masked import Max, Mean, merge
-from rlblocks.mismatch import effective_share, mismatch_metrics, probability_correlation
-from rlblocks.testing import sample_columns
+from rlblocks.signals.corrections import truncated_weights
+from rlblocks.arithmetic.kl import kl_k1, kl_k3
+from rlblocks.arithmetic.masked import Max, Mean, merge
+from rlblocks.signals.mismatch import effective_share, mismatch_metrics, probability_correlation
+from rlblocks.testing.oracles import sample_columns
 
 nan, inf = math.nan, math.inf
 KEYS = [

@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 import torch
 from rlblocks import Batch, Critic, Policy, Scorer, assert_on_policy, grpo_loss, kl_k3, masked_mean, mean_of, merge, ppo_loss, token_logprobs, value_loss
-from rlblocks.reader import Reader, keeps_rows_apart
+from rlblocks.models.forward import Reader
+from rlblocks.models.probes import keeps_rows_apart
 from tiny import APART, apart, gradients, model, rows
 from torch import nn
 from torch.testing import assert_close

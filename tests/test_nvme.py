@@ -45,12 +45,12 @@ def one_rank(rank, world, port, folder):
     mine = [f for f in folder.rglob("*.swp") if f"rank{rank}" in str(f)]
     assert sum(f.stat().st_size for f in mine) > 3 << 20, mine             # fp32 weights and both moments
     dist.barrier()
-    os._exit(0)         # all is checked; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/41_spmd, Leaving)
+    os._exit(0)         # all is checked; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)
 
 
 def test_states_on_a_disk_are_those_in_memory(tmp_path):
     if why := absent(): pytest.skip(why)
-    from rlblocks.zero import build_ops
+    from rlblocks.engines.zero import build_ops
     build_ops(torch.device("cpu"), "nvme")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

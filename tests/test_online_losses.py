@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.batch import Batch, pairs
-from rlblocks.logprobs import sequence_logprobs
-from rlblocks.online_losses import (
+from rlblocks.data.batch import Batch, pairs
+from rlblocks.arithmetic.logprobs import sequence_logprobs
+from rlblocks.losses.online import (
     a2po_loss, best_worst_pairs, geometric_mixture, nash_md_loss, qrpo_loss, quantile_rewards, rebel_loss, xpo_loss,
 )
-from rlblocks.preference_losses import dpo_loss, ipo_loss, sppo_loss
-from rlblocks.testing import check_estimator, check_loss, sample_columns
+from rlblocks.losses.preference import dpo_loss, ipo_loss, sppo_loss
+from rlblocks.testing.laws import check_estimator, check_loss
+from rlblocks.testing.oracles import sample_columns
 
 COLS = sample_columns(seed=0)
 FOUR = [COLS[k] for k in ("chosen", "rejected", "ref_chosen", "ref_rejected")]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 from rlblocks import Checkpoint, Policy, ppo_loss
-from rlblocks.optim import Ema, adamw, adamw_8bit, cosine, freeze_, muon, wsd
+from rlblocks.engines.optim import Ema, adamw, adamw_8bit, cosine, freeze_, muon, wsd
 from tiny import NEAR, bound, model, rows, steady
 
 LR = 1e-2

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.balancing import balance, balance_families
-from rlblocks.optim import constant, cosine, in_turn, linear, wsd
-from rlblocks.packing import bin_pack, drop_long, micro_batch_count, pack, pad, plan_micro_batches, shared_prefix, split_long, unpack
+from rlblocks.data.balancing import balance, balance_families
+from rlblocks.engines.optim import constant, cosine, in_turn, linear, wsd
+from rlblocks.data.packing import bin_pack, drop_long, micro_batch_count, pack, pad, plan_micro_batches, shared_prefix, split_long, unpack
 
 
 def ragged(seed, B=6, T=9):

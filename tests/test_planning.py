@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, ViTConfig
 
-from rlblocks import planning
-from rlblocks.attention import Segments, attend_by_segments, layout
-from rlblocks.appetites import Live, appetite, fake_model
-from rlblocks.logprobs import linear_logprobs
-from rlblocks.planning import plan, plan_rollout, step_seconds
-from rlblocks.zero import BUCKET
+from rlblocks.placement import planning
+from rlblocks.models.attention import Segments, attend_by_segments, layout
+from rlblocks.placement.memory import Live, appetite, fake_model
+from rlblocks.arithmetic.logprobs import linear_logprobs
+from rlblocks.placement.planning import plan, plan_rollout, step_seconds
+from rlblocks.engines.zero import BUCKET
 
 TINY = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
 SMALL = dict(micro_tokens=128, row=64)
@@ -42,7 +42,7 @@ def test_nothing_is_allocated_for_70_billion_parameters():
     "In a process that may take 8 GiB of address space, where 131 GiB of weights alone would end it; the request that cannot fit fails with the table."
     code = """
 import resource, torch
-from rlblocks.planning import plan, plan_rollout
+from rlblocks.placement.planning import plan, plan_rollout
 import sys; sys.path.insert(0, "tests"); from test_planning import LARGE
 limit = 8*2**30
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -82,7 +82,7 @@ def test_an_adapter_has_gradients_and_states_of_its_own():
 
 @pytest.mark.parametrize("how", [dict(r=4), dict(r=4, use_dora=True)], ids=str)
 def test_a_real_adapter_holds_what_was_planned(how):
-    from rlblocks.models import Policy
+    from rlblocks.models.policy import Policy
     from tiny import rows
     config = LlamaConfig(**TINY.to_dict() | dict(vocab_size=64))
     policy = Policy(lambda: fake_model(config), lora=how, lr=1e-3, device="cpu", value_head=True)
@@ -208,7 +208,7 @@ def test_operations_are_six_a_weight_and_attention():
 @pytest.mark.parametrize("prompt, new", [(20, 100), (100, 3), (7, 300)], ids=str)
 def test_a_cache_has_the_room_that_the_decoder_takes(prompt, new):
     "It grows by quarters from the prompt on; not knowing the prompt, the plan says the most that there can be."
-    from rlblocks.decoding import Decoder
+    from rlblocks.rollout.decoding import Decoder
     with torch.no_grad():
         decoder = Decoder(fake_model(TINY, torch.float32).eval(), torch.ones(2, prompt, dtype=torch.long), torch.full((2,), prompt), 1, cached=True)
         for _ in range(new - 1): decoder.push(torch.ones(2, dtype=torch.long))

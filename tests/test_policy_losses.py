@@ -11,22 +11,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.gradcheck import GradcheckError
 from torch.testing import assert_close
 
-from rlblocks import policy_losses, ratio_losses, selections
-from rlblocks.advantages import at_tokens
-from rlblocks.batch import Batch
-from rlblocks.kl import kl_k1
-from rlblocks.masked import aggregate, masked_mean, merge
-from rlblocks.policy_losses import adaptive_clip, clipped_surrogate, dapo_loss, dr_grpo_loss, log_ratio, ppo_loss
-from rlblocks.ratio_losses import (
+from rlblocks.losses import policy as policy_losses, ratio as ratio_losses, selections
+from rlblocks.signals.advantages import at_tokens
+from rlblocks.data.batch import Batch
+from rlblocks.arithmetic.kl import kl_k1
+from rlblocks.arithmetic.masked import aggregate, masked_mean, merge
+from rlblocks.losses.policy import adaptive_clip, clipped_surrogate, dapo_loss, dr_grpo_loss, log_ratio, ppo_loss
+from rlblocks.losses.ratio import (
     asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, on_policy_loss, reinforce_loss, sapo_loss,
     sequence_ratio, topr_loss, vespo_loss,
 )
-from rlblocks.selections import (
+from rlblocks.losses.selections import (
     adaptive_entropy_coef, clip_cov_loss, clip_cov_mask, entropy_loss, expert_load, high_entropy_mask, kl_cov_loss, kl_cov_mask, moe_balance_loss,
     router_z_loss, token_covariance,
 )
-from rlblocks.testing import check_estimator, check_loss, sample_columns
-from rlblocks.value_losses import value_loss
+from rlblocks.testing.laws import check_estimator, check_loss
+from rlblocks.testing.oracles import sample_columns
+from rlblocks.losses.value import value_loss
 
 nan, inf = math.nan, math.inf
 

@@ -7,17 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from rlblocks.batch import pairs
-from rlblocks.distill_losses import sft_loss
-from rlblocks.logprobs import sequence_logprobs
-from rlblocks.masked import masked_mean, merge
-from rlblocks.preference_losses import (
+from rlblocks.data.batch import pairs
+from rlblocks.losses.distill import sft_loss
+from rlblocks.arithmetic.logprobs import sequence_logprobs
+from rlblocks.arithmetic.masked import masked_mean, merge
+from rlblocks.losses.preference import (
     answer_log_ratios, apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, dpop_loss, exo_loss, hinge_loss, ipo_loss, nca_loss,
     over_pairs, over_rows, pair_log_ratios, pair_metrics, preference_margin, robust_dpo_loss, sppo_loss,
 )
-from rlblocks.models import Policy
-from rlblocks.testing import check_loss, sample_columns
-from rlblocks.unpaired_losses import kto_loss
+from rlblocks.models.policy import Policy
+from rlblocks.testing.laws import check_loss
+from rlblocks.testing.oracles import sample_columns
+from rlblocks.losses.unpaired import kto_loss
 from tiny import apart, gradients, model, rows
 
 FOUR = ("chosen", "rejected", "ref_chosen", "ref_rejected")

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from rlblocks import Checkpoint, Policy, dpo_loss, here, loop_from, pairs, sequence_logprobs
-from rlblocks.preferences import Feedback, Preferences, as_feedback
-from rlblocks.prompts import Demonstrations, Prompts
-from rlblocks.unpaired_losses import mismatched
+from rlblocks.data.preferences import Feedback, Preferences, as_feedback
+from rlblocks.data.prompts import Demonstrations, Prompts
+from rlblocks.losses.unpaired import mismatched
 
 REAL = ["tokenizers/gpt2", "tokenizers/qwen2.5", "models/stories260K", "models/babyllama-char105"]
 PAIRS = [dict(prompt=f"What is {a} plus {b}?", chosen=f" {a+b}", rejected=f" {a+b+1} or {a}", margin=a/2) for a in range(3) for b in range(3)]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlblocks.preferences import Feedback, Preferences
-from rlblocks.prompts import Demonstrations, Prompts, encode, prompt_ids, segments
+from rlblocks.data.preferences import Feedback, Preferences
+from rlblocks.data.prompts import Demonstrations, Prompts, encode, prompt_ids, segments
 
 REAL = ["tokenizers/gpt2", "tokenizers/qwen2.5", "models/stories260K", "models/babyllama-char105"]
 TALK = [dict(role="user", content="Is 7 prime?"), dict(role="assistant", content="Yes."), dict(role="user", content="And 8?"), dict(role="assistant", content="No.")]
@@ -216,7 +216,7 @@ def test_cache_spares_the_second_run_and_knows_its_tokenizer(llama_like, tmp_pat
 
 
 def test_fingerprint_is_equal_in_fresh_processes(root):
-    code = "from rlblocks.prompts import Prompts; print(Prompts(['ab', 'c'], lambda t: [ord(c) for c in t]).fingerprint)"
+    code = "from rlblocks.data.prompts import Prompts; print(Prompts(['ab', 'c'], lambda t: [ord(c) for c in t]).fingerprint)"
     prints = {subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout for _ in range(2)}
     mine = Prompts(["ab", "c"], lambda t: [ord(c) for c in t]).fingerprint
     assert prints == {mine + "\n"} and mine != Prompts(["a", "bc"], lambda t: [ord(c) for c in t]).fingerprint

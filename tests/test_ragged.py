@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import ROOT
 
-from rlblocks.batch import Batch
-from rlblocks.ragged import Ragged, from_arrow, ragged, to_arrow
+from rlblocks.data.batch import Batch
+from rlblocks.data.ragged import Ragged, from_arrow, ragged, to_arrow
 
 DTYPES = ["int64", "int32", "int16", "int8", "uint8", "float64", "float32", "float16", "bfloat16", "bool"]
 
@@ -92,6 +92,6 @@ def test_only_strings_go_to_a_file(tmp_path):
 
 
 def test_arrow_is_imported_for_files_and_missed_by_name():
-    code = "import sys, rlblocks.buffer, rlblocks.ragged; assert not {'pyarrow', 'datasets'} & set(sys.modules); sys.modules['pyarrow'] = None; rlblocks.ragged.from_arrow('x')"
+    code = "import sys, rlblocks.data.buffer, rlblocks.data.ragged; assert not {'pyarrow', 'datasets'} & set(sys.modules); sys.modules['pyarrow'] = None; rlblocks.data.ragged.from_arrow('x')"
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert "ImportError: ragged: files need pyarrow, which comes with datasets: pip install pyarrow" in run.stderr

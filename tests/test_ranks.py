@@ -71,7 +71,7 @@ def one_rank(rank, world, port, cut, folder):
     for _ in checkpoint(1, policy=policy): pass
     assert [s.name for s in checkpoint.saves()] == ["step-00000001"]
     dist.barrier()
-    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/41_spmd, Leaving)
+    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)
 
 
 @pytest.mark.parametrize("world, cut", [(4, "uneven"), (2, "balanced"), (4, "fewer rows than ranks"), (2, "a prompt on both")])

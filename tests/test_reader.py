@@ -9,8 +9,9 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlblocks import Batch, Critic, Policy, Rollout, Scorer, aggregate, entropy, forward_kl_loss
-from rlblocks.head import bending
-from rlblocks.reader import Reader, look_ahead, pack_by
+from rlblocks.models.head import bending
+from rlblocks.models.forward import Reader
+from rlblocks.models.probes import look_ahead, pack_by
 
 KINDS = dict(llama={}, qwen2={}, qwen3={}, mistral={}, gemma={}, gemma2=dict(final_logit_softcapping=3.), granite=dict(logits_scaling=8.), cohere=dict(logit_scale=.0625),
              gpt2={}, qwen3_moe={})

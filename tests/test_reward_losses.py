@@ -7,9 +7,9 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
 from torch.testing import assert_close
 
-from rlblocks.batch import Batch, pairs
-from rlblocks.masked import aggregate
-from rlblocks.reward_losses import (
+from rlblocks.data.batch import Batch, pairs
+from rlblocks.arithmetic.masked import aggregate
+from rlblocks.losses.reward import (
     bradley_terry_loss,
     centering_loss,
     davidson_loss,
@@ -23,7 +23,8 @@ from rlblocks.reward_losses import (
     safety_loss,
     tie_loss,
 )
-from rlblocks.testing import check_estimator, check_loss, sample_columns
+from rlblocks.testing.laws import check_estimator, check_loss
+from rlblocks.testing.oracles import sample_columns
 
 
 def columns(seed=0):

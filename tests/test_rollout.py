@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 import torch
 from rlblocks import Batch, Grader, Policy, Rollout, at_tokens, group_advantages, masked_mean, ppo_loss
-from rlblocks.decoding import Decoder, sample_tokens
-from rlblocks.runner import Out, check_splits
+from rlblocks.rollout.decoding import Decoder, sample_tokens
+from rlblocks.models.splits import Out, check_splits
 from tiny import KINDS, model, prompts
 from torch import nn
 from torch.testing import assert_close
@@ -311,7 +311,7 @@ def test_weights_that_are_no_numbers_are_not_sampled_from(temperature, bad):
 
 def test_a_sync_is_proved_and_a_failed_one_refuses_to_sample():
     "LAWS 3: whichever weight moves, the engine follows, and its log-probs are the trainer's; a stranger's weights raise."
-    from rlblocks.weights import checksum, named_weights
+    from rlblocks.engines.weights import checksum, named_weights
     net = sharp()
     policy, r = Policy(net, lr=1e-2, device="cpu"), engine(net)
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"):

@@ -3,7 +3,7 @@ import pytest
 import tiny
 import torch
 from rlblocks import Batch, Policy, expert_load, masked_mean, moe_balance_loss, router_z_loss
-from rlblocks.routers import experts_per_token, picked, router_columns, routers_of
+from rlblocks.models.routers import experts_per_token, picked, router_columns, routers_of
 from torch.testing import assert_close
 
 KINDS = ["mixtral", "qwen2_moe", "qwen3_moe"]

@@ -1,4 +1,4 @@
-"A step is right or it raises: losses that do not add up, threads, Ctrl-C, numbers that are none (nbs/32e_splits, 30c_guards, 31_sharded)."
+"A step is right or it raises: losses that do not add up, threads, Ctrl-C, numbers that are none (nbs/models/74_splits, engines/50_guards, engines/64_sharded)."
 import copy
 import inspect
 import pickle
@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import rlblocks as rl
 from rlblocks import Batch, Critic, Policy, Scorer, kl_k3, masked_mean, masked_sum, pairs, ppo_loss, value_loss
-from rlblocks.splits import Out, RowOut, check_splits
+from rlblocks.models.splits import Out, RowOut, check_splits
 
 
 def net(**more): return model(**more)

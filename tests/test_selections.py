@@ -5,12 +5,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.advantages import at_tokens
-from rlblocks.batch import Batch
-from rlblocks.policy_losses import ppo_loss
-from rlblocks.ratio_losses import reinforce_loss
-from rlblocks.selections import m2po_mask, sign_weights
-from rlblocks.testing import check_estimator, sample_columns
+from rlblocks.signals.advantages import at_tokens
+from rlblocks.data.batch import Batch
+from rlblocks.losses.policy import ppo_loss
+from rlblocks.losses.ratio import reinforce_loss
+from rlblocks.losses.selections import m2po_mask, sign_weights
+from rlblocks.testing.laws import check_estimator
+from rlblocks.testing.oracles import sample_columns
 
 
 def columns(seed=0):

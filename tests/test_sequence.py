@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from forked import forked
 from rlblocks import Batch, Critic, Policy, merge
-from rlblocks.reader import Reader, mixer, pack_by
-from rlblocks.spmd import SpmdPool
+from rlblocks.models.forward import Reader
+from rlblocks.models.probes import mixer, pack_by
+from rlblocks.placement.spmd import SpmdPool
 from test_ranks import prompted
 from tiny import apart, exact, gradients, model, rows, steady
 
@@ -57,7 +58,7 @@ def one_rank(rank, world, port, folder):
     torch.save(found, folder/f"{rank}.pt")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/41_spmd, Leaving)
+    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)
 
 
 def have_deepspeed():

@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.advantages import discounted_returns, gae, n_step_returns, reinforce_pp_advantages, remax_advantages, vtrace
-from rlblocks.groups import optimal_token_baseline
-from rlblocks.kl import kl_k1
-from rlblocks.masked import whiten
-from rlblocks.shaping import (
+from rlblocks.signals.advantages import discounted_returns, gae, n_step_returns, reinforce_pp_advantages, remax_advantages, vtrace
+from rlblocks.signals.groups import optimal_token_baseline
+from rlblocks.arithmetic.kl import kl_k1
+from rlblocks.arithmetic.masked import whiten
+from rlblocks.signals.shaping import (
     at_last_token, clip_rewards, cosine_length_reward, kl_shaped, overlong_penalty, repeated_tokens, repetition_penalty, standardized, step_rewards,
     truncation_penalty, truncation_score, update_moments, weighted_scores, without_truncated, without_unscored,
 )
-from rlblocks.testing import check_estimator, sample_columns
+from rlblocks.testing.laws import check_estimator
+from rlblocks.testing.oracles import sample_columns
 
 nan, inf = math.nan, math.inf
 

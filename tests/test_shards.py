@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from forked import forked
 from rlblocks import Checkpoint, Policy, Scorer, masked_mean
-from rlblocks.checkpoint import Lock
-from rlblocks.convert import command, convert
-from rlblocks.shards import _Described
+from rlblocks.checkpoint.checkpoint import Lock
+from rlblocks.checkpoint.convert import command, convert
+from rlblocks.checkpoint.shards import _Described
 from tiny import NEAR, model, reach, rows, steady, tokenizer
 
 pytest.importorskip("deepspeed")
@@ -103,7 +103,7 @@ def one_rank(rank, world, port, jobs, folder):
     found = [job(world, rank, folder) for job in jobs]
     if rank == 0: torch.save(found, folder/"found.pt")
     dist.barrier()
-    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/41_spmd, Leaving)
+    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)
 
 
 def launch(world, jobs, folder):
@@ -350,7 +350,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 import torch.distributed.checkpoint as dcp
 from transformers import LlamaConfig, LlamaForCausalLM, logging
-from rlblocks.convert import convert
+from rlblocks.checkpoint.convert import convert
 import safetensors.torch, transformers.modeling_utils
 logging.disable_progress_bar()
 folder = Path(sys.argv[1])

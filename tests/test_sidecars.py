@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rlblocks import Batch, Buffer, Policy, Rollout, pack, unpack
-from rlblocks.place import Call
-from rlblocks.ragged import from_arrow, ragged, to_arrow
+from rlblocks.placement.place import Call
+from rlblocks.data.ragged import from_arrow, ragged, to_arrow
 from tiny import model, prompts, reach
 
 LAYERS, K = 3, 2

@@ -120,7 +120,7 @@ def test_nobody_waits_for_a_rank_that_is_gone(tmp_path, how):
     (tmp_path/"loop.py").write_text(f"""
 import torch, torch.distributed as dist
 from rlblocks import Batch
-from rlblocks.spmd import SpmdPool
+from rlblocks.placement.spmd import SpmdPool
 
 class Pair:
     broken = False
@@ -215,8 +215,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rlblocks import Policy, here, ppo_loss
-from rlblocks.plain import leave_world
-from rlblocks.spmd import SpmdPool
+from rlblocks.engines.world import leave_world
+from rlblocks.placement.spmd import SpmdPool
 from tiny import model, rows
 
 def loss(out, b): return ppo_loss(out.logprobs, b.ref_logprobs, b.advantages, b.mask, denom=b.n_tokens)
@@ -272,7 +272,7 @@ def test_a_run_that_succeeds_ends_with_success(tmp_path, ending):
 
 
 def test_without_torchrun_it_is_one_process():
-    from rlblocks.spmd import SpmdPool
+    from rlblocks.placement.spmd import SpmdPool
     with SpmdPool() as pool:
         echo = pool.place(spmd_loops.Echo, 2)
         assert type(echo) is spmd_loops.Echo and list(pool.watch(range(3))) == [0, 1, 2] and (pool.rank, pool.ranks) == (0, 1)

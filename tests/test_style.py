@@ -8,18 +8,17 @@ import statistics
 
 import pytest
 from conftest import ROOT
-from test_floors import FLOORS
+from test_floors import FLOORS, source
 
 LOW = sorted(m for m in FLOORS if FLOORS[m] <= 1)
-NOTEBOOKS = sorted(ROOT.glob("nbs/[01]*.ipynb"))
-HEAD = {"logprobs"}                      # where a gradient written by hand saves memory of the size of the vocabulary
+NOTEBOOKS = sorted(ROOT.glob("nbs/*/[0-3]*.ipynb"))
+HEAD = {"arithmetic.logprobs"}                      # where a gradient written by hand saves memory of the size of the vocabulary
 DICTS = {"metrics", "cut"}                # names of dictionaries, which a loss fills key by key
-MACHINERY = {"testing", "oracles", "probes"} # no blocks
+MACHINERY = {"testing.laws", "testing.oracles", "testing.probes"} # no blocks
 WIDTH = 120
 each_module, each_notebook = pytest.mark.parametrize("module", LOW), pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
 
 
-def source(module): return (ROOT/"rlblocks"/f"{module}.py").read_text(encoding="utf-8")
 def cells(path): return [(i, "".join(c["source"])) for i, c in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]) if c["cell_type"] == "code"]
 def functions(tree): return [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
 
@@ -81,8 +80,8 @@ def test_no_private_name_crosses_a_module(module):
 
 
 def test_the_check_of_imports_sees_private_names():
-    tree = ast.parse("from .masked import _whole, aggregate\nfrom rlblocks.kl import _x as x\nfrom torch import _C\nfrom rlblocks import kl")
-    assert private_imports(tree) == ["masked._whole", "rlblocks.kl._x"]
+    tree = ast.parse("from .masked import _whole, aggregate\nfrom rlblocks.arithmetic.kl import _x as x\nfrom torch import _C\nfrom rlblocks import kl")
+    assert private_imports(tree) == ["masked._whole", "rlblocks.arithmetic.kl._x"]
 
 
 # -- length

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from forked import forked
 from resident import export_extra
 from rlblocks import Critic, Policy, SpmdPool, entropy
-from rlblocks.cuts import terms_of
-from rlblocks.fsdp import whole
-from rlblocks.optim import muon
-from rlblocks.shards import read_shards, state_of, write_shards
+from rlblocks.engines.cuts import terms_of
+from rlblocks.engines.fsdp import whole
+from rlblocks.engines.optim import muon
+from rlblocks.checkpoint.shards import read_shards, state_of, write_shards
 from test_engines import HOW, batch, compare, grpo, ppo, run, sft, whole_weights
 from tiny import NEAR, SIZES, model, reach, steady
 
@@ -346,7 +346,7 @@ def one_rank(rank, world, port, folder):
     torch.save(dict(found=found, times=times, rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10), folder/f"{rank}.pt")
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/41_spmd, Leaving)
+    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)
 
 
 @pytest.fixture(scope="module")

@@ -12,21 +12,22 @@ import torch
 from conftest import ROOT
 from torch.testing import assert_close
 
-from rlblocks.batch import pairs
-from rlblocks.distill_losses import forward_kl_loss, sft_loss
-from rlblocks.kl import kl_k3
-from rlblocks.logprobs import sequence_logprobs
-from rlblocks.masked import Counts, Last, Max, Mean, aggregate, divisor, masked_mean, masked_sum, mean_of, promoted, whiten
-from rlblocks.policy_losses import grpo_loss, ppo_loss
-from rlblocks.ratio_losses import gmpo_loss, gspo_loss
-from rlblocks.oracles import (naive_aggregate, naive_gae, naive_group_advantages, naive_leave_one_out,
+from rlblocks.data.batch import pairs
+from rlblocks.losses.distill import forward_kl_loss, sft_loss
+from rlblocks.arithmetic.kl import kl_k3
+from rlblocks.arithmetic.logprobs import sequence_logprobs
+from rlblocks.arithmetic.masked import Counts, Last, Max, Mean, aggregate, divisor, masked_mean, masked_sum, mean_of, promoted, whiten
+from rlblocks.losses.policy import grpo_loss, ppo_loss
+from rlblocks.losses.ratio import gmpo_loss, gspo_loss
+from rlblocks.testing.oracles import (naive_aggregate, naive_gae, naive_group_advantages, naive_leave_one_out,
                               naive_ppo_loss, naive_returns, naive_token_logprobs, naive_value_loss)
-from rlblocks.reward_losses import bradley_terry_loss
-from rlblocks.run import loop_from
-from rlblocks.selections import router_z_loss
-from rlblocks.testing import check_estimator, check_loss, sample_columns
-from rlblocks.unpaired_losses import kto_loss
-from rlblocks.value_losses import value_loss
+from rlblocks.losses.reward import bradley_terry_loss
+from rlblocks.people.run import loop_from
+from rlblocks.losses.selections import router_z_loss
+from rlblocks.testing.laws import check_estimator, check_loss
+from rlblocks.testing.oracles import sample_columns
+from rlblocks.losses.unpaired import kto_loss
+from rlblocks.losses.value import value_loss
 
 ROWS = ("purity", "gradient", "mask", "empty", "permutation", "padding", "filler")
 CUTS = ("split", "metrics", "precision")
@@ -419,7 +420,7 @@ def test_checking_leaves_no_trace():
 
 
 def test_counts_are_those_of_a_batch():
-    from rlblocks.batch import Batch
+    from rlblocks.data.batch import Batch
     names, seen = ("n_tokens", "n_rows", "n_units", "n_groups", "n_desirable", "group_tokens"), {}
     def loss(out, b, over="tokens"):
         if len(b) == 16: seen.update({k: getattr(b, k) for k in names})

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.advantages import gae
-from rlblocks.groups import group_advantages, lite_ppo_advantages
-from rlblocks.testing import check_estimator, sample_columns
-from rlblocks.trajectories import gigpo_advantages, hierarchical_advantages, joint_groups, role_advantages, trajectory_returns, vine_advantages
+from rlblocks.signals.advantages import gae
+from rlblocks.signals.groups import group_advantages, lite_ppo_advantages
+from rlblocks.testing.laws import check_estimator
+from rlblocks.testing.oracles import sample_columns
+from rlblocks.signals.trajectories import gigpo_advantages, hierarchical_advantages, joint_groups, role_advantages, trajectory_returns, vine_advantages
 
 nan, inf = math.nan, math.inf
 

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from rlblocks.batch import Batch, pairs
-from rlblocks.logprobs import sequence_logprobs
-from rlblocks.preference_losses import apo_zero_loss, bco_pair_loss, dpo_loss
-from rlblocks.testing import check_estimator, check_loss, sample_columns
-from rlblocks.unpaired_losses import (
+from rlblocks.data.batch import Batch, pairs
+from rlblocks.arithmetic.logprobs import sequence_logprobs
+from rlblocks.losses.preference import apo_zero_loss, bco_pair_loss, dpo_loss
+from rlblocks.testing.laws import check_estimator, check_loss
+from rlblocks.testing.oracles import sample_columns
+from rlblocks.losses.unpaired import (
     aot_units, bco_delta, bco_loss, kto_kl, kto_loss, mismatched, swap_completions, udm_weights,
 )
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.masked import merge
-from rlblocks.oracles import naive_aggregate
-from rlblocks.testing import check_estimator, check_loss, sample_columns
-from rlblocks.value_losses import classification_value_loss, expected_value, explained_variance, hl_gauss, two_hot, value_loss, value_metrics
+from rlblocks.arithmetic.masked import merge
+from rlblocks.testing.oracles import naive_aggregate
+from rlblocks.testing.laws import check_estimator, check_loss
+from rlblocks.testing.oracles import sample_columns
+from rlblocks.losses.value import classification_value_loss, expected_value, explained_variance, hl_gauss, two_hot, value_loss, value_metrics
 
 BINS = torch.linspace(-3, 3, 7, dtype=torch.float64)
 TARGETS = dict(two_hot=two_hot, hl_gauss=hl_gauss, narrow=partial(hl_gauss, sigma=.3))

@@ -10,9 +10,9 @@ from torch import nn
 
 pytest.importorskip("deepspeed")
 from forked import forked
-from rlblocks import zero
-from rlblocks.plain import Plain
-from rlblocks.zero import Zero
+from rlblocks.engines import zero
+from rlblocks.engines.plain import Plain
+from rlblocks.engines.zero import Zero
 
 CPU = torch.device("cpu")
 

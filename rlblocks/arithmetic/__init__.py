@@ -1,0 +1,1 @@
+"Masked sums and means, log-probabilities from logits or straight from the output layer, KL estimators."

@@ -1,0 +1,1 @@
+"A run that resumes: states written in shards, and converters to plain model folders."

@@ -1,0 +1,1 @@
+"Rows: batches that remember their whole, packing and balancing, replay, datasets."

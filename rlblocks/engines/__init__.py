@@ -1,0 +1,1 @@
+"One module, its optimizer and its ranks: plain, FSDP2, ZeRO, tensor and sequence parallel."

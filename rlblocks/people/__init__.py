@@ -1,0 +1,1 @@
+"From a notebook's loop to a command."

@@ -1,0 +1,1 @@
+"Where wrappers live, and whether what they need fits there."

@@ -1,0 +1,1 @@
+"Sampling completions with log-probs, and grading them."
