@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from test_floors import FLOORS, MODULES
+from test_floors import FLOORS, MODULES, ROOMS
 
 NOTEBOOKS = sorted([*ROOT.glob("nbs/**/*.ipynb"), *ROOT.glob("tutorials/*.ipynb")])
 TUTORIALS = sorted(ROOT.glob("tutorials/*.ipynb"))
@@ -88,7 +88,7 @@ def test_the_namespace_is_flat():
         for name in importlib.import_module(f"rlblocks.{module}").__all__:
             assert name not in home, f"{name} is exported by {home[name]} and by {module}"
             home[name] = module
-    assert not set(lib.__all__) & set(MODULES), "a name of the package hides a module"
+    assert not set(lib.__all__) & set(ROOMS), "a name of the package hides a room"
     for name in lib.__all__: assert getattr(lib, name) is getattr(importlib.import_module(f"rlblocks.{home[name]}"), name)
 
 
@@ -186,7 +186,7 @@ def test_tab_shows_what_people_want():
     import rlblocks
     shown = set(dir(rlblocks))
     assert {"ppo_loss", "gae", "Policy", "Batch", "check_loss", "__version__"} <= shown <= {*rlblocks.__all__, "__version__"}
-    assert not shown & {*MODULES, "gc", "sys", "import_module", "naive_gae", "Denom", "same_shape"}
+    assert not shown & {*ROOMS, "gc", "sys", "import_module", "naive_gae", "Denom", "same_shape"}
     assert all(hasattr(rlblocks, name) for name in ("naive_gae", "naive_ppo_loss", "Denom", "Over", "Number", "Counts", "Metric", "same_shape")) and rlblocks._APART <= {*rlblocks.__all__}
 
 
