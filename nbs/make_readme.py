@@ -15,7 +15,7 @@ ROOMS = "arithmetic signals losses testing data engines models rollout checkpoin
 
 
 def rooms():
-    "A table of the rooms, lowest first: what each holds, in the words of its package, and its notebooks in reading order."
+    "A table of the rooms, lowest first: what each holds, in its package's words, and its notebooks."
     lines = ["| room | holds | notebooks |", "|---|---|---|"]
     for room in ROOMS:
         holds = ast.get_docstring(ast.parse((ROOT/"rlblocks"/room/"__init__.py").read_text(encoding="utf-8")))
