@@ -307,7 +307,7 @@ def test_a_save_in_the_background_is_of_its_own_step(tmp_path, monkeypatch):
     for step in checkpoint(3, c=c):
         seen.append((step, [f.name for f in checkpoint.saves()]))
         if step == 2:
-            assert began.is_set()
+            assert began.wait(60)
             go.set()
         c.n += 1
         c.w += 1
