@@ -85,6 +85,7 @@ def test_the_plain_run_does_something(plain):
     assert plain[2]["prompts"][1:] != plain[0]["prompts"][1:] and len({p for m in list(plain.values())[:2] for p in m["prompts"]}) == 8   # 10 prompts: the epoch ends inside step 2
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("moments, kinds", [(5, ["one", "two"]), (1, ["background", "fsdp2_background", "fsdp2_to_one", "fsdp2_to_two"])])
 def test_killed_at_any_moment(tmp_path, moments, kinds):
     "LAWS 20, with SIGKILL: one process or two, one rank or both, in a save or not, also on another number of ranks: the rows shown are those of the run that was not killed."

@@ -12,6 +12,7 @@ import torch
 from conftest import ROOT
 from rlblocks import here
 
+pytestmark = pytest.mark.ranks
 ENV = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}")
 
 
