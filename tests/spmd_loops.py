@@ -1,7 +1,6 @@
 """The tutorials' loops and a hard look at the pool, on tiny models: run by tests/test_spmd.py in one process, and by torchrun in several.
 
 torchrun --nproc-per-node 2 tests/spmd_loops.py FOLDER"""
-import itertools
 import os
 import sys
 from pathlib import Path
