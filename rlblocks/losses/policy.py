@@ -33,6 +33,10 @@ def log_ratio(
     return clip(torch.where(mask, x, 0.), -20., 20.)
 
 # %% ../../nbs/losses/20_policy.ipynb #2c1658ac
+def masked_data(x, mask): # without gradient, 0 where nothing is chosen
+    return torch.where(mask, promoted(x.detach()), 0.)
+
+# %% ../../nbs/losses/20_policy.ipynb #68d29bfd
 def clipped_surrogate(
     ratio:Float[Tensor, "B T"],      # π/π_old, carries the gradient
     advantages:Float[Tensor, "B T"], # Â, data
@@ -48,7 +52,7 @@ def clipped_surrogate(
     Schulman et al. 2017, eq. 7. With `dual_clip`, tokens with Â < 0 cost at most −cÂ: Ye et al. 2020."""
     same_shape("B T", ratio=ratio, advantages=advantages, mask=mask)
     _check_clip(clip_low, clip_high, dual_clip)
-    ratio, A = torch.where(mask, promoted(ratio), 0.), torch.where(mask, promoted(advantages.detach()), 0.)
+    ratio, A = torch.where(mask, promoted(ratio), 0.), masked_data(advantages, mask)
     good, bad = clip(ratio, high=1+clip_high), clip(ratio, 1-clip_low, dual_clip or math.inf)
     return -A*torch.where(A > 0, good, bad) # the maximum, by cases
 
@@ -177,13 +181,12 @@ def adaptive_clip(
         f"adaptive_clip: clip_low is {clip_low}, clip_high is {clip_high}, step is {step}; "
         "clip_low goes down to its second number, clip_high up, in steps above 0")
     ratio = log_ratio(logprobs.detach(), old_logprobs, mask).exp()
-    A = torch.where(mask, promoted(advantages.detach()), 0.)
+    A = masked_data(advantages, mask)
     if (ratio.isnan() | A.isnan()).any(): raise ValueError(
         "adaptive_clip: logprobs, old_logprobs or advantages are NaN at a chosen token, so no share can be compared; "
         "leave such rows out: `without_unscored`")
     lows = [max(clip_low[0] - i*step, clip_low[1]) for i in range(_steps(clip_low, step) + 1)]
     highs = [min(clip_high[0] + i*step, clip_high[1]) for i in range(_steps(clip_high, step) + 1)]
-    low, high = lows[0], highs[0]
     for low,high in [(low, highs[0]) for low in lows] + [(lows[-1], high) for high in highs[1:]]:
         good = (ratio.clamp(max=1+high)*A.relu()).sum()
         bad = torch.where(A < 0, ratio.clamp(min=1-low)*-A, 0.).sum() # a ratio may be infinite where Â is 0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..arithmetic.masked import Counts, Denom, Max, Mean, Metric, Over, aggregate, finite_logprobs, masked_mean
 from ..arithmetic.masked import mean_of, promoted, same_shape
-from .policy import log_ratio, ppo_loss, ratio_metrics
+from .policy import log_ratio, masked_data, ppo_loss, ratio_metrics
 
 # %% ../../nbs/losses/21_selections.ipynb #f97368b9
 def token_covariance(
@@ -111,7 +111,7 @@ def kl_cov_loss(
     L = Σ (−ρÂ + β·[selected]·|log ρ|) / denom, unclipped. Cui et al. 2025, section 4.2 (KL-Cov). The paper has
     KL(π_old‖π) where verl's code, and this one, has |log ρ|."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, selected=selected, mask=mask)
-    x, A = log_ratio(logprobs, old_logprobs, mask), torch.where(mask, promoted(advantages.detach()), 0.)
+    x, A = log_ratio(logprobs, old_logprobs, mask), masked_data(advantages, mask)
     ratio, distance = x.exp(), torch.where(selected, x.abs(), 0.)
     loss = aggregate(-ratio*A + kl_coef*distance, mask, over=over, denom=denom)
     return loss, ratio_metrics(ratio, mask) | dict(held=mean_of(distance, mask & selected))
@@ -204,7 +204,7 @@ def sign_weights(
 
     wₜ = λ where Âₜ > 0, 1 where Âₜ < 0: L = λ·L_PSR + L_NSR. Zhu et al. 2025 (W-REINFORCE), λ = 0.1."""
     same_shape("B T", advantages=advantages, mask=mask)
-    A = torch.where(mask, promoted(advantages.detach()), 0.)
+    A = masked_data(advantages, mask)
     return positive*(A > 0).to(A.dtype) + negative*(A < 0).to(A.dtype)
 
 # %% ../../nbs/losses/21_selections.ipynb #55661770
