@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import random
+import re
 import textwrap
 from functools import partial
 
