@@ -10,7 +10,7 @@ from torch import nn
 
 pytest.importorskip("deepspeed")
 from forked import forked
-from rlblocks.engines import zero
+from rlblocks.engines.base import zero
 from rlblocks.engines.plain import Plain
 from rlblocks.engines.zero import Zero
 
