@@ -23,7 +23,6 @@ import tempfile
 import time
 import traceback
 from datetime import date
-from functools import partial
 from pathlib import Path
 
 os.environ |= dict(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")

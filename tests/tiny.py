@@ -1,6 +1,5 @@
 "Tiny models, batches and error bounds that several test files share."
 import math
-from functools import partial
 
 import torch
 from rlblocks import Batch
