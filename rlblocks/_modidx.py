@@ -638,7 +638,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'rlblocks/engines/base.py'),
                                        'rlblocks.engines.base.EngineSpec.shares': ( 'engines/base.html#enginespec.shares',
                                                                                     'rlblocks/engines/base.py'),
-                                       'rlblocks.engines.base.Shard': ('engines/base.html#shard', 'rlblocks/engines/base.py'),
+                                       'rlblocks.engines.base.WeightShard': ('engines/base.html#weightshard', 'rlblocks/engines/base.py'),
                                        'rlblocks.engines.base.bytes_of': ('engines/base.html#bytes_of', 'rlblocks/engines/base.py'),
                                        'rlblocks.engines.base.check_engine': ('engines/base.html#check_engine', 'rlblocks/engines/base.py'),
                                        'rlblocks.engines.base.engine_of': ('engines/base.html#engine_of', 'rlblocks/engines/base.py'),

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from .base import Engine, Shard
+from .base import Engine, WeightShard
 
 # %% ../../nbs/engines/50_ema.ipynb #d3abe73a
 class Ema:
@@ -90,7 +90,7 @@ class Ema:
 
 def saved(
     xs:dict[str, Tensor],      # beside the shards of these names
-    shards:dict[str, Shard],   # of an engine
+    shards:dict[str, WeightShard],   # of an engine
     full:bool,                 # gathered; False: sharded as the engine's own state
 )->dict[str, Tensor]:
     "Averages as the engine saves its weights. All ranks together."

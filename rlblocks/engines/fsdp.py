@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
-from .base import Shard, nbytes_of
+from .base import WeightShard, nbytes_of
 from .modules import Within, callable_within_, distinct
 from .plain import clip_and_step, used_by_any
 from .world import HALF, fill_, join_world, same_weights, world
@@ -98,7 +97,7 @@ class Fsdp:
         mesh:Any=None,                # the ranks to shard over, where others hold other pieces of one model; None: all
         clip:Callable|None=None,      # of `Plain`
     ):
-        """Shard a module over the ranks of this world; all ranks together.
+        """WeightShard a module over the ranks of this world; all ranks together.
 
         ValueError for offload="nvme" and for ranks that built different models."""
         if offload not in (None, "cpu"):
@@ -226,7 +225,7 @@ class Fsdp:
             return (sharded(x, p) if x.shape == p.shape else x).clone()
         return dict(kept, state={i: {k: mine(x, params[i]) for k, x in s.items()} for i, s in kept["state"].items()})
 
-    def shards(self)->dict[str, Shard]: # by name
+    def shards(self)->dict[str, WeightShard]: # by name
         "This rank's rows of each weight that trains."
         self._reshard()
         return {n: shard_of(p) for n, p in self.module.named_parameters() if p.requires_grad}
@@ -244,10 +243,10 @@ def _on_cpu(x): return gathered(x).cpu() if isinstance(x, Tensor) else x
 
 def shard_of(
     p:Any, # a DTensor
-)->Shard: # saved as a DTensor like it
+)->WeightShard: # saved as a DTensor like it
     "This rank's rows of a weight."
     def save(x, full):
         cut = DTensor.from_local(x, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
         return gathered(cut).cpu() if full else cut
     def load(x): return (x if isinstance(x, DTensor) else sharded(x, p)).to_local()
-    return Shard(p.to_local().detach(), save, load)
+    return WeightShard(p.to_local().detach(), save, load)

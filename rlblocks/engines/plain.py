@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .base import Shard, nbytes_of
+from .base import WeightShard, nbytes_of
 from .weights import named_weights
 from .world import world
 
@@ -90,9 +90,9 @@ class Plain:
             self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.module.load_state_dict(state["module"])
 
-    def shards(self)->dict[str, Shard]: # by name
+    def shards(self)->dict[str, WeightShard]: # by name
         "Each weight that trains, whole."
-        return {n: Shard(p.detach()) for n, p in self.module.named_parameters() if p.requires_grad}
+        return {n: WeightShard(p.detach()) for n, p in self.module.named_parameters() if p.requires_grad}
 
     def refresh(self):
         "Nothing to do: what was written is the weight."

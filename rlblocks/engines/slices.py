@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Shard, bytes_of
+from .base import WeightShard, bytes_of
 from .modules import distinct
 from .world import fill_, world
 
@@ -322,7 +322,7 @@ def put_frozen(held, x, value):
 
 def shards_of(
     held:Holding,
-)->dict[str, Shard]: # by name
+)->dict[str, WeightShard]: # by name
     "This rank's stretch of each master, saved as a `Slice`."
     if held.offload == "nvme":
         raise ValueError('engine="zero3", offload="nvme": the fp32 weights lie on a disk, where nothing beside them '
@@ -331,7 +331,7 @@ def shards_of(
         def save(x, full):
             mine = Slice(x, piece.start, piece.shape)
             return mine.gathered(held.device).cpu() if full else mine
-        return Shard(piece.slice(piece.flat, held.device).local, save, piece.take)
+        return WeightShard(piece.slice(piece.flat, held.device).local, save, piece.take)
     named = held.module.named_parameters() if held.masters else ()
     return {n: shard(held.masters.piece(p)) for n, p in named if p.requires_grad}
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from .cuts import EXCHANGES, Cut, Entering, cut_, exchange_, felt, followed, left_whole, plan_of, planned, terms_of, unlike
 from .modules import output_layer
-from .base import Shard
+from .base import WeightShard
 from .plain import Plain
 from .world import agree, fill_, mesh_of, same_weights
 
@@ -197,14 +197,14 @@ class TensorParallel:
         if self.optimizer: kept["optimizer"] = self._beside(state["optimizer"], self._piece)
         self.inner.load(state | kept)
 
-    def shards(self)->dict[str, Shard]: # by name
+    def shards(self)->dict[str, WeightShard]: # by name
         "This rank's piece, or its shard of it, of each weight that trains."
         return {n: self._shard(n, x) for n, x in self.inner.shards().items()}
 
     def _shard(self, name, inner):
         def save(x, full): return self._whole(name, inner.save(x, True)).cpu() if full else self._apart(name, inner.save(x, False))
         def load(x): return inner.load(self._back(name, x) if isinstance(x, DTensor) else self._piece(name, x))
-        return Shard(inner.local, save, load)
+        return WeightShard(inner.local, save, load)
 
     def refresh(self):
         "Compute with what was written into `shards()`."

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .base import Shard
+from .base import WeightShard
 from .modules import Within, callable_within_, distinct
 from .optim import decay_groups, entrywise
 from .plain import used_by_any
@@ -190,7 +190,7 @@ class Zero:
         "Restore them; all ranks together. ValueError for another model's, or another rank's part."
         load_into(self.held, state)
 
-    def shards(self)->dict[str, Shard]: # by name
+    def shards(self)->dict[str, WeightShard]: # by name
         "This rank's stretch of each weight that trains, in fp32; ValueError when they lie on a disk."
         return shards_of(self.held)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .adapters import Base, lora_config
 from .folders import drafted
 from ..engines.modules import output_layer
-from ..engines.base import Shard
+from ..engines.base import WeightShard
 from ..engines.plain import Plain
 from ..engines.world import agree, world
 from .forward import Reader
@@ -104,7 +104,7 @@ class Adapted:
             if odd: raise ValueError("load_state_dict: the adapter was trained with {}={}, and this one has {}: its weights would count for more or less than they did".format(*odd[0]))
         self.plain.load(state)
 
-    def shards(self)->dict[str, Shard]: # by name
+    def shards(self)->dict[str, WeightShard]: # by name
         "The adapter and the head, whole on every rank."
         return self.plain.shards()
 
