@@ -1,8 +1,8 @@
-"""Host memory of loading: what a rank holds at its highest while Policy(folder, engine=…) is made.
+"""Host memory of loading: what a rank holds at its highest until an engine has its shards.
 
-Each rank is a process of its own. The peak is VmHWM, reset before the wrapper is made, beyond what the process held then;
-a tiny model is made first, so that libraries, groups and threads are there already. "whole" gives the wrapper the
-module that transformers loaded, as every rank did before; "shards" gives it the folder.
+Each rank is a process of its own. The peak is VmHWM, reset before the model is loaded, beyond what the process held then;
+a tiny model is loaded first, so that libraries, groups and threads are there already. "whole" lets every rank load the
+model as transformers does and then cut it; "shards" lets the engine read its own rows.
 
 python benchmarks/loading.py [--millions 400] [--ranks 2 4] [--engines fsdp2 zero3]    writes benchmarks/results/loading.json"""
 import argparse
@@ -37,23 +37,24 @@ def rank_main(folder, tiny, engine, how):
     "One rank: prints what it held at its highest, and what it holds afterwards, in MiB."
     import torch.distributed as dist
     from resident import give_back, memory, settled
-    from rlblocks import Policy
+    from rlblocks.engines.sharded import ShardedModel
+    from rlblocks.models.forward import Reader
     from rlblocks.models.loading import load_module
     give_back()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    given = (lambda path: path) if how == "shards" else load_module
-    small = Policy(given(tiny), engine=engine, device="cpu", micro_tokens=64)
+    def loaded(path): return ShardedModel(Reader(load_module(path, lazy=how == "shards")), engine=engine, device="cpu")
+    small = loaded(tiny)
     before = settled()
     Path("/proc/self/clear_refs").write_text("5")
     start = time.perf_counter()
-    policy = Policy(given(folder), engine=engine, device="cpu", micro_tokens=64)
+    model = loaded(folder)
     seconds = time.perf_counter()-start
     peak, after = memory("VmHWM")-before, settled()-before
     told = [None]*dist.get_world_size()
     dist.all_gather_object(told, dict(peak=round(peak), after=round(after), seconds=round(seconds, 1)))
     if dist.get_rank() == 0: print("RESULT", json.dumps(dict(ranks=told)))
-    del small, policy
+    del small, model
     dist.destroy_process_group()
 
 
@@ -88,7 +89,7 @@ def main():
                     print(json.dumps(row), flush=True)
                     rows.append(row)
     OUT.write_text(json.dumps(dict(date=str(date.today()), torch=torch.__version__, transformers=transformers.__version__, python=platform.python_version(), machine=platform.machine(),
-                                   about="MiB of a rank beyond what it held before the wrapper was made: at the highest, and afterwards; masters are fp32", results=rows), indent=1) + "\n")
+                                   about="MiB of a rank beyond what it held before the model was loaded: at the highest, and afterwards; masters are fp32", results=rows), indent=1) + "\n")
 
 
 if __name__ == "__main__": main()

@@ -409,6 +409,7 @@ def _cut_(deepspeed, module, device, config)->dict:
     whole = nn.Module()
     whole.parameters = lambda recurse=True: read()
     deepspeed.zero.Init(module=whole, config_dict_or_path=config)
+    del whole.parameters                      # DeepSpeed keeps the module, and would keep the files open
     return files
 
 def _exact_(piece, x):
