@@ -9,7 +9,10 @@ from tiny import rows
 
 from rlblocks import Critic, Policy, Scorer
 from rlblocks.engines.lazy import lazy_weights, read_module_
-from rlblocks.models.loading import RENEW, load_module
+from rlblocks.engines.sharded import ShardedModel
+from rlblocks.models import loading
+from rlblocks.models.forward import Reader
+from rlblocks.models.loading import load_module
 
 SMALL = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
 MODELS = dict(
@@ -117,3 +120,34 @@ def test_shards_read_from_files_are_those_of_the_whole_model(folders, tmp_path, 
     "Difference 0, of weights and of log-probs; masters in fp32, heads, experts put together, weights tied."
     if engine == "zero3": pytest.importorskip("deepspeed")
     forked(_equal, (folders, tmp_path/"store", ranks, engine), ranks)
+
+
+def _peak(rank, path, store, ranks):
+    "What this rank holds at its highest while it loads, beyond what it held before, in bytes."
+    give_back()
+    join(rank, store, ranks)
+    loading.RENEW = 1 << 22
+    load = lambda folder: ShardedModel(Reader(load_module(folder, lazy=True)), engine="fsdp2", device="cpu")
+    def grown(folder):
+        before = settled()
+        open("/proc/self/clear_refs", "w").write("5")
+        held.append(load(folder))
+        return (memory("VmHWM") - before)*2**20
+    held = [load(path/"thin")]                          # libraries, groups and threads are there from now on
+    constant, peak = grown(path/"thin"), grown(path/"large")          # thin: as many layers, of next to no weight
+    sizes = [4*p.numel() for p in held[-1].module.parameters()]
+    shard = sum(4*p.to_local().numel() for p in held[-1].module.parameters())
+    assert shard <= peak, "nothing was measured"
+    # beside its shards: of the largest weight its rows, and the mapped pages that they are copied from; RENEW bytes of pages that were read before
+    assert peak <= shard + 2*max(sizes)/ranks + loading.RENEW + constant, (peak/2**20, shard/2**20, constant/2**20, sum(sizes)/2**20)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_holds_its_shard_and_what_it_reads_of_one_weight(folders, tmp_path, ranks):
+    "By the kernel's account; the model loaded whole would be twice, four times the shard."
+    sizes = SMALL | dict(num_hidden_layers=10)
+    for name, more in dict(thin={}, large=dict(hidden_size=512, intermediate_size=2048, vocab_size=8192)).items():
+        config = transformers.LlamaConfig(**sizes | more, tie_word_embeddings=False)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folders/name, max_shard_size="50MB")
+    forked(_peak, (folders, tmp_path/"store", ranks), ranks)

@@ -138,7 +138,7 @@ def lazy_model(
 def _rows(module, name, sources, files):
     "What reads rows of a weight."
     if sources[0][1]: return lambda start, stop: assembled(module, name, sources, files)[start:stop]
-    return lambda start, stop: files.part(sources[0][0], start, stop).clone()
+    return lambda start, stop: files.part(sources[0][0], start, stop)
 
 def _complete(module, sources, files):
     "Whether the files hold each parameter once, in its shape."
