@@ -174,6 +174,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'rlblocks/arithmetic/masked.py'),
                                             'rlblocks.arithmetic.masked.same_shape': ( 'arithmetic/masked.html#same_shape',
                                                                                        'rlblocks/arithmetic/masked.py'),
+                                            'rlblocks.arithmetic.masked.total': ( 'arithmetic/masked.html#total',
+                                                                                  'rlblocks/arithmetic/masked.py'),
                                             'rlblocks.arithmetic.masked.whiten': ( 'arithmetic/masked.html#whiten',
                                                                                    'rlblocks/arithmetic/masked.py')},
             'rlblocks.arithmetic.passes': { 'rlblocks.arithmetic.passes._learned': ( 'arithmetic/passes.html#_learned',
