@@ -17,9 +17,11 @@ def make_lazy_(
     p:nn.Parameter, # on the meta device
     rows:Callable[[int, int], Tensor], # (start, stop) → these rows, in any dtype; they are copied
 )->None:
-    "Let a parameter know where its numbers are."
-    if not p.is_meta: raise ValueError(f"make_lazy_: the parameter has its numbers already, on {p.device}; one on the meta device is wanted")
-    setattr(p, "lazy_rows", rows)
+    "Let a parameter know where its numbers are. ValueError for one that has them."
+    if not p.is_meta:
+        raise ValueError(f"make_lazy_: the parameter has its numbers already, on {p.device}; "
+                         "one on the meta device is wanted")
+    p.__dict__["lazy_rows"] = rows
 
 def is_lazy(
     x:Tensor, # any parameter
