@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import WeightShard
+from .lazy import is_lazy, read_flat, read_whole_
 from .modules import Within, callable_within_, distinct
 from .optim import decay_groups, entrywise
 from .plain import used_by_any
@@ -268,22 +269,38 @@ def initialize(
         entrywise(made, f'engine="zero{stage}"', device)
     groups = [list(g["params"]) for g in (made.param_groups if made else given or [])]
     keep = "bf16" in config and not (offload and offload["device"] == "nvme")
-    exact = [(p, p.data) for _, p in named if p.dtype == torch.float32] if keep else []
-    if stage == 3: shard_each_(deepspeed, module, device, config)
+    exact = [(p, None if is_lazy(p) else p.data) for _, p in named if p.dtype == torch.float32] if keep else []
+    files = shard_each_(deepspeed, module, device, config) if stage == 3 else {}
     engine = deepspeed.initialize(model=module, optimizer=made, model_parameters=given, config=config)[0]
     for p, x in exact:               # DeepSpeed made the masters of the rounded weights
-        piece = Piece(engine.optimizer, p, stage)
-        if piece.flat is not None: piece.put(piece.flat, x)
+        put_exact(Piece(engine.optimizer, p, stage), files[id(p)] if x is None else x)
     for layer in module.modules() if stage == 3 else ():
         if hasattr(layer, "base_layer"):         # an adapter's layer computes with what it wraps: gathered for both
             for p in layer.parameters(): deepspeed.zero.register_external_parameter(layer, p)
     return engine, groups
 
-def shard_each_(deepspeed, module, device, config):
-    "Leave this rank's part of each weight on the device, where no more than one of them is whole at a time."
+def shard_each_(deepspeed, module, device, config)->dict: # id → lazy weight, as it was
+    """Leave this rank's part of each weight on the device, where no more than one of them is whole at a time.
+
+    `initialize` would move the whole module there, and then shard. Lazy weights are read one by one."""
     for b in module.buffers(): b.data = b.data.to(device)
     for p in module.parameters() if "bf16" in config else (): p.data = p.data.bfloat16()
-    deepspeed.zero.Init(module=module, config_dict_or_path=config)
+    files = {}
+    def read():
+        for p in list(module.parameters()):
+            if is_lazy(p): files[id(p)] = read_whole_(p)
+            yield p                           # DeepSpeed shards it before it asks for the next
+    one_by_one = nn.Module()
+    one_by_one.parameters = lambda recurse=True: read()
+    deepspeed.zero.Init(module=one_by_one, config_dict_or_path=config)
+    del one_by_one.parameters                 # DeepSpeed keeps the module, and would keep the files open
+    return files
+
+def put_exact(piece, x):
+    "This rank's stretch of an fp32 master, out of the whole weight or a lazy one."
+    if piece.flat is None: return
+    if not is_lazy(x): piece.put(piece.flat, x)
+    elif piece.n: piece.of(piece.flat).copy_(read_flat(x, piece.start, piece.n, dtype=torch.float32))
 
 # %% ../../nbs/engines/60_zero.ipynb #14d7c4ce
 def step_used(
