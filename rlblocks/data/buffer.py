@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from jaxtyping import Bool, Float, Int
 
-from .batch import Batch, seed_of
+from .batch import Batch
+from .seeds import seed_of
 from .packing import _places
 from .ragged import Ragged, from_arrow, ragged, to_arrow
 

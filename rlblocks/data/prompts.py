@@ -22,7 +22,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from .columns import whole_number
-from .batch import _CHECKS, _TAKEN, Batch, seed_of
+from .batch import TAKEN, Batch
+from .seeds import seed_of
+from .columns import RESERVED
 
 # %% ../../nbs/data/47_prompts.ipynb #56a6087d
 def _takes_batches(tokenizer)->bool:
@@ -184,7 +186,7 @@ class _Rows:
 
     def _check_names(self, names):
         "ValueError for names that a column of a batch cannot have."
-        odd, taken = [n for n in names if not isinstance(n, str)], [n for n in names if n in (*self._ours, *_CHECKS, *_TAKEN)]
+        odd, taken = [n for n in names if not isinstance(n, str)], [n for n in names if n in (*self._ours, *RESERVED, *TAKEN)]
         if odd: raise ValueError(f"{type(self).__name__}: row 0 has a column named {odd[0]!r}; names are text")
         if taken: raise ValueError(f"{type(self).__name__}: the column names {', '.join(taken)} are the batch's own; rename them in the rows")
 
