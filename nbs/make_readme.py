@@ -2,12 +2,28 @@
 
     python nbs/make_readme.py
 """
+import ast
 import json
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTE = "<!-- made from nbs/index.ipynb by nbs/make_readme.py; edit the notebook -->"
+
+
+ROOMS = "arithmetic signals losses testing data engines models rollout checkpoint placement people".split()
+
+
+def rooms():
+    "A table of the rooms, lowest first: what each holds, in its package's words, and its notebooks."
+    lines = ["| room | holds | notebooks |", "|---|---|---|"]
+    for room in ROOMS:
+        holds = ast.get_docstring(ast.parse((ROOT/"rlblocks"/room/"__init__.py").read_text(encoding="utf-8")))
+        books = sorted((ROOT/"nbs"/room).glob("*.ipynb"))
+        names = [path.stem[3:].replace("_", " ") for path in books]
+        links = " · ".join(f"[{name}](nbs/{room}/{path.name})" for name, path in zip(names, books, strict=True))
+        lines.append(f"| `{room}` | {holds} | {links} |")
+    return "\n".join(lines)
 
 
 def output(out):
@@ -21,7 +37,7 @@ def output(out):
 def cell(c):
     "A cell as Markdown; nothing for hidden cells. nbdev's directives (`#| …`) are left out."
     source = "".join(c["source"]).strip()
-    if c["cell_type"] == "markdown": return [source]
+    if c["cell_type"] == "markdown": return [source.replace("<!-- rooms -->", rooms())]
     directives = re.findall(r"^#\| *(.*)$", source, re.M)
     if any(d.startswith(("hide", "default_exp")) for d in directives): return []
     code = re.sub(r"^#\| *.*\n?", "", source, flags=re.M).strip()

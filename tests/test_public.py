@@ -148,6 +148,24 @@ def test_readme_is_what_the_index_says():
     assert (ROOT/"README.md").read_text(encoding="utf-8") == script("make_readme").render(ROOT/"nbs/index.ipynb"), "README.md is stale: make readme"
 
 
+def links(text, folder):
+    "Addresses of files in Markdown, as paths from `folder`."
+    return [folder/m for m in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text) if "/" in m or re.search(r"\.\w+$", m)]
+
+
+@pytest.mark.parametrize("path", [*NOTEBOOKS, ROOT/"README.md"], ids=lambda p: p.name)
+def test_links_lead_somewhere(path):
+    "nbs/index.ipynb is the README, and its links are the README's."
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb": text = "\n".join("".join(c["source"]) for c in json.loads(text)["cells"] if c["cell_type"] == "markdown")
+    lost = [str(x) for x in links(text, ROOT if path.name == "index.ipynb" else path.parent) if not x.exists()]
+    assert not lost, f"nothing is there: {', '.join(lost)}"
+
+
+def test_a_link_that_leads_nowhere_is_seen():
+    assert links("[a](../x/1_y.ipynb#z), [b](https://c.d/e), [f](g.md) and f(x)[0](y)", ROOT) == [ROOT/"../x/1_y.ipynb", ROOT/"g.md"]
+
+
 def script(name):
     "A script of nbs/ as a module."
     spec = importlib.util.spec_from_file_location(name, ROOT/f"nbs/{name}.py")

@@ -22,10 +22,9 @@ from .head import bending
 from .checks import check_ids
 from .forward import Reader, turning
 from .probes import look_ahead, pack_by, share_lines
-from ..engines.world import alike
 from ..engines.sequence import Stretch
 from ..engines.sharded import ShardedModel
-from ..engines.world import agree
+from ..engines.world import agree, same_rows
 from .splits import Checked, Out, RowOut, cause, check_splits, trainable
 from ..engines.weights import checksum
 
@@ -271,7 +270,7 @@ class Runner:
 
     def _alike(self, batches):
         "Ranks that share rows were given the same ones, or all raise: in their collectives they would wait for each other, or read each other's tokens as their own."
-        if self.model.shares > 1: alike([checksum(b[k]) for b in batches for k in ("tokens", "lengths", "mask") if k in b], self.model.shares, self.name)
+        if self.model.shares > 1: same_rows([checksum(b[k]) for b in batches for k in ("tokens", "lengths", "mask") if k in b], self.model.shares, self.name)
 
     def _replicas(self, shared): return self.model.replicas if shared else 1
 
