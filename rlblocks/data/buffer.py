@@ -233,8 +233,8 @@ class Buffer:
         at = {s: (slab == s).nonzero()[:, 0] for s in self._slabs}
         sizes = torch.zeros(len(slab), dtype=torch.long)
         for s, i in at.items(): sizes[i] = self._slabs[s].offsets.diff()[row[i]]
-        like = Batch(lengths=sizes, tokens=torch.zeros((), dtype=torch.long).expand(len(slab), max(1, int(sizes.max()))), per_row=[k for k, x in self._layout.items() if x[0] == "row"])
-        like[name] = x # fits, or says why not
+        like = Batch(lengths=sizes, tokens=torch.zeros((), dtype=torch.long).expand(len(slab), max(1, int(sizes.max()))))
+        like.set(name, x, per="row" if self._layout.get(name, [])[:1] == ["row"] and len(self._layout[name]) > 2 and not isinstance(x, list) and x.dim() > 1 else None) # fits, or says why not
         only, layout = like.drop(*{"tokens"} - {name}), _layout(like)[name]
         if layout[0] == "token" and "lengths" not in self._layout: raise ValueError(f"Buffer: column {name!r} is per token, but the rows that wait have no 'lengths'")
         def rewritten(s):
