@@ -92,7 +92,7 @@ def _swapped(parts, costs, equal, enough):
             left, i, j = _best_swap(parts[heavy], parts[light] + [nothing]*give, costs, gap)
             if left < gap*(1 - 1e-9): break
         else: return parts
-        for a, b, x, y in ((heavy, light, i, j), (light, heavy, j, i)):
+        for a, x, y in ((heavy, i, j), (light, j, i)):
             parts[a] = [k for k in parts[a] if k != x] + [y]*(y != nothing)
             loads[a] += costs[y] - costs[x]
     return parts

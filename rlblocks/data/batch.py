@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from .columns import Kind, check_meaning, join, kind_of, shape_of
-from rlblocks.data.cuts import (
-    Whole, count, cut, families, group_counts, minibatches, part, parts, siblings, trues, unit_rows,
-)
+from .cuts import count, cut, families, group_counts, minibatches, part, parts, siblings, trues, unit_rows
 
 # %% ../../nbs/data/43_batch.ipynb #a3218e52
 def check_column(batch:"Batch", name:str, x:Any):

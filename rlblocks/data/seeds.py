@@ -9,7 +9,6 @@ __all__ = ['seed_of']
 import hashlib
 from numbers import Integral, Real
 
-import torch
 from torch import Tensor
 
 # %% ../../nbs/data/38_seeds.ipynb #a07ed2ac
