@@ -27,6 +27,7 @@ def seed_of(
 )->int: # a seed in [0, 2⁶³)
     """A seed for `torch.Generator` that depends on `parts` and on nothing else.
 
-    BLAKE2b of the parts' text: equal in every process, unequal (but for 2⁻⁶³) when any part differs. TypeError for what has no stable text."""
+    BLAKE2b of the parts' text: equal in every process, unequal (but for 2⁻⁶³) when any part differs. TypeError for what
+    has no stable text."""
     digest = hashlib.blake2b(repr(_plain(parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
