@@ -274,7 +274,8 @@ class Mean(Metric):
     @staticmethod
     def _join(a, b): return a + b
     @property
-    def value(self): return float(self.total)/n if (n := float(self.count)) else float("nan")
+    def value(self): # pyright: ignore[reportIncompatibleVariableOverride]
+        return float(self.total)/n if (n := float(self.count)) else float("nan")
 
 @dataclass(repr=False)
 class Max(Metric):
