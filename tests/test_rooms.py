@@ -3,6 +3,7 @@
 OWED holds what does not keep a rule yet. It only shrinks: a test fails on what is not in it, and on an entry that nobody owes any more."""
 import ast
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -106,6 +107,18 @@ def test_these_checks_see_what_they_forbid():
     assert parameters(functions(tree)[-1]) == 5
     with pytest.raises(AssertionError, match="nobody owes"): owed("state", [])
     with pytest.raises(AssertionError, match="state: new"): owed("state", [*OWED["state"], "new"])
+
+
+# -- CONTRIBUTING
+
+def test_contributing_names_what_is_there():
+    "Files, rooms, and targets of the Makefile."
+    text, made = (ROOT/"CONTRIBUTING.md").read_text(), (ROOT/"Makefile").read_text()
+    files = re.findall(r"`((?:rlblocks|nbs|tests)/[\w/]+\.(?:py|ipynb))`", text)
+    assert len(files) > 10 and not [f for f in files if not (ROOT/f).exists()]
+    assert set(re.findall(r"(?m)^\| `(\w+)` \|", text)) == {p.parent.name for p in ROOT.glob("rlblocks/*/__init__.py")}
+    assert all(f"\n{target}:" in made for target in re.findall(r"`make ([\w-]+)`", text))
+    assert not [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")]
 
 
 # -- Python 3.11 … 3.13, as settings.ini says
