@@ -9,6 +9,8 @@ __all__ = ['Ragged', 'ragged', 'to_arrow', 'from_arrow']
 import importlib
 import shutil
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -100,7 +102,8 @@ _ARROW = dict(int64="int64", int32="int32", int16="int16", int8="int8", uint8="u
 
 def _arrow():
     try: return importlib.import_module("pyarrow")
-    except ImportError as e: raise ImportError("ragged: files need pyarrow, which comes with datasets: pip install pyarrow") from e
+    except ImportError as e: raise ImportError("ragged: files need pyarrow, which comes with datasets: pip install "
+                                               "pyarrow") from e
 
 class _Strings:
     "Strings of a mapped file, read one at a time."
@@ -164,3 +167,93 @@ def from_arrow(
         rows = int(offsets[-1]) if about["kind"] == "token" else len(array)
         columns[field.name] = flat(array.buffers()[-1], getattr(torch, about["dtype"]), rows*prod(shape)).view(rows, *shape)
     return Ragged(columns, kinds, offsets)
+
+# %% ../../nbs/data/44_ragged.ipynb #36e0c3a2
+_MERGE = 2**24 # bytes; smaller slabs grow together
+
+def mapped(
+    rows:Ragged, # in memory
+    path:Path,   # file to make
+)->tuple[Ragged, Path]: # (the same rows with tensors and strings in the mapped file, the file)
+    "Rows written to a file and read from there; lists of other objects stay in memory, and so do the offsets."
+    stays = {k for k, x in rows.columns.items() if rows.kinds[k] == "list" and not all(isinstance(s, str | None) for s in x)}
+    to_arrow(Ragged({k: x for k, x in rows.columns.items() if k not in stays}, rows.kinds, rows.offsets), path)
+    found = from_arrow(path).columns
+    return Ragged({k: x if k in stays else found[k] for k, x in rows.columns.items()}, rows.kinds, rows.offsets), path
+
+class Slabs:
+    "Ragged rows in numbered pieces: at most `max_bytes` in memory, the oldest beyond that in mapped files."
+
+    def __init__(self, folder:Path|None=None, max_bytes:int|None=None):
+        self.folder, self.max_bytes, self.count = folder, max_bytes, 0
+        self.rows, self.files = {}, {}      # number → rows; number → file, of those that are in one
+
+    @property
+    def nbytes(self)->int:
+        "Bytes in memory."
+        return sum(self.rows[s].nbytes for s in self.in_memory())
+
+    def in_memory(self)->list[int]: return [s for s in self.rows if s not in self.files]
+
+    def to_file(self, rows:Ragged)->tuple[Ragged, Path]:
+        "Rows in a new file. OSError, and no file, when there is no room for it."
+        self.count += 1
+        return mapped(rows, self.folder/f"{self.count}.arrow")
+
+    def replace(self, s:int, rows:Ragged, file:Path|None=None):
+        "Other rows in the place of `s`, in memory or in a file; the file they were in goes."
+        old = self.files.pop(s, None)
+        self.rows[s] = rows
+        if file: self.files[s] = file
+        if old: old.unlink(missing_ok=True)     # a map of it stays readable
+
+    def remove(self, s:int):
+        "Free a piece."
+        self.replace(s, self.rows[s])
+        del self.rows[s]
+
+    def spill(self, more:int=0):
+        "The oldest pieces to disk, until what is in memory and so many bytes more are `max_bytes`."
+        while self.max_bytes is not None and (here := self.in_memory()) and self.nbytes + more > self.max_bytes:
+            self.replace(here[0], *self.to_file(self.rows[here[0]]))
+
+    def add(self, s:int, rows:Ragged):
+        "A new piece, in memory if that is large enough for it."
+        self.spill(rows.nbytes)
+        self.replace(s, *((rows,) if self.max_bytes is None or rows.nbytes <= self.max_bytes else self.to_file(rows)))
+
+    def rewrite(self, make:Callable[[int], Ragged]):
+        "All pieces anew. Files are made before one is replaced: the disk may be full."
+        made = {}
+        try:
+            for s in self.files: made[s] = self.to_file(make(s))
+        except OSError:
+            for _, file in made.values(): file.unlink()
+            raise
+        for s in self.rows: self.replace(s, *(made.get(s) or (make(s),)))
+
+    def holding(self, rows:dict[int, Ragged])->"Slabs":
+        "Other rows under the same limits, the oldest in files. OSError, and no file, when the disk is full."
+        new = Slabs(self.folder, self.max_bytes)
+        new.rows, new.count = dict(rows), self.count
+        try: new.spill()
+        except OSError:
+            for s in list(new.files): new.remove(s)
+            raise
+        return new
+
+    def tidied(self)->Iterator[tuple[int, int, int]]: # (piece, the one that was joined to it, rows it had before)
+        "Join small pieces, those in memory and those in files."
+        yield from self.joined(self.in_memory())
+        # no room on disk for both: two files stay two
+        with suppress(OSError): yield from self.joined(list(self.files))
+
+    def joined(self, some:list[int])->Iterator[tuple[int, int, int]]:
+        "Join the last of some pieces."
+        size = lambda s: self.rows[s].nbytes
+        while len(some) > 1 and size(some[-2]) <= min(2*size(some[-1]), _MERGE):
+            a, b = some[-2], some.pop()
+            both, before = Ragged.cat([self.rows[a], self.rows[b]]), len(self.rows[a])
+            self.replace(a, *(self.to_file(both) if a in self.files else (both,)))
+            self.remove(b)
+            yield a, b, before
