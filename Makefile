@@ -7,7 +7,7 @@ BIN := .venv/bin
 EDITABLE := --config-settings editable_mode=compat
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test setup dev peers parity export readme lint clean
+.PHONY: demo test test-long test-times setup dev peers parity export readme lint clean
 
 setup: .venv/.demo
 dev: .venv/.dev
@@ -35,19 +35,29 @@ peers: .venv/.peers
 	done; test -n "$$exit_code" || touch $@
 
 # One thread a process: small models gain nothing from two, and two processes run side by side. Each notebook has a process of its
-# own: the type-checking hook that one installs must not reach the next.
+# own (tests/test_notebooks.py): the type-checking hook that one installs must not reach the next.
 # CI tells hypothesis to draw the same examples every time: a red run can be run again. By hand, a notebook or a test draws fresh ones.
-test: export OMP_NUM_THREADS := 1
-test: export CI := 1
+test test-long test-times: export OMP_NUM_THREADS := 1
+test test-long test-times: export CI := 1
 # No notebook or test asks the network: without this a machine that has none waits minutes for each name of a hub.
-test: export HF_HUB_OFFLINE := 1
+test test-long test-times: export HF_HUB_OFFLINE := 1
+# Two workers, notebooks and tests side by side; tests/conftest.py says who runs what
+TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 
 demo: .venv/.demo
 	$(BIN)/python tutorials/demo.py
 
 test: .venv/.dev .venv/.peers lint
-	ls nbs/*.ipynb nbs/*/*.ipynb tutorials/*.ipynb | xargs -n 1 -P 2 $(BIN)/nbdev-test --n-workers 0 --timing
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest $(TWO) tests
+
+# What `make test` leaves out: hundreds of kills, every engine on every number of ranks, tutorials at full length.
+# The last result is committed.
+test-long: .venv/.dev
+	set -o pipefail; $(BIN)/python -m pytest -m long --durations=0 --durations-min=1 tests | tee benchmarks/results/test_long.txt
+
+# Seconds of each group of tests, by which the two workers are given work: tests/seconds.json
+test-times: .venv/.dev .venv/.peers
+	$(BIN)/python -m pytest $(TWO) --write-seconds tests
 
 # The table of agreement with the peers: benchmarks/results/agreement.json, then the docs page that shows it.
 parity: .venv/.peers

@@ -1,5 +1,8 @@
-"What several test files need."
+"What several test files need, and the order in which tests run."
+import json
 import os
+from collections import defaultdict
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -21,3 +24,73 @@ def shared():
     folder = ROOT.parent / "shared" / "data"
     if not folder.is_dir(): pytest.skip(f"{folder} is absent: real data, models and tokenizers are not part of the repository")
     return folder
+
+
+# -- order. `make test` has two workers (pytest-xdist). A worker takes one group after another, the longest first,
+# so that none is left alone with it at the end.
+
+SECONDS = ROOT/"tests"/"seconds.json"       # of each group, as `make test-times` wrote them
+
+
+def group(item):
+    "What one worker runs in a row: a file, whose fixtures are made once; all that launch ranks, which fill both cores by themselves; a notebook alone."
+    if item.path.stem == "test_notebooks": return item.name.split("[")[-1].strip("]")
+    return "ranks" if item.get_closest_marker("ranks") else item.path.stem
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-seconds", action="store_true", help=f"write {SECONDS.name}, by which groups are ordered")
+
+
+def pytest_configure(config):
+    if config.getoption("--write-seconds") and not hasattr(config, "workerinput"): config.pluginmanager.register(Took())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    "Only in xdist's workers: by hand, tests run in the order of their files."
+    if not hasattr(config, "workerinput"): return
+    known = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+    for item in items: item.add_marker(pytest.mark.xdist_group(group(item)))
+    items.sort(key=lambda item: -known.get(group(item), 0.))
+
+
+def cpu():
+    "Seconds of CPU that this process, its children and the process that ranks are forked from have used; a wall clock measures the neighbours."
+    mine, server = sum(os.times()[:4]), getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if server is None: return mine
+    stat = Path(f"/proc/{server}/stat").read_text().rsplit(")", 1)[1].split()
+    return mine + sum(map(int, stat[11:15]))/os.sysconf("SC_CLK_TCK")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    "Each test says what it used: the reports carry it from a worker to the one who writes SECONDS."
+    item.began = cpu()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    report.user_properties = [*report.user_properties, ("used", (group(item), cpu() - item.began))]
+    return report
+
+
+class Took:
+    "CPU seconds of each group, for SECONDS; of each file, for the terminal."
+    def __init__(self): self.tests = {}
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "teardown": self.tests[report.nodeid] = dict(report.user_properties)["used"]
+
+    def by(self, name):
+        found = defaultdict(float)
+        for nodeid, (group, seconds) in self.tests.items(): found[name(nodeid, group)] += seconds
+        return {k: round(s, 1) for k, s in sorted(found.items(), key=lambda x: -x[1]) if s >= 1}
+
+    def pytest_terminal_summary(self, terminalreporter):
+        SECONDS.write_text(json.dumps(self.by(lambda _, group: group), indent=0) + "\n")
+        terminalreporter.section("CPU seconds")
+        for file, seconds in self.by(lambda nodeid, _: nodeid.split("::")[0]).items(): terminalreporter.write_line(f"{seconds:8.1f}  {file}")
+        for test, seconds in [*self.by(lambda nodeid, _: nodeid).items()][:60]: terminalreporter.write_line(f"{seconds:8.1f}  {test}")

@@ -1,14 +1,54 @@
-"""Ranks of a test, forked from one process that has imported everything: a rank then starts in a tenth of a second instead of five.
+"""Processes of a test, forked from one that has imported the libraries: a rank or a notebook then starts in a tenth of a second instead of seven.
 
-A fork is safe there because that process only imports: it has started no thread, computed nothing and opened no group."""
+A fork is safe there because that process only imports: it has computed nothing and opened no group, and its one thread is numpy's, which knows of forks.
+Nothing of rlblocks is imported in it: a notebook hooks its type checker in before that."""
+import faulthandler
 import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+import warnings
+from multiprocessing import forkserver
+from unittest import mock
 
+import torch
+import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
-multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel", "transformers.models.auto.modeling_auto",
-                                        "rlblocks.models.policy", "rlblocks.engines.fsdp", "rlblocks.engines.zero", "rlblocks.engines.tensor", "rlblocks.checkpoint.checkpoint", "tiny"])
+LIBRARIES = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel", "torch.distributed.run", "torch._dynamo",
+             "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft", "deepspeed", "jaxtyping", "beartype", "matplotlib.pyplot", "nbdev.test"]
 
 
-def forked(run, args, ranks):
-    "run(rank, *args) in so many processes; an error in one ends all of them and is raised here."
-    start_processes(run, args, nprocs=ranks, join=True, start_method="forkserver")
+def forked(run, args, ranks, limit=900):
+    "run(rank, *args) in so many processes; an error in one ends all of them and is raised here, as is a limit in seconds that passes."
+    multiprocessing.set_forkserver_preload(LIBRARIES)
+    with mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"): forkserver.ensure_running()     # DeepSpeed looks for devices when it is imported: not before a fork
+    context, end = start_processes(run, args, nprocs=ranks, join=False, start_method="forkserver"), time.monotonic() + limit
+    while not context.join(timeout=max(.1, end - time.monotonic())):
+        if time.monotonic() < end: continue
+        alive = [r for r, p in enumerate(context.processes) if p.is_alive()]
+        for p in context.processes: os.kill(p.pid, signal.SIGABRT) if p.is_alive() else None        # faulthandler says where they are
+        for p in context.processes: p.join(10) or p.kill()
+        raise TimeoutError(f"{run.__module__}.{run.__name__}: ranks {alive} of {ranks} were not done after {limit} s")
+
+
+def on_ranks(run, args, ranks, limit=900):
+    "run(rank, ranks, *args) in so many processes that form a world: gloo, one thread each, their environment as torchrun sets it."
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    forked(member, (ranks, port, run, args), ranks, limit)
+
+
+def member(rank, ranks, port, run, args):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    faulthandler.enable()
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    run(rank, ranks, *args)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)     # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)

@@ -278,6 +278,7 @@ def peaks(rank, folder, engine, port):
     torch.save(found, folder/f"peaks{rank}.pt")
 
 
+@pytest.mark.ranks
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads the kernel's account of this process")
 @pytest.mark.parametrize("engine", [None, "fsdp2", "zero3"])
 def test_a_merged_export_holds_a_bucket_and_a_tensor(tmp_path, engine):
@@ -350,6 +351,7 @@ QUICK = [("fsdp2", 2), ("zero3", 2)]
 ALL = [(engine, world) for engine in ("fsdp2", "zero1", "zero2", "zero3") for world in (1, 2, 4)]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("engine, world", ALL if os.environ.get("RLBLOCKS_ENGINES") == "all" else QUICK)
 def test_adapters_on_a_sharded_base(engine, world, one_process, tmp_path):
     "The base in pieces under adapters: losses, norms, weights and outputs are those of one process without an engine, on every rank; the export is whole."

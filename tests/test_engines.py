@@ -2,20 +2,16 @@
 
 The whole matrix: `RLBLOCKS_ENGINES=all pytest tests/test_engines.py` (benchmarks/engines.py runs it and keeps the figures)."""
 import ctypes
-import faulthandler
 import gc
 import os
 import resource
 import signal
-import socket
 import sys
 import time
-import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
-from forked import forked
+from forked import forked, on_ranks
 from resident import export_extra, give_back
 from rlblocks import Critic, Policy, Scorer, bradley_terry_loss, dpo_loss, kl_k3, masked_mean, masked_sum, merge, pairs, ppo_loss, sft_loss, value_loss
 from rlblocks.arithmetic.masked import Max
@@ -142,17 +138,8 @@ def run(case, world=1, rank=0, **engine):
 
 
 # -- on every rank
-def join(rank, world, port):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+def one_rank(rank, world, engine, folder):
     give_back()
-    faulthandler.dump_traceback_later(int(os.environ.get("HANG", 900)), exit=True)        # a rank that waits for ever says where
-    dist.init_process_group("gloo", rank=rank, world_size=world)
-
-
-def one_rank(rank, world, port, engine, folder):
-    join(rank, world, port)
     found, times = {}, {}
     for name, case in cases().items():
         if skipped(engine, name): continue
@@ -166,9 +153,6 @@ def one_rank(rank, world, port, engine, folder):
         check(engine, world, rank, folder)
         times[check.__name__] = round(time.process_time()-start, 2)
     torch.save(dict(found=found, times=times, rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10), folder/f"{rank}.pt")
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)
 
 
 def whole_weights(m): return {k: x for bucket in m._run.model.iter_full_params() for k, x in bucket.items()}
@@ -420,6 +404,7 @@ def plain():
     return {name: run(case)[1:] for name, case in cases().items()}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("engine, world", MATRIX)
 def test_engine_equals_the_plain_process(tmp_path, plain, engine, world):
     if engine.startswith("zero"): pytest.importorskip("deepspeed")
@@ -440,10 +425,7 @@ def test_the_plain_process_saves(tmp_path): forked(saves, (tmp_path,), 1)
 
 def launch(engine, world, folder):
     "What every rank found."
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    forked(one_rank, (world, port, engine, folder), world)
+    on_ranks(one_rank, (engine, folder), world)
     return [torch.load(folder/f"{r}.pt", weights_only=False) for r in range(world)]
 
 

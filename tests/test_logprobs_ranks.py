@@ -1,12 +1,10 @@
 "A head whose vocabulary is split over ranks gives what the whole head gives: values and gradients, over every option, in one launch for each number of ranks."
 import itertools
-import os
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
-from forked import forked
+from forked import on_ranks
 from rlblocks import linear_logprobs
 from tiny import bound
 from torch.testing import assert_close
@@ -38,22 +36,15 @@ def one(case, sizes, rank, group):
     return lp.detach(), ent.detach(), *grads
 
 
-def one_rank(rank, world, port, folder):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+def one_rank(rank, world, folder):
     assert linear_logprobs(torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([99]), group=dist.group.WORLD) == -torch.inf # an id that no rank has
     torch.save([one(case, UNEVEN[world], rank, dist.group.WORLD) for case in CASES], folder/f"{rank}.pt")
-    dist.barrier()
-    os._exit(0) # a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_split_head_is_the_whole_head(tmp_path, world):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    forked(one_rank, (world, port, tmp_path), world)
+    on_ranks(one_rank, (tmp_path,), world)
     ranks = [torch.load(tmp_path/f"{r}.pt") for r in range(world)]
     for i,case in enumerate(CASES):
         whole = one(case, [V], 0, None)

@@ -1,12 +1,8 @@
 "Divergences from a teacher and router losses on many ranks: what the plain process comes to, under every engine; one launch holds all cases."
-import os
-import socket
-import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
-from forked import forked
+from forked import on_ranks
 from rlblocks import Policy, jsd, masked_mean, merge
 from rlblocks.data.batch import Batch
 from test_routers import batch, loss
@@ -43,11 +39,7 @@ def uneven(b, world):
 def weights(policy): return {n: x.clone() for bucket in policy._run.model.iter_full_params() for n, x in bucket.items()}
 
 
-def one_rank(rank, world, port, folder):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+def one_rank(rank, world, folder):
     teacher, found = Policy(model(hidden_size=64, seed=9), frozen=True, device="cpu"), {}
     b = whole(model("mixtral"), teacher)
     for engine in ENGINES:
@@ -58,17 +50,13 @@ def one_rank(rank, world, port, folder):
             metrics = [{k: m.to("cpu") for k, m in step(policy, uneven(b, world)[rank]).items()} for _ in range(2)]
             found[engine, name] = metrics, weights(policy)
     torch.save(found, folder/f"{rank}.pt")
-    dist.barrier()
-    os._exit(0)         # a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world", [2])
 def test_every_engine_is_the_plain_process(tmp_path, world):
     pytest.importorskip("deepspeed")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    forked(one_rank, (world, port, tmp_path), world)
+    on_ranks(one_rank, (tmp_path,), world)
     ranks = [torch.load(tmp_path/f"{r}.pt", weights_only=False) for r in range(world)]
     teacher = Policy(model(hidden_size=64, seed=9), frozen=True, device="cpu")
     b = whole(model("mixtral"), teacher)

@@ -1,12 +1,9 @@
 "ZeRO-Infinity: states on a disk, really swapped. Needs libaio with its headers (apt install libaio-dev) and some minutes of compiling, once."
 import os
-import socket
-import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked import on_ranks
 from rlblocks import Policy, masked_mean
 from tiny import APART, NEAR, model, rows
 
@@ -29,11 +26,7 @@ def loss(out, b): return -masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {
 def weights(policy): return {k: x for bucket in policy._run.model.iter_full_params() for k, x in bucket.items()}
 
 
-def one_rank(rank, world, port, folder):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+def one_rank(rank, world, folder):
     nvme, plain = Policy(net(), engine="zero3", offload="nvme", nvme=str(folder), **HOW), Policy(net(), **HOW)
     for step in range(4):
         b = rows(B=9, seed=step, dtype=torch.float32)
@@ -44,15 +37,10 @@ def one_rank(rank, world, port, folder):
     assert far.max() < 4*2*LR and (far > NEAR*LR).double().mean() < .01
     mine = [f for f in folder.rglob("*.swp") if f"rank{rank}" in str(f)]
     assert sum(f.stat().st_size for f in mine) > 3 << 20, mine             # fp32 weights and both moments
-    dist.barrier()
-    os._exit(0)         # all is checked; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)
 
 
 def test_states_on_a_disk_are_those_in_memory(tmp_path):
     if why := absent(): pytest.skip(why)
     from rlblocks.engines.zero import build_ops
     build_ops(torch.device("cpu"), "nvme")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(one_rank, (2, port, tmp_path), nprocs=2, join=True)
+    on_ranks(one_rank, (tmp_path,), 2)

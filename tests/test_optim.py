@@ -111,6 +111,7 @@ def sharded(folder):
             if pool.rank == 0: torch.save((own, smooth), Path(folder)/f"{name}.pt")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2])
 def test_sharded_as_in_one_process(tmp_path, ranks):
     env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}")
@@ -175,6 +176,7 @@ def float16(world, rank, folder):
     return True
 
 
+@pytest.mark.ranks
 def test_on_two_ranks(tmp_path):
     pytest.importorskip("deepspeed")
     from test_shards import launch

@@ -1,12 +1,9 @@
 "Many ranks, one step (LAWS 1 and 24): the same number of micro-batches everywhere, the gradient of one process, metrics that merge."
-import os
-import socket
 import time
 
 import pytest
 import torch
-import torch.distributed as dist
-from forked import forked
+from forked import on_ranks
 from rlblocks import Batch, Checkpoint, Policy, merge, ppo_loss
 from tiny import apart, exact, gradients, model, rows
 
@@ -49,10 +46,7 @@ def torn(b, world):
     return [b.part(c, b.siblings(cuts)) for c in cuts]
 
 
-def one_rank(rank, world, port, cut, folder):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+def one_rank(rank, world, cut, folder):
     make, how = CASES[cut]
     policy = Policy(net, **how)
     calls, laid = [], []
@@ -70,17 +64,13 @@ def one_rank(rank, world, port, cut, folder):
     checkpoint = Checkpoint(folder/"run", every=1)
     for _ in checkpoint(1, policy=policy): pass
     assert [s.name for s in checkpoint.saves()] == ["step-00000001"]
-    dist.barrier()
-    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world, cut", [(4, "uneven"), (2, "balanced"), (4, "fewer rows than ranks"), (2, "a prompt on both")])
 def test_ranks_agree_with_one_process(tmp_path, world, cut):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     start = time.monotonic()
-    forked(one_rank, (world, port, cut, tmp_path), world)
+    on_ranks(one_rank, (cut, tmp_path), world)
     assert time.monotonic() - start < 300          # it ends: no rank waits for a collective that another never enters
     ranks = [torch.load(tmp_path/f"{r}.pt", weights_only=False) for r in range(world)]
     make, how = CASES[cut]

@@ -1,17 +1,14 @@
 """Sequence parallel (LAWS 34): ranks that share a line of tokens come to the numbers of one process; one launch per world size holds all cases.
 
 The worlds: two ranks that share their rows; four that do; two replicas of two."""
-import os
-import socket
-import sys
 import warnings
 
 import pytest
 import test_engines as engines
 import test_routers as routers
 import torch
-import torch.distributed as dist
-from forked import forked
+from forked import on_ranks
+from resident import give_back
 from rlblocks import Batch, Critic, Policy, merge
 from rlblocks.models.forward import Forward
 from rlblocks.models.probes import mixer, pack_by
@@ -42,8 +39,8 @@ def twice(kind):
 
 
 # -- on every rank
-def one_rank(rank, world, port, folder):
-    engines.join(rank, world, port)
+def one_rank(rank, world, folder):
+    give_back()
     found = dict(engines={}, gradients={}, layers={})
     for engine, shares, names in RUNS[world]:
         if engine and engine.startswith("zero") and not have_deepspeed(): continue
@@ -56,9 +53,6 @@ def one_rank(rank, world, port, folder):
     for shares in {2, world}: found["layers"][shares] = stepped(model, shared_prompts(torch.float32), sequence_parallel=shares, **DOUBLE)["gradient"]
     for check in CHECKS: check(rank, world)
     torch.save(found, folder/f"{rank}.pt")
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)
 
 
 def have_deepspeed():
@@ -162,12 +156,10 @@ def plain():
                 layers=stepped(model, shared_prompts(torch.float32), pack=False, **DOUBLE | dict(micro_tokens=8192))["gradient"])
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_that_share_rows_are_one_process(tmp_path, plain, world):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    forked(one_rank, (world, port, tmp_path), world)
+    on_ranks(one_rank, (tmp_path,), world)
     ranks = [torch.load(tmp_path/f"{r}.pt", weights_only=False) for r in range(world)]
 
     far = {}

@@ -5,21 +5,20 @@ import os
 import pickle
 import resource
 import shutil
-import socket
-import warnings
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from forked import forked
+from forked import on_ranks
 from rlblocks import Checkpoint, Policy, Scorer, masked_mean
-from rlblocks.checkpoint.checkpoint import Lock
+from rlblocks.checkpoint.saves import Lock
 from rlblocks.checkpoint.convert import command, convert
-from rlblocks.checkpoint.shards import _Described
+from rlblocks.checkpoint.shards import MetadataUnpickler
 from tiny import NEAR, model, reach, rows, steady, tokenizer
 
 pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.ranks
 LR = 1e-2
 HOW = dict(optimizer=steady(LR, weight_decay=.1), max_norm=.5, device="cpu", micro_rows=4)
 STEPS = 4
@@ -95,22 +94,13 @@ def before_the_first_step(world, rank, folder):
     return found
 
 
-def one_rank(rank, world, port, jobs, folder):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+def one_rank(rank, world, jobs, folder):
     found = [job(world, rank, folder) for job in jobs]
     if rank == 0: torch.save(found, folder/"found.pt")
-    dist.barrier()
-    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)
 
 
 def launch(world, jobs, folder):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    forked(one_rank, (world, port, jobs, folder), world)
+    on_ranks(one_rank, (jobs, folder), world)
     return torch.load(folder/"found.pt", weights_only=False)
 
 
@@ -335,7 +325,7 @@ def test_a_description_of_shards_runs_nothing(saved, base, tmp_path):
     (hurt/".metadata").write_bytes(pickle.dumps(Harm(tmp_path/"harm")))
     with pytest.raises(ValueError, match=r"reading it would call posix.mkdir"): convert(hurt, tmp_path/"x", base=base)
     assert not (tmp_path/"harm").exists()
-    def read(x): return _Described(io.BytesIO(pickle.dumps(x))).load()
+    def read(x): return MetadataUnpickler(io.BytesIO(pickle.dumps(x))).load()
     assert read(Word(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")) is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST and read([StorageMeta(checkpoint_id=tmp_path), torch.Size([2]), torch.bfloat16]) == [StorageMeta(checkpoint_id=tmp_path), torch.Size([2]), torch.bfloat16]
     for bad in (Word(StorageMeta, "__init__"), Harm(tmp_path/"harm")):
         with pytest.raises(pickle.UnpicklingError): read(bad)

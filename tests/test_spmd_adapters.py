@@ -8,6 +8,7 @@ from test_spmd import same, torchrun
 from tiny import model, reach, rows
 
 pytest.importorskip("peft")
+pytestmark = pytest.mark.ranks
 ENGINES = ["None", "fsdp2", "zero2", "zero3"]
 
 

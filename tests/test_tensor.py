@@ -3,8 +3,6 @@
 The whole matrix: `RLBLOCKS_ENGINES=all pytest tests/test_tensor.py` (benchmarks/engines.py runs it and keeps the figures)."""
 import os
 import resource
-import socket
-import sys
 import time
 from importlib.util import find_spec
 
@@ -12,8 +10,8 @@ import pytest
 import test_engines as t
 import torch
 import torch.distributed as dist
-from forked import forked
-from resident import export_extra
+from forked import on_ranks
+from resident import export_extra, give_back
 from rlblocks import Critic, Policy, SpmdPool, entropy
 from rlblocks.engines.cuts import terms_of
 from rlblocks.engines.fsdp import whole
@@ -328,8 +326,8 @@ SPREAD = [c for c in CHECKS if c.__name__ in ("gradients", "adapters", "alike", 
 
 
 # -- in every process
-def one_rank(rank, world, port, folder):
-    t.join(rank, world, port)
+def one_rank(rank, world, folder):
+    give_back()
     found, times = {}, {}
     for way in WORLDS[world]:
         n, engine = replicas(way, world), WAYS[way]["engine"]
@@ -344,9 +342,6 @@ def one_rank(rank, world, port, folder):
             check(engine, n, rank//SIZE, folder/way)
             times[way, check.__name__] = round(time.process_time()-start, 2)
     torch.save(dict(found=found, times=times, rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10), folder/f"{rank}.pt")
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)         # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)
 
 
 @pytest.fixture(scope="module")
@@ -355,6 +350,7 @@ def plain():
     return {name: run(case)[1:] for name, case in cases().items()}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world", WORLDS)
 def test_cut_layers_equal_the_plain_process(tmp_path, plain, world):
     ranks = launch(world, tmp_path)
@@ -366,10 +362,7 @@ def test_cut_layers_equal_the_plain_process(tmp_path, plain, world):
 
 def launch(world, folder):
     "What every rank found."
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    forked(one_rank, (world, port, folder), world)
+    on_ranks(one_rank, (folder,), world)
     return [torch.load(folder/f"{r}.pt", weights_only=False) for r in range(world)]
 
 

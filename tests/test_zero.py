@@ -1,19 +1,17 @@
 "ZeRO on two ranks: a model is cut before DeepSpeed sees it, and a step does not depend on how many gradients travel together."
-import os
-import socket
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 pytest.importorskip("deepspeed")
-from forked import forked
+from forked import on_ranks
 from rlblocks.engines import zero
 from rlblocks.engines.plain import Plain
 from rlblocks.engines.zero import Zero
 
+pytestmark = pytest.mark.ranks
 CPU = torch.device("cpu")
 
 
@@ -58,10 +56,7 @@ def masters(stage):
     return {name: x.clone() for name, x in engine.weights()}
 
 
-def one_rank(rank, port, folder):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def one_rank(rank, world, folder):
     ids = torch.randint(50, (8, 5), generator=torch.Generator().manual_seed(0))
     found = dict(cut={dtype: at_initialize(dtype) for dtype in (None, torch.bfloat16)}, plain=stepped(Plain, ids[[0, 1, 4, 5, 2, 3, 6, 7]]) if rank == 0 else None)
     found |= {f"masters {stage}": masters(stage) for stage in (1, 2, 3)}
@@ -69,17 +64,12 @@ def one_rank(rank, port, folder):
         zero.BUCKET = bucket
         for stage in (1, 2, 3): found[f"stage {stage}, {bucket}"] = stepped(Zero, ids[4*rank:][:4], stage=stage)
     if rank == 0: torch.save(found, f"{folder}/found.pt")
-    dist.barrier()
-    os._exit(0)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("zero")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    forked(one_rank, (port, str(folder)), 2)
+    on_ranks(one_rank, (str(folder),), 2)
     return torch.load(folder/"found.pt")
 
 
