@@ -229,22 +229,22 @@ class Checked:
     def __init__(self):
         "None yet."
         self.seen:dict = {}        # closure → (micro-batches it was called on, the one to check it on next)
+        self.last:Any = None       # the closure that was asked for
 
     def due(self,
         loss:Callable, # that was called once more
     )->bool: # whether it is to be checked on this micro-batch
         "Count a call."
         if len(self.seen) > 1000: self.seen.clear()      # a coefficient that changes in every step
-        n, following = self.seen.get(key := _key(loss), (0, 1))
-        self.seen[key] = n+1, following
+        self.last = _key(loss)
+        n, following = self.seen.get(self.last, (0, 1))
+        self.seen[self.last] = n+1, following
         return n+1 >= following
 
-    def passed(self,
-        loss:Callable, # that was found in order where it was due
-    ):
-        "Leave it alone for as many calls as there were."
-        n, _ = self.seen[key := _key(loss)]
-        self.seen[key] = n, 2*n
+    def passed(self):
+        "The last one was found in order where it was due: leave it alone for as many calls as there were."
+        n, _ = self.seen[self.last]
+        self.seen[self.last] = n, 2*n
 
 def _key(x, inside=()):
     "What two closures have in common that are one loss."
@@ -258,7 +258,8 @@ def _key(x, inside=()):
     if isinstance(x, MethodType): return _key(x.__func__, inside), _key(x.__self__, inside)
     if isinstance(x, Tensor): return "a tensor", tuple(x.shape[1:])
     if x is None or isinstance(x, (str, bytes, Real)): return type(x).__name__, x
-    if isinstance(x, (list, tuple)): return type(x).__name__, keys(x[:100])
+    if isinstance(x, tuple): return "a tuple", keys(x[:100])
+    if isinstance(x, list): return "a list"              # of its own, that grows with every call
     if isinstance(x, dict): return "a dict", keys(list(x)[:100]), keys(list(x.values())[:100])
     if isinstance(x, type) or isroutine(x): return x
     scalars = {k: y for k, y in getattr(x, "__dict__", {}).items() if isinstance(y, (str, Real))}

@@ -203,7 +203,7 @@ def loss_of(
     "Call the closure, check what it returns and, the first time and now and then again, that it obeys the split law."
     got = loss(out, part)
     check_loss(run.name, got)
-    if not part.filler and run.checked.due(loss) and check_splits(loss, out, part, run.name): run.checked.passed(loss)
+    if not part.filler and run.checked.due(loss) and check_splits(loss, out, part, run.name): run.checked.passed()
     return got
 
 # %% ../../nbs/models/75_step.ipynb #2873c202
