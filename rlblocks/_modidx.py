@@ -1446,6 +1446,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'rlblocks.models.head._enter': ('models/head.html#_enter', 'rlblocks/models/head.py'),
                                       'rlblocks.models.head._leave': ('models/head.html#_leave', 'rlblocks/models/head.py'),
                                       'rlblocks.models.head._logits': ('models/head.html#_logits', 'rlblocks/models/head.py'),
+                                      'rlblocks.models.head._note': ('models/head.html#_note', 'rlblocks/models/head.py'),
                                       'rlblocks.models.head._over': ('models/head.html#_over', 'rlblocks/models/head.py'),
                                       'rlblocks.models.head._rows': ('models/head.html#_rows', 'rlblocks/models/head.py'),
                                       'rlblocks.models.head.as_head': ('models/head.html#as_head', 'rlblocks/models/head.py'),

@@ -54,9 +54,11 @@ def _enter(layer, args):
 
 def _leave(layer, args, out):
     ask = ASKED.get()
-    if ask is None or ask.layer is not layer: return None
-    ask.given = out if ask.f is None else ask.f(ask.entered)
-    return ask.given
+    return ask.f(ask.entered) if ask is not None and ask.layer is layer and ask.f is not None else None
+
+def _note(layer, args, out):
+    ask = ASKED.get()
+    if ask is not None and ask.layer is layer: ask.given = out
 
 @contextmanager
 def asking(
@@ -68,6 +70,7 @@ def asking(
     if layer is not None and _enter not in layer._forward_pre_hooks.values():
         layer.register_forward_pre_hook(_enter)
         layer.register_forward_hook(_leave, prepend=True)
+        layer.register_forward_hook(_note)
     before = ASKED.set(Ask(layer, f, pick))
     try: yield ASKED.get()
     finally: ASKED.reset(before)
