@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..data.batch import Batch, widen
+from ..data.batch import Batch
+from ..data.columns import widen
 from .checks import check_confined, measure_columns
 from .forward import Places, Reading
 

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.batch import Batch, widen
+from ..data.batch import Batch
+from ..data.columns import widen
 from ..arithmetic.masked import Last, Mean, merge
-from ..data.packing import plan_micro_batches, shared_prefix
+from ..data.micro_batches import plan_micro_batches
+from ..data.packing import shared_prefix
 from .checks import check_batches, check_jobs, check_loss, check_sampled, check_scorable, check_turning, check_window
 from .forward import Forward, Layout, Reading, turning
 from .outputs import Checked, Out, cause, check_splits, outputs, trainable
