@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['to_message', 'from_message', 'gather_bytes', 'check_same_call', 'error_text', 'RankLeft', 'join_by_torchrun',
-           'in_touch', 'watched_rows', 'say_goodbye', 'take_down', 'SpmdPool', 'place_on_ranks', 'call_on_ranks',
-           'compare_calls', 'agree_on_call', 'attempt']
+           'SpmdPool', 'place_on_ranks', 'call_on_ranks']
 
 # %% ../../nbs/placement/94_spmd.ipynb #207cc041
 import atexit
@@ -14,7 +13,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, cast
@@ -128,10 +127,7 @@ def join_by_torchrun(
             what="SpmdPool, joining the world")
 
 @contextmanager
-def in_touch(
-    pool:"SpmdPool",
-    who:str, # is called, for the message
-)->Iterator[None]:
+def _in_touch(pool, who):
     "Ranks that have lost each other once talk no more. RuntimeError for those that try."
     if pool.broken: raise RuntimeError("SpmdPool: the ranks have lost each other; start again")
     try: yield
@@ -140,10 +136,7 @@ def in_touch(
         if isinstance(e, RankLeft): raise RankLeft(f"{e}, while rank {pool.rank} is at {who}") from None
         raise
 
-def watched_rows(
-    pool:"SpmdPool",
-    rows:Iterable, # a loop's dicts
-)->Iterator: # the same on rank 0, nothing elsewhere
+def _watched_rows(pool, rows):
     "The loop's rows for rank 0's consumer; where that stops, the loops of all ranks are closed at the same step."
     stop = False
     for row in rows:
@@ -153,19 +146,14 @@ def watched_rows(
         if pool.ranks > 1 and not (pool.broken or pool.closed): stop = pool.agree("watch", mine=stop)[0]
         if stop: return getattr(rows, "close", lambda: None)()
 
-def say_goodbye(
-    pool:"SpmdPool",
-    error:BaseException|None, # why it leaves; None: all is done
-):
+def _say_goodbye(pool, error):
     "Tell the other ranks, in place of the answer that they wait for."
     why = f" with {type(error).__name__}: {error}" if error else ""
     text, timeout = f"SpmdPool: rank {pool.rank} has left the loop{why}", pool.grace if error else pool.timeout
     try: exchange((text, RankLeft, None), group=pool.control, timeout=timeout)
     except (RuntimeError, TimeoutError): pool.broken = True      # they are gone already
 
-def take_down(
-    pool:"SpmdPool",
-):
+def _take_down(pool):
     "Destroy the pool's group, and the world if the pool has made it."
     if pool.broken:           # a thread that waits for a rank that is gone is not waited for
         with suppress(Exception):
@@ -227,14 +215,14 @@ class SpmdPool:
     )->list: # every rank's
         "All ranks go on, or all raise: see `all_or_raise`."
         timeout = self.grace if error else self.timeout
-        with in_touch(self, who):
+        with _in_touch(self, who):
             return all_or_raise(who, error, mine, text=text, key=key, group=self.control, timeout=timeout)
 
     def watch(self,
         rows:Iterable, # a loop's dicts
     )->Iterable: # the same on rank 0, nothing elsewhere
         "What a consumer should see. Where it stops, all ranks stop, each loop closed at the same step."
-        self.watched = watched_rows(self, rows)
+        self.watched = _watched_rows(self, rows)
         return self.watched
 
     def close(self,
@@ -245,9 +233,9 @@ class SpmdPool:
         if self.closed: return
         with suppress(RuntimeError):      # the others are gone already
             if self.watched is not None: self.watched.close()
-        if self.ranks > 1 and not self.broken: say_goodbye(self, error)
+        if self.ranks > 1 and not self.broken: _say_goodbye(self, error)
         self.closed = True
-        if dist.is_initialized(): take_down(self)
+        if dist.is_initialized(): _take_down(self)
 
     def _at_exit(self): self.close(getattr(sys, "last_value", None))       # an error that nobody caught
     def __enter__(self): return self
@@ -263,10 +251,10 @@ def place_on_ranks(
 )->Handle:
     "Construct on every rank, and exchange who belongs to which replica."
     who = f"place({getattr(make, '__name__', type(make).__name__)})"
-    compare_calls(pool, who, who, args, kwargs)
-    obj, error = attempt(pool, lambda: make(*local(args), **local(kwargs)))
+    _compare_calls(pool, who, who, args, kwargs)
+    obj, error = _attempt(pool, lambda: make(*local(args), **local(kwargs)))
     mine = getattr(obj, "replica", pool.rank), bool(getattr(obj, "shares_prompts", False))
-    answers = agree_on_call(pool, who, error, mine)
+    answers = _agree_on_call(pool, who, error, mine)
     pool.placed += 1
     replicas, shares_prompts = [k for k, _ in answers], all(shares for _, shares in answers)
     return Handle(Placed(obj, pool, type(obj).__name__, pool.placed, replicas, shares_prompts))
@@ -280,28 +268,22 @@ def call_on_ranks(
 )->Any: # the joined answer, the same on every rank
     "A method of a placed object, each replica on its part of every Batch."
     who, spoken = f"{placed.kind}.{method.__name__}", speakers(placed.replicas)
-    compare_calls(pool, who, f"{who} of placed object {placed.number}", args, kwargs)
+    _compare_calls(pool, who, f"{who} of placed object {placed.number}", args, kwargs)
     call = Call(local(args), local(kwargs), len(spoken), who=who, shares_prompts=placed.shares_prompts)
     def run():
         share, options = call.of(replica_index(placed.replicas, pool.rank))
         answer = method(*share, **options)
         speaks = pool.rank in spoken and (call.rows is not None or is_plain(answer))
         return answer, to_message(answer) if speaks else (None, torch.zeros(0, dtype=torch.uint8))
-    done, error = attempt(pool, run)
+    done, error = _attempt(pool, run)
     answer, (small, large) = done or (None, (None, torch.zeros(0, dtype=torch.uint8)))
-    messages = agree_on_call(pool, who, error, (small, len(large)))
-    with in_touch(pool, who): buffers = gather_bytes(large, [size for _, size in messages], pool.control)
+    messages = _agree_on_call(pool, who, error, (small, len(large)))
+    with _in_touch(pool, who): buffers = gather_bytes(large, [size for _, size in messages], pool.control)
     answers = {r: from_message(messages[r][0], buffers[r]) for r in spoken if messages[r][0]}
     if call.rows is not None: return call.joined([answers[r] for r in spoken])
     return answers.get(spoken[0], answer)      # what is no plain value (a ticket, a state) stays each rank's own
 
-def compare_calls(
-    pool:SpmdPool,
-    who:str,  # is called
-    call:str, # with what else must be the same
-    args:tuple,
-    kwargs:dict,
-):
+def _compare_calls(pool, who, call, args, kwargs):
     "All ranks make the same call with the same arguments, or all raise."
     if pool.closed: raise RuntimeError(f"{who}: the pool is closed; what it placed lives on, but not together")
     pool.calls += 1
@@ -310,23 +292,15 @@ def compare_calls(
     for name, x in kwargs.items(): about |= describe(x, f"argument {name!r}")
     check_same_call(who, pool.agree(who, mine=about))
 
-def agree_on_call(
-    pool:SpmdPool,
-    who:str,              # was called
-    error:Exception|None, # that it raised on this rank
-    mine,                 # for all ranks
-)->list: # every rank's
+def _agree_on_call(pool, who, error, mine):
     "All ranks go on with what each has to say, or raise the first error of the call."
     if error: error.add_note(f"in {who} on rank {pool.rank} of {pool.ranks}")
     text = error and error_text(who, error)
     return pool.agree(who, error, mine, text=text, key=f"rlblocks/error/{pool.calls}")
 
-def attempt(
-    pool:SpmdPool,
-    f:Callable, # () → what a wrapper does
-)->tuple[Any, Exception|None]: # what it returned, or what it raised
-    "Run a wrapper's code: handles that it calls itself run on this rank alone."
+def _attempt(pool, work):
+    "What a wrapper's code returned, or what it raised; handles that it calls itself run on this rank alone."
     pool.inside = True
-    try: return f(), None
+    try: return work(), None
     except Exception as e: return None, e
     finally: pool.inside = False
