@@ -14,8 +14,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from ..data.balancing import whole_number
-from ..data.batch import Batch, seed_of, widen
+from ..data.columns import whole_number
+from ..data.batch import Batch
+from ..data.columns import widen
+from ..data.seeds import seed_of
 from .decoding import MAX_SUPPORT, Sampled, cache_is_exact, decode, new_decoder
 from ..engines.guards import Turn, locked
 from ..engines.world import device_of
