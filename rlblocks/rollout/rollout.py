@@ -22,7 +22,7 @@ from .decoding import MAX_SUPPORT, Sampled, cache_is_exact, decode, new_decoder
 from ..engines.guards import Turn, locked
 from ..engines.world import device_of
 from ..models.checks import check_ids
-from ..models.forward import Reader
+from ..models.forward import Forward
 from ..models.loading import load_module, load_tokenizer
 from ..models.probes import look_ahead, pack_by
 from ..engines.weights import Manifest, Ticket, copy_weights
@@ -257,7 +257,7 @@ def sampling_module(
 )->tuple[nn.Module, int|None]: # the module; how many ids its embedding has, if known
     "A copy of a model to sample from. ValueError for one that looks ahead."
     module = load_module(model).to(device, dtype).eval().requires_grad_(False)
-    reader = Reader(module)
+    reader = Forward(module)
     pack_by(reader, device)     # the trainer's attention: transformers' sdpa leaves out a softcap of scores (Gemma 2)
     if ahead := look_ahead(reader, device): raise ValueError(f"Rollout: {ahead}")
     return module, reader.vocabulary
