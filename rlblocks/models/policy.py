@@ -16,7 +16,7 @@ from torch import Tensor
 from ..data.batch import Batch
 from .head import Head, as_head
 from .value_heads import ClassHead, Moments, classifier, save_read, stored_bins, stored_moments, trunk_reader, value_head as value_head_of, without_moments
-from .merging import load_quantized
+from .loading import load_quantized
 from .forward import Reader
 from .loading import load_module, load_tokenizer
 from ..engines.plain import Plain
@@ -25,7 +25,7 @@ from .runner import Runner
 from .splits import Out
 from ..engines.sharded import ShardedModel
 from ..engines.world import world
-from .views import base_of, save_adapter, standing
+from .lora import base_of, save_adapter, standing
 from ..engines.weights import Ticket
 
 # %% ../../nbs/models/79_policy.ipynb #e3542b2b
