@@ -56,9 +56,8 @@ class WeightFiles:
         name:str,
         start:int|None=None, # first row; None: all of it
         stop:int|None=None,
-    )->Tensor: # a view of the mapped file: copy it before the next call
+    )->Tensor: # a view of the mapped file
         "Some rows of a weight."
-        if self.seen > RENEW: self.close()
         piece = self._slice(name)
         x = piece[...] if start is None or not piece.get_shape() else piece[start:stop]
         self.seen += x.nbytes + AROUND
@@ -68,9 +67,9 @@ class WeightFiles:
         "Of a weight."
         return self._slice(name).get_shape()
 
-    def close(self):
-        "Unmap what was read."
-        self.handles, self.seen = {}, 0
+    def renew(self):
+        "Unmap what was read, when it is much. The pages of a view stay until that is gone."
+        if self.seen > RENEW: self.handles, self.seen = {}, 0
 
     def _slice(self, name):
         from safetensors import safe_open
@@ -139,8 +138,14 @@ def lazy_model(
 
 def _rows(module, name, sources, files):
     "What reads rows of a weight."
-    if sources[0][1]: return lambda start, stop: assembled(module, name, sources, files)[start:stop]
-    return lambda start, stop: files.part(sources[0][0], start, stop)
+    source, conversion = sources[0]
+    def rows(start, stop, dtype):
+        x = assembled(module, name, sources, files)[start:stop] if conversion else files.part(source, start, stop)
+        try: return x.to(dtype, copy=True)
+        finally:
+            del x
+            files.renew()
+    return rows
 
 def _complete(module, sources, files):
     "Whether the files hold each parameter once, in its shape."
