@@ -10,14 +10,13 @@ __all__ = ['pad', 'shared_prefix', 'Packed', 'pack', 'unpack', 'bin_pack', 'drop
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from jaxtyping import Int, Int32, Shaped
 
-from .balancing import _ints, whole_number
+from .columns import _ints, whole_number
 from ..arithmetic.masked import same_shape
 
 # %% ../../nbs/data/41_packing.ipynb #f6a0aa78
@@ -40,23 +39,28 @@ def pad(
 )->tuple[Shaped[Tensor, "B T ..."], Int[Tensor, " B"]]: # (right-padded tensor, lengths)
     """Ragged rows as one right-padded tensor, with their lengths. Differentiable.
 
-    Rows may be empty; an empty list takes the dtype of the others. ValueError when there are no rows, one is longer than `length`, or axes behind the first differ."""
+    Rows may be empty; an empty list takes the dtype of the others. ValueError when there are no rows, one is longer than
+    `length`, or axes behind the first differ."""
     if not len(rows): raise ValueError("pad: no rows came, so neither dtype nor shape is known; give at least one")
     rows = [torch.as_tensor(row) for row in rows]
-    for i, row in enumerate(rows):
-        if not row.dim(): raise ValueError(f"pad: row {i} is the number {row.item()}; each row is a tensor or a list, one row alone is pad([row])")
+    full = [row for row in rows if row.dim() and len(row)] or rows[:1]
+    T = None if length is None else whole_number("pad", "length", length, 0)
+    for i, row in enumerate(rows): _check_row(i, row, T, full[0])
     sizes = [len(row) for row in rows]
-    T = max(sizes) if length is None else whole_number("pad", "length", length, 0)
-    for i, n in enumerate(sizes):
-        if n > T: raise ValueError(f"pad: row {i} has {n} elements, length is {T}; cut the row to {T} or raise length to {max(sizes)}")
-    full = [row for row in rows if len(row)] or rows[:1]
-    for i, row in enumerate(rows):
-        if len(row) and row.shape[1:] != full[0].shape[1:]:
-            raise ValueError(f"pad: row {i} has elements of shape {list(row.shape[1:])}, others {list(full[0].shape[1:])}; only the first axis may differ")
-    flat = torch.cat(full)
+    T, flat = max(sizes) if T is None else T, torch.cat(full)
     row_ids, at = _places(sizes, flat.device)
     x = flat.new_full((len(rows)*T, *flat.shape[1:]), value).index_copy(0, row_ids*T + at, flat)
     return x.reshape(len(rows), T, *flat.shape[1:]), torch.tensor(sizes, device=flat.device)
+
+def _check_row(i, row, T, other):
+    if not row.dim():
+        raise ValueError(f"pad: row {i} is the number {row.item()}; each row is a tensor or a list, one row alone is "
+                         "pad([row])")
+    if T is not None and len(row) > T:
+        raise ValueError(f"pad: row {i} has {len(row)} elements, length is {T}; cut the row to {T} or raise length to {len(row)}")
+    if len(row) and row.shape[1:] != other.shape[1:]:
+        raise ValueError(f"pad: row {i} has elements of shape {list(row.shape[1:])}, others {list(other.shape[1:])}; only the "
+                         "first axis may differ")
 
 # %% ../../nbs/data/41_packing.ipynb #53280d9c
 def shared_prefix(
@@ -65,28 +69,38 @@ def shared_prefix(
     group:Int[Tensor, " B"],      # rows with equal ids may begin alike
     *,
     least:int=8,                  # fewer common tokens than this are not worth sharing
-)->tuple[Int[Tensor, " B"], Int[Tensor, " B"]]: # (holder: the first row of the group that begins so, or itself; how many first tokens it has in common with that row, 0 for a holder)
-    """How many first tokens each row has in common with the first row of its group that begins with the same `least` tokens.
+)->tuple[Int[Tensor, " B"], Int[Tensor, " B"]]: # (holder: first row that begins so, or itself; tokens in common with it)
+    """How many first tokens each row has in common with the first row of its group that begins with the same `least` ones.
 
-    Tokens are compared: a wrong group id means fewer, never wrong ones. Of any subset of rows, those that share here share at least as much as the least of them does here."""
+    0 for a holder. Tokens are compared: a wrong group id means fewer, never wrong ones. Of any subset of rows, those that
+    share here share at least as much as the least of them does here."""
     same_shape("B T", tokens=tokens)
     same_shape("B", lengths=lengths, group=group)
     (B, T), least = tokens.shape, whole_number("shared_prefix", "least", least)
-    if len(lengths) != B: raise ValueError(f"shared_prefix: lengths has {len(lengths)} rows, group {len(group)}, tokens is {[B, T]}; one of each a row is wanted")
+    if len(lengths) != B:
+        raise ValueError(f"shared_prefix: lengths has {len(lengths)} rows, group {len(group)}, tokens is {[B, T]}; one of each "
+                         "a row is wanted")
     rows = torch.arange(B, device=tokens.device)
     alone = torch.where(lengths < least, rows, -1)      # too short to share
     kinds, of = torch.cat([torch.stack([group, alone], 1), tokens[:, :least]], 1).unique(dim=0, return_inverse=True)
     holder = rows.new_full((len(kinds),), B).scatter_reduce(0, of, rows, "amin")[of]
-    n, ends, on = torch.zeros_like(rows), torch.minimum(lengths, lengths[holder]), (holder != rows).nonzero()[:, 0]
-    for a in range(0, T, 256):      # prompts are short beside their rows: who has differed is not looked at again
+    return holder, _in_common(tokens, holder, torch.minimum(lengths, lengths[holder]))
+
+def _in_common(tokens, holder, ends, block=256):
+    "How many first tokens, up to `ends`, each row has in common with another; 0 with itself."
+    n = torch.zeros_like(holder)
+    on = (holder != torch.arange(len(holder), device=holder.device)).nonzero()[:, 0]
+    # prompts are short beside their rows: who has differed is not compared again
+    for a in range(0, tokens.shape[1], block):
         if not len(on): break
-        mine, its = tokens[on, a:a+256], tokens[holder[on], a:a+256]
+        mine, its = tokens[on, a:a+block], tokens[holder[on], a:a+block]
         same = (mine == its) & (torch.arange(a, a + mine.shape[1], device=tokens.device) < ends[on, None])
         more = same.long().cumprod(1).sum(1)
         n[on] += more
-        on = on[more == 256]
-    return holder, n
+        on = on[more == block]
+    return n
 
+# %% ../../nbs/data/41_packing.ipynb #6ff12b7d
 @dataclass(frozen=True)
 class Packed:
     "Rows of a `[B, T]` batch one after the other, without padding, and where each began."
@@ -109,10 +123,11 @@ class Packed:
     def take(self,
         x:Shaped[Tensor, "B T ..."], # a per-token column of the same batch
     )->Shaped[Tensor, "N ..."]: # its values at the packed tokens, in their order
-        "A column of the batch, packed like its tokens; a shared token brings its holder's value. ValueError when it is not `[B, T, …]`; a row value goes by `x[packed.row_ids]`."
+        "A column of the batch, packed like its tokens; a shared token has its holder's value. ValueError if not `[B, T, …]`."
         same_shape(column=x)
         if x.shape[:2] != (self.B, self.T):
-            raise ValueError(f"Packed.take: the column is {list(x.shape)}, the packed batch was {[self.B, self.T]}; row values [B] go by x[packed.row_ids]")
+            raise ValueError(f"Packed.take: the column is {list(x.shape)}, the packed batch was {[self.B, self.T]}; "
+                             "row values [B] go by x[packed.row_ids]")
         return x.flatten(0, 1)[self.row_ids*self.T + self.position_ids]
 
     def places(self,
@@ -121,31 +136,36 @@ class Packed:
     )->Int[Tensor, "..."]: # where on the line that token is
         "Where a token of the padded batch lies; one that is shared, in the row that holds it."
         begins = self.cu_seqlens[:-1].long()
-        return torch.where(cols < self.shared[rows], begins[self.holder[rows]] + cols, begins[rows] + cols - self.shared[rows])
+        own, held = begins[rows] + cols - self.shared[rows], begins[self.holder[rows]] + cols
+        return torch.where(cols < self.shared[rows], held, own)
 
 def pack(
     tokens:Int[Tensor, "B T"],             # right-padded ids
     lengths:Int[Tensor, " B"],             # real tokens per row; 0 is allowed
-    group:Int[Tensor, " B"]|None=None,     # rows with equal ids lay the tokens that they begin with once; None: every row lies whole
+    group:Int[Tensor, " B"]|None=None,     # rows with equal ids share the tokens that they begin with; None: no row does
 )->Packed: # the same rows on one line
-    """Rows without their padding, one after the other, and where each began. `unpack(packed.take(x), packed)` is `x` with zeros for padding.
+    """Rows without their padding, one after the other. `unpack(packed.take(x), packed)` is `x` with zeros for padding.
 
-    ValueError when a length is negative or more than T. Attention must be told to stay inside a row, and which prefix is its: nothing here does that."""
+    ValueError when a length is negative or more than T. That attention stays inside a row is the model's business."""
     same_shape("B T", tokens=tokens)
     same_shape("B", lengths=lengths, group=group)
     (B, T), rows = tokens.shape, torch.arange(len(tokens), device=tokens.device)
-    if len(lengths) != B: raise ValueError(f"pack: lengths has {len(lengths)} rows, tokens is {[B, T]}; one length a row is wanted")
+    if len(lengths) != B:
+        raise ValueError(f"pack: lengths has {len(lengths)} rows, tokens is {[B, T]}; one length a row is wanted")
     holder, shared = (rows, torch.zeros_like(rows)) if group is None else shared_prefix(tokens, lengths, group)
     table = torch.stack([lengths.to(rows), holder, shared], 1).tolist()     # all that a GPU is waited for
     for i, (n, *_) in enumerate(table):
-        if not 0 <= n <= T: raise ValueError(f"pack: the length of row {i} is {n}, tokens are {T} wide; lengths count real tokens, 0 … T")
+        if not 0 <= n <= T:
+            raise ValueError(f"pack: the length of row {i} is {n}, tokens are {T} wide; lengths count real tokens, 0 "
+                             "… T")
     sizes = [n - k for n, _, k in table]
     row_ids, at = _places(sizes, tokens.device)
     position_ids = at + shared[row_ids]
     cu_seqlens = torch.tensor([0, *sizes], device=tokens.device).cumsum(0, dtype=torch.int32)
-    return Packed(tokens[row_ids, position_ids], position_ids, row_ids, cu_seqlens, max(sizes, default=0), T, holder, shared, sizes, [(h, k) for _, h, k in table])
+    return Packed(tokens[row_ids, position_ids], position_ids, row_ids, cu_seqlens, max(sizes, default=0), T, holder, shared,
+                  sizes, [(h, k) for _, h, k in table])
 
-# %% ../../nbs/data/41_packing.ipynb #2bfeb41a
+# %% ../../nbs/data/41_packing.ipynb #b801c41f
 def unpack(
     flat:Shaped[Tensor, "N ..."], # a value for each packed token
     packed:Packed,                # what `pack` returned
@@ -153,83 +173,65 @@ def unpack(
     "The way back from packed tokens to rows. Differentiable; ValueError when `flat` is not as long as the pack."
     same_shape(flat=flat)
     N, (B, T) = len(packed.tokens), (packed.B, packed.T)
-    if len(flat) != N: raise ValueError(f"unpack: {len(flat)} values came for {N} packed tokens; pass what the model returned for packed.tokens, without a batch axis")
-    rows, cols = (torch.arange(T, device=flat.device) < (packed.cu_seqlens.diff() + packed.shared)[:, None]).nonzero(as_tuple=True)
+    if len(flat) != N:
+        raise ValueError(f"unpack: {len(flat)} values came for {N} packed tokens; pass what the model returned for "
+                         "packed.tokens, without a batch axis")
+    real = torch.arange(T, device=flat.device) < (packed.cu_seqlens.diff() + packed.shared)[:, None]
+    rows, cols = real.nonzero(as_tuple=True)
     x = flat.new_zeros((B*T, *flat.shape[1:])).index_copy(0, rows*T + cols, flat[packed.places(rows, cols)])
     return x.reshape(B, T, *flat.shape[1:])
 
 # %% ../../nbs/data/41_packing.ipynb #496b4256
 def _best_fit(
-    kinds:list[tuple],  # (size, …) of each kind of item, descending
-    counts:list[int],   # how many there are of each
-    terms,              # kind → (what one item takes, what an empty bin offers), each (tokens, rows)
-)->tuple[list[tuple[int, int, int]], int]: # ([(first bin, how many bins, items that each of them takes)], number of bins)
-    "Best fit decreasing over two resources: the bin with the fewest tokens left among those with room for both. Alike bins and items are placed together."
-    steps, n_bins, alike, rests = [], 0, {}, [] # `rests`, ascending, are the keys of `alike`: rest → runs of bins with that rest
-    for kind, left in zip(kinds, counts, strict=True):
-        want, offer = terms(kind)
-        while left:
-            at = bisect_left(rests, want)
-            while at < len(rests) and rests[at][1] < want[1]: at += 1
-            rest = rests[at] if at < len(rests) else offer
-            each = min(left, rest[1]//want[1], rest[0]//want[0] if want[0] else left)
-            bins = left//each
-            if at == len(rests): first, n_bins = n_bins, n_bins + bins
-            else:
-                first, end = alike[rest].pop()
-                bins = min(bins, end - first)
-                if first + bins < end: alike[rest].append((first + bins, end))
-                if not alike[rest]: del alike[rest], rests[at]
-            steps.append((first, bins, each))
-            left, rest = left - bins*each, (rest[0] - each*want[0], rest[1] - each*want[1])
-            if not rest[1]: continue # closed: every item is at least a row
-            if rest not in alike:
-                insort(rests, rest)
-                alike[rest] = []
-            alike[rest].append((first, first + bins))
-    return steps, n_bins
+    takes:list,  # (tokens, rows) that each item takes, largest item first
+    offers:list, # (tokens, rows) of an empty bin that it opens
+)->tuple[list[int], int]: # (bin of each item, number of bins)
+    "Best fit decreasing: each item into the bin with the fewest tokens left that has room for its tokens and rows."
+    rests, of, n = [], [], 0        # (tokens left, rows left, bin), ascending
+    for (tokens, rows), empty in zip(takes, offers, strict=True):
+        at = bisect_left(rests, (tokens,))
+        while at < len(rests) and rests[at][1] < rows: at += 1
+        if at < len(rests): room, places, k = rests.pop(at)
+        else: (room, places), k, n = empty, n, n + 1
+        of.append(k)
+        # else it is full: an item is at least a row
+        if places > rows: insort(rests, (room - tokens, places - rows, k))
+    return of, n
 
 def _rows_by(bins, n): # rows of each of `n` bins, from the bin of each row
     rows, ends = bins.argsort(stable=True).tolist(), bins.bincount(minlength=n).cumsum(0).tolist()
     return [rows[a:b] for a, b in pairwise([0, *ends])]
 
-# %% ../../nbs/data/41_packing.ipynb #0720598c
+# %% ../../nbs/data/41_packing.ipynb #fa0b94c5
 def _packed_bins(
-    size:Int[Tensor, " U"],  # of each item
+    size:Int[Tensor, " U"],  # of each item; with `padded` its longest row
     count:Int[Tensor, " U"], # rows in it
-    terms,                   # as for `_best_fit`
+    limits:tuple[int, int],  # most tokens and rows of a bin
     multiple:int,            # of which the number of bins is one
+    padded:bool=False,       # a bin has as many places as rows of the width of its first item fit
 )->tuple[Int[Tensor, " U"], int]: # (bin of each item, number of bins)
-    "Items by kind, kinds to bins, bins to items again."
-    if not len(size): return size, 0
-    base = int(count.max()) + 1
-    kind, order = (size*base + count).sort(descending=True, stable=True)
-    kinds, counts = kind.unique_consecutive(return_counts=True)
-    steps, n = _best_fit([divmod(k, base) for k in kinds.tolist()], counts.tolist(), terms)
-    first, bins, each = torch.tensor(steps).T
-    step, at = _places((bins*each).tolist(), None)
-    of = torch.empty_like(order).index_copy(0, order, first[step] + at//each[step])
+    "Best fit of items in any order."
+    items, (most, rows) = list(zip(size.tolist(), count.tolist(), strict=True)), limits
+    order = sorted(range(len(items)), key=lambda i: (-items[i][0], -items[i][1]))
+    takes = [(items[i][padded], items[i][1]) for i in order]
+    offers = [(most//items[i][0], rows) if padded and items[i][0] else limits for i in order]
+    bins, n = _best_fit(takes, offers)
+    of = torch.zeros_like(size).index_copy(0, torch.tensor(order, dtype=torch.long), torch.tensor(bins, dtype=torch.long))
     return _rounded_up(of, n, size.tolist(), multiple) if n % multiple else (of, n)
 
 def _rounded_up(of, n, sizes, multiple):
-    "Part the fullest bins in two until their number is a multiple. A bin of one item cannot be parted: with no others left, bins stay empty."
+    "Cut the fullest bins in two until their number is a multiple. With none left that can be cut, bins stay empty."
     bins = _rows_by(of, n)
-    entry = lambda k: (-sum(sizes[i] for i in bins[k]), k)
-    heap = [entry(k) for k in range(n) if len(bins[k]) > 1]
-    heapify(heap)
     while n % multiple:
-        n += 1
-        if not heap: continue
-        _, k = heappop(heap)
+        k = max(range(len(bins)), key=lambda k: (len(bins[k]) > 1, sum(sizes[i] for i in bins[k]), -k))
         by_size = sorted(bins[k], key=lambda i: -sizes[i])
-        bins[k] = by_size[::2]
-        bins.append(by_size[1::2])
-        of[bins[-1]] = n-1
-        for changed in (k, n-1):
-            if len(bins[changed]) > 1: heappush(heap, entry(changed))
+        if len(by_size) > 1: bins[k], by_size = by_size[::2], by_size[1::2]
+        else: by_size = []
+        bins.append(by_size)
+        of[by_size], n = n, n + 1
     return of, n
 
-# %% ../../nbs/data/41_packing.ipynb #fa0b94c5
+# %% ../../nbs/data/41_packing.ipynb #df9cb78b
 def bin_pack(
     lengths:Int[Tensor, " B"]|Sequence[int], # tokens in each row
     cap:int,                                 # most tokens in a bin
@@ -245,7 +247,7 @@ def bin_pack(
     if len(odd):
         raise ValueError(f"bin_pack: the length of row {int(odd[0])} is {int(sizes[odd[0]])}, cap is {cap}; "
                          f"cut or drop the row (drop_long, split_long), or raise cap to {int(sizes.max())}")
-    return _rows_by(*_packed_bins(sizes, torch.ones_like(sizes), lambda kind: (kind, (cap, len(sizes))), multiple))
+    return _rows_by(*_packed_bins(sizes, torch.ones_like(sizes), (cap, len(sizes)), multiple))
 
 # %% ../../nbs/data/41_packing.ipynb #8e3b43d7
 def drop_long(
@@ -260,92 +262,107 @@ def split_long(
     lengths:Int[Tensor, " B"]|Sequence[int], # tokens in each row
     cap:int,                                 # most tokens in a piece
 )->list[tuple[int, int, int]]: # (row, from, to) of each piece: `tokens[row, from:to]`, in order
-    "Rows as pieces of at most `cap` tokens; a row that fits, an empty one too, is one piece. All but the last piece of a row are full."
+    "Rows as pieces of at most `cap` tokens, all but the last of a row full; a row that fits, an empty one too, is one piece."
     cap = whole_number("split_long", "cap", cap)
     sizes = _ints("split_long", "lengths", lengths).tolist()
     return [(i, a, min(a + cap, n)) for i, n in enumerate(sizes) for a in range(0, max(n, 1), cap)]
 
 # %% ../../nbs/data/41_packing.ipynb #e9bf9cbb
-def plan_micro_batches(
-    lengths:Int[Tensor, " B"]|Sequence[int],           # tokens in each row
-    *,
-    max_tokens:int,                                    # most places in a micro-batch: tokens when packed, rows × longest when padded
-    unit:Int[Tensor, " B"]|Sequence[int]|None=None,    # rows with equal ids stay together; None: each row for itself
-    shared:tuple[Int[Tensor, " B"], Int[Tensor, " B"]]|None=None, # `shared_prefix` of the rows, which will be packed so; None: every row lies whole
-    max_rows:int|None=None,                            # most rows in a micro-batch
-    padded:bool=False,                                 # cost is rows × longest row instead of the sum
-    multiple:int=1,                                    # their number is rounded up to a multiple of this: ranks
-    who:tuple[str, str, str]=("plan_micro_batches", "max_tokens", "max_rows"), # for messages: who asks, and what the two limits are called there
-)->list[list[int]]: # row numbers of each micro-batch, ascending; every row once
-    """Rows into few micro-batches that hold the limits: best fit decreasing over units. A pure function: every rank that knows the lengths gets the same plan.
-
-    ValueError when a unit alone exceeds `max_tokens` or `max_rows`."""
-    asker, *limits = who
-    sizes = _ints(asker, "lengths", lengths)
-    of = torch.arange(len(sizes)) if unit is None else _ints(asker, "unit ids", unit)
-    if len(of) != len(sizes): raise ValueError(f"{asker}: unit has {len(of)} rows, lengths has {len(sizes)}; one id a row is wanted")
-    multiple, max_tokens = whole_number(asker, "multiple", multiple), whole_number(asker, limits[0], max_tokens, 0)
-    if max_rows is not None: max_rows = whole_number(asker, limits[1], max_rows)
-    if shared is not None and padded: raise ValueError(f"{asker}: padded rows share nothing; leave shared away, or pack")
-    if not len(sizes): return []
-    if (below := sizes < 0).any(): raise ValueError(f"{asker}: the length of row {int(below.int().argmax())} is {int(sizes[below][0])}; 0 tokens or more are wanted")
-    given = {limit: n for limit, n in zip(limits, (max_tokens, max_rows), strict=True) if n is not None}
-    if max_rows is None: max_rows = len(sizes)
-    ids, of = of.unique(return_inverse=True)
-    rows, longest, total = _sums(of, sizes)
-    if shared is not None and not (shared[1] > 0).any(): shared = None
-    if shared is not None:
-        holder, common = (x.cpu() for x in shared)
-        own = torch.where(holder == torch.arange(len(sizes)), sizes, common)   # a holder has all of its tokens in common with itself
-    cost = rows*longest if padded else total if shared is None else _once(of, sizes, holder, own)
-    odd = ((cost > max_tokens) | (rows > max_rows)).nonzero()
-    if len(odd):
-        bad, u = (of == odd[0]).nonzero()[:, 0].tolist(), int(odd[0])
-        name = f"row {bad[0]}" if unit is None else f"unit {int(ids[u])} (rows {', '.join(map(str, bad))})"
-        raise ValueError(f"{asker}: {name} takes {int(cost[u])} tokens and {len(bad)} rows, the limits are {' and '.join(f'{limit}={n}' for limit, n in given.items())}; "
-                         "raise the limit or shorten the rows (a unit is never parted)")
-    if shared is not None:
-        of, cost = _families(of, sizes, holder, own, max_tokens=max_tokens, max_rows=max_rows)
-        rows = of.bincount()
-    def terms(kind):
-        size, n = kind
-        return ((n, n), (max_tokens//size if size else max_rows, max_rows)) if padded else ((size, n), (max_tokens, max_rows))
-    bins, n = _packed_bins(longest if padded else cost, rows, terms, multiple)
-    return _rows_by(bins[of], n)
-
-def _sums(of, sizes):
+def _per_unit(of, sizes):
     "Rows, longest row and tokens of each unit."
     n = int(of.max()) + 1
-    return of.bincount(minlength=n), sizes.new_zeros(n).scatter_reduce(0, of, sizes, "amax"), sizes.new_zeros(n).index_add(0, of, sizes)
+    longest = sizes.new_zeros(n).scatter_reduce(0, of, sizes, "amax")
+    return of.bincount(minlength=n), longest, sizes.new_zeros(n).index_add(0, of, sizes)
 
 def _once(of, sizes, holder, own):
-    "Tokens of each unit on a line by itself: what its rows of one holder all have in common (the least of `own`) counts once."
+    "Tokens of each unit packed by itself: what its rows of one holder all have in common (the least of `own`) counts once."
     kinds, kind = torch.stack([of, holder], 1).unique(dim=0, return_inverse=True)
-    rows, _, total = _sums(kind, sizes)
+    rows, _, total = _per_unit(kind, sizes)
     once = sizes.new_full((len(kinds),), int(sizes.max())).scatter_reduce(0, kind, own, "amin")
     return sizes.new_zeros(int(of.max()) + 1).index_add(0, kinds[:, 0], total - once*(rows - 1))
 
-def _families(of, sizes, holder, own, *, max_tokens, max_rows):
-    "Units whose rows share one holder's prefix, together: (family of each row, tokens of each family). Those that break a limit together are dealt to several."
-    homes, holders, units, parts = {}, holder.tolist(), _rows_by(of, int(of.max()) + 1), []
+def _families(of, sizes, holder, own, max_tokens, max_rows):
+    "Units whose rows share one holder's prefix, together: (family of each row, tokens of each family)."
+    homes, holders, units = {}, holder.tolist(), _rows_by(of, int(of.max()) + 1)
     for unit in units:
         home = {holders[i] for i in unit}
-        homes.setdefault(home.pop() if len(home) == 1 else (unit[0],), []).extend(unit)     # rows of several holders: a family by itself
-    for home, rows in homes.items():
-        at = torch.tensor(rows)
-        once = int(own[at].min())
-        rest, room = sizes[at] - once, max_tokens - once
-        if isinstance(home, tuple) or (int(rest.sum()) <= room and len(rows) <= max_rows):
-            parts.append(at)
-            continue
-        ids, unit = of[at].unique(return_inverse=True)
-        large = _sums(unit, rest)[2] > room         # these fit with what their own rows have in common, not with what the family has
-        parts += [torch.tensor(units[u]) for u in ids[large].tolist()]
-        at, rest = at[~large[unit]], rest[~large[unit]]
-        parts += [at[part] for part in plan_micro_batches(rest, max_tokens=room, unit=of[at], max_rows=max_rows)]
+        # of several holders: by itself
+        homes.setdefault(home.pop() if len(home) == 1 else (unit[0],), []).extend(unit)
     family = of.clone()
-    for f, at in enumerate(parts): family[at] = f
+    parts = [part for home, rows in homes.items()
+             for part in ([rows] if isinstance(home, tuple) else _within(rows, of, sizes, own, units, max_tokens, max_rows))]
+    for f, rows in enumerate(parts): family[rows] = f
     return family, _once(family, sizes, holder, own)
+
+def _within(rows, of, sizes, own, units, max_tokens, max_rows):
+    "A family that breaks a limit dealt to several micro-batches, each of which holds its prefix."
+    at = torch.tensor(rows)
+    once = int(own[at].min())
+    rest, room = sizes[at] - once, max_tokens - once
+    if int(rest.sum()) <= room and len(rows) <= max_rows: return [rows]
+    ids, unit = of[at].unique(return_inverse=True)
+    # these fit with what their own rows share, not with what the family shares
+    large = _per_unit(unit, rest)[2] > room
+    at, rest, alone = at[~large[unit]], rest[~large[unit]], [units[u] for u in ids[large].tolist()]
+    return alone + [at[part].tolist() for part in plan_micro_batches(rest, max_tokens=room, unit=of[at], max_rows=max_rows)]
+
+# %% ../../nbs/data/41_packing.ipynb #922996d0
+def _check_lengths(who, sizes, of):
+    if len(of) != len(sizes):
+        raise ValueError(f"{who}: unit has {len(of)} rows, lengths has {len(sizes)}; one id a row is wanted")
+    if (below := sizes < 0).any():
+        raise ValueError(f"{who}: the length of row {int(below.int().argmax())} is {int(sizes[below][0])}; 0 tokens or more "
+                         "are wanted")
+
+def _check_fits(who, cost, rows, of, ids, limits, named):
+    "No unit alone is larger than a limit."
+    if not (large := (cost > limits[0]) | (rows > limits[1])).any(): return
+    u = int(large.int().argmax())
+    bad = (of == u).nonzero()[:, 0].tolist()
+    name = f"row {bad[0]}" if ids is None else f"unit {int(ids[u])} (rows {', '.join(map(str, bad))})"
+    raise ValueError(f"{who}: {name} takes {int(cost[u])} tokens and {len(bad)} rows, the limits are {named}; "
+                     "raise the limit or shorten the rows (a unit is never parted)")
+
+def plan_micro_batches(
+    lengths:Int[Tensor, " B"]|Sequence[int],           # tokens in each row
+    *,
+    max_tokens:int,                                    # most places: tokens when packed, rows × longest when padded
+    unit:Int[Tensor, " B"]|Sequence[int]|None=None,    # rows with equal ids stay together; None: each row for itself
+    shared:tuple[Int[Tensor, " B"], Int[Tensor, " B"]]|None=None, # `shared_prefix` of rows that will be packed with it
+    max_rows:int|None=None,                            # most rows in a micro-batch
+    padded:bool=False,                                 # cost is rows × longest row instead of the sum
+    multiple:int=1,                                    # their number is rounded up to a multiple of this: ranks
+    who:tuple[str, str, str]=("plan_micro_batches", "max_tokens", "max_rows"), # for messages: who asks, names of the limits
+)->list[list[int]]: # row numbers of each micro-batch, ascending; every row once
+    """Rows into few micro-batches that hold the limits: best fit decreasing over units.
+
+    A pure function: every rank that knows the lengths gets the same plan. ValueError when a unit alone exceeds `max_tokens`
+    or `max_rows`."""
+    asker, *names = who
+    sizes = _ints(asker, "lengths", lengths)
+    of = torch.arange(len(sizes)) if unit is None else _ints(asker, "unit ids", unit)
+    _check_lengths(asker, sizes, of)
+    multiple, max_tokens = whole_number(asker, "multiple", multiple), whole_number(asker, names[0], max_tokens, 0)
+    if max_rows is not None: max_rows = whole_number(asker, names[1], max_rows)
+    if shared is not None and padded:
+        raise ValueError(f"{asker}: padded rows share nothing; leave shared away, or pack")
+    if not len(sizes): return []
+    if shared is not None and not (shared[1] > 0).any(): shared = None
+    limits, ids, of = (max_tokens, max_rows or len(sizes)), *of.unique(return_inverse=True)
+    rows, longest, cost = _per_unit(of, sizes)
+    if padded: cost = rows*longest
+    if shared is not None:
+        holder, common = (x.cpu() for x in shared)
+        # a holder shares all of its own tokens
+        own = holder, torch.where(holder == torch.arange(len(sizes)), sizes, common)
+        cost = _once(of, sizes, *own)
+    named = " and ".join(f"{k}={n}" for k, n in zip(names, (max_tokens, max_rows), strict=True) if n is not None)
+    _check_fits(asker, cost, rows, of, None if unit is None else ids, limits, named)
+    if shared is not None:
+        of, cost = _families(of, sizes, *own, *limits)
+        rows = of.bincount()
+    bins, n = _packed_bins(longest if padded else cost, rows, limits, multiple, padded)
+    return _rows_by(bins[of], n)
 
 # %% ../../nbs/data/41_packing.ipynb #51f29990
 def micro_batch_count(
@@ -360,7 +377,8 @@ def micro_batch_count(
     "How many micro-batches all ranks run, found by each rank alone from all lengths."
     units, all_shared = ([None]*len(lengths) if x is None else x for x in (unit, shared))
     for name, x in (("unit", units), ("shared", all_shared)):
-        if len(x) != len(lengths): raise ValueError(f"micro_batch_count: {name} is given for {len(x)} ranks, lengths for {len(lengths)}")
-    who = ("micro_batch_count", "max_tokens", "max_rows")
-    plans = [plan_micro_batches(n, max_tokens=max_tokens, unit=u, shared=s, max_rows=max_rows, padded=padded, who=who) for n, u, s in zip(lengths, units, all_shared, strict=True)]
-    return max(map(len, plans), default=0)
+        if len(x) != len(lengths):
+            raise ValueError(f"micro_batch_count: {name} is given for {len(x)} ranks, lengths for {len(lengths)}")
+    how = dict(max_tokens=max_tokens, max_rows=max_rows, padded=padded, who=("micro_batch_count", "max_tokens", "max_rows"))
+    ranks = zip(lengths, units, all_shared, strict=True)
+    return max((len(plan_micro_batches(n, unit=u, shared=s, **how)) for n, u, s in ranks), default=0)

@@ -13,7 +13,8 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from ..data.batch import Batch, widen
+from ..data.batch import Batch
+from ..data.columns import widen
 from ..arithmetic.masked import Last, Mean, merge
 from ..data.packing import plan_micro_batches, shared_prefix
 from ..engines.guards import locked

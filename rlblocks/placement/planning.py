@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .memory import Live, adapted_model, appetite, fake_model, pack_
-from ..data.balancing import whole_number
+from ..data.columns import whole_number
 from ..engines.cuts import cut_of, followed, plan_of
 from ..engines.fsdp import layers_of
 from ..engines.modules import output_layer
