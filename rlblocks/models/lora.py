@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapters import (adapted_layers, adapter_on, check_merges, check_untied, fingerprint, inject_, load_adapter_,
+from .adapters import (layers_with_adapters, adapter_on, check_merges, check_untied, fingerprint, inject_, load_adapter_,
                                       lora_config, merged_weights, nested, peft_, plain_name, settings_of,
                                       without_adapters, write_adapter)
 from .checks import config_of
@@ -81,7 +81,7 @@ class Base:
         if config.target_modules == "all-linear": config.target_modules = set(self.linear)
         before = list(self.trunk.named_parameters(remove_duplicate=False))
         new = inject_(self.trunk, config, name, seed)
-        self.added, self.layers = self.added | new, adapted_layers(self.trunk)
+        self.added, self.layers = self.added | new, layers_with_adapters(self.trunk)
         own = peft_().get_peft_model_state_dict(self.trunk, state_dict=new, adapter_name=name, save_embedding_layers=False)
         trained = {id(p) for p in self.added.values()}
         for p in self.trunk.parameters(): p.requires_grad_(id(p) in trained)     # peft froze the other adapters
@@ -125,7 +125,7 @@ def _linear_names(trunk):
 
 def _check_bare(trunk, tensor_parallel):
     "ValueError for a model that has adapters, and for a quantized one whose layers are to be cut."
-    if adapted_layers(trunk):
+    if layers_with_adapters(trunk):
         raise ValueError(f"lora: the {type(trunk).__name__} has adapters on it already; give the plain model, "
                          "and the adapter's folder as lora=")
     if tensor_parallel != 1 and any(quantized(m) for m in trunk.modules()):
