@@ -14,7 +14,7 @@ from transformers import LlamaConfig, ViTConfig
 from rlblocks.placement import planning
 from rlblocks.models.attention import Segments, attend_by_segments, layout
 from rlblocks.placement.memory import Live, appetite, fake_model
-from rlblocks.arithmetic.logprobs import linear_logprobs
+from rlblocks.arithmetic.head import linear_logprobs
 from rlblocks.placement.planning import plan, plan_rollout, step_seconds
 from rlblocks.engines.zero import BUCKET
 

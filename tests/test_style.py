@@ -12,7 +12,7 @@ from test_floors import FLOORS, source
 
 LOW = sorted(m for m in FLOORS if FLOORS[m] <= 1)
 NOTEBOOKS = sorted(ROOT.glob("nbs/*/[0-3]*.ipynb"))
-HEAD = {"arithmetic.logprobs"}                      # where a gradient written by hand saves memory of the size of the vocabulary
+HEAD = {"arithmetic.logprobs", "arithmetic.head"}                      # where a gradient written by hand saves memory of the size of the vocabulary
 DICTS = {"metrics", "cut"}                # names of dictionaries, which a loss fills key by key
 MACHINERY = {"testing.laws", "testing.oracles", "testing.probes"} # no blocks
 WIDTH = 120

@@ -10,7 +10,6 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from contextlib import suppress
 from copy import copy
 from itertools import chain
 from pathlib import Path
@@ -21,36 +20,9 @@ from jaxtyping import Bool, Float, Int
 
 from .batch import Batch
 from .seeds import seed_of
-from .packing import _places
-from .ragged import Ragged, from_arrow, ragged, to_arrow
-
-# %% ../../nbs/data/45_buffer.ipynb #1343c20d
-def _bundles(batch:Batch)->list[list[int]]:
-    "Row numbers that share a group or a unit, directly or through others, in order of first appearance."
-    root = list(range(len(batch)))
-    def find(i):
-        while root[i] != i: i = root[i] = root[root[i]]
-        return i
-    for name in ("group", "unit"):
-        first = {}
-        for i, key in enumerate(batch[name].tolist() if name in batch else ()):
-            a, b = find(first.setdefault(key, i)), find(i)
-            root[max(a, b)] = min(a, b)
-    bundles = {}
-    for i in range(len(batch)): bundles.setdefault(find(i), []).append(i)
-    return list(bundles.values())
-
-def _layout(batch:Batch)->dict[str, list]:
-    "What each column is made of: its kind, dtype and the axes behind rows (and tokens)."
-    def of(name, x):
-        if isinstance(x, list): return ["list"]
-        return ["token", str(x.dtype), *x.shape[2:]] if batch.is_per_token(name) else ["row", str(x.dtype), *x.shape[1:]]
-    return {name: of(name, x) for name, x in batch.columns.items()}
-
-def _born(batch:Batch)->Tensor:
-    "The oldest policy version in each row: over its chosen tokens where weights changed in flight."
-    v = batch.policy_version
-    return v if v.dim() == 1 else torch.where(batch.mask, v, torch.iinfo(v.dtype).max).amin(1)
+from .bundles import bundles_of, entries, layout_of, places, restart
+from .ragged import Ragged, ragged
+from .slabs import Slabs
 
 # %% ../../nbs/data/45_buffer.ipynb #54becb12
 def replay_draw(
@@ -75,9 +47,270 @@ def replay_draw(
     return chosen, torch.where(tau.isinf(), 1., -torch.expm1(-rate[chosen]*tau))
 
 # %% ../../nbs/data/45_buffer.ipynb #301da436
-_SETTLED = ("lengths", "mask", "group", "unit", "policy_version") # what a buffer goes by
-_INDEX = dict(slab=torch.long, first=torch.long, rows=torch.long, chosen=torch.long, born=torch.long, id=torch.long, priority=torch.double) # of each bundle
-_MERGE = 2**24 # bytes; smaller slabs grow together
+def check_limits(max_age, max_rows, spill, max_bytes):
+    "The arguments of `Buffer`."
+    if max_age is not None and max_age < 0:
+        raise ValueError(f"Buffer: max_age is {max_age}; 0 (this version only) or more is wanted")
+    if max_rows is not None and max_rows < 1: raise ValueError(f"Buffer: max_rows is {max_rows}; at least 1 is wanted")
+    if (spill is None) != (max_bytes is None):
+        raise ValueError("Buffer: spill (a folder) and max_bytes (what stays in memory) go together; give both or "
+                         "neither")
+
+def check_entries(who, n, **given):
+    "Tensors with an entry a row."
+    for name, x in given.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{who}: {name} is a {type(x).__name__}; a tensor is wanted, torch.as_tensor({name})")
+        if x is not None and n is not None and x.shape != (n,):
+            raise ValueError(f"{who}: {name} is {list(x.shape)}, the batch has {n} rows; one entry a row is wanted")
+
+def check_joins(buffer:"Buffer", batch:Batch, layout:dict, largest:int):
+    "Whether a batch can wait among the others."
+    if any(kind == "token" for kind, *_ in layout.values()) and "lengths" not in batch:
+        raise ValueError("Buffer.add: per-token columns without 'lengths'; lengths say which tokens exist and are kept")
+    if buffer.max_age is not None and "policy_version" not in batch:
+        raise ValueError("Buffer.add: max_age needs the column 'policy_version'; set it, or make the buffer without "
+                         "max_age")
+    old = buffer._layout if len(buffer) else layout
+    for name in {**layout, **old}:
+        if layout.get(name) != old.get(name):
+            raise ValueError(f"Buffer.add: column {name!r} is {layout.get(name, 'missing')}, in the rows that wait it is "
+                             f"{old.get(name, 'missing')}; set or .drop it, so that rows can be joined")
+    for name, waiting in buffer._waiting.items():
+        twice = waiting & set(batch[name].tolist()) if name in batch else ()
+        if twice:
+            raise ValueError(f"Buffer.add: {name} {min(twice)} is already waiting; ids are unique in a run: join the rows of "
+                             f"a {name} with Batch.cat, then add them once")
+    if buffer.max_rows is not None and largest > buffer.max_rows:
+        raise ValueError(f"Buffer.add: a group of {largest} rows came, max_rows is {buffer.max_rows}; raise max_rows, a group "
+                         "is never parted")
+
+def check_enough(buffer:"Buffer", who:str, n:int):
+    "As many rows as are asked for."
+    if n < 1: raise ValueError(f"Buffer.{who}: {n} rows were asked for; at least 1 is wanted")
+    if len(buffer) < n:
+        raise ValueError(f"Buffer.{who}: {n} rows were asked for, {len(buffer)} are there{buffer._lost()}; add more rows, or "
+                         "ask for fewer")
+
+# %% ../../nbs/data/45_buffer.ipynb #c3c63844
+def spilled_to(buffer:"Buffer", folder:str|Path|None)->Path|None:
+    "A folder of the buffer's own inside `folder`, which goes when the buffer does."
+    if folder is None: return None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    own = Path(tempfile.mkdtemp(prefix="buffer-", dir=folder))
+    weakref.finalize(buffer, shutil.rmtree, own, ignore_errors=True)
+    return own
+
+def gather(buffer:"Buffer", at:Tensor)->Batch:
+    "Bundles as one batch, padded to their longest row."
+    slab, row = places(buffer._index, at)
+    of = [(slab == s).nonzero()[:, 0] for s in slab.unique().tolist()]
+    slabs = buffer._slabs.rows
+    if len(of) == 1: return slabs[int(slab[0])].batch(row)
+    return Ragged.cat([slabs[int(slab[i[0]])].take(row[i]) for i in of]).batch(torch.cat(of).argsort())
+
+def ids_of(buffer:"Buffer", name:str, at:Tensor)->list[int]:
+    "The group or unit ids of bundles."
+    slab, row = places(buffer._index, at)
+    if name not in buffer._layout: return []
+    return [i for s in slab.unique().tolist() for i in buffer._slabs.rows[s].columns[name][row[slab == s]].tolist()]
+
+def forget(buffer:"Buffer", gone:Tensor):
+    "Bundles leave the index; slabs that are less than half in use are rewritten, empty ones freed."
+    for name, ids in buffer._waiting.items(): ids.difference_update(ids_of(buffer, name, gone.nonzero()[:, 0]))
+    touched = buffer._index["slab"][gone].unique().tolist()
+    index = buffer._index = {k: x[~gone] for k, x in buffer._index.items()}
+    for s in touched:
+        mine, slabs = (index["slab"] == s).nonzero()[:, 0], buffer._slabs
+        if not len(mine): slabs.remove(s)
+        elif s not in slabs.files and 2*int(index["rows"][mine].sum()) < len(slabs.rows[s]):
+            slabs.rows[s] = slabs.rows[s].take(places(index, mine)[1])
+            restart(index, s)
+
+def drop(buffer:"Buffer", why:str, gone:Tensor)->int: # rows
+    "Drop bundles and count their rows."
+    if not bool(gone.any()): return 0
+    n = int(buffer._index["rows"][gone].sum())
+    buffer.dropped[why] += n
+    forget(buffer, gone)
+    return n
+
+def tidy(buffer:"Buffer"):
+    "Join small slabs, so that a row at a time costs no more than many."
+    for kept, gone, size in buffer._slabs.tidied():
+        moved, index = buffer._index["slab"] == gone, buffer._index
+        buffer._index = index | dict(slab=index["slab"].masked_fill(moved, kept), first=index["first"] + size*moved)
+
+# %% ../../nbs/data/45_buffer.ipynb #12d3fdec
+def add(
+    buffer:"Buffer",
+    batch:Batch,                          # rows with whole groups and units; copied without padding
+    *,
+    keep:Bool[Tensor, " B"]|None=None,    # rows that are wanted; a bundle without any is not added, and counted
+    priority:Float[Tensor, " B"]|None=None, # for `sample`; the highest there is, if not given
+):
+    """Put rows at the end; with `max_rows`, the oldest bundles make room and are counted as dropped.
+
+    ValueError, and nothing added, when columns differ from those that wait, a group or unit is already there, or a bundle
+    is larger than `max_rows`. OSError, and nothing added, when `spill` cannot be written; what waited before is as it was."""
+    if not isinstance(batch, Batch): raise TypeError(f"Buffer.add: a {type(batch).__name__} came; a Batch is wanted")
+    if batch.filler: return # a copy of a row that is elsewhere, made to keep a rank busy
+    check_entries("Buffer.add", len(batch), keep=keep, priority=priority)
+    if priority is not None and not bool((priority >= 0).all()):
+        raise ValueError("Buffer.add: a priority is negative or not a number; 0 or more is wanted")
+    layout, bundles = layout_of(batch), bundles_of(batch)
+    kept = bundles if keep is None else [b for b in bundles if bool(keep[b].any())]
+    check_joins(buffer, batch, layout, max(map(len, kept), default=0))
+    order = torch.tensor(list(chain(*kept)), dtype=torch.long)
+    # before anything is counted: the disk may be full
+    if kept: buffer._slabs.add(buffer._next, ragged(batch, order))
+    if len(order) < len(batch): buffer.dropped["filtered"] += len(batch) - len(order)
+    buffer.offered, buffer.accepted = buffer.offered + len(bundles), buffer.accepted + len(kept)
+    if kept: _enter(buffer, batch, layout, kept, order, priority)
+
+def _enter(buffer, batch, layout, kept, order, priority):
+    highest = float(buffer._index["priority"].max()) if len(buffer._index["priority"]) else 1.
+    new = entries(batch, kept, highest if priority is None else priority, buffer._next)
+    buffer._index = {k: torch.cat([x, new[k]]) for k, x in buffer._index.items()}
+    buffer._next, buffer._layout = buffer._next + len(kept), layout
+    for name, ids in buffer._waiting.items():
+        if name in batch: ids.update(batch[name][order].tolist())
+    if buffer.max_rows: drop(buffer, "full", buffer._index["rows"].flip(0).cumsum(0).flip(0) > buffer.max_rows)
+    tidy(buffer)
+
+# %% ../../nbs/data/45_buffer.ipynb #9a101303
+def evict(
+    buffer:"Buffer",
+    version:int|None, # the trainer's version
+)->int: # rows dropped
+    "Drop and count the bundles with a row older than `version − max_age`; without `max_age`, nothing."
+    if buffer.max_age is None: return 0
+    if version is None:
+        raise ValueError(f"Buffer: max_age is {buffer.max_age}, so freshness must be known; pass version=…, the trainer's "
+                         "weight version")
+    return drop(buffer, "stale", buffer._index["born"] < version - buffer.max_age)
+
+def take(
+    buffer:"Buffer",
+    n:int,                 # rows wanted
+    *,
+    version:int|None=None, # the trainer's version, needed with `max_age`
+)->Batch: # at least `n` rows, oldest first; more only to keep the last bundle whole
+    "Remove and return the oldest rows that are fresh. ValueError when there are fewer than `n`."
+    buffer.evict(version)
+    check_enough(buffer, "take", n)
+    leaving = buffer._index["rows"].cumsum(0) - buffer._index["rows"] < n
+    out = gather(buffer, leaving.nonzero()[:, 0])
+    forget(buffer, leaving)
+    return out
+
+def rows(
+    buffer:"Buffer",
+)->Batch: # a copy, oldest first
+    "All rows that wait; they stay."
+    if not len(buffer): raise ValueError("Buffer.rows: no rows wait")
+    return gather(buffer, torch.arange(len(buffer._index["rows"])))
+
+def sample(
+    buffer:"Buffer",
+    n:int,                 # rows wanted
+    *,
+    seed,                  # number or tuple that names this draw, e.g. (seed, step)
+    version:int|None=None, # the trainer's version, needed with `max_age`
+    alpha:int|float=0.0,   # how much priorities count: 0 not at all, 1 in proportion
+    beta:int|float=1.0,    # how much of that the weights take back: 1 all of it
+)->Batch: # at least `n` different rows, in the order of the draw, with the columns replay_id and replay_weight
+    "Return rows drawn at random, each bundle at most once, and keep them for further draws. ValueError when there are too few."
+    if not (alpha >= 0 and beta >= 0):
+        raise ValueError(f"Buffer.sample: alpha is {alpha}, beta is {beta}; 0 or more is wanted")
+    buffer.evict(version)
+    check_enough(buffer, "sample", n)
+    index = buffer._index
+    drawn, q = replay_draw(index["priority"], index["rows"], n, alpha=alpha, seed=seed)
+    out, weight = gather(buffer, drawn), q**-beta
+    for name, x in dict(replay_id=index["id"][drawn], replay_weight=(weight/weight.max()).float()).items():
+        out[name] = x.repeat_interleave(index["rows"][drawn])
+    return out
+
+def prioritise(
+    buffer:"Buffer",
+    ids:Int[Tensor, " B"],        # `replay_id` of rows that were drawn
+    priority:Float[Tensor, " B"], # what they are worth now, 0 or more; a bundle gets the mean of its rows
+):
+    "Set the priorities of bundles that still wait; others are passed over."
+    check_entries("Buffer.prioritise", None, ids=ids, priority=priority)
+    if ids.shape != priority.shape or not bool((priority >= 0).all()):
+        raise ValueError(f"Buffer.prioritise: ids is {list(ids.shape)}, priority is {list(priority.shape)}; as many of one as "
+                         "of the other, none negative or NaN")
+    ids, of, count = ids.unique(return_inverse=True, return_counts=True)
+    mean, known = torch.zeros(len(ids), dtype=torch.double).index_add(0, of, priority.double())/count, buffer._index["id"]
+    if not len(known): return
+    at = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
+    here = known[at] == ids
+    buffer._index["priority"] = buffer._index["priority"].index_copy(0, at[here], mean[here])
+
+# %% ../../nbs/data/45_buffer.ipynb #69b41bc9
+def stand_in(buffer:"Buffer", slab:Tensor, row:Tensor)->Batch:
+    "A batch with the shape of the rows that wait, and no content."
+    sizes = torch.zeros(len(slab), dtype=torch.long)
+    for s, part in buffer._slabs.rows.items(): sizes[slab == s] = part.offsets.diff()[row[slab == s]]
+    return Batch(lengths=sizes, tokens=torch.zeros((), dtype=torch.long).expand(len(slab), max(1, int(sizes.max()))))
+
+def set_column(buffer:"Buffer", name:str, x):
+    """Set a column of all rows that wait, in the order of `rows()`.
+
+    ValueError for columns that the buffer goes by, and for what does not fit; OSError, and nothing changed, when `spill`
+    cannot be written."""
+    if name in _FIXED:
+        raise ValueError(f"Buffer: {name!r} decides what belongs together or how fresh it is, and did when the rows came; take "
+                         "them, set it, and add them again")
+    if not len(buffer): raise ValueError(f"Buffer: no rows wait that could have a column {name!r}")
+    slab, row = places(buffer._index, torch.arange(len(buffer._index["rows"])))
+    like, (kind, *shape) = stand_in(buffer, slab, row), buffer._layout.get(name, [""])
+    like.set(name, x, per="row" if kind == "row" and len(shape) > 1 and x.dim() > 1 else None) # fits, or says why not
+    only, layout = like.drop(*{"tokens"} - {name}), layout_of(like)[name]
+    if layout[0] == "token" and "lengths" not in buffer._layout:
+        raise ValueError(f"Buffer: column {name!r} is per token, but the rows that wait have no 'lengths'")
+    def rewritten(s):
+        at = (slab == s).nonzero()[:, 0]
+        old = buffer._slabs.rows[s].take(row[at])
+        return Ragged(old.columns | {name: ragged(only, at).columns[name]}, old.kinds | {name: layout[0]}, old.offsets)
+    buffer._slabs.rewrite(rewritten)
+    for s in buffer._slabs.rows: restart(buffer._index, s)
+    buffer._layout = buffer._layout | {name: layout}
+
+# %% ../../nbs/data/45_buffer.ipynb #342be022
+def state_dict(buffer:"Buffer")->dict:
+    "Everything that waits and has been counted: tensors, lists, dicts, numbers, strings (and what list columns hold)."
+    plain = lambda x: x if isinstance(x, Tensor) else list(x)
+    slabs = {s: dict(columns={k: plain(x) for k, x in part.columns.items()}, offsets=part.offsets)
+             for s, part in buffer._slabs.rows.items()}
+    return dict(slabs=slabs, index=dict(buffer._index), layout=dict(buffer._layout), dropped=dict(buffer.dropped),
+                next=buffer._next, offered=buffer.offered, accepted=buffer.accepted)
+
+def load_state_dict(
+    buffer:"Buffer",
+    state:dict, # what `state_dict` returned
+):
+    """Go on where the saved buffer was, in place; limits and folder stay those of this buffer.
+
+    ValueError for what is no such state, OSError when `spill` cannot be written, and nothing changed."""
+    wanted = state_dict(Buffer()).keys()
+    if state.keys() != wanted:
+        raise ValueError(f"Buffer: the state has {', '.join(map(str, state))}; {', '.join(wanted)} are wanted")
+    new, kinds = copy(buffer), {k: x[0] for k, x in state["layout"].items()}
+    new._slabs = buffer._slabs.holding({s: Ragged(x["columns"], kinds, x["offsets"]) for s, x in state["slabs"].items()})
+    new._index, new._layout, new.dropped = dict(state["index"]), dict(state["layout"]), Counter(state["dropped"])
+    new._next, new.offered, new.accepted = state["next"], state["offered"], state["accepted"]
+    new._waiting = {k: set(ids_of(new, k, torch.arange(len(new._index["rows"])))) for k in buffer._waiting}
+    tidy(new)
+    for s in list(buffer._slabs.files): buffer._slabs.remove(s)
+    vars(buffer).update(vars(new))
+
+# %% ../../nbs/data/45_buffer.ipynb #a851a1d6
+_FIXED = ("lengths", "mask", "group", "unit", "policy_version") # decide what belongs together and how fresh it is
+_INDEX = dict(slab=torch.long, first=torch.long, rows=torch.long, chosen=torch.long, born=torch.long, id=torch.long,
+              priority=torch.double)        # of each bundle: where its rows are, how many, chosen tokens, oldest version …
 
 class Buffer:
     "Rows that wait between sampling and training, without padding; groups and units enter and leave whole."
@@ -90,18 +323,12 @@ class Buffer:
         max_bytes:int|None=None,  # most bytes of rows in memory, with `spill`
     ):
         "An empty buffer. ValueError for a negative age, no room, or one of `spill` and `max_bytes` without the other."
-        if max_age is not None and max_age < 0: raise ValueError(f"Buffer: max_age is {max_age}; 0 (this version only) or more is wanted")
-        if max_rows is not None and max_rows < 1: raise ValueError(f"Buffer: max_rows is {max_rows}; at least 1 is wanted")
-        if (spill is None) != (max_bytes is None): raise ValueError("Buffer: spill (a folder) and max_bytes (what stays in memory) go together; give both or neither")
-        self.max_age, self.max_rows, self.max_bytes, self.dropped = max_age, max_rows, max_bytes, Counter()
+        check_limits(max_age, max_rows, spill, max_bytes)
+        self.max_age, self.max_rows, self.dropped = max_age, max_rows, Counter()
         self.offered = self.accepted = 0 # bundles that came, and those that `keep` let in
-        if spill is not None:
-            Path(spill).mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix="buffer-", dir=spill))
-            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        self._slabs, self._files, self._layout, self._next, self._count = {}, {}, {}, 0, 0
+        self._slabs = Slabs(spilled_to(self, spill), max_bytes)
+        self._layout, self._next, self._waiting = {}, 0, dict(group=set(), unit=set())
         self._index = {k: torch.zeros(0, dtype=t) for k, t in _INDEX.items()}
-        self._waiting = dict(group=set(), unit=set())
 
     def __len__(self): return int(self._index["rows"].sum())
     def __repr__(self):
@@ -109,7 +336,6 @@ class Buffer:
         return f"Buffer({len(self)} rows in {len(self._index['rows'])} bundles, {self.n_tokens} chosen tokens{some}{self._lost()})"
 
     def _lost(self): return "".join(f", {n} dropped as {why}" for why, n in sorted(self.dropped.items()))
-
     @property
     def n_tokens(self)->int:
         "Chosen tokens of all rows that wait."
@@ -118,274 +344,7 @@ class Buffer:
     @property
     def nbytes(self)->int:
         "Bytes held in memory: columns, offsets and index; not files, not list columns."
-        return sum(x.nbytes for s, x in self._slabs.items() if s not in self._files) + sum(x.nbytes for x in self._index.values())
+        return self._slabs.nbytes + sum(x.nbytes for x in self._index.values())
 
-    def add(self,
-        batch:Batch,                                # rows with whole groups and units; copied without padding
-        *,
-        keep:Bool[Tensor, " B"]|None=None,          # rows that are wanted; a bundle without any is not added, and counted
-        priority:Float[Tensor, " B"]|None=None,     # for `sample`; the highest there is, if not given
-    ):
-        """Put rows at the end; with `max_rows`, the oldest bundles make room and are counted as dropped.
-
-        ValueError, and nothing added, when columns differ from those that wait, a group or unit is already there, or a bundle is larger than `max_rows`.
-        OSError, and nothing added, when `spill` cannot be written; what waited before is as it was."""
-        if not isinstance(batch, Batch): raise TypeError(f"Buffer.add: a {type(batch).__name__} came; a Batch is wanted")
-        if batch.filler: return # a copy of a row that is elsewhere, made to keep a rank busy
-        layout, bundles = _layout(batch), _bundles(batch)
-        for name, x in dict(keep=keep, priority=priority).items():
-            if x is not None and not isinstance(x, Tensor): raise TypeError(f"Buffer.add: {name} is a {type(x).__name__}; a tensor is wanted, torch.as_tensor({name})")
-            if x is not None and x.shape != (len(batch),): raise ValueError(f"Buffer.add: {name} is {list(x.shape)}, the batch has {len(batch)} rows; one entry a row is wanted")
-        if priority is not None and not bool((priority >= 0).all()): raise ValueError("Buffer.add: a priority is negative or not a number; 0 or more is wanted")
-        kept = bundles if keep is None else [b for b in bundles if bool(keep[b].any())]
-        self._check(batch, layout, kept)
-        order, rows = torch.tensor(list(chain(*kept)), dtype=torch.long), torch.tensor([len(b) for b in kept], dtype=torch.long)
-        new = self._written(ragged(batch, order)) if kept else None     # before anything is counted: the disk may be full
-        filtered = len(batch) - sum(map(len, kept))
-        if filtered: self.dropped["filtered"] += filtered
-        self.offered, self.accepted = self.offered + len(bundles), self.accepted + len(kept)
-        if new is None: return
-        self._append(*new, batch, order, rows, priority)
-        self._layout = layout
-        self._drop("full", self._index["rows"].flip(0).cumsum(0).flip(0) > self.max_rows if self.max_rows else None)
-        self._tidy()
-
-    def _append(self, slab, file, batch, order, rows, priority):
-        "A new slab and its bundles in the index."
-        n, of = len(rows), torch.arange(len(rows)).repeat_interleave(rows)
-        total = lambda x: torch.zeros(n, dtype=x.dtype).index_add(0, of, x[order])
-        highest = float(self._index["priority"].max()) if len(self._index["priority"]) else 1.
-        born = _born(batch) if "policy_version" in batch else torch.zeros(len(batch), dtype=torch.long)
-        new = dict(slab=torch.full((n,), self._next), first=rows.cumsum(0) - rows, rows=rows, id=torch.arange(self._next, self._next + n),
-                   chosen=total(batch.mask.sum(1)) if "mask" in batch else torch.zeros(n, dtype=torch.long),
-                   born=torch.full((n,), torch.iinfo(torch.long).max).scatter_reduce(0, of, born.long()[order], "amin"),
-                   priority=torch.full((n,), highest, dtype=torch.double) if priority is None else total(priority.double())/rows)
-        self._slabs[self._next] = slab
-        if file: self._files[self._next] = file
-        self._index = {k: torch.cat([x, new[k]]) for k, x in self._index.items()}
-        self._next += n
-        for name, ids in self._waiting.items():
-            if name in batch: ids.update(batch[name][order].tolist())
-
-    def take(self,
-        n:int,                 # rows wanted
-        *,
-        version:int|None=None, # the trainer's version, needed with `max_age`
-    )->Batch: # at least `n` rows, oldest first; more only to keep the last bundle whole
-        "Remove and return the oldest rows that are fresh. ValueError when there are fewer than `n`."
-        self._enough("take", n, version)
-        leaving = self._index["rows"].cumsum(0) - self._index["rows"] < n
-        out = self._gather(leaving.nonzero()[:, 0])
-        self._forget(leaving)
-        return out
-
-    def sample(self,
-        n:int,                 # rows wanted
-        *,
-        seed,                  # number or tuple that names this draw, e.g. (seed, step)
-        version:int|None=None, # the trainer's version, needed with `max_age`
-        alpha:int|float=0.0,   # how much priorities count: 0 not at all, 1 in proportion
-        beta:int|float=1.0,    # how much of that the weights take back: 1 all of it
-    )->Batch: # at least `n` different rows, in the order of the draw, with the columns replay_id and replay_weight
-        "Return rows drawn at random, each bundle at most once, and keep them for further draws. ValueError when there are fewer than `n`."
-        if not (alpha >= 0 and beta >= 0): raise ValueError(f"Buffer.sample: alpha is {alpha}, beta is {beta}; 0 or more is wanted")
-        self._enough("sample", n, version)
-        chosen, q = replay_draw(self._index["priority"], self._index["rows"], n, alpha=alpha, seed=seed)
-        out, rows = self._gather(chosen), self._index["rows"][chosen]
-        weight = q**-beta
-        out["replay_id"] = self._index["id"][chosen].repeat_interleave(rows)
-        out["replay_weight"] = (weight/weight.max()).float().repeat_interleave(rows)
-        return out
-
-    def prioritise(self,
-        ids:Int[Tensor, " B"],        # `replay_id` of rows that were drawn
-        priority:Float[Tensor, " B"], # what they are worth now, 0 or more; a bundle gets the mean of its rows
-    ):
-        "Set the priorities of bundles that still wait; others are passed over."
-        for name, x in dict(ids=ids, priority=priority).items():
-            if not isinstance(x, Tensor): raise TypeError(f"Buffer.prioritise: {name} is a {type(x).__name__}; a tensor is wanted, torch.as_tensor({name})")
-        if ids.shape != priority.shape or not bool((priority >= 0).all()):
-            raise ValueError(f"Buffer.prioritise: ids is {list(ids.shape)}, priority is {list(priority.shape)}; as many of one as of the other, none negative or NaN")
-        ids, of, count = ids.unique(return_inverse=True, return_counts=True)
-        mean = torch.zeros(len(ids), dtype=torch.double).index_add(0, of, priority.double())/count
-        at = torch.searchsorted(self._index["id"], ids).clamp(max=max(len(self._index["id"]) - 1, 0))
-        here = self._index["id"][at] == ids if len(self._index["id"]) else torch.zeros_like(ids, dtype=torch.bool)
-        self._index["priority"] = self._index["priority"].index_copy(0, at[here], mean[here])
-
-    def evict(self,
-        version:int|None, # the trainer's version
-    )->int: # rows dropped
-        "Drop and count the bundles with a row older than `version − max_age`; without `max_age`, nothing."
-        if self.max_age is None: return 0
-        if version is None: raise ValueError(f"Buffer: max_age is {self.max_age}, so freshness must be known; pass version=…, the trainer's weight version")
-        return self._drop("stale", self._index["born"] < version - self.max_age)
-
-    def rows(self)->Batch: # a copy, oldest first
-        "All rows that wait; they stay."
-        if not len(self): raise ValueError("Buffer.rows: no rows wait")
-        return self._gather(torch.arange(len(self._index["rows"])))
-
-    def __setitem__(self, name, x):
-        "Set a column of all rows that wait, in the order of `rows()`; one slab after the other is rewritten. ValueError for columns that the buffer goes by, and for what does not fit; OSError, and nothing changed, when `spill` cannot be written."
-        if name in _SETTLED: raise ValueError(f"Buffer: {name!r} decides what belongs together or how fresh it is, and did when the rows came; take them, set it, and add them again")
-        if not len(self): raise ValueError(f"Buffer: no rows wait that could have a column {name!r}")
-        slab, row = self._places(torch.arange(len(self._index["rows"])))
-        at = {s: (slab == s).nonzero()[:, 0] for s in self._slabs}
-        sizes = torch.zeros(len(slab), dtype=torch.long)
-        for s, i in at.items(): sizes[i] = self._slabs[s].offsets.diff()[row[i]]
-        like = Batch(lengths=sizes, tokens=torch.zeros((), dtype=torch.long).expand(len(slab), max(1, int(sizes.max()))))
-        like.set(name, x, per="row" if self._layout.get(name, [])[:1] == ["row"] and len(self._layout[name]) > 2 and not isinstance(x, list) and x.dim() > 1 else None) # fits, or says why not
-        only, layout = like.drop(*{"tokens"} - {name}), _layout(like)[name]
-        if layout[0] == "token" and "lengths" not in self._layout: raise ValueError(f"Buffer: column {name!r} is per token, but the rows that wait have no 'lengths'")
-        def rewritten(s):
-            old, new = self._slabs[s].take(row[at[s]]), ragged(only, at[s])
-            return Ragged(old.columns | {name: new.columns[name]}, old.kinds | {name: layout[0]}, old.offsets)
-        made = {}
-        try:
-            for s in self._files: made[s] = self._to_file(rewritten(s))      # all of them before one is replaced: the disk may be full
-        except OSError:
-            for _, file in made.values(): file.unlink()
-            raise
-        for s in at:
-            self._replace(s, *(made.get(s) or (rewritten(s), None)))
-            mine = self._index["slab"] == s
-            count = self._index["rows"][mine]
-            self._index["first"] = self._index["first"].masked_scatter(mine, count.cumsum(0) - count)
-        self._layout = self._layout | {name: layout}
-
-    def state_dict(self)->dict:
-        "Everything that waits and has been counted, as tensors, lists, dicts, numbers and strings (if list columns hold no other objects)."
-        plain = lambda slab: dict(columns={k: x if isinstance(x, Tensor) else list(x) for k, x in slab.columns.items()}, offsets=slab.offsets)
-        return dict(slabs={s: plain(x) for s, x in self._slabs.items()}, index=dict(self._index), layout=dict(self._layout), dropped=dict(self.dropped), next=self._next,
-                    offered=self.offered, accepted=self.accepted)
-
-    def load_state_dict(self,
-        state:dict, # what `state_dict` returned
-    ):
-        "Go on where the saved buffer was, in place; limits and folder stay those of this buffer. ValueError for what is no such state, OSError when `spill` cannot be written, and nothing changed."
-        wanted = Buffer().state_dict().keys()
-        if state.keys() != wanted: raise ValueError(f"Buffer: the state has {', '.join(map(str, state))}; {', '.join(wanted)} are wanted")
-        new, kinds = copy(self), {k: x[0] for k, x in state["layout"].items()}
-        new._slabs, new._files = {s: Ragged(x["columns"], kinds, x["offsets"]) for s, x in state["slabs"].items()}, {}
-        new._index, new._layout, new.dropped, new._next = dict(state["index"]), dict(state["layout"]), Counter(state["dropped"]), state["next"]
-        new.offered, new.accepted = state["offered"], state["accepted"]
-        every = torch.arange(len(new._index["rows"]))
-        new._waiting = {k: set(new._ids(k, every)) for k in self._waiting}
-        try:
-            if self.max_bytes is not None: new._spill(self.max_bytes)
-        except OSError:
-            for s in list(new._files): new._unlink(s)
-            raise
-        new._tidy()
-        for s in list(self._files): self._unlink(s)
-        self.__dict__.update(new.__dict__)
-
-    def _places(self, at): # (slab, row in it) of each row of the bundles `at`
-        k, j = _places(self._index["rows"][at].tolist(), None)
-        return self._index["slab"][at][k], self._index["first"][at][k] + j
-
-    def _gather(self, at):
-        "Bundles as one batch, padded to their longest row."
-        slab, row = self._places(at)
-        of = [(slab == s).nonzero()[:, 0] for s in slab.unique().tolist()]
-        if len(of) == 1: return self._slabs[int(slab[0])].batch(row)
-        return Ragged.cat([self._slabs[int(slab[i[0]])].take(row[i]) for i in of]).batch(torch.cat(of).argsort())
-
-    def _ids(self, name, at):
-        slab, row = self._places(at)
-        if name not in self._layout: return []
-        return [i for s in slab.unique().tolist() for i in self._slabs[s].columns[name][row[slab == s]].tolist()]
-
-    def _drop(self, why, gone):
-        if gone is None or not bool(gone.any()): return 0
-        rows = int(self._index["rows"][gone].sum())
-        self.dropped[why] += rows
-        self._forget(gone)
-        return rows
-
-    def _forget(self, gone):
-        "Bundles leave the index; slabs that are less than half alive are rewritten, dead ones freed."
-        for name, ids in self._waiting.items(): ids.difference_update(self._ids(name, gone.nonzero()[:, 0]))
-        touched = self._index["slab"][gone].unique().tolist()
-        self._index = {k: x[~gone] for k, x in self._index.items()}
-        for s in touched:
-            mine = self._index["slab"] == s
-            count = self._index["rows"][mine]
-            if not len(count): self._unlink(s)
-            elif s not in self._files and 2*int(count.sum()) < len(self._slabs[s]):
-                self._slabs[s] = self._slabs[s].take(self._places(mine.nonzero()[:, 0])[1])
-                self._index["first"] = self._index["first"].masked_scatter(mine, count.cumsum(0) - count)
-
-    def _unlink(self, s):
-        del self._slabs[s]
-        if s in self._files: self._files.pop(s).unlink(missing_ok=True) # a map of it stays readable
-
-    def _in_memory(self): return [s for s in self._slabs if s not in self._files]
-
-    def _written(self, slab):
-        "(a slab that is to come, in memory or in a file; the file, or None): the oldest slabs go to disk until it fits in memory, and where that is not enough it goes too."
-        if self.max_bytes is None: return slab, None
-        self._spill(self.max_bytes, slab.nbytes)
-        return (slab, None) if slab.nbytes <= self.max_bytes else self._to_file(slab)
-
-    def _spill(self, most, more=0):
-        "Write the oldest slabs to disk, until what is in memory and so many bytes more are `most` bytes."
-        here = self._in_memory()
-        while here and sum(self._slabs[s].nbytes for s in here) + more > most:
-            s = here.pop(0)
-            self._replace(s, *self._to_file(self._slabs[s]))
-
-    def _tidy(self):
-        "Join small slabs, so that a row at a time costs no more than many, in memory and in files."
-        self._join(self._in_memory())
-        with suppress(OSError): self._join(list(self._files))       # where the disk has no room for both, two files stay two
-
-    def _join(self, some):
-        "The last of some slabs become one as long as the last but one is at most twice the last: each row is copied a logarithmic number of times."
-        while len(some) > 1 and self._slabs[some[-2]].nbytes <= min(2*self._slabs[some[-1]].nbytes, _MERGE):
-            a, b = some[-2], some[-1]
-            both = Ragged.cat([self._slabs[a], self._slabs[b]])
-            new = self._to_file(both) if a in self._files else (both, None)     # written first: the disk may be full
-            moved, size = self._index["slab"] == b, len(self._slabs[a])
-            self._index |= dict(slab=self._index["slab"].masked_fill(moved, a), first=self._index["first"] + size*moved)
-            self._replace(a, *new)
-            self._unlink(some.pop())
-
-    def _to_file(self, slab):
-        "(the slab in a new file, the file). OSError, and no file, when there is no room for it."
-        self._count += 1
-        return _mapped(slab, self._folder/f"{self._count}.arrow")
-
-    def _replace(self, s, slab, file):
-        "Another slab in the place of one, in memory (no file) or in a file; the file it was in goes."
-        old = self._files.get(s)
-        self._slabs[s] = slab
-        if file: self._files[s] = file
-        if old: old.unlink(missing_ok=True)
-
-    def _enough(self, who, n, version):
-        self.evict(version)
-        if n < 1: raise ValueError(f"Buffer.{who}: {n} rows were asked for; at least 1 is wanted")
-        if len(self) < n: raise ValueError(f"Buffer.{who}: {n} rows were asked for, {len(self)} are there{self._lost()}; add more rows, or ask for fewer")
-
-    def _check(self, batch, layout, bundles):
-        "Whether a batch can wait among the others."
-        if any(kind == "token" for kind, *_ in layout.values()) and "lengths" not in batch:
-            raise ValueError("Buffer.add: per-token columns without 'lengths'; lengths say which tokens exist and are kept")
-        if self.max_age is not None and "policy_version" not in batch: raise ValueError("Buffer.add: max_age needs the column 'policy_version'; set it, or make the buffer without max_age")
-        odd = [name for name in {**layout, **self._layout} if layout.get(name) != self._layout.get(name)] if len(self._index["rows"]) else []
-        if odd:
-            raise ValueError(f"Buffer.add: column {odd[0]!r} is {layout.get(odd[0], 'missing')}, in the rows that wait it is {self._layout.get(odd[0], 'missing')}; "
-                             "set or .drop it, so that rows can be joined")
-        for name, waiting in self._waiting.items():
-            twice = waiting & set(batch[name].tolist()) if name in batch else ()
-            if twice: raise ValueError(f"Buffer.add: {name} {min(twice)} is already waiting; ids are unique in a run: join the rows of a {name} with Batch.cat, then add them once")
-        most = max(map(len, bundles), default=0)
-        if self.max_rows is not None and most > self.max_rows: raise ValueError(f"Buffer.add: a group of {most} rows came, max_rows is {self.max_rows}; raise max_rows, a group is never parted")
-
-def _mapped(slab, path):
-    "(the slab with its tensors and strings in a mapped file, the file); lists of other objects stay in memory, and so do the offsets."
-    stays = {k for k, x in slab.columns.items() if slab.kinds[k] == "list" and not all(isinstance(s, str | None) for s in x)}
-    to_arrow(Ragged({k: x for k, x in slab.columns.items() if k not in stays}, slab.kinds, slab.offsets), path)
-    mapped = from_arrow(path).columns
-    return Ragged({k: x if k in stays else mapped[k] for k, x in slab.columns.items()}, slab.kinds, slab.offsets), path
+    add, evict, take, rows, sample, prioritise = add, evict, take, rows, sample, prioritise
+    __setitem__, state_dict, load_state_dict = set_column, state_dict, load_state_dict
