@@ -197,7 +197,8 @@ def _known(cls, more):
 
 def _lazily(engine, lora, more):
     "Whether the engine reads its own shards: an adapter is put on whole weights, and tensor parallelism cuts them."
-    return engine in ("fsdp2", "zero3") and lora is None and more.get("tensor_parallel", 1) == 1
+    pieces = getattr(engine, "tensor_parallel", more.get("tensor_parallel", 1))
+    return getattr(engine, "word", engine) in ("fsdp2", "zero3") and lora is None and pieces == 1
 
 def _runner(base, reader, lora, *, who, frozen, quantized=False, micro_tokens=8192, micro_rows=None, pack=None, **how):
     "The runner of a wrapper: of weights of its own, or of a view on a base."
