@@ -20,8 +20,8 @@ from ..engines.modules import output_layer
 from ..engines.base import WeightShard
 from ..engines.plain import Plain
 from ..engines.world import agree, world
-from .forward import Reader
-from .runner import Runner
+from .forward import Forward
+from .step import Prepared
 from ..engines.sharded import learnable
 
 # %% ../../nbs/models/78_views.ipynb #5135e079
@@ -139,7 +139,7 @@ def write_adapter(
         if tokenizer is not None: tokenizer.save_pretrained(draft)
 
 def save_adapter(
-    run:Runner, # of a wrapper with an adapter
+    run:Prepared, # of a wrapper with an adapter
     path,       # a folder; made if missing
     tokenizer=None, # saved beside it
 ):
@@ -157,24 +157,24 @@ def base_of(
 )->Base|None:
     "The base that a wrapper holds, for others to stand on. ValueError when it trains its own weights."
     run = getattr(wrapper, "_run", None)
-    if not isinstance(run, Runner): return None
+    if not isinstance(run, Prepared): return None
     engine = run.model.engine
     if isinstance(engine, Adapted): return engine.base
     if not run.model.frozen:
         raise ValueError(f"{run.name}: its own weights change with every step, so no one can stand on them; give it lora=dict(…), which leaves them alone, or load the model once more")
-    if "base" not in vars(run): vars(run)["base"] = Base(run.reader.trunk, model=run.model, name=getattr(getattr(run.reader.trunk, "config", None), "name_or_path", None))
+    if "base" not in vars(run): vars(run)["base"] = Base(run.module.trunk, model=run.model, name=getattr(getattr(run.module.trunk, "config", None), "name_or_path", None))
     return vars(run)["base"]
 
 def standing(
     base:Base|None, # of `base_of`; None: the reader's trunk becomes one
-    reader:Reader,  # of the trunk, or of a part of it
+    reader:Forward,  # of the trunk, or of a part of it
     lora,           # see `lora_config`; None: the base alone
     *,
     who:str,        # the wrapper, for messages
     frozen:bool,    # no optimizer
     engine:str|None=None, # the base's, as for `ShardedModel`
     **more,         # further arguments of `ShardedModel`
-)->dict: # what `Runner` is to be called with
+)->dict: # what `prepare` is to be called with
     "A view on a base, new or shared. ValueError for settings that a shared base has already, and for an adapter that another wrapper trains."
     held = {k: more.pop(k) for k in ("offload", "nvme", "dtype", "checkpointing", "device", "tensor_parallel", "expert_parallel") if k in more}
     if more.pop("low_precision", False): raise ValueError(f"{who}: low_precision=True; adapters are kept in fp32, and the base stays in the precision it came in")
