@@ -40,33 +40,34 @@ def no_world_left():
 def test_contract(name):
     engine, other, plain = made(name), made(name, seed=1), made("plain")
     assert isinstance(engine, Engine) and isinstance(engine.module, nn.Module) and engine.optimizer.param_groups
-    torch.testing.assert_close(stepped(engine), stepped(plain))                        # the same step, the norm before clipping
+    torch.testing.assert_close(stepped(engine), stepped(plain))   # the same step, the norm before clipping
     for (n, x), (m, y) in zip(engine.weights(), plain.weights(), strict=True):
         assert n == m
         torch.testing.assert_close(x, y)
 
-    kept = engine.state(True)                                                          # any engine's full state is every engine's
+    kept = engine.state(True)   # any engine's full state is every engine's
     other.load(kept)
     plain.load(kept)
-    for a, b, c in zip(*(weights(e).values() for e in (engine, other, plain)), strict=True): assert a.equal(b) and a.equal(c)
+    for a, b, c in zip(*(weights(e).values() for e in (engine, other, plain)), strict=True):
+        assert a.equal(b) and a.equal(c)
     stepped(engine), stepped(other)
-    for a, b in zip(weights(engine).values(), weights(other).values(), strict=True): assert a.equal(b)         # with its moments
+    for a, b in zip(weights(engine).values(), weights(other).values(), strict=True): assert a.equal(b)
 
-    inside = engine.within(lambda: engine.module[0](X).square().sum().item())         # a part by itself, inside the hooks
+    inside = engine.within(lambda: engine.module[0](X).square().sum().item())   # a part by itself, inside the hooks
     first = weights(engine)
     assert inside == pytest.approx((X @ first["0.weight"].T + first["0.bias"]).square().sum().item(), rel=1e-5)
 
-    engine.backward(engine(X).sum()*100, last=True, shared=False)                     # forgotten: the next step is that of one that never had it
+    engine.backward(engine(X).sum()*100, last=True, shared=False)   # forgotten
     engine.discard()
     torch.testing.assert_close(stepped(engine), stepped(other))
     for a, b in zip(weights(engine).values(), weights(other).values(), strict=True): assert a.equal(b)
 
-    before = weights(engine)                                                           # nothing changes where the gradient is not finite
+    before = weights(engine)   # nothing changes where the gradient is not finite
     engine.backward(engine(X).sum()*float("nan"), last=True, shared=False)
     assert not torch.isfinite(engine.step(shared=False))
     for a, b in zip(weights(engine).values(), before.values(), strict=True): assert a.equal(b)
 
-    shards = engine.shards()                                                           # written memory computes after `refresh`
+    shards = engine.shards()   # written memory computes after `refresh`
     assert list(shards) == list(before)
     for n, shard in shards.items():
         full = shard.save(shard.local.clone(), True)
