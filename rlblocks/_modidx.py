@@ -669,6 +669,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'rlblocks.engines.base.EngineSpec.shares': ( 'engines/base.html#enginespec.shares',
                                                                                     'rlblocks/engines/base.py'),
                                        'rlblocks.engines.base.WeightShard': ('engines/base.html#weightshard', 'rlblocks/engines/base.py'),
+                                       'rlblocks.engines.base.as_words': ('engines/base.html#as_words', 'rlblocks/engines/base.py'),
                                        'rlblocks.engines.base.bytes_of': ('engines/base.html#bytes_of', 'rlblocks/engines/base.py'),
                                        'rlblocks.engines.base.check_engine': ('engines/base.html#check_engine', 'rlblocks/engines/base.py'),
                                        'rlblocks.engines.base.engine_of': ('engines/base.html#engine_of', 'rlblocks/engines/base.py'),
