@@ -7,7 +7,8 @@ from torch import nn
 
 pytest.importorskip("deepspeed")
 from forked import on_ranks
-from rlblocks.engines import slices, zero
+from rlblocks.engines import slices
+from rlblocks.engines.base import zero
 from rlblocks.engines.plain import Plain
 from rlblocks.engines.zero import Zero
 
