@@ -25,7 +25,7 @@ from ..arithmetic.masked import promoted
 from ..data.packing import pack
 from ..arithmetic.passes import asked
 from .routers import picked, routed, router_columns
-from ..engines.sequence import Stretch
+from ..engines.exchanges import Stretch
 
 # %% ../../nbs/models/71_forward.ipynb #1233a619
 def _accepts(module, *names):
@@ -86,7 +86,7 @@ class Reader(nn.Module):
         ids, at, where, mine, sizes, prefixes = p.tokens, p.position_ids, p.places(rows, cols), None, p.sizes, p.prefixes
         if self.stretch:                      # of ranks that share the line each takes a stretch, and reads the places that lie there
             sizes, prefixes = [*sizes, self.stretch.padding(len(ids))], [*prefixes, (0, 0)]
-            mine, where = self.stretch.held(where, len(ids))
+            mine, where = self.stretch.here(where, len(ids))
             if not len(mine): where = where.new_zeros(1)        # nothing to read: a token all the same, for the backward pass
             ids, at = self.stretch.cut(ids), self.stretch.cut(at)
         kwargs["position_ids"] = at[None]
@@ -180,4 +180,4 @@ class Laid:
         x:Tensor, # `[m, …]`, of the places that this rank read
     )->Tensor: # `[n, …]`
         "Of all places."
-        return x if self.stretch is None else self.stretch.told(x, self.mine, self.n)
+        return x if self.stretch is None else self.stretch.gathered(x, self.mine, self.n)

@@ -16,7 +16,7 @@ from .forward import Reader, turning
 from .attention import Segments, UnknownAttention, attend_as_before, attend_by_segments, layout
 from .checks import SENSES
 from ..data.packing import pack
-from ..engines.sequence import Stretch
+from ..engines.exchanges import Stretch
 
 # %% ../../nbs/models/72_probes.ipynb #3f466415
 @contextmanager

@@ -21,7 +21,7 @@ from .head import bending
 from .checks import check_ids
 from .forward import Reader, turning
 from .probes import look_ahead, pack_by, share_lines
-from ..engines.sequence import Stretch
+from ..engines.exchanges import Stretch
 from ..engines.sharded import ShardedModel
 from ..engines.world import agree, same_rows
 from .splits import Checked, Out, RowOut, cause, check_splits, trainable

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .memory import Live, adapted_model, appetite, fake_model, pack_
 from ..data.balancing import whole_number
-from ..engines.cuts import cut_of, followed, plan_of
+from ..engines.cuts import cut_of, fit_plan, plan_of
 from ..engines.fsdp import layers_of
 from ..engines.modules import output_layer
 from ..models.value_heads import linear_head
@@ -27,7 +27,8 @@ from ..engines.modules import checkpoint_layers_, promote_
 from ..engines.world import HALF
 from ..models.loading import without_lm_head
 from ..engines.sharded import ENGINES, frozen_copy
-from ..engines.tensor import adapted_layers, adapter_share_, _bare
+from ..data.prompts import bare
+from ..engines.tensor import adapted_layers, adapter_share_
 from ..engines.zero import BUCKET
 
 # %% ../../nbs/placement/93_planning.ipynb #6eaf5417
@@ -209,7 +210,7 @@ def plan(
         plain = fake if lora is None else fake_model(model, who="plan")
         if not lm_head: fake, plain = without_lm_head(fake), without_lm_head(plain)
         building = _size(fake.parameters()) + _size(fake.buffers())
-        if tensor_parallel > 1: _pieces_(fake, followed(plain, plan_of(plain, expert_parallel=expert_parallel), tensor_parallel), tensor_parallel)
+        if tensor_parallel > 1: _pieces_(fake, fit_plan(plain, plan_of(plain, expert_parallel=expert_parallel), tensor_parallel), tensor_parallel)
         head = linear_head(fake, layer.weight.shape[1]) if value_head else None
         for p in (*own, *(head.parameters() if head is not None else ())): p.requires_grad_(not frozen)
         held = "fsdp2" if frozen and engine == "zero3" else None if frozen_copy(engine, frozen or lora is not None) else engine
@@ -242,7 +243,7 @@ def _pieces_(fake, styles, size):
     pieces, cuts = {}, {}
     for at, layer in fake.named_modules():
         for leaf, p in layer._parameters.items():
-            name = _bare(f"{at}.{leaf}")
+            name = bare(f"{at}.{leaf}")
             cut = cut_of(styles.get(name, styles.get(name.rpartition(".")[0], "")), leaf, p.dim()) if p is not None else None
             if p is None or cut is None: continue
             if p not in pieces: pieces[p] = torch.nn.Parameter(cut.take(p.detach(), 0, size), requires_grad=p.requires_grad)
