@@ -115,7 +115,8 @@ finally:
     if _collecting: gc.enable()
 
 if TYPE_CHECKING:
-    from rlblocks.checkpoint.checkpoint import Checkpoint, writable
+    from rlblocks.checkpoint.checkpoint import Checkpoint
+    from rlblocks.checkpoint.saves import writable
     from rlblocks.rollout.graders import Grader, math_reward
     from rlblocks.models.policy import Critic, Policy, Scorer
     from rlblocks.placement.place import here, later
@@ -125,7 +126,7 @@ if TYPE_CHECKING:
     from rlblocks.placement.spmd import SpmdPool
 
 # name → module of floors 3-5: imported when first asked for
-_LAZY = dict(Checkpoint="checkpoint.checkpoint", writable="checkpoint.checkpoint", Grader="rollout.graders", math_reward="rollout.graders", Critic="models.policy", Policy="models.policy", Scorer="models.policy",
+_LAZY = dict(Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="rollout.graders", math_reward="rollout.graders", Critic="models.policy", Policy="models.policy", Scorer="models.policy",
              Rollout="rollout.rollout", here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning", plan_rollout="placement.planning", SpmdPool="placement.spmd", step_seconds="placement.planning")
 
 __all__ = [

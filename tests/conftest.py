@@ -2,6 +2,7 @@
 import json
 import os
 from collections import defaultdict
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -33,13 +34,8 @@ SECONDS = ROOT/"tests"/"seconds.json"       # of each group, as `make test-times
 
 def group(item):
     "What one worker runs in a row: a file, whose fixtures are made once; all that launch ranks, which fill both cores by themselves; a notebook alone."
-    if item.path.stem == "test_notebooks": return ""
+    if item.path.stem == "test_notebooks": return item.name.split("[")[-1].strip("]")
     return "ranks" if item.get_closest_marker("ranks") else item.path.stem
-
-
-def scope(nodeid):
-    "The group in the name that xdist gives a test, or the test."
-    return nodeid.rsplit("@", 1)[-1] if nodeid.rfind("@") > nodeid.rfind("]") else nodeid.split("::")[-1]
 
 
 def pytest_addoption(parser):
@@ -47,7 +43,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if config.getoption("--write-seconds"): config.pluginmanager.register(Took())
+    if config.getoption("--write-seconds") and not hasattr(config, "workerinput"): config.pluginmanager.register(Took())
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -55,17 +51,46 @@ def pytest_collection_modifyitems(config, items):
     "Only in xdist's workers: by hand, tests run in the order of their files."
     if not hasattr(config, "workerinput"): return
     known = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
-    for item in items:
-        if group(item): item.add_marker(pytest.mark.xdist_group(group(item)))
-    items.sort(key=lambda item: -known.get(group(item) or scope(item.nodeid), 0.))
+    for item in items: item.add_marker(pytest.mark.xdist_group(group(item)))
+    items.sort(key=lambda item: -known.get(group(item), 0.))
+
+
+def cpu():
+    "Seconds of CPU that this process, its children and the process that ranks are forked from have used; a wall clock measures the neighbours."
+    mine, server = sum(os.times()[:4]), getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if server is None: return mine
+    stat = Path(f"/proc/{server}/stat").read_text().rsplit(")", 1)[1].split()
+    return mine + sum(map(int, stat[11:15]))/os.sysconf("SC_CLK_TCK")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    "Each test says what it used: the reports carry it from a worker to the one who writes SECONDS."
+    item.began = cpu()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    report.user_properties = [*report.user_properties, ("used", (group(item), cpu() - item.began))]
+    return report
 
 
 class Took:
-    "Seconds of each group, for SECONDS."
-    def __init__(self): self.seconds = defaultdict(float)
-    def pytest_runtest_logreport(self, report): self.seconds[scope(report.nodeid)] += report.duration
+    "CPU seconds of each group, for SECONDS; of each file, for the terminal."
+    def __init__(self): self.tests = {}
 
-    def pytest_sessionfinish(self, session):
-        if hasattr(session.config, "workerinput"): return
-        longest = sorted(self.seconds.items(), key=lambda x: -x[1])
-        SECONDS.write_text(json.dumps({k: round(s, 1) for k, s in longest if s >= 1}, indent=0) + "\n")
+    def pytest_runtest_logreport(self, report):
+        if report.when == "teardown": self.tests[report.nodeid] = dict(report.user_properties)["used"]
+
+    def by(self, name):
+        found = defaultdict(float)
+        for nodeid, (group, seconds) in self.tests.items(): found[name(nodeid, group)] += seconds
+        return {k: round(s, 1) for k, s in sorted(found.items(), key=lambda x: -x[1]) if s >= 1}
+
+    def pytest_terminal_summary(self, terminalreporter):
+        SECONDS.write_text(json.dumps(self.by(lambda _, group: group), indent=0) + "\n")
+        terminalreporter.section("CPU seconds")
+        for file, seconds in self.by(lambda nodeid, _: nodeid.split("::")[0]).items(): terminalreporter.write_line(f"{seconds:8.1f}  {file}")
+        for test, seconds in [*self.by(lambda nodeid, _: nodeid).items()][:60]: terminalreporter.write_line(f"{seconds:8.1f}  {test}")

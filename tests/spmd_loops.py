@@ -1,7 +1,6 @@
 """The tutorials' loops and a hard look at the pool, on tiny models: run by tests/test_spmd.py in one process, and by torchrun in several.
 
 torchrun --nproc-per-node 2 tests/spmd_loops.py FOLDER"""
-import itertools
 import os
 import sys
 from pathlib import Path
@@ -172,13 +171,18 @@ def replicas(pool):
 
 
 def stopped(pool, folder):
-    "A consumer that stops after two steps; a second run goes on where it stood."
-    grpo = loop_from(f"{ROOT}/tutorials/grpo.ipynb:grpo")
-    run = lambda **more: pool.watch(grpo(pool, Prompts(ASKED, Digits()), prefers, model=model, lr=2e-3, steps=4, prompts=2, group_size=2, minibatches=1, max_tokens=3,
-                                         checkpoint=Checkpoint(folder, every=10)))
-    first = [row["step"] for row in itertools.islice(run(), 2)]
+    "A consumer, which only rank 0 has, asks for a save of the step just shown and stops a step later; a second run goes on after the save."
+    grpo, shown = loop_from(f"{ROOT}/tutorials/grpo.ipynb:grpo"), []
+    run = lambda checkpoint: pool.watch(grpo(pool, Prompts(ASKED, Digits()), prefers, model=model, lr=2e-3, steps=4, prompts=2, group_size=2, minibatches=1, max_tokens=3,
+                                             checkpoint=checkpoint))
+    checkpoint = Checkpoint(folder, every=10)
+    for row in run(checkpoint):
+        shown.append(row["step"])
+        if row["step"] == 1: checkpoint.save()
+        if row["step"] == 2: break
     pool.watched.close() if pool.watched is not None and hasattr(pool.watched, "close") else None
-    return first, sorted(f.name for f in Path(folder).glob("*step-*")), [row["step"] for row in run()]
+    return shown, sorted(f.name for f in Path(folder).glob("*step-*")), [row["step"] for row in run(Checkpoint(folder, every=10))]
+
 
 
 if __name__ == "__main__":

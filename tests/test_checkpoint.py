@@ -2,6 +2,7 @@
 import errno
 import fcntl
 import gc
+import hashlib
 import itertools
 import json
 import os
@@ -20,7 +21,8 @@ import pytest
 import torch
 from conftest import ROOT
 from rlblocks import Checkpoint, Policy, Prompts, Rollout, adaptive_kl_coef, group_advantages, at_tokens, here, loop_from, merge, ppo_loss
-from rlblocks.checkpoint.checkpoint import saves_in
+from rlblocks.checkpoint import checkpoint as checkpoint_module
+from rlblocks.checkpoint.saves import saves_in
 from tiny import model, rows as tiny_rows
 
 ROWS = [dict(prompt=f"{i}", answer=str(i % 7)) for i in range(10)]
@@ -68,7 +70,7 @@ def run(folder, **how):
     return shown, None
 
 
-@pytest.mark.parametrize("how, first", [(dict(stop=5), 5), (dict(stop=3), 3), (dict(loop=dict(fail_at=4)), 3), (dict(loop=dict(fail_at=6)), 6), (dict(loop=dict(fail_at=1)), 0)])
+@pytest.mark.parametrize("how, first", [(dict(stop=5), 3), (dict(stop=3), 0), (dict(loop=dict(fail_at=4)), 3), (dict(loop=dict(fail_at=6)), 6), (dict(loop=dict(fail_at=1)), 0)])
 def test_resumed_equals_undisturbed(tmp_path, plain, how, first):
     "LAWS 20: stopped by its consumer, or killed mid-epoch: prompts, rewards, losses and weights come out equal, to the bit."
     shown, _ = run(tmp_path, **how)
@@ -99,8 +101,8 @@ def test_killed_at_any_moment(tmp_path, moments, kinds):
             else: assert m["distance"] == 0 and m["same_hash"], (name, m)
 
 
-def test_leaving_the_body_keeps_no_half_step(tmp_path):
-    "A break, a return or an error in the body may come before the update; stopping at the yield comes after it."
+def test_leaving_the_body_keeps_no_half_step(tmp_path, caplog):
+    "A break, a return or an error in the body may come before the update, and stopping at the yield looks the same: the last save stays, and the log names it."
     class Count:
         n = 0
         def state_dict(self): return dict(n=self.n)
@@ -117,7 +119,9 @@ def test_leaving_the_body_keeps_no_half_step(tmp_path):
     for end in ("break", "raise", "return"):
         try: list(body(tmp_path/end, end))
         except RuntimeError: pass
+        gc.collect()
         assert Checkpoint(tmp_path/end).restore(dict(c=(c := Count()))) == 2 == c.n, end
+        assert caplog.messages[-1] == f"Checkpoint: {tmp_path/end} stopped at step 3; the last save is step-00000002"
     for end in ("close", "throw", "forget"):
         g = body(tmp_path/end)
         for _ in range(3): next(g)
@@ -125,7 +129,36 @@ def test_leaving_the_body_keeps_no_half_step(tmp_path):
         elif end == "throw":
             with pytest.raises(KeyError): g.throw(KeyError())
         del g
-        assert Checkpoint(tmp_path/end).restore(dict(c=(c := Count()))) == 3 == c.n, end
+        assert Checkpoint(tmp_path/end).restore(dict(c=(c := Count()))) == 2 == c.n, end
+        assert caplog.messages[-1] == f"Checkpoint: {tmp_path/end} stopped at step 2; the last save is step-00000002"
+    next(body(tmp_path/"none"))
+    assert caplog.messages[-1] == f"Checkpoint: {tmp_path/'none'} stopped at step 0; nothing is saved yet"
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_when_it_is_asked_for(tmp_path, background, caplog):
+    "By the consumer between steps, or by the loop before its yield: the step at hand, whatever shape the loop has; nothing is saved twice, and the run goes on after it."
+    def body(checkpoint, at=None):
+        state = dict(n=0)
+        def steps(): yield from checkpoint(9, state=state)
+        for step in steps():            # the parts are not in the frame that asks for steps
+            state["n"] += 1
+            if step == at: checkpoint.save()
+            yield step, state["n"]
+            state["seen"] = step
+    checkpoint = Checkpoint(tmp_path, background=background)
+    for step, _ in body(checkpoint):
+        if step == 4:
+            checkpoint.save()
+            break
+    gc.collect()
+    assert names(tmp_path) == [name(5)] and "stopped at step 4; the last save is step-00000005" in caplog.text
+    assert next(rows := body(checkpoint, at=6)) == (5, 6) and next(rows) == (6, 7)
+    rows.close()
+    assert names(tmp_path) == [name(5), name(7)]
+    assert list(body(checkpoint)) == [(7, 8), (8, 9)] and names(tmp_path) == [name(7), name(9)]
+    with pytest.raises(RuntimeError, match="saves the step of a loop, and none is running"): checkpoint.save()
+    Checkpoint().save()         # keeps nothing, so there is nothing to do
 
 
 def test_no_half_step_through_wrappers_and_kept_iterators(tmp_path):
@@ -265,17 +298,17 @@ def test_the_best_is_kept(tmp_path):
 
 def test_a_save_in_the_background_is_of_its_own_step(tmp_path, monkeypatch):
     "The state is copied before the loop goes on, the next save waits for this one, and the end waits for the last."
-    go, began, write = threading.Event(), threading.Event(), Checkpoint._write
-    def slow(self, *a):
+    go, began, write = threading.Event(), threading.Event(), checkpoint_module.write_save
+    def slow(*a, **k):
         began.set()
         assert go.wait(60)
-        return write(self, *a)
-    monkeypatch.setattr(Checkpoint, "_write", slow)
+        return write(*a, **k)
+    monkeypatch.setattr(checkpoint_module, "write_save", slow)
     checkpoint, c, seen = Checkpoint(tmp_path, every=2, background=True), Count(), []
     for step in checkpoint(3, c=c):
         seen.append((step, [f.name for f in checkpoint.saves()]))
         if step == 2:
-            assert began.is_set()
+            assert began.wait(60)
             go.set()
         c.n += 1
         c.w += 1
@@ -289,11 +322,11 @@ def test_a_save_in_the_background_is_of_its_own_step(tmp_path, monkeypatch):
 def test_an_error_in_the_background_is_raised(tmp_path, monkeypatch, end):
     "By the next save, or at the end; what was saved before stays whole."
     checkpoint, c, steps = Checkpoint(tmp_path, every=1, background=True), Count(), 5 if end == "next" else 2
-    keep, shown = Checkpoint._keep, []
-    def full(self, name, state, file):
+    write, shown = checkpoint_module.write_state, []
+    def full(name, state, file):
         if state["n"] == 2: raise OSError("no space left on device")
-        return keep(self, name, state, file)
-    monkeypatch.setattr(Checkpoint, "_keep", full)
+        return write(name, state, file)
+    monkeypatch.setattr(checkpoint_module, "write_state", full)
     def run():
         for step in checkpoint(steps, c=c):
             c.n += 1
@@ -476,10 +509,10 @@ def test_a_cell_that_is_run_again(tmp_path):
     with pytest.raises(RuntimeError, match=f"process {os.getpid()}; one run a folder: an earlier loop of this process has not ended"): next(count(tmp_path, 9, {}))
     first.close()
     first = count(tmp_path, 9, {})
-    assert next(first) == 1
+    assert next(first) == 0 and next(first) == 1
     del first
     ring = [count(tmp_path, 9, {})]
-    assert next(ring[0]) == 2
+    assert next(ring[0]) == 1
     ring.append(ring)
     gc.disable()
     try:
@@ -530,3 +563,17 @@ def test_a_save_that_replaces_one_is_never_missing(tmp_path, monkeypatch, n):
     monkeypatch.undo()
     assert list(count(tmp_path, 6, state := {})) == [5] and state["n"] == 2
     assert names(tmp_path) == [name(5), name(6)]
+
+
+def test_a_save_of_an_earlier_version_loads(tmp_path):
+    "The layout of version 0.1: a file a part, a list of BLAKE2b hashes; written here by hand."
+    save = tmp_path/name(4)
+    save.mkdir()
+    torch.save(dict(n=4, w=torch.full((1000,), 4.)), save/"c.pt")
+    torch.save(dict(coef=.25), save/"state.pt")
+    files = {f: hashlib.blake2b((save/f).read_bytes()).hexdigest() for f in ("c.pt", "state.pt")}
+    (save/"meta.json").write_text(json.dumps(dict(step=4, files=files, rating=.5), indent=1))
+    checkpoint, c, state = Checkpoint(tmp_path), Count(), {}
+    steps = [(step, c.n, float(c.w[0]), dict(state)) for step in checkpoint(6, c=c, state=state)]
+    assert steps[0] == (4, 4, 4., dict(coef=.25)) and [s for s, *_ in steps] == [4, 5]
+    assert checkpoint.best() == save

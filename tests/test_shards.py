@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from forked import on_ranks
 from rlblocks import Checkpoint, Policy, Scorer, masked_mean
-from rlblocks.checkpoint.checkpoint import Lock
+from rlblocks.checkpoint.saves import Lock
 from rlblocks.checkpoint.convert import command, convert
-from rlblocks.checkpoint.shards import _Described
+from rlblocks.checkpoint.shards import MetadataUnpickler
 from tiny import NEAR, model, reach, rows, steady, tokenizer
 
 pytest.importorskip("deepspeed")
@@ -325,7 +325,7 @@ def test_a_description_of_shards_runs_nothing(saved, base, tmp_path):
     (hurt/".metadata").write_bytes(pickle.dumps(Harm(tmp_path/"harm")))
     with pytest.raises(ValueError, match=r"reading it would call posix.mkdir"): convert(hurt, tmp_path/"x", base=base)
     assert not (tmp_path/"harm").exists()
-    def read(x): return _Described(io.BytesIO(pickle.dumps(x))).load()
+    def read(x): return MetadataUnpickler(io.BytesIO(pickle.dumps(x))).load()
     assert read(Word(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")) is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST and read([StorageMeta(checkpoint_id=tmp_path), torch.Size([2]), torch.bfloat16]) == [StorageMeta(checkpoint_id=tmp_path), torch.Size([2]), torch.bfloat16]
     for bad in (Word(StorageMeta, "__init__"), Harm(tmp_path/"harm")):
         with pytest.raises(pickle.UnpicklingError): read(bad)

@@ -100,9 +100,9 @@ def test_ranks_of_a_replica_share_their_rows(ranks):
 
 
 def test_consumers_stop_together(ranks):
-    "Rank 0 sees the rows; where it stops, every rank's loop is closed after the same step and saved, and a second run goes on from there."
+    "Rank 0 sees the rows; where it stops, every rank's loop is closed after the same step. The save that it asked for is made by all ranks, and a second run goes on from there."
     if len(ranks) == 1: pytest.skip("needs two ranks")
-    assert ranks[0]["stopped"] == ([0, 1], ["step-00000002"], [2, 3])
+    assert ranks[0]["stopped"] == ([0, 1, 2], ["step-00000002"], [2, 3])
     assert all(rank["stopped"] == ([], ["step-00000002"], []) for rank in ranks[1:])
 
 

@@ -371,7 +371,7 @@ def test_a_block_that_only_knows_numbers_gets_one():
         check_loss(fn, **kw)
         assert set(seen) == expected
     with pytest.raises(AssertionError, match="denom law"): check_loss(loss, denom="n_units") # tokens, divided by units
-    def typo(logprobs, mask, *, denom=None): return aggregate(-logprob, mask, denom=denom), {}
+    def typo(logprobs, mask, *, denom=None): return aggregate(-logprob, mask, denom=denom), {}        # noqa: F821
     with pytest.raises(NameError): check_loss(typo) # an error of its own comes out as it is
 
 
@@ -404,7 +404,7 @@ def test_a_loss_that_reads_nothing_is_refused():
 
 
 def test_its_own_error_comes_out_as_it_is():
-    def typo(out, b): return undefined, {}
+    def typo(out, b): return undefined, {}        # noqa: F821
     with pytest.raises(NameError): check_loss(typo)
 
 

@@ -414,7 +414,7 @@ class _LinearMeasured(torch.autograd.Function):
         if ctx.early:
             def scaled(d): return torch.where(g.unsqueeze(-1) == 0, 0., d*g.unsqueeze(-1)).to(d.dtype)
             d_hidden, d_x = (None if d is None else scaled(d) for d in ctx.saved_tensors)
-        if ctx.early: return d_hidden, None, None, d_x, None, *rest
+            return d_hidden, None, None, d_x, None, *rest
         measure, tau, softcap, chunk, _ = ctx.options
         hidden, weight, bias, x, B, support, *columns = ctx.saved_tensors
         floats = hidden, weight, bias, x, B

@@ -92,7 +92,7 @@ def finite_logprobs(
     """Log-probs without −inf: what is impossible counts as −10¹⁵ nats and has no gradient. NaN stays NaN.
 
     max(log π, −10¹⁵)."""
-    return promoted(logprobs).clamp(min=LOG_ZERO)
+    return clip(promoted(logprobs), LOG_ZERO)
 
 # %% ../../nbs/arithmetic/00_masked.ipynb #61c07f86
 def clip(x, low=-math.inf, high=math.inf): # x.clamp(low, high), in fewer passes backward; no gradient at the bounds
@@ -274,7 +274,8 @@ class Mean(Metric):
     @staticmethod
     def _join(a, b): return a + b
     @property
-    def value(self): return float(self.total)/n if (n := float(self.count)) else float("nan")
+    def value(self): # pyright: ignore[reportIncompatibleVariableOverride]
+        return float(self.total)/n if (n := float(self.count)) else float("nan")
 
 @dataclass(repr=False)
 class Max(Metric):
@@ -291,9 +292,12 @@ class Last(Metric):
     def _join(a, b): return b
 
 # %% ../../nbs/arithmetic/00_masked.ipynb #a5bcb0e8
+def total(x): # x.sum(), row by row as `aggregate` adds: torch.compile then makes one pass of a loss and its metrics
+    return x.sum(-1).sum()
+
 def largest(x, dim=None):
     "The largest entry, of all or of each row; 0 where there are none, for which torch has no answer."
-    if x.numel(): return x.amax() if dim is None else x.amax(dim)
+    if x.numel(): return x.amax(-1).amax() if dim is None else x.amax(dim)
     return x.new_zeros(()) if dim is None else x.new_zeros(x.shape[:dim])
 
 # %% ../../nbs/arithmetic/00_masked.ipynb #e65a987d
@@ -303,8 +307,8 @@ def mean_of(
 )->Mean: # Σ of the chosen and their number, detached
     """Mean of the chosen entries as a metric."""
     same_shape(x=x, mask=mask)
-    if mask is None: return Mean(promoted(x.detach()).sum(), x.numel())
-    return Mean(masked_sum(x.detach(), mask), mask.sum())
+    if mask is None: return Mean(total(promoted(x.detach())), x.numel())
+    return Mean(total(masked_sum(x.detach(), mask, dim=-1)), total(mask))
 
 def merge(
     *metrics:dict[str, Metric], # metrics of pieces, in order; a key may be missing from some

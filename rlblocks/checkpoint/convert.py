@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint import checked, saves_in, writable
+from .saves import checked, saves_in, writable
 from ..models.combine import merge_adapters
 from ..models.folders import WEIGHTS, drafted
 from ..models.value_heads import classifier
 from ..models.checks import config_of
 from ..models.loading import load_tokenizer
-from .shards import MARK, described, enumerated
+from .shards import MARK, checked_reader, enum_member
 from ..models.views import write_adapter
 
 # %% ../../nbs/checkpoint/87_convert.ipynb #c7e6ab66
@@ -78,13 +78,13 @@ def _of_dcp(folder, names=None):
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
-    there = {k: x for k, x in described(folder).read_metadata().state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
+    there = {k: x for k, x in checked_reader(folder).read_metadata().state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
     names = {k: (k, x.size) for k, x in there.items()} if names is None else names
     def fill(into):
         wanted:dict[str, Any] = {key: into[k].view(there[key].size) for key, (k, _) in names.items() if k in into}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is")        # there is one process, and that is the point
-            load(wanted, storage_reader=described(folder), planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
+            load(wanted, storage_reader=checked_reader(folder), planner=DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
     return Stored({k: shape for k, shape in names.values()}, {k: there[key].properties.dtype for key, (k, _) in names.items()}, fill)
 
 @contextmanager
@@ -93,7 +93,7 @@ def _safely(folder):
     from deepspeed.runtime.fp16 import loss_scaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
-    allowed = {loss_scaler.LossScaler, loss_scaler.DynamicLossScaler, ZeroStageEnum, fragment_address, (enumerated, "builtins.getattr")} - set(torch.serialization.get_safe_globals())
+    allowed = {loss_scaler.LossScaler, loss_scaler.DynamicLossScaler, ZeroStageEnum, fragment_address, (enum_member, "builtins.getattr")} - set(torch.serialization.get_safe_globals())
     word = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(word)
     os.environ[word] = "1"                     # torch's own switch: the script in there asks for unsafe loads

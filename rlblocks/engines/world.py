@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .lazy import lazy_weights, read_flat
 from .weights import checksum, named_weights
 
 # %% ../../nbs/engines/52_world.ipynb #3973f486
@@ -159,8 +160,10 @@ def same_weights(
 
     ValueError when not; all ranks call it together."""
     if world()[1] == 1: return
-    answers = all_or_raise("engine", mine=[(name, list(x.shape), checksum(x.flatten()[:4096]))
-                                           for name, x in named_weights(module).items()])
+    first = {name: read_flat(p, 0, min(4096, p.numel())) for names, p in lazy_weights(module) for name in names[:1]}
+    first |= {name: x.flatten()[:4096] for name, x in named_weights(module).items() if not x.is_meta}
+    shapes = {name: list(x.shape) for name, x in module.state_dict().items()}
+    answers = all_or_raise("engine", mine=[(name, shapes[name], checksum(x)) for name, x in first.items()])
     for rank, theirs in enumerate(answers):
         count = None if len(answers[0]) == len(theirs) else "the number of weights"
         odd = next((a[0] for a, b in zip(answers[0], theirs, strict=False) if a != b), count)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .lazy import is_lazy, read_flat, read_whole_
 from .optim import entrywise
 from .world import HALF, agree, fill_, join_world, same_weights, world
 from .slices import Slice
@@ -154,11 +155,11 @@ class Zero:
         if made: entrywise(made, f'engine="zero{stage}"', device)
         self.groups = [list(g["params"]) for g in made.param_groups] if made else [[p for _, p in named]]
         config = _config(stage, module, max_norm, dtype in HALF and stage > 1 and bool(optimizer), offload, nvme, adamw if optimizer else None, bool(made), device)
-        exact = [(p, p.data) for _, p in named if p.dtype == torch.float32] if "bf16" in config and offload != "nvme" else []
-        if stage == 3: _cut_(deepspeed, module, device, config)
+        exact = [(p, None if is_lazy(p) else p.data) for _, p in named if p.dtype == torch.float32] if "bf16" in config and offload != "nvme" else []
+        files = _cut_(deepspeed, module, device, config) if stage == 3 else {}
         self.engine = deepspeed.initialize(model=module, optimizer=made, model_parameters=[p for _, p in named] if offload and optimizer else None, config=config)[0]
         self.zero:Any = self.engine.optimizer if optimizer else None
-        for p, x in exact: (piece := self._piece(p)).put(piece.flat, x)        # DeepSpeed made them of the rounded ones
+        for p, x in exact: _exact_(self._piece(p), files[id(p)] if x is None else x)        # DeepSpeed made them of the rounded ones
         for layer in module.modules() if stage == 3 else ():
             if hasattr(layer, "base_layer"):         # an adapter's wrapping computes with what it wraps: gathered for both
                 for p in layer.parameters(): deepspeed.zero.register_external_parameter(layer, p)
@@ -393,11 +394,28 @@ class Zero:
         from deepspeed.runtime.zero import GatheredParameters
         with GatheredParameters([x], modifier_rank=0): x.data.copy_(value)
 
-def _cut_(deepspeed, module, device, config):
-    "Leave this rank's part of each weight on the device, where no more than one of them is whole at a time: `initialize` would move the whole module there, and then cut."
+def _cut_(deepspeed, module, device, config)->dict:
+    """Leave this rank's part of each weight on the device, where no more than one of them is whole at a time.
+
+    `initialize` would move the whole module there, and then cut. Lazy weights are read one by one, and given by id as
+    they were."""
     for b in module.buffers(): b.data = b.data.to(device)
     for p in module.parameters() if "bf16" in config else (): p.data = p.data.bfloat16()
-    deepspeed.zero.Init(module=module, config_dict_or_path=config)
+    files = {}
+    def read():
+        for p in list(module.parameters()):
+            if is_lazy(p): files[id(p)] = read_whole_(p)
+            yield p                           # DeepSpeed cuts it before it asks for the next
+    whole = nn.Module()
+    whole.parameters = lambda recurse=True: read()
+    deepspeed.zero.Init(module=whole, config_dict_or_path=config)
+    del whole.parameters                      # DeepSpeed keeps the module, and would keep the files open
+    return files
+
+def _exact_(piece, x):
+    "This rank's stretch of an fp32 master, out of the whole weight or a lazy one."
+    if not is_lazy(x): piece.put(piece.flat, x)
+    elif piece.n: piece.of(piece.flat).copy_(read_flat(x, piece.start, piece.n, dtype=torch.float32))
 
 def _config(stage, module, max_norm, half, offload, nvme, adamw, client, device):
     "DeepSpeed's configuration."

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..arithmetic.kl import kl_k3
 from rlblocks.arithmetic.masked import (
     Denom, Max, Mean, Over, aggregate, clip, divisor, finite_logprobs, largest, mean_of, promoted, same_shape,
+    total,
 )
 
 # %% ../../nbs/losses/20_policy.ipynb #4a71e56e
@@ -69,10 +70,10 @@ def ratio_metrics(
 
     approx_kl = mean(ρ − 1 − log ρ), the estimator k3 of KL(π_old‖π). Schulman 2020, "Approximating KL divergence"."""
     same_shape(ratio=ratio, mask=mask)
-    ratio, n = torch.where(mask, promoted(ratio), 1.), mask.sum()
+    ratio, n = torch.where(mask, promoted(ratio), 1.), total(mask)
     chosen = torch.where(mask, ratio, 0.)
-    return dict(approx_kl=Mean((ratio - 1 - ratio.log()).sum(), n), # log of the rounded ratio: see the example
-                ratio=Mean(chosen.sum(), n), ratio_max=Max(largest(chosen)))
+    return dict(approx_kl=Mean(total(ratio - 1 - ratio.log()), n), # log of the rounded ratio: see the example
+                ratio=Mean(total(chosen), n), ratio_max=Max(largest(chosen)))
 
 # %% ../../nbs/losses/20_policy.ipynb #27b70fcd
 @torch.no_grad()
@@ -92,7 +93,7 @@ def clip_metrics(
     down, up = (mask, mask) if advantages is None else (mask & (advantages < 0), mask & (advantages > 0))
     cut = dict(clip_frac_low=(x < low) & down, clip_frac_high=(x > high) & up)
     if dual is not None: cut["clip_frac_dual"] = (x > dual) & down
-    counts, n = {k: c.sum() for k,c in cut.items()}, mask.sum()
+    counts, n = {k: total(c) for k,c in cut.items()}, total(mask)
     return {k: Mean(c, n) for k,c in (dict(clip_frac=sum(counts.values())) | counts).items()}
 
 # %% ../../nbs/losses/20_policy.ipynb #a8988d7b
@@ -182,6 +183,7 @@ def adaptive_clip(
         "leave such rows out: `without_unscored`")
     lows = [max(clip_low[0] - i*step, clip_low[1]) for i in range(_steps(clip_low, step) + 1)]
     highs = [min(clip_high[0] + i*step, clip_high[1]) for i in range(_steps(clip_high, step) + 1)]
+    low, high = lows[0], highs[0]
     for low,high in [(low, highs[0]) for low in lows] + [(lows[-1], high) for high in highs[1:]]:
         good = (ratio.clamp(max=1+high)*A.relu()).sum()
         bad = torch.where(A < 0, ratio.clamp(min=1-low)*-A, 0.).sum() # a ratio may be infinite where Â is 0

@@ -335,8 +335,8 @@ def gmpo_loss(
     if not (nats_low >= 0 and nats_high >= 0): raise ValueError(
         f"gmpo_loss: nats_low is {nats_low}, nats_high is {nats_high}; they are distances from log ratio 0, in nats")
     x, A = log_ratio(logprobs, old_logprobs, mask), _data(advantages, mask)
-    good, bad = (masked_mean(y, mask, dim=-1).exp() for y in (clip(x, high=nats_high), clip(x, -nats_low)))
-    loss = -A*torch.where(A > 0, at_tokens(good, mask), at_tokens(bad, mask))
+    clipped = torch.where(A > 0, clip(x, high=nats_high), clip(x, -nats_low))
+    loss = -A*at_tokens(_sequence_ratio(clipped, mask), mask)
     metrics = ratio_metrics(x.exp(), mask) | clip_metrics(x, A, mask, low=-nats_low, high=nats_high)
     return aggregate(loss, mask, over="rows", denom=denom), metrics
 

@@ -86,7 +86,7 @@ class Policy(Trained):
         "Load or copy the model. TypeError for what is no model, ValueError when `pack=True` and the model mixes packed rows, and for what an adapter cannot do."
         _known(type(self), more)
         base = base_of(model)
-        module = base.trunk if base else load_quantized(model, quantization, attention=attention, device=more.get("device")) if quantization else load_module(model, attention=attention)
+        module = base.trunk if base else load_quantized(model, quantization, attention=attention, device=more.get("device")) if quantization else load_module(model, attention=attention, lazy=_lazily(engine, lora, more))
         self.tokenizer = load_tokenizer(model, tokenizer)
         head = value_head_of(module, model) if value_head else None
         self._run = _runner(base, Reader(module, head, on_lm_head=value_head), lora, who="Policy", quantized=bool(quantization), micro_tokens=micro_tokens, micro_rows=micro_rows, pack=pack,
@@ -195,6 +195,10 @@ def _known(cls, more):
         meant = (OTHERS.get(near[0]) or near[0]) if near else ""
         raise TypeError(f"{cls.__name__}: there is no argument {word!r}; " + (f"is {meant if '=' in meant else repr(meant)} meant?" if near else f"there are {', '.join(sorted(takes))}"))
 
+def _lazily(engine, lora, more):
+    "Whether the engine reads its own shards: an adapter is put on whole weights, and tensor parallelism cuts them."
+    return engine in ("fsdp2", "zero3") and lora is None and more.get("tensor_parallel", 1) == 1
+
 def _runner(base, reader, lora, *, who, frozen, quantized=False, micro_tokens=8192, micro_rows=None, pack=None, **how):
     "The runner of a wrapper: of weights of its own, or of a view on a base."
     if base or quantized or lora is not None:
@@ -224,7 +228,7 @@ class Critic(Trained):
         base = base_of(model)
         self.tokenizer = load_tokenizer(model, tokenizer)
         bins = stored_bins(model) if bins is None else bins
-        reader = trunk_reader(model, base, attention, outputs=1 if bins is None else len(bins), bias=bins is not None)
+        reader = trunk_reader(model, base, attention, outputs=1 if bins is None else len(bins), bias=bins is not None, lazy=_lazily(more.get("engine"), lora, more))
         if bins is not None: reader.head = ClassHead(reader.head, torch.as_tensor(bins))
         self._run = _runner(base, reader, lora, who="Critic", lr=lr, frozen=frozen, **more)
 
@@ -281,7 +285,7 @@ class Scorer(Trained):
         self.tokenizer = load_tokenizer(model, tokenizer)
         if outputs is not None and (isinstance(outputs, str) or not (outputs if isinstance(outputs, int) else len(outputs)) > 0): raise ValueError(f"Scorer: outputs={outputs!r}; the number of scores, or a list of their names, is wanted")
         names = None if outputs is None or isinstance(outputs, int) else list(outputs)
-        reader = trunk_reader(model, base, attention, outputs=outputs if names is None else len(names), bias=at is not None)
+        reader = trunk_reader(model, base, attention, outputs=outputs if names is None else len(names), bias=at is not None, lazy=_lazily(more.get("engine"), lora, more))
         config = getattr(reader.trunk, "config", None) if base is None else None
         judge = any(a.endswith("ForTokenClassification") for a in getattr(config, "architectures", None) or [])
         self.at = at or getattr(config, "read_at", "steps" if judge else None)

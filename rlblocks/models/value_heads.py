@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from jaxtyping import Float
 
-from .folders import in_precision, save_folder
+from .folders import in_precision, plain_twin, save_folder
 from .head import states_of
 from .checks import config_of, refuse_encoder_decoder
 from ..engines.world import world
 from .forward import Reader
-from .loading import load_module, without_lm_head
+from ..engines.lazy import lazy_weights, read_module_
+from .loading import WeightFiles, lazy_model, load_module, weight_files, without_lm_head
 from ..losses.value import expected_value
 
 # %% ../../nbs/models/73_value_heads.ipynb #1674b69f
@@ -34,9 +35,13 @@ def linear_head(
 )->nn.Linear: # zero at first, whatever the seed
     "A linear head in fp32 at least."
     weight = next(trunk.parameters())
-    head = nn.Linear(width, outputs, bias, device=weight.device, dtype=weight.dtype if weight.dtype == torch.float64 else torch.float32)
+    head = nn.Linear(width, outputs, bias, device=_home(weight), dtype=weight.dtype if weight.dtype == torch.float64 else torch.float32)
     for p in head.parameters(): nn.init.zeros_(p)
     return head
+
+def _home(weight):
+    "Where to put what stands beside a weight; a lazy one is nowhere yet."
+    return "cpu" if weight.is_meta else weight.device
 
 # %% ../../nbs/models/73_value_heads.ipynb #8343bb36
 class ClassHead(nn.Module):
@@ -52,7 +57,7 @@ class ClassHead(nn.Module):
             raise ValueError(f"bins: {list(bins.shape)} values for {linear.out_features} logits; at least two ascending values, one for each logit, are wanted")
         self.linear:Any = linear
         self.bins:Tensor
-        self.register_buffer("bins", bins.to(linear.weight))
+        self.register_buffer("bins", bins.to(_home(linear.weight), linear.weight.dtype))
 
     @property
     def weight(self)->Tensor:
@@ -71,21 +76,11 @@ PREFIXES = ("score", "v_head.summary", "value_head", "reward_head", "classifier"
 
 def _weights_of(model):
     "(name → file, reader of one tensor) of a folder or a name on the hub."
-    import json
-    from safetensors import safe_open
     from transformers.utils.hub import cached_file
-    find = lambda name: cached_file(str(model), name, _raise_exceptions_for_missing_entries=False)
-    def names(file):
-        with safe_open(file, "pt") as f: return list(f.keys())
-    if (index := find("model.safetensors.index.json")): where = {k: str(find(file)) for k, file in json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].items()}
-    elif (one := find("model.safetensors")): where = dict.fromkeys(names(one), str(one))
-    elif (old := find("pytorch_model.bin")):
-        kept = torch.load(old, map_location="cpu", weights_only=True)
-        return kept, kept.__getitem__
-    else: where = {}
-    def read(name):
-        with safe_open(where[name], "pt") as f: return f.get_tensor(name)
-    return where, read
+    if where := weight_files(model): return where, WeightFiles(where).part
+    old = cached_file(str(model), "pytorch_model.bin", _raise_exceptions_for_missing_entries=False)
+    kept = torch.load(old, map_location="cpu", weights_only=True) if old else {}
+    return kept, kept.__getitem__
 
 def head_of(
     model, # a name or folder
@@ -123,12 +118,15 @@ def load_scored(
     model,         # a name or folder, an nn.Module (copied) or a callable that makes one
     *,
     attention:str|None=None, # attention implementation of a name or folder
+    lazy:bool=False,         # as for `load_module`
 )->tuple[Any, nn.Linear|None]: # (the trunk, its head or None)
     "A trunk without language-model head, and the value or reward head that came with it."
     if isinstance(model, (str, Path)): refuse_encoder_decoder(config_of(model), model)
     head = head_of(model) if isinstance(model, (str, Path)) else None
     if head is not None:
         from transformers import AutoModel
+        trunk = lazy_model(AutoModel, model, config_of(model), attention) if lazy else None
+        if trunk is not None: return trunk, head
         from transformers.utils import logging
         level = logging.get_verbosity()
         logging.set_verbosity_error()                # else it reports the head as unexpected; what would be new it hides, so that is checked
@@ -136,7 +134,7 @@ def load_scored(
         finally: logging.set_verbosity(level)
         if found["missing_keys"]: raise ValueError(f"{model}: the weights lack {sorted(found['missing_keys'])[0]!r} ({len(found['missing_keys'])} missing) of a {type(trunk).__name__}")
         return trunk, head.to(next(trunk.parameters()).device)
-    module = load_module(model, trunk=True, attention=attention)
+    module = load_module(model, trunk=True, attention=attention, lazy=lazy)
     own = getattr(module, str(getattr(module, "value_head_prefix", "score")), None)
     return (getattr(module, "base_model"), own) if isinstance(own, nn.Linear) else (module, None)
 
@@ -148,9 +146,10 @@ def trunk_reader(
     *,
     outputs:int|None=None,   # numbers of its head; None: as it has, else one
     bias:bool=True,          # of a new head
+    lazy:bool=False,         # as for `load_module`
 )->Reader:
     "A trunk with a head on its hidden states: a reward model's own, else a new one, and none when the module gives one number a token by itself. ValueError for a head of another size, TypeError for a module that gives neither."
-    module, own = load_scored(model, attention=attention) if base is None else (without_lm_head(base.trunk), None)
+    module, own = load_scored(model, attention=attention, lazy=lazy) if base is None else (without_lm_head(base.trunk), None)
     if own is not None:
         if outputs not in (None, own.out_features): raise ValueError(f"{type(module).__name__} has a head of {own.out_features} numbers; {outputs} {'is' if outputs == 1 else 'are'} wanted")
         return Reader(module, own)
@@ -161,7 +160,11 @@ def trunk_reader(
 
 @torch.no_grad()
 def _probed(module):
-    "What it makes of [1, 3] tokens."
+    "What it makes of [1, 3] tokens. Of a lazy module another one is asked, that has no numbers anywhere."
+    if lazy_weights(module):
+        try:
+            with torch.device("meta"): return _probed(plain_twin(module).eval())
+        except RuntimeError: read_module_(module)      # it looks at numbers
     return states_of(module(torch.zeros(1, 3, dtype=torch.long, device=next(module.parameters()).device)))
 
 # %% ../../nbs/models/73_value_heads.ipynb #bcf83fea

@@ -9,7 +9,7 @@ __all__ = []
 import inspect
 from collections.abc import Callable
 from copy import deepcopy
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -182,7 +182,7 @@ class Probe(NamedTuple):
 
     def per_token(self, k): return k not in self.per_row and self.cols[k].shape[:2] == self.cols["mask"].shape
 
-    def fail(self, law, text): raise AssertionError(f"{self.name} breaks the {law} law: {text}")
+    def fail(self, law, text)->NoReturn: raise AssertionError(f"{self.name} breaks the {law} law: {text}")
 
 # %% ../../nbs/testing/33_probes.ipynb #4611e405
 def _wide_columns(columns):
