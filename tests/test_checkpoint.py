@@ -340,7 +340,7 @@ SHARDS = """
 import sys, torch
 from pathlib import Path
 from rlblocks import Checkpoint, Policy
-from rlblocks.engines.optim import Ema
+from rlblocks.engines.ema import Ema
 from tiny import NEAR, model, steady
 from test_optim import LR, batch, loss
 folder = Path(sys.argv[1])

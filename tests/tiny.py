@@ -1,6 +1,5 @@
 "Tiny models, batches and error bounds that several test files share."
 import math
-from functools import partial
 
 import torch
 from rlblocks import Batch
@@ -114,4 +113,4 @@ def steady(lr, eps=1e-3, **how):
     cancel, moves its weight by lr/2 to either side, as the machine has it. Here an error δ of the gradient moves a weight
     by at most 2·lr·δ/eps a step. For gradients of 0.1, the size that a tiny model has, δ < bound(CHAIN, .1) = 1.2e-6: a
     step is off by 0.2 % of lr, and weights after five of them may be compared to `NEAR`·lr."""
-    return partial(adamw, lr=lr, eps=eps, **how)
+    return adamw(lr=lr, eps=eps, **how)

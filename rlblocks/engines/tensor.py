@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from .base import Shard
+from .base import WeightShard
 from .cuts import Cut, CutModel, cut_model, planned
 from .exchanges import EXCHANGES
 from .fsdp import Fsdp
@@ -237,7 +237,10 @@ class TensorParallel:
         try: return self.inner(*args, **kwargs)
         finally: self.entering.forget()
 
-    def within(self, f:Callable)->Any: return self.inner.within(f)
+    def within(self, f:Callable[[], Any])->Any:
+        try: return self.inner.within(f)
+        finally: self.entering.forget()
+
     def backward(self, loss:Tensor, *, last:bool, shared:bool):
         self.inner.backward(loss, last=last, shared=shared)
         self.entering.forget()           # what recomputed layers entered
@@ -276,7 +279,7 @@ class TensorParallel:
     def _order(self): # names of the weights in the optimizer's order
         return [self.names[id(p)] for g in (self.optimizer.param_groups if self.optimizer else ()) for p in g["params"]]
 
-    def shards(self)->dict[str, Shard]:
+    def shards(self)->dict[str, WeightShard]:
         return {n: piece_shard(n, x, self.pieces) for n, x in self.inner.shards().items()}
 
     def refresh(self): self.inner.refresh()
@@ -294,15 +297,15 @@ def check_inner(
 
 def piece_shard(
     name:str,    # of a weight
-    shard:Shard, # of this rank's piece, by the engine inside
+    shard:WeightShard, # of this rank's piece, by the engine inside
     pieces:Pieces,
-)->Shard:
+)->WeightShard:
     "What this rank holds of a complete weight."
     def save(x, full):
         kept = shard.save(x, full)
         return pieces.join(name, kept).cpu() if full else pieces.describe(name, kept)
     def load(x): return shard.load(pieces.restore(name, x) if isinstance(x, DTensor) else pieces.take(name, x))
-    return Shard(shard.local, save, load)
+    return WeightShard(shard.local, save, load)
 
 # %% ../../nbs/engines/63_tensor.ipynb #cdfaf7e9
 def adapted_layers(

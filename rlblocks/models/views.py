@@ -9,6 +9,7 @@ __all__ = ['Adapted', 'write_adapter', 'save_adapter', 'base_of', 'standing']
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from .adapters import Base, lora_config
 from .folders import drafted
 from ..engines.modules import output_layer
+from ..engines.base import WeightShard
 from ..engines.plain import Plain
 from ..engines.world import agree, world
 from .forward import Reader
@@ -45,7 +47,13 @@ class Adapted:
                 if p.requires_grad and not n.startswith("adapter."): p.register_hook(lambda g: g/base.model.tensor_parallel)
 
     def __call__(self, *args, **kwargs):
-        with self.base.using(self.name): return self.base.model.probe(lambda: self.module(*args, **kwargs))
+        return self.within(lambda: self.module(*args, **kwargs))
+
+    def within(self,
+        f:Callable, # may call the module's parts, each of its own
+    )->Any: # what `f` gives
+        "Run `f` where the base's forward pass would be, with the adapter on."
+        with self.base.using(self.name): return self.base.model.probe(f)
 
     def backward(self,
         loss:Tensor, # 0-d
@@ -67,7 +75,9 @@ class Adapted:
         self.plain.discard()
         self.base.model.discard()
 
-    def weights(self)->Iterator[tuple[str, Tensor]]: # name, tensor
+    def weights(self,
+        wide=frozenset(), # names; no matter here, merged weights are in fp32
+    )->Iterator[tuple[str, Tensor]]: # name, tensor
         "The plain model's weights with the adapter merged into a copy, and the head's. All ranks iterate together."
         at = next(n for n, m in self.base.trunk.named_modules() if m is self.module.trunk)
         under = f"{at}." if at else ""
@@ -94,25 +104,16 @@ class Adapted:
             if odd: raise ValueError("load_state_dict: the adapter was trained with {}={}, and this one has {}: its weights would count for more or less than they did".format(*odd[0]))
         self.plain.load(state)
 
-    def held(self)->dict[str, Tensor]: # name → the memory itself: what is written there is the weight
+    def shards(self)->dict[str, WeightShard]: # by name
         "The adapter and the head, whole on every rank."
-        return self.plain.held()
+        return self.plain.shards()
 
-    def follow(self):
-        "Compute with what was written into `held`; here that is so already."
+    def refresh(self):
+        "Nothing to do: what was written is the weight."
 
-    def laid(self,
-        xs:dict[str, Tensor], # as `held`
-        full:bool,            # no matter here
-    )->dict[str, Tensor]:
-        "As they are."
-        return xs
-
-    def parts(self,
-        xs:dict[str, Tensor], # from `laid`
-    )->dict[str, Tensor]: # as `held`
-        "As they are."
-        return xs
+    def nbytes(self)->dict[str, int]: # weights, gradients, states
+        "Bytes of the adapter and the head; the base's are its own engine's."
+        return self.plain.nbytes()
 
 _SCALES = ("lora_alpha", "alpha_pattern", "use_rslora")      # settings that say how much an adapter's weights count; the others show in names and shapes
 

@@ -27,7 +27,7 @@ from ..engines.modules import checkpoint_layers_, promote_
 from ..engines.world import HALF
 from ..models.loading import without_lm_head
 from ..engines.sharded import ENGINES, frozen_copy
-from ..data.prompts import bare
+from ..engines.tensor import bare
 from ..engines.tensor import adapted_layers, adapter_share_
 from ..engines.zero import BUCKET
 
