@@ -120,14 +120,15 @@ if TYPE_CHECKING:
     from rlblocks.rollout.graders import Grader, math_reward
     from rlblocks.models.policy import Critic, Policy, Scorer
     from rlblocks.placement.place import here, later
-    from rlblocks.placement.planning import plan, plan_rollout, step_seconds
+    from rlblocks.placement.budgets import plan_rollout, step_seconds
+    from rlblocks.placement.planning import plan
     from rlblocks.rollout.rollout import Rollout
     from rlblocks.people.run import loop_from
     from rlblocks.placement.spmd import SpmdPool
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="rollout.graders", math_reward="rollout.graders", Critic="models.policy", Policy="models.policy", Scorer="models.policy",
-             Rollout="rollout.rollout", here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning", plan_rollout="placement.planning", SpmdPool="placement.spmd", step_seconds="placement.planning")
+             Rollout="rollout.rollout", here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning", plan_rollout="placement.budgets", SpmdPool="placement.spmd", step_seconds="placement.budgets")
 
 __all__ = [
     "Batch", "Buffer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "Feedback", "Grader", "Last",

@@ -184,8 +184,8 @@ def named_state(
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
     if isinstance(engine, Fsdp): return engine.state(False)
     state:dict = dict(module=get_model_state_dict(engine.module))
-    optimizer = engine.optimizer
-    return state | dict(optimizer=get_optimizer_state_dict(engine.module, optimizer)) if optimizer else state
+    if engine.optimizer: state["optimizer"] = get_optimizer_state_dict(engine.module, engine.optimizer)
+    return state
 
 def load_named_state(
     engine:Plain|Fsdp, # around the pieces
@@ -240,7 +240,6 @@ class TensorParallel:
     def within(self, f:Callable[[], Any])->Any:
         try: return self.inner.within(f)
         finally: self.entering.forget()
-
     def backward(self, loss:Tensor, *, last:bool, shared:bool):
         self.inner.backward(loss, last=last, shared=shared)
         self.entering.forget()           # what recomputed layers entered
@@ -256,7 +255,6 @@ class TensorParallel:
     def discard(self):
         self.entering.forget()
         self.inner.discard()
-
     def adapt(self, name:str): # of an adapter that peft has put on
         adapt_layers_(self.module, name, self.cut, self.pieces.group)
 
@@ -281,7 +279,6 @@ class TensorParallel:
 
     def shards(self)->dict[str, WeightShard]:
         return {n: piece_shard(n, x, self.pieces) for n, x in self.inner.shards().items()}
-
     def refresh(self): self.inner.refresh()
     def nbytes(self)->dict[str, int]: return self.inner.nbytes()
 
