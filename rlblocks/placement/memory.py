@@ -278,7 +278,7 @@ def logits_pass(
     entropy:bool,  # also the entropy of each token
     dtype:torch.dtype|None, # compute dtype, if it is half precision and the weights are not
     chunk:int,     # places whose logits exist at one time
-)->tuple[int, int]: # bytes at most, without the gradient that the layers begin with; floating-point operations
+)->tuple[int, int, int]: # bytes at most; of them the gradient that the layers begin with; floating-point operations
     """Log-probs straight from the head, on the meta device.
 
     There a chunk of logits costs nothing to run; on a fake CPU it goes row by row, thousands of steps."""
@@ -292,7 +292,7 @@ def logits_pass(
         bias = None if bias is None else bias.to(half)
         found:Any = linear_logprobs(hidden.to(half), weight.to(half), targets, bias=bias, entropy=entropy, chunk=chunk)
         if learn: torch.stack(found if entropy else (found,)).sum().backward()
-    return live.peak - (hidden.grad.nbytes if hidden.grad is not None else 0), live.flops
+    return live.peak, hidden.grad.nbytes if hidden.grad is not None else 0, live.flops
 
 def pass_bytes(
     model:Any,        # a transformers causal model, or a trunk without an output layer; fake or real
@@ -320,5 +320,5 @@ def pass_bytes(
                              "measure a small one") from e
         head = output_layer(model)
         if head is None: return PassBytes(live.peak, 0, live.peak, live.flops, tokens)
-        logits, flops = logits_pass(head, hidden, learn=learn, entropy=entropy, dtype=dtype, chunk=chunk)
-    return PassBytes(live.peak, logits, max(live.peak, kept+logits), live.flops+flops, tokens)
+        peak, begins, flops = logits_pass(head, hidden, learn=learn, entropy=entropy, dtype=dtype, chunk=chunk)
+    return PassBytes(live.peak, peak-begins, max(live.peak, kept+peak), live.flops+flops, tokens)
