@@ -36,7 +36,8 @@ from pathlib import Path
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from rlblocks.data.batch import Batch, widen
+from rlblocks.data.batch import Batch
+from rlblocks.data.columns import widen
 from rlblocks.data.buffer import Buffer
 from rlblocks.placement.place import Call
 from rlblocks.data.ragged import ragged

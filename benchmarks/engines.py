@@ -1,6 +1,6 @@
 """Every engine on 1, 2 and 4 processes against the plain process: largest differences, processor time, memory.
 
-    RLBLOCKS_ENGINES=all .venv/bin/python benchmarks/engines.py [--only fsdp2,zero2,tensor] [--worlds 1,2,4] [--out benchmarks/results]
+    .venv/bin/python benchmarks/engines.py [--only fsdp2,zero2,tensor] [--worlds 1,2,4] [--out benchmarks/results]
 
 `tensor` are layers cut over two ranks (tests/test_tensor.py): alone, with FSDP2 over two replicas, with rows shared by two more ranks; `held` is what a process keeps of a model of 21 million weights, with gradients and AdamW's states, beside what one
 process keeps. Rows of engines that are left out stay as they were measured.
@@ -45,7 +45,7 @@ def measure(engine, world, plain):
 
 def tensor(world, plain):
     "One launch of all ways that layers are cut."
-    with tempfile.TemporaryDirectory() as folder: ranks = test_tensor.launch(world, Path(folder))
+    with tempfile.TemporaryDirectory() as folder: ranks = test_tensor.launch(world, Path(folder), every=True)
     for way in test_tensor.WORLDS[world]:
         mine = test_tensor.answering(ranks, way)
         far = t.compare(mine, plain)

@@ -12,6 +12,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")   # its threads and our
 os.environ.setdefault("HF_HUB_OFFLINE", "1")               # no test asks the network
 
 
+def rarely(*params):
+    "Parameters of a test that only `make test-long` runs."
+    return [pytest.param(*(p if isinstance(p, tuple) else (p,)), marks=pytest.mark.long) for p in params]
+
+
 @pytest.fixture(scope="session")
 def root():
     "The repository."

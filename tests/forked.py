@@ -34,21 +34,21 @@ def forked(run, args, ranks, limit=900):
         raise TimeoutError(f"{run.__module__}.{run.__name__}: ranks {alive} of {ranks} were not done after {limit} s")
 
 
-def on_ranks(run, args, ranks, limit=900):
-    "run(rank, ranks, *args) in so many processes that form a world: gloo, one thread each, their environment as torchrun sets it."
+def on_ranks(run, args, ranks, limit=900, group=True):
+    "run(rank, ranks, *args) in so many processes that form a world: gloo, one thread each, their environment as torchrun sets it; without `group` they form it themselves."
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    forked(member, (ranks, port, run, args), ranks, limit)
+    forked(member, (ranks, port, run, args, group), ranks, limit)
 
 
-def member(rank, ranks, port, run, args):
+def member(rank, ranks, port, run, args, group):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     faulthandler.enable()
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    if group: dist.init_process_group("gloo", rank=rank, world_size=ranks)
     run(rank, ranks, *args)
-    dist.barrier()
+    if group: dist.barrier()
     sys.stdout.flush()
     os._exit(0)     # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/91_spmd, Leaving)

@@ -1,9 +1,5 @@
-"""Policy, reference, critic and reward model on one placed model: run by tests/test_spmd_adapters.py in one process, and by torchrun in several.
-
-torchrun --nproc-per-node 2 tests/spmd_adapters.py FOLDER ENGINE …"""
+"""Policy, reference, critic and reward model on one placed model: run by tests/test_spmd_adapters.py in one process, and in several."""
 import os
-import sys
-from pathlib import Path
 
 os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
@@ -60,8 +56,7 @@ def together(pool, engine, folder, out):
     return found
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    torch.set_num_threads(1)
+def on_rank(rank, ranks, folder, engines):
+    "With one engine after another, on a rank of a pool."
     with SpmdPool(timeout=300.) as pool:
-        torch.save({engine: together(pool, None if engine == "None" else engine, folder, folder/engine) for engine in sys.argv[2:]}, folder/f"{pool.rank}.pt")
+        torch.save({engine: together(pool, None if engine == "None" else engine, folder, folder/engine) for engine in engines}, folder/f"{pool.rank}.pt")

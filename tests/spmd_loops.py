@@ -1,4 +1,4 @@
-"""The tutorials' loops and a hard look at the pool, on tiny models: run by tests/test_spmd.py in one process, and by torchrun in several.
+"""The tutorials' loops and a hard look at the pool, on tiny models: run by tests/test_spmd.py in one process, in several, and under torchrun.
 
 torchrun --nproc-per-node 2 tests/spmd_loops.py FOLDER"""
 import os
@@ -185,10 +185,14 @@ def stopped(pool, folder):
 
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    torch.set_num_threads(1)
+def on_rank(rank, ranks, folder):
+    "All of it, on a rank of a pool."
     with SpmdPool(timeout=300.) as pool:
         got = dict(tutorials=tutorials(pool), dispatch=dispatch(pool))
         if pool.ranks > 1: got |= dict(failures=failures(pool), replicas=replicas(pool), stopped=stopped(pool, folder/"run"))
         torch.save(got, folder/f"{pool.rank}.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    on_rank(None, None, Path(sys.argv[1]))

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from conftest import rarely
 from forked import forked
 from resident import export_extra, give_back
 from rlblocks import Checkpoint, Critic, Policy, Rollout, Scorer, assert_on_policy, here, merge, ppo_loss
@@ -352,7 +353,7 @@ ALL = [(engine, world) for engine in ("fsdp2", "zero1", "zero2", "zero3") for wo
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("engine, world", ALL if os.environ.get("RLBLOCKS_ENGINES") == "all" else QUICK)
+@pytest.mark.parametrize("engine, world", QUICK + rarely(*(x for x in ALL if x not in QUICK)))
 def test_adapters_on_a_sharded_base(engine, world, one_process, tmp_path):
     "The base in pieces under adapters: losses, norms, weights and outputs are those of one process without an engine, on every rank; the export is whole."
     if engine.startswith("zero"): pytest.importorskip("deepspeed")

@@ -1,4 +1,4 @@
-"Balancing: never worse than differencing alone, equal counts, no part empty; costs found from measurements."
+"Balancing: never worse than longest first alone, equal counts, no part empty; costs found from measurements."
 import random
 import time
 
@@ -14,15 +14,13 @@ def spread(parts, costs):
     return max(loads) - min(loads)
 
 
-def differencing(costs, n, *, equal=False):
-    "Largest differencing as the papers write it: every partial partition carries all of its parts. → spread"
-    items = sorted(costs, reverse=True)
-    states = [items[k:k+n] + [0]*(n - len(items[k:k+n])) for k in range(0, len(items), n)] if equal else [[c] + [0]*(n-1) for c in items]
-    while len(states) > 1:
-        states.sort(key=lambda s: (max(s) - min(s), max(s)))
-        a, b = states.pop(), states.pop()
-        states.append([x + y for x, y in zip(sorted(a), sorted(b, reverse=True), strict=True)])
-    return max(states[0]) - min(states[0])
+def longest_first(costs, n):
+    parts = [[] for _ in range(n)]
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]): min(parts, key=lambda p: (sum(costs[j] for j in p), len(p))).append(i)
+    return parts
+
+
+def heaviest(parts, costs): return max(sum(costs[i] for i in p) for p in parts)
 
 
 def cases(seed, count):
@@ -44,24 +42,29 @@ def test_every_item_once_no_part_empty_counts_equal(equal):
         else: assert max(loads) - min(loads) <= max(costs, default=0)
 
 
-def test_two_parts_never_worse_than_the_method_alone():
-    for _, costs in cases(3, 300):
-        if costs: assert spread(balance(costs, 2, within=0), costs) <= differencing(costs, 2)
-
-
-@pytest.mark.parametrize("equal", [False, True])
-def test_never_worse_than_the_method_alone_and_much_better_on_like_lengths(equal):
-    for n, costs in cases(4, 200):
-        if len(costs) > n: assert spread(balance(costs, n, equal=equal, within=0), costs) <= differencing(costs, n, equal=equal)
+def test_never_worse_than_longest_first_and_much_better_with_few_rows_a_part():
+    "What swaps are for: 8 rows a part leave longest first 2 % above the mean, and a step waits for it."
+    for n, costs in cases(4, 300):
+        if costs: assert heaviest(balance(costs, n, within=0), costs) <= heaviest(longest_first(costs, n), costs)*(1 + 1e-12)
     rng, ours, theirs = random.Random(6), 0, 0
     for _ in range(40):
         n, lengths = rng.randint(3, 20), [rng.randint(64, 536) for _ in range(120)]
-        ours, theirs = ours + spread(balance(lengths, n, equal=equal, within=0), lengths), theirs + differencing(lengths, n, equal=equal)
-    assert ours < (.9 if equal else .7)*theirs # a token or two here: lengths of 300 in parts of 2,000 and more
+        ours, theirs = ours + spread(balance(lengths, n, within=0), lengths), theirs + spread(longest_first(lengths, n), lengths)
+    assert ours < .1*theirs
 
 
-def test_swaps_find_what_differencing_misses():
-    assert balance([8, 7, 6, 5, 4], 2) == [[0, 1], [2, 3, 4]] and differencing([8, 7, 6, 5, 4], 2) == 2
+def test_at_most_a_third_above_the_best_there_is():
+    "Graham 1969: 4/3 − 1/(3n), here against every partition."
+    rng = random.Random(5)
+    for _ in range(200):
+        n, costs = rng.randint(1, 4), [rng.randint(0, 30) for _ in range(rng.randint(1, 8))]
+        plans = {(0,)*n}
+        for c in costs: plans = {tuple(sorted(x + c*(k == at) for k, x in enumerate(plan))) for plan in plans for at in range(n)}
+        assert heaviest(balance(costs, n, within=0), costs) <= (4/3 - 1/(3*n))*min(map(max, plans)) + 1e-9
+
+
+def test_swaps_find_what_longest_first_misses():
+    assert balance([8, 7, 6, 5, 4], 2) == [[0, 1], [2, 3, 4]] and spread(longest_first([8, 7, 6, 5, 4], 2), [8, 7, 6, 5, 4]) == 4
     g = torch.Generator().manual_seed(0)
     lengths = (torch.randn(4096, generator=g)*.36 + 5.14).exp().long().clamp(64, 536).tolist()
     for equal in (False, True):

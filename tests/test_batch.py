@@ -5,12 +5,14 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from rlblocks import Batch, Critic, Policy, Scorer, aggregate, masked_mean, pairs, seed_of, shared_prefix
+from rlblocks import Batch, Buffer, Critic, Policy, Scorer, aggregate, masked_mean, pairs, seed_of, shared_prefix
+from rlblocks.data.ragged import ragged
 from rlblocks.placement.place import Call
 from tiny import apart, gradients, model, rows
 from torch.testing import assert_close
@@ -104,6 +106,7 @@ def test_a_cut_holds_one_share_at_a_time():
     code = """
 import torch
 from rlblocks.data.batch import Batch
+from rlblocks.data.ragged import ragged
 from rlblocks.placement.place import Call
 from rlblocks.data.ragged import ragged
 rss = lambda: 1024*int(next(x for x in open("/proc/self/status") if x.startswith("VmHWM")).split()[1]) # ru_maxrss would begin with the parent's
@@ -372,10 +375,66 @@ def test_a_column_never_hides_what_every_batch_has():
         with pytest.raises(ValueError, match=f"a column cannot be called '{name}', .*rename it .taken are cat, columns, .* width"): b[name] = ["x"]*3
         if name == "per_row": continue      # as an argument it says which columns have no token axis
         with pytest.raises(ValueError, match=f"cannot be called '{name}'"): Batch(tokens=b.tokens, **{name: ["x"]*3})
-    for name in ("width", "n_tokens", "parts"):
-        with pytest.raises(AttributeError, match=f"no column '{name}'"): b[name]
+    for name in ("width", "n_tokens", "parts", "to", "n_name", "scores"):
+        with pytest.raises(KeyError, match=f"no column '{name}'; there are tokens, lengths, mask, name"): b[name]
     with pytest.raises(TypeError, match=r"batch\[0\] = … is no column"): b[0] = torch.zeros(3)
     assert Batch(self=[1, 2]).self == Batch(self=[1, 2])["self"] == [1, 2]
+
+
+def square():
+    "As many rows as tokens as features: shapes say nothing."
+    g = torch.Generator().manual_seed(0)
+    b = Batch(per_row=["feature"], tokens=torch.ones(4, 4, dtype=torch.long), lengths=torch.tensor([4, 2, 3, 1]), mask=torch.tensor([[0, 1, 0, 0]]*4).bool() & torch.tensor([[1], [1], [1], [0]]).bool(),
+              group=torch.arange(4)//2, feature=torch.rand(4, 4, generator=g), x=torch.rand(4, 4, generator=g), answer=["a", "b", "c", "d"], row=torch.arange(4))
+    b.set("image", torch.rand(4, 4, 2, generator=g), per="row")
+    return b
+
+
+def test_the_kind_of_a_column_is_declared_and_kept():
+    "B == T == K: cut, pad, join, pack, minibatches, buffer and transport all know that `feature` and `image` are no tokens."
+    b = square()
+    kinds = dict(tokens="token", lengths="row", mask="token", group="row", feature="row", x="token", answer="list", row="row", image="row")
+    assert b.kinds == kinds and b.per_row == {"feature", "image"}
+    b["feature"] = b.feature + 1        # set again: what it was
+    def spilled(b):
+        with tempfile.TemporaryDirectory() as folder:
+            buffer = Buffer(spill=folder, max_bytes=1)
+            buffer.add(b.drop("answer"))
+            return buffer.rows()
+    def loaded(b):
+        a, c = Buffer(), Buffer()
+        a.add(b)
+        c.load_state_dict(a.state_dict())
+        return c.rows()
+    ways = dict(pick=b[[3, 1]], trim=b[1:].trim(), part=b.parts(2)[0], filler=b.parts(9)[8], mini=b.minibatches(2)[0], cat=Batch.cat([b[1:].trim(), b]), copy=copy.copy(b), to=b.to("cpu"),
+                drop=b.drop("x"), pickle=pickle.loads(pickle.dumps(b)), ragged=ragged(b).batch(), buffer=loaded(b), spill=spilled(b), call=Call((b,), {}, 2).of(1)[0][0])
+    for way, new in ways.items():
+        assert new.kinds == {k: kinds[k] for k in new.columns}, way
+        assert new.feature.equal(b.feature[new.row]) and new.image.equal(b.image[new.row]), way
+    assert ways["trim"].tokens.shape == (3, 3) and ways["cat"].tokens.shape == (7, 4)
+
+
+def test_a_kind_that_a_column_cannot_have_is_refused():
+    b = square()
+    for x in (torch.zeros(4), ["a"]*4):
+        with pytest.raises(ValueError, match="is not per token"): b.set("y", x, per="token")
+    with pytest.raises(ValueError, match="per='rows'; 'token' or 'row' is wanted"): b.set("y", torch.zeros(4, 4), per="rows")
+    with pytest.raises(ValueError, match="per_row names featrue; columns are tokens"): Batch(per_row="featrue", tokens=b.tokens, feature=b.feature)
+    with pytest.raises(ValueError, match="set by batch.set.'y', …, per='row'"): b["y"] = torch.zeros(4, 5)
+    with pytest.raises(ValueError, match=r"Batch.cat: columns differ: \['y'\]"):
+        other = square()
+        other["y"], b["y"] = torch.zeros(4, 4), torch.zeros(4, 4)
+        other.set("y", other.y, per="row")
+        Batch.cat([b, other])
+    other.set("y", other.y, per="token")
+    assert Batch.cat([b, other]).is_per_token("y")
+
+
+def test_a_batch_that_was_pickled_before_kinds_were_kept():
+    b = square()
+    old = object.__new__(Batch)
+    old.__setstate__(dict(columns=dict(b.columns), per_row=frozenset(["feature", "image"]), _whole=None, filler=False))
+    assert old.kinds == b.kinds and old.per_row == b.per_row and old[1:].trim().feature.equal(b.feature[1:])
 
 
 def test_whole_numbers_of_numpy_are_numbers_and_bools_are_none():

@@ -12,7 +12,8 @@ import torch
 from conftest import ROOT
 from torch.testing import assert_close
 
-from rlblocks.data.batch import Batch, seed_of
+from rlblocks.data.batch import Batch
+from rlblocks.data.seeds import seed_of
 from rlblocks.data.buffer import Buffer, replay_draw
 from rlblocks.data.refill import mixed_groups, refill
 
@@ -189,8 +190,8 @@ def test_overhead_is_small_however_rows_come(at_once):
     batch = Batch(tokens=real.long(), lengths=lengths, mask=real & (torch.arange(536) > 0), logprobs=real.float(), group=torch.arange(512))
     buffer, columns = Buffer(), int(lengths.sum())*(8 + 1 + 4) + 512*16
     for i in range(0, 512, at_once): buffer.add(batch[i:i+at_once])
-    objects = 1024*sum(len(s.columns) + 1 for s in buffer._slabs.values())
-    assert buffer.nbytes + objects - columns < 2*int(lengths.sum()) and len(buffer._slabs) < 12
+    objects = 1024*sum(len(s.columns) + 1 for s in buffer._slabs.rows.values())
+    assert buffer.nbytes + objects - columns < 2*int(lengths.sum()) and len(buffer._slabs.rows) < 12
 
 
 def test_slabs_that_are_mostly_gone_are_rewritten():
@@ -216,7 +217,7 @@ def test_rows_on_disk_are_the_rows(tmp_path, max_bytes):
         batch = rows([3*v, 3*v + 1, 3*v + 1, 3*v + 2], version=v, seed=v, T=30, half=torch.rand(4).bfloat16(), info=[dict(a=1)]*4, maybe=["x", None, "", "ü"])
         for b in (disk, memory): b.add(batch)
     files = list(tmp_path.rglob("*.arrow"))
-    assert files and sum(x.nbytes for s, x in disk._slabs.items() if s not in disk._files) <= max_bytes
+    assert files and disk._slabs.nbytes <= max_bytes
     assert_equal(disk.sample(5, seed=1, version=5), memory.sample(5, seed=1, version=5))
     assert disk.dropped == memory.dropped == {"stale": 8}
     assert_equal(resumed(disk).rows(), memory.rows())
@@ -569,7 +570,7 @@ def test_on_a_full_disk_nothing_is_added_and_nothing_lost(tmp_path, max_bytes):
             assert str(tmp_path) in str(e) and "bytes are free on its disk" in str(e)
             assert before == (content(buffer) if len(buffer) else [], buffer.offered, buffer.accepted, dict(buffer.dropped))
             buffer.add(batch)
-        assert len(list(tmp_path.rglob("*.arrow"))) == len(buffer._files)
+        assert len(list(tmp_path.rglob("*.arrow"))) == len(buffer._slabs.files)
         assert content(buffer)[-n:] == content_of(batch)
     assert failed >= 3 and len(buffer) <= 70 and buffer.offered == g
     assert [k for k, _ in content(buffer)] == list(range(g - len(buffer), g))

@@ -1,13 +1,10 @@
 "Optimizers and schedules through the wrappers: resumed to the bit, equal on one rank and on two, in fp32 whatever the model came in (LAWS 30)."
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from forked import on_ranks
 from rlblocks import Checkpoint, Policy, ppo_loss
 from rlblocks.engines.ema import Ema
 from rlblocks.engines.optim import adamw, adamw_8bit, cosine, freeze_, muon, wsd
@@ -96,7 +93,7 @@ def test_a_moving_average_is_a_reference():
     with pytest.raises(ValueError, match="Ema: the state's 'trunk.model.embed_tokens.weight' is"): Ema(Policy(model(vocab_size=40), lr=1., device="cpu")).load_state_dict(ema.state_dict())
 
 
-def sharded(folder):
+def sharded(rank, ranks, folder):
     "On as many ranks as there are: four steps of each optimizer under FSDP2, full weights and averages written by rank 0."
     from rlblocks import SpmdPool
     with SpmdPool(timeout=300.) as pool:
@@ -115,9 +112,7 @@ def sharded(folder):
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2])
 def test_sharded_as_in_one_process(tmp_path, ranks):
-    env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}")
-    run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__, str(tmp_path)], env=env, capture_output=True, text=True, timeout=900)
-    assert run.returncode == 0, run.stderr[-3000:]
+    on_ranks(sharded, (tmp_path,), ranks, group=False)
     for name, make in MAKERS.items():
         policy = Policy(model(), optimizer=make, schedule=cosine(4, end=.5), device="cpu")
         start, ema = weights(policy), Ema(policy, decay=.5)
@@ -182,6 +177,3 @@ def test_on_two_ranks(tmp_path):
     pytest.importorskip("deepspeed")
     from test_shards import launch
     assert launch(2, [optimizers_under_zero, float16], tmp_path) == [True, True]
-
-
-if __name__ == "__main__": sharded(sys.argv[1])

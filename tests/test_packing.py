@@ -9,7 +9,8 @@ from torch.testing import assert_close
 
 from rlblocks.data.balancing import balance, balance_families
 from rlblocks.engines.optim import constant, cosine, in_turn, linear, wsd
-from rlblocks.data.packing import bin_pack, drop_long, micro_batch_count, pack, pad, plan_micro_batches, shared_prefix, split_long, unpack
+from rlblocks.data.micro_batches import micro_batch_count, plan_micro_batches
+from rlblocks.data.packing import bin_pack, drop_long, pack, pad, shared_prefix, split_long, unpack
 
 
 def ragged(seed, B=6, T=9):

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from forked import on_ranks
 from rlblocks import Policy, Scorer, here
-from spmd_adapters import together
-from test_spmd import same, torchrun
+from spmd_adapters import on_rank, together
+from test_spmd import same
 from tiny import model, reach, rows
 
 pytest.importorskip("peft")
@@ -24,11 +25,10 @@ def alone(folder): return together(here, None, folder, folder/"alone")
 
 
 @pytest.fixture(scope="module")
-def ranks(folder, root):
+def ranks(folder):
     "What each of two ranks saw."
     pytest.importorskip("deepspeed")
-    run = torchrun(2, root/"tests"/"spmd_adapters.py", folder, *ENGINES)
-    assert run.returncode == 0, run.stderr[-3000:]
+    on_ranks(on_rank, (folder, ENGINES), 2, group=False)
     return [torch.load(folder/f"{r}.pt", weights_only=False) for r in range(2)]
 
 

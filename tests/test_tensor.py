@@ -1,7 +1,6 @@
 """Layers cut over ranks are the plain process (tensor parallel, experts, FSDP2 over the replicas; LAWS 1, 22, 24, 29, 30, 40): one launch per world size holds all cases; gloo, CPU.
 
-The whole matrix: `RLBLOCKS_ENGINES=all pytest tests/test_tensor.py` (benchmarks/engines.py runs it and keeps the figures)."""
-import os
+The whole matrix: `pytest -m "" tests/test_tensor.py` (benchmarks/engines.py runs it and keeps the figures)."""
 import resource
 import time
 from importlib.util import find_spec
@@ -10,6 +9,7 @@ import pytest
 import test_engines as t
 import torch
 import torch.distributed as dist
+from conftest import rarely
 from forked import on_ranks
 from resident import export_extra, give_back
 from rlblocks import Critic, Policy, SpmdPool, entropy
@@ -72,13 +72,12 @@ def cases():
     }
 
 
-EVERY = os.environ.get("RLBLOCKS_ENGINES") == "all"
 QUICK = {"tensor, fsdp2": ("ppo, uneven rows", "sft, fewer rows than ranks", "dpo pairs", "ppo and ptx", "value head", "critic", "norms inside", "tied table, checkpointed", "experts cut", "experts dealt out", "lora, ppo"),
          "tensor": ("ppo, uneven rows", "sft, fewer rows than ranks", "norms inside", "experts dealt out"),
          "tensor, sequence": ("ppo, uneven rows", "norms inside", "scorer", "lora, critic")}
 
 
-def chosen(way, world): return {k: c for k, c in cases().items() if (world == 2 or EVERY or k in QUICK[way]) and not ("sequence" in way and k in ("logits", "measured", "routers"))}
+def chosen(way, world, every): return {k: c for k, c in cases().items() if (world == 2 or every or k in QUICK[way]) and not ("sequence" in way and k in ("logits", "measured", "routers"))}
 def replicas(way, world): return world//SIZE//WAYS[way].get("sequence_parallel", 1)
 
 
@@ -326,17 +325,17 @@ SPREAD = [c for c in CHECKS if c.__name__ in ("gradients", "adapters", "alike", 
 
 
 # -- in every process
-def one_rank(rank, world, folder):
+def one_rank(rank, world, folder, every):
     give_back()
     found, times = {}, {}
     for way in WORLDS[world]:
         n, engine = replicas(way, world), WAYS[way]["engine"]
-        for name, case in chosen(way, world).items():
+        for name, case in chosen(way, world, every).items():
             start = time.process_time()
             _, metrics, weights = run(case, n, rank//(world//n), **WAYS[way])
             found[way, name] = dict(metrics=metrics, weights=weights if rank == 0 else None)
             times[way, name] = round(time.process_time()-start, 2)
-        for check in [] if "sequence" in way else CHECKS if world == 2 or EVERY else SPREAD if engine else []:
+        for check in [] if "sequence" in way else CHECKS if world == 2 or every else SPREAD if engine else []:
             start = time.process_time()
             (folder/way).mkdir(exist_ok=True)
             check(engine, n, rank//SIZE, folder/way)
@@ -351,18 +350,18 @@ def plain():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world", WORLDS)
-def test_cut_layers_equal_the_plain_process(tmp_path, plain, world):
-    ranks = launch(world, tmp_path)
+@pytest.mark.parametrize("world, every", [(2, False), (4, False), *rarely((4, True))])
+def test_cut_layers_equal_the_plain_process(tmp_path, plain, world, every):
+    ranks = launch(world, tmp_path, every)
     for way in WORLDS[world]:
         far = compare(answering(ranks, way), plain)
-        assert len(far) == 3*len(chosen(way, world)) and max(far.values()) < t.FAR, far
+        assert len(far) == 3*len(chosen(way, world, every)) and max(far.values()) < t.FAR, far
     assert sum(r["rss"] for r in ranks) < 8 << 30
 
 
-def launch(world, folder):
+def launch(world, folder, every):
     "What every rank found."
-    on_ranks(one_rank, (folder,), world)
+    on_ranks(one_rank, (folder, every), world)
     return [torch.load(folder/f"{r}.pt", weights_only=False) for r in range(world)]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..data.balancing import whole_number
+from ..data.columns import whole_number
 from ..models.folders import failed_write, persist
 from ..engines.world import MEETING, all_or_raise, in_time, world
 from rlblocks.checkpoint.saves import (

@@ -17,7 +17,7 @@ from numbers import Real
 import torch
 from torch import Tensor, nn
 
-from ..data.balancing import whole_number
+from ..data.columns import whole_number
 
 # %% ../../nbs/engines/54_optim.ipynb #0d2376cc
 Schedule = Callable[[int], float]   # version → factor on the learning rate

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.batch import seed_of
+from ..data.seeds import seed_of
 from .folders import came_in
 from ..engines.modules import output_layer
 from .merging import BUILT_IN, dequantized, packed, with_adapters

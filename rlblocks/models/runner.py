@@ -13,9 +13,11 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from ..data.batch import Batch, widen
+from ..data.batch import Batch
+from ..data.columns import widen
 from ..arithmetic.masked import Last, Mean, merge
-from ..data.packing import plan_micro_batches, shared_prefix
+from ..data.micro_batches import plan_micro_batches
+from ..data.packing import shared_prefix
 from ..engines.guards import locked
 from .head import bending
 from .checks import check_ids

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..data.batch import Batch, widen
+from ..data.batch import Batch
+from ..data.columns import widen
 
 # %% ../../nbs/models/74_splits.ipynb #12cff2b9
 class Out:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..data.balancing import whole_number
+from ..data.columns import whole_number
 from .memory import Live, fake_model
 
 # %% ../../nbs/placement/92_budgets.ipynb #05466a99

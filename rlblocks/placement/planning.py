@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..arithmetic.logprobs import CHUNKS
-from ..data.balancing import whole_number
+from ..data.columns import whole_number
 from ..engines.base import WORDS, EngineSpec, PlannedBytes, planned_fsdp, planned_plain, planned_zero
 from ..engines.cuts import cut_, fit_plan, plan_of
 from ..engines.fsdp import layers_of

@@ -11,8 +11,10 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from ..data.balancing import whole_number
-from ..data.batch import Batch, seed_of, widen
+from ..data.columns import whole_number
+from ..data.batch import Batch
+from ..data.seeds import seed_of
+from ..data.columns import widen
 from .decoding import MAX_SUPPORT, Decoder, cache_is_exact, decode
 from ..engines.guards import Turn, locked
 from ..engines.world import device_of
