@@ -14,7 +14,7 @@ from transformers import LlamaConfig, ViTConfig
 from rlblocks.engines import base
 from rlblocks.models.attention import Segments, attend_by_segments, layout
 from rlblocks.placement.memory import Live, pass_bytes, fake_model
-from rlblocks.arithmetic.logprobs import linear_logprobs
+from rlblocks.arithmetic.head import linear_logprobs
 from rlblocks.placement.budgets import plan_rollout, step_seconds
 from rlblocks.placement.planning import plan
 from rlblocks.engines.base import BUCKET

@@ -11,9 +11,12 @@ from rlblocks.data.batch import pairs
 from rlblocks.losses.distill import sft_loss
 from rlblocks.arithmetic.logprobs import sequence_logprobs
 from rlblocks.arithmetic.masked import masked_mean, merge
+from rlblocks.losses.pairs import (
+    answer_log_ratios, over_pairs, over_rows, pair_log_ratios, pair_metrics, preference_margin,
+)
 from rlblocks.losses.preference import (
-    answer_log_ratios, apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, dpop_loss, exo_loss, hinge_loss, ipo_loss, nca_loss,
-    over_pairs, over_rows, pair_log_ratios, pair_metrics, preference_margin, robust_dpo_loss, sppo_loss,
+    apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, dpop_loss, exo_loss, hinge_loss,
+    ipo_loss, nca_loss, robust_dpo_loss, sppo_loss,
 )
 from rlblocks.models.policy import Policy
 from rlblocks.testing.laws import check_loss

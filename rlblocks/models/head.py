@@ -17,7 +17,8 @@ from jaxtyping import Float, Int
 
 from ..engines.exchanges import copied, joined
 from ..engines.modules import output_layer
-from ..arithmetic.logprobs import CHUNKS, entropy as entropy_of, gather_logprobs, linear_logprobs, linear_measured
+from ..arithmetic.head import CHUNKS, linear_logprobs, linear_measured
+from ..arithmetic.logprobs import entropy as entropy_of, gather_logprobs
 from ..arithmetic.masked import promoted
 from ..arithmetic.passes import asked, pieces
 

@@ -30,7 +30,7 @@ from ..models.attention import Segments, attend_by_segments, layout
 from ..models.checks import config_of
 from ..engines.modules import output_layer
 from ..models.head import states_of, watched
-from ..arithmetic.logprobs import CHUNKS, linear_logprobs
+from ..arithmetic.head import CHUNKS, linear_logprobs
 from ..engines.world import HALF
 
 # %% ../../nbs/placement/89_memory.ipynb #f34b7cf3

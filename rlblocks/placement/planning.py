@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..arithmetic.logprobs import CHUNKS
+from ..arithmetic.head import CHUNKS
 from ..data.columns import whole_number
 from ..engines.base import WORDS, EngineSpec, PlannedBytes, planned_fsdp, planned_plain, planned_zero
 from ..engines.cuts import cut_, fit_plan, plan_of
