@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['WORDS', 'LIVE', 'BUCKET', 'WeightShard', 'bytes_of', 'nbytes_of', 'Engine', 'EngineSpec', 'check_engine', 'plain',
-           'fsdp2', 'zero', 'engine_of', 'PlannedBytes', 'planned_plain', 'planned_fsdp', 'layers_bytes',
+           'fsdp2', 'zero', 'engine_of', 'as_words', 'PlannedBytes', 'planned_plain', 'planned_fsdp', 'layers_bytes',
            'planned_zero', 'bucket_entries', 'gathered_bytes']
 
 # %% ../../nbs/engines/55_base.ipynb #9420b7a9
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import prod
 from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
@@ -30,7 +30,7 @@ def bytes_of(
 )->int:
     "Bytes of tensors on this rank: each memory once, of a DTensor the shard."
     local = [getattr(x, "to_local", lambda x=x: x)() for x in tensors if isinstance(x, Tensor)]
-    return sum({x.untyped_storage().data_ptr(): x.nbytes for x in local if x.numel()}.values())
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local if x.numel()}.values())
 
 def nbytes_of(
     module:nn.Module, # with plain tensors or DTensors
@@ -213,7 +213,19 @@ def engine_of(
     raise TypeError(f"engine is {engine!r}; a word ({', '.join(map(repr, WORDS))}) or a value is wanted: plain(…), "
                     "fsdp2(…), zero(3, …)")
 
-# %% ../../nbs/engines/55_base.ipynb #80681d51
+
+def as_words(
+    engine:EngineSpec|str|None=None, # as for a wrapper
+    **more, # further keywords
+)->dict: # keywords of `ShardedModel`
+    "A wrapper's keywords with an engine's value spelled out. ValueError for a setting that stands beside the value."
+    if not isinstance(engine, EngineSpec): return dict(engine=engine, **more)
+    twice = next((f.name for f in fields(engine) if f.name in more), None)
+    if twice: raise ValueError(f"engine: {twice}= stands beside {engine}; say it in the value")
+    chosen = {f.name: getattr(engine, f.name) for f in fields(engine) if getattr(engine, f.name) != f.default}
+    return dict(engine=chosen.pop("word", None)) | chosen | more
+
+# %% ../../nbs/engines/55_base.ipynb #1e132494
 @dataclass(frozen=True)
 class PlannedBytes:
     "What an engine will hold on the fullest rank."
@@ -230,7 +242,7 @@ def planned_plain(
     learnt = sum(p.nbytes for p in params if p.requires_grad)
     return PlannedBytes(dict(weights=sum(p.nbytes for p in params), gradients=learnt, states=learnt*state_bytes//4))
 
-# %% ../../nbs/engines/55_base.ipynb #1eea4822
+# %% ../../nbs/engines/55_base.ipynb #92509e28
 def planned_fsdp(
     params:list,          # of the module and of what stands beside it, fake or real
     layers:list[nn.Module], # of the module, that are gathered each by itself
@@ -259,7 +271,7 @@ def layers_bytes(
     inside = {id(p) for ps in groups for p in ps}
     return 2*max(map(total, groups), default=0) + total([p for p in params if id(p) not in inside])
 
-# %% ../../nbs/engines/55_base.ipynb #0e916c1a
+# %% ../../nbs/engines/55_base.ipynb #e8b32475
 LIVE = 10**9           # entries that stage 3 keeps gathered, DeepSpeed's own default
 BUCKET = 5*10**7       # entries of the buffer in which gradients meet
 

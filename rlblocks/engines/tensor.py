@@ -192,7 +192,9 @@ def load_named_state(
 ):
     "Restore it."
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
-    if isinstance(engine, Fsdp): return engine.load(state)
+    if isinstance(engine, Fsdp):
+        engine.load(state)
+        return
     set_model_state_dict(engine.module, state["module"])
     kept = copy.deepcopy(state.get("optimizer"))        # torch keeps the tensors it is given
     if engine.optimizer: set_optimizer_state_dict(engine.module, engine.optimizer, kept)

@@ -29,7 +29,7 @@ from ..models.adapters import lora_config, peft_
 from ..models.attention import Segments, attend_by_segments, layout
 from ..models.checks import config_of
 from ..engines.modules import output_layer
-from ..models.head import states_of, watched
+from ..models.head import asking, states_of
 from ..arithmetic.head import CHUNKS, linear_logprobs
 from ..engines.world import HALF
 
@@ -232,7 +232,7 @@ def packed_inputs(
     positions = torch.cat([torch.arange(n, device=device) for n in sizes])[None]
     how:dict[str, Any] = dict(position_ids=positions, use_cache=False)
     if attend_by_segments(model): how |= layout(Segments(sizes, [(i, 0) for i in range(len(sizes))]), device)
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:      # as `Reader` asks: a copy of what is read
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:      # as `Forward` asks: a copy of what is read
         how["logits_to_keep"] = torch.arange(tokens, device=device)
     return torch.zeros(1, tokens, dtype=torch.long, device=device), how
 
@@ -251,9 +251,9 @@ def layers_pass(
     with autocast:
         if head is None: hidden = states_of(model(ids, **how))
         else:
-            with watched(head, lambda h: h[..., :1]) as seen: model(ids, **how)
-            hidden = seen.pop("entered")
-            seen.clear()
+            with asking(head, lambda h: h[..., :1]) as ask: model(ids, **how)
+            hidden = ask.entered
+            ask.entered = ask.given = None
         gc.collect()
         kept = live.bytes
         found = [hidden]

@@ -80,8 +80,8 @@ def fake_wrapper(
     *,
     dtype:torch.dtype|None, # likewise, as all of these
     frozen:bool,
-    lora,
-    quantization,
+    lora,                   # as for `plan`
+    quantization,           # likewise
     value_head:bool,
     lm_head:bool,
 )->FakeWrapper:
@@ -115,8 +115,9 @@ def cut_fake_(
 ):
     "Leave one device's pieces of the layers, as `TensorParallel` does, and its share of an adapter's work."
     layers = dict(fake.named_modules())
-    def inside(name): return f"{name}.base_layer" if hasattr(layers.get(name), "base_layer") else name
-    cuts = cut_(fake, {inside(name): style for name, style in plan.items()}, 0, size)
+    adapted = {name for name in plan if hasattr(layers.get(name), "base_layer")}
+    styles = {f"{name}.base_layer" if name in adapted else name: style for name, style in plan.items()}
+    cuts = cut_(fake, styles, 0, size)
     cuts = {bare(name): cut for name, cut in cuts.items()}
     for at, layer in adapted_layers(fake, "default", cuts, size).items():
         adapter_share_(layer, "default", cuts[f"{at}.weight"], 0, size)
