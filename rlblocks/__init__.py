@@ -79,7 +79,8 @@ try:
         preference_margin, robust_dpo_loss, sppo_loss,
     )
     from rlblocks.data.preferences import Feedback, Preferences, as_feedback
-    from rlblocks.data.prompts import Demonstrations, Prompts
+    from rlblocks.data.demonstrations import Demonstrations
+    from rlblocks.data.prompts import Prompts
     from rlblocks.data.ragged import Ragged, from_arrow, to_arrow
     from rlblocks.losses.ratio import (
         asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss,

@@ -8,7 +8,8 @@ import torch
 
 from rlblocks import Checkpoint, Policy, dpo_loss, here, loop_from, pairs, sequence_logprobs
 from rlblocks.data.preferences import Feedback, Preferences, as_feedback
-from rlblocks.data.prompts import Demonstrations, Prompts
+from rlblocks.data.demonstrations import Demonstrations
+from rlblocks.data.prompts import Prompts
 from rlblocks.losses.unpaired import mismatched
 
 REAL = ["tokenizers/gpt2", "tokenizers/qwen2.5", "models/stories260K", "models/babyllama-char105"]

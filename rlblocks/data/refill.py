@@ -21,7 +21,9 @@ def mixed_groups(
     group:Int[Tensor, " B"],    # rows with the same id answered the same prompt; any sizes, any order
 )->Bool[Tensor, " B"]: # True in groups with unlike scores
     "Rows of groups that can teach something: max score > min score. Unscorable rows do not count, but stay with their group. Yu et al. 2025 (DAPO), section 3.2."
-    if scores.shape != group.shape: raise ValueError(f"mixed_groups: scores is {list(scores.shape)}, group is {list(group.shape)}; one score and one id per row are wanted")
+    if scores.shape != group.shape:
+        raise ValueError(f"mixed_groups: scores is {list(scores.shape)}, group is {list(group.shape)}; one score and "
+                         "one id per row are wanted")
     if not scores.is_floating_point(): scores = scores.float()
     ids, of = group.unique(return_inverse=True)
     def edge(empty, how): return scores.new_full((len(ids),), empty).scatter_reduce(0, of, scores.nan_to_num(nan=empty, posinf=torch.inf, neginf=-torch.inf), how)
@@ -44,7 +46,8 @@ def refill(
     for _ in range(max_calls):
         if len(buffer) >= n: break
         batch = more(n - len(buffer))
-        if not isinstance(batch, Batch): raise TypeError(f"refill: more(…) gave a {type(batch).__name__}; a scored Batch of new groups is wanted")
+        if not isinstance(batch, Batch):
+            raise TypeError(f"refill: more(…) gave a {type(batch).__name__}; a scored Batch of new groups is wanted")
         buffer.add(batch, keep=keep(batch))
         buffer.evict(version)
     if len(buffer) < n:
