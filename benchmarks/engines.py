@@ -66,7 +66,7 @@ def one_held(rank, world, folder, how):
     policy = Policy(model(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, vocab_size=8192), **t.HOW, **how)
     policy.step(t.batch(2), t.sft)
     states = [x for s in policy._run.model.optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
-    weights = list(policy._run.reader.parameters())
+    weights = list(policy._run.module.parameters())
     size = sum(getattr(x, "to_local", lambda x=x: x)().nbytes for x in weights + weights + states)        # a gradient is as large as its weight
     torch.save(round(size/2**20, 1), f"{folder}/{rank}.pt")
     torch.distributed.barrier()

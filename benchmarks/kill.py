@@ -23,7 +23,6 @@ import tempfile
 import time
 import traceback
 from datetime import date
-from functools import partial
 from pathlib import Path
 
 os.environ |= dict(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -32,7 +31,8 @@ import torch
 from torch import nn
 
 from rlblocks import Buffer, Checkpoint, Critic, Policy, Prompts, Rollout, SpmdPool, adaptive_kl_coef, at_tokens, group_advantages, masked_mean, merge, ppo_loss
-from rlblocks.engines.optim import Ema, adamw
+from rlblocks.engines.ema import Ema
+from rlblocks.engines.optim import adamw
 from rlblocks.engines.weights import checksum
 
 LORA = dict(r=4, target_modules=["layers.0", "layers.1"])
@@ -70,7 +70,7 @@ class Net(nn.Module):
 def loop(pool, *, steps=12, engine=None, adapters=False, checkpoint=Checkpoint()):
     "GRPO with a buffer: each step trains on what an earlier one drew. With adapters, the policy and a critic are two of them on one model, and the policy has a moving average."
     net = Net if engine and engine.startswith("zero") else lambda: Net().double()           # another number of ranks adds in another order; ZeRO keeps fp32
-    optimizer = partial(adamw, lr=1e-2, eps=1e-3)                                            # a step that rounding cannot decide (tests/tiny.py, steady)
+    optimizer = adamw(lr=1e-2, eps=1e-3)                                            # a step that rounding cannot decide (tests/tiny.py, steady)
     policy, rollout = pool.place(Policy, net, optimizer=optimizer, engine=engine, device="cpu", lora=LORA if adapters else None), pool.place(Rollout, net, max_tokens=4, device="cpu", tokenizer=Digits())
     more = dict(critic=pool.place(Critic, policy, lora="value", optimizer=optimizer), ema=Ema(policy, decay=.9)) if adapters else {}
     data, buffer, state = Prompts(ROWS, Digits(), seed=3), Buffer(), dict(coef=.5, ballast=torch.arange(3_000_000.))

@@ -38,12 +38,12 @@ def rank_main(folder, tiny, engine, how):
     import torch.distributed as dist
     from resident import give_back, memory, settled
     from rlblocks.engines.sharded import ShardedModel
-    from rlblocks.models.forward import Reader
+    from rlblocks.models.forward import Forward
     from rlblocks.models.loading import load_module
     give_back()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    def loaded(path): return ShardedModel(Reader(load_module(path, lazy=how == "shards")), engine=engine, device="cpu")
+    def loaded(path): return ShardedModel(Forward(load_module(path, lazy=how == "shards")), engine=engine, device="cpu")
     small = loaded(tiny)
     before = settled()
     Path("/proc/self/clear_refs").write_text("5")

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from rlblocks.losses.distill import jsd
-from rlblocks.arithmetic.logprobs import linear_logprobs, linear_measured
+from rlblocks.arithmetic.head import linear_logprobs, linear_measured
 
 # what learns: hidden states, head, an adapter on the head; and whether the entropy is asked
 MODES = {"trains, entropy": (True, True, False, True), "trains": (True, True, False, False), "frozen, entropy": (True, False, False, True), "frozen": (True, False, False, False),

@@ -47,7 +47,7 @@ def one_rank(rank, ranks, port, tokens, folder):
     torch.manual_seed(0)
     policy = Policy(LlamaForCausalLM(LlamaConfig(**SIZES)), sequence_parallel=ranks, micro_tokens=tokens, lr=1e-4, device="cpu")
     b = Batch(tokens=torch.randint(1, 512, (1, tokens)), lengths=torch.tensor([tokens]), mask=torch.arange(tokens)[None] > 0)
-    weights, held, sent, exchange = {p.untyped_storage().data_ptr() for p in policy._run.reader.parameters()}, {}, [], dist.all_to_all_single
+    weights, held, sent, exchange = {p.untyped_storage().data_ptr() for p in policy._run.module.parameters()}, {}, [], dist.all_to_all_single
     def keep(x):
         at = x.untyped_storage()
         if at.data_ptr() not in weights: held[at.data_ptr()] = at.nbytes()

@@ -31,15 +31,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
+from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 import transformers
+from rlblocks.models import step
 from rlblocks import Batch, Policy, at_tokens, group_advantages, pack, pad, plan_micro_batches, ppo_loss, shared_prefix
 
 V, GROUP, LR, TRL_ROWS = 4096, 8, 1e-6, 16
@@ -86,11 +89,12 @@ def rows_of(lengths, questions, seed=0):
 def ours(b, pack, in_order=None, **how):
     policy, grads = Policy(llama(), lr=LR, device="cpu", pack=pack, max_norm=1e9, **how), {} # the norm is taken, and far from clipped: gradients are compared
     def loss(out, b): return ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
-    if in_order: policy._run.plan = lambda b: in_their_order(b.lengths, in_order)
-    names = {id(p): n.removeprefix("trunk.") for n, p in policy._run.reader.named_parameters()}
-    def keep(*_): grads.update({names[id(p)]: p.grad.clone() for p in policy._run.reader.parameters()})
+    planned = mock.patch.object(step, "micro_batches", lambda run, b: in_their_order(b.lengths, in_order)) if in_order else nullcontext()
+    names = {id(p): n.removeprefix("trunk.") for n, p in policy._run.module.named_parameters()}
+    def keep(*_): grads.update({names[id(p)]: p.grad.clone() for p in policy._run.module.parameters()})
     hook = policy._run.model.optimizer.register_step_pre_hook(keep)
-    def update(): return policy.step(b, loss)
+    def update():
+        with planned: return policy.step(b, loss)
     def gradient():
         update()
         hook.remove()

@@ -47,9 +47,8 @@ try:
     from rlblocks.arithmetic.kl import (
         adaptive_kl_coef, annealed_kl_coef, full_kl, kl_k1, kl_k2, kl_k3, ratio_corrected, straight_through,
     )
-    from rlblocks.arithmetic.logprobs import (
-        entropy, gather_logprobs, linear_logprobs, linear_measured, sequence_logprobs, token_logprobs,
-    )
+    from rlblocks.arithmetic.head import linear_logprobs, linear_measured
+    from rlblocks.arithmetic.logprobs import entropy, gather_logprobs, sequence_logprobs, token_logprobs
     from rlblocks.losses.margins import (
         alpha_reward, alphapo_loss, aot_loss, aot_matched, chi_reward, chipo_loss, cpo_loss, f_dpo_loss,
         forward_kl_reward, js_reward, ld_logprobs, orpo_loss, simpo_loss, tpo_loss, wpo_weights,
@@ -73,19 +72,23 @@ try:
         adaptive_clip, assert_on_policy, clip_metrics, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss,
         log_ratio, ppo_loss, ratio_metrics,
     )
+    from rlblocks.losses.pairs import (
+        answer_log_ratios, over_pairs, over_rows, pair_log_ratios, pair_metrics, preference_margin,
+    )
     from rlblocks.losses.preference import (
-        answer_log_ratios, apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, dpop_loss,
-        exo_loss, hinge_loss, ipo_loss, nca_loss, over_pairs, over_rows, pair_log_ratios, pair_metrics,
-        preference_margin, robust_dpo_loss, sppo_loss,
+        apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, dpop_loss, exo_loss, hinge_loss,
+        ipo_loss, nca_loss, robust_dpo_loss, sppo_loss,
     )
     from rlblocks.data.preferences import Feedback, Preferences, as_feedback
     from rlblocks.data.demonstrations import Demonstrations
     from rlblocks.data.prompts import Prompts
     from rlblocks.data.ragged import Ragged, from_arrow, to_arrow
+    from rlblocks.losses.answer_ratio import (
+        gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, sequence_ratio, topr_loss, vespo_loss,
+    )
     from rlblocks.losses.ratio import (
-        asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss,
-        gspo_token_loss, luspo_loss, on_policy_loss, policy_gradient, reinforce_loss, sapo_loss, sequence_ratio,
-        topr_loss, vespo_loss,
+        asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, on_policy_loss, policy_gradient,
+        reinforce_loss, sapo_loss,
     )
     from rlblocks.losses.reward import (
         bradley_terry_loss, centering_loss, davidson_loss, generative_scores, hps_loss, multi_head_loss,

@@ -106,7 +106,7 @@ def dispatch(pool):
     extra["old_logprobs"] = policy.logprobs(extra)
     steps = [policy.step(b, loss), policy.step(b, loss, (extra, loss)), policy.step(b, loss, (extra[:0], loss)), policy.step(b[:0], loss), policy.step(b[:1], loss)]
     out["steps"] = [{k: float(v) for k, v in m.items()} for m in steps]
-    out["version"], out["attribute"], out["property"], out["private"] = policy.version, echo.shape, echo.twice, policy._run.packed
+    out["version"], out["attribute"], out["property"], out["private"] = policy.version, echo.shape, echo.twice, policy._run.layout.packed
     echo.base = 4
     out["set"] = echo.twice
     out["columns"] = echo.add(Batch(tokens=torch.arange(12).view(6, 2)), more=1)      # no mask, no lengths

@@ -49,7 +49,7 @@ def test_an_adapter_learns_and_the_base_does_not_move(kind):
     engine = Rollout(net, max_tokens=4, device="cpu")
     engine.load(policy.weights())
     assert_close(plainly(engine.module, b), policy.logprobs(b), rtol=0, atol=1e-5)
-    params = {id(p) for p in policy._run.reader.parameters()}
+    params = {id(p) for p in policy._run.module.parameters()}
     assert params == {id(p) for p in base.trunk.parameters() if p.requires_grad} and not any(id(p) in params for n, p in base.trunk.named_parameters() if n not in base.added)
 
 
@@ -79,9 +79,9 @@ def test_adapters_are_fp32_on_a_half_precision_base():
     policy = stir(Policy(model(dtype=torch.bfloat16), lora=LORA, lr=1e-6, device="cpu"), 2)
     base = base_of(policy)
     assert {p.dtype for n, p in base.trunk.named_parameters() if n not in base.added} == {torch.bfloat16}
-    assert {p.dtype for p in policy._run.reader.parameters()} == {torch.float32}
+    assert {p.dtype for p in policy._run.module.parameters()} == {torch.float32}
     assert {s["exp_avg"].dtype for s in policy._run.model.optimizer.state.values()} == {torch.float32}
-    moved = [p for n, p in policy._run.reader.named_parameters() if "lora_B" in n]
+    moved = [p for n, p in policy._run.module.named_parameters() if "lora_B" in n]
     assert all((p != 0).float().mean() > .9 for p in moved)
     exported = dict(base.merged(dict(default=1.)))
     assert exported["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float32 and exported["model.norm.weight"].dtype == torch.bfloat16
@@ -93,7 +93,7 @@ def test_several_learners_stand_on_one_module():
     ref, critic = here.place(Policy, policy, lora=None), here.place(Critic, policy, lora="value", lr=1e-2)
     scorer = Scorer(policy, lora=dict(r=2, name="reward"), lr=1e-2)
     base = base_of(policy)
-    assert all(base_of(w) is base for w in (ref, critic, scorer)) and critic._run.reader.trunk is base.trunk.model and set(base.own) == {"default", "value", "reward"}
+    assert all(base_of(w) is base for w in (ref, critic, scorer)) and critic._run.module.trunk is base.trunk.model and set(base.own) == {"default", "value", "reward"}
     assert torch.equal(ref.logprobs(b), plainly(net, b)) and ref._run.model.frozen
     alone, apart_ = stir(Policy(net, lora=LORA, lr=1e-2, device="cpu"), 4), stir(Critic(net, lora=dict(LORA, name="value"), lr=1e-2, device="cpu"), 4, loss=fit)
     for _ in range(4):                                     # in turns, as in a loop
@@ -116,7 +116,7 @@ def test_the_reference_is_what_the_kl_needs():
     with pytest.raises(ValueError, match="change with every step"): Policy(Policy(net, device="cpu"), lora=None)
     with pytest.raises(ValueError, match="engine='fsdp2' cannot be chosen here"): Policy(policy, lora=None, engine="fsdp2")
     probe = stir(Critic(policy, lora=None, lr=1e-2), loss=fit)             # a head alone
-    assert [n for n, _ in probe._run.reader.named_parameters()] == ["head.weight"] and (probe.values(b) != 0).any()
+    assert [n for n, _ in probe._run.module.named_parameters()] == ["head.weight"] and (probe.values(b) != 0).any()
 
 
 @pytest.mark.parametrize("how", [dict(), dict(checkpointing=True)])
@@ -163,7 +163,7 @@ def test_the_gradient_is_that_of_peft():
     other = peft.get_peft_model(copy.deepcopy(net), peft.LoraConfig(**LORA, target_modules="all-linear"))
     theirs = {n: p for n, p in other.named_parameters() if p.requires_grad}
     with torch.no_grad():
-        for n, p in policy._run.reader.named_parameters(): theirs["base_model.model." + n.removeprefix("adapter.").replace(".weight", ".default.weight")].copy_(p)
+        for n, p in policy._run.module.named_parameters(): theirs["base_model.model." + n.removeprefix("adapter.").replace(".weight", ".default.weight")].copy_(p)
     plain = Policy(other, lr=1e-2, max_norm=1e9, device="cpu")
     mine, want = gradients(policy), gradients(plain)
     policy.step(b, pg), plain.step(b, pg)
@@ -259,7 +259,7 @@ def peaks(rank, folder, engine, port):
     if engine:
         os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
         torch.distributed.init_process_group("gloo")
-    from rlblocks.models.forward import Reader
+    from rlblocks.models.forward import Forward
     from rlblocks.engines.sharded import ShardedModel
     from rlblocks.models.views import standing
     torch.set_num_threads(1)
@@ -273,7 +273,7 @@ def peaks(rank, folder, engine, port):
         torch.manual_seed(0)
         net = nn.Sequential(*[nn.Linear(1500, 1401, bias=False) for _ in range(8)]).to(torch.bfloat16 if kind == "bf16" else torch.float32)
         if kind == "4bit": net = nn.Sequential(*map(packed, net))
-        reader = Reader(net)
+        reader = Forward(net)
         m = ShardedModel(reader, **standing(None, reader, dict(r=4, target_modules=[str(i) for i in range(8)], use_dora=kind == "dora"), who="Policy", frozen=False, device="cpu", engine=engine))
         found[kind] = export_extra(lambda n, m=m: m.iter_full_params(n, "trunk."), 3*size)/size*2**20
     torch.save(found, folder/f"peaks{rank}.pt")
@@ -311,7 +311,7 @@ def on_shards(b, whole, engine):
         metrics = [(policy.step(b, pg), critic.step(b, fit)) for _ in range(5)]
         sent = {k: x for bucket in policy.weights().buckets(1 << 14) for k, x in bucket.items()}
         outputs = torch.stack([policy.logprobs(whole), ref.logprobs(whole), critic.values(whole)])
-        found[name] = dict(outputs=outputs, sent=sent, kept=policy.state_dict()["module"] | {f"critic.{k}": x for k, x in critic.state_dict()["module"].items()}, metrics=metrics, bend=policy._run.reader.bend)
+        found[name] = dict(outputs=outputs, sent=sent, kept=policy.state_dict()["module"] | {f"critic.{k}": x for k, x in critic.state_dict()["module"].items()}, metrics=metrics, bend=policy._run.layout.bend)
         if engine: others(policy, ref, b, whole, outputs, sharded=engine not in ("zero1", "zero2"), late=name != "head")
     return found
 
@@ -433,7 +433,7 @@ def test_adapters_are_combined_into_a_plain_folder(tmp_path):
     for i, loss in enumerate((pg, lambda out, b: (-pg(out, b)[0], {}))):
         stir(Policy(tmp_path/"base", lora=LORA | dict(seed=i), lr=1e-2, device="cpu"), loss=loss).save_pretrained(tmp_path/str(i), adapter=True)
     merge_adapters(tmp_path/"base", {tmp_path/"0": .25, tmp_path/"1": .5}, tmp_path/"sum")
-    own, start = named_weights(Policy(tmp_path/"sum", device="cpu")._run.reader.trunk), named_weights(net)
+    own, start = named_weights(Policy(tmp_path/"sum", device="cpu")._run.module.trunk), named_weights(net)
     want = {k: x.clone() for k, x in start.items()}
     for folder, share in ((tmp_path/"0", .25), (tmp_path/"1", .5)):
         theirs = peft.PeftModel.from_pretrained(copy.deepcopy(net), folder).merge_and_unload()
@@ -441,7 +441,7 @@ def test_adapters_are_combined_into_a_plain_folder(tmp_path):
     for k in want: assert_close(own[k], want[k], rtol=0, atol=1e-6)
     assert max((own[k]-start[k]).abs().max() for k in own) > 1e-3
     merge_adapters(tmp_path/"base", tmp_path/"0", tmp_path/"half", dtype=torch.bfloat16)
-    assert Policy(tmp_path/"half", frozen=True, device="cpu")._run.reader.trunk.dtype == torch.bfloat16
+    assert Policy(tmp_path/"half", frozen=True, device="cpu")._run.module.trunk.dtype == torch.bfloat16
     stir(Policy(tmp_path/"base", lora=LORA | dict(use_dora=True), lr=1e-2, device="cpu")).save_pretrained(tmp_path/"dora", adapter=True)
     with pytest.raises(ValueError, match="DoRA adapter; it can be merged alone"): merge_adapters(tmp_path/"base", {tmp_path/"0": 1., tmp_path/"dora": 1.}, tmp_path/"x")
 

@@ -9,8 +9,9 @@ from torch.testing import assert_close
 from rlblocks import Batch, Critic, Policy, Scorer
 from rlblocks.models.attention import NAME, Segments, attend_as_before, attend_by_segments, layout, segment_attention
 from rlblocks.data.packing import pack
-from rlblocks.models.forward import Reader
+from rlblocks.models.forward import Forward
 from rlblocks.models.probes import keeps_rows_apart, pack_by
+from rlblocks.models.step import micro_batches
 
 
 def groups(sizes=((9, 3, 4), (9, 1), (12, 5, 2, 3)), seed=0):
@@ -74,7 +75,7 @@ def test_packed_with_shared_prompts_is_each_row_alone(kind):
     logprobs, grads = alone(exact(tiny.model(kind)), b)
     for how in (dict(), dict(micro_tokens=40), dict(checkpointing=True), dict(pack=False)):
         found, others, policy = ours(lambda: exact(tiny.model(kind)), b, **how)
-        assert policy._run.packed is how.get("pack", True) and policy._run.reader.segments
+        assert policy._run.layout.packed is how.get("pack", True) and policy._run.layout.segments
         assert_close(found, logprobs, rtol=0, atol=1e-10)
         assert tiny.apart(others, grads) < 1e-10
 
@@ -85,14 +86,14 @@ def test_packed_is_alone_in_fp32(kind): # a mixture of experts rounds by which t
     logprobs, grads = alone(tiny.model(kind), b)
     for how in (dict(), dict(checkpointing=True)):
         found, others, policy = ours(tiny.model(kind), b, **how)
-        assert policy._run.packed and policy._run.reader.segments
+        assert policy._run.layout.packed and policy._run.layout.segments
         assert_close(found, logprobs, rtol=0, atol=tiny.reach(logprobs))
         assert tiny.apart(others, grads) < tiny.APART
 
 
 def test_the_prompt_is_laid_out_once():
     policy, b, seen = Policy(tiny.model(), device="cpu"), groups(), []
-    policy._run.reader.trunk.register_forward_pre_hook(lambda m, args, kw: seen.append(args[0].numel()), with_kwargs=True)
+    policy._run.module.trunk.register_forward_pre_hook(lambda m, args, kw: seen.append(args[0].numel()), with_kwargs=True)
     policy.logprobs(b)
     assert seen == [9+3+4-1 + 9+1 + 12+5+2+3-1] and int(b.lengths.sum()) == 81 # answers of more than two tokens begin with the same one: it is shared as well
     b["unit"] = b.group
@@ -133,11 +134,11 @@ def test_a_change_in_one_answer_reaches_no_other(): # LAWS 26
 def test_values_and_scores_go_the_same_way(kind):
     net, b = tiny.model(kind, torch.float64), groups()
     def filled(wrapper):
-        with torch.no_grad(): wrapper._run.reader.head.weight.copy_(torch.linspace(-1, 1, 32))
+        with torch.no_grad(): wrapper._run.module.head.weight.copy_(torch.linspace(-1, 1, 32))
         return wrapper
     for make, ask in ((Critic, "values"), (Scorer, "scores")):
         packed, padded = (filled(make(net, device="cpu", pack=p)) for p in (None, False))
-        assert packed._run.packed and packed._run.reader.segments
+        assert packed._run.layout.packed and packed._run.layout.segments
         assert_close(getattr(packed, ask)(b), getattr(padded, ask)(b), rtol=0, atol=1e-10)
 
 
@@ -163,10 +164,10 @@ class Sinks(nn.Module):
 
 def test_attention_sinks_are_refused_by_name():
     for blind in (False, True):
-        reader = Reader(Sinks(tiny.model(), blind).eval())
-        apart, why = pack_by(reader, "cpu")
-        assert not reader.segments and reader.trunk.config._attn_implementation == "sdpa"
-        assert apart is not blind and ("attention sinks" in why) is blind     # by positions, if the model knows them
+        net = Sinks(tiny.model(), blind).eval()
+        found = pack_by(Forward(net), "cpu")
+        assert not found.segments and net.config._attn_implementation == "sdpa"
+        assert found.safe is not blind and ("attention sinks" in found.why) is blind     # by positions, if the model knows them
     with pytest.raises(NotImplementedError, match="LlamaAttention has attention sinks"):
         x = torch.zeros(1, 4, 3, 8)
         segment_attention(tiny.model().model.layers[0].self_attn, x, x, x, None, segments=Segments([3], [(0, 0)]), s_aux=torch.zeros(4))
@@ -175,7 +176,7 @@ def test_attention_sinks_are_refused_by_name():
 def test_rows_that_may_hold_images_are_padded():
     net = tiny.model()
     net.config.vision_config = dict(depth=2)
-    assert not Policy(net, device="cpu")._run.packed
+    assert not Policy(net, device="cpu")._run.layout.packed
     with pytest.raises(ValueError, match=r"pack=True, but rows of LlamaForCausalLM may hold what is no text \(vision_config\)"): Policy(net, device="cpu", pack=True)
 
 
@@ -192,14 +193,11 @@ def test_the_probe_sees_wrong_windows_and_prefixes(kind, how, monkeypatch):
     monkeypatch.setattr("rlblocks.models.attention.segment_attention", broken(**how))
     net = tiny.model(kind)
     if kind == "mistral_window": net.config.sliding_window = 4096 # as real ones: rows of the probe are shorter
-    reader = Reader(net.eval())
-    pack_by(reader, "cpu")
-    assert not reader.segments and net.config._attn_implementation == "sdpa"
+    assert not pack_by(Forward(net.eval()), "cpu").segments and net.config._attn_implementation == "sdpa"
     assert kind != "mistral_window" or net.config.sliding_window == 4096 # nothing is left behind
     monkeypatch.undo()
     attend_by_segments(nn.Module()) # an object without a model: nothing to set
-    pack_by(reader, "cpu")
-    assert reader.segments
+    assert pack_by(Forward(net), "cpu").segments
 
 
 def test_other_attentions_are_left_alone():
@@ -212,9 +210,9 @@ def test_eager_position_packing_still_works_where_segments_do_not(monkeypatch):
     monkeypatch.setattr("rlblocks.models.attention.segment_attention", broken(prefix=1))
     b = groups()
     policy = Policy(tiny.model(), pack=True, device="cpu")
-    assert policy._run.packed and not policy._run.reader.segments
+    assert policy._run.layout.packed and not policy._run.layout.segments
     assert_close(policy.logprobs(b), (want := Policy(tiny.model(), pack=False, device="cpu").logprobs(b)), rtol=0, atol=tiny.reach(want))
-    assert not Policy(tiny.model(), device="cpu")._run.packed # a dense mask over the line: padding is faster
+    assert not Policy(tiny.model(), device="cpu")._run.layout.packed # a dense mask over the line: padding is faster
 
 
 # -- rotary embeddings that turn with the longest row of a call
@@ -241,8 +239,8 @@ def test_rows_within_and_beyond_a_longrope_window_never_share_a_call(pack):
     policy, b = Policy(strong(rope_parameters=LONGROPE), pack=pack, device="cpu"), lengthy(12, 40, 16, 17, 30)
     by_itself = torch.cat([Policy(strong(rope_parameters=LONGROPE), pack=False, device="cpu").logprobs(b[[i]]) for i in range(5)])
     assert_close(policy.logprobs(b), by_itself, rtol=0, atol=1e-10)
-    assert sorted(policy._run.plan(b)) == [[0, 2], [1, 3, 4]]
-    assert {len(policy._run.plan(p)) for p in b.parts(3)} == {2}      # one rank has rows of both kinds: all run two forward passes
+    assert sorted(micro_batches(policy._run, b)) == [[0, 2], [1, 3, 4]]
+    assert {len(micro_batches(policy._run, p)) for p in b.parts(3)} == {2}      # one rank has rows of both kinds: all run two forward passes
     with pytest.raises(ValueError, match="Policy: unit 1 has rows on both sides of 16 tokens.*longrope"): policy.logprobs(lengthy(12, 14, 40, unit=torch.tensor([0, 1, 1])))
 
 
@@ -275,7 +273,7 @@ def test_without_segments_the_model_is_what_it_was(kind):
 
 def test_a_saved_policy_says_nothing_of_segments(tmp_path):
     policy = Policy(tiny.model(), device="cpu")
-    assert policy._run.reader.segments
+    assert policy._run.layout.segments
     policy.save_pretrained(tmp_path)
     assert "segments" not in (tmp_path/"config.json").read_text()
     assert_close(Policy(str(tmp_path), device="cpu").logprobs(groups()), policy.logprobs(groups()))
@@ -286,7 +284,7 @@ def test_a_peft_model_is_packed():
     net, b = tiny.model(dtype=torch.float64), groups()
     adapted = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     packed, padded = (Policy(adapted, device="cpu", pack=p) for p in (None, False))
-    assert packed._run.reader.segments
+    assert packed._run.layout.segments
     assert_close(packed.logprobs(b), padded.logprobs(b), rtol=0, atol=1e-10)
 
 
@@ -333,7 +331,7 @@ def test_recomputed_layers_see_their_rows():
 
 
 def test_keeps_rows_apart_needs_positions():
-    assert not keeps_rows_apart(Reader(nn.Embedding(8, 4)), "cpu")
+    assert not keeps_rows_apart(Forward(nn.Embedding(8, 4)), "cpu")
 
 
 # -- attention that is another one than softmax over a row's keys
@@ -367,10 +365,10 @@ def test_a_probe_of_short_rows_sees_what_sparse_attention_does_with_long_ones():
     net = sparse("deepseek_v32")
     for m in net.modules():
         if hasattr(m, "index_topk"): m.index_topk = 2048
-    reader, line = Reader(net), []
+    line = []
     for m in net.modules():
         if hasattr(m, "index_topk"): m.register_forward_pre_hook(lambda m, args: line.append(m.index_topk))
-    keeps_rows_apart(reader, "cpu")
+    keeps_rows_apart(Forward(net), "cpu")
     assert line and max(line) == 4 and all(m.index_topk == 2048 for m in net.modules() if hasattr(m, "index_topk"))
 
 
@@ -394,5 +392,5 @@ def test_a_layer_that_makes_its_own_mask_is_padded():
         config = DeepseekV4Config(**tiny.SIZES | dict(num_key_value_heads=1, head_dim=8, q_lora_rank=16, o_lora_rank=8, index_head_dim=16, index_n_heads=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
                                                       sliding_window=16, max_position_embeddings=256, layer_types=["heavily_compressed_attention"]*2, eos_token_id=1, pad_token_id=0))
         net = AutoModelForCausalLM.from_config(config).eval()
-    assert not Policy(net, device="cpu")._run.packed
+    assert not Policy(net, device="cpu")._run.layout.packed
     with pytest.raises(ValueError, match="makes a mask of its own"): Policy(net, pack=True, device="cpu")

@@ -14,6 +14,8 @@ from conftest import ROOT
 from rlblocks import Batch, Buffer, Critic, Policy, Scorer, aggregate, masked_mean, pairs, seed_of, shared_prefix
 from rlblocks.data.ragged import ragged
 from rlblocks.placement.place import Call
+from rlblocks.models.step import micro_batches
+import tiny
 from tiny import apart, gradients, model, rows
 from torch.testing import assert_close
 
@@ -241,7 +243,7 @@ def test_a_cut_for_models_that_compute_every_prompt():
     packs = {pack: Policy(model(), frozen=True, device="cpu", pack=pack) for pack in (None, True, False)}
     assert [p.shares_prompts for p in packs.values()] == [True, True, False] and Critic(model(), device="cpu").shares_prompts and not Scorer(model(), device="cpu", pack=False).shares_prompts
     packed = Policy(model(), frozen=True, device="cpu", pack=True)
-    packed._run.reader.segments = False         # an attention that is told of rows by their positions only, as flash's
+    tiny.laid_out(packed, segments=False)         # an attention that is told of rows by their positions only, as flash's
     assert not packed.shares_prompts
 
 
@@ -273,7 +275,7 @@ def test_a_cut_that_keeps_groups_changes_no_gradient():
     logprobs = policy.logprobs(b)
     for n in (2, 3, 5):
         parts, total = b.parts(n), {}
-        assert len({len(policy._run.plan(p)) for p in parts}) == 1
+        assert len({len(micro_batches(policy._run, p)) for p in parts}) == 1
         assert all(policy.logprobs(p).sub(logprobs[p.row] if not p.filler else 0).abs().max() < 1e-5 for p in parts)
         for rows_ in b.cut(n):
             if rows_: total = {k: total.get(k, 0) + g for k, g in gradient(b.part(rows_)).items()}

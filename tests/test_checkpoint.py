@@ -54,7 +54,7 @@ def loop(*, steps=8, checkpoint=Checkpoint(), fail_at=None, net=None, epochs=2):
                 if step == fail_at and epoch == 0 and k == 1: raise RuntimeError("killed mid-epoch")
         state["coef"] = adaptive_kl_coef(state["coef"], .2, target=.1, horizon=100, n_rows=16)
         yield dict(step=step, prompts=batch.prompt[::4], reward=batch.scores.mean().item(), loss=float(metrics["loss"]), norm=float(metrics["grad_norm"]),
-                   weights=sum(p.double().sum().item() for p in policy._run.reader.parameters()), version=policy.version)
+                   weights=sum(p.double().sum().item() for p in policy._run.module.parameters()), version=policy.version)
 
 
 @pytest.fixture(scope="module")
@@ -340,7 +340,7 @@ SHARDS = """
 import sys, torch
 from pathlib import Path
 from rlblocks import Checkpoint, Policy
-from rlblocks.engines.optim import Ema
+from rlblocks.engines.ema import Ema
 from tiny import NEAR, model, steady
 from test_optim import LR, batch, loss
 folder = Path(sys.argv[1])

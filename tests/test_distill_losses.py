@@ -22,7 +22,8 @@ from rlblocks.losses.distill import (
     with_tail,
 )
 from rlblocks.arithmetic.kl import full_kl
-from rlblocks.arithmetic.logprobs import gather_logprobs, linear_logprobs, token_logprobs
+from rlblocks.arithmetic.head import linear_logprobs
+from rlblocks.arithmetic.logprobs import gather_logprobs, token_logprobs
 from rlblocks.arithmetic.masked import aggregate
 from rlblocks.losses.policy import ppo_loss
 from rlblocks.signals.teachers import distill_advantages, iw_opd_weights, minillm_advantages, realigned, teacher_mix_weights

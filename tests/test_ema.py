@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from rlblocks import Checkpoint, Policy
 from rlblocks.checkpoint.convert import convert
-from rlblocks.engines.optim import Ema
+from rlblocks.engines.ema import Ema
 from rlblocks.engines.weights import copy_weights
 from test_shards import far, launch, loss, moved, net, weights
 from tiny import NEAR, model, rows, steady

@@ -308,7 +308,7 @@ def saved_in_half(engine, world, rank, folder):
         assert found.keys() == masters.keys() and all(torch.equal(found[k], x.to(dtype)) for k, x in masters.items())
         assert all(torch.equal(plain.state_dict()[k], x.to(dtype)) for k, x in masters.items())
     assert len(list((folder/"half").glob("model-*.safetensors"))) > 2 and len(list((folder/"whole").glob("*.safetensors"))) == 1
-    assert AutoModelForSequenceClassification.from_pretrained(folder/"judge").dtype == torch.bfloat16 and policy._run.reader.trunk.config.dtype != torch.float32
+    assert AutoModelForSequenceClassification.from_pretrained(folder/"judge").dtype == torch.bfloat16 and policy._run.module.trunk.config.dtype != torch.float32
 
 
 def saved_in_pieces(engine, world, rank, folder):

@@ -367,4 +367,4 @@ def test_encoder_decoders_are_refused_by_name(kind, Wrapper, tmp_path):
 def test_the_decoder_of_one_is_a_language_model():
     import transformers as tf
     net = tf.BartForCausalLM(tf.BartConfig(vocab_size=32, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32, max_position_embeddings=32, eos_token_id=1, bos_token_id=0))
-    assert Policy(net, device="cpu")._run.reader.positions == 32        # of 34 rows in its table
+    assert Policy(net, device="cpu")._run.module.positions == 32        # of 34 rows in its table

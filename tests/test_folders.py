@@ -155,7 +155,7 @@ def test_a_half_precision_model_goes_back_as_it_came(kind, tmp_path):
     found = read(tmp_path)
     assert {k for k, x in found.items() if x.dtype == torch.float32} == {"model.norm.weight"} | ({"score.weight"} if kind is not Policy else set())
     assert json.loads((tmp_path/"config.json").read_text())["dtype"] == "bfloat16"
-    if kind is not Policy: assert torch.equal(found["score.weight"], wrapper._run.reader.head.weight.detach())
+    if kind is not Policy: assert torch.equal(found["score.weight"], wrapper._run.module.head.weight.detach())
     wrapper.save_pretrained(tmp_path, dtype=torch.float32)
     exact = {k.partition(".")[2]: x for bucket in wrapper._run.model.iter_full_params() for k, x in bucket.items()}
     found = read(tmp_path)

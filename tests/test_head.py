@@ -9,8 +9,8 @@ from rlblocks import linear_logprobs
 from rlblocks.models import head
 from rlblocks.engines.modules import output_layer
 from rlblocks.models.head import bending, head_logprobs, head_measured, matrix_of
-from rlblocks.models import forward as reader_module
-from rlblocks.models.forward import Reader
+from rlblocks.models import forward as forward_module
+from rlblocks.models.forward import Forward, Layout, Places, Reading
 from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,14 +41,13 @@ def filled(net):
 
 def read(net, bend):
     "Log-probs, entropy, every gradient, and how often the head was read straight."
-    reader = Reader(net)
-    reader.bend = bend
     b = tiny.rows(B=6, T=12)
     rows, cols = b.mask.roll(-1, 1).nonzero().unbind(1)
     calls = []
     def counted(*args, **how): calls.append(1); return linear_logprobs(*args, **how)
     with mock.patch.object(head, "linear_logprobs", counted):
-        out = reader(b.tokens, b.lengths, rows, cols, packed=False, targets=b.tokens[rows, cols+1], temperature=torch.linspace(.5, 2, len(rows)), entropy=True)
+        places = Places(rows, cols, targets=b.tokens[rows, cols+1], temperature=torch.linspace(.5, 2, len(rows)))
+        out = Forward(net)(b.tokens, b.lengths, places, Reading(entropy=True), Layout(bend=bend))
     learning = {n: p for n, p in net.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad((out["logprobs"].cos() + .3*out["entropy"]).sum(), list(learning.values()), allow_unused=True)
     return out["logprobs"].detach(), out["entropy"].detach(), {n: g for n, g in zip(learning, grads, strict=True) if g is not None}, len(calls)
@@ -102,7 +101,7 @@ def test_adapters_are_read_as_they_stand_at_the_moment():
 @pytest.mark.parametrize("how", [dict(use_dora=True), dict(lora_bias=True), dict(target_modules=["q_proj"], modules_to_save=["lm_head"])])
 def test_what_is_not_plain_lora_is_read_from_logits(how):
     "… of some places at a time."
-    with mock.patch.object(reader_module, "head_logprobs", partial(head_logprobs, chunk=7)): agree(model(**how), None)
+    with mock.patch.object(forward_module, "head_logprobs", partial(head_logprobs, chunk=7)): agree(model(**how), None)
 
 
 def test_logits_of_all_places_are_never_there_at_once():

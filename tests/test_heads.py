@@ -54,7 +54,7 @@ def test_a_classifying_critic_is_cut_anyhow():
     b, bins = batch(), torch.linspace(-3, 3, 5)
     def grads(**how):
         critic = Critic(model(), bins=bins, lr=1e-2, max_norm=1e9, device="cpu", **how)
-        with torch.no_grad(): critic._run.reader.head.linear.weight += torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad(): critic._run.module.head.linear.weight += torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
         found = gradients(critic)
         critic.step(b, lambda out, b: classification_value_loss(out.value_logits, hl_gauss(b.returns, bins), b.mask, denom=b.n_tokens))
         return found
@@ -120,8 +120,8 @@ def test_steps_are_judged_where_they_end(how, tmp_path):
     ce = [float(judge.step(b, loss)["step_ce"]) for _ in range(25)]
     assert ce[-1] < .5*ce[0]                                # 0.00 of it for seeds 0 to 4; seed 0 on two threads the same
     got = judge.scores(b)
-    head = judge._run.reader.head
-    trunk = judge._run.reader.trunk
+    head = judge._run.module.head
+    trunk = judge._run.module.trunk
     want = head(trunk(input_ids=b.tokens, use_cache=False).last_hidden_state)
     assert got.shape == (16, 18, 2) and (got[~b.steps] == 0).all()
     assert_close(got[b.steps], want[b.steps].detach(), rtol=0, atol=reach(got))
@@ -215,7 +215,7 @@ def test_a_policy_keeps_its_value_head(tmp_path):
     policy.save_pretrained(tmp_path/"ours", max_shard_bytes=30_000)
     index = json.loads((tmp_path/"ours/model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == weights.keys() | {"v_head.summary.weight", "v_head.summary.bias"} and len(set(index.values())) > 2
-    assert torch.equal(load_file(tmp_path/"ours"/index["v_head.summary.bias"])["v_head.summary.bias"], policy._run.reader.head.bias.detach())
+    assert torch.equal(load_file(tmp_path/"ours"/index["v_head.summary.bias"])["v_head.summary.bias"], policy._run.module.head.bias.detach())
     for again in (Policy(tmp_path/"ours", value_head=True, device="cpu"), Critic(tmp_path/"ours", device="cpu")): assert_close(again.values(b), policy.values(b), rtol=0, atol=1e-6)
     plain, found = AutoModelForCausalLM.from_pretrained(tmp_path/"ours", output_loading_info=True)
     assert not found["missing_keys"] and set(found["unexpected_keys"]) == {"v_head.summary.weight", "v_head.summary.bias"}
@@ -275,7 +275,7 @@ def test_a_classifying_critic_comes_back(tmp_path):
     for _ in range(3): critic.step(b, loss)
     critic.save_pretrained(tmp_path)
     again = Critic(tmp_path, lr=3e-2, device="cpu")
-    assert critic.values(b).abs().max() > .1 and torch.equal(again._run.reader.head.bins, bins)
+    assert critic.values(b).abs().max() > .1 and torch.equal(again._run.module.head.bins, bins)
     assert_close(again.values(b), critic.values(b), rtol=0, atol=1e-5)
     again.step(b, loss)                            # and it goes on classifying
     again.save_pretrained(tmp_path/"again")
@@ -395,7 +395,7 @@ def test_a_head_sits_on_hidden_states_where_a_model_is_its_own_base():
     assert net.base_model is net
     policy = Policy(net, frozen=True, device="cpu")
     for wrapper in (Critic(net, device="cpu"), Scorer(net, device="cpu"), Critic(policy, device="cpu")):
-        assert type(wrapper._run.reader.trunk).__name__ == "Llama4TextModel" and wrapper._run.reader.head.in_features == 32
+        assert type(wrapper._run.module.trunk).__name__ == "Llama4TextModel" and wrapper._run.module.head.in_features == 32
     assert Scorer(net, device="cpu").scores(batch()).shape == (16,)
 
 

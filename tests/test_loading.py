@@ -11,7 +11,7 @@ from rlblocks import Critic, Policy, Scorer
 from rlblocks.engines.lazy import lazy_weights, read_module_
 from rlblocks.engines.sharded import ShardedModel
 from rlblocks.models import loading
-from rlblocks.models.forward import Reader
+from rlblocks.models.forward import Forward
 from rlblocks.models.loading import load_module
 
 SMALL = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
@@ -127,7 +127,7 @@ def _peak(rank, path, store, ranks):
     give_back()
     join(rank, store, ranks)
     loading.RENEW = 1 << 22
-    load = lambda folder: ShardedModel(Reader(load_module(folder, lazy=True)), engine="fsdp2", device="cpu")
+    load = lambda folder: ShardedModel(Forward(load_module(folder, lazy=True)), engine="fsdp2", device="cpu")
     def grown(folder):
         before = settled()
         open("/proc/self/clear_refs", "w").write("5")

@@ -10,7 +10,8 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiny import bound
-from rlblocks.arithmetic.logprobs import entropy, gather_logprobs, linear_logprobs, linear_measured, sequence_logprobs, token_logprobs
+from rlblocks.arithmetic.head import linear_logprobs, linear_measured
+from rlblocks.arithmetic.logprobs import entropy, gather_logprobs, sequence_logprobs, token_logprobs
 
 
 def sample(*shape, V=7, seed=0, dtype=torch.float64):

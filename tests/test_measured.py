@@ -68,7 +68,7 @@ def test_adapters(targets):
     b, net = batch(T), tiny.model()
     def run(loss, **asked):
         policy = Policy(net, lora=dict(r=3, lora_alpha=12, target_modules=targets), device="cpu", max_norm=None, lr=1e-2)
-        for name, p in policy._run.reader.named_parameters():
+        for name, p in policy._run.module.named_parameters():
             if "lora_B" in name: torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(len(name)))
         found = tiny.gradients(policy)
         policy.step(b, loss, **asked)
@@ -151,7 +151,7 @@ def test_a_head_makes_the_logits_of_its_model(kind):
     policy, b = Policy(reader_model(kind), frozen=True), batch()
     head, z = policy.head(), policy.measure(b, lambda z: z)
     assert_close(head(policy.hidden(b), temperature=b.temperature[:, None].expand(b.mask.shape))[b.mask], z[b.mask], atol=1e-5, rtol=1e-5, check_dtype=False)
-    assert head.weight.data_ptr() == policy._run.reader.trunk.get_output_embeddings().weight.data_ptr() # frozen: no copy
+    assert head.weight.data_ptr() == policy._run.module.trunk.get_output_embeddings().weight.data_ptr() # frozen: no copy
     learning = Policy(reader_model(kind), lr=1e-2)
     head = learning.head()
     before = head.weight.clone()
@@ -212,7 +212,7 @@ REFUSED = dict(one_for_all=(lambda z: z.mean(), r"measure gave \[\] for logits \
 def test_a_measure_is_held_to_the_same_on_every_path(path):
     policy, b = Policy(PATHS[path](), device="cpu"), tiny.rows(B=4, T=12)
     b["weight"] = torch.rand(4, 12)
-    assert (policy._run.reader.bend is None) == (path == "model")
+    assert (policy._run.layout.bend is None) == (path == "model")
     for measure, said in REFUSED.values():
         with pytest.raises(ValueError, match=said): policy.step(b, straight, measure=measure)
     for name in ("one_for_all", "number", "few", "in_place", "column_in_place"):
@@ -252,8 +252,7 @@ def test_the_loss_on_logits_is_the_same_number():
     T = teacher()
     b, policy = batch(T), Policy(tiny.model(dtype=torch.float64))
     found = policy.measure(b, divergence(T.head(), 1.))
-    part = b.part(range(len(b)))
-    out = policy._run.tokens_out(part, logits=True)
+    out = tiny.read(policy, b, logits=True)
     assert_close(masked_mean(found, b.mask), reverse_kl_loss(out.logits, b.teacher_logits, b.mask)[0].detach(), rtol=1e-7, atol=0)
     assert isinstance(b, Batch)
 
@@ -265,6 +264,6 @@ def test_a_measure_stands_for_all_that_is_read_of_the_logits():
         return out.measured.sum()/b.n_tokens, {}
     for head in (True, False):          # straight from the head; from whole logits
         policy = Policy(tiny.model("llama"), lr=0., device="cpu")
-        if not head: policy._run.reader.bend = None
+        if not head: tiny.laid_out(policy, bend=None)
         policy.step(batch(), loss, measure=lambda z: z.logsumexp(-1))
     assert seen and all(x == ["measured"] for x in seen), seen

@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 from rlblocks import Batch, Critic, Policy, Scorer, assert_on_policy, grpo_loss, kl_k3, masked_mean, mean_of, merge, ppo_loss, token_logprobs, value_loss
-from rlblocks.models.forward import Reader
+from rlblocks.models.forward import Forward
 from rlblocks.models.probes import keeps_rows_apart
+from rlblocks.models.step import micro_batches
 from tiny import APART, apart, gradients, model, rows
 from torch import nn
 from torch.testing import assert_close
@@ -27,7 +28,7 @@ def joint(out, b):
 
 def stepped(net, b, **how):
     policy = Policy(net, value_head=True, lr=1e-3, max_norm=1e9, device="cpu", **how)
-    with torch.no_grad(): policy._run.reader.head.weight += .1
+    with torch.no_grad(): policy._run.module.head.weight += .1
     found = gradients(policy)
     return found, policy.step(b, joint, entropy=True), policy
 
@@ -41,7 +42,7 @@ def test_one_gradient_for_every_cut(kind, dtype, far):
     for pack in (False, True):
         for how in CUTS:
             found, others, policy = stepped(net, b, pack=pack, **how)
-            assert policy._run.packed is pack and (len(policy._run.plan(b)) > 1 or how == dict(micro_rows=16))
+            assert policy._run.layout.packed is pack and (len(micro_batches(policy._run, b)) > 1 or how == dict(micro_rows=16))
             assert apart(found, whole) < far, (pack, how)
             if dtype == torch.float64:      # in float32 a token on the edge of a clip range may fall on either side
                 for k in metrics: assert float(others[k]) == pytest.approx(float(metrics[k]), rel=1e-9, abs=1e-9), (k, pack, how)
@@ -87,9 +88,9 @@ def test_a_model_that_mixes_packed_rows_is_found_out():
             self.emb, self.out = nn.Embedding(32, 8), nn.Linear(8, 32)
         def forward(self, tokens, position_ids=None): return self.out(self.emb(tokens).cumsum(1))
     with pytest.raises(ValueError, match="packed rows of Leaky see each other"): Policy(Leaky, pack=True, device="cpu")
-    assert not Policy(Leaky, device="cpu")._run.packed
+    assert not Policy(Leaky, device="cpu")._run.layout.packed
     eager = model(attn_implementation="eager")
-    assert keeps_rows_apart(Reader(eager.eval()), "cpu")
+    assert keeps_rows_apart(Forward(eager.eval()), "cpu")
 
 
 def test_a_plain_module_is_a_policy():
@@ -104,7 +105,7 @@ def test_a_plain_module_is_a_policy():
     lp = policy.logprobs(b)
     want = token_logprobs(net(b.tokens), b.tokens, temperature=b.temperature.double())
     assert_close(lp[b.mask], want[b.mask].detach(), rtol=1e-6, atol=1e-6)
-    assert (lp[~b.mask] == 0).all() and next(net.parameters()) is not next(policy._run.reader.parameters())
+    assert (lp[~b.mask] == 0).all() and next(net.parameters()) is not next(policy._run.module.parameters())
     losses = [float(policy.step(b, lambda out, b: (-masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}))["loss"]) for _ in range(20)]
     assert losses[-1] < .8*losses[0]                         # 0.67, 0.66, 0.64, 0.65, 0.62 for seeds 0 to 4, in float64; seed 0 on two threads the same
     with pytest.raises(TypeError, match="no get_output_embeddings"): Policy(net, value_head=True)
@@ -118,7 +119,7 @@ def test_only_chosen_positions_reach_the_head():
     net, b = model(), rows(dtype=torch.float32)
     seen = []
     policy = Policy(net, device="cpu", micro_rows=4)
-    policy._run.reader.trunk.lm_head.register_forward_hook(lambda m, args, out: seen.append(out.shape))
+    policy._run.module.trunk.lm_head.register_forward_hook(lambda m, args, out: seen.append(out.shape))
     late = b[list(range(16))]
     late["mask"] = b.mask & (torch.arange(18) >= b.lengths[:, None] - 2)
     policy.logprobs(late)
@@ -132,7 +133,7 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(pack):
     net, b = model(dtype=torch.float64, attention_dropout=.5), rows()
     plain, _, _ = stepped(net, b, pack=pack, micro_rows=5)
     recomputed, _, policy = stepped(net, b, pack=pack, micro_rows=5, checkpointing=True)
-    layers = [m for m in policy._run.reader.modules() if getattr(m, "gradient_checkpointing", False)]
+    layers = [m for m in policy._run.module.modules() if getattr(m, "gradient_checkpointing", False)]
     assert layers and apart(recomputed, plain) < 1e-12
 
 
@@ -147,7 +148,7 @@ def test_the_ratio_of_the_first_update_is_one():
         return ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
     metrics = policy.step(b, loss)
     assert max(seen) < 1e-4 and float(metrics["clip_frac"]) == 0
-    policy._run.reader.trunk.train()
+    policy._run.module.trunk.train()
     with pytest.raises(AssertionError, match="dropout"): policy.step(b, loss)
 
 
@@ -164,10 +165,10 @@ def test_fp32_master_weights():
     "LAWS 30: a model that comes in bf16 trains in fp32, and a hundred Adam steps at 1e-6 move what fp32 moves."
     b = rows(dtype=torch.float32)
     policy = Policy(model(dtype=torch.bfloat16), lr=1e-6, device="cpu", dtype=torch.bfloat16)
-    before = {n: p.detach().clone() for n, p in policy._run.reader.named_parameters()}
+    before = {n: p.detach().clone() for n, p in policy._run.module.named_parameters()}
     assert all(p.dtype == torch.float32 for p in before.values())
     for _ in range(100): policy.step(b, lambda out, b: (-masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}))
-    moved = torch.cat([(p - before[n]).abs().flatten() for n, p in policy._run.reader.named_parameters() if "embed" not in n])
+    moved = torch.cat([(p - before[n]).abs().flatten() for n, p in policy._run.module.named_parameters() if "embed" not in n])
     assert (moved > 1e-6).float().mean() > .99
     assert all(s["exp_avg"].dtype == torch.float32 for s in policy._run.model.optimizer.state.values())
 
@@ -209,7 +210,7 @@ def test_a_local_mean_is_caught_and_changes_nothing():
     def centred(out, b): return -masked_mean(out.logprobs*(b.advantages - b.advantages.mean()), b.mask, denom=b.n_tokens), {}
     with pytest.raises(ValueError, match="batch statistics before the step"): policy.step(b, centred)
     assert policy.version == 0 and all(torch.equal(v, before[k]) for k, v in policy.state_dict()["module"].items())
-    assert all(p.grad is None for p in policy._run.reader.parameters())
+    assert all(p.grad is None for p in policy._run.module.parameters())
     policy.step(b, lambda out, b: ppo_loss(out.logprobs, out.logprobs.detach() - .1, b.advantages, b.mask, denom=b.n_tokens))
     assert policy.version == 1
 
@@ -238,10 +239,10 @@ def test_learning_rates_and_frozen_parts_are_the_users():
     for name, p in net.named_parameters(): p.requires_grad_("lm_head" in name)
     def loss(out, b): return -masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
     policy = Policy(net, device="cpu", optimizer=lambda ps: torch.optim.SGD(ps, lr=.1), schedule=lambda v: .5, max_norm=None)
-    before = {n: p.detach().clone() for n, p in policy._run.reader.trunk.named_parameters()}
+    before = {n: p.detach().clone() for n, p in policy._run.module.trunk.named_parameters()}
     found = gradients(policy)
     assert float(policy.step(b, loss)["lr"]) == pytest.approx(.05)
-    after = dict(policy._run.reader.trunk.named_parameters())
+    after = dict(policy._run.module.trunk.named_parameters())
     assert [n for n in before if not torch.equal(before[n], after[n])] == ["lm_head.weight"]
     assert_close(after["lm_head.weight"], before["lm_head.weight"] - .05*found["trunk.lm_head.weight"])
 
@@ -329,8 +330,8 @@ def test_a_scorer_without_a_classifier_says_how_to_keep_it(tmp_path):
 
 def test_pairs_do_not_move_a_new_reward_head_sideways():
     "The two scores of a pair shift alike: a bias has no gradient but rounding, which Adam would blow up to full steps. A critic's has no place in the files that others read."
-    assert Scorer(model(), device="cpu")._run.reader.head.bias is None and Critic(model(), device="cpu")._run.reader.head.bias is None
-    assert Critic(model(), bins=[0., 1.], device="cpu")._run.reader.head.linear.bias is not None and Policy(model(), value_head=True, device="cpu")._run.reader.head.bias is not None
+    assert Scorer(model(), device="cpu")._run.module.head.bias is None and Critic(model(), device="cpu")._run.module.head.bias is None
+    assert Critic(model(), bins=[0., 1.], device="cpu")._run.module.head.linear.bias is not None and Policy(model(), value_head=True, device="cpu")._run.module.head.bias is not None
 
 
 def test_critic_and_scorer_learn_and_read_where_they_say():
@@ -387,8 +388,8 @@ def uneven_rows(*lengths, mask=True, seed=0):
 def test_ranks_score_rows_without_a_mask_in_as_many_forward_passes(how, at): # LAW 24
     b, scorer, calls = uneven_rows(10, 2, 2, 2, 2, 2, mask=False), Scorer(model(), device="cpu", at=at, **how), []
     b["steps"] = torch.arange(10) == b.lengths[:, None] - 1
-    masked, read = Batch(**b.columns, mask=torch.zeros(6, 10, dtype=torch.bool)), scorer._run.read
-    scorer._run.read = lambda *a, **k: (calls.append(1), read(*a, **k))[1]
+    masked = Batch(**b.columns, mask=torch.zeros(6, 10, dtype=torch.bool))
+    scorer._run.module.register_forward_pre_hook(lambda *_: calls.append(1))
     def passes(part):
         calls.clear()
         scorer.scores(part)
@@ -419,7 +420,7 @@ def test_empty_rows_take_part_in_everything_but_scores(how):
 @pytest.mark.parametrize("pack", [None, False])
 def test_the_score_of_an_empty_row_is_refused_by_number_before_anything_runs(pack):
     scorer, calls = Scorer(model(), device="cpu", pack=pack, micro_rows=1), []
-    scorer._run.reader.register_forward_pre_hook(lambda *_: calls.append(1))
+    scorer._run.module.register_forward_pre_hook(lambda *_: calls.append(1))
     for lengths in ((5, 3, 0), (5, 0, 3), (0,)):
         b, at = uneven_rows(*lengths), lengths.index(0)
         with pytest.raises(ValueError, match=f"Scorer: row {at} has no token"): scorer.scores(b)
@@ -470,7 +471,7 @@ def test_another_default_dtype_changes_no_number():
     b, net = rows(dtype=torch.float32), model()
     def read():
         policy, critic = Policy(net, device="cpu", value_head=True), Critic(net, device="cpu")
-        return policy._run.packed, policy._run.reader.bend, policy.logprobs(b), policy.hidden(b), critic.values(b), Scorer(net, device="cpu").scores(b)
+        return policy._run.layout.packed, policy._run.layout.bend, policy.logprobs(b), policy.hidden(b), critic.values(b), Scorer(net, device="cpu").scores(b)
     wanted = read()
     torch.set_default_dtype(torch.float64)
     try: found = read()

@@ -6,11 +6,12 @@ import pytest
 import torch
 from forked import on_ranks
 from rlblocks import Checkpoint, Policy, ppo_loss
-from rlblocks.engines.optim import Ema, adamw, adamw_8bit, cosine, freeze_, muon, wsd
+from rlblocks.engines.ema import Ema
+from rlblocks.engines.optim import adamw, adamw_8bit, cosine, freeze_, muon, wsd
 from tiny import NEAR, bound, model, rows, steady
 
 LR = 1e-2
-MAKERS = dict(adamw=steady(LR, weight_decay=.1, but=("embed_tokens",)), muon=lambda ps: muon(ps, lr=1e-2, weight_decay=.1))
+MAKERS = dict(adamw=steady(LR, weight_decay=.1, but=("embed_tokens",)), muon=muon(lr=1e-2, weight_decay=.1))
 
 
 def loss(out, b): return ppo_loss(out.logprobs, out.logprobs.detach() - .1*b.advantages, b.advantages, b.mask, denom=b.n_tokens)
@@ -27,7 +28,7 @@ def test_resumed_equals_undisturbed(tmp_path, name):
     "Six steps at once, and three, a checkpoint, and three more: weights, moving average and learning rates to the bit (LAWS 20)."
     def run(steps, checkpoint):
         big = dict(hidden_size=64, intermediate_size=128) if name == "8bit" else {}
-        policy = Policy(model(**big), optimizer=MAKERS.get(name, lambda ps: adamw_8bit(ps, lr=1e-2)), schedule=wsd(6, warmup=2, decay=3), device="cpu")
+        policy = Policy(model(**big), optimizer=MAKERS.get(name, adamw_8bit(lr=1e-2)), schedule=wsd(6, warmup=2, decay=3), device="cpu")
         ema = Ema(policy, decay=.9)
         for step in checkpoint(steps, policy=policy, ema=ema):
             rate = float(policy.step(batch(step), loss)["lr"])
@@ -62,7 +63,7 @@ def test_a_half_precision_model_steps_in_fp32():
         dtypes = {x.dtype for s in policy._run.model.optimizer.state.values() for k, x in s.items() if k != "step"}
         big = {n for n, p in before.items() if p.dim() == 2 and "embed" not in n}
         return sum((after[n] != before[n]).sum().item() for n in big)/sum(before[n].numel() for n in big), dtypes
-    share, dtypes = moved(optimizer=lambda ps: adamw(ps, lr=1e-6))
+    share, dtypes = moved(optimizer=adamw(lr=1e-6))
     assert share > .99 and dtypes == {torch.float32}
     share, dtypes = moved(low_precision=True)
     assert share < .5 and dtypes == {torch.bfloat16}
@@ -125,7 +126,7 @@ def test_sharded_as_in_one_process(tmp_path, ranks):
             assert moved > .1 and (largest < NEAR*LR if name == "adamw" else norm < bound(5*3, moved, torch.bfloat16)), (name, largest, norm, moved)     # Muon's polynomial: five times three products in bfloat16
 
 
-ODD = {"Muon does not step": MAKERS["muon"], r"AdamW8bit keeps 'qmap1' \[256\]": lambda ps: adamw_8bit(ps, lr=1e-2), "Adafactor moves an entry by": torch.optim.Adafactor,
+ODD = {"Muon does not step": MAKERS["muon"], r"AdamW8bit keeps 'qmap1' \[256\]": adamw_8bit(lr=1e-2), "Adafactor moves an entry by": torch.optim.Adafactor,
        "LBFGS does not step": lambda ps: torch.optim.LBFGS([p for _, p in ps])}
 KEPT = dict(sgd=partial(torch.optim.SGD, lr=1e-1), momentum=partial(torch.optim.SGD, lr=1e-1, momentum=.9), nadam=partial(torch.optim.NAdam, lr=1e-2, eps=1e-3),
             asgd=partial(torch.optim.ASGD, lr=1e-1, t0=1), rprop=partial(torch.optim.Rprop, lr=1e-3), adagrad=partial(torch.optim.Adagrad, eps=1e-3))

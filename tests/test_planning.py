@@ -14,7 +14,7 @@ from transformers import LlamaConfig, ViTConfig
 from rlblocks.placement import planning
 from rlblocks.models.attention import Segments, attend_by_segments, layout
 from rlblocks.placement.memory import Live, appetite, fake_model
-from rlblocks.arithmetic.logprobs import linear_logprobs
+from rlblocks.arithmetic.head import linear_logprobs
 from rlblocks.placement.planning import plan, plan_rollout, step_seconds
 from rlblocks.engines.zero import BUCKET
 
@@ -87,7 +87,7 @@ def test_a_real_adapter_holds_what_was_planned(how):
     config = LlamaConfig(**TINY.to_dict() | dict(vocab_size=64))
     policy = Policy(lambda: fake_model(config), lora=how, lr=1e-3, device="cpu", value_head=True)
     policy.step(rows(B=4, T=8, dtype=torch.float32), lambda out, b: ((out.logprobs + out.values).sum()/b.n_tokens, {}))
-    mine = list(policy._run.reader.parameters())
+    mine = list(policy._run.module.parameters())
     held = dict(weights=sum(p.nbytes for p in {id(p): p for p in (*policy._run.model.engine.base.trunk.parameters(), *mine)}.values()), gradients=sum(p.nbytes for p in mine),
                 states=sum(x.nbytes for s in policy._run.model.optimizer.state.values() for x in s.values() if x.dim()))
     planned = plan(config, **SMALL, lora=how, value_head=True).bytes()

@@ -11,15 +11,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.gradcheck import GradcheckError
 from torch.testing import assert_close
 
-from rlblocks.losses import policy as policy_losses, ratio as ratio_losses, selections
+from rlblocks.losses import answer_ratio, policy as policy_losses, ratio as ratio_losses, selections
 from rlblocks.signals.advantages import at_tokens
 from rlblocks.data.batch import Batch
 from rlblocks.arithmetic.kl import kl_k1
 from rlblocks.arithmetic.masked import aggregate, masked_mean, merge
 from rlblocks.losses.policy import adaptive_clip, clipped_surrogate, dapo_loss, dr_grpo_loss, log_ratio, ppo_loss
+from rlblocks.losses.answer_ratio import (
+    gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, sequence_ratio, topr_loss, vespo_loss,
+)
 from rlblocks.losses.ratio import (
-    asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, on_policy_loss, reinforce_loss, sapo_loss,
-    sequence_ratio, topr_loss, vespo_loss,
+    asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, on_policy_loss, reinforce_loss,
+    sapo_loss,
 )
 from rlblocks.losses.selections import (
     adaptive_entropy_coef, clip_cov_loss, clip_cov_mask, entropy_loss, expert_load, high_entropy_mask, kl_cov_loss, kl_cov_mask, moe_balance_loss,
@@ -705,7 +708,7 @@ def test_errors_say_who_what_and_how(call, text):
 
 
 def test_every_loss_is_under_test():
-    there = {n for m in (policy_losses, ratio_losses, selections) for n in m.__all__ if n.endswith("_loss")} - {"ppo_loss", "grpo_loss"}
+    there = {n for m in (policy_losses, ratio_losses, answer_ratio, selections) for n in m.__all__ if n.endswith("_loss")} - {"ppo_loss", "grpo_loss"}
     assert there == {n.split()[0] + "_loss" for n in SUBJECTS}
 
 

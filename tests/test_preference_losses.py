@@ -11,14 +11,18 @@ from rlblocks.data.batch import pairs
 from rlblocks.losses.distill import sft_loss
 from rlblocks.arithmetic.logprobs import sequence_logprobs
 from rlblocks.arithmetic.masked import masked_mean, merge
+from rlblocks.losses.pairs import (
+    answer_log_ratios, over_pairs, over_rows, pair_log_ratios, pair_metrics, preference_margin,
+)
 from rlblocks.losses.preference import (
-    answer_log_ratios, apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, dpop_loss, exo_loss, hinge_loss, ipo_loss, nca_loss,
-    over_pairs, over_rows, pair_log_ratios, pair_metrics, preference_margin, robust_dpo_loss, sppo_loss,
+    apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, dpop_loss, exo_loss, hinge_loss,
+    ipo_loss, nca_loss, robust_dpo_loss, sppo_loss,
 )
 from rlblocks.models.policy import Policy
 from rlblocks.testing.laws import check_loss
 from rlblocks.testing.oracles import sample_columns
 from rlblocks.losses.unpaired import kto_loss
+from rlblocks.models.step import micro_batches
 from tiny import apart, gradients, model, rows
 
 FOUR = ("chosen", "rejected", "ref_chosen", "ref_rejected")
@@ -321,7 +325,7 @@ def test_a_step_of_a_policy_is_one_gradient_however_cut(loss):
     def step(micro_rows, b=b):
         policy = Policy(net, lr=1e-3, max_norm=1e9, device="cpu", micro_rows=micro_rows)
         found = gradients(policy)
-        return found, policy.step(b, loss), len(policy._run.plan(b))
+        return found, policy.step(b, loss), len(micro_batches(policy._run, b))
     whole, metrics, one = step(16)
     assert one == 1 and math.isfinite(float(metrics["loss"]))
     for micro_rows in (8, 2):

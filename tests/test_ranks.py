@@ -49,9 +49,9 @@ def torn(b, world):
 def one_rank(rank, world, cut, folder):
     make, how = CASES[cut]
     policy = Policy(net, **how)
-    calls, laid, read = [], [], policy._run.read
-    policy._run.read = lambda *a, **k: (calls.append(1), read(*a, **k))[1]
-    policy._run.reader.trunk.register_forward_pre_hook(lambda m, args, kw: laid.append(args[0].numel()), with_kwargs=True)
+    calls, laid = [], []
+    policy._run.module.register_forward_pre_hook(lambda *_: calls.append(1))
+    policy._run.module.trunk.register_forward_pre_hook(lambda m, args, kw: laid.append(args[0].numel()), with_kwargs=True)
     found = gradients(policy)
     part = (uneven(make()) if cut == "uneven" else torn(make(), world) if cut == "a prompt on both" else make().parts(world))[rank]
     metrics = policy.step(part, loss)

@@ -1,4 +1,4 @@
-"Log-probs without logits: the reader in place of the output layer gives what the logits give (LAWS 8, 12)."
+"Log-probs without logits: what runs in the output layer's place gives what the logits give (LAWS 8, 12)."
 import math
 
 import pytest
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlblocks import Batch, Critic, Policy, Rollout, Scorer, aggregate, entropy, forward_kl_loss
 from rlblocks.models.head import bending
-from rlblocks.models.forward import Reader
+from rlblocks.models.forward import Forward
 from rlblocks.models.probes import look_ahead, pack_by
 
 KINDS = dict(llama={}, qwen2={}, qwen3={}, mistral={}, gemma={}, gemma2=dict(final_logit_softcapping=3.), granite=dict(logits_scaling=8.), cohere=dict(logit_scale=.0625),
@@ -39,23 +39,21 @@ def batch():
 
 
 def read(policy, b):
-    part = b.part(range(len(b)))
-    policy._run.reader.zero_grad()
-    out = policy._run.tokens_out(part, entropy=True)
+    policy._run.module.zero_grad()
+    out = tiny.read(policy, b, entropy=True)
     (out.logprobs.cos() + .3*out.entropy).sum().backward()
-    return [out.logprobs.detach(), out.entropy.detach(), *(p.grad for p in policy._run.reader.parameters())]
+    return [out.logprobs.detach(), out.entropy.detach(), *(p.grad for p in policy._run.module.parameters())]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_head_read_straight_gives_what_the_logits_give(kind):
     policy = Policy(model(kind), lr=0.)
-    reader = policy._run.reader
-    k, c = reader.bend
+    k, c = policy._run.layout.bend
     assert (k, c) == (pytest.approx(KINDS[kind].get("logit_scale", 1/KINDS[kind].get("logits_scaling", 1.)), rel=1e-5), KINDS[kind].get("final_logit_softcapping"))
     straight = read(policy, batch())
-    reader.bend = None
+    tiny.laid_out(policy, bend=None)
     for x, y in zip(straight, read(policy, batch()), strict=True): assert_close(x, y, atol=tiny.APART*max(1., float(y.abs().max())), rtol=0)
-    if c: assert reader.trunk(batch().tokens).logits.abs().max() > .5*c # the cap was felt
+    if c: assert policy._run.module.trunk(batch().tokens).logits.abs().max() > .5*c # the cap was felt
 
 
 def test_absolute_golden(): # LAWS 8: parity alone would let both be wrong
@@ -68,14 +66,13 @@ def test_absolute_golden(): # LAWS 8: parity alone would let both be wrong
         def forward(self, tokens): return self.head(self.body(tokens))
     policy = Policy(Fixed)
     b = Batch(tokens=torch.tensor([[0, 1, 2, 0]]*2), mask=torch.tensor([[False, True, True, False]]*2), lengths=torch.tensor([3, 3]))
-    assert policy._run.reader.bend == (1., None)
+    assert policy._run.layout.bend == (1., None)
     assert_close(policy.logprobs(b).exp(), torch.tensor([[1., .25, .625, 1.]]*2)) # 0 where nothing was chosen
-    part = b.part([0, 1])
-    out = policy._run.tokens_out(part, entropy=True)
-    aggregate(-out.logprobs, part.mask).backward()
+    out = tiny.read(policy, b, entropy=True)
+    aggregate(-out.logprobs, b.mask).backward()
     H = -sum(p*math.log(p) for p in (.125, .25, .625))
     assert_close(out.entropy[0, 1].item(), H, atol=1e-6, rtol=0)
-    assert_close(policy._run.reader.trunk.head.weight.grad.flatten(), torch.tensor([.125, -.25, .125])) # p − share of the targets: ⅛−0, ¼−½, ⅝−½
+    assert_close(policy._run.module.trunk.head.weight.grad.flatten(), torch.tensor([.125, -.25, .125])) # p − share of the targets: ⅛−0, ¼−½, ⅝−½
 
 
 class Squared(nn.Module):
@@ -117,10 +114,10 @@ def test_no_logits_are_held(head):
     policy = Policy(tiny.model(vocab_size=20_000), value_head=head)
     b = tiny.rows(B=120, T=40)
     assert b.n_tokens > 4*256     # on a CPU 256 places are read at a time
-    with Widest() as seen: policy._run.tokens_out(b.part(range(len(b))), entropy=True).logprobs.sum().backward()
+    with Widest() as seen: tiny.read(policy, b, entropy=True).logprobs.sum().backward()
     assert seen.numel <= 256*20_000
-    policy._run.reader.bend = None
-    with Widest() as seen: policy._run.tokens_out(b.part(range(len(b))), entropy=True)
+    tiny.laid_out(policy, bend=None)
+    with Widest() as seen: tiny.read(policy, b, entropy=True)
     assert seen.numel >= b.n_tokens*20_000
 
 
@@ -129,11 +126,11 @@ def test_no_logits_are_held(head):
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "cohere"])
 def test_measure_sees_the_distribution_that_was_sampled_from(kind):
     policy, b = Policy(model(kind)), batch()
-    out = policy._run.tokens_out(b.part(range(len(b))), entropy=True, logits=True)
+    out = tiny.read(policy, b, entropy=True, logits=True)
     z = out.logits.detach()
     assert z.shape == (*b.mask.shape, 32) and (z[~b.mask] == 0).all()
-    for bend in (policy._run.reader.bend, None):
-        policy._run.reader.bend = bend
+    for bend in (policy._run.layout.bend, None):
+        tiny.laid_out(policy, bend=bend)
         assert_close(policy.measure(b, entropy), torch.where(b.mask, out.entropy.detach(), 0.))
         squares = policy.measure(b, lambda z: (2*z.log_softmax(-1)).logsumexp(-1))
         assert_close(squares[b.mask], z.softmax(-1).square().sum(-1).log()[b.mask], atol=1e-5, rtol=1e-5)
@@ -155,7 +152,7 @@ def test_a_student_learns_from_full_logits_however_the_step_is_cut():
     for rows in (1, 6):
         student = Policy(tiny.model("llama", seed=1), optimizer=tiny.steady(1e-2), micro_rows=rows)
         found = [student.step(b, loss, logits=True) for _ in range(5)]
-        weights.append(torch.cat([p.detach().flatten() for p in student._run.reader.parameters()]))
+        weights.append(torch.cat([p.detach().flatten() for p in student._run.module.parameters()]))
     assert_close(*weights, atol=tiny.NEAR*1e-2, rtol=0)
     assert float(found[-1]["loss"]) < .8*float(found[0]["loss"])          # 0.17, 0.17, 0.19, 0.13, 0.22 of it for seeds 0 to 4; seed 0 on two threads the same
     with pytest.raises(AttributeError, match="logits=True"): Policy(tiny.model("llama")).step(b, loss)
@@ -220,9 +217,9 @@ CAUSAL = {kind: (lambda kind=kind: tiny.model(kind)) for kind in tiny.KINDS} | {
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_causal_model_is_never_refused(name):
-    reader = Reader(CAUSAL[name]().eval())
-    pack_by(reader, torch.device("cpu"))
-    assert look_ahead(reader, torch.device("cpu")) == ""
+    net = Forward(CAUSAL[name]().eval())
+    pack_by(net, torch.device("cpu"))
+    assert look_ahead(net, torch.device("cpu")) == ""
 
 
 def test_places_of_images_are_no_words():
@@ -231,4 +228,4 @@ def test_places_of_images_are_no_words():
     net.config.image_token_id, net.config.video_token_id = 3, 5
     seen = []
     net.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
-    assert look_ahead(Reader(net), "cpu") == "" and not {3, 5, 1} & set(torch.cat([x.flatten() for x in seen]).tolist())       # 1 ends a row
+    assert look_ahead(Forward(net), "cpu") == "" and not {3, 5, 1} & set(torch.cat([x.flatten() for x in seen]).tolist())       # 1 ends a row

@@ -4,7 +4,7 @@ import pytest
 import torch
 from rlblocks import Batch, Grader, Policy, Rollout, at_tokens, group_advantages, masked_mean, ppo_loss
 from rlblocks.rollout.decoding import Decoder, sample_tokens
-from rlblocks.models.splits import Out, check_splits
+from rlblocks.models.outputs import Out, check_splits
 from tiny import KINDS, model, prompts
 from torch import nn
 from torch.testing import assert_close
@@ -315,9 +315,9 @@ def test_a_sync_is_proved_and_a_failed_one_refuses_to_sample():
     net = sharp()
     policy, r = Policy(net, lr=1e-2, device="cpu"), engine(net)
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"):
-        with torch.no_grad(): dict(policy._run.reader.trunk.named_parameters())[name].add_(1e-2*torch.randn(1, generator=torch.Generator().manual_seed(1)))
+        with torch.no_grad(): dict(policy._run.module.trunk.named_parameters())[name].add_(1e-2*torch.randn(1, generator=torch.Generator().manual_seed(1)))
         manifest = r.load(policy.weights())
-        assert manifest.checksums == {n: checksum(x) for n, x in named_weights(policy._run.reader.trunk).items()} and name in manifest.checksums
+        assert manifest.checksums == {n: checksum(x) for n, x in named_weights(policy._run.module.trunk).items()} and name in manifest.checksums
         b = r.generate(prompts(), group_size=4)
         assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-4
     ticket = policy.weights()

@@ -63,7 +63,7 @@ def test_columns_are_the_models_own():
     want = torch.where(real(b)[..., None, None], want, 0.).detach()
     for packed in (False, True):
         policy = Policy(model, pack=packed, device="cpu")
-        assert_close(policy._run.tokens_out(b.part(range(16)), router_logits=True).router_logits.detach(), want, atol=1e-6, rtol=0)
+        assert_close(tiny.read(policy, b, routers="scores").router_logits.detach(), want, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("how", [dict(checkpointing=True), dict(lora=dict(r=2, target_modules=["q_proj"])), dict(value_head=True)])
@@ -82,7 +82,7 @@ def test_under_what_stands_around_the_model(how):
 
 def test_counts_are_the_load_of_the_whole():
     b, policy = batch(), Policy(net("mixtral"), device="cpu", micro_rows=3)
-    counts, x = policy.expert_counts(b), policy._run.tokens_out(b.part(range(16)), router_logits=True).router_logits
+    counts, x = policy.expert_counts(b), tiny.read(policy, b, routers="scores").router_logits
     assert counts.shape == (16, 2, 4) and counts.sum() == 2*2*b.lengths.sum()
     for i in range(2): assert_close((counts.sum(0)/b.lengths.sum())[i].double(), expert_load(x[:, :, i], real(b), top_k=2)[0])
     assert policy.expert_counts(b, top_k=1).sum() == 2*b.lengths.sum()

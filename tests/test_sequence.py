@@ -10,7 +10,7 @@ import torch
 from forked import on_ranks
 from resident import give_back
 from rlblocks import Batch, Critic, Policy, merge
-from rlblocks.models.forward import Reader
+from rlblocks.models.forward import Forward
 from rlblocks.models.probes import mixer, pack_by
 from rlblocks.placement.spmd import SpmdPool
 from test_ranks import prompted
@@ -198,7 +198,7 @@ def convolved():
 
 
 def test_small_leaks_are_seen():
-    assert not pack_by(Reader(convolved().eval()), "cpu")[0]
+    assert not pack_by(Forward(convolved().eval()), "cpu").safe
     with pytest.raises(ValueError, match="packed rows of Lfm2ForCausalLM see each other"): Policy(convolved(), pack=True, device="cpu")
     b = rows(B=4, dtype=torch.float32)
     assert Policy(convolved(), device="cpu").logprobs(b).isfinite().all()          # padded, it is right
@@ -210,10 +210,10 @@ def test_layers_where_tokens_meet_are_named():
     sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=1)
     hybrid = tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**sizes, head_dim=8, layer_types=["linear_attention", "full_attention"], linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
                                                         linear_value_head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32, decoder_sparse_step=1))
-    assert mixer(Reader(hybrid.eval()), "cpu").startswith("model.layers.0.linear_attn")
-    assert mixer(Reader(tf.MambaForCausalLM(tf.MambaConfig(vocab_size=32, hidden_size=32, state_size=8, num_hidden_layers=1)).eval()), "cpu").startswith("backbone.layers.0.mixer")
-    assert mixer(Reader(convolved().eval()), "cpu").startswith("model.layers.0.conv")
-    for kind in ("llama", "gemma3", "qwen3_moe", "gpt2"): assert mixer(Reader(model(kind).eval()), "cpu") == ""
+    assert mixer(Forward(hybrid.eval()), "cpu").startswith("model.layers.0.linear_attn")
+    assert mixer(Forward(tf.MambaForCausalLM(tf.MambaConfig(vocab_size=32, hidden_size=32, state_size=8, num_hidden_layers=1)).eval()), "cpu").startswith("backbone.layers.0.mixer")
+    assert mixer(Forward(convolved().eval()), "cpu").startswith("model.layers.0.conv")
+    for kind in ("llama", "gemma3", "qwen3_moe", "gpt2"): assert mixer(Forward(model(kind).eval()), "cpu") == ""
 
 
 def test_a_world_of_one_shares_with_nobody():

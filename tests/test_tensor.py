@@ -14,7 +14,7 @@ from forked import on_ranks
 from resident import export_extra, give_back
 from rlblocks import Critic, Policy, SpmdPool, entropy
 from rlblocks.engines.cuts import terms_of
-from rlblocks.engines.fsdp import whole
+from rlblocks.engines.fsdp import gathered
 from rlblocks.engines.optim import muon
 from rlblocks.checkpoint.shards import read_shards, state_of, write_shards
 from test_engines import HOW, batch, compare, grpo, ppo, run, sft, whole_weights
@@ -132,7 +132,7 @@ def alike(engine, world, rank, folder):
     names = {n for n, _ in module.named_parameters()}
     assert {n for n in names if n.endswith(("proj.weight", "lm_head.weight", "embed_tokens.weight"))} == set(cuts) and len(names - set(cuts)) == 1 + 2*4       # the last norm, four norms a layer
     for n, p in module.named_parameters():
-        mine = whole(p.data).contiguous()
+        mine = gathered(p.data).contiguous()
         told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(told, mine)
         same = [r for r, x in enumerate(told) if torch.equal(x, mine)]
@@ -274,7 +274,7 @@ def refuses(engine, world, rank, folder):
         r"engine='zero1' does not go with it": lambda: Policy(model(), **HOW, engine="zero1", tensor_parallel=SIZE),
         r"LlamaForCausalLM has no such plan": lambda: cut(engine=engine, expert_parallel=True),
         r"say how many, tensor_parallel": lambda: Policy(model("mixtral"), **HOW, expert_parallel=True),
-        r"Muon looks at whole matrices": lambda: cut(engine=engine, optimizer=lambda ps: muon(ps)),
+        r"Muon looks at whole matrices": lambda: cut(engine=engine, optimizer=muon()),
         r"ranks 0 and 1 built different models": lambda: Policy(model(seed=min(dist.get_rank(), 1)), **HOW, engine=engine, tensor_parallel=SIZE),
         r"use_dora starts from whole weights, and tensor_parallel=2 has cut these": lambda: cut(engine=engine, lora=dict(r=2, use_dora=True)),
         r"modules_to_save starts from whole weights, and tensor_parallel=2": lambda: Policy(cut(engine=engine, frozen=True), **HOW, lora=dict(r=2, modules_to_save=["norm"])),

@@ -4,6 +4,7 @@ import inspect
 import json
 import math
 import random
+import re
 import textwrap
 from functools import partial
 
@@ -18,7 +19,7 @@ from rlblocks.arithmetic.kl import kl_k3
 from rlblocks.arithmetic.logprobs import sequence_logprobs
 from rlblocks.arithmetic.masked import Counts, Last, Max, Mean, aggregate, divisor, masked_mean, masked_sum, mean_of, promoted, whiten
 from rlblocks.losses.policy import grpo_loss, ppo_loss
-from rlblocks.losses.ratio import gmpo_loss, gspo_loss
+from rlblocks.losses.answer_ratio import gmpo_loss, gspo_loss
 from rlblocks.testing.oracles import (naive_aggregate, naive_gae, naive_group_advantages, naive_leave_one_out,
                               naive_ppo_loss, naive_returns, naive_token_logprobs, naive_value_loss)
 from rlblocks.losses.reward import bradley_terry_loss
@@ -286,7 +287,7 @@ def test_the_answer_is_one_line_and_a_tuple():
     held = check_loss(plain_ppo)
     assert repr(held) == str(held) == "14 laws hold" and held == of_block(policy=True) and "split" in held
     def by_number(logprobs, mask, *, denom=None): return masked_sum(-logprobs, mask)/(denom or mask.sum().clamp(min=1)), {}
-    assert repr(check_loss(by_number)) == "12 laws hold, with n_tokens as the number denom"
+    assert re.fullmatch(r"12 laws hold, with n_tokens as the number denom \(for a batch: TypeError: unsupported operand .*\)", repr(check_loss(by_number)))
     assert repr(check_estimator(whiten, dict(x=sample_columns()["rewards"]))) == "8 laws hold"
 
 

@@ -7,7 +7,8 @@ from torch import nn
 
 pytest.importorskip("deepspeed")
 from forked import on_ranks
-from rlblocks.engines import zero
+from rlblocks.engines import slices
+from rlblocks.engines.base import zero
 from rlblocks.engines.plain import Plain
 from rlblocks.engines.zero import Zero
 
@@ -99,7 +100,7 @@ def test_a_weight_of_fewer_entries_than_ranks(monkeypatch):
     given = SimpleNamespace(grad_position={0: (0, 0, 1)}, get_param_id=lambda p: 0, fp32_partitioned_groups_flat=[torch.ones(4)])
     found = []
     for rank in range(4):
-        monkeypatch.setattr(zero, "world", lambda rank=rank: (rank, 4))
-        piece = zero.Piece(given, SimpleNamespace(ds_shape=torch.Size([1]), shape=torch.Size([0])), 3)
+        monkeypatch.setattr(slices, "world", lambda rank=rank: (rank, 4))
+        piece = slices.Piece(given, SimpleNamespace(ds_shape=torch.Size([1]), shape=torch.Size([0])), 3)
         found.append((piece.start, piece.n, len(piece.slice(piece.flat, CPU).local)))
     assert found == [(0, 1, 1), (1, 0, 0), (1, 0, 0), (1, 0, 0)]

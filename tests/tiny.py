@@ -1,6 +1,6 @@
 "Tiny models, batches and error bounds that several test files share."
 import math
-from functools import partial
+from dataclasses import replace
 
 import torch
 from rlblocks import Batch
@@ -69,10 +69,23 @@ def prompts(lengths=(5, 2, 7), seed=0):
 
 def gradients(wrapper):
     "A dict that receives the gradient of each parameter just before the wrapper's next optimizer step."
-    found, names = {}, {id(p): n for n, p in wrapper._run.reader.named_parameters()}
+    found, names = {}, {id(p): n for n, p in wrapper._run.module.named_parameters()}
     def keep(optimizer, *_): found.update({names[id(p)]: p.grad.clone() for group in optimizer.param_groups for p in group["params"] if p.grad is not None})
     wrapper._run.model.optimizer.register_step_pre_hook(keep)
     return found
+
+
+def laid_out(wrapper, **how):
+    "The wrapper, as if probes had found another layout."
+    wrapper._run = replace(wrapper._run, layout=replace(wrapper._run.layout, **how))
+    return wrapper
+
+
+def read(wrapper, b, **how):
+    "What a loss sees of a batch as one micro-batch."
+    from rlblocks.models.forward import Reading
+    from rlblocks.models.outputs import outputs
+    return outputs(wrapper._run, b.part(range(len(b))), Reading(**how))
 
 
 def apart(a, b):
@@ -114,4 +127,4 @@ def steady(lr, eps=1e-3, **how):
     cancel, moves its weight by lr/2 to either side, as the machine has it. Here an error δ of the gradient moves a weight
     by at most 2·lr·δ/eps a step. For gradients of 0.1, the size that a tiny model has, δ < bound(CHAIN, .1) = 1.2e-6: a
     step is off by 0.2 % of lr, and weights after five of them may be compared to `NEAR`·lr."""
-    return partial(adamw, lr=lr, eps=eps, **how)
+    return adamw(lr=lr, eps=eps, **how)

@@ -6,6 +6,9 @@
 __all__ = ['promote_', 'checkpoint_layers_', 'output_layer']
 
 # %% ../../nbs/engines/53_modules.ipynb #ee303e55
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 from torch import nn
@@ -25,14 +28,18 @@ def promote_(
 def checkpoint_layers_(
     module:nn.Module, # a transformers model, or a module that holds one
 ):
-    "Recompute each layer in the backward pass, with the model still in eval mode: only the checkpointed layers are told they train, and their dropout is 0."
+    """Recompute each layer in the backward pass, with the model still in eval mode.
+
+    Only the checkpointed layers are in training mode, and their dropout is 0."""
     models:list = [m for m in module.modules() if hasattr(m, "gradient_checkpointing_enable")]
-    if not models: raise TypeError(f"checkpointing: {type(module).__name__} holds no model with gradient_checkpointing_enable; pass checkpointing=False")
+    if not models:
+        raise TypeError(f"checkpointing: {type(module).__name__} holds no model with gradient_checkpointing_enable; "
+                        "pass checkpointing=False")
     models[0].gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     layers = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]
     for layer in layers:
         layer.training = True
-        for part in layer.modules():       # some layers pass `self.training` and a number of their own to a functional dropout
+        for part in layer.modules():       # some pass `self.training` and a number of their own to F.dropout
             for name, x in vars(part).items():
                 if "drop" in name and isinstance(x, float): part.__dict__[name] = 0.0
 
@@ -42,3 +49,28 @@ def output_layer(
 )->Any: # a module; None where the trunk names none
     "The layer that turns a model's hidden states into logits, by transformers' name for it."
     return getattr(trunk, "get_output_embeddings", lambda: None)()
+
+# %% ../../nbs/engines/53_modules.ipynb #f493fa8c
+@dataclass(frozen=True)
+class Within:
+    "What to run in place of a forward pass."
+    f:Callable # () → anything
+
+def callable_within_(
+    module:nn.Module, # changed in place
+):
+    "Let `module(Within(f))` give `(f(),)`: in a tuple, since an engine's hooks look into what a module returns."
+    own = module.forward
+    @wraps(own)
+    def forward(*args, **kwargs):
+        if len(args) == 1 and isinstance(args[0], Within): return (args[0].f(),)
+        return own(*args, **kwargs)
+    module.forward = forward
+
+def distinct(
+    module:nn.Module, # its parameters may be shards
+)->dict[str, Any]: # name → parameter or buffer
+    "Weights by name, tied ones under their first: one parameter is one object."
+    names:dict = {}
+    for name, x in module.state_dict(keep_vars=True).items(): names.setdefault(id(x), (name, x))
+    return dict(names.values())

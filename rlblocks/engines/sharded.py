@@ -121,13 +121,9 @@ class ShardedModel:
         f:Callable, # () → anything; may call the module's parts, each of its own
     )->Any: # what f gives
         "Run `f` in place of the module's forward, where weights that an engine gathers for a forward pass are there. All ranks together."
-        module:Any = self.module
-        with self.turn:
-            own, module.forward = vars(module).get("forward"), lambda: (f(),)     # in a tuple: an engine's hooks look into what a module returns
-            try: return self()[0]
-            finally:
-                del module.forward
-                if own: module.forward = own          # an engine's
+        with self.turn, self.autocast():
+            self._sound()
+            return self.engine.within(f)
 
     def autocast(self):
         "The context that computes in the compute dtype; it does nothing for fp32 and fp64."

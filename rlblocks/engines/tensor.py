@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from .cuts import EXCHANGES, Cut, Entering, cut_, exchange_, felt, followed, left_whole, plan_of, planned, terms_of, unlike
 from .modules import output_layer
+from .base import WeightShard
 from .plain import Plain
 from .world import agree, fill_, mesh_of, same_weights
 
@@ -56,7 +57,7 @@ class TensorParallel:
         self.cuts, self.entering = cut_(module, plan, self.group), exchange_(module, plan, self.group)
         self.terms = self._terms(module, before, left)      # names of whole weights of whose gradient each rank knows a term
         self.shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
-        self.inner:Any = self._inner(module, engine, dict(optimizer=optimizer, max_norm=max_norm, settle=self.settle), how)
+        self.inner:Any = self._inner(module, engine, dict(optimizer=optimizer, max_norm=max_norm, clip=self.clip), how)
         self.names = {id(p): name for name, p in module.named_parameters()}
         if odd := {type(o).__name__ for o in getattr(self.optimizer, "parts", [self.optimizer])} & TOGETHER:
             raise ValueError(f"tensor_parallel={size}: {odd.pop()} looks at whole matrices, or blocks of them, and each rank has a piece; use an optimizer that treats entries alone, such as adamw")
@@ -94,6 +95,13 @@ class TensorParallel:
         try: return self.inner(*args, **kwargs)
         finally: self.entering.forget()
 
+    def within(self,
+        f:Callable, # may call the module's parts, each of its own
+    )->Any: # what `f` gives
+        "Run `f` where the inner engine's forward pass would be."
+        try: return self.inner.within(f)
+        finally: self.entering.forget()
+
     def backward(self,
         loss:Tensor, # 0-d, the same on the ranks that hold one model
         *,
@@ -116,7 +124,7 @@ class TensorParallel:
         self.inner.discard()
 
     @torch.no_grad()
-    def settle(self,
+    def clip(self,
         params:list,    # whose gradients are summed over copies by now
         max_norm:float, # clip to this 2-norm
     )->Tensor: # 0-d: the 2-norm of the whole model's gradient
@@ -189,26 +197,22 @@ class TensorParallel:
         if self.optimizer: kept["optimizer"] = self._beside(state["optimizer"], self._piece)
         self.inner.load(state | kept)
 
-    def held(self)->dict[str, Tensor]: # name → the memory itself: what is written there is the weight
+    def shards(self)->dict[str, WeightShard]: # by name
         "This rank's piece, or its shard of it, of each weight that trains."
-        return self.inner.held()
+        return {n: self._shard(n, x) for n, x in self.inner.shards().items()}
 
-    def follow(self):
-        "Compute with what was written into `held`."
-        self.inner.follow()
+    def _shard(self, name, inner):
+        def save(x, full): return self._whole(name, inner.save(x, True)).cpu() if full else self._apart(name, inner.save(x, False))
+        def load(x): return inner.load(self._back(name, x) if isinstance(x, DTensor) else self._piece(name, x))
+        return WeightShard(inner.local, save, load)
 
-    def laid(self,
-        xs:dict[str, Tensor], # as `held`
-        full:bool,            # as for `state`
-    )->dict[str, Tensor]:
-        "Tensors that are cut as the weights of their names are, as `state` has those. All ranks together."
-        return {n: self._whole(n, x).cpu() if full else self._apart(n, x) for n, x in self.inner.laid(xs, full).items()}
+    def refresh(self):
+        "Compute with what was written into `shards()`."
+        self.inner.refresh()
 
-    def parts(self,
-        xs:dict[str, Tensor], # from `laid`, full or not
-    )->dict[str, Tensor]: # as `held`
-        "What this rank holds of them."
-        return self.inner.parts({n: self._back(n, x) if isinstance(x, DTensor) else self._piece(n, x) for n, x in xs.items()})
+    def nbytes(self)->dict[str, int]: # weights, gradients, states
+        "Bytes that this rank holds between passes."
+        return self.inner.nbytes()
 
     def _beside(self, kept, change):
         "An optimizer's state by number, what is as large as its weight changed."

@@ -16,7 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..arithmetic.masked import Denom, Mean, finite_logprobs, masked_mean, masked_sum, promoted, same_shape
-from .preference import counted, dpo_loss, means_of, over_pairs, pair_log_ratios, pair_metrics
+from .pairs import counted, means_of, over_pairs, pair_log_ratios, pair_metrics
+from .preference import dpo_loss
 
 # %% ../../nbs/losses/26_margins.ipynb #b0ae2e23
 def alpha_reward(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..signals.groups import group_numbers
 from ..arithmetic.masked import Denom, Mean, finite_logprobs, masked_mean, promoted, same_shape
-from rlblocks.losses.preference import (
+from rlblocks.losses.pairs import (
     answer_log_ratios, counted, means_of, over_pairs, over_rows, pair_log_ratios, pair_metrics,
 )
 

@@ -20,7 +20,7 @@ from ..arithmetic.logprobs import gather_logprobs
 from rlblocks.arithmetic.masked import (
     Counts, Denom, Mean, aggregate, divisor, finite_logprobs, masked_sum, mean_of, promoted, same_shape,
 )
-from .preference import counted, means_of, over_pairs
+from .pairs import counted, means_of, over_pairs
 
 # %% ../../nbs/losses/29_reward.ipynb #c51a0440
 def bradley_terry_loss(

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..arithmetic.masked import Denom, Last, Mean, Number, masked_mean, mean_of, promoted, same_shape
-from .preference import answer_log_ratios, means_of, over_rows
+from .pairs import answer_log_ratios, means_of, over_rows
 
 # %% ../../nbs/losses/27_unpaired.ipynb #44c07330
 def mismatched(

@@ -26,7 +26,7 @@ from ..engines.modules import output_layer
 from .merging import BUILT_IN, dequantized, packed, with_adapters
 from ..engines.plain import Plain
 from ..engines.world import HALF
-from .forward import Reader
+from .forward import Forward
 from ..engines.sharded import ShardedModel
 from ..engines.weights import checksum
 
@@ -109,7 +109,7 @@ class Base:
         if cut and any(packed(m) for m in trunk.modules()): raise ValueError(f"lora: tensor_parallel={how['tensor_parallel']} cuts matrices, and the {type(trunk).__name__}'s are quantized; leave out one of the two")
         self.first = None if lora is None or cut else self.put(lora)
         if model is None:
-            with self._aside(): self.model = ShardedModel(Reader(trunk), frozen=True, engine=engine, **how)
+            with self._aside(): self.model = ShardedModel(Forward(trunk), frozen=True, engine=engine, **how)
             for m in trunk.modules():
                 if packed(m): m.training = True      # in eval mode bitsandbytes repacks 4-bit weights on some CPUs for a bf16 kernel without a gradient
         self.mark = self._mark()
@@ -227,9 +227,9 @@ class Base:
 
     # -- views
     def view(self,
-        reader:Reader,  # of the trunk, or of a part of it
+        reader:Forward,  # of the trunk, or of a part of it
         name:str|None,  # the adapter it trains; None: none
-    )->Reader: # the same
+    )->Forward: # the same
         "Let a reader see the trunk without owning it: its weights are an adapter and its head."
         trunk = reader._modules.pop("trunk")
         reader.__dict__["trunk"], reader.came = trunk, self.came

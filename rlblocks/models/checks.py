@@ -6,6 +6,7 @@
 __all__ = ['SENSES', 'config_of', 'refuse_encoder_decoder', 'vocabulary', 'positions', 'check_ids']
 
 # %% ../../nbs/models/65_checks.ipynb #65867ef2
+import inspect
 import re
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from jaxtyping import Int
+
+from ..data.batch import Batch
 
 # %% ../../nbs/models/65_checks.ipynb #bdc054e9
 def config_of(
@@ -108,3 +111,209 @@ def check_ids(
     where = f"token {t} of {row} {i}" + (" (padding, which is run as well)" if t >= lengths[i] else "")
     raise ValueError(f"{who}: {where} is {int(tokens[i, t])}; the model's embedding has {n} ids, 0 to {n-1}. Were tokens added to the tokenizer, the model wants as many: "
                      "model.resize_token_embeddings(len(tokenizer)); is it another model's tokenizer, take the model's own")
+
+# %% ../../nbs/models/65_checks.ipynb #89bc3995
+def check_batches(
+    who:str,       # the wrapper, for the message
+    batches:list,  # what it was given
+):
+    "They are batches and say where their tokens are: TypeError, ValueError."
+    for b in batches:
+        if not isinstance(b, Batch): raise TypeError(f"{who}: the batch is a {type(b).__name__}; a Batch is wanted, Batch(tokens=…, lengths=…, mask=…)")
+        missing = next((k for k in ("tokens", "lengths") if k not in b), None)
+        if missing: raise ValueError(f"{who}: the batch has no column {missing!r}; tokens [B, T] and lengths (real tokens a row) are wanted")
+
+def check_jobs(
+    who:str,   # the wrapper
+    jobs:list, # (batch, loss) pairs
+):
+    "TypeError for what is no (batch, loss) pair."
+    odd = next((job for job in jobs if not (isinstance(job, tuple) and len(job) == 2 and callable(job[1]))), None)
+    if odd is not None:
+        came = f"({', '.join(type(x).__name__ for x in odd)})" if isinstance(odd, tuple) else f"a {type(odd).__name__}"
+        raise TypeError(f"{who}: step got {came}; step(batch, loss) is wanted, loss(out, b) a function, "
+                        "and further ones as pairs: step(batch, loss, (other, its_loss))")
+    check_batches(who, [b for b, _ in jobs])
+
+def check_sampled(
+    who:str,     # the wrapper
+    b:Batch,     # a whole or a part
+    n:int|None,  # of `vocabulary`
+    *,
+    padding:bool, # what stands behind a row's end is run too
+):
+    "The embedding has its ids, and rows were sampled in a way that can be replayed, or ValueError."
+    τ, support = b.columns.get("temperature"), b.columns.get("support")
+    if τ is not None and not (isinstance(τ, Tensor) and τ.dim() == 1 and bool((τ >= 0).all())):
+        raise ValueError(f"{who}: the column 'temperature' is {_what(τ)}; a number of 0 or more for each row is wanted, [B]")
+    if support is not None: _check_support(who, support, n)
+    cut = b.whole.siblings if b._whole else ()
+    check_ids(who, b.tokens, b.lengths, n, padding=padding, row="its row" if len(cut) > 1 else "row")
+
+def _check_support(who, support, n):
+    if not (isinstance(support, Tensor) and support.dim() == 3 and not support.is_floating_point()):
+        raise ValueError(f"{who}: the column 'support' is {_what(support)}; ids [B, T, K] are wanted")
+    if support.numel() and (int(support.min()) < -1 or n is not None and int(support.max()) >= n):
+        raise ValueError(f"{who}: the column 'support' has ids from {int(support.min())} to {int(support.max())}; "
+                         f"{f'0 to {n-1}' if n else '0 or more'} are wanted, and -1 for an empty place")
+
+def _what(x):
+    "A column by its shape, and what it is made of."
+    if not isinstance(x, Tensor): return f"a {type(x).__name__}"
+    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}" + (f" from {x.min():g} to {x.max():g}" if x.dim() == 1 and len(x) else "")
+
+def check_confined(
+    who:str,    # the wrapper
+    part:Batch, # a micro-batch
+):
+    "ValueError for rows sampled with top-p, top-k or min-p, that do not say from which ids."
+    confined = [k for k, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if k in part and (part[k] != off).any()]
+    if confined and "support" not in part:
+        raise ValueError(f"{who}: rows were sampled with {confined[0]}, but the batch has no column 'support' (the ids sampling was confined to); "
+                         "without it the log-probs would be of another distribution. Rollout.generate provides it")
+
+# %% ../../nbs/models/65_checks.ipynb #70e2072f
+def places_at(
+    who:str,     # the wrapper
+    batch:Batch, # a whole or a part
+    at=None,     # Bool `[B, T]`, or the name of such a column; None: the mask
+)->Batch: # with `at` as its mask
+    "The batch, read elsewhere. ValueError when there is nothing to read, TypeError and ValueError for an `at` that is no place."
+    if at is None and "mask" not in batch: raise ValueError(f"{who}: the batch has no column 'mask' (the tokens that were chosen); at= says where to read without one")
+    if at is not None: batch = batch._like(batch.columns | dict(mask=_checked_at(who, batch, at)), batch._whole, batch.filler)
+    nothing = (at is None and not batch._whole.n_tokens) if batch._whole else not batch.mask.any()
+    if nothing and len(batch):
+        where = "the mask is False everywhere" if at is None else "at= is False everywhere"
+        raise ValueError(f"{who}: there is nothing to read, {where}. Greedy rows (temperature 0) have such a mask; to read what was generated "
+                         "all the same say where: at=, a Bool [B, T] or the name of such a column")
+    return batch
+
+def _checked_at(who, batch, at):
+    name = f"column {at!r}" if isinstance(at, str) else "at="
+    x = batch.columns.get(at) if isinstance(at, str) else at
+    if x is None: raise ValueError(f"{who}: the batch has no column {at!r} (Bool [B, T], True at the tokens to read)")
+    check_marks(who, batch, x, name, "to read")
+    if x[:, :1].any(): raise ValueError(f"{who}: {name} marks the first token of row {int(x[:, 0].int().argmax())}; nothing predicts it, so there is nothing to read")
+    return x
+
+def check_marks(
+    who:str,     # the wrapper
+    batch:Batch, # a whole or a part
+    x,           # Bool `[B, T]`
+    name:str,    # what it is called
+    what:str,    # what the marked tokens are for
+):
+    "TypeError for what is no Bool `[B, T]`, ValueError for a mark behind a row's end: packed, it would be another row's."
+    if not isinstance(x, Tensor): raise TypeError(f"{who}: {name} is a {type(x).__name__}; Bool [B, T] is wanted")
+    if x.dtype != torch.bool or x.shape != batch.tokens.shape: raise TypeError(f"{who}: {name} is {list(x.shape)} {x.dtype}; Bool [B, T] is wanted")
+    beyond = (x & (torch.arange(x.shape[1], device=x.device) >= batch.lengths[:, None])).any(1)
+    if beyond.any(): raise ValueError(f"{who}: {name} marks a token behind the end of row {int(beyond.int().argmax())}; only real tokens can be {'scored' if what == 'to score' else 'read'}")
+
+def check_scorable(
+    who:str,     # the wrapper
+    batch:Batch, # a whole, or one of the parts of a cut
+):
+    "ValueError when a row, of whichever part, has no token: it has no last one to score at. All ranks raise it."
+    cut = batch._whole.siblings if batch._whole else ()
+    for where, n in [(f" of part {k}", looks[0]) for k, looks in enumerate(cut)] or [("", batch.lengths)]:
+        empty = (n < 1).nonzero()
+        if len(empty): raise ValueError(f"{who}: row {int(empty[0])}{where} has no token, so no last one to score it at; leave empty rows out: batch[batch.lengths > 0]")
+
+# %% ../../nbs/models/65_checks.ipynb #e7a0ca57
+def check_window(
+    who:str,           # the wrapper
+    lengths:Int[Tensor, " B"],
+    window:int|None,   # of `positions`
+    trunk:str,         # the model's class
+):
+    "ValueError for a row beyond the model's learned positions."
+    if window and (lengths > window).any():
+        raise ValueError(f"{who}: row {int(lengths.argmax())} has {int(lengths.max())} tokens, beyond the {window} positions that {trunk} has learned; "
+                         f"leave out or shorten what is longer (batch[batch.lengths <= {window}]), or take a model that reads further")
+
+def check_turning(
+    who:str,             # the wrapper
+    lengths:Int[Tensor, " B"], # some beyond the window
+    unit,                # `[B]` ids of rows that stay together; None
+    kind:str,            # of the rotary embedding
+    window:int,          # tokens up to which it stands still
+    trunk:str,           # the model's class
+    ranks:int,           # that share a row
+):
+    "ValueError where rows on the two sides of a turning rotary embedding cannot be kept in passes of their own."
+    fixed = "shorten the rows{}, or load the model with a rope_type that is fixed: 'yarn' or 'linear'"
+    row = f"{who}: a row has {int(lengths.max())} tokens, but the {kind!r} rotary embedding of {trunk}"
+    if ranks > 1:
+        raise ValueError(f"{row} turns with the longest position beyond {window}, and of {ranks} ranks that share a row (sequence_parallel) each would see another one; " + fixed.format(""))
+    if kind != "longrope":
+        raise ValueError(f"{row} is another one for every length beyond {window}, and a row would be read by the longest in its call; " + fixed.format(" (drop_long)"))
+    torn = set() if unit is None else set(unit[lengths > window].tolist()) & set(unit[lengths <= window].tolist())
+    if torn:
+        raise ValueError(f"{who}: unit {min(torn)} has rows on both sides of {window} tokens, where the {kind!r} rotary embedding of {trunk} changes, and a unit is never parted; "
+                         f"drop it, shorten its rows to {window}, or .drop('unit')")
+
+# %% ../../nbs/models/65_checks.ipynb #39d68d29
+OWN = {"loss", "grad_norm", "lr", "version", "skipped"}     # metrics of the step itself
+
+def check_loss(
+    who:str, # the wrapper
+    got,     # what a closure returned
+):
+    "TypeError unless it is (0-d tensor, dict), ValueError for a metric that the step has itself."
+    if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[0], Tensor) and got[0].dim() == 0 and isinstance(got[1], dict)):
+        raise TypeError(f"{who}: loss(out, b) must return (0-d tensor, dict of metrics), it returned {type(got).__name__}")
+    if taken := sorted(set(got[1]) & OWN): raise ValueError(f"{who}: the metric name {taken[0]!r} is the step's own; give yours another")
+
+def measure_columns(
+    who:str,     # the wrapper
+    measure,     # a function of logits `[m, V]` and columns
+    part:Batch,  # a micro-batch
+    rows:Tensor, # `[n]`, where: row …
+    cols:Tensor, # … and column
+)->tuple: # `[n, …]` each
+    "The columns that a measure's further parameters are called by, at places of a part; of a row's column, that row's."
+    if not callable(measure): raise TypeError(f"{who}: measure is a {type(measure).__name__}; a function of logits [m, V] is wanted")
+    try: params = list(inspect.signature(measure).parameters.values())[1:]
+    except ValueError: return ()         # a builtin: it takes logits
+    wanted = [p.name for p in params if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if missing := [n for n in wanted if not isinstance(part.columns.get(n), Tensor)]:
+        there = ", ".join(sorted(k for k, x in part.columns.items() if isinstance(x, Tensor)))
+        raise ValueError(f"{who}: measure takes {missing[0]!r}, and the batch has no such column of numbers; it has {there}")
+    xs = [part.columns[n] for n in wanted]
+    return tuple(x[rows.to(x.device), cols.to(x.device)] if part.is_per_token(n) else x[rows.to(x.device)] for n, x in zip(wanted, xs, strict=True))
+
+def check_measured(
+    x:Tensor, # what a measure gave
+)->Tensor: # the same
+    "ValueError for whole numbers where a gradient is wanted."
+    if torch.is_grad_enabled() and not x.is_floating_point():
+        raise ValueError(f"measure gave {x.dtype}, which has no gradient; find it before the step, with policy.measure, as a column")
+    return x
+
+def check_hidden(
+    layer,           # the output layer, or None
+    trunk:nn.Module, # the model
+)->bool: # True
+    "TypeError for a model without an output layer: nothing enters it."
+    if layer is None: raise TypeError(f"hidden: {type(trunk).__name__} names no output layer (get_output_embeddings), so nothing enters it")
+    return True
+
+def check_measure(
+    who:str,   # the wrapper
+    measure,   # of a step; None: none
+    **more,    # what else its loss shall see
+):
+    "ValueError for what a loss sees beside a measure, which has to give it itself."
+    other = next((k for k, x in more.items() if x), None)
+    if measure is not None and other:
+        raise ValueError(f"{who}: step got measure= and {other}=True; a measure sees the logits, let it give all that the loss wants, side by side: torch.stack([…], -1)")
+
+def check_scored(
+    who:str,     # the wrapper
+    batch:Batch, # a whole or a part
+    at:str|None, # the column of marked tokens; None: the last token
+):
+    "Its rows have tokens to score: a last one, or marked ones."
+    if at is None: return check_scorable(who, batch)
+    if at not in batch: raise ValueError(f"{who}: the batch has no column {at!r} (Bool [B, T], True at the tokens after which to score)")
+    check_marks(who, batch, batch.columns[at], f"column {at!r}", "to score")

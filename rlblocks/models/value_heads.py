@@ -20,7 +20,7 @@ from .folders import in_precision, plain_twin, save_folder
 from .head import states_of
 from .checks import config_of, refuse_encoder_decoder
 from ..engines.world import world
-from .forward import Reader
+from .forward import Forward
 from ..engines.lazy import lazy_weights, read_module_
 from .loading import WeightFiles, lazy_model, load_module, weight_files, without_lm_head
 from ..losses.value import expected_value
@@ -147,15 +147,15 @@ def trunk_reader(
     outputs:int|None=None,   # numbers of its head; None: as it has, else one
     bias:bool=True,          # of a new head
     lazy:bool=False,         # as for `load_module`
-)->Reader:
+)->Forward:
     "A trunk with a head on its hidden states: a reward model's own, else a new one, and none when the module gives one number a token by itself. ValueError for a head of another size, TypeError for a module that gives neither."
     module, own = load_scored(model, attention=attention, lazy=lazy) if base is None else (without_lm_head(base.trunk), None)
     if own is not None:
         if outputs not in (None, own.out_features): raise ValueError(f"{type(module).__name__} has a head of {own.out_features} numbers; {outputs} {'is' if outputs == 1 else 'are'} wanted")
-        return Reader(module, own)
+        return Forward(module, own)
     states = _probed(module.eval()) if base is None else base.model.probe(lambda: _probed(module))
-    if states.dim() == 3: return Reader(module, linear_head(module, states.shape[-1], outputs or 1, bias=bias))
-    if states.shape == (1, 3): return Reader(module)
+    if states.dim() == 3: return Forward(module, linear_head(module, states.shape[-1], outputs or 1, bias=bias))
+    if states.shape == (1, 3): return Forward(module)
     raise TypeError(f"{type(module).__name__} makes {list(states.shape)} of [1, 3] tokens; hidden states [B, T, H] or numbers [B, T] are wanted")
 
 @torch.no_grad()
@@ -204,17 +204,17 @@ def classifier(
     return model
 
 def save_read(
-    run:Any,    # a wrapper's `Runner`
-    module:Any, # what is written: the reader's trunk, or a `classifier` of it
+    run:Any,    # a wrapper's `Prepared`
+    module:Any, # what is written: its trunk, or a `classifier` of it
     path,       # a folder; made if missing
     *,
     head:str|None, # what its head is called there; None: it is left out
     dtype:torch.dtype|None=None, # of all weights; None: each in the precision it came in, a head in its own
     **how,      # tokenizer, max_shard_bytes: of `save_folder`
 )->None:
-    "Write what a runner reads, trunk and head, as `save_folder` does. All ranks together."
-    came = run.reader.came
-    at, exact = "" if module is run.reader.trunk else f"{module.base_model_prefix}.", in_precision(came, dtype)
+    "Write what a wrapper holds, trunk and head, as `save_folder` does. All ranks together."
+    came = run.module.came
+    at, exact = "" if module is run.module.trunk else f"{module.base_model_prefix}.", in_precision(came, dtype)
     def filed(name, x):
         part, _, leaf = name.partition(".")
         if part == "trunk": return at + leaf, exact(leaf, x)

@@ -9,6 +9,7 @@ __all__ = ['Adapted', 'write_adapter', 'save_adapter', 'base_of', 'standing']
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from .adapters import Base, lora_config
 from .folders import drafted
 from ..engines.modules import output_layer
+from ..engines.base import WeightShard
 from ..engines.plain import Plain
 from ..engines.world import agree, world
-from .forward import Reader
-from .runner import Runner
+from .forward import Forward
+from .step import Prepared
 from ..engines.sharded import learnable
 
 # %% ../../nbs/models/78_views.ipynb #5135e079
@@ -45,7 +47,13 @@ class Adapted:
                 if p.requires_grad and not n.startswith("adapter."): p.register_hook(lambda g: g/base.model.tensor_parallel)
 
     def __call__(self, *args, **kwargs):
-        with self.base.using(self.name): return self.base.model.probe(lambda: self.module(*args, **kwargs))
+        return self.within(lambda: self.module(*args, **kwargs))
+
+    def within(self,
+        f:Callable, # may call the module's parts, each of its own
+    )->Any: # what `f` gives
+        "Run `f` where the base's forward pass would be, with the adapter on."
+        with self.base.using(self.name): return self.base.model.probe(f)
 
     def backward(self,
         loss:Tensor, # 0-d
@@ -67,7 +75,9 @@ class Adapted:
         self.plain.discard()
         self.base.model.discard()
 
-    def weights(self)->Iterator[tuple[str, Tensor]]: # name, tensor
+    def weights(self,
+        wide=frozenset(), # names; no matter here, merged weights are in fp32
+    )->Iterator[tuple[str, Tensor]]: # name, tensor
         "The plain model's weights with the adapter merged into a copy, and the head's. All ranks iterate together."
         at = next(n for n, m in self.base.trunk.named_modules() if m is self.module.trunk)
         under = f"{at}." if at else ""
@@ -94,25 +104,16 @@ class Adapted:
             if odd: raise ValueError("load_state_dict: the adapter was trained with {}={}, and this one has {}: its weights would count for more or less than they did".format(*odd[0]))
         self.plain.load(state)
 
-    def held(self)->dict[str, Tensor]: # name → the memory itself: what is written there is the weight
+    def shards(self)->dict[str, WeightShard]: # by name
         "The adapter and the head, whole on every rank."
-        return self.plain.held()
+        return self.plain.shards()
 
-    def follow(self):
-        "Compute with what was written into `held`; here that is so already."
+    def refresh(self):
+        "Nothing to do: what was written is the weight."
 
-    def laid(self,
-        xs:dict[str, Tensor], # as `held`
-        full:bool,            # no matter here
-    )->dict[str, Tensor]:
-        "As they are."
-        return xs
-
-    def parts(self,
-        xs:dict[str, Tensor], # from `laid`
-    )->dict[str, Tensor]: # as `held`
-        "As they are."
-        return xs
+    def nbytes(self)->dict[str, int]: # weights, gradients, states
+        "Bytes of the adapter and the head; the base's are its own engine's."
+        return self.plain.nbytes()
 
 _SCALES = ("lora_alpha", "alpha_pattern", "use_rslora")      # settings that say how much an adapter's weights count; the others show in names and shapes
 
@@ -138,7 +139,7 @@ def write_adapter(
         if tokenizer is not None: tokenizer.save_pretrained(draft)
 
 def save_adapter(
-    run:Runner, # of a wrapper with an adapter
+    run:Prepared, # of a wrapper with an adapter
     path,       # a folder; made if missing
     tokenizer=None, # saved beside it
 ):
@@ -156,24 +157,24 @@ def base_of(
 )->Base|None:
     "The base that a wrapper holds, for others to stand on. ValueError when it trains its own weights."
     run = getattr(wrapper, "_run", None)
-    if not isinstance(run, Runner): return None
+    if not isinstance(run, Prepared): return None
     engine = run.model.engine
     if isinstance(engine, Adapted): return engine.base
     if not run.model.frozen:
         raise ValueError(f"{run.name}: its own weights change with every step, so no one can stand on them; give it lora=dict(…), which leaves them alone, or load the model once more")
-    if "base" not in vars(run): vars(run)["base"] = Base(run.reader.trunk, model=run.model, name=getattr(getattr(run.reader.trunk, "config", None), "name_or_path", None))
+    if "base" not in vars(run): vars(run)["base"] = Base(run.module.trunk, model=run.model, name=getattr(getattr(run.module.trunk, "config", None), "name_or_path", None))
     return vars(run)["base"]
 
 def standing(
     base:Base|None, # of `base_of`; None: the reader's trunk becomes one
-    reader:Reader,  # of the trunk, or of a part of it
+    reader:Forward,  # of the trunk, or of a part of it
     lora,           # see `lora_config`; None: the base alone
     *,
     who:str,        # the wrapper, for messages
     frozen:bool,    # no optimizer
     engine:str|None=None, # the base's, as for `ShardedModel`
     **more,         # further arguments of `ShardedModel`
-)->dict: # what `Runner` is to be called with
+)->dict: # what `prepare` is to be called with
     "A view on a base, new or shared. ValueError for settings that a shared base has already, and for an adapter that another wrapper trains."
     held = {k: more.pop(k) for k in ("offload", "nvme", "dtype", "checkpointing", "device", "tensor_parallel", "expert_parallel") if k in more}
     if more.pop("low_precision", False): raise ValueError(f"{who}: low_precision=True; adapters are kept in fp32, and the base stays in the precision it came in")

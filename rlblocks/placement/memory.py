@@ -28,8 +28,8 @@ from ..models.adapters import lora_config, peft_
 from ..models.attention import Segments, attend_by_segments, layout
 from ..models.checks import config_of
 from ..engines.modules import output_layer
-from ..models.head import states_of, watched
-from ..arithmetic.logprobs import CHUNKS, linear_logprobs
+from ..models.head import asking, states_of
+from ..arithmetic.head import CHUNKS, linear_logprobs
 from ..engines.world import HALF
 
 # %% ../../nbs/placement/92_memory.ipynb #f34b7cf3
@@ -203,15 +203,15 @@ def appetite(
     ids, position_ids = torch.zeros(1, tokens, dtype=torch.long, device=device), torch.cat([torch.arange(n, device=device) for n in sizes])[None]
     how:dict[str, Any] = dict(position_ids=position_ids, use_cache=False)
     if attend_by_segments(model): how |= layout(Segments(sizes, [(i, 0) for i in range(len(sizes))]), device)
-    if "logits_to_keep" in inspect.signature(model.forward).parameters: how["logits_to_keep"] = torch.arange(tokens, device=device)       # as `Reader` asks: a copy of what is read
+    if "logits_to_keep" in inspect.signature(model.forward).parameters: how["logits_to_keep"] = torch.arange(tokens, device=device)       # as `Forward` asks: a copy of what is read
     autocast = torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype in HALF)
     def through():
         with autocast:
             if head is None: hidden = states_of(model(ids, **how))
             else:
-                with watched(head, lambda h: h[..., :1]) as seen: model(ids, **how)
-                hidden = seen.pop("entered")
-                seen.clear()
+                with asking(head, lambda h: h[..., :1]) as ask: model(ids, **how)
+                hidden = ask.entered
+                ask.entered = ask.given = None
             gc.collect()
             kept = layers.bytes
             found = [hidden] if value_head is None else [hidden, value_head(hidden.to(next(value_head.parameters()).dtype))]

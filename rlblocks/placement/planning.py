@@ -22,7 +22,7 @@ from ..engines.cuts import cut_of, followed, plan_of
 from ..engines.fsdp import layers_of
 from ..engines.modules import output_layer
 from ..models.value_heads import linear_head
-from ..arithmetic.logprobs import CHUNKS
+from ..arithmetic.head import CHUNKS
 from ..engines.modules import checkpoint_layers_, promote_
 from ..engines.world import HALF
 from ..models.loading import without_lm_head

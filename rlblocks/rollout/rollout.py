@@ -19,7 +19,7 @@ from .decoding import MAX_SUPPORT, Decoder, cache_is_exact, decode
 from ..engines.guards import Turn, locked
 from ..engines.world import device_of
 from ..models.checks import check_ids
-from ..models.forward import Reader
+from ..models.forward import Forward
 from ..models.loading import load_module, load_tokenizer
 from ..models.probes import look_ahead, pack_by
 from ..engines.weights import Manifest, Ticket, copy_weights
@@ -54,7 +54,7 @@ class Rollout:
         self.device = device_of(device, "Rollout")
         self.module = load_module(model).to(self.device, dtype).eval().requires_grad_(False)
         self.tokenizer = load_tokenizer(model, tokenizer)
-        reader = Reader(self.module)
+        reader = Forward(self.module)
         self.vocabulary = reader.vocabulary
         pack_by(reader, self.device)     # one attention here and in the trainer, which does the same: transformers' sdpa leaves out a softcap of scores (Gemma 2)
         if ahead := look_ahead(reader, self.device): raise ValueError(f"Rollout: {ahead}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..arithmetic.masked import masked_mean, merge
 from .oracles import sample_columns # noqa: F401 (beside the checks that use its rows)
-from .probes import outputs, probe, run
+from .probes import outputs, parts, probe, run
 
 # %% ../../nbs/testing/34_laws.ipynb #8eed8f0a
 def _gap(got, want):
@@ -111,7 +111,7 @@ def _derivative(p, tool, got:Callable, want:Any):
         wanted:Any = want() if callable(want) else want
     except Exception as e:
         reason = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e) else ''}"
-        p.fail("differentiable", f"under {tool} it raised {reason}; {fix}; differentiable=False if that is not wanted")
+        return p.fail("differentiable", f"under {tool} it raised {reason}; {fix}; differentiable=False if that is not wanted")
     for k,w in wanted.items():
         if _gap(found[k], w) <= 1e-9: continue
         p.fail("differentiable", f"under {tool} the derivative of {k} {_show(found[k], w)}; {fix}")
@@ -183,29 +183,21 @@ def _denom(p):
            "divisor(denom, 'n_units', pairs here) for pairs")
 
 # %% ../../nbs/testing/34_laws.ipynb #de41149c
-def _parts(p, ranks, rows):
-    "(rows, what they gave) for each micro-batch of at most `rows` units on each of `ranks` ranks."
-    units = p.units()
-    for share in torch.arange(len(units)).chunk(ranks):
-        for some in share.split(rows):
-            at = torch.cat([units[i] for i in some])
-            yield at, run(p, {k: x[at] for k,x in p.cols.items()}, p.step)
-
 def _split(p):
     want, fix = run(p, p.cols, p.step), "pass denom=b instead of taking the mean of each part"
     for ranks, rows in ((ranks, rows) for ranks in (1, 2, 4) for rows in (1, 2, 3, 16)):
-        at, parts = zip(*_parts(p, ranks, rows), strict=True)
-        total, back = sum(x.outs["loss"] for x in parts), torch.cat(at).argsort()
+        at, ran = zip(*parts(p, ranks, rows), strict=True)
+        total, back = sum(x.outs["loss"] for x in ran), torch.cat(at).argsort()
         cut = f"cut for {ranks} rank(s) × micro-batches of {rows},"
         if _gap(total, want.outs["loss"]) > 1e-10:
             sums = f"the parts sum to {float(total):.6g}, the batch gives {float(want.outs['loss']):.6g}"
             p.fail("split", f"{cut} {sums}: {fix}")
         for k,w in want.grads.items():
-            g = torch.cat([x.grads[k] for x in parts])[back]
+            g = torch.cat([x.grads[k] for x in ran])[back]
             if _gap(g, w) > 1e-10: p.fail("split", f"{cut} the gradient of {k} {_show(g, w)}: {fix}")
 
 def _metrics(p):
-    got, want = merge(*(x.metrics for _,x in _parts(p, 2, 3))), run(p, p.cols, p.step).metrics
+    got, want = merge(*(x.metrics for _,x in parts(p, 2, 3))), run(p, p.cols, p.step).metrics
     _same_metrics(p, "metrics", got, want, "merged from 2 ranks × micro-batches of 3",
                   "mean_of(x, mask) carries its count, Mean(x.mean()) does not")
 
@@ -308,7 +300,7 @@ def _check(p, laws):
             what = f"it raised {type(e).__name__}: {e}"
             raise AssertionError(f"{p.name} breaks the {law.__name__[1:]} law: {what}") from e
     held = Laws(law.__name__[1:] for law in laws)
-    if p.as_number: held.note = f", with {p.denom} as the number denom"
+    if p.as_number: held.note = f", with {p.denom} as the number denom{f' (for a batch: {p.refusal})'*bool(p.refusal)}"
     return held
 
 def _of_rows(p): return (_mask, _empty, _permutation, _padding, _filler) if p.masked else (_permutation,)

@@ -151,6 +151,7 @@ class Probe(NamedTuple):
     given:tuple=()     # the names that the caller gave as `inputs` and not as `outputs`
     denom:str|None=None   # the count that a block's denom stands for
     as_number:bool=False  # a block's denom is given as that number, not as a batch
+    refusal:str=""        # what the block raised when it was given the batch
     optional:bool=False   # a block may be called without denom
 
     def counts(self, mask):
@@ -239,16 +240,18 @@ def _block_probe(checker, fn, name, params, inputs, hyper, denom=None, wrt=None,
     names = _named(checker, name, params, cols, hyper)
     count, optional = _denom(params, hyper, names)
     fn, count = _as_function(fn), denom or count
-    def make(as_number):
+    def make(as_number, refusal=""):
         return Probe(checker, name, _block(fn, names, hyper, count, as_number), cols, set(names), _first(names, wrt),
-                     masked="mask" in names, per_row=per_row, denom=count, as_number=as_number, optional=optional)
-    return make(bool(count) and (denom is not None or not _takes_a_batch(make(False))))
+                     masked="mask" in names, per_row=per_row, denom=count, as_number=as_number, refusal=refusal,
+                     optional=optional)
+    refusal = _refusal(make(False)) if count and denom is None else ""
+    return make(bool(denom or refusal), refusal)
 
-def _takes_a_batch(p):
-    "Whether the block can do something with a batch as its denom."
+def _refusal(p):
+    "What the block raises when its denom is a batch, or ''. It then gets a number, and raises again what is its own."
     try: p.call({k: x.clone() for k,x in p.cols.items()}, p.step)
-    except Exception: return False # called again with a number: what is really wrong comes out then
-    return True
+    except Exception as e: return f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
+    return ""
 
 # %% ../../nbs/testing/33_probes.ipynb #806adf9d
 def probe(checker, fn, inputs, hyper, *, outputs=None, denom=None, wrt=None, per_row=()):
@@ -307,3 +310,11 @@ def run(p, cols, counts):
     found = {k: g for k,g in zip(leaves, slopes, strict=True) if g is not None}
     grads = {k: found.get(k, torch.zeros_like(cols[k])) for k in leaves if k in p.first and k in p.reads}
     return Ran({k: x.detach() for k,x in outs.items()}, grads, list(found), metrics)
+
+def parts(p, ranks, rows):
+    "(rows, what they gave) for each micro-batch of at most `rows` units on each of `ranks` ranks."
+    units = p.units()
+    for share in torch.arange(len(units)).chunk(ranks):
+        for some in share.split(rows):
+            at = torch.cat([units[i] for i in some])
+            yield at, run(p, {k: x[at] for k,x in p.cols.items()}, p.step)
