@@ -12,7 +12,7 @@ from forked import forked
 from resident import export_extra, give_back
 from rlblocks import Checkpoint, Critic, Policy, Rollout, Scorer, assert_on_policy, here, merge, ppo_loss
 from rlblocks.models.adapters import lora_config
-from rlblocks.models.combine import merge_adapters
+from rlblocks.models.lora import merge_adapters
 from rlblocks.engines.weights import checksum, named_weights
 from tiny import NEAR, apart, gradients, model, reach, rows, steady
 from torch import nn
@@ -32,7 +32,7 @@ def stir(wrapper, n=3, b=None, loss=pg):
     return wrapper
 def base_of(policy): return policy._run.model.engine.base
 def plainly(net, b): return Policy(net, frozen=True, device="cpu").logprobs(b)
-def resting(base): return [(m._active_adapter, m._disable_adapters) for m in base.switches]
+def resting(base): return [(m._active_adapter, m._disable_adapters) for m in base.layers]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -261,7 +261,7 @@ def peaks(rank, folder, engine, port):
         torch.distributed.init_process_group("gloo")
     from rlblocks.models.forward import Forward
     from rlblocks.engines.sharded import ShardedModel
-    from rlblocks.models.views import standing
+    from rlblocks.models.lora import standing
     torch.set_num_threads(1)
     def packed(layer):
         import bitsandbytes as bnb
@@ -447,7 +447,7 @@ def test_adapters_are_combined_into_a_plain_folder(tmp_path):
 
 
 def test_the_combiner_is_a_command(tmp_path):
-    from rlblocks.models.combine import main
+    from rlblocks.models.lora import main
     net, b = model(), batch()
     net.save_pretrained(tmp_path/"base")
     policy = stir(Policy(tmp_path/"base", lora=LORA, lr=1e-2, device="cpu"))

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from .saves import checked, saves_in, writable
-from ..models.combine import merge_adapters
+from ..models.lora import merge_adapters
 from ..models.folders import WEIGHTS, drafted
 from ..models.value_heads import classifier
 from ..models.checks import config_of
 from ..models.loading import load_tokenizer
 from .shards import MARK, checked_reader, enum_member
-from ..models.views import write_adapter
+from ..models.adapters import write_adapter
 
 # %% ../../nbs/checkpoint/87_convert.ipynb #c7e6ab66
 @dataclass(frozen=True)

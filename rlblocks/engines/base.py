@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['WORDS', 'WeightShard', 'bytes_of', 'nbytes_of', 'Engine', 'EngineSpec', 'check_engine', 'plain', 'fsdp2', 'zero',
-           'engine_of']
+           'engine_of', 'as_words']
 
 # %% ../../nbs/engines/55_base.ipynb #9420b7a9
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,7 +28,7 @@ def bytes_of(
 )->int:
     "Bytes of tensors on this rank: each memory once, of a DTensor the shard."
     local = [getattr(x, "to_local", lambda x=x: x)() for x in tensors if isinstance(x, Tensor)]
-    return sum({x.untyped_storage().data_ptr(): x.nbytes for x in local if x.numel()}.values())
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local if x.numel()}.values())
 
 def nbytes_of(
     module:nn.Module, # with plain tensors or DTensors
@@ -210,3 +210,15 @@ def engine_of(
     if engine is None or isinstance(engine, str): return EngineSpec(engine)
     raise TypeError(f"engine is {engine!r}; a word ({', '.join(map(repr, WORDS))}) or a value is wanted: plain(…), "
                     "fsdp2(…), zero(3, …)")
+
+
+def as_words(
+    engine:EngineSpec|str|None=None, # as for a wrapper
+    **more, # further keywords
+)->dict: # keywords of `ShardedModel`
+    "A wrapper's keywords with an engine's value spelled out. ValueError for a setting that stands beside the value."
+    if not isinstance(engine, EngineSpec): return dict(engine=engine, **more)
+    twice = next((f.name for f in fields(engine) if f.name in more), None)
+    if twice: raise ValueError(f"engine: {twice}= stands beside {engine}; say it in the value")
+    chosen = {f.name: getattr(engine, f.name) for f in fields(engine) if getattr(engine, f.name) != f.default}
+    return dict(engine=chosen.pop("word", None)) | chosen | more

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 # %% ../../nbs/engines/56_lazy.ipynb #6fce0ca7
 def make_lazy_(
     p:nn.Parameter, # on the meta device
-    rows:Callable[[int, int], Tensor], # (start, stop) → these rows, in any dtype; they are copied
+    rows:Callable[[int, int, torch.dtype], Tensor], # (start, stop, dtype) → these rows, owned by who asks
 )->None:
     "Let a parameter know where its numbers are. ValueError for one that has them."
     if not p.is_meta:
@@ -40,7 +40,7 @@ def read_rows(
 )->Tensor: # `[stop-start, …]` on the CPU, owned
     "Some rows of a lazy weight; of a 0-d weight the number."
     n = p.shape[0] if p.dim() else 1
-    return p.lazy_rows(start, n if stop is None else stop).to(dtype or p.dtype, copy=True)
+    return p.lazy_rows(start, n if stop is None else stop, dtype or p.dtype)
 
 def read_flat(
     p:Any,     # a lazy parameter

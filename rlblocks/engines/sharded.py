@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .guards import Turn, uninterrupted
 from .world import device_of
 from .modules import checkpoint_layers_, promote_
+from .optim import OptimizerSpec
 from .plain import Plain
 from .world import HALF, agree as agree, mesh_of, world as world
 from .weights import Ticket, buckets
@@ -36,7 +37,7 @@ class ShardedModel:
         weight_decay:float=0.0,   # decoupled
         max_norm:float|None=1.0,  # clip the gradient to this 2-norm; None: never
         schedule:Callable[[int], float]|None=None,  # version → factor on the optimizer's own learning rates
-        optimizer:Callable|None=None, # parameters → torch optimizer, instead of AdamW
+        optimizer:Callable|None=None, # instead of AdamW: a value of `rlblocks.engines.optim`, or any parameters → torch optimizer
         frozen:bool=False,        # no optimizer, weights in the dtype they came in
         low_precision:bool=False, # keep half-precision weights and states as they came
         dtype:torch.dtype|None=None, # compute dtype; None: the one the module came in
@@ -49,6 +50,9 @@ class ShardedModel:
         """Hold a module, ready to train or frozen; with an engine all ranks construct together, each from the same weights.
 
         ValueError for what an engine or this world cannot do, TypeError when checkpointing is asked of a module that has none, ImportError for a package that is missing."""
+        if isinstance(optimizer, OptimizerSpec):         # max_norm= and schedule= beside it win
+            max_norm = optimizer.max_norm if max_norm == 1.0 else max_norm
+            schedule = schedule or optimizer.schedule
         if engine not in ENGINES and not callable(engine): raise ValueError(f"ShardedModel: engine {engine!r} is not known here; {', '.join(map(repr, ENGINES))} are")
         if offload and engine is None: raise ValueError(f'ShardedModel: offload={offload!r} needs an engine, "fsdp2" or "zero1", "zero2", "zero3"')
         if dtype is not None and not getattr(dtype, "is_floating_point", False): raise TypeError(f"ShardedModel: dtype is {dtype!r}; a torch.dtype of floats is wanted, as in dtype=torch.bfloat16")
@@ -72,7 +76,7 @@ class ShardedModel:
         adamw:dict = dict(lr=lr, betas=betas, weight_decay=weight_decay)
         self.shapes = _shapes(module)        # while it is whole
         if not frozen: how["optimizer"] = optimizer or (lambda ps: torch.optim.AdamW(ps, **adamw))
-        self.engine:Any = self._held(engine, module, offload, nvme, how, None if frozen or optimizer else adamw)
+        self.engine:Any = self._held(engine, module, offload, nvme, how, None if frozen else getattr(optimizer, "adamw", None) if optimizer else adamw)
         self.turn:Turn = getattr(self.engine, "turn", None) or Turn()     # a view's is that of the weights it stands on
         self.torn = False            # whether a step ended in its middle
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []

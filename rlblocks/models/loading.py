@@ -5,7 +5,7 @@ engine reads its shard"""
 
 # %% auto #0
 __all__ = ['RENEW', 'AROUND', 'weight_files', 'WeightFiles', 'sources_of', 'assembled', 'lazy_model', 'load_module',
-           'without_lm_head', 'load_tokenizer']
+           'without_lm_head', 'load_tokenizer', 'quantized', 'dequantized', 'load_quantized']
 
 # %% ../../nbs/models/66_loading.ipynb #4a7bedb0
 import copy
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..engines.lazy import make_lazy_
 from ..engines.modules import output_layer
+from ..engines.world import device_of
 from .checks import config_of, refuse_encoder_decoder
 
 # %% ../../nbs/models/66_loading.ipynb #7cbedcea
@@ -55,9 +56,8 @@ class WeightFiles:
         name:str,
         start:int|None=None, # first row; None: all of it
         stop:int|None=None,
-    )->Tensor: # a view of the mapped file: copy it before the next call
+    )->Tensor: # a view of the mapped file
         "Some rows of a weight."
-        if self.seen > RENEW: self.close()
         piece = self._slice(name)
         x = piece[...] if start is None or not piece.get_shape() else piece[start:stop]
         self.seen += x.nbytes + AROUND
@@ -67,9 +67,9 @@ class WeightFiles:
         "Of a weight."
         return self._slice(name).get_shape()
 
-    def close(self):
-        "Unmap what was read."
-        self.handles, self.seen = {}, 0
+    def renew(self):
+        "Unmap what was read, when it is much. The pages of a view stay until that is gone."
+        if self.seen > RENEW: self.handles, self.seen = {}, 0
 
     def _slice(self, name):
         from safetensors import safe_open
@@ -138,8 +138,14 @@ def lazy_model(
 
 def _rows(module, name, sources, files):
     "What reads rows of a weight."
-    if sources[0][1]: return lambda start, stop: assembled(module, name, sources, files)[start:stop]
-    return lambda start, stop: files.part(sources[0][0], start, stop)
+    source, conversion = sources[0]
+    def rows(start, stop, dtype):
+        x = assembled(module, name, sources, files)[start:stop] if conversion else files.part(source, start, stop)
+        try: return x.to(dtype, copy=True)
+        finally:
+            del x
+            files.renew()
+    return rows
 
 def _complete(module, sources, files):
     "Whether the files hold each parameter once, in its shape."
@@ -218,3 +224,55 @@ def load_tokenizer(
     from transformers import AutoTokenizer
     try: return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError): return None     # a folder of weights alone is fine; who needs a tokenizer says so
+
+# %% ../../nbs/models/66_loading.ipynb #e2f5f77f
+def quantized(
+    module:nn.Module, # any layer
+)->bool: # True: its weight is not the numbers it multiplies with
+    "Whether bitsandbytes holds this layer."
+    kind = type(module)
+    return kind.__name__ in ("Linear4bit", "Linear8bitLt", "Params4bit") and kind.__module__.startswith("bitsandbytes")
+
+def dequantized(
+    layer:Any, # a layer that is `quantized`
+)->Tensor: # a new tensor `[outputs, inputs]`
+    "The weight that a quantized layer multiplies with."
+    from peft.utils.integrations import dequantize_module_weight
+    return dequantize_module_weight(layer).detach()
+
+def load_quantized(
+    model,        # a name or folder
+    quantization, # "4bit" (nf4, doubly quantized), "8bit", or a transformers quantization config
+    *,
+    attention:str|None=None, # attention implementation
+    device=None,             # None: CUDA when there is one
+    auto:Any=None,           # the class of transformers that loads it; None: a causal language model
+)->Any: # a transformers model, its linear layers quantized
+    "Load with bitsandbytes. TypeError for a model that is already loaded, ImportError names the extra, ValueError for an unknown word."
+    _check_quantization(model, quantization)
+    try: import bitsandbytes as bitsandbytes
+    except ImportError as e: raise ImportError("quantization= needs bitsandbytes: pip install rlblocks[peft]") from e
+    from transformers import AutoModelForCausalLM
+    config = config_of(model, also="")
+    refuse_encoder_decoder(config, model)
+    dtype = getattr(config, "dtype", None) or torch.float32
+    more = dict(attn_implementation=attention) if attention else {}
+    return (auto or AutoModelForCausalLM).from_pretrained(model, quantization_config=_bits(quantization, dtype), dtype=dtype,
+                                                          device_map={"": device_of(device, "quantization")}, **more)
+
+def _check_quantization(model, quantization):
+    "TypeError for a model that is loaded already, ValueError for an unknown word."
+    if not isinstance(model, (str, Path)):
+        raise TypeError(f"quantization={quantization!r} is done while loading; model is a {type(model).__name__}, "
+                        "a name or folder is wanted")
+    if isinstance(quantization, str) and quantization not in ("4bit", "8bit"):
+        raise ValueError(f'quantization={quantization!r} is not known here; "4bit", "8bit" and a transformers '
+                         "quantization config are")
+
+def _bits(quantization, dtype):
+    "A quantization config of a word; any other stays as it is."
+    from transformers import BitsAndBytesConfig
+    if quantization == "8bit": return BitsAndBytesConfig(load_in_8bit=True)
+    if quantization != "4bit": return quantization
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                              bnb_4bit_compute_dtype=dtype)

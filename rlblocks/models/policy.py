@@ -16,16 +16,17 @@ from torch import Tensor
 from ..data.batch import Batch
 from .head import Head, as_head
 from .value_heads import ClassHead, Moments, classifier, save_read, stored_bins, stored_moments, trunk_reader, value_head as value_head_of, without_moments
-from .merging import load_quantized
+from .loading import load_quantized
 from .forward import Forward, Reading
 from .loading import load_module, load_tokenizer
+from ..engines.base import EngineSpec, as_words
 from ..engines.plain import Plain
 from .routers import expert_hits
 from .step import Prepared, compute, is_shared, prepare, train_step
 from .checks import check_batches, check_jobs, check_measure, check_scored, places_at
 from ..engines.sharded import ShardedModel
 from ..engines.world import world
-from .views import base_of, save_adapter, standing
+from .lora import base_of, save_adapter, standing
 from ..engines.weights import Ticket
 
 # %% ../../nbs/models/79_policy.ipynb #e3542b2b
@@ -74,7 +75,7 @@ class Policy(Trained):
         quantization=None,   # hold the frozen weights in "4bit" or "8bit" (or as a transformers config says)
         value_head:bool=False, # a value per token from the same trunk (`out.values`); the head in the model's folder, where there is one
         tokenizer=None,      # saved beside the weights; None: the one in the model's folder
-        engine:str|None=None, # how the weights are held, see `ShardedModel`
+        engine:EngineSpec|str|None=None, # how the weights are held: None, "fsdp2", "zero1", "zero2", "zero3", or a value: fsdp2(offload="cpu"), zero(3, …)
         lr:float=1e-6,       # AdamW's learning rate
         frozen:bool=False,   # a reference: no optimizer
         micro_tokens:int=8192,    # most tokens a forward pass; a longer row raises
@@ -84,6 +85,8 @@ class Policy(Trained):
         **more,              # offload, nvme, betas, weight_decay, max_norm, schedule, optimizer, dtype, checkpointing, low_precision, sequence_parallel, tensor_parallel, device: of `ShardedModel`
     ):
         "Load or copy the model. TypeError for what is no model, ValueError when `pack=True` and the model mixes packed rows, and for what an adapter cannot do."
+        more = as_words(engine, **more)
+        engine = more.pop("engine")
         _known(type(self), more)
         base = base_of(model)
         module = base.trunk if base else load_quantized(model, quantization, attention=attention, device=more.get("device")) if quantization else load_module(model, attention=attention, lazy=_lazily(engine, lora, more))
@@ -218,7 +221,8 @@ def _known(cls, more):
 
 def _lazily(engine, lora, more):
     "Whether the engine reads its own shards: an adapter is put on whole weights, and tensor parallelism cuts them."
-    return engine in ("fsdp2", "zero3") and lora is None and more.get("tensor_parallel", 1) == 1
+    pieces = getattr(engine, "tensor_parallel", more.get("tensor_parallel", 1))
+    return getattr(engine, "word", engine) in ("fsdp2", "zero3") and lora is None and pieces == 1
 
 def _runner(base, reader, lora, *, who, frozen, quantized=False, micro_tokens=8192, micro_rows=None, pack=None, **how):
     "What a wrapper holds: a model of its own, or a view on a base."
@@ -245,6 +249,7 @@ class Critic(Trained):
         **more,              # engine, micro_tokens, micro_rows, pack and the rest: as for `Policy`
     ):
         "Load or copy the trunk; a critic or reward model keeps its head, any other gets one that starts at zero (without bias, which OpenRLHF's critics have no place for, unless it classifies)."
+        more = as_words(**more)
         _known(type(self), more)
         base = base_of(model)
         self.tokenizer = load_tokenizer(model, tokenizer)
@@ -301,6 +306,7 @@ class Scorer(Trained):
         **more,              # engine, micro_tokens, micro_rows, pack and the rest: as for `Policy`
     ):
         "Load or copy the trunk; a reward model keeps its head, any other gets one that starts at zero (without bias at the last token: pairs do not move it, Adam would let it drift)."
+        more = as_words(**more)
         _known(type(self), more)
         base = base_of(model)
         self.tokenizer = load_tokenizer(model, tokenizer)

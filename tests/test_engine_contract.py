@@ -1,0 +1,81 @@
+"The contract of `engines.base.Engine`, on each engine, in a world of one: what no engine may do its own way."
+from functools import partial
+
+import pytest
+import torch
+from rlblocks.engines.base import Engine
+from rlblocks.engines.fsdp import Fsdp
+from rlblocks.engines.optim import adamw
+from rlblocks.engines.plain import Plain
+from rlblocks.engines.world import leave_world
+from rlblocks.engines.zero import Zero
+from torch import nn
+
+CPU, X = torch.device("cpu"), torch.linspace(-1, 1, 18).view(6, 3)
+MAKERS = dict(plain=Plain, fsdp2=Fsdp) | {f"zero{n}": partial(Zero, stage=n) for n in (1, 2, 3)}
+
+
+def made(name, seed=0, **how):
+    if name.startswith("zero"): pytest.importorskip("deepspeed")
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    return MAKERS[name](net, CPU, optimizer=adamw(lr=.1), max_norm=.5, **how)
+
+
+def stepped(engine):
+    for rows in (X[:2], X[2:]): engine.backward(engine(rows).square().sum()/6, last=len(rows) == 4, shared=False)
+    return engine.step(shared=False)
+
+
+def weights(engine): return {n: x.clone() for n, x in engine.weights()}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_world_left():
+    yield
+    leave_world()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_contract(name):
+    engine, other, plain = made(name), made(name, seed=1), made("plain")
+    assert isinstance(engine, Engine) and isinstance(engine.module, nn.Module) and engine.optimizer.param_groups
+    torch.testing.assert_close(stepped(engine), stepped(plain))   # the same step, the norm before clipping
+    for (n, x), (m, y) in zip(engine.weights(), plain.weights(), strict=True):
+        assert n == m
+        torch.testing.assert_close(x, y)
+
+    kept = engine.state(True)   # any engine's full state is every engine's
+    other.load(kept)
+    plain.load(kept)
+    for a, b, c in zip(*(weights(e).values() for e in (engine, other, plain)), strict=True):
+        assert a.equal(b) and a.equal(c)
+    stepped(engine), stepped(other)
+    for a, b in zip(weights(engine).values(), weights(other).values(), strict=True): assert a.equal(b)
+
+    inside = engine.within(lambda: engine.module[0](X).square().sum().item())   # a part by itself, inside the hooks
+    first = weights(engine)
+    assert inside == pytest.approx((X @ first["0.weight"].T + first["0.bias"]).square().sum().item(), rel=1e-5)
+
+    engine.backward(engine(X).sum()*100, last=True, shared=False)   # forgotten
+    engine.discard()
+    torch.testing.assert_close(stepped(engine), stepped(other))
+    for a, b in zip(weights(engine).values(), weights(other).values(), strict=True): assert a.equal(b)
+
+    before = weights(engine)   # nothing changes where the gradient is not finite
+    engine.backward(engine(X).sum()*float("nan"), last=True, shared=False)
+    assert not torch.isfinite(engine.step(shared=False))
+    for a, b in zip(weights(engine).values(), before.values(), strict=True): assert a.equal(b)
+
+    shards = engine.shards()   # written memory computes after `refresh`
+    assert list(shards) == list(before)
+    for n, shard in shards.items():
+        full = shard.save(shard.local.clone(), True)
+        assert full.shape == before[n].shape and shard.load(full).equal(shard.local)
+        shard.local.zero_()
+    engine.refresh()
+    assert engine(X).abs().sum() == 0 and not any(x.any() for x in weights(engine).values())
+
+    n = sum(x.numel() for x in before.values())
+    held = engine.nbytes()
+    assert set(held) == {"weights", "gradients", "states"} and held["weights"] >= 4*n and held["states"] >= 8*n
