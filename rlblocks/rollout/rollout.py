@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..data.columns import whole_number
 from ..data.batch import Batch
-from ..data.seeds import seed_of
+from ..data.columns import seed_of
 from ..data.columns import widen
 from .decoding import MAX_SUPPORT, Decoder, cache_is_exact, decode
 from ..engines.guards import Turn, locked
