@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from rlblocks import Batch, Policy, Rollout
 from rlblocks.placement.memory import appetite
-from rlblocks.rollout.decoding import Decoder
+from rlblocks.rollout.decoding import CachedDecoder
 from rlblocks.engines.modules import output_layer
 from rlblocks.engines.world import HALF
 from rlblocks.placement.planning import plan, plan_rollout
@@ -173,18 +173,18 @@ def engine_case(engine, world, name, **more):
 
 def cache_case(name, prompts=4, prompt=100, new=156, each=1):
     "Planned and held bytes of a rollout before it draws its last token."
-    known, seen, push = live(), {}, Decoder.push
+    known, seen, push = live(), {}, CachedDecoder.push
     rollout = Rollout(lambda: make(MODELS[name]), max_tokens=new, stop=[], device="cpu")
     def pushed(self, tokens):
         push(self, tokens)
         if int(self.lengths.max()) < prompt + new - 1: return
-        seen.update(cache=storages(x for layer in self.cache.layers for x in (layer.keys, layer.values, *getattr(layer, "room", ()))), all=since(known))
-    Decoder.push = pushed
+        seen.update(cache=storages(x for layer in self.cache.layers for x in (layer.keys, layer.values, *getattr(layer, "buffers", ()))), all=since(known))
+    CachedDecoder.push = pushed
     lengths = torch.arange(prompts)*5 % 40 + prompt - 39
     lengths[0] = prompt
     ids = torch.randint(2, 1000, (prompts, prompt), generator=torch.Generator().manual_seed(0))*(torch.arange(prompt) < lengths[:, None])
     try: rollout.generate(Batch(tokens=ids, lengths=lengths, mask=torch.zeros(prompts, prompt, dtype=torch.bool), group=torch.arange(prompts)), group_size=each)
-    finally: Decoder.push = push
+    finally: CachedDecoder.push = push
     made = plan_rollout(MODELS[name], rows=prompts*each, tokens=prompt + new, prompt=prompt).bytes()
     return dict(weights=(made["weights"], seen["all"] - seen["cache"]), cache=(made["cache"], seen["cache"]), peak=(sum(made.values()), seen["all"]))
 

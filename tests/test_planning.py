@@ -208,11 +208,11 @@ def test_operations_are_six_a_weight_and_attention():
 @pytest.mark.parametrize("prompt, new", [(20, 100), (100, 3), (7, 300)], ids=str)
 def test_a_cache_has_the_room_that_the_decoder_takes(prompt, new):
     "It grows by quarters from the prompt on; not knowing the prompt, the plan says the most that there can be."
-    from rlblocks.rollout.decoding import Decoder
+    from rlblocks.rollout.decoding import CachedDecoder
     with torch.no_grad():
-        decoder = Decoder(fake_model(TINY, torch.float32).eval(), torch.ones(2, prompt, dtype=torch.long), torch.full((2,), prompt), 1, cached=True)
+        decoder = CachedDecoder(fake_model(TINY, torch.float32).eval(), torch.ones(2, prompt, dtype=torch.long), torch.full((2,), prompt), 1)
         for _ in range(new - 1): decoder.push(torch.ones(2, dtype=torch.long))
-    held = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for layer in decoder.cache.layers for x in (layer.keys, layer.values, *layer.room)}.values())
+    held = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for layer in decoder.cache.layers for x in (layer.keys, layer.values, *layer.buffers)}.values())
     known, unknown = (plan_rollout(TINY, rows=2, tokens=prompt + new, prompt=p, dtype=torch.float32).bytes()["cache"] for p in (prompt, None))
     assert held == known <= unknown
 
