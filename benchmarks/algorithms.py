@@ -1,6 +1,6 @@
 """Every estimator and loss against the peers' own functions: time, peak memory, and how both grow with B·T.
 
-    .venv/bin/python benchmarks/algorithms.py [--rounds 15] [--only WORD] [--threads 1] [--device cpu|cuda] [--out benchmarks/results]
+    .venv/bin/python benchmarks/algorithms.py [--rounds 15] [--only WORD] [--judged] [--threads 1] [--device cpu|cuda] [--out benchmarks/results]
 
 The peers are the installed packages (`make peers`; tests/parity says how they are called), whole function against whole function: TRL's formulas are cut
 out of its trainers, so its metrics and logging cost it nothing, while ours and verl's are counted with them. Losses run forward and backward. TRL 1.16 has
@@ -12,8 +12,8 @@ is measured, not the wall's. Memory is the highest sum of live tensors that the 
 max_memory_allocated): exact on any machine, left out on a CPU where a call takes over a second. Growth is our time fitted as (B·T)^p.
 
 Our losses are plain formulas. What is promised of them is said at 65,536 tokens (or pairs): eager, with their metrics, at most twice the time of the fastest
-peer's function with its metrics; the same function through torch.compile, ahead of every peer. Both columns are shown, and the fastest peer through
-torch.compile beside them. What torch 2.13 compiles for a CPU reads and writes a Bool entry by entry, and it keeps one for each bound that a gradient passes
+peer's function with its metrics; the same function through torch.compile, ahead of every peer. Both columns are shown; the
+peers run as they do in their trainers, not compiled. What torch 2.13 compiles for a CPU reads and writes a Bool entry by entry, and it keeps one for each bound that a gradient passes
 (`finite_logprobs` has one), because that takes a quarter of the bytes. This is .3 ms a bound at 65,536 tokens, all that the cheapest of these losses takes.
 
 Masks are those of real rows: answers of a half to all of the columns, every seventh stretch of 64 tokens not the policy's. `torch.where` takes three times as
@@ -52,7 +52,7 @@ from rlblocks.signals import advantages, best_of, corrections, groups, teachers 
 
 LONG, WIDE, SQUARE = (8, 131_072), (128, 8_192), (1_024, 1_024)
 STEP = (64, 1_024)                    # 65,536 tokens: where losses are judged
-COMPILED, THEIRS = "ours, compiled", "fastest, compiled"
+COMPILED = "ours, compiled"
 def judged(shape): return {(shape, "fastest"): 1/2, (shape, COMPILED): 1.}
 
 
@@ -439,10 +439,7 @@ def compare(t, shape, rounds, device):
     c = t.make(*shape, device)
     for name in t.wrt: getattr(c, name).requires_grad_()
     calls = {"ours": differentiated(t.ours, t.wrt)} | {k: differentiated(f, t.wrt) for k, f in t.theirs.items()}
-    if (shape, COMPILED) in t.promised:
-        calls[COMPILED] = differentiated(torch.compile(t.ours, fullgraph=True), t.wrt)
-        first = {k: min(x) for k, x in timed({k: calls[k] for k in t.theirs if k not in ASIDE}, c, 5, device).items()}
-        calls[THEIRS] = differentiated(torch.compile(t.theirs[min(first, key=first.get)]), t.wrt)
+    if (shape, COMPILED) in t.promised: calls[COMPILED] = differentiated(torch.compile(t.ours, fullgraph=True), t.wrt)
     seconds = timed(calls, c, rounds, device)
     memory = {k: peak(f, c, device) if min(seconds[k]) < 1 or device == "cuda" else None for k, f in calls.items()}  # the CPU's profiler needs minutes for a million small tensors
     entry = dict(name=t.name, shape=list(shape), ms={k: 1e3*quantile(x, .5) for k, x in seconds.items()}, bytes=memory, rounds={k: len(x) for k, x in seconds.items()})
@@ -450,7 +447,7 @@ def compare(t, shape, rounds, device):
     best = min((k for k in t.theirs if k not in ASIDE), key=lambda k: entry["ms"][k], default=None)
     entry["fastest"] = best
     entry["promised"] = {k: wanted for (s, k), wanted in t.promised.items() if s == shape}
-    got = {"fastest": entry["faster"].get(best, [math.nan])[0], COMPILED: entry["ms"].get(best, math.nan)/entry["ms"].get(COMPILED, math.nan)} | {k: x[0] for k, x in entry["faster"].items() if k not in (COMPILED, THEIRS)}
+    got = {"fastest": entry["faster"].get(best, [math.nan])[0], COMPILED: entry["ms"].get(best, math.nan)/entry["ms"].get(COMPILED, math.nan)} | {k: x[0] for k, x in entry["faster"].items() if k != COMPILED}
     entry["missed"] = [k for k, wanted in entry["promised"].items() if got[k] < wanted]
     return entry
 
@@ -503,21 +500,21 @@ def draw(result, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 9), sharey=True)
-    last, marks = {}, dict(verl="o", trl="s", openrlhf="^", formula="x", ours="*", fastest="+")
+    last, marks = {}, dict(verl="o", trl="s", openrlhf="^", formula="x", ours="*")
     for x in result["comparisons"]:
         if x["name"] not in last or None not in x["bytes"].values(): last[x["name"]] = x
     for i, x in enumerate(last.values()):
         for k in x["faster"]:
             mark = marks[k.split()[0].rstrip(",")]
-            left.plot(x["faster"][k][0], i, mark, color=f"C{'os^x*+'.index(mark)}", ms=5)
-            if x["bytes"][k] and x["bytes"]["ours"]: right.plot(x["bytes"][k]/max(x["bytes"]["ours"], 1), i, mark, color=f"C{'os^x*+'.index(mark)}", ms=5)
+            left.plot(x["faster"][k][0], i, mark, color=f"C{'os^x*'.index(mark)}", ms=5)
+            if x["bytes"][k] and x["bytes"]["ours"]: right.plot(x["bytes"][k]/max(x["bytes"]["ours"], 1), i, mark, color=f"C{'os^x*'.index(mark)}", ms=5)
     for axis, label in ((left, "their time / ours"), (right, "their peak memory / ours")):
         axis.axvline(1, color="k", lw=.8)
         axis.set(xscale="log", xlabel=f"{label}, largest shape", yticks=range(len(last)), yticklabels=list(last))
         axis.grid(alpha=.3)
         axis.xaxis.set_minor_formatter(plt.NullFormatter())
     right.set(xticks=[.125, .25, .5, 1, 2, 4], xticklabels=["⅛", "¼", "½", "1", "2", "4"])
-    for peer, mark in marks.items(): right.plot([], [], mark, color=f"C{'os^x*+'.index(mark)}", label=peer)
+    for peer, mark in marks.items(): right.plot([], [], mark, color=f"C{'os^x*'.index(mark)}", label=peer)
     right.legend()
     left.invert_yaxis()
     figure.tight_layout()
@@ -528,6 +525,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--rounds", type=int, default=15, help="calls of each function; those that take seconds get three")
     p.add_argument("--only", default="", help="tasks with this word in their name; nothing is written")
+    p.add_argument("--judged", action="store_true", help="losses at the sizes where they are judged, eager and compiled, and nothing else: algorithms_judged_DEVICE.json")
     p.add_argument("--threads", type=int, help="of torch; default: its own choice")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--no-growth", action="store_true", help="compare only")
@@ -540,9 +538,10 @@ def main():
     chosen = [t for t in TASKS if a.only.lower() in t.name.lower()]
     for t in chosen:
         for shape in t.shapes:
+            if a.judged and (shape, COMPILED) not in t.promised: continue
             result["comparisons"].append(compare(t, shape, a.rounds, a.device))
             print(told(result["comparisons"][-1]), flush=True)
-    for t in chosen if not a.no_growth else ():
+    for t in chosen if not (a.no_growth or a.judged) else ():
         for x in growth(t, max(3, a.rounds//3), a.device):
             result["growth"].append(x)
             print(f"{x['name']:<38} along {x['axis']}: time ∝ (B·T)^{x['time_exponent']:.2f}, {x['ns'][-1]/x['sizes'][-1]:.1f} ns each at {x['sizes'][-1]:,}; "
@@ -551,8 +550,8 @@ def main():
     print(f"{len(result['comparisons'])} comparisons; missed: {missed or 'none'}")
     if a.only: return
     a.out.mkdir(parents=True, exist_ok=True)
-    (a.out/f"algorithms_{a.device}.json").write_text(json.dumps(rounded(result), indent=1) + "\n")
-    draw(result, a.out/f"algorithms_{a.device}.png")
+    (a.out/f"algorithms{'_judged'*a.judged}_{a.device}.json").write_text(json.dumps(rounded(result), indent=1) + "\n")
+    if not a.judged: draw(result, a.out/f"algorithms_{a.device}.png")
 
 
 if __name__ == "__main__": main()

@@ -27,11 +27,12 @@ import transformers
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rlblocks import Batch, Policy, Rollout
-from rlblocks.placement.memory import appetite
-from rlblocks.rollout.decoding import Decoder
+from rlblocks.placement.memory import pass_bytes
+from rlblocks.rollout.decoding import CachedDecoder
 from rlblocks.engines.modules import output_layer
 from rlblocks.engines.world import HALF
-from rlblocks.placement.planning import plan, plan_rollout
+from rlblocks.placement.budgets import plan_rollout
+from rlblocks.placement.planning import plan
 from rlblocks.engines.modules import checkpoint_layers_
 
 RESULTS = Path(__file__).parent/"results"
@@ -144,9 +145,9 @@ def one_rank(rank, world, port, engine, name, more, out):
     known = live()
     policy = Policy(folder or (lambda: make(MODELS[name], base)), engine=engine, lr=1e-4, device="cpu", micro_tokens=TOKENS, **how)
     found = held(policy, known)
-    if "lora" in how and engine is None:            # appetite runs whole weights
+    if "lora" in how and engine is None:            # pass_bytes runs whole weights
         stood = policy._run.model.engine.base
-        with stood.using(policy._run.model.engine.name): found["activations"] = peak(lambda: appetite(stood.trunk, TOKENS, row=ROW, dtype=policy._run.model.dtype or stood.model.dtype))
+        with stood.using(policy._run.model.engine.name): found["activations"] = peak(lambda: pass_bytes(stood.trunk, TOKENS, row=ROW, dtype=policy._run.model.dtype or stood.model.dtype))
     if rank == 0: torch.save(found, out)
     if world > 1: dist.barrier()
     os._exit(0)
@@ -173,18 +174,18 @@ def engine_case(engine, world, name, **more):
 
 def cache_case(name, prompts=4, prompt=100, new=156, each=1):
     "Planned and held bytes of a rollout before it draws its last token."
-    known, seen, push = live(), {}, Decoder.push
+    known, seen, push = live(), {}, CachedDecoder.push
     rollout = Rollout(lambda: make(MODELS[name]), max_tokens=new, stop=[], device="cpu")
     def pushed(self, tokens):
         push(self, tokens)
         if int(self.lengths.max()) < prompt + new - 1: return
-        seen.update(cache=storages(x for layer in self.cache.layers for x in (layer.keys, layer.values, *getattr(layer, "room", ()))), all=since(known))
-    Decoder.push = pushed
+        seen.update(cache=storages(x for layer in self.cache.layers for x in (layer.keys, layer.values, *getattr(layer, "buffers", ()))), all=since(known))
+    CachedDecoder.push = pushed
     lengths = torch.arange(prompts)*5 % 40 + prompt - 39
     lengths[0] = prompt
     ids = torch.randint(2, 1000, (prompts, prompt), generator=torch.Generator().manual_seed(0))*(torch.arange(prompt) < lengths[:, None])
     try: rollout.generate(Batch(tokens=ids, lengths=lengths, mask=torch.zeros(prompts, prompt, dtype=torch.bool), group=torch.arange(prompts)), group_size=each)
-    finally: Decoder.push = push
+    finally: CachedDecoder.push = push
     made = plan_rollout(MODELS[name], rows=prompts*each, tokens=prompt + new, prompt=prompt).bytes()
     return dict(weights=(made["weights"], seen["all"] - seen["cache"]), cache=(made["cache"], seen["cache"]), peak=(sum(made.values()), seen["all"]))
 
@@ -194,7 +195,7 @@ def pass_case(name, checkpointing, entropy):
     planned = plan(MODELS[name], micro_tokens=TOKENS, row=ROW, checkpointing=checkpointing, entropy=entropy, device="cpu").bytes()
     model = make(MODELS[name])
     if checkpointing: checkpoint_layers_(model)
-    most = peak(lambda: appetite(model, TOKENS, row=ROW, entropy=entropy))
+    most = peak(lambda: pass_bytes(model, TOKENS, row=ROW, entropy=entropy))
     return dict(activations=(planned["activations"], most))
 
 

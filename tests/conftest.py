@@ -55,7 +55,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     "Only in xdist's workers: by hand, tests run in the order of their files."
     if not hasattr(config, "workerinput"): return
-    known = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+    known = json.loads(SECONDS.read_text()) if SECONDS.exists() else dict(ranks=1.)
     for item in items: item.add_marker(pytest.mark.xdist_group(group(item)))
     items.sort(key=lambda item: -known.get(group(item), 0.))
 
@@ -97,5 +97,5 @@ class Took:
     def pytest_terminal_summary(self, terminalreporter):
         SECONDS.write_text(json.dumps(self.by(lambda _, group: group), indent=0) + "\n")
         terminalreporter.section("CPU seconds")
-        for file, seconds in self.by(lambda nodeid, _: nodeid.split("::")[0]).items(): terminalreporter.write_line(f"{seconds:8.1f}  {file}")
-        for test, seconds in [*self.by(lambda nodeid, _: nodeid).items()][:60]: terminalreporter.write_line(f"{seconds:8.1f}  {test}")
+        files, tests = self.by(lambda nodeid, _: nodeid.split("::")[0]), self.by(lambda nodeid, _: nodeid)
+        for name, seconds in [*files.items(), *[*tests.items()][:60]]: terminalreporter.write_line(f"{seconds:8.1f}  {name}")

@@ -4,7 +4,8 @@ import random
 import pytest
 import torch
 from rlblocks import Batch, Policy, Rollout
-from rlblocks.rollout.decoding import MAX_SUPPORT
+from rlblocks.rollout.decoding import MAX_SUPPORT, CachedDecoder
+from rlblocks.rollout.rollout import uniforms
 from tiny import model, reach
 
 KINDS_ = ["llama", "qwen3", "qwen2_window", "gemma2", "mixtral", "gpt2"]     # shared and not, windows, softcaps, experts, learned positions
@@ -77,7 +78,7 @@ def test_tokens_are_those_of_one_row_at_a_time(kind):
         r = Rollout(net, device="cpu", max_tokens=S, stop=sorted(stop), max_rows=rng.choice([1, 7, 512]), **how)
         b = r.generate(p, group_size=size, seed=seed)
         assert b.group.tolist() == [g for g in p.group.tolist() for _ in range(size)] and b.sample.tolist() == list(range(size))*len(p)
-        u = r._noise(p, size, seed, S)
+        u = uniforms(p.group, size, seed, S)
         for i in rng.sample(range(len(b)), min(len(b), 6)):
             k, n, start = i//size, int(b.lengths[i]), int(b.prompt_lengths[i])
             assert b.tokens[i, :start].equal(p.tokens[k, :int(p.lengths[k])]) and not b.tokens[i, n:].any() and not b.rollout_logprobs[i, n:].any()
@@ -94,10 +95,9 @@ def test_tokens_are_those_of_one_row_at_a_time(kind):
 
 def test_a_cache_lies_in_one_place():
     "When rows end, the others' keys are copied out of the room in which all lay: it goes with them."
-    from rlblocks.rollout.decoding import Decoder
-    decoder = Decoder(model().eval(), torch.ones(8, 20, dtype=torch.long), torch.full((8,), 20), 1, cached=True)
+    decoder = CachedDecoder(model().eval(), torch.ones(8, 20, dtype=torch.long), torch.full((8,), 20), 1)
     decoder.push(torch.ones(8, dtype=torch.long))
-    def held(): return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for layer in decoder.cache.layers for x in (layer.keys, layer.values, *layer.room) if x is not None}.values())
+    def held(): return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for layer in decoder.cache.layers for x in (layer.keys, layer.values, *layer.buffers) if x is not None}.values())
     before = held()
     decoder.keep(torch.arange(4))
     assert held() <= before/2

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 from rlblocks import Batch, Grader, Policy, Rollout, at_tokens, group_advantages, masked_mean, ppo_loss
-from rlblocks.rollout.decoding import Decoder, sample_tokens
+from rlblocks.rollout.decoding import CachedDecoder, sample_tokens
 from rlblocks.models.outputs import Out, check_splits
 from tiny import KINDS, model, prompts
 from torch import nn
@@ -162,7 +162,7 @@ def test_a_groups_prompt_is_kept_once():
     net = model().eval()
     def keys(repeats, said, shared=True):
         with torch.no_grad():
-            decoder, at = Decoder(net, torch.randint(2, 32, (3, 20)), torch.tensor([20, 9, 4]), repeats, cached=True, shared=shared), []
+            decoder, at = CachedDecoder(net, torch.randint(2, 32, (3, 20)), torch.tensor([20, 9, 4]), repeats, shared=shared), []
             for _ in range(said):
                 decoder.push(torch.randint(2, 32, (3*repeats,)))
                 at.append(decoder.cache.layers[0].keys)

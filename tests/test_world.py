@@ -79,8 +79,8 @@ def told(tmp_path_factory):
 def test_a_rank_that_never_answers_is_an_error_in_time_and_the_first_error_its_cause(tmp_path):
     forked(lonely, (str(tmp_path),), 2)
     cause, unknown, seconds = torch.load(tmp_path/"0")
-    assert cause == "RuntimeError: save: rank 1 failed: no space"
-    assert "RuntimeError: save: a rank is gone or does not answer" in unknown and seconds < 20
+    assert cause == "RankLost: rank 1 failed: no space"
+    assert "RankLost: save: rank 0 of 2 waits for a rank that is gone or does not answer" in unknown and seconds < 20
 
 
 def test_one_process_raises_its_own():

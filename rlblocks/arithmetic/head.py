@@ -108,10 +108,13 @@ class _LinearLogprobs(torch.autograd.Function):
         d_hidden, d_x = (torch.empty_like(t) if early and ctx.needs_input_grad[i] else None for i,t in wanted)
         room = _room(hidden, weight, chunk)
         columns = hidden, x, tau, tokens, support, lse, chosen, H, one, d_hidden, d_x
-        for h,x_,τ,t,ids,norm,at_t,H_,one_,d_h,d_x_ in pieces(chunk, *columns):
-            logits = _logits(room, h, weight, bias, x_, B)
-            sweep(logits, logits if early else None, rows=_few(logits, entropy), softcap=softcap, tau=τ, support=ids,
-                  tokens=t, lse=norm, chosen=at_t, entropies=H_, g=one_, hot=one_)
+        chunks = list(pieces(chunk, *columns))
+        for i,(h,x_,τ,t,ids,norm,at_t,H_,one_,d_h,d_x_) in enumerate(chunks, 1):
+            logits, spent = _logits(room, h, weight, bias, x_, B), i < len(chunks) # the backward pass wants the last
+            beside = entropy or early or not spent or softcap is not None or support is not None
+            beside = beside or logits.dtype != lse.dtype
+            sweep(logits, logits if early else None, rows=_few(logits, entropy, beside), softcap=softcap, tau=τ,
+                  support=ids, tokens=t, lse=norm, chosen=at_t, entropies=H_, g=one_, hot=one_, spent=spent)
             _through(logits, weight, B, d_h, d_x_)
         if away is not None: lse, chosen, H = _joined(lse, chosen.masked_fill_(away, -torch.inf), H, group)
         if early: ctx.save_for_backward(d_hidden, d_x)

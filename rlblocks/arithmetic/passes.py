@@ -45,11 +45,14 @@ def outside(support, V):
     return rest.logical_and_((support != -1).any(-1, keepdim=True))
 
 # %% ../../nbs/arithmetic/02_passes.ipynb #c53c3ed1
-def measure(z, tokens, lse, chosen, entropies, top_):
-    "Fill in log Σ exp z, z of the tokens and the entropy of rows; with `top_` the largest z, and log Σ exp(z − top)."
+def measure(z, tokens, lse, chosen, entropies, top_, spent=False):
+    """Fill in log Σ exp z, z of the tokens and the entropy of rows; with `top_` the largest z, and log Σ exp(z − top).
+
+    `spent`: nobody wants z afterwards, so log Σ exp z is computed in its place."""
     if tokens is not None: chosen.copy_(z.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
-    if entropies is None: return lse.copy_(z.logsumexp(-1))
+    if entropies is None and not spent: return lse.copy_(z.logsumexp(-1))
     top = z.amax(-1, keepdim=True).clamp_(min=torch.finfo(z.dtype).min) # a row of only −inf stays −inf
+    if entropies is None: return lse.copy_(z.sub_(top).exp_().sum(-1).log_().add_(top.squeeze(-1)))
     y = (z - top).clamp_(min=-1e4) # e⁻¹⁰⁰⁰⁰ is 0 in every precision, and 0·(−inf) is nan
     e = y.exp()
     total = e.sum(-1)
@@ -86,6 +89,7 @@ def sweep(
     g=None, u=None, # [n] gradients by log p(token) and by H, over tau; None: none
     hot=None,       # [n] g where the token is one of these V ids, else 0
     top=None,       # [n] with `entropies`: the largest z; `lse` is then log Σ exp(z − top). Found here, unless `known`
+    spent=False,    # nobody wants `logits` afterwards
 ):
     "Measure the rows of `logits`, write the gradient of Σ g·log p(token) + u·H `into` its place, or both."
     turn = g is not None or u is not None
@@ -96,9 +100,9 @@ def sweep(
     changes = turn or softcap is not None or support is not None or isinstance(tau, Tensor) or tau != 1
     for z,out,τ,ids,t,norm,at_t,H,g_,u_,hot_,top_ in pieces(rows, *columns):
         wide = promoted(z)
-        if wide is z and into is not logits and changes: wide = z.clone()
+        if wide is z and into is not logits and changes and not spent: wide = z.clone()
         wide, slope, excluded = shaped(wide, softcap, τ, ids)
-        if not known: measure(wide, t, norm, at_t, H, top_)
+        if not known: measure(wide, t, norm, at_t, H, top_, spent=spent and not turn)
         if not turn: continue
         grad = differentiate(wide, slope, excluded, t, norm, H, g_, u_, hot_, top_)
         if grad.dtype != out.dtype or into is not logits: out.copy_(grad) # else it is there already

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['on_every_rank', 'on_rank_0', 'sole_writer', 'check_parts', 'collect', 'write_files', 'write_save', 'load_save',
-           'log_stop', 'run_steps', 'start_save', 'Checkpoint']
+           'run_steps', 'Checkpoint']
 
 # %% ../../nbs/checkpoint/88_checkpoint.ipynb #10c5bb05
 import logging
@@ -147,10 +147,7 @@ def load_save(
     return meta["step"]
 
 # %% ../../nbs/checkpoint/88_checkpoint.ipynb #993fd69b
-def log_stop(
-    folder:Path, # of a run
-    step:int,    # that it was at
-):
+def _log_stop(folder, step):
     "Say in the log which save an early stop leaves."
     if world()[0]: return
     last = f"the last save is {saves[-1].name}" if (saves := saves_in(folder)) else "nothing is saved yet"
@@ -171,7 +168,7 @@ def run_steps(
         try: yield step
         except GeneratorExit:
             checkpoint.wait()
-            log_stop(checkpoint.path, step)
+            _log_stop(checkpoint.path, step)
             raise
         if (step + 1) % checkpoint.every == 0 or step + 1 == steps or on_rank_0(lambda: _wanted(checkpoint)):
             checkpoint.save(step + 1, parts)
@@ -181,11 +178,7 @@ def _wanted(checkpoint):
     rating = checkpoint.rating
     return checkpoint.asked or rating is not None and rating > best_save(checkpoint.path)[1]
 
-def start_save(
-    checkpoint:"Checkpoint", # with a path
-    step:int,   # steps done
-    parts:dict, # by name
-):
+def _start_save(checkpoint, step, parts):
     "Collect the states, then write them: now, or from a copy in a thread."
     checkpoint.wait()
     if checkpoint.group is None and world()[1] > 1:     # a thread's messages must not mix with the loop's
@@ -248,7 +241,7 @@ class Checkpoint:
             raise RuntimeError("Checkpoint: save() saves the step of a loop, and none is running; call it before the "
                                "loop is closed, or give save(step, parts)")
         if parts is None and world()[1] > 1: self.asked = True
-        else: start_save(self, *(self.running if parts is None else (step, parts)))
+        else: _start_save(self, *(self.running if parts is None else (step, parts)))
 
     def rate(self,
         value:float, # of the step just shown; higher is better (give −loss)
