@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import random
+import subprocess
 import sys
 import time
 import zipfile
@@ -89,6 +90,64 @@ def verl_balance(folder):
     return space[wanted[1]], of
 
 
+def before(commit):
+    "`balance` and `bin_pack` as they were at a commit, in modules of their own."
+    found = {}
+    for name, imports in dict(balancing={}, packing={"from .balancing import _ints, whole_number": "from rlblocks.data.columns import _ints, whole_number"}).items():
+        text = subprocess.run(["git", "show", f"{commit}:rlblocks/data/{name}.py"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout
+        for old, new in imports.items(): text = text.replace(old, new)
+        space = dict(__name__=f"before_{name}")
+        sys.modules[space["__name__"]] = type(sys)(space["__name__"])
+        exec(compile(text.replace("from ..", "from rlblocks."), f"{commit}:{name}", "exec"), vars(sys.modules[space["__name__"]]))
+        found |= vars(sys.modules[space["__name__"]])
+    return found["balance"], found["bin_pack"]
+
+
+def longest_first(costs, n):
+    "Without swaps."
+    heap, parts = [(0, k) for k in range(n)], [[] for _ in range(n)]
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, k = heap[0]
+        parts[k].append(i)
+        heapq.heapreplace(heap, (load + costs[i], k))
+    return parts
+
+
+STEPS = ((64, 8), (512, 8), (512, 64), (4096, 256))     # rows of a step, replicas
+
+
+def steps(pool, rounds, commit):
+    "What a plan takes, and how much longer than the mean the heaviest replica works: longest first, with swaps, and (with --before) differencing."
+    g, plans, found = torch.Generator().manual_seed(1), dict(longest_first=longest_first, ours=balance), {}
+    if commit: plans["before"] = before(commit)[0]
+    for rows, n in STEPS:
+        taken, above = {k: [] for k in plans}, {k: [] for k in plans}
+        for _ in range(rounds):
+            x = pool[torch.randint(len(pool), (rows,), generator=g)].tolist()
+            for name, f in plans.items():
+                seconds, parts = timed(lambda f=f, x=x, n=n: f(x, n))
+                taken[name].append(1e3*seconds)
+                above[name].append(max(loads(parts, x))*n/sum(x) - 1)
+        found[f"{rows} rows, {n} replicas"] = {k: dict(median_ms=median(taken[k]), above_mean=median(above[k])) for k in plans}
+    return found
+
+
+def bins(pool, rounds, commit):
+    "Best fit, one row at a time, and (with --before) by kinds of rows: milliseconds and bins."
+    g, plans, found = torch.Generator().manual_seed(2), dict(ours=bin_pack), {}
+    if commit: plans["before"] = before(commit)[1]
+    for rows in (512, 4096, 32_768, 100_000):
+        x = pool[torch.randint(len(pool), (rows,), generator=g)]
+        taken, made = {k: [] for k in plans}, {}
+        for _ in range(rounds):
+            for name, f in plans.items():
+                seconds, parts = timed(lambda f=f, x=x: f(x, CAP))
+                taken[name].append(1e3*seconds)
+                made[name] = len(parts)
+        found[rows] = {k: dict(median_ms=median(taken[k]), bins=made[k]) for k in plans}
+    return found
+
+
 def timed(f):
     start = time.process_time()
     out = f()
@@ -113,7 +172,6 @@ def packing(lengths, trl, rounds):
 
 def balancing(batches, verl, equal):
     plans = dict(ours=lambda x: balance(x, PARTS, equal=equal))
-    if equal: plans["ours, within .03"] = lambda x: balance(x, PARTS, equal=True, within=.03)     # about verl's spread
     if verl: plans["verl"] = lambda x: verl(x, PARTS, equal)
     taken, spread = {k: [] for k in plans}, {k: [] for k in plans}
     for x in batches:
@@ -183,6 +241,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--data", type=Path, help="folder with gsm8k and tokenizers/qwen2.5")
     p.add_argument("--peers", type=Path, help="folder with the wheels of trl and verl")
+    p.add_argument("--before", help="a commit whose plans are timed beside ours")
     p.add_argument("--rounds", type=int, default=7, help="calls of each plan; also the number of batches that are balanced")
     p.add_argument("--cases", type=int, default=10_000, help="random cases searched for a broken cap")
     p.add_argument("--out", type=Path, default=Path(__file__).parent/"results", help="folder for packing_cpu.json and packing_cpu.png")
@@ -207,6 +266,13 @@ def main():
         for name, r in found.items():
             ratio = f"{found['verl']['median_ms']/r['median_ms']:.1f}" if name == "ours" and verl else ""
             print(f"{kind:>8} {name:>5} | {r['median_ms']:>8.1f} {r['best_ms']:>9.1f} | {median(r['spread']):>14} {max(r['spread']):>8} | {ratio}", flush=True)
+    result["steps"], result["bins"] = steps(pool["answers"], a.rounds, a.before), bins(pool["rows"], a.rounds, a.before)
+    print(f"\n{'a step':>24} {'':>14} | {'ms':>8} | heaviest replica above the mean")
+    for kind, x in result["steps"].items():
+        for name, r in x.items(): print(f"{kind:>24} {name:>14} | {r['median_ms']:>8.2f} | {r['above_mean']:.3%}")
+    print(f"\n{'bins of rows':>24} {'':>14} | {'ms':>8} | bins")
+    for kind, x in result["bins"].items():
+        for name, r in x.items(): print(f"{kind:>24,} {name:>14} | {r['median_ms']:>8.2f} | {r['bins']:,}")
     result["violations"] = dict(cases=a.cases, broken=violations(a.cases))
     print("\n{broken} of {cases:,} random cases break the cap or lose a row\n".format(**result["violations"]))
     result["verdicts"] = verdicts(result)

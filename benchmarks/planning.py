@@ -27,11 +27,12 @@ import transformers
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rlblocks import Batch, Policy, Rollout
-from rlblocks.placement.memory import appetite
+from rlblocks.placement.memory import pass_bytes
 from rlblocks.rollout.decoding import CachedDecoder
 from rlblocks.engines.modules import output_layer
 from rlblocks.engines.world import HALF
-from rlblocks.placement.planning import plan, plan_rollout
+from rlblocks.placement.budgets import plan_rollout
+from rlblocks.placement.planning import plan
 from rlblocks.engines.modules import checkpoint_layers_
 
 RESULTS = Path(__file__).parent/"results"
@@ -144,9 +145,9 @@ def one_rank(rank, world, port, engine, name, more, out):
     known = live()
     policy = Policy(folder or (lambda: make(MODELS[name], base)), engine=engine, lr=1e-4, device="cpu", micro_tokens=TOKENS, **how)
     found = held(policy, known)
-    if "lora" in how and engine is None:            # appetite runs whole weights
+    if "lora" in how and engine is None:            # pass_bytes runs whole weights
         stood = policy._run.model.engine.base
-        with stood.using(policy._run.model.engine.name): found["activations"] = peak(lambda: appetite(stood.trunk, TOKENS, row=ROW, dtype=policy._run.model.dtype or stood.model.dtype))
+        with stood.using(policy._run.model.engine.name): found["activations"] = peak(lambda: pass_bytes(stood.trunk, TOKENS, row=ROW, dtype=policy._run.model.dtype or stood.model.dtype))
     if rank == 0: torch.save(found, out)
     if world > 1: dist.barrier()
     os._exit(0)
@@ -194,7 +195,7 @@ def pass_case(name, checkpointing, entropy):
     planned = plan(MODELS[name], micro_tokens=TOKENS, row=ROW, checkpointing=checkpointing, entropy=entropy, device="cpu").bytes()
     model = make(MODELS[name])
     if checkpointing: checkpoint_layers_(model)
-    most = peak(lambda: appetite(model, TOKENS, row=ROW, entropy=entropy))
+    most = peak(lambda: pass_bytes(model, TOKENS, row=ROW, entropy=entropy))
     return dict(activations=(planned["activations"], most))
 
 

@@ -22,7 +22,7 @@ try:
     from rlblocks.data.balancing import balance, balance_families, fit_row_costs, row_costs
     from rlblocks.data.batch import Batch, pairs
     from rlblocks.data.cuts import Whole
-    from rlblocks.data.seeds import seed_of
+    from rlblocks.data.columns import seed_of
     from rlblocks.signals.best_of import (
         best_of_n_advantages, best_random_weights, best_worst_weights, group_pass_at_k_advantages,
         pass_at_k_advantages, pf_ppo_weights, resampled_rows,
@@ -80,7 +80,8 @@ try:
         ipo_loss, nca_loss, robust_dpo_loss, sppo_loss,
     )
     from rlblocks.data.preferences import Feedback, Preferences, as_feedback
-    from rlblocks.data.prompts import Demonstrations, Prompts
+    from rlblocks.data.demonstrations import Demonstrations
+    from rlblocks.data.prompts import Prompts
     from rlblocks.data.ragged import Ragged, from_arrow, to_arrow
     from rlblocks.losses.answer_ratio import (
         gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, sequence_ratio, topr_loss, vespo_loss,
@@ -123,14 +124,15 @@ if TYPE_CHECKING:
     from rlblocks.rollout.graders import Grader, math_reward
     from rlblocks.models.policy import Critic, Policy, Scorer
     from rlblocks.placement.place import here, later
-    from rlblocks.placement.planning import plan, plan_rollout, step_seconds
+    from rlblocks.placement.budgets import plan_rollout, step_seconds
+    from rlblocks.placement.planning import plan
     from rlblocks.rollout.rollout import Rollout
     from rlblocks.people.run import loop_from
     from rlblocks.placement.spmd import SpmdPool
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="rollout.graders", math_reward="rollout.graders", Critic="models.policy", Policy="models.policy", Scorer="models.policy",
-             Rollout="rollout.rollout", here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning", plan_rollout="placement.planning", SpmdPool="placement.spmd", step_seconds="placement.planning")
+             Rollout="rollout.rollout", here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning", plan_rollout="placement.budgets", SpmdPool="placement.spmd", step_seconds="placement.budgets")
 
 __all__ = [
     "Batch", "Buffer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "Feedback", "Grader", "Last",

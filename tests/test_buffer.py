@@ -13,7 +13,7 @@ from conftest import ROOT
 from torch.testing import assert_close
 
 from rlblocks.data.batch import Batch
-from rlblocks.data.seeds import seed_of
+from rlblocks.data.columns import seed_of
 from rlblocks.data.buffer import Buffer, replay_draw
 from rlblocks.data.refill import mixed_groups, refill
 

@@ -10,7 +10,7 @@ from test_floors import FLOORS, MODULES
 
 import rlblocks as rl
 from rlblocks import Batch, Buffer, Checkpoint, Critic, Policy, Rollout, Scorer, plan, plan_rollout
-from rlblocks.placement.planning import REMEDIES
+from rlblocks.placement.budgets import REMEDIES
 
 x, row = torch.zeros(3, 4), torch.zeros(3)
 mask, lengths, tokens = torch.ones(3, 4, dtype=torch.bool), torch.tensor([4, 2, 3]), torch.arange(12).view(3, 4)

@@ -11,12 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, ViTConfig
 
-from rlblocks.placement import planning
+from rlblocks.engines import base
 from rlblocks.models.attention import Segments, attend_by_segments, layout
-from rlblocks.placement.memory import Live, appetite, fake_model
+from rlblocks.placement.memory import Live, pass_bytes, fake_model
 from rlblocks.arithmetic.head import linear_logprobs
-from rlblocks.placement.planning import plan, plan_rollout, step_seconds
-from rlblocks.engines.zero import BUCKET
+from rlblocks.placement.budgets import plan_rollout, step_seconds
+from rlblocks.placement.planning import plan
+from rlblocks.engines.base import BUCKET
 
 TINY = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
 SMALL = dict(micro_tokens=128, row=64)
@@ -42,7 +43,8 @@ def test_nothing_is_allocated_for_70_billion_parameters():
     "In a process that may take 8 GiB of address space, where 131 GiB of weights alone would end it; the request that cannot fit fails with the table."
     code = """
 import resource, torch
-from rlblocks.placement.planning import plan, plan_rollout
+from rlblocks.placement.budgets import plan_rollout
+from rlblocks.placement.planning import plan
 import sys; sys.path.insert(0, "tests"); from test_planning import LARGE
 limit = 8*2**30
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -139,7 +141,7 @@ def test_zero3_keeps_what_it_has_gathered(how, entry, monkeypatch):
     "On one device too; up to as many entries as DeepSpeed lets live."
     n = bytes_of()["gradients"]//4
     assert [bytes_of(engine="zero3", devices=d, **how)["gathered"] for d in (1, 8)] == [entry*n, entry*n]
-    monkeypatch.setattr(planning, "LIVE", n//2)
+    monkeypatch.setattr(base, "LIVE", n//2)
     assert abs(bytes_of(engine="zero3", devices=8, **how)["gathered"] - entry*n/2) <= entry
 
 
@@ -200,7 +202,7 @@ def test_a_shared_matrix_keeps_its_gradient_through_the_layers():
 
 def test_operations_are_six_a_weight_and_attention():
     "2 a weight forward and 4 back; a head of d reads T keys: 4·T·d forward, 10·T·d back (torch's count: scores are made again)."
-    with FakeTensorMode(): model = fake_model(TINY); found = appetite(model, 128, row=128)
+    with FakeTensorMode(): model = fake_model(TINY); found = pass_bytes(model, 128, row=128)
     weights = sum(p.numel() for p in model.parameters()) - 512*64 - 7*64
     assert found.flops == 6*weights*128 + 3*(4 + 10)*128*128*64
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rlblocks.data.preferences import Feedback, Preferences
-from rlblocks.data.prompts import Demonstrations, Prompts, encode, prompt_ids, segments
+from rlblocks.data.demonstrations import Demonstrations, segments
+from rlblocks.data.prompts import Prompts, encode, prompt_ids
 
 REAL = ["tokenizers/gpt2", "tokenizers/qwen2.5", "models/stories260K", "models/babyllama-char105"]
 TALK = [dict(role="user", content="Is 7 prime?"), dict(role="assistant", content="Yes."), dict(role="user", content="And 8?"), dict(role="assistant", content="No.")]

@@ -13,7 +13,7 @@ from conftest import rarely
 from forked import on_ranks
 from resident import export_extra, give_back
 from rlblocks import Critic, Policy, SpmdPool, entropy
-from rlblocks.engines.cuts import terms_of
+from rlblocks.engines.cuts import partial_gradients
 from rlblocks.engines.fsdp import gathered
 from rlblocks.engines.optim import muon
 from rlblocks.checkpoint.shards import read_shards, state_of, write_shards
@@ -128,7 +128,7 @@ def alike(engine, world, rank, folder):
     "What every rank has whole is the same to the bit on all of them, and what is cut is half as large."
     policy = cut("qwen3", engine)
     for _ in range(3): policy.step(part(batch(), world, rank), sft)
-    module, cuts = policy._run.model.module, policy._run.model.engine.cuts
+    module, cuts = policy._run.model.module, policy._run.model.engine.cut.cuts
     names = {n for n, _ in module.named_parameters()}
     assert {n for n in names if n.endswith(("proj.weight", "lm_head.weight", "embed_tokens.weight"))} == set(cuts) and len(names - set(cuts)) == 1 + 2*4       # the last norm, four norms a layer
     for n, p in module.named_parameters():
@@ -286,7 +286,7 @@ def refuses(engine, world, rank, folder):
         r"its plan does not fit its code": lambda: Policy(untrue(), **HOW, engine=engine, tensor_parallel=SIZE),
         r"its plan does not fit its code,": lambda: Policy(untrue(torch.bfloat16), **HOW, frozen=True, engine=engine, tensor_parallel=SIZE),
         r"no gradient of eight tokens comes back to (trunk\.)?model\.layers\.0\.self_attn\.q_norm": lambda: Policy(silent(), **HOW, engine=engine, tensor_parallel=SIZE),
-        r"gradient of x is neither whole": lambda: terms_of(dict(x=torch.ones(3)), dict(x=torch.full((3,), .7)), {}, None),
+        r"gradient of x is neither whole": lambda: partial_gradients(dict(x=torch.ones(3)), dict(x=torch.full((3,), .7)), (), None),
         r"world of 3 ranks, or a multiple": lambda: Policy(model(), **HOW, tensor_parallel=3),
     }.items():
         if "quantized" in match and find_spec("bitsandbytes") is None: continue

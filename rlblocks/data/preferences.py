@@ -10,7 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
-from .prompts import _joined, _Rows, _wanted, segments
+from .demonstrations import _joined, _wanted, segments
+from .prompts import _Rows, check_eos, limit_of
 
 # %% ../../nbs/data/48_preferences.ipynb #a809e324
 def _sides(row, tokenizer, template):
@@ -18,7 +19,8 @@ def _sides(row, tokenizer, template):
     _wanted(row, ("chosen", "rejected"), "a pair is prompt, chosen and rejected")
     chosen, rejected = row["chosen"], row["rejected"]
     row = {name: x for name, x in row.items() if name not in ("chosen", "rejected")}
-    if "prompt" not in row and template is None and isinstance(chosen, list) and isinstance(rejected, list):   # two whole conversations: the prompt is what they share
+    # two whole conversations: the prompt is what they share
+    if "prompt" not in row and template is None and isinstance(chosen, list) and isinstance(rejected, list):
         same = next((k for k, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
         row["prompt"], chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
     return [segments(row | dict(completion=x), tokenizer, template=template) for x in (chosen, rejected)]
@@ -47,13 +49,14 @@ class Preferences(_Rows):
     ):
         "Tokenise every pair, its prompt once. ValueError or TypeError, naming the row, for one that is no pair or is too long."
         super().__init__(rows, "prompt", shuffle, seed)
-        max_tokens = self._limit(max_tokens)
-        self._needs_eos(tokenizer, _ENDS)
+        max_tokens = limit_of(self, max_tokens)
+        check_eos(self, tokenizer, _ENDS)
         made = self._read(lambda row: _sides(row, tokenizer, template))
         done = list(_joined([side for sides in made for side in sides], tokenizer, batch_size, cache))
         pairs = [(i, a, b) for i, (a, b) in enumerate(zip(done[::2], done[1::2], strict=True)) if any(a[1]) and any(b[1]) and a != b]
         for i, a, b in pairs:
-            if not _shared(a, b): raise ValueError(self._about(i, "the two answers do not follow the same prompt; each must begin with the assistant's turn"))
+            if not _shared(a, b):
+                raise ValueError(self._about(i, "the two answers do not follow the same prompt; each must begin with the assistant's turn"))
         self._leave_out(len(made) - len(pairs), len(made), "an empty answer or two equal ones")
         pairs = _within(pairs, self, max_tokens, drop_longer)
         ids, masks = zip(*(x for _, *both in pairs for x in both), strict=True)
@@ -96,8 +99,8 @@ class Feedback(_Rows):
     ):
         "Tokenise every row. ValueError or TypeError, naming the row, for one without a completion and a label, or one that is too long."
         super().__init__(rows, "prompt", shuffle, seed)
-        max_tokens = self._limit(max_tokens)
-        self._needs_eos(tokenizer, _ENDS)
+        max_tokens = limit_of(self, max_tokens)
+        check_eos(self, tokenizer, _ENDS)
         made = self._read(lambda row: _judged(row, tokenizer, template))
         done = list(enumerate(_joined(made, tokenizer, batch_size, cache)))
         kept = [(i, x) for i, x in done if any(x[1])]
@@ -114,7 +117,8 @@ class Feedback(_Rows):
 def _judged(row, tokenizer, template):
     "Segments of a row, which must have a verdict."
     _wanted(row, ("completion", "label"), "feedback is prompt, completion and label")
-    if row["label"] not in (True, False): raise TypeError(f"the label is {row['label']!r}; True (desirable) or False is wanted")
+    if row["label"] not in (True, False):
+        raise TypeError(f"the label is {row['label']!r}; True (desirable) or False is wanted")
     return segments(row, tokenizer, template=template)
 
 # %% ../../nbs/data/48_preferences.ipynb #c8fd8c64
@@ -124,7 +128,8 @@ def as_feedback(
     "Pairs as single judged answers: the chosen one desirable, the rejected one not."
     rows = list(rows)
     for i, row in enumerate(rows):
-        if not isinstance(row, Mapping): raise TypeError(f"as_feedback: row {i} is a {type(row).__name__}; a dict is wanted")
+        if not isinstance(row, Mapping):
+            raise TypeError(f"as_feedback: row {i} is a {type(row).__name__}; a dict is wanted")
         try: _wanted(row, ("chosen", "rejected"), "a pair is prompt, chosen and rejected")
         except ValueError as e: raise ValueError(f"as_feedback: row {i}: {e}") from None
     rest = lambda row: {name: x for name, x in row.items() if name not in ("chosen", "rejected")}

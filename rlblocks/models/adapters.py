@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.seeds import seed_of
+from ..data.columns import seed_of
 from .folders import drafted
 from .loading import dequantized, quantized
 from ..engines.world import HALF

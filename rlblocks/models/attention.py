@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from ..engines.sequence import Stretch
+from ..engines.exchanges import Stretch
 
 # %% ../../nbs/models/68_attention.ipynb #d47adac8
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ from ..arithmetic.masked import promoted
 from ..data.packing import pack
 from ..arithmetic.passes import asked
 from .routers import picked, routed, router_columns
-from ..engines.sequence import Stretch
+from ..engines.exchanges import Stretch
 
 # %% ../../nbs/models/71_forward.ipynb #208b666d
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Pass:
         x:Tensor, # `[m, …]`, of this rank's places
     )->Tensor: # `[n, …]`
         "Of all places, on all ranks that share the line."
-        return x if self.stretch is None else self.stretch.told(x, self.mine, self.n)
+        return x if self.stretch is None else self.stretch.gathered(x, self.mine, self.n)
 
 def _accepts(module, *names):
     "Which of `names` the module's forward takes."
@@ -155,7 +155,7 @@ class Forward(nn.Module):
         ids, at, where, mine, sizes, prefixes = p.tokens, p.position_ids, p.places(places.rows, places.cols), None, p.sizes, p.prefixes
         if stretch:
             sizes, prefixes = [*sizes, stretch.padding(len(ids))], [*prefixes, (0, 0)]
-            mine, where = stretch.held(where, len(ids))
+            mine, where = stretch.here(where, len(ids))
             if not len(mine): where = where.new_zeros(1)        # nothing to read: a token all the same, for the backward pass
             ids, at = stretch.cut(ids), stretch.cut(at)
         kwargs["position_ids"] = at[None]

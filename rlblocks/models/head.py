@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from jaxtyping import Float, Int
 
-from ..engines.cuts import copied, joined
+from ..engines.exchanges import copied, joined
 from ..engines.modules import output_layer
 from ..arithmetic.head import CHUNKS, linear_logprobs, linear_measured
 from ..arithmetic.logprobs import entropy as entropy_of, gather_logprobs

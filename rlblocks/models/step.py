@@ -26,7 +26,7 @@ from .forward import Forward, Layout, Reading, turning
 from .outputs import Checked, Out, cause, check_splits, outputs, trainable
 from .probes import look_ahead, pack_by, share_lines
 from .head import bending
-from ..engines.sequence import Stretch
+from ..engines.exchanges import Stretch
 from ..engines.sharded import ShardedModel
 from ..engines.world import agree, same_rows
 from ..engines.weights import checksum

@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -29,10 +29,12 @@ from ..data.batch import Batch
 def _offers(batch)->dict:
     "What a reward function may ask for, by TRL's names; each a function that makes the list anew."
     listed = lambda column: column.tolist() if isinstance(column, Tensor) else _copied(column)
-    offers:dict = {dict(prompt="prompts", completion="completions").get(k, k): (lambda v=v: listed(v)) for k, v in batch.columns.items()}
+    called = dict(prompt="prompts", completion="completions")
+    offers:dict = {called.get(k, k): (lambda v=v: listed(v)) for k, v in batch.columns.items()}
     spans = lambda: zip(batch.tokens, batch.prompt_lengths.tolist(), batch.lengths.tolist(), strict=True)
-    if "prompt_lengths" in batch: offers["completion_ids"] = lambda: [row[start:stop].tolist() for row, start, stop in spans()]
-    elif "mask" in batch: offers["completion_ids"] = lambda: [row[chosen].tolist() for row, chosen in zip(batch.tokens, batch.mask, strict=True)]
+    marked = lambda: zip(batch.tokens, batch.mask, strict=True)
+    if "prompt_lengths" in batch: offers["completion_ids"] = lambda: [row[a:b].tolist() for row, a, b in spans()]
+    elif "mask" in batch: offers["completion_ids"] = lambda: [row[chosen].tolist() for row, chosen in marked()]
     return offers
 
 def _copied(x):
@@ -44,18 +46,24 @@ def _copied(x):
 def _arguments(name, fn, batch)->dict:
     "The columns that `fn` takes, as lists. TypeError naming the ones that it needs and the batch lacks."
     try: offers, wants = _offers(batch), inspect.signature(fn).parameters
-    except ValueError as e: raise TypeError(f"Grader: {name} does not say which arguments it takes ({e}); put it in a function that names them") from e
+    except ValueError as e: raise TypeError(f"Grader: {name} does not say which arguments it takes ({e}); put it in a "
+                                            "function that names them") from e
     free = any(p.kind is p.VAR_KEYWORD for p in wants.values())
-    given = {k: make() for k, make in offers.items() if k in wants or free and not (k in batch and batch.is_per_token(k))}
-    missing = [k for k, p in wants.items() if k not in given and p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    if missing: raise TypeError(f"Grader: {name} wants {', '.join(missing)}; the batch offers {', '.join(offers)}{_hint(missing, offers)}")
+    by_token = lambda k: k in batch and batch.is_per_token(k)
+    given = {k: make() for k, make in offers.items() if k in wants or free and not by_token(k)}
+    needed = {k for k, p in wants.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    missing = [k for k in wants if k in needed and k not in given]
+    if missing:
+        raise TypeError(f"Grader: {name} wants {', '.join(missing)}; the batch offers "
+                        f"{', '.join(offers)}{_hint(missing, offers)}")
     return given
 
 def _hint(missing, offers)->str:
     "How a function may come to what it misses."
-    told = ["texts are there when the rollout can write them: Rollout(…, tokenizer=…)"] if {"prompts", "completions"} & set(missing) else []
-    told += [f"is {near[0]} meant by {k}?" for k in missing if (near := get_close_matches(k, offers, 1, .75))]
-    return "".join(f"; {x}" for x in told)
+    texts = {"prompts", "completions"} & set(missing)
+    ways = ["texts are there when the rollout can write them: Rollout(…, tokenizer=…)"] if texts else []
+    ways += [f"is {near[0]} meant by {k}?" for k in missing if (near := get_close_matches(k, offers, 1, .75))]
+    return "".join(f"; {x}" for x in ways)
 
 # %% ../../nbs/rollout/83_graders.ipynb #db89c8c3
 _LARGEST = torch.finfo(torch.float32).max   # of a verdict
@@ -65,7 +73,7 @@ def _row(batch, i)->str:
     return f"row {i} (prompt {prompt[:80] + '…'*(len(prompt) > 80)})"
 
 def _result(fn, given):
-    "What `fn` returns; an `async` one is run to its end, in a thread of its own where a loop runs already (a notebook)."
+    "What `fn` returns; an `async` one is run to its end, in its own thread where a loop runs already (a notebook)."
     out = fn(**given)
     if not inspect.isawaitable(out): return out
     async def end(): return await out
@@ -77,65 +85,99 @@ def _run(name, fn, batch):
     given = _arguments(name, fn, batch)
     try: return _result(fn, given)
     except Exception as error:
-        where, given = "the batch as a whole, and on no row alone", _arguments(name, fn, batch)     # it may have changed those that it got
+        # it may have changed those that it got
+        where, given = "the batch as a whole, and on no row alone", _arguments(name, fn, batch)
         for i in range(len(batch)):
             try: _result(fn, {k: v[i:i+1] for k, v in given.items()})
             except Exception: where = _row(batch, i); break
         asked = isinstance(error, KeyError) and error.args and str(error.args[0]) not in given
-        hint = "" if not asked else f"; the batch offers {', '.join(given)}{_hint([str(error.args[0])], given)}"     # it asked its **columns for one
+        # it asked its **columns for one
+        hint = "" if not asked else f"; the batch offers {', '.join(given)}{_hint([str(error.args[0])], given)}"
         raise RuntimeError(f"Grader: {name} raised {type(error).__name__} on {where}: {error}{hint}") from error
 
 def _verdicts(name, out, batch)->list[float]:
     "`out` as one float a row, NaN where it is None."
     if getattr(out, "ndim", 0) > 0: out = out.tolist()   # a tensor or an array
-    if not isinstance(out, (list, tuple)): raise TypeError(f"Grader: {name} returned a {type(out).__name__}; a list of {len(batch)} numbers or None is wanted, one a row")
-    if len(out) != len(batch): raise ValueError(f"Grader: {name} returned {len(out)} verdicts for {len(batch)} rows; one a row is wanted, None where there is none")
+    if not isinstance(out, (list, tuple)):
+        raise TypeError(f"Grader: {name} returned a {type(out).__name__}; a list of {len(batch)} numbers or None is "
+                        "wanted, one a row")
+    if len(out) != len(batch):
+        raise ValueError(f"Grader: {name} returned {len(out)} verdicts for {len(batch)} rows; one a row is wanted, "
+                         "None where there is none")
     verdicts = []
     for i, x in enumerate(out):
         if getattr(x, "ndim", None) == 0: x = x.item()
         if not isinstance(x, (bool, int, float, type(None))):
-            raise TypeError(f"Grader: {name} returned {type(x).__name__} {str(x)[:40]!r} for {_row(batch, i)}; a number or None is wanted")
+            raise TypeError(f"Grader: {name} returned {type(x).__name__} {str(x)[:40]!r} for {_row(batch, i)}; a "
+                            "number or None is wanted")
         if x is not None and not abs(x) <= _LARGEST:
             size = f"an integer of {x.bit_length()} bits" if isinstance(x, int) else x
-            raise ValueError(f"Grader: {name} returned {size} for {_row(batch, i)}; return None for a row that cannot be scored, else a number within ±{_LARGEST:.1e} (single precision)")
+            raise ValueError(f"Grader: {name} returned {size} for {_row(batch, i)}; return None for a row that cannot "
+                             f"be scored, else a number within ±{_LARGEST:.1e} (single precision)")
         verdicts.append(math.nan if x is None else float(x))
     return verdicts
 
 # %% ../../nbs/rollout/83_graders.ipynb #787df152
+def name_of(fn)->str:
+    "What a function is called in errors and metrics."
+    while hasattr(fn, "func"): fn = fn.func   # functools.partial
+    return getattr(fn, "__name__", type(fn).__name__)
+
+def named(fn, name:str|None=None)->dict:
+    "Reward functions by name."
+    fns = list(fn.values()) if isinstance(fn, Mapping) else list(fn) if isinstance(fn, (list, tuple)) else [fn]
+    names = list(fn) if isinstance(fn, Mapping) else [name] if name and len(fns) == 1 else [name_of(f) for f in fns]
+    for f in fns:
+        if not callable(f):
+            raise TypeError(f"Grader: {f!r} is not callable; a reward function, or a list or dict of them, is wanted")
+    if not fns: raise ValueError("Grader: no reward function")
+    if len(set(names)) < len(names):
+        raise ValueError(f"Grader: two functions have one name among {', '.join(names)}; give a dict "
+                         f"{{name: function}}")
+    return dict(zip(names, fns, strict=True))
+
+def weighed(names:Collection[str], weights:list|dict|None)->dict[str, float]:
+    "The weight of each function, 1 if none is given."
+    if weights is None: weights = [1.]*len(names)
+    if isinstance(weights, Mapping):
+        if set(weights) != set(names):
+            raise ValueError(f"Grader: weights are for {', '.join(weights)}, functions are {', '.join(names)}")
+        weights = [weights[n] for n in names]
+    if len(weights) != len(names): raise ValueError(f"Grader: {len(weights)} weights for {len(names)} functions")
+    weights = [w.item() if getattr(w, "ndim", None) == 0 else w for w in weights]
+    for n, w in zip(names, weights, strict=True):
+        if not isinstance(w, (int, float)) or not abs(w) <= _LARGEST:
+            raise ValueError(f"Grader: the weight of {n} is {w!r}; a finite number is wanted")
+    return dict(zip(names, map(float, weights), strict=True))
+
+# %% ../../nbs/rollout/83_graders.ipynb #61e7cad6
 class Grader:
     "Reward functions as a component: a batch in, one checked verdict a row out."
 
     def __init__(self,
-        fn,           # fn(prompts, completions, completion_ids, **columns) -> list[float | None], also async; or a list or dict of such
+        fn,                          # fn(prompts, completions, **columns) -> list[float | None]; list or dict of such
         *,
         weights:list|dict|None=None, # what each function counts, in the order or by the names of `fn`; None: 1 each
-        name:str|None=None, # what one function is called in errors and metrics; None: its own name
+        name:str|None=None,          # what one function is called in errors and metrics; None: its own name
     ):
-        "Collect the functions by name. TypeError for what cannot be called, ValueError for names and weights that do not fit."
-        fns = list(fn.values()) if isinstance(fn, Mapping) else list(fn) if isinstance(fn, (list, tuple)) else [fn]
-        names = list(fn) if isinstance(fn, Mapping) else [name] if name and len(fns) == 1 else [_name(f) for f in fns]
-        for f in fns:
-            if not callable(f): raise TypeError(f"Grader: {f!r} is not callable; a reward function, or a list or dict of them, is wanted")
-        if not fns: raise ValueError("Grader: no reward function")
-        if len(set(names)) < len(names): raise ValueError(f"Grader: two functions have one name among {', '.join(names)}; give a dict {{name: function}}")
-        weights = [1.0]*len(fns) if weights is None else weights
-        if isinstance(weights, Mapping):
-            if set(weights) != set(names): raise ValueError(f"Grader: weights are for {', '.join(weights)}, functions are {', '.join(names)}")
-            weights = [weights[n] for n in names]
-        if len(weights) != len(fns): raise ValueError(f"Grader: {len(weights)} weights for {len(fns)} functions")
-        weights = [w.item() if getattr(w, "ndim", None) == 0 else w for w in weights]
-        for n, w in zip(names, weights, strict=True):
-            if not isinstance(w, (int, float)) or not abs(w) <= _LARGEST: raise ValueError(f"Grader: the weight of {n} is {w!r}; a finite number is wanted")
-        self.fns, self.weights = dict(zip(names, fns, strict=True)), dict(zip(names, map(float, weights), strict=True))
+        "Collect the functions, also async ones. TypeError for what cannot be called, ValueError for names and weights."
+        self.fns = named(fn, name)
+        self.weights = weighed(self.fns, weights)
 
     def __repr__(self): return f"Grader({', '.join(f'{w:g}·{n}' for n, w in self.weights.items())})"
 
     def scores(self,
         batch:Batch, # rows with `prompt`, `completion`, `tokens` and whatever else the functions ask for
     )->dict[str, Float[Tensor, " B"]]: # by function name; NaN where it returned None
-        "What each function says, unweighted. RuntimeError when one raises, TypeError or ValueError when it returns what is no verdict; all name function and row."
-        if not isinstance(batch, Batch): raise TypeError(f"Grader: the batch is a {type(batch).__name__}; a Batch is wanted, as rollout.generate gives it")
-        return {name: torch.tensor(_verdicts(name, _run(name, fn, batch), batch), dtype=torch.float32) for name, fn in self.fns.items()}
+        """What each function says, unweighted.
+
+        RuntimeError when one raises, TypeError or ValueError when it returns what is no verdict; all name function and
+        row."""
+        if not isinstance(batch, Batch):
+            raise TypeError(f"Grader: the batch is a {type(batch).__name__}; a Batch is wanted, as rollout.generate "
+                            "gives it")
+        return {name: torch.tensor(_verdicts(name, _run(name, fn, batch), batch), dtype=torch.float32)
+                for name, fn in self.fns.items()}
 
     def score(self,
         batch:Batch, # see `scores`
@@ -143,12 +185,10 @@ class Grader:
         "One verdict a row: Σ weight·score. ValueError where it is beyond single precision."
         total = torch.stack([self.weights[name]*x for name, x in self.scores(batch).items()]).sum(0)
         if total.isinf().any():
-            raise ValueError(f"Grader: Σ weight·score is beyond single precision for {_row(batch, int(total.isinf().int().argmax()))}; return smaller scores, or give smaller weights")
+            where = _row(batch, int(total.isinf().int().argmax()))
+            raise ValueError(f"Grader: Σ weight·score is beyond single precision for {where}; return smaller scores, or "
+                             "give smaller weights")
         return total
-
-def _name(fn)->str:
-    while hasattr(fn, "func"): fn = fn.func   # functools.partial
-    return getattr(fn, "__name__", type(fn).__name__)
 
 # %% ../../nbs/rollout/83_graders.ipynb #60a88dfd
 def math_reward(
@@ -156,13 +196,16 @@ def math_reward(
     answer:list,           # gold answers: text or numbers
     **_,                   # other columns are ignored
 )->list[float|None]:       # 1.0 equal, 0.0 not, None where the gold cannot be parsed
-    "1 where a completion's answer equals the gold answer as mathematics, decided within 5 seconds. Needs the extra `rewards`."
-    if find_spec("math_verify") is None: raise ImportError("math_reward: math-verify is not installed; pip install rlblocks[rewards]")
-    if len(answer) != len(completions): raise ValueError(f"math_reward: {len(answer)} answers for {len(completions)} completions")
+    "1 where an answer equals the gold answer as mathematics, decided within 5 seconds. Needs the extra `rewards`."
+    if find_spec("math_verify") is None:
+        raise ImportError("math_reward: math-verify is not installed; pip install rlblocks[rewards]")
+    if len(answer) != len(completions):
+        raise ValueError(f"math_reward: {len(answer)} answers for {len(completions)} completions")
     work = [_as_math(str(a)) for a in answer], [_stated(c) for c in completions]
     if threading.current_thread() is threading.main_thread(): return _compare(*work)
     code = inspect.getsource(_compare) + "\nimport json, sys\nprint(json.dumps(_compare(*json.load(sys.stdin))))"
-    child = subprocess.run([sys.executable, "-c", code], input=json.dumps(work), capture_output=True, text=True, check=True, timeout=60 + 10*len(answer))
+    child = subprocess.run([sys.executable, "-c", code], input=json.dumps(work), capture_output=True, text=True,
+                           check=True, timeout=60 + 10*len(answer))
     return json.loads(child.stdout)
 
 def _compare(golds, completions):
@@ -171,7 +214,7 @@ def _compare(golds, completions):
     return [float(verify(g, parse(c))) if g else None for g, c in zip(golds, completions, strict=True)]
 
 def _stated(completion)->str:
-    "The number behind a closing `####`, as GSM8K's solutions state it (a dollar or percent before it would be read as the answer); else all that was written."
+    "The number behind a closing `####`, as in GSM8K (a dollar before it would be read as the answer); else all of it."
     number = re.search(r"####\s*([-+]?[\d,.]*\d)\s*$", completion)
     return f"${number[1]}$" if number else completion
 

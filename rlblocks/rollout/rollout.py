@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..data.columns import whole_number
 from ..data.batch import Batch
 from ..data.columns import widen
-from ..data.seeds import seed_of
+from ..data.columns import seed_of
 from .decoding import MAX_SUPPORT, Sampled, cache_is_exact, decode, new_decoder
 from ..engines.guards import Turn, locked
 from ..engines.world import device_of
