@@ -2070,6 +2070,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'rlblocks/placement/memory.py'),
                                            'rlblocks.placement.memory._dropped_gradients': ( 'placement/memory.html#_dropped_gradients',
                                                                                              'rlblocks/placement/memory.py'),
+                                           'rlblocks.placement.memory._first_feature': ( 'placement/memory.html#_first_feature',
+                                                                                         'rlblocks/placement/memory.py'),
                                            'rlblocks.placement.memory._linear_names': ( 'placement/memory.html#_linear_names',
                                                                                         'rlblocks/placement/memory.py'),
                                            'rlblocks.placement.memory._multiplied': ( 'placement/memory.html#_multiplied',
