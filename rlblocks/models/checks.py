@@ -179,6 +179,7 @@ def places_at(
     at=None,     # Bool `[B, T]`, or the name of such a column; None: the mask
 )->Batch: # with `at` as its mask
     "The batch, read elsewhere. ValueError when there is nothing to read, TypeError and ValueError for an `at` that is no place."
+    check_batches(who, [batch])
     if at is None and "mask" not in batch: raise ValueError(f"{who}: the batch has no column 'mask' (the tokens that were chosen); at= says where to read without one")
     if at is not None: batch = batch._like(batch.columns | dict(mask=_checked_at(who, batch, at)), batch._whole, batch.filler)
     nothing = (at is None and not batch._whole.n_tokens) if batch._whole else not batch.mask.any()
