@@ -259,8 +259,8 @@ class TensorParallel:
     def adapt(self, name:str): # of an adapter that peft has put on
         adapt_layers_(self.module, name, self.cut, self.pieces.group)
 
-    def weights(self, wide:frozenset[str]|set[str]=frozenset())->Iterator[tuple[str, Tensor]]:
-        for name, x in self.inner.weights(wide):
+    def weights(self, wide:Collection[str]=frozenset())->Iterator[tuple[str, Tensor]]:
+        for name, x in self.inner.weights(frozenset(wide)):
             dtype = torch.promote_types(x.dtype, torch.float32) if name in wide else x.dtype
             yield name, self.pieces.join(bare(name), x.to(dtype))
 
