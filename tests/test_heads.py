@@ -8,6 +8,7 @@ from rlblocks import (
     process_reward_loss, safety_loss, two_hot, value_loss,
 )
 from rlblocks.models.value_heads import Moments, head_of
+from rlblocks.models.policy import raw_scores
 from safetensors.torch import load_file, save_file
 from tiny import apart, gradients, model, reach, rows
 from torch import nn
@@ -127,7 +128,7 @@ def test_steps_are_judged_where_they_end(how, tmp_path):
     assert_close(got[b.steps], want[b.steps].detach(), rtol=0, atol=reach(got))
     judge.save_pretrained(tmp_path)
     plain, again = AutoModelForTokenClassification.from_pretrained(tmp_path), Scorer(tmp_path, device="cpu")
-    assert again.at == "steps" and torch.equal(again.scores(b), again._raw(b))
+    assert again.at == "steps" and torch.equal(again.scores(b), raw_scores(again._run, b, again.at))
     assert_close(again.scores(b), got, rtol=0, atol=reach(got))
     assert_close(plain(b.tokens).logits[b.steps], got[b.steps], rtol=0, atol=reach(got))
     unmarked = Batch(tokens=b.tokens, lengths=b.lengths)
@@ -151,7 +152,7 @@ def test_normalisation_is_measured_stored_and_taken_out(tmp_path):
     config = json.loads((tmp_path/"config.json").read_text())
     assert config["mean"] == pytest.approx(float(raw.mean()), abs=1e-5) and config["std"] == pytest.approx(float(raw.std()), abs=1e-5) and config["normalize_reward"] is True
     assert_close(Scorer(tmp_path, device="cpu").scores(b), scorer.scores(b), rtol=0, atol=1e-5)
-    assert_close(Scorer(tmp_path, normalised=False, device="cpu").scores(b), scorer._raw(b), rtol=0, atol=1e-5)
+    assert_close(Scorer(tmp_path, normalised=False, device="cpu").scores(b), raw_scores(scorer._run, b, scorer.at), rtol=0, atol=1e-5)
     other = Scorer(model(), device="cpu")
     other.load_state_dict(scorer.state_dict())
     assert_close(other.scores(b), scorer.scores(b), rtol=0, atol=1e-6)
@@ -335,7 +336,7 @@ def test_reward_models_of_openrlhf(openrlhf, prefix, tmp_path):
     back = load(tmp_path/"ours", normalize_reward=True)
     back.mean[0], back.std[0] = back.config.mean, back.config.std     # as its constructor does; transformers 5 builds on the meta device and leaves such buffers unset, in folders of its own too
     assert_close(back(b.tokens, mask).detach(), scorer.scores(b), rtol=0, atol=1e-5)
-    assert_close(load(tmp_path/"ours")(b.tokens, mask).detach(), scorer._raw(b), rtol=0, atol=1e-5)
+    assert_close(load(tmp_path/"ours")(b.tokens, mask).detach(), raw_scores(scorer._run, b, scorer.at), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("prefix", ["score", "value_head"])

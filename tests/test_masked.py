@@ -98,7 +98,7 @@ def test_groups_need_a_batch_and_its_part():
     for denom, says in ((None, "None"), (7, "a int"), (torch.tensor(7), "a Tensor")):
         with pytest.raises(ValueError, match=f"over='groups' divides by .* which {says} does not know; give the batch, denom=b, with a column 'group'"):
             aggregate(x, mask, over="groups", denom=denom)
-    with pytest.raises(ValueError, match="need the column 'group'"): aggregate(x, b.mask, over="groups", denom=b.drop("group"))
+    with pytest.raises(ValueError, match="a Batch does not know; give the batch, denom=b, with a column 'group'"): aggregate(x, b.mask, over="groups", denom=b.drop("group"))
     with pytest.raises(ValueError, match="x has 2 rows, denom has 6; over='groups' takes the part that x was computed on"): aggregate(x[:2], b.mask[:2], over="groups", denom=b)
 
 

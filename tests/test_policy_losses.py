@@ -548,8 +548,8 @@ def test_the_load_travels_with_the_batch(T):
     lengths = torch.arange(B) % (T - 1) + 2
     exists = torch.arange(T) < lengths[:, None]
     mask = exists & (torch.arange(T) > 0)
-    batch = Batch(per_row=["load"], tokens=torch.zeros(B, T).long(), lengths=lengths, mask=mask, row=torch.arange(B))
-    batch["load"] = torch.stack([expert_load(x, mask, top_k=2) for x in layers], 1)  # [B, L, E]
+    batch = Batch(tokens=torch.zeros(B, T).long(), lengths=lengths, mask=mask, row=torch.arange(B))
+    batch.set("load", torch.stack([expert_load(x, mask, top_k=2) for x in layers], 1), per="row")  # [B, L, E]
     assert not batch.is_per_token("load")
     for i, x in enumerate(layers):
         whole = moe_balance_loss(x, batch.load[:, i], mask)[0]

@@ -284,7 +284,9 @@ def test_greedy_rows_are_never_trained_on():
         start = int(b.prompt_lengths[i])
         assert net(ids).logits[0, start-1:-1].argmax(-1).tolist() == ids[0, start:].tolist()
     policy = Policy(net, lr=1e-2, device="cpu")
-    assert (policy.logprobs(b) == 0).all()
+    with pytest.raises(ValueError, match="nothing to read.*at="): policy.logprobs(b)
+    new = (torch.arange(b.tokens.shape[1]) >= b.prompt_lengths[:, None]) & (torch.arange(b.tokens.shape[1]) < b.lengths[:, None])
+    assert (policy.logprobs(b, at=new)[new] < 0).all()
     assert float(policy.step(b, lambda out, b: (masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}))["skipped"]) == 1
 
 

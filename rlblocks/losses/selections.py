@@ -217,7 +217,7 @@ def expert_load(
     """How the router spreads the tokens of the batch over the experts.
 
     f_e = Σₜ [e among the top k of token t] / tokens. Fedus et al. 2021, eq. 5. Sums to k, as in transformers;
-    Megatron and DeepSpeed divide by k. A column with a value a row: `Batch(per_row=["load"], …)`."""
+    Megatron and DeepSpeed divide by k. A column with a value a row: `batch.set("load", …, per="row")`."""
     same_shape(router_logits=router_logits[...,0], mask=mask)
     B, _, E = router_logits.shape
     if not 1 <= top_k <= E: raise ValueError(f"expert_load: top_k is {top_k}, there are {E} experts")

@@ -167,7 +167,7 @@ def check_confined(
     part:Batch, # a micro-batch
 ):
     "ValueError for rows sampled with top-p, top-k or min-p, that do not say from which ids."
-    confined = [k for k, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if k in part and (part[k] != off).any()]
+    confined = [k for k, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if k in part and (part.columns[k] != off).any()]
     if confined and "support" not in part:
         raise ValueError(f"{who}: rows were sampled with {confined[0]}, but the batch has no column 'support' (the ids sampling was confined to); "
                          "without it the log-probs would be of another distribution. Rollout.generate provides it")
@@ -179,6 +179,7 @@ def places_at(
     at=None,     # Bool `[B, T]`, or the name of such a column; None: the mask
 )->Batch: # with `at` as its mask
     "The batch, read elsewhere. ValueError when there is nothing to read, TypeError and ValueError for an `at` that is no place."
+    check_batches(who, [batch])
     if at is None and "mask" not in batch: raise ValueError(f"{who}: the batch has no column 'mask' (the tokens that were chosen); at= says where to read without one")
     if at is not None: batch = batch._like(batch.columns | dict(mask=_checked_at(who, batch, at)), batch._whole, batch.filler)
     nothing = (at is None and not batch._whole.n_tokens) if batch._whole else not batch.mask.any()

@@ -29,7 +29,7 @@ from ..models.adapters import lora_config, peft_
 from ..models.attention import Segments, attend_by_segments, layout
 from ..models.checks import config_of
 from ..engines.modules import output_layer
-from ..models.head import asking, states_of
+from ..models.head import states_of
 from ..arithmetic.head import CHUNKS, linear_logprobs
 from ..engines.world import HALF
 
@@ -251,9 +251,8 @@ def layers_pass(
     with autocast:
         if head is None: hidden = states_of(model(ids, **how))
         else:
-            with asking(head, lambda h: h[..., :1]) as ask: model(ids, **how)
-            hidden = ask.entered
-            ask.entered = ask.given = None
+            with _first_feature(head) as seen: model(ids, **how)
+            hidden = seen.pop()
         gc.collect()
         kept = live.bytes
         found = [hidden]
@@ -263,6 +262,19 @@ def layers_pass(
         torch.autograd.backward(found, [torch.ones_like(x) for x in found])
         del waiting
     return hidden.detach()[0], kept
+
+@contextmanager
+def _first_feature(head)->Iterator[list[Tensor]]:
+    "While inside, an output layer multiplies nothing; yields a list of what entered it."
+    own, seen = vars(head).get("forward"), []
+    def forward(hidden):
+        seen.append(hidden)
+        return hidden[..., :1]
+    head.forward = forward
+    try: yield seen
+    finally:
+        del head.forward
+        if own: head.forward = own
 
 def _shared_gradient(model, head):
     "The gradient of a matrix that the output layer shares with the embedding, while the layers go backward."
