@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor as dtensor
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from .base import WeightShard
 from .cuts import Cut, CutModel, cut_model, planned
@@ -98,7 +97,7 @@ def join_pieces(
     return out
 
 def _local(x): return x.to_local() if isinstance(x, DTensor) else x
-def _distributed(x, mesh, placements): return dtensor.distribute_tensor(x, mesh, placements, src_data_rank=None)
+def _distributed(x, mesh, placements): return distribute_tensor(x, mesh, placements, src_data_rank=None)
 
 def _described(x, mesh, placements, shape):
     "Local memory as a DTensor of a shape."
@@ -127,12 +126,12 @@ class Pieces:
     def describe(self, name, x):
         "A piece, or this rank's shard of it, as a DTensor over all ranks."
         if name not in self.shapes: return x
-        cut, rest = self.cuts.get(name), dtensor.Shard(0) if isinstance(x, DTensor) else Replicate()
+        cut, rest = self.cuts.get(name), Shard(0) if isinstance(x, DTensor) else Replicate()
         if cut and cut.blocks > 1:
             piece = x.full_tensor() if isinstance(x, DTensor) else x
             return _distributed(self.join(name, piece), self.mesh, [Replicate(), rest])
         shape = cut.complete(x.shape, dist.get_world_size(self.group)) if cut else x.shape
-        return _described(_local(x), self.mesh, [dtensor.Shard(cut.axis) if cut else Replicate(), rest], shape)
+        return _described(_local(x), self.mesh, [Shard(cut.axis) if cut else Replicate(), rest], shape)
 
     def restore(self, name, x):
         "The inverse of `describe`."
@@ -140,8 +139,8 @@ class Pieces:
         cut, plain = self.cuts.get(name), x.placements[1].is_replicate()
         if cut and cut.blocks > 1:
             piece = self.take(name, x.full_tensor())
-            return piece if plain else _distributed(piece, self.copies, [dtensor.Shard(0)])
-        return x.to_local() if plain else _described(x.to_local(), self.copies, [dtensor.Shard(0)], self.shapes[name])
+            return piece if plain else _distributed(piece, self.copies, [Shard(0)])
+        return x.to_local() if plain else _described(x.to_local(), self.copies, [Shard(0)], self.shapes[name])
 
 # %% ../../nbs/engines/63_tensor.ipynb #2d872f04
 def pieces_of(

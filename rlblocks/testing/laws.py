@@ -111,7 +111,8 @@ def _derivative(p, tool, got:Callable, want:Any):
         wanted:Any = want() if callable(want) else want
     except Exception as e:
         reason = f"{type(e).__name__}: {str(e).strip().splitlines()[0] if str(e) else ''}"
-        return p.fail("differentiable", f"under {tool} it raised {reason}; {fix}; differentiable=False if that is not wanted")
+        unless = "differentiable=False if that is not wanted"
+        return p.fail("differentiable", f"under {tool} it raised {reason}; {fix}; {unless}")
     for k,w in wanted.items():
         if _gap(found[k], w) <= 1e-9: continue
         p.fail("differentiable", f"under {tool} the derivative of {k} {_show(found[k], w)}; {fix}")
