@@ -1979,6 +1979,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'rlblocks/placement/budgets.py'),
                                             'rlblocks.placement.budgets._gib': ( 'placement/budgets.html#_gib',
                                                                                  'rlblocks/placement/budgets.py'),
+                                            'rlblocks.placement.budgets._is_real': ( 'placement/budgets.html#_is_real',
+                                                                                     'rlblocks/placement/budgets.py'),
                                             'rlblocks.placement.budgets._stays': ( 'placement/budgets.html#_stays',
                                                                                    'rlblocks/placement/budgets.py'),
                                             'rlblocks.placement.budgets.cache_of': ( 'placement/budgets.html#cache_of',

@@ -115,7 +115,7 @@ def write_save(
     draft = None
     try:
         draft = on_rank_0(lambda: new_draft(save_path(folder, step)), group)
-        meta = dict(step=step, files=write_files(draft, states, shards, group))
+        meta:dict[str, Any] = dict(step=step, files=write_files(draft, states, shards, group))
         if rating is not None: meta["rating"] = rating
         on_rank_0(lambda: publish(draft, meta), group)
     except BaseException as e:
@@ -237,11 +237,12 @@ class Checkpoint:
 
         Without arguments and on many ranks, rank 0's wish is granted when the loop asks for its next step."""
         if self.path is None: return
-        if parts is None and self.running is None:
+        at = self.running if parts is None else (step, parts)
+        if at is None:
             raise RuntimeError("Checkpoint: save() saves the step of a loop, and none is running; call it before the "
                                "loop is closed, or give save(step, parts)")
         if parts is None and world()[1] > 1: self.asked = True
-        else: _start_save(self, *(self.running if parts is None else (step, parts)))
+        else: _start_save(self, *at)
 
     def rate(self,
         value:float, # of the step just shown; higher is better (give −loss)

@@ -152,7 +152,7 @@ def best_save(
     "The save with the highest rating, and the rating."
     rated = {save: rating for save in saves_in(folder) if (rating := _meta(save).get("rating")) is not None}
     best = max(rated, key=rated.__getitem__, default=None)
-    return best, rated.get(best, float("-inf"))
+    return best, float("-inf") if best is None else rated[best]
 
 def prune(
     folder:Path, # of a run

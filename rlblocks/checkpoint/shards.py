@@ -62,7 +62,7 @@ def shard_shapes(
 
 def _shape(x): return list(getattr(x, "whole", getattr(x, "shape", ())))    # a `Slice` is one-dimensional itself
 
-def _find(state, name):
+def _find(state, name)->Any:
     "What stands under a name of `split_shards`, or None; weights have dots in their names, and no slash."
     for key in name.split("/")[1:]:
         if not isinstance(state, dict): return None

@@ -180,7 +180,8 @@ def balance_families(
     The heaviest part is never heavier than by `balance(costs, n)`; the fair share is what a part would cost if nothing
     were paid twice. ValueError as there, and for a `common` below 0 or above its cost."""
     n = whole_number("balance_families", "n", n)
-    costs, family, common = (x.tolist() if isinstance(x, Tensor) else list(x) for x in (costs, family, common))
+    lists:list[list] = [x.tolist() if isinstance(x, Tensor) else list(x) for x in (costs, family, common)]
+    costs, family, common = lists
     _check_families(costs, family, common)
     members = {}
     for i, f in enumerate(family): members.setdefault(f, []).append(i)

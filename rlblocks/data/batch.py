@@ -50,7 +50,7 @@ def set_column(
     "Set a column and say what kind it is. TypeError or ValueError for what does not fit the others."
     check_column(batch, name, x)
     kind, T = kind_of(x, per or ("row" if name in batch.per_row else None)), batch.width
-    if kind == "token" and T not in (None, x.shape[1]):
+    if kind == "token" and isinstance(x, Tensor) and T not in (None, x.shape[1]):
         raise ValueError(f"Batch: column {name!r} is {list(x.shape)}, but tokens are {[len(batch), T]}; per-token columns "
                          "have the T of tokens (no T−1, no response-only view); features of a row are named when rows are "
                          f"made: Batch(per_row=[{name!r}], …), or set by batch.set({name!r}, …, per='row')")

@@ -7,6 +7,7 @@ __all__ = ['plan_micro_batches', 'micro_batch_count']
 
 # %% ../../nbs/data/38_micro_batches.ipynb #45a4536a
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,9 +97,11 @@ def plan_micro_batches(
         raise ValueError(f"{asker}: padded rows share nothing; leave shared away, or pack")
     if not len(sizes): return []
     if shared is not None and not (shared[1] > 0).any(): shared = None
-    limits, ids, of = (max_tokens, max_rows or len(sizes)), *of.unique(return_inverse=True)
+    limits = max_tokens, max_rows or len(sizes)
+    ids, of = of.unique(return_inverse=True)
     rows, longest, cost = _per_unit(of, sizes)
     if padded: cost = rows*longest
+    own = None
     if shared is not None:
         holder, common = (x.cpu() for x in shared)
         # a holder shares all of its own tokens
@@ -106,7 +109,7 @@ def plan_micro_batches(
         cost = _once(of, sizes, *own)
     named = " and ".join(f"{k}={n}" for k, n in zip(names, (max_tokens, max_rows), strict=True) if n is not None)
     _check_fits(asker, cost, rows, of, None if unit is None else ids, limits, named)
-    if shared is not None:
+    if own is not None:
         of, cost = _families(of, sizes, *own, *limits)
         rows = of.bincount()
     bins, n = _packed_bins(longest if padded else cost, rows, limits, multiple, padded)
@@ -127,6 +130,7 @@ def micro_batch_count(
     for name, x in (("unit", units), ("shared", all_shared)):
         if len(x) != len(lengths):
             raise ValueError(f"micro_batch_count: {name} is given for {len(x)} ranks, lengths for {len(lengths)}")
-    how = dict(max_tokens=max_tokens, max_rows=max_rows, padded=padded, who=("micro_batch_count", "max_tokens", "max_rows"))
+    how:dict[str, Any] = dict(max_tokens=max_tokens, max_rows=max_rows, padded=padded,
+                              who=("micro_batch_count", "max_tokens", "max_rows"))
     ranks = zip(lengths, units, all_shared, strict=True)
     return max((len(plan_micro_batches(n, unit=u, shared=s, **how)) for n, u, s in ranks), default=0)

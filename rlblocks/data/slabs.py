@@ -9,6 +9,7 @@ __all__ = []
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 from .ragged import Ragged, from_arrow, to_arrow
 
@@ -42,7 +43,7 @@ class Slabs:
     def to_file(self, rows:Ragged)->tuple[Ragged, Path]:
         "Rows in a new file. OSError, and no file, when there is no room for it."
         self.count += 1
-        return mapped(rows, self.folder/f"{self.count}.arrow")
+        return mapped(rows, cast(Path, self.folder)/f"{self.count}.arrow")     # a limit comes with a folder
 
     def replace(self, s:int, rows:Ragged, file:Path|None=None):
         "Other rows in the place of `s`, in memory or in a file; the file they were in goes."
@@ -64,7 +65,9 @@ class Slabs:
     def add(self, s:int, rows:Ragged):
         "A new piece, in memory if that is large enough for it."
         self.spill(rows.nbytes)
-        self.replace(s, *((rows,) if self.max_bytes is None or rows.nbytes <= self.max_bytes else self.to_file(rows)))
+        fits = self.max_bytes is None or rows.nbytes <= self.max_bytes
+        rows, file = (rows, None) if fits else self.to_file(rows)
+        self.replace(s, rows, file)
 
     def rewrite(self, make:Callable[[int], Ragged]):
         "All pieces anew. Files are made before one is replaced: the disk may be full."
@@ -74,7 +77,9 @@ class Slabs:
         except OSError:
             for _, file in made.values(): file.unlink()
             raise
-        for s in self.rows: self.replace(s, *(made.get(s) or (make(s),)))
+        for s in self.rows:
+            rows, file = made.get(s) or (make(s), None)
+            self.replace(s, rows, file)
 
     def holding(self, rows:dict[int, Ragged])->"Slabs":
         "Other rows under the same limits, the oldest in files. OSError, and no file, when the disk is full."
@@ -98,6 +103,7 @@ class Slabs:
         while len(some) > 1 and size(some[-2]) <= min(2*size(some[-1]), _MERGE):
             a, b = some[-2], some.pop()
             both, before = Ragged.cat([self.rows[a], self.rows[b]]), len(self.rows[a])
-            self.replace(a, *(self.to_file(both) if a in self.files else (both,)))
+            both, file = self.to_file(both) if a in self.files else (both, None)
+            self.replace(a, both, file)
             self.remove(b)
             yield a, b, before

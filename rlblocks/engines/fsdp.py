@@ -128,7 +128,7 @@ class Fsdp:
         read_shards_(self.module, unread, torch.device("cpu") if offload else device)
         self.device, self.max_norm, self.clip, self.used = device, max_norm, clip, set()
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        self.optimizer = optimizer(named) if optimizer else None
+        self.optimizer:Any = optimizer(named) if optimizer else None
         if optimizer: self._watch()
 
     def _parts(self)->list: return [m for m in self.module.modules() if isinstance(m, FSDPModule)]
@@ -186,7 +186,7 @@ class Fsdp:
         self.used.clear()
 
     def weights(self,
-        wide=frozenset(), # names of those to gather in fp32 at least, for a sum in place
+        wide:frozenset[str]|set[str]=frozenset(), # names of those to gather in fp32 at least, for a sum in place
     )->Iterator[tuple[str, Tensor]]: # name, full tensor
         "Every weight in turn, gathered; tied ones once. All ranks iterate together."
         self._reshard()
@@ -266,5 +266,7 @@ def shard_of(
     def save(x, full):
         cut = DTensor.from_local(x, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
         return gathered(cut).cpu() if full else cut
-    def load(x): return (x if isinstance(x, DTensor) else sharded(x, p)).to_local()
+    def load(x):
+        kept:Any = x if isinstance(x, DTensor) else sharded(x, p)
+        return kept.to_local()
     return WeightShard(p.to_local().detach(), save, load)

@@ -21,7 +21,7 @@ def make_lazy_(
     if not p.is_meta:
         raise ValueError(f"make_lazy_: the parameter has its numbers already, on {p.device}; "
                          "one on the meta device is wanted")
-    p.__dict__["lazy_rows"] = rows
+    vars(p)["lazy_rows"] = rows
 
 def is_lazy(
     x:Tensor, # any parameter

@@ -217,7 +217,7 @@ def adamw_8bit(
 
     When it is made: ImportError without bitsandbytes, TypeError for sharded parameters, whose blocks it cannot quantise."""
     plain = adamw(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, but=but, max_norm=max_norm, schedule=schedule)
-    return OptimizerSpec(partial(_adamw_8bit, **plain.adamw), max_norm, schedule)
+    return OptimizerSpec(partial(_adamw_8bit, **(plain.adamw or {})), max_norm, schedule)
 
 # %% ../../nbs/engines/54_optim.ipynb #fc438da5
 class Joined(torch.optim.Optimizer):

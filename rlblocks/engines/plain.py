@@ -35,7 +35,7 @@ class Plain:
         self.module = module.to(device) if device else module
         self.device, self.max_norm, self.group, self.clip = device, max_norm, group, clip
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        self.optimizer = optimizer(named) if optimizer else None
+        self.optimizer:Any = optimizer(named) if optimizer else None
 
     def __call__(self, *args, **kwargs): return self.module(*args, **kwargs)
 
@@ -70,7 +70,7 @@ class Plain:
         self.module.zero_grad()
 
     def weights(self,
-        wide=frozenset(), # names; no matter here, nothing is gathered
+        wide:frozenset[str]|set[str]=frozenset(), # names; no matter here, nothing is gathered
     )->Iterator[tuple[str, Tensor]]: # name, tensor
         "Every weight, tied ones once."
         yield from named_weights(self.module).items()

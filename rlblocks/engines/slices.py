@@ -247,9 +247,9 @@ def full_weight(
     wide:bool=False, # in fp32, for a sum in place
 )->Tensor:
     "A weight gathered, all ranks together."
-    trained = bool(held.masters) and x.requires_grad
-    if trained and held.offload == "nvme": return held.masters.zero.get_full_hp_param(x)       # reads it from the disk
-    if trained: return master(held, x).gathered(held.device)
+    masters = held.masters if x.requires_grad else None
+    if masters and held.offload == "nvme": return masters.zero.get_full_hp_param(x)       # reads it from the disk
+    if masters: return master(held, x).gathered(held.device)
     if not hasattr(x, "ds_id"): return x.detach()
     shard:Any = getattr(x, "ds_tensor").detach().flatten()
     out = torch.empty(len(shard)*world()[1], dtype=torch.float32 if wide else shard.dtype, device=held.device)
@@ -302,7 +302,7 @@ def load_into(
         raise ValueError(f"load_state_dict: {odd[0]!r} is not in both the state and the model ({len(odd)} such names)")
     trained = {id(p) for p in held.masters.trained} if held.masters else set()
     for name, x in state["module"].items():
-        if id(named[name]) not in trained: put_frozen(held, named[name], x)
+        if held.masters is None or id(named[name]) not in trained: put_frozen(held, named[name], x)
         elif (piece := held.masters.piece(named[name])).flat is not None: piece.put(piece.flat, x)
     if held.masters is None: return
     for group, saved in zip(held.masters.optimizer.param_groups, kept.get("param_groups", []), strict=True):
@@ -332,8 +332,8 @@ def shards_of(
             mine = Slice(x, piece.start, piece.shape)
             return mine.gathered(held.device).cpu() if full else mine
         return WeightShard(piece.slice(piece.flat, held.device).local, save, piece.take)
-    named = held.module.named_parameters() if held.masters else ()
-    return {n: shard(held.masters.piece(p)) for n, p in named if p.requires_grad}
+    if held.masters is None: return {}
+    return {n: shard(held.masters.piece(p)) for n, p in held.module.named_parameters() if p.requires_grad}
 
 def zero_bytes(
     held:Holding,

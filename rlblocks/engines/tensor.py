@@ -196,7 +196,7 @@ def load_named_state(
         engine.load(state)
         return
     set_model_state_dict(engine.module, state["module"])
-    kept = copy.deepcopy(state.get("optimizer"))        # torch keeps the tensors it is given
+    kept:Any = copy.deepcopy(state.get("optimizer"))    # torch keeps the tensors it is given
     if engine.optimizer: set_optimizer_state_dict(engine.module, engine.optimizer, kept)
 
 # %% ../../nbs/engines/63_tensor.ipynb #3781f809
@@ -258,7 +258,7 @@ class TensorParallel:
         adapt_layers_(self.module, name, self.cut, self.pieces.group)
 
     def weights(self, wide:Collection[str]=frozenset())->Iterator[tuple[str, Tensor]]:
-        for name, x in self.inner.weights(wide):
+        for name, x in self.inner.weights(frozenset(wide)):
             dtype = torch.promote_types(x.dtype, torch.float32) if name in wide else x.dtype
             yield name, self.pieces.join(bare(name), x.to(dtype))
 

@@ -100,8 +100,9 @@ def copy_weights(
             sent[name] = checksum(x)
             own[name].copy_(x)
             n_bytes += x.nbytes
+            del x
         n_messages += 1
-        del bucket, x
+        del bucket
     missing = sorted(set(own) - set(sent))
     if missing: raise ValueError(f"load: the ticket lacks {missing[0]!r} ({len(missing)} missing names); policy and rollout must be the same model")
     held = {name: checksum(x) for name, x in own.items()}

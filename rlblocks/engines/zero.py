@@ -171,7 +171,7 @@ class Zero:
         if self.dirty: drop_gradient(self)
 
     def weights(self,
-        wide=frozenset(), # names of those to gather in fp32, for a sum in place
+        wide:frozenset[str]|set[str]=frozenset(), # names of those to gather in fp32, for a sum in place
     )->Iterator[tuple[str, Tensor]]: # name, full tensor
         "Every weight in turn, gathered; tied ones once. All ranks iterate together."
         reshard(self)
@@ -258,10 +258,10 @@ def initialize(
     named:list = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     made = given = None
     if optimizer and offload:        # DeepSpeed's own
-        given = decay_groups(named, weight_decay=adamw["weight_decay"], but=adamw.get("but", ()))
+        own = dict(adamw or {})                       # there: `check_zero`
+        given = decay_groups(named, weight_decay=own["weight_decay"], but=own.pop("but", ()))
         given = [dict(g, params=[p for _, p in g["params"]]) for g in given]
-        how = {k: v for k, v in adamw.items() if k != "but"}
-        config = config | dict(optimizer=dict(type="AdamW", params=dict(how, betas=list(how["betas"]))))
+        config = config | dict(optimizer=dict(type="AdamW", params=dict(own, betas=list(own["betas"]))))
     elif optimizer:
         made = optimizer(named)
         entrywise(made, f'engine="zero{stage}"', device)
@@ -305,7 +305,8 @@ def step_used(
     engine:Zero,
 )->Tensor: # 2-norm before clipping
     "Step, and leave what no rank used as it was."
-    masters, used = engine.masters, [i in engine.used for i in range(len(engine.trained))]
+    masters:Any = engine.masters               # there: a frozen engine does not step
+    used = [i in engine.used for i in range(len(engine.trained))]
     used = {id(p) for p in used_by_any(engine.trained, used, engine.device)}
     idle = [masters.piece(p) for p in engine.trained if id(p) not in used]
     kept = [(flat, piece, piece.of(flat).clone()) for piece in idle if piece.n

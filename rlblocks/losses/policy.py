@@ -187,6 +187,7 @@ def adaptive_clip(
         "leave such rows out: `without_unscored`")
     lows = [max(clip_low[0] - i*step, clip_low[1]) for i in range(_steps(clip_low, step) + 1)]
     highs = [min(clip_high[0] + i*step, clip_high[1]) for i in range(_steps(clip_high, step) + 1)]
+    low, high = lows[0], highs[0]
     for low,high in [(low, highs[0]) for low in lows] + [(lows[-1], high) for high in highs[1:]]:
         good = (ratio.clamp(max=1+high)*A.relu()).sum()
         bad = torch.where(A < 0, ratio.clamp(min=1-low)*-A, 0.).sum() # a ratio may be infinite where Â is 0

@@ -167,7 +167,7 @@ def check_confined(
     part:Batch, # a micro-batch
 ):
     "ValueError for rows sampled with top-p, top-k or min-p, that do not say from which ids."
-    confined = [k for k, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if k in part and (part[k] != off).any()]
+    confined = [k for k, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if k in part and (part.columns[k] != off).any()]
     if confined and "support" not in part:
         raise ValueError(f"{who}: rows were sampled with {confined[0]}, but the batch has no column 'support' (the ids sampling was confined to); "
                          "without it the log-probs would be of another distribution. Rollout.generate provides it")

@@ -93,9 +93,9 @@ def _accepts(module, *names):
     "Which of `names` the module's forward takes."
     params = inspect.signature(module.forward).parameters
     found = {n for n in names if n in params}
-    inner = getattr(module, "get_base_model", None)         # an adapter's forward hands on by keyword what it does not name
-    hands_on = inner and inner() is not module and any(p.kind is p.VAR_KEYWORD for p in params.values())
-    return found | _accepts(inner(), *names) if hands_on else found
+    inner = getattr(module, "get_base_model", lambda: module)() # an adapter's forward hands on by keyword what it does not name
+    hands_on = inner is not module and any(p.kind is p.VAR_KEYWORD for p in params.values())
+    return found | _accepts(inner, *names) if hands_on else found
 
 # %% ../../nbs/models/71_forward.ipynb #1233a619
 class Forward(nn.Module):
@@ -177,6 +177,7 @@ class Forward(nn.Module):
         if reading.hidden: return dict(hidden=out)
         if places.targets is None: return self._values(out)
         how = dict(temperature=call.own(places.temperature), support=call.own(places.support))
+        found:dict[str, Tensor]
         if reading.measure:
             columns = [call.own(x) for x in places.columns]
             found = dict(measured=check_measured(out if straight else asked(reading.measure, sampled_from(out, **how), columns)))

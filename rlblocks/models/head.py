@@ -72,8 +72,9 @@ def asking(
         layer.register_forward_pre_hook(_enter)
         layer.register_forward_hook(_leave, prepend=True)
         layer.register_forward_hook(_note)
-    before = ASKED.set(Ask(layer, f, pick))
-    try: yield ASKED.get()
+    ask = Ask(layer, f, pick)
+    before = ASKED.set(ask)
+    try: yield ask
     finally: ASKED.reset(before)
 
 # %% ../../nbs/models/70_head.ipynb #697170ad

@@ -86,13 +86,14 @@ def sources_of(
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
     known = get_model_conversion_mapping(module)
-    renamings, converters = ([x for x in known if isinstance(x, kind)] for kind in (WeightRenaming, WeightConverter))
+    renamings = [x for x in known if isinstance(x, WeightRenaming)]
+    converters = [x for x in known if isinstance(x, WeightConverter)]
     of_pattern = {pattern: x for x in converters for pattern in x.source_patterns}
     prefix, own, found = module.base_model_prefix, module.state_dict(), {}
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, own)
         if target not in own and name in own: target, pattern = rename_source_key(name, [], [], prefix, own)
-        converter = of_pattern.get(pattern)
+        converter = None if pattern is None else of_pattern.get(pattern)
         ends = converter.target_patterns if converter else [""]
         for end in ends:
             made = target.replace(ends[0], end) if converter else target

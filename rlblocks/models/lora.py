@@ -201,7 +201,7 @@ class Adapted:
         self.base.model.discard()
 
     def weights(self,
-        wide=frozenset(), # names; no matter here, merged weights are in fp32
+        wide:frozenset[str]|set[str]=frozenset(), # names; no matter here, merged weights are in fp32
     )->Iterator[tuple[str, Tensor]]: # name, tensor
         "The plain model's weights with the adapter merged into a copy, and the head's. All ranks iterate together."
         at = next(n for n, m in self.base.trunk.named_modules() if m is self.module.trunk)

@@ -85,7 +85,7 @@ def _places(who, part, rows, cols, reading, device):
         if "temperature" in part: known["temperature"] = part.temperature[rows].float()
         if "support" in part: known["support"] = part.support[rows, cols].long()
     if reading.measure: known["columns"] = measure_columns(who, reading.measure, part, rows, cols)
-    there = {k: x.to(device) if isinstance(x, Tensor) else tuple(y.to(device) for y in x) for k, x in known.items()}
+    there:dict[str, Any] = {k: x.to(device) if isinstance(x, Tensor) else tuple(y.to(device) for y in x) for k, x in known.items()}
     return Places(rows.to(device), (cols - before).to(device), **there)
 
 def _spread(x, shape, rows, cols):

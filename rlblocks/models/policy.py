@@ -385,7 +385,7 @@ def measure_moments(
 )->tuple[list[float], list[float]]: # mean and standard deviation of each output
     "Of the raw scores of a batch."
     x = raw_scores(run, batch, at)
-    if at is not None: x = x[batch[at]]
+    if at is not None: x = x[batch.columns[at]]
     x = x.reshape(len(x), -1)
     shared = is_shared(run, [batch])
     counted = not batch.filler and not (shared and world()[0] % run.model.shares)        # ranks that share rows have the same ones: once

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..data.batch import Batch
 from ..data.columns import widen
-from ..arithmetic.masked import Last, Mean, merge
+from ..arithmetic.masked import Last, Mean, Metric, merge
 from ..data.micro_batches import plan_micro_batches
 from ..data.packing import shared_prefix
 from .checks import check_batches, check_jobs, check_loss, check_sampled, check_scorable, check_turning, check_window
@@ -100,15 +100,15 @@ def _plan(run, lengths, unit, shared):
     lengths, unit, packed = lengths.cpu().clamp(min=1), None if unit is None else unit.cpu(), run.layout.packed
     sides = _sides(run, lengths, unit)
     if len(sides) > 1 or not (packed and run.layout.segments): shared = None
-    how = dict(shared=shared, max_tokens=run.micro_tokens, max_rows=run.micro_rows, padded=not packed, who=(run.name, "micro_tokens", "micro_rows"))
+    how:dict[str, Any] = dict(shared=shared, max_tokens=run.micro_tokens, max_rows=run.micro_rows, padded=not packed, who=(run.name, "micro_tokens", "micro_rows"))
     return [rows[i].tolist() for rows in sides for i in plan_micro_batches(lengths[rows], unit=None if unit is None else unit[rows], **how)]
 
 def _sides(run, lengths, unit):
     "Row numbers that may run together: all, but where a rotary embedding turns those within its window and those beyond."
     rows = torch.arange(len(lengths))
     if run.turning is None or (lengths <= run.turning[1]).all(): return [rows]
-    stretch, window = run.layout.stretch, run.turning[1]
-    check_turning(run.name, lengths, unit, *run.turning, type(run.module.trunk).__name__, stretch.ranks if stretch else 1)
+    stretch, (kind, window) = run.layout.stretch, run.turning
+    check_turning(run.name, lengths, unit, kind, window, type(run.module.trunk).__name__, stretch.ranks if stretch else 1)
     return [side for side in (rows[lengths <= window], rows[lengths > window]) if len(side)]
 
 # %% ../../nbs/models/75_step.ipynb #a62c8e1b
@@ -191,7 +191,7 @@ def _all_or_none(run, sums, jobs):
     if sums.together: agree(error, f"{run.name}.step", same=[(b.n_tokens, b.n_rows) for b, _ in jobs])
     elif error: raise error
 
-def _own_metrics(run, sums, norm, share):
+def _own_metrics(run, sums, norm, share)->dict[str, Metric]:
     "What a step tells besides the closures' metrics."
     lr = run.model.optimizer.param_groups[0]["lr"]
     return dict(loss=Mean(sums.loss.item(), share), grad_norm=Mean(norm.item()*share, share), lr=Last(lr), version=Last(run.model.version), skipped=Mean(0., share))

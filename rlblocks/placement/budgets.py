@@ -190,6 +190,8 @@ def plan_rollout(
     return made if memory is None else made.fit(memory)
 
 # %% ../../nbs/placement/92_budgets.ipynb #78708c11
+def _is_real(x)->bool: return isinstance(x, Real) and isfinite(x)
+
 def check_costs(
     plan:Plan,
     rollout:Plan,
@@ -198,10 +200,10 @@ def check_costs(
 ):
     "Numbers that a time can be made of, and plans the right way round."
     for name, (x, low) in least.items():
-        if not (isinstance(x, Real) and isfinite(x) and x >= low):
+        if not (_is_real(x) and x >= low):
             raise ValueError(f"step_seconds: {name}={x!r}; at least {low} is wanted")
     for name, x in rates.items():
-        if not (isinstance(x, Real) and isfinite(x) and x > 0):
+        if not (_is_real(x) and x > 0):
             raise ValueError(f"step_seconds: {name}={x!r}; what a device achieves in a second is wanted, above 0")
     if plan.flops_per_token and rollout.read_per_token: return
     raise ValueError("step_seconds: the policy's plan, then the engine's (plan_rollout) are wanted, each by itself")

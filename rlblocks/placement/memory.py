@@ -279,8 +279,8 @@ def _first_feature(head)->Iterator[list[Tensor]]:
 def _shared_gradient(model, head):
     "The gradient of a matrix that the output layer shares with the embedding, while the layers go backward."
     weight = getattr(head, "weight", None)
-    shared = weight is not None and weight.requires_grad and weight is model.get_input_embeddings().weight
-    return torch.empty_like(weight) if shared else None
+    if weight is None or not weight.requires_grad: return None
+    return torch.empty_like(weight) if weight is model.get_input_embeddings().weight else None
 
 def logits_pass(
     head:Any,      # an output layer
@@ -295,8 +295,8 @@ def logits_pass(
 
     There a chunk of logits costs nothing to run; on a fake CPU it goes row by row, thousands of steps."""
     layer = getattr(head, "base_layer", head)
-    weight, bias = (None if p is None else torch.empty_like(p, device="meta", requires_grad=p.requires_grad)
-                    for p in (layer.weight, layer.bias))
+    def meta(p): return torch.empty_like(p, device="meta", requires_grad=p.requires_grad)
+    weight, bias = meta(layer.weight), None if layer.bias is None else meta(layer.bias)
     hidden = torch.empty_like(hidden, device="meta", requires_grad=learn)
     targets = torch.empty(len(hidden), dtype=torch.long, device="meta")
     half = dtype if dtype in HALF else weight.dtype

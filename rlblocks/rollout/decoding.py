@@ -111,6 +111,8 @@ def _buffered_layer():
     from transformers.cache_utils import DynamicLayer
 
     class BufferedLayer(DynamicLayer):
+        keys:Any
+        values:Any
         buffers = (None, None)
 
         def update(self, key_states, value_states, *args, **kwargs):

@@ -135,7 +135,7 @@ def to_rows(
     "Rows of prompt plus completion, with what was sampled and how."
     n, (R, S), counts = group_size, sampled.tokens.shape, sampled.counts
     start = prompts.lengths.repeat_interleave(n)
-    T, at, exists = prompts.width + S, start[:, None] + torch.arange(S), torch.arange(S) < counts[:, None]
+    T, at, exists = prompts.tokens.shape[1] + S, start[:, None] + torch.arange(S), torch.arange(S) < counts[:, None]
     def behind(x, fill=0):
         wide = torch.full((R, T, *x.shape[2:]), fill, dtype=x.dtype)
         return wide.scatter(1, at.view(R, S, *[1]*(x.dim()-2)).expand_as(x), x)
@@ -152,7 +152,7 @@ def to_rows(
     if sampled.support is not None: columns["support"] = behind(sampled.support, -1)
     return Batch(per_row=prompts.per_row, **columns)
 
-def _prompt_columns(prompts, n, width):
+def _prompt_columns(prompts, n, width)->dict[str, Any]:
     "Every column of the prompts, n times each; what belongs to tokens ends with the prompt."
     wide = {k: widen(v, width) if prompts.is_per_token(k) else v for k, v in prompts.columns.items()}
     return {k: v.repeat_interleave(n, 0) if isinstance(v, Tensor) else [x for x in v for _ in range(n)]
@@ -297,7 +297,9 @@ def sample_rows(
     decoder = new_decoder(rollout.module, prompts.tokens.to(rollout.device), prompts.lengths, group_size,
                           cached=rollout.cached, shared=rollout.shared)
     u = uniforms(prompts.group, group_size, seed, max_tokens).to(rollout.device)
-    sampled = Sampled(*(None if x is None else x.cpu() for x in decode(decoder, u, rollout.stop, **how)))
+    drawn = decode(decoder, u, rollout.stop, **how)
+    sampled = Sampled(drawn.tokens.cpu(), drawn.logprobs.cpu(), None if drawn.support is None else drawn.support.cpu(),
+                      drawn.counts.cpu())
     rows = to_rows(prompts, group_size, sampled, rollout.stop, how)
     rows["policy_version"] = torch.full((len(rows),), int(rollout.version or 0))
     if rollout.tokenizer is not None: rows["completion"] = _texts(rollout.tokenizer, sampled)
