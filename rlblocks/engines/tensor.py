@@ -220,10 +220,9 @@ class TensorParallel:
         same_weights(module)
         self.cut = cut_model(module, mesh["tensor"].get_group(), expert_parallel=expert_parallel)
         self.entering, self.pieces = self.cut.entering, pieces_of(module, device, mesh, self.cut.cuts)
-        how:dict[str, Any] = dict(optimizer=optimizer, max_norm=max_norm, clip=self.clip)
-        self.inner:Plain|Fsdp = (
-            Fsdp(module, device, mesh=self.pieces.copies, dtype=dtype, offload=offload, **how) if engine else
-            Plain(module, device, group=self.pieces.copies.get_group(), **how))
+        copies, how = self.pieces.copies, dict[str, Any](optimizer=optimizer, max_norm=max_norm, clip=self.clip)
+        if engine: self.inner:Plain|Fsdp = Fsdp(module, device, mesh=copies, dtype=dtype, offload=offload, **how)
+        else: self.inner = Plain(module, device, group=copies.get_group(), **how)
         self.names = {id(p): name for name, p in module.named_parameters()}
         check_by_entry(self.optimizer, size)
 
@@ -251,7 +250,6 @@ class TensorParallel:
         norm = clip_pieces_(grads, max_norm, cuts=self.cut.cuts, partial=self.cut.partial, group=self.pieces.group,
                             everyone=self.pieces.group if isinstance(self.inner, Plain) else None)
         return norm.to(self.pieces.device)
-
     def discard(self):
         self.entering.forget()
         self.inner.discard()
