@@ -1,7 +1,10 @@
 "What several test files need, and the order in which tests run."
 import json
 import os
+import subprocess
+import sys
 from collections import defaultdict
+from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -48,7 +51,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if config.getoption("--write-seconds") and not hasattr(config, "workerinput"): config.pluginmanager.register(Took())
+    if hasattr(config, "workerinput"): return
+    if config.getoption("--write-seconds"): config.pluginmanager.register(Took())
+    if getattr(config.option, "numprocesses", None) and find_spec("deepspeed"):       # once, before workers that would wait for each other's build
+        subprocess.run([sys.executable, "-c", "import torch; from rlblocks.engines.zero import build_ops; build_ops(torch.device('cpu'), 'cpu')"], cwd=ROOT)
 
 
 @pytest.hookimpl(tryfirst=True)

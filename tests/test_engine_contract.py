@@ -3,11 +3,11 @@ from functools import partial
 
 import pytest
 import torch
+from forked import on_ranks
 from rlblocks.engines.base import Engine
 from rlblocks.engines.fsdp import Fsdp
 from rlblocks.engines.optim import adamw
 from rlblocks.engines.plain import Plain
-from rlblocks.engines.world import leave_world
 from rlblocks.engines.zero import Zero
 from torch import nn
 
@@ -16,7 +16,6 @@ MAKERS = dict(plain=Plain, fsdp2=Fsdp) | {f"zero{n}": partial(Zero, stage=n) for
 
 
 def made(name, seed=0, **how):
-    if name.startswith("zero"): pytest.importorskip("deepspeed")
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
     return MAKERS[name](net, CPU, optimizer=adamw(lr=.1), max_norm=.5, **how)
@@ -30,14 +29,15 @@ def stepped(engine):
 def weights(engine): return {n: x.clone() for n, x in engine.weights()}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def no_world_left():
-    yield
-    leave_world()
-
-
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", MAKERS)
 def test_contract(name):
+    "In a process of its own: DeepSpeed changes how all modules there are made and run."
+    if name.startswith("zero"): pytest.importorskip("deepspeed")
+    on_ranks(keeps_the_contract, (name,), 1)
+
+
+def keeps_the_contract(rank, ranks, name):
     engine, other, plain = made(name), made(name, seed=1), made("plain")
     assert isinstance(engine, Engine) and isinstance(engine.module, nn.Module) and engine.optimizer.param_groups
     torch.testing.assert_close(stepped(engine), stepped(plain))   # the same step, the norm before clipping

@@ -82,7 +82,9 @@ def discard(
     save:Path, # a folder, or a link to one
 ):
     "Gone at once, then deleted: no half of a save is ever left under its name. Of a link only the link goes."
-    if save.is_symlink(): return save.unlink()
+    if save.is_symlink():
+        save.unlink()
+        return
     away = new_draft(save)
     os.replace(save, away)
     shutil.rmtree(away, ignore_errors=True)

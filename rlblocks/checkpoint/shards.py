@@ -135,7 +135,11 @@ _METADATA = {
 class MetadataUnpickler(pickle.Unpickler):
     "Reads torch's description of a folder, and calls nothing that does not describe tensors."
 
-    def find_class(self, module, name):
+    def find_class(self,
+        module, # where the file says that it is
+        name,   # what it asks for
+    ): # the class or function. UnpicklingError for any other
+        "What describes tensors, by its name."
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) == ("builtins", "getattr"): return enum_member
         if name not in _METADATA.get(module, ()) and not dtype: raise pickle.UnpicklingError(f"{module}.{name}")

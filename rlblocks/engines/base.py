@@ -22,8 +22,8 @@ from torch import Tensor, nn
 class WeightShard:
     "What this rank holds of one weight that trains, and how to save and load whatever lies beside it."
     local:Tensor          # the memory itself, in the precision that trains; after a write call `refresh`
-    save:Callable = field(default=lambda x, full: x, repr=False) # (beside, full) → as `state(full)` has the weight
-    load:Callable = field(default=lambda x: x, repr=False)       # of either kind → beside
+    save:Callable = field(default_factory=lambda: lambda x, full: x, repr=False) # (beside, full) → as `state(full)` has the weight
+    load:Callable = field(default_factory=lambda: lambda x: x, repr=False)       # of either kind → beside
 
 def bytes_of(
     tensors, # an iterable; what is no tensor does not count
