@@ -51,4 +51,4 @@ def member(rank, ranks, port, run, args, group):
     run(rank, ranks, *args)
     if group: dist.barrier()
     sys.stdout.flush()
-    os._exit(0)     # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/94_spmd, Leaving)
+    os._exit(0)     # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/97_spmd, Leaving)
