@@ -76,8 +76,8 @@ def keeps_the_contract(rank, ranks, name):
     engine.refresh()
     assert engine(X).abs().sum() == 0 and not any(x.any() for x in weights(engine).values())
 
-    engine.adapt("none")        # on a layer that is not cut, nothing changes
-    with engine.turn, engine.turn: assert engine(X).abs().sum() == 0     # the lock of the weights, which a thread may take again
+    engine.adapt("none")   # on a layer that is not cut, nothing changes
+    with engine.turn, engine.turn: assert engine(X).abs().sum() == 0   # a lock that a thread may take again
 
     n = sum(x.numel() for x in before.values())
     held = engine.nbytes()
