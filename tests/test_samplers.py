@@ -128,7 +128,8 @@ def test_a_sleeping_engine_refuses(make):
 
 def test_a_failed_load_refuses_until_one_succeeds(make):
     net = sharp()
-    sampler, policy, other = make(net), Policy(net, lr=1e-2, device="cpu"), Policy(sharp(num_hidden_layers=1), device="cpu")
+    sampler, policy = make(net), Policy(net, lr=1e-2, device="cpu")
+    other = Policy(sharp(num_hidden_layers=1), device="cpu")
     with pytest.raises(ValueError, match="the ticket lacks 'model.layers.1"): sampler.load(other.weights())
     with pytest.raises(RuntimeError, match="of no known version"): sampler.submit(asked())
     assert sampler.load(policy.weights()).checksums and sampler.version == 0
