@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,9 +194,9 @@ def save_step(
                                    what="Checkpoint, making a group")
     states, shards = collect(parts, checkpoint.whole)
     how = dict(rating=checkpoint.rating, keep=checkpoint.keep, group=checkpoint.group)
-    if not checkpoint.background: return _write(checkpoint.lock, step, states, shards, **how)
-    copies = snapshot(states, shards)
-    checkpoint.job = checkpoint.thread.submit(_write, checkpoint.lock, step, *copies, **how)
+    write = partial(_write, checkpoint.lock, step, **how)
+    if checkpoint.background: checkpoint.job = checkpoint.thread.submit(write, *snapshot(states, shards))
+    else: write(states, shards)
 
 def _write(lock, step, states, shards, *, group, **how):
     with sole_writer(lock, group): write_save(lock.file.parent, step, states, shards, group=group, **how)
