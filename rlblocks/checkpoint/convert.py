@@ -257,7 +257,7 @@ def convert_adapter(
     path:Path, # folder to write
     base,      # name or folder of the model
     *,
-    tokenizer,
+    tokenizer, # of the base, or None
     merge:bool, # as for `convert`
     dtype:torch.dtype|None, # likewise
 ):
@@ -302,7 +302,7 @@ def convert_weights(
     model:Any, # of `model_of`
     names:dict[str, str], # likewise
     *,
-    tokenizer,
+    tokenizer, # of the base, or None
     dtype:torch.dtype|None, # as for `convert`
     file_bytes:int, # likewise
 ):
