@@ -128,7 +128,7 @@ def train_step(
                 work = _work(run, jobs)
                 for i, (batch, loss, rows) in enumerate(work, 1):
                     part = batch.part(rows).trim().to(run.model.device)
-                    out = outputs(run, part, reading)
+                    out = outputs(run.model, run.layout, part, reading, run.name)
                     value = _add(run, sums, loss, out, part, rows)
                     run.model.backward(value, last=i == len(work), shared=shared)
             norm = run.model.apply(shared=shared)
@@ -250,7 +250,7 @@ def compute(
 def _computed(run, batch, reading, key, by_row)->Iterator[tuple[list[int], Tensor]]:
     for rows in micro_batches(run, batch):
         part = batch.part(rows).trim()
-        x = getattr(outputs(run, part, reading), key)
+        x = getattr(outputs(run.model, run.layout, part, reading, run.name), key)
         if by_row: x = by_row(x, part)
         if rows: yield rows, x.cpu()
 
