@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
 from .base import WeightShard, nbytes_of
+from .guards import Turn
 from .lazy import lazy_weights, place_, read_rows
 from .modules import Within, callable_within_, distinct
 from .plain import clip_and_step, used_by_any
@@ -127,6 +128,7 @@ class Fsdp:
                                  offload=offload == "cpu")
         read_shards_(self.module, unread, torch.device("cpu") if offload else device)
         self.device, self.max_norm, self.clip, self.used = device, max_norm, clip, set()
+        self.turn = Turn()
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self.optimizer:Any = optimizer(named) if optimizer else None
         if optimizer: self._watch()
@@ -251,6 +253,11 @@ class Fsdp:
     def refresh(self):
         "Nothing that was gathered before is left."
         self._reshard()
+
+    def adapt(self,
+        name:str, # of an adapter; no matter here, layers are complete where they compute
+    ):
+        "Nothing to do: peft's own layers compute."
 
     def nbytes(self)->dict[str, int]: # weights, gradients, states
         "Bytes that this rank holds between passes."

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .base import WeightShard, nbytes_of
+from .guards import Turn
 from .weights import named_weights
 from .world import world
 
@@ -34,6 +35,7 @@ class Plain:
         "Move the module to its device."
         self.module = module.to(device) if device else module
         self.device, self.max_norm, self.group, self.clip = device, max_norm, group, clip
+        self.turn = Turn()
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self.optimizer:Any = optimizer(named) if optimizer else None
 
@@ -96,6 +98,11 @@ class Plain:
 
     def refresh(self):
         "Nothing to do: what was written is the weight."
+
+    def adapt(self,
+        name:str, # of an adapter; no matter here, layers are complete
+    ):
+        "Nothing to do: peft's own layers compute."
 
     def nbytes(self)->dict[str, int]: # weights, gradients, states
         "Bytes that this rank holds."

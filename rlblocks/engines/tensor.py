@@ -223,7 +223,7 @@ class TensorParallel:
         copies, how = self.pieces.copies, dict[str, Any](optimizer=optimizer, max_norm=max_norm, clip=self.clip)
         if engine: self.inner:Plain|Fsdp = Fsdp(module, device, mesh=copies, dtype=dtype, offload=offload, **how)
         else: self.inner = Plain(module, device, group=copies.get_group(), **how)
-        self.names = {id(p): name for name, p in module.named_parameters()}
+        self.turn, self.names = self.inner.turn, {id(p): name for name, p in module.named_parameters()}
         check_by_entry(self.optimizer, size)
 
     @property
@@ -277,7 +277,9 @@ class TensorParallel:
 
     def shards(self)->dict[str, WeightShard]:
         return {n: piece_shard(n, x, self.pieces) for n, x in self.inner.shards().items()}
-    def refresh(self): self.inner.refresh()
+    def refresh(self):
+        self.entering.forget()
+        self.inner.refresh()
     def nbytes(self)->dict[str, int]: return self.inner.nbytes()
 
 # %% ../../nbs/engines/63_tensor.ipynb #1241f4f9

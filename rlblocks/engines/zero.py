@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .base import BUCKET, WeightShard
 from .lazy import is_lazy, read_flat, read_whole_
+from .guards import Turn
 from .modules import Within, callable_within_, distinct
 from .optim import decay_groups, entrywise
 from .plain import used_by_any
@@ -118,7 +119,7 @@ class Zero:
         same_weights(module)
         callable_within_(module)
         self.module, self.device, self.stage, self.offload = module, device, stage, offload
-        self.used, self.dirty = set(), False
+        self.used, self.dirty, self.turn = set(), False, Turn()
         half = dtype in HALF and stage > 1 and bool(optimizer)
         config = config_of(module, device, stage=stage, max_norm=max_norm, half=half, offload=offload, nvme=nvme)
         self.engine, groups = initialize(module, device, config, optimizer, adamw)
@@ -143,10 +144,8 @@ class Zero:
             reshard(self)
             raise
 
-    def within(self,
-        f:Callable, # may call the module's parts, each of its own
-    )->Any: # what `f` gives
-        "Run `f` inside DeepSpeed's hooks."
+    def within(self, f:Callable)->Any:
+        "Run `f` inside DeepSpeed's hooks; it may call the module's parts."
         return self(Within(f))[0]
 
     def backward(self,
@@ -196,6 +195,9 @@ class Zero:
     def refresh(self):
         "Weights that compute follow the fp32 ones."
         if self.masters: self.masters.refresh()
+
+    def adapt(self, name:str):
+        "Nothing to do: layers are complete where they compute."
 
     def nbytes(self)->dict[str, int]: # weights, gradients, states
         "Bytes that this rank holds between passes: the fp32 masters count as states, but where they are what computes."
