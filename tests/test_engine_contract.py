@@ -76,6 +76,9 @@ def keeps_the_contract(rank, ranks, name):
     engine.refresh()
     assert engine(X).abs().sum() == 0 and not any(x.any() for x in weights(engine).values())
 
+    engine.adapt("none")   # on a layer that is not cut, nothing changes
+    with engine.turn, engine.turn: assert engine(X).abs().sum() == 0   # a lock that a thread may take again
+
     n = sum(x.numel() for x in before.values())
     held = engine.nbytes()
     assert set(held) == {"weights", "gradients", "states"} and held["weights"] >= 4*n and held["states"] >= 8*n

@@ -17,6 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from .guards import Turn
+
 # %% ../../nbs/engines/55_base.ipynb #62377304
 @dataclass(frozen=True)
 class WeightShard:
@@ -57,14 +59,17 @@ class Engine(Protocol):
         "The optimizer inside; None when frozen."
         ...
 
+    @property
+    def turn(self)->Turn:
+        "The lock of the weights: one thread at a time. What stands on the weights of another engine has that one's."
+        ...
+
     def __call__(self, *args, **kwargs)->Any:
         "Run the module."
         ...
 
-    def within(self,
-        f:Callable[[], Any], # may call the module's parts, each of its own
-    )->Any: # what `f` gives
-        "Run `f` in place of the module's forward pass, where the weights that it gathers are there."
+    def within(self, f:Callable[[], Any])->Any:
+        "Run `f`, which may call the module's parts, in place of the forward pass: where weights are gathered for that."
         ...
 
     def backward(self,
@@ -98,10 +103,8 @@ class Engine(Protocol):
         "Weights and optimizer state. A full state is that of one process: any engine on any number of ranks loads it."
         ...
 
-    def load(self,
-        state:dict[str, Any], # from `state`, full or not
-    )->None:
-        "Restore them."
+    def load(self, state:dict[str, Any])->None:
+        "Restore what `state` gave, full or not."
         ...
 
     def shards(self)->dict[str, WeightShard]: # by name
@@ -109,7 +112,11 @@ class Engine(Protocol):
         ...
 
     def refresh(self)->None:
-        "Compute with what was written into `shards()`."
+        "Compute with what was written into `shards()`; keep nothing that earlier passes left in the module."
+        ...
+
+    def adapt(self, name:str)->None:
+        "Peft has put an adapter of this name on the module's layers: let it take part where a layer is cut."
         ...
 
     def nbytes(self)->dict[str, int]: # weights, gradients, states
@@ -131,6 +138,7 @@ class EngineSpec:
     sequence_parallel:int = 1     # so many consecutive ranks run one line of tokens together, each a stretch of it
     tensor_parallel:int = 1       # so many consecutive ranks hold one layer together
     expert_parallel:bool = False  # with tensor_parallel: distribute whole experts instead of cutting each
+    make:Callable|None = None     # instead of the word's: (module, device, optimizer=, max_norm=) → `Engine`
 
     def __post_init__(self):
         "ValueError, TypeError for what no engine can do."
@@ -140,6 +148,11 @@ class EngineSpec:
     def shares(self)->int:
         "Ranks that share rows."
         return self.sequence_parallel*self.tensor_parallel
+
+    @property
+    def complete(self)->bool:
+        "Whether every rank has all weights, in the module itself."
+        return self.word is None and self.make is None and self.tensor_parallel == 1
 
 def check_engine(
     x:EngineSpec, # just made

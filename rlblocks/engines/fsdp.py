@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
 from .base import WeightShard, nbytes_of
+from .guards import Turn
 from .lazy import lazy_weights, place_, read_rows
 from .modules import Within, callable_within_, distinct, trained_weights
 from .plain import clip_and_step, used_by_any
@@ -131,13 +132,16 @@ def load_named_state(
 # %% ../../nbs/engines/58_fsdp.ipynb #5459cf31
 def shard_(
     module:nn.Module, # changed in place
-    mesh,             # of ranks, one axis
+    device:torch.device, # where it computes
+    mesh:DeviceMesh,  # of ranks, one axis
     *,
     half:torch.dtype|None, # weights are gathered in it, gradients summed in fp32; None: both in their own dtype
     frozen:bool,      # even the outermost group is dropped after a forward pass
     offload:bool,     # shards live in host memory
 )->Any: # the same module, of a class that FSDP2 makes
-    "`fully_shard` of each layer and of the rest, with gradients that are sums."
+    "`fully_shard` of each layer and of the rest, with gradients that are sums; lazy weights are read by shards."
+    callable_within_(module)
+    unread = lazy_weights(module)
     precision = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
     where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     how:Any = dict(mesh=mesh, reshard_after_forward=True if frozen else None, mp_policy=precision, offload_policy=where)
@@ -148,9 +152,9 @@ def shard_(
         part.set_force_sum_reduction_for_comms(True)
         join_unused = getattr(part, "set_reduce_scatter_unused_params", None)      # not in torch < 2.13
         if join_unused: join_unused(True, recurse=False)
+    read_shards_(root, unread, torch.device("cpu") if offload else device)
     return root
 
-# %% ../../nbs/engines/58_fsdp.ipynb #ac1d3fbc
 @torch.no_grad()
 def read_shards_(
     module:nn.Module, # sharded by `fully_shard`
@@ -181,11 +185,12 @@ def reached_(
 
 def drop_unused_(
     params:list, # DTensors, the same on all ranks
-    reached:set[tuple[nn.Module, str]], # of `reached_`
+    reached:set[tuple[nn.Module, str]], # of `reached_`; emptied
     device:torch.device, # of messages
 )->None:
     "No gradient for what no rank used."
     mine = {id(layer._parameters[name]) for layer, name in reached}
+    reached.clear()
     used = used_by_any(params, [p.grad is not None and (id(p) in mine or bool(p.grad.to_local().any()))
                                 for p in params], device)
     kept = {id(p) for p in used}
@@ -207,24 +212,18 @@ class Fsdp:
         mesh:DeviceMesh|None=None,    # the ranks to shard over, where others hold other pieces of one model; None: all
         clip:Callable|None=None,      # of `Plain`
     ):
-        """Shard a module over the ranks of this world; all ranks together.
-
-        ValueError for offload="nvme" and for ranks that built different models."""
+        "Shard a module; all ranks together. ValueError for offload=\"nvme\" and for ranks that built different models."
         if offload not in (None, "cpu"):
             raise ValueError(f'engine="fsdp2": offload={offload!r} is not there; "cpu" is, and "nvme" with zero3')
         join_world(device)
         if mesh is None: same_weights(module)
-        callable_within_(module)
-        mesh, unread = mesh or init_device_mesh(device.type, (world()[1],)), lazy_weights(module)
-        self.module:Any = shard_(module, mesh, half=dtype if dtype in HALF else None, frozen=optimizer is None,
-                                 offload=offload == "cpu")
-        read_shards_(self.module, unread, torch.device("cpu") if offload else device)
-        self.device, self.max_norm, self.clip = device, max_norm, clip
+        self.module:Any = shard_(module, device, mesh or init_device_mesh(device.type, (world()[1],)), offload=bool(offload),
+                                 half=dtype if dtype in HALF else None, frozen=optimizer is None)
+        self.device, self.max_norm, self.clip, self.turn = device, max_norm, clip, Turn()
         self.optimizer:Any = optimizer(list(trained_weights(module).items())) if optimizer else None
         self.reached = reached_(module) if optimizer else set()
 
     def __call__(self, *args, **kwargs): return self.module(*args, **kwargs)
-
     def within(self, f:Callable[[], Any])->Any:
         "Run `f` inside FSDP's hooks: the outermost weights are gathered, and each layer gathers its own."
         return self.module(Within(f))[0]
@@ -239,7 +238,6 @@ class Fsdp:
         self.refresh()
         params = list(trained_weights(self.module).values())
         drop_unused_(params, self.reached, self.device)
-        self.reached.clear()
         return clip_and_step(self.optimizer, params, self.max_norm, self.clip)
 
     def discard(self)->None:
@@ -274,7 +272,7 @@ class Fsdp:
         "Shards in place of gathered weights."
         for part in self.module.modules():
             if isinstance(part, FSDPModule): part.reshard()
-
+    def adapt(self, name:str)->None: "Nothing to do: layers are complete where they compute."
     def nbytes(self)->dict[str, int]:
         "Bytes that this rank holds between passes."
         self.refresh()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .base import WeightShard, nbytes_of
+from .guards import Turn
 from .modules import trained_weights
 from .weights import named_weights
 from .world import world
@@ -68,7 +69,7 @@ class Plain:
     ):
         "Move the module to its device."
         self.module = module.to(device) if device else module
-        self.device, self.max_norm, self.group, self.clip = device, max_norm, group, clip
+        self.device, self.max_norm, self.group, self.clip, self.turn = device, max_norm, group, clip, Turn()
         self.optimizer:Any = optimizer(list(trained_weights(module).items())) if optimizer else None
 
     def __call__(self, *args, **kwargs): return self.module(*args, **kwargs)
@@ -112,6 +113,7 @@ class Plain:
     def refresh(self)->None:
         "Nothing to do: what was written is the weight."
 
+    def adapt(self, name:str)->None: "Nothing to do: layers are complete where they compute."
     def nbytes(self)->dict[str, int]:
         "Bytes that this rank holds."
         return nbytes_of(self.module, self.optimizer)

@@ -41,21 +41,20 @@ def tensor_mesh(
 def clip_pieces_(
     grads:dict[str, Tensor],  # by name, summed over the copies; changed in place
     max_norm:float,           # clip to this 2-norm
-    *,
-    cuts:Collection[str],     # names of the weights that are cut
-    partial:Collection[str],  # names of those of whose gradient each rank knows a term
+    cut:CutModel,             # of `cut_model`
     group,                    # ranks that hold one model
+    *,
     copies:int,               # ranks that hold each gradient: 1 where they are shards
 )->Tensor: # 0-d: the 2-norm of the model's gradient, over all ranks of the world
     "Make gradients of uncut weights the same on all ranks, find the norm over all pieces, clip by it."
     size, device = dist.get_world_size(group), next(iter(grads.values())).device
     for name, g in grads.items():
-        if name in cuts: continue
+        if name in cut.cuts: continue
         dist.all_reduce(g, group=group)
-        if name not in partial: g /= size
+        if name not in cut.partial: g /= size
     wide = lambda g: torch.promote_types(g.dtype, torch.float32)
     squares = {n: torch.linalg.vector_norm(g, dtype=wide(g)).square().to(device) for n, g in grads.items()}
-    total = torch.stack([x/copies/(1 if n in cuts else size) for n, x in squares.items()]).sum()
+    total = torch.stack([x/copies/(1 if n in cut.cuts else size) for n, x in squares.items()]).sum()
     dist.all_reduce(total)
     norm = total.sqrt()
     for g in grads.values(): g *= (max_norm/(norm+1e-6)).clamp(max=1.).to(g)
@@ -180,6 +179,13 @@ def piece_shard(
     def load(x): return shard.load(pieces.restore(name, x) if isinstance(x, DTensor) else pieces.take(name, x))
     return WeightShard(shard.local, save, load)
 
+
+def _check_inner(engine, size):
+    "ValueError for an engine that cannot hold pieces."
+    if engine not in (None, "fsdp2"): raise ValueError(
+        f'tensor_parallel={size}: engine={engine!r} does not go with it; None (copies) and "fsdp2" (cut further over the '
+        "replicas) do")
+
 # %% ../../nbs/engines/63_tensor.ipynb #1241f4f9
 class TensorParallel:
     "An engine: a model of transformers cut inside its layers, each piece held by a plain engine or by FSDP2."
@@ -197,9 +203,7 @@ class TensorParallel:
         offload:str|None=None,        # of `Fsdp`
     ):
         "Cut a module; all ranks together. ValueError for a model, plan, optimizer or engine that cannot be cut so."
-        if engine not in (None, "fsdp2"):
-            raise ValueError(f'tensor_parallel={size}: engine={engine!r} does not go with it; None (copies) and "fsdp2" '
-                             "(cut further over the replicas) do")
+        _check_inner(engine, size)
         mesh = tensor_mesh(device, size)
         same_weights(module)
         self.cut = cut_model(module, mesh["tensor"].get_group(), expert_parallel=expert_parallel)
@@ -208,7 +212,7 @@ class TensorParallel:
         self.holders = 1 if engine else copies.size()          # of each gradient
         if engine: self.inner:Engine = Fsdp(module, device, mesh=copies, dtype=dtype, offload=offload, **how)
         else: self.inner = Plain(module, device, group=copies.get_group(), **how)
-        self.names = {id(p): name for name, p in module.named_parameters()}
+        self.turn, self.names = self.inner.turn, {id(p): name for name, p in module.named_parameters()}
         if self.optimizer: entrywise(self.optimizer, f"tensor_parallel={size}", device)
 
     @property
@@ -219,7 +223,6 @@ class TensorParallel:
     def __call__(self, *args, **kwargs):
         try: return self.inner(*args, **kwargs)
         finally: self.entering.forget()
-
     def within(self, f:Callable[[], Any])->Any:
         try: return self.inner.within(f)
         finally: self.entering.forget()
@@ -229,17 +232,12 @@ class TensorParallel:
         self.entering.forget()           # what recomputed layers entered
 
     def step(self, shared:bool)->Tensor: return self.inner.step(shared)
-
     def clip(self, params:list, max_norm:float)->Tensor:
         grads = {self.names[id(p)]: _local(p.grad) for p in params if p.grad is not None}
-        norm = clip_pieces_(grads, max_norm, cuts=self.cut.cuts, partial=self.cut.partial, group=self.pieces.group,
-                            copies=self.holders)
-        return norm.to(self.pieces.device)
-
+        return clip_pieces_(grads, max_norm, self.cut, self.pieces.group, copies=self.holders).to(self.pieces.device)
     def discard(self)->None:
         self.entering.forget()
         self.inner.discard()
-
     def adapt(self, name:str)->None: # of an adapter that peft has put on
         adapt_layers_(self.module, name, self.cut, self.pieces.group)
 
@@ -259,13 +257,14 @@ class TensorParallel:
             return self.inner.load(map_state(kept, self.pieces.take, self._order()))
         self.inner.refresh()
         load_named_state(self.module, self.optimizer, map_state(kept, self.pieces.restore))
-
     def _order(self): # names of the weights in the optimizer's order
         return [self.names[id(p)] for g in (self.optimizer.param_groups if self.optimizer else ()) for p in g["params"]]
 
     def shards(self)->dict[str, WeightShard]:
         return {n: piece_shard(n, x, self.pieces) for n, x in self.inner.shards().items()}
-    def refresh(self)->None: self.inner.refresh()
+    def refresh(self)->None:
+        self.entering.forget()
+        self.inner.refresh()
     def nbytes(self)->dict[str, int]: return self.inner.nbytes()
 
 # %% ../../nbs/engines/63_tensor.ipynb #cdfaf7e9

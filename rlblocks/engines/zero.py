@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import BUCKET, WeightShard
+from .guards import Turn
 from .lazy import is_lazy, read_flat, read_whole_
 from .modules import Within, callable_within_, distinct, trained_weights
 from .optim import decay_groups, entrywise
@@ -84,12 +85,9 @@ def _check(module, *, stage, optimizer, adamw, dtype, offload):
         raise ValueError(f"engine=\"zero{stage}\", offload={offload!r}: the offloaded step is DeepSpeed's own AdamW; "
                          "use optimizer=adamw(…), or leave out offload=")
 
-def prepare(
-    device:torch.device,
-    stage:int,
-    offload:str|None,
-):
-    "Compile what is needed, on the first rank of each host; the others wait. All raise when one fails."
+def prepare(device:torch.device, stage:int, offload:str|None)->None:
+    "Join the world, and compile what is needed on the first rank of each host. All raise when one fails."
+    join_world(device)
     _deepspeed(device)
     error = None
     if int(os.environ["LOCAL_RANK"]) == 0:
@@ -197,6 +195,17 @@ def step_used(
     if idle: held.refresh()
     return torch.as_tensor(engine.engine.get_global_grad_norm()).float()
 
+def run(engine, *args, **kwargs)->Any:
+    """A forward pass.
+
+    Frozen layers gather by themselves at stage 3; DeepSpeed's own forward would forbid an adapter's backward pass."""
+    bare = engine.held.stage == 3 and not engine.optimizer
+    if bare: reshard(engine)
+    try: return (engine.module if bare else engine.engine)(*args, **kwargs)
+    except BaseException:
+        reshard(engine)
+        raise
+
 def drop_gradient(
     engine:Any, # a `Zero` that trains
 ):
@@ -244,11 +253,10 @@ class Zero:
 
         ValueError for what it cannot do and for an optimizer that needs full weights, ImportError for what is missing."""
         _check(module, stage=stage, optimizer=optimizer, adamw=adamw, dtype=dtype, offload=offload)
-        join_world(device)
         prepare(device, stage, offload)
         same_weights(module)
         callable_within_(module)
-        self.module, self.device, self.used, self.dirty = module, device, set(), False
+        self.module, self.device, self.used, self.dirty, self.turn = module, device, set(), False, Turn()
         half = dtype in HALF and stage > 1 and bool(optimizer)
         config = config_of(module, device, stage=stage, max_norm=max_norm, half=half, offload=offload, nvme=nvme)
         self.engine, groups = initialize(module, device, config, optimizer, adamw)
@@ -260,15 +268,7 @@ class Zero:
     @property
     def stage(self)->int: return self.held.stage
 
-    def __call__(self, *args, **kwargs):
-        if self.stage == 3 and not self.optimizer: reshard(self)
-        # frozen layers gather by themselves; DeepSpeed's own forward would forbid an adapter's backward pass
-        run = self.engine if self.optimizer or self.stage < 3 else self.module
-        try: return run(*args, **kwargs)
-        except BaseException:
-            reshard(self)
-            raise
-
+    def __call__(self, *args, **kwargs): return run(self, *args, **kwargs)
     def within(self, f:Callable[[], Any])->Any:
         "Run `f` inside DeepSpeed's hooks."
         return self(Within(f))[0]
@@ -308,6 +308,7 @@ class Zero:
         "Copy the fp32 weights into those that compute."
         self.held.refresh()
 
+    def adapt(self, name:str)->None: "Nothing to do: layers are complete where they compute."
     def nbytes(self)->dict[str, int]:
         "Bytes that this rank holds between passes: fp32 masters count as states, but where they are what computes."
         reshard(self)

@@ -236,6 +236,11 @@ class Adapted:
     def refresh(self):
         "Nothing to do: what was written is the weight."
 
+    def adapt(self,
+        name:str, # of another adapter; no matter here
+    ):
+        "Nothing to do: adapters are put on the base, whose engine is asked."
+
     def nbytes(self)->dict[str, int]: # weights, gradients, states
         "Bytes of the adapter and the head; the base's are its own engine's."
         return self.plain.nbytes()
