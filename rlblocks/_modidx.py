@@ -1161,6 +1161,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'rlblocks.engines.weights.Ticket': ('engines/weights.html#ticket', 'rlblocks/engines/weights.py'),
                                           'rlblocks.engines.weights.Ticket.buckets': ( 'engines/weights.html#ticket.buckets',
                                                                                        'rlblocks/engines/weights.py'),
+                                          'rlblocks.engines.weights._check_names': ( 'engines/weights.html#_check_names',
+                                                                                     'rlblocks/engines/weights.py'),
                                           'rlblocks.engines.weights.buckets': ( 'engines/weights.html#buckets',
                                                                                 'rlblocks/engines/weights.py'),
                                           'rlblocks.engines.weights.checksum': ( 'engines/weights.html#checksum',

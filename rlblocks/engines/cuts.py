@@ -125,8 +125,8 @@ def _uneven(layers, name, leaf, plan, size):
 def _check_experts(model, plan):
     "ValueError for a model without a plan for experts."
     if not plan: raise ValueError(
-        f"expert_parallel: {type(model).__name__} has no such plan (config.base_model_ep_plan); leave it out, and experts "
-        "are cut inside, where its tensor-parallel plan says so")
+        f"expert_parallel: {type(model).__name__} has no such plan (config.base_model_ep_plan); leave it out, and "
+        "experts are cut inside, where its tensor-parallel plan says so")
 
 def _check_styles(model, styles):
     "ValueError for a style that is not known here."

@@ -26,7 +26,7 @@ class Ema:
     ):
         """Start at the current weights.
 
-        ValueError for a decay outside [0, 1), a model that does not train, and weights on a disk or in unknown shards."""
+        ValueError for a decay outside [0, 1), a model that does not train, weights on a disk or in unknown shards."""
         if not 0 <= decay < 1: raise ValueError(f"Ema: decay is {decay}; at least 0 and below 1 is wanted")
         self.decay, self.updates, self.inside = decay, 0, False
         self.engine:Engine = engine_around(source) if isinstance(source, nn.Module) else source._run.model.engine
@@ -101,7 +101,8 @@ def check_average(
     theirs, mine = ({n: tuple(getattr(x, "whole", x.shape)) for n, x in xs.items()} for xs in (given, own))
     if theirs == mine: return
     odd = next(n for n in {**mine, **theirs} if theirs.get(n) != mine.get(n))
-    raise ValueError(f"Ema: the state's {odd!r} is {theirs.get(odd, 'not there')}, the model's {mine.get(odd, 'not there')}")
+    raise ValueError(f"Ema: the state's {odd!r} is {theirs.get(odd, 'not there')}, "
+                     f"the model's {mine.get(odd, 'not there')}")
 
 def engine_around(
     module:nn.Module,
@@ -109,5 +110,5 @@ def engine_around(
     "The engine of a module that nobody else holds. ValueError for shards, which only the engine that made them knows."
     odd = next((n for n, p in module.named_parameters() if hasattr(p, "to_local") or hasattr(p, "ds_id")), None)
     if odd is None: return Plain(module, None)
-    raise ValueError(f"Ema: {odd!r} is sharded over ranks, and a module does not say how; give the wrapper that holds it "
-                     "(Policy, Critic, Scorer)")
+    raise ValueError(f"Ema: {odd!r} is sharded over ranks, and a module does not say how; give the wrapper that holds "
+                     "it (Policy, Critic, Scorer)")

@@ -239,7 +239,7 @@ class Stretch:
         if x.dtype == torch.bool: return self.gathered(x.byte(), places, n).bool()
         rest, m = x.shape[1:], len(x)
         def put(x, group): return _sum(x.new_zeros(n, *rest).index_copy(0, places, x[:len(places)]), group)
-        def take(g, group): return g.new_zeros(m, *rest).index_copy(0, torch.arange(len(places), device=g.device), g[places])
+        def take(g, group): return torch.cat([g[places], g.new_zeros(m-len(places), *rest)])
         return _exchange(x, self.group, put, take)
 
     def joined(self,

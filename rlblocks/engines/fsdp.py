@@ -214,11 +214,12 @@ class Fsdp:
     ):
         "Shard a module; all ranks together. ValueError for offload=\"nvme\" and for ranks that built different models."
         if offload not in (None, "cpu"):
-            raise ValueError(f'engine="fsdp2": offload={offload!r} is not there; "cpu" is, and "nvme" with zero3')
+            raise ValueError(f'engine="fsdp2": offload={offload!r}; "cpu" is there, and with zero3 "nvme"')
         join_world(device)
         if mesh is None: same_weights(module)
-        self.module:Any = shard_(module, device, mesh or init_device_mesh(device.type, (world()[1],)), offload=bool(offload),
-                                 half=dtype if dtype in HALF else None, frozen=optimizer is None)
+        mesh = mesh or init_device_mesh(device.type, (world()[1],))
+        self.module:Any = shard_(module, device, mesh, half=dtype if dtype in HALF else None, frozen=optimizer is None,
+                                 offload=bool(offload))
         self.device, self.max_norm, self.clip, self.turn = device, max_norm, clip, Turn()
         self.optimizer:Any = optimizer(list(trained_weights(module).items())) if optimizer else None
         self.reached = reached_(module) if optimizer else set()
@@ -256,7 +257,6 @@ class Fsdp:
         "Weights and optimizer state: `full_state`, or DTensors by name."
         self.refresh()
         return (full_state if full else named_state)(self.module, self.optimizer)
-
     def load(self, state:dict[str, Any])->None:
         "Restore either."
         self.refresh()
@@ -274,6 +274,6 @@ class Fsdp:
             if isinstance(part, FSDPModule): part.reshard()
     def adapt(self, name:str)->None: "Nothing to do: layers are complete where they compute."
     def nbytes(self)->dict[str, int]:
-        "Bytes that this rank holds between passes."
+        "Bytes that this rank holds."
         self.refresh()
         return nbytes_of(self.module, self.optimizer)

@@ -102,7 +102,7 @@ class Plain:
         return state | dict(optimizer=self.optimizer.state_dict()) if self.optimizer else state
 
     def load(self, state:dict[str, Any])->None:
-        "Restore them. The optimizer first: it refuses another model's state, and keeps what it is given, so it gets a copy."
+        "Restore them. The optimizer first: it refuses another model's state. It keeps what it is given, hence a copy."
         if self.optimizer: self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.module.load_state_dict(state["module"])
 

@@ -213,8 +213,8 @@ def shards_of(
 )->dict[str, WeightShard]: # by name
     "This rank's part of each master, saved as a `Slice`."
     if held.offload == "nvme":
-        raise ValueError('engine="zero3", offload="nvme": the fp32 weights are on a disk, where nothing can be kept beside '
-                         'them; use offload="cpu"')
+        raise ValueError('engine="zero3", offload="nvme": the fp32 weights are on a disk, where nothing can be kept '
+                         'beside them; use offload="cpu"')
     def shard(piece):
         def save(x, full):
             mine = Slice(x, piece.start, piece.shape)
@@ -257,7 +257,9 @@ def kinds(
     flat = held.piece(held.groups[g][0]).flat if held.stage == 3 else held.flats()[g]
     shape, found = flat.shape, held.optimizer.state.get(flat)
     if not found: shape, found = torch.Size([3]), first_state(held.optimizer, g, flat.device)
-    def kind(x): return x.dtype if isinstance(x, Tensor) and x.shape == shape else torch.as_tensor(x, dtype=torch.float32)
+    def kind(x):
+        if isinstance(x, Tensor) and x.shape == shape: return x.dtype
+        return torch.as_tensor(x, dtype=torch.float32)
     return {k: kind(x) for k, x in found.items()}
 
 def optimizer_states(

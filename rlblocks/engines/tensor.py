@@ -183,8 +183,8 @@ def piece_shard(
 def _check_inner(engine, size):
     "ValueError for an engine that cannot hold pieces."
     if engine not in (None, "fsdp2"): raise ValueError(
-        f'tensor_parallel={size}: engine={engine!r} does not go with it; None (copies) and "fsdp2" (cut further over the '
-        "replicas) do")
+        f'tensor_parallel={size}: engine={engine!r} does not go with it; None (copies) and "fsdp2" (cut further over '
+        "the replicas) do")
 
 # %% ../../nbs/engines/63_tensor.ipynb #1241f4f9
 class TensorParallel:

@@ -31,7 +31,8 @@ def device_of(
     who:str,  # asks, for the message
 )->torch.device:
     "The device of a `device` argument. ValueError for a word that names none, and for one that is not here."
-    try: found = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if device is None: device = "cuda" if torch.cuda.is_available() else "cpu"
+    try: found = torch.device(device)
     except (RuntimeError, TypeError) as e:
         raise ValueError(f'{who}: device={device!r}; "cpu", "cuda" or "cuda:1" is wanted, or None, which is CUDA where '
                          'there is one') from e
@@ -79,15 +80,15 @@ def exchange(
 )->list: # every rank's value, in the order of ranks
     "Every rank's value. RuntimeError or TimeoutError when a rank is gone, or does not answer in time."
     at:Any = group or dist.group.WORLD
-    answers:list = [None]*dist.get_world_size(group)
-    if timeout is None:
+    def gather():
+        answers:list = [None]*dist.get_world_size(group)
         dist.all_gather_object(answers, mine, group=group)
         return answers
+    if timeout is None: return gather()
     options:Any = dist.AllreduceOptions()     # the operation's own deadline: gloo leaves no thread waiting
     options.timeout = timedelta(seconds=timeout)
     at.allreduce([torch.zeros(1, device=dist.distributed_c10d._get_object_coll_device(at))], options).wait()
-    in_time(lambda: dist.all_gather_object(answers, mine, group=group), seconds=timeout, what="the second half of an exchange")
-    return answers
+    return in_time(gather, seconds=timeout, what="the second half of an exchange")
 
 def first_error(
     key:str,          # of this stretch of work, the same on all ranks and never used again
@@ -234,7 +235,7 @@ def mesh_of(
     if ranks % shares:
         asked = " and ".join(f"{name}={n}" for name, n in shape.items() if n > 1)
         raise ValueError(f"ShardedModel: {asked} wants a world of {shares} ranks, or a multiple; this one has {ranks}. "
-                         "Start another number of processes (torchrun --nproc-per-node), or let fewer ranks share a row")
+                         "Start another number of processes (torchrun --nproc-per-node), or share rows among fewer")
     all_ranks, axes = init_device_mesh(device.type, (ranks,)).mesh, ("replica", "sequence", "tensor")
     cube = all_ranks.view(-1, sequence_parallel, tensor_parallel)
     groups = [group_of(cube.movedim(i, -1).flatten(0, 1).tolist(), axis) for i, axis in enumerate(axes)]

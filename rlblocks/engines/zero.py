@@ -34,7 +34,7 @@ def build_ops(
 ):
     """Compile what ZeRO needs, once, in this process.
 
-    ImportError without DeepSpeed, ninja or a compiler; RuntimeError for a lock or a failed build; each names the fix."""
+    ImportError without DeepSpeed, ninja or a compiler, RuntimeError for a lock or a failed build; all name the fix."""
     from torch.utils.cpp_extension import _get_build_directory
     names = (["CPUAdamBuilder"] if offload else []) + (["AsyncIOBuilder"] if offload == "nvme" else [])
     accelerator = _deepspeed(device).accelerator.get_accelerator()
@@ -183,8 +183,9 @@ def step_used(
 )->Tensor: # 2-norm before clipping
     "Step, and leave what no rank used as it was."
     held:Held = engine.held
-    used = {id(p) for p in used_by_any(held.trained, [i in engine.used for i in range(len(held.trained))], engine.device)}
-    idle = [held.piece(p) for p in held.trained if id(p) not in used]
+    trained = held.trained
+    used = {id(p) for p in used_by_any(trained, [i in engine.used for i in range(len(trained))], engine.device)}
+    idle = [held.piece(p) for p in trained if id(p) not in used]
     kept = [(flat, piece, piece.of(flat).clone()) for piece in idle if piece.n
             for flat in (piece.flat, *held.moments(piece.flat))]
     engine.engine.step()
@@ -251,7 +252,7 @@ class Zero:
     ):
         """Hand a module to DeepSpeed; all ranks together.
 
-        ValueError for what it cannot do and for an optimizer that needs full weights, ImportError for what is missing."""
+        ValueError for what it cannot do and an optimizer that needs full weights, ImportError for what is missing."""
         _check(module, stage=stage, optimizer=optimizer, adamw=adamw, dtype=dtype, offload=offload)
         prepare(device, stage, offload)
         same_weights(module)
