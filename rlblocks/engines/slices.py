@@ -169,9 +169,8 @@ def full_weight(
 )->Tensor:
     "A weight gathered, all ranks together."
     if held.has_master(x):
-        from deepspeed.utils import safe_get_full_fp32_param
-        full:Any = safe_get_full_fp32_param(x)          # from a disk too
-        return full.detach()
+        mine:Any = own_part(held, x) if held.offload != "nvme" else None
+        return held.zero.get_full_hp_param(x) if mine is None else mine.gathered(held.device)     # the first reads a disk
     if not hasattr(x, "ds_id"): return x.detach()
     shard:Any = getattr(x, "ds_tensor").detach().flatten()
     out = torch.empty(len(shard)*world()[1], dtype=torch.float32 if wide else shard.dtype, device=held.device)
