@@ -169,8 +169,9 @@ def full_weight(
 )->Tensor:
     "A weight gathered, all ranks together."
     if held.has_master(x):
-        mine:Any = own_part(held, x) if held.offload != "nvme" else None
-        return held.zero.get_full_hp_param(x) if mine is None else mine.gathered(held.device)     # the first reads a disk
+        if held.offload == "nvme": return held.zero.get_full_hp_param(x)       # reads it from the disk
+        piece = held.piece(x)
+        return piece.slice(piece.flat, held.device).gathered(held.device)
     if not hasattr(x, "ds_id"): return x.detach()
     shard:Any = getattr(x, "ds_tensor").detach().flatten()
     out = torch.empty(len(shard)*world()[1], dtype=torch.float32 if wide else shard.dtype, device=held.device)
