@@ -2534,6 +2534,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'rlblocks.signals.groups.at_rows': ('signals/groups.html#at_rows', 'rlblocks/signals/groups.py'),
                                          'rlblocks.signals.groups.bnpo_advantages': ( 'signals/groups.html#bnpo_advantages',
                                                                                       'rlblocks/signals/groups.py'),
+                                         'rlblocks.signals.groups.check_groups': ( 'signals/groups.html#check_groups',
+                                                                                   'rlblocks/signals/groups.py'),
                                          'rlblocks.signals.groups.cpgd_advantages': ( 'signals/groups.html#cpgd_advantages',
                                                                                       'rlblocks/signals/groups.py'),
                                          'rlblocks.signals.groups.gdpo_advantages': ( 'signals/groups.html#gdpo_advantages',
