@@ -126,7 +126,8 @@ class Demonstrations(Rows):
         if not picks: raise ValueError(f"Demonstrations: none of the {len(made)} rows has a completion token")
         self.leave_out(len(made) - len(picks), len(made), "no completion token")
         texts = [made[i][0][0] for i in picks] if "completion" in self.row(0) else None
-        self.keep(picks, texts, *zip(*(done[i] for i in picks), strict=True))
+        ids, masks = zip(*(done[i] for i in picks), strict=True)
+        self._keep(picks, texts, ids, masks)
 
     def _fitted(self, i, ids, mask, truncate, bos):
         "A row that is no longer than `max_tokens`: cut and counted, or an error."

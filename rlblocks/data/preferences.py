@@ -64,7 +64,7 @@ class Judged(Rows):
         self.leave_out(len(made) - len(picks), len(made), self.says_nothing)
         picks = self._within(picks, sides, drop_longer)
         ids, masks = zip(*(side for i in picks for side in sides[i]), strict=True)
-        self.keep(picks, [made[i][0][0][0] for i in picks], ids, masks, self._verdicts(picks))
+        self._keep(picks, [made[i][0][0][0] for i in picks], ids, masks, self._verdicts(picks))
 
     def _within(self, picks, sides, drop_longer):
         "What is no longer than `max_tokens`. The rest is an error, or counted."
@@ -97,7 +97,7 @@ class Preferences(Judged):
         raise ValueError(self.about(i, "the two answers do not follow the same prompt; each must begin with the "
                                        "assistant's turn"))
 
-    def columns_of(self, numbers, columns):
+    def _columns(self, numbers, columns):
         sides = zip(columns.pop("chosen"), columns.pop("rejected"), strict=True)
         twice = {name: [x for x in column for _ in range(2)] for name, column in columns.items()}
         return dict(unit=numbers.repeat_interleave(2), chosen=torch.tensor([True, False]*len(numbers)),
@@ -119,11 +119,11 @@ class Feedback(Judged):
 
     def _verdicts(self, picks): return bytes(bool(self.row(i)["label"]) for i in picks)
 
-    def keep(self, picks, texts, *rest):
-        super().keep(picks, texts, *rest)
+    def _keep(self, picks, texts, *rest):
+        super()._keep(picks, texts, *rest)
         self._group = {text: k for k, text in enumerate(dict.fromkeys(texts))}
 
-    def columns_of(self, numbers, columns):
+    def _columns(self, numbers, columns):
         group = torch.tensor([self._group[t] for t in columns["prompt"]])
         return dict(group=group, desirable=torch.tensor([bool(x) for x in columns["label"]]), **columns)
 

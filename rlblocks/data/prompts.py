@@ -239,7 +239,7 @@ class Rows:
         row = repr(self.row(i))
         return f"{self.who}: row {i} {row[:80] + '…'*(len(row) > 80)}: {message}"
 
-    def keep(self, picks, texts, ids, masks, verdicts=b""):
+    def _keep(self, picks, texts, ids, masks, verdicts=b""):
         "Of each thing its number in `rows` and prompt (or None), of its rows ids and mask; what else a state knows."
         self._picks, self._texts = picks, texts
         self._ids, self._masks = [array("i", x) for x in ids], [bytearray(m) for m in masks]
@@ -250,7 +250,7 @@ class Rows:
         self.dropped = count
         if count: warnings.warn(f"{self.who}: {count} of {of} {self.kind} have {why} and are left out", stacklevel=3)
 
-    def columns_of(self, numbers, columns): return dict(group=numbers, **columns)
+    def _columns(self, numbers, columns): return dict(group=numbers, **columns)
 
     def __len__(self): return len(self._picks)
     def __repr__(self):
@@ -315,7 +315,7 @@ def batch_of(data:Rows, numbers:range)->Batch:
     at = [i*data.each + k for i in picks for k in range(data.each)]
     tokens, lengths = pad([data._ids[i].tolist() for i in at])
     mask, _ = pad([list(map(bool, data._masks[i])) for i in at])
-    columns = data.columns_of(torch.tensor(numbers), {name: [r[name] for r in rows] for name in rows[0]})
+    columns = data._columns(torch.tensor(numbers), {name: [r[name] for r in rows] for name in rows[0]})
     return Batch(tokens=tokens, lengths=lengths, mask=mask, **columns)
 
 # %% ../../nbs/data/46_prompts.ipynb #0efc56a8
@@ -342,4 +342,4 @@ class Prompts(Rows):
             if self.max_tokens is not None and len(x) > self.max_tokens:
                 raise ValueError(self.about(i, f"the prompt has {len(x)} tokens, max_tokens is {self.max_tokens}; "
                                                "shorten or leave out such rows"))
-        self.keep(range(len(ids)), texts, ids, [bytes(len(x)) for x in ids])
+        self._keep(range(len(ids)), texts, ids, [bytes(len(x)) for x in ids])
