@@ -261,8 +261,12 @@ def check_loss(
     got,     # what a closure returned
 ):
     "TypeError unless it is (0-d tensor, dict), ValueError for a metric that the step has itself."
-    if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[0], Tensor) and got[0].dim() == 0 and isinstance(got[1], dict)):
+    if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], dict)):
         raise TypeError(f"{who}: loss(out, b) must return (0-d tensor, dict of metrics), it returned {type(got).__name__}")
+    if not (isinstance(got[0], Tensor) and got[0].dim() == 0):
+        kind = f"a tensor of {list(got[0].shape)}" if isinstance(got[0], Tensor) else f"a {type(got[0]).__name__}"
+        raise TypeError(f"{who}: loss(out, b) must return (0-d tensor, dict of metrics); its first is {kind}, a 0-d "
+                        "tensor with gradient is wanted")
     if taken := sorted(set(got[1]) & OWN): raise ValueError(f"{who}: the metric name {taken[0]!r} is the step's own; give yours another")
 
 def measure_columns(
