@@ -33,7 +33,7 @@ def shared_prefix(
     group:Int[Tensor, " B"],      # rows with equal ids may begin alike
     *,
     least:int=8,                  # fewer common tokens than this are not worth sharing
-)->tuple[Int[Tensor, " B"], Int[Tensor, " B"]]: # (holder: first row that begins so, or itself; tokens in common with it)
+)->tuple[Int[Tensor, " B"], Int[Tensor, " B"]]: # (holder: first row that begins so, or itself; tokens shared with it)
     """How many first tokens each row shares with the first row of its group that begins with the same `least` ones.
 
     0 for a holder. Tokens are compared: a wrong group id means fewer, never wrong ones. Of any subset of rows, those
@@ -105,7 +105,7 @@ class Packed:
 def pack(
     tokens:Int[Tensor, "B T"],             # right-padded ids
     lengths:Int[Tensor, " B"],             # real tokens per row; 0 is allowed
-    group:Int[Tensor, " B"]|None=None,     # rows with equal ids share the tokens that they begin with; None: no row does
+    group:Int[Tensor, " B"]|None=None,     # rows with equal ids share the tokens that they begin with; None: none do
 )->Packed: # the same rows on one line
     """Rows without their padding, one after the other. `unpack(packed.take(x), packed)` is `x` with zeros for padding.
 
@@ -336,7 +336,7 @@ def drop_long(
     lengths:Int[Tensor, " B"]|Sequence[int], # tokens in each row
     cap:int,                                 # most tokens a row may have
 )->tuple[list[int], list[int]]: # (rows to keep, rows that are too long), ascending
-    "Rows that fit under the cap, and those that do not, to be counted. Whole units: drop the unit of a dropped row too."
+    "Rows that fit under the cap, and those that do not, to be counted. Drop the whole unit of a dropped row."
     long = integers("drop_long", "lengths", lengths) > whole_number("drop_long", "cap", cap, 0)
     return (~long).nonzero()[:, 0].tolist(), long.nonzero()[:, 0].tolist()
 
