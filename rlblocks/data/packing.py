@@ -151,10 +151,10 @@ def best_fit(takes:list, empty:list)->list[list[int]]: # items of each bin
     for i, (places, rows) in enumerate(takes):
         at = bisect_left(rests, (places,))
         while at < len(rests) and rests[at][1] < rows: at += 1
-        if at == len(rests):
-            rests.append((*empty[i], len(bins)))
+        if at < len(rests): places_left, rows_left, k = rests.pop(at)
+        else:
+            (places_left, rows_left), k = empty[i], len(bins)
             bins.append([])
-        places_left, rows_left, k = rests.pop(at)
         bins[k].append(i)
         # else it is full: an item is at least a row
         if rows_left > rows: insort(rests, (places_left - places, rows_left - rows, k))
@@ -183,7 +183,6 @@ class Limits:
     def __str__(self):
         given = zip(self.names, (self.tokens, self.rows), strict=True)
         return " and ".join(f"{name}={n}" for name, n in given if n is not None)
-
     def hold(self, places:int, rows:int)->bool: return places <= self.tokens and rows <= (self.rows or rows)
 
 @dataclass(frozen=True)
@@ -307,7 +306,8 @@ def bin_pack(
     if len(odd):
         raise ValueError(f"bin_pack: the length of row {int(odd[0])} is {int(sizes[odd[0]])}, cap is {cap}; "
                          f"cut or drop the row (drop_long, split_long), or raise cap to {int(sizes.max())}")
-    return planned(sizes, None, Limits(cap), multiple=multiple)
+    lengths = sizes.tolist()
+    return list(map(sorted, rounded_up(binned(lengths, [1]*len(lengths), Limits(cap)), multiple, lengths)))
 
 # %% ../../nbs/data/37_packing.ipynb #343df04a
 def micro_batch_count(
