@@ -261,6 +261,7 @@ def test_a_tied_weight_may_come_under_one_name():
 
 def test_a_remedy_is_an_argument_of_the_plan_that_failed():
     takes = {name: set(inspect.signature(f).parameters) for name, f in dict(plan=plan, plan_rollout=plan_rollout).items()}
+    takes["plan"] |= {f.name for f in fields(EngineSpec)}            # said in the value: engine=plain(checkpointing=True)
     others = set(inspect.signature(Policy).parameters) | {"micro_tokens", "checkpointing", "offload"} | takes["plan"] | takes["plan_rollout"]
     assert REMEDIES.keys() == takes.keys()
     for name, said in REMEDIES.items():
