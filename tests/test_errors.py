@@ -1,6 +1,7 @@
 "Bad input says who, what came, what was wanted and how to fix it: a table of what new users do."
 import inspect
 import re
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from test_floors import FLOORS, MODULES
 
 import rlblocks as rl
 from rlblocks import Batch, Buffer, Checkpoint, Critic, Policy, Rollout, Scorer, plan, plan_rollout
+from rlblocks.engines.base import EngineSpec
 from rlblocks.placement.budgets import REMEDIES
 
 x, row = torch.zeros(3, 4), torch.zeros(3)
