@@ -20,7 +20,7 @@ from .adapters import (layers_with_adapters, adapter_on, check_merges, check_unt
                                       lora_config, merged_weights, nested, peft_, plain_name, settings_of,
                                       without_adapters, write_adapter)
 from .checks import config_of
-from .folders import came_in, in_precision, save_folder
+from .folders import dtypes_of, in_precision, save_folder
 from .loading import load_tokenizer, quantized
 from ..engines.modules import output_layer
 from ..engines.base import WeightShard
@@ -47,7 +47,7 @@ class Base:
         "Put on the first adapter, then let the engine have the rest. ValueError when the trunk has adapters already."
         _check_bare(trunk, how.get("tensor_parallel", 1))
         self.trunk, self.name, self.engine = trunk, name, engine if model is None else _engine_name(model)
-        self.came = came_in(trunk)
+        self.came = dtypes_of(trunk)
         self.own:dict[str, dict[str, nn.Parameter]] = {}  # adapter → what it owns, by the names that peft writes to files
         self.configs:dict[str, Any] = {}
         self.trained:dict[str, str] = {}                  # adapter → who trains it
@@ -115,7 +115,7 @@ class Base:
     )->Forward: # the same
         "Let a reader see the trunk without owning it: its weights are an adapter and its head."
         trunk = reader._modules.pop("trunk")
-        reader.__dict__["trunk"], reader.came = trunk, self.came
+        reader.__dict__["trunk"], reader.dtypes = trunk, self.came
         if name is not None: reader.add_module("adapter", nested(self.own[name]))
         return reader
 
