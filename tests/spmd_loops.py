@@ -1,4 +1,4 @@
-"""The tutorials' loops and every kind of call on tiny models: tests/test_spmd.py runs them in one process and in several.
+"""The tutorials' loops and every kind of call on tiny models: tests/test_spmd.py runs them in one process and more.
 
 torchrun --nproc-per-node 2 tests/spmd_loops.py FOLDER"""
 import os

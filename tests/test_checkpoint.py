@@ -386,7 +386,8 @@ plain = run(None, 4, None)
 near = lambda a: max((a[k]-v).abs().max().item() for k, v in plain.items()) < NEAR*LR
 run(folder/"a", 2, "fsdp2")
 save = Checkpoint(folder/"a").saves()[0]
-print(sorted(str(f.relative_to(save)) for f in save.rglob("*") if f.is_file()), (save/"policy.pt").stat().st_size < 40_000)
+files = sorted(str(f.relative_to(save)) for f in save.rglob("*") if f.is_file())
+print(files, (save/"policy.pt").stat().st_size < 40_000)
 print(near(run(folder/"a", 4, "fsdp2")))
 try: run(folder/"a", 6, None)
 except ValueError as e: print(e)

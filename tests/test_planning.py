@@ -97,7 +97,8 @@ def test_an_adapter_has_gradients_and_states_of_its_own():
     assert packed["gradients"] == own and packed["weights"] < lora["weights"]
     half = LlamaConfig(**TINY.to_dict() | dict(dtype="bfloat16"))
     # the base keeps its precision, the adapter is fp32
-    adapted, frozen = (plan(half, **SMALL, **how).bytes()["weights"] for how in (dict(lora=dict(r=4)), dict(frozen=True)))
+    kinds = dict(lora=dict(r=4)), dict(frozen=True)
+    adapted, frozen = (plan(half, **SMALL, **how).bytes()["weights"] for how in kinds)
     assert adapted - own == frozen
     kept = bytes_of(lora=dict(r=4), checkpointing=True)
     assert kept["activations"] < .7*lora["activations"] and kept["gradients"] == own
@@ -338,7 +339,8 @@ def test_words_for_memory():
 
 
 @pytest.mark.parametrize("how, words",
-                         [(dict(rows=0), "rows=0; a whole number, at least 1"), (dict(flops=0), "flops=0; what a device achieves"),
+                         [(dict(rows=0), "rows=0; a whole number, at least 1"),
+                          (dict(flops=0), "flops=0; what a device achieves"),
                           (dict(bandwidth=float("inf")), "bandwidth=inf"), (dict(flops="1e9"), "flops='1e9'"),
                           (dict(rows="8"), "rows='8'; a whole number"), (dict(price=-1), "price=-1")], ids=str)
 def test_seconds_of_nothing(how, words):

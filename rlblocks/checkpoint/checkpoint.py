@@ -11,7 +11,7 @@ import logging
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -218,7 +218,8 @@ class Checkpoint:
         self.path, self.background, self.whole = None if path is None else Path(path), background, whole
         self.lock = None if path is None else Lock(path)       # of the loop that runs
         self.running:tuple[int, dict]|None = None       # steps done with the one at hand, and the parts, of that loop
-        self.rating, self.asked, self.job, self.group = None, False, None, None
+        self.rating, self.asked, self.group = None, False, None
+        self.job:Future|None = None                     # the save in the background
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         if self.path is not None and world()[0] == 0: writable(self.path, "Checkpoint")
 
@@ -245,8 +246,9 @@ class Checkpoint:
 
         Without arguments and on many ranks, rank 0's wish is granted when the loop asks for its next step."""
         if self.path is None: return
-        if parts is None and self.running and world()[1] > 1: self.asked = True
-        else: save_step(self, self.running if parts is None else (step, parts))
+        at = self.running if step is None or parts is None else (step, parts)
+        if at is self.running and at and world()[1] > 1: self.asked = True
+        else: save_step(self, at)
 
     def rate(self,
         value:float, # of the step just shown; higher is better (give −loss)

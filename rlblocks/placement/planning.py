@@ -171,8 +171,6 @@ def check_wrapper(
     if devices % (sp*tp):
         raise ValueError(f"plan: sequence_parallel={sp}, tensor_parallel={tp} want a multiple of {sp*tp} devices; "
                          f"there are {devices}")
-    if tp > 1 and spec.word not in (None, "fsdp2"):
-        raise ValueError(f'plan: tensor_parallel={tp}: engine={spec.word!r} does not go with it; None and "fsdp2" do')
     if lora is not None and spec.low_precision:
         raise ValueError("plan: low_precision=True; adapters are kept in fp32, and the base stays in the precision it "
                          "came in")

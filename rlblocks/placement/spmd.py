@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .handles import Handle, Placed, describe, is_plain, local, replica_index, speakers
+from .handles import Handle, Placed, describe, is_plain, local, membership, replica_index, speakers
 from .place import C, Call, P
 from ..engines.world import RankLost, all_or_raise, exchange, in_time, leave_world, world
 
@@ -127,8 +127,8 @@ def join_by_torchrun(
             what="SpmdPool, joining the world")
 
 @contextmanager
-def _in_touch(pool, who):
-    "Ranks that have lost each other once talk no more. RuntimeError for those that try."
+def _connected(pool, who):
+    "Ranks that have lost each other once exchange nothing more. RuntimeError for those that try."
     if pool.broken: raise RuntimeError("SpmdPool: the ranks have lost each other; start again")
     try: yield
     except Exception as e:
@@ -146,14 +146,14 @@ def _watched_rows(pool, rows):
         if pool.ranks > 1 and not (pool.broken or pool.closed): stop = pool.agree("watch", mine=stop)[0]
         if stop: return getattr(rows, "close", lambda: None)()
 
-def _say_goodbye(pool, error):
+def _announce_exit(pool, error):
     "Tell the other ranks, in place of the answer that they wait for."
     why = f" with {type(error).__name__}: {error}" if error else ""
     text, timeout = f"SpmdPool: rank {pool.rank} has left the loop{why}", pool.grace if error else pool.timeout
     try: exchange((text, RankLeft, None), group=pool.control, timeout=timeout)
     except (RuntimeError, TimeoutError): pool.broken = True      # they are gone already
 
-def _take_down(pool):
+def _destroy_groups(pool):
     "Destroy the pool's group, and the world if the pool has made it."
     if pool.broken:           # a thread that waits for a rank that is gone is not waited for
         with suppress(Exception):
@@ -196,14 +196,22 @@ class SpmdPool:
         return make(*args, **kwargs) if self.ranks == 1 else cast(C, place_on_ranks(self, make, args, kwargs))
 
     def call(self,
-        placed:Placed,   # object
-        method:Callable, # its own
+        placed:Placed, # object
+        name:str,      # of its method
         args:tuple,
         kwargs:dict,
     )->Any:
         "A method of a placed object on all ranks; asked by a wrapper, which has its share already, on this one."
+        method = getattr(placed.obj, name)
         if self.inside: return method(*local(args), **local(kwargs))
         return call_on_ranks(self, placed, method, args, kwargs)
+
+    def read(self,
+        placed:Placed, # object
+        name:str,
+    )->Any:
+        "An attribute of this rank's object."
+        return getattr(placed.obj, name)
 
     def agree(self,
         who:str,                   # is called
@@ -215,7 +223,7 @@ class SpmdPool:
     )->list: # every rank's
         "All ranks go on, or all raise: see `all_or_raise`."
         timeout = self.grace if error else self.timeout
-        with _in_touch(self, who):
+        with _connected(self, who):
             return all_or_raise(who, error, mine, text=text, key=key, group=self.control, timeout=timeout)
 
     def watch(self,
@@ -233,9 +241,9 @@ class SpmdPool:
         if self.closed: return
         with suppress(RuntimeError):      # the others are gone already
             if self.watched is not None: self.watched.close()
-        if self.ranks > 1 and not self.broken: _say_goodbye(self, error)
+        if self.ranks > 1 and not self.broken: _announce_exit(self, error)
         self.closed = True
-        if dist.is_initialized(): _take_down(self)
+        if dist.is_initialized(): _destroy_groups(self)
 
     def _at_exit(self): self.close(getattr(sys, "last_value", None))       # an error that nobody caught
     def __enter__(self): return self
@@ -253,11 +261,10 @@ def place_on_ranks(
     who = f"place({getattr(make, '__name__', type(make).__name__)})"
     _compare_calls(pool, who, who, args, kwargs)
     obj, error = _attempt(pool, lambda: make(*local(args), **local(kwargs)))
-    mine = getattr(obj, "replica", pool.rank), bool(getattr(obj, "shares_prompts", False))
-    answers = _agree_on_call(pool, who, error, mine)
+    answers = _agree_on_call(pool, who, error, membership(obj, pool.rank))
     pool.placed += 1
     replicas, shares_prompts = [k for k, _ in answers], all(shares for _, shares in answers)
-    return Handle(Placed(obj, pool, type(obj).__name__, pool.placed, replicas, shares_prompts))
+    return Handle(Placed(obj, pool, type(obj), pool.placed, replicas, shares_prompts))
 
 def call_on_ranks(
     pool:SpmdPool,
@@ -267,7 +274,7 @@ def call_on_ranks(
     kwargs:dict,
 )->Any: # the joined answer, the same on every rank
     "A method of a placed object, each replica on its part of every Batch."
-    who, spoken = f"{placed.kind}.{method.__name__}", speakers(placed.replicas)
+    who, spoken = f"{placed.kind.__name__}.{method.__name__}", speakers(placed.replicas)
     _compare_calls(pool, who, f"{who} of placed object {placed.number}", args, kwargs)
     call = Call(local(args), local(kwargs), len(spoken), who=who, shares_prompts=placed.shares_prompts)
     def run():
@@ -278,7 +285,7 @@ def call_on_ranks(
     done, error = _attempt(pool, run)
     answer, (small, large) = done or (None, (None, torch.zeros(0, dtype=torch.uint8)))
     messages = _agree_on_call(pool, who, error, (small, len(large)))
-    with _in_touch(pool, who): buffers = gather_bytes(large, [size for _, size in messages], pool.control)
+    with _connected(pool, who): buffers = gather_bytes(large, [size for _, size in messages], pool.control)
     answers = {r: from_message(messages[r][0], buffers[r]) for r in spoken if messages[r][0]}
     if call.rows is not None: return call.joined([answers[r] for r in spoken])
     return answers.get(spoken[0], answer)      # what is no plain value (a ticket, a state) stays each rank's own
