@@ -211,7 +211,7 @@ def step_seconds(
 )->dict[str, float]: # seconds of `generate`, `passes` and `update`, their `total`, and the `price` of a step
     "A step's time from its operations and bytes. A floor: nothing here waits. ValueError for a number that is none."
     for name, n in dict(rows=rows, prompt=prompt, new=new, side_by_side=side_by_side).items():
-        whole_number("step_seconds", name, n, name != "prompt")
+        whole_number("step_seconds", name, n, 0 if name == "prompt" else 1)
     for name, x in dict(passes=passes, price=price).items(): check_number("step_seconds", name, x)
     for name, x in dict(flops=flops, bandwidth=bandwidth).items():
         if not isinstance(x, Real) or not 0 < x < float("inf"):
