@@ -187,21 +187,13 @@ class SpmdPool:
         "Construct on every rank. RuntimeError on all of them when one fails."
         return make(*args, **kwargs) if self.ranks == 1 else cast(C, _place_on_ranks(self, make, args, kwargs))
 
-    def call(self,
-        placed:Placed, # object
-        name:str,      # of its method
-        args:tuple,
-        kwargs:dict,
-    )->Any:
+    def call(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Any:
         "A method of a placed object on all ranks; asked by a wrapper, which has its share already, on this one."
         method = getattr(placed.obj, name)
         if self.inside: return method(*local(args), **local(kwargs))
         return _call_on_ranks(self, placed, method, args, kwargs)
 
-    def read(self,
-        placed:Placed, # object
-        name:str,
-    )->Any:
+    def read(self, placed:Placed, name:str)->Any:
         "An attribute of this rank's object."
         return getattr(placed.obj, name)
 
