@@ -275,7 +275,7 @@ def measure_columns(who:str, measure:object, part:Batch, rows:Tensor, cols:Tenso
 def check_measured(x:Tensor)->Tensor:
     "ValueError for whole numbers where a gradient is wanted."
     if torch.is_grad_enabled() and not x.is_floating_point():
-        raise ValueError(f"measure gave {x.dtype}, which has no gradient; make it a column before the step")
+        raise ValueError(f"measure gave {x.dtype}, which has no gradient; find it before the step, as a column")
     return x
 
 def check_hidden(layer:nn.Module|None, trunk:nn.Module):
