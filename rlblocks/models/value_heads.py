@@ -7,7 +7,6 @@ __all__ = ['PREFIXES', 'linear_head', 'ClassHead', 'head_of', 'value_head', 'sto
            'classifier', 'Moments', 'without_moments', 'stored_moments']
 
 # %% ../../nbs/models/73_value_heads.ipynb #62e130b7
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,7 +127,7 @@ def stored_bins(
 
 # %% ../../nbs/models/73_value_heads.ipynb #dbc73ba7
 def load_scored(
-    model:str|Path|nn.Module|Callable, # a name or folder, an nn.Module (copied) or a callable that makes one
+    model:object, # a name or folder, an nn.Module (copied) or a callable that makes one
     *,
     attention:str|None=None, # attention implementation of a name or folder
     lazy:bool=False,         # as for `load_module`
@@ -156,7 +155,7 @@ def _trunk_alone(model, attention, lazy, head):
     return trunk, head.to(next(trunk.parameters()).device)
 
 def trunk_reader(
-    model:str|Path|nn.Module|Callable, # as for `Critic`
+    model:object,  # as for `Critic`
     base:Any,      # of `base_of`: a `Base` whose trunk is read; None: the model's own
     attention:str|None=None, # attention implementation of a name or folder
     *,
