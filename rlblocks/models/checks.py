@@ -146,7 +146,7 @@ def check_window(who:str, lengths:Int[Tensor, " B"], window:int|None, trunk:str)
     "ValueError for a row beyond the model's learned positions."
     if window and (lengths > window).any():
         raise ValueError(f"{who}: row {int(lengths.argmax())} has {int(lengths.max())} tokens, beyond the {window} "
-                         f"positions that {trunk} has learned; leave it out, batch[batch.lengths <= {window}], or shorten it")
+                         f"positions that {trunk} has learned; leave it out: batch[batch.lengths <= {window}]")
 
 def check_turning(who:str, lengths:Int[Tensor, " B"], unit:Tensor|None, kind:str, window:int, trunk:str, ranks:int):
     "ValueError where rows on the two sides of a rotary embedding's window cannot be kept in passes of their own."
