@@ -18,14 +18,14 @@ _SPREAD = 0x9E3779B97F4A7C15 - 2**64   # odd: rows' weights have nothing in comm
 def checksum(
     x:Tensor, # any dtype, any device
     *,
-    width:int=1 << 12, # words a row
+    width:int=1 << 10, # words a row
 )->int: # in [0, 2⁶⁴)
     "Weighted sum of a tensor's bits modulo 2⁶⁴; equal tensors of equal dtype have equal checksums."
     words = _words(x.detach())
     weights = torch.arange(1, 2*width, 2, device=x.device)
-    whole = len(words)//width*width
-    sums = torch.cat([_products(words[:whole].view(-1, width), weights),
-                      _products(words[None, whole:], weights[:len(words)-whole])])
+    full = len(words)//width*width
+    sums = torch.cat([_products(words[:full].view(-1, width), weights),
+                      _products(words[None, full:], weights[:len(words)-full])])
     at = torch.arange(len(sums), device=x.device)
     return int((sums*(1 + 2*at*_SPREAD)).sum()) % 2**64     # wraps around, as intended
 
@@ -65,7 +65,7 @@ def buckets(
             bucket, size = {}, 0
         bucket[name] = x.clone()
         size += x.nbytes
-        del x                     # not held while the next one is gathered
+        del x                     # frees its memory before the next one is gathered
     if bucket: yield bucket
 
 # %% ../../nbs/engines/51_weights.ipynb #fd26b33c
@@ -84,19 +84,18 @@ class Ticket:
     version:int                # the owner's optimizer steps when the ticket was made
     owner:Callable[[], int]    # the owner's version now
     params:Callable[[int], Iterator[dict[str, Tensor]]] # bucket_bytes → owned buckets of full weights
-    shapes:dict[str, tuple[int, ...]]|None = field(default=None, repr=False) # by name; None: known when they are gathered
+    shapes:dict[str, tuple[int, ...]]|None = field(default=None, repr=False) # by name; None: known when gathered
     score:Callable[[Tensor], Tensor]|None = None # ids `[n]` → the owner's log-probs `[n-1]` of all but the first
 
-    def buckets(self,
-        bucket_bytes:int, # size of a message
-    )->Iterator[dict[str, Tensor]]: # owned copies, by name
-        "The weights, bucket by bucket. RuntimeError once the owner has stepped past this version."
+    def buckets(self, bucket_bytes:int)->Iterator[dict[str, Tensor]]:
+        "The weights, bucket by bucket: copies by name. RuntimeError once the owner has stepped past this version."
         for bucket in self.params(bucket_bytes):
             if self.owner() != self.version:
-                raise RuntimeError(f"Ticket: these are weights of version {self.version}, the policy is at {self.owner()} by now; "
-                                   "load a ticket before the next step, or take a new one with policy.weights()")
+                raise RuntimeError(f"Ticket: these are weights of version {self.version}, the policy is at "
+                                   f"{self.owner()} by now; load a ticket before the next step, or take a new one: "
+                                   "policy.weights()")
             yield bucket
-            del bucket            # not held while the next one is gathered
+            del bucket            # frees its memory before the next one is gathered
 
 def check_names(
     sent:dict[str, tuple[int, ...]], # name → shape of what comes
@@ -107,15 +106,15 @@ def check_names(
     "ValueError for an unknown name, another shape, or a name that is missing."
     unknown = sorted(set(sent) - set(own))
     if unknown:
-        raise ValueError(f"load: the receiver has no {unknown[0]!r} ({len(unknown)} unknown names); it holds "
+        raise ValueError(f"load: the receiver has no {unknown[0]!r} ({len(unknown)} unknown names); it has "
                          f"{', '.join(list(own)[:3])} …")
     for name, shape in sent.items():
         if tuple(shape) != tuple(own[name]):
             raise ValueError(f"load: {name!r} is {list(shape)}, the receiver's is {list(own[name])}")
     missing = sorted(set(own) - set(sent))
     if missing and not some:
-        raise ValueError(f"load: the ticket lacks {missing[0]!r} ({len(missing)} missing names); policy and rollout must "
-                         "be the same model")
+        raise ValueError(f"load: the ticket lacks {missing[0]!r} ({len(missing)} missing names); policy and rollout "
+                         "must be the same model")
 
 def copy_weights(
     ticket:Ticket,    # from `policy.weights()`
@@ -123,7 +122,7 @@ def copy_weights(
     *,
     bucket_bytes:int=1 << 28, # size of a message
 )->Manifest: # checksums as the receiver holds them
-    """Copy a ticket's weights into a module and prove it.
+    """Copy a ticket's weights into a module, and check them.
 
     ValueError for names or shapes that do not fit, RuntimeError when a checksum differs."""
     own, sent, n_bytes, n_messages = named_weights(module), {}, 0, 0
@@ -144,6 +143,6 @@ def copy_weights(
     received = {name: checksum(x) for name, x in own.items()}
     odd = [name for name in sent if sent[name] != received[name]]
     if odd:
-        raise RuntimeError(f"load: {odd[0]!r} arrived changed ({len(odd)} tensors); two names may share one storage here "
-                           "and not there")
+        raise RuntimeError(f"load: {odd[0]!r} arrived changed ({len(odd)} tensors); two names may share one storage "
+                           "here and not there")
     return Manifest(ticket.version, received, n_bytes, n_messages)
