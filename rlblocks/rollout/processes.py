@@ -11,12 +11,11 @@ import secrets
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
-
-import rlblocks
 
 # %% ../../nbs/rollout/83_processes.ipynb #83567f94
 _PROGRAM = "import sys; sys.path.append(sys.argv[2]); from {} import {} as run; run(sys.argv[1])"
@@ -70,7 +69,7 @@ def tail(
     log.seek(0)
     return log.read().decode(errors="replace")[-size:].strip() or "(it is empty)"
 
-def _root(): return str(Path(rlblocks.__file__).parents[1])
+def _root(): return str(Path(str(getattr(find_spec("rlblocks"), "origin"))).parents[1])
 
 def _code(process):
     try: return f", exit code {process.wait(2.)}"
