@@ -369,7 +369,8 @@ def test_take_and_tokenizer_errors():
     class Two(Plain): eos_token_id = [2, 3]
     with pytest.raises(ValueError, match=r"Demonstrations: the tokenizer's eos_token_id=\[2, 3\]; a whole number"): Demonstrations(["a"], Two())
     with pytest.raises(ValueError, match="Prompts.take: n=0; a whole number"): Prompts(["a"], Plain()).take(0)
-    with pytest.raises(TypeError, match="str is not callable"): Prompts(["a"], "gpt2")
+    with pytest.raises(TypeError, match="Prompts: tokenizer is .gpt2.; a tokenizer is wanted"): Prompts(["a"], "gpt2")
+    with pytest.raises(TypeError, match="int is not callable"): Prompts(["a"], 3)
     with pytest.raises(ValueError, match="no tokens"): Prompts(["a"], lambda t: [])
     with pytest.raises(ValueError, match="1 rows of ids from 2 texts"): encode(["a", "b"], lambda t, **kw: {"input_ids": [[1]]})
 
