@@ -20,7 +20,7 @@ from .modules import checkpoint_layers_, promote_
 from .optim import OptimizerSpec
 from .plain import Plain
 from .world import HALF, agree as agree, mesh_of, world as world
-from .weights import Ticket, buckets
+from .weights import Ticket, buckets, named_weights
 
 # %% ../../nbs/engines/64_sharded.ipynb #6b405c6b
 class ShardedModel:
@@ -185,10 +185,14 @@ class ShardedModel:
 
     def ticket(self,
         prefix:str="", # only weights under this name, given without it: "trunk." leaves a value head at home
+        score:Callable[[Tensor], Tensor]|None=None, # see `Ticket`
     )->Ticket: # good until the next `apply`
         "A promise of this version's full weights."
         self._sound()
-        return Ticket(self.version, lambda: self.version, lambda bucket_bytes: self.iter_full_params(bucket_bytes, prefix))
+        def params(bucket_bytes): return self.iter_full_params(bucket_bytes, prefix)
+        names = named_weights(self.module) if type(self.engine) is Plain else None      # others know them when they gather
+        def shapes(): return {n.removeprefix(prefix): tuple(x.shape) for n, x in (names or {}).items() if n.startswith(prefix)}
+        return Ticket(self.version, lambda: self.version, params, shapes() if names else None, score)
 
     def iter_full_params(self,
         bucket_bytes:int=1 << 28, # most bytes a bucket, unless one tensor is larger
