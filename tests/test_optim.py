@@ -165,7 +165,7 @@ def float16(world, rank, folder):
         for dtype in (torch.bfloat16, torch.float32):
             for lora in (None, dict(r=2)):
                 if lora and dtype == torch.bfloat16 and "zero3" in how.values():
-                    with pytest.raises(ValueError, match="came in torch.float16 are not gathered while torch.bfloat16 computes; load them in torch.bfloat16"): Policy(half(), dtype=dtype, device="cpu", lora=lora, **how)
+                    with pytest.raises(ValueError, match="in torch.float16 are not gathered while torch.bfloat16 computes; load them in torch.bfloat16"): Policy(half(), dtype=dtype, device="cpu", lora=lora, **how)
                     continue
                 policy = Policy(half(), lr=1e-2, dtype=dtype, device="cpu", lora=lora, **how)
                 assert float(policy.step(batch(1), loss)["grad_norm"]) > 1e-3, (how, dtype)
