@@ -8,7 +8,7 @@ from rlblocks import (
     process_reward_loss, safety_loss, two_hot, value_loss,
 )
 from rlblocks.models.value_heads import Moments, head_of
-from rlblocks.models.policy import raw_scores
+from rlblocks.models.scorer import raw_scores
 from safetensors.torch import load_file, save_file
 from tiny import apart, gradients, model, reach, rows
 from torch import nn
