@@ -131,12 +131,13 @@ def check_weights(
     "ValueError for weights of another model."
     there = {own[k][1] for k in given if k in own}
     shapes = {k: list(getattr(x, "whole", x.shape)) for k, x in given.items()}
-    unknown = [f"has {k!r}, which this model has not" for k in given if k not in own]
-    absent = [f"lacks {k!r}, which this model has" for k, (_, first) in own.items() if first not in there]
-    other = [f"has {k!r} as {n}, this model as {own[k][0]}" for k, n in shapes.items() if k in own and n != own[k][0]]
+    unknown = [f"the state has {k!r}, which this model has not" for k in given if k not in own]
+    absent = [f"the state lacks {k!r}, which this model has" for k, (_, first) in own.items() if first not in there]
+    other = [f"{k!r} is {n} in the state, {own[k][0]} in this model" for k, n in shapes.items()
+             if k in own and n != own[k][0]]
     for odd in filter(None, (unknown, absent, other)):
-        raise ValueError(f"load_state_dict: the state {odd[0]} ({len(odd)} such weights); it is of another model, or of "
-                         "a wrapper with other heads; make this one as that was made")
+        raise ValueError(f"load_state_dict: {odd[0]} ({len(odd)} such weights); the state is of another model, or of a "
+                         "wrapper with other heads; make this one as that was made")
 
 # %% ../../nbs/engines/64_sharded.ipynb #8f706b5c
 def check_step(

@@ -31,7 +31,7 @@ class Critic(Trained):
         model,           # as for `Policy`: tokens [B, T] → hidden states [B, T, H] or values [B, T]
         *,
         lora=None,       # train an adapter (and the head), not the weights; as for `Policy`
-        bins:Sequence[float]|Tensor|None=None, # values that a classifying critic can name, ascending; None: as the model was saved
+        bins:Sequence[float]|Tensor|None=None, # of a classifying critic: ascending values; None: as the model was saved
         tokenizer=None,  # saved beside the weights; None: the one in the model's folder
         engine:EngineSpec|str|None=None, # as for `Policy`, as all below
         optimizer:OptimizerSpec|Callable|None=None, # None: AdamW …
@@ -54,7 +54,7 @@ class Critic(Trained):
         self._run, self._view = start("Critic", reader, base, setup)
 
     def values(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
-        "V before each chosen token `[B, T]`, in reward units, without gradient. ValueError where there is nothing to read."
+        "V before each chosen token `[B, T]`, in reward units. ValueError where there is nothing to read."
         return compute(self._run, places_at("Critic", batch, at), Reading(logprobs=False), "values")
 
     def step(self,

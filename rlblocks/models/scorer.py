@@ -60,7 +60,7 @@ class Scorer(Trained):
         model,           # as for `Policy`: tokens [B, T] → hidden states [B, T, H] or numbers [B, T]
         *,
         lora=None,       # train an adapter (and the head), not the weights; as for `Policy`
-        outputs:Outputs|int|Sequence[str]|None=None, # how many scores, or their names; `scores_after`: of steps; None: as the model's head has
+        outputs:Outputs|int|Sequence[str]|None=None, # how many scores, their names, `scores_after`; None: as the head has
         tokenizer=None,  # saved beside the weights; None: the one in the model's folder
         engine:EngineSpec|str|None=None, # as for `Policy`, as all below
         optimizer:OptimizerSpec|Callable|None=None, # None: AdamW …
@@ -115,8 +115,9 @@ class Scorer(Trained):
 
     def save_pretrained(self, path, *, dtype:torch.dtype|None=None, max_shard_bytes:int=5*10**9): # as `Critic`'s
         "Save as Hugging Face's classifier, a label an output, the moments in its config. All ranks together."
-        about:dict[str, Any] = dict(pad=getattr(self.tokenizer, "pad_token_id", None), names=self.names, moments=self.moments, at=self.at)
-        model = classifier(self._run.module.trunk, self._run.module.head, **about)
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        model = classifier(self._run.module.trunk, self._run.module.head, pad=pad, names=self.names,
+                           moments=self.moments, at=self.at)
         how:dict[str, Any] = dict(dtype=dtype, tokenizer=self.tokenizer, max_shard_bytes=max_shard_bytes)
         save_read(self._run, model, path, head="score", **how)
 
