@@ -31,8 +31,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from rlblocks.data.balancing import balance
-from rlblocks.data.micro_batches import plan_micro_batches
-from rlblocks.data.packing import bin_pack
+from rlblocks.data.packing import bin_pack, plan_micro_batches
 
 CAP, N, ROWS, PARTS = 2048, 100_000, 4096, 256
 PROMISED = dict(pack=2., balance=5.)
@@ -93,7 +92,7 @@ def verl_balance(folder):
 def before(commit):
     "`balance` and `bin_pack` as they were at a commit, in modules of their own."
     found = {}
-    for name, imports in dict(balancing={}, packing={"from .balancing import _ints, whole_number": "from rlblocks.data.columns import _ints, whole_number"}).items():
+    for name, imports in dict(balancing={}, packing={"from .balancing import _ints, whole_number": "from rlblocks.data.columns import integers as _ints, whole_number"}).items():
         text = subprocess.run(["git", "show", f"{commit}:rlblocks/data/{name}.py"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout
         for old, new in imports.items(): text = text.replace(old, new)
         space = dict(__name__=f"before_{name}")

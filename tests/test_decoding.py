@@ -5,7 +5,8 @@ import pytest
 import torch
 from rlblocks import Batch, Policy, Rollout
 from rlblocks.rollout.decoding import MAX_SUPPORT, CachedDecoder
-from rlblocks.rollout.rollout import uniforms
+from rlblocks.rollout.hf import uniforms
+from rlblocks.rollout.samplers import sample_seeds
 from tiny import model, reach
 
 KINDS_ = ["llama", "qwen3", "qwen2_window", "gemma2", "mixtral", "gpt2"]     # shared and not, windows, softcaps, experts, learned positions
@@ -78,7 +79,7 @@ def test_tokens_are_those_of_one_row_at_a_time(kind):
         r = Rollout(net, device="cpu", max_tokens=S, stop=sorted(stop), max_rows=rng.choice([1, 7, 512]), **how)
         b = r.generate(p, group_size=size, seed=seed)
         assert b.group.tolist() == [g for g in p.group.tolist() for _ in range(size)] and b.sample.tolist() == list(range(size))*len(p)
-        u = uniforms(p.group, size, seed, S)
+        u = uniforms([s for g in p.group.tolist() for s in sample_seeds(seed, g, size)], S)
         for i in rng.sample(range(len(b)), min(len(b), 6)):
             k, n, start = i//size, int(b.lengths[i]), int(b.prompt_lengths[i])
             assert b.tokens[i, :start].equal(p.tokens[k, :int(p.lengths[k])]) and not b.tokens[i, n:].any() and not b.rollout_logprobs[i, n:].any()

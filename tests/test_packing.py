@@ -9,8 +9,10 @@ from torch.testing import assert_close
 
 from rlblocks.data.balancing import balance, balance_families
 from rlblocks.engines.optim import constant, cosine, in_turn, linear, wsd
-from rlblocks.data.micro_batches import micro_batch_count, plan_micro_batches
-from rlblocks.data.packing import bin_pack, drop_long, pack, pad, shared_prefix, split_long, unpack
+from rlblocks.data.columns import pad
+from rlblocks.data.packing import (
+    bin_pack, drop_long, micro_batch_count, pack, plan_micro_batches, shared_prefix, split_long, unpack,
+)
 
 
 def ragged(seed, B=6, T=9):
@@ -317,7 +319,7 @@ WHOLE = [   # (its name, a function of it)
     ("balance: n", lambda n: balance([1, 2, 3], n)), ("balance_families: n", lambda n: balance_families([1, 2, 3], [0, 0, 1], [1, 1, 1], n)), ("bin_pack: cap", lambda n: bin_pack([1, 2], n)),
     ("bin_pack: multiple", lambda n: bin_pack([1, 2], 4, multiple=n)), ("drop_long: cap", lambda n: drop_long([1, 9], n)), ("split_long: cap", lambda n: split_long([1, 9], n)),
     ("plan_micro_batches: max_tokens", lambda n: plan_micro_batches([1, 2], max_tokens=n)), ("plan_micro_batches: max_rows", lambda n: plan_micro_batches([1, 2], max_tokens=9, max_rows=n)),
-    ("plan_micro_batches: multiple", lambda n: plan_micro_batches([1, 2], max_tokens=9, multiple=n)), ("micro_batch_count: max_tokens", lambda n: micro_batch_count([[1, 2]], max_tokens=n)),
+    ("plan_micro_batches: multiple", lambda n: plan_micro_batches([1, 2], max_tokens=9, multiple=n)), ("micro_batch_count: rank 0: plan_micro_batches: max_tokens", lambda n: micro_batch_count([[1, 2]], max_tokens=n)),
     ("pad: length", lambda n: pad([[1], [2]], length=n)[0].tolist()), ("shared_prefix: least", lambda n: [x.tolist() for x in shared_prefix(torch.ones(2, 4, dtype=torch.long), torch.tensor([4, 3]), torch.tensor([0, 0]), least=n)]),
     ("in_turn: steps of a stage", lambda n: in_turn((n, lambda v: 0.), (0, lambda v: 1.))(2)), ("cosine: steps", lambda n: cosine(n)(2)), ("linear: warmup", lambda n: linear(9, warmup=n)(2)), ("constant: warmup", lambda n: constant(warmup=n)(2)),
     ("wsd: decay", lambda n: wsd(9, decay=n)(7)), ("wsd: warmup", lambda n: wsd(9, decay=1, warmup=n)(2)),

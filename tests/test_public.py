@@ -31,7 +31,7 @@ def public(module):
             yield name, thing
             for method, f in vars(thing).items():
                 f = f.__func__ if isinstance(f, staticmethod | classmethod) else f
-                if inspect.isfunction(f) and f.__code__.co_filename == lib.__file__ and (method == "__init__" or not method.startswith("_")): yield f"{name}.{method}", f
+                if inspect.isfunction(f) and inspect.unwrap(f).__code__.co_filename == lib.__file__ and (method == "__init__" or not method.startswith("_")): yield f"{name}.{method}", f
         elif inspect.isfunction(thing): yield name, thing
 
 
@@ -93,7 +93,7 @@ def test_the_namespace_is_flat():
 
 
 INSIDE = dict(  # what modules share with each other or show in their notebooks, and `from rlblocks import …` does not offer
-    masked={"LOG_ZERO"}, columns={"whole_number", "widen"}, prompts={"encode", "prompt_ids", "render", "batch_of", "check_eos", "limit_of", "order_of"}, batch={"TAKEN"}, demonstrations={"segments"},
+    masked={"LOG_ZERO"}, columns={"whole_number", "widen"}, prompts={"encode", "prompt_ids", "render", "batch_of", "check_eos", "limit_of", "order_of"}, demonstrations={"segments"},
     ragged={"ragged"}, # would hide its module
 )
 

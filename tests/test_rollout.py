@@ -149,8 +149,8 @@ def test_siblings_side_by_side_change_nothing(kind):
     "One copy of a prompt's keys for its group: until rows leave, or have said more than they share; nothing of it shows."
     net = sharp(kind)
     both = engine(net, max_tokens=30), engine(net, max_tokens=30)
-    assert both[0].shared
-    both[1].shared = False
+    assert both[0].sampler.shared
+    both[1].sampler.shared = False
     for p, stop in ((prompts((20, 31)), True), (prompts((2, 9, 3)), False), (prompts((6,)), True)):
         if not stop: both[0].stop = both[1].stop = torch.tensor([], dtype=torch.long)
         a, b = (r.generate(p, group_size=8, seed=4) for r in both)
@@ -185,7 +185,7 @@ def test_models_with_windows_or_masks_of_their_own_keep_their_siblings_apart():
             def __init__(self, net): super().__init__(); self.net = net
             def forward(self, tokens): return self.net(tokens, use_cache=False).logits
         fast = engine(net)
-        assert not fast.shared
+        assert not fast.sampler.shared
         a, b = fast.generate(prompts((9, 20)), group_size=4, seed=2), engine(Again(net), stop=[1]).generate(prompts((9, 20)), group_size=4, seed=2)
         assert said(a) == said(b)
         assert_close(a.rollout_logprobs, b.rollout_logprobs, rtol=0, atol=1e-4)
@@ -213,7 +213,7 @@ def test_a_cache_that_lies_is_not_used():
             if past_key_values is not None and tokens.shape[1] == 1: out.logits = out.logits.flip(-1)
             return out
     lying, honest = engine(Liar(), stop=[1]), engine(sharp())
-    assert honest.cached and not lying.cached
+    assert honest.sampler.cached and not lying.sampler.cached
     assert said(lying.generate(prompts(), group_size=4)) == said(honest.generate(prompts(), group_size=4))
 
 

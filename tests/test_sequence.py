@@ -139,7 +139,7 @@ def refused(rank, world):
     with pytest.raises(ValueError, match=f"sequence_parallel={world+1} wants a world of {world+1} ranks"): Policy(model(), engine=EngineSpec(sequence_parallel=world+1), **DOUBLE)
     with pytest.raises(ValueError, match="pack=False"): Policy(model(), engine=EngineSpec(sequence_parallel=2), pack=False, **DOUBLE)
     heads = dict(num_attention_heads=6 if world == 4 else 3, hidden_size=24)
-    with pytest.raises(ValueError, match=f"has {heads['num_attention_heads']} heads, which cannot be dealt to {world} ranks"): Policy(model(num_key_value_heads=3, **heads), engine=EngineSpec(sequence_parallel=world), **DOUBLE)
+    with pytest.raises(ValueError, match=f"has {heads['num_attention_heads']} heads, which cannot be divided among {world} ranks"): Policy(model(num_key_value_heads=3, **heads), engine=EngineSpec(sequence_parallel=world), **DOUBLE)
     with pytest.raises(ValueError, match=r"Policy: sequence_parallel=2, but in Lfm2ForCausalLM tokens meet outside attention, first in 'model\.layers\.0\.conv"): Policy(convolved(), engine=EngineSpec(sequence_parallel=2), **DOUBLE)
     turning = model(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.), max_position_embeddings=16)
     with pytest.raises(ValueError, match="'dynamic' rotary embedding of LlamaForCausalLM turns with the longest position beyond 16"): Policy(turning, engine=EngineSpec(sequence_parallel=2), **DOUBLE).logprobs(b)

@@ -85,7 +85,8 @@ def read(wrapper, b, **how):
     "What a loss sees of a batch as one micro-batch."
     from rlblocks.models.forward import Reading
     from rlblocks.models.outputs import outputs
-    return outputs(wrapper._run, b.part(range(len(b))), Reading(**how))
+    run = wrapper._run
+    return outputs(run.model, run.layout, b.part(range(len(b))), Reading(**how))
 
 
 def apart(a, b):

@@ -91,7 +91,7 @@ def finite_logprobs(
 )->Float[Tensor, "*shape"]: # nats, at least `LOG_ZERO`, in at least float32
     """Log-probs without −inf: what is impossible counts as −10¹⁵ nats and has no gradient. NaN stays NaN.
 
-    max(log π, −10¹⁵)."""
+    max(log π, −10¹⁵). +inf, which no log-prob is, stays +inf without a gradient."""
     return clip(promoted(logprobs), LOG_ZERO)
 
 # %% ../../nbs/arithmetic/00_masked.ipynb #61c07f86
@@ -217,7 +217,8 @@ def aggregate(
     """Reduce token losses to one number, so that the losses of the parts of a batch add up to the loss of the batch.
 
     tokens: Σ x / tokens. rows: Σ_rows (mean of the row) / rows. groups: Σ_groups (mean of the group's tokens) / groups,
-    which needs `denom=b` with its rows in the order of `x`: the batch knows which group each row is of."""
+    which needs `denom=b`: the batch knows the group of each row. Row i of `x` is row i of `b`: their number is checked
+    here, another order is found by `check_loss`."""
     same_shape("B T", x=x, mask=mask)
     totals, counts = masked_sum(x, mask, dim=-1), mask.sum(-1)
     match over:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['on_every_rank', 'on_rank_0', 'sole_writer', 'check_parts', 'collect', 'write_files', 'write_save', 'load_save',
-           'run_steps', 'Checkpoint']
+           'run_steps', 'save_step', 'Checkpoint']
 
 # %% ../../nbs/checkpoint/91_checkpoint.ipynb #10c5bb05
 import logging
@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,17 +179,24 @@ def _wanted(checkpoint):
     rating = checkpoint.rating
     return checkpoint.asked or rating is not None and rating > best_save(checkpoint.path)[1]
 
-def _start_save(checkpoint, step, parts):
+def save_step(
+    checkpoint:"Checkpoint", # with a path
+    at:tuple[int, dict]|None, # steps done, and the parts by name; None: no loop is running
+):
     "Collect the states, then write them: now, or from a copy in a thread."
+    if at is None:
+        raise RuntimeError("Checkpoint: save() saves the step of a loop, and none is running; call it before the loop "
+                           "is closed, or give save(step, parts)")
+    step, parts = at
     checkpoint.wait()
     if checkpoint.group is None and world()[1] > 1:     # a thread's messages must not mix with the loop's
         checkpoint.group = in_time(lambda: dist.new_group(backend="gloo"), seconds=MEETING,
                                    what="Checkpoint, making a group")
     states, shards = collect(parts, checkpoint.whole)
     how = dict(rating=checkpoint.rating, keep=checkpoint.keep, group=checkpoint.group)
-    if not checkpoint.background: return _write(checkpoint.lock, step, states, shards, **how)
-    copies = snapshot(states, shards)
-    checkpoint.job = checkpoint.thread.submit(_write, checkpoint.lock, step, *copies, **how)
+    write = partial(_write, checkpoint.lock, step, **how)
+    if checkpoint.background: checkpoint.job = checkpoint.thread.submit(write, *snapshot(states, shards))
+    else: write(states, shards)
 
 def _write(lock, step, states, shards, *, group, **how):
     with sole_writer(lock, group): write_save(lock.file.parent, step, states, shards, group=group, **how)
@@ -210,8 +218,8 @@ class Checkpoint:
         self.path, self.background, self.whole = None if path is None else Path(path), background, whole
         self.lock = None if path is None else Lock(path)       # of the loop that runs
         self.running:tuple[int, dict]|None = None       # steps done with the one at hand, and the parts, of that loop
-        self.rating, self.asked = None, False           # what the consumer said of that step
-        self.thread, self.job, self.group = ThreadPoolExecutor(1, "checkpoint"), None, None
+        self.rating, self.asked, self.job, self.group = None, False, None, None
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
         if self.path is not None and world()[0] == 0: writable(self.path, "Checkpoint")
 
     def __call__(self,
@@ -237,12 +245,8 @@ class Checkpoint:
 
         Without arguments and on many ranks, rank 0's wish is granted when the loop asks for its next step."""
         if self.path is None: return
-        at = self.running if parts is None else (step, parts)
-        if at is None:
-            raise RuntimeError("Checkpoint: save() saves the step of a loop, and none is running; call it before the "
-                               "loop is closed, or give save(step, parts)")
-        if parts is None and world()[1] > 1: self.asked = True
-        else: _start_save(self, *at)
+        if parts is None and self.running and world()[1] > 1: self.asked = True
+        else: save_step(self, self.running if parts is None else (step, parts))
 
     def rate(self,
         value:float, # of the step just shown; higher is better (give −loss)

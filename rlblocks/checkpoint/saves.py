@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['writable', 'saves_in', 'save_path', 'new_draft', 'publish', 'discard', 'recover', 'digest', 'checked', 'write_state',
-           'best_save', 'prune', 'save_failure', 'Lock']
+           'load_mapped', 'best_save', 'prune', 'save_failure', 'Lock']
 
 # %% ../../nbs/checkpoint/89_saves.ipynb #ff86c6d6
 import errno
@@ -133,7 +133,7 @@ def write_state(
     "Write the state of a part and prove that it can be loaded. TypeError for what a safe load refuses."
     try:
         with file.open("wb") as f: torch.save(state, f)        # a Python file: its errors are the system's
-        _load_mapped(file)
+        load_mapped(file)
     except Exception as e:
         if failed_write(e): raise
         what = re.search(r"GLOBAL (\S+)", str(e))         # torch's advice around it is to load unsafely
@@ -142,8 +142,10 @@ def write_state(
                         "keep tensors, numbers, strings, lists and dicts of them (x.tolist(), float(m))") from e
     return file
 
-def _load_mapped(file):
-    "Load as a resume would, without reading the numbers where the file can be mapped."
+def load_mapped(
+    file:Path,
+)->Any: # what was saved
+    "Load as a resume would, safely, and without reading the numbers where the file can be mapped."
     try: return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError): return torch.load(file, map_location="cpu", weights_only=True)
 

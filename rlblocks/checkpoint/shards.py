@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_leaves, tree_map
 
 from ..models.folders import failed_write
 from ..engines.slices import Slice
@@ -32,42 +33,33 @@ def is_shard(
 def split_shards(
     state:Any, # a tree of dicts, lists and tuples
     name:str,  # of the whole, first part of its tensors' names
-)->tuple[Any, dict[str, Tensor]]: # the tree with names in the places of shards; the shards by name
+)->tuple[Any, dict[str, Tensor]]: # the tree with marks in the places of shards; the shards by name
     "Split a state in what every rank has and what is cut."
-    if is_shard(state): return {MARK: name, "shape": _shape(state)}, {name: state}
-    if not isinstance(state, (dict, list, tuple)): return state, {}
-    keys = state if isinstance(state, dict) else range(len(state))
-    both = {k: split_shards(state[k], f"{name}/{k}") for k in keys}
-    rest = {k: x for k, (x, _) in both.items()}
-    shards = {n: x for _, found in both.values() for n, x in found.items()}
-    return rest if isinstance(state, dict) else type(state)(list(rest.values())), shards
+    leaves, build = _flattened(state, name)
+    rest = [{MARK: n, "shape": _shape(x)} if is_shard(x) else x for n, x in leaves]
+    return build(rest), {n: x for n, x in leaves if is_shard(x)}
 
 def join_shards(
     rest:Any, # from `split_shards`
     shards:dict[str, Tensor], # by name
 )->Any: # the state
     "The inverse of `split_shards`."
-    if isinstance(rest, dict) and MARK in rest: return shards[rest[MARK]]
-    if isinstance(rest, dict): return {k: join_shards(x, shards) for k, x in rest.items()}
-    if isinstance(rest, (list, tuple)): return type(rest)([join_shards(x, shards) for x in rest])
-    return rest
+    return tree_map(lambda x: shards[x[MARK]] if _is_mark(x) else x, rest, is_leaf=_is_mark)
 
 def shard_shapes(
     rest:Any, # from `split_shards`
 )->dict[str, list[int]]: # name → shape
     "The shards that belong in a state."
-    if isinstance(rest, dict) and MARK in rest: return {rest[MARK]: rest["shape"]}
-    parts = rest.values() if isinstance(rest, dict) else rest if isinstance(rest, (list, tuple)) else ()
-    return {name: shape for x in parts for name, shape in shard_shapes(x).items()}
+    return {x[MARK]: x["shape"] for x in tree_leaves(rest, is_leaf=_is_mark) if _is_mark(x)}
 
+def _flattened(state, name):
+    "(name, leaf) pairs, names as paths; and what makes a state of leaves in this order."
+    leaves, spec = tree_flatten_with_path(state, is_leaf=_is_mark)
+    def steps(path): return (str(key.key if isinstance(key, MappingKey) else key.idx) for key in path)
+    return [("/".join([name, *steps(path)]), x) for path, x in leaves], spec.unflatten
+
+def _is_mark(x): return isinstance(x, dict) and MARK in x
 def _shape(x): return list(getattr(x, "whole", getattr(x, "shape", ())))    # a `Slice` is one-dimensional itself
-
-def _find(state, name)->Any:
-    "What stands under a name of `split_shards`, or None; weights have dots in their names, and no slash."
-    for key in name.split("/")[1:]:
-        if not isinstance(state, dict): return None
-        state = state.get(key, state.get(int(key)) if key.isdecimal() else None)
-    return state
 
 # %% ../../nbs/checkpoint/88_shards.ipynb #b82b3048
 def state_of(
@@ -91,12 +83,7 @@ def snapshot(
     if len(mine) < len(shards):
         from torch.distributed.checkpoint.staging import BlockingAsyncStager
         mine |= BlockingAsyncStager().stage({k: x for k, x in shards.items() if k not in mine})
-    return _copied(rest), mine
-
-def _copied(x):
-    if isinstance(x, Tensor): return x.detach().to("cpu", copy=True)
-    if isinstance(x, dict): return {k: _copied(y) for k, y in x.items()}
-    return type(x)(map(_copied, x)) if isinstance(x, (list, tuple)) else x
+    return tree_map(lambda x: x.detach().to("cpu", copy=True) if isinstance(x, Tensor) else x, rest), mine
 
 # %% ../../nbs/checkpoint/88_shards.ipynb #1c1d9980
 def write_shards(
@@ -108,9 +95,8 @@ def write_shards(
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     folder.mkdir(exist_ok=True)
-    rank, alone = dist.get_rank(), dist.get_world_size() == 1
-    writer = dcp.filesystem.FileSystemWriter(folder, sync_files=False)
-    try: dcp.state_dict_saver.save(shards, storage_writer=writer, process_group=group, no_dist=alone)
+    rank, writer = dist.get_rank(), dcp.filesystem.FileSystemWriter(folder, sync_files=False)
+    try: dcp.state_dict_saver.save(shards, storage_writer=writer, process_group=group)
     except dcp.api.CheckpointException as e: raise _write_error(e) from e    # no Exception: others would not catch it
     return sorted(folder.glob(f"__{rank}_*")) + [folder/".metadata"]*(rank == 0)
 
@@ -153,6 +139,7 @@ def enum_member(
     if not (isinstance(kind, type) and issubclass(kind, Enum)): raise pickle.UnpicklingError("builtins.getattr")
     return kind.__members__[name]
 
+# %% ../../nbs/checkpoint/88_shards.ipynb #bed16dc7
 def checked_reader(
     folder:Path, # of `write_shards`, or anybody's of torch's distributed checkpoint
 )->Any: # torch's reader of it
@@ -169,43 +156,41 @@ def checked_reader(
                                  "it, and then with torch itself") from e
     return FileSystemReader(folder)
 
+# %% ../../nbs/checkpoint/88_shards.ipynb #953a6dbc
 def read_shards(
-    rest:Any,     # the saved state, with names in the places of shards
+    rest:Any,     # the saved state, with marks in the places of shards
     part:Any,     # what it is loaded into: says how its tensors are cut now
     name:str,     # what the loop calls it
     folder:Path,  # from `write_shards`, by any number of ranks
     group=None,   # of the ranks that read together
 )->Any: # the state, cut as `part` is
     "Read the parts that this rank needs. ValueError when the part has no such tensors, or is not cut at all."
-    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     shapes = shard_shapes(rest)
     if not shapes: return rest
     plain, shards = state_of(part, name)
-    check_shapes(name, shapes, plain, shards)
-    wanted = {n: shards[n] if n in shards else torch.empty(_find(plain, n).numel(), dtype=_find(plain, n).dtype)
-              for n in shapes}        # a tensor that was cut then may be plain now
-    reader, alone = checked_reader(folder), dist.get_world_size() == 1
-    dcp.state_dict_loader.load(wanted, storage_reader=reader, process_group=group, no_dist=alone)
-    return join_shards(rest, {n: x if n in shards else x.view(shapes[n]) for n, x in wanted.items()})
+    now = dict(_flattened(plain, name)[0]) | shards
+    check_shapes(name, shapes, now, bool(shards))
+    into = {n: now[n] if n in shards else torch.empty_like(now[n]).flatten() for n in shapes}  # it may be plain by now
+    dcp.state_dict_loader.load(into, storage_reader=checked_reader(folder), process_group=group)
+    return join_shards(rest, {n: x if n in shards else x.view(shapes[n]) for n, x in into.items()})
 
 def check_shapes(
     name:str,                    # what the loop calls the part
     shapes:dict[str, list[int]], # of the tensors that were saved in shards
-    plain:Any,                   # the part's state now …
-    shards:dict[str, Tensor],    # … and its shards
+    now:dict[str, Any],          # what the part's state has under these names
+    cut:bool,                    # whether it has shards
 ):
     "ValueError when a part is not cut now, or has not the tensors that were saved."
-    again = "resume with the same model, engine and optimizer, or save with Checkpoint(…, whole=True)"
-    if not shards:
+    whole = "or save with Checkpoint(…, whole=True)"
+    if not cut:
         raise ValueError(f"Checkpoint: {name!r} was saved in shards, and is not cut over ranks now; resume with the "
-                         "engine it had, or save with Checkpoint(…, whole=True)")
-    now = {n: shards[n] if n in shards else _find(plain, n) for n in shapes}
-    lost = sorted(n for n, x in now.items() if not isinstance(x, Tensor))
+                         f"engine it had, {whole}")
+    lost = sorted(n for n in shapes if not isinstance(now.get(n), Tensor))
     if lost:
         raise ValueError(f"Checkpoint: {name!r} was saved with {lost[0]!r} ({len(lost)} tensors), which it does not "
-                         f"have now; {again}")
-    odd = [n for n, x in now.items() if _shape(x) != shapes[n]]
+                         f"have now; resume with the same model, engine and optimizer, {whole}")
+    odd = [n for n, shape in shapes.items() if _shape(now[n]) != shape]
     if odd:
         raise ValueError(f"Checkpoint: {odd[0]!r} was saved as {shapes[odd[0]]} and has another shape now ({len(odd)} "
                          "such tensors); resume with the model that was saved")

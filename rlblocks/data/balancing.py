@@ -6,7 +6,6 @@
 __all__ = ['row_costs', 'fit_row_costs', 'balance', 'balance_families']
 
 # %% ../../nbs/data/36_balancing.ipynb #5eb405a1
-from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from heapq import heapreplace
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from jaxtyping import Float, Int, Shaped
 
-from .columns import _ints, whole_number
+from .columns import finite_costs, integers, whole_number
 
 # %% ../../nbs/data/36_balancing.ipynb #e8cbc592
 def row_costs(
@@ -26,7 +25,7 @@ def row_costs(
     quadratic:int|float=0.0,                 # b, cost of a pair of tokens; by operations `linear`/(6·hidden), half if causal
 )->Float[Tensor, " B"]: # float64, in the unit of `linear`
     "What a row costs a transformer: a·L + b·L²."
-    n = _ints("row_costs", "lengths", lengths).double()
+    n = integers("row_costs", "lengths", lengths).double()
     return linear*n + quadratic*n**2
 
 def fit_row_costs(
@@ -39,7 +38,7 @@ def fit_row_costs(
     if len(lengths) != len(seconds) or len(lengths) < 3:
         raise ValueError(f"fit_row_costs: {len(lengths)} runs, {len(seconds)} times; as many of one as of the other, and at "
                          "least 3")
-    n = [_ints("fit_row_costs", "lengths", x).double() for x in lengths]
+    n = [integers("fit_row_costs", "lengths", x).double() for x in lengths]
     columns = torch.tensor([[1., x.sum(), x.square().sum()] for x in n], dtype=torch.float64)
     scale, times = columns.amax(0).clamp(min=1), torch.tensor(list(seconds), dtype=torch.float64)
     if (odd := ~times.isfinite()).any():
@@ -98,17 +97,6 @@ def _swapped(parts, costs, equal, enough):
     return parts
 
 # %% ../../nbs/data/36_balancing.ipynb #6c3f7f36
-def _costs(who, costs)->list[float]:
-    "Costs as Python's floats. TypeError or ValueError for what is not one finite number an item, 0 or more."
-    try: x = costs.detach().cpu().double() if isinstance(costs, Tensor) else torch.tensor(array("d", costs), dtype=torch.double)
-    except (TypeError, OverflowError) as e:
-        raise TypeError(f"{who}: the costs are no numbers ({e}); one finite number an item is wanted") from e
-    if x.dim() != 1: raise ValueError(f"{who}: costs are {list(x.shape)}; one number an item is wanted, [B]")
-    if (odd := ~((x >= 0) & (x < torch.inf))).any():
-        i = int(odd.int().argmax())
-        raise ValueError(f"{who}: the cost of item {i} is {costs[i]}; costs are finite numbers, 0 or more")
-    return x.tolist()
-
 def balance(
     costs:Shaped[Tensor, " B"]|Sequence[int|float], # what each item costs; not negative
     n:int,                                          # number of parts
@@ -121,7 +109,7 @@ def balance(
     ValueError for `n` < 1, a negative `within`, or a cost that is negative or not a finite number."""
     n = whole_number("balance", "n", n)
     if not within >= 0: raise ValueError(f"balance: within is {within}; a share of the mean, 0 or more, is wanted")
-    each = _costs("balance", costs)
+    each = finite_costs("balance", costs).tolist()
     order = sorted(range(len(each)), key=lambda i: -each[i])
     parts = _swapped((_in_layers if equal else _longest_first)(order, each, n), each, equal, (1 + within)*sum(each)/n)
     return sorted(map(sorted, parts), key=lambda part: (-sum(each[i] for i in part), part or [len(each)]))

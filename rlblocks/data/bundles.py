@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .batch import Batch
-from .packing import _places
+from .packing import element_places
 
 # %% ../../nbs/data/43_bundles.ipynb #a200b3c9
 def bundles_of(batch:Batch)->list[list[int]]:
@@ -62,7 +62,7 @@ def entries(
 
 def places(index:dict, at:Tensor)->tuple[Tensor, Tensor]: # (slab, row in it) of each row
     "Where the rows of the bundles `at` are."
-    k, j = _places(index["rows"][at].tolist(), None)
+    k, j = element_places(index["rows"][at].tolist(), None)
     return index["slab"][at][k], index["first"][at][k] + j
 
 def restart(index:dict, s:int):

@@ -17,39 +17,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .exchanges import STYLES, Entering, exchange_of
+from .exchanges import STYLES, Entering, exchange_of, summed
 from .world import HALF, agree
 
 # %% ../../nbs/engines/62_cuts.ipynb #1c2292b3
 @dataclass(frozen=True)
 class Cut:
-    "How a weight is cut: each of `blocks` equal stretches of an axis for itself."
+    "How a weight is cut: each of `blocks` equal parts of an axis for itself."
     axis:int
     blocks:int = 1
 
-    def take(self,
-        x:Tensor, # complete
-        rank:int, # whose piece
-        size:int, # of how many
-    )->Tensor: # a copy
-        "One rank's piece."
+    def take(self, x:Tensor, rank:int, size:int)->Tensor:
+        "One of `size` ranks' piece of a complete weight, a copy."
         return torch.cat([block.chunk(size, self.axis)[rank] for block in x.chunk(self.blocks, self.axis)], self.axis)
 
-    def put(self,
-        x:Tensor,     # complete, filled in place
-        piece:Tensor, # from `take`
-        rank:int,     # whose piece
-        size:int,     # of how many
-    ):
-        "The inverse of `take`."
+    def put(self, x:Tensor, piece:Tensor, rank:int, size:int)->None:
+        "The inverse of `take`: fill a rank's piece into the complete weight `x`."
         blocks = zip(x.chunk(self.blocks, self.axis), piece.chunk(self.blocks, self.axis), strict=True)
         for block, part in blocks: block.chunk(size, self.axis)[rank].copy_(part)
 
-    def complete(self,
-        shape:torch.Size, # of a piece
-        size:int,         # of how many
-    )->torch.Size: # of the weight
-        "The shape that `size` pieces make."
+    def complete(self, shape:torch.Size, size:int)->torch.Size:
+        "The weight's shape, from that of one of `size` pieces."
         return torch.Size(n*size if i == self.axis else n for i, n in enumerate(shape))
 
 def cut_of(
@@ -87,13 +75,14 @@ def plan_of(
     styles:dict[str, str] = {}
     for at, model in planned(module):
         plan, experts = dict(model._tp_plan or {}), dict(getattr(model, "_ep_plan", None) or {})
-        if expert_parallel: check_experts(model, experts)
-        if expert_parallel: plan |= experts
+        if expert_parallel:
+            _check_experts(model, experts)
+            plan |= experts
         places = [n for n, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
         named = {n: plan[every] for n in places if (every := re.sub(r"\.\d+(?=\.|$)", ".*", n)) in plan}
-        check_styles(model, named.values())
+        _check_styles(model, named.values())
         styles |= {f"{at}.{n}" if at else n: style for n, style in named.items()}
-    check_plan(module, styles)
+    _check_plan(module, styles)
     return styles
 
 def fit_plan(
@@ -133,28 +122,19 @@ def _uneven(layers, name, leaf, plan, size):
     return f"{n} features" if n % (size*cut.blocks) else ""
 
 # %% ../../nbs/engines/62_cuts.ipynb #20c4f98f
-def check_experts(
-    model:nn.Module, # of transformers
-    plan:dict,       # its plan for experts
-):
-    "ValueError for a model that has none."
-    if plan: return
-    raise ValueError(f"expert_parallel: {type(model).__name__} has no such plan (config.base_model_ep_plan); leave it "
-                     "out, and experts are cut inside, where its tensor-parallel plan says so")
+def _check_experts(model, plan):
+    "ValueError for a model without a plan for experts."
+    if not plan: raise ValueError(
+        f"expert_parallel: {type(model).__name__} has no such plan (config.base_model_ep_plan); leave it out, and "
+        "experts are cut inside, where its tensor-parallel plan says so")
 
-def check_styles(
-    model:nn.Module,        # of transformers
-    styles:Collection[str], # that its plan names
-):
+def _check_styles(model, styles):
     "ValueError for a style that is not known here."
     odd = sorted(set(styles) - STYLES - NO_EXCHANGE)
     if odd: raise ValueError(f"tensor_parallel: the plan of {type(model).__name__} has a style {odd[0]!r}, which is "
                              'not known here; engine="fsdp2" needs no plan')
 
-def check_plan(
-    module:nn.Module,      # that was asked
-    styles:dict[str, str], # of `plan_of`
-):
+def _check_plan(module, styles):
     "ValueError for a module whose plan cuts nothing."
     if any("rowwise" in style or style == "grouped_gemm" for style in styles.values()): return
     models = [m for _, m in planned(module)]
@@ -283,18 +263,13 @@ def partial_gradients(
 )->set[str]: # names
     "Weights of whose gradient each rank knows a term; of the others each knows all. ValueError for a third kind."
     if not before: return set()
-    far = [[(after[n]-g).norm(), (_total(after[n], group)-g).norm(), g.norm()] for n, g in before.items()]
+    far = [[(after[n]-g).norm(), (summed(after[n], group)-g).norm(), g.norm()] for n, g in before.items()]
     found = torch.stack([torch.stack(x).double() for x in far])
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)    # one rank's term may be all of it: all answer alike
     least = found[:, 2].max().item()*1e-3                        # what cancels out leaves rounding
     for name, (alone, together, size) in zip(before, found.tolist(), strict=True):
         _check_gradient(name, min(alone, together) <= 1e-3*max(size, least), size, cuts)
     return {n for n, (alone, together, _) in zip(before, found.tolist(), strict=True) if together < alone}
-
-def _total(x, group):
-    total = x.clone()
-    dist.all_reduce(total, group=group)
-    return total
 
 def _check_gradient(name, known, size, cuts):
     "A gradient that is complete on each rank, or the sum of what they know, and not 0 beside a cut."

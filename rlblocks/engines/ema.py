@@ -13,22 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from .base import Engine, WeightShard
+from .plain import Plain
 
 # %% ../../nbs/engines/50_ema.ipynb #d3abe73a
 class Ema:
-    "An exponential moving average of a model's trained weights, cut over the ranks as they are."
+    "An exponential moving average of a model's trained weights, sharded as they are."
 
     def __init__(self,
-        source,             # a wrapper (Policy, Critic, Scorer), or a module that this process holds whole
+        source,             # a wrapper (Policy, Critic, Scorer), or a module that this process holds in full
         *,
         decay:float=0.999,  # d: the average looks back over about 1/(1−d) updates
     ):
-        """Start at the weights as they are.
+        """Start at the current weights.
 
-        ValueError for a decay outside [0, 1), a model that does not train, and weights that lie on a disk or that
-        somebody else has sharded."""
+        ValueError for a decay outside [0, 1), a model that does not train, weights on a disk or in unknown shards."""
         if not 0 <= decay < 1: raise ValueError(f"Ema: decay is {decay}; at least 0 and below 1 is wanted")
-        self.decay, self.updates, self.away = decay, 0, False
+        self.decay, self.updates, self.inside = decay, 0, False
         self.engine:Engine = engine_around(source) if isinstance(source, nn.Module) else source._run.model.engine
         self.average = {n: x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for n, x in self._weights()}
         if not self.average: raise ValueError(f"Ema: {type(self.engine.module).__name__} has no parameter that trains")
@@ -40,25 +40,23 @@ class Ema:
         decay:float|None=None, # instead of the constructor's, e.g. min(d, (1+t)/(10+t)) at the start
     ):
         "θ̄ ← d·θ̄ + (1−d)·θ"
-        if self.away: raise RuntimeError("Ema: update() inside swapped(), where the model's weights are the average itself")
+        if self.inside: raise RuntimeError("Ema: update() inside swapped(), where the model's weights are the average")
         share = 1 - (self.decay if decay is None else decay)
         for name, x in self._weights(): self.average[name].lerp_(x.to(self.average[name].dtype), share)
         self.updates += 1
 
     @contextmanager
     def swapped(self)->Iterator[None]:
-        """The model has the averaged weights inside, its own again afterwards; all ranks together.
-
-        A step inside would be lost: do not train here."""
-        if self.away: raise RuntimeError("Ema: swapped() inside swapped()")
+        "The model has the averaged weights inside, its own again afterwards; all ranks together. Do not train inside."
+        if self.inside: raise RuntimeError("Ema: swapped() inside swapped()")
         own = {n: x.clone() for n, x in self._weights()}
-        self.away = True
+        self.inside = True
         try:
             self._put(self.average)
             yield
         finally:
             self._put(own)
-            self.away = False
+            self.inside = False
 
     @torch.no_grad()
     def _put(self, weights):
@@ -67,18 +65,16 @@ class Ema:
 
     def state_dict(self,
         *,
-        full:bool=True, # whole tensors, the same on every rank; False: cut as the model's weights are in its own state
+        full:bool=True, # full tensors, the same on every rank; False: sharded as the model's weights in its own state
     )->dict: # for `Checkpoint`
         "The averages and how often they were updated. All ranks together."
         return dict(decay=self.decay, updates=self.updates, average=saved(self.average, self.engine.shards(), full))
 
     @torch.no_grad()
     def load_state_dict(self,
-        state:dict, # from `state_dict`; a full one may come from any engine and any number of ranks
+        state:dict, # from `state_dict`; a full one may be of any engine and any number of ranks
     ):
-        """Go on with the averages of `state`; all ranks together.
-
-        ValueError, and nothing changed, when names or shapes differ."""
+        "Go on with the averages of `state`; all ranks together. ValueError, and nothing changed, for another model's."
         shards = self.engine.shards()
         check_average(state["average"], saved(self.average, shards, False))
         for name, x in state["average"].items(): self.average[name].copy_(shards[name].load(x))
@@ -88,9 +84,10 @@ class Ema:
         n = sum(x.numel() for x in self.average.values())
         return f"Ema(decay={self.decay:g}, {self.updates} updates of {n:,} weights)"
 
+# %% ../../nbs/engines/50_ema.ipynb #42b20b7c
 def saved(
     xs:dict[str, Tensor],      # beside the shards of these names
-    shards:dict[str, WeightShard],   # of an engine
+    shards:dict[str, WeightShard], # of an engine
     full:bool,                 # gathered; False: sharded as the engine's own state
 )->dict[str, Tensor]:
     "Averages as the engine saves its weights. All ranks together."
@@ -104,15 +101,14 @@ def check_average(
     theirs, mine = ({n: tuple(getattr(x, "whole", x.shape)) for n, x in xs.items()} for xs in (given, own))
     if theirs == mine: return
     odd = next(n for n in {**mine, **theirs} if theirs.get(n) != mine.get(n))
-    raise ValueError(f"Ema: the state's {odd!r} is {theirs.get(odd, 'not there')}, the model's {mine.get(odd, 'not there')}")
+    raise ValueError(f"Ema: the state's {odd!r} is {theirs.get(odd, 'not there')}, "
+                     f"the model's {mine.get(odd, 'not there')}")
 
 def engine_around(
     module:nn.Module,
 )->Engine:
     "The engine of a module that nobody else holds. ValueError for shards, which only the engine that made them knows."
-    from rlblocks.engines.plain import Plain
     odd = next((n for n, p in module.named_parameters() if hasattr(p, "to_local") or hasattr(p, "ds_id")), None)
-    if odd:
-        raise ValueError(f"Ema: {odd!r} is cut over ranks, and a module does not say how; give the wrapper that holds it "
-                         "(Policy, Critic, Scorer)")
-    return Plain(module, None)
+    if odd is None: return Plain(module, None)
+    raise ValueError(f"Ema: {odd!r} is sharded over ranks, and a module does not say how; give the wrapper that holds "
+                     "it (Policy, Critic, Scorer)")

@@ -24,7 +24,7 @@ class Turn(_RLock):
 def locked(
     method:Callable, # of an object that has a `turn`
 )->Callable:
-    "A method that holds its object's lock from beginning to end."
+    "A method that holds its object's lock."
     @wraps(method)
     def run(self, *args, **kwargs):
         with self.turn: return method(self, *args, **kwargs)
@@ -33,17 +33,18 @@ def locked(
 # %% ../../nbs/engines/49_guards.ipynb #e191bf2b
 @contextmanager
 def uninterrupted()->Iterator[None]:
-    "Keep a Ctrl-C until the end of the block; a second one acts at once. Nothing to do outside of the main thread, and where Ctrl-C is not Python's to handle."
-    own = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(own):
+    """Delay a Ctrl-C to the end of the block; a second one acts at once.
+
+    Does nothing outside of the main thread, and where Python does not handle Ctrl-C."""
+    handler, pressed = signal.getsignal(signal.SIGINT), []
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    pressed = []
-    def keep(number, frame):
+    def delay(number, frame):
         pressed.append((number, frame))
-        if len(pressed) > 1: own(number, frame)
-    signal.signal(signal.SIGINT, keep)
+        if len(pressed) > 1: handler(number, frame)
+    signal.signal(signal.SIGINT, delay)
     try: yield
     finally:
-        signal.signal(signal.SIGINT, own)
-        if pressed: own(*pressed[0])
+        signal.signal(signal.SIGINT, handler)
+        if pressed: handler(*pressed[0])

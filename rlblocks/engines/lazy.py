@@ -17,7 +17,7 @@ def make_lazy_(
     p:nn.Parameter, # on the meta device
     rows:Callable[[int, int, torch.dtype], Tensor], # (start, stop, dtype) → these rows, owned by who asks
 )->None:
-    "Let a parameter know where its numbers are. ValueError for one that has them."
+    "Let a parameter know how to read its numbers. ValueError for one that has them."
     if not p.is_meta:
         raise ValueError(f"make_lazy_: the parameter has its numbers already, on {p.device}; "
                          "one on the meta device is wanted")
@@ -29,7 +29,7 @@ def is_lazy(
     "Whether its numbers are still to be read."
     return hasattr(x, "lazy_rows")
 
-# %% ../../nbs/engines/56_lazy.ipynb #2138acfb
+
 @torch.no_grad()
 def read_rows(
     p:Any,     # a lazy parameter
@@ -45,11 +45,11 @@ def read_rows(
 def read_flat(
     p:Any,     # a lazy parameter
     start:int, # first entry
-    n:int,     # how many
+    n:int,     # entries
     *,
     dtype:torch.dtype|None=None, # None: the parameter's
 )->Tensor: # `[n]`
-    "A stretch of a lazy weight laid out flat; the rows that it touches are read."
+    "Consecutive entries of a flattened lazy weight; only the rows that hold them are read."
     if not n: return torch.empty(0, dtype=dtype or p.dtype)
     wide = p.shape[1:].numel() if p.dim() else 1
     first, last = start//wide, -(-(start+n)//wide)
@@ -77,8 +77,8 @@ def place_(
 
 def read_whole_(
     p:nn.Parameter, # lazy; afterwards it holds its numbers, and is the object that it was
-)->nn.Parameter: # what it was: lazy, to read from once more
-    "Read a lazy weight whole, on the CPU."
+)->nn.Parameter: # lazy as it was, to read from once more
+    "Read all of a lazy weight, on the CPU."
     lazy = nn.Parameter(read_rows(p), p.requires_grad)
     torch.utils.swap_tensors(p, lazy)
     return lazy
@@ -86,5 +86,5 @@ def read_whole_(
 def read_module_(
     module:nn.Module, # changed in place
 )->None:
-    "Read every lazy weight whole: for who does not shard."
+    "Read all of every lazy weight, for engines that do not shard."
     for _, p in lazy_weights(module): read_whole_(p)

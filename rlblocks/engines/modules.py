@@ -59,7 +59,7 @@ class Within:
 def callable_within_(
     module:nn.Module, # changed in place
 ):
-    "Let `module(Within(f))` give `(f(),)`: in a tuple, since an engine's hooks look into what a module returns."
+    "Let `module(Within(f))` give `(f(),)`: a tuple, because an engine's hooks inspect what a module returns."
     own = module.forward
     @wraps(own)
     def forward(*args, **kwargs):
@@ -67,10 +67,16 @@ def callable_within_(
         return own(*args, **kwargs)
     module.forward = forward
 
+def trained_weights(
+    module:nn.Module, # its parameters may be shards
+)->dict[str, nn.Parameter]: # in the module's order, tied ones once
+    "The parameters that require a gradient, by name."
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
 def distinct(
     module:nn.Module, # its parameters may be shards
 )->dict[str, Any]: # name → parameter or buffer
-    "Weights by name, tied ones under their first: one parameter is one object."
+    "Parameters and persistent buffers by name, tied ones under their first name: one parameter is one object."
     names:dict = {}
     for name, x in module.state_dict(keep_vars=True).items(): names.setdefault(id(x), (name, x))
     return dict(names.values())

@@ -296,9 +296,9 @@ def entrywise(
                 group.update(kept)
             for p in [p for p in part.state if id(p) not in known]: del part.state[p]
         if odd:
-            raise ValueError(f"{who}: {type(part).__name__} {odd}, and here each rank has a flat stretch of every weight; "
-                             "use an optimizer that treats entries alone, such as adamw, or another engine: None takes "
-                             'any, "fsdp2" Muon')
+            raise ValueError(f"{who}: {type(part).__name__} {odd}, and here each rank has a part of every weight; use an "
+                             "optimizer that treats entries alone, such as adamw, or another engine: None takes any, "
+                             '"fsdp2" Muon')
 
 def _odd(part, at, device)->str|None:
     "What a group of an optimizer does that takes more than an entry by itself."

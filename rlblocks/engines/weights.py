@@ -25,7 +25,8 @@ def checksum(
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for start in range(0, bits.numel(), chunk):
         piece = bits[start:start+chunk].long()
-        total += (piece*torch.arange(2*start+1, 2*(start+len(piece))+1, 2, device=x.device)).sum()   # wraps around, as intended
+        odd = torch.arange(2*start+1, 2*(start+len(piece))+1, 2, device=x.device)
+        total += (piece*odd).sum()               # modulo 2⁶⁴, as intended
     return int(total) % 2**64
 
 # %% ../../nbs/engines/51_weights.ipynb #28765668
@@ -53,7 +54,7 @@ def buckets(
             bucket, size = {}, 0
         bucket[name] = x.clone()
         size += x.nbytes
-        del x                     # not held while the next one is gathered
+        del x                     # frees its memory before the next one is gathered
     if bucket: yield bucket
 
 # %% ../../nbs/engines/51_weights.ipynb #fd26b33c
@@ -72,16 +73,15 @@ class Ticket:
     owner:Callable[[], int]    # the owner's version now
     params:Callable[[int], Iterator[dict[str, Tensor]]] # bucket_bytes → owned buckets of full weights
 
-    def buckets(self,
-        bucket_bytes:int, # size of a message
-    )->Iterator[dict[str, Tensor]]: # owned copies, by name
-        "The weights, bucket by bucket. RuntimeError once the owner has stepped past this version."
+    def buckets(self, bucket_bytes:int)->Iterator[dict[str, Tensor]]:
+        "The weights, bucket by bucket: copies by name. RuntimeError once the owner has stepped past this version."
         for bucket in self.params(bucket_bytes):
             if self.owner() != self.version:
-                raise RuntimeError(f"Ticket: these are weights of version {self.version}, the policy is at {self.owner()} by now; "
-                                   "load a ticket before the next step, or take a new one with policy.weights()")
+                raise RuntimeError(f"Ticket: these are weights of version {self.version}, the policy is at "
+                                   f"{self.owner()} by now; load a ticket before the next step, or take a new one: "
+                                   "policy.weights()")
             yield bucket
-            del bucket            # not held while the next one is gathered
+            del bucket            # frees its memory before the next one is gathered
 
 def copy_weights(
     ticket:Ticket,    # from `policy.weights()`
@@ -89,13 +89,13 @@ def copy_weights(
     *,
     bucket_bytes:int=1 << 28, # size of a message
 )->Manifest: # checksums as the receiver holds them
-    "Copy a ticket's weights into a module and prove it. ValueError for names or shapes that do not fit, RuntimeError when a checksum differs."
+    """Copy a ticket's weights into a module, and check them.
+
+    ValueError for names or shapes that do not fit, RuntimeError when a checksum differs."""
     own, sent, n_bytes, n_messages = named_weights(module), {}, 0, 0
     for bucket in ticket.buckets(bucket_bytes):
-        unknown = sorted(set(bucket) - set(own))
-        if unknown: raise ValueError(f"load: the receiver has no {unknown[0]!r} ({len(unknown)} unknown names); it holds {', '.join(list(own)[:3])} …")
+        _check_names(bucket, own)
         for name, x in bucket.items():
-            if x.shape != own[name].shape: raise ValueError(f"load: {name!r} is {list(x.shape)}, the receiver's is {list(own[name].shape)}")
             x = x.to(own[name].dtype)
             sent[name] = checksum(x)
             own[name].copy_(x)
@@ -104,8 +104,21 @@ def copy_weights(
         n_messages += 1
         del bucket
     missing = sorted(set(own) - set(sent))
-    if missing: raise ValueError(f"load: the ticket lacks {missing[0]!r} ({len(missing)} missing names); policy and rollout must be the same model")
-    held = {name: checksum(x) for name, x in own.items()}
-    odd = [name for name in sent if sent[name] != held[name]]
-    if odd: raise RuntimeError(f"load: {odd[0]!r} arrived changed ({len(odd)} tensors); two names may share one storage here and not there")
-    return Manifest(ticket.version, held, n_bytes, n_messages)
+    if missing:
+        raise ValueError(f"load: the ticket lacks {missing[0]!r} ({len(missing)} missing names); policy and rollout "
+                         "must be the same model")
+    received = {name: checksum(x) for name, x in own.items()}
+    odd = [name for name in sent if sent[name] != received[name]]
+    if odd:
+        raise RuntimeError(f"load: {odd[0]!r} arrived changed ({len(odd)} tensors); two names may share one storage "
+                           "here and not there")
+    return Manifest(ticket.version, received, n_bytes, n_messages)
+
+def _check_names(bucket, own):
+    "ValueError for what the receiver does not have, or has in another shape."
+    unknown = sorted(set(bucket) - set(own))
+    if unknown:
+        raise ValueError(f"load: the receiver has no {unknown[0]!r} ({len(unknown)} unknown names); it has "
+                         f"{', '.join(list(own)[:3])} …")
+    odd = next((name for name, x in bucket.items() if x.shape != own[name].shape), None)
+    if odd: raise ValueError(f"load: {odd!r} is {list(bucket[odd].shape)}, the receiver's is {list(own[odd].shape)}")

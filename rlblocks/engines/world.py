@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MEETING', 'HALF', 'device_of', 'in_time', 'world', 'exchange', 'first_error', 'RankLost', 'all_or_raise', 'agree',
-           'same_rows', 'same_weights', 'fill_', 'join_world', 'mesh_of', 'leave_world']
+           'same_rows', 'same_weights', 'fill_', 'join_world', 'group_of', 'mesh_of', 'leave_world']
 
 # %% ../../nbs/engines/52_world.ipynb #7f5b6795
 import atexit
@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,8 @@ def device_of(
     who:str,  # asks, for the message
 )->torch.device:
     "The device of a `device` argument. ValueError for a word that names none, and for one that is not here."
-    try: found = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if device is None: device = "cuda" if torch.cuda.is_available() else "cpu"
+    try: found = torch.device(device)
     except (RuntimeError, TypeError) as e:
         raise ValueError(f'{who}: device={device!r}; "cpu", "cuda" or "cuda:1" is wanted, or None, which is CUDA where '
                          'there is one') from e
@@ -51,9 +51,9 @@ def in_time(
     seconds:int|float, # at most
     what:str,      # who waits for what, for the message
 )->Any: # what `f` returned
-    """Run `f`, or raise TimeoutError after some seconds. What `f` raises is raised.
+    """Run `f`, or raise TimeoutError after some seconds; what `f` raises is raised.
 
-    A call that never ends keeps its thread, a daemon: it keeps no process from ending."""
+    A call that never ends keeps its thread, a daemon: the process can still end."""
     answers = queue.SimpleQueue()
     def run():
         try: answers.put((f(), None))
@@ -78,25 +78,25 @@ def exchange(
     group:dist.ProcessGroup|None=None, # of ranks; None: all of them
     timeout:float|None=None, # seconds to wait for the slowest rank; None: as long as the group does
 )->list: # every rank's value, in the order of ranks
-    "Hand a value to every rank. RuntimeError or TimeoutError when a rank is gone, or does not answer in time."
+    "Every rank's value. RuntimeError or TimeoutError when a rank is gone, or does not answer in time."
     at:Any = group or dist.group.WORLD
-    answers:list = [None]*dist.get_world_size(group)
-    if timeout is None:
+    def gather():
+        answers:list = [None]*dist.get_world_size(group)
         dist.all_gather_object(answers, mine, group=group)
         return answers
+    if timeout is None: return gather()
     options:Any = dist.AllreduceOptions()     # the operation's own deadline: gloo leaves no thread waiting
     options.timeout = timedelta(seconds=timeout)
     at.allreduce([torch.zeros(1, device=dist.distributed_c10d._get_object_coll_device(at))], options).wait()
-    in_time(lambda: dist.all_gather_object(answers, mine, group=group), seconds=timeout, what="a rank that had arrived")
-    return answers
+    return in_time(gather, seconds=timeout, what="the second half of an exchange")
 
 def first_error(
     key:str,          # of this stretch of work, the same on all ranks and never used again
     mine:str|None=None, # this rank's error; None: only look
     *,
     seconds:float=20., # to wait for the store
-)->str|None: # None: no rank left one, or the store does not answer
-    "The first error that any rank has left in the world's key-value store, which works while collectives are broken."
+)->str|None: # None: no rank wrote one, or the store does not answer
+    "The first error that any rank has written into the world's key-value store, which works when collectives do not."
     store = dist.distributed_c10d._get_default_store()
     def look():
         if mine: return store.compare_set(key, "", mine).decode()
@@ -109,17 +109,17 @@ class RankLost(RuntimeError):
 def all_or_raise(
     who:str,              # asks, for the message
     error:Exception|None=None, # what went wrong on this rank, if anything
-    mine=None,            # what the other ranks shall know
+    mine=None,            # a value for the other ranks
     *,
     kind:type[Exception]=RuntimeError, # what the others raise for this rank's error
     text:str|None=None,   # of what the others raise; None: who, rank, type and text of the error
     group:dist.ProcessGroup|None=None, # of ranks; None: all of them
     timeout:float|None=None, # seconds to wait for the slowest rank; None: as long as the group does
-    key:str|None=None,    # see `first_error`; None: nothing is left in the store
+    key:str|None=None,    # see `first_error`; None: nothing is written into the store
 )->list: # every rank's `mine`, in the order of ranks
-    """All ranks go on, each with what every rank handed in, or all raise: its own error, or another rank's.
+    """All ranks go on, each with every rank's value, or all raise: its own error, or another rank's.
 
-    When the exchange itself breaks, RankLost has the first error that a rank left under `key`."""
+    When the exchange itself fails, RankLost has the first error that a rank wrote under `key`."""
     rank, ranks = world()
     if ranks == 1:
         if error: raise error
@@ -161,7 +161,7 @@ def same_rows(
                          f"both the part of their replica: batch.parts({world()[1]//shares})[policy.replica]")
 
 def same_weights(
-    module:nn.Module, # still whole
+    module:nn.Module, # before it is sharded
 )->None:
     """All ranks hold the same module, judged by names, shapes and the first 4096 entries of each weight.
 
@@ -185,7 +185,7 @@ def fill_(
 ):
     "Put every rank's rows in their place on all ranks, with no other memory than `out`."
     parts = out.view(dist.get_world_size(group), -1)
-    if out.device.type == "cpu":      # gloo's all_gather makes the whole twice
+    if out.device.type == "cpu":      # gloo's all_gather would allocate `out` twice
         works:list = [dist.broadcast(x, group=group, group_src=r, async_op=True) for r, x in enumerate(parts)]
         for work in works: work.wait()
         return
@@ -207,7 +207,16 @@ def join_world(
     dist.init_process_group(backend, store=getattr(dist, "HashStore")(), rank=0, world_size=1)
     atexit.register(leave_world)
 
-_MESHES:WeakKeyDictionary[Any, dict] = WeakKeyDictionary()     # world → (device, shape) → mesh
+def group_of(
+    parts:list[list[int]], # ranks of each group; together all ranks of the world
+    axis:str,              # what they share, the tag of the groups
+)->dist.ProcessGroup: # of the part that has this rank
+    "This rank's group of some; made at the first call in a world, in which all ranks take part."
+    if len(parts) == 1: return getattr(dist.group, "WORLD")
+    torch_groups, tag = dist.distributed_c10d, f"user:rlblocks {axis}"
+    mine = next(part for part in parts if world()[0] in part)
+    found = torch_groups._find_pg_by_ranks_and_tag(tag, mine)
+    return found or [torch_groups._new_group_with_tag(part, pg_tag=tag) for part in parts][parts.index(mine)]
 
 def mesh_of(
     device:torch.device,   # what the ranks compute on
@@ -226,21 +235,18 @@ def mesh_of(
     if ranks % shares:
         asked = " and ".join(f"{name}={n}" for name, n in shape.items() if n > 1)
         raise ValueError(f"ShardedModel: {asked} wants a world of {shares} ranks, or a multiple; this one has {ranks}. "
-                         "Start another number of processes (torchrun --nproc-per-node), or let fewer ranks share a row")
-    made = _MESHES.setdefault(dist.group.WORLD, {})
-    key = (device.type, *shape.values())
-    if key not in made:                   # in this thread: it may choose the thread's CUDA device
-        sizes = ranks//shares, *shape.values()
-        made[key] = init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "sequence", "tensor"))
-    return made[key]
+                         "Start another number of processes (torchrun --nproc-per-node), or share rows among fewer")
+    all_ranks, axes = init_device_mesh(device.type, (ranks,)).mesh, ("replica", "sequence", "tensor")
+    cube = all_ranks.view(-1, sequence_parallel, tensor_parallel)
+    groups = [group_of(cube.movedim(i, -1).flatten(0, 1).tolist(), axis) for i, axis in enumerate(axes)]
+    return DeviceMesh.from_group(groups, device.type, mesh=cube, mesh_dim_names=axes)
 
 # %% ../../nbs/engines/52_world.ipynb #258808ef
 def leave_world():
-    """End the torch.distributed world while the interpreter still stands; nothing to do where there is no world.
+    """End the torch.distributed world before the interpreter ends; nothing to do where there is no world.
 
-    A run that has succeeded then ends with success. Each rank for itself, once no collective is under way. `SpmdPool`
-    and `join_world` leave what they started; a script that called `init_process_group` calls this last."""
+    A run that has succeeded then ends with success. Each rank for itself, once no collective is running. `SpmdPool`
+    and `join_world` end the worlds they started; a script that called `init_process_group` calls this last."""
     if not dist.is_initialized(): return
-    _MESHES.clear()
     dist.destroy_process_group()
-    time.sleep(.2)      # a wait without the interpreter's lock, for threads that want it once more
+    time.sleep(.2)      # without the interpreter's lock, which threads of gloo need once more

@@ -91,7 +91,7 @@ def chipo_loss(
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics)
     """χ²-preference optimization: DPO whose reward grows with the ratio itself, against overoptimization.
 
-    L = Σ −log σ(clip(βφ(u_w) − βφ(u_l), ±2R)) / denom, φ(u) = u + log u, u = π/π_ref. Huang et al. 2024, algorithm 1.
+    L = Σ −log σ(clip(βφ(u_w) − βφ(u_l), ±2R)) / denom, φ(u) = u + log u, u = π/π_ref. Huang et al. 2024, section 3.
     `clip_frac` is the share of pairs beyond the clip, which have no gradient."""
     if not max_reward > 0:
         raise ValueError(f"chipo_loss: max_reward is {max_reward}; it is above 0, math.inf for no clipping")

@@ -110,7 +110,7 @@ def rebel_loss(
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics)
     """Regress the gap of the implicit rewards on the gap of the scores.
 
-    L = Σ (β(c − r) − (r(y) − r(y′)))² / denom, c and r log-ratios. Gao et al. 2024 (REBEL), algorithm 1."""
+    L = Σ (β(c − r) − (r(y) − r(y′)))² / denom, c and r log-ratios. Gao et al. 2024 (REBEL)."""
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, score_gap=score_gap,
                weights=weights)
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)

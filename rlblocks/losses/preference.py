@@ -169,7 +169,7 @@ def dpop_loss(
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics)
     """DPO-Positive: DPO that may not lower the chosen answer below the reference.
 
-    L = Σ −log σ(β(c − r − λ·max(0, −c))) / denom, c and r log-ratios. Pal et al. 2024 (Smaug), eq. 3.
+    L = Σ −log σ(β(c − r − λ·max(0, −c))) / denom, c and r log-ratios. Pal et al. 2024 (Smaug), the loss DPOP.
     `chosen_fell` is the share of pairs whose chosen answer has become less likely."""
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)

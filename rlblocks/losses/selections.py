@@ -114,7 +114,7 @@ def kl_cov_loss(
     x, A = log_ratio(logprobs, old_logprobs, mask), masked_data(advantages, mask)
     ratio, distance = x.exp(), torch.where(selected, x.abs(), 0.)
     loss = aggregate(-ratio*A + kl_coef*distance, mask, over=over, denom=denom)
-    return loss, ratio_metrics(ratio, mask) | dict(held=mean_of(distance, mask & selected))
+    return loss, ratio_metrics(ratio, mask) | dict(selected_distance=mean_of(distance, mask & selected))
 
 # %% ../../nbs/losses/19_selections.ipynb #077fee52
 def high_entropy_mask(

@@ -48,8 +48,8 @@ class Critic(Trained):
         check_numbers("Critic", given)
         self.tokenizer = load_tokenizer(given.name, tokenizer)
         bins = stored_bins(given.name) if bins is None else bins
-        head:dict[str, Any] = dict(outputs=1 if bins is None else len(bins), bias=bins is not None, lazy=reads_shards(setup))
-        reader = trunk_reader(given.name, base, given.attention, **head)
+        size = dict[str, Any](outputs=1 if bins is None else len(bins), bias=bins is not None)
+        reader = trunk_reader(given.name, base, given.attention, lazy=reads_shards(setup), **size)
         if bins is not None: reader.head = ClassHead(reader.head, torch.as_tensor(bins))
         self._run, self._view = start("Critic", reader, base, setup)
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FLOATS', 'WEIGHTS', 'failed_write', 'disk_state', 'persist', 'drafted', 'Shards', 'plain_twin', 'together',
-           'as_filed', 'came_in', 'in_precision', 'save_folder']
+           'as_filed', 'dtypes_of', 'in_precision', 'save_folder']
 
 # %% ../../nbs/models/67_folders.ipynb #b19277af
 import errno
@@ -183,14 +183,14 @@ def _owned(x):
 # %% ../../nbs/models/67_folders.ipynb #c7605063
 FLOATS = (*HALF, torch.float32, torch.float64)
 
-def came_in(
+def dtypes_of(
     module:nn.Module, # as it was loaded
 )->dict[str, torch.dtype]: # weights that are numbers by themselves; not packed ones
     "The precision of each weight, to be noted before anybody promotes it."
     return {k: x.dtype for k, x in module.state_dict(keep_vars=True).items() if x.dtype in FLOATS}
 
 def in_precision(
-    came:dict[str, torch.dtype], # of `came_in`
+    came:dict[str, torch.dtype], # of `dtypes_of`
     dtype:torch.dtype|None=None, # of all of them instead
 )->Callable[[str, Tensor], Tensor]: # name, weight → weight
     "What rounds a weight to the precision it came in; one that was not noted (it was packed) goes with the first of the others."

@@ -7,43 +7,44 @@ __all__ = ['Layout', 'Reading', 'Places', 'Pass', 'Forward', 'turning']
 
 # %% ../../nbs/models/71_forward.ipynb #5fed9b02
 import inspect
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from jaxtyping import Int
+from torch import Tensor, nn
 
-from .attention import Segments, layout as segment_kwargs
-from .folders import came_in
-from ..engines.modules import output_layer
-from .head import asking, head_logprobs, head_measured, sampled_from, states_of
-from .checks import check_hidden, check_measured, positions, vocabulary
 from ..arithmetic.logprobs import entropy as entropy_of, gather_logprobs
 from ..arithmetic.masked import promoted
-from ..data.packing import pack
 from ..arithmetic.passes import asked
-from .routers import picked, routed, router_columns
+from ..data.packing import Packed, pack
 from ..engines.exchanges import Stretch
+from ..engines.modules import output_layer
+from .attention import Segments, layout as segment_kwargs
+from .checks import check_hidden, check_measured, positions, vocabulary
+from .folders import dtypes_of
+from .head import asking, head_logprobs, head_measured, sampled_from, states_of
+from .routers import picked, routed, router_columns
 
 # %% ../../nbs/models/71_forward.ipynb #208b666d
 @dataclass(frozen=True)
 class Layout:
-    "How rows lie in a pass, and what the model does to its logits: found by probes, once."
+    "How rows are arranged in a pass, and what the model does to its logits: found by probes, once."
     packed:bool=False   # end to end on one line
     segments:bool=False # the trunk attends by `segment_attention`: packed rows may share prefixes
-    stretch:Stretch|None=None # this rank's part of a line that several ranks run; None: it runs lines as they are
+    stretch:Stretch|None=None # this rank's part of a line that several ranks run; None: each runs lines of its own
     bend:tuple[float, float|None]|None=None # of `bending`: log-probs without logits; None: from logits
 
 @dataclass(frozen=True)
 class Reading:
     "What to read of a pass."
-    logprobs:bool=True      # of the chosen tokens; False: only what a head says
+    logprobs:bool=True      # of the chosen tokens; False: only what a head gives
     entropy:bool=False      # also the entropy
     logits:bool=False       # also the logits that the places were sampled from
-    measure:Any=None        # a function of such logits `[m, V]` and of columns, instead of log-probs
+    measure:Callable|None=None # a function of such logits `[m, V]` and of columns, instead of log-probs
     hidden:bool=False       # what enters the output layer, and nothing of the logits
     routers:str|None=None   # also of every token: "scores" of a mixture's routers, or the "experts" it goes to
     after:str|None=None     # scores after the True of this column, instead of log-probs of the chosen tokens
@@ -51,13 +52,21 @@ class Reading:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    "Where to read a micro-batch: n places, and what was sampled there."
+    "Where to read a micro-batch: n places, and how the tokens there were sampled."
     rows:Int[Tensor, " n"]
     cols:Int[Tensor, " n"]
-    targets:Tensor|None=None  # `[n]` ids whose log-probs are wanted
-    temperature:float|Tensor=1. # number or `[n]`, what the places were sampled at
+    targets:Tensor|None=None  # `[n]` ids whose log-probs are read
+    temperature:float|Tensor=1. # number or `[n]`
     support:Tensor|None=None  # `[n, K]` ids that sampling was confined to
-    columns:tuple=()          # `[n, …]` each, what a measure has to know besides
+    columns:tuple=()          # `[n, …]` each, further arguments of a measure
+
+    def take(self,
+        at:Tensor|slice, # which of them
+    )->"Places":
+        "Some of the places."
+        some = lambda x: x[at] if isinstance(x, Tensor) else x
+        return Places(some(self.rows), some(self.cols), some(self.targets), some(self.temperature), some(self.support),
+                      tuple(map(some, self.columns)))
 
 # %% ../../nbs/models/71_forward.ipynb #9332ea90
 @dataclass(frozen=True, eq=False)
@@ -65,8 +74,10 @@ class Pass:
     "One call of the trunk, and where in its output the places are."
     ids:Tensor       # `[B, T]`, or one line
     kwargs:dict      # what else the trunk is given
-    at:Any           # the places in its output, first two axes as one
-    mine:Any=None    # Tensor: which of the n places this rank reads, where ranks share the line; None: all
+    at:Tensor|slice  # the places in its output, first two axes as one
+    places:Places    # those that this rank reads
+    line:Packed|None=None  # how rows are packed; None: they are padded
+    mine:Tensor|None=None  # which of all places this rank reads, where ranks share the line; None: all
     n:int=0          # all places
     stretch:Stretch|None=None # the ranks that share it
 
@@ -76,28 +87,79 @@ class Pass:
         "At this rank's places."
         return x.flatten(0, 1)[self.at]
 
-    def own(self,
-        x, # `[n, …]`, of each place; anything else is for all
-    ): # `[m, …]`
-        "Of this rank's places; if it has none the first one's, for the token that is read in their stead."
-        if self.mine is None or not isinstance(x, Tensor): return x
-        return x[self.mine] if len(self.mine) else x[:1]
-
     def gather(self,
         x:Tensor, # `[m, …]`, of this rank's places
     )->Tensor: # `[n, …]`
         "Of all places, on all ranks that share the line."
-        return x if self.stretch is None else self.stretch.gathered(x, self.mine, self.n)
+        return x if self.stretch is None or self.mine is None else self.stretch.gathered(x, self.mine, self.n)
+
+def _padded(tokens, places, takes):
+    "Rows side by side; of a trunk with `logits_to_keep`, logits from the first column that is read to the last."
+    kwargs:dict[str, Any] = dict(use_cache=False) if "use_cache" in takes else {}
+    if "logits_to_keep" not in takes: return Pass(tokens, kwargs, places.rows*tokens.shape[1] + places.cols, places)
+    first, last = int(places.cols.min()), int(places.cols.max())
+    kwargs["logits_to_keep"] = torch.arange(first, last+1, device=tokens.device)
+    return Pass(tokens, kwargs, places.rows*(last+1-first) + places.cols - first, places)
+
+def _on_a_line(tokens, lengths, places, layout, takes, group):
+    "Rows end to end; of ranks that share the line, this rank's stretch."
+    stretch, line = layout.stretch, pack(tokens, lengths.clamp(min=1), group if layout.segments else None)
+    ids, at, where, mine = line.tokens, line.position_ids, line.places(places.rows, places.cols), None
+    sizes, prefixes, n = line.sizes, line.prefixes, len(places.rows)
+    if stretch:
+        sizes, prefixes = [*sizes, stretch.padding(len(ids))], [*prefixes, (0, 0)]
+        mine, where = stretch.here(where, len(ids))
+        places = places.take(mine if len(mine) else slice(1))
+        if not len(mine): where = where.new_zeros(1)        # nothing to read: a token all the same
+        ids, at = stretch.cut(ids), stretch.cut(at)
+    kwargs:dict[str, Any] = dict(use_cache=False) if "use_cache" in takes else {}
+    kwargs["position_ids"] = at[None]
+    if layout.segments: kwargs |= segment_kwargs(Segments(sizes, prefixes, stretch), tokens.device)
+    if "logits_to_keep" in takes: kwargs["logits_to_keep"], where = where, slice(None)   # just those, in order
+    return Pass(ids[None], kwargs, where, places, line, mine, n, stretch)
 
 def _accepts(module, *names):
     "Which of `names` the module's forward takes."
     params = inspect.signature(module.forward).parameters
     found = {n for n in names if n in params}
-    inner = getattr(module, "get_base_model", lambda: module)() # an adapter's forward hands on by keyword what it does not name
-    hands_on = inner is not module and any(p.kind is p.VAR_KEYWORD for p in params.values())
-    return found | _accepts(inner, *names) if hands_on else found
+    inner = getattr(module, "get_base_model", lambda: module)() # an adapter's forward passes on what it does not name
+    passes_on = inner is not module and any(p.kind is p.VAR_KEYWORD for p in params.values())
+    return found | _accepts(inner, *names) if passes_on else found
 
 # %% ../../nbs/models/71_forward.ipynb #1233a619
+def _instead(layer, places, reading, bend):
+    "What runs in the output layer's place, on what enters it at this rank's places; None: the layer as it is."
+    if reading.hidden: return lambda h: h
+    if places.targets is None or bend is None or reading.logits: return None
+    how:dict[str, Any] = dict(bend=bend, temperature=places.temperature, support=places.support)
+    if reading.measure: return lambda h: head_measured(layer, h, reading.measure, *places.columns, **how)
+    return partial(head_logprobs, layer, targets=places.targets, entropy=reading.entropy, **how)
+
+def _from_head(given, reading)->dict[str, Tensor]:
+    "By name, what `_instead` gave."
+    if reading.hidden: return dict(hidden=given)
+    if reading.measure: return dict(measured=check_measured(given))
+    return dict(zip(("logprobs", "entropy"), given.unbind(-1), strict=False))
+
+def _from_logits(logits, places, reading)->dict[str, Tensor]:
+    "The same from logits."
+    how:dict[str, Any] = dict(temperature=places.temperature, support=places.support)
+    if reading.measure:
+        return dict(measured=check_measured(asked(reading.measure, sampled_from(logits, **how), list(places.columns))))
+    found = dict(logprobs=gather_logprobs(logits, places.targets, **how))
+    if reading.entropy: found["entropy"] = entropy_of(logits, **how)
+    if reading.logits: found["logits"] = sampled_from(logits, **how)
+    return found
+
+def _from_routers(seen, tokens, lengths, call):
+    "Router scores, or experts, of every token: `[B, T, L, E]`."
+    if call.line is None: return router_columns(seen, lengths, tokens.shape[1])
+    if call.stretch:      # all layers in one exchange
+        joined = call.stretch.joined(torch.cat(seen, -1), len(call.line.tokens))
+        seen = list(joined.split([x.shape[-1] for x in seen], -1))
+    return router_columns(seen, lengths, tokens.shape[1], call.line.places)
+
+# %% ../../nbs/models/71_forward.ipynb #8d8b93f0
 class Forward(nn.Module):
     "A causal module and a head on it: the one module that an engine wraps and shards."
 
@@ -110,7 +172,7 @@ class Forward(nn.Module):
         "Wrap a module."
         super().__init__()
         self.trunk, self.on_lm_head = trunk, on_lm_head
-        self.came = came_in(trunk)  # before an engine promotes it: what a folder goes back to
+        self.dtypes = dtypes_of(trunk)  # before an engine promotes it: what a folder is written in
         self.head:Any = head
         self.takes = _accepts(trunk, "position_ids", "use_cache", "logits_to_keep")
         self.vocabulary, self.positions = vocabulary(trunk), positions(trunk)
@@ -120,103 +182,56 @@ class Forward(nn.Module):
         lengths:Int[Tensor, " B"], # their real lengths
         places:Places,             # where to read
         reading:Reading,           # what
-        layout:Layout,             # how the rows lie
-        group=None,                # `[B]` ids of rows that may begin alike; packed, they share it. None: nothing is shared
+        layout:Layout,             # how to arrange the rows
+        group:Tensor|None=None,    # `[B]` ids of rows that may begin alike; packed, they share it
     )->dict[str, Tensor]: # `[n, …]` each: logprobs, entropy, values, logits, measured, hidden; router_logits or experts
         "What a loss needs of each place. Nothing V-sized leaves the module unless `logits` asks for it."
         call, layer = self.arrange(tokens, lengths, places, layout, group), output_layer(self.trunk)
-        inside = self._inside(layer, call, places, reading, layout.bend)
-        watch = dict(scores=routed, experts=picked)[reading.routers](self.trunk) if reading.routers else nullcontext([])
-        with watch as seen, asking(layer if inside or self.on_lm_head else None, inside, call.pick) as ask:
+        if reading.hidden: check_hidden(layer, self.trunk)
+        f = _instead(layer, call.places, reading, layout.bend)
+        read = layer if f or self.on_lm_head else None
+        watch = dict(scores=routed, experts=picked).get(reading.routers or "")
+        with watch(self.trunk) if watch else nullcontext([]) as seen, asking(read, f, call.pick) as ask:
             out = states_of(self.trunk(call.ids, **call.kwargs))
-        out = ask.given if inside else call.pick(out)
-        found = {k: call.gather(x) for k, x in self._found(out, ask, call, places, reading, bool(inside)).items()}
-        return found | self._routers(seen, tokens, lengths, call, reading, layout, group) if reading.routers else found
+        if f: found = _from_head(ask.given, reading)
+        elif places.targets is None: found = self.values(call.pick(out))
+        else: found = _from_logits(call.pick(out), call.places, reading)
+        if self.on_lm_head and not reading.hidden: found |= self.values(ask.entered)
+        found = {k: call.gather(x) for k, x in found.items()}
+        if not watch: return found
+        name = "experts" if reading.routers == "experts" else "router_logits"
+        return found | {name: _from_routers(seen, tokens, lengths, call)}
 
     def arrange(self,
         tokens:Int[Tensor, "B T"],
         lengths:Int[Tensor, " B"],
         places:Places,
         layout:Layout,
-        group=None, # as for `forward`
+        group:Tensor|None=None, # as for `forward`
     )->Pass:
-        "Lay rows out."
-        kwargs:dict[str, Any] = dict(use_cache=False) if "use_cache" in self.takes else {}
-        if layout.packed: return self._on_a_line(tokens, lengths, places, layout, group, kwargs)
-        first, kept = places.cols.min(), "logits_to_keep" in self.takes
-        if not kept: return Pass(tokens, kwargs, places.rows*tokens.shape[1] + places.cols)
-        keep = torch.arange(int(first), int(places.cols.max())+1, device=tokens.device)
-        return Pass(tokens, kwargs | dict(logits_to_keep=keep), places.rows*len(keep) + places.cols - first)
+        "Rows side by side or on a line, as the layout says."
+        if not layout.packed: return _padded(tokens, places, self.takes)
+        return _on_a_line(tokens, lengths, places, layout, self.takes, group)
 
-    def _on_a_line(self, tokens, lengths, places, layout, group, kwargs):
-        "Rows end to end; of ranks that share the line each takes a stretch, and reads the places that lie on it."
-        stretch = layout.stretch
-        p = _packed(tokens, lengths, layout, group)
-        ids, at, where, mine, sizes, prefixes = p.tokens, p.position_ids, p.places(places.rows, places.cols), None, p.sizes, p.prefixes
-        if stretch:
-            sizes, prefixes = [*sizes, stretch.padding(len(ids))], [*prefixes, (0, 0)]
-            mine, where = stretch.here(where, len(ids))
-            if not len(mine): where = where.new_zeros(1)        # nothing to read: a token all the same, for the backward pass
-            ids, at = stretch.cut(ids), stretch.cut(at)
-        kwargs["position_ids"] = at[None]
-        if layout.segments: kwargs |= segment_kwargs(Segments(sizes, prefixes, stretch), tokens.device)
-        if "logits_to_keep" in self.takes: kwargs["logits_to_keep"], where = where, slice(None)   # just those, in order
-        return Pass(ids[None], kwargs, where, mine, len(places.rows), stretch)
-
-    def _inside(self, layer, call, places, reading, bend):
-        "What runs in the output layer's place. None: the layer itself."
-        if reading.hidden: return _itself if check_hidden(layer, self.trunk) else None
-        if places.targets is None or bend is None or reading.logits: return None
-        how = dict(bend=bend, temperature=call.own(places.temperature), support=call.own(places.support))
-        columns = [call.own(x) for x in places.columns]
-        if reading.measure: return lambda h: head_measured(layer, h, reading.measure, *columns, **how)
-        return partial(head_logprobs, layer, targets=call.own(places.targets), entropy=reading.entropy, **how)
-
-    def _found(self, out, ask, call, places, reading, straight):
-        "By name, what the pass gave at this rank's places."
-        if reading.hidden: return dict(hidden=out)
-        if places.targets is None: return self._values(out)
-        how = dict(temperature=call.own(places.temperature), support=call.own(places.support))
-        found:dict[str, Tensor]
-        if reading.measure:
-            columns = [call.own(x) for x in places.columns]
-            found = dict(measured=check_measured(out if straight else asked(reading.measure, sampled_from(out, **how), columns)))
-        elif straight: found = dict(zip(("logprobs", "entropy"), out.unbind(-1), strict=False))
-        else: found = dict(logprobs=gather_logprobs(out, call.own(places.targets), **how)) | (dict(entropy=entropy_of(out, **how)) if reading.entropy else {})
-        if reading.logits: found["logits"] = sampled_from(out, **how)
-        return found | self._values(ask.entered) if self.on_lm_head else found
-
-    def _values(self, states):
-        "What the head makes of hidden states: a number each, several `[n, k]`, or what it calls by name."
+    def values(self,
+        states:Tensor, # `[m, H]`, or `[m]` of a trunk that gives values itself
+    )->dict[str, Tensor]:
+        "What the head gives for hidden states: a number each, several `[m, k]`, or what it returns by name."
         if self.head is None: return dict(values=promoted(states.reshape(len(states))))
         found = self.head(states.to(self.head.weight.dtype))
-        return found if isinstance(found, dict) else dict(values=promoted(found[..., 0] if found.shape[-1] == 1 else found))
-
-    def _routers(self, seen, tokens, lengths, call, reading, layout, group):
-        "Router scores, or experts, of every token: `[B, T, L, E]`."
-        p = _packed(tokens, lengths, layout, group) if layout.packed else None
-        if p and call.stretch:      # all layers in one exchange
-            seen = call.stretch.joined(torch.cat(seen, -1), len(p.tokens)).split([x.shape[-1] for x in seen], -1)
-        name = "experts" if reading.routers == "experts" else "router_logits"
-        return {name: router_columns(list(seen), lengths, tokens.shape[1], p and p.places)}
-
-def _itself(hidden): return hidden
-
-def _packed(tokens, lengths, layout, group):
-    "Rows on a line; an empty one lies there as a padding token."
-    return pack(tokens, lengths.clamp(min=1), group if layout.segments else None)
+        if isinstance(found, dict): return found
+        return dict(values=promoted(found[..., 0] if found.shape[-1] == 1 else found))
 
 # %% ../../nbs/models/71_forward.ipynb #febfafd7
 def turning(
     trunk:nn.Module, # any module; those of transformers say it in their configuration
-)->tuple[str, int]|None: # (kind, tokens up to which it stands still); None: it never turns
+)->tuple[str, int]|None: # (kind, tokens up to which it is fixed); None: it never changes
     "The rotary embedding whose angles depend on the longest position of a call: `longrope` or `dynamic`."
     found = []
-    for c in {id(c): c for m in trunk.modules() if (c := getattr(m, "config", None)) is not None}.values():
-        rope = getattr(c, "rope_parameters", None) or {}
-        each = [rope] if "rope_type" in rope else [x for x in rope.values() if isinstance(x, dict)]   # for all layers, or by kind
-        for one in each:
-            kind = one.get("rope_type", "")
+    for config in {id(c): c for m in trunk.modules() if (c := getattr(m, "config", None)) is not None}.values():
+        rope = getattr(config, "rope_parameters", None) or {}
+        for one in [rope] if "rope_type" in rope else rope.values():     # for all layers, or by kind of layer
+            kind = one.get("rope_type", "") if isinstance(one, dict) else ""
             if kind == "longrope": found.append((one["original_max_position_embeddings"], kind))
-            if "dynamic" in kind: found.append((c.max_position_embeddings, kind))
+            if "dynamic" in kind: found.append((config.max_position_embeddings, kind))
     return min(found)[::-1] if found else None

@@ -29,7 +29,7 @@ from .adapters import (adapter_on, check_adapter, check_bare, check_merges, chec
                                       lora_config, merged_weights, nested, peft_, plain_name, settings_of,
                                       without_adapters, write_adapter)
 from .checks import config_of
-from .folders import came_in, in_precision, save_folder
+from .folders import dtypes_of, in_precision, save_folder
 from .forward import Forward
 from .loading import load_tokenizer
 from .step import Prepared, Setup
@@ -49,7 +49,7 @@ class Base:
     ):
         "Put on the first adapter, then let the engine have the rest. ValueError when the trunk has adapters already."
         check_bare(trunk, engine.tensor_parallel)
-        self.trunk, self.name, self.came, self.linear = trunk, name, came_in(trunk), linear_names(trunk)
+        self.trunk, self.name, self.came, self.linear = trunk, name, dtypes_of(trunk), linear_names(trunk)
         self.own:dict[str, dict[str, nn.Parameter]] = {}  # adapter → what it owns, by the names that peft writes to files
         self.configs:dict[str, Any] = {}
         self.trained:dict[str, str] = {}                  # adapter → who trains it
@@ -66,7 +66,7 @@ class Base:
         if cut and lora is not None: self.first = self.put(lora)
 
     @property
-    def cut(self)->bool: return self.model is not None and self.model.spec.tensor_parallel > 1   # inside its layers
+    def cut(self)->bool: return getattr(self.model, "spec", EngineSpec()).tensor_parallel > 1   # inside its layers
 
     def fingerprint(self)->str:
         "What tells this base from others."
@@ -222,7 +222,7 @@ def view_(
 ):
     "Let a reader see the trunk without owning it: its weights are an adapter and its head."
     trunk = reader._modules.pop("trunk")
-    reader.__dict__["trunk"], reader.came = trunk, base.came
+    reader.__dict__["trunk"], reader.dtypes = trunk, base.came
     if name is not None: reader.add_module("adapter", nested(base.own[name]))
 
 def check_shared(
@@ -285,7 +285,7 @@ def save_adapter(
         raise ValueError(f"{run.name}: it has no adapter to save; leave out adapter=True")
     base, name, error = view.base, view.adapter, None
     if world()[0] == 0:
-        how = dict(base=base.name, causal=output_layer(base.trunk) is not None, tokenizer=tokenizer)
+        how:dict[str, Any] = dict(base=base.name, causal=output_layer(base.trunk) is not None, tokenizer=tokenizer)
         try: write_adapter(dict(base.own[name]), settings_of(base.configs[name]), path, **how)
         except OSError as e: error = OSError(f"{run.name}: cannot save to {path}: {e}")
     agree(error, f"{run.name}.save_pretrained")

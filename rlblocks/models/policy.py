@@ -279,7 +279,7 @@ class Policy(Trained):
     ):
         "Save in the Hugging Face format, tokenizer included, an adapter merged; a folder is a model's when all is there."
         if adapter: return save_adapter(self._run, self._view, path, self.tokenizer)
-        how = dict(head="v_head.summary" if value_head else None, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        how:dict[str, Any] = dict(head="v_head.summary" if value_head else None, dtype=dtype, max_shard_bytes=max_shard_bytes)
         save_read(self._run, self._run.module.trunk, path, tokenizer=self.tokenizer, **how)
 
     def __repr__(self): return super().__repr__()[:-1] + (")" if self._run.layout.bend else ", log-probs from logits in full)")

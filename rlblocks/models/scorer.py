@@ -60,7 +60,7 @@ class Scorer(Trained):
         model,           # as for `Policy`: tokens [B, T] → hidden states [B, T, H] or numbers [B, T]
         *,
         lora=None,       # train an adapter (and the head), not the weights; as for `Policy`
-        outputs:Outputs|int|Sequence[str]|None=None, # how many scores, their names, `scores_after`; None: as the head has
+        outputs:Outputs|int|Sequence[str]|None=None, # how many, their names, or `scores_after`; None: as the head has
         tokenizer=None,  # saved beside the weights; None: the one in the model's folder
         engine:EngineSpec|str|None=None, # as for `Policy`, as all below
         optimizer:OptimizerSpec|Callable|None=None, # None: AdamW …

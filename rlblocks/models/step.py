@@ -19,8 +19,7 @@ from torch import Tensor
 from ..data.batch import Batch
 from ..data.columns import widen
 from ..arithmetic.masked import Last, Mean, Metric, merge
-from ..data.micro_batches import plan_micro_batches
-from ..data.packing import shared_prefix
+from ..data.packing import Limits, planned, shared_prefix
 from .checks import check_batches, check_jobs, check_loss, check_sampled, check_scorable, check_turning, check_window
 from .forward import Forward, Layout, Reading, turning
 from .outputs import Checked, Out, cause, check_splits, outputs, trainable
@@ -117,8 +116,9 @@ def _plan(run, lengths, unit, shared):
     lengths, unit, packed = lengths.cpu().clamp(min=1), None if unit is None else unit.cpu(), run.layout.packed
     sides = _sides(run, lengths, unit)
     if len(sides) > 1 or not (packed and run.layout.segments): shared = None
-    how:dict[str, Any] = dict(shared=shared, max_tokens=run.micro_tokens, max_rows=run.micro_rows, padded=not packed, who=(run.name, "micro_tokens", "micro_rows"))
-    return [rows[i].tolist() for rows in sides for i in plan_micro_batches(lengths[rows], unit=None if unit is None else unit[rows], **how)]
+    limits = Limits(run.micro_tokens, run.micro_rows, not packed, run.name, ("micro_tokens", "micro_rows"))
+    plans = [(rows, planned(lengths[rows], None if unit is None else unit[rows], limits, shared)) for rows in sides]
+    return [rows[some].tolist() for rows, plan in plans for some in plan]
 
 def _sides(run, lengths, unit):
     "Row numbers that may run together: all, but where a rotary embedding turns those within its window and those beyond."
@@ -145,7 +145,7 @@ def train_step(
                 work = _work(run, jobs)
                 for i, (batch, loss, rows) in enumerate(work, 1):
                     part = batch.part(rows).trim().to(run.model.device)
-                    out = outputs(run, part, reading)
+                    out = outputs(run.model, run.layout, part, reading, run.name)
                     value = _add(run, sums, loss, out, part, rows)
                     run.model.backward(value, last=i == len(work), shared=shared)
             norm = run.model.apply(shared=shared)
@@ -268,7 +268,7 @@ def compute(
 def _computed(run, batch, reading, key, by_row)->Iterator[tuple[list[int], Tensor]]:
     for rows in micro_batches(run, batch):
         part = batch.part(rows).trim()
-        x = getattr(outputs(run, part, reading), key)
+        x = getattr(outputs(run.model, run.layout, part, reading, run.name), key)
         if by_row: x = by_row(x, part)
         if rows: yield rows, x.cpu()
 

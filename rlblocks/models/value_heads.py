@@ -213,7 +213,7 @@ def save_read(
     **how,      # tokenizer, max_shard_bytes: of `save_folder`
 )->None:
     "Write what a wrapper holds, trunk and head, as `save_folder` does. All ranks together."
-    came = run.module.came
+    came = run.module.dtypes
     at, exact = "" if module is run.module.trunk else f"{module.base_model_prefix}.", in_precision(came, dtype)
     def filed(name, x):
         part, _, leaf = name.partition(".")

@@ -13,8 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ..data.batch import Batch
-from ..data.cuts import Whole
+from ..data.batch import Batch, Whole
 from ..arithmetic.masked import Metric, merge
 
 P = ParamSpec("P")

@@ -27,7 +27,7 @@ from ..engines.world import HALF
 from ..models.loading import without_lm_head
 from ..models.value_heads import linear_head
 from .budgets import STAYS, Plan, device_bytes
-from .memory import PassBytes, adapted_model, check_float, fake_model, pack_, pass_bytes
+from .memory import PassBytes, adapted_model, fake_model, pack_, pass_bytes
 
 # %% ../../nbs/placement/96_planning.ipynb #6eaf5417
 def engine_bytes(
@@ -87,7 +87,6 @@ def fake_wrapper(
 )->FakeWrapper:
     "Build it; inside FakeTensorMode."
     fake, adapter = (fake_model(model, who="plan"), []) if lora is None else adapted_model(model, lora, who="plan")
-    check_float(dtype, "plan")
     dtype = dtype or (fake.dtype if fake.dtype in HALF else None)
     if lora is None: fake.requires_grad_(not frozen and quantization is None)
     if quantization is not None: pack_(fake, quantization, adapter)

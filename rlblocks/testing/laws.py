@@ -155,8 +155,8 @@ def _empty(p):
 # %% ../../nbs/testing/34_laws.ipynb #6dd651a7
 def _permutation(p):
     order = torch.randperm(len(p.cols["mask"]), generator=torch.Generator().manual_seed(1)) # neither a shift nor a flip
-    fix = ("at_tokens(x, mask) instead of broadcasting [B] over [B, T]; groups by id, not by position; columns, not "
-           "captured tensors")
+    fix = ("at_tokens(x, mask) instead of broadcasting [B] over [B, T]; groups by id, not by position; rows in the "
+           "order of b; columns, not captured tensors")
     _alike(p, "permutation", run(p, {k: x[order] for k,x in p.cols.items()}, p.step), run(p, p.cols, p.step),
            "with the rows in another order", fix, back=lambda x: x[order.argsort()] if x.ndim else x)
 
@@ -185,7 +185,8 @@ def _denom(p):
 
 # %% ../../nbs/testing/34_laws.ipynb #de41149c
 def _split(p):
-    want, fix = run(p, p.cols, p.step), "pass denom=b instead of taking the mean of each part"
+    want, give = run(p, p.cols, p.step), "pass denom=b" if p.closure else "hand on denom, aggregate(…, denom=denom),"
+    fix = f"{give} instead of taking the mean of each part"
     for ranks, rows in ((ranks, rows) for ranks in (1, 2, 4) for rows in (1, 2, 3, 16)):
         at, ran = zip(*parts(p, ranks, rows), strict=True)
         total, back = sum(x.outs["loss"] for x in ran), torch.cat(at).argsort()

@@ -1,0 +1,137 @@
+"What every engine behind `Rollout` keeps: one suite, run on each engine that is there."
+import pytest
+import torch
+from rlblocks import Policy
+from rlblocks.rollout.hf import Hf
+from rlblocks.rollout.samplers import Request, Sampler, Sampling, complete, sample_seeds
+from tiny import model
+
+WIDE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128) # heads of 32
+PROMPTS = ((5, 9, 3, 7), (4, 8), (11, 6, 5, 4, 3, 2, 9))
+
+
+def sharp(kind="llama", **more):
+    "A model with opinions: distributions that differ show."
+    net = model(kind, **WIDE | more)
+    with torch.no_grad():
+        for w in net.parameters(): w *= 3 if w.dim() > 1 else 1
+    return net
+
+
+def hf(net, **how): return Hf(net, device=torch.device("cpu"), **how)
+
+
+ENGINES = dict(hf=hf)
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def make(request):
+    "A maker of samplers of one engine."
+    return ENGINES[request.param]
+
+
+@pytest.fixture(scope="module")
+def sampler(make):
+    made = make(sharp())
+    yield made
+    made.close()
+
+
+def asked(prompts=PROMPTS, n=4, *, seed=0, S=8, how=Sampling(), stop=()):
+    return [Request(i, torch.tensor(p), sample_seeds(seed, 100 + i, n), S, how, stop) for i, p in enumerate(prompts)]
+
+
+def said(completions): return [c.tokens.tolist() for c in completions]
+
+
+def test_it_is_a_sampler(sampler):
+    assert isinstance(sampler, Sampler) and sampler.version == 0 and sampler.vocabulary == 32 and sampler.window == 128
+
+
+def test_answers_come_in_the_order_of_the_requests(sampler):
+    answers = complete(sampler, asked())
+    assert [(c.key, c.sample) for c in answers] == [(i, k) for i in range(3) for k in range(4)]
+    assert all(len(c.tokens) == len(c.logprobs) == 8 and c.reason == "length" and c.version == 0 for c in answers)
+    assert sampler.poll(0.) == []
+
+
+def test_seeds_belong_to_samples(sampler):
+    "LAWS 28: alone and in company, in any order; other seeds and siblings differ."
+    together = said(complete(sampler, asked()))
+    assert len({tuple(x) for x in together}) == 12
+    for i, r in enumerate(asked()): assert said(complete(sampler, [r])) == together[i*4:i*4+4]
+    assert said(complete(sampler, asked()[::-1])) == together[8:] + together[4:8] + together[:4]
+    assert said(complete(sampler, asked(n=2))) == [x for i, x in enumerate(together) if i % 4 < 2]
+    assert said(complete(sampler, asked(seed=1))) != together
+
+
+def test_samples_end_with_a_stop_id_exactly_once(sampler):
+    stop = (3, 7, 11, 20, 30)
+    answers = complete(sampler, asked(n=16, S=12, stop=stop))
+    for c in answers:
+        ids = c.tokens.tolist()
+        assert (c.reason == "stop") == (ids[-1] in stop) and not set(ids[:-1]) & set(stop)
+        assert c.reason == "stop" or len(ids) == 12
+    assert {c.reason for c in answers} == {"stop", "length"}
+
+
+@torch.no_grad()
+def test_greedy_is_the_likeliest(sampler):
+    net = sharp().eval()
+    for r, c in zip(asked(n=1), complete(sampler, asked(n=1, how=Sampling(temperature=0.))), strict=True):
+        ids = torch.cat([r.ids, c.tokens])[None]
+        assert net(ids).logits[0, len(r.ids)-1:-1].argmax(-1).tolist() == c.tokens.tolist()
+        assert not c.logprobs.any() and c.support is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("T", [.6, 1., 1.3])
+@pytest.mark.parametrize("how", [{}, dict(top_p=.8), dict(top_k=5), dict(min_p=.1)], ids=str)
+def test_logprobs_are_those_of_the_distribution(sampler, T, how):
+    "LAWS 2: the model's own, over the support where there is one."
+    net, how = sharp().eval(), Sampling(temperature=T, **how)
+    for r, c in zip([r for r in asked() for _ in range(4)], complete(sampler, asked(how=how)), strict=True):
+        z = net(torch.cat([r.ids, c.tokens])[None]).logits[0, len(r.ids)-1:-1]/T
+        if how.confined:
+            assert c.support.shape[1] == how.kept(32) and (c.support == c.tokens[:, None]).any(1).all()
+            inside = torch.zeros_like(z, dtype=torch.bool)
+            for row, ids in zip(inside, c.support, strict=True): row[ids[ids >= 0].long()] = True
+            z = z.masked_fill(~inside, -torch.inf)
+        assert (z.log_softmax(-1).gather(1, c.tokens[:, None])[:, 0] - c.logprobs).abs().max() < 1e-4
+
+
+def test_work_can_be_added_and_ended(sampler):
+    long = Request(7, torch.tensor([4, 5]), (1, 2), 100, Sampling(), ())
+    sampler.submit([long])
+    sampler.submit([Request(8, torch.tensor([4, 5]), (3,), 2, Sampling(), ())])
+    ended = sampler.abort([7])
+    assert [(c.key, c.sample, c.reason) for c in ended] == [(7, 0, "abort"), (7, 1, "abort")]
+    found = []
+    while not found: found = sampler.poll(30.)
+    assert [(c.key, len(c.tokens)) for c in found] == [(8, 2)] and sampler.poll(0.) == []
+
+
+def test_a_sleeping_engine_refuses(make):
+    net = sharp()
+    sampler, policy = make(net), Policy(net, device="cpu")
+    before = said(complete(sampler, asked()))
+    sampler.sleep()
+    with pytest.raises(RuntimeError, match="the engine is asleep"): sampler.submit(asked())
+    sampler.wake()
+    assert said(complete(sampler, asked())) == before
+    sampler.sleep(2)
+    sampler.wake()
+    with pytest.raises(RuntimeError, match="of no known version"): sampler.submit(asked())
+    assert sampler.load(policy.weights()).version == 0 and said(complete(sampler, asked())) == before
+    sampler.close()
+
+
+def test_a_failed_load_refuses_until_one_succeeds(make):
+    net = sharp()
+    sampler, policy = make(net), Policy(net, lr=1e-2, device="cpu")
+    other = Policy(sharp(num_hidden_layers=1), device="cpu")
+    with pytest.raises(ValueError, match="the ticket lacks 'model.layers.1"): sampler.load(other.weights())
+    with pytest.raises(RuntimeError, match="of no known version"): sampler.submit(asked())
+    assert sampler.load(policy.weights()).checksums and sampler.version == 0
+    assert len(complete(sampler, asked())) == 12
+    sampler.close()
