@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['optimizer_of', 'frozen_copy', 'make_engine', 'compute_dtype', 'learnable', 'prepare_module_', 'weight_shapes',
            'check_state', 'check_weights', 'check_step', 'running', 'undivided', 'named_under', 'of_one_version',
-           'check_graph', 'set_rates', 'snapshot', 'restore', 'check_norm', 'ShardedModel', 'has_all_weights']
+           'check_graph', 'set_rates', 'current_state', 'restore', 'check_norm', 'ShardedModel', 'has_all_weights']
 
 # %% ../../nbs/engines/64_sharded.ipynb #2aefe092
 from collections.abc import Callable, Iterable, Iterator
@@ -216,7 +216,7 @@ def set_rates(
     if optimizer is None: raise RuntimeError("step: the model is frozen, it has no optimizer")
     for group, rate in zip(optimizer.param_groups, rates, strict=True): group["lr"] = rate*factor
 
-def snapshot(
+def current_state(
     model:Any,  # a `ShardedModel`
     full:bool,  # that of one process; False: what this rank holds
 )->dict: # version, module, optimizer
@@ -321,7 +321,7 @@ class ShardedModel:
 
     def state_dict(self, *, full:bool=True)->dict:
         "Weights, optimizer state and version; with an engine all ranks call it together."
-        return snapshot(self, full)
+        return current_state(self, full)
 
     def load_state_dict(self, state:dict):
         "Restore what `state_dict` gave, of any engine; all ranks together. ValueError for another model's."

@@ -116,12 +116,12 @@ def check_room(
     if name in base.own:
         raise ValueError(f"lora: there is an adapter {name!r} on this base already; give another name, "
                          "lora=dict(…, name=…)")
-    complete = base.model is None or has_all_weights(base.model)
-    if complete or not (config.use_dora or config.modules_to_save): return
+    needs = "use_dora" if config.use_dora else "modules_to_save" if config.modules_to_save else ""
+    if not needs or base.model is None or has_all_weights(base.model): return
     how = "these are sharded by now; give it to the wrapper that loads the model, as its lora=, or use plain LoRA here"
     if base.cut: how = (f"tensor_parallel={base.model.spec.tensor_parallel} has cut these; use plain LoRA, or "
                         'engine="fsdp2" without it')
-    raise ValueError(f"lora: {'use_dora' if config.use_dora else 'modules_to_save'} starts from whole weights, and {how}")
+    raise ValueError(f"lora: {needs} starts from whole weights, and {how}")
 
 # %% ../../nbs/models/77_lora.ipynb #5135e079
 class Adapted:
