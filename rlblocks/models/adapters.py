@@ -6,7 +6,7 @@
 __all__ = ['DEFAULT', 'KNOWN', 'BUILT_IN', 'SCALES', 'peft_', 'lora_config', 'with_adapters', 'layers_with_adapters', 'inject_',
            'adapter_on', 'without_adapters', 'load_adapter_', 'linear_names', 'keep_kernels_', 'check_bare',
            'check_merges', 'check_untied', 'merged_weights', 'plain_name', 'fingerprint', 'nested', 'settings_of',
-           'check_adapter', 'write_adapter']
+           'check_same_base', 'write_adapter']
 
 # %% ../../nbs/models/76_adapters.ipynb #b85d7f9d
 import hashlib
@@ -303,7 +303,7 @@ def settings_of(
 
 SCALES = ("lora_alpha", "alpha_pattern", "use_rslora") # how much an adapter's weights count; names and shapes show the rest
 
-def check_adapter(
+def check_same_base(
     state:dict,  # of an adapter's engine
     mark:str,    # of the base here
     config,      # LoraConfig of the adapter here; None: the base alone
