@@ -22,7 +22,7 @@ def row_costs(
     lengths:Int[Tensor, " B"]|Sequence[int], # tokens in each row
     *,
     linear:int|float=1.0,                    # a, cost of a token
-    quadratic:int|float=0.0,                 # b, cost of a pair of tokens; by operations `linear`/(6·hidden), half if causal
+    quadratic:int|float=0.0,                 # b, cost of a pair of tokens: by operations a/(6·hidden), half if causal
 )->Float[Tensor, " B"]: # float64, in the unit of `linear`
     "What a row costs a transformer: a·L + b·L²."
     n = integers("row_costs", "lengths", lengths).double()
@@ -36,19 +36,20 @@ def fit_row_costs(
 
     c, what a run costs by itself, is found and left out."""
     if len(lengths) != len(seconds) or len(lengths) < 3:
-        raise ValueError(f"fit_row_costs: {len(lengths)} runs, {len(seconds)} times; as many of one as of the other, and at "
-                         "least 3")
-    n = [integers("fit_row_costs", "lengths", x).double() for x in lengths]
-    columns = torch.tensor([[1., x.sum(), x.square().sum()] for x in n], dtype=torch.float64)
-    scale, times = columns.amax(0).clamp(min=1), torch.tensor(list(seconds), dtype=torch.float64)
+        raise ValueError(f"fit_row_costs: {len(lengths)} runs, {len(seconds)} times; as many of one as of the other, "
+                         "and at least 3")
+    times = torch.tensor(list(seconds), dtype=torch.float64)
     if (odd := ~times.isfinite()).any():
         raise ValueError(f"fit_row_costs: run {int(odd.int().argmax())} took {times[odd][0]:g} seconds; finite "
                          "numbers are wanted")
-    def solve(kept):
-        at = torch.linalg.lstsq((columns/scale)[:, kept], times[:, None], driver="gelsd").solution[:, 0]
-        return dict(zip(kept, (at/scale[kept]).tolist(), strict=True))
-    fits = [x for x in map(solve, ([0, 1, 2], [0, 1], [0, 2])) if min(v for k, v in x.items() if k) >= 0]
-    return (fits[0].get(1, 0.), fits[0].get(2, 0.)) if fits else (0., 0.)
+    n = [integers("fit_row_costs", "lengths", x).double() for x in lengths]
+    columns = torch.tensor([[1., x.sum(), x.square().sum()] for x in n], dtype=torch.float64)
+    scale = columns.amax(0).clamp(min=1)
+    for kept in ([0, 1, 2], [0, 1], [0, 2]):        # without the one that would be negative
+        found = torch.linalg.lstsq((columns/scale)[:, kept], times[:, None], driver="gelsd").solution[:, 0]
+        costs = torch.zeros(3, dtype=torch.float64).index_copy(0, torch.tensor(kept), found)/scale
+        if (costs[1:] >= 0).all(): return costs[1].item(), costs[2].item()
+    return 0., 0.
 
 # %% ../../nbs/data/36_balancing.ipynb #e78279a4
 def _longest_first(order, costs, n):
@@ -81,7 +82,7 @@ def _best_swap(mine, theirs, costs, gap):
     return min(map(nearest, mine))
 
 def _swapped(parts, costs, equal, enough):
-    "Swap items of the heaviest part with those of light ones, while that makes it lighter and it costs more than `enough`."
+    "Swap items of the heaviest part with those of light ones, until it costs `enough` or no swap makes it lighter."
     nothing, costs = len(costs), [*costs, 0.]           # an item that costs nothing and is not there
     loads = [sum(costs[i] for i in part) for part in parts]
     while max(loads) > enough:
@@ -103,7 +104,7 @@ def balance(
     *,
     equal:bool=False,                               # as many items in each part; one fewer in some when it does not divide
     within:int|float=1e-3,                          # good enough: the heaviest part is this share above the mean
-)->list[list[int]]: # item numbers of each part, ascending; heaviest part first; empty ones only with fewer items than parts
+)->list[list[int]]: # item numbers of each part, ascending; heaviest part first; none empty if there are items enough
     """Items into `n` parts of nearly equal total cost: longest first, then swaps. Graham 1969.
 
     ValueError for `n` < 1, a negative `within`, or a cost that is negative or not a finite number."""
@@ -111,7 +112,8 @@ def balance(
     if not within >= 0: raise ValueError(f"balance: within is {within}; a share of the mean, 0 or more, is wanted")
     each = finite_costs("balance", costs).tolist()
     order = sorted(range(len(each)), key=lambda i: -each[i])
-    parts = _swapped((_in_layers if equal else _longest_first)(order, each, n), each, equal, (1 + within)*sum(each)/n)
+    dealt = (_in_layers if equal else _longest_first)(order, each, n)
+    parts = _swapped(dealt, each, equal, (1 + within)*sum(each)/n)
     return sorted(map(sorted, parts), key=lambda part: (-sum(each[i] for i in part), part or [len(each)]))
 
 # %% ../../nbs/data/36_balancing.ipynb #84ca05c3
@@ -126,11 +128,14 @@ def _pieces(items, own, room):
     return _split(items, own, n)
 
 def _halved(pieces, dealt, own, heavy):
-    "The largest piece of each of the heavier half of the parts that are `heavy` in two; None where nothing can be halved."
-    large = sorted((-load, max(some, key=lambda piece: sum(own[i] for i in piece))) for load, part in zip(heavy, dealt, strict=True)
-                   if load and (some := [piece for piece in part if len(piece) > 1]))
+    "The largest piece of each of the heavier half of the parts that are `heavy` in two; None where none can be halved."
+    def size(piece): return sum(own[i] for i in piece)
+    large = []
+    for load, part in zip(heavy, dealt, strict=True):
+        some = [piece for piece in part if len(piece) > 1]
+        if load and some: large.append((-load, max(some, key=size)))
     if not large: return None
-    torn = {piece[0] for _, piece in large[:ceil(len(large)/2)]}
+    torn = {piece[0] for _, piece in sorted(large)[:ceil(len(large)/2)]}
     return [half for piece in pieces for half in _split(piece, own, 2 if piece[0] in torn else 1)]
 
 def _dealt(pieces, best, own, cost:Callable, enough):
@@ -148,12 +153,12 @@ def _dealt(pieces, best, own, cost:Callable, enough):
 # %% ../../nbs/data/36_balancing.ipynb #967c9000
 def _check_families(costs, family, common):
     if not len(costs) == len(family) == len(common):
-        raise ValueError(f"balance_families: {len(costs)} costs, {len(family)} families, {len(common)} common; one of each an "
-                         "item is wanted")
+        raise ValueError(f"balance_families: {len(costs)} costs, {len(family)} families, {len(common)} common; one of "
+                         "each an item is wanted")
     odd = next((i for i, (c, x) in enumerate(zip(common, costs, strict=True)) if not 0 <= c <= x), None)
     if odd is not None:
-        raise ValueError(f"balance_families: of item {odd}, which costs {costs[odd]}, {common[odd]} is in common; 0 to all of "
-                         "it is wanted")
+        raise ValueError(f"balance_families: of item {odd}, which costs {costs[odd]}, {common[odd]} is in common; 0 to "
+                         "all of it is wanted")
 
 def balance_families(
     costs:Shaped[Tensor, " B"]|Sequence[int|float],  # what each item costs by itself; not negative

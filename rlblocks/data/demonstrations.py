@@ -6,11 +6,12 @@
 __all__ = ['segments', 'Demonstrations']
 
 # %% ../../nbs/data/47_demonstrations.ipynb #32020d44
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from .prompts import _chat, _messages, _Rows, _written, check_eos, encode, limit_of, prompt_ids, render
+from .columns import whole_number
+from .prompts import Rows, chat_text, encode, messages_of, prompt_ids, read, readable, render
 
 # %% ../../nbs/data/47_demonstrations.ipynb #4c85463e
 def segments(
@@ -19,46 +20,89 @@ def segments(
     *,
     template=None, # makes the prompt, see `render`
 )->list[tuple[str, bool]]: # (text, trained?); the first is the prompt, untrained
-    "A demonstration as alternating given and trained texts. ValueError for a row without one, or a chat template that rewrites earlier turns."
+    """A demonstration as alternating given and trained texts.
+
+    ValueError for a row without one, or a chat template that rewrites earlier turns."""
     if "completion" in row:
         answer = row["completion"]
-        if isinstance(answer, list) and isinstance(row.get("prompt"), list): return _turns(row["prompt"] + answer, tokenizer, len(row["prompt"]))
+        if isinstance(answer, list) and isinstance(row.get("prompt"), list):
+            return _turns(row["prompt"] + answer, tokenizer, len(row["prompt"]))
         if not isinstance(answer, str):
             raise TypeError(f"the completion is a {type(answer).__name__}; a str is wanted, or messages behind a "
                             "prompt of messages")
-        return [(render(row, tokenizer, template=template), False), (_written(answer), True)]
+        return [(render(row, tokenizer, template=template), False), (readable(answer), True)]
     if template is not None:
         raise ValueError(f"a template makes a prompt, and needs a `completion` beside it; there are {', '.join(row)}")
     if "messages" in row: return _turns(row["messages"], tokenizer)
-    if isinstance(row.get("text"), str): return [("", False), (_written(row["text"]), True)]
+    if isinstance(row.get("text"), str): return [("", False), (readable(row["text"]), True)]
     raise ValueError(f"a demonstration has prompt and completion, or messages, or text; there are {', '.join(row)}")
 
 def _turns(messages, tokenizer, first=0):
     "Trained are the assistant's turns from message `first` on, each up to its EOS."
     mark, out, done = getattr(tokenizer, "eos_token", None), [], ""
-    for k, message in enumerate(_messages(messages)):
+    for k, message in enumerate(messages_of(messages)):
         if message["role"] != "assistant" or k < first: continue
-        before, after = _chat(messages[:k], tokenizer, True), _chat(messages[:k+1], tokenizer, False)
+        before, after = chat_text(messages[:k], tokenizer, True), chat_text(messages[:k+1], tokenizer, False)
         if not (before.startswith(done) and after.startswith(before)):
             raise ValueError(f"the chat template is not append-only: at message {k} it rewrites what came before; "
                              f"make each assistant turn a row {{prompt, completion}}")
-        said, eos, _ = after[len(before):].rpartition(mark) if mark and mark in after[len(before):] else (after[len(before):], "", "")
-        out += [(before[len(done):], False), (said + eos, True)]
-        done = before + said + eos   # what a template writes behind the EOS is given, not said
+        answer = after.removeprefix(before)
+        if mark and mark in answer: answer = answer[:answer.rindex(mark)] + mark
+        out += [(before[len(done):], False), (answer, True)]
+        done = before + answer      # what a template writes behind the EOS is given, not said
     return out or [("", False)]
 
 # %% ../../nbs/data/47_demonstrations.ipynb #a73b8ed3
-def _cut(ids, mask, max_tokens, end, bos):
+def check_eos(data:Rows, tokenizer, why:str):
+    "A tokenizer that has an end of text."
+    eos = getattr(tokenizer, "eos_token_id", None)
+    if eos is None: raise ValueError(f"{data.who}: the tokenizer has no eos_token_id; {why}")
+    whole_number(data.who, "the tokenizer's eos_token_id", eos, 0)
+
+def tokenised(made:Sequence, tokenizer, batch_size, cache)->Iterator[tuple[list[int], list[bool]]]:
+    "Ids and mask of each row of segments; no True in the mask of a row without completion tokens."
+    def ids_of(encode, texts): return zip(texts, encode(texts, tokenizer, batch_size=batch_size, cache=cache), strict=True)
+    starts = dict(ids_of(prompt_ids, list(dict.fromkeys(row[0][0] for row in made))))       # each prompt once, in order
+    pairs = [(a, b) for row in made for (a, _), (b, _) in pairwise(row)]
+    behind = ids_behind(pairs, lambda texts: ids_of(encode, texts))
+    for row in made:
+        ids = list(starts[row[0][0]])
+        mask = [False]*len(ids)
+        for (before, _), (after, trained) in pairwise(row):
+            new = behind[before, after]
+            ids, mask = ids + new, mask + [trained]*len(new)
+        yield closed(ids, mask, tokenizer)
+
+def ids_behind(pairs:list[tuple[str, str]], ids_of:Callable)->dict[tuple[str, str], list[int]]:
+    "Ids of the second text of each pair: what the joined text adds, if it begins with the ids of the first, else its own."
+    known = {}
+    def learn(texts): known.update(ids_of([t for t in dict.fromkeys(texts) if t not in known]))
+    def continues(a, b): return known[a+b][:len(known[a])] == known[a]
+    learn(t for a, b in pairs for t in (a, a+b))
+    learn(b for a, b in pairs if not continues(a, b))
+    return {(a, b): known[a+b][len(known[a]):] if continues(a, b) else known[b] for a, b in pairs}
+
+def closed(ids:list[int], mask:list[bool], tokenizer)->tuple[list[int], list[bool]]:
+    "Ids and mask with one BOS in front; where something was chosen, with one chosen EOS behind."
+    bos, eos = getattr(tokenizer, "bos_token_id", None), tokenizer.eos_token_id
+    # the template's EOS, or the text's
+    while mask and mask[-1] and ids[-1] == eos: ids, mask = ids[:-1], mask[:-1]
+    if any(mask): ids, mask = ids + [eos], mask + [True]
+    if ids[:2] == [bos, bos]: ids, mask = ids[1:], mask[1:]
+    return ids, [False] + mask[1:]   # nothing predicts the first token
+
+def truncated(ids:list[int], mask:list[bool], max_tokens:int, end:str, bos:int|None)->tuple[list[int], list[bool]]:
     "A row without what is too much at one end; a BOS stays."
     lead = 1 if end == "start" and ids[0] == bos else 0
     kept = slice(0, max_tokens) if end == "end" else slice(len(ids) - max_tokens + lead, None)
     return ids[:lead] + ids[kept], [False] + (mask[:lead] + mask[kept])[1:]     # nothing predicts what is first now
 
-class Demonstrations(_Rows):
+# %% ../../nbs/data/47_demonstrations.ipynb #d9d14399
+class Demonstrations(Rows):
     "Rows for a policy to imitate: completion and one EOS chosen, the boundary decided in token space, resumable."
 
     def __init__(self,
-        rows,                # list of dicts {prompt, completion}, {messages} or {text} (or of str: texts) with any other columns; or a datasets.Dataset
+        rows,                # list of dicts {prompt, completion}, {messages} or {text} (or of texts); or a Dataset
         tokenizer,           # Hugging Face tokenizer, or a callable str -> list[int], with `eos_token_id`
         *,
         template=None,       # makes the prompt, see `render`
@@ -69,56 +113,30 @@ class Demonstrations(_Rows):
         batch_size:int=1000, # texts a tokenizer call
         cache=None,          # folder that keeps the ids between runs, see `encode`
     ):
-        "Tokenise every row. ValueError or TypeError, naming the row, for one that is no demonstration or is too long."
-        super().__init__(rows, "text", shuffle, seed)
-        max_tokens = limit_of(self, max_tokens)
+        "Tokenise every row. ValueError or TypeError, naming the row, for what is no demonstration or too long."
+        super().__init__(rows, "text", max_tokens, shuffle, seed)
         check_eos(self, tokenizer, "without one a policy cannot learn to stop")
         if truncate not in (None, "start", "end"):
             raise ValueError(f"Demonstrations: truncate={truncate!r}; 'start', 'end' or None is wanted")
         if truncate and max_tokens is None: raise ValueError(f"Demonstrations: truncate={truncate!r} needs max_tokens")
-        made = self._read(lambda row: segments(row, tokenizer, template=template))
-        texts = [row[0][0] for row in made] if "completion" in self._row(0) else None
-        self.truncated, kept, bos = 0, [], getattr(tokenizer, "bos_token_id", None)
-        for i, (ids, mask) in enumerate(_joined(made, tokenizer, batch_size, cache)):
-            if max_tokens is not None and len(ids) > max_tokens and any(mask):
-                if not truncate:
-                    raise ValueError(self._about(i, f"{len(ids)} tokens, max_tokens is {max_tokens}; pass truncate='start' or "
-                                                    "'end', or leave out such rows"))
-                ids, mask = _cut(ids, mask, max_tokens, truncate, bos)
-                self.truncated += any(mask)
-            if any(mask): kept.append((i, ids, mask))
-        if not kept: raise ValueError(f"Demonstrations: none of the {len(made)} rows has a completion token")
-        self._leave_out(len(made) - len(kept), len(made), "no completion token")
-        picks, ids, masks = zip(*kept, strict=True)
-        self._keep(picks, texts and [texts[i] for i in picks], ids, masks)
+        self.truncated, bos = 0, getattr(tokenizer, "bos_token_id", None)
+        made = read(self, lambda row: segments(row, tokenizer, template=template))
+        done = [self._fitted(i, *x, truncate, bos) for i, x in enumerate(tokenised(made, tokenizer, batch_size, cache))]
+        picks = [i for i, (_, mask) in enumerate(done) if any(mask)]
+        if not picks: raise ValueError(f"Demonstrations: none of the {len(made)} rows has a completion token")
+        self.leave_out(len(made) - len(picks), len(made), "no completion token")
+        texts = [made[i][0][0] for i in picks] if "completion" in self.row(0) else None
+        ids, masks = zip(*(done[i] for i in picks), strict=True)
+        self._keep(picks, texts, ids, masks)
+
+    def _fitted(self, i, ids, mask, truncate, bos):
+        "A row that is no longer than `max_tokens`: cut and counted, or an error."
+        if self.max_tokens is None or len(ids) <= self.max_tokens or not any(mask): return ids, mask
+        if not truncate:
+            raise ValueError(self.about(i, f"{len(ids)} tokens, max_tokens is {self.max_tokens}; pass truncate='start' "
+                                           "or 'end', or leave out such rows"))
+        ids, mask = truncated(ids, mask, self.max_tokens, truncate, bos)
+        self.truncated += any(mask)
+        return ids, mask
 
     def __repr__(self): return f"{super().__repr__()[:-1]}; {self.truncated} truncated, {self.dropped} dropped)"
-
-def _wanted(row, names, say):
-    "ValueError for the first column that a row lacks."
-    absent = next((name for name in names if name not in row), None)
-    if absent: raise ValueError(f"no column `{absent}` among {', '.join(row)}; {say}")
-
-def _joined(made, tokenizer, batch_size, cache):
-    "Ids and mask of each row of segments, the last one closed by one EOS; no True in the mask of a row without completion tokens."
-    bos, eos = getattr(tokenizer, "bos_token_id", None), tokenizer.eos_token_id
-    prompts = list(dict.fromkeys(row[0][0] for row in made))                     # each once, in order
-    starts = dict(zip(prompts, prompt_ids(prompts, tokenizer, batch_size=batch_size, cache=cache), strict=True))
-    pairs, known = [(a, b) for row in made for (a, _), (b, _) in pairwise(row)], {}
-    def learn(texts):
-        texts = list(dict.fromkeys(texts))
-        known.update(zip(texts, encode(texts, tokenizer, batch_size=batch_size, cache=cache), strict=True))
-    behind = lambda a, b: known[a+b][:len(known[a])] == known[a]
-    learn(t for a, b in pairs for t in (a, a+b))
-    learn(b for a, b in pairs if not behind(a, b) and b not in known)
-    for row in made:
-        ids = list(starts[row[0][0]])
-        mask = [False]*len(ids)
-        for (before, _), (said, trained) in pairwise(row):
-            new = known[before+said][len(known[before]):] if behind(before, said) else known[said]
-            ids, mask = ids + new, mask + [trained]*len(new)
-        # the template's EOS, or the text's: closed once below
-        while mask and mask[-1] and ids[-1] == eos: ids, mask = ids[:-1], mask[:-1]
-        if any(mask): ids, mask = ids + [eos], mask + [True]
-        if ids[:2] == [bos, bos]: ids, mask = ids[1:], mask[1:]
-        yield ids, [False] + mask[1:]   # nothing predicts the first token

@@ -10,127 +10,134 @@ from collections.abc import Mapping
 
 import torch
 
-from .demonstrations import _joined, _wanted, segments
-from .prompts import _Rows, check_eos, limit_of
+from .demonstrations import check_eos, segments, tokenised
+from .prompts import Rows, read
 
 # %% ../../nbs/data/48_preferences.ipynb #a809e324
-def _sides(row, tokenizer, template):
+def check_columns(row:Mapping, names:tuple, say:str):
+    "ValueError for the first column that a row lacks."
+    absent = next((name for name in names if name not in row), None)
+    if absent: raise ValueError(f"no column `{absent}` among {', '.join(row)}; {say}")
+
+def pair_segments(row:dict, tokenizer, template)->list:
     "Segments of the chosen and of the rejected row; the first is the prompt."
-    _wanted(row, ("chosen", "rejected"), "a pair is prompt, chosen and rejected")
+    check_columns(row, ("chosen", "rejected"), "a pair is prompt, chosen and rejected")
     chosen, rejected = row["chosen"], row["rejected"]
     row = {name: x for name, x in row.items() if name not in ("chosen", "rejected")}
     # two whole conversations: the prompt is what they share
     if "prompt" not in row and template is None and isinstance(chosen, list) and isinstance(rejected, list):
-        same = next((k for k, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected)))
+        same = next((k for k, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
+                    min(len(chosen), len(rejected)))
         row["prompt"], chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
     return [segments(row | dict(completion=x), tokenizer, template=template) for x in (chosen, rejected)]
 
-def _shared(a, b):
+def begin_alike(a:tuple, b:tuple)->bool:
     "Whether two (ids, mask) begin with the same given ids."
     start = [mask.index(True) for _, mask in (a, b)]
     return start[0] == start[1] and a[0][:start[0]] == b[0][:start[1]]
 
 # %% ../../nbs/data/48_preferences.ipynb #f40262ca
-class Preferences(_Rows):
-    "Pairs of answers to one prompt: two rows a pair, tied by `unit`, told apart by `chosen`; tokenised once, resumable."
-    _ours, _kind, _each = ("completion",), "pairs", 2
+class Judged(Rows):
+    "Answers that somebody judged, one or two to a prompt. Abstract."
+    says_nothing = "no completion token"
 
     def __init__(self,
-        rows,                # list of dicts {prompt, chosen, rejected} with any other columns, or a datasets.Dataset; answers are str or messages
+        rows,                # list of dicts (see the class) with any other columns, or a datasets.Dataset
         tokenizer,           # Hugging Face tokenizer, or a callable str -> list[int], with `eos_token_id`
         *,
         template=None,       # makes the prompt, see `render`
         max_tokens:int|None=None, # limit on prompt and answer together; None: no limit
-        drop_longer:bool=False,   # True: a longer pair is left out and counted in `longer`; False: it is an error
+        drop_longer:bool=False,   # True: what is longer is left out and counted in `longer`; False: it is an error
         shuffle:bool=True,   # a new order every epoch; False: the order of the rows
         seed:int|tuple=0,    # names the orders
         batch_size:int=1000, # texts a tokenizer call
         cache=None,          # folder that keeps the ids between runs, see `encode`
     ):
-        "Tokenise every pair, its prompt once. ValueError or TypeError, naming the row, for one that is no pair or is too long."
-        super().__init__(rows, "prompt", shuffle, seed)
-        max_tokens = limit_of(self, max_tokens)
-        check_eos(self, tokenizer, _ENDS)
-        made = self._read(lambda row: _sides(row, tokenizer, template))
-        done = list(_joined([side for sides in made for side in sides], tokenizer, batch_size, cache))
-        pairs = [(i, a, b) for i, (a, b) in enumerate(zip(done[::2], done[1::2], strict=True)) if any(a[1]) and any(b[1]) and a != b]
-        for i, a, b in pairs:
-            if not _shared(a, b):
-                raise ValueError(self._about(i, "the two answers do not follow the same prompt; each must begin with the assistant's turn"))
-        self._leave_out(len(made) - len(pairs), len(made), "an empty answer or two equal ones")
-        pairs = _within(pairs, self, max_tokens, drop_longer)
-        ids, masks = zip(*(x for _, *both in pairs for x in both), strict=True)
-        self._keep([i for i, *_ in pairs], [made[i][0][0][0] for i, *_ in pairs], ids, masks)
+        "Tokenise every row, a prompt once. ValueError or TypeError, naming the row, for what is none or too long."
+        super().__init__(rows, "prompt", max_tokens, shuffle, seed)
+        check_eos(self, tokenizer, "where an answer ends is a part of what is judged")
+        if drop_longer and max_tokens is None: raise ValueError(f"{self.who}: drop_longer needs max_tokens")
+        made = read(self, lambda row: self._answers(row, tokenizer, template))
+        done = list(tokenised([answer for answers in made for answer in answers], tokenizer, batch_size, cache))
+        sides = [done[i:i+self.each] for i in range(0, len(done), self.each)]
+        picks = [i for i, x in enumerate(sides) if all(any(mask) for _, mask in x) and self._tells(i, x)]
+        self.leave_out(len(made) - len(picks), len(made), self.says_nothing)
+        picks = self._within(picks, sides, drop_longer)
+        ids, masks = zip(*(side for i in picks for side in sides[i]), strict=True)
+        self._keep(picks, [made[i][0][0][0] for i in picks], ids, masks, self._verdicts(picks))
+
+    def _within(self, picks, sides, drop_longer):
+        "What is no longer than `max_tokens`. The rest is an error, or counted."
+        size = {i: max(len(ids) for ids, _ in sides[i]) for i in picks}
+        long = [i for i in picks if self.max_tokens is not None and size[i] > self.max_tokens]
+        if long and not drop_longer:
+            raise ValueError(self.about(long[0], f"{size[long[0]]} tokens, max_tokens is {self.max_tokens}; pass "
+                                                 "drop_longer=True, or leave out such rows"))
+        self.longer, picks = len(long), [i for i in picks if i not in set(long)]
+        if not picks: raise ValueError(f"{self.who}: none of the {len(self.rows)} rows is left")
+        return picks
+
+    def _answers(self, row, tokenizer, template)->list: raise NotImplementedError
+    def _tells(self, i, answers)->bool: return True
+    def _verdicts(self, picks)->bytes: return b""
+
+# %% ../../nbs/data/48_preferences.ipynb #004eb92b
+class Preferences(Judged):
+    """Pairs of answers to one prompt: two rows a pair, tied by `unit`, told apart by `chosen`.
+
+    `rows` are dicts {prompt, chosen, rejected}; answers are str or messages. Tokenised once, resumable."""
+    own_names, kind, each, says_nothing = ("completion",), "pairs", 2, "an empty answer or two equal ones"
+
+    def _answers(self, row, tokenizer, template): return pair_segments(row, tokenizer, template)
+
+    def _tells(self, i, answers):
+        chosen, rejected = answers
+        if chosen == rejected: return False
+        if begin_alike(chosen, rejected): return True
+        raise ValueError(self.about(i, "the two answers do not follow the same prompt; each must begin with the "
+                                       "assistant's turn"))
 
     def _columns(self, numbers, columns):
-        both = [x for pair in zip(*(columns.pop(name) for name in ("chosen", "rejected")), strict=True) for x in pair]
+        sides = zip(columns.pop("chosen"), columns.pop("rejected"), strict=True)
         twice = {name: [x for x in column for _ in range(2)] for name, column in columns.items()}
-        return dict(unit=numbers.repeat_interleave(2), chosen=torch.tensor([True, False]*len(numbers)), completion=both, **twice)
-
-_ENDS = "where an answer ends is a part of what is judged"
-
-def _within(kept, data, max_tokens, drop_longer):
-    "What is no longer than `max_tokens`: (number in `rows`, (ids, mask), …) each. The rest is an error, or counted."
-    if drop_longer and max_tokens is None: raise ValueError(f"{type(data).__name__}: drop_longer needs max_tokens")
-    size = lambda x: max(len(ids) for ids, _ in x[1:])
-    long = [x for x in kept if max_tokens is not None and size(x) > max_tokens]
-    short, data.longer = [x for x in kept if max_tokens is None or size(x) <= max_tokens], len(long)
-    if long and not drop_longer:
-        raise ValueError(data._about(long[0][0], f"{size(long[0])} tokens, max_tokens is {max_tokens}; pass drop_longer=True, or leave out such rows"))
-    if not short: raise ValueError(f"{type(data).__name__}: none of the {len(data.rows)} rows is left")
-    return short
+        return dict(unit=numbers.repeat_interleave(2), chosen=torch.tensor([True, False]*len(numbers)),
+                    completion=[x for pair in sides for x in pair], **twice)
 
 # %% ../../nbs/data/48_preferences.ipynb #ed5166f6
-class Feedback(_Rows):
-    "Single answers judged good or bad: one row each, told apart by Bool `desirable`; tokenised once, resumable."
-    _ours = ("desirable",)
+class Feedback(Judged):
+    """Single answers judged good or bad: one row each, told apart by Bool `desirable`.
 
-    def __init__(self,
-        rows,                # list of dicts {prompt, completion, label} with any other columns, or a datasets.Dataset; `label` is true where the completion is good
-        tokenizer,           # Hugging Face tokenizer, or a callable str -> list[int], with `eos_token_id`
-        *,
-        template=None,       # makes the prompt, see `render`
-        max_tokens:int|None=None, # limit on prompt and completion together; None: no limit
-        drop_longer:bool=False,   # True: a longer row is left out and counted in `longer`; False: it is an error
-        shuffle:bool=True,   # a new order every epoch; False: the order of the rows
-        seed:int|tuple=0,    # names the orders
-        batch_size:int=1000, # texts a tokenizer call
-        cache=None,          # folder that keeps the ids between runs, see `encode`
-    ):
-        "Tokenise every row. ValueError or TypeError, naming the row, for one without a completion and a label, or one that is too long."
-        super().__init__(rows, "prompt", shuffle, seed)
-        max_tokens = limit_of(self, max_tokens)
-        check_eos(self, tokenizer, _ENDS)
-        made = self._read(lambda row: _judged(row, tokenizer, template))
-        done = list(enumerate(_joined(made, tokenizer, batch_size, cache)))
-        kept = [(i, x) for i, x in done if any(x[1])]
-        self._leave_out(len(made) - len(kept), len(made), "no completion token")
-        kept = _within(kept, self, max_tokens, drop_longer)
-        texts = [made[i][0][0] for i, _ in kept]
-        self._group = {t: k for k, t in enumerate(dict.fromkeys(texts))}
-        ids, masks = zip(*(x for _, x in kept), strict=True)
-        self._keep([i for i, _ in kept], texts, ids, masks, bytes(bool(self._row(i)["label"]) for i, _ in kept))
+    `rows` are dicts {prompt, completion, label}; `label` is true where the completion is good. Tokenised once,
+    resumable."""
+    own_names = ("desirable",)
+
+    def _answers(self, row, tokenizer, template):
+        check_columns(row, ("completion", "label"), "feedback is prompt, completion and label")
+        if row["label"] not in (True, False):
+            raise TypeError(f"the label is {row['label']!r}; True (desirable) or False is wanted")
+        return [segments(row, tokenizer, template=template)]
+
+    def _verdicts(self, picks): return bytes(bool(self.row(i)["label"]) for i in picks)
+
+    def _keep(self, picks, texts, *rest):
+        super()._keep(picks, texts, *rest)
+        self._group = {text: k for k, text in enumerate(dict.fromkeys(texts))}
 
     def _columns(self, numbers, columns):
-        return dict(group=torch.tensor([self._group[t] for t in columns["prompt"]]), desirable=torch.tensor([bool(x) for x in columns["label"]]), **columns)
-
-def _judged(row, tokenizer, template):
-    "Segments of a row, which must have a verdict."
-    _wanted(row, ("completion", "label"), "feedback is prompt, completion and label")
-    if row["label"] not in (True, False):
-        raise TypeError(f"the label is {row['label']!r}; True (desirable) or False is wanted")
-    return segments(row, tokenizer, template=template)
+        group = torch.tensor([self._group[t] for t in columns["prompt"]])
+        return dict(group=group, desirable=torch.tensor([bool(x) for x in columns["label"]]), **columns)
 
 # %% ../../nbs/data/48_preferences.ipynb #c8fd8c64
 def as_feedback(
     rows,         # {prompt, chosen, rejected} each, and any other columns
 )->list[dict]:    # {prompt, completion, label} each, two a pair
     "Pairs as single judged answers: the chosen one desirable, the rejected one not."
-    rows = list(rows)
+    found = []
     for i, row in enumerate(rows):
         if not isinstance(row, Mapping):
             raise TypeError(f"as_feedback: row {i} is a {type(row).__name__}; a dict is wanted")
-        try: _wanted(row, ("chosen", "rejected"), "a pair is prompt, chosen and rejected")
+        try: check_columns(row, ("chosen", "rejected"), "a pair is prompt, chosen and rejected")
         except ValueError as e: raise ValueError(f"as_feedback: row {i}: {e}") from None
-    rest = lambda row: {name: x for name, x in row.items() if name not in ("chosen", "rejected")}
-    return [rest(row) | dict(completion=row[side], label=side == "chosen") for row in rows for side in ("chosen", "rejected")]
+        rest = {name: x for name, x in row.items() if name not in ("chosen", "rejected")}
+        found += [rest | dict(completion=row[side], label=side == "chosen") for side in ("chosen", "rejected")]
+    return found

@@ -174,7 +174,7 @@ def vtrace(
     log_ratios:Float[Tensor, "B T"], # log π − log μ of the tokens, nats, μ the policy that sampled them; data
     gamma:float=1.0,                 # γ, discount per chosen token
     lam:Float[Tensor, " B"]|float=1.0, # λ, for all rows or one for each, as in `gae`
-    rho_clip:float=1.0,              # ρ̄, cap of the weight of a surprise in the targets
+    rho_clip:float=1.0,              # ρ̄, cap of the weight of a TD error in the targets
     c_clip:float=1.0,                # c̄, cap of the credit that passes a token
     pg_clip:float=1.0,               # ρ̄ again, in the advantages: cap of the weight of a token there
 )->tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]: # (advantages, returns), 0 where `mask` is False
