@@ -156,6 +156,12 @@ def one_rank(rank, world, port, engine, name, more, out):
     os._exit(0)
 
 
+def in_a_value(engine=None, **how):
+    "The arguments of a Policy as `plan` takes them: settings of the engine in its value."
+    settings = {k: how.pop(k) for k in [*how] if k in EngineSpec.__dataclass_fields__}
+    return dict(engine=EngineSpec(engine, **settings), **how)
+
+
 def engine_case(engine, world, name, **more):
     "Planned and held bytes by kind, of one rank."
     with socket.socket() as s, tempfile.TemporaryDirectory() as there:
@@ -169,7 +175,8 @@ def engine_case(engine, world, name, **more):
         real = torch.load(out)
     config = copy.deepcopy(MODELS[name])
     config.dtype = more.get("base")
-    made = plan(config, engine=engine, devices=world, micro_tokens=TOKENS, row=ROW, device="cpu", **{k: x for k, x in more.items() if k not in ("base", "folder")})
+    how = {k: x for k, x in more.items() if k not in ("base", "folder")}
+    made = plan(config, **in_a_value(engine, **how), devices=world, micro_tokens=TOKENS, row=ROW, device="cpu")
     planned = {k: n + made.bytes(host=True)[k] for k, n in made.bytes().items()}           # here the device is a host
     planned |= dict(stays=sum(planned[k] for k in STAYS) + planned["gathered"]*(engine == "zero1"), peak=made.total + sum(made.bytes(host=True).values()))
     return {k: (planned[k], real[k]) for k in (*STAYS, "stays", "activations", "peak") if k in real} | dict(rss=real["rss"])
@@ -195,7 +202,7 @@ def cache_case(name, prompts=4, prompt=100, new=156, each=1):
 
 def pass_case(name, checkpointing, entropy):
     "Planned and allocated bytes of a pass."
-    planned = plan(MODELS[name], micro_tokens=TOKENS, row=ROW, checkpointing=checkpointing, entropy=entropy, device="cpu").bytes()
+    planned = plan(MODELS[name], engine=EngineSpec(checkpointing=checkpointing), micro_tokens=TOKENS, row=ROW, entropy=entropy, device="cpu").bytes()
     model = make(MODELS[name])
     if checkpointing: checkpoint_layers_(model)
     most = peak(lambda: pass_bytes(model, TOKENS, row=ROW, entropy=entropy))
@@ -231,7 +238,7 @@ def step_case(name, entropy=False, **how):
     logits = max(now for a, b in inside for t, now in second if a <= t <= b) - at(forth[0])        # its room stands in between
     if how.get("dtype") in HALF: logits += output_layer(model.module.trunk).weight.numel()*how["dtype"].itemsize     # the matrix as it is multiplied: cast before the first of the two, gone after the second
     activations = max(now for t, now in second if not any(a <= t <= b for a, b in inside)) - gradients
-    made = plan(MODELS[name], micro_tokens=TOKENS, row=ROW, entropy=entropy, device="cpu", **how)
+    made = plan(MODELS[name], micro_tokens=TOKENS, row=ROW, entropy=entropy, device="cpu", **in_a_value(**how))
     planned = made.bytes()
     real = dict(gradients=gradients, activations=activations, logits=logits)
     return {k: (planned[k], x) for k, x in real.items()} | dict(peak=(made.total - planned["weights"] - planned["states"], max(now for _, now in taken)))

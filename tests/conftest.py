@@ -30,7 +30,8 @@ def root():
 def shared():
     "Real data, models and tokenizers beside the repository; tests that need them are skipped without."
     folder = ROOT.parent / "shared" / "data"
-    if not folder.is_dir(): pytest.skip(f"{folder} is absent: real data, models and tokenizers are not part of the repository")
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is absent: real data, models and tokenizers are not part of the repository")
     return folder
 
 
@@ -41,7 +42,8 @@ SECONDS = ROOT/"tests"/"seconds.json"       # of each group, as `make test-times
 
 
 def group(item):
-    "What one worker runs in a row: a file, whose fixtures are made once; all that launch ranks, which fill both cores by themselves; a notebook alone."
+    """What one worker runs in a row: a file, whose fixtures are made once; all that launch ranks, which fill both
+    cores by themselves; a notebook alone."""
     if item.path.stem == "test_notebooks": return item.name.split("[")[-1].strip("]")
     return "ranks" if item.get_closest_marker("ranks") else item.path.stem
 
@@ -53,8 +55,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if hasattr(config, "workerinput"): return
     if config.getoption("--write-seconds"): config.pluginmanager.register(Took())
-    if getattr(config.option, "numprocesses", None) and find_spec("deepspeed"):       # once, before workers that would wait for each other's build
-        subprocess.run([sys.executable, "-c", "import torch; from rlblocks.engines.zero import build_ops; build_ops(torch.device('cpu'), 'cpu')"], cwd=ROOT)
+    # once, before workers that would wait for each other's build
+    if getattr(config.option, "numprocesses", None) and find_spec("deepspeed"):
+        build = "import torch; from rlblocks.engines.zero import build_ops; build_ops(torch.device('cpu'), 'cpu')"
+        subprocess.run([sys.executable, "-c", build], cwd=ROOT)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -67,7 +71,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def cpu():
-    "Seconds of CPU that this process, its children and the process that ranks are forked from have used; a wall clock measures the neighbours."
+    """Seconds of CPU that this process, its children and the process that ranks are forked from have used; a wall
+    clock measures the neighbours."""
     mine, server = sum(os.times()[:4]), getattr(forkserver._forkserver, "_forkserver_pid", None)
     if server is None: return mine
     stat = Path(f"/proc/{server}/stat").read_text().rsplit(")", 1)[1].split()
@@ -104,4 +109,5 @@ class Took:
         SECONDS.write_text(json.dumps(self.by(lambda _, group: group), indent=0) + "\n")
         terminalreporter.section("CPU seconds")
         files, tests = self.by(lambda nodeid, _: nodeid.split("::")[0]), self.by(lambda nodeid, _: nodeid)
-        for name, seconds in [*files.items(), *[*tests.items()][:60]]: terminalreporter.write_line(f"{seconds:8.1f}  {name}")
+        for name, seconds in [*files.items(), *[*tests.items()][:60]]:
+            terminalreporter.write_line(f"{seconds:8.1f}  {name}")

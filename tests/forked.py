@@ -1,7 +1,8 @@
-"""Processes of a test, forked from one that has imported the libraries: a rank or a notebook then starts in a tenth of a second instead of seven.
+"""Processes of a test, forked from one that has imported the libraries.
 
-A fork is safe there because that process only imports: it has computed nothing and opened no group, and its one thread is numpy's, which knows of forks.
-Nothing of rlblocks is imported in it: a notebook hooks its type checker in before that."""
+A rank or a notebook then starts in a tenth of a second instead of seven. A fork is safe there because that process only
+imports: it has computed nothing and opened no group, and its one thread is numpy's, which knows of forks. Nothing of
+rlblocks is imported in it: a notebook hooks its type checker in before that."""
 import faulthandler
 import multiprocessing
 import os
@@ -17,25 +18,32 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
 
-LIBRARIES = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel", "torch.distributed.run", "torch._dynamo",
-             "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft", "deepspeed", "jaxtyping", "beartype", "matplotlib.pyplot", "nbdev.test"]
+LIBRARIES = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel",
+             "torch.distributed.run", "torch._dynamo",
+             "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft", "deepspeed",
+             "jaxtyping", "beartype", "matplotlib.pyplot", "nbdev.test"]
 
 
 def forked(run, args, ranks, limit=900):
-    "run(rank, *args) in so many processes; an error in one ends all of them and is raised here, as is a limit in seconds that passes."
+    """run(rank, *args) in so many processes; an error in one ends all of them and is raised here, as is a limit in
+    seconds that passes."""
     multiprocessing.set_forkserver_preload(LIBRARIES)
-    with mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"): forkserver.ensure_running()     # DeepSpeed looks for devices when it is imported: not before a fork
-    context, end = start_processes(run, args, nprocs=ranks, join=False, start_method="forkserver"), time.monotonic() + limit
+    # DeepSpeed looks for devices when it is imported: not before a fork
+    with mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"): forkserver.ensure_running()
+    context, end = start_processes(run, args, nprocs=ranks, join=False,
+                                   start_method="forkserver"), time.monotonic() + limit
     while not context.join(timeout=max(.1, end - time.monotonic())):
         if time.monotonic() < end: continue
         alive = [r for r, p in enumerate(context.processes) if p.is_alive()]
-        for p in context.processes: os.kill(p.pid, signal.SIGABRT) if p.is_alive() else None        # faulthandler says where they are
+        # faulthandler says where they are
+        for p in context.processes: os.kill(p.pid, signal.SIGABRT) if p.is_alive() else None
         for p in context.processes: p.join(10) or p.kill()
         raise TimeoutError(f"{run.__module__}.{run.__name__}: ranks {alive} of {ranks} were not done after {limit} s")
 
 
 def on_ranks(run, args, ranks, limit=900, group=True):
-    "run(rank, ranks, *args) in so many processes that form a world: gloo, one thread each, their environment as torchrun sets it; without `group` they form it themselves."
+    """run(rank, ranks, *args) in so many processes that form a world: gloo, one thread each, their environment as
+    torchrun sets it; without `group` they form it themselves."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -43,7 +51,8 @@ def on_ranks(run, args, ranks, limit=900, group=True):
 
 
 def member(rank, ranks, port, run, args, group):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
+                      WORLD_SIZE=str(ranks))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     faulthandler.enable()
@@ -51,4 +60,6 @@ def member(rank, ranks, port, run, args, group):
     run(rank, ranks, *args)
     if group: dist.barrier()
     sys.stdout.flush()
-    os._exit(0)     # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/97_spmd, Leaving)
+    # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it
+    # (nbs/placement/97_spmd, Leaving)
+    os._exit(0)

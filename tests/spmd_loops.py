@@ -1,4 +1,4 @@
-"""The tutorials' loops and a hard look at the pool, on tiny models: run by tests/test_spmd.py in one process, in several, and under torchrun.
+"""The tutorials' loops and every kind of call on tiny models: tests/test_spmd.py runs them in one process and more.
 
 torchrun --nproc-per-node 2 tests/spmd_loops.py FOLDER"""
 import os
@@ -9,7 +9,9 @@ os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELI
 
 import torch
 from conftest import ROOT
-from rlblocks import Batch, Checkpoint, Critic, Grader, Mean, Policy, Preferences, Prompts, Rollout, later, loop_from, ppo_loss
+from rlblocks import (
+    Batch, Checkpoint, Critic, Grader, Mean, Policy, Preferences, Prompts, Rollout, later, loop_from, ppo_loss
+)
 from rlblocks.engines.plain import Plain
 from rlblocks.placement.spmd import SpmdPool
 from tiny import exact, model, prompts, rows, steady
@@ -40,7 +42,8 @@ def net(seed=0):
 
 
 def steadily(module, device, *, optimizer=None, **how):
-    "The plain engine, with steps that rounding cannot decide: where all rewards of a group are equal, the gradient is nothing but rounding."
+    """The plain engine, with steps that rounding cannot decide: where all rewards of a group are equal, the gradient
+    is nothing but rounding."""
     return Plain(module, device, optimizer=optimizer and steady(2e-3), **how)
 
 
@@ -51,10 +54,15 @@ def tutorials(pool):
     "What each loop shows, step by step, and the weights it ends with."
     grpo, ppo, dpo = (loop_from(f"{ROOT}/tutorials/{name}.ipynb:{name}") for name in ("grpo", "ppo", "dpo"))
     how = dict(model=net, engine=steadily, steps=3, micro_tokens=64)
-    loops = dict(grpo=lambda c: grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=4, group_size=4, minibatches=2, max_tokens=4, checkpoint=c, **how),
-                 one_prompt=lambda c: grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=1, group_size=3, minibatches=3, max_tokens=3, checkpoint=c, **how),    # fewer units than ranks
-                 ppo=lambda c: ppo(pool, Prompts(ASKED, Digits()), prefers, critic_model=lambda: net(seed=1).model, prompts=6, minibatches=2, max_tokens=4, checkpoint=c, **how),
-                 dpo=lambda c: dpo(pool, Preferences(PAIRS, Digits()), Preferences(PAIRS[:3], Digits(), shuffle=False), n_pairs=5, every=2, warmup=1, checkpoint=c, **how))
+    loops = dict(grpo=lambda c: grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=4, group_size=4, minibatches=2,
+                                     max_tokens=4, checkpoint=c, **how),
+                 # fewer units than ranks
+                 one_prompt=lambda c: grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=1, group_size=3,
+                                           minibatches=3, max_tokens=3, checkpoint=c, **how),
+                 ppo=lambda c: ppo(pool, Prompts(ASKED, Digits()), prefers, critic_model=lambda: net(seed=1).model,
+                                   prompts=6, minibatches=2, max_tokens=4, checkpoint=c, **how),
+                 dpo=lambda c: dpo(pool, Preferences(PAIRS, Digits()), Preferences(PAIRS[:3], Digits(), shuffle=False),
+                                   n_pairs=5, every=2, warmup=1, checkpoint=c, **how))
     out = {}
     for name, loop in loops.items():
         kept = Kept()
@@ -76,7 +84,8 @@ class Echo:
         self.n += 1
         return b.tokens + self.base + more
     def names(self, b): return [f"{x}!" for x in b.answer]
-    def mixed(self, b): return dict(a=b.tokens[:, 0], b=b.answer, n=Mean(b.mask.sum(), 1)), Batch(tokens=b.tokens, answer=b.answer)
+    def mixed(self, b):
+        return dict(a=b.tokens[:, 0], b=b.answer, n=Mean(b.mask.sum(), 1)), Batch(tokens=b.tokens, answer=b.answer)
     def none(self, b): return None
     def number(self, b): return len(b)
     def plain(self, x): return dict(x=x, rank=os.environ.get("RANK", "0"))
@@ -87,8 +96,10 @@ class Echo:
 
 def dispatch(pool):
     "Every kind of call, answered."
-    policy, critic, rollout, grader, echo = (pool.place(Policy, net(), lr=2e-3), pool.place(Critic, lambda: net(seed=1).model, lr=2e-3),
-        pool.place(Rollout, net(), max_tokens=5, tokenizer=Digits()), pool.place(Grader, dict(long=lambda completion_ids, **_: [float(len(x)) for x in completion_ids], two=prefers)),
+    policy, critic, rollout, grader, echo = (pool.place(Policy, net(), lr=2e-3),
+                                             pool.place(Critic, lambda: net(seed=1).model, lr=2e-3),
+        pool.place(Rollout, net(), max_tokens=5, tokenizer=Digits()),
+        pool.place(Grader, dict(long=lambda completion_ids, **_: [float(len(x)) for x in completion_ids], two=prefers)),
         pool.place(Echo, base=3))
     out = {}
     rollout.load(policy.weights())
@@ -104,13 +115,16 @@ def dispatch(pool):
     b["advantages"] = torch.linspace(-1, 1, len(b))[:, None].expand_as(b.mask).clone()
     extra = rows(B=5)
     extra["old_logprobs"] = policy.logprobs(extra)
-    steps = [policy.step(b, loss), policy.step(b, loss, (extra, loss)), policy.step(b, loss, (extra[:0], loss)), policy.step(b[:0], loss), policy.step(b[:1], loss)]
+    steps = [policy.step(b, loss), policy.step(b, loss, (extra, loss)), policy.step(b, loss, (extra[:0], loss)),
+             policy.step(b[:0], loss), policy.step(b[:1], loss)]
     out["steps"] = [{k: float(v) for k, v in m.items()} for m in steps]
-    out["version"], out["attribute"], out["property"], out["private"] = policy.version, echo.shape, echo.twice, policy._run.layout.packed
+    out["version"], out["attribute"], out["property"] = policy.version, echo.shape, echo.twice
+    out["private"] = policy._run.layout.packed
     echo.base = 4
     out["set"] = echo.twice
     out["columns"] = echo.add(Batch(tokens=torch.arange(12).view(6, 2)), more=1)      # no mask, no lengths
-    out["names"], out["mixed"], out["none"], out["plain"] = echo.names(prompts()), [dict(x.columns) if isinstance(x, Batch) else x for x in echo.mixed(prompts())][1], echo.none(prompts()), echo.plain((1, "x"))
+    out["names"], out["none"], out["plain"] = echo.names(prompts()), echo.none(prompts()), echo.plain((1, "x"))
+    out["mixed"] = dict(echo.mixed(prompts())[1].columns)
     state = policy.state_dict()
     policy.load_state_dict(state)
     out["state"] = state["module"]
@@ -132,9 +146,12 @@ def failures(pool):
     class Broken:
         def __init__(self):
             if r == 1: raise OSError("disk on fire")
-    out = dict(raised=caught(echo.fails, b), unlike_batch=caught(echo.add, odd), unlike_list=caught(echo.names, Batch(**b.columns | dict(answer=[f"{x}{r}" for x in b.answer]))),
-               unlike_number=caught(echo.add, b, more=r), unlike_method=caught(echo.add if r == 0 else echo.names, b), unlike_object=caught((echo if r == 0 else again).add, b),
-               a_number=caught(echo.number, b), a_list=caught(echo.add, [b]), place=caught(pool.place, Broken), part=caught(echo.add, b.parts(3)[0]),
+    out = dict(raised=caught(echo.fails, b), unlike_batch=caught(echo.add, odd),
+               unlike_list=caught(echo.names, Batch(**b.columns | dict(answer=[f"{x}{r}" for x in b.answer]))),
+               unlike_number=caught(echo.add, b, more=r), unlike_method=caught(echo.add if r == 0 else echo.names, b),
+               unlike_object=caught((echo if r == 0 else again).add, b),
+               a_number=caught(echo.number, b), a_list=caught(echo.add, [b]), place=caught(pool.place, Broken),
+               part=caught(echo.add, b.parts(3)[0]),
                one=caught(echo.fails, b[:1]), step=caught(pool.place(Policy, model()).step, b, loss))
     return out | dict(after=echo.add(b))
 
@@ -159,7 +176,8 @@ def grouped():
     "Two groups of two, one of longer rows: one by one a part has a row of either, together a group a part."
     tokens, at, lengths = torch.arange(84).view(4, 21) + 100, torch.arange(21), torch.tensor([21, 21, 20, 20])
     tokens[1, :15], tokens[3, :15] = tokens[0, :15], tokens[2, :15]
-    return Batch(tokens=tokens, lengths=lengths, mask=(at >= 15) & (at < lengths[:, None]), group=torch.tensor([0, 0, 1, 1]))
+    return Batch(tokens=tokens, lengths=lengths, mask=(at >= 15) & (at < lengths[:, None]),
+                 group=torch.tensor([0, 0, 1, 1]))
 
 
 def replicas(pool):
@@ -171,9 +189,11 @@ def replicas(pool):
 
 
 def stopped(pool, folder):
-    "A consumer, which only rank 0 has, asks for a save of the step just shown and stops a step later; a second run goes on after the save."
+    """A consumer, which only rank 0 has, asks for a save of the step just shown and stops a step later; a second run
+    goes on after the save."""
     grpo, shown = loop_from(f"{ROOT}/tutorials/grpo.ipynb:grpo"), []
-    run = lambda checkpoint: pool.watch(grpo(pool, Prompts(ASKED, Digits()), prefers, model=model, lr=2e-3, steps=4, prompts=2, group_size=2, minibatches=1, max_tokens=3,
+    run = lambda checkpoint: pool.watch(grpo(pool, Prompts(ASKED, Digits()), prefers, model=model, lr=2e-3, steps=4,
+                                             prompts=2, group_size=2, minibatches=1, max_tokens=3,
                                              checkpoint=checkpoint))
     checkpoint = Checkpoint(folder, every=10)
     for row in run(checkpoint):
@@ -181,7 +201,8 @@ def stopped(pool, folder):
         if row["step"] == 1: checkpoint.save()
         if row["step"] == 2: break
     pool.watched.close() if pool.watched is not None and hasattr(pool.watched, "close") else None
-    return shown, sorted(f.name for f in Path(folder).glob("*step-*")), [row["step"] for row in run(Checkpoint(folder, every=10))]
+    return shown, sorted(f.name for f in Path(folder).glob("*step-*")), [row["step"]
+                                                                         for row in run(Checkpoint(folder, every=10))]
 
 
 
@@ -189,7 +210,8 @@ def on_rank(rank, ranks, folder):
     "All of it, on a rank of a pool."
     with SpmdPool(timeout=300.) as pool:
         got = dict(tutorials=tutorials(pool), dispatch=dispatch(pool))
-        if pool.ranks > 1: got |= dict(failures=failures(pool), replicas=replicas(pool), stopped=stopped(pool, folder/"run"))
+        if pool.ranks > 1:
+            got |= dict(failures=failures(pool), replicas=replicas(pool), stopped=stopped(pool, folder/"run"))
         torch.save(got, folder/f"{pool.rank}.pt")
 
 

@@ -20,7 +20,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, rarely
-from rlblocks import Checkpoint, Policy, Prompts, Rollout, adaptive_kl_coef, group_advantages, at_tokens, here, loop_from, merge, ppo_loss
+from rlblocks import (
+    Checkpoint, Policy, Prompts, Rollout, adaptive_kl_coef, at_tokens, group_advantages, here, loop_from, merge,
+    ppo_loss
+)
 from rlblocks.checkpoint import checkpoint as checkpoint_module
 from rlblocks.checkpoint.saves import saves_in
 from tiny import model, rows as tiny_rows
@@ -36,7 +39,8 @@ class Digits:
 
 
 def loop(*, steps=8, checkpoint=Checkpoint(), fail_at=None, net=None, epochs=2):
-    "A real GRPO loop on a tiny model: epochs end inside it (10 prompts, 4 a step), minibatches are shuffled, a coefficient lives across steps."
+    """A real GRPO loop on a tiny model: epochs end inside it (10 prompts, 4 a step), minibatches are shuffled, a
+    coefficient lives across steps."""
     policy = here.place(Policy, net or model(), lr=1e-2, device="cpu")
     rollout = here.place(Rollout, net or model(), max_tokens=4, device="cpu", tokenizer=Digits())
     data, state = Prompts(ROWS, Digits(), seed=3), dict(coef=.5)
@@ -44,7 +48,8 @@ def loop(*, steps=8, checkpoint=Checkpoint(), fail_at=None, net=None, epochs=2):
     for step in checkpoint(steps, policy=policy, data=data, state=state):
         rollout.load(policy.weights())
         batch = rollout.generate(data.take(4), group_size=4, seed=(0, step))
-        batch["scores"] = torch.tensor([float(a in c) + state["coef"]*len(c) for a, c in zip(batch.answer, batch.completion, strict=True)])
+        batch["scores"] = torch.tensor([float(a in c) + state["coef"]*len(c)
+                                        for a, c in zip(batch.answer, batch.completion, strict=True)])
         batch["advantages"] = at_tokens(group_advantages(batch.scores, batch.group), batch.mask)
         batch["old_logprobs"] = policy.logprobs(batch)
         metrics = {}
@@ -53,8 +58,10 @@ def loop(*, steps=8, checkpoint=Checkpoint(), fail_at=None, net=None, epochs=2):
                 metrics = merge(metrics, policy.step(mini, loss))
                 if step == fail_at and epoch == 0 and k == 1: raise RuntimeError("killed mid-epoch")
         state["coef"] = adaptive_kl_coef(state["coef"], .2, target=.1, horizon=100, n_rows=16)
-        yield dict(step=step, prompts=batch.prompt[::4], reward=batch.scores.mean().item(), loss=float(metrics["loss"]), norm=float(metrics["grad_norm"]),
-                   weights=sum(p.double().sum().item() for p in policy._run.module.parameters()), version=policy.version)
+        yield dict(step=step, prompts=batch.prompt[::4], reward=batch.scores.mean().item(), loss=float(metrics["loss"]),
+                   norm=float(metrics["grad_norm"]),
+                   weights=sum(p.double().sum().item() for p in policy._run.module.parameters()),
+                   version=policy.version)
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +72,18 @@ def run(folder, **how):
     "(what was shown, the exception that ended it)"
     shown = {}
     try:
-        for m in itertools.islice(loop(checkpoint=Checkpoint(folder, every=3), **how.get("loop", {})), how.get("stop")): shown[m["step"]] = m
+        for m in itertools.islice(loop(checkpoint=Checkpoint(folder, every=3), **how.get("loop", {})), how.get("stop")):
+            shown[m["step"]] = m
     except RuntimeError as e: return shown, e
     return shown, None
 
 
-@pytest.mark.parametrize("how, first", [(dict(stop=5), 3), (dict(stop=3), 0), (dict(loop=dict(fail_at=4)), 3), (dict(loop=dict(fail_at=6)), 6), (dict(loop=dict(fail_at=1)), 0)])
+@pytest.mark.parametrize("how, first",
+                         [(dict(stop=5), 3), (dict(stop=3), 0), (dict(loop=dict(fail_at=4)), 3),
+                          (dict(loop=dict(fail_at=6)), 6), (dict(loop=dict(fail_at=1)), 0)])
 def test_resumed_equals_undisturbed(tmp_path, plain, how, first):
-    "LAWS 20: stopped by its consumer, or killed mid-epoch: prompts, rewards, losses and weights come out equal, to the bit."
+    """LAWS 20: stopped by its consumer, or killed mid-epoch: prompts, rewards, losses and weights come out equal, to
+    the bit."""
     shown, _ = run(tmp_path, **how)
     again, _ = run(tmp_path)
     assert min(again) == first and max(again) == 7
@@ -82,14 +93,19 @@ def test_resumed_equals_undisturbed(tmp_path, plain, how, first):
 
 def test_the_plain_run_does_something(plain):
     assert len({m["weights"] for m in plain.values()}) == 8 and plain[7]["version"] == 32
-    assert plain[2]["prompts"][1:] != plain[0]["prompts"][1:] and len({p for m in list(plain.values())[:2] for p in m["prompts"]}) == 8   # 10 prompts: the epoch ends inside step 2
+    # 10 prompts: the epoch ends inside step 2
+    assert plain[2]["prompts"][1:] != plain[0]["prompts"][1:]
+    assert len({p for m in list(plain.values())[:2] for p in m["prompts"]}) == 8
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("moments, kinds", [(3, ["one", "two"]), (1, ["background", "fsdp2_to_one"]), *rarely((20, []))])
+@pytest.mark.parametrize("moments, kinds",
+                         [(3, ["one", "two"]), (1, ["background", "fsdp2_to_one"]), *rarely((20, []))])
 def test_killed_at_any_moment(tmp_path, moments, kinds):
-    "LAWS 20, with SIGKILL: one process or two, one rank or both, in a save or not, also on another number of ranks: the rows shown are those of the run that was not killed."
-    run = subprocess.run([sys.executable, ROOT/"benchmarks"/"kill.py", "--moments", str(moments), *(["--kinds", *kinds] if kinds else []), "--out", tmp_path], capture_output=True, text=True,
+    """LAWS 20, with SIGKILL: one process or two, one rank or both, in a save or not, also on another number of
+    ranks: the rows shown are those of the run that was not killed."""
+    run = subprocess.run([sys.executable, ROOT/"benchmarks"/"kill.py", "--moments", str(moments),
+                          *(["--kinds", *kinds] if kinds else []), "--out", tmp_path], capture_output=True, text=True,
                          env=os.environ | dict(PYTHONPATH=str(ROOT)))
     assert run.returncode == 0, run.stderr[-3000:]
     for name, found in json.loads((tmp_path/"kill_cpu.json").read_text())["results"].items():
@@ -97,12 +113,14 @@ def test_killed_at_any_moment(tmp_path, moments, kinds):
         assert 0 < found["moments"][0]["resumed_at"] < 12, (name, found["moments"][0])
         for m in found["moments"]:
             assert m["complete"] and m["others_left"], (name, m)
-            if "_to_" in name: assert m["distance"] < 1e-5, (name, m)      # another number of ranks adds in another order
+            # another number of ranks adds in another order
+            if "_to_" in name: assert m["distance"] < 1e-5, (name, m)
             else: assert m["distance"] == 0 and m["same_hash"], (name, m)
 
 
 def test_leaving_the_body_keeps_no_half_step(tmp_path, caplog):
-    "A break, a return or an error in the body may come before the update, and stopping at the yield looks the same: the last save stays, and the log names it."
+    """A break, a return or an error in the body may come before the update, and stopping at the yield looks the
+    same: the last save stays, and the log names it."""
     class Count:
         n = 0
         def state_dict(self): return dict(n=self.n)
@@ -137,7 +155,8 @@ def test_leaving_the_body_keeps_no_half_step(tmp_path, caplog):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_when_it_is_asked_for(tmp_path, background, caplog):
-    "By the consumer between steps, or by the loop before its yield: the step at hand, whatever shape the loop has; nothing is saved twice, and the run goes on after it."
+    """By the consumer between steps, or by the loop before its yield: the step at hand, whatever shape the loop has;
+    nothing is saved twice, and the run goes on after it."""
     def body(checkpoint, at=None):
         state = dict(n=0)
         def steps(): yield from checkpoint(9, state=state)
@@ -162,7 +181,8 @@ def test_a_save_when_it_is_asked_for(tmp_path, background, caplog):
 
 
 def test_no_half_step_through_wrappers_and_kept_iterators(tmp_path):
-    "An error inside the loop's body, in five shapes that all look like an iterator being dropped: the save stays at the last whole step."
+    """An error inside the loop's body, in five shapes that all look like an iterator being dropped: the save stays
+    at the last whole step."""
     class Count:
         n = 0
         def state_dict(self): return dict(n=self.n)
@@ -187,7 +207,8 @@ def test_no_half_step_through_wrappers_and_kept_iterators(tmp_path):
             c.n += 1
             if step == 3: fail()
             yield step
-    loops = dict(kept=lambda p: loop(p, lambda x: x), swallowed=lambda p: loop(p, lambda x: x, True), chained=lambda p: loop(p, chained), again=lambda p: loop(p, again),
+    loops = dict(kept=lambda p: loop(p, lambda x: x), swallowed=lambda p: loop(p, lambda x: x, True),
+                 chained=lambda p: loop(p, chained), again=lambda p: loop(p, again),
                  expression=lambda p: loop(p, lambda x: (s for s in x)), inline=inline)
     for name, make in loops.items():
         try: list(make(tmp_path/name))
@@ -199,12 +220,14 @@ def test_no_half_step_through_wrappers_and_kept_iterators(tmp_path):
 def test_what_could_not_be_loaded_is_not_saved(tmp_path):
     from rlblocks import Buffer, Mean
     for value in (Mean(1.), date(2026, 1, 1), tmp_path):
-        with pytest.raises(TypeError, match="'state' holds what a safe load refuses"): list(Checkpoint(tmp_path/"a", every=1)(1, state=dict(x=value)))
+        with pytest.raises(TypeError, match="'state' holds what a safe load refuses"):
+            list(Checkpoint(tmp_path/"a", every=1)(1, state=dict(x=value)))
     buffer = Buffer()
     buffer.add(tiny_rows(B=4))
     list(Checkpoint(tmp_path/"b", every=1)(1, buffer=buffer))
     again = Buffer()
-    assert Checkpoint(tmp_path/"b").restore(dict(buffer=again)) == 1 and len(again) == 4 and again.n_tokens == buffer.n_tokens
+    assert Checkpoint(tmp_path/"b").restore(dict(buffer=again)) == 1 and len(again) == 4
+    assert again.n_tokens == buffer.n_tokens
     assert torch.equal(again.take(4).tokens, buffer.take(4).tokens)
 
 
@@ -221,7 +244,8 @@ def test_statements_after_the_yield_are_part_of_the_step(tmp_path):
 
 def test_a_finished_run_says_so(tmp_path):
     list(loop(steps=3, checkpoint=Checkpoint(tmp_path)))
-    with pytest.warns(UserWarning, match="has done 3 of 3 steps"): assert list(loop(steps=3, checkpoint=Checkpoint(tmp_path))) == []
+    with pytest.warns(UserWarning, match="has done 3 of 3 steps"):
+        assert list(loop(steps=3, checkpoint=Checkpoint(tmp_path))) == []
     assert [m["step"] for m in loop(steps=5, checkpoint=Checkpoint(tmp_path))] == [3, 4]
 
 
@@ -234,7 +258,9 @@ def test_saves_appear_whole_and_old_ones_go(tmp_path):
     assert sorted(f.name for f in tmp_path.iterdir()) == [".draft-x", ".lock", "step-00000005", "step-00000006"]
 
 
-@pytest.mark.parametrize("harm, says", [("cut", "is not what was written"), ("flip", "is not what was written"), ("gone", "is missing"), ("meta", "cannot be read")])
+@pytest.mark.parametrize("harm, says",
+                         [("cut", "is not what was written"), ("flip", "is not what was written"),
+                          ("gone", "is missing"), ("meta", "cannot be read")])
 def test_a_corrupt_save_is_refused_by_name(tmp_path, harm, says):
     list(loop(steps=2, checkpoint=Checkpoint(tmp_path, every=1)))
     folder = Checkpoint(tmp_path).saves()[-1]
@@ -243,7 +269,8 @@ def test_a_corrupt_save_is_refused_by_name(tmp_path, harm, says):
     if harm == "gone": file.unlink()
     elif harm == "flip": data[len(data)//2] ^= 1; file.write_bytes(data)
     else: file.write_bytes(data[:len(data)//2])
-    with pytest.raises(ValueError, match=f"{file.name}.*{says}.*delete .*to resume from the save before"): list(loop(steps=4, checkpoint=Checkpoint(tmp_path)))
+    with pytest.raises(ValueError, match=f"{file.name}.*{says}.*delete .*to resume from the save before"):
+        list(loop(steps=4, checkpoint=Checkpoint(tmp_path)))
     shutil.rmtree(folder)
     assert [m["step"] for m in loop(steps=4, checkpoint=Checkpoint(tmp_path))] == [1, 2, 3]
 
@@ -254,7 +281,8 @@ def test_clear_errors(tmp_path):
     with pytest.raises(TypeError, match="'data' is a list"): next(Checkpoint()(3, data=[]))
     with pytest.raises(ValueError, match="every=0"): Checkpoint(tmp_path, every=0)
     list(loop(steps=1, checkpoint=Checkpoint(tmp_path/"run")))
-    with pytest.raises(ValueError, match=r"holds \['data', 'policy', 'state'\], the loop has \['policy'\]"): next(Checkpoint(tmp_path/"run")(3, policy={}))
+    with pytest.raises(ValueError, match=r"holds \['data', 'policy', 'state'\], the loop has \['policy'\]"):
+        next(Checkpoint(tmp_path/"run")(3, policy={}))
 
 
 def test_the_tutorials_loop_resumes(tmp_path):
@@ -262,7 +290,8 @@ def test_the_tutorials_loop_resumes(tmp_path):
     grpo = loop_from(str(ROOT/"tutorials"/"grpo.ipynb") + ":grpo")
     class Data(Prompts): pass
     def go(steps, checkpoint=Checkpoint()):
-        rows = grpo(here, Data(ROWS, Digits()), lambda completion_ids, **_: [float(2 in x) for x in completion_ids], model=model, lr=1e-2, steps=steps, prompts=4, group_size=4,
+        rows = grpo(here, Data(ROWS, Digits()), lambda completion_ids, **_: [float(2 in x) for x in completion_ids],
+                    model=model, lr=1e-2, steps=steps, prompts=4, group_size=4,
                     minibatches=2, max_tokens=4, checkpoint=checkpoint)
         return {m["step"]: {k: float(v) for k, v in m.items()} for m in rows}
     whole = go(4)
@@ -288,9 +317,11 @@ def test_the_best_is_kept(tmp_path):
             state["n"] += 1
             yield step
     first = run([.1, .5, .3, .2, .4])
-    assert [f.name for f in first.saves()] == ["step-00000002", "step-00000005"] and first.best().name == "step-00000002"
+    assert [f.name for f in first.saves()] == ["step-00000002", "step-00000005"]
+    assert first.best().name == "step-00000002"
     again = run([.45, float("nan"), .2, .1], start=5)
-    assert [f.name for f in again.saves()] == ["step-00000002", "step-00000009"] and again.best().name == "step-00000002"
+    assert [f.name for f in again.saves()] == ["step-00000002", "step-00000009"]
+    assert again.best().name == "step-00000002"
     last = run([.6, .1], start=9)
     assert [f.name for f in last.saves()] == ["step-00000010", "step-00000011"] and last.best().name == "step-00000010"
     assert Checkpoint(tmp_path/"none").best() is None
@@ -312,7 +343,8 @@ def test_a_save_in_the_background_is_of_its_own_step(tmp_path, monkeypatch):
             go.set()
         c.n += 1
         c.w += 1
-    assert seen == [(0, []), (1, []), (2, [])] and [f.name for f in checkpoint.saves()] == ["step-00000002", "step-00000003"]
+    assert seen == [(0, []), (1, []), (2, [])]
+    assert [f.name for f in checkpoint.saves()] == ["step-00000002", "step-00000003"]
     state = torch.load(tmp_path/"step-00000002"/"c.pt")
     assert state["n"] == 2 and state["w"][0] == 2       # step 3 had begun to change them
     assert Checkpoint(tmp_path).restore(dict(c=(again := Count()))) == 3 == again.n
@@ -333,7 +365,8 @@ def test_an_error_in_the_background_is_raised(tmp_path, monkeypatch, end):
             yield step
     with pytest.raises(OSError, match="no space left on device"):
         for step in run(): shown.append(step)
-    assert shown == ([0, 1, 2] if end == "next" else [0, 1]) and Checkpoint(tmp_path).restore(dict(c=(again := Count()))) == 1 == again.n
+    assert shown == ([0, 1, 2] if end == "next" else [0, 1])
+    assert Checkpoint(tmp_path).restore(dict(c=(again := Count()))) == 1 == again.n
 
 
 SHARDS = """
@@ -346,13 +379,15 @@ from test_optim import LR, batch, loss
 folder = Path(sys.argv[1])
 def run(path, steps, engine, **how):
     policy = Policy(model(), optimizer=steady(LR), engine=engine, device="cpu")
-    for step in Checkpoint(path, every=2, **how)(steps, policy=policy, state=dict(x=1)): policy.step(batch(step), loss)
+    checkpoint = Checkpoint(path, every=2, **how)
+    for step in checkpoint(steps, policy=policy, state=dict(x=1)): policy.step(batch(step), loss)
     return {k: v for b in policy.weights().buckets(1 << 30) for k, v in b.items()}
 plain = run(None, 4, None)
 near = lambda a: max((a[k]-v).abs().max().item() for k, v in plain.items()) < NEAR*LR
 run(folder/"a", 2, "fsdp2")
 save = Checkpoint(folder/"a").saves()[0]
-print(sorted(str(f.relative_to(save)) for f in save.rglob("*") if f.is_file()), (save/"policy.pt").stat().st_size < 40_000)
+files = sorted(str(f.relative_to(save)) for f in save.rglob("*") if f.is_file())
+print(files, (save/"policy.pt").stat().st_size < 40_000)
 print(near(run(folder/"a", 4, "fsdp2")))
 try: run(folder/"a", 6, None)
 except ValueError as e: print(e)
@@ -366,11 +401,14 @@ except ValueError as e: print(e)
 
 
 def test_shards_are_written_and_read_as_shards(tmp_path):
-    run = subprocess.run([sys.executable, "-c", SHARDS, tmp_path], capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}", OMP_NUM_THREADS="1"))
+    run = subprocess.run([sys.executable, "-c", SHARDS, tmp_path], capture_output=True, text=True,
+                         env=os.environ | dict(PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}", OMP_NUM_THREADS="1"))
     assert run.returncode == 0, run.stderr[-2000:]
     files, resumed, engine, whole, harm = run.stdout.splitlines()
-    assert files == "['meta.json', 'policy.pt', 'shards/.metadata', 'shards/__0_0.distcp', 'state.pt'] True" and resumed == "True" and whole == "True []"
-    assert "'policy' was saved in shards, and is not cut over ranks now" in engine and "__0_0.distcp is not what was written" in harm
+    assert files == "['meta.json', 'policy.pt', 'shards/.metadata', 'shards/__0_0.distcp', 'state.pt'] True"
+    assert resumed == "True" and whole == "True []"
+    assert "'policy' was saved in shards, and is not cut over ranks now" in engine
+    assert "__0_0.distcp is not what was written" in harm
 
 
 def names(folder): return sorted(f.name for f in folder.iterdir() if f.name != ".lock")
@@ -389,13 +427,15 @@ def count(path, steps, state, at=None, **how):
 def test_a_state_that_turns_unloadable_is_refused_when_it_is_saved(tmp_path, background):
     "A safe load of every save, not of the first: the saves before stay, and the run can be resumed from them."
     worse = {3: lambda state: state.update(best=np.array([1., 2.]).mean())}
-    with pytest.raises(TypeError, match=r"'state' holds what a safe load refuses \(numpy.*scalar\)"): list(count(tmp_path, 8, {}, worse, background=background))
+    with pytest.raises(TypeError, match=r"'state' holds what a safe load refuses \(numpy.*scalar\)"):
+        list(count(tmp_path, 8, {}, worse, background=background))
     assert names(tmp_path) == [name(2), name(3)]
     assert list(count(tmp_path, 8, state := {})) == [3, 4, 5, 6, 7] and state["n"] == 8
 
 
 def test_what_cannot_even_be_written_is_the_same_error(tmp_path):
-    with pytest.raises(TypeError, match="'state' holds what a safe load refuses"): list(count(tmp_path, 3, dict(f=lambda: 0)))
+    with pytest.raises(TypeError, match="'state' holds what a safe load refuses"):
+        list(count(tmp_path, 3, dict(f=lambda: 0)))
     assert names(tmp_path) == []
 
 
@@ -415,7 +455,8 @@ def test_the_proof_reads_no_numbers(tmp_path, monkeypatch):
 def test_only_step_and_digits_are_saves(tmp_path):
     "Copies under other names are neither pruned nor resumed from, and numbers are compared as numbers."
     list(count(tmp_path, 3, {}))
-    for copy in ("step-00000003-good", "step-best", "step-99999999.bak"): shutil.copytree(tmp_path/name(3), tmp_path/copy)
+    for copy in ("step-00000003-good", "step-best", "step-99999999.bak"):
+        shutil.copytree(tmp_path/name(3), tmp_path/copy)
     (tmp_path/name(9)).write_text("a file")
     assert [f.name for f in saves_in(tmp_path)] == [name(2), name(3)]
     assert list(count(tmp_path, 6, state := {})) == [3, 4, 5] and state["n"] == 6
@@ -425,7 +466,8 @@ def test_only_step_and_digits_are_saves(tmp_path):
 
 
 def test_a_save_that_is_a_link(tmp_path):
-    "Moved to a larger disk: it is resumed from, and when it is old the link goes, what it points to stays, and the run goes on. A link to nowhere is no reason to begin anew."
+    """Moved to a larger disk: it is resumed from, and when it is old the link goes, what it points to stays, and the
+    run goes on. A link to nowhere is no reason to begin anew."""
     run, large = tmp_path/"run", tmp_path/"large"
     list(count(run, 2, {}))
     shutil.move(run/name(2), large)
@@ -434,7 +476,8 @@ def test_a_save_that_is_a_link(tmp_path):
     shutil.rmtree(run/name(6))
     os.symlink(tmp_path/"not mounted", run/name(6))
     with pytest.raises(ValueError, match=f"{name(6)}/meta.json cannot be read"): list(count(run, 8, {}))
-    with pytest.raises(ValueError, match=f"{name(6)}/meta.json cannot be read"): list(count(run, 8, {}))       # and the lock was free
+    # and the lock was free
+    with pytest.raises(ValueError, match=f"{name(6)}/meta.json cannot be read"): list(count(run, 8, {}))
 
 
 @contextmanager
@@ -448,23 +491,28 @@ def full_disk(most=100_000):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_that_does_not_fit_leaves_nothing(tmp_path, background):
-    "OSError with the folder and what is free; no draft, which would hold the room that the next save needs; the saves before stay."
+    """OSError with the folder and what is free; no draft, which would hold the room that the next save needs; the
+    saves before stay."""
     grow = {2: lambda state: state.update(x=torch.zeros(100_000))}
     for _ in range(2):
-        with full_disk(), pytest.raises(OSError, match=f"the save of step 3 cannot be written to {tmp_path}: .*bytes are free on its disk; the save before it has"):
+        said = f"step 3 cannot be written to {tmp_path}: .*bytes are free on its disk; the save before it has"
+        with full_disk(), pytest.raises(OSError, match=f"the save of {said}"):
             list(count(tmp_path, 6, {}, grow, background=background))
         assert names(tmp_path) == [name(1), name(2)]
     assert list(count(tmp_path, 4, state := {}, grow, background=background)) == [2, 3] and len(state["x"]) == 100_000
 
 
 def test_on_a_disk_that_is_really_full(tmp_path):
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", tmp_path], capture_output=True).returncode: pytest.skip("mounting a small disk needs root")
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", tmp_path],
+                                      capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
     try:
         state = dict(x=torch.zeros(300_000))         # 1.2 MB
         list(count(tmp_path/"run", 2, state))
         (tmp_path/"other").write_bytes(bytes(1_900_000))
         for _ in range(3):
-            with pytest.raises(OSError, match="No space left on device"): list(count(tmp_path/"run", 6, dict(x=torch.zeros(300_000))))
+            with pytest.raises(OSError, match="No space left on device"):
+                list(count(tmp_path/"run", 6, dict(x=torch.zeros(300_000))))
             assert names(tmp_path/"run") == [name(1), name(2)]
         with (tmp_path/"other").open("wb") as f: f.write(bytes(1_300_000))
         assert list(count(tmp_path/"run", 3, dict(x=torch.zeros(300_000)))) == [2]
@@ -486,13 +534,19 @@ for step in Checkpoint(sys.argv[1], every=1)(3, state={}):
 
 
 def test_one_run_a_folder_and_a_dead_one_does_not_count(tmp_path):
-    "The second is refused with host and process of the first, reading is not; a run that was killed has let go, also when a process that it forked lives on."
-    other = subprocess.Popen([sys.executable, "-c", RUN, tmp_path], stdout=subprocess.PIPE, text=True, env=os.environ | dict(PYTHONPATH=str(ROOT)))
+    """The second is refused with host and process of the first, reading is not; a run that was killed has let go,
+    also when a process that it forked lives on."""
+    other = subprocess.Popen([sys.executable, "-c", RUN, tmp_path], stdout=subprocess.PIPE, text=True,
+                             env=os.environ | dict(PYTHONPATH=str(ROOT)))
     child = int(other.stdout.readline())
     try:
-        with pytest.raises(RuntimeError, match=f"{tmp_path} is in use by a run on host {socket.gethostname()}, process {other.pid}; one run a folder"): list(count(tmp_path, 3, {}))
+        with pytest.raises(RuntimeError,
+                           match=f"{tmp_path} is in use by a run on host {socket.gethostname()}, process "
+                                 f"{other.pid}; one run a folder"):
+            list(count(tmp_path, 3, {}))
         with pytest.raises(RuntimeError, match="is in use by a run"): Checkpoint(tmp_path).save(7, dict(state={}))
-        assert names(tmp_path) == [name(1)] and Checkpoint(tmp_path).restore(dict(state={})) == 1 and Checkpoint(tmp_path).best() is None
+        assert names(tmp_path) == [name(1)] and Checkpoint(tmp_path).restore(dict(state={})) == 1
+        assert Checkpoint(tmp_path).best() is None
         other.send_signal(signal.SIGKILL)
         other.wait()
         os.kill(child, 0)
@@ -503,10 +557,13 @@ def test_one_run_a_folder_and_a_dead_one_does_not_count(tmp_path):
 
 
 def test_a_cell_that_is_run_again(tmp_path):
-    "In one process: refused while the earlier loop is held, also by the same Checkpoint; free when it is closed, dropped, failed, finished, or in a ring of references."
+    """In one process: refused while the earlier loop is held, also by the same Checkpoint; free when it is closed,
+    dropped, failed, finished, or in a ring of references."""
     first = count(tmp_path, 9, {})
     assert next(first) == 0
-    with pytest.raises(RuntimeError, match=f"process {os.getpid()}; one run a folder: an earlier loop of this process has not ended"): next(count(tmp_path, 9, {}))
+    with pytest.raises(RuntimeError,
+                       match=f"process {os.getpid()}; one run a folder: an earlier loop of this process has not ended"):
+        next(count(tmp_path, 9, {}))
     first.close()
     first = count(tmp_path, 9, {})
     assert next(first) == 0 and next(first) == 1

@@ -1,6 +1,7 @@
 "Bad input says who, what came, what was wanted and how to fix it: a table of what new users do."
 import inspect
 import re
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from test_floors import FLOORS, MODULES
 
 import rlblocks as rl
 from rlblocks import Batch, Buffer, Checkpoint, Critic, Policy, Rollout, Scorer, plan, plan_rollout
+from rlblocks.engines.base import EngineSpec
 from rlblocks.placement.budgets import REMEDIES
 from rlblocks.models.scorer import scores_after
 from rlblocks.engines.base import plain
@@ -264,6 +266,7 @@ def test_a_tied_weight_may_come_under_one_name():
 
 def test_a_remedy_is_an_argument_of_the_plan_that_failed():
     takes = {name: set(inspect.signature(f).parameters) for name, f in dict(plan=plan, plan_rollout=plan_rollout).items()}
+    takes["plan"] |= {f.name for f in fields(EngineSpec)}            # said in the value: engine=plain(checkpointing=True)
     others = set(inspect.signature(Policy).parameters) | {"micro_tokens", "checkpointing", "offload"} | takes["plan"] | takes["plan_rollout"]
     assert REMEDIES.keys() == takes.keys()
     for name, said in REMEDIES.items():

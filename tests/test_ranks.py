@@ -1,4 +1,5 @@
-"Many ranks, one step (LAWS 1 and 24): the same number of micro-batches everywhere, the gradient of one process, metrics that merge."
+"""Many ranks, one step (LAWS 1 and 24): the same number of micro-batches everywhere, the gradient of one process,
+metrics that merge."""
 import time
 
 import pytest
@@ -14,7 +15,8 @@ HOW = dict(optimizer=adamw(lr=1e-3, max_norm=1e9), device="cpu", micro_rows=2, p
 def net(): return exact(model(dtype=torch.float64))
 
 
-def loss(out, b): return ppo_loss(out.logprobs, out.logprobs.detach() - .1*b.advantages, b.advantages, b.mask, denom=b.n_tokens)
+def loss(out, b):
+    return ppo_loss(out.logprobs, out.logprobs.detach() - .1*b.advantages, b.advantages, b.mask, denom=b.n_tokens)
 
 
 def batch():
@@ -29,10 +31,12 @@ def prompted():
     start = 9 + b.group
     lengths = start + 1 + torch.arange(20)*7 % 12
     tokens = torch.where(at < start[:, None], b.tokens[b.group*4], b.tokens)
-    return Batch(**b.columns | dict(tokens=tokens, lengths=lengths, mask=(at >= start[:, None]) & (at < lengths[:, None])))
+    return Batch(**b.columns
+                 | dict(tokens=tokens, lengths=lengths, mask=(at >= start[:, None]) & (at < lengths[:, None])))
 
 
-CASES = {"uneven": (batch, HOW), "balanced": (batch, HOW), "fewer rows than ranks": (lambda: batch()[:3], HOW), "a prompt on both": (prompted, HOW | dict(micro_rows=None, micro_tokens=60))}
+CASES = {"uneven": (batch, HOW), "balanced": (batch, HOW), "fewer rows than ranks": (lambda: batch()[:3], HOW),
+         "a prompt on both": (prompted, HOW | dict(micro_rows=None, micro_tokens=60))}
 
 
 def uneven(b):
@@ -52,12 +56,16 @@ def one_rank(rank, world, cut, folder):
     policy = Policy(net, **how)
     calls, laid = [], []
     policy._run.module.register_forward_pre_hook(lambda *_: calls.append(1))
-    policy._run.module.trunk.register_forward_pre_hook(lambda m, args, kw: laid.append(args[0].numel()), with_kwargs=True)
+    policy._run.module.trunk.register_forward_pre_hook(lambda m, args, kw: laid.append(args[0].numel()),
+                                                       with_kwargs=True)
     found = gradients(policy)
-    part = (uneven(make()) if cut == "uneven" else torn(make(), world) if cut == "a prompt on both" else make().parts(world))[rank]
+    part = (uneven(make()) if cut == "uneven" else torn(make(), world) if cut == "a prompt on both"
+            else make().parts(world))[rank]
     metrics = policy.step(part, loss)
     lp = policy.logprobs(part)
-    torch.save(dict(laid=sum(laid), tokens=int(part.lengths.sum()), groups=set(part.group.tolist()), gradient=found, metrics={k: m.to("cpu") for k, m in metrics.items()}, calls=len(calls), lp=lp, rows=part.row, filler=part.filler,
+    torch.save(dict(laid=sum(laid), tokens=int(part.lengths.sum()), groups=set(part.group.tolist()), gradient=found,
+                    metrics={k: m.to("cpu") for k, m in metrics.items()}, calls=len(calls), lp=lp, rows=part.row,
+                    filler=part.filler,
                     weights=policy.state_dict()["module"]), folder/f"{rank}.pt")
     with pytest.raises(ValueError, match="cut in 3, but"): policy.step(make().parts(3)[0], loss)
     whole = policy.step(make(), loss)          # a whole is the same on every rank: nothing is summed, nothing is cut
@@ -68,7 +76,8 @@ def one_rank(rank, world, cut, folder):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world, cut", [(4, "uneven"), (2, "balanced"), (4, "fewer rows than ranks"), (2, "a prompt on both")])
+@pytest.mark.parametrize("world, cut",
+                         [(4, "uneven"), (2, "balanced"), (4, "fewer rows than ranks"), (2, "a prompt on both")])
 def test_ranks_agree_with_one_process(tmp_path, world, cut):
     start = time.monotonic()
     on_ranks(one_rank, (cut, tmp_path), world)
@@ -90,6 +99,8 @@ def test_ranks_agree_with_one_process(tmp_path, world, cut):
         if not r["filler"]: assert (r["lp"][:, :lp.shape[1]] - lp[r["rows"]]).abs().max() < 1e-10
     assert sum(r["filler"] for r in ranks) == (1 if cut == "fewer rows than ranks" else 0)
     if cut == "a prompt on both":
-        assert len(ranks[0]["groups"] & ranks[1]["groups"]) >= 2                # the cut parts groups: each rank lays their prompt for itself
-        assert all(r["laid"] < .8*2*r["tokens"] for r in ranks)                 # once for step, once for logprobs; and the prompt once a group
+        # the cut parts groups: each rank lays their prompt for itself
+        assert len(ranks[0]["groups"] & ranks[1]["groups"]) >= 2
+        # once for step, once for logprobs; and the prompt once a group
+        assert all(r["laid"] < .8*2*r["tokens"] for r in ranks)
         assert ranks[0]["calls"] >= 2*2                                         # several micro-batches a rank

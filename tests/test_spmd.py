@@ -1,4 +1,5 @@
-"One loop, three pools: under torchrun the tutorials' loops give the numbers of one process, and no rank waits for another that has failed (LAWS 24)."
+"""One loop, three pools: under torchrun the tutorials' loops give the numbers of one process, and no rank waits for
+another that has failed (LAWS 24)."""
 import os
 import signal
 import socket
@@ -18,7 +19,8 @@ ENV = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT/'tests'}{os.path
 
 
 def torchrun(ranks, *script, limit=900):
-    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *map(str, script)], env=ENV, capture_output=True, text=True, timeout=limit)
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                           str(ranks), *map(str, script)], env=ENV, capture_output=True, text=True, timeout=limit)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,8 @@ def same(a, b, path, tol):
     "Equal structures; floats within `tol`, everything else exactly."
     if isinstance(b, torch.Tensor):
         assert a.shape == b.shape and a.dtype == b.dtype, path
-        if b.is_floating_point(): assert torch.allclose(a, b, rtol=tol, atol=tol, equal_nan=True), (path, (a-b).abs().max())
+        if b.is_floating_point():
+            assert torch.allclose(a, b, rtol=tol, atol=tol, equal_nan=True), (path, (a-b).abs().max())
         else: assert torch.equal(a, b), path
     elif isinstance(b, dict):
         assert a.keys() == b.keys(), (path, a.keys() ^ b.keys())
@@ -56,23 +59,28 @@ def same(a, b, path, tol):
 def test_the_tutorials_loops_give_the_numbers_of_one_process(alone, ranks, loop):
     "Metrics of every step, positions in the data and final weights, in float64; prompts and rewards to the bit."
     want = alone["tutorials"][loop]
-    assert len({round(row["loss"], 6) for row in want["shown"]}) > 1 and want["shown"][-1]["version"] > 1     # the loop does something
+    # the loop does something
+    assert len({round(row["loss"], 6) for row in want["shown"]}) > 1 and want["shown"][-1]["version"] > 1
     for rank in ranks:
         got = rank["tutorials"][loop]
         same(got, want, loop, 1e-9)
-        assert [row.get("reward") for row in got["shown"]] == [row.get("reward") for row in want["shown"]] and got["taken"] == want["taken"]
+        assert [row.get("reward") for row in got["shown"]] == [row.get("reward") for row in want["shown"]]
+        assert got["taken"] == want["taken"]
 
 
 def test_every_kind_of_call_is_answered_as_in_one_process(alone, ranks):
-    for rank in ranks: same(rank["dispatch"], alone["dispatch"], "dispatch", 1e-7)     # Adam, eps 1e-8: an error of 1e-15 of a gradient moves a weight by up to 2·lr·1e-7 a step
+    # Adam, eps 1e-8: an error of 1e-15 of a gradient moves a weight by up to 2·lr·1e-7 a step
+    for rank in ranks: same(rank["dispatch"], alone["dispatch"], "dispatch", 1e-7)
     drawn = [rank["dispatch"]["generated"] for rank in ranks]
     for x in drawn:
-        for name in ("tokens", "completion", "group", "sample", "mask"): assert str(x[name]) == str(alone["dispatch"]["generated"][name]), name
+        for name in ("tokens", "completion", "group", "sample", "mask"):
+            assert str(x[name]) == str(alone["dispatch"]["generated"][name]), name
 
 
 def test_ranks_hold_equal_weights(ranks):
     for rank in ranks[1:]:
-        for name, w in rank["dispatch"]["state"].items(): assert torch.equal(w, ranks[0]["dispatch"]["state"][name]), name
+        for name, w in rank["dispatch"]["state"].items():
+            assert torch.equal(w, ranks[0]["dispatch"]["state"][name]), name
 
 
 def test_a_failure_on_one_rank_is_heard_on_all(ranks):
@@ -81,11 +89,17 @@ def test_a_failure_on_one_rank_is_heard_on_all(ranks):
     for r, rank in enumerate(ranks):
         said = rank["failures"]
         assert "KeyError: 'no such thing as" in said["raised"]
-        assert ("OSError: disk on fire" if r == 1 else f"RuntimeError: place(Broken) failed on rank 1 of {len(ranks)}: OSError: disk on fire") in said["place"]
-        for what, words in dict(unlike_batch="unlike arguments to Echo.add (argument 0, column 'tokens'): rank 0: [4, 7] int64", unlike_list="column 'answer'): rank 0: ['50'",
-                                unlike_number="(argument 'more'): rank 0: 0; rank 1: 1", unlike_method="unlike calls: rank 0: Echo.add", unlike_object="unlike calls: rank 0: Echo.add of placed object").items():
-            assert said[what].startswith("ValueError: SpmdPool: the ranks") and words in said[what] and "Every rank runs every line" in said[what]
-        assert "TypeError: Echo.number: a int cannot be joined" in said["a_number"] and "inside a list is not cut" in said["a_list"] and "one of the 3 parts" in said["part"]
+        other = "" if r == 1 else f"RuntimeError: place(Broken) failed on rank 1 of {len(ranks)}: "
+        assert f"{other}OSError: disk on fire" in said["place"]
+        unlike = "unlike arguments to Echo.add (argument 0, column 'tokens'): rank 0: [4, 7] int64"
+        for what, words in dict(unlike_batch=unlike, unlike_list="column 'answer'): rank 0: ['50'",
+                                unlike_number="(argument 'more'): rank 0: 0; rank 1: 1",
+                                unlike_method="unlike calls: rank 0: Echo.add",
+                                unlike_object="unlike calls: rank 0: Echo.add of placed object").items():
+            assert said[what].startswith("ValueError: SpmdPool: the ranks") and words in said[what]
+            assert "Every rank runs every line" in said[what]
+        assert "TypeError: Echo.number: a int cannot be joined" in said["a_number"]
+        assert "inside a list is not cut" in said["a_list"] and "one of the 3 parts" in said["part"]
         assert torch.equal(said["after"], spmd_loops.prompts((5, 2, 7, 3)).tokens)
 
 
@@ -96,21 +110,25 @@ def test_ranks_of_a_replica_share_their_rows(ranks):
     for rank in ranks:
         got = rank["replicas"]
         shared, alone, silent = got["tokens"]
-        assert alone == silent and (len(ranks) > 2 or (shared == [42, 42, 40, 40] and alone == [41]*4))        # prompts computed once: groups stay together
+        # prompts computed once: groups stay together
+        assert alone == silent and (len(ranks) > 2 or (shared == [42, 42, 40, 40] and alone == [41]*4))
         assert set(got["who"].tolist()) == ({0} if len(ranks) == 2 else {0, 2}) and got["total"] == 17
         assert got["answers"] == [f"{x}{w}" for x, w in zip("5273", got["who"].tolist(), strict=True)]
-    assert all(saw[r] == saw[r - r % 2] for r in range(len(ranks))) and sorted(x for r in range(0, len(ranks), 2) for x in saw[r]) == ["2", "3", "5", "7"]
+    assert all(saw[r] == saw[r - r % 2] for r in range(len(ranks)))
+    assert sorted(x for r in range(0, len(ranks), 2) for x in saw[r]) == ["2", "3", "5", "7"]
 
 
 def test_consumers_stop_together(ranks):
-    "Rank 0 sees the rows; where it stops, every rank's loop is closed after the same step. The save that it asked for is made by all ranks, and a second run goes on from there."
+    """Rank 0 sees the rows; where it stops, every rank's loop is closed after the same step. The save that it asked
+    for is made by all ranks, and a second run goes on from there."""
     if len(ranks) == 1: pytest.skip("needs two ranks")
     assert ranks[0]["stopped"] == ([0, 1, 2], ["step-00000002"], [2, 3])
     assert all(rank["stopped"] == ([], ["step-00000002"], []) for rank in ranks[1:])
 
 
 DEPARTURES = dict(
-    raises_between=("if pool.rank == 1: raise OSError('no space left')", "rank 1 has left the loop with OSError: no space left, while rank 0 is at Pair.meet"),
+    raises_between=("if pool.rank == 1: raise OSError('no space left')",
+                    "rank 1 has left the loop with OSError: no space left, while rank 0 is at Pair.meet"),
     ends_early=("if pool.rank == 1: raise SystemExit(0)", "rank 1 has left the loop, while rank 0 is at Pair.meet"),
     fails_in_a_collective=("pair.broken = pool.rank == 1", "Pair.meet failed on rank 1 of 2: OSError: link down"),
     consumer_fails=("if pool.rank == 0: fail = True", "OSError: the printer is out of paper"),
@@ -160,7 +178,8 @@ except (RuntimeError, OSError) as e:
 
 def launch(script, rank, port, ranks=2):
     "One rank of a world whose store rank 0 keeps, which torchrun's agent would otherwise."
-    env = ENV | dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    env = ENV | dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
+                     MASTER_PORT=str(port))
     return subprocess.Popen([sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, text=True)
 
 
@@ -191,7 +210,8 @@ def test_nobody_waits_for_ever_for_a_rank_that_is_frozen(frozen):
         port = s.getsockname()[1]
     ranks = [launch(FREEZE.replace("{frozen}", str(frozen)), r, port) for r in range(2)]
     try:
-        said = ranks[1-frozen].communicate(timeout=200)[1]      # 3 s + 2 s + what starting takes; without a deadline for ever
+        # 3 s + 2 s + what starting takes; without a deadline for ever
+        said = ranks[1-frozen].communicate(timeout=200)[1]
         assert ranks[1-frozen].returncode > 0 and "a rank that is gone or does not answer" in said, said[-3000:]
         assert ranks[frozen].poll() is None
     finally:
@@ -207,7 +227,8 @@ def test_nobody_waits_for_ever_for_a_world_that_does_not_answer():
         rank = launch("from rlblocks import SpmdPool; SpmdPool(timeout=2, grace=1)", 1, s.getsockname()[1])
         try: said = rank.communicate(timeout=200)[1]
         finally: rank.kill()
-    assert rank.returncode > 0 and "TimeoutError: SpmdPool, joining the world: no answer within 3 s" in said, said[-3000:]
+    assert rank.returncode > 0, said[-3000:]
+    assert "TimeoutError: SpmdPool, joining the world: no answer within 3 s" in said, said[-3000:]
 
 
 LEAVING = """
@@ -243,7 +264,8 @@ def gloo():
     return found
 
 def last():
-    "From here on gloo's threads come last: on one core with the main one, behind it, and without the interpreter's lock until that one waits. The race that is lost now and then, nearly always."
+    # From here on gloo's threads come last: on one core with the main one, behind it, and without the interpreter's
+    # lock until that one waits. The race that is lost now and then, nearly always.
     sys.setswitchinterval(60)
     for thread in gloo(): os.setpriority(os.PRIO_PROCESS, thread, 19)
     if hasattr(os, "sched_setaffinity"):
@@ -259,7 +281,10 @@ while gloo() and time.monotonic() < end: time.sleep(.05)        # the kernel's l
 assert not gloo()"""),
     zero3=(2, "with SpmdPool() as pool: list(pool.watch(loop(pool, engine='zero3', sequence_parallel=2))), last()"),
     never_closed=(2, "pool = SpmdPool()\nlist(pool.watch(loop(pool, engine='fsdp2'))), last()"),
-    a_world_of_ones_own=(2, "dist.init_process_group('gloo')\nwith SpmdPool() as pool: list(loop(pool)), last()\nleave_world()"),
+    a_world_of_ones_own=(2, """
+dist.init_process_group('gloo')
+with SpmdPool() as pool: list(loop(pool)), last()
+leave_world()"""),
     alone=(0, "rows = list(loop(here, engine='zero3')), last()"),
 )
 
@@ -270,7 +295,8 @@ def test_a_run_that_succeeds_ends_with_success(tmp_path, ending):
     n, lines = ENDINGS[ending]
     if "zero" in lines: pytest.importorskip("deepspeed")
     (tmp_path/"loop.py").write_text(f"{LEAVING}{lines}\n")
-    run = torchrun(n, tmp_path/"loop.py") if n else subprocess.run([sys.executable, tmp_path/"loop.py"], env=ENV, capture_output=True, text=True, timeout=900)
+    run = torchrun(n, tmp_path/"loop.py") if n else subprocess.run([sys.executable, tmp_path/"loop.py"], env=ENV,
+                                                                   capture_output=True, text=True, timeout=900)
     assert run.returncode == 0 and "terminate called" not in run.stderr, run.stderr[-3000:]
     assert not any(said in run.stderr for said in ("FutureWarning: `torch.distributed", "gemm_4bit")), run.stderr
 
@@ -279,4 +305,5 @@ def test_without_torchrun_it_is_one_process():
     from rlblocks.placement.spmd import SpmdPool
     with SpmdPool() as pool:
         echo = pool.place(spmd_loops.Echo, 2)
-        assert type(echo) is spmd_loops.Echo and list(pool.watch(range(3))) == [0, 1, 2] and (pool.rank, pool.ranks) == (0, 1)
+        assert type(echo) is spmd_loops.Echo and list(pool.watch(range(3))) == [0, 1, 2]
+        assert (pool.rank, pool.ranks) == (0, 1)

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import forked
-from rlblocks.engines.world import agree, all_or_raise, exchange, first_error, join_world, leave_world, same_rows, same_weights
+from rlblocks.engines.world import (
+    agree, all_or_raise, exchange, first_error, join_world, leave_world, same_rows, same_weights
+)
 from torch import nn
 
 
@@ -52,7 +54,8 @@ def lonely(rank, folder):
         os._exit(0)
     started = time.monotonic()
     while not first_error("call/1"): time.sleep(.1)
-    said = raised(lambda: all_or_raise("save", timeout=2., key="call/1")), raised(lambda: all_or_raise("save", timeout=2.))
+    said = raised(lambda: all_or_raise("save", timeout=2.,
+                                       key="call/1")), raised(lambda: all_or_raise("save", timeout=2.))
     torch.save((*said, time.monotonic()-started), f"{folder}/0")
     os._exit(0)
 
@@ -60,7 +63,8 @@ def lonely(rank, folder):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_go_on_or_all_raise(rank, told):
     said = told[rank]
-    assert said["values"] == "[0, 10]" and said["agree"] == "nothing" and said["replicas"] == "nothing" and said["in time"] == "[0, 1]"
+    assert said["values"] == "[0, 10]" and said["agree"] == "nothing" and said["replicas"] == "nothing"
+    assert said["in time"] == "[0, 1]"
     assert said["other's"] == ("OSError: no space" if rank else "RuntimeError: save: rank 1 failed: OSError: no space")
     assert said["kind"] == ("OSError: no space" if rank else "OSError: save: rank 1 failed: OSError: no space")
     assert "step: the ranks disagree: [0, 1]" in said["disagree"]

@@ -166,10 +166,15 @@ def check_engine(
     if (x.offload == "nvme") != (x.nvme is not None):
         raise ValueError(f'engine: offload={x.offload!r} with nvme={x.nvme!r}; offload="nvme" needs '
                          'nvme="/folder/on/a/fast/disk", and nothing else does')
+    if x.offload not in (None, "cpu", "nvme") or x.offload == "nvme" and x.word != "zero3":
+        raise ValueError(f'engine: offload={x.offload!r} with engine={x.word!r}; "cpu" is there, and "nvme" with zero(3)')
     for name in ("sequence_parallel", "tensor_parallel"):
         n = getattr(x, name)
         if isinstance(n, bool) or not isinstance(n, Integral):
             raise ValueError(f"engine: {name}={n!r}; a whole number of ranks is wanted")
+    if x.tensor_parallel > 1 and x.word not in (None, "fsdp2"):
+        raise ValueError(f'tensor_parallel={x.tensor_parallel}: engine={x.word!r} does not go with it; None and '
+                         '"fsdp2" do')
     if x.expert_parallel and x.tensor_parallel == 1:
         raise ValueError("engine: expert_parallel distributes experts over the ranks that hold a layer together; say how many, "
                          "tensor_parallel=…")

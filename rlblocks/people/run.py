@@ -16,15 +16,18 @@ from pathlib import Path
 def loop_from(
     place:str, # "tutorials/grpo.ipynb:grpo": a notebook, a colon, the function's name
 )->Callable: # the function
-    "The function that a notebook's cell defines, without running the other cells. ValueError when there is no such notebook or function."
+    """The function that a notebook's cell defines, without running the other cells.
+
+    ValueError when there is no such notebook or function."""
     path, _, name = place.rpartition(":")
-    if not path.endswith(".ipynb") or not name.isidentifier(): raise ValueError(f"loop_from: {place!r}; 'folder/notebook.ipynb:function' is wanted")
+    if not path.endswith(".ipynb") or not name.isidentifier():
+        raise ValueError(f"loop_from: {place!r}; 'folder/notebook.ipynb:function' is wanted")
     try: cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
-    except (OSError, ValueError, KeyError) as e: raise ValueError(f"loop_from: cannot read {path} as a notebook: {e}") from e
-    sources = ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
-    for source in sources:
-        if f"def {name}(" in source and name in _functions(source): return _defined(source, f"{path}:{name}", name)
-    found = [f for s in sources for f in _functions(s)]
+    except (OSError, ValueError, KeyError) as e:
+        raise ValueError(f"loop_from: cannot read {path} as a notebook: {e}") from e
+    found = {f: source for c in cells if c["cell_type"] == "code" for source in ["".join(c["source"])]
+             for f in _functions(source)}
+    if name in found: return _defined(found[name], f"{path}:{name}", name)
     raise ValueError(f"loop_from: {path} defines no function {name!r}; it defines {', '.join(found) or 'none'}")
 
 def _functions(source):

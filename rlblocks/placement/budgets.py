@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STAYS', 'KINDS', 'REMEDIES', 'device_bytes', 'Plan', 'too_large', 'table', 'cache_room', 'cache_of', 'drawing_bytes',
-           'plan_rollout', 'check_costs', 'step_seconds']
+           'plan_rollout', 'step_seconds']
 
 # %% ../../nbs/placement/95_budgets.ipynb #5759fd4e
 import inspect
@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..data.columns import whole_number
+from ..engines.optim import check_number
 from .memory import Live, fake_model
 
 # %% ../../nbs/placement/95_budgets.ipynb #05466a99
@@ -38,19 +39,19 @@ def device_bytes(
     raise ValueError(f"{who}: memory={memory!r}; the bytes of one device are wanted, as a number (80e9) or a word: "
                      '"80GB" (10⁹ bytes) or "80GiB" (2³⁰)')
 
-def _gib(n): return f"{n/2**30:.2f}"
-def _stays(column): return sum(column.get(k, 0) for k in STAYS)
-
 REMEDIES = dict(        # by who made the plan: each in the words of its own arguments
-    plan=dict(weights='cut them over more devices (engine="fsdp2" or "zero3") or keep them on the host (offload="cpu")',
+    plan=dict(weights='cut them over more devices (engine="fsdp2" or "zero3"), or keep them on the host '
+                      '(engine=fsdp2(offload="cpu"))',
               gradients='cut them over more devices (engine="fsdp2", "zero2" or "zero3")',
-              states='cut them over more devices (an engine), or keep them on the host (offload="cpu")',
+              states='cut them over more devices (an engine), or keep them on the host (engine=fsdp2(offload="cpu"))',
               gathered="layers are too large to be gathered whole; more devices do not help, a smaller dtype does",
-              activations="lower micro_tokens, or recompute them (checkpointing=True)", logits="lower micro_tokens"),
+              activations="lower micro_tokens, or recompute them (engine=plain(checkpointing=True))",
+              logits="lower micro_tokens"),
     plan_rollout=dict(weights="hold them in half precision (dtype=torch.bfloat16)",
                       logits="lower rows (max_rows of the Rollout)",
                       cache="lower rows (max_rows of the Rollout), or tokens"))
 
+# %% ../../nbs/placement/95_budgets.ipynb #366bf86a
 @dataclass(frozen=True)
 class Plan:
     """Bytes by kind on each device, and on the host for each device.
@@ -96,6 +97,11 @@ class Plan:
                     building=max(self.building, other.building))
 
     def __repr__(self): return table(self)
+
+def _stays(column): return sum(column.get(k, 0) for k in STAYS)
+
+# %% ../../nbs/placement/95_budgets.ipynb #2cf9b552
+def _gib(n): return f"{n/2**30:.2f}"
 
 def too_large(
     plan:Plan,      # that does not fit
@@ -190,24 +196,6 @@ def plan_rollout(
     return made if memory is None else made.fit(memory)
 
 # %% ../../nbs/placement/95_budgets.ipynb #78708c11
-def _is_real(x)->bool: return isinstance(x, Real) and isfinite(x)
-
-def check_costs(
-    plan:Plan,
-    rollout:Plan,
-    least:dict[str, tuple[Any, int]], # name → (value, the least that it may be)
-    rates:dict[str, Any],             # name → value
-):
-    "Numbers that a time can be made of, and plans the right way round."
-    for name, (x, low) in least.items():
-        if not (_is_real(x) and x >= low):
-            raise ValueError(f"step_seconds: {name}={x!r}; at least {low} is wanted")
-    for name, x in rates.items():
-        if not (_is_real(x) and x > 0):
-            raise ValueError(f"step_seconds: {name}={x!r}; what a device achieves in a second is wanted, above 0")
-    if plan.flops_per_token and rollout.read_per_token: return
-    raise ValueError("step_seconds: the policy's plan, then the engine's (plan_rollout) are wanted, each by itself")
-
 def step_seconds(
     plan:Plan,          # of the policy
     rollout:Plan,       # of the engine
@@ -222,8 +210,14 @@ def step_seconds(
     price:int|float=0., # of a device-hour, in any currency
 )->dict[str, float]: # seconds of `generate`, `passes` and `update`, their `total`, and the `price` of a step
     "A step's time from its operations and bytes. A floor: nothing here waits. ValueError for a number that is none."
-    check_costs(plan, rollout, dict(rows=(rows, 1), prompt=(prompt, 0), new=(new, 1), side_by_side=(side_by_side, 1),
-                                    passes=(passes, 0), price=(price, 0)), dict(flops=flops, bandwidth=bandwidth))
+    for name, n in dict(rows=rows, prompt=prompt, new=new, side_by_side=side_by_side).items():
+        whole_number("step_seconds", name, n, 0 if name == "prompt" else 1)
+    for name, x in dict(passes=passes, price=price).items(): check_number("step_seconds", name, x)
+    for name, x in dict(flops=flops, bandwidth=bandwidth).items():
+        if not isinstance(x, Real) or not 0 < x < float("inf"):
+            raise ValueError(f"step_seconds: {name}={x!r}; what a device achieves in a second is wanted, above 0")
+    if not plan.flops_per_token or not rollout.read_per_token:
+        raise ValueError("step_seconds: the policy's plan, then the engine's (plan_rollout) are wanted, each by itself")
     per_device, a_token = -(-rows//plan.devices), plan.flops_per_token/flops
     update, rounds = per_device*(prompt+new)*a_token, -(-per_device//side_by_side)
     read = rounds*new*rollout.read_per_token + per_device*new*(prompt + new/2)*rollout.cache_per_token

@@ -74,24 +74,23 @@ def batches_in(
     args:Iterable, # of a call
     who:str,       # is called, for the message
 )->list[Batch]: # those with rows; without any there is nothing to cut, and nothing to make a filler of
-    "The Batches among arguments, also inside tuples. TypeError for one inside a list or dict, ValueError for a part."
+    "The Batches among arguments, also inside tuples. TypeError for one inside a list or dict."
     found = []
     for x in args:
         if isinstance(x, tuple): found += batches_in(x, who)
-        elif isinstance(x, Batch) and len(x): found.append(_checked_whole(x, who))
+        elif isinstance(x, Batch) and len(x): found.append(x)
         elif isinstance(x, (list, dict)) and _holds_batch(x):
             raise TypeError(f"{who}: a Batch inside a {type(x).__name__} is not cut; pass it by itself or in a tuple")
     return found
 
 def _holds_batch(x): return any(isinstance(y, Batch) for y in (x.values() if isinstance(x, dict) else x))
 
-def _checked_whole(b, who):
+def _check_whole(b, who):
     parts = len(b._whole.siblings) if b._whole else 1
     if parts > 1: raise ValueError(f"{who}: got one of the {parts} parts of a batch; pass the whole, the pool cuts it")
-    return b
 
 class Call:
-    "The arguments of one method call, dealt to replicas; and their answers, joined."
+    "The arguments of one method call, cut for replicas, and their answers, joined. One replica is given all as it is."
 
     def __init__(self,
         args:tuple,  # positional arguments
@@ -101,11 +100,12 @@ class Call:
         who:str="call", # for messages: "Policy.logprobs"
         shares_prompts:bool=True, # of the wrapper, as for `Batch.cut`
     ):
-        "Find the Batches among the arguments and deal their units."
+        "Find the Batches among the arguments and cut them between units. ValueError for a part, where it must be cut."
         self.args, self.kwargs, self.n, self.who = args, kwargs, n, who
         batches = batches_in((*args, *kwargs.values()), who)
+        for b in batches[:0 if n == 1 else None]: _check_whole(b, who)
         self.cuts = {id(b): b.cut(n, shares_prompts=shares_prompts) for b in batches}      # row numbers of each part
-        self.siblings = {id(b): b.siblings(self.cuts[id(b)]) for b in batches}
+        self.siblings = {id(b): b.siblings(self.cuts[id(b)]) for b in batches if n > 1}
         self.rows = next(iter(self.cuts.values()), None)     # of the first Batch; None: nothing is cut
 
     def of(self,
@@ -116,7 +116,7 @@ class Call:
 
     def _part(self, x, k)->Any:
         if isinstance(x, tuple): return like_tuple(x, [self._part(y, k) for y in x])
-        if not isinstance(x, Batch) or self.rows is None: return x
+        if not isinstance(x, Batch) or self.rows is None or self.n == 1: return x
         if not len(x): return _weightless(x, self.n)      # beside others that were cut
         return x.part(self.cuts[id(x)][k], self.siblings[id(x)])
 
@@ -124,7 +124,7 @@ class Call:
         answers:list, # of each replica, in their order
     )->Any: # the loop's answer
         "Rows in order and metrics merged when something was cut, else the first replica's answer."
-        return answers[0] if self.rows is None else join_answers(answers, self.rows, self.who)
+        return answers[0] if self.rows is None or self.n == 1 else join_answers(answers, self.rows, self.who)
 
 def like_tuple(
     x:tuple,     # perhaps a named one
