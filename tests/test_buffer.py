@@ -517,7 +517,7 @@ def test_fillers_and_empty_batches_add_nothing():
 @pytest.mark.parametrize("call, text", [
     (lambda b: b.take(3, version=0), "Buffer.take: 3 rows were asked for, 2 are there; add more rows, or ask for fewer"),
     (lambda b: b.sample(3, seed=0, version=0), "Buffer.sample: 3 rows were asked for, 2 are there"),
-    (lambda b: b.take(0, version=0), "Buffer.take: 0 rows were asked for; at least 1 is wanted"),
+    (lambda b: b.take(0, version=0), "Buffer.take: n=0; a whole number, at least 1, is wanted"),
     (lambda b: b.take(2), "max_age is 1, so freshness must be known; pass version=…"),
     (lambda b: b.add(rows([1, 0])), "group 0 is already waiting"),
     (lambda b: b.add(rows([1]).drop("text")), "column 'text' is missing, in the rows that wait it is ['list']"),
@@ -533,8 +533,8 @@ def test_fillers_and_empty_batches_add_nothing():
     (lambda b: Buffer().rows(), "Buffer.rows: no rows wait"),
     (lambda b: Buffer(spill="x"), "spill (a folder) and max_bytes"),
     (lambda b: mixed_groups(torch.ones(2), torch.ones(3, dtype=torch.long)), "mixed_groups: scores is [2], group is [3]"),
-    (lambda b: Buffer(max_age=-1), "max_age is -1"),
-    (lambda b: Buffer(max_rows=0), "max_rows is 0"),
+    (lambda b: Buffer(max_age=-1), "Buffer: max_age=-1; a whole number, 0 or more, is wanted"),
+    (lambda b: Buffer(max_rows=0), "Buffer: max_rows=0; a whole number"),
 ])
 def test_errors_say_what_came_and_leave_the_buffer_as_it_was(call, text):
     buffer = Buffer(max_age=1, max_rows=4)

@@ -102,7 +102,7 @@ def balance(
     costs:Shaped[Tensor, " B"]|Sequence[int|float], # what each item costs; not negative
     n:int,                                          # number of parts
     *,
-    equal:bool=False,                               # as many items in each part; one fewer in some when it does not divide
+    equal:bool=False,                               # as many items in each part; one fewer in some if that is needed
     within:int|float=1e-3,                          # good enough: the heaviest part is this share above the mean
 )->list[list[int]]: # item numbers of each part, ascending; heaviest part first; none empty if there are items enough
     """Items into `n` parts of nearly equal total cost: longest first, then swaps. Graham 1969.
@@ -139,7 +139,7 @@ def _halved(pieces, dealt, own, heavy):
     return [half for piece in pieces for half in _split(piece, own, 2 if piece[0] in torn else 1)]
 
 def _dealt(pieces, best, own, cost:Callable, enough):
-    "The best of `best` and of the deals of pieces, which are halved until the heaviest part costs no more than `enough`."
+    "The best of `best` and of the deals of pieces, which are halved until the heaviest part costs `enough`."
     n, found, stuck = len(best), max(map(cost, best)), -1       # the first deal has no other to be better than
     while pieces and found > enough and stuck < 3:
         dealt = [[pieces[k] for k in part] for part in balance(list(map(cost, pieces)), n)]

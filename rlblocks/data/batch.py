@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .columns import Kind, check_meaning, join, shape_of
 from .cuts import cut, lightest, minibatches, parts, siblings
+from .packing import rows_by
 
 # %% ../../nbs/data/40_batch.ipynb #a3218e52
 def kind_of(
@@ -45,8 +46,8 @@ def set_column(
     kind, T = kind_of(x, per or ("row" if name in batch.per_row else None)), batch.width
     if kind == "token" and isinstance(x, Tensor) and T not in (None, x.shape[1]):
         raise ValueError(
-            f"Batch: column {name!r} is {list(x.shape)}, but tokens are {[len(batch), T]}; per-token columns have the T "
-            "of tokens (no T−1, no response-only view); features of a row are named when rows are made: "
+            f"Batch: column {name!r} is {list(x.shape)}, but tokens are {[len(batch), T]}; per-token columns have the "
+            "T of tokens (no T−1, no response-only view); features of a row are named when rows are made: "
             f"Batch(per_row=[{name!r}], …), or set by batch.set({name!r}, …, per='row')")
     check_meaning(batch.columns, name, x, T)
     batch.columns[name], batch.kinds[name] = x, kind
@@ -188,9 +189,7 @@ def group_tokens(batch:"Batch")->Tensor: # `[B]`
 def unit_rows(batch:"Batch")->list[list[int]]: # rows of each unit, in order of first appearance
     "Which rows stand or fall together; without the column `unit` each row is its own."
     if "unit" not in batch: return [[i] for i in range(len(batch))]
-    units = {}
-    for i, u in enumerate(batch.unit.tolist()): units.setdefault(u, []).append(i)
-    return list(units.values())
+    return rows_by(batch.unit.tolist())
 
 def families(batch:"Batch")->Tensor|None: # `[B]` ids
     "Rows that are likely to begin alike: of one `group`, else of one `unit`; None without tokens or either."
@@ -235,9 +234,9 @@ def check_sampled_at(batch:"Batch", name:str, given:Any, neutral:int):
     rows = torch.as_tensor(batch.columns.get(name, torch.full((len(batch),), neutral)))
     odd = ~((rows - float(given)).abs() <= 1e-6)      # NaN is odd
     if odd.any():
-        raise ValueError(f"with_logprobs: log-probs were taken at {name}={given}, but row {int(odd.int().argmax())} was "
-                         f"sampled at {float(rows[odd][0]):g}; log-probs of unlike distributions have no ratio. Ask "
-                         "the engine for processed log-probs.")
+        raise ValueError(f"with_logprobs: log-probs were taken at {name}={given}, but row {int(odd.int().argmax())} "
+                         f"was sampled at {float(rows[odd][0]):g}; log-probs of unlike distributions have no ratio. "
+                         "Ask the engine for processed log-probs.")
 
 # %% ../../nbs/data/40_batch.ipynb #28755380
 class Batch:
@@ -307,7 +306,7 @@ class Batch:
         "T, the token axis; None without a per-token column."
         return next((self.columns[k].shape[1] for k, kind in self.kinds.items() if kind == "token"), None)
 
-    whole    = property(lambda self: self._whole or count(self), doc="Counts of the optimizer step it is or belongs to.")
+    whole    = property(lambda self: self._whole or count(self), doc="Counts of the optimizer step that it is (of).")
     n_tokens = property(lambda self: self.whole.n_tokens, doc="Chosen tokens of the optimizer step.")
     n_rows   = property(lambda self: self.whole.n_rows, doc="Rows of the optimizer step with a chosen token.")
     n_units  = property(lambda self: self.whole.n_units, doc="Units of the optimizer step with a chosen token.")

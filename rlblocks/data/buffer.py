@@ -6,9 +6,6 @@
 __all__ = ['replay_draw', 'Buffer']
 
 # %% ../../nbs/data/44_buffer.ipynb #3a8929d0
-import shutil
-import tempfile
-import weakref
 from collections import Counter
 from copy import copy
 from itertools import chain
@@ -19,10 +16,10 @@ from torch import Tensor
 from jaxtyping import Bool, Float, Int
 
 from .batch import Batch
-from .columns import seed_of
+from .columns import seed_of, whole_number
 from .bundles import bundles_of, entries, layout_of, places, restart
 from .ragged import Ragged, ragged
-from .slabs import Slabs
+from .slabs import Slabs, own_folder, tidied
 
 # %% ../../nbs/data/44_buffer.ipynb #54becb12
 def replay_draw(
@@ -32,10 +29,11 @@ def replay_draw(
     *,
     alpha:int|float=0.0,          # how much priority counts: 0 not at all, 1 in proportion
     seed,                         # number or tuple that names this draw
-)->tuple[Int[Tensor, " M"], Float[Tensor, " M"]]: # (bundles that together have at least n rows, or all; the probability that each had to be drawn)
-    """A draw without replacement: the first to come of exponential times with rate pᵅ, qᵢ = 1 − exp(−pᵢᵅ·τᵢ) at τᵢ, when the others are enough.
+)->tuple[Int[Tensor, " M"], Float[Tensor, " M"]]: # (bundles that have n rows, or all; how likely each was drawn)
+    """A draw without replacement: the first to come of exponential times with rate pᵅ.
 
-    Schaul et al. 2016 for pᵅ; Duffield et al. 2007 for q."""
+    qᵢ = 1 − exp(−pᵢᵅ·τᵢ) at the time τᵢ when the others are enough. Schaul et al. 2016 for pᵅ; Duffield et al. 2007
+    for q."""
     rate = priority.double()**alpha
     u = torch.rand(len(rate), generator=torch.Generator().manual_seed(seed_of("sample", seed)), dtype=torch.float64)
     times = -torch.log1p(-u)/rate # infinite for a priority of 0: last
@@ -49,9 +47,8 @@ def replay_draw(
 # %% ../../nbs/data/44_buffer.ipynb #301da436
 def check_limits(max_age, max_rows, spill, max_bytes):
     "The arguments of `Buffer`."
-    if max_age is not None and max_age < 0:
-        raise ValueError(f"Buffer: max_age is {max_age}; 0 (this version only) or more is wanted")
-    if max_rows is not None and max_rows < 1: raise ValueError(f"Buffer: max_rows is {max_rows}; at least 1 is wanted")
+    if max_age is not None: whole_number("Buffer", "max_age", max_age, 0)
+    if max_rows is not None: whole_number("Buffer", "max_rows", max_rows)
     if (spill is None) != (max_bytes is None):
         raise ValueError("Buffer: spill (a folder) and max_bytes (what stays in memory) go together; give both or "
                          "neither")
@@ -74,33 +71,25 @@ def check_joins(buffer:"Buffer", batch:Batch, layout:dict, largest:int):
     old = buffer._layout if len(buffer) else layout
     for name in {**layout, **old}:
         if layout.get(name) != old.get(name):
-            raise ValueError(f"Buffer.add: column {name!r} is {layout.get(name, 'missing')}, in the rows that wait it is "
-                             f"{old.get(name, 'missing')}; set or .drop it, so that rows can be joined")
+            raise ValueError(f"Buffer.add: column {name!r} is {layout.get(name, 'missing')}, in the rows that wait it "
+                             f"is {old.get(name, 'missing')}; set or .drop it, so that rows can be joined")
     for name, waiting in buffer._waiting.items():
         twice = waiting & set(batch[name].tolist()) if name in batch else ()
         if twice:
-            raise ValueError(f"Buffer.add: {name} {min(twice)} is already waiting; ids are unique in a run: join the rows of "
-                             f"a {name} with Batch.cat, then add them once")
+            raise ValueError(f"Buffer.add: {name} {min(twice)} is already waiting; ids are unique in a run: join the "
+                             f"rows of a {name} with Batch.cat, then add them once")
     if buffer.max_rows is not None and largest > buffer.max_rows:
-        raise ValueError(f"Buffer.add: a group of {largest} rows came, max_rows is {buffer.max_rows}; raise max_rows, a group "
-                         "is never parted")
+        raise ValueError(f"Buffer.add: a group of {largest} rows came, max_rows is {buffer.max_rows}; raise max_rows, "
+                         "a group is never parted")
 
 def check_enough(buffer:"Buffer", who:str, n:int):
     "As many rows as are asked for."
-    if n < 1: raise ValueError(f"Buffer.{who}: {n} rows were asked for; at least 1 is wanted")
+    whole_number(f"Buffer.{who}", "n", n)
     if len(buffer) < n:
-        raise ValueError(f"Buffer.{who}: {n} rows were asked for, {len(buffer)} are there{buffer._lost()}; add more rows, or "
-                         "ask for fewer")
+        raise ValueError(f"Buffer.{who}: {n} rows were asked for, {len(buffer)} are there{buffer._lost()}; add more "
+                         "rows, or ask for fewer")
 
 # %% ../../nbs/data/44_buffer.ipynb #c3c63844
-def spilled_to(buffer:"Buffer", folder:str|Path|None)->Path|None:
-    "A folder of the buffer's own inside `folder`, which goes when the buffer does."
-    if folder is None: return None
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    own = Path(tempfile.mkdtemp(prefix="buffer-", dir=folder))
-    weakref.finalize(buffer, shutil.rmtree, own, ignore_errors=True)
-    return own
-
 def gather(buffer:"Buffer", at:Tensor)->Batch:
     "Bundles as one batch, padded to their longest row."
     slab, row = places(buffer._index, at)
@@ -137,7 +126,7 @@ def drop(buffer:"Buffer", why:str, gone:Tensor)->int: # rows
 
 def tidy(buffer:"Buffer"):
     "Join small slabs, so that a row at a time costs no more than many."
-    for kept, gone, size in buffer._slabs.tidied():
+    for kept, gone, size in tidied(buffer._slabs):
         moved, index = buffer._index["slab"] == gone, buffer._index
         buffer._index = index | dict(slab=index["slab"].masked_fill(moved, kept), first=index["first"] + size*moved)
 
@@ -151,8 +140,8 @@ def add(
 ):
     """Put rows at the end; with `max_rows`, the oldest bundles make room and are counted as dropped.
 
-    ValueError, and nothing added, when columns differ from those that wait, a group or unit is already there, or a bundle
-    is larger than `max_rows`. OSError, and nothing added, when `spill` cannot be written; what waited before is as it was."""
+    ValueError, and nothing added, when columns differ from those that wait, a group or unit is already there, or a
+    bundle is larger than `max_rows`. OSError, and nothing added, when `spill` cannot be written."""
     if not isinstance(batch, Batch): raise TypeError(f"Buffer.add: a {type(batch).__name__} came; a Batch is wanted")
     if batch.filler: return # a copy of a row that is elsewhere, made to keep a rank busy
     check_entries("Buffer.add", len(batch), keep=keep, priority=priority)
@@ -186,8 +175,8 @@ def evict(
     "Drop and count the bundles with a row older than `version − max_age`; without `max_age`, nothing."
     if buffer.max_age is None: return 0
     if version is None:
-        raise ValueError(f"Buffer: max_age is {buffer.max_age}, so freshness must be known; pass version=…, the trainer's "
-                         "weight version")
+        raise ValueError(f"Buffer: max_age is {buffer.max_age}, so freshness must be known; pass version=…, the "
+                         "trainer's weight version")
     return drop(buffer, "stale", buffer._index["born"] < version - buffer.max_age)
 
 def take(
@@ -220,7 +209,7 @@ def sample(
     alpha:int|float=0.0,   # how much priorities count: 0 not at all, 1 in proportion
     beta:int|float=1.0,    # how much of that the weights take back: 1 all of it
 )->Batch: # at least `n` different rows, in the order of the draw, with the columns replay_id and replay_weight
-    "Return rows drawn at random, each bundle at most once, and keep them for further draws. ValueError when there are too few."
+    "Rows drawn at random, each bundle at most once; they stay for further draws. ValueError when there are too few."
     if not (alpha >= 0 and beta >= 0):
         raise ValueError(f"Buffer.sample: alpha is {alpha}, beta is {beta}; 0 or more is wanted")
     buffer.evict(version)
@@ -240,10 +229,11 @@ def prioritise(
     "Set the priorities of bundles that still wait; others are passed over."
     check_entries("Buffer.prioritise", None, ids=ids, priority=priority)
     if ids.shape != priority.shape or not bool((priority >= 0).all()):
-        raise ValueError(f"Buffer.prioritise: ids is {list(ids.shape)}, priority is {list(priority.shape)}; as many of one as "
-                         "of the other, none negative or NaN")
+        raise ValueError(f"Buffer.prioritise: ids is {list(ids.shape)}, priority is {list(priority.shape)}; as many of "
+                         "one as of the other, none negative or NaN")
     ids, of, count = ids.unique(return_inverse=True, return_counts=True)
-    mean, known = torch.zeros(len(ids), dtype=torch.double).index_add(0, of, priority.double())/count, buffer._index["id"]
+    mean = torch.zeros(len(ids), dtype=torch.double).index_add(0, of, priority.double())/count
+    known = buffer._index["id"]
     if not len(known): return
     at = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
     here = known[at] == ids
@@ -259,11 +249,11 @@ def stand_in(buffer:"Buffer", slab:Tensor, row:Tensor)->Batch:
 def set_column(buffer:"Buffer", name:str, x):
     """Set a column of all rows that wait, in the order of `rows()`.
 
-    ValueError for columns that the buffer goes by, and for what does not fit; OSError, and nothing changed, when `spill`
-    cannot be written."""
+    ValueError for columns that the buffer goes by, and for what does not fit; OSError, and nothing changed, when
+    `spill` cannot be written."""
     if name in _FIXED:
-        raise ValueError(f"Buffer: {name!r} decides what belongs together or how fresh it is, and did when the rows came; take "
-                         "them, set it, and add them again")
+        raise ValueError(f"Buffer: {name!r} decides what belongs together or how fresh it is, and did when the rows "
+                         "came; take them, set it, and add them again")
     if not len(buffer): raise ValueError(f"Buffer: no rows wait that could have a column {name!r}")
     slab, row = places(buffer._index, torch.arange(len(buffer._index["rows"])))
     like, (kind, *shape) = stand_in(buffer, slab, row), buffer._layout.get(name, [""])
@@ -299,7 +289,8 @@ def load_state_dict(
     if state.keys() != wanted:
         raise ValueError(f"Buffer: the state has {', '.join(map(str, state))}; {', '.join(wanted)} are wanted")
     new, kinds = copy(buffer), {k: x[0] for k, x in state["layout"].items()}
-    new._slabs = buffer._slabs.holding({s: Ragged(x["columns"], kinds, x["offsets"]) for s, x in state["slabs"].items()})
+    rows = {s: Ragged(x["columns"], kinds, x["offsets"]) for s, x in state["slabs"].items()}
+    new._slabs = buffer._slabs.holding(rows)
     new._index, new._layout, new.dropped = dict(state["index"]), dict(state["layout"]), Counter(state["dropped"])
     new._next, new.offered, new.accepted = state["next"], state["offered"], state["accepted"]
     new._waiting = {k: set(ids_of(new, k, torch.arange(len(new._index["rows"])))) for k in buffer._waiting}
@@ -310,7 +301,7 @@ def load_state_dict(
 # %% ../../nbs/data/44_buffer.ipynb #a851a1d6
 _FIXED = ("lengths", "mask", "group", "unit", "policy_version") # decide what belongs together and how fresh it is
 _INDEX = dict(slab=torch.long, first=torch.long, rows=torch.long, chosen=torch.long, born=torch.long, id=torch.long,
-              priority=torch.double)        # of each bundle: where its rows are, how many, chosen tokens, oldest version …
+              priority=torch.double)        # of each bundle: where its rows are, how many, chosen tokens …
 
 class Buffer:
     "Rows that wait between sampling and training, without padding; groups and units enter and leave whole."
@@ -326,14 +317,15 @@ class Buffer:
         check_limits(max_age, max_rows, spill, max_bytes)
         self.max_age, self.max_rows, self.dropped = max_age, max_rows, Counter()
         self.offered = self.accepted = 0 # bundles that came, and those that `keep` let in
-        self._slabs = Slabs(spilled_to(self, spill), max_bytes)
+        self._slabs = Slabs(own_folder(self, spill), max_bytes)
         self._layout, self._next, self._waiting = {}, 0, dict(group=set(), unit=set())
         self._index = {k: torch.zeros(0, dtype=t) for k, t in _INDEX.items()}
 
     def __len__(self): return int(self._index["rows"].sum())
     def __repr__(self):
         some = f", {self.accepted} of {self.offered} bundles accepted" if self.accepted < self.offered else ""
-        return f"Buffer({len(self)} rows in {len(self._index['rows'])} bundles, {self.n_tokens} chosen tokens{some}{self._lost()})"
+        bundles = len(self._index["rows"])
+        return f"Buffer({len(self)} rows in {bundles} bundles, {self.n_tokens} chosen tokens{some}{self._lost()})"
 
     def _lost(self): return "".join(f", {n} dropped as {why}" for why, n in sorted(self.dropped.items()))
     @property

@@ -12,30 +12,23 @@ import torch
 from torch import Tensor
 
 from .batch import Batch
-from .packing import element_places
+from .packing import element_places, rows_by
 
 # %% ../../nbs/data/43_bundles.ipynb #a200b3c9
 def bundles_of(batch:Batch)->list[list[int]]:
     "Row numbers that share a group or a unit, directly or through others, in order of first appearance."
-    root = list(range(len(batch)))
-    def find(i):
-        while root[i] != i: i = root[i] = root[root[i]]
-        return i
-    for name in ("group", "unit"):
-        first = {}
-        for i, key in enumerate(batch[name].tolist() if name in batch else ()):
-            a, b = find(first.setdefault(key, i)), find(i)
-            root[max(a, b)] = min(a, b)
-    bundles = {}
-    for i in range(len(batch)): bundles.setdefault(find(i), []).append(i)
-    return list(bundles.values())
+    ids = [batch[name].cpu().unique(return_inverse=True)[1] for name in ("group", "unit") if name in batch]
+    root, before = torch.arange(len(batch)), None       # of each row: the first row that it is known to belong to
+    while before is None or not root.equal(before):
+        before = root
+        for of in ids: root = torch.full_like(root, len(batch)).scatter_reduce(0, of, root, "amin")[of]
+    return rows_by(root.tolist())
 
 def layout_of(batch:Batch)->dict[str, list]:
     "What each column is made of: its kind, dtype and the axes behind rows (and tokens)."
-    def of(name, x):
-        if isinstance(x, list): return ["list"]
-        return ["token", str(x.dtype), *x.shape[2:]] if batch.is_per_token(name) else ["row", str(x.dtype), *x.shape[1:]]
-    return {name: of(name, x) for name, x in batch.columns.items()}
+    def of(kind, x):
+        return [kind] if kind == "list" else [kind, str(x.dtype), *x.shape[2 if kind == "token" else 1:]]
+    return {name: of(kind, batch.columns[name]) for name, kind in batch.kinds.items()}
 
 def born_of(batch:Batch)->Tensor:
     "The oldest policy version in each row: over its chosen tokens where weights changed in flight."
@@ -50,7 +43,7 @@ def entries(
     first:int,             # number of the slab, and of the first bundle
 )->dict[str, Tensor]: # lines of the index
     "What the index says of new bundles."
-    order, rows = torch.tensor(list(chain(*kept)), dtype=torch.long), torch.tensor([len(b) for b in kept], dtype=torch.long)
+    order, rows = (torch.tensor(x, dtype=torch.long) for x in (list(chain(*kept)), list(map(len, kept))))
     n, of = len(rows), torch.arange(len(rows)).repeat_interleave(rows)
     total = lambda x: torch.zeros(n, dtype=x.dtype).index_add(0, of, x[order])
     none = torch.zeros(len(batch), dtype=torch.long)
@@ -58,7 +51,8 @@ def entries(
     born = (born_of(batch) if "policy_version" in batch else none).long()[order]
     oldest = torch.full((n,), torch.iinfo(torch.long).max).scatter_reduce(0, of, born, "amin")
     return dict(slab=torch.full((n,), first), first=rows.cumsum(0) - rows, rows=rows, id=torch.arange(first, first + n),
-                chosen=total(batch.mask.sum(1) if "mask" in batch else none), born=oldest, priority=total(priority)/rows)
+                chosen=total(batch.mask.sum(1) if "mask" in batch else none), born=oldest,
+                priority=total(priority)/rows)
 
 def places(index:dict, at:Tensor)->tuple[Tensor, Tensor]: # (slab, row in it) of each row
     "Where the rows of the bundles `at` are."

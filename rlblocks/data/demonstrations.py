@@ -61,7 +61,8 @@ def check_eos(data:Rows, tokenizer, why:str):
 
 def tokenised(made:Sequence, tokenizer, batch_size, cache)->Iterator[tuple[list[int], list[bool]]]:
     "Ids and mask of each row of segments; no True in the mask of a row without completion tokens."
-    def ids_of(encode, texts): return zip(texts, encode(texts, tokenizer, batch_size=batch_size, cache=cache), strict=True)
+    def ids_of(encode, texts):
+        return zip(texts, encode(texts, tokenizer, batch_size=batch_size, cache=cache), strict=True)
     starts = dict(ids_of(prompt_ids, list(dict.fromkeys(row[0][0] for row in made))))       # each prompt once, in order
     pairs = [(a, b) for row in made for (a, _), (b, _) in pairwise(row)]
     behind = ids_behind(pairs, lambda texts: ids_of(encode, texts))
@@ -74,7 +75,7 @@ def tokenised(made:Sequence, tokenizer, batch_size, cache)->Iterator[tuple[list[
         yield closed(ids, mask, tokenizer)
 
 def ids_behind(pairs:list[tuple[str, str]], ids_of:Callable)->dict[tuple[str, str], list[int]]:
-    "Ids of the second text of each pair: what the joined text adds, if it begins with the ids of the first, else its own."
+    "Ids of the second text of each pair: what the joined text adds to the ids of the first, or else its own."
     known = {}
     def learn(texts): known.update(ids_of([t for t in dict.fromkeys(texts) if t not in known]))
     def continues(a, b): return known[a+b][:len(known[a])] == known[a]

@@ -33,7 +33,7 @@ def shared_prefix(
     group:Int[Tensor, " B"],      # rows with equal ids may begin alike
     *,
     least:int=8,                  # fewer common tokens than this are not worth sharing
-)->tuple[Int[Tensor, " B"], Int[Tensor, " B"]]: # (holder: first row that begins so, or itself; tokens in common with it)
+)->tuple[Int[Tensor, " B"], Int[Tensor, " B"]]: # (holder: first row that begins so, or itself; tokens shared with it)
     """How many first tokens each row shares with the first row of its group that begins with the same `least` ones.
 
     0 for a holder. Tokens are compared: a wrong group id means fewer, never wrong ones. Of any subset of rows, those
@@ -105,7 +105,7 @@ class Packed:
 def pack(
     tokens:Int[Tensor, "B T"],             # right-padded ids
     lengths:Int[Tensor, " B"],             # real tokens per row; 0 is allowed
-    group:Int[Tensor, " B"]|None=None,     # rows with equal ids share the tokens that they begin with; None: no row does
+    group:Int[Tensor, " B"]|None=None,     # rows with equal ids share the tokens that they begin with; None: none do
 )->Packed: # the same rows on one line
     """Rows without their padding, one after the other. `unpack(packed.take(x), packed)` is `x` with zeros for padding.
 
@@ -151,10 +151,10 @@ def best_fit(takes:list, empty:list)->list[list[int]]: # items of each bin
     for i, (places, rows) in enumerate(takes):
         at = bisect_left(rests, (places,))
         while at < len(rests) and rests[at][1] < rows: at += 1
-        if at == len(rests):
-            rests.append((*empty[i], len(bins)))
+        if at < len(rests): places_left, rows_left, k = rests.pop(at)
+        else:
+            (places_left, rows_left), k = empty[i], len(bins)
             bins.append([])
-        places_left, rows_left, k = rests.pop(at)
         bins[k].append(i)
         # else it is full: an item is at least a row
         if rows_left > rows: insort(rests, (places_left - places, rows_left - rows, k))
@@ -183,7 +183,6 @@ class Limits:
     def __str__(self):
         given = zip(self.names, (self.tokens, self.rows), strict=True)
         return " and ".join(f"{name}={n}" for name, n in given if n is not None)
-
     def hold(self, places:int, rows:int)->bool: return places <= self.tokens and rows <= (self.rows or rows)
 
 @dataclass(frozen=True)
@@ -307,7 +306,8 @@ def bin_pack(
     if len(odd):
         raise ValueError(f"bin_pack: the length of row {int(odd[0])} is {int(sizes[odd[0]])}, cap is {cap}; "
                          f"cut or drop the row (drop_long, split_long), or raise cap to {int(sizes.max())}")
-    return planned(sizes, None, Limits(cap), multiple=multiple)
+    lengths = sizes.tolist()
+    return list(map(sorted, rounded_up(binned(lengths, [1]*len(lengths), Limits(cap)), multiple, lengths)))
 
 # %% ../../nbs/data/37_packing.ipynb #343df04a
 def micro_batch_count(
@@ -336,7 +336,7 @@ def drop_long(
     lengths:Int[Tensor, " B"]|Sequence[int], # tokens in each row
     cap:int,                                 # most tokens a row may have
 )->tuple[list[int], list[int]]: # (rows to keep, rows that are too long), ascending
-    "Rows that fit under the cap, and those that do not, to be counted. Whole units: drop the unit of a dropped row too."
+    "Rows that fit under the cap, and those that do not, to be counted. Drop the whole unit of a dropped row."
     long = integers("drop_long", "lengths", lengths) > whole_number("drop_long", "cap", cap, 0)
     return (~long).nonzero()[:, 0].tolist(), long.nonzero()[:, 0].tolist()
 

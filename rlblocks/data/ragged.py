@@ -9,6 +9,7 @@ __all__ = ['Ragged', 'ragged', 'to_arrow', 'from_arrow']
 import importlib
 import shutil
 import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -19,6 +20,7 @@ from torch import Tensor
 from jaxtyping import Int
 
 from .batch import Batch
+from .columns import dtype_of
 
 # %% ../../nbs/data/41_ragged.ipynb #7459a75c
 @dataclass(frozen=True)
@@ -39,29 +41,27 @@ class Ragged:
         rows:Int[Tensor, " R"], # row numbers, in any order
     )->"Ragged": # copies
         "Some rows, in the order given."
-        sizes, runs = self._runs(rows)
-        pick = dict(token=lambda x: _joined(x, runs).clone() if len(runs) == 1 else _joined(x, runs), row=lambda x: x[rows], list=lambda x: [x[i] for i in rows.tolist()])
-        return Ragged({k: pick[self.kinds[k]](x) for k, x in self.columns.items()}, self.kinds, _offsets(sizes))
+        sizes, spans = self._spans(rows)
+        def flat(x): return torch.cat([x[:0], *(x[a:b] for a, b in spans)])
+        return Ragged(picked(self.columns, self.kinds, rows, flat), self.kinds, offsets_of(sizes))
 
     def batch(self,
         rows:Int[Tensor, " R"]|None=None, # row numbers, in any order; all if not given
     )->Batch: # a new whole, padded to its longest row
         "Some rows as a padded batch."
         rows = torch.arange(len(self)) if rows is None else rows
-        sizes, runs = self._runs(rows)
+        sizes, spans = self._spans(rows)
         T = max([1, *sizes])
-        def pad(x): # row, zeros, row, zeros …: memory is copied as it lies
-            zeros, each = x.new_zeros(T, *x.shape[1:]), _joined(x, runs).split(sizes)
-            return torch.cat([zeros[:0], *chain(*((row, zeros[n:]) for row, n in zip(each, sizes, strict=True)))]).view(len(rows), T, *x.shape[1:])
-        pick = dict(token=pad, row=lambda x: x[rows], list=lambda x: [x[i] for i in rows.tolist()])
-        columns = {k: pick[self.kinds[k]](x) for k, x in self.columns.items()}
-        return Batch(per_row=[k for k, x in columns.items() if isinstance(x, Tensor) and self.kinds[k] == "row" and x.dim() > 1], **columns)
+        def rectangle(x): # row, zeros, row, zeros …
+            zeros = x.new_zeros(T, *x.shape[1:])
+            flat = torch.cat([x[:0], *(piece for a, b in spans for piece in (x[a:b], zeros[b-a:]))])
+            return flat.view(len(rows), T, *x.shape[1:])
+        per_row = [name for name, kind in self.kinds.items() if kind == "row"]
+        return Batch(per_row=per_row, **picked(self.columns, self.kinds, rows, rectangle))
 
-    def _runs(self, rows): # (tokens of each row, where runs of neighbours begin and end in the flat columns)
-        sizes = (self.offsets[rows + 1] - self.offsets[rows]).tolist()
-        breaks = (rows.diff() != 1).nonzero()[:, 0]
-        first, last = torch.cat([rows[:1], rows[breaks + 1]]), torch.cat([rows[breaks], rows[-1:]])
-        return sizes, list(zip(self.offsets[first].tolist(), self.offsets[last + 1].tolist(), strict=True))
+    def _spans(self, rows): # (tokens of each row, where it begins and ends in the flat columns)
+        begins, ends = self.offsets[rows], self.offsets[rows + 1]
+        return (ends - begins).tolist(), list(zip(begins.tolist(), ends.tolist(), strict=True))
 
     @staticmethod
     def cat(
@@ -70,33 +70,40 @@ class Ragged:
         "Join rows."
         parts = list(parts)
         if len(parts) == 1: return parts[0]
-        join = lambda name, xs: list(chain(*xs)) if parts[0].kinds[name] == "list" else torch.cat(xs)
-        sizes = list(chain(*(p.offsets.diff().tolist() for p in parts)))
-        return Ragged({k: join(k, [p.columns[k] for p in parts]) for k in parts[0].columns}, parts[0].kinds, _offsets(sizes))
-
-def _joined(x, runs): return x[slice(*runs[0])] if len(runs) == 1 else torch.cat([x[:0], *(x[a:b] for a, b in runs)])
-
-def _offsets(sizes): return torch.tensor([0, *sizes], dtype=torch.long).cumsum(0)
+        def join(xs): return list(chain(*xs)) if not isinstance(xs[0], Tensor) else torch.cat(xs)
+        columns = {k: join([p.columns[k] for p in parts]) for k in parts[0].columns}
+        return Ragged(columns, parts[0].kinds, offsets_of(chain(*(p.offsets.diff().tolist() for p in parts))))
 
 # %% ../../nbs/data/41_ragged.ipynb #53de89b0
+def picked(columns:dict, kinds:dict, rows:Tensor, of_tokens:Callable)->dict:
+    "Some rows of every column; of per-token ones, what `of_tokens` makes of them."
+    def pick(x, kind):
+        if kind == "token": return of_tokens(x)
+        return x[rows] if kind == "row" else [x[i] for i in rows.tolist()]
+    return {name: pick(x, kinds[name]) for name, x in columns.items()}
+
+def offsets_of(sizes:Iterable[int])->Tensor: return torch.tensor([0, *sizes], dtype=torch.long).cumsum(0)
+
+# %% ../../nbs/data/41_ragged.ipynb #599b7702
 def ragged(
     batch:Batch,                      # rows
     rows:Int[Tensor, " R"]|None=None, # which of them, in which order; all if not given
 )->Ragged: # copies, on the CPU, without gradient
     "The rows of a batch without their padding. ValueError for per-token columns without `lengths`."
-    kinds = {k: "list" if isinstance(x, list) else "token" if batch.is_per_token(k) else "row" for k, x in batch.columns.items()}
-    if "token" in kinds.values() and "lengths" not in batch:
+    kinds = dict(batch.kinds)
+    has_tokens = "token" in kinds.values()
+    if has_tokens and "lengths" not in batch:
         raise ValueError("ragged: per-token columns without 'lengths'; lengths say which tokens exist and are kept")
     rows = torch.arange(len(batch)) if rows is None else rows
-    sizes = batch.lengths.cpu()[rows].tolist() if "token" in kinds.values() else [0]*len(rows)
+    sizes = batch.lengths.cpu()[rows].tolist() if has_tokens else [0]*len(rows)
     def flat(x):
-        each = x.detach().cpu().unbind(0)
-        return torch.cat([x.detach().cpu().flatten(0, 1)[:0], *(each[i][:n] for i, n in zip(rows.tolist(), sizes, strict=True))])
-    pick = dict(token=flat, row=lambda x: x.detach().cpu()[rows], list=lambda x: [x[i] for i in rows.tolist()])
-    return Ragged({k: pick[kinds[k]](x) for k, x in batch.columns.items()}, kinds, _offsets(sizes))
+        each = x.unbind(0)
+        return torch.cat([x.flatten(0, 1)[:0], *(each[i][:n] for i, n in zip(rows.tolist(), sizes, strict=True))])
+    columns = {k: x.detach().cpu() if isinstance(x, Tensor) else x for k, x in batch.columns.items()}
+    return Ragged(picked(columns, kinds, rows, flat), kinds, offsets_of(sizes))
 
 # %% ../../nbs/data/41_ragged.ipynb #342524d4
-_ARROW = dict(int64="int64", int32="int32", int16="int16", int8="int8", uint8="uint8", float64="float64", float32="float32", float16="float16", bool="uint8", bfloat16="uint16")
+_ARROW = dict(bool="uint8", bfloat16="uint16")     # of what Arrow has no type for: one of its size
 
 def _arrow():
     try: return importlib.import_module("pyarrow")
@@ -110,39 +117,50 @@ class _Strings:
     def __getitem__(self, i): return self.array[i].as_py()
     def __iter__(self): return (x.as_py() for x in self.array)
 
+# %% ../../nbs/data/41_ragged.ipynb #dabf0651
 def to_arrow(
     rows:Ragged,   # what to write
     path:str|Path, # file to make
 )->Path: # the file
-    "Write rows as an Arrow stream: per-token columns as lists. TypeError for a list of other things than strings; OSError, and no file, when the disk is full."
-    pa = _arrow()
-    def flat(x): # a tensor's memory as an Arrow array, without a copy
-        x = x.contiguous()
-        kind, count = getattr(pa, _ARROW[str(x.dtype).removeprefix("torch.")])(), x.numel()
-        array = pa.Array.from_buffers(kind, count, [None, pa.foreign_buffer(x.data_ptr(), x.nbytes, base=x) if count else pa.py_buffer(b"")])
-        return pa.FixedSizeListArray.from_arrays(array, prod(x.shape[1:])) if x.dim() > 1 else array
-    def column(name, x):
-        if rows.kinds[name] == "row": return flat(x)
-        if rows.kinds[name] == "token": return pa.LargeListArray.from_arrays(flat(rows.offsets), flat(x))
-        if all(isinstance(s, str | None) for s in x): return pa.array(x, pa.large_string())
-        raise TypeError(f"to_arrow: column {name!r} holds other things than strings; leave it out of the file")
-    def field(name, x, array):
-        about = {} if rows.kinds[name] == "list" else dict(dtype=str(x.dtype).removeprefix("torch."), shape=",".join(map(str, x.shape[1:])))
-        return pa.field(name, array.type, metadata=dict(kind=rows.kinds[name], **about))
-    arrays = {k: column(k, x) for k, x in rows.columns.items()}
-    schema = pa.schema([field(k, rows.columns[k], a) for k, a in arrays.items()])
-    path = Path(path)
+    """Write rows as an Arrow stream: per-token columns as lists.
+
+    TypeError for a list of other things than strings; OSError, and no file, when the disk is full."""
+    pa, path = _arrow(), Path(path)
+    arrays = {k: _array(pa, rows, k) for k in rows.columns}
+    schema = pa.schema([_field(pa, rows, k, a) for k, a in arrays.items()])
     try:
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer: writer.write_batch(pa.record_batch(list(arrays.values()), schema=schema))
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+            writer.write_batch(pa.record_batch(list(arrays.values()), schema=schema))
     except OSError as e:
         path.unlink(missing_ok=True)           # a half of it holds room, and nobody can read it
         raise OSError(e.errno, f"to_arrow: {path} cannot be written: {e}{_free(path.parent)}") from e
     return path
 
+def _array(pa, rows, name):
+    "A column as an Arrow array: tensors by their memory, without a copy."
+    x, kind = rows.columns[name], rows.kinds[name]
+    if kind == "row": return _flat(pa, x)
+    if kind == "token": return pa.LargeListArray.from_arrays(_flat(pa, rows.offsets), _flat(pa, x))
+    if all(isinstance(text, str | None) for text in x): return pa.array(x, pa.large_string())
+    raise TypeError(f"to_arrow: column {name!r} holds other things than strings; leave it out of the file")
+
+def _flat(pa, x):
+    x = x.contiguous()
+    memory = pa.foreign_buffer(x.data_ptr(), x.nbytes, base=x) if x.numel() else pa.py_buffer(b"")
+    array = pa.Array.from_buffers(getattr(pa, _ARROW.get(dtype_of(x), dtype_of(x)))(), x.numel(), [None, memory])
+    return pa.FixedSizeListArray.from_arrays(array, prod(x.shape[1:])) if x.dim() > 1 else array
+
+def _field(pa, rows, name, array):
+    "What the file says of a column: its kind, and of a tensor its dtype and shape."
+    x, about = rows.columns[name], dict(kind=rows.kinds[name])
+    if rows.kinds[name] != "list": about |= dict(dtype=dtype_of(x), shape=",".join(map(str, x.shape[1:])))
+    return pa.field(name, array.type, metadata=about)
+
 def _free(folder):
     try: return f"; {shutil.disk_usage(folder).free:,} bytes are free on its disk"
     except OSError: return ""          # the disk is gone
 
+# %% ../../nbs/data/41_ragged.ipynb #e4bd7d65
 def from_arrow(
     path:str|Path, # what `to_arrow` wrote
 )->Ragged: # tensors on the mapped file: read, never written to
@@ -150,18 +168,20 @@ def from_arrow(
     pa = _arrow()
     with pa.memory_map(str(path)) as file: table = pa.ipc.open_stream(file).read_all()
     columns, kinds, offsets = {}, {}, torch.zeros(len(table) + 1, dtype=torch.long)
-    def flat(buffer, dtype, count):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore") # "not writable": that is meant
-            return torch.frombuffer(memoryview(buffer), dtype=dtype, count=count) if count else torch.zeros(0, dtype=dtype)
     for field, x in zip(table.schema, table.columns, strict=True):
         about, array = {k.decode(): v.decode() for k, v in field.metadata.items()}, x.chunk(0)
-        kinds[field.name] = about["kind"]
-        if about["kind"] == "list":
-            columns[field.name] = _Strings(array)
-            continue
-        if about["kind"] == "token": offsets = flat(array.buffers()[1], torch.long, len(array) + 1)
-        shape = [int(n) for n in about["shape"].split(",") if n]
-        rows = int(offsets[-1]) if about["kind"] == "token" else len(array)
-        columns[field.name] = flat(array.buffers()[-1], getattr(torch, about["dtype"]), rows*prod(shape)).view(rows, *shape)
+        kind = kinds[field.name] = about["kind"]
+        if kind == "token": offsets = _tensor(array.buffers()[1], torch.long, len(array) + 1)
+        if kind == "list": columns[field.name] = _Strings(array)
+        else:
+            count = int(offsets[-1]) if kind == "token" else len(array)
+            shape = [int(n) for n in about["shape"].split(",") if n]
+            columns[field.name] = _tensor(array.buffers()[-1], getattr(torch, about["dtype"]), count, *shape)
     return Ragged(columns, kinds, offsets)
+
+def _tensor(buffer, dtype, *shape):
+    "A tensor on the memory of an Arrow buffer."
+    if not prod(shape): return torch.zeros(shape, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore") # "not writable": that is meant
+        return torch.frombuffer(memoryview(buffer), dtype=dtype, count=prod(shape)).view(shape)

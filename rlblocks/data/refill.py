@@ -20,13 +20,17 @@ def mixed_groups(
     scores:Float[Tensor, " B"], # one verdict per row; NaN = unscorable
     group:Int[Tensor, " B"],    # rows with the same id answered the same prompt; any sizes, any order
 )->Bool[Tensor, " B"]: # True in groups with unlike scores
-    "Rows of groups that can teach something: max score > min score. Unscorable rows do not count, but stay with their group. Yu et al. 2025 (DAPO), section 3.2."
+    """Rows of groups that can teach something: max score > min score.
+
+    Unscorable rows do not count, but stay with their group. Yu et al. 2025 (DAPO), section 3.2."""
     if scores.shape != group.shape:
         raise ValueError(f"mixed_groups: scores is {list(scores.shape)}, group is {list(group.shape)}; one score and "
                          "one id per row are wanted")
     if not scores.is_floating_point(): scores = scores.float()
     ids, of = group.unique(return_inverse=True)
-    def edge(empty, how): return scores.new_full((len(ids),), empty).scatter_reduce(0, of, scores.nan_to_num(nan=empty, posinf=torch.inf, neginf=-torch.inf), how)
+    def edge(empty, how):
+        x = torch.where(scores.isnan(), empty, scores)
+        return scores.new_full((len(ids),), empty).scatter_reduce(0, of, x, how)
     return (edge(-torch.inf, "amax") > edge(torch.inf, "amin"))[of]
 
 # %% ../../nbs/data/45_refill.ipynb #0c294964
@@ -35,11 +39,13 @@ def refill(
     more:Callable[[int], Batch],          # function of the number of missing rows → scored `Batch` of new groups
     n:int,                                # rows wanted
     *,
-    keep:Callable[[Batch], Tensor]|None=None, # function of a batch → Bool `[B]`, rows that are wanted; `mixed_groups` of scores and group if not given
+    keep:Callable[[Batch], Tensor]|None=None, # batch → Bool `[B]`, rows that are wanted; None: those of `mixed_groups`
     version:int|None=None,                # the trainer's version, needed with `max_age`
     max_calls:int=16,                     # most calls of `more`
 )->Batch: # at least `n` rows, oldest first
-    "Ask for more until the buffer has `n` rows that are wanted, and take them. ValueError after `max_calls`, with the numbers; what was accepted stays in the buffer. Yu et al. 2025 (DAPO), section 3.2."
+    """Ask for more until the buffer has `n` rows that are wanted, and take them. Yu et al. 2025 (DAPO), section 3.2.
+
+    ValueError after `max_calls`, with the numbers; what was accepted stays in the buffer."""
     keep = keep or (lambda batch: mixed_groups(batch.scores, batch.group))
     offered, accepted = buffer.offered, buffer.accepted
     buffer.evict(version)
@@ -51,6 +57,8 @@ def refill(
         buffer.add(batch, keep=keep(batch))
         buffer.evict(version)
     if len(buffer) < n:
-        raise ValueError(f"refill: {n} rows were asked for, {len(buffer)} are there after {max_calls} calls, in which {buffer.accepted - accepted} of {buffer.offered - offered} groups could be used"
-                         f"{buffer._lost()}; they stay in the buffer: raise max_calls, ask for fewer rows, or look at why so few groups have unlike scores")
+        used = f"{buffer.accepted - accepted} of {buffer.offered - offered}"
+        raise ValueError(f"refill: {n} rows were asked for, {len(buffer)} are there after {max_calls} calls, in which "
+                         f"{used} groups could be used{buffer._lost()}; they stay in the buffer: raise max_calls, ask "
+                         "for fewer rows, or look at why so few groups have unlike scores")
     return buffer.take(n, version=version)

@@ -6,6 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/data/42_slabs.ipynb #c6e1661b
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,16 +19,26 @@ from .ragged import Ragged, from_arrow, to_arrow
 # %% ../../nbs/data/42_slabs.ipynb #4049b84e
 _MERGE = 2**24 # bytes; smaller slabs grow together
 
+def own_folder(owner:object, folder:str|Path|None)->Path|None:
+    "A new folder inside `folder`, which goes when its owner does."
+    if folder is None: return None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    own = Path(tempfile.mkdtemp(prefix="buffer-", dir=folder))
+    weakref.finalize(owner, shutil.rmtree, own, ignore_errors=True)
+    return own
+
 def mapped(
     rows:Ragged, # in memory
     path:Path,   # file to make
 )->tuple[Ragged, Path]: # (the same rows with tensors and strings in the mapped file, the file)
     "Rows written to a file and read from there; lists of other objects stay in memory, and so do the offsets."
-    stays = {k for k, x in rows.columns.items() if rows.kinds[k] == "list" and not all(isinstance(s, str | None) for s in x)}
+    def is_text(name): return all(isinstance(s, str | None) for s in rows.columns[name])
+    stays = {k for k in rows.columns if rows.kinds[k] == "list" and not is_text(k)}
     to_arrow(Ragged({k: x for k, x in rows.columns.items() if k not in stays}, rows.kinds, rows.offsets), path)
     found = from_arrow(path).columns
     return Ragged({k: x if k in stays else found[k] for k, x in rows.columns.items()}, rows.kinds, rows.offsets), path
 
+# %% ../../nbs/data/42_slabs.ipynb #e39cfd6c
 class Slabs:
     "Ragged rows in numbered pieces: at most `max_bytes` in memory, the oldest beyond that in mapped files."
 
@@ -91,19 +104,20 @@ class Slabs:
             raise
         return new
 
-    def tidied(self)->Iterator[tuple[int, int, int]]: # (piece, the one that was joined to it, rows it had before)
-        "Join small pieces, those in memory and those in files."
-        yield from self.joined(self.in_memory())
-        # no room on disk for both: two files stay two
-        with suppress(OSError): yield from self.joined(list(self.files))
+# %% ../../nbs/data/42_slabs.ipynb #2b8b585f
+def tidied(slabs:Slabs)->Iterator[tuple[int, int, int]]: # (piece, the one that was joined to it, rows it had before)
+    "Join small pieces, those in memory and those in files."
+    yield from joined(slabs, slabs.in_memory())
+    # no room on disk for both: two files stay two
+    with suppress(OSError): yield from joined(slabs, list(slabs.files))
 
-    def joined(self, some:list[int])->Iterator[tuple[int, int, int]]:
-        "Join the last of some pieces."
-        size = lambda s: self.rows[s].nbytes
-        while len(some) > 1 and size(some[-2]) <= min(2*size(some[-1]), _MERGE):
-            a, b = some[-2], some.pop()
-            both, before = Ragged.cat([self.rows[a], self.rows[b]]), len(self.rows[a])
-            both, file = self.to_file(both) if a in self.files else (both, None)
-            self.replace(a, both, file)
-            self.remove(b)
-            yield a, b, before
+def joined(slabs:Slabs, some:list[int])->Iterator[tuple[int, int, int]]:
+    "Join the last of some pieces."
+    def size(s): return slabs.rows[s].nbytes
+    while len(some) > 1 and size(some[-2]) <= min(2*size(some[-1]), _MERGE):
+        a, b = some[-2], some.pop()
+        both, before = Ragged.cat([slabs.rows[a], slabs.rows[b]]), len(slabs.rows[a])
+        both, file = slabs.to_file(both) if a in slabs.files else (both, None)
+        slabs.replace(a, both, file)
+        slabs.remove(b)
+        yield a, b, before
