@@ -10,7 +10,7 @@ from rlblocks import Batch, Critic, Policy, Scorer
 from rlblocks.models.attention import NAME, Segments, attend_as_before, attend_by_segments, layout, segment_attention
 from rlblocks.data.packing import pack
 from rlblocks.models.forward import Forward
-from rlblocks.models.probes import keeps_rows_apart, pack_by
+from rlblocks.models.probes import separates_rows, pack_by
 from rlblocks.models.step import micro_batches
 from rlblocks.engines.base import EngineSpec
 from rlblocks.engines.optim import adamw
@@ -332,8 +332,8 @@ def test_recomputed_layers_see_their_rows():
     assert tiny.apart(gradient(True), gradient(False)) < 1e-12
 
 
-def test_keeps_rows_apart_needs_positions():
-    assert not keeps_rows_apart(Forward(nn.Embedding(8, 4)), "cpu")
+def test_separates_rows_needs_positions():
+    assert not separates_rows(Forward(nn.Embedding(8, 4)), "cpu")
 
 
 # -- attention that is another one than softmax over a row's keys
@@ -370,7 +370,7 @@ def test_a_probe_of_short_rows_sees_what_sparse_attention_does_with_long_ones():
     line = []
     for m in net.modules():
         if hasattr(m, "index_topk"): m.register_forward_pre_hook(lambda m, args: line.append(m.index_topk))
-    keeps_rows_apart(Forward(net), "cpu")
+    separates_rows(Forward(net), "cpu")
     assert line and max(line) == 4 and all(m.index_topk == 2048 for m in net.modules() if hasattr(m, "index_topk"))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rlblocks import Batch, Critic, Policy, Scorer, assert_on_policy, grpo_loss, kl_k3, masked_mean, mean_of, merge, ppo_loss, token_logprobs, value_loss
 from rlblocks.models.forward import Forward
-from rlblocks.models.probes import keeps_rows_apart
+from rlblocks.models.probes import separates_rows
 from rlblocks.models.step import micro_batches
 from rlblocks.engines.base import EngineSpec
 from rlblocks.engines.optim import OptimizerSpec, adamw
@@ -93,7 +93,7 @@ def test_a_model_that_mixes_packed_rows_is_found_out():
     with pytest.raises(ValueError, match="packed rows of Leaky see each other"): Policy(Leaky, pack=True, device="cpu")
     assert not Policy(Leaky, device="cpu")._run.layout.packed
     eager = model(attn_implementation="eager")
-    assert keeps_rows_apart(Forward(eager.eval()), "cpu")
+    assert separates_rows(Forward(eager.eval()), "cpu")
 
 
 def test_a_plain_module_is_a_policy():

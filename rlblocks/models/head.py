@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from ..arithmetic.passes import asked, pieces
 
 # %% ../../nbs/models/70_head.ipynb #ae7bec36
 def states_of(
-    output, # what a model returned
+    output:object, # what a model returned
 )->Tensor:  # its logits or last hidden states
     "The tensor in a model's output. TypeError where there is none."
     if isinstance(output, Tensor): return output
@@ -38,36 +38,39 @@ def states_of(
 
 @dataclass(eq=False)
 class Ask:
-    "What one pass wants of a layer, and what came of it."
-    layer:Any              # the layer; None: nothing is asked
-    f:Callable|None=None   # input → what the layer shall give; None: what it always gives
-    pick:Callable|None=None # input → the part of it that is wanted; None: all
-    entered:Any=None       # Tensor: that part
-    given:Any=None         # Tensor: what it gave
+    "What one pass requests of a layer, and the result."
+    layer:nn.Module|None   # None: nothing
+    f:Callable|None=None   # input → what the layer returns; None: its own output
+    pick:Callable|None=None # input → the places of it that are read; None: all
+    entered:Any=None       # Tensor: the input at those places
+    given:Any=None         # Tensor: the output
 
 ASKED:ContextVar[Ask|None] = ContextVar("asked", default=None)
 
-def _enter(layer, args):
+def _ask_of(layer):
+    "The request to a layer in this pass, or None."
     ask = ASKED.get()
-    if ask is None or ask.layer is not layer: return None
+    return ask if ask is not None and ask.layer is layer else None
+
+def _enter(layer, args):
+    if (ask := _ask_of(layer)) is None: return None
     ask.entered = ask.pick(args[0]) if ask.pick else args[0]
     return None if ask.f is None else (args[0][(slice(1),)*(args[0].dim()-1)], *args[1:])     # a single token
 
 def _leave(layer, args, out):
-    ask = ASKED.get()
-    return ask.f(ask.entered) if ask is not None and ask.layer is layer and ask.f is not None else None
+    ask = _ask_of(layer)
+    return ask.f(ask.entered) if ask and ask.f else None
 
 def _note(layer, args, out):
-    ask = ASKED.get()
-    if ask is not None and ask.layer is layer: ask.given = out
+    if ask := _ask_of(layer): ask.given = out
 
 @contextmanager
 def asking(
-    layer:Any,             # a layer of a model that will run inside; None: nothing is asked
-    f:Callable|None=None,  # its input → what it shall give; None: what it always gives
-    pick:Callable|None=None, # the input → the places that are wanted, for `f`; None: all
+    layer:nn.Module|None,  # a layer of a model that will run inside; None: nothing is asked
+    f:Callable|None=None,  # its input → what it returns; None: its own output
+    pick:Callable|None=None, # its input → the places that are read, for `f`; None: all
 )->Iterator[Ask]:
-    "While inside, `layer` gives what `f` makes of its input, in this thread; the `Ask` says what entered and came out."
+    "While inside, in this thread, `layer` returns `f` of its input; the `Ask` has what entered and what it returned."
     if layer is not None and _enter not in layer._forward_pre_hooks.values():
         layer.register_forward_pre_hook(_enter)
         layer.register_forward_hook(_leave, prepend=True)
@@ -79,22 +82,27 @@ def asking(
 
 # %% ../../nbs/models/70_head.ipynb #697170ad
 def matrix_of(
-    layer:Any,    # an output layer
-)->tuple[nn.Linear, list[tuple[Tensor, Tensor, float]]]|None: # (the matrix, (A, B, s) of each adapter that adds s·B·A to it); None: not of this kind
-    "What a layer multiplies with, if it is a matrix, bare or with peft's LoRA."
+    layer:nn.Module,    # an output layer
+)->tuple[nn.Linear, list[tuple[Tensor, Tensor, float]]]|None: # (the matrix, (A, B, s) of each adapter)
+    "What a layer multiplies with: a matrix W, with peft's LoRA W + Σ s·B·A; None for anything else."
     if type(layer) is nn.Linear: return layer, []
-    base = getattr(layer, "base_layer", None)
-    if f"{type(layer).__module__}.{type(layer).__name__}" != "peft.tuners.lora.layer.Linear" or type(base) is not nn.Linear: return None
-    if not _brought(layer): return None
-    if layer.disable_adapters or layer.merged: return (base, []) if layer.disable_adapters != layer.merged else None # disabled and merged: its own forward takes the adapters out first
-    active = [name for name in layer.active_adapters if name in layer.lora_A]
-    adapters = [(layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name], layer.scaling[name]) for name in active]
-    plain = all(type(A) is nn.Linear and type(B) is nn.Linear and A.bias is None and B.bias is None and not (drop.training and getattr(drop, "p", 0)) for A,B,drop,_ in adapters)
-    if not plain or layer.fan_in_fan_out or any(name in layer.lora_variant for name in active): return None
-    return base, [(A.weight, B.weight, scale) for A,B,_,scale in adapters]
+    lora, base = cast(Any, layer), getattr(layer, "base_layer", None)
+    name = f"{type(lora).__module__}.{type(lora).__name__}"
+    if name != "peft.tuners.lora.layer.Linear" or type(base) is not nn.Linear or not _gathered(lora): return None
+    if lora.disable_adapters: return None if lora.merged else (base, []) # merged: its own forward unmerges
+    if lora.merged: return base, []
+    active = [name for name in lora.active_adapters if name in lora.lora_A]
+    if lora.fan_in_fan_out or any(name in lora.lora_variant for name in active): return None
+    adapters = [(lora.lora_A[name], lora.lora_B[name], lora.scaling[name]) for name in active]
+    drops = [lora.lora_dropout[name] for name in active]
+    if any(drop.training and getattr(drop, "p", 0) for drop in drops): return None
+    if any(type(M) is not nn.Linear or M.bias is not None for A, B, _ in adapters for M in (A, B)): return None
+    return base, [(A.weight, B.weight, scale) for A, B, scale in adapters]
 
-def _brought(layer):
-    "Whether the pass of this layer finds its weights there, and its backward pass too: ZeRO-3 brings a part's for that part's own, unless they were registered."
+def _gathered(layer):
+    """Whether a layer's weights are there in its own pass, and in its backward pass.
+
+    ZeRO-3 gathers the weights of a submodule only for that submodule, unless they were registered."""
     known = {*map(id, layer.parameters(recurse=False)), *getattr(layer, "_external_params", ())}
     return all(p.numel() and (id(p) in known or not hasattr(p, "ds_id")) for p in layer.parameters())
 
@@ -102,106 +110,118 @@ def _brought(layer):
 @torch.no_grad()
 def bending(
     trunk:nn.Module, # a model with logits
-    device,          # where it lives
-)->tuple[float, float|None]|None: # (k, c): logits leave the model as c·tanh(k·z/c), c = None for k·z; None: in no such way
+    device:torch.device|str, # where it lives
+)->tuple[float, float|None]|None: # (k, c): logits leave the model as c·tanh(k·z/c), or k·z with c None; None: otherwise
     """How a model changes what its output layer gives, found by giving it a ramp instead.
 
-    The ramp is float32 whatever the weights are, since k divides every logit, as a temperature does, and half precision knows it to .4 % only."""
-    head, there = output_layer(trunk), []
-    if not isinstance(head, nn.Linear) and not type(head).__module__.startswith("peft."): return None   # no layer that can be called on a few places by itself
-    ramp = torch.tensor([-3e3, -30., -4., -.01, .01, .5, 8., 3e4], device=device, dtype=promoted(next(head.parameters())[:0]).dtype)
-    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-    def instead(h):
-        there.append(_brought(head))     # asked in its own pass
-        return ramp.expand(*h.shape[:-1], len(ramp))
-    with asking(head, instead): out = states_of(trunk(ids))[0, -1]
-    if not all(there) or out.shape != ramp.shape or out.dtype != ramp.dtype or not out.isfinite().all(): return None
-    z, out = ramp.double(), out.double()
-    for c in (None, float(out[-1])):    # the ramp ends where tanh is 1
+    The ramp is at least float32: k scales every logit, and half precision is exact to .4 % only."""
+    head:Any = output_layer(trunk)
+    if not isinstance(head, nn.Linear) and not type(head).__module__.startswith("peft."): return None
+    dtype = promoted(next(head.parameters())[:0]).dtype
+    z = torch.tensor([-3e3, -30., -4., -.01, .01, .5, 8., 3e4], device=device, dtype=dtype)
+    there = []
+    def ramp(h):
+        there.append(_gathered(head))     # in its own pass
+        return z.expand(*h.shape[:-1], len(z))
+    with asking(head, ramp): out = states_of(trunk(torch.zeros(1, 2, dtype=torch.long, device=device)))[0, -1]
+    if not all(there) or out.shape != z.shape or out.dtype != z.dtype or not out.isfinite().all(): return None
+    z, out = z.double(), out.double()
+    for c in (None, float(out[-1])):    # where the ramp ends tanh is 1
         if c is not None and c <= 0: continue
         k = float(out[4]/z[4] if c is None else c*torch.atanh(out[4]/c)/z[4])
-        if abs(k-1) < 1e-6: k = 1.      # float32's rounding, and no real factor
-        if ((k*z if c is None else c*torch.tanh(k*z/c)) - out).abs().le(1e-5*out.abs().clamp(min=1e-2)).all(): return k, c
+        if abs(k-1) < 1e-6: k = 1.      # float32's rounding
+        bent = k*z if c is None else c*torch.tanh(k*z/c)
+        if (bent - out).abs().le(1e-5*out.abs().clamp(min=1e-2)).all(): return k, c
     return None
 
 # %% ../../nbs/models/70_head.ipynb #b3bda1b2
 def sampled_from(
     logits:Float[Tensor, "n V"],
-    temperature,   # number or `[n]`; a 0 marks a greedy place and reads as 1
+    temperature:float|Tensor,   # number or `[n]`; a 0 marks a greedy place and counts as 1
     support:Int[Tensor, "n K"]|None, # ids that sampling was confined to, −1 = empty slot; only −1 = every id
 )->Float[Tensor, "n V"]:
     "Logits whose softmax is the distribution that was sampled from: over the temperature, −inf outside the support."
     if isinstance(temperature, Tensor): temperature = torch.where(temperature == 0, 1., temperature).unsqueeze(-1)
     z = promoted(logits)/temperature
     if support is None: return z
-    drawn = torch.zeros(len(z), z.shape[1] + 1, dtype=torch.bool, device=z.device).scatter_(1, support + 1, True)[:, 1:] # column 0 takes the empty slots
+    drawn = torch.zeros(len(z), z.shape[1] + 1, dtype=torch.bool, device=z.device)
+    drawn = drawn.scatter_(1, support + 1, True)[:, 1:] # column 0 takes the empty slots
     return z.masked_fill(~drawn & (support >= 0).any(-1, keepdim=True), -torch.inf)
 
 def head_logprobs(
-    layer:Any,                    # the output layer
+    layer:nn.Module,              # the output layer
     hidden:Float[Tensor, "n H"],  # what enters it
     targets:Int[Tensor, " n"],    # ids whose log-probs are wanted
     *,
     bend:tuple[float, float|None], # of `bending`
-    temperature=1.0,              # number or `[n]`, what the places were sampled at
-    support=None,                 # `[n, K]` ids that sampling was confined to
+    temperature:float|Tensor=1.0, # number or `[n]`, what the places were sampled at
+    support:Tensor|None=None,     # `[n, K]` ids that sampling was confined to
     entropy:bool=False,           # also the entropy
-    chunk:int=1024,               # places whose logits exist at one time, where the layer has to give them
+    chunk:int=1024,               # places whose logits exist at one time, where the layer has to compute them
 )->Float[Tensor, "n found"]:      # log-probs, and the entropy beside them
     """Log-probs (and entropy) side by side, from what enters the output layer.
 
-    A layer that is no matrix (`matrix_of`) gives its logits, `chunk` places at a time, and with a gradient once more in the backward pass."""
-    how:dict[str, Any] = dict(temperature=temperature, support=support)
-    known = matrix_of(layer)
-    if known is None:
-        def read(h, ids, τ, only):
-            z, sampled = _logits(layer, h, bend), dict(temperature=τ, support=only)
-            return torch.stack((gather_logprobs(z, ids, **sampled), *([entropy_of(z, **sampled)] if entropy else [])), -1)
-        if len(hidden) <= chunk: return read(hidden, targets, temperature, support)
-        return torch.cat([checkpoint(read, *piece, use_reentrant=False) for piece in pieces(chunk, hidden, targets, temperature, support)])
-    found:Any = linear_logprobs(*_as_linear(known, hidden, bend, how), targets, entropy=entropy, group=_over(layer), **how)
-    return torch.stack(found if entropy else (found,), -1)
+    A layer that is no matrix (`matrix_of`) computes logits, `chunk` places at a time, again in the backward pass."""
+    if known := matrix_of(layer):
+        h, weight, how = _as_linear(known, hidden, bend)
+        found:Any = linear_logprobs(h, weight, targets, entropy=entropy, group=_sharing(layer), temperature=temperature,
+                                    support=support, **how)
+        return torch.stack(found if entropy else (found,), -1)
+    def read(h, ids, τ, only):
+        z, sampled = _logits(layer, h, bend), dict(temperature=τ, support=only)
+        return torch.stack((gather_logprobs(z, ids, **sampled), *([entropy_of(z, **sampled)] if entropy else [])), -1)
+    if len(hidden) <= chunk: return read(hidden, targets, temperature, support)
+    cut = pieces(chunk, hidden, targets, temperature, support)
+    return torch.cat([checkpoint(read, *piece, use_reentrant=False) for piece in cut])
 
-def _as_linear(known, hidden, bend, how):
-    "Hidden states and weight for `linear_logprobs` and `linear_measured`, and into `how` what else they are told of the layer."
+def head_measured(
+    layer:nn.Module,              # the output layer
+    hidden:Float[Tensor, "n H"],  # what enters it
+    measure:Callable,             # (logits `[m, V]` that places were sampled from, each of `columns` there) → `[m, …]`
+    *columns:Tensor,              # `[n, …]`, without gradient
+    bend:tuple[float, float|None], # of `bending`
+    temperature:float|Tensor=1.0, # number or `[n]`, what the places were sampled at
+    support:Tensor|None=None,     # `[n, K]` ids that sampling was confined to
+    chunk:int|None=None,          # places whose logits exist at one time; None = 1024, on a CPU 256
+)->Tensor:                        # what `measure` gave, joined
+    "What `measure` makes of the logits of `chunk` places at a time; they are computed again in the backward pass."
+    known = matrix_of(layer)
+    if known is not None and _sharing(layer) is None:
+        h, weight, how = _as_linear(known, hidden, bend)
+        how |= dict(chunk=chunk, temperature=temperature, support=support)
+        return linear_measured(h, weight, measure, *columns, **how)
+    def read(h, τ, only, *cols): return asked(measure, sampled_from(_logits(layer, h, bend), τ, only), cols)
+    chunk = chunk or CHUNKS.get(hidden.device.type, CHUNKS["cuda"])
+    cut = pieces(chunk, hidden, temperature, support, *columns)
+    return torch.cat([checkpoint(read, *piece, use_reentrant=False) for piece in cut])
+
+def _as_linear(known, hidden, bend):
+    "Hidden states, weight and further arguments for `linear_logprobs` and `linear_measured`."
     (matrix, adapters), (scale, softcap) = known, bend
-    h, bias = hidden if scale == 1 else hidden*scale, matrix.bias if scale == 1 or matrix.bias is None else matrix.bias*scale
-    how |= dict(bias=bias, softcap=softcap)
-    if adapters: # x = s·h·Aᵀ in the adapter's precision, B as wide as the matrix
-        xs = [nn.functional.linear(h.to(A.dtype), A)*s for A,_,s in adapters]
-        how["low_rank"] = torch.cat(xs, -1).to(h.dtype), torch.cat([B for _,B,_ in adapters], -1).to(matrix.weight.dtype)
-    return h, matrix.weight
+    h = hidden if scale == 1 else hidden*scale
+    bias = matrix.bias if scale == 1 or matrix.bias is None else matrix.bias*scale
+    how:dict[str, Any] = dict(bias=bias, softcap=softcap)
+    if adapters: # x = s·h·Aᵀ in the adapter's precision, B in the matrix's
+        xs = [nn.functional.linear(h.to(A.dtype), A)*s for A, _, s in adapters]
+        B = torch.cat([B for _, B, _ in adapters], -1)
+        how["low_rank"] = torch.cat(xs, -1).to(h.dtype), B.to(matrix.weight.dtype)
+    return h, matrix.weight, how
 
 def _logits(layer, hidden, bend):
-    "What leaves the model for `hidden`: the layer's own forward, whatever stands in its place, and the bend."
-    group, own = _over(layer), type(layer).forward
+    "What leaves the model for `hidden`: the layer's own forward without hooks, and the bend."
+    group, own = _sharing(layer), type(layer).forward
     return _bent(own(layer, hidden) if group is None else joined(own(layer, copied(hidden, group)), group), bend)
 
-def _over(layer): return getattr(layer, "joined_over", None) # ranks that hold its rows together (tensor parallel)
-def _rows(x, layer): return x if x is None or _over(layer) is None else joined(x.movedim(0, -1), _over(layer)).movedim(-1, 0)
+def _sharing(layer): return getattr(layer, "joined_over", None) # ranks that share its rows (tensor parallel)
+
+def _all_rows(x, layer)->Any:
+    "Rows of a weight or bias from all ranks that share them."
+    return x if x is None or _sharing(layer) is None else joined(x.movedim(0, -1), _sharing(layer)).movedim(-1, 0)
 
 def _bent(z, bend):
     scale, softcap = bend
     z = promoted(z)*scale
     return z if softcap is None else softcap*torch.tanh(z/softcap)
-
-def head_measured(
-    layer:Any,                    # the output layer
-    hidden:Float[Tensor, "n H"],  # what enters it
-    measure,                      # (logits `[m, V]` that m places were sampled from, each of `columns` there) → a number, or a row of numbers, for each, of each by itself
-    *columns:Tensor,              # `[n, …]`, data: without gradient
-    bend:tuple[float, float|None], # of `bending`
-    temperature=1.0,              # number or `[n]`, what the places were sampled at
-    support=None,                 # `[n, K]` ids that sampling was confined to
-    chunk:int|None=None,          # places whose logits exist at one time; None = 1024, on a CPU 256
-)->Tensor:                        # what `measure` gave, joined
-    "What `measure` makes of the logits of `chunk` places at a time, with gradient: they are computed again in the backward pass."
-    how:dict[str, Any] = dict(temperature=temperature, support=support)
-    known = matrix_of(layer)
-    if known is not None and _over(layer) is None: return linear_measured(*_as_linear(known, hidden, bend, how), measure, *columns, chunk=chunk, **how)
-    def read(h, τ, only, *cols): return asked(measure, sampled_from(_logits(layer, h, bend), τ, only), cols)
-    chunk = chunk or CHUNKS.get(hidden.device.type, CHUNKS["cuda"])
-    return torch.cat([checkpoint(read, *piece, use_reentrant=False) for piece in pieces(chunk, hidden, temperature, support, *columns)])
 
 # %% ../../nbs/models/70_head.ipynb #64877498
 class Head:
@@ -212,40 +232,47 @@ class Head:
         bias:Float[Tensor, " V"]|None=None,
         bend:tuple[float, float|None]=(1., None), # of `bending`
     ):
-        "Hold the matrix, and what the model does to its logits."
+        "From the matrix, and what the model does to its logits."
         self.weight, self.bias, self.bend = weight.detach(), None if bias is None else bias.detach(), bend
 
     def __call__(self,
         hidden:Float[Tensor, "*shape H"], # what enters the layer
         *,
-        temperature=1.0, # number or `[*shape]`, divides the logits: a column `temperature`, where rows have one; a 0 reads as 1
+        temperature:float|Tensor=1.0, # number or `[*shape]`, what rows were sampled at; 0 counts as 1
     )->Float[Tensor, "*shape V"]: # at least fp32
-        "Logits, of all places that are handed in. ValueError for hidden states of another width."
-        if hidden.shape[-1] != self.weight.shape[1]: raise ValueError(f"Head: hidden states are {list(hidden.shape)}, this layer takes {self.weight.shape[1]} numbers; they come from another model, or policy.hidden was not asked")
+        "Logits of all these places. ValueError for hidden states of another width."
+        if hidden.shape[-1] != self.weight.shape[1]:
+            raise ValueError(f"Head: hidden states are {list(hidden.shape)}, this layer takes {self.weight.shape[1]} "
+                             "numbers; take policy.hidden of the same model")
+        τ = temperature.flatten() if isinstance(temperature, Tensor) else temperature
         with torch.no_grad():
             z = _bent(nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias), self.bend)
-            return sampled_from(z.flatten(0, -2), temperature.flatten() if isinstance(temperature, Tensor) else temperature, None).view(z.shape)
+            return sampled_from(z.flatten(0, -2), τ, None).view(z.shape)
 
     def __repr__(self): return f"Head({self.weight.shape[1]} → {self.weight.shape[0]})"
 
 def as_head(
     trunk:nn.Module, # a model with logits; sharded, all ranks together and inside a forward pass
-    device,          # where it lives
+    device:torch.device|str, # where it lives
     bend:tuple[float, float|None]|None, # of `bending`
     *,
-    copy:bool=True,  # False: the very matrix, for weights that stay as they are
+    copy:bool=True,  # False: the matrix itself, for weights that do not change
 )->Head:
-    "The output layer as it stands now, adapters added in. TypeError for one that is no matrix, or whose logits the model changes in an unknown way."
+    "The output layer as it is now, adapters added. TypeError where it is no matrix, or its logits are bent otherwise."
     layer, found, who = output_layer(trunk), [], type(trunk).__name__
-    if layer is None or bend is None: raise TypeError(f"head: {who} has no output layer that gives its logits by itself; take what you need of them where they are: policy.measure(batch, f)")
-    def instead(h): # a layer's weights are there in its own pass, sharded or not
-        known = matrix_of(layer)
-        if known:
-            matrix, adapters = known
-            W = matrix.weight.detach() + sum(s*(B.detach()@A.detach()).to(matrix.weight.dtype) for A,B,s in adapters) if adapters else matrix.weight.detach().clone() if copy else matrix.weight
-            bias = matrix.bias.detach().clone() if copy and matrix.bias is not None else matrix.bias
-            found.append(Head(_rows(W, layer), _rows(bias, layer), bend))
+    instead = "compute what you need of them in place: policy.measure(batch, f)"
+    if layer is None or bend is None: raise TypeError(f"head: {who} has no output layer with its logits; {instead}")
+    def read(h): # a layer's weights are there in its own pass, sharded or not
+        if known := matrix_of(layer): found.append(Head(*_owned(known, layer, copy), bend))
         return h
-    with torch.no_grad(), asking(layer, instead): trunk(torch.zeros(1, 2, dtype=torch.long, device=device))
-    if not found: raise TypeError(f"head: the output layer of {who} is a {type(layer).__name__}, no matrix; take what you need of its logits where they are: policy.measure(batch, f)")
+    with torch.no_grad(), asking(layer, read): trunk(torch.zeros(1, 2, dtype=torch.long, device=device))
+    if not found: raise TypeError(f"head: the output layer of {who} is a {type(layer).__name__}, no matrix; {instead}")
     return found[0]
+
+def _owned(known, layer, copy):
+    "Weight with adapters added, and bias, of all rows."
+    matrix, adapters = known
+    weight, bias = matrix.weight.detach(), None if matrix.bias is None else matrix.bias.detach()
+    if adapters: weight = weight + sum(s*(B.detach()@A.detach()).to(weight.dtype) for A, B, s in adapters)
+    elif copy: weight = weight.clone()
+    return _all_rows(weight, layer), _all_rows(bias.clone() if copy and bias is not None else bias, layer)

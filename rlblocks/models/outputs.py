@@ -81,7 +81,7 @@ def _chosen(part, reading):
 
 def _places(who, part, rows, cols, reading, device):
     "Where the model is read for these tokens, and how they were sampled; without tokens, the first of row 0."
-    before = reading.logprobs and not (reading.rows or reading.after) and len(rows) > 0
+    before = not (reading.rows or reading.after) and len(rows) > 0
     if not len(rows): rows = cols = torch.zeros(1, dtype=torch.long, device=part.tokens.device)
     at = lambda column: column[rows, cols].to(device)
     temperature, support = 1., None

@@ -4,26 +4,28 @@
 
 # %% auto #0
 __all__ = ['PREFIXES', 'linear_head', 'ClassHead', 'head_of', 'value_head', 'stored_bins', 'load_scored', 'trunk_reader',
-           'classifier', 'save_read', 'Moments', 'without_moments', 'stored_moments']
+           'classifier', 'Moments', 'without_moments', 'stored_moments']
 
 # %% ../../nbs/models/73_value_heads.ipynb #62e130b7
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from jaxtyping import Float
 
-from .folders import in_precision, plain_twin, save_folder
-from .head import states_of
-from .checks import config_of, refuse_encoder_decoder
-from ..engines.world import world
-from .forward import Forward
 from ..engines.lazy import lazy_weights, read_module_
-from .loading import WeightFiles, lazy_model, load_module, weight_files, without_lm_head
+from ..engines.world import world
 from ..losses.value import expected_value
+from .checks import config_of, refuse_encoder_decoder
+from .folders import in_precision, plain_twin, save_folder
+from .forward import Forward
+from .head import states_of
+from .loading import WeightFiles, lazy_model, load_module, weight_files, without_lm_head
+
+if TYPE_CHECKING: import transformers
 
 # %% ../../nbs/models/73_value_heads.ipynb #1674b69f
 def linear_head(
@@ -31,16 +33,17 @@ def linear_head(
     width:int,       # features that enter
     outputs:int=1,   # numbers that leave
     *,
-    bias:bool=True,  # a reward's is idle: pairs do not move it, and Adam would let it drift; a critic's has no place in the files that others read
+    bias:bool=True,  # a reward's has no gradient from pairs; a critic's has no place in the files that others read
 )->nn.Linear: # zero at first, whatever the seed
     "A linear head in fp32 at least."
     weight = next(trunk.parameters())
-    head = nn.Linear(width, outputs, bias, device=_home(weight), dtype=weight.dtype if weight.dtype == torch.float64 else torch.float32)
+    dtype = weight.dtype if weight.dtype == torch.float64 else torch.float32
+    head = nn.Linear(width, outputs, bias, device=_home(weight), dtype=dtype)
     for p in head.parameters(): nn.init.zeros_(p)
     return head
 
 def _home(weight):
-    "Where to put what stands beside a weight; a lazy one is nowhere yet."
+    "The device of a weight; of a lazy one, which has none yet, the CPU."
     return "cpu" if weight.is_meta else weight.device
 
 # %% ../../nbs/models/73_value_heads.ipynb #8343bb36
@@ -54,7 +57,8 @@ class ClassHead(nn.Module):
         "ValueError when the values are not K, or not ascending."
         super().__init__()
         if bins.shape != (linear.out_features,) or len(bins) < 2 or not (bins.diff() > 0).all():
-            raise ValueError(f"bins: {list(bins.shape)} values for {linear.out_features} logits; at least two ascending values, one for each logit, are wanted")
+            raise ValueError(f"bins: {list(bins.shape)} values for {linear.out_features} logits; at least two "
+                             "ascending values, one for each logit, are wanted")
         self.linear:Any = linear
         self.bins:Tensor
         self.register_buffer("bins", bins.to(_home(linear.weight), linear.weight.dtype))
@@ -74,162 +78,178 @@ class ClassHead(nn.Module):
 # %% ../../nbs/models/73_value_heads.ipynb #1e449ffd
 PREFIXES = ("score", "v_head.summary", "value_head", "reward_head", "classifier")
 
+def head_of(
+    model:str|Path, # a name or folder
+)->nn.Linear|None: # in fp32; None: its weights have none
+    "The value or reward head in a model's folder, whoever wrote it."
+    names, read = _weights_of(model)
+    prefixes = (getattr(config_of(model), "value_head_prefix", None), *PREFIXES)
+    prefix = next((p for p in prefixes if p and f"{p}.weight" in names), None)
+    if prefix is None: return None
+    state = {k: read(f"{prefix}.{k}").float() for k in ("weight", "bias") if f"{prefix}.{k}" in names}
+    head = nn.Linear(*reversed(state["weight"].shape), bias="bias" in state)
+    head.load_state_dict(state)
+    return head
+
 def _weights_of(model):
-    "(name → file, reader of one tensor) of a folder or a name on the hub."
+    "(names, reader of one tensor) of a folder or a name on the hub."
     from transformers.utils.hub import cached_file
     if where := weight_files(model): return where, WeightFiles(where).part
     old = cached_file(str(model), "pytorch_model.bin", _raise_exceptions_for_missing_entries=False)
-    kept = torch.load(old, map_location="cpu", weights_only=True) if old else {}
-    return kept, kept.__getitem__
-
-def head_of(
-    model, # a name or folder
-)->nn.Linear|None: # in fp32; None: its weights hold none
-    "The value or reward head in a model's folder, whoever wrote it."
-    config = config_of(model)
-    where, read = _weights_of(model)
-    prefix = next((p for p in (getattr(config, "value_head_prefix", None), *PREFIXES) if p and f"{p}.weight" in where), None)
-    if prefix is None: return None
-    weight, bias = read(f"{prefix}.weight").float(), read(f"{prefix}.bias").float() if f"{prefix}.bias" in where else None
-    head = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
-    head.load_state_dict(dict(weight=weight) | ({} if bias is None else dict(bias=bias)))
-    return head
+    weights = torch.load(old, map_location="cpu", weights_only=True) if old else {}
+    return weights, weights.__getitem__
 
 def value_head(
-    trunk:Any, # a language model
-    model,     # what it was made of: of a name or folder the head is taken along
-)->nn.Linear: # of what enters the trunk's output layer
-    "The value head that lies in a language model's folder, else one that starts at zero. ValueError for one that does not fit, TypeError for a module that names no output layer."
+    trunk:nn.Module, # a language model
+    model:object,    # what it was made of: the head of a name or folder is loaded
+)->nn.Linear: # on what enters the trunk's output layer
+    """The value head in a language model's folder, else one that starts at zero.
+
+    ValueError for one that does not fit, TypeError for a module without `get_output_embeddings`."""
     lm_head = getattr(trunk, "get_output_embeddings", lambda: None)()
-    if lm_head is None: raise TypeError(f"value_head: {type(trunk).__name__} has no get_output_embeddings(); the value head reads what enters that layer")
-    width = lm_head.weight.shape[1]
-    fresh, own = linear_head(trunk, width), head_of(model) if isinstance(model, (str, Path)) else None
+    if lm_head is None:
+        raise TypeError(f"value_head: {type(trunk).__name__} has no get_output_embeddings(); the value head reads what "
+                        "enters that layer")
+    fresh = linear_head(trunk, lm_head.weight.shape[1])
+    own = head_of(model) if isinstance(model, str | Path) else None
     if own is None: return fresh
-    if own.weight.shape != fresh.weight.shape: raise ValueError(f"value_head: the head in {model} makes {own.out_features} numbers of {own.in_features} features; one of {width} is wanted")
+    if own.weight.shape != fresh.weight.shape:
+        raise ValueError(f"value_head: the head in {model} makes {own.out_features} numbers of {own.in_features} "
+                         f"features; one of {fresh.in_features} is wanted")
     return own.to(fresh.weight)
 
 def stored_bins(
-    model, # a name or folder, or a transformers model
+    model:object, # a name or folder, or a transformers model
 )->list[float]|None:
-    "The values that a classifying critic's logits stand for, as `classifier` writes them."
-    return getattr(config_of(model) if isinstance(model, (str, Path)) else getattr(model, "config", None), "value_bins", None)
+    "The values that a classifying critic's logits are for, as `classifier` writes them."
+    config = config_of(model) if isinstance(model, str | Path) else getattr(model, "config", None)
+    return getattr(config, "value_bins", None)
 
+# %% ../../nbs/models/73_value_heads.ipynb #dbc73ba7
 def load_scored(
-    model,         # a name or folder, an nn.Module (copied) or a callable that makes one
+    model:object, # a name or folder, an nn.Module (copied) or a callable that makes one
     *,
     attention:str|None=None, # attention implementation of a name or folder
     lazy:bool=False,         # as for `load_module`
-)->tuple[Any, nn.Linear|None]: # (the trunk, its head or None)
+)->tuple[nn.Module, nn.Linear|None]: # (the trunk, its head or None)
     "A trunk without language-model head, and the value or reward head that came with it."
-    if isinstance(model, (str, Path)): refuse_encoder_decoder(config_of(model), model)
-    head = head_of(model) if isinstance(model, (str, Path)) else None
-    if head is not None:
-        from transformers import AutoModel
-        trunk = lazy_model(AutoModel, model, config_of(model), attention) if lazy else None
-        if trunk is not None: return trunk, head
-        from transformers.utils import logging
-        level = logging.get_verbosity()
-        logging.set_verbosity_error()                # else it reports the head as unexpected; what would be new it hides, so that is checked
-        try: trunk, found = AutoModel.from_pretrained(model, dtype="auto", output_loading_info=True, **(dict(attn_implementation=attention) if attention else {}))
-        finally: logging.set_verbosity(level)
-        if found["missing_keys"]: raise ValueError(f"{model}: the weights lack {sorted(found['missing_keys'])[0]!r} ({len(found['missing_keys'])} missing) of a {type(trunk).__name__}")
-        return trunk, head.to(next(trunk.parameters()).device)
+    if isinstance(model, str | Path):
+        refuse_encoder_decoder(config_of(model), model)
+        if (head := head_of(model)) is not None: return _trunk_alone(model, attention, lazy, head)
     module = load_module(model, trunk=True, attention=attention, lazy=lazy)
     own = getattr(module, str(getattr(module, "value_head_prefix", "score")), None)
     return (getattr(module, "base_model"), own) if isinstance(own, nn.Linear) else (module, None)
 
-# %% ../../nbs/models/73_value_heads.ipynb #dbc73ba7
+def _trunk_alone(model, attention, lazy, head):
+    "The trunk of a folder whose head is known, and the head on its device."
+    from transformers import AutoModel
+    from transformers.utils import logging
+    if lazy and (trunk := lazy_model(AutoModel, model, config_of(model), attention)) is not None: return trunk, head
+    how = dict(attn_implementation=attention) if attention else {}
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()                # else it reports the head as unexpected
+    try: trunk, found = AutoModel.from_pretrained(model, dtype="auto", output_loading_info=True, **how)
+    finally: logging.set_verbosity(level)
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"{model}: the weights lack {missing[0]!r} of a {type(trunk).__name__} ({len(missing)} such)")
+    return trunk, head.to(next(trunk.parameters()).device)
+
 def trunk_reader(
-    model, # as for `Critic`
-    base,  # of `base_of`: whose trunk it is to read; None: its own
+    model:object,  # as for `Critic`
+    base:Any,      # of `base_of`: a `Base` whose trunk is read; None: the model's own
     attention:str|None=None, # attention implementation of a name or folder
     *,
     outputs:int|None=None,   # numbers of its head; None: as it has, else one
     bias:bool=True,          # of a new head
     lazy:bool=False,         # as for `load_module`
 )->Forward:
-    "A trunk with a head on its hidden states: a reward model's own, else a new one, and none when the module gives one number a token by itself. ValueError for a head of another size, TypeError for a module that gives neither."
-    module, own = load_scored(model, attention=attention, lazy=lazy) if base is None else (without_lm_head(base.trunk), None)
+    """A trunk with a head on its hidden states: its own, else a new one; none where it gives numbers by itself.
+
+    ValueError for a head of another size, TypeError for a module that gives neither states nor numbers."""
+    if base is None: module, own = load_scored(model, attention=attention, lazy=lazy)
+    else: module, own = without_lm_head(base.trunk), None
     if own is not None:
-        if outputs not in (None, own.out_features): raise ValueError(f"{type(module).__name__} has a head of {own.out_features} numbers; {outputs} {'is' if outputs == 1 else 'are'} wanted")
-        return Forward(module, own)
+        if outputs in (None, own.out_features): return Forward(module, own)
+        raise ValueError(f"{type(module).__name__} has a head of {own.out_features} numbers; {outputs} "
+                         f"{'is' if outputs == 1 else 'are'} wanted")
     states = _probed(module.eval()) if base is None else base.model.probe(lambda: _probed(module))
     if states.dim() == 3: return Forward(module, linear_head(module, states.shape[-1], outputs or 1, bias=bias))
     if states.shape == (1, 3): return Forward(module)
-    raise TypeError(f"{type(module).__name__} makes {list(states.shape)} of [1, 3] tokens; hidden states [B, T, H] or numbers [B, T] are wanted")
+    raise TypeError(f"{type(module).__name__} makes {list(states.shape)} of [1, 3] tokens; hidden states [B, T, H] or "
+                    "numbers [B, T] are wanted")
 
 @torch.no_grad()
 def _probed(module):
-    "What it makes of [1, 3] tokens. Of a lazy module another one is asked, that has no numbers anywhere."
+    "What it makes of [1, 3] tokens; a lazy module's twin without numbers is run instead."
     if lazy_weights(module):
         try:
             with torch.device("meta"): return _probed(plain_twin(module).eval())
-        except RuntimeError: read_module_(module)      # it looks at numbers
+        except RuntimeError: read_module_(module)      # its forward needs numbers
     return states_of(module(torch.zeros(1, 3, dtype=torch.long, device=next(module.parameters()).device)))
 
 # %% ../../nbs/models/73_value_heads.ipynb #bcf83fea
 def classifier(
-    trunk:Any,         # a transformers trunk
+    trunk:nn.Module,     # a transformers trunk
     head:nn.Module|None, # a linear head
     *,
-    pad=None,          # padding id, for readers that look for the last token that is none
-    names=None,        # of the head's outputs
+    pad:int|None=None,   # padding id, for readers that search for the last token that is none
+    names:list[str]|None=None, # of the head's outputs
     moments:tuple[list[float], list[float]]|None=None, # mean and standard deviation of each output, to be taken out
-    at:str|None=None,  # the column that says where it is read; None: the last token
-    bins=None,         # values that its outputs are logits of
-    who:str="Scorer",  # for the message
-)->Any: # shares the trunk and the head; names its head `score`
+    at:str|None=None,    # the column that says where it is read; None: the last token
+    bins:list[float]|None=None, # values that its outputs are logits of
+    who:str="Scorer",    # for the message
+)->"transformers.PreTrainedModel": # shares the trunk and the head; names its head `score`
     "A reward model as transformers calls it. TypeError when it has no such class for this trunk."
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification, AutoModelForTokenClassification
-    linear = isinstance(head, nn.Linear)
-    biased = linear and head.bias is not None
-    known, auto = (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTokenClassification) if biased else (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification)
-    config:Any = deepcopy(getattr(trunk, "config", None))
-    model:Any = None
+    import transformers as tf
+    kind = "TOKEN" if getattr(head, "bias", None) is not None else "SEQUENCE"
+    known = getattr(tf, f"MODEL_FOR_{kind}_CLASSIFICATION_MAPPING")
+    auto = getattr(tf, f"AutoModelFor{kind.title()}Classification")
+    config, model = deepcopy(getattr(trunk, "config", None)), None
     if type(config) in known and isinstance(head, nn.Linear):
-        config.num_labels = head.out_features
-        if names: config.id2label, config.label2id = dict(enumerate(names)), {n: i for i, n in enumerate(names)}
-        if config.pad_token_id is None: config.pad_token_id = pad      # the classifier reads the last token that is no padding
-        config.value_head_prefix, config.read_at = "score", at
-        for k in ("mean", "std", "normalize_reward", "value_bins"): vars(config).pop(k, None)
-        if bins is not None: config.value_bins = bins
-        if moments is not None:
-            config.mean, config.std = (x[0] if len(x) == 1 else x for x in moments)
-            config.normalize_reward = True
+        _describe(config, head, pad, names, moments, at, bins)
         with torch.device("meta"): model = auto.from_config(config)
-    if not hasattr(model, "score"):
-        raise TypeError(f"{who}: transformers has no classifier for a {type(trunk).__name__} with this head; keep it with torch.save({who.lower()}.state_dict(), …)")
+    if model is None or not hasattr(model, "score"):
+        raise TypeError(f"{who}: transformers has no classifier for a {type(trunk).__name__} with this head; keep it "
+                        f"with torch.save({who.lower()}.state_dict(), …)")
     setattr(model, model.base_model_prefix, trunk)
     model.score = head
     return model
 
-def save_read(
-    run:Any,    # a wrapper's `Prepared`
-    module:Any, # what is written: its trunk, or a `classifier` of it
-    path,       # a folder; made if missing
-    *,
-    head:str|None, # what its head is called there; None: it is left out
-    dtype:torch.dtype|None=None, # of all weights; None: each in the precision it came in, a head in its own
-    **how,      # tokenizer, max_shard_bytes: of `save_folder`
-)->None:
-    "Write what a wrapper holds, trunk and head, as `save_folder` does. All ranks together."
-    came = run.module.dtypes
-    at, exact = "" if module is run.module.trunk else f"{module.base_model_prefix}.", in_precision(came, dtype)
+def _describe(config, head, pad, names, moments, at, bins):
+    "Write into a config what its head gives."
+    config.num_labels = head.out_features
+    if names: config.id2label, config.label2id = dict(enumerate(names)), {n: i for i, n in enumerate(names)}
+    if config.pad_token_id is None: config.pad_token_id = pad      # the classifier reads the last other token
+    config.value_head_prefix, config.read_at = "score", at
+    for k in ("mean", "std", "normalize_reward", "value_bins"): vars(config).pop(k, None)
+    if bins is not None: config.value_bins = bins
+    if moments is not None:
+        config.mean, config.std = (x[0] if len(x) == 1 else x for x in moments)
+        config.normalize_reward = True
+
+# %% ../../nbs/models/73_value_heads.ipynb #1bc4aae7
+def save_read(run, module, path, *, head:str|None, dtype:torch.dtype|None=None, **how):
+    """Write the trunk and head of a `Prepared` wrapper with `save_folder`. All ranks together.
+
+    `module` is its trunk or a `classifier` of it; `head` names the head, None leaves it out; dtype=None: as loaded."""
+    at = "" if module is run.module.trunk else f"{module.base_model_prefix}."
+    dtypes, wanted, exact = run.module.dtypes, dtype, in_precision(run.module.dtypes, dtype)
     def filed(name, x):
         part, _, leaf = name.partition(".")
         if part == "trunk": return at + leaf, exact(leaf, x)
-        leaf = leaf.removeprefix("linear.")                # of a `ClassHead`; its values stand in the config
-        return (f"{head}.{leaf}", x.to(dtype or x.dtype)) if head and leaf in ("weight", "bias") else None
+        leaf = leaf.removeprefix("linear.")                # of a `ClassHead`; its values are in the config
+        return (f"{head}.{leaf}", x.to(wanted or x.dtype)) if head and leaf in ("weight", "bias") else None
     with run.turn:      # all buckets of one version, whatever another thread does
         buckets = run.model.iter_full_params(min(1 << 28, how["max_shard_bytes"]))
-        save_folder(module, buckets, path, who=run.name, filed=filed, dtype=dtype or next(iter(came.values()), None), **how)
+        dtype = dtype or next(iter(dtypes.values()), None)
+        save_folder(module, buckets, path, who=run.name, filed=filed, dtype=dtype, **how)
 
 # %% ../../nbs/models/73_value_heads.ipynb #25797bf0
 class Moments:
     "Mean and standard deviation of scores, in double precision; adds up over ranks."
 
     def __init__(self,
-        total:Tensor|None=None, # `[3, k]` count, sum and sum of squares; None: nothing seen
+        total:Tensor|None=None, # `[3, k]` count, sum and sum of squares; None: no scores yet
     ):
         "Start from totals."
         self.total = total
@@ -237,16 +257,16 @@ class Moments:
     def add(self,
         x:Tensor, # `[n, k]`
     )->"Moments": # the same
-        "See more scores."
+        "Add scores."
         x = x.double()
-        seen = torch.stack([torch.full(x.shape[1:], float(len(x)), dtype=torch.float64), x.sum(0), (x**2).sum(0)])
-        self.total = seen if self.total is None else self.total + seen
+        more = torch.stack([torch.full_like(x[0], len(x)), x.sum(0), (x**2).sum(0)])
+        self.total = more if self.total is None else self.total + more
         return self
 
     def over_ranks(self,
-        shared:bool, # every rank of this world has seen a part
+        shared:bool, # every rank of this world has a part
     )->"Moments": # the same
-        "Add up what all ranks saw."
+        "Add up those of all ranks."
         if shared and world()[1] > 1: dist.all_reduce(self.total)
         return self
 
@@ -254,7 +274,9 @@ class Moments:
         "ValueError with fewer than two scores, or when all are equal."
         n, s, q = (self.total if self.total is not None else torch.zeros(3, 1)).unbind(0)
         std = ((q - s**2/n).clamp(min=0)/(n-1)).sqrt()
-        if (n < 2).any() or not (std > 0).all(): raise ValueError(f"normalise: {int(n.max())} scores with standard deviation {std.tolist()}; two different ones at least are wanted")
+        if (n < 2).any() or not (std > 0).all():
+            raise ValueError(f"normalise: {int(n.max())} scores with standard deviation {std.tolist()}; two different "
+                             "ones at least are wanted")
         return (s/n).tolist(), std.tolist()
 
 def without_moments(
@@ -267,12 +289,14 @@ def without_moments(
     return (x-mean)/std
 
 def stored_moments(
-    config,  # of a trunk
-    wanted:bool|None=None, # True: they must be there; False: leave them alone; None: as the config's `normalize_reward` says
+    config:object,  # of a trunk
+    wanted:bool|None=None, # True: they must be there; False: without; None: as the config's `normalize_reward` says
 )->tuple[list[float], list[float]]|None:
     "The moments in a config, as OpenRLHF and `classifier` write them. ValueError when they are wanted and not there."
-    there = getattr(config, "mean", None) is not None and getattr(config, "std", None) is not None
-    if wanted and not there: raise ValueError("normalised=True, but the model's config holds no mean and std; measure them with scorer.normalise(batch)")
+    mean, std = getattr(config, "mean", None), getattr(config, "std", None)
+    there = mean is not None and std is not None
+    if wanted and not there:
+        raise ValueError("normalised=True, but the config has no mean and std; scorer.normalise(batch) measures them")
     if not there or not (getattr(config, "normalize_reward", False) if wanted is None else wanted): return None
-    listed = lambda x: [float(v) for v in x] if isinstance(x, (list, tuple)) else [float(x)]
-    return listed(config.mean), listed(config.std)
+    listed = lambda x: [float(v) for v in x] if isinstance(x, list | tuple) else [float(x)]
+    return listed(mean), listed(std)
