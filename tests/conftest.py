@@ -35,6 +35,13 @@ def shared():
     return folder
 
 
+def vllm_python():
+    "The interpreter that has vLLM: the variable's, that of `make vllm`, or this one. None: there is none."
+    for path in (os.environ.get("VLLM_PYTHON"), ROOT/".venv"/"vllm"/"bin"/"python"):
+        if path and Path(path).exists(): return str(path)
+    return sys.executable if find_spec("vllm") else None
+
+
 # -- order. `make test` has two workers (pytest-xdist). A worker takes one group after another, the longest first,
 # so that none is left alone with it at the end.
 

@@ -32,9 +32,9 @@ def distribution(logits, temperature=1., top_k=0, top_p=1., min_p=0.):
     if not (top_k or top_p < 1 or min_p > 0): return ids, p
     p, ids = p.sort(descending=True, stable=True)
     p, ids = p[:top_k or MAX_SUPPORT], ids[:top_k or MAX_SUPPORT]
-    if top_k: p = p/p.sum()
-    keep = (p.cumsum(0) - p < top_p) & (p >= min_p*p[0])
-    keep[0] = True
+    p, ids = p[p >= min_p*p[0]], ids[p >= min_p*p[0]]
+    p = p/p.sum()
+    keep = p.cumsum(0) - p < top_p
     return ids[keep], p[keep]/p[keep].sum()
 
 

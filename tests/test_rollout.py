@@ -65,7 +65,7 @@ def test_numbers_of_numpy_are_numbers_and_bools_are_none():
 
 
 def test_an_engine_that_is_not_here_says_so():
-    with pytest.raises(ValueError, match="Rollout: engine='vllm' is not in this version; leave it out, or say 'hf'"): engine(engine="vllm")
+    with pytest.raises(ValueError, match="Rollout: engine='fax' is not in this version; leave it out, or say 'hf'"): engine(engine="fax")
 
 
 def test_raw_logprobs_at_another_temperature_are_refused():

@@ -1,9 +1,14 @@
 "What every engine behind `Rollout` keeps: one suite, run on each engine that is there."
+import re
+
 import pytest
 import torch
+from conftest import ROOT, vllm_python
 from rlblocks import Policy
 from rlblocks.rollout.hf import Hf
-from rlblocks.rollout.samplers import Request, Sampler, Sampling, complete, sample_seeds
+from rlblocks.rollout.processes import Child, child_environment
+from rlblocks.rollout.samplers import Request, Sampler, Sampling, complete, sample_seeds, vllm
+from rlblocks.rollout.vllm_sampler import Vllm
 from tiny import model
 
 WIDE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128) # heads of 32
@@ -21,12 +26,16 @@ def sharp(kind="llama", **more):
 def hf(net, **how): return Hf(net, device=torch.device("cpu"), **how)
 
 
-ENGINES = dict(hf=hf)
+def in_vllm(net, **how): return Vllm(net, spec=vllm(cache_bytes=1 << 26, timeout=120., python=vllm_python()), **how)
+
+
+ENGINES = dict(hf=hf, vllm=in_vllm)
 
 
 @pytest.fixture(scope="module", params=ENGINES)
 def make(request):
     "A maker of samplers of one engine."
+    if request.param == "vllm" and vllm_python() is None: pytest.skip("vLLM is not installed: make vllm")
     return ENGINES[request.param]
 
 
@@ -135,3 +144,18 @@ def test_a_failed_load_refuses_until_one_succeeds(make):
     assert sampler.load(policy.weights()).checksums and sampler.version == 0
     assert len(complete(sampler, asked())) == 12
     sampler.close()
+
+
+def test_only_the_engines_program_imports_vllm():
+    def imports_vllm(path): return re.search(r"(?m)^\s*(from|import) vllm\b", path.read_text(encoding="utf-8"))
+    assert [p.name for p in ROOT.glob("rlblocks/**/*.py") if imports_vllm(p)] == ["child.py"]
+
+
+def test_a_program_that_does_not_answer_is_an_error_with_its_log():
+    with pytest.raises(RuntimeError, match=r"did not start. Its log ends:[\s\S]*No module named 'rlblocks.nothing'"):
+        Child("rlblocks.nothing", "run", timeout=60.)
+
+
+def test_the_programs_environment_has_none_of_torchruns_variables():
+    ranks = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_PORT="1", TORCHELASTIC_RUN_ID="x", ROLE_RANK="0")
+    assert child_environment(ranks | dict(HOME="/", OMP_NUM_THREADS="1")) == dict(HOME="/", OMP_NUM_THREADS="1")

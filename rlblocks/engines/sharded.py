@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['optimizer_of', 'frozen_copy', 'make_engine', 'compute_dtype', 'learnable', 'prepare_module_', 'weight_shapes',
            'check_state', 'check_weights', 'check_step', 'running', 'undivided', 'named_under', 'of_one_version',
-           'check_graph', 'set_rates', 'current_state', 'restore', 'check_norm', 'ShardedModel', 'has_all_weights']
+           'check_graph', 'set_rates', 'current_state', 'promise', 'restore', 'check_norm', 'ShardedModel',
+           'has_all_weights']
 
 # %% ../../nbs/engines/64_sharded.ipynb #2aefe092
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +21,7 @@ from .guards import Turn, uninterrupted
 from .modules import checkpoint_layers_, promote_
 from .optim import OptimizerSpec, adamw
 from .plain import Plain
-from .weights import Ticket, buckets
+from .weights import Ticket, buckets, named_weights
 from .world import HALF, device_of, mesh_of, world
 
 # %% ../../nbs/engines/64_sharded.ipynb #6b405c6b
@@ -225,6 +226,18 @@ def current_state(
         check_step(model)
         return dict(version=model.version) | model.engine.state(full)
 
+def promise(
+    model:Any,  # a `ShardedModel`
+    prefix:str, # only weights under this name, given without it
+    score:Callable[[Tensor], Tensor]|None, # see `Ticket`
+)->Ticket:
+    "A ticket for its weights. Where they are complete it has their shapes; others know them when they gather."
+    check_step(model)
+    names = named_weights(model.module) if model.spec.complete else {}
+    shapes = {n.removeprefix(prefix): tuple(x.shape) for n, x in names.items() if n.startswith(prefix)}
+    def params(bucket_bytes): return model.iter_full_params(bucket_bytes, prefix)
+    return Ticket(model.version, lambda: model.version, params, shapes or None, score)
+
 def restore(
     model:Any,  # a `ShardedModel`
     state:dict, # from `state_dict`
@@ -310,10 +323,9 @@ class ShardedModel:
         if self.torn: return                  # `load_state_dict` does: the ranks may be in different places
         with undivided(self): self.engine.discard()
 
-    def ticket(self, prefix:str="")->Ticket:
-        "A promise of this version's full weights, good until the next `apply`."
-        check_step(self)
-        return Ticket(self.version, lambda: self.version, lambda size: self.iter_full_params(size, prefix))
+    def ticket(self, prefix:str="", score:Callable[[Tensor], Tensor]|None=None)->Ticket:
+        "A promise of this version's full weights, good until the next `apply`; `score`: see `Ticket`."
+        return promise(self, prefix, score)
 
     def iter_full_params(self, bucket_bytes:int=1 << 28, prefix:str="")->Iterator[dict[str, Tensor]]:
         "The only exporter of full weights. All ranks iterate together, also those that drop what they get."

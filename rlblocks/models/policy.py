@@ -267,7 +267,10 @@ class Policy(Trained):
 
     def weights(self)->Ticket: # to be loaded before the next step
         "A ticket for this version's weights, for `rollout.load`; an adapter's are merged into a copy."
-        return self._run.model.ticket("trunk.")
+        def score(ids):
+            row = Batch(tokens=ids[None], lengths=torch.tensor([len(ids)]), mask=torch.arange(len(ids))[None] > 0)
+            return self.logprobs(row)[0, 1:]
+        return self._run.model.ticket("trunk.", score)
 
     def save_pretrained(self,
         path, # a folder; made if missing

@@ -23,8 +23,9 @@ from ..engines.world import device_of
 from ..models.checks import check_ids
 from ..models.loading import load_tokenizer
 from .hf import Hf
-from .samplers import Completion, Request, Sampler, Sampling, check_ready, check_sampling
-from .samplers import complete, sample_seeds
+from .samplers import Completion, Request, Sampler, Sampling, VllmSpec
+from .samplers import check_ready, check_sampling, complete, sample_seeds
+from .vllm_sampler import Vllm
 
 # %% ../../nbs/rollout/86_rollout.ipynb #e7d2a4bc
 def stop_ids(
@@ -155,7 +156,7 @@ class Rollout:
     def __init__(self,
         model,                 # name, folder, nn.Module (copied) or a callable that makes one
         *,
-        engine:str="hf",       # "hf": the model's own forward pass
+        engine:str|VllmSpec="hf", # "hf": the model's own forward pass; "vllm", or `vllm(…)` with its settings
         max_tokens:int=256,    # most new tokens a row
         temperature:float=1.0, # 0 = greedy
         top_p:float=1.0,       # nucleus; below 1 the rows carry their `support`, at most the 64 likeliest ids a token
@@ -230,19 +231,20 @@ class Rollout:
 # %% ../../nbs/rollout/86_rollout.ipynb #7df82abd
 def new_sampler(
     model,          # as `Rollout` takes it
-    engine:str,     # "hf"
+    engine:str|VllmSpec,
     dtype,          # of the weights; None: as the model comes
     device,         # None: CUDA when there is one
     max_rows:int,   # most samples side by side
 )->Sampler:
     "The engine behind a rollout. ValueError for an unknown one, TypeError for a dtype that is none of floats."
-    if engine != "hf":
-        raise ValueError(f"Rollout: engine={engine!r} is not in this version; leave it out, or say 'hf': the model's "
-                         "own forward with a key-value cache")
     if dtype is not None and not getattr(dtype, "is_floating_point", False):
         raise TypeError(f"Rollout: dtype is {dtype!r}; a torch.dtype of floats is wanted, as in dtype=torch.bfloat16")
     rows = whole_number("Rollout", "max_rows", max_rows)
-    return Hf(model, device=device_of(device, "Rollout"), dtype=dtype, max_rows=rows)
+    if engine == "hf": return Hf(model, device=device_of(device, "Rollout"), dtype=dtype, max_rows=rows)
+    spec = VllmSpec() if engine == "vllm" else engine
+    if isinstance(spec, VllmSpec): return Vllm(model, dtype=dtype, max_rows=rows, spec=spec)
+    raise ValueError(f"Rollout: engine={engine!r} is not in this version; leave it out, or say 'hf' (the model's own "
+                     "forward pass) or 'vllm'")
 
 def _request(rollout, temperature, group_size, max_tokens):
     "Sampling numbers, group size and new tokens of a request, checked; what it leaves out is the engine's."
