@@ -295,6 +295,7 @@ def test_units_are_never_parted():
         seen = [set(p.unit.tolist()) for p in cut if not p.filler]
         assert sum(map(len, seen)) == len(set.union(*seen))
     with pytest.raises(ValueError, match="parts unit 0"): b[1:]
+    with pytest.raises(KeyError, match="no column 'lenghts'; there are .*; is 'lengths' meant"): b["lenghts"]
     assert len(b[2:4]) == 2 and len(b.drop("unit")[1:]) == 15
 
 

@@ -12,6 +12,8 @@ from test_floors import FLOORS, MODULES
 import rlblocks as rl
 from rlblocks import Batch, Buffer, Checkpoint, Critic, Policy, Rollout, Scorer, plan, plan_rollout
 from rlblocks.engines.base import EngineSpec
+from rlblocks.models.checks import check_loss
+from rlblocks.models.outputs import Out
 from rlblocks.placement.budgets import REMEDIES
 from rlblocks.models.scorer import scores_after
 from rlblocks.engines.base import plain
@@ -72,6 +74,15 @@ BAD = [   # (what a user does, words of the message)
     (lambda: batch(mask=chosen.long()), "Batch: mask is [3, 4] int64; masks are Bool"), (lambda: batch(mask=mask), "mask is True in column 0 of row 0; nothing predicts the first token"),
     (lambda: batch(lengths=torch.tensor([9, 2, 3])), "Batch: lengths reach from 2 to 9, tokens are 4 wide"), (lambda: batch(lengths=torch.tensor([-1, 2, 3])), "Batch: lengths reach from -1 to 3"),
     (lambda: batch(tokens=x), "Batch: tokens is [3, 4] float32; integers [B, T] are wanted"), (lambda: batch(values=x[:, 1:]), "per-token columns have the T of tokens"),
+    (lambda: batch(advantages=row).advantage, "Batch: no column 'advantage'; there are tokens, lengths, mask, advantages; is 'advantages' meant?"),
+    (lambda: batch(unit=torch.tensor([0, 0, 1]))[:1], "Batch: the selection parts unit 0; take all rows of a unit"),
+    (lambda: batch(unit=torch.tensor([0, 0, 0]))[1:], "Batch: the selection parts unit 0; take"),
+    (lambda: Out(logprobs=x).logprob, "out.logprob is not there: there are logprobs; is 'logprobs' meant?"), (lambda: Out(logprobs=x).entropie, "is 'entropy' meant?"),
+    (lambda: rl.Prompts(["a"], "gpt2"), "Prompts: tokenizer is 'gpt2'; a tokenizer is wanted, AutoTokenizer.from_pretrained('gpt2')"),
+    (lambda: rl.Demonstrations([dict(prompt="a", completion="b")], "gpt2"), "Demonstrations: tokenizer is 'gpt2'; a tokenizer is wanted"),
+    (lambda: rl.Preferences([dict(prompt="a", chosen="b", rejected="c")], "gpt2"), "Preferences: tokenizer is 'gpt2'; a tokenizer is wanted"),
+    (lambda: check_loss("Policy", (.5, {})), "Policy: loss(out, b) must return (0-d tensor, dict of metrics); its first is a float, a 0-d tensor with gradient is wanted"),
+    (lambda: check_loss("Policy", (row, {})), "its first is a tensor of [3], a 0-d tensor with gradient is wanted"),
     (lambda: batch().advantages, "Batch: no column 'advantages'; there are tokens"), (lambda: batch().minibatches(0), "Batch.minibatches: n=0; a whole number, at least 1, is wanted"),
     (lambda: batch().parts(0), "Batch.parts: n=0; a whole number, at least 1"), (lambda: batch().parts("2"), "Batch.parts: n='2'; a whole number"), (lambda: batch().minibatches(2.5), "Batch.minibatches: n=2.5; a whole number"),
     (lambda: batch().cut(2, [1., -2., 1.]), "Batch.cut: costs are -2 for row 1; finite numbers, 0 or more"), (lambda: batch().cut(2, [1., float("nan"), 1.]), "Batch.cut: costs are nan for row 1"),
@@ -80,7 +91,7 @@ BAD = [   # (what a user does, words of the message)
     (lambda: Buffer().add(batch(), keep=[True]*3), "Buffer.add: keep is a list; a tensor is wanted"), (lambda: Buffer().prioritise([1], row), "Buffer.prioritise: ids is a list; a tensor is wanted"),
     (lambda: batch()[:0].parts(2), "a batch without rows cannot be cut in parts"), (lambda: Batch.cat([]), "Batch.cat: nothing to join"),
     (lambda: Batch.cat([{}]), "Batch.cat: there is a dict among what shall be joined; batches are wanted"),
-    (lambda: rl.merge(dict(a=1.)), "merge: 'a' is a float; wrap it in Mean, Max or Last"), (lambda: rl.Mean(row), "Mean: total is [3]; a metric holds one number"), (lambda: rl.seed_of({}), "seed_of: cannot hash a dict"),
+    (lambda: rl.merge(dict(a=1.)), "merge: 'a' is a float; wrap it in Mean, Max or Last, which say how pieces join: a=Mean(a), or mean_of(x, b.mask) for a mean over tokens"), (lambda: rl.Mean(row), "Mean: total is [3]; a metric holds one number"), (lambda: rl.seed_of({}), "seed_of: cannot hash a dict"),
 ]
 
 

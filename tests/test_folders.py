@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -25,6 +26,15 @@ def fused():
     from transformers import HrmTextConfig, HrmTextForCausalLM
     torch.manual_seed(0)
     return HrmTextForCausalLM(HrmTextConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64))
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path):
+    with pytest.warns(UserWarning, match="save_pretrained: no tokenizer is known, so .*bare has none .* give the wrapper tokenizer=") as seen:
+        Policy(model(), device="cpu").save_pretrained(tmp_path/"bare")
+    assert sum("no tokenizer" in str(w.message) for w in seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Policy(model(), tokenizer=tokenizer(), device="cpu").save_pretrained(tmp_path/"with")
 
 
 @pytest.mark.parametrize("make, held", [(model, "none"), (lambda: model("gemma"), "none"), (lambda: model("gpt2"), "none"), (lambda: model("qwen3_moe"), "none"), (lambda: model("mixtral"), "none"), (fused, "layers")],

@@ -4,6 +4,7 @@ import functools
 import gzip
 import json
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -48,7 +49,17 @@ def test_a_function_without_kwargs_gets_what_it_names():
 def test_missing_column_is_named_with_what_there_is():
     with pytest.raises(TypeError, match="Grader: f wants solution; the batch offers tokens.*prompts, completions, completion_ids"):
         Grader(lambda completions, solution: [0]*3, name="f").score(rollout())
-    with pytest.raises(TypeError, match="wants completions"): Grader(lambda completions: [0]*3, name="f").score(rollout().drop("completion"))
+    with pytest.raises(TypeError, match=r"wants completions; .*Rollout\(…, tokenizer=…\)$"): Grader(lambda completions: [0]*3, name="f").score(rollout().drop("completion"))
+    with pytest.raises(TypeError, match="; add 'solution' to the rows of Prompts$"): Grader(lambda completions, solution: [0]*3, name="f").score(rollout())
+
+
+def test_a_function_that_scores_no_row_warns_once():
+    def f(completions, **_): return [None]*3
+    grader = Grader([f, lambda completions, **_: [1, None, 0]], weights=[1, 1])
+    with pytest.warns(UserWarning, match="Grader: f scored none of the 3 rows, None for each; their scores are NaN"): assert grader.score(rollout()).isnan().all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert grader.score(rollout()).isnan().all() and not Grader(lambda completions, **_: [1, None, 0], name="g").score(rollout()).isnan().all()
 
 
 @pytest.mark.parametrize("out", [
@@ -133,6 +144,7 @@ def test_parts_and_weights():
 
 @pytest.mark.parametrize("make, kind, message", [
     (lambda: Grader(3), TypeError, "3 is not callable"),
+    (lambda: Grader(Grader(judge)), TypeError, r'scores batches itself; write batch\["scores"\] = scorer.scores\(batch\)'),
     (lambda: Grader([]), ValueError, "no reward function"),
     (lambda: Grader([judge, judge]), ValueError, "two functions have one name among judge, judge"),
     (lambda: Grader([judge, broken], weights=[1]), ValueError, "1 weights for 2 functions"),

@@ -8,6 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from rlblocks.signals.advantages import at_tokens
+from rlblocks.signals.best_of import best_of_n_advantages
 from rlblocks.signals.groups import (
     bnpo_advantages, cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out, lite_ppo_advantages, maxrl_advantages, opo_advantages,
     optimal_token_baseline, reinforce_pp_baseline, soft_values,
@@ -459,6 +460,14 @@ def errors():
         yield lambda f=f: f(s, g.float()), TypeError, f"{name}: group is float32; ids are integers"
         yield lambda f=f: f(r, g), ValueError, f"{name}: scores is [4, 7], group is [4]; one score and one id per row are wanted, sum token rewards first"
         yield lambda f=f: f(r, r.long()), ValueError, f"{name}: scores is [4, 7], group is [4, 7]; one score and one id per row are wanted, sum token rewards first"
+        yield lambda f=f: f(s, 4), TypeError, f"{name}: group is an int; integer ids [B] are wanted, one per row: torch.arange(len(scores)) // 4 for groups of 4"
+        yield lambda f=f: f(s, list("abab")), TypeError, f"{name}: group is a list of str; integer ids [B] are wanted, one per row: torch.tensor([group.index(g) for g in group])"
+        yield lambda f=f: f(s.tolist(), g), TypeError, f"{name}: scores is a list; a tensor is wanted (torch.as_tensor(scores))"
+    ids = "group is a list; integer ids [B] are wanted, one per row: torch.as_tensor(group)"
+    for name, f in dict(reinforce_pp_baseline=lambda ids: reinforce_pp_baseline(s, ids, m), opo_advantages=lambda ids: opo_advantages(s, ids, lengths=g), gdpo_advantages=lambda ids: gdpo_advantages(r, ids),
+                        optimal_token_baseline=lambda ids: optimal_token_baseline(r, r, ids, m, sum_pi_squared=r), best_of_n_advantages=lambda ids: best_of_n_advantages(s, ids)).items():
+        yield lambda f=f: f([0, 0, 1, 1]), TypeError, f"{name}: {ids}"
+    yield lambda: opo_advantages(s, g, lengths=[1, 2, 3, 4]), TypeError, "opo_advantages: lengths is a list; a tensor is wanted (torch.as_tensor(lengths))"
     yield lambda: reinforce_pp_baseline(s[1:], g[1:], m), ValueError, "reinforce_pp_baseline: scores is [3], mask is [4, 7]; one score per row is wanted"
     yield lambda: reinforce_pp_baseline(s, g, m.int()), TypeError, "reinforce_pp_baseline: mask is int32; masks are Bool (mask.bool(), or mask > 0)"
     yield lambda: opo_advantages(s, g, lengths=g[1:]), ValueError, "opo_advantages: lengths is [3], scores is [4]; one length per row is wanted"

@@ -1,11 +1,13 @@
 "Rollout: log-probs of the distribution that was sampled, seeds that belong to samples, weights that are proved."
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from rlblocks import Batch, Grader, Policy, Rollout, at_tokens, group_advantages, masked_mean, ppo_loss
 from rlblocks.rollout.decoding import CachedDecoder, sample_tokens
 from rlblocks.models.outputs import Out, check_splits
-from tiny import KINDS, model, prompts
+from tiny import KINDS, model, prompts, tokenizer
 from torch import nn
 from torch.testing import assert_close
 
@@ -238,6 +240,19 @@ def test_rows_end_with_their_stop_token_exactly_once():
     assert "stop" in b.finish_reason
     assert torch.equal(b.mask.sum(1), b.lengths - b.prompt_lengths) and not b.mask[:, 0].any()
     for i in range(len(b)): assert b.tokens[i, :b.prompt_lengths[i]].tolist() == p.tokens[i//8, :p.lengths[i//8]].tolist()
+
+
+@pytest.mark.parametrize("end, warned", [(2, True), ([1, 2], True), (1, False), (0, False), (3, False), (None, False)])
+def test_a_models_stop_id_that_is_text_to_the_tokenizer_warns(end, warned):
+    "transformers' configurations name 2 by themselves; rows would end at a word and nobody would know."
+    tok = tokenizer()                   # w1 ends, w0 pads
+    tok.add_special_tokens(dict(additional_special_tokens=["w3"]))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        r = engine(model(eos_token_id=end), tokenizer=tok)
+    said = [str(w.message) for w in seen if "Rollout" in str(w.message)]
+    assert len(said) == warned and 1 in r.stop
+    if warned: assert "ends rows at 2, which is 'w2' to the tokenizer, no special token; its end is 1 ('w1')" in said[0] and "say stop=1" in said[0]
 
 
 def test_siblings_that_say_the_same_are_marked():

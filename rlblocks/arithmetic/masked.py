@@ -319,7 +319,8 @@ def merge(
     for key,new in (item for piece in metrics for item in piece.items()):
         if not isinstance(new, Metric):
             kind = type(new).__name__
-            raise TypeError(f"merge: {key!r} is a {kind}; wrap it in Mean, Max or Last, which say how pieces join")
+            raise TypeError(f"merge: {key!r} is a {kind}; wrap it in Mean, Max or Last, which say how pieces join: "
+                            f"{key}=Mean({key}), or mean_of(x, b.mask) for a mean over tokens")
         old = joined.get(key)
         if old is not None and type(old) is not type(new):
             raise TypeError(f"merge: {key!r} is a {type(old).__name__} and a {type(new).__name__}; one key, one class")

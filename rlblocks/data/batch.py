@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .columns import Kind, check_meaning, join, shape_of
+from .columns import Kind, check_meaning, join, listed, shape_of
 from .cuts import cut, lightest, minibatches, parts, siblings
 from .packing import rows_by
 
@@ -108,7 +108,8 @@ def chosen_rows(
     taken = torch.zeros(len(batch), dtype=torch.bool).index_fill(0, rows, True)
     torn = set(batch.unit[taken].tolist()) & set(batch.unit[~taken].tolist())
     if torn:
-        raise ValueError(f"Batch: the selection parts unit {min(torn)} (and {len(torn)-1} more); take all rows of a "
+        more = f" (and {len(torn)-1} more)" if len(torn) > 1 else ""
+        raise ValueError(f"Batch: the selection parts unit {min(torn)}{more}; take all rows of a "
                          "unit, or .drop('unit') first")
     return rows
 
@@ -263,13 +264,13 @@ class Batch:
         if name.startswith("__") or "columns" not in vars(self): raise AttributeError(name)
         if name in self.columns: return self.columns[name]
         if name.startswith("n_"): return trues(self, name[2:])      # n_tied: what losses over ties divide by
-        raise AttributeError(f"Batch: no column {name!r}; there are {', '.join(self.columns)}")
+        raise AttributeError(f"Batch: no column {name!r}; there are {listed(name, self.columns)}")
 
     def __getitem__(self, key):
         "A column by name, or a new whole by rows (index, slice, list, index tensor or Bool tensor)."
         if not isinstance(key, str): return self._rows(chosen_rows(self, key), None)
         if key in self.columns: return self.columns[key]
-        raise KeyError(f"Batch: no column {key!r}; there are {', '.join(self.columns)}")
+        raise KeyError(f"Batch: no column {key!r}; there are {listed(key, self.columns)}")
 
     def __setitem__(self, name, x): self.set(name, x)
     def __setattr__(self, name, value): raise AttributeError(f"Batch: write batch[{name!r}] = … to set a column")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from .columns import whole_number
+from .columns import check_tokenizer, whole_number
 from .prompts import Rows, chat_text, encode, messages_of, prompt_ids, read, readable, render
 
 # %% ../../nbs/data/47_demonstrations.ipynb #4c85463e
@@ -55,6 +55,7 @@ def _turns(messages, tokenizer, first=0):
 # %% ../../nbs/data/47_demonstrations.ipynb #a73b8ed3
 def check_eos(data:Rows, tokenizer, why:str):
     "A tokenizer that has an end of text."
+    check_tokenizer(data.who, tokenizer)
     eos = getattr(tokenizer, "eos_token_id", None)
     if eos is None: raise ValueError(f"{data.who}: the tokenizer has no eos_token_id; {why}")
     whole_number(data.who, "the tokenizer's eos_token_id", eos, 0)

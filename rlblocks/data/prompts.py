@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .batch import TAKEN, Batch
-from .columns import RESERVED, pad, seed_of, whole_number
+from .columns import RESERVED, check_tokenizer, pad, seed_of, whole_number
 
 # %% ../../nbs/data/46_prompts.ipynb #56a6087d
 def _takes_batches(tokenizer)->bool:
@@ -335,6 +335,7 @@ class Prompts(Rows):
     ):
         "Tokenise every row. ValueError or TypeError, naming the row, for a prompt that is missing, empty or too long."
         super().__init__(rows, "prompt", max_tokens, shuffle, seed)
+        check_tokenizer("Prompts", tokenizer)
         texts = read(self, lambda row: render(row, tokenizer, template=template))
         ids = prompt_ids(texts, tokenizer, batch_size=batch_size, cache=cache)
         for i, x in enumerate(ids):

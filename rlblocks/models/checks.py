@@ -252,9 +252,12 @@ OWN = {"loss", "grad_norm", "lr", "version", "skipped"}     # metrics of the ste
 
 def check_loss(who:str, got:object):
     "TypeError unless it is (0-d tensor, dict), ValueError for a metric that the step has itself."
-    if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[0], Tensor) and got[0].dim() == 0
-            and isinstance(got[1], dict)):
-        raise TypeError(f"{who}: loss(out, b) must return (0-d tensor, dict of metrics), it returned {_what(got)}")
+    pair = "loss(out, b) must return (0-d tensor, dict of metrics)"
+    if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], dict)):
+        raise TypeError(f"{who}: {pair}, it returned {_what(got)}")
+    if not (isinstance(got[0], Tensor) and got[0].dim() == 0):
+        kind = f"a tensor of {list(got[0].shape)}" if isinstance(got[0], Tensor) else f"a {type(got[0]).__name__}"
+        raise TypeError(f"{who}: {pair}; its first is {kind}, a 0-d tensor with gradient is wanted")
     if taken := sorted(set(got[1]) & OWN):
         raise ValueError(f"{who}: the metric name {taken[0]!r} is the step's own; give yours another")
 

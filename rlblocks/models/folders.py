@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FLOATS', 'WEIGHTS', 'failed_write', 'disk_state', 'persist', 'drafted', 'Shards', 'plain_twin', 'together',
-           'as_filed', 'dtypes_of', 'in_precision', 'save_folder']
+           'as_filed', 'dtypes_of', 'in_precision', 'save_folder', 'warn_of_no_tokenizer']
 
 # %% ../../nbs/models/67_folders.ipynb #b19277af
 import errno
@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -263,6 +264,11 @@ def _configurations(twin, folder):
 
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
+def warn_of_no_tokenizer(path):
+    "Warn of a folder that a model can be loaded from, and its tokenizer not."
+    warnings.warn(f"save_pretrained: no tokenizer is known, so {path} has none and AutoTokenizer.from_pretrained fails "
+                  f"there; give the wrapper tokenizer=, or tokenizer.save_pretrained({str(path)!r})", stacklevel=2)
+
 def _write(module, weights, path, dtype, tokenizer, most):
     twin = plain_twin(module)
     if dtype: twin.to(dtype)
@@ -272,3 +278,4 @@ def _write(module, weights, path, dtype, tokenizer, most):
         for name, x in as_filed(twin, weights): shards.add(name, x)
         shards.close()
         if tokenizer is not None: tokenizer.save_pretrained(draft)
+        else: warn_of_no_tokenizer(path)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..data.batch import Batch
-from ..data.columns import widen
+from ..data.columns import listed, widen
 from ..engines.sharded import ShardedModel
 from .checks import check_confined, measure_columns
 from .forward import Layout, Places, Reading
@@ -42,7 +42,7 @@ class Out:
 
     def __getattr__(self, name):
         if name.startswith("__"): raise AttributeError(name)
-        how = f"ask for it with {ASK[name]}" if name in ASK else f"there are {', '.join(vars(self))}"
+        how = f"ask for it with {ASK[name]}" if name in ASK else f"there are {listed(name, vars(self), ASK)}"
         if "measured" in vars(self) and name in BESIDE:
             how = f"ask for it with your measure, beside what it gives: torch.stack([{BESIDE[name]}, …], -1)"
         raise AttributeError(f"out.{name} is not there: {how}")

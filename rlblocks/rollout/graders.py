@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
@@ -62,7 +63,9 @@ def _hint(missing, offers)->str:
     "How a function may come to what it misses."
     texts = {"prompts", "completions"} & set(missing)
     ways = ["texts are there when the rollout can write them: Rollout(…, tokenizer=…)"] if texts else []
-    ways += [f"is {near[0]} meant by {k}?" for k in missing if (near := get_close_matches(k, offers, 1, .75))]
+    for k in [k for k in missing if k not in texts]:
+        near = get_close_matches(k, offers, 1, .75)
+        ways.append(f"is {near[0]} meant by {k}?" if near else f"add {k!r} to the rows of Prompts")
     return "".join(f"; {x}" for x in ways)
 
 # %% ../../nbs/rollout/87_graders.ipynb #db89c8c3
@@ -128,6 +131,8 @@ def named(fn, name:str|None=None)->dict:
     fns = list(fn.values()) if isinstance(fn, Mapping) else list(fn) if isinstance(fn, (list, tuple)) else [fn]
     names = list(fn) if isinstance(fn, Mapping) else [name] if name and len(fns) == 1 else [name_of(f) for f in fns]
     for f in fns:
+        if not callable(f) and hasattr(f, "scores"):
+            raise TypeError(f"Grader: {f!r} scores batches itself; write batch[\"scores\"] = scorer.scores(batch)")
         if not callable(f):
             raise TypeError(f"Grader: {f!r} is not callable; a reward function, or a list or dict of them, is wanted")
     if not fns: raise ValueError("Grader: no reward function")
@@ -163,6 +168,7 @@ class Grader:
         "Collect the functions, also async ones. TypeError for what cannot be called, ValueError for names and weights."
         self.fns = named(fn, name)
         self.weights = weighed(self.fns, weights)
+        self._warned = set()     # names of functions that scored no row of a batch
 
     def __repr__(self): return f"Grader({', '.join(f'{w:g}·{n}' for n, w in self.weights.items())})"
 
@@ -183,12 +189,22 @@ class Grader:
         batch:Batch, # see `scores`
     )->Float[Tensor, " B"]: # NaN where a part is unscorable
         "One verdict a row: Σ weight·score. ValueError where it is beyond single precision."
-        total = torch.stack([self.weights[name]*x for name, x in self.scores(batch).items()]).sum(0)
+        scores = self.scores(batch)
+        self._warn_of_none(scores)
+        total = torch.stack([self.weights[name]*x for name, x in scores.items()]).sum(0)
         if total.isinf().any():
             where = _row(batch, int(total.isinf().int().argmax()))
             raise ValueError(f"Grader: Σ weight·score is beyond single precision for {where}; return smaller scores, "
                              "or give smaller weights")
         return total
+
+    def _warn_of_none(self, scores):
+        "Warn, once a function, where it scored no row: there is nothing to learn from."
+        for name, x in scores.items():
+            if name in self._warned or not len(x) or not x.isnan().all(): continue
+            self._warned.add(name)
+            warnings.warn(f"Grader: {name} scored none of the {len(x)} rows, None for each; their scores are NaN, and "
+                          "nothing is learned from them", stacklevel=4)
 
 # %% ../../nbs/rollout/87_graders.ipynb #60a88dfd
 def math_reward(

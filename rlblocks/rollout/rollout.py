@@ -7,6 +7,7 @@ __all__ = ['ADDED', 'stop_ids', 'check_prompts', 'check_room', 'to_requests', 't
            'texts']
 
 # %% ../../nbs/rollout/86_rollout.ipynb #ab1db67c
+import warnings
 from dataclasses import asdict
 from numbers import Integral
 from typing import Any
@@ -44,8 +45,21 @@ def stop_ids(
         how = ", as tokenizer.convert_tokens_to_ids gives them" if isinstance(odd[0], str) else ""
         raise ValueError(f"Rollout: stop holds {odd[0]!r}; ids of the vocabulary are wanted{size}{how}")
     if stop is None:
-        ids = _listed(getattr(config, "eos_token_id", None)) + _listed(getattr(tokenizer, "eos_token_id", None))
+        ids = _listed(getattr(config, "eos_token_id", None))
+        _warn_of_plain(ids, tokenizer)
+        ids += _listed(getattr(tokenizer, "eos_token_id", None))
     return torch.tensor(sorted(set(ids)), dtype=torch.long)
+
+def _warn_of_plain(ids, tokenizer):
+    "Warn where the model ends rows with what is text to the tokenizer, as transformers' default of 2 may be."
+    special = {*getattr(tokenizer, "all_special_ids", ()), *getattr(tokenizer, "added_tokens_decoder", ())}
+    plain = [i for i in ids if i not in special]
+    if not special or not plain: return
+    end = getattr(tokenizer, "eos_token_id", None)
+    there = f"its end is {end} ({tokenizer.eos_token!r})" if end is not None else "it has no end of its own"
+    warnings.warn(f"Rollout: the model's configuration ends rows at {plain[0]}, which is "
+                  f"{tokenizer.decode(plain[:1])!r} to the tokenizer, no special token; {there}. Rows end at each of "
+                  f"them; say stop={end if end is not None else '[…]'} for the ids that you mean", stacklevel=4)
 
 def _listed(x):
     if x is None or isinstance(x, Integral): return [] if x is None else [x]

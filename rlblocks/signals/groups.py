@@ -24,8 +24,20 @@ def numbers_of(ids):
     ids, by = ids.sort()
     return torch.zeros_like(by).scatter(0, by[1:], (ids[1:] != ids[:-1]).cumsum(0))
 
+def check_groups(who, scores, group):
+    "TypeError for what is no tensor, in the name of the block `who`; a list of ids says how it becomes one."
+    if not isinstance(scores, torch.Tensor):
+        raise TypeError(f"{who}: scores is a {type(scores).__name__}; a tensor is wanted (torch.as_tensor(scores))")
+    if isinstance(group, torch.Tensor): return
+    if isinstance(group, int): kind, how = "an int", f"torch.arange(len(scores)) // {group} for groups of {group}"
+    elif isinstance(group, (list, tuple)) and any(isinstance(g, str) for g in group):
+        kind, how = f"a {type(group).__name__} of str", "torch.tensor([group.index(g) for g in group])"
+    else: kind, how = f"a {type(group).__name__}", "torch.as_tensor(group)"
+    raise TypeError(f"{who}: group is {kind}; integer ids [B] are wanted, one per row: {how}")
+
 def group_numbers(who, scores, group):
     "Number of each row's group. Errors speak in the name of the block `who`."
+    check_groups(who, scores, group)
     if scores.ndim != 1 or scores.shape != group.shape:
         raise ValueError(f"{who}: scores is {list(scores.shape)}, group is {list(group.shape)}; "
                          "one score and one id per row are wanted, sum token rewards first")
@@ -164,6 +176,7 @@ def reinforce_pp_baseline(
     (sᵢ − mean_g − mean)/√(var + ε), mean and unbiased var over tokens. Hu et al. 2025 (REINFORCE++-baseline), sec. 3.
     Not: a group of equals gets −mean/std there, 0 here."""
     same_shape("B T", mask=mask)
+    check_groups("reinforce_pp_baseline", scores, group)
     if scores.shape != mask.shape[:1]:
         raise ValueError(f"reinforce_pp_baseline: scores is {list(scores.shape)}, mask is {list(mask.shape)}; "
                          "one score per row is wanted")
@@ -184,6 +197,8 @@ def opo_advantages(
     """How far each answer is above its group's mean, where longer answers count more.
 
     sᵢ − Σⱼ lⱼsⱼ/Σⱼ lⱼ. Hao et al. 2025 (OPO), section 3.2. Equal lengths: `group_advantages` without scale."""
+    check_groups("opo_advantages", scores, group)
+    same_shape(lengths=lengths)
     if lengths.shape != scores.shape:
         raise ValueError(f"opo_advantages: lengths is {list(lengths.shape)}, scores is {list(scores.shape)}; "
                          "one length per row is wanted")
@@ -232,6 +247,7 @@ def gdpo_advantages(
     """Standardise each reward in its group, then sum, then scale by the batch: no reward drowns the others.
 
     x/(std(x) + ε), xᵢ = Σₖ wₖ(sᵢₖ − mean_g)/(std_g + ε), std unbiased. Liu et al. 2026 (GDPO), section 3."""
+    check_groups("gdpo_advantages", scores, group)
     if scores.ndim != 2:
         raise ValueError(f"gdpo_advantages: scores is {list(scores.shape)}; [B, R] is wanted, a column for each reward")
     weights = [1.]*scores.shape[1] if weights is None else weights
@@ -305,6 +321,7 @@ def optimal_token_baseline(
     Without tools it is verl's single-turn form, with tools its TIR form. A NaN reward stays NaN in its row."""
     columns = dict(rewards=rewards, logprobs=logprobs, sum_pi_squared=sum_pi_squared, weights=weights, mask=mask)
     same_shape("B T", **columns)
+    check_groups("optimal_token_baseline", rewards, group)
     if group.shape != mask.shape[:1]:
         raise ValueError(f"optimal_token_baseline: group is {list(group.shape)}, mask is {list(mask.shape)}; "
                          "one id per row is wanted")
