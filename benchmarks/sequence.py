@@ -65,7 +65,7 @@ def one_rank(rank, ranks, port, tokens, folder):
     found = dict(saved=sum(held.values()), peak=memory("VmHWM")-before, sent=sum(sent), cpu_s=time.process_time()-start, loss=float(metrics["loss"]), grad_norm=float(metrics["grad_norm"]))
     torch.save(found, Path(folder)/f"{rank}.pt")
     dist.barrier()
-    os._exit(0)         # a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/97_spmd, Leaving)
+    os._exit(0)         # a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/98_spmd, Leaving)
 
 
 def short(b): return Batch(tokens=b.tokens[:, :64], lengths=torch.tensor([64]), mask=b.mask[:, :64])
