@@ -109,7 +109,7 @@ def held(policy, known):
     model.engine.step = before
     policy.step(rows(), loss)
     zero, base = getattr(model.engine, "zero", None), getattr(model.engine, "base", None)
-    flats = model.engine.masters.flats() if zero is not None else []
+    flats = model.engine.held.flats() if zero is not None else []
     modules = [model.module] if base is None else [model.module, base.trunk]
     weights = [*flats, *(x for m in modules for p in (*m.parameters(), *m.buffers()) for x in (p, getattr(p, "ds_tensor", None), *tables(p)))]
     found = dict(rss=resident(), weights=storages(weights), states=storages(x for s in model.optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor) and x.dim()))
@@ -128,7 +128,7 @@ def tables(p):
 def gradients(model):
     zero = getattr(model.engine, "zero", None)
     if zero is None: return storages(p.grad for p in model.module.parameters())
-    kept = [p.grad for p in model.module.parameters()] + [bucket.buffer for bucket in zero.ipg_buckets.values()] + [flat.grad for flat in model.engine.masters.flats()]
+    kept = [p.grad for p in model.module.parameters()] + [bucket.buffer for bucket in zero.ipg_buckets.values()] + [flat.grad for flat in model.engine.held.flats()]
     kept += [*getattr(zero, "accumulated_grads_in_cpu", {}).values(), *(x for end in ("cpu", "gpu") if (x := getattr(zero, f"temp_grad_buffer_for_{end}_offload", None)) is not None)]
     for name in ("averaged_gradients", "all_grad_tensors"):
         for found in getattr(zero, name, {}).values(): kept += list(found or [])

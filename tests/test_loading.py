@@ -1,4 +1,5 @@
-"Weights read shard by shard are those of the model loaded whole, and no rank ever holds more than its shard and one weight."
+"""Weights read shard by shard are those of the model loaded whole, and no rank ever holds more than its shard and one
+weight."""
 from dataclasses import replace
 
 import pytest
@@ -17,19 +18,23 @@ from rlblocks.models.forward import Forward
 from rlblocks.models.loading import load_module
 from rlblocks.engines.base import engine_of
 
-SMALL = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+SMALL = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+             num_key_value_heads=1)
 MODELS = dict(
     tied=lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
     half=lambda: transformers.Qwen3Config(**SMALL, head_dim=8, dtype=torch.bfloat16),
-    experts=lambda: transformers.Qwen3MoeConfig(**SMALL, head_dim=8, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=12),
-    learned=lambda: transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0),
+    experts=lambda: transformers.Qwen3MoeConfig(**SMALL, head_dim=8, num_experts=3, num_experts_per_tok=2,
+                                                moe_intermediate_size=12),
+    learned=lambda: transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=64,
+                                            bos_token_id=0, eos_token_id=0),
     windows=lambda: transformers.Gemma3TextConfig(**SMALL, head_dim=8, dtype=torch.bfloat16))
 
 
 def saved(path, kind):
     torch.manual_seed(0)
     config = MODELS[kind]()
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path, max_shard_size="8KB" if kind == "half" else "1GB")
+    most = "8KB" if kind == "half" else "1GB"
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path, max_shard_size=most)
     return path
 
 
@@ -47,17 +52,21 @@ def folders(tmp_path_factory):
 def test_a_lazy_model_read_whole_is_the_one_that_transformers_loads(folders, kind):
     "Bits, buffers that no file holds, what is tied, and what is written again."
     whole, late = load_module(folders/kind), load_module(folders/kind, lazy=True)
-    assert lazy_weights(late) and all(p.is_meta for p in late.parameters()) and not any(b.is_meta for b in late.buffers())
+    assert lazy_weights(late) and all(p.is_meta for p in late.parameters())
+    assert not any(b.is_meta for b in late.buffers())
     read_module_(late)
     same_bits(late, whole)
-    assert [n for n, _ in late.named_parameters()] == [n for n, _ in whole.named_parameters()]          # what is tied comes once
-    assert late.training is whole.training and late.config.to_dict() == whole.config.to_dict() and late.generation_config.to_dict() == whole.generation_config.to_dict()
+    # what is tied comes once
+    assert [n for n, _ in late.named_parameters()] == [n for n, _ in whole.named_parameters()]
+    assert late.training is whole.training and late.config.to_dict() == whole.config.to_dict()
+    assert late.generation_config.to_dict() == whole.generation_config.to_dict()
     late.save_pretrained(folders/f"again-{kind}")
     same_bits(load_module(folders/f"again-{kind}"), whole)
 
 
 def same_bits(a, b):
-    for x, y in ((dict(a.named_parameters()), dict(b.named_parameters())), (dict(a.named_buffers()), dict(b.named_buffers()))):
+    for x, y in ((dict(a.named_parameters()), dict(b.named_parameters())),
+                 (dict(a.named_buffers()), dict(b.named_buffers()))):
         assert x.keys() == y.keys() and all(x[k].dtype == y[k].dtype and torch.equal(x[k], y[k]) for k in x)
 
 
@@ -86,7 +95,8 @@ def test_what_cannot_be_read_by_shards_is_loaded_whole(tmp_path, kind):
 def wrappers(path, engine, load):
     "Each kind of wrapper, and what it is given: a folder, or the module that was loaded whole."
     for kind in MODELS:
-        if not (engine == "zero3" and kind == "experts"): yield kind, Policy(load(path/kind), engine=engine, device="cpu")
+        if engine == "zero3" and kind == "experts": continue
+        yield kind, Policy(load(path/kind), engine=engine, device="cpu")
     yield "frozen", Policy(load(path/"half"), engine=engine, frozen=True, device="cpu")
     yield "dtype", Policy(load(path/"tied"), engine=replace(engine_of(engine), dtype=torch.bfloat16), device="cpu")
 
@@ -94,11 +104,13 @@ def wrappers(path, engine, load):
 def _equal(rank, path, store, ranks, engine):
     join(rank, store, ranks)
     b = rows(B=5, dtype=torch.float32)
-    for (kind, late), (_, whole) in zip(wrappers(path, engine, lambda p: p), wrappers(path, engine, load_module), strict=True):
+    for (kind, late), (_, whole) in zip(wrappers(path, engine, lambda p: p), wrappers(path, engine, load_module),
+                                        strict=True):
         alike(kind, late, whole)
         assert torch.equal(late.logprobs(b), whole.logprobs(b)), kind
     pairs = [(Policy(path/"valued", value_head=True, engine=e, device="cpu") for e in (engine, None)),
-             (Scorer(path/"reward", engine=e, device="cpu") for e in (engine, None)), (Critic(path/"critic", engine=e, device="cpu") for e in (engine, None)),
+             (Scorer(path/"reward", engine=e, device="cpu") for e in (engine, None)),
+             (Critic(path/"critic", engine=e, device="cpu") for e in (engine, None)),
              (Scorer(path/"half", engine=e, device="cpu") for e in (engine, None))]
     for late, whole in pairs: alike(type(late).__name__, late, whole)
     dist.destroy_process_group()
@@ -141,8 +153,10 @@ def _peak(rank, path, store, ranks):
     sizes = [4*p.numel() for p in held[-1].module.parameters()]
     shard = sum(4*p.to_local().numel() for p in held[-1].module.parameters())
     assert shard <= peak, "nothing was measured"
-    # beside its shards: of the largest weight its rows, and the mapped pages that they are copied from; RENEW bytes of pages that were read before
-    assert peak <= shard + 2*max(sizes)/ranks + loading.RENEW + constant, (peak/2**20, shard/2**20, constant/2**20, sum(sizes)/2**20)
+    # beside its shards: of the largest weight its rows, and the mapped pages that they are copied from; RENEW bytes of
+    # pages that were read before
+    found = peak/2**20, shard/2**20, constant/2**20, sum(sizes)/2**20
+    assert peak <= shard + 2*max(sizes)/ranks + loading.RENEW + constant, found
     dist.destroy_process_group()
 
 

@@ -1,4 +1,5 @@
-"ZeRO-Infinity: states on a disk, really swapped. Needs libaio with its headers (apt install libaio-dev) and some minutes of compiling, once."
+"""ZeRO-Infinity: states on a disk, really swapped. Needs libaio with its headers (apt install libaio-dev) and some
+minutes of compiling, once."""
 import os
 
 import pytest
@@ -18,12 +19,15 @@ def absent():
 
     from deepspeed.ops.op_builder import AsyncIOBuilder
     if shutil.which(os.environ.get("CXX", "c++")) is None: return "no C++ compiler"
-    return "" if AsyncIOBuilder().is_compatible() else "libaio and its headers are not there: apt install libaio-dev, or set CFLAGS, LDFLAGS, CPATH, LIBRARY_PATH and LD_LIBRARY_PATH"
+    if AsyncIOBuilder().is_compatible(): return ""
+    return ("libaio and its headers are not there: apt install libaio-dev, or set CFLAGS, LDFLAGS, CPATH, LIBRARY_PATH "
+            "and LD_LIBRARY_PATH")
 
 
 LR = 1e-4
 HOW = dict(optimizer=adamw(lr=LR, weight_decay=.1, max_norm=.5), device="cpu", micro_rows=4)
-def net(seed=0): return model(hidden_size=128, intermediate_size=512, num_hidden_layers=3, seed=seed)     # 1.4 MiB of weights a rank: less than 1 MiB DeepSpeed does not swap
+# 1.4 MiB of weights a rank: less than 1 MiB DeepSpeed does not swap
+def net(seed=0): return model(hidden_size=128, intermediate_size=512, num_hidden_layers=3, seed=seed)
 def loss(out, b): return -masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
 def weights(policy): return {k: x for bucket in policy._run.model.iter_full_params() for k, x in bucket.items()}
 
@@ -35,8 +39,10 @@ def one_rank(rank, world, folder):
         a, c = nvme.step(b.parts(world)[rank], loss), plain.step(b, loss)
         assert step or abs(float(a["grad_norm"])/float(c["grad_norm"]) - 1) < APART
     want = weights(plain)
-    far = torch.cat([(x-want[k]).abs().flatten() for k, x in weights(nvme).items()])        # DeepSpeed's own AdamW, eps 1e-8: rounding may decide a whole step of a weight whose gradient is next to 0
-    assert (far > NEAR*LR).double().mean() < .01 # no bound on the largest: four steps of Adam end within 8·lr of any other four
+    # DeepSpeed's own AdamW, eps 1e-8: rounding may decide a whole step of a weight whose gradient is next to 0
+    far = torch.cat([(x-want[k]).abs().flatten() for k, x in weights(nvme).items()])
+    # no bound on the largest: four steps of Adam end within 8·lr of any other four
+    assert (far > NEAR*LR).double().mean() < .01
     mine = [f for f in folder.rglob("*.swp") if f"rank{rank}" in str(f)]
     assert sum(f.stat().st_size for f in mine) > 3 << 20, mine             # fp32 weights and both moments
 

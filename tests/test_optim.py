@@ -169,7 +169,7 @@ def float16(world, rank, folder):
             for lora in (None, dict(r=2)):
                 spec = replace(engine_of(how), dtype=dtype)
                 if lora and dtype == torch.bfloat16 and how == "zero3":
-                    with pytest.raises(ValueError, match="came in torch.float16 are not gathered while torch.bfloat16 computes; load them in torch.bfloat16"): Policy(half(), engine=spec, device="cpu", lora=lora)
+                    with pytest.raises(ValueError, match="in torch.float16 are not gathered while torch.bfloat16 computes; load them in torch.bfloat16"): Policy(half(), engine=spec, device="cpu", lora=lora)
                     continue
                 policy = Policy(half(), lr=1e-2, engine=spec, device="cpu", lora=lora)
                 assert float(policy.step(batch(1), loss)["grad_norm"]) > 1e-3, (how, dtype)

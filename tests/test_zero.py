@@ -1,4 +1,5 @@
-"ZeRO on two ranks: a model is cut before DeepSpeed sees it, and a step does not depend on how many gradients travel together."
+"""ZeRO on two ranks: a model is cut before DeepSpeed sees it, and a step does not depend on how many gradients travel
+together."""
 from types import SimpleNamespace
 
 import pytest
@@ -33,17 +34,21 @@ def stepped(make, ids, **how):
     "Two steps of two micro-batches; every weight after them."
     engine = make(Net(), CPU, optimizer=lambda ps: torch.optim.SGD(ps, lr=.01, momentum=.9), **how)
     for _ in range(2):
-        for part in (ids[:2], ids[2:]): engine.backward(engine(part).logsumexp(-1).square().sum()/10, last=False, shared=make is Zero)
+        for part in (ids[:2], ids[2:]):
+            engine.backward(engine(part).logsumexp(-1).square().sum()/10, last=False, shared=make is Zero)
         engine.step(make is Zero)
     return {name: x.clone() for name, x in engine.weights()}
 
 
 def at_initialize(dtype):
-    "What stands in the module when DeepSpeed is given it: (name, entries in place, entries of the part, dtype of the part)."
+    """What stands in the module when DeepSpeed is given it: (name, entries in place, entries of the part, dtype of the
+    part)."""
     import deepspeed
     seen, given = [], deepspeed.initialize
     def initialize(model, **how):
-        seen.extend((name, p.numel(), (part := getattr(p, "ds_tensor", p)).numel(), part.dtype) for name, p in model.named_parameters())
+        for name, p in model.named_parameters():
+            part = getattr(p, "ds_tensor", p)
+            seen.append((name, p.numel(), part.numel(), part.dtype))
         return given(model=model, **how)
     deepspeed.initialize = initialize
     try: Zero(Net(), CPU, stage=3, optimizer=lambda ps: torch.optim.SGD(ps, lr=.1), dtype=dtype)
@@ -53,13 +58,15 @@ def at_initialize(dtype):
 
 def masters(stage):
     "The weights as they are exported before any step, bf16 computing."
-    engine = Zero(Net(), CPU, stage=stage, optimizer=lambda ps: torch.optim.AdamW(ps), adamw=dict(lr=.1, betas=(.9, .999), eps=1e-8, weight_decay=0.), dtype=torch.bfloat16)
+    engine = Zero(Net(), CPU, stage=stage, optimizer=lambda ps: torch.optim.AdamW(ps),
+                  adamw=dict(lr=.1, betas=(.9, .999), eps=1e-8, weight_decay=0.), dtype=torch.bfloat16)
     return {name: x.clone() for name, x in engine.weights()}
 
 
 def one_rank(rank, world, folder):
     ids = torch.randint(50, (8, 5), generator=torch.Generator().manual_seed(0))
-    found = dict(cut={dtype: at_initialize(dtype) for dtype in (None, torch.bfloat16)}, plain=stepped(Plain, ids[[0, 1, 4, 5, 2, 3, 6, 7]]) if rank == 0 else None)
+    found = dict(cut={dtype: at_initialize(dtype) for dtype in (None, torch.bfloat16)},
+                 plain=stepped(Plain, ids[[0, 1, 4, 5, 2, 3, 6, 7]]) if rank == 0 else None)
     found |= {f"masters {stage}": masters(stage) for stage in (1, 2, 3)}
     for bucket in (5*10**7, 300):                 # the matrix has 800 entries, what is between 256 and 16
         zero.BUCKET = bucket
@@ -76,8 +83,10 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_no_weight_is_whole_when_deepspeed_gets_the_model(found, dtype):
-    "`deepspeed.initialize` moves a module to its device before it cuts; of one that is cut there is only a part to move."
-    assert [(name, whole, kind) for name, whole, _, kind in found["cut"][dtype]] == [(name, 0, dtype or torch.float32) for name in ("embed.weight", "mid.weight", "mid.bias")]
+    """`deepspeed.initialize` moves a module to its device before it cuts; of one that is cut there is only a part to
+    move."""
+    given = [(name, whole, kind) for name, whole, _, kind in found["cut"][dtype]]
+    assert given == [(name, 0, dtype or torch.float32) for name in ("embed.weight", "mid.weight", "mid.bias")]
     assert [part for *_, part, _ in found["cut"][dtype]] == [400, 128, 8]
 
 
@@ -92,12 +101,14 @@ def test_gradients_in_any_bucket_are_the_plain_ones(found, stage, bucket):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_masters_begin_as_the_weights_came_not_as_they_are_rounded(found, stage):
     got, want = found[f"masters {stage}"], Net().state_dict()
-    assert all(torch.equal(x, want[name]) for name, x in got.items()) and not torch.equal(want["mid.weight"], want["mid.weight"].bfloat16().float())
+    assert all(torch.equal(x, want[name]) for name, x in got.items())
+    assert not torch.equal(want["mid.weight"], want["mid.weight"].bfloat16().float())
 
 
 def test_a_weight_of_fewer_entries_than_ranks(monkeypatch):
     "ZeRO-3 gives each of four ranks a place of one entry; a bias has one entry, which is the first's."
-    given = SimpleNamespace(grad_position={0: (0, 0, 1)}, get_param_id=lambda p: 0, fp32_partitioned_groups_flat=[torch.ones(4)])
+    given = SimpleNamespace(grad_position={0: (0, 0, 1)}, get_param_id=lambda p: 0,
+                            fp32_partitioned_groups_flat=[torch.ones(4)])
     found = []
     for rank in range(4):
         monkeypatch.setattr(slices, "world", lambda rank=rank: (rank, 4))

@@ -40,11 +40,7 @@ class Cut:
         "The weight's shape, from that of one of `size` pieces."
         return torch.Size(n*size if i == self.axis else n for i, n in enumerate(shape))
 
-def cut_of(
-    style:str, # transformers' name for what a layer does
-    leaf:str,  # the weight's own name in its layer
-    axes:int,  # how many it has
-)->Cut|None: # None: every rank has all of it
+def cut_of(style:str, leaf:str, axes:int)->Cut|None: # None: every rank has all of it
     "How a style cuts a weight. A matrix is `[out, in]`, a table `[ids, out]`; experts have an axis before these two."
     if style == "grouped_gemm": return Cut(0)
     if style.startswith("embedding_"): return Cut(0 if style == "embedding_rowwise" else 1)
@@ -56,9 +52,7 @@ def cut_of(
 COMPLETE_OUTSIDE = {"colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep"} # input and output
 NO_EXCHANGE = {"ep_router", "local_params", "replicate", "grouped_gemm", "replicated_with_grad_allreduce"} # forward
 
-def planned(
-    module:nn.Module, # that holds models of transformers
-)->list[tuple[str, Any]]: # (name, model), the outermost
+def planned(module:nn.Module)->list[tuple[str, Any]]: # (name, model), the outermost
     "The models inside that may have a plan."
     found:list = []
     for name, m in module.named_modules():
@@ -66,11 +60,7 @@ def planned(
         if hasattr(m, "_tp_plan") and not inside: found.append((name, m))
     return found
 
-def plan_of(
-    module:nn.Module,   # that holds a model of transformers
-    *,
-    expert_parallel:bool=False, # distribute whole experts, as the model's plan for that says
-)->dict[str, str]: # name of a layer or weight in it → style
+def plan_of(module:nn.Module, *, expert_parallel:bool=False)->dict[str, str]: # name of a layer or weight in it → style
     "What the model's own plan says of each place. ValueError where there is none, and for styles not known here."
     styles:dict[str, str] = {}
     for at, model in planned(module):
@@ -85,11 +75,7 @@ def plan_of(
     _check_plan(module, styles)
     return styles
 
-def fit_plan(
-    module:nn.Module,    # that holds a model of transformers, not cut yet
-    plan:dict[str, str], # of `plan_of`
-    size:int,            # ranks that will hold it together
-)->dict[str, str]: # what is done of it
+def fit_plan(module:nn.Module, plan:dict[str, str], size:int)->dict[str, str]: # what is done of it
     "The plan for so many ranks. ValueError for heads and features that do not divide."
     layers, fitted = dict(module.named_modules()), dict(plan)
     for name, layer in layers.items():
@@ -145,23 +131,14 @@ def _check_plan(module, styles):
                      f'config.base_model_tp_plan); {hint}engine="fsdp2" cuts any model, without a plan')
 
 # %% ../../nbs/engines/62_cuts.ipynb #f1ddb8e5
-def uncut(
-    model:Any,           # of transformers, not cut yet
-    plan:dict[str, str], # of `fit_plan`
-    at:str="",           # where the plan's module holds it
-)->set[str]: # names in it
+def uncut(model:Any, plan:dict[str, str], at:str="")->set[str]: # names in it
     "Weights that a plan leaves to every rank."
     def place(*names): return ".".join(n for n in names if n)
     return {place(name, leaf) for name, layer in model.named_modules() for leaf, p in layer._parameters.items()
             if p is not None and _cut(layer, place(at, name), leaf, plan) is None}
 
-def cut_(
-    module:nn.Module,    # changed in place; the same on every rank of the group
-    plan:dict[str, str], # of `fit_plan`
-    rank:int,            # whose pieces to leave
-    size:int,            # of how many
-)->dict[str, Cut]: # of each weight that was cut, by name
-    "Leave a rank its pieces. TypeError, ValueError for what cannot be cut so."
+def cut_(module:nn.Module, plan:dict[str, str], rank:int, size:int)->dict[str, Cut]:
+    "Leave one of `size` ranks its pieces; gives the cuts by name. TypeError, ValueError for what cannot be cut so."
     cuts:dict[str, Cut] = {}
     places:dict[int, list] = {}
     for name, layer in module.named_modules():
@@ -192,11 +169,7 @@ def _one_way(at, plan):
     raise ValueError(f"tensor_parallel: {names} are one weight, and the plan cuts them in different ways")
 
 # %% ../../nbs/engines/62_cuts.ipynb #39d2907e
-def exchange_(
-    module:nn.Module,    # cut, changed in place
-    plan:dict[str, str], # of `fit_plan`
-    group,               # ranks that hold it together
-)->Entering: # call its `forget` after each pass
+def exchange_(module:nn.Module, plan:dict[str, str], group:Any)->Entering: # call its `forget` after each pass
     "Give every layer of the plan a forward that exchanges what the others need."
     entering, layers = Entering(group), dict(module.named_modules())
     for name, style in plan.items():
@@ -229,11 +202,8 @@ def _in_fp32(model)->Iterator[None]:
     finally:
         for x, dtype in narrow: x.data = x.data.to(dtype)
 
-def probe(
-    model:Any, # of transformers
-    names:Collection[str]=(), # of weights whose gradients are wanted; frozen ones have none
-)->Probe:
-    "Run eight tokens forward and back."
+def probe(model:Any, names:Collection[str]=())->Probe:
+    "Run eight tokens forward and back, for the gradients of the named weights; frozen ones have none."
     table, seen = model.get_input_embeddings(), []
     ids = torch.arange(8, device=next(model.parameters()).device)[None] + 2
     weights = {n: p for n, p in model.named_parameters() if n in names and p.requires_grad}
@@ -247,10 +217,7 @@ def probe(
             return Probe(out.detach(), entered.float(), dict(zip(weights, found, strict=True)))
     finally: hook.remove()
 
-def probe_distance(
-    before:Probe, # of a model
-    after:Probe,  # of the same model, cut
-)->float:
+def probe_distance(before:Probe, after:Probe)->float:
     "Largest distance of outputs and of gradients at the embeddings, relative to the first."
     pairs = ((before.out, after.out), (before.entered, after.entered))
     return max(float((b-a).norm()/a.norm().clamp(min=1e-12)) for a, b in pairs)
@@ -291,12 +258,7 @@ class CutModel:
     partial:frozenset[str] # weights that all ranks have, and of whose gradient each knows a term
     entering:Entering    # call its `forget` after each pass
 
-def cut_model(
-    module:nn.Module, # that holds models of transformers; changed in place, the same on every rank
-    group,            # ranks that will hold it together
-    *,
-    expert_parallel:bool=False, # distribute whole experts
-)->CutModel:
+def cut_model(module:nn.Module, group:Any, *, expert_parallel:bool=False)->CutModel:
     "Leave this rank its pieces, and make sure that it is still the same model. ValueError where it is not."
     size = dist.get_world_size(group)
     plan = fit_plan(module, plan_of(module, expert_parallel=expert_parallel), size)

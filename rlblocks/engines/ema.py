@@ -85,18 +85,11 @@ class Ema:
         return f"Ema(decay={self.decay:g}, {self.updates} updates of {n:,} weights)"
 
 # %% ../../nbs/engines/50_ema.ipynb #42b20b7c
-def saved(
-    xs:dict[str, Tensor],      # beside the shards of these names
-    shards:dict[str, WeightShard], # of an engine
-    full:bool,                 # gathered; False: sharded as the engine's own state
-)->dict[str, Tensor]:
-    "Averages as the engine saves its weights. All ranks together."
+def saved(xs:dict[str, Tensor], shards:dict[str, WeightShard], full:bool)->dict[str, Tensor]:
+    "Averages as the engine saves its weights: gathered, or sharded as they are. All ranks together."
     return {n: shards[n].save(x, full) for n, x in xs.items()}
 
-def check_average(
-    given:dict[str, Tensor], # of a state
-    own:dict[str, Tensor],   # as it would be saved here
-):
+def check_average(given:dict[str, Tensor], own:dict[str, Tensor])->None:
     "ValueError when names or shapes differ."
     theirs, mine = ({n: tuple(getattr(x, "whole", x.shape)) for n, x in xs.items()} for xs in (given, own))
     if theirs == mine: return
@@ -104,9 +97,7 @@ def check_average(
     raise ValueError(f"Ema: the state's {odd!r} is {theirs.get(odd, 'not there')}, "
                      f"the model's {mine.get(odd, 'not there')}")
 
-def engine_around(
-    module:nn.Module,
-)->Engine:
+def engine_around(module:nn.Module)->Engine:
     "The engine of a module that nobody else holds. ValueError for shards, which only the engine that made them knows."
     odd = next((n for n, p in module.named_parameters() if hasattr(p, "to_local") or hasattr(p, "ds_id")), None)
     if odd is None: return Plain(module, None)

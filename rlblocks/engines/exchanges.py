@@ -64,10 +64,8 @@ def split(x:Tensor, group:Any)->Tensor:
 class Entering:
     "`copied`, once for the layers that read the same states."
 
-    def __init__(self,
-        group, # ranks that hold one layer together
-    ):
-        "Nothing entered yet."
+    def __init__(self, group:Any):
+        "Nothing entered yet, of ranks that hold one layer together."
         self.group = group
         self.forget()
 
@@ -182,10 +180,8 @@ class Stretch:
     ranks:int # S, how many there are
 
     @classmethod
-    def of(cls,
-        mesh, # `ShardedModel.mesh`; None: no ranks share rows
-    )->"Stretch|None": # None: a line is one rank's
-        "This rank's, by the mesh's axis \"sequence\"."
+    def of(cls, mesh:Any)->"Stretch|None": # None: a line is one rank's
+        "This rank's, by the axis \"sequence\" of `ShardedModel.mesh`."
         if mesh is None or mesh["sequence"].size() == 1: return None
         return cls(mesh["sequence"].get_group(), mesh["sequence"].get_local_rank(), mesh["sequence"].size())
 

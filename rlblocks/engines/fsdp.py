@@ -25,9 +25,7 @@ from .plain import clip_and_step, used_by_any
 from .world import HALF, fill_, join_world, same_weights, world
 
 # %% ../../nbs/engines/58_fsdp.ipynb #2c314a1b
-def layers_of(
-    module:nn.Module, # a transformers model, a module that holds one, or any other
-)->list[nn.Module]: # one group of weights each
+def layers_of(module:nn.Module)->list[nn.Module]: # one group of weights each
     """The layers to shard by, inner ones before those around them.
 
     Those that transformers names, else the children of the largest list of modules."""
@@ -52,45 +50,30 @@ def gathered(
     fill_(out, mesh.get_group())
     return out[:x.shape[0]]
 
-def sharded(
-    x:Tensor,  # full
-    like:Any,  # a DTensor of this shape, or a plain tensor
-)->Tensor: # this rank's part of `x`, sharded as `like` is
+def sharded(x:Tensor, like:Any)->Tensor: # this rank's part of `x`, sharded as `like` is
     "The shard of a full tensor that every rank has."
     if not isinstance(like, DTensor): return x
     return distribute_tensor(x.to(like.to_local().device), like.device_mesh, like.placements, src_data_rank=None)
 
-def as_shard(
-    local:Tensor, # this rank's rows
-    like:Any,     # a DTensor of the full shape
-)->DTensor: # with the memory of `local`
+def as_shard(local:Tensor, like:Any)->DTensor: # with the memory of `local`
     "A DTensor around this rank's rows."
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=like.shape,
                               stride=like.stride())
 
-def shard_of(
-    p:Any, # a DTensor
-)->WeightShard: # saved as a DTensor like it
+def shard_of(p:Any)->WeightShard: # saved as a DTensor like it
     "This rank's rows of a weight."
     def save(x, full): return gathered(as_shard(x, p)).cpu() if full else as_shard(x, p)
     def load(x): return getattr(x if isinstance(x, DTensor) else sharded(x, p), "to_local")()
     return WeightShard(p.to_local().detach(), save, load)
 
 # %% ../../nbs/engines/58_fsdp.ipynb #35d66851
-def full_state(
-    module:nn.Module, # sharded
-    optimizer:torch.optim.Optimizer|None, # of its parameters
-)->dict[str, Any]: # module, optimizer
+def full_state(module:nn.Module, optimizer:torch.optim.Optimizer|None)->dict[str, Any]: # module, optimizer
     "The state of one process, on every rank; all ranks call it together."
     def full(x): return gathered(x).cpu() if isinstance(x, Tensor) else x
     state = dict[str, Any](module=module.state_dict())
     return tree_map(full, state | dict(optimizer=optimizer.state_dict()) if optimizer else state)
 
-def load_full_state(
-    module:nn.Module, # sharded
-    optimizer:Any,    # of its parameters; None: frozen
-    state:dict[str, Any], # of one process
-)->None:
+def load_full_state(module:nn.Module, optimizer:Any, state:dict[str, Any])->None:
     "Each rank takes its shards. Clones, for a view would keep the full tensor alive."
     own = module.state_dict()
     module.load_state_dict({k: sharded(x, own[k]) if k in own else x for k, x in state["module"].items()})
@@ -102,10 +85,7 @@ def load_full_state(
     moments = {i: {k: mine(x, params[i]) for k, x in s.items()} for i, s in state["optimizer"]["state"].items()}
     optimizer.load_state_dict(dict(state["optimizer"], state=moments))
 
-def named_state(
-    module:nn.Module, # its parameters may be shards
-    optimizer:torch.optim.Optimizer|None, # of its parameters
-)->dict[str, Any]: # module, optimizer
+def named_state(module:nn.Module, optimizer:torch.optim.Optimizer|None)->dict[str, Any]: # module, optimizer
     "Weights and optimizer state by name, for torch.distributed.checkpoint; all ranks call it together."
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
     state = dict[str, Any](module=get_model_state_dict(module))
@@ -117,11 +97,7 @@ def named_state(
         kept["state"] = {name: {k: uncounted(x) for k, x in s.items()} for name, s in kept["state"].items()}
     return state | dict(optimizer=kept)
 
-def load_named_state(
-    module:nn.Module, # as it was for `named_state`
-    optimizer:Any,    # of its parameters; None: frozen
-    state:dict[str, Any], # of `named_state`
-)->None:
+def load_named_state(module:nn.Module, optimizer:Any, state:dict[str, Any])->None:
     "Restore it; all ranks call it together. The optimizer keeps what it is given, so it gets clones."
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
     set_model_state_dict(module, state["module"])
@@ -156,12 +132,8 @@ def shard_(
     return root
 
 @torch.no_grad()
-def read_shards_(
-    module:nn.Module, # sharded by `fully_shard`
-    unread:list,      # of `lazy_weights`, before it was sharded
-    device:torch.device, # where shards live
-)->None:
-    "Read this rank's rows of every lazy weight into its place."
+def read_shards_(module:nn.Module, unread:list, device:torch.device)->None:
+    "Read this rank's rows of every lazy weight, as `unread` was found before the module was sharded."
     for names, p in unread:
         like:Any = module.get_parameter(names[0])
         local, mesh = like.to_local(), like.device_mesh
@@ -170,10 +142,8 @@ def read_shards_(
         place_(module, names, nn.Parameter(as_shard(rows, like), like.requires_grad))
 
 # %% ../../nbs/engines/58_fsdp.ipynb #9a3643e7
-def reached_(
-    module:nn.Module, # sharded; gets hooks
-)->set[tuple[nn.Module, str]]: # each backward pass adds (module, name of a weight in it)
-    "The weights that gradients came to, by place: the tensor that runs is the gathered one."
+def reached_(module:nn.Module)->set[tuple[nn.Module, str]]: # each backward pass adds (module, name of a weight in it)
+    "The weights that have had a gradient, by place: the tensor that runs is the gathered one."
     reached, watched = set(), set()
     def before(layer, _):
         for name, p in layer._parameters.items():
@@ -183,12 +153,8 @@ def reached_(
     for layer in module.modules(): layer.register_forward_pre_hook(before)
     return reached
 
-def drop_unused_(
-    params:list, # DTensors, the same on all ranks
-    reached:set[tuple[nn.Module, str]], # of `reached_`; emptied
-    device:torch.device, # of messages
-)->None:
-    "No gradient for what no rank used."
+def drop_unused_(params:list, reached:set[tuple[nn.Module, str]], device:torch.device)->None:
+    "No gradient for what no rank used; `reached` is emptied."
     mine = {id(layer._parameters[name]) for layer, name in reached}
     reached.clear()
     used = used_by_any(params, [p.grad is not None and (id(p) in mine or bool(p.grad.to_local().any()))

@@ -23,68 +23,44 @@ def make_lazy_(
                          "one on the meta device is wanted")
     vars(p)["lazy_rows"] = rows
 
-def is_lazy(
-    x:Tensor, # any parameter
-)->bool:
+def is_lazy(x:Tensor)->bool:
     "Whether its numbers are still to be read."
     return hasattr(x, "lazy_rows")
 
 
 @torch.no_grad()
-def read_rows(
-    p:Any,     # a lazy parameter
-    start:int=0,
-    stop:int|None=None, # None: to the end
-    *,
-    dtype:torch.dtype|None=None, # None: the parameter's
-)->Tensor: # `[stop-start, …]` on the CPU, owned
-    "Some rows of a lazy weight; of a 0-d weight the number."
+def read_rows(p:Any, start:int=0, stop:int|None=None, *, dtype:torch.dtype|None=None)->Tensor:
+    "Rows `start` to `stop` of a lazy weight, on the CPU, owned; of a 0-d weight the number."
     n = p.shape[0] if p.dim() else 1
     return p.lazy_rows(start, n if stop is None else stop, dtype or p.dtype)
 
-def read_flat(
-    p:Any,     # a lazy parameter
-    start:int, # first entry
-    n:int,     # entries
-    *,
-    dtype:torch.dtype|None=None, # None: the parameter's
-)->Tensor: # `[n]`
-    "Consecutive entries of a flattened lazy weight; only the rows that hold them are read."
+def read_flat(p:Any, start:int, n:int, *, dtype:torch.dtype|None=None)->Tensor: # `[n]`
+    "`n` entries of a flattened lazy weight, from `start` on; only the rows that hold them are read."
     if not n: return torch.empty(0, dtype=dtype or p.dtype)
     wide = p.shape[1:].numel() if p.dim() else 1
     first, last = start//wide, -(-(start+n)//wide)
     return read_rows(p, first, last, dtype=dtype).flatten()[start-first*wide:][:n]
 
 # %% ../../nbs/engines/56_lazy.ipynb #91951808
-def lazy_weights(
-    module:nn.Module, # any
-)->list[tuple[list[str], nn.Parameter]]: # (names, parameter)
+def lazy_weights(module:nn.Module)->list[tuple[list[str], nn.Parameter]]: # (names, parameter)
     "The lazy weights of a module, each once."
     found:dict[int, tuple[list[str], nn.Parameter]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         if is_lazy(p): found.setdefault(id(p), ([], p))[0].append(name)
     return list(found.values())
 
-def place_(
-    module:nn.Module, # changed in place
-    names:list[str],  # of one weight
-    p:nn.Parameter,   # that takes its place
-)->None:
-    "Put a parameter under these names."
+def place_(module:nn.Module, names:list[str], p:nn.Parameter)->None:
+    "Put a parameter under all names of one weight."
     for name in names:
         path, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(path), leaf, p)
 
-def read_whole_(
-    p:nn.Parameter, # lazy; afterwards it holds its numbers, and is the object that it was
-)->nn.Parameter: # lazy as it was, to read from once more
-    "Read all of a lazy weight, on the CPU."
+def read_whole_(p:nn.Parameter)->nn.Parameter: # lazy as it was, to read from once more
+    "Read all of a lazy weight into the parameter itself, on the CPU."
     lazy = nn.Parameter(read_rows(p), p.requires_grad)
     torch.utils.swap_tensors(p, lazy)
     return lazy
 
-def read_module_(
-    module:nn.Module, # changed in place
-)->None:
+def read_module_(module:nn.Module)->None:
     "Read all of every lazy weight, for engines that do not shard."
     for _, p in lazy_weights(module): read_whole_(p)

@@ -16,18 +16,14 @@ from torch import nn
 from .world import HALF
 
 # %% ../../nbs/engines/53_modules.ipynb #782da6f8
-def promote_(
-    module:nn.Module, # changed in place
-):
+def promote_(module:nn.Module)->None:
     "Half-precision parameters to fp32 (buffers too); fp32 and fp64 stay. Tied weights stay tied."
     for p in module.parameters():
         if p.dtype in HALF: p.data = p.data.float()
     for b in module.buffers():
         if b.dtype in HALF: b.data = b.data.float()
 
-def checkpoint_layers_(
-    module:nn.Module, # a transformers model, or a module that holds one
-):
+def checkpoint_layers_(module:nn.Module)->None:
     """Recompute each layer in the backward pass, with the model still in eval mode.
 
     Only the checkpointed layers are in training mode, and their dropout is 0."""
@@ -44,9 +40,7 @@ def checkpoint_layers_(
                 if "drop" in name and isinstance(x, float): part.__dict__[name] = 0.0
 
 # %% ../../nbs/engines/53_modules.ipynb #da5b09e8
-def output_layer(
-    trunk:nn.Module, # any model
-)->Any: # a module; None where the trunk names none
+def output_layer(trunk:nn.Module)->Any: # a module; None where the trunk names none
     "The layer that turns a model's hidden states into logits, by transformers' name for it."
     return getattr(trunk, "get_output_embeddings", lambda: None)()
 
@@ -56,9 +50,7 @@ class Within:
     "What to run in place of a forward pass."
     f:Callable # () → anything
 
-def callable_within_(
-    module:nn.Module, # changed in place
-):
+def callable_within_(module:nn.Module)->None:
     "Let `module(Within(f))` give `(f(),)`: a tuple, because an engine's hooks inspect what a module returns."
     own = module.forward
     @wraps(own)
@@ -67,15 +59,11 @@ def callable_within_(
         return own(*args, **kwargs)
     module.forward = forward
 
-def trained_weights(
-    module:nn.Module, # its parameters may be shards
-)->dict[str, nn.Parameter]: # in the module's order, tied ones once
+def trained_weights(module:nn.Module)->dict[str, nn.Parameter]: # in the module's order, tied ones once
     "The parameters that require a gradient, by name."
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
-def distinct(
-    module:nn.Module, # its parameters may be shards
-)->dict[str, Any]: # name → parameter or buffer
+def distinct(module:nn.Module)->dict[str, Any]: # name → parameter or buffer
     "Parameters and persistent buffers by name, tied ones under their first name: one parameter is one object."
     names:dict = {}
     for name, x in module.state_dict(keep_vars=True).items(): names.setdefault(id(x), (name, x))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ def in_turn(
     *stages:tuple[int, Schedule], # (steps, schedule) each, one after the other; the last goes on for ever
 )->Schedule: # each stage counts its versions from 0
     "Schedules one after the other. ValueError without a stage or with a negative number of steps."
-    if not stages: raise ValueError("in_turn: no stage came; at least one, (steps, schedule), is wanted")
+    if not stages: raise ValueError("in_turn: there is no stage; at least one, (steps, schedule), is wanted")
     stages = tuple((whole_number("in_turn", "steps of a stage", n, 0), stage) for n, stage in stages)
     def schedule(version):
         for steps, stage in stages[:-1]:
@@ -50,7 +51,7 @@ def _down(name, steps, warmup, end, shape):
     return in_turn((warmup, constant(warmup=warmup)), (0, lambda v: end + (1-end)*shape(min(v/(steps-warmup), 1.0))))
 
 def linear(
-    steps:int,      # of the whole run, warm-up included
+    steps:int,      # of the run, warm-up included
     *,
     warmup:int=0,   # steps from 1/warmup up to 1
     end:float=0.0,  # factor after the last step
@@ -59,7 +60,7 @@ def linear(
     return _down("linear", steps, warmup, end, lambda x: 1-x)
 
 def cosine(
-    steps:int,      # of the whole run, warm-up included
+    steps:int,      # of the run, warm-up included
     *,
     warmup:int=0,   # steps from 1/warmup up to 1
     end:float=0.0,  # factor after the last step
@@ -68,7 +69,7 @@ def cosine(
     return _down("cosine", steps, warmup, end, lambda x: (1+math.cos(math.pi*x))/2)
 
 def root(
-    steps:int,      # of the whole run, warm-up included
+    steps:int,      # of the run, warm-up included
     *,
     warmup:int=0,   # steps from 1/warmup up to 1
     end:float=0.0,  # factor after the last step
@@ -79,7 +80,7 @@ def root(
     return _down("root", steps, warmup, end, lambda x: 1-math.sqrt(x))
 
 def wsd(
-    steps:int,      # of the whole run, warm-up and decay included
+    steps:int,      # of the run, warm-up and decay included
     *,
     decay:int,      # steps of the decay at the end
     warmup:int=0,   # steps from 1/warmup up to 1
@@ -92,26 +93,18 @@ def wsd(
     steps, decay = whole_number("wsd", "steps", steps), whole_number("wsd", "decay", decay)
     warmup = whole_number("wsd", "warmup", warmup, 0)
     if warmup + decay > steps:
-        raise ValueError(f"wsd: {warmup} steps of warm-up and {decay} of decay in {steps}; together at most all are wanted")
+        raise ValueError(f"wsd: {warmup} steps of warm-up and {decay} of decay in {steps}; together they may be all")
     return in_turn((steps-decay, constant(warmup=warmup)), (decay, shape(decay, end=end)))
 
 # %% ../../nbs/engines/54_optim.ipynb #4e060ed6
-def check_number(
-    who:str,   # was given it
-    name:str,  # the argument
-    x,         # what came
-    *,
-    above:bool=False, # 0 itself is refused
-)->None:
-    "ValueError for what is no finite number of 0 or more."
-    if not isinstance(x, bool) and isinstance(x, Real) and (float(x) > 0 if above else 0 <= float(x) < float("inf")): return
+def check_number(who:str, name:str, x:Any, *, above:bool=False)->None:
+    "ValueError for an argument that is no finite number of 0 or more; `above`: nor 0."
+    number = isinstance(x, Real) and not isinstance(x, bool)
+    if number and (float(x) > 0 if above else 0 <= float(x) < float("inf")): return
     text = ", and this is text (YAML reads 1e-6 so: write 1.0e-6)" if isinstance(x, str) else ""
     raise ValueError(f"{who}: {name}={x!r}; a number {'above 0, or None' if above else 'of 0 or more'} is wanted{text}")
 
-def check_betas(
-    who:str, # was given them
-    betas,   # what came
-)->None:
+def check_betas(who:str, betas:Any)->None:
     "ValueError for what are not two numbers from 0 to below 1."
     pair = isinstance(betas, (tuple, list)) and len(betas) == 2
     if not pair or not all(isinstance(x, Real) and 0 <= float(x) < 1 for x in betas):
@@ -124,7 +117,7 @@ class OptimizerSpec:
     make:Callable               # (name, parameter) pairs → torch optimizer
     max_norm:float|None = 1.0   # clip the gradient to this 2-norm; None: never
     schedule:Schedule|None = None # version → factor on the optimizer's own learning rates; None: 1
-    adamw:Mapping|None = None   # the settings, where `make` is plain AdamW: an offloaded ZeRO has its own; None: it is not
+    adamw:Mapping|None = None   # the settings where `make` is plain AdamW, for an offloaded ZeRO; None: it is not
 
     def __post_init__(self):
         "TypeError for what is no function, ValueError for a norm that is no number above 0."
@@ -146,7 +139,7 @@ def _named(params)->list[tuple[str, Tensor]]:
     return [p if isinstance(p, tuple) else ("", p) for p in params]
 
 def _matches(name, patterns)->bool:
-    "Whether a pattern names the parameter or a module around it: whole parts of the dotted name, `*` for any of it."
+    "Whether a pattern names the parameter or a module around it: full parts of the dotted name, `*` for any of it."
     return any(fnmatchcase(f".{name}.", f"*.{p}.*") for p in patterns)
 
 def _hits(who, pairs, patterns):
@@ -196,11 +189,12 @@ def adamw(
 # %% ../../nbs/engines/54_optim.ipynb #b7b0909b
 def _adamw_8bit(params, *, weight_decay, but, **how):
     try: import bitsandbytes as bnb
-    except ImportError as e: raise ImportError("adamw_8bit: bitsandbytes is not installed; pip install rlblocks[peft]") from e
+    except ImportError as e:
+        raise ImportError("adamw_8bit: bitsandbytes is not installed; pip install rlblocks[peft]") from e
+    params = list(params)
     groups = decay_groups(params, weight_decay=weight_decay, but=but)
-    for p in (x[1] if isinstance(x, tuple) else x for g in groups for x in g["params"]):
-        if type(p.data) is Tensor: continue
-        raise TypeError(f"adamw_8bit: a {type(p.data).__name__} cannot be quantised; use engine=None, or adamw with offload='cpu'")
+    odd = next((type(p.data).__name__ for _, p in _named(params) if type(p.data) is not Tensor), None)
+    if odd: raise TypeError(f"adamw_8bit: a {odd} cannot be quantised; use engine=None, or adamw with offload='cpu'")
     return getattr(bnb.optim, "AdamW8bit")(groups, **how)
 
 def adamw_8bit(
@@ -215,7 +209,7 @@ def adamw_8bit(
 )->OptimizerSpec: # states in 8 bits, those of tensors under 4096 entries in fp32
     """`adamw` with 8-bit states (Dettmers et al. 2022).
 
-    When it is made: ImportError without bitsandbytes, TypeError for sharded parameters, whose blocks it cannot quantise."""
+    When it is made: ImportError without bitsandbytes, TypeError for sharded parameters, which it cannot quantise."""
     plain = adamw(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, but=but, max_norm=max_norm, schedule=schedule)
     return OptimizerSpec(partial(_adamw_8bit, **(plain.adamw or {})), max_norm, schedule)
 
@@ -223,9 +217,7 @@ def adamw_8bit(
 class Joined(torch.optim.Optimizer):
     "Several optimizers as one: their groups in a row, one state, one step."
 
-    def __init__(self,
-        *parts:torch.optim.Optimizer, # of different parameters
-    ):
+    def __init__(self, *parts:torch.optim.Optimizer):
         "Take over the groups. ValueError when two parts have a parameter in common."
         self.parts, self.sizes = parts, [len(o.param_groups) for o in parts]
         super().__init__([g for o in parts for g in o.param_groups], {})
@@ -243,22 +235,22 @@ class Joined(torch.optim.Optimizer):
         if "parts" in vars(self): self._share()
 
     @torch.no_grad()
-    def step(self,
-        closure:Callable|None=None, # not used: gradients are there already
-    ): # None
-        "Step every part."
+    def step(self, closure:Callable|None=None):
+        "Step every part; gradients are there already."
         for part in self.parts: part.step()
 
 def _muon(params, *, lr, momentum, weight_decay, betas, rest):
     pairs = _named(params)
     if not all(n for n, _ in pairs):
-        raise ValueError("muon: names tell hidden matrices from embeddings and heads; pass module.named_parameters(), not "
-                         "module.parameters()")
+        raise ValueError("muon: names tell hidden matrices from embeddings and heads; pass module.named_parameters(), "
+                         "not module.parameters()")
     hidden = [(n, p) for n, p in pairs if p.dim() == 2 and not _matches(n, rest)]
     others = [(n, p) for n, p in pairs if p.dim() != 2 or _matches(n, rest)]
     if not hidden:
-        raise ValueError(f"muon: no hidden matrix among {', '.join(n for n, _ in pairs[:4])} … ({len(pairs)}); use adamw")
-    first = torch.optim.Muon(hidden, lr=lr, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        names = ", ".join(n for n, _ in pairs[:4])
+        raise ValueError(f"muon: no hidden matrix among {names} … ({len(pairs)}); use adamw")
+    first = torch.optim.Muon(hidden, lr=lr, momentum=momentum, weight_decay=weight_decay,
+                             adjust_lr_fn="match_rms_adamw")
     return Joined(first, adamw(lr=lr, betas=betas, weight_decay=weight_decay)(others)) if others else first
 
 def muon(
@@ -267,7 +259,7 @@ def muon(
     momentum:float=0.95,      # of Muon
     weight_decay:float=0.0,   # decoupled, of matrices
     betas:tuple=(0.9, 0.95),  # of AdamW, for the rest
-    rest:tuple=("embed*", "wte", "wpe", "lm_head", "head", "score"), # names of matrices that are tables or heads: AdamW's
+    rest:tuple=("embed*", "wte", "wpe", "lm_head", "head", "score"), # names of tables and heads: AdamW's
     max_norm:float|None=1.0,  # clip the gradient to this 2-norm; None: never
     schedule:Schedule|None=None, # version → factor on `lr`
 )->OptimizerSpec:
@@ -286,7 +278,7 @@ def entrywise(
     who:str,                         # the engine, for the message
     device=None,                     # of the stand-in
 ):
-    "Make sure that an optimizer can step a stretch of a weight alone. ValueError says what it needs more than that."
+    "Make sure that an optimizer can step part of a weight alone. ValueError says what it needs more than that."
     for part in getattr(optimizer, "parts", [optimizer]):
         groups, known = [dict(g) for g in part.param_groups], list(map(id, part.state))
         try: odd = next(filter(None, (_odd(part, at, device) for at in range(len(groups)))), None)
@@ -295,10 +287,9 @@ def entrywise(
                 group.clear()
                 group.update(kept)
             for p in [p for p in part.state if id(p) not in known]: del part.state[p]
-        if odd:
-            raise ValueError(f"{who}: {type(part).__name__} {odd}, and here each rank has a part of every weight; use an "
-                             "optimizer that treats entries alone, such as adamw, or another engine: None takes any, "
-                             '"fsdp2" Muon')
+        if odd: raise ValueError(
+            f"{who}: {type(part).__name__} {odd}, and here each rank has a part of every weight; use an optimizer that "
+            'treats entries alone, such as adamw, or another engine: None takes any, "fsdp2" Muon')
 
 def _odd(part, at, device)->str|None:
     "What a group of an optimizer does that takes more than an entry by itself."
@@ -314,9 +305,11 @@ def _odd(part, at, device)->str|None:
         return p.detach(), part.state.get(p, {})
     try: (full, kept), (half, _) = stepped(n), stepped(n//2)
     except Exception as e: return f"does not step one that is flat ({type(e).__name__}: {e})"
-    odd = next((k for k, x in kept.items() if isinstance(x, Tensor) and x.numel() > 1 and x.shape != full.shape), None)
-    if odd: return f"keeps {odd!r} {list(kept[odd].shape)} beside {n} entries, which cannot be cut or gathered with them"
-    return None if torch.allclose(full[:n//2], half, rtol=1e-5, atol=1e-6) else "moves an entry by what stands beside it"
+    states = {k: x for k, x in kept.items() if isinstance(x, Tensor) and x.numel() > 1}
+    odd = next((k for k, x in states.items() if x.shape != full.shape), None)
+    if odd: return f"keeps {odd!r} {list(states[odd].shape)} beside {n} entries, which cannot be sharded with them"
+    alike = torch.allclose(full[:n//2], half, rtol=1e-5, atol=1e-6)
+    return None if alike else "moves an entry by what stands beside it"
 
 # %% ../../nbs/engines/54_optim.ipynb #73ef0a01
 def freeze_(

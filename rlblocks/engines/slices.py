@@ -82,12 +82,8 @@ class Slice(Tensor):
 class Piece:
     "Entries `start : start+n` of a weight are `offset : offset+n` of this rank's `flat` fp32 tensor; n may be 0."
 
-    def __init__(self,
-        zero,        # DeepSpeed's optimizer
-        p:Tensor,    # a weight it trains
-        stage:int,   # 1, 2 or 3
-    ):
-        "Find it."
+    def __init__(self, zero:Any, p:Tensor, stage:int):
+        "Find a weight in DeepSpeed's optimizer."
         self.flat:Any = None
         self.shape, self.start, self.offset, self.n = getattr(p, "ds_shape", p.shape), 0, 0, 0
         numel = self.shape.numel()
@@ -162,12 +158,8 @@ class Held:
         if zero.persistent_parameters: zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 # %% ../../nbs/engines/59_slices.ipynb #588daf4f
-def full_weight(
-    held:Held,
-    x:Any,           # a weight or buffer
-    wide:bool=False, # in fp32, for a sum in place
-)->Tensor:
-    "A weight gathered, all ranks together."
+def full_weight(held:Held, x:Any, wide:bool=False)->Tensor:
+    "A weight or buffer gathered, all ranks together; `wide`: in fp32, for a sum in place."
     if held.has_master(x):
         if held.offload == "nvme": return held.zero.get_full_hp_param(x)       # reads it from the disk
         piece = held.piece(x)
@@ -179,10 +171,7 @@ def full_weight(
     fill_(out)
     return out[:x.ds_numel].view(x.ds_shape)
 
-def own_part(
-    held:Held,
-    x:Any, # a weight or buffer
-)->Tensor: # a view of this rank's memory
+def own_part(held:Held, x:Any)->Tensor: # a view of this rank's memory
     "This rank's part of a weight, what is trained as its fp32 master; a plain tensor where every rank has all of it."
     if held.has_master(x):
         piece = held.piece(x)
@@ -191,12 +180,8 @@ def own_part(
     start = min(world()[0]*x.ds_tensor.ds_numel, x.ds_numel)
     return Slice(x.ds_tensor.detach().flatten()[:x.ds_numel-start], start, x.ds_shape)
 
-def put_weight(
-    held:Held,
-    x:Any,        # a weight or buffer
-    value:Tensor, # full, or this rank's part
-):
-    "Write it; what computes follows with `Held.refresh`."
+def put_weight(held:Held, x:Any, value:Tensor):
+    "Write a weight or buffer, in full or this rank's part; what computes follows with `Held.refresh`."
     if held.has_master(x):
         piece = held.piece(x)
         return piece.put(piece.flat, value)
@@ -208,9 +193,7 @@ def put_weight(
     from deepspeed.runtime.zero import GatheredParameters
     with GatheredParameters([x], modifier_rank=0): x.data.copy_(value)
 
-def shards_of(
-    held:Held,
-)->dict[str, WeightShard]: # by name
+def shards_of(held:Held)->dict[str, WeightShard]: # by name
     "This rank's part of each master, saved as a `Slice`."
     if held.offload == "nvme":
         raise ValueError('engine="zero3", offload="nvme": the fp32 weights are on a disk, where nothing can be kept '
@@ -222,9 +205,7 @@ def shards_of(
         return WeightShard(piece.slice(piece.flat, held.device).local, save, piece.take)
     return {n: shard(held.piece(p)) for n, p in trained_weights(held.module).items()} if held.zero else {}
 
-def zero_bytes(
-    held:Held,
-)->dict[str, int]: # weights, gradients, states
+def zero_bytes(held:Held)->dict[str, int]: # weights, gradients, states
     "Bytes of the weights that compute, of gradients between passes, and of masters and moments."
     params:list[Any] = list(held.module.parameters())
     weights = bytes_of([*(getattr(p, "ds_tensor", p) for p in params), *held.module.buffers()])
@@ -235,12 +216,8 @@ def zero_bytes(
                 states=bytes_of([*flats, *states]))
 
 # %% ../../nbs/engines/59_slices.ipynb #da6b416b
-def first_state(
-    optimizer, # before its first step; left as it was
-    g:int,     # which of its groups
-    device,
-)->dict: # name → tensor of three entries, or what they share
-    "What an optimizer keeps for a weight of a group."
+def first_state(optimizer:Any, g:int, device:Any)->dict: # name → tensor of three entries, or what they share
+    "What an optimizer keeps for a weight of its group `g`, before its first step; it is left as it was."
     stand, kept = nn.Parameter(torch.zeros(3, device=device)), [group["params"] for group in optimizer.param_groups]
     stand.grad = torch.zeros_like(stand)
     for i, group in enumerate(optimizer.param_groups): group["params"] = [stand] if i == g else []
@@ -249,11 +226,8 @@ def first_state(
         for group, ps in zip(optimizer.param_groups, kept, strict=True): group["params"] = ps
     return {k: x*0 for k, x in optimizer.state.pop(stand, {}).items()}
 
-def kinds(
-    held:Held,
-    g:int, # a parameter group
-)->dict: # name → dtype of what is kept for each entry, or the tensor that all of them share, as a count of steps
-    "What the optimizer keeps for the weights of a group."
+def kinds(held:Held, g:int)->dict:
+    "What is kept for weights of group `g`: the dtype of one number an entry, or what all share (a count of steps)."
     flat = held.piece(held.groups[g][0]).flat if held.stage == 3 else held.flats()[g]
     shape, found = flat.shape, held.optimizer.state.get(flat)
     if not found: shape, found = torch.Size([3]), first_state(held.optimizer, g, flat.device)
@@ -262,11 +236,8 @@ def kinds(
         return torch.as_tensor(x, dtype=torch.float32)
     return {k: kind(x) for k, x in found.items()}
 
-def optimizer_states(
-    held:Held,
-    full:bool, # gathered on the CPU; False: slices
-)->dict[int, dict]: # by number of the weight
-    "What the optimizer keeps for each weight; nothing in full before the first step."
+def optimizer_states(held:Held, full:bool)->dict[int, dict]: # by number of the weight
+    "What is kept for each weight, gathered on the CPU or as slices; nothing in full before the first step."
     if full and not any(held.optimizer.state.get(flat) for flat in held.flats()): return {}
     def one(p, kept, k, x):
         if isinstance(x, Tensor): return x.clone()
@@ -281,10 +252,7 @@ def optimizer_states(
     pairs = [(p, kept) for kept, ps in zip(names, held.groups, strict=True) for p in ps]
     return {i: of(p, kept) for i, (p, kept) in enumerate(pairs)}
 
-def load_states(
-    held:Held,
-    saved:dict[int, dict], # by number of the weight
-):
+def load_states(held:Held, saved:dict[int, dict])->None:
     "Optimizer states into this rank's parts."
     at = iter(range(len(held.trained)))
     for g, ps in enumerate(held.groups if saved else []):
@@ -300,10 +268,7 @@ def _put_state(held, piece, names, saved):
         else: states[key] = int(x) if held.offload else torch.as_tensor(x).clone()    # its own Adam counts in ints
 
 # %% ../../nbs/engines/59_slices.ipynb #adf655fa
-def state_of(
-    held:Held,
-    full:bool, # of `Zero.state`
-)->dict: # module, optimizer
+def state_of(held:Held, full:bool)->dict: # module, optimizer
     "Weights and optimizer state as torch has them. RuntimeError when they are on a disk."
     _check_in_memory(held)
     once = distinct(held.module)
@@ -316,10 +281,7 @@ def state_of(
         groups.append({k: v for k, v in g.items() if k != "params"} | dict(params=[next(at) for _ in ps]))
     return dict(module=module, optimizer=dict(state=optimizer_states(held, full), param_groups=groups))
 
-def load_into(
-    held:Held,
-    state:dict, # of `Zero.load`
-):
+def load_into(held:Held, state:dict)->None:
     "The reverse of `state_of`. ValueError for another model's weights."
     _check_in_memory(held)
     named, weights = held.module.state_dict(keep_vars=True), state["module"]

@@ -41,9 +41,7 @@ def _products(rows, weights):
     return torch.cat([(part*weights).sum(1) for part in rows.split(1 << 10)])
 
 # %% ../../nbs/engines/51_weights.ipynb #28765668
-def named_weights(
-    module:nn.Module, # parameters and persistent buffers are what a forward pass depends on
-)->dict[str, Tensor]: # name → the tensor itself, tied weights once
+def named_weights(module:nn.Module)->dict[str, Tensor]: # name → the tensor itself, tied weights once
     "All weights of a module by name: parameters and persistent buffers, each storage once."
     seen, out = set(), {}
     for name, x in module.state_dict(keep_vars=True).items():
@@ -53,10 +51,7 @@ def named_weights(
         out[name] = x.detach()
     return out
 
-def buckets(
-    weights:Iterable[tuple[str, Tensor]], # name, tensor
-    bucket_bytes:int,                     # a bucket holds at most this, or one larger tensor
-)->Iterator[dict[str, Tensor]]: # owned copies
+def buckets(weights:Iterable[tuple[str, Tensor]], bucket_bytes:int)->Iterator[dict[str, Tensor]]: # owned copies
     "Group weights into messages of at most `bucket_bytes`; the copies are the receiver's to keep."
     bucket, size = {}, 0
     for name, x in weights:

@@ -26,11 +26,8 @@ from .lazy import lazy_weights, read_flat
 from .weights import checksum, named_weights
 
 # %% ../../nbs/engines/52_world.ipynb #3973f486
-def device_of(
-    device,   # a word, a torch.device, or None: CUDA when there is one
-    who:str,  # asks, for the message
-)->torch.device:
-    "The device of a `device` argument. ValueError for a word that names none, and for one that is not here."
+def device_of(device:Any, who:str)->torch.device:
+    "The device of an argument; None: CUDA where there is one. ValueError for no device's word, and for an absent one."
     if device is None: device = "cuda" if torch.cuda.is_available() else "cpu"
     try: found = torch.device(device)
     except (RuntimeError, TypeError) as e:
@@ -91,7 +88,7 @@ def exchange(
     return in_time(gather, seconds=timeout, what="the second half of an exchange")
 
 def first_error(
-    key:str,          # of this stretch of work, the same on all ranks and never used again
+    key:str,          # of this piece of work, the same on all ranks and never used again
     mine:str|None=None, # this rank's error; None: only look
     *,
     seconds:float=20., # to wait for the store
@@ -138,31 +135,21 @@ def all_or_raise(
     return [x for *_, x in answers]
 
 # %% ../../nbs/engines/52_world.ipynb #223a4d71
-def agree(
-    error:Exception|None, # what went wrong on this rank, if anything
-    who:str,              # asks, for the message
-    same=None,            # a value that must be equal on all ranks
-)->None:
+def agree(error:Exception|None, who:str, same:Any=None)->None:
     """Go on together or stop together, see `all_or_raise`; ValueError when `same` differs between ranks."""
     answers = all_or_raise(who, error, same)
     if any(x != answers[0] for x in answers):
         raise ValueError(f"{who}: the ranks disagree: {answers}; give every rank a part of the same batch")
 
-def same_rows(
-    mine,       # what tells this rank's rows from others, such as checksums
-    shares:int, # so many consecutive ranks must have been given the same
-    who:str,    # asks, for the message
-)->None:
-    "Ranks that share rows have the same ones, or every rank of this world raises ValueError."
+def same_rows(mine:Any, shares:int, who:str)->None:
+    "`shares` consecutive ranks have the same rows, judged by `mine` (checksums), or every rank raises ValueError."
     answers = all_or_raise(who, mine=mine)
     odd = next((r for r, x in enumerate(answers) if x != answers[r//shares*shares]), None)
     if odd is not None:
         raise ValueError(f"{who}: ranks {odd//shares*shares} and {odd} share rows, and were given unlike ones; give "
                          f"both the part of their replica: batch.parts({world()[1]//shares})[policy.replica]")
 
-def same_weights(
-    module:nn.Module, # before it is sharded
-)->None:
+def same_weights(module:nn.Module)->None:
     """All ranks hold the same module, judged by names, shapes and the first 4096 entries of each weight.
 
     ValueError when not; all ranks call it together."""
@@ -179,11 +166,8 @@ def same_weights(
                              "every rank, or seed the callable that makes the module")
 
 # %% ../../nbs/engines/52_world.ipynb #b8979216
-def fill_(
-    out:Tensor, # `[ranks·n, …]` in one piece; this rank's n rows are in their place
-    group=None, # of ranks; None: all of them
-):
-    "Put every rank's rows in their place on all ranks, with no other memory than `out`."
+def fill_(out:Tensor, group:Any=None)->None:
+    "Fill `out`, where this rank's rows are in place, with every rank's of a group (None: all), without other memory."
     parts = out.view(dist.get_world_size(group), -1)
     if out.device.type == "cpu":      # gloo's all_gather would allocate `out` twice
         works:list = [dist.broadcast(x, group=group, group_src=r, async_op=True) for r, x in enumerate(parts)]
@@ -192,9 +176,7 @@ def fill_(
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)      # the second: before torch 2.13
     gather(parts, parts[dist.get_rank(group)], group=group)
 
-def join_world(
-    device:torch.device, # what the ranks compute on
-):
+def join_world(device:torch.device)->None:
     """Make sure there is a torch.distributed world: the running one, else one of this single process.
 
     RuntimeError when `torchrun` started several that have not met."""
@@ -207,11 +189,8 @@ def join_world(
     dist.init_process_group(backend, store=getattr(dist, "HashStore")(), rank=0, world_size=1)
     atexit.register(leave_world)
 
-def group_of(
-    parts:list[list[int]], # ranks of each group; together all ranks of the world
-    axis:str,              # what they share, the tag of the groups
-)->dist.ProcessGroup: # of the part that has this rank
-    "This rank's group of some; made at the first call in a world, in which all ranks take part."
+def group_of(parts:list[list[int]], axis:str)->dist.ProcessGroup: # of the part that has this rank
+    "This rank's group among `parts` of the world; made at the first call, in which all ranks take part."
     if len(parts) == 1: return getattr(dist.group, "WORLD")
     torch_groups, tag = dist.distributed_c10d, f"user:rlblocks {axis}"
     mine = next(part for part in parts if world()[0] in part)

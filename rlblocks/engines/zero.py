@@ -95,17 +95,9 @@ def prepare(device:torch.device, stage:int, offload:str|None)->None:
         except Exception as e: error = e
     agree(error, f"zero{stage}")
 
-def config_of(
-    module:nn.Module,
-    device:torch.device,
-    *,
-    stage:int,
-    max_norm:float,
-    half:bool,        # bf16 weights beside fp32 masters
-    offload:str|None,
-    nvme:str|None,
-)->dict: # DeepSpeed's configuration
-    "Sums in fp32, no accumulation scaling, and buffers that fit the model."
+def config_of(module:nn.Module, device:torch.device, *, stage:int, max_norm:float, half:bool, offload:str|None,
+              nvme:str|None)->dict: # DeepSpeed's configuration
+    "Sums in fp32, no accumulation scaling, buffers that fit the model; `half`: bf16 weights beside fp32 masters."
     sizes = [p.numel() for p in module.parameters()]
     zero:dict[str, Any] = dict(stage=stage, reduce_bucket_size=min(BUCKET, sum(sizes)),
                                stage3_param_persistence_threshold=min(10**5, max(sizes)//100))
@@ -124,13 +116,8 @@ def config_of(
                              overlap_events=True)
     return config
 
-def initialize(
-    module:nn.Module,
-    device:torch.device,
-    config:dict,      # of `config_of`
-    optimizer:Callable|None,
-    adamw:Mapping|None,
-)->tuple[Any, list]: # DeepSpeed's engine; the weights of each parameter group
+def initialize(module:nn.Module, device:torch.device, config:dict, optimizer:Callable|None,
+               adamw:Mapping|None)->tuple[Any, list]: # DeepSpeed's engine; the weights of each parameter group
     "Make the optimizer, shard, and let DeepSpeed wrap both. ValueError for an optimizer that needs full matrices."
     deepspeed, settings = _deepspeed(device), config["zero_optimization"]
     stage, offload = settings["stage"], settings.get("offload_optimizer")
@@ -178,9 +165,7 @@ def put_exact(piece, x):
     elif piece.n: piece.of(piece.flat).copy_(read_flat(x, piece.start, piece.n, dtype=torch.float32))
 
 # %% ../../nbs/engines/60_zero.ipynb #529e0eeb
-def step_used(
-    engine:Any, # a `Zero` that trains
-)->Tensor: # 2-norm before clipping
+def step_used(engine:Any)->Tensor: # 2-norm before clipping
     "Step, and leave what no rank used as it was."
     held:Held = engine.held
     trained = held.trained
@@ -207,9 +192,7 @@ def run(engine, *args, **kwargs)->Any:
         reshard(engine)
         raise
 
-def drop_gradient(
-    engine:Any, # a `Zero` that trains
-):
+def drop_gradient(engine:Any)->None:
     "Step with a norm that is not finite, which DeepSpeed marks by −1: it then forgets the gradient, and only that."
     zero, stage3 = engine.held.zero, engine.held.stage == 3
     norm, bad = "_get_norm_groups" if stage3 else "scaled_global_norm", torch.tensor(-1., device=engine.device)
@@ -219,9 +202,7 @@ def drop_gradient(
     engine.used.clear()
     engine.dirty = False
 
-def reshard(
-    engine:Any, # a `Zero`
-):
+def reshard(engine:Any)->None:
     "Shards in place of what a pass left gathered."
     if engine.held.stage < 3: return
     if not engine.held.zero: engine.engine.optimizer.release_backward_leftovers()
