@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 import transformers
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from rlblocks import Batch, Policy, Rollout
+from rlblocks import Batch, Policy, Rollout, pretrained
 from rlblocks.engines.base import EngineSpec
 from rlblocks.placement.memory import pass_bytes
 from rlblocks.rollout.decoding import CachedDecoder
@@ -144,7 +144,9 @@ def one_rank(rank, world, port, engine, name, more, out):
     how = dict(more)
     base, folder = how.pop("base", torch.float32), how.pop("folder", None)
     known = live()
-    policy = Policy(folder or (lambda: make(MODELS[name], base)), engine=engine, lr=1e-4, device="cpu", micro_tokens=TOKENS, **how)
+    spec = EngineSpec(engine, **{k: how.pop(k) for k in ("offload", "dtype", "tensor_parallel") if k in how})
+    given = pretrained(folder, quantization=how.pop("quantization")) if folder else lambda: make(MODELS[name], base)
+    policy = Policy(given, engine=spec, lr=1e-4, device="cpu", micro_tokens=TOKENS, **how)
     found = held(policy, known)
     if "lora" in how and engine is None:            # pass_bytes runs whole weights
         stood = policy._run.model.engine.base
@@ -212,7 +214,7 @@ class Learnt(Exception): "Both micro-batches have gone back."
 
 def step_case(name, entropy=False, **how):
     "Planned and allocated bytes of the second micro-batch of a step, up to the optimizer."
-    policy = Policy(lambda: make(MODELS[name]), lr=1e-4, device="cpu", micro_tokens=TOKENS, **how)
+    policy = Policy(lambda: make(MODELS[name]), lr=1e-4, device="cpu", micro_tokens=TOKENS, engine=EngineSpec(**how))
     model, back = policy._run.model, policy._run.model.backward
     def backward(*args, **kwargs):
         with record_function(SPANS[0]): return back(*args, **kwargs)

@@ -34,7 +34,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 import transformers
 from rlblocks import (
-    Batch, Demonstrations, Grader, Policy, Prompts, Rollout, at_tokens, bin_pack, group_advantages, grpo_loss, here, kl_k1, loop_from, masked_mean,
+    Batch, Demonstrations, Grader, OptimizerSpec, Policy, Prompts, Rollout, at_tokens, bin_pack, group_advantages, grpo_loss, here, kl_k1, loop_from, masked_mean,
     math_reward, plan_micro_batches,
 )
 
@@ -157,7 +157,7 @@ def gold(data, part):
 
 def gradient(model, batch, loss, **layout):
     "The gradient of one `Policy.step`, by name: what plain descent with step 1 takes from the weights."
-    policy = Policy(model, lr=1., max_norm=float("inf"), optimizer=lambda ps: torch.optim.SGD(ps, lr=1.), **layout)
+    policy = Policy(model, lr=1., optimizer=OptimizerSpec(lambda ps: torch.optim.SGD(ps, lr=1.), max_norm=float("inf")), **layout)
     weights = lambda: {k: v.clone() for k, v in policy.state_dict()["module"].items()}
     before, clock = weights(), time.perf_counter()
     metrics, seconds = policy.step(batch, loss), time.perf_counter() - clock

@@ -25,7 +25,7 @@ import matplotlib
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rlblocks import Batch, Policy, sft_loss
+from rlblocks import Batch, Policy, plain, sft_loss
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -45,7 +45,7 @@ def one_rank(rank, ranks, port, tokens, folder):
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(0)
-    policy = Policy(LlamaForCausalLM(LlamaConfig(**SIZES)), sequence_parallel=ranks, micro_tokens=tokens, lr=1e-4, device="cpu")
+    policy = Policy(LlamaForCausalLM(LlamaConfig(**SIZES)), engine=plain(sequence_parallel=ranks), micro_tokens=tokens, lr=1e-4, device="cpu")
     b = Batch(tokens=torch.randint(1, 512, (1, tokens)), lengths=torch.tensor([tokens]), mask=torch.arange(tokens)[None] > 0)
     weights, held, sent, exchange = {p.untyped_storage().data_ptr() for p in policy._run.module.parameters()}, {}, [], dist.all_to_all_single
     def keep(x):
@@ -65,7 +65,7 @@ def one_rank(rank, ranks, port, tokens, folder):
     found = dict(saved=sum(held.values()), peak=memory("VmHWM")-before, sent=sum(sent), cpu_s=time.process_time()-start, loss=float(metrics["loss"]), grad_norm=float(metrics["grad_norm"]))
     torch.save(found, Path(folder)/f"{rank}.pt")
     dist.barrier()
-    os._exit(0)         # a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/97_spmd, Leaving)
+    os._exit(0)         # a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/98_spmd, Leaving)
 
 
 def short(b): return Batch(tokens=b.tokens[:, :64], lengths=torch.tensor([64]), mask=b.mask[:, :64])

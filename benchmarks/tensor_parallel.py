@@ -33,7 +33,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 from forked import forked
-from rlblocks import Policy
+from rlblocks import OptimizerSpec, Policy, plain
 from rlblocks.engines.tensor import TensorParallel
 from test_tensor import OTHERS, other, untrue
 from tiny import model, rows
@@ -214,9 +214,9 @@ def adapter(kind):
             return inject_adapter_in_model(config, net)
         want = {k: g for k, g in gradients(adapted(made(kind, torch.float64)), micro_batches(1)).items() if "lora" in k}
         def mine():
-            how = dict(lora=dict(r=4), max_norm=None, optimizer=lambda ps: torch.optim.SGD(ps, lr=1.), device="cpu")
+            how = dict(lora=dict(r=4), optimizer=OptimizerSpec(lambda ps: torch.optim.SGD(ps, lr=1.), max_norm=None), device="cpu")
             moved = []
-            for more in (dict(tensor_parallel=2), {}):
+            for more in (dict(engine=plain(tensor_parallel=2)), {}):
                 policy = Policy(made(kind, torch.float64), **how | more)
                 before = {k: x.clone() for k, x in policy.state_dict()["module"].items()}
                 for _ in range(2): policy.step(rows(B=4, T=8), lambda out, b: (out.logprobs.sum()/b.n_tokens, {}))

@@ -43,7 +43,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 import transformers
 from rlblocks.models import step
-from rlblocks import Batch, Policy, at_tokens, group_advantages, pack, pad, plan_micro_batches, ppo_loss, shared_prefix
+from rlblocks import Batch, Policy, adamw, at_tokens, group_advantages, pack, pad, plan_micro_batches, ppo_loss, shared_prefix
 
 V, GROUP, LR, TRL_ROWS = 4096, 8, 1e-6, 16
 CASES = {"shared": None, "packed": None, "sorted": False, "padded": False, "trl": None} # packed?
@@ -87,7 +87,7 @@ def rows_of(lengths, questions, seed=0):
 
 # -- the cases: each gives a function that takes one update, and the gradient before clipping of its last one
 def ours(b, pack, in_order=None, **how):
-    policy, grads = Policy(llama(), lr=LR, device="cpu", pack=pack, max_norm=1e9, **how), {} # the norm is taken, and far from clipped: gradients are compared
+    policy, grads = Policy(llama(), optimizer=adamw(lr=LR, max_norm=1e9), device="cpu", pack=pack, **how), {} # the norm is taken, and far from clipped: gradients are compared
     def loss(out, b): return ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
     planned = mock.patch.object(step, "micro_batches", lambda run, b: in_their_order(b.lengths, in_order)) if in_order else nullcontext()
     names = {id(p): n.removeprefix("trunk.") for n, p in policy._run.module.named_parameters()}

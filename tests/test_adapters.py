@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ from rlblocks import Checkpoint, Critic, Policy, Rollout, Scorer, assert_on_poli
 from rlblocks.models.adapters import lora_config
 from rlblocks.models.lora import merge_adapters
 from rlblocks.engines.weights import checksum, named_weights
+from rlblocks.engines.base import EngineSpec, engine_of
+from rlblocks.engines.optim import adamw
+from rlblocks.models.loading import pretrained
+from rlblocks.models.step import Setup
 from tiny import NEAR, apart, gradients, model, reach, rows, steady
 from torch import nn
 from torch.testing import assert_close
@@ -58,8 +63,8 @@ def test_a_thousand_syncs_leave_the_base_bit_for_bit_alone(kind, tmp_path):
     "LAWS 9: sampled, learnt, synced 1,000 times, in half precision and packed too; the receiver has the trainer's numbers."
     net, b = model(dtype=torch.bfloat16 if kind == "bf16" else torch.float32, **dict(hidden_size=64) if kind == "4bit" else {}), batch()[list(range(4))]
     net.save_pretrained(tmp_path)
-    how = dict(quantization="4bit", lora=LORA) if pytest.importorskip("bitsandbytes") and kind == "4bit" else dict(lora=LORA | (dict(use_dora=True) if kind == "dora" else dict(modules_to_save=["lm_head"])))
-    policy, engine = Policy(tmp_path, lr=1e-3, device="cpu", **how), Rollout(net, device="cpu")
+    how = dict(lora=LORA) if pytest.importorskip("bitsandbytes") and kind == "4bit" else dict(lora=LORA | (dict(use_dora=True) if kind == "dora" else dict(modules_to_save=["lm_head"])))
+    policy, engine = Policy(pretrained(tmp_path, quantization="4bit" if kind == "4bit" else None), lr=1e-3, device="cpu", **how), Rollout(net, device="cpu")
     trunk = base_of(policy).trunk
     def hashes():
         tables = {f"{n} {k}": x for n, p in trunk.named_parameters() for k, x in (getattr(p, "quant_state", None).as_dict() if getattr(p, "quant_state", None) else {}).items() if isinstance(x, torch.Tensor)}
@@ -119,7 +124,7 @@ def test_the_reference_is_what_the_kl_needs():
     assert [n for n, _ in probe._run.module.named_parameters()] == ["head.weight"] and (probe.values(b) != 0).any()
 
 
-@pytest.mark.parametrize("how", [dict(), dict(checkpointing=True)])
+@pytest.mark.parametrize("how", [dict(), dict(engine=EngineSpec(checkpointing=True))])
 def test_switching_never_leaks(how):
     "The state of the layers is the same before and after each call, also one that fails in the forward, in the loss, in the backward."
     net, b = model(dtype=torch.float64), rows()
@@ -148,23 +153,23 @@ def test_switching_never_leaks(how):
 def test_recomputed_layers_find_their_adapter():
     net, b = model(dtype=torch.float64), rows()
     def grads(**how):
-        policy = stir(Policy(net, lora=LORA, lr=1e-2, max_norm=1e9, device="cpu", **how), 2, b)
-        critic = Critic(policy, lora="value", lr=1e-2, max_norm=1e9)
+        policy = stir(Policy(net, lora=LORA, optimizer=adamw(lr=1e-2, max_norm=1e9), device="cpu", **how), 2, b)
+        critic = Critic(policy, lora="value", optimizer=adamw(lr=1e-2, max_norm=1e9))
         stir(critic, 2, b, fit)
         found = gradients(critic)
         critic.step(b, fit)
         return found
-    assert apart(grads(checkpointing=True, micro_rows=3), grads()) < 1e-8
+    assert apart(grads(engine=EngineSpec(checkpointing=True), micro_rows=3), grads()) < 1e-8
 
 
 def test_the_gradient_is_that_of_peft():
     net, b = model(dtype=torch.float64), rows()
-    policy = stir(Policy(net, lora=LORA, lr=1e-2, max_norm=1e9, device="cpu", micro_rows=5), 2, b)
+    policy = stir(Policy(net, lora=LORA, optimizer=adamw(lr=1e-2, max_norm=1e9), device="cpu", micro_rows=5), 2, b)
     other = peft.get_peft_model(copy.deepcopy(net), peft.LoraConfig(**LORA, target_modules="all-linear"))
     theirs = {n: p for n, p in other.named_parameters() if p.requires_grad}
     with torch.no_grad():
         for n, p in policy._run.module.named_parameters(): theirs["base_model.model." + n.removeprefix("adapter.").replace(".weight", ".default.weight")].copy_(p)
-    plain = Policy(other, lr=1e-2, max_norm=1e9, device="cpu")
+    plain = Policy(other, optimizer=adamw(lr=1e-2, max_norm=1e9), device="cpu")
     mine, want = gradients(policy), gradients(plain)
     policy.step(b, pg), plain.step(b, pg)
     assert apart({n.removeprefix("adapter."): g for n, g in mine.items()}, {n.removeprefix("trunk.base_model.model.").replace(".default", ""): g for n, g in want.items()}) < 1e-9
@@ -274,7 +279,9 @@ def peaks(rank, folder, engine, port):
         net = nn.Sequential(*[nn.Linear(1500, 1401, bias=False) for _ in range(8)]).to(torch.bfloat16 if kind == "bf16" else torch.float32)
         if kind == "4bit": net = nn.Sequential(*map(packed, net))
         reader = Forward(net)
-        m = ShardedModel(reader, **standing(None, reader, dict(r=4, target_modules=[str(i) for i in range(8)], use_dora=kind == "dora"), who="Policy", frozen=False, device="cpu", engine=engine))
+        setup = Setup(dict(r=4, target_modules=[str(i) for i in range(8)], use_dora=kind == "dora"), engine_of(engine), device="cpu")
+        setup, _ = standing(None, reader, setup, "Policy")
+        m = ShardedModel(reader, engine=setup.engine, device="cpu")
         found[kind] = export_extra(lambda n, m=m: m.iter_full_params(n, "trunk."), 3*size)/size*2**20
     torch.save(found, folder/f"peaks{rank}.pt")
 
@@ -306,7 +313,7 @@ def on_shards(b, whole, engine):
     "A policy, its reference and a critic that came later, stepped in turns: what they compute, what they send, what they keep."
     found = {}
     for name, how in HOW.items():
-        policy = Policy(model(), lora=how, optimizer=steady(LR), device="cpu", engine=engine, micro_rows=5, checkpointing=name != "lm_head")
+        policy = Policy(model(), lora=how, optimizer=steady(LR), device="cpu", engine=replace(engine_of(engine), checkpointing=name != "lm_head"), micro_rows=5)
         ref, critic = Policy(policy, lora=None, engine=engine), Critic(policy, lora=LORA | dict(name="value"), optimizer=steady(LR), micro_rows=5)
         metrics = [(policy.step(b, pg), critic.step(b, fit)) for _ in range(5)]
         sent = {k: x for bucket in policy.weights().buckets(1 << 14) for k, x in bucket.items()}
@@ -472,7 +479,7 @@ def test_a_quantized_base_trains_and_exports_what_it_computes(bits, tmp_path):
     pytest.importorskip("bitsandbytes")
     net, b = model(hidden_size=64, intermediate_size=128), batch()
     net.save_pretrained(tmp_path/"base")
-    policy = Policy(tmp_path/"base", quantization=bits, lora=LORA, lr=1e-2, device="cpu")
+    policy = Policy(pretrained(tmp_path/"base", quantization=bits), lora=LORA, lr=1e-2, device="cpu")
     trunk = base_of(policy).trunk
     packed = {n: checksum(p) for n, p in trunk.named_parameters() if not p.requires_grad}
     assert any(p.dtype in (torch.uint8, torch.int8) for p in trunk.parameters())
@@ -490,7 +497,7 @@ def test_a_quantized_base_trains_and_exports_what_it_computes(bits, tmp_path):
     if bits == "4bit": # what flows back through the packed layers is what flows through their numbers, also after a pass without gradient
         unpacked = model_of(tmp_path/"base")
         unpacked.load_state_dict(dict(base_of(policy).merged({})))
-        other = Policy(unpacked, lora=LORA, lr=1e-2, max_norm=1e9, device="cpu")
+        other = Policy(unpacked, lora=LORA, optimizer=adamw(lr=1e-2, max_norm=1e9), device="cpu")
         with torch.no_grad():
             for k, p in base_of(other).own["default"].items(): p.copy_(base_of(policy).own["default"][k])
         found, theirs = gradients(policy), gradients(other)
@@ -498,9 +505,9 @@ def test_a_quantized_base_trains_and_exports_what_it_computes(bits, tmp_path):
         assert apart(found, theirs) < 1e-4
     assert not getattr(merged, "is_quantized", False) and merged.dtype == torch.float32
     assert_close(plainly(merged, b), want, rtol=0, atol=far)
-    with pytest.raises(ValueError, match="quantized weights do not train"): Policy(tmp_path/"base", quantization=bits, device="cpu")
-    with pytest.raises(TypeError, match="done while loading"): Policy(net, quantization=bits, lora=LORA, device="cpu")
-    with pytest.raises(ValueError, match="are not sharded here"): Policy(tmp_path/"base", quantization=bits, lora=LORA, engine="fsdp2", device="cpu")
+    with pytest.raises(ValueError, match="quantized weights do not train"): Policy(pretrained(tmp_path/"base", quantization=bits), device="cpu")
+    with pytest.raises(TypeError, match="is loaded already"): pretrained(net, quantization=bits)
+    with pytest.raises(ValueError, match="are not sharded here"): Policy(pretrained(tmp_path/"base", quantization=bits), lora=LORA, engine="fsdp2", device="cpu")
 
 
 # -- what it refuses
@@ -511,12 +518,12 @@ def test_refusals():
     Policy(tied, lora=LORA, device="cpu")
     with pytest.raises(TypeError, match="lora is a int"): Policy(model(), lora=8, device="cpu")
     with pytest.raises(FileNotFoundError, match="no adapter's folder"): Policy(model(), lora="some/where", device="cpu")
-    with pytest.raises(ValueError, match="low_precision=True"): Policy(model(), lora=LORA, low_precision=True, device="cpu")
+    with pytest.raises(ValueError, match="low_precision=True"): Policy(model(), lora=LORA, engine=EngineSpec(low_precision=True), device="cpu")
     with pytest.raises(ValueError, match="a plain word is wanted"): lora_config(dict(name="a b"))
     with pytest.raises(ValueError, match="brings its own settings; leave out r"): lora_config(dict(path="x", r=3))
     policy = Policy(model(), lora=LORA, device="cpu")
     with pytest.raises(ValueError, match="an adapter 'default' on this base already"): Critic(policy, lora=dict(r=3))
-    with pytest.raises(ValueError, match="low_precision=True"): Critic(policy, lora="value", low_precision=True)
+    with pytest.raises(ValueError, match="low_precision=True"): Critic(policy, lora="value", engine=EngineSpec(low_precision=True))
 
 
 def test_a_module_of_ones_own_takes_adapters():

@@ -12,6 +12,8 @@ from rlblocks.data.packing import pack
 from rlblocks.models.forward import Forward
 from rlblocks.models.probes import separates_rows, pack_by
 from rlblocks.models.step import micro_batches
+from rlblocks.engines.base import EngineSpec
+from rlblocks.engines.optim import adamw
 
 
 def groups(sizes=((9, 3, 4), (9, 1), (12, 5, 2, 3)), seed=0):
@@ -60,7 +62,7 @@ def alone(net, b):
 
 
 def ours(net, b, **how):
-    policy = Policy(net, lr=0., device="cpu", max_norm=None, **how)
+    policy = Policy(net, optimizer=adamw(lr=0., max_norm=None), device="cpu", **how)
     grads = tiny.gradients(policy)
     policy.step(b, loss)
     return policy.logprobs(b), grads, policy
@@ -73,7 +75,7 @@ DENSE = [k for k in tiny.KINDS if "moe" not in k and k != "mixtral"]
 def test_packed_with_shared_prompts_is_each_row_alone(kind):
     b = groups()
     logprobs, grads = alone(exact(tiny.model(kind)), b)
-    for how in (dict(), dict(micro_tokens=40), dict(checkpointing=True), dict(pack=False)):
+    for how in (dict(), dict(micro_tokens=40), dict(engine=EngineSpec(checkpointing=True)), dict(pack=False)):
         found, others, policy = ours(lambda: exact(tiny.model(kind)), b, **how)
         assert policy._run.layout.packed is how.get("pack", True) and policy._run.layout.segments
         assert_close(found, logprobs, rtol=0, atol=1e-10)
@@ -84,7 +86,7 @@ def test_packed_with_shared_prompts_is_each_row_alone(kind):
 def test_packed_is_alone_in_fp32(kind): # a mixture of experts rounds by which tokens an expert gets; its routers, in fp32 whatever the model is in, are where float64 would end
     b = groups()
     logprobs, grads = alone(tiny.model(kind), b)
-    for how in (dict(), dict(checkpointing=True)):
+    for how in (dict(), dict(engine=EngineSpec(checkpointing=True))):
         found, others, policy = ours(tiny.model(kind), b, **how)
         assert policy._run.layout.packed and policy._run.layout.segments
         assert_close(found, logprobs, rtol=0, atol=tiny.reach(logprobs))

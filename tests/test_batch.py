@@ -13,6 +13,7 @@ import torch
 from conftest import ROOT
 from rlblocks import Batch, Buffer, Critic, Policy, Scorer, aggregate, masked_mean, pairs, seed_of, shared_prefix
 from rlblocks.data.ragged import ragged
+from rlblocks.engines.optim import adamw
 from rlblocks.placement.place import Call
 from rlblocks.models.step import micro_batches
 import tiny
@@ -267,7 +268,7 @@ def test_a_cut_that_keeps_groups_changes_no_gradient():
     b = alike((8, 3, 5, 1), prompt=24, answer=8)
     def loss(out, b): return torch.where(b.mask, -out.logprobs*b.advantages, 0.).sum()/b.n_tokens, {}
     def gradient(part):
-        policy = Policy(model(), lr=0., device="cpu", micro_tokens=96, max_norm=1e9)
+        policy = Policy(model(), optimizer=adamw(lr=0., max_norm=1e9), device="cpu", micro_tokens=96)
         found = gradients(policy)
         policy.step(part, loss)
         return found

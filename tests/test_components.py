@@ -15,6 +15,7 @@ from rlblocks.arithmetic.masked import aggregate, masked_mean, merge
 from rlblocks.losses.policy import clipped_surrogate, log_ratio, ppo_loss
 from rlblocks.testing.laws import check_loss
 from rlblocks.testing.oracles import sample_columns
+from rlblocks.engines.optim import adamw
 
 COLS = sample_columns()
 ACTED = COLS["mask"] & (torch.arange(16) % 3 > 0) & (torch.arange(16)[:, None] != 2) # row 2 has observations only, …
@@ -133,7 +134,7 @@ def test_a_training_step_is_the_same_however_it_is_cut(micro_rows):
         return b
     net, found = tiny.model(dtype=torch.float64), []
     for rows in (6, micro_rows):
-        policy = Policy(net, device="cpu", max_norm=None, micro_rows=rows, pack=False)
+        policy = Policy(net, device="cpu", optimizer=adamw(max_norm=None), micro_rows=rows, pack=False)
         gradients = tiny.gradients(policy)
         b = kinds()
         b["old_logprobs"] = b["ref_logprobs"] = policy.logprobs(b)

@@ -1,5 +1,6 @@
 "A moving average is cut over the ranks as its model is: what stands in for the weights, what a checkpoint holds, and who goes on with it."
 import shutil
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,14 +10,15 @@ from rlblocks import Checkpoint, Policy
 from rlblocks.checkpoint.convert import convert
 from rlblocks.engines.ema import Ema
 from rlblocks.engines.weights import copy_weights
+from rlblocks.engines.base import engine_of, fsdp2, plain
 from test_shards import far, launch, loss, moved, net, weights
 from tiny import NEAR, model, rows, steady
 
 LR = 1e-2
-HOW = dict(optimizer=steady(LR, weight_decay=.1), max_norm=.5, device="cpu", micro_rows=4)
-CASES = {"plain": {}, "fsdp2": dict(engine="fsdp2", offload="cpu"), "zero1": dict(engine="zero1"), "zero2": dict(engine="zero2"), "zero3": dict(engine="zero3"),
-         "tensor": dict(tensor_parallel=2), "tensor, fsdp2": dict(tensor_parallel=2, engine="fsdp2"), "lora": dict(engine="zero3", lora=dict(r=2))}
-HALF = {f"{name}, bf16": CASES[name] | dict(dtype=torch.bfloat16) for name in ("fsdp2", "zero1", "zero2", "zero3")}
+HOW = dict(optimizer=steady(LR, weight_decay=.1, max_norm=.5), device="cpu", micro_rows=4)
+CASES = {"plain": {}, "fsdp2": dict(engine=fsdp2(offload="cpu")), "zero1": dict(engine="zero1"), "zero2": dict(engine="zero2"), "zero3": dict(engine="zero3"),
+         "tensor": dict(engine=plain(tensor_parallel=2)), "tensor, fsdp2": dict(engine=fsdp2(tensor_parallel=2)), "lora": dict(engine="zero3", lora=dict(r=2))}
+HALF = {f"{name}, bf16": CASES[name] | dict(engine=replace(engine_of(CASES[name]["engine"]), dtype=torch.bfloat16)) for name in ("fsdp2", "zero1", "zero2", "zero3")}
 WAYS = [(name, whole) for name in CASES for whole in (False, True) if not whole or name in ("zero3", "tensor")]         # in parts; gathered
 
 
@@ -79,7 +81,7 @@ def swaps(world, rank, folder, *, cases):
 
 def case(name, world, whole=False, fresh=True):
     "A case in this world: one rank has nobody to hold layers with."
-    return made(name, fresh, **dict(tensor_parallel=1, engine=None if whole else "fsdp2") if "tensor" in name and world == 1 else {})
+    return made(name, fresh, **dict(engine=None if whole else "fsdp2") if "tensor" in name and world == 1 else {})
 
 
 def save(world, rank, folder):

@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,12 +17,14 @@ from resident import export_extra, give_back
 from rlblocks import Critic, Policy, Scorer, bradley_terry_loss, dpo_loss, kl_k3, masked_mean, masked_sum, merge, pairs, ppo_loss, sft_loss, value_loss
 from rlblocks.arithmetic.masked import Max
 from rlblocks.engines.sharded import ShardedModel
+from rlblocks.engines.base import engine_of
+from rlblocks.engines.optim import OptimizerSpec, adamw
 from tiny import NEAR, model, reach, rows, steady, tokenizer
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 LR = 1e-4
-HOW = dict(optimizer=steady(LR, weight_decay=.1), max_norm=.5, device="cpu", micro_rows=2)
+HOW = dict(optimizer=steady(LR, weight_decay=.1, max_norm=.5), device="cpu", micro_rows=2)
 STEPS = 5
 FAR = reach(torch.ones(1))      # of losses and gradient norms; weights, in steps of at most 1e-3, agree to NEAR·1e-3, which is less
 QUICK = [("fsdp2", 2), ("fsdp2", 4), ("zero2", 2), ("zero3", 2)]
@@ -106,7 +109,7 @@ def cases():
     ppo_b, small = batch(), batch(3, seed=5)
     even = lambda b, world, rank: b.parts(world)[rank] if world > 1 else b
     same = lambda b, world, rank: b
-    llama = lambda **k: lambda **engine: Policy(model(), **HOW | k | engine)
+    llama = lambda checkpointing=False, **k: lambda **e: Policy(model(), **HOW | k | e | dict(engine=replace(engine_of(e.get("engine")), checkpointing=checkpointing)))
     return {
         "ppo, uneven rows": (llama(), ppo_b, uneven, lambda m, b: m.step(b, ppo, entropy=True)),
         "grpo": (llama(checkpointing=True), ppo_b, even, lambda m, b: m.step(b, grpo)),
@@ -115,7 +118,7 @@ def cases():
         "ppo and ptx": (llama(), ppo_b, even, lambda m, b: m.step(b, grpo, (b, sft))),
         "value head": (llama(value_head=True), ppo_b, even, lambda m, b: m.step(b, actor_critic)),
         "tied weights, whole on every rank": (lambda **e: Policy(model("gemma"), **HOW | e), small, same, lambda m, b: m.step(b, grpo)),
-        "schedule, sgd": (lambda **e: Policy(model("qwen3"), **HOW | dict(schedule=lambda v: 1/(1+v), optimizer=lambda ps: torch.optim.SGD(ps, lr=.1, momentum=.9)) | e),
+        "schedule, sgd": (lambda **e: Policy(model("qwen3"), **HOW | dict(optimizer=OptimizerSpec(lambda ps: torch.optim.SGD(ps, lr=.1, momentum=.9), schedule=lambda v: 1/(1+v))) | e),
                           small, even, lambda m, b: m.step(b, sft)),
         "critic": (lambda **e: Critic(model(), **HOW | e), ppo_b, even, lambda m, b: m.step(b, value)),
         "scorer": (lambda **e: Scorer(model(), **HOW | e), preferences(), even, lambda m, b: m.step(b, verdict)),
@@ -337,10 +340,10 @@ def offloaded(engine, world, rank, folder):
     b = batch()
     part = b.parts(world)[rank] if world > 1 else b
     how, near = HOW, NEAR*LR
-    if engine.startswith("zero"): how, near = HOW | dict(optimizer=None, lr=LR, weight_decay=.1), 3*2*LR      # DeepSpeed's own AdamW, eps 1e-8: rounding may decide a whole step
-    policy, plain = Policy(model(), **how, engine=engine, offload="cpu"), Policy(model(), **how)
+    if engine.startswith("zero"): how, near = HOW | dict(optimizer=adamw(lr=LR, weight_decay=.1, max_norm=.5)), 3*2*LR      # DeepSpeed's own AdamW, eps 1e-8: rounding may decide a whole step
+    policy, plain = Policy(model(), **how, engine=replace(engine_of(engine), offload="cpu")), Policy(model(), **how)
     for _ in range(2): policy.step(part, sft), plain.step(b, sft)
-    again = Policy(model(seed=1), **how, engine=engine, offload="cpu")
+    again = Policy(model(seed=1), **how, engine=replace(engine_of(engine), offload="cpu"))
     again.load_state_dict(copied(policy.state_dict()))
     for p in (policy, again): p.step(part, sft)
     plain.step(b, sft)
@@ -379,7 +382,7 @@ def nested(engine, world, rank, folder):
     if engine != "fsdp2": return
     import transformers as tf
     b, size = batch(6), dict(vocab_size=32, hidden_size=16, state_size=4, num_hidden_layers=2, conv_kernel=4, time_step_rank=4, pad_token_id=0, bos_token_id=1, eos_token_id=1)
-    how = HOW | dict(max_norm=None, weight_decay=0., optimizer=lambda ps: torch.optim.SGD([p for _, p in ps], lr=1.))
+    how = HOW | dict(optimizer=OptimizerSpec(lambda ps: torch.optim.SGD([p for _, p in ps], lr=1.), max_norm=None))
     for kind in ("Mamba", "FalconMamba"):
         torch.manual_seed(0)
         net = getattr(tf, f"{kind}ForCausalLM")(getattr(tf, f"{kind}Config")(**size))

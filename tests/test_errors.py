@@ -15,6 +15,9 @@ from rlblocks.engines.base import EngineSpec
 from rlblocks.models.checks import check_loss
 from rlblocks.models.outputs import Out
 from rlblocks.placement.budgets import REMEDIES
+from rlblocks.models.scorer import scores_after
+from rlblocks.engines.base import plain
+from rlblocks.engines.optim import adamw
 
 x, row = torch.zeros(3, 4), torch.zeros(3)
 mask, lengths, tokens = torch.ones(3, 4, dtype=torch.bool), torch.tensor([4, 2, 3]), torch.arange(12).view(3, 4)
@@ -330,14 +333,14 @@ HOSTILE = [
     (lambda: policy().step(of_ids(3, (0, 1)), None), "Policy: step got (Batch, NoneType); step(batch, loss) is wanted"), (lambda: policy().step(of_ids(3, (0, 1)), loss, of_ids(3, (0, 1)), loss), "Policy: step got a Batch; step(batch, loss) is wanted"),
     (lambda: Scorer(tiny.model(), device="cpu").step(of_ids(3, (0, 1)), loss, loss), "Scorer: step got a function"), (lambda: Scorer(tiny.model(), device="cpu").step({}, loss), "Scorer: the batch is a dict"),
     (lambda: policy().measure(of_ids(3, (0, 1)), 3), "Policy: measure is a int; a function of logits"), (lambda: policy(lr="1e-6"), "lr='1e-6'; a number of 0 or more is wanted, and this is text (YAML reads 1e-6 so: write 1.0e-6)"), (lambda: policy(lr=-1.), "lr=-1.0; a number"),
-    (lambda: policy(lr=float("nan")), "lr=nan"), (lambda: policy(max_norm=0), "max_norm=0; a number above 0, or None"), (lambda: policy(weight_decay=-1), "weight_decay=-1"), (lambda: policy(betas=.9), "betas=0.9; two numbers"), (lambda: policy(betas=(.9, 1.)), "betas=(0.9, 1.0)"),
-    (lambda: policy(schedule="cosine"), "schedule is 'cosine'; a function is wanted"), (lambda: policy(optimizer="adamw"), "optimizer is 'adamw'; a function is wanted"), (lambda: policy(dtype=torch.long), "dtype is torch.int64; a torch.dtype of floats is wanted"),
-    (lambda: policy(sequence_parallel="2"), "sequence_parallel='2'; a whole number of ranks"), (lambda: policy(micro_tokens=0), "Policy: micro_tokens=0; a whole number, at least 1"), (lambda: policy(micro_rows="8"), "Policy: micro_rows='8'"),
+    (lambda: policy(lr=float("nan")), "lr=nan"), (lambda: adamw(max_norm=0), "max_norm=0; a number above 0, or None"), (lambda: adamw(weight_decay=-1), "weight_decay=-1"), (lambda: adamw(betas=.9), "betas=0.9; two numbers"), (lambda: adamw(betas=(.9, 1.)), "betas=(0.9, 1.0)"),
+    (lambda: adamw(schedule="cosine"), "schedule is 'cosine'; a function is wanted"), (lambda: policy(optimizer="adamw"), "optimizer is 'adamw'; a function is wanted"), (lambda: policy(engine=plain(dtype=torch.long)), "dtype is torch.int64; a torch.dtype of floats is wanted"),
+    (lambda: policy(engine=plain(sequence_parallel="2")), "sequence_parallel='2'; a whole number of ranks"), (lambda: policy(micro_tokens=0), "Policy: micro_tokens=0; a whole number, at least 1"), (lambda: policy(micro_rows="8"), "Policy: micro_rows='8'"),
     (lambda: Policy(tiny.model(), device="gpu"), "device='gpu'; \"cpu\", \"cuda\" or \"cuda:1\" is wanted"), (lambda: policy(tokenizer="gpt2"), "tokenizer is 'gpt2'; the tokenizer itself is wanted: AutoTokenizer.from_pretrained('gpt2')"),
-    (lambda: policy(attention="eager"), "attention='eager' is chosen while a name or folder is loaded"), (lambda: policy(offloat="cpu"), "Policy: there is no argument 'offloat'; is 'offload' meant?"),
+    (lambda: policy(attention="eager"), "Policy: attention= belongs to the model: Policy(pretrained(model, attention='eager'))"), (lambda: policy(offloat="cpu"), "Policy: there is no argument 'offloat'; is 'offload' meant?"),
     (lambda: Scorer(tiny.model(), outputs=0, device="cpu"), "Scorer: outputs=0; the number of scores"), (lambda: Scorer(tiny.model(), outputs="good", device="cpu"), "Scorer: outputs='good'"),
-    (lambda: Scorer(tiny.model(), at="s", device="cpu").scores(now("s", of_ids(3, (0, 1)).mask.float())), "Scorer: column 's' is [4, 8] torch.float32; Bool [B, T] is wanted"), (lambda: Scorer(tiny.model(), at="s", device="cpu").scores(now("s", [1]*4)), "Scorer: column 's' is a list"),
-    (lambda: Scorer(tiny.model(), at="s", device="cpu").scores(now("s", torch.ones(4, 8, dtype=torch.bool))), "column 's' marks a token behind the end of row 0"),
+    (lambda: Scorer(tiny.model(), outputs=scores_after("s"), device="cpu").scores(now("s", of_ids(3, (0, 1)).mask.float())), "Scorer: column 's' is [4, 8] torch.float32; Bool [B, T] is wanted"), (lambda: Scorer(tiny.model(), outputs=scores_after("s"), device="cpu").scores(now("s", [1]*4)), "Scorer: column 's' is a list"),
+    (lambda: Scorer(tiny.model(), outputs=scores_after("s"), device="cpu").scores(now("s", torch.ones(4, 8, dtype=torch.bool))), "column 's' marks a token behind the end of row 0"),
     (lambda: engine(device="cuda:99"), "Rollout: device='cuda:99', and torch sees"), (lambda: engine(dtype="bf16"), "Rollout: dtype is 'bf16'"), (lambda: engine(dtype=torch.int8), "Rollout: dtype is torch.int8; a torch.dtype of floats"), (lambda: engine(max_tokens=0), "Rollout: max_tokens=0"),
     (lambda: engine(max_rows=0), "Rollout: max_rows=0"), (lambda: engine(top_k=5.), "Rollout: top_k is 5.0; a whole number"), (lambda: engine(top_p="0.9"), "Rollout: top_p is '0.9'; a number"), (lambda: engine(tokenizer="gpt2"), "tokenizer is 'gpt2'"),
     (lambda: engine(stop="</s>"), "Rollout: stop holds '<'; ids of the vocabulary are wanted, 0 to 31, as tokenizer.convert_tokens_to_ids gives them"), (lambda: engine(stop=[1, 99]), "Rollout: stop holds 99; ids of the vocabulary are wanted, 0 to 31"),

@@ -7,8 +7,9 @@ from rlblocks import (
     Batch, Checkpoint, Critic, Policy, Scorer, bradley_terry_loss, classification_value_loss, expected_value, hl_gauss, multi_head_loss, pairs,
     process_reward_loss, safety_loss, two_hot, value_loss,
 )
-from rlblocks.models.value_heads import Moments, head_of
-from rlblocks.models.policy import raw_scores
+from rlblocks.models.value_heads import Moments, head_of, stored_moments
+from rlblocks.models.scorer import raw_scores, scores_after
+from rlblocks.engines.optim import adamw
 from safetensors.torch import load_file, save_file
 from tiny import apart, gradients, model, reach, rows
 from torch import nn
@@ -54,7 +55,7 @@ def test_a_classifying_critic_learns_returns(targets, how):
 def test_a_classifying_critic_is_cut_anyhow():
     b, bins = batch(), torch.linspace(-3, 3, 5)
     def grads(**how):
-        critic = Critic(model(), bins=bins, lr=1e-2, max_norm=1e9, device="cpu", **how)
+        critic = Critic(model(), bins=bins, optimizer=adamw(lr=1e-2, max_norm=1e9), device="cpu", **how)
         with torch.no_grad(): critic._run.module.head.linear.weight += torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
         found = gradients(critic)
         critic.step(b, lambda out, b: classification_value_loss(out.value_logits, hl_gauss(b.returns, bins), b.mask, denom=b.n_tokens))
@@ -115,7 +116,7 @@ def test_a_safety_head_beside_the_reward(how, tmp_path):
 def test_steps_are_judged_where_they_end(how, tmp_path):
     from transformers import AutoModelForTokenClassification
     net, b = model(), batch()
-    judge = Scorer(net, outputs=2, at="steps", lr=1e-2, device="cpu", **how)
+    judge = Scorer(net, outputs=scores_after("steps", 2), lr=1e-2, device="cpu", **how)
     b["whole_steps"] = torch.full((16,), int(b.steps.sum()))
     def loss(out, b): return process_reward_loss(out.scores, b.good, b.steps, denom=int(b.whole_steps[0]))
     ce = [float(judge.step(b, loss)["step_ce"]) for _ in range(25)]
@@ -152,11 +153,13 @@ def test_normalisation_is_measured_stored_and_taken_out(tmp_path):
     config = json.loads((tmp_path/"config.json").read_text())
     assert config["mean"] == pytest.approx(float(raw.mean()), abs=1e-5) and config["std"] == pytest.approx(float(raw.std()), abs=1e-5) and config["normalize_reward"] is True
     assert_close(Scorer(tmp_path, device="cpu").scores(b), scorer.scores(b), rtol=0, atol=1e-5)
-    assert_close(Scorer(tmp_path, normalised=False, device="cpu").scores(b), raw_scores(scorer._run, b, scorer.at), rtol=0, atol=1e-5)
+    again = Scorer(tmp_path, device="cpu")
+    again.moments = None
+    assert_close(again.scores(b), raw_scores(scorer._run, b, scorer.at), rtol=0, atol=1e-5)
     other = Scorer(model(), device="cpu")
     other.load_state_dict(scorer.state_dict())
     assert_close(other.scores(b), scorer.scores(b), rtol=0, atol=1e-6)
-    with pytest.raises(ValueError, match="no mean and std"): Scorer(model(), normalised=True, device="cpu")
+    with pytest.raises(ValueError, match="no mean and std"): stored_moments(model().config, True)
     two = Moments().add(raw[:5, None]).add(raw[5:, None]).read()
     assert two[0][0] == pytest.approx(float(raw.mean()), abs=1e-6) and two[1][0] == pytest.approx(float(raw.std()), abs=1e-6)
     with pytest.raises(ValueError, match="two different ones"): Scorer(model(), device="cpu").normalise(b)
@@ -329,7 +332,9 @@ def test_reward_models_of_openrlhf(openrlhf, prefix, tmp_path):
     scorer = Scorer(tmp_path/"theirs", device="cpu")
     assert raw.abs().max() > .01
     assert_close(scorer.scores(b), raw, rtol=0, atol=1e-5)
-    assert_close(Scorer(tmp_path/"theirs", normalised=True, device="cpu").scores(b), (raw-.25)/2, rtol=0, atol=1e-5)
+    scorer.moments = stored_moments(theirs.config, True)
+    assert_close(scorer.scores(b), (raw-.25)/2, rtol=0, atol=1e-5)
+    scorer.moments = None
     assert_close(Critic(tmp_path/"theirs", device="cpu").values(b).shape, torch.Size([16, 18]))
     trained(scorer, b).normalise(b)
     scorer.save_pretrained(tmp_path/"ours")

@@ -6,6 +6,8 @@ import tiny
 import torch
 from rlblocks import Batch, Policy, entropy, full_kl, gather_logprobs, jsd, linear_logprobs, linear_measured, masked_mean, reverse_kl_loss
 from rlblocks.models.head import Head, as_head
+from rlblocks.engines.base import EngineSpec
+from rlblocks.engines.optim import adamw
 from test_reader import KINDS, Widest
 from test_reader import model as reader_model
 from torch.testing import assert_close
@@ -32,7 +34,7 @@ def in_full(out, b, beta): return masked_mean(jsd(out.logits, b.teacher_logits, 
 
 def gradient(net, b, loss, **asked):
     how = {k: asked.pop(k) for k in ("pack", "micro_rows", "lora") if k in asked}
-    policy = Policy(net, device="cpu", max_norm=None, **how)
+    policy = Policy(net, device="cpu", optimizer=adamw(max_norm=None), **how)
     found = tiny.gradients(policy)
     return policy.step(b, loss, **asked), found
 
@@ -67,7 +69,7 @@ def test_adapters(targets):
     T = teacher(torch.float32)
     b, net = batch(T), tiny.model()
     def run(loss, **asked):
-        policy = Policy(net, lora=dict(r=3, lora_alpha=12, target_modules=targets), device="cpu", max_norm=None, lr=1e-2)
+        policy = Policy(net, lora=dict(r=3, lora_alpha=12, target_modules=targets), device="cpu", optimizer=adamw(lr=1e-2, max_norm=None))
         for name, p in policy._run.module.named_parameters():
             if "lora_B" in name: torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(len(name)))
         found = tiny.gradients(policy)
@@ -227,7 +229,7 @@ def test_a_measure_is_held_to_the_same_on_every_path(path):
 @pytest.mark.parametrize("path", PATHS)
 def test_a_measure_sees_full_precision_on_every_path(path):
     "Its own products too, forward and backward: autocast is off while it is asked."
-    policy, b, seen = Policy(PATHS[path](), device="cpu", dtype=torch.bfloat16), tiny.rows(B=4, T=12), []
+    policy, b, seen = Policy(PATHS[path](), device="cpu", engine=EngineSpec(dtype=torch.bfloat16)), tiny.rows(B=4, T=12), []
     def product(z):
         p = z@torch.ones(32, 2)
         seen.extend([z.dtype, p.dtype, torch.is_autocast_enabled("cpu")])

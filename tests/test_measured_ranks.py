@@ -9,7 +9,7 @@ from test_routers import batch, loss
 from tiny import NEAR, model, steady
 
 LR = 1e-3
-HOW = dict(optimizer=steady(LR), max_norm=1e9, device="cpu", micro_rows=3)
+HOW = dict(optimizer=steady(LR, max_norm=1e9), device="cpu", micro_rows=3)
 ENGINES = [None, "fsdp2", "zero3"]
 
 

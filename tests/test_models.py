@@ -8,6 +8,9 @@ from rlblocks import Batch, Critic, Policy, Scorer, assert_on_policy, grpo_loss,
 from rlblocks.models.forward import Forward
 from rlblocks.models.probes import separates_rows
 from rlblocks.models.step import micro_batches
+from rlblocks.engines.base import EngineSpec
+from rlblocks.engines.optim import OptimizerSpec, adamw
+from rlblocks.models.scorer import scores_after
 from tiny import APART, apart, gradients, model, rows
 from torch import nn
 from torch.testing import assert_close
@@ -27,7 +30,7 @@ def joint(out, b):
 
 
 def stepped(net, b, **how):
-    policy = Policy(net, value_head=True, lr=1e-3, max_norm=1e9, device="cpu", **how)
+    policy = Policy(net, value_head=True, optimizer=adamw(lr=1e-3, max_norm=1e9), device="cpu", **how)
     with torch.no_grad(): policy._run.module.head.weight += .1
     found = gradients(policy)
     return found, policy.step(b, joint, entropy=True), policy
@@ -51,7 +54,7 @@ def test_one_gradient_for_every_cut(kind, dtype, far):
 def test_the_gradient_is_that_of_the_textbook():
     "Not only the same however cut: the same as autograd through a plain forward pass, row by row and without any of our layout."
     net, b = model(dtype=torch.float64), rows()
-    policy = Policy(net, lr=1e-3, max_norm=1e9, device="cpu")
+    policy = Policy(net, optimizer=adamw(lr=1e-3, max_norm=1e9), device="cpu")
     found = gradients(policy)
     policy.step(b, lambda out, b: ppo_loss(out.logprobs, out.logprobs.detach(), b.advantages, b.mask, denom=b.n_tokens))
     plain = copy.deepcopy(net)
@@ -132,7 +135,7 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(pack):
     "Dropout in the config stays off, also where a layer passes its own number to a functional dropout."
     net, b = model(dtype=torch.float64, attention_dropout=.5), rows()
     plain, _, _ = stepped(net, b, pack=pack, micro_rows=5)
-    recomputed, _, policy = stepped(net, b, pack=pack, micro_rows=5, checkpointing=True)
+    recomputed, _, policy = stepped(net, b, pack=pack, micro_rows=5, engine=EngineSpec(checkpointing=True))
     layers = [m for m in policy._run.module.modules() if getattr(m, "gradient_checkpointing", False)]
     assert layers and apart(recomputed, plain) < 1e-12
 
@@ -155,8 +158,8 @@ def test_the_ratio_of_the_first_update_is_one():
 def test_bf16_ratio_is_near_one():
     "LAWS 29 in bf16: the 95th percentile of |ratio − 1| stays under 0.02."
     b = rows(dtype=torch.float32)
-    policy = Policy(model(), lr=1e-6, device="cpu", dtype=torch.bfloat16, pack=True)
-    lp = Policy(model(), device="cpu", dtype=torch.bfloat16, pack=False, micro_rows=3).logprobs(b)
+    policy = Policy(model(), lr=1e-6, device="cpu", engine=EngineSpec(dtype=torch.bfloat16), pack=True)
+    lp = Policy(model(), device="cpu", engine=EngineSpec(dtype=torch.bfloat16), pack=False, micro_rows=3).logprobs(b)
     assert lp.dtype == torch.float32
     assert_on_policy(policy.logprobs(b), lp, b.mask, tol=.02, share=.95)
 
@@ -164,7 +167,7 @@ def test_bf16_ratio_is_near_one():
 def test_fp32_master_weights():
     "LAWS 30: a model that comes in bf16 trains in fp32, and a hundred Adam steps at 1e-6 move what fp32 moves."
     b = rows(dtype=torch.float32)
-    policy = Policy(model(dtype=torch.bfloat16), lr=1e-6, device="cpu", dtype=torch.bfloat16)
+    policy = Policy(model(dtype=torch.bfloat16), lr=1e-6, device="cpu", engine=EngineSpec(dtype=torch.bfloat16))
     before = {n: p.detach().clone() for n, p in policy._run.module.named_parameters()}
     assert all(p.dtype == torch.float32 for p in before.values())
     for _ in range(100): policy.step(b, lambda out, b: (-masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}))
@@ -238,7 +241,7 @@ def test_learning_rates_and_frozen_parts_are_the_users():
     net, b = model(), rows(dtype=torch.float32)
     for name, p in net.named_parameters(): p.requires_grad_("lm_head" in name)
     def loss(out, b): return -masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
-    policy = Policy(net, device="cpu", optimizer=lambda ps: torch.optim.SGD(ps, lr=.1), schedule=lambda v: .5, max_norm=None)
+    policy = Policy(net, device="cpu", optimizer=OptimizerSpec(lambda ps: torch.optim.SGD(ps, lr=.1), schedule=lambda v: .5, max_norm=None))
     before = {n: p.detach().clone() for n, p in policy._run.module.trunk.named_parameters()}
     found = gradients(policy)
     assert float(policy.step(b, loss)["lr"]) == pytest.approx(.05)
@@ -252,7 +255,7 @@ def test_half_precision_models_compute_alike():
     net, b = model(dtype=torch.bfloat16), rows(dtype=torch.float32)
     policy, ref = Policy(net, device="cpu", lr=1e-3), Policy(net, frozen=True, device="cpu")
     assert_on_policy(policy.logprobs(b), ref.logprobs(b), b.mask, tol=5e-3)
-    for wrapper in (Critic(net, frozen=True, device="cpu"), Critic(net, low_precision=True, device="cpu"), Policy(net, value_head=True, low_precision=True, device="cpu")):
+    for wrapper in (Critic(net, frozen=True, device="cpu"), Critic(net, engine=EngineSpec(low_precision=True), device="cpu"), Policy(net, value_head=True, engine=EngineSpec(low_precision=True), device="cpu")):
         assert wrapper.values(b).dtype == torch.float32
 
 
@@ -276,7 +279,7 @@ def test_two_losses_in_one_step():
     def pg(out, b): return ppo_loss(out.logprobs, out.logprobs.detach(), b.advantages, b.mask, denom=b.n_tokens)
     def ptx(out, b): return -.5*masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
     def run(*jobs):
-        policy = Policy(net, lr=1e-3, device="cpu", max_norm=1e9)
+        policy = Policy(net, optimizer=adamw(lr=1e-3, max_norm=1e9), device="cpu")
         found = gradients(policy)
         policy.step(*jobs[0], *jobs[1:])
         assert policy.version == 1
@@ -386,7 +389,7 @@ def uneven_rows(*lengths, mask=True, seed=0):
 @pytest.mark.parametrize("at", [None, "steps"])
 @pytest.mark.parametrize("how", [dict(micro_rows=1), dict(micro_tokens=10), dict(micro_rows=1, pack=False)])
 def test_ranks_score_rows_without_a_mask_in_as_many_forward_passes(how, at): # LAW 24
-    b, scorer, calls = uneven_rows(10, 2, 2, 2, 2, 2, mask=False), Scorer(model(), device="cpu", at=at, **how), []
+    b, scorer, calls = uneven_rows(10, 2, 2, 2, 2, 2, mask=False), Scorer(model(), device="cpu", outputs=scores_after(at) if at else None, **how), []
     b["steps"] = torch.arange(10) == b.lengths[:, None] - 1
     masked = Batch(**b.columns, mask=torch.zeros(6, 10, dtype=torch.bool))
     scorer._run.module.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -450,7 +453,7 @@ def test_clear_errors():
 
 
 def test_a_dtype_that_is_text_is_refused_by_name():
-    with pytest.raises(TypeError, match="dtype=torch.bfloat16"): Policy(model(), dtype="bfloat16", device="cpu")
+    with pytest.raises(TypeError, match="dtype=torch.bfloat16"): Policy(model(), engine=EngineSpec(dtype="bfloat16"), device="cpu")
 
 
 @pytest.mark.parametrize("Wrapper, call", [(Policy, "logprobs"), (Policy, "step"), (Critic, "values"), (Scorer, "scores"), (Scorer, "step")])

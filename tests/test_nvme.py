@@ -6,6 +6,8 @@ import pytest
 import torch
 from forked import on_ranks
 from rlblocks import Policy, masked_mean
+from rlblocks.engines.base import zero
+from rlblocks.engines.optim import adamw
 from tiny import APART, NEAR, model, rows
 
 
@@ -23,7 +25,7 @@ def absent():
 
 
 LR = 1e-4
-HOW = dict(lr=LR, weight_decay=.1, max_norm=.5, device="cpu", micro_rows=4)
+HOW = dict(optimizer=adamw(lr=LR, weight_decay=.1, max_norm=.5), device="cpu", micro_rows=4)
 # 1.4 MiB of weights a rank: less than 1 MiB DeepSpeed does not swap
 def net(seed=0): return model(hidden_size=128, intermediate_size=512, num_hidden_layers=3, seed=seed)
 def loss(out, b): return -masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
@@ -31,7 +33,7 @@ def weights(policy): return {k: x for bucket in policy._run.model.iter_full_para
 
 
 def one_rank(rank, world, folder):
-    nvme, plain = Policy(net(), engine="zero3", offload="nvme", nvme=str(folder), **HOW), Policy(net(), **HOW)
+    nvme, plain = Policy(net(), engine=zero(3, offload="nvme", nvme=str(folder)), **HOW), Policy(net(), **HOW)
     for step in range(4):
         b = rows(B=9, seed=step, dtype=torch.float32)
         a, c = nvme.step(b.parts(world)[rank], loss), plain.step(b, loss)

@@ -1,4 +1,5 @@
 "Optimizers and schedules through the wrappers: resumed to the bit, equal on one rank and on two, in fp32 whatever the model came in (LAWS 30)."
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from forked import on_ranks
 from rlblocks import Checkpoint, Policy, ppo_loss
 from rlblocks.engines.ema import Ema
 from rlblocks.engines.optim import adamw, adamw_8bit, cosine, freeze_, muon, wsd
+from rlblocks.engines.base import EngineSpec, engine_of
 from tiny import NEAR, bound, model, rows, steady
 
 LR = 1e-2
@@ -28,7 +30,7 @@ def test_resumed_equals_undisturbed(tmp_path, name):
     "Six steps at once, and three, a checkpoint, and three more: weights, moving average and learning rates to the bit (LAWS 20)."
     def run(steps, checkpoint):
         big = dict(hidden_size=64, intermediate_size=128) if name == "8bit" else {}
-        policy = Policy(model(**big), optimizer=MAKERS.get(name, adamw_8bit(lr=1e-2)), schedule=wsd(6, warmup=2, decay=3), device="cpu")
+        policy = Policy(model(**big), optimizer=replace(MAKERS.get(name, adamw_8bit(lr=1e-2)), schedule=wsd(6, warmup=2, decay=3)), device="cpu")
         ema = Ema(policy, decay=.9)
         for step in checkpoint(steps, policy=policy, ema=ema):
             rate = float(policy.step(batch(step), loss)["lr"])
@@ -56,7 +58,7 @@ def test_groups_know_the_models_names():
 def test_a_half_precision_model_steps_in_fp32():
     "LAWS 30: a model that comes in bfloat16 moves by steps that bfloat16 could not hold, with fp32 states; asked for low precision, it does not."
     def moved(**how):
-        policy = Policy(model(dtype=torch.bfloat16), lr=1e-6, max_norm=None, device="cpu", **how)
+        policy = Policy(model(dtype=torch.bfloat16), device="cpu", **dict(optimizer=adamw(lr=1e-6, max_norm=None)) | how)
         before = weights(policy)
         for step in range(10): policy.step(batch(step), loss)
         after = weights(policy)
@@ -65,7 +67,7 @@ def test_a_half_precision_model_steps_in_fp32():
         return sum((after[n] != before[n]).sum().item() for n in big)/sum(before[n].numel() for n in big), dtypes
     share, dtypes = moved(optimizer=adamw(lr=1e-6))
     assert share > .99 and dtypes == {torch.float32}
-    share, dtypes = moved(low_precision=True)
+    share, dtypes = moved(engine=EngineSpec(low_precision=True))
     assert share < .5 and dtypes == {torch.bfloat16}
 
 
@@ -98,7 +100,7 @@ def sharded(rank, ranks, folder):
     from rlblocks import SpmdPool
     with SpmdPool(timeout=300.) as pool:
         for name, make in MAKERS.items():
-            policy = pool.place(Policy, model(), engine="fsdp2", optimizer=make, schedule=cosine(4, end=.5), device="cpu")
+            policy = pool.place(Policy, model(), engine="fsdp2", optimizer=replace(make, schedule=cosine(4, end=.5)), device="cpu")
             ema = pool.place(Ema, policy, decay=.5)
             for step in range(4):
                 policy.step(batch(step), loss)
@@ -114,7 +116,7 @@ def sharded(rank, ranks, folder):
 def test_sharded_as_in_one_process(tmp_path, ranks):
     on_ranks(sharded, (tmp_path,), ranks, group=False)
     for name, make in MAKERS.items():
-        policy = Policy(model(), optimizer=make, schedule=cosine(4, end=.5), device="cpu")
+        policy = Policy(model(), optimizer=replace(make, schedule=cosine(4, end=.5)), device="cpu")
         start, ema = weights(policy), Ema(policy, decay=.5)
         for step in range(4):
             policy.step(batch(step), loss)
@@ -156,18 +158,20 @@ def float16(world, rank, folder):
     "Every engine refuses to train where small gradients vanish, names the way out, which trains, and reads with a frozen float16 model."
     half, b = (lambda: model(dtype=torch.float16)), batch(0)
     fp32 = Policy(model(dtype=torch.float16).float(), frozen=True, device="cpu").logprobs(b)
-    for how in ({}, dict(engine="fsdp2"), dict(engine="zero1"), dict(engine="zero2"), dict(engine="zero3"), dict(tensor_parallel=2)):
-        for odd in (dict(), dict(dtype=torch.float16), dict(low_precision=True, dtype=torch.bfloat16), dict(lora=dict(r=2))):
+    for how in ({}, dict(engine="fsdp2"), dict(engine="zero1"), dict(engine="zero2"), dict(engine="zero3"), dict(engine=EngineSpec(tensor_parallel=2))):
+        spec = engine_of(how.get("engine"))
+        for odd in (dict(), dict(engine=replace(spec, dtype=torch.float16)), dict(engine=replace(spec, low_precision=True, dtype=torch.bfloat16)), dict(lora=dict(r=2))):
             with pytest.raises(ValueError, match="in float16 a gradient below 6e-8 is 0.*dtype=torch.bfloat16 or dtype=torch.float32"): Policy(half(), device="cpu", **how | odd)
-        with pytest.raises(ValueError, match="in float16"): Policy(model(), device="cpu", dtype=torch.float16, **how)
+        with pytest.raises(ValueError, match="in float16"): Policy(model(), device="cpu", engine=replace(spec, dtype=torch.float16))
         assert (Policy(half(), frozen=True, device="cpu", **how).logprobs(b)-fp32).abs().max() < .02, how
-    for how in (dict(), dict(engine="fsdp2"), dict(engine="zero3")):
+    for how in (None, "fsdp2", "zero3"):
         for dtype in (torch.bfloat16, torch.float32):
             for lora in (None, dict(r=2)):
-                if lora and dtype == torch.bfloat16 and "zero3" in how.values():
-                    with pytest.raises(ValueError, match="in torch.float16 are not gathered while torch.bfloat16 computes; load them in torch.bfloat16"): Policy(half(), dtype=dtype, device="cpu", lora=lora, **how)
+                spec = replace(engine_of(how), dtype=dtype)
+                if lora and dtype == torch.bfloat16 and how == "zero3":
+                    with pytest.raises(ValueError, match="in torch.float16 are not gathered while torch.bfloat16 computes; load them in torch.bfloat16"): Policy(half(), engine=spec, device="cpu", lora=lora)
                     continue
-                policy = Policy(half(), lr=1e-2, dtype=dtype, device="cpu", lora=lora, **how)
+                policy = Policy(half(), lr=1e-2, engine=spec, device="cpu", lora=lora)
                 assert float(policy.step(batch(1), loss)["grad_norm"]) > 1e-3, (how, dtype)
     return True
 

@@ -23,6 +23,7 @@ from rlblocks.testing.laws import check_loss
 from rlblocks.testing.oracles import sample_columns
 from rlblocks.losses.unpaired import kto_loss
 from rlblocks.models.step import micro_batches
+from rlblocks.engines.optim import adamw
 from tiny import apart, gradients, model, rows
 
 FOUR = ("chosen", "rejected", "ref_chosen", "ref_rejected")
@@ -323,7 +324,7 @@ def test_a_step_of_a_policy_is_one_gradient_however_cut(loss):
     net, b = model(dtype=torch.float64), preferred()
     assert (b.n_units, b.n_rows) == (7, 13)
     def step(micro_rows, b=b):
-        policy = Policy(net, lr=1e-3, max_norm=1e9, device="cpu", micro_rows=micro_rows)
+        policy = Policy(net, optimizer=adamw(lr=1e-3, max_norm=1e9), device="cpu", micro_rows=micro_rows)
         found = gradients(policy)
         return found, policy.step(b, loss), len(micro_batches(policy._run, b))
     whole, metrics, one = step(16)
@@ -336,7 +337,7 @@ def test_a_step_of_a_policy_is_one_gradient_however_cut(loss):
         found, others, _ = step(16, b.drop("unit")[b.mask.any(1)])
         assert apart(found, whole) < 1e-10 and float(others["loss"]) == pytest.approx(float(metrics["loss"]), rel=1e-9)
     if loss is dpo: # −β·σ(−βΔ)/7 on the log-prob of each chosen answer: against autograd without a Policy, LAWS 21
-        policy = Policy(net, lr=1e-3, max_norm=1e9, device="cpu")
+        policy = Policy(net, optimizer=adamw(lr=1e-3, max_norm=1e9), device="cpu")
         found = gradients(policy)
         c, r = pairs(sequence_logprobs(policy.logprobs(b), b.mask), b)
         rc, rr = pairs(sequence_logprobs(b.ref_logprobs, b.mask), b)

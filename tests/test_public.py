@@ -31,7 +31,7 @@ def public(module):
             yield name, thing
             for method, f in vars(thing).items():
                 f = f.__func__ if isinstance(f, staticmethod | classmethod) else f
-                if inspect.isfunction(f) and f.__code__.co_filename == lib.__file__ and (method == "__init__" or not method.startswith("_")): yield f"{name}.{method}", f
+                if inspect.isfunction(f) and inspect.unwrap(f).__code__.co_filename == lib.__file__ and (method == "__init__" or not method.startswith("_")): yield f"{name}.{method}", f
         elif inspect.isfunction(thing): yield name, thing
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from forked import on_ranks
 from rlblocks import Batch, Checkpoint, Policy, merge, ppo_loss
+from rlblocks.engines.optim import adamw
 from tiny import apart, exact, gradients, model, rows
 
-HOW = dict(lr=1e-3, max_norm=1e9, device="cpu", micro_rows=2, pack=True)
+HOW = dict(optimizer=adamw(lr=1e-3, max_norm=1e9), device="cpu", micro_rows=2, pack=True)
 
 
 def net(): return exact(model(dtype=torch.float64))

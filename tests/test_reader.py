@@ -12,6 +12,7 @@ from rlblocks import Batch, Critic, Policy, Rollout, Scorer, aggregate, entropy,
 from rlblocks.models.head import bending
 from rlblocks.models.forward import Forward
 from rlblocks.models.probes import look_ahead, pack_by
+from rlblocks.engines.base import EngineSpec
 
 KINDS = dict(llama={}, qwen2={}, qwen3={}, mistral={}, gemma={}, gemma2=dict(final_logit_softcapping=3.), granite=dict(logits_scaling=8.), cohere=dict(logit_scale=.0625),
              gpt2={}, qwen3_moe={})
@@ -201,7 +202,7 @@ def test_a_model_that_is_not_causal_is_refused(name):
             with pytest.raises(ValueError, match=f"{Wrapper.__name__}: .*{words}"): Wrapper(net, device="cpu")
     if not hasattr(net, "config"):
         with pytest.raises(ValueError, match=f"Critic: {words}"): Critic(Row(name, logits=False), device="cpu")
-    for how in (dict(pack=False), dict(frozen=True, dtype=torch.bfloat16)):
+    for how in (dict(pack=False), dict(frozen=True, engine=EngineSpec(dtype=torch.bfloat16))):
         with pytest.raises(ValueError, match=words): Policy(net, device="cpu", **how)
 
 

@@ -4,6 +4,8 @@ import tiny
 import torch
 from rlblocks import Batch, Policy, expert_load, masked_mean, moe_balance_loss, router_z_loss
 from rlblocks.models.routers import experts_per_token, picked, router_columns, routers_of
+from rlblocks.engines.base import EngineSpec
+from rlblocks.engines.optim import adamw
 from torch.testing import assert_close
 
 KINDS = ["mixtral", "qwen2_moe", "qwen3_moe"]
@@ -40,7 +42,7 @@ def loss(out, b):
 
 
 def gradient(model, b, **how):
-    policy = Policy(model, device="cpu", max_norm=None, **how)
+    policy = Policy(model, device="cpu", optimizer=adamw(max_norm=None), **how)
     found = tiny.gradients(policy)
     metrics = policy.step(loaded(policy, b), loss, router_logits=True)
     return float(metrics["loss"]), found
@@ -66,11 +68,11 @@ def test_columns_are_the_models_own():
         assert_close(tiny.read(policy, b, routers="scores").router_logits.detach(), want, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("how", [dict(checkpointing=True), dict(lora=dict(r=2, target_modules=["q_proj"])), dict(value_head=True)])
+@pytest.mark.parametrize("how", [dict(engine=EngineSpec(checkpointing=True)), dict(lora=dict(r=2, target_modules=["q_proj"])), dict(value_head=True)])
 def test_under_what_stands_around_the_model(how):
     "Layers computed again in the backward pass; an adapter's wrapping; a value head."
     b, model = batch(), net("qwen3_moe")
-    policy = Policy(model, device="cpu", micro_rows=5, max_norm=None, **how)
+    policy = Policy(model, device="cpu", micro_rows=5, optimizer=adamw(max_norm=None), **how)
     plain = Policy(model, device="cpu")
     assert_close(policy.expert_counts(b), plain.expert_counts(b))
     found = tiny.gradients(policy)

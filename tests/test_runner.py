@@ -171,7 +171,7 @@ def test_wrappers_step_with_what_they_give():
         critic = Critic(net(), **how)
         critic.step(started(policy, b), lambda out, b: value_loss(out.values, b.old_values, b.returns, b.mask, denom=b.n_tokens))
         Scorer(net(), **how).step(b, lambda out, b: rl.bradley_terry_loss(*pairs(out.scores, b), denom=b.n_units))
-        Scorer(net(), at="steps", **how).step(b, lambda out, b: (torch.where(b.steps, (out.scores-1)**2, 0.).sum()/b.n_tokens, {}))
+        Scorer(net(), outputs=rl.scores_after("steps"), **how).step(b, lambda out, b: (torch.where(b.steps, (out.scores-1)**2, 0.).sum()/b.n_tokens, {}))
 
 
 # -- threads

@@ -13,6 +13,7 @@ from rlblocks import Batch, Critic, Policy, merge
 from rlblocks.models.forward import Forward
 from rlblocks.models.probes import mixer, pack_by
 from rlblocks.placement.spmd import SpmdPool
+from rlblocks.engines.base import EngineSpec
 from test_ranks import prompted
 from tiny import apart, exact, gradients, model, rows, steady
 
@@ -22,7 +23,7 @@ RUNS = {2: [(None, 2, MOST), ("fsdp2", 2, ("ppo, uneven rows", "grpo")), ("zero1
         4: [(None, 4, ("grpo", "dpo pairs", "critic")), (None, 2, ("ppo, uneven rows", "tied weights, whole on every rank", "scorer")),
             ("fsdp2", 2, ("sft, fewer rows than ranks", "tied weights, whole on every rank", "value head"))]}
 KINDS = dict(llama={}, gemma2={}, mistral_window={}, gpt2={}, qwen3=dict(num_key_value_heads=1))         # softcaps, windows, learned positions, one key head
-DOUBLE = dict(optimizer=steady(1e-3), max_norm=1e9, device="cpu", micro_tokens=150, micro_rows=8)
+DOUBLE = dict(optimizer=steady(1e-3, max_norm=1e9), device="cpu", micro_tokens=150, micro_rows=8)
 
 
 def shared_prompts(dtype=torch.float64):
@@ -79,7 +80,7 @@ def half_to_read(rank, world):
     "Only the first token after the prompt of the first row counts: the other ranks have nothing to read, and wait for nobody."
     b = shared_prompts()
     b["mask"] = torch.zeros_like(b.mask).index_put((torch.tensor(0), b.mask[0].nonzero()[0]), torch.tensor(True))
-    policy, plain = Policy(twice("llama"), sequence_parallel=world, **DOUBLE), Policy(twice("llama"), **DOUBLE)
+    policy, plain = Policy(twice("llama"), engine=EngineSpec(sequence_parallel=world), **DOUBLE), Policy(twice("llama"), **DOUBLE)
     ours, theirs = gradients(policy), gradients(plain)
     policy.step(b, weighted, entropy=True), plain.step(b, weighted, entropy=True)
     assert apart(ours, theirs) < 1e-10
@@ -88,7 +89,7 @@ def half_to_read(rank, world):
 def under_a_pool(rank, world):
     "A loop hands in whole batches; the lowest rank of a replica answers for it."
     b, pool = shared_prompts(), SpmdPool(timeout=300)
-    policy, plain = pool.place(Policy, twice("llama"), sequence_parallel=2, **DOUBLE), Policy(twice("llama"), **DOUBLE)
+    policy, plain = pool.place(Policy, twice("llama"), engine=EngineSpec(sequence_parallel=2), **DOUBLE), Policy(twice("llama"), **DOUBLE)
     assert policy.replica == rank//2
     for _ in range(2): metrics, want = policy.step(b, weighted, entropy=True), plain.step(b, weighted, entropy=True)
     assert metrics.keys() == want.keys() and all(float(metrics[k]) == pytest.approx(float(x), rel=1e-9, abs=1e-12) for k, x in want.items())
@@ -100,7 +101,7 @@ def under_a_pool(rank, world):
 def under_an_adapter(rank, world):
     "LoRA on a base that is whole on every rank, and a reference on the same base that shares no rows."
     b, lora = shared_prompts(torch.float32), dict(r=4, init_lora_weights=False)
-    policy, plain = Policy(model(), lora=lora, sequence_parallel=world, **DOUBLE), Policy(model(), lora=lora, **DOUBLE)
+    policy, plain = Policy(model(), lora=lora, engine=EngineSpec(sequence_parallel=world), **DOUBLE), Policy(model(), lora=lora, **DOUBLE)
     ours, theirs = gradients(policy), gradients(plain)
     policy.step(b, weighted, entropy=True), plain.step(b, weighted, entropy=True)
     assert apart(ours, theirs) < 1e-5
@@ -113,7 +114,7 @@ def under_routers(rank, world):
     b, pool = routers.batch(), SpmdPool(timeout=300)
     how = dict(optimizer=steady(1e-2), device="cpu", micro_rows=5)
     for kind, shares in (("mixtral", 2), ("qwen2_moe", world)):
-        policy, plain = pool.place(Policy, lambda kind=kind: routers.net(kind), sequence_parallel=shares, **how), Policy(routers.net(kind), **how)
+        policy, plain = pool.place(Policy, lambda kind=kind: routers.net(kind), engine=EngineSpec(sequence_parallel=shares), **how), Policy(routers.net(kind), **how)
         before = full(plain)
         for _ in range(3):
             assert torch.equal(policy.expert_counts(b), plain.expert_counts(b)) and torch.equal(policy.expert_counts(b, top_k=1), plain.expert_counts(b, top_k=1))
@@ -121,7 +122,7 @@ def under_routers(rank, world):
             assert metrics.keys() == want.keys() and all(float(metrics[k]) == pytest.approx(float(x), rel=1e-9, abs=1e-12) for k, x in want.items()) and float(want["grad_norm"]) > .1
         ours, theirs = full(policy), full(plain)
         for name, x in theirs.items(): assert (ours[name]-x).abs().max() < 1e-9 and (x-before[name]).abs().max() > 1e-4, (kind, name)
-    b, chosen = b[:8], Policy(routers.deepseek(), device="cpu", sequence_parallel=world, frozen=True)       # picks that the scores do not show
+    b, chosen = b[:8], Policy(routers.deepseek(), device="cpu", engine=EngineSpec(sequence_parallel=world), frozen=True)       # picks that the scores do not show
     assert torch.equal(chosen.expert_counts(b), Policy(routers.deepseek(), device="cpu", frozen=True).expert_counts(b))
 
 
@@ -131,17 +132,17 @@ def full(policy): return {k: x.clone() for bucket in policy.weights().buckets(1 
 def refused(rank, world):
     "What cannot be shared says so, on every rank."
     b = shared_prompts(torch.float32)
-    policy = Policy(model(), sequence_parallel=2, **DOUBLE)
+    policy = Policy(model(), engine=EngineSpec(sequence_parallel=2), **DOUBLE)
     with pytest.raises(ValueError, match="ranks 0 and 1 share rows, and were given unlike ones"): policy.logprobs(b[:8] if rank else b)
     if world//2 == 1:
         with pytest.raises(ValueError, match="a batch cut in 2, but 1 replica"): policy.step(b.parts(2)[0], weighted)
-    with pytest.raises(ValueError, match=f"sequence_parallel={world+1} wants a world of {world+1} ranks"): Policy(model(), sequence_parallel=world+1, **DOUBLE)
-    with pytest.raises(ValueError, match="pack=False"): Policy(model(), sequence_parallel=2, pack=False, **DOUBLE)
+    with pytest.raises(ValueError, match=f"sequence_parallel={world+1} wants a world of {world+1} ranks"): Policy(model(), engine=EngineSpec(sequence_parallel=world+1), **DOUBLE)
+    with pytest.raises(ValueError, match="pack=False"): Policy(model(), engine=EngineSpec(sequence_parallel=2), pack=False, **DOUBLE)
     heads = dict(num_attention_heads=6 if world == 4 else 3, hidden_size=24)
-    with pytest.raises(ValueError, match=f"has {heads['num_attention_heads']} heads, which cannot be divided among {world} ranks"): Policy(model(num_key_value_heads=3, **heads), sequence_parallel=world, **DOUBLE)
-    with pytest.raises(ValueError, match=r"Policy: sequence_parallel=2, but in Lfm2ForCausalLM tokens meet outside attention, first in 'model\.layers\.0\.conv"): Policy(convolved(), sequence_parallel=2, **DOUBLE)
+    with pytest.raises(ValueError, match=f"has {heads['num_attention_heads']} heads, which cannot be divided among {world} ranks"): Policy(model(num_key_value_heads=3, **heads), engine=EngineSpec(sequence_parallel=world), **DOUBLE)
+    with pytest.raises(ValueError, match=r"Policy: sequence_parallel=2, but in Lfm2ForCausalLM tokens meet outside attention, first in 'model\.layers\.0\.conv"): Policy(convolved(), engine=EngineSpec(sequence_parallel=2), **DOUBLE)
     turning = model(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.), max_position_embeddings=16)
-    with pytest.raises(ValueError, match="'dynamic' rotary embedding of LlamaForCausalLM turns with the longest position beyond 16"): Policy(turning, sequence_parallel=2, **DOUBLE).logprobs(b)
+    with pytest.raises(ValueError, match="'dynamic' rotary embedding of LlamaForCausalLM turns with the longest position beyond 16"): Policy(turning, engine=EngineSpec(sequence_parallel=2), **DOUBLE).logprobs(b)
 
 
 CHECKS = [half_to_read, under_a_pool, under_an_adapter, under_routers, refused]
@@ -217,5 +218,5 @@ def test_layers_where_tokens_meet_are_named():
 
 
 def test_a_world_of_one_shares_with_nobody():
-    with pytest.raises(ValueError, match="sequence_parallel=2 wants a world of 2 ranks, or a multiple; this one has 1"): Critic(model(), sequence_parallel=2, device="cpu")
-    with pytest.raises(ValueError, match="sequence_parallel=0"): Critic(model(), sequence_parallel=0, device="cpu")
+    with pytest.raises(ValueError, match="sequence_parallel=2 wants a world of 2 ranks, or a multiple; this one has 1"): Critic(model(), engine=EngineSpec(sequence_parallel=2), device="cpu")
+    with pytest.raises(ValueError, match="sequence_parallel=0"): Critic(model(), engine=EngineSpec(sequence_parallel=0), device="cpu")

@@ -1,9 +1,12 @@
 "Settings are values: an engine's and an optimizer's say what the words say, and travel to where they act."
+import inspect
+
 import pytest
 import torch
 from rlblocks import Critic, Policy, Scorer
-from rlblocks.engines.base import Engine, as_words, fsdp2, plain, zero
+from rlblocks.engines.base import Engine, fsdp2, plain, zero
 from rlblocks.engines.optim import OptimizerSpec, adamw, adamw_8bit, cosine, muon
+from rlblocks.engines.plain import Plain
 from rlblocks.engines.world import leave_world
 from tiny import model, rows
 
@@ -38,8 +41,64 @@ def test_an_optimizers_value_has_clipping_and_schedule():
 
 
 def test_settings_that_cannot_be_are_refused_where_they_are_written():
-    for make, words in ((lambda: zero(3, offload="nvme"), "nvme=None"), (lambda: adamw(lr=-1.), "adamw: lr=-1.0; a number of 0 or more"), (lambda: muon(betas=(1., 2.)), "muon: betas="),
-                        (lambda: adamw_8bit(max_norm=0.), "max_norm=0.0; a number above 0"), (lambda: as_words(fsdp2(), dtype=torch.bfloat16), "dtype= stands beside")):
+    for make, words in ((lambda: zero(3, offload="nvme"), "nvme=None"), (lambda: adamw(lr=-1.), "adamw: lr=-1.0; a number of 0 or more"),
+                        (lambda: muon(betas=(1., 2.)), "muon: betas="), (lambda: adamw_8bit(max_norm=0.), "max_norm=0.0; a number above 0")):
         with pytest.raises(ValueError, match=words): make()
-    with pytest.raises(ValueError, match="offload= stands beside"): Policy(model(), engine=fsdp2(), offload="cpu", device="cpu")
     assert adamw().adamw and adamw_8bit().adamw is None and muon().adamw is None
+
+
+LINES = [
+    (dict(offload="cpu"), "offload= belongs to the engine: {}(model, engine=fsdp2(offload='cpu'))"),
+    (dict(engine="zero3", dtype=torch.bfloat16), "dtype= belongs to the engine: {}(model, engine=zero(3, dtype=torch.bfloat16))"),
+    (dict(offload="nvme", nvme="/fast"), "offload= belongs to the engine: {}(model, engine=zero(3, offload='nvme', nvme='/fast'))"),
+    (dict(engine=fsdp2(), checkpointing=True), "checkpointing= belongs to the engine: {}(model, engine=fsdp2(checkpointing=True))"),
+    (dict(gradient_checkpointing=True, tensor_parallel=2), "gradient_checkpointing= belongs to the engine: {}(model, engine=plain(checkpointing=True, tensor_parallel=2))"),
+    (dict(lr=1e-5, max_grad_norm=.5), "max_grad_norm= belongs to the optimizer: {}(model, optimizer=adamw(lr=1e-05, max_norm=0.5))"),
+    (dict(schedule=abs, betas=(.9, .95)), "schedule= belongs to the optimizer: {}(model, optimizer=adamw(schedule=…, betas=(0.9, 0.95)))"),
+    (dict(attn_implementation="eager"), "attn_implementation= belongs to the model: {}(pretrained(model, attention='eager'))"),
+    (dict(load_in_4bit=True), "load_in_4bit= belongs to the model: {}(pretrained(model, quantization='4bit'))"),
+    (dict(learning_rate=1e-5), "learning_rate= is lr= here: {}(model, lr=1e-05)"),
+    (dict(max_batch_tokens=64), "max_batch_tokens= is micro_tokens= here: {}(model, micro_tokens=64)"),
+    (dict(micro_token=64), "there is no argument 'micro_token'; is 'micro_tokens' meant?"),
+]
+
+
+@pytest.mark.parametrize("Wrapper", [Policy, Critic, Scorer])
+@pytest.mark.parametrize("given, line", LINES, ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
+def test_who_writes_a_word_that_moved_is_shown_the_line(Wrapper, given, line):
+    with pytest.raises(TypeError) as e: Wrapper("model", **given)
+    assert str(e.value) == f"{Wrapper.__name__}: " + line.format(Wrapper.__name__)
+
+
+def test_what_a_scorer_reads_is_its_outputs():
+    with pytest.raises(TypeError, match=r"outputs=scores_after\('steps', 2\)"): Scorer(model(), at="steps", outputs=2)
+    with pytest.raises(TypeError, match="scorer.moments = None"): Scorer(model(), normalised=False)
+
+
+@pytest.mark.parametrize("Wrapper", [Policy, Critic, Scorer])
+def test_the_signature_is_the_truth(Wrapper):
+    "No **kwargs: what an editor shows is what there is; twelve at most."
+    params = inspect.signature(Wrapper).parameters
+    assert len(params) <= 12 and not any(p.kind is p.VAR_KEYWORD for p in params.values())
+    for name in ("engine", "optimizer", "lr", "frozen", "micro_tokens", "micro_rows", "pack", "device"): assert name in params
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'model'"): Wrapper()
+
+
+def test_who_stands_on_a_model_takes_it_as_it_is():
+    "Settings of the base beside a view are refused, unless they are the same."
+    base = Policy(model(), engine=plain(dtype=torch.bfloat16), frozen=True, device="cpu")
+    Critic(base, lora=LORA, engine=plain(dtype=torch.bfloat16), device="cpu")
+    for how, words in ((dict(engine=plain(dtype=torch.float64)), "dtype=torch.float64"), (dict(engine="fsdp2"), "engine='fsdp2'"), (dict(engine=plain(checkpointing=True)), "checkpointing=True")):
+        with pytest.raises(ValueError, match=f"Critic: {words} cannot be chosen here"): Critic(base, lora=LORA | dict(name="other"), **how)
+
+
+def test_an_engine_of_ones_own():
+    "What makes an engine stands in a value's place."
+    made = []
+    class Loud(Plain):
+        def step(self, shared):
+            made.append(shared)
+            return super().step(shared)
+    policy = Policy(model(), engine=Loud, lr=1e-3, device="cpu")
+    policy.step(rows(dtype=torch.float32), lambda out, b: (out.logprobs.sum()/b.n_tokens, {}))
+    assert made == [False] and policy.version == 1

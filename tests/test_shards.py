@@ -21,7 +21,7 @@ from tiny import NEAR, model, reach, rows, steady, tokenizer
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.ranks
 LR = 1e-2
-HOW = dict(optimizer=steady(LR, weight_decay=.1), max_norm=.5, device="cpu", micro_rows=4)
+HOW = dict(optimizer=steady(LR, weight_decay=.1, max_norm=.5), device="cpu", micro_rows=4)
 STEPS = 4
 LORA = dict(fsdp2=dict(r=4, lora_alpha=12, use_rslora=True, modules_to_save=["norm"]),
             zero3=dict(r=4, use_dora=True, target_modules=["q_proj", "down_proj"]))
@@ -74,7 +74,7 @@ def save(world, rank, folder):
         scorer.normalise(rows(B=8, dtype=torch.float32))
     for engine, lora in LORA.items():
         policy = Policy(net(), engine=engine, lora=lora, value_head=True,
-                        **HOW | dict(optimizer=steady(.1), max_norm=None))
+                        **HOW | dict(optimizer=steady(.1, max_norm=None)))
         learnt = trained(policy, 3, world, rank, Checkpoint(folder/f"{world}-lora-{engine}", every=3))
         found["lora", engine] = learnt, policy.logprobs(rows(B=8, dtype=torch.float32))
     return found | dict(scorer=(scorer.moments, scorer.scores(rows(B=8, dtype=torch.float32))))

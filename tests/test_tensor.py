@@ -4,6 +4,7 @@ The whole matrix: `pytest -m "" tests/test_tensor.py` (benchmarks/engines.py run
 import resource
 import time
 from importlib.util import find_spec
+from dataclasses import replace
 
 import pytest
 import test_engines as t
@@ -15,13 +16,15 @@ from resident import export_extra, give_back
 from rlblocks import Critic, Policy, SpmdPool, entropy
 from rlblocks.engines.cuts import partial_gradients
 from rlblocks.engines.fsdp import gathered
-from rlblocks.engines.optim import muon
 from rlblocks.checkpoint.shards import read_shards, state_of, write_shards
+from rlblocks.engines.base import EngineSpec, engine_of, fsdp2
+from rlblocks.engines.optim import OptimizerSpec, muon
+from rlblocks.models.loading import pretrained
 from test_engines import HOW, batch, compare, grpo, ppo, run, sft, whole_weights
 from tiny import NEAR, SIZES, model, reach, steady
 
 SIZE = 2
-WAYS = {"tensor": dict(engine=None, tensor_parallel=SIZE), "tensor, fsdp2": dict(engine="fsdp2", tensor_parallel=SIZE), "tensor, sequence": dict(engine=None, tensor_parallel=SIZE, sequence_parallel=2)}
+WAYS = {"tensor": dict(engine=EngineSpec(tensor_parallel=SIZE)), "tensor, fsdp2": dict(engine=fsdp2(tensor_parallel=SIZE)), "tensor, sequence": dict(engine=EngineSpec(tensor_parallel=SIZE, sequence_parallel=2))}
 WORLDS = {2: ["tensor"], 4: ["tensor, fsdp2", "tensor", "tensor, sequence"]}
 
 
@@ -46,15 +49,18 @@ def balanced(out, b):
     return sft(out, b)[0] + .01*torch.where(real, out.router_logits.logsumexp(-1).square().sum(-1), 0.).sum()/b.n_tokens, {}
 
 
+def joined(how, **more): return how | dict(engine=replace(engine_of(how.get("engine")), **more))
+
+
 def cases():
     "Those of the engines, and other ways a plan cuts: norms inside a cut, one table for ids and output, ids that do not divide, softcaps, biases, experts cut and dealt out."
     b, even = batch(), lambda b, world, rank: b.parts(world)[rank] if world > 1 else b
-    policy = lambda *a, how={}, **k: lambda **e: Policy(model(*a, **k), **HOW | how | e)
-    dealt = lambda kind, **how: lambda **e: Policy(model(kind), **HOW | how | e | (dict(expert_parallel=True) if "tensor_parallel" in e else {}))
+    policy = lambda *a, how={}, engine={}, **k: lambda **e: Policy(model(*a, **k), **HOW | how | joined(e, **engine))
+    dealt = lambda kind, **how: lambda **e: Policy(model(kind), **HOW | how | joined(e, expert_parallel="engine" in e))
     plain = {k: c for k, c in t.cases().items() if k not in ("unused weights", "ranks use unlike weights")}       # toys, without a plan
     return plain | {
         "norms inside": (policy("qwen3"), b, even, lambda m, b: m.step(b, ppo, entropy=True)),
-        "tied table, checkpointed": (policy("gemma", how=dict(checkpointing=True)), b, even, lambda m, b: m.step(b, ppo, entropy=True)),
+        "tied table, checkpointed": (policy("gemma", engine=dict(checkpointing=True)), b, even, lambda m, b: m.step(b, ppo, entropy=True)),
         "softcaps": (policy("gemma2"), batch(5), even, lambda m, b: m.step(b, grpo)),
         "33 ids": (policy(vocab_size=33), batch(5), even, lambda m, b: m.step(b, grpo)),
         "logits": (policy(), batch(4), even, lambda m, b: m.step(b, by_logits, logits=True)),
@@ -66,7 +72,7 @@ def cases():
         "experts dealt out, norms inside": (dealt("qwen3_moe"), batch(5), even, lambda m, b: m.step(b, grpo)),
         "a shared expert": (policy("qwen2_moe"), batch(5), even, lambda m, b: m.step(b, sft)),
         "lora, ppo": (policy(how=LORA), b, even, lambda m, b: m.step(b, ppo, entropy=True)),
-        "lora, sft, biases": (policy("qwen2", how=LORA | dict(checkpointing=True)), batch(5), even, lambda m, b: m.step(b, sft)),
+        "lora, sft, biases": (policy("qwen2", how=LORA, engine=dict(checkpointing=True)), batch(5), even, lambda m, b: m.step(b, sft)),
         "lora, experts dealt out": (dealt("mixtral", **LORA), batch(5), even, lambda m, b: m.step(b, grpo)),
         "lora, critic": (lambda **e: Critic(model(), **HOW | LORA | e), b, even, lambda m, b: m.step(b, t.value)),
     }
@@ -78,20 +84,21 @@ QUICK = {"tensor, fsdp2": ("ppo, uneven rows", "sft, fewer rows than ranks", "dp
 
 
 def chosen(way, world, every): return {k: c for k, c in cases().items() if (world == 2 or every or k in QUICK[way]) and not ("sequence" in way and k in ("logits", "measured", "routers"))}
-def replicas(way, world): return world//SIZE//WAYS[way].get("sequence_parallel", 1)
+def replicas(way, world): return world//SIZE//WAYS[way]["engine"].sequence_parallel
 
 
 # -- checks on every rank; `world` and `rank` count replicas, as in test_engines
 def part(b, world, rank): return b.parts(world)[rank] if world > 1 else b
-def cut(kind="llama", engine=None, **more): return Policy(model(kind), **HOW | more, engine=engine, tensor_parallel=SIZE)
+def tensor(engine, **more): return replace(engine_of(engine), tensor_parallel=SIZE, **more)
+def cut(kind="llama", engine=None, **more): return Policy(model(kind), **HOW | more, engine=tensor(engine))
 
 
 def gradients(engine, world, rank, folder):
     "The gradient of every single weight, in fp64, to 1e-6 of its own largest entry (transformers' norms pass through fp32): Adam would hide one that is twice or half as large."
-    b, how = batch(5), HOW | dict(max_norm=None, optimizer=lambda ps: torch.optim.SGD(ps, lr=1.))
+    b, how = batch(5), HOW | dict(optimizer=OptimizerSpec(lambda ps: torch.optim.SGD(ps, lr=1.), max_norm=None))
     for kind, more in [(k, {}) for k in ("qwen3", "qwen2", "gemma", "gemma3", "mixtral", "qwen2_moe", *OTHERS)] + [(k, dict(expert_parallel=True)) for k in ("mixtral", "gpt_oss")]:
         if kind == "gpt_oss" and not more: continue       # experts with biases are only dealt out
-        plain, policy = Policy(in_double(kind), **how), Policy(in_double(kind), **how | more, engine=engine, tensor_parallel=SIZE)
+        plain, policy = Policy(in_double(kind), **how), Policy(in_double(kind), **how, engine=tensor(engine, **more))
         before = whole_weights(plain)
         plain.step(b, ppo, entropy=True), policy.step(part(b, world, rank), ppo, entropy=True)
         found, want = ({k: x-before[k] for k, x in whole_weights(m).items()} for m in (policy, plain))
@@ -163,7 +170,7 @@ def reshards(engine, world, rank, folder):
         assert shards
         write_shards(shards, folder/f"{kind}-{engine}")
         dist.barrier()
-        for again in (Policy(model(kind, seed=1), **HOW, engine=engine, tensor_parallel=SIZE), other):
+        for again in (Policy(model(kind, seed=1), **HOW, engine=tensor(engine)), other):
             again.load_state_dict(read_shards(rest, again, "policy", folder/f"{kind}-{engine}"))
         want = policy.state_dict()
         for one in (other, cut(kind, engine)):
@@ -176,7 +183,7 @@ def reshards(engine, world, rank, folder):
 
 def export_peak(engine, world, rank, folder):
     "LAWS 22: beside the pieces an export holds one bucket and one weight."
-    policy = Policy(model(hidden_size=256, intermediate_size=8192, num_hidden_layers=4), **HOW, engine=engine, tensor_parallel=SIZE)
+    policy = Policy(model(hidden_size=256, intermediate_size=8192, num_hidden_layers=4), **HOW, engine=tensor(engine))
     mb = 8            # 8 MiB each of three a layer, cut by rows and by columns
     extra, most = export_extra(policy._run.model.iter_full_params, 3*mb << 20), 3*mb + mb + (mb/SIZE if engine else 0) + mb/2
     print(f"peak {engine} {world} {rank}: {extra:.1f} of {most:.1f} MiB")
@@ -187,8 +194,8 @@ def adapters(engine, world, rank, folder):
     "Policy, reference and critic on one base that is cut: A and B, their gradients, moments, states and folders are those of one process."
     from peft import PeftModel
     b, made = batch(5), []
-    for how in (dict(engine=engine, tensor_parallel=SIZE), {}):
-        policy = Policy(model(), **HOW | LORA | how, checkpointing=True)
+    for spec in (tensor(engine), EngineSpec()):
+        policy = Policy(model(), **HOW | LORA, engine=replace(spec, checkpointing=True))
         made.append((policy, Policy(policy, lora=None), Critic(policy, **HOW | LORA | dict(lora="value"))))
     (policy, ref, critic), (plain, _, judge) = made
     first, start = ref.logprobs(b), t.copied(policy.state_dict())
@@ -204,13 +211,13 @@ def adapters(engine, world, rank, folder):
     policy.save_pretrained(folder/"adapter", adapter=True), policy.save_pretrained(folder/"merged")
     near(Policy(folder/"merged", frozen=True, device="cpu").logprobs(b), lp)
     near(Policy(PeftModel.from_pretrained(model(), folder/"adapter").merge_and_unload(), frozen=True, device="cpu").logprobs(b), lp)
-    held = Policy(model(), **HOW, frozen=True, engine=engine, tensor_parallel=SIZE)       # a frozen wrapper takes them too
+    held = Policy(model(), **HOW, frozen=True, engine=tensor(engine))       # a frozen wrapper takes them too
     again = Policy(held, **HOW | LORA | dict(lora=folder/"adapter"))
     near(again.logprobs(b), lp), near(held.logprobs(b), first)
     again.load_state_dict(plain.state_dict()), plain.load_state_dict(t.copied(policy.state_dict()))
     for p, rows in ((policy, part(b, world, rank)), (again, part(b, world, rank)), (plain, b)): p.step(rows, sft)
     for p in (again, plain): same(p.state_dict(), policy.state_dict(), NEAR*LR)
-    policy, plain = (Policy(model(dtype=torch.bfloat16), **HOW | LORA | how) for how in (dict(engine=engine, tensor_parallel=SIZE), {}))
+    policy, plain = (Policy(model(dtype=torch.bfloat16), **HOW | LORA | how) for how in (dict(engine=tensor(engine)), {}))
     policy.step(part(b, world, rank), sft)
     plain.load_state_dict(policy.state_dict())       # sums in bf16 differ by what is cut, the same adapter merges to the same weights
     want = whole_weights(plain)
@@ -229,9 +236,9 @@ def same(state, want, far):
 
 def adapters_gradients(engine, world, rank, folder):
     "As `gradients`, of every A and B, where plans cut in all the ways they have for linear layers."
-    b, how = batch(5), HOW | dict(max_norm=None, optimizer=lambda ps: torch.optim.SGD(ps, lr=1.), lora=dict(r=4, lora_alpha=8))
+    b, how = batch(5), HOW | dict(optimizer=OptimizerSpec(lambda ps: torch.optim.SGD(ps, lr=1.), max_norm=None), lora=dict(r=4, lora_alpha=8))
     for kind in ("llama", "qwen2", "phi3"):
-        plain, policy = Policy(in_double(kind), **how), Policy(in_double(kind), **how, engine=engine, tensor_parallel=SIZE)
+        plain, policy = Policy(in_double(kind), **how), Policy(in_double(kind), **how, engine=tensor(engine))
         before = [{k: x.clone() for k, x in plain.state_dict()["module"].items()}]
         for _ in range(2):               # in the first B is 0, and no gradient comes to A
             plain.step(b, ppo, entropy=True), policy.step(part(b, world, rank), ppo, entropy=True)
@@ -258,7 +265,7 @@ def one_fails(engine, world, rank, folder):
 def placed(engine, world, rank, folder):
     "A pool cuts a batch by replicas and joins the answers, once each."
     b, plain, pool = batch(), Policy(model(), **HOW), SpmdPool()
-    policy = pool.place(Policy, model(), **HOW, engine=engine, tensor_parallel=SIZE)
+    policy = pool.place(Policy, model(), **HOW, engine=tensor(engine))
     assert policy.replica == rank
     mine, theirs = policy.step(b, ppo, entropy=True), plain.step(b, ppo, entropy=True)
     assert mine.keys() == theirs.keys() and all(float(mine[k]) == pytest.approx(float(x), rel=1e-4, abs=1e-5) for k, x in theirs.items())
@@ -269,26 +276,26 @@ def refuses(engine, world, rank, folder):
     "What cannot be cut says why, by name."
     for match, make in {
         r"GPT2LMHeadModel has no plan .*engine=\"fsdp2\"": lambda: cut("gpt2", engine),
-        r"Routed has no plan": lambda: Policy(lambda: t.Routed(False), **HOW, tensor_parallel=SIZE),
-        r"k_proj has 1 head, which 2 ranks": lambda: Policy(model(num_key_value_heads=1), **HOW, tensor_parallel=SIZE),
-        r"gate_proj has 63 features, which 2 ranks": lambda: Policy(model(intermediate_size=63), **HOW, tensor_parallel=SIZE),
-        r"engine='zero1' does not go with it": lambda: Policy(model(), **HOW, engine="zero1", tensor_parallel=SIZE),
-        r"LlamaForCausalLM has no such plan": lambda: cut(engine=engine, expert_parallel=True),
-        r"say how many, tensor_parallel": lambda: Policy(model("mixtral"), **HOW, expert_parallel=True),
+        r"Routed has no plan": lambda: Policy(lambda: t.Routed(False), **HOW, engine=EngineSpec(tensor_parallel=SIZE)),
+        r"k_proj has 1 head, which 2 ranks": lambda: Policy(model(num_key_value_heads=1), **HOW, engine=EngineSpec(tensor_parallel=SIZE)),
+        r"gate_proj has 63 features, which 2 ranks": lambda: Policy(model(intermediate_size=63), **HOW, engine=EngineSpec(tensor_parallel=SIZE)),
+        r"engine='zero1' does not go with it": lambda: Policy(model(), **HOW, engine=EngineSpec("zero1", tensor_parallel=SIZE)),
+        r"LlamaForCausalLM has no such plan": lambda: Policy(model(), **HOW, engine=tensor(engine, expert_parallel=True)),
+        r"say how many, tensor_parallel": lambda: Policy(model("mixtral"), **HOW, engine=EngineSpec(expert_parallel=True)),
         r"tensor_parallel=2: Muon does not step one that is flat": lambda: cut(engine=engine, optimizer=muon()),
-        r"ranks 0 and 1 built different models": lambda: Policy(model(seed=min(dist.get_rank(), 1)), **HOW, engine=engine, tensor_parallel=SIZE),
+        r"ranks 0 and 1 built different models": lambda: Policy(model(seed=min(dist.get_rank(), 1)), **HOW, engine=tensor(engine)),
         r"use_dora starts from whole weights, and tensor_parallel=2 has cut these": lambda: cut(engine=engine, lora=dict(r=2, use_dora=True)),
         r"modules_to_save starts from whole weights, and tensor_parallel=2": lambda: Policy(cut(engine=engine, frozen=True), **HOW, lora=dict(r=2, modules_to_save=["norm"])),
         r"lm_head gives logits": lambda: cut(engine=engine, lora=dict(r=2, target_modules=["q_proj", "lm_head"])),
         r"embed_tokens is no linear layer": lambda: cut(engine=engine, lora=dict(r=2, target_modules=["embed_tokens"])),
         r"shared_expert.gate_proj is whole on every rank": lambda: cut("qwen2_moe", engine, lora=dict(r=2)),
-        r"LlamaForCausalLM's are quantized": lambda: Policy(folder/"merged", quantization="4bit", lora=dict(r=2), device="cpu", tensor_parallel=SIZE),       # of `adapters`
-        r"tensor_parallel=2 cannot be chosen here": lambda: Policy(Policy(model(), frozen=True, **HOW), **HOW, lora=dict(r=2), tensor_parallel=SIZE),
-        r"its plan does not fit its code": lambda: Policy(untrue(), **HOW, engine=engine, tensor_parallel=SIZE),
-        r"its plan does not fit its code,": lambda: Policy(untrue(torch.bfloat16), **HOW, frozen=True, engine=engine, tensor_parallel=SIZE),
-        r"no gradient of eight tokens comes back to (trunk\.)?model\.layers\.0\.self_attn\.q_norm": lambda: Policy(silent(), **HOW, engine=engine, tensor_parallel=SIZE),
+        r"LlamaForCausalLM's are quantized": lambda: Policy(pretrained(folder/"merged", quantization="4bit"), lora=dict(r=2), device="cpu", engine=EngineSpec(tensor_parallel=SIZE)),       # of `adapters`
+        r"tensor_parallel=2 cannot be chosen here": lambda: Policy(Policy(model(), frozen=True, **HOW), **HOW, lora=dict(r=2), engine=EngineSpec(tensor_parallel=SIZE)),
+        r"its plan does not fit its code": lambda: Policy(untrue(), **HOW, engine=tensor(engine)),
+        r"its plan does not fit its code,": lambda: Policy(untrue(torch.bfloat16), **HOW, frozen=True, engine=tensor(engine)),
+        r"no gradient of eight tokens comes back to (trunk\.)?model\.layers\.0\.self_attn\.q_norm": lambda: Policy(silent(), **HOW, engine=tensor(engine)),
         r"gradient of x is neither whole": lambda: partial_gradients(dict(x=torch.ones(3)), dict(x=torch.full((3,), .7)), (), None),
-        r"world of 3 ranks, or a multiple": lambda: Policy(model(), **HOW, tensor_parallel=3),
+        r"world of 3 ranks, or a multiple": lambda: Policy(model(), **HOW, engine=EngineSpec(tensor_parallel=3)),
     }.items():
         if "quantized" in match and find_spec("bitsandbytes") is None: continue
         with pytest.raises(ValueError, match=match): make()
@@ -310,7 +317,7 @@ def silent():
 
 def with_engines(check):
     "A check of tests/test_engines.py, with every model that it gives an engine cut."
-    def cut_there(make): return lambda *a, **k: make(*a, **k | (dict(tensor_parallel=SIZE) if "engine" in k else {}))
+    def cut_there(make): return lambda *a, **k: make(*a, **k | (dict(engine=tensor(k["engine"])) if "engine" in k else {}))
     def run(engine, world, rank, folder):
         own = {c: getattr(t, c) for c in ("Policy", "Critic", "Scorer")}
         for c, make in own.items(): setattr(t, c, cut_there(make))
@@ -330,7 +337,7 @@ def one_rank(rank, world, folder, every):
     give_back()
     found, times = {}, {}
     for way in WORLDS[world]:
-        n, engine = replicas(way, world), WAYS[way]["engine"]
+        n, engine = replicas(way, world), WAYS[way]["engine"].word
         for name, case in chosen(way, world, every).items():
             start = time.process_time()
             _, metrics, weights = run(case, n, rank//(world//n), **WAYS[way])

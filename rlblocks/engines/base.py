@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['WORDS', 'LIVE', 'BUCKET', 'WeightShard', 'bytes_of', 'nbytes_of', 'Engine', 'EngineSpec', 'check_engine', 'plain',
-           'fsdp2', 'zero', 'engine_of', 'as_words', 'PlannedBytes', 'planned_plain', 'planned_fsdp', 'layers_bytes',
+           'fsdp2', 'zero', 'engine_of', 'PlannedBytes', 'planned_plain', 'planned_fsdp', 'layers_bytes',
            'planned_zero', 'bucket_entries', 'gathered_bytes']
 
 # %% ../../nbs/engines/55_base.ipynb #9420b7a9
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import prod
 from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
@@ -151,7 +151,7 @@ class EngineSpec:
 
     @property
     def complete(self)->bool:
-        "Whether every rank has all weights, in the module itself."
+        "Whether every rank has all weights at any time, in the module itself."
         return self.word is None and self.make is None and self.tensor_parallel == 1
 
 def check_engine(
@@ -223,25 +223,14 @@ def zero(
     return EngineSpec(f"zero{stage}", offload, nvme, dtype, checkpointing, low_precision, sequence_parallel)
 
 def engine_of(
-    engine:EngineSpec|str|None, # a value, or its word
+    engine:EngineSpec|str|Callable|None, # a value, its word, or what makes an engine
 )->EngineSpec:
     "The value that an `engine=` argument means. ValueError for an unknown word, TypeError for anything else."
     if isinstance(engine, EngineSpec): return engine
+    if callable(engine): return EngineSpec(make=engine)
     if engine is None or isinstance(engine, str): return EngineSpec(engine)
     raise TypeError(f"engine is {engine!r}; a word ({', '.join(map(repr, WORDS))}) or a value is wanted: plain(…), "
                     "fsdp2(…), zero(3, …)")
-
-
-def as_words(
-    engine:EngineSpec|str|None=None, # as for a wrapper
-    **more, # further keywords
-)->dict: # keywords of `ShardedModel`
-    "A wrapper's keywords with an engine's value spelled out. ValueError for a setting that stands beside the value."
-    if not isinstance(engine, EngineSpec): return dict(engine=engine, **more)
-    twice = next((f.name for f in fields(engine) if f.name in more), None)
-    if twice: raise ValueError(f"engine: {twice}= stands beside {engine}; say it in the value")
-    chosen = {f.name: getattr(engine, f.name) for f in fields(engine) if getattr(engine, f.name) != f.default}
-    return dict(engine=chosen.pop("word", None)) | chosen | more
 
 # %% ../../nbs/engines/55_base.ipynb #1e132494
 @dataclass(frozen=True)
