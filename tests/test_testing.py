@@ -70,6 +70,9 @@ def where_too_late(out, b): return masked_sum((out.logprobs-b.old_logprobs).exp(
 def counts_padding(out, b): return -(out.logprobs*b.advantages).sum()/b.n_tokens, {}
 def metric_counts_padding(out, b): return good(out, b).sum()/b.n_tokens, dict(lp=Mean(out.logprobs.sum(), out.logprobs.numel()))
 def broadcasts(out, b): return (-clean(b.mask, out.logprobs)[0]*b.scores).sum()/b.n_tokens, {}
+def sorted_rows(out, b): # each meets the group of another
+    order = b.lengths.argsort()
+    return aggregate(good(out, b)[order], b.mask[order], over="groups", denom=b), {}
 def positional_groups(out, b):
     x = good(out, b).sum(1)
     return (x*torch.arange(len(x))).sum()/b.n_tokens, {}
@@ -167,6 +170,7 @@ CLOSURES = [
     (metric_counts_padding, "mask", "the metric 'lp' went"),
     (broadcasts, "permutation", "at_tokens"),
     (positional_groups, "permutation", "by id, not by position"),
+    (sorted_rows, "permutation", "rows in the order of b"),
     (partial(captured), "permutation", "captured tensors"),
     (in_place, "purity", "changed advantages in place"),
     (mask_in_place, "purity", "changed mask in place"),
@@ -237,8 +241,8 @@ def maskless(logprobs, advantages): return -(logprobs*advantages.detach()).sum()
 BLOCKS = [
     (through_advantages, "gradient", r"reaches advantages; .* advantages.detach\(\)"),
     (through_old, "gradient", "reaches old_logprobs"),
-    (no_denom, "split", "the batch gives"),
-    (ignores_denom, "split", "the batch gives"),
+    (no_denom, "split", r"the batch gives .*: hand on denom, aggregate\(…, denom=denom\), instead of"),
+    (ignores_denom, "split", "the batch gives .*: hand on denom"),
     (zero_over_zero, "empty", "the loss is nan, not 0"),
     (all_rows, "filler", r"two rows more .* mask.any\(1\)"),
     (narrow, "precision", "with torch.bfloat16 the loss is torch.bfloat16, wanted torch.float32"),
