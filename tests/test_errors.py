@@ -67,7 +67,7 @@ BAD = [   # (what a user does, words of the message)
     (lambda: rl.pack(tokens, lengths).take(x.tolist()), "take: column is a list; a tensor is wanted"), (lambda: rl.pad([1, 2, 3]), "pad: row 0 is the number 1; each row is a tensor or a list, one row alone is pad([row])"),
     (lambda: rl.plan_micro_batches(lengths, max_tokens=3), "plan_micro_batches: row 0 takes 4 tokens and 1 rows, the limits are max_tokens=3; raise the limit"),
     (lambda: rl.plan_micro_batches([4, -2], max_tokens=9), "plan_micro_batches: the length of row 1 is -2; 0 tokens or more are wanted"),
-    (lambda: rl.micro_batch_count([[1], [4]], max_tokens=3), "micro_batch_count: row 0 takes 4 tokens"), (lambda: rl.balance([1., float("nan")], 2), "balance: the cost of item 1 is nan"),
+    (lambda: rl.micro_batch_count([[1], [4]], max_tokens=3), "plan_micro_batches: row 0 takes 4 tokens"), (lambda: rl.balance([1., float("nan")], 2), "balance: the cost of item 1 is nan"),
     (lambda: rl.balance([1.], 0), "balance: n=0; a whole number, at least 1, is wanted"),
     # batches
     (lambda: batch(scores=row[:2]), "Batch: column 'scores' has 2 rows, the batch has 3"), (lambda: batch(scores=np.zeros(3)), "Batch: column 'scores' is a ndarray; a column is a tensor or a list"),
@@ -85,7 +85,7 @@ BAD = [   # (what a user does, words of the message)
     (lambda: check_loss("Policy", (row, {})), "its first is a tensor of [3], a 0-d tensor with gradient is wanted"),
     (lambda: batch().advantages, "Batch: no column 'advantages'; there are tokens"), (lambda: batch().minibatches(0), "Batch.minibatches: n=0; a whole number, at least 1, is wanted"),
     (lambda: batch().parts(0), "Batch.parts: n=0; a whole number, at least 1"), (lambda: batch().parts("2"), "Batch.parts: n='2'; a whole number"), (lambda: batch().minibatches(2.5), "Batch.minibatches: n=2.5; a whole number"),
-    (lambda: batch().cut(2, [1., -2., 1.]), "Batch.cut: costs are -2 for row 1; finite numbers, 0 or more"), (lambda: batch().cut(2, [1., float("nan"), 1.]), "Batch.cut: costs are nan for row 1"),
+    (lambda: batch().cut(2, [1., -2., 1.]), "Batch.cut: the cost of row 1 is -2; costs are finite numbers, 0 or more"), (lambda: batch().cut(2, [1., float("nan"), 1.]), "Batch.cut: the cost of row 1 is nan"),
     (lambda: batch(tokens=mask), "Batch: tokens is [3, 4] bool; integers [B, T] are wanted"), (lambda: batch(lengths=mask[:, 0]), "Batch: lengths is [3] bool; integers [B] are wanted"),
     (lambda: batch(features=x[:, 1:]), "features of a row are named when rows are made: Batch(per_row=['features'], …)"), (lambda: Buffer().add({}), "Buffer.add: a dict came; a Batch is wanted"),
     (lambda: Buffer().add(batch(), keep=[True]*3), "Buffer.add: keep is a list; a tensor is wanted"), (lambda: Buffer().prioritise([1], row), "Buffer.prioritise: ids is a list; a tensor is wanted"),

@@ -93,7 +93,7 @@ def test_the_namespace_is_flat():
 
 
 INSIDE = dict(  # what modules share with each other or show in their notebooks, and `from rlblocks import …` does not offer
-    masked={"LOG_ZERO"}, columns={"whole_number", "widen"}, prompts={"encode", "prompt_ids", "render"}, demonstrations={"segments"},
+    masked={"LOG_ZERO"}, columns={"check_tokenizer", "listed", "whole_number", "widen"}, prompts={"encode", "prompt_ids", "render"}, demonstrations={"segments"},
     ragged={"ragged"}, # would hide its module
 )
 

@@ -133,6 +133,8 @@ def unpack(
     packed:Packed,                # what `pack` returned
 )->Shaped[Tensor, "B T ..."]: # rows again, 0 (False) where there is padding
     "The way back from packed tokens to rows. Differentiable; ValueError when `flat` is not as long as the pack."
+    if not isinstance(flat, Tensor):
+        raise TypeError(f"unpack: flat is a {type(flat).__name__}; a tensor is wanted (torch.as_tensor(flat))")
     N, (B, T) = len(packed.tokens), (packed.B, packed.T)
     if len(flat) != N:
         raise ValueError(f"unpack: {len(flat)} values came for {N} packed tokens; pass what the model returned for "

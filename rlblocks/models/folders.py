@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FLOATS', 'WEIGHTS', 'failed_write', 'disk_state', 'persist', 'drafted', 'Shards', 'plain_twin', 'together',
-           'as_filed', 'dtypes_of', 'in_precision', 'save_folder', 'warn_of_no_tokenizer']
+           'as_filed', 'dtypes_of', 'in_precision', 'save_folder']
 
 # %% ../../nbs/models/67_folders.ipynb #b19277af
 import errno
@@ -264,7 +264,7 @@ def _configurations(twin, folder):
 
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
-def warn_of_no_tokenizer(path):
+def _warn_of_no_tokenizer(path):
     "Warn of a folder that a model can be loaded from, and its tokenizer not."
     warnings.warn(f"save_pretrained: no tokenizer is known, so {path} has none and AutoTokenizer.from_pretrained fails "
                   f"there; give the wrapper tokenizer=, or tokenizer.save_pretrained({str(path)!r})", stacklevel=2)
@@ -278,4 +278,4 @@ def _write(module, weights, path, dtype, tokenizer, most):
         for name, x in as_filed(twin, weights): shards.add(name, x)
         shards.close()
         if tokenizer is not None: tokenizer.save_pretrained(draft)
-        else: warn_of_no_tokenizer(path)
+        else: _warn_of_no_tokenizer(path)
