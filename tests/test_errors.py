@@ -85,7 +85,7 @@ BAD = [   # (what a user does, words of the message)
     (lambda: check_loss("Policy", (row, {})), "its first is a tensor of [3], a 0-d tensor with gradient is wanted"),
     (lambda: batch().advantages, "Batch: no column 'advantages'; there are tokens"), (lambda: batch().minibatches(0), "Batch.minibatches: n=0; a whole number, at least 1, is wanted"),
     (lambda: batch().parts(0), "Batch.parts: n=0; a whole number, at least 1"), (lambda: batch().parts("2"), "Batch.parts: n='2'; a whole number"), (lambda: batch().minibatches(2.5), "Batch.minibatches: n=2.5; a whole number"),
-    (lambda: batch().cut(2, [1., -2., 1.]), "Batch.cut: the cost of row 1 is -2; costs are finite numbers, 0 or more"), (lambda: batch().cut(2, [1., float("nan"), 1.]), "Batch.cut: the cost of row 1 is nan"),
+    (lambda: batch().cut(2, [1., -2., 1.]), "Batch.cut: the cost of row 1 is -2.0; costs are finite numbers, 0 or more"), (lambda: batch().cut(2, [1., float("nan"), 1.]), "Batch.cut: the cost of row 1 is nan"),
     (lambda: batch(tokens=mask), "Batch: tokens is [3, 4] bool; integers [B, T] are wanted"), (lambda: batch(lengths=mask[:, 0]), "Batch: lengths is [3] bool; integers [B] are wanted"),
     (lambda: batch(features=x[:, 1:]), "features of a row are named when rows are made: Batch(per_row=['features'], …)"), (lambda: Buffer().add({}), "Buffer.add: a dict came; a Batch is wanted"),
     (lambda: Buffer().add(batch(), keep=[True]*3), "Buffer.add: keep is a list; a tensor is wanted"), (lambda: Buffer().prioritise([1], row), "Buffer.prioritise: ids is a list; a tensor is wanted"),

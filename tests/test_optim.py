@@ -13,7 +13,7 @@ from rlblocks.engines.base import EngineSpec, engine_of
 from tiny import NEAR, bound, model, rows, steady
 
 LR = 1e-2
-MAKERS = dict(adamw=steady(LR, weight_decay=.1, but=("embed_tokens",)), muon=muon(lr=1e-2, weight_decay=.1))
+MAKERS = dict(adamw=steady(LR, weight_decay=.1, no_decay=("embed_tokens",)), muon=muon(lr=1e-2, weight_decay=.1))
 
 
 def loss(out, b): return ppo_loss(out.logprobs, out.logprobs.detach() - .1*b.advantages, b.advantages, b.mask, denom=b.n_tokens)

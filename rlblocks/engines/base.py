@@ -10,6 +10,7 @@ __all__ = ['WORDS', 'LIVE', 'BUCKET', 'WeightShard', 'bytes_of', 'nbytes_of', 'E
 # %% ../../nbs/engines/55_base.ipynb #9420b7a9
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from math import prod
 from numbers import Integral
 from typing import Any, Protocol, runtime_checkable
@@ -158,7 +159,10 @@ def check_engine(
     x:EngineSpec, # just made
 )->None:
     "ValueError, TypeError for settings that no engine can do."
-    if x.word not in WORDS: raise ValueError(f"engine {x.word!r} is not known here; {', '.join(map(repr, WORDS))} are")
+    if x.word not in WORDS:
+        near = get_close_matches(str(x.word), [word for word in WORDS if word], 1)
+        raise ValueError(f"engine {x.word!r} is not known here; " + (f"is {near[0]!r} meant?" if near else
+                                                                     f"{', '.join(map(repr, WORDS))} are"))
     if x.offload and x.word is None:
         raise ValueError(f'engine: offload={x.offload!r} needs an engine: fsdp2(offload="cpu"), zero(2, offload="cpu")')
     if x.dtype is not None and not getattr(x.dtype, "is_floating_point", False):

@@ -155,20 +155,20 @@ def decay_groups(
     params:Iterable, # (name, parameter) pairs, or parameters
     *,
     weight_decay:float, # of matrices
-    but:tuple=(),    # names (parts of a dotted name, `*` allowed) that do not decay either
+    no_decay:tuple=(), # names (parts of a dotted name, `*` allowed) that do not decay either
 )->list[dict]: # groups for a torch optimizer; empty ones are left out
-    """Two groups of parameters: those that decay, and norms, biases and `but`, which do not. One where nothing decays.
+    """Two groups: parameters that decay, and norms, biases and `no_decay`, which do not. One where nothing decays.
 
     ValueError for a pattern that matches nothing."""
     pairs = _named(params)
-    _hits("decay_groups", pairs, but)
-    spared = [weight_decay == 0 or p.dim() < 2 or _matches(n, but) for n, p in pairs]
+    _hits("decay_groups", pairs, no_decay)
+    spared = [weight_decay == 0 or p.dim() < 2 or _matches(n, no_decay) for n, p in pairs]
     def group(kind): return [pair if pair[0] else pair[1] for pair, s in zip(pairs, spared, strict=True) if s == kind]
     groups = [dict(params=group(False), weight_decay=weight_decay), dict(params=group(True), weight_decay=0.0)]
     return [g for g in groups if g["params"]]
 
-def _adamw(params, *, weight_decay, but, **how):
-    return torch.optim.AdamW(decay_groups(params, weight_decay=weight_decay, but=but), **how)
+def _adamw(params, *, weight_decay, no_decay, **how):
+    return torch.optim.AdamW(decay_groups(params, weight_decay=weight_decay, no_decay=no_decay), **how)
 
 def adamw(
     *,
@@ -176,23 +176,23 @@ def adamw(
     betas:tuple=(0.9, 0.999), # decay rates of mean and square
     eps:float=1e-8,  # added to the root
     weight_decay:float=0.0,   # decoupled, of matrices only
-    but:tuple=(),    # names that do not decay either
+    no_decay:tuple=(), # names that do not decay either
     max_norm:float|None=1.0,  # clip the gradient to this 2-norm; None: never
     schedule:Schedule|None=None, # version → factor on `lr`
 )->OptimizerSpec: # states in the dtype of the parameters: fp32 under the wrappers
     "AdamW (Loshchilov & Hutter 2019) without decay of norms and biases. ValueError for numbers that it cannot take."
     for name, x in dict(lr=lr, weight_decay=weight_decay, eps=eps).items(): check_number("adamw", name, x)
     check_betas("adamw", betas)
-    how = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, but=tuple(but))
+    how = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, no_decay=tuple(no_decay))
     return OptimizerSpec(partial(_adamw, **how), max_norm, schedule, adamw=how)
 
 # %% ../../nbs/engines/54_optim.ipynb #b7b0909b
-def _adamw_8bit(params, *, weight_decay, but, **how):
+def _adamw_8bit(params, *, weight_decay, no_decay, **how):
     try: import bitsandbytes as bnb
     except ImportError as e:
         raise ImportError("adamw_8bit: bitsandbytes is not installed; pip install rlblocks[peft]") from e
     params = list(params)
-    groups = decay_groups(params, weight_decay=weight_decay, but=but)
+    groups = decay_groups(params, weight_decay=weight_decay, no_decay=no_decay)
     odd = next((type(p.data).__name__ for _, p in _named(params) if type(p.data) is not Tensor), None)
     if odd: raise TypeError(f"adamw_8bit: a {odd} cannot be quantised; use engine=None, or adamw with offload='cpu'")
     return getattr(bnb.optim, "AdamW8bit")(groups, **how)
@@ -203,14 +203,15 @@ def adamw_8bit(
     betas:tuple=(0.9, 0.999), # decay rates of mean and square
     eps:float=1e-8,  # added to the root
     weight_decay:float=0.0,   # decoupled, of matrices only
-    but:tuple=(),    # names that do not decay either
+    no_decay:tuple=(), # names that do not decay either
     max_norm:float|None=1.0,  # clip the gradient to this 2-norm; None: never
     schedule:Schedule|None=None, # version → factor on `lr`
 )->OptimizerSpec: # states in 8 bits, those of tensors under 4096 entries in fp32
     """`adamw` with 8-bit states (Dettmers et al. 2022).
 
     When it is made: ImportError without bitsandbytes, TypeError for sharded parameters, which it cannot quantise."""
-    plain = adamw(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, but=but, max_norm=max_norm, schedule=schedule)
+    plain = adamw(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, no_decay=no_decay, max_norm=max_norm,
+                  schedule=schedule)
     return OptimizerSpec(partial(_adamw_8bit, **(plain.adamw or {})), max_norm, schedule)
 
 # %% ../../nbs/engines/54_optim.ipynb #fc438da5

@@ -90,17 +90,17 @@ def refusal(
     def value(word, x): return word.removeprefix("load_in_") if x is True and known[word] == "quantization" else x
     for word, ours in known.items():
         home = next((home for home, words in homes.items() if ours in words), "")
-        if not home and ours not in takes: return _unknown(who, word, (*takes, *sum(homes.values(), ()), *OTHERS))
+        if not home and ours not in takes: return _unknown(who, word, takes, sum(map(tuple, homes.values()), ()))
     moved = {known[word]: value(word, given[word]) for word in odd}
     home = next((home for home, words in homes.items() if known[odd[0]] in words), "")
     why = f"belongs to the {home}" if home else f"is {known[odd[0]]}= here"
     return f"{who}: {odd[0]}= {why}: {instead(who, given, moved)}"
 
-def _unknown(who, word, words):
+def _unknown(who, word, takes, elsewhere):
     "The argument that may be meant."
-    near = get_close_matches(word, words, 1)
+    near = get_close_matches(word, (*takes, *elsewhere, *OTHERS), 1)
     return f"{who}: there is no argument {word!r}; " + (f"is {OTHERS.get(near[0], near[0])!r} meant?" if near else
-                                                         f"there are {', '.join(sorted(words))}")
+                                                         f"there are {', '.join(takes)}")
 
 _P = ParamSpec("_P")
 
