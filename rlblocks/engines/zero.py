@@ -124,7 +124,7 @@ def initialize(module:nn.Module, device:torch.device, config:dict, optimizer:Cal
     named, made, given = list(trained_weights(module).items()), None, None
     if optimizer and offload:        # DeepSpeed's own
         own = dict(adamw or {})                       # there: `_check`
-        given = decay_groups(named, weight_decay=own["weight_decay"], but=own.pop("no_decay", ()))
+        given = decay_groups(named, weight_decay=own["weight_decay"], no_decay=own.pop("no_decay", ()))
         given = [dict(g, params=[p for _, p in g["params"]]) for g in given]
         config = config | dict(optimizer=dict(type="AdamW", params=dict(own, betas=list(own["betas"]))))
     elif optimizer:
