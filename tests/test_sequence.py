@@ -46,12 +46,13 @@ def one_rank(rank, world, folder):
     for engine, shares, names in RUNS[world]:
         if engine and engine.startswith("zero") and not have_deepspeed(): continue
         for name in names:
-            _, metrics, weights = engines.run(engines.cases()[name], world//shares, rank//shares, engine=engine, sequence_parallel=shares, micro_rows=5)
+            _, metrics, weights = engines.run(engines.cases()[name], world//shares, rank//shares, 
+                                              engine=EngineSpec(engine, sequence_parallel=shares), micro_rows=5)
             found["engines"][engine, shares, name] = dict(metrics=metrics, weights=weights if rank == 0 else None)
     for kind in KINDS:
         for shares in (2, 4) if kind == "llama" else (world,):
-            if shares <= world: found["gradients"][kind, shares] = stepped(twice(kind), shared_prompts(), sequence_parallel=shares, **DOUBLE)
-    for shares in {2, world}: found["layers"][shares] = stepped(model, shared_prompts(torch.float32), sequence_parallel=shares, **DOUBLE)["gradient"]
+            if shares <= world: found["gradients"][kind, shares] = stepped(twice(kind), shared_prompts(), engine=EngineSpec(sequence_parallel=shares), **DOUBLE)
+    for shares in {2, world}: found["layers"][shares] = stepped(model, shared_prompts(torch.float32), engine=EngineSpec(sequence_parallel=shares), **DOUBLE)["gradient"]
     for check in CHECKS: check(rank, world)
     torch.save(found, folder/f"{rank}.pt")
 

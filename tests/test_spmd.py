@@ -279,7 +279,9 @@ with SpmdPool() as pool: last(), pool.place(Echo).same(rows(B=4))
 end = time.monotonic() + 20
 while gloo() and time.monotonic() < end: time.sleep(.05)        # the kernel's list of them lags behind
 assert not gloo()"""),
-    zero3=(2, "with SpmdPool() as pool: list(pool.watch(loop(pool, engine='zero3', sequence_parallel=2))), last()"),
+    zero3=(2, """
+from rlblocks import zero
+with SpmdPool() as pool: list(pool.watch(loop(pool, engine=zero(3, sequence_parallel=2)))), last()"""),
     never_closed=(2, "pool = SpmdPool()\nlist(pool.watch(loop(pool, engine='fsdp2'))), last()"),
     a_world_of_ones_own=(2, """
 dist.init_process_group('gloo')
