@@ -133,12 +133,10 @@ def unpack(
     packed:Packed,                # what `pack` returned
 )->Shaped[Tensor, "B T ..."]: # rows again, 0 (False) where there is padding
     "The way back from packed tokens to rows. Differentiable; ValueError when `flat` is not as long as the pack."
-    if not isinstance(flat, Tensor):
-        raise TypeError(f"unpack: flat is a {type(flat).__name__}; a tensor is wanted (torch.as_tensor(flat))")
+    if not isinstance(flat, Tensor): raise TypeError(f"unpack: flat is a {type(flat).__name__}; a tensor is wanted")
     N, (B, T) = len(packed.tokens), (packed.B, packed.T)
     if len(flat) != N:
-        raise ValueError(f"unpack: {len(flat)} values came for {N} packed tokens; pass what the model returned for "
-                         "packed.tokens, without a batch axis")
+        raise ValueError(f"unpack: {len(flat)} values came for {N} packed tokens; give them without a batch axis")
     real = torch.arange(T, device=flat.device) < (packed.cu_seqlens.diff() + packed.shared)[:, None]
     rows, cols = real.nonzero(as_tuple=True)
     x = flat.new_zeros((B*T, *flat.shape[1:])).index_copy(0, rows*T + cols, flat[packed.places(rows, cols)])
