@@ -111,15 +111,16 @@ def test_ranks_agree_with_one_process(tmp_path, world, cut):
 def sft(out, b): return -masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
 
 
-UNLIKE = {("whole", "part"): "the ranks disagree.*a whole batch.*a part of", ("part", "other"): "the ranks disagree.*a part of",
-          ("part", "none"): "the batch is a str"}
+UNLIKE = {("whole", "part"): "the ranks disagree.*a whole batch.*a part of",
+          ("part", "other"): "the ranks disagree.*a part of", ("part", "none"): "the batch is a str"}
 
 
 def unlike(rank, ranks, kinds):
     "A step that raises on all ranks, then one that all can take."
     policy, b, other = Policy(model(), lr=1e-2, device="cpu"), rows(B=8), rows(B=8, seed=5)
     given = dict(whole=b, part=b.parts(ranks)[rank], other=other.parts(ranks)[rank], none="no batch")
-    with pytest.raises((ValueError, TypeError, RuntimeError), match=UNLIKE[kinds]) as e: policy.step(given[kinds[rank]], sft)
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=UNLIKE[kinds]) as e:
+        policy.step(given[kinds[rank]], sft)
     assert policy.version == 0 and not isinstance(e.value, RankLost)
     policy.step(given["part"], sft)
     assert policy.version == 1

@@ -41,7 +41,7 @@ def shared_prefix(
     same_shape("B T", tokens=tokens)
     same_shape("B", lengths=lengths, group=group)
     if len(lengths) != len(tokens):
-        raise ValueError(f"shared_prefix: lengths has {len(lengths)} rows, tokens has {len(tokens)}; one each is wanted")
+        raise ValueError(f"shared_prefix: lengths has {len(lengths)} rows, tokens {len(tokens)}; one each is wanted")
     return common_prefix(tokens, lengths, group, whole_number("shared_prefix", "least", least))
 
 def common_prefix(tokens:Tensor, lengths:Tensor, group:Tensor, least:int=8)->tuple[Tensor, Tensor]: # (holder, tokens)

@@ -46,7 +46,7 @@ class Setup:
     frozen:bool = False        # no optimizer
     micro_tokens:int = 8192    # most tokens (padded: cells) a forward pass; ranks that share rows run them together
     micro_rows:int|None = None # most rows a forward pass
-    pack:bool|None = None      # None: pack where rows stay separate and cost no more than alone; True: or raise; False: pad
+    pack:bool|None = None      # None: where rows stay separate and cost no more than alone; True: or raise; False: pad
     device:torch.device|str|None = None # None: CUDA when there is one
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ def prepare(
 )->Prepared:
     """Hand a module to its engine and probe it.
 
-    ValueError when `pack=True` and the model mixes rows, and when ranks shall share rows of a model where they cannot."""
+    ValueError when `pack=True` and the model mixes rows, and when ranks cannot share rows of this model."""
     for word, n in dict(micro_tokens=setup.micro_tokens, micro_rows=setup.micro_rows).items():
         if n is None or isinstance(n, Integral) and n >= 1: continue
         raise ValueError(f"{name}: {word}={n!r}; a whole number, at least 1, is wanted")
@@ -95,7 +95,7 @@ def _layout(name, module, model, pack):
     if stretch and (odd := model.probe(partial(share_lines, module, model.device, layout))):
         raise ValueError(f"{name}: sequence_parallel={stretch.ranks}, but {odd}")
     if pack and not packing.safe:
-        raise ValueError(f"{name}: pack=True, but {packing.why}; use pack=False, or None, which pads where packing fails")
+        raise ValueError(f"{name}: pack=True, but {packing.why}; use pack=False, or None, which pads then")
     if pack is None: pack = packing.segments or _by_rows(module.trunk)
     return replace(layout, packed=packing.safe and pack)
 
@@ -127,7 +127,7 @@ def _plan(run, lengths, unit, shared):
     return [rows[some].tolist() for rows, plan in plans for some in plan]
 
 def _sides(run, lengths, unit):
-    "Row numbers that may run together: all; with a rotary embedding that turns, those within its window, then the rest."
+    "Row numbers that may run together: all; with an embedding that turns, those within its window, then the rest."
     rows = torch.arange(len(lengths))
     if run.turning is None or (lengths <= run.turning[1]).all(): return [rows]
     (kind, window), ranks = run.turning, run.layout.stretch.ranks if run.layout.stretch else 1
