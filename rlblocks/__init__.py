@@ -132,13 +132,14 @@ if TYPE_CHECKING:
     from rlblocks.placement.place import here, later
     from rlblocks.placement.planning import plan
     from rlblocks.placement.spmd import SpmdPool
+    from rlblocks.rollout.controls import penalties
     from rlblocks.rollout.graders import Grader, math_reward
     from rlblocks.rollout.rollout import Rollout
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(
     Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="rollout.graders",
-    math_reward="rollout.graders", Rollout="rollout.rollout",
+    math_reward="rollout.graders", Rollout="rollout.rollout", penalties="rollout.controls",
     Critic="models.critic", Policy="models.policy", Scorer="models.scorer", scores_after="models.scorer",
     pretrained="models.loading", plain="engines.base", fsdp2="engines.base", zero="engines.base",
     OptimizerSpec="engines.optim", adamw="engines.optim", adamw_8bit="engines.optim", muon="engines.optim",
