@@ -178,7 +178,7 @@ __all__ = [
     "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss",
     "off_policy_sequence_mask", "on_policy_loss", "opo_advantages", "optimal_token_baseline", "orpo_loss",
     "over_pairs", "over_rows", "overlong_penalty", "pack", "pad", "pair_log_ratios", "pair_metrics", "pairs",
-    "pass_at_k_advantages", "pf_ppo_weights", "plackett_luce_loss", "plain", "plan", "plan_micro_batches",
+    "pass_at_k_advantages", "penalties", "pf_ppo_weights", "plackett_luce_loss", "plain", "plan", "plan_micro_batches",
     "plan_rollout", "policy_gradient", "ppo_loss", "preference_margin", "pretrained", "probability_correlation",
     "process_reward_loss", "proximal_logprobs", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss",
     "ratio_corrected", "ratio_metrics", "realigned", "rebel_loss", "refill", "reinforce_loss",

@@ -43,19 +43,20 @@ class Penalties:
 
 def penalties(
     *,
-    presence:float=0.,   # off the logit of every id said
-    frequency:float=0.,  # off it for each time
-    repetition:float=1., # divides the logits of ids seen, prompt included; above 0
-    logit_bias:Mapping[int, float]|None=None, # id → added to its logit
+    presence:int|float=0.,   # off the logit of every id said
+    frequency:int|float=0.,  # off it for each time
+    repetition:int|float=1., # divides the logits of ids seen, prompt included; above 0
+    logit_bias:Mapping[int, int|float]|None=None, # id → added to its logit
     bad_words:Sequence[str|Sequence[int]]=(), # texts, or ids in a row, that never occur
     min_tokens:int=0,    # of a row before it may end
 )->Penalties:
     "For `rollout.generate(…, penalties=penalties(…))`. ValueError for numbers out of range."
     bias = tuple((int(i), float(x)) for i, x in (logit_bias or {}).items())
-    numbers = dict(presence=presence, frequency=frequency, repetition=repetition, **{f"logit_bias {i}": x for i, x in bias})
+    numbers = dict(presence=presence, frequency=frequency, repetition=repetition)
+    numbers |= {f"logit_bias {i}": x for i, x in bias}
     odd = [name for name, x in numbers.items() if not isfinite(x)]
     if odd: raise ValueError(f"penalties: {odd[0]} is {numbers[odd[0]]}; a finite number is wanted")
-    if not repetition > 0: raise ValueError(f"penalties: repetition is {repetition}; above 0 is wanted, 1 changes nothing")
+    if not repetition > 0: raise ValueError(f"penalties: repetition is {repetition}; above 0 is wanted, 1 for none")
     if not (isinstance(min_tokens, Integral) and min_tokens >= 0):
         raise ValueError(f"penalties: min_tokens is {min_tokens!r}; a whole number, 0 or more, is wanted")
     if isinstance(bad_words, str): raise ValueError(f"penalties: bad_words is {bad_words!r}; a list of them is wanted")
