@@ -58,13 +58,13 @@ def test_imports_are_found_wherever_they_hide():
 
 def test_every_module_has_a_notebook_of_its_name_in_its_room():
     assert MODULES and set(MODULES) == set(FLOORS), "modules and notebooks differ: " + ", ".join(sorted(set(MODULES) ^ set(FLOORS)))
-    for path in BOOKS: assert re.fullmatch(r"\d\d_" + module_of(path).split(".")[1], path.stem) and module_of(path).split(".")[0] == path.parent.name, path
+    for path in BOOKS: assert re.fullmatch(r"\d\d[a-z]?_" + module_of(path).split(".")[1], path.stem) and module_of(path).split(".")[0] == path.parent.name, path
     for name in ROOMS: assert ast.get_docstring(ast.parse((ROOT/"rlblocks"/name/"__init__.py").read_text(encoding="utf-8"))), f"{name}/__init__.py does not say what the room holds"
 
 
 def test_numbers_are_places_in_reading_order():
-    "Each number once, and rooms in the order of their floors: what a notebook uses comes before it, or in its own room."
-    numbers = [path.name[:2] for path in BOOKS]
+    "Each number once (51b follows 51), and rooms in the order of their floors: what a notebook uses comes before it, or in its own room."
+    numbers = [path.name.split("_")[0] for path in BOOKS]
     assert len(set(numbers)) == len(numbers), f"numbers given twice: {sorted({n for n in numbers if numbers.count(n) > 1})}"
     seen = [path.parent.name for path in BOOKS]
     assert [r for i, r in enumerate(seen) if r not in seen[:i]] == list(ROOMS) and seen == sorted(seen, key=list(ROOMS).index)
