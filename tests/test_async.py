@@ -2,7 +2,6 @@
 import time
 
 import pytest
-import torch
 from conftest import vllm_python
 from rlblocks import Policy, Rollout, later
 from rlblocks.rollout.samplers import vllm
