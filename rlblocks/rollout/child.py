@@ -115,22 +115,30 @@ class Server:
     ):
         "Begin to read letters."
         self.connection, self.letters = connection, queue.SimpleQueue()
-        self.names, self.kept, self.told, self.extras = set(), {}, 0., {}
-        self.decode:Any = None         # ids → text, for stop strings
+        self.names, self.kept, self.told = set(), {}, 0.
+        self.version, self.marks = 0, {}      # of the weights; of a sample: from which token on it is of which version
+        self.outbox:Any = queue.SimpleQueue() # a trainer that trains does not read
+        self.decode:Any = None                # ids → text, for stop strings
+        self.extras:dict[str, Extras] = {}
         self.engine:Any = None
         self.memory:Any = None
-        threading.Thread(target=self._read, daemon=True).start()
+        for work in (self._read, self._write): threading.Thread(target=work, daemon=True).start()
 
     def _read(self):
         try:
             while True: self.letters.put(self.connection.recv())
         except (EOFError, OSError): os._exit(0)
 
+    def _write(self):
+        try:
+            while True: self.connection.send(self.outbox.get())
+        except OSError: os._exit(0)
+
     def send(self,
         *letter:Any, # what it is, then what it says
     ):
         "To the trainer."
-        self.connection.send(letter)
+        self.outbox.put(letter)
 
     def serve(self):
         "Until the trainer says `bye`."
@@ -145,11 +153,17 @@ class Server:
 
     def step(self):
         "One token for every sample under way."
-        for output in self.engine.step():
-            if output.request_id in self.names: self._drawn(output.request_id, output)
+        self.take(self.engine.step())
         if time.monotonic() - self.told > .5:
             self.send("alive")
             self.told = time.monotonic()
+
+    def take(self,
+        outputs:Iterable, # of a step
+    ):
+        "Send the samples that have ended."
+        for output in outputs:
+            if output.request_id in self.names: self._drawn(output.request_id, output)
 
     def _drawn(self, name, output):
         made, extras = output.outputs[0], self.extras[name]
@@ -159,7 +173,7 @@ class Server:
         if not output.finished: self.engine.abort_request([name])
         self.forget([name])
         reason = "stop" if complete or made.finish_reason == "stop" else "length"
-        self.send("done", name, *said(ids, made.logprobs, self.kept.pop(name)), reason)
+        self.send("done", name, *said(ids, made.logprobs, self.kept.pop(name)), self.marks.pop(name), reason)
 
     def forget(self, names:Iterable[str]): # of samples that have ended
         "No more letters about them."
@@ -198,7 +212,8 @@ def _add(
         if extras.bad_words: params._bad_words_token_ids = [list(w) for w in extras.bad_words]
         server.engine.add_request(name, dict(prompt_token_ids=ids, cache_salt=salt), params)
         server.names.add(name)
-        server.kept[name], server.extras[name] = settings["logprobs"], extras
+        server.kept[name], server.marks[name] = settings["logprobs"], [(0, server.version)]
+        server.extras[name] = extras
 
 def _decoder(
     server:Server,
@@ -208,23 +223,31 @@ def _decoder(
     from tokenizers import Tokenizer
     server.decode = Tokenizer.from_str(tokenizer).decode
 
+def _under_way(
+    server:Server,
+)->dict[str, Any]: # name → what vLLM knows of a sample
+    "Samples that have not ended."
+    return {s.external_req_id: s for s in server.engine.output_processor.request_states.values()}
+
 def _abort(
     server:Server,
     names:list[str],
 ):
     "End samples and send what they have."
     names = [n for n in names if n in server.names]
-    states = [s for s in server.engine.output_processor.request_states.values() if s.external_req_id in names]
     found = {}
-    for s in states:
-        ids, kept = list(s.detokenizer.output_token_ids), server.kept[s.external_req_id]
-        found[s.external_req_id] = said(ids, s.logprobs_processor.logprobs, kept)
+    for name, s in _under_way(server).items():
+        if name not in names: continue
+        ids, kept = list(s.detokenizer.output_token_ids), server.kept[name]
+        found[name] = *said(ids, s.logprobs_processor.logprobs, kept), server.marks[name]
     server.engine.abort_request(names)
     server.forget(names)
     server.send("abort", found)
 
 def _load(
     server:Server,
+    version:int, # that the weights are of
+    keep:bool,   # samples under way keep their keys and values; else these are computed anew
 ):
     "New weights: buckets until `end`, each copied out and acknowledged, then put in place."
     sums = {}
@@ -238,8 +261,17 @@ def _load(
         if letter[0] != "end": raise RuntimeError(f"a letter {letter[0]!r} came within a load")
     server.engine.collective_rpc("reload_weights", kwargs=dict(weights_iterator=arriving()))
     server.engine.collective_rpc(repack)
-    if not server.engine.reset_prefix_cache(): raise RuntimeError("the prefix cache could not be emptied")
+    if not keep: server.engine.reset_prefix_cache(reset_running_requests=True)
+    elif not server.engine.reset_prefix_cache() and not server.names:
+        raise RuntimeError("the prefix cache could not be emptied")
+    server.version = version
+    for name, s in _under_way(server).items(): _mark(server.marks[name], len(s.detokenizer.output_token_ids), version)
     server.send("loaded", sums)
+
+def _mark(marks, at, version):
+    "From token `at` on a sample is of this version."
+    if marks[-1][0] == at: marks.pop()
+    marks.append((at, version))
 
 def _probe(
     server:Server,
@@ -251,7 +283,10 @@ def _probe(
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0., seed=0)
     server.engine.add_request("probe", dict(prompt_token_ids=ids, cache_salt=salt), params)
     made = None
-    while made is None: made = next((o for o in server.engine.step() if o.finished), None)
+    while made is None:
+        outputs = server.engine.step()
+        server.take(outputs)
+        made = next((o for o in outputs if o.finished and o.request_id == "probe"), None)
     server.send("probe", [x[i].logprob for x, i in zip(made.prompt_logprobs[1:], ids[1:], strict=True)])
 
 def _sleep(

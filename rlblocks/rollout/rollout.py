@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['ADDED', 'stop_ids', 'split_stop', 'check_prompts', 'check_room', 'to_requests', 'row_seeds', 'to_rows', 'duplicates',
-           'Rollout', 'new_sampler', 'check_penalties', 'texts']
+           'Pending', 'rows_of', 'requests_of', 'Rollout', 'new_sampler', 'check_penalties', 'texts']
 
 # %% ../../nbs/rollout/87_rollout.ipynb #ab1db67c
+import math
+import time
 import warnings
 from dataclasses import asdict, replace
 from numbers import Integral
@@ -25,8 +27,8 @@ from ..models.checks import check_ids
 from ..models.loading import load_tokenizer
 from .controls import Penalties, banned_ids
 from .hf import Hf
-from .samplers import Completion, Request, Sampler, Sampling, VllmSpec
-from .samplers import check_ready, check_sampling, complete, sample_seeds, turn_seed
+from .samplers import Completion, Line, Lines, Request, Sampler, Sampling, VllmSpec
+from .samplers import answered, check_ready, check_sampling, sample_seeds, turn_seed
 from .vllm_sampler import Vllm
 
 # %% ../../nbs/rollout/87_rollout.ipynb #e7d2a4bc
@@ -156,6 +158,7 @@ def to_rows(
     how:Sampling,     # the distribution
     *,
     penalised:bool=False, # then nothing can replay the log-probs, and the mask is all False
+    by_token:bool=False, # whether `policy_version` is of each token, else of each row
 )->Batch:
     "Rows of prompt plus completion, with what was sampled and how."
     start = prompts.lengths.repeat_interleave(group_size)
@@ -173,7 +176,7 @@ def to_rows(
         tokens=torch.where(inside, columns["tokens"], behind(tokens)), lengths=start + counts,
         mask=drawn & (how.temperature > 0 and not penalised), prompt_lengths=start,
         rollout_logprobs=behind([c.logprobs for c in said]),
-        policy_version=torch.tensor([c.version for c in said]),
+        policy_version=behind([c.by_token for c in said]) if by_token else torch.tensor([c.version for c in said]),
         sample=columns.get("sample", torch.tensor([c.sample for c in said])),
         duplicate=duplicates(columns["group"], tokens), finish_reason=[c.reason for c in said],
         **{k: torch.full((len(said),), v, dtype=torch.long if k == "top_k" else torch.float32)
@@ -196,6 +199,71 @@ def duplicates(
     first:dict = {}
     texts = [(g, *t.tolist()) for g, t in zip(group.tolist(), tokens, strict=True)]
     return torch.tensor([first.setdefault(text, i) != i for i, text in enumerate(texts)])
+
+# %% ../../nbs/rollout/87_rollout.ipynb #e030dd3b
+class Pending:
+    "Rows that are being sampled."
+
+    def __init__(self,
+        rollout:"Rollout",
+        prompts:Batch,
+        requests:list[Request], # one a prompt
+        timeout:int|float|None,     # seconds from now on, for all of them
+    ):
+        "Begin."
+        seconds = math.inf if timeout is None else timeout
+        if not seconds > 0: raise ValueError(f"generate: timeout is {timeout}; seconds above 0 are wanted, or None")
+        self.rollout, self.prompts, self.requests = rollout, prompts, requests
+        self.line, self.end, self.rows = Line(rollout.lines), time.monotonic() + seconds, None
+        self.error:BaseException|None = None
+        self.line.submit(requests)
+
+    def result(self,
+        *,
+        by_token:bool=True, # whether `policy_version` is of each token
+    )->Batch:
+        "Wait for the rows. TimeoutError with the samples that are late, RuntimeError when they are lost."
+        with self.rollout.turn:
+            if self.error is not None: raise self.error
+            if self.rows is None: self.rows = self._rows(by_token)
+        return self.rows
+
+    def _rows(self, by_token):
+        left = max(self.end - time.monotonic(), .1)      # what has ended by now is not late
+        try: said = answered(self.line, self.requests, seconds=left)
+        except BaseException as e:
+            self.error = e
+            raise
+        return rows_of(self.rollout, self.prompts, self.requests, said, by_token=by_token)
+
+def rows_of(
+    rollout:"Rollout",
+    prompts:Batch,
+    requests:list[Request], # one a prompt, alike
+    said:list[Completion],  # prompt by prompt
+    *,
+    by_token:bool, # whether `policy_version` is of each token
+)->Batch:
+    "Rows with their texts, where there is a tokenizer."
+    first = requests[0]
+    rows = to_rows(prompts, len(first.seeds), said, first.how, penalised=first.penalties is not None, by_token=by_token)
+    if rollout.tokenizer is not None: rows["completion"] = texts(rollout.tokenizer, said)
+    return _as_filler(rows, prompts) if prompts.filler else rows
+
+def requests_of(
+    rollout:"Rollout",
+    prompts:Batch,
+    *,
+    group_size:int=1,
+    seed=0,
+    temperature:float|None=None,
+    max_tokens:int|None=None,
+    penalties:Penalties|None=None,
+)->list[Request]: # see `Rollout.generate`
+    "One a prompt, checked."
+    how, n, S = _request(rollout, temperature, group_size, max_tokens)
+    more = _check_request(rollout, prompts, S, penalties)
+    return to_requests(prompts, n, seed, S, how, rollout.stop, **more)
 
 # %% ../../nbs/rollout/87_rollout.ipynb #6ac143b3
 class Rollout:
@@ -221,18 +289,23 @@ class Rollout:
         self.how = check_sampling("Rollout", temperature, top_p, top_k, min_p)
         self.tokenizer = load_tokenizer(model, tokenizer)
         ids, self.stop_strings = split_stop(stop, self.tokenizer)
-        self.sampler = new_sampler(model, engine, dtype, device, max_rows, self.tokenizer)
+        self.lines = Lines(new_sampler(model, engine, dtype, device, max_rows, self.tokenizer))
         self.stop = stop_ids(ids, self.sampler.module, self.tokenizer, self.sampler.vocabulary)
         self.turn = Turn()       # rows are of one version, also where another thread loads
 
     @locked
     def load(self,
         ticket:Ticket, # from `policy.weights()`
+        *,
+        keep:bool=False, # rows under way keep keys and values of the old weights; else these are computed anew
     )->Manifest: # names, checksums and version, as they are here now
         "Take over the weights of a ticket. Until it has succeeded the engine refuses to generate."
         if not isinstance(ticket, Ticket):
             raise TypeError(f"load: a {type(ticket).__name__} came; a ticket is wanted, as policy.weights() gives it")
-        return self.sampler.load(ticket)
+        try: return self.sampler.load(ticket, keep=keep)
+        except BaseException as e:
+            self.lines.end(e)
+            raise
 
     @locked
     def generate(self,
@@ -243,22 +316,30 @@ class Rollout:
         temperature:float|None=None, # instead of the engine's; 0 = greedy rows, whose mask is all False
         max_tokens:int|None=None,    # instead of the engine's
         penalties:Penalties|None=None, # of `penalties(…)`; rows with them have a mask that is all False
+        timeout:int|float|None=None,     # seconds for all rows; None: as long as it takes
     )->Batch: # rows of prompt plus completion, prompt by prompt
         """Sample `group_size` completions for every prompt; adds the columns of `ADDED`.
 
-        ValueError for an empty prompt or one that leaves no room, RuntimeError when the last `load` failed."""
-        how, n, S = _request(self, temperature, group_size, max_tokens)
-        more = _check_request(self, prompts, S, penalties)
-        said = complete(self.sampler, to_requests(prompts, n, seed, S, how, self.stop, **more))
-        rows = to_rows(prompts, n, said, how, penalised=penalties is not None)
-        if self.tokenizer is not None: rows["completion"] = texts(self.tokenizer, said)
-        return _as_filler(rows, prompts) if prompts.filler else rows
+        ValueError for an empty prompt or one that leaves no room, RuntimeError when the last `load` failed,
+        TimeoutError with the samples that are late."""
+        requests = requests_of(self, prompts, group_size=group_size, seed=seed, temperature=temperature,
+                               max_tokens=max_tokens, penalties=penalties)
+        return Pending(self, prompts, requests, timeout).result(by_token=False)
+
+    @locked
+    def start_generate(self, prompts:Batch, *, timeout:int|float|None=None, **how)->Pending:
+        "As `generate`, for `later`: an engine elsewhere samples on, one in this process samples now."
+        pending = Pending(self, prompts, requests_of(self, prompts, **how), timeout)
+        if not self.sampler.elsewhere: pending.result()
+        return pending
 
     @locked
     def sleep(self,
         level:int=1, # 2: the weights go too, and `load` comes before the next rows
     ):
         "Give the engine's memory back between rollouts."
+        n = len(self.lines.of)
+        if n: raise RuntimeError(f"sleep: rows of {n} prompts are under way; collect them or abort them before")
         self.sampler.sleep(level)
 
     @locked
@@ -267,8 +348,15 @@ class Rollout:
         self.sampler.wake()
 
     def close(self):
-        "End the engine."
-        self.sampler.close()
+        "End the engine. An error of rows under way, of which nobody has heard, is raised."
+        try:
+            if self.lines.of and self.sampler.elsewhere: self.lines.poll(0.)
+        finally: self.sampler.close()
+
+    @property
+    def sampler(self)->Sampler:
+        "The engine."
+        return self.lines.sampler
 
     @property
     def module(self)->nn.Module:

@@ -4,15 +4,17 @@
 
 # %% auto #0
 __all__ = ['Reason', 'Sampling', 'check_sampling', 'Request', 'Completion', 'sample_seeds', 'turn_seed', 'Sampler', 'complete',
-           'check_ready', 'VllmSpec', 'vllm']
+           'answered', 'Lines', 'Line', 'check_ready', 'VllmSpec', 'vllm']
 
 # %% ../../nbs/rollout/82_samplers.ipynb #ae582b9c
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import count
 from numbers import Integral, Real
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -91,7 +93,13 @@ class Completion:
     logprobs:Float[Tensor, " n"]       # of the distribution drawn from; 0 where greedy
     support:Int[Tensor, "n K"]|None    # ids that a token was confined to, −1 = none; None without a filter
     reason:Reason                      # why it ended
-    version:int                        # of the weights
+    version:int                        # of the weights at its end
+    versions:Int[Tensor, " n"]|None=None # of the weights that each token was drawn from; None: `version`, for all
+
+    @property
+    def by_token(self)->Int[Tensor, " n"]:
+        "The version of the weights for every token."
+        return torch.full((len(self.tokens),), self.version) if self.versions is None else self.versions
 
 def sample_seeds(
     seed,      # number or tuple that names these samples
@@ -119,9 +127,12 @@ class Sampler(Protocol):
     window:int|None        # most positions of a row; None: any number
     version:int|None       # of the weights it samples from; None: of no known version
     asleep:bool
+    elsewhere:bool         # whether it samples while nobody polls
 
-    def load(self, ticket:Ticket)->Manifest:
-        "Take over a ticket's weights. ValueError for names or shapes that do not fit; an error leaves no version."
+    def load(self, ticket:Ticket, *, keep:bool=False)->Manifest:
+        """Take over a ticket's weights. ValueError for names or shapes that do not fit; an error leaves no version.
+
+        Samples under way go on with them: from keys and values computed anew, with `keep` from those of the old."""
         ...
 
     def submit(self, requests:Sequence[Request]):
@@ -150,14 +161,23 @@ class Sampler(Protocol):
 
 # %% ../../nbs/rollout/82_samplers.ipynb #1530ae6d
 def complete(
-    sampler:Sampler,
+    sampler:"Sampler|Line",
     requests:Sequence[Request], # each with a key of its own
     *,
     seconds:float=float("inf"), # for all of them
 )->list[Completion]: # request by request, sample by sample
     "Sample until all requests are answered. TimeoutError, with the prompts that were not, when the time has passed."
-    end, found, left = time.monotonic() + seconds, {}, sum(len(r.seeds) for r in requests)
     sampler.submit(requests)
+    return answered(sampler, requests, seconds=seconds)
+
+def answered(
+    sampler:"Sampler|Line",
+    requests:Sequence[Request], # that were submitted
+    *,
+    seconds:float=float("inf"), # for all of them
+)->list[Completion]: # request by request, sample by sample
+    "Wait for the answers; see `complete`."
+    end, found, left = time.monotonic() + seconds, {}, sum(len(r.seeds) for r in requests)
     try:
         while len(found) < left:
             if time.monotonic() > end: raise TimeoutError(_late(requests, found, seconds))
@@ -173,6 +193,87 @@ def _late(requests, found, seconds):
     named = ", ".join(f"{k} of prompt {key}" for key, k in lost[:5])
     return (f"generate: {len(lost)} of {len(wanted)} samples had not ended after {seconds:g} s and were stopped: "
             f"sample {named}{' …' if len(lost) > 5 else ''}; lower max_tokens, or allow more time")
+
+# %% ../../nbs/rollout/82_samplers.ipynb #08d8c194
+class Lines:
+    "Who asked for what, behind one sampler."
+
+    def __init__(self,
+        sampler:Sampler,
+    ):
+        "Nobody asks yet."
+        self.sampler, self.keys, self.of = sampler, count(), {}       # key at the sampler → (line, the asker's key)
+
+    def poll(self,
+        seconds:float, # most to wait
+    ):
+        "Sort what has ended by who asked. An error is everybody's whose samples are under way."
+        try: came = self.sampler.poll(seconds)
+        except BaseException as e:
+            self.lost(e)
+            raise
+        for c in came:
+            if c.key in self.of: self.of[c.key][0].take(c)
+
+    def end(self,
+        error:BaseException, # why
+    ):
+        "Take everything out of the sampler: its weights are of no known version."
+        self.sampler.abort(list(self.of))
+        self.lost(error)
+
+    def lost(self,
+        error:BaseException, # why
+    ):
+        "Nothing that is under way will come."
+        for line, _ in self.of.values(): line.error = error
+        self.of.clear()
+
+class Line:
+    "One who asks: the sampler's verbs, for its own requests."
+
+    def __init__(self,
+        lines:Lines,
+    ):
+        "Nothing is under way."
+        self.lines, self.left, self.mail = lines, {}, []      # samples that are left of each key at the sampler
+        self.error:BaseException|None = None
+
+    def submit(self, requests:Sequence[Request]):
+        "Begin to sample."
+        own = [replace(r, key=next(self.lines.keys)) for r in requests]
+        self.lines.sampler.submit(own)
+        for mine, r in zip(own, requests, strict=True):
+            self.lines.of[mine.key], self.left[mine.key] = (self, r.key), len(r.seeds)
+
+    def poll(self, seconds:float)->list[Completion]:
+        "Own samples that have ended. RuntimeError where the engine has failed since."
+        if not self.mail and self.left and not self.error: self.lines.poll(seconds)
+        mail, self.mail = self.mail, []
+        if self.error and not mail: raise self._heard()
+        return mail
+
+    def _heard(self):
+        self.left.clear()
+        error, self.error = self.error, None
+        return RuntimeError(f"generate: rows that were under way are lost, since the engine failed: {error}")
+
+    def take(self,
+        c:Completion, # of one of its requests
+    ):
+        "Keep it for the next `poll`."
+        key = self.lines.of[c.key][1]
+        self.left[c.key] -= 1
+        if not self.left[c.key]: del self.left[c.key], self.lines.of[c.key]
+        self.mail.append(replace(c, key=key))
+
+    def abort(self, keys:Iterable[int])->list[Completion]:
+        "End own requests; their unfinished samples as far as they are."
+        gone, of = set(keys), self.lines.of
+        mine = [k for k in self.left if k in of and of[k][1] in gone]
+        own = {k: of.pop(k)[1] for k in mine}
+        for k in mine: del self.left[k]
+        return [replace(c, key=own[c.key]) for c in (self.lines.sampler.abort(mine) if mine else [])]
 
 # %% ../../nbs/rollout/82_samplers.ipynb #5b5b2ba5
 def check_ready(
