@@ -222,12 +222,7 @@ def probe_distance(before:Probe, after:Probe)->float:
     pairs = ((before.out, after.out), (before.entered, after.entered))
     return max(float((b-a).norm()/a.norm().clamp(min=1e-12)) for a, b in pairs)
 
-def partial_gradients(
-    before:dict[str, Tensor], # gradients of weights that all ranks have, before the cut
-    after:dict[str, Tensor],  # the same after it
-    cuts:Collection[str],     # names of the weights that were cut
-    group,                    # ranks that hold it together; all of them ask
-)->set[str]: # names
+def partial_gradients(before:dict[str, Tensor], after:dict[str, Tensor], cuts:Collection[str], group)->set[str]: # names
     "Weights of whose gradient each rank knows a term; of the others each knows all. ValueError for a third kind."
     if not before: return set()
     far = [[(after[n]-g).norm(), (summed(after[n], group)-g).norm(), g.norm()] for n, g in before.items()]

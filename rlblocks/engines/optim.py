@@ -151,12 +151,7 @@ def _hits(who, pairs, patterns):
         if any(_matches(n, [p]) for n in names): continue
         raise ValueError(f"{who}: {p!r} matches no parameter; there are {', '.join(names[:4])} … ({len(names)})")
 
-def decay_groups(
-    params:Iterable, # (name, parameter) pairs, or parameters
-    *,
-    weight_decay:float, # of matrices
-    no_decay:tuple=(), # names (parts of a dotted name, `*` allowed) that do not decay either
-)->list[dict]: # groups for a torch optimizer; empty ones are left out
+def decay_groups(params:Iterable, *, weight_decay:float, no_decay:tuple=())->list[dict]:
     """Two groups: parameters that decay, and norms, biases and `no_decay`, which do not. One where nothing decays.
 
     ValueError for a pattern that matches nothing."""
@@ -274,11 +269,7 @@ def muon(
     return OptimizerSpec(partial(_muon, **how), max_norm, schedule)
 
 # %% ../../nbs/engines/54_optim.ipynb #4aac9c7a
-def entrywise(
-    optimizer:torch.optim.Optimizer, # before its first step; left as it was
-    who:str,                         # the engine, for the message
-    device=None,                     # of the stand-in
-):
+def entrywise(optimizer:torch.optim.Optimizer, who:str, device:Any=None):
     "Make sure that an optimizer can step part of a weight alone. ValueError says what it needs more than that."
     for part in getattr(optimizer, "parts", [optimizer]):
         groups, known = [dict(g) for g in part.param_groups], list(map(id, part.state))

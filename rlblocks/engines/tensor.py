@@ -35,15 +35,10 @@ def tensor_mesh(device:torch.device, size:int)->DeviceMesh:
 
 # %% ../../nbs/engines/63_tensor.ipynb #ee06ed05
 @torch.no_grad()
-def clip_pieces_(
-    grads:dict[str, Tensor],  # by name, summed over the copies; changed in place
-    max_norm:float,           # clip to this 2-norm
-    cut:CutModel,             # of `cut_model`
-    group,                    # ranks that hold one model
-    *,
-    copies:int,               # ranks that hold each gradient: 1 where they are shards
-)->Tensor: # 0-d: the 2-norm of the model's gradient, over all ranks of the world
-    "Make gradients of uncut weights the same on all ranks, find the norm over all pieces, clip by it."
+def clip_pieces_(grads:dict[str, Tensor], max_norm:float, cut:CutModel, group, *, copies:int)->Tensor: # norm
+    """Make gradients of uncut weights the same on all ranks, find the norm over all pieces, clip by it.
+
+    `grads` are sums over the copies, by name; `copies` ranks have each of them."""
     size, device = dist.get_world_size(group), next(iter(grads.values())).device
     for name, g in grads.items():
         if name in cut.cuts: continue
@@ -138,12 +133,10 @@ def bare(name:str)->str:
     "As it was called before an adapter stood around its layer."
     return name.replace(".base_layer.", ".")
 
-def map_state(
-    state:dict, # module, optimizer
-    change:Callable[[str, Tensor], Tensor], # (name of the weight, it or a state beside it) → what stands in its place
-    names:Collection[str]=(), # of the weights in the optimizer's order, where it has them by number
-)->dict:
-    "Change a state's tensors; numbers, counters and settings stay."
+def map_state(state:dict, change:Callable[[str, Tensor], Tensor], names:Collection[str]=())->dict:
+    """Change a state's tensors by `change(name of the weight, it or a state beside it)`; the rest stays.
+
+    `names`: the weights in the optimizer's order, where its state goes by number."""
     numbered = dict(enumerate(names))
     def changed(name, x): return change(bare(name), x) if isinstance(x, Tensor) and x.dim() else x
     out = dict(state, module={k: changed(k, x) for k, x in state["module"].items()})
@@ -172,19 +165,12 @@ def _check_inner(engine, size):
 class TensorParallel:
     "An engine: a model of transformers cut inside its layers, each piece in a plain engine or FSDP2."
 
-    def __init__(self,
-        module:nn.Module,    # owned from here on; the same on every rank
-        device:torch.device, # where it computes
-        *,
-        size:int,            # consecutive ranks that hold one model
-        engine:str|None=None, # of the pieces: None: copies; "fsdp2": sharded over the ranks that would hold copies
-        expert_parallel:bool=False,   # distribute experts instead of cutting each
-        optimizer:Callable|None=None, # (name, parameter) pairs → torch optimizer; None: frozen
-        max_norm:float=float("inf"),  # clip the gradient to this 2-norm
-        dtype:torch.dtype|None=None,  # of `Fsdp`
-        offload:str|None=None,        # of `Fsdp`
-    ):
-        "Cut a module; all ranks together. ValueError for a model, plan, optimizer or engine that cannot be cut so."
+    def __init__(self, module:nn.Module, device:torch.device, *, size:int, engine:str|None=None,
+                 expert_parallel:bool=False, optimizer:Callable|None=None, max_norm:float=float("inf"),
+                 dtype:torch.dtype|None=None, offload:str|None=None):
+        """Cut a module over `size` neighbours, its pieces held by `engine`: None, or "fsdp2" over the copies.
+
+        All ranks together. ValueError for a model, plan, optimizer or engine that cannot be cut so."""
         _check_inner(engine, size)
         mesh = tensor_mesh(device, size)
         same_weights(module)
@@ -250,13 +236,8 @@ class TensorParallel:
     def nbytes(self)->dict[str, int]: return self.inner.nbytes()
 
 # %% ../../nbs/engines/63_tensor.ipynb #cdfaf7e9
-def adapted_layers(
-    module:nn.Module, # that holds models of transformers, cut
-    name:str,         # of an adapter that peft has put on
-    cuts:Collection[str], # names of its weights that are cut, as they were called before
-    size:int,         # ranks that hold it together
-)->dict[str, Any]: # peft's layers under that adapter, by name
-    "Where an adapter stands. ValueError for one on a layer that is no linear one or not cut."
+def adapted_layers(module:nn.Module, name:str, cuts:Collection[str], size:int)->dict[str, Any]: # by name
+    "Peft's layers under an adapter. ValueError for one on a layer that is no linear one or not cut."
     ends = [output_layer(m) for _, m in planned(module)]
     found:dict[str, Any] = {at: m for at, m in module.named_modules()
                             if hasattr(m, "_active_adapter") and name in getattr(m, "scaling", {})}
