@@ -219,7 +219,7 @@ class Zero:
     def __init__(self, module:nn.Module, device:torch.device, *, stage:int, optimizer:Callable|None=None,
                  adamw:Mapping|None=None, max_norm:float=float("inf"), dtype:torch.dtype|None=None,
                  offload:str|None=None, nvme:str|None=None):
-        """Hand a module to DeepSpeed; arguments as for `Plain` and `zero`, `adamw` of `OptimizerSpec`. All ranks call it.
+        """Hand a module to DeepSpeed; arguments as for `Plain` and `zero`, `adamw` of `OptimizerSpec`. All together.
 
         ValueError for what it cannot do and an optimizer that needs full weights, ImportError for what is missing."""
         _check(module, stage=stage, optimizer=optimizer, adamw=adamw, dtype=dtype, offload=offload)
