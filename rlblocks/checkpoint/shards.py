@@ -129,7 +129,7 @@ def checked_reader(folder:Path)->Any: # torch's reader of it
 
 # %% ../../nbs/checkpoint/89_shards.ipynb #953a6dbc
 def read_shards(rest:Any, part:Any, name:str, folder:Path, group=None)->Any: # the state, cut as `part` is
-    "Read what this rank needs of a state with marks. ValueError when the part has no such tensors, or is not cut at all."
+    "Read what this rank needs of a state with marks. ValueError when the part has no such tensors, or is not cut."
     import torch.distributed.checkpoint as dcp
     shapes = shard_shapes(rest)
     if not shapes: return rest
