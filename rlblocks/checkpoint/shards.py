@@ -128,7 +128,7 @@ def checked_reader(folder:Path)->Any: # torch's reader of it
     return FileSystemReader(folder)
 
 # %% ../../nbs/checkpoint/89_shards.ipynb #953a6dbc
-def read_shards(rest:Any, part:Any, name:str, folder:Path, group=None)->Any: # the state, cut as `part` is
+def read_shards(rest:Any, part:Any, name:str, folder:Path)->Any: # the state, cut as `part` is
     "Read what this rank needs of a state with marks. ValueError when the part has no such tensors, or is not cut."
     import torch.distributed.checkpoint as dcp
     shapes = shard_shapes(rest)
@@ -137,7 +137,7 @@ def read_shards(rest:Any, part:Any, name:str, folder:Path, group=None)->Any: # t
     now = dict(_flattened(plain, name)[0]) | shards
     check_shapes(name, shapes, now, bool(shards))
     into = {n: now[n] if n in shards else torch.empty_like(now[n]).flatten() for n in shapes}  # it may be plain by now
-    dcp.state_dict_loader.load(into, storage_reader=checked_reader(folder), process_group=group)
+    dcp.state_dict_loader.load(into, storage_reader=checked_reader(folder))
     return join_shards(rest, {n: x if n in shards else x.view(shapes[n]) for n, x in into.items()})
 
 def check_shapes(name:str, shapes:dict[str, list[int]], now:dict[str, Any], cut:bool):

@@ -50,11 +50,12 @@ def shared_prefix(
     holder = rows.new_full((len(kinds),), B).scatter_reduce(0, of, rows, "amin")[of]
     return holder, _in_common(tokens, holder, torch.minimum(lengths, lengths[holder]))
 
-def _in_common(tokens, holder, ends, block=256):
+def _in_common(tokens, holder, ends):
     "How many first tokens, up to `ends`, each row has in common with another; 0 with itself."
     n = torch.zeros_like(holder)
     on = (holder != torch.arange(len(holder), device=holder.device)).nonzero()[:, 0]
-    for a in range(0, tokens.shape[1], block):      # prompts are short: who has differed is not compared again
+    block = 256     # prompts are short: who has differed is not compared again
+    for a in range(0, tokens.shape[1], block):
         if not len(on): break
         mine, its = tokens[on, a:a+block], tokens[holder[on], a:a+block]
         same = (mine == its) & (torch.arange(a, a + mine.shape[1], device=tokens.device) < ends[on, None])

@@ -162,9 +162,7 @@ class Fsdp:
                  mesh:DeviceMesh|None=None, clip:Callable|None=None):
         """Shard a module over `mesh`, else all ranks; arguments as for `Plain` and `fsdp2`. All ranks together.
 
-        ValueError for offload="nvme" and for ranks that built different models."""
-        if offload not in (None, "cpu"):
-            raise ValueError(f'engine="fsdp2": offload={offload!r}; "cpu" is there, and with zero3 "nvme"')
+        ValueError for ranks that built different models."""
         join_world(device)
         if mesh is None: same_weights(module)
         mesh = mesh or init_device_mesh(device.type, (world()[1],))

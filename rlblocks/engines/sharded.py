@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['optimizer_of', 'frozen_copy', 'make_engine', 'compute_dtype', 'learnable', 'prepare_module_', 'weight_shapes',
            'check_state', 'check_weights', 'check_step', 'running', 'undivided', 'named_under', 'of_one_version',
-           'check_graph', 'set_rates', 'current_state', 'promise', 'restore', 'check_norm', 'ShardedModel',
-           'has_all_weights']
+           'check_graph', 'promise', 'restore', 'check_norm', 'ShardedModel', 'has_all_weights']
 
 # %% ../../nbs/engines/64_sharded.ipynb #2aefe092
 from collections.abc import Callable, Iterable, Iterator
@@ -157,24 +156,11 @@ def of_one_version(model:Any, made:Iterator[dict[str, Tensor]])->Iterator[dict[s
         yield bucket
         del bucket         # not held while the next one is gathered
 
-def check_graph(
-    loss:Tensor,
-):
+def check_graph(loss:Tensor):
     "ValueError for one that no weight can learn from."
     if loss.requires_grad: return
     raise ValueError("step: the loss does not depend on the model's outputs; build it from out.logprobs, out.entropy, "
                      "out.values or out.scores")
-
-def set_rates(optimizer:torch.optim.Optimizer|None, rates:list[float], factor:float):
-    "Learning rates of the next step. RuntimeError for a frozen model, which has none."
-    if optimizer is None: raise RuntimeError("step: the model is frozen, it has no optimizer")
-    for group, rate in zip(optimizer.param_groups, rates, strict=True): group["lr"] = rate*factor
-
-def current_state(model:Any, full:bool)->dict: # version, module, optimizer
-    "Its state, between two steps."
-    with model.turn:
-        check_step(model)
-        return dict(version=model.version) | model.engine.state(full)
 
 def promise(model:Any, prefix:str, score:Callable[[Tensor], Tensor]|None)->Ticket:
     "A ticket for its weights. Where they are complete it has their shapes; others know them when they gather."
@@ -247,7 +233,9 @@ class ShardedModel:
     def apply(self, *, shared:bool=False)->Tensor:
         "Sum over ranks, clip, step, count the version. FloatingPointError, and nothing changed, for NaN."
         check_step(self)
-        set_rates(self.optimizer, self.base_lrs, self.schedule(self.version) if self.schedule else 1.)
+        if self.optimizer is None: raise RuntimeError("step: the model is frozen, it has no optimizer")
+        factor = self.schedule(self.version) if self.schedule else 1.
+        for group, rate in zip(self.optimizer.param_groups, self.base_lrs, strict=True): group["lr"] = rate*factor
         with undivided(self):
             norm = self.engine.step(shared or self.shares > 1)
             self.version += bool(torch.isfinite(norm))
@@ -269,16 +257,16 @@ class ShardedModel:
 
     def state_dict(self, *, full:bool=True)->dict:
         "Weights, optimizer state and version; with an engine all ranks call it together."
-        return current_state(self, full)
+        with self.turn:
+            check_step(self)
+            return dict(version=self.version) | self.engine.state(full)
 
     def load_state_dict(self, state:dict):
         "Restore what `state_dict` gave, of any engine; all ranks together. ValueError for another model's."
         restore(self, state)
 
 # %% ../../nbs/engines/64_sharded.ipynb #70d6d650
-def has_all_weights(
-    model:ShardedModel,
-)->bool:
+def has_all_weights(model:ShardedModel)->bool:
     "Whether every rank has all weights at any time, in the module itself."
     spec = model.spec
     return spec.complete or spec.make is None and frozen_copy(spec.word, model.frozen)

@@ -76,8 +76,6 @@ def _check(module, *, stage, optimizer, adamw, dtype, offload):
                          f'{dtype}, or use engine="fsdp2"')
     if any(p.dtype == torch.float64 for p in module.parameters()):
         raise ValueError('engine="zero…" keeps fp32 states; float64 needs engine=None or "fsdp2"')
-    if offload not in (None, "cpu", "nvme") or (offload == "nvme" and stage < 3):
-        raise ValueError(f'engine="zero{stage}": offload={offload!r} is not there; "cpu" is, and "nvme" with "zero3"')
     if offload and optimizer and adamw is None:
         raise ValueError(f"engine=\"zero{stage}\", offload={offload!r}: the offloaded step is DeepSpeed's own AdamW; "
                          "use optimizer=adamw(…), or leave out offload=")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PREFIXES', 'linear_head', 'ClassHead', 'head_of', 'value_head', 'stored_bins', 'load_scored', 'trunk_reader',
-           'classifier', 'Moments', 'without_moments', 'stored_moments']
+           'classifier', 'moments_of', 'without_moments', 'stored_moments']
 
 # %% ../../nbs/models/73_value_heads.ipynb #62e130b7
 from copy import deepcopy
@@ -215,33 +215,19 @@ def save_read(run, module, path, *, head:str|None, dtype:torch.dtype|None=None, 
         save_folder(module, buckets, path, who=run.name, filed=filed, dtype=dtype, **how)
 
 # %% ../../nbs/models/73_value_heads.ipynb #25797bf0
-class Moments:
-    "Mean and standard deviation of scores, in double precision; adds up over ranks."
+def moments_of(x:Tensor, shared:bool=False)->tuple[list[float], list[float]]: # means, standard deviations
+    """Of scores `[n, k]`, in double precision; `shared`: of those of all ranks.
 
-    def __init__(self, total:Tensor|None=None):
-        "Start from totals."
-        self.total = total
-
-    def add(self, x:Tensor)->"Moments": # `[n, k]`; the same
-        "Add scores."
-        x = x.double()
-        more = torch.stack([torch.full_like(x[0], len(x)), x.sum(0), (x**2).sum(0)])
-        self.total = more if self.total is None else self.total + more
-        return self
-
-    def over_ranks(self, shared:bool)->"Moments": # the same
-        "Add up those of all ranks."
-        if shared and world()[1] > 1: dist.all_reduce(self.total)
-        return self
-
-    def read(self)->tuple[list[float], list[float]]: # means, standard deviations
-        "ValueError with fewer than two scores, or when all are equal."
-        n, s, q = (self.total if self.total is not None else torch.zeros(3, 1)).unbind(0)
-        std = ((q - s**2/n).clamp(min=0)/(n-1)).sqrt()
-        if (n < 2).any() or not (std > 0).all():
-            raise ValueError(f"normalise: {int(n.max())} scores with standard deviation {std.tolist()}; two different "
-                             "ones at least are wanted")
-        return (s/n).tolist(), std.tolist()
+    ValueError with fewer than two scores, or when all are equal."""
+    x = x.double()
+    total = torch.stack([x.new_full(x.shape[1:], len(x)), x.sum(0), (x**2).sum(0)])
+    if shared and world()[1] > 1: dist.all_reduce(total)
+    n, s, q = total
+    std = ((q - s**2/n).clamp(min=0)/(n-1)).sqrt()
+    if (n < 2).any() or not (std > 0).all():
+        raise ValueError(f"normalise: {int(n.max())} scores with standard deviation {std.tolist()}; two different "
+                         "ones at least are wanted")
+    return (s/n).tolist(), std.tolist()
 
 def without_moments(x:Tensor, moments:tuple[list[float], list[float]]|None)->Tensor: # `[…, k]`
     "Scores with mean 0 and standard deviation 1 on the rows they were measured on."

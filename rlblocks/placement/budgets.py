@@ -108,9 +108,7 @@ def too_large(plan:Plan, size:float, headroom:float)->str:
     return (f"{maker}: {_gib(plan.total)} GiB are wanted on each device, {_gib(size*(1-headroom))} of {_gib(size)} GiB "
             f"are to be used; most of it is {kind} of {title!r}: {REMEDIES[maker][kind]}\n{plan}")
 
-def table(
-    plan:Plan,
-)->str:
+def table(plan:Plan)->str:
     "A plan as text, one line a wrapper and place."
     kinds = [k for k in KINDS if any(k in part[i] for part in plan.parts for i in (1, 2))]
     wide = max(len(title) for title, *_ in plan.parts) + 7

@@ -106,8 +106,7 @@ def optimizer_state_bytes(optimizer:Callable|None)->int: # for each 4 bytes of w
     return round(4*_size(states)/p.nbytes)
 
 # %% ../../nbs/placement/97_planning.ipynb #e9ab6ddf
-def _wrapper_pass(wrapper:FakeWrapper, *, micro_tokens:int, row:int, entropy:bool,
-                  device:str)->tuple[PassBytes, float]:
+def _wrapper_pass(wrapper:FakeWrapper, *, micro_tokens:int, row:int, entropy:bool, device:str)->tuple[PassBytes, float]:
     "One micro-batch, of a line that devices share this one's stretch; operations a token and device."
     sp, model = wrapper.spec.sequence_parallel, wrapper.model
     if wrapper.half and not wrapper.copied and wrapper.spec.word != "zero1":      # elsewhere autocast's copies count
