@@ -195,7 +195,7 @@ def _load(
     def arriving():
         while (letter := server.letters.get())[0] == "bucket":
             pieces = list(unpacked(server.memory, letter[1]))
-            server.send("took")
+            server.send("bucket")
             for name, x in pieces:
                 sums[name] = checksum(x)
                 yield name, x
