@@ -225,13 +225,8 @@ def side_by_side(units:list[list[int]], sizes:list[int], sharing:Sharing, limits
     return pieces
 
 # %% ../../nbs/data/37_packing.ipynb #c1d2b4aa
-def planned(
-    sizes:Int[Tensor, " B"],     # tokens in each row
-    unit:Int[Tensor, " B"]|None, # rows with equal ids stay together; None: each row for itself
-    limits:Limits,
-    shared:tuple[Tensor, Tensor]|None=None, # `shared_prefix` of rows that will be packed with it
-    multiple:int=1,              # the number of micro-batches is rounded up to a multiple of this
-)->list[list[int]]: # row numbers of each micro-batch
+def planned(sizes:Tensor, unit:Tensor|None, limits:Limits, shared:tuple[Tensor, Tensor]|None=None,
+            multiple:int=1)->list[list[int]]: # row numbers of each micro-batch
     "`plan_micro_batches` of numbers that are known to be good."
     lengths = sizes.tolist()
     units, sharing = rows_by(range(len(lengths)) if unit is None else unit.tolist()), Sharing.of(lengths, shared)
