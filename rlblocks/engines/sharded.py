@@ -275,8 +275,9 @@ class ShardedModel:
     ):
         "Hold a module, ready to train or frozen. All ranks together. ValueError for what an engine cannot do."
         self.spec, made = engine_of(engine), optimizer_of(optimizer, lr)
-        sp, tp = self.spec.sequence_parallel, self.spec.tensor_parallel
+        sp, tp, (rank, self.ranks) = self.spec.sequence_parallel, self.spec.tensor_parallel, world()
         self.device, self.shares = device_of(device, "ShardedModel"), self.spec.shares
+        self.replica, self.replicas = rank//self.shares, self.ranks//self.shares  # this rank's part of a batch, all parts
         self.mesh = mesh_of(self.device, sequence_parallel=sp, tensor_parallel=tp)
         self.dtype, self.frozen = compute_dtype(module, self.spec.dtype), frozen
         prepare_module_(module, self.spec, self.dtype, frozen=frozen)
@@ -290,10 +291,6 @@ class ShardedModel:
     def optimizer(self)->torch.optim.Optimizer|None: return self.engine.optimizer
     @property
     def turn(self)->Turn: return self.engine.turn
-    @property
-    def replicas(self)->int: return world()[1]//self.shares   # parts that a batch is cut into
-    @property
-    def replica(self)->int: return world()[0]//self.shares    # the part that is this rank's
 
     def __call__(self, *args, **kwargs):
         with running(self): return self.engine(*args, **kwargs)
