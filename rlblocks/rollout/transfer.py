@@ -98,11 +98,13 @@ class Transfer:
     def send(self,
         child:Child, # in which the engine is
         ticket:Ticket,
+        *,
+        keep:bool=False, # what is under way keeps keys and values of the old weights
     )->Manifest: # the names of files; the checksums of what arrived; the gap of the probe
         "All of a ticket's weights, and the proof. ValueError for names or shapes that do not fit."
         sent, n_bytes, n_messages = {}, 0, 2
         self.loads += 1
-        child.send("load")
+        child.send("load", ticket.version, keep)
         for pieces in in_buckets(self._summed(ticket, sent), self.memory):
             child.ask("bucket", pieces)
             n_bytes += sum(dtype.itemsize*prod(shape) for _, dtype, shape, _ in pieces)
