@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['optimizer_of', 'frozen_copy', 'make_engine', 'compute_dtype', 'learnable', 'prepare_module_', 'weight_shapes',
            'check_state', 'check_weights', 'check_step', 'running', 'undivided', 'named_under', 'of_one_version',
-           'check_graph', 'set_rates', 'current_state', 'promise', 'restore', 'check_norm', 'ShardedModel',
-           'has_all_weights']
+           'check_graph', 'set_rates', 'current_state', 'promise', 'in_dtype', 'full_shapes', 'restore', 'check_norm',
+           'ShardedModel', 'has_all_weights']
 
 # %% ../../nbs/engines/64_sharded.ipynb #2aefe092
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +21,7 @@ from .guards import Turn, uninterrupted
 from .modules import checkpoint_layers_, promote_
 from .optim import OptimizerSpec, adamw
 from .plain import Plain
-from .weights import Ticket, buckets, named_weights
+from .weights import InProcess, Ticket, buckets, named_weights
 from .world import HALF, device_of, mesh_of, world
 
 # %% ../../nbs/engines/64_sharded.ipynb #6b405c6b
@@ -229,14 +229,33 @@ def current_state(
 def promise(
     model:Any,  # a `ShardedModel`
     prefix:str, # only weights under this name, given without it
-    score:Callable[[Tensor], Tensor]|None, # see `Ticket`
+    score:Callable[[Tensor], Tensor]|None, # ids → log-probs of all but the first
+    probe:tuple[int, ...], # ids to score
+    dtype:torch.dtype|None, # that floats are sent in; None: as they are
 )->Ticket:
-    "A ticket for its weights. Where they are complete it has their shapes; others know them when they gather."
+    "A ticket for its weights, with their shapes; where an adapter is merged they are known when it is."
     check_step(model)
-    names = named_weights(model.module) if model.spec.complete else {}
-    shapes = {n.removeprefix(prefix): tuple(x.shape) for n, x in names.items() if n.startswith(prefix)}
-    def params(bucket_bytes): return model.iter_full_params(bucket_bytes, prefix)
-    return Ticket(model.version, lambda: model.version, params, shapes or None, score)
+    def params(bucket_bytes): return in_dtype(model.iter_full_params(bucket_bytes, prefix), dtype)
+    way = InProcess(lambda: model.version, params, score)
+    shapes = {n.removeprefix(prefix): x for n, x in full_shapes(model).items() if n.startswith(prefix)}
+    return Ticket(model.version, way, shapes or None, probe=probe)
+
+def in_dtype(
+    made:Iterator[dict[str, Tensor]], # buckets
+    dtype:torch.dtype|None, # None: as they are
+)->Iterator[dict[str, Tensor]]:
+    "Buckets with their floats rounded."
+    for bucket in made:
+        yield {n: x.to(dtype) if x.is_floating_point() else x for n, x in bucket.items()} if dtype else bucket
+        del bucket
+
+def full_shapes(
+    model:Any, # a `ShardedModel`
+)->dict[str, tuple[int, ...]]: # name → shape, tied weights under their first name
+    "What its weights look like when they are complete; none where later adapters have renamed them."
+    if model.spec.complete: return {n: tuple(x.shape) for n, x in named_weights(model.module).items()}
+    if model.shapes.keys() != model.module.state_dict().keys(): return {}
+    return {n: tuple(shape) for n, (shape, first) in model.shapes.items() if n == first}
 
 def restore(
     model:Any,  # a `ShardedModel`
@@ -323,9 +342,10 @@ class ShardedModel:
         if self.torn: return                  # `load_state_dict` does: the ranks may be in different places
         with undivided(self): self.engine.discard()
 
-    def ticket(self, prefix:str="", score:Callable[[Tensor], Tensor]|None=None)->Ticket:
-        "A promise of this version's full weights, good until the next `apply`; `score`: see `Ticket`."
-        return promise(self, prefix, score)
+    def ticket(self, prefix:str="", score:Callable[[Tensor], Tensor]|None=None, probe:tuple[int, ...]=(),
+               dtype:torch.dtype|None=None)->Ticket:
+        "A promise of this version's full weights, good until the next `apply`; the arguments: see `promise`."
+        return promise(self, prefix, score, probe, dtype)
 
     def iter_full_params(self, bucket_bytes:int=1 << 28, prefix:str="")->Iterator[dict[str, Tensor]]:
         "The only exporter of full weights. All ranks iterate together, also those that drop what they get."
