@@ -122,7 +122,8 @@ def test_changes_alone_and_a_transfer_that_breaks():
     assert time.monotonic() - began < 10 and child.process.poll() is not None and sampler.child is None
     with pytest.raises(RuntimeError, match="of no known version"): sampler.submit(asked())
     nudge(policy)
-    with pytest.raises(ValueError, match="from version 2 to 3, the receiver has none"): sampler.load(policy.weights(since=2))
+    changes = policy.weights(since=2)
+    with pytest.raises(ValueError, match="from version 2 to 3, the receiver has none"): sampler.load(changes)
     assert sampler.load(policy.weights(since=-1)).gap < 1e-4            # a new engine, with all weights
     os.kill(sampler.child.process.pid, signal.SIGKILL)
     nudge(policy)
