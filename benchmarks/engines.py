@@ -2,13 +2,15 @@
 
     .venv/bin/python benchmarks/engines.py [--only fsdp2,zero2,tensor] [--worlds 1,2,4] [--out benchmarks/results]
 
-`tensor` are layers cut over two ranks (tests/test_tensor.py): alone, with FSDP2 over two replicas, with rows shared by two more ranks; `held` is what a process keeps of a model of 21 million weights, with gradients and AdamW's states, beside what one
-process keeps. Rows of engines that are left out stay as they were measured.
+`tensor` are layers cut over two ranks (tests/test_tensor.py): alone, with FSDP2 over two replicas, with rows shared by
+two more ranks; `held` is what a process keeps of a model of 21 million weights, with gradients and AdamW's states,
+beside what one process keeps. Rows of engines that are left out stay as they were measured.
 
-The cases and checks are those of tests/test_engines.py (PPO with uneven rows, GRPO, DPO pairs, SFT with fewer rows than ranks, PPO and PTX in one step, a value head, tied weights, SGD under a schedule,
-a critic, a reward model, weights that are not used; five steps each in fp32), which CI runs on fewer worlds. Differences are the largest over cases: weights absolute, losses and gradient norms relative.
-Memory is the sum over processes of each one's peak resident set; time is processor time of the slowest rank. gloo, CPU.
-"""
+The cases and checks are those of tests/test_engines.py (PPO with uneven rows, GRPO, DPO pairs, SFT with fewer rows than
+ranks, PPO and PTX in one step, a value head, tied weights, SGD under a schedule, a critic, a reward model, weights that
+are not used; five steps each in fp32), which CI runs on fewer worlds. Differences are the largest over cases: weights
+absolute, losses and gradient norms relative. Memory is the sum over processes of each one's peak resident set; time is
+processor time of the slowest rank. gloo, CPU."""
 import argparse
 import json
 import os
@@ -39,8 +41,10 @@ def measure(engine, world, plain):
     with tempfile.TemporaryDirectory() as folder: ranks = t.launch(engine, world, Path(folder))
     far = t.compare(ranks, plain)
     worst = lambda what: max(x for (_, k), x in far.items() if k == what)
-    return dict(engine=engine, world=world, weights=worst("weights"), loss=worst("loss"), grad_norm=worst("grad_norm"), gib=round(sum(r["rss"] for r in ranks)/2**30, 2),
-                cpu_s=round(max(sum(r["times"].values()) for r in ranks), 1), cases=len(ranks[0]["found"]), checks=len(t.CHECKS))
+    return dict(engine=engine, world=world, weights=worst("weights"), loss=worst("loss"), grad_norm=worst("grad_norm"),
+                gib=round(sum(r["rss"] for r in ranks)/2**30, 2),
+                cpu_s=round(max(sum(r["times"].values()) for r in ranks), 1), cases=len(ranks[0]["found"]),
+                checks=len(t.CHECKS))
 
 
 def tensor(world, plain):
@@ -50,8 +54,11 @@ def tensor(world, plain):
         mine = test_tensor.answering(ranks, way)
         far = t.compare(mine, plain)
         worst = {what: max(x for (_, k), x in far.items() if k == what) for what in ("weights", "loss", "grad_norm")}
-        yield dict(engine=way, world=world, **worst, gib=round(sum(r["rss"] for r in ranks)/2**30, 2), held_mib=held(world, test_tensor.WAYS[way]),
-                   cpu_s=round(max(sum(s for (w, _), s in r["times"].items() if w == way) for r in ranks), 1), cases=len(mine[0]["found"]), checks=len([k for w, k in ranks[0]["times"] if w == way])-len(mine[0]["found"]))
+        yield dict(engine=way, world=world, **worst, gib=round(sum(r["rss"] for r in ranks)/2**30, 2),
+                   held_mib=held(world, test_tensor.WAYS[way]),
+                   cpu_s=round(max(sum(s for (w, _), s in r["times"].items() if w == way) for r in ranks), 1),
+                   cases=len(mine[0]["found"]),
+                   checks=len([k for w, k in ranks[0]["times"] if w == way])-len(mine[0]["found"]))
 
 
 def held(world, how):
@@ -63,11 +70,13 @@ def held(world, how):
 
 def one_held(rank, world, folder, how):
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
-    policy = Policy(model(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, vocab_size=8192), **t.HOW, **how)
+    policy = Policy(model(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
+                          num_key_value_heads=4, vocab_size=8192), **t.HOW, **how)
     policy.step(t.batch(2), t.sft)
     states = [x for s in policy._run.model.optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
     weights = list(policy._run.module.parameters())
-    size = sum(getattr(x, "to_local", lambda x=x: x)().nbytes for x in weights + weights + states)        # a gradient is as large as its weight
+    # a gradient is as large as its weight
+    size = sum(getattr(x, "to_local", lambda x=x: x)().nbytes for x in weights + weights + states)
     torch.save(round(size/2**20, 1), f"{folder}/{rank}.pt")
     torch.distributed.barrier()
     os._exit(0)
@@ -83,8 +92,12 @@ def main():
     print(f"one process keeps {held(1, {})} MiB")
     for engine in a.only.split(","):
         for world in map(int, a.worlds.split(",")):
-            for row in tensor(world, plain) if engine == "tensor" and world in test_tensor.WORLDS else [measure(engine, world, plain)] if engine != "tensor" else []:
-                print("{engine:16} on {world}: weights {weights:.1e}, loss {loss:.1e}, gradient norm {grad_norm:.1e}; {gib} GiB, {cpu_s} s; {cases} cases, {checks} checks; {held_mib} MiB held".format(**dict(held_mib="-") | row), flush=True)
+            for row in tensor(world, plain) if engine == "tensor" and world in test_tensor.WORLDS else [
+                    measure(engine, world, plain)] if engine != "tensor" else []:
+                print(
+                    "{engine:16} on {world}: weights {weights:.1e}, loss {loss:.1e}, gradient norm "
+                    "{grad_norm:.1e}; {gib} GiB, {cpu_s} s; {cases} cases, {checks} checks; {held_mib} MiB held".format(
+                    **dict(held_mib="-") | row), flush=True)
                 keep(row | dict(date=datetime.now().isoformat(timespec="minutes")), Path(a.out))
 
 
@@ -95,7 +108,8 @@ def keep(row, out):
     rows = [dict(date=before["about"].get("date")) | r for r in before["rows"]]
     at = next((i for i, r in enumerate(rows) if (r["engine"], r["world"]) == (row["engine"], row["world"])), len(rows))
     rows[at:at+1] = [row]
-    about = dict(date=datetime.now().isoformat(timespec="minutes"), python=platform.python_version(), machine=f"{platform.machine()}, {os.cpu_count()} CPUs",
+    about = dict(date=datetime.now().isoformat(timespec="minutes"), python=platform.python_version(),
+                 machine=f"{platform.machine()}, {os.cpu_count()} CPUs",
                  **{p: version(p) for p in ("torch", "transformers", "deepspeed")})
     file.write_text(json.dumps(dict(about=about, rows=rows), indent=1) + "\n")
     fig, axes = plt.subplots(1, 2, figsize=(9, 3))
@@ -103,7 +117,10 @@ def keep(row, out):
         mine = [r for r in rows if r["engine"] == engine]
         axes[0].plot([r["world"] for r in mine], [max(r["weights"], 1e-9) for r in mine], "o-", label=engine)
         axes[1].plot([r["world"] for r in mine], [r["gib"] for r in mine], "o-", label=engine)
-    axes[0].axhline(1e-5, color="gray", lw=.8); axes[0].set_yscale("log"); axes[0].set_ylabel("largest weight difference"); axes[1].axhline(8, color="gray", lw=.8); axes[1].set_ylabel("GiB, all processes")
+    axes[0].axhline(1e-5, color="gray", lw=.8); axes[0].set_yscale("log")
+    axes[0].set_ylabel("largest weight difference")
+    axes[1].axhline(8, color="gray", lw=.8)
+    axes[1].set_ylabel("GiB, all processes")
     for ax in axes: ax.set_xlabel("processes")
     axes[1].legend(fontsize=7)
     fig.tight_layout()

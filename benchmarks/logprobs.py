@@ -1,19 +1,27 @@
-"""Log-probs (and entropy) from hidden states: seconds and peak memory of `linear_logprobs`, of logits in full, and of the peers that are installed.
+"""Log-probs (and entropy) from hidden states: seconds and peak memory of `linear_logprobs`, of logits in full, and of
+the peers that are installed.
 
-    .venv/bin/python benchmarks/logprobs.py [--threads 1] [--rounds 2] [--memory-shape 8192x16x151936] [--shapes 2048x512x50000] [--mode …] [--chunk 1024] [--busy] [--out benchmarks/results]
+    .venv/bin/python benchmarks/logprobs.py [--threads 1] [--rounds 2] [--memory-shape 8192x16x151936]
+        [--shapes 2048x512x50000] [--mode …] [--chunk 1024] [--busy] [--out benchmarks/results]
 
-Minutes on one thread, for the shape at which peers were measured (every mode and way) and the memory of `linear_logprobs` at T = 8192 and the vocabulary of Qwen. The last lines hold the numbers against LIMITS.
+Minutes on one thread, for the shape at which peers were measured (every mode and way) and the memory of
+`linear_logprobs` at T = 8192 and the vocabulary of Qwen. The last lines hold the numbers against LIMITS.
 
-With `--threads 2 --busy` another process keeps one core busy: the ratio to logits in full, turn by turn, and nothing else is measured or written.
+With `--threads 2 --busy` another process keeps one core busy: the ratio to logits in full, turn by turn, and nothing
+else is measured or written.
 
-Forward and backward for hidden states and head ("trains"), with the head frozen, with LoRA (rank 16) on a frozen head, and without gradient. Each way runs in a process of its own for its memory (the
-kernel's high-water mark of resident memory, reset before the call, less what inputs and gradients take); times are then taken in turn in one process, so that other work on the machine meets all alike, and
-with one thread they are CPU seconds. Peers: TRL's functions on logits, which its GRPO calls ("trl"), TRL's chunked head ("trl-chunk"), Liger's chunked GRPO loss with the advantages as weights ("liger": no
-entropy, no adapter). Where a peer is absent, cannot do it, or would hold logits that do not fit, its row says so.
+Forward and backward for hidden states and head ("trains"), with the head frozen, with LoRA (rank 16) on a frozen head,
+and without gradient. Each way runs in a process of its own for its memory (the kernel's high-water mark of resident
+memory, reset before the call, less what inputs and gradients take); times are then taken in turn in one process, so
+that other work on the machine meets all alike, and with one thread they are CPU seconds. Peers: TRL's functions on
+logits, which its GRPO calls ("trl"), TRL's chunked head ("trl-chunk"), Liger's chunked GRPO loss with the advantages as
+weights ("liger": no entropy, no adapter). Where a peer is absent, cannot do it, or would hold logits that do not fit,
+its row says so.
 
-"forward KL" and "reverse KL" are distillation from a teacher twice as wide, its hidden states and head given: `linear_measured` with `jsd`, against log-softmax of both models' logits, TRL's GKD loss on them, and
-Liger's fused JSD in its own chunks of 1,024 ("liger") and in ours ("liger-256"). Ours computes both models' logits twice where the head learns, Liger once.
-"""
+"forward KL" and "reverse KL" are distillation from a teacher twice as wide, its hidden states and head given:
+`linear_measured` with `jsd`, against log-softmax of both models' logits, TRL's GKD loss on them, and Liger's fused JSD
+in its own chunks of 1,024 ("liger") and in ours ("liger-256"). Ours computes both models' logits twice where the head
+learns, Liger once."""
 import argparse
 import json
 import os
@@ -32,15 +40,21 @@ from rlblocks.losses.distill import jsd
 from rlblocks.arithmetic.head import linear_logprobs, linear_measured
 
 # what learns: hidden states, head, an adapter on the head; and whether the entropy is asked
-MODES = {"trains, entropy": (True, True, False, True), "trains": (True, True, False, False), "frozen, entropy": (True, False, False, True), "frozen": (True, False, False, False),
-         "LoRA, entropy": (True, False, True, True), "LoRA": (True, False, True, False), "no gradient": (False, False, False, False)}
+MODES = {"trains, entropy": (True, True, False, True), "trains": (True, True, False, False),
+         "frozen, entropy": (True, False, False, True), "frozen": (True, False, False, False),
+         "LoRA, entropy": (True, False, True, True), "LoRA": (True, False, True, False),
+         "no gradient": (False, False, False, False)}
 # distillation: what learns, and the share of the teacher in the mixture (0 forward KL, 1 reverse)
-DISTILL = {"forward KL": (True, True, 0.), "forward KL, frozen": (True, False, 0.), "reverse KL": (True, True, 1.), "reverse KL, frozen": (True, False, 1.)}
-# at most: seconds over those of logits in full, by mode; chunks of logits beyond inputs and gradients, without and with entropy. And no peer faster or smaller
+DISTILL = {"forward KL": (True, True, 0.), "forward KL, frozen": (True, False, 0.), "reverse KL": (True, True, 1.),
+           "reverse KL, frozen": (True, False, 1.)}
+# at most: seconds over those of logits in full, by mode; chunks of logits beyond inputs and gradients, without and with
+# entropy. And no peer faster or smaller
 SLOWER = {mode: 1.2 if learns else 1.05 for mode,(_, learns, *_) in MODES.items()}
 CHUNKS = {mode: 2.25 if entropy else 1.25 for mode,(*_, entropy) in MODES.items()}
-SLOWER |= {mode: 1.5 if learns else 1.05 for mode,(_, learns, _) in DISTILL.items()} # six products instead of four; three as before
-CHUNKS |= {mode: 6. for mode in DISTILL}                                             # two models' logits and a gradient, and room
+# six products instead of four; three as before
+SLOWER |= {mode: 1.5 if learns else 1.05 for mode,(_, learns, _) in DISTILL.items()}
+# two models' logits and a gradient, and room
+CHUNKS |= {mode: 6. for mode in DISTILL}
 PEERS = "trl", "trl-chunk", "liger", "liger-256"
 RANK, SCALE = 16, 2.
 CHUNK = None # positions of a chunk; None: the default
@@ -58,7 +72,8 @@ def plain(h, W, AB, ids, entropy):
 
 
 def ours(h, W, AB, ids, entropy):
-    found = linear_logprobs(h, W, ids, chunk=CHUNK, low_rank=(h @ AB[0].T * SCALE, AB[1]) if AB else None, entropy=entropy)
+    found = linear_logprobs(h, W, ids, chunk=CHUNK, low_rank=(h @ AB[0].T * SCALE, AB[1]) if AB else None,
+                            entropy=entropy)
     return found if entropy else (found, None)
 
 
@@ -72,13 +87,16 @@ def trl_chunk(h, W, AB, ids, entropy):
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
     if AB: raise NotImplementedError("takes no adapter")
-    return ChunkedLogProbFunction.apply(h, W, None, ids, 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ("entropy",) if entropy else ())[:2]
+    return ChunkedLogProbFunction.apply(h, W, None, ids, 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0,
+                                        ("entropy",) if entropy else ())[:2]
 
 
 def liger(h, W, AB, ids, entropy):
     "A GRPO loss whose gradient is that of Σ log-probs: no clipping is reached, the ratio is 1."
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-    if AB or entropy or not h.requires_grad: raise NotImplementedError("takes no adapter" if AB else "has no entropy" if entropy else "a loss: always makes gradients")
+    if AB or entropy or not h.requires_grad:
+        raise NotImplementedError("takes no adapter" if AB else "has no entropy" if entropy
+                                  else "a loss: always makes gradients")
     rows = 16
     loss = LigerFusedLinearGRPOLoss(beta=0., compiled=False, use_ref_model=False, loss_type="grpo")
     each = ids.view(rows, -1)
@@ -94,7 +112,8 @@ def plain_kl(h, W, ht, Wt, beta):
     return (one.exp()*(one - other)).sum()
 
 
-def ours_kl(h, W, ht, Wt, beta): return linear_measured(h, W, lambda z, ht: jsd(z, ht @ Wt.T, beta=beta), ht, chunk=CHUNK).sum()
+def ours_kl(h, W, ht, Wt, beta):
+    return linear_measured(h, W, lambda z, ht: jsd(z, ht @ Wt.T, beta=beta), ht, chunk=CHUNK).sum()
 
 
 def trl_kl(h, W, ht, Wt, beta):
@@ -105,10 +124,12 @@ def trl_kl(h, W, ht, Wt, beta):
 def liger_kl(h, W, ht, Wt, beta, chunk=1024):
     from liger_kernel.chunked_loss.jsd_loss import LigerFusedLinearJSDFunction
     ids = torch.zeros(len(h), dtype=torch.long)
-    return LigerFusedLinearJSDFunction.apply(h, W, ht, Wt, ids, None, None, 0., 1., beta, -100, 1., False, chunk)*len(h) # it is a mean
+    # it is a mean
+    return LigerFusedLinearJSDFunction.apply(h, W, ht, Wt, ids, None, None, 0., 1., beta, -100, 1., False, chunk)*len(h)
 
 
-DIVERGENCES = {"plain": plain_kl, "ours": ours_kl, "trl": trl_kl, "liger": liger_kl, "liger-256": lambda *a: liger_kl(*a, chunk=256)}
+DIVERGENCES = {"plain": plain_kl, "ours": ours_kl, "trl": trl_kl, "liger": liger_kl,
+               "liger-256": lambda *a: liger_kl(*a, chunk=256)}
 
 
 def ways(mode): return DIVERGENCES if mode in DISTILL else WAYS
@@ -120,9 +141,12 @@ def inputs(shape, mode):
     (N, H, V), (grad, head, adapter, _) = shape, MODES.get(mode) or (*DISTILL[mode][:2], False, None)
     g = torch.Generator().manual_seed(0)
     draw = lambda *s: torch.randn(*s, generator=g)
-    if mode in DISTILL: return draw(N, H).requires_grad_(grad), (draw(V, H)/H**.5).requires_grad_(head), (draw(N, 2*H), draw(V, 2*H)/(2*H)**.5), None
+    if mode in DISTILL:
+        return draw(N, H).requires_grad_(grad), (draw(V, H)/H**.5).requires_grad_(head), (draw(N, 2*H),
+                                                                                          draw(V, 2*H)/(2*H)**.5), None
     AB = ((draw(RANK, H)/H**.5).requires_grad_(), draw(V, RANK).requires_grad_()) if adapter else ()
-    return draw(N, H).requires_grad_(grad), (draw(V, H)/H**.5).requires_grad_(head), AB, torch.randint(V, (N,), generator=g)
+    return (draw(N, H).requires_grad_(grad), (draw(V, H)/H**.5).requires_grad_(head), AB,
+            torch.randint(V, (N,), generator=g))
 
 
 def clock(): return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
@@ -140,14 +164,17 @@ def once(way, h, W, AB, ids, mode):
     return clock() - begin
 
 
-def resident(key): return int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)).split()[1])/1024
+def resident(key):
+    return int(next(line for line in Path("/proc/self/status").read_text().splitlines()
+                    if line.startswith(key)).split()[1])/1024
 
 
 def memory(way, shape, mode):
     "MiB beyond inputs and gradients, at the worst moment."
     h, W, AB, ids = inputs(shape, mode)
     once(way, *inputs((64, shape[1], 64), mode), mode) # what a first call loads
-    grads = [torch.ones_like(x) for x in (h, W, *AB) if x.requires_grad] # the room that gradients will take, touched once
+    # the room that gradients will take, touched once
+    grads = [torch.ones_like(x) for x in (h, W, *AB) if x.requires_grad]
     before = resident("VmRSS")
     del grads
     Path("/proc/self/clear_refs").write_text("5")
@@ -157,7 +184,8 @@ def memory(way, shape, mode):
 
 def free():
     "GiB that this machine could still give."
-    return int(next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")).split()[1])/2**20
+    return int(next(line for line in Path("/proc/meminfo").read_text().splitlines()
+                    if line.startswith("MemAvailable")).split()[1])/2**20
 
 
 def absent(way, shape, mode):
@@ -171,8 +199,9 @@ def absent(way, shape, mode):
 
 def memory_of(way, shape, mode):
     "`memory` in a process of its own."
-    said = subprocess.run([sys.executable, __file__, "--memory", way, "--shapes", "x".join(map(str, shape)), "--mode", mode, *(["--chunk", str(CHUNK)] if CHUNK else []), "--threads", str(torch.get_num_threads())],
-                          capture_output=True, text=True, check=True).stdout
+    said = subprocess.run([sys.executable, __file__, "--memory", way, "--shapes", "x".join(map(str, shape)), "--mode",
+                           mode, *(["--chunk", str(CHUNK)] if CHUNK else []), "--threads",
+                           str(torch.get_num_threads())], capture_output=True, text=True, check=True).stdout
     return float(said.split()[-1])
 
 
@@ -180,12 +209,19 @@ def verdicts(found):
     "(what was wanted, what came, whether it holds) of each limit."
     said, ours_ = [], [r for r in found if r["way"] == "ours"]
     for r in ours_:
-        where, others = f"{r['mode']} at {'x'.join(map(str, r['shape']))}", [x for x in found if x["way"] in PEERS and (x["shape"], x["mode"]) == (r["shape"], r["mode"]) and "MiB" in x]
-        said.append((f"{where}: at most {CHUNKS[r['mode']]} chunks of memory", f"{r['chunks']:.2f}", r["chunks"] <= CHUNKS[r["mode"]]))
-        if "ratio" in r: said.append((f"{where}: at most {SLOWER[r['mode']]} x the time of logits in full", f"{r['ratio']:.2f} x", r["ratio"] <= SLOWER[r["mode"]]))
+        where, others = f"{r['mode']} at {'x'.join(map(str, r['shape']))}", [
+            x for x in found if x["way"] in PEERS and (x["shape"], x["mode"]) == (r["shape"], r["mode"]) and "MiB" in x]
+        said.append((f"{where}: at most {CHUNKS[r['mode']]} chunks of memory", f"{r['chunks']:.2f}",
+                     r["chunks"] <= CHUNKS[r["mode"]]))
+        if "ratio" in r:
+            said.append((f"{where}: at most {SLOWER[r['mode']]} x the time of logits in full", f"{r['ratio']:.2f} x",
+                         r["ratio"] <= SLOWER[r["mode"]]))
         for x in others:
-            if "seconds" in r and not (x["way"] == "trl" and r["mode"] in DISTILL): said.append((f"{where}: faster than {x['way']}", f"{r['seconds']:.2f} s against {x['seconds']:.2f}", r["seconds"] < x["seconds"]))
-            said.append((f"{where}: smaller than {x['way']}", f"{r['MiB']:.0f} MiB against {x['MiB']:.0f}", r["MiB"] < x["MiB"]))
+            if "seconds" in r and not (x["way"] == "trl" and r["mode"] in DISTILL):
+                said.append((f"{where}: faster than {x['way']}", f"{r['seconds']:.2f} s against {x['seconds']:.2f}",
+                             r["seconds"] < x["seconds"]))
+            said.append((f"{where}: smaller than {x['way']}", f"{r['MiB']:.0f} MiB against {x['MiB']:.0f}",
+                         r["MiB"] < x["MiB"]))
     return said
 
 
@@ -197,11 +233,13 @@ def measure(shape, mode, rounds):
     times = {way: [] for way in there}
     for _ in range(rounds):
         for way in there: times[way].append(once(way, *given, mode))
-    return {way: dict(seconds=sorted(t)[(len(t)-1)//2], best=min(t), MiB=held[way]) for way, t in times.items()} | {way: dict(absent=w) for way, w in why.items() if w}
+    return {way: dict(seconds=sorted(t)[(len(t)-1)//2], best=min(t), MiB=held[way])
+            for way, t in times.items()} | {way: dict(absent=w) for way, w in why.items() if w}
 
 
 def beside_a_busy_core(shape, mode, rounds):
-    "Median ratio of `linear_logprobs` to logits in full, each pair measured in turn, while a process that never rests is pinned to one of this process's cores."
+    """Median ratio of `linear_logprobs` to logits in full, each pair measured in turn, while a process that never
+    rests is pinned to one of this process's cores."""
     core = min(os.sched_getaffinity(0))
     busy = subprocess.Popen([sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"])
     try:
@@ -221,7 +259,8 @@ def installed(name):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["2048x512x50000"])
-    parser.add_argument("--memory-shape", help="where only the memory of linear_logprobs is measured", default="8192x16x151936")
+    parser.add_argument("--memory-shape", help="where only the memory of linear_logprobs is measured",
+                        default="8192x16x151936")
     parser.add_argument("--mode", choices=[*MODES, *DISTILL], nargs="+")
     parser.add_argument("--memory", choices=[*WAYS, "liger-256"])
     parser.add_argument("--chunk", type=int, help="of linear_logprobs; without it, its default")
@@ -239,12 +278,14 @@ def main():
         for shape in shapes:
             for mode in a.mode or MODES:
                 ratio, pairs = beside_a_busy_core(shape, mode, a.rounds)
-                print(f"{mode:18} at {shape}, {a.threads} threads, one core busy: {ratio:.2f} x logits in full; " + ", ".join(f"{x:.1f} s/{y:.1f} s" for x, y in pairs), flush=True)
+                print(f"{mode:18} at {shape}, {a.threads} threads, one core busy: {ratio:.2f} x logits in full; "
+                      + ", ".join(f"{x:.1f} s/{y:.1f} s" for x, y in pairs), flush=True)
         return
     found = []
     for shape in shapes:
         unit = (a.chunk or 256)*shape[2]*4/2**20 # 256 is the default on a CPU
-        print(f"\nN, H, V = {shape}; one chunk of logits is {unit:.0f} MiB; {'CPU ' if a.threads == 1 else ''}seconds, median (best)", flush=True)
+        print(f"\nN, H, V = {shape}; one chunk of logits is {unit:.0f} MiB; "
+              f"{'CPU ' if a.threads == 1 else ''}seconds, median (best)", flush=True)
         for mode in a.mode or [*MODES, *DISTILL]:
             result = measure(shape, mode, a.rounds)
             base = result["plain"].get("seconds")
@@ -253,7 +294,8 @@ def main():
                 if "absent" not in r:
                     row |= dict(chunks=r["MiB"]/unit) | (dict(ratio=r["seconds"]/base) if base else {})
                     share = f"{row['ratio']:5.2f} x" if base else "       "
-                    print(f"{mode:18} {way:9} {r['seconds']:7.2f} s ({r['best']:.2f})  {share}   {r['MiB']:8.0f} MiB = {row['chunks']:5.2f} chunks", flush=True)
+                    print(f"{mode:18} {way:9} {r['seconds']:7.2f} s ({r['best']:.2f})  {share}   {r['MiB']:8.0f} MiB "
+                          f"= {row['chunks']:5.2f} chunks", flush=True)
                 else: print(f"{mode:18} {way:9} {r['absent']}", flush=True)
                 found.append(row)
     large = tuple(map(int, a.memory_shape.split("x")))
@@ -267,9 +309,11 @@ def main():
     print()
     for wanted, came, holds in held: print(f"{'holds ' if holds else 'MISSED'}  {wanted}: {came}")
     a.out.mkdir(parents=True, exist_ok=True)
-    where = dict(date=datetime.now().date().isoformat(), machine=platform.machine(), cpus=os.cpu_count(), load=os.getloadavg()[0], threads=a.threads, torch=torch.__version__,
-                 python=platform.python_version(), trl=installed("trl"), liger=installed("liger-kernel"), rounds=a.rounds)
-    (a.out/"logprobs_cpu.json").write_text(json.dumps(where | dict(runs=found, verdicts=[dict(wanted=w, came=c, holds=h) for w,c,h in held]), indent=1) + "\n")
+    where = dict(date=datetime.now().date().isoformat(), machine=platform.machine(), cpus=os.cpu_count(),
+                 load=os.getloadavg()[0], threads=a.threads, torch=torch.__version__, python=platform.python_version(),
+                 trl=installed("trl"), liger=installed("liger-kernel"), rounds=a.rounds)
+    (a.out/"logprobs_cpu.json").write_text(json.dumps(
+        where | dict(runs=found, verdicts=[dict(wanted=w, came=c, holds=h) for w,c,h in held]), indent=1) + "\n")
     try: import matplotlib.pyplot as plt
     except ImportError: return
     fig, axes = plt.subplots(1, len(shapes), figsize=(5*len(shapes), 3), squeeze=False)
@@ -279,7 +323,8 @@ def main():
             if not runs: continue
             ax.scatter([r["MiB"] for r in runs], [r["seconds"] for r in runs], label=way)
             for r in runs: ax.annotate(r["mode"], (r["MiB"], r["seconds"]), fontsize=6)
-        ax.set(title=f"N, H, V = {shape}", xlabel="MiB beyond inputs and gradients", ylabel="seconds", xscale="log"); ax.legend(fontsize=8)
+        ax.set(title=f"N, H, V = {shape}", xlabel="MiB beyond inputs and gradients", ylabel="seconds", xscale="log")
+        ax.legend(fontsize=8)
     fig.tight_layout(); fig.savefig(a.out/"logprobs_cpu.png", dpi=100)
 
 

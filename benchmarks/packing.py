@@ -1,12 +1,18 @@
-"""Packing and balancing against TRL's best-fit-decreasing plan and verl's balancing: fill, spread and speed on real lengths.
+"""Packing and balancing against TRL's best-fit-decreasing plan and verl's balancing: fill, spread and speed on real
+lengths.
 
-    .venv/bin/python benchmarks/packing.py [--data ../shared/data] [--peers FOLDER] [--rounds 7] [--out benchmarks/results]
+    .venv/bin/python benchmarks/packing.py [--data ../shared/data] [--peers FOLDER] [--rounds 7]
+        [--out benchmarks/results]
 
-Lengths are those of GSM8K's training rows (question and answer) under Qwen2.5's tokenizer, drawn with replacement; without --data, log-normal ones of the same shape (median 168, 64 to 536).
---peers is a folder with the wheels trl-*.whl and verl-*.whl; their sources are read from there, nothing is installed. Without it TRL's is read from where it is installed, and verl is left out.
+Lengths are those of GSM8K's training rows (question and answer) under Qwen2.5's tokenizer, drawn with replacement;
+without --data, log-normal ones of the same shape (median 168, 64 to 536). --peers is a folder with the wheels trl-*.whl
+and verl-*.whl; their sources are read from there, nothing is installed. Without it TRL's is read from where it is
+installed, and verl is left out.
 
-Only plans are timed. TRL plans inside a function that also rewrites an Arrow table (2 to 5 times as long as the plan): what runs here is the part of its body from the sorting of the lengths to the
-end of the loop that fills bins. verl's is whole: get_seqlen_balanced_partitions. The functions are called in turn in every round, and processor time is taken, so that other work on the machine meets all alike; medians are shown.
+Only plans are timed. TRL plans inside a function that also rewrites an Arrow table (2 to 5 times as long as the plan):
+what runs here is the part of its body from the sorting of the lengths to the end of the loop that fills bins. verl's is
+whole: get_seqlen_balanced_partitions. The functions are called in turn in every round, and processor time is taken, so
+that other work on the machine meets all alike; medians are shown.
 
 A promise that is not kept is printed as MISSED, and the exit code is 1.
 """
@@ -40,14 +46,17 @@ PROMISED = dict(pack=2., balance=5.)
 def real_lengths(data):
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(data/"tokenizers/qwen2.5")
-    with gzip.open(data/"gsm8k/train.jsonl.gz", "rt", encoding="utf-8") as lines: rows = [json.loads(line) for line in lines]
+    with gzip.open(data/"gsm8k/train.jsonl.gz", "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
     count = lambda texts: torch.tensor([len(i) for i in tokenizer(texts)["input_ids"]])
-    return dict(rows=count([r["question"] + "\n" + r["answer"] for r in rows]), answers=count([r["answer"] for r in rows]))
+    return dict(rows=count([r["question"] + "\n" + r["answer"] for r in rows]),
+                answers=count([r["answer"] for r in rows]))
 
 
 def like_lengths():
     g = torch.Generator().manual_seed(0)
-    return dict(rows=(torch.randn(7473, generator=g)*.36 + 5.14).exp().long().clamp(64, 536), answers=(torch.randn(7473, generator=g)*.45 + 4.7).exp().long().clamp(20, 400))
+    return dict(rows=(torch.randn(7473, generator=g)*.36 + 5.14).exp().long().clamp(64, 536),
+                answers=(torch.randn(7473, generator=g)*.45 + 4.7).exp().long().clamp(20, 400))
 
 
 def source(folder, package, path):
@@ -92,12 +101,16 @@ def verl_balance(folder):
 def before(commit):
     "`balance` and `bin_pack` as they were at a commit, in modules of their own."
     found = {}
-    for name, imports in dict(balancing={}, packing={"from .balancing import _ints, whole_number": "from rlblocks.data.columns import integers as _ints, whole_number"}).items():
-        text = subprocess.run(["git", "show", f"{commit}:rlblocks/data/{name}.py"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True).stdout
+    for name, imports in dict(balancing={}, packing={
+            "from .balancing import _ints, whole_number": "from rlblocks.data.columns import integers as _ints, "
+            "whole_number"}).items():
+        text = subprocess.run(["git", "show", f"{commit}:rlblocks/data/{name}.py"], cwd=Path(__file__).parent,
+                              capture_output=True, text=True, check=True).stdout
         for old, new in imports.items(): text = text.replace(old, new)
         space = dict(__name__=f"before_{name}")
         sys.modules[space["__name__"]] = type(sys)(space["__name__"])
-        exec(compile(text.replace("from ..", "from rlblocks."), f"{commit}:{name}", "exec"), vars(sys.modules[space["__name__"]]))
+        exec(compile(text.replace("from ..", "from rlblocks."), f"{commit}:{name}", "exec"),
+             vars(sys.modules[space["__name__"]]))
         found |= vars(sys.modules[space["__name__"]])
     return found["balance"], found["bin_pack"]
 
@@ -116,7 +129,8 @@ STEPS = ((64, 8), (512, 8), (512, 64), (4096, 256))     # rows of a step, replic
 
 
 def steps(pool, rounds, commit):
-    "What a plan takes, and how much longer than the mean the heaviest replica works: longest first, with swaps, and (with --before) differencing."
+    """What a plan takes, and how much longer than the mean the heaviest replica works: longest first, with swaps,
+    and (with --before) differencing."""
     g, plans, found = torch.Generator().manual_seed(1), dict(longest_first=longest_first, ours=balance), {}
     if commit: plans["before"] = before(commit)[0]
     for rows, n in STEPS:
@@ -127,7 +141,8 @@ def steps(pool, rounds, commit):
                 seconds, parts = timed(lambda f=f, x=x, n=n: f(x, n))
                 taken[name].append(1e3*seconds)
                 above[name].append(max(loads(parts, x))*n/sum(x) - 1)
-        found[f"{rows} rows, {n} replicas"] = {k: dict(median_ms=median(taken[k]), above_mean=median(above[k])) for k in plans}
+        found[f"{rows} rows, {n} replicas"] = {k: dict(median_ms=median(taken[k]), above_mean=median(above[k]))
+                                               for k in plans}
     return found
 
 
@@ -165,7 +180,8 @@ def packing(lengths, trl, rounds):
         for name, f in plans.items():
             seconds, made[name] = f()
             taken[name].append(seconds)
-    return {name: dict(median_ms=1e3*median(s), best_ms=1e3*min(s), bins=len(made[name]), fill=sum(x)/(CAP*len(made[name])), fullest=max(loads(made[name], x)))
+    return {name: dict(median_ms=1e3*median(s), best_ms=1e3*min(s), bins=len(made[name]),
+                       fill=sum(x)/(CAP*len(made[name])), fullest=max(loads(made[name], x)))
             for name, s in taken.items()}
 
 
@@ -179,7 +195,8 @@ def balancing(batches, verl, equal):
             taken[name].append(seconds)
             each = loads(parts, x)
             spread[name].append(max(each) - min(each))
-    return {name: dict(median_ms=1e3*median(taken[name]), best_ms=1e3*min(taken[name]), spread=spread[name]) for name in plans}
+    return {name: dict(median_ms=1e3*median(taken[name]), best_ms=1e3*min(taken[name]), spread=spread[name])
+            for name in plans}
 
 
 def violations(cases):
@@ -189,29 +206,38 @@ def violations(cases):
         cap = rng.choice([1, 7, 64, 2048])
         x = [rng.choice([0, cap, rng.randint(0, cap), rng.randint(0, cap//3)]) for _ in range(rng.randint(0, 40))]
         for bins in (bin_pack(x, cap, multiple=rng.choice([1, 2, 8])), plan_micro_batches(x, max_tokens=cap)):
-            bad += sorted(i for b in bins for i in b) != list(range(len(x))) or any(sum(x[i] for i in b) > cap for b in bins)
+            bad += sorted(i for b in bins
+                          for i in b) != list(range(len(x))) or any(sum(x[i] for i in b) > cap for b in bins)
     return bad
 
 
 def machine():
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.processor()) if os.path.exists("/proc/cpuinfo") else platform.processor()
-    return dict(date=datetime.now().isoformat(timespec="seconds"), torch=torch.__version__, python=platform.python_version(), cpu=cpu, cores=os.cpu_count(),
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
+               platform.processor()) if os.path.exists("/proc/cpuinfo") else platform.processor()
+    return dict(date=datetime.now().isoformat(timespec="seconds"), torch=torch.__version__,
+                python=platform.python_version(), cpu=cpu, cores=os.cpu_count(),
                 threads=torch.get_num_threads(), load=os.getloadavg())
 
 
 def verdicts(result):
     "What was promised, what came, and whether it is met; without a peer, nothing is said of it."
-    out = [dict(wanted=f"no cap broken over {result['violations']['cases']:,} random cases", got=result["violations"]["broken"], met=not result["violations"]["broken"])]
+    out = [dict(wanted=f"no cap broken over {result['violations']['cases']:,} random cases",
+                got=result["violations"]["broken"], met=not result["violations"]["broken"])]
     for kind, x in result["packing"].items():
         if "trl" not in x: continue
         faster = x["trl"]["median_ms"]/x["ours"]["median_ms"]
-        out += [dict(wanted=f"{PROMISED['pack']:g} times as fast as TRL's plan of {kind}", got=f"{faster:.1f}", met=faster >= PROMISED["pack"]),
-                dict(wanted=f"fill of {kind} no lower than TRL's", got=f"{x['ours']['fill']:.4%} and {x['trl']['fill']:.4%}", met=x["ours"]["fill"] >= x["trl"]["fill"])]
+        out += [dict(wanted=f"{PROMISED['pack']:g} times as fast as TRL's plan of {kind}", got=f"{faster:.1f}",
+                     met=faster >= PROMISED["pack"]), dict(wanted=f"fill of {kind} no lower than TRL's",
+                                                           got=f"{x['ours']['fill']:.4%} and {x['trl']['fill']:.4%}",
+                                                           met=x["ours"]["fill"] >= x["trl"]["fill"])]
     free = result["balancing"]["free"]
     if "verl" in free:
-        faster, spread = free["verl"]["median_ms"]/free["ours"]["median_ms"], {name: max(r["spread"]) for name, r in free.items()}
-        out += [dict(wanted=f"{PROMISED['balance']:g} times as fast as verl's balancing", got=f"{faster:.1f}", met=faster >= PROMISED["balance"]),
-                dict(wanted="spread no larger than verl's", got=f"{spread['ours']} and {spread['verl']} tokens at most", met=spread["ours"] <= spread["verl"])]
+        faster, spread = free["verl"]["median_ms"]/free["ours"]["median_ms"], {name: max(r["spread"])
+                                                                               for name, r in free.items()}
+        out += [dict(wanted=f"{PROMISED['balance']:g} times as fast as verl's balancing", got=f"{faster:.1f}",
+                     met=faster >= PROMISED["balance"]),
+                dict(wanted="spread no larger than verl's", got=f"{spread['ours']} and {spread['verl']} tokens at most",
+                     met=spread["ours"] <= spread["verl"])]
     return out
 
 
@@ -223,12 +249,15 @@ def draw(result, path):
     jobs = dict(result["packing"]) | {f"balance {k}": v for k, v in result["balancing"].items()}
     for name, color in dict(ours="C0", trl="C1", verl="C2").items():
         at = [k for k, v in enumerate(jobs.values()) if name in v]
-        if at: left.bar([k + .2*(name != "ours") - .2*(name == "ours") for k in at], [v[name]["median_ms"] for v in jobs.values() if name in v], .4, label=name, color=color)
+        if at:
+            left.bar([k + .2*(name != "ours") - .2*(name == "ours") for k in at],
+                     [v[name]["median_ms"] for v in jobs.values() if name in v], .4, label=name, color=color)
     left.set(yscale="log", ylabel="milliseconds", xticks=range(len(jobs)))
     left.set_xticklabels([k if "balance" in k else f"pack {k}" for k in jobs], fontsize=8)
     left.legend()
     for kind, mark in zip(result["balancing"], "os", strict=True):
-        for name, x in result["balancing"][kind].items(): right.plot(sorted(x["spread"]), mark + "-", label=f"{name}, {kind}", ms=4)
+        for name, x in result["balancing"][kind].items():
+            right.plot(sorted(x["spread"]), mark + "-", label=f"{name}, {kind}", ms=4)
     right.set(ylabel="fullest − emptiest part, tokens", xlabel="batch, sorted")
     right.set_yscale("symlog", linthresh=1)
     right.legend(fontsize=8)
@@ -241,30 +270,40 @@ def main():
     p.add_argument("--data", type=Path, help="folder with gsm8k and tokenizers/qwen2.5")
     p.add_argument("--peers", type=Path, help="folder with the wheels of trl and verl")
     p.add_argument("--before", help="a commit whose plans are timed beside ours")
-    p.add_argument("--rounds", type=int, default=7, help="calls of each plan; also the number of batches that are balanced")
+    p.add_argument("--rounds", type=int, default=7,
+                   help="calls of each plan; also the number of batches that are balanced")
     p.add_argument("--cases", type=int, default=10_000, help="random cases searched for a broken cap")
-    p.add_argument("--out", type=Path, default=Path(__file__).parent/"results", help="folder for packing_cpu.json and packing_cpu.png")
+    p.add_argument("--out", type=Path, default=Path(__file__).parent/"results",
+                   help="folder for packing_cpu.json and packing_cpu.png")
     a = p.parse_args()
     torch.set_num_threads(1)        # the plans are of one thread: a second would spin beside them, and count
     try: trl, trl_version = trl_plan(a.peers)
     except PackageNotFoundError: trl, trl_version = None, None
     verl, verl_version = verl_balance(a.peers) if a.peers else (None, None)
     pool, g = real_lengths(a.data) if a.data else like_lengths(), torch.Generator().manual_seed(0)
-    result = dict(machine=machine() | dict(trl=trl_version, verl=verl_version), lengths="GSM8K, Qwen2.5's tokenizer" if a.data else "made up", cap=CAP, packing={}, balancing={})
-    print("{cpu}, {threads} threads, torch {torch}, trl {trl}, verl {verl}, load {load[0]:.1f}".format(**result["machine"]))
-    print(f"\n{N:,} lengths into bins of {CAP:,}\n{'lengths':>8} {'':>5} | {'ms':>8} {'(best)':>9} | {'bins':>7} {'fill':>8} {'fullest':>8} | times faster (promised {PROMISED['pack']:.0f}) | fill beyond TRL's (promised: no lower)")
+    result = dict(machine=machine() | dict(trl=trl_version, verl=verl_version),
+                  lengths="GSM8K, Qwen2.5's tokenizer" if a.data else "made up", cap=CAP, packing={}, balancing={})
+    print("{cpu}, {threads} threads, torch {torch}, trl {trl}, verl {verl}, load {load[0]:.1f}".format(
+        **result["machine"]))
+    print(f"\n{N:,} lengths into bins of {CAP:,}\n{'lengths':>8} {'':>5} | {'ms':>8} {'(best)':>9} | {'bins':>7} "
+          f"{'fill':>8} {'fullest':>8} | times faster (promised {PROMISED['pack']:.0f}) | fill beyond TRL's "
+          "(promised: no lower)")
     for kind, x in pool.items():
         found = result["packing"][kind] = packing(x[torch.randint(len(x), (N,), generator=g)], trl, a.rounds)
         for name, r in found.items():
-            ratio = f"{found['trl']['median_ms']/r['median_ms']:>32.1f} | {r['fill'] - found['trl']['fill']:+.4%}, {r['bins'] - found['trl']['bins']:+} bins" if name == "ours" and trl else ""
-            print(f"{kind:>8} {name:>5} | {r['median_ms']:>8.1f} {r['best_ms']:>9.1f} | {r['bins']:>7,} {r['fill']:>8.4%} {r['fullest']:>8,} | {ratio}", flush=True)
-    print(f"\n{ROWS:,} rows into {PARTS} parts, {a.rounds} batches\n{'counts':>8} {'':>5} | {'ms':>8} {'(best)':>9} | {'spread: median':>14} {'largest':>8} | times faster (promised {PROMISED['balance']:.0f})")
+            ratio = (f"{found['trl']['median_ms']/r['median_ms']:>32.1f} | {r['fill'] - found['trl']['fill']:+.4%}, "
+                     f"{r['bins'] - found['trl']['bins']:+} bins" if name == "ours" and trl else "")
+            print(f"{kind:>8} {name:>5} | {r['median_ms']:>8.1f} {r['best_ms']:>9.1f} | {r['bins']:>7,} "
+                  f"{r['fill']:>8.4%} {r['fullest']:>8,} | {ratio}", flush=True)
+    print(f"\n{ROWS:,} rows into {PARTS} parts, {a.rounds} batches\n{'counts':>8} {'':>5} | {'ms':>8} {'(best)':>9} "
+          f"| {'spread: median':>14} {'largest':>8} | times faster (promised {PROMISED['balance']:.0f})")
     batches = [pool["rows"][torch.randint(len(pool["rows"]), (ROWS,), generator=g)].tolist() for _ in range(a.rounds)]
     for kind, equal in dict(free=False, equal=True).items():
         found = result["balancing"][kind] = balancing(batches, verl, equal)
         for name, r in found.items():
             ratio = f"{found['verl']['median_ms']/r['median_ms']:.1f}" if name == "ours" and verl else ""
-            print(f"{kind:>8} {name:>5} | {r['median_ms']:>8.1f} {r['best_ms']:>9.1f} | {median(r['spread']):>14} {max(r['spread']):>8} | {ratio}", flush=True)
+            print(f"{kind:>8} {name:>5} | {r['median_ms']:>8.1f} {r['best_ms']:>9.1f} | {median(r['spread']):>14} "
+                  f"{max(r['spread']):>8} | {ratio}", flush=True)
     result["steps"], result["bins"] = steps(pool["answers"], a.rounds, a.before), bins(pool["rows"], a.rounds, a.before)
     print(f"\n{'a step':>24} {'':>14} | {'ms':>8} | heaviest replica above the mean")
     for kind, x in result["steps"].items():

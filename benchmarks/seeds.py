@@ -1,7 +1,9 @@
-"""What the tutorials claim of learning, over seeds, thread counts and kernels: their code cells run as they stand, with another `seed`.
+"""What the tutorials claim of learning, over seeds, thread counts and kernels: their code cells run as they stand, with
+another `seed`.
 
-A tutorial asserts only what held in all of these runs with room to spare; the last numbers are in results/seeds_cpu.json.
-The SFT model that several tutorials start from is the same in all of them, and is trained once a seed. Cells on real data are left out.
+A tutorial asserts only what held in all of these runs with room to spare; the last numbers are in
+results/seeds_cpu.json. The SFT model that several tutorials start from is the same in all of them, and is trained once
+a seed. Cells on real data are left out.
     python benchmarks/seeds.py --seeds 0 1 2 3 4 --threads 1 2 --only grpo ppo
 """
 import argparse
@@ -26,10 +28,11 @@ CLAIMS = dict(       # tutorial → name → expression in its variables, read a
     dpo=dict(pairs="runs['sft_coef=0.2'][-1]['held_out']", before="before[0]", after="after[0]", bare="bare[0]"),
     kto=dict(auc="looks[-1]['held_out']", before="before[0]", after="after[0]"),
     reward_model=dict(start="exams[0][1]", pairs="exams[-1][1]", first="first", one="best[0]", of_eight="best[-1]"),
-    rlhf=dict(judge="judged[-1][1]", right_before="before['right']", right_after="after['right']", score_before="before['score']",
-              score_after="after['score']", kl_most="max(r['kl'] for r in rows)", kl_after="after['kl']",
-              hacked_reward="mean(hacked[-5:], 'reward') - mean(hacked[:5], 'reward')",
-              hacked_truth="mean(hacked[-5:], 'truth') - mean(hacked[:5], 'truth')", hacked_kl="mean(hacked[-5:], 'kl')"))
+    rlhf=dict(judge="judged[-1][1]", right_before="before['right']", right_after="after['right']",
+              score_before="before['score']", score_after="after['score']", kl_most="max(r['kl'] for r in rows)",
+              kl_after="after['kl']", hacked_reward="mean(hacked[-5:], 'reward') - mean(hacked[:5], 'reward')",
+              hacked_truth="mean(hacked[-5:], 'truth') - mean(hacked[:5], 'truth')",
+              hacked_kl="mean(hacked[-5:], 'kl')"))
 
 
 class Unasserted(ast.NodeTransformer):
@@ -62,7 +65,8 @@ def run(name, seed, folder):
     sys.path.insert(0, str(TUTORIALS))
     find = rlblocks.loop_from
     rlblocks.loop_from = lambda spec: kept(find(spec), folder) if spec == "sft.ipynb:sft" else find(spec)
-    cells = ["".join(c["source"]) for c in json.loads(Path(f"{name}.ipynb").read_text())["cells"] if c["cell_type"] == "code"]
+    cells = ["".join(c["source"])
+             for c in json.loads(Path(f"{name}.ipynb").read_text())["cells"] if c["cell_type"] == "code"]
     if sum("seed = 0\n" in c for c in cells) != 1: raise SystemExit(f"{name}: one line `seed = 0` is wanted")
     space = {}
     with tempfile.TemporaryDirectory(dir=folder) as own:
@@ -88,8 +92,10 @@ def kernels_of(name):
 
 def measure(name, seed, threads, kernels, folder):
     "One tutorial in a process of its own."
-    env = os.environ | dict(OMP_NUM_THREADS=str(threads)) | ({} if kernels == "native" else dict(ATEN_CPU_CAPABILITY=kernels))
-    done = subprocess.run([sys.executable, __file__, "--one", name, str(seed), str(folder)], env=env, capture_output=True, text=True)
+    env = os.environ | dict(OMP_NUM_THREADS=str(threads)) | ({} if kernels == "native"
+                                                             else dict(ATEN_CPU_CAPABILITY=kernels))
+    done = subprocess.run([sys.executable, __file__, "--one", name, str(seed), str(folder)], env=env,
+                          capture_output=True, text=True)
     line = next((x for x in done.stdout.splitlines() if x.startswith("CLAIMS ")), None)
     if line is None: raise SystemExit(f"{name}, seed {seed}, {threads} thread(s): {done.stderr[-2000:]}")
     return json.loads(line.removeprefix("CLAIMS "))
@@ -99,7 +105,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--kernels", default="native", help="ATEN_CPU_CAPABILITY: native, default, avx2: other CPUs, simulated")
+    parser.add_argument("--kernels", default="native",
+                        help="ATEN_CPU_CAPABILITY: native, default, avx2: other CPUs, simulated")
     parser.add_argument("--only", nargs="+", default=list(CLAIMS), choices=list(CLAIMS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="a file of results, to be added to")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)

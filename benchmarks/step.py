@@ -1,17 +1,24 @@
-"""One whole GRPO step on CPU against TRL's `GRPOTrainer`: generation, rewards, advantages, log-probs, backward, AdamW; seconds by part and peak memory.
+"""One whole GRPO step on CPU against TRL's `GRPOTrainer`: generation, rewards, advantages, log-probs, backward, AdamW;
+seconds by part and peak memory.
 
     .venv/bin/python benchmarks/step.py [--data ../shared/data] [--rounds 5] [--threads 2] [--out benchmarks/results]
 
-The work: a Llama of 5.2M parameters with random weights (hidden 256, 4 layers, vocabulary 4,096, tied head, fp32), 16 of GSM8K's training questions a step, 8 completions each of 64 new tokens at
-temperature 1, a reward on the completions' ids, group advantages, one AdamW update on the mean over tokens, no reference. The questions are tokenised by a byte-level BPE of 4,096 ids that is trained
-here on all of them (16 to 176 ids a question); without --data, made prompts of like lengths. Both sides start from the same weights and meet the same questions in the same order. They draw their own
-completions; the end-of-sequence id lies outside the model's vocabulary, so that on both sides every row has its 64 tokens.
+The work: a Llama of 5.2M parameters with random weights (hidden 256, 4 layers, vocabulary 4,096, tied head, fp32), 16
+of GSM8K's training questions a step, 8 completions each of 64 new tokens at temperature 1, a reward on the completions'
+ids, group advantages, one AdamW update on the mean over tokens, no reference. The questions are tokenised by a
+byte-level BPE of 4,096 ids that is trained here on all of them (16 to 176 ids a question); without --data, made prompts
+of like lengths. Both sides start from the same weights and meet the same questions in the same order. They draw their
+own completions; the end-of-sequence id lies outside the model's vocabulary, so that on both sides every row has its 64
+tokens.
 
-TRL's trainer runs as it is (transformers' `generate`, reward function, `loss_type="dapo"`, one update a generation); timers stand around its methods. It takes old log-probs from the update's own forward
-pass when there is one update (ratio 1), so ours does: `out.logprobs.detach()`. It always takes the entropy along for its log, ours on request (none here). Its default recomputes activations in the backward pass ("trl, as it comes"); "trl" does not, which is faster and takes more
-memory. Ours is the plain loop below, with defaults. The two take turns in one process, step by step, so that other work on the machine meets both alike; medians are shown, of wall and of
-processor time. The first step of each warms up and is not counted. Peak memory is the kernel's high-water mark of a process in which one side alone takes two steps.
-"""
+TRL's trainer runs as it is (transformers' `generate`, reward function, `loss_type="dapo"`, one update a generation);
+timers stand around its methods. It takes old log-probs from the update's own forward pass when there is one update
+(ratio 1), so ours does: `out.logprobs.detach()`. It always takes the entropy along for its log, ours on request (none
+here). Its default recomputes activations in the backward pass ("trl, as it comes"); "trl" does not, which is faster and
+takes more memory. Ours is the plain loop below, with defaults. The two take turns in one process, step by step, so that
+other work on the machine meets both alike; medians are shown, of wall and of processor time. The first step of each
+warms up and is not counted. Peak memory is the kernel's high-water mark of a process in which one side alone takes two
+steps."""
 import argparse
 import copy
 import gzip
@@ -43,7 +50,8 @@ PROMISED = dict(step=2., generation=2., GiB=2.)
 def questions(data):
     "GSM8K's training questions, or made ones whose lengths look like theirs."
     if data is not None:
-        with gzip.open(data/"gsm8k/train.jsonl.gz", "rt", encoding="utf-8") as lines: return [json.loads(line)["question"] for line in lines]
+        with gzip.open(data/"gsm8k/train.jsonl.gz", "rt", encoding="utf-8") as lines:
+            return [json.loads(line)["question"] for line in lines]
     g = torch.Generator().manual_seed(0)
     lengths = (torch.randn(2000, generator=g)*.38 + 3.75).exp().long().clamp(12, 140)
     return [" ".join(f"w{i}" for i in torch.randint(3000, (n,), generator=g).tolist()) for n in lengths.tolist()]
@@ -54,15 +62,20 @@ def tokenizer_of(texts):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     t = Tokenizer(models.BPE())
     t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    t.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=V, special_tokens=["<pad>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    t.add_special_tokens(["<end>"] if t.get_vocab_size() == V else [f"<spare{i}>" for i in range(V - t.get_vocab_size())] + ["<end>"])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=t, pad_token="<pad>", eos_token="<end>", padding_side="left")
+    t.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=V, special_tokens=[
+        "<pad>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    t.add_special_tokens(["<end>"] if t.get_vocab_size() == V
+                         else [f"<spare{i}>" for i in range(V - t.get_vocab_size())] + ["<end>"])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=t, pad_token="<pad>", eos_token="<end>",
+                                                padding_side="left")
 
 
 def llama(tokenizer):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=V, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=1024, tie_word_embeddings=True,
-                                      bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    config = transformers.LlamaConfig(vocab_size=V, hidden_size=256, intermediate_size=1024, num_hidden_layers=4,
+                                      num_attention_heads=4, max_position_embeddings=1024, tie_word_embeddings=True,
+                                      bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+                                      pad_token_id=tokenizer.pad_token_id)
     return transformers.LlamaForCausalLM(config)
 
 
@@ -101,7 +114,8 @@ def ours(net, tokenizer, texts, timer):
     "A generator that takes one GRPO step each time it is asked, and yields its tokens."
     from rlblocks import Grader, Policy, Prompts, Rollout, at_tokens, group_advantages, ppo_loss
     data = Prompts(texts, tokenizer, shuffle=False)
-    policy, rollout, grader = Policy(net, lr=LR, device="cpu"), Rollout(net, max_tokens=NEW, tokenizer=tokenizer, device="cpu"), Grader(reward)
+    policy, rollout, grader = Policy(net, lr=LR, device="cpu"), Rollout(net, max_tokens=NEW, tokenizer=tokenizer,
+                                                                        device="cpu"), Grader(reward)
     timer.around(policy._run.model, "backward", "backward")       # the rest of a step is its forward passes and AdamW
     timer.around(policy._run.model, "apply", "optimizer")
 
@@ -118,7 +132,8 @@ def ours(net, tokenizer, texts, timer):
                 batch["advantages"] = at_tokens(group_advantages(batch.scores, batch.group), batch.mask)
             with timer("update"): policy.step(batch, loss)
         took = timer.steps[-1]
-        took["log-probs"] = tuple(u - b - o for u, b, o in zip(took["update"], took["backward"], took["optimizer"], strict=True))
+        took["log-probs"] = tuple(u - b - o
+                                  for u, b, o in zip(took["update"], took["backward"], took["optimizer"], strict=True))
         yield batch.n_tokens
 
 
@@ -128,9 +143,12 @@ def trl(net, tokenizer, texts, timer, steps, between, checkpointing):
     import datasets
     from trl import GRPOConfig, GRPOTrainer
     folder = tempfile.TemporaryDirectory()
-    config = GRPOConfig(output_dir=folder.name, per_device_train_batch_size=QUESTIONS*GROUP, num_generations=GROUP, gradient_accumulation_steps=1, steps_per_generation=1, num_iterations=1,
-                        max_completion_length=NEW, temperature=1., top_k=0, beta=0., loss_type="dapo", learning_rate=LR, lr_scheduler_type="constant", max_steps=steps, use_vllm=False, use_cpu=True,
-                        bf16=False, fp16=False, gradient_checkpointing=checkpointing, shuffle_dataset=False, logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True)
+    config = GRPOConfig(output_dir=folder.name, per_device_train_batch_size=QUESTIONS*GROUP, num_generations=GROUP,
+                        gradient_accumulation_steps=1, steps_per_generation=1, num_iterations=1,
+                        max_completion_length=NEW, temperature=1., top_k=0, beta=0., loss_type="dapo", learning_rate=LR,
+                        lr_scheduler_type="constant", max_steps=steps, use_vllm=False, use_cpu=True,
+                        bf16=False, fp16=False, gradient_checkpointing=checkpointing, shuffle_dataset=False,
+                        logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True)
 
     class Watch(transformers.TrainerCallback):
         def on_step_begin(self, *_, **__):
@@ -144,7 +162,8 @@ def trl(net, tokenizer, texts, timer, steps, between, checkpointing):
             took["optimizer"] = tuple(s - t for s, t in zip(took["step"], took["inside"], strict=True))
             between(trainer.tokens)
 
-    trainer = GRPOTrainer(net, reward_funcs=reward, args=config, processing_class=tokenizer, train_dataset=datasets.Dataset.from_dict(dict(prompt=texts)), callbacks=[Watch()])
+    trainer = GRPOTrainer(net, reward_funcs=reward, args=config, processing_class=tokenizer,
+                          train_dataset=datasets.Dataset.from_dict(dict(prompt=texts)), callbacks=[Watch()])
     trainer.tokens = 0
     made = trainer._generate_single_turn
     def counted(*args, **kwargs):
@@ -152,8 +171,10 @@ def trl(net, tokenizer, texts, timer, steps, between, checkpointing):
         trainer.tokens = sum(len(ids) for ids in out[0])
         return out
     trainer._generate_single_turn = counted
-    for owner, name, part in ((trainer, "_generate_single_turn", "generation"), (trainer, "_get_per_token_logps_and_entropies", "log-probs"), (trainer.accelerator, "backward", "backward"),
-                              (trainer, "_calculate_rewards", "rewards"), (trainer, "training_step", "inside")): timer.around(owner, name, part)
+    for owner, name, part in ((trainer, "_generate_single_turn", "generation"),
+                              (trainer, "_get_per_token_logps_and_entropies", "log-probs"),
+                              (trainer.accelerator, "backward", "backward"), (trainer, "_calculate_rewards", "rewards"),
+                              (trainer, "training_step", "inside")): timer.around(owner, name, part)
     trainer.train()
     folder.cleanup()
 
@@ -187,7 +208,8 @@ def peak(side, data, threads):
 
 def alone(side, work):
     net, tokenizer, texts = work
-    resident = lambda key: int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)).split()[1])/2**20
+    resident = lambda key: int(next(line for line in Path("/proc/self/status").read_text().splitlines()
+                                    if line.startswith(key)).split()[1])/2**20
     if side == "ours":
         loop = ours(net, tokenizer, texts, Timer())
         before = resident("VmRSS")
@@ -207,11 +229,13 @@ def measure(data, rounds, threads):
     work = setting(data)
     net, tokenizer, texts = work
     lengths = [len(x) for x in tokenizer(texts[:QUESTIONS*(rounds + 1)])["input_ids"]]
-    found = dict(parameters=sum(p.numel() for p in net.parameters()), prompt_tokens=dict(fewest=min(lengths), mean=sum(lengths)/len(lengths), most=max(lengths)), sides={})
+    found = dict(parameters=sum(p.numel() for p in net.parameters()),
+                 prompt_tokens=dict(fewest=min(lengths), mean=sum(lengths)/len(lengths), most=max(lengths)), sides={})
     own = Timer()
     for side in [s for s in SIDES if s != "ours"]:
         theirs, mine, tokens = alternate(side, work, rounds)
-        if set(tokens[side]) | set(tokens["ours"]) != {QUESTIONS*GROUP*NEW}: raise SystemExit(f"step: the two did not draw equally many tokens: {tokens}")
+        if set(tokens[side]) | set(tokens["ours"]) != {QUESTIONS*GROUP*NEW}:
+            raise SystemExit(f"step: the two did not draw equally many tokens: {tokens}")
         found["sides"][side] = {part: theirs.median(part) for part in PARTS}
         found["sides"][side]["ours meanwhile"] = mine.median("step")
         own.steps += mine.steps if not own.steps else mine.steps[1:]
@@ -223,16 +247,24 @@ def measure(data, rounds, threads):
 def table(found):
     sides = found["sides"]
     own = sides["ours"]
-    lines = [f"{found['parameters']:,} parameters; prompts of {found['prompt_tokens']['fewest']} to {found['prompt_tokens']['most']} ids, mean {found['prompt_tokens']['mean']:.0f}; wall s (processor s)",
+    lines = [f"{found['parameters']:,} parameters; prompts of {found['prompt_tokens']['fewest']} to "
+             f"{found['prompt_tokens']['most']} ids, mean {found['prompt_tokens']['mean']:.0f}; wall s (processor s)",
              f"{'':18}" + "".join(f"{p:>18}" for p in PARTS) + f"{'peak GiB':>12}"]
     for side, r in sides.items():
-        lines.append(f"{side:18}" + "".join(f"{f'{r[p][0]:.2f} ({r[p][1]:.2f})':>18}" for p in PARTS) + f"{r['memory']['GiB']:12.2f}")
+        lines.append(f"{side:18}" + "".join(f"{f'{r[p][0]:.2f} ({r[p][1]:.2f})':>18}" for p in PARTS)
+                     + f"{r['memory']['GiB']:12.2f}")
         if side != "ours":
-            lines.append(f"{'  ÷ ours':18}" + "".join(f"{f'{r[p][0]/max(own[p][0], 1e-9):.2f} ({r[p][1]/max(own[p][1], 1e-9):.2f})':>18}" for p in PARTS) + f"{r['memory']['GiB']/own['memory']['GiB']:12.2f}")
+            lines.append(f"{'  ÷ ours':18}"
+                         + "".join(f"{f'{r[p][0]/max(own[p][0], 1e-9):.2f} ({r[p][1]/max(own[p][1], 1e-9):.2f})':>18}"
+                                   for p in PARTS) + f"{r['memory']['GiB']/own['memory']['GiB']:12.2f}")
     base = sides["trl"]
-    got = {part: min(base[part][k]/own[part][k] for k in (0, 1)) for part in ("step", "generation")} | dict(GiB=own["memory"]["GiB"])      # the worse of wall and processor time
-    found["promised"] = {name: dict(wanted=p, got=got[name], met=got[name] <= p if name == "GiB" else got[name] >= p) for name, p in PROMISED.items()}
-    return lines + [f"{name}: {v['got']:.2f}, {'at most' if name == 'GiB' else 'at least'} {v['wanted']:g}: {'met' if v['met'] else 'MISSED'}" for name, v in found["promised"].items()]
+    # the worse of wall and processor time
+    got = {part: min(base[part][k]/own[part][k] for k in (0, 1))
+           for part in ("step", "generation")} | dict(GiB=own["memory"]["GiB"])
+    found["promised"] = {name: dict(wanted=p, got=got[name], met=got[name] <= p if name == "GiB" else got[name] >= p)
+                         for name, p in PROMISED.items()}
+    return lines + [f"{name}: {v['got']:.2f}, {'at most' if name == 'GiB' else 'at least'} {v['wanted']:g}: "
+                    f"{'met' if v['met'] else 'MISSED'}" for name, v in found["promised"].items()]
 
 
 def plot(found, path):
@@ -246,7 +278,9 @@ def plot(found, path):
         left.barh(names, width, left=start, label=part)
         start = [a + w for a, w in zip(start, width, strict=True)]
     left.set(xlabel="seconds a step"); left.legend(fontsize=7, ncols=2)
-    right.barh(names, [found["sides"][s]["memory"]["GiB"] for s in names], color="gray"); right.axvline(PROMISED["GiB"], color="k", lw=.8); right.set(xlabel="peak GiB", yticks=[])
+    right.barh(names, [found["sides"][s]["memory"]["GiB"] for s in names], color="gray")
+    right.axvline(PROMISED["GiB"], color="k", lw=.8)
+    right.set(xlabel="peak GiB", yticks=[])
     fig.tight_layout(); fig.savefig(path, dpi=100)
 
 
@@ -261,7 +295,8 @@ def main():
     parser.add_argument("--out", type=Path, default=Path(__file__).parent/"results")
     a = parser.parse_args()
     data = None if a.made else a.data
-    if data is not None and not (data/"gsm8k/train.jsonl.gz").is_file(): raise SystemExit(f"step: --data {data}: gsm8k/train.jsonl.gz is not there; leave --data out for made prompts")
+    if data is not None and not (data/"gsm8k/train.jsonl.gz").is_file():
+        raise SystemExit(f"step: --data {data}: gsm8k/train.jsonl.gz is not there; leave --data out for made prompts")
     torch.set_num_threads(a.threads)
     transformers.logging.set_verbosity_error()
     if a.alone: return alone(a.alone, setting(data))
@@ -270,8 +305,10 @@ def main():
     lines = table(found)
     print("\n".join(lines))
     a.out.mkdir(parents=True, exist_ok=True)
-    where = dict(date=datetime.now().date().isoformat(), machine=platform.machine(), cpus=os.cpu_count(), load=[load, os.getloadavg()[0]], threads=a.threads, rounds=a.rounds, python=platform.python_version(),
-                 questions="gsm8k" if data else "made", **{name: version(name) for name in ("torch", "transformers", "trl")})
+    where = dict(date=datetime.now().date().isoformat(), machine=platform.machine(), cpus=os.cpu_count(),
+                 load=[load, os.getloadavg()[0]], threads=a.threads, rounds=a.rounds, python=platform.python_version(),
+                 questions="gsm8k" if data else "made",
+                 **{name: version(name) for name in ("torch", "transformers", "trl")})
     (a.out/"step_cpu.json").write_text(json.dumps(where | found, indent=1) + "\n")
     plot(found, a.out/"step_cpu.png")
     return not all(v["met"] for v in found["promised"].values())

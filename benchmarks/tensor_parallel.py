@@ -214,7 +214,8 @@ def adapter(kind):
             return inject_adapter_in_model(config, net)
         want = {k: g for k, g in gradients(adapted(made(kind, torch.float64)), micro_batches(1)).items() if "lora" in k}
         def mine():
-            how = dict(lora=dict(r=4), optimizer=OptimizerSpec(lambda ps: torch.optim.SGD(ps, lr=1.), max_norm=None), device="cpu")
+            how = dict(lora=dict(r=4), optimizer=OptimizerSpec(lambda ps: torch.optim.SGD(ps, lr=1.), max_norm=None),
+                       device="cpu")
             moved = []
             for more in (dict(engine=plain(tensor_parallel=2)), {}):
                 policy = Policy(made(kind, torch.float64), **how | more)
@@ -251,11 +252,13 @@ def moved(kind):
     return run
 
 
-LAWS = {"one key-value head on two ranks": uneven(num_key_value_heads=1), "63 features on two ranks": uneven(intermediate_size=63),
-        "33 ids on two ranks": uneven(vocab_size=33), "a model without a plan (gpt2)": planless, "a plan that misses a sum": untrue_plan,
-        "a module given, llama": given("llama"), "a module given, tied table (gemma)": given("gemma"), "norm of the gradient, qwen3": clipped,
-        "LoRA, llama": adapter("llama"), "LoRA, qwen2": adapter("qwen2"),
-        "a state moves to one process, llama": moved("llama"), "a state moves to one process, mixtral": moved("mixtral")}
+LAWS = {"one key-value head on two ranks": uneven(num_key_value_heads=1),
+        "63 features on two ranks": uneven(intermediate_size=63), "33 ids on two ranks": uneven(vocab_size=33),
+        "a model without a plan (gpt2)": planless, "a plan that misses a sum": untrue_plan,
+        "a module given, llama": given("llama"), "a module given, tied table (gemma)": given("gemma"),
+        "norm of the gradient, qwen3": clipped, "LoRA, llama": adapter("llama"), "LoRA, qwen2": adapter("qwen2"),
+        "a state moves to one process, llama": moved("llama"),
+        "a state moves to one process, mixtral": moved("mixtral")}
 
 
 def laws_(world, folder)->list[dict]:
@@ -267,9 +270,11 @@ def laws_(world, folder)->list[dict]:
 
 
 # -- time and memory
-SIZES = dict(vocab_size=8192, hidden_size=512, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=False)
+SIZES = dict(vocab_size=8192, hidden_size=512, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4,
+             tie_word_embeddings=False)
 LARGER = dict(llama=lambda: LlamaConfig(**SIZES, intermediate_size=1408),
-              qwen3_moe=lambda: Qwen3MoeConfig(**SIZES, head_dim=64, intermediate_size=1408, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=352, decoder_sparse_step=1))
+              qwen3_moe=lambda: Qwen3MoeConfig(**SIZES, head_dim=64, intermediate_size=1408, num_experts=8,
+                                               num_experts_per_tok=2, moe_intermediate_size=352, decoder_sparse_step=1))
 
 
 def larger(kind):
@@ -315,7 +320,8 @@ def step_row(world, folder, kind)->dict:
             times[name].append(time.perf_counter()-start)
     return dict(ranks=world, model=kind, parameters=sum(p.numel() for p in larger(kind).parameters()),
                 tokens=tokens[:, 1:].numel(), seconds={k: round(statistics.median(x), 3) for k, x in times.items()},
-                fastest={k: round(min(x), 3) for k, x in times.items()}, kept_mib={k: round(x, 1) for k, x in kept_mib.items()})
+                fastest={k: round(min(x), 3) for k, x in times.items()},
+                kept_mib={k: round(x, 1) for k, x in kept_mib.items()})
 
 
 PARTS = {2: dict(gradients=gradients_, laws=laws_, step=step_), 4: dict(gradients=gradients_, step=step_)}

@@ -1,26 +1,38 @@
-"""One GRPO update on CPU: packed with shared prompts, packed, padded, and TRL's, on the same rows; tokens a second, gradients and peak memory.
+"""One GRPO update on CPU: packed with shared prompts, packed, padded, and TRL's, on the same rows; tokens a second,
+gradients and peak memory.
 
-    .venv/bin/python benchmarks/update.py [--data ../shared/data] [--questions 16] [--rounds 3] [--threads 1] [--out benchmarks/results]
+    .venv/bin/python benchmarks/update.py [--data ../shared/data] [--questions 16] [--rounds 3] [--threads 1]
+        [--out benchmarks/results]
 
-The work: a Llama of 5.2M parameters with random weights (hidden 256, 4 layers, vocabulary 4,096, tied head, fp32); a whole GRPO step of 16 questions with 8 answers each, clipped loss with old log-probs given, mean over the
-tokens of all answers, no reference, one AdamW step. Lengths are GSM8K's under Qwen2.5's tokenizer: the questions' are those of training questions, an answer's is drawn from all training answers; the ids
-are random ones of the small vocabulary, a group's prompt the same in all its rows. Without --data, log-normal lengths of the same shape.
+The work: a Llama of 5.2M parameters with random weights (hidden 256, 4 layers, vocabulary 4,096, tied head, fp32); a
+whole GRPO step of 16 questions with 8 answers each, clipped loss with old log-probs given, mean over the tokens of all
+answers, no reference, one AdamW step. Lengths are GSM8K's under Qwen2.5's tokenizer: the questions' are those of
+training questions, an answer's is drawn from all training answers; the ids are random ones of the small vocabulary, a
+group's prompt the same in all its rows. Without --data, log-normal lengths of the same shape.
 
-* shared, packed: `policy.step` with defaults (micro-batches of 8,192 tokens); and the same rows without the column `group`, so that none is shared.
-* padded: the usual way, rows in their order, as many a micro-batch as fit the same 8,192 places when each is padded to the longest among them. sorted: `pack=False` alone, where micro-batches hold rows of like length and
-  little is padding.
-* TRL's: `GRPOTrainer._compute_loss` of the trainer itself (`loss_type="dapo"`, no activation checkpointing, which is faster than its default), on micro-batches of 16 rows in their order. As its data collation does, prompts
-  are padded on the left to the longest of the batch and answers on the right; then clipping and AdamW as the trainer has them. It also takes the entropy for its log, always.
+* shared, packed: `policy.step` with defaults (micro-batches of 8,192 tokens); and the same rows without the column
+  `group`, so that none is shared.
+* padded: the usual way, rows in their order, as many a micro-batch as fit the same 8,192 places when each is padded to
+  the longest among them. sorted: `pack=False` alone, where micro-batches hold rows of like length and little is
+  padding.
+* TRL's: `GRPOTrainer._compute_loss` of the trainer itself (`loss_type="dapo"`, no activation checkpointing, which is
+  faster than its default), on micro-batches of 16 rows in their order. As its data collation does, prompts are padded
+  on the left to the longest of the batch and answers on the right; then clipping and AdamW as the trainer has them. It
+  also takes the entropy for its log, always.
 
-Dealt out, a group's prompt is computed once in every optimizer step and on every rank that has a row of it. Below the cases stand the tokens that the forward passes lay on the line, of all and of the fullest rank, when the
-rows are dealt to 4 minibatches, 2 or 8 ranks, or both: groups kept together (`minibatches(keep_groups=True)`, `cut` by itself), and rows dealt one by one (`minibatches` by itself, no column `group` at the cut); and the processor time of the
-4 optimizer steps both ways.
+Dealt out, a group's prompt is computed once in every optimizer step and on every rank that has a row of it. Below the
+cases stand the tokens that the forward passes lay on the line, of all and of the fullest rank, when the rows are dealt
+to 4 minibatches, 2 or 8 ranks, or both: groups kept together (`minibatches(keep_groups=True)`, `cut` by itself), and
+rows dealt one by one (`minibatches` by itself, no column `group` at the cut); and the processor time of the 4 optimizer
+steps both ways.
 
-A token is one that exists: of the rows as they are, prompts counted in each. All cases take turns in one process; medians of processor time are shown (one thread: other work on the machine does not count). The gradient of
-every case is compared with that of the padded one, before clipping. Peak memory is the kernel's high-water mark of a process that takes one update of one case, libraries included.
+A token is one that exists: of the rows as they are, prompts counted in each. All cases take turns in one process;
+medians of processor time are shown (one thread: other work on the machine does not count). The gradient of every case
+is compared with that of the padded one, before clipping. Peak memory is the kernel's high-water mark of a process that
+takes one update of one case, libraries included.
 
-Promised: twice the tokens a second of the padded update, and no less than TRL's. A promise that is not kept is printed as MISSED, and the exit code is 1.
-"""
+Promised: twice the tokens a second of the padded update, and no less than TRL's. A promise that is not kept is printed
+as MISSED, and the exit code is 1."""
 import argparse
 import copy
 import gzip
@@ -43,7 +55,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 import transformers
 from rlblocks.models import step
-from rlblocks import Batch, Policy, adamw, at_tokens, group_advantages, pack, pad, plan_micro_batches, ppo_loss, shared_prefix
+from rlblocks import (Batch, Policy, adamw, at_tokens, group_advantages, pack, pad, plan_micro_batches, ppo_loss,
+                      shared_prefix)
 
 V, GROUP, LR, TRL_ROWS = 4096, 8, 1e-6, 16
 CASES = {"shared": None, "packed": None, "sorted": False, "padded": False, "trl": None} # packed?
@@ -55,16 +68,19 @@ def lengths_of(data):
     "(questions', answers') lengths."
     if data is None:
         g = torch.Generator().manual_seed(0)
-        return [(torch.randn(5000, generator=g)*s + m).exp().long().clamp(lo, hi).tolist() for m, s, lo, hi in ((4.05, .38, 20, 230), (4.7, .45, 20, 400))]
+        return [(torch.randn(5000, generator=g)*s + m).exp().long().clamp(lo, hi).tolist()
+                for m, s, lo, hi in ((4.05, .38, 20, 230), (4.7, .45, 20, 400))]
     tokenizer = transformers.AutoTokenizer.from_pretrained(data/"tokenizers/qwen2.5")
-    with gzip.open(data/"gsm8k/train.jsonl.gz", "rt", encoding="utf-8") as lines: rows = [json.loads(line) for line in lines]
+    with gzip.open(data/"gsm8k/train.jsonl.gz", "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
     return [[len(i) for i in tokenizer([r[k] for r in rows])["input_ids"]] for k in ("question", "answer")]
 
 
 def llama():
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=V, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=1024,
-                                                                  tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=V, hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0))
 
 
 def rows_of(lengths, questions, seed=0):
@@ -79,17 +95,21 @@ def rows_of(lengths, questions, seed=0):
             rows.append(prompt + ids(c))
             masks.append([False]*p + [True]*c)
     tokens, n = pad(rows)
-    b = Batch(tokens=tokens, lengths=n, mask=pad(masks)[0].bool(), group=torch.arange(questions).repeat_interleave(GROUP), scores=torch.randn(len(rows), generator=g))
+    b = Batch(tokens=tokens, lengths=n, mask=pad(masks)[0].bool(),
+              group=torch.arange(questions).repeat_interleave(GROUP), scores=torch.randn(len(rows), generator=g))
     b["advantages"] = at_tokens(group_advantages(b.scores, b.group), b.mask)
-    b["old_logprobs"] = torch.where(b.mask, Policy(llama(), frozen=True, device="cpu").logprobs(b) + .1*torch.randn(tokens.shape, generator=g), 0.)
+    b["old_logprobs"] = torch.where(b.mask, Policy(llama(), frozen=True, device="cpu").logprobs(b)
+                                    + .1*torch.randn(tokens.shape, generator=g), 0.)
     return b
 
 
 # -- the cases: each gives a function that takes one update, and the gradient before clipping of its last one
 def ours(b, pack, in_order=None, **how):
-    policy, grads = Policy(llama(), optimizer=adamw(lr=LR, max_norm=1e9), device="cpu", pack=pack, **how), {} # the norm is taken, and far from clipped: gradients are compared
+    # the norm is taken, and far from clipped: gradients are compared
+    policy, grads = Policy(llama(), optimizer=adamw(lr=LR, max_norm=1e9), device="cpu", pack=pack, **how), {}
     def loss(out, b): return ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
-    planned = mock.patch.object(step, "micro_batches", lambda run, b: in_their_order(b.lengths, in_order)) if in_order else nullcontext()
+    planned = mock.patch.object(step, "micro_batches",
+                                lambda run, b: in_their_order(b.lengths, in_order)) if in_order else nullcontext()
     names = {id(p): n.removeprefix("trunk.") for n, p in policy._run.module.named_parameters()}
     def keep(*_): grads.update({names[id(p)]: p.grad.clone() for p in policy._run.module.parameters()})
     hook = policy._run.model.optimizer.register_step_pre_hook(keep)
@@ -106,12 +126,16 @@ def trl(b):
     import datasets
     from trl import GRPOConfig, GRPOTrainer
     from tokenizers import Tokenizer, models
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>")), pad_token="<pad>", eos_token="<end>")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(
+        models.WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>")), pad_token="<pad>", eos_token="<end>")
     folder = tempfile.TemporaryDirectory()
-    config = GRPOConfig(output_dir=folder.name, per_device_train_batch_size=TRL_ROWS, num_generations=GROUP, gradient_accumulation_steps=len(b)//TRL_ROWS, num_iterations=2, max_completion_length=512,
-                        temperature=1., beta=0., loss_type="dapo", learning_rate=LR, lr_scheduler_type="constant", max_steps=1, use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False,
+    config = GRPOConfig(output_dir=folder.name, per_device_train_batch_size=TRL_ROWS, num_generations=GROUP,
+                        gradient_accumulation_steps=len(b)//TRL_ROWS, num_iterations=2, max_completion_length=512,
+                        temperature=1., beta=0., loss_type="dapo", learning_rate=LR, lr_scheduler_type="constant",
+                        max_steps=1, use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False,
                         logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True)
-    trainer = GRPOTrainer(model=llama(), reward_funcs=lambda completions, **_: [0.]*len(completions), args=config, processing_class=tokenizer, train_dataset=datasets.Dataset.from_dict(dict(prompt=["a"]*8)))
+    trainer = GRPOTrainer(model=llama(), reward_funcs=lambda completions, **_: [0.]*len(completions), args=config,
+                          processing_class=tokenizer, train_dataset=datasets.Dataset.from_dict(dict(prompt=["a"]*8)))
     trainer.create_optimizer_and_scheduler(1)
     trainer.current_gradient_accumulation_steps = config.gradient_accumulation_steps
     net, optimizer = trainer.model.train(), trainer.optimizer
@@ -125,8 +149,10 @@ def trl(b):
             else: out[i, :n-p] = x[i, p:n]
         return out
     exist = (torch.arange(b.width) < b.lengths[:, None]).long()
-    whole = dict(prompt_ids=cut(b.tokens, "prompt"), prompt_mask=cut(exist, "prompt"), completion_ids=cut(b.tokens, "answer"), completion_mask=cut(exist, "answer"),
-                 old_per_token_logps=cut(b.old_logprobs, "answer"), advantages=(b.advantages*b.mask).sum(1)/b.mask.sum(1))
+    whole = dict(prompt_ids=cut(b.tokens, "prompt"), prompt_mask=cut(exist, "prompt"),
+                 completion_ids=cut(b.tokens, "answer"), completion_mask=cut(exist, "answer"),
+                 old_per_token_logps=cut(b.old_logprobs, "answer"),
+                 advantages=(b.advantages*b.mask).sum(1)/b.mask.sum(1))
     grads = {}
     def update():
         for at in torch.arange(len(b)).split(TRL_ROWS):
@@ -169,13 +195,15 @@ DEALS = ((4, 1), (1, 2), (4, 2), (1, 8)) # (minibatches, ranks)
 
 
 def dealt(b, steps, ranks, kept, micro_tokens):
-    "(tokens laid on all lines, in the fullest rank of each step) when rows are dealt with groups kept together, or one by one."
+    """(tokens laid on all lines, in the fullest rank of each step) when rows are dealt with groups kept together, or
+    one by one."""
     laid, fullest = 0, 0
     for mini in b.minibatches(steps, seed=0, keep_groups=kept) if steps > 1 else [b]:
         each = []
         for rows in (mini if kept else mini.drop("group")).cut(ranks):
             some = mini[rows]
-            plan = plan_micro_batches(some.lengths, max_tokens=micro_tokens, shared=shared_prefix(some.tokens, some.lengths, some.group))
+            plan = plan_micro_batches(some.lengths, max_tokens=micro_tokens,
+                                      shared=shared_prefix(some.tokens, some.lengths, some.group))
             each.append(sum(sum(pack(some.tokens[at], some.lengths[at], some.group[at]).sizes) for at in plan))
         laid, fullest = laid + sum(each), fullest + max(each)
     return dict(laid=laid, fullest=fullest)
@@ -199,7 +227,8 @@ def apart(a, b): return max((a[n]-b[n]).abs().max() for n in b).item()/max(g.abs
 
 def peak(case, a):
     "MiB: high-water mark of a process that takes one update of this case."
-    out = subprocess.run([sys.executable, __file__, "--only", case, "--questions", str(a.questions), "--threads", str(a.threads), "--micro-tokens", str(a.micro_tokens),
+    out = subprocess.run([sys.executable, __file__, "--only", case, "--questions", str(a.questions), "--threads",
+                          str(a.threads), "--micro-tokens", str(a.micro_tokens),
                           *(["--data", str(a.data)] if a.data else [])], capture_output=True, text=True, check=True)
     return float(out.stdout.split()[-1])
 
@@ -208,8 +237,10 @@ def median(x): return sorted(x)[len(x)//2]
 
 
 def machine():
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.processor()) if os.path.exists("/proc/cpuinfo") else platform.processor()
-    return dict(date=datetime.now().isoformat(timespec="seconds"), torch=torch.__version__, transformers=transformers.__version__, python=platform.python_version(), cpu=cpu, cores=os.cpu_count(),
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
+               platform.processor()) if os.path.exists("/proc/cpuinfo") else platform.processor()
+    return dict(date=datetime.now().isoformat(timespec="seconds"), torch=torch.__version__,
+                transformers=transformers.__version__, python=platform.python_version(), cpu=cpu, cores=os.cpu_count(),
                 threads=torch.get_num_threads(), load=os.getloadavg())
 
 
@@ -234,9 +265,11 @@ def main():
     p.add_argument("--rounds", type=int, default=3, help="updates of each case, after one that is not counted")
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--micro-tokens", type=int, default=8192, help="most tokens of a micro-batch (ours)")
-    p.add_argument("--only", choices=list(CASES), help="take one update of this case and print the peak memory of the process in MiB")
+    p.add_argument("--only", choices=list(CASES),
+                   help="take one update of this case and print the peak memory of the process in MiB")
     p.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    p.add_argument("--out", type=Path, default=Path(__file__).parent/"results", help="folder for update_cpu.json and update_cpu.png")
+    p.add_argument("--out", type=Path, default=Path(__file__).parent/"results",
+                   help="folder for update_cpu.json and update_cpu.png")
     a = p.parse_args()
     torch.set_num_threads(a.threads)
     b = rows_of(lengths_of(a.data), a.questions)
@@ -255,27 +288,45 @@ def main():
             update()
             taken[c].append(time.process_time() - start)
     versions = dict(trl=version("trl")) if "trl" in cases else {}
-    result = dict(machine=machine() | versions, lengths="GSM8K, Qwen2.5's tokenizer" if a.data else "made up", rows=len(b), tokens=tokens, chosen=b.n_tokens, longest=int(b.lengths.max()), micro_tokens=a.micro_tokens, cases={})
+    result = dict(machine=machine() | versions, lengths="GSM8K, Qwen2.5's tokenizer" if a.data else "made up",
+                  rows=len(b), tokens=tokens, chosen=b.n_tokens, longest=int(b.lengths.max()),
+                  micro_tokens=a.micro_tokens, cases={})
     first = "padded" if "padded" in cases else a.cases[0]
     for c in cases:
-        result["cases"][c] = dict(seconds=median(taken[c]), best_seconds=min(taken[c]), tokens_per_second=tokens/median(taken[c]), gradient_apart=apart(grads[c], grads[first]), peak_MiB=peak(c, a))
+        result["cases"][c] = dict(seconds=median(taken[c]), best_seconds=min(taken[c]),
+                                  tokens_per_second=tokens/median(taken[c]),
+                                  gradient_apart=apart(grads[c], grads[first]), peak_MiB=peak(c, a))
     print("{cpu}, {threads} thread(s), torch {torch}, load {load[0]:.1f}".format(**result["machine"]))
-    print(f"{len(b)} rows, {tokens:,} tokens, {b.n_tokens:,} chosen, longest row {int(b.lengths.max())}; lengths: {result['lengths']}\n")
-    print(f"{'':>7} | {'seconds':>8} {'(best)':>8} | {'tokens/s':>9} | {'shared is … times it':>21} | {'gradient apart':>14} | {'peak MiB':>8}")
+    print(f"{len(b)} rows, {tokens:,} tokens, {b.n_tokens:,} chosen, longest row {int(b.lengths.max())}; lengths: "
+          f"{result['lengths']}\n")
+    print(f"{'':>7} | {'seconds':>8} {'(best)':>8} | {'tokens/s':>9} | {'shared is … times it':>21} | "
+          f"{'gradient apart':>14} | {'peak MiB':>8}")
     for c, r in result["cases"].items():
         ratio = r["seconds"]/result["cases"][a.cases[0]]["seconds"]
-        print(f"{c:>7} | {r['seconds']:>8.2f} {r['best_seconds']:>8.2f} | {r['tokens_per_second']:>9,.0f} | {ratio:>21.2f} | {r['gradient_apart']:>14.1e} | {r['peak_MiB']:>8,.0f}")
+        print(f"{c:>7} | {r['seconds']:>8.2f} {r['best_seconds']:>8.2f} | {r['tokens_per_second']:>9,.0f} | "
+              f"{ratio:>21.2f} | {r['gradient_apart']:>14.1e} | {r['peak_MiB']:>8,.0f}")
     if "shared" in result["cases"]:
-        result["dealt"] = {f"{steps} x {ranks}": {name: dealt(b, steps, ranks, kept, a.micro_tokens) for name, kept in (("kept", True), ("by rows", False))} for steps, ranks in DEALS}
+        result["dealt"] = {f"{steps} x {ranks}": {name: dealt(b, steps, ranks, kept, a.micro_tokens)
+                                                  for name, kept in (("kept", True), ("by rows", False))}
+                           for steps, ranks in DEALS}
         result["four_steps"] = epochs(b, a)
-        print(f"\n{'steps x ranks':>15} | {'tokens computed, kept':>21} {'by rows':>9} {'ratio':>6} | {'fullest rank, kept':>18} {'by rows':>9} {'ratio':>6}")
+        print(f"\n{'steps x ranks':>15} | {'tokens computed, kept':>21} {'by rows':>9} {'ratio':>6} | "
+              f"{'fullest rank, kept':>18} {'by rows':>9} {'ratio':>6}")
         for name, x in result["dealt"].items():
-            print(f"{name:>15} | {x['kept']['laid']:>21,} {x['by rows']['laid']:>9,} {x['by rows']['laid']/x['kept']['laid']:>6.2f} | {x['kept']['fullest']:>18,} {x['by rows']['fullest']:>9,} {x['by rows']['fullest']/x['kept']['fullest']:>6.2f}")
-        print("4 optimizer steps: {kept:.2f} s with groups kept, {by rows:.2f} s by rows ({ratio:.2f} times as long)".format(**result["four_steps"], ratio=result["four_steps"]["by rows"]/result["four_steps"]["kept"]))
-    verdicts = result["promised"] = {k: dict(wanted=v, got=result["cases"][k]["seconds"]/result["cases"]["shared"]["seconds"]) for k, v in PROMISED.items() if {k, "shared"} <= set(result["cases"])}
+            print(f"{name:>15} | {x['kept']['laid']:>21,} {x['by rows']['laid']:>9,} "
+                  f"{x['by rows']['laid']/x['kept']['laid']:>6.2f} | {x['kept']['fullest']:>18,} "
+                  f"{x['by rows']['fullest']:>9,} {x['by rows']['fullest']/x['kept']['fullest']:>6.2f}")
+        print("4 optimizer steps: {kept:.2f} s with groups kept, {by rows:.2f} s by rows ({ratio:.2f} times as "
+              "long)".format(**result["four_steps"],
+                             ratio=result["four_steps"]["by rows"]/result["four_steps"]["kept"]))
+    verdicts = result["promised"] = {k: dict(wanted=v,
+                                             got=result["cases"][k]["seconds"]/result["cases"]["shared"]["seconds"])
+                                     for k, v in PROMISED.items() if {k, "shared"} <= set(result["cases"])}
     missed = [k for k, v in verdicts.items() if v["got"] < v["wanted"]]
     print()
-    for k, v in verdicts.items(): print(f"{v['got']:.2f} times the tokens a second of {k}, {v['wanted']:g} promised: {'MISSED' if k in missed else 'as promised'}")
+    for k, v in verdicts.items():
+        print(f"{v['got']:.2f} times the tokens a second of {k}, {v['wanted']:g} promised: "
+              f"{'MISSED' if k in missed else 'as promised'}")
     a.out.mkdir(parents=True, exist_ok=True)
     (a.out/"update_cpu.json").write_text(json.dumps(result, indent=1) + "\n")
     draw(result, a.out/"update_cpu.png")

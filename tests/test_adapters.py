@@ -1,4 +1,5 @@
-"Adapters: one frozen model under several learners, syncs that never touch it (LAWS 9), folders that plain transformers and peft load (LAWS 40)."
+"""Adapters: one frozen model under several learners, syncs that never touch it (LAWS 9), folders that plain
+transformers and peft load (LAWS 40)."""
 import copy
 import json
 import os
@@ -25,8 +26,9 @@ from torch.testing import assert_close
 
 peft = pytest.importorskip("peft")
 LORA = dict(r=4, lora_alpha=8)
-KINDS = dict(lora=LORA, dora=LORA | dict(use_dora=True), rslora=LORA | dict(use_rslora=True), one=LORA | dict(target_modules=["v_proj"]),
-             head=LORA | dict(modules_to_save=["lm_head"]), norm=LORA | dict(modules_to_save=["norm"]), embed=LORA | dict(target_modules=["q_proj", "embed_tokens", "lm_head"]))
+KINDS = dict(lora=LORA, dora=LORA | dict(use_dora=True), rslora=LORA | dict(use_rslora=True),
+             one=LORA | dict(target_modules=["v_proj"]), head=LORA | dict(modules_to_save=["lm_head"]), norm=LORA
+             | dict(modules_to_save=["norm"]), embed=LORA | dict(target_modules=["q_proj", "embed_tokens", "lm_head"]))
 
 
 def pg(out, b): return -torch.where(b.mask, out.logprobs*b.advantages, 0.).sum()/b.n_tokens, {}
@@ -46,7 +48,8 @@ def test_an_adapter_learns_and_the_base_does_not_move(kind):
     policy = Policy(net, lora=KINDS[kind], lr=1e-2, device="cpu")
     base = base_of(policy)
     before = {k: checksum(x) for k, x in base.merged({})}
-    assert before == {k: checksum(x) for k, x in named_weights(net).items()}       # names of the plain model, every weight once
+    # names of the plain model, every weight once
+    assert before == {k: checksum(x) for k, x in named_weights(net).items()}
     assert_close(policy.logprobs(b), plainly(net, b), rtol=0, atol=1e-6)
     stir(policy)
     assert (policy.logprobs(b)-plainly(net, b)).abs().max() > .05
@@ -55,27 +58,37 @@ def test_an_adapter_learns_and_the_base_does_not_move(kind):
     engine.load(policy.weights())
     assert_close(plainly(engine.module, b), policy.logprobs(b), rtol=0, atol=1e-5)
     params = {id(p) for p in policy._run.module.parameters()}
-    assert params == {id(p) for p in base.trunk.parameters() if p.requires_grad} and not any(id(p) in params for n, p in base.trunk.named_parameters() if n not in base.added)
+    assert params == {id(p) for p in base.trunk.parameters() if p.requires_grad}
+    assert not any(id(p) in params for n, p in base.trunk.named_parameters() if n not in base.added)
 
 
 @pytest.mark.parametrize("kind", ["lora", "bf16", "dora", "4bit"])
 def test_a_thousand_syncs_leave_the_base_bit_for_bit_alone(kind, tmp_path):
-    "LAWS 9: sampled, learnt, synced 1,000 times, in half precision and packed too; the receiver has the trainer's numbers."
-    net, b = model(dtype=torch.bfloat16 if kind == "bf16" else torch.float32, **dict(hidden_size=64) if kind == "4bit" else {}), batch()[list(range(4))]
+    """LAWS 9: sampled, learnt, synced 1,000 times, in half precision and packed too; the receiver has the trainer's
+    numbers."""
+    net, b = model(dtype=torch.bfloat16 if kind == "bf16" else torch.float32,
+                   **dict(hidden_size=64) if kind == "4bit" else {}), batch()[list(range(4))]
     net.save_pretrained(tmp_path)
-    how = dict(lora=LORA) if pytest.importorskip("bitsandbytes") and kind == "4bit" else dict(lora=LORA | (dict(use_dora=True) if kind == "dora" else dict(modules_to_save=["lm_head"])))
-    policy, engine = Policy(pretrained(tmp_path, quantization="4bit" if kind == "4bit" else None), lr=1e-3, device="cpu", **how), Rollout(net, device="cpu")
+    how = dict(lora=LORA) if pytest.importorskip("bitsandbytes") and kind == "4bit" else dict(
+        lora=LORA | (dict(use_dora=True) if kind == "dora" else dict(modules_to_save=["lm_head"])))
+    policy, engine = Policy(pretrained(tmp_path, quantization="4bit" if kind == "4bit" else None), lr=1e-3,
+                            device="cpu", **how), Rollout(net, device="cpu")
     trunk = base_of(policy).trunk
     def hashes():
-        tables = {f"{n} {k}": x for n, p in trunk.named_parameters() for k, x in (getattr(p, "quant_state", None).as_dict() if getattr(p, "quant_state", None) else {}).items() if isinstance(x, torch.Tensor)}
-        return {n: checksum(x) for n, x in [*trunk.named_parameters(), *trunk.named_buffers(), *tables.items()] if not x.requires_grad}
+        tables = {f"{n} {k}": x for n, p in trunk.named_parameters()
+                  for k, x in (getattr(p, "quant_state", None).as_dict() if getattr(p, "quant_state", None)
+                               else {}).items() if isinstance(x, torch.Tensor)}
+        return {n: checksum(x)
+                for n, x in [*trunk.named_parameters(), *trunk.named_buffers(), *tables.items()] if not x.requires_grad}
     before, sent = hashes(), set()
     for cycle in range(1000):
         if cycle % 20 == 0: policy.step(b, pg)
         sent.add(engine.load(policy.weights()).checksums["model.layers.0.self_attn.q_proj.weight"])
     assert len(before) > (30 if kind == "4bit" else 15) and hashes() == before and len(sent) == 50
     held = dict(engine.module.named_parameters())
-    assert all(torch.equal(held[n], x.to(held[n].dtype)) for bucket in policy.weights().buckets(1 << 28) for n, x in bucket.items() if n in held)      # rounded once, where the receiver is in half precision
+    # rounded once, where the receiver is in half precision
+    assert all(torch.equal(held[n], x.to(held[n].dtype)) for bucket in policy.weights().buckets(1 << 28)
+               for n, x in bucket.items() if n in held)
     if kind != "bf16": assert_close(plainly(engine.module, b), policy.logprobs(b), rtol=0, atol=1e-5)
 
 
@@ -89,7 +102,8 @@ def test_adapters_are_fp32_on_a_half_precision_base():
     moved = [p for n, p in policy._run.module.named_parameters() if "lora_B" in n]
     assert all((p != 0).float().mean() > .9 for p in moved)
     exported = dict(base.merged(dict(default=1.)))
-    assert exported["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float32 and exported["model.norm.weight"].dtype == torch.bfloat16
+    assert exported["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float32
+    assert exported["model.norm.weight"].dtype == torch.bfloat16
 
 
 def test_several_learners_stand_on_one_module():
@@ -98,15 +112,19 @@ def test_several_learners_stand_on_one_module():
     ref, critic = here.place(Policy, policy, lora=None), here.place(Critic, policy, lora="value", lr=1e-2)
     scorer = Scorer(policy, lora=dict(r=2, name="reward"), lr=1e-2)
     base = base_of(policy)
-    assert all(base_of(w) is base for w in (ref, critic, scorer)) and critic._run.module.trunk is base.trunk.model and set(base.own) == {"default", "value", "reward"}
+    assert all(base_of(w) is base for w in (ref, critic, scorer)) and critic._run.module.trunk is base.trunk.model
+    assert set(base.own) == {"default", "value", "reward"}
     assert torch.equal(ref.logprobs(b), plainly(net, b)) and ref._run.model.frozen
-    alone, apart_ = stir(Policy(net, lora=LORA, lr=1e-2, device="cpu"), 4), stir(Critic(net, lora=dict(LORA, name="value"), lr=1e-2, device="cpu"), 4, loss=fit)
+    alone, apart_ = stir(Policy(net, lora=LORA, lr=1e-2, device="cpu"),
+                         4), stir(Critic(net, lora=dict(LORA, name="value"), lr=1e-2, device="cpu"), 4, loss=fit)
     for _ in range(4):                                     # in turns, as in a loop
         policy.step(b, pg)
         critic.step(b, fit)
         scorer.step(b, lambda out, b: (((out.scores-1)**2).sum()/b.n_rows, {}))
-    assert torch.equal(policy.logprobs(b), alone.logprobs(b)) and torch.equal(critic.values(b), apart_.values(b))      # as if each had a model of its own
-    assert torch.equal(ref.logprobs(b), plainly(net, b)) and (critic.values(b) != 0).any() and (scorer.scores(b) != 0).all()
+    # as if each had a model of its own
+    assert torch.equal(policy.logprobs(b), alone.logprobs(b)) and torch.equal(critic.values(b), apart_.values(b))
+    assert torch.equal(ref.logprobs(b), plainly(net, b)) and (critic.values(b) != 0).any()
+    assert (scorer.scores(b) != 0).all()
     with pytest.raises(RuntimeError, match="frozen"): ref.step(b, pg)
     with pytest.raises(ValueError, match="trained by a Critic already"): Critic(policy, lora="value")
     assert torch.equal(Policy(policy, lora="default", frozen=True).logprobs(b), policy.logprobs(b))
@@ -119,14 +137,16 @@ def test_the_reference_is_what_the_kl_needs():
     policy = stir(Policy(ref, lora=LORA, lr=1e-2))
     assert torch.equal(ref.logprobs(b), plainly(net, b)) and (policy.logprobs(b) != ref.logprobs(b)).any()
     with pytest.raises(ValueError, match="change with every step"): Policy(Policy(net, device="cpu"), lora=None)
-    with pytest.raises(ValueError, match="engine='fsdp2' cannot be chosen here"): Policy(policy, lora=None, engine="fsdp2")
+    with pytest.raises(ValueError, match="engine='fsdp2' cannot be chosen here"):
+        Policy(policy, lora=None, engine="fsdp2")
     probe = stir(Critic(policy, lora=None, lr=1e-2), loss=fit)             # a head alone
     assert [n for n, _ in probe._run.module.named_parameters()] == ["head.weight"] and (probe.values(b) != 0).any()
 
 
 @pytest.mark.parametrize("how", [dict(), dict(engine=EngineSpec(checkpointing=True))])
 def test_switching_never_leaks(how):
-    "The state of the layers is the same before and after each call, also one that fails in the forward, in the loss, in the backward."
+    """The state of the layers is the same before and after each call, also one that fails in the forward, in the
+    loss, in the backward."""
     net, b = model(dtype=torch.float64), rows()
     policy = Policy(net, lora=LORA, lr=1e-2, device="cpu", **how)
     critic, ref, base = Critic(policy, lora="value", lr=1e-2), Policy(policy, lora=None), base_of(policy)
@@ -146,7 +166,8 @@ def test_switching_never_leaks(how):
         assert resting(base) == rest
     hook.remove()
     stir(policy, b=b), stir(critic, b=b, loss=fit)
-    assert resting(base) == rest and all(off for _, off in rest) and [p.requires_grad for p in base.trunk.parameters()] == flags
+    assert resting(base) == rest and all(off for _, off in rest)
+    assert [p.requires_grad for p in base.trunk.parameters()] == flags
     assert_close(ref.logprobs(b), plainly(net, b), rtol=0, atol=0)
 
 
@@ -168,17 +189,20 @@ def test_the_gradient_is_that_of_peft():
     other = peft.get_peft_model(copy.deepcopy(net), peft.LoraConfig(**LORA, target_modules="all-linear"))
     theirs = {n: p for n, p in other.named_parameters() if p.requires_grad}
     with torch.no_grad():
-        for n, p in policy._run.module.named_parameters(): theirs["base_model.model." + n.removeprefix("adapter.").replace(".weight", ".default.weight")].copy_(p)
+        for n, p in policy._run.module.named_parameters():
+            theirs["base_model.model." + n.removeprefix("adapter.").replace(".weight", ".default.weight")].copy_(p)
     plain = Policy(other, optimizer=adamw(lr=1e-2, max_norm=1e9), device="cpu")
     mine, want = gradients(policy), gradients(plain)
     policy.step(b, pg), plain.step(b, pg)
-    assert apart({n.removeprefix("adapter."): g for n, g in mine.items()}, {n.removeprefix("trunk.base_model.model.").replace(".default", ""): g for n, g in want.items()}) < 1e-9
+    assert apart({n.removeprefix("adapter."): g for n, g in mine.items()},
+                 {n.removeprefix("trunk.base_model.model.").replace(".default", ""): g for n, g in want.items()}) < 1e-9
 
 
 def test_the_ratio_of_the_first_update_is_one():
     "LAWS 29: dropout in an adapter's folder is off; asked for, it is refused."
     b = batch()
-    with pytest.raises(ValueError, match="lora_dropout=0.05"): Policy(model(), lora=LORA | dict(lora_dropout=.05), device="cpu")
+    with pytest.raises(ValueError, match="lora_dropout=0.05"):
+        Policy(model(), lora=LORA | dict(lora_dropout=.05), device="cpu")
     policy = stir(Policy(model(attention_dropout=.1), lora=LORA, lr=1e-2, device="cpu", pack=True))
     b["old_logprobs"] = Policy(policy, lora="default", frozen=True, pack=False, micro_rows=3).logprobs(b)
     def loss(out, b):
@@ -213,14 +237,18 @@ def test_state_is_the_adapter_and_the_name_of_its_base(tmp_path):
     run(fresh(), 4, tmp_path)
     for x, y in zip(run(fresh(), 6, tmp_path), want, strict=True): assert torch.equal(x, y)
     state = fresh()["policy"].state_dict()
-    assert all(k.startswith(("adapter.", "head.")) for k in state["module"]) and sum(x.numel() for x in state["module"].values()) == 4096 + 33
-    with pytest.raises(ValueError, match="adapter on another base"): fresh(model(seed=1))["policy"].load_state_dict(state)
-    with pytest.raises(ValueError, match="the state has 'trunk.model.embed_tokens.weight', which this model has not"): fresh()["policy"].load_state_dict(Policy(net, device="cpu").state_dict())
+    assert all(k.startswith(("adapter.", "head.")) for k in state["module"])
+    assert sum(x.numel() for x in state["module"].values()) == 4096 + 33
+    with pytest.raises(ValueError, match="adapter on another base"):
+        fresh(model(seed=1))["policy"].load_state_dict(state)
+    with pytest.raises(ValueError, match="the state has 'trunk.model.embed_tokens.weight', which this model has not"):
+        fresh()["policy"].load_state_dict(Policy(net, device="cpu").state_dict())
 
 
 def test_the_exporter_holds_a_bucket_and_a_tensor():
     "LAWS 22: buckets are small, and nothing of the model's size is made."
-    net = model(vocab_size=64, hidden_size=64, intermediate_size=512, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4)
+    net = model(vocab_size=64, hidden_size=64, intermediate_size=512, num_hidden_layers=8, num_attention_heads=4,
+                num_key_value_heads=4)
     policy = stir(Policy(net, lora=LORA, device="cpu"), 1)
     largest = max(x.nbytes for x in named_weights(net).values())
     sizes = [sum(x.nbytes for x in bucket.values()) for bucket in policy._run.model.iter_full_params(1 << 16, "trunk.")]
@@ -236,7 +264,8 @@ def test_a_folder_that_is_there_is_meant_and_not_a_new_name(tmp_path, monkeypatc
     b = rows(B=3, dtype=torch.float32)
     assert torch.equal(Policy("base", lora="out", device="cpu").logprobs(b), policy.logprobs(b))
     for base in ("base", policy):
-        with pytest.raises(ValueError, match="lora='typo' is the name of no adapter here"): Policy(base, lora="typo", frozen=True, **dict(device="cpu") if base == "base" else {})
+        with pytest.raises(ValueError, match="lora='typo' is the name of no adapter here"):
+            Policy(base, lora="typo", frozen=True, **dict(device="cpu") if base == "base" else {})
     assert lora_config("value")[:1] + lora_config("value")[2:] == ("value", None, 0)
 
 
@@ -245,7 +274,8 @@ def test_a_second_adapter_where_the_layer_itself_is_cut():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed, self.layers, self.out = nn.Embedding(16, 8), nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), nn.Linear(8, 16)
+            self.embed, self.layers, self.out = (nn.Embedding(16, 8), nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]),
+                                                 nn.Linear(8, 16))
         def forward(self, tokens):
             h = self.embed(tokens).cumsum(1)
             for layer in self.layers: h = h + torch.tanh(layer(h))
@@ -259,10 +289,12 @@ def test_a_second_adapter_where_the_layer_itself_is_cut():
 
 
 def peaks(rank, folder, engine, port):
-    "Tensors beside what stays, while merged weights are exported in buckets of three; with an engine the base is sharded over two ranks."
+    """Tensors beside what stays, while merged weights are exported in buckets of three; with an engine the base is
+    sharded over two ranks."""
     give_back()
     if engine:
-        os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
+        os.environ |= dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+                           MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
         torch.distributed.init_process_group("gloo")
     from rlblocks.models.forward import Forward
     from rlblocks.engines.sharded import ShardedModel
@@ -276,10 +308,12 @@ def peaks(rank, folder, engine, port):
     found, size = {}, 1500*1401*4
     for kind in ("lora", "dora", "bf16") if engine else ("lora", "dora", "bf16", "4bit"):
         torch.manual_seed(0)
-        net = nn.Sequential(*[nn.Linear(1500, 1401, bias=False) for _ in range(8)]).to(torch.bfloat16 if kind == "bf16" else torch.float32)
+        net = nn.Sequential(*[nn.Linear(1500, 1401, bias=False)
+                              for _ in range(8)]).to(torch.bfloat16 if kind == "bf16" else torch.float32)
         if kind == "4bit": net = nn.Sequential(*map(packed, net))
         reader = Forward(net)
-        setup = Setup(dict(r=4, target_modules=[str(i) for i in range(8)], use_dora=kind == "dora"), engine_of(engine), device="cpu")
+        setup = Setup(dict(r=4, target_modules=[str(i) for i in range(8)], use_dora=kind == "dora"), engine_of(engine),
+                      device="cpu")
         setup, _ = standing(None, reader, setup, "Policy")
         m = ShardedModel(reader, engine=setup.engine, device="cpu")
         found[kind] = export_extra(lambda n, m=m: m.iter_full_params(n, "trunk."), 3*size)/size*2**20
@@ -298,27 +332,34 @@ def test_a_merged_export_holds_a_bucket_and_a_tensor(tmp_path, engine):
     ranks = 2 if engine else 1
     forked(peaks, (tmp_path, engine, port), ranks)
     for found in (torch.load(tmp_path/f"peaks{r}.pt") for r in range(ranks)):
-        assert len(found) == (3 if engine else 4) and all(3.5 < x < 4.5 for x in found.values()), found          # in tensors: three in the bucket, one under way
+        # in tensors: three in the bucket, one under way
+        assert len(found) == (3 if engine else 4) and all(3.5 < x < 4.5 for x in found.values()), found
 
 
 # -- many ranks
 
-HOW = dict(lora=LORA, dora=LORA | dict(use_dora=True), head=LORA | dict(modules_to_save=["lm_head"]), lm_head=LORA | dict(target_modules=["q_proj", "lm_head"]))
+HOW = dict(lora=LORA, dora=LORA | dict(use_dora=True), head=LORA | dict(modules_to_save=["lm_head"]),
+           lm_head=LORA | dict(target_modules=["q_proj", "lm_head"]))
 
 
 LR = 1e-3
 
 
 def on_shards(b, whole, engine):
-    "A policy, its reference and a critic that came later, stepped in turns: what they compute, what they send, what they keep."
+    """A policy, its reference and a critic that came later, stepped in turns: what they compute, what they send,
+    what they keep."""
     found = {}
     for name, how in HOW.items():
-        policy = Policy(model(), lora=how, optimizer=steady(LR), device="cpu", engine=replace(engine_of(engine), checkpointing=name != "lm_head"), micro_rows=5)
-        ref, critic = Policy(policy, lora=None, engine=engine), Critic(policy, lora=LORA | dict(name="value"), optimizer=steady(LR), micro_rows=5)
+        policy = Policy(model(), lora=how, optimizer=steady(LR), device="cpu",
+                        engine=replace(engine_of(engine), checkpointing=name != "lm_head"), micro_rows=5)
+        ref, critic = Policy(policy, lora=None, engine=engine), Critic(policy, lora=LORA | dict(name="value"),
+                                                                       optimizer=steady(LR), micro_rows=5)
         metrics = [(policy.step(b, pg), critic.step(b, fit)) for _ in range(5)]
         sent = {k: x for bucket in policy.weights().buckets(1 << 14) for k, x in bucket.items()}
         outputs = torch.stack([policy.logprobs(whole), ref.logprobs(whole), critic.values(whole)])
-        found[name] = dict(outputs=outputs, sent=sent, kept=policy.state_dict()["module"] | {f"critic.{k}": x for k, x in critic.state_dict()["module"].items()}, metrics=metrics, bend=policy._run.layout.bend)
+        found[name] = dict(outputs=outputs, sent=sent, kept=policy.state_dict()["module"]
+                           | {f"critic.{k}": x for k, x in critic.state_dict()["module"].items()}, metrics=metrics,
+                           bend=policy._run.layout.bend)
         if engine: others(policy, ref, b, whole, outputs, sharded=engine not in ("zero1", "zero2"), late=name != "head")
     return found
 
@@ -326,13 +367,15 @@ def on_shards(b, whole, engine):
 def others(policy, ref, b, whole, outputs, sharded, late):
     "What fails leaves the shards in order; so does an adapter on the output layer, put on when that is sharded."
     if sharded:
-        with pytest.raises(ValueError, match="starts from whole weights"): Critic(policy, lora=dict(name="late", use_dora=True))
+        with pytest.raises(ValueError, match="starts from whole weights"):
+            Critic(policy, lora=dict(name="late", use_dora=True))
     hook = base_of(policy).trunk.model.layers[1].register_forward_pre_hook(lambda *_: 1/0)
     for call in (lambda: policy.step(b, pg), lambda: ref.logprobs(whole)):
         with pytest.raises(ZeroDivisionError): call()
     hook.remove()
     with pytest.raises(ZeroDivisionError): policy.step(b, lambda out, b: 1/0)
-    for _ in range(2): assert torch.equal(ref.logprobs(whole), outputs[1]) and torch.equal(policy.logprobs(whole), outputs[0])
+    for _ in range(2):
+        assert torch.equal(ref.logprobs(whole), outputs[1]) and torch.equal(policy.logprobs(whole), outputs[0])
     if not late: return
     later = Policy(policy, lora=dict(name="later", r=2, target_modules=["lm_head"]), lr=1e-2)
     assert_close(torch.stack([policy.logprobs(whole), later.logprobs(whole)]), outputs[:2], rtol=0, atol=1e-6)
@@ -362,7 +405,8 @@ ALL = [(engine, world) for engine in ("fsdp2", "zero1", "zero2", "zero3") for wo
 @pytest.mark.ranks
 @pytest.mark.parametrize("engine, world", QUICK + rarely(*(x for x in ALL if x not in QUICK)))
 def test_adapters_on_a_sharded_base(engine, world, one_process, tmp_path):
-    "The base in pieces under adapters: losses, norms, weights and outputs are those of one process without an engine, on every rank; the export is whole."
+    """The base in pieces under adapters: losses, norms, weights and outputs are those of one process without an
+    engine, on every rank; the export is whole."""
     if engine.startswith("zero"): pytest.importorskip("deepspeed")
     forked(one_rank, (world, tmp_path, engine), world)
     ranks = [torch.load(tmp_path/f"{rank}.pt", weights_only=False) for rank in range(world)]
@@ -370,10 +414,13 @@ def test_adapters_on_a_sharded_base(engine, world, one_process, tmp_path):
         for step, pair in enumerate(want["metrics"]):
             for which, metrics in enumerate(pair):
                 joined = merge(*(r[name]["metrics"][step][which] for r in ranks))
-                for key in ("loss", "grad_norm"): assert float(joined[key]) == pytest.approx(float(metrics[key]), rel=(far := reach(torch.ones(1))), abs=far), (name, step, which, key)
+                for key in ("loss", "grad_norm"):
+                    assert float(joined[key]) == pytest.approx(float(metrics[key]), rel=(far := reach(torch.ones(1))),
+                                                               abs=far), (name, step, which, key)
         for got in (r[name] for r in ranks):
             assert_close(got["outputs"], want["outputs"], rtol=0, atol=reach(want["outputs"]))
-            assert got["bend"] == (want["bend"] if (engine, name) != ("zero3", "head") else None) and want["bend"]      # straight from hidden states; ZeRO-3 brings a whole layer's copy of its own only
+            # straight from hidden states; ZeRO-3 brings a whole layer's copy of its own only
+            assert got["bend"] == (want["bend"] if (engine, name) != ("zero3", "head") else None) and want["bend"]
             for what in ("sent", "kept"):
                 assert got[what].keys() == want[what].keys()
                 for k, x in want[what].items(): assert_close(got[what][k], x, rtol=0, atol=NEAR*LR)
@@ -389,7 +436,8 @@ def test_saved_folders_are_plain_and_peft(tmp_path):
     policy = stir(Policy(tmp_path/"base", lora=LORA | dict(modules_to_save=["lm_head"]), lr=1e-2, device="cpu"))
     policy.save_pretrained(tmp_path/"merged"), policy.save_pretrained(tmp_path/"adapter", adapter=True)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path/"merged")
-    assert type(merged) is type(net) and named_weights(merged).keys() == named_weights(net).keys() and (tmp_path/"merged/generation_config.json").is_file()
+    assert type(merged) is type(net) and named_weights(merged).keys() == named_weights(net).keys()
+    assert (tmp_path/"merged/generation_config.json").is_file()
     want = policy.logprobs(b)
     assert_close(plainly(merged, b), want, rtol=0, atol=1e-5)
     theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path/"base"), tmp_path/"adapter")
@@ -400,14 +448,17 @@ def test_saved_folders_are_plain_and_peft(tmp_path):
     assert torch.equal(again.logprobs(b), want)
     named = Policy(again, lora=dict(path=str(tmp_path/"adapter"), name="old"), frozen=True)
     assert torch.equal(named.logprobs(b), want)
-    with pytest.raises(ValueError, match="no adapter to save"): Policy(net, device="cpu").save_pretrained(tmp_path/"x", adapter=True)
-    with pytest.raises(ValueError, match="adapter of another model"): Policy(model(num_hidden_layers=1), lora=tmp_path/"adapter", device="cpu")
+    with pytest.raises(ValueError, match="no adapter to save"):
+        Policy(net, device="cpu").save_pretrained(tmp_path/"x", adapter=True)
+    with pytest.raises(ValueError, match="adapter of another model"):
+        Policy(model(num_hidden_layers=1), lora=tmp_path/"adapter", device="cpu")
     with pytest.raises(ValueError, match="has adapters on it already"): Policy(theirs, lora=LORA, device="cpu")
 
 
 def test_an_adapter_that_peft_trained_goes_on_here(tmp_path):
     net, b = model(), batch()
-    theirs = peft.get_peft_model(copy.deepcopy(net), peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], lora_dropout=.5, use_dora=True, task_type="CAUSAL_LM"))
+    theirs = peft.get_peft_model(copy.deepcopy(net), peft.LoraConfig(
+        r=2, target_modules=["q_proj", "up_proj"], lora_dropout=.5, use_dora=True, task_type="CAUSAL_LM"))
     with torch.no_grad():
         for n, p in theirs.named_parameters():
             if "lora_B" in n: p.copy_(5*torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))))
@@ -424,7 +475,8 @@ def test_reward_models_and_critics_with_adapters(tmp_path):
     scorer = Scorer(net, lora=LORA, lr=1e-2, device="cpu")
     for _ in range(4): scorer.step(b, lambda out, b: (((out.scores-b.lengths/9)**2).sum()/b.n_rows, {}))
     scorer.save_pretrained(tmp_path/"rm")
-    plain, again = AutoModelForSequenceClassification.from_pretrained(tmp_path/"rm"), Scorer(tmp_path/"rm", device="cpu")
+    plain, again = AutoModelForSequenceClassification.from_pretrained(tmp_path/"rm"), Scorer(tmp_path/"rm",
+                                                                                             device="cpu")
     assert_close(again.scores(b), scorer.scores(b), rtol=0, atol=1e-5)
     assert_close(plain(b.tokens[:1, :2]).logits[0], scorer.scores(b)[:1], rtol=0, atol=1e-5)
     on = Scorer(tmp_path/"rm", lora=LORA, lr=1e-2, device="cpu")          # its head goes on too
@@ -438,7 +490,8 @@ def test_adapters_are_combined_into_a_plain_folder(tmp_path):
     net = model()
     net.save_pretrained(tmp_path/"base")
     for i, loss in enumerate((pg, lambda out, b: (-pg(out, b)[0], {}))):
-        stir(Policy(tmp_path/"base", lora=LORA | dict(seed=i), lr=1e-2, device="cpu"), loss=loss).save_pretrained(tmp_path/str(i), adapter=True)
+        stir(Policy(tmp_path/"base", lora=LORA | dict(seed=i), lr=1e-2, device="cpu"),
+             loss=loss).save_pretrained(tmp_path/str(i), adapter=True)
     merge_adapters(tmp_path/"base", {tmp_path/"0": .25, tmp_path/"1": .5}, tmp_path/"sum")
     own, start = named_weights(Policy(tmp_path/"sum", device="cpu")._run.module.trunk), named_weights(net)
     want = {k: x.clone() for k, x in start.items()}
@@ -449,8 +502,10 @@ def test_adapters_are_combined_into_a_plain_folder(tmp_path):
     assert max((own[k]-start[k]).abs().max() for k in own) > 1e-3
     merge_adapters(tmp_path/"base", tmp_path/"0", tmp_path/"half", dtype=torch.bfloat16)
     assert Policy(tmp_path/"half", frozen=True, device="cpu")._run.module.trunk.dtype == torch.bfloat16
-    stir(Policy(tmp_path/"base", lora=LORA | dict(use_dora=True), lr=1e-2, device="cpu")).save_pretrained(tmp_path/"dora", adapter=True)
-    with pytest.raises(ValueError, match="DoRA adapter; it can be merged alone"): merge_adapters(tmp_path/"base", {tmp_path/"0": 1., tmp_path/"dora": 1.}, tmp_path/"x")
+    stir(Policy(tmp_path/"base",
+                lora=LORA | dict(use_dora=True), lr=1e-2, device="cpu")).save_pretrained(tmp_path/"dora", adapter=True)
+    with pytest.raises(ValueError, match="DoRA adapter; it can be merged alone"):
+        merge_adapters(tmp_path/"base", {tmp_path/"0": 1., tmp_path/"dora": 1.}, tmp_path/"x")
 
 
 def test_the_combiner_is_a_command(tmp_path):
@@ -463,7 +518,8 @@ def test_the_combiner_is_a_command(tmp_path):
     assert_close(plainly(model_of(tmp_path/"out"), b), policy.logprobs(b), rtol=0, atol=1e-5)
     main([str(tmp_path/"base"), f"{tmp_path/'a'}:0", str(tmp_path/"none"), "--dtype", "float32"])
     assert torch.equal(plainly(model_of(tmp_path/"none"), b), plainly(net, b))
-    with pytest.raises(FileNotFoundError, match="no adapter's folder"): main([str(tmp_path/"base"), str(tmp_path/"nowhere"), str(tmp_path/"out")])
+    with pytest.raises(FileNotFoundError, match="no adapter's folder"):
+        main([str(tmp_path/"base"), str(tmp_path/"nowhere"), str(tmp_path/"out")])
 
 
 def model_of(path):
@@ -475,7 +531,8 @@ def model_of(path):
 
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
 def test_a_quantized_base_trains_and_exports_what_it_computes(bits, tmp_path):
-    "QLoRA on the CPU: the packed weights do not move; the merged folder is plain, of the numbers that were multiplied with."
+    """QLoRA on the CPU: the packed weights do not move; the merged folder is plain, of the numbers that were
+    multiplied with."""
     pytest.importorskip("bitsandbytes")
     net, b = model(hidden_size=64, intermediate_size=128), batch()
     net.save_pretrained(tmp_path/"base")
@@ -487,14 +544,16 @@ def test_a_quantized_base_trains_and_exports_what_it_computes(bits, tmp_path):
     assert .5 > (ref-plainly(net, b)).abs().max() > 1e-3
     stir(policy)
     want = policy.logprobs(b)
-    assert (want-ref).abs().max() > .05 and packed == {n: checksum(p) for n, p in trunk.named_parameters() if not p.requires_grad}
+    assert (want-ref).abs().max() > .05
+    assert packed == {n: checksum(p) for n, p in trunk.named_parameters() if not p.requires_grad}
     far = 1e-5 if bits == "4bit" else .05              # the 8-bit kernel rounds what enters a layer, too
     engine = Rollout(tmp_path/"base", device="cpu")
     engine.load(policy.weights())
     assert_close(plainly(engine.module, b), want, rtol=0, atol=far)
     policy.save_pretrained(tmp_path/"merged")
     merged = model_of(tmp_path/"merged")
-    if bits == "4bit": # what flows back through the packed layers is what flows through their numbers, also after a pass without gradient
+    # what flows back through the packed layers is what flows through their numbers, also after a pass without gradient
+    if bits == "4bit":
         unpacked = model_of(tmp_path/"base")
         unpacked.load_state_dict(dict(base_of(policy).merged({})))
         other = Policy(unpacked, lora=LORA, optimizer=adamw(lr=1e-2, max_norm=1e9), device="cpu")
@@ -505,32 +564,38 @@ def test_a_quantized_base_trains_and_exports_what_it_computes(bits, tmp_path):
         assert apart(found, theirs) < 1e-4
     assert not getattr(merged, "is_quantized", False) and merged.dtype == torch.float32
     assert_close(plainly(merged, b), want, rtol=0, atol=far)
-    with pytest.raises(ValueError, match="quantized weights do not train"): Policy(pretrained(tmp_path/"base", quantization=bits), device="cpu")
+    with pytest.raises(ValueError, match="quantized weights do not train"):
+        Policy(pretrained(tmp_path/"base", quantization=bits), device="cpu")
     with pytest.raises(TypeError, match="is loaded already"): pretrained(net, quantization=bits)
-    with pytest.raises(ValueError, match="are not sharded here"): Policy(pretrained(tmp_path/"base", quantization=bits), lora=LORA, engine="fsdp2", device="cpu")
+    with pytest.raises(ValueError, match="are not sharded here"):
+        Policy(pretrained(tmp_path/"base", quantization=bits), lora=LORA, engine="fsdp2", device="cpu")
 
 
 # -- what it refuses
 
 def test_refusals():
     tied = model(tie_word_embeddings=True)
-    with pytest.raises(ValueError, match="is one weight with"): Policy(tied, lora=LORA | dict(modules_to_save=["lm_head"]), device="cpu")
+    with pytest.raises(ValueError, match="is one weight with"):
+        Policy(tied, lora=LORA | dict(modules_to_save=["lm_head"]), device="cpu")
     Policy(tied, lora=LORA, device="cpu")
     with pytest.raises(TypeError, match="lora is a int"): Policy(model(), lora=8, device="cpu")
     with pytest.raises(FileNotFoundError, match="no adapter's folder"): Policy(model(), lora="some/where", device="cpu")
-    with pytest.raises(ValueError, match="low_precision=True"): Policy(model(), lora=LORA, engine=EngineSpec(low_precision=True), device="cpu")
+    with pytest.raises(ValueError, match="low_precision=True"):
+        Policy(model(), lora=LORA, engine=EngineSpec(low_precision=True), device="cpu")
     with pytest.raises(ValueError, match="a plain word is wanted"): lora_config(dict(name="a b"))
     with pytest.raises(ValueError, match="brings its own settings; leave out r"): lora_config(dict(path="x", r=3))
     policy = Policy(model(), lora=LORA, device="cpu")
     with pytest.raises(ValueError, match="an adapter 'default' on this base already"): Critic(policy, lora=dict(r=3))
-    with pytest.raises(ValueError, match="low_precision=True"): Critic(policy, lora="value", engine=EngineSpec(low_precision=True))
+    with pytest.raises(ValueError, match="low_precision=True"):
+        Critic(policy, lora="value", engine=EngineSpec(low_precision=True))
 
 
 def test_a_module_of_ones_own_takes_adapters():
     class GRU(nn.Module):
         def __init__(self):
             super().__init__()
-            self.emb, self.rnn, self.mid, self.out = nn.Embedding(32, 16), nn.GRU(16, 16, batch_first=True), nn.Linear(16, 16), nn.Linear(16, 32)
+            self.emb, self.rnn, self.mid, self.out = (nn.Embedding(32, 16), nn.GRU(16, 16, batch_first=True),
+                                                      nn.Linear(16, 16), nn.Linear(16, 32))
         def forward(self, tokens): return self.out(self.mid(self.rnn(self.emb(tokens))[0]))
     torch.manual_seed(0)
     net, b = GRU(), batch()

@@ -23,9 +23,11 @@ def rows(groups, *, version=0, seed=0, T=7, **columns):
     B, at = len(groups), torch.arange(T)
     lengths = torch.randint(1, T + 1, (B,), generator=g)
     real = at < lengths[:, None]
-    return Batch(tokens=torch.randint(1, 99, (B, T), generator=g)*real, lengths=lengths, mask=real & (at >= 1) & (torch.rand(B, T, generator=g) > .3),
-                 group=torch.tensor(groups), policy_version=torch.full((B,), version), text=[f"{seed}:{i}" for i in range(B)],
-                 logprobs=torch.randn(B, T, generator=g, dtype=torch.float64)*real, support=torch.randint(0, 9, (B, T, 3), generator=g, dtype=torch.int32)*real[..., None], **columns)
+    return Batch(tokens=torch.randint(1, 99, (B, T), generator=g)*real, lengths=lengths,
+                 mask=real & (at >= 1) & (torch.rand(B, T, generator=g) > .3), group=torch.tensor(groups),
+                 policy_version=torch.full((B,), version), text=[f"{seed}:{i}" for i in range(B)],
+                 logprobs=torch.randn(B, T, generator=g, dtype=torch.float64)*real,
+                 support=torch.randint(0, 9, (B, T, 3), generator=g, dtype=torch.int32)*real[..., None], **columns)
 
 
 def resumed(buffer):
@@ -76,7 +78,8 @@ def test_nothing_is_lost_or_parted_in_random_use():
         for version in range(6):
             groups = [group + rng.randrange(4) for _ in range(rng.randint(1, 9))] # interleaved, ragged
             group += 4
-            batch = rows(groups, version=version, seed=rng.randrange(10**6), serial=torch.arange(len(came), len(came) + len(groups)))
+            batch = rows(groups, version=version, seed=rng.randrange(10**6),
+                         serial=torch.arange(len(came), len(came) + len(groups)))
             for i, s in enumerate(batch.serial.tolist()): came[s] = batch[[i]].trim()
             buffer.add(batch)
             assert buffer.max_rows is None or len(buffer) <= buffer.max_rows
@@ -173,7 +176,8 @@ def test_memory_is_that_of_the_real_tokens():
     batch = rows(list(range(64)), T=500)
     buffer = Buffer()
     buffer.add(batch)
-    def held(lengths): return int(lengths.sum())*(8 + 1 + 8 + 3*4) + len(lengths)*(8 + 8 + 8) + (len(lengths) + 1)*8 + len(lengths)*7*8
+    def held(lengths):
+        return int(lengths.sum())*(8 + 1 + 8 + 3*4) + len(lengths)*(8 + 8 + 8) + (len(lengths) + 1)*8 + len(lengths)*7*8
     assert buffer.nbytes == held(batch.lengths)
     buffer.take(60)
     assert buffer.nbytes == held(batch.lengths[60:]) # what has left is no longer there
@@ -187,7 +191,8 @@ def test_overhead_is_small_however_rows_come(at_once):
     g = torch.Generator().manual_seed(0)
     lengths = (torch.randn(512, generator=g)*.36 + 5.14).exp().long().clamp(64, 536)
     real = torch.arange(536) < lengths[:, None]
-    batch = Batch(tokens=real.long(), lengths=lengths, mask=real & (torch.arange(536) > 0), logprobs=real.float(), group=torch.arange(512))
+    batch = Batch(tokens=real.long(), lengths=lengths, mask=real & (torch.arange(536) > 0), logprobs=real.float(),
+                  group=torch.arange(512))
     buffer, columns = Buffer(), int(lengths.sum())*(8 + 1 + 4) + 512*16
     for i in range(0, 512, at_once): buffer.add(batch[i:i+at_once])
     objects = 1024*sum(len(s.columns) + 1 for s in buffer._slabs.rows.values())
@@ -214,7 +219,8 @@ def spilled(tmp_path, max_bytes=0, **kwargs): return Buffer(spill=tmp_path, max_
 def test_rows_on_disk_are_the_rows(tmp_path, max_bytes):
     disk, memory = spilled(tmp_path, max_bytes, max_age=3), Buffer(max_age=3)
     for v in range(6):
-        batch = rows([3*v, 3*v + 1, 3*v + 1, 3*v + 2], version=v, seed=v, T=30, half=torch.rand(4).bfloat16(), info=[dict(a=1)]*4, maybe=["x", None, "", "ü"])
+        batch = rows([3*v, 3*v + 1, 3*v + 1, 3*v + 2], version=v, seed=v, T=30, half=torch.rand(4).bfloat16(),
+                     info=[dict(a=1)]*4, maybe=["x", None, "", "ü"])
         for b in (disk, memory): b.add(batch)
     files = list(tmp_path.rglob("*.arrow"))
     assert files and disk._slabs.nbytes <= max_bytes
@@ -246,7 +252,8 @@ import ctypes, sys, torch
 from pathlib import Path
 from rlblocks.data.batch import Batch
 from rlblocks.data.buffer import Buffer
-def held(): # bytes of memory that are in use and nobody else's: mapped files do not count, tensors and Python objects do
+# bytes of memory that are in use and nobody else's: mapped files do not count, tensors and Python objects do
+def held():
     ctypes.CDLL(None).malloc_trim(0)
     return 1024*int(next(x for x in open("/proc/self/status") if x.startswith("RssAnon")).split()[1])
 def batch(step):
@@ -254,7 +261,8 @@ def batch(step):
     lengths = (torch.randn(512, generator=g)*.9 + 6.5).exp().long().clamp(64, 4096)
     real = torch.arange(int(lengths.max())) < lengths[:, None]
     x = torch.rand(real.shape, generator=g)*real
-    return Batch(tokens=torch.randint(1, 150_000, real.shape, generator=g)*real, lengths=lengths, mask=real & (torch.arange(real.shape[1]) > 0), old_logprobs=x, rollout_logprobs=-x, advantages=2*x,
+    return Batch(tokens=torch.randint(1, 150_000, real.shape, generator=g)*real, lengths=lengths,
+                 mask=real & (torch.arange(real.shape[1]) > 0), old_logprobs=x, rollout_logprobs=-x, advantages=2*x,
                  group=torch.arange(512)//8 + 64*step, text=[f"answer {i} of step {step}" for i in range(512)])
 folder = sys.argv[1]
 small = Buffer(spill=folder, max_bytes=0) if folder else Buffer()
@@ -266,7 +274,8 @@ for step in range(8):
     tokens, columns = tokens + int(b.lengths.sum()), columns + int(b.lengths.sum())*21 + 512*16
     small.add(b)
     del b
-print(tokens, columns, held() - before, small.nbytes, sum(x.stat().st_size for x in Path(folder or "/nowhere").rglob("*.arrow")))
+on_disk = sum(x.stat().st_size for x in Path(folder or "/nowhere").rglob("*.arrow"))
+print(tokens, columns, held() - before, small.nbytes, on_disk)
 for step in range(8):
     out, want = small.take(512), batch(step).trim()
     for name, x in want.columns.items(): assert out[name] == x if isinstance(x, list) else out[name].equal(x), name
@@ -274,7 +283,8 @@ for step in range(8):
 
 
 def measured(folder):
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", REAL, str(folder)], cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", REAL, str(folder)], cwd=ROOT, capture_output=True,
+                         text=True)
     assert run.returncode == 0, run.stderr
     return map(int, run.stdout.split())
 
@@ -292,7 +302,8 @@ def test_rows_of_real_size_take_their_columns_and_16_bytes_a_token_at_most():
 
 @linux
 def test_rows_on_disk_take_no_memory(tmp_path):
-    "The same rows in mapped files: the memory grows by a twentieth of them at most, and every row comes back as it was."
+    """The same rows in mapped files: the memory grows by a twentieth of them at most, and every row comes back as it
+    was."""
     tokens, columns, grew, nbytes, files = measured(tmp_path)
     assert files > columns and grew < columns/20 and nbytes < tokens
     assert not list(tmp_path.rglob("*.arrow"))
@@ -328,42 +339,51 @@ def test_a_column_can_be_added_while_rows_wait(tmp_path):
         waiting = buffer.rows()
         ref = torch.randn(waiting.tokens.shape)*(torch.arange(waiting.width) < waiting.lengths[:, None])
         buffer["ref_logprobs"], buffer["scores"], buffer["note"] = ref, torch.arange(3.), ["a", "b", "c"]
-        assert_equal(buffer.take(1), Batch(**waiting.columns, ref_logprobs=ref, scores=torch.arange(3.), note=["a", "b", "c"])[:1].trim())
+        assert_equal(buffer.take(1), Batch(**waiting.columns, ref_logprobs=ref, scores=torch.arange(3.),
+                                           note=["a", "b", "c"])[:1].trim())
         assert len(buffer) == 2 and buffer.rows().note == ["b", "c"]
         with pytest.raises(ValueError, match="column 'ref_logprobs' is missing"): buffer.add(rows([9]))
-        with pytest.raises(ValueError, match="column 'scores' has 1 rows, the batch has 2"): buffer["scores"] = torch.ones(1)
-        with pytest.raises(ValueError, match=r"column 'values' is \[2, 99\], but tokens are \[2, "): buffer["values"] = torch.ones(2, 99)
+        with pytest.raises(ValueError, match="column 'scores' has 1 rows, the batch has 2"):
+            buffer["scores"] = torch.ones(1)
+        with pytest.raises(ValueError, match=r"column 'values' is \[2, 99\], but tokens are \[2, "):
+            buffer["values"] = torch.ones(2, 99)
         for name in ("group", "mask", "lengths", "policy_version", "unit"):
-            with pytest.raises(ValueError, match=f"'{name}' decides what belongs together"): buffer[name] = torch.ones(2, dtype=torch.long)
+            with pytest.raises(ValueError, match=f"'{name}' decides what belongs together"):
+                buffer[name] = torch.ones(2, dtype=torch.long)
         rewritten = buffer.rows()
         buffer["scores"] = 2*rewritten.scores
         assert buffer.rows().scores.equal(2*rewritten.scores) and buffer.rows().tokens.equal(rewritten.tokens)
-        with pytest.raises(ValueError, match="group 3 is already waiting"): buffer.add(rows([3], ref_logprobs=torch.zeros(1, 7), scores=torch.ones(1), note=["d"]))
+        with pytest.raises(ValueError, match="group 3 is already waiting"):
+            buffer.add(rows([3], ref_logprobs=torch.zeros(1, 7), scores=torch.ones(1), note=["d"]))
 
 
 def test_draws_follow_priorities_and_weights_undo_them():
     priority, sizes = torch.tensor([1., 1., 2., 2., 3., 3.]), torch.tensor([1, 2, 1, 3, 2, 2])
     value = torch.tensor([10., 20., 30., 40., 50., 60.], dtype=torch.float64)
     draws = [replay_draw(priority, sizes, 6, alpha=1., seed=k) for k in range(3000)]
-    assert all(sizes[c].sum() >= 6 > sizes[c[:-1]].sum() and len(set(c.tolist())) == len(c) and (0 < q).all() and (q <= 1).all() for c, q in draws)
+    assert all(sizes[c].sum() >= 6 > sizes[c[:-1]].sum() and len(set(c.tolist())) == len(c) and (0 < q).all()
+               and (q <= 1).all() for c, q in draws)
     totals = torch.tensor([[(value[c]/q).sum(), (1/q).sum()] for c, q in draws], dtype=torch.float64).mean(0)
     assert_close(totals, torch.tensor([210., 6.], dtype=torch.float64), rtol=.03, atol=0.)
     first = torch.stack([c[0] for c, _ in draws]).bincount(minlength=6)/3000
     assert_close(first, priority/12, rtol=.15, atol=.0) # the first to come is chosen in proportion
     everything, q = replay_draw(priority, sizes, 11, alpha=1., seed=0)
     assert sorted(everything.tolist()) == list(range(6)) and q.tolist() == [1.]*6
-    one, other = replay_draw(priority, sizes, 6, alpha=0., seed=0), replay_draw(torch.zeros(6), sizes, 6, alpha=0., seed=0)
+    one, other = replay_draw(priority, sizes, 6, alpha=0.,
+                             seed=0), replay_draw(torch.zeros(6), sizes, 6, alpha=0., seed=0)
     assert one[0].equal(other[0]) and one[1].equal(other[1]) # alpha 0: priorities do not count
     last, _ = replay_draw(torch.tensor([0., 1., 1.]), torch.tensor([1, 1, 1]), 3, alpha=1., seed=0)
     assert last[-1] == 0
 
 
 def test_a_draw_is_what_its_definition_says():
-    "Naive: everybody waits an exponential time; the first to come are in; q is the chance to come before the others have filled the draw."
+    """Naive: everybody waits an exponential time; the first to come are in; q is the chance to come before the
+    others have filled the draw."""
     for seed in range(200):
         rng = random.Random(seed)
         K, n, alpha = rng.randint(1, 7), rng.randint(1, 12), rng.choice([0., .5, 1., 2.])
-        priority, sizes = torch.tensor([rng.choice([0., .5, 1., 3.]) for _ in range(K)]), torch.tensor([rng.randint(1, 4) for _ in range(K)])
+        priority, sizes = torch.tensor([rng.choice([0., .5, 1., 3.])
+                                        for _ in range(K)]), torch.tensor([rng.randint(1, 4) for _ in range(K)])
         chosen, q = replay_draw(priority, sizes, n, alpha=alpha, seed=seed)
         u = torch.rand(K, generator=torch.Generator().manual_seed(seed_of("sample", seed)), dtype=torch.double)
         rate = priority.double()**alpha
@@ -404,7 +424,8 @@ def test_prioritised_replay_and_its_resume():
     buffer.take(2)
     state = buffer.state_dict()
     buffer.prioritise(out.replay_id, torch.where(out.group == 0, 9., 7.)) # group 0 has left: passed over
-    assert buffer._index["priority"].tolist() == [7., 7.] and state["index"]["priority"].tolist() == [0., 3.] # what was saved stays as it was
+    # what was saved stays as it was
+    assert buffer._index["priority"].tolist() == [7., 7.] and state["index"]["priority"].tolist() == [0., 3.]
     buffer.prioritise(out.replay_id[out.group == 0], torch.tensor([9., 9.]))
     assert buffer._index["priority"].tolist() == [7., 7.]
     buffer.take(3)
@@ -424,7 +445,8 @@ def test_weights_grow_where_draws_are_rare():
 
 def test_mixed_groups():
     nan = float("nan")
-    scores, group = torch.tensor([1., 0., 1., 1., nan, 1., nan, nan, 2., -1., float("inf")]), torch.tensor([5, 5, -3, -3, -3, 8, 9, 9, 10, 10, 11])
+    scores, group = torch.tensor([1., 0., 1., 1., nan, 1., nan, nan, 2., -1.,
+                                  float("inf")]), torch.tensor([5, 5, -3, -3, -3, 8, 9, 9, 10, 10, 11])
     want = [True, True, False, False, False, False, False, False, True, True, False]
     assert mixed_groups(scores, group).tolist() == want
     order = torch.randperm(11, generator=torch.Generator().manual_seed(0))
@@ -437,7 +459,8 @@ def test_the_share_of_mixed_groups(p, G, share):
     outcomes = list(product([0., 1.], repeat=G))
     mixed = mixed_groups(torch.tensor(outcomes).flatten(), torch.arange(len(outcomes)).repeat_interleave(G)).view(-1, G)
     assert mixed.all(1).equal(mixed.any(1))
-    assert sum(p**sum(x)*(1-p)**(G-sum(x)) for x, m in zip(outcomes, mixed[:, 0].tolist(), strict=True) if m) == pytest.approx(share)
+    assert sum(p**sum(x)*(1-p)**(G-sum(x))
+               for x, m in zip(outcomes, mixed[:, 0].tolist(), strict=True) if m) == pytest.approx(share)
 
 
 def test_nothing_but_flat_groups_stops_with_numbers():
@@ -448,7 +471,10 @@ def test_nothing_but_flat_groups_stops_with_numbers():
         calls.append(missing)
         return rows([4*len(calls) + k for k in range(4) for _ in range(2)], seed=len(calls), scores=torch.ones(8))
     buffer.take(2)
-    with pytest.raises(ValueError, match=r"16 rows were asked for, 0 are there after 5 calls, in which 0 of 20 groups could be used, 40 dropped as filtered"): refill(buffer, more, 16, max_calls=5)
+    with pytest.raises(ValueError, match=(
+            "16 rows were asked for, 0 are there after 5 calls, in which 0 of 20 groups could be used, 40 dropped as "
+            "filtered")):
+        refill(buffer, more, 16, max_calls=5)
     assert calls == [16]*5 and (buffer.offered, buffer.accepted) == (21, 1) and len(buffer) == 0
     assert "1 of 21 bundles accepted" in repr(buffer) and "1 of 21 bundles accepted" in repr(resumed(buffer))
 
@@ -458,7 +484,8 @@ def test_groups_that_grew_stale_while_others_came_are_asked_for_again():
     def more(missing): # the engine that sampled has not been updated for a while
         asked.append(missing)
         return rows([len(asked)]*2, seed=len(asked), version=1 if len(asked) < 3 else 5, scores=torch.tensor([0., 1.]))
-    assert refill(buffer, more, 2, version=5).group.tolist() == [3, 3] and asked == [2, 2, 2] and buffer.dropped == {"stale": 4}
+    assert refill(buffer, more, 2, version=5).group.tolist() == [3, 3] and asked == [2, 2, 2]
+    assert buffer.dropped == {"stale": 4}
     with pytest.raises(TypeError, match="gave a list; a scored Batch"): refill(buffer, lambda missing: [], 2, version=5)
 
 
@@ -515,27 +542,29 @@ def test_fillers_and_empty_batches_add_nothing():
 
 
 @pytest.mark.parametrize("call, text", [
-    (lambda b: b.take(3, version=0), "Buffer.take: 3 rows were asked for, 2 are there; add more rows, or ask for fewer"),
+    (lambda b: b.take(3, version=0),
+     "Buffer.take: 3 rows were asked for, 2 are there; add more " "rows, or ask for fewer"),
     (lambda b: b.sample(3, seed=0, version=0), "Buffer.sample: 3 rows were asked for, 2 are there"),
     (lambda b: b.take(0, version=0), "Buffer.take: n=0; a whole number, at least 1, is wanted"),
     (lambda b: b.take(2), "max_age is 1, so freshness must be known; pass version=…"),
     (lambda b: b.add(rows([1, 0])), "group 0 is already waiting"),
-    (lambda b: b.add(rows([1]).drop("text")), "column 'text' is missing, in the rows that wait it is ['list']"),
-    (lambda b: b.add(rows([1], scores=torch.ones(1))), "column 'scores' is ['row', 'torch.float32'], in the rows that wait it is missing"),
-    (lambda b: b.add(rows([1]*5)), "a group of 5 rows came, max_rows is 4"),
+    (lambda b: b.add(rows([1]).drop("text")), "column 'text' is missing, in the rows that wait it is " "['list']"),
+    (lambda b: b.add(rows([1], scores=torch.ones(1))), "column 'scores' is ['row', 'torch.float32'], in the rows "
+     "that wait it is missing"), (lambda b: b.add(rows([1]*5)), "a group of 5 rows came, max_rows is 4"),
     (lambda b: b.add(rows([1]).drop("policy_version")), "max_age needs the column 'policy_version'"),
     (lambda b: b.add(rows([1]).drop("lengths")), "per-token columns without 'lengths'"),
     (lambda b: b.add(rows([1]), keep=torch.ones(2, dtype=torch.bool)), "Buffer.add: keep is [2], the batch has 1 rows"),
     (lambda b: b.add(rows([1]), priority=torch.tensor([-1.])), "Buffer.add: a priority is negative"),
-    (lambda b: b.sample(2, seed=0, version=0, alpha=-1), "Buffer.sample: alpha is -1, beta is 1.0; 0 or more is wanted"),
-    (lambda b: b.load_state_dict(dict(rows=3)), "Buffer: the state has rows; slabs, index, layout, dropped, next, offered, accepted are wanted"),
-    (lambda b: b.prioritise(torch.tensor([0]), torch.tensor([float("nan")])), "Buffer.prioritise: ids is [1], priority is [1]"),
-    (lambda b: Buffer().rows(), "Buffer.rows: no rows wait"),
+    (lambda b: b.sample(2, seed=0, version=0, alpha=-1), "Buffer.sample: alpha is -1, beta is 1.0; 0 or more is "
+     "wanted"), (lambda b: b.load_state_dict(dict(rows=3)),
+                 "Buffer: the state has rows; slabs, index, layout, " "dropped, next, offered, accepted are wanted"),
+    (lambda b: b.prioritise(torch.tensor([0]), torch.tensor([float("nan")])),
+     "Buffer.prioritise: ids is [1], priority is [1]"), (lambda b: Buffer().rows(), "Buffer.rows: no rows wait"),
     (lambda b: Buffer(spill="x"), "spill (a folder) and max_bytes"),
-    (lambda b: mixed_groups(torch.ones(2), torch.ones(3, dtype=torch.long)), "mixed_groups: scores is [2], group is [3]"),
+    (lambda b: mixed_groups(torch.ones(2), torch.ones(3, dtype=torch.long)),
+     "mixed_groups: scores is [2], group is [3]"),
     (lambda b: Buffer(max_age=-1), "Buffer: max_age=-1; a whole number, 0 or more, is wanted"),
-    (lambda b: Buffer(max_rows=0), "Buffer: max_rows=0; a whole number"),
-])
+    (lambda b: Buffer(max_rows=0), "Buffer: max_rows=0; a whole number"),])
 def test_errors_say_what_came_and_leave_the_buffer_as_it_was(call, text):
     buffer = Buffer(max_age=1, max_rows=4)
     buffer.add(rows([0, 0]))
@@ -552,12 +581,15 @@ def full_disk(most=1000):
     finally: resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def content(buffer): return [(g, t[:n]) for b in [buffer.rows()] for g, t, n in zip(b.group.tolist(), b.tokens.tolist(), b.lengths.tolist(), strict=True)]
+def content(buffer):
+    return [(g, t[:n]) for b in [buffer.rows()]
+            for g, t, n in zip(b.group.tolist(), b.tokens.tolist(), b.lengths.tolist(), strict=True)]
 
 
 @pytest.mark.parametrize("max_bytes", [0, 3000, 20_000])
 def test_on_a_full_disk_nothing_is_added_and_nothing_lost(tmp_path, max_bytes):
-    "Whatever is being written, the new rows, old ones that make room for them, or two files that become one: an error leaves content, counts and files as they were, and add works once there is room."
+    """Whatever is being written, the new rows, old ones that make room for them, or two files that become one: an
+    error leaves content, counts and files as they were, and add works once there is room."""
     buffer, g, failed = spilled(tmp_path, max_bytes, max_rows=70), 0, 0
     for n in (3, 1, 20, 1, 2, 40, 5, 1, 30, 1, 1):
         batch = rows(list(range(g, g+n)), T=40)
@@ -568,7 +600,8 @@ def test_on_a_full_disk_nothing_is_added_and_nothing_lost(tmp_path, max_bytes):
         except OSError as e:
             failed += 1
             assert str(tmp_path) in str(e) and "bytes are free on its disk" in str(e)
-            assert before == (content(buffer) if len(buffer) else [], buffer.offered, buffer.accepted, dict(buffer.dropped))
+            assert before == (content(buffer) if len(buffer) else [], buffer.offered, buffer.accepted,
+                              dict(buffer.dropped))
             buffer.add(batch)
         assert len(list(tmp_path.rglob("*.arrow"))) == len(buffer._slabs.files)
         assert content(buffer)[-n:] == content_of(batch)

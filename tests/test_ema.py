@@ -1,4 +1,5 @@
-"A moving average is cut over the ranks as its model is: what stands in for the weights, what a checkpoint holds, and who goes on with it."
+"""A moving average is cut over the ranks as its model is: what stands in for the weights, what a checkpoint holds,
+and who goes on with it."""
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -16,10 +17,13 @@ from tiny import NEAR, model, rows, steady
 
 LR = 1e-2
 HOW = dict(optimizer=steady(LR, weight_decay=.1, max_norm=.5), device="cpu", micro_rows=4)
-CASES = {"plain": {}, "fsdp2": dict(engine=fsdp2(offload="cpu")), "zero1": dict(engine="zero1"), "zero2": dict(engine="zero2"), "zero3": dict(engine="zero3"),
-         "tensor": dict(engine=plain(tensor_parallel=2)), "tensor, fsdp2": dict(engine=fsdp2(tensor_parallel=2)), "lora": dict(engine="zero3", lora=dict(r=2))}
-HALF = {f"{name}, bf16": CASES[name] | dict(engine=replace(engine_of(CASES[name]["engine"]), dtype=torch.bfloat16)) for name in ("fsdp2", "zero1", "zero2", "zero3")}
-WAYS = [(name, whole) for name in CASES for whole in (False, True) if not whole or name in ("zero3", "tensor")]         # in parts; gathered
+CASES = {"plain": {}, "fsdp2": dict(engine=fsdp2(offload="cpu")), "zero1": dict(engine="zero1"),
+         "zero2": dict(engine="zero2"), "zero3": dict(engine="zero3"), "tensor": dict(engine=plain(tensor_parallel=2)),
+         "tensor, fsdp2": dict(engine=fsdp2(tensor_parallel=2)), "lora": dict(engine="zero3", lora=dict(r=2))}
+HALF = {f"{name}, bf16": CASES[name] | dict(engine=replace(engine_of(CASES[name]["engine"]), dtype=torch.bfloat16))
+        for name in ("fsdp2", "zero1", "zero2", "zero3")}
+# in parts; gathered
+WAYS = [(name, whole) for name in CASES for whole in (False, True) if not whole or name in ("zero3", "tensor")]
 
 
 def fused(seed=0):
@@ -27,14 +31,17 @@ def fused(seed=0):
     import transformers as tf
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return tf.Phi3ForCausalLM(tf.Phi3Config(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                                                max_position_embeddings=64, original_max_position_embeddings=64, eos_token_id=1, pad_token_id=0))
+        return tf.Phi3ForCausalLM(tf.Phi3Config(vocab_size=32, hidden_size=32, intermediate_size=64,
+                                                num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                                                max_position_embeddings=64, original_max_position_embeddings=64,
+                                                eos_token_id=1, pad_token_id=0))
 
 
 def made(name, fresh=True, **how):
     "Policy and average of a case; fresh=False: of other weights, which a checkpoint must replace."
     how = (CASES | HALF)[name] | how
-    make = partial(fused, seed=int(not fresh)) if "tensor" in name else model if "lora" in how else net if fresh else moved
+    make = partial(fused,
+                   seed=int(not fresh)) if "tensor" in name else model if "lora" in how else net if fresh else moved
     policy = Policy(make(), **HOW | how)
     return policy, Ema(policy, decay=.5)
 
@@ -58,11 +65,13 @@ def swaps(world, rank, folder, *, cases):
         policy, ema = made(name)
         average = trained(policy, ema, 3)
         b = rows(B=4, dtype=torch.float32)
-        look = lambda policy, b=b: (weights(policy), policy.logprobs(b), {n: x for n, x in policy.state_dict()["module"].items()})
+        look = lambda policy, b=b: (weights(policy), policy.logprobs(b),
+                                    {n: x for n, x in policy.state_dict()["module"].items()})
         own, state = [*look(policy)], policy.state_dict()
         own[2] = {n: x.clone() for n, x in own[2].items()}
         twin = made(name)[0]
-        tied = {"trunk.lm_head.weight": average["trunk.model.embed_tokens.weight"]} if "trunk.lm_head.weight" not in average and "lora" not in name else {}
+        tied = ({"trunk.lm_head.weight": average["trunk.model.embed_tokens.weight"]}
+                if "trunk.lm_head.weight" not in average and "lora" not in name else {})
         twin.load_state_dict(state | dict(module=state["module"] | average | tied))
         receiver = model() if "lora" in name else None
         with ema.swapped():
@@ -71,8 +80,11 @@ def swaps(world, rank, folder, *, cases):
             assert same({n: inside[2][n].float() for n in average}, average), name
             inside = [dict(inside[0]), inside[1].clone(), {n: x.clone() for n, x in inside[2].items()}]
         wanted = look(twin)
-        assert same(inside[0], wanted[0]) and torch.equal(inside[1], wanted[1]), (name, (inside[1]-wanted[1]).abs().max())
-        if receiver: assert same({f"trunk.{k}": x for k, x in receiver.state_dict().items() if f"trunk.{k}" in wanted[0]}, wanted[0])
+        assert same(inside[0],
+                    wanted[0]) and torch.equal(inside[1], wanted[1]), (name, (inside[1]-wanted[1]).abs().max())
+        if receiver:
+            assert same({f"trunk.{k}": x for k, x in receiver.state_dict().items() if f"trunk.{k}" in wanted[0]},
+                        wanted[0])
         assert (inside[1]-own[1]).abs().max() > .02 and far(inside[0], own[0]) > 1e-3, name
         after = look(policy)
         assert same(after[0], own[0]) and torch.equal(after[1], own[1]) and same(after[2], own[2]), name
@@ -85,16 +97,20 @@ def case(name, world, whole=False, fresh=True):
 
 
 def save(world, rank, folder):
-    "Unbroken runs of four steps; and of each case a loop that dies in its fourth, with three saved, whole or in parts, in the background or not."
+    """Unbroken runs of four steps; and of each case a loop that dies in its fourth, with three saved, whole or in
+    parts, in the background or not."""
     found = {}
     for name in CASES:
         found[name] = kept(trained(*case(name, world), 4))
         for whole in (w for n, w in WAYS if n == name):
             policy, ema = case(name, world, whole)
-            with pytest.raises(KeyboardInterrupt): trained(policy, ema, 4, Checkpoint(folder/f"{world}-{name}-{whole}", every=1, whole=whole, background=name in ("fsdp2", "zero2")), stop=3)
+            with pytest.raises(KeyboardInterrupt):
+                trained(policy, ema, 4, Checkpoint(folder/f"{world}-{name}-{whole}", every=1, whole=whole,
+                                                   background=name in ("fsdp2", "zero2")), stop=3)
         found[name, "saved"] = kept(ema.state_dict()["average"])
         mine, all_ = (sum(x.numel() for x in xs.values()) for xs in (ema.average, found[name]))
-        assert mine == all_ if name in ("plain", "lora") or world == 1 else .3*all_ < mine < .7*all_, (name, mine, all_)       # a rank's share
+        # a rank's share
+        assert mine == all_ if name in ("plain", "lora") or world == 1 else .3*all_ < mine < .7*all_, (name, mine, all_)
     return found
 
 
@@ -115,11 +131,13 @@ def go_on(world, rank, folder, *, saved_by):
 def kept(xs): return {n: x.clone() for n, x in xs.items()}
 
 
-def test_inside_everything_sees_the_average(tmp_path): assert launch(2, [partial(swaps, cases=[*CASES, *HALF])], tmp_path) == [True]
+def test_inside_everything_sees_the_average(tmp_path):
+    assert launch(2, [partial(swaps, cases=[*CASES, *HALF])], tmp_path) == [True]
 
 
 def test_a_run_that_died_goes_on_with_its_average(tmp_path):
-    "Saved by two ranks, resumed by two and by one; saved by one, resumed by two: what is read is what was saved, to the bit, and the end is that of the unbroken run."
+    """Saved by two ranks, resumed by two and by one; saved by one, resumed by two: what is read is what was saved,
+    to the bit, and the end is that of the unbroken run."""
     two, two_on_two = launch(2, [save, partial(go_on, saved_by=2)], tmp_path)
     one, two_on_one = launch(1, [save, partial(go_on, saved_by=2)], tmp_path)
     one_on_two, = launch(2, [partial(go_on, saved_by=1)], tmp_path)
@@ -128,12 +146,16 @@ def test_a_run_that_died_goes_on_with_its_average(tmp_path):
         for saved, found in ((two, two_on_two), (two, two_on_one), (one, one_on_two)):
             read, end = found[name, whole]
             assert same(read, saved[name, "saved"]), (name, whole)
-            assert same(end, saved[name]) if found is two_on_two else far(end, saved[name]) < NEAR*LR, (name, whole, far(end, saved[name]))
+            assert same(end, saved[name]) if found is two_on_two else far(end, saved[name]) < NEAR*LR, (
+                name, whole, far(end, saved[name]))
     fused(seed=1).save_pretrained(tmp_path/"base")
     for whole in (False, True):
-        smooth = fused().from_pretrained(convert(tmp_path/f"2-tensor-{whole}", tmp_path/f"smooth-{whole}", base=tmp_path/"base", part="ema")).state_dict()
+        smooth = fused().from_pretrained(convert(tmp_path/f"2-tensor-{whole}", tmp_path/f"smooth-{whole}",
+                                                 base=tmp_path/"base", part="ema")).state_dict()
         assert all(torch.equal(smooth[n.removeprefix("trunk.")], x) for n, x in two["tensor", "saved"].items())
-    with pytest.raises(ValueError, match="average of an adapter.*inside ema.swapped"): convert(tmp_path/"2-lora-False", tmp_path/"x", base=tmp_path/"base", part="ema")
+    with pytest.raises(ValueError, match="average of an adapter.*inside ema.swapped"):
+        convert(tmp_path/"2-lora-False", tmp_path/"x", base=tmp_path/"base", part="ema")
     net().save_pretrained(tmp_path/"frozen")
-    with pytest.raises(ValueError, match="weights of a GemmaForCausalLM are missing"): convert(tmp_path/"2-zero3-False", tmp_path/"x", base=tmp_path/"frozen", part="ema")
+    with pytest.raises(ValueError, match="weights of a GemmaForCausalLM are missing"):
+        convert(tmp_path/"2-zero3-False", tmp_path/"x", base=tmp_path/"frozen", part="ema")
     convert(tmp_path/"2-zero3-False", tmp_path/"policy", base=tmp_path/"frozen")         # unasked, the policy's

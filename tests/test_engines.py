@@ -1,4 +1,5 @@
-"""Every engine is the plain process (LAWS 1, 22, 24, 29, 30, 40): one launch per engine and world size holds all cases; gloo, CPU.
+"""Every engine is the plain process (LAWS 1, 22, 24, 29, 30, 40): one launch per engine and world size holds all cases;
+gloo, CPU.
 
 The whole matrix: `pytest -m "" tests/test_engines.py` (benchmarks/engines.py runs it and keeps the figures)."""
 import ctypes
@@ -14,7 +15,8 @@ import torch
 from conftest import rarely
 from forked import forked, on_ranks
 from resident import export_extra, give_back
-from rlblocks import Critic, Policy, Scorer, bradley_terry_loss, dpo_loss, kl_k3, masked_mean, masked_sum, merge, pairs, ppo_loss, sft_loss, value_loss
+from rlblocks import (Critic, Policy, Scorer, bradley_terry_loss, dpo_loss, kl_k3, masked_mean, masked_sum, merge,
+                      pairs, ppo_loss, sft_loss, value_loss)
 from rlblocks.arithmetic.masked import Max
 from rlblocks.engines.sharded import ShardedModel
 from rlblocks.engines.base import engine_of
@@ -26,7 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 LR = 1e-4
 HOW = dict(optimizer=steady(LR, weight_decay=.1, max_norm=.5), device="cpu", micro_rows=2)
 STEPS = 5
-FAR = reach(torch.ones(1))      # of losses and gradient norms; weights, in steps of at most 1e-3, agree to NEAR·1e-3, which is less
+# of losses and gradient norms; weights, in steps of at most 1e-3, agree to NEAR·1e-3, which is less
+FAR = reach(torch.ones(1))
 QUICK = [("fsdp2", 2), ("fsdp2", 4), ("zero2", 2), ("zero3", 2)]
 ALL = [(engine, world) for engine in ("fsdp2", "zero1", "zero2", "zero3") for world in (1, 2, 4)]
 MATRIX = QUICK + rarely(*(x for x in ALL if x not in QUICK))
@@ -75,7 +78,8 @@ def preferences(n=5):
 
 def uneven(b, world, rank):
     "Parts of unlike sizes: the first rank has one row, the last all that are left."
-    cuts = [[0], *[[i] for i in range(1, world-1)], list(range(world-1, len(b)))] if world > 1 else [list(range(len(b)))]
+    cuts = [[0], *[[i] for i in range(1, world-1)],
+            list(range(world-1, len(b)))] if world > 1 else [list(range(len(b)))]
     return b.part(cuts[rank], b.siblings(cuts))
 
 
@@ -109,22 +113,25 @@ def cases():
     ppo_b, small = batch(), batch(3, seed=5)
     even = lambda b, world, rank: b.parts(world)[rank] if world > 1 else b
     same = lambda b, world, rank: b
-    llama = lambda checkpointing=False, **k: lambda **e: Policy(model(), **HOW | k | e | dict(engine=replace(engine_of(e.get("engine")), checkpointing=checkpointing)))
-    return {
-        "ppo, uneven rows": (llama(), ppo_b, uneven, lambda m, b: m.step(b, ppo, entropy=True)),
-        "grpo": (llama(checkpointing=True), ppo_b, even, lambda m, b: m.step(b, grpo)),
-        "dpo pairs": (llama(), preferences(), even, lambda m, b: m.step(b, dpo)),
-        "sft, fewer rows than ranks": (llama(), small, even, lambda m, b: m.step(b, sft)),
-        "ppo and ptx": (llama(), ppo_b, even, lambda m, b: m.step(b, grpo, (b, sft))),
-        "value head": (llama(value_head=True), ppo_b, even, lambda m, b: m.step(b, actor_critic)),
-        "tied weights, whole on every rank": (lambda **e: Policy(model("gemma"), **HOW | e), small, same, lambda m, b: m.step(b, grpo)),
-        "schedule, sgd": (lambda **e: Policy(model("qwen3"), **HOW | dict(optimizer=OptimizerSpec(lambda ps: torch.optim.SGD(ps, lr=.1, momentum=.9), schedule=lambda v: 1/(1+v))) | e),
-                          small, even, lambda m, b: m.step(b, sft)),
-        "critic": (lambda **e: Critic(model(), **HOW | e), ppo_b, even, lambda m, b: m.step(b, value)),
-        "scorer": (lambda **e: Scorer(model(), **HOW | e), preferences(), even, lambda m, b: m.step(b, verdict)),
-        "unused weights": (lambda **e: Policy(lambda: Routed(False), **HOW | e), ppo_b, even, lambda m, b: m.step(b, sft)),
-        "ranks use unlike weights": (lambda **e: Policy(lambda: Routed(True), **HOW | e), ppo_b, even, lambda m, b: m.step(b, sft)),
-    }
+    llama = lambda checkpointing=False, **k: lambda **e: Policy(
+        model(), **HOW | k | e | dict(engine=replace(engine_of(e.get("engine")), checkpointing=checkpointing)))
+    return {"ppo, uneven rows": (llama(), ppo_b, uneven, lambda m, b: m.step(b, ppo, entropy=True)),
+            "grpo": (llama(checkpointing=True), ppo_b, even, lambda m, b: m.step(b, grpo)),
+            "dpo pairs": (llama(), preferences(), even, lambda m, b: m.step(b, dpo)),
+            "sft, fewer rows than ranks": (llama(), small, even, lambda m, b: m.step(b, sft)),
+            "ppo and ptx": (llama(), ppo_b, even, lambda m, b: m.step(b, grpo, (b, sft))),
+            "value head": (llama(value_head=True), ppo_b, even, lambda m, b: m.step(b, actor_critic)),
+            "tied weights, whole on every rank": (lambda **e: Policy(model("gemma"), **HOW | e), small, same,
+                                                  lambda m, b: m.step(b, grpo)),
+            "schedule, sgd": (lambda **e: Policy(model("qwen3"), **HOW | dict(
+        optimizer=OptimizerSpec(lambda ps: torch.optim.SGD(ps, lr=.1, momentum=.9), schedule=lambda v: 1/(1+v))) | e),
+                              small, even, lambda m, b: m.step(b, sft)),
+            "critic": (lambda **e: Critic(model(), **HOW | e), ppo_b, even, lambda m, b: m.step(b, value)),
+            "scorer": (lambda **e: Scorer(model(), **HOW | e), preferences(), even, lambda m, b: m.step(b, verdict)),
+            "unused weights": (lambda **e: Policy(lambda: Routed(False), **HOW | e), ppo_b, even,
+                               lambda m, b: m.step(b, sft)),
+            "ranks use unlike weights": (lambda **e: Policy(lambda: Routed(True), **HOW | e), ppo_b, even,
+                                         lambda m, b: m.step(b, sft)),}
 
 
 def skipped(engine, name):
@@ -155,7 +162,8 @@ def one_rank(rank, world, engine, folder):
         start = time.process_time()
         check(engine, world, rank, folder)
         times[check.__name__] = round(time.process_time()-start, 2)
-    torch.save(dict(found=found, times=times, rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10), folder/f"{rank}.pt")
+    torch.save(dict(found=found, times=times, rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10),
+               folder/f"{rank}.pt")
 
 
 def whole_weights(m): return {k: x for bucket in m._run.model.iter_full_params() for k, x in bucket.items()}
@@ -192,14 +200,17 @@ def half_precision(engine, world, rank, folder):
     after = whole_weights(policy)
     assert all(x.dtype == torch.float32 for x in after.values())
     moved = torch.cat([(after[k]-before[k]).abs().flatten() for k in after])
-    assert (moved > 0).double().mean() > .8 and moved.max() < 3e-4       # lr is 1e-4; in bf16 most weights would stand still
+    # lr is 1e-4; in bf16 most weights would stand still
+    assert (moved > 0).double().mean() > .8 and moved.max() < 3e-4
     plain = Policy(model(dtype=torch.bfloat16), **HOW).step(b, sft)
     assert abs(float(metrics["grad_norm"]) / float(plain["grad_norm"]) - 1) < .05
 
 
 def poison(engine, world, rank, folder):
-    "Every weight exactly once, the same as a plain model's; what a receiver does to its copies, and what becomes of gathered memory, reaches nobody."
-    ctypes.CDLL(None).mallopt(-6, 255)              # M_PERTURB: every byte that is freed becomes 0xff, and four of those are a NaN
+    """Every weight exactly once, the same as a plain model's; what a receiver does to its copies, and what becomes
+    of gathered memory, reaches nobody."""
+    # M_PERTURB: every byte that is freed becomes 0xff, and four of those are a NaN
+    ctypes.CDLL(None).mallopt(-6, 255)
     policy = Policy(model("gemma"), **HOW, engine=engine)
     want, got = {k: x.clone() for k, x in whole_weights(Policy(model("gemma"), **HOW)).items()}, {}
     for bucket in policy._run.model.iter_full_params(bucket_bytes=3000):
@@ -219,7 +230,8 @@ def copied(state): return tree_map(lambda x: x.clone() if isinstance(x, torch.Te
 def spoil(state):
     "What becomes of a state after it was loaded is nobody's business."
     for x in tree_leaves(state["optimizer"]["state"]):
-        if isinstance(x, torch.Tensor) and x.is_floating_point(): (x.to_local() if hasattr(x, "to_local") else getattr(x, "local", x)).fill_(float("nan"))
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            (x.to_local() if hasattr(x, "to_local") else getattr(x, "local", x)).fill_(float("nan"))
 
 
 def resumes(engine, world, rank, folder):
@@ -251,7 +263,8 @@ def resumes(engine, world, rank, folder):
 
 
 def failing(engine, world, rank, folder):
-    "A loss that raises on one rank, or is NaN, raises on all; nothing changed, and the next step is as if it had never been."
+    """A loss that raises on one rank, or is NaN, raises on all; nothing changed, and the next step is as if it had
+    never been."""
     b = batch()
     part = b.parts(world)[rank] if world > 1 else b
     policy, clean = (Policy(model(), **HOW, engine=engine) for _ in range(2))
@@ -265,7 +278,9 @@ def failing(engine, world, rank, folder):
     def nan(out, b): return sft(out, b)[0]*float("nan"), {}
     with pytest.raises((FloatingPointError, RuntimeError)): policy.step(part, nan)
     b.columns["advantages"] = torch.full_like(b.advantages, 1e30)
-    def inf(out, b): return (out.logprobs*1e30).sum()*1e30*0 + masked_mean(out.logprobs.exp()*1e25, b.mask, denom=b.n_tokens)*1e15, {}
+    def inf(out, b):
+        return (out.logprobs*1e30).sum()*1e30*0 + masked_mean(out.logprobs.exp()*1e25, b.mask,
+                                                              denom=b.n_tokens)*1e15, {}
     with pytest.raises((FloatingPointError, RuntimeError)): policy.step(part, inf)
     assert policy.version == 0 and all(torch.equal(x, before[k]) for k, x in whole_weights(policy).items())
     for p in (policy, clean): p.step(part, sft)
@@ -277,7 +292,8 @@ def saved(engine, world, rank, folder):
     "LAWS 40: a folder that plain transformers loads."
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
     b, net = batch(4), model("gemma")
-    net.generation_config = GenerationConfig(do_sample=True, temperature=.6, top_p=.9, eos_token_id=[1, 7], pad_token_id=0, max_new_tokens=11)
+    net.generation_config = GenerationConfig(do_sample=True, temperature=.6, top_p=.9, eos_token_id=[1, 7],
+                                             pad_token_id=0, max_new_tokens=11)
     policy, scorer = Policy(net, tokenizer=tokenizer(), **HOW, engine=engine), Scorer(model(), **HOW, engine=engine)
     policy.step(b, sft)
     policy.save_pretrained(folder/"policy")
@@ -285,8 +301,10 @@ def saved(engine, world, rank, folder):
     lp = policy.logprobs(b)
     plain = AutoModelForCausalLM.from_pretrained(folder/"policy")
     assert (Policy(plain, **HOW).logprobs(b)-lp).abs().max() < reach(lp)
-    assert AutoTokenizer.from_pretrained(folder/"policy").apply_chat_template([dict(content="w3 w5")], tokenize=False) == "w3 w5"
-    assert {k: getattr(plain.generation_config, k) for k in ("do_sample", "temperature", "top_p", "eos_token_id", "pad_token_id", "max_new_tokens")} == dict(
+    assert AutoTokenizer.from_pretrained(folder/"policy").apply_chat_template([dict(content="w3 w5")],
+                                                                              tokenize=False) == "w3 w5"
+    assert {k: getattr(plain.generation_config, k)
+            for k in ("do_sample", "temperature", "top_p", "eos_token_id", "pad_token_id", "max_new_tokens")} == dict(
         do_sample=True, temperature=.6, top_p=.9, eos_token_id=[1, 7], pad_token_id=0, max_new_tokens=11)
     reward, info = AutoModelForSequenceClassification.from_pretrained(folder/"scorer", output_loading_info=True)
     assert not info["missing_keys"] and reward.num_labels == 1
@@ -299,7 +317,8 @@ def saved_in_half(engine, world, rank, folder):
     b = batch(4)
     policy, scorer = (kind(model("gemma", dtype=torch.bfloat16), **HOW, engine=engine) for kind in (Policy, Scorer))
     policy.step(b, sft)
-    policy.save_pretrained(folder/"half", max_shard_bytes=20_000), policy.save_pretrained(folder/"whole", dtype=torch.float32), scorer.save_pretrained(folder/"judge")
+    (policy.save_pretrained(folder/"half", max_shard_bytes=20_000),
+     policy.save_pretrained(folder/"whole", dtype=torch.float32), scorer.save_pretrained(folder/"judge"))
     masters = {k.removeprefix("trunk."): x for k, x in whole_weights(policy).items()}
     assert any((x != x.bfloat16()).any() for x in masters.values())
     for name, dtype in (("half", torch.bfloat16), ("whole", torch.float32)):
@@ -310,8 +329,10 @@ def saved_in_half(engine, world, rank, folder):
         assert plain.dtype == plain.config.dtype == dtype and plain.lm_head.weight is plain.model.embed_tokens.weight
         assert found.keys() == masters.keys() and all(torch.equal(found[k], x.to(dtype)) for k, x in masters.items())
         assert all(torch.equal(plain.state_dict()[k], x.to(dtype)) for k, x in masters.items())
-    assert len(list((folder/"half").glob("model-*.safetensors"))) > 2 and len(list((folder/"whole").glob("*.safetensors"))) == 1
-    assert AutoModelForSequenceClassification.from_pretrained(folder/"judge").dtype == torch.bfloat16 and policy._run.module.trunk.config.dtype != torch.float32
+    assert len(list((folder/"half").glob("model-*.safetensors"))) > 2
+    assert len(list((folder/"whole").glob("*.safetensors"))) == 1
+    assert AutoModelForSequenceClassification.from_pretrained(folder/"judge").dtype == torch.bfloat16
+    assert policy._run.module.trunk.config.dtype != torch.float32
 
 
 def saved_in_pieces(engine, world, rank, folder):
@@ -321,13 +342,15 @@ def saved_in_pieces(engine, world, rank, folder):
     mb, most = 512*1365*4/2**20, 8         # of the largest of 72 tensors; all of them are 98 MiB
     extra = export_extra(lambda size: policy.save_pretrained(folder/"pieces", max_shard_bytes=size) or (), most << 20)
     print(f"saving {engine} {world} {rank}: {extra:.1f} MiB")
-    assert extra < most*(1 + (rank == 0)) + 2*mb, f"{extra:.1f} MiB beside the shards; a file and a bucket are {most} each, a tensor {mb:.1f}"
+    assert extra < most*(1 + (
+        rank == 0)) + 2*mb, f"{extra:.1f} MiB beside the shards; a file and a bucket are {most} each, a tensor {mb:.1f}"
 
 
 def peak(engine, world, rank, folder):
     "LAWS 22: beside the shards an export holds one bucket and one tensor."
     torch.manual_seed(0)
-    m = ShardedModel(nn.Sequential(*[nn.Linear(1500, 1401, bias=False) for _ in range(12)]), engine=engine, device="cpu", optimizer=lambda ps: torch.optim.SGD(ps, lr=.1))
+    m = ShardedModel(nn.Sequential(*[nn.Linear(1500, 1401, bias=False) for _ in range(12)]), engine=engine,
+                     device="cpu", optimizer=lambda ps: torch.optim.SGD(ps, lr=.1))
     mb = 1500*1401*4/2**20          # 8.0 MiB each, 1401 rows do not divide by 2 or 4
     extra = export_extra(m.iter_full_params, 3*1500*1401*4)
     print(f"peak {engine} {world} {rank}: {extra:.1f} MiB")
@@ -335,12 +358,14 @@ def peak(engine, world, rank, folder):
 
 
 def offloaded(engine, world, rank, folder):
-    "States (and shards) in host memory: the same numbers, and a state that goes on. ZeRO's Adam is compiled first, which takes minutes: only in the whole matrix."
+    """States (and shards) in host memory: the same numbers, and a state that goes on. ZeRO's Adam is compiled first,
+    which takes minutes: only in the whole matrix."""
     if engine.startswith("zero") and MATRIX is QUICK: return
     b = batch()
     part = b.parts(world)[rank] if world > 1 else b
     how, near = HOW, NEAR*LR
-    if engine.startswith("zero"): how, near = HOW | dict(optimizer=adamw(lr=LR, weight_decay=.1, max_norm=.5)), 3*2*LR      # DeepSpeed's own AdamW, eps 1e-8: rounding may decide a whole step
+    # DeepSpeed's own AdamW, eps 1e-8: rounding may decide a whole step
+    if engine.startswith("zero"): how, near = HOW | dict(optimizer=adamw(lr=LR, weight_decay=.1, max_norm=.5)), 3*2*LR
     policy, plain = Policy(model(), **how, engine=replace(engine_of(engine), offload="cpu")), Policy(model(), **how)
     for _ in range(2): policy.step(part, sft), plain.step(b, sft)
     again = Policy(model(seed=1), **how, engine=replace(engine_of(engine), offload="cpu"))
@@ -356,17 +381,21 @@ def offloaded(engine, world, rank, folder):
 def unlike(engine, world, rank, folder):
     "Ranks that built different models are told so."
     if world == 1: return
-    with pytest.raises(ValueError, match="ranks 0 and 1 built different models"): Policy(model(seed=min(rank, 1)), **HOW, engine=engine)
+    with pytest.raises(ValueError, match="ranks 0 and 1 built different models"):
+        Policy(model(seed=min(rank, 1)), **HOW, engine=engine)
 
 
 def interrupted(engine, world, rank, folder):
-    "Ctrl-C in the middle of a step, on every rank: the whole step has happened, version included, and the next one is as if nothing had been."
+    """Ctrl-C in the middle of a step, on every rank: the whole step has happened, version included, and the next one
+    is as if nothing had been."""
     b = batch()
     part = b.parts(world)[rank] if world > 1 else b
-    signal.signal(signal.SIGINT, signal.default_int_handler)      # a run that was started in the background ignores Ctrl-C
+    # a run that was started in the background ignores Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     policy, calm = (Policy(model(), **HOW, engine=engine) for _ in range(2))
     pressed = []                     # once: ZeRO's optimizer makes a step of several
-    hook = policy._run.model.optimizer.register_step_post_hook(lambda *_: pressed or (pressed.append(1), signal.raise_signal(signal.SIGINT)))
+    hook = policy._run.model.optimizer.register_step_post_hook(
+        lambda *_: pressed or (pressed.append(1), signal.raise_signal(signal.SIGINT)))
     with pytest.raises(KeyboardInterrupt): policy.step(part, sft)
     hook.remove()
     calm.step(part, sft)
@@ -378,10 +407,12 @@ def interrupted(engine, world, rank, folder):
 
 
 def nested(engine, world, rank, folder):
-    "Layers inside layers (Mamba's mixer in its block) are sharded, and the gradient is the plain process's: SGD with lr 1 takes it off the weights."
+    """Layers inside layers (Mamba's mixer in its block) are sharded, and the gradient is the plain process's: SGD
+    with lr 1 takes it off the weights."""
     if engine != "fsdp2": return
     import transformers as tf
-    b, size = batch(6), dict(vocab_size=32, hidden_size=16, state_size=4, num_hidden_layers=2, conv_kernel=4, time_step_rank=4, pad_token_id=0, bos_token_id=1, eos_token_id=1)
+    b, size = batch(6), dict(vocab_size=32, hidden_size=16, state_size=4, num_hidden_layers=2, conv_kernel=4,
+                             time_step_rank=4, pad_token_id=0, bos_token_id=1, eos_token_id=1)
     how = HOW | dict(optimizer=OptimizerSpec(lambda ps: torch.optim.SGD([p for _, p in ps], lr=1.), max_norm=None))
     for kind in ("Mamba", "FalconMamba"):
         torch.manual_seed(0)
@@ -393,11 +424,14 @@ def nested(engine, world, rank, folder):
             steps.append({k: x - before[k.removeprefix("trunk.")].detach() for k, x in whole_weights(policy).items()})
         scale = max(x.abs().max() for x in steps[1].values())
         eps = torch.finfo(torch.float32).eps
-        far, most = max((x - steps[1][k]).abs().max() for k, x in steps[0].items()), eps*(int(b.mask.sum())*scale + 2*max(x.abs().max() for x in before.values()))    # a sum over tokens, and what a weight is rounded to
+        # a sum over tokens, and what a weight is rounded to
+        far, most = (max((x - steps[1][k]).abs().max() for k, x in steps[0].items()),
+                     eps*(int(b.mask.sum())*scale + 2*max(x.abs().max() for x in before.values())))
         assert scale > 1e-3 and far < most, (kind, float(far), float(most))
 
 
-CHECKS = [on_policy, reference, half_precision, poison, resumes, failing, interrupted, nested, saved, saved_in_half, saved_in_pieces, peak, offloaded, unlike]
+CHECKS = [on_policy, reference, half_precision, poison, resumes, failing, interrupted, nested, saved, saved_in_half,
+          saved_in_pieces, peak, offloaded, unlike]
 
 
 # -- in the parent
@@ -433,7 +467,8 @@ def launch(engine, world, folder):
 
 
 def compare(ranks, plain):
-    "Largest difference by case of weights (absolute), and of losses and gradient norms (relative, or to 1 where they cancel to less); all other metrics are checked here."
+    """Largest difference by case of weights (absolute), and of losses and gradient norms (relative, or to 1 where
+    they cancel to less); all other metrics are checked here."""
     far = {}
     for name, (want, weights) in plain.items():
         if name not in ranks[0]["found"]: continue
@@ -445,8 +480,12 @@ def compare(ranks, plain):
             joined = merge(*(f["metrics"][step] for f in found)) if shared else found[0]["metrics"][step]
             assert joined.keys() == metrics.keys()
             for k, x in metrics.items():
-                if k in ("loss", "grad_norm"): far[name, k] = max(far.get((name, k), 0.), abs(float(joined[k])-float(x))/max(abs(float(x)), 1.))
-                else: assert float(joined[k]) == pytest.approx(float(x), rel=1e-4, abs=.03 if "frac" in k else 1e-5), (name, step, k)   # one token at a clip's edge
+                if k in ("loss", "grad_norm"):
+                    far[name, k] = max(far.get((name, k), 0.), abs(float(joined[k])-float(x))/max(abs(float(x)), 1.))
+                # one token at a clip's edge
+                else:
+                    assert float(joined[k]) == pytest.approx(float(x), rel=1e-4,
+                                                             abs=.03 if "frac" in k else 1e-5), (name, step, k)
     return far
 
 
@@ -464,7 +503,9 @@ def test_a_missing_libaio_is_named_before_anything_is_built(monkeypatch, tmp_pat
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from rlblocks.engines.zero import build_ops
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    if AsyncIOBuilder().is_compatible(): monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: False)         # it is there: look away
+    # it is there: look away
+    if AsyncIOBuilder().is_compatible():
+        monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self, verbose=False: False)
     with pytest.raises(ImportError, match="libaio .*apt install libaio-dev"): build_ops(torch.device("cpu"), "nvme")
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,5 @@
-"Grader: what a reward function is given, what it may answer, and errors that name the function and the row (LAWS 19, 25)."
+"""Grader: what a reward function is given, what it may answer, and errors that name the function and the row (LAWS
+19, 25)."""
 import asyncio
 import functools
 import gzip
@@ -18,7 +19,8 @@ def rollout(**columns):
     "Three rows, prompts of 2 tokens, completions of 1, 3 and 2, with a tool's token in the middle of the second."
     tokens = torch.tensor([[5, 6, 11, 0, 0], [5, 6, 12, 99, 13], [5, 7, 14, 15, 0]])
     mask = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 1, 0, 1], [0, 0, 1, 1, 0]]).bool()
-    return Batch(tokens=tokens, lengths=torch.tensor([3, 5, 4]), mask=mask, group=torch.tensor([0, 0, 1]), prompt=["p", "p", "q"], completion=["a", "bcd", "ef"], **columns)
+    return Batch(tokens=tokens, lengths=torch.tensor([3, 5, 4]), mask=mask, group=torch.tensor([0, 0, 1]),
+                 prompt=["p", "p", "q"], completion=["a", "bcd", "ef"], **columns)
 
 
 def test_a_function_with_kwargs_gets_every_row_column_by_trl_names():
@@ -27,7 +29,8 @@ def test_a_function_with_kwargs_gets_every_row_column_by_trl_names():
         seen.update(columns, prompts=prompts, completions=completions, completion_ids=completion_ids)
         return [0.0]*3
     Grader(fn).score(rollout(answer=["x", "y", "z"], prompt_lengths=torch.tensor([2, 2, 2])))
-    assert seen == dict(prompts=["p", "p", "q"], completions=["a", "bcd", "ef"], completion_ids=[[11], [12, 99, 13], [14, 15]], answer=["x", "y", "z"],
+    assert seen == dict(prompts=["p", "p", "q"], completions=["a", "bcd", "ef"],
+                        completion_ids=[[11], [12, 99, 13], [14, 15]], answer=["x", "y", "z"],
                         prompt_lengths=[2, 2, 2], lengths=[3, 5, 4], group=[0, 0, 1])
 
 
@@ -38,33 +41,40 @@ def test_completion_ids_without_prompt_lengths_are_the_policys_own():
 
 
 def test_a_function_without_kwargs_gets_what_it_names():
-    assert Grader(lambda completions: [len(c) for c in completions], name="f").score(rollout(answer=[1, 2, 3])).tolist() == [1, 3, 2]
-    assert Grader(lambda answer, scale=2: [a*scale for a in answer], name="f").score(rollout(answer=[1, 2, 3])).tolist() == [2, 4, 6]
-    assert Grader(lambda mask, **_: [sum(m) for m in mask], name="f").score(rollout()).tolist() == [1, 2, 2]   # a per-token column comes when named
+    assert Grader(lambda completions: [len(c) for c in completions],
+                  name="f").score(rollout(answer=[1, 2, 3])).tolist() == [1, 3, 2]
+    assert Grader(lambda answer, scale=2: [a*scale for a in answer],
+                  name="f").score(rollout(answer=[1, 2, 3])).tolist() == [2, 4, 6]
+    # a per-token column comes when named
+    assert Grader(lambda mask, **_: [sum(m) for m in mask], name="f").score(rollout()).tolist() == [1, 2, 2]
     def constant(completions, k): return [k]*3
     grader = Grader(functools.partial(constant, k=7))
     assert grader.score(rollout()).tolist() == [7, 7, 7] and list(grader.fns) == ["constant"]
 
 
 def test_missing_column_is_named_with_what_there_is():
-    with pytest.raises(TypeError, match="Grader: f wants solution; the batch offers tokens.*prompts, completions, completion_ids"):
+    with pytest.raises(TypeError,
+                       match="Grader: f wants solution; the batch offers tokens.*prompts, completions, completion_ids"):
         Grader(lambda completions, solution: [0]*3, name="f").score(rollout())
-    with pytest.raises(TypeError, match=r"wants completions; .*Rollout\(…, tokenizer=…\)$"): Grader(lambda completions: [0]*3, name="f").score(rollout().drop("completion"))
-    with pytest.raises(TypeError, match="; add 'solution' to the rows of Prompts$"): Grader(lambda completions, solution: [0]*3, name="f").score(rollout())
+    with pytest.raises(TypeError, match=r"wants completions; .*Rollout\(…, tokenizer=…\)$"):
+        Grader(lambda completions: [0]*3, name="f").score(rollout().drop("completion"))
+    with pytest.raises(TypeError, match="; add 'solution' to the rows of Prompts$"):
+        Grader(lambda completions, solution: [0]*3, name="f").score(rollout())
 
 
 def test_a_function_that_scores_no_row_warns_once():
     def f(completions, **_): return [None]*3
     grader = Grader([f, lambda completions, **_: [1, None, 0]], weights=[1, 1])
-    with pytest.warns(UserWarning, match="Grader: f scored none of the 3 rows, None for each; their scores are NaN"): assert grader.score(rollout()).isnan().all()
+    with pytest.warns(UserWarning, match="Grader: f scored none of the 3 rows, None for each; their scores are NaN"):
+        assert grader.score(rollout()).isnan().all()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert grader.score(rollout()).isnan().all() and not Grader(lambda completions, **_: [1, None, 0], name="g").score(rollout()).isnan().all()
+        assert grader.score(rollout()).isnan().all()
+        assert not Grader(lambda completions, **_: [1, None, 0], name="g").score(rollout()).isnan().all()
 
 
-@pytest.mark.parametrize("out", [
-    [True, False, 2], (1, 0, 2.0), torch.tensor([1., 0., 2.]), [torch.tensor(1), torch.tensor(0.), torch.tensor(2.)], torch.tensor([1, 0, 2], dtype=torch.int32),
-])
+@pytest.mark.parametrize("out", [[True, False, 2], (1, 0, 2.0), torch.tensor([1., 0., 2.]), [
+    torch.tensor(1), torch.tensor(0.), torch.tensor(2.)], torch.tensor([1, 0, 2], dtype=torch.int32),])
 def test_what_counts_as_a_verdict(out):
     scores = Grader(lambda **_: out, name="f").score(rollout())
     assert scores.dtype == torch.float32 and scores.tolist() == [float(x) for x in out]
@@ -101,10 +111,13 @@ def test_no_verdicts(out, kind, message):
 
 def test_raising_names_function_and_row_and_chains():
     def divide(completions): return [1/(len(c)-3) for c in completions]
-    with pytest.raises(RuntimeError, match=r"Grader: divide raised ZeroDivisionError on row 1 \(prompt 'p'\): float division|division by zero") as info: Grader(divide).score(rollout())
+    with pytest.raises(RuntimeError, match=r"Grader: divide raised ZeroDivisionError on row 1 \(prompt 'p'\): float "
+                       "division|division by zero") as info:
+        Grader(divide).score(rollout())
     assert isinstance(info.value.__cause__, ZeroDivisionError)
     def together(completions): return [1/(len(completions)-3)]
-    with pytest.raises(RuntimeError, match="together raised ZeroDivisionError on the batch as a whole"): Grader(together).score(rollout())
+    with pytest.raises(RuntimeError, match="together raised ZeroDivisionError on the batch as a whole"):
+        Grader(together).score(rollout())
 
 
 def test_long_prompts_are_shown_by_their_head():
@@ -144,12 +157,12 @@ def test_parts_and_weights():
 
 @pytest.mark.parametrize("make, kind, message", [
     (lambda: Grader(3), TypeError, "3 is not callable"),
-    (lambda: Grader(Grader(judge)), TypeError, r'scores batches itself; write batch\["scores"\] = scorer.scores\(batch\)'),
+    (lambda: Grader(Grader(judge)), TypeError,
+     r'scores batches itself; write batch\["scores"\] = scorer.scores\(batch\)'),
     (lambda: Grader([]), ValueError, "no reward function"),
     (lambda: Grader([judge, judge]), ValueError, "two functions have one name among judge, judge"),
     (lambda: Grader([judge, broken], weights=[1]), ValueError, "1 weights for 2 functions"),
-    (lambda: Grader(dict(a=judge), weights=dict(b=1)), ValueError, "weights are for b, functions are a"),
-])
+    (lambda: Grader(dict(a=judge), weights=dict(b=1)), ValueError, "weights are for b, functions are a"),])
 def test_construction_errors(make, kind, message):
     with pytest.raises(kind, match=message): make()
 
@@ -178,15 +191,23 @@ def test_what_a_function_does_to_its_lists_stays_with_it():
     scores = Grader([empties, later, lambda completions: [len(c) for c in completions]]).scores(batch)
     assert [x.tolist() for x in scores.values()] == [[1, 3, 2], [1, 0, 0], [1, 3, 2]]
     batch["completion"] = ["1", "x", "2"]
-    with pytest.raises(RuntimeError, match=r"fails raised ValueError on row 1 \(prompt 'p'\)"): Grader(fails).score(batch)
+    with pytest.raises(RuntimeError, match=r"fails raised ValueError on row 1 \(prompt 'p'\)"):
+        Grader(fails).score(batch)
     batch["completion"] = ["a", "bcd", "ef"]
-    assert all(x.equal(before[k]) if isinstance(x, torch.Tensor) else repr(x) == before[k] for k, x in batch.columns.items())
+    assert all(x.equal(before[k]) if isinstance(x, torch.Tensor) else repr(x) == before[k]
+               for k, x in batch.columns.items())
 
 
-@pytest.mark.parametrize("out, says", [(1e300, "returned 1e\\+300"), (-1e39, "returned -1e\\+39"), (10**400, "returned an integer of 1329 bits"), (10**5000, "returned an integer of 16610 bits"),
-                                       (torch.tensor(1e300, dtype=torch.float64), "returned 1e\\+300"), (float("inf"), "returned inf"), (np.float64("nan"), "returned nan")], ids=range(7))
+@pytest.mark.parametrize("out, says", [
+    (1e300, "returned 1e\\+300"), (-1e39, "returned -1e\\+39"), (10**400, "returned an integer of 1329 bits"),
+    (10**5000, "returned an integer of 16610 bits"), (torch.tensor(1e300, dtype=torch.float64), "returned 1e\\+300"),
+    (float("inf"), "returned inf"), (np.float64("nan"), "returned nan")], ids=range(7))
 def test_a_verdict_that_single_precision_does_not_hold_names_function_and_row(out, says):
-    with pytest.raises(ValueError, match=rf"Grader: big {says} for row 1 \(prompt 'p'\); return None for a row that cannot be scored, else a number within ±3.4e.38"): Grader(lambda **_: [0., out, 1.], name="big").score(rollout())
+    with pytest.raises(
+            ValueError,
+            match=rf"Grader: big {says} for row 1 \(prompt 'p'\); return None for a row that cannot be scored, else "
+            "a number within ±3.4e.38"):
+        Grader(lambda **_: [0., out, 1.], name="big").score(rollout())
     largest = torch.finfo(torch.float32).max
     assert Grader(lambda **_: [largest, -largest, 1], name="f").score(rollout()).tolist() == [largest, -largest, 1]
 
@@ -194,8 +215,10 @@ def test_a_verdict_that_single_precision_does_not_hold_names_function_and_row(ou
 def test_weights_and_their_sum_stay_finite():
     for weight in (float("nan"), float("inf"), 10**400, 1e300, None, "1"):
         with pytest.raises(ValueError, match="Grader: the weight of f is "): Grader(dict(f=judge), weights=[weight])
-    with pytest.raises(ValueError, match=r"Σ weight·score is beyond single precision for row 2 \(prompt 'q'\)"): Grader(lambda **_: [1, None, 1e20], weights=[1e20], name="f").score(rollout())
-    with pytest.raises(TypeError, match="Grader: dict does not say which arguments it takes"): Grader(dict).score(rollout())
+    with pytest.raises(ValueError, match=r"Σ weight·score is beyond single precision for row 2 \(prompt 'q'\)"):
+        Grader(lambda **_: [1, None, 1e20], weights=[1e20], name="f").score(rollout())
+    with pytest.raises(TypeError, match="Grader: dict does not say which arguments it takes"):
+        Grader(dict).score(rollout())
     with pytest.raises(TypeError, match="Grader: the batch is a list; a Batch is wanted"): Grader(judge).score([1])
 
 
@@ -206,11 +229,12 @@ def math_verify(): return pytest.importorskip("math_verify")
 
 
 @pytest.mark.parametrize("says, gold, verdict", [
-    ("The answer is 72.", 72, 1.0), (r"so \boxed{72}", "72", 1.0), ("1,234 clips", "1234", 1.0), ("It is 40.", "Kelsey answered 43 correctly.\nMartin answered 43-3=40 correctly.\n#### 40", 1.0),
-    (r"$\frac{1}{2}$", "0.5", 1.0), (r"$(3, \pi/2)$", r"\left( 3, \frac{\pi}{2} \right)", 1.0), ("It is $6-5i$", "6 - 5i", 1.0),
-    ("71", 72, 0.0), ("I do not know", 72, 0.0), ("", 72, 0.0), (r"\boxed{\frac{}", 72, 0.0), ("3", r"\left( 3, \frac{\pi}{2} \right)", 0.0),
-    ("72", "no number here", None), ("72", "", None), ("72", "???", None), ("???", "???", None), ("", "", None),
-])
+    ("The answer is 72.", 72, 1.0), (r"so \boxed{72}", "72", 1.0), ("1,234 clips", "1234", 1.0),
+    ("It is 40.", "Kelsey answered 43 correctly.\nMartin answered 43-3=40 correctly.\n#### 40", 1.0),
+    (r"$\frac{1}{2}$", "0.5", 1.0), (r"$(3, \pi/2)$", r"\left( 3, \frac{\pi}{2} \right)", 1.0),
+    ("It is $6-5i$", "6 - 5i", 1.0), ("71", 72, 0.0), ("I do not know", 72, 0.0), ("", 72, 0.0),
+    (r"\boxed{\frac{}", 72, 0.0), ("3", r"\left( 3, \frac{\pi}{2} \right)", 0.0),
+    ("72", "no number here", None), ("72", "", None), ("72", "???", None), ("???", "???", None), ("", "", None),])
 def test_math_reward(math_verify, says, gold, verdict): assert math_reward([says], [gold]) == [verdict]
 
 
@@ -229,7 +253,8 @@ def test_math_reward_wants_an_answer_a_row(math_verify):
 
 def test_math_reward_without_its_extra_names_it(monkeypatch):
     monkeypatch.setattr("rlblocks.rollout.graders.find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"pip install rlblocks\[rewards\]"): Grader(math_reward).score(rollout(answer=[1, 2, 3]))
+    with pytest.raises(RuntimeError, match=r"pip install rlblocks\[rewards\]"):
+        Grader(math_reward).score(rollout(answer=[1, 2, 3]))
 
 
 def test_math_reward_on_real_answers(math_verify, shared):
@@ -242,10 +267,12 @@ def test_math_reward_on_real_answers(math_verify, shared):
     hard = read("prompts/math500.jsonl.gz")[::3]
     verdicts = math_reward([f"So it is $\\boxed{{{r['answer']}}}$." for r in hard], [r["answer"] for r in hard])
     assert verdicts.count(1.0) >= 0.98*len(hard)
-    assert sum(math_reward(["It is \\boxed{123454321}."]*len(hard), [r["answer"] for r in hard]).count(v) for v in (0.0, None)) == len(hard)
+    assert sum(math_reward(["It is \\boxed{123454321}."]*len(hard), [r["answer"] for r in hard]).count(v)
+               for v in (0.0, None)) == len(hard)
 
 
 def test_math_reward_reads_what_stands_behind_the_hashes():
-    "GSM8K's way of stating an answer: dollars and percents before it are not the answer, and another number behind it is wrong."
+    """GSM8K's way of stating an answer: dollars and percents before it are not the answer, and another number behind
+    it is wrong."""
     told = "At $0.50 each and 10% off, that makes 33 in all.\n#### "
     assert math_reward([told + "33", told + "1,033", told + "34"], ["33", "1033", "33"]) == [1.0, 1.0, 0.0]

@@ -1,4 +1,5 @@
-"An output layer with adapters is read straight, or from its logits where it cannot be: the numbers are the same (LAWS 8, 12)."
+"""An output layer with adapters is read straight, or from its logits where it cannot be: the numbers are the same
+(LAWS 8, 12)."""
 from functools import partial
 from unittest import mock
 
@@ -23,11 +24,13 @@ def model(tied=False, softcap=None, **how):
     "A tiny model with LoRA on its head (and on an attention matrix, so that hidden states have a gradient)."
     kind = dict(final_logit_softcapping=softcap, head_dim=8) if softcap else {}
     import transformers as tf
-    net = tiny.model(vocab_size=WIDE, tie_word_embeddings=tied) if not softcap else tf.Gemma2ForCausalLM(tf.Gemma2Config(
+    net = tiny.model(vocab_size=WIDE,
+                     tie_word_embeddings=tied) if not softcap else tf.Gemma2ForCausalLM(tf.Gemma2Config(
         **tiny.SIZES | dict(vocab_size=WIDE, tie_word_embeddings=tied, eos_token_id=1, pad_token_id=0) | kind))
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        net = peft.get_peft_model(net, peft.LoraConfig(**dict(r=3, lora_alpha=12, target_modules=["lm_head", "q_proj"], lora_dropout=.1) | how)).double().eval()
+        net = peft.get_peft_model(net, peft.LoraConfig(**dict(r=3, lora_alpha=12, target_modules=["lm_head", "q_proj"],
+                                                              lora_dropout=.1) | how)).double().eval()
         filled(net)
     return net
 
@@ -49,8 +52,10 @@ def read(net, bend):
         places = Places(rows, cols, targets=b.tokens[rows, cols+1], temperature=torch.linspace(.5, 2, len(rows)))
         out = Forward(net)(b.tokens, b.lengths, places, Reading(entropy=True), Layout(bend=bend))
     learning = {n: p for n, p in net.named_parameters() if p.requires_grad}
-    grads = torch.autograd.grad((out["logprobs"].cos() + .3*out["entropy"]).sum(), list(learning.values()), allow_unused=True)
-    return out["logprobs"].detach(), out["entropy"].detach(), {n: g for n, g in zip(learning, grads, strict=True) if g is not None}, len(calls)
+    grads = torch.autograd.grad((out["logprobs"].cos() + .3*out["entropy"]).sum(), list(learning.values()),
+                                allow_unused=True)
+    return out["logprobs"].detach(), out["entropy"].detach(), {n: g for n, g in zip(learning, grads, strict=True)
+                                                               if g is not None}, len(calls)
 
 
 def agree(net, adapters, softcap=None):
@@ -62,7 +67,8 @@ def agree(net, adapters, softcap=None):
     straight, plain = read(net, bend), read(net, None)
     for x, y in zip(straight[:2], plain[:2], strict=True): assert_close(x, y, atol=1e-10, rtol=1e-10)
     assert straight[2].keys() == plain[2].keys() and straight[2]
-    for name, g in plain[2].items(): assert_close(straight[2][name], g, atol=1e-10*max(1., float(g.abs().max())), rtol=0)
+    for name, g in plain[2].items():
+        assert_close(straight[2][name], g, atol=1e-10*max(1., float(g.abs().max())), rtol=0)
     assert plain[3] == 0 and straight[3] == (adapters is not None)
     return straight
 
@@ -98,14 +104,16 @@ def test_adapters_are_read_as_they_stand_at_the_moment():
     assert_close(agree(net, 1)[0], one, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("how", [dict(use_dora=True), dict(lora_bias=True), dict(target_modules=["q_proj"], modules_to_save=["lm_head"])])
+@pytest.mark.parametrize("how", [dict(use_dora=True), dict(lora_bias=True),
+                                 dict(target_modules=["q_proj"], modules_to_save=["lm_head"])])
 def test_what_is_not_plain_lora_is_read_from_logits(how):
     "… of some places at a time."
     with mock.patch.object(forward_module, "head_logprobs", partial(head_logprobs, chunk=7)): agree(model(**how), None)
 
 
 def test_logits_of_all_places_are_never_there_at_once():
-    "DoRA: no result of any operation, forward or backward, has more than chunk × V entries, and none so large is kept for the backward pass."
+    """DoRA: no result of any operation, forward or backward, has more than chunk × V entries, and none so large is
+    kept for the backward pass."""
     class Largest(TorchDispatchMode):
         entries = 0
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -119,7 +127,10 @@ def test_logits_of_all_places_are_never_there_at_once():
         kept = []
         def keep(x, kept=kept): kept.append(x.numel()); return x
         with Largest() as seen:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x): out = head_logprobs(layer, hidden, ids, bend=(.5, 3.), entropy=True, chunk=chunk, temperature=torch.linspace(.5, 2, 90), support=torch.where(ids[:, None] % 2 == 0, -1, ids[:, None] + torch.arange(4)))
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+                out = head_logprobs(layer, hidden, ids, bend=(.5, 3.), entropy=True, chunk=chunk,
+                                    temperature=torch.linspace(.5, 2, 90),
+                                    support=torch.where(ids[:, None] % 2 == 0, -1, ids[:, None] + torch.arange(4)))
             grads = torch.autograd.grad(out.cos().sum(), [hidden, layer.lora_A["default"].weight])
         assert seen.entries == chunk*WIDE and (max(kept) < 20*WIDE) == (chunk < 90)
         found[chunk] = out, *grads
@@ -148,11 +159,14 @@ def test_a_softcap_and_a_factor_are_told_apart(c, k, dtype):
 def test_what_cannot_be_measured_is_not_guessed():
     "Logits that come out in half precision, or bent in another way."
     class Other(nn.Module):
-        def __init__(self, after): super().__init__(); self.embed, self.lm_head, self.after = nn.Embedding(4, 8), nn.Linear(8, 4), after
+        def __init__(self, after):
+            super().__init__(); self.embed, self.lm_head, self.after = nn.Embedding(4, 8), nn.Linear(8, 4), after
         def get_output_embeddings(self): return self.lm_head
         def forward(self, ids): return self.after(self.lm_head(self.embed(ids)))
     assert bending(Other(lambda z: z), "cpu") == (1., None)
-    for after in (lambda z: z.bfloat16(), lambda z: z + 1, lambda z: z.clamp(-5, 5), lambda z: -z.abs(), lambda z: z.log_softmax(-1)): assert bending(Other(after), "cpu") is None
+    for after in (lambda z: z.bfloat16(), lambda z: z + 1, lambda z: z.clamp(-5, 5), lambda z: -z.abs(),
+                  lambda z: z.log_softmax(-1)):
+        assert bending(Other(after), "cpu") is None
 
 
 def test_a_layer_that_changes_gives_its_logits():
@@ -166,30 +180,37 @@ def test_a_layer_that_changes_gives_its_logits():
     found = head_logprobs(layer, hidden, ids, bend=bend, entropy=True, temperature=.7)
     torch.manual_seed(0)
     z = layer(hidden)/.7
-    assert_close(found, torch.stack([z.log_softmax(-1)[range(5), ids], torch.distributions.Categorical(logits=z).entropy()], -1), atol=1e-5, rtol=1e-5)
+    assert_close(found, torch.stack([z.log_softmax(-1)[range(5), ids],
+                                     torch.distributions.Categorical(logits=z).entropy()], -1), atol=1e-5, rtol=1e-5)
 
 
 def test_measure_hears_the_adapter():
     net = model()
     layer, hidden = output_layer(net), torch.randn(5, 32).double()
-    assert_close(head_measured(layer, hidden, lambda z: z.logsumexp(-1), bend=(.5, None), chunk=2), (layer(hidden)/2).logsumexp(-1))
+    assert_close(head_measured(layer, hidden, lambda z: z.logsumexp(-1), bend=(.5, None), chunk=2),
+                 (layer(hidden)/2).logsumexp(-1))
 
 
 def test_a_scaled_layer_with_a_bias(): # the model scales what the layer gives, its bias included
     layer, hidden, ids = nn.Linear(4, 9), torch.randn(3, 4), torch.arange(3)
-    assert_close(head_logprobs(layer, hidden, ids, bend=(.25, 2.))[:, 0], (2*torch.tanh(layer(hidden)/4/2)).log_softmax(-1)[range(3), ids])
+    assert_close(head_logprobs(layer, hidden, ids, bend=(.25, 2.))[:, 0],
+                 (2*torch.tanh(layer(hidden)/4/2)).log_softmax(-1)[range(3), ids])
 
 
 def test_a_frozen_head_is_multiplied_once_each_way():
-    "LoRA elsewhere, nothing on the head: its logits are not computed again; those of a head that learns, but for the last chunk (300 rows are two)."
+    """LoRA elsewhere, nothing on the head: its logits are not computed again; those of a head that learns, but for
+    the last chunk (300 rows are two)."""
     class Products(TorchDispatchMode):
         count = 0
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_) and any(isinstance(x, torch.Tensor) and WIDE in x.shape for x in args): self.count += 1
+            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_) and any(
+                    isinstance(x, torch.Tensor) and WIDE in x.shape for x in args):
+                self.count += 1
             return func(*args, **kwargs or {})
     for learns, wanted in ((False, 4), (True, 7)):
         layer, hidden = nn.Linear(4, WIDE, bias=False).requires_grad_(learns), torch.randn(300, 4, requires_grad=True)
-        with Products() as seen: head_logprobs(layer, hidden, torch.zeros(300, dtype=torch.long), bend=(1., None)).sum().backward()
+        with Products() as seen:
+            head_logprobs(layer, hidden, torch.zeros(300, dtype=torch.long), bend=(1., None)).sum().backward()
         assert seen.count == wanted
 
 

@@ -6,11 +6,12 @@ import torch
 from test_laws import BLOCKS, arguments, numbers
 from torch.testing import assert_close
 
-TEN = ["ppo_loss", "gspo_loss", "cispo_loss", "value_loss", "dpo_loss", "kto_loss", "jsd_loss", "group_advantages", "whiten", "kl_k3"]
-pytestmark = [
-    pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="inductor needs a C++ compiler (apt install g++)"),
-    pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch 2.13's inductor writes at::vec for a CPU without vectors, which does not compile"),
-]
+TEN = ["ppo_loss", "gspo_loss", "cispo_loss", "value_loss", "dpo_loss", "kto_loss", "jsd_loss", "group_advantages",
+       "whiten", "kl_k3"]
+pytestmark = [pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None,
+                                 reason="inductor needs a C++ compiler (apt install g++)"), pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+    reason="torch 2.13's inductor writes at::vec for a CPU without vectors, which does not compile"),]
 
 
 @pytest.mark.parametrize("name", TEN)
@@ -20,7 +21,8 @@ def test_inductor_gives_what_eager_gives(name):
     runs = []
     for f in (BLOCKS[name], torch.compile(BLOCKS[name], fullgraph=True)):
         leaf = columns[first].float().requires_grad_()
-        found = numbers(f(**{k: x.float() if x.is_floating_point() else x for k, x in columns.items()} | {first: leaf}, **hyper))
+        found = numbers(f(**{k: x.float() if x.is_floating_point() else x for k, x in columns.items()} | {first: leaf},
+                          **hyper))
         grads = torch.autograd.grad(found[0].sin().sum(), leaf) if found[0].requires_grad else ()
         runs.append([x.detach() for x in (*found, *grads)])
     assert runs[0] and assert_close(*runs, atol=1e-5, rtol=1e-5) is None

@@ -1,4 +1,5 @@
-"The Triton kernels give what the torch passes give, over every option, in Triton's interpreter: nothing here needs a GPU."
+"""The Triton kernels give what the torch passes give, over every option, in Triton's interpreter: nothing here needs
+a GPU."""
 import itertools
 import os
 import subprocess
@@ -10,7 +11,8 @@ from conftest import ROOT
 from rlblocks.arithmetic import kernels
 from torch.testing import assert_close
 
-IN_INTERPRETER = "RLBLOCKS_TEST_KERNELS" in os.environ  # Triton reads its switch when it is imported: the tests run themselves again in a fresh process
+# Triton reads its switch when it is imported: the tests run themselves again in a fresh process
+IN_INTERPRETER = "RLBLOCKS_TEST_KERNELS" in os.environ
 absent = pytest.mark.skipif(not kernels.find_triton(), reason="Triton is not installed (the extra dev has it)")
 inside = pytest.mark.skipif(not IN_INTERPRETER, reason="runs in the interpreter, from test_in_the_interpreter")
 
@@ -19,7 +21,8 @@ inside = pytest.mark.skipif(not IN_INTERPRETER, reason="runs in the interpreter,
 @pytest.mark.skipif(IN_INTERPRETER, reason="is what runs this")
 def test_in_the_interpreter():
     env = os.environ | dict(TRITON_INTERPRET="1", RLBLOCKS_TEST_KERNELS="1")
-    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__], cwd=ROOT, env=env, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__], cwd=ROOT,
+                         env=env, capture_output=True, text=True)
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout + run.stderr
 
 
@@ -36,7 +39,8 @@ def both(monkeypatch, f):
     return found
 
 
-OPTIONS = [(torch.float32, *each) for each in itertools.product([False, True], [None, 3.], [1., .7, "rows"], [False, True])]
+OPTIONS = [(torch.float32, *each)
+           for each in itertools.product([False, True], [None, 3.], [1., .7, "rows"], [False, True])]
 OPTIONS += [(torch.bfloat16, *each) for each in ((True, 3., "rows", True), (False, None, 1., False))]
 
 
@@ -51,7 +55,8 @@ def test_linear_logprobs_by_kernels(monkeypatch, dtype, entropy, softcap, tau, c
     if tau == "rows": tau = torch.linspace(.5, 2, 5)
     def run(learns):
         leaves = [t.clone().requires_grad_(i in (0, 3) or learns) for i,t in enumerate((h, W, b, x, B))]
-        found = linear_logprobs(leaves[0], leaves[1], ids, bias=leaves[2], low_rank=tuple(leaves[3:]), softcap=softcap, temperature=tau, support=support, entropy=entropy, chunk=3)
+        found = linear_logprobs(leaves[0], leaves[1], ids, bias=leaves[2], low_rank=tuple(leaves[3:]), softcap=softcap,
+                                temperature=tau, support=support, entropy=entropy, chunk=3)
         lp, H = found if entropy else (found, torch.zeros(5))
         loss = torch.where(lp.isfinite(), lp, 0.).square().sum() + H.square().sum()
         assert loss.abs() > .1
@@ -60,7 +65,8 @@ def test_linear_logprobs_by_kernels(monkeypatch, dtype, entropy, softcap, tau, c
         torch_passes, by_kernels = both(monkeypatch, lambda learns=learns: run(learns))
         for one, other in zip(torch_passes, by_kernels, strict=True):
             scale = max(1., float(one[one.isfinite()].abs().max()))
-            assert_close(other, one, rtol=0, atol=scale*(3e-6 if dtype == torch.float32 else 2e-2)) # half logits: their gradient is rounded to half, the interpreter's way
+            # half logits: their gradient is rounded to half, the interpreter's way
+            assert_close(other, one, rtol=0, atol=scale*(3e-6 if dtype == torch.float32 else 2e-2))
 
 
 @inside

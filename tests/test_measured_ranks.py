@@ -1,4 +1,5 @@
-"Divergences from a teacher and router losses on many ranks: what the plain process comes to, under every engine; one launch holds all cases."
+"""Divergences from a teacher and router losses on many ranks: what the plain process comes to, under every engine;
+one launch holds all cases."""
 
 import pytest
 import torch
@@ -18,12 +19,14 @@ def whole(moe, teacher):
     b = batch(11)
     b["teacher_hidden"] = teacher.hidden(b)
     counts = Policy(moe, frozen=True, device="cpu").expert_counts(b)
-    return Batch(**b.columns, per_row=["load"], load=(counts.sum(0)/b.lengths.sum()).expand(counts.shape), n_real=b.lengths.sum().expand(len(b)))
+    return Batch(**b.columns, per_row=["load"], load=(counts.sum(0)/b.lengths.sum()).expand(counts.shape),
+                 n_real=b.lengths.sum().expand(len(b)))
 
 
 def cases(head, **engine):
     "name → (policy, step)"
-    def divergence(logits, teacher_hidden, temperature): return jsd(logits, head(teacher_hidden, temperature=temperature), beta=1.)
+    def divergence(logits, teacher_hidden, temperature):
+        return jsd(logits, head(teacher_hidden, temperature=temperature), beta=1.)
     def distill(out, b): return masked_mean(out.measured, b.mask, denom=b.n_tokens), {}
     yield "distill", Policy(model(), **HOW | engine), lambda p, b: p.step(b, distill, measure=divergence)
     yield "tied", Policy(model("gemma"), **HOW | engine), lambda p, b: p.step(b, distill, measure=divergence)
@@ -43,9 +46,11 @@ def one_rank(rank, world, folder):
     teacher, found = Policy(model(hidden_size=64, seed=9), frozen=True, device="cpu"), {}
     b = whole(model("mixtral"), teacher)
     for engine in ENGINES:
-        cut = Policy(model(hidden_size=64, seed=9), frozen=True, device="cpu", engine=engine)      # a sharded teacher: its head comes gathered
+        # a sharded teacher: its head comes gathered
+        cut = Policy(model(hidden_size=64, seed=9), frozen=True, device="cpu", engine=engine)
         head = cut.head()
-        assert torch.equal(head.weight, teacher.head().weight) and torch.equal(cut.hidden(b), teacher.hidden(b)) and torch.equal(head.weight, cut.head().weight)
+        assert torch.equal(head.weight, teacher.head().weight) and torch.equal(cut.hidden(b), teacher.hidden(b))
+        assert torch.equal(head.weight, cut.head().weight)
         for name, policy, step in cases(head, engine=engine):
             metrics = [{k: m.to("cpu") for k, m in step(policy, uneven(b, world)[rank]).items()} for _ in range(2)]
             found[engine, name] = metrics, weights(policy)
@@ -68,6 +73,8 @@ def test_every_engine_is_the_plain_process(tmp_path, world):
         for engine in ENGINES:
             for i in range(2):
                 joined = merge(*(r[engine, name][0][i] for r in ranks))
-                for k in ("loss", "grad_norm"): assert float(joined[k]) == pytest.approx(float(metrics[i][k]), rel=1e-5, abs=1e-5), (engine, name, k)
+                for k in ("loss", "grad_norm"):
+                    assert float(joined[k]) == pytest.approx(float(metrics[i][k]), rel=1e-5,
+                                                             abs=1e-5), (engine, name, k)
             for r in ranks:
                 for n, x in r[engine, name][1].items(): assert (x - want[n]).abs().max() < NEAR*LR, (engine, name, n)

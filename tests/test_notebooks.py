@@ -1,4 +1,5 @@
-"Every notebook runs from its first cell to its last, in a process of its own: `nbdev-test NOTEBOOK`, without seven seconds of imports."
+"""Every notebook runs from its first cell to its last, in a process of its own: `nbdev-test NOTEBOOK`, without seven
+seconds of imports."""
 import os
 import sys
 
@@ -6,7 +7,8 @@ import pytest
 from conftest import ROOT
 from forked import forked
 
-NOTEBOOKS = sorted(p.relative_to(ROOT) for folder in ("nbs", "nbs/*", "tutorials") for p in ROOT.glob(f"{folder}/*.ipynb"))
+NOTEBOOKS = sorted(p.relative_to(ROOT) for folder in ("nbs", "nbs/*", "tutorials")
+                   for p in ROOT.glob(f"{folder}/*.ipynb"))
 LIMIT = 600     # seconds
 
 
@@ -24,5 +26,6 @@ def notebook(_, path, said):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_a_notebook_runs(path, tmp_path):
     try: forked(notebook, (path, str(tmp_path/"said")), 1, limit=LIMIT)
-    except Exception as e: pytest.fail(f"{type(e).__name__}: {str(e)[-200:]}\n{(tmp_path/'said').read_text()[-6000:]}", pytrace=False)
+    except Exception as e: pytest.fail(f"{type(e).__name__}: {str(e)[-200:]}\n{(tmp_path/'said').read_text()[-6000:]}",
+                                       pytrace=False)
     assert (tmp_path/"said").read_text().splitlines()[-1] == "Success."

@@ -54,6 +54,5 @@ def test_models_and_engines_are_few(step):
     assert len(modules) <= 12, sorted(modules)
 
 
-@pytest.mark.xfail(strict=True, reason="14: three of data, eleven of engines and models")
 def test_all_rooms_are_few(step):
     assert len(step[0]) <= 12, sorted(step[0])

@@ -1,4 +1,5 @@
-"Optimizers and schedules through the wrappers: resumed to the bit, equal on one rank and on two, in fp32 whatever the model came in (LAWS 30)."
+"""Optimizers and schedules through the wrappers: resumed to the bit, equal on one rank and on two, in fp32 whatever
+the model came in (LAWS 30)."""
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,8 @@ LR = 1e-2
 MAKERS = dict(adamw=steady(LR, weight_decay=.1, no_decay=("embed_tokens",)), muon=muon(lr=1e-2, weight_decay=.1))
 
 
-def loss(out, b): return ppo_loss(out.logprobs, out.logprobs.detach() - .1*b.advantages, b.advantages, b.mask, denom=b.n_tokens)
+def loss(out, b):
+    return ppo_loss(out.logprobs, out.logprobs.detach() - .1*b.advantages, b.advantages, b.mask, denom=b.n_tokens)
 
 
 def batch(seed, **more): return rows(B=8, seed=seed, dtype=torch.float32, **more)
@@ -27,10 +29,12 @@ def weights(policy): return {n: p.detach().clone() for n, p in policy._run.model
 
 @pytest.mark.parametrize("name", [*MAKERS, "8bit"])
 def test_resumed_equals_undisturbed(tmp_path, name):
-    "Six steps at once, and three, a checkpoint, and three more: weights, moving average and learning rates to the bit (LAWS 20)."
+    """Six steps at once, and three, a checkpoint, and three more: weights, moving average and learning rates to the
+    bit (LAWS 20)."""
     def run(steps, checkpoint):
         big = dict(hidden_size=64, intermediate_size=128) if name == "8bit" else {}
-        policy = Policy(model(**big), optimizer=replace(MAKERS.get(name, adamw_8bit(lr=1e-2)), schedule=wsd(6, warmup=2, decay=3)), device="cpu")
+        policy = Policy(model(**big), optimizer=replace(MAKERS.get(name, adamw_8bit(lr=1e-2)),
+                                                        schedule=wsd(6, warmup=2, decay=3)), device="cpu")
         ema = Ema(policy, decay=.9)
         for step in checkpoint(steps, policy=policy, ema=ema):
             rate = float(policy.step(batch(step), loss)["lr"])
@@ -42,23 +46,28 @@ def test_resumed_equals_undisturbed(tmp_path, name):
     assert whole[2] == again[2] == pytest.approx(1e-2/3)
     for a, b in zip(whole[:2], again[:2], strict=True): assert all(torch.equal(a[n], b[n]) for n in a)
     states = whole[3]._run.model.optimizer.state.values()
-    if name == "8bit": assert {s["state1"].dtype for s in states} == {torch.uint8, torch.float32}      # matrices in 8 bits, norms in fp32
+    # matrices in 8 bits, norms in fp32
+    if name == "8bit": assert {s["state1"].dtype for s in states} == {torch.uint8, torch.float32}
     else: assert {x.dtype for s in states for x in s.values()} == {torch.float32}
 
 
 def test_groups_know_the_models_names():
     policy = Policy(model(), optimizer=MAKERS["muon"], device="cpu")
     hidden, *rest = (set(g["param_names"]) for g in policy._run.model.optimizer.param_groups)
-    assert hidden == {n for n, p in policy._run.model.module.named_parameters() if p.dim() == 2 and not n.endswith(("embed_tokens.weight", "lm_head.weight"))}
-    assert {"trunk.model.embed_tokens.weight", "trunk.lm_head.weight"} <= rest[0] and "trunk.model.norm.weight" in rest[1] and policy._run.model.optimizer.param_groups[2]["weight_decay"] == 0
+    assert hidden == {n for n, p in policy._run.model.module.named_parameters() if p.dim() == 2
+                      and not n.endswith(("embed_tokens.weight", "lm_head.weight"))}
+    assert {"trunk.model.embed_tokens.weight", "trunk.lm_head.weight"} <= rest[0]
+    assert "trunk.model.norm.weight" in rest[1] and policy._run.model.optimizer.param_groups[2]["weight_decay"] == 0
     kept = Policy(model(), optimizer=MAKERS["adamw"], device="cpu")._run.model.optimizer.param_groups[1]
     assert "trunk.model.embed_tokens.weight" in kept["param_names"] and kept["weight_decay"] == 0
 
 
 def test_a_half_precision_model_steps_in_fp32():
-    "LAWS 30: a model that comes in bfloat16 moves by steps that bfloat16 could not hold, with fp32 states; asked for low precision, it does not."
+    """LAWS 30: a model that comes in bfloat16 moves by steps that bfloat16 could not hold, with fp32 states; asked
+    for low precision, it does not."""
     def moved(**how):
-        policy = Policy(model(dtype=torch.bfloat16), device="cpu", **dict(optimizer=adamw(lr=1e-6, max_norm=None)) | how)
+        policy = Policy(model(dtype=torch.bfloat16), device="cpu",
+                        **dict(optimizer=adamw(lr=1e-6, max_norm=None)) | how)
         before = weights(policy)
         for step in range(10): policy.step(batch(step), loss)
         after = weights(policy)
@@ -92,20 +101,24 @@ def test_a_moving_average_is_a_reference():
     other = Policy(model(), device="cpu", frozen=True)
     other._run.model.module.load_state_dict({n: ema.average[n] for n in weights(other)})
     assert torch.equal(other.logprobs(b), smooth)
-    with pytest.raises(ValueError, match="Ema: the state's 'trunk.model.embed_tokens.weight' is"): Ema(Policy(model(vocab_size=40), lr=1., device="cpu")).load_state_dict(ema.state_dict())
+    with pytest.raises(ValueError, match="Ema: the state's 'trunk.model.embed_tokens.weight' is"):
+        Ema(Policy(model(vocab_size=40), lr=1., device="cpu")).load_state_dict(ema.state_dict())
 
 
 def sharded(rank, ranks, folder):
-    "On as many ranks as there are: four steps of each optimizer under FSDP2, full weights and averages written by rank 0."
+    """On as many ranks as there are: four steps of each optimizer under FSDP2, full weights and averages written by
+    rank 0."""
     from rlblocks import SpmdPool
     with SpmdPool(timeout=300.) as pool:
         for name, make in MAKERS.items():
-            policy = pool.place(Policy, model(), engine="fsdp2", optimizer=replace(make, schedule=cosine(4, end=.5)), device="cpu")
+            policy = pool.place(Policy, model(), engine="fsdp2", optimizer=replace(make, schedule=cosine(4, end=.5)),
+                                device="cpu")
             ema = pool.place(Ema, policy, decay=.5)
             for step in range(4):
                 policy.step(batch(step), loss)
                 ema.update()
-            full = lambda policy=policy: {k: x for part in policy._run.model.iter_full_params() for k, x in part.items()}
+            full = lambda policy=policy: {k: x for part in policy._run.model.iter_full_params()
+                                          for k, x in part.items()}
             own = full()
             with ema.swapped(): smooth = full()
             if pool.rank == 0: torch.save((own, smooth), Path(folder)/f"{name}.pt")
@@ -124,21 +137,30 @@ def test_sharded_as_in_one_process(tmp_path, ranks):
         own, smooth = torch.load(tmp_path/f"{name}.pt")
         moved = sum((p-start[n]).square().sum().item() for n, p in weights(policy).items())**.5
         for mine, theirs in ((own, weights(policy)), (smooth, ema.average)):
-            largest, norm = max((mine[n]-x).abs().max().item() for n, x in theirs.items()), sum((mine[n]-x).square().sum().item() for n, x in theirs.items())**.5
-            assert moved > .1 and (largest < NEAR*LR if name == "adamw" else norm < bound(5*3, moved, torch.bfloat16)), (name, largest, norm, moved)     # Muon's polynomial: five times three products in bfloat16
+            largest, norm = (max((mine[n]-x).abs().max().item() for n, x in theirs.items()),
+                             sum((mine[n]-x).square().sum().item() for n, x in theirs.items())**.5)
+            # Muon's polynomial: five times three products in bfloat16
+            assert moved > .1 and (largest < NEAR*LR if name == "adamw"
+                                   else norm < bound(5*3, moved, torch.bfloat16)), (name, largest, norm, moved)
 
 
-ODD = {"Muon does not step": MAKERS["muon"], r"AdamW8bit keeps 'qmap1' \[256\]": adamw_8bit(lr=1e-2), "Adafactor moves an entry by": torch.optim.Adafactor,
+ODD = {"Muon does not step": MAKERS["muon"], r"AdamW8bit keeps 'qmap1' \[256\]": adamw_8bit(lr=1e-2),
+       "Adafactor moves an entry by": torch.optim.Adafactor,
        "LBFGS does not step": lambda ps: torch.optim.LBFGS([p for _, p in ps])}
-KEPT = dict(sgd=partial(torch.optim.SGD, lr=1e-1), momentum=partial(torch.optim.SGD, lr=1e-1, momentum=.9), nadam=partial(torch.optim.NAdam, lr=1e-2, eps=1e-3),
-            asgd=partial(torch.optim.ASGD, lr=1e-1, t0=1), rprop=partial(torch.optim.Rprop, lr=1e-3), adagrad=partial(torch.optim.Adagrad, eps=1e-3))
+KEPT = dict(sgd=partial(torch.optim.SGD, lr=1e-1), momentum=partial(torch.optim.SGD, lr=1e-1, momentum=.9),
+            nadam=partial(torch.optim.NAdam, lr=1e-2, eps=1e-3), asgd=partial(torch.optim.ASGD, lr=1e-1, t0=1),
+            rprop=partial(torch.optim.Rprop, lr=1e-3), adagrad=partial(torch.optim.Adagrad, eps=1e-3))
 
 
 def optimizers_under_zero(world, rank, folder):
-    "What cannot take a stretch of a weight is refused before anything is cut; what can is saved after every step, the first included, and goes on."
+    """What cannot take a stretch of a weight is refused before anything is cut; what can is saved after every step,
+    the first included, and goes on."""
     for engine in ("zero1", "zero2", "zero3"):
         for words, make in ODD.items():
-            with pytest.raises(ValueError, match=rf'engine="{engine}": {words}.*use an optimizer that treats entries alone, such as adamw'): Policy(model(), engine=engine, optimizer=make, device="cpu")
+            with pytest.raises(
+                    ValueError,
+                    match=rf'engine="{engine}": {words}.*use an optimizer that treats entries alone, such as adamw'):
+                Policy(model(), engine=engine, optimizer=make, device="cpu")
     def run(make, engine, steps, checkpoint=Checkpoint()):
         policy = Policy(model(), engine=engine, optimizer=make, device="cpu")
         for step in checkpoint(steps, policy=policy): policy.step(batch(step), loss)
@@ -149,27 +171,41 @@ def optimizers_under_zero(world, rank, folder):
         unbroken = run(make, engine, 4)
         run(make, engine, 2, Checkpoint(folder/name, every=1, whole=whole))
         again = run(make, engine, 4, Checkpoint(folder/name, every=1, whole=whole))
-        assert apart(again, unbroken) == 0 and apart(plain, dict(("trunk." + k, x) for k, x in model().state_dict().items() if "trunk." + k in plain)) > 1e-4, (name, engine, apart(again, unbroken))
-        assert name == "rprop" or apart(unbroken, plain) < NEAR*LR, (name, engine, apart(unbroken, plain))      # Rprop goes by signs alone, which rounding decides where a gradient is next to 0
+        assert apart(again, unbroken) == 0 and apart(
+            plain, dict(("trunk." + k, x) for k, x in model().state_dict().items() if "trunk." + k in plain)) > 1e-4, (
+            name, engine, apart(again, unbroken))
+        # Rprop goes by signs alone, which rounding decides where a gradient is next to 0
+        assert name == "rprop" or apart(unbroken, plain) < NEAR*LR, (name, engine, apart(unbroken, plain))
     return True
 
 
 def float16(world, rank, folder):
-    "Every engine refuses to train where small gradients vanish, names the way out, which trains, and reads with a frozen float16 model."
+    """Every engine refuses to train where small gradients vanish, names the way out, which trains, and reads with a
+    frozen float16 model."""
     half, b = (lambda: model(dtype=torch.float16)), batch(0)
     fp32 = Policy(model(dtype=torch.float16).float(), frozen=True, device="cpu").logprobs(b)
-    for how in ({}, dict(engine="fsdp2"), dict(engine="zero1"), dict(engine="zero2"), dict(engine="zero3"), dict(engine=EngineSpec(tensor_parallel=2))):
+    for how in ({}, dict(engine="fsdp2"), dict(engine="zero1"), dict(engine="zero2"), dict(engine="zero3"),
+                dict(engine=EngineSpec(tensor_parallel=2))):
         spec = engine_of(how.get("engine"))
-        for odd in (dict(), dict(engine=replace(spec, dtype=torch.float16)), dict(engine=replace(spec, low_precision=True, dtype=torch.bfloat16)), dict(lora=dict(r=2))):
-            with pytest.raises(ValueError, match="in float16 a gradient below 6e-8 is 0.*dtype=torch.bfloat16 or dtype=torch.float32"): Policy(half(), device="cpu", **how | odd)
-        with pytest.raises(ValueError, match="in float16"): Policy(model(), device="cpu", engine=replace(spec, dtype=torch.float16))
+        for odd in (dict(), dict(engine=replace(spec, dtype=torch.float16)),
+                    dict(engine=replace(spec, low_precision=True, dtype=torch.bfloat16)), dict(lora=dict(r=2))):
+            with pytest.raises(
+                    ValueError,
+                    match="in float16 a gradient below 6e-8 is 0.*dtype=torch.bfloat16 or dtype=torch.float32"):
+                Policy(half(), device="cpu", **how | odd)
+        with pytest.raises(ValueError, match="in float16"):
+            Policy(model(), device="cpu", engine=replace(spec, dtype=torch.float16))
         assert (Policy(half(), frozen=True, device="cpu", **how).logprobs(b)-fp32).abs().max() < .02, how
     for how in (None, "fsdp2", "zero3"):
         for dtype in (torch.bfloat16, torch.float32):
             for lora in (None, dict(r=2)):
                 spec = replace(engine_of(how), dtype=dtype)
                 if lora and dtype == torch.bfloat16 and how == "zero3":
-                    with pytest.raises(ValueError, match="in torch.float16 are not gathered while torch.bfloat16 computes; load them in torch.bfloat16"): Policy(half(), engine=spec, device="cpu", lora=lora)
+                    with pytest.raises(
+                            ValueError,
+                            match="in torch.float16 are not gathered while torch.bfloat16 computes; load them in "
+                            "torch.bfloat16"):
+                        Policy(half(), engine=spec, device="cpu", lora=lora)
                     continue
                 policy = Policy(half(), lr=1e-2, engine=spec, device="cpu", lora=lora)
                 assert float(policy.step(batch(1), loss)["grad_norm"]) > 1e-3, (how, dtype)

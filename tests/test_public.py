@@ -1,4 +1,5 @@
-"What a reader meets: documented names, a library equal to its notebooks, clean notebooks, a fresh README, loops that fit a page."
+"""What a reader meets: documented names, a library equal to its notebooks, clean notebooks, a fresh README, loops
+that fit a page."""
 import ast
 import builtins
 import importlib
@@ -23,7 +24,8 @@ SOURCE = re.compile(r"\b(19|20)\d\d\b")
 
 
 def public(module):
-    "(qualified name, function) of what `module` exports: functions, and the constructors and public methods of classes."
+    """(qualified name, function) of what `module` exports: functions, and the constructors and public methods of
+    classes."""
     lib = importlib.import_module(f"rlblocks.{module}")
     for name in lib.__all__:
         thing = getattr(lib, name)
@@ -31,20 +33,25 @@ def public(module):
             yield name, thing
             for method, f in vars(thing).items():
                 f = f.__func__ if isinstance(f, staticmethod | classmethod) else f
-                if inspect.isfunction(f) and inspect.unwrap(f).__code__.co_filename == lib.__file__ and (method == "__init__" or not method.startswith("_")): yield f"{name}.{method}", f
+                if inspect.isfunction(f) and inspect.unwrap(f).__code__.co_filename == lib.__file__ and (
+                        method == "__init__" or not method.startswith("_")):
+                    yield f"{name}.{method}", f
         elif inspect.isfunction(thing): yield name, thing
 
 
 def documented(f):
-    "Parameters of `f` with a comment or an annotation, all its parameters, and whether its result has one (or it has no result)."
+    """Parameters of `f` with a comment or an annotation, all its parameters, and whether its result has one (or it
+    has no result)."""
     source = textwrap.dedent(inspect.getsource(f))
     tree = ast.parse(source).body[0]
     lines = source.splitlines()
     signature = [line for line in lines[:tree.body[0].lineno - 1] if re.search(r"\)\s*:\s*#\s*\S", line)]
     result = [n for n in ast.walk(tree) if isinstance(n, ast.Return) and n.value or isinstance(n, ast.Yield)]
-    args = [*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs, *filter(None, [tree.args.vararg, tree.args.kwarg])]
+    args = [*tree.args.posonlyargs,
+            *tree.args.args, *tree.args.kwonlyargs, *filter(None, [tree.args.vararg, tree.args.kwarg])]
     commented = {a.arg for a in args if re.search(r"#\s*\S", lines[a.lineno - 1])}
-    return {a.arg for a in args if a.annotation or a.arg in commented or a.arg in ("self", "cls")}, {a.arg for a in args}, tree.returns is not None or bool(signature) or not result
+    return ({a.arg for a in args if a.annotation or a.arg in commented or a.arg in ("self", "cls")},
+            {a.arg for a in args}, tree.returns is not None or bool(signature) or not result)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -77,7 +84,8 @@ def test_the_documentation_check_sees_what_is_missing():
 def test_algorithms_give_equation_and_source(module):
     "Each has its equation; what returns tensors (not a guard, not a number to read) also the paper and its year."
     doc = lambda f: f.__doc__ or ""
-    poor = [name for name, f in public(module) if not EQUATION.search(doc(f)) or not SOURCE.search(doc(f)) and "Tensor" in str(inspect.signature(f).return_annotation)]
+    poor = [name for name, f in public(module) if not EQUATION.search(doc(f)) or not SOURCE.search(doc(f))
+            and "Tensor" in str(inspect.signature(f).return_annotation)]
     assert not poor, f"no equation or no paper with its year: {', '.join(poor)}"
 
 
@@ -89,19 +97,25 @@ def test_the_namespace_is_flat():
             assert name not in home, f"{name} is exported by {home[name]} and by {module}"
             home[name] = module
     assert not set(lib.__all__) & set(ROOMS), "a name of the package hides a room"
-    for name in lib.__all__: assert getattr(lib, name) is getattr(importlib.import_module(f"rlblocks.{home[name]}"), name)
+    for name in lib.__all__:
+        assert getattr(lib, name) is getattr(importlib.import_module(f"rlblocks.{home[name]}"), name)
 
 
-INSIDE = dict(  # what modules share with each other or show in their notebooks, and `from rlblocks import …` does not offer
-    masked={"LOG_ZERO"}, columns={"check_tokenizer", "listed", "whole_number", "widen"}, prompts={"encode", "prompt_ids", "render"}, demonstrations={"segments"},
+# what modules share with each other or show in their notebooks, and `from rlblocks import …` does not offer
+INSIDE = dict(
+    masked={"LOG_ZERO"}, columns={"check_tokenizer", "listed", "whole_number", "widen"},
+    prompts={"encode", "prompt_ids", "render"}, demonstrations={"segments"},
     ragged={"ragged"}, # would hide its module
 )
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if FLOORS[m] <= 2])
 def test_every_block_is_in_the_package(module):
-    absent = set(importlib.import_module(f"rlblocks.{module}").__all__) - set(importlib.import_module("rlblocks").__all__)
-    assert absent == INSIDE.get(module.split(".")[1], set()), f"in rlblocks.{module}, not in rlblocks: {', '.join(sorted(absent))}; name it in __init__, or say in INSIDE why not"
+    absent = set(importlib.import_module(f"rlblocks.{module}").__all__) - set(
+        importlib.import_module("rlblocks").__all__)
+    assert absent == INSIDE.get(module.split(".")[1], set()), (
+        f"in rlblocks.{module}, not in rlblocks: {', '.join(sorted(absent))}; name it in __init__, or say in "
+        "INSIDE why not")
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +124,8 @@ def exported(tmp_path_factory):
     pytest.importorskip("nbdev")
     there = tmp_path_factory.mktemp("export")
     for name in ("pyproject.toml", "settings.ini", "README.md"): shutil.copy(ROOT/name, there)
-    for name in ("nbs", "rlblocks"): shutil.copytree(ROOT/name, there/name, ignore=shutil.ignore_patterns("__pycache__", "_proc"))
+    for name in ("nbs", "rlblocks"):
+        shutil.copytree(ROOT/name, there/name, ignore=shutil.ignore_patterns("__pycache__", "_proc"))
     for module in MODULES: (there/"rlblocks"/f"{module.replace('.', '/')}.py").unlink()
     run = subprocess.run([Path(sys.executable).with_name("nbdev-export")], cwd=there, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -127,14 +142,17 @@ def test_library_is_what_the_notebooks_say(exported):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
 def test_notebooks_are_clean(path):
     nb = json.loads(path.read_text(encoding="utf-8"))
-    assert set(nb["metadata"]) <= {"kernelspec", "language_info"} and set(nb["metadata"].get("language_info", {})) <= {"name"}
+    assert set(nb["metadata"]) <= {"kernelspec", "language_info"}
+    assert set(nb["metadata"].get("language_info", {})) <= {"name"}
     for i, cell in enumerate(nb["cells"]):
         where = f"cell {i}: {''.join(cell['source'])[:50]!r}"
         assert not cell["metadata"], f"{where} has metadata"
         if cell["cell_type"] != "code": continue
-        assert cell["execution_count"] is None and ''.join(cell["source"]).strip(), f"{where} has an execution count or nothing in it"
+        assert cell["execution_count"] is None and ''.join(
+            cell["source"]).strip(), f"{where} has an execution count or nothing in it"
         for out in cell["outputs"]:
-            assert out["output_type"] != "error" and out.get("execution_count") is None and not out.get("metadata"), f"{where} has an output to clean"
+            assert out["output_type"] != "error" and out.get("execution_count") is None and not out.get(
+                "metadata"), f"{where} has an output to clean"
             assert out.get("name") != "stderr", f"{where} left a warning: {''.join(out['text'])[:80]}"
 
 
@@ -145,7 +163,8 @@ def test_notebooks_begin_with_a_title():
 
 
 def test_readme_is_what_the_index_says():
-    assert (ROOT/"README.md").read_text(encoding="utf-8") == script("make_readme").render(ROOT/"nbs/index.ipynb"), "README.md is stale: make readme"
+    assert (ROOT/"README.md").read_text(encoding="utf-8") == script("make_readme").render(
+        ROOT/"nbs/index.ipynb"), "README.md is stale: make readme"
 
 
 def links(text, folder):
@@ -157,13 +176,15 @@ def links(text, folder):
 def test_links_lead_somewhere(path):
     "nbs/index.ipynb is the README, and its links are the README's."
     text = path.read_text(encoding="utf-8")
-    if path.suffix == ".ipynb": text = "\n".join("".join(c["source"]) for c in json.loads(text)["cells"] if c["cell_type"] == "markdown")
+    if path.suffix == ".ipynb":
+        text = "\n".join("".join(c["source"]) for c in json.loads(text)["cells"] if c["cell_type"] == "markdown")
     lost = [str(x) for x in links(text, ROOT if path.name == "index.ipynb" else path.parent) if not x.exists()]
     assert not lost, f"nothing is there: {', '.join(lost)}"
 
 
 def test_a_link_that_leads_nowhere_is_seen():
-    assert links("[a](../x/1_y.ipynb#z), [b](https://c.d/e), [f](g.md) and f(x)[0](y)", ROOT) == [ROOT/"../x/1_y.ipynb", ROOT/"g.md"]
+    assert links("[a](../x/1_y.ipynb#z), [b](https://c.d/e), [f](g.md) and f(x)[0](y)",
+                 ROOT) == [ROOT/"../x/1_y.ipynb", ROOT/"g.md"]
 
 
 def script(name):
@@ -175,27 +196,34 @@ def script(name):
 
 
 def test_the_page_of_all_blocks_is_fresh():
-    assert (ROOT/"nbs/blocks.ipynb").read_text(encoding="utf-8") == script("make_blocks").render(), "nbs/blocks.ipynb is stale: python nbs/make_blocks.py"
+    assert (ROOT/"nbs/blocks.ipynb").read_text(encoding="utf-8") == script(
+        "make_blocks").render(), "nbs/blocks.ipynb is stale: python nbs/make_blocks.py"
 
 
 def test_the_page_of_all_blocks_has_every_block():
-    "Every function and class of floors 0 and 1 once; a paper wherever the docstring has one; links that lead somewhere."
-    text = "\n".join("".join(c["source"]) for c in json.loads((ROOT/"nbs/blocks.ipynb").read_text(encoding="utf-8"))["cells"])
+    """Every function and class of floors 0 and 1 once; a paper wherever the docstring has one; links that lead
+    somewhere."""
+    text = "\n".join("".join(c["source"])
+                     for c in json.loads((ROOT/"nbs/blocks.ipynb").read_text(encoding="utf-8"))["cells"])
     rows = re.findall(r"(?m)^\| \[`(\w+)`\]\(([^)#]+)(?:#\w+)?\)(?: \([^)]*\))? \| (.*) \| (.*) \|$", text)
     libs = [importlib.import_module(f"rlblocks.{m}") for m in MODULES if FLOORS[m] <= 1]
-    blocks = {name: lib for lib in libs for name in lib.__all__ if inspect.isfunction(getattr(lib, name)) or inspect.isclass(getattr(lib, name))}
+    blocks = {name: lib for lib in libs
+              for name in lib.__all__ if inspect.isfunction(getattr(lib, name)) or inspect.isclass(getattr(lib, name))}
     assert sorted(name for name, *_ in rows) == sorted(blocks)
     for name, path, what, paper in rows:
         assert (ROOT/"nbs"/path).exists() and what, name
         years = set(re.findall(r"\b(?:19|20)\d\d\b", getattr(blocks[name], name).__doc__))
-        assert set(re.findall(r"\b(?:19|20)\d\d\b", re.sub(r"\(http[^)]*\)", "", paper))) == years, f"{name}: {paper!r} beside {years}"
+        assert set(re.findall(r"\b(?:19|20)\d\d\b",
+                              re.sub(r"\(http[^)]*\)", "", paper))) == years, f"{name}: {paper!r} beside {years}"
 
 
 def test_a_paper_with_two_addresses_is_not_linked():
     make = script("make_blocks")
-    here, there = make.addresses("[Liu et al. 2025](http://a), [Yu et al. 2025](http://c)"), make.addresses("[Liu et al. 2025, eq. 3](http://b), [code](http://x), [Shao 2024](http://s)")
+    here, there = (make.addresses("[Liu et al. 2025](http://a), [Yu et al. 2025](http://c)"),
+                   make.addresses("[Liu et al. 2025, eq. 3](http://b), [code](http://x), [Shao 2024](http://s)"))
     both = {k: here.get(k, set()) | there.get(k, set()) for k in here | there}
-    assert [*make.papers("x = y. Liu et al. 2025, eq. 1, and Shao 2024.", here, both)] == ["[Liu et al. 2025](http://a)", "[Shao 2024](http://s)"]
+    assert [*make.papers("x = y. Liu et al. 2025, eq. 1, and Shao 2024.", here,
+                         both)] == ["[Liu et al. 2025](http://a)", "[Shao 2024](http://s)"]
     assert [*make.papers("x = y. Liu et al. 2025. Nobody 1999.", {}, both)] == ["Liu et al. 2025", "Nobody 1999"]
 
 
@@ -203,45 +231,58 @@ def test_tab_shows_what_people_want():
     "No modules, no imports of the package's own, no oracles, no plumbing; all of it can still be imported."
     import rlblocks
     shown = set(dir(rlblocks))
-    assert {"ppo_loss", "gae", "Policy", "Batch", "check_loss", "__version__"} <= shown <= {*rlblocks.__all__, "__version__"}
+    assert {"ppo_loss", "gae",
+            "Policy", "Batch", "check_loss", "__version__"} <= shown <= {*rlblocks.__all__, "__version__"}
     assert not shown & {*ROOMS, "gc", "sys", "import_module", "naive_gae", "Denom", "same_shape"}
-    assert all(hasattr(rlblocks, name) for name in ("naive_gae", "naive_ppo_loss", "Denom", "Over", "Number", "Counts", "Metric", "same_shape")) and rlblocks._APART <= {*rlblocks.__all__}
+    assert all(hasattr(rlblocks, name)
+               for name in ("naive_gae", "naive_ppo_loss", "Denom", "Over", "Number", "Counts", "Metric", "same_shape"))
+    assert rlblocks._APART <= {*rlblocks.__all__}
 
 
 def test_what_is_to_come_says_so():
-    "Each way to ask for it shows the text: `from … import` replaces that of an AttributeError by 'cannot import name'. `hasattr` says no."
+    """Each way to ask for it shows the text: `from … import` replaces that of an AttributeError by 'cannot import
+    name'. `hasattr` says no."""
     import rlblocks
     says = "rlblocks has no RayPool: clusters under Ray are not in this version; SpmdPool.. under torchrun"
     with pytest.raises(AttributeError, match=says): _ = rlblocks.RayPool
     with pytest.raises(ImportError, match=says): exec("from rlblocks import RayPool")
     with pytest.raises(ImportError, match=says): exec("from rlblocks import Policy, RayPool as pool")
     with pytest.raises(ImportError, match="cannot import name 'Polcy'"): exec("from rlblocks import Polcy")
-    assert not hasattr(rlblocks, "RayPool") and getattr(rlblocks, "RayPool", None) is None and not {"RayPool"} & {*dir(rlblocks), *rlblocks.__all__}
+    assert not hasattr(rlblocks, "RayPool") and getattr(rlblocks, "RayPool", None) is None
+    assert not {"RayPool"} & {*dir(rlblocks), *rlblocks.__all__}
 
 
 # -- tutorials
 
-def code_of(path): return "\n".join(re.sub(r"(?m)^[%!].*$", "pass", "".join(c["source"])) for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code")
+def code_of(path):
+    return "\n".join(re.sub(r"(?m)^[%!].*$", "pass", "".join(c["source"]))
+                     for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code")
 
 
 def loops(tree):
     "Generator functions at the top: the loops."
-    return [f for f in tree.body if isinstance(f, ast.FunctionDef) and any(isinstance(n, ast.Yield) for n in ast.walk(f))]
+    return [f
+            for f in tree.body if isinstance(f, ast.FunctionDef) and any(isinstance(n, ast.Yield) for n in ast.walk(f))]
 
 
 def strangers(tree, loop):
-    "Names that `loop` uses and that come neither from itself, nor from builtins, nor from an import of torch or rlblocks."
+    """Names that `loop` uses and that come neither from itself, nor from builtins, nor from an import of torch or
+    rlblocks."""
     lib, origin = importlib.import_module("rlblocks"), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import): origin |= {(a.asname or a.name).split(".")[0]: a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
             names = [(a.asname or a.name) for a in node.names]
-            if names == ["*"]: names = [n for n in dir(lib) if not n.startswith("_")] if node.module == "rlblocks" else importlib.import_module(node.module).__all__
+            if names == ["*"]:
+                names = [n for n in dir(lib) if not n.startswith(
+                    "_")] if node.module == "rlblocks" else importlib.import_module(node.module).__all__
             origin |= dict.fromkeys(names, node.module)
     names = [n for n in ast.walk(loop) if isinstance(n, ast.Name)]
-    own = {n.id for n in names if not isinstance(n.ctx, ast.Load)} | {a.arg for a in ast.walk(loop) if isinstance(a, ast.arg)}
+    own = {n.id for n in names if not isinstance(n.ctx,
+                                                 ast.Load)} | {a.arg for a in ast.walk(loop) if isinstance(a, ast.arg)}
     own |= {f.name for f in ast.walk(loop) if isinstance(f, ast.FunctionDef)}
-    return {n.id for n in names} - own - set(dir(builtins)) - {n for n, module in origin.items() if module.split(".")[0] in ("torch", "rlblocks")}
+    return {n.id for n in names} - own - set(dir(builtins)) - {n for n, module in origin.items()
+                                                               if module.split(".")[0] in ("torch", "rlblocks")}
 
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda p: p.name)
@@ -251,15 +292,23 @@ def test_a_tutorial_is_one_loop_that_fits_a_page(path):
     assert len(found) == 1, f"one generator function is wanted, there are {[f.name for f in found]}"
     loop, = found
     assert loop.end_lineno - loop.lineno + 1 <= 60, f"{loop.name} has {loop.end_lineno - loop.lineno + 1} lines"
-    assert not strangers(tree, loop), f"{loop.name} needs {', '.join(sorted(strangers(tree, loop)))}, neither torch nor rlblocks nor its own argument"
-    assert loop.args.kwonlyargs and not loop.args.kwarg, f"{loop.name}: hyper-parameters are keyword arguments with defaults"
+    assert not strangers(tree, loop), (
+        f"{loop.name} needs {', '.join(sorted(strangers(tree, loop)))}, neither torch nor rlblocks nor its own "
+        "argument")
+    assert (loop.args.kwonlyargs
+            and not loop.args.kwarg), f"{loop.name}: hyper-parameters are keyword arguments with defaults"
     first = next(n for n in ast.walk(loop) if isinstance(n, ast.For))
-    assert "checkpoint" in ast.unparse(first.iter), f"{loop.name} iterates over {ast.unparse(first.iter)}, not over the checkpoint"
+    assert "checkpoint" in ast.unparse(
+        first.iter), f"{loop.name} iterates over {ast.unparse(first.iter)}, not over the checkpoint"
 
 
-def test_there_are_tutorials(): assert {f"{n}.ipynb" for n in ("sft", "grpo", "ppo", "reward_model", "dpo", "kto", "rlhf")} <= {p.name for p in TUTORIALS}
+def test_there_are_tutorials():
+    assert {f"{n}.ipynb"
+            for n in ("sft", "grpo", "ppo", "reward_model", "dpo", "kto", "rlhf")} <= {p.name for p in TUTORIALS}
 
 
 def test_the_tutorial_check_sees_strangers():
-    tree = ast.parse("import torch, numpy as np\nfrom rlblocks import gae\nhelper = 1\ndef loop(x, *, lr=1):\n  for step in x:\n    y = [gae(torch.ones(1), z) for z in x]\n    yield np, helper, len(y)")
+    tree = ast.parse(
+        "import torch, numpy as np\nfrom rlblocks import gae\nhelper = 1\ndef loop(x, *, lr=1):\n  for step in "
+        "x:\n    y = [gae(torch.ones(1), z) for z in x]\n    yield np, helper, len(y)")
     assert strangers(tree, loops(tree)[0]) == {"np", "helper"}

@@ -5,8 +5,9 @@ import time
 import pytest
 import torch
 from forked import on_ranks
-from rlblocks import Batch, Checkpoint, Policy, merge, ppo_loss
+from rlblocks import Batch, Checkpoint, Policy, masked_mean, merge, ppo_loss
 from rlblocks.engines.optim import adamw
+from rlblocks.engines.world import RankLost
 from tiny import apart, exact, gradients, model, rows
 
 HOW = dict(optimizer=adamw(lr=1e-3, max_norm=1e9), device="cpu", micro_rows=2, pack=True)
@@ -104,3 +105,27 @@ def test_ranks_agree_with_one_process(tmp_path, world, cut):
         # once for step, once for logprobs; and the prompt once a group
         assert all(r["laid"] < .8*2*r["tokens"] for r in ranks)
         assert ranks[0]["calls"] >= 2*2                                         # several micro-batches a rank
+
+
+# -- ranks that were given unlike batches
+def sft(out, b): return -masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
+
+
+UNLIKE = {("whole", "part"): "the ranks disagree.*a whole batch.*a part of",
+          ("part", "other"): "the ranks disagree.*a part of", ("part", "none"): "the batch is a str"}
+
+
+def unlike(rank, ranks, kinds):
+    "A step that raises on all ranks, then one that all can take."
+    policy, b, other = Policy(model(), lr=1e-2, device="cpu"), rows(B=8), rows(B=8, seed=5)
+    given = dict(whole=b, part=b.parts(ranks)[rank], other=other.parts(ranks)[rank], none="no batch")
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=UNLIKE[kinds]) as e:
+        policy.step(given[kinds[rank]], sft)
+    assert policy.version == 0 and not isinstance(e.value, RankLost)
+    policy.step(given["part"], sft)
+    assert policy.version == 1
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kinds", UNLIKE)
+def test_ranks_that_are_given_unlike_batches_raise_together(kinds): on_ranks(unlike, (kinds,), 2, limit=60)

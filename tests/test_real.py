@@ -30,12 +30,16 @@ def one_thread():
 
 @pytest.mark.shared
 def test_rewards_rise_on_real_stories(real_run, shared, tmp_path, one_thread):
-    found = dict(real_run.stories(shared, tmp_path, sft_steps=12, steps=10, rows=48, without_kl=False, held_out=64, group_size=1))
+    found = dict(real_run.stories(shared, tmp_path, sft_steps=12, steps=10, rows=48, without_kl=False, held_out=64,
+                                  group_size=1))
     start, before = found["pretrained"]["held_out"], found["sft"]["held_out"]
-    assert before["real text"] < start["real text"] - .05 and before["ended"] > start["ended"] + .2      # it has learned to stop
+    # it has learned to stop
+    assert before["real text"] < start["real text"] - .05 and before["ended"] > start["ended"] + .2
     # Seeds 0 to 3 of the whole, on one thread. Real text: 0.13, 0.12, 0.13, 0.13; endings: 0.63, 0.55, 0.61, 0.67.
-    # GRPO: rewards rise by 0.34, 0.20, 0.36, 0.35, held out by 0.46, 0.39, 0.45, 0.32; largest KL 0.14, 0.12, 0.12, 0.11.
-    # PPO: rewards rise by 0.41, 0.27, 0.28, 0.33, held out by 0.34, 0.46, 0.39, 0.35; largest KL 0.22, 0.21, 0.20, 0.22.
+    # GRPO: rewards rise by 0.34, 0.20, 0.36, 0.35, held out by 0.46, 0.39, 0.45, 0.32; largest KL 0.14, 0.12, 0.12,
+    # 0.11.
+    # PPO: rewards rise by 0.41, 0.27, 0.28, 0.33, held out by 0.34, 0.46, 0.39, 0.35; largest KL 0.22, 0.21, 0.20,
+    # 0.22.
     # Distinct words 0.80 and more, distinct triples 0.80 and more.
     for stage in ("grpo", "ppo"):
         x = found[stage]
@@ -43,7 +47,8 @@ def test_rewards_rise_on_real_stories(real_run, shared, tmp_path, one_thread):
         assert last > first + .1, (stage, x["curves"])
         assert x["held_out"]["reward"] > before["reward"] + .1, (stage, before, x["held_out"])
         assert 0 < x["held_out"]["KL"] < KL_LIMIT and max(x["curves"]["kl"]) < KL_LIMIT
-        assert x["held_out"]["distinct words"] > .75 and x["held_out"]["distinct triples"] > .6           # no "loved loved loved"
+        # no "loved loved loved"
+        assert x["held_out"]["distinct words"] > .75 and x["held_out"]["distinct triples"] > .6
 
 
 @pytest.mark.shared
@@ -59,7 +64,8 @@ def test_gsm8k_goes_through_the_whole_pipeline(real_run, shared, one_thread):
 def test_gold_solutions_verify(real_run, shared):
     x = real_run.gold(shared, "test")
     assert x["rows"] == x["in_box"] == 1319
-    assert x["as_written"] == x["rows"], x["missed"]      # stated behind "####", whatever dollars and percents come before it
+    # stated behind "####", whatever dollars and percents come before it
+    assert x["as_written"] == x["rows"], x["missed"]
 
 
 @pytest.mark.shared
@@ -69,17 +75,23 @@ def test_the_reward_says_what_it_says(real_run, shared):
     told = [row["completion"] for row in tales]
     assert all(len(t) <= 140 or sum(t.count(c) for c in ".!?") <= 4 for t in told)
     whole, cut = real_run.tale_reward(told, ["stop"]*len(told)), real_run.tale_reward(told, ["length"]*len(told))
-    assert [a - b for a, b in zip(whole, cut, strict=True)] == pytest.approx([.5*(len(real_run.words(t)) >= 15) for t in told])
-    said = ["She was happy.", "loved "*20, "They loved it. They laughed and were happy, and then all of them went home to bed."]
+    assert [a - b for a, b in zip(whole, cut,
+                                  strict=True)] == pytest.approx([.5*(len(real_run.words(t)) >= 15) for t in told])
+    said = ["She was happy.", "loved "*20,
+            "They loved it. They laughed and were happy, and then all of them went home to bed."]
     assert real_run.tale_reward(said, ["stop"]*3) == pytest.approx([1/3, 1., 1.5])
 
 
 def test_an_incomplete_folder_is_named(real_run, root, tmp_path):
-    with pytest.raises(SystemExit, match=r"--data .*nowhere: there is no such folder; a folder with stories/.*models/stories260K"): real_run.complete(tmp_path/"nowhere")
+    with pytest.raises(SystemExit,
+                       match=r"--data .*nowhere: there is no such folder; a folder with stories/.*models/stories260K"):
+        real_run.complete(tmp_path/"nowhere")
     for name in real_run.NEEDED:
         (tmp_path/name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path/name).touch()
     assert real_run.complete(tmp_path) == tmp_path
     (tmp_path/"gsm8k/test.jsonl.gz").unlink()
-    done = subprocess.run([sys.executable, root/"benchmarks/real_run.py", "--data", tmp_path], capture_output=True, text=True, env=os.environ)
-    assert done.returncode == 1 and "the folder lacks gsm8k/test.jsonl.gz" in done.stderr and "Traceback" not in done.stderr
+    done = subprocess.run([sys.executable, root/"benchmarks/real_run.py", "--data", tmp_path], capture_output=True,
+                          text=True, env=os.environ)
+    assert done.returncode == 1 and "the folder lacks gsm8k/test.jsonl.gz" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -12,7 +12,8 @@ from torch import nn
 from torch.testing import assert_close
 
 
-def engine(net=None, **how): return Rollout(net if net is not None else sharp(), device="cpu", **dict(max_tokens=12) | how)
+def engine(net=None, **how):
+    return Rollout(net if net is not None else sharp(), device="cpu", **dict(max_tokens=12) | how)
 
 
 def sharp(kind="llama", **more):
@@ -42,32 +43,41 @@ def test_ratio_is_one_before_any_update(T, top_p, top_k):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampler_and_trainer_attend_alike(kind):
-    "LAWS 2, for each architecture, with weights so large that scores matter: at its first weights a model's attention is flat, and a softcap left out does not show."
+    """LAWS 2, for each architecture, with weights so large that scores matter: at its first weights a model's
+    attention is flat, and a softcap left out does not show."""
     net = model(kind)
     with torch.no_grad():
         for w in net.parameters(): w *= 8 if w.dim() > 1 else 1
     b = engine(net, max_tokens=24, stop=[]).generate(prompts(), group_size=4, seed=0)
-    for pack in (None, False): assert (Policy(net, device="cpu", pack=pack).logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 2e-4
+    for pack in (None, False):
+        assert (Policy(net, device="cpu", pack=pack).logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 2e-4
 
 
 def test_numbers_of_numpy_are_numbers_and_bools_are_none():
-    r = engine(max_tokens=np.int64(3), max_rows=np.int32(4), temperature=np.float32(.5), top_k=np.int64(4), stop=np.int64(1))
+    r = engine(max_tokens=np.int64(3), max_rows=np.int32(4), temperature=np.float32(.5), top_k=np.int64(4),
+               stop=np.int64(1))
     b = r.generate(prompts(), group_size=np.int64(2), max_tokens=np.int16(2), seed=np.int64(1))
-    same = engine(max_tokens=3, max_rows=4, temperature=.5, top_k=4, stop=1).generate(prompts(), group_size=2, max_tokens=2, seed=1)
+    same = engine(max_tokens=3, max_rows=4, temperature=.5, top_k=4,
+                  stop=1).generate(prompts(), group_size=2, max_tokens=2, seed=1)
     assert said(b) == said(same) and b.top_k.tolist() == [4]*6 and b.rollout_logprobs.equal(same.rollout_logprobs)
     for name in ("max_tokens", "max_rows"):
-        with pytest.raises(ValueError, match=f"Rollout: {name}=True; a whole number, at least 1, is wanted"): engine(**{name: True})
+        with pytest.raises(ValueError, match=f"Rollout: {name}=True; a whole number, at least 1, is wanted"):
+            engine(**{name: True})
     for name in ("max_tokens", "group_size"):
-        with pytest.raises(ValueError, match=f"generate: {name}=True; a whole number"): r.generate(prompts(), **{name: True})
+        with pytest.raises(ValueError, match=f"generate: {name}=True; a whole number"):
+            r.generate(prompts(), **{name: True})
     for name in ("temperature", "top_p", "top_k", "min_p"):
-        with pytest.raises(TypeError, match=f"Rollout: {name} is True; a (whole )?number is wanted"): engine(**{name: True})
+        with pytest.raises(TypeError, match=f"Rollout: {name} is True; a (whole )?number is wanted"):
+            engine(**{name: True})
     for odd in (float("inf"), 1e-40):
-        with pytest.raises(ValueError, match=f"temperature is {odd}; 0 .greedy., or 1e-6 and more"): engine(temperature=odd)
+        with pytest.raises(ValueError, match=f"temperature is {odd}; 0 .greedy., or 1e-6 and more"):
+            engine(temperature=odd)
     with pytest.raises(ValueError, match="stop holds 1.0"): engine(stop=1.)
 
 
 def test_an_engine_that_is_not_here_says_so():
-    with pytest.raises(ValueError, match="Rollout: engine='fax' is not in this version; leave it out, or say 'hf'"): engine(engine="fax")
+    with pytest.raises(ValueError, match="Rollout: engine='fax' is not in this version; leave it out, or say 'hf'"):
+        engine(engine="fax")
 
 
 def test_raw_logprobs_at_another_temperature_are_refused():
@@ -78,7 +88,8 @@ def test_raw_logprobs_at_another_temperature_are_refused():
 def test_frequencies_are_the_distributions():
     g, z = torch.Generator().manual_seed(0), torch.tensor([2., 1., .5, 0., -1.])
     n = 40_000
-    for how in (dict(), dict(temperature=.5), dict(top_k=3), dict(top_p=.7), dict(min_p=.3), dict(top_k=4, top_p=.9, temperature=2.)):
+    for how in (dict(), dict(temperature=.5), dict(top_k=3), dict(top_p=.7), dict(min_p=.3),
+                dict(top_k=4, top_p=.9, temperature=2.)):
         tokens, logp, support = sample_tokens(z.expand(n, -1), torch.rand(n, generator=g), **how)
         p = (z/how.get("temperature", 1.)).softmax(-1)
         keep = torch.ones(5, dtype=torch.bool)
@@ -90,17 +101,20 @@ def test_frequencies_are_the_distributions():
         assert (tokens.bincount(minlength=5)/n - p).abs().max() < .01, how
         assert_close(logp, p.log()[tokens], rtol=1e-5, atol=1e-5)
         assert (support is None) == (how.keys() <= {"temperature"})
-        if support is not None: assert all(set(s.tolist()) - {-1} == set(keep.nonzero()[:, 0].tolist()) for s in support[:5])
+        if support is not None:
+            assert all(set(s.tolist()) - {-1} == set(keep.nonzero()[:, 0].tolist()) for s in support[:5])
 
 
 def test_seeds_belong_to_samples():
-    "LAWS 28: alone, among others, in another order, cut in pieces: the same completions; other seeds and siblings differ."
+    """LAWS 28: alone, among others, in another order, cut in pieces: the same completions; other seeds and siblings
+    differ."""
     r, p = engine(), prompts((5, 2, 7, 3))
     whole = r.generate(p, group_size=4, seed=(0, 3))
     assert len({tuple(x) for x in said(whole)}) == 16
     assert said(r.generate(p[[2]], group_size=4, seed=(0, 3))) == said(whole)[8:12]
     assert said(r.generate(p[[3, 1]], group_size=4, seed=(0, 3))) == said(whole)[12:] + said(whole)[4:8]
-    pieces = [row for part in p.parts(3) for row in zip(part.group.repeat_interleave(4).tolist(), said(r.generate(part, group_size=4, seed=(0, 3))), strict=True)]
+    pieces = [row for part in p.parts(3) for row in zip(part.group.repeat_interleave(4).tolist(),
+                                                        said(r.generate(part, group_size=4, seed=(0, 3))), strict=True)]
     assert sorted(pieces) == sorted(zip(whole.group.tolist(), said(whole), strict=True))
     assert said(engine(max_rows=4).generate(p, group_size=4, seed=(0, 3))) == said(whole)
     assert said(r.generate(p, group_size=4, seed=(0, 4))) != said(whole)
@@ -108,7 +122,8 @@ def test_seeds_belong_to_samples():
 
 
 def test_a_long_vocabulary_is_drawn_as_in_float64():
-    "Places found block by block are those of one cumulative sum, for any length, banned ids and the last number below 1 included."
+    """Places found block by block are those of one cumulative sum, for any length, banned ids and the last number
+    below 1 included."""
     g = torch.Generator().manual_seed(1)
     for V in (1, 63, 64, 65, 1000):
         z, u = torch.randn(300, V, generator=g)*4, torch.rand(300, generator=g, dtype=torch.float64)
@@ -132,14 +147,17 @@ def ran(net, what):
 def test_only_what_is_needed_is_run():
     "Prompts of like length together, each once for its group; one logit vector a row; rows that have ended leave."
     p, r = prompts((3, 9, 2, 8)), engine(model(eos_token_id=1), max_rows=8, max_tokens=30)
-    ids, logits, head = ran(r.module, lambda x, out: tuple(x.shape)), ran(r.module, lambda x, out: out.logits.shape[:2].numel()), ran(r.module.lm_head, lambda x, out: x.shape[:-1].numel())
+    ids, logits, head = (ran(r.module, lambda x, out: tuple(x.shape)),
+                         ran(r.module, lambda x, out: out.logits.shape[:2].numel()),
+                         ran(r.module.lm_head, lambda x, out: x.shape[:-1].numel()))
     b = r.generate(p, group_size=4, seed=3)
     prefills = [i for i, (rows, width) in enumerate(ids) if rows*width != logits[i]]
     assert [ids[i] for i in prefills] == [(2, 9), (2, 3)] and [logits[i] for i in prefills] == [2, 2]
     assert logits == head
     completions = b.lengths - b.prompt_lengths
     assert completions.min() < 15 and (completions == 30).any()
-    for rows, start, stop in zip((completions.view(4, 4)[[1, 3]].flatten(), completions.view(4, 4)[[0, 2]].flatten()), prefills, [*prefills[1:], len(ids)], strict=True):
+    for rows, start, stop in zip((completions.view(4, 4)[[1, 3]].flatten(), completions.view(4, 4)[[0, 2]].flatten()),
+                                 prefills, [*prefills[1:], len(ids)], strict=True):
         steps = logits[start+1:stop]
         alive = [int((rows > s+1).sum()) for s in range(len(steps))]      # who still has something to say after step s
         assert len(steps) == int(rows.max()) - 1
@@ -148,7 +166,8 @@ def test_only_what_is_needed_is_run():
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2", "gemma"])
 def test_siblings_side_by_side_change_nothing(kind):
-    "One copy of a prompt's keys for its group: until rows leave, or have said more than they share; nothing of it shows."
+    """One copy of a prompt's keys for its group: until rows leave, or have said more than they share; nothing of it
+    shows."""
     net = sharp(kind)
     both = engine(net, max_tokens=30), engine(net, max_tokens=30)
     assert both[0].sampler.shared
@@ -164,13 +183,15 @@ def test_a_groups_prompt_is_kept_once():
     net = model().eval()
     def keys(repeats, said, shared=True):
         with torch.no_grad():
-            decoder, at = CachedDecoder(net, torch.randint(2, 32, (3, 20)), torch.tensor([20, 9, 4]), repeats, shared=shared), []
+            decoder, at = CachedDecoder(net, torch.randint(2, 32, (3, 20)), torch.tensor([20, 9, 4]), repeats,
+                                        shared=shared), []
             for _ in range(said):
                 decoder.push(torch.randint(2, 32, (3*repeats,)))
                 at.append(decoder.cache.layers[0].keys)
         return at
     shapes = [tuple(k.shape) for k in keys(4, 22)]
-    assert [s[0]*s[2] for s in shapes[:20]] == [3*(20 + 4*(s+1)) for s in range(20)] and [s[0]*s[2] for s in shapes[20:]] == [12*41, 12*42]
+    assert [s[0]*s[2] for s in shapes[:20]] == [3*(20 + 4*(s+1)) for s in range(20)]
+    assert [s[0]*s[2] for s in shapes[20:]] == [12*41, 12*42]
     assert [k.shape[0]*k.shape[2] for k in keys(4, 2, shared=False)] == [12*21, 12*22]
     assert len({k.data_ptr() for k in keys(1, 40)}) <= 3        # written in place, in room that grows by a quarter
 
@@ -178,7 +199,8 @@ def test_a_groups_prompt_is_kept_once():
 def test_models_with_windows_or_masks_of_their_own_keep_their_siblings_apart():
     "Mistral's window, and GPT-Neo, whose layers cut a window out of the columns of the cache: right, and not shared."
     import transformers as tf
-    neo = tf.GPTNeoForCausalLM(tf.GPTNeoConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4, window_size=12,
+    neo = tf.GPTNeoForCausalLM(tf.GPTNeoConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_layers=2,
+                                               attention_types=[[["global", "local"], 1]], num_heads=4, window_size=12,
                                                max_position_embeddings=64, eos_token_id=1, bos_token_id=1))
     for net in (neo, sharp("mistral", sliding_window=12)):      # longer than what the probe runs
         with torch.no_grad():
@@ -188,7 +210,8 @@ def test_models_with_windows_or_masks_of_their_own_keep_their_siblings_apart():
             def forward(self, tokens): return self.net(tokens, use_cache=False).logits
         fast = engine(net)
         assert not fast.sampler.shared
-        a, b = fast.generate(prompts((9, 20)), group_size=4, seed=2), engine(Again(net), stop=[1]).generate(prompts((9, 20)), group_size=4, seed=2)
+        a, b = fast.generate(prompts((9, 20)), group_size=4,
+                             seed=2), engine(Again(net), stop=[1]).generate(prompts((9, 20)), group_size=4, seed=2)
         assert said(a) == said(b)
         assert_close(a.rollout_logprobs, b.rollout_logprobs, rtol=0, atol=1e-4)
 
@@ -211,7 +234,8 @@ def test_a_cache_that_lies_is_not_used():
     class Liar(nn.Module):
         def __init__(self): super().__init__(); self.net = sharp(); self.config = self.net.config
         def forward(self, tokens, attention_mask=None, past_key_values=None, use_cache=False, position_ids=None):
-            out = self.net(tokens, attention_mask=attention_mask, past_key_values=past_key_values, use_cache=use_cache, position_ids=position_ids)
+            out = self.net(tokens, attention_mask=attention_mask, past_key_values=past_key_values, use_cache=use_cache,
+                           position_ids=position_ids)
             if past_key_values is not None and tokens.shape[1] == 1: out.logits = out.logits.flip(-1)
             return out
     lying, honest = engine(Liar(), stop=[1]), engine(sharp())
@@ -234,12 +258,15 @@ def test_what_generate_writes_is_not_the_users():
 def test_rows_end_with_their_stop_token_exactly_once():
     "LAWS 10: pad == eos, or eos inside the prompt, changes nothing: what exists is said by lengths."
     p = prompts()
-    p["tokens"] = torch.where((torch.arange(7) == 1) & (torch.arange(7) < p.lengths[:, None]), 1, p.tokens)     # the stop id inside every prompt
+    # the stop id inside every prompt
+    p["tokens"] = torch.where((torch.arange(7) == 1) & (torch.arange(7) < p.lengths[:, None]), 1, p.tokens)
     b = engine(model(eos_token_id=1, pad_token_id=1), max_tokens=60 - 7).generate(p, group_size=8, seed=0)
-    for x, reason in zip(said(b), b.finish_reason, strict=True): assert (reason == "stop") == (x[-1] == 1) and 1 not in x[:-1] and (reason == "stop" or len(x) == 53)
+    for x, reason in zip(said(b), b.finish_reason, strict=True):
+        assert (reason == "stop") == (x[-1] == 1) and 1 not in x[:-1] and (reason == "stop" or len(x) == 53)
     assert "stop" in b.finish_reason
     assert torch.equal(b.mask.sum(1), b.lengths - b.prompt_lengths) and not b.mask[:, 0].any()
-    for i in range(len(b)): assert b.tokens[i, :b.prompt_lengths[i]].tolist() == p.tokens[i//8, :p.lengths[i//8]].tolist()
+    for i in range(len(b)):
+        assert b.tokens[i, :b.prompt_lengths[i]].tolist() == p.tokens[i//8, :p.lengths[i//8]].tolist()
 
 
 @pytest.mark.parametrize("end, warned", [(2, True), ([1, 2], True), (1, False), (0, False), (3, False), (None, False)])
@@ -252,11 +279,14 @@ def test_a_models_stop_id_that_is_text_to_the_tokenizer_warns(end, warned):
         r = engine(model(eos_token_id=end), tokenizer=tok)
     said = [str(w.message) for w in seen if "Rollout" in str(w.message)]
     assert len(said) == warned and 1 in r.stop
-    if warned: assert "ends rows at 2, which is 'w2' to the tokenizer, no special token; its end is 1 ('w1')" in said[0] and "say stop=1" in said[0]
+    if warned:
+        assert "ends rows at 2, which is 'w2' to the tokenizer, no special token; its end is 1 ('w1')" in said[0]
+        assert "say stop=1" in said[0]
 
 
 def test_siblings_that_say_the_same_are_marked():
-    "LAWS 28: the share of duplicates in a group is there to be logged; greedy siblings are all alike, sampled ones are not."
+    """LAWS 28: the share of duplicates in a group is there to be logged; greedy siblings are all alike, sampled ones
+    are not."""
     r = engine()
     assert r.generate(prompts(), group_size=4, temperature=0.).duplicate.tolist() == [False, True, True, True]*3
     b = r.generate(prompts(), group_size=8, max_tokens=1)
@@ -269,25 +299,31 @@ def test_siblings_that_say_the_same_are_marked():
 
 def test_columns_travel_with_their_prompt():
     b = engine().generate(prompts(), group_size=3)
-    assert b.answer == ["5"]*3 + ["2"]*3 + ["7"]*3 and b.group.tolist() == [100]*3 + [101]*3 + [102]*3 and b.sample.tolist() == [0, 1, 2]*3
+    assert b.answer == ["5"]*3 + ["2"]*3 + ["7"]*3 and b.group.tolist() == [100]*3 + [101]*3 + [102]*3
+    assert b.sample.tolist() == [0, 1, 2]*3
     assert b.prompt_lengths.tolist() == [5]*3 + [2]*3 + [7]*3 and b.policy_version.tolist() == [0]*9
     scores = Grader(lambda completion_ids, **_: [float(len(x)) for x in completion_ids]).score(b)
     assert scores.tolist() == (b.lengths - b.prompt_lengths).tolist()
-    scores = Grader(lambda completion_ids, **_: [None if i == 1 else float(i) for i in range(len(completion_ids))]).score(b)
+    scores = Grader(lambda completion_ids, **_: [None if i == 1 else float(i)
+                                                 for i in range(len(completion_ids))]).score(b)
     kept = b[~scores.isnan()]
     advantages = group_advantages(scores[~scores.isnan()], kept.group)
     assert len(kept) == 8 and kept.group.tolist().count(100) == 2 and advantages.isfinite().all()
 
 
 def test_a_loss_whose_terms_cancel_is_no_broken_loss():
-    "GRPO on fresh rows of one length, old log-probs from the same forward pass: the loss is 0 but for rounding, its gradient is not."
+    """GRPO on fresh rows of one length, old log-probs from the same forward pass: the loss is 0 but for rounding,
+    its gradient is not."""
     g = torch.Generator().manual_seed(0)
     group, mask = torch.arange(64)//8, (torch.arange(64) > 0).expand(64, -1)
-    b = Batch(tokens=torch.ones(64, 64, dtype=torch.long), lengths=torch.full((64,), 64), mask=mask, group=group, advantages=at_tokens(group_advantages(torch.rand(64, generator=g), group), mask))
+    b = Batch(tokens=torch.ones(64, 64, dtype=torch.long), lengths=torch.full((64,), 64), mask=mask, group=group,
+              advantages=at_tokens(group_advantages(torch.rand(64, generator=g), group), mask))
     out = Out(logprobs=-torch.rand(64, 64, generator=g)*8)
     def loss(out, b): return ppo_loss(out.logprobs, out.logprobs.detach(), b.advantages, b.mask, denom=b.n_tokens)
     assert check_splits(loss, out, b, "Policy")
-    with pytest.raises(ValueError, match="not a sum over rows"): check_splits(lambda out, b: (loss(out, b)[0] + 1e-3, {}), out, b, "Policy")       # added once a call
+    # added once a call
+    with pytest.raises(ValueError, match="not a sum over rows"):
+        check_splits(lambda out, b: (loss(out, b)[0] + 1e-3, {}), out, b, "Policy")
 
 
 def test_greedy_rows_are_never_trained_on():
@@ -300,22 +336,28 @@ def test_greedy_rows_are_never_trained_on():
         assert net(ids).logits[0, start-1:-1].argmax(-1).tolist() == ids[0, start:].tolist()
     policy = Policy(net, lr=1e-2, device="cpu")
     with pytest.raises(ValueError, match="nothing to read.*at="): policy.logprobs(b)
-    new = (torch.arange(b.tokens.shape[1]) >= b.prompt_lengths[:, None]) & (torch.arange(b.tokens.shape[1]) < b.lengths[:, None])
+    new = (torch.arange(b.tokens.shape[1])
+           >= b.prompt_lengths[:, None]) & (torch.arange(b.tokens.shape[1]) < b.lengths[:, None])
     assert (policy.logprobs(b, at=new)[new] < 0).all()
-    assert float(policy.step(b, lambda out, b: (masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}))["skipped"]) == 1
+    assert float(policy.step(b,
+                             lambda out, b: (masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}))["skipped"]) == 1
 
 
 def test_support_of_many_tokens_stays_small():
     r = engine(model(vocab_size=500), top_p=.99)
-    with pytest.warns(UserWarning, match="top_p=0.99, min_p=0 leave more than 64 ids"): b = r.generate(prompts(), group_size=2)
+    with pytest.warns(UserWarning, match="top_p=0.99, min_p=0 leave more than 64 ids"):
+        b = r.generate(prompts(), group_size=2)
     assert b.support.shape[2] == 64 and b.support.dtype == torch.int32
     for i, t in b.mask.nonzero().tolist(): assert b.tokens[i, t] in b.support[i, t]
     assert (b.support[~b.mask] <= 0).all()        # nothing sampled there: −1, or 0 where rows were padded to join
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("sizes, how", [(dict(vocab_size=500), dict(top_p=.05)), (dict(vocab_size=500), dict(top_k=64, top_p=.99)), (dict(vocab_size=64), dict(top_p=1-1e-6))])
-def test_no_warning_of_a_cut_where_nothing_was_cut(sizes, how): assert "support" in engine(model(**sizes), **how).generate(prompts())
+@pytest.mark.parametrize("sizes, how",
+                         [(dict(vocab_size=500), dict(top_p=.05)), (dict(vocab_size=500), dict(top_k=64, top_p=.99)),
+                          (dict(vocab_size=64), dict(top_p=1-1e-6))])
+def test_no_warning_of_a_cut_where_nothing_was_cut(sizes, how):
+    assert "support" in engine(model(**sizes), **how).generate(prompts())
 
 
 @pytest.mark.parametrize("temperature", [0., 1.])
@@ -327,14 +369,19 @@ def test_weights_that_are_no_numbers_are_not_sampled_from(temperature, bad):
 
 
 def test_a_sync_is_proved_and_a_failed_one_refuses_to_sample():
-    "LAWS 3: whichever weight moves, the engine follows, and its log-probs are the trainer's; a stranger's weights raise."
+    """LAWS 3: whichever weight moves, the engine follows, and its log-probs are the trainer's; a stranger's weights
+    raise."""
     from rlblocks.engines.weights import checksum, named_weights
     net = sharp()
     policy, r = Policy(net, lr=1e-2, device="cpu"), engine(net)
-    for name in ("model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"):
-        with torch.no_grad(): dict(policy._run.module.trunk.named_parameters())[name].add_(1e-2*torch.randn(1, generator=torch.Generator().manual_seed(1)))
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "model.embed_tokens.weight",
+                 "lm_head.weight"):
+        with torch.no_grad():
+            dict(policy._run.module.trunk.named_parameters())[name].add_(
+                1e-2*torch.randn(1, generator=torch.Generator().manual_seed(1)))
         manifest = r.load(policy.weights())
-        assert manifest.checksums == {n: checksum(x) for n, x in named_weights(policy._run.module.trunk).items()} and name in manifest.checksums
+        assert manifest.checksums == {n: checksum(x) for n, x in named_weights(policy._run.module.trunk).items()}
+        assert name in manifest.checksums
         b = r.generate(prompts(), group_size=4)
         assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-4
     ticket = policy.weights()
@@ -343,8 +390,10 @@ def test_a_sync_is_proved_and_a_failed_one_refuses_to_sample():
     with pytest.raises(RuntimeError, match="the last load failed"): r.generate(prompts())
     assert r.load(policy.weights()).version == 1 and r.generate(prompts()).policy_version.tolist() == [1]*3
     r.load(policy.weights()); r.load(policy.weights())
-    with pytest.raises(ValueError, match="the ticket lacks 'model.layers.1"): r.load(Policy(model(num_hidden_layers=1), device="cpu").weights())
-    with pytest.raises(ValueError, match="has no 'model.layers.2"): r.load(Policy(model(num_hidden_layers=3), device="cpu").weights())
+    with pytest.raises(ValueError, match="the ticket lacks 'model.layers.1"):
+        r.load(Policy(model(num_hidden_layers=1), device="cpu").weights())
+    with pytest.raises(ValueError, match="has no 'model.layers.2"):
+        r.load(Policy(model(num_hidden_layers=3), device="cpu").weights())
     with pytest.raises(ValueError, match="is \\[64"): r.load(Policy(model(vocab_size=64), device="cpu").weights())
 
 
@@ -362,12 +411,15 @@ def test_a_value_head_stays_at_home():
 
 def test_clear_errors():
     r, p = engine(), prompts()
-    empty = Batch(tokens=torch.zeros(2, 3, dtype=torch.long), lengths=torch.tensor([2, 0]), mask=torch.zeros(2, 3, dtype=torch.bool), group=torch.arange(2))
+    empty = Batch(tokens=torch.zeros(2, 3, dtype=torch.long), lengths=torch.tensor([2, 0]),
+                  mask=torch.zeros(2, 3, dtype=torch.bool), group=torch.arange(2))
     with pytest.raises(ValueError, match="prompt 1 is empty"): r.generate(empty)
-    with pytest.raises(ValueError, match="prompt 2 has 7 tokens; with max_tokens=60 that is beyond the model's 64"): r.generate(p, max_tokens=60)
+    with pytest.raises(ValueError, match="prompt 2 has 7 tokens; with max_tokens=60 that is beyond the model's 64"):
+        r.generate(p, max_tokens=60)
     with pytest.raises(TypeError, match="prompts is a list; a Batch is wanted"): r.generate(["hello"])
     with pytest.raises(ValueError, match="no prompts"): r.generate(p[[]])
     with pytest.raises(ValueError, match=r"no column 'group'.*data.take\(n\)"): r.generate(p.drop("group"))
     with pytest.raises(ValueError, match="group_size=0"): r.generate(p, group_size=0)
-    for how, says in ((dict(temperature=-1.), "temperature is -1"), (dict(top_p=0.), "top_p is 0"), (dict(top_k=65), "top_k is 65"), (dict(min_p=1.), "min_p is 1"), (dict(engine="fax"), "'fax'")):
+    for how, says in ((dict(temperature=-1.), "temperature is -1"), (dict(top_p=0.), "top_p is 0"),
+                      (dict(top_k=65), "top_k is 65"), (dict(min_p=1.), "min_p is 1"), (dict(engine="fax"), "'fax'")):
         with pytest.raises(ValueError, match=says): engine(**how)

@@ -1,6 +1,8 @@
-"""How floors 2-4 are written: short functions, short cells, short modules, few parameters, no state at module level, nothing done on import.
+"""How floors 2-4 are written: short functions, short cells, short modules, few parameters, no state at module level,
+nothing done on import.
 
-OWED holds what does not keep a rule yet. It only shrinks: a test fails on what is not in it, and on an entry that nobody owes any more."""
+OWED holds what does not keep a rule yet. It only shrinks: a test fails on what is not in it, and on an entry that
+nobody owes any more."""
 import ast
 import json
 import re
@@ -17,7 +19,8 @@ from test_style import body, cells, functions, outer
 HIGH = sorted(m for m in FLOORS if 2 <= FLOORS[m] <= 4)
 OWED = json.loads((ROOT/"tests"/"owed.json").read_text())
 MODULE, CELL, BODY, PARAMETERS = 350, 80, 60, 12
-MUTABLE = {"dict", "list", "set", "defaultdict", "OrderedDict", "deque", "Counter", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}
+MUTABLE = {"dict", "list", "set", "defaultdict", "OrderedDict", "deque", "Counter", "WeakKeyDictionary",
+           "WeakValueDictionary", "WeakSet"}
 
 
 def owed(rule, found):
@@ -38,15 +41,19 @@ def top(tree):
 
 
 def is_mutable(value):
-    "An empty container that code fills later, or one that it could: a dict or list that is a table of constants is read only."
-    if isinstance(value, ast.Dict | ast.List | ast.Set): return not (getattr(value, "elts", None) or getattr(value, "keys", None))
-    return isinstance(value, ast.Call) and not value.args and not value.keywords and ast.unparse(value.func).split(".")[-1] in MUTABLE | {"local", "count"} or (
+    """An empty container that code fills later, or one that it could: a dict or list that is a table of constants is
+    read only."""
+    if isinstance(value, ast.Dict | ast.List | ast.Set):
+        return not (getattr(value, "elts", None) or getattr(value, "keys", None))
+    return isinstance(value, ast.Call) and not value.args and not value.keywords and ast.unparse(value.func).split(
+        ".")[-1] in MUTABLE | {"local", "count"} or (
         isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in MUTABLE - {"dict", "list", "set"})
 
 
 def state(tree):
     "Names of the containers that a module makes to be filled later."
-    made = [(n.targets[0] if isinstance(n, ast.Assign) else n.target, n.value) for n in tree.body if isinstance(n, ast.Assign | ast.AnnAssign) and n.value]
+    made = [(n.targets[0] if isinstance(n, ast.Assign) else n.target, n.value)
+            for n in tree.body if isinstance(n, ast.Assign | ast.AnnAssign) and n.value]
     return [ast.unparse(name) for name, value in made if is_mutable(value) and ast.unparse(name) != "__all__"]
 
 
@@ -58,14 +65,18 @@ def written(tree):
 def effects(tree):
     "Filters of warnings and writes to the environment, anywhere."
     for n in ast.walk(tree):
-        if isinstance(n, ast.Call) and ast.unparse(n.func) in ("warnings.filterwarnings", "warnings.simplefilter", "filterwarnings", "simplefilter", "os.putenv",
-                                                               "os.environ.setdefault", "os.environ.update"): yield ast.unparse(n.func)
-        if isinstance(n, ast.Assign | ast.AugAssign) and "os.environ" in ast.unparse(n.targets[0] if isinstance(n, ast.Assign) else n.target): yield "os.environ"
+        if isinstance(n, ast.Call) and ast.unparse(n.func) in (
+                "warnings.filterwarnings", "warnings.simplefilter", "filterwarnings", "simplefilter", "os.putenv",
+                "os.environ.setdefault", "os.environ.update"): yield ast.unparse(n.func)
+        if isinstance(n, ast.Assign | ast.AugAssign) and "os.environ" in ast.unparse(
+                n.targets[0] if isinstance(n, ast.Assign) else n.target):
+            yield "os.environ"
 
 
 def parameters(f):
     a = f.args
-    return len(a.posonlyargs) + len(a.args) + len(a.kwonlyargs) + bool(a.vararg) + bool(a.kwarg) - bool(a.args and a.args[0].arg in ("self", "cls"))
+    return len(a.posonlyargs) + len(a.args) + len(a.kwonlyargs) + bool(a.vararg) + bool(a.kwarg) - bool(
+        a.args and a.args[0].arg in ("self", "cls"))
 
 
 def test_bodies_are_short():
@@ -83,7 +94,9 @@ def test_class_cells_are_short():
     "A method of a wrapper is a few lines over a function that has its own cell."
     paths = [p for room in sorted({m.split(".")[0] for m in HIGH}) for p in ROOT.glob(f"nbs/{room}/*.ipynb")]
     found = [(p.name, i, text) for p in paths for i, text in cells(p) if "#| export" in text and "\nclass " in text]
-    owed("class cells", [f"{name.split('_', 1)[1].removesuffix('.ipynb')}: {text.split(chr(10) + 'class ')[1].split('(')[0].split(':')[0]}" for name, i, text in found if text.count("\n") + 1 > CELL])
+    owed("class cells", [f"{name.split('_', 1)[1].removesuffix('.ipynb')}: "
+                         f"{text.split(chr(10) + 'class ')[1].split('(')[0].split(':')[0]}"
+                         for name, i, text in found if text.count("\n") + 1 > CELL])
 
 
 def test_constructors_take_few_parameters():
@@ -93,21 +106,25 @@ def test_constructors_take_few_parameters():
     owed("constructors", found)
 
 
-def test_no_module_keeps_state(): owed("state", [f"{m}.{name}" for m, tree in trees().items() for name in state(tree) + written(tree)])
+def test_no_module_keeps_state():
+    owed("state", [f"{m}.{name}" for m, tree in trees().items() for name in state(tree) + written(tree)])
 
 
 def test_nothing_filters_warnings_or_writes_the_environment():
     "At import never; in a function only where that is documented, once."
     for m, tree in trees().items():
-        on_import = [e for n in top(tree) if not isinstance(n, ast.FunctionDef | ast.ClassDef | ast.If | ast.Try | ast.With) for e in effects(n)]
+        on_import = [e for n in top(tree) if not isinstance(n, ast.FunctionDef | ast.ClassDef | ast.If | ast.Try
+                                                            | ast.With) for e in effects(n)]
         assert not on_import, f"{m}, on import: {', '.join(on_import)}"
     owed("effects", sorted({f"{m}: {e}" for m, tree in trees().items() for e in effects(tree)}))
 
 
 def test_these_checks_see_what_they_forbid(monkeypatch):
-    tree = ast.parse("A = {}\nB = dict(x=1)\nC = [1]\nD = WeakKeyDictionary()\nE: dict = {}\nF = (1,)\ndef f(): global G\nos.environ['x'] = 1\nwarnings.filterwarnings('ignore')\n"
+    tree = ast.parse("A = {}\nB = dict(x=1)\nC = [1]\nD = WeakKeyDictionary()\nE: dict = {}\nF = (1,)\ndef f(): global "
+                     "G\nos.environ['x'] = 1\nwarnings.filterwarnings('ignore')\n"
                      "def g(): os.environ.setdefault('a', 'b')\nclass H:\n  def __init__(self, a, b, *c, d, **e): pass")
-    assert state(tree) == ["A", "D", "E"] and written(tree) == ["global G"] and sorted(effects(tree)) == ["os.environ", "os.environ.setdefault", "warnings.filterwarnings"]
+    assert state(tree) == ["A", "D", "E"] and written(tree) == ["global G"]
+    assert sorted(effects(tree)) == ["os.environ", "os.environ.setdefault", "warnings.filterwarnings"]
     assert parameters(functions(tree)[-1]) == 5
     monkeypatch.setitem(OWED, "state", ["old"])
     with pytest.raises(AssertionError, match="nobody owes old"): owed("state", [])
@@ -128,27 +145,34 @@ def test_contributing_names_what_is_there():
 
 # -- Python 3.11 … 3.13, as settings.ini says
 
-GONE = {"imp", "asyncore", "asynchat", "smtpd", "distutils", "aifc", "audioop", "cgi", "cgitb", "chunk", "crypt", "imghdr", "mailcap", "msilib", "nis", "nntplib", "ossaudiodev", "pipes",
-        "sndhdr", "spwd", "sunau", "telnetlib", "uu", "xdrlib", "lib2to3"}         # removed in 3.12 and 3.13
+# removed in 3.12 and 3.13
+GONE = {"imp", "asyncore", "asynchat", "smtpd", "distutils", "aifc", "audioop", "cgi", "cgitb", "chunk", "crypt",
+        "imghdr", "mailcap", "msilib", "nis", "nntplib", "ossaudiodev", "pipes", "sndhdr", "spwd", "sunau",
+        "telnetlib", "uu", "xdrlib", "lib2to3"}
 
 
-def lines(): return sorted([*ROOT.glob("rlblocks/**/*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("tutorials/*.py")])
+def lines():
+    return sorted([*ROOT.glob("rlblocks/**/*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/*.py"),
+                   *ROOT.glob("tutorials/*.py")])
 
 
 def test_every_file_is_python_3_11_and_imports_nothing_that_3_13_removed():
     for path in lines():
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path), feature_version=(3, 11))
-        names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names} | {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module and not n.level}
+        names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names} | {
+            n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module and not n.level}
         assert not (gone := {n.split(".")[0] for n in names} & GONE), (path, gone)
 
 
-SYNTAX = "import ast, sys, warnings; warnings.simplefilter('error'); [compile(open(f, encoding='utf-8').read(), f, 'exec') for f in sys.argv[1:]]"
+SYNTAX = ("import ast, sys, warnings; warnings.simplefilter('error'); [compile(open(f, encoding='utf-8').read(), f, "
+          "'exec') for f in sys.argv[1:]]")
 
 
 @pytest.mark.parametrize("version", ["3.12", "3.13"])
 def test_other_pythons_compile_every_file(version):
     "Without a warning that it will be an error later."
     python = next(iter(Path.home().glob(f".pyenv/versions/{version}*/bin/python3")), None)
-    if python is None or sys.version_info[:2] == tuple(map(int, version.split("."))): pytest.skip(f"no Python {version} here beside this one")
+    if python is None or sys.version_info[:2] == tuple(map(int, version.split("."))):
+        pytest.skip(f"no Python {version} here beside this one")
     run = subprocess.run([python, "-c", SYNTAX, *lines()], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]

@@ -1,4 +1,5 @@
-"Router logits of a mixture of experts: the same columns and the same gradient however rows are laid out and a step is cut (LAWS 1, 12)."
+"""Router logits of a mixture of experts: the same columns and the same gradient however rows are laid out and a step
+is cut (LAWS 1, 12)."""
 import pytest
 import tiny
 import torch
@@ -22,7 +23,8 @@ def batch(B=16):
     b, at = tiny.rows(B=B, T=14), torch.arange(14)
     start, lengths = 4 + b.group, (5 + b.group + torch.arange(B)*5 % 6).clamp(max=14)
     tokens = torch.where(at < start[:, None], b.tokens[b.group*4], b.tokens)
-    return Batch(**b.columns | dict(tokens=tokens, lengths=lengths, mask=(at >= start[:, None]) & (at < lengths[:, None])))
+    return Batch(**b.columns | dict(tokens=tokens, lengths=lengths,
+                                    mask=(at >= start[:, None]) & (at < lengths[:, None])))
 
 
 def real(b): return torch.arange(b.tokens.shape[1]) < b.lengths[:, None]
@@ -31,13 +33,15 @@ def real(b): return torch.arange(b.tokens.shape[1]) < b.lengths[:, None]
 def loaded(policy, b):
     "The batch with what the balancing loss must know of the whole."
     counts = policy.expert_counts(b)
-    return Batch(**b.columns, per_row=["load"], load=(counts.sum(0)/b.lengths.sum()).double().expand(counts.shape), n_real=b.lengths.sum().expand(len(b)))
+    return Batch(**b.columns, per_row=["load"], load=(counts.sum(0)/b.lengths.sum()).double().expand(counts.shape),
+                 n_real=b.lengths.sum().expand(len(b)))
 
 
 def loss(out, b):
     "Both router losses over all real tokens, and something of the log-probs."
     n = b.n_real[0]
-    each = [moe_balance_loss(x, b.load[:, i], real(b), denom=n)[0] + .1*router_z_loss(x, real(b), denom=n)[0] for i, x in enumerate(out.router_logits.unbind(2))]
+    each = [moe_balance_loss(x, b.load[:, i], real(b), denom=n)[0] + .1*router_z_loss(x, real(b), denom=n)[0]
+            for i, x in enumerate(out.router_logits.unbind(2))]
     return sum(each) - .1*masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
 
 
@@ -68,7 +72,8 @@ def test_columns_are_the_models_own():
         assert_close(tiny.read(policy, b, routers="scores").router_logits.detach(), want, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("how", [dict(engine=EngineSpec(checkpointing=True)), dict(lora=dict(r=2, target_modules=["q_proj"])), dict(value_head=True)])
+@pytest.mark.parametrize("how", [dict(engine=EngineSpec(checkpointing=True)),
+                                 dict(lora=dict(r=2, target_modules=["q_proj"])), dict(value_head=True)])
 def test_under_what_stands_around_the_model(how):
     "Layers computed again in the backward pass; an adapter's wrapping; a value head."
     b, model = batch(), net("qwen3_moe")
@@ -86,19 +91,23 @@ def test_counts_are_the_load_of_the_whole():
     b, policy = batch(), Policy(net("mixtral"), device="cpu", micro_rows=3)
     counts, x = policy.expert_counts(b), tiny.read(policy, b, routers="scores").router_logits
     assert counts.shape == (16, 2, 4) and counts.sum() == 2*2*b.lengths.sum()
-    for i in range(2): assert_close((counts.sum(0)/b.lengths.sum())[i].double(), expert_load(x[:, :, i], real(b), top_k=2)[0])
+    for i in range(2):
+        assert_close((counts.sum(0)/b.lengths.sum())[i].double(), expert_load(x[:, :, i], real(b), top_k=2)[0])
     assert policy.expert_counts(b, top_k=1).sum() == 2*b.lengths.sum()
     assert_close(torch.cat([policy.expert_counts(b[:5]), policy.expert_counts(b[5:])]), counts)
     assert_close(policy.expert_counts(b.drop("mask")), counts)       # a prompt's tokens are routed too
 
 
 def deepseek():
-    "Eight experts in four groups, of which two are open to a token, and a selection bias that has moved: picks that the scores do not show."
+    """Eight experts in four groups, of which two are open to a token, and a selection bias that has moved: picks
+    that the scores do not show."""
     import transformers as tf
     torch.manual_seed(0)
-    model = tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, q_lora_rank=16,
-                                                         kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1,
-                                                         first_k_dense_replace=1, n_group=4, topk_group=2, eos_token_id=1, pad_token_id=0)).double()
+    model = tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=64, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4,
+        qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+        n_shared_experts=1, first_k_dense_replace=1, n_group=4, topk_group=2, eos_token_id=1, pad_token_id=0)).double()
     for layer in model.model.layers[1:]: layer.mlp.gate.e_score_correction_bias.copy_(torch.randn(8)*.3)
     model.set_experts_implementation("eager")
     return model
@@ -107,7 +116,8 @@ def deepseek():
 def entered(model, b):
     "What entered the experts of each layer, row by row: `[B, L, E]`."
     given = []
-    hooks = [m.register_forward_pre_hook(lambda m, args: given.append(args[1])) for n, m in model.named_modules() if n.endswith(".experts")]
+    hooks = [m.register_forward_pre_hook(lambda m, args: given.append(args[1]))
+             for n, m in model.named_modules() if n.endswith(".experts")]
     for row, n in zip(b.tokens, b.lengths, strict=True):
         with torch.no_grad(): model(row[None, :n])
     for h in hooks: h.remove()
@@ -118,12 +128,14 @@ def entered(model, b):
 def test_counts_are_of_the_experts_that_tokens_went_to(packed):
     b, model = batch(), deepseek()
     policy, want = Policy(model, device="cpu", pack=packed, micro_rows=5), entered(model, b)
-    assert want.sum() == 2*2*b.lengths.sum() and (policy.expert_counts(b, top_k=2) - want).abs().sum()/2 > .3*want.sum()     # the scores alone say another thing
+    # the scores alone say another thing
+    assert want.sum() == 2*2*b.lengths.sum() and (policy.expert_counts(b, top_k=2) - want).abs().sum()/2 > .3*want.sum()
     assert_close(policy.expert_counts(b), want)
 
 
 def test_picks_that_nobody_tells():
-    "A router that gives scores alone: the ids are those that enter the experts; when those are not told either, a bias or groups are refused, and without them the largest scores stand."
+    """A router that gives scores alone: the ids are those that enter the experts; when those are not told either, a
+    bias or groups are refused, and without them the largest scores stand."""
     model, b = deepseek(), batch()
     want, gates = entered(model, b), [layer.mlp.gate for layer in model.model.layers[1:]]
     for layer in model.model.layers[1:]:
@@ -134,23 +146,31 @@ def test_picks_that_nobody_tells():
             mlp.chosen = ids, weights
             return scores, weights, None
         gate.forward = forward
-        layer.mlp.forward = lambda hidden, mlp=layer.mlp: (mlp.gate(hidden), mlp.experts(hidden.flatten(0, 1), *mlp.chosen).view(hidden.shape))[1]
+        layer.mlp.forward = lambda hidden, mlp=layer.mlp: (
+            mlp.gate(hidden), mlp.experts(hidden.flatten(0, 1), *mlp.chosen).view(hidden.shape))[1]
     def counts():
         with torch.no_grad(), picked(model) as went: model(b.tokens[:1, :b.lengths[0]])
         return torch.stack([x.sum(0) for x in went])
     assert_close(counts(), want[0])
     for layer in model.model.layers[1:]: layer.mlp.forward = lambda hidden, mlp=layer.mlp: (mlp.gate(hidden), hidden)[1]
-    with pytest.raises(ValueError, match=r"DeepseekV3TopkRouter of DeepseekV3ForCausalLM does not pick by its scores alone \(gate.e_score_correction_bias, num_group\)"): counts()
+    with pytest.raises(ValueError,
+                       match="DeepseekV3TopkRouter of DeepseekV3ForCausalLM does not pick by its scores alone "
+                       r"\(gate.e_score_correction_bias, num_group\)"):
+        counts()
     for gate in gates:
         del gate._buffers["e_score_correction_bias"]
-        gate.num_group, gate.forward = 1, lambda hidden, gate=gate: (torch.nn.functional.linear(hidden.flatten(0, 1), gate.weight), None, None)
+        gate.num_group, gate.forward = 1, lambda hidden, gate=gate: (
+            torch.nn.functional.linear(hidden.flatten(0, 1), gate.weight), None, None)
     assert counts().sum() == 2*2*b.lengths[0]
 
 
 def test_what_is_refused():
     b = batch()
-    with pytest.raises(ValueError, match="LlamaForCausalLM declares no routers"): Policy(tiny.model()).step(b, loss, router_logits=True)
-    with pytest.raises(AttributeError, match="router_logits=True"): Policy(net("mixtral")).step(b, lambda out, b: (out.router_logits.sum(), {}))
+    with pytest.raises(ValueError, match="LlamaForCausalLM declares no routers"):
+        Policy(tiny.model()).step(b, loss, router_logits=True)
+    with pytest.raises(AttributeError, match="router_logits=True"):
+        Policy(net("mixtral")).step(b, lambda out, b: (out.router_logits.sum(), {}))
     with pytest.raises(ValueError, match="does not say how many experts"): experts_per_token(tiny.model())
-    with pytest.raises(ValueError, match="layers have unlike scores"): router_columns([torch.zeros(4, 2), torch.zeros(4, 3)], torch.tensor([4]), 4)
+    with pytest.raises(ValueError, match="layers have unlike scores"):
+        router_columns([torch.zeros(4, 2), torch.zeros(4, 3)], torch.tensor([4]), 4)
     assert routers_of(tiny.model()) == []

@@ -1,4 +1,5 @@
-"A step is right or it raises: losses that do not add up, threads, Ctrl-C, numbers that are none (nbs/models/74_splits, engines/50_guards, engines/64_sharded)."
+"""A step is right or it raises: losses that do not add up, threads, Ctrl-C, numbers that are none
+(nbs/models/74_splits, engines/50_guards, engines/64_sharded)."""
 import copy
 import inspect
 import pickle
@@ -34,26 +35,34 @@ def started(policy, b=None):
 # -- losses that do not add up
 @pytest.mark.parametrize("micro", [1, 2, 16])
 def test_a_term_that_is_zero_at_the_first_step_is_checked_all_the_same(micro):
-    "Each term has the count of the micro-batch under it, and is 0 with its gradient while policy, old policy and reference are one."
+    """Each term has the count of the micro-batch under it, and is 0 with its gradient while policy, old policy and
+    reference are one."""
     def forgot(out, b): return ppo(out, b)[0] + .05*masked_mean(kl_k3(out.logprobs, b.ref_logprobs, b.mask), b.mask), {}
-    def beyond(out, b): return ppo(out, b)[0] + masked_mean((out.logprobs - b.old_logprobs).abs().sub(.1).relu(), b.mask), {}
+    def beyond(out, b):
+        return ppo(out, b)[0] + masked_mean((out.logprobs - b.old_logprobs).abs().sub(.1).relu(), b.mask), {}
     def weighed(out, b): return ppo(out, b)[0] + masked_mean((b.old_logprobs - b.ref_logprobs)*out.logprobs, b.mask), {}
     for loss in (forgot, beyond, weighed):
         policy = Policy(net(), device="cpu", micro_rows=micro)
-        with pytest.raises(ValueError, match="not a sum over rows.*once the outputs differ from the batch's columns.*denom=b.n_tokens"): policy.step(started(policy), loss)
+        with pytest.raises(
+                ValueError,
+                match="not a sum over rows.*once the outputs differ from the batch's columns.*denom=b.n_tokens"):
+            policy.step(started(policy), loss)
         assert policy.version == 0
 
 
 @pytest.mark.parametrize("micro", [1, 2, 16])
 def test_a_count_of_padded_columns_is_refused(micro):
-    def constant(out, b): return -torch.where(b.mask, out.logprobs*b.advantages, 0.).sum()/(b.n_rows*b.mask.shape[1]), {}
+    def constant(out, b):
+        return -torch.where(b.mask, out.logprobs*b.advantages, 0.).sum()/(b.n_rows*b.mask.shape[1]), {}
     def averaged(out, b): return -torch.where(b.mask, out.logprobs*b.advantages, 0.).mean(1).sum()/b.n_rows, {}
     for loss in (constant, averaged):
-        with pytest.raises(ValueError, match="not a sum over rows.*padded to other widths.*b.mask.shape"): Policy(net(), device="cpu", micro_rows=micro).step(batch(), loss)
+        with pytest.raises(ValueError, match="not a sum over rows.*padded to other widths.*b.mask.shape"):
+            Policy(net(), device="cpu", micro_rows=micro).step(batch(), loss)
 
 
 def test_a_term_that_is_switched_on_later_is_checked_by_then():
-    "A closure that reads a coefficient from outside: 0 for ten steps. It is found before it has seen twice as many micro-batches."
+    """A closure that reads a coefficient from outside: 0 for ten steps. It is found before it has seen twice as many
+    micro-batches."""
     now = dict(coef=0.)
     def loss(out, b): return ppo(out, b)[0] - now["coef"]*masked_mean(out.entropy, b.mask), {}
     policy = Policy(net(), device="cpu", micro_rows=8)
@@ -65,7 +74,8 @@ def test_a_term_that_is_switched_on_later_is_checked_by_then():
 
 
 def test_a_closure_made_anew_is_the_same_closure():
-    "It is called once a micro-batch, but for the checks on the 1st, 2nd, 4th, 8th and 16th; another captured word or number is another closure."
+    """It is called once a micro-batch, but for the checks on the 1st, 2nd, 4th, 8th and 16th; another captured word
+    or number is another closure."""
     policy, calls = Policy(net(), device="cpu"), []
     b = started(policy)
     def made(coef, word="a"):
@@ -94,13 +104,20 @@ def made_rows(kind):
     draw = lambda *shape: torch.randn(*shape, generator=g)
     lp = torch.where(mask, -draw(B, T).abs(), 0.)
     label = torch.rand(B, T, generator=g) < .5
-    b = Batch(tokens=torch.randint(0, V, (B, T), generator=g), lengths=lengths, mask=mask, group=torch.arange(B)//4, unit=torch.arange(B)//2, chosen=torch.arange(B) % 2 == 0, text=["…"]*B,
-              advantages=draw(B, T), returns=draw(B, T), old_logprobs=lp.clone(), ref_logprobs=lp.clone(), old_values=draw(B, T), desirable=torch.arange(B) % 3 == 0, win_prob=torch.rand(B, generator=g), selected=label,
-              row_advantages=draw(B), labels=label.long(), support=torch.randint(-1, V, (B, T, 2), generator=g), teacher_logits=draw(B, T, V), targets=draw(B, T, V).softmax(-1), load=torch.rand(B, 2, 3, generator=g), ratings=draw(B, 4),
-              answer=[dict(n=i) for i in range(B)], per_row=["load", "ratings"])
-    out = Out(logprobs=lp, entropy=torch.where(mask, draw(B, T).abs(), 0.), values=torch.where(mask, draw(B, T), 0.), logits=draw(B, T, V), router_logits=draw(B, T, 2, 3), value_logits=draw(B, T, V), measured=-draw(B, T).abs())
+    b = Batch(tokens=torch.randint(0, V, (B, T), generator=g), lengths=lengths, mask=mask, group=torch.arange(B)//4,
+              unit=torch.arange(B)//2, chosen=torch.arange(B) % 2 == 0, text=["…"]*B, advantages=draw(B, T),
+              returns=draw(B, T), old_logprobs=lp.clone(), ref_logprobs=lp.clone(), old_values=draw(B, T),
+              desirable=torch.arange(B) % 3 == 0, win_prob=torch.rand(B, generator=g), selected=label,
+              row_advantages=draw(B), labels=label.long(), support=torch.randint(-1, V, (B, T, 2), generator=g),
+              teacher_logits=draw(B, T, V), targets=draw(B, T, V).softmax(-1), load=torch.rand(B, 2, 3, generator=g),
+              ratings=draw(B, 4), answer=[dict(n=i) for i in range(B)], per_row=["load", "ratings"])
+    out = Out(logprobs=lp, entropy=torch.where(mask, draw(B, T).abs(), 0.), values=torch.where(mask, draw(B, T), 0.),
+              logits=draw(B, T, V), router_logits=draw(B, T, 2, 3), value_logits=draw(B, T, V),
+              measured=-draw(B, T).abs())
     if kind == "confined": out.logits[..., 2:4] = -torch.inf
-    if kind == "one_row": return b._like({k: x[:1] for k, x in b.drop("unit", "chosen").columns.items()}, None), Out(**{k: x[:1] for k, x in out.items()})
+    if kind == "one_row":
+        return b._like({k: x[:1] for k, x in b.drop("unit", "chosen").columns.items()},
+                       None), Out(**{k: x[:1] for k, x in out.items()})
     if kind == "one_unit": return b[[0, 1]], Out(**{k: x[:2] for k, x in out.items()})
     return b, out
 
@@ -120,26 +137,38 @@ def closures():
         if "chosen" in data:
             def loss(out, b, f=f, data=data, hyper=hyper):
                 mine, ref = (masked_sum(x, b.mask, dim=-1) for x in (out.logprobs, b.ref_logprobs))
-                side = dict(zip(("chosen", "rejected"), pairs(mine, b), strict=True)) | dict(zip(("ref_chosen", "ref_rejected"), pairs(ref, b), strict=True))
-                side |= dict(ref_margin=side["ref_chosen"] - side["ref_rejected"], tied=pairs(b.desirable, b)[0], gold=pairs(b.win_prob, b)[0], ref_wins=pairs(b.desirable, b)[0], score_gap=pairs(b.win_prob, b)[0])
-                return f(*(side[k] for k in data), **hyper, denom=b.n_units if f.__name__ == "tie_loss" else b)      # whose ties are no column here
+                side = dict(zip(("chosen", "rejected"), pairs(mine, b),
+                                strict=True)) | dict(zip(("ref_chosen", "ref_rejected"), pairs(ref, b), strict=True))
+                side |= dict(ref_margin=side["ref_chosen"] - side["ref_rejected"], tied=pairs(b.desirable, b)[0],
+                             gold=pairs(b.win_prob, b)[0], ref_wins=pairs(b.desirable, b)[0],
+                             score_gap=pairs(b.win_prob, b)[0])
+                # whose ties are no column here
+                return f(*(side[k] for k in data), **hyper, denom=b.n_units if f.__name__ == "tie_loss" else b)
         elif data[0] == "logprobs" and "mask" not in data:
             def loss(out, b, f=f, data=data, hyper=hyper):
-                here = dict(logprobs=masked_sum(out.logprobs, b.mask, dim=-1), ref_logprobs=masked_sum(b.ref_logprobs, b.mask, dim=-1), advantages=b.row_advantages, desirable=b.desirable, win_prob=b.win_prob, quantiles=b.win_prob)
+                here = dict(logprobs=masked_sum(out.logprobs, b.mask, dim=-1),
+                            ref_logprobs=masked_sum(b.ref_logprobs, b.mask, dim=-1), advantages=b.row_advantages,
+                            desirable=b.desirable, win_prob=b.win_prob, quantiles=b.win_prob)
                 return f(*(here[k] for k in data), **hyper, denom=b)
         elif "mask" in data and data[0] in ("logprobs", "values", "entropy", "logits") and name not in ("hps_loss",):
             def loss(out, b, f=f, data=data, hyper=hyper, columns=columns):
-                find = lambda word: getattr(out, word) if word in ("logprobs", "values", "entropy", "logits") else b["win_prob" if word == "scores" else word]
-                return f(*map(find, data), **hyper, **{k: b[k] for k in columns}, denom=b.n_tokens if f.__name__ == "process_reward_loss" else b)      # whose steps are the tokens here
+                find = lambda word: getattr(out, word) if word in (
+                    "logprobs", "values", "entropy", "logits") else b["win_prob" if word == "scores" else word]
+                # whose steps are the tokens here
+                return f(*map(find, data), **hyper, **{k: b[k] for k in columns},
+                         denom=b.n_tokens if f.__name__ == "process_reward_loss" else b)
         elif data[0] == "router_logits":
             def loss(out, b, f=f, data=data):
-                find = lambda word: out.router_logits[:, :, 0] if word == "router_logits" else b.load[:, 0] if word == "load" else b[word]
+                find = (lambda word: out.router_logits[:, :, 0] if word == "router_logits" else b.load[:, 0]
+                        if word == "load" else b[word])
                 return f(*map(find, data), denom=b.n_tokens)
         else: continue
         yield name, loss
     yield "measured", lambda out, b: (-masked_mean((-out.measured).log(), b.mask, denom=b.n_tokens), {})
-    yield "odds", lambda out, b: (masked_mean((-out.logprobs.expm1()).clamp(min=1e-6).log(), b.mask, denom=b.n_tokens), {})
-    yield "lists", lambda out, b: (sum(x["n"]*row.sum() for x, row in zip(b.answer, torch.where(b.mask, out.logprobs, 0.), strict=True))/b.n_rows, {})
+    yield "odds", lambda out, b: (masked_mean((-out.logprobs.expm1()).clamp(min=1e-6).log(), b.mask, denom=b.n_tokens),
+                                  {})
+    yield "lists", lambda out, b: (sum(
+        x["n"]*row.sum() for x, row in zip(b.answer, torch.where(b.mask, out.logprobs, 0.), strict=True))/b.n_rows, {})
     yield "this width alone", lambda out, b: (-(out.logprobs*torch.linspace(1, 0, 9)*b.mask).sum()/b.n_rows, {})
     yield "no mask", lambda out, b: (-(out.logprobs*b.advantages).sum()/b.n_tokens, {})
 
@@ -150,28 +179,36 @@ def test_no_loss_of_the_library_is_refused(kind):
     taught = {}
     for name, loss in closures():
         if kind == "one_row" and "pairs" in inspect.unwrap(loss).__code__.co_names: continue
-        if kind == "confined" and name in ("jsd_loss", "uld_loss", "reverse_kl_loss"): continue       # KL to a teacher that is not confined alike is infinite, and says so
+        # KL to a teacher that is not confined alike is infinite, and says so
+        if kind == "confined" and name in ("jsd_loss", "uld_loss", "reverse_kl_loss"): continue
         taught[name] = check_splits(loss, out, b, name)
     assert len(taught) > 40 and sum(taught.values()) > .8*len(taught), [n for n, x in taught.items() if not x]
-    scores = RowOut(scores=torch.randn(len(b), b.width, generator=torch.Generator().manual_seed(1)))         # as many scores as there are tokens: no axis of tokens
+    # as many scores as there are tokens: no axis of tokens
+    scores = RowOut(scores=torch.randn(len(b), b.width, generator=torch.Generator().manual_seed(1)))
     assert check_splits(lambda out, b: (((out.scores - torch.arange(9.))**2).sum()/b.n_rows, {}), scores, b, "Scorer")
 
 
 def test_wrappers_step_with_what_they_give():
-    "The same through whole steps: entropy, logits, a measure, values, scores at the end and at steps; rows that share a unit; several micro-batches."
+    """The same through whole steps: entropy, logits, a measure, values, scores at the end and at steps; rows that
+    share a unit; several micro-batches."""
     b = batch(unit=torch.arange(16)//2, chosen=torch.arange(16) % 2 == 0, steps=batch().mask)
     for micro in (2, 16):
         how = dict(device="cpu", micro_rows=micro)
         policy = Policy(net(), value_head=True, **how)
         started(policy, b)["old_values"] = policy.values(b)
-        both = lambda out, b: (ppo(out, b)[0] - .01*masked_mean(out.entropy, b.mask, denom=b.n_tokens) + value_loss(out.values, b.old_values, b.returns, b.mask, denom=b.n_tokens)[0], {})
+        both = lambda out, b: (ppo(out, b)[0] - .01*masked_mean(out.entropy, b.mask, denom=b.n_tokens)
+                               + value_loss(out.values, b.old_values, b.returns, b.mask, denom=b.n_tokens)[0], {})
         policy.step(b, both, entropy=True)
-        policy.step(b, lambda out, b: (masked_mean(out.logits.log_softmax(-1)[..., 3], b.mask, denom=b.n_tokens), {}), logits=True)
-        policy.step(b, lambda out, b: (masked_mean(out.measured, b.mask, denom=b.n_tokens), {}), measure=lambda z: (2*z.log_softmax(-1)).logsumexp(-1))
+        policy.step(b, lambda out, b: (masked_mean(out.logits.log_softmax(-1)[..., 3], b.mask, denom=b.n_tokens), {}),
+                    logits=True)
+        policy.step(b, lambda out, b: (masked_mean(out.measured, b.mask, denom=b.n_tokens), {}),
+                    measure=lambda z: (2*z.log_softmax(-1)).logsumexp(-1))
         critic = Critic(net(), **how)
-        critic.step(started(policy, b), lambda out, b: value_loss(out.values, b.old_values, b.returns, b.mask, denom=b.n_tokens))
+        critic.step(started(policy, b),
+                    lambda out, b: value_loss(out.values, b.old_values, b.returns, b.mask, denom=b.n_tokens))
         Scorer(net(), **how).step(b, lambda out, b: rl.bradley_terry_loss(*pairs(out.scores, b), denom=b.n_units))
-        Scorer(net(), outputs=rl.scores_after("steps"), **how).step(b, lambda out, b: (torch.where(b.steps, (out.scores-1)**2, 0.).sum()/b.n_tokens, {}))
+        Scorer(net(), outputs=rl.scores_after("steps"),
+               **how).step(b, lambda out, b: (torch.where(b.steps, (out.scores-1)**2, 0.).sum()/b.n_tokens, {}))
 
 
 # -- threads
@@ -186,7 +223,8 @@ def shared_weights(kind):
         return lambda: policy.logprobs(b), lambda: policy.logprobs(other), policy
     pytest.importorskip("peft")
     policy = Policy(net(), device="cpu", lora=LORA, lr=.1)
-    for _ in range(2): policy.step(b, lambda out, b: (-masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}))      # an adapter that makes a difference
+    # an adapter that makes a difference
+    for _ in range(2): policy.step(b, lambda out, b: (-masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}))
     if kind == "policy and reference":
         ref = Policy(policy, lora=None)
         return lambda: policy.logprobs(b), lambda: ref.logprobs(other), policy
@@ -197,7 +235,8 @@ def shared_weights(kind):
 
 @pytest.mark.parametrize("kind", ["one policy", "policy and reference", "policy and critic"])
 def test_threads_that_share_weights_get_their_own_numbers(kind):
-    "The second call starts while the first one runs, and stays in the middle of its own pass until the first has ended, if it is let in."
+    """The second call starts while the first one runs, and stays in the middle of its own pass until the first has
+    ended, if it is let in."""
     first, second, policy = shared_weights(kind)
     want, found, entered, ended = (first(), second()), {}, threading.Event(), threading.Event()
     def work(): found["second"] = second()
@@ -215,7 +254,8 @@ def test_threads_that_share_weights_get_their_own_numbers(kind):
     thread.join(60)
     hook.remove()
     assert not entered.is_set() or found.keys() == {"first", "second"}
-    for name, x in zip(("first", "second"), want, strict=True): assert_close(found[name], x, msg=lambda text, name=name: f"{name}: {text}")
+    for name, x in zip(("first", "second"), want, strict=True):
+        assert_close(found[name], x, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_a_copied_wrapper_has_a_lock_of_its_own():
@@ -259,19 +299,23 @@ def sft(out, b): return -masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
 
 def test_ctrl_c_waits_for_the_whole_step():
     policy, calm, b = Policy(net(), device="cpu", lr=1e-2), Policy(net(), device="cpu", lr=1e-2), batch()
-    with handler(signal.default_int_handler), pressed_in_the_middle(policy), pytest.raises(KeyboardInterrupt): policy.step(b, sft)
+    with handler(signal.default_int_handler), pressed_in_the_middle(policy), pytest.raises(KeyboardInterrupt):
+        policy.step(b, sft)
     with handler(lambda *_: None), pressed_in_the_middle(calm): calm.step(b, sft)
     want = weights(calm)
-    assert policy.version == policy.weights().version == 1 and all(torch.equal(x, want[k]) for k, x in weights(policy).items())
+    assert policy.version == policy.weights().version == 1
+    assert all(torch.equal(x, want[k]) for k, x in weights(policy).items())
     assert all(p.grad is None for p in policy._run.module.parameters())
 
 
 def test_a_second_ctrl_c_ends_the_step_and_the_wrapper_says_how_to_go_on(tmp_path):
     policy, calm, b = Policy(net(), device="cpu", lr=1e-2), Policy(net(), device="cpu", lr=1e-2), batch()
     state = copy.deepcopy(policy.state_dict())
-    with handler(signal.default_int_handler), pressed_in_the_middle(policy, 2), pytest.raises(KeyboardInterrupt): policy.step(b, sft)
+    with handler(signal.default_int_handler), pressed_in_the_middle(policy, 2), pytest.raises(KeyboardInterrupt):
+        policy.step(b, sft)
     assert policy.version == 0
-    for use in (lambda: policy.logprobs(b), lambda: policy.step(b, sft), policy.weights, policy.state_dict, lambda: policy.save_pretrained(tmp_path/"half")):
+    for use in (lambda: policy.logprobs(b), lambda: policy.step(b, sft), policy.weights, policy.state_dict,
+                lambda: policy.save_pretrained(tmp_path/"half")):
         with pytest.raises(RuntimeError, match="ended in its middle.*load_state_dict"): use()
     with pytest.raises(ValueError): policy.load_state_dict(dict(state, module={}))
     with pytest.raises(RuntimeError, match="ended in its middle"): policy.logprobs(b)
@@ -290,7 +334,8 @@ def test_ctrl_c_in_the_backward_pass_leaves_no_gradient():
         if len(seen) == 2*len(params): signal.raise_signal(signal.SIGINT)
     for p in params: p.register_post_accumulate_grad_hook(hook)
     with handler(signal.default_int_handler), pytest.raises(KeyboardInterrupt): policy.step(b, sft)
-    assert policy.version == 0 and all(p.grad is None for p in params) and all(torch.equal(x, before[k]) for k, x in weights(policy).items())
+    assert policy.version == 0 and all(p.grad is None for p in params)
+    assert all(torch.equal(x, before[k]) for k, x in weights(policy).items())
 
 
 def test_ctrl_c_is_the_users_own_and_the_main_threads():
@@ -300,7 +345,8 @@ def test_ctrl_c_is_the_users_own_and_the_main_threads():
         with pressed_in_the_middle(policy): policy.step(b, sft)
         assert heard == [1]
         inside = []
-        hook = policy._run.model.optimizer.register_step_pre_hook(lambda *_: inside.append(signal.getsignal(signal.SIGINT)))
+        hook = policy._run.model.optimizer.register_step_pre_hook(
+            lambda *_: inside.append(signal.getsignal(signal.SIGINT)))
         mine = signal.getsignal(signal.SIGINT)
         thread = threading.Thread(target=lambda: policy.step(b, sft))
         thread.start(), thread.join(60)
@@ -335,7 +381,8 @@ def test_an_optimizer_state_that_is_refused_changes_nothing():
     wrong = copy.deepcopy(before)
     wrong["optimizer"]["param_groups"] = 2*wrong["optimizer"]["param_groups"]
     with pytest.raises(ValueError, match="parameter groups"): policy.load_state_dict(wrong)
-    with pytest.raises(RuntimeError, match="ended in its middle"): policy.logprobs(batch())      # whoever goes on after an error is told
+    # whoever goes on after an error is told
+    with pytest.raises(RuntimeError, match="ended in its middle"): policy.logprobs(batch())
     policy.load_state_dict(moved)
     assert_close(policy.state_dict()["module"], moved["module"], rtol=0, atol=0)
 
@@ -351,25 +398,37 @@ def test_a_loss_that_is_no_number_names_what_is_not():
     support[row, token] = torch.where(support[row, token] == b.tokens[row, token], -1, support[row, token])
     b["support"] = support
     where = rf"row {row}, token {token}"
-    with pytest.raises(FloatingPointError, match=rf"the loss is (inf|[0-9.e+]+) at version 0; nothing was changed.*out.logprobs is -inf at {where} \(id {int(b.tokens[row, token])}\).*not among the ids that sampling was confined to"): policy.step(b, sft)
+    with pytest.raises(
+            FloatingPointError,
+            match=f"the loss is (inf|[0-9.e+]+) at version 0; nothing was changed.*out.logprobs is -inf at {where} "
+            rf"\(id {int(b.tokens[row, token])}\).*not among the ids that sampling was confined to"):
+        policy.step(b, sft)
     b = batch()
-    b["old_logprobs"] = policy.logprobs(b).index_put((torch.tensor(row), torch.tensor(token)), torch.tensor(float("nan")))
-    with pytest.raises(FloatingPointError, match=f"the loss is nan.*the column 'old_logprobs' is nan at {where}, where the mask is True"): policy.step(b, ppo)
-    with pytest.raises(FloatingPointError, match="finite: look for a logarithm"): policy.step(batch(), lambda out, b: (masked_mean((out.logprobs*0).log(), b.mask, denom=b.n_tokens), {}))
+    b["old_logprobs"] = policy.logprobs(b).index_put((torch.tensor(row), torch.tensor(token)),
+                                                     torch.tensor(float("nan")))
+    with pytest.raises(FloatingPointError,
+                       match=f"the loss is nan.*the column 'old_logprobs' is nan at {where}, where the mask is True"):
+        policy.step(b, ppo)
+    with pytest.raises(FloatingPointError, match="finite: look for a logarithm"):
+        policy.step(batch(), lambda out, b: (masked_mean((out.logprobs*0).log(), b.mask, denom=b.n_tokens), {}))
     with torch.no_grad(): policy._run.module.trunk.model.norm.weight[0] = torch.nan
-    with pytest.raises(FloatingPointError, match="out.logprobs is nan at row .*the model gives that"): policy.step(batch(), sft)
+    with pytest.raises(FloatingPointError, match="out.logprobs is nan at row .*the model gives that"):
+        policy.step(batch(), sft)
     assert policy.version == 0
 
 
 def test_a_column_that_is_impossible_stops_the_step():
-    "A reference that gives a chosen token probability 0: losses count it as a large number, and no weight follows that."
+    """A reference that gives a chosen token probability 0: losses count it as a large number, and no weight follows
+    that."""
     policy, b = Policy(net(), device="cpu", micro_rows=4), batch()
     b["ref_logprobs"] = policy.logprobs(b)
     row = 9
     token = int(b.mask[row].nonzero()[2])
     b["ref_logprobs"][row, token] = -torch.inf
     loss = lambda out, b: (masked_mean(kl_k3(out.logprobs, b.ref_logprobs, b.mask), b.mask, denom=b.n_tokens), {})
-    with pytest.raises(FloatingPointError, match=f"nothing was changed. the column 'ref_logprobs' is -inf at row {row}, token {token}"): policy.step(b, loss)
+    with pytest.raises(FloatingPointError,
+                       match=f"nothing was changed. the column 'ref_logprobs' is -inf at row {row}, token {token}"):
+        policy.step(b, loss)
     assert policy.version == 0
 
 
@@ -381,4 +440,5 @@ def test_a_local_mean_behind_a_threshold_is_found(gap):
     def loss(out, b):
         beyond = (torch.where(b.mask, out.logprobs - b.old_logprobs, 0.).abs() - gap).relu()
         return masked_mean(-out.logprobs, b.mask, denom=b.n_tokens) + masked_mean(beyond, b.mask), {}
-    with pytest.raises(ValueError, match="not a sum over rows.*once the outputs are far from the batch's columns"): policy.step(b, loss)
+    with pytest.raises(ValueError, match="not a sum over rows.*once the outputs are far from the batch's columns"):
+        policy.step(b, loss)

@@ -120,9 +120,8 @@ def test_work_can_be_added_and_ended(sampler):
     assert [(c.key, len(c.tokens)) for c in found] == [(8, 2)] and sampler.poll(0.) == []
 
 
-def test_a_sleeping_engine_refuses(make):
-    net = sharp()
-    sampler, policy = make(net), Policy(net, device="cpu")
+def test_a_sleeping_engine_refuses(sampler):
+    policy = Policy(sharp(), device="cpu")
     before = said(complete(sampler, asked()))
     sampler.sleep()
     with pytest.raises(RuntimeError, match="the engine is asleep"): sampler.submit(asked())
@@ -132,18 +131,15 @@ def test_a_sleeping_engine_refuses(make):
     sampler.wake()
     with pytest.raises(RuntimeError, match="of no known version"): sampler.submit(asked())
     assert sampler.load(policy.weights()).version == 0 and said(complete(sampler, asked())) == before
-    sampler.close()
 
 
-def test_a_failed_load_refuses_until_one_succeeds(make):
-    net = sharp()
-    sampler, policy = make(net), Policy(net, lr=1e-2, device="cpu")
+def test_a_failed_load_refuses_until_one_succeeds(sampler):
+    policy = Policy(sharp(), lr=1e-2, device="cpu")
     other = Policy(sharp(num_hidden_layers=1), device="cpu")
     with pytest.raises(ValueError, match="the ticket lacks 'model.layers.1"): sampler.load(other.weights())
     with pytest.raises(RuntimeError, match="of no known version"): sampler.submit(asked())
     assert sampler.load(policy.weights()).checksums and sampler.version == 0
     assert len(complete(sampler, asked())) == 12
-    sampler.close()
 
 
 def test_only_the_engines_program_imports_vllm():

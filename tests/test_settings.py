@@ -18,7 +18,8 @@ LORA = dict(r=2, target_modules=["q_proj"])
 def test_an_engines_value_reaches_the_engine(Wrapper, lora):
     made = Wrapper(model(), engine=plain(dtype=torch.bfloat16, checkpointing=True), lora=lora, device="cpu")._run.model
     base = made if lora is None else made.engine.base.model
-    assert base.dtype == torch.bfloat16 and any(getattr(m, "gradient_checkpointing", False) for m in base.module.modules())
+    assert base.dtype == torch.bfloat16
+    assert any(getattr(m, "gradient_checkpointing", False) for m in base.module.modules())
     assert isinstance(made.engine, Engine)
 
 
@@ -37,25 +38,35 @@ def test_an_optimizers_value_has_clipping_and_schedule():
     assert policy._run.model.engine.max_norm == 1e-12
     rates = [float(policy.step(b, loss)["lr"]) for _ in range(2)]
     assert rates[0] == 1e-2 and 5e-3 < rates[1] < 1e-2
-    assert Policy(model(), optimizer=OptimizerSpec(torch.optim.SGD, max_norm=None), device="cpu")._run.model.engine.max_norm == float("inf")
+    assert Policy(model(), optimizer=OptimizerSpec(torch.optim.SGD, max_norm=None),
+                  device="cpu")._run.model.engine.max_norm == float("inf")
 
 
 def test_settings_that_cannot_be_are_refused_where_they_are_written():
-    for make, words in ((lambda: zero(3, offload="nvme"), "nvme=None"), (lambda: adamw(lr=-1.), "adamw: lr=-1.0; a number of 0 or more"),
-                        (lambda: muon(betas=(1., 2.)), "muon: betas="), (lambda: adamw_8bit(max_norm=0.), "max_norm=0.0; a number above 0")):
+    for make, words in ((lambda: zero(3, offload="nvme"), "nvme=None"),
+                        (lambda: adamw(lr=-1.), "adamw: lr=-1.0; a number of 0 or more"),
+                        (lambda: muon(betas=(1., 2.)), "muon: betas="),
+                        (lambda: adamw_8bit(max_norm=0.), "max_norm=0.0; a number above 0")):
         with pytest.raises(ValueError, match=words): make()
     assert adamw().adamw and adamw_8bit().adamw is None and muon().adamw is None
 
 
 LINES = [
     (dict(offload="cpu"), "offload= belongs to the engine: {}(model, engine=fsdp2(offload='cpu'))"),
-    (dict(engine="zero3", dtype=torch.bfloat16), "dtype= belongs to the engine: {}(model, engine=zero(3, dtype=torch.bfloat16))"),
-    (dict(offload="nvme", nvme="/fast"), "offload= belongs to the engine: {}(model, engine=zero(3, offload='nvme', nvme='/fast'))"),
-    (dict(engine=fsdp2(), checkpointing=True), "checkpointing= belongs to the engine: {}(model, engine=fsdp2(checkpointing=True))"),
-    (dict(gradient_checkpointing=True, tensor_parallel=2), "gradient_checkpointing= belongs to the engine: {}(model, engine=plain(checkpointing=True, tensor_parallel=2))"),
-    (dict(lr=1e-5, max_grad_norm=.5), "max_grad_norm= belongs to the optimizer: {}(model, optimizer=adamw(lr=1e-05, max_norm=0.5))"),
-    (dict(schedule=abs, betas=(.9, .95)), "schedule= belongs to the optimizer: {}(model, optimizer=adamw(schedule=…, betas=(0.9, 0.95)))"),
-    (dict(attn_implementation="eager"), "attn_implementation= belongs to the model: {}(pretrained(model, attention='eager'))"),
+    (dict(engine="zero3", dtype=torch.bfloat16),
+     "dtype= belongs to the engine: {}(model, engine=zero(3, dtype=torch.bfloat16))"),
+    (dict(offload="nvme", nvme="/fast"),
+     "offload= belongs to the engine: {}(model, engine=zero(3, offload='nvme', nvme='/fast'))"),
+    (dict(engine=fsdp2(), checkpointing=True),
+     "checkpointing= belongs to the engine: {}(model, engine=fsdp2(checkpointing=True))"),
+    (dict(gradient_checkpointing=True, tensor_parallel=2),
+     "gradient_checkpointing= belongs to the engine: {}(model, engine=plain(checkpointing=True, tensor_parallel=2))"),
+    (dict(lr=1e-5, max_grad_norm=.5),
+     "max_grad_norm= belongs to the optimizer: {}(model, optimizer=adamw(lr=1e-05, max_norm=0.5))"),
+    (dict(schedule=abs, betas=(.9, .95)),
+     "schedule= belongs to the optimizer: {}(model, optimizer=adamw(schedule=…, betas=(0.9, 0.95)))"),
+    (dict(attn_implementation="eager"),
+     "attn_implementation= belongs to the model: {}(pretrained(model, attention='eager'))"),
     (dict(load_in_4bit=True), "load_in_4bit= belongs to the model: {}(pretrained(model, quantization='4bit'))"),
     (dict(learning_rate=1e-5), "learning_rate= is lr= here: {}(model, lr=1e-05)"),
     (dict(max_batch_tokens=64), "max_batch_tokens= is micro_tokens= here: {}(model, micro_tokens=64)"),
@@ -80,7 +91,8 @@ def test_the_signature_is_the_truth(Wrapper):
     "No **kwargs: what an editor shows is what there is; twelve at most."
     params = inspect.signature(Wrapper).parameters
     assert len(params) <= 12 and not any(p.kind is p.VAR_KEYWORD for p in params.values())
-    for name in ("engine", "optimizer", "lr", "frozen", "micro_tokens", "micro_rows", "pack", "device"): assert name in params
+    for name in ("engine", "optimizer", "lr", "frozen", "micro_tokens", "micro_rows", "pack", "device"):
+        assert name in params
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'model'"): Wrapper()
 
 
@@ -88,8 +100,11 @@ def test_who_stands_on_a_model_takes_it_as_it_is():
     "Settings of the base beside a view are refused, unless they are the same."
     base = Policy(model(), engine=plain(dtype=torch.bfloat16), frozen=True, device="cpu")
     Critic(base, lora=LORA, engine=plain(dtype=torch.bfloat16), device="cpu")
-    for how, words in ((dict(engine=plain(dtype=torch.float64)), "dtype=torch.float64"), (dict(engine="fsdp2"), "engine='fsdp2'"), (dict(engine=plain(checkpointing=True)), "checkpointing=True")):
-        with pytest.raises(ValueError, match=f"Critic: {words} cannot be chosen here"): Critic(base, lora=LORA | dict(name="other"), **how)
+    for how, words in ((dict(engine=plain(dtype=torch.float64)), "dtype=torch.float64"),
+                       (dict(engine="fsdp2"), "engine='fsdp2'"),
+                       (dict(engine=plain(checkpointing=True)), "checkpointing=True")):
+        with pytest.raises(ValueError, match=f"Critic: {words} cannot be chosen here"):
+            Critic(base, lora=LORA | dict(name="other"), **how)
 
 
 def test_an_engine_of_ones_own():

@@ -1,4 +1,5 @@
-"""Columns that travel beside the tokens (routed experts, media, ids of confined sampling) stay with their row and their token through all that moves rows.
+"""Columns that travel beside the tokens (routed experts, media, ids of confined sampling) stay with their row and their
+token through all that moves rows.
 
 Every entry says whose it is: a per-token one its row and position, a per-row one its row. `at_home` reads them back."""
 import pickle
@@ -22,10 +23,14 @@ def carrying(sizes=(4, 4, 3, 1), prompt=10, answer=9, seed=0):
     tokens = torch.randint(2, 32, (B, T), generator=g)
     tokens[:, :prompt] = torch.randint(2, 32, (len(sizes), prompt), generator=g)[group]
     real = at < lengths[:, None]
-    b = Batch(tokens=tokens*real, lengths=lengths, mask=real & (at >= prompt), group=group, row=row, policy_version=torch.zeros(B, dtype=torch.long), per_row=["pixels", "boxes"],
-              pixels=row[:, None, None].float().expand(B, 3, 4).clone(), boxes=row[:, None].expand(B, T).clone(),      # [B, T] by its shape, of the row by its name
-              images=[torch.full((1 + i % 3, 2), float(i)) for i in range(B)], sound=[None if i % 2 else dict(rate=i) for i in range(B)], text=[f"row {i}" for i in range(B)])
-    for name, dtype in dict(experts=torch.int16, support=torch.int32, weights=torch.bfloat16).items(): b[name] = (said(b)*real[..., None, None]).to(dtype)
+    b = Batch(tokens=tokens*real, lengths=lengths, mask=real & (at >= prompt), group=group, row=row,
+              policy_version=torch.zeros(B, dtype=torch.long), per_row=["pixels", "boxes"],
+              # [B, T] by its shape, of the row by its name
+              pixels=row[:, None, None].float().expand(B, 3, 4).clone(), boxes=row[:, None].expand(B, T).clone(),
+              images=[torch.full((1 + i % 3, 2), float(i)) for i in range(B)],
+              sound=[None if i % 2 else dict(rate=i) for i in range(B)], text=[f"row {i}" for i in range(B)])
+    for name, dtype in dict(experts=torch.int16, support=torch.int32, weights=torch.bfloat16).items():
+        b[name] = (said(b)*real[..., None, None]).to(dtype)
     b["seen"] = (said(b)[..., 0, 0] % 2 == 0) & real
     return b
 
@@ -39,11 +44,15 @@ def said(b): # `[B, T, LAYERS, K]`: what the sidecar of a row's token holds; the
 def at_home(b):
     "Every entry of every sidecar is that of its row and token, and padding holds nothing."
     real = torch.arange(b.width) < b.lengths[:, None]
-    for name in ("experts", "support", "weights"): assert b[name].shape[2:] == (LAYERS, K) and b[name].equal((said(b)*real[..., None, None]).to(b[name].dtype)), name
+    for name in ("experts", "support", "weights"):
+        assert b[name].shape[2:] == (LAYERS,
+                                     K) and b[name].equal((said(b)*real[..., None, None]).to(b[name].dtype)), name
     assert b.seen.equal((said(b)[..., 0, 0] % 2 == 0) & real) and b.seen.dtype == torch.bool
-    assert b.pixels.equal(b.row[:, None, None].float().expand(len(b), 3, 4)) and b.boxes.equal(b.row[:, None].expand_as(b.boxes)) and {"pixels", "boxes"} <= b.per_row
+    assert b.pixels.equal(b.row[:, None, None].float().expand(len(b), 3, 4))
+    assert b.boxes.equal(b.row[:, None].expand_as(b.boxes)) and {"pixels", "boxes"} <= b.per_row
     for i, images, sound, text in zip(b.row.tolist(), b.images, b.sound, b.text, strict=True):
-        assert images.equal(torch.full((1 + i % 3, 2), float(i))) and sound == (None if i % 2 else dict(rate=i)) and text == f"row {i}"
+        assert images.equal(torch.full((1 + i % 3, 2), float(i))) and sound == (None if i % 2 else dict(rate=i))
+        assert text == f"row {i}"
     return b
 
 
@@ -70,7 +79,8 @@ def test_packed_and_back(shared):
         flat = p.take(b[name])
         assert flat.shape == (len(p.tokens), *b[name].shape[2:]) and unpack(flat, p).equal(b[name])
     assert p.take(b.experts)[:, 0, 0].equal(said(b)[p.row_ids, p.position_ids, 0, 0].short())
-    assert [b.text[i] for i in p.row_ids.tolist()] == [f"row {i}" for i in b.row[p.row_ids].tolist()] and b.pixels[p.row_ids][:, 0, 0].equal(b.row[p.row_ids].float())
+    assert [b.text[i] for i in p.row_ids.tolist()] == [f"row {i}" for i in b.row[p.row_ids].tolist()]
+    assert b.pixels[p.row_ids][:, 0, 0].equal(b.row[p.row_ids].float())
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 15])
@@ -91,7 +101,8 @@ def test_cut_joined_dealt_and_shuffled(n, unit):
 
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_waiting_in_a_buffer(where, tmp_path):
-    "Put, drawn, filtered, taken, saved and restored; slabs joined, rewritten and spilled. Objects that are no strings stay in memory."
+    """Put, drawn, filtered, taken, saved and restored; slabs joined, rewritten and spilled. Objects that are no
+    strings stay in memory."""
     how = dict(spill=tmp_path, max_bytes=0) if where == "disk" else {}
     b, buffer = carrying(), Buffer(**how)
     buffer.add(b[b.group < 2])
@@ -124,14 +135,16 @@ def test_in_a_file(tmp_path):
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_a_loss_sees_them_beside_their_rows(pack):
-    "Packed with shared prompts or padded, in micro-batches: what the closure is given has every sidecar at home, and each row once."
+    """Packed with shared prompts or padded, in micro-batches: what the closure is given has every sidecar at home,
+    and each row once."""
     policy, met = Policy(model(), lr=0., device="cpu", pack=pack, micro_tokens=64, micro_rows=3), []
     b = carrying().drop("support")      # this one the policy reads itself
     plain = policy.logprobs(b)
     def loss(out, part):
         part = part._like(part.columns | dict(support=part.experts.int()), part._whole)
         met.append(at_home(part))
-        assert (out.logprobs.detach() - plain[part.row, :part.width]).abs().max() < reach(plain)      # and they are beside what was computed of them
+        # and they are beside what was computed of them
+        assert (out.logprobs.detach() - plain[part.row, :part.width]).abs().max() < reach(plain)
         return torch.where(part.mask, out.logprobs*part.experts[..., 0, 0], 0.).sum()/part.n_tokens, {}
     policy.step(b, loss)
     seen = torch.cat([m.row for m in met]).unique()
@@ -140,9 +153,13 @@ def test_a_loss_sees_them_beside_their_rows(pack):
 
 def test_generated_rows_carry_what_their_prompt_brought():
     p = prompts((5, 2, 7))
-    p = Batch(per_row=["pixels"], **p.columns, pixels=p.group[:, None, None].float().expand(3, 2, 2).clone(), images=[[torch.full((2,), float(g))] for g in p.group.tolist()],
+    p = Batch(per_row=["pixels"], **p.columns, pixels=p.group[:, None, None].float().expand(3, 2, 2).clone(),
+              images=[[torch.full((2,), float(g))] for g in p.group.tolist()],
               kind=(p.tokens*7)[..., None].expand(-1, -1, 2).clone())
     b = Rollout(model(), max_tokens=4, device="cpu", max_rows=4).generate(p, group_size=3, seed=0)
-    assert b.pixels[:, 0, 0].equal(b.group.float()) and all(x[0].eq(float(g)).all() for x, g in zip(b.images, b.group.tolist(), strict=True)) and "pixels" in b.per_row
+    assert b.pixels[:, 0, 0].equal(b.group.float())
+    assert all(x[0].eq(float(g)).all() for x, g in zip(b.images, b.group.tolist(), strict=True))
+    assert "pixels" in b.per_row
     prompt = torch.arange(b.width) < b.prompt_lengths[:, None]
-    assert b.kind.equal((b.tokens*7*prompt)[..., None].expand_as(b.kind))      # per token: the prompt's own, nothing for what was sampled
+    # per token: the prompt's own, nothing for what was sampled
+    assert b.kind.equal((b.tokens*7*prompt)[..., None].expand_as(b.kind))

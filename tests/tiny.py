@@ -6,16 +6,22 @@ import torch
 from rlblocks import Batch
 from rlblocks.engines.optim import adamw
 
-SIZES = dict(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+SIZES = dict(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=64)
 
 
 KINDS = dict(
-    llama=("Llama", {}), qwen2=("Qwen2", {}), qwen3=("Qwen3", dict(head_dim=8)), gemma=("Gemma", dict(head_dim=8)), mistral=("Mistral", {}), mistral_window=("Mistral", dict(sliding_window=5)),
+    llama=("Llama", {}), qwen2=("Qwen2", {}), qwen3=("Qwen3", dict(head_dim=8)), gemma=("Gemma", dict(head_dim=8)),
+    mistral=("Mistral", {}), mistral_window=("Mistral", dict(sliding_window=5)),
     qwen2_window=("Qwen2", dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)),
     gemma2=("Gemma2", dict(head_dim=8, sliding_window=5, attn_logit_softcapping=.5, final_logit_softcapping=3.)),
     gemma3=("Gemma3", dict(head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"])),
-    qwen2_moe=("Qwen2Moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32, decoder_sparse_step=1)), # a shared expert too
-    mixtral=("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=5)), qwen3_moe=("Qwen3Moe", dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1)),
+    # a shared expert too
+    qwen2_moe=("Qwen2Moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                                shared_expert_intermediate_size=32, decoder_sparse_step=1)),
+    mixtral=("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=5)),
+    qwen3_moe=("Qwen3Moe",
+               dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1)),
     gpt2=("GPT2", {}))
 
 
@@ -23,10 +29,12 @@ def model(kind="llama", dtype=torch.float32, seed=0, **more):
     "A random model of an architecture that transformers has."
     import transformers as tf
     name, extra = KINDS[kind]
-    sizes, ends = (SIZES, "ForCausalLM") if kind != "gpt2" else (dict(vocab_size=32, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1), "LMHeadModel")
+    sizes, ends = (SIZES, "ForCausalLM") if kind != "gpt2" else (dict(vocab_size=32, n_embd=32, n_layer=2, n_head=4,
+                                                                      n_positions=64, bos_token_id=1), "LMHeadModel")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = getattr(tf, f"{name}{'Text' if name == 'Gemma3' else ''}Config")(**sizes | dict(eos_token_id=1, pad_token_id=0) | extra | more)
+        config = getattr(tf, f"{name}{'Text' if name == 'Gemma3' else ''}Config")(
+            **sizes | dict(eos_token_id=1, pad_token_id=0) | extra | more)
         return getattr(tf, f"{name}{ends}")(config).to(dtype)
 
 
@@ -35,7 +43,8 @@ def exact(net):
     for m in net.double().modules():
         if "RMSNorm" not in type(m).__name__: continue
         eps, one = (m.eps, 1.) if hasattr(m, "eps") else (m.variance_epsilon, 0.)
-        m.forward = lambda x, m=m, eps=eps, one=one: x*(x.square().mean(-1, keepdim=True) + eps).rsqrt()*(m.weight + one)
+        m.forward = lambda x, m=m, eps=eps, one=one: x*(x.square().mean(-1, keepdim=True)
+                                                        + eps).rsqrt()*(m.weight + one)
     return net
 
 
@@ -43,7 +52,8 @@ def tokenizer():
     "32 words and a chat template."
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
-    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({f"w{i}": i for i in range(32)}, unk_token="w0")), eos_token="w1", pad_token="w0")
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(
+        models.WordLevel({f"w{i}": i for i in range(32)}, unk_token="w0")), eos_token="w1", pad_token="w0")
     made.chat_template = "{{ messages[0].content }}"
     return made
 
@@ -55,7 +65,8 @@ def rows(B=16, T=18, seed=0, dtype=torch.float64, holes=True):
     mask = (at >= 1) & (at < lengths[:, None])
     if holes: mask &= torch.rand(B, T, generator=g) < .8
     draw = lambda: torch.randn(B, T, generator=g, dtype=dtype)
-    return Batch(tokens=torch.randint(2, 32, (B, T), generator=g), lengths=lengths, mask=mask, row=torch.arange(B), group=torch.arange(B)//4,
+    return Batch(tokens=torch.randint(2, 32, (B, T), generator=g), lengths=lengths, mask=mask, row=torch.arange(B),
+                 group=torch.arange(B)//4,
                  advantages=draw(), returns=draw(), ref_logprobs=-draw().abs(), temperature=torch.full((B,), .7))
 
 
@@ -63,14 +74,18 @@ def prompts(lengths=(5, 2, 7), seed=0):
     "Prompts with group ids that are not 0, 1, 2 …"
     g = torch.Generator().manual_seed(seed)
     T = max(lengths)
-    return Batch(tokens=torch.randint(2, 32, (len(lengths), T), generator=g)*(torch.arange(T) < torch.tensor(lengths)[:, None]), lengths=torch.tensor(lengths),
-                 mask=torch.zeros(len(lengths), T, dtype=torch.bool), group=torch.arange(100, 100+len(lengths)), answer=[str(n) for n in lengths])
+    return Batch(tokens=torch.randint(2, 32, (len(lengths), T),
+                                      generator=g)*(torch.arange(T) < torch.tensor(lengths)[:, None]),
+                 lengths=torch.tensor(lengths), mask=torch.zeros(len(lengths), T, dtype=torch.bool),
+                 group=torch.arange(100, 100+len(lengths)), answer=[str(n) for n in lengths])
 
 
 def gradients(wrapper):
     "A dict that receives the gradient of each parameter just before the wrapper's next optimizer step."
     found, names = {}, {id(p): n for n, p in wrapper._run.module.named_parameters()}
-    def keep(optimizer, *_): found.update({names[id(p)]: p.grad.clone() for group in optimizer.param_groups for p in group["params"] if p.grad is not None})
+    def keep(optimizer, *_):
+        found.update({names[id(p)]: p.grad.clone() for group in optimizer.param_groups
+                      for p in group["params"] if p.grad is not None})
     wrapper._run.model.optimizer.register_step_pre_hook(keep)
     return found
 
@@ -98,7 +113,8 @@ def apart(a, b):
 
 
 def bound(n, scale, dtype=torch.float32):
-    """How far a sum of `n` terms may be off, on any machine, whose absolute values sum to `scale`: eps·scale·min(n, 4√n).
+    """How far a sum of `n` terms may be off, on any machine, whose absolute values sum to `scale`: eps·scale·min(n,
+    4√n).
 
     Each of n roundings is off by at most eps/2, relative: the whole by less than n·eps (Higham 2002, §4.2). They do not
     conspire: it is off by more than 4√n·eps with probability below 2·exp(−32) (Higham & Mary 2019). Count along the
@@ -124,8 +140,8 @@ NEAR = .01                 # of lr: see `steady`
 def steady(lr, eps=1e-3, **how):
     """An AdamW whose steps rounding cannot decide, for comparing weights after fp32 steps.
 
-    Adam moves a weight by lr·g/(|g| + eps). With eps = 1e-8 a gradient of 1e-8, which is all rounding where terms of 0.1
-    cancel, moves its weight by lr/2 to either side, as the machine has it. Here an error δ of the gradient moves a weight
-    by at most 2·lr·δ/eps a step. For gradients of 0.1, the size that a tiny model has, δ < bound(CHAIN, .1) = 1.2e-6: a
-    step is off by 0.2 % of lr, and weights after five of them may be compared to `NEAR`·lr."""
+    Adam moves a weight by lr·g/(|g| + eps). With eps = 1e-8 a gradient of 1e-8, which is all rounding where terms of
+    0.1 cancel, moves its weight by lr/2 to either side, as the machine has it. Here an error δ of the gradient moves a
+    weight by at most 2·lr·δ/eps a step. For gradients of 0.1, the size that a tiny model has, δ < bound(CHAIN, .1) =
+    1.2e-6: a step is off by 0.2 % of lr, and weights after five of them may be compared to `NEAR`·lr."""
     return adamw(lr=lr, eps=eps, **how)

@@ -1,8 +1,8 @@
 """`make demo`: a small transformer learns word problems from a sloppy teacher, then from a checked answer.
 
-Data, tokenizer and model are made here from a seed; the two loops are those of the SFT and the GRPO tutorial, taken from their
-notebooks as they stand. Prints held-out accuracy before and after, saves demo.png and the models under demo/.
-"""
+Data, tokenizer and model are made here from a seed; the two loops are those of the SFT and the GRPO tutorial, taken
+from their notebooks as they stand. Prints held-out accuracy before and after, saves demo.png and the models under
+demo/."""
 import argparse
 import os
 import time
@@ -37,12 +37,15 @@ def run(out, seed, *, sft_steps=500, steps=100, held_out=400):
     tok = tokenizer(r["prompt"] + r["completion"] for r in train)
     warm, tuned = str(out/f"sft-{seed}"), str(out/f"grpo-{seed}")
 
-    sft = loop_from(f"{HERE}/sft.ipynb:sft")(here, Demonstrations(train, tok, seed=seed), model=transformer(tok, seed=seed), tokenizer=tok, lr=4e-3, steps=sft_steps, save=warm)
+    sft = loop_from(f"{HERE}/sft.ipynb:sft")(here, Demonstrations(train, tok, seed=seed),
+                                             model=transformer(tok, seed=seed), tokenizer=tok, lr=4e-3, steps=sft_steps,
+                                             save=warm)
     losses = [float(m["loss"]) for m in tqdm(sft, total=sft_steps, desc=f"SFT, seed {seed}", unit="step", disable=None)]
     before = tuple(accuracy(warm, test))
 
     data = Prompts(questions(train), tok, seed=seed)
-    grpo = loop_from(f"{HERE}/grpo.ipynb:grpo")(here, data, right, model=warm, lr=1e-3, steps=steps, prompts=64, group_size=8, minibatches=4, max_tokens=6, seed=seed, save=tuned)
+    grpo = loop_from(f"{HERE}/grpo.ipynb:grpo")(here, data, right, model=warm, lr=1e-3, steps=steps, prompts=64,
+                                                group_size=8, minibatches=4, max_tokens=6, seed=seed, save=tuned)
     print("  ".join(f"{c:>9}" for c in COLUMNS))
     rewards = []
     for m in tqdm(grpo, total=steps, desc=f"GRPO, seed {seed}", unit="step", disable=None):
@@ -63,7 +66,8 @@ def draw(results, file):
         bars.plot([0, 1], [before[0], after[0]], "o-", label=f"seed {seed}")
     left.set(title="SFT on a sloppy teacher", xlabel="step", ylabel="nats per answer token")
     mid.set(title="GRPO on checked answers", xlabel="step", ylabel="share of right answers", ylim=(0, 1))
-    bars.set(title="held-out problems", xticks=[0, 1], xticklabels=["before", "after"], ylabel="share of right answers", ylim=(0, 1), xlim=(-.3, 1.3))
+    bars.set(title="held-out problems", xticks=[0, 1], xticklabels=["before", "after"], ylabel="share of right answers",
+             ylim=(0, 1), xlim=(-.3, 1.3))
     bars.legend()
     fig.savefig(file, dpi=120)
 
@@ -76,14 +80,16 @@ def main():
     try: args.out.mkdir(parents=True, exist_ok=True)
     except OSError as e: raise SystemExit(f"demo: cannot write to {args.out}: {e}") from e
     logging.disable_progress_bar()
-    torch.set_num_threads(1)      # a model this small gains nothing from more, and the numbers do not depend on the machine's cores
+    # a model this small gains nothing from more, and the numbers do not depend on the machine's cores
+    torch.set_num_threads(1)
     start, results = time.time(), {}
     for seed in args.seeds:
         results[seed] = run(args.out, seed)
     draw(results, HERE.parent/"demo.png")
     print(f"\nheld-out accuracy           before   after     ({time.time()-start:.0f} s on one core)")
     for seed, (_, _, before, after) in results.items():
-        print(f"  seed {seed}  sampled (T=1)     {before[0]:6.1%}  {after[0]:6.1%}\n          greedy            {before[1]:6.1%}  {after[1]:6.1%}")
+        print(f"  seed {seed}  sampled (T=1)     {before[0]:6.1%}  {after[0]:6.1%}\n          greedy            "
+              f"{before[1]:6.1%}  {after[1]:6.1%}")
     print(f"models in {os.path.relpath(args.out)}/, curves in demo.png")
 
 

@@ -11,13 +11,15 @@ MODEL = str(SHARED/"models/stories260K")   # a small pretrained Llama: 260,032 w
 def there():
     "Whether the data is here; says so when it is not."
     if SHARED.is_dir(): return True
-    print(f"{SHARED} is absent: this cell runs on real data, which is not part of the repository. Everything above is complete without it.")
+    print(f"{SHARED} is absent: this cell runs on real data, which is not part of the repository. Everything above "
+          "is complete without it.")
     return False
 
 
 def read(name, *, seed=0):
     "Rows of one file in an order made from a seed."
-    with gzip.open(SHARED/f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines: rows = [json.loads(line) for line in lines]
+    with gzip.open(SHARED/f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
     random.Random(seed).shuffle(rows)
     return rows
 

@@ -41,7 +41,7 @@ def clip_and_step(
 )->Tensor: # 0-d: the 2-norm before clipping
     "Clip and step, unless the gradient's norm is not finite; forget the gradient."
     norm:Any = (clip or nn.utils.clip_grad_norm_)(params, max_norm).detach()
-    norm = getattr(norm, "full_tensor", lambda: norm)()       # over all shards
+    if hasattr(norm, "full_tensor"): norm = norm.full_tensor()       # over all shards
     if torch.isfinite(norm): optimizer.step()
     optimizer.zero_grad()
     return norm
@@ -76,7 +76,7 @@ class Plain:
 
     def step(self, shared:bool)->Tensor:
         "Sum, clip, step."
-        params = list(trained_weights(self.module).values())
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
         if shared and world()[1] > 1: sum_gradients_(params, self.device, self.group)
         return clip_and_step(self.optimizer, params, self.max_norm, self.clip)
 

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['optimizer_of', 'frozen_copy', 'make_engine', 'compute_dtype', 'learnable', 'prepare_module_', 'weight_shapes',
            'check_state', 'check_weights', 'check_step', 'running', 'undivided', 'named_under', 'of_one_version',
-           'check_graph', 'set_rates', 'current_state', 'promise', 'in_dtype', 'full_shapes', 'restore', 'check_norm',
-           'ShardedModel', 'has_all_weights']
+           'check_graph', 'set_rates', 'current_state', 'restore', 'check_norm', 'ShardedModel', 'has_all_weights']
 
 # %% ../../nbs/engines/64_sharded.ipynb #2aefe092
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +20,7 @@ from .guards import Turn, uninterrupted
 from .modules import checkpoint_layers_, promote_
 from .optim import OptimizerSpec, adamw
 from .plain import Plain
-from .weights import InProcess, Ticket, buckets, named_weights
+from .weights import Ticket, buckets, promise
 from .world import HALF, device_of, mesh_of, world
 
 # %% ../../nbs/engines/64_sharded.ipynb #6b405c6b
@@ -226,37 +225,6 @@ def current_state(
         check_step(model)
         return dict(version=model.version) | model.engine.state(full)
 
-def promise(
-    model:Any,  # a `ShardedModel`
-    prefix:str, # only weights under this name, given without it
-    score:Callable[[Tensor], Tensor]|None, # ids → log-probs of all but the first
-    probe:tuple[int, ...], # ids to score
-    dtype:torch.dtype|None, # that floats are sent in; None: as they are
-)->Ticket:
-    "A ticket for its weights, with their shapes; where an adapter is merged they are known when it is."
-    check_step(model)
-    def params(bucket_bytes): return in_dtype(model.iter_full_params(bucket_bytes, prefix), dtype)
-    way = InProcess(lambda: model.version, params, score)
-    shapes = {n.removeprefix(prefix): x for n, x in full_shapes(model).items() if n.startswith(prefix)}
-    return Ticket(model.version, way, shapes or None, probe=probe)
-
-def in_dtype(
-    made:Iterator[dict[str, Tensor]], # buckets
-    dtype:torch.dtype|None, # None: as they are
-)->Iterator[dict[str, Tensor]]:
-    "Buckets with their floats rounded."
-    for bucket in made:
-        yield {n: x.to(dtype) if x.is_floating_point() else x for n, x in bucket.items()} if dtype else bucket
-        del bucket
-
-def full_shapes(
-    model:Any, # a `ShardedModel`
-)->dict[str, tuple[int, ...]]: # name → shape, tied weights under their first name
-    "What its weights look like when they are complete; none where later adapters have renamed them."
-    if model.spec.complete: return {n: tuple(x.shape) for n, x in named_weights(model.module).items()}
-    if model.shapes.keys() != model.module.state_dict().keys(): return {}
-    return {n: tuple(shape) for n, (shape, first) in model.shapes.items() if n == first}
-
 def restore(
     model:Any,  # a `ShardedModel`
     state:dict, # from `state_dict`
@@ -294,8 +262,9 @@ class ShardedModel:
     ):
         "Hold a module, ready to train or frozen. All ranks together. ValueError for what an engine cannot do."
         self.spec, made = engine_of(engine), optimizer_of(optimizer, lr)
-        sp, tp = self.spec.sequence_parallel, self.spec.tensor_parallel
+        sp, tp, (rank, self.ranks) = self.spec.sequence_parallel, self.spec.tensor_parallel, world()
         self.device, self.shares = device_of(device, "ShardedModel"), self.spec.shares
+        self.replica, self.replicas = rank//self.shares, self.ranks//self.shares  # this rank's part of a batch, all parts
         self.mesh = mesh_of(self.device, sequence_parallel=sp, tensor_parallel=tp)
         self.dtype, self.frozen = compute_dtype(module, self.spec.dtype), frozen
         prepare_module_(module, self.spec, self.dtype, frozen=frozen)
@@ -309,10 +278,6 @@ class ShardedModel:
     def optimizer(self)->torch.optim.Optimizer|None: return self.engine.optimizer
     @property
     def turn(self)->Turn: return self.engine.turn
-    @property
-    def replicas(self)->int: return world()[1]//self.shares   # parts that a batch is cut into
-    @property
-    def replica(self)->int: return world()[0]//self.shares    # the part that is this rank's
 
     def __call__(self, *args, **kwargs):
         with running(self): return self.engine(*args, **kwargs)
@@ -345,6 +310,7 @@ class ShardedModel:
     def ticket(self, prefix:str="", score:Callable[[Tensor], Tensor]|None=None, probe:tuple[int, ...]=(),
                dtype:torch.dtype|None=None)->Ticket:
         "A promise of this version's full weights, good until the next `apply`; the arguments: see `promise`."
+        check_step(self)
         return promise(self, prefix, score, probe, dtype)
 
     def iter_full_params(self, bucket_bytes:int=1 << 28, prefix:str="")->Iterator[dict[str, Tensor]]:

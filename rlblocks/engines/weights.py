@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['checksum', 'named_weights', 'buckets', 'Change', 'Transport', 'InProcess', 'this_process', 'Ticket', 'probe_ids',
-           'Manifest', 'check_names', 'check_since', 'copy_weights', 'check_sum', 'put_']
+           'promise', 'in_dtype', 'full_shapes', 'Manifest', 'check_names', 'check_since', 'copy_weights', 'check_sum',
+           'put_']
 
 # %% ../../nbs/engines/51_weights.ipynb #f1cf3fa6
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -168,6 +169,37 @@ def probe_ids(
     g = torch.Generator().manual_seed(0)
     return tuple(torch.randint(vocabulary, (min(n, (window or n + 1) - 1),), generator=g).tolist())
 
+# %% ../../nbs/engines/51_weights.ipynb #42f76451
+def promise(
+    model:Any,  # a `ShardedModel`
+    prefix:str, # only weights under this name, given without it
+    score:Callable[[Tensor], Tensor]|None, # ids → log-probs of all but the first
+    probe:tuple[int, ...], # ids to score
+    dtype:torch.dtype|None, # that floats are sent in; None: as they are
+)->Ticket:
+    "A ticket for its weights, with their shapes; where an adapter is merged they are known when it is."
+    def params(bucket_bytes): return in_dtype(model.iter_full_params(bucket_bytes, prefix), dtype)
+    way = InProcess(lambda: model.version, params, score)
+    shapes = {n.removeprefix(prefix): x for n, x in full_shapes(model).items() if n.startswith(prefix)}
+    return Ticket(model.version, way, shapes or None, probe=probe)
+
+def in_dtype(
+    made:Iterator[dict[str, Tensor]], # buckets
+    dtype:torch.dtype|None, # None: as they are
+)->Iterator[dict[str, Tensor]]:
+    "Buckets with their floats rounded."
+    for bucket in made:
+        yield {n: x.to(dtype) if x.is_floating_point() else x for n, x in bucket.items()} if dtype else bucket
+        del bucket
+
+def full_shapes(
+    model:Any, # a `ShardedModel`
+)->dict[str, tuple[int, ...]]: # name → shape, tied weights under their first name
+    "What its weights look like when they are complete; none where later adapters have renamed them."
+    if model.spec.complete: return {n: tuple(x.shape) for n, x in named_weights(model.module).items()}
+    if model.shapes.keys() != model.module.state_dict().keys(): return {}
+    return {n: tuple(shape) for n, (shape, first) in model.shapes.items() if n == first}
+
 # %% ../../nbs/engines/51_weights.ipynb #5ed0c135
 @dataclass(frozen=True)
 class Manifest:
@@ -203,10 +235,10 @@ def check_since(
 ):
     "ValueError for changes of another version than the receiver has."
     if ticket.since in (None, version): return
-    own = "none" if version is None else f"version {version}"
+    own, ask = f"version {version}", f"policy.weights(since={version})"
+    if version is None: own, ask = "none", "policy.weights()"
     raise ValueError(f"load: the ticket has what changed from version {ticket.since} to {ticket.version}, the receiver "
-                     f"has {own}; load all weights, policy.weights(), or ask for changes of what it has: "
-                     "policy.weights(since=rollout.version)")
+                     f"has {own}; ask for {ask}")
 
 def copy_weights(
     ticket:Ticket,    # from `policy.weights()`

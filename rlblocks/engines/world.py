@@ -192,7 +192,7 @@ def join_world(device:torch.device)->None:
 def group_of(parts:list[list[int]], axis:str)->dist.ProcessGroup: # of the part that has this rank
     "This rank's group among `parts` of the world; made at the first call, in which all ranks take part."
     if len(parts) == 1: return getattr(dist.group, "WORLD")
-    torch_groups, tag = dist.distributed_c10d, f"user:rlblocks {axis}"
+    torch_groups, tag = dist.distributed_c10d, f"rlblocks {axis}"
     mine = next(part for part in parts if world()[0] in part)
     found = torch_groups._find_pg_by_ranks_and_tag(tag, mine)
     return found or [torch_groups._new_group_with_tag(part, pg_tag=tag) for part in parts][parts.index(mine)]

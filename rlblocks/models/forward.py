@@ -176,6 +176,8 @@ class Forward(nn.Module):
         self.head:Any = head
         self.takes = _accepts(trunk, "position_ids", "use_cache", "logits_to_keep")
         self.vocabulary, self.positions = vocabulary(trunk), positions(trunk)
+        top = output_layer(trunk)
+        self.top = next((name for name, m in trunk.named_modules() if m is top), None)
 
     def forward(self,
         tokens:Int[Tensor, "B T"], # right-padded rows
@@ -186,7 +188,8 @@ class Forward(nn.Module):
         group:Tensor|None=None,    # `[B]` ids of rows that may begin alike; packed, they share it
     )->dict[str, Tensor]: # `[n, …]` each: logprobs, entropy, values, logits, measured, hidden; router_logits or experts
         "What a loss needs of each place. Nothing V-sized leaves the module unless `logits` asks for it."
-        call, layer = self.arrange(tokens, lengths, places, layout, group), output_layer(self.trunk)
+        call = self.arrange(tokens, lengths, places, layout, group)
+        layer = None if self.top is None else self.trunk.get_submodule(self.top)      # an adapter may be on it by now
         if reading.hidden: check_hidden(layer, self.trunk)
         f = _instead(layer, call.places, reading, layout.bend)
         read = layer if f or self.on_lm_head else None

@@ -4,19 +4,18 @@
 
 # %% auto #0
 __all__ = ['ENGINE_WORDS', 'OPTIMIZER_WORDS', 'MODEL_WORDS', 'OTHERS', 'FACTORIES', 'SCORER_WORDS', 'shown', 'instead', 'refusal',
-           'says_instead', 'Trained', 'described', 'base_of', 'reads_shards', 'start', 'Policy', 'log_probs_of',
-           'probe_of', 'load_policy', 'check_numbers', 'head_now', 'expert_counts']
+           'says_instead', 'Trained', 'described', 'base_of', 'reads_shards', 'start', 'Policy', 'load_policy',
+           'check_numbers', 'head_now', 'expert_counts']
 
 # %% ../../nbs/models/78_policy.ipynb #d72ec8ad
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from difflib import get_close_matches
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, ParamSpec
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..data.batch import Batch
@@ -24,7 +23,7 @@ from ..engines.base import EngineSpec, engine_of
 from ..engines.deltas import Deltas
 from ..engines.optim import OptimizerSpec, adamw
 from ..engines.sharded import has_all_weights
-from ..engines.weights import Ticket, probe_ids
+from ..engines.weights import Ticket
 from .checks import check_measure, places_at
 from .forward import Forward, Reading
 from .head import Head, as_head
@@ -32,6 +31,7 @@ from .loading import Pretrained, as_pretrained, load_module, load_quantized, loa
 from .lora import Base, View, save_adapter, standing
 from .routers import expert_hits
 from .step import Prepared, Setup, compute, prepare, train_step
+from .tickets import ticket_of
 from .value_heads import save_read, value_head as value_head_of
 
 # %% ../../nbs/models/78_policy.ipynb #e3542b2b
@@ -274,7 +274,7 @@ class Policy(Trained):
         dtype:torch.dtype|None=None, # that weights are sent in; None: as they are held
     )->Ticket: # to be loaded before the next step
         "A ticket for this version's weights, for `rollout.load`; an adapter's are merged into a copy."
-        ticket = self._run.model.ticket("trunk.", partial(log_probs_of, self), probe_of(self._run.module), dtype)
+        ticket = ticket_of(self._run, self.logprobs, dtype)
         return ticket if since is None else self._sent.ticket(ticket, since)
 
     def save_pretrained(self,
@@ -293,20 +293,6 @@ class Policy(Trained):
     def __repr__(self): return super().__repr__()[:-1] + (")" if self._run.layout.bend else ", log-probs from logits in full)")
 
 # %% ../../nbs/models/78_policy.ipynb #2c32c0b0
-def log_probs_of(
-    policy:Policy,
-    ids:Int[Tensor, " n"],
-)->Float[Tensor, " m"]: # m = n − 1
-    "Of all ids but the first, in one row."
-    row = Batch(tokens=ids[None], lengths=torch.tensor([len(ids)]), mask=torch.arange(len(ids))[None] > 0)
-    return policy.logprobs(row)[0, 1:]
-
-def probe_of(
-    reader:Forward, # of a policy's trunk
-)->tuple[int, ...]: # ids; none where the vocabulary is not known
-    "What samplers and policy score to compare what they compute."
-    return probe_ids(reader.vocabulary, getattr(getattr(reader.trunk, "config", None), "max_position_embeddings", None))
-
 def load_policy(
     given:Pretrained, # of `as_pretrained`
     setup:Setup,

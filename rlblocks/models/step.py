@@ -6,6 +6,7 @@
 __all__ = ['Setup', 'Prepared', 'prepare', 'micro_batches', 'train_step', 'loss_of', 'is_shared', 'compute']
 
 # %% ../../nbs/models/75_step.ipynb #294c8654
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,22 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arithmetic.masked import Last, Mean, Metric, merge
 from ..data.batch import Batch
 from ..data.columns import widen
-from ..arithmetic.masked import Last, Mean, Metric, merge
-from ..data.packing import Limits, planned, shared_prefix
-from .checks import check_batches, check_jobs, check_loss, check_sampled, check_scorable, check_turning, check_window
-from .forward import Forward, Layout, Reading, turning
-from .outputs import Checked, Out, cause, check_splits, outputs, trainable
-from .probes import look_ahead, pack_by, share_lines
-from .head import bending
+from ..data.packing import Limits, common_prefix, planned
 from ..engines.base import EngineSpec
 from ..engines.exchanges import Stretch
 from ..engines.guards import Turn
 from ..engines.optim import OptimizerSpec
 from ..engines.sharded import ShardedModel
-from ..engines.world import agree, same_rows
 from ..engines.weights import checksum
+from ..engines.world import agree, same_rows
+from .checks import (check_batches, check_jobs, check_loss, check_sampled, check_scorable, check_turning,
+                                    check_window)
+from .forward import Forward, Layout, Reading, turning
+from .head import bending
+from .outputs import Checked, Out, cause, check_splits, outputs, trainable
+from .probes import look_ahead, pack_by, share_lines
 
 # %% ../../nbs/models/75_step.ipynb #ae90ff7a
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Setup:
     frozen:bool = False        # no optimizer
     micro_tokens:int = 8192    # most tokens (padded: cells) a forward pass; ranks that share rows run them together
     micro_rows:int|None = None # most rows a forward pass
-    pack:bool|None = None      # None: pack where rows stay separate and cost what they cost alone; True: or raise; False: pad
+    pack:bool|None = None      # None: where rows stay separate and cost no more than alone; True: or raise; False: pad
     device:torch.device|str|None = None # None: CUDA when there is one
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +73,7 @@ def prepare(
 )->Prepared:
     """Hand a module to its engine and probe it.
 
-    ValueError when `pack=True` and the model mixes rows, and when ranks shall share rows of a model where they cannot."""
+    ValueError when `pack=True` and the model mixes rows, and when ranks cannot share rows of this model."""
     for word, n in dict(micro_tokens=setup.micro_tokens, micro_rows=setup.micro_rows).items():
         if n is None or isinstance(n, Integral) and n >= 1: continue
         raise ValueError(f"{name}: {word}={n!r}; a whole number, at least 1, is wanted")
@@ -87,14 +89,18 @@ def _layout(name, module, model, pack):
     if ahead := model.probe(partial(look_ahead, module, model.device)): raise ValueError(f"{name}: {ahead}")
     stretch = Stretch.of(model.mesh)
     layout = Layout(packing.safe, packing.segments, stretch, model.probe(partial(bending, module.trunk, model.device)))
-    if stretch and pack is False: raise ValueError(f"{name}: sequence_parallel={stretch.ranks} shares lines of packed rows, and pack=False lays none; leave it out")
-    if stretch and (odd := model.probe(partial(share_lines, module, model.device, layout))): raise ValueError(f"{name}: sequence_parallel={stretch.ranks}, but {odd}")
-    if pack and not packing.safe: raise ValueError(f"{name}: pack=True, but {packing.why}; use pack=False, or None, which pads where packing fails")
+    if stretch and pack is False:
+        raise ValueError(f"{name}: sequence_parallel={stretch.ranks} cuts lines of packed rows, and pack=False makes "
+                         "none; leave pack out")
+    if stretch and (odd := model.probe(partial(share_lines, module, model.device, layout))):
+        raise ValueError(f"{name}: sequence_parallel={stretch.ranks}, but {odd}")
+    if pack and not packing.safe:
+        raise ValueError(f"{name}: pack=True, but {packing.why}; use pack=False, or None, which pads then")
     if pack is None: pack = packing.segments or _by_rows(module.trunk)
     return replace(layout, packed=packing.safe and pack)
 
 def _by_rows(trunk):
-    "Whether its own attention costs what rows cost alone. A dense mask over the line does not: rows of like length side by side are faster."
+    "Whether its own attention costs what rows cost alone: with a dense mask over the line, padding is faster."
     attention = getattr(getattr(trunk, "config", None), "_attn_implementation", None) or ""
     return "flash" in attention or "flex" in attention
 
@@ -104,28 +110,28 @@ def micro_batches(
     batch:Batch, # a whole, or one of the parts of a cut
 )->list[list[int]]: # row numbers of each
     "Row numbers of each micro-batch; the same number of them on every rank, some empty."
-    families = batch.families
-    shared = shared_prefix(batch.tokens, batch.lengths, families) if families is not None else None
-    plans = [_plan(run, *looks) for looks in (batch.whole.siblings if batch._whole else ())]     # everybody's, and for everybody the same errors
+    families, plans = batch.families if run.layout.segments and run.layout.packed else None, []
+    if batch._whole: plans = [_plan(run, *looks) for looks in batch.whole.siblings]   # every rank's, with its errors
+    shared = None if families is None else common_prefix(batch.tokens, batch.lengths, families)
     mine = _plan(run, batch.lengths, batch.unit if "unit" in batch else None, shared)
     return mine + [[] for _ in range(max(map(len, plans), default=0) - len(mine))]
 
 def _plan(run, lengths, unit, shared):
     "Micro-batches of the rows of one rank."
     check_window(run.name, lengths, run.module.positions, type(run.module.trunk).__name__)
-    lengths, unit, packed = lengths.cpu().clamp(min=1), None if unit is None else unit.cpu(), run.layout.packed
+    lengths, unit, layout = lengths.cpu().clamp(min=1), None if unit is None else unit.cpu(), run.layout
     sides = _sides(run, lengths, unit)
-    if len(sides) > 1 or not (packed and run.layout.segments): shared = None
-    limits = Limits(run.micro_tokens, run.micro_rows, not packed, run.name, ("micro_tokens", "micro_rows"))
+    if len(sides) > 1 or not (layout.packed and layout.segments): shared = None
+    limits = Limits(run.micro_tokens, run.micro_rows, not layout.packed, run.name, ("micro_tokens", "micro_rows"))
     plans = [(rows, planned(lengths[rows], None if unit is None else unit[rows], limits, shared)) for rows in sides]
     return [rows[some].tolist() for rows, plan in plans for some in plan]
 
 def _sides(run, lengths, unit):
-    "Row numbers that may run together: all, but where a rotary embedding turns those within its window and those beyond."
+    "Row numbers that may run together: all; with an embedding that turns, those within its window, then the rest."
     rows = torch.arange(len(lengths))
     if run.turning is None or (lengths <= run.turning[1]).all(): return [rows]
-    stretch, (kind, window) = run.layout.stretch, run.turning
-    check_turning(run.name, lengths, unit, kind, window, type(run.module.trunk).__name__, stretch.ranks if stretch else 1)
+    (kind, window), ranks = run.turning, run.layout.stretch.ranks if run.layout.stretch else 1
+    check_turning(run.name, lengths, unit, kind, window, type(run.module.trunk).__name__, ranks)
     return [side for side in (rows[lengths <= window], rows[lengths > window]) if len(side)]
 
 # %% ../../nbs/models/75_step.ipynb #a62c8e1b
@@ -136,12 +142,12 @@ def train_step(
 )->dict: # metrics
     "One optimizer step on the sum of the jobs' losses."
     with run.turn:
-        shared, jobs = _ready(run, jobs)
-        share = 1/(run.model.replicas if shared else 1)      # the replicas' metrics are merged: each gives its part of what all of them share
+        jobs, shared = _ready(run, jobs)
+        share = 1/(run.model.replicas if shared else 1)      # metrics of replicas are merged: a part of it from each
         if not jobs: return dict(skipped=Mean(share, share))
-        sums = _Sums(together=shared or run.model.shares > 1)
+        sums = Sums(together=shared or run.model.shares > 1)
         with _discards(run):
-            with _all_or_none(run, sums, jobs):
+            with _all_or_none(run, sums):
                 work = _work(run, jobs)
                 for i, (batch, loss, rows) in enumerate(work, 1):
                     part = batch.part(rows).trim().to(run.model.device)
@@ -152,41 +158,33 @@ def train_step(
         metrics = {k: m.to("cpu") for k, m in sums.metrics.items()}
         return merge(metrics, _own_metrics(run, sums, norm, share))
 
-@dataclass
-class _Sums:
-    "What a step adds up beside the gradient, of this rank's rows."
-    together:bool          # with other ranks
-    loss:Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    metrics:dict = field(default_factory=dict)
-    error:Exception|None = None # the first of a closure
-    why:str = ""           # the first loss that is no number
-
 def _ready(run, jobs):
-    "Whether the step is cut over ranks, and the jobs that have something to learn from, counted once."
-    if run.model.frozen: raise RuntimeError(f"{run.name}: this one is frozen (frozen=True) and cannot step")
-    check_jobs(run.name, jobs)
-    batches = [b for b, _ in jobs]
-    _agree_on_rows(run, batches)
-    jobs = [(b._like(b.columns, b.whole, b.filler), loss) for b, loss in jobs if len(b)]
-    return is_shared(run, batches), [(b, loss) for b, loss in jobs if b.n_tokens]
+    "The jobs that have something to learn from, and whether they are cut over ranks. All ranks go on, or all raise."
+    given, error, shared = [], None, False
+    try:
+        if run.model.frozen: raise RuntimeError(f"{run.name}: this one is frozen (frozen=True) and cannot step")
+        check_jobs(run.name, jobs)
+        shared = is_shared(run, [b for b, _ in jobs])
+        given = [_given(b, shared) for b, _ in jobs]
+    except Exception as e: error = e
+    _together(run, error, run.model.ranks > 1, given)
+    _agree_on_rows(run, [b for b, _ in jobs])
+    jobs = [(b._like(b.columns, b.whole, b.filler), loss) for b, loss in jobs if len(b)]      # counted once
+    return [(b, loss) for b, loss in jobs if b.n_tokens], shared
+
+def _together(run, error, others, given=None):
+    "Raise this rank's error; with `others` all ranks raise, also where they were not given the same."
+    if others: agree(error, f"{run.name}.step", same=given)
+    elif error: raise error
+
+def _given(batch, shared):
+    "What ranks that train together must have in common."
+    return f"a part of {batch.n_tokens} tokens in {batch.n_rows} rows" if shared else "a whole batch"
 
 def _work(run, jobs):
     "(batch, loss, rows) of each micro-batch."
     for batch, _ in jobs: check_sampled(run.name, batch, run.module.vocabulary, padding=not run.layout.packed)
     return [(batch, loss, rows) for batch, loss in jobs for rows in micro_batches(run, batch)]
-
-def _add(run, sums, loss, out, part, rows):
-    "Call the closure and count what it gives; its loss, to be differentiated."
-    try: value, found = loss_of(run, loss, out, part)
-    except Exception as e:
-        if not sums.together: raise
-        sums.error = sums.error or e
-        return torch.stack([0*x.sum() for _, x in out.items()]).sum()
-    if part.filler: return value*0
-    sums.loss += value.detach().double().cpu()
-    sums.metrics = merge(sums.metrics, found)
-    if not sums.why and not trainable(value.detach(), out, part): sums.why = cause(out, part, rows)
-    return value
 
 @contextmanager
 def _discards(run):
@@ -196,24 +194,48 @@ def _discards(run):
         run.model.discard()
         raise
 
+# %% ../../nbs/models/75_step.ipynb #5125fa1f
+@dataclass
+class Sums:
+    "What a step adds up beside the gradient, of this rank's rows."
+    together:bool  # with other ranks
+    loss:float = 0.
+    metrics:dict[str, Metric] = field(default_factory=dict)
+    error:Exception|None = None # the first of a closure
+    why:str = ""   # the first loss that is no number
+
+def _add(run, sums, loss, out, part, rows):
+    "Call the closure and count what it gives; its loss, to be differentiated."
+    try: value, found = loss_of(run, loss, out, part)
+    except Exception as e:
+        if not sums.together: raise
+        sums.error = sums.error or e
+        return torch.stack([0*x.sum() for _, x in out.items()]).sum()
+    if part.filler: return value*0
+    sums.loss += float(value.detach())
+    sums.metrics = merge(sums.metrics, found)
+    if not sums.why and not trainable(value.detach(), out, part): sums.why = cause(out, part, rows)
+    return value
+
 @contextmanager
-def _all_or_none(run, sums, jobs):
+def _all_or_none(run, sums):
     "The block ends well on all ranks that train together, with a loss that is a number, or all raise."
     error = None
     try: yield
     except Exception as e: error = e
     error = error or sums.error
-    if not error and (sums.why or not torch.isfinite(sums.loss)):
-        error = FloatingPointError(f"{run.name}: the loss is {sums.loss.item():g} at version {run.model.version}; nothing was changed. {sums.why}".rstrip())
-    if sums.together: agree(error, f"{run.name}.step", same=[(b.n_tokens, b.n_rows) for b, _ in jobs])
-    elif error: raise error
+    if not error and (sums.why or not math.isfinite(sums.loss)):
+        error = FloatingPointError(f"{run.name}: the loss is {sums.loss:g} at version {run.model.version}; nothing was "
+                                   f"changed. {sums.why}".rstrip())
+    _together(run, error, sums.together)
 
 def _own_metrics(run, sums, norm, share)->dict[str, Metric]:
     "What a step tells besides the closures' metrics."
-    optimizer:Any = run.model.optimizer                    # there: a frozen one does not step
-    lr = optimizer.param_groups[0]["lr"]
-    return dict(loss=Mean(sums.loss.item(), share), grad_norm=Mean(norm.item()*share, share), lr=Last(lr), version=Last(run.model.version), skipped=Mean(0., share))
+    lr = run.model.optimizer.param_groups[0]["lr"]
+    return dict(loss=Mean(sums.loss, share), grad_norm=Mean(norm.item()*share, share), lr=Last(lr),
+                version=Last(run.model.version), skipped=Mean(0., share))
 
+# %% ../../nbs/models/75_step.ipynb #99f01db9
 def loss_of(
     run:Prepared,
     loss:Callable, # the closure
@@ -242,8 +264,10 @@ def is_shared(
     return True
 
 def _agree_on_rows(run, batches):
-    "Ranks that share rows were given the same ones, or all raise: in their collectives they would wait for each other, or read each other's tokens as their own."
-    if run.model.shares > 1: same_rows([checksum(b[k]) for b in batches for k in ("tokens", "lengths", "mask") if k in b], run.model.shares, run.name)
+    "Ranks that share rows were given the same ones, or all raise: each would read the other's tokens as its own."
+    if run.model.shares == 1: return
+    same_rows([checksum(b[k]) for b in batches for k in ("tokens", "lengths", "mask") if k in b], run.model.shares,
+              run.name)
 
 # %% ../../nbs/models/75_step.ipynb #e833e2c5
 @torch.no_grad()
@@ -258,14 +282,15 @@ def compute(
     with run.turn:
         check_batches(run.name, [batch])
         check_sampled(run.name, batch, run.module.vocabulary, padding=not run.layout.packed)
-        if "mask" not in batch: batch = batch._like(batch.columns | dict(mask=torch.zeros(batch.tokens.shape, dtype=torch.bool)), batch._whole, batch.filler)
         if reading.rows: check_scorable(run.name, batch)
         _agree_on_rows(run, [batch])
-        batch = batch._like(batch.columns, batch.whole, batch.filler)      # counted once, not for every micro-batch
+        unmasked = {} if "mask" in batch else dict(mask=torch.zeros(batch.tokens.shape, dtype=torch.bool))
+        batch = batch._like(batch.columns | unmasked, batch.whole, batch.filler)   # counted once, for all micro-batches
         done = list(_computed(run, batch, reading, key, by_row))
     return _in_order(done, batch.tokens.shape[:1 if reading.rows or by_row else 2])
 
 def _computed(run, batch, reading, key, by_row)->Iterator[tuple[list[int], Tensor]]:
+    "Row numbers of each micro-batch, and what was read of them."
     for rows in micro_batches(run, batch):
         part = batch.part(rows).trim()
         x = getattr(outputs(run.model, run.layout, part, reading, run.name), key)

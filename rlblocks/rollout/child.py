@@ -103,20 +103,27 @@ class Server:
         "Begin to read letters."
         self.connection, self.letters = connection, queue.SimpleQueue()
         self.names, self.kept, self.told = set(), {}, 0.
+        self.version, self.marks = 0, {}      # of the weights; of a sample: from which token on it is of which version
+        self.outbox:Any = queue.SimpleQueue() # a trainer that trains does not read
         self.engine:Any = None
         self.memory:Any = None
-        threading.Thread(target=self._read, daemon=True).start()
+        for work in (self._read, self._write): threading.Thread(target=work, daemon=True).start()
 
     def _read(self):
         try:
             while True: self.letters.put(self.connection.recv())
         except (EOFError, OSError): os._exit(0)
 
+    def _write(self):
+        try:
+            while True: self.connection.send(self.outbox.get())
+        except OSError: os._exit(0)
+
     def send(self,
         *letter:Any, # what it is, then what it says
     ):
         "To the trainer."
-        self.connection.send(letter)
+        self.outbox.put(letter)
 
     def serve(self):
         "Until the trainer says `bye`."
@@ -131,16 +138,23 @@ class Server:
 
     def step(self):
         "One token for every sample under way."
-        for output in self.engine.step():
-            if output.finished and output.request_id in self.names: self._done(output.request_id, output.outputs[0])
+        self.take(self.engine.step())
         if time.monotonic() - self.told > .5:
             self.send("alive")
             self.told = time.monotonic()
 
+    def take(self,
+        outputs:Iterable, # of a step
+    ):
+        "Send the samples that have ended."
+        for output in outputs:
+            if output.finished and output.request_id in self.names: self._done(output.request_id, output.outputs[0])
+
     def _done(self, name, made):
         self.names.discard(name)
         reason = "stop" if made.finish_reason == "stop" else "length"
-        self.send("done", name, *said(list(made.token_ids), made.logprobs, self.kept.pop(name)), reason)
+        self.send("done", name, *said(list(made.token_ids), made.logprobs, self.kept.pop(name)),
+                  self.marks.pop(name), reason)
 
 # %% ../../nbs/rollout/85_child.ipynb #6b0283a9
 def _start(
@@ -170,7 +184,13 @@ def _add(
         server.engine.add_request(name, dict(prompt_token_ids=ids, cache_salt=salt),
                                   SamplingParams(**settings, output_kind=RequestOutputKind.FINAL_ONLY))
         server.names.add(name)
-        server.kept[name] = settings["logprobs"]
+        server.kept[name], server.marks[name] = settings["logprobs"], [(0, server.version)]
+
+def _under_way(
+    server:Server,
+)->dict[str, Any]: # name → what vLLM knows of a sample
+    "Samples that have not ended."
+    return {s.external_req_id: s for s in server.engine.output_processor.request_states.values()}
 
 def _abort(
     server:Server,
@@ -178,17 +198,19 @@ def _abort(
 ):
     "End samples and send what they have."
     names = [n for n in names if n in server.names]
-    states = [s for s in server.engine.output_processor.request_states.values() if s.external_req_id in names]
     found = {}
-    for s in states:
-        ids, kept = list(s.detokenizer.output_token_ids), server.kept[s.external_req_id]
-        found[s.external_req_id] = said(ids, s.logprobs_processor.logprobs, kept)
+    for name, s in _under_way(server).items():
+        if name not in names: continue
+        ids, kept = list(s.detokenizer.output_token_ids), server.kept[name]
+        found[name] = *said(ids, s.logprobs_processor.logprobs, kept), server.marks[name]
     server.engine.abort_request(names)
     server.names -= set(names)
     server.send("abort", found)
 
 def _load(
     server:Server,
+    version:int, # that the weights are of
+    keep:bool,   # samples under way keep their keys and values; else these are computed anew
 ):
     "New weights: buckets until `end`, each copied out and acknowledged, then put in place."
     sums = {}
@@ -202,8 +224,17 @@ def _load(
         if letter[0] != "end": raise RuntimeError(f"a letter {letter[0]!r} came within a load")
     server.engine.collective_rpc("reload_weights", kwargs=dict(weights_iterator=arriving()))
     server.engine.collective_rpc(repack)
-    if not server.engine.reset_prefix_cache(): raise RuntimeError("the prefix cache could not be emptied")
+    if not keep: server.engine.reset_prefix_cache(reset_running_requests=True)
+    elif not server.engine.reset_prefix_cache() and not server.names:
+        raise RuntimeError("the prefix cache could not be emptied")
+    server.version = version
+    for name, s in _under_way(server).items(): _mark(server.marks[name], len(s.detokenizer.output_token_ids), version)
     server.send("loaded", sums)
+
+def _mark(marks, at, version):
+    "From token `at` on a sample is of this version."
+    if marks[-1][0] == at: marks.pop()
+    marks.append((at, version))
 
 def _probe(
     server:Server,
@@ -215,7 +246,10 @@ def _probe(
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0., seed=0)
     server.engine.add_request("probe", dict(prompt_token_ids=ids, cache_salt=salt), params)
     made = None
-    while made is None: made = next((o for o in server.engine.step() if o.finished), None)
+    while made is None:
+        outputs = server.engine.step()
+        server.take(outputs)
+        made = next((o for o in outputs if o.finished and o.request_id == "probe"), None)
     server.send("probe", [x[i].logprob for x, i in zip(made.prompt_logprobs[1:], ids[1:], strict=True)])
 
 def _sleep(

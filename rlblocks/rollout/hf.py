@@ -65,6 +65,7 @@ def uniforms(
 # %% ../../nbs/rollout/83_hf.ipynb #13fad1e2
 class Hf:
     "Samples with a module's own forward pass, one part after another."
+    elsewhere = False
 
     def __init__(self,
         model,               # name, folder, nn.Module (copied) or a callable that makes one
@@ -84,6 +85,8 @@ class Hf:
 
     def load(self,
         ticket:Ticket, # from `policy.weights()`
+        *,
+        keep:bool=False, # without effect: what is under way has not begun
     )->Manifest: # names, checksums and version, as they are here now
         "Copy a ticket's weights into the module."
         check_since(ticket, self.version)

@@ -90,12 +90,14 @@ class Transfer:
     def send(self,
         child:Child, # in which the engine is
         ticket:Ticket,
+        *,
+        keep:bool=False, # what is under way keeps keys and values of the old weights
     )->Manifest: # the names of files; the checksums of what arrived; the gap of the probe
         "All of a ticket's weights, and the proof. ValueError for names or shapes that do not fit."
         sent, came, n_messages = {}, [], 2
         self.loads, self.base = self.loads + 1, None
         if ticket.since is None: self.kept = {}
-        child.send("load")
+        child.send("load", ticket.version, keep)
         for pieces in in_buckets(self._summed(self._checked(ticket, came), sent), self.memory):
             child.ask("bucket", pieces)
             n_messages += 1

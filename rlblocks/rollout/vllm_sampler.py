@@ -51,6 +51,7 @@ def alive(
 # %% ../../nbs/rollout/86_vllm_sampler.ipynb #0359bcbb
 class Vllm:
     "Samples with vLLM, in a process of its own."
+    elsewhere = True
 
     def __init__(self,
         model,         # name, folder, transformers model or a callable that makes one
@@ -74,6 +75,8 @@ class Vllm:
 
     def load(self,
         ticket:Ticket, # from `policy.weights()`
+        *,
+        keep:bool=False, # what is under way keeps keys and values of the old weights
     )->Manifest: # the names of files; the checksums of what arrived; the gap of the probe
         "Send a ticket's weights and prove them. A load that fails ends the engine; the next one starts it anew."
         check_since(ticket, self.transfer.base)
@@ -81,7 +84,7 @@ class Vllm:
         if ticket.shapes is not None: check_names(ticket.shapes, self.transfer.known)
         if self.child is None: self.child = start_child(self)
         if self.asleep: self.wake()
-        with ending(self): manifest = self.transfer.send(self.child, ticket)
+        with ending(self): manifest = self.transfer.send(self.child, ticket, keep=keep)
         self.version, self.asleep = ticket.version, False
         return manifest
 
@@ -101,14 +104,15 @@ class Vllm:
 
     def _completion(self, name, said, why)->Completion:
         request, k = self.asked.pop(name)
-        return to_completion(request, k, said, why, int(self.version or 0))
+        return to_completion(request, k, said, why)
 
     def abort(self, keys:Iterable[int])->list[Completion]: # of the samples that had not ended
         "End requests. An engine that is gone has ended them already."
         gone = set(keys)
         names = [name for name, (r, _) in self.asked.items() if r.key in gone]
         found = aborted(self.child, names)
-        return [self._completion(n, found.get(n, NOTHING), "abort") for n in names]
+        nothing = *NOTHING, [(0, int(self.version or 0))]
+        return [self._completion(n, found.get(n, nothing), "abort") for n in names]
 
     def sleep(self, level:int=1):
         "Give memory back. 2: the weights too, so that a `load` has to follow."
@@ -142,7 +146,7 @@ def to_samples(
 def ended(
     child:Child,
     seconds:float, # most to wait for the first
-)->Iterator[tuple]: # name, ids, log-probs, support, reason
+)->Iterator[tuple]: # name, ids, log-probs, support, versions, reason
     "Samples that have ended. RuntimeError for what the engine could not do."
     letter = child.mail.pop(0) if child.mail else child.read(seconds)
     while letter is not None:
@@ -153,7 +157,7 @@ def ended(
 def aborted(
     child:Child|None, # None: it has ended
     names:list[str], # of samples
-)->dict[str, tuple]: # ids, log-probs, support of those that had begun
+)->dict[str, tuple]: # ids, log-probs, support, versions of those that had begun
     "End samples; nothing from an engine that is gone."
     if child is None or child.process.poll() is not None or not names: return {}
     found, = child.ask("abort", names)
@@ -245,16 +249,18 @@ def start_child(
 def to_completion(
     request:Request,
     sample:int,           # its place among the seeds
-    said:Sequence,        # ids, log-probs, support
+    said:Sequence,        # ids, log-probs, support, from which token on it is of which version
     reason:Reason,        # why it ended
-    version:int,          # of the weights
 )->Completion:
     "What the engine sent. FloatingPointError for a log-prob that is not finite."
-    ids, logprobs, support = said
+    ids, logprobs, support, marks = said
     if not np.isfinite(logprobs).all():
         raise FloatingPointError("generate: a sampled token has a log-prob that is not finite; the weights hold NaN or "
                                  "inf")
     logp = torch.from_numpy(logprobs).float() if request.how.temperature else torch.zeros(len(ids))
     if support is None and request.how.confined: support = np.zeros((0, request.how.kept(None)), dtype=np.int32)
     kept = None if support is None else torch.from_numpy(support)
-    return Completion(request.key, sample, torch.from_numpy(ids).long(), logp, kept, reason, version)
+    ends = [at for at, _ in marks[1:]] + [len(ids)]
+    versions = [v for (at, v), end in zip(marks, ends, strict=True) for _ in range(end - at)]
+    return Completion(request.key, sample, torch.from_numpy(ids).long(), logp, kept, reason, marks[-1][1],
+                      torch.tensor(versions, dtype=torch.long))
