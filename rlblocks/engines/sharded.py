@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['T', 'optimizer_of', 'frozen_copy', 'make_engine', 'compute_dtype', 'learnable', 'prepare_module_', 'weight_shapes',
            'check_state', 'check_groups', 'check_weights', 'check_step', 'running', 'undivided', 'named_under',
-           'of_one_version', 'check_graph', 'promise', 'restore', 'check_norm', 'ShardedModel', 'has_all_weights']
+           'of_one_version', 'check_graph', 'restore', 'check_norm', 'ShardedModel', 'has_all_weights']
 
 # %% ../../nbs/engines/64_sharded.ipynb #2aefe092
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +20,7 @@ from .guards import Turn, uninterrupted
 from .modules import checkpoint_layers_, promote_
 from .optim import OptimizerSpec, adamw
 from .plain import Plain
-from .weights import Ticket, buckets, named_weights
+from .weights import Ticket, buckets, promise
 from .world import HALF, device_of, mesh_of, world
 
 T = TypeVar("T")
@@ -171,14 +171,6 @@ def check_graph(loss:Tensor):
     raise ValueError("step: the loss does not depend on the model's outputs; build it from out.logprobs, out.entropy, "
                      "out.values or out.scores")
 
-def promise(model:"ShardedModel", prefix:str, score:Callable[[Tensor], Tensor]|None)->Ticket:
-    "A ticket for its weights. Where they are complete it has their shapes; others know them when they gather."
-    check_step(model)
-    names = named_weights(model.module) if model.spec.complete else {}
-    shapes = {n.removeprefix(prefix): tuple(x.shape) for n, x in names.items() if n.startswith(prefix)}
-    def params(bucket_bytes): return model.iter_full_params(bucket_bytes, prefix)
-    return Ticket(model.version, lambda: model.version, params, shapes or None, score)
-
 def restore(model:"ShardedModel", state:dict):
     "ValueError, and nothing changed, for another model's weights; what fails later leaves a model that refuses to run."
     check_state(state, model.frozen)
@@ -254,9 +246,11 @@ class ShardedModel:
         if self.torn: return                  # `load_state_dict` does: the ranks may be in different places
         with undivided(self): self.engine.discard()
 
-    def ticket(self, prefix:str="", score:Callable[[Tensor], Tensor]|None=None)->Ticket:
-        "A promise of this version's full weights, good until the next `apply`; `score`: see `Ticket`."
-        return promise(self, prefix, score)
+    def ticket(self, prefix:str="", score:Callable[[Tensor], Tensor]|None=None, probe:tuple[int, ...]=(),
+               dtype:torch.dtype|None=None)->Ticket:
+        "A promise of this version's full weights, good until the next `apply`; the arguments: see `promise`."
+        check_step(self)
+        return promise(self, prefix, score, probe, dtype)
 
     def iter_full_params(self, bucket_bytes:int=1 << 28, prefix:str="")->Iterator[dict[str, Tensor]]:
         "The only exporter of full weights. All ranks iterate together, also those that drop what they get."

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['HOMES', 'OTHERS', 'FACTORIES', 'SCORER_WORDS', 'written', 'shown', 'instead', 'refusal', 'says_instead', 'Trained',
            'described', 'base_of', 'reads_shards', 'start', 'Policy', 'reading_of', 'with_value_head', 'load_policy',
-           'head_now', 'ticket_of', 'expert_counts']
+           'head_now', 'expert_counts']
 
 # %% ../../nbs/models/78_policy.ipynb #d72ec8ad
 import inspect
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..data.batch import Batch
 from ..engines.base import EngineSpec, engine_of
+from ..engines.deltas import Deltas
 from ..engines.optim import OptimizerSpec, adamw
 from ..engines.sharded import has_all_weights
 from ..engines.weights import Ticket
@@ -30,6 +31,7 @@ from .loading import Pretrained, as_pretrained, load_module, load_quantized, loa
 from .lora import Base, View, save_adapter, standing
 from .routers import expert_hits
 from .step import Prepared, Setup, compute, prepare, train_step
+from .tickets import ticket_of
 from .value_heads import save_read, value_head as value_head_of
 
 # %% ../../nbs/models/78_policy.ipynb #e3542b2b
@@ -225,8 +227,7 @@ class Policy(Trained):
         optimizer:OptimizerSpec|Callable|None=None, # adamw(…), muon(…), or (name, parameter) pairs → torch optimizer
         lr:float=1e-6,   # AdamW's learning rate, where no optimizer is given
         frozen:bool=False, # a reference: no optimizer
-        micro_tokens:int=8192,    # most tokens a forward pass; a longer row raises
-        micro_rows:int|None=None, # most rows a forward pass
+        micro_tokens:int=8192, micro_rows:int|None=None, # most tokens and rows a forward pass; a longer row raises
         pack:bool|None=None, # None: pack rows where a probe finds that they stay separate; True: or raise; False: pad
         device:torch.device|str|None=None, # None: CUDA when there is one
     ):
@@ -236,6 +237,7 @@ class Policy(Trained):
         module = base.trunk if base else load_policy(given, setup)
         self.tokenizer = load_tokenizer(given.name, tokenizer)
         reader = Forward(module, value_head_of(module, given.name) if value_head else None, on_lm_head=value_head)
+        self._sent = Deltas()
         self._run, self._view = start("Policy", reader, base, setup, quantized=given.quantization is not None)
 
     def logprobs(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
@@ -274,13 +276,13 @@ class Policy(Trained):
         "One optimizer step. ValueError for a loss that does not add up over a cut; skipped without chosen tokens."
         return train_step(self._run, [(batch, loss), *more], reading_of(entropy, measure, logits, router_logits))
 
-    def weights(self)->Ticket:
-        "A ticket for this version's weights, to load before the next step; an adapter is merged into a copy."
-        return ticket_of(self._run)
+    def weights(self, *, since:int|None=None, dtype:torch.dtype|None=None)->Ticket: # in a dtype; None: as they are held
+        "A ticket for this version's weights, to load before the next step: all, or what changed `since` a version."
+        ticket = ticket_of(self._run, self.logprobs, dtype)
+        return ticket if since is None else self._sent.ticket(ticket, since)
 
     def save_pretrained(self,
-        path, # a folder; made if missing
-        *,
+        path, *, # a folder; made if missing
         adapter:bool=False,    # the adapter alone, as peft writes it: `Policy(base, lora=path)` loads it
         value_head:bool=True,  # with the value head, as `v_head.summary`; some readers refuse such weights
         dtype:torch.dtype|None=None, # of the weights in the file; None: the precision they came in, rounded once
@@ -323,15 +325,6 @@ def head_now(
     Of a frozen model on one device it is the very matrix, else a copy of V × H numbers on each rank."""
     copy = not (run.model.frozen and has_all_weights(run.model))
     return run.model.probe(partial(as_head, run.module.trunk, run.model.device, run.layout.bend, copy=copy))
-
-def ticket_of(
-    run:Prepared, # of a policy
-)->Ticket:
-    "Its weights of this version, and the log-probs by which a receiver proves that it has them."
-    def score(ids):
-        row = Batch(tokens=ids[None], lengths=torch.tensor([len(ids)]), mask=torch.arange(len(ids))[None] > 0)
-        return compute(run, row, Reading(), "logprobs")[0, 1:]
-    return run.model.ticket("trunk.", score)
 
 def expert_counts(
     run:Prepared, # of a mixture of experts
