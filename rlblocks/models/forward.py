@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Int
@@ -173,7 +173,7 @@ class Forward(nn.Module):
         super().__init__()
         self.trunk, self.on_lm_head = trunk, on_lm_head
         self.dtypes = dtypes_of(trunk)  # before an engine promotes it: what a folder is written in
-        self.head:Any = head
+        self.head = head
         self.takes = _accepts(trunk, "position_ids", "use_cache", "logits_to_keep")
         self.vocabulary, self.positions = vocabulary(trunk), positions(trunk)
         top = output_layer(trunk)
@@ -199,7 +199,7 @@ class Forward(nn.Module):
         if f: found = _from_head(ask.given, reading)
         elif places.targets is None: found = self.values(call.pick(out))
         else: found = _from_logits(call.pick(out), call.places, reading)
-        if self.on_lm_head and not reading.hidden: found |= self.values(ask.entered)
+        if self.on_lm_head and not reading.hidden: found |= self.values(cast(Tensor, ask.entered))
         found = {k: call.gather(x) for k, x in found.items()}
         if not watch: return found
         name = "experts" if reading.routers == "experts" else "router_logits"
@@ -221,7 +221,7 @@ class Forward(nn.Module):
     )->dict[str, Tensor]:
         "What the head gives for hidden states: a number each, several `[m, k]`, or what it returns by name."
         if self.head is None: return dict(values=promoted(states.reshape(len(states))))
-        found = self.head(states.to(self.head.weight.dtype))
+        found = self.head(states.to(cast(Tensor, self.head.weight).dtype))
         if isinstance(found, dict): return found
         return dict(values=promoted(found[..., 0] if found.shape[-1] == 1 else found))
 

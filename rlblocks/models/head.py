@@ -42,8 +42,8 @@ class Ask:
     layer:nn.Module|None   # None: nothing
     f:Callable|None=None   # input → what the layer returns; None: its own output
     pick:Callable|None=None # input → the places of it that are read; None: all
-    entered:Any=None       # Tensor: the input at those places
-    given:Any=None         # Tensor: the output
+    entered:Tensor|None=None # the input at those places, once the layer has run
+    given:Tensor|None=None   # its output
 
 ASKED:ContextVar[Ask|None] = ContextVar("asked", default=None)
 

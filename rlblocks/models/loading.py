@@ -186,9 +186,9 @@ def _with_generation(module, model):
 @dataclass(frozen=True)
 class Pretrained:
     "A name or folder, and how it is loaded; made by `pretrained`."
-    name:Any                   # a name or folder; of `as_pretrained` anything that a model may be
+    name:object                # a name or folder; of `as_pretrained` anything that a model may be
     attention:str|None = None  # attention implementation; None: transformers decides
-    quantization:Any = None    # of the linear layers; None: the numbers of the file
+    quantization:object = None # of the linear layers; None: the numbers of the file
 
 def pretrained(
     name:object, # on the hub, or a folder

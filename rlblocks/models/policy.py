@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import partial, wraps
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, cast
 
 import torch
 from torch import Tensor, nn
@@ -315,7 +315,7 @@ def load_policy(
     if setup.engine.word:
         raise ValueError(f"Policy: quantized weights are not sharded here; leave out engine={setup.engine.word!r}, or "
                          "quantization")
-    return load_quantized(given.name, given.quantization, attention=given.attention, device=setup.device)
+    return load_quantized(cast(str, given.name), given.quantization, attention=given.attention, device=setup.device)
 
 def head_now(
     run:Prepared, # of a policy

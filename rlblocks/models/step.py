@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from ..engines.optim import OptimizerSpec
 from ..engines.sharded import ShardedModel
 from ..engines.weights import checksum
 from ..engines.world import agree, same_rows
-from .checks import (check_batches, check_jobs, check_loss, check_sampled, check_scorable, check_turning,
+from .checks import (check_batches, check_jobs, check_loss, check_sampled, check_turning,
                                     check_window)
 from .forward import Forward, Layout, Reading, turning
 from .head import bending
@@ -39,7 +38,7 @@ from .probes import look_ahead, pack_by, share_lines
 @dataclass(frozen=True)
 class Setup:
     "How a wrapper holds, trains and runs its model: what the constructors of Policy, Critic and Scorer have in common."
-    lora:Any = None            # train an adapter, not the weights; see `lora_config`
+    lora:object = None         # train an adapter, not the weights; see `lora_config`
     engine:EngineSpec = EngineSpec() # how weights are held and computed
     optimizer:OptimizerSpec|Callable|None = None # how they move; None: AdamW …
     lr:float = 1e-6            # … with this learning rate
@@ -282,7 +281,6 @@ def compute(
     with run.turn:
         check_batches(run.name, [batch])
         check_sampled(run.name, batch, run.module.vocabulary, padding=not run.layout.packed)
-        if reading.rows: check_scorable(run.name, batch)
         _agree_on_rows(run, [batch])
         if "mask" not in batch:
             none = torch.zeros(batch.tokens.shape, dtype=torch.bool)
