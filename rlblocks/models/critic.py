@@ -7,10 +7,10 @@ __all__ = ['Critic']
 
 # %% ../../nbs/models/79_critic.ipynb #b6e84ca3
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.batch import Batch
 from ..engines.base import EngineSpec, engine_of
@@ -19,7 +19,7 @@ from .checks import places_at
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
 from .policy import Trained, base_of, reads_shards, says_instead, start
-from .step import Setup, compute, train_step
+from .step import Lora, Setup, compute, train_step
 from .value_heads import ClassHead, classifier, save_read, stored_bins, trunk_reader
 
 # %% ../../nbs/models/79_critic.ipynb #5c501332
@@ -30,7 +30,7 @@ class Critic(Trained):
     def __init__(self,
         model,           # as for `Policy`: tokens [B, T] → hidden states [B, T, H] or values [B, T]
         *,
-        lora=None,       # train an adapter (and the head), not the weights; as for `Policy`
+        lora:Lora=None,  # train an adapter (and the head), not the weights; as for `Policy`
         bins:Sequence[float]|Tensor|None=None, # of a classifying critic: ascending values; None: as the model was saved
         tokenizer=None,  # saved beside the weights; None: the one in the model's folder
         engine:EngineSpec|str|None=None, # as for `Policy`, as all below
@@ -49,7 +49,7 @@ class Critic(Trained):
         bins = stored_bins(given.name) if bins is None else bins
         size = dict[str, Any](outputs=1 if bins is None else len(bins), bias=bins is not None)
         reader = trunk_reader(given, base, lazy=reads_shards(setup), **size)
-        if bins is not None: reader.head = ClassHead(reader.head, torch.as_tensor(bins))
+        if bins is not None: reader.head = ClassHead(cast(nn.Linear, reader.head), torch.as_tensor(bins))
         self._run, self._view = start("Critic", reader, base, setup)
 
     def values(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:

@@ -24,7 +24,7 @@ from ..engines.plain import Plain
 from ..engines.sharded import ShardedModel, has_all_weights, learnable
 from ..engines.weights import buckets
 from ..engines.world import agree, world
-from .adapters import (Lora, adapter_on, check_bare, check_merges, check_same_base, check_untied,
+from .adapters import (adapter_on, check_bare, check_merges, check_same_base, check_untied,
                                       fingerprint, inject_, keep_kernels_, layers_with_adapters, linear_names,
                                       load_adapter_, lora_config, merged_weights, nested, peft_, plain_name,
                                       settings_of, without_adapters, write_adapter)
@@ -32,7 +32,7 @@ from .checks import config_of
 from .folders import dtypes_of, in_precision, save_folder
 from .forward import Forward
 from .loading import load_tokenizer
-from .step import Prepared, Setup
+from .step import Lora, Prepared, Setup
 
 # %% ../../nbs/models/77_lora.ipynb #d2d3514c
 class Base:

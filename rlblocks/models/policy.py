@@ -30,7 +30,7 @@ from .head import Head, as_head
 from .loading import Pretrained, as_pretrained, load_module, load_quantized, load_tokenizer
 from .lora import Base, View, save_adapter, standing
 from .routers import expert_hits
-from .step import Prepared, Setup, compute, prepare, train_step
+from .step import Lora, Prepared, Setup, compute, prepare, train_step
 from .tickets import ticket_of
 from .value_heads import save_read, value_head as value_head_of
 
@@ -220,7 +220,7 @@ class Policy(Trained):
     def __init__(self,
         model,           # name, folder, `pretrained`, nn.Module (copied), what makes one; or a wrapper to stand on
         *,
-        lora=None,       # train an adapter, not the weights: see `lora_config`; on a wrapper, None is its base alone
+        lora:Lora=None,  # train an adapter, not the weights: see `lora_config`; on a wrapper, None is its base alone
         value_head:bool=False, # a value per token from the same trunk (`out.values`); a folder's own, where it has one
         tokenizer=None,  # saved beside the weights; None: the one in the model's folder
         engine:EngineSpec|str|None=None, # how weights are held: fsdp2(…), zero(3, …), plain(…), or "fsdp2", "zero3"

@@ -22,7 +22,7 @@ from .checks import check_batches, check_jobs, check_scored
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
 from .policy import Trained, base_of, reads_shards, says_instead, start
-from .step import Prepared, Setup, compute, is_shared, train_step
+from .step import Lora, Prepared, Setup, compute, is_shared, train_step
 from rlblocks.models.value_heads import (
     classifier, moments_of, save_read, stored_moments, trunk_reader, without_moments
 )
@@ -61,7 +61,7 @@ class Scorer(Trained):
     def __init__(self,
         model,           # as for `Policy`: tokens [B, T] → hidden states [B, T, H] or numbers [B, T]
         *,
-        lora=None,       # train an adapter (and the head), not the weights; as for `Policy`
+        lora:Lora=None,  # train an adapter (and the head), not the weights; as for `Policy`
         outputs:Outputs|int|Sequence[str]|None=None, # how many, their names, or `scores_after`; None: as the head has
         tokenizer=None,  # saved beside the weights; None: the one in the model's folder
         engine:EngineSpec|str|None=None, # as for `Policy`, as all below
