@@ -223,9 +223,9 @@ def test_on_two_ranks(tmp_path):
 
 
 # -- optimizers that start with numbers other than 0, and states of older groups
-@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Rprop, torch.optim.AdamW])
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.AdamW])
 def test_a_state_in_shards_that_was_saved_before_the_first_step_starts_as_new(kind):
-    "NAdam's product of momenta is 1 at first, Rprop's step its learning rate: not what a step of no size leaves."
+    "NAdam's product of momenta is 1 at first, not what a step of no size leaves. (torch has no Rprop in shards.)"
     def sharded(engine):
         torch.manual_seed(0)
         return ShardedModel(torch.nn.Linear(4, 4), engine=engine, device="cpu",
