@@ -133,12 +133,13 @@ if TYPE_CHECKING:
     from rlblocks.placement.planning import plan
     from rlblocks.placement.spmd import SpmdPool
     from rlblocks.rollout.graders import Grader, math_reward
+    from rlblocks.rollout.flight import Flight
     from rlblocks.rollout.rollout import Rollout
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(
     Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="rollout.graders",
-    math_reward="rollout.graders", Rollout="rollout.rollout",
+    math_reward="rollout.graders", Flight="rollout.flight", Rollout="rollout.rollout",
     Critic="models.critic", Policy="models.policy", Scorer="models.scorer", scores_after="models.scorer",
     pretrained="models.loading", plain="engines.base", fsdp2="engines.base", zero="engines.base",
     OptimizerSpec="engines.optim", adamw="engines.optim", adamw_8bit="engines.optim", muon="engines.optim",
@@ -147,16 +148,16 @@ _LAZY = dict(
     plan_rollout="placement.budgets", SpmdPool="placement.spmd", step_seconds="placement.budgets")
 
 __all__ = [
-    "Batch", "Buffer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "Feedback", "Grader", "Last",
-    "Max", "Mean", "Metric", "Number", "OptimizerSpec", "Over", "Packed", "Policy", "Preferences", "Prompts",
-    "Ragged", "Rollout", "Scorer", "SpmdPool", "Whole", "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip",
-    "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef",
-    "answer_log_ratios", "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss", "as_feedback",
-    "assert_on_policy", "asymre_loss", "at_last_token", "at_tokens", "balance", "balance_families", "bco_delta",
-    "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_worst_pairs",
-    "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages", "bradley_terry_loss",
-    "centering_loss", "check_estimator", "check_loss", "chi_reward", "chipo_loss", "cispo_loss",
-    "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
+    "Batch", "Buffer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "Feedback", "Flight", "Grader",
+    "Last", "Max", "Mean", "Metric", "Number", "OptimizerSpec", "Over", "Packed", "Policy", "Preferences",
+    "Prompts", "Ragged", "Rollout", "Scorer", "SpmdPool", "Whole", "a2po_loss", "adamw", "adamw_8bit",
+    "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss",
+    "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units", "apo_down_loss",
+    "apo_zero_loss", "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token", "at_tokens", "balance",
+    "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights",
+    "best_worst_pairs", "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages",
+    "bradley_terry_loss", "centering_loss", "check_estimator", "check_loss", "chi_reward", "chipo_loss",
+    "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
     "clipped_surrogate", "components_loss", "constant", "cosine", "cosine_length_reward", "cpgd_advantages",
     "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "dft_loss", "discopop_loss", "discounted_returns",
     "distill_advantages", "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss",
@@ -191,8 +192,7 @@ __all__ = [
     "token_mask", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights", "truncation_penalty",
     "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss",
     "value_metrics", "vespo_loss", "veto_mask", "vine_advantages", "vtrace", "weighted_scores", "whiten", "within",
-    "without_truncated", "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero",
-]
+    "without_truncated", "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero"]
 
 # what is not in this version, and what does its work
 _TO_COME = dict(RayPool="clusters under Ray are not in this version; SpmdPool() under torchrun runs the same loop on several processes, `here` on this one")
