@@ -1,7 +1,7 @@
 """Every estimator and loss against the peers' own functions: time, peak memory, and how both grow with B·T.
 
-.venv/bin/python benchmarks/algorithms.py [--rounds 15] [--only WORD] [--judged] [--threads 1] [--device cpu|cuda]
-[--out benchmarks/results]
+    .venv/bin/python benchmarks/algorithms.py [--rounds 15] [--only WORD] [--judged] [--threads 1] [--device cpu|cuda]
+        [--out benchmarks/results]
 
 The peers are the installed packages (`make peers`; tests/parity says how they are called), whole function against whole
 function: TRL's formulas are cut out of its trainers, so its metrics and logging cost it nothing, while ours and verl's

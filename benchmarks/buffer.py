@@ -7,11 +7,14 @@ same shape, and, as "long", answers of log-normal length up to 8,192. They come 
 columns of a GRPO step (tokens, mask, two log-probs, advantages: 21 bytes a token), and each batch is padded to its
 longest row, as an engine returns it. What is compared:
 
-ours      Buffer on disk   Buffer(spill=…), everything in mapped files padded    a batch per step, padded to the longest
-sequence allowed and joined by cat, as verl's DataProto is held between steps groups    a list of padded groups with
-scores, drawn by torch.multinomial: the replay buffer of TRL's experimental GRPO trainer, which 1.16's wheel no longer
-has lists     a list of rows, each a dict of Python lists, as rollout records travel in several systems datasets 
-datasets.Dataset in memory, a block a batch, concatenated, read back as tensors and padded
+  ours      Buffer
+  on disk   Buffer(spill=…), everything in mapped files
+  padded    a batch per step, padded to the longest sequence allowed and joined by cat, as verl's DataProto is held
+            between steps
+  groups    a list of padded groups with scores, drawn by torch.multinomial: the replay buffer of TRL's experimental
+            GRPO trainer, which 1.16's wheel no longer has
+  lists     a list of rows, each a dict of Python lists, as rollout records travel in several systems
+  datasets  datasets.Dataset in memory, a block a batch, concatenated, read back as tensors and padded
 
 `add` is all batches going in; `draw` hands out 32 groups as one padded batch; `take` empties the store 512 rows at a
 time. The stores take turns in every round; medians of CPU time, one thread. Bytes are those of all tensors, Arrow

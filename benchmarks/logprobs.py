@@ -1,8 +1,8 @@
 """Log-probs (and entropy) from hidden states: seconds and peak memory of `linear_logprobs`, of logits in full, and of
 the peers that are installed.
 
-.venv/bin/python benchmarks/logprobs.py [--threads 1] [--rounds 2] [--memory-shape 8192x16x151936] [--shapes
-2048x512x50000] [--mode …] [--chunk 1024] [--busy] [--out benchmarks/results]
+    .venv/bin/python benchmarks/logprobs.py [--threads 1] [--rounds 2] [--memory-shape 8192x16x151936]
+        [--shapes 2048x512x50000] [--mode …] [--chunk 1024] [--busy] [--out benchmarks/results]
 
 Minutes on one thread, for the shape at which peers were measured (every mode and way) and the memory of
 `linear_logprobs` at T = 8192 and the vocabulary of Qwen. The last lines hold the numbers against LIMITS.

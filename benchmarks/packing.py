@@ -1,7 +1,8 @@
 """Packing and balancing against TRL's best-fit-decreasing plan and verl's balancing: fill, spread and speed on real
 lengths.
 
-.venv/bin/python benchmarks/packing.py [--data ../shared/data] [--peers FOLDER] [--rounds 7] [--out benchmarks/results]
+    .venv/bin/python benchmarks/packing.py [--data ../shared/data] [--peers FOLDER] [--rounds 7]
+        [--out benchmarks/results]
 
 Lengths are those of GSM8K's training rows (question and answer) under Qwen2.5's tokenizer, drawn with replacement;
 without --data, log-normal ones of the same shape (median 168, 64 to 536). --peers is a folder with the wheels trl-*.whl

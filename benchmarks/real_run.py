@@ -1,14 +1,14 @@
 """Real text, real weights: SFT, GRPO and PPO on stories; GSM8K's questions through the whole pipeline.
 
-.venv/bin/python benchmarks/real_run.py --data ../shared/data [--seeds 1] [--steps 30] [--threads 1]
-    [--out benchmarks/results]
+    .venv/bin/python benchmarks/real_run.py --data ../shared/data [--seeds 1] [--steps 30] [--threads 1]
+        [--out benchmarks/results]
 
 **Stories.** `models/stories260K` was trained on TinyStories and tells tales of 350 tokens. The SFT loop teaches it to
 tell short ones (real stories, cut after the last sentence within 140 characters) and to stop; then GRPO and PPO raise a
 reward on what was written:
 
-min(happy words, 3)/3  +  1/2 if the story ended: the model stopped by itself, behind . ! or ? and after at least 15
-words
+    min(happy words, 3)/3  +  1/2 if the story ended: the model stopped by itself, behind . ! or ? and after at least
+                                  15 words
 
 Happy words are counted with repetition, on purpose: "loved loved loved" earns what a story with three happy moments
 earns, and a policy without KL finds that out. The 15 words are there because PPO pays KL by the token: without them,

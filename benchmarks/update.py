@@ -1,8 +1,8 @@
 """One GRPO update on CPU: packed with shared prompts, packed, padded, and TRL's, on the same rows; tokens a second,
 gradients and peak memory.
 
-.venv/bin/python benchmarks/update.py [--data ../shared/data] [--questions 16] [--rounds 3] [--threads 1]
-    [--out benchmarks/results]
+    .venv/bin/python benchmarks/update.py [--data ../shared/data] [--questions 16] [--rounds 3] [--threads 1]
+        [--out benchmarks/results]
 
 The work: a Llama of 5.2M parameters with random weights (hidden 256, 4 layers, vocabulary 4,096, tied head, fp32); a
 whole GRPO step of 16 questions with 8 answers each, clipped loss with old log-probs given, mean over the tokens of all

@@ -208,6 +208,15 @@ def reshards(engine, world, rank, folder):
         assert mine.keys() == theirs.keys() and all((x-theirs[k]).abs().max() < NEAR*t.LR for k, x in mine.items())
 
 
+def same_groups(engine, world, rank, folder):
+    "A model uses the process groups of the one before: each has threads and connections of its own."
+    def groups(): return len(dist.distributed_c10d._world.pg_map)
+    cut(engine=engine)
+    before = groups()
+    cut("qwen3", engine)
+    assert groups() == before, (before, groups())
+
+
 def export_peak(engine, world, rank, folder):
     "LAWS 22: beside the pieces an export holds one bucket and one weight."
     policy = Policy(model(hidden_size=256, intermediate_size=8192, num_hidden_layers=4), **HOW, engine=tensor(engine))
@@ -384,10 +393,11 @@ def with_engines(check):
     return run
 
 
-CHECKS = [gradients, adapters, adapters_gradients, alike, export_peak, reads, reshards, one_fails, placed, refuses] + [
-    with_engines(c) for c in (t.on_policy, t.reference, t.half_precision, t.poison, t.resumes, t.failing, t.saved)]
-SPREAD = [c for c in CHECKS if c.__name__ in ("gradients", "adapters", "alike", "export_peak", "reshards", "placed",
-                                              "half_precision", "poison", "resumes")]
+CHECKS = [gradients, adapters, adapters_gradients, alike, same_groups, export_peak, reads, reshards, one_fails, placed,
+          refuses] + [with_engines(c)
+                      for c in (t.on_policy, t.reference, t.half_precision, t.poison, t.resumes, t.failing, t.saved)]
+SPREAD = [c for c in CHECKS if c.__name__ in ("gradients", "adapters", "alike", "same_groups", "export_peak",
+                                              "reshards", "placed", "half_precision", "poison", "resumes")]
 
 
 # -- in every process

@@ -1,4 +1,6 @@
-"vLLM as an engine: what computes there is what the trainer computes, and an engine that is gone is known to be gone."
+"""vLLM as an engine: what computes there is what the trainer computes, and an engine that is gone is known to be gone.
+
+An engine takes as long to start as all else here: tests that can share one do, those that end theirs stand last."""
 import os
 import re
 import signal
@@ -10,10 +12,11 @@ from conftest import vllm_python
 from rlblocks import Policy, Rollout
 from rlblocks.engines.weights import buckets, checksum, named_weights
 from rlblocks.rollout.samplers import Sampling, complete, vllm
-from test_samplers import asked, in_vllm, said, sharp
+from test_samplers import asked, said, sharp
 from tiny import prompts
 
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+TORCHRUN = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
 KINDS = dict(tied=("llama", dict(tie_word_embeddings=True)), gqa=("qwen2", {}),
              window=("mistral", dict(sliding_window=5)),
              mixture=("qwen3_moe", dict(head_dim=32) | MOE))
@@ -33,9 +36,26 @@ def moved(policy, far=.05):
     return policy
 
 
-def rollout(net, **how):
-    spec = vllm(cache_bytes=1 << 26, timeout=120., python=vllm_python())
-    return Rollout(net, engine=spec, **dict(max_tokens=12, stop=[]) | how)
+def rollout(net, **settings):
+    spec = vllm(cache_bytes=1 << 26, timeout=120., python=vllm_python(), **settings)
+    return Rollout(net, engine=spec, max_tokens=12, stop=[])
+
+
+@pytest.fixture(scope="module")
+def started():
+    "An engine in small buckets, started in one of torchrun's processes."
+    with pytest.MonkeyPatch.context() as patch:
+        for name, x in TORCHRUN.items(): patch.setenv(name, x)
+        made = rollout(sharp(), bucket_bytes=40_000)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def shared(started):
+    "The same, with the first weights; where a test ended it, another."
+    if started.sampler.version is None: started.load(Policy(sharp(), device="cpu").weights())
+    return started
 
 
 def gap(policy, b): return float((policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max())
@@ -53,40 +73,66 @@ def test_log_probs_are_the_trainers_before_and_after_every_tensor_has_moved(kind
     for temperature, more in ((1., {}), (.6, dict(top_p=.8)), (1.3, dict(top_k=5)), (1., dict(min_p=.1, top_p=.9))):
         r.how = Sampling(temperature, **more)
         assert gap(policy, r.generate(prompts(), group_size=4, seed=1)) < 1e-4
+    pid = r.sampler.child.process.pid
     r.close()
+    assert not os.path.exists(f"/proc/{pid}")
 
 
-def test_an_engine_that_computes_something_else_is_found_out():
-    "The weights arrive, their checksums agree, and the trainer means another distribution."
+def test_torchruns_variables_do_not_reach_the_engine(shared):
+    assert len(said(complete(shared.sampler, asked()))) == 12
+    environment = open(f"/proc/{shared.sampler.child.process.pid}/environ").read().split("\0")
+    assert not [x for x in environment if re.match(r"(RANK|WORLD_SIZE|LOCAL_|MASTER_)", x)]
+
+
+def test_names_and_shapes_are_compared_before_anything_is_sent(shared):
+    sampler = shared.sampler
+    for other, says in ((sharp(num_hidden_layers=1), "lacks 'model.layers.1"),
+                        (sharp(num_hidden_layers=3), "has no 'model.layers.2"), (sharp(vocab_size=64), r"is \[64")):
+        pid = sampler.child.process.pid
+        with pytest.raises(ValueError, match=says): sampler.load(Policy(other, device="cpu").weights())
+        assert sampler.child.process.pid == pid and sampler.child.process.poll() is None
+
+
+def test_a_bucket_is_a_message_and_checksums_are_of_what_arrived(shared):
     net = sharp()
-    policy, sampler = moved(Policy(net, device="cpu", lr=1e-2)), in_vllm(net)
+    manifest = shared.load(Policy(net, device="cpu").weights())
+    own = named_weights(net)
+    assert manifest.checksums == {n: checksum(x) for n, x in own.items()}
+    assert manifest.n_bytes == sum(x.nbytes for x in own.values())
+    assert 4 < manifest.n_messages <= manifest.n_bytes//40_000*2 + 4
+
+
+def test_prompts_and_columns_are_the_same_as_with_the_models_own_forward_pass(shared):
+    both = shared, Rollout(sharp(), max_tokens=12, stop=[], device="cpu")
+    ours, theirs = (r.generate(prompts(), group_size=3, seed=1) for r in both)
+    assert set(ours.columns) == set(theirs.columns) and ours.finish_reason == theirs.finish_reason
+    for name in ("group", "sample", "prompt_lengths", "mask", "lengths", "temperature"):
+        assert ours[name].equal(theirs[name]), name
+    greedy = [r.generate(prompts(), temperature=0.) for r in both]
+    assert said_of(greedy[0]) == said_of(greedy[1]) and not greedy[0].mask.any()
+
+
+def test_an_engine_that_computes_something_else_is_found_out(shared):
+    "The weights arrive, their checksums agree, and the trainer means another distribution."
+    net, sampler = sharp(), shared.sampler
+    policy = moved(Policy(net, device="cpu", lr=1e-2))
     ticket = policy.weights()
     object.__setattr__(ticket, "score", Policy(net, device="cpu").weights().score)
     with pytest.raises(RuntimeError, match="does not compute what the trainer computes.* 0.001 is allowed in float32"):
         sampler.load(ticket)
     with pytest.raises(RuntimeError, match="of no known version"): sampler.submit(asked())
     assert sampler.load(policy.weights()).gap < 1e-4        # a new engine
-    sampler.close()
 
 
-def test_names_and_shapes_are_compared_before_anything_is_sent():
-    net = sharp()
-    sampler = in_vllm(net)
-    for other, says in ((sharp(num_hidden_layers=1), "lacks 'model.layers.1"),
-                        (sharp(num_hidden_layers=3), "has no 'model.layers.2"), (sharp(vocab_size=64), r"is \[64")):
-        pid = sampler.child.process.pid
-        with pytest.raises(ValueError, match=says): sampler.load(Policy(other, device="cpu").weights())
-        assert sampler.child.process.pid == pid and sampler.child.process.poll() is None
-    sampler.close()
-
-
-def test_an_engine_that_is_killed_is_an_error_at_once_and_load_starts_another():
-    net = sharp()
-    policy, r = Policy(net, device="cpu"), rollout(net, max_tokens=100)
+def test_an_engine_that_is_killed_is_an_error_at_once_and_load_starts_another(shared):
+    net, r = sharp(), shared
+    policy = Policy(net, device="cpu")
+    r.load(policy.weights())
     before = r.generate(prompts(), group_size=2, max_tokens=8)
     child, began = r.sampler.child, time.monotonic()
     os.kill(child.process.pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="is gone, exit code -9"): r.generate(prompts(), group_size=8)
+    with pytest.raises(RuntimeError, match="is gone, exit code -9"):
+        r.generate(prompts(), group_size=8, max_tokens=100)
     assert time.monotonic() - began < 10
     with pytest.raises(RuntimeError, match="of no known version"): r.generate(prompts())
     def dies(n):        # in the middle of a transfer
@@ -98,42 +144,17 @@ def test_an_engine_that_is_killed_is_an_error_at_once_and_load_starts_another():
     r.load(policy.weights())
     again = r.generate(prompts(), group_size=2, max_tokens=8)
     assert again.tokens.equal(before.tokens)
-    r.close()
-    r.close()
 
 
-def test_an_engine_that_is_stuck_is_stopped_with_what_it_last_said():
-    net = sharp()
-    sampler = in_vllm(net)
+def test_an_engine_that_is_stuck_is_stopped_with_what_it_last_said(shared):
+    sampler = shared.sampler
     sampler.child.timeout = 2.
     os.kill(sampler.child.process.pid, signal.SIGSTOP)
     with pytest.raises(TimeoutError, match="gave no sign of life for 2 s and was stopped. Its log ends:"):
         complete(sampler, asked())
     assert sampler.child is None
-
-
-def test_a_bucket_is_a_message_and_checksums_are_of_what_arrived():
-    net = sharp()
-    spec = vllm(cache_bytes=1 << 26, timeout=120., python=vllm_python(), bucket_bytes=40_000)
-    r = Rollout(net, engine=spec, max_tokens=8)
-    manifest = r.load(Policy(net, device="cpu").weights())
-    own = named_weights(net)
-    assert manifest.checksums == {n: checksum(x) for n, x in own.items()}
-    assert manifest.n_bytes == sum(x.nbytes for x in own.values())
-    assert 4 < manifest.n_messages <= manifest.n_bytes//40_000*2 + 4
-    r.close()
-
-
-def test_prompts_and_columns_are_the_same_as_with_the_models_own_forward_pass():
-    net = sharp()
-    both = rollout(net), Rollout(net, max_tokens=12, stop=[], device="cpu")
-    ours, theirs = (r.generate(prompts(), group_size=3, seed=1) for r in both)
-    assert set(ours.columns) == set(theirs.columns) and ours.finish_reason == theirs.finish_reason
-    for name in ("group", "sample", "prompt_lengths", "mask", "lengths", "temperature"):
-        assert ours[name].equal(theirs[name]), name
-    greedy = [r.generate(prompts(), temperature=0.) for r in both]
-    assert said_of(greedy[0]) == said_of(greedy[1]) and not greedy[0].mask.any()
-    both[0].close()
+    shared.close()
+    shared.close()
 
 
 def said_of(b): return [b.tokens[i, :b.lengths[i]].tolist() for i in range(len(b))]
@@ -142,16 +163,3 @@ def said_of(b): return [b.tokens[i, :b.lengths[i]].tolist() for i in range(len(b
 def test_a_model_that_this_build_cannot_run_fails_in_the_constructor():
     heads_of_8 = sharp(num_attention_heads=8, num_key_value_heads=8)
     with pytest.raises(RuntimeError, match="engine='vllm' did not start"): rollout(heads_of_8)
-
-
-def test_torchruns_variables_do_not_reach_the_engine(monkeypatch):
-    net = sharp()
-    ranks = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    for name, x in ranks.items(): monkeypatch.setenv(name, x)
-    sampler = in_vllm(net)
-    assert len(said(complete(sampler, asked()))) == 12
-    pid = sampler.child.process.pid
-    environment = open(f"/proc/{pid}/environ").read().split("\0")
-    assert not [x for x in environment if re.match(r"(RANK|WORLD_SIZE|LOCAL_|MASTER_)", x)]
-    sampler.close()
-    assert not os.path.exists(f"/proc/{pid}")

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['optimizer_of', 'frozen_copy', 'make_engine', 'compute_dtype', 'learnable', 'prepare_module_', 'weight_shapes',
            'check_state', 'check_weights', 'check_step', 'running', 'undivided', 'named_under', 'of_one_version',
-           'check_graph', 'set_rates', 'current_state', 'promise', 'restore', 'check_norm', 'ShardedModel',
-           'has_all_weights']
+           'check_graph', 'promise', 'restore', 'check_norm', 'ShardedModel', 'has_all_weights']
 
 # %% ../../nbs/engines/64_sharded.ipynb #2aefe092
 from collections.abc import Callable, Iterable, Iterator
@@ -25,28 +24,17 @@ from .weights import Ticket, buckets, named_weights
 from .world import HALF, device_of, mesh_of, world
 
 # %% ../../nbs/engines/64_sharded.ipynb #6b405c6b
-def optimizer_of(
-    optimizer:OptimizerSpec|Callable|None, # a value, or what makes an optimizer of (name, parameter) pairs; None: AdamW
-    lr:float, # AdamW's learning rate
-)->OptimizerSpec:
+def optimizer_of(optimizer:OptimizerSpec|Callable|None, lr:float)->OptimizerSpec:
     "The value that `optimizer=` and `lr=` mean. TypeError for what makes nothing."
     if optimizer is None: return adamw(lr=lr)
     return optimizer if isinstance(optimizer, OptimizerSpec) else OptimizerSpec(optimizer)
 
-def frozen_copy(
-    word:str|None, # of the engine
-    frozen:bool,   # no optimizer
-)->bool: # True: there is nothing to shard
+def frozen_copy(word:str|None, frozen:bool)->bool: # True: there is nothing to shard
     "ZeRO-1 shards optimizer states and ZeRO-2 gradients too; a frozen model has neither, so each rank keeps a copy."
     return frozen and word in ("zero1", "zero2")
 
-def make_engine(
-    module:nn.Module,
-    spec:EngineSpec,
-    device:torch.device,
-    dtype:torch.dtype|None,        # compute dtype
-    optimizer:OptimizerSpec|None,  # None: frozen
-)->Engine: # around the module
+def make_engine(module:nn.Module, spec:EngineSpec, device:torch.device, dtype:torch.dtype|None,
+                optimizer:OptimizerSpec|None)->Engine: # around the module
     "The engine that a value asks for. What an engine needs is imported only where it is asked for."
     how:dict[str, Any] = {}
     if optimizer: how = dict(optimizer=optimizer, max_norm=optimizer.max_norm or float("inf"))
@@ -66,18 +54,12 @@ def make_engine(
     return Zero(module, device, stage=int(spec.word[-1]), nvme=spec.nvme, adamw=own, **how)
 
 # %% ../../nbs/engines/64_sharded.ipynb #577a9c9f
-def compute_dtype(
-    module:nn.Module,
-    asked:torch.dtype|None, # of the engine's value
-)->torch.dtype|None: # None: as the weights are
+def compute_dtype(module:nn.Module, asked:torch.dtype|None)->torch.dtype|None: # None: as the weights are
     "What a module computes in: policy and reference of one half-precision checkpoint compute alike."
     first = next((p.dtype for p in module.parameters()), torch.float32)
     return asked or (first if first in HALF else None)
 
-def learnable(
-    dtype:torch.dtype|None, # that gradients would be computed in
-    who:str,                # for the message
-):
+def learnable(dtype:torch.dtype|None, who:str):
     "ValueError for float16."
     if dtype != torch.float16: return
     raise ValueError(f"{who}: in float16 a gradient below 6e-8 is 0, and the loss is not scaled here, which would "
@@ -85,13 +67,7 @@ def learnable(
                      "engine=plain(dtype=…) (weights that come in float16 are kept in fp32). Frozen models may compute "
                      "in float16")
 
-def prepare_module_(
-    module:nn.Module,  # changed in place
-    spec:EngineSpec,
-    dtype:torch.dtype|None, # of `compute_dtype`
-    *,
-    frozen:bool, # no optimizer
-):
+def prepare_module_(module:nn.Module, spec:EngineSpec, dtype:torch.dtype|None, *, frozen:bool):
     """Dropout off, weights in the precision that trains, checkpoints.
 
     What came frozen (a vision tower, the base under an adapter) stays so."""
@@ -104,18 +80,13 @@ def prepare_module_(
     if spec.checkpointing: checkpoint_layers_(module)
 
 # %% ../../nbs/engines/64_sharded.ipynb #2a7d8495
-def weight_shapes(
-    module:nn.Module,
-)->dict[str, tuple[list[int], str]]: # name → (shape, the first name that it goes by)
+def weight_shapes(module:nn.Module)->dict[str, tuple[list[int], str]]: # name → (shape, its first name)
     "What a module's weights look like, while they are complete."
     first:dict = {}
     weights = {k: x for k, x in module.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     return {k: (list(x.shape), first.setdefault(id(x), k)) for k, x in weights.items()}
 
-def check_state(
-    state,       # what was given to `load_state_dict`
-    frozen:bool, # no optimizer
-):
+def check_state(state:Any, frozen:bool):
     "ValueError for what `state_dict` did not give."
     if not isinstance(state, dict) or not {"module", "version"} <= state.keys():
         names = ", ".join(map(str, list(state)[:3])) if isinstance(state, dict) else ""
@@ -125,10 +96,7 @@ def check_state(
     if not frozen and "optimizer" not in state:
         raise ValueError("load_state_dict: the state is that of a frozen model; it has no optimizer to go on with")
 
-def check_weights(
-    given:dict, # of a state: tensors, DTensors or `Slice`s
-    own:dict[str, tuple[list[int], str]], # of `weight_shapes`
-):
+def check_weights(given:dict, own:dict[str, tuple[list[int], str]]):
     "ValueError for weights of another model."
     there = {own[k][1] for k in given if k in own}
     shapes = {k: list(getattr(x, "whole", x.shape)) for k, x in given.items()}
@@ -141,9 +109,7 @@ def check_weights(
                          "wrapper with other heads; make this one as that was made")
 
 # %% ../../nbs/engines/64_sharded.ipynb #8f706b5c
-def check_step(
-    model:Any, # a `ShardedModel`
-):
+def check_step(model:Any):
     "RuntimeError when a step ended in its middle."
     if not model.torn: return
     raise RuntimeError(f"a step at version {model.version} ended in its middle (Ctrl-C came twice, or the optimizer "
@@ -151,9 +117,7 @@ def check_step(
                        "load_state_dict(state), or make this wrapper anew")
 
 @contextmanager
-def running(
-    model:Any, # a `ShardedModel`
-)->Iterator[None]:
+def running(model:Any)->Iterator[None]:
     "One thread, in the compute dtype: autocast has nothing to do for fp32 and fp64."
     half = torch.autocast(model.device.type, dtype=model.dtype or torch.bfloat16, enabled=model.dtype in HALF)
     with model.turn, half:
@@ -161,12 +125,10 @@ def running(
         yield
 
 @contextmanager
-def undivided(
-    model:Any, # a `ShardedModel`
-    *,
-    heals:bool=False, # what the block writes makes up for a step that ended in its middle
-)->Iterator[None]:
-    "All of the block or nothing: no other thread and no Ctrl-C comes between; what ends in its middle is noted."
+def undivided(model:Any, *, heals:bool=False)->Iterator[None]:
+    """All of the block or nothing: no other thread and no Ctrl-C comes between; what ends in its middle is noted.
+
+    `heals`: what the block writes makes up for a step that ended in its middle."""
     with model.turn, uninterrupted():
         try: yield
         except BaseException:
@@ -174,19 +136,13 @@ def undivided(
             raise
         if heals: model.torn = False
 
-def named_under(
-    weights:Iterable[tuple[str, Tensor]], # of an engine
-    prefix:str,                           # of the names that are wanted; ""
-)->Iterator[tuple[str, Tensor]]: # names without it
-    "Some of the weights, one at a time."
+def named_under(weights:Iterable[tuple[str, Tensor]], prefix:str)->Iterator[tuple[str, Tensor]]: # names without it
+    "The weights whose names begin so, one at a time."
     for name, x in weights:
         if name.startswith(prefix): yield name.removeprefix(prefix), x
         del x              # not held while the next one is gathered
 
-def of_one_version(
-    model:Any, # a `ShardedModel`
-    made:Iterator[dict[str, Tensor]], # buckets of its weights
-)->Iterator[dict[str, Tensor]]:
+def of_one_version(model:Any, made:Iterator[dict[str, Tensor]])->Iterator[dict[str, Tensor]]:
     "No bucket is gathered while another thread steps. RuntimeError for a step between two."
     version = model.version
     while True:
@@ -200,37 +156,13 @@ def of_one_version(
         yield bucket
         del bucket         # not held while the next one is gathered
 
-def check_graph(
-    loss:Tensor,
-):
+def check_graph(loss:Tensor):
     "ValueError for one that no weight can learn from."
     if loss.requires_grad: return
     raise ValueError("step: the loss does not depend on the model's outputs; build it from out.logprobs, out.entropy, "
                      "out.values or out.scores")
 
-def set_rates(
-    optimizer:torch.optim.Optimizer|None,
-    rates:list[float], # of its groups, before any schedule
-    factor:float,      # of the schedule, at this version
-):
-    "Learning rates of the next step. RuntimeError for a frozen model, which has none."
-    if optimizer is None: raise RuntimeError("step: the model is frozen, it has no optimizer")
-    for group, rate in zip(optimizer.param_groups, rates, strict=True): group["lr"] = rate*factor
-
-def current_state(
-    model:Any,  # a `ShardedModel`
-    full:bool,  # that of one process; False: what this rank holds
-)->dict: # version, module, optimizer
-    "Its state, between two steps."
-    with model.turn:
-        check_step(model)
-        return dict(version=model.version) | model.engine.state(full)
-
-def promise(
-    model:Any,  # a `ShardedModel`
-    prefix:str, # only weights under this name, given without it
-    score:Callable[[Tensor], Tensor]|None, # see `Ticket`
-)->Ticket:
+def promise(model:Any, prefix:str, score:Callable[[Tensor], Tensor]|None)->Ticket:
     "A ticket for its weights. Where they are complete it has their shapes; others know them when they gather."
     check_step(model)
     names = named_weights(model.module) if model.spec.complete else {}
@@ -238,10 +170,7 @@ def promise(
     def params(bucket_bytes): return model.iter_full_params(bucket_bytes, prefix)
     return Ticket(model.version, lambda: model.version, params, shapes or None, score)
 
-def restore(
-    model:Any,  # a `ShardedModel`
-    state:dict, # from `state_dict`
-):
+def restore(model:Any, state:dict):
     "ValueError, and nothing changed, for another model's weights; what fails later leaves a model that refuses to run."
     check_state(state, model.frozen)
     if model.shapes.keys() == model.module.state_dict().keys():     # adapters that came later rename what they stand on
@@ -251,10 +180,7 @@ def restore(
         model.engine.load(state)
         model.version = state["version"]
 
-def check_norm(
-    norm:Tensor, # of the gradient
-    version:int,
-):
+def check_norm(norm:Tensor, version:int):
     "FloatingPointError for one that is not finite: the engine has changed nothing then."
     if torch.isfinite(norm): return
     raise FloatingPointError(f"step: the gradient's norm is {norm.item()} at version {version}; nothing was changed. "
@@ -264,16 +190,12 @@ def check_norm(
 class ShardedModel:
     "A module, its optimizer and its version: run it, `backward`, `apply`, hand out weights."
 
-    def __init__(self,
-        module:nn.Module, # owned from here on; with an engine, the same on every rank
-        *,
-        engine:EngineSpec|str|Callable|None=None, # fsdp2(…), its word, or what makes an engine, called like `Plain`
-        optimizer:OptimizerSpec|Callable|None=None, # adamw(…), muon(…), or (name, parameter) pairs → torch optimizer
-        lr:float=1e-6,     # AdamW's learning rate, where no optimizer is given
-        frozen:bool=False, # no optimizer, weights in the dtype they came in
-        device:torch.device|str|None=None, # None: CUDA when there is one
-    ):
-        "Hold a module, ready to train or frozen. All ranks together. ValueError for what an engine cannot do."
+    def __init__(self, module:nn.Module, *, engine:EngineSpec|str|Callable|None=None,
+                 optimizer:OptimizerSpec|Callable|None=None, lr:float=1e-6, frozen:bool=False,
+                 device:torch.device|str|None=None):
+        """Hold a module, ready to train or frozen; arguments as for `Policy`. All ranks together.
+
+        ValueError for what an engine cannot do."""
         self.spec, made = engine_of(engine), optimizer_of(optimizer, lr)
         sp, tp, (rank, self.ranks) = self.spec.sequence_parallel, self.spec.tensor_parallel, world()
         self.device, self.shares = device_of(device, "ShardedModel"), self.spec.shares
@@ -308,7 +230,9 @@ class ShardedModel:
     def apply(self, *, shared:bool=False)->Tensor:
         "Sum over ranks, clip, step, count the version. FloatingPointError, and nothing changed, for NaN."
         check_step(self)
-        set_rates(self.optimizer, self.base_lrs, self.schedule(self.version) if self.schedule else 1.)
+        if self.optimizer is None: raise RuntimeError("step: the model is frozen, it has no optimizer")
+        factor = self.schedule(self.version) if self.schedule else 1.
+        for group, rate in zip(self.optimizer.param_groups, self.base_lrs, strict=True): group["lr"] = rate*factor
         with undivided(self):
             norm = self.engine.step(shared or self.shares > 1)
             self.version += bool(torch.isfinite(norm))
@@ -330,16 +254,16 @@ class ShardedModel:
 
     def state_dict(self, *, full:bool=True)->dict:
         "Weights, optimizer state and version; with an engine all ranks call it together."
-        return current_state(self, full)
+        with self.turn:
+            check_step(self)
+            return dict(version=self.version) | self.engine.state(full)
 
     def load_state_dict(self, state:dict):
         "Restore what `state_dict` gave, of any engine; all ranks together. ValueError for another model's."
         restore(self, state)
 
 # %% ../../nbs/engines/64_sharded.ipynb #70d6d650
-def has_all_weights(
-    model:ShardedModel,
-)->bool:
+def has_all_weights(model:ShardedModel)->bool:
     "Whether every rank has all weights at any time, in the module itself."
     spec = model.spec
     return spec.complete or spec.make is None and frozen_copy(spec.word, model.frozen)

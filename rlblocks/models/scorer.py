@@ -23,7 +23,9 @@ from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
 from .policy import Trained, base_of, check_numbers, reads_shards, says_instead, start
 from .step import Prepared, Setup, compute, is_shared, train_step
-from .value_heads import Moments, classifier, save_read, stored_moments, trunk_reader, without_moments
+from rlblocks.models.value_heads import (
+    classifier, moments_of, save_read, stored_moments, trunk_reader, without_moments
+)
 
 # %% ../../nbs/models/80_scorer.ipynb #2d78cea0
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def measure_moments(
     x = x.reshape(len(x), -1)
     shared = is_shared(run, [batch])
     counted = not batch.filler and not (shared and world()[0] % run.model.shares)  # ranks that share rows: once
-    return Moments().add(x if counted else x[:0]).over_ranks(shared).read()
+    return moments_of(x if counted else x[:0], shared)
 
 def at_marks(
     x:Tensor,      # `[B, T]` or `[B, T, k]`

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PREFIXES', 'linear_head', 'ClassHead', 'head_of', 'value_head', 'stored_bins', 'load_scored', 'trunk_reader',
-           'classifier', 'Moments', 'without_moments', 'stored_moments']
+           'classifier', 'moments_of', 'without_moments', 'stored_moments']
 
 # %% ../../nbs/models/73_value_heads.ipynb #62e130b7
 from copy import deepcopy
@@ -28,13 +28,7 @@ from .loading import WeightFiles, lazy_model, load_module, weight_files, without
 if TYPE_CHECKING: import transformers
 
 # %% ../../nbs/models/73_value_heads.ipynb #1674b69f
-def linear_head(
-    trunk:nn.Module, # whose device the head shares, and its precision if that is float64
-    width:int,       # features that enter
-    outputs:int=1,   # numbers that leave
-    *,
-    bias:bool=True,  # a reward's has no gradient from pairs; a critic's has no place in the files that others read
-)->nn.Linear: # zero at first, whatever the seed
+def linear_head(trunk:nn.Module, width:int, outputs:int=1, *, bias:bool=True)->nn.Linear: # zero at first
     "A linear head in fp32 at least."
     weight = next(trunk.parameters())
     dtype = weight.dtype if weight.dtype == torch.float64 else torch.float32
@@ -50,10 +44,7 @@ def _home(weight):
 class ClassHead(nn.Module):
     "A head that gives logits over fixed values, and their mean."
 
-    def __init__(self,
-        linear:nn.Linear, # features → K logits
-        bins:Tensor,      # the K values, ascending
-    ):
+    def __init__(self, linear:nn.Linear, bins:Tensor):
         "ValueError when the values are not K, or not ascending."
         super().__init__()
         if bins.shape != (linear.out_features,) or len(bins) < 2 or not (bins.diff() > 0).all():
@@ -68,9 +59,7 @@ class ClassHead(nn.Module):
         "The matrix, for its precision."
         return self.linear.weight
 
-    def forward(self,
-        states:Float[Tensor, "n H"], # hidden states
-    )->dict[str, Tensor]: # values `[n]`, value_logits `[n, K]`
+    def forward(self, states:Float[Tensor, "n H"])->dict[str, Tensor]: # values `[n]`, value_logits `[n, K]`
         "Logits and their mean."
         z = self.linear(states)
         return dict(values=expected_value(z, self.bins), value_logits=z)
@@ -78,9 +67,7 @@ class ClassHead(nn.Module):
 # %% ../../nbs/models/73_value_heads.ipynb #1e449ffd
 PREFIXES = ("score", "v_head.summary", "value_head", "reward_head", "classifier")
 
-def head_of(
-    model:str|Path, # a name or folder
-)->nn.Linear|None: # in fp32; None: its weights have none
+def head_of(model:str|Path)->nn.Linear|None: # in fp32; None: its weights have none
     "The value or reward head in a model's folder, whoever wrote it."
     names, read = _weights_of(model)
     prefixes = (getattr(config_of(model), "value_head_prefix", None), *PREFIXES)
@@ -99,10 +86,7 @@ def _weights_of(model):
     weights = torch.load(old, map_location="cpu", weights_only=True) if old else {}
     return weights, weights.__getitem__
 
-def value_head(
-    trunk:nn.Module, # a language model
-    model:object,    # what it was made of: the head of a name or folder is loaded
-)->nn.Linear: # on what enters the trunk's output layer
+def value_head(trunk:nn.Module, model:object)->nn.Linear: # on what enters the trunk's output layer
     """The value head in a language model's folder, else one that starts at zero.
 
     ValueError for one that does not fit, TypeError for a module without `get_output_embeddings`."""
@@ -118,20 +102,13 @@ def value_head(
                          f"features; one of {fresh.in_features} is wanted")
     return own.to(fresh.weight)
 
-def stored_bins(
-    model:object, # a name or folder, or a transformers model
-)->list[float]|None:
+def stored_bins(model:object)->list[float]|None:
     "The values that a classifying critic's logits are for, as `classifier` writes them."
     config = config_of(model) if isinstance(model, str | Path) else getattr(model, "config", None)
     return getattr(config, "value_bins", None)
 
 # %% ../../nbs/models/73_value_heads.ipynb #dbc73ba7
-def load_scored(
-    model:object, # a name or folder, an nn.Module (copied) or a callable that makes one
-    *,
-    attention:str|None=None, # attention implementation of a name or folder
-    lazy:bool=False,         # as for `load_module`
-)->tuple[nn.Module, nn.Linear|None]: # (the trunk, its head or None)
+def load_scored(model:object, *, attention:str|None=None, lazy:bool=False)->tuple[nn.Module, nn.Linear|None]:
     "A trunk without language-model head, and the value or reward head that came with it."
     if isinstance(model, str | Path):
         refuse_encoder_decoder(config_of(model), model)
@@ -154,15 +131,8 @@ def _trunk_alone(model, attention, lazy, head):
         raise ValueError(f"{model}: the weights lack {missing[0]!r} of a {type(trunk).__name__} ({len(missing)} such)")
     return trunk, head.to(next(trunk.parameters()).device)
 
-def trunk_reader(
-    model:object,  # as for `Critic`
-    base:Any,      # of `base_of`: a `Base` whose trunk is read; None: the model's own
-    attention:str|None=None, # attention implementation of a name or folder
-    *,
-    outputs:int|None=None,   # numbers of its head; None: as it has, else one
-    bias:bool=True,          # of a new head
-    lazy:bool=False,         # as for `load_module`
-)->Forward:
+def trunk_reader(model:object, base:Any, attention:str|None=None, *, outputs:int|None=None, bias:bool=True,
+                 lazy:bool=False)->Forward:
     """A trunk with a head on its hidden states: its own, else a new one; none where it gives numbers by itself.
 
     ValueError for a head of another size, TypeError for a module that gives neither states nor numbers."""
@@ -245,53 +215,27 @@ def save_read(run, module, path, *, head:str|None, dtype:torch.dtype|None=None, 
         save_folder(module, buckets, path, who=run.name, filed=filed, dtype=dtype, **how)
 
 # %% ../../nbs/models/73_value_heads.ipynb #25797bf0
-class Moments:
-    "Mean and standard deviation of scores, in double precision; adds up over ranks."
+def moments_of(x:Tensor, shared:bool=False)->tuple[list[float], list[float]]: # means, standard deviations
+    """Of scores `[n, k]`, in double precision; `shared`: of those of all ranks.
 
-    def __init__(self,
-        total:Tensor|None=None, # `[3, k]` count, sum and sum of squares; None: no scores yet
-    ):
-        "Start from totals."
-        self.total = total
+    ValueError with fewer than two scores, or when all are equal."""
+    x = x.double()
+    total = torch.stack([x.new_full(x.shape[1:], len(x)), x.sum(0), (x**2).sum(0)])
+    if shared and world()[1] > 1: dist.all_reduce(total)
+    n, s, q = total
+    std = ((q - s**2/n).clamp(min=0)/(n-1)).sqrt()
+    if (n < 2).any() or not (std > 0).all():
+        raise ValueError(f"normalise: {int(n.max())} scores with standard deviation {std.tolist()}; two different "
+                         "ones at least are wanted")
+    return (s/n).tolist(), std.tolist()
 
-    def add(self,
-        x:Tensor, # `[n, k]`
-    )->"Moments": # the same
-        "Add scores."
-        x = x.double()
-        more = torch.stack([torch.full_like(x[0], len(x)), x.sum(0), (x**2).sum(0)])
-        self.total = more if self.total is None else self.total + more
-        return self
-
-    def over_ranks(self,
-        shared:bool, # every rank of this world has a part
-    )->"Moments": # the same
-        "Add up those of all ranks."
-        if shared and world()[1] > 1: dist.all_reduce(self.total)
-        return self
-
-    def read(self)->tuple[list[float], list[float]]: # means, standard deviations
-        "ValueError with fewer than two scores, or when all are equal."
-        n, s, q = (self.total if self.total is not None else torch.zeros(3, 1)).unbind(0)
-        std = ((q - s**2/n).clamp(min=0)/(n-1)).sqrt()
-        if (n < 2).any() or not (std > 0).all():
-            raise ValueError(f"normalise: {int(n.max())} scores with standard deviation {std.tolist()}; two different "
-                             "ones at least are wanted")
-        return (s/n).tolist(), std.tolist()
-
-def without_moments(
-    x:Tensor, # scores `[…]`, or `[…, k]` for k > 1
-    moments:tuple[list[float], list[float]]|None, # of each output
-)->Tensor:
+def without_moments(x:Tensor, moments:tuple[list[float], list[float]]|None)->Tensor: # `[…, k]`
     "Scores with mean 0 and standard deviation 1 on the rows they were measured on."
     if moments is None: return x
     mean, std = (x.new_tensor(m[0] if len(m) == 1 else m) for m in moments)
     return (x-mean)/std
 
-def stored_moments(
-    config:object,  # of a trunk
-    wanted:bool|None=None, # True: they must be there; False: without; None: as the config's `normalize_reward` says
-)->tuple[list[float], list[float]]|None:
+def stored_moments(config:object, wanted:bool|None=None)->tuple[list[float], list[float]]|None:
     "The moments in a config, as OpenRLHF and `classifier` write them. ValueError when they are wanted and not there."
     mean, std = getattr(config, "mean", None), getattr(config, "std", None)
     there = mean is not None and std is not None
