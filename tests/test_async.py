@@ -116,8 +116,8 @@ def test_hf_names_what_is_lost_too():
     flight = Flight(r)
     flight.ask(prompts, group_size=2)
     assert len(flight.collect(16, seconds=20.)) == 15 and flight.late(0) == [1003]
-    with pytest.raises(TimeoutError, match="2 of 32 samples had not ended"):
-        r.generate(prompts, group_size=2, timeout=1.)
+    with pytest.raises(TimeoutError, match="2 of 2 samples had not ended after 1 s .* sample 0 of prompt 0"):
+        r.generate(prompts[[3]], group_size=2, timeout=1.)
 
 
 def test_what_is_stopped_goes_on_under_the_next_weights(make):
@@ -128,7 +128,7 @@ def test_what_is_stopped_goes_on_under_the_next_weights(make):
     moved(new)
     flight = Flight(r)
     flight.ask(prompts(), group_size=2, seed=0)
-    r.generate(prompts(), max_tokens=30)
+    if r.sampler.elsewhere: r.generate(prompts(), max_tokens=30)
     flight.renew()
     assert not r.lines.of and len(flight) == len(prompts())
     r.load(new.weights())

@@ -25,7 +25,7 @@ def rest_of(
     sample:int,           # its place among the seeds
     part:Completion|None, # what was drawn of it; None: nothing
 )->Request: # of this sample alone
-    "What is left to draw of a sample."
+    "What is left to draw of a sample. What depends on all that it has said (penalties, stop texts) begins anew."
     n, seed = 0 if part is None else len(part.tokens), request.seeds[sample]
     if part is None or not n: return replace(request, seeds=(seed,))
     return replace(request, ids=torch.cat([request.ids, part.tokens]), seeds=(seed_of("rest", seed, n),),
@@ -61,7 +61,9 @@ class Asked:
     ):
         "Add a completion to what there is."
         both = replace(joined(self.parts.pop(sample, None), c), sample=sample)
-        (self.parts if c.reason == "abort" else self.said)[sample] = both
+        whole = self.request.penalties is not None or self.request.strings
+        if c.reason != "abort": self.said[sample] = both
+        elif not whole: self.parts[sample] = both
 
     def left(self,
         keys:Iterable[int], # for requests
@@ -112,7 +114,7 @@ def stop(
 ):
     "End their requests; what was drawn stays."
     keys = {k for k, (g, _) in flight.of.items() if g in groups}
-    with flight.rollout.turn: take(flight, flight.line.abort(keys))
+    with flight.rollout.turn: take(flight, flight.line.arrived() + flight.line.abort(keys))
     for k in keys: del flight.of[k]
     for g in groups: flight.asked[g].waits = True
 
