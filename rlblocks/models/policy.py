@@ -31,7 +31,7 @@ from .loading import Pretrained, as_pretrained, load_module, load_quantized, loa
 from .lora import Base, View, save_adapter, standing
 from .routers import expert_hits
 from .step import Prepared, Setup, compute, prepare, train_step
-from .tickets import ticket_of
+from .tickets import adapter_ticket, ticket_of
 from .value_heads import save_read, value_head as value_head_of
 
 # %% ../../nbs/models/78_policy.ipynb #e3542b2b
@@ -272,8 +272,10 @@ class Policy(Trained):
         *,
         since:int|None=None, # only what changed since this version, where these weights were sent as such; else all
         dtype:torch.dtype|None=None, # that weights are sent in; None: as they are held
+        adapter:bool=False, # the adapter's two factors alone; False: merged into a copy of all weights
     )->Ticket: # to be loaded before the next step
-        "A ticket for this version's weights, for `rollout.load`; an adapter's are merged into a copy."
+        "A ticket for this version's weights, for `rollout.load`."
+        if adapter: return adapter_ticket(self._run, self._view, self.logprobs)
         ticket = ticket_of(self._run, self.logprobs, dtype)
         return ticket if since is None else self._sent.ticket(ticket, since)
 

@@ -8,20 +8,22 @@ __all__ = ['sampling_module', 'parts', 'padded', 'uniforms', 'Hf', 'altering', '
 # %% ../../nbs/rollout/83_hf.ipynb #1bca1025
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ..engines.weights import Manifest, Ticket, check_since, copy_weights
+from ..engines.deltas import Beneath
+from ..engines.weights import Manifest, Ticket, check_since, copy_weights, named_weights
 from ..models.forward import Forward
 from ..models.loading import load_module
 from ..models.probes import look_ahead, pack_by
 from .controls import completes, penalised
 from .decoding import Sampled, cache_is_exact, decode, new_decoder
 from .samplers import Completion, Request, check_ready
+from .transfer import probed
 
 # %% ../../nbs/rollout/83_hf.ipynb #dbb32eef
 def sampling_module(
@@ -84,7 +86,7 @@ class Hf:
         self.cached = cache_is_exact(self.module)      # on a GPU nobody has measured whether sharing pays
         self.shared = self.cached and device.type == "cpu" and cache_is_exact(self.module, shared=True)
         self.version:int|None = 0
-        self.asleep, self.queue = False, deque()
+        self.asleep, self.queue, self.beneath = False, deque(), Beneath()
 
     def load(self,
         ticket:Ticket, # from `policy.weights()`
@@ -93,9 +95,12 @@ class Hf:
     )->Manifest: # names, checksums and version, as they are here now
         "Copy a ticket's weights into the module."
         check_since(ticket, self.version)
+        base = self.beneath.base(ticket, named_weights(self.module))
         self.wake()
         self.version = None     # half-loaded weights are no version
-        manifest = copy_weights(ticket, self.module)
+        manifest = copy_weights(ticket, self.module, base=base)
+        if ticket.adapter: manifest = replace(manifest, gap=probed(self.module, ticket))
+        self.beneath.loaded(ticket)
         self.version = manifest.version
         return manifest
 

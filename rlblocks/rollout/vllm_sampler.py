@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from .decoding import MAX_SUPPORT
 from .hf import sampling_module
 from .processes import Child, interpreter, tail
 from .samplers import Completion, Reason, Request, VllmSpec, check_ready
+from .slots import check_slot, fill_slot
 from .transfer import Transfer, score_with
 
 # %% ../../nbs/rollout/86_vllm_sampler.ipynb #2846b881
@@ -65,6 +67,10 @@ class Vllm:
         self.spec, self.max_rows, self.dtype, self.asleep, self.decodes = spec, max_rows, dtype, False, None
         made = None if isinstance(model, (str, Path)) else transformers_model(model, dtype)
         self.module, self.source = engine_twin(model, made)
+        if made is not None and spec.options.get("enable_lora"):     # slots stand on weights that vLLM has read itself
+            self.folder = TemporaryDirectory(prefix="rlblocks-")
+            made.save_pretrained(self.folder.name)
+            self.source, made = self.folder.name, None
         self.window:int|None = spec.context or getattr(self.module.config, "max_position_embeddings", None)
         self.transfer = Transfer(self.module, dtype=computes_in(self), window=self.window,
                                  bucket_bytes=spec.bucket_bytes)
@@ -82,10 +88,13 @@ class Vllm:
         "Send a ticket's weights and prove them. A load that fails ends the engine; the next one starts it anew."
         check_since(ticket, self.transfer.base)
         self.version = None
-        if ticket.shapes is not None: check_names(ticket.shapes, self.transfer.known)
+        check_slot(ticket, self.transfer.known, self.spec.options)
+        if ticket.shapes is not None: check_names(ticket.shapes, self.transfer.known, some=ticket.adapter)
         if self.child is None: self.child = start_child(self)
         if self.asleep: self.wake()
-        with ending(self): manifest = self.transfer.send(self.child, ticket, keep=keep)
+        with ending(self):
+            manifest = fill_slot(self.transfer, self.child, ticket) if ticket.adapter else self.transfer.send(
+                self.child, ticket, keep=keep)
         self.version, self.asleep = ticket.version, False
         return manifest
 
