@@ -52,7 +52,7 @@ def low_rank(
     if odd or base.cut:
         raise ValueError(f"Policy: adapter=True sends the factors of plain LoRA on complete layers; "
                          f"{odd or 'tensor_parallel'} is not among these; leave it out, and merged weights are sent")
-    layers = {p: m for p, m in base.trunk.named_modules() if name in getattr(m, "scaling", {})}
+    layers = {p: m for p, m in base.trunk.named_modules() if name in getattr(m, "lora_A", ())}
     return {plain_name(f"{path}.base_layer.weight"): LowRank(
         *(x[name].weight.detach().float().cpu().clone() for x in (layer.lora_A, layer.lora_B)),
         float(layer.scaling[name]), bool(getattr(layer, "fan_in_fan_out", False))) for path, layer in layers.items()}
