@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 from rlblocks import Policy
-from rlblocks.engines.published import publish
+from rlblocks.engines.published import publish_weights
 from rlblocks.engines.weights import named_weights
 from rlblocks.rollout.hf import Hf
 from rlblocks.rollout.samplers import vllm
@@ -60,7 +60,8 @@ def ways(policy, adapted, folder):
     "Name → (which receiver, what makes the ticket)."
     return dict(
         full=(0, policy.weights), delta=(0, lambda: policy.weights(since=policy.version - 1)),
-        adapter=(1, lambda: adapted.weights(adapter=True)), folder=(0, lambda: publish(policy.weights(), folder)))
+        adapter=(1, lambda: adapted.weights(adapter=True)),
+        folder=(0, lambda: publish_weights(policy.weights(), folder)))
 
 
 def timed(f):

@@ -122,7 +122,9 @@ if TYPE_CHECKING:
     from rlblocks.checkpoint.checkpoint import Checkpoint
     from rlblocks.checkpoint.saves import writable
     from rlblocks.engines.base import fsdp2, plain, zero
+    from rlblocks.engines.deltas import delta_apply, delta_encode
     from rlblocks.engines.optim import OptimizerSpec, adamw, adamw_8bit, constant, cosine, linear, muon, wsd
+    from rlblocks.engines.published import publish_weights, published_weights
     from rlblocks.models.critic import Critic
     from rlblocks.models.loading import pretrained
     from rlblocks.models.policy import Policy
@@ -143,7 +145,8 @@ _LAZY = dict(
     Critic="models.critic", Policy="models.policy", Scorer="models.scorer", scores_after="models.scorer",
     pretrained="models.loading", plain="engines.base", fsdp2="engines.base", zero="engines.base",
     OptimizerSpec="engines.optim", adamw="engines.optim", adamw_8bit="engines.optim", muon="engines.optim",
-    constant="engines.optim", cosine="engines.optim", linear="engines.optim", wsd="engines.optim",
+    delta_apply="engines.deltas", delta_encode="engines.deltas", publish_weights="engines.published",
+    published_weights="engines.published", constant="engines.optim", cosine="engines.optim", linear="engines.optim", wsd="engines.optim",
     here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning",
     plan_rollout="placement.budgets", SpmdPool="placement.spmd", step_seconds="placement.budgets")
 
@@ -159,7 +162,7 @@ __all__ = [
     "centering_loss", "check_estimator", "check_loss", "chi_reward", "chipo_loss", "cispo_loss",
     "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
     "clipped_surrogate", "components_loss", "constant", "cosine", "cosine_length_reward", "cpgd_advantages",
-    "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "dft_loss", "discopop_loss", "discounted_returns",
+    "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "delta_apply", "delta_encode", "dft_loss", "discopop_loss", "discounted_returns",
     "distill_advantages", "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss",
     "dro_loss", "drop_long", "effective_share", "entropy", "entropy_loss", "exo_loss", "expected_value",
     "expert_load", "explained_variance", "f_dpo_loss", "finite_logprobs", "fit_row_costs", "forward_kl_loss",
@@ -180,7 +183,7 @@ __all__ = [
     "over_pairs", "over_rows", "overlong_penalty", "pack", "pad", "pair_log_ratios", "pair_metrics", "pairs",
     "pass_at_k_advantages", "penalties", "pf_ppo_weights", "plackett_luce_loss", "plain", "plan", "plan_micro_batches",
     "plan_rollout", "policy_gradient", "ppo_loss", "preference_margin", "pretrained", "probability_correlation",
-    "process_reward_loss", "proximal_logprobs", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss",
+    "process_reward_loss", "proximal_logprobs", "publish_weights", "published_weights", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss",
     "ratio_corrected", "ratio_metrics", "realigned", "rebel_loss", "refill", "reinforce_loss",
     "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "repeated_tokens", "repetition_penalty",
     "replay_draw", "resampled_rows", "reverse_kl_loss", "robust_dpo_loss", "role_advantages", "router_z_loss",

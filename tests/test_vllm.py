@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import vllm_python
 from rlblocks import Policy, Rollout
-from rlblocks.engines.published import publish, published
+from rlblocks.engines.published import publish_weights, published_weights
 from rlblocks.engines.weights import buckets, checksum, named_weights
 from rlblocks.rollout.samplers import Sampling, complete, vllm
 from test_samplers import asked, in_vllm, said, sharp
@@ -233,5 +233,5 @@ def test_merged_adapters_and_a_folder_are_proved_too(shared, tmp_path):
     policy = stirred(lora(net))
     assert shared.load(policy.weights()).gap < 1e-4
     with pytest.raises(ValueError, match="adapters alone need slots"): shared.load(policy.weights(adapter=True))
-    manifest = shared.load(publish(stirred(policy).weights(), tmp_path, bucket_bytes=20_000))
-    assert manifest.gap < 1e-4 and manifest.version == 2 and manifest.checksums == published(tmp_path).checksums
+    manifest = shared.load(publish_weights(stirred(policy).weights(), tmp_path, bucket_bytes=20_000))
+    assert manifest.gap < 1e-4 and manifest.version == 2 and manifest.checksums == published_weights(tmp_path).checksums

@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT
 from rlblocks import Policy, Rollout
 from rlblocks.engines.deltas import delta_apply, delta_encode
-from rlblocks.engines.published import publish, published, versions
+from rlblocks.engines.published import publish_weights, published_weights, versions
 from rlblocks.engines.weights import InProcess, Ticket, Transport, buckets, checksum, copy_weights, named_weights
 from tiny import model
 
@@ -194,10 +194,10 @@ def test_a_late_rollout_reads_the_last_version_of_a_folder(tmp_path):
     policy, late = Policy(model(), device="cpu"), engine()
     for _ in range(3):
         nudge(policy)
-        ticket = publish(policy.weights(), tmp_path, bucket_bytes=10_000)
+        ticket = publish_weights(policy.weights(), tmp_path, bucket_bytes=10_000)
     nudge(policy)                                                # the folder's versions stay good
     assert [p.name for p in versions(tmp_path)] == ["version-000000002", "version-000000003"]
-    again = pickle.loads(pickle.dumps(published(tmp_path)))
+    again = pickle.loads(pickle.dumps(published_weights(tmp_path)))
     assert again.version == ticket.version == 3 and again.checksums == late.load(again).checksums
     assert torch.allclose(again.score(torch.tensor(again.probe[:9])), ticket.score(torch.tensor(again.probe))[:8])
 
@@ -205,18 +205,19 @@ def test_a_late_rollout_reads_the_last_version_of_a_folder(tmp_path):
 def test_readers_see_complete_versions_only(tmp_path):
     "A writer that is killed leaves nothing that a reader would take."
     code = ("import os, sys, torch\nfrom rlblocks.engines.weights import InProcess, Ticket\n"
-            "from rlblocks.engines.published import publish\n"
+            "from rlblocks.engines.published import publish_weights\n"
             "def dies(n):\n    yield dict(a=torch.zeros(9)); os.kill(os.getpid(), 9)\n"
-            "publish(Ticket(5, InProcess(lambda: 5, dies)), sys.argv[1])")
+            "publish_weights(Ticket(5, InProcess(lambda: 5, dies)), sys.argv[1])")
     policy = Policy(model(), device="cpu")
-    publish(policy.weights(), tmp_path)
+    publish_weights(policy.weights(), tmp_path)
     run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=120,
                          env=os.environ | dict(PYTHONPATH=str(ROOT)))
-    assert run.returncode == -9 and published(tmp_path).version == 0 and len(versions(tmp_path)) == 1
+    assert run.returncode == -9 and published_weights(tmp_path).version == 0 and len(versions(tmp_path)) == 1
     ticket = policy.weights()
     nudge(policy)
-    with pytest.raises(RuntimeError, match="weights of version 0, the policy is at 1"): publish(ticket, tmp_path)
+    with pytest.raises(RuntimeError, match="weights of version 0, the policy is at 1"):
+        publish_weights(ticket, tmp_path)
     assert len(versions(tmp_path)) == 1 and len(list(tmp_path.glob(".unfinished-*"))) == 1    # the killed one's
     with pytest.raises(ValueError, match="has changes alone"):
         policy.weights(since=0)
-        publish(policy.weights(since=1), tmp_path)
+        publish_weights(policy.weights(since=1), tmp_path)

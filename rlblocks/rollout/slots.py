@@ -24,14 +24,14 @@ def check_slot(
     known:dict[str, tuple[int, ...]], # name → shape of the engine's weights
     options:dict[str, Any],           # that vLLM was started with
 ):
-    "ValueError for a ticket that the engine has no slot for, or no room in it."
+    "ValueError for names or shapes that do not fit, and a ticket that the engine has no slot for, or no room in it."
     slots = bool(options.get("enable_lora"))
     if slots and not ticket.adapter:
         raise ValueError("load: this engine has slots and takes adapters alone, policy.weights(adapter=True)")
     if ticket.adapter and not slots:
         raise ValueError("load: adapters alone need slots, engine=vllm(enable_lora=True, max_lora_rank=…)")
+    if ticket.shapes is not None: check_names(ticket.shapes, known, some=slots)
     if not slots: return
-    check_names(ticket.shapes or {}, known, some=True)
     rank, room = max(x.a.shape[0] for x in factors(ticket).values()), options.get("max_lora_rank", 16)
     if rank > room: raise ValueError(f"load: the adapter is of rank {rank}, a slot has room for {room}; "
                                      f"engine=vllm(enable_lora=True, max_lora_rank={rank})")
