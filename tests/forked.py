@@ -23,6 +23,8 @@ LIBRARIES = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", 
              "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft", "deepspeed",
              "jaxtyping", "beartype", "matplotlib.pyplot", "nbdev.test"]
 
+RESIDENT = []       # ids of processes that stay, and fork others themselves
+
 
 def context():
     "Where processes are forked from one that has the libraries; it starts when it is first needed."

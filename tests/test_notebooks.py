@@ -13,11 +13,13 @@ import traceback
 from importlib import import_module
 
 import pytest
-from conftest import ROOT
-from forked import context, forked
+from conftest import ROOT, rarely
+from forked import RESIDENT, context, forked
 
 NOTEBOOKS = sorted(p.relative_to(ROOT) for folder in ("nbs", "nbs/*", "tutorials")
                    for p in ROOT.glob(f"{folder}/*.ipynb"))
+# At full length: their loops, as they stand, run on tiny models in tests/test_spmd.py and tests/test_preferences.py.
+LONG = ["tutorials/dpo.ipynb", "tutorials/ppo.ipynb"]
 HOOK = 'install_import_hook(\\"rlblocks\\", \\"beartype.beartype\\")'       # as it stands in a notebook's file
 LIMIT = 600     # seconds
 
@@ -74,16 +76,22 @@ def typed():
     ours, theirs = context().Pipe()
     process = context().Process(target=serve, args=(theirs,))
     process.start()
+    RESIDENT.append(process.pid)
     theirs.close()
     def run(*asked):
         ours.send(asked)
         return ours.recv()
     yield run
     ours.close()
+    RESIDENT.remove(process.pid)
     process.join()
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: f"{p.parent.name}/{p.stem}")
+QUICK = [p for p in NOTEBOOKS if str(p) not in LONG]
+
+
+@pytest.mark.parametrize("path", [*QUICK, *rarely(*(p for p in NOTEBOOKS if p not in QUICK))],
+                         ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_a_notebook_runs(path, tmp_path, request):
     said = tmp_path/"said"
     try:
