@@ -132,13 +132,14 @@ if TYPE_CHECKING:
     from rlblocks.placement.place import here, later
     from rlblocks.placement.planning import plan
     from rlblocks.placement.spmd import SpmdPool
+    from rlblocks.rollout.controls import penalties
     from rlblocks.rollout.graders import Grader, math_reward
     from rlblocks.rollout.rollout import Rollout
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(
     Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="rollout.graders",
-    math_reward="rollout.graders", Rollout="rollout.rollout",
+    math_reward="rollout.graders", Rollout="rollout.rollout", penalties="rollout.controls",
     Critic="models.critic", Policy="models.policy", Scorer="models.scorer", scores_after="models.scorer",
     pretrained="models.loading", plain="engines.base", fsdp2="engines.base", zero="engines.base",
     OptimizerSpec="engines.optim", adamw="engines.optim", adamw_8bit="engines.optim", muon="engines.optim",
@@ -177,7 +178,7 @@ __all__ = [
     "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss",
     "off_policy_sequence_mask", "on_policy_loss", "opo_advantages", "optimal_token_baseline", "orpo_loss",
     "over_pairs", "over_rows", "overlong_penalty", "pack", "pad", "pair_log_ratios", "pair_metrics", "pairs",
-    "pass_at_k_advantages", "pf_ppo_weights", "plackett_luce_loss", "plain", "plan", "plan_micro_batches",
+    "pass_at_k_advantages", "penalties", "pf_ppo_weights", "plackett_luce_loss", "plain", "plan", "plan_micro_batches",
     "plan_rollout", "policy_gradient", "ppo_loss", "preference_margin", "pretrained", "probability_correlation",
     "process_reward_loss", "proximal_logprobs", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss",
     "ratio_corrected", "ratio_metrics", "realigned", "rebel_loss", "refill", "reinforce_loss",

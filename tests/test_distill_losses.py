@@ -1,4 +1,5 @@
-"Learning from a teacher, by losses on distributions and by advantages: hand numbers, oracles, limits, enumeration, laws, compilation and errors."
+"""Learning from a teacher, by losses on distributions and by advantages: hand numbers, oracles, limits, enumeration,
+laws, compilation and errors."""
 import math
 from functools import partial
 
@@ -10,15 +11,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from rlblocks.losses.distill import (
-    dft_loss,
-    forward_kl_loss,
-    jsd,
-    jsd_loss,
-    predicting,
-    reverse_kl_loss,
-    sft_loss,
-    support_logprobs,
-    uld_loss,
+    dft_loss, forward_kl_loss, jsd, jsd_loss, predicting, reverse_kl_loss, sft_loss, support_logprobs, uld_loss,
     with_tail,
 )
 from rlblocks.arithmetic.kl import full_kl
@@ -26,7 +19,8 @@ from rlblocks.arithmetic.head import linear_logprobs
 from rlblocks.arithmetic.logprobs import gather_logprobs, token_logprobs
 from rlblocks.arithmetic.masked import aggregate
 from rlblocks.losses.policy import ppo_loss
-from rlblocks.signals.teachers import distill_advantages, iw_opd_weights, minillm_advantages, realigned, teacher_mix_weights
+from rlblocks.signals.teachers import (distill_advantages, iw_opd_weights, minillm_advantages, realigned,
+                                       teacher_mix_weights)
 from rlblocks.testing.oracles import naive_aggregate
 from rlblocks.testing.laws import check_estimator, check_loss
 from rlblocks.testing.oracles import sample_columns
@@ -42,7 +36,8 @@ COLS = columns()
 TWO = ("logits", "teacher_logits", "mask")
 
 
-def on_top(logits, ids, teacher_logits, mask, *, of, **kw): return of(*(support_logprobs(x, ids, mask) for x in (logits, teacher_logits)), mask, **kw)
+def on_top(logits, ids, teacher_logits, mask, *, of, **kw):
+    return of(*(support_logprobs(x, ids, mask) for x in (logits, teacher_logits)), mask, **kw)
 
 
 LOSSES = {
@@ -74,9 +69,11 @@ def arguments(name, dtype=torch.float64, cols=COLS):
 def test_obeys_every_law(name):
     f, own = LOSSES[name]
     if "top" in name: # a teacher's logits, which get no gradient, are detached by the one who stores them
-        f = partial(lambda logits, ids, teacher_logits, mask, of, denom=None: on_top(logits, ids, teacher_logits.detach(), mask, of=of, denom=denom), **f.keywords)
+        f = partial(lambda logits, ids, teacher_logits, mask, of, denom=None: on_top(
+            logits, ids, teacher_logits.detach(), mask, of=of, denom=denom), **f.keywords)
     laws = check_loss(f, {k: COLS[k] for k in own if k in OWN}, denom="n_rows" if "rows" in name else "n_tokens")
-    assert {"split", "mask", "empty", "padding", "filler", "gradient", "precision", "metrics"} <= set(laws) and "reinforce" not in laws
+    assert {"split", "mask", "empty", "padding", "filler", "gradient", "precision", "metrics"} <= set(laws)
+    assert "reinforce" not in laws
 
 
 @every_loss
@@ -90,7 +87,8 @@ def test_derivatives(name):
 def test_compiles_to_one_graph_and_never_waits(name):
     f, args = LOSSES[name][0], arguments(name)
     torch.compiler.reset()
-    (loss, metrics), (want, expected) = torch.compile(f, fullgraph=True, backend="eager")(*args, denom=40), f(*args, denom=40)
+    (loss, metrics), (want,
+                      expected) = torch.compile(f, fullgraph=True, backend="eager")(*args, denom=40), f(*args, denom=40)
     assert_close(loss, want)
     assert {k: float(m) for k, m in metrics.items()} == pytest.approx({k: float(m) for k, m in expected.items()})
     assert f(*(x.to("meta") for x in args))[0].is_meta
@@ -99,9 +97,12 @@ def test_compiles_to_one_graph_and_never_waits(name):
 @every_loss
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_no_nan_on_the_way_back(name):
-    "Ids that neither can say, and NaN under the mask: autograd's own detector sees no NaN, not even one that a later where throws away."
+    """Ids that neither can say, and NaN under the mask: autograd's own detector sees no NaN, not even one that a
+    later where throws away."""
     f, (first, *rest) = LOSSES[name][0], arguments(name)
-    if first.ndim == 3: first, rest = pad(first, (0, 1), value=-math.inf), [pad(x, (0, 1), value=-math.inf) if x.shape[2:] == (7,) else x for x in rest]
+    if first.ndim == 3:
+        first, rest = pad(first, (0, 1), value=-math.inf), [pad(x, (0, 1), value=-math.inf) if x.shape[2:] == (7,)
+                                                            else x for x in rest]
     first = first.masked_fill(~rest[-1].view(16, 16, *[1]*(first.ndim-2)), math.nan).requires_grad_()
     with torch.autograd.detect_anomaly(check_nan=True): f(first, *rest)[0].backward()
     assert first.grad.isfinite().all() and not first.grad[~rest[-1]].any()
@@ -110,14 +111,17 @@ def test_no_nan_on_the_way_back(name):
 @every_loss
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_dtype(name, dtype):
-    assert LOSSES[name][0](*arguments(name, dtype))[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert LOSSES[name][0](*arguments(name,
+                                      dtype))[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 @pytest.mark.parametrize("f", [forward_kl_loss, reverse_kl_loss, jsd_loss], ids=lambda f: f.__name__)
 def test_errors_name_the_odd_one(f):
     z, t, mask = arguments("forward")
-    with pytest.raises(ValueError, match=rf"{f.__name__}: teacher_logits is \[16, 16, 6\], logits is \[16, 16, 7\]"): f(z, t[..., 1:], mask)
-    with pytest.raises(ValueError, match=rf"{f.__name__}: logits\[..., 0\] is \[16, 16\], mask is \[16, 15\]"): f(z, t, mask[:, 1:])
+    with pytest.raises(ValueError, match=rf"{f.__name__}: teacher_logits is \[16, 16, 6\], logits is \[16, 16, 7\]"):
+        f(z, t[..., 1:], mask)
+    with pytest.raises(ValueError, match=rf"{f.__name__}: logits\[..., 0\] is \[16, 16\], mask is \[16, 15\]"):
+        f(z, t, mask[:, 1:])
     with pytest.raises(TypeError, match=rf"{f.__name__}: mask is int64"): f(z, t, mask.long())
     with pytest.raises(ValueError, match=rf"{f.__name__}: temperature is 0.0"): f(z, t, mask, temperature=0.)
 
@@ -133,13 +137,16 @@ def test_chunked_sft_is_sft_in_less_memory():
     g = torch.Generator().manual_seed(0)
     tokens, mask = torch.randint(0, 500, (3, 20), generator=g), COLS["mask"][13:, :].repeat(1, 2)[:, :20].clone()
     mask[:, 0] = False
-    h, W = torch.randn(3, 20, 4, generator=g, dtype=torch.float64).requires_grad_(), torch.randn(500, 4, generator=g, dtype=torch.float64).requires_grad_()
-    def chunked(): return pad(linear_logprobs(h[:, :-1].flatten(0, 1), W, tokens[:, 1:].flatten(), chunk=7).view(3, 19), (1, 0))
+    h, W = (torch.randn(3, 20, 4, generator=g, dtype=torch.float64).requires_grad_(),
+            torch.randn(500, 4, generator=g, dtype=torch.float64).requires_grad_())
+    def chunked():
+        return pad(linear_logprobs(h[:, :-1].flatten(0, 1), W, tokens[:, 1:].flatten(), chunk=7).view(3, 19), (1, 0))
     seen = []
     for make in (lambda: token_logprobs(h@W.T, tokens), chunked):
         for over in ("tokens", "rows"):
             kept = []
-            with saved_tensors_hooks(lambda x, kept=kept: kept.append(x.numel()) or x, lambda x: x): loss, metrics = sft_loss(make(), mask, over=over)
+            with saved_tensors_hooks(lambda x, kept=kept: kept.append(x.numel()) or x, lambda x: x):
+                loss, metrics = sft_loss(make(), mask, over=over)
             seen.append((loss.detach(), *torch.autograd.grad(loss, [h, W]), float(metrics["nll"]), sum(kept)))
     for a, b in zip(seen[:2], seen[2:], strict=True):
         assert_close(list(a[:3]), list(b[:3]))
@@ -158,10 +165,12 @@ def test_dft_by_hand():
 @pytest.mark.parametrize("over", ["tokens", "rows"])
 def test_dft_descends_minus_the_probability(over):
     lp, mask = COLS["logprobs"].clone().requires_grad_(), COLS["mask"]
-    got, want = (torch.autograd.grad(x, lp)[0] for x in (dft_loss(lp, mask, over=over)[0], -aggregate(lp.exp(), mask, over=over)))
+    got, want = (torch.autograd.grad(x, lp)[0]
+                 for x in (dft_loss(lp, mask, over=over)[0], -aggregate(lp.exp(), mask, over=over)))
     assert_close(got, want)
     slow = [[-math.exp(x)*x for x in row] for row in lp.tolist()]
-    assert_close(dft_loss(lp, mask, over=over)[0].detach(), naive_aggregate(torch.tensor(slow).double(), mask, over=over), rtol=1e-6, atol=0)
+    assert_close(dft_loss(lp, mask, over=over)[0].detach(),
+                 naive_aggregate(torch.tensor(slow).double(), mask, over=over), rtol=1e-6, atol=0)
 
 
 def test_what_is_impossible_dft_does_not_learn():
@@ -182,15 +191,19 @@ def naive(kind, z, t, beta=.5):
         for i in range(16):
             s, q = softmax(z[b, i].tolist()), softmax(t[b, i].tolist())
             m = [beta*y+(1-beta)*x for x, y in zip(s, q, strict=True)]
-            out[b, i] = dict(forward=kl(q, s), reverse=kl(s, q), jsd=beta*kl(q, m)+(1-beta)*kl(s, m), uld=math.fsum(abs(x-y) for x, y in zip(sorted(s), sorted(q), strict=True)))[kind]
+            out[b, i] = dict(forward=kl(q, s), reverse=kl(s, q), jsd=beta*kl(q, m)+(1-beta)*kl(s, m),
+                             uld=math.fsum(abs(x-y) for x, y in zip(sorted(s), sorted(q), strict=True)))[kind]
     return out
 
 
-@pytest.mark.parametrize("kind, f, kw", [("forward", forward_kl_loss, {}), ("reverse", reverse_kl_loss, {}), ("jsd", jsd_loss, {}), ("jsd", jsd_loss, dict(beta=.2)), ("uld", uld_loss, {})])
+@pytest.mark.parametrize("kind, f, kw",
+                         [("forward", forward_kl_loss, {}), ("reverse", reverse_kl_loss, {}), ("jsd", jsd_loss, {}),
+                          ("jsd", jsd_loss, dict(beta=.2)), ("uld", uld_loss, {})])
 def test_divergences_equal_oracles(kind, f, kw):
     z, t, mask = arguments("forward")
     slow = naive(kind, z, t, **kw)
-    for more in (dict(), dict(over="rows"), dict(denom=37.)): assert_close(f(z, t, mask, **kw, **more)[0], naive_aggregate(slow, mask, **more))
+    for more in (dict(), dict(over="rows"), dict(denom=37.)):
+        assert_close(f(z, t, mask, **kw, **more)[0], naive_aggregate(slow, mask, **more))
     assert_close(float(next(iter(f(z, t, mask, **kw)[1].values()))), float(slow[mask].mean()))
     assert_close(f(z, t, mask, temperature=2., **kw)[0], f(z/2, t/2, mask, **kw)[0])
 
@@ -202,7 +215,8 @@ def test_gradients_by_hand():
         assert_close(torch.autograd.grad(f(z, t, on)[0], z)[0], torch.tensor([[[want, -want]]]))
 
 
-def test_reverse_is_the_exact_kl(): assert_close(reverse_kl_loss(*arguments("reverse"))[0], full_kl(*arguments("reverse")[:2])[COLS["mask"]].mean())
+def test_reverse_is_the_exact_kl():
+    assert_close(reverse_kl_loss(*arguments("reverse"))[0], full_kl(*arguments("reverse")[:2])[COLS["mask"]].mean())
 
 
 def test_a_one_hot_teacher_is_sft():
@@ -217,7 +231,8 @@ def test_a_one_hot_teacher_is_sft():
 def test_predicting_shifts_by_one():
     mask = COLS["mask"]
     at = predicting(mask)
-    assert at.dtype == torch.bool and torch.equal(at.sum(1), mask.sum(1)) and torch.equal(at[:, :-1], mask[:, 1:]) and not at[:, -1].any()
+    assert at.dtype == torch.bool and torch.equal(at.sum(1), mask.sum(1)) and torch.equal(at[:, :-1], mask[:, 1:])
+    assert not at[:, -1].any()
     with pytest.raises(TypeError, match="predicting: mask is int64"): predicting(mask.long())
 
 
@@ -258,9 +273,11 @@ def test_what_only_the_teacher_excludes():
 
 @pytest.mark.parametrize("beta", [0., .3, 1.])
 def test_second_derivatives_of_a_divergence(beta):
-    "Through a head; also by torch.func; and for the forward KL by hand: the Hessian of KL(p_T‖softmax z) is diag(p) − ppᵀ."
+    """Through a head; also by torch.func; and for the forward KL by hand: the Hessian of KL(p_T‖softmax z) is
+    diag(p) − ppᵀ."""
     g = torch.Generator().manual_seed(0)
-    h, W = torch.randn(3, 2, 3, generator=g, dtype=torch.float64), torch.randn(7, 3, generator=g, dtype=torch.float64).requires_grad_()
+    h, W = torch.randn(3, 2, 3, generator=g,
+                       dtype=torch.float64), torch.randn(7, 3, generator=g, dtype=torch.float64).requires_grad_()
     t, on = COLS["teacher_logits"][8:11, 4:6], torch.ones(3, 2, dtype=torch.bool)
     def value(W): return jsd_loss(h @ W.T, t, on, beta=beta)[0]
     assert torch.autograd.gradgradcheck(value, W)
@@ -276,7 +293,8 @@ def test_second_derivatives_of_a_divergence(beta):
 def test_label_smoothing_is_a_teacher():
     z, y = COLS["logits"][8:12].clone().requires_grad_(), COLS["tokens"][8:12] % 7
     smooth = (torch.where(one_hot(y, 7) == 1, .9, 0.) + .1/7).double()
-    ours = forward_kl_loss(z, smooth.log(), torch.ones(4, 16, dtype=torch.bool))[0] + torch.special.entr(smooth[0, 0]).sum()
+    ours = forward_kl_loss(z, smooth.log(),
+                           torch.ones(4, 16, dtype=torch.bool))[0] + torch.special.entr(smooth[0, 0]).sum()
     theirs = cross_entropy(z.flatten(0, 1), y.flatten(), label_smoothing=.1)
     assert_close([ours, torch.autograd.grad(ours, z)[0]], [theirs, torch.autograd.grad(theirs, z)[0]])
 
@@ -287,8 +305,10 @@ def test_parts_from_the_heads_are_the_whole():
     Ws, Wt = torch.randn(2, 40, 3, generator=g, dtype=torch.float64)
     hs, Ws, mask = hs.requires_grad_(), Ws.requires_grad_(), COLS["mask"]
     for f, over in ((forward_kl_loss, "tokens"), (jsd_loss, "rows")):
-        def part(a, b, m, f=f, over=over): return f(a@Ws.T, b@Wt.T, m, over=over, denom=mask.sum() if over == "tokens" else mask.any(1).sum())[0]
-        whole, parts = part(hs, ht, mask), sum(checkpoint(part, *x, use_reentrant=False) for x in zip(hs.split(3), ht.split(3), mask.split(3), strict=True))
+        def part(a, b, m, f=f, over=over):
+            return f(a@Ws.T, b@Wt.T, m, over=over, denom=mask.sum() if over == "tokens" else mask.any(1).sum())[0]
+        whole, parts = part(hs, ht, mask), sum(checkpoint(part, *x, use_reentrant=False)
+                                               for x in zip(hs.split(3), ht.split(3), mask.split(3), strict=True))
         assert_close([parts, *torch.autograd.grad(parts, [hs, Ws])], [whole, *torch.autograd.grad(whole, [hs, Ws])])
 
 
@@ -299,7 +319,8 @@ def test_support_by_hand():
     got = support_logprobs(z, torch.tensor([[[2, 0], [0, 1]]]), on)
     assert_close(got.exp(), torch.tensor([[[.2, .4, .4], [1., 1., 1.]]]))
     assert_close(support_logprobs(z, torch.tensor([[[2, -1], [0, 1]]]), on).exp()[0, 0], torch.tensor([.2, 0., .8]))
-    assert_close(support_logprobs(z, torch.tensor([[[2, 0], [0, 1]]]), on, temperature=.5).exp()[0, 0], torch.tensor([4., 16., 10.])/30)
+    assert_close(support_logprobs(z, torch.tensor([[[2, 0], [0, 1]]]), on, temperature=.5).exp()[0, 0],
+                 torch.tensor([4., 16., 10.])/30)
 
 
 @pytest.mark.parametrize("f", [forward_kl_loss, reverse_kl_loss, jsd_loss], ids=lambda f: f.__name__)
@@ -323,10 +344,12 @@ def test_a_tail_loses_divergence(f):
 
 
 def test_three_conventions_of_the_tail():
-    T, S, ids, on = torch.tensor([[[.6, .3]]]).log(), torch.tensor([[[.6, .35, .02, .03]]]).log(), torch.tensor([[[0, 1]]]), torch.tensor([[True]])
+    T, S, ids, on = (torch.tensor([[[.6, .3]]]).log(), torch.tensor([[[.6, .35, .02, .03]]]).log(),
+                     torch.tensor([[[0, 1]]]), torch.tensor([[True]]))
     tail = forward_kl_loss(support_logprobs(S, ids, on), with_tail(T), on)[0]
     assert_close(tail.item(), .3*math.log(.3/.35) + .1*math.log(2))
-    assert_close(forward_kl_loss(S.gather(-1, ids), T, on)[0].item(), 2/3*math.log(2/3*.95/.6) + 1/3*math.log(1/3*.95/.35))
+    assert_close(forward_kl_loss(S.gather(-1, ids), T, on)[0].item(),
+                 2/3*math.log(2/3*.95/.6) + 1/3*math.log(1/3*.95/.35))
 
 
 def test_with_tail():
@@ -337,7 +360,8 @@ def test_with_tail():
     over = torch.tensor([[.7, .3000001]]).log() # rounding in the server
     assert with_tail(over).isfinite().all() and with_tail(over, floor=0.)[0, 2] == -math.inf
     check_estimator(with_tail, dict(logprobs=COLS["teacher_logits"][:, 0].log_softmax(-1)[:, :3]))
-    assert torch.compile(with_tail, fullgraph=True, backend="eager")(given).shape == (3, 3) and with_tail(given.to("meta")).is_meta
+    assert torch.compile(with_tail, fullgraph=True, backend="eager")(given).shape == (3, 3)
+    assert with_tail(given.to("meta")).is_meta
     assert with_tail(given.bfloat16()).dtype == torch.float32
 
 
@@ -347,10 +371,13 @@ def test_support_obeys_the_laws_and_survives_an_empty_tail():
     check_estimator(support_logprobs, own, temperature=2.)
     z = COLS["logits"][:2, :, :3].clone().requires_grad_()
     with torch.autograd.detect_anomaly(check_nan=True):
-        support_logprobs(z, torch.arange(3).expand(2, 16, 3), torch.ones(2, 16, dtype=torch.bool))[..., :3].sum().backward()
+        support_logprobs(z, torch.arange(3).expand(2, 16, 3),
+                         torch.ones(2, 16, dtype=torch.bool))[..., :3].sum().backward()
     assert z.grad.isfinite().all()
-    assert_close(torch.compile(support_logprobs, fullgraph=True, backend="eager")(**own, mask=COLS["mask"]), support_logprobs(**own, mask=COLS["mask"]))
-    with pytest.raises(ValueError, match="support_logprobs: temperature is -1"): support_logprobs(**own, mask=COLS["mask"], temperature=-1)
+    assert_close(torch.compile(support_logprobs, fullgraph=True, backend="eager")(**own, mask=COLS["mask"]),
+                 support_logprobs(**own, mask=COLS["mask"]))
+    with pytest.raises(ValueError, match="support_logprobs: temperature is -1"):
+        support_logprobs(**own, mask=COLS["mask"], temperature=-1)
 
 
 def test_the_tail_keeps_its_digits():
@@ -358,7 +385,8 @@ def test_the_tail_keeps_its_digits():
     z, on = torch.tensor([[[0., -30., -31.]]], requires_grad=True), torch.tensor([[True]])
     tail = support_logprobs(z, torch.tensor([[[0]]]), on)[0, 0, 1]
     assert_close(tail.item(), math.log(math.exp(-30)+math.exp(-31)), rtol=1e-6, atol=0)
-    assert_close(torch.autograd.grad(tail, z)[0][0, 0], torch.tensor([-1., math.e/(1+math.e), 1/(1+math.e)]), rtol=1e-5, atol=1e-6)
+    assert_close(torch.autograd.grad(tail, z)[0][0, 0], torch.tensor([-1., math.e/(1+math.e), 1/(1+math.e)]), rtol=1e-5,
+                 atol=1e-6)
 
 
 def test_uld_sorts_and_fills():
@@ -373,7 +401,8 @@ def test_uld_sorts_and_fills():
 def estimators():
     pair = dict(logprobs=COLS["logprobs"], teacher_logprobs=COLS["teacher_logprobs"])
     yield "distill", distill_advantages, pair
-    for kw in (dict(), dict(gamma=.9, own=False), dict(normalize=False), dict(gamma=0., own=False)): yield f"minillm {kw}", partial(minillm_advantages, **kw), pair
+    for kw in (dict(), dict(gamma=.9, own=False), dict(normalize=False), dict(gamma=0., own=False)):
+        yield f"minillm {kw}", partial(minillm_advantages, **kw), pair
     yield "mix", teacher_mix_weights, pair
     yield "iw_opd", iw_opd_weights, dict(advantages=COLS["advantages"])
 
@@ -386,7 +415,9 @@ def test_judgements_obey_the_laws(f, own):
     assert_close(torch.compile(f, fullgraph=True, backend="eager")(**args), f(**args))
     assert f(**{k: x.to("meta") for k, x in args.items()}).is_meta
     assert f(**{k: x.bfloat16() if x.is_floating_point() else x for k, x in args.items()}).dtype == torch.float32
-    assert not f(**{k: x.clone().requires_grad_() if x.is_floating_point() else x for k, x in args.items()}).requires_grad # C-T9: advantages are data
+    # C-T9: advantages are data
+    assert not f(**{k: x.clone().requires_grad_() if x.is_floating_point() else x
+                    for k, x in args.items()}).requires_grad
     with pytest.raises(ValueError, match="nothing is broadcast|at_tokens"): f(**args | dict(mask=COLS["mask"][:, 1:]))
 
 
@@ -397,12 +428,14 @@ def test_on_policy_distillation_descends_the_reverse_kl():
     A = distill_advantages(lp, teacher, every)
     assert_close(A, (teacher-lp).detach())
     got = ppo_loss(lp, lp.detach(), lp.detach().exp()*A, every, denom=1)[0]
-    assert_close(torch.autograd.grad(got, z)[0], torch.autograd.grad(reverse_kl_loss(z.view(1, 1, 7), t.view(1, 1, 7), every[:1])[0], z)[0])
+    assert_close(torch.autograd.grad(got, z)[0],
+                 torch.autograd.grad(reverse_kl_loss(z.view(1, 1, 7), t.view(1, 1, 7), every[:1])[0], z)[0])
 
 
 def test_minillm_descends_the_kl_of_sequences():
     g = torch.Generator().manual_seed(0)
-    z1, z2, t1, t2 = (torch.randn(n, generator=g, dtype=torch.float64).requires_grad_() for n in ((3,), (3, 3), (3,), (3, 3)))
+    z1, z2, t1, t2 = (torch.randn(n, generator=g, dtype=torch.float64).requires_grad_()
+                      for n in ((3,), (3, 3), (3,), (3, 3)))
     a, b = torch.cartesian_prod(torch.arange(3), torch.arange(3)).T
     lp, teacher = (torch.stack([x.log_softmax(-1)[a], y.log_softmax(-1)[a, b]], 1) for x, y in ((z1, z2), (t1, t2)))
     every, chance = torch.ones(9, 2, dtype=torch.bool), lp.detach().sum(1).exp()[:, None].expand(9, 2)
@@ -427,7 +460,8 @@ def naive_minillm(r, mask, gamma, normalize, own):
 @pytest.mark.parametrize("own", [True, False])
 def test_minillm_equals_oracle(gamma, normalize, own):
     lp, teacher, mask = COLS["logprobs"], COLS["teacher_logprobs"], COLS["mask"]
-    assert_close(minillm_advantages(lp, teacher, mask, gamma=gamma, normalize=normalize, own=own), naive_minillm(teacher-lp, mask, gamma, normalize, own))
+    assert_close(minillm_advantages(lp, teacher, mask, gamma=gamma, normalize=normalize, own=own),
+                 naive_minillm(teacher-lp, mask, gamma, normalize, own))
 
 
 def test_minillm_knows_padding_and_discounts_from_the_token(): # C-T9
@@ -437,19 +471,22 @@ def test_minillm_knows_padding_and_discounts_from_the_token(): # C-T9
 
 
 def test_mix_weights():
-    lp, teacher, on = torch.tensor([[.5, .25, .25]]).log(), torch.tensor([[.25, .5, .25]]).log(), torch.ones(1, 3, dtype=torch.bool)
+    lp, teacher, on = (torch.tensor([[.5, .25, .25]]).log(), torch.tensor([[.25, .5, .25]]).log(),
+                       torch.ones(1, 3, dtype=torch.bool))
     assert_close(teacher_mix_weights(lp, teacher, on), torch.tensor([[10/9, 5/6, 1.]]))
     assert_close(teacher_mix_weights(lp, teacher, on, alpha=0.), torch.ones(1, 3))
     w = teacher_mix_weights(COLS["logprobs"], COLS["teacher_logprobs"], COLS["mask"], alpha=.5)
     assert (w <= 2).all() and (w[COLS["mask"]] > 0).all()
     for alpha in (1., -.1):
-        with pytest.raises(ValueError, match=f"teacher_mix_weights: alpha is {alpha}"): teacher_mix_weights(lp, teacher, on, alpha=alpha)
+        with pytest.raises(ValueError, match=f"teacher_mix_weights: alpha is {alpha}"):
+            teacher_mix_weights(lp, teacher, on, alpha=alpha)
 
 
 def test_iw_opd_weights():
     A, on = torch.tensor([[9., 1., 0., -3., 9.]]), torch.tensor([[False, True, True, True, False]])
     assert_close(iw_opd_weights(A, on), torch.tensor([[0., 1.5, 1.375, 1.375, 0.]]))
-    assert_close(iw_opd_weights(0*A, on, gamma=2.), torch.tensor([[0., 3., 3., 3., 0.]])) # nothing disagrees: nothing has passed
+    # nothing disagrees: nothing has passed
+    assert_close(iw_opd_weights(0*A, on, gamma=2.), torch.tensor([[0., 3., 3., 3., 0.]]))
 
 
 def test_realigned():
@@ -463,7 +500,8 @@ def test_realigned():
     assert_close(torch.compile(realigned, fullgraph=True, backend="eager")(x, x_mask, mask), want, equal_nan=True)
     assert realigned(x.to("meta"), x_mask.to("meta"), mask.to("meta")).is_meta
     with pytest.raises(TypeError, match="realigned: mask is int64"): realigned(x, x_mask.long(), mask)
-    with pytest.raises(ValueError, match=r"realigned: x_mask is \[2, 5\], x\[..., 0\] is \[2, 6\]"): realigned(x, x_mask[:, 1:], mask)
+    with pytest.raises(ValueError, match=r"realigned: x_mask is \[2, 5\], x\[..., 0\] is \[2, 6\]"):
+        realigned(x, x_mask[:, 1:], mask)
     with pytest.raises(ValueError, match=r"realigned: .*nothing is broadcast"): realigned(x, x_mask, mask[:1])
 
 

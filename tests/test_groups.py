@@ -1,4 +1,5 @@
-"Groups: goldens, oracles, equals exactly 0, exact permutation, ragged ids, gradients, compilation and errors (LAWS 5, 21, 25)."
+"""Groups: goldens, oracles, equals exactly 0, exact permutation, ragged ids, gradients, compilation and errors (LAWS
+5, 21, 25)."""
 import itertools
 import math
 from functools import partial
@@ -10,8 +11,8 @@ from torch.testing import assert_close
 from rlblocks.signals.advantages import at_tokens
 from rlblocks.signals.best_of import best_of_n_advantages
 from rlblocks.signals.groups import (
-    bnpo_advantages, cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out, lite_ppo_advantages, maxrl_advantages, opo_advantages,
-    optimal_token_baseline, reinforce_pp_baseline, soft_values,
+    bnpo_advantages, cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out,
+    lite_ppo_advantages, maxrl_advantages, opo_advantages, optimal_token_baseline, reinforce_pp_baseline, soft_values,
 )
 from rlblocks.arithmetic.masked import promoted, whiten
 from rlblocks.signals.shaping import at_last_token, without_unscored
@@ -22,21 +23,30 @@ from rlblocks.testing.oracles import sample_columns
 nan, inf = math.nan, math.inf
 
 
-def lengths_of(scores): return (scores.detach().float().nan_to_num(0.).abs()*7 + .3).long() % 11 + 1  # any, but they go with the row
+# any, but they go with the row
+def lengths_of(scores): return (scores.detach().float().nan_to_num(0.).abs()*7 + .3).long() % 11 + 1
 
 
 # every estimator as one function of (scores, group)
 GROUPED = {
     "scaled": group_advantages, "unscaled": partial(group_advantages, scale=False), "leave one out": leave_one_out,
-    "opo": lambda s, g: opo_advantages(s, g, lengths=lengths_of(s)), "lite": lite_ppo_advantages, "maxrl": lambda s, g: maxrl_advantages(promoted(s).abs(), g),
-    "bnpo": lambda s, g: bnpo_advantages((promoted(s)/8 + .5).clamp(0, 1), g), "gpg": gpg_advantages, "cpgd": cpgd_advantages,
+    "opo": lambda s, g: opo_advantages(s, g, lengths=lengths_of(s)), "lite": lite_ppo_advantages,
+    "maxrl": lambda s, g: maxrl_advantages(promoted(s).abs(), g),
+    "bnpo": lambda s, g: bnpo_advantages((promoted(s)/8 + .5).clamp(0, 1), g), "gpg": gpg_advantages,
+    "cpgd": cpgd_advantages,
     "gdpo": lambda s, g: gdpo_advantages(torch.stack([promoted(s), promoted(s).abs() + 2*s], 1), g, weights=(1., .5)),
-    "otb": lambda s, g: optimal_token_baseline(s[:, None], -(lengths_of(s)[:, None]/9).to(promoted(s).dtype), g, without_unscored(torch.ones_like(s, dtype=torch.bool)[:, None], s), sum_pi_squared=torch.full_like(promoted(s).detach(), .9)[:, None])[:, 0],
+    "otb": lambda s, g: optimal_token_baseline(s[:, None], -(lengths_of(s)[:, None]/9).to(promoted(s).dtype), g,
+                                               without_unscored(torch.ones_like(s, dtype=torch.bool)[:, None], s),
+                                               sum_pi_squared=torch.full_like(promoted(s).detach(), .9)[:, None])[:, 0],
 }
-ROUNDED = GROUPED | {"reinforce++": lambda s, g: reinforce_pp_baseline(s, g, torch.ones_like(s, dtype=torch.bool)[:, None])[:, 0]}  # whitening adds in the order of rows
+# whitening adds in the order of rows
+ROUNDED = GROUPED | {
+    "reinforce++": lambda s, g: reinforce_pp_baseline(s, g, torch.ones_like(s, dtype=torch.bool)[:, None])[:, 0]}
 grouped = pytest.mark.parametrize("estimate", GROUPED.values(), ids=GROUPED)
 rounded = pytest.mark.parametrize("estimate", ROUNDED.values(), ids=ROUNDED)
-of_one = pytest.mark.parametrize("estimate", [GROUPED[k] for k in ("scaled", "unscaled", "leave one out", "opo", "maxrl", "otb")])  # the others scale by the batch
+# the others scale by the batch
+of_one = pytest.mark.parametrize("estimate",
+                                 [GROUPED[k] for k in ("scaled", "unscaled", "leave one out", "opo", "maxrl", "otb")])
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
 
@@ -48,7 +58,8 @@ def test_groups_by_hand():
     assert_close(group_advantages(s, g), torch.tensor([-r2, -r3, 2*r3, -r3, r2]), atol=1e-5, rtol=0)
     assert_close(group_advantages(s, g, scale=False), torch.tensor([-1., -1, 2, -1, 1]))
     assert_close(leave_one_out(s, g), torch.tensor([-2., -1.5, 3, -1.5, 2]))
-    assert_close(leave_one_out(torch.tensor([0.] + [.95]*7), torch.zeros(8, dtype=torch.long)), torch.tensor([-.95] + [.95/7]*7))
+    assert_close(leave_one_out(torch.tensor([0.] + [.95]*7), torch.zeros(8, dtype=torch.long)),
+                 torch.tensor([-.95] + [.95/7]*7))
 
 
 @pytest.mark.parametrize("eps,last", [(1e-9, 1.5), (1e-6, 1.497006), (1e-4, 1.25)])
@@ -71,7 +82,8 @@ def test_equals_are_zero_without_eps():
 
 
 @rounded
-def test_a_group_of_one_is_zero(estimate): assert estimate(torch.tensor([5., .1, 3.]), torch.tensor([1, 2, 3])).tolist() == [0, 0, 0]
+def test_a_group_of_one_is_zero(estimate):
+    assert estimate(torch.tensor([5., .1, 3.]), torch.tensor([1, 2, 3])).tolist() == [0, 0, 0]
 
 
 @rounded
@@ -94,7 +106,8 @@ def test_gradient_is_finite_where_there_is_nothing_to_learn(estimate):
 @pytest.mark.parametrize("offset", [0., 1000., 1e8])
 def test_bounded_at_any_offset(n, offset):
     g, one = torch.Generator().manual_seed(n), torch.zeros(n, dtype=torch.long)
-    for kind in (torch.randn(n, generator=g)*32, (torch.arange(n) == 1).float()*8, torch.randint(2, (n,), generator=g)*16.):
+    for kind in (torch.randn(n, generator=g)*32, (torch.arange(n) == 1).float()*8,
+                 torch.randint(2, (n,), generator=g)*16.):
         advantages = group_advantages(kind + offset, one)
         assert advantages.isfinite().all() and advantages.abs().max() <= (n-1)/n**.5 * (1 + 1e-6)
         assert_close(advantages.double(), naive_group_advantages(kind + offset, one), atol=1e-5, rtol=1e-5)
@@ -127,12 +140,14 @@ def test_permutation_is_exact(estimate, dtype, seed):
     order = torch.randperm(len(group), generator=rng)
     got, want = estimate(scores[order], group[order]), estimate(scores, group)[order]
     if dtype == torch.float32: assert torch.equal(got, want)
-    assert_close(got, want, atol=1e-13, rtol=1e-13)       # sums are in double: their own last digits know the order of rows
+    # sums are in double: their own last digits know the order of rows
+    assert_close(got, want, atol=1e-13, rtol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 def test_ragged_groups_equal_one_at_a_time(dtype):
-    scores, group = torch.randn(12, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.tensor([9, 2, 9, 4, 2, 9, 9, 9, 9, 2, 9, 9]).to(dtype)
+    scores, group = torch.randn(12, generator=torch.Generator().manual_seed(0),
+                                dtype=torch.float64), torch.tensor([9, 2, 9, 4, 2, 9, 9, 9, 9, 2, 9, 9]).to(dtype)
     assert_close(group_advantages(scores, group), naive_group_advantages(scores, group))
     assert_close(group_advantages(scores, group, scale=False), naive_group_advantages(scores, group, scale=False))
     assert_close(leave_one_out(scores, group), naive_leave_one_out(scores, group))
@@ -149,7 +164,8 @@ def test_an_infinite_score_is_not_hidden_and_stays_in_its_group(name):
 
 
 def test_an_infinite_score_is_seen_by_who_divides_the_whole_batch():
-    s, g, on = torch.tensor([1., 0., torch.inf, 1., 0., 2., 2.]), torch.tensor([0, 0, 0, 1, 1, 2, 2]), torch.ones(7, 2, dtype=torch.bool)
+    s, g, on = torch.tensor([1., 0., torch.inf, 1., 0., 2.,
+                             2.]), torch.tensor([0, 0, 0, 1, 1, 2, 2]), torch.ones(7, 2, dtype=torch.bool)
     assert reinforce_pp_baseline(s, g, on)[:, 0].isnan().tolist() == [True]*5 + [False]*2 # a group of equals is 0
 
 
@@ -171,10 +187,12 @@ def test_group_estimators_obey_every_law(estimate):
 # -- the family by hand
 
 def test_reinforce_pp_baseline_by_hand():
-    s, g, on = torch.tensor([1., 0., .5, .5]), torch.tensor([0, 0, 1, 1]), torch.arange(3) < torch.tensor([[1], [3], [2], [2]])
+    s, g, on = torch.tensor([1., 0., .5,
+                             .5]), torch.tensor([0, 0, 1, 1]), torch.arange(3) < torch.tensor([[1], [3], [2], [2]])
     assert_close(reinforce_pp_baseline(s, g, on), at_tokens(torch.tensor([5., -3., 0., 0.])/8**.5, on))
     silent = torch.cat([on, torch.zeros(1, 3).bool()])  # a greedy answer, or a filler: no part in any mean
-    assert torch.equal(reinforce_pp_baseline(torch.cat([s, torch.tensor([9.])]), torch.cat([g, g[:1]]), silent)[:4], reinforce_pp_baseline(s, g, on))
+    assert torch.equal(reinforce_pp_baseline(torch.cat([s, torch.tensor([9.])]), torch.cat([g, g[:1]]), silent)[:4],
+                       reinforce_pp_baseline(s, g, on))
 
 
 def test_reinforce_pp_baseline_is_whitened_group_advantages():
@@ -184,13 +202,18 @@ def test_reinforce_pp_baseline_is_whitened_group_advantages():
 
 
 def test_opo_by_hand():
-    assert_close(opo_advantages(torch.tensor([1., 0., 4.]), torch.tensor([7, 7, 2]), lengths=torch.tensor([1, 3, 9])), torch.tensor([.75, -.25, 0]))
-    assert_close(opo_advantages(torch.tensor([1., 0., nan]), torch.tensor([7, 7, 7]), lengths=torch.tensor([1, 3, 9])), torch.tensor([.75, -.25, 0]))
-    assert_close(opo_advantages(torch.tensor([1., 0.]), torch.tensor([7, 7]), lengths=torch.tensor([0, 0])), torch.tensor([1., 0.]))  # nobody said a word: above the lowest
+    assert_close(opo_advantages(torch.tensor([1., 0., 4.]), torch.tensor([7, 7, 2]), lengths=torch.tensor([1, 3, 9])),
+                 torch.tensor([.75, -.25, 0]))
+    assert_close(opo_advantages(torch.tensor([1., 0., nan]), torch.tensor([7, 7, 7]), lengths=torch.tensor([1, 3, 9])),
+                 torch.tensor([.75, -.25, 0]))
+    # nobody said a word: above the lowest
+    assert_close(opo_advantages(torch.tensor([1., 0.]), torch.tensor([7, 7]), lengths=torch.tensor([0, 0])),
+                 torch.tensor([1., 0.]))
 
 
 def test_opo_ties_with_unlike_lengths_are_added_in_one_order():
-    s, n, g = torch.tensor([.1]*6 + [.7]*6), torch.tensor([3, 1000, 7, 11, 13, 10**6, 17, 5, 2, 9, 10**5, 4]), torch.zeros(12, dtype=torch.long)
+    s, n, g = torch.tensor([.1]*6 + [.7]*6), torch.tensor([3, 1000, 7, 11, 13, 10**6, 17, 5, 2, 9, 10**5,
+                                                           4]), torch.zeros(12, dtype=torch.long)
     want = opo_advantages(s, g, lengths=n)
     for seed in range(30):
         p = torch.randperm(12, generator=torch.Generator().manual_seed(seed))
@@ -199,13 +222,17 @@ def test_opo_ties_with_unlike_lengths_are_added_in_one_order():
 
 def test_settled_prompts_are_made_up_for():
     s, g = torch.tensor([1., 0., 1., 1., 0., 0., 0., nan]), torch.arange(8)//2
-    assert_close(gpg_advantages(s, g), torch.tensor([1.75, -1.75, 0, 0, 0, 0, 0, 0]))  # 7 rows scored, 2 of them in an open group
+    # 7 rows scored, 2 of them in an open group
+    assert_close(gpg_advantages(s, g), torch.tensor([1.75, -1.75, 0, 0, 0, 0, 0, 0]))
     assert_close(cpgd_advantages(s, g), torch.tensor([1.5, -1.5, 0, 0, 0, 0, 0, 0]))
     assert_close(cpgd_advantages(s, g, limit=inf), torch.tensor([2., -2, 0, 0, 0, 0, 0, 0]))
     unscored = torch.tensor([1., 0., nan, nan]), torch.tensor([0, 0, 1, 1])  # a group without any score is no group
-    assert_close(cpgd_advantages(*unscored), torch.tensor([.5, -.5, 0, 0])), assert_close(gpg_advantages(*unscored), torch.tensor([.5, -.5, 0, 0]))
+    assert_close(cpgd_advantages(*unscored),
+                 torch.tensor([.5, -.5, 0, 0])), assert_close(gpg_advantages(*unscored), torch.tensor([.5, -.5, 0, 0]))
     s, g = torch.tensor([1., 0., .5, 7., 7., 7., 7.], dtype=torch.float64), torch.tensor([0, 0, 0, 1, 1, 1, 1])
-    assert_close(gpg_advantages(s, g), torch.tensor([7/6, -7/6, 0, 0, 0, 0, 0], dtype=torch.float64), atol=1e-15, rtol=0)  # 7/3 in float32 would show
+    # 7/3 in float32 would show
+    assert_close(gpg_advantages(s, g), torch.tensor([7/6, -7/6, 0, 0, 0, 0, 0], dtype=torch.float64), atol=1e-15,
+                 rtol=0)
     s, g = torch.randn(16, generator=torch.Generator().manual_seed(0)), torch.arange(16)//3
     assert torch.equal(cpgd_advantages(s, g, limit=1.), group_advantages(s, g, scale=False))
 
@@ -213,12 +240,14 @@ def test_settled_prompts_are_made_up_for():
 def test_gdpo_by_hand():
     s, g = torch.tensor([[1., 0.], [0., 10.]]), torch.tensor([0, 0])
     assert_close(gdpo_advantages(s, g, weights=(2., 1.)), torch.tensor([.5**.5, -.5**.5]), atol=1e-5, rtol=0)
-    assert_close(gdpo_advantages(torch.tensor([[1., nan], [0., nan], [nan, nan]]), torch.tensor([0, 0, 0])), torch.tensor([.5**.5, -.5**.5, 0]), atol=1e-5, rtol=0)
+    assert_close(gdpo_advantages(torch.tensor([[1., nan], [0., nan], [nan, nan]]), torch.tensor([0, 0, 0])),
+                 torch.tensor([.5**.5, -.5**.5, 0]), atol=1e-5, rtol=0)
 
 
 def test_gdpo_equals_each_reward_for_itself():
     rng = torch.Generator().manual_seed(0)
-    s, g, w = torch.randn(20, 3, generator=rng, dtype=torch.float64)*torch.tensor([1., 50., .01]), torch.randint(5, (20,), generator=rng), (1., .5, 2.)
+    s, g, w = (torch.randn(20, 3, generator=rng, dtype=torch.float64)*torch.tensor([1., 50., .01]),
+               torch.randint(5, (20,), generator=rng), (1., .5, 2.))
     s[torch.rand(20, 3, generator=rng) < .1] = nan
     x = sum(weight*naive_group_advantages(column, g) for weight, column in zip(w, s.unbind(1), strict=True))
     n = (~s.isnan().all(1)).sum()
@@ -228,20 +257,24 @@ def test_gdpo_equals_each_reward_for_itself():
 # -- the batch's spread, the mean, a Beta
 
 def test_lite_ppo_by_hand():
-    s, g = torch.tensor([1., 0., 3., 0., 3., nan]), torch.tensor([7, 4, 4, 4, 7, 7])  # all scores: mean 1.4, squares 9.2 above it
+    # all scores: mean 1.4, squares 9.2 above it
+    s, g = torch.tensor([1., 0., 3., 0., 3., nan]), torch.tensor([7, 4, 4, 4, 7, 7])
     assert_close(lite_ppo_advantages(s, g), torch.tensor([-1., -1, 2, -1, 1, 0])/2.3**.5, atol=1e-5, rtol=0)
     assert_close(lite_ppo_advantages(s, g, eps=1.), torch.tensor([-1., -1, 2, -1, 1, 0])/(2.3**.5 + 1))
 
 
 def test_maxrl_by_hand():
-    s, g = torch.tensor([0., 1, 0, 0, 1, 1, 0, 0, nan, 1, 5, -3, 1]), torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 0, 3, 4, 4, 5])
+    s, g = torch.tensor([0., 1, 0, 0, 1, 1, 0, 0, nan, 1, 5, -3,
+                         1]), torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 0, 3, 4, 4, 5])
     assert maxrl_advantages(s, g).tolist() == [-1, 3, -1, -1, 0, 0, 0, 0, 0, 0, 4, -4, 0]
-    assert not maxrl_advantages(torch.tensor([-1., -2, 1, -1]), torch.tensor([0, 0, 1, 1])).any()  # a mean that is not positive
+    # a mean that is not positive
+    assert not maxrl_advantages(torch.tensor([-1., -2, 1, -1]), torch.tensor([0, 0, 1, 1])).any()
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
 def test_maxrl_estimates_the_likelihood_to_order_n_less_1(n):
-    theta, right = torch.tensor([.3, -.5, .1], dtype=torch.float64, requires_grad=True), torch.tensor([0., 1., 0.], dtype=torch.float64)
+    theta, right = torch.tensor([.3, -.5, .1], dtype=torch.float64,
+                                requires_grad=True), torch.tensor([0., 1., 0.], dtype=torch.float64)
     p = theta.softmax(0) @ right
     want, = torch.autograd.grad(sum((1 - (1-p)**k)/k for k in range(1, n)), theta)
     got = torch.zeros(3, dtype=torch.float64)
@@ -261,12 +294,16 @@ def naive_bnpo(s, g):
 
 
 def test_bnpo_by_hand():
-    s, g = torch.tensor([1., 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0], dtype=torch.float64), torch.arange(3).repeat_interleave(4)
-    want = torch.tensor([3., -1, -1, -1], dtype=torch.float64)/3**.5, torch.tensor([1., 1, -1, -1], dtype=torch.float64), torch.tensor([1., 1, 1, -3], dtype=torch.float64)/3**.5
+    s, g = torch.tensor([1., 0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0],
+                        dtype=torch.float64), torch.arange(3).repeat_interleave(4)
+    want = (torch.tensor([3., -1, -1, -1], dtype=torch.float64)/3**.5,
+            torch.tensor([1., 1, -1, -1], dtype=torch.float64), torch.tensor([1., 1, 1, -3], dtype=torch.float64)/3**.5)
     assert_close(bnpo_advantages(s, g), torch.cat(want)*math.pi/8)
     assert_close(bnpo_advantages(s, 0*g), group_advantages(s, 0*g, scale=False))  # one prompt: no spread to fit
-    assert torch.equal(bnpo_advantages(s.long(), g), bnpo_advantages(s.float(), g)) and torch.equal(bnpo_advantages(s.bool(), g), bnpo_advantages(s.float(), g))
-    with_solved = bnpo_advantages(torch.cat([s, torch.ones(4, dtype=torch.float64)]), torch.cat([g, torch.full((4,), 9)]))
+    assert torch.equal(bnpo_advantages(s.long(), g), bnpo_advantages(s.float(), g))
+    assert torch.equal(bnpo_advantages(s.bool(), g), bnpo_advantages(s.float(), g))
+    with_solved = bnpo_advantages(torch.cat([s, torch.ones(4, dtype=torch.float64)]),
+                                  torch.cat([g, torch.full((4,), 9)]))
     assert with_solved[:12].isfinite().all() and not with_solved[12:].any()
 
 
@@ -302,7 +339,8 @@ def test_bnpo_fits_a_spread_however_small():
 
 def test_soft_values_by_hand():
     s, g = torch.tensor([0., 5., nan, math.log(3), nan]), torch.tensor([1, 2, 1, 1, 3])
-    assert_close(soft_values(s, g, beta=1.), torch.tensor([math.log(2), 5., math.log(2), math.log(2), nan]), equal_nan=True)
+    assert_close(soft_values(s, g, beta=1.), torch.tensor([math.log(2), 5., math.log(2), math.log(2), nan]),
+                 equal_nan=True)
 
 
 @pytest.mark.parametrize("beta", [1e-3, .1, 1., 100.])
@@ -335,11 +373,13 @@ def energies(share):
 def naive_otb(r, lp, sq, g, on, ρ=None, tail=False):
     ρ = torch.ones_like(r) if ρ is None else ρ
     at = [[t for t, m in enumerate(row) if m] for row in on.tolist()]
-    W = [list(itertools.accumulate(float((1 - 2*lp[b, t].exp() + sq[b, t])*ρ[b, t]**2) for t in row)) for b, row in enumerate(at)]
+    W = [list(itertools.accumulate(float((1 - 2*lp[b, t].exp() + sq[b, t])*ρ[b, t]**2) for t in row))
+         for b, row in enumerate(at)]
     out = torch.zeros(on.shape, dtype=torch.float64)
     for b, row in enumerate(at):
         for i, t in enumerate(row):
-            mates = [(W[c][i], sum(float(r[c, u]) for u in at[c][i:])) for c in range(len(at)) if g[c] == g[b] and len(at[c]) > i]
+            mates = [(W[c][i], sum(float(r[c, u]) for u in at[c][i:]))
+                     for c in range(len(at)) if g[c] == g[b] and len(at[c]) > i]
             G = sum(float(r[b, u]) for u in row[i:])
             out[b, t] = G if tail and len(mates) == 1 else G - sum(w*x for w, x in mates)/sum(w for w, _ in mates)
     return out
@@ -348,8 +388,11 @@ def naive_otb(r, lp, sq, g, on, ρ=None, tail=False):
 def test_otb_by_hand():
     lp, sq = energies(torch.tensor([[.5, .5], [1.5, .5]]))
     on, one = torch.ones(2, 2).bool(), torch.zeros(2, dtype=torch.long)
-    assert_close(optimal_token_baseline(torch.tensor([[0., 1.], [0., 0.]]), lp, one, on, sum_pi_squared=sq), torch.tensor([[3/4, 2/3], [-1/4, -1/3]]))
-    assert_close(optimal_token_baseline(torch.tensor([[0., 1.], [0., 0.]]), lp, one, on, sum_pi_squared=sq, weights=torch.tensor([[1., 1.], [0., 1.]])), torch.tensor([[0., 1/3], [-1., -2/3]]))
+    assert_close(optimal_token_baseline(torch.tensor([[0., 1.], [0., 0.]]), lp, one, on, sum_pi_squared=sq),
+                 torch.tensor([[3/4, 2/3], [-1/4, -1/3]]))
+    assert_close(optimal_token_baseline(torch.tensor([[0., 1.], [0., 0.]]), lp, one, on, sum_pi_squared=sq,
+                                        weights=torch.tensor([[1., 1.], [0., 1.]])),
+                 torch.tensor([[0., 1/3], [-1., -2/3]]))
 
 
 @pytest.mark.parametrize("tail", [False, True])
@@ -358,32 +401,43 @@ def test_otb_equals_place_by_place(tail):
     lp, sq = energies(torch.rand(16, 16, generator=rng, dtype=torch.float64) + .1)
     ρ = torch.rand(16, 16, generator=rng, dtype=torch.float64) + .5
     for weights in (None, ρ):
-        got = optimal_token_baseline(c["rewards"], lp, c["group"], c["mask"], sum_pi_squared=sq, weights=weights, tail=tail)
+        got = optimal_token_baseline(c["rewards"], lp, c["group"], c["mask"], sum_pi_squared=sq, weights=weights,
+                                     tail=tail)
         assert_close(got, naive_otb(c["rewards"], lp, sq, c["group"], c["mask"], weights, tail), atol=1e-6, rtol=0)
 
 
 def test_otb_relatives():
-    s, g, on = torch.randn(12, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.arange(12) % 3, torch.ones(12, 5).bool()
+    s, g, on = torch.randn(12, generator=torch.Generator().manual_seed(0),
+                           dtype=torch.float64), torch.arange(12) % 3, torch.ones(12, 5).bool()
     lp, sq = energies(torch.full((12, 5), .5, dtype=torch.float64))
     r = at_last_token(s, on)
-    assert_close(optimal_token_baseline(r, lp, g, on, sum_pi_squared=sq), at_tokens(group_advantages(s, g, scale=False), on))
+    assert_close(optimal_token_baseline(r, lp, g, on, sum_pi_squared=sq),
+                 at_tokens(group_advantages(s, g, scale=False), on))
     sure = torch.zeros_like(lp), torch.ones_like(sq)  # no gradient anywhere: the plain mean
-    assert_close(optimal_token_baseline(r, sure[0], g, on, sum_pi_squared=sure[1]), at_tokens(group_advantages(s, g, scale=False), on))
-    rounded_down = torch.zeros_like(lp), torch.full_like(sq, .996) - .1*(torch.arange(12) % 5)[:, None]  # no weight is negative, whatever half precision made of Σπ²
-    assert_close(optimal_token_baseline(r, rounded_down[0], g, on, sum_pi_squared=rounded_down[1]), at_tokens(group_advantages(s, g, scale=False), on))
+    assert_close(optimal_token_baseline(r, sure[0], g, on, sum_pi_squared=sure[1]),
+                 at_tokens(group_advantages(s, g, scale=False), on))
+    # no weight is negative, whatever half precision made of Σπ²
+    rounded_down = torch.zeros_like(lp), torch.full_like(sq, .996) - .1*(torch.arange(12) % 5)[:, None]
+    assert_close(optimal_token_baseline(r, rounded_down[0], g, on, sum_pi_squared=rounded_down[1]),
+                 at_tokens(group_advantages(s, g, scale=False), on))
 
 
 def test_otb_of_one_place_each_is_opo_of_energies():
     lp, sq = energies(torch.tensor([[.5], [1.5], [1.]], dtype=torch.float64))
     s, one = torch.tensor([1., 0., 3.], dtype=torch.float64), torch.zeros(3, dtype=torch.long)
-    assert_close(optimal_token_baseline(s[:, None], lp, one, torch.ones(3, 1).bool(), sum_pi_squared=sq)[:, 0], opo_advantages(s, one, lengths=torch.tensor([1, 3, 2])), atol=1e-6, rtol=0)
+    assert_close(optimal_token_baseline(s[:, None], lp, one, torch.ones(3, 1).bool(), sum_pi_squared=sq)[:, 0],
+                 opo_advantages(s, one, lengths=torch.tensor([1, 3, 2])), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("junk", [0., 100., nan, inf, -inf])
 def test_otb_is_blind_to_tools_and_padding(junk):
-    c, (lp, sq) = sample_columns(), energies(torch.rand(16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + .1)
-    args, want = (c["rewards"], lp, sq, c["mask"]), optimal_token_baseline(c["rewards"], lp, c["group"], c["mask"], sum_pi_squared=sq)
-    def insert(x, k): return torch.cat([x[:, :5], torch.full((16, k), junk if x.is_floating_point() else 0.).to(x.dtype), x[:, 5:]], 1)
+    c, (lp, sq) = sample_columns(), energies(torch.rand(16, 16, generator=torch.Generator().manual_seed(0),
+                                                        dtype=torch.float64) + .1)
+    args, want = (c["rewards"], lp,
+                  sq, c["mask"]), optimal_token_baseline(c["rewards"], lp, c["group"], c["mask"], sum_pi_squared=sq)
+    def insert(x, k):
+        return torch.cat([x[:, :5], torch.full((16, k), junk if x.is_floating_point() else 0.).to(x.dtype), x[:, 5:]],
+                         1)
     for k in (0, 1, 50):
         r, lp, sq, on = (insert(x if x.dtype == torch.bool else torch.where(c["mask"], x, junk), k) for x in args)
         got = optimal_token_baseline(r, lp, c["group"], on, sum_pi_squared=sq)
@@ -395,8 +449,10 @@ def test_otb_is_blind_to_tools_and_padding(junk):
 def test_token_rewards_carry_the_gradient(tail):
     c, rng = sample_columns(), torch.Generator().manual_seed(0)
     lp, sq = energies(torch.rand(16, 16, generator=rng, dtype=torch.float64) + .1)
-    r, w, on, g = c["rewards"][:6, :6].clone().requires_grad_(), c["entropy"][:6, :6], torch.rand(6, 6, generator=rng) < .7, torch.arange(6) % 2
-    assert torch.autograd.gradcheck(lambda r: optimal_token_baseline(r, lp[:6, :6], g, on, sum_pi_squared=sq[:6, :6], weights=w, tail=tail), r)
+    r, w, on, g = (c["rewards"][:6, :6].clone().requires_grad_(), c["entropy"][:6, :6],
+                   torch.rand(6, 6, generator=rng) < .7, torch.arange(6) % 2)
+    assert torch.autograd.gradcheck(lambda r: optimal_token_baseline(r, lp[:6, :6], g, on, sum_pi_squared=sq[:6, :6],
+                                                                     weights=w, tail=tail), r)
     assert torch.autograd.gradcheck(lambda r: reinforce_pp_baseline(r[:, 0], g, on), r)
 
 
@@ -404,16 +460,21 @@ def test_otb_zeros():
     lp, sq = energies(torch.rand(6, 4, generator=torch.Generator().manual_seed(0)) + .1)
     on = torch.arange(4) < torch.tensor([[1], [2], [4], [4], [3], [0]])
     g = torch.tensor([0, 0, 0, 1, 2, 2])
-    assert not optimal_token_baseline(at_last_token(torch.full((6,), .95), on), lp, g, on, sum_pi_squared=sq).any()  # equals, one alone, one without words
+    # equals, one alone, one without words
+    assert not optimal_token_baseline(at_last_token(torch.full((6,), .95), on), lp, g, on, sum_pi_squared=sq).any()
     unscored = at_last_token(torch.tensor([1., 0., nan, 5., 1., nan]), on)
     got = optimal_token_baseline(unscored, lp, g, on, sum_pi_squared=sq)
-    assert got[2].isnan().all() and not got[3:].any() and torch.equal(got[:2], optimal_token_baseline(unscored[:2], lp[:2], g[:2], on[:2], sum_pi_squared=sq[:2]))
+    assert got[2].isnan().all() and not got[3:].any()
+    assert torch.equal(got[:2], optimal_token_baseline(unscored[:2], lp[:2], g[:2], on[:2], sum_pi_squared=sq[:2]))
 
 
 # -- all of them
 
-def tokens_of(f): return lambda s, g: f(s, g, torch.arange(4, device=s.device) < (1 + torch.arange(len(s), device=s.device)[:, None] % 4))
-CALLS = ROUNDED | {"soft values": lambda s, g: soft_values(s, g, beta=.5), "reinforce++ tokens": tokens_of(reinforce_pp_baseline)}
+def tokens_of(f):
+    return lambda s, g: f(s, g,
+                          torch.arange(4, device=s.device) < (1 + torch.arange(len(s), device=s.device)[:, None] % 4))
+CALLS = ROUNDED | {"soft values": lambda s, g: soft_values(s, g, beta=.5),
+                   "reinforce++ tokens": tokens_of(reinforce_pp_baseline)}
 calls = pytest.mark.parametrize("estimate", CALLS.values(), ids=CALLS)
 
 
@@ -445,8 +506,12 @@ def test_blocks_with_columns_of_their_own_obey_every_law():
     sq = c["logprobs"].exp().square()*1.3
     every = {"purity", "gradient", "mask", "empty", "permutation", "padding", "filler", "precision"}
     assert every <= set(check_estimator(reinforce_pp_baseline))
-    for tail in (False, True): assert every <= set(check_estimator(optimal_token_baseline, dict(sum_pi_squared=sq, weights=c["entropy"]), tail=tail))
-    for f, inputs, hyper in ((opo_advantages, dict(lengths=c["lengths"]), {}), (bnpo_advantages, dict(scores=c["scores"].sigmoid()), {}), (gdpo_advantages, dict(scores=c["rewards"][:, :3]), {}), (soft_values, {}, dict(beta=1.))):
+    for tail in (False, True):
+        assert every <= set(check_estimator(optimal_token_baseline, dict(sum_pi_squared=sq, weights=c["entropy"]),
+                                            tail=tail))
+    for f, inputs, hyper in ((opo_advantages, dict(lengths=c["lengths"]), {}),
+                             (bnpo_advantages, dict(scores=c["scores"].sigmoid()), {}),
+                             (gdpo_advantages, dict(scores=c["rewards"][:, :3]), {}), (soft_values, {}, dict(beta=1.))):
         assert {"purity", "gradient", "permutation", "precision"} <= set(check_estimator(f, inputs, **hyper))
 
 
@@ -454,29 +519,52 @@ def test_blocks_with_columns_of_their_own_obey_every_law():
 
 def errors():
     r, m, s, g = torch.zeros(4, 7), torch.ones(4, 7).bool(), torch.zeros(4), torch.zeros(4, dtype=torch.long)
-    for f in (group_advantages, leave_one_out, lite_ppo_advantages, maxrl_advantages, bnpo_advantages, gpg_advantages, cpgd_advantages, partial(soft_values, beta=1.)):
+    for f in (group_advantages, leave_one_out, lite_ppo_advantages, maxrl_advantages, bnpo_advantages, gpg_advantages,
+              cpgd_advantages, partial(soft_values, beta=1.)):
         name = getattr(f, "func", f).__name__
-        yield lambda f=f: f(s, g[1:]), ValueError, f"{name}: scores is [4], group is [3]; one score and one id per row are wanted, sum token rewards first"
+        yield (lambda f=f: f(s, g[1:]), ValueError,
+               f"{name}: scores is [4], group is [3]; one score and one id per row are wanted, sum token rewards first")
         yield lambda f=f: f(s, g.float()), TypeError, f"{name}: group is float32; ids are integers"
-        yield lambda f=f: f(r, g), ValueError, f"{name}: scores is [4, 7], group is [4]; one score and one id per row are wanted, sum token rewards first"
-        yield lambda f=f: f(r, r.long()), ValueError, f"{name}: scores is [4, 7], group is [4, 7]; one score and one id per row are wanted, sum token rewards first"
-        yield lambda f=f: f(s, 4), TypeError, f"{name}: group is an int; integer ids [B] are wanted, one per row: torch.arange(len(scores)) // 4 for groups of 4"
-        yield lambda f=f: f(s, list("abab")), TypeError, f"{name}: group is a list of str; integer ids [B] are wanted, one per row: torch.tensor([group.index(g) for g in group])"
-        yield lambda f=f: f(s.tolist(), g), TypeError, f"{name}: scores is a list; a tensor is wanted (torch.as_tensor(scores))"
+        yield (
+            lambda f=f: f(r, g), ValueError,
+            f"{name}: scores is [4, 7], group is [4]; one score and one id per row are wanted, sum token rewards first")
+        yield (lambda f=f: f(r, r.long()), ValueError,
+               f"{name}: scores is [4, 7], group is [4, 7]; one score and one id per row are wanted, sum token "
+               "rewards first")
+        yield (lambda f=f: f(s, 4), TypeError,
+               f"{name}: group is an int; integer ids [B] are wanted, one per row: torch.arange(len(scores)) // 4 for "
+               "groups of 4")
+        yield (lambda f=f: f(s, list("abab")), TypeError,
+               f"{name}: group is a list of str; integer ids [B] are wanted, one per row: "
+               "torch.tensor([group.index(g) for g in group])")
+        yield lambda f=f: f(s.tolist(),
+                            g), TypeError, f"{name}: scores is a list; a tensor is wanted (torch.as_tensor(scores))"
     ids = "group is a list; integer ids [B] are wanted, one per row: torch.as_tensor(group)"
-    for name, f in dict(reinforce_pp_baseline=lambda ids: reinforce_pp_baseline(s, ids, m), opo_advantages=lambda ids: opo_advantages(s, ids, lengths=g), gdpo_advantages=lambda ids: gdpo_advantages(r, ids),
-                        optimal_token_baseline=lambda ids: optimal_token_baseline(r, r, ids, m, sum_pi_squared=r), best_of_n_advantages=lambda ids: best_of_n_advantages(s, ids)).items():
+    for name, f in dict(reinforce_pp_baseline=lambda ids: reinforce_pp_baseline(s, ids, m),
+                        opo_advantages=lambda ids: opo_advantages(s, ids, lengths=g),
+                        gdpo_advantages=lambda ids: gdpo_advantages(r, ids),
+                        optimal_token_baseline=lambda ids: optimal_token_baseline(r, r, ids, m, sum_pi_squared=r),
+                        best_of_n_advantages=lambda ids: best_of_n_advantages(s, ids)).items():
         yield lambda f=f: f([0, 0, 1, 1]), TypeError, f"{name}: {ids}"
-    yield lambda: opo_advantages(s, g, lengths=[1, 2, 3, 4]), TypeError, "opo_advantages: lengths is a list; a tensor is wanted (torch.as_tensor(lengths))"
-    yield lambda: reinforce_pp_baseline(s[1:], g[1:], m), ValueError, "reinforce_pp_baseline: scores is [3], mask is [4, 7]; one score per row is wanted"
-    yield lambda: reinforce_pp_baseline(s, g, m.int()), TypeError, "reinforce_pp_baseline: mask is int32; masks are Bool (mask.bool(), or mask > 0)"
-    yield lambda: opo_advantages(s, g, lengths=g[1:]), ValueError, "opo_advantages: lengths is [3], scores is [4]; one length per row is wanted"
-    yield lambda: gdpo_advantages(s, g), ValueError, "gdpo_advantages: scores is [4]; [B, R] is wanted, a column for each reward"
-    yield lambda: gdpo_advantages(r, g, weights=(1.,)), ValueError, "gdpo_advantages: scores is [4, 7], there are 1 weights; one for each column is wanted"
+    yield (lambda: opo_advantages(s, g, lengths=[1, 2, 3, 4]), TypeError,
+           "opo_advantages: lengths is a list; a tensor is wanted (torch.as_tensor(lengths))")
+    yield (lambda: reinforce_pp_baseline(s[1:], g[1:], m), ValueError,
+           "reinforce_pp_baseline: scores is [3], mask is [4, 7]; one score per row is wanted")
+    yield (lambda: reinforce_pp_baseline(s, g, m.int()), TypeError,
+           "reinforce_pp_baseline: mask is int32; masks are Bool (mask.bool(), or mask > 0)")
+    yield (lambda: opo_advantages(s, g, lengths=g[1:]), ValueError,
+           "opo_advantages: lengths is [3], scores is [4]; one length per row is wanted")
+    yield (lambda: gdpo_advantages(s, g), ValueError,
+           "gdpo_advantages: scores is [4]; [B, R] is wanted, a column for each reward")
+    yield (lambda: gdpo_advantages(r, g, weights=(1.,)), ValueError,
+           "gdpo_advantages: scores is [4, 7], there are 1 weights; one for each column is wanted")
     yield lambda: soft_values(s, g, beta=0.), ValueError, "soft_values: beta is 0.0; a price per nat is positive"
-    yield lambda: optimal_token_baseline(r, r[1:], g, m, sum_pi_squared=r), ValueError, "optimal_token_baseline: logprobs is [3, 7], rewards is [4, 7]; they must be equal, nothing is broadcast"
-    yield lambda: optimal_token_baseline(r, r, g, m, sum_pi_squared=r, weights=s), ValueError, "optimal_token_baseline: weights is [4], rewards is [4, 7]; spread row values with at_tokens(weights, mask)"
-    yield lambda: optimal_token_baseline(r, r, g[1:], m, sum_pi_squared=r), ValueError, "optimal_token_baseline: group is [3], mask is [4, 7]; one id per row is wanted"
+    yield (lambda: optimal_token_baseline(r, r[1:], g, m, sum_pi_squared=r), ValueError,
+           "optimal_token_baseline: logprobs is [3, 7], rewards is [4, 7]; they must be equal, nothing is broadcast")
+    yield (lambda: optimal_token_baseline(r, r, g, m, sum_pi_squared=r, weights=s), ValueError,
+           "optimal_token_baseline: weights is [4], rewards is [4, 7]; spread row values with at_tokens(weights, mask)")
+    yield (lambda: optimal_token_baseline(r, r, g[1:], m, sum_pi_squared=r), ValueError,
+           "optimal_token_baseline: group is [3], mask is [4, 7]; one id per row is wanted")
 
 
 @pytest.mark.parametrize("call,kind,text", list(errors()))

@@ -1,4 +1,5 @@
-"PRIME's implicit process rewards: hand numbers, the published value, the oracle, neighbours, and why the terms are rewards of steps."
+"""PRIME's implicit process rewards: hand numbers, the published value, the oracle, neighbours, and why the terms are
+rewards of steps."""
 import math
 
 import pytest
@@ -26,11 +27,14 @@ def naive(lp, ref, scores, mask, beta):
     "(loss, accuracy, mean reward of the right, of the wrong) in Python floats, rows without a chosen token left out."
     found = []
     for b, row in enumerate(mask.tolist()):
-        if any(row): found.append((beta*sum(lp[b, t].item() - ref[b, t].item() for t, on in enumerate(row) if on), scores[b].item()))
+        if any(row):
+            found.append((beta*sum(lp[b, t].item() - ref[b, t].item() for t, on in enumerate(row) if on),
+                          scores[b].item()))
     def ce(r, s): return s*math.log1p(math.exp(-r)) + (1 - s)*math.log1p(math.exp(r))
     def mean(x): return sum(x)/len(x)
     right, wrong = [r for r, s in found if s > .5], [r for r, s in found if s <= .5]
-    return mean([ce(r, s) for r, s in found]), mean([float((r > 0) == (s > .5)) for r, s in found]), mean(right), mean(wrong)
+    return mean([ce(r, s)
+                 for r, s in found]), mean([float((r > 0) == (s > .5)) for r, s in found]), mean(right), mean(wrong)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -51,13 +55,15 @@ def test_by_hand(): # log 3 and 0 nats for a right and a wrong answer
     loss.backward()
     assert_close(lp.grad, torch.tensor([[-1/8, -1/8, 0.], [1/4, 0., 0.], [0.]*3]))
     assert_close([float(m) for m in metrics.values()], [1., math.log(3), 0.], atol=1e-6, rtol=0)
-    assert_close(implicit_process_rewards(ratio.log(), torch.zeros(3, 3), on, beta=.5), torch.where(on, ratio.log()/2, 0.))
+    assert_close(implicit_process_rewards(ratio.log(), torch.zeros(3, 3), on, beta=.5),
+                 torch.where(on, ratio.log()/2, 0.))
 
 
 def test_the_published_value(): # tests of PRIME's compute_ce_dpo_loss_rm: log-ratios of tokens, soft outcomes, β = .1
     d = torch.tensor([[.1, .3, .6, -.1, .2, .5, .1, .3, .6, -.1], [.1, .3, .6, -.4, .9, -.1, .2, .5, .1, .3],
                       [.1, .3, .6, -.1, .2, .7, 1., .2, .5, .1], [.1, .3, .6, -.1, .2, .5, .1, .5, .1, .3]])
-    loss, _ = implicit_reward_loss(d, torch.zeros(4, 10), torch.tensor([.8, .3, 1., 0.]), torch.ones(4, 10).bool(), beta=.1)
+    loss, _ = implicit_reward_loss(d, torch.zeros(4, 10), torch.tensor([.8, .3, 1., 0.]), torch.ones(4, 10).bool(),
+                                   beta=.1)
     assert_close(loss.item(), 0.684428155422210693359375, atol=2e-7, rtol=0) # printed from single precision
 
 
@@ -83,7 +89,8 @@ def test_a_token_raises_the_soft_value_by_its_reward(): # Yuan et al. 2024: any 
     def value(dims): return beta*((ref + r/beta).logsumexp(dims) - ref.logsumexp(dims))
     q = [value((0, 1, 2)), value((1, 2)), value((2,)), r]
     for t, (a, b) in enumerate(zip(steps(fit), steps(ref), strict=True)):
-        rewards = implicit_process_rewards(a.reshape(1, -1), b.reshape(1, -1), torch.ones(1, a.numel()).bool(), beta=beta).view_as(a)
+        rewards = implicit_process_rewards(a.reshape(1, -1), b.reshape(1, -1), torch.ones(1, a.numel()).bool(),
+                                           beta=beta).view_as(a)
         assert_close(rewards, q[t+1] - (q[t] if t == 0 else q[t][..., None]))
 
 
@@ -96,7 +103,8 @@ def test_laws():
     whole = implicit_reward_loss(*args)
     parts = [implicit_reward_loss(*x, denom=mask.any(1).sum()) for x in zip(*(c.split(3) for c in args), strict=True)]
     assert_close(sum(p[0] for p in parts), whole[0])
-    assert_close({k: float(m) for k, m in merge(*(p[1] for p in parts)).items()}, {k: float(m) for k, m in whole[1].items()})
+    assert_close({k: float(m) for k, m in merge(*(p[1] for p in parts)).items()},
+                 {k: float(m) for k, m in whole[1].items()})
 
 
 class Counts: n_tokens, n_rows, n_units = 1000, 64, 500
@@ -140,5 +148,7 @@ def test_errors():
     with pytest.raises(ValueError) as e: implicit_reward_loss(x, x, torch.zeros(3), m)
     assert str(e.value) == "implicit_reward_loss: scores is [3], mask is [4, 7]; one score per row is wanted"
     with pytest.raises(ValueError) as e: implicit_process_rewards(x, x[:, 1:], m)
-    assert str(e.value) == "implicit_process_rewards: ref_logprobs is [4, 6], logprobs is [4, 7]; they must be equal, nothing is broadcast"
+    assert (str(e.value)
+            == "implicit_process_rewards: ref_logprobs is [4, 6], logprobs is [4, 7]; they must be equal, nothing is "
+            "broadcast")
     with pytest.raises(TypeError, match="mask is int32"): implicit_reward_loss(x, x, torch.zeros(4), m.int())

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.arithmetic.kl import adaptive_kl_coef, annealed_kl_coef, full_kl, kl_k1, kl_k2, kl_k3, ratio_corrected, straight_through
+from rlblocks.arithmetic.kl import (adaptive_kl_coef, annealed_kl_coef, full_kl, kl_k1, kl_k2, kl_k3, ratio_corrected,
+                                    straight_through)
 from rlblocks.arithmetic.masked import Mean, aggregate, mean_of
 from rlblocks.losses.policy import ppo_loss
 from rlblocks.testing.laws import check_estimator, check_loss
@@ -55,10 +56,12 @@ def test_full_kl_has_that_of_the_reverse_kl():
 
 R, OLD = gradient(reverse_kl), torch.randn(5, generator=G, dtype=torch.float64).log_softmax(0)
 NAMED = {
-    "0": torch.zeros(5, dtype=torch.float64), "reverse": R, "forward": gradient(forward_kl), "difference": R - gradient(forward_kl),
+    "0": torch.zeros(5, dtype=torch.float64), "reverse": R, "forward": gradient(forward_kl),
+    "difference": R - gradient(forward_kl),
     "from old": -gradient(lambda t: (OLD.exp()*(OLD - t.log_softmax(0))).sum()),
     "not old": R - gradient(lambda t: (t.softmax(0)*(t.log_softmax(0) - OLD)).sum()),
-    "l1": gradient(lambda t: (t.softmax(0) - REF.exp()).abs().sum()), "mean k2": gradient(lambda t: (t.softmax(0)*(t.log_softmax(0) - REF)**2/2).sum()),
+    "l1": gradient(lambda t: (t.softmax(0) - REF.exp()).abs().sum()),
+    "mean k2": gradient(lambda t: (t.softmax(0)*(t.log_softmax(0) - REF)**2/2).sum()),
 }
 FORMS = {
     "k1": (lambda lp, old: kl_k1(lp, REF), "0", "from old"),
@@ -101,16 +104,19 @@ def test_of_a_whole_answer_only_the_return_or_the_whole_ratio_has_the_full_gradi
     def grad(f):
         leaves = [x.clone().requires_grad_() for x in logits]
         return torch.autograd.grad(f(answers(*leaves)), leaves)
-    ref, chance = answers(*(torch.randn(s, generator=g, dtype=torch.float64) for s in ((3,), (3, 3)))), answers(*logits).sum(1).exp()
+    ref, chance = answers(*(torch.randn(s, generator=g, dtype=torch.float64)
+                            for s in ((3,), (3, 3)))), answers(*logits).sum(1).exp()
     wanted = grad(lambda lp: (lp.sum(1).exp()*(lp - ref).sum(1)).sum())
     assert_close(grad(lambda lp: (chance*(lp*kl_k1(lp, ref).flip(1).cumsum(1).flip(1).detach()).sum(1)).sum()), wanted)
-    assert_close(grad(lambda lp: (chance*ratio_corrected(kl_k3(lp, ref).sum(1), lp.sum(1), lp.sum(1).detach())).sum()), wanted)
+    assert_close(grad(lambda lp: (chance*ratio_corrected(kl_k3(lp, ref).sum(1), lp.sum(1), lp.sum(1).detach())).sum()),
+                 wanted)
     part = grad(lambda lp: (chance*kl_k2(lp, ref).sum(1)).sum())
     assert_close(part[1], wanted[1])
     assert (part[0] - wanted[0]).abs().max() > .05
 
 
-@pytest.mark.parametrize("step", [lambda: in_loss(kl_k2), lambda: in_loss(kl_k3), in_reward], ids=["k2 in loss", "k3 in loss", "k1 in reward"])
+@pytest.mark.parametrize("step", [lambda: in_loss(kl_k2), lambda: in_loss(kl_k3), in_reward],
+                         ids=["k2 in loss", "k3 in loss", "k1 in reward"])
 def test_one_step_down_lowers_kl(step):
     assert full_kl(THETA - .1*step(), REF_THETA) < full_kl(THETA, REF_THETA) - .01
 
@@ -132,8 +138,10 @@ def test_values_k1_and_k3_are_unbiased():
 
 def test_golden():
     lp, ref = torch.tensor([.5]).log(), torch.tensor([.25]).log()
-    for k,wanted in zip(KS.values(), (math.log(2), math.log(2)**2/2, math.log(2) - .5), strict=True): assert_close(k(lp, ref).item(), wanted, atol=1e-6, rtol=0)
-    assert_close(full_kl(torch.tensor([2., 1., 1.]).log(), torch.tensor([1., 1., 2.]).log()).item(), math.log(2)/4, atol=1e-6, rtol=0)
+    for k,wanted in zip(KS.values(), (math.log(2), math.log(2)**2/2, math.log(2) - .5), strict=True):
+        assert_close(k(lp, ref).item(), wanted, atol=1e-6, rtol=0)
+    assert_close(full_kl(torch.tensor([2., 1., 1.]).log(), torch.tensor([1., 1., 2.]).log()).item(), math.log(2)/4,
+                 atol=1e-6, rtol=0)
 
 
 # LAWS 5
@@ -165,15 +173,18 @@ def test_gradient_only_to_the_policy(k):
 @pytest.mark.parametrize("junk", [100., float("nan"), float("inf"), float("-inf")])
 def test_what_is_masked_reaches_neither_ratio_nor_exact_kl(junk):
     g = torch.Generator().manual_seed(1)
-    columns, mask = torch.randn(3, 3, 4, generator=g, dtype=torch.float64), torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]]) > 0
+    columns, mask = torch.randn(3, 3, 4, generator=g,
+                                dtype=torch.float64), torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]]) > 0
     logits, runs = torch.randn(2, 3, 4, 5, generator=g, dtype=torch.float64), []
     for fill in (0., junk):
         lp, ref, old = (torch.where(mask, y, fill).requires_grad_() for y in columns)
         z, ref_z = (torch.where(mask[..., None], y, fill).requires_grad_() for y in logits)
-        for y,x in ((ratio_corrected(kl_k3(lp, ref, mask), lp, old, mask), lp), (ratio_corrected(lp, lp.detach(), old, mask), lp), (full_kl(z, ref_z, mask), z)):
+        for y,x in ((ratio_corrected(kl_k3(lp, ref, mask), lp, old, mask), lp),
+                    (ratio_corrected(lp, lp.detach(), old, mask), lp), (full_kl(z, ref_z, mask), z)):
             runs.append((y, torch.autograd.grad(y.sin().sum(), x)[0]))
     for a,b in zip(runs[:3], runs[3:], strict=True):
-        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and (b[0][~mask] == 0).all() and (b[1][~mask] == 0).all()
+        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) and (b[0][~mask] == 0).all()
+        assert (b[1][~mask] == 0).all()
     assert_close(full_kl(*logits, mask)[mask], full_kl(*logits)[mask], atol=0, rtol=0)
 
 
@@ -193,14 +204,16 @@ def test_gradient_of_the_forms():
 def test_the_estimators_obey_every_law():
     for k in KS.values(): check_estimator(lambda logprobs, ref_logprobs, mask, k=k: k(logprobs, ref_logprobs, mask))
     check_estimator(lambda logprobs, old_logprobs, mask: ratio_corrected(logprobs, logprobs, old_logprobs, mask))
-    check_estimator(lambda logprobs, ref_logprobs, mask: straight_through(kl_k3(logprobs, ref_logprobs, mask), kl_k2(logprobs, ref_logprobs, mask)))
-    logits = dict(zip(("logits", "ref_logits"), torch.randn(2, 16, 16, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64), strict=True))
+    check_estimator(lambda logprobs, ref_logprobs, mask: straight_through(kl_k3(logprobs, ref_logprobs, mask),
+                                                                          kl_k2(logprobs, ref_logprobs, mask)))
+    logits = dict(zip(("logits", "ref_logits"), torch.randn(2, 16, 16, 5, generator=torch.Generator().manual_seed(0),
+                                                            dtype=torch.float64), strict=True))
     check_estimator(full_kl, logits)
 
 
-@pytest.mark.parametrize("form", [
-    lambda lp, old, ref, mask: ratio_corrected(kl_k3(lp, ref, mask), lp, old, mask),
-    lambda lp, old, ref, mask: straight_through(kl_k3(lp, ref, mask), ratio_corrected(kl_k2(lp, ref, mask), lp.detach(), old, mask))])
+@pytest.mark.parametrize("form", [lambda lp, old, ref, mask: ratio_corrected(kl_k3(lp, ref, mask), lp, old, mask),
+                                  lambda lp, old, ref, mask: straight_through(
+    kl_k3(lp, ref, mask), ratio_corrected(kl_k2(lp, ref, mask), lp.detach(), old, mask))])
 def test_a_loss_with_any_form_can_be_cut(form):
     def loss(out, b):
         pg, metrics = ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
@@ -222,9 +235,11 @@ def test_tokens_that_drifted_far_are_still_pulled_back(nats):
 def test_what_clamping_the_value_costs(): # 2.611 nats: e^u − 1 − u = 10
     ref = torch.zeros(3, dtype=torch.float64)
     lp = torch.tensor([-2.6, -2.62, -5.], dtype=torch.float64, requires_grad=True)
-    assert_close(torch.autograd.grad(kl_k3(lp, ref).clamp(max=10).sum(), lp)[0], torch.tensor([1 - math.exp(2.6), 0., 0.], dtype=torch.float64))
+    assert_close(torch.autograd.grad(kl_k3(lp, ref).clamp(max=10).sum(), lp)[0],
+                 torch.tensor([1 - math.exp(2.6), 0., 0.], dtype=torch.float64))
     assert_close(torch.autograd.grad(kl_k3(lp, ref).sum(), lp)[0], 1 - (-lp.detach()).exp())
-    kept = straight_through(kl_k3(lp, ref).clamp(max=10), kl_k3(lp, ref)) # a bounded number to look at, the whole pull to train with
+    # a bounded number to look at, the whole pull to train with
+    kept = straight_through(kl_k3(lp, ref).clamp(max=10), kl_k3(lp, ref))
     assert_close(torch.autograd.grad(kept.sum(), lp)[0], 1 - (-lp.detach()).exp())
 
 
@@ -265,14 +280,16 @@ def test_at_least_single_precision(k, dtype):
 def test_compile_in_one_graph(k):
     lp, ref = torch.randn(2, 3, 4)
     mask = lp > 0
-    for f,args in ((k, (lp, ref)), (k, (lp, ref, mask)), (full_kl, (lp, ref)), (full_kl, (lp, ref, mask[:, 0])), (straight_through, (lp, ref)),
+    for f,args in ((k, (lp, ref)), (k, (lp, ref, mask)), (full_kl, (lp, ref)), (full_kl, (lp, ref, mask[:, 0])),
+                   (straight_through, (lp, ref)),
                    (ratio_corrected, (lp, ref, lp)), (ratio_corrected, (lp, ref, lp, mask))):
         assert_close(torch.compile(f, fullgraph=True, backend="eager")(*args), f(*args))
 
 
 @each
 def test_no_host_sync(k):
-    lp, mask = torch.zeros(3, 4, device="meta"), torch.ones(3, 4, dtype=torch.bool, device="meta") # reading a meta tensor raises
+    # reading a meta tensor raises
+    lp, mask = torch.zeros(3, 4, device="meta"), torch.ones(3, 4, dtype=torch.bool, device="meta")
     assert k(lp, lp, mask).shape == (3, 4) and full_kl(lp, lp).shape == full_kl(lp, lp, mask[:, 0]).shape == (3,)
     assert straight_through(lp, lp).shape == ratio_corrected(lp, lp, lp, mask).shape == (3, 4)
 
@@ -281,13 +298,19 @@ def test_no_host_sync(k):
 def test_errors_say_who_and_what(k):
     lp, mask = torch.zeros(4, 7), torch.ones(4, 7, dtype=torch.bool)
     with pytest.raises(ValueError) as e: k(lp, lp[:, 0], mask)
-    assert str(e.value) == f"{k.__name__}: ref_logprobs is [4], logprobs is [4, 7]; spread row values with at_tokens(ref_logprobs, mask)"
-    with pytest.raises(ValueError, match=f"{k.__name__}: logprobs is \\[4, 7\\], mask is \\[4, 6\\]"): k(lp, lp, mask[:, 1:])
+    assert (str(e.value)
+            == f"{k.__name__}: ref_logprobs is [4], logprobs is [4, 7]; spread row values with at_tokens(ref_logprobs, "
+            "mask)")
+    with pytest.raises(ValueError, match=f"{k.__name__}: logprobs is \\[4, 7\\], mask is \\[4, 6\\]"):
+        k(lp, lp, mask[:, 1:])
     with pytest.raises(TypeError, match=f"{k.__name__}: mask is int64; masks are Bool"): k(lp, lp, mask.long())
     with pytest.raises(ValueError, match="full_kl: ref_logits is"): full_kl(lp, lp[:, 1:])
     with pytest.raises(ValueError, match="full_kl: logits.*is \\[4\\], mask is \\[4, 7\\]"): full_kl(lp, lp, mask)
-    with pytest.raises(ValueError, match="straight_through: gradient is \\[4\\], value is \\[4, 7\\]"): straight_through(lp, lp[:, 0])
-    with pytest.raises(ValueError, match="ratio_corrected: old_logprobs is \\[4\\], kl is \\[4, 7\\]; spread row values"): ratio_corrected(lp, lp, lp[:, 0])
+    with pytest.raises(ValueError, match="straight_through: gradient is \\[4\\], value is \\[4, 7\\]"):
+        straight_through(lp, lp[:, 0])
+    with pytest.raises(ValueError,
+                       match="ratio_corrected: old_logprobs is \\[4\\], kl is \\[4, 7\\]; spread row values"):
+        ratio_corrected(lp, lp, lp[:, 0])
     with pytest.raises(TypeError, match="ratio_corrected: mask is int64"): ratio_corrected(lp, lp, lp, mask.long())
 
 
@@ -312,12 +335,14 @@ def test_adaptive_kl_coef_reads_metrics_and_survives_an_empty_step():
 
 @pytest.mark.parametrize("kw", [dict(target=0., horizon=10), dict(target=-1., horizon=10), dict(target=1., horizon=0)])
 def test_adaptive_kl_coef_refuses(kw):
-    with pytest.raises(ValueError, match="adaptive_kl_coef: target is .*both must be positive"): adaptive_kl_coef(.1, 1., n_rows=1, **kw)
+    with pytest.raises(ValueError, match="adaptive_kl_coef: target is .*both must be positive"):
+        adaptive_kl_coef(.1, 1., n_rows=1, **kw)
 
 
 def test_annealed_kl_coef_walks_a_line_and_stays():
     x = [.1]
     for step in range(6): x.append(annealed_kl_coef(x[-1], target=0., steps_left=4 - step))
     assert_close(x, [.1, .075, .05, .025, 0., 0., 0.])
-    assert annealed_kl_coef(3., target=.1, steps_left=1) == annealed_kl_coef(3., target=.1, steps_left=0) == .1 # exact, also where 3 + (.1 − 3) is not
+    # exact, also where 3 + (.1 − 3) is not
+    assert annealed_kl_coef(3., target=.1, steps_left=1) == annealed_kl_coef(3., target=.1, steps_left=0) == .1
     assert_close(annealed_kl_coef(2., target=8., steps_left=3), 4.)

@@ -1,5 +1,6 @@
-"""Every block of floors 0 and 1, found by itself: the laws of `check_loss` and `check_estimator`, one graph under torch.compile, no wait for the device,
-derivatives against finite differences. A new block is under test the moment it is exported; what it cannot be given by name is said in GIVEN."""
+"""Every block of floors 0 and 1, found by itself: the laws of `check_loss` and `check_estimator`, one graph under
+torch.compile, no wait for the device, derivatives against finite differences. A new block is under test the moment it
+is exported; what it cannot be given by name is said in GIVEN."""
 import importlib
 import inspect
 import itertools
@@ -34,70 +35,117 @@ ANSWERS = dict(logprobs=ROWS, ref_logprobs=noise(16, seed=1))        # log-probs
 TEACHER = dict(logits=LOGITS, teacher_logits=noise(16, 16, 7, seed=1))
 TOP = dict(logits=LOGITS, ids=torch.rand(16, 16, 7, generator=torch.Generator().manual_seed(3)).argsort(-1)[..., :3])
 BINS = torch.linspace(-3, 3, 5, dtype=torch.float64)
-LEVEL = at_tokens(COLS["scores"], MASK)                              # advantages of whole rows, for ratios of whole rows
-# what a block cannot find in the vocabulary under its parameter's name: columns of 16 rows, and numbers without a default
+# advantages of whole rows, for ratios of whole rows
+LEVEL = at_tokens(COLS["scores"], MASK)
+# what a block cannot find in the vocabulary under its parameter's name: columns of 16 rows, and numbers without a
+# default
 GIVEN = dict(
-    aggregate=dict(x=COLS["advantages"]), alpha_reward=dict(log_ratio=ROWS), aot_loss=dict(ref_margin=ROWS), aot_units=ANSWERS, distill_advantages=dict(teacher_logprobs=COLS["ref_logprobs"]), minillm_advantages=dict(teacher_logprobs=COLS["ref_logprobs"]),
+    aggregate=dict(x=COLS["advantages"]), alpha_reward=dict(log_ratio=ROWS), aot_loss=dict(ref_margin=ROWS),
+    aot_units=ANSWERS, distill_advantages=dict(teacher_logprobs=COLS["ref_logprobs"]),
+    minillm_advantages=dict(teacher_logprobs=COLS["ref_logprobs"]),
     teacher_mix_weights=dict(teacher_logprobs=COLS["ref_logprobs"]), realigned=dict(x=COLS["advantages"], x_mask=MASK),
-    a2po_loss=ANSWERS | dict(advantages=noise(16, seed=2)), at_last_token=dict(scores=COLS["scores"]), at_tokens=dict(x=COLS["scores"]),
-    bnpo_advantages=dict(scores=ROWS.sigmoid()), bco_delta=ANSWERS | dict(delta=None), bco_loss=ANSWERS | dict(delta=.3), classification_value_loss=dict(logits=noise(16, 16, 5), targets=noise(16, 16, 5, seed=1).softmax(-1)),
+    a2po_loss=ANSWERS | dict(advantages=noise(16, seed=2)), at_last_token=dict(scores=COLS["scores"]),
+    at_tokens=dict(x=COLS["scores"]),
+    bnpo_advantages=dict(scores=ROWS.sigmoid()), bco_delta=ANSWERS | dict(delta=None),
+    bco_loss=ANSWERS | dict(delta=.3),
+    classification_value_loss=dict(logits=noise(16, 16, 5), targets=noise(16, 16, 5, seed=1).softmax(-1)),
     clip_metrics=dict(x=noise(16, 16).exp(), low=.8, high=1.2), ratio_metrics=dict(ratio=noise(16, 16).exp()),
-    clip_cov_loss=dict(selected=flags(16, 16)), clip_cov_mask=dict(uniform=noise(16, 16).sigmoid()), clip_rewards=dict(x=COLS["rewards"], limit=.7),
-    clipped_surrogate=dict(ratio=noise(16, 16).exp()), cosine_length_reward=dict(correct=flags(16), max_length=12), cpgd_advantages={},
-    dr_grpo_loss=dict(max_tokens=16), dro_loss=dict(beta=.3), entropy=dict(logits=LOGITS), expected_value=dict(logits=noise(16, 16, 5), bins=BINS),
-    expert_load=dict(router_logits=noise(16, 16, 4), top_k=2), f_dpo_loss=dict(divergence=forward_kl_reward), forward_kl_loss=TEACHER, forward_kl_reward=dict(log_ratio=ROWS),
-    fresh_mask=dict(policy_version=ids(5, 16), now=5), full_kl=dict(logits=LOGITS, ref_logits=noise(16, 16, 7, seed=1)), gather_logprobs=dict(logits=LOGITS, targets=COLS["tokens"] % 7),
-    gdpo_advantages=dict(scores=HEADS), generative_scores=dict(logits=LOGITS, yes=1, no=(2, 3)), geometric_mixture=dict(logits=LOGITS, ref_logits=noise(16, 16, 7, seed=1)),
-    gigpo_advantages=dict(rewards=ROWS, trajectory=torch.arange(16)//2, step=ids(9, 16), state=ids(3, 16)), trajectory_returns=dict(rewards=ROWS, trajectory=torch.arange(16)//3, step=torch.arange(16)),
-    hierarchical_advantages=dict(role=ids(2, 16), episode=ids(4, 16, seed=1), nested=flags(16)), joint_groups=dict(ids=ids(3, 16)), role_advantages=dict(role=ids(3, 16), baselines=noise(3)),
+    clip_cov_loss=dict(selected=flags(16, 16)), clip_cov_mask=dict(uniform=noise(16, 16).sigmoid()),
+    clip_rewards=dict(x=COLS["rewards"], limit=.7),
+    clipped_surrogate=dict(ratio=noise(16, 16).exp()), cosine_length_reward=dict(correct=flags(16), max_length=12),
+    cpgd_advantages={},
+    dr_grpo_loss=dict(max_tokens=16), dro_loss=dict(beta=.3), entropy=dict(logits=LOGITS),
+    expected_value=dict(logits=noise(16, 16, 5), bins=BINS),
+    expert_load=dict(router_logits=noise(16, 16, 4), top_k=2), f_dpo_loss=dict(divergence=forward_kl_reward),
+    forward_kl_loss=TEACHER, forward_kl_reward=dict(log_ratio=ROWS),
+    fresh_mask=dict(policy_version=ids(5, 16), now=5), full_kl=dict(logits=LOGITS, ref_logits=noise(16, 16, 7, seed=1)),
+    gather_logprobs=dict(logits=LOGITS, targets=COLS["tokens"] % 7),
+    gdpo_advantages=dict(scores=HEADS), generative_scores=dict(logits=LOGITS, yes=1, no=(2, 3)),
+    geometric_mixture=dict(logits=LOGITS, ref_logits=noise(16, 16, 7, seed=1)),
+    gigpo_advantages=dict(rewards=ROWS, trajectory=torch.arange(16)//2, step=ids(9, 16), state=ids(3, 16)),
+    trajectory_returns=dict(rewards=ROWS, trajectory=torch.arange(16)//3, step=torch.arange(16)),
+    hierarchical_advantages=dict(role=ids(2, 16), episode=ids(4, 16, seed=1), nested=flags(16)),
+    joint_groups=dict(ids=ids(3, 16)), role_advantages=dict(role=ids(3, 16), baselines=noise(3)),
     vine_advantages=dict(rollouts=noise(16, 4, 3), step=ids(5, 16, 16)),
-    gmpo_loss=dict(advantages=LEVEL), group_pass_at_k_advantages=dict(k=2), gspo_loss=dict(advantages=LEVEL), gspo_token_loss=dict(advantages=LEVEL), hl_gauss=dict(bins=BINS),
-    hps_loss=dict(scores=HEADS, preference=noise(16, 3, seed=1).softmax(-1), mask=flags(16, 3)), js_reward=dict(log_ratio=ROWS), jsd=TEACHER, jsd_loss=TEACHER, kl_cov_loss=dict(selected=flags(16, 16)),
-    implicit_reward_loss=dict(scores=flags(16).double()), kl_shaped=dict(kl_coef=.1), kto_kl=ANSWERS, kto_loss=ANSWERS | dict(kl=.3), ld_logprobs=dict(shared=COLS["lengths"]//2),
-    linear_logprobs=dict(hidden=noise(16, 3), weight=noise(16, 3, seed=1), tokens=torch.arange(16)), linear_measured=dict(hidden=noise(16, 3), weight=noise(16, 3, seed=1), measure=lambda z: z.logsumexp(-1)), luspo_loss=dict(advantages=LEVEL),
-    masked_mean=dict(x=COLS["advantages"]), masked_std=dict(x=COLS["advantages"]), masked_sum=dict(x=COLS["advantages"]), mean_of=dict(x=COLS["advantages"]),
+    gmpo_loss=dict(advantages=LEVEL), group_pass_at_k_advantages=dict(k=2), gspo_loss=dict(advantages=LEVEL),
+    gspo_token_loss=dict(advantages=LEVEL), hl_gauss=dict(bins=BINS),
+    hps_loss=dict(scores=HEADS, preference=noise(16, 3, seed=1).softmax(-1), mask=flags(16, 3)),
+    js_reward=dict(log_ratio=ROWS), jsd=TEACHER, jsd_loss=TEACHER, kl_cov_loss=dict(selected=flags(16, 16)),
+    implicit_reward_loss=dict(scores=flags(16).double()), kl_shaped=dict(kl_coef=.1), kto_kl=ANSWERS,
+    kto_loss=ANSWERS | dict(kl=.3), ld_logprobs=dict(shared=COLS["lengths"]//2),
+    linear_logprobs=dict(hidden=noise(16, 3), weight=noise(16, 3, seed=1), tokens=torch.arange(16)),
+    linear_measured=dict(hidden=noise(16, 3), weight=noise(16, 3, seed=1), measure=lambda z: z.logsumexp(-1)),
+    luspo_loss=dict(advantages=LEVEL),
+    masked_mean=dict(x=COLS["advantages"]), masked_std=dict(x=COLS["advantages"]),
+    masked_sum=dict(x=COLS["advantages"]), mean_of=dict(x=COLS["advantages"]),
     moe_balance_loss=dict(router_logits=noise(16, 16, 4), load=noise(4).softmax(0).expand(16, 4).contiguous()),
-    multi_head_loss=dict(first=HEADS, second=noise(16, 3, seed=1), prefer=noise(16, 3, seed=2).sigmoid(), mask=flags(16, 3)), n_step_returns=dict(n=3),
-    nash_md_loss=ANSWERS | dict(win_prob=noise(16, seed=2).sigmoid()), off_policy_sequence_mask=dict(threshold=.1), optimal_token_baseline=dict(sum_pi_squared=noise(16, 16).sigmoid()),
+    multi_head_loss=dict(first=HEADS, second=noise(16, 3, seed=1), prefer=noise(16, 3, seed=2).sigmoid(),
+                         mask=flags(16, 3)), n_step_returns=dict(n=3),
+    nash_md_loss=ANSWERS | dict(win_prob=noise(16, seed=2).sigmoid()), off_policy_sequence_mask=dict(threshold=.1),
+    optimal_token_baseline=dict(sum_pi_squared=noise(16, 16).sigmoid()),
     overlong_penalty=dict(max_length=12, buffer=4), pass_at_k_advantages=dict(scores=flags(16).double(), k=2),
     policy_gradient=dict(weights=COLS["advantages"]),
     plackett_luce_loss=dict(scores=HEADS, ranks=noise(16, 3, seed=1).argsort(-1), mask=flags(16, 3)),
     process_reward_loss=dict(logits=noise(16, 16, 2), labels=ids(2, 16, 16)),
-    rao_kupper_loss=dict(tied=flags(16), theta=1.5), davidson_loss=dict(tied=flags(16), nu=.5), tie_loss=dict(tied=flags(16)), rating_loss=dict(scores=HEADS, ratings=noise(16, 3, seed=1), mask=flags(16, 3)),
-    proximal_logprobs=dict(policy_version=ids(5, 16), now=5), ratio_corrected=dict(kl=noise(16, 16)), remax_advantages=dict(greedy_scores=ROWS), resampled_rows=dict(weights=ROWS.exp(), uniform=noise(9).sigmoid()),
+    rao_kupper_loss=dict(tied=flags(16), theta=1.5), davidson_loss=dict(tied=flags(16), nu=.5),
+    tie_loss=dict(tied=flags(16)), rating_loss=dict(scores=HEADS, ratings=noise(16, 3, seed=1), mask=flags(16, 3)),
+    proximal_logprobs=dict(policy_version=ids(5, 16), now=5), ratio_corrected=dict(kl=noise(16, 16)),
+    remax_advantages=dict(greedy_scores=ROWS), resampled_rows=dict(weights=ROWS.exp(), uniform=noise(9).sigmoid()),
     reverse_kl_loss=TEACHER, router_z_loss=dict(router_logits=noise(16, 16, 4)),
-    row_max=dict(x=COLS["advantages"]), row_mean=dict(x=COLS["advantages"]), row_sum=dict(x=COLS["advantages"]), within=dict(x=COLS["advantages"], low=-.5, high=.5),
-    safety_loss=dict(riskier=ROWS, safer=noise(16, seed=1), riskier_unsafe=flags(16), safer_unsafe=flags(16, seed=1)), soft_values=dict(beta=.5),
-    staleness_weights=dict(policy_version=ids(5, 16), now=5), standardized=dict(x=COLS["scores"], moments=torch.tensor([16., .3, 9.], dtype=torch.float64)),
-    step_rewards=dict(scores=HEADS, step=ids(3, 16, 1).expand(16, 16).contiguous()), straight_through=dict(value=noise(16, 16), gradient=noise(16, 16, seed=1)),
-    support_logprobs=TOP, swap_completions=dict(other=torch.arange(16).roll(1)), token_logprobs=dict(logits=LOGITS, tokens=COLS["tokens"] % 7),
-    answer_log_ratios=ANSWERS, pair_metrics=dict(chosen_log_ratio=ROWS, rejected_log_ratio=noise(16, seed=1)), over_pairs=dict(loss=ROWS), over_rows=dict(loss=ROWS),
+    row_max=dict(x=COLS["advantages"]), row_mean=dict(x=COLS["advantages"]), row_sum=dict(x=COLS["advantages"]),
+    within=dict(x=COLS["advantages"], low=-.5, high=.5),
+    safety_loss=dict(riskier=ROWS, safer=noise(16, seed=1), riskier_unsafe=flags(16), safer_unsafe=flags(16, seed=1)),
+    soft_values=dict(beta=.5),
+    staleness_weights=dict(policy_version=ids(5, 16), now=5),
+    standardized=dict(x=COLS["scores"], moments=torch.tensor([16., .3, 9.], dtype=torch.float64)),
+    step_rewards=dict(scores=HEADS, step=ids(3, 16, 1).expand(16, 16).contiguous()),
+    straight_through=dict(value=noise(16, 16), gradient=noise(16, 16, seed=1)),
+    support_logprobs=TOP, swap_completions=dict(other=torch.arange(16).roll(1)),
+    token_logprobs=dict(logits=LOGITS, tokens=COLS["tokens"] % 7),
+    answer_log_ratios=ANSWERS, pair_metrics=dict(chosen_log_ratio=ROWS, rejected_log_ratio=noise(16, seed=1)),
+    over_pairs=dict(loss=ROWS), over_rows=dict(loss=ROWS),
     chi_reward=dict(log_ratio=ROWS), chipo_loss=dict(max_reward=.3), rebel_loss=dict(score_gap=ROWS),
-    qrpo_loss=ANSWERS | dict(quantiles=noise(16, seed=2).sigmoid()), quantile_rewards=dict(scores=COLS["scores"], ref_scores=noise(16, 5)),
-    tpo_loss=dict(gold=ROWS), truncation_penalty=dict(truncated=flags(16)), truncation_score=dict(truncated=flags(16)), two_hot=dict(bins=BINS), udm_weights=dict(prob_desirable=ROWS.sigmoid()),
-    uld_loss=dict(logits=LOGITS, teacher_logits=noise(16, 16, 9)), update_moments=dict(moments=torch.tensor([16., .3, 9.], dtype=torch.float64), x=COLS["scores"]),
-    vtrace=dict(log_ratios=COLS["logprobs"] - COLS["rollout_logprobs"]), weighted_scores=dict(scores=HEADS), whiten=dict(x=COLS["advantages"]),
-    without_truncated=dict(truncated=flags(16)), wpo_weights=dict(sum_pi_squared=noise(16, 16).sigmoid()), xpo_loss=dict(ref_wins=flags(16)),
+    qrpo_loss=ANSWERS | dict(quantiles=noise(16, seed=2).sigmoid()),
+    quantile_rewards=dict(scores=COLS["scores"], ref_scores=noise(16, 5)),
+    tpo_loss=dict(gold=ROWS), truncation_penalty=dict(truncated=flags(16)), truncation_score=dict(truncated=flags(16)),
+    two_hot=dict(bins=BINS), udm_weights=dict(prob_desirable=ROWS.sigmoid()),
+    uld_loss=dict(logits=LOGITS, teacher_logits=noise(16, 16, 9)),
+    update_moments=dict(moments=torch.tensor([16., .3, 9.], dtype=torch.float64), x=COLS["scores"]),
+    vtrace=dict(log_ratios=COLS["logprobs"] - COLS["rollout_logprobs"]), weighted_scores=dict(scores=HEADS),
+    whiten=dict(x=COLS["advantages"]),
+    without_truncated=dict(truncated=flags(16)), wpo_weights=dict(sum_pi_squared=noise(16, 16).sigmoid()),
+    xpo_loss=dict(ref_wins=flags(16)),
 )
 PLAIN = {  # no block on tensors: why no law is asked of it
     "components_loss": "reads a batch: its closure is under the laws in test_components",
-    "same_shape": "a guard", "divisor": "reads a count", "merge": "joins dictionaries", "assert_on_policy": "a guard that waits for the device", "explained_variance": "reads a number from metrics", "effective_share": "reads a number from metrics", "probability_correlation": "reads a number from metrics",
-    "adaptive_clip": "numbers on the host", "adaptive_kl_coef": "numbers on the host", "annealed_kl_coef": "numbers on the host", "adaptive_entropy_coef": "numbers on the host",
+    "same_shape": "a guard", "divisor": "reads a count", "merge": "joins dictionaries",
+    "assert_on_policy": "a guard that waits for the device", "explained_variance": "reads a number from metrics",
+    "effective_share": "reads a number from metrics", "probability_correlation": "reads a number from metrics",
+    "adaptive_clip": "numbers on the host", "adaptive_kl_coef": "numbers on the host",
+    "annealed_kl_coef": "numbers on the host", "adaptive_entropy_coef": "numbers on the host",
 }
 LAWLESS = {  # a block, but not one of rows: which law is meaningless
-    "over_pairs": "a reduction, no loss", "over_rows": "a reduction, no loss", "pair_metrics": "makes metrics", "pair_log_ratios": "two differentiable arguments",
+    "over_pairs": "a reduction, no loss", "over_rows": "a reduction, no loss", "pair_metrics": "makes metrics",
+    "pair_log_ratios": "two differentiable arguments",
     "preference_margin": "two differentiable arguments",
-    "aggregate": "a reduction, no loss", "masked_mean": "a reduction", "masked_std": "a reduction", "masked_sum": "a reduction", "mean_of": "makes a metric",
-    "ratio_metrics": "makes metrics", "clip_metrics": "makes metrics", "mismatch_metrics": "makes metrics", "value_metrics": "makes metrics",
-    "mismatched": "partners of rows, by their order", "swap_completions": "rows are exchanged", "resampled_rows": "rows are drawn, not kept",
+    "aggregate": "a reduction, no loss", "masked_mean": "a reduction", "masked_std": "a reduction",
+    "masked_sum": "a reduction", "mean_of": "makes a metric",
+    "ratio_metrics": "makes metrics", "clip_metrics": "makes metrics", "mismatch_metrics": "makes metrics",
+    "value_metrics": "makes metrics",
+    "mismatched": "partners of rows, by their order", "swap_completions": "rows are exchanged",
+    "resampled_rows": "rows are drawn, not kept",
     "straight_through": "two differentiable arguments", "ratio_corrected": "two differentiable arguments",
     "pass_at_k_advantages": "verdicts are 0 or 1: no derivative is asked",
     "role_advantages": "rows are games, one after the other",
     "length_adaptive_lam": "reads the mask alone",
-    "linear_logprobs": "two differentiable arguments, one with no rows", "linear_measured": "two differentiable arguments, one with no rows", "standardized": "float64 moments", "update_moments": "float64 moments",
+    "linear_logprobs": "two differentiable arguments, one with no rows",
+    "linear_measured": "two differentiable arguments, one with no rows", "standardized": "float64 moments",
+    "update_moments": "float64 moments",
 }
 SURROGATE = dict(  # whose value is not what is descended: a stopped gradient is the point
-    dft_loss="weighed by sg(π)", on_policy_loss="exp(lp − sg(lp))", cispo_loss="sg(ratio)·lp", dppo_tv_loss="sg(ratio)·lp", dppo_kl_loss="sg(ratio)·lp", vespo_loss="sg(weight)·lp", topr_loss="sg(weight)·lp", nash_md_loss="sg(log-ratio)·lp",
+    dft_loss="weighed by sg(π)", on_policy_loss="exp(lp − sg(lp))", cispo_loss="sg(ratio)·lp",
+    dppo_tv_loss="sg(ratio)·lp", dppo_kl_loss="sg(ratio)·lp", vespo_loss="sg(weight)·lp", topr_loss="sg(weight)·lp",
+    nash_md_loss="sg(log-ratio)·lp",
 )
 
 
@@ -114,7 +162,8 @@ every_block = pytest.mark.parametrize("name", BLOCKS)
 
 def arguments(name):
     "(columns, numbers) for one call, by parameter name."
-    given, params = GIVEN.get(name, {}), {k: p for k, p in inspect.signature(BLOCKS[name]).parameters.items() if p.kind is not p.VAR_POSITIONAL}
+    given, params = GIVEN.get(name, {}), {k: p for k, p in inspect.signature(BLOCKS[name]).parameters.items()
+                                          if p.kind is not p.VAR_POSITIONAL}
     missing = [k for k, p in params.items() if p.default is p.empty and k not in COLS and k not in given]
     assert not missing, f"{name} wants {', '.join(missing)}: say in GIVEN of {__file__} what to give"
     wanted = {k: given.get(k, COLS.get(k)) for k, p in params.items() if k in given or p.default is p.empty}
@@ -132,20 +181,26 @@ def numbers(x):
 
 def test_the_tables_name_blocks_that_exist():
     known = dict(blocks())
-    assert not [name for name in itertools.chain(GIVEN, PLAIN, LAWLESS, LAW_OPTIONS, OF_BATCH, SURROGATE, RETURNS_LOGPROBS) if name not in known]
+    assert not [name for name in itertools.chain(GIVEN, PLAIN, LAWLESS, LAW_OPTIONS, OF_BATCH, SURROGATE,
+                                                 RETURNS_LOGPROBS) if name not in known]
     assert len(LOSSES) >= 4
 
 
-LAW_OPTIONS = dict(  # what the laws cannot see in a signature: what may have a gradient, whether the loss is linear in the advantage
+# what the laws cannot see in a signature: what may have a gradient, whether the loss is linear in the advantage
+LAW_OPTIONS = dict(
     dr_grpo_loss=dict(policy=False), asymre_loss=dict(policy=False), luspo_loss=dict(policy=False),
     dro_loss=dict(policy=False), clip_cov_loss=dict(policy=False), kl_cov_loss=dict(policy=False),
-    moe_balance_loss=dict(denom="n_tokens"), router_z_loss=dict(denom="n_tokens"), # a router sees prompts too: they take a number
-    multi_head_loss=dict(wrt=("first", "second")), safety_loss=dict(wrt=("riskier", "safer")), tpo_loss=dict(wrt=("chosen", "rejected", "gold")),
+    # a router sees prompts too: they take a number
+    moe_balance_loss=dict(denom="n_tokens"), router_z_loss=dict(denom="n_tokens"),
+    multi_head_loss=dict(wrt=("first", "second")), safety_loss=dict(wrt=("riskier", "safer")),
+    tpo_loss=dict(wrt=("chosen", "rejected", "gold")),
 )
-OF_BATCH = dict(rating_loss=dict(marked=GIVEN["rating_loss"]["mask"]), process_reward_loss=dict(steps=MASK)) # columns that a loss only counts: b.n_marked, b.n_steps
+# columns that a loss only counts: b.n_marked, b.n_steps
+OF_BATCH = dict(rating_loss=dict(marked=GIVEN["rating_loss"]["mask"]), process_reward_loss=dict(steps=MASK))
 
 
-NUMBERED = {"moe_balance_loss", "router_z_loss"} # refuse a batch: their mask is of tokens that exist, which no batch counts
+# refuse a batch: their mask is of tokens that exist, which no batch counts
+NUMBERED = {"moe_balance_loss", "router_z_loss"}
 
 @every_block
 def test_obeys_the_laws(name):
@@ -155,7 +210,8 @@ def test_obeys_the_laws(name):
         laws = check_loss(BLOCKS[name], columns | OF_BATCH.get(name, {}), **LAW_OPTIONS.get(name, {}), **hyper)
         counted = set() if name in NUMBERED else {"denom"}
         assert {"split", "gradient", "precision", "metrics", "differentiable"} | counted <= set(laws)
-        assert bool(laws.note) == (name in NUMBERED), f"{name} cannot do with a batch: {laws}" # not even as an error of its own, which the checker takes for that
+        # not even as an error of its own, which the checker takes for that
+        assert bool(laws.note) == (name in NUMBERED), f"{name} cannot do with a batch: {laws}"
     else: check_estimator(BLOCKS[name], columns, **hyper)
 
 
@@ -164,7 +220,9 @@ def test_compiles_to_one_graph(name):
     columns, hyper = arguments(name)
     torch.compiler.reset()
     want = numbers(BLOCKS[name](**columns, **hyper))
-    assert want and assert_close(numbers(torch.compile(BLOCKS[name], fullgraph=True, backend="eager")(**columns, **hyper)), want) is None
+    assert want
+    assert assert_close(numbers(torch.compile(BLOCKS[name], fullgraph=True, backend="eager")(**columns, **hyper)),
+                        want) is None
 
 
 @every_block
@@ -173,7 +231,8 @@ def test_never_waits_for_the_device(name):
     columns, hyper = arguments(name)
     want = numbers(BLOCKS[name](**columns, **hyper))
     with FakeTensorMode() as fake:
-        got = numbers(BLOCKS[name](**{k: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x for k, x in (columns | hyper).items()}))
+        got = numbers(BLOCKS[name](**{k: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x
+                                      for k, x in (columns | hyper).items()}))
     assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in want]
 
 
@@ -191,7 +250,8 @@ def test_derivative_is_that_of_the_value(name):
 @pytest.mark.parametrize("name", LOSSES)
 def test_second_derivative_is_that_of_the_gradient(name):
     "Through a network, where autograd would differentiate its part and take a slope written by hand for a constant."
-    if name in SURROGATE or name == "gspo_token_loss": pytest.skip(SURROGATE.get(name, "sg(ratio of the row)·lp/sg(lp)"))
+    if name in SURROGATE or name == "gspo_token_loss":
+        pytest.skip(SURROGATE.get(name, "sg(ratio of the row)·lp/sg(lp)"))
     columns, hyper = arguments(name)
     first = "chosen" if "chosen" in columns else next(iter(columns))
     w, v = noise(*columns[first].shape[1:], seed=5), noise(*columns[first].shape[1:], seed=6)
@@ -210,27 +270,35 @@ def test_hessian(name):
     few = {k: x[:4] for k, x in columns.items()}
     first = "chosen" if "chosen" in few else next(iter(few))
     def value(x): return BLOCKS[name](**few | {first: x}, **hyper)[0]
-    assert_close(torch.func.hessian(value)(few[first]), torch.autograd.functional.hessian(value, few[first]), rtol=1e-9, atol=1e-12)
+    assert_close(torch.func.hessian(value)(few[first]), torch.autograd.functional.hessian(value, few[first]), rtol=1e-9,
+                 atol=1e-12)
 
 
-@pytest.mark.parametrize("waits", [lambda x, mask: x*bool(mask.any()), lambda x, mask: x[mask].sum(), lambda x, mask: x/mask.sum().item()])
+@pytest.mark.parametrize("waits", [lambda x, mask: x*bool(mask.any()), lambda x, mask: x[mask].sum(),
+                                   lambda x, mask: x/mask.sum().item()])
 def test_a_block_that_waits_is_seen(monkeypatch, waits):
     monkeypatch.setitem(BLOCKS, "whiten", waits)
-    with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)): test_never_waits_for_the_device("whiten")
+    with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+        test_never_waits_for_the_device("whiten")
 
 
-# -- a token that cannot be sampled: −inf in the log-probs. The rule stands in nbs/arithmetic/00_masked, `finite_logprobs`
+# -- a token that cannot be sampled: −inf in the log-probs. The rule stands in nbs/arithmetic/00_masked,
+# `finite_logprobs`
 
-ANSWER = ("chosen", "rejected", "ref_chosen", "ref_rejected", "gold") # log-probs of whole answers, but scores of a judge in reward_losses
+# log-probs of whole answers, but scores of a judge in reward_losses
+ANSWER = ("chosen", "rejected", "ref_chosen", "ref_rejected", "gold")
 RETURNS_LOGPROBS = {  # −inf stays −inf in what is itself a log-prob: who consumes it makes it finite
-    "sequence_logprobs": "log π of an answer", "support_logprobs": "log-probs of a few ids, −inf where the id is −1", "token_logprobs": "log π of a token",
+    "sequence_logprobs": "log π of an answer", "support_logprobs": "log-probs of a few ids, −inf where the id is −1",
+    "token_logprobs": "log π of a token",
     "gather_logprobs": "log π of a target", "geometric_mixture": "log-probs of the vocabulary",
 }
 
 
 def impossible(name, columns):
-    "(names of the log-prob arguments, where they are made impossible): a chosen token of the longest row, or two answers with unlike verdicts."
-    names = [k for k in columns if k.endswith("logprobs") or k in ANSWER and BLOCKS[name].__module__ != "rlblocks.losses.reward"]
+    """(names of the log-prob arguments, where they are made impossible): a chosen token of the longest row, or two
+    answers with unlike verdicts."""
+    names = [k for k in columns if k.endswith("logprobs") or k in ANSWER
+             and BLOCKS[name].__module__ != "rlblocks.losses.reward"]
     mask = columns.get("mask")
     token = [(r, mask[r].nonzero()[2, 0]) for r in [mask.sum(1).argmax()]] if mask is not None else [(2, 3)]
     good = columns["desirable"].int().argmax() if "desirable" in columns else 0
@@ -241,7 +309,8 @@ def impossible(name, columns):
 def differentiated(name, columns, hyper):
     "Outputs, and the gradient of the first argument (and its mate), if there is one."
     firsts = [k for k in columns if k in ("chosen", "rejected", "gold")] or list(columns)[:1]
-    columns = {k: x.clone().requires_grad_() if k in firsts and x.is_floating_point() else x for k, x in columns.items()}
+    columns = {k: x.clone().requires_grad_() if k in firsts and x.is_floating_point() else x
+               for k, x in columns.items()}
     out = BLOCKS[name](**columns, **hyper)
     graph = [x[x.isfinite()].sum() for x in numbers(out) if x.requires_grad]
     if graph: sum(graph).backward()
@@ -255,7 +324,8 @@ def poisoned(columns, which, at, x):
 
 
 def ways(name):
-    "(columns as they are, numbers, which log-probs are made impossible, where) for each of them alone and for all at once; with an advantage of 0 too."
+    """(columns as they are, numbers, which log-probs are made impossible, where) for each of them alone and for all
+    at once; with an advantage of 0 too."""
     columns, hyper = arguments(name)
     names, places = impossible(name, columns)
     for at, which in itertools.product(places, [[k] for k in names] + ([names] if len(names) > 1 else [])):
@@ -264,7 +334,8 @@ def ways(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", [name for name in BLOCKS if impossible(name, arguments(name)[0])[0] and name not in RETURNS_LOGPROBS])
+@pytest.mark.parametrize("name", [name for name in BLOCKS if impossible(name, arguments(name)[0])[0]
+                                  and name not in RETURNS_LOGPROBS])
 def test_what_cannot_be_sampled_is_finite(name, dtype):
     "Value, metrics and gradient; nothing is learnt through it; and the value is that of the limit where it has one."
     for columns, hyper, which, at in ways(name):
@@ -273,9 +344,11 @@ def test_what_cannot_be_sampled_is_finite(name, dtype):
             return differentiated(name, poisoned(cast, which, at, x), hyper)
         out, grads = outcome(-torch.inf, dtype)
         assert all(x.isfinite().all() for x in numbers(out)), f"{name}: {which} at {at}"
-        for k, g in grads.items(): assert g.isfinite().all() and (k not in which or g[at] == 0), f"{name}: gradient of {k}, {which} at {at}"
+        for k, g in grads.items():
+            assert g.isfinite().all() and (k not in which or g[at] == 0), f"{name}: gradient of {k}, {which} at {at}"
         if dtype is torch.float32: continue # the rest is exact enough in float64 only
-        for limit, far, further in zip(*(numbers(outcome(x, dtype)[0]) for x in (-torch.inf, -1e5, -1e12)), strict=True):
+        for limit, far, further in zip(*(numbers(outcome(x, dtype)[0]) for x in (-torch.inf, -1e5, -1e12)),
+                                       strict=True):
             limit, far, further = (x.double() for x in (limit, far, further)) # masks too
             grows = (further - far).abs() > 1e-3*(1 + far.abs()) # the limit is infinite
             assert_close(*(torch.where(grows, 0., x) for x in (limit, further)), rtol=1e-3, atol=1e-3)
@@ -286,7 +359,8 @@ def test_what_cannot_be_sampled_is_finite(name, dtype):
 def test_a_nan_is_not_made_finite(name):
     columns, hyper = arguments(name)
     names, places = impossible(name, columns)
-    for k, at in itertools.product(names, places): assert BLOCKS[name](**poisoned(columns, [k], at, torch.nan), **hyper)[0].isnan(), k
+    for k, at in itertools.product(names, places):
+        assert BLOCKS[name](**poisoned(columns, [k], at, torch.nan), **hyper)[0].isnan(), k
 
 
 def logits_of(columns): return [k for k, x in columns.items() if k.endswith("logits") and x.is_floating_point()]
@@ -298,6 +372,8 @@ def test_an_id_that_cannot_be_sampled_is_finite(name, dtype):
     columns, hyper = arguments(name)
     columns, names = {k: x.to(dtype) if x.is_floating_point() else x for k, x in columns.items()}, logits_of(columns)
     for which in [[k] for k in names] + [names]:
-        out, grads = differentiated(name, poisoned(columns, which, (slice(None), slice(1, None, 3), 1), -torch.inf), hyper)
-        assert all(x.isfinite().all() or name in RETURNS_LOGPROBS and not x.isnan().any() for x in numbers(out)), f"{name}: {which}"
+        out, grads = differentiated(name, poisoned(columns, which, (slice(None), slice(1, None, 3), 1), -torch.inf),
+                                    hyper)
+        assert all(x.isfinite().all() or name in RETURNS_LOGPROBS and not x.isnan().any()
+                   for x in numbers(out)), f"{name}: {which}"
         assert all(g.isfinite().all() for g in grads.values()), f"{name}: gradient, {which}"

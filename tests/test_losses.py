@@ -26,7 +26,8 @@ LOSSES = {
     "sft": sft_loss,
     "sft rows": partial(sft_loss, over="rows"),
 }
-COLUMNS = dict(ppo=("logprobs", "old_logprobs", "advantages", "mask"), grpo=("logprobs", "old_logprobs", "ref_logprobs", "advantages", "mask"),
+COLUMNS = dict(ppo=("logprobs", "old_logprobs", "advantages", "mask"),
+               grpo=("logprobs", "old_logprobs", "ref_logprobs", "advantages", "mask"),
                value=("values", "old_values", "returns", "mask"), sft=("logprobs", "mask"))
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
@@ -41,13 +42,15 @@ def columns(name, seed=0, dtype=torch.float64):
 @every_loss
 def test_obeys_every_law(name):
     laws = check_loss(LOSSES[name])
-    assert {"split", "mask", "empty", "padding", "filler", "metrics", "precision", "gradient", "purity", "permutation"} <= set(laws)
+    assert {"split", "mask", "empty", "padding", "filler", "metrics", "precision", "gradient", "purity",
+            "permutation"} <= set(laws)
     assert ("reinforce" in laws) == name.startswith(("ppo", "grpo"))
 
 
 def test_estimators_obey_every_law():
     check_estimator(log_ratio)
-    for dual in (None, 1.5): check_estimator(clipped_surrogate, dict(ratio=sample_columns()["values"].exp()), dual_clip=dual)
+    for dual in (None, 1.5):
+        check_estimator(clipped_surrogate, dict(ratio=sample_columns()["values"].exp()), dual_clip=dual)
 
 
 def test_closures_obey_every_law():
@@ -61,7 +64,8 @@ def test_closures_obey_every_law():
         vf, n = value_loss(out.values, b.old_values, b.returns, b.mask, denom=b.n_tokens)
         return pg + .5*vf - .01*masked_mean(out.entropy, b.mask, denom=b.n_tokens), merge(m, n)
 
-    assert "reinforce" in check_loss(grpo) and "reinforce" in check_loss(shared_trunk) # a KL term, a value loss and an entropy bonus hide nothing
+    # a KL term, a value loss and an entropy bonus hide nothing
+    assert "reinforce" in check_loss(grpo) and "reinforce" in check_loss(shared_trunk)
 
 
 # -- numbers
@@ -89,11 +93,13 @@ def test_nothing_chosen_is_zero_with_finite_gradient(name):
         x = first.clone().requires_grad_()
         loss, metrics = LOSSES[name](x, *rest, torch.zeros_like(mask), denom=denom)
         loss.backward()
-        assert loss == 0 and not x.grad.any() and all(math.isnan(float(m)) for k, m in metrics.items() if k != "ratio_max")
+        assert loss == 0 and not x.grad.any()
+        assert all(math.isnan(float(m)) for k, m in metrics.items() if k != "ratio_max")
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("kw", [{}, dict(over="rows"), dict(denom=37.), dict(denom=torch.tensor(5), over="rows"), dict(clip_low=.1, clip_high=.28, dual_clip=1.2)], ids=str)
+@pytest.mark.parametrize("kw", [{}, dict(over="rows"), dict(denom=37.), dict(denom=torch.tensor(5), over="rows"),
+                                dict(clip_low=.1, clip_high=.28, dual_clip=1.2)], ids=str)
 def test_ppo_equals_oracle(seed, kw):
     args = columns("ppo", seed)
     loss = ppo_loss(*args, **kw)[0]
@@ -105,16 +111,21 @@ def test_ppo_equals_oracle(seed, kw):
 @pytest.mark.parametrize("over", ["tokens", "rows"])
 def test_grpo_is_surrogate_plus_k3(over):
     lp, old, ref, A, mask = columns("grpo")
-    k3 = torch.tensor([[math.exp(r-p) - (r-p) - 1 for p, r in zip(ps, rs, strict=True)] for ps, rs in zip(lp.tolist(), ref.tolist(), strict=True)]).double()
+    k3 = torch.tensor([[math.exp(r-p) - (r-p) - 1 for p, r in zip(ps, rs, strict=True)]
+                       for ps, rs in zip(lp.tolist(), ref.tolist(), strict=True)]).double()
     loss, metrics = grpo_loss(lp, old, ref, A, mask, kl_coef=.5, over=over, denom=7)
-    assert_close(loss, naive_ppo_loss(lp, old, A, mask, over=over, denom=7) + .5*naive_aggregate(k3, mask, over=over, denom=7), rtol=1e-6, atol=0)
+    assert_close(loss, naive_ppo_loss(lp, old, A, mask, over=over,
+                                      denom=7) + .5*naive_aggregate(k3, mask, over=over, denom=7), rtol=1e-6, atol=0)
     assert_close(float(metrics["kl"]), naive_aggregate(k3, mask).item(), rtol=1e-6, atol=0)
-    assert_close(grpo_loss(lp, old, ref, A, mask, kl_coef=0.)[0], ppo_loss(lp, old, A, mask, over="rows")[0], rtol=0, atol=0)
+    assert_close(grpo_loss(lp, old, ref, A, mask, kl_coef=0.)[0], ppo_loss(lp, old, A, mask, over="rows")[0], rtol=0,
+                 atol=0)
 
 
 @pytest.mark.parametrize("kw", [{}, dict(clip=None), dict(clip=.5, denom=9.)], ids=str)
 def test_value_equals_oracle(kw):
-    for seed in range(5): assert_close(value_loss(*columns("value", seed), **kw)[0], naive_value_loss(*columns("value", seed), **kw), rtol=1e-12, atol=0)
+    for seed in range(5):
+        assert_close(value_loss(*columns("value", seed), **kw)[0], naive_value_loss(*columns("value", seed), **kw),
+                     rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("kw", [{}, dict(over="rows"), dict(denom=9.)], ids=str)
@@ -183,7 +194,8 @@ def test_explained_variance_merges_exactly():
 @every_loss
 def test_compiles_to_one_graph(name):
     args = columns(name)
-    (loss, metrics), (want, expected) = torch.compile(LOSSES[name], fullgraph=True, backend="eager")(*args, denom=40), LOSSES[name](*args, denom=40)
+    (loss, metrics), (want, expected) = torch.compile(LOSSES[name], fullgraph=True,
+                                                      backend="eager")(*args, denom=40), LOSSES[name](*args, denom=40)
     assert_close(loss, want)
     assert {k: float(m) for k, m in metrics.items()} == pytest.approx({k: float(m) for k, m in expected.items()})
 
@@ -215,7 +227,8 @@ def test_dtype(name, dtype):
 def test_row_values_are_not_broadcast(name):
     *args, mask = columns(name)
     who = name.split()[0] + "_loss"
-    with pytest.raises(ValueError, match=who + r": \w+ is \[16\], .* is \[16, 16\]; spread row values with at_tokens\(\w+, mask\)"):
+    with pytest.raises(ValueError,
+                       match=who + r": \w+ is \[16\], .* is \[16, 16\]; spread row values with at_tokens\(\w+, mask\)"):
         LOSSES[name](*args[:-1], args[-1][:, 0], mask)
     with pytest.raises(ValueError, match=who): LOSSES[name](*(x[:, 1:] for x in args), mask)
 
@@ -223,12 +236,14 @@ def test_row_values_are_not_broadcast(name):
 @every_loss
 def test_an_int_mask_is_refused(name):
     *args, mask = columns(name)
-    with pytest.raises(TypeError, match=f"{name.split()[0]}_loss: mask is int64; masks are Bool"): LOSSES[name](*args, mask.long())
+    with pytest.raises(TypeError, match=f"{name.split()[0]}_loss: mask is int64; masks are Bool"):
+        LOSSES[name](*args, mask.long())
 
 
 def test_hyper_parameters_out_of_range():
     args = columns("ppo")
-    with pytest.raises(ValueError, match=r"clip_low is 1.2, clip_high is 0.2; they are distances from ratio 1"): ppo_loss(*args, clip_low=1.2)
+    with pytest.raises(ValueError, match=r"clip_low is 1.2, clip_high is 0.2; they are distances from ratio 1"):
+        ppo_loss(*args, clip_low=1.2)
     with pytest.raises(ValueError, match=r"clip_high is -0.1"): ppo_loss(*args, clip_high=-.1)
     with pytest.raises(ValueError, match=r"dual_clip is 0.5; .* above 1"): ppo_loss(*args, dual_clip=.5)
     with pytest.raises(ValueError, match="aggregate: over is 'batch'"): ppo_loss(*args, over="batch")
@@ -256,7 +271,8 @@ def test_on_policy_model_passes(model_and_tokens):
     mask = (torch.arange(20) > 4).expand(8, 20)
     model.eval()
     lp = scored(model, tokens, torch.float32)
-    assert assert_on_policy(lp, torch.cat([scored(model, x, torch.float32) for x in tokens.split(3)]), mask) < 1e-4 # other micro-batches
+    # other micro-batches
+    assert assert_on_policy(lp, torch.cat([scored(model, x, torch.float32) for x in tokens.split(3)]), mask) < 1e-4
     low = scored(model, tokens, torch.bfloat16)
     off = assert_on_policy(low, lp, mask, tol=.1, share=.95)
     assert 0 < off < .1
@@ -269,7 +285,8 @@ def test_dropout_trips_the_guard(model_and_tokens):
     old = scored(model.eval(), tokens, torch.float32)
     new = scored(model.train(), tokens, torch.float32)
     with pytest.raises(AssertionError) as e: assert_on_policy(new, old, mask)
-    for cause in ("dropout", "sampler's", "temperature", "attention kernel", "padding", "optimizer step"): assert cause in str(e.value)
+    for cause in ("dropout", "sampler's", "temperature", "attention kernel", "padding", "optimizer step"):
+        assert cause in str(e.value)
     worst = torch.where(mask, (new-old).expm1().abs(), 0.).argmax().item()
     assert f"worst at row {worst // 20}, token {worst % 20}" in str(e.value)
 
@@ -278,7 +295,8 @@ def test_on_policy_share_is_a_quantile():
     old, mask = torch.zeros(1, 100), torch.ones(1, 100, dtype=torch.bool)
     new = torch.linspace(.001, .1, 100).log1p()[None]
     assert assert_on_policy(new, old, mask, tol=.0951, share=.95) == pytest.approx(.095, rel=1e-4)
-    with pytest.raises(AssertionError, match="95% of 100 chosen tokens is up to 0.095"): assert_on_policy(new, old, mask, tol=.094, share=.95)
+    with pytest.raises(AssertionError, match="95% of 100 chosen tokens is up to 0.095"):
+        assert_on_policy(new, old, mask, tol=.094, share=.95)
 
 
 def test_k2_in_the_loss_is_one_line(): # the line that the text of grpo_loss recommends

@@ -1,4 +1,5 @@
-"f-divergences, LD-DPO, WPO, AOT and the reference-free losses: hand numbers, oracles, laws, identities, extremes, compilation, derivatives, errors."
+"""f-divergences, LD-DPO, WPO, AOT and the reference-free losses: hand numbers, oracles, laws, identities, extremes,
+compilation, derivatives, errors."""
 import math
 from functools import partial
 
@@ -11,8 +12,8 @@ from rlblocks.data.batch import pairs
 from rlblocks.losses.distill import sft_loss
 from rlblocks.arithmetic.logprobs import sequence_logprobs
 from rlblocks.losses.margins import (
-    alpha_reward, alphapo_loss, aot_loss, aot_matched, chi_reward, chipo_loss, cpo_loss, f_dpo_loss, forward_kl_reward, js_reward, ld_logprobs, orpo_loss,
-    simpo_loss, tpo_loss, wpo_weights,
+    alpha_reward, alphapo_loss, aot_loss, aot_matched, chi_reward, chipo_loss, cpo_loss, f_dpo_loss, forward_kl_reward,
+    js_reward, ld_logprobs, orpo_loss, simpo_loss, tpo_loss, wpo_weights,
 )
 from rlblocks.arithmetic.masked import masked_mean
 from rlblocks.losses.preference import dpo_loss, hinge_loss
@@ -32,18 +33,21 @@ def nls(x): return max(0, -x) + math.log1p(math.exp(-abs(x))) # −log σ
 
 # name → (loss, its inputs, the paper's formula of one pair, on probabilities where it is about them)
 LOSSES = {
-    "f forward": (partial(f_dpo_loss, divergence=forward_kl_reward, beta=.3), FOUR, lambda c, r, a, b: nls(.3*((1-math.exp(a-c)) - (1-math.exp(b-r))))),
-    "f js": (partial(f_dpo_loss, divergence=js_reward, beta=.3), FOUR,
-             lambda c, r, a, b: nls(.3*(math.log(2*math.exp(c-a)/(1+math.exp(c-a))) - math.log(2*math.exp(r-b)/(1+math.exp(r-b)))))),
+    "f forward": (partial(f_dpo_loss, divergence=forward_kl_reward, beta=.3), FOUR,
+                  lambda c, r, a, b: nls(.3*((1-math.exp(a-c)) - (1-math.exp(b-r))))),
+    "f js": (partial(f_dpo_loss, divergence=js_reward, beta=.3), FOUR, lambda c, r, a, b: nls(
+        .3*(math.log(2*math.exp(c-a)/(1+math.exp(c-a))) - math.log(2*math.exp(r-b)/(1+math.exp(r-b)))))),
     "f alpha": (partial(f_dpo_loss, divergence=partial(alpha_reward, alpha=.3), beta=.3), FOUR,
                 lambda c, r, a, b: nls(.3*((1-math.exp(c-a)**-.3)/.3 - (1-math.exp(r-b)**-.3)/.3))),
-    "f chi": (partial(f_dpo_loss, divergence=chi_reward, beta=.01), FOUR, lambda c, r, a, b: nls(.01*(math.exp(c-a) + c-a - math.exp(r-b) - (r-b)))),
+    "f chi": (partial(f_dpo_loss, divergence=chi_reward, beta=.01), FOUR,
+              lambda c, r, a, b: nls(.01*(math.exp(c-a) + c-a - math.exp(r-b) - (r-b)))),
     "f chipo": (partial(chipo_loss, max_reward=.4, beta=.1), FOUR,
                 lambda c, r, a, b: nls(max(-.8, min(.8, .1*(math.exp(c-a) + c-a - math.exp(r-b) - (r-b)))))),
     "aot": (partial(aot_loss, beta=.3, label_smoothing=.1), [FOUR[0], FOUR[1], FOUR[2]-FOUR[3]],
             lambda c, r, m: .9*nls(.3*(c-r-m)) + .1*nls(-.3*(c-r-m))),
     "simpo": (simpo_loss, [*FREE.values()], lambda c, r: nls(2*c - 2*r - 1)),
-    "alphapo": (partial(alphapo_loss, alpha=.5, gamma=.3), [*FREE.values()], lambda c, r: nls(2*(math.exp(r)**-.5 - math.exp(c)**-.5)/.5 - .3)),
+    "alphapo": (partial(alphapo_loss, alpha=.5, gamma=.3), [*FREE.values()],
+                lambda c, r: nls(2*(math.exp(r)**-.5 - math.exp(c)**-.5)/.5 - .3)),
     "orpo": (orpo_loss, [*FREE.values()],
              lambda c, r: -c + .1*nls(math.log(math.exp(c)/(1-math.exp(c)) / (math.exp(r)/(1-math.exp(r)))))),
     "cpo": (cpo_loss, [*FREE.values()], lambda c, r: nls(.1*(c-r)) - c),
@@ -54,7 +58,8 @@ every_loss = pytest.mark.parametrize("name", LOSSES)
 
 def named(name):
     "Inputs by parameter."
-    return dict(zip(("chosen", "rejected", *dict(f=("ref_chosen", "ref_rejected"), aot=("ref_margin",), tpo=("gold",)).get(name.split()[0], ())), LOSSES[name][1], strict=True))
+    return dict(zip(("chosen", "rejected", *dict(f=("ref_chosen", "ref_rejected"), aot=("ref_margin",), tpo=(
+        "gold",)).get(name.split()[0], ())), LOSSES[name][1], strict=True))
 
 
 # -- laws and oracle
@@ -63,7 +68,8 @@ def named(name):
 def test_obeys_every_law(name):
     for extra in ({}, dict(weights=WEIGHTS.exp())):
         wrt = ("chosen", "rejected", "gold") if name == "tpo" else None
-        assert {"split", "metrics", "precision", "gradient", "purity", "permutation"} <= set(check_loss(LOSSES[name][0], named(name) | extra, wrt=wrt))
+        assert {"split", "metrics", "precision", "gradient", "purity",
+                "permutation"} <= set(check_loss(LOSSES[name][0], named(name) | extra, wrt=wrt))
 
 
 @every_loss
@@ -79,7 +85,8 @@ def test_as_closures_over_rows():
     def simpo(out, b): return simpo_loss(*pairs(masked_mean(out.logprobs, b.mask, dim=-1), b), denom=b.n_units)
     def ld_dpo(out, b):
         (c_mask, r_mask), shared = pairs(b.mask, b), torch.minimum(*pairs(b.mask.sum(1), b))
-        (c, r), (rc, rr) = ([ld_logprobs(x, m, shared) for x, m in zip(pairs(lp, b), (c_mask, r_mask), strict=True)] for lp in (out.logprobs, b.ref_logprobs))
+        (c, r), (rc, rr) = ([ld_logprobs(x, m, shared) for x, m in zip(pairs(lp, b), (c_mask, r_mask), strict=True)]
+                            for lp in (out.logprobs, b.ref_logprobs))
         return dpo_loss(c, r, rc, rr, denom=b.n_units)
     def wpo(out, b):
         w = wpo_weights(out.logprobs, (-b.entropies).exp(), b.mask)
@@ -98,7 +105,8 @@ def test_as_closures_over_rows():
 def test_rewards_golden():
     u = torch.tensor([2., .5]).log()
     rewards = torch.stack([f(u) for f in (KL, forward_kl_reward, alpha_reward, js_reward, chi_reward)])
-    want = [[math.log(2), -math.log(2)], [.5, -1.], [2-2**.5, 2-8**.5], [math.log(4/3), math.log(2/3)], [2+math.log(2), .5-math.log(2)]]
+    want = [[math.log(2), -math.log(2)], [.5, -1.], [2-2**.5, 2-8**.5], [math.log(4/3), math.log(2/3)],
+            [2+math.log(2), .5-math.log(2)]]
     assert_close(rewards, torch.tensor(want))
 
 
@@ -107,12 +115,15 @@ def test_divergences_meet():
     assert_close(alpha_reward(x, alpha=1.), forward_kl_reward(x), rtol=0, atol=0)
     assert_close(alpha_reward(x, alpha=1e-10), KL(x), rtol=1e-8, atol=0)
     assert_close(f_dpo_loss(*FOUR, divergence=KL)[0], dpo_loss(*FOUR)[0])
-    assert_close(f_dpo_loss(*FOUR, divergence=torch.clone, beta=.4)[0], dpo_loss(*FOUR, beta=.4)[0]) # any function will do
+    # any function will do
+    assert_close(f_dpo_loss(*FOUR, divergence=torch.clone, beta=.4)[0], dpo_loss(*FOUR, beta=.4)[0])
     assert_close(f_dpo_loss(*FOUR, divergence=partial(alpha_reward, alpha=.25))[0],  # TRL's coefficient is 1 − α
-                 -F.logsigmoid(.1*((torch.exp(-.25*(FOUR[0]-FOUR[2]))-1)/-.25 - (torch.exp(-.25*(FOUR[1]-FOUR[3]))-1)/-.25)).mean())
+                 -F.logsigmoid(.1*((torch.exp(-.25*(FOUR[0]-FOUR[2]))-1)/-.25
+                                   - (torch.exp(-.25*(FOUR[1]-FOUR[3]))-1)/-.25)).mean())
 
 
-@pytest.mark.parametrize("reward", [KL, forward_kl_reward, alpha_reward, js_reward, chi_reward, partial(alpha_reward, alpha=-.5)])
+@pytest.mark.parametrize("reward",
+                         [KL, forward_kl_reward, alpha_reward, js_reward, chi_reward, partial(alpha_reward, alpha=-.5)])
 def test_rewards_are_finite_and_rise(reward):
     x = torch.tensor([-1e4, -100., -41., -39., -21., -19., -1., 0., 1., 20., 39., 41., 1e4], requires_grad=True)
     y = reward(x)
@@ -136,11 +147,13 @@ def test_chipo_by_hand():
     x = u[:1].clone().requires_grad_()
     (free, m), (clipped, n) = at(math.inf), at(1.)
     gap = 1.5 + 2*math.log(2)
-    assert_close([free.item(), clipped.item()], [math.log1p(math.exp(-gap)), math.log1p(math.exp(-2))], rtol=1e-6, atol=0)
+    assert_close([free.item(), clipped.item()], [math.log1p(math.exp(-gap)), math.log1p(math.exp(-2))], rtol=1e-6,
+                 atol=0)
     assert_close(torch.autograd.grad(free, x)[0].item(), -3/(1 + math.exp(gap)), rtol=1e-5, atol=0) # dφ/dlog u = u + 1
     assert torch.autograd.grad(clipped, x)[0] == 0 and (float(m["clip_frac"]), float(n["clip_frac"])) == (0, 1)
     assert_close(chipo_loss(*FOUR, max_reward=math.inf)[0], f_dpo_loss(*FOUR, divergence=chi_reward)[0])
-    with pytest.raises(ValueError, match="max_reward is -1; it is above 0, math.inf for no clipping"): chipo_loss(*FOUR, max_reward=-1)
+    with pytest.raises(ValueError, match="max_reward is -1; it is above 0, math.inf for no clipping"):
+        chipo_loss(*FOUR, max_reward=-1)
 
 
 def test_chi_is_the_derivative_of_its_divergence(): # f(u) = ½(u − 1)² + u·log u, up to a constant
@@ -161,18 +174,21 @@ def test_ld_logprobs():
     assert_close(ld_logprobs(lp, mask, shared), ld_logprobs(lp, mask, shared, alpha=.5), rtol=0, atol=0)
     assert_close(ld_logprobs(lp, mask, mask.sum(1), alpha=.1), sequence_logprobs(lp, mask))
     assert {"mask", "padding", "filler", "empty"} <= set(check_estimator(ld_logprobs, dict(shared=shared)))
-    with pytest.raises(ValueError, match=r"ld_logprobs: shared is \[1\], mask\[:, 0\] is \[16\]"): ld_logprobs(lp, mask, shared[:1])
+    with pytest.raises(ValueError, match=r"ld_logprobs: shared is \[1\], mask\[:, 0\] is \[16\]"):
+        ld_logprobs(lp, mask, shared[:1])
 
 
 def test_wpo_weights():
     z = torch.randn(3, 5, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
-    ids, mask = torch.arange(15).reshape(3, 5) % 11, torch.tensor([[True, True, False, False, True], [False]*5, [True]*5])
+    ids, mask = torch.arange(15).reshape(3,
+                                         5) % 11, torch.tensor([[True, True, False, False, True], [False]*5, [True]*5])
     lp, squares = z.log_softmax(-1).gather(-1, ids[..., None])[..., 0], z.softmax(-1).square().sum(-1)
     w, p = wpo_weights(lp, squares, mask), z.softmax(-1).detach()
     assert not w.requires_grad
     for b in (0, 2):
         on = [t for t in range(5) if mask[b, t]]
-        assert_close(w[b].item(), math.exp(sum(math.log(p[b, t, ids[b, t]]/p[b, t].square().sum()) for t in on)/len(on)))
+        assert_close(w[b].item(),
+                     math.exp(sum(math.log(p[b, t, ids[b, t]]/p[b, t].square().sum()) for t in on)/len(on)))
     assert w[1] == 0
     assert "empty" in check_estimator(wpo_weights, dict(sum_pi_squared=(-COLS["entropy"]).exp()))
 
@@ -224,17 +240,20 @@ def test_reference_free_relatives():
     assert_close(cpo_loss(c, r, nll_coef=0.)[0], dpo_loss(c, r, zero, zero)[0])
     assert_close(cpo_loss(c, r, nll_coef=.3)[0], dpo_loss(c, r, zero, zero)[0] - .3*c.mean())
     assert_close(alphapo_loss(c, r, alpha=0.)[0], simpo_loss(c, r)[0])
-    assert_close(alphapo_loss(c, r, gamma=0., alpha=.7)[0], f_dpo_loss(c, r, zero, zero, divergence=partial(alpha_reward, alpha=.7), beta=2.)[0])
+    assert_close(alphapo_loss(c, r, gamma=0., alpha=.7)[0],
+                 f_dpo_loss(c, r, zero, zero, divergence=partial(alpha_reward, alpha=.7), beta=2.)[0])
     assert_close(tpo_loss(c, r, c, beta=.1)[0], cpo_loss(c, r)[0])
     assert_close(tpo_loss(c, r, zero, beta=2., gamma=1.)[0], simpo_loss(c, r)[0])
     assert_close(orpo_loss(c, r, odds_coef=0.)[0], -c.mean())
-    assert_close(orpo_loss(c-30, r-30)[0], 30 - c.mean() + .1*dpo_loss(c, r, zero, zero, beta=1.)[0], rtol=1e-9, atol=0) # odds of the unlikely are probabilities
+    # odds of the unlikely are probabilities
+    assert_close(orpo_loss(c-30, r-30)[0], 30 - c.mean() + .1*dpo_loss(c, r, zero, zero, beta=1.)[0], rtol=1e-9, atol=0)
     assert_close(hinge_loss(c, r, zero, zero)[0], torch.relu(1-.1*(c-r)).mean())
 
 
 def test_the_nll_is_that_of_the_whole_answer_and_trls_a_composition():
     "One pair of 100 tokens: the paper's NLL pulls by 1 a nat, TRL's (a token mean) by a hundredth."
-    tokens, mask = torch.stack([torch.full((101,), -1.), torch.full((101,), -1.02)]).double().requires_grad_(), torch.ones(2, 101, dtype=torch.bool)
+    tokens, mask = (torch.stack([torch.full((101,), -1.), torch.full((101,), -1.02)]).double().requires_grad_(),
+                    torch.ones(2, 101, dtype=torch.bool))
     mask[:, 0] = False
     c, r = sequence_logprobs(tokens, mask).split(1)
     def pull(loss): return -torch.autograd.grad(loss, tokens, retain_graph=True)[0][0, 1:].mean().item()
@@ -252,7 +271,8 @@ def test_means_are_said_first(name):
     source = inspect.getsource(getattr(LOSSES[name][0], "func", LOSSES[name][0]))
     for what in ("chosen", "rejected"):
         line = next(x for x in source.splitlines() if x.strip().startswith(f"{what}:"))
-        assert line.split("# ")[1].startswith("mean log-prob per token, masked_mean(logprobs, mask, dim=-1); not the sum"), line
+        assert line.split("# ")[1].startswith(
+            "mean log-prob per token, masked_mean(logprobs, mask, dim=-1); not the sum"), line
 
 
 @every_loss
@@ -260,7 +280,8 @@ def test_a_rejected_answer_of_log_prob_minus_infinity_is_settled(name):
     f, args, _ = LOSSES[name]
     if name == "aot": f = partial(f, label_smoothing=0.)
     def at(x, dtype=torch.float64):
-        xs = [torch.tensor([-1.]).to(dtype).requires_grad_(), torch.tensor([x]).to(dtype).requires_grad_(), *(torch.tensor([-1.2]).to(dtype) for _ in args[2:])]
+        xs = [torch.tensor([-1.]).to(dtype).requires_grad_(), torch.tensor([x]).to(dtype).requires_grad_(),
+              *(torch.tensor([-1.2]).to(dtype) for _ in args[2:])]
         loss = f(*xs)[0]
         return loss.detach(), torch.autograd.grad(loss, xs[:2])
     for dtype in (torch.float32, torch.float64):
@@ -317,13 +338,16 @@ def test_a_weightless_pair_is_not_there(name, fill):
 def test_compiles_to_one_graph(name):
     torch.compiler.reset()
     f, args, _ = LOSSES[name]
-    (loss, metrics), (want, expected) = torch.compile(f, fullgraph=True, backend="eager")(*args, weights=WEIGHTS, denom=40), f(*args, weights=WEIGHTS, denom=40)
+    (loss, metrics), (want, expected) = torch.compile(f, fullgraph=True, backend="eager")(
+        *args, weights=WEIGHTS, denom=40), f(*args, weights=WEIGHTS, denom=40)
     assert_close(loss, want)
     assert {k: float(m) for k, m in metrics.items()} == pytest.approx({k: float(m) for k, m in expected.items()})
 
 
-ESTIMATORS = dict(ld=(ld_logprobs, (COLS["logprobs"], COLS["mask"], COLS["mask"].sum(1)//2)), wpo=(wpo_weights, (COLS["logprobs"], (-COLS["entropy"]).exp(), COLS["mask"])),
-                  aot=(aot_matched, FOUR), alpha=(alpha_reward, FOUR[:1]), js=(js_reward, FOUR[:1]), chi=(chi_reward, FOUR[:1]))
+ESTIMATORS = dict(ld=(ld_logprobs, (COLS["logprobs"], COLS["mask"], COLS["mask"].sum(1)//2)),
+                  wpo=(wpo_weights, (COLS["logprobs"], (-COLS["entropy"]).exp(), COLS["mask"])),
+                  aot=(aot_matched, FOUR), alpha=(alpha_reward, FOUR[:1]), js=(js_reward, FOUR[:1]),
+                  chi=(chi_reward, FOUR[:1]))
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -348,7 +372,8 @@ def test_derivatives(name):
     f, args, _ = LOSSES[name]
     n = 3 if name == "tpo" else 2
     rest = [x[:6] for x in args[n:]]
-    assert torch.autograd.gradcheck(lambda *x: f(*x, *rest, weights=WEIGHTS[:6])[0], tuple(x[:6].clone().requires_grad_() for x in args[:n]))
+    assert torch.autograd.gradcheck(lambda *x: f(*x, *rest, weights=WEIGHTS[:6])[0],
+                                    tuple(x[:6].clone().requires_grad_() for x in args[:n]))
 
 
 @every_loss
@@ -360,7 +385,8 @@ def test_dtype(name, dtype):
 
 def test_the_gold_answer_is_widened_before_it_is_scaled():
     args = [x.bfloat16() for x in LOSSES["tpo"][1]]
-    assert_close(tpo_loss(*args, nll_coef=.3)[0], tpo_loss(*(x.float() for x in args), nll_coef=.3)[0], rtol=1e-6, atol=0)
+    assert_close(tpo_loss(*args, nll_coef=.3)[0], tpo_loss(*(x.float() for x in args), nll_coef=.3)[0], rtol=1e-6,
+                 atol=0)
 
 
 # -- errors
@@ -372,4 +398,5 @@ def test_shapes_are_not_broadcast(name):
     with pytest.raises(ValueError, match=rf"{who}: \w+ is \[15\], \w+ is \[16\]"): f(*args[:-1], args[-1][1:])
     if name != "aot": # whose error is DPO's
         with pytest.raises(TypeError): f(*args, WEIGHTS)
-    with pytest.raises(ValueError, match=r"\w+po_loss: chosen is \[4, 4\]; one number per pair is wanted"): f(*(x.reshape(4, 4) for x in args))
+    with pytest.raises(ValueError, match=r"\w+po_loss: chosen is \[4, 4\]; one number per pair is wanted"):
+        f(*(x.reshape(4, 4) for x in args))

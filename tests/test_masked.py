@@ -1,5 +1,6 @@
 """Laws of the masked arithmetic: one number for every cut, nothing from under the mask, errors that say what to do."""
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch.testing import assert_close
 
 from rlblocks.data.batch import Batch
-from rlblocks.arithmetic.masked import Counts, Last, Max, Mean, aggregate, divisor, masked_mean, masked_std, masked_sum, mean_of, merge, promoted, same_shape, whiten
+from rlblocks.arithmetic.masked import (Counts, Last, Max, Mean, aggregate, divisor, masked_mean, masked_std,
+                                        masked_sum, mean_of, merge, promoted, same_shape, whiten)
 from rlblocks.testing.oracles import naive_aggregate, sample_columns
 from rlblocks.losses.reward import bradley_terry_loss
 
@@ -36,9 +38,11 @@ def test_no_mask_is_a_mask_of_true(dim):
     x = ragged()[0].half().requires_grad_()
     every = torch.ones_like(x, dtype=torch.bool)
     for f in (masked_sum, masked_mean):
-        assert_close(value_and_gradient(lambda x, m: f(x, m, dim=dim), x, None), value_and_gradient(lambda x, m: f(x, m, dim=dim), x, every))  # noqa: B023
+        along = partial(f, dim=dim)
+        assert_close(value_and_gradient(along, x, None), value_and_gradient(along, x, every))
     assert_close(masked_mean(x, None, denom=7), masked_mean(x, every, denom=7))
-    assert_close([float(y) for y in vars(mean_of(x, None)).values()], [float(y) for y in vars(mean_of(x, every)).values()])
+    assert_close([float(y) for y in vars(mean_of(x, None)).values()],
+                 [float(y) for y in vars(mean_of(x, every)).values()])
     assert masked_mean(x[:0], None) == 0 and mean_of(x, None).total.dtype == torch.float32
 
 
@@ -60,7 +64,8 @@ def test_pieces_sum_to_the_whole(over, size):
     denom = 16 if over == "rows" else mask.sum()
     whole, parts = x.clone().requires_grad_(), x.clone().requires_grad_()
     loss = aggregate(whole.sin(), mask, over=over)
-    joined = sum(aggregate(p.sin(), m, over=over, denom=denom) for p,m in zip(parts.split(size), mask.split(size), strict=True))
+    joined = sum(aggregate(p.sin(), m, over=over, denom=denom)
+                 for p,m in zip(parts.split(size), mask.split(size), strict=True))
     loss.backward(), joined.backward()
     assert_close(joined, loss, atol=1e-10, rtol=1e-10)
     assert_close(parts.grad, whole.grad, atol=1e-10, rtol=1e-10)
@@ -74,11 +79,13 @@ def test_parts_of_a_batch_sum_to_its_loss(over, size):
     batch, x = Batch(**{k: cols[k] for k in ("mask", "group")}, row=torch.arange(16)), cols["advantages"]
     uncut, parts = x.clone().requires_grad_(), x.clone().requires_grad_()
     loss = aggregate(uncut.sin(), batch.mask, over=over, denom=batch)
-    joined = sum(aggregate(parts[p.row].sin()[:, :p.mask.shape[1]], p.mask, over=over, denom=p) for p in batch.parts(size))
+    joined = sum(aggregate(parts[p.row].sin()[:, :p.mask.shape[1]], p.mask, over=over, denom=p)
+                 for p in batch.parts(size))
     loss.backward(), joined.backward()
     assert_close(joined, loss, atol=1e-12, rtol=1e-12)
     assert_close(parts.grad, uncut.grad, atol=1e-12, rtol=1e-12)
-    assert_close(loss.detach(), naive_aggregate(x.sin(), batch.mask, over=over, group=batch.group), atol=1e-12, rtol=1e-12)
+    assert_close(loss.detach(), naive_aggregate(x.sin(), batch.mask, over=over, group=batch.group), atol=1e-12,
+                 rtol=1e-12)
     if over != "groups": assert_close(loss, aggregate(uncut.sin(), batch.mask, over=over))
 
 
@@ -96,19 +103,31 @@ def test_groups_need_a_batch_and_its_part():
     x, mask = ragged()
     b = Batch(mask=mask & (torch.arange(9) > 0), group=torch.arange(6) // 2)
     for denom, says in ((None, "None"), (7, "a int"), (torch.tensor(7), "a Tensor")):
-        with pytest.raises(ValueError, match=f"over='groups' divides by .* which {says} does not know; give the batch, denom=b, with a column 'group'"):
+        with pytest.raises(
+                ValueError,
+                match=f"over='groups' divides by .* which {says} does not know; give the batch, denom=b, with a column "
+                "'group'"):
             aggregate(x, mask, over="groups", denom=denom)
-    with pytest.raises(ValueError, match="a Batch does not know; give the batch, denom=b, with a column 'group'"): aggregate(x, b.mask, over="groups", denom=b.drop("group"))
-    with pytest.raises(ValueError, match="x has 2 rows, denom has 6; over='groups' takes the part that x was computed on"): aggregate(x[:2], b.mask[:2], over="groups", denom=b)
+    with pytest.raises(ValueError, match="a Batch does not know; give the batch, denom=b, with a column 'group'"):
+        aggregate(x, b.mask, over="groups", denom=b.drop("group"))
+    with pytest.raises(ValueError,
+                       match="x has 2 rows, denom has 6; over='groups' takes the part that x was computed on"):
+        aggregate(x[:2], b.mask[:2], over="groups", denom=b)
 
 
 def test_divisor_picks_the_count():
-    b = Batch(mask=torch.tensor([[False, True, True], [False, False, True]]), unit=torch.tensor([4, 4]), tied=torch.tensor([True, True]))
-    assert [divisor(b, name, None) for name in ("n_tokens", "n_rows", "n_units", "n_tied")] == [3, 2, 1, 1] and isinstance(b, Counts)
-    assert divisor(None, "n_rows", 5) == 5 and divisor(7., "n_rows", 5) == 7 and divisor(torch.tensor(0), "n_rows", 5) == 1 == divisor(None, "n_rows", 0)
-    with pytest.raises(TypeError, match=r"denom is a list, which has no n_rows; give the batch \(denom=b\)"): divisor([3], "n_rows", 5)
+    b = Batch(mask=torch.tensor([[False, True, True], [False, False, True]]), unit=torch.tensor([4, 4]),
+              tied=torch.tensor([True, True]))
+    assert [divisor(b, name, None) for name in ("n_tokens", "n_rows", "n_units", "n_tied")] == [3, 2, 1, 1]
+    assert isinstance(b, Counts)
+    assert divisor(None, "n_rows", 5) == 5 and divisor(7., "n_rows", 5) == 7
+    assert divisor(torch.tensor(0), "n_rows", 5) == 1 == divisor(None, "n_rows", 0)
+    with pytest.raises(TypeError, match=r"denom is a list, which has no n_rows; give the batch \(denom=b\)"):
+        divisor([3], "n_rows", 5)
     x, mask = ragged()
-    with pytest.raises(ValueError, match=r"x is \[6\], and of a Batch only values of tokens, .* denom=b.n_rows or denom=b.n_units"): masked_mean(x[:, 0], mask[:, 0], denom=b)
+    with pytest.raises(ValueError,
+                       match=r"x is \[6\], and of a Batch only values of tokens, .* denom=b.n_rows or denom=b.n_units"):
+        masked_mean(x[:, 0], mask[:, 0], denom=b)
 
 
 @each
@@ -160,10 +179,13 @@ def test_no_rows_and_no_columns():
 # numbers
 
 @pytest.mark.parametrize(("denom", "error", "says"), [
-    (torch.tensor([3, 4]), ValueError, r"denom is \[2\]; one number is wanted, the n_tokens of the whole optimizer step"), (torch.tensor([3]), ValueError, r"denom is \[1\]"),
-    (-3, ValueError, r"denom is -3; it divides a sum, and must be a count"), (-.5, ValueError, "denom is -0.5"), (float("nan"), ValueError, "denom is nan"), (np.float32(-1), ValueError, "denom is -1"),
-    (True, TypeError, "denom is a bool, which has no n_tokens"), (torch.tensor(True), TypeError, "denom is a Bool tensor"), (np.bool_(True), TypeError, "denom is a bool"), ("3", TypeError, "denom is a str"),
-], ids=str)
+    (torch.tensor([3, 4]), ValueError, r"\[2\]; one number is wanted, the n_tokens of the whole optimizer step"),
+    (torch.tensor([3]), ValueError, r"denom is \[1\]"),
+    (-3, ValueError, r"denom is -3; it divides a sum, and must be a count"), (-.5, ValueError, "denom is -0.5"),
+    (float("nan"), ValueError, "denom is nan"), (np.float32(-1), ValueError, "denom is -1"),
+    (True, TypeError, "denom is a bool, which has no n_tokens"),
+    (torch.tensor(True), TypeError, "denom is a Bool tensor"), (np.bool_(True), TypeError, "denom is a bool"),
+    ("3", TypeError, "denom is a str"),], ids=str)
 def test_what_is_no_count_is_refused(denom, error, says):
     x, mask = ragged()
     for f in (masked_mean, aggregate):
@@ -181,13 +203,15 @@ def test_a_count_that_changes_compiles_to_one_graph(): # a number that differs f
 def test_means_of_rows_take_no_batch():
     b = Batch(**sample_columns())
     x, mask = b.values, b.mask
-    with pytest.raises(ValueError, match="masked_mean: dim=-1 asks for several means, .* leave out dim, or denom"): masked_mean(x, mask, dim=-1, denom=b)
+    with pytest.raises(ValueError, match="masked_mean: dim=-1 asks for several means, .* leave out dim, or denom"):
+        masked_mean(x, mask, dim=-1, denom=b)
     assert_close(masked_mean(x, mask, dim=-1, denom=4), masked_sum(x, mask, dim=-1)/4)
 
 
 def test_denominators_may_be_numbers_or_tensors():
     x, mask = ragged()
-    for n in (7, 7., torch.tensor(7), torch.tensor(7.), np.int64(7), np.float32(7)): assert_close(masked_mean(x, mask, denom=n), masked_sum(x, mask)/7, check_dtype=False)
+    for n in (7, 7., torch.tensor(7), torch.tensor(7.), np.int64(7), np.float32(7)):
+        assert_close(masked_mean(x, mask, denom=n), masked_sum(x, mask)/7, check_dtype=False)
     assert_close(masked_mean(x, mask, denom=.5), masked_sum(x, mask)*2) # only 0 is replaced
 
 
@@ -280,7 +304,8 @@ def test_a_metric_costs_no_synchronisation():
 
 
 def test_merge_names_what_it_cannot_join():
-    with pytest.raises(TypeError, match="merge: 'kl' is a Mean and a Max; one key, one class"): merge(dict(kl=Mean(1)), dict(kl=Max(1)))
+    with pytest.raises(TypeError, match="merge: 'kl' is a Mean and a Max; one key, one class"):
+        merge(dict(kl=Mean(1)), dict(kl=Max(1)))
     with pytest.raises(TypeError, match="merge: 'kl' is a float; wrap it in Mean, Max or Last"): merge(dict(kl=.1))
     with pytest.raises(TypeError): Mean(1) + Max(1)
     with pytest.raises(ValueError, match=r"Mean: total is \[4\]; a metric holds one number"): Mean(torch.ones(4))
@@ -295,11 +320,16 @@ def test_errors_say_who_what_and_how_to_fix():
     x, mask = torch.zeros(4, 7), torch.ones(4, 7, dtype=torch.bool)
     my_loss(x, x, mask), my_loss(x, None, mask), my_loss(x, x, None), my_loss(x[0], x[0], mask[0])
     for args,error,text in [
-        ((x, x[:, 0], mask), ValueError, "my_loss: advantages is [4], logprobs is [4, 7]; spread row values with at_tokens(advantages, mask)"),
-        ((x[:, 0], x[:, 0], mask), ValueError, "my_loss: logprobs is [4], mask is [4, 7]; spread row values with at_tokens(logprobs, mask)"),
-        ((x[:, 0], x, None), ValueError, "my_loss: logprobs is [4], advantages is [4, 7]; spread row values with at_tokens(logprobs, mask)"),
-        ((x, x[:, 1:], mask), ValueError, "my_loss: advantages is [4, 6], logprobs is [4, 7]; they must be equal, nothing is broadcast"),
-        ((x, x, mask[:, 1:]), ValueError, "my_loss: logprobs is [4, 7], mask is [4, 6]; they must be equal, nothing is broadcast"),
+        ((x, x[:, 0], mask), ValueError,
+         "my_loss: advantages is [4], logprobs is [4, 7]; spread row values with at_tokens(advantages, mask)"),
+        ((x[:, 0], x[:, 0], mask), ValueError,
+         "my_loss: logprobs is [4], mask is [4, 7]; spread row values with at_tokens(logprobs, mask)"),
+        ((x[:, 0], x, None), ValueError,
+         "my_loss: logprobs is [4], advantages is [4, 7]; spread row values with at_tokens(logprobs, mask)"),
+        ((x, x[:, 1:], mask), ValueError,
+         "my_loss: advantages is [4, 6], logprobs is [4, 7]; they must be equal, nothing is broadcast"),
+        ((x, x, mask[:, 1:]), ValueError,
+         "my_loss: logprobs is [4, 7], mask is [4, 6]; they must be equal, nothing is broadcast"),
         ((x, x, mask.long()), TypeError, "my_loss: mask is int64; masks are Bool (mask.bool(), or mask > 0)"),
         ((x, x, x), TypeError, "my_loss: mask is float32; masks are Bool (mask.bool(), or mask > 0)"),
     ]:
@@ -315,4 +345,5 @@ def test_every_reduction_refuses_broadcasting_and_int_masks(f):
 
 
 def test_aggregate_knows_three_weightings():
-    with pytest.raises(ValueError, match="aggregate: over is 'mean'; it is 'tokens', 'rows' or 'groups'"): aggregate(torch.zeros(1, 1), torch.ones(1, 1) > 0, over="mean")
+    with pytest.raises(ValueError, match="aggregate: over is 'mean'; it is 'tokens', 'rows' or 'groups'"):
+        aggregate(torch.zeros(1, 1), torch.ones(1, 1) > 0, over="mean")

@@ -1,4 +1,5 @@
-"Best-worst pairs, XPO, Nash-MD, A*-PO: hand numbers, oracles, exact enumeration, laws, compilation, derivatives, errors (LAWS 17, 25)."
+"""Best-worst pairs, XPO, Nash-MD, A*-PO: hand numbers, oracles, exact enumeration, laws, compilation, derivatives,
+errors (LAWS 17, 25)."""
 import itertools
 import math
 from functools import partial
@@ -20,14 +21,19 @@ COLS = sample_columns(seed=0)
 FOUR = [COLS[k] for k in ("chosen", "rejected", "ref_chosen", "ref_rejected")]
 WINS, WEIGHTS = COLS["desirable"], sample_columns(seed=3)["scores"].clone().index_fill(0, torch.tensor([3, 8]), 0.)
 LOSSES = { # name → (loss, inputs, formula)
-    "xpo": (partial(xpo_loss, alpha=.2), dict(zip(("chosen", "rejected", "ref_chosen", "ref_rejected", "ref_wins"), (*FOUR, WINS), strict=True)),
+    "xpo": (partial(xpo_loss, alpha=.2),
+            dict(zip(("chosen", "rejected", "ref_chosen", "ref_rejected", "ref_wins"), (*FOUR, WINS), strict=True)),
             lambda c, r, a, b, w: math.log1p(math.exp(-.1*((c-a)-(r-b)))) + .2*(c if w else r)),
-    "nash": (nash_md_loss, dict(logprobs=FOUR[0], ref_logprobs=FOUR[2], win_prob=COLS["scores"].sigmoid()), lambda x, y, p: (.1*(x-y) - (p-.5))*x),
-    "rebel": (partial(rebel_loss, beta=.3), dict(zip(("chosen", "rejected", "ref_chosen", "ref_rejected", "score_gap"), (*FOUR, COLS["scores"]), strict=True)),
+    "nash": (nash_md_loss, dict(logprobs=FOUR[0], ref_logprobs=FOUR[2], win_prob=COLS["scores"].sigmoid()),
+             lambda x, y, p: (.1*(x-y) - (p-.5))*x),
+    "rebel": (partial(rebel_loss, beta=.3), dict(zip(("chosen", "rejected", "ref_chosen", "ref_rejected", "score_gap"),
+                                                     (*FOUR, COLS["scores"]), strict=True)),
               lambda c, r, a, b, gap: (.3*((c-a) - (r-b)) - gap)**2),
-    "qrpo": (partial(qrpo_loss, beta=.3), dict(logprobs=FOUR[0], ref_logprobs=FOUR[2], quantiles=COLS["scores"].sigmoid()),
+    "qrpo": (partial(qrpo_loss, beta=.3),
+             dict(logprobs=FOUR[0], ref_logprobs=FOUR[2], quantiles=COLS["scores"].sigmoid()),
              lambda x, y, q: (q - .3*math.log(.3*(math.exp(1/.3) - 1)) - .3*(x-y))**2),
-    "a2po": (partial(a2po_loss, beta=.3), dict(logprobs=FOUR[0], ref_logprobs=FOUR[2], advantages=COLS["scores"]), lambda x, y, A: (.3*(x-y) - A)**2),
+    "a2po": (partial(a2po_loss, beta=.3), dict(logprobs=FOUR[0], ref_logprobs=FOUR[2], advantages=COLS["scores"]),
+             lambda x, y, A: (.3*(x-y) - A)**2),
 }
 PAIRS = "xpo", "rebel"
 every_loss = pytest.mark.parametrize("name", LOSSES)
@@ -61,7 +67,8 @@ def test_best_worst_equals_a_loop(seed):
 def test_pairs_follow_their_rows(): # LAWS 25: groups by id, not by place
     scores, group = torch.randn(24, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 7
     p = torch.randperm(24, generator=torch.Generator().manual_seed(1))
-    for moved, still in zip(best_worst_pairs(scores[p], group[p]), best_worst_pairs(scores, group), strict=True): assert moved.equal(still[p])
+    for moved, still in zip(best_worst_pairs(scores[p], group[p]), best_worst_pairs(scores, group), strict=True):
+        assert moved.equal(still[p])
 
 
 def test_a_batch_of_fresh_pairs():
@@ -90,7 +97,8 @@ def test_as_closures_over_rows():
     def a2po(out, b):
         lp, ref = (sequence_logprobs(x, b.mask) for x in (out.logprobs, b.ref_logprobs))
         return a2po_loss(lp, ref, b.scores, weights=b.mask.any(1).float(), denom=b.n_rows)
-    for f in (nash, a2po): assert {"split", "filler", "mask", "empty"} <= set(check_loss(f, mean=False)) # sums: a longer answer weighs more
+    # sums: a longer answer weighs more
+    for f in (nash, a2po): assert {"split", "filler", "mask", "empty"} <= set(check_loss(f, mean=False))
 
 
 @every_loss
@@ -106,7 +114,8 @@ def test_metrics():
     _, m = LOSSES["xpo"][0](**LOSSES["xpo"][1])
     assert_close(float(m["ref_answer_logprob"]), float(torch.where(WINS, *FOUR[:2]).mean()))
     _, m = nash_md_loss(*LOSSES["nash"][1].values())
-    assert_close([float(x) for x in m.values()], [float(COLS["scores"].sigmoid().mean()), float((FOUR[0]-FOUR[2]).mean())])
+    assert_close([float(x) for x in m.values()],
+                 [float(COLS["scores"].sigmoid().mean()), float((FOUR[0]-FOUR[2]).mean())])
     _, m = a2po_loss(*LOSSES["a2po"][1].values(), beta=.3)
     assert_close([float(x) for x in m.values()], [float(.3*(FOUR[0]-FOUR[2]).mean()), float(COLS["scores"].mean())])
 
@@ -117,7 +126,8 @@ def test_xpo_without_exploration_is_dpo():
     assert_close(xpo_loss(*FOUR, WINS, alpha=0.)[0], dpo_loss(*FOUR)[0])
     x = [y.clone().requires_grad_() for y in FOUR[:2]]
     up, down = torch.autograd.grad(xpo_loss(*x, *FOUR[2:], WINS, alpha=1.)[0] - dpo_loss(*x, *FOUR[2:])[0], x)
-    assert_close(up, WINS.double()/16), assert_close(down, (~WINS).double()/16) # it lowers the reference's answer, win or lose
+    # it lowers the reference's answer, win or lose
+    assert_close(up, WINS.double()/16), assert_close(down, (~WINS).double()/16)
 
 
 def test_nash_md_follows_its_objective(): # exact enumeration of two tokens
@@ -125,20 +135,25 @@ def test_nash_md_follows_its_objective(): # exact enumeration of two tokens
         g = torch.Generator().manual_seed(seed)
         theta, ref = (1.5*torch.randn(3, 2, generator=g, dtype=torch.float64) for _ in range(2))
         P = torch.rand(4, generator=g, dtype=torch.float64)
-        def answers(theta): return torch.stack([theta.log_softmax(-1)[0, a] + theta.log_softmax(-1)[1+a, b] for a, b in itertools.product((0, 1), repeat=2)])
+        def answers(theta):
+            return torch.stack([theta.log_softmax(-1)[0, a] + theta.log_softmax(-1)[1+a, b]
+                                for a, b in itertools.product((0, 1), repeat=2)])
         theta.requires_grad_()
         lp, ref_lp = answers(theta), answers(ref)
         objective = -(lp.exp()*P).sum() + .3*(lp.exp()*(lp-ref_lp)).sum()
-        want, got = (torch.autograd.grad(x, theta, retain_graph=True)[0] for x in (objective, nash_md_loss(lp, ref_lp, P, weights=lp.exp(), beta=.3, denom=1)[0]))
+        want, got = (torch.autograd.grad(x, theta, retain_graph=True)[0]
+                     for x in (objective, nash_md_loss(lp, ref_lp, P, weights=lp.exp(), beta=.3, denom=1)[0]))
         assert_close(got, want)
 
 
 def test_nash_md_settles_where_nothing_is_to_be_gained():
-    game, ref, theta = torch.tensor([[.5, .9, .2], [.1, .5, .7], [.8, .3, .5]]).double(), torch.full((3,), -math.log(3)).double(), torch.zeros(3).double()
+    game, ref, theta = (torch.tensor([[.5, .9, .2], [.1, .5, .7], [.8, .3, .5]]).double(),
+                        torch.full((3,), -math.log(3)).double(), torch.zeros(3).double())
     for _ in range(2000):
         theta.requires_grad_()
         lp, opponent = theta.log_softmax(0), geometric_mixture(theta, ref, coef=.125).exp()
-        theta = (theta - .5*torch.autograd.grad(nash_md_loss(lp, ref, game @ opponent, weights=lp.exp().detach(), beta=.05, denom=1)[0], theta)[0]).detach()
+        theta = (theta - .5*torch.autograd.grad(nash_md_loss(lp, ref, game @ opponent, weights=lp.exp().detach(),
+                                                             beta=.05, denom=1)[0], theta)[0]).detach()
     left = game @ geometric_mixture(theta, ref, coef=.125).exp() - .05*(theta.log_softmax(0)-ref)
     assert left.std() < 1e-3 and theta.softmax(0).max() < .6
 
@@ -147,7 +162,8 @@ def test_geometric_mixture():
     mix = geometric_mixture(torch.tensor([[0., 0.]]), torch.tensor([[.9, .1]]).log())
     assert_close(mix.exp(), torch.tensor([[.75, .25]]))
     a, b = COLS["values"], COLS["old_values"]
-    assert_close(geometric_mixture(a, b, coef=0.), a.log_softmax(-1)), assert_close(geometric_mixture(a, b, coef=1.), b.log_softmax(-1))
+    assert_close(geometric_mixture(a, b, coef=0.),
+                 a.log_softmax(-1)), assert_close(geometric_mixture(a, b, coef=1.), b.log_softmax(-1))
     assert_close(geometric_mixture(a+3, b-5), geometric_mixture(a, b))
     assert not geometric_mixture(a.clone().requires_grad_(), b).requires_grad
     check_estimator(geometric_mixture, dict(logits=a, ref_logits=b))
@@ -159,7 +175,8 @@ def test_a2po_is_zero_at_the_optimum_and_sppo_at_win_probabilities():
     assert a2po_loss(ref + (r-V)/beta, ref, r-V, beta=beta)[0] < 1e-20
     c, lose, rc, rr = FOUR
     half = torch.full_like(c, .5)
-    assert_close(sppo_loss(*FOUR, beta=.1)[0], 100*(a2po_loss(c, rc, half, beta=.1)[0] + a2po_loss(lose, rr, -half, beta=.1)[0]))
+    assert_close(sppo_loss(*FOUR, beta=.1)[0],
+                 100*(a2po_loss(c, rc, half, beta=.1)[0] + a2po_loss(lose, rr, -half, beta=.1)[0]))
     assert_close(a2po_loss(c, rc, half)[0], a2po_loss(c, rc, half, beta=.001)[0], rtol=0, atol=0)
 
 
@@ -171,7 +188,8 @@ def test_rebel_is_zero_at_the_optimum_and_ipo_at_a_gap_of_half():
     assert_close(rebel_loss(*FOUR, half, beta=.3)[0], .09*ipo_loss(*FOUR, beta=.3)[0])
     assert_close(rebel_loss(*FOUR, half)[0], rebel_loss(*FOUR, half, beta=1.)[0], rtol=0, atol=0)
     c, lose, rc, rr = FOUR
-    assert_close(rebel_loss(lose, c, rr, rc, -COLS["scores"])[0], rebel_loss(*FOUR, COLS["scores"])[0]) # no order within a pair
+    # no order within a pair
+    assert_close(rebel_loss(lose, c, rr, rc, -COLS["scores"])[0], rebel_loss(*FOUR, COLS["scores"])[0])
     V, s, t = 3.7, COLS["scores"], COLS["values"][:, 0] # V* cancels: the difference of two A*-PO errors
     gap = (.2*(c-rc) - (s-V)) - (.2*(lose-rr) - (t-V))
     assert_close(rebel_loss(*FOUR, s-t, beta=.2)[0], gap.square().mean())
@@ -185,7 +203,10 @@ def test_quantile_rewards():
     assert not quantile_rewards(COLS["scores"].clone().requires_grad_(), COLS["values"]).requires_grad
     assert {"mask", "padding", "filler"} <= set(check_estimator(quantile_rewards, dict(ref_scores=COLS["values"])))
     for refs in (torch.zeros(3), torch.zeros(4, 2)):
-        with pytest.raises(ValueError, match=r"quantile_rewards: ref_scores is \[.*\], scores is \[3\]; \[B, N\] and \[B\] are wanted"): quantile_rewards(torch.zeros(3), refs)
+        with pytest.raises(
+                ValueError,
+                match=r"quantile_rewards: ref_scores is \[.*\], scores is \[3\]; \[B, N\] and \[B\] are wanted"):
+            quantile_rewards(torch.zeros(3), refs)
 
 
 @pytest.mark.parametrize("beta", [.002, .1, 1., 30.])
@@ -197,11 +218,13 @@ def test_qrpo_knows_its_partition_function(beta):
     ref = torch.full((n,), -math.log(n), dtype=torch.float64)
     assert qrpo_loss(ref + q/beta - log_z, ref, q, beta=beta)[0].sqrt() < beta/(20*(n*beta)**2) + 1e-12
     exact = beta*(math.log(beta) + 1/beta + math.log1p(-math.exp(-1/beta)))
-    assert_close(qrpo_loss(FOUR[0], FOUR[2], COLS["scores"].sigmoid(), beta=beta)[0], a2po_loss(FOUR[0], FOUR[2], COLS["scores"].sigmoid() - exact, beta=beta)[0])
+    assert_close(qrpo_loss(FOUR[0], FOUR[2], COLS["scores"].sigmoid(), beta=beta)[0],
+                 a2po_loss(FOUR[0], FOUR[2], COLS["scores"].sigmoid() - exact, beta=beta)[0])
 
 
 def test_qrpo_wants_a_positive_beta():
-    with pytest.raises(ValueError, match="qrpo_loss: beta is 0; it is above 0"): qrpo_loss(FOUR[0], FOUR[2], COLS["scores"], beta=0)
+    with pytest.raises(ValueError, match="qrpo_loss: beta is 0; it is above 0"):
+        qrpo_loss(FOUR[0], FOUR[2], COLS["scores"], beta=0)
 
 
 # -- without weight, compiled, on no device, differentiated
@@ -221,13 +244,16 @@ def test_a_weightless_row_is_not_there(name, fill):
     assert {k: float(m) for k, m in metrics.items()} == pytest.approx({k: float(m) for k, m in expected.items()})
 
 
-BLOCKS = dict(pairs=(best_worst_pairs, (COLS["scores"], COLS["group"])), mixture=(geometric_mixture, (COLS["values"], COLS["old_values"])), quantiles=(quantile_rewards, (COLS["scores"], COLS["values"])))
+BLOCKS = dict(pairs=(best_worst_pairs, (COLS["scores"], COLS["group"])),
+              mixture=(geometric_mixture, (COLS["values"], COLS["old_values"])),
+              quantiles=(quantile_rewards, (COLS["scores"], COLS["values"])))
 
 
 @pytest.mark.parametrize("name", [*LOSSES, *BLOCKS])
 def test_compiles_and_never_waits(name):
     torch.compiler.reset()
-    f, args = BLOCKS[name] if name in BLOCKS else (lambda *x: LOSSES[name][0](*x[:-1], weights=x[-1]), (*LOSSES[name][1].values(), WEIGHTS))
+    f, args = BLOCKS[name] if name in BLOCKS else (lambda *x: LOSSES[name][0](*x[:-1], weights=x[-1]),
+                                                   (*LOSSES[name][1].values(), WEIGHTS))
     first = lambda x: x[0] if isinstance(x, tuple) else x
     assert_close(first(torch.compile(f, fullgraph=True, backend="eager")(*args)), first(f(*args)))
     assert first(f(*(x.to("meta") for x in args))).is_meta
@@ -242,14 +268,16 @@ def test_derivatives(name):
         x = args[0].clone().requires_grad_()
         got, = torch.autograd.grad(f(x, *args[1:])[0], x)
         return assert_close(got, (.1*(args[0]-args[1]) - args[2] + .5)/6)
-    assert torch.autograd.gradcheck(lambda *x: f(*x, *args[n:], weights=WEIGHTS[:6])[0], tuple(x.clone().requires_grad_() for x in args[:n]))
+    assert torch.autograd.gradcheck(lambda *x: f(*x, *args[n:], weights=WEIGHTS[:6])[0],
+                                    tuple(x.clone().requires_grad_() for x in args[:n]))
 
 
 @every_loss
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_dtype(name, dtype):
     f, inputs, _ = LOSSES[name]
-    assert f(*(x.to(dtype) if x.is_floating_point() else x for x in inputs.values()))[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert f(*(x.to(dtype) if x.is_floating_point() else x
+               for x in inputs.values()))[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 # -- errors
@@ -261,12 +289,16 @@ def test_shapes_are_not_broadcast(name):
     who = getattr(f, "func", f).__name__
     with pytest.raises(ValueError, match=rf"{who}: \w+ is \[15\], \w+ is \[16\]"): f(*args, last[1:])
     with pytest.raises(TypeError): f(*args, last, WEIGHTS)
-    with pytest.raises(ValueError, match=r": \w+ is \[4, 4\]; one number per"): f(*(x.reshape(4, 4) for x in inputs.values()))
+    with pytest.raises(ValueError, match=r": \w+ is \[4, 4\]; one number per"):
+        f(*(x.reshape(4, 4) for x in inputs.values()))
 
 
 def test_pairs_want_one_score_a_row():
-    with pytest.raises(TypeError, match="best_worst_pairs: group is float32; ids are integers"): best_worst_pairs(torch.zeros(3).long(), torch.zeros(3))
-    with pytest.raises(ValueError, match=r"best_worst_pairs: scores is \[3\], group is \[2\]; one score and one id per row"): best_worst_pairs(torch.zeros(3), torch.zeros(2).long())
+    with pytest.raises(TypeError, match="best_worst_pairs: group is float32; ids are integers"):
+        best_worst_pairs(torch.zeros(3).long(), torch.zeros(3))
+    with pytest.raises(ValueError,
+                       match=r"best_worst_pairs: scores is \[3\], group is \[2\]; one score and one id per row"):
+        best_worst_pairs(torch.zeros(3), torch.zeros(2).long())
 
 
 def test_an_absent_exploration_of_an_unsayable_answer_is_nothing():
@@ -276,11 +308,13 @@ def test_an_absent_exploration_of_an_unsayable_answer_is_nothing():
 
 def test_a_round_of_online_dpo():
     "scores → best_worst_pairs → rows → unit and chosen → dpo_loss, in one piece and cut; ties neither cost nor count."
-    b = Batch(mask=torch.tensor([[False, True]]*9), lengths=torch.tensor([2]*9), group=torch.tensor([7, 4, 9]*3), scores=torch.tensor([1., 5., 2., 3., 5., 2., 2., 0., 2.]))
+    b = Batch(mask=torch.tensor([[False, True]]*9), lengths=torch.tensor([2]*9), group=torch.tensor([7, 4, 9]*3),
+              scores=torch.tensor([1., 5., 2., 3., 5., 2., 2., 0., 2.]))
     b["lp"] = torch.where((b.group == 4) & (b.scores == 5), math.log(3), 0.)
     best, worst = best_worst_pairs(b.scores, b.group)
     fresh = b[best | worst]
     fresh["unit"], fresh["chosen"] = fresh.group, best[best | worst]
     def loss(b): return dpo_loss(*pairs(b.lp, b), *(0*x for x in pairs(b.lp, b)), beta=1., denom=b.n_units)[0]
     assert fresh.n_units == 2
-    for parts in ([fresh], fresh.parts(2)): assert_close(sum(map(loss, parts)), torch.tensor((math.log(2) + math.log(4/3))/2))
+    for parts in ([fresh], fresh.parts(2)):
+        assert_close(sum(map(loss, parts)), torch.tensor((math.log(2) + math.log(4/3))/2))

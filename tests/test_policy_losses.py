@@ -1,4 +1,5 @@
-"Policy losses beyond PPO, ratio losses, selections: laws, goldens, identities, peers' formulas, compilation, no waiting, precision, errors (LAWS 1, 5, 13, 29)."
+"""Policy losses beyond PPO, ratio losses, selections: laws, goldens, identities, peers' formulas, compilation, no
+waiting, precision, errors (LAWS 1, 5, 13, 29)."""
 import inspect
 import itertools
 import math
@@ -21,12 +22,11 @@ from rlblocks.losses.answer_ratio import (
     gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, sequence_ratio, topr_loss, vespo_loss,
 )
 from rlblocks.losses.ratio import (
-    asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, on_policy_loss, reinforce_loss,
-    sapo_loss,
+    asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, on_policy_loss, reinforce_loss, sapo_loss,
 )
 from rlblocks.losses.selections import (
-    adaptive_entropy_coef, clip_cov_loss, clip_cov_mask, entropy_loss, expert_load, high_entropy_mask, kl_cov_loss, kl_cov_mask, moe_balance_loss,
-    router_z_loss, token_covariance,
+    adaptive_entropy_coef, clip_cov_loss, clip_cov_mask, entropy_loss, expert_load, high_entropy_mask, kl_cov_loss,
+    kl_cov_mask, moe_balance_loss, router_z_loss, token_covariance,
 )
 from rlblocks.testing.laws import check_estimator, check_loss
 from rlblocks.testing.oracles import sample_columns
@@ -39,19 +39,23 @@ def columns(seed=0):
     cols = sample_columns(seed=seed)
     g = torch.Generator().manual_seed(seed)
     cols["row_advantages"] = at_tokens(cols["scores"], cols["mask"])
-    cols["selected"], cols["uniform"] = torch.rand(16, 16, generator=g) < .3, torch.rand(16, 16, generator=g, dtype=torch.float64)
+    cols["selected"], cols["uniform"] = torch.rand(16, 16, generator=g) < .3, torch.rand(16, 16, generator=g,
+                                                                                         dtype=torch.float64)
     cols["router_logits"] = torch.randn(16, 16, 5, generator=g, dtype=torch.float64)
     return cols | dict(load=expert_load(cols["router_logits"], cols["mask"], top_k=2))
 
 
 COLS = columns()
-ROWS = dict(inputs=dict(advantages=COLS["row_advantages"]), denom="n_rows")    # a sequence ratio: one advantage for the row
-SELECTED, ROUTER = dict(inputs=dict(selected=COLS["selected"]), policy=False), dict(inputs={k: COLS[k] for k in ("router_logits", "load")}, denom="n_tokens")
+# a sequence ratio: one advantage for the row
+ROWS = dict(inputs=dict(advantages=COLS["row_advantages"]), denom="n_rows")
+SELECTED, ROUTER = dict(inputs=dict(selected=COLS["selected"]),
+                        policy=False), dict(inputs={k: COLS[k] for k in ("router_logits", "load")}, denom="n_tokens")
 
 
 def of_selected(loss):
     "With `selected` by position, before the mask, like the columns of other losses."
-    def by_position(logprobs, old_logprobs, advantages, selected, mask, *, denom=None, **hyper): return loss(logprobs, old_logprobs, advantages, mask, selected=selected, denom=denom, **hyper)
+    def by_position(logprobs, old_logprobs, advantages, selected, mask, *, denom=None, **hyper):
+        return loss(logprobs, old_logprobs, advantages, mask, selected=selected, denom=denom, **hyper)
     return by_position
 
 
@@ -61,21 +65,28 @@ SUBJECTS = {
     "reinforce": (reinforce_loss, {}), "reinforce rows": (partial(reinforce_loss, over="rows"), {}),
     "on_policy": (on_policy_loss, {}), "on_policy rows": (partial(on_policy_loss, over="rows"), {}),
     "cispo": (cispo_loss, {}), "cispo two-sided": (partial(cispo_loss, clip_low=.2, clip_high=.28, over="rows"), {}),
-    "dppo_tv": (partial(dppo_tv_loss, shift_high=.05), {}), "dppo_kl": (partial(dppo_kl_loss, nats_low=.02, nats_high=.01, cap=1.1, over="rows"), {}),
+    "dppo_tv": (partial(dppo_tv_loss, shift_high=.05), {}),
+    "dppo_kl": (partial(dppo_kl_loss, nats_low=.02, nats_high=.01, cap=1.1, over="rows"), {}),
     "dro": (partial(dro_loss, beta=.5), dict(policy=False)),
     "sapo": (sapo_loss, {}), "sapo tokens": (partial(sapo_loss, over="tokens", tau_pos=.5, tau_neg=3.), {}),
     "cpgd": (cpgd_loss, {}), "cpgd rows": (partial(cpgd_loss, over="rows", clip_low=.1, clip_high=.3), {}),
     "gspo": (gspo_loss, ROWS), "gspo wide": (partial(gspo_loss, clip_low=.1, clip_high=.1), ROWS),
-    "gspo_token": (partial(gspo_token_loss, clip_low=.1), dict(denom="n_rows")), "luspo": (partial(luspo_loss, clip_high=.1), ROWS | dict(policy=False)),
+    "gspo_token": (partial(gspo_token_loss, clip_low=.1), dict(denom="n_rows")),
+    "luspo": (partial(luspo_loss, clip_high=.1), ROWS | dict(policy=False)),
     "gmpo": (gmpo_loss, ROWS), "gmpo narrow": (partial(gmpo_loss, nats_low=.1, nats_high=.2), ROWS),
     "vespo": (vespo_loss, {}), "vespo rows": (partial(vespo_loss, over="rows", k_pos=1., lam_neg=.5), {}),
-    "topr": (topr_loss, {}), "topr rows": (partial(topr_loss, over="rows"), {}), "asymre": (asymre_loss, dict(policy=False)),
-    "clip_cov": (of_selected(clip_cov_loss), SELECTED), "kl_cov": (of_selected(kl_cov_loss), SELECTED), "kl_cov rows": (partial(of_selected(kl_cov_loss), over="rows", kl_coef=.1), SELECTED),
-    "entropy": (entropy_loss, {}), "entropy rows": (partial(entropy_loss, over="rows"), {}), "moe_balance": (moe_balance_loss, ROUTER), "router_z": (router_z_loss, ROUTER),
+    "topr": (topr_loss, {}), "topr rows": (partial(topr_loss, over="rows"), {}),
+    "asymre": (asymre_loss, dict(policy=False)),
+    "clip_cov": (of_selected(clip_cov_loss), SELECTED), "kl_cov": (of_selected(kl_cov_loss), SELECTED),
+    "kl_cov rows": (partial(of_selected(kl_cov_loss), over="rows", kl_coef=.1), SELECTED),
+    "entropy": (entropy_loss, {}), "entropy rows": (partial(entropy_loss, over="rows"), {}),
+    "moe_balance": (moe_balance_loss, ROUTER), "router_z": (router_z_loss, ROUTER),
 }
 every_loss = pytest.mark.parametrize("name", SUBJECTS)
-with_ratio = pytest.mark.parametrize("name", [n for n in SUBJECTS if n.split()[0] not in ("reinforce", "asymre", "on_policy", "entropy", "moe_balance", "router_z")])
-PURE = {n for n in SUBJECTS if n.split()[0] in ("dapo", "reinforce", "on_policy", "cispo", "dppo_tv", "dppo_kl", "sapo", "cpgd", "gspo", "gspo_token", "gmpo", "vespo", "topr")}
+with_ratio = pytest.mark.parametrize("name", [n for n in SUBJECTS if n.split()[0] not in (
+    "reinforce", "asymre", "on_policy", "entropy", "moe_balance", "router_z")])
+PURE = {n for n in SUBJECTS if n.split()[0] in ("dapo", "reinforce", "on_policy", "cispo", "dppo_tv", "dppo_kl", "sapo",
+                                                "cpgd", "gspo", "gspo_token", "gmpo", "vespo", "topr")}
 
 
 def arguments(name, cols=COLS, dtype=torch.float64):
@@ -104,21 +115,26 @@ def same(a, b, *cols, scale=1., **tol):
 def test_obeys_every_law(name):
     loss, options = SUBJECTS[name]
     laws = check_loss(loss, **options)
-    assert {"split", "mask", "empty", "padding", "filler", "metrics", "precision", "gradient", "purity", "permutation"} <= set(laws)
+    assert {"split", "mask", "empty", "padding", "filler", "metrics", "precision", "gradient", "purity",
+            "permutation"} <= set(laws)
     assert ({"reinforce", "scale"} <= set(laws)) == (name in PURE)
 
 
 @pytest.mark.parametrize("loss,inputs", [
-    (lambda out, b: dr_grpo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, max_tokens=16, denom=b.n_rows), {}),
-    (lambda out, b: luspo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_rows), ROWS["inputs"])], ids=["dr_grpo", "luspo"])
-def test_closures_of_those_whose_weights_do_not_sum_to_one(loss, inputs): assert "reinforce" in check_loss(loss, inputs, policy=True, mean=False)
+    (lambda out, b: dr_grpo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, max_tokens=16, denom=b.n_rows),
+     {}), (lambda out, b: luspo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_rows),
+           ROWS["inputs"])], ids=["dr_grpo", "luspo"])
+def test_closures_of_those_whose_weights_do_not_sum_to_one(loss, inputs):
+    assert "reinforce" in check_loss(loss, inputs, policy=True, mean=False)
 
 
-@pytest.mark.parametrize("name,hyper", [("token_covariance", {}), ("clip_cov_mask", dict(share=.1, least=0.)), ("kl_cov_mask", dict(share=.1)), ("high_entropy_mask", {}),
-                                        ("expert_load", dict(top_k=2))])
+@pytest.mark.parametrize("name,hyper",
+                         [("token_covariance", {}), ("clip_cov_mask", dict(share=.1, least=0.)),
+                          ("kl_cov_mask", dict(share=.1)), ("high_entropy_mask", {}), ("expert_load", dict(top_k=2))])
 def test_selections_obey_every_law(name, hyper):
     fn = getattr(selections, name)
-    assert {"mask", "empty", "permutation", "padding", "filler"} <= set(check_estimator(fn, {k: COLS[k] for k in ("uniform", "router_logits") if k in inspect.signature(fn).parameters}, **hyper))
+    assert {"mask", "empty", "permutation", "padding", "filler"} <= set(check_estimator(
+        fn, {k: COLS[k] for k in ("uniform", "router_logits") if k in inspect.signature(fn).parameters}, **hyper))
 
 
 # -- the pieces under all of them
@@ -134,7 +150,8 @@ def test_log_ratio_is_k1():
 
 
 @pytest.mark.parametrize("dual", [None, 1.5, 3.])
-def test_surrogate_by_cases_is_the_maximum(dual): # Schulman's and Ye's formulas, with the gradient of the textbook's operations
+# Schulman's and Ye's formulas, with the gradient of the textbook's operations
+def test_surrogate_by_cases_is_the_maximum(dual):
     ratio, A, mask = (COLS["logprobs"]-COLS["old_logprobs"]).mul(4).exp(), COLS["advantages"], COLS["mask"]
     def textbook(r):
         loss = torch.maximum(-r*A, -r.clamp(.9, 1.3)*A)
@@ -144,7 +161,8 @@ def test_surrogate_by_cases_is_the_maximum(dual): # Schulman's and Ye's formulas
         r = ratio.clone().requires_grad_()
         f(r).sum().backward()
         grads.append(r.grad)
-    assert_close(textbook(ratio), clipped_surrogate(ratio, A, mask, clip_low=.1, clip_high=.3, dual_clip=dual), rtol=0, atol=0)
+    assert_close(textbook(ratio), clipped_surrogate(ratio, A, mask, clip_low=.1, clip_high=.3, dual_clip=dual), rtol=0,
+                 atol=0)
     assert_close(*grads, rtol=0, atol=0)
 
 
@@ -163,7 +181,8 @@ HAND = { # (loss of log ratios, against old log-probs 0) → value, gradient
     "dapo caps at 1.28": (dapo_loss, TWO, row(1., 1.), ON2, {}, -(1.28+.5)/2, (0., -.25)),
     "dr_grpo": (dr_grpo_loss, TWO, row(1., 1.), ON2, dict(max_tokens=5), -(1.2+.5)/5, (0., -.1)),
     "cispo": (cispo_loss, TWO, row(1., -1.), ON2, dict(clip_high=.5), -(1.5*math.log(2)+.5*math.log(2))/2, (-.75, .25)),
-    "dro": (dro_loss, TWO, row(1., -1.), ON2, dict(beta=2.), (-2*math.log(2) + 2*math.log(2)**2)/2, (-.5+math.log(2), .5-math.log(2))),
+    "dro": (dro_loss, TWO, row(1., -1.), ON2, dict(beta=2.), (-2*math.log(2) + 2*math.log(2)**2)/2,
+            (-.5+math.log(2), .5-math.log(2))),
     "sapo": (sapo_loss, row(1.), row(-1.), ON1, {}, 2/1.05, (1.,)),
     "cpgd": (cpgd_loss, TWO, row(1., -1.), ON2, {}, (-math.log(1.2) + math.log(.8))/2, (0., 0.)),
     "gspo": (gspo_loss, row(1., 4.), row(-1., -1.), ON2, {}, 2., (1., 1.)),
@@ -182,17 +201,20 @@ def test_by_hand(case):
 
 
 def test_four_meanings_of_token_mean(): # LAWS 1, FEATURES B2: 2.00 by the mean of micro-batch means, 2.98 in truth
-    batches = [(torch.zeros(1, n), torch.full((1, n), -cost), torch.ones(1, n).bool()) for n, cost in ((10, 1.), (1000, 3.))]
+    batches = [(torch.zeros(1, n), torch.full((1, n), -cost), torch.ones(1, n).bool())
+               for n, cost in ((10, 1.), (1000, 3.))]
     assert sum(dapo_loss(o, o, a, m)[0] for o, a, m in batches)/2 == 2
     assert_close(sum(dapo_loss(o, o, a, m, denom=1010)[0] for o, a, m in batches), torch.tensor(2.9801980))
-    assert_close(sum(dr_grpo_loss(o, o, a, m, max_tokens=1000, denom=2)[0] for o, a, m in batches), torch.tensor(3010/2000))
+    assert_close(sum(dr_grpo_loss(o, o, a, m, max_tokens=1000, denom=2)[0] for o, a, m in batches),
+                 torch.tensor(3010/2000))
 
 
 def test_filtered_row_leaves_numerator_and_denominator(): # LAWS 13
     mask = (torch.arange(8) < 4) & torch.tensor([[True], [True], [False]])
     zero = torch.zeros(3, 8)
     for loss in (dapo_loss, gspo_loss, gspo_token_loss, gmpo_loss): assert loss(zero, zero, zero-1, mask)[0] == 1
-    assert luspo_loss(zero, zero, zero-1, mask)[0] == 4 and dr_grpo_loss(zero, zero, zero-1, mask, max_tokens=8)[0] == .5
+    assert luspo_loss(zero, zero, zero-1, mask)[0] == 4
+    assert dr_grpo_loss(zero, zero, zero-1, mask, max_tokens=8)[0] == .5
     assert reinforce_loss(zero-1, zero-1, mask)[0] == -1 and entropy_loss(zero+1, mask)[0] == -1
 
 
@@ -222,14 +244,18 @@ def test_one_loss_under_several_denominators():
 def test_special_cases_of_the_ratio():
     same(gspo_loss, gspo_token_loss, LP, OLD, AROW, MASK)
     wide = dict(clip_low=.2, clip_high=.2)
-    for loss in (gspo_loss, gspo_token_loss): same(partial(loss, **wide), partial(ppo_loss, over="rows"), LP, OLD, A, ONE)
+    for loss in (gspo_loss, gspo_token_loss):
+        same(partial(loss, **wide), partial(ppo_loss, over="rows"), LP, OLD, A, ONE)
     even = OLD + at_tokens(COLS["scores"]/9, MASK)
     same(partial(gspo_token_loss, **wide), partial(ppo_loss, over="rows"), even, OLD, A, MASK)
-    same(partial(gmpo_loss, nats_low=.2, nats_high=.3), partial(ppo_loss, clip_low=1-math.exp(-.2), clip_high=math.exp(.3)-1, over="rows"), LP, OLD, A, ONE)
+    same(partial(gmpo_loss, nats_low=.2, nats_high=.3),
+         partial(ppo_loss, clip_low=1-math.exp(-.2), clip_high=math.exp(.3)-1, over="rows"), LP, OLD, A, ONE)
     same(partial(gmpo_loss, nats_low=99., nats_high=99.), partial(gspo_loss, **FREE), LP, OLD, AROW, MASK)
     same(luspo_loss, gspo_loss, LP, OLD, at_tokens(COLS["scores"], ONE), ONE)
     assert_close(slope(cispo_loss, LP, OLD, A, MASK, clip_high=inf), slope(ppo_loss, LP, OLD, A, MASK, **FREE))
-    assert_close(slope(vespo_loss, LP, OLD, A, ONE, k_pos=1., k_neg=1., lam_pos=0., lam_neg=0.), slope(ppo_loss, LP, OLD, A, ONE, **FREE)) # φ(W) = W
+    # φ(W) = W
+    assert_close(slope(vespo_loss, LP, OLD, A, ONE, k_pos=1., k_neg=1., lam_pos=0., lam_neg=0.),
+                 slope(ppo_loss, LP, OLD, A, ONE, **FREE))
     assert_close(slope(cpgd_loss, LP, OLD, A, MASK, clip_low=1-1e-9, clip_high=inf), slope(reinforce_loss, LP, A, MASK))
     same(on_policy_loss, lambda lp, a, m: ppo_loss(lp, lp.detach(), a, m), LP, A, MASK)
 
@@ -237,9 +263,11 @@ def test_special_cases_of_the_ratio():
 def test_selected_tokens():
     none, kept = torch.zeros_like(MASK), torch.where(COLS["selected"], 0., A)
     same(lambda *x: clip_cov_loss(*x, selected=none), ppo_loss, LP, OLD, A, MASK)
-    same(lambda *x: clip_cov_loss(*x, selected=COLS["selected"]), lambda *x: ppo_loss(x[0], x[1], kept, x[3]), LP, OLD, A, MASK)
+    same(lambda *x: clip_cov_loss(*x, selected=COLS["selected"]), lambda *x: ppo_loss(x[0], x[1], kept, x[3]), LP, OLD,
+         A, MASK)
     assert_close(kl_cov_loss(LP, OLD, A, MASK, selected=none)[0], ppo_loss(LP, OLD, A, MASK, **FREE)[0])
-    extra = kl_cov_loss(LP, OLD, A, MASK, selected=COLS["selected"], kl_coef=.5, denom=7)[0] - ppo_loss(LP, OLD, A, MASK, **FREE, denom=7)[0]
+    extra = kl_cov_loss(LP, OLD, A, MASK, selected=COLS["selected"], kl_coef=.5,
+                        denom=7)[0] - ppo_loss(LP, OLD, A, MASK, **FREE, denom=7)[0]
     assert_close(extra, .5*(LP-OLD).abs()[COLS["selected"] & MASK].sum()/7)
 
 
@@ -259,16 +287,19 @@ TAU = 1 + .05*(A <= 0).double()
 
 
 PEERS = {
-    "verl gspo": (gspo_token_loss, lambda s: torch.maximum(-s*AROW, -s.clamp(1-3e-4, 1+4e-4)*AROW), lambda lp: (lp - lp.detach() + rowmean(lp-OLD).detach()).exp(), AROW),
+    "verl gspo": (gspo_token_loss, lambda s: torch.maximum(-s*AROW, -s.clamp(1-3e-4, 1+4e-4)*AROW),
+                  lambda lp: (lp - lp.detach() + rowmean(lp-OLD).detach()).exp(), AROW),
     "openrlhf gspo": (gspo_loss, lambda s: -torch.min(s*AROW, s.clamp(1-3e-4, 1+4e-4)*AROW), sequence, AROW),
     "trl sapo": (sapo_loss, lambda r: -torch.sigmoid(TAU*(r-1))*4/TAU*A, lambda lp: (lp-OLD).exp(), A),
-    "trl gmpo": (gmpo_loss, lambda x: -AROW*rowmean(torch.where(AROW > 0, x.clamp(max=.4), x.clamp(min=-.4))).exp(), lambda lp: lp-OLD, AROW),
+    "trl gmpo": (gmpo_loss, lambda x: -AROW*rowmean(torch.where(AROW > 0, x.clamp(max=.4), x.clamp(min=-.4))).exp(),
+                 lambda lp: lp-OLD, AROW),
 }
 
 
 def test_dppo_weighs_at_most_its_cap():
     p, q = row(1e-4, .6), row(1e-5, .5)
-    for loss in (dppo_tv_loss, dppo_kl_loss): assert_close(slope(loss, p.log(), q.log(), row(1., 1.), ON2, cap=3.), -row(3., 1.2)/2)
+    for loss in (dppo_tv_loss, dppo_kl_loss):
+        assert_close(slope(loss, p.log(), q.log(), row(1., 1.), ON2, cap=3.), -row(3., 1.2)/2)
 
 
 @pytest.mark.parametrize("name", ["tv", "kl"])
@@ -277,9 +308,11 @@ def test_dppo_is_verls(name): # the valid masks of its compute_policy_loss_dppo_
     far = p-q if name == "tv" else q*(OLD-LP) + (1-q)*torch.log((1-q+1e-8)/(1-p+1e-8))
     up, down = ((far <= .05), (far >= -.03)) if name == "tv" else ((far <= .05) | (p <= q), (far <= .03) | (p >= q))
     valid = torch.where(A > 0, up, down)
-    loss, kw = (dppo_tv_loss, dict(shift_low=.03, shift_high=.05)) if name == "tv" else (dppo_kl_loss, dict(nats_low=.03, nats_high=.05))
+    loss, kw = (dppo_tv_loss, dict(shift_low=.03, shift_high=.05)) if name == "tv" else (
+        dppo_kl_loss, dict(nats_low=.03, nats_high=.05))
     same(partial(loss, **kw), lambda lp, *_: (-aggregate(A*(LP-OLD).exp()*lp*valid, MASK), {}), LP, OLD, A, MASK)
-    assert float(loss(LP, OLD, A, MASK, **kw)[1]["clip_frac"]) == pytest.approx(float((~valid[MASK]).double().mean())) != 0
+    assert float(loss(LP, OLD, A, MASK,
+                      **kw)[1]["clip_frac"]) == pytest.approx(float((~valid[MASK]).double().mean())) != 0
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -294,7 +327,8 @@ def test_trl_defaults_of_gspo_and_cispo(): # FEATURES B2: (−.18, .17) for (−
     kw = dict(clip_low=.2, clip_high=.2)
     assert_close(slope(gspo_loss, lp, 0*lp, advantages, mask, **kw)[:, 0], torch.tensor([-.27, .13]))
     assert_close(slope(luspo_loss, lp, 0*lp, advantages, mask, **kw, denom=6)[:, 0], torch.tensor([-.18, 1.04/6]))
-    assert_close(slope(cispo_loss, lp, lp, advantages, mask, clip_high=-.8), .2*slope(reinforce_loss, lp, advantages, mask))
+    assert_close(slope(cispo_loss, lp, lp, advantages, mask, clip_high=-.8),
+                 .2*slope(reinforce_loss, lp, advantages, mask))
 
 
 def test_vespo_holds_the_weight_of_long_answers(): # log W within [log 1e-8, 20], or λ = 0 would give inf
@@ -314,14 +348,17 @@ def test_metrics_of_all_ratio_losses(name):
     assert_close(float(metrics["approx_kl"]), float((x.expm1()-x).mean()))
     ratio = x.exp() if name.split()[0] not in ("gspo", "gspo_token", "luspo") else sequence(LP)[MASK.any(1)]
     assert_close([float(metrics["ratio"]), float(metrics["ratio_max"])], [float(ratio.mean()), float(ratio.max())])
-    if "clip_frac" in metrics: assert float(metrics["clip_frac"]) == pytest.approx(float(metrics["clip_frac_low"]) + float(metrics["clip_frac_high"]))
+    if "clip_frac" in metrics:
+        assert float(metrics["clip_frac"]) == pytest.approx(float(metrics["clip_frac_low"])
+                                                            + float(metrics["clip_frac_high"]))
     if "clip_frac" in metrics: assert float(metrics["clip_frac"]) > 0 or name == "cispo" # a cap of 5 is far away
 
 
 @pytest.mark.parametrize("loss", [ppo_loss, cispo_loss])
 def test_a_batch_of_many_blocks(loss): # more tokens than are swept at a time, the last block smaller than the others
     g = torch.Generator().manual_seed(0)
-    old, A, mask = torch.randn(140, 1000, generator=g), torch.randn(140, 1000, generator=g), torch.rand(140, 1000, generator=g) < .7
+    old, A, mask = (torch.randn(140, 1000, generator=g), torch.randn(140, 1000, generator=g),
+                    torch.rand(140, 1000, generator=g) < .7)
     lp = (old + .5*torch.randn(140, 1000, generator=g)).requires_grad_()
     def found(denom, *cols):
         value, metrics = loss(*cols, clip_high=.3, denom=denom)
@@ -329,10 +366,13 @@ def test_a_batch_of_many_blocks(loss): # more tokens than are swept at a time, t
     whole, rows = found(9., lp, old, A, mask), [found(9., *(x[i:i+1] for x in (lp, old, A, mask))) for i in range(140)]
     assert_close(whole[:2], tuple(sum(row[k] for row in rows) for k in range(2)), rtol=1e-5, atol=1e-5)
     x = (lp.detach()-old)[mask].double()
-    wanted = dict(approx_kl=(x.expm1()-x).mean(), ratio=x.exp().mean(), ratio_max=x.exp().max(), clip_frac_high=(x.exp() > 1.3).logical_and((A[mask] > 0) | (loss is cispo_loss)).double().mean())
+    wanted = dict(approx_kl=(x.expm1()-x).mean(), ratio=x.exp().mean(), ratio_max=x.exp().max(),
+                  clip_frac_high=(x.exp() > 1.3).logical_and((A[mask] > 0) | (loss is cispo_loss)).double().mean())
     merged = merge(*(row[2] for row in rows))
-    for metrics in (whole[2], merged): assert_close([float(metrics[k]) for k in wanted], [float(y) for y in wanted.values()])
-    assert {k: float(m) for k, m in whole[2].items()} == pytest.approx({k: float(m) for k, m in merged.items()}, rel=1e-5)
+    for metrics in (whole[2], merged):
+        assert_close([float(metrics[k]) for k in wanted], [float(y) for y in wanted.values()])
+    assert {k: float(m)
+            for k, m in whole[2].items()} == pytest.approx({k: float(m) for k, m in merged.items()}, rel=1e-5)
 
 
 def test_what_a_penalty_is_written_with_has_two_derivatives(): # what the refusal sends its reader to
@@ -347,9 +387,11 @@ def test_what_a_penalty_is_written_with_has_two_derivatives(): # what the refusa
 @pytest.mark.parametrize("size", [1e-2, 1e-3, 1e-4, 1e-5])
 def test_approx_kl_keeps_its_digits(loss, size): # x²/2 of small x, in float32: Σ(ρ−1) − Σx would have none of them
     g = torch.Generator().manual_seed(0)
-    x, A, mask = size*torch.randn(70, 1000, generator=g), torch.randn(70, 1000, generator=g), torch.rand(70, 1000, generator=g) < .7
+    x, A, mask = (size*torch.randn(70, 1000, generator=g), torch.randn(70, 1000, generator=g),
+                  torch.rand(70, 1000, generator=g) < .7)
     exact = x[mask].double()
-    assert float(loss(x, torch.zeros_like(x), A, mask)[1]["approx_kl"]) == pytest.approx(float((exact.expm1()-exact).mean()), rel=1e-3)
+    assert float(loss(x, torch.zeros_like(x), A,
+                      mask)[1]["approx_kl"]) == pytest.approx(float((exact.expm1()-exact).mean()), rel=1e-3)
 
 
 def test_topr_tapers_bad_answers_only():
@@ -371,7 +413,8 @@ def test_asymre_shifts_the_baseline():
 
 
 def naive_adaptive_clip(lp, old, A, mask, share, lows, highs, step):
-    pairs = [(math.exp(p-q), a) for p, q, a, m in zip(*(x.flatten().tolist() for x in (lp, old, A, mask)), strict=True) if m]
+    pairs = [(math.exp(p-q), a)
+             for p, q, a, m in zip(*(x.flatten().tolist() for x in (lp, old, A, mask)), strict=True) if m]
     (low, least), (high, most) = lows, highs
     def reached():
         good, bad = sum(min(r, 1+high)*a for r, a in pairs if a > 0), sum(max(r, 1-low)*-a for r, a in pairs if a < 0)
@@ -398,30 +441,39 @@ def test_adaptive_clip_ends_at_its_bounds():
     for i in range(3): # a NaN compares as False: the widest interval, and no word
         broken = [x.clone() for x in (LP, OLD, A)]
         broken[i][MASK] = nan
-        with pytest.raises(ValueError, match="adaptive_clip: logprobs, old_logprobs or advantages are NaN at a chosen token"): adaptive_clip(*broken, MASK)
+        with pytest.raises(ValueError,
+                           match="adaptive_clip: logprobs, old_logprobs or advantages are NaN at a chosen token"):
+            adaptive_clip(*broken, MASK)
         broken = [torch.where(MASK, x, nan) for x in (LP, OLD, A)]
         assert adaptive_clip(*broken, MASK) == adaptive_clip(LP, OLD, A, MASK)
-    with pytest.raises(ValueError, match="adaptive_clip: clip_low is .*clip_low goes down to its second number"): adaptive_clip(LP, OLD, A, MASK, clip_low=(.1, .4))
+    with pytest.raises(ValueError, match="adaptive_clip: clip_low is .*clip_low goes down to its second number"):
+        adaptive_clip(LP, OLD, A, MASK, clip_low=(.1, .4))
 
 
-def test_gmpo_bounds_each_sign_with_its_own_number(): # the paper's formula, read literally, bounds both with the upper one
+# the paper's formula, read literally, bounds both with the upper one
+def test_gmpo_bounds_each_sign_with_its_own_number():
     x = row(-1., -1.)
-    assert_close(gmpo_loss(x, 0*x, row(-1., -1.), ON2, nats_low=.1, nats_high=.4)[0], torch.tensor(math.exp(-.1)).double())
-    assert_close(gmpo_loss(-x, 0*x, row(1., 1.), ON2, nats_low=.1, nats_high=.4)[0], -torch.tensor(math.exp(.4)).double())
+    assert_close(gmpo_loss(x, 0*x, row(-1., -1.), ON2, nats_low=.1, nats_high=.4)[0],
+                 torch.tensor(math.exp(-.1)).double())
+    assert_close(gmpo_loss(-x, 0*x, row(1., 1.), ON2, nats_low=.1, nats_high=.4)[0],
+                 -torch.tensor(math.exp(.4)).double())
 
 
 def test_sequence_ratio_is_the_root_of_the_product():
-    wanted = [math.exp(float(x[m].sum()))**(1/int(m.sum())) if m.any() else 0. for x, m in zip(LP-OLD, MASK, strict=True)]
+    wanted = [math.exp(float(x[m].sum()))**(1/int(m.sum())) if m.any() else 0.
+              for x, m in zip(LP-OLD, MASK, strict=True)]
     assert_close(sequence_ratio(LP, OLD, MASK), torch.tensor(wanted).double())
 
 
 def test_published_thresholds_of_dppo():
-    defaults = {f: {k: p.default for k, p in inspect.signature(f).parameters.items()} for f in (dppo_tv_loss, dppo_kl_loss)}
+    defaults = {f: {k: p.default for k, p in inspect.signature(f).parameters.items()}
+                for f in (dppo_tv_loss, dppo_kl_loss)}
     assert defaults[dppo_tv_loss]["shift_low"] == defaults[dppo_tv_loss]["shift_high"] == .15
     assert defaults[dppo_kl_loss]["nats_low"] == defaults[dppo_kl_loss]["nats_high"] == .05
 
 
-DIFFERENTIABLE = [n for n in SUBJECTS if n.split()[0] not in ("clip_cov", "kl_cov", "entropy", "moe_balance", "router_z")]
+DIFFERENTIABLE = [n
+                  for n in SUBJECTS if n.split()[0] not in ("clip_cov", "kl_cov", "entropy", "moe_balance", "router_z")]
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
@@ -441,7 +493,8 @@ def test_transforms_of_torch_func(name): # grad, vmap over a batch of batches, j
     curve = torch.func.hessian(value)(first).reshape(first.numel(), -1)
     assert_close(along.flatten(), curve @ v.flatten())
     x, again = by_autograd(first, create_graph=True)
-    second = torch.autograd.grad((again*v).sum(), x, materialize_grads=True)[0] if again.requires_grad else torch.zeros_like(v)
+    second = torch.autograd.grad((again*v).sum(), x,
+                                 materialize_grads=True)[0] if again.requires_grad else torch.zeros_like(v)
     assert_close(second, along) # a Hessian is symmetric
 
 
@@ -453,12 +506,14 @@ def test_vespo_reports_its_weight():
     assert_close(loss, -aggregate(phi*A*LP, MASK))
 
 
-@pytest.mark.parametrize("name", ["dapo", "cpgd", "cpgd rows", "dppo_tv", "dppo_kl", "gspo", "gspo wide", "gmpo", "gmpo narrow"])
+@pytest.mark.parametrize("name", ["dapo", "cpgd", "cpgd rows", "dppo_tv", "dppo_kl", "gspo", "gspo wide", "gmpo",
+                                  "gmpo narrow"])
 def test_clip_frac_is_the_share_without_gradient(name):
     loss, _ = SUBJECTS[name]
     args = arguments(name)
     silent = slope(loss, *args) == 0
-    share = silent.all(1)[MASK.any(1)] if name.startswith("gspo") else silent[MASK] # of rows, where a row is in or out as a whole
+    # of rows, where a row is in or out as a whole
+    share = silent.all(1)[MASK.any(1)] if name.startswith("gspo") else silent[MASK]
     assert 0 < float(loss(*args)[1]["clip_frac"]) == pytest.approx(float(share.double().mean()))
 
 
@@ -467,8 +522,10 @@ def test_clip_frac_is_the_share_without_gradient(name):
 def test_covariance_by_hand():
     lp, advantages, mask = row(-1., -3., 5.), row(2., 0., nan), torch.tensor([[True, True, False]])
     assert token_covariance(lp, advantages, mask).tolist() == [[1., 1., 0.]]
-    assert_close(token_covariance(LP, A, MASK)[MASK].mean(), torch.cov(torch.stack([LP[MASK], A[MASK]]), correction=0)[0, 1])
-    assert_close(token_covariance(LP, A, MASK)[MASK], (A[MASK]-A[MASK].mean())*(LP[MASK]-LP[MASK].mean())) # verl's, with the whole's means
+    assert_close(token_covariance(LP, A, MASK)[MASK].mean(),
+                 torch.cov(torch.stack([LP[MASK], A[MASK]]), correction=0)[0, 1])
+    # verl's, with the whole's means
+    assert_close(token_covariance(LP, A, MASK)[MASK], (A[MASK]-A[MASK].mean())*(LP[MASK]-LP[MASK].mean()))
 
 
 @pytest.mark.parametrize("share", [0., 1e-9, .04, .3, 1.])
@@ -476,18 +533,23 @@ def test_number_of_selected_tokens(share):
     n, cov = int(MASK.sum()), token_covariance(LP, A, MASK)
     k = max(1, int(n*share))
     top = kl_cov_mask(LP, A, MASK, share=share)
-    assert top.sum() == k and set(cov[top].tolist()) == set(cov[MASK].topk(k).values.tolist()) and not (top & ~MASK).any()
+    assert top.sum() == k and set(cov[top].tolist()) == set(cov[MASK].topk(k).values.tolist())
+    assert not (top & ~MASK).any()
     band = (cov > .1) & (cov < 2) & MASK
     some = clip_cov_mask(LP, A, MASK, uniform=COLS["uniform"], share=share, least=.1, most=2.)
     assert some.sum() == min(k, int(band.sum())) and not (some & ~band).any()
     assert set(COLS["uniform"][some].tolist()) == set(COLS["uniform"][band].sort().values[:k].tolist())
     assert not clip_cov_mask(LP, A, MASK, uniform=COLS["uniform"], least=98., most=99.).any()
-    for nothing in (kl_cov_mask(LP, A, MASK & False), clip_cov_mask(LP, A, MASK & False, uniform=COLS["uniform"], least=-9.), high_entropy_mask(COLS["entropy"], MASK & False)): assert not nothing.any()
+    for nothing in (kl_cov_mask(LP, A, MASK & False),
+                    clip_cov_mask(LP, A, MASK & False, uniform=COLS["uniform"], least=-9.),
+                    high_entropy_mask(COLS["entropy"], MASK & False)):
+        assert not nothing.any()
 
 
 def test_ties_select_no_more_than_asked():
     ones = torch.ones(4, 4)
-    assert kl_cov_mask(-ones, ones, ones > 0, share=.25).sum() == 4 and clip_cov_mask(-ones, ones, ones > 0, uniform=0*ones, share=.25, least=-1.).sum() == 4
+    assert kl_cov_mask(-ones, ones, ones > 0, share=.25).sum() == 4
+    assert clip_cov_mask(-ones, ones, ones > 0, uniform=0*ones, share=.25, least=-1.).sum() == 4
 
 
 @pytest.mark.parametrize("share", [0., .1, .2, 1/3, .999, 1.])
@@ -507,7 +569,8 @@ def test_high_entropy_is_not_per_sequence(): # LightRFT's error
 def test_high_entropy_tokens_in_the_loss(): # Wang et al. 2025: masked tokens leave the numerator, not the count
     picked = high_entropy_mask(COLS["entropy"], MASK)
     n = MASK.sum()
-    same(lambda *x: ppo_loss(x[0], x[1], torch.where(picked, A, 0.), MASK), lambda *x: ppo_loss(x[0], x[1], A, picked, denom=n), LP, OLD, A, MASK)
+    same(lambda *x: ppo_loss(x[0], x[1], torch.where(picked, A, 0.), MASK),
+         lambda *x: ppo_loss(x[0], x[1], A, picked, denom=n), LP, OLD, A, MASK)
 
 
 def test_entropy_controller():
@@ -515,10 +578,13 @@ def test_entropy_controller():
     for H in (.1, .1, .2, .3, .3, .3, .3):
         c, used = adaptive_entropy_coef(c, H)
         seen.append((round(c, 6), round(used, 6)))
-    assert seen == [(.005, .005), (.01, .01), (.015, .015), (.01, 0.), (.005, 0.), (0., 0.), (0., 0.)]  # above the target no bonus is paid, whatever is left of c
-    assert adaptive_entropy_coef(.5, nan) == (.5, 0.) and adaptive_entropy_coef(.999, .1, most=1.) == (1., 1.) and adaptive_entropy_coef(.2, 9., target=1., step=.05, least=.18) == (.18, 0.)
+    # above the target no bonus is paid, whatever is left of c
+    assert seen == [(.005, .005), (.01, .01), (.015, .015), (.01, 0.), (.005, 0.), (0., 0.), (0., 0.)]
+    assert adaptive_entropy_coef(.5, nan) == (.5, 0.) and adaptive_entropy_coef(.999, .1, most=1.) == (1., 1.)
+    assert adaptive_entropy_coef(.2, 9., target=1., step=.05, least=.18) == (.18, 0.)
     entropy = entropy_loss(COLS["entropy"], MASK)[1]["entropy"]
-    assert [x for t in (9., .01) for x in adaptive_entropy_coef(.1, entropy, target=t)] == pytest.approx([.105, .105, .095, 0.])
+    assert [x for t in (9., .01)
+            for x in adaptive_entropy_coef(.1, entropy, target=t)] == pytest.approx([.105, .105, .095, 0.])
 
 
 def test_load_and_balance():
@@ -527,7 +593,8 @@ def test_load_and_balance():
     assert_close(load, hits.expand(16, 5))
     loss, metrics = moe_balance_loss(logits, load, MASK)
     assert_close(loss, 5*(hits*logits[MASK].softmax(-1).mean(0)).sum())
-    assert_close(moe_balance_loss(0*logits, expert_load(0*logits, MASK, top_k=2), MASK)[0], torch.tensor(2.).double()) # any spread at uniform p gives k
+    # any spread at uniform p gives k
+    assert_close(moe_balance_loss(0*logits, expert_load(0*logits, MASK, top_k=2), MASK)[0], torch.tensor(2.).double())
     assert float(metrics["moe_balance"]) == pytest.approx(float(loss))
     assert_close(router_z_loss(logits, MASK)[0], logits[MASK].logsumexp(-1).square().mean())
 
@@ -535,16 +602,19 @@ def test_load_and_balance():
 @pytest.mark.parametrize("masked", [False, True])
 def test_balance_is_transformers(masked):
     f = pytest.importorskip("transformers.models.mixtral.modeling_mixtral").load_balancing_loss_func
-    layers, mask = [torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(i)) for i in range(3)], torch.ones(3, 4, dtype=torch.bool)
+    layers, mask = [torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(i))
+                    for i in range(3)], torch.ones(3, 4, dtype=torch.bool)
     if masked: mask = torch.arange(4) < torch.tensor([[4], [2], [1]])
     load = torch.stack([expert_load(x, mask, top_k=2) for x in layers]).mean(0)
     ours = torch.stack([moe_balance_loss(x, load, mask)[0] for x in layers]).mean()
     assert_close(ours, f(tuple(x.reshape(-1, 6) for x in layers), 6, 2, attention_mask=mask.int() if masked else None))
 
 
-@pytest.mark.parametrize("T", [5, 16])  # 5: as many tokens as experts, where only a declared column of rows is not cut like a column of tokens
+# 5: as many tokens as experts, where only a declared column of rows is not cut like a column of tokens
+@pytest.mark.parametrize("T", [5, 16])
 def test_the_load_travels_with_the_batch(T):
-    B, layers = 16, [torch.randn(16, T, 5, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(2)]
+    B, layers = 16, [torch.randn(16, T, 5, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+                     for i in range(2)]
     lengths = torch.arange(B) % (T - 1) + 2
     exists = torch.arange(T) < lengths[:, None]
     mask = exists & (torch.arange(T) > 0)
@@ -554,18 +624,27 @@ def test_the_load_travels_with_the_batch(T):
     for i, x in enumerate(layers):
         whole = moe_balance_loss(x, batch.load[:, i], mask)[0]
         parts = [moe_balance_loss(x[b.row], b.load[:, i], b.mask, denom=b.n_tokens)[0] for b in batch.parts(2)]
-        trimmed = [moe_balance_loss(x[b.row][:, :b.width], b.load[:, i], b.mask, denom=b.n_tokens)[0] for b in (p.trim() for p in batch.parts(2))]
+        trimmed = [moe_balance_loss(x[b.row][:, :b.width], b.load[:, i], b.mask, denom=b.n_tokens)[0]
+                   for b in (p.trim() for p in batch.parts(2))]
         assert_close(sum(parts), whole), assert_close(sum(trimmed), whole)
 
 
-@pytest.mark.parametrize("loss", [lambda x, b, on, n: moe_balance_loss(x, b.load, on, denom=n), lambda x, b, on, n: router_z_loss(x, on, denom=n)], ids=["moe_balance_loss", "router_z_loss"])
+@pytest.mark.parametrize("loss", [lambda x, b, on, n: moe_balance_loss(x, b.load, on, denom=n),
+                                  lambda x, b, on, n: router_z_loss(x, on, denom=n)],
+                         ids=["moe_balance_loss", "router_z_loss"])
 def test_router_losses_count_prompts_and_refuse_a_batch(loss, request):
     lengths, at = torch.arange(16) % 15 + 2, torch.arange(16)
     exists, x = at < lengths[:, None], COLS["router_logits"]
-    b = Batch(per_row=["load"], tokens=torch.zeros(16, 16).long(), lengths=lengths, mask=exists & (at >= lengths[:, None]//2), row=torch.arange(16), load=expert_load(x, exists, top_k=2))
-    assert_close(sum(loss(x[p.row], p, exists[p.row], int(lengths.sum()))[0] for p in b.parts(2)), loss(x, b, exists, None)[0])
+    b = Batch(per_row=["load"], tokens=torch.zeros(16, 16).long(), lengths=lengths,
+              mask=exists & (at >= lengths[:, None]//2), row=torch.arange(16), load=expert_load(x, exists, top_k=2))
+    assert_close(sum(loss(x[p.row], p, exists[p.row], int(lengths.sum()))[0] for p in b.parts(2)),
+                 loss(x, b, exists, None)[0])
     for counts in (b, b.parts(2)[0]):
-        with pytest.raises(TypeError, match=request.node.callspec.id + r": denom is a \w+, which counts the tokens that the policy chose.* True in `mask` over the optimizer step"): loss(x, b, exists, counts)
+        with pytest.raises(
+                TypeError, match=request.node.callspec.id
+                + r": denom is a \w+, which counts the tokens that the policy chose.* True in `mask` over the "
+                "optimizer step"):
+            loss(x, b, exists, counts)
 
 
 def naive_selections(lp, A, uniform, H, mask, *, share, least, most):
@@ -576,7 +655,8 @@ def naive_selections(lp, A, uniform, H, mask, *, share, least, most):
     k, h = max(1, int(share*len(at))), sorted(H[i].item() for i in at)
     below, frac = divmod((1 - share)*(len(at) - 1), 1)
     least_h = h[int(below)] + frac*(h[min(int(below) + 1, len(h) - 1)] - h[int(below)])
-    return (set(sorted((i for i in at if least < cov[i] < most), key=lambda i: uniform[i].item())[:k]), set(sorted(at, key=lambda i: -cov[i])[:k]), {i for i in at if H[i].item() >= least_h})
+    return (set(sorted((i for i in at if least < cov[i] < most), key=lambda i: uniform[i].item())[:k]),
+            set(sorted(at, key=lambda i: -cov[i])[:k]), {i for i in at if H[i].item() >= least_h})
 
 
 @pytest.mark.parametrize("share", [1e-9, .07, .5, .93])
@@ -584,8 +664,10 @@ def test_selections_equal_python(share):
     for seed in range(4):
         c = columns(seed)
         x = [c[k] for k in ("logprobs", "advantages", "uniform", "entropy", "mask")]
-        got = clip_cov_mask(*x[:2], x[4], uniform=x[2], share=share, least=.05, most=2.), kl_cov_mask(*x[:2], x[4], share=share), high_entropy_mask(*x[3:], share=share)
-        for mine, want in zip(got, naive_selections(*x, share=share, least=.05, most=2.), strict=True): assert set(map(tuple, mine.nonzero().tolist())) == want
+        got = clip_cov_mask(*x[:2], x[4], uniform=x[2], share=share, least=.05,
+                            most=2.), kl_cov_mask(*x[:2], x[4], share=share), high_entropy_mask(*x[3:], share=share)
+        for mine, want in zip(got, naive_selections(*x, share=share, least=.05, most=2.), strict=True):
+            assert set(map(tuple, mine.nonzero().tolist())) == want
 
 
 # -- compiled, on no device, differentiated, in any precision
@@ -594,13 +676,17 @@ def test_selections_equal_python(share):
 def test_compiles_to_one_graph(name):
     torch.compiler.reset()
     loss, args = SUBJECTS[name][0], arguments(name)
-    (got, metrics), (want, expected) = torch.compile(loss, fullgraph=True, backend="eager")(*args, denom=40), loss(*args, denom=40)
+    (got, metrics), (want, expected) = torch.compile(loss, fullgraph=True,
+                                                     backend="eager")(*args, denom=40), loss(*args, denom=40)
     assert_close(got, want)
     assert {k: float(m) for k, m in metrics.items()} == pytest.approx({k: float(m) for k, m in expected.items()})
 
 
-BLOCKS = {"token_covariance": (token_covariance, ("logprobs", "advantages", "mask"), {}), "clip_cov_mask": (lambda lp, a, u, m, **how: clip_cov_mask(lp, a, m, uniform=u, **how), ("logprobs", "advantages", "uniform", "mask"), dict(share=.1)),
-          "kl_cov_mask": (kl_cov_mask, ("logprobs", "advantages", "mask"), dict(share=.1)), "high_entropy_mask": (high_entropy_mask, ("entropy", "mask"), {}),
+BLOCKS = {"token_covariance": (token_covariance, ("logprobs", "advantages", "mask"), {}),
+          "clip_cov_mask": (lambda lp, a, u, m, **how: clip_cov_mask(lp, a, m, uniform=u, **how),
+                            ("logprobs", "advantages", "uniform", "mask"), dict(share=.1)),
+          "kl_cov_mask": (kl_cov_mask, ("logprobs", "advantages", "mask"), dict(share=.1)),
+          "high_entropy_mask": (high_entropy_mask, ("entropy", "mask"), {}),
           "expert_load": (expert_load, ("router_logits", "mask"), dict(top_k=2))}
 
 
@@ -625,7 +711,8 @@ def test_never_waits_for_the_device(name): # a fake tensor has no values to wait
 def test_derivatives(name): # random points are away from the kinks
     first, *rest = (x[8:12] for x in arguments(name))
     f = SUBJECTS[name][0]
-    if name.split()[0] in ("on_policy", "cispo", "dppo_tv", "dppo_kl", "vespo", "topr", "gspo_token"): # a stopped gradient is no finite difference; these are proved by identities
+    # a stopped gradient is no finite difference; these are proved by identities
+    if name.split()[0] in ("on_policy", "cispo", "dppo_tv", "dppo_kl", "vespo", "topr", "gspo_token"):
         with pytest.raises(GradcheckError):
             torch.autograd.gradcheck(lambda x: f(x, *rest)[0], first.clone().requires_grad_())
     else: assert torch.autograd.gradcheck(lambda x: f(x, *rest)[0], first.clone().requires_grad_())
@@ -634,7 +721,8 @@ def test_derivatives(name): # random points are away from the kinks
 @every_loss
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_dtype(name, dtype):
-    assert SUBJECTS[name][0](*arguments(name, dtype=dtype))[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert SUBJECTS[name][0](*arguments(name, dtype=dtype))[0].dtype == (
+        torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 @every_loss
@@ -644,19 +732,22 @@ def test_nothing_chosen_is_zero_with_finite_gradient(name):
         x = first.clone().requires_grad_()
         loss, metrics = SUBJECTS[name][0](x, *rest, torch.zeros_like(mask), denom=denom)
         loss.backward()
-        assert loss == 0 and not x.grad.any() and all(math.isnan(float(m)) for k, m in metrics.items() if k != "ratio_max")
+        assert loss == 0 and not x.grad.any()
+        assert all(math.isnan(float(m)) for k, m in metrics.items() if k != "ratio_max")
 
 
 @every_loss
 @pytest.mark.parametrize("fill", [nan, inf, -inf])
 def test_what_stands_under_the_mask_is_silent(name, fill):
     *args, mask = arguments(name)
-    hole = lambda x: x.masked_fill(~mask.view(*mask.shape, *[1]*(x.ndim-2)), fill) if x.is_floating_point() and x.shape[:2] == mask.shape else x
+    hole = lambda x: x.masked_fill(~mask.view(*mask.shape, *[1]*(x.ndim-2)),
+                                   fill) if x.is_floating_point() and x.shape[:2] == mask.shape else x
     x = hole(args[0]).requires_grad_()
     loss, metrics = SUBJECTS[name][0](x, *map(hole, args[1:]), mask)
     loss.backward()
     assert_close(loss, SUBJECTS[name][0](*args, mask)[0], rtol=0, atol=0)
-    assert x.grad.isfinite().all() and not x.grad[~mask].any() and all(math.isfinite(float(m)) for m in metrics.values())
+    assert x.grad.isfinite().all() and not x.grad[~mask].any()
+    assert all(math.isfinite(float(m)) for m in metrics.values())
 
 
 @with_ratio
@@ -691,13 +782,20 @@ def test_row_values_are_not_broadcast(name):
 
 def errors():
     four = LP, OLD, A, MASK
-    yield lambda: dapo_loss(*four, clip_low=1.2), "clipped_surrogate: clip_low is 1.2, clip_high is 0.28; they are distances from ratio 1"
-    yield lambda: cpgd_loss(*four, clip_low=1.), "cpgd_loss: clip_low is 1.0, clip_high is 0.2; they are distances from ratio 1, the first below 1: its log is taken"
-    yield lambda: gmpo_loss(*four, nats_high=-.1), "gmpo_loss: nats_low is 0.4, nats_high is -0.1; they are distances from log ratio 0, in nats"
-    yield lambda: high_entropy_mask(LP, MASK, share=20.), "high_entropy_mask: share is 20.0; it is a part of the chosen tokens, within [0, 1]"
-    yield lambda: adaptive_entropy_coef(.1, .1, step=0.), "adaptive_entropy_coef: step is 0.0, least is 0.0, most is 1.0; step is positive"
+    yield (lambda: dapo_loss(*four, clip_low=1.2),
+           "clipped_surrogate: clip_low is 1.2, clip_high is 0.28; they are distances from ratio 1")
+    yield (lambda: cpgd_loss(*four, clip_low=1.),
+           "cpgd_loss: clip_low is 1.0, clip_high is 0.2; they are distances from ratio 1, the first below 1: its log "
+           "is taken")
+    yield (lambda: gmpo_loss(*four, nats_high=-.1),
+           "gmpo_loss: nats_low is 0.4, nats_high is -0.1; they are distances from log ratio 0, in nats")
+    yield (lambda: high_entropy_mask(LP, MASK, share=20.),
+           "high_entropy_mask: share is 20.0; it is a part of the chosen tokens, within [0, 1]")
+    yield (lambda: adaptive_entropy_coef(.1, .1, step=0.),
+           "adaptive_entropy_coef: step is 0.0, least is 0.0, most is 1.0; step is positive")
     yield lambda: expert_load(COLS["router_logits"], MASK, top_k=6), "expert_load: top_k is 6, there are 5 experts"
-    yield lambda: moe_balance_loss(COLS["router_logits"], COLS["load"][0], MASK), "moe_balance_loss: load is [5], wanted [16, 5]; expert_load(router_logits, mask, top_k=…)"
+    yield (lambda: moe_balance_loss(COLS["router_logits"], COLS["load"][0], MASK),
+           "moe_balance_loss: load is [5], wanted [16, 5]; expert_load(router_logits, mask, top_k=…)")
     yield lambda: kl_cov_loss(LP, OLD, A, MASK, selected=MASK[:, 1:]), "kl_cov_loss: selected is [16, 15]"
 
 
@@ -708,22 +806,26 @@ def test_errors_say_who_what_and_how(call, text):
 
 
 def test_every_loss_is_under_test():
-    there = {n for m in (policy_losses, ratio_losses, answer_ratio, selections) for n in m.__all__ if n.endswith("_loss")} - {"ppo_loss", "grpo_loss"}
+    there = {n for m in (policy_losses, ratio_losses, answer_ratio, selections)
+             for n in m.__all__ if n.endswith("_loss")} - {"ppo_loss", "grpo_loss"}
     assert there == {n.split()[0] + "_loss" for n in SUBJECTS}
 
 
-@pytest.mark.parametrize("dtypes", list(itertools.product((torch.float32, torch.float64, torch.bfloat16), repeat=3)), ids=lambda d: "-".join(str(x)[6:] for x in d))
+@pytest.mark.parametrize("dtypes", list(itertools.product((torch.float32, torch.float64, torch.bfloat16), repeat=3)),
+                         ids=lambda d: "-".join(str(x)[6:] for x in d))
 def test_columns_of_unlike_precision(dtypes):
     from rlblocks import cispo_loss, grpo_loss, sapo_loss
     g, mask = torch.Generator().manual_seed(0), torch.ones(3, 4, dtype=torch.bool)
-    lp, old, A = (x.to(d) for x, d in zip((-torch.rand(3, 4, generator=g), -torch.rand(3, 4, generator=g), torch.randn(3, 4, generator=g)), dtypes, strict=True))
+    lp, old, A = (x.to(d) for x, d in zip((-torch.rand(3, 4, generator=g), -torch.rand(3, 4, generator=g),
+                                           torch.randn(3, 4, generator=g)), dtypes, strict=True))
     def run(f, lp, *columns):
         lp.requires_grad_()
         value = f(lp, *columns, mask)[0]
         return value.double(), torch.autograd.grad(value, lp)[0].double()
     tol = 1e-2 if dtypes[0] == torch.bfloat16 else 1e-5
     for f in (ppo_loss, cispo_loss, sapo_loss, lambda *x: grpo_loss(x[0], x[1], x[1], *x[2:])):
-        (value, gradient), (want, by) = run(f, lp.clone(), old, A), run(f, lp.double().clone(), old.double(), A.double())
+        (value, gradient), (want, by) = run(f,
+                                            lp.clone(), old, A), run(f, lp.double().clone(), old.double(), A.double())
         assert_close(value, want, atol=1e-5, rtol=1e-5)
         assert_close(gradient, by, atol=tol, rtol=tol)
 
@@ -738,18 +840,24 @@ def test_cispo_counts_tokens_whose_ratio_is_cut_and_no_padding(bounds):
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
-@pytest.mark.parametrize("loss", [ppo_loss, cispo_loss, sapo_loss, gspo_loss, gmpo_loss, vespo_loss, luspo_loss, reinforce_loss, value_loss])
+@pytest.mark.parametrize("loss", [ppo_loss, cispo_loss, sapo_loss, gspo_loss, gmpo_loss, vespo_loss, luspo_loss,
+                                  reinforce_loss, value_loss])
 def test_no_rows_and_no_tokens_cost_nothing(loss, shape):
     x, mask = torch.zeros(shape, requires_grad=True), torch.zeros(shape, dtype=torch.bool)
     rest = [torch.zeros(shape)]*(1 if loss is reinforce_loss else 2)
-    value, metrics = loss(x, *rest, mask, **dict(clip_low=.2, clip_high=.2)) if loss in (gspo_loss, luspo_loss) else loss(x, *rest, mask)
-    assert value == 0 and torch.autograd.grad(value, x)[0].shape == shape and all(isinstance(float(m), float) for m in metrics.values())
+    value, metrics = loss(x, *rest, mask, **dict(clip_low=.2, clip_high=.2)) if loss in (
+        gspo_loss, luspo_loss) else loss(x, *rest, mask)
+    assert value == 0 and torch.autograd.grad(value, x)[0].shape == shape
+    assert all(isinstance(float(m), float) for m in metrics.values())
 
 
 @pytest.mark.parametrize("call, says", [
-    (lambda: cispo_loss(LP, OLD, A, MASK, clip_high=-2.), "cispo_loss: clip_low is 1.0, clip_high is -2.0"), (lambda: cispo_loss(LP, OLD, A, MASK, clip_low=1.5), "cispo_loss: clip_low is 1.5"),
-    (lambda: sapo_loss(LP, OLD, A, MASK, tau_neg=0.), "sapo_loss: tau_pos is 1.0, tau_neg is 0.0"), (lambda: dppo_kl_loss(LP, OLD, A, MASK, cap=-1.), "dppo: cap is -1.0"),
-    (lambda: dr_grpo_loss(LP, OLD, A, MASK, max_tokens=0), "dr_grpo_loss: max_tokens is 0"), (lambda: value_loss(LP, OLD, A, MASK, clip=-.2), "value_loss: clip is -0.2"),
+    (lambda: cispo_loss(LP, OLD, A, MASK, clip_high=-2.), "cispo_loss: clip_low is 1.0, clip_high is -2.0"),
+    (lambda: cispo_loss(LP, OLD, A, MASK, clip_low=1.5), "cispo_loss: clip_low is 1.5"),
+    (lambda: sapo_loss(LP, OLD, A, MASK, tau_neg=0.), "sapo_loss: tau_pos is 1.0, tau_neg is 0.0"),
+    (lambda: dppo_kl_loss(LP, OLD, A, MASK, cap=-1.), "dppo: cap is -1.0"),
+    (lambda: dr_grpo_loss(LP, OLD, A, MASK, max_tokens=0), "dr_grpo_loss: max_tokens is 0"),
+    (lambda: value_loss(LP, OLD, A, MASK, clip=-.2), "value_loss: clip is -0.2"),
     (lambda: value_loss(LP, OLD, A, MASK, huber=float("nan")), "value_loss: huber is nan")])
 def test_numbers_that_turn_a_loss_round_are_refused(call, says):
     with pytest.raises(ValueError, match=re.escape(says)): call()

@@ -1,4 +1,5 @@
-"Pair losses: hand numbers, oracles, laws, weights, identities, extremes, compilation, derivatives, errors (LAWS 1, 5, 25)."
+"""Pair losses: hand numbers, oracles, laws, weights, identities, extremes, compilation, derivatives, errors (LAWS 1,
+5, 25)."""
 import math
 from functools import partial
 
@@ -15,8 +16,8 @@ from rlblocks.losses.pairs import (
     answer_log_ratios, over_pairs, over_rows, pair_log_ratios, pair_metrics, preference_margin,
 )
 from rlblocks.losses.preference import (
-    apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, dpop_loss, exo_loss, hinge_loss,
-    ipo_loss, nca_loss, robust_dpo_loss, sppo_loss,
+    apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, dpop_loss, exo_loss, hinge_loss, ipo_loss,
+    nca_loss, robust_dpo_loss, sppo_loss,
 )
 from rlblocks.models.policy import Policy
 from rlblocks.testing.laws import check_loss
@@ -40,8 +41,10 @@ LOSSES = {
     "robust": (partial(robust_dpo_loss, beta=.3, label_smoothing=.2), lambda c, r, b: (.8*ell(c-r) - .2*ell(r-c))/.6),
     "ipo": (partial(ipo_loss, beta=.3), lambda c, r, b: ((c-r)/b - 1/(2*b))**2),
     "hinge": (partial(hinge_loss, beta=.3), lambda c, r, b: max(0., 1-(c-r))),
-    "exo": (partial(exo_loss, beta=.3, label_smoothing=.1), lambda c, r, b: sig(c-r)*math.log(sig(c-r)/.9) + sig(r-c)*math.log(sig(r-c)/.1)),
-    "discopop": (partial(discopop_loss, beta=.3, tau=.4), lambda c, r, b: sig((r-c)/.4)*ell(c-r) + sig((c-r)/.4)*math.exp(r-c)),
+    "exo": (partial(exo_loss, beta=.3, label_smoothing=.1),
+            lambda c, r, b: sig(c-r)*math.log(sig(c-r)/.9) + sig(r-c)*math.log(sig(r-c)/.1)),
+    "discopop": (partial(discopop_loss, beta=.3, tau=.4),
+                 lambda c, r, b: sig((r-c)/.4)*ell(c-r) + sig((c-r)/.4)*math.exp(r-c)),
     "dpop": (partial(dpop_loss, beta=.3, penalty=1.5), lambda c, r, b: ell(c - r - 1.5*max(0., -c))),
     "nca": (partial(nca_loss, beta=.3), lambda c, r, b: ell(c) + ell(-c)/2 + ell(-r)/2),
     "bco": (partial(bco_pair_loss, beta=.3), lambda c, r, b: ell(c) + ell(-r)),
@@ -63,7 +66,8 @@ def pair(c, r): return torch.tensor([c]), torch.tensor([r]), torch.zeros(1), tor
 @every_loss
 def test_obeys_every_law(name):
     for extra in ({}, dict(weights=some_weights().exp())):
-        assert {"split", "metrics", "precision", "gradient", "purity", "permutation"} <= set(check_loss(LOSSES[name][0], extra))
+        assert {"split", "metrics", "precision", "gradient", "purity",
+                "permutation"} <= set(check_loss(LOSSES[name][0], extra))
 
 
 @every_loss
@@ -98,8 +102,9 @@ def test_equals_oracle(name, weighted):
         f = partial(f, weights=w) if weighted else f
         assert_close(f(*lps)[0].item(), total/sum(x != 0 for *_, x in rows), rtol=1e-10, atol=0)
         assert_close(f(*lps, denom=7)[0].item(), total/7, rtol=1e-10, atol=0)
-        metrics = {k: sum(m(c, r) for c, r, x in rows if x)/sum(x != 0 for *_, x in rows) for k, m in dict(
-            margin=lambda c, r: c-r, accuracy=lambda c, r: c > r, chosen_reward=lambda c, r: c, rejected_reward=lambda c, r: r).items()}
+        metrics = {k: sum(m(c, r) for c, r, x in rows if x)/sum(x != 0 for *_, x in rows)
+                   for k, m in dict(margin=lambda c, r: c-r, accuracy=lambda c, r: c > r, chosen_reward=lambda c, r: c,
+                                    rejected_reward=lambda c, r: r).items()}
         if name == "dpop": metrics["chosen_fell"] = sum(c < 0 for c, _, x in rows if x)/sum(x != 0 for *_, x in rows)
         assert {k: float(m) for k, m in f(*lps)[1].items()} == pytest.approx(metrics, rel=1e-6)
 
@@ -109,12 +114,14 @@ def test_dpo_golden(): # margins 3 and 0
     assert_close(preference_margin(*four), torch.tensor([3., 0.]))
     loss, metrics = dpo_loss(*four, beta=1.)
     assert_close(loss, torch.tensor((.04858735 + .69314718)/2))
-    assert {k: float(m) for k, m in metrics.items()} == dict(margin=1.5, accuracy=.5, chosen_reward=1., rejected_reward=-.5)
+    assert {k: float(m)
+            for k, m in metrics.items()} == dict(margin=1.5, accuracy=.5, chosen_reward=1., rejected_reward=-.5)
 
 
 def test_defaults_are_those_of_the_papers():
     lps = columns()
-    for f, beta in ((dpo_loss, .1), (robust_dpo_loss, .1), (ipo_loss, .1), (hinge_loss, .1), (exo_loss, .1), (discopop_loss, .05), (nca_loss, .01),
+    for f, beta in ((dpo_loss, .1), (robust_dpo_loss, .1), (ipo_loss, .1), (hinge_loss, .1), (exo_loss, .1),
+                    (discopop_loss, .05), (nca_loss, .01),
                     (dpop_loss, .3), (bco_pair_loss, .1), (sppo_loss, .001), (apo_zero_loss, .1), (apo_down_loss, .1)):
         assert_close(f(*lps)[0], f(*lps, beta=beta)[0], rtol=0, atol=0)
     assert_close(dpo_loss(*lps)[0], dpo_loss(*lps, label_smoothing=0.)[0], rtol=0, atol=0)
@@ -126,12 +133,14 @@ def test_defaults_are_those_of_the_papers():
 
 # -- relatives
 
-def test_label_noise_is_a_straight_line(): # cDPO adds εx, robust DPO takes ε/(1−2ε)·x away; the mean of robust over the flips is DPO
+# cDPO adds εx, robust DPO takes ε/(1−2ε)·x away; the mean of robust over the flips is DPO
+def test_label_noise_is_a_straight_line():
     lps, swapped = columns(), [columns()[i] for i in (1, 0, 3, 2)]
     x = .1*preference_margin(*lps).mean()
     assert_close(dpo_loss(*lps, label_smoothing=.2)[0] - dpo_loss(*lps)[0], .2*x)
     assert_close(robust_dpo_loss(*lps, label_smoothing=.2)[0] - dpo_loss(*lps)[0], -.2/.6*x)
-    assert_close(.8*robust_dpo_loss(*lps, label_smoothing=.2)[0] + .2*robust_dpo_loss(*swapped, label_smoothing=.2)[0], dpo_loss(*lps)[0])
+    assert_close(.8*robust_dpo_loss(*lps, label_smoothing=.2)[0] + .2*robust_dpo_loss(*swapped, label_smoothing=.2)[0],
+                 dpo_loss(*lps)[0])
     assert_close(robust_dpo_loss(*lps, label_smoothing=0.)[0], dpo_loss(*lps)[0])
     assert_close(dpo_loss(*swapped)[0] - dpo_loss(*lps)[0], x)
 
@@ -140,12 +149,15 @@ def test_relations():
     lps = columns()
     c, r, rc, rr = lps
     assert bco_pair_loss(*lps, beta=.1)[0] > dpo_loss(*lps)[0]
-    assert_close(nca_loss(*lps, beta=.1)[0], bco_pair_loss(*lps, beta=.1)[0] + (F.softplus(.1*(c-rc)) - F.softplus(.1*(r-rr))).mean()/2)
+    assert_close(nca_loss(*lps, beta=.1)[0],
+                 bco_pair_loss(*lps, beta=.1)[0] + (F.softplus(.1*(c-rc)) - F.softplus(.1*(r-rr))).mean()/2)
     assert_close(2*sppo_loss(*lps, beta=.1)[0], ipo_loss(*lps, beta=.05)[0] + (c-rc+r-rr).square().mean())
-    assert_close(discopop_loss(*lps, beta=.3, tau=1e9)[0], (dpo_loss(*lps, beta=.3)[0] + torch.exp(-.3*preference_margin(*lps)).mean())/2)
+    assert_close(discopop_loss(*lps, beta=.3, tau=1e9)[0],
+                 (dpo_loss(*lps, beta=.3)[0] + torch.exp(-.3*preference_margin(*lps)).mean())/2)
     at = torch.tensor([math.log(9)], dtype=torch.float64, requires_grad=True)
     for f in (dpo_loss, exo_loss): # both rest at σ(x) = 1 − ε
-        assert torch.autograd.grad(f(at, *torch.zeros(3, 1).double(), beta=1., label_smoothing=.1)[0], at)[0].abs() < 1e-12
+        assert torch.autograd.grad(f(at, *torch.zeros(3, 1).double(), beta=1., label_smoothing=.1)[0],
+                                   at)[0].abs() < 1e-12
 
 
 def test_ipo_by_sums_and_by_means_differ(): # TRL and OpenRLHF, one flag: lengths 2 and 4
@@ -171,7 +183,8 @@ def test_dpop_is_dpo_until_the_chosen_answer_falls():
     x = [y.requires_grad_() for y in pair(-.1, -2.1)[:2]]
     loss, metrics = dpop_loss(*x, *torch.zeros(2, 1), beta=1., penalty=10.)
     assert_close(loss.item(), math.log1p(math.exp(-1)), rtol=1e-6, atol=0) # 2 nats apart, less 10·.1
-    assert_close(torch.stack(torch.autograd.grad(loss, x)).flatten().tolist(), [-11*sig(-1), sig(-1)], rtol=1e-5, atol=0)
+    assert_close(torch.stack(torch.autograd.grad(loss, x)).flatten().tolist(), [-11*sig(-1), sig(-1)], rtol=1e-5,
+                 atol=0)
     assert float(metrics["chosen_fell"]) == 1
 
 
@@ -179,10 +192,12 @@ def test_the_pieces_make_the_losses():
     c, r, rc, rr = columns()
     w, there = some_weights(), some_weights() != 0
     mine, other = pair_log_ratios(c, r, rc, rr, weights=w)
-    assert mine.equal(answer_log_ratios(c, rc, weights=w)) and mine.equal(torch.where(there, c-rc, 0.)) and other.equal(torch.where(there, r-rr, 0.))
+    assert mine.equal(answer_log_ratios(c, rc, weights=w)) and mine.equal(torch.where(there, c-rc, 0.))
+    assert other.equal(torch.where(there, r-rr, 0.))
     assert_close(over_pairs((mine-other).square(), weights=w), (w*(c-rc-r+rr).square()).sum()/14)
     assert over_rows(mine)/4 == over_rows(mine, denom=64) == over_pairs(mine, denom=64)
-    assert {k: float(m) for k, m in pair_metrics(mine, other, weights=w).items()} == {k: float(m) for k, m in dpo_loss(c, r, rc, rr, weights=w, beta=1.)[1].items()}
+    assert {k: float(m) for k, m in pair_metrics(mine, other, weights=w).items()} == {
+        k: float(m) for k, m in dpo_loss(c, r, rc, rr, weights=w, beta=1.)[1].items()}
 
 
 def test_a_batch_as_denom_counts_pairs():
@@ -251,7 +266,8 @@ def test_far_margins_stay_finite(name):
 @every_loss
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
 @pytest.mark.parametrize("smoothed", [True, False])
-def test_an_answer_of_log_prob_minus_infinity_has_the_loss_of_its_limit(name, which, smoothed): # a replayed support, LAWS 13
+# a replayed support, LAWS 13
+def test_an_answer_of_log_prob_minus_infinity_has_the_loss_of_its_limit(name, which, smoothed):
     f = LOSSES[name][0]
     if not smoothed and name not in ("cdpo", "robust"): return
     if not smoothed: f = partial(f, label_smoothing=0.)
@@ -277,7 +293,8 @@ def test_which_limits_are_finite():
     assert values["dpo"] == values["hinge"] == values["discopop"] == 0
     assert_close(values["exo"], -math.log(.9))
     assert values["dpop"] == 0 and all(math.isfinite(values[k]) for k in ("nca", "bco", "apo_zero", "apo_down"))
-    assert all(1e12 < sign*values[k] < 1e31 for k, sign in dict(cdpo=1, ipo=1, sppo=1, robust=-1).items()) # an infinite limit, finite here
+    # an infinite limit, finite here
+    assert all(1e12 < sign*values[k] < 1e31 for k, sign in dict(cdpo=1, ipo=1, sppo=1, robust=-1).items())
     assert robust_dpo_loss(*lps, label_smoothing=0.)[0] == 0
 
 
@@ -295,7 +312,8 @@ def test_discopop_of_an_impossible_chosen_answer(tau):
             assert loss == math.inf
             continue
         assert_close(loss.detach(), torch.tensor(5e13, dtype=dtype)) # the limit is DPO's
-        assert_close(torch.autograd.grad(loss, (c, r)), (torch.tensor([0.], dtype=dtype), torch.tensor([.05], dtype=dtype)))
+        assert_close(torch.autograd.grad(loss, (c, r)),
+                     (torch.tensor([0.], dtype=dtype), torch.tensor([.05], dtype=dtype)))
 
 
 # -- through a real policy: one gradient for every cut
@@ -354,7 +372,8 @@ def test_a_step_of_a_policy_is_one_gradient_however_cut(loss):
 def test_compiles_to_one_graph(name):
     torch.compiler.reset() # it counts all losses as one function and gives up at the ninth
     f, args = partial(LOSSES[name][0], weights=some_weights()), columns()
-    (loss, metrics), (want, expected) = torch.compile(f, fullgraph=True, backend="eager")(*args, denom=40), f(*args, denom=40)
+    (loss, metrics), (want,
+                      expected) = torch.compile(f, fullgraph=True, backend="eager")(*args, denom=40), f(*args, denom=40)
     assert_close(loss, want)
     assert {k: float(m) for k, m in metrics.items()} == pytest.approx({k: float(m) for k, m in expected.items()})
 
@@ -362,14 +381,16 @@ def test_compiles_to_one_graph(name):
 @every_loss
 def test_never_waits_for_the_device(name): # a meta tensor has no values to wait for
     for weights in (some_weights().to("meta"), None):
-        loss, metrics = LOSSES[name][0](*(x.to("meta") for x in columns()), weights=weights, denom=torch.tensor(40, device="meta"))
+        loss, metrics = LOSSES[name][0](*(x.to("meta") for x in columns()), weights=weights,
+                                        denom=torch.tensor(40, device="meta"))
         assert loss.is_meta and loss.ndim == 0 and metrics
 
 
 @every_loss
 def test_derivatives(name): # random points are away from the kink
     c, r, rc, rr = (x[:6] for x in columns(2))
-    assert torch.autograd.gradcheck(lambda c, r: LOSSES[name][0](c, r, rc, rr, weights=some_weights()[:6])[0], (c.clone().requires_grad_(), r.clone().requires_grad_()))
+    assert torch.autograd.gradcheck(lambda c, r: LOSSES[name][0](c, r, rc, rr, weights=some_weights()[:6])[0],
+                                    (c.clone().requires_grad_(), r.clone().requires_grad_()))
 
 
 @every_loss
@@ -390,7 +411,10 @@ def test_shapes_are_not_broadcast(name):
     who = f.func.__name__
     with pytest.raises(ValueError, match=rf"{who}: ref_rejected is \[15\], chosen is \[16\]"): f(*lps[:3], lps[3][1:])
     with pytest.raises(ValueError, match=rf"{who}: weights is \[1\], chosen is \[16\]"): f(*lps, weights=torch.ones(1))
-    with pytest.raises(ValueError, match=rf"{who}: chosen is \[4, 4\]; one number per pair is wanted, pairs\(sequence_logprobs\(logprobs, mask\), batch\)"):
+    with pytest.raises(
+            ValueError,
+            match=rf"{who}: chosen is \[4, 4\]; one number per pair is wanted, pairs\(sequence_logprobs\(logprobs, "
+            r"mask\), batch\)"):
         f(*(x.reshape(4, 4) for x in lps))
     with pytest.raises(TypeError): f(*lps, torch.ones(16)) # weights and numbers are keywords
 
@@ -398,4 +422,5 @@ def test_shapes_are_not_broadcast(name):
 @pytest.mark.parametrize("f", [dpo_loss, robust_dpo_loss, exo_loss])
 def test_label_smoothing_out_of_range(f):
     for bad in (-.1, .5, 1., *([0.] if f is exo_loss else [])):
-        with pytest.raises(ValueError, match=rf"{f.__name__}: label_smoothing is {bad}"): f(*columns(), label_smoothing=bad)
+        with pytest.raises(ValueError, match=rf"{f.__name__}: label_smoothing is {bad}"):
+            f(*columns(), label_smoothing=bad)

@@ -1,4 +1,5 @@
-"How judges learn: pairs, ties, lists, heads, safety labels and steps, by hand numbers, oracles, special cases, laws, compilation and errors."
+"""How judges learn: pairs, ties, lists, heads, safety labels and steps, by hand numbers, oracles, special cases,
+laws, compilation and errors."""
 import math
 from functools import partial
 
@@ -10,18 +11,8 @@ from torch.testing import assert_close
 from rlblocks.data.batch import Batch, pairs
 from rlblocks.arithmetic.masked import aggregate
 from rlblocks.losses.reward import (
-    bradley_terry_loss,
-    centering_loss,
-    davidson_loss,
-    generative_scores,
-    hps_loss,
-    multi_head_loss,
-    plackett_luce_loss,
-    process_reward_loss,
-    rao_kupper_loss,
-    rating_loss,
-    safety_loss,
-    tie_loss,
+    bradley_terry_loss, centering_loss, davidson_loss, generative_scores, hps_loss, multi_head_loss, plackett_luce_loss,
+    process_reward_loss, rao_kupper_loss, rating_loss, safety_loss, tie_loss,
 )
 from rlblocks.testing.laws import check_estimator, check_loss
 from rlblocks.testing.oracles import sample_columns
@@ -34,10 +25,14 @@ def columns(seed=0):
     lists = torch.rand(16, 5, generator=g) > .3
     lists[3] = False # a unit of nothing
     return dict(
-        chosen=cols["chosen"], rejected=cols["rejected"], margin=noise(16).abs(), tied=torch.randperm(16, generator=g) % 3 == 0,
-        scores=noise(16, 5), preference=noise(16, 5).softmax(-1), ranks=torch.randint(0, 4, (16, 5), generator=g), lists=lists,
-        first=noise(16, 5), second=noise(16, 5), prefer=torch.randint(0, 3, (16, 5), generator=g).double()/2, ratings=noise(16, 5),
-        unsafe=torch.randperm(16, generator=g) % 2 == 0, logits=noise(16, 16, 3), hard=torch.randint(0, 3, (16, 16), generator=g),
+        chosen=cols["chosen"], rejected=cols["rejected"], margin=noise(16).abs(),
+        tied=torch.randperm(16, generator=g) % 3 == 0,
+        scores=noise(16, 5), preference=noise(16, 5).softmax(-1), ranks=torch.randint(0, 4, (16, 5), generator=g),
+        lists=lists,
+        first=noise(16, 5), second=noise(16, 5), prefer=torch.randint(0, 3, (16, 5), generator=g).double()/2,
+        ratings=noise(16, 5),
+        unsafe=torch.randperm(16, generator=g) % 2 == 0, logits=noise(16, 16, 3),
+        hard=torch.randint(0, 3, (16, 16), generator=g),
         soft=noise(16, 16, 3).softmax(-1), mask=cols["mask"])
 
 
@@ -53,12 +48,15 @@ LOSSES = {
     "tie": (tie_loss, dict(chosen="chosen", rejected="rejected", tied="tied"), PAIR),
     "hps": (hps_loss, dict(scores="scores", preference="preference", mask="lists"), ("scores",)),
     "plackett_luce": (plackett_luce_loss, dict(scores="scores", ranks="ranks", mask="lists"), ("scores",)),
-    "multi_head": (multi_head_loss, dict(first="first", second="second", prefer="prefer", mask="lists"), ("first", "second")),
+    "multi_head": (multi_head_loss, dict(first="first", second="second", prefer="prefer", mask="lists"),
+                   ("first", "second")),
     "rating": (rating_loss, dict(scores="scores", ratings="ratings", mask="lists"), ("scores",)),
-    "safety": (safety_loss, dict(riskier="chosen", safer="rejected", riskier_unsafe="tied", safer_unsafe="unsafe"), ("riskier", "safer")),
+    "safety": (safety_loss, dict(riskier="chosen", safer="rejected", riskier_unsafe="tied", safer_unsafe="unsafe"),
+               ("riskier", "safer")),
     "process hard": (process_reward_loss, dict(logits="logits", labels="hard", mask="mask"), ("logits",)),
     "process soft": (process_reward_loss, dict(logits="logits", labels="soft", mask="mask"), ("logits",)),
-    "process rows": (partial(process_reward_loss, over="rows"), dict(logits="logits", labels="soft", mask="mask"), ("logits",)),
+    "process rows": (partial(process_reward_loss, over="rows"), dict(logits="logits", labels="soft", mask="mask"),
+                     ("logits",)),
 }
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
@@ -91,7 +89,8 @@ def test_derivatives(name):
 def test_compiles_to_one_graph_and_never_waits(name):
     f, args = arguments(name)
     torch.compiler.reset()
-    (loss, metrics), (want, expected) = torch.compile(f, fullgraph=True, backend="eager")(**args, denom=7), f(**args, denom=7)
+    (loss, metrics), (want,
+                      expected) = torch.compile(f, fullgraph=True, backend="eager")(**args, denom=7), f(**args, denom=7)
     assert_close(loss, want)
     assert {k: float(m) for k, m in metrics.items()} == pytest.approx({k: float(m) for k, m in expected.items()})
     assert f(**{k: x.to("meta") for k, x in args.items()})[0].is_meta
@@ -119,7 +118,8 @@ def test_nothing_is_broadcast(name):
     f, args = arguments(name)
     who = getattr(f, "func", f).__name__
     for k in args:
-        with pytest.raises(ValueError, match=f"{who}: .*nothing is broadcast|{who}: .*at_tokens"): f(**args | {k: args[k][:, :-1] if args[k].ndim > 1 else args[k][:-1]})
+        with pytest.raises(ValueError, match=f"{who}: .*nothing is broadcast|{who}: .*at_tokens"):
+            f(**args | {k: args[k][:, :-1] if args[k].ndim > 1 else args[k][:-1]})
 
 
 @every_loss
@@ -144,7 +144,8 @@ def test_weights_of_pairs(name):
     w = COLS["margin"].clone().index_fill(0, torch.tensor([3, 8]), 0.)
     check_loss(f, args | dict(weights=w.exp()), wrt=wrt)
     kept = w != 0
-    junk = {k: torch.where(kept, x, math.nan).requires_grad_(k in wrt) if x.is_floating_point() else x for k, x in args.items()}
+    junk = {k: torch.where(kept, x, math.nan).requires_grad_(k in wrt) if x.is_floating_point() else x
+            for k, x in args.items()}
     loss, metrics = f(**junk, weights=w)
     grads = torch.autograd.grad(loss, [junk[k] for k in wrt])
     each = torch.stack([f(**{k: x[i:i+1] for k, x in args.items()}, denom=1)[0] for i in range(16)])
@@ -169,19 +170,22 @@ def test_bradley_terry_by_hand():
     loss.backward()
     assert_close(loss.item(), (math.log(4/3)+math.log(4))/2)
     assert_close([c.grad, r.grad], [torch.tensor([-1., -3.])/8, torch.tensor([1., 3.])/8])
-    assert {k: float(m) for k, m in metrics.items()} == pytest.approx(dict(accuracy=.5, margin=0, chosen_score=math.log(3)/2, rejected_score=math.log(3)/2))
+    assert {k: float(m) for k, m in metrics.items()} == pytest.approx(
+        dict(accuracy=.5, margin=0, chosen_score=math.log(3)/2, rejected_score=math.log(3)/2))
     assert_close(bradley_terry_loss(c, r, margin=torch.tensor([math.log(3), -math.log(3)]))[0].item(), math.log(2))
 
 
 def test_the_margin_is_data():
     m = COLS["margin"].clone().requires_grad_()
-    assert bradley_terry_loss(COLS["chosen"].clone().requires_grad_(), COLS["rejected"], margin=m)[0].backward() is None and m.grad is None
+    assert bradley_terry_loss(COLS["chosen"].clone().requires_grad_(), COLS["rejected"], margin=m)[0].backward() is None
+    assert m.grad is None
 
 
 def test_bradley_terry_does_not_overflow(): # log(1 + e^(r − c)) as typed is infinite from 89 on, C-O13
     for margin in (None, COLS["margin"]):
         got = bradley_terry_loss(COLS["chosen"], COLS["rejected"], margin=margin, denom=3)[0]
-        assert_close(got, torch.log1p((COLS["rejected"] - COLS["chosen"] + (0 if margin is None else margin)).exp()).sum()/3)
+        assert_close(got,
+                     torch.log1p((COLS["rejected"] - COLS["chosen"] + (0 if margin is None else margin)).exp()).sum()/3)
     for gap in (89., 1e4, 1e30):
         c = torch.tensor([0.], requires_grad=True)
         loss = bradley_terry_loss(c, torch.tensor([gap]))[0]
@@ -200,10 +204,12 @@ def counted(kind):
     "A batch of 6 rows in 3 units, its loss with `denom`, and what that loss counts."
     g = torch.Generator().manual_seed(0)
     mask = torch.tensor([[False, True, True]]*6)
-    b = Batch(per_row=("marks", "ratings", "marked"), mask=mask, lengths=torch.full((6,), 3), unit=torch.arange(6)//2, chosen=torch.arange(6) % 2 == 0,
-              score=torch.randn(6, generator=g).double(), tied=torch.tensor([False, False, True, True, True, True]), marks=torch.randn(6, 2, generator=g).double(),
-              ratings=torch.randn(6, 2, generator=g).double(), marked=torch.tensor([[True, False]]*5 + [[True, True]]), z=torch.randn(6, 3, 2, generator=g).double(),
-              labels=torch.zeros(6, 3, dtype=torch.long), steps=mask & (torch.arange(6) != 1)[:, None] & (torch.arange(3) > 1))
+    b = Batch(per_row=("marks", "ratings", "marked"), mask=mask, lengths=torch.full((6,), 3), unit=torch.arange(6)//2,
+              chosen=torch.arange(6) % 2 == 0, score=torch.randn(6, generator=g).double(),
+              tied=torch.tensor([False, False, True, True, True, True]), marks=torch.randn(6, 2, generator=g).double(),
+              ratings=torch.randn(6, 2, generator=g).double(), marked=torch.tensor([[True, False]]*5 + [[True, True]]),
+              z=torch.randn(6, 3, 2, generator=g).double(), labels=torch.zeros(6, 3, dtype=torch.long),
+              steps=mask & (torch.arange(6) != 1)[:, None] & (torch.arange(3) > 1))
     loss = dict(
         tied=lambda b, denom: tie_loss(*pairs(b.score, b), pairs(b.tied, b)[0], denom=denom),
         marked=lambda b, denom: rating_loss(b.marks, b.ratings, b.marked, denom=denom),
@@ -230,7 +236,8 @@ def test_solutions_with_a_judged_step_are_given_as_a_number():
     b, _, _ = counted("steps")
     def loss(b, denom): return process_reward_loss(b.z, b.labels, b.steps, over="rows", denom=denom)[0]
     assert_close(sum(loss(part, 5) for part in b.parts(3)), loss(b, None))
-    with pytest.raises(TypeError, match="process_reward_loss: over='rows' divides by solutions with a judged step"): loss(b, b)
+    with pytest.raises(TypeError, match="process_reward_loss: over='rows' divides by solutions with a judged step"):
+        loss(b, b)
 
 
 def test_centering_by_hand():
@@ -241,7 +248,8 @@ def test_centering_by_hand():
 
 
 @pytest.mark.parametrize("gap", [-40., -3., 0., .7, 40.])
-@pytest.mark.parametrize("f", [partial(rao_kupper_loss, theta=3.), partial(davidson_loss, nu=.4)], ids=["rao_kupper", "davidson"])
+@pytest.mark.parametrize("f", [partial(rao_kupper_loss, theta=3.), partial(davidson_loss, nu=.4)],
+                         ids=["rao_kupper", "davidson"])
 def test_win_tie_and_loss_have_probability_1(f, gap):
     c, r, no = torch.tensor([gap]).double(), torch.zeros(1).double(), torch.tensor([False])
     win, lose, tie = (f(*x)[0].neg().exp() for x in ((c, r, no), (r, c, no), (c, r, ~no)))
@@ -258,7 +266,8 @@ def test_shares_of_ties_among_equals():
 
 def test_decided_pairs_are_bradley_terry():
     c, r, no = COLS["chosen"], COLS["rejected"], torch.zeros(16, dtype=torch.bool)
-    assert_close(rao_kupper_loss(c, r, no, theta=2.)[0], bradley_terry_loss(c, r, margin=torch.full_like(c, math.log(2)))[0], rtol=0, atol=0)
+    assert_close(rao_kupper_loss(c, r, no, theta=2.)[0],
+                 bradley_terry_loss(c, r, margin=torch.full_like(c, math.log(2)))[0], rtol=0, atol=0)
     assert_close(davidson_loss(c, r, no, nu=1e-13)[0], bradley_terry_loss(c, r)[0])
 
 
@@ -266,11 +275,13 @@ def test_ties_are_neither_right_nor_wrong():
     c, r, tied = torch.tensor([1., 0., 5.]), torch.tensor([0., 2., 0.]), torch.tensor([False, False, True])
     for f in (partial(rao_kupper_loss, theta=2.), partial(davidson_loss, nu=1.)):
         metrics = f(c, r, tied)[1]
-        assert float(metrics["accuracy"]) == .5 and float(metrics["margin"]) == -.5 and float(metrics["chosen_score"]) == 2
+        assert float(metrics["accuracy"]) == .5 and float(metrics["margin"]) == -.5
+        assert float(metrics["chosen_score"]) == 2
 
 
 def test_tie_loss_counts_ties():
-    c, r, tied = torch.tensor([1., 5., 2.]).requires_grad_(), torch.tensor([3., 0., 1.]), torch.tensor([True, False, True])
+    c, r, tied = torch.tensor([1., 5.,
+                               2.]).requires_grad_(), torch.tensor([3., 0., 1.]), torch.tensor([True, False, True])
     loss, _ = tie_loss(c, r, tied)
     loss.backward()
     assert loss == 1.5 and torch.equal(c.grad, torch.tensor([-.5, 0., .5]))
@@ -279,7 +290,8 @@ def test_tie_loss_counts_ties():
 
 def test_hyper_parameters_out_of_range():
     args = COLS["chosen"], COLS["rejected"], COLS["tied"]
-    with pytest.raises(ValueError, match=r"rao_kupper_loss: theta is 1.0; it is above 1"): rao_kupper_loss(*args, theta=1.)
+    with pytest.raises(ValueError, match=r"rao_kupper_loss: theta is 1.0; it is above 1"):
+        rao_kupper_loss(*args, theta=1.)
     with pytest.raises(ValueError, match=r"davidson_loss: nu is -1; it is above 0"): davidson_loss(*args, nu=-1)
     with pytest.raises(TypeError): rao_kupper_loss(*args) # no default: it belongs to the judges
 
@@ -301,8 +313,10 @@ def naive_lists(s, mask, ranks=None, preference=None):
 @pytest.mark.parametrize("seed", range(3))
 def test_lists_equal_oracles(seed):
     c = columns(seed)
-    assert_close(plackett_luce_loss(c["scores"], c["ranks"], c["lists"])[0].item(), naive_lists(c["scores"], c["lists"], ranks=c["ranks"]))
-    assert_close(hps_loss(c["scores"], c["preference"], c["lists"])[0].item(), naive_lists(c["scores"], c["lists"], preference=c["preference"]))
+    assert_close(plackett_luce_loss(c["scores"], c["ranks"], c["lists"])[0].item(),
+                 naive_lists(c["scores"], c["lists"], ranks=c["ranks"]))
+    assert_close(hps_loss(c["scores"], c["preference"], c["lists"])[0].item(),
+                 naive_lists(c["scores"], c["lists"], preference=c["preference"]))
 
 
 def test_two_candidates_are_bradley_terry():
@@ -311,13 +325,16 @@ def test_two_candidates_are_bradley_terry():
         s, there = torch.stack([c, r], 1)[:, order], torch.ones(16, 2, dtype=torch.bool)
         ranks = torch.tensor(order).expand(16, 2)
         want = bradley_terry_loss(c, r)
-        assert_close([hps_loss(s, (ranks == 0).double(), there)[0], plackett_luce_loss(s, ranks, there)[0]], [want[0]]*2)
-        for metric in (hps_loss(s, (ranks == 0).double(), there)[1]["agreement"], plackett_luce_loss(s, ranks, there)[1]["accuracy"]):
+        assert_close([hps_loss(s, (ranks == 0).double(), there)[0], plackett_luce_loss(s, ranks, there)[0]],
+                     [want[0]]*2)
+        for metric in (hps_loss(s, (ranks == 0).double(), there)[1]["agreement"],
+                       plackett_luce_loss(s, ranks, there)[1]["accuracy"]):
             assert float(metric) == float(want[1]["accuracy"])
 
 
 def test_the_best_alone_is_a_choice():
-    "With all others tied behind the best, Plackett–Luce begins with the HPS loss; the ties add what does not depend on the best."
+    """With all others tied behind the best, Plackett–Luce begins with the HPS loss; the ties add what does not
+    depend on the best."""
     s, there = COLS["scores"], torch.ones(16, 5, dtype=torch.bool)
     best = one_hot(torch.arange(16) % 5, 5)
     rest = torch.where(best == 1, -math.inf, s)
@@ -362,9 +379,11 @@ def test_ratings_by_hand():
 def test_safety_is_bradley_terry_and_two_regressions():
     c, r, w, s = COLS["chosen"], COLS["rejected"], COLS["tied"], COLS["unsafe"]
     loss, metrics = safety_loss(c, r, riskier_unsafe=w, safer_unsafe=s)
-    want = bradley_terry_loss(c, r)[0] + binary_cross_entropy_with_logits(c, w.double()) + binary_cross_entropy_with_logits(r, s.double())
+    want = bradley_terry_loss(c, r)[0] + binary_cross_entropy_with_logits(
+        c, w.double()) + binary_cross_entropy_with_logits(r, s.double())
     assert_close(loss, want)
-    assert float(metrics["sign_accuracy"]) == pytest.approx(((c > 0) == w).double().mean()/2 + ((r > 0) == s).double().mean()/2)
+    assert float(metrics["sign_accuracy"]) == pytest.approx(((c > 0) == w).double().mean()/2
+                                                            + ((r > 0) == s).double().mean()/2)
     assert float(metrics["accuracy"]) == float(bradley_terry_loss(c, r)[1]["accuracy"])
     assert not torch.allclose(safety_loss(c+1, r+1, riskier_unsafe=w, safer_unsafe=s)[0], loss) # the zero has a meaning
 
@@ -386,7 +405,8 @@ def test_hard_labels_are_sure_soft_ones():
         assert_close(hard[0], soft[0])
         assert {k: float(m) for k, m in hard[1].items()} == pytest.approx({k: float(m) for k, m in soft[1].items()})
     assert_close(process_reward_loss(z, y, mask)[0], cross_entropy(z[mask], y[mask]))
-    assert float(process_reward_loss(z, y, mask)[1]["step_accuracy"]) == pytest.approx((z.argmax(-1) == y)[mask].double().mean())
+    assert float(process_reward_loss(z, y, mask)[1]["step_accuracy"]) == pytest.approx(
+        (z.argmax(-1) == y)[mask].double().mean())
 
 
 def test_a_label_of_minus_100_is_silent_under_the_mask_and_loud_above_it():
@@ -396,7 +416,8 @@ def test_a_label_of_minus_100_is_silent_under_the_mask_and_loud_above_it():
 
 
 def test_a_share_is_no_distribution():
-    with pytest.raises(ValueError, match=r"process_reward_loss: labels is \[16, 16\], logits is \[16, 16, 3\]"): process_reward_loss(COLS["logits"], COLS["soft"][..., 0], COLS["mask"])
+    with pytest.raises(ValueError, match=r"process_reward_loss: labels is \[16, 16\], logits is \[16, 16, 3\]"):
+        process_reward_loss(COLS["logits"], COLS["soft"][..., 0], COLS["mask"])
 
 
 # -- the generative judge

@@ -1,4 +1,5 @@
-"M2PO's mask and the weights of good and bad samples: hand numbers, oracles, peers' rules, laws, precision, errors. (Covariance, entropy, experts: test_policy_losses.)"
+"""M2PO's mask and the weights of good and bad samples: hand numbers, oracles, peers' rules, laws, precision, errors.
+(Covariance, entropy, experts: test_policy_losses.)"""
 import math
 
 import pytest
@@ -23,7 +24,8 @@ def chosen(mask): return {tuple(i) for i in mask.nonzero().tolist()}
 
 
 def naive_m2po(lp, old, A, mask, limit):
-    "Algorithm 1 of the paper: of the tokens that have moved with their advantage, the largest go until the mean is small enough."
+    """Algorithm 1 of the paper: of the tokens that have moved with their advantage, the largest go until the mean is
+    small enough."""
     keep = chosen(mask)
     squares = {i: float(lp[i] - old[i])**2 for i in keep if float(A[i])*float(lp[i] - old[i]) > 0}
     while squares and math.fsum(squares.values())/len(squares) > limit:
@@ -44,8 +46,10 @@ def test_m2po_equals_its_algorithm(seed, limit):
 
 
 def test_m2po_by_hand():
-    "Candidates 1, 3, 4, 5 with squares .01, .04, .25, .81: running means .01, .025, .1, .2775. The second token moved against its advantage."
-    x, A, on = torch.tensor([[.1, -3., .2, .5, .9, 7.]], dtype=torch.float64), torch.ones(1, 6), torch.tensor([[True]*5 + [False]])
+    """Candidates 1, 3, 4, 5 with squares .01, .04, .25, .81: running means .01, .025, .1, .2775. The second token
+    moved against its advantage."""
+    x, A, on = torch.tensor([[.1, -3., .2, .5, .9, 7.]],
+                            dtype=torch.float64), torch.ones(1, 6), torch.tensor([[True]*5 + [False]])
     for limit, kept in ((.005, [1]), (.011, [0, 1]), (.04, [0, 1, 2]), (.101, [0, 1, 2, 3]), (.278, [0, 1, 2, 3, 4])):
         assert m2po_mask(x, 0*x, A, on, limit=limit)[0].nonzero().flatten().tolist() == kept
     assert m2po_mask(x, 0*x, 0*A, on).equal(on) # without an advantage nothing is clipped
@@ -86,10 +90,12 @@ def test_m2po_laws_and_errors():
     lp, old, A, mask = columns()
     check_estimator(m2po_mask)
     assert m2po_mask(*(x.bfloat16() if x.is_floating_point() else x for x in (lp, lp, A, mask))).equal(mask)
-    assert m2po_mask(lp.masked_fill(~mask, math.nan), old, A.masked_fill(~mask, math.nan), mask).equal(m2po_mask(lp, old, A, mask))
+    assert m2po_mask(lp.masked_fill(~mask, math.nan), old, A.masked_fill(~mask, math.nan),
+                     mask).equal(m2po_mask(lp, old, A, mask))
     for limit in (-.1, math.nan):
         with pytest.raises(ValueError, match=f"m2po_mask: limit is {limit}"): m2po_mask(lp, old, A, mask, limit=limit)
-    with pytest.raises(ValueError, match="m2po_mask: .*nothing is broadcast|at_tokens"): m2po_mask(lp, old, A[:, 0], mask)
+    with pytest.raises(ValueError, match="m2po_mask: .*nothing is broadcast|at_tokens"):
+        m2po_mask(lp, old, A[:, 0], mask)
 
 
 # -- positive and negative samples
@@ -114,8 +120,10 @@ def test_sign_weights_by_hand():
     assert_close(sign_weights(A, on), torch.tensor([[.1, 1., 0., 0., 0.]]))
     assert_close(sign_weights(A, on, positive=2., negative=3.), torch.tensor([[2., 3., 0., 0., 0.]]))
     assert (sign_weights(A, on)*A)[0, 3].isnan() # a NaN that counts stays visible
-    assert_close(sign_weights(A, on, positive=1.), (A.nan_to_num(0.) != 0).float()*on) # equal weights: the advantages as they are
-    assert not sign_weights(A.requires_grad_(), on).requires_grad and sign_weights(A.bfloat16(), on).dtype == torch.float32
+    # equal weights: the advantages as they are
+    assert_close(sign_weights(A, on, positive=1.), (A.nan_to_num(0.) != 0).float()*on)
+    assert not sign_weights(A.requires_grad_(), on).requires_grad
+    assert sign_weights(A.bfloat16(), on).dtype == torch.float32
     check_estimator(sign_weights)
     with pytest.raises(ValueError, match="sign_weights: .*nothing is broadcast"): sign_weights(A, on[:, 1:])
 

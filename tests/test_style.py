@@ -1,4 +1,5 @@
-"How floors 0 and 1 are written (STYLE B3): formulas in plain PyTorch, short bodies, lines that fit, no private name across modules, no argument by accident."
+"""How floors 0 and 1 are written (STYLE B3): formulas in plain PyTorch, short bodies, lines that fit, no private
+name across modules, no argument by accident."""
 import ast
 import importlib
 import inspect
@@ -12,36 +13,48 @@ from test_floors import FLOORS, source
 
 LOW = sorted(m for m in FLOORS if FLOORS[m] <= 1)
 NOTEBOOKS = sorted(p for room in {m.split(".")[0] for m in LOW} for p in ROOT.glob(f"nbs/{room}/*.ipynb"))
-HEAD = {"arithmetic.logprobs", "arithmetic.head"}                      # where a gradient written by hand saves memory of the size of the vocabulary
+# where a gradient written by hand saves memory of the size of the vocabulary
+HEAD = {"arithmetic.logprobs", "arithmetic.head"}
 DICTS = {"metrics", "cut"}                # names of dictionaries, which a loss fills key by key
 MACHINERY = {"testing.laws", "testing.oracles", "testing.probes"} # no blocks
 WIDTH = 120
-each_module, each_notebook = pytest.mark.parametrize("module", LOW), pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+each_module, each_notebook = pytest.mark.parametrize("module", LOW), pytest.mark.parametrize("path", NOTEBOOKS,
+                                                                                             ids=lambda p: p.name)
 
 
-def cells(path): return [(i, "".join(c["source"])) for i, c in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]) if c["cell_type"] == "code"]
+def cells(path):
+    return [(i, "".join(c["source"]))
+            for i, c in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]) if c["cell_type"] == "code"]
 def functions(tree): return [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 # -- formulas, not gradients
 
 def hand_written(tree):
-    "Gradients written by hand: subclasses of autograd.Function, torch's own …_backward called as an operation, custom_op and register_hook."
-    found = [c.name for c in ast.walk(tree) if isinstance(c, ast.ClassDef) and any(re.search(r"(^|\.)Function$", ast.unparse(b)) for b in c.bases)]
-    return found + [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and (n.attr.endswith("_backward") or n.attr in ("custom_op", "register_hook"))]
+    """Gradients written by hand: subclasses of autograd.Function, torch's own …_backward called as an operation,
+    custom_op and register_hook."""
+    found = [c.name for c in ast.walk(tree) if isinstance(c, ast.ClassDef)
+             and any(re.search(r"(^|\.)Function$", ast.unparse(b)) for b in c.bases)]
+    return found + [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)
+                    and (n.attr.endswith("_backward") or n.attr in ("custom_op", "register_hook"))]
 
 
 def in_place(tree):
-    "What writes into a tensor: methods that end in _, out=, inplace=True, and in bodies of functions x += y and x[i] = y (but of a DICT)."
+    """What writes into a tensor: methods that end in _, out=, inplace=True, and in bodies of functions x += y and
+    x[i] = y (but of a DICT)."""
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
-    methods = [f"line {n.lineno}: {ast.unparse(n.func)}" for n in calls if isinstance(n.func, ast.Attribute) and re.search(r"[a-z]_$", n.func.attr)]
+    methods = [f"line {n.lineno}: {ast.unparse(n.func)}"
+               for n in calls if isinstance(n.func, ast.Attribute) and re.search(r"[a-z]_$", n.func.attr)]
     options = [f"line {n.lineno}: {ast.unparse(n.func)}({k.arg}=…)" for n in calls for k in n.keywords
                if k.arg == "out" or k.arg == "inplace" and ast.unparse(k.value) != "False"]
     inside = {id(n): n for f in functions(tree) for n in ast.walk(f)}.values()
-    stores = [n for n in inside if isinstance(n, ast.AugAssign) or isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)]
+    stores = [n for n in inside if isinstance(n, ast.AugAssign) or isinstance(n, ast.Subscript)
+              and isinstance(n.ctx, ast.Store)]
     targets = {id(n.target) for n in stores if isinstance(n, ast.AugAssign)} # x[0] += 1 is said once
-    stores = [n for n in stores if id(n) not in targets and not (isinstance(n, ast.Subscript) and ast.unparse(n.value) in DICTS)]
-    return methods + options + [f"line {n.lineno}: {ast.unparse(n)}{' = …'*isinstance(n, ast.Subscript)}" for n in stores]
+    stores = [n for n in stores if id(n) not in targets
+              and not (isinstance(n, ast.Subscript) and ast.unparse(n.value) in DICTS)]
+    return methods + options + [f"line {n.lineno}: {ast.unparse(n)}{' = …'*isinstance(n, ast.Subscript)}"
+                                for n in stores]
 
 
 @pytest.mark.parametrize("module", [m for m in LOW if m not in HEAD])
@@ -50,37 +63,47 @@ def test_no_gradient_is_written_by_hand(module):
     assert not found, f"a loss is its equation, and autograd finds the gradient: {', '.join(found)}"
 
 
-@pytest.mark.parametrize("module", [m for m in LOW if m not in MACHINERY and re.search(r"(?m)^def \w+_loss\(", source(m))])
+@pytest.mark.parametrize("module",
+                         [m for m in LOW if m not in MACHINERY and re.search(r"(?m)^def \w+_loss\(", source(m))])
 def test_nothing_is_written_in_place_where_losses_are(module):
     found = in_place(ast.parse(source(module)))
     assert not found, "\n".join(found)
 
 
 def test_these_two_checks_see_what_they_forbid():
-    tree = ast.parse("class A(torch.autograd.Function): pass\nclass B(Function): pass\nclass C(FunctionLike): pass\n"
-                     "y = torch.ops.aten.threshold_backward(x, g, 0.)\nx.mul_(2)\ntorch.add(x, y, out=x)\nx.__init__()\nf._replace(a=1)\nx.clamp(0)\n"
-                     "relu(x, inplace=True)\nx.register_hook(f)\ntorch.library.custom_op('a::b')\nn += 1\nNAMES['a'] = 1\n"
-                     "def f(x, y):\n  x += 1\n  x[0] = 2\n  x *= y\n  x[:, 1] -= 3\n  metrics['a'] = x[0]\n  x[0], y = y, x\n  return relu(x, inplace=False)")
-    assert hand_written(tree) == ["A", "B", "torch.ops.aten.threshold_backward", "x.register_hook", "torch.library.custom_op"]
-    assert sorted(in_place(tree)) == sorted(["line 5: x.mul_", "line 6: torch.add(out=…)", "line 10: relu(inplace=…)", "line 16: x += 1", "line 17: x[0] = …",
+    tree = ast.parse(
+        "class A(torch.autograd.Function): pass\nclass B(Function): pass\nclass C(FunctionLike): pass\n"
+        "y = torch.ops.aten.threshold_backward(x, g, 0.)\nx.mul_(2)\ntorch.add(x, y, "
+        "out=x)\nx.__init__()\nf._replace(a=1)\nx.clamp(0)\n"
+        "relu(x, inplace=True)\nx.register_hook(f)\ntorch.library.custom_op('a::b')\nn += 1\nNAMES['a'] = 1\n"
+        "def f(x, y):\n  x += 1\n  x[0] = 2\n  x *= y\n  x[:, 1] -= 3\n  metrics['a'] = x[0]\n  x[0], y = y, x\n  "
+        "return relu(x, inplace=False)")
+    assert hand_written(tree) == ["A", "B", "torch.ops.aten.threshold_backward", "x.register_hook",
+                                  "torch.library.custom_op"]
+    assert sorted(in_place(tree)) == sorted(["line 5: x.mul_", "line 6: torch.add(out=…)", "line 10: relu(inplace=…)",
+                                             "line 16: x += 1", "line 17: x[0] = …",
                                              "line 18: x *= y", "line 19: x[:, 1] -= 3", "line 21: x[0] = …"])
 
 
 # -- modules
 
 def private_imports(tree):
-    own = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.level or (n.module or "").split(".")[0] == "rlblocks")]
+    own = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)
+           and (n.level or (n.module or "").split(".")[0] == "rlblocks")]
     return [f"{n.module}.{a.name}" for n in own for a in n.names if a.name.startswith("_")]
 
 
 @each_module
 def test_no_private_name_crosses_a_module(module):
     found = private_imports(ast.parse(source(module)))
-    assert not found, f"what two modules need is a public piece of the lower one (#| exporti if users do not): {', '.join(found)}"
+    assert not found, (
+        f"what two modules need is a public piece of the lower one (#| exporti if users do not): {', '.join(found)}")
 
 
 def test_the_check_of_imports_sees_private_names():
-    tree = ast.parse("from .masked import _whole, aggregate\nfrom rlblocks.arithmetic.kl import _x as x\nfrom torch import _C\nfrom rlblocks import kl")
+    tree = ast.parse(
+        "from .masked import _whole, aggregate\nfrom rlblocks.arithmetic.kl import _x as x\nfrom torch import "
+        "_C\nfrom rlblocks import kl")
     assert private_imports(tree) == ["masked._whole", "rlblocks.arithmetic.kl._x"]
 
 
@@ -88,7 +111,8 @@ def test_the_check_of_imports_sees_private_names():
 
 def body(f):
     "Lines of a function without signature and docstring."
-    told = isinstance(f.body[0], ast.Expr) and isinstance(f.body[0].value, ast.Constant) and isinstance(f.body[0].value.value, str)
+    told = isinstance(f.body[0],
+                      ast.Expr) and isinstance(f.body[0].value, ast.Constant) and isinstance(f.body[0].value.value, str)
     statements = f.body[told:]
     return f.end_lineno - statements[0].lineno + 1 if statements else 0
 
@@ -104,16 +128,21 @@ def test_bodies_are_short():
     sizes = sorted((body(f), f"{m}.{f.name}") for m in LOW for f in outer(ast.parse(source(m))))
     lengths = [n for n, _ in sizes]
     long = [f"{name}: {n}" for n, name in sizes if n > 25]
-    assert lengths[-1] <= 40 and len(long) <= .05*len(sizes), f"{len(long)} of {len(sizes)} bodies are over 25 lines, none may be over 40: {', '.join(long)}"
+    assert lengths[-1] <= 40 and len(long) <= .05*len(
+        sizes), f"{len(long)} of {len(sizes)} bodies are over 25 lines, none may be over 40: {', '.join(long)}"
     assert statistics.median(lengths) <= 8
 
 
 def test_the_length_of_a_body():
-    tree = ast.parse('def f(\n  a, # a\n  b,\n):\n  """One.\n\n  Two."""\n  x = 1\n\n  def g():\n    return 2\n  return x\nclass A:\n  def h(self): return 1\ndef k():\n  "only told"')
+    tree = ast.parse(
+        'def f(\n  a, # a\n  b,\n):\n  """One.\n\n  Two."""\n  x = 1\n\n  def g():\n    return 2\n  return '
+        'x\nclass A:\n  def h(self): return 1\ndef k():\n  "only told"')
     assert [(f.name, body(f)) for f in outer(tree)] == [("f", 5), ("k", 0), ("h", 1)]
 
 
-def wide(text): return [f"line {i}: {len(line)} columns: {line.strip()[:50]}…" for i, line in enumerate(text.split("\n"), 1) if len(line) > WIDTH]
+def wide(text):
+    return [f"line {i}: {len(line)} columns: {line.strip()[:50]}…"
+            for i, line in enumerate(text.split("\n"), 1) if len(line) > WIDTH]
 
 
 @each_module
@@ -135,14 +164,17 @@ def test_lines_of_a_notebook_fit(path):
 def by_accident(f):
     "Parameters that a positional argument can reach and should not: those with a default, and numbers."
     params = [p for p in inspect.signature(f).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if not any("Tensor" in str(p.annotation) for p in params): return [] # coefficients, schedules: numbers are all they have
-    return [p.name for p in params if p.default is not p.empty or p.annotation in (int, float, bool, str) or isinstance(p.annotation, str)]
+    # coefficients, schedules: numbers are all they have
+    if not any("Tensor" in str(p.annotation) for p in params): return []
+    return [p.name for p in params if p.default is not p.empty or p.annotation in (int, float, bool, str)
+            or isinstance(p.annotation, str)]
 
 
 @pytest.mark.parametrize("module", [m for m in LOW if FLOORS[m] == 1 and m not in MACHINERY])
 def test_optional_tensors_and_numbers_are_keywords(module):
     lib = importlib.import_module(f"rlblocks.{module}")
-    found = [f"{name}({', '.join(by_accident(f))})" for name in lib.__all__ if inspect.isfunction(f := getattr(lib, name)) and by_accident(f)]
+    found = [f"{name}({', '.join(by_accident(f))})"
+             for name in lib.__all__ if inspect.isfunction(f := getattr(lib, name)) and by_accident(f)]
     assert not found, f"can be given by position, and so in each other's place: {', '.join(found)}"
 
 
@@ -167,7 +199,8 @@ def hidden_names(pairs):
             if isinstance(n, ast.FunctionDef | ast.ClassDef): made[n.name] = i
             elif isinstance(n, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.With):
                 made |= {x.id: i for x in ast.walk(n) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-    used = {x.id for i in code.keys() - hidden for x in ast.walk(ast.parse(code[i])) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)}
+    used = {x.id for i in code.keys() - hidden
+            for x in ast.walk(ast.parse(code[i])) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)}
     return {name: i for name, i in made.items() if name in used}
 
 
@@ -177,5 +210,6 @@ def test_no_hidden_cell_defines_what_a_visible_one_uses(path):
 
 
 def test_the_check_of_hidden_cells_sees_definitions():
-    shown = [(0, "#| hide\nimport a\nb = 1\ndef c(): pass\nd, e = 1, 2\n%magic"), (1, "a + b; c(); d"), (2, "#| hide\ne + f"), (3, "#| export\nf = 1")]
+    shown = [(0, "#| hide\nimport a\nb = 1\ndef c(): pass\nd, e = 1, 2\n%magic"), (1, "a + b; c(); d"),
+             (2, "#| hide\ne + f"), (3, "#| export\nf = 1")]
     assert hidden_names(shown) == dict(b=0, c=0, d=0)

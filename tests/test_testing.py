@@ -1,4 +1,5 @@
-"`check_loss` and `check_estimator`: each law is seen to fail on a loss that breaks it and on nothing else; the oracles are held by hand-made numbers."
+"""`check_loss` and `check_estimator`: each law is seen to fail on a loss that breaks it and on nothing else; the
+oracles are held by hand-made numbers."""
 import ast
 import inspect
 import json
@@ -17,7 +18,8 @@ from rlblocks.data.batch import pairs
 from rlblocks.losses.distill import forward_kl_loss, sft_loss
 from rlblocks.arithmetic.kl import kl_k3
 from rlblocks.arithmetic.logprobs import sequence_logprobs
-from rlblocks.arithmetic.masked import Counts, Last, Max, Mean, aggregate, divisor, masked_mean, masked_sum, mean_of, promoted, whiten
+from rlblocks.arithmetic.masked import (Counts, Last, Max, Mean, aggregate, divisor, masked_mean, masked_sum, mean_of,
+                                        promoted, whiten)
 from rlblocks.losses.policy import grpo_loss, ppo_loss
 from rlblocks.losses.answer_ratio import gmpo_loss, gspo_loss
 from rlblocks.testing.oracles import (naive_aggregate, naive_gae, naive_group_advantages, naive_leave_one_out,
@@ -68,7 +70,8 @@ def right_value_wrong_gradient(out, b):
 def multiplied(out, b): return ((out.logprobs-b.old_logprobs).exp()*b.advantages*b.mask).sum()/b.n_tokens, {}
 def where_too_late(out, b): return masked_sum((out.logprobs-b.old_logprobs).exp()*b.advantages, b.mask)/b.n_tokens, {}
 def counts_padding(out, b): return -(out.logprobs*b.advantages).sum()/b.n_tokens, {}
-def metric_counts_padding(out, b): return good(out, b).sum()/b.n_tokens, dict(lp=Mean(out.logprobs.sum(), out.logprobs.numel()))
+def metric_counts_padding(out, b):
+    return good(out, b).sum()/b.n_tokens, dict(lp=Mean(out.logprobs.sum(), out.logprobs.numel()))
 def broadcasts(out, b): return (-clean(b.mask, out.logprobs)[0]*b.scores).sum()/b.n_tokens, {}
 def sorted_rows(out, b): # each meets the group of another
     order = b.lengths.argsort()
@@ -76,7 +79,8 @@ def sorted_rows(out, b): # each meets the group of another
 def positional_groups(out, b):
     x = good(out, b).sum(1)
     return (x*torch.arange(len(x))).sum()/b.n_tokens, {}
-def captured(out, b, whole=sample_columns()["advantages"]): return (-clean(b.mask, out.logprobs)[0]*whole).sum()/b.n_tokens, {}
+def captured(out, b, whole=sample_columns()["advantages"]):
+    return (-clean(b.mask, out.logprobs)[0]*whole).sum()/b.n_tokens, {}
 def in_place(out, b): return (good(out, b) + 0*b.advantages.clamp_(-1, 1).nan_to_num()).sum()/b.n_tokens, {}
 def mask_in_place(out, b):
     b.mask[:, -1] = False
@@ -118,7 +122,8 @@ def raises_on_parts(out, b):
     if len(b) < 4: raise RuntimeError("four rows at least")
     return good(out, b).sum()/b.n_tokens, {}
 def tokens_by_rows(out, b): return ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_rows)
-def rows_by_tokens(out, b): return grpo_loss(out.logprobs, b.old_logprobs, b.ref_logprobs, b.advantages, b.mask, denom=b.n_tokens)
+def rows_by_tokens(out, b):
+    return grpo_loss(out.logprobs, b.old_logprobs, b.ref_logprobs, b.advantages, b.mask, denom=b.n_tokens)
 def even_ids_by_all_tokens(out, b): return sft_loss(out.logprobs, b.mask & (b.tokens % 2 == 0), denom=b)
 def even_mean_by_all_tokens(out, b): return masked_mean(-out.logprobs, b.mask & (b.tokens % 2 == 0), denom=b), {}
 def pairs_by_rows(out, b): loss, m = dpo_rows(out, b); return loss*b.n_units/b.n_rows, m
@@ -146,7 +151,9 @@ def by_hand(out, b): return Squares.apply(clean(b.mask, out.values)[0]).sum()/b.
 def guarded(out, b):
     if good(out, b).isnan().any(): raise ValueError("a NaN")
     return good(out, b).sum()/b.n_tokens, {}
-def branches(out, b): return (good(out, b).sum() if clean(b.mask, out.logprobs)[0].sum() < 9 else 0*out.logprobs.where(b.mask, 0.).sum())/b.n_tokens, {}
+def branches(out, b):
+    return (good(out, b).sum() if clean(b.mask, out.logprobs)[0].sum() < 9
+            else 0*out.logprobs.where(b.mask, 0.).sum())/b.n_tokens, {}
 class Reversed(torch.autograd.Function): # x, whose tangent is −x
     generate_vmap_rule = True
     @staticmethod
@@ -217,25 +224,33 @@ def test_broken_closure(loss, law, says):
 
 # -- broken blocks
 
-def through_advantages(logprobs, advantages, mask, *, denom=None): return aggregate(-logprobs*advantages, mask, denom=denom), {}
+def through_advantages(logprobs, advantages, mask, *, denom=None):
+    return aggregate(-logprobs*advantages, mask, denom=denom), {}
 def through_old(logprobs, old_logprobs, advantages, mask, *, denom=None):
     lp, old, A = clean(mask, logprobs, old_logprobs, advantages.detach())
     return aggregate(-(lp-old).exp()*A, mask, denom=denom), {}
 def no_denom(logprobs, mask): return masked_mean(-logprobs, mask), {}
 def ignores_denom(logprobs, mask, *, denom=None): return masked_mean(-logprobs, mask), {}
-def zero_over_zero(logprobs, mask, *, denom=None): return masked_sum(-logprobs, mask)/(mask.sum() if denom is None else denom), {}
-def all_rows(logprobs, mask, *, over="rows", denom=None): return masked_sum(-logprobs, mask)/(len(mask) if denom is None else denom), {}
+def zero_over_zero(logprobs, mask, *, denom=None):
+    return masked_sum(-logprobs, mask)/(mask.sum() if denom is None else denom), {}
+def all_rows(logprobs, mask, *, over="rows", denom=None):
+    return masked_sum(-logprobs, mask)/(len(mask) if denom is None else denom), {}
 def narrow(logprobs, mask, *, denom): return torch.where(mask, -logprobs, 0.).sum()/denom, {}
 def narrow_inside(logprobs, mask, *, denom): return promoted(torch.where(mask, -logprobs, 0.).sum())/denom, {}
 def single_inside(logprobs, mask, *, denom): return torch.where(mask, -logprobs, 0.).sum().float()/denom, {}
 def widened(logprobs, mask, *, denom): return torch.where(mask, -logprobs.double(), 0.).sum()/denom, {}
-def inert(logprobs, old_logprobs, advantages, mask, *, clip_high=.2, denom=None): # an importance weight that is clip_high for everybody
+# an importance weight that is clip_high for everybody
+def inert(logprobs, old_logprobs, advantages, mask, *, clip_high=.2, denom=None):
     lp, old, A = clean(mask, logprobs, old_logprobs.detach(), advantages.detach())
     return aggregate(-(lp-old).exp().clamp(max=clip_high).detach()*A*lp, mask, denom=denom), {}
-def rows_by_tokens_of_b(logprobs, mask, *, denom=None): return masked_mean(-logprobs, mask, dim=-1).sum()/divisor(denom, "n_tokens", mask.any(1).sum()), {}
-def sum_by_rows_of_b(logprobs, mask, *, denom=None): return masked_sum(-logprobs, mask)/divisor(denom, "n_rows", mask.sum()), {}
-def pairs_by_rows_of_b(chosen, rejected, *, denom=None): return promoted(rejected-chosen).sigmoid().sum()/divisor(denom, "n_rows", len(chosen)), {}
-def by_groups_of_b(logprobs, mask, *, denom=None): return masked_mean(-logprobs, mask, dim=-1).sum()/divisor(denom, "n_groups", mask.any(1).sum()), {}
+def rows_by_tokens_of_b(logprobs, mask, *, denom=None):
+    return masked_mean(-logprobs, mask, dim=-1).sum()/divisor(denom, "n_tokens", mask.any(1).sum()), {}
+def sum_by_rows_of_b(logprobs, mask, *, denom=None):
+    return masked_sum(-logprobs, mask)/divisor(denom, "n_rows", mask.sum()), {}
+def pairs_by_rows_of_b(chosen, rejected, *, denom=None):
+    return promoted(rejected-chosen).sigmoid().sum()/divisor(denom, "n_rows", len(chosen)), {}
+def by_groups_of_b(logprobs, mask, *, denom=None):
+    return masked_mean(-logprobs, mask, dim=-1).sum()/divisor(denom, "n_groups", mask.any(1).sum()), {}
 def maskless(logprobs, advantages): return -(logprobs*advantages.detach()).sum(), {}
 
 BLOCKS = [
@@ -272,26 +287,34 @@ def test_every_law_has_a_loss_that_breaks_it():
 
 def test_good_losses_pass_in_both_forms():
     def closure(out, b): return good_block(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)
-    def by_item(out, b): return masked_sum(good(out, b), b["mask"])/b.n_tokens, dict(n=Last(0), most=Max(good(out, b).amax()))
+    def by_item(out, b):
+        return masked_sum(good(out, b), b["mask"])/b.n_tokens, dict(n=Last(0), most=Max(good(out, b).amax()))
     for loss in (good_block, plain_ppo):
-        for over in ("tokens", "rows"): assert check_loss(partial(loss, over=over)) == check_loss(loss, over=over) == of_block(policy=True)
-        assert check_loss(loss, over="groups") == tuple(x for x in of_block(policy=True) if x != "denom") # only the batch knows what a group counts
-    for loss in (closure, by_item, partial(sequence, weigh=lambda A: A)): assert check_loss(loss) == laws("mean", policy=True)
+        for over in ("tokens", "rows"):
+            assert check_loss(partial(loss, over=over)) == check_loss(loss, over=over) == of_block(policy=True)
+        # only the batch knows what a group counts
+        assert check_loss(loss, over="groups") == tuple(x for x in of_block(policy=True) if x != "denom")
+    for loss in (closure, by_item, partial(sequence, weigh=lambda A: A)):
+        assert check_loss(loss) == laws("mean", policy=True)
 
 
 def test_policy_laws_are_for_policy_losses():
     assert check_loss(value_loss) == of_block() and check_loss(grpo_loss) == of_block(policy=True)
     with_entropy = lambda out, b: ((good(out, b) - .1*clean(b.mask, out.entropy)[0]).sum()/b.n_tokens, {})
     assert check_loss(with_entropy) == laws("mean", policy=True)
-    assert check_loss(grpo_loss, kl_coef=0., policy=True)[-3:-1] == check_loss(grpo_loss, policy=True)[-3:-1] == ("scale", "reinforce")
+    assert check_loss(grpo_loss, kl_coef=0.,
+                      policy=True)[-3:-1] == check_loss(grpo_loss, policy=True)[-3:-1] == ("scale", "reinforce")
     assert check_loss(squashed, policy=False) == laws("mean")
 
 
 def test_the_answer_is_one_line_and_a_tuple():
     held = check_loss(plain_ppo)
     assert repr(held) == str(held) == "14 laws hold" and held == of_block(policy=True) and "split" in held
-    def by_number(logprobs, mask, *, denom=None): return masked_sum(-logprobs, mask)/(denom or mask.sum().clamp(min=1)), {}
-    assert re.fullmatch(r"12 laws hold, with n_tokens as the number denom \(for a batch: TypeError: unsupported operand .*\)", repr(check_loss(by_number)))
+    def by_number(logprobs, mask, *, denom=None):
+        return masked_sum(-logprobs, mask)/(denom or mask.sum().clamp(min=1)), {}
+    assert re.fullmatch(
+        r"12 laws hold, with n_tokens as the number denom \(for a batch: TypeError: unsupported operand .*\)",
+        repr(check_loss(by_number)))
     assert repr(check_estimator(whiten, dict(x=sample_columns()["rewards"]))) == "8 laws hold"
 
 
@@ -314,10 +337,12 @@ def unmoved(out, b): # old log-probs that are the new ones: a ratio without grad
     return (-(lp-lp).exp()*A).sum()/b.n_tokens, {}
 
 
-BROKEN = [(wrong_sign, "reinforce"), (of_magnitude, "reinforce"), (unmoved, "reinforce"), (shifted, "reinforce"), (squashed, "scale")]
+BROKEN = [(wrong_sign, "reinforce"), (of_magnitude, "reinforce"), (unmoved, "reinforce"), (shifted, "reinforce"),
+          (squashed, "scale")]
 
 
-@pytest.mark.parametrize(("policy", "law", "term"), [(*x, f) for x in BROKEN for f in (kl_term, all_terms)] + [(wrong_sign, "reinforce", f) for f in TERMS[1:]], ids=lambda x: getattr(x, "__name__", None))
+@pytest.mark.parametrize(("policy", "law", "term"), [(*x, f) for x in BROKEN for f in (kl_term, all_terms)] + [
+    (wrong_sign, "reinforce", f) for f in TERMS[1:]], ids=lambda x: getattr(x, "__name__", None))
 def test_another_term_hides_no_broken_policy_term(policy, law, term):
     def loss(out, b): return policy(out, b)[0] + term(out, b), {}
     with pytest.raises(AssertionError, match=f"breaks the {law} law"): check_loss(loss, mean=False)
@@ -340,7 +365,9 @@ def test_a_mean_is_one_with_any_reduction_and_any_term():
         rows, m = grpo_loss(out.logprobs, b.old_logprobs, b.ref_logprobs, b.advantages, b.mask, denom=b.n_rows)
         return rows + masked_mean(clean(b.mask, out.entropy)[0], b.mask, denom=b.n_tokens), m
     assert check_loss(mixed)[-2] == check_loss(dpo_rows)[-2] == "mean"
-    def one_wrong(out, b): loss, m = mixed(out, b); return loss + value_loss(out.values, b.old_values, b.returns, b.mask, denom=b.n_rows)[0], m
+    def one_wrong(out, b):
+        loss, m = mixed(out, b)
+        return loss + value_loss(out.values, b.old_values, b.returns, b.mask, denom=b.n_rows)[0], m
     with pytest.raises(AssertionError, match="one_wrong breaks the mean law"): check_loss(one_wrong)
     assert "mean" not in check_loss(one_wrong, mean=False) + check_loss(ppo_loss)
     few = sample_columns(4, 3) # rows of few tokens: nothing is left to shorten, and no false alarm
@@ -353,8 +380,10 @@ def test_a_block_gets_the_batch_as_denom():
         seen.append(denom)
         return aggregate(-logprobs, mask, over=over, denom=denom), {}
     def wrapped(logprobs, mask, **kw): return loss(logprobs, mask, **kw)
-    for fn, kw, expected in ((loss, {}, {"batch", None}), (loss, dict(over="rows"), {"batch", None}), (partial(loss, over="rows"), {}, {"batch", None}),
-                             (loss, dict(over="groups"), {"batch"}), (wrapped, {}, {"batch"}), (wrapped, dict(over="rows"), {"batch"}), (partial(loss, denom=100.), {}, {100.})):
+    for fn, kw, expected in ((loss, {}, {"batch", None}), (loss, dict(over="rows"), {"batch", None}),
+                             (partial(loss, over="rows"), {}, {"batch", None}),
+                             (loss, dict(over="groups"), {"batch"}), (wrapped, {}, {"batch"}),
+                             (wrapped, dict(over="rows"), {"batch"}), (partial(loss, denom=100.), {}, {100.})):
         seen.clear()
         check_loss(fn, **kw)
         assert {"batch" if isinstance(x, Counts) else x for x in seen} == expected
@@ -363,15 +392,18 @@ def test_a_block_gets_the_batch_as_denom():
 def test_a_block_that_only_knows_numbers_gets_one():
     seen = []
     def loss(logprobs, mask, *, over="tokens", denom=None):
-        rows, n = masked_mean(-logprobs, mask, dim=-1) if over == "rows" else masked_sum(-logprobs, mask, dim=-1), mask.sum() if over == "tokens" else mask.any(1).sum()
+        rows, n = (masked_mean(-logprobs, mask, dim=-1) if over == "rows" else masked_sum(-logprobs, mask, dim=-1),
+                   mask.sum() if over == "tokens" else mask.any(1).sum())
         total = rows.sum()/(n.clamp(min=1) if denom is None else denom)
         seen.append(denom) # the batch has raised by now
         return total, {}
     def wrapped(logprobs, mask, **kw): return loss(logprobs, mask, **kw)
     mask = sample_columns()["mask"]
     n_tokens, n_rows = int(mask.sum()), int(mask.any(1).sum())
-    for fn, kw, expected in ((loss, {}, {n_tokens, None}), (loss, dict(over="rows"), {n_rows, None}), (partial(loss, over="rows"), {}, {n_rows, None}),
-                             (wrapped, {}, {n_tokens}), (wrapped, dict(over="rows"), {n_rows}), (loss, dict(over="rows", denom="n_units"), {n_rows, None})):
+    for fn, kw, expected in ((loss, {}, {n_tokens, None}), (loss, dict(over="rows"), {n_rows, None}),
+                             (partial(loss, over="rows"), {}, {n_rows, None}),
+                             (wrapped, {}, {n_tokens}), (wrapped, dict(over="rows"), {n_rows}),
+                             (loss, dict(over="rows", denom="n_units"), {n_rows, None})):
         seen.clear()
         check_loss(fn, **kw)
         assert set(seen) == expected
@@ -384,16 +416,23 @@ def test_own_columns():
     def weighted(logprobs, weights, advantages, mask, *, denom=None):
         lp, w, A = clean(mask, logprobs, weights.detach(), advantages.detach())
         return aggregate(-w*lp*A, mask, denom=denom), {}
-    with pytest.raises(ValueError, match=r"check_loss: weighted wants 'weights'.*inputs=dict\(weights=…\) .*, or a number, weights=…"): check_loss(weighted)
+    with pytest.raises(
+            ValueError,
+            match=r"check_loss: weighted wants 'weights'.*inputs=dict\(weights=…\) .*, or a number, weights=…"):
+        check_loss(weighted)
     assert check_loss(weighted, dict(weights=torch.rand(16, 16)), policy=False) == of_block()
     assert check_loss(weighted, dict(weights=torch.rand(5, 9)), policy=False) == of_block() # the others follow in shape
     closure = lambda out, b: ((good(out, b)*clean(b.mask, b.weights)[0]).sum()/b.n_tokens, {})
     assert check_loss(closure, dict(weights=torch.rand(16, 16)), policy=False) == laws("mean")
     with pytest.raises(AttributeError, match=r"check_loss: b has no column 'weights'.*inputs=dict\(weights=…\)"):
         check_loss(lambda out, b: (b.weights.sum(), {}))
-    with pytest.raises(ValueError, match="equally many rows"): check_loss(weighted, dict(weights=torch.rand(5, 9), logprobs=torch.rand(6, 9)))
-    with pytest.raises(TypeError, match="local_mean is a closure loss.out, b.; clip_low cannot be passed to it"): check_loss(local_mean, clip_low=.1)
-    with pytest.raises(AttributeError, match="out has no 'advantages'.*a column of the batch is b.advantages"): check_loss(lambda out, b: (out.advantages.sum(), {})) # b has it, out has not
+    with pytest.raises(ValueError, match="equally many rows"):
+        check_loss(weighted, dict(weights=torch.rand(5, 9), logprobs=torch.rand(6, 9)))
+    with pytest.raises(TypeError, match="local_mean is a closure loss.out, b.; clip_low cannot be passed to it"):
+        check_loss(local_mean, clip_low=.1)
+    # b has it, out has not
+    with pytest.raises(AttributeError, match="out has no 'advantages'.*a column of the batch is b.advantages"):
+        check_loss(lambda out, b: (out.advantages.sum(), {}))
 
 
 def test_losses_without_tokens_have_no_mask_to_check():
@@ -414,7 +453,8 @@ def test_its_own_error_comes_out_as_it_is():
 
 
 def test_checking_leaves_no_trace():
-    state, inputs = torch.get_rng_state(), dict(advantages=torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))
+    state, inputs = (torch.get_rng_state(),
+                     dict(advantages=torch.randn(16, 16, generator=torch.Generator().manual_seed(0))))
     before = inputs["advantages"].clone()
     python = random.getstate()
     for loss in (ppo_loss, in_place):
@@ -443,18 +483,23 @@ def test_counts_are_those_of_a_batch():
         if not first: first.update({k: getattr(b, k) for k in names})
         return loss(out, b)
     check_loss(look)
-    assert {k: x for k, x in first.items() if k != "group_tokens"} == {k: getattr(batch, k) for k in names if k != "group_tokens"}
+    assert {k: x for k, x in first.items()
+            if k != "group_tokens"} == {k: getattr(batch, k) for k in names if k != "group_tokens"}
     assert torch.equal(first["group_tokens"], batch.group_tokens)
 
 
 def test_a_closure_that_takes_the_batch_splits_and_is_a_mean():
-    def of(over): return lambda out, b: plain_ppo(out.logprobs, b.old_logprobs, b.advantages, b.mask, over=over, denom=b)
+    def of(over):
+        return lambda out, b: plain_ppo(out.logprobs, b.old_logprobs, b.advantages, b.mask, over=over, denom=b)
     for over in ("tokens", "rows", "groups"): assert check_loss(of(over)) == laws("mean", policy=True)
     marked = torch.rand(16, 16, generator=torch.Generator().manual_seed(4)) < .5
-    def of_marks(out, b, count="n_marked"): return masked_sum(clean(b.mask, out.values)[0], b.mask & b.marked)/divisor(b, count, None), {}
+    def of_marks(out, b, count="n_marked"):
+        return masked_sum(clean(b.mask, out.values)[0], b.mask & b.marked)/divisor(b, count, None), {}
     assert {"split", "mean"} <= set(check_loss(of_marks, dict(marked=marked)))
-    with pytest.raises(AssertionError, match="mean law"): check_loss(partial(of_marks, count="n_tokens"), dict(marked=marked))
-    with pytest.raises(AttributeError, match="b has no column 'n_marks'"): check_loss(lambda out, b: (out.values.sum()/b.n_marks, {}))
+    with pytest.raises(AssertionError, match="mean law"):
+        check_loss(partial(of_marks, count="n_tokens"), dict(marked=marked))
+    with pytest.raises(AttributeError, match="b has no column 'n_marks'"):
+        check_loss(lambda out, b: (out.values.sum()/b.n_marks, {}))
 
 
 # -- derivatives
@@ -462,11 +507,14 @@ def test_a_closure_that_takes_the_batch_splits_and_is_a_mean():
 @pytest.mark.parametrize("loss", [by_hand, guarded, branches, wrong_tangent], ids=lambda f: f.__name__)
 def test_what_only_the_last_law_sees(loss):
     assert "split" in check_loss(loss, differentiable=False, policy=False, mean=False)
-    with pytest.raises(AssertionError, match="breaks the differentiable law"): check_loss(loss, policy=False, mean=False)
+    with pytest.raises(AssertionError, match="breaks the differentiable law"):
+        check_loss(loss, policy=False, mean=False)
 
 
 def test_a_stopped_gradient_is_no_second_derivative_missing():
-    def sg(out, b): return (-(lp := clean(b.mask, out.logprobs)[0])*lp.detach().exp()*clean(b.mask, b.advantages)[0]).sum()/b.n_tokens, {}
+    def sg(out, b):
+        return (-(lp := clean(b.mask,
+                              out.logprobs)[0])*lp.detach().exp()*clean(b.mask, b.advantages)[0]).sum()/b.n_tokens, {}
     assert check_loss(sg) == laws("mean", policy=True)
 
 
@@ -500,7 +548,8 @@ ESTIMATORS = [
 @pytest.mark.parametrize(("fn", "law", "says"), ESTIMATORS, ids=lambda x: getattr(x, "__name__", None))
 def test_broken_estimator(fn, law, says):
     inputs = dict(x=sample_columns()["rewards"]) if "whiten" in fn.__name__ else None
-    with pytest.raises(AssertionError, match=f"{fn.__name__} breaks the {law} law: .*{says}"): check_estimator(fn, inputs)
+    with pytest.raises(AssertionError, match=f"{fn.__name__} breaks the {law} law: .*{says}"):
+        check_estimator(fn, inputs)
 
 
 def test_good_estimators_pass():
@@ -510,7 +559,8 @@ def test_good_estimators_pass():
         r, v = clean(mask, rewards, values.detach())
         return r-v, r.sum(1)
     assert check_estimator(two) == held
-    def per_row(scores, group): return promoted(scores)-torch.stack([promoted(scores)[group == g].mean().detach() for g in group])
+    def per_row(scores, group):
+        return promoted(scores)-torch.stack([promoted(scores)[group == g].mean().detach() for g in group])
     assert check_estimator(per_row) == ("purity", "gradient", "permutation", "precision")
     with pytest.raises(ValueError, match="check_estimator: whiten wants 'x'"): check_estimator(whiten)
 
@@ -521,33 +571,43 @@ def test_sample_columns():
     cols = sample_columns()
     assert sorted(cols["lengths"].tolist()) == list(range(1, 17))
     mask, t = cols["mask"], torch.arange(16)
-    assert not mask[:, 0].any() and not (mask & (t >= cols["lengths"][:, None])).any() and (~mask & (t < cols["lengths"][:, None]))[:, 1:].any()
+    assert not mask[:, 0].any() and not (mask & (t >= cols["lengths"][:, None])).any()
+    assert (~mask & (t < cols["lengths"][:, None]))[:, 1:].any()
     assert (~mask.any(1)).sum() == 1 and all(x.dtype == torch.float64 for x in cols.values() if x.is_floating_point())
     assert all(x.shape in ((16, 16), (16,)) for x in cols.values())
-    assert all(torch.equal(x, sample_columns()[k]) for k, x in cols.items()) and not torch.equal(cols["rewards"], sample_columns(seed=1)["rewards"])
+    assert all(torch.equal(x, sample_columns()[k]) for k, x in cols.items())
+    assert not torch.equal(cols["rewards"], sample_columns(seed=1)["rewards"])
     assert all(x.shape[0] == 3 for x in sample_columns(3, 7).values()) and sample_columns(3, 7)["mask"].shape == (3, 7)
 
 
 # -- oracles, by hand
 
 def test_naive_aggregate():
-    x, m = torch.tensor([[1., 1., 9.], [0., 0., 3.], [7., 7., 7.]]), torch.tensor([[True, True, False], [True]*3, [False]*3])
-    got = naive_aggregate(x, m), naive_aggregate(x, m, over="rows"), naive_aggregate(x, m, denom=10), naive_aggregate(x, m, over="rows", denom=torch.tensor(4))
+    x, m = torch.tensor([[1., 1., 9.], [0., 0., 3.],
+                         [7., 7., 7.]]), torch.tensor([[True, True, False], [True]*3, [False]*3])
+    got = (naive_aggregate(x, m), naive_aggregate(x, m, over="rows"), naive_aggregate(x, m, denom=10),
+           naive_aggregate(x, m, over="rows", denom=torch.tensor(4)))
     assert_close(got, tuple(torch.tensor(v, dtype=torch.float64) for v in (1., 1., .5, .5)))
-    by_group = [naive_aggregate(x, m, over="groups", group=torch.tensor(g)).item() for g in ([0, 0, 1], [0, 1, 1], [5, 2, 5])]
-    assert by_group == [1., (1+1)/2, (1+1)/2] and naive_aggregate(x, m, over="groups", group=torch.tensor([0, 1, 1]), denom=4) == .5
+    by_group = [naive_aggregate(x, m, over="groups", group=torch.tensor(g)).item()
+                for g in ([0, 0, 1], [0, 1, 1], [5, 2, 5])]
+    assert by_group == [1., (1+1)/2, (1+1)/2]
+    assert naive_aggregate(x, m, over="groups", group=torch.tensor([0, 1, 1]), denom=4) == .5
     assert naive_aggregate(x, ~m & m) == naive_aggregate(x, ~m & m, over="rows", denom=0) == 0
 
 
-@pytest.mark.parametrize(("ratio", "A", "loss"), [(2., 1., -1.2), (.5, 1., -.5), (.5, -1., .8), (2., -1., 2.), (9., -1., 3.), (9., 1., -1.2), (9., 0., 0.)])
+@pytest.mark.parametrize(("ratio", "A", "loss"), [(2., 1., -1.2), (.5, 1., -.5), (.5, -1., .8), (2., -1., 2.),
+                                                  (9., -1., 3.), (9., 1., -1.2), (9., 0., 0.)])
 def test_naive_ppo(ratio, A, loss):
-    got = naive_ppo_loss(torch.tensor([[ratio]]).log(), torch.zeros(1, 1), torch.tensor([[A]]), torch.tensor([[True]]), dual_clip=3.)
+    got = naive_ppo_loss(torch.tensor([[ratio]]).log(), torch.zeros(1, 1), torch.tensor([[A]]), torch.tensor([[True]]),
+                         dual_clip=3.)
     assert_close(got.item(), loss, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize(("v", "clip", "loss"), [(1., .2, 1.62), (-1., .2, 4.5), (.1, .2, 1.805), (1., None, .5), (1., .5, 1.125)])
+@pytest.mark.parametrize(("v", "clip", "loss"),
+                         [(1., .2, 1.62), (-1., .2, 4.5), (.1, .2, 1.805), (1., None, .5), (1., .5, 1.125)])
 def test_naive_value(v, clip, loss):
-    got = naive_value_loss(torch.tensor([[v]]).double(), torch.zeros(1, 1), torch.tensor([[2.]]), torch.tensor([[True]]), clip=clip)
+    got = naive_value_loss(torch.tensor([[v]]).double(), torch.zeros(1, 1), torch.tensor([[2.]]),
+                           torch.tensor([[True]]), clip=clip)
     assert_close(got.item(), loss)
 
 
@@ -597,20 +657,25 @@ def test_a_closure_of_pairs_is_cut_between_units():
 
 
 def test_pair_blocks_have_two_differentiable_arguments():
-    def margin_loss(chosen, rejected, *, denom=None): return (rejected - chosen).double().sum()/(len(chosen) if denom is None else denom), {}
+    def margin_loss(chosen, rejected, *, denom=None):
+        return (rejected - chosen).double().sum()/(len(chosen) if denom is None else denom), {}
     with pytest.raises(AssertionError, match="precision"): check_loss(margin_loss) # float64 whatever comes
-    def leaky(chosen, rejected, ref_chosen, *, denom=None): return (rejected - chosen + ref_chosen).sum()/(len(chosen) if denom is None else denom), {}
+    def leaky(chosen, rejected, ref_chosen, *, denom=None):
+        return (rejected - chosen + ref_chosen).sum()/(len(chosen) if denom is None else denom), {}
     with pytest.raises(AssertionError, match="a gradient reaches ref_chosen"): check_loss(leaky)
-    def mate(chosen, rejected, *, denom=None): return (rejected - chosen).sum()/(len(chosen) if denom is None else denom), {}
+    def mate(chosen, rejected, *, denom=None):
+        return (rejected - chosen).sum()/(len(chosen) if denom is None else denom), {}
     with pytest.raises(AssertionError, match="a gradient reaches rejected"): check_loss(mate, wrt=("chosen",))
 
 
 def test_closures_on_logits_are_checked():
-    z, teacher = (torch.randn(16, 16, 7, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in (0, 1))
+    z, teacher = (torch.randn(16, 16, 7, generator=torch.Generator().manual_seed(i), dtype=torch.float64)
+                  for i in (0, 1))
     def distil(out, b): return forward_kl_loss(out.logits, b.teacher_logits, b.mask, denom=b.n_tokens)
     assert "split" in check_loss(distil, dict(teacher_logits=teacher), dict(logits=z), mean=False)
     def local(out, b): return forward_kl_loss(out.logits, b.teacher_logits, b.mask)
-    with pytest.raises(AssertionError, match="split law"): check_loss(local, dict(teacher_logits=teacher), dict(logits=z), mean=False)
+    with pytest.raises(AssertionError, match="split law"):
+        check_loss(local, dict(teacher_logits=teacher), dict(logits=z), mean=False)
 
 
 # -- what the model computes, and what the batch has
@@ -618,7 +683,8 @@ def test_closures_on_logits_are_checked():
 def scored(out, b): return bradley_terry_loss(*pairs(out.scores, b), denom=b.n_units)
 def criticised(out, b): return value_loss(out.values, b.values, b.returns, b.mask, denom=b.n_tokens)
 def measured(out, b): return masked_mean(out.measured, b.mask, denom=b.n_tokens), dict(kl=mean_of(out.measured, b.mask))
-def measured_twice(out, b): return masked_mean(out.measured[..., 0] + .1*out.measured[..., 1], b.mask, denom=b.n_tokens), {}
+def measured_twice(out, b):
+    return masked_mean(out.measured[..., 0] + .1*out.measured[..., 1], b.mask, denom=b.n_tokens), {}
 def rated(out, b): return ((out.scores-b.ratings)**2).sum(1).where(b.mask.any(1), 0.).sum()/b.n_rows, {}
 def routed(out, b): return router_z_loss(out.router_logits[:, :, 0], b.mask, denom=b.n_tokens)
 
@@ -626,7 +692,8 @@ CHECKED = [  # closure, what it is to be given, the same without a denominator
     (scored, {}, lambda out, b: bradley_terry_loss(*pairs(out.scores, b))),
     (criticised, {}, lambda out, b: value_loss(out.values, b.values, b.returns, b.mask)),
     (measured, {}, lambda out, b: (masked_mean(out.measured, b.mask), {})),
-    (measured_twice, dict(outputs=dict(measured=torch.rand(16, 16, 2))), lambda out, b: (masked_mean(out.measured[..., 0], b.mask), {})),
+    (measured_twice, dict(outputs=dict(measured=torch.rand(16, 16, 2))),
+     lambda out, b: (masked_mean(out.measured[..., 0], b.mask), {})),
     (rated, dict(inputs=dict(ratings=torch.rand(16, 3)), outputs=dict(scores=torch.rand(16, 3)), per_row=("ratings",)),
      lambda out, b: (masked_mean(((out.scores-b.ratings)**2).sum(1), b.mask.any(1)), {})),
     (routed, {}, lambda out, b: router_z_loss(out.router_logits[:, :, 0], b.mask)),
@@ -642,7 +709,8 @@ def test_closures_of_every_wrapper_are_checked(loss, given, local):
 def test_out_and_batch_are_two_namespaces():
     seen = {}
     def both(out, b):
-        seen.setdefault("values", (out.values.detach(), b.values, b["values"], out.values.requires_grad, b.values.requires_grad))
+        seen.setdefault("values",
+                        (out.values.detach(), b.values, b["values"], out.values.requires_grad, b.values.requires_grad))
         return criticised(out, b)
     check_loss(both)
     new, old, item, *_ = seen["values"]
@@ -651,27 +719,40 @@ def test_out_and_batch_are_two_namespaces():
     seen.clear()
     check_loss(both, dict(values=given), dict(values=said))
     assert_close(seen["values"][:2], (said.double(), given.double()))
-    with pytest.raises(AttributeError, match="out.logprobs is what the model computes"): check_loss(lambda out, b: (b.logprobs.sum(), {}))
-    check_loss(lambda out, b: (masked_mean(out.logprobs-b.logprobs, b.mask, denom=b.n_tokens), {}), dict(logprobs=torch.zeros(16, 16))) # unless the batch says so
-    with pytest.raises(ValueError, match=r"scored does not read b.scores; it reads out.scores.*outputs=dict\(scores=…\)"): check_loss(scored, dict(scores=torch.rand(16)))
+    with pytest.raises(AttributeError, match="out.logprobs is what the model computes"):
+        check_loss(lambda out, b: (b.logprobs.sum(), {}))
+    # unless the batch says so
+    check_loss(lambda out, b: (masked_mean(out.logprobs-b.logprobs, b.mask, denom=b.n_tokens), {}),
+               dict(logprobs=torch.zeros(16, 16)))
+    with pytest.raises(ValueError,
+                       match=r"scored does not read b.scores; it reads out.scores.*outputs=dict\(scores=…\)"):
+        check_loss(scored, dict(scores=torch.rand(16)))
     check_loss(scored, dict(scores=torch.rand(16)), dict(scores=torch.rand(16)))
 
 
 def test_what_an_error_advises_works():
     weighted = lambda out, b: ((good(out, b)*clean(b.mask, b.weights)[0]).sum()/b.n_tokens, {})
-    with pytest.raises(AttributeError, match=r"inputs=dict\(weights=…\) with 16 rows: torch.rand\(16\), or torch.rand\(16, 16\) if"): check_loss(weighted)
+    with pytest.raises(AttributeError,
+                       match=r"inputs=dict\(weights=…\) with 16 rows: torch.rand\(16\), or torch.rand\(16, 16\) if"):
+        check_loss(weighted)
     check_loss(weighted, dict(weights=torch.rand(16, 16)), policy=False)
-    on_logits = lambda out, b: (masked_mean(out.logits.where(b.mask[..., None], 0.).logsumexp(-1), b.mask, denom=b.n_tokens), {})
-    with pytest.raises(AttributeError, match=r"outputs=dict\(logits=…\) with 16 rows, torch.randn\(16, 16, 32\)"): check_loss(on_logits)
+    on_logits = lambda out, b: (masked_mean(out.logits.where(b.mask[..., None], 0.).logsumexp(-1), b.mask,
+                                            denom=b.n_tokens), {})
+    with pytest.raises(AttributeError, match=r"outputs=dict\(logits=…\) with 16 rows, torch.randn\(16, 16, 32\)"):
+        check_loss(on_logits)
     check_loss(on_logits, outputs=dict(logits=torch.randn(16, 16, 32)))
     with pytest.raises(ValueError, match=r"ratings is \[16, 3\], and rows have 16 tokens; .* per_row=\('ratings',\)"):
-        check_loss(rated, dict(ratings=torch.rand(16, 3), old_values=torch.rand(16, 16)), dict(scores=torch.rand(16, 3)))
-    with pytest.raises(ValueError, match=r"inputs=dict\(advantages=…\)"): check_loss(weighted, outputs=dict(advantages=torch.rand(16, 16)))
+        check_loss(rated, dict(ratings=torch.rand(16, 3), old_values=torch.rand(16, 16)),
+                   dict(scores=torch.rand(16, 3)))
+    with pytest.raises(ValueError, match=r"inputs=dict\(advantages=…\)"):
+        check_loss(weighted, outputs=dict(advantages=torch.rand(16, 16)))
     def clipped(out, b, *, clip): return good(out, b).clamp(-clip, clip).sum()/b.n_tokens, {}
     with pytest.raises(TypeError, match=r"partial\(clipped, clip=…\)"): check_loss(clipped, clip=9.)
     check_loss(partial(clipped, clip=1e9))
-    with pytest.raises(TypeError, match="denom cannot be passed to it, it divides by what it reads of b"): check_loss(measured, denom="n_rows")
-    with pytest.raises(TypeError, match=r"value_loss is called by the names of its columns: inputs=dict\(values=…\)"): check_loss(value_loss, outputs=dict(values=torch.rand(16, 16)))
+    with pytest.raises(TypeError, match="denom cannot be passed to it, it divides by what it reads of b"):
+        check_loss(measured, denom="n_rows")
+    with pytest.raises(TypeError, match=r"value_loss is called by the names of its columns: inputs=dict\(values=…\)"):
+        check_loss(value_loss, outputs=dict(values=torch.rand(16, 16)))
     check_loss(value_loss, dict(values=torch.rand(16, 16)))
     def divergence(p, q): return (promoted(p)-promoted(q)).square().sum(), {}
     with pytest.raises((AttributeError, TypeError)) as found: check_loss(divergence)
@@ -683,7 +764,8 @@ def test_rows_of_which_nothing_is_chosen_do_not_count():
     def kto(out, b, weigh=True):
         lp, ref = sequence_logprobs(out.logprobs, b.mask), sequence_logprobs(b.ref_logprobs, b.mask)
         return kto_loss(lp, ref, b.desirable, weights=b.mask.any(1).float() if weigh else None, kl=.1, denom=b.n_rows)
-    with pytest.raises(AssertionError, match=r"breaks the empty law: .* weights=b.mask.any\(1\).float\(\)"): check_loss(partial(kto, weigh=False))
+    with pytest.raises(AssertionError, match=r"breaks the empty law: .* weights=b.mask.any\(1\).float\(\)"):
+        check_loss(partial(kto, weigh=False))
     assert check_loss(kto) == laws("mean")
     def squares(out, b): return (out.scores**2).sum()/b.n_rows, {}
     with pytest.raises(AssertionError, match=r"x.where\(b.mask.any\(1\), 0.\) before the sum"): check_loss(squares)
@@ -709,7 +791,8 @@ def undecorated(*args, **kw): return measured(*args, **kw)
 def with_default(out, b, scale=1.): return scale*measured(out, b)[0], {}
 
 
-@pytest.mark.parametrize("loss", [Learned(), Losses().step, Losses(), undecorated, with_default, partial(with_default, scale=2.), partial(lambda c, out, b: measured(out, b), 1)],
+@pytest.mark.parametrize("loss", [Learned(), Losses().step, Losses(), undecorated, with_default,
+                                  partial(with_default, scale=2.), partial(lambda c, out, b: measured(out, b), 1)],
                          ids=["module", "method", "callable", "star", "default", "partial", "positional"])
 def test_whatever_can_be_called_is_checked(loss): assert check_loss(loss) == laws("mean")
 
@@ -724,10 +807,13 @@ def test_a_module_keeps_its_weights():
     loss = Learned()
     before = {k: x.clone() for k, x in loss.state_dict().items()}
     check_loss(loss)
-    assert all(torch.equal(x, before[k]) for k, x in loss.state_dict().items()) and all(p.grad is None for p in loss.parameters())
+    assert all(torch.equal(x, before[k]) for k, x in loss.state_dict().items())
+    assert all(p.grad is None for p in loss.parameters())
     with pytest.raises(AssertionError, match="Learned breaks the split law"): check_loss(Learned(local=True))
     class Block(torch.nn.Module):
-        def forward(self, logprobs, advantages, mask, *, denom=None): return aggregate(-torch.where(mask, promoted(logprobs)*promoted(advantages.detach()), 0.), mask, denom=denom), {}
+        def forward(self, logprobs, advantages, mask, *, denom=None):
+            return aggregate(-torch.where(mask, promoted(logprobs)*promoted(advantages.detach()), 0.), mask,
+                             denom=denom), {}
     with pytest.raises(AssertionError, match="mask law"): check_loss(Block(), policy=False) # the where comes too late
 
 
@@ -739,20 +825,26 @@ GIVEN = dict(kto=dict(kl=torch.full((16,), .1))) # columns that a loop adds to i
 def closures():
     "(tutorial and function, closure) of every loss(out, b) in a tutorial's loop, at the loop's defaults."
     for path in sorted((ROOT/"tutorials").glob("*.ipynb")):
-        cells = ["".join(c["source"]) for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
-        for name in {f.name for c in cells if "(out, b)" in c for f in ast.parse(c).body if isinstance(f, ast.FunctionDef)}:
+        cells = ["".join(c["source"])
+                 for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+        for name in {f.name for c in cells if "(out, b)" in c
+                     for f in ast.parse(c).body if isinstance(f, ast.FunctionDef)}:
             loop = loop_from(f"{path}:{name}")
-            inner = [f for f in ast.parse(textwrap.dedent(inspect.getsource(loop))).body[0].body if isinstance(f, ast.FunctionDef)]
+            inner = [f for f in ast.parse(textwrap.dedent(inspect.getsource(loop))).body[0].body
+                     if isinstance(f, ast.FunctionDef)]
             scope = loop.__globals__ | {k: p.default for k, p in inspect.signature(loop).parameters.items()}
             exec(compile(ast.Module(inner, []), str(path), "exec"), scope)
-            yield from (pytest.param(name, scope[f.name], id=f"{path.stem}:{f.name}") for f in inner if [a.arg for a in f.args.args] == ["out", "b"])
+            yield from (pytest.param(name, scope[f.name], id=f"{path.stem}:{f.name}")
+                        for f in inner if [a.arg for a in f.args.args] == ["out", "b"])
 
 
 @pytest.mark.parametrize(("loop", "loss"), closures())
 def test_every_tutorial_obeys_every_law(loop, loss):
     held = check_loss(loss, GIVEN.get(loop))
-    assert set(held) >= {*LAWS, "mean"} and ({"scale", "reinforce"} <= set(held)) == (loop == "grpo" or loss.__name__ == "policy_loss")
+    assert set(held) >= {*LAWS, "mean"}
+    assert ({"scale", "reinforce"} <= set(held)) == (loop == "grpo" or loss.__name__ == "policy_loss")
 
 
 def test_the_tutorials_are_found():
-    assert {p.id for p in closures()} >= {"sft:loss", "grpo:loss", "ppo:policy_loss", "ppo:critic_loss", "dpo:loss", "kto:loss", "reward_model:loss", "rlhf:policy_loss", "rlhf:critic_loss"}
+    assert {p.id for p in closures()} >= {"sft:loss", "grpo:loss", "ppo:policy_loss", "ppo:critic_loss", "dpo:loss",
+                                          "kto:loss", "reward_model:loss", "rlhf:policy_loss", "rlhf:critic_loss"}

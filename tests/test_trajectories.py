@@ -1,4 +1,5 @@
-"Trajectories: goldens, oracles in loops, exact permutation, what cannot be scored stays alone, gradients, compilation and errors (LAWS 5, 21, 25)."
+"""Trajectories: goldens, oracles in loops, exact permutation, what cannot be scored stays alone, gradients,
+compilation and errors (LAWS 5, 21, 25)."""
 import math
 from functools import partial
 
@@ -10,7 +11,8 @@ from rlblocks.signals.advantages import gae
 from rlblocks.signals.groups import group_advantages, lite_ppo_advantages
 from rlblocks.testing.laws import check_estimator
 from rlblocks.testing.oracles import sample_columns
-from rlblocks.signals.trajectories import gigpo_advantages, hierarchical_advantages, joint_groups, role_advantages, trajectory_returns, vine_advantages
+from rlblocks.signals.trajectories import (gigpo_advantages, hierarchical_advantages, joint_groups, role_advantages,
+                                           trajectory_returns, vine_advantages)
 
 nan, inf = math.nan, math.inf
 
@@ -30,7 +32,8 @@ def episodes(seed=0, dtype=torch.float64):
 def naive_returns(r, trajectory, step, gamma):
     out = []
     for i in range(len(r)):
-        later = sorted((int(step[j]), float(r[j])) for j in range(len(r)) if trajectory[j] == trajectory[i] and step[j] >= step[i])
+        later = sorted((int(step[j]), float(r[j]))
+                       for j in range(len(r)) if trajectory[j] == trajectory[i] and step[j] >= step[i])
         out.append(sum(gamma**k*x for k, (_, x) in enumerate(later)))
     return out
 
@@ -43,9 +46,9 @@ def naive_gigpo(r, group, trajectory, step, state, *, gamma, omega, scale):
     R = naive_returns(r, trajectory, step, gamma)
     total = {t: float(r[trajectory == t].sum()) for t in trajectory.tolist()}
     task = {t: g for t, g in zip(trajectory.tolist(), group.tolist(), strict=True)}
-    return torch.tensor([
-        compared(total[t], [total[u] for u in total if task[u] == g]) + omega*compared(R[i], [R[j] for j in range(len(r)) if (group[j], state[j]) == (g, s)])
-        for i, (t, g, s) in enumerate(zip(trajectory.tolist(), group.tolist(), state.tolist(), strict=True))], dtype=torch.float64)
+    return torch.tensor([compared(total[t], [total[u] for u in total if task[u] == g]) + omega*compared(
+        R[i], [R[j] for j in range(len(r)) if (group[j], state[j]) == (g, s)]) for i, (t, g, s) in enumerate(
+        zip(trajectory.tolist(), group.tolist(), state.tolist(), strict=True))], dtype=torch.float64)
 
 
 def naive_vine(r, rollouts, mask, step, gamma):
@@ -76,13 +79,15 @@ def test_joint_groups_by_hand():
 
 
 def test_returns_by_hand():
-    r, trajectory, step = torch.tensor([1., 2., 0., 0., 0.]), torch.tensor([3, 8, 3, 3, 8]), torch.tensor([2, 0, 0, 1, 1])
+    r, trajectory, step = torch.tensor([1., 2., 0., 0.,
+                                        0.]), torch.tensor([3, 8, 3, 3, 8]), torch.tensor([2, 0, 0, 1, 1])
     assert_close(trajectory_returns(r, trajectory, step=step, gamma=.5), torch.tensor([1., 2., .25, .5, 0.]))
     assert_close(trajectory_returns(r, trajectory, step=step), torch.tensor([1., 2., 1., 1., 0.]))
 
 
 def test_gigpo_by_hand():
-    trajectory, step, state = torch.tensor([0, 0, 1, 1, 1]), torch.tensor([0, 1, 0, 1, 2]), torch.tensor([7, 8, 7, 9, 7])
+    trajectory, step, state = torch.tensor([0, 0, 1, 1,
+                                            1]), torch.tensor([0, 1, 0, 1, 2]), torch.tensor([7, 8, 7, 9, 7])
     r, task = torch.tensor([0., 1., 0., 0., 0.]), torch.zeros(5, dtype=torch.long)
     of = partial(gigpo_advantages, r, task, trajectory=trajectory, step=step, state=state, gamma=.5)
     assert_close(of(), torch.tensor([5/6, 1/2, -2/3, -1/2, -2/3]))
@@ -96,9 +101,11 @@ def test_vine_by_hand():
     step, rollouts = torch.tensor([[0, 0, 0, 1, 1, 2, 2]]), torch.tensor([[[0., 1.], [1., 0.], [1., 1.]]])
     assert_close(vine_advantages(r, rollouts, on, step=step), torch.tensor([[0., 0, 0, .5, .5, 0, 0]]))
     assert_close(vine_advantages(r, rollouts, on, step=step, gamma=.5), torch.tensor([[0., -.25, -.25, 0, 0, 0, 0]]))
-    missing = torch.tensor([[[0., nan], [nan, nan], [1., nan], [8., 8.]]])  # one answer suffices; the second state takes the third's value
+    # one answer suffices; the second state takes the third's value
+    missing = torch.tensor([[[0., nan], [nan, nan], [1., nan], [8., 8.]]])
     assert_close(vine_advantages(r, missing, on, step=step), torch.tensor([[0., 1, 1, 0, 0, 0, 0]]))
-    assert_close(vine_advantages(r, missing, on, step=step - 1), torch.tensor([[0., 0, 0, 1, 1, 0, 0]]))  # a step −1 is of no answer
+    # a step −1 is of no answer
+    assert_close(vine_advantages(r, missing, on, step=step - 1), torch.tensor([[0., 0, 0, 1, 1, 0, 0]]))
     assert not vine_advantages(r, missing[:, :, :0], on, step=step).any()
 
 
@@ -113,7 +120,8 @@ def test_hierarchical_by_hand():
 
 
 def test_roles_by_hand():
-    adv, b = role_advantages(torch.tensor([1., -1., 1., nan]), torch.tensor([0, 1, 0, 1]), torch.tensor([0., 0., 3.]), decay=.5)
+    adv, b = role_advantages(torch.tensor([1., -1., 1., nan]), torch.tensor([0, 1, 0, 1]), torch.tensor([0., 0., 3.]),
+                             decay=.5)
     assert_close(adv, torch.tensor([1., -1., .5, 0.])), assert_close(b, torch.tensor([.75, -.5, 3.]))
 
 
@@ -124,9 +132,11 @@ def test_roles_by_hand():
 def test_returns_and_gigpo_equal_loops(seed, gamma):
     r, group, ids = episodes(seed)
     trajectory, step = ids["trajectory"], ids["step"]
-    assert_close(trajectory_returns(r, trajectory, step=step, gamma=gamma), torch.tensor(naive_returns(r, trajectory, step, gamma), dtype=torch.float64), atol=1e-12, rtol=1e-12)
+    assert_close(trajectory_returns(r, trajectory, step=step, gamma=gamma),
+                 torch.tensor(naive_returns(r, trajectory, step, gamma), dtype=torch.float64), atol=1e-12, rtol=1e-12)
     for omega, scale in ((1., False), (.3, True)):
-        assert_close(gigpo_advantages(r, group, **ids, gamma=gamma, omega=omega, scale=scale), naive_gigpo(r, group, *ids.values(), gamma=gamma, omega=omega, scale=scale), atol=1e-9, rtol=1e-9)
+        assert_close(gigpo_advantages(r, group, **ids, gamma=gamma, omega=omega, scale=scale),
+                     naive_gigpo(r, group, *ids.values(), gamma=gamma, omega=omega, scale=scale), atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("missing", [0., .4, 1.])
@@ -136,19 +146,22 @@ def test_vine_equals_a_loop(gamma, missing):
     rollouts = torch.randn(16, 5, 3, generator=rng, dtype=torch.float64)
     rollouts[torch.rand(16, 5, 3, generator=rng) < missing] = nan
     step = torch.randint(-1, 7, (16, 16), generator=rng).sort(1).values
-    assert_close(vine_advantages(c["rewards"], rollouts, c["mask"], step=step, gamma=gamma), naive_vine(c["rewards"], rollouts, c["mask"], step, gamma), atol=1e-12, rtol=1e-12)
+    assert_close(vine_advantages(c["rewards"], rollouts, c["mask"], step=step, gamma=gamma),
+                 naive_vine(c["rewards"], rollouts, c["mask"], step, gamma), atol=1e-12, rtol=1e-12)
 
 
 def test_roles_equal_a_loop():
     rng = torch.Generator().manual_seed(0)
-    s, role, b = torch.randn(300, generator=rng, dtype=torch.float64), torch.randint(4, (300,), generator=rng), torch.randn(5, generator=rng, dtype=torch.float64)
+    s, role, b = (torch.randn(300, generator=rng, dtype=torch.float64), torch.randint(4, (300,), generator=rng),
+                  torch.randn(5, generator=rng, dtype=torch.float64))
     s[torch.rand(300, generator=rng) < .1] = nan
     now, want = b.tolist(), []
     for x, i in zip(s.tolist(), role.tolist(), strict=True):
         want.append(0. if math.isnan(x) else x - now[i])
         if not math.isnan(x): now[i] = .9*now[i] + .1*x
     adv, new = role_advantages(s, role, b, decay=.9)
-    assert_close(adv, torch.tensor(want, dtype=torch.float64), atol=1e-12, rtol=1e-12), assert_close(new, torch.tensor(now, dtype=torch.float64), atol=1e-12, rtol=1e-12)
+    assert_close(adv, torch.tensor(want, dtype=torch.float64), atol=1e-12,
+                 rtol=1e-12), assert_close(new, torch.tensor(now, dtype=torch.float64), atol=1e-12, rtol=1e-12)
     head, b1 = role_advantages(s[:77], role[:77], b, decay=.9)
     tail, b2 = role_advantages(s[77:], role[77:], b1, decay=.9)
     assert_close((torch.cat([head, tail]), b2), (adv, new), atol=1e-12, rtol=1e-12)
@@ -157,7 +170,8 @@ def test_roles_equal_a_loop():
 @pytest.mark.parametrize("seed", range(5))
 def test_roles_step_once_a_game(seed):
     rng = torch.Generator().manual_seed(seed)
-    s, b = torch.randn(20, 4, generator=rng, dtype=torch.float64), torch.randn(4, generator=rng, dtype=torch.float64)  # of games, for each role
+    # of games, for each role
+    s, b = torch.randn(20, 4, generator=rng, dtype=torch.float64), torch.randn(4, generator=rng, dtype=torch.float64)
     game, role = torch.randint(20, (200,), generator=rng).sort().values, torch.randint(4, (200,), generator=rng)
     scores = torch.where(torch.rand(200, generator=rng) < .2, nan, s[game, role])
     now, seen, want = b.tolist(), {}, []
@@ -165,7 +179,8 @@ def test_roles_step_once_a_game(seed):
         if not math.isnan(x) and (i, r) not in seen: seen[i, r], now[r] = now[r], .9*now[r] + .1*x
         want.append(0. if math.isnan(x) else x - seen[i, r])
     close = partial(assert_close, atol=1e-12, rtol=1e-12)
-    close(role_advantages(scores, role, b, trajectory=7 - 3*game, decay=.9), (torch.tensor(want, dtype=torch.float64), torch.tensor(now, dtype=torch.float64)))
+    close(role_advantages(scores, role, b, trajectory=7 - 3*game, decay=.9),
+          (torch.tensor(want, dtype=torch.float64), torch.tensor(now, dtype=torch.float64)))
     close(role_advantages(scores, role, b, trajectory=torch.arange(200)), role_advantages(scores, role, b))
     none = torch.zeros(0)
     assert role_advantages(none, none.long(), b.float(), trajectory=none.long())[0].shape == (0,)
@@ -177,10 +192,14 @@ def test_relatives():
     c = sample_columns()
     s, g, rows = c["scores"], c["group"], torch.arange(16)
     for scale in (True, False):
-        assert_close(gigpo_advantages(s, g, trajectory=rows, step=rows, state=rows, scale=scale), group_advantages(s, g, scale=scale))
-        assert_close(gigpo_advantages(s, g, trajectory=rows, step=rows, state=0*rows, scale=scale, omega=1.), 2*group_advantages(s, g, scale=scale))
-        assert_close(hierarchical_advantages(s, g, role=0*rows, episode=rows, nested=rows < 0, scale=scale), group_advantages(s, g, scale=scale))
-        assert_close(hierarchical_advantages(s, 0*g, role=0*rows, episode=g, nested=rows >= 0, scale=scale), group_advantages(s, g, scale=scale))
+        assert_close(gigpo_advantages(s, g, trajectory=rows, step=rows, state=rows, scale=scale),
+                     group_advantages(s, g, scale=scale))
+        assert_close(gigpo_advantages(s, g, trajectory=rows, step=rows, state=0*rows, scale=scale, omega=1.),
+                     2*group_advantages(s, g, scale=scale))
+        assert_close(hierarchical_advantages(s, g, role=0*rows, episode=rows, nested=rows < 0, scale=scale),
+                     group_advantages(s, g, scale=scale))
+        assert_close(hierarchical_advantages(s, 0*g, role=0*rows, episode=g, nested=rows >= 0, scale=scale),
+                     group_advantages(s, g, scale=scale))
     assert_close(role_advantages(s, 0*rows, s.new_zeros(1), decay=1.)[0], s)
     assert_close(lite_ppo_advantages(s, 0*g), group_advantages(s, 0*g))
     r, v, on = c["rewards"], c["values"], c["mask"]
@@ -192,9 +211,11 @@ def test_relatives():
 # -- laws
 
 CALLS = {  # of rewards or scores of rows; ids travel with the rows
-    "returns": lambda x, g, ids: trajectory_returns(x, ids["trajectory"], step=ids["step"], gamma=.9), "gigpo": lambda x, g, ids: gigpo_advantages(x, g, **ids),
+    "returns": lambda x, g, ids: trajectory_returns(x, ids["trajectory"], step=ids["step"], gamma=.9),
+    "gigpo": lambda x, g, ids: gigpo_advantages(x, g, **ids),
     "gigpo scaled": lambda x, g, ids: gigpo_advantages(x, g, **ids, scale=True, gamma=.5),
-    "hierarchical": lambda x, g, ids: hierarchical_advantages(x, g, role=ids["state"] % 2, episode=ids["trajectory"], nested=ids["state"] % 2 == 0),
+    "hierarchical": lambda x, g, ids: hierarchical_advantages(x, g, role=ids["state"] % 2, episode=ids["trajectory"],
+                                                              nested=ids["state"] % 2 == 0),
 }
 calls = pytest.mark.parametrize("f", CALLS.values(), ids=CALLS)
 
@@ -214,13 +235,15 @@ def test_what_cannot_be_scored_stays_in_its_task(f, x):
     at = 4
     broken, other = f(torch.where(torch.arange(len(r)) == at, x, r), g, ids), g != g[at]
     if f is CALLS["returns"]: other = ids["trajectory"] != ids["trajectory"][at]
-    assert torch.equal(broken[other], f(r, g, ids)[other]) and (f is CALLS["returns"] or (broken[at] == 0 if math.isnan(x) else not broken[at].isfinite()))
+    assert torch.equal(broken[other], f(r, g, ids)[other])
+    assert (f is CALLS["returns"] or (broken[at] == 0 if math.isnan(x) else not broken[at].isfinite()))
 
 
 @calls
 def test_equals_are_exactly_zero(f):
     _, g, ids = episodes()
-    first = ids["step"] == 5 # every episode earns the same, at once: nobody is better, and later there is nothing to earn
+    # every episode earns the same, at once: nobody is better, and later there is nothing to earn
+    first = ids["step"] == 5
     out = f(torch.where(first, .95, 0.), g, ids | dict(state=ids["step"]))
     if f is CALLS["hierarchical"]: out = f(torch.full((len(g),), .95), g, ids)
     assert f is CALLS["returns"] or not out.any()
@@ -240,10 +263,12 @@ def test_gradients_of_vine_and_roles():
     out = vine_advantages(r, rollouts, c["mask"], step=(torch.arange(16)//5).expand(16, 16))
     out.sin().sum().backward()
     assert rollouts.grad is None and r.grad.isfinite().all()
-    assert torch.autograd.gradcheck(lambda r: vine_advantages(r, rollouts.detach(), c["mask"], step=(torch.arange(16)//5).expand(16, 16)), r)
+    assert torch.autograd.gradcheck(lambda r: vine_advantages(r, rollouts.detach(), c["mask"],
+                                                              step=(torch.arange(16)//5).expand(16, 16)), r)
     s, b = c["scores"].requires_grad_(), torch.zeros(3, requires_grad=True)
     adv, new = role_advantages(s, torch.arange(16) % 3, b)
-    assert not new.requires_grad and torch.equal(torch.autograd.grad(adv.sum(), s)[0], torch.ones_like(s)) and b.grad is None
+    assert not new.requires_grad and torch.equal(torch.autograd.grad(adv.sum(), s)[0], torch.ones_like(s))
+    assert b.grad is None
 
 
 @calls
@@ -259,7 +284,9 @@ def test_static_shapes_and_no_look_at_the_data(f):
 def test_vine_obeys_every_law():
     c = sample_columns()
     rollouts = torch.randn(16, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    laws = check_estimator(vine_advantages, dict(rollouts=rollouts, step=(torch.arange(16)//4).expand(16, 16).contiguous()), per_row=("rollouts",), gamma=.9)
+    laws = check_estimator(vine_advantages,
+                           dict(rollouts=rollouts, step=(torch.arange(16)//4).expand(16, 16).contiguous()),
+                           per_row=("rollouts",), gamma=.9)
     assert {"purity", "gradient", "mask", "empty", "permutation", "padding", "filler", "precision"} <= set(laws)
     assert vine_advantages(c["rewards"][:, :0], rollouts, c["mask"][:, :0], step=c["tokens"][:, :0]).shape == (16, 0)
 
@@ -268,17 +295,28 @@ def test_vine_obeys_every_law():
 
 def errors():
     r, m, s, i = torch.zeros(4, 7), torch.ones(4, 7).bool(), torch.zeros(4), torch.arange(4)
-    yield lambda: joint_groups(i, i[1:]), ValueError, "joint_groups: one column is [3], the first is [4]; one id per row is wanted in each"
-    yield lambda: trajectory_returns(s, i[1:], step=i), ValueError, "trajectory_returns: trajectory is [3], rewards is [4]; they must be equal, nothing is broadcast"
-    yield lambda: trajectory_returns(s, s, step=i), TypeError, "trajectory_returns: trajectory is float32; ids are integers"
-    yield lambda: trajectory_returns(s, i, step=s), TypeError, "trajectory_returns: step is float32; integers are wanted (step.long())"
-    yield lambda: trajectory_returns(s, i, step=i, gamma=nan), ValueError, "trajectory_returns: gamma is nan; it lies within [0, 1]"
-    yield lambda: vine_advantages(r, r, m, step=m.long()), ValueError, "vine_advantages: rollouts is [4, 7], mask is [4, 7]; [B, S, K] is wanted, K returns for each step of each row"
-    yield lambda: vine_advantages(r, r[..., None], m, step=m.long(), gamma=2.), ValueError, "vine_advantages: gamma is 2.0; it lies within [0, 1]"
-    yield lambda: role_advantages(s, i[1:], s), ValueError, "role_advantages: role is [3], scores is [4]; they must be equal, nothing is broadcast"
-    yield lambda: role_advantages(s, i, s, trajectory=s), TypeError, "role_advantages: trajectory is float32; ids are integers"
+    yield (lambda: joint_groups(i, i[1:]), ValueError,
+           "joint_groups: one column is [3], the first is [4]; one id per row is wanted in each")
+    yield (lambda: trajectory_returns(s, i[1:], step=i), ValueError,
+           "trajectory_returns: trajectory is [3], rewards is [4]; they must be equal, nothing is broadcast")
+    yield lambda: trajectory_returns(s, s,
+                                     step=i), TypeError, "trajectory_returns: trajectory is float32; ids are integers"
+    yield (lambda: trajectory_returns(s, i, step=s), TypeError,
+           "trajectory_returns: step is float32; integers are wanted (step.long())")
+    yield lambda: trajectory_returns(s, i, step=i,
+                                     gamma=nan), ValueError, "trajectory_returns: gamma is nan; it lies within [0, 1]"
+    yield (
+        lambda: vine_advantages(r, r, m, step=m.long()), ValueError,
+        "vine_advantages: rollouts is [4, 7], mask is [4, 7]; [B, S, K] is wanted, K returns for each step of each row")
+    yield lambda: vine_advantages(r, r[..., None], m, step=m.long(),
+                                  gamma=2.), ValueError, "vine_advantages: gamma is 2.0; it lies within [0, 1]"
+    yield (lambda: role_advantages(s, i[1:], s), ValueError,
+           "role_advantages: role is [3], scores is [4]; they must be equal, nothing is broadcast")
+    yield lambda: role_advantages(s, i, s,
+                                  trajectory=s), TypeError, "role_advantages: trajectory is float32; ids are integers"
     yield lambda: role_advantages(s, s, s), TypeError, "role_advantages: role is float32; ids are integers"
-    yield lambda: role_advantages(s, i, s, decay=2.), ValueError, "role_advantages: decay is 2.0; a share lies within [0, 1]"
+    yield lambda: role_advantages(s, i, s,
+                                  decay=2.), ValueError, "role_advantages: decay is 2.0; a share lies within [0, 1]"
 
 
 @pytest.mark.parametrize("call,kind,text", list(errors()))

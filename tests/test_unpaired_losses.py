@@ -1,4 +1,5 @@
-"KTO with its reference point, BCO, APO and AOT of single answers: hand numbers, oracles, laws, pairings, compilation, derivatives, errors (LAWS 1, 25)."
+"""KTO with its reference point, BCO, APO and AOT of single answers: hand numbers, oracles, laws, pairings,
+compilation, derivatives, errors (LAWS 1, 25)."""
 import itertools
 import math
 from functools import partial
@@ -41,7 +42,8 @@ every_loss = pytest.mark.parametrize("name", LOSSES)
 @every_loss
 def test_obeys_every_law(name):
     for extra in ({}, dict(weights=WEIGHTS.exp())):
-        assert {"split", "metrics", "precision", "gradient", "purity"} <= set(check_loss(LOSSES[name][0], JUDGED | extra))
+        assert {"split", "metrics", "precision", "gradient",
+                "purity"} <= set(check_loss(LOSSES[name][0], JUDGED | extra))
 
 
 @every_loss
@@ -57,7 +59,8 @@ def test_equals_oracle(name):
     f, formula = LOSSES[name]
     rows = [(x, d, w) for x, d, w in zip((LP-REF).tolist(), GOOD.tolist(), WEIGHTS.tolist(), strict=True)]
     assert_close(f(LP, REF, GOOD)[0].item(), sum(formula(x, d) for x, d, _ in rows)/16, rtol=1e-7, atol=0)
-    assert_close(f(LP, REF, GOOD, weights=WEIGHTS)[0].item(), sum(w*formula(x, d) for x, d, w in rows)/14, rtol=1e-7, atol=0)
+    assert_close(f(LP, REF, GOOD, weights=WEIGHTS)[0].item(), sum(w*formula(x, d) for x, d, w in rows)/14, rtol=1e-7,
+                 atol=0)
     assert_close(f(LP, REF, GOOD, denom=7)[0].item(), sum(formula(x, d) for x, d, _ in rows)/7, rtol=1e-7, atol=0)
 
 
@@ -66,13 +69,15 @@ def test_kto_golden():
     loss, metrics = kto_loss(x, torch.zeros(2), torch.tensor([True, False]), kl=1., beta=1.)
     assert_close(loss, torch.tensor(.5))
     assert_close(torch.autograd.grad(loss, x)[0], torch.tensor([-3/32, 3/32]))
-    assert {k: float(m) for k, m in metrics.items()} == pytest.approx(dict(accuracy=.5, chosen_reward=1+math.log(3), rejected_reward=1+math.log(3), kl=1.))
+    assert {k: float(m) for k, m in metrics.items()} == pytest.approx(dict(accuracy=.5, chosen_reward=1+math.log(3),
+                                                                           rejected_reward=1+math.log(3), kl=1.))
 
 
 def test_metrics_by_hand():
     x, ok = torch.tensor([3., 0., 2., -1., 9.]), torch.tensor([True, True, False, False, True])
     _, metrics = kto_loss(x, torch.zeros(5), ok, weights=torch.tensor([1., 2., 1., 1., 0.]), kl=1., beta=.5)
-    assert {k: float(m) for k, m in metrics.items()} == pytest.approx(dict(accuracy=.5, chosen_reward=.75, rejected_reward=.25, kl=1.))
+    assert {k: float(m) for k, m in metrics.items()} == pytest.approx(dict(accuracy=.5, chosen_reward=.75,
+                                                                           rejected_reward=.25, kl=1.))
     _, metrics = bco_loss(x, torch.zeros(5), ok, delta=-1.5, beta=.5)
     assert float(metrics["accuracy"]) == .6 and float(metrics["delta"]) == -1.5
 
@@ -119,7 +124,8 @@ def test_an_answer_never_meets_its_own_prompt(ids):
 
 
 def test_too_few_prompts():
-    with pytest.raises(ValueError, match=r"mismatched: group is \[1\]; two rows of different prompts"): mismatched(torch.tensor([3]))
+    with pytest.raises(ValueError, match=r"mismatched: group is \[1\]; two rows of different prompts"):
+        mismatched(torch.tensor([3]))
     other = mismatched(torch.tensor([3, 3, 3]))
     with pytest.raises(IndexError): torch.arange(3)[other]
 
@@ -130,17 +136,20 @@ def test_swapped_rows():
     tokens = torch.where(torch.arange(T) < lengths[:, None], tokens, 0)
     other = mismatched(torch.arange(B))
     new, on, n = swap_completions(tokens, mask, lengths, other=other)
-    start = [next((t for t in range(T) if row[t]), int(length)) for row, length in zip(mask.tolist(), lengths, strict=True)]
+    start = [next((t for t in range(T) if row[t]), int(length))
+             for row, length in zip(mask.tolist(), lengths, strict=True)]
     for b in range(B):
         j = int(other[b])
         want = tokens[b, :start[b]].tolist() + tokens[j, start[j]:lengths[j]].tolist()
         chosen = [False]*start[b] + mask[j, start[j]:lengths[j]].tolist()
-        assert new[b].tolist() == want + [0]*(2*T-len(want)) and on[b].tolist() == chosen + [False]*(2*T-len(want)) and n[b] == len(want)
+        assert new[b].tolist() == want + [0]*(2*T-len(want)) and on[b].tolist() == chosen + [False]*(2*T-len(want))
+        assert n[b] == len(want)
     assert (on.sum(1) == mask[other].sum(1)).all()
 
 
 def test_swapping_twice_in_a_pair_is_the_identity():
-    tokens, mask, lengths = torch.tensor([[1, 2, 3, 0], [4, 5, 6, 7]]), torch.tensor([[False, False, True, False], [False, True, False, True]]), torch.tensor([3, 4])
+    tokens, mask, lengths = torch.tensor([[1, 2, 3, 0], [4, 5, 6, 7]]), torch.tensor(
+        [[False, False, True, False], [False, True, False, True]]), torch.tensor([3, 4])
     other = torch.tensor([1, 0])
     once = swap_completions(tokens, mask, lengths, other=other)
     assert once[0][:, :5].tolist() == [[1, 2, 5, 6, 7], [4, 3, 0, 0, 0]]
@@ -159,12 +168,14 @@ def test_kto_kl():
 
 def test_delta_is_the_middle_of_both_classes():
     x = (LP-REF).tolist()
-    ends = [sum(v for v, d in zip(x, GOOD.tolist(), strict=True) if d is side)/sum(d is side for d in GOOD.tolist()) for side in (True, False)]
+    ends = [sum(v for v, d in zip(x, GOOD.tolist(), strict=True) if d is side)/sum(d is side for d in GOOD.tolist())
+            for side in (True, False)]
     assert_close(bco_delta(None, LP, REF, GOOD).item(), sum(ends)/2)
     assert_close(bco_delta(5., LP, REF, GOOD, decay=.8).item(), 4 + .2*sum(ends)/2)
     for side in (GOOD, ~GOOD): # a batch that lacks a class
         assert bco_delta(torch.tensor(5.), LP, REF, GOOD, weights=side.float()) == 5
-        assert bco_delta(None, LP, REF, GOOD, weights=side.float()) == 0 # nothing seen before: no middle, the reference's own reward
+        # nothing seen before: no middle, the reference's own reward
+        assert bco_delta(None, LP, REF, GOOD, weights=side.float()) == 0
     assert not bco_delta(torch.tensor(1., requires_grad=True), LP.clone().requires_grad_(), REF, GOOD).requires_grad
 
 
@@ -179,7 +190,8 @@ def test_delta_is_in_nats():
 
 def test_delta_in_the_middle_is_nearest_to_dpo():
     x, ok = torch.tensor([3., -1.], dtype=torch.float64), torch.tensor([True, False])
-    gap = torch.stack([bco_loss(x, 0*x, ok, delta=d, beta=1., denom=1)[0] for d in torch.linspace(-1, 3, 41).double()]) - dpo_loss(x[:1], x[1:], *torch.zeros(2, 1), beta=1.)[0]
+    gap = (torch.stack([bco_loss(x, 0*x, ok, delta=d, beta=1., denom=1)[0] for d in torch.linspace(-1, 3, 41).double()])
+           - dpo_loss(x[:1], x[1:], *torch.zeros(2, 1), beta=1.)[0])
     assert (gap > 0).all() and gap.argmin() == 20 and bco_delta(None, x, 0*x, ok) == 1
 
 
@@ -196,7 +208,8 @@ def test_aot_is_the_published_one():
     good = torch.arange(16) % 2 == 0
     for cut in (1, 3):
         x = LP.clone().requires_grad_()
-        b = Batch(mask=torch.tensor([[False, True]]*16), lengths=torch.tensor([2]*16), unit=aot_units(x, REF, good), chosen=good, lp=x, ref=REF)
+        b = Batch(mask=torch.tensor([[False, True]]*16), lengths=torch.tensor([2]*16), unit=aot_units(x, REF, good),
+                  chosen=good, lp=x, ref=REF)
         def loss(b):
             (c, r), (rc, rr) = pairs(b.lp, b), pairs(b.ref, b)
             return dpo_loss(c, r, rc, rr, beta=.3, denom=b.n_units)[0]
@@ -208,7 +221,8 @@ def test_aot_is_the_published_one():
 
 def test_aot_wants_as_many_of_each():
     units = aot_units(LP[:3], REF[:3], torch.tensor([True, False, True]))
-    with pytest.raises(ValueError, match="exactly one chosen and one rejected row"): pairs(LP[:3], Batch(unit=units, chosen=torch.tensor([True, False, True])))
+    with pytest.raises(ValueError, match="exactly one chosen and one rejected row"):
+        pairs(LP[:3], Batch(unit=units, chosen=torch.tensor([True, False, True])))
 
 
 # -- a row without weight, nothing at all, compiled, on no device, differentiated
@@ -249,15 +263,18 @@ def test_no_rows_is_zero_with_a_graph(name):
         assert loss == 0 and not x.grad.any()
 
 
-BLOCKS = dict(mismatched=(mismatched, (COLS["group"],)), swap=(lambda tokens, mask, lengths, other: swap_completions(tokens, mask, lengths, other=other), (COLS["tokens"], COLS["mask"], COLS["lengths"], torch.arange(16).flip(0))),
-              kl=(kto_kl, (LP, REF)), delta=(bco_delta, (torch.tensor(.5).double(), LP, REF, GOOD)), udm=(udm_weights, (COLS["scores"].sigmoid(), GOOD)),
-              units=(aot_units, (LP, REF, GOOD)))
+BLOCKS = dict(mismatched=(mismatched, (COLS["group"],)),
+              swap=(lambda tokens, mask, lengths, other: swap_completions(tokens, mask, lengths, other=other),
+                    (COLS["tokens"], COLS["mask"], COLS["lengths"], torch.arange(16).flip(0))),
+              kl=(kto_kl, (LP, REF)), delta=(bco_delta, (torch.tensor(.5).double(), LP, REF, GOOD)),
+              udm=(udm_weights, (COLS["scores"].sigmoid(), GOOD)), units=(aot_units, (LP, REF, GOOD)))
 
 
 @pytest.mark.parametrize("name", [*LOSSES, *BLOCKS])
 def test_compiles_and_never_waits(name):
     torch.compiler.reset()
-    f, args = BLOCKS[name] if name in BLOCKS else (lambda *x: LOSSES[name][0](*x[:3], weights=x[3]), (LP, REF, GOOD, WEIGHTS))
+    f, args = BLOCKS[name] if name in BLOCKS else (lambda *x: LOSSES[name][0](*x[:3], weights=x[3]),
+                                                   (LP, REF, GOOD, WEIGHTS))
     first = lambda x: x[0] if isinstance(x, tuple) else x
     assert_close(first(torch.compile(f, fullgraph=True, backend="eager")(*args)), first(f(*args)))
     if name != "kto unequal": assert first(f(*(x.to("meta") for x in args))).is_meta
@@ -265,13 +282,15 @@ def test_compiles_and_never_waits(name):
 
 @every_loss
 def test_derivatives(name):
-    assert torch.autograd.gradcheck(lambda x: LOSSES[name][0](x, REF[:6], GOOD[:6], weights=WEIGHTS[:6])[0], LP[:6].clone().requires_grad_())
+    assert torch.autograd.gradcheck(lambda x: LOSSES[name][0](x, REF[:6], GOOD[:6], weights=WEIGHTS[:6])[0],
+                                    LP[:6].clone().requires_grad_())
 
 
 @every_loss
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_dtype(name, dtype):
-    assert LOSSES[name][0](LP.to(dtype), REF.to(dtype), GOOD)[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert LOSSES[name][0](LP.to(dtype),
+                           REF.to(dtype), GOOD)[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 # -- errors
@@ -280,10 +299,15 @@ def test_dtype(name, dtype):
 def test_refusals(name):
     f = LOSSES[name][0]
     who = getattr(f, "func", f).__name__
-    with pytest.raises(ValueError, match=rf"{who}: ref_logprobs is \[16\], logprobs is \[16, 3\]; one number per row is wanted, of log-probs sequence_logprobs\(logprobs"): f(LP[:,None].expand(16, 3), REF, GOOD)
+    with pytest.raises(
+            ValueError,
+            match=rf"{who}: ref_logprobs is \[16\], logprobs is \[16, 3\]; one number per row is wanted, of log-probs "
+            r"sequence_logprobs\(logprobs"):
+        f(LP[:,None].expand(16, 3), REF, GOOD)
     with pytest.raises(ValueError, match=rf"{who}: desirable is \[15\], logprobs is \[16\]"): f(LP, REF, GOOD[1:])
     with pytest.raises(TypeError, match=r"\w+_loss: desirable is int64; verdicts are Bool"): f(LP, REF, GOOD.long())
-    with pytest.raises(ValueError, match=r"\w+_loss: logprobs is \[4, 4\]; one number per row is wanted, sequence_logprobs"):
+    with pytest.raises(ValueError,
+                       match=r"\w+_loss: logprobs is \[4, 4\]; one number per row is wanted, sequence_logprobs"):
         f(*(x.reshape(4, 4) for x in (LP, REF, GOOD)))
 
 
@@ -294,7 +318,8 @@ def test_optional_tensors_have_a_name():
 
 
 def test_a_batch_as_denom_counts_rows():
-    b = Batch(mask=(torch.arange(3) > 0) & (torch.arange(16)[:, None] % 4 > 0), lengths=torch.full((16,), 3), unit=torch.arange(16)//2, lp=LP, ref=REF, good=GOOD)
+    b = Batch(mask=(torch.arange(3) > 0) & (torch.arange(16)[:, None] % 4 > 0), lengths=torch.full((16,), 3),
+              unit=torch.arange(16)//2, lp=LP, ref=REF, good=GOOD)
     def loss(b, denom): return kto_loss(b.lp, b.ref, b.good, kl=.3, weights=b.mask.any(1).float(), denom=denom)[0]
     assert (b.n_rows, b.n_units) == (12, 8) and loss(b, b) == loss(b, 12) == loss(b, None)
     assert_close(sum(loss(part, part) for part in b.parts(5)), loss(b, b))
@@ -309,9 +334,13 @@ def test_kto_wants_its_reference_point():
 def test_a_class_keeps_its_weight_beside_a_heavy_one(liked, disliked):
     x = torch.tensor([.3, -1.2, 2.])
     for all_ in (True, False):
-        loss, _ = kto_loss(x, torch.zeros(3), torch.full((3,), all_), kl=.1, beta=1., desirable_weight=liked, undesirable_weight=disliked)
-        assert_close(loss.double(), (liked if all_ else disliked)*torch.sigmoid((.1 - x if all_ else x - .1).double()).mean(), rtol=1e-6, atol=0)
+        loss, _ = kto_loss(x, torch.zeros(3), torch.full((3,), all_), kl=.1, beta=1., desirable_weight=liked,
+                           undesirable_weight=disliked)
+        assert_close(loss.double(),
+                     (liked if all_ else disliked)*torch.sigmoid((.1 - x if all_ else x - .1).double()).mean(),
+                     rtol=1e-6, atol=0)
 
 
 def test_a_shift_that_was_not_found_is_refused():
-    with pytest.raises(TypeError, match=r"bco_loss: delta is None; find it on the batch before the step"): bco_loss(torch.zeros(2), torch.zeros(2), torch.tensor([True, False]), delta=None)
+    with pytest.raises(TypeError, match=r"bco_loss: delta is None; find it on the batch before the step"):
+        bco_loss(torch.zeros(2), torch.zeros(2), torch.tensor([True, False]), delta=None)

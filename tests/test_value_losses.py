@@ -1,4 +1,5 @@
-"Critics that regress, with Huber's error too, and critics that classify: numbers, oracles, laws, compilation, derivatives and errors."
+"""Critics that regress, with Huber's error too, and critics that classify: numbers, oracles, laws, compilation,
+derivatives and errors."""
 import math
 from functools import partial
 
@@ -10,7 +11,8 @@ from rlblocks.arithmetic.masked import merge
 from rlblocks.testing.oracles import naive_aggregate
 from rlblocks.testing.laws import check_estimator, check_loss
 from rlblocks.testing.oracles import sample_columns
-from rlblocks.losses.value import classification_value_loss, expected_value, explained_variance, hl_gauss, two_hot, value_loss, value_metrics
+from rlblocks.losses.value import (classification_value_loss, expected_value, explained_variance, hl_gauss, two_hot,
+                                   value_loss, value_metrics)
 
 BINS = torch.linspace(-3, 3, 7, dtype=torch.float64)
 TARGETS = dict(two_hot=two_hot, hl_gauss=hl_gauss, narrow=partial(hl_gauss, sigma=.3))
@@ -41,7 +43,8 @@ def test_huber_by_hand():
 
 
 def test_huber_inside_the_clip():
-    "V_old 0, target 2, ε = .2, δ = ½: V = 1 is held at .2, whose error 1.8 costs ½·(1.8 − ¼); V = −1 has error 3 and costs ½·(3 − ¼)."
+    """V_old 0, target 2, ε = .2, δ = ½: V = 1 is held at .2, whose error 1.8 costs ½·(1.8 − ¼); V = −1 has error 3
+    and costs ½·(3 − ¼)."""
     V, on = torch.tensor([[1., -1.]]).requires_grad_(), torch.ones(1, 2, dtype=torch.bool)
     loss, metrics = value_loss(V, torch.zeros(1, 2), torch.full((1, 2), 2.), on, huber=.5)
     loss.backward()
@@ -51,31 +54,37 @@ def test_huber_inside_the_clip():
 
 
 def test_rounding_is_no_clipping():
-    "(V − V_old) + (V_old − R) is V − R but for rounding: values that stay in the region are not counted, those that leave it for the worse are."
+    """(V − V_old) + (V_old − R) is V − R but for rounding: values that stay in the region are not counted, those
+    that leave it for the worse are."""
     g = torch.Generator().manual_seed(0)
     V, R, mask = torch.randn(8, 20, generator=g), torch.randn(8, 20, generator=g), torch.ones(8, 20, dtype=torch.bool)
     old = V + .01*torch.randn(8, 20, generator=g)
-    assert float(value_loss(V, old, R, mask)[1]["value_clip_frac"]) == 0 == float(value_loss(V, old, R, mask, clip=None)[1]["value_clip_frac"])
+    assert float(value_loss(V, old, R, mask)[1]["value_clip_frac"]) == 0 == float(
+        value_loss(V, old, R, mask, clip=None)[1]["value_clip_frac"])
     far = torch.arange(160).view(8, 20) % 4 == 0
     moved = torch.where(far, old + .3*(R - old).sign(), V)       # three tenths towards R, of which two count
     assert float(value_loss(moved, old, torch.where(far, R + 2*(R - old).sign(), R), mask)[1]["value_clip_frac"]) == .25
 
 
 def test_a_large_delta_is_the_square():
-    for clip in (None, .2): assert value_loss(*value_columns(), clip=clip, huber=1e6)[0] == value_loss(*value_columns(), clip=clip)[0]
+    for clip in (None, .2):
+        assert value_loss(*value_columns(), clip=clip, huber=1e6)[0] == value_loss(*value_columns(), clip=clip)[0]
 
 
 @pytest.mark.parametrize("clip", [None, .2])
 def test_huber_obeys_the_laws(clip):
     check_loss(value_loss, clip=clip, huber=.5)
     first, *rest = value_columns()
-    assert torch.autograd.gradcheck(lambda x: value_loss(x, *(y[8:12] for y in rest), clip=clip, huber=.5)[0], first[8:12].clone().requires_grad_())
-    assert_close(torch.compile(value_loss, fullgraph=True, backend="eager")(*value_columns(), clip=clip, huber=.5)[0], value_loss(*value_columns(), clip=clip, huber=.5)[0])
+    assert torch.autograd.gradcheck(lambda x: value_loss(x, *(y[8:12] for y in rest), clip=clip, huber=.5)[0],
+                                    first[8:12].clone().requires_grad_())
+    assert_close(torch.compile(value_loss, fullgraph=True, backend="eager")(*value_columns(), clip=clip, huber=.5)[0],
+                 value_loss(*value_columns(), clip=clip, huber=.5)[0])
 
 
 def test_delta_is_positive():
     for huber in (0., -1.):
-        with pytest.raises(ValueError, match=rf"value_loss: huber is {huber}; .*None = all"): value_loss(*value_columns(), huber=huber)
+        with pytest.raises(ValueError, match=rf"value_loss: huber is {huber}; .*None = all"):
+            value_loss(*value_columns(), huber=huber)
 
 
 # -- metrics of any critic
@@ -94,8 +103,8 @@ def test_metrics_of_a_classifying_critic_merge_to_its_explained_variance():
 # -- targets
 
 def test_two_hot_by_hand():
-    assert_close(two_hot(torch.tensor([1.5, 1., 0., 3., 7., -2., .25]), torch.tensor([0., 1., 3.])),
-                 torch.tensor([[0., .75, .25], [0., 1., 0.], [1., 0., 0.], [0., 0., 1.], [0., 0., 1.], [1., 0., 0.], [.75, .25, 0.]]))
+    assert_close(two_hot(torch.tensor([1.5, 1., 0., 3., 7., -2., .25]), torch.tensor([0., 1., 3.])), torch.tensor(
+        [[0., .75, .25], [0., 1., 0.], [1., 0., 0.], [0., 0., 1.], [0., 0., 1.], [1., 0., 0.], [.75, .25, 0.]]))
 
 
 def naive_two_hot(R, bins):
@@ -117,11 +126,15 @@ def naive_hl_gauss(R, bins, sigma):
 @pytest.mark.parametrize("seed", range(3))
 def test_targets_equal_oracles(seed):
     g = torch.Generator().manual_seed(seed)
-    R, uneven = 2.5*torch.randn(40, generator=g, dtype=torch.float64), torch.randn(9, generator=g, dtype=torch.float64).sort().values
+    R, uneven = 2.5*torch.randn(40, generator=g,
+                                dtype=torch.float64), torch.randn(9, generator=g, dtype=torch.float64).sort().values
     assert (R.abs() > 3).any()
-    assert_close(two_hot(R, uneven), torch.tensor([naive_two_hot(r, uneven.tolist()) for r in R.tolist()], dtype=torch.float64))
-    assert_close(hl_gauss(R, BINS), torch.tensor([naive_hl_gauss(r, BINS.tolist(), .75) for r in R.tolist()], dtype=torch.float64))
-    assert_close(hl_gauss(R, BINS, sigma=2.), torch.tensor([naive_hl_gauss(r, BINS.tolist(), 2.) for r in R.tolist()], dtype=torch.float64))
+    assert_close(two_hot(R, uneven),
+                 torch.tensor([naive_two_hot(r, uneven.tolist()) for r in R.tolist()], dtype=torch.float64))
+    assert_close(hl_gauss(R, BINS),
+                 torch.tensor([naive_hl_gauss(r, BINS.tolist(), .75) for r in R.tolist()], dtype=torch.float64))
+    assert_close(hl_gauss(R, BINS, sigma=2.),
+                 torch.tensor([naive_hl_gauss(r, BINS.tolist(), 2.) for r in R.tolist()], dtype=torch.float64))
 
 
 @every_target
@@ -183,8 +196,10 @@ def test_classification_obeys_the_laws():
     z, p, mask = columns()
     laws = check_loss(classification_value_loss, dict(logits=z, targets=p))
     assert {"split", "mask", "empty", "padding", "gradient", "precision"} <= set(laws) and "reinforce" not in laws
-    assert torch.autograd.gradcheck(lambda z: classification_value_loss(z, p[8:11], mask[8:11])[0], z[8:11].clone().requires_grad_(), fast_mode=True)
-    assert_close(torch.compile(classification_value_loss, fullgraph=True, backend="eager")(z, p, mask)[0], classification_value_loss(z, p, mask)[0])
+    assert torch.autograd.gradcheck(lambda z: classification_value_loss(z, p[8:11], mask[8:11])[0],
+                                    z[8:11].clone().requires_grad_(), fast_mode=True)
+    assert_close(torch.compile(classification_value_loss, fullgraph=True, backend="eager")(z, p, mask)[0],
+                 classification_value_loss(z, p, mask)[0])
     assert classification_value_loss(*(x.to("meta") for x in (z, p, mask)))[0].is_meta
 
 
@@ -199,18 +214,25 @@ def test_the_learnt_critic_has_no_divergence_left():
 def test_a_bin_that_cannot_be_said_costs_only_if_wanted():
     z, on = torch.tensor([[[0., 0., -math.inf]]]), torch.tensor([[True]])
     assert_close(classification_value_loss(z, torch.tensor([[[1., 0., 0.]]]), on)[0].item(), math.log(2))
-    assert_close(classification_value_loss(z, torch.tensor([[[.5, 0., .5]]]), on)[0], torch.tensor(5e14)) # infinite: log 0 counts as −10¹⁵
+    # infinite: log 0 counts as −10¹⁵
+    assert_close(classification_value_loss(z, torch.tensor([[[.5, 0., .5]]]), on)[0], torch.tensor(5e14))
 
 
 @half
 def test_dtypes(dtype):
     wanted = torch.float64 if dtype == torch.float64 else torch.float32
-    assert classification_value_loss(*columns(dtype=dtype))[0].dtype == expected_value(columns(dtype=dtype)[0], BINS.to(dtype)).dtype == wanted
+    assert classification_value_loss(*columns(dtype=dtype))[0].dtype == expected_value(columns(dtype=dtype)[0],
+                                                                                       BINS.to(dtype)).dtype == wanted
     assert value_loss(*value_columns(dtype), huber=.5)[0].dtype == wanted
 
 
 def test_errors_name_the_odd_one():
     z, p, mask = columns()
-    with pytest.raises(ValueError, match=r"classification_value_loss: targets is \[16, 16, 6\], logits is \[16, 16, 7\]"): classification_value_loss(z, p[..., 1:], mask)
-    with pytest.raises(ValueError, match=r"classification_value_loss: logits\[..., 0\] is \[16, 16\], mask is \[16, 15\]"): classification_value_loss(z, p, mask[:, 1:])
-    with pytest.raises(TypeError, match="classification_value_loss: mask is int64"): classification_value_loss(z, p, mask.long())
+    with pytest.raises(ValueError,
+                       match=r"classification_value_loss: targets is \[16, 16, 6\], logits is \[16, 16, 7\]"):
+        classification_value_loss(z, p[..., 1:], mask)
+    with pytest.raises(ValueError,
+                       match=r"classification_value_loss: logits\[..., 0\] is \[16, 16\], mask is \[16, 15\]"):
+        classification_value_loss(z, p, mask[:, 1:])
+    with pytest.raises(TypeError, match="classification_value_loss: mask is int64"):
+        classification_value_loss(z, p, mask.long())

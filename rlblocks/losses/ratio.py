@@ -45,8 +45,9 @@ def reinforce_loss(
 
     L = −Σ Â·log π / denom. Williams 1992; Chu et al. 2025 (GPG)."""
     same_shape("B T", logprobs=logprobs, advantages=advantages, mask=mask)
-    loss = policy_gradient(logprobs, advantages, mask)
-    return aggregate(loss, mask, over=over, denom=denom), dict(logprob=mean_of(finite_logprobs(logprobs), mask))
+    logprobs = finite_logprobs(logprobs)
+    loss = -masked_data(advantages, mask)*logprobs # what is masked, `aggregate` leaves out
+    return aggregate(loss, mask, over=over, denom=denom), dict(logprob=mean_of(logprobs, mask))
 
 # %% ../../nbs/losses/20_ratio.ipynb #4fd9cbb6
 def asymre_loss(

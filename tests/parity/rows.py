@@ -3,9 +3,9 @@
     @row("verl", "core_algos.agg_loss token-mean", "aggregate(x, mask)", wrt="x")
     def _(c): return verl().core_algos.agg_loss(c.x, c.mask, "token-mean")
 
-Values and gradients agree to 1e-6 of the largest entry (of 1, if that is smaller), or `because` says why they do not; by how much is then kept in
-benchmarks/results/agreement.json, and a number that moves is a peer that changed, or we did.
-"""
+Values and gradients agree to 1e-6 of the largest entry (of 1, if that is smaller), or `because` says why they do not;
+by how much is then kept in benchmarks/results/agreement.json, and a number that moves is a peer that changed, or we
+did."""
 import importlib
 import re
 from collections.abc import Callable
@@ -47,7 +47,8 @@ def row(peer, theirs, ours, *, wrt="", because=None):
 def columns(seed=0, dtype=torch.float32):
     "Columns of 8 rows and 12 tokens, with holes in the mask; two groups of four; 8 pairs; 11 words."
     g = torch.Generator().manual_seed(seed)
-    normal, uniform = (lambda *s: torch.randn(*s, generator=g).to(dtype)), (lambda *s: torch.rand(*s, generator=g).to(dtype))
+    normal, uniform = (lambda *s: torch.randn(*s, generator=g).to(dtype)), (
+        lambda *s: torch.rand(*s, generator=g).to(dtype))
     B, T, V = 8, 12, 11
     lengths = torch.tensor([12, 7, 9, 5, 12, 3, 8, 10])
     exists = torch.arange(T) < lengths[:, None]
@@ -66,7 +67,8 @@ def columns(seed=0, dtype=torch.float32):
     c.scores3 = normal(B, 3)
     c.group, c.ragged = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]), torch.tensor([5, 2, 5, 2, 5, 9, 9, 2])
     c.entropies = 2*uniform(B, T)
-    c.sum_sq = c.old_logprobs.exp()**2 + uniform(B, T)*(1 - c.old_logprobs.exp())**2 # Σπ² where the token's own π is one of the terms
+    # Σπ² where the token's own π is one of the terms
+    c.sum_sq = c.old_logprobs.exp()**2 + uniform(B, T)*(1 - c.old_logprobs.exp())**2
     c.chosen, c.rejected = -20*uniform(B), -20*uniform(B)
     c.ref_chosen, c.ref_rejected = c.chosen + 2*normal(B), c.rejected + 2*normal(B)
     c.n_chosen, c.n_rejected = torch.tensor([4, 9, 7, 12, 3, 5, 8, 6]), torch.tensor([6, 5, 11, 4, 8, 3, 9, 12])
@@ -74,7 +76,8 @@ def columns(seed=0, dtype=torch.float32):
     c.logprobs_kl, c.ref_logprobs_kl = -20*uniform(B), -20*uniform(B)
     c.logits, c.teacher_logits = 2*normal(B, T, V), 2*normal(B, T, V)
     c.tokens = torch.randint(V, (B, T), generator=g)
-    c.hidden, c.weight, c.teacher_hidden, c.teacher_weight = .5*normal(B, T, 5), normal(V, 5), .5*normal(B, T, 6), normal(V, 6)
+    c.hidden, c.weight, c.teacher_hidden, c.teacher_weight = .5*normal(B, T, 5), normal(V, 5), .5*normal(
+        B, T, 6), normal(V, 6)
     c.kl_coef = .1
     return c
 
@@ -90,7 +93,8 @@ def names():
     return found
 
 
-def tensors(result): return [x for x in result if isinstance(x, torch.Tensor)] if isinstance(result, (tuple, list)) else [result]
+def tensors(result):
+    return [x for x in result if isinstance(x, torch.Tensor)] if isinstance(result, (tuple, list)) else [result]
 
 
 def run(call, wrt, dtype=torch.float32):
@@ -102,14 +106,16 @@ def run(call, wrt, dtype=torch.float32):
     g = torch.Generator().manual_seed(1)
     total = sum((x * (1 + torch.rand(x.shape, generator=g))).sum() for x in values)
     gradients = torch.autograd.grad(total, [getattr(c, name) for name in wrt], allow_unused=True)
-    return [x.detach().double() for x in values], [torch.zeros_like(getattr(c, n)).double() if d is None else d.double() for n, d in zip(wrt, gradients, strict=True)]
+    return [x.detach().double() for x in values], [torch.zeros_like(getattr(c, n)).double() if d is None else d.double()
+                                                   for n, d in zip(wrt, gradients, strict=True)]
 
 
 def apart(a, b):
     "Largest difference, as a share of the largest entry (or of 1)."
     if len(a) != len(b) or any(x.shape != y.shape for x, y in zip(a, b, strict=True)):
         raise ValueError(f"ours gives {[list(x.shape) for x in a]}, theirs {[list(x.shape) for x in b]}")
-    return max((float((x - y).abs().max() / y.abs().max().clamp(min=1)) for x, y in zip(a, b, strict=True) if x.numel()), default=0.)
+    return max((float((x - y).abs().max() / y.abs().max().clamp(min=1))
+                for x, y in zip(a, b, strict=True) if x.numel()), default=0.)
 
 
 def ours(r):
