@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from conftest import vllm_python
+from conftest import rarely, vllm_python
 from rlblocks import Policy, Rollout
 from rlblocks.engines.published import publish_weights, published_weights
 from rlblocks.engines.weights import buckets, checksum, named_weights
@@ -19,9 +19,11 @@ from tiny import prompts
 
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 TORCHRUN = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-KINDS = dict(tied=("llama", dict(tie_word_embeddings=True)), gqa=("qwen2", {}),
-             window=("mistral", dict(sliding_window=5)),
-             mixture=("qwen3_moe", dict(head_dim=32) | MOE))
+# what one dense model can have together: biases, one table for ids and output, a window; each by itself takes an engine
+DENSE = dict(tie_word_embeddings=True, use_sliding_window=True, max_window_layers=0, sliding_window=5)
+KINDS = dict(dense=("qwen2", DENSE), mixture=("qwen3_moe", dict(head_dim=32) | MOE))
+ALONE = dict(tied=("llama", dict(tie_word_embeddings=True)), gqa=("qwen2", {}),
+             window=("mistral", dict(sliding_window=5)))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -63,10 +65,10 @@ def shared(started):
 def gap(policy, b): return float((policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *rarely(*ALONE)])
 def test_log_probs_are_the_trainers_before_and_after_every_tensor_has_moved(kind):
     "LAWS 2 and 3: an old head or old experts would show, whose checksums do not. With and without a support."
-    name, more = KINDS[kind]
+    name, more = (KINDS | ALONE)[kind]
     net = sharp(name, **more)
     policy, r = Policy(net, lr=1e-2, device="cpu"), rollout(net)
     assert gap(policy, r.generate(prompts(), group_size=4)) < 1e-4
