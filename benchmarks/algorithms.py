@@ -60,6 +60,8 @@ from rlblocks.signals import advantages, best_of, corrections, groups, teachers 
 LONG, WIDE, SQUARE = (8, 131_072), (128, 8_192), (1_024, 1_024)
 STEP = (64, 1_024)                    # 65,536 tokens: where losses are judged
 COMPILED = "ours, compiled"
+# settings of torch.compile; with simdlen 1 the C++ compiler makes the vectors, and reads and writes Bools in them too
+SETTINGS = {COMPILED: {}, "ours, compiled, simdlen 1": {"cpp.simdlen": 1}}
 def judged(shape): return {(shape, "fastest"): 1/2, (shape, COMPILED): 1.}
 
 
@@ -526,7 +528,9 @@ def compare(t, shape, rounds, device):
     c = t.make(*shape, device)
     for name in t.wrt: getattr(c, name).requires_grad_()
     calls = {"ours": differentiated(t.ours, t.wrt)} | {k: differentiated(f, t.wrt) for k, f in t.theirs.items()}
-    if (shape, COMPILED) in t.promised: calls[COMPILED] = differentiated(torch.compile(t.ours, fullgraph=True), t.wrt)
+    if (shape, COMPILED) in t.promised:
+        calls |= {k: differentiated(torch.compile(t.ours, fullgraph=True, options=o), t.wrt)
+                  for k, o in SETTINGS.items()}
     seconds = timed(calls, c, rounds, device)
     # the CPU's profiler needs minutes for a million small tensors
     memory = {k: peak(f, c, device) if min(seconds[k]) < 1 or device == "cuda" else None for k, f in calls.items()}
@@ -538,9 +542,9 @@ def compare(t, shape, rounds, device):
     best = min((k for k in t.theirs if k not in ASIDE), key=lambda k: entry["ms"][k], default=None)
     entry["fastest"] = best
     entry["promised"] = {k: wanted for (s, k), wanted in t.promised.items() if s == shape}
-    got = {"fastest": entry["faster"].get(best, [math.nan])[0],
-           COMPILED: entry["ms"].get(best, math.nan)/entry["ms"].get(COMPILED, math.nan)} | {
-        k: x[0] for k, x in entry["faster"].items() if k != COMPILED}
+    compiled = min((entry["ms"][k] for k in SETTINGS if k in entry["ms"]), default=math.nan)
+    got = {k: x[0] for k, x in entry["faster"].items()}
+    got |= {"fastest": got.get(best, math.nan), COMPILED: entry["ms"].get(best, math.nan)/compiled}
     entry["missed"] = [k for k, wanted in entry["promised"].items() if got[k] < wanted]
     return entry
 
