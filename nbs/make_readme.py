@@ -20,7 +20,7 @@ def rooms():
     for room in ROOMS:
         holds = ast.get_docstring(ast.parse((ROOT/"rlblocks"/room/"__init__.py").read_text(encoding="utf-8")))
         books = sorted((ROOT/"nbs"/room).glob("*.ipynb"))
-        names = [path.stem[3:].replace("_", " ") for path in books]
+        names = [path.stem.split("_", 1)[1].replace("_", " ") for path in books]
         links = " · ".join(f"[{name}](nbs/{room}/{path.name})" for name, path in zip(names, books, strict=True))
         lines.append(f"| `{room}` | {holds} | {links} |")
     return "\n".join(lines)

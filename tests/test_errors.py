@@ -483,8 +483,8 @@ HOSTILE = [
     (lambda: engine(top_k=5.), "Rollout: top_k is 5.0; a whole number"),
     (lambda: engine(top_p="0.9"), "Rollout: top_p is '0.9'; a number"),
     (lambda: engine(tokenizer="gpt2"), "tokenizer is 'gpt2'"),
-    (lambda: engine(stop="</s>"), "Rollout: stop holds '<'; ids of the vocabulary are wanted, 0 to 31, as "
-     "tokenizer.convert_tokens_to_ids gives them"),
+    (lambda: engine(stop="</s>"), "Rollout: stop holds the text '</s>' and there is no tokenizer; pass "
+     "tokenizer=…, or ids"),
     (lambda: engine(stop=[1, 99]), "Rollout: stop holds 99; ids of the vocabulary are wanted, 0 to 31"),
     (lambda: engine().generate(tiny.prompts(), group_size=2.5), "generate: group_size=2.5; a whole number"),
     (lambda: engine().generate(tiny.prompts(), max_tokens="3"), "generate: max_tokens='3'"),

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from rlblocks import Batch, Grader, Policy, Rollout, at_tokens, group_advantages, masked_mean, ppo_loss
+from rlblocks.rollout.controls import penalties
 from rlblocks.rollout.decoding import CachedDecoder, sample_tokens
 from rlblocks.models.outputs import Out, check_splits
 from tiny import KINDS, model, prompts, tokenizer
@@ -73,6 +74,49 @@ def test_numbers_of_numpy_are_numbers_and_bools_are_none():
         with pytest.raises(ValueError, match=f"temperature is {odd}; 0 .greedy., or 1e-6 and more"):
             engine(temperature=odd)
     with pytest.raises(ValueError, match="stop holds 1.0"): engine(stop=1.)
+
+
+def test_rows_with_penalties_are_not_trained_on():
+    "Nothing can replay their log-probs: the mask is False, on an engine that leaves it True without them."
+    r = engine(tokenizer=tokenizer())
+    assert r.generate(prompts(), group_size=2).mask.any()
+    b = r.generate(prompts(), group_size=2, penalties=penalties(bad_words=["w3"], logit_bias={4: 1.}))
+    assert not b.mask.any() and not any(3 in x for x in said(b)) and b.rollout_logprobs.isfinite().all()
+    with pytest.raises(ValueError, match="penalties name id 32; ids 0 to 31 are wanted"):
+        r.generate(prompts(), penalties=penalties(logit_bias={32: 1.}))
+    with pytest.raises(TypeError, match="penalties is a dict; penalties\\(repetition=1.2"):
+        r.generate(prompts(), penalties=dict(repetition=2.))
+
+
+def test_stops_are_ids_and_texts():
+    "A text beside the model's own ends; with an id, instead of them; a special token's text is its id."
+    r = engine(stop="w9 w4", tokenizer=tokenizer())
+    assert r.stop.tolist() == [1] and r.stop_strings == ("w9 w4",)
+    r = engine(stop=[7, "w9", "w0"], tokenizer=tokenizer(), max_tokens=40)
+    assert r.stop.tolist() == [0, 7] and r.stop_strings == ("w9",)
+    b = r.generate(prompts(), group_size=8)
+    for ids, text, why in zip(said(b), b.completion, b.finish_reason, strict=True):
+        assert (why == "stop") == (ids[-1] in (0, 7, 9)) and not {0, 7, 9} & set(ids[:-1])
+        assert (ids[-1] == 9) == text.endswith("w9")
+    assert 9 in {ids[-1] for ids in said(b)}
+    with pytest.raises(ValueError, match="stop holds an empty text"): engine(stop=["", 7], tokenizer=tokenizer())
+
+
+def test_a_row_is_continued_with_the_seed_of_its_turn():
+    "LAWS 28: hash(seed, group, sample, turn), whatever the version and whoever else is continued."
+    r, p = engine(), prompts((5, 2, 7))
+    again = p[[0, 0, 2]]
+    again["sample"], again["turn"] = torch.tensor([0, 1, 1]), torch.tensor([1, 1, 2])
+    both = r.generate(again, seed=(0, 3))
+    assert said(both)[0] != said(both)[1] and both.sample.tolist() == [0, 1, 1] and both.turn.tolist() == [1, 1, 2]
+    r.sampler.version = 9
+    assert said(r.generate(again[[2, 1]], seed=(0, 3))) == [said(both)[2], said(both)[1]]
+    again["turn"] = torch.tensor([0, 0, 2])
+    first = said(r.generate(again, seed=(0, 3)))[:2]
+    assert first == said(r.generate(p[[0]], group_size=2, seed=(0, 3)))      # turn 0 is the first call
+    with pytest.raises(ValueError, match="group_size=2 for rows that carry 'sample' and 'turn'"):
+        r.generate(again, group_size=2)
+    with pytest.raises(ValueError, match="a column 'sample', which generate writes"): r.generate(again.drop("turn"))
 
 
 def test_an_engine_that_is_not_here_says_so():

@@ -5,11 +5,12 @@ import pytest
 import torch
 from conftest import ROOT, vllm_python
 from rlblocks import Policy
+from rlblocks.rollout.controls import penalties
 from rlblocks.rollout.hf import Hf
 from rlblocks.rollout.processes import Child, child_environment
 from rlblocks.rollout.samplers import Request, Sampler, Sampling, complete, sample_seeds, vllm
 from rlblocks.rollout.vllm_sampler import Vllm
-from tiny import model
+from tiny import model, tokenizer
 
 WIDE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128) # heads of 32
 PROMPTS = ((5, 9, 3, 7), (4, 8), (11, 6, 5, 4, 3, 2, 9))
@@ -41,13 +42,14 @@ def make(request):
 
 @pytest.fixture(scope="module")
 def sampler(make):
-    made = make(sharp())
+    made = make(sharp(), tokenizer=tokenizer())
     yield made
     made.close()
 
 
-def asked(prompts=PROMPTS, n=4, *, seed=0, S=8, how=Sampling(), stop=()):
-    return [Request(i, torch.tensor(p), sample_seeds(seed, 100 + i, n), S, how, stop) for i, p in enumerate(prompts)]
+def asked(prompts=PROMPTS, n=4, *, seed=0, S=8, how=Sampling(), stop=(), **more):
+    seeds = [sample_seeds(seed, 100 + i, n) for i in range(len(prompts))]
+    return [Request(i, torch.tensor(p), seeds[i], S, how, stop, **more) for i, p in enumerate(prompts)]
 
 
 def said(completions): return [c.tokens.tolist() for c in completions]
@@ -82,6 +84,58 @@ def test_samples_end_with_a_stop_id_exactly_once(sampler):
         assert (c.reason == "stop") == (ids[-1] in stop) and not set(ids[:-1]) & set(stop)
         assert c.reason == "stop" or len(ids) == 12
     assert {c.reason for c in answers} == {"stop", "length"}
+
+
+def test_samples_end_with_the_token_that_completes_a_string(sampler):
+    "Its ids stay; a string may lie over two tokens, or inside one; rows are those without it, cut."
+    free, words = complete(sampler, asked(n=16, S=12)), ("w3 w2", "7", "0 w2")
+    cut = complete(sampler, asked(n=16, S=12, stop=(9,), strings=words))
+    for a, b in zip(free, cut, strict=True):
+        texts = [" ".join(f"w{i}" for i in a.tokens[:n].tolist() if i > 1) for n in range(1, 13)]   # 0, 1 are special
+        ends = [i+1 for i, text in enumerate(texts) if a.tokens[i] == 9 or any(w in text for w in words)]
+        assert b.tokens.tolist() == a.tokens[:min([12, *ends])].tolist() and b.reason == ("stop" if ends else "length")
+        assert (a.logprobs[:len(b.tokens)] - b.logprobs).abs().max() < 1e-5
+    assert {c.reason for c in cut} == {"stop", "length"}
+    assert any(w in " ".join(f"w{i}" for i in c.tokens.tolist()[-2:]) for w in words[::2] for c in cut)
+
+
+def penalised(z, prompt, said, by, stop):
+    "By the definition, one id at a time."
+    z = z.clone()
+    for i in range(len(z)):
+        n = said.count(i)
+        z[i] += dict(by.logit_bias).get(i, 0.)
+        if n or i in prompt: z[i] = z[i]/by.repetition if z[i] > 0 else z[i]*by.repetition
+        z[i] -= by.frequency*n + by.presence*(n > 0)
+        if len(said) < by.min_tokens and i in stop: z[i] = -torch.inf
+        if any([*said, i][-len(w):] == list(w) for w in by.bad_words): z[i] = -torch.inf
+    return z
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", [
+    dict(presence=1.5), dict(frequency=1.), dict(repetition=2.), dict(logit_bias={3: 4., 5: -9.}), dict(min_tokens=4),
+    dict(bad_words=[[9], [11, 4], [3, 2, 7]]),
+    dict(presence=.5, frequency=-.5, repetition=.7, logit_bias={8: 2.}, bad_words=[[4]])], ids=str)
+def test_penalties_are_those_of_their_definition(sampler, how):
+    "The same on every engine: log-probs are those of the changed logits."
+    net, by, stop = sharp().eval(), penalties(**how), (3, 20, 30)
+    answers = complete(sampler, asked(S=10, how=Sampling(temperature=1.3), stop=stop, penalties=by))
+    for r, c in zip([r for r in asked() for _ in range(4)], answers, strict=True):
+        logits, ids = net(torch.cat([r.ids, c.tokens])[None]).logits[0, len(r.ids)-1:-1], c.tokens.tolist()
+        for n, z in enumerate(logits):
+            wanted = penalised(z, r.ids.tolist(), ids[:n], by, stop).div(1.3).log_softmax(-1)[ids[n]]
+            assert (wanted - c.logprobs[n]).abs() < 1e-4
+        assert len(ids) > by.min_tokens or c.reason != "stop"
+
+
+def test_strings_wait_for_the_least_number_of_tokens(sampler):
+    "A string ends no row before it, and none that was complete before does afterwards."
+    least = penalties(min_tokens=5)
+    free = complete(sampler, asked(n=16, S=9, penalties=least))
+    for a, b in zip(free, complete(sampler, asked(n=16, S=9, strings=("w3", "w2"), penalties=least)), strict=True):
+        ends = [n for n in range(6, 10) if str(a.tokens[n-1].item())[0] in "32"]
+        assert b.tokens.tolist() == a.tokens[:min([9, *ends])].tolist()
 
 
 @torch.no_grad()

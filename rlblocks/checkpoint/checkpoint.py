@@ -29,10 +29,7 @@ from rlblocks.checkpoint.saves import (
 from .shards import checked_reader, read_shards, snapshot, state_of, write_shards
 
 # %% ../../nbs/checkpoint/92_checkpoint.ipynb #e25812fa
-def on_every_rank(
-    work:Callable, # () → what this rank did
-    group:dist.ProcessGroup|None=None, # of ranks; None: all of them
-)->list: # what every rank did, in the order of ranks
+def on_every_rank(work:Callable, group:dist.ProcessGroup|None=None)->list: # what every rank did, in the order of ranks
     "Do it on every rank; go on together, or raise together."
     answer, error = None, None
     try: answer = work()
@@ -40,18 +37,12 @@ def on_every_rank(
     kind = OSError if error and failed_write(error) else RuntimeError
     return all_or_raise("Checkpoint", error, answer, kind=kind, group=group)
 
-def on_rank_0(
-    work:Callable, # () → what rank 0 did
-    group:dist.ProcessGroup|None=None, # of ranks; None: all of them
-)->Any: # what rank 0 did
+def on_rank_0(work:Callable, group:dist.ProcessGroup|None=None)->Any: # what rank 0 did
     "Do it on rank 0, for all. A rank that looks later for itself would find the save that the others have just made."
     return on_every_rank(lambda: work() if world()[0] == 0 else None, group)[0]
 
 @contextmanager
-def sole_writer(
-    lock:Lock, # of the run's folder
-    group:dist.ProcessGroup|None=None, # of ranks; None: all of them
-)->Iterator[Lock]:
+def sole_writer(lock:Lock, group:dist.ProcessGroup|None=None)->Iterator[Lock]:
     "Have the folder for this run alone, and clean up after one that died. RuntimeError names the run that has it."
     had = lock.fd is not None
     def enter():
@@ -71,10 +62,7 @@ def _check_parts(steps:int, parts:dict):
         raise TypeError(f"Checkpoint: {name!r} is a {type(part).__name__}; a dict, or an object with state_dict and "
                         "load_state_dict, is wanted")
 
-def collect(
-    parts:dict,       # by name
-    whole:bool=False, # gather what is cut over ranks
-)->tuple[dict, dict]: # states by name of the part; this rank's shards by name of the tensor
+def collect(parts:dict, whole:bool=False)->tuple[dict, dict]: # (by part's name, this rank's shards by tensor's)
     "The states of a loop's parts. All ranks together."
     both = {name: state_of(part, name, whole) for name, part in parts.items()}
     shards = {k: x for _, cut in both.values() for k, x in cut.items()}
@@ -91,17 +79,9 @@ def _write_files(draft:Path, states:dict, shards:dict, group:dist.ProcessGroup|N
         return {str(f.relative_to(draft)): digest(f) for f in files}
     return {name: value for hashes in on_every_rank(mine, group) for name, value in sorted(hashes.items())}
 
-def write_save(
-    folder:Path,  # of the run, which this run alone writes to
-    step:int,     # steps done
-    states:dict,  # from `collect`
-    shards:dict,  # from `collect`
-    *,
-    rating:float|None=None, # how good the step is
-    keep:int=2,             # newest saves that stay, beside the best
-    group:dist.ProcessGroup|None=None, # of ranks; None: all of them
-):
-    """One whole save, or none; then old ones go. All ranks together.
+def write_save(folder:Path, step:int, states:dict, shards:dict, *, rating:float|None=None, keep:int=2,
+               group:dist.ProcessGroup|None=None):
+    """One whole save of what `collect` gave, or none; then all but `keep` and the best go. All ranks together.
 
     TypeError for a state that could not be loaded again, OSError when it cannot be written."""
     draft = None
@@ -117,10 +97,7 @@ def write_save(
         raise
     on_rank_0(lambda: prune(folder, keep, step), group)
 
-def load_save(
-    save:Path,  # one of them
-    parts:dict, # by name, restored in place
-)->int: # steps done
+def load_save(save:Path, parts:dict)->int: # steps done
     """Load a save into the parts, whatever the number of ranks that wrote it.
 
     ValueError when it holds other parts, or is not what was written."""
@@ -145,11 +122,7 @@ def _log_stop(folder, step):
     last = f"the last save is {saves[-1].name}" if (saves := saves_in(folder)) else "nothing is saved yet"
     logging.getLogger("rlblocks").warning("Checkpoint: %s stopped at step %d; %s", folder, step, last)
 
-def run_steps(
-    checkpoint:"Checkpoint", # with a path
-    steps:int,  # of the whole run
-    parts:dict, # by name
-)->Iterator[int]: # the steps that are left
+def run_steps(checkpoint:"Checkpoint", steps:int, parts:dict)->Iterator[int]: # the steps that are left
     "Restore, then yield each step and save it when the loop asks for the next one."
     start = checkpoint.restore(parts)
     if start >= steps > 0:

@@ -9,7 +9,7 @@ __all__ = ['Stored', 'stored', 'of_dcp', 'stored_names', 'convert', 'command']
 import argparse
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import reduce
@@ -39,11 +39,8 @@ class Stored:
     fill:Callable[[dict[str, Tensor]], object] # name → tensor to read it into; names that it has not are left alone
     state:dict = field(default_factory=dict)   # what else the part of a Checkpoint has: an adapter's settings, …
 
-def stored(
-    folder,        # a run of `Checkpoint` or one save of it; a folder of torch's distributed checkpoint; of DeepSpeed's
-    part:str|None=None, # which part of the loop, for a Checkpoint; None: the only one with weights
-)->Stored:
-    """Find out what a folder holds.
+def stored(folder:str|Path, part:str|None=None)->Stored:
+    """What a folder holds: a run of `Checkpoint` or one save of it, torch's distributed checkpoint, DeepSpeed's.
 
     FileNotFoundError for none of the three, ValueError for an altered save, for one that would run code, and where
     `part` must be said."""
@@ -95,11 +92,8 @@ def _part_with_weights(folder:Path, part:str|None)->dict:
     return state
 
 # %% ../../nbs/checkpoint/91_convert.ipynb #aad184ea
-def of_dcp(
-    folder:Path, # with a file `.metadata`
-    names:dict[str, tuple[str, torch.Size]]|None=None, # name in the folder → (name, shape); None: as they are there
-)->Stored:
-    "The tensors of a folder that torch's distributed checkpoint wrote."
+def of_dcp(folder:Path, names:dict[str, tuple[str, torch.Size]]|None=None)->Stored:
+    "The tensors of a folder that torch's distributed checkpoint wrote; `names`: name in it → (new name, shape)."
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     metadata = checked_reader(folder).read_metadata()
@@ -156,10 +150,7 @@ def _described_model(base)->Any:
         if model.can_generate(): model.generation_config = transformers.GenerationConfig.from_pretrained(base)
     return model
 
-def stored_names(
-    model:nn.Module, # on the meta device
-    weights:dict[str, Tensor], # of a checkpoint, on the meta device
-)->dict[str, str]: # the model's names, tied weights under their first → the checkpoint's
+def stored_names(model:nn.Module, weights:dict[str, Tensor])->dict[str, str]: # the model's → the checkpoint's
     "Which weight is which. ValueError for weights that are missing, or of another shape."
     tied:dict[int, list[str]] = {}
     for n, x in model.state_dict(keep_vars=True).items(): tied.setdefault(id(x), []).append(n)
@@ -284,10 +275,8 @@ def _mapped(file, shape, dtype):
         if shape.numel(): os.posix_fallocate(f.fileno(), 0, shape.numel()*dtype.itemsize)
     return torch.from_file(file, shared=True, size=shape.numel(), dtype=dtype).view(shape)
 
-def command(
-    argv=None, # words; None: the command line's
-):
-    "The command."
+def command(argv:Sequence[str]|None=None):
+    "The command; None: the words of the command line."
     words = argparse.ArgumentParser(prog="python -m rlblocks.checkpoint.convert",
                                     description="Turn a checkpoint that many ranks wrote into a model folder.")
     words.add_argument("checkpoint", help="folder of a run or a save, of torch's distributed checkpoint, of DeepSpeed")

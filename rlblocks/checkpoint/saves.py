@@ -41,33 +41,23 @@ def writable(
     except OSError as e: raise OSError(f"{who}: cannot write to {path}: {e}") from e
     return Path(path)
 
-def saves_in(
-    folder, # of a run
-)->list[Path]: # their folders, or links to folders; first step first
+def saves_in(folder:str|Path)->list[Path]: # their folders, or links to folders; first step first
     "The saves in a folder: what is named `step-` and digits, and nothing else."
     found = [f for f in Path(folder).glob("step-*") if re.fullmatch("step-[0-9]+", f.name)]
     return sorted((f for f in found if f.is_dir() or f.is_symlink()), key=lambda f: int(f.name.removeprefix("step-")))
 
-def save_path(
-    folder:Path, # of a run
-    step:int,    # steps done
-)->Path:
+def save_path(folder:Path, step:int)->Path:
     "Where the save of a step is."
     return folder/f"step-{step:08d}"
 
 # %% ../../nbs/checkpoint/90_saves.ipynb #7eba64c5
-def new_draft(
-    save:Path, # where it will be
-)->Path: # an empty folder beside it, under a name that nothing else has
+def new_draft(save:Path)->Path: # an empty folder beside it, under a name that nothing else has
     "A folder to write a save in."
     draft = save.with_name(f".draft-{save.name.removeprefix('.before-')}-{secrets.token_hex(4)}")
     draft.mkdir()
     return draft
 
-def publish(
-    draft:Path, # with all its files, flushed to disk
-    meta:dict,  # step, files and their hashes, rating
-):
+def publish(draft:Path, meta:dict):
     "The draft becomes the save of its step; one that was there stays until then."
     (draft/"meta.json").write_text(json.dumps(meta, indent=1))
     persist(draft/"meta.json", draft)         # else a rename may reach the disk before the files that it names
@@ -78,9 +68,7 @@ def publish(
     persist(draft.parent)
     if os.path.lexists(before): discard(before)
 
-def discard(
-    save:Path, # a folder, or a link to one
-):
+def discard(save:Path):
     "Gone at once, then deleted: no half of a save is ever left under its name. Of a link only the link goes."
     if save.is_symlink():
         save.unlink()
@@ -89,9 +77,7 @@ def discard(
     os.replace(save, away)
     shutil.rmtree(away, ignore_errors=True)
 
-def recover(
-    folder:Path, # of a run; locked by this process
-):
+def recover(folder:Path):
     "Clean up after a run that died: drafts go; a save that was being replaced comes back, unless the new one is there."
     for before in folder.glob(".before-step-*"):
         target = before.with_name(before.name.removeprefix(".before-"))
@@ -100,17 +86,11 @@ def recover(
     for draft in folder.glob(".draft-step-*"): shutil.rmtree(draft, ignore_errors=True)
 
 # %% ../../nbs/checkpoint/90_saves.ipynb #410911c2
-def digest(
-    file:Path,
-)->str: # BLAKE2b
+def digest(file:Path)->str: # BLAKE2b
     "The hash of a file."
     with open(file, "rb") as f: return hashlib.file_digest(f, "blake2b").hexdigest()
 
-def checked(
-    folder:Path, # of one save
-    rank:int=0,  # which …
-    ranks:int=1, # … of how many share the work
-)->dict: # step, files and their hashes, rating
+def checked(folder:Path, rank:int=0, ranks:int=1)->dict: # step, files and their hashes, rating
     """A save's list of files, each checked against its hash by one of the ranks.
 
     ValueError names a file that is missing or not what was written."""
@@ -125,11 +105,7 @@ def checked(
     return meta
 
 # %% ../../nbs/checkpoint/90_saves.ipynb #992cd7fb
-def write_state(
-    name:str,  # of the part, for the message
-    state:Any, # tensors, numbers, strings, lists and dicts of them
-    file:Path,
-)->Path: # the file
+def write_state(name:str, state:Any, file:Path)->Path: # the file
     "Write the state of a part and prove that it can be loaded. TypeError for what a safe load refuses."
     try:
         with file.open("wb") as f: torch.save(state, f)        # a Python file: its errors are the system's
@@ -142,27 +118,19 @@ def write_state(
                         "keep tensors, numbers, strings, lists and dicts of them (x.tolist(), float(m))") from e
     return file
 
-def load_mapped(
-    file:Path,
-)->Any: # what was saved
+def load_mapped(file:Path)->Any: # what was saved
     "Load as a resume would, safely, and without reading the numbers where the file can be mapped."
     try: return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError): return torch.load(file, map_location="cpu", weights_only=True)
 
 # %% ../../nbs/checkpoint/90_saves.ipynb #e56a75e3
-def best_save(
-    folder:Path, # of a run
-)->tuple[Path|None, float]: # the first of equals; (None, −inf) when nothing was rated
+def best_save(folder:Path)->tuple[Path|None, float]: # the first of equals; (None, −inf) when nothing was rated
     "The save with the highest rating, and the rating."
     rated = {save: rating for save in saves_in(folder) if (rating := _meta(save).get("rating")) is not None}
     best = max(rated, key=rated.__getitem__, default=None)
     return best, float("-inf") if best is None else rated[best]
 
-def prune(
-    folder:Path, # of a run
-    keep:int,    # how many of the newest saves stay
-    step:int,    # whose save was just written
-):
+def prune(folder:Path, keep:int, step:int):
     "Old saves go; never the best, nor the one just written."
     stay = {save_path(folder, step), best_save(folder)[0]}
     for save in saves_in(folder)[:-keep]:
@@ -173,11 +141,7 @@ def _meta(save):
     except (OSError, ValueError): return {}
 
 # %% ../../nbs/checkpoint/90_saves.ipynb #3ed0adf8
-def save_failure(
-    folder:Path, # of a run
-    step:int,    # of the save
-    error:BaseException, # what went wrong
-)->OSError|None: # None when it is about something else than writing
+def save_failure(folder:Path, step:int, error:BaseException)->OSError|None: # None: about something else
     "The error for a save that could not be written: folder, disk, and the size of the save before."
     cause = failed_write(error)
     if cause is None: return None
@@ -191,9 +155,7 @@ def _size(save): return sum(f.stat().st_size for f in save.rglob("*") if f.is_fi
 class Lock:
     "One process at a time in a folder; free when that process ends, however it ends."
 
-    def __init__(self,
-        folder, # where the file `.lock` is
-    ):
+    def __init__(self, folder:str|Path):
         "Not taken yet."
         self.file, self.fd = Path(folder)/".lock", None
 

@@ -24,31 +24,21 @@ from ..engines.slices import Slice
 # %% ../../nbs/checkpoint/89_shards.ipynb #898c3afd
 MARK = "shard of"      # {MARK: name, "shape": …} stands in a state where the tensor of that name belongs
 
-def is_shard(
-    x, # anything
-)->bool: # True for a tensor that is cut over ranks
+def is_shard(x)->bool: # True for a tensor that is cut over ranks
     "Whether this process holds only a part of a tensor."
     return isinstance(x, Tensor) and hasattr(type(x), "__create_chunk_list__")     # how torch's checkpoint knows them
 
-def split_shards(
-    state:Any, # a tree of dicts, lists and tuples
-    name:str,  # of the whole, first part of its tensors' names
-)->tuple[Any, dict[str, Tensor]]: # the tree with marks in the places of shards; the shards by name
-    "Split a state in what every rank has and what is cut."
+def split_shards(state:Any, name:str)->tuple[Any, dict[str, Tensor]]: # (with marks, shards by name)
+    "Split a tree in what every rank has and what is cut; names of tensors begin with `name`."
     leaves, build = _flattened(state, name)
     rest = [{MARK: n, "shape": _shape(x)} if is_shard(x) else x for n, x in leaves]
     return build(rest), {n: x for n, x in leaves if is_shard(x)}
 
-def join_shards(
-    rest:Any, # from `split_shards`
-    shards:dict[str, Tensor], # by name
-)->Any: # the state
+def join_shards(rest:Any, shards:dict[str, Tensor])->Any: # the state
     "The inverse of `split_shards`."
     return tree_map(lambda x: shards[x[MARK]] if _is_mark(x) else x, rest, is_leaf=_is_mark)
 
-def shard_shapes(
-    rest:Any, # from `split_shards`
-)->dict[str, list[int]]: # name → shape
+def shard_shapes(rest:Any)->dict[str, list[int]]: # name → shape
     "The shards that belong in a state."
     return {x[MARK]: x["shape"] for x in tree_leaves(rest, is_leaf=_is_mark) if _is_mark(x)}
 
@@ -62,11 +52,7 @@ def _is_mark(x): return isinstance(x, dict) and MARK in x
 def _shape(x): return list(getattr(x, "whole", getattr(x, "shape", ())))    # a `Slice` is one-dimensional itself
 
 # %% ../../nbs/checkpoint/89_shards.ipynb #b82b3048
-def state_of(
-    part:Any,  # a dict, or something with `state_dict`
-    name:str,  # what the loop calls it
-    whole:bool=False, # gathered, whatever it is
-)->tuple[Any, dict[str, Tensor]]: # as `split_shards`
+def state_of(part:Any, name:str, whole:bool=False)->tuple[Any, dict[str, Tensor]]: # as `split_shards`
     "The state of a part of a loop and, separately, its shards. All ranks together."
     if isinstance(part, dict): return part, {}
     if not whole and "full" in inspect.signature(part.state_dict).parameters:
@@ -74,10 +60,7 @@ def state_of(
         if shards: return rest, shards
     return part.state_dict(), {}
 
-def snapshot(
-    rest:Any, # from `state_of`
-    shards:dict[str, Tensor], # from `state_of`
-)->tuple[Any, dict[str, Tensor]]: # copies on the CPU
+def snapshot(rest:Any, shards:dict[str, Tensor])->tuple[Any, dict[str, Tensor]]: # copies on the CPU
     "A copy that training does not change any more."
     mine:dict[str, Any] = {k: x.copied() for k, x in shards.items() if isinstance(x, Slice)}
     if len(mine) < len(shards):
@@ -86,11 +69,7 @@ def snapshot(
     return tree_map(lambda x: x.detach().to("cpu", copy=True) if isinstance(x, Tensor) else x, rest), mine
 
 # %% ../../nbs/checkpoint/89_shards.ipynb #1c1d9980
-def write_shards(
-    shards:dict[str, Tensor], # by name; this rank's parts
-    folder:Path,              # the same on every rank; made if missing
-    group=None,               # of the ranks that write together
-)->list[Path]: # the files that this rank is to vouch for
+def write_shards(shards:dict[str, Tensor], folder:Path, group=None)->list[Path]: # files to vouch for
     "Write this rank's parts. All ranks of the group together; OSError on each when one of them cannot write."
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -121,28 +100,20 @@ _METADATA = {
 class MetadataUnpickler(pickle.Unpickler):
     "Reads torch's description of a folder, and calls nothing that does not describe tensors."
 
-    def find_class(self,
-        module, # where the file says that it is
-        name,   # what it asks for
-    ): # the class or function. UnpicklingError for any other
+    def find_class(self, module, name): # the class or function. UnpicklingError for any other
         "What describes tensors, by its name."
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) == ("builtins", "getattr"): return enum_member
         if name not in _METADATA.get(module, ()) and not dtype: raise pickle.UnpicklingError(f"{module}.{name}")
         return super().find_class(module.removesuffix("._local"), name)
 
-def enum_member(
-    kind, # an enumeration
-    name, # of one of its members
-)->Enum: # the member
+def enum_member(kind, name)->Enum: # the member
     "What stands for `getattr` while unpickling: Python 3.11.0 to 3.11.3 wrote members of enumerations by it."
     if not (isinstance(kind, type) and issubclass(kind, Enum)): raise pickle.UnpicklingError("builtins.getattr")
     return kind.__members__[name]
 
 # %% ../../nbs/checkpoint/89_shards.ipynb #bed16dc7
-def checked_reader(
-    folder:Path, # of `write_shards`, or anybody's of torch's distributed checkpoint
-)->Any: # torch's reader of it
+def checked_reader(folder:Path)->Any: # torch's reader of it
     """A reader for a folder whose description was checked before torch unpickles it.
 
     ValueError for a description that would call something else."""
@@ -157,14 +128,8 @@ def checked_reader(
     return FileSystemReader(folder)
 
 # %% ../../nbs/checkpoint/89_shards.ipynb #953a6dbc
-def read_shards(
-    rest:Any,     # the saved state, with marks in the places of shards
-    part:Any,     # what it is loaded into: says how its tensors are cut now
-    name:str,     # what the loop calls it
-    folder:Path,  # from `write_shards`, by any number of ranks
-    group=None,   # of the ranks that read together
-)->Any: # the state, cut as `part` is
-    "Read the parts that this rank needs. ValueError when the part has no such tensors, or is not cut at all."
+def read_shards(rest:Any, part:Any, name:str, folder:Path)->Any: # the state, cut as `part` is
+    "Read what this rank needs of a state with marks. ValueError when the part has no such tensors, or is not cut."
     import torch.distributed.checkpoint as dcp
     shapes = shard_shapes(rest)
     if not shapes: return rest
@@ -172,15 +137,10 @@ def read_shards(
     now = dict(_flattened(plain, name)[0]) | shards
     check_shapes(name, shapes, now, bool(shards))
     into = {n: now[n] if n in shards else torch.empty_like(now[n]).flatten() for n in shapes}  # it may be plain by now
-    dcp.state_dict_loader.load(into, storage_reader=checked_reader(folder), process_group=group)
+    dcp.state_dict_loader.load(into, storage_reader=checked_reader(folder))
     return join_shards(rest, {n: x if n in shards else x.view(shapes[n]) for n, x in into.items()})
 
-def check_shapes(
-    name:str,                    # what the loop calls the part
-    shapes:dict[str, list[int]], # of the tensors that were saved in shards
-    now:dict[str, Any],          # what the part's state has under these names
-    cut:bool,                    # whether it has shards
-):
+def check_shapes(name:str, shapes:dict[str, list[int]], now:dict[str, Any], cut:bool):
     "ValueError when a part is not cut now, or has not the tensors that were saved."
     whole = "or save with Checkpoint(…, whole=True)"
     if not cut:

@@ -7,9 +7,8 @@ __all__ = ['row_costs', 'fit_row_costs', 'balance', 'balance_families']
 
 # %% ../../nbs/data/36_balancing.ipynb #5eb405a1
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from heapq import heapreplace
-from math import ceil
 
 import torch
 from torch import Tensor
@@ -117,37 +116,23 @@ def balance(
     return sorted(map(sorted, parts), key=lambda part: (-sum(each[i] for i in part), part or [len(each)]))
 
 # %% ../../nbs/data/36_balancing.ipynb #84ca05c3
-def _split(items, own, n):
-    "A family in at most `n` pieces of nearly equal cost."
-    if n <= 1: return [items]
-    return [[items[j] for j in part] for part in balance([own[i] for i in items], n) if part]
+def _halved(pieces, own, cost):
+    "The costliest of the pieces that can be halved, and those within a tenth of it, in halves."
+    large = .9*max((cost(piece) for piece in pieces if len(piece) > 1), default=0)
+    def halves(piece):
+        if len(piece) == 1 or cost(piece) < large: return [piece]
+        return [[piece[k] for k in half] for half in balance([own[i] for i in piece], 2)]
+    return [half for piece in pieces for half in halves(piece)]
 
-def _pieces(items, own, room):
-    "A family in as many pieces as it takes for each to have `room` beside what they have in common."
-    n = len(items) if room <= 0 else min(len(items), ceil(sum(own[i] for i in items)/room))
-    return _split(items, own, n)
-
-def _halved(pieces, dealt, own, heavy):
-    "The largest piece of each of the heavier half of the parts that are `heavy` in two; None where none can be halved."
-    def size(piece): return sum(own[i] for i in piece)
-    large = []
-    for load, part in zip(heavy, dealt, strict=True):
-        some = [piece for piece in part if len(piece) > 1]
-        if load and some: large.append((-load, max(some, key=size)))
-    if not large: return None
-    torn = {piece[0] for _, piece in sorted(large)[:ceil(len(large)/2)]}
-    return [half for piece in pieces for half in _split(piece, own, 2 if piece[0] in torn else 1)]
-
-def _dealt(pieces, best, own, cost:Callable, enough):
+def _dealt(pieces, best, own, cost, enough):
     "The best of `best` and of the deals of pieces, which are halved until the heaviest part costs `enough`."
-    n, found, stuck = len(best), max(map(cost, best)), -1       # the first deal has no other to be better than
-    while pieces and found > enough and stuck < 3:
-        dealt = [[pieces[k] for k in part] for part in balance(list(map(cost, pieces)), n)]
-        parts = [[i for piece in part for i in piece] for part in dealt]
-        loads = list(map(cost, parts))
-        stuck = 0 if max(loads) < found*(1 - 1e-3) else stuck + 1
-        if max(loads) <= found: found, best = max(loads), parts
-        pieces = _halved(pieces, dealt, own, [load*(load > enough) for load in loads])
+    n, found, stuck = len(best), max(map(cost, best)), 0
+    while found > enough and stuck < 8:
+        parts = [[i for k in part for i in pieces[k]] for part in balance(list(map(cost, pieces)), n)]
+        load = max(map(cost, parts))
+        stuck = 0 if load < found*(1 - 1e-3) else stuck + 1
+        if load <= found: found, best = load, parts
+        pieces = _halved(pieces, own, cost)
     return best
 
 # %% ../../nbs/data/36_balancing.ipynb #967c9000
@@ -182,6 +167,5 @@ def balance_families(
     own = [x - once[f] for x, f in zip(costs, family, strict=True)]
     def cost(items): return sum(once[f] for f in dict.fromkeys(family[i] for i in items)) + sum(own[i] for i in items)
     fair = sum(map(cost, members.values()))/n
-    pieces = [piece for f, items in members.items() for piece in _pieces(items, own, fair - once[f])]
-    parts = _dealt(pieces, balance(costs, n), own, cost, fair*(1 + within))
+    parts = _dealt(list(members.values()), balance(costs, n), own, cost, fair*(1 + within))
     return sorted(map(sorted, parts), key=lambda part: (-cost(part), part[:1] or [len(costs)]))

@@ -19,10 +19,7 @@ from .cuts import cut, lightest, minibatches, parts, siblings
 from .packing import rows_by
 
 # %% ../../nbs/data/40_batch.ipynb #a3218e52
-def kind_of(
-    x:Tensor|list,                         # a column
-    per:Literal["token", "row"]|None=None, # what it was declared to be; None: by its axes
-)->Kind:
+def kind_of(x:Tensor|list, per:Literal["token", "row"]|None=None)->Kind:
     "The kind of a column. ValueError for a declaration that `x` cannot be."
     if per not in (None, "token", "row"): raise ValueError(f"Batch: per={per!r}; 'token' or 'row' is wanted")
     if per == "token" and (isinstance(x, list) or x.dim() < 2):
@@ -96,10 +93,7 @@ def to(
     moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.columns.items()}
     return batch._like(moved, batch._whole, batch.filler)
 
-def chosen_rows(
-    batch:"Batch",
-    key:Any, # index, slice, list, index tensor or Bool tensor
-)->Tensor: # row numbers
+def chosen_rows(batch:"Batch", key:Any)->Tensor: # row numbers
     "The rows that a key selects. ValueError when they are a part of a unit."
     if isinstance(key, Tensor) and key.dtype == torch.bool and key.shape != (len(batch),):
         raise ValueError(f"Batch: rows are chosen by a Bool of {list(key.shape)}, the batch has {len(batch)} rows")

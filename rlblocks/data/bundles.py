@@ -36,13 +36,8 @@ def born_of(batch:Batch)->Tensor:
     return v if v.dim() == 1 else torch.where(batch.mask, v, torch.iinfo(v.dtype).max).amin(1)
 
 # %% ../../nbs/data/43_bundles.ipynb #c5d96c90
-def entries(
-    batch:Batch,
-    kept:list[list[int]],  # rows of each bundle that enters
-    priority:Tensor|float, # of each row, or of all
-    first:int,             # number of the slab, and of the first bundle
-)->dict[str, Tensor]: # lines of the index
-    "What the index says of new bundles."
+def entries(batch:Batch, kept:list[list[int]], priority:Tensor|float, first:int)->dict[str, Tensor]:
+    "What the index says of new bundles, the rows `kept`; `first` is the number of the slab and of the first bundle."
     order, rows = (torch.tensor(x, dtype=torch.long) for x in (list(chain(*kept)), list(map(len, kept))))
     n, of = len(rows), torch.arange(len(rows)).repeat_interleave(rows)
     total = lambda x: torch.zeros(n, dtype=x.dtype).index_add(0, of, x[order])

@@ -19,31 +19,19 @@ from torch.nn.functional import pad as padded
 from jaxtyping import Int, Shaped
 
 # %% ../../nbs/data/35_columns.ipynb #8d80dfc1
-def check_tokenizer(
-    who:str,   # who asks, for the message
-    tokenizer, # what was given for it
-):
+def check_tokenizer(who:str, tokenizer:Any):
     "TypeError for a name in a tokenizer's place."
     if isinstance(tokenizer, str):
         raise TypeError(f"{who}: tokenizer is {tokenizer!r}; a tokenizer is wanted, "
                         f"AutoTokenizer.from_pretrained({tokenizer!r})")
 
-def listed(
-    name:str,       # what was asked for, and is not there
-    names:Iterable, # what is there
-    more:Iterable=(), # what may be meant beside these
-)->str:
-    "The end of a message: the names, and which of them is like the one that was asked for, if one is."
+def listed(name:str, names:Iterable, more:Iterable=())->str:
+    "The end of a message: what there is, and which of it (or of `more`) is like the name that was asked for."
     near = get_close_matches(name, [str(x) for x in (*names, *more)], 1, .75)
     return ", ".join(map(str, names)) + (f"; is {near[0]!r} meant?" if near else "")
 
 # %% ../../nbs/data/35_columns.ipynb #2d54b378
-def whole_number(
-    who:str,     # who asks, for the message
-    name:str,    # of the argument
-    n:Any,       # what was given for it
-    least:int=1, # smallest that makes sense
-)->int: # `n`, a Python int whatever kind of integer it was
+def whole_number(who:str, name:str, n:Any, least:int=1)->int: # a Python int
     "`n`, checked. ValueError for what is no whole number or too small."
     if isinstance(n, bool) or not isinstance(n, Integral) or n < least:
         wanted = f"at least {least}" if least else "0 or more"
@@ -85,12 +73,7 @@ INTEGERS = dict(tokens=((2,), "integers [B, T]"), lengths=((1,), "integers [B]")
                 group=((1,), "integer ids [B]"), policy_version=((1, 2), "integers [B] or [B, T]"))
 RESERVED = ("mask", *INTEGERS)      # names whose columns are checked
 
-def check_meaning(
-    columns:Mapping, # name → column, those that are set already
-    name:str,        # of the new one
-    x:Any,           # the new one
-    T:int|None,      # token axis of the others, if there is one
-):
+def check_meaning(columns:Mapping, name:str, x:Any, T:int|None):
     "What a column of this name has to be. TypeError or ValueError otherwise."
     if name == "mask": check_mask(x)
     if name in INTEGERS: check_integers(name, x)
@@ -154,21 +137,13 @@ def _check_row(i, row, T, like):
                          "only the first axis may differ")
 
 # %% ../../nbs/data/35_columns.ipynb #66db79ca
-def widen(
-    x:Tensor, # `[B, t, …]`
-    T:int,    # wanted token axis, at least t
-)->Tensor: # `[B, T, …]`, padded on the right with 0 or False
+def widen(x:Tensor, T:int)->Tensor: # `[B, T, …]`, padded on the right with 0 or False
     "Pad the token axis on the right."
     if x.shape[1] == T: return x
     return torch.cat([x, x.new_zeros(x.shape[0], T-x.shape[1], *x.shape[2:])], 1)
 
 # %% ../../nbs/data/35_columns.ipynb #9ce73b8a
-def join(
-    name:str,     # of the column, for messages
-    xs:Sequence,  # the column in each batch
-    kind:Kind,    # in the first
-    T:int,        # token axis of the longest
-)->Tensor|list:
+def join(name:str, xs:Sequence, kind:Kind, T:int)->Tensor|list:
     "One column of several batches, one behind the other."
     sizes = [isinstance(x, list) or x.shape[2 if kind == "token" else 1:] for x in xs]
     odd = next((x for x, size in zip(xs, sizes, strict=True) if size != sizes[0]), None)

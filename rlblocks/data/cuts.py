@@ -59,10 +59,7 @@ def cut(
         shares = balance_families(cost, family, common, n)
     return [sorted(i for k in share for i in units[k]) for share in shares]
 
-def siblings(
-    batch,                # rows
-    cuts:list[list[int]], # of `cut`: row numbers of every piece
-)->tuple: # for `part`: of each piece (lengths, unit, its `shared_prefix`, or None where no rows begin alike)
+def siblings(batch, cuts:list[list[int]])->tuple: # of each piece (lengths, unit, its `shared_prefix` or None)
     "What the parts of a cut look like, so that each of them can plan for all."
     if "lengths" not in batch: return ()
     unit, ids = batch.unit if "unit" in batch else torch.arange(len(batch)), batch.families

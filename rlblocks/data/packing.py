@@ -52,11 +52,12 @@ def common_prefix(tokens:Tensor, lengths:Tensor, group:Tensor, least:int=8)->tup
     holder = rows.new_full((len(kinds),), len(rows)).scatter_reduce(0, of, rows, "amin")[of]
     return holder, _in_common(tokens, holder, torch.minimum(lengths, lengths[holder]))
 
-def _in_common(tokens, holder, ends, block=256):
+def _in_common(tokens, holder, ends):
     "How many first tokens, up to `ends`, each row has in common with another; 0 with itself."
     n = torch.zeros_like(holder)
     on = (holder != torch.arange(len(holder), device=holder.device)).nonzero()[:, 0]
-    for a in range(0, tokens.shape[1], block):      # prompts are short: who has differed is not compared again
+    block = 256     # prompts are short: who has differed is not compared again
+    for a in range(0, tokens.shape[1], block):
         if not len(on): break
         mine, its = tokens[on, a:a+block], tokens[holder[on], a:a+block]
         same = (mine == its) & (torch.arange(a, a + mine.shape[1], device=tokens.device) < ends[on, None])
@@ -224,13 +225,8 @@ def side_by_side(units:list[list[int]], sizes:list[int], sharing:Sharing, limits
     return pieces
 
 # %% ../../nbs/data/37_packing.ipynb #c1d2b4aa
-def planned(
-    sizes:Int[Tensor, " B"],     # tokens in each row
-    unit:Int[Tensor, " B"]|None, # rows with equal ids stay together; None: each row for itself
-    limits:Limits,
-    shared:tuple[Tensor, Tensor]|None=None, # `shared_prefix` of rows that will be packed with it
-    multiple:int=1,              # the number of micro-batches is rounded up to a multiple of this
-)->list[list[int]]: # row numbers of each micro-batch
+def planned(sizes:Tensor, unit:Tensor|None, limits:Limits, shared:tuple[Tensor, Tensor]|None=None,
+            multiple:int=1)->list[list[int]]: # row numbers of each micro-batch
     "`plan_micro_batches` of numbers that are known to be good."
     lengths = sizes.tolist()
     units, sharing = rows_by(range(len(lengths)) if unit is None else unit.tolist()), Sharing.of(lengths, shared)

@@ -277,9 +277,7 @@ class Rows:
         order = seed_of("order", self.seed, int(self.shuffle))
         return dict(taken=self.taken, rows=len(self), fingerprint=self.fingerprint, order=order)
 
-    def load_state_dict(self,
-        state:dict, # from `state_dict`
-    ):
+    def load_state_dict(self, state:dict):
         "Go on where `state` was. ValueError when it is of other rows, another tokenizer or another order."
         check_state(self.who, state, self.state_dict())
         self.taken = whole_number(self.who, "taken", state["taken"], 0)

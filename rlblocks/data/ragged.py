@@ -8,7 +8,6 @@ __all__ = ['Ragged', 'ragged', 'to_arrow', 'from_arrow']
 # %% ../../nbs/data/41_ragged.ipynb #16346baf
 import importlib
 import shutil
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -171,17 +170,10 @@ def from_arrow(
     for field, x in zip(table.schema, table.columns, strict=True):
         about, array = {k.decode(): v.decode() for k, v in field.metadata.items()}, x.chunk(0)
         kind = kinds[field.name] = about["kind"]
-        if kind == "token": offsets = _tensor(array.buffers()[1], torch.long, len(array) + 1)
+        if kind == "token": offsets, array = torch.from_dlpack(array.offsets), array.values
         if kind == "list": columns[field.name] = _Strings(array)
         else:
-            count = int(offsets[-1]) if kind == "token" else len(array)
             shape = [int(n) for n in about["shape"].split(",") if n]
-            columns[field.name] = _tensor(array.buffers()[-1], getattr(torch, about["dtype"]), count, *shape)
+            flat = torch.from_dlpack(array.flatten() if shape else array)       # on its memory
+            columns[field.name] = flat.view(getattr(torch, about["dtype"])).view(-1, *shape)
     return Ragged(columns, kinds, offsets)
-
-def _tensor(buffer, dtype, *shape):
-    "A tensor on the memory of an Arrow buffer."
-    if not prod(shape): return torch.zeros(shape, dtype=dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore") # "not writable": that is meant
-        return torch.frombuffer(memoryview(buffer), dtype=dtype, count=prod(shape)).view(shape)

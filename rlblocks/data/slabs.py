@@ -27,10 +27,7 @@ def own_folder(owner:object, folder:str|Path|None)->Path|None:
     weakref.finalize(owner, shutil.rmtree, own, ignore_errors=True)
     return own
 
-def mapped(
-    rows:Ragged, # in memory
-    path:Path,   # file to make
-)->tuple[Ragged, Path]: # (the same rows with tensors and strings in the mapped file, the file)
+def mapped(rows:Ragged, path:Path)->tuple[Ragged, Path]: # (rows, file)
     "Rows written to a file and read from there; lists of other objects stay in memory, and so do the offsets."
     def is_text(name): return all(isinstance(s, str | None) for s in rows.columns[name])
     stays = {k for k in rows.columns if rows.kinds[k] == "list" and not is_text(k)}

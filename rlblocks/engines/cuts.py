@@ -66,7 +66,9 @@ def plan_of(module:nn.Module, *, expert_parallel:bool=False)->dict[str, str]: # 
     for at, model in planned(module):
         plan, experts = dict(model._tp_plan or {}), dict(getattr(model, "_ep_plan", None) or {})
         if expert_parallel:
-            _check_experts(model, experts)
+            if not experts: raise ValueError(
+                f"expert_parallel: {type(model).__name__} has no such plan (config.base_model_ep_plan); leave it out, "
+                "and experts are cut inside, where its tensor-parallel plan says so")
             plan |= experts
         places = [n for n, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
         named = {n: plan[every] for n in places if (every := re.sub(r"\.\d+(?=\.|$)", ".*", n)) in plan}
@@ -86,13 +88,12 @@ def fit_plan(module:nn.Module, plan:dict[str, str], size:int)->dict[str, str]: #
                                    "replicas")
     for _, model in planned(module):
         table = model.get_input_embeddings()
-        tied = [name for name, layer in layers.items() if layer is not table and _holds(layer, table.weight)]
+        tied = [name for name, layer in layers.items()
+                if layer is not table and any(p is table.weight for p in layer._parameters.values())]
         divides = isinstance(table, nn.Embedding) and len(table.weight) % size == 0
         if divides and all(fitted.get(name) in COMPLETE_OUTSIDE for name in tied):
             fitted.setdefault(next(name for name, layer in layers.items() if layer is table), "embedding_rowwise")
     return fitted
-
-def _holds(layer, weight): return any(p is weight for p in layer._parameters.values())
 
 def _cut(layer, name, leaf, plan):
     "How a weight of a layer is cut by a plan."
@@ -108,12 +109,6 @@ def _uneven(layers, name, leaf, plan, size):
     return f"{n} features" if n % (size*cut.blocks) else ""
 
 # %% ../../nbs/engines/62_cuts.ipynb #20c4f98f
-def _check_experts(model, plan):
-    "ValueError for a model without a plan for experts."
-    if not plan: raise ValueError(
-        f"expert_parallel: {type(model).__name__} has no such plan (config.base_model_ep_plan); leave it out, and "
-        "experts are cut inside, where its tensor-parallel plan says so")
-
 def _check_styles(model, styles):
     "ValueError for a style that is not known here."
     odd = sorted(set(styles) - STYLES - NO_EXCHANGE)
@@ -222,12 +217,7 @@ def probe_distance(before:Probe, after:Probe)->float:
     pairs = ((before.out, after.out), (before.entered, after.entered))
     return max(float((b-a).norm()/a.norm().clamp(min=1e-12)) for a, b in pairs)
 
-def partial_gradients(
-    before:dict[str, Tensor], # gradients of weights that all ranks have, before the cut
-    after:dict[str, Tensor],  # the same after it
-    cuts:Collection[str],     # names of the weights that were cut
-    group,                    # ranks that hold it together; all of them ask
-)->set[str]: # names
+def partial_gradients(before:dict[str, Tensor], after:dict[str, Tensor], cuts:Collection[str], group)->set[str]: # names
     "Weights of whose gradient each rank knows a term; of the others each knows all. ValueError for a third kind."
     if not before: return set()
     far = [[(after[n]-g).norm(), (summed(after[n], group)-g).norm(), g.norm()] for n, g in before.items()]

@@ -150,12 +150,7 @@ EXCHANGES:dict[str, Callable] = dict(
     all_reduce=_around(after=_add), moe_identity_expert=_around(_share))
 STYLES = frozenset({*EXCHANGES, "moe_tp_experts", "ep_dispatch_experts", "mla_kv_a_proj"}) # that exchange something
 
-def exchange_of(
-    style:str, # transformers' name for what a layer does
-    *,
-    own_experts:bool=False, # experts are distributed, not cut
-    rope_dim:int=0,         # rotary features of a latent projection
-)->Callable|None: # (layer, `Entering`) → its forward; None: nothing to exchange
+def exchange_of(style:str, *, own_experts:bool=False, rope_dim:int=0)->Callable|None:
     "What a layer of a style exchanges."
     if style in ("moe_tp_experts", "ep_dispatch_experts"): return _own_experts if own_experts else _experts
     return _latent(rope_dim) if style == "mla_kv_a_proj" else EXCHANGES.get(style)
@@ -189,16 +184,11 @@ class Stretch:
         "How many tokens a line of `n` lacks to be cut into equal parts."
         return -n % self.ranks
 
-    def cut(self,
-        x:Tensor, # `[N]`, along the line; the same on all ranks
-    )->Tensor: # `[n]`, n = ⌈N/S⌉
+    def cut(self, x:Tensor)->Tensor: # `[N]` → `[n]`, n = ⌈N/S⌉
         "This rank's part; 0 beyond the line's end."
         return nn.functional.pad(x, (0, self.padding(len(x)))).chunk(self.ranks)[self.rank]
 
-    def here(self,
-        places:Tensor, # `[m]`, on the line
-        n:int,         # tokens on the line
-    )->tuple[Tensor, Tensor]: # (which of the m are on this rank's part; where on it they are)
+    def here(self, places:Tensor, n:int)->tuple[Tensor, Tensor]: # (which of them, where on it)
         "The places on this rank's part."
         n = -(-n//self.ranks)
         mine = (places//n == self.rank).nonzero()[:, 0]
@@ -220,17 +210,11 @@ class Stretch:
         query, key, value = (_all_to_all(x, self.group, 1, 2) for x in (query, key, value))
         return query, key, value
 
-    def to_tokens(self,
-        out:Tensor, # `[1, n·S, H/S, e]`: all tokens of this rank's heads
-    )->Tensor: # `[1, n, H, e]`
+    def to_tokens(self, out:Tensor)->Tensor: # `[1, n·S, H/S, e]` → `[1, n, H, e]`
         "All heads of this rank's tokens."
         return _all_to_all(out, self.group, 1, 2)
 
-    def gathered(self,
-        x:Tensor,      # `[m, …]` of this rank's places; one more where it has none, so that it runs backwards too
-        places:Tensor, # `[m]`, where they go among all
-        n:int,         # all places
-    )->Tensor: # `[n, …]`, the same on all ranks
+    def gathered(self, x:Tensor, places:Tensor, n:int)->Tensor: # `[m, …]` → `[n, …]`, the same on all ranks
         "Every rank's results in their places. The loss that is made of them must be the same on all ranks."
         if x.dtype == torch.bool: return self.gathered(x.byte(), places, n).bool()
         rest, m = x.shape[1:], len(x)
@@ -238,9 +222,6 @@ class Stretch:
         def take(g, group): return torch.cat([g[places], g.new_zeros(m-len(places), *rest)])
         return _exchange(x, self.group, put, take)
 
-    def joined(self,
-        x:Tensor, # `[n, …]` of this rank's tokens
-        n:int,    # N, tokens on the line
-    )->Tensor: # `[N, …]`, the same on all ranks
+    def joined(self, x:Tensor, n:int)->Tensor: # `[n, …]` of this rank's tokens → `[N, …]`, the same on all ranks
         "Every rank's results of all its tokens, as `gathered`."
         return self.gathered(x, self.here(torch.arange(n, device=x.device), n)[0], n)

@@ -37,10 +37,7 @@ def layers_of(module:nn.Module)->list[nn.Module]: # one group of weights each
     return [m for m in max(lists, key=size) if size(m)] if lists else []
 
 # %% ../../nbs/engines/58_fsdp.ipynb #201f761f
-def gathered(
-    x:Tensor, # a DTensor sharded along its first axis, or a plain tensor
-    dtype:torch.dtype|None=None, # to gather a DTensor in; None: its own
-)->Tensor: # plain; of a DTensor a new one on every rank
+def gathered(x:Tensor, dtype:torch.dtype|None=None)->Tensor: # plain; of a DTensor a new one on every rank
     "The full tensor behind this rank's shard; all ranks call it together."
     if not isinstance(x, DTensor): return x.detach()
     mesh:Any = x.device_mesh
@@ -104,17 +101,12 @@ def load_named_state(module:nn.Module, optimizer:Any, state:dict[str, Any])->Non
     if not optimizer: return
     kept = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state["optimizer"])
     set_optimizer_state_dict(module, optimizer, kept)
+    steps = [s["step"] for s in optimizer.state.values() if "step" in s]
+    if steps and not any(steps): optimizer.state.clear()       # of none that has stepped: it starts as a new one does
 
 # %% ../../nbs/engines/58_fsdp.ipynb #5459cf31
-def shard_(
-    module:nn.Module, # changed in place
-    device:torch.device, # where it computes
-    mesh:DeviceMesh,  # of ranks, one axis
-    *,
-    half:torch.dtype|None, # weights are gathered in it, gradients summed in fp32; None: both in their own dtype
-    frozen:bool,      # even the outermost group is dropped after a forward pass
-    offload:bool,     # shards live in host memory
-)->Any: # the same module, of a class that FSDP2 makes
+def shard_(module:nn.Module, device:torch.device, mesh:DeviceMesh, *, half:torch.dtype|None, frozen:bool,
+           offload:bool)->Any: # the same module, of a class that FSDP2 makes
     "`fully_shard` of each layer and of the rest, with gradients that are sums; lazy weights are read by shards."
     callable_within_(module)
     unread = lazy_weights(module)
@@ -167,20 +159,12 @@ def drop_unused_(params:list, reached:set[tuple[nn.Module, str]], device:torch.d
 class Fsdp:
     "An engine: torch's `fully_shard`, layer by layer, with summed gradients."
 
-    def __init__(self,
-        module:nn.Module,    # owned from here on; the same on every rank
-        device:torch.device, # where it computes
-        *,
-        optimizer:Callable|None=None, # (name, DTensor) pairs → torch optimizer; None: frozen
-        max_norm:float=float("inf"),  # clip the gradient to this 2-norm
-        dtype:torch.dtype|None=None,  # compute dtype; weights are gathered in it
-        offload:str|None=None,        # "cpu": shards, gradients and states live there, and the optimizer steps there
-        mesh:DeviceMesh|None=None,    # the ranks to shard over, where others hold other pieces of one model; None: all
-        clip:Callable|None=None,      # of `Plain`
-    ):
-        "Shard a module; all ranks together. ValueError for offload=\"nvme\" and for ranks that built different models."
-        if offload not in (None, "cpu"):
-            raise ValueError(f'engine="fsdp2": offload={offload!r}; "cpu" is there, and with zero3 "nvme"')
+    def __init__(self, module:nn.Module, device:torch.device, *, optimizer:Callable|None=None,
+                 max_norm:float=float("inf"), dtype:torch.dtype|None=None, offload:str|None=None,
+                 mesh:DeviceMesh|None=None, clip:Callable|None=None):
+        """Shard a module over `mesh`, else all ranks; arguments as for `Plain` and `fsdp2`. All ranks together.
+
+        ValueError for ranks that built different models."""
         join_world(device)
         if mesh is None: same_weights(module)
         mesh = mesh or init_device_mesh(device.type, (world()[1],))

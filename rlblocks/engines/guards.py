@@ -21,9 +21,7 @@ class Turn(_RLock):
     def __reduce__(self): return Turn, ()
 
 # %% ../../nbs/engines/49_guards.ipynb #ddb20669
-def locked(
-    method:Callable, # of an object that has a `turn`
-)->Callable:
+def locked(method:Callable)->Callable:
     "A method that holds its object's lock."
     @wraps(method)
     def run(self, *args, **kwargs):

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor, nn
 
 # %% ../../nbs/engines/56_lazy.ipynb #6fce0ca7
-def make_lazy_(
-    p:nn.Parameter, # on the meta device
-    rows:Callable[[int, int, torch.dtype], Tensor], # (start, stop, dtype) → these rows, owned by who asks
-)->None:
+def make_lazy_(p:nn.Parameter, rows:Callable[[int, int, torch.dtype], Tensor])->None:
     "Let a parameter know how to read its numbers. ValueError for one that has them."
     if not p.is_meta:
         raise ValueError(f"make_lazy_: the parameter has its numbers already, on {p.device}; "

@@ -8,6 +8,7 @@ __all__ = ['Schedule', 'in_turn', 'constant', 'linear', 'cosine', 'root', 'wsd',
 
 # %% ../../nbs/engines/54_optim.ipynb #cb62249c
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -151,12 +152,7 @@ def _hits(who, pairs, patterns):
         if any(_matches(n, [p]) for n in names): continue
         raise ValueError(f"{who}: {p!r} matches no parameter; there are {', '.join(names[:4])} … ({len(names)})")
 
-def decay_groups(
-    params:Iterable, # (name, parameter) pairs, or parameters
-    *,
-    weight_decay:float, # of matrices
-    no_decay:tuple=(), # names (parts of a dotted name, `*` allowed) that do not decay either
-)->list[dict]: # groups for a torch optimizer; empty ones are left out
+def decay_groups(params:Iterable, *, weight_decay:float, no_decay:tuple=())->list[dict]:
     """Two groups: parameters that decay, and norms, biases and `no_decay`, which do not. One where nothing decays.
 
     ValueError for a pattern that matches nothing."""
@@ -274,20 +270,10 @@ def muon(
     return OptimizerSpec(partial(_muon, **how), max_norm, schedule)
 
 # %% ../../nbs/engines/54_optim.ipynb #4aac9c7a
-def entrywise(
-    optimizer:torch.optim.Optimizer, # before its first step; left as it was
-    who:str,                         # the engine, for the message
-    device=None,                     # of the stand-in
-):
+def entrywise(optimizer:torch.optim.Optimizer, who:str, device:Any=None):
     "Make sure that an optimizer can step part of a weight alone. ValueError says what it needs more than that."
     for part in getattr(optimizer, "parts", [optimizer]):
-        groups, known = [dict(g) for g in part.param_groups], list(map(id, part.state))
-        try: odd = next(filter(None, (_odd(part, at, device) for at in range(len(groups)))), None)
-        finally:
-            for group, kept in zip(part.param_groups, groups, strict=True):
-                group.clear()
-                group.update(kept)
-            for p in [p for p in part.state if id(p) not in known]: del part.state[p]
+        odd = next(filter(None, (_odd(part, at, device) for at in range(len(part.param_groups)))), None)
         if odd: raise ValueError(
             f"{who}: {type(part).__name__} {odd}, and here each rank has a part of every weight; use an optimizer that "
             'treats entries alone, such as adamw, or another engine: None takes any, "fsdp2" Muon')
@@ -297,13 +283,14 @@ def _odd(part, at, device)->str|None:
     n, draw = 8192, torch.Generator().manual_seed(0)
     start, *gradients = (torch.randn(n, generator=draw)*torch.linspace(.1, 10, n) for _ in range(3))
     def stepped(n):
-        p = nn.Parameter(start[:n].to(device, copy=True))
-        for i, group in enumerate(part.param_groups):
-            group.update(params=[p] if i == at else [], **dict(lr=.1) if "lr" in group else {})
+        p, twin = nn.Parameter(start[:n].to(device, copy=True)), object.__new__(type(part))
+        groups = [g | dict(params=[p] if i == at else []) | (dict(lr=.1) if "lr" in g else {})
+                  for i, g in enumerate(part.param_groups)]
+        vars(twin).update(vars(part), param_groups=groups, state=defaultdict(dict))     # `part` is left as it is
         for g in gradients:
             p.grad = g[:n].to(device, copy=True)
-            part.step()
-        return p.detach(), part.state.get(p, {})
+            twin.step()
+        return p.detach(), twin.state.get(p, {})
     try: (full, kept), (half, _) = stepped(n), stepped(n//2)
     except Exception as e: return f"does not step one that is flat ({type(e).__name__}: {e})"
     states = {k: x for k, x in kept.items() if isinstance(x, Tensor) and x.numel() > 1}

@@ -33,12 +33,7 @@ def sum_gradients_(params:list, device:torch.device|None, group:Any=None)->None:
         if p.grad is None: p.grad = torch.zeros_like(p)     # every rank joins every sum
         dist.all_reduce(p.grad, op=dist.ReduceOp.SUM, group=group)
 
-def clip_and_step(
-    optimizer:torch.optim.Optimizer,
-    params:list,    # their gradients are sums over all ranks, or shards of them
-    max_norm:float, # clip to this 2-norm
-    clip:Callable|None=None, # (parameters, max_norm) → norm, in place of torch's
-)->Tensor: # 0-d: the 2-norm before clipping
+def clip_and_step(optimizer:torch.optim.Optimizer, params:list, max_norm:float, clip:Callable|None=None)->Tensor: # norm
     "Clip and step, unless the gradient's norm is not finite; forget the gradient."
     norm:Any = (clip or nn.utils.clip_grad_norm_)(params, max_norm).detach()
     if hasattr(norm, "full_tensor"): norm = norm.full_tensor()       # over all shards

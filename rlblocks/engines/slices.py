@@ -26,11 +26,7 @@ class Slice(Tensor):
     whole:torch.Size
 
     @staticmethod
-    def __new__(cls,
-        local:Tensor,        # `[n]`, what this rank holds; a view may be given, and is loaded into in place
-        start:int,           # where it begins in the flattened weight
-        shape:Sequence[int], # of the weight
-    ):
+    def __new__(cls, local:Tensor, start:int, shape:Sequence[int]):
         "ValueError when it reaches beyond the weight."
         whole = torch.Size(shape)
         if local.dim() != 1 or start < 0 or start + len(local) > whole.numel():

@@ -42,12 +42,7 @@ def device_of(device:Any, who:str)->torch.device:
 # %% ../../nbs/engines/52_world.ipynb #fe97cdd5
 MEETING = 1800.         # seconds that ranks have to make a group, as torch's own collectives have
 
-def in_time(
-    f:Callable, # () → what is wanted
-    *,
-    seconds:int|float, # at most
-    what:str,      # who waits for what, for the message
-)->Any: # what `f` returned
+def in_time(f:Callable, *, seconds:int|float, what:str)->Any: # what `f` returned; `what`: who waits for what
     """Run `f`, or raise TimeoutError after some seconds; what `f` raises is raised.
 
     A call that never ends keeps its thread, a daemon: the process can still end."""
@@ -69,12 +64,7 @@ def world()->tuple[int, int]: # (rank, ranks)
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 # %% ../../nbs/engines/52_world.ipynb #79af3fba
-def exchange(
-    mine,       # any value that can be pickled
-    *,
-    group:dist.ProcessGroup|None=None, # of ranks; None: all of them
-    timeout:float|None=None, # seconds to wait for the slowest rank; None: as long as the group does
-)->list: # every rank's value, in the order of ranks
+def exchange(mine, *, group:dist.ProcessGroup|None=None, timeout:float|None=None)->list: # every rank's value, in order
     "Every rank's value. RuntimeError or TimeoutError when a rank is gone, or does not answer in time."
     at:Any = group or dist.group.WORLD
     def gather():
@@ -87,13 +77,10 @@ def exchange(
     at.allreduce([torch.zeros(1, device=dist.distributed_c10d._get_object_coll_device(at))], options).wait()
     return in_time(gather, seconds=timeout, what="the second half of an exchange")
 
-def first_error(
-    key:str,          # of this piece of work, the same on all ranks and never used again
-    mine:str|None=None, # this rank's error; None: only look
-    *,
-    seconds:float=20., # to wait for the store
-)->str|None: # None: no rank wrote one, or the store does not answer
-    "The first error that any rank has written into the world's key-value store, which works when collectives do not."
+def first_error(key:str, mine:str|None=None, *, seconds:float=20.)->str|None: # None: no rank wrote one, or no answer
+    """The first error that any rank has written into the world's key-value store, which works when collectives do not.
+
+    `key` is new for each piece of work; `mine`, this rank's error, None: only look."""
     store = dist.distributed_c10d._get_default_store()
     def look():
         if mine: return store.compare_set(key, "", mine).decode()
@@ -197,13 +184,10 @@ def group_of(parts:list[list[int]], axis:str)->dist.ProcessGroup: # of the part 
     found = torch_groups._find_pg_by_ranks_and_tag(tag, mine)
     return found or [torch_groups._new_group_with_tag(part, pg_tag=tag) for part in parts][parts.index(mine)]
 
-def mesh_of(
-    device:torch.device,   # what the ranks compute on
-    *,
-    sequence_parallel:int=1, # consecutive ranks that run one line of tokens together
-    tensor_parallel:int=1,   # consecutive ranks that hold one layer together
-)->DeviceMesh|None: # axes "replica", "sequence", "tensor", the last one the nearest neighbours; None: none share rows
-    "The ranks of this world by what they share; all ask together. ValueError when they cannot be divided so."
+def mesh_of(device:torch.device, *, sequence_parallel:int=1, tensor_parallel:int=1)->DeviceMesh|None:
+    """The ranks of this world by what they share, the nearest neighbours a layer; all ask together.
+
+    ValueError when they cannot be divided so."""
     shape = dict(sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
     for name, n in shape.items():
         if n < 1: raise ValueError(f"ShardedModel: {name}={n}; the ranks that share a row are wanted, 1 or more")

@@ -28,10 +28,7 @@ from .slices import Held, Piece, full_weight, load_into, shards_of, state_of, ze
 from .world import HALF, agree, join_world, same_weights, world
 
 # %% ../../nbs/engines/60_zero.ipynb #c4d9d09d
-def build_ops(
-    device:torch.device, # what the ranks will compute on
-    offload:str|None=None, # "cpu" or "nvme": the operators for it too
-):
+def build_ops(device:torch.device, offload:str|None=None):
     """Compile what ZeRO needs, once, in this process.
 
     ImportError without DeepSpeed, ninja or a compiler, RuntimeError for a lock or a failed build; all name the fix."""
@@ -79,8 +76,6 @@ def _check(module, *, stage, optimizer, adamw, dtype, offload):
                          f'{dtype}, or use engine="fsdp2"')
     if any(p.dtype == torch.float64 for p in module.parameters()):
         raise ValueError('engine="zero…" keeps fp32 states; float64 needs engine=None or "fsdp2"')
-    if offload not in (None, "cpu", "nvme") or (offload == "nvme" and stage < 3):
-        raise ValueError(f'engine="zero{stage}": offload={offload!r} is not there; "cpu" is, and "nvme" with "zero3"')
     if offload and optimizer and adamw is None:
         raise ValueError(f"engine=\"zero{stage}\", offload={offload!r}: the offloaded step is DeepSpeed's own AdamW; "
                          "use optimizer=adamw(…), or leave out offload=")
@@ -219,19 +214,10 @@ def reshard(engine:Any)->None:
 class Zero:
     "An engine: DeepSpeed's ZeRO, stages 1 to 3, with summed gradients."
 
-    def __init__(self,
-        module:nn.Module,    # owned from here on; the same on every rank
-        device:torch.device, # where it computes
-        *,
-        stage:int,           # 1: states are sharded over the ranks; 2: gradients too; 3: weights too
-        optimizer:Callable|None=None, # (name, parameter) pairs → torch optimizer; None: frozen
-        adamw:Mapping|None=None,      # settings of the AdamW that `optimizer` makes, of `OptimizerSpec`; None: another
-        max_norm:float=float("inf"),  # clip the gradient to this 2-norm
-        dtype:torch.dtype|None=None,  # compute dtype: bf16, or that of the weights
-        offload:str|None=None,        # "cpu", "nvme": where the states live
-        nvme:str|None=None,           # the folder for it
-    ):
-        """Hand a module to DeepSpeed; all ranks together.
+    def __init__(self, module:nn.Module, device:torch.device, *, stage:int, optimizer:Callable|None=None,
+                 adamw:Mapping|None=None, max_norm:float=float("inf"), dtype:torch.dtype|None=None,
+                 offload:str|None=None, nvme:str|None=None):
+        """Hand a module to DeepSpeed; arguments as for `Plain` and `zero`, `adamw` of `OptimizerSpec`. All together.
 
         ValueError for what it cannot do and an optimizer that needs full weights, ImportError for what is missing."""
         _check(module, stage=stage, optimizer=optimizer, adamw=adamw, dtype=dtype, offload=offload)

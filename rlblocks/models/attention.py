@@ -32,14 +32,10 @@ class Segments:
     stretch:Stretch|None=None          # ranks that share the line, whose length is a multiple of theirs; None: one rank
     _masks:dict = field(default_factory=dict, repr=False)
 
-    def mask(self,
-        ahead:int,  # keys before the first query's own
-        n:int,      # queries
-        keys:int,   # keys
-        window:int, # keys that a query attends to, its own the last
-        like:Tensor, # for dtype and device
-    )->Tensor: # `[n, keys]`, 0 where a query attends to a key, else −inf
-        "The mask of queries whose own keys are ahead … ahead+n−1; made once for all layers."
+    def mask(self, ahead:int, n:int, keys:int, window:int, like:Tensor)->Tensor: # `[n, keys]`
+        """0 where a query attends to a key, else −inf; made once for all layers.
+
+        The n queries' own keys are ahead … ahead+n−1; each attends to so many as `window` says, its own the last."""
         kind = (ahead, n, keys, window, like.dtype, like.device)
         if kind not in self._masks:
             back = ahead + torch.arange(n, device=like.device)[:, None] - torch.arange(keys, device=like.device)
@@ -189,16 +185,11 @@ def _refuse_unknown(module, mask, more, sinks, bias):
         if x is not None: raise NotImplementedError(f"{who} has {name}, not known to this attention; use pack=False")
 
 # %% ../../nbs/models/68_attention.ipynb #90a6dbd2
-def layout(
-    segments:Segments, # rows on the line
-    device:torch.device|str, # where the model lives
-)->dict: # keyword arguments of the model's forward, besides ids and position ids
+def layout(segments:Segments, device:torch.device|str)->dict: # keyword arguments of its forward
     "What a model that attends by segments is given."
     return dict(segments=segments, attention_mask=torch.zeros(1, 1, 1, 1, device=device))
 
-def attend_by_segments(
-    model:nn.Module, # a transformers model, or a module that has one; its configuration is changed in place
-)->list[tuple["transformers.PretrainedConfig", str]]: # (configuration, its attention before) of every model inside
+def attend_by_segments(model:nn.Module)->list[tuple["transformers.PretrainedConfig", str]]:
     """Let a model with dense attention (sdpa or eager) attend by `segment_attention`; `attend_as_before` takes it back.
 
     Empty where the attention cannot be set, and for others (flash, flex), which have ways of their own."""
@@ -213,8 +204,6 @@ def attend_by_segments(
     for config, _ in before: config._attn_implementation = NAME
     return before
 
-def attend_as_before(
-    before:list[tuple["transformers.PretrainedConfig", str]], # of `attend_by_segments`
-):
+def attend_as_before(before:list[tuple["transformers.PretrainedConfig", str]]):
     "Restore the attention that models had."
     for config, name in before: config._attn_implementation = name

@@ -25,10 +25,7 @@ from .memory import Live, fake_model
 STAYS = ("weights", "gradients", "states")                # between calls; the rest is there while a call runs
 KINDS = (*STAYS, "gathered", "activations", "logits", "cache")
 
-def device_bytes(
-    memory:int|float|str, # bytes, or a word like "80GB"
-    who:str,              # asks, for the message
-)->float:
+def device_bytes(memory:int|float|str, who:str)->float:
     "Bytes of one device: 80GB are 80·10⁹, 80GiB 80·2³⁰. ValueError for what is no size."
     found = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT])(i?)B\s*", memory) if isinstance(memory, str) else None
     try:
@@ -103,11 +100,7 @@ def _stays(column): return sum(column.get(k, 0) for k in STAYS)
 # %% ../../nbs/placement/96_budgets.ipynb #2cf9b552
 def _gib(n): return f"{n/2**30:.2f}"
 
-def too_large(
-    plan:Plan,      # that does not fit
-    size:float,     # bytes of one device
-    headroom:float, # share left free
-)->str:
+def too_large(plan:Plan, size:float, headroom:float)->str:
     "What is wanted, what there is, and where to begin."
     kind = max(plan.bytes().items(), key=lambda x: x[1])[0]
     title, column, _ = max(plan.parts, key=lambda part: part[1].get(kind, 0))
@@ -115,9 +108,7 @@ def too_large(
     return (f"{maker}: {_gib(plan.total)} GiB are wanted on each device, {_gib(size*(1-headroom))} of {_gib(size)} GiB "
             f"are to be used; most of it is {kind} of {title!r}: {REMEDIES[maker][kind]}\n{plan}")
 
-def table(
-    plan:Plan,
-)->str:
+def table(plan:Plan)->str:
     "A plan as text, one line a wrapper and place."
     kinds = [k for k in KINDS if any(k in part[i] for part in plan.parts for i in (1, 2))]
     wide = max(len(title) for title, *_ in plan.parts) + 7
@@ -137,20 +128,14 @@ def table(
     return "\n".join(lines)
 
 # %% ../../nbs/placement/96_budgets.ipynb #a22c17b2
-def cache_room(
-    tokens:int,      # of a row, prompt and completion
-    prompt:int|None, # of them, from which the cache grows; None: as if it had just grown
-)->int:
-    "Places for the keys of a row in a cache that grows as the decoder's does, by a quarter when it is full."
+def cache_room(tokens:int, prompt:int|None)->int:
+    "Places for a row's keys in a cache that grows by a quarter when it is full; prompt=None: as if it had just grown."
     def grown(n): return n + max(n//4, 32)
     room = grown(tokens if prompt is None else prompt + 1)
     while room < tokens - 1: room = grown(room + 1)          # the last token is drawn, not read
     return room
 
-def cache_of(
-    fake:Any,   # of `fake_model`
-    tokens:int, # of a row
-)->tuple[int, bool]: # bytes of keys and values of a row; whether they grow as `cache_room` says
+def cache_of(fake:Any, tokens:int)->tuple[int, bool]: # (bytes of a row, whether they grow)
     "What a row leaves in the cache; one with a sliding window keeps no more than that."
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
@@ -161,10 +146,7 @@ def cache_of(
     layers:Any = cache.layers
     return sum(x.nbytes for layer in layers for x in (layer.keys, layer.values)), grows
 
-def drawing_bytes(
-    fake:Any, # of `fake_model`
-    rows:int, # decoded side by side
-)->int:
+def drawing_bytes(fake:Any, rows:int)->int:
     "Logits of one token a row, and what drawing from them takes."
     from rlblocks.rollout.decoding import sample_tokens
     scores = torch.zeros(rows, fake.config.get_text_config().vocab_size, dtype=fake.dtype)

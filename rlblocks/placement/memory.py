@@ -42,11 +42,9 @@ OPERATIONS = flop_registry | {          # torch counts attention on GPUs only
 class Live(TorchDispatchMode):
     """Bytes of the tensors made while inside and still referred to: now (`bytes`) and at most (`peak`).
 
-    Floating-point operations too (`flops`). Fake tensors count like real ones."""
+    Floating-point operations too (`flops`). Fake tensors count like real ones, `known` ones not."""
 
-    def __init__(self,
-        *known:Tensor, # made before, to be left out, and whatever shares their storage
-    ):
+    def __init__(self, *known:Tensor):
         "Start at 0."
         super().__init__()
         self.bytes = self.peak = self.flops = 0
@@ -82,12 +80,7 @@ class Live(TorchDispatchMode):
     def _gone(self, key): self.bytes -= self.sizes.pop(key)
 
 # %% ../../nbs/placement/93_memory.ipynb #1d7ff764
-def fake_model(
-    model,                  # a transformers configuration, a name or folder, or a transformers model
-    dtype:torch.dtype|None=None, # of the weights; None: the one the model comes in
-    *,
-    who:str="fake_model",   # asks, for messages
-)->Any: # the causal model, inside FakeTensorMode with weights that are nowhere
+def fake_model(model:Any, dtype:torch.dtype|None=None, *, who:str="fake_model")->Any: # weights are nowhere
     "Build it from its configuration alone. TypeError for what is no causal language model."
     from transformers import AutoModelForCausalLM
     if dtype is not None and not getattr(dtype, "is_floating_point", False):
@@ -112,19 +105,13 @@ def _config_of(model, who)->Any:
     return config
 
 # %% ../../nbs/placement/93_memory.ipynb #f99cf0f0
-def adapted_model(
-    model, # as for `fake_model`
-    lora,  # as for `Policy`: a LoraConfig, a dict of its arguments, an adapter's folder, a name
-    dtype:torch.dtype|None=None, # of the base; None: the one the model comes in
-    *,
-    who:str="adapted_model", # asks, for messages
-)->tuple[Any, list[nn.Parameter]]: # the model; the adapter's weights: fp32 at least, the only ones with a gradient
-    """A fake model with an adapter on.
+def adapted_model(model:Any, lora:Any, *, who:str="adapted_model")->tuple[Any, list[nn.Parameter]]:
+    """A fake model with an adapter on, and the adapter's weights, in fp32 at least.
 
     peft moves what it makes, which fake tensors do not allow except on the meta device: there both are made."""
     _, config, _, _ = lora_config(lora)
     with torch.device("meta"):
-        made = fake_model(model, dtype, who=who)
+        made = fake_model(model, who=who)
         known = set(made.parameters())
         if config.target_modules == "all-linear": config.target_modules = _linear_names(made)
         peft_().inject_adapter_in_model(config, made, "default")
@@ -158,22 +145,16 @@ class _Unpacked(torch.autograd.Function):
     def backward(ctx, *grads):
         return grads[0] @ grads[0].new_empty(ctx.shape), None
 
-def quantized_bits(
-    quantization, # "4bit", "8bit" or a transformers quantization config
-)->int:
-    "4 or 8. ValueError for another word."
+def quantized_bits(quantization:Any)->int:
+    "4 or 8, of a word or a transformers quantization config. ValueError for another word."
     if isinstance(quantization, str): bits = {"4bit": 4, "8bit": 8}.get(quantization)
     else: bits = next((n for n in (4, 8) if getattr(quantization, f"load_in_{n}bit", False)), None)
     if bits: return bits
     raise ValueError(f'plan: quantization={quantization!r} is not known here; "4bit", "8bit" and a BitsAndBytesConfig '
                      "are")
 
-def pack_(
-    fake:Any,     # of `fake_model` or `adapted_model`; changed in place
-    quantization, # "4bit", "8bit" or a transformers quantization config
-    own=(),       # what an adapter brought; it stays as it is
-):
-    "Linear layers in 4 or 8 bits, all but the output layer, as transformers' bitsandbytes does. ValueError for DoRA."
+def pack_(fake:Any, quantization:Any, own:Iterable=()):
+    "Linear layers but the output layer and `own` in 4 or 8 bits, as bitsandbytes does. ValueError for DoRA."
     bits, mine = quantized_bits(quantization), {id(p) for p in own}
     dicts = ((n, m) for n, m in fake.named_modules() if isinstance(m, nn.ModuleDict))
     if any(n.endswith("lora_magnitude_vector") and len(m) for n, m in dicts):

@@ -83,12 +83,7 @@ def _cut_fake_(fake:Any, plan:dict[str, str], size:int):
         adapter_share_(layer, "default", cuts[f"{at}.weight"], 0, size)
 
 # %% ../../nbs/placement/97_planning.ipynb #ce60d7fe
-def wrapper_bytes(
-    wrapper:FakeWrapper,
-    *,
-    ranks:int,       # that share the base
-    state_bytes:int=8, # of the optimizer for each 4 bytes of weights
-)->PlannedBytes: # on the fullest rank
+def wrapper_bytes(wrapper:FakeWrapper, *, ranks:int, state_bytes:int=8)->PlannedBytes: # on the fullest rank
     "What stays, base and adapter, as their engine says."
     spec, params = wrapper.spec, wrapper.base
     how:dict[str, Any] = dict(ranks=ranks, state_bytes=state_bytes, half=wrapper.half, offload=bool(spec.offload))
@@ -100,9 +95,7 @@ def wrapper_bytes(
     device["weights"] += _size(wrapper.model.buffers())
     return replace(base, device=device)
 
-def optimizer_state_bytes(
-    optimizer:Callable|None, # parameters → torch optimizer; None: AdamW
-)->int: # for each 4 bytes of weights
+def optimizer_state_bytes(optimizer:Callable|None)->int: # for each 4 bytes of weights
     "Measured: one step of a small matrix."
     if optimizer is None: return 8
     p = nn.Parameter(torch.zeros(64, 128))       # from 4,096 entries on states may be in 8 bits
@@ -113,8 +106,7 @@ def optimizer_state_bytes(
     return round(4*_size(states)/p.nbytes)
 
 # %% ../../nbs/placement/97_planning.ipynb #e9ab6ddf
-def _wrapper_pass(wrapper:FakeWrapper, *, micro_tokens:int, row:int, entropy:bool,
-                  device:str)->tuple[PassBytes, float]:
+def _wrapper_pass(wrapper:FakeWrapper, *, micro_tokens:int, row:int, entropy:bool, device:str)->tuple[PassBytes, float]:
     "One micro-batch, of a line that devices share this one's stretch; operations a token and device."
     sp, model = wrapper.spec.sequence_parallel, wrapper.model
     if wrapper.half and not wrapper.copied and wrapper.spec.word != "zero1":      # elsewhere autocast's copies count

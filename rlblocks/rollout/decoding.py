@@ -9,12 +9,13 @@ __all__ = ['MAX_SUPPORT', 'sample_tokens', 'RerunDecoder', 'append', 'sibling_co
 # %% ../../nbs/rollout/81_decoding.ipynb #cd5da0db
 import math
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from ..models.head import states_of
 from ..arithmetic.masked import promoted
@@ -290,11 +291,15 @@ class Sampled(NamedTuple):
     logprobs:Float[Tensor, "R S"]     # of the distribution drawn from
     support:Int[Tensor, "R S K"]|None # ids that sampling was confined to
     counts:Int[Tensor, " R"]          # tokens of each row
+    ended:Bool[Tensor, " R"]          # whether the row's last token ends it
 
 def decode(
     decoder:RerunDecoder|CachedDecoder, # of R rows
     u:Float[Tensor, "R S"],     # uniform numbers, one a row and step
     stop:Int[Tensor, " E"],     # ids that end a row; they are part of it
+    *,
+    alter:Callable|None=None,   # (logits, numbers of their rows, what they have said `[k, s]`) → logits to draw from
+    ends:Callable|None=None,    # what rows have said `[k, s]` → `[k]`, whether the last token ends the row
     **how,                      # temperature, top_k, top_p, min_p
 )->Sampled:
     "Sample every row until it draws a stop id or S tokens."
@@ -303,7 +308,8 @@ def decode(
     logprobs, supports = promoted(decoder.logits.new_zeros(R, S)), None
     rows, ended = torch.arange(R, device=device), torch.zeros(R, dtype=torch.bool, device=device)   # the decoder's rows
     for s in range(S):
-        drawn, logp, support = sample_tokens(decoder.logits, u[rows, s], **how)
+        logits = decoder.logits if alter is None else alter(decoder.logits, rows, tokens[rows, :s])
+        drawn, logp, support = sample_tokens(logits, u[rows, s], **how)
         live = ~ended[rows]
         at = rows[live]
         tokens[at, s], logprobs[at, s] = drawn[live], logp[live]
@@ -312,6 +318,7 @@ def decode(
             supports[at, s] = support[live].int()
         counts[at] += 1
         ended[at] = torch.isin(drawn[live], stop)
+        if ends is not None: ended[at] |= ends(tokens[at, :s+1])
         left = (~ended[rows]).nonzero()[:, 0]
         if not len(left) or s+1 == S: break
         if len(left) <= len(rows)*7//8:
@@ -319,7 +326,7 @@ def decode(
             rows, drawn = rows[left], drawn[left]
         decoder.push(drawn)
     _check_sampled(logprobs, supports, decoder.logits.shape[1], **how)
-    return Sampled(tokens, logprobs, supports, counts)
+    return Sampled(tokens, logprobs, supports, counts, ended)
 
 def _check_sampled(logprobs, supports, vocabulary, *, top_p=1., min_p=0., top_k=0, **_):
     "Warn where a filter would have left more ids than travel; FloatingPointError for log-probs that are not finite."
