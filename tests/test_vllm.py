@@ -8,19 +8,22 @@ import time
 
 import pytest
 import torch
-from conftest import vllm_python
+from conftest import rarely, vllm_python
 from rlblocks import Policy, Rollout
+from rlblocks.engines.published import publish_weights, published_weights
 from rlblocks.engines.weights import buckets, checksum, named_weights
 from rlblocks.rollout.samplers import Sampling, complete, vllm
 from test_samplers import asked, in_vllm, said, sharp
-from test_weights import nudge
+from test_weights import lora, nudge, stirred
 from tiny import prompts
 
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 TORCHRUN = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-KINDS = dict(tied=("llama", dict(tie_word_embeddings=True)), gqa=("qwen2", {}),
-             window=("mistral", dict(sliding_window=5)),
-             mixture=("qwen3_moe", dict(head_dim=32) | MOE))
+# what one dense model can have together: biases, one table for ids and output, a window; each by itself takes an engine
+DENSE = dict(tie_word_embeddings=True, use_sliding_window=True, max_window_layers=0, sliding_window=5)
+KINDS = dict(dense=("qwen2", DENSE), mixture=("qwen3_moe", dict(head_dim=32) | MOE))
+ALONE = dict(tied=("llama", dict(tie_word_embeddings=True)), gqa=("qwen2", {}),
+             window=("mistral", dict(sliding_window=5)))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,10 +65,10 @@ def shared(started):
 def gap(policy, b): return float((policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *rarely(*ALONE)])
 def test_log_probs_are_the_trainers_before_and_after_every_tensor_has_moved(kind):
     "LAWS 2 and 3: an old head or old experts would show, whose checksums do not. With and without a support."
-    name, more = KINDS[kind]
+    name, more = (KINDS | ALONE)[kind]
     net = sharp(name, **more)
     policy, r = Policy(net, lr=1e-2, device="cpu"), rollout(net)
     assert gap(policy, r.generate(prompts(), group_size=4)) < 1e-4
@@ -205,3 +208,32 @@ def said_of(b): return [b.tokens[i, :b.lengths[i]].tolist() for i in range(len(b
 def test_a_model_that_this_build_cannot_run_fails_in_the_constructor():
     heads_of_8 = sharp(num_attention_heads=8, num_key_value_heads=8)
     with pytest.raises(RuntimeError, match="engine='vllm' did not start"): rollout(heads_of_8)
+
+
+def test_adapters_alone_and_a_folder_reach_the_engine(tmp_path):
+    "The base stays in vLLM, an adapter goes into a slot, and the log-probs are the trainer's."
+    net = sharp()
+    r = rollout(net, enable_lora=True, max_lora_rank=8)
+    policy = lora(net)
+    assert gap(policy, r.generate(prompts(), group_size=4)) < 1e-4
+    for seed in (0, 1, 2):
+        manifest = r.load(stirred(policy, seed).weights(adapter=True))
+        assert manifest.gap < 1e-4 and manifest.version == seed + 1
+        b = r.generate(prompts(), group_size=4)
+        assert gap(policy, b) < 1e-4 and b.policy_version.eq(seed + 1).all()
+    with pytest.raises(ValueError, match="has slots and takes adapters alone"): r.load(policy.weights())
+    with pytest.raises(ValueError, match="of rank 16, a slot has room for 8"):
+        r.load(Policy(net, lora=dict(r=16), device="cpu").weights(adapter=True))
+    assert r.sampler.child is not None and r.sampler.version is None
+    r.close()
+    assert r.load(policy.weights(adapter=True)).gap < 1e-4            # a new engine has its base again
+    r.close()
+
+
+def test_merged_adapters_and_a_folder_are_proved_too(shared, tmp_path):
+    net = sharp()
+    policy = stirred(lora(net))
+    assert shared.load(policy.weights()).gap < 1e-4
+    with pytest.raises(ValueError, match="adapters alone need slots"): shared.load(policy.weights(adapter=True))
+    manifest = shared.load(publish_weights(stirred(policy).weights(), tmp_path, bucket_bytes=20_000))
+    assert manifest.gap < 1e-4 and manifest.version == 2 and manifest.checksums == published_weights(tmp_path).checksums

@@ -31,7 +31,7 @@ from .loading import Pretrained, as_pretrained, load_module, load_quantized, loa
 from .lora import Base, View, save_adapter, standing
 from .routers import expert_hits
 from .step import Lora, Prepared, Setup, compute, prepare, train_step
-from .tickets import ticket_of
+from .tickets import adapter_ticket, ticket_of
 from .value_heads import save_read, value_head as value_head_of
 
 # %% ../../nbs/models/78_policy.ipynb #e3542b2b
@@ -225,8 +225,7 @@ class Policy(Trained):
         tokenizer=None,  # saved beside the weights; None: the one in the model's folder
         engine:EngineSpec|str|None=None, # how weights are held: fsdp2(…), zero(3, …), plain(…), or "fsdp2", "zero3"
         optimizer:OptimizerSpec|Callable|None=None, # adamw(…), muon(…), or (name, parameter) pairs → torch optimizer
-        lr:float=1e-6,   # AdamW's learning rate, where no optimizer is given
-        frozen:bool=False, # a reference: no optimizer
+        lr:float=1e-6, frozen:bool=False, # AdamW's learning rate, where no optimizer is given; a reference has none
         micro_tokens:int=8192, micro_rows:int|None=None, # most tokens and rows a forward pass; a longer row raises
         pack:bool|None=None, # None: pack rows where a probe finds that they stay separate; True: or raise; False: pad
         device:torch.device|str|None=None, # None: CUDA when there is one
@@ -276,8 +275,9 @@ class Policy(Trained):
         "One optimizer step. ValueError for a loss that does not add up over a cut; skipped without chosen tokens."
         return train_step(self._run, [(batch, loss), *more], reading_of(entropy, measure, logits, router_logits))
 
-    def weights(self, *, since:int|None=None, dtype:torch.dtype|None=None)->Ticket: # in a dtype; None: as they are held
-        "A ticket for this version's weights, to load before the next step: all, or what changed `since` a version."
+    def weights(self, *, since:int|None=None, dtype:torch.dtype|None=None, adapter:bool=False)->Ticket:
+        "A ticket for this version: all weights, an adapter merged; what changed `since` one; or the `adapter` alone."
+        if adapter: return adapter_ticket(self._run, self._view, self.logprobs)
         ticket = ticket_of(self._run, self.logprobs, dtype)
         return ticket if since is None else self._sent.ticket(ticket, since)
 
