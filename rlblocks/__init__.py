@@ -133,13 +133,14 @@ if TYPE_CHECKING:
     from rlblocks.placement.planning import plan
     from rlblocks.placement.spmd import SpmdPool
     from rlblocks.rollout.controls import penalties
-    from rlblocks.rollout.graders import Grader, math_reward
+    from rlblocks.rollout.graders import Grader, best_rows, math_reward
     from rlblocks.rollout.rollout import Rollout
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(
     Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="rollout.graders",
     math_reward="rollout.graders", Rollout="rollout.rollout", penalties="rollout.controls",
+    best_rows="rollout.graders",
     Critic="models.critic", Policy="models.policy", Scorer="models.scorer", scores_after="models.scorer",
     pretrained="models.loading", plain="engines.base", fsdp2="engines.base", zero="engines.base",
     OptimizerSpec="engines.optim", adamw="engines.optim", adamw_8bit="engines.optim", muon="engines.optim",
@@ -154,7 +155,8 @@ __all__ = [
     "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef",
     "answer_log_ratios", "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss", "as_feedback",
     "assert_on_policy", "asymre_loss", "at_last_token", "at_tokens", "balance", "balance_families", "bco_delta",
-    "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_worst_pairs",
+    "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_rows",
+    "best_worst_pairs",
     "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages", "bradley_terry_loss",
     "centering_loss", "check_estimator", "check_loss", "chi_reward", "chipo_loss", "cispo_loss",
     "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",

@@ -2487,6 +2487,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'rlblocks/rollout/graders.py'),
                                           'rlblocks.rollout.graders._verdicts': ( 'rollout/graders.html#_verdicts',
                                                                                   'rlblocks/rollout/graders.py'),
+                                          'rlblocks.rollout.graders.best_rows': ( 'rollout/graders.html#best_rows',
+                                                                                  'rlblocks/rollout/graders.py'),
                                           'rlblocks.rollout.graders.math_reward': ( 'rollout/graders.html#math_reward',
                                                                                     'rlblocks/rollout/graders.py'),
                                           'rlblocks.rollout.graders.name_of': ( 'rollout/graders.html#name_of',
