@@ -133,13 +133,14 @@ if TYPE_CHECKING:
     from rlblocks.placement.planning import plan
     from rlblocks.placement.spmd import SpmdPool
     from rlblocks.rollout.controls import penalties
+    from rlblocks.rollout.flight import Flight
     from rlblocks.rollout.graders import Grader, best_rows, math_reward
     from rlblocks.rollout.rollout import Rollout
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(
     Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="rollout.graders",
-    math_reward="rollout.graders", Rollout="rollout.rollout", penalties="rollout.controls",
+    math_reward="rollout.graders", Flight="rollout.flight", Rollout="rollout.rollout", penalties="rollout.controls",
     best_rows="rollout.graders",
     Critic="models.critic", Policy="models.policy", Scorer="models.scorer", scores_after="models.scorer",
     pretrained="models.loading", plain="engines.base", fsdp2="engines.base", zero="engines.base",
@@ -149,17 +150,16 @@ _LAZY = dict(
     plan_rollout="placement.budgets", SpmdPool="placement.spmd", step_seconds="placement.budgets")
 
 __all__ = [
-    "Batch", "Buffer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "Feedback", "Grader", "Last",
-    "Max", "Mean", "Metric", "Number", "OptimizerSpec", "Over", "Packed", "Policy", "Preferences", "Prompts",
-    "Ragged", "Rollout", "Scorer", "SpmdPool", "Whole", "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip",
-    "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef",
-    "answer_log_ratios", "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss", "as_feedback",
-    "assert_on_policy", "asymre_loss", "at_last_token", "at_tokens", "balance", "balance_families", "bco_delta",
-    "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_rows",
-    "best_worst_pairs",
-    "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages", "bradley_terry_loss",
-    "centering_loss", "check_estimator", "check_loss", "chi_reward", "chipo_loss", "cispo_loss",
-    "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
+    "Batch", "Buffer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "Feedback", "Flight", "Grader",
+    "Last", "Max", "Mean", "Metric", "Number", "OptimizerSpec", "Over", "Packed", "Policy", "Preferences",
+    "Prompts", "Ragged", "Rollout", "Scorer", "SpmdPool", "Whole", "a2po_loss", "adamw", "adamw_8bit",
+    "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss",
+    "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units", "apo_down_loss",
+    "apo_zero_loss", "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token", "at_tokens", "balance",
+    "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights",
+    "best_rows", "best_worst_pairs", "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages",
+    "bradley_terry_loss", "centering_loss", "check_estimator", "check_loss", "chi_reward", "chipo_loss",
+    "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
     "clipped_surrogate", "components_loss", "constant", "cosine", "cosine_length_reward", "cpgd_advantages",
     "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "dft_loss", "discopop_loss", "discounted_returns",
     "distill_advantages", "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss",
@@ -180,22 +180,22 @@ __all__ = [
     "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss",
     "off_policy_sequence_mask", "on_policy_loss", "opo_advantages", "optimal_token_baseline", "orpo_loss",
     "over_pairs", "over_rows", "overlong_penalty", "pack", "pad", "pair_log_ratios", "pair_metrics", "pairs",
-    "pass_at_k_advantages", "penalties", "pf_ppo_weights", "plackett_luce_loss", "plain", "plan", "plan_micro_batches",
-    "plan_rollout", "policy_gradient", "ppo_loss", "preference_margin", "pretrained", "probability_correlation",
-    "process_reward_loss", "proximal_logprobs", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss",
-    "ratio_corrected", "ratio_metrics", "realigned", "rebel_loss", "refill", "reinforce_loss",
-    "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "repeated_tokens", "repetition_penalty",
-    "replay_draw", "resampled_rows", "reverse_kl_loss", "robust_dpo_loss", "role_advantages", "router_z_loss",
-    "row_costs", "row_max", "row_mean", "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss",
-    "scores_after", "seed_of", "sequence_logprobs", "sequence_mask", "sequence_ratio", "sequence_weights",
-    "sft_loss", "shared_prefix", "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss",
-    "staleness_weights", "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs",
-    "swap_completions", "teacher_mix_weights", "tie_loss", "to_arrow", "token_covariance", "token_logprobs",
-    "token_mask", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights", "truncation_penalty",
-    "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss",
-    "value_metrics", "vespo_loss", "veto_mask", "vine_advantages", "vtrace", "weighted_scores", "whiten", "within",
-    "without_truncated", "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero",
-]
+    "pass_at_k_advantages", "penalties", "pf_ppo_weights", "plackett_luce_loss", "plain", "plan",
+    "plan_micro_batches", "plan_rollout", "policy_gradient", "ppo_loss", "preference_margin", "pretrained",
+    "probability_correlation", "process_reward_loss", "proximal_logprobs", "qrpo_loss", "quantile_rewards",
+    "rao_kupper_loss", "rating_loss", "ratio_corrected", "ratio_metrics", "realigned", "rebel_loss", "refill",
+    "reinforce_loss", "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "repeated_tokens",
+    "repetition_penalty", "replay_draw", "resampled_rows", "reverse_kl_loss", "robust_dpo_loss", "role_advantages",
+    "router_z_loss", "row_costs", "row_max", "row_mean", "row_sum", "safety_loss", "same_shape", "sample_columns",
+    "sapo_loss", "scores_after", "seed_of", "sequence_logprobs", "sequence_mask", "sequence_ratio",
+    "sequence_weights", "sft_loss", "shared_prefix", "sign_weights", "simpo_loss", "soft_values", "split_long",
+    "sppo_loss", "staleness_weights", "standardized", "step_rewards", "step_seconds", "straight_through",
+    "support_logprobs", "swap_completions", "teacher_mix_weights", "tie_loss", "to_arrow", "token_covariance",
+    "token_logprobs", "token_mask", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights",
+    "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
+    "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vine_advantages", "vtrace", "weighted_scores",
+    "whiten", "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss",
+    "zero"]
 
 # what is not in this version, and what does its work
 _TO_COME = dict(RayPool="clusters under Ray are not in this version; SpmdPool() under torchrun runs the same loop on several processes, `here` on this one")

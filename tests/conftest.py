@@ -78,12 +78,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def cpu():
-    """Seconds of CPU that this process, its children and the process that ranks are forked from have used; a wall
+    """Seconds of CPU that this process, its children and the processes that others are forked from have used; a wall
     clock measures the neighbours."""
-    mine, server = sum(os.times()[:4]), getattr(forkserver._forkserver, "_forkserver_pid", None)
-    if server is None: return mine
-    stat = Path(f"/proc/{server}/stat").read_text().rsplit(")", 1)[1].split()
-    return mine + sum(map(int, stat[11:15]))/os.sysconf("SC_CLK_TCK")
+    server = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    resident = [] if server is None else [server, *getattr(sys.modules.get("forked"), "RESIDENT", [])]
+    stats = [path.read_text().rsplit(")", 1)[1].split()
+             for pid in resident if (path := Path(f"/proc/{pid}/stat")).exists()]
+    return sum(os.times()[:4]) + sum(sum(map(int, s[11:15])) for s in stats)/os.sysconf("SC_CLK_TCK")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -23,21 +23,29 @@ LIBRARIES = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", 
              "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft", "deepspeed",
              "jaxtyping", "beartype", "matplotlib.pyplot", "nbdev.test"]
 
+RESIDENT = []       # ids of processes that stay, and fork others themselves
+
+
+def context():
+    "Where processes are forked from one that has the libraries; it starts when it is first needed."
+    multiprocessing.set_forkserver_preload(LIBRARIES)
+    # DeepSpeed looks for devices when it is imported: not before a fork
+    with mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"): forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
+
 
 def forked(run, args, ranks, limit=900):
     """run(rank, *args) in so many processes; an error in one ends all of them and is raised here, as is a limit in
     seconds that passes."""
-    multiprocessing.set_forkserver_preload(LIBRARIES)
-    # DeepSpeed looks for devices when it is imported: not before a fork
-    with mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"): forkserver.ensure_running()
-    context, end = start_processes(run, args, nprocs=ranks, join=False,
-                                   start_method="forkserver"), time.monotonic() + limit
-    while not context.join(timeout=max(.1, end - time.monotonic())):
+    context()
+    group = start_processes(run, args, nprocs=ranks, join=False, start_method="forkserver")
+    end = time.monotonic() + limit
+    while not group.join(timeout=max(.1, end - time.monotonic())):
         if time.monotonic() < end: continue
-        alive = [r for r, p in enumerate(context.processes) if p.is_alive()]
+        alive = [r for r, p in enumerate(group.processes) if p.is_alive()]
         # faulthandler says where they are
-        for p in context.processes: os.kill(p.pid, signal.SIGABRT) if p.is_alive() else None
-        for p in context.processes: p.join(10) or p.kill()
+        for p in group.processes: os.kill(p.pid, signal.SIGABRT) if p.is_alive() else None
+        for p in group.processes: p.join(10) or p.kill()
         raise TimeoutError(f"{run.__module__}.{run.__name__}: ranks {alive} of {ranks} were not done after {limit} s")
 
 

@@ -13,7 +13,7 @@ from conftest import rarely
 from forked import forked
 from resident import export_extra, give_back
 from rlblocks import Checkpoint, Critic, Policy, Rollout, Scorer, assert_on_policy, here, merge, ppo_loss
-from rlblocks.models.adapters import lora_config
+from rlblocks.models.adapters import fingerprint, lora_config
 from rlblocks.models.lora import merge_adapters
 from rlblocks.engines.weights import checksum, named_weights
 from rlblocks.engines.base import EngineSpec, engine_of
@@ -604,3 +604,9 @@ def test_a_module_of_ones_own_takes_adapters():
     engine.load_state_dict(dict(base_of(policy).merged(dict(default=1.))))
     assert_close(plainly(engine, b), policy.logprobs(b), rtol=0, atol=1e-5)
     assert (policy.logprobs(b)-plainly(net, b)).abs().max() > .05
+
+
+def test_the_mark_of_a_base_is_what_older_versions_wrote():
+    "States hold it: another formula would refuse them."
+    weights = [("a", torch.arange(5.)), ("b", torch.linspace(-1, 1, 6).view(2, 3).bfloat16()), ("c", torch.arange(3))]
+    assert fingerprint(weights) == "ab338bdea367a773"

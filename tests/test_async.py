@@ -1,9 +1,12 @@
 "Rows that are sampled while the trainer trains: whose weights drew each token, what is late, and what is lost."
+import os
+import signal
 import time
 
 import pytest
+import torch
 from conftest import vllm_python
-from rlblocks import Policy, Rollout, later
+from rlblocks import Batch, Flight, Policy, Rollout, later
 from rlblocks.rollout.samplers import vllm
 from test_samplers import sharp
 from test_vllm import moved
@@ -68,3 +71,108 @@ def under_way(r, tokens=30):
     "Whether it has probably drawn so many tokens of each row: a sample as long has ended beside them."
     r.generate(prompts(), max_tokens=tokens)
     return True
+
+
+class Losing:
+    "A real engine that loses the requests with one prompt: the fault that the law speaks of."
+    def __init__(self, sampler, prompt): self.sampler, self.prompt = sampler, prompt
+    def __getattr__(self, name): return getattr(self.sampler, name)
+
+    def submit(self, requests):
+        self.sampler.submit([r for r in requests if r.ids.tolist() != self.prompt])
+
+
+def many(n):
+    "Prompts of two tokens, no two alike."
+    tokens = torch.stack([torch.arange(n) // 29 + 3, torch.arange(n) % 29 + 3], 1)
+    return Batch(tokens=tokens, lengths=torch.full((n,), 2), group=torch.arange(n) + 1000)
+
+
+def test_one_that_never_ends_and_one_that_is_lost_hold_up_nobody():
+    "LAWS 23, with 64 for its 512, in vLLM: by the deadline 62 have come, and the two that have not are named."
+    if vllm_python() is None: pytest.skip("vLLM is not installed: make vllm")
+    n, endless, lost = 64, 7, 20
+    prompts = many(n)
+    r = by_vllm(sharp(max_position_embeddings=8192), max_tokens=8)
+    r.lines.sampler = Losing(r.sampler, prompts.tokens[lost].tolist())
+    flight, began = Flight(r), time.monotonic()
+    flight.ask(prompts[[i for i in range(n) if i != endless]], seed=0)
+    flight.ask(prompts[[endless]], max_tokens=8000)
+    rows = flight.collect(n - 2, seconds=60.)
+    assert time.monotonic() - began < 60 and len(rows) == n - 2 and not flight.late(60.)
+    assert flight.collect(1, seconds=.5) == [] and flight.late(.5) == [1000 + lost, 1000 + endless]
+    assert sorted(int(b.group[0]) for b in rows) == [1000 + i for i in range(n) if i not in (endless, lost)]
+    stopped = flight.abort(flight.late(.5))
+    assert [int(p.group[0]) for p in stopped] == [1000 + lost, 1000 + endless] and not r.lines.of
+    assert not r.sampler.sampler.asked, "their places are free"
+    with pytest.raises(TimeoutError, match="1 of 64 samples had not ended after 3 s .* sample 0 of prompt 20"):
+        r.generate(prompts, timeout=3.)
+    r.close()
+
+
+def test_hf_names_what_is_lost_too():
+    prompts, r = many(16), by_hf(sharp(), max_rows=4)
+    r.lines.sampler = Losing(r.sampler, prompts.tokens[3].tolist())
+    flight = Flight(r)
+    flight.ask(prompts, group_size=2)
+    assert len(flight.collect(16, seconds=20.)) == 15 and flight.late(0) == [1003]
+    with pytest.raises(TimeoutError, match="2 of 2 samples had not ended after 1 s .* sample 0 of prompt 0"):
+        r.generate(prompts[[3]], group_size=2, timeout=1.)
+
+
+def test_what_is_stopped_goes_on_under_the_next_weights(make):
+    "Partial rollouts: pieces of two versions, each token within 1e-4 of its own policy."
+    net = sharp(max_position_embeddings=512)
+    old, new, r = Policy(net, device="cpu"), Policy(net, device="cpu", lr=1e-2), make(net, max_tokens=300)
+    new._run.model.version = 1
+    moved(new)
+    flight = Flight(r)
+    flight.ask(prompts(), group_size=2, seed=0)
+    if r.sampler.elsewhere: r.generate(prompts(), max_tokens=30)
+    flight.renew()
+    assert not r.lines.of and len(flight) == len(prompts())
+    r.load(new.weights())
+    b = Batch.cat(flight.collect(len(prompts())))
+    v, at = b.policy_version, b.mask
+    assert b.mask.sum(1).tolist() == [300]*len(b) and set(b.finish_reason) == {"length"}
+    assert r.sampler.elsewhere == bool((at & (v == 0)).any()) and (at & (v == 1)).any()
+    for policy, k in ((old, 0), (new, 1)):
+        gap = (policy.logprobs(b) - b.rollout_logprobs)[at & (v == k)].abs()
+        assert not len(gap) or gap.max() < 1e-4
+    r.close()
+
+
+def test_a_sleeping_engine_refuses_and_so_does_one_with_rows_under_way(make):
+    r = make(sharp())
+    flight = Flight(r)
+    flight.ask(prompts())
+    with pytest.raises(RuntimeError, match="sleep: rows of 3 prompts are under way"): r.sleep()
+    flight.collect(3)
+    r.sleep()
+    for ask in (flight.ask, r.generate, lambda p: later(r.generate, p)):
+        with pytest.raises(RuntimeError, match="the engine is asleep"): ask(prompts())
+    r.wake()
+    flight.ask(prompts())
+    assert len(flight.collect(3)) == 3
+    r.close()
+
+
+def test_an_engine_that_is_gone_is_heard_of_by_all_who_wait_and_no_prompt_is_lost():
+    if vllm_python() is None: pytest.skip("vLLM is not installed: make vllm")
+    net = sharp()
+    policy, r = Policy(net, device="cpu"), by_vllm(net, max_tokens=100)
+    flight = Flight(r)
+    flight.ask(prompts(), group_size=2, seed=0)
+    call = later(r.generate, prompts(), group_size=2, seed=0)
+    os.kill(r.sampler.child.process.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="is gone"): flight.collect(3)
+    with pytest.raises(RuntimeError, match="rows that were under way are lost, since the engine failed"): call.result()
+    with pytest.raises(RuntimeError, match="rows that were under way are lost"): call.result()
+    r.load(policy.weights())
+    flight.renew()
+    rows = Batch.cat(flight.collect(3))
+    assert rows.tokens.equal(r.generate(prompts(), group_size=2, seed=0).tokens)
+    later(r.generate, prompts(), max_tokens=2)
+    os.kill(r.sampler.child.process.pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="is gone"): r.close()
+    r.close()

@@ -1,14 +1,26 @@
-"""Every notebook runs from its first cell to its last, in a process of its own: `nbdev-test NOTEBOOK`, without seven
-seconds of imports."""
+"""Every notebook runs from its first cell to its last, in a process of its own: `nbdev-test NOTEBOOK`, without ten
+seconds of imports.
+
+A notebook that checks types is forked from a process that has imported rlblocks under the type checker, which takes
+five times as long as without; one that does not is forked from one that has imported libraries only."""
+import contextlib
+import faulthandler
 import os
+import signal
 import sys
+import time
+import traceback
+from importlib import import_module
 
 import pytest
-from conftest import ROOT
-from forked import forked
+from conftest import ROOT, rarely
+from forked import RESIDENT, context, forked
 
 NOTEBOOKS = sorted(p.relative_to(ROOT) for folder in ("nbs", "nbs/*", "tutorials")
                    for p in ROOT.glob(f"{folder}/*.ipynb"))
+# At full length: their loops, as they stand, run on tiny models in tests/test_spmd.py and tests/test_preferences.py.
+LONG = ["tutorials/dpo.ipynb", "tutorials/ppo.ipynb"]
+HOOK = 'install_import_hook(\\"rlblocks\\", \\"beartype.beartype\\")'       # as it stands in a notebook's file
 LIMIT = 600     # seconds
 
 
@@ -23,9 +35,70 @@ def notebook(_, path, said):
         for stream in (sys.stdout, sys.stderr, sys.__stderr__): stream.flush()
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: f"{p.parent.name}/{p.stem}")
-def test_a_notebook_runs(path, tmp_path):
-    try: forked(notebook, (path, str(tmp_path/"said")), 1, limit=LIMIT)
-    except Exception as e: pytest.fail(f"{type(e).__name__}: {str(e)[-200:]}\n{(tmp_path/'said').read_text()[-6000:]}",
-                                       pytrace=False)
-    assert (tmp_path/"said").read_text().splitlines()[-1] == "Success."
+def serve(requests):
+    "Imports rlblocks, then forks a process for each notebook that is asked for, and answers how it ended."
+    from jaxtyping import install_import_hook
+    install_import_hook("rlblocks", "beartype.beartype")
+    faulthandler.enable()
+    for path in sorted(ROOT.glob("rlblocks/*/*.py")):
+        # what wants a GPU's libraries
+        with contextlib.suppress(ImportError): import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    with contextlib.suppress(EOFError):
+        while True:
+            asked = requests.recv()
+            pid = os.fork()
+            requests.send(ended(pid) if pid else run_and_exit(*asked))
+
+
+def run_and_exit(path, said):
+    try: notebook(0, path, said)
+    except SystemExit as e: os._exit(int(bool(e.code)))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def ended(pid):
+    "The exit code of a process; one that takes too long says where it is, and ends."
+    end, killed = time.monotonic() + LIMIT, False
+    while not (done := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() > end: os.kill(pid, signal.SIGKILL if killed else signal.SIGABRT)
+        if time.monotonic() > end: killed, end = True, end + 10
+        time.sleep(.05)
+    return os.waitstatus_to_exitcode(done[1])
+
+
+@pytest.fixture(scope="session")
+def typed():
+    "Runs a notebook in a fork of a process that has rlblocks under the type checker."
+    ours, theirs = context().Pipe()
+    process = context().Process(target=serve, args=(theirs,))
+    process.start()
+    RESIDENT.append(process.pid)
+    theirs.close()
+    def run(*asked):
+        ours.send(asked)
+        return ours.recv()
+    yield run
+    ours.close()
+    RESIDENT.remove(process.pid)
+    process.join()
+
+
+QUICK = [p for p in NOTEBOOKS if str(p) not in LONG]
+
+
+@pytest.mark.parametrize("path", [*QUICK, *rarely(*(p for p in NOTEBOOKS if p not in QUICK))],
+                         ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_a_notebook_runs(path, tmp_path, request):
+    said = tmp_path/"said"
+    try:
+        if HOOK in (ROOT/path).read_text(encoding="utf-8"):
+            code = request.getfixturevalue("typed")(path, str(said))
+            if code: raise RuntimeError(f"exit code {code}")
+        else: forked(notebook, (path, str(said)), 1, limit=LIMIT)
+    except Exception as e:
+        pytest.fail(f"{type(e).__name__}: {str(e)[-200:]}\n{said.read_text()[-6000:]}", pytrace=False)
+    assert said.read_text().splitlines()[-1] == "Success."

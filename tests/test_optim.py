@@ -11,7 +11,10 @@ from rlblocks import Checkpoint, Policy, ppo_loss
 from rlblocks.engines.ema import Ema
 from rlblocks.engines.optim import adamw, adamw_8bit, cosine, freeze_, muon, wsd
 from rlblocks.engines.base import EngineSpec, engine_of
+from rlblocks.engines.sharded import ShardedModel
+from rlblocks.engines.world import leave_world
 from tiny import NEAR, bound, model, rows, steady
+from torch.testing import assert_close
 
 LR = 1e-2
 MAKERS = dict(adamw=steady(LR, weight_decay=.1, no_decay=("embed_tokens",)), muon=muon(lr=1e-2, weight_decay=.1))
@@ -217,3 +220,37 @@ def test_on_two_ranks(tmp_path):
     pytest.importorskip("deepspeed")
     from test_shards import launch
     assert launch(2, [optimizers_under_zero, float16], tmp_path) == [True, True]
+
+
+# -- optimizers that start with numbers other than 0, and states of older groups
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.Rprop, torch.optim.AdamW])
+def test_a_state_in_shards_that_was_saved_before_the_first_step_starts_as_new(kind):
+    "NAdam's product of momenta is 1 at first, Rprop's step its learning rate: not what a step of no size leaves."
+    def sharded(engine):
+        torch.manual_seed(0)
+        return ShardedModel(torch.nn.Linear(4, 4), engine=engine, device="cpu",
+                            optimizer=lambda named: kind([p for _, p in named], lr=.1))
+    def stepped(m):
+        for k in (1., 2., 3.):
+            m.backward((m(k*torch.ones(2, 4))**2).sum())
+            m.apply()
+        return next(m.iter_full_params())
+    try:
+        saved, other = sharded("fsdp2").state_dict(full=False), sharded("fsdp2")
+        other.load_state_dict(saved)
+        assert_close(stepped(other), stepped(sharded(None)))
+    finally: leave_world()
+
+
+def test_a_state_of_one_group_says_how_it_goes_on():
+    "adamw used to decay norms and biases too."
+    def made(optimizer):
+        torch.manual_seed(0)
+        return ShardedModel(torch.nn.Linear(2, 2), device="cpu", optimizer=optimizer)
+    def once(named): return torch.optim.AdamW([p for _, p in named], lr=.1, weight_decay=.1)
+    old = made(once)
+    old.backward(old(torch.ones(1, 2)).sum())
+    old.apply()
+    with pytest.raises(ValueError, match="one group of weights, this one has 2.*AdamW"):
+        made(adamw(lr=.1, weight_decay=.1)).load_state_dict(old.state_dict())
+    made(once).load_state_dict(old.state_dict())

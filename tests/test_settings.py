@@ -69,6 +69,13 @@ LINES = [
      "attn_implementation= belongs to the model: {}(pretrained(model, attention='eager'))"),
     (dict(load_in_4bit=True), "load_in_4bit= belongs to the model: {}(pretrained(model, quantization='4bit'))"),
     (dict(learning_rate=1e-5), "learning_rate= is lr= here: {}(model, lr=1e-05)"),
+    (dict(engine=fsdp2(offload="cpu"), checkpointing=True),
+     "checkpointing= belongs to the engine: {}(model, engine=fsdp2(offload='cpu', checkpointing=True))"),
+    (dict(optimizer=adamw(betas=(.9, .95), max_norm=2.), lr=1e-5),
+     "lr= belongs to the optimizer: {}(model, optimizer=adamw(betas=(0.9, 0.95), max_norm=2.0, lr=1e-05))"),
+    (dict(optimizer=muon(), lr=1e-5), "lr= belongs to the optimizer: {}(model, optimizer=…(…, lr=1e-05))"),
+    (dict(optimizer=adamw(lr=1e-5), weight_decay=.1),
+     "weight_decay= belongs to the optimizer: {}(model, optimizer=adamw(lr=1e-05, weight_decay=0.1))"),
     (dict(max_batch_tokens=64), "max_batch_tokens= is micro_tokens= here: {}(model, micro_tokens=64)"),
     (dict(micro_token=64), "there is no argument 'micro_token'; is 'micro_tokens' meant?"),
 ]

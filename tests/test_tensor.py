@@ -109,10 +109,11 @@ def cut(kind="llama", engine=None, **more): return Policy(model(kind), **HOW | m
 def gradients(engine, world, rank, folder):
     """The gradient of every single weight, in fp64, to 1e-6 of its own largest entry (transformers' norms pass
     through fp32): Adam would hide one that is twice or half as large."""
+    # experts with biases are only dealt out; over more replicas it is the same cut of the same plans
+    kinds = ["qwen3", "qwen2", "gemma", "gemma3", "mixtral", "qwen2_moe", *OTHERS]
+    kinds = [k for k in kinds if k != "gpt_oss"] if world == 1 else ["gemma3", "qwen2_moe", "phi3"]
     b, how = batch(5), HOW | dict(optimizer=OptimizerSpec(lambda ps: torch.optim.SGD(ps, lr=1.), max_norm=None))
-    for kind, more in [(k, {}) for k in ("qwen3", "qwen2", "gemma", "gemma3", "mixtral", "qwen2_moe",
-                                         *OTHERS)] + [(k, dict(expert_parallel=True)) for k in ("mixtral", "gpt_oss")]:
-        if kind == "gpt_oss" and not more: continue       # experts with biases are only dealt out
+    for kind, more in [(k, {}) for k in kinds] + [(k, dict(expert_parallel=True)) for k in ("mixtral", "gpt_oss")]:
         plain, policy = Policy(in_double(kind), **how), Policy(in_double(kind), **how, engine=tensor(engine, **more))
         before = whole_weights(plain)
         plain.step(b, ppo, entropy=True), policy.step(part(b, world, rank), ppo, entropy=True)

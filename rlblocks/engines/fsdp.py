@@ -101,6 +101,8 @@ def load_named_state(module:nn.Module, optimizer:Any, state:dict[str, Any])->Non
     if not optimizer: return
     kept = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state["optimizer"])
     set_optimizer_state_dict(module, optimizer, kept)
+    steps = [s["step"] for s in optimizer.state.values() if "step" in s]
+    if steps and not any(steps): optimizer.state.clear()       # of none that has stepped: it starts as a new one does
 
 # %% ../../nbs/engines/58_fsdp.ipynb #5459cf31
 def shard_(module:nn.Module, device:torch.device, mesh:DeviceMesh, *, half:torch.dtype|None, frozen:bool,

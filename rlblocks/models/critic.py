@@ -18,7 +18,7 @@ from ..engines.optim import OptimizerSpec
 from .checks import places_at
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
-from .policy import Trained, base_of, check_numbers, reads_shards, says_instead, start
+from .policy import Trained, base_of, reads_shards, says_instead, start
 from .step import Setup, compute, train_step
 from .value_heads import ClassHead, classifier, save_read, stored_bins, trunk_reader
 
@@ -45,11 +45,10 @@ class Critic(Trained):
         "Load or copy the trunk; it keeps its head, or gets one that starts at zero."
         setup = Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
         given, base = as_pretrained(model), base_of(model)
-        check_numbers("Critic", given)
         self.tokenizer = load_tokenizer(given.name, tokenizer)
         bins = stored_bins(given.name) if bins is None else bins
         size = dict[str, Any](outputs=1 if bins is None else len(bins), bias=bins is not None)
-        reader = trunk_reader(given.name, base, given.attention, lazy=reads_shards(setup), **size)
+        reader = trunk_reader(given, base, lazy=reads_shards(setup), **size)
         if bins is not None: reader.head = ClassHead(reader.head, torch.as_tensor(bins))
         self._run, self._view = start("Critic", reader, base, setup)
 

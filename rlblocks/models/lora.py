@@ -24,10 +24,10 @@ from ..engines.plain import Plain
 from ..engines.sharded import ShardedModel, has_all_weights, learnable
 from ..engines.weights import buckets
 from ..engines.world import agree, world
-from .adapters import (adapter_on, check_same_base, check_bare, check_merges, check_untied, fingerprint,
-                                      inject_, keep_kernels_, layers_with_adapters, linear_names, load_adapter_,
-                                      lora_config, merged_weights, nested, peft_, plain_name, settings_of,
-                                      without_adapters, write_adapter)
+from .adapters import (Lora, adapter_on, check_bare, check_merges, check_same_base, check_untied,
+                                      fingerprint, inject_, keep_kernels_, layers_with_adapters, linear_names,
+                                      load_adapter_, lora_config, merged_weights, nested, peft_, plain_name,
+                                      settings_of, without_adapters, write_adapter)
 from .checks import config_of
 from .folders import dtypes_of, in_precision, save_folder
 from .forward import Forward
@@ -40,7 +40,7 @@ class Base:
 
     def __init__(self,
         trunk:nn.Module, # owned by this object, or by `model`
-        lora=None,       # the first adapter, put on before the weights are sharded; see `lora_config`
+        lora:Lora=None,  # the first adapter, put on before the weights are sharded; see `lora_config`
         *,
         name:str|None=None, # where the trunk came from; written beside adapters
         model:ShardedModel|None=None, # a frozen one that holds the trunk already
@@ -50,23 +50,29 @@ class Base:
         "Put on the first adapter, then let the engine have the rest. ValueError when the trunk has adapters already."
         check_bare(trunk, engine.tensor_parallel)
         self.trunk, self.name, self.came, self.linear = trunk, name, dtypes_of(trunk), linear_names(trunk)
-        self.own:dict[str, dict[str, nn.Parameter]] = {}  # adapter → what it owns, by the names that peft writes to files
+        self.own:dict[str, dict[str, nn.Parameter]] = {}  # adapter → what it owns, by the names of peft's files
         self.configs:dict[str, Any] = {}
         self.trained:dict[str, str] = {}                  # adapter → who trains it
         self.added:dict[str, nn.Parameter] = {}           # all of them by their names in the trunk
         self.layers:list = []                             # those with adapters
-        self.model:Any = model
+        self._model = model
         cut = engine.tensor_parallel > 1         # peft sees the layers as they are cut, their shapes as they were
         self.first = None if lora is None or cut else self.put(lora)
         if model is None:
             with without_adapters(trunk, self.added):
-                self.model = ShardedModel(Forward(trunk), frozen=True, engine=engine, device=device)
+                self._model = ShardedModel(Forward(trunk), frozen=True, engine=engine, device=device)
             keep_kernels_(trunk)
         self.mark = self.fingerprint()
         if cut and lora is not None: self.first = self.put(lora)
 
     @property
-    def cut(self)->bool: return getattr(self.model, "spec", EngineSpec()).tensor_parallel > 1   # inside its layers
+    def model(self)->ShardedModel:
+        "What holds the trunk. RuntimeError while the first adapter is put on."
+        if self._model is None: raise RuntimeError("Base: the trunk has no engine yet")
+        return self._model
+
+    @property
+    def cut(self)->bool: return self._model is not None and self._model.spec.tensor_parallel > 1   # inside its layers
 
     def fingerprint(self)->str:
         "What tells this base from others."
@@ -89,7 +95,7 @@ class Base:
         for p in self.trunk.parameters(): p.requires_grad_(id(p) in trained)     # peft froze the other adapters
         check_merges(self.trunk, name)                 # what is left of an adapter that fails stays off
         check_untied(own, before)
-        if self.model is not None: self.model.engine.adapt(name)
+        if self._model is not None: self._model.engine.adapt(name)
         if folder: load_adapter_(own, folder)
         self.own[name], self.configs[name] = own, config
         return name
@@ -100,24 +106,20 @@ class Base:
         try:
             with adapter_on(self.layers, name): yield
         finally:
-            if self.cut: self.model.engine.refresh()      # layers that are recomputed exchange activations, and keep them
+            if self.cut: self.model.engine.refresh()      # recomputed layers keep the activations of their exchange
 
     def merged(self, adapters:dict[str, float])->Iterator[tuple[str, Tensor]]:
         "The plain model's (name, weight) with so much of each adapter, one at a time, in fp32. All ranks together."
         return merged_weights(self.trunk, self.model.engine, adapters, self.own, self.added)
 
 # %% ../../nbs/models/77_lora.ipynb #f6a747a5
-def check_new_adapter(
-    base:Base,
-    name:str,   # of a new adapter
-    config:Any, # its LoraConfig
-):
+def check_new_adapter(base:Base, name:str, config:Any):
     "ValueError for a name that is taken, and for what starts from complete weights when they are sharded."
     if name in base.own:
         raise ValueError(f"lora: there is an adapter {name!r} on this base already; give another name, "
                          "lora=dict(…, name=…)")
     needs = "use_dora" if config.use_dora else "modules_to_save" if config.modules_to_save else ""
-    if not needs or base.model is None or has_all_weights(base.model): return
+    if not needs or base._model is None or has_all_weights(base._model): return
     how = "these are sharded by now; give it to the wrapper that loads the model, as its lora=, or use plain LoRA here"
     if base.cut: how = (f"tensor_parallel={base.model.spec.tensor_parallel} has cut these; use plain LoRA, or "
                         'engine="fsdp2" without it')
@@ -199,10 +201,7 @@ class Adapted:
         return self.plain.nbytes()
 
 # %% ../../nbs/models/77_lora.ipynb #1b91d3d0
-def share_heads_(
-    module:nn.Module, # a view of a base whose layers are cut
-    ranks:int,        # that hold a layer together
-):
+def share_heads_(module:nn.Module, ranks:int):
     "Gradients are summed over all ranks: of an adapter each knows a term, of a head all of it."
     for name, p in module.named_parameters():
         if p.requires_grad and not name.startswith("adapter."): p.register_hook(lambda g: g/ranks)
@@ -215,11 +214,7 @@ class View:
     adapter:str|None # that it reads through; None: the base alone
 
 # %% ../../nbs/models/77_lora.ipynb #ec032f43
-def view_(
-    reader:Forward, # of the base's trunk, or of a part of it; changed in place
-    base:Base,
-    name:str|None,  # the adapter it trains; None: none
-):
+def view_(reader:Forward, base:Base, name:str|None):
     "Let a reader see the trunk without owning it: its weights are an adapter and its head."
     trunk = reader._modules.pop("trunk")
     reader.__dict__["trunk"], reader.dtypes = trunk, base.came
@@ -236,10 +231,11 @@ def check_shared(
     plain = EngineSpec()
     odd = [f"{k}={x!r}" for k, x in asked.items() if x not in (getattr(plain, k), getattr(own, k))
            and not (k == "dtype" and x == base.model.dtype)]
-    if setup.device is not None and torch.device(setup.device) != base.model.device: odd.append(f"device={setup.device!r}")
+    if setup.device is not None and torch.device(setup.device) != base.model.device:
+        odd.append(f"device={setup.device!r}")
     if odd:
-        raise ValueError(f"{who}: {odd[0].replace('word=', 'engine=')} cannot be chosen here, the model is another wrapper's "
-                         "and stays as that holds it; leave it out")
+        raise ValueError(f"{who}: {odd[0].replace('word=', 'engine=')} cannot be chosen here, the model is another "
+                         "wrapper's and stays as it is there; leave it out")
 
 def standing(
     base:Base|None, # another wrapper's; None: the reader's trunk becomes one
@@ -247,14 +243,14 @@ def standing(
     setup:Setup,    # of the wrapper
     who:str,        # the wrapper, for messages
 )->tuple[Setup, View]: # what `prepare` is to be called with, and what it stands on
-    "Put a wrapper on a base. ValueError for settings that a base has already, and for an adapter that another one trains."
+    "Put a wrapper on a base. ValueError for settings that a base has already, and an adapter that another one trains."
     lora, shared = setup.lora, base is not None
     if setup.engine.low_precision:
-        raise ValueError(f"{who}: low_precision=True; adapters are kept in fp32, and the base stays in the precision it "
-                         "came in")
+        raise ValueError(f"{who}: low_precision=True; adapters are kept in fp32, and the base in the precision that it "
+                         "was loaded in")
     if setup.frozen and isinstance(lora, str) and not (base and lora in base.own) and lora_config(lora)[2] is None:
-        raise ValueError(f"{who}: lora={lora!r} is the name of no adapter here, nor an adapter's folder; frozen=True reads "
-                         "through one that is there, lora=None reads the base")
+        raise ValueError(f"{who}: lora={lora!r} is the name of no adapter here, nor an adapter's folder; frozen=True "
+                         "reads through one that is there, lora=None reads the base")
     if base is None:
         came = getattr(getattr(reader.trunk, "config", None), "name_or_path", None) or None
         alone = replace(setup.engine, sequence_parallel=1)
@@ -264,8 +260,8 @@ def standing(
     name = base.first if not shared else lora if isinstance(lora, str) and lora in base.own else None
     if shared and name is None and lora is not None: name = base.put(lora)
     if name in base.trained and not setup.frozen:
-        raise ValueError(f"{who}: adapter {name!r} is trained by a {base.trained[name]} already; frozen=True reads through "
-                         "it, another name makes a new one")
+        raise ValueError(f"{who}: adapter {name!r} is trained by a {base.trained[name]} already; frozen=True reads "
+                         "through it, another name makes a new one")
     mine = None if setup.frozen else name
     view_(reader, base, mine)
     if mine: base.trained[mine] = who
@@ -307,7 +303,8 @@ def merge_adapters(
     auto:Any = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
     held = Base(auto.from_pretrained(base, dtype="auto"), device="cpu", name=str(base))
     shares = adapters if isinstance(adapters, dict) else {adapters: 1.}
-    weights = {held.put(dict(path=folder, name=f"adapter{i}")): float(w) for i, (folder, w) in enumerate(shares.items())}
+    named = enumerate(shares.items())
+    weights = {held.put(dict(path=folder, name=f"adapter{i}")): float(w) for i, (folder, w) in named}
     _check_whole(held.own, weights)
     exact = in_precision(held.came, dtype)
     save_folder(held.trunk, buckets(held.merged(weights), 1 << 28), path, who="merge_adapters",

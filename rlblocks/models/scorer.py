@@ -21,7 +21,7 @@ from ..engines.world import world
 from .checks import check_batches, check_jobs, check_scored
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
-from .policy import Trained, base_of, check_numbers, reads_shards, says_instead, start
+from .policy import Trained, base_of, reads_shards, says_instead, start
 from .step import Prepared, Setup, compute, is_shared, train_step
 from rlblocks.models.value_heads import (
     classifier, moments_of, save_read, stored_moments, trunk_reader, without_moments
@@ -76,10 +76,9 @@ class Scorer(Trained):
         "Load or copy the trunk; it keeps its head, or gets one that starts at zero."
         setup = Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
         given, base, wanted = as_pretrained(model), base_of(model), outputs_of(outputs)
-        check_numbers("Scorer", given)
         self.tokenizer = load_tokenizer(given.name, tokenizer)
         head:dict[str, Any] = dict(outputs=wanted.number, bias=wanted.at is not None, lazy=reads_shards(setup))
-        reader = trunk_reader(given.name, base, given.attention, **head)
+        reader = trunk_reader(given, base, **head)
         config = getattr(reader.trunk, "config", None) if base is None else None
         self.at = wanted.at or read_at(config)
         self.names = list(wanted.names) if wanted.names else label_names(config, reader.head)

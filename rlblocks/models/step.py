@@ -284,8 +284,10 @@ def compute(
         check_sampled(run.name, batch, run.module.vocabulary, padding=not run.layout.packed)
         if reading.rows: check_scorable(run.name, batch)
         _agree_on_rows(run, [batch])
-        unmasked = {} if "mask" in batch else dict(mask=torch.zeros(batch.tokens.shape, dtype=torch.bool))
-        batch = batch._like(batch.columns | unmasked, batch.whole, batch.filler)   # counted once, for all micro-batches
+        if "mask" not in batch:
+            none = torch.zeros(batch.tokens.shape, dtype=torch.bool)
+            batch = batch._like(batch.columns | dict(mask=none), batch._whole, batch.filler)
+        batch = batch._like(batch.columns, batch.whole, batch.filler)      # counted once, for all micro-batches
         done = list(_computed(run, batch, reading, key, by_row))
     return _in_order(done, batch.tokens.shape[:1 if reading.rows or by_row else 2])
 

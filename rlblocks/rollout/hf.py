@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ..engines.weights import Manifest, Ticket, copy_weights
+from ..engines.weights import Manifest, Ticket, check_since, copy_weights
 from ..models.forward import Forward
 from ..models.loading import load_module
 from ..models.probes import look_ahead, pack_by
@@ -94,6 +94,7 @@ class Hf:
         keep:bool=False, # without effect: what is under way has not begun
     )->Manifest: # names, checksums and version, as they are here now
         "Copy a ticket's weights into the module."
+        check_since(ticket, self.version)
         self.wake()
         self.version = None     # half-loaded weights are no version
         manifest = copy_weights(ticket, self.module)

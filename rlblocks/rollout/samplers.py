@@ -193,7 +193,7 @@ def _late(requests, found, seconds):
     wanted = [(r.key, k) for r in requests for k in range(len(r.seeds))]
     lost = [x for x in wanted if x not in found]
     named = ", ".join(f"{k} of prompt {key}" for key, k in lost[:5])
-    return (f"generate: {len(lost)} of {len(wanted)} samples had not ended after {seconds:g} s and were stopped: "
+    return (f"generate: {len(lost)} of {len(wanted)} samples had not ended after {seconds:.3g} s and were stopped: "
             f"sample {named}{' …' if len(lost) > 5 else ''}; lower max_tokens, or allow more time")
 
 # %% ../../nbs/rollout/82_samplers.ipynb #08d8c194
@@ -251,8 +251,13 @@ class Line:
     def poll(self, seconds:float)->list[Completion]:
         "Own samples that have ended. RuntimeError where the engine has failed since."
         if not self.mail and self.left and not self.error: self.lines.poll(seconds)
-        mail, self.mail = self.mail, []
+        mail = self.arrived()
         if self.error and not mail: raise self._heard()
+        return mail
+
+    def arrived(self)->list[Completion]:
+        "Own samples of which the engine has said that they have ended."
+        mail, self.mail = self.mail, []
         return mail
 
     def _heard(self):

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from ..engines.weights import Manifest, Ticket, buckets, check_names, named_weights
+from ..engines.weights import (InProcess, Manifest, Ticket, buckets, check_names, check_since, named_weights,
+                                      probe_ids)
 from ..models.folders import plain_twin
 from .child import Extras, sample_settings
 from .decoding import MAX_SUPPORT
@@ -80,6 +80,7 @@ class Vllm:
         keep:bool=False, # what is under way keeps keys and values of the old weights
     )->Manifest: # the names of files; the checksums of what arrived; the gap of the probe
         "Send a ticket's weights and prove them. A load that fails ends the engine; the next one starts it anew."
+        check_since(ticket, self.transfer.base)
         self.version = None
         if ticket.shapes is not None: check_names(ticket.shapes, self.transfer.known)
         if self.child is None: self.child = start_child(self)
@@ -208,11 +209,13 @@ def engine_twin(
     return twin, str(model)
 
 def own_ticket(
-    module:nn.Module, # causal
+    module:Any, # a causal model of transformers
 )->Ticket:
     "The weights that a rollout begins with."
     def params(bucket_bytes): return buckets(named_weights(module).items(), bucket_bytes)
-    return Ticket(0, lambda: 0, params, score=partial(score_with, module))
+    ids = probe_ids(module.get_input_embeddings().num_embeddings,
+                    getattr(module.config, "max_position_embeddings", None))
+    return Ticket(0, InProcess(lambda: 0, params, partial(score_with, module)), probe=ids)
 
 def computes_in(
     sampler:Vllm,
