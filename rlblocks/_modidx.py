@@ -373,7 +373,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'rlblocks.data.balancing._check_families': ( 'data/balancing.html#_check_families',
                                                                                       'rlblocks/data/balancing.py'),
                                          'rlblocks.data.balancing._dealt': ('data/balancing.html#_dealt', 'rlblocks/data/balancing.py'),
-                                         'rlblocks.data.balancing._halved': ('data/balancing.html#_halved', 'rlblocks/data/balancing.py'),
+                                         'rlblocks.data.balancing._halves': ('data/balancing.html#_halves', 'rlblocks/data/balancing.py'),
                                          'rlblocks.data.balancing._in_layers': ( 'data/balancing.html#_in_layers',
                                                                                  'rlblocks/data/balancing.py'),
                                          'rlblocks.data.balancing._longest_first': ( 'data/balancing.html#_longest_first',
