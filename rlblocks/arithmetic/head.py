@@ -148,6 +148,7 @@ class _LinearLogprobs(torch.autograd.Function):
         if group is not None: _summed(group, sums[0], sums[3])
         return *_narrowed(sums, floats), None, None, None
 
+# %% ../../nbs/arithmetic/05_head.ipynb #40fc80c7
 class _Standing:
     "The last chunk's logits, for the backward pass to begin with; of all calls on a device only the newest keeps them."
     newest:ClassVar = WeakValueDictionary()
@@ -160,6 +161,7 @@ class _Standing:
         logits, self.logits = self.logits, None
         return logits
 
+# %% ../../nbs/arithmetic/05_head.ipynb #1045efca
 def _room(hidden, weight, chunk): return hidden.new_empty(min(chunk, len(hidden)), len(weight))
 def _few(logits, entropy, beside=True):
     """Rows of a chunk to sweep at a time, so that what is computed beside the chunk is small; all of them if none is.

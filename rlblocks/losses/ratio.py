@@ -128,6 +128,7 @@ def dppo_tv_loss(
     return _divergence_loss(logprobs, old_logprobs, advantages, mask, shift, shift_low, shift_high, cap,
                             over=over, denom=denom)
 
+# %% ../../nbs/losses/20_ratio.ipynb #209d33b3
 def dppo_kl_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old, or of the sampler, of the same tokens
@@ -152,6 +153,7 @@ def dppo_kl_loss(
     return _divergence_loss(logprobs, old_logprobs, advantages, mask, kl*x.sign(), nats_low, nats_high, cap,
                             over=over, denom=denom)
 
+# %% ../../nbs/losses/20_ratio.ipynb #7265e761
 def _probability(logprobs, mask): return masked_data(logprobs, mask).exp().clamp(max=1) # rounding may leave one above 1
 
 def _divergence_loss(logprobs, old_logprobs, advantages, mask, shift, low, high, cap, **reduction):

@@ -184,6 +184,7 @@ def token_mask(
     _ordered("token_mask", low, high)
     return within(kl_k1(old_logprobs.detach(), rollout_logprobs, mask), mask, low=_log(low), high=_log(high))
 
+# %% ../../nbs/signals/15_corrections.ipynb #51621afd
 def sequence_mask(
     old_logprobs:Float[Tensor, "B T"],     # log π of the trainer at the start of this update, data
     rollout_logprobs:Float[Tensor, "B T"], # log π as the sampler reported it, data
@@ -201,6 +202,7 @@ def sequence_mask(
     log_ratio = row_sum(kl_k1(old_logprobs.detach(), rollout_logprobs, mask), mask)
     return within(log_ratio, mask, low=_log(low), high=_log(high))
 
+# %% ../../nbs/signals/15_corrections.ipynb #682ca3ee
 def geometric_mask(
     old_logprobs:Float[Tensor, "B T"],     # log π of the trainer at the start of this update, data
     rollout_logprobs:Float[Tensor, "B T"], # log π as the sampler reported it, data
@@ -230,6 +232,7 @@ def k3_mask(
     same_shape("B T", old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     return within(row_mean(kl_k3(rollout_logprobs.detach(), old_logprobs, mask), mask), mask, high=nats_high)
 
+# %% ../../nbs/signals/15_corrections.ipynb #436b12de
 def veto_mask(
     old_logprobs:Float[Tensor, "B T"],     # log π of the trainer at the start of this update, data
     rollout_logprobs:Float[Tensor, "B T"], # log π as the sampler reported it, data

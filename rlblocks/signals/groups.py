@@ -45,6 +45,7 @@ def group_numbers(who, scores, group):
         raise TypeError(f"{who}: group is {str(group.dtype).removeprefix('torch.')}; ids are integers")
     return numbers_of(group)
 
+# %% ../../nbs/signals/12_groups.ipynb #85c9c80e
 def at_rows(table, of): return table.index_select(0, of) # table[of] in half the time
 
 def group_sums(x, of):
@@ -56,6 +57,7 @@ def group_extreme(x, of, which):
     empty = torch.inf if which == "amin" else -torch.inf
     return x.new_full((len(x) + 1,), empty).scatter_reduce(0, of, x.detach(), which)
 
+# %% ../../nbs/signals/12_groups.ipynb #295679da
 def scored_rows(of, scores):
     "(number of each row's group, B for a row without a score; scores in double, 0 where there is none)"
     unscored = scores.isnan()

@@ -301,12 +301,13 @@ def _check(p, laws):
         except Exception as e:
             what = f"it raised {type(e).__name__}: {e}"
             raise AssertionError(f"{p.name} breaks the {law.__name__[1:]} law: {what}") from e
-    held = Laws(law.__name__[1:] for law in laws)
-    if p.as_number: held.note = f", with {p.denom} as the number denom{f' (for a batch: {p.refusal})'*bool(p.refusal)}"
-    return held
+    names = Laws(law.__name__[1:] for law in laws)
+    if p.as_number: names.note = f", with {p.denom} as the number denom{f' (for a batch: {p.refusal})'*bool(p.refusal)}"
+    return names
 
 def _of_rows(p): return (_mask, _empty, _permutation, _padding, _filler) if p.masked else (_permutation,)
 
+# %% ../../nbs/testing/34_laws.ipynb #8d8ad709
 def check_loss(
     loss:Callable,                       # a block like `ppo_loss`, or a closure `loss(out, b)` as in `Policy.step`
     inputs:dict[str, Tensor]|None=None,  # columns of your own, or other numbers for those of the vocabulary
@@ -335,6 +336,7 @@ def check_loss(
             _differentiable)
     return _check(p, [law for law in laws if wanted.get(law, True)])
 
+# %% ../../nbs/testing/34_laws.ipynb #c8510c7b
 def check_estimator(
     fn:Callable,                        # a function of columns that returns a tensor or several, like `gae`
     inputs:dict[str, Tensor]|None=None, # columns of your own, or other numbers for those of the vocabulary
