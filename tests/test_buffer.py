@@ -116,6 +116,28 @@ def test_age_in_flight_is_that_of_the_oldest_chosen_token():
     assert buffer.take(2, version=8).group.tolist() == [0, 2] # nobody chose anything in row 2: it cannot be stale
 
 
+def test_versions_of_rows_and_of_tokens_join_whichever_came_first():
+    def each(groups, version): return rows(groups, version=version)
+    def token(groups, version):
+        b = rows(groups, seed=9, version=version)
+        b["policy_version"] = torch.where(b.mask, b.policy_version[:, None], 0)
+        return b
+    for first, then in ((each([0, 1], 3), token([2], 5)), (token([2], 5), each([0, 1], 3))):
+        buffer = Buffer(max_age=1)
+        buffer.add(first)
+        buffer.add(then)
+        b = buffer.rows()
+        want = torch.where(b.group == 2, 5, 3)[:, None].expand_as(b.mask)
+        assert b.policy_version.equal(torch.where(b.mask, want, 0))
+        assert buffer.evict(4) == 0 and buffer.evict(5) == 2 and buffer.rows().group.tolist() == [2]
+
+
+def test_ages_count_steps_of_the_loop():
+    buffer = Buffer(max_age=2, per_step=4)
+    for group, version in enumerate((0, 4, 8)): buffer.add(rows([group], seed=group, version=version))
+    assert buffer.evict(8) == 0 and buffer.evict(12) == 1 and buffer.rows().group.tolist() == [1, 2]
+
+
 def test_a_draw_is_named_by_its_seed_and_repeats_nothing():
     buffer = Buffer()
     buffer.add(rows([0, 0, 1, 1, 2, 2, 3, 3, 4, 4]))

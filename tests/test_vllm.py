@@ -10,10 +10,11 @@ import pytest
 import torch
 from conftest import rarely, vllm_python
 from rlblocks import Policy, Rollout
+from rlblocks.engines.published import publish_weights, published_weights
 from rlblocks.engines.weights import buckets, checksum, named_weights
 from rlblocks.rollout.samplers import Sampling, complete, vllm
 from test_samplers import asked, in_vllm, said, sharp
-from test_weights import nudge
+from test_weights import lora, nudge, stirred
 from tiny import prompts
 
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
@@ -207,3 +208,32 @@ def said_of(b): return [b.tokens[i, :b.lengths[i]].tolist() for i in range(len(b
 def test_a_model_that_this_build_cannot_run_fails_in_the_constructor():
     heads_of_8 = sharp(num_attention_heads=8, num_key_value_heads=8)
     with pytest.raises(RuntimeError, match="engine='vllm' did not start"): rollout(heads_of_8)
+
+
+def test_adapters_alone_and_a_folder_reach_the_engine(tmp_path):
+    "The base stays in vLLM, an adapter goes into a slot, and the log-probs are the trainer's."
+    net = sharp()
+    r = rollout(net, enable_lora=True, max_lora_rank=8)
+    policy = lora(net)
+    assert gap(policy, r.generate(prompts(), group_size=4)) < 1e-4
+    for seed in (0, 1, 2):
+        manifest = r.load(stirred(policy, seed).weights(adapter=True))
+        assert manifest.gap < 1e-4 and manifest.version == seed + 1
+        b = r.generate(prompts(), group_size=4)
+        assert gap(policy, b) < 1e-4 and b.policy_version.eq(seed + 1).all()
+    with pytest.raises(ValueError, match="has slots and takes adapters alone"): r.load(policy.weights())
+    with pytest.raises(ValueError, match="of rank 16, a slot has room for 8"):
+        r.load(Policy(net, lora=dict(r=16), device="cpu").weights(adapter=True))
+    assert r.sampler.child is not None and r.sampler.version is None
+    r.close()
+    assert r.load(policy.weights(adapter=True)).gap < 1e-4            # a new engine has its base again
+    r.close()
+
+
+def test_merged_adapters_and_a_folder_are_proved_too(shared, tmp_path):
+    net = sharp()
+    policy = stirred(lora(net))
+    assert shared.load(policy.weights()).gap < 1e-4
+    with pytest.raises(ValueError, match="adapters alone need slots"): shared.load(policy.weights(adapter=True))
+    manifest = shared.load(publish_weights(stirred(policy).weights(), tmp_path, bucket_bytes=20_000))
+    assert manifest.gap < 1e-4 and manifest.version == 2 and manifest.checksums == published_weights(tmp_path).checksums

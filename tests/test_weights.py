@@ -10,6 +10,7 @@ import torch
 from conftest import ROOT
 from rlblocks import Policy, Rollout
 from rlblocks.engines.deltas import delta_apply, delta_encode
+from rlblocks.engines.published import publish_weights, published_weights, versions
 from rlblocks.engines.weights import InProcess, Ticket, Transport, buckets, checksum, copy_weights, named_weights
 from tiny import model
 
@@ -140,3 +141,83 @@ def test_changes_of_another_version_are_refused_and_all_weights_come_again():
         half.load(policy.weights(since=1))
     with pytest.raises(RuntimeError, match="of no known version"): half.sampler.submit([])
     assert half.load(policy.weights(since=1)).version == 2               # the copy is of 2 by now: all weights
+
+
+# -- adapters alone
+
+def lora(net, **how): return Policy(net, lora=dict(r=4, **how), lr=1e-2, device="cpu")
+
+
+def stirred(policy, seed=0):
+    "An adapter that does something, and another version."
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in policy._view.base.own[policy._view.adapter].values(): p.copy_(.3*torch.randn(p.shape, generator=g))
+    policy._run.model.version += 1
+    return policy
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_an_adapter_alone_gives_what_the_merged_weights_give(kind):
+    policy, alone, merged = lora(model(kind)), *(Rollout(model(kind), device="cpu") for _ in range(2))
+    for seed in (0, 1):
+        stirred(policy, seed)
+        manifest = alone.load(pickle.loads(pickle.dumps(policy.weights(adapter=True))))
+        full = merged.load(policy.weights())
+        assert manifest.gap < 1e-4 and manifest.version == full.version == seed + 1
+        assert manifest.n_bytes < .5*full.n_bytes
+        for (n, x), y in zip(named_weights(alone.module).items(), named_weights(merged.module).values(), strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-6, msg=n)
+    assert alone.load(policy.weights()).version == 2 and alone.load(policy.weights(adapter=True)).gap < 1e-4
+    with pytest.raises(ValueError, match="the base of another one is gone; load the base once"):
+        merged.load(policy.weights(adapter=True))
+    merged.load(Policy(policy, lora=None, device="cpu").weights())
+    assert merged.load(policy.weights(adapter=True)).gap < 1e-4
+
+
+def test_an_adapter_on_another_base_is_found_out():
+    policy, other = stirred(lora(model())), Rollout(model(seed=1), device="cpu")
+    with pytest.raises(RuntimeError, match="The adapter may stand on other weights"):
+        other.load(policy.weights(adapter=True))
+    with pytest.raises(RuntimeError, match="of no known version"): other.sampler.submit([])
+
+
+def test_what_is_more_than_two_factors_does_not_go_alone():
+    with pytest.raises(ValueError, match="and there is none"): Policy(model(), device="cpu").weights(adapter=True)
+    with pytest.raises(ValueError, match="plain LoRA on complete layers"):
+        lora(model(), use_dora=True).weights(adapter=True)
+
+
+# -- a folder
+
+def test_a_late_rollout_reads_the_last_version_of_a_folder(tmp_path):
+    policy, late = Policy(model(), device="cpu"), engine()
+    for _ in range(3):
+        nudge(policy)
+        ticket = publish_weights(policy.weights(), tmp_path, bucket_bytes=10_000)
+    nudge(policy)                                                # the folder's versions stay good
+    assert [p.name for p in versions(tmp_path)] == ["version-000000002", "version-000000003"]
+    again = pickle.loads(pickle.dumps(published_weights(tmp_path)))
+    assert again.version == ticket.version == 3 and again.checksums == late.load(again).checksums
+    assert torch.allclose(again.score(torch.tensor(again.probe[:9])), ticket.score(torch.tensor(again.probe))[:8])
+
+
+def test_readers_see_complete_versions_only(tmp_path):
+    "A writer that is killed leaves nothing that a reader would take."
+    code = ("import os, sys, torch\nfrom rlblocks.engines.weights import InProcess, Ticket\n"
+            "from rlblocks.engines.published import publish_weights\n"
+            "def dies(n):\n    yield dict(a=torch.zeros(9)); os.kill(os.getpid(), 9)\n"
+            "publish_weights(Ticket(5, InProcess(lambda: 5, dies)), sys.argv[1])")
+    policy = Policy(model(), device="cpu")
+    publish_weights(policy.weights(), tmp_path)
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=120,
+                         env=os.environ | dict(PYTHONPATH=str(ROOT)))
+    assert run.returncode == -9 and published_weights(tmp_path).version == 0 and len(versions(tmp_path)) == 1
+    ticket = policy.weights()
+    nudge(policy)
+    with pytest.raises(RuntimeError, match="weights of version 0, the policy is at 1"):
+        publish_weights(ticket, tmp_path)
+    assert len(versions(tmp_path)) == 1 and len(list(tmp_path.glob(".unfinished-*"))) == 1    # the killed one's
+    with pytest.raises(ValueError, match="has changes alone"):
+        policy.weights(since=0)
+        publish_weights(policy.weights(since=1), tmp_path)

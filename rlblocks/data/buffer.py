@@ -17,7 +17,8 @@ from jaxtyping import Bool, Float, Int
 
 from .batch import Batch
 from .columns import seed_of, whole_number
-from .bundles import bundles_of, entries, layout_of, places, restart
+from .bundles import bundles_of, check_entries, entries, layout_of, places, ragged_by_token, restart
+from .bundles import versions_by_token
 from .ragged import Ragged, ragged
 from .slabs import Slabs, own_folder, tidied
 
@@ -52,14 +53,6 @@ def check_limits(max_age, max_rows, spill, max_bytes):
     if (spill is None) != (max_bytes is None):
         raise ValueError("Buffer: spill (a folder) and max_bytes (what stays in memory) go together; give both or "
                          "neither")
-
-def check_entries(who, n, **given):
-    "Tensors with an entry a row."
-    for name, x in given.items():
-        if x is not None and not isinstance(x, Tensor):
-            raise TypeError(f"{who}: {name} is a {type(x).__name__}; a tensor is wanted, torch.as_tensor({name})")
-        if x is not None and n is not None and x.shape != (n,):
-            raise ValueError(f"{who}: {name} is {list(x.shape)}, the batch has {n} rows; one entry a row is wanted")
 
 def check_joins(buffer:"Buffer", batch:Batch, layout:dict, largest:int):
     "Whether a batch can wait among the others."
@@ -147,6 +140,7 @@ def add(
     check_entries("Buffer.add", len(batch), keep=keep, priority=priority)
     if priority is not None and not bool((priority >= 0).all()):
         raise ValueError("Buffer.add: a priority is negative or not a number; 0 or more is wanted")
+    batch = same_versions(buffer, batch)
     layout, bundles = layout_of(batch), bundles_of(batch)
     kept = bundles if keep is None else [b for b in bundles if bool(keep[b].any())]
     check_joins(buffer, batch, layout, max(map(len, kept), default=0))
@@ -156,6 +150,15 @@ def add(
     if len(order) < len(batch): buffer.dropped["filtered"] += len(batch) - len(order)
     buffer.offered, buffer.accepted = buffer.offered + len(bundles), buffer.accepted + len(kept)
     if kept: _enter(buffer, batch, layout, kept, order, priority)
+
+def same_versions(buffer:"Buffer", batch:Batch)->Batch:
+    "Where one has a version of each row and the other of each token, both are given one of each token."
+    mine, its = (x.get("policy_version", [""])[0] for x in (buffer._layout if len(buffer) else {}, layout_of(batch)))
+    if (mine, its) == ("token", "row"): return versions_by_token(batch)
+    if (mine, its) == ("row", "token"):
+        buffer._slabs.rewrite(lambda s: ragged_by_token(buffer._slabs.rows[s]))
+        buffer._layout = buffer._layout | dict(policy_version=layout_of(batch)["policy_version"])
+    return batch
 
 def _enter(buffer, batch, layout, kept, order, priority):
     highest = float(buffer._index["priority"].max()) if len(buffer._index["priority"]) else 1.
@@ -172,12 +175,12 @@ def evict(
     buffer:"Buffer",
     version:int|None, # the trainer's version
 )->int: # rows dropped
-    "Drop and count the bundles with a row older than `version − max_age`; without `max_age`, nothing."
+    "Drop and count the bundles with a row older than `version − max_age·per_step`; without `max_age`, nothing."
     if buffer.max_age is None: return 0
     if version is None:
         raise ValueError(f"Buffer: max_age is {buffer.max_age}, so freshness must be known; pass version=…, the "
                          "trainer's weight version")
-    return drop(buffer, "stale", buffer._index["born"] < version - buffer.max_age)
+    return drop(buffer, "stale", buffer._index["born"] < version - buffer.max_age*buffer.per_step)
 
 def take(
     buffer:"Buffer",
@@ -308,13 +311,15 @@ class Buffer:
 
     def __init__(self,
         *,
-        max_age:int|None=None,    # drop rows sampled by weights more than this many versions ago; None keeps them
+        max_age:int|None=None,    # drop rows sampled by weights more than this many steps ago; None keeps them
+        per_step:int=1,           # versions of the weights that a step is: 4 where the loop makes 4 optimizer steps
         max_rows:int|None=None,   # most rows to hold; the oldest make room. None: no limit
         spill:str|Path|None=None, # folder for rows that do not fit in memory
         max_bytes:int|None=None,  # most bytes of rows in memory, with `spill`
     ):
         "An empty buffer. ValueError for a negative age, no room, or one of `spill` and `max_bytes` without the other."
         check_limits(max_age, max_rows, spill, max_bytes)
+        self.per_step = whole_number("Buffer", "per_step", per_step)
         self.max_age, self.max_rows, self.dropped = max_age, max_rows, Counter()
         self.offered = self.accepted = 0 # bundles that came, and those that `keep` let in
         self._slabs = Slabs(own_folder(self, spill), max_bytes)

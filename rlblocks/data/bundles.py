@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .batch import Batch
 from .packing import element_places, rows_by
+from .ragged import Ragged
 
 # %% ../../nbs/data/43_bundles.ipynb #a200b3c9
 def bundles_of(batch:Batch)->list[list[int]]:
@@ -34,6 +35,27 @@ def born_of(batch:Batch)->Tensor:
     "The oldest policy version in each row: over its chosen tokens where weights changed in flight."
     v = batch.policy_version
     return v if v.dim() == 1 else torch.where(batch.mask, v, torch.iinfo(v.dtype).max).amin(1)
+
+
+def check_entries(who, n, **given):
+    "Tensors with an entry a row."
+    for name, x in given.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{who}: {name} is a {type(x).__name__}; a tensor is wanted, torch.as_tensor({name})")
+        if x is not None and n is not None and x.shape != (n,):
+            raise ValueError(f"{who}: {name} is {list(x.shape)}, the batch has {n} rows; one entry a row is wanted")
+
+def ragged_by_token(rows:Ragged)->Ragged:
+    "The same of rows without padding."
+    version = rows.columns["policy_version"].repeat_interleave(rows.offsets.diff())
+    if "mask" in rows.columns: version = torch.where(rows.columns["mask"], version, 0)
+    return Ragged(rows.columns | dict(policy_version=version), rows.kinds | dict(policy_version="token"), rows.offsets)
+
+def versions_by_token(batch:Batch)->Batch:
+    "The batch with a version for each token, as rows of an asynchronous loop have it; 0 where nothing was chosen."
+    made = batch.drop()
+    made["policy_version"] = torch.where(batch.mask, batch.policy_version[:, None], 0)
+    return made
 
 # %% ../../nbs/data/43_bundles.ipynb #c5d96c90
 def entries(batch:Batch, kept:list[list[int]], priority:Tensor|float, first:int)->dict[str, Tensor]:

@@ -93,6 +93,7 @@ class Transport(Protocol):
         "The owner's log-probs of all ids but the first; None where nobody knows them."
         ...
 
+# %% ../../nbs/engines/51_weights.ipynb #a16b63ac
 class InProcess:
     "Weights that are read where they are, in this process. Pickled, it is the process's name."
 
@@ -127,7 +128,7 @@ class InProcess:
         "RuntimeError where the owner is in another process."
         if not hasattr(self, "params"):
             raise RuntimeError(f"Ticket: its weights are in {self.home}, this is {this_process()}; load it there, or "
-                               "send them through a folder: publish(policy.weights(), path)")
+                               "send them through a folder: publish_weights(policy.weights(), path)")
 
     def __repr__(self): return f"InProcess({self.home})"
 
@@ -135,6 +136,7 @@ def this_process()->str:
     "Its name, for messages."
     return f"process {os.getpid()} of {platform.node()}"
 
+# %% ../../nbs/engines/51_weights.ipynb #c37b2850
 @dataclass(frozen=True, eq=False)
 class Ticket:
     "The weights of one version: what they are, and how they come."
@@ -210,6 +212,7 @@ class Manifest:
     n_messages:int = 0
     gap:float|None = None # largest difference of log-probs to the owner's, where the receiver computed some
 
+# %% ../../nbs/engines/51_weights.ipynb #45909898
 def check_names(
     sent:dict[str, tuple[int, ...]], # name → shape of what comes
     own:dict[str, tuple[int, ...]],  # of what the receiver has

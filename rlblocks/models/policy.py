@@ -31,7 +31,7 @@ from .loading import Pretrained, as_pretrained, load_module, load_quantized, loa
 from .lora import Base, View, save_adapter, standing
 from .routers import expert_hits
 from .step import Prepared, Setup, compute, prepare, train_step
-from .tickets import ticket_of
+from .tickets import adapter_ticket, ticket_of
 from .value_heads import save_read, value_head as value_head_of
 
 # %% ../../nbs/models/78_policy.ipynb #e3542b2b
@@ -276,8 +276,9 @@ class Policy(Trained):
         "One optimizer step. ValueError for a loss that does not add up over a cut; skipped without chosen tokens."
         return train_step(self._run, [(batch, loss), *more], reading_of(entropy, measure, logits, router_logits))
 
-    def weights(self, *, since:int|None=None, dtype:torch.dtype|None=None)->Ticket: # in a dtype; None: as they are held
-        "A ticket for this version's weights, to load before the next step: all, or what changed `since` a version."
+    def weights(self, *, since:int|None=None, dtype:torch.dtype|None=None, adapter:bool=False)->Ticket:
+        "A ticket for this version: all weights, an adapter merged; what changed `since` one; or the `adapter` alone."
+        if adapter: return adapter_ticket(self._run, self._view, self.logprobs)
         ticket = ticket_of(self._run, self.logprobs, dtype)
         return ticket if since is None else self._sent.ticket(ticket, since)
 

@@ -121,6 +121,7 @@ class Server:
         self.decode:Any = None                # ids → text, for stop strings
         self.extras:dict[str, Extras] = {}
         self.engine:Any = None
+        self.slot:Any = None                  # the adapter of new samples
         self.memory:Any = None
         for work in (self._read, self._write): threading.Thread(target=work, daemon=True).start()
 
@@ -210,7 +211,7 @@ def _add(
         kind = RequestOutputKind.CUMULATIVE if extras.strings else RequestOutputKind.FINAL_ONLY
         params = SamplingParams(**settings, output_kind=kind)
         if extras.bad_words: params._bad_words_token_ids = [list(w) for w in extras.bad_words]
-        server.engine.add_request(name, dict(prompt_token_ids=ids, cache_salt=salt), params)
+        server.engine.add_request(name, dict(prompt_token_ids=ids, cache_salt=salt), params, lora_request=server.slot)
         server.names.add(name)
         server.kept[name], server.marks[name] = settings["logprobs"], [(0, server.version)]
         server.extras[name] = extras
@@ -273,6 +274,21 @@ def _mark(marks, at, version):
     if marks[-1][0] == at: marks.pop()
     marks.append((at, version))
 
+def _adapter(
+    server:Server,
+    version:int, # that it is of
+    number:int,  # of the slot, never one again
+    path:str,    # a folder as peft writes it
+):
+    "An adapter into a slot; samples under way go on with theirs."
+    from safetensors.torch import load_file
+    from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+    sums = {n: checksum(x) for n, x in load_file(f"{path}/adapter_model.safetensors").items()}
+    slot = LoRARequest(f"version-{version}-{number}", number, path)
+    if not server.engine.add_lora(slot): raise RuntimeError("vLLM did not take the adapter")
+    server.slot, server.version = slot, version
+    server.send("adapter", sums)
+
 def _probe(
     server:Server,
     ids:list[int],
@@ -281,7 +297,7 @@ def _probe(
     "Log-probs of fixed ids under the weights as they compute."
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0., seed=0)
-    server.engine.add_request("probe", dict(prompt_token_ids=ids, cache_salt=salt), params)
+    server.engine.add_request("probe", dict(prompt_token_ids=ids, cache_salt=salt), params, lora_request=server.slot)
     made = None
     while made is None:
         outputs = server.engine.step()
@@ -304,8 +320,8 @@ def _wake(
     if torch.cuda.is_available(): server.engine.wake_up()
     server.send("wake")
 
-_HANDLERS = dict(start=_start, decoder=_decoder, add=_add, abort=_abort, load=_load, probe=_probe, sleep=_sleep,
-                 wake=_wake)
+_HANDLERS = dict(start=_start, decoder=_decoder, add=_add, abort=_abort, load=_load, adapter=_adapter, probe=_probe,
+                 sleep=_sleep, wake=_wake)
 
 def serve_trainer(
     address:str, # of the trainer's socket; its key comes through standard input

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NOTHING', 'ending', 'alive', 'Vllm', 'to_samples', 'send_tokenizer', 'ended', 'aborted', 'transformers_model',
-           'engine_twin', 'own_ticket', 'computes_in', 'engine_arguments', 'start_child', 'to_completion']
+           'engine_twin', 'in_folder', 'own_ticket', 'computes_in', 'engine_arguments', 'start_child', 'to_completion']
 
 # %% ../../nbs/rollout/86_vllm_sampler.ipynb #1dd95c2a
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..engines.weights import (InProcess, Manifest, Ticket, buckets, check_names, check_since, named_weights,
+from ..engines.weights import (InProcess, Manifest, Ticket, buckets, check_since, named_weights,
                                       probe_ids)
 from ..models.folders import plain_twin
 from .child import Extras, sample_settings
@@ -25,6 +26,7 @@ from .decoding import MAX_SUPPORT
 from .hf import sampling_module
 from .processes import Child, interpreter, tail
 from .samplers import Completion, Reason, Request, VllmSpec, check_ready
+from .slots import check_slot, fill_slot
 from .transfer import Transfer, score_with
 
 # %% ../../nbs/rollout/86_vllm_sampler.ipynb #2846b881
@@ -65,6 +67,7 @@ class Vllm:
         self.spec, self.max_rows, self.dtype, self.asleep, self.decodes = spec, max_rows, dtype, False, None
         made = None if isinstance(model, (str, Path)) else transformers_model(model, dtype)
         self.module, self.source = engine_twin(model, made)
+        if made is not None and spec.options.get("enable_lora"): self.folder, self.source, made = in_folder(made)
         self.window:int|None = spec.context or getattr(self.module.config, "max_position_embeddings", None)
         self.transfer = Transfer(self.module, dtype=computes_in(self), window=self.window,
                                  bucket_bytes=spec.bucket_bytes)
@@ -82,10 +85,11 @@ class Vllm:
         "Send a ticket's weights and prove them. A load that fails ends the engine; the next one starts it anew."
         check_since(ticket, self.transfer.base)
         self.version = None
-        if ticket.shapes is not None: check_names(ticket.shapes, self.transfer.known)
+        check_slot(ticket, self.transfer.known, self.spec.options)
         if self.child is None: self.child = start_child(self)
         if self.asleep: self.wake()
-        with ending(self): manifest = self.transfer.send(self.child, ticket, keep=keep)
+        send = fill_slot if ticket.adapter else partial(Transfer.send, keep=keep)
+        with ending(self): manifest = send(self.transfer, self.child, ticket)
         self.version, self.asleep = ticket.version, False
         return manifest
 
@@ -207,6 +211,14 @@ def engine_twin(
     try: twin.generation_config = GenerationConfig.from_pretrained(model)
     except OSError: pass          # a folder without one
     return twin, str(model)
+
+def in_folder(
+    made:Any, # a model of transformers
+)->tuple[TemporaryDirectory, str, None]: # the folder, its name, and no model any more
+    "Weights for vLLM to read itself, as it must where slots stand on them; and again when it is started anew."
+    folder = TemporaryDirectory(prefix="rlblocks-")
+    made.save_pretrained(folder.name)
+    return folder, folder.name, None
 
 def own_ticket(
     module:Any, # a causal model of transformers

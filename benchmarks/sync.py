@@ -1,0 +1,134 @@
+"""What a weight sync costs: all weights, changes, an adapter, a folder, against a plain copy of the same weights.
+
+    .venv/bin/python benchmarks/sync.py [--rounds 5] [--engines hf,vllm] [--hidden 512] [--out benchmarks/results]
+
+A Llama of 25 million parameters (101 MB in fp32). The receivers take turns with the copy in every round, and a ratio
+is of the minima of one run. Each load includes its proof: checksums of every tensor on both sides, and on vLLM the
+log-probs of 32 ids; changes include the comparison with what was sent before, and the folder includes the write,
+flushed to the disk.
+
+Promised: all weights to vLLM in at most 25 times the copy, in ceil(bytes/bucket) + 2 messages, and changes of 1 % of
+the entries in at most 5 % of the bytes. A promise that is not kept is printed as MISSED, and the exit code is 1.
+"""
+import argparse
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from rlblocks import Policy
+from rlblocks.engines.published import publish_weights
+from rlblocks.engines.weights import named_weights
+from rlblocks.rollout.hf import Hf
+from rlblocks.rollout.samplers import vllm
+from rlblocks.rollout.vllm_sampler import Vllm
+
+BUCKET = 1 << 26
+
+
+def model(hidden):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=8192, hidden_size=hidden, intermediate_size=4*hidden, num_hidden_layers=4,
+        num_attention_heads=hidden//64, max_position_embeddings=512))
+
+
+def nudge(policy, every=100):
+    "A step that moves one entry in a hundred of what the policy trains."
+    with torch.no_grad():
+        for w in policy._run.module.parameters(): w.view(-1)[::every] += .01
+    policy._run.model.version += 1
+
+
+def receivers(engine, net):
+    "One that takes all weights and changes, and one that takes adapters."
+    if engine == "hf": return [Hf(net, device=torch.device("cpu")) for _ in range(2)]
+    how = dict(cache_bytes=1 << 26, bucket_bytes=BUCKET)
+    return Vllm(net, spec=vllm(**how)), Vllm(net, spec=vllm(**how, enable_lora=True, max_lora_rank=16))
+
+
+def ways(policy, adapted, folder):
+    "Name → (which receiver, what makes the ticket)."
+    return dict(
+        full=(0, policy.weights), delta=(0, lambda: policy.weights(since=policy.version - 1)),
+        adapter=(1, lambda: adapted.weights(adapter=True)),
+        folder=(0, lambda: publish_weights(policy.weights(), folder)))
+
+
+def timed(f):
+    start = time.perf_counter()
+    out = f()
+    return time.perf_counter() - start, out
+
+
+def measure(engine, hidden, rounds, folder):
+    "Minima in seconds, bytes and messages of every way, and of the copy."
+    net = model(hidden)
+    policy, adapted = Policy(net, device="cpu"), Policy(net, lora=dict(r=16), device="cpu")
+    both, own = receivers(engine, net), named_weights(net)
+    found, copies = {}, []
+    for _ in range(rounds):
+        copies.append(timed(lambda: [x.clone() for x in own.values()])[0])
+        for name, (which, ticket) in ways(policy, adapted, folder).items():
+            if name == "delta": both[0].load(policy.weights(since=policy.version))   # so that both sides keep a copy
+            nudge(adapted if name == "adapter" else policy)
+            seconds, manifest = timed(lambda t=ticket, w=which: both[w].load(t()))
+            found.setdefault(name, []).append((seconds, manifest))
+    for r in both: r.close()
+    n_bytes = sum(x.nbytes for x in own.values())
+    rows = {name: dict(ms=1e3*min(s for s, _ in runs), copies=min(s for s, _ in runs)/min(copies),
+                       bytes=runs[-1][1].n_bytes, share=runs[-1][1].n_bytes/n_bytes, messages=runs[-1][1].n_messages,
+                       gap=runs[-1][1].gap) for name, runs in found.items()}
+    return dict(parameters=sum(x.numel() for x in own.values()), bytes=n_bytes, copy_ms=1e3*min(copies), ways=rows)
+
+
+def missed(engine, result):
+    "Promises that were not kept."
+    ways = result["ways"]
+    if ways["delta"]["share"] > .05: yield f"{engine}: changes of 1 % are {ways['delta']['share']:.1%} of the bytes"
+    if engine != "vllm": return
+    if ways["full"]["copies"] > 25: yield f"all weights cost {ways['full']['copies']:.1f} copies"
+    messages = math.ceil(result["bytes"]/BUCKET) + 2
+    if ways["full"]["messages"] > messages: yield f"{ways['full']['messages']} messages; {messages} are enough"
+
+
+def machine():
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine())
+    return dict(date=datetime.now().isoformat(timespec="seconds"), torch=torch.__version__, cpu=cpu,
+                transformers=version("transformers"), python=platform.python_version(), cores=os.cpu_count(),
+                threads=torch.get_num_threads(), load=os.getloadavg())
+
+
+def main():
+    words = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    words.add_argument("--rounds", type=int, default=5)
+    words.add_argument("--engines", default="hf,vllm")
+    words.add_argument("--hidden", type=int, default=512)
+    words.add_argument("--out", type=Path, default=Path(__file__).parent/"results")
+    given = words.parse_args()
+    torch.set_num_threads(1)
+    results, folder = dict(machine=machine(), bucket=BUCKET), tempfile.mkdtemp()
+    for engine in given.engines.split(","):
+        results[engine] = found = measure(engine, given.hidden, given.rounds, folder)
+        print(f"{engine}: {found['parameters']/1e6:.1f}M parameters, a copy is {found['copy_ms']:.1f} ms")
+        for name, x in found["ways"].items():
+            print(f"  {name:8} {x['ms']:8.1f} ms {x['copies']:6.1f} copies {x['share']:7.1%} of the bytes "
+                  f"{x['messages']} messages")
+    shutil.rmtree(folder)
+    (given.out/"sync_cpu.json").write_text(json.dumps(results, indent=1) + "\n")
+    lost = [line for engine in given.engines.split(",") for line in missed(engine, results[engine])]
+    for line in lost: print("MISSED:", line)
+    return len(lost) > 0
+
+
+if __name__ == "__main__": sys.exit(main())
