@@ -105,7 +105,7 @@ def test_one_that_never_ends_and_one_that_is_lost_hold_up_nobody():
     stopped = flight.abort(flight.late(.5))
     assert [int(p.group[0]) for p in stopped] == [1000 + lost, 1000 + endless] and not r.lines.of
     assert not r.sampler.sampler.asked, "their places are free"
-    with pytest.raises(TimeoutError, match="1 of 64 samples had not ended after 3 s .* sample 0 of prompt 20"):
+    with pytest.raises(TimeoutError, match="1 of 64 samples had not ended .* sample 0 of prompt 20"):
         r.generate(prompts, timeout=3.)
     r.close()
 
@@ -116,7 +116,7 @@ def test_hf_names_what_is_lost_too():
     flight = Flight(r)
     flight.ask(prompts, group_size=2)
     assert len(flight.collect(16, seconds=20.)) == 15 and flight.late(0) == [1003]
-    with pytest.raises(TimeoutError, match="2 of 2 samples had not ended after 1 s .* sample 0 of prompt 0"):
+    with pytest.raises(TimeoutError, match="2 of 2 samples had not ended .* sample 0 of prompt 0"):
         r.generate(prompts[[3]], group_size=2, timeout=1.)
 
 
