@@ -136,13 +136,14 @@ if TYPE_CHECKING:
     from rlblocks.placement.spmd import SpmdPool
     from rlblocks.rollout.controls import penalties
     from rlblocks.rollout.flight import Flight
-    from rlblocks.rollout.graders import Grader, math_reward
+    from rlblocks.rollout.graders import Grader, best_rows, math_reward
     from rlblocks.rollout.rollout import Rollout
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(
     Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="rollout.graders",
     math_reward="rollout.graders", Flight="rollout.flight", Rollout="rollout.rollout", penalties="rollout.controls",
+    best_rows="rollout.graders",
     Critic="models.critic", Policy="models.policy", Scorer="models.scorer", scores_after="models.scorer",
     pretrained="models.loading", plain="engines.base", fsdp2="engines.base", zero="engines.base",
     OptimizerSpec="engines.optim", adamw="engines.optim", adamw_8bit="engines.optim", muon="engines.optim",
@@ -159,7 +160,7 @@ __all__ = [
     "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units", "apo_down_loss",
     "apo_zero_loss", "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token", "at_tokens", "balance",
     "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights",
-    "best_worst_pairs", "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages",
+    "best_rows", "best_worst_pairs", "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages",
     "bradley_terry_loss", "centering_loss", "check_estimator", "check_loss", "chi_reward", "chipo_loss",
     "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
     "clipped_surrogate", "components_loss", "constant", "cosine", "cosine_length_reward", "cpgd_advantages",

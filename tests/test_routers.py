@@ -3,9 +3,9 @@ is cut (LAWS 1, 12)."""
 import pytest
 import tiny
 import torch
-from rlblocks import Batch, Policy, expert_load, masked_mean, moe_balance_loss, router_z_loss
+from rlblocks import Batch, Policy, Rollout, expert_load, masked_mean, moe_balance_loss, router_z_loss
 from rlblocks.models.routers import experts_per_token, picked, router_columns, routers_of
-from rlblocks.engines.base import EngineSpec
+from rlblocks.engines.base import EngineSpec, plain
 from rlblocks.engines.optim import adamw
 from torch.testing import assert_close
 
@@ -174,3 +174,57 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="layers have unlike scores"):
         router_columns([torch.zeros(4, 2), torch.zeros(4, 3)], torch.tensor([4]), 4)
     assert routers_of(tiny.model()) == []
+
+
+def jittered(sampler):
+    "The sampler's routers pick by shifted scores, and weigh experts by the true ones."
+    g = torch.Generator().manual_seed(0)
+    for router, _ in routers_of(sampler.module):
+        shift = .3*torch.rand(len(router.weight), generator=g)
+        def forward(hidden, router=router, shift=shift):
+            logits = torch.nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
+            p = logits.softmax(-1)
+            ids = torch.topk(p + shift, router.top_k).indices
+            values = p.gather(-1, ids)
+            if getattr(router, "norm_topk_prob", True): values = values/values.sum(-1, keepdim=True)
+            return logits, values, ids
+        router.forward = forward
+    return sampler
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_the_first_ratio_is_one_where_experts_are_replayed(kind, cached):
+    "R3: a sampler that routes otherwise is off by what other experts compute; with its experts replayed it is not."
+    net = tiny.model(kind)
+    with torch.no_grad():
+        for w in net.parameters(): w *= 4 if w.dim() > 1 else 1
+    rollout = Rollout(net, max_tokens=10, device="cpu")
+    jittered(rollout.sampler)
+    if not cached: rollout.sampler.cached = rollout.sampler.shared = False
+    b = rollout.generate(tiny.prompts(), group_size=6, seed=1, experts=True)
+    known = torch.arange(b.tokens.shape[1]) < b.lengths[:, None] - 1
+    assert b.experts.shape[2:] == (2, 2) and ((b.experts >= 0).all((2, 3)) == known).all()
+    assert ((b.experts < 0).all((2, 3)) == ~known).all()
+    for pack in (None, False):
+        policy = Policy(net, lr=1e-2, device="cpu", pack=pack, micro_rows=5)
+        off = (policy.logprobs(b.drop("experts")) - b.rollout_logprobs)[b.mask].abs()
+        assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 2e-4 and off.max() > .05
+    seen = []
+    def loss(out, part):
+        seen.append((out.logprobs.detach() - part.rollout_logprobs)[part.mask].abs().max())
+        return -masked_mean(out.logprobs, part.mask, denom=part), {}
+    policy.step(b, loss)
+    assert seen[0] < 2e-4       # calls after it are the check that the loss adds up, of disturbed outputs
+    joined = Batch.cat([b[:3], b[3:]])
+    assert joined.experts.equal(b.experts)
+
+
+def test_experts_are_not_replayed_where_layers_run_twice():
+    net = tiny.model("mixtral")
+    b = Rollout(net, max_tokens=4, device="cpu").generate(tiny.prompts(), experts=True)
+    policy = Policy(net, device="cpu", engine=plain(checkpointing=True))
+    with pytest.raises(ValueError, match="experts are not replayed where layers are computed twice"):
+        policy.step(b, lambda out, part: (-masked_mean(out.logprobs, part.mask, denom=part), {}))
+    with pytest.raises(ValueError, match="LlamaForCausalLM declares no routers"):
+        Rollout(tiny.model(), max_tokens=4, device="cpu").generate(tiny.prompts(), experts=True)

@@ -116,23 +116,22 @@ def balance(
     return sorted(map(sorted, parts), key=lambda part: (-sum(each[i] for i in part), part or [len(each)]))
 
 # %% ../../nbs/data/36_balancing.ipynb #84ca05c3
-def _halved(pieces, own, cost):
-    "The costliest of the pieces that can be halved, and those within a tenth of it, in halves."
-    large = .9*max((cost(piece) for piece in pieces if len(piece) > 1), default=0)
-    def halves(piece):
-        if len(piece) == 1 or cost(piece) < large: return [piece]
-        return [[piece[k] for k in half] for half in balance([own[i] for i in piece], 2)]
-    return [half for piece in pieces for half in halves(piece)]
+def _halves(piece, own):
+    "A piece in two; a single item stays one."
+    return [[piece[k] for k in half] for half in balance([own[i] for i in piece], 2) if half]
 
 def _dealt(pieces, best, own, cost, enough):
     "The best of `best` and of the deals of pieces, which are halved until the heaviest part costs `enough`."
-    n, found, stuck = len(best), max(map(cost, best)), 0
-    while found > enough and stuck < 8:
-        parts = [[i for k in part for i in pieces[k]] for part in balance(list(map(cost, pieces)), n)]
-        load = max(map(cost, parts))
-        stuck = 0 if load < found*(1 - 1e-3) else stuck + 1
-        if load <= found: found, best = load, parts
-        pieces = _halved(pieces, own, cost)
+    found, stuck = max(map(cost, best)), 0
+    while found > enough and stuck < 24:
+        dealt = balance(list(map(cost, pieces)), len(best))
+        parts = [[i for k in part for i in pieces[k]] for part in dealt]
+        loads = list(map(cost, parts))
+        stuck = 0 if max(loads) < found*(1 - 1e-3) else stuck + 1
+        if max(loads) <= found: found, best = max(loads), parts
+        heavy = [part for part, load in zip(dealt, loads, strict=True) if load >= .98*max(loads)]
+        torn = {max(part, key=lambda k: (len(pieces[k]) > 1, cost(pieces[k]))) for part in heavy}
+        pieces = [half for k, piece in enumerate(pieces) for half in (_halves(piece, own) if k in torn else [piece])]
     return best
 
 # %% ../../nbs/data/36_balancing.ipynb #967c9000

@@ -27,7 +27,7 @@ from .attention import Segments, layout as segment_kwargs
 from .checks import check_hidden, check_measured, positions, vocabulary
 from .folders import dtypes_of
 from .head import asking, head_logprobs, head_measured, sampled_from, states_of
-from .routers import picked, routed, router_columns
+from .routers import picked, routed, router_columns, routing
 
 # %% ../../nbs/models/71_forward.ipynb #208b666d
 @dataclass(frozen=True)
@@ -159,6 +159,16 @@ def _from_routers(seen, tokens, lengths, call):
         seen = list(joined.split([x.shape[-1] for x in seen], -1))
     return router_columns(seen, lengths, tokens.shape[1], call.line.places)
 
+# %% ../../nbs/models/71_forward.ipynb #15745b50
+def _on_call(experts, lengths, call):
+    "`[N, L, K]`: experts of the tokens of a call. ValueError where they cannot be replayed."
+    if call.stretch: raise ValueError("experts: rows on a line that ranks share cannot be replayed; drop the column")
+    if call.line is None: return experts.flatten(0, 1)
+    real = torch.arange(experts.shape[1], device=lengths.device) < lengths[:, None]
+    rows, cols = real.nonzero(as_tuple=True)
+    ids = experts.new_full((call.ids.shape[1], *experts.shape[2:]), -1)
+    return ids.index_put((call.line.places(rows, cols),), experts[rows, cols])
+
 # %% ../../nbs/models/71_forward.ipynb #8d8b93f0
 class Forward(nn.Module):
     "A causal module and a head on it: the one module that an engine wraps and shards."
@@ -186,6 +196,7 @@ class Forward(nn.Module):
         reading:Reading,           # what
         layout:Layout,             # how to arrange the rows
         group:Tensor|None=None,    # `[B]` ids of rows that may begin alike; packed, they share it
+        experts:Tensor|None=None,  # `[B, T, L, K]` that a mixture's tokens go to, −1 = as the router picks
     )->dict[str, Tensor]: # `[n, …]` each: logprobs, entropy, values, logits, measured, hidden; router_logits or experts
         "What a loss needs of each place. Nothing V-sized leaves the module unless `logits` asks for it."
         call = self.arrange(tokens, lengths, places, layout, group)
@@ -194,7 +205,8 @@ class Forward(nn.Module):
         f = _instead(layer, call.places, reading, layout.bend)
         read = layer if f or self.on_lm_head else None
         watch = dict(scores=routed, experts=picked).get(reading.routers or "")
-        with watch(self.trunk) if watch else nullcontext([]) as seen, asking(read, f, call.pick) as ask:
+        replay = nullcontext() if experts is None else routing(self.trunk, _on_call(experts, lengths, call))
+        with replay, watch(self.trunk) if watch else nullcontext([]) as seen, asking(read, f, call.pick) as ask:
             out = states_of(self.trunk(call.ids, **call.kwargs))
         if f: found = _from_head(ask.given, reading)
         elif places.targets is None: found = self.values(call.pick(out))

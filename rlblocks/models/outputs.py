@@ -68,11 +68,22 @@ def outputs(
     rows, cols = _chosen(part, reading)
     places = _places(who, part, rows, cols, reading, device)
     group = None if group is None else group.to(device)
-    flat = model(part.tokens.to(device), part.lengths.to(device), places, reading, layout, group)
+    experts = _experts(who, model, part).to(device) if "experts" in part and reading.logprobs else None
+    flat = model(part.tokens.to(device), part.lengths.to(device), places, reading, layout, group, experts)
     if reading.rows: return RowOut(scores=flat["values"])
     routers = {k: flat.pop(k) for k in ("router_logits", "experts") if k in flat}      # already `[B, T, L, E]`
     found = {k: _scattered(x, part.tokens.shape, rows.to(device), cols.to(device)) for k, x in flat.items()}
     return Out(scores=found["values"]) if reading.after else Out(**found, **routers)
+
+def _experts(who, model, part):
+    "The column of experts that are replayed. ValueError for one of no such shape, and where layers are run twice."
+    x = part.experts
+    if not (isinstance(x, Tensor) and x.dim() == 4 and not x.is_floating_point()):
+        raise ValueError(f"{who}: the column 'experts' holds no ids [B, T, L, K]; generate(…, experts=True) makes it")
+    if model.spec.checkpointing and torch.is_grad_enabled():
+        raise ValueError(f"{who}: experts are not replayed where layers are computed twice; take checkpointing=False, "
+                         "or batch.drop('experts')")
+    return x
 
 def _chosen(part, reading):
     "Row and column of what is read."

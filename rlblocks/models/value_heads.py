@@ -247,12 +247,9 @@ def without_moments(x:Tensor, moments:tuple[list[float], list[float]]|None)->Ten
     mean, std = (x.new_tensor(m[0] if len(m) == 1 else m) for m in moments)
     return (x-mean)/std
 
-def stored_moments(config:object, wanted:bool|None=None)->tuple[list[float], list[float]]|None:
-    "The moments in a config, as OpenRLHF and `classifier` write them. ValueError when they are wanted and not there."
+def stored_moments(config:object)->tuple[list[float], list[float]]|None:
+    "The moments in a config, as OpenRLHF and `classifier` write them; None: it says that scores are raw."
     mean, std = getattr(config, "mean", None), getattr(config, "std", None)
-    there = mean is not None and std is not None
-    if wanted and not there:
-        raise ValueError("normalised=True, but the config has no mean and std; scorer.normalise(batch) measures them")
-    if not there or not (getattr(config, "normalize_reward", False) if wanted is None else wanted): return None
+    if mean is None or std is None or not getattr(config, "normalize_reward", False): return None
     listed = lambda x: [float(v) for v in x] if isinstance(x, list | tuple) else [float(x)]
     return listed(mean), listed(std)

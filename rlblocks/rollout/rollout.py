@@ -87,11 +87,12 @@ def requests_of(
     temperature:float|None=None,
     max_tokens:int|None=None,
     penalties:Penalties|None=None,
+    experts:bool=False,
 )->list[Request]: # see `Rollout.generate`
     "One a prompt, checked."
     how, n, S = _request(rollout, temperature, group_size, max_tokens)
     more = _check_request(rollout, prompts, S, penalties)
-    return to_requests(prompts, n, seed, S, how, rollout.stop, **more)
+    return to_requests(prompts, n, seed, S, how, rollout.stop, experts=experts, **more)
 
 # %% ../../nbs/rollout/87_rollout.ipynb #8c1c5b1d
 @locked
@@ -104,6 +105,7 @@ def generate(
     temperature:float|None=None, # instead of the engine's; 0 = greedy rows, whose mask is all False
     max_tokens:int|None=None,    # instead of the engine's
     penalties:Penalties|None=None, # of `penalties(…)`; rows with them have a mask that is all False
+    experts:bool=False, # add the column `experts` [B, T, L, K]: where a mixture sent each token; updates replay it
     timeout:int|float|None=None,     # seconds for all rows; None: as long as it takes
 )->Batch: # rows of prompt plus completion, prompt by prompt
     """Sample `group_size` completions for every prompt; adds the columns of `ADDED`.
@@ -111,7 +113,7 @@ def generate(
     ValueError for an empty prompt or one that leaves no room, RuntimeError when the last `load` failed,
     TimeoutError with the samples that are late."""
     requests = requests_of(rollout, prompts, group_size=group_size, seed=seed, temperature=temperature,
-                           max_tokens=max_tokens, penalties=penalties)
+                           max_tokens=max_tokens, penalties=penalties, experts=experts)
     return Pending(rollout, prompts, requests, timeout).result(by_token=False)
 
 # %% ../../nbs/rollout/87_rollout.ipynb #6ac143b3

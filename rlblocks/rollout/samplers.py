@@ -83,6 +83,7 @@ class Request:
     stop:tuple[int, ...]  # ids that end a sample and are part of it
     strings:tuple[str, ...]=()       # so does the token that completes one of these
     penalties:Penalties|None=None    # its bad words are ids
+    experts:bool=False               # note where a mixture sends each token
 
 @dataclass(frozen=True, eq=False)
 class Completion:
@@ -95,6 +96,7 @@ class Completion:
     reason:Reason                      # why it ended
     version:int                        # of the weights at its end
     versions:Int[Tensor, " n"]|None=None # of the weights that each token was drawn from; None: `version`, for all
+    experts:Int[Tensor, "m L K"]|None=None # of the prompt's tokens and its own, but for the last, which was not run
 
     @property
     def by_token(self)->Int[Tensor, " n"]:
