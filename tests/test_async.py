@@ -105,7 +105,7 @@ def test_one_that_never_ends_and_one_that_is_lost_hold_up_nobody():
     stopped = flight.abort(flight.late(.5))
     assert [int(p.group[0]) for p in stopped] == [1000 + lost, 1000 + endless] and not r.lines.of
     assert not r.sampler.sampler.asked, "their places are free"
-    with pytest.raises(TimeoutError, match="1 of 64 samples had not ended after 3 s .* sample 0 of prompt 20"):
+    with pytest.raises(TimeoutError, match="1 of 64 samples had not ended .* sample 0 of prompt 20"):
         r.generate(prompts, timeout=3.)
     r.close()
 
@@ -116,7 +116,7 @@ def test_hf_names_what_is_lost_too():
     flight = Flight(r)
     flight.ask(prompts, group_size=2)
     assert len(flight.collect(16, seconds=20.)) == 15 and flight.late(0) == [1003]
-    with pytest.raises(TimeoutError, match="2 of 2 samples had not ended after 1 s .* sample 0 of prompt 0"):
+    with pytest.raises(TimeoutError, match="2 of 2 samples had not ended .* sample 0 of prompt 0"):
         r.generate(prompts[[3]], group_size=2, timeout=1.)
 
 
@@ -172,7 +172,8 @@ def test_an_engine_that_is_gone_is_heard_of_by_all_who_wait_and_no_prompt_is_los
     flight.renew()
     rows = Batch.cat(flight.collect(3))
     assert rows.tokens.equal(r.generate(prompts(), group_size=2, seed=0).tokens)
-    later(r.generate, prompts(), max_tokens=2)
-    os.kill(r.sampler.child.process.pid, signal.SIGKILL)
+    later(r.generate, prompts())
+    r.sampler.child.process.kill()
+    r.sampler.child.process.wait()
     with pytest.raises(RuntimeError, match="is gone"): r.close()
     r.close()

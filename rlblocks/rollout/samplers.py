@@ -250,7 +250,11 @@ class Line:
 
     def poll(self, seconds:float)->list[Completion]:
         "Own samples that have ended. RuntimeError where the engine has failed since."
-        if not self.mail and self.left and not self.error: self.lines.poll(seconds)
+        try:
+            if not self.mail and self.left and not self.error: self.lines.poll(seconds)
+        except BaseException:
+            self._heard()
+            raise
         mail = self.arrived()
         if self.error and not mail: raise self._heard()
         return mail
