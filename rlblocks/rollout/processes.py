@@ -20,6 +20,7 @@ from typing import BinaryIO
 # %% ../../nbs/rollout/84_processes.ipynb #83567f94
 _PROGRAM = "import sys; sys.path.append(sys.argv[2]); from {} import {} as run; run(sys.argv[1])"
 _RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "PYTHONPATH")
+_KERNELS = "ATEN_CPU_CAPABILITY"    # a trainer's; what torch 2.13 compiles for vLLM under its "default" does not build
 
 def interpreter(
     python:str|None=None, # if it was named
@@ -33,7 +34,7 @@ def child_environment(
 )->dict[str, str]:
     "What the program gets of it."
     ranks = {k for k in own if k in _RANKS or k.startswith(("LOCAL_", "ROLE_", "TORCHELASTIC_"))}
-    return {k: v for k, v in own.items() if k not in ranks}
+    return {k: v for k, v in own.items() if k not in ranks | {_KERNELS}}
 
 def started(
     command:list[str],
