@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 tests/spmd_loops.py FOLDER"""
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -186,6 +187,52 @@ def replicas(pool):
     who, answers = twins.who(b)
     return dict(who=who, answers=answers, total=float(twins.mine(b))*(pool.ranks//2), saw=twins.saw,
                 tokens=[pool.place(Sees, says).given(grouped()).tolist() for says in (True, False, None)])
+
+
+class Draws(Rollout):
+    "A rollout that shows what it has begun itself."
+    def start_generate(self, prompts, **how):
+        self.begun = super().start_generate(prompts, **how)
+        return self.begun
+
+
+class Threaded:
+    "A wrapper whose method runs elsewhere once it is begun: an error is in the answer."
+    def __init__(self): self.thread = ThreadPoolExecutor(1)
+    def start_names(self, b): return self.thread.submit(self.names, b)
+    def names(self, b):
+        if "?" in b.answer: raise OSError(f"cannot read {''.join(b.answer)}")
+        return [f"{x}!" for x in b.answer]
+
+
+def begun(pool):
+    "Rows of calls that are begun and of those that are not, and whose rows this process drew."
+    rollout = pool.place(Draws, net(), max_tokens=5, tokenizer=Digits())
+    p, ask = prompts((5, 2, 7, 3)), dict(seed=(1, 2))
+    call = later(rollout.generate, p, group_size=3, **ask)
+    own = rollout.begun
+    other, between = later(rollout.generate, p[:2], **ask), rollout.generate(p, temperature=0.)
+    second, rows = other.result(), call.result()
+    assert call.result() is rows, "asked again, it is the same"
+    return dict(rows=dict(rows.columns), called=dict(rollout.generate(p, group_size=3, **ask).columns),
+                second=dict(second.columns), few=dict(rollout.generate(p[:2], **ask).columns),
+                between=dict(between.columns), own=own.rows.answer)
+
+
+def begun_errors(pool):
+    "When an error of one rank is heard, on this one, and what comes after it."
+    threaded, b = pool.place(Threaded), prompts((5, 2, 7, 3))
+    bad = Batch(**b.columns | dict(answer=["5", "2", "7", "?"]))
+    good, call = later(threaded.names, b), later(threaded.names, bad)
+    one, two = later(threaded.names, b), later(threaded.names, b)
+    return dict(result=caught(call.result), beginning=caught(later, pool.place(Echo).fails, b), good=good.result(),
+                order=caught((one if pool.rank == 0 else two).result), after=[one.result(), two.result()])
+
+
+def begun_on_rank(rank, ranks, folder):
+    "Calls that are begun, on a rank of a pool."
+    with SpmdPool(timeout=300.) as pool:
+        torch.save(dict(begun=begun(pool), errors=begun_errors(pool)), folder/f"{pool.rank}.pt")
 
 
 def stopped(pool, folder):

@@ -126,6 +126,42 @@ def test_consumers_stop_together(ranks):
     assert all(rank["stopped"] == ([], ["step-00000002"], []) for rank in ranks[1:])
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    "What each of two ranks saw of calls that they begin."
+    folder = tmp_path_factory.mktemp("begun")
+    on_ranks(spmd_loops.begun_on_rank, (folder,), 2, group=False, limit=300)
+    return [torch.load(folder/f"{r}.pt", weights_only=False) for r in range(2)]
+
+
+def test_later_gives_the_rows_of_a_call_and_each_rank_draws_its_part(begun):
+    "Whatever is called between; but for the versions, which rows under way have for each token."
+    alone = spmd_loops.begun(here)
+    of_rows = lambda columns: {k: x for k, x in columns.items() if k != "policy_version"}
+    for rank in begun:
+        got = rank["begun"]
+        same(got, alone | dict(own=got["own"]), "begun", 1e-9)
+        for x, now in (("rows", "called"), ("second", "few")): same(of_rows(got[x]), of_rows(got[now]), x, 1e-9)
+        assert len(got["rows"]["tokens"]) == 12 and got["rows"]["policy_version"].shape == got["rows"]["tokens"].shape
+        assert len(got["own"]) == 6 and len(set(got["own"])) == 2, "two of four prompts, three rows each"
+    assert alone["own"] == alone["rows"]["answer"]
+    assert sorted(begun[0]["begun"]["own"] + begun[1]["begun"]["own"]) == sorted(alone["own"])
+
+
+def test_an_error_of_a_call_begun_by_later_is_raised_by_its_result(begun):
+    "On all ranks, with who failed; in the beginning it is raised at once. The pool goes on."
+    heard = [rank["errors"]["result"] for rank in begun]
+    failed = [h.startswith("OSError: cannot read ") for h in heard]
+    assert sorted(failed) == [False, True], heard
+    r = failed.index(True)
+    assert f"RuntimeError: Threaded.names failed on rank {r} of 2: OSError: cannot read " in heard[1-r]
+    for rank in begun:
+        got = rank["errors"]
+        assert "KeyError: 'no such thing as" in got["beginning"]
+        assert "unlike calls: rank 0: Threaded.names, the answer of call" in got["order"]
+        assert got["good"] == got["after"][0] == got["after"][1] == ["5!", "2!", "7!", "3!"]
+
+
 DEPARTURES = dict(
     raises_between=("if pool.rank == 1: raise OSError('no space left')",
                     "rank 1 has left the loop with OSError: no space left, while rank 0 is at Pair.meet"),

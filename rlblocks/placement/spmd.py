@@ -118,6 +118,11 @@ def _join_by_torchrun(timeout:float, longest:float):
     in_time(lambda: dist.init_process_group(backend, timeout=deadline), seconds=longest,
             what="SpmdPool, joining the world")
 
+def _group_of_all(timeout:float, longest:float):
+    "A group for the pool's own messages."
+    group = lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    return in_time(group, seconds=longest, what="SpmdPool, making a group")
+
 @contextmanager
 def _connected(pool, who):
     "Ranks that have lost each other once exchange nothing more. RuntimeError for those that try."
@@ -144,6 +149,14 @@ def _announce_exit(pool, error):
     text, timeout = f"SpmdPool: rank {pool.rank} has left the loop{why}", pool.grace if error else pool.timeout
     try: exchange((text, RankLeft, None), group=pool.control, timeout=timeout)
     except (RuntimeError, TimeoutError): pool.broken = True      # they are gone already
+
+def _leave(pool, error):
+    "Stop what is watched, tell the other ranks, take the connections down."
+    with suppress(RuntimeError):      # the others are gone already
+        if pool.watched is not None: pool.watched.close()
+    if pool.ranks > 1 and not pool.broken: _announce_exit(pool, error)
+    pool.closed = True
+    if dist.is_initialized(): _destroy_groups(pool)
 
 def _destroy_groups(pool):
     "Destroy the pool's group, and the world if the pool has made it."
@@ -172,10 +185,7 @@ class SpmdPool:
         if self.owner: _join_by_torchrun(timeout, longest)
         self.rank, self.ranks = world()
         self.placed, self.calls, self.inside, self.broken, self.closed = 0, 0, False, False, False
-        self.watched, self.control = None, None
-        if self.ranks > 1:
-            group = lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-            self.control = in_time(group, seconds=longest, what="SpmdPool, making a group")
+        self.watched, self.control = None, _group_of_all(timeout, longest) if self.ranks > 1 else None
         atexit.register(self._at_exit)
 
     def place(self,
@@ -226,12 +236,7 @@ class SpmdPool:
     ):
         "Leave: stop what is watched, tell the others, take the connections down."
         atexit.unregister(self._at_exit)
-        if self.closed: return
-        with suppress(RuntimeError):      # the others are gone already
-            if self.watched is not None: self.watched.close()
-        if self.ranks > 1 and not self.broken: _announce_exit(self, error)
-        self.closed = True
-        if dist.is_initialized(): _destroy_groups(self)
+        if not self.closed: _leave(self, error)
 
     def _at_exit(self): self.close(getattr(sys, "last_value", None))       # an error that nobody caught
     def __enter__(self): return self
@@ -253,35 +258,6 @@ def _call_on_ranks(pool:SpmdPool, placed:Placed, name:str, args:tuple, kwargs:di
     "A method of a placed object, each replica on its part of every Batch."
     call = _cut_call(pool, placed, name, args, kwargs)
     return _settle(pool, placed, call, lambda: _on_share(pool, placed, call, getattr(placed.obj, name)))
-
-def _start_on_ranks(pool:SpmdPool, placed:Placed, name:str, args:tuple, kwargs:dict)->"Started":
-    "The same, begun: an error in the beginning is raised on all ranks now."
-    call = _cut_call(pool, placed, name, args, kwargs)
-    begun, error = _attempt(pool, lambda: _on_share(pool, placed, call, later, getattr(placed.obj, name)))
-    _agree_on_call(pool, call.who, error, None)
-    return Started(pool, placed, call, begun)
-
-class Started:
-    "A call that ranks have begun together and end together."
-
-    def __init__(self,
-        pool:SpmdPool,
-        placed:Placed, # whose method
-        call:Call,     # its arguments, cut
-        begun:Any,     # this rank's share of it
-    ):
-        "Remember it by its number."
-        self.pool, self.placed, self.call, self.begun = pool, placed, call, begun
-        self.number, self.answer = pool.calls, None
-
-    def result(self)->Any:
-        "The answer, joined. All ranks ask for it at the same place of the loop; an error of one is raised on all."
-        if self.begun is None: return self.answer
-        name = f"{self.call.who}, the answer of call {self.number}"
-        _compare_calls(self.pool, self.call.who, name, (), {})
-        begun, self.begun = self.begun, None
-        self.answer = _settle(self.pool, self.placed, self.call, begun.result)
-        return self.answer
 
 def _cut_call(pool:SpmdPool, placed:Placed, name:str, args:tuple, kwargs:dict)->Call:
     "The arguments, compared and cut for the replicas."
@@ -331,3 +307,33 @@ def _attempt(pool, work):
     try: return work(), None
     except Exception as e: return None, e
     finally: pool.inside = False
+
+# %% ../../nbs/placement/98_spmd.ipynb #7ebc4202
+class Started:
+    "A call that ranks have begun together and end together."
+
+    def __init__(self,
+        pool:SpmdPool,
+        placed:Placed, # whose method
+        call:Call,     # its arguments, cut
+        begun:Any,     # this rank's share of it
+    ):
+        "Remember it by its number."
+        self.pool, self.placed, self.call, self.begun = pool, placed, call, begun
+        self.number, self.answer = pool.calls, None
+
+    def result(self)->Any:
+        "The answer, joined. All ranks ask for it at the same place of the loop; an error of one is raised on all."
+        if self.begun is None: return self.answer
+        name = f"{self.call.who}, the answer of call {self.number}"
+        _compare_calls(self.pool, self.call.who, name, (), {})
+        begun, self.begun = self.begun, None
+        self.answer = _settle(self.pool, self.placed, self.call, begun.result)
+        return self.answer
+
+def _start_on_ranks(pool:SpmdPool, placed:Placed, name:str, args:tuple, kwargs:dict)->Started:
+    "The same, begun: an error in the beginning is raised on all ranks now."
+    call = _cut_call(pool, placed, name, args, kwargs)
+    begun, error = _attempt(pool, lambda: _on_share(pool, placed, call, later, getattr(placed.obj, name)))
+    _agree_on_call(pool, call.who, error, None)
+    return Started(pool, placed, call, begun)
