@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 from rlblocks import Batch, Policy, Rollout
-from rlblocks.rollout.decoding import MAX_SUPPORT, CachedDecoder
+from rlblocks.rollout.decoding import MAX_SUPPORT
 from rlblocks.rollout.hf import uniforms
+from rlblocks.rollout.kv_cache import CachedDecoder
 from rlblocks.rollout.samplers import sample_seeds
 from tiny import model, reach
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from rlblocks import Batch, Grader, Policy, Rollout, at_tokens, group_advantages, masked_mean, ppo_loss
 from rlblocks.rollout.controls import penalties
-from rlblocks.rollout.decoding import CachedDecoder, sample_tokens
+from rlblocks.rollout.decoding import sample_tokens
+from rlblocks.rollout.kv_cache import CachedDecoder
 from rlblocks.models.outputs import Out, check_splits
 from tiny import KINDS, model, prompts, tokenizer
 from torch import nn

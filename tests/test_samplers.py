@@ -9,7 +9,7 @@ from rlblocks.rollout.controls import penalties
 from rlblocks.rollout.hf import Hf
 from rlblocks.rollout.processes import Child, child_environment
 from rlblocks.rollout.samplers import Request, Sampler, Sampling, complete, sample_seeds, vllm
-from rlblocks.rollout.vllm_sampler import Vllm
+from rlblocks.rollout.vllm_sampler import Vllm, to_samples
 from tiny import model, tokenizer
 
 WIDE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128) # heads of 32
@@ -161,6 +161,17 @@ def test_logprobs_are_those_of_the_distribution(sampler, T, how):
             for row, ids in zip(inside, c.support, strict=True): row[ids[ids >= 0].long()] = True
             z = z.masked_fill(~inside, -torch.inf)
         assert (z.log_softmax(-1).gather(1, c.tokens[:, None])[:, 0] - c.logprobs).abs().max() < 1e-4
+
+
+def test_experts_that_an_engine_cannot_say_are_refused(sampler):
+    "This model has none to say; under vLLM a mixture's are not said either. What was refused is not under way."
+    with pytest.raises(ValueError, match="experts|mixture"): complete(sampler, asked(n=1, experts=True))
+    assert len(complete(sampler, asked(n=1))) == 3
+
+
+def test_vllm_says_who_gives_experts():
+    with pytest.raises(ValueError, match="engine='vllm' does not say where a mixture sends tokens; .* engine='hf'"):
+        to_samples(asked(n=1, experts=True)[0], 32)
 
 
 def test_work_can_be_added_and_ended(sampler):

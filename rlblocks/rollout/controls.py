@@ -41,6 +41,11 @@ class Penalties:
     bad_words:tuple[str|tuple[int, ...], ...]=()
     min_tokens:int=0
 
+    @property
+    def banned(self)->tuple[tuple[int, ...], ...]:
+        "Bad words that are ids; after `banned_ids` all are."
+        return tuple(w for w in self.bad_words if not isinstance(w, str))
+
 def penalties(
     *,
     presence:int|float=0.,   # off the logit of every id said
@@ -87,7 +92,7 @@ def penalised(
 )->Float[Tensor, "R V"]:
     "Logits of the next token under penalties."
     z, n = logits.clone(), said.shape[1]
-    for *begin, last in (w for w in by.bad_words if not isinstance(w, str)):
+    for *begin, last in by.banned:
         if len(begin) <= n: z[_ends_with(said, begin), last] = -torch.inf
     for i, bias in by.logit_bias: z[:, i] += bias
     if n < by.min_tokens: z[:, stop] = -torch.inf

@@ -24,7 +24,8 @@ from ..models.loading import load_module
 from ..models.probes import look_ahead, pack_by
 from ..models.routers import routing
 from .controls import completes, penalised
-from .decoding import Sampled, cache_is_exact, decode, experts_of_rows, new_decoder
+from .decoding import Decoder, Sampled, decode, experts_of_rows
+from .kv_cache import cache_is_exact, new_decoder
 from .samplers import Completion, Request, check_ready
 from .transfer import probed
 
@@ -153,7 +154,7 @@ class Hf:
 def decoded(
     sampler:Hf,
     part:Sequence[Request], # all with the same settings
-)->tuple[Any, Sampled]: # the decoder; what it said
+)->tuple[Decoder, Sampled]: # the decoder; what it said
     "Decode a part."
     first, (tokens, lengths), device = part[0], padded(part), sampler.device
     decoder = new_decoder(sampler.module, tokens.to(device), lengths, len(first.seeds), cached=sampler.cached,

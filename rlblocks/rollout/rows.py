@@ -171,16 +171,20 @@ def to_rows(
         **{k: torch.full((len(said),), v, dtype=torch.long if k == "top_k" else torch.float32)
            for k, v in asdict(how).items()})
     if said[0].support is not None: columns["support"] = behind([c.support for c in said], -1)
-    if said[0].experts is not None: columns["experts"] = expert_column([c.experts for c in said], T)
+    experts = expert_column([c.experts for c in said], T)
+    if experts is not None: columns["experts"] = experts
     return Batch(per_row=prompts.per_row, **columns)
 
 def expert_column(
-    experts:list[Tensor], # `[m, L, K]` of each row, from its first token on
-    width:int,            # T
-)->Int[Tensor, "B T L K"]: # −1 where nothing is known
+    experts:list[Tensor|None], # `[m, L, K]` of each row, from its first token on; None: not known
+    width:int,                 # T
+)->Int[Tensor, "B T L K"]|None: # −1 where nothing is known; None where that is everywhere
     "The experts of all rows."
-    wide = experts[0].new_full((len(experts), width, *experts[0].shape[1:]), -1)
-    for row, x in zip(wide, experts, strict=True): row[:len(x)] = x
+    known = [x for x in experts if x is not None]
+    if not known: return None
+    wide = known[0].new_full((len(experts), width, *known[0].shape[1:]), -1)
+    for row, x in zip(wide, experts, strict=True):
+        if x is not None: row[:len(x)] = x
     return wide
 
 def _prompt_columns(prompts, n, width)->dict[str, Any]:

@@ -231,6 +231,7 @@ class Lines:
         for line, _ in self.of.values(): line.error = error
         self.of.clear()
 
+# %% ../../nbs/rollout/82_samplers.ipynb #52c133f6
 class Line:
     "One who asks: the sampler's verbs, for its own requests."
 
