@@ -81,7 +81,12 @@ class Method:
         update_wrapper(self, found.__get__(placed) if inspect.isfunction(found) else found)
 
     def __call__(self, *args, **kwargs): return self.placed.pool.call(self.placed, self.name, args, kwargs)
-    def later(self, *args, **kwargs): return self.placed.pool.start(self.placed, self.name, args, kwargs)
+    def later(self,
+        *args,    # as the method takes them
+        **kwargs, # likewise
+    ):
+        "Begin, and go on: what comes back gives the answer when asked for its `result()`."
+        return self.placed.pool.start(self.placed, self.name, args, kwargs)
 
 def is_method(
     kind:type,

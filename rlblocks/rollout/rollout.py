@@ -83,7 +83,7 @@ def requests_of(
     prompts:Batch,
     *,
     group_size:int=1,
-    seed=0,
+    seed=0, # a number or a tuple
     temperature:float|None=None,
     max_tokens:int|None=None,
     penalties:Penalties|None=None,
@@ -161,7 +161,12 @@ class Rollout:
     generate = generate
 
     @locked
-    def start_generate(self, prompts:Batch, *, timeout:int|float|None=None, **how)->Pending:
+    def start_generate(self,
+        prompts:Batch,
+        *,
+        timeout:int|float|None=None,
+        **how, # as `generate` takes it
+    )->Pending:
         "As `generate`, for `later`: an engine elsewhere samples on, one in this process samples now."
         pending = Pending(self, prompts, requests_of(self, prompts, **how), timeout)
         if not self.sampler.elsewhere: pending.result()
@@ -240,7 +245,7 @@ def check_penalties(
         raise ValueError(f"generate: min_tokens={penalties.min_tokens} is above max_tokens={max_tokens}")
     made = replace(penalties, bad_words=banned_ids(penalties.bad_words, rollout.tokenizer))
     n = rollout.sampler.vocabulary
-    ids = [i for i, _ in made.logit_bias] + [i for w in made.bad_words for i in w if not isinstance(w, str)]
+    ids = [i for i, _ in made.logit_bias] + [i for w in made.bad_words if not isinstance(w, str) for i in w]
     odd = [i for i in ids if i < 0 or n is not None and i >= n]
     if odd: raise ValueError(f"generate: penalties name id {odd[0]}; ids {f'0 to {n-1}' if n else 'from 0'} are wanted")
     return made

@@ -171,7 +171,8 @@ def to_rows(
         **{k: torch.full((len(said),), v, dtype=torch.long if k == "top_k" else torch.float32)
            for k, v in asdict(how).items()})
     if said[0].support is not None: columns["support"] = behind([c.support for c in said], -1)
-    if said[0].experts is not None: columns["experts"] = expert_column([c.experts for c in said], T)
+    experts = [c.experts for c in said if c.experts is not None]
+    if experts: columns["experts"] = expert_column(experts, T)
     return Batch(per_row=prompts.per_row, **columns)
 
 def expert_column(

@@ -64,7 +64,8 @@ class Vllm:
         tokenizer:Any=None,          # for stop strings
     ):
         "Start the engine, and sample one token with it."
-        self.spec, self.max_rows, self.dtype, self.asleep, self.decodes = spec, max_rows, dtype, False, None
+        self.spec, self.max_rows, self.dtype, self.asleep = spec, max_rows, dtype, False
+        self.decodes:Child|None = None # the process that has the tokenizer
         made = None if isinstance(model, (str, Path)) else transformers_model(model, dtype)
         self.module, self.source = engine_twin(model, made)
         if made is not None and spec.options.get("enable_lora"): self.folder, self.source, made = in_folder(made)
@@ -147,7 +148,8 @@ def to_samples(
     how, ids, by = request.how, request.ids.tolist(), request.penalties
     settings = sample_settings(asdict(how), how.kept(vocabulary), seed=0, max_tokens=request.max_tokens,
                                stop=request.stop, penalties=asdict(by) if by else None)
-    extras = Extras(request.strings, by.min_tokens if by else 0, by.bad_words if by else ())
+    words = tuple(w for w in by.bad_words if not isinstance(w, str)) if by else () # `check_penalties` made ids of texts
+    extras = Extras(request.strings, by.min_tokens if by else 0, words)
     return [(f"{request.key}/{k}", ids, settings | dict(seed=seed), extras) for k, seed in enumerate(request.seeds)]
 
 def send_tokenizer(
