@@ -2619,7 +2619,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'rlblocks/rollout/flight.py'),
                                          'rlblocks.rollout.flight.Flight.state_dict': ( 'rollout/flight.html#flight.state_dict',
                                                                                         'rlblocks/rollout/flight.py'),
-                                         'rlblocks.rollout.flight.joined': ('rollout/flight.html#joined', 'rlblocks/rollout/flight.py'),
+                                         'rlblocks.rollout.flight.both_of': ('rollout/flight.html#both_of', 'rlblocks/rollout/flight.py'),
                                          'rlblocks.rollout.flight.remember': ('rollout/flight.html#remember', 'rlblocks/rollout/flight.py'),
                                          'rlblocks.rollout.flight.rest_of': ('rollout/flight.html#rest_of', 'rlblocks/rollout/flight.py'),
                                          'rlblocks.rollout.flight.rows_from': ( 'rollout/flight.html#rows_from',
