@@ -105,6 +105,7 @@ def test_the_namespace_is_flat():
 INSIDE = dict(
     masked={"LOG_ZERO"}, columns={"check_tokenizer", "listed", "whole_number", "widen"},
     prompts={"encode", "prompt_ids", "render"}, demonstrations={"segments"},
+    packing={"common_prefix"}, # `shared_prefix` unchecked
     ragged={"ragged"}, # would hide its module
 )
 

@@ -6,7 +6,7 @@
 __all__ = ['Delta', 'delta_encode', 'delta_apply', 'LowRank', 'Beneath', 'Changes', 'changes_ticket', 'Deltas']
 
 # %% ../../nbs/engines/51b_deltas.ipynb #1c3ec269
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -132,7 +132,7 @@ class Beneath:
 @dataclass(frozen=True, eq=False)
 class Changes:
     "A transport of changes, which it carries."
-    changes:dict[str, Delta|LowRank] = field(repr=False) # by name
+    changes:Mapping[str, Delta|LowRank] = field(repr=False) # by name
     scores:Float[Tensor, " m"]|None = field(default=None, repr=False) # the owner's log-probs of the ticket's probe
 
     def buckets(self, version:int, bucket_bytes:int)->Iterator[dict[str, Delta|LowRank]]:
@@ -151,7 +151,7 @@ class Changes:
 
 def changes_ticket(
     ticket:Ticket, # of the same version
-    changes:dict[str, Delta|LowRank], # by name
+    changes:Mapping[str, Delta|LowRank], # by name
     **more, # of the ticket's fields: `since` or `adapter`
 )->Ticket: # that carries the changes
     "A ticket that has only changes, with the owner's log-probs of its probe."
@@ -177,6 +177,8 @@ class Deltas:
         known, found, self.sent = bool(old) and base == since, {}, {}
         for bucket in ticket.buckets(1 << 28):
             for name, x in bucket.items():
+                if not isinstance(x, Tensor):
+                    raise TypeError(f"Deltas: {name} came as a change; a ticket of all weights is wanted")
                 x = x.cpu()
                 if known: found[name] = delta_encode(old.pop(name), x)
                 self.sent[name] = x

@@ -303,7 +303,9 @@ def nested(named:dict[str, nn.Parameter])->nn.Module:
     return root
 
 # %% ../../nbs/models/76_adapters.ipynb #914fea3c
-def settings_of(config)->dict:
+def settings_of(
+    config, # LoraConfig
+)->dict:
     "A LoraConfig as peft's file has it: words, numbers and lists."
     return json.loads(json.dumps(config.to_dict(), default=sorted))
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -52,10 +53,13 @@ def low_rank(
     if odd or base.cut:
         raise ValueError(f"Policy: adapter=True sends the factors of plain LoRA on complete layers; "
                          f"{odd or 'tensor_parallel'} is not among these; leave it out, and merged weights are sent")
-    layers = {p: m for p, m in base.trunk.named_modules() if name in getattr(m, "lora_A", ())}
-    return {plain_name(f"{path}.base_layer.weight"): LowRank(
-        *(x[name].weight.detach().float().cpu().clone() for x in (layer.lora_A, layer.lora_B)),
-        float(layer.scaling[name]), bool(getattr(layer, "fan_in_fan_out", False))) for path, layer in layers.items()}
+    return {plain_name(f"{path}.base_layer.weight"): _factors(layer, name)
+            for path, layer in base.trunk.named_modules() if name in getattr(layer, "lora_A", ())}
+
+def _factors(layer:Any, name:str)->LowRank:
+    "An adapter on one of peft's layers; copies."
+    a, b = (x[name].weight.detach().float().cpu().clone() for x in (layer.lora_A, layer.lora_B))
+    return LowRank(a, b, float(layer.scaling[name]), bool(getattr(layer, "fan_in_fan_out", False)))
 
 def log_probs_of(
     logprobs:Callable[[Batch], Tensor], # a policy's
