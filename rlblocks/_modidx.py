@@ -1056,6 +1056,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'rlblocks/engines/published.py'),
                                             'rlblocks.engines.published.read_ticket': ( 'engines/published.html#read_ticket',
                                                                                         'rlblocks/engines/published.py'),
+                                            'rlblocks.engines.published.superseded': ( 'engines/published.html#superseded',
+                                                                                       'rlblocks/engines/published.py'),
                                             'rlblocks.engines.published.versions': ( 'engines/published.html#versions',
                                                                                      'rlblocks/engines/published.py')},
             'rlblocks.engines.sharded': { 'rlblocks.engines.sharded.ShardedModel': ( 'engines/sharded.html#shardedmodel',

@@ -225,7 +225,8 @@ def begun_errors(pool):
     bad = Batch(**b.columns | dict(answer=["5", "2", "7", "?"]))
     good, call = later(threaded.names, b), later(threaded.names, bad)
     one, two = later(threaded.names, b), later(threaded.names, b)
-    return dict(result=caught(call.result), beginning=caught(later, pool.place(Echo).fails, b), good=good.result(),
+    return dict(result=caught(call.result), again=caught(call.result),
+                beginning=caught(later, pool.place(Echo).fails, b), good=good.result(),
                 order=caught((one if pool.rank == 0 else two).result), after=[one.result(), two.result()])
 
 

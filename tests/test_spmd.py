@@ -153,6 +153,7 @@ def test_an_error_of_a_call_begun_by_later_is_raised_by_its_result(begun):
     heard = [rank["errors"]["result"] for rank in begun]
     failed = [h.startswith("OSError: cannot read ") for h in heard]
     assert sorted(failed) == [False, True], heard
+    assert [rank["errors"]["again"] for rank in begun] == heard, "asked again, it is raised again"
     r = failed.index(True)
     assert f"RuntimeError: Threaded.names failed on rank {r} of 2: OSError: cannot read " in heard[1-r]
     for rank in begun:

@@ -202,6 +202,20 @@ def test_a_late_rollout_reads_the_last_version_of_a_folder(tmp_path):
     assert torch.allclose(again.score(torch.tensor(again.probe[:9])), ticket.score(torch.tensor(again.probe))[:8])
 
 
+def test_a_run_that_begins_anew_is_what_late_ones_read(tmp_path):
+    "Also in the folder of a run that had come further."
+    first, second = Policy(model(), device="cpu"), Policy(model(seed=1), device="cpu")
+    for _ in range(3):
+        nudge(first)
+        publish_weights(first.weights(), tmp_path, keep=9)
+    nudge(second)
+    nudge(second)
+    publish_weights(second.weights(), tmp_path, keep=9)
+    assert [p.name[-1] for p in versions(tmp_path)] == ["1", "2"]
+    assert published_weights(tmp_path).version == 2
+    assert published_weights(tmp_path).checksums == engine().load(second.weights()).checksums
+
+
 def test_readers_see_complete_versions_only(tmp_path):
     "A writer that is killed leaves nothing that a reader would take."
     code = ("import os, sys, torch\nfrom rlblocks.engines.weights import InProcess, Ticket\n"

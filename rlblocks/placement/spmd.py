@@ -320,15 +320,19 @@ class Started:
     ):
         "Remember it by its number."
         self.pool, self.placed, self.call, self.begun = pool, placed, call, begun
-        self.number, self.answer = pool.calls, None
+        self.number, self.answer, self.error = pool.calls, None, None
 
     def result(self)->Any:
         "The answer, joined. All ranks ask for it at the same place of the loop; an error of one is raised on all."
+        if self.error is not None: raise self.error
         if self.begun is None: return self.answer
         name = f"{self.call.who}, the answer of call {self.number}"
         _compare_calls(self.pool, self.call.who, name, (), {})
         begun, self.begun = self.begun, None
-        self.answer = _settle(self.pool, self.placed, self.call, begun.result)
+        try: self.answer = _settle(self.pool, self.placed, self.call, begun.result)
+        except Exception as e:
+            self.error = e
+            raise
         return self.answer
 
 def _start_on_ranks(pool:SpmdPool, placed:Placed, name:str, args:tuple, kwargs:dict)->Started:
