@@ -175,7 +175,7 @@ def gold(data, part):
 
 def gradient(model, batch, loss, **layout):
     "The gradient of one `Policy.step`, by name: what plain descent with step 1 takes from the weights."
-    policy = Policy(model, lr=1., optimizer=OptimizerSpec(lambda ps: torch.optim.SGD(ps, lr=1.), max_norm=float("inf")),
+    policy = Policy(model, optimizer=OptimizerSpec(lambda ps: torch.optim.SGD(ps, lr=1.), max_norm=float("inf")),
                     **layout)
     weights = lambda: {k: v.clone() for k, v in policy.state_dict()["module"].items()}
     before, clock = weights(), time.perf_counter()

@@ -29,7 +29,7 @@ def carrying(sizes=(4, 4, 3, 1), prompt=10, answer=9, seed=0):
               pixels=row[:, None, None].float().expand(B, 3, 4).clone(), boxes=row[:, None].expand(B, T).clone(),
               images=[torch.full((1 + i % 3, 2), float(i)) for i in range(B)],
               sound=[None if i % 2 else dict(rate=i) for i in range(B)], text=[f"row {i}" for i in range(B)])
-    for name, dtype in dict(experts=torch.int16, support=torch.int32, weights=torch.bfloat16).items():
+    for name, dtype in dict(routing=torch.int16, support=torch.int32, weights=torch.bfloat16).items():
         b[name] = (said(b)*real[..., None, None]).to(dtype)
     b["seen"] = (said(b)[..., 0, 0] % 2 == 0) & real
     return b
@@ -44,7 +44,7 @@ def said(b): # `[B, T, LAYERS, K]`: what the sidecar of a row's token holds; the
 def at_home(b):
     "Every entry of every sidecar is that of its row and token, and padding holds nothing."
     real = torch.arange(b.width) < b.lengths[:, None]
-    for name in ("experts", "support", "weights"):
+    for name in ("routing", "support", "weights"):
         assert b[name].shape[2:] == (LAYERS,
                                      K) and b[name].equal((said(b)*real[..., None, None]).to(b[name].dtype)), name
     assert b.seen.equal((said(b)[..., 0, 0] % 2 == 0) & real) and b.seen.dtype == torch.bool
@@ -61,12 +61,12 @@ def rows_of(*batches): return sorted(i for b in batches for i in b.row.tolist())
 
 def test_what_is_out_of_place_is_seen():
     b = at_home(carrying())
-    for name in ("experts", "support", "weights", "seen", "pixels", "boxes"):
+    for name in ("routing", "support", "weights", "seen", "pixels", "boxes"):
         wrong = pickle.loads(pickle.dumps(b))
         wrong[name] = wrong[name].roll(1, 0)
         with pytest.raises(AssertionError): at_home(wrong)
     wrong = pickle.loads(pickle.dumps(b))
-    wrong["experts"] = wrong.experts.roll(1, 1)
+    wrong["routing"] = wrong.routing.roll(1, 1)
     with pytest.raises(AssertionError): at_home(wrong)
 
 
@@ -75,10 +75,10 @@ def test_packed_and_back(shared):
     b = carrying()
     p = pack(b.tokens, b.lengths, b.group if shared else None)
     assert (len(p.tokens) < int(b.lengths.sum())) == shared
-    for name in ("experts", "support", "weights", "seen"):
+    for name in ("routing", "support", "weights", "seen"):
         flat = p.take(b[name])
         assert flat.shape == (len(p.tokens), *b[name].shape[2:]) and unpack(flat, p).equal(b[name])
-    assert p.take(b.experts)[:, 0, 0].equal(said(b)[p.row_ids, p.position_ids, 0, 0].short())
+    assert p.take(b.routing)[:, 0, 0].equal(said(b)[p.row_ids, p.position_ids, 0, 0].short())
     assert [b.text[i] for i in p.row_ids.tolist()] == [f"row {i}" for i in b.row[p.row_ids].tolist()]
     assert b.pixels[p.row_ids][:, 0, 0].equal(b.row[p.row_ids].float())
 
@@ -110,7 +110,7 @@ def test_waiting_in_a_buffer(where, tmp_path):
     assert bool(buffer._slabs.files) == (where == "disk")
     assert rows_of(at_home(buffer.rows())) == list(range(12))
     for seed in range(5): assert len(at_home(buffer.sample(5, seed=seed, alpha=1.))) >= 5
-    buffer["experts"] = buffer.rows().experts.clone()
+    buffer["routing"] = buffer.rows().routing.clone()
     state = pickle.loads(pickle.dumps(buffer.state_dict()))
     taken = at_home(buffer.take(5))
     rest = at_home(buffer.rows())
@@ -141,11 +141,11 @@ def test_a_loss_sees_them_beside_their_rows(pack):
     b = carrying().drop("support")      # this one the policy reads itself
     plain = policy.logprobs(b)
     def loss(out, part):
-        part = part._like(part.columns | dict(support=part.experts.int()), part._whole)
+        part = part._like(part.columns | dict(support=part.routing.int()), part._whole)
         met.append(at_home(part))
         # and they are beside what was computed of them
         assert (out.logprobs.detach() - plain[part.row, :part.width]).abs().max() < reach(plain)
-        return torch.where(part.mask, out.logprobs*part.experts[..., 0, 0], 0.).sum()/part.n_tokens, {}
+        return torch.where(part.mask, out.logprobs*part.routing[..., 0, 0], 0.).sum()/part.n_tokens, {}
     policy.step(b, loss)
     seen = torch.cat([m.row for m in met]).unique()
     assert seen.equal(b.row)

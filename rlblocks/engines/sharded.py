@@ -201,8 +201,8 @@ class ShardedModel:
         self.spec, made = engine_of(engine), optimizer_of(optimizer, lr)
         sp, tp, (rank, self.ranks) = self.spec.sequence_parallel, self.spec.tensor_parallel, world()
         self.device, self.shares = device_of(device, "ShardedModel"), self.spec.shares
-        self.replica, self.replicas = rank//self.shares, self.ranks//self.shares   # its part of a batch, and all parts
         self.mesh = mesh_of(self.device, sequence_parallel=sp, tensor_parallel=tp)
+        self.replica, self.replicas = rank//self.shares, self.ranks//self.shares   # its part of a batch, and all parts
         self.dtype, self.frozen = compute_dtype(module, self.spec.dtype), frozen
         prepare_module_(module, self.spec, self.dtype, frozen=frozen)
         self.shapes, self.schedule, self.version, self.torn = weight_shapes(module), made.schedule, 0, False
