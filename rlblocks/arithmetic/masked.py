@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, no_type_check, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import hardtanh, threshold
+from torch.nn.functional import hardtanh
 
 Number = float | int | Float[Tensor, ""] | Int[Tensor, ""]
 
@@ -91,8 +91,8 @@ def finite_logprobs(
 )->Float[Tensor, "*shape"]: # nats, at least `LOG_ZERO`, in at least float32
     """Log-probs without −inf: what is impossible counts as −10¹⁵ nats and has no gradient. NaN stays NaN.
 
-    max(log π, −10¹⁵)."""
-    return threshold(promoted(logprobs), LOG_ZERO, LOG_ZERO) # x.clamp(min=…), with no gradient at the bound
+    max(log π, −10¹⁵). +inf, which no log-prob is, stays +inf without a gradient."""
+    return clip(promoted(logprobs), LOG_ZERO)
 
 # %% ../../nbs/arithmetic/00_masked.ipynb #61c07f86
 def clip(x, low=-math.inf, high=math.inf): # x.clamp(low, high), in fewer passes backward; no gradient at the bounds
