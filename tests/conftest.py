@@ -64,7 +64,7 @@ def pytest_configure(config):
     if config.getoption("--write-seconds"): config.pluginmanager.register(Took())
     # once, before workers that would wait for each other's build
     if getattr(config.option, "numprocesses", None) and find_spec("deepspeed"):
-        build = "import torch; from rlblocks.engines.zero import build_ops; build_ops(torch.device('cpu'), 'cpu')"
+        build = "import torch; from rlblocks.engines.compiled import build_ops; build_ops(torch.device('cpu'), 'cpu')"
         subprocess.run([sys.executable, "-c", build], cwd=ROOT)
 
 

@@ -6,13 +6,15 @@ import ctypes
 import gc
 import resource
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import rarely
+from conftest import ROOT, rarely
 from forked import forked, on_ranks
 from resident import export_extra, give_back
 from rlblocks import (Critic, Policy, Scorer, bradley_terry_loss, dpo_loss, kl_k3, masked_mean, masked_sum, merge,
@@ -489,19 +491,38 @@ def compare(ranks, plain):
     return far
 
 
-def test_a_lock_left_by_a_killed_build_is_named(tmp_path, monkeypatch):
-    pytest.importorskip("deepspeed")
-    from rlblocks.engines.zero import build_ops
+HELD = """
+import sys, time
+from pathlib import Path
+from rlblocks.engines.compiled import _build_folder
+with _build_folder(9.) as folder:
+    (folder/"cpu_adam").mkdir(exist_ok=True)
+    (folder/"cpu_adam"/"lock").touch()                # as torch does while it builds
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_build_holds_nobody_up(tmp_path, monkeypatch):
+    "While a process builds, another one waits; once it is killed, what it left is removed."
+    from rlblocks.engines.compiled import _build_folder
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    (tmp_path/"cpu_adam").mkdir()
-    (tmp_path/"cpu_adam"/"lock").touch()
-    with pytest.raises(RuntimeError, match=r"cpu_adam/lock .*delete the file"): build_ops(torch.device("cpu"), "cpu")
+    builder = subprocess.Popen([sys.executable, "-c", HELD], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        lock = Path(builder.stdout.readline().strip())/"cpu_adam"/"lock"
+        with pytest.raises(RuntimeError, match="another process has been building in"), _build_folder(.3): pass
+        assert lock.exists()
+    finally:
+        builder.kill()
+        builder.wait()
+    assert lock.exists()
+    with _build_folder(9.) as folder: assert folder == lock.parent.parent and not lock.exists()
 
 
 def test_a_missing_libaio_is_named_before_anything_is_built(monkeypatch, tmp_path):
     pytest.importorskip("deepspeed")
     from deepspeed.ops.op_builder import AsyncIOBuilder
-    from rlblocks.engines.zero import build_ops
+    from rlblocks.engines.compiled import build_ops
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     # it is there: look away
     if AsyncIOBuilder().is_compatible():
@@ -511,6 +532,6 @@ def test_a_missing_libaio_is_named_before_anything_is_built(monkeypatch, tmp_pat
 
 
 def test_missing_packages_are_named(monkeypatch):
-    from rlblocks.engines.zero import build_ops
+    from rlblocks.engines.compiled import build_ops
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ImportError, match=r"pip install rlblocks\[deepspeed\]"): build_ops(torch.device("cpu"))

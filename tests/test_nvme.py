@@ -49,6 +49,6 @@ def one_rank(rank, world, folder):
 
 def test_states_on_a_disk_are_those_in_memory(tmp_path):
     if why := absent(): pytest.skip(why)
-    from rlblocks.engines.zero import build_ops
+    from rlblocks.engines.compiled import build_ops
     build_ops(torch.device("cpu"), "nvme")
     on_ranks(one_rank, (tmp_path,), 2)

@@ -842,9 +842,10 @@ def closures():
 def test_every_tutorial_obeys_every_law(loop, loss):
     held = check_loss(loss, GIVEN.get(loop))
     assert set(held) >= {*LAWS, "mean"}
-    assert ({"scale", "reinforce"} <= set(held)) == (loop == "grpo" or loss.__name__ == "policy_loss")
+    assert ({"scale", "reinforce"} <= set(held)) == (loop in ("grpo", "async_grpo") or loss.__name__ == "policy_loss")
 
 
 def test_the_tutorials_are_found():
     assert {p.id for p in closures()} >= {"sft:loss", "grpo:loss", "ppo:policy_loss", "ppo:critic_loss", "dpo:loss",
-                                          "kto:loss", "reward_model:loss", "rlhf:policy_loss", "rlhf:critic_loss"}
+                                          "kto:loss", "reward_model:loss", "rlhf:policy_loss", "rlhf:critic_loss",
+                                          "async:loss"}

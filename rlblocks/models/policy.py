@@ -225,8 +225,10 @@ class Policy(Trained):
         tokenizer=None,  # saved beside the weights; None: the one in the model's folder
         engine:EngineSpec|str|None=None, # how weights are held: fsdp2(…), zero(3, …), plain(…), or "fsdp2", "zero3"
         optimizer:OptimizerSpec|Callable|None=None, # adamw(…), muon(…), or (name, parameter) pairs → torch optimizer
-        lr:float=1e-6, frozen:bool=False, # AdamW's learning rate, where no optimizer is given; a reference has none
-        micro_tokens:int=8192, micro_rows:int|None=None, # most tokens and rows a forward pass; a longer row raises
+        lr:float=1e-6,   # AdamW's learning rate, where no optimizer is given
+        frozen:bool=False, # a reference: no optimizer
+        micro_tokens:int=8192,    # most tokens a forward pass; a longer row raises
+        micro_rows:int|None=None, # most rows a forward pass
         pack:bool|None=None, # None: pack rows where a probe finds that they stay separate; True: or raise; False: pad
         device:torch.device|str|None=None, # None: CUDA when there is one
     ):
@@ -234,9 +236,8 @@ class Policy(Trained):
         setup = Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
         given, base = as_pretrained(model), base_of(model)
         module = base.trunk if base else load_policy(given, setup)
-        self.tokenizer = load_tokenizer(given.name, tokenizer)
+        self.tokenizer, self._sent = load_tokenizer(given.name, tokenizer), Deltas()
         reader = Forward(module, value_head_of(module, given.name) if value_head else None, on_lm_head=value_head)
-        self._sent = Deltas()
         self._run, self._view = start("Policy", reader, base, setup, quantized=given.quantization is not None)
 
     def logprobs(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
@@ -278,8 +279,7 @@ class Policy(Trained):
     def weights(self, *, since:int|None=None, dtype:torch.dtype|None=None, adapter:bool=False)->Ticket:
         "A ticket for this version: all weights, an adapter merged; what changed `since` one; or the `adapter` alone."
         if adapter: return adapter_ticket(self._run, self._view, self.logprobs)
-        ticket = ticket_of(self._run, self.logprobs, dtype)
-        return ticket if since is None else self._sent.ticket(ticket, since)
+        return ticket_of(self._run, self.logprobs, dtype, since=since, sent=self._sent)
 
     def save_pretrained(self,
         path, *, # a folder; made if missing

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..data.batch import Batch
-from ..engines.deltas import LowRank, changes_ticket
+from ..engines.deltas import Deltas, LowRank, changes_ticket
 from ..engines.weights import Ticket, probe_ids
 from .adapters import plain_name
 from .forward import Forward
@@ -29,10 +29,14 @@ def ticket_of(
     run:Prepared, # of a policy
     logprobs:Callable[[Batch], Tensor], # the policy's
     dtype:torch.dtype|None=None, # that weights are sent in; None: as they are held
+    *,
+    since:int|None=None, # the receivers' version, where what changed is enough; None: all weights
+    sent:Deltas|None=None, # what was sent last, to compare with
 )->Ticket:
-    "A ticket for all weights, an adapter's merged into a copy."
+    "A ticket for all weights, an adapter's merged into a copy, or for what changed in them."
     ticket = run.model.ticket("trunk.", partial(log_probs_of, logprobs), probe_of(run.module), dtype)
-    return replace(ticket, merged=getattr(run.model.engine, "name", None) is not None)
+    ticket = replace(ticket, merged=getattr(run.model.engine, "name", None) is not None)
+    return ticket if since is None or sent is None else sent.ticket(ticket, since)
 
 def adapter_ticket(
     run:Prepared,
