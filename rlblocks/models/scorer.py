@@ -18,7 +18,6 @@ from ..data.batch import Batch
 from ..engines.base import EngineSpec, engine_of
 from ..engines.optim import OptimizerSpec
 from ..engines.world import world
-from .checks import check_batches, check_jobs, check_scored
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
 from .policy import Trained, base_of, reads_shards, says_instead, start
@@ -100,10 +99,8 @@ class Scorer(Trained):
         *more,         # further (batch, loss) pairs of the same step
     )->dict: # metrics
         "One optimizer step, over as many micro-batches and ranks as it takes. As `Policy.step`."
-        jobs = [(batch, loss), *more]
-        check_jobs("Scorer", jobs)
-        for b, _ in jobs: check_scored("Scorer", b, self.at)
-        return train_step(self._run, jobs, Reading(logprobs=False, rows=self.at is None, after=self.at))
+        reading = Reading(logprobs=False, rows=self.at is None, after=self.at)
+        return train_step(self._run, [(batch, loss), *more], reading)
 
     def state_dict(self, *, full:bool=True)->dict:
         "Weights, optimizer state, version and the measured moments, for `Checkpoint`. All ranks together."
@@ -129,8 +126,6 @@ def raw_scores(
     at:str|None,  # the column of marked tokens; None: the last token
 )->Tensor: # `[B]`, `[B, k]`; with `at` `[B, T]`, `[B, T, k]`, 0 elsewhere
     "Scores as the head gives them, without gradient."
-    check_batches(run.name, [batch])
-    check_scored(run.name, batch, at)
     return compute(run, batch, Reading(logprobs=False, rows=at is None, after=at), "scores")
 
 def measure_moments(
