@@ -15,7 +15,6 @@ from rlblocks import Batch, Buffer, Critic, Policy, Scorer, aggregate, masked_me
 from rlblocks.data.ragged import ragged
 from rlblocks.engines.optim import adamw
 from rlblocks.placement.place import Call
-from rlblocks.models.step import micro_batches
 import tiny
 from tiny import apart, gradients, model, rows
 from torch.testing import assert_close

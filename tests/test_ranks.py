@@ -108,7 +108,8 @@ def test_ranks_agree_with_one_process(tmp_path, world, cut):
 
 
 # -- a part that cannot be read
-ODD = dict(length=(lambda b: b.lengths.fill_(60), "takes 60 tokens"), id=(lambda b: b.tokens.fill_(99), "is 99; the model's"))
+ODD = dict(length=(lambda b: b.lengths.fill_(60), "takes 60 tokens"),
+           id=(lambda b: b.tokens.fill_(99), "is 99; the model's"))
 
 
 def one_odd(rank, ranks, odd):

@@ -136,7 +136,7 @@ def largest(
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     *most, failed = found.tolist()
     if failed:
-        kind = type(error) if type(error) in (ValueError, TypeError) else RuntimeError
+        kind = next((k for k in (ValueError, TypeError) if type(error) is k), RuntimeError)
         all_or_raise(who, error, kind=kind, text=error and f"{error} (rank {rank} of {ranks})")
     return most
 

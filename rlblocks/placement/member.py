@@ -146,13 +146,13 @@ class Member:
 
     def open_store(self, host:str)->int: # its port
         "Where the ranks meet."
-        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self.store = getattr(dist, "TCPStore")(host, 0, is_master=True, wait_for_workers=False)
         return self.store.port
 
     def meet(self, host:str, port:int, seconds:float):
         "Form a world with the other ranks."
         limit = timedelta(seconds=seconds)
-        store = self.store or dist.TCPStore(host, port, is_master=False, timeout=limit)
+        store = self.store or getattr(dist, "TCPStore")(host, port, is_master=False, timeout=limit)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.ranks, timeout=limit)
 

@@ -56,7 +56,7 @@ def is_installed(
 @lru_cache(maxsize=4096)
 def _is_library(file:str)->bool:
     paths = sysconfig.get_paths()
-    roots = [paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], str(Path(torch.__file__).parents[1])]
+    roots = [*(paths[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")), Path(torch.__file__).parents[1]]
     return any(Path(file).resolve().is_relative_to(Path(root).resolve()) for root in roots)
 
 def by_name(
@@ -105,7 +105,8 @@ def pickler_class()->type: # made when it is first needed: Ray is imported then
             return ("function", self.function(obj)) if by_value else None
 
         def reducer_override(self, obj):
-            if isinstance(obj, (FunctionType, type)) and not by_name(obj): self.by_value(obj.__module__)
+            module = getattr(obj, "__module__", None) if isinstance(obj, (FunctionType, type)) else None
+            if module in sys.modules and not is_installed(module): self.by_value(module)
             return super().reducer_override(obj)
 
         def tensor(self, x):
@@ -125,8 +126,7 @@ def pickler_class()->type: # made when it is first needed: Ray is imported then
 
         def by_value(self, module):
             "From now on, cloudpickle sends what this module defines."
-            known = cloudpickle.list_registry_pickle_by_value()
-            if module in sys.modules and module != "__main__" and module not in known:
+            if module != "__main__" and module not in cloudpickle.list_registry_pickle_by_value():
                 cloudpickle.register_pickle_by_value(sys.modules[module])
                 self.modules.append(sys.modules[module])
 
@@ -152,9 +152,10 @@ def _too_large(f, n, limit):
         try: return pack(v).nbytes
         except Exception: return 0
     name, most = max(((k, size(v)) for k, v in captured.items()), key=lambda x: x[1], default=("nothing", 0))
-    return (f"{f.__name__} would travel with {n/1e6:.1f} MB at every call, {limit/1e6:.1f} MB are the most: it captures "
-            f"{name!r}, a {type(captured.get(name)).__name__} of {most/1e6:.1f} MB. What is large goes into the batch as "
-            "a column, or is placed")
+    kind = type(captured.get(name)).__name__
+    return (f"{f.__name__} would travel with {n/1e6:.1f} MB at every call, {limit/1e6:.1f} MB are the most: it "
+            f"captures {name!r}, a {kind} of {most/1e6:.1f} MB. What is large goes into the batch as a column, or is "
+            "placed")
 
 # %% ../../nbs/placement/99_wire.ipynb #44a7f16f
 class Reader:
