@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..data.batch import Batch
 from ..engines.base import EngineSpec, engine_of
 from ..engines.optim import OptimizerSpec
-from .checks import places_at
+from ..engines.sharded import optimizer_of
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
 from .policy import Trained, base_of, reads_shards, says_instead, start
@@ -43,7 +43,7 @@ class Critic(Trained):
         device:torch.device|str|None=None, # None: CUDA when there is one
     ):
         "Load or copy the trunk; it keeps its head, or gets one that starts at zero."
-        setup = Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
+        setup = Setup(lora, engine_of(engine), optimizer_of(optimizer, lr), frozen, micro_tokens, micro_rows, pack, device)
         given, base = as_pretrained(model), base_of(model)
         self.tokenizer = load_tokenizer(given.name, tokenizer)
         bins = stored_bins(given.name) if bins is None else bins
@@ -54,7 +54,7 @@ class Critic(Trained):
 
     def values(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
         "V before each chosen token `[B, T]`, in reward units. ValueError where there is nothing to read."
-        return compute(self._run, places_at("Critic", batch, at), Reading(logprobs=False), "values")
+        return compute(self._run, batch, Reading(logprobs=False), "values", at)
 
     def step(self,
         batch:Batch,   # one optimizer step's rows
