@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ..data.batch import Batch
 from ..engines.base import EngineSpec, engine_of
 from ..engines.optim import OptimizerSpec
-from ..engines.sharded import optimizer_of
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
 from .policy import Trained, base_of, reads_shards, says_instead, start
@@ -43,7 +42,7 @@ class Critic(Trained):
         device:torch.device|str|None=None, # None: CUDA when there is one
     ):
         "Load or copy the trunk; it keeps its head, or gets one that starts at zero."
-        setup = Setup(lora, engine_of(engine), optimizer_of(optimizer, lr), frozen, micro_tokens, micro_rows, pack, device)
+        setup = Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
         given, base = as_pretrained(model), base_of(model)
         self.tokenizer = load_tokenizer(given.name, tokenizer)
         bins = stored_bins(given.name) if bins is None else bins

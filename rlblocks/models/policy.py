@@ -22,7 +22,7 @@ from ..data.batch import Batch
 from ..engines.base import EngineSpec, engine_of
 from ..engines.deltas import Deltas
 from ..engines.optim import OptimizerSpec, adamw
-from ..engines.sharded import has_all_weights, optimizer_of
+from ..engines.sharded import has_all_weights
 from ..engines.weights import Ticket
 from .checks import check_measure
 from .forward import Forward, Reading
@@ -233,7 +233,7 @@ class Policy(Trained):
         device:torch.device|str|None=None, # None: CUDA when there is one
     ):
         "Load or copy the model. TypeError for what is no model, ValueError for what it or its settings cannot do."
-        setup = Setup(lora, engine_of(engine), optimizer_of(optimizer, lr), frozen, micro_tokens, micro_rows, pack, device)
+        setup = Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
         given, base = as_pretrained(model), base_of(model)
         module = base.trunk if base else load_policy(given, setup)
         self.tokenizer, self._sent = load_tokenizer(given.name, tokenizer), Deltas()

@@ -17,7 +17,6 @@ from torch import Tensor
 from ..data.batch import Batch
 from ..engines.base import EngineSpec, engine_of
 from ..engines.optim import OptimizerSpec
-from ..engines.sharded import optimizer_of
 from ..engines.world import world
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
@@ -74,7 +73,7 @@ class Scorer(Trained):
         device:torch.device|str|None=None, # None: CUDA when there is one
     ):
         "Load or copy the trunk; it keeps its head, or gets one that starts at zero."
-        setup = Setup(lora, engine_of(engine), optimizer_of(optimizer, lr), frozen, micro_tokens, micro_rows, pack, device)
+        setup = Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
         given, base, wanted = as_pretrained(model), base_of(model), outputs_of(outputs)
         self.tokenizer = load_tokenizer(given.name, tokenizer)
         head:dict[str, Any] = dict(outputs=wanted.number, bias=wanted.at is not None, lazy=reads_shards(setup))

@@ -26,7 +26,7 @@ from ..engines.base import EngineSpec
 from ..engines.exchanges import Stretch
 from ..engines.guards import Turn
 from ..engines.optim import OptimizerSpec
-from ..engines.sharded import ShardedModel
+from ..engines.sharded import ShardedModel, optimizer_of
 from ..engines.weights import checksum
 from ..engines.world import agree, same_rows
 from .checks import (check_batches, check_jobs, check_loss, check_sampled, check_scored, check_turning,
@@ -46,7 +46,8 @@ class Setup:
     "How a wrapper holds, trains and runs its model: what the constructors of Policy, Critic and Scorer have in common."
     lora:Lora = None           # train an adapter, not the weights; see `lora_config`
     engine:EngineSpec = EngineSpec() # how weights are held and computed
-    optimizer:OptimizerSpec|None = None # how they move; None: AdamW
+    optimizer:OptimizerSpec|Callable|None = None # how they move; None: AdamW …
+    lr:float = 1e-6            # … with this learning rate
     frozen:bool = False        # no optimizer
     micro_tokens:int = 8192    # most tokens (padded: cells) a forward pass; ranks that share rows run them together
     micro_rows:int|None = None # most rows a forward pass
@@ -81,8 +82,8 @@ def prepare(
     for word, n in dict(micro_tokens=setup.micro_tokens, micro_rows=setup.micro_rows).items():
         if n is None or isinstance(n, Integral) and n >= 1: continue
         raise ValueError(f"{name}: {word}={n!r}; a whole number, at least 1, is wanted")
-    model = ShardedModel(module, engine=setup.engine, optimizer=setup.optimizer, frozen=setup.frozen,
-                         device=setup.device)
+    made = optimizer_of(setup.optimizer, setup.lr)
+    model = ShardedModel(module, engine=setup.engine, optimizer=made, frozen=setup.frozen, device=setup.device)
     layout = _layout(name, module, model, setup.pack)
     sizes = int(setup.micro_tokens), setup.micro_rows
     return Prepared(name, module, model, layout, turning(module.trunk), *sizes, Checked())
