@@ -26,7 +26,8 @@ try:
         best_of_n_advantages, best_random_weights, best_worst_weights, group_pass_at_k_advantages,
         pass_at_k_advantages, pf_ppo_weights, resampled_rows,
     )
-    from rlblocks.data.buffer import Buffer, replay_draw
+    from rlblocks.data.buffer import Buffer
+    from rlblocks.data.draws import replay_draw
     from rlblocks.losses.components import components_loss
     from rlblocks.signals.corrections import (
         binary_kl, binary_tv, fresh_mask, geometric_mask, geometric_weights, icepop_weights, k3_mask,
@@ -125,6 +126,7 @@ if TYPE_CHECKING:
     from rlblocks.engines.deltas import delta_apply, delta_encode
     from rlblocks.engines.optim import OptimizerSpec, adamw, adamw_8bit, constant, cosine, linear, muon, wsd
     from rlblocks.engines.published import publish_weights, published_weights
+    from rlblocks.engines.sent import send_weights
     from rlblocks.models.critic import Critic
     from rlblocks.models.loading import pretrained
     from rlblocks.models.policy import Policy
@@ -148,7 +150,7 @@ _LAZY = dict(
     pretrained="models.loading", plain="engines.base", fsdp2="engines.base", zero="engines.base",
     OptimizerSpec="engines.optim", adamw="engines.optim", adamw_8bit="engines.optim", muon="engines.optim",
     delta_apply="engines.deltas", delta_encode="engines.deltas", publish_weights="engines.published",
-    published_weights="engines.published", constant="engines.optim", cosine="engines.optim", linear="engines.optim", wsd="engines.optim",
+    published_weights="engines.published", send_weights="engines.sent", constant="engines.optim", cosine="engines.optim", linear="engines.optim", wsd="engines.optim",
     here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning",
     plan_rollout="placement.budgets", SpmdPool="placement.spmd", step_seconds="placement.budgets")
 
@@ -190,7 +192,7 @@ __all__ = [
     "realigned", "rebel_loss", "refill", "reinforce_loss", "reinforce_pp_advantages", "reinforce_pp_baseline",
     "remax_advantages", "repeated_tokens", "repetition_penalty", "replay_draw", "resampled_rows", "reverse_kl_loss",
     "robust_dpo_loss", "role_advantages", "router_z_loss", "row_costs", "row_max", "row_mean", "row_sum",
-    "safety_loss", "same_shape", "sample_columns", "sapo_loss", "scores_after", "seed_of", "sequence_logprobs",
+    "safety_loss", "same_shape", "sample_columns", "sapo_loss", "scores_after", "seed_of", "send_weights", "sequence_logprobs",
     "sequence_mask", "sequence_ratio", "sequence_weights", "sft_loss", "shared_prefix", "sign_weights",
     "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards",
     "step_seconds", "straight_through", "support_logprobs", "swap_completions", "teacher_mix_weights", "tie_loss",
