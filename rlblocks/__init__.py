@@ -38,6 +38,7 @@ try:
         dft_loss, forward_kl_loss, jsd, jsd_loss, reverse_kl_loss, sft_loss, support_logprobs, uld_loss,
     )
     from rlblocks.data.refill import mixed_groups, refill
+    from rlblocks.data.saved import load_rollouts, save_rollouts, saved_steps
     from rlblocks.signals.groups import (
         bnpo_advantages, cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out,
         lite_ppo_advantages, maxrl_advantages, opo_advantages, optimal_token_baseline, reinforce_pp_baseline,
@@ -178,7 +179,7 @@ __all__ = [
     "implicit_reward_loss", "ipo_loss", "iw_opd_weights", "joint_groups", "js_reward", "jsd", "jsd_loss", "k3_mask",
     "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later",
     "ld_logprobs", "leave_one_out", "length_adaptive_lam", "linear", "linear_logprobs", "linear_measured",
-    "lite_ppo_advantages", "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean", "masked_std",
+    "lite_ppo_advantages", "load_rollouts", "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean", "masked_std",
     "masked_sum", "math_reward", "maxrl_advantages", "mean_of", "merge", "micro_batch_count", "minillm_advantages",
     "mismatch_metrics", "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss", "muon",
     "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out",
@@ -192,7 +193,7 @@ __all__ = [
     "realigned", "rebel_loss", "refill", "reinforce_loss", "reinforce_pp_advantages", "reinforce_pp_baseline",
     "remax_advantages", "repeated_tokens", "repetition_penalty", "replay_draw", "resampled_rows", "reverse_kl_loss",
     "robust_dpo_loss", "role_advantages", "router_z_loss", "row_costs", "row_max", "row_mean", "row_sum",
-    "safety_loss", "same_shape", "sample_columns", "sapo_loss", "scores_after", "seed_of", "send_weights", "sequence_logprobs",
+    "safety_loss", "same_shape", "sample_columns", "sapo_loss", "save_rollouts", "saved_steps", "scores_after", "seed_of", "send_weights", "sequence_logprobs",
     "sequence_mask", "sequence_ratio", "sequence_weights", "sft_loss", "shared_prefix", "sign_weights",
     "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards",
     "step_seconds", "straight_through", "support_logprobs", "swap_completions", "teacher_mix_weights", "tie_loss",

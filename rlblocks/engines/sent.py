@@ -163,7 +163,7 @@ def send_weights(
 
 def _sent(store:Any, made:Iterable, way:Wire)->int: # bytes
     "All buckets to all readers. An error is left in the store for those that read on."
-    n = n_bytes = 0
+    n, n_bytes, error = 0, 0, None
     try:
         group = gloo_group(store, 0, way.readers + 1, way.host, way.timeout)
         for bucket in made:
@@ -174,11 +174,11 @@ def _sent(store:Any, made:Iterable, way:Wire)->int: # bytes
             del bucket
         store.set(f"bucket/{n}", "{}")
         store.wait([f"done/{r + 1}" for r in range(way.readers)], timedelta(seconds=way.timeout))
-    except BaseException as e:
-        with suppress(Exception): store.set(f"bucket/{n}", json.dumps(dict(error=f"{type(e).__name__}: {e}")))
-        raise RuntimeError(f"send_weights: {_came(store)} of {way.readers} readers have come, and not all have "
-                           f"everything; {way.timeout:g} s are allowed for each wait: {e}") from e
-    return n_bytes
+    except Exception as e: error = f"{type(e).__name__}: {e}"      # not the error itself: it would keep the group alive
+    if error is None: return n_bytes
+    with suppress(RuntimeError): store.set(f"bucket/{n}", json.dumps(dict(error=error)))
+    raise RuntimeError(f"send_weights: {_came(store)} of {way.readers} readers have come, and not all have everything; "
+                       f"{way.timeout:g} s are allowed for each wait: {error}")
 
 def _tensors(bucket)->Iterator[Tensor]:
     for name, x in bucket.items():
