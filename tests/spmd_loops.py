@@ -253,6 +253,11 @@ def stopped(pool, folder):
 
 
 
+def loops_on_rank(rank, ranks, folder):
+    "The loops alone."
+    with SpmdPool(timeout=300.) as pool: torch.save(tutorials(pool), folder/f"{pool.rank}.pt")
+
+
 def on_rank(rank, ranks, folder):
     "All of it, on a rank of a pool."
     with SpmdPool(timeout=300.) as pool:

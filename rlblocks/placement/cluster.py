@@ -32,8 +32,8 @@ def connect(cluster:Cluster):
     "Connect to it, unless this process is connected already. RuntimeError for one without a token."
     try: import ray
     except ImportError as e:
-        raise ImportError("RayPool needs Ray: pip install 'rlblocks[ray]'; SpmdPool() under torchrun runs the same loop "
-                          "without it") from e
+        raise ImportError("RayPool needs Ray: pip install 'rlblocks[ray]'; SpmdPool() under torchrun runs the same "
+                          "loop without it") from e
     mine = not ray.is_initialized()
     if mine: ray.init(address=cluster.address, **cluster.options)
     try: check_token(cluster)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Rank', 'Crew', 'muster', 'launch', 'dismiss', 'check_together', 'Asked', 'Pending', 'remember', 'hear', 'done',
-           'gather', 'wait_for', 'noted', 'error_of', 'died', 'in_words', 'revive', 'report']
+           'gather', 'wait_for', 'noted', 'error_of', 'died', 'those', 'revive', 'report']
 
 # %% ../../nbs/placement/99c_crew.ipynb #70b7409e
 import builtins
@@ -188,10 +188,10 @@ def gather(crew:Crew, asked:Asked)->dict[int, Any]: # rank → what it said; Non
     bad, silent = [r for r, x in answers.items() if not x.ok], sorted(asked.refs.keys() - answers.keys() - lost.keys())
     if lost: error = RankLost(died(crew, asked, *min(lost.items())))
     elif bad: error = error_of(crew, asked, min(bad), answers[min(bad)])
-    elif silent: error = TimeoutError(f"{asked.who}: {in_words(crew, silent)} did not answer within {crew.timeout:g} s")
+    elif silent: error = TimeoutError(f"{asked.who}: no answer within {crew.timeout:g} s from {those(crew, silent)}")
     else: return {r: crew.reader.read(answers[r].wire) for r in sorted(answers)}
     if silent and (lost or bad):
-        error.add_note(f"{in_words(crew, silent)} did not answer within {crew.grace:g} s more; the pool is given up")
+        error.add_note(f"no answer within {crew.grace:g} s more from {those(crew, silent)}; the pool is given up")
     if lost or silent: crew.broken = crew.broken or str(error).splitlines()[0]
     raise error
 
@@ -234,7 +234,7 @@ def died(crew:Crew, asked:Asked, r:int, why:str)->str:
     return (f"{asked.who}: {rank} of {len(crew.ranks)} in pool {crew.name!r}{replica}, died; {held}. "
             f"{' '.join(why.split())}{log_tail(rank.pid)}")
 
-def in_words(crew:Crew, numbers:list[int])->str:
+def those(crew:Crew, numbers:list[int])->str:
     "Ranks, for a message."
     return ", ".join(str(crew.ranks[r]) for r in numbers)
 
