@@ -1,4 +1,4 @@
-"""Rows of several turns: what was sampled is what is trained on, whatever a tool said in between (LAWS 4, 6, 23, 29)."""
+"""Rows of several turns: what was sampled is what is trained on, whatever a tool said between (LAWS 4, 6, 23, 29)."""
 import pytest
 import torch
 from conftest import vllm_python
@@ -143,7 +143,7 @@ def test_credit_crosses_what_a_tool_said(rollout):
     mask = torch.tensor([[False, True, True, True]])
     plain, _ = gae(rewards, values, mask, gamma=.9, lam=.5)
     for k in (1, 7, 50):
-        wide = lambda x: torch.cat([x[:, :2], torch.zeros(1, k, dtype=x.dtype), x[:, 2:]], 1)
+        wide = lambda x, k=k: torch.cat([x[:, :2], torch.zeros(1, k, dtype=x.dtype), x[:, 2:]], 1)
         crossed, _ = gae(wide(rewards), wide(values), wide(mask), gamma=.9, lam=.5)
         assert torch.equal(torch.cat([crossed[:, :2], crossed[:, 2+k:]], 1), plain)
 

@@ -126,7 +126,8 @@ def replies_of(
     if not isinstance(replies, (list, tuple)) or len(replies) != len(rows):
         n = len(replies) if hasattr(replies, "__len__") else f"a {type(replies).__name__}"
         raise ValueError(f"extend: ids are {n}, rows are {len(rows)}; a list with the ids (or None) of each row is "
-                         "wanted. Under a pool rows are cut and a list is not: rows['reply'] = ids, extend(rows, 'reply')")
+                         "wanted. Under a pool rows are cut and a list is not: rows['reply'] = ids, "
+                         "extend(rows, 'reply')")
     return [None if x is None else torch.as_tensor(x, dtype=torch.long).reshape(-1) for x in replies]
 
 def check_turns(
