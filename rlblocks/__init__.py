@@ -85,9 +85,8 @@ try:
     from rlblocks.data.demonstrations import Demonstrations
     from rlblocks.data.prompts import Prompts
     from rlblocks.data.ragged import Ragged, from_arrow, to_arrow
-    from rlblocks.data.renderers import (
-        ChatRenderer, Renderer, Response, TextRenderer, check_renderer, read_response, renderer_of,
-    )
+    from rlblocks.data.renderer_checks import check_renderer
+    from rlblocks.data.renderers import ChatRenderer, Renderer, Response, TextRenderer, read_response, renderer_of
     from rlblocks.losses.answer_ratio import (
         gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, sequence_ratio, topr_loss, vespo_loss,
     )

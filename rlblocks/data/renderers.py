@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Message', 'Renderer', 'Response', 'read_response', 'message_of', 'ChatRenderer', 'rewritten', 'TextRenderer',
-           'renderer_of', 'next_ids', 'check_renderer']
+           'renderer_of', 'next_ids']
 
 # %% ../../nbs/data/48a_renderers.ipynb #1570720e
 import json
@@ -290,64 +290,3 @@ def next_ids(
     made = getattr(made, "token_ids", made)
     row = [*asked, *said]
     return None if made is None or list(made[:len(row)]) != row else list(made[len(row):])
-
-# %% ../../nbs/data/48a_renderers.ipynb #0f05a422
-def check_renderer(
-    renderer:Renderer,
-)->dict[str, bool|None]: # by what was checked; None: the template refuses it
-    "What a renderer keeps."
-    user, more = dict(role="user", content="What is 1 + 1?"), dict(role="user", content="Are you sure?")
-    said = dict(role="assistant", content="It is 2.")
-    call = dict(id="call_0", type="function", function=dict(name="add", arguments=dict(a=1, b=1)))
-    calls, tool = dict(said, tool_calls=[call]), dict(role="tool", name="add", tool_call_id="call_0", content="2")
-    thought = dict(said, reasoning_content="One more than 1.")
-    checks = dict(prefix=lambda: keeps_prefix(renderer, [user, said], more),
-                  tools=lambda: keeps_prefix(renderer, [user, calls], tool),
-                  thinking=lambda: keeps_prefix(renderer, [user, thought], more),
-                  opens=lambda: own_turn(renderer, user, said) is not None,
-                  said=lambda: _says(renderer, user, said), stops=lambda: _stops(renderer, user, said),
-                  bridges=lambda: _bridges(renderer, user, said, more))
-    return {name: _outcome(check) for name, check in checks.items()}
-
-def _outcome(check)->bool|None:
-    try: return bool(check())
-    except Exception: return None       # a template raises what it likes
-
-# %% ../../nbs/data/48a_renderers.ipynb #f237a81b
-def keeps_prefix(
-    renderer:Renderer,
-    messages:Sequence[Message],
-    new:Message,
-)->bool:
-    "Whether a conversation's ids begin those of a longer one."
-    short, long = renderer.render_ids(messages), renderer.render_ids([*messages, new], add_generation_prompt=True)
-    return list(long[:len(short)]) == list(short)
-
-def own_turn(
-    renderer:Renderer,
-    user:Message,
-    said:Message,
-)->list[int]|None: # None: the opening is no prefix of the turn
-    "An assistant's ids in a conversation."
-    opened, ids = renderer.render_ids([user], add_generation_prompt=True), renderer.render_ids([user, said])
-    return list(ids[len(opened):]) if list(ids[:len(opened)]) == list(opened) else None
-
-def _sampled(renderer, user, said):
-    "Its ids up to the one that ends its turn."
-    own, stop = own_turn(renderer, user, said) or [], set(renderer.get_stop_token_ids())
-    ends = [i for i, x in enumerate(own) if x in stop]
-    return own[:ends[0] + 1] if ends else own
-
-def _says(renderer, user, said):
-    return renderer.parse_response(_sampled(renderer, user, said)).content.strip() == said["content"]
-
-def _stops(renderer, user, said):
-    stop = set(renderer.get_stop_token_ids())
-    return not stop or bool(stop & set(own_turn(renderer, user, said) or []))
-
-def _bridges(renderer, user, said, more):
-    asked = list(renderer.render_ids([user], add_generation_prompt=True))
-    own = _sampled(renderer, user, said)
-    new = next_ids(renderer, [user, said], asked, own, [more])
-    whole = list(renderer.render_ids([user, said, more], add_generation_prompt=True))
-    return new is not None and asked + own + new == whole
