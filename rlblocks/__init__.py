@@ -138,6 +138,7 @@ if TYPE_CHECKING:
     from rlblocks.rollout.flight import Flight
     from rlblocks.rollout.graders import Grader, best_rows, math_reward
     from rlblocks.rollout.rollout import Rollout
+    from rlblocks.rollout.samplers import vllm
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(
@@ -150,7 +151,7 @@ _LAZY = dict(
     delta_apply="engines.deltas", delta_encode="engines.deltas", publish_weights="engines.published",
     published_weights="engines.published", constant="engines.optim", cosine="engines.optim", linear="engines.optim", wsd="engines.optim",
     here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning",
-    plan_rollout="placement.budgets", SpmdPool="placement.spmd", step_seconds="placement.budgets")
+    plan_rollout="placement.budgets", SpmdPool="placement.spmd", step_seconds="placement.budgets", vllm="rollout.samplers")
 
 __all__ = [
     "Batch", "Buffer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "Feedback", "Flight", "Grader",
@@ -196,7 +197,7 @@ __all__ = [
     "step_seconds", "straight_through", "support_logprobs", "swap_completions", "teacher_mix_weights", "tie_loss",
     "to_arrow", "token_covariance", "token_logprobs", "token_mask", "topr_loss", "tpo_loss", "trajectory_returns",
     "truncated_weights", "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack",
-    "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vine_advantages", "vtrace",
+    "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vine_advantages", "vllm", "vtrace",
     "weighted_scores", "whiten", "within", "without_truncated", "without_unscored", "wpo_weights", "writable",
     "wsd", "xpo_loss", "zero",
 ]

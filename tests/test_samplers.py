@@ -1,5 +1,6 @@
 "What every engine behind `Rollout` keeps: one suite, run on each engine that is there."
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from rlblocks.rollout.controls import penalties
 from rlblocks.rollout.hf import Hf
 from rlblocks.rollout.processes import Child, child_environment
 from rlblocks.rollout.samplers import Request, Sampler, Sampling, complete, sample_seeds, vllm
+from rlblocks.rollout.structure import Structures
 from rlblocks.rollout.vllm_sampler import Vllm, to_samples
-from tiny import model, tokenizer
+from tiny import model, speller, tokenizer
 
 WIDE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128) # heads of 32
 PROMPTS = ((5, 9, 3, 7), (4, 8), (11, 6, 5, 4, 3, 2, 9))
@@ -161,6 +163,47 @@ def test_logprobs_are_those_of_the_distribution(sampler, T, how):
             for row, ids in zip(inside, c.support, strict=True): row[ids[ids >= 0].long()] = True
             z = z.masked_fill(~inside, -torch.inf)
         assert (z.log_softmax(-1).gather(1, c.tokens[:, None])[:, 0] - c.logprobs).abs().max() < 1e-4
+
+
+FORMS = ["-?[1-9][0-9]{0,2}", "(yes|no|12+)", dict(type="object", required=["a", "b"], properties=dict(
+    a=dict(type="boolean"), b=dict(enum=[1, 12, "no"])))]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("T, how", [(.6, {}), (1.3, {}), (1., dict(top_k=3)), (1., dict(top_p=.8))], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_structured_text_is_drawn_from_what_the_structure_allows(sampler, form, T, how):
+    "The same on every engine: the ids that some text goes on with are the support, and log-probs are over it."
+    words, net, how = speller(), sharp().eval(), Sampling(temperature=T, **how)
+    made = Structures(words, torch.tensor([1]), 32).of(form)
+    whole = how if how.confined else replace(how, top_k=64)
+    answers = complete(sampler, asked(n=8, S=24, how=whole, stop=(1,), structure=made))
+    for r, c in zip([r for r in asked() for _ in range(8)], answers, strict=True):
+        ids, text = c.tokens.tolist(), words.decode(c.tokens, skip_special_tokens=True)
+        assert (c.reason == "stop") == (ids[-1] == 1) and (c.reason == "length" or re.fullmatch(made.pattern, text))
+        z, state = net(torch.cat([r.ids, c.tokens])[None]).logits[0, len(r.ids)-1:-1]/T, made.index.get_initial_state()
+        for n, i in enumerate(ids):
+            kept = {int(x) for x in c.support[n] if x >= 0}
+            allowed = set(made.index.get_allowed_tokens(state))
+            assert i in kept <= allowed and (how.confined or kept == allowed)
+            inside = torch.full_like(z[n], -torch.inf).index_fill(0, torch.tensor(sorted(kept)), 0.)
+            assert ((z[n] + inside).log_softmax(-1)[i] - c.logprobs[n]).abs() < 1e-4
+            state = made.index.get_next_state(state, i)
+    assert len({tuple(c.tokens.tolist()) for c in answers}) > 3
+
+
+@torch.no_grad()
+def test_a_structure_confines_greedy_rows_and_goes_beside_others(sampler):
+    "In one batch: rows that it confines, rows without it, rows under penalties."
+    made, free = Structures(speller(), torch.tensor([1]), 32).of("(yes|no)"), asked(n=2)
+    greedy = complete(sampler, asked(n=1, how=Sampling(0.), stop=(1,), structure=made))
+    assert {speller().decode(c.tokens, skip_special_tokens=True) for c in greedy} <= {"yes", "no"}
+    by = penalties(presence=5.)
+    mixed = [replace(r, key=r.key + 10, structure=made, penalties=p, stop=(1,))
+             for r, p in zip(free, (None, by, None), strict=True)]
+    alone, both = said(complete(sampler, free)), complete(sampler, free + mixed)
+    assert said(both[:6]) == alone
+    assert {speller().decode(c.tokens, skip_special_tokens=True) for c in both[6:]} <= {"yes", "no"}
 
 
 def test_experts_that_an_engine_cannot_say_are_refused(sampler):

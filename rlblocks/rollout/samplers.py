@@ -22,6 +22,7 @@ from ..data.columns import seed_of
 from ..engines.weights import Manifest, Ticket
 from .controls import Penalties
 from .decoding import MAX_SUPPORT
+from .structure import Structure
 
 # %% ../../nbs/rollout/82_samplers.ipynb #2280be42
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Request:
     strings:tuple[str, ...]=()       # so does the token that completes one of these
     penalties:Penalties|None=None    # its bad words are ids
     experts:bool=False               # note where a mixture sends each token
+    structure:Structure|None=None    # what its text matches
 
 @dataclass(frozen=True, eq=False)
 class Completion:
