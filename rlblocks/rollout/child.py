@@ -214,7 +214,8 @@ def _add(
         params = SamplingParams(**settings, output_kind=kind)
         if extras.bad_words: params._bad_words_token_ids = [list(w) for w in extras.bad_words]
         if extras.pattern is not None:
-            params.structured_outputs = StructuredOutputsParams(regex=extras.pattern, _backend="outlines")
+            form = params.structured_outputs = StructuredOutputsParams(regex=extras.pattern)
+            form._backend = "outlines"
         server.engine.add_request(name, dict(prompt_token_ids=ids, cache_salt=salt), params, lora_request=server.slot)
         server.names.add(name)
         server.kept[name], server.marks[name] = settings["logprobs"], [(0, server.version)]
@@ -345,6 +346,5 @@ def serve_trainer(
 ):
     "The program."
     key = sys.stdin.buffer.read()
-    server = Server(Client(address, family="AF_UNIX", authkey=key))
-    server.serve()
+    Server(Client(address, family="AF_UNIX", authkey=key)).serve()
     os._exit(0)

@@ -27,8 +27,9 @@ from .controls import Penalties, banned_ids
 from .decoding import MAX_SUPPORT
 from .hf import Hf
 from .rows import check_prompts, check_room, split_stop, stop_ids, texts, to_requests, to_rows
-from .samplers import Completion, Line, Lines, Request, Sampler, VllmSpec
+from .samplers import Completion, Line, Lines, Request, Sampler, SglangSpec, VllmSpec
 from .samplers import Sampling, answered, check_ready, check_sampling
+from .sglang_sampler import Sglang
 from .structure import Structure, Structures, wide_state
 from .vllm_sampler import Vllm
 
@@ -96,9 +97,9 @@ def requests_of(
 )->list[Request]: # see `Rollout.generate`
     "One a prompt, checked."
     how, n, S = _request(rollout, temperature, group_size, max_tokens)
-    more = _check_request(rollout, prompts, S, penalties)
-    if structure is not None: how, more["structure"] = check_structure(rollout, structure, how, penalties)
-    return to_requests(prompts, n, seed, S, how, rollout.stop, experts=experts, **more)
+    more, form = _check_request(rollout, prompts, S, penalties), None
+    if structure is not None: how, form = check_structure(rollout, structure, how, penalties)
+    return to_requests(prompts, n, seed, S, how, rollout.stop, experts=experts, structure=form, **more)
 
 # %% ../../nbs/rollout/87_rollout.ipynb #8c1c5b1d
 @locked
@@ -143,7 +144,7 @@ class Rollout:
     def __init__(self,
         model,                 # name, folder, nn.Module (copied) or a callable that makes one
         *,
-        engine:str|VllmSpec="hf", # "hf": the model's own forward pass; "vllm", or `vllm(…)` with its settings
+        engine:str|VllmSpec|SglangSpec="hf", # "hf": the model's own forward pass; "vllm", "sglang", `vllm(…)`, …
         max_tokens:int=256,    # most new tokens a row
         temperature:float=1.0, # 0 = greedy
         top_p:float=1.0,       # nucleus; below 1 the rows carry their `support`, at most the 64 likeliest ids a token
@@ -217,7 +218,7 @@ class Rollout:
 # %% ../../nbs/rollout/87_rollout.ipynb #7df82abd
 def new_sampler(
     model,          # as `Rollout` takes it
-    engine:str|VllmSpec,
+    engine:str|VllmSpec|SglangSpec,
     dtype,          # of the weights; None: as the model comes
     device,         # None: CUDA when there is one
     max_rows:int,   # most samples side by side
@@ -231,8 +232,10 @@ def new_sampler(
     if engine == "hf": return Hf(model, device=device_of(device, "Rollout"), **how)
     spec = VllmSpec() if engine == "vllm" else engine
     if isinstance(spec, VllmSpec): return Vllm(model, spec=spec, **how)
+    spec = SglangSpec() if engine == "sglang" else engine
+    if isinstance(spec, SglangSpec): return Sglang(model, spec=spec, **how)
     raise ValueError(f"Rollout: engine={engine!r} is not in this version; leave it out, or say 'hf' (the model's own "
-                     "forward pass) or 'vllm'")
+                     "forward pass), 'vllm' or 'sglang'")
 
 def _request(rollout, temperature, group_size, max_tokens):
     "Sampling numbers, group size and new tokens of a request, checked; what it leaves out is the engine's."
@@ -272,9 +275,10 @@ def check_structure(
     if how.confined or not how.temperature or penalties is not None: return how, made
     if wide := wide_state(made):
         ids, n = wide
-        raise ValueError(f"generate: structure {made.pattern!r} allows {n} ids after "
-                         f"{rollout.tokenizer.decode(ids)!r}, and {MAX_SUPPORT} can travel with a token; narrow it, or "
-                         f"sample with Rollout(…, top_k={MAX_SUPPORT}), which keeps the likeliest of them")
+        text = rollout.structures.tokenizer.decode(ids)
+        raise ValueError(f"generate: structure {made.pattern!r} allows {n} ids after {text!r}, and {MAX_SUPPORT} can "
+                         f"travel with a token; narrow it, or sample with Rollout(…, top_k={MAX_SUPPORT}), which keeps "
+                         "the likeliest of them")
     return replace(how, top_k=MAX_SUPPORT), made
 
 def _check_request(rollout, prompts, max_tokens, penalties):

@@ -93,7 +93,7 @@ class Structures:
             raise ValueError("generate: structure needs an id that ends rows; Rollout(…, stop=…), or a tokenizer with "
                              "an eos_token")
         own = getattr(self.tokenizer, "eos_token_id", None)
-        return own if own in self.stop else min(self.stop)
+        return int(own) if own is not None and own in self.stop else min(self.stop)
 
     def _words(self, end):
         "What ids say, but for the one that ends rows."
