@@ -221,7 +221,7 @@ def test_a_structure_confines_greedy_rows_and_goes_beside_others(sampler):
     if refuses(sampler, "structure", structure=made): return
     greedy = complete(sampler, asked(n=1, how=Sampling(0.), stop=(1,), structure=made))
     assert {speller().decode(c.tokens, skip_special_tokens=True) for c in greedy} <= {"yes", "no"}
-    by = penalties(presence=5.)
+    by = penalties(presence=2.)
     mixed = [replace(r, key=r.key + 10, structure=made, penalties=p, stop=(1,))
              for r, p in zip(free, (None, by, None), strict=True)]
     alone, both = said(complete(sampler, free)), complete(sampler, free + mixed)

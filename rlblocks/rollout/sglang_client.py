@@ -162,7 +162,7 @@ def check_scale(
     "RuntimeError where log-probs are not of the logits over the temperature."
     def between(T): # of the likeliest two ids
         params = dict(max_new_tokens=1, temperature=T, top_k=-1, top_p=1., min_p=0., ignore_eos=True)
-        said = client.ask("/generate", dict(input_ids=[0], sampling_params=params, return_logprob=True,
+        said = client.ask("/generate", dict(input_ids=[1, 2, 3], sampling_params=params, return_logprob=True,
                                             top_logprobs_num=8))
         top = said["meta_info"]["output_top_logprobs"][0]
         return top[0][0] - top[-1][0]
