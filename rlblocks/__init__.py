@@ -26,7 +26,8 @@ try:
         best_of_n_advantages, best_random_weights, best_worst_weights, group_pass_at_k_advantages,
         pass_at_k_advantages, pf_ppo_weights, resampled_rows,
     )
-    from rlblocks.data.buffer import Buffer, replay_draw
+    from rlblocks.data.buffer import Buffer
+    from rlblocks.data.draws import replay_draw
     from rlblocks.losses.components import components_loss
     from rlblocks.signals.corrections import (
         binary_kl, binary_tv, fresh_mask, geometric_mask, geometric_weights, icepop_weights, k3_mask,
@@ -37,6 +38,7 @@ try:
         dft_loss, forward_kl_loss, jsd, jsd_loss, reverse_kl_loss, sft_loss, support_logprobs, uld_loss,
     )
     from rlblocks.data.refill import mixed_groups, refill
+    from rlblocks.data.saved import load_rollouts, save_rollouts, saved_steps
     from rlblocks.signals.groups import (
         bnpo_advantages, cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out,
         lite_ppo_advantages, maxrl_advantages, opo_advantages, optimal_token_baseline, reinforce_pp_baseline,
@@ -125,6 +127,7 @@ if TYPE_CHECKING:
     from rlblocks.engines.deltas import delta_apply, delta_encode
     from rlblocks.engines.optim import OptimizerSpec, adamw, adamw_8bit, constant, cosine, linear, muon, wsd
     from rlblocks.engines.published import publish_weights, published_weights
+    from rlblocks.engines.sent import send_weights
     from rlblocks.models.critic import Critic
     from rlblocks.models.loading import pretrained
     from rlblocks.models.policy import Policy
@@ -149,7 +152,7 @@ _LAZY = dict(
     pretrained="models.loading", plain="engines.base", fsdp2="engines.base", zero="engines.base",
     OptimizerSpec="engines.optim", adamw="engines.optim", adamw_8bit="engines.optim", muon="engines.optim",
     delta_apply="engines.deltas", delta_encode="engines.deltas", publish_weights="engines.published",
-    published_weights="engines.published", constant="engines.optim", cosine="engines.optim", linear="engines.optim", wsd="engines.optim",
+    published_weights="engines.published", send_weights="engines.sent", constant="engines.optim", cosine="engines.optim", linear="engines.optim", wsd="engines.optim",
     here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning",
     plan_rollout="placement.budgets", SpmdPool="placement.spmd", step_seconds="placement.budgets",
     sglang="rollout.samplers", vllm="rollout.samplers")
@@ -178,7 +181,7 @@ __all__ = [
     "implicit_reward_loss", "ipo_loss", "iw_opd_weights", "joint_groups", "js_reward", "jsd", "jsd_loss", "k3_mask",
     "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later",
     "ld_logprobs", "leave_one_out", "length_adaptive_lam", "linear", "linear_logprobs", "linear_measured",
-    "lite_ppo_advantages", "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean", "masked_std",
+    "lite_ppo_advantages", "load_rollouts", "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean", "masked_std",
     "masked_sum", "math_reward", "maxrl_advantages", "mean_of", "merge", "micro_batch_count", "minillm_advantages",
     "mismatch_metrics", "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss", "muon",
     "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out",
@@ -192,7 +195,7 @@ __all__ = [
     "realigned", "rebel_loss", "refill", "reinforce_loss", "reinforce_pp_advantages", "reinforce_pp_baseline",
     "remax_advantages", "repeated_tokens", "repetition_penalty", "replay_draw", "resampled_rows", "reverse_kl_loss",
     "robust_dpo_loss", "role_advantages", "router_z_loss", "row_costs", "row_max", "row_mean", "row_sum",
-    "safety_loss", "same_shape", "sample_columns", "sapo_loss", "scores_after", "seed_of", "sequence_logprobs",
+    "safety_loss", "same_shape", "sample_columns", "sapo_loss", "save_rollouts", "saved_steps", "scores_after", "seed_of", "send_weights", "sequence_logprobs",
     "sequence_mask", "sequence_ratio", "sequence_weights", "sft_loss", "sglang", "shared_prefix", "sign_weights",
     "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards",
     "step_seconds", "straight_through", "support_logprobs", "swap_completions", "teacher_mix_weights", "tie_loss",

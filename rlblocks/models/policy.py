@@ -24,7 +24,7 @@ from ..engines.deltas import Deltas
 from ..engines.optim import OptimizerSpec, adamw
 from ..engines.sharded import has_all_weights
 from ..engines.weights import Ticket
-from .checks import check_measure, places_at
+from .checks import check_measure
 from .forward import Forward, Reading
 from .head import Head, as_head
 from .loading import Pretrained, as_pretrained, load_module, load_quantized, load_tokenizer
@@ -242,19 +242,19 @@ class Policy(Trained):
 
     def logprobs(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
         "log π(token | what came before it) `[B, T]`, in nats, at the chosen tokens, under how they were sampled."
-        return compute(self._run, places_at("Policy", batch, at), Reading(), "logprobs")
+        return compute(self._run, batch, Reading(), "logprobs", at)
 
     def values(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
         "V before each chosen token `[B, T]`, by the value head. ValueError without `value_head=True`."
-        return compute(with_value_head(self._run), places_at("Policy", batch, at), Reading(), "values")
+        return compute(with_value_head(self._run), batch, Reading(), "values", at)
 
     def measure(self, batch:Batch, f:Callable, *, at:Tensor|str|None=None)->Tensor:
         "What `f` makes of the distribution each chosen token was sampled from, `[B, T, …]`, a few logits at a time."
-        return compute(self._run, places_at("Policy", batch, at), Reading(measure=f), "measured")
+        return compute(self._run, batch, Reading(measure=f), "measured", at)
 
     def hidden(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
         "What enters the output layer where each chosen token is predicted, `[B, T, H]`, in the model's precision."
-        return compute(self._run, places_at("Policy", batch, at), Reading(hidden=True), "hidden")
+        return compute(self._run, batch, Reading(hidden=True), "hidden", at)
 
     def head(self)->Head:
         "The output layer as it is now, see `head_now`: makes logits of `hidden`, anywhere. All ranks together."
@@ -336,8 +336,8 @@ def expert_counts(
     Over all rows, counts.sum(0)/batch.lengths.sum() is the load that `moe_balance_loss` wants. ValueError for a router
     that picks by more than its scores without saying what (see `picked`)."""
     if top_k is None:
-        return compute(run, batch, Reading(hidden=True, routers="experts"), "experts", lambda x, part: x.sum(1))
+        return compute(run, batch, Reading(hidden=True, routers="experts"), "experts", by_row=lambda x, part: x.sum(1))
     def hits(x, part):
         real = torch.arange(x.shape[1], device=x.device) < part.lengths.to(x.device)[:, None]
         return expert_hits(x, real, top_k=top_k)
-    return compute(run, batch, Reading(hidden=True, routers="scores"), "router_logits", hits)
+    return compute(run, batch, Reading(hidden=True, routers="scores"), "router_logits", by_row=hits)
