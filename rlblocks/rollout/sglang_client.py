@@ -160,14 +160,16 @@ def check_scale(
     client:Client,
 ):
     "RuntimeError where log-probs are not of the logits over the temperature."
-    def between(T): # of the likeliest two ids
-        params = dict(max_new_tokens=1, temperature=T, top_k=-1, top_p=1., min_p=0., ignore_eos=True)
-        said = client.ask("/generate", dict(input_ids=[1, 2, 3], sampling_params=params, return_logprob=True,
-                                            top_logprobs_num=8))
-        top = said["meta_info"]["output_top_logprobs"][0]
-        return top[0][0] - top[-1][0]
-    one, half = between(1.), between(.5)
+    one, half = _spread(client, 1.), _spread(client, .5)
     if half < 1.5*one:
         raise RuntimeError("Rollout: the server's log-probs are not of the distribution that it samples from: between "
                            f"two ids they differ by {one:.3g} at temperature 1 and by {half:.3g} at 0.5, where twice "
                            "as much is due; start it without RETURN_ORIGINAL_LOGPROB")
+
+def _spread(client, T):
+    "How far apart the log-probs of the first and the eighth id are."
+    params = dict(max_new_tokens=1, temperature=T, top_k=-1, top_p=1., min_p=0., ignore_eos=True)
+    said = client.ask("/generate", dict(input_ids=[1, 2, 3], sampling_params=params, return_logprob=True,
+                                        top_logprobs_num=8))
+    top = said["meta_info"]["output_top_logprobs"][0]
+    return top[0][0] - top[-1][0]

@@ -102,6 +102,7 @@ class Structures:
         inside = {text: [i for i in ids if i < most and i != end] for text, ids in id_bytes(self.tokenizer).items()}
         return {text: ids for text, ids in inside.items() if ids}
 
+# %% ../../nbs/rollout/81c_structure.ipynb #65ea89cc
 def pattern_of(
     structure:str|Mapping, # a regular expression, or a JSON schema
 )->str:
