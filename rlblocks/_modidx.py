@@ -2938,6 +2938,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'rlblocks/rollout/sglang_client.py'),
                                                 'rlblocks.rollout.sglang_client.Client._new': ( 'rollout/sglang_client.html#client._new',
                                                                                                 'rlblocks/rollout/sglang_client.py'),
+                                                'rlblocks.rollout.sglang_client.Client.arrivals': ( 'rollout/sglang_client.html#client.arrivals',
+                                                                                                    'rlblocks/rollout/sglang_client.py'),
                                                 'rlblocks.rollout.sglang_client.Client.ask': ( 'rollout/sglang_client.html#client.ask',
                                                                                                'rlblocks/rollout/sglang_client.py'),
                                                 'rlblocks.rollout.sglang_client.Client.close': ( 'rollout/sglang_client.html#client.close',

@@ -10,7 +10,7 @@ import asyncio
 import math
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -137,6 +137,15 @@ class Client:
         try: return self.answers.get(timeout=max(seconds, 0.)) if seconds > 0 else self.answers.get_nowait()
         except queue.Empty: return None
 
+    def arrivals(self,
+        seconds:float, # most to wait for the first
+    )->Iterator[tuple[str, Any]]:
+        "All answers that are there."
+        letter = self.next(seconds)
+        while letter is not None:
+            yield letter
+            letter = self.next(0.)
+
     def close(self):
         "End the connections and the thread."
         if self.loop.is_closed(): return
@@ -159,7 +168,8 @@ def given_logprobs(
 def check_scale(
     client:Client,
 ):
-    "RuntimeError where log-probs are not of the logits over the temperature."
+    "RuntimeError where nobody answers, or log-probs are not of the logits over the temperature."
+    client.ask("/health")
     one, half = _spread(client, 1.), _spread(client, .5)
     if half < 1.5*one:
         raise RuntimeError("Rollout: the server's log-probs are not of the distribution that it samples from: between "

@@ -50,12 +50,10 @@ class Sglang:
         self.folder = TemporaryDirectory(prefix="rlblocks-", dir=spec.folder)
         self.asleep, self.asked, self.client = False, {}, Client(spec, max_rows)
         self.tag, self.count = secrets.token_hex(8), count()     # names of samples, also where others ask the server
-        self.version:int|None = None
+        self.version:int|None = 0
         try:
-            self.client.ask("/health")
             check_scale(self.client)
-            if made is None: self.version = 0
-            else: self.load(own_ticket(made))
+            if made is not None: self.load(own_ticket(made))
         except BaseException:
             self.close()
             raise
@@ -81,11 +79,8 @@ class Sglang:
         seconds:float=0., # most to wait for a sample
     )->list[Completion]:
         "Samples that have ended. RuntimeError for what the server refused or when it is gone."
-        found, letter = [], self.client.next(seconds if self.asked else 0.)
-        while letter is not None:
-            if letter[0] in self.asked: found.append(taken(self, *letter))
-            letter = self.client.next(0.)
-        return found
+        letters = self.client.arrivals(seconds if self.asked else 0.)
+        return [taken(self, name, said) for name, said in letters if name in self.asked]
 
     def abort(self, keys:Iterable[int])->list[Completion]: # of the samples that had not ended
         "End requests; a sample of which the server says nothing more within ten seconds has nothing."
