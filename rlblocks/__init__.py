@@ -143,6 +143,7 @@ if TYPE_CHECKING:
     from rlblocks.rollout.flight import Flight
     from rlblocks.rollout.graders import Grader, best_rows, math_reward
     from rlblocks.rollout.rollout import Rollout
+    from rlblocks.rollout.samplers import sglang, vllm
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(
@@ -155,7 +156,8 @@ _LAZY = dict(
     delta_apply="engines.deltas", delta_encode="engines.deltas", publish_weights="engines.published",
     published_weights="engines.published", send_weights="engines.sent", constant="engines.optim", cosine="engines.optim", linear="engines.optim", wsd="engines.optim",
     here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning",
-    plan_rollout="placement.budgets", SpmdPool="placement.spmd", step_seconds="placement.budgets")
+    plan_rollout="placement.budgets", SpmdPool="placement.spmd", step_seconds="placement.budgets",
+    sglang="rollout.samplers", vllm="rollout.samplers")
 
 __all__ = [
     "Batch", "Buffer", "ChatRenderer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "Feedback",
@@ -198,12 +200,12 @@ __all__ = [
     "replay_draw", "resampled_rows", "reverse_kl_loss", "robust_dpo_loss", "role_advantages", "router_z_loss",
     "row_costs", "row_max", "row_mean", "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss",
     "save_rollouts", "saved_steps", "scores_after", "seed_of", "send_weights", "sequence_logprobs", "sequence_mask",
-    "sequence_ratio", "sequence_weights", "sft_loss", "shared_prefix", "sign_weights", "simpo_loss", "soft_values",
-    "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards", "step_seconds",
+    "sequence_ratio", "sequence_weights", "sft_loss", "sglang", "shared_prefix", "sign_weights", "simpo_loss",
+    "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards", "step_seconds",
     "straight_through", "support_logprobs", "swap_completions", "teacher_mix_weights", "tie_loss", "to_arrow",
     "token_covariance", "token_logprobs", "token_mask", "topr_loss", "tpo_loss", "trajectory_returns",
     "truncated_weights", "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack",
-    "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vine_advantages", "vtrace",
+    "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vine_advantages", "vllm", "vtrace",
     "weighted_scores", "whiten", "within", "without_truncated", "without_unscored", "wpo_weights", "writable",
     "wsd", "xpo_loss", "zero",
 ]

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['Pending', 'rows_of', 'requests_of', 'generate', 'start_generate', 'extend', 'check_replies', 'Rollout', 'new_sampler',
-           'check_penalties']
+           'check_penalties', 'check_structure']
 
 # %% ../../nbs/rollout/87_rollout.ipynb #ab1db67c
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -23,10 +24,13 @@ from ..engines.world import device_of
 from ..models.checks import check_ids
 from ..models.loading import load_tokenizer
 from .controls import Penalties, banned_ids
+from .decoding import MAX_SUPPORT
 from .hf import Hf
 from .rows import check_prompts, check_room, split_stop, stop_ids, texts, to_requests, to_rows
-from .samplers import Completion, Line, Lines, Request, Sampler, VllmSpec
-from .samplers import answered, check_ready, check_sampling
+from .samplers import Completion, Line, Lines, Request, Sampler, SglangSpec, VllmSpec
+from .samplers import Sampling, answered, check_ready, check_sampling
+from .sglang_sampler import Sglang
+from .structure import Structure, Structures, wide_state
 from .turns import Limits, answered_by, by_token, check_turns, next_requests, replies_of
 from .turns import texts_of_turns, with_turns
 from .vllm_sampler import Vllm
@@ -90,12 +94,14 @@ def requests_of(
     temperature:float|None=None,
     max_tokens:int|None=None,
     penalties:Penalties|None=None,
+    structure:str|Mapping|None=None,
     experts:bool=False,
 )->list[Request]: # see `Rollout.generate`
     "One a prompt, checked."
     how, n, S = _request(rollout, temperature, group_size, max_tokens)
-    more = _check_request(rollout, prompts, S, penalties)
-    return to_requests(prompts, n, seed, S, how, rollout.stop, experts=experts, **more)
+    more, form = _check_request(rollout, prompts, S, penalties), None
+    if structure is not None: how, form = check_structure(rollout, structure, how, penalties)
+    return to_requests(prompts, n, seed, S, how, rollout.stop, experts=experts, structure=form, **more)
 
 # %% ../../nbs/rollout/87_rollout.ipynb #8c1c5b1d
 @locked
@@ -108,6 +114,7 @@ def generate(
     temperature:float|None=None, # instead of the engine's; 0 = greedy rows, whose mask is all False
     max_tokens:int|None=None,    # instead of the engine's
     penalties:Penalties|None=None, # of `penalties(…)`; rows with them have a mask that is all False
+    structure:str|Mapping|None=None, # regular expression or JSON schema that completions match
     experts:bool=False, # add `experts` [B, T, L, K]: where a mixture sent each token, for updates to replay; "hf" only
     timeout:int|float|None=None,     # seconds for all rows; None: as long as it takes
 )->Batch: # rows of prompt plus completion, prompt by prompt
@@ -116,7 +123,7 @@ def generate(
     ValueError for an empty prompt or one that leaves no room, RuntimeError when the last `load` failed,
     TimeoutError with the samples that are late."""
     requests = requests_of(rollout, prompts, group_size=group_size, seed=seed, temperature=temperature,
-                           max_tokens=max_tokens, penalties=penalties, experts=experts)
+                           max_tokens=max_tokens, penalties=penalties, structure=structure, experts=experts)
     return Pending(rollout, prompts, requests, timeout).result(by_token=False)
 
 @locked
@@ -132,7 +139,7 @@ def start_generate(
     if not rollout.sampler.elsewhere: pending.result()
     return pending
 
-# %% ../../nbs/rollout/87_rollout.ipynb #b31c5a7f
+# %% ../../nbs/rollout/87_rollout.ipynb #17cb18c7
 @locked
 def extend(
     rollout:"Rollout",
@@ -178,7 +185,7 @@ class Rollout:
     def __init__(self,
         model,                 # name, folder, nn.Module (copied) or a callable that makes one
         *,
-        engine:str|VllmSpec="hf", # "hf": the model's own forward pass; "vllm", or `vllm(…)` with its settings
+        engine:str|VllmSpec|SglangSpec="hf", # "hf": the model's own forward pass; "vllm", "sglang", `vllm(…)`, …
         max_tokens:int=256,    # most new tokens a row
         temperature:float=1.0, # 0 = greedy
         top_p:float=1.0,       # nucleus; below 1 the rows carry their `support`, at most the 64 likeliest ids a token
@@ -197,6 +204,7 @@ class Rollout:
         ids, self.stop_strings = split_stop(stop, self.tokenizer)
         self.lines = Lines(new_sampler(model, engine, dtype, device, max_rows, self.tokenizer))
         self.stop = stop_ids(ids, self.sampler.module, self.tokenizer, self.sampler.vocabulary)
+        self.structures = Structures(self.tokenizer, self.stop, self.sampler.vocabulary)
         self.turn = Turn()       # rows are of one version, also where another thread loads
 
     @locked
@@ -251,7 +259,7 @@ class Rollout:
 # %% ../../nbs/rollout/87_rollout.ipynb #7df82abd
 def new_sampler(
     model,          # as `Rollout` takes it
-    engine:str|VllmSpec,
+    engine:str|VllmSpec|SglangSpec,
     dtype,          # of the weights; None: as the model comes
     device,         # None: CUDA when there is one
     max_rows:int,   # most samples side by side
@@ -265,8 +273,10 @@ def new_sampler(
     if engine == "hf": return Hf(model, device=device_of(device, "Rollout"), **how)
     spec = VllmSpec() if engine == "vllm" else engine
     if isinstance(spec, VllmSpec): return Vllm(model, spec=spec, **how)
+    spec = SglangSpec() if engine == "sglang" else engine
+    if isinstance(spec, SglangSpec): return Sglang(model, spec=spec, **how)
     raise ValueError(f"Rollout: engine={engine!r} is not in this version; leave it out, or say 'hf' (the model's own "
-                     "forward pass) or 'vllm'")
+                     "forward pass), 'vllm' or 'sglang'")
 
 def _request(rollout, temperature, group_size, max_tokens):
     "Sampling numbers, group size and new tokens of a request, checked; what it leaves out is the engine's."
@@ -292,6 +302,25 @@ def check_penalties(
     odd = [i for i in ids if i < 0 or n is not None and i >= n]
     if odd: raise ValueError(f"generate: penalties name id {odd[0]}; ids {f'0 to {n-1}' if n else 'from 0'} are wanted")
     return made
+
+def check_structure(
+    rollout:Rollout,
+    structure:str|Mapping, # as for `generate`
+    how:Sampling,
+    penalties:Penalties|None,
+)->tuple[Sampling, Structure]: # the allowed ids are the support: at most 64, of which all are kept
+    "ValueError for one that allows more ids than travel, where nothing else confines sampling."
+    made = rollout.structures.of(structure)
+    if penalties is not None and penalties.min_tokens:
+        raise ValueError("generate: structure and min_tokens came; a text that is complete can only end")
+    if how.confined or not how.temperature or penalties is not None: return how, made
+    if wide := wide_state(made):
+        ids, n = wide
+        text = rollout.structures.tokenizer.decode(ids)
+        raise ValueError(f"generate: structure {made.pattern!r} allows {n} ids after {text!r}, and {MAX_SUPPORT} can "
+                         f"travel with a token; narrow it, or sample with Rollout(…, top_k={MAX_SUPPORT}), which keeps "
+                         "the likeliest of them")
+    return replace(how, top_k=MAX_SUPPORT), made
 
 def _check_request(rollout, prompts, max_tokens, penalties):
     """What ends the rows and alters their logits.
