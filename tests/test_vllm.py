@@ -4,6 +4,7 @@ An engine takes as long to start as all else here: tests that can share one do, 
 import os
 import re
 import signal
+import subprocess
 
 import pytest
 import torch
@@ -80,6 +81,32 @@ def test_log_probs_are_the_trainers_before_and_after_every_tensor_has_moved(kind
     pid = r.sampler.child.process.pid
     r.close()
     assert not os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *rarely(*ALONE)])
+def test_the_four_phases_of_vllms_weight_transfer_put_the_same_in_place(kind):
+    "By an engine registered in vLLM: names, checksums, log-probs; tied heads and experts are packed again here too."
+    name, more = (KINDS | ALONE)[kind]
+    net = sharp(name, **more)
+    policy = Policy(net, lr=1e-2, device="cpu")
+    r = rollout(net, bucket_bytes=40_000, weight_transfer_config=dict(backend="rlblocks"))
+    assert gap(policy, r.generate(prompts(), group_size=4)) < 1e-4
+    for _ in range(2):
+        manifest = r.load(moved(policy).weights())
+        assert manifest.gap < 1e-4 and manifest.n_messages > 4
+        assert gap(policy, r.generate(prompts(), group_size=4)) < 1e-4
+    r.close()
+
+
+def test_the_registered_engine_is_what_the_entry_point_names(root):
+    "In the environment that has vLLM; more than once, as vLLM calls it in each of its processes."
+    where = re.search(r'"vllm.general_plugins": \["rlblocks = ([\w.]+):(\w+)"\]', (root/"setup.py").read_text())
+    code = (f"from {where[1]} import {where[2]} as f; f(); f()\n"
+            "from vllm.distributed.weight_transfer import WeightTransferEngineFactory as made\n"
+            "print(made._registry['rlblocks']().__name__)")
+    run = subprocess.run([vllm_python(), "-c", code], capture_output=True, text=True, timeout=300,
+                         env=os.environ | dict(PYTHONPATH=str(root), VLLM_LOGGING_LEVEL="ERROR"))
+    assert run.stdout == "FromMemory\n", run.stderr[-1000:]
 
 
 def test_torchruns_variables_do_not_reach_the_engine(shared):

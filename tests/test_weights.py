@@ -35,6 +35,22 @@ def test_a_pickled_ticket_takes_no_model_along(module):
         with pytest.raises(RuntimeError, match=f"its weights are in process {os.getpid()} of .*; load it there"): use()
 
 
+@pytest.mark.parametrize("who", ["Policy", "Rollout"])
+def test_a_function_that_has_captured_a_wrapper_is_not_sent(who):
+    "Weights would go with it, without a word; a ticket it may have, and a copy in this process is none of that."
+    cloudpickle = pytest.importorskip("cloudpickle")
+    policy = Policy(model(), device="cpu")
+    other, ticket = policy if who == "Policy" else engine(), policy.weights()
+    def loss(out, b): return other(out, b)
+    def fine(out, b): return ticket.version
+    for send in (lambda: cloudpickle.dumps(loss), lambda: pickle.dumps(dict(x=(other,)))):
+        with pytest.raises(TypeError, match=f"{who}: it lives in process {os.getpid()} and cannot be sent"): send()
+    assert len(cloudpickle.dumps(fine)) < 10_000
+    twin = copy.deepcopy(policy)
+    assert twin.version == 0 and twin.weights().transport is not policy.weights().transport
+    assert next(twin._run.module.parameters()).data_ptr() != next(policy._run.module.parameters()).data_ptr()
+
+
 def test_another_process_reads_the_ticket_and_is_refused_by_name():
     code = ("import pickle, sys; t = pickle.load(sys.stdin.buffer); print(t.version, len(t.shapes))\n"
             "try: next(t.buckets(1))\nexcept RuntimeError as e: print(e)")
