@@ -135,7 +135,7 @@ def test_what_is_stopped_goes_on_under_the_next_weights(make):
     r.load(new.weights())
     b = Batch.cat(flight.collect(len(prompts())))
     v, at = b.policy_version, b.mask
-    assert b.mask.sum(1).tolist() == [300]*len(b) and set(b.finish_reason) == {"length"}
+    assert b.mask.sum(1).tolist() == [300]*len(b) and set(b.finish_reason) == {"max_tokens"}
     assert r.sampler.elsewhere == bool((at & (v == 0)).any()) and (at & (v == 1)).any()
     for policy, k in ((old, 0), (new, 1)):
         gap = (policy.logprobs(b) - b.rollout_logprobs)[at & (v == k)].abs()

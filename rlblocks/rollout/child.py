@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ class Extras:
     strings:tuple[str, ...]=() # end it
     least:int=0                # tokens before they do
     bad_words:tuple[tuple[int, ...], ...]=()
+    pattern:str|None=None      # regular expression of its text
 
 # %% ../../nbs/rollout/85_child.ipynb #26a589be
 def said(
@@ -170,11 +172,14 @@ def _add(
 ):
     "Begin samples."
     from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
-    from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams  # pyright: ignore[reportMissingImports]
     for name, ids, settings, extras in samples:
         kind = RequestOutputKind.CUMULATIVE if extras.strings else RequestOutputKind.FINAL_ONLY
         params = SamplingParams(**settings, output_kind=kind)
         if extras.bad_words: params._bad_words_token_ids = [list(w) for w in extras.bad_words]
+        if extras.pattern is not None:
+            form = params.structured_outputs = StructuredOutputsParams(regex=extras.pattern)
+            form._backend = "outlines"
         server.engine.add_request(name, dict(prompt_token_ids=ids, cache_salt=salt), params, lora_request=server.slot)
         server.names.add(name)
         server.kept[name], server.marks[name] = settings["logprobs"], [(0, server.version)]
@@ -187,6 +192,19 @@ def _decoder(
     "Be able to decode."
     from tokenizers import Tokenizer
     server.decode = Tokenizer.from_str(tokenizer).decode
+
+def _words(
+    server:Server,
+    end:int, # id that ends a row where its text may end
+    words:dict[bytes, list[int]], # what the other ids say
+):
+    "Be able to make automata. vLLM has them of its tokenizer, and here it has none: a text is the trainer's."
+    from outlines_core import Vocabulary
+    from vllm.v1.structured_output.utils import OutlinesVocabulary  # pyright: ignore[reportMissingImports]
+    found = SimpleNamespace(_outlines_vocabulary=OutlinesVocabulary(Vocabulary(end, words)))
+    manager = server.engine.engine_core.engine_core.structured_output_manager
+    manager.tokenizer, manager._use_async_grammar_compilation = found, False
+    server.engine.input_processor.structured_outputs_config = None   # the trainer has checked the expression
 
 def _under_way(
     server:Server,
@@ -303,14 +321,13 @@ def _wake(
     if torch.cuda.is_available(): server.engine.wake_up()
     server.send("wake")
 
-_HANDLERS = dict(start=_start, decoder=_decoder, add=_add, abort=_abort, load=_load, adapter=_adapter, probe=_probe,
-                 sleep=_sleep, wake=_wake)
+_HANDLERS = dict(start=_start, decoder=_decoder, words=_words, add=_add, abort=_abort, load=_load, adapter=_adapter,
+                 probe=_probe, sleep=_sleep, wake=_wake)
 
 def serve_trainer(
     address:str, # of the trainer's socket; its key comes through standard input
 ):
     "The program."
     key = sys.stdin.buffer.read()
-    server = Server(Client(address, family="AF_UNIX", authkey=key))
-    server.serve()
+    Server(Client(address, family="AF_UNIX", authkey=key)).serve()
     os._exit(0)
