@@ -23,13 +23,13 @@ from torch import Tensor
 from ..engines.weights import InProcess, Ticket
 from ..engines.world import leave_world
 from .handles import membership
-from .wire import Reader, Wire, nothing_stays, pack
+from .wire import Reader, Parcel, nothing_stays, pack
 
 # %% ../../nbs/placement/98b_member.ipynb #bc4312ec
 class Answer(NamedTuple):
     "What a member says to a call."
     ok:bool
-    wire:Wire        # the result; if not ok, the error and its traceback
+    wire:Parcel        # the result; if not ok, the error and its traceback
     seconds:float    # that the call took
     resident:int     # bytes that the process holds
     warned:tuple[tuple[str, str], ...] # (class, text) of each warning
@@ -156,7 +156,7 @@ class Member:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.ranks, timeout=limit)
 
-    def place(self, number:int, wire:Wire)->Answer: # its class, and its `membership`
+    def place(self, number:int, wire:Parcel)->Answer: # its class, and its `membership`
         "Make an object."
         def make():
             f, args, kwargs = self.reader.read(wire)
@@ -167,7 +167,7 @@ class Member:
     def call(self,
         number:int,  # whose method
         name:str,
-        wire:Wire,   # its arguments
+        wire:Parcel,   # its arguments
         speaks:bool, # whether this rank answers for its replica
         keep:int,    # under which a ticket stays
     )->Answer:
@@ -185,7 +185,7 @@ class Member:
         "An attribute."
         return answer(lambda: self.find(number, name))
 
-    def write(self, number:int, name:str, wire:Wire)->Answer:
+    def write(self, number:int, name:str, wire:Parcel)->Answer:
         "Set one."
         return answer(lambda: setattr(self.find(number), name, self.reader.read(wire)))
 

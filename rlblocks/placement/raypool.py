@@ -18,7 +18,7 @@ from .crew import Asked, Crew, Pending, check_together, dismiss, gather, hear, m
 from .handles import Handle, Method, Placed, replica_index, speakers
 from .member import InPool, Shipped
 from .place import C, Call, P
-from .wire import LIMIT, Wire, pack
+from .wire import LIMIT, Parcel, pack
 
 # %% ../../nbs/placement/98e_raypool.ipynb #0f186a13
 class RayPool:
@@ -183,8 +183,8 @@ def _start_on_members(pool, placed, name, args, kwargs):
     asked = Asked(who, {r: ask(r) for r in range(pool.ranks)}, ask, replicas)
     return Pending(pool.crew, asked, lambda found: _bound(pool, call.joined([found[r] for r in spoken])))
 
-def _stored(wire:Wire)->Any: # itself, or a reference to it
-    "Large wires go through the store, once a node."
+def _stored(wire:Parcel)->Any: # itself, or a reference to it
+    "Large parcels go through the store, once a node."
     import ray
     return ray.put(wire) if wire.nbytes > 1 << 16 else wire
 
