@@ -115,7 +115,7 @@ def same(a, b, *cols, scale=1., **tol):
 def test_obeys_every_law(name):
     loss, options = SUBJECTS[name]
     laws = check_loss(loss, **options)
-    assert {"split", "mask", "empty", "padding", "filler", "metrics", "precision", "gradient", "purity",
+    assert {"split", "mask", "empty", "padding", "empty_rows", "metrics", "precision", "gradient", "purity",
             "permutation"} <= set(laws)
     assert ({"reinforce", "scale"} <= set(laws)) == (name in PURE)
 
@@ -133,7 +133,7 @@ def test_closures_of_those_whose_weights_do_not_sum_to_one(loss, inputs):
                           ("kl_cov_mask", dict(share=.1)), ("high_entropy_mask", {}), ("expert_load", dict(top_k=2))])
 def test_selections_obey_every_law(name, hyper):
     fn = getattr(selections, name)
-    assert {"mask", "empty", "permutation", "padding", "filler"} <= set(check_estimator(
+    assert {"mask", "empty", "permutation", "padding", "empty_rows"} <= set(check_estimator(
         fn, {k: COLS[k] for k in ("uniform", "router_logits") if k in inspect.signature(fn).parameters}, **hyper))
 
 
