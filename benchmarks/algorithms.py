@@ -553,7 +553,8 @@ def compare(t, shape, rounds, device):
     seconds = timed(calls, c, rounds, device)
     # the CPU's profiler needs minutes for a million small tensors
     memory = {k: peak(f, c, device) if min(seconds[k]) < 1 or device == "cuda" else None for k, f in calls.items()}
-    entry = dict(name=t.name, shape=list(shape), ms={k: 1e3*quantile(x, .5) for k, x in seconds.items()}, bytes=memory,
+    entry = dict(name=t.name, shape=list(shape), date=now(), load=os.getloadavg()[0],
+                 ms={k: 1e3*quantile(x, .5) for k, x in seconds.items()}, bytes=memory,
                  rounds={k: len(x) for k, x in seconds.items()})
     # theirs may have fewer rounds
     ratios = {k: [b/a for a, b in zip(seconds["ours"], x, strict=False)] for k, x in seconds.items() if k != "ours"}
@@ -589,10 +590,11 @@ def growth(t, rounds, device):
                    time_exponent=fit(ns), memory_exponent=fit(bytes_))
 
 
+def now(): return datetime.now().isoformat(timespec="seconds")
 def machine(device):
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
                platform.processor()) if os.path.exists("/proc/cpuinfo") else platform.processor()
-    return dict(date=datetime.now().isoformat(timespec="seconds"), device=torch.cuda.get_device_name()
+    return dict(date=now(), device=torch.cuda.get_device_name()
                 if device == "cuda" else cpu, cores=os.cpu_count(), threads=torch.get_num_threads(),
                 load=os.getloadavg(), torch=torch.__version__, python=platform.python_version(), **peers.VERSIONS)
 
@@ -645,10 +647,21 @@ def draw(result, path):
     figure.savefig(path, dpi=100)
 
 
+def write(path, result, kept=()):
+    "The results in the order of the tasks, with those of an earlier run that are not measured again."
+    fresh = {(x["name"], *x["shape"]): x for x in result["comparisons"]}
+    merged = {(x["name"], *x["shape"]): x for x in kept} | fresh
+    order = [t.name for t in TASKS]
+    result = result | dict(comparisons=sorted(merged.values(), key=lambda x: order.index(x["name"])))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rounded(result), indent=1) + "\n")
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--rounds", type=int, default=15, help="calls of each function; those that take seconds get three")
-    p.add_argument("--only", default="", help="tasks with this word in their name; nothing is written")
+    p.add_argument("--only", default="", help="tasks with one of these words, with commas between, in their name; "
+                   "nothing is written but with --judged, which replaces what it measures again")
     p.add_argument("--judged", action="store_true",
                    help="losses at the sizes where they are judged, eager and compiled, and nothing else: "
                    "algorithms_judged_DEVICE.json")
@@ -664,12 +677,15 @@ def main():
     result = dict(machine=machine(a.device), comparisons=[], growth=[])
     print("{device}, {threads} threads, torch {torch}, load {load[0]:.1f}; trl {trl}, verl {verl}, openrlhf "
           "{openrlhf}".format(**result["machine"]))
-    chosen = [t for t in TASKS if a.only.lower() in t.name.lower()]
+    chosen = [t for t in TASKS if any(word in t.name.lower() for word in a.only.lower().split(","))]
+    path = a.out/f"algorithms{'_judged'*a.judged}_{a.device}.json"
+    kept = json.loads(path.read_text())["comparisons"] if a.judged and a.only and path.exists() else []
     for t in chosen:
         for shape in t.shapes:
             if a.judged and (shape, COMPILED) not in t.promised: continue
             result["comparisons"].append(compare(t, shape, a.rounds, a.device))
             print(told(result["comparisons"][-1]), flush=True)
+            if a.judged: write(path, result, kept)
     for t in chosen if not (a.no_growth or a.judged) else ():
         for x in growth(t, max(3, a.rounds//3), a.device):
             result["growth"].append(x)
@@ -679,10 +695,9 @@ def main():
                   flush=True)
     missed = [f"{x['name']} at {x['shape']}: {k}" for x in result["comparisons"] for k in x["missed"]]
     print(f"{len(result['comparisons'])} comparisons; missed: {missed or 'none'}")
-    if a.only: return
-    a.out.mkdir(parents=True, exist_ok=True)
-    (a.out/f"algorithms{'_judged'*a.judged}_{a.device}.json").write_text(json.dumps(rounded(result), indent=1) + "\n")
-    if not a.judged: draw(result, a.out/f"algorithms_{a.device}.png")
+    if a.only or a.judged: return
+    write(path, result)
+    draw(result, path.with_suffix(".png"))
 
 
 if __name__ == "__main__": main()

@@ -855,7 +855,7 @@ def test_no_rows_and_no_tokens_cost_nothing(loss, shape):
     (lambda: cispo_loss(LP, OLD, A, MASK, clip_high=-2.), "cispo_loss: clip_low is 1.0, clip_high is -2.0"),
     (lambda: cispo_loss(LP, OLD, A, MASK, clip_low=1.5), "cispo_loss: clip_low is 1.5"),
     (lambda: sapo_loss(LP, OLD, A, MASK, tau_neg=0.), "sapo_loss: tau_pos is 1.0, tau_neg is 0.0"),
-    (lambda: dppo_kl_loss(LP, OLD, A, MASK, cap=-1.), "dppo: cap is -1.0"),
+    (lambda: dppo_kl_loss(LP, OLD, A, MASK, cap=-1.), "dppo_kl_loss: cap is -1.0"),
     (lambda: dr_grpo_loss(LP, OLD, A, MASK, max_tokens=0), "dr_grpo_loss: max_tokens is 0"),
     (lambda: value_loss(LP, OLD, A, MASK, clip=-.2), "value_loss: clip is -0.2"),
     (lambda: value_loss(LP, OLD, A, MASK, huber=float("nan")), "value_loss: huber is nan")])
