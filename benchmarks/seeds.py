@@ -25,6 +25,7 @@ CLAIMS = dict(       # tutorial → name → expression in its variables, read a
     sft=dict(loss_first="curve[0]", loss_last="curve[-1]", right="share"),
     grpo=dict(first="first", last="last"),
     **{"async": dict(first="first", last="last", stalest="max(r['staleness'] for r in runs[1])")},
+    offline=dict(before="before", after="after"),
     ppo=dict(first="first", last="last"),
     dpo=dict(pairs="runs['sft_coef=0.2'][-1]['held_out']", before="before[0]", after="after[0]", bare="bare[0]"),
     kto=dict(auc="looks[-1]['held_out']", before="before[0]", after="after[0]"),

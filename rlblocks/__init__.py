@@ -26,7 +26,8 @@ try:
         best_of_n_advantages, best_random_weights, best_worst_weights, group_pass_at_k_advantages,
         pass_at_k_advantages, pf_ppo_weights, resampled_rows,
     )
-    from rlblocks.data.buffer import Buffer, replay_draw
+    from rlblocks.data.buffer import Buffer
+    from rlblocks.data.draws import replay_draw
     from rlblocks.losses.components import components_loss
     from rlblocks.signals.corrections import (
         binary_kl, binary_tv, fresh_mask, geometric_mask, geometric_weights, icepop_weights, k3_mask,
@@ -37,6 +38,7 @@ try:
         dft_loss, forward_kl_loss, jsd, jsd_loss, reverse_kl_loss, sft_loss, support_logprobs, uld_loss,
     )
     from rlblocks.data.refill import mixed_groups, refill
+    from rlblocks.data.saved import load_rollouts, save_rollouts, saved_steps
     from rlblocks.signals.groups import (
         bnpo_advantages, cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out,
         lite_ppo_advantages, maxrl_advantages, opo_advantages, optimal_token_baseline, reinforce_pp_baseline,
@@ -83,6 +85,8 @@ try:
     from rlblocks.data.demonstrations import Demonstrations
     from rlblocks.data.prompts import Prompts
     from rlblocks.data.ragged import Ragged, from_arrow, to_arrow
+    from rlblocks.data.renderer_checks import check_renderer
+    from rlblocks.data.renderers import ChatRenderer, Renderer, Response, TextRenderer, read_response, renderer_of
     from rlblocks.losses.answer_ratio import (
         gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, sequence_ratio, topr_loss, vespo_loss,
     )
@@ -125,6 +129,7 @@ if TYPE_CHECKING:
     from rlblocks.engines.deltas import delta_apply, delta_encode
     from rlblocks.engines.optim import OptimizerSpec, adamw, adamw_8bit, constant, cosine, linear, muon, wsd
     from rlblocks.engines.published import publish_weights, published_weights
+    from rlblocks.engines.sent import send_weights
     from rlblocks.models.critic import Critic
     from rlblocks.models.loading import pretrained
     from rlblocks.models.policy import Policy
@@ -138,6 +143,7 @@ if TYPE_CHECKING:
     from rlblocks.rollout.flight import Flight
     from rlblocks.rollout.graders import Grader, best_rows, math_reward
     from rlblocks.rollout.rollout import Rollout
+    from rlblocks.rollout.samplers import sglang, vllm
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(
@@ -148,21 +154,23 @@ _LAZY = dict(
     pretrained="models.loading", plain="engines.base", fsdp2="engines.base", zero="engines.base",
     OptimizerSpec="engines.optim", adamw="engines.optim", adamw_8bit="engines.optim", muon="engines.optim",
     delta_apply="engines.deltas", delta_encode="engines.deltas", publish_weights="engines.published",
-    published_weights="engines.published", constant="engines.optim", cosine="engines.optim", linear="engines.optim", wsd="engines.optim",
+    published_weights="engines.published", send_weights="engines.sent", constant="engines.optim", cosine="engines.optim", linear="engines.optim", wsd="engines.optim",
     here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning",
-    plan_rollout="placement.budgets", SpmdPool="placement.spmd", step_seconds="placement.budgets")
+    plan_rollout="placement.budgets", SpmdPool="placement.spmd", step_seconds="placement.budgets",
+    sglang="rollout.samplers", vllm="rollout.samplers")
 
 __all__ = [
-    "Batch", "Buffer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "Feedback", "Flight", "Grader",
-    "Last", "Max", "Mean", "Metric", "Number", "OptimizerSpec", "Over", "Packed", "Policy", "Preferences",
-    "Prompts", "Ragged", "Rollout", "Scorer", "SpmdPool", "Whole", "a2po_loss", "adamw", "adamw_8bit",
-    "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss",
-    "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units", "apo_down_loss",
-    "apo_zero_loss", "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token", "at_tokens", "balance",
-    "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights",
-    "best_rows", "best_worst_pairs", "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages",
-    "bradley_terry_loss", "centering_loss", "check_estimator", "check_loss", "chi_reward", "chipo_loss",
-    "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
+    "Batch", "Buffer", "ChatRenderer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "Feedback",
+    "Flight", "Grader", "Last", "Max", "Mean", "Metric", "Number", "OptimizerSpec", "Over", "Packed", "Policy",
+    "Preferences", "Prompts", "Ragged", "Renderer", "Response", "Rollout", "Scorer", "SpmdPool", "TextRenderer",
+    "Whole", "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef",
+    "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched",
+    "aot_units", "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy", "asymre_loss",
+    "at_last_token", "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss", "bco_pair_loss",
+    "best_of_n_advantages", "best_random_weights", "best_rows", "best_worst_pairs", "best_worst_weights",
+    "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages", "bradley_terry_loss", "centering_loss",
+    "check_estimator", "check_loss", "check_renderer", "chi_reward", "chipo_loss", "cispo_loss",
+    "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
     "clipped_surrogate", "components_loss", "constant", "cosine", "cosine_length_reward", "cpgd_advantages",
     "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "delta_apply", "delta_encode", "dft_loss",
     "discopop_loss", "discounted_returns", "distill_advantages", "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss",
@@ -176,10 +184,10 @@ __all__ = [
     "implicit_reward_loss", "ipo_loss", "iw_opd_weights", "joint_groups", "js_reward", "jsd", "jsd_loss", "k3_mask",
     "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later",
     "ld_logprobs", "leave_one_out", "length_adaptive_lam", "linear", "linear_logprobs", "linear_measured",
-    "lite_ppo_advantages", "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean", "masked_std",
-    "masked_sum", "math_reward", "maxrl_advantages", "mean_of", "merge", "micro_batch_count", "minillm_advantages",
-    "mismatch_metrics", "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss", "muon",
-    "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out",
+    "lite_ppo_advantages", "load_rollouts", "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean",
+    "masked_std", "masked_sum", "math_reward", "maxrl_advantages", "mean_of", "merge", "micro_batch_count",
+    "minillm_advantages", "mismatch_metrics", "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss",
+    "muon", "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out",
     "naive_ppo_loss", "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss",
     "off_policy_sequence_mask", "on_policy_loss", "opo_advantages", "optimal_token_baseline", "orpo_loss",
     "over_pairs", "over_rows", "overlong_penalty", "pack", "pad", "pair_log_ratios", "pair_metrics", "pairs",
@@ -187,16 +195,17 @@ __all__ = [
     "plan_micro_batches", "plan_rollout", "policy_gradient", "ppo_loss", "preference_margin", "pretrained",
     "probability_correlation", "process_reward_loss", "proximal_logprobs", "publish_weights", "published_weights",
     "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss", "ratio_corrected", "ratio_metrics",
-    "realigned", "rebel_loss", "refill", "reinforce_loss", "reinforce_pp_advantages", "reinforce_pp_baseline",
-    "remax_advantages", "repeated_tokens", "repetition_penalty", "replay_draw", "resampled_rows", "reverse_kl_loss",
-    "robust_dpo_loss", "role_advantages", "router_z_loss", "row_costs", "row_max", "row_mean", "row_sum",
-    "safety_loss", "same_shape", "sample_columns", "sapo_loss", "scores_after", "seed_of", "sequence_logprobs",
-    "sequence_mask", "sequence_ratio", "sequence_weights", "sft_loss", "shared_prefix", "sign_weights",
-    "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards",
-    "step_seconds", "straight_through", "support_logprobs", "swap_completions", "teacher_mix_weights", "tie_loss",
-    "to_arrow", "token_covariance", "token_logprobs", "token_mask", "topr_loss", "tpo_loss", "trajectory_returns",
+    "read_response", "realigned", "rebel_loss", "refill", "reinforce_loss", "reinforce_pp_advantages",
+    "reinforce_pp_baseline", "remax_advantages", "renderer_of", "repeated_tokens", "repetition_penalty",
+    "replay_draw", "resampled_rows", "reverse_kl_loss", "robust_dpo_loss", "role_advantages", "router_z_loss",
+    "row_costs", "row_max", "row_mean", "row_sum", "safety_loss", "same_shape", "sample_columns", "sapo_loss",
+    "save_rollouts", "saved_steps", "scores_after", "seed_of", "send_weights", "sequence_logprobs", "sequence_mask",
+    "sequence_ratio", "sequence_weights", "sft_loss", "sglang", "shared_prefix", "sign_weights", "simpo_loss",
+    "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards", "step_seconds",
+    "straight_through", "support_logprobs", "swap_completions", "teacher_mix_weights", "tie_loss", "to_arrow",
+    "token_covariance", "token_logprobs", "token_mask", "topr_loss", "tpo_loss", "trajectory_returns",
     "truncated_weights", "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack",
-    "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vine_advantages", "vtrace",
+    "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vine_advantages", "vllm", "vtrace",
     "weighted_scores", "whiten", "within", "without_truncated", "without_unscored", "wpo_weights", "writable",
     "wsd", "xpo_loss", "zero",
 ]

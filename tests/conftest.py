@@ -1,9 +1,11 @@
 "What several test files need, and the order in which tests run."
+import ast
 import json
 import os
 import subprocess
 import sys
 from collections import defaultdict
+from functools import cache
 from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
@@ -48,11 +50,31 @@ def vllm_python():
 SECONDS = ROOT/"tests"/"seconds.json"       # of each group, as `make test-times` wrote them
 
 
-def group(item):
+def group(nodeid):
     """What one worker runs in a row: a file, whose fixtures are made once; all that launch ranks, which fill both
     cores by themselves; a notebook alone."""
-    if item.path.stem == "test_notebooks": return item.name.split("[")[-1].strip("]")
-    return "ranks" if item.get_closest_marker("ranks") else item.path.stem
+    file, _, test = nodeid.partition("::")
+    name, _, params = test.partition("[")
+    if Path(file).stem == "test_notebooks": return params.removesuffix("]") or name
+    return "ranks" if name in launching(ROOT/file) else Path(file).stem
+
+
+@cache
+def launching(file):
+    "Names of the tests of a file that have the mark `ranks`, by themselves or all of them."
+    body, ranks = ast.parse(file.read_text(encoding="utf-8")).body, "pytest.mark.ranks"
+    tests = [x for x in body if isinstance(x, ast.FunctionDef)]
+    if f"pytestmark = {ranks}" in map(ast.unparse, body): return {x.name for x in tests}
+    return {x.name for x in tests if ranks in map(ast.unparse, x.decorator_list)}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    "By ids: the groups of pytest-xdist 3.8 (xdist_group) are lost under pytest 9.2, which reads no id that it writes."
+    from xdist.scheduler import LoadScopeScheduling
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid): return group(nodeid)
+    return Groups(config, log)
 
 
 def pytest_addoption(parser):
@@ -73,8 +95,7 @@ def pytest_collection_modifyitems(config, items):
     "Only in xdist's workers: by hand, tests run in the order of their files."
     if not hasattr(config, "workerinput"): return
     known = json.loads(SECONDS.read_text()) if SECONDS.exists() else dict(ranks=1.)
-    for item in items: item.add_marker(pytest.mark.xdist_group(group(item)))
-    items.sort(key=lambda item: -known.get(group(item), 0.))
+    items.sort(key=lambda item: -known.get(group(item.nodeid), 0.))
 
 
 def cpu():
@@ -97,7 +118,7 @@ def pytest_runtest_protocol(item):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    report.user_properties = [*report.user_properties, ("used", (group(item), cpu() - item.began))]
+    report.user_properties = [*report.user_properties, ("used", (group(item.nodeid), cpu() - item.began))]
     return report
 
 

@@ -372,6 +372,19 @@ def test_cat_pads_with_nothing_and_refuses_to_lose_columns():
     with pytest.raises(ValueError, match="extra"): Batch.cat([a, b])
 
 
+def test_padding_is_no_expert():
+    "−1 is nobody's id: 0 would send padding to the first expert. A Bool of that name is padded as any other."
+    def of(n):
+        ids = torch.arange(2*n).view(1, n, 1, 2)
+        return Batch(tokens=ids[:, :, 0, 0], lengths=torch.tensor([n]), experts=ids)
+    long = Batch.cat([of(2), of(4)])
+    for b in (long, ragged(long).batch(), ragged(Batch.cat([of(2), of(4)])).batch(torch.tensor([1, 0]))[[1, 0]]):
+        assert (b.experts[0, 2:] == -1).all() and not b.tokens[0, 2:].any()
+        assert b.experts[1].equal(of(4).experts[0]) and b.experts[0, :2].equal(of(2).experts[0])
+    marks = [Batch(lengths=torch.tensor([n]), experts=torch.ones(1, n, dtype=torch.bool)) for n in (1, 2)]
+    assert Batch.cat(marks).experts.tolist() == [[True, False], [True, True]]
+
+
 def test_selection_makes_a_new_whole():
     b = small()
     assert b[torch.tensor([True, False, True])].name == ["a", "c"] and b[[2, 0]].name == ["c", "a"]

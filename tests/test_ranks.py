@@ -115,17 +115,26 @@ UNLIKE = {("whole", "part"): "the ranks disagree.*a whole batch.*a part of",
           ("part", "other"): "the ranks disagree.*a part of", ("part", "none"): "the batch is a str"}
 
 
-def unlike(rank, ranks, kinds):
-    "A step that raises on all ranks, then one that all can take."
-    policy, b, other = Policy(model(), lr=1e-2, device="cpu"), rows(B=8), rows(B=8, seed=5)
+def unlike(rank, ranks, kinds, engine):
+    "A step that raises on all ranks, then one that all can take; where weights are sharded, log-probs likewise."
+    policy, b, other = Policy(model(), lr=1e-2, device="cpu", engine=engine), rows(B=8), rows(B=8, seed=5)
     given = dict(whole=b, part=b.parts(ranks)[rank], other=other.parts(ranks)[rank], none="no batch")
     with pytest.raises((ValueError, TypeError, RuntimeError), match=UNLIKE[kinds]) as e:
         policy.step(given[kinds[rank]], sft)
     assert policy.version == 0 and not isinstance(e.value, RankLost)
     policy.step(given["part"], sft)
     assert policy.version == 1
+    if engine is None:
+        if rank == 0: assert policy.logprobs(b).any()       # it has all weights, and may ask alone
+        return
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=UNLIKE[kinds]) as e:
+        policy.logprobs(given[kinds[rank]])
+    assert not isinstance(e.value, RankLost)
+    assert policy.logprobs(given["part"]).any()
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("engine", [None, "fsdp2"])
 @pytest.mark.parametrize("kinds", UNLIKE)
-def test_ranks_that_are_given_unlike_batches_raise_together(kinds): on_ranks(unlike, (kinds,), 2, limit=60)
+def test_ranks_that_are_given_unlike_batches_raise_together(kinds, engine):
+    on_ranks(unlike, (kinds, engine), 2, limit=60)

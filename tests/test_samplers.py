@@ -1,16 +1,20 @@
 "What every engine behind `Rollout` keeps: one suite, run on each engine that is there."
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import ROOT, vllm_python
-from rlblocks import Policy
+from rlblocks import Policy, Rollout
 from rlblocks.rollout.controls import penalties
 from rlblocks.rollout.hf import Hf
 from rlblocks.rollout.processes import Child, child_environment
-from rlblocks.rollout.samplers import Request, Sampler, Sampling, complete, sample_seeds, vllm
+from rlblocks.rollout.samplers import Request, Sampler, Sampling, complete, sample_seeds, sglang, vllm
+from rlblocks.rollout.sglang_sampler import Sglang
+from rlblocks.rollout.structure import Structures
 from rlblocks.rollout.vllm_sampler import Vllm, to_samples
-from tiny import model, tokenizer
+from sglang_server import served
+from tiny import model, prompts, speller, tokenizer
 
 WIDE = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128) # heads of 32
 PROMPTS = ((5, 9, 3, 7), (4, 8), (11, 6, 5, 4, 3, 2, 9))
@@ -30,7 +34,23 @@ def hf(net, **how): return Hf(net, device=torch.device("cpu"), **how)
 def in_vllm(net, **how): return Vllm(net, spec=vllm(cache_bytes=1 << 26, timeout=120., python=vllm_python()), **how)
 
 
-ENGINES = dict(hf=hf, vllm=in_vllm)
+def in_sglang(net, **how):
+    server, url, _ = served(model("llama", **WIDE), **how)      # with other weights, until it has been given these
+    made = Sglang(net, spec=sglang(url, timeout=60.), **how)
+    made.server = server
+    return made
+
+
+ENGINES = dict(hf=hf, vllm=in_vllm, sglang=in_sglang)
+
+
+def refuses(sampler, what, **asks):
+    "SGLang does some things otherwise: it says so, and nothing is under way."
+    if not isinstance(sampler, Sglang): return False
+    with pytest.raises(ValueError, match=f"{what} came, and engine='sglang' has none that is the same"):
+        complete(sampler, asked(**asks))
+    assert not sampler.asked
+    return True
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -120,6 +140,7 @@ def penalised(z, prompt, said, by, stop):
 def test_penalties_are_those_of_their_definition(sampler, how):
     "The same on every engine: log-probs are those of the changed logits."
     net, by, stop = sharp().eval(), penalties(**how), (3, 20, 30)
+    if refuses(sampler, "penalties", penalties=by): return
     answers = complete(sampler, asked(S=10, how=Sampling(temperature=1.3), stop=stop, penalties=by))
     for r, c in zip([r for r in asked() for _ in range(4)], answers, strict=True):
         logits, ids = net(torch.cat([r.ids, c.tokens])[None]).logits[0, len(r.ids)-1:-1], c.tokens.tolist()
@@ -132,6 +153,7 @@ def test_penalties_are_those_of_their_definition(sampler, how):
 def test_strings_wait_for_the_least_number_of_tokens(sampler):
     "A string ends no row before it, and none that was complete before does afterwards."
     least = penalties(min_tokens=5)
+    if refuses(sampler, "penalties", penalties=least): return
     free = complete(sampler, asked(n=16, S=9, penalties=least))
     for a, b in zip(free, complete(sampler, asked(n=16, S=9, strings=("w3", "w2"), penalties=least)), strict=True):
         ends = [n for n in range(6, 10) if str(a.tokens[n-1].item())[0] in "32"]
@@ -153,6 +175,7 @@ def test_greedy_is_the_likeliest(sampler):
 def test_logprobs_are_those_of_the_distribution(sampler, T, how):
     "LAWS 2: the model's own, over the support where there is one."
     net, how = sharp().eval(), Sampling(temperature=T, **how)
+    if how.top_p < 1 and refuses(sampler, "top_p", how=how): return
     for r, c in zip([r for r in asked() for _ in range(4)], complete(sampler, asked(how=how)), strict=True):
         z = net(torch.cat([r.ids, c.tokens])[None]).logits[0, len(r.ids)-1:-1]/T
         if how.confined:
@@ -161,6 +184,49 @@ def test_logprobs_are_those_of_the_distribution(sampler, T, how):
             for row, ids in zip(inside, c.support, strict=True): row[ids[ids >= 0].long()] = True
             z = z.masked_fill(~inside, -torch.inf)
         assert (z.log_softmax(-1).gather(1, c.tokens[:, None])[:, 0] - c.logprobs).abs().max() < 1e-4
+
+
+FORMS = ["-?[1-9][0-9]{0,2}", "(yes|no|12+)", dict(type="object", required=["a", "b"], properties=dict(
+    a=dict(type="boolean"), b=dict(enum=[1, 12, "no"])))]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("T, how", [(.6, {}), (1.3, {}), (1., dict(top_k=3)), (1., dict(top_p=.8))], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_structured_text_is_drawn_from_what_the_structure_allows(sampler, form, T, how):
+    "The same on every engine: the ids that some text goes on with are the support, and log-probs are over it."
+    words, net, how = speller(), sharp().eval(), Sampling(temperature=T, **how)
+    made = Structures(words, torch.tensor([1]), 32).of(form)
+    whole = how if how.confined else replace(how, top_k=64)
+    if refuses(sampler, "top_p" if how.top_p < 1 else "structure", how=whole, structure=made): return
+    answers = complete(sampler, asked(n=8, S=24, how=whole, stop=(1,), structure=made))
+    for r, c in zip([r for r in asked() for _ in range(8)], answers, strict=True):
+        ids, text = c.tokens.tolist(), words.decode(c.tokens, skip_special_tokens=True)
+        assert (c.reason == "stop") == (ids[-1] == 1) and (c.reason == "length" or re.fullmatch(made.pattern, text))
+        z, state = net(torch.cat([r.ids, c.tokens])[None]).logits[0, len(r.ids)-1:-1]/T, made.index.get_initial_state()
+        for n, i in enumerate(ids):
+            kept = {int(x) for x in c.support[n] if x >= 0}
+            allowed = set(made.index.get_allowed_tokens(state))
+            assert i in kept <= allowed and (how.confined or kept == allowed)
+            inside = torch.full_like(z[n], -torch.inf).index_fill(0, torch.tensor(sorted(kept)), 0.)
+            assert ((z[n] + inside).log_softmax(-1)[i] - c.logprobs[n]).abs() < 1e-4
+            state = made.index.get_next_state(state, i)
+    assert len({tuple(c.tokens.tolist()) for c in answers}) > 3
+
+
+@torch.no_grad()
+def test_a_structure_confines_greedy_rows_and_goes_beside_others(sampler):
+    "In one batch: rows that it confines, rows without it, rows under penalties."
+    made, free = Structures(speller(), torch.tensor([1]), 32).of("(yes|no)"), asked(n=2)
+    if refuses(sampler, "structure", structure=made): return
+    greedy = complete(sampler, asked(n=1, how=Sampling(0.), stop=(1,), structure=made))
+    assert {speller().decode(c.tokens, skip_special_tokens=True) for c in greedy} <= {"yes", "no"}
+    by = penalties(presence=2.)
+    mixed = [replace(r, key=r.key + 10, structure=made, penalties=p, stop=(1,))
+             for r, p in zip(free, (None, by, None), strict=True)]
+    alone, both = said(complete(sampler, free)), complete(sampler, free + mixed)
+    assert said(both[:6]) == alone
+    assert {speller().decode(c.tokens, skip_special_tokens=True) for c in both[6:]} <= {"yes", "no"}
 
 
 def test_experts_that_an_engine_cannot_say_are_refused(sampler):
@@ -205,6 +271,61 @@ def test_a_failed_load_refuses_until_one_succeeds(sampler):
     with pytest.raises(RuntimeError, match="of no known version"): sampler.submit(asked())
     assert sampler.load(policy.weights()).checksums and sampler.version == 0
     assert len(complete(sampler, asked())) == 12
+
+
+@pytest.fixture
+def server():
+    server, url, engine = served(model("llama", **WIDE))
+    yield server, url, engine
+    server.shutdown()
+
+
+def rollout_at(url, net, **how):
+    return Rollout(net, engine=sglang(url, timeout=5.), max_tokens=12, stop=[], **how)
+
+
+def test_an_sglang_server_that_is_gone_is_an_error(server):
+    with pytest.raises(RuntimeError, match="no SGLang server answers at http://127.0.0.1:9"):
+        rollout_at("http://127.0.0.1:9", sharp())
+    r = rollout_at(server[1], sharp())
+    server[0].shutdown()
+    server[0].server_close()
+    with pytest.raises(RuntimeError, match="no SGLang server answers|gave no answer"): r.generate(prompts())
+    assert r.sampler.asked == {}
+    r.close()
+
+
+def test_weights_reach_an_sglang_server_by_disk(server):
+    "Every tensor moved: the probe, and the trainer's log-probs, with a support and without."
+    policy, r = Policy(sharp(), lr=1e-2, device="cpu"), rollout_at(server[1], sharp(), top_k=5)
+    with torch.no_grad():
+        for w in policy._run.module.parameters(): w.add_(.05*w.std().nan_to_num(1.))
+    manifest = r.load(policy.weights())
+    b = r.generate(prompts(), group_size=4)
+    assert manifest.gap < 1e-4 and manifest.n_messages == 1
+    assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-4
+    with pytest.raises(ValueError, match="takes all weights"): r.load(replace(policy.weights(), since=policy.version))
+    assert server[2].counts["update_weights_from_disk"] == 2
+    r.close()
+
+
+def test_an_sglang_server_that_computes_something_else_is_found_out(server):
+    r, engine = rollout_at(server[1], sharp()), server[2]
+    engine.update_weights_from_disk = lambda body: dict(success=True)     # it says so, and does nothing
+    with pytest.raises(RuntimeError, match="the engine does not compute what the trainer computes"):
+        r.load(Policy(model("llama", seed=3, **WIDE), device="cpu").weights())
+    with pytest.raises(RuntimeError, match="the last load failed"): r.generate(prompts())
+    engine.update_weights_from_disk = lambda body: dict(success=False, message="no room")
+    with pytest.raises(RuntimeError, match="did not take the weights: no room"):
+        r.load(Policy(sharp(), device="cpu").weights())
+    r.close()
+
+
+def test_log_probs_of_another_distribution_are_found_out():
+    "A server started so that log-probs are of the logits before the temperature."
+    server, url, _ = served(sharp(), original=True)
+    with pytest.raises(RuntimeError, match="not of the distribution that it samples from"): rollout_at(url, sharp())
+    server.shutdown()
 
 
 def test_only_the_engines_program_imports_vllm():

@@ -6,7 +6,9 @@ import torch
 from rlblocks import Critic, Policy, Scorer
 from rlblocks.engines.base import Engine, fsdp2, plain, zero
 from rlblocks.engines.optim import OptimizerSpec, adamw, adamw_8bit, cosine, muon
+from rlblocks.engines.fsdp import Fsdp
 from rlblocks.engines.plain import Plain
+from rlblocks.engines.sharded import ShardedModel
 from rlblocks.engines.world import leave_world
 from tiny import model, rows
 
@@ -49,6 +51,10 @@ def test_settings_that_cannot_be_are_refused_where_they_are_written():
                         (lambda: adamw_8bit(max_norm=0.), "max_norm=0.0; a number above 0")):
         with pytest.raises(ValueError, match=words): make()
     assert adamw().adamw and adamw_8bit().adamw is None and muon().adamw is None
+    with pytest.raises(TypeError, match=r"lr= belongs to the optimizer: ShardedModel\(module, optimizer=…\(…, lr=0.1"):
+        ShardedModel(torch.nn.Linear(1, 1), optimizer=adamw(), lr=.1, device="cpu")
+    with pytest.raises(ValueError, match="Fsdp: offload='nvme'; \"cpu\" is wanted"):
+        Fsdp(torch.nn.Linear(1, 1), torch.device("cpu"), offload="nvme")
 
 
 LINES = [

@@ -4,12 +4,13 @@ An engine takes as long to start as all else here: tests that can share one do, 
 import os
 import re
 import signal
-import time
+import subprocess
 
 import pytest
 import torch
+from clock import Clock
 from conftest import rarely, vllm_python
-from rlblocks import Policy, Rollout
+from rlblocks import Policy, Rollout, send_weights
 from rlblocks.engines.published import publish_weights, published_weights
 from rlblocks.engines.weights import buckets, checksum, named_weights
 from rlblocks.rollout.samplers import Sampling, complete, vllm
@@ -82,6 +83,32 @@ def test_log_probs_are_the_trainers_before_and_after_every_tensor_has_moved(kind
     assert not os.path.exists(f"/proc/{pid}")
 
 
+@pytest.mark.parametrize("kind", [*KINDS, *rarely(*ALONE)])
+def test_the_four_phases_of_vllms_weight_transfer_put_the_same_in_place(kind):
+    "By an engine registered in vLLM: names, checksums, log-probs; tied heads and experts are packed again here too."
+    name, more = (KINDS | ALONE)[kind]
+    net = sharp(name, **more)
+    policy = Policy(net, lr=1e-2, device="cpu")
+    r = rollout(net, bucket_bytes=40_000, weight_transfer_config=dict(backend="rlblocks"))
+    assert gap(policy, r.generate(prompts(), group_size=4)) < 1e-4
+    for _ in range(2):
+        manifest = r.load(moved(policy).weights())
+        assert manifest.gap < 1e-4 and manifest.n_messages > 4
+        assert gap(policy, r.generate(prompts(), group_size=4)) < 1e-4
+    r.close()
+
+
+def test_the_registered_engine_is_what_the_entry_point_names(root):
+    "In the environment that has vLLM; more than once, as vLLM calls it in each of its processes."
+    where = re.search(r'"vllm.general_plugins": \["rlblocks = ([\w.]+):(\w+)"\]', (root/"setup.py").read_text())
+    code = (f"from {where[1]} import {where[2]} as f; f(); f()\n"
+            "from vllm.distributed.weight_transfer import WeightTransferEngineFactory as made\n"
+            "print(made._registry['rlblocks']().__name__)")
+    run = subprocess.run([vllm_python(), "-c", code], capture_output=True, text=True, timeout=300,
+                         env=os.environ | dict(PYTHONPATH=str(root), VLLM_LOGGING_LEVEL="ERROR"))
+    assert run.stdout == "FromMemory\n", run.stderr[-1000:]
+
+
 def test_torchruns_variables_do_not_reach_the_engine(shared):
     assert len(said(complete(shared.sampler, asked()))) == 12
     environment = open(f"/proc/{shared.sampler.child.process.pid}/environ").read().split("\0")
@@ -133,18 +160,19 @@ def test_an_engine_that_is_killed_is_an_error_at_once_and_load_starts_another(sh
     policy = Policy(net, device="cpu")
     r.load(policy.weights())
     before = r.generate(prompts(), group_size=2, max_tokens=8)
-    child, began = r.sampler.child, time.monotonic()
-    os.kill(child.process.pid, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="is gone, exit code -9"):
+    with Clock() as clock, pytest.raises(RuntimeError, match="is gone, exit code -9"):
+        os.kill(r.sampler.child.process.pid, signal.SIGKILL)
         r.generate(prompts(), group_size=8, max_tokens=100)
-    assert time.monotonic() - began < 10
+    assert clock.seconds < 2
     with pytest.raises(RuntimeError, match="of no known version"): r.generate(prompts())
-    def dies(n):        # in the middle of a transfer
+    def dies(n):        # in the middle of a transfer, to an engine that is new
+        died.append(clock.seconds)
         os.kill(r.sampler.child.process.pid, signal.SIGKILL)
         yield from buckets(named_weights(net).items(), n)
-    ticket = policy.weights()
+    ticket, died = policy.weights(), []
     ticket.transport.params = dies
-    with pytest.raises(RuntimeError, match="is gone"): r.load(ticket)
+    with Clock() as clock, pytest.raises(RuntimeError, match="is gone"): r.load(ticket)
+    assert clock.seconds < died[0] + 2
     r.load(policy.weights())
     again = r.generate(prompts(), group_size=2, max_tokens=8)
     assert again.tokens.equal(before.tokens)
@@ -163,10 +191,10 @@ def test_changes_alone_and_a_transfer_that_breaks(shared):
     def breaks(n):
         yield from list(buckets(named_weights(net).items(), 1 << 14))[:2]
         raise ConnectionError("the sender is gone")
-    child, ticket, began = sampler.child, policy.weights(), time.monotonic()
+    child, ticket = sampler.child, policy.weights()
     ticket.transport.params = breaks
-    with pytest.raises(ConnectionError, match="the sender is gone"): sampler.load(ticket)
-    assert time.monotonic() - began < 10 and child.process.poll() is not None and sampler.child is None
+    with Clock() as clock, pytest.raises(ConnectionError, match="the sender is gone"): sampler.load(ticket)
+    assert clock.seconds < 2 and child.process.poll() is not None and sampler.child is None
     with pytest.raises(RuntimeError, match="of no known version"): sampler.submit(asked())
     nudge(policy)
     changes = policy.weights(since=2)
@@ -174,9 +202,8 @@ def test_changes_alone_and_a_transfer_that_breaks(shared):
     assert sampler.load(policy.weights(since=-1)).gap < 1e-4            # a new engine, with all weights
     os.kill(sampler.child.process.pid, signal.SIGKILL)
     nudge(policy)
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match="is gone"): sampler.load(policy.weights(since=3))
-    assert time.monotonic() - began < 10
+    with Clock() as clock, pytest.raises(RuntimeError, match="is gone"): sampler.load(policy.weights(since=3))
+    assert clock.seconds < 2
 
 
 def test_half_precision_is_proved_to_a_tenth():
@@ -195,9 +222,21 @@ def test_an_engine_that_is_stuck_is_stopped_with_what_it_last_said(shared):
     sampler = shared.sampler
     sampler.child.timeout = 2.
     os.kill(sampler.child.process.pid, signal.SIGSTOP)
-    with pytest.raises(TimeoutError, match="gave no sign of life for 2 s and was stopped. Its log ends:"):
+    with Clock() as clock, pytest.raises(TimeoutError, match="no sign of life for 2 s and was stopped. Its log ends:"):
         complete(sampler, asked())
-    assert sampler.child is None
+    assert clock.seconds < 2 + 2 and sampler.child is None
+    policy = Policy(sharp(), device="cpu")
+    shared.load(policy.weights())               # a new one; it is stuck in mid-transfer
+    def stops(n):
+        first, *others = buckets(named_weights(policy._run.module.trunk).items(), 1 << 14)
+        yield first
+        sampler.child.timeout = 2.
+        os.kill(sampler.child.process.pid, signal.SIGSTOP)
+        yield from others
+    ticket = policy.weights()
+    ticket.transport.params = stops
+    with Clock() as clock, pytest.raises(TimeoutError, match="gave no sign of life for 2 s"): shared.load(ticket)
+    assert clock.seconds < 2 + 2 and sampler.child is None
     shared.close()
     shared.close()
 
@@ -237,3 +276,17 @@ def test_merged_adapters_and_a_folder_are_proved_too(shared, tmp_path):
     with pytest.raises(ValueError, match="adapters alone need slots"): shared.load(policy.weights(adapter=True))
     manifest = shared.load(publish_weights(stirred(policy).weights(), tmp_path, bucket_bytes=20_000))
     assert manifest.gap < 1e-4 and manifest.version == 2 and manifest.checksums == published_weights(tmp_path).checksums
+
+
+def test_weights_that_come_by_network_are_proved_too_and_a_sender_that_goes_ends_the_engine(shared):
+    policy = moved(Policy(sharp(), device="cpu"))
+    manifest = shared.load(send_weights(policy.weights(), bucket_bytes=20_000).ticket)
+    assert manifest.gap < 1e-4 and manifest.n_messages > 4
+    def breaks(n):
+        yield from list(buckets(named_weights(policy._run.module.trunk).items(), n))[:2]
+        raise ConnectionError("the disk is gone")
+    ticket = policy.weights()
+    ticket.transport.params = breaks
+    with Clock() as clock, pytest.raises(RuntimeError, match="could not send version 0: ConnectionError: the disk is"):
+        shared.load(send_weights(ticket, bucket_bytes=20_000).ticket)
+    assert clock.seconds < 2 and shared.sampler.child is None and shared.sampler.version is None

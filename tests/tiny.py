@@ -58,6 +58,16 @@ def tokenizer():
     return made
 
 
+def speller():
+    "30 characters as byte-level ids, one of two of them, and an end."
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+    ids = {c: i for i, c in enumerate(["<pad>", "</s>", *'0123456789abeflnorstuy{}":,-Ġ', "12"])}
+    backend = Tokenizer(models.BPE(ids, merges=[("1", "2")]))
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
+
+
 def rows(B=16, T=18, seed=0, dtype=torch.float64, holes=True):
     "Rows of 2 … T−1 tokens with random interior masks and the columns a loss wants."
     g = torch.Generator().manual_seed(seed)

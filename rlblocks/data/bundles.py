@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .batch import Batch
+from .freshness import born_of
 from .packing import element_places, rows_by
 from .ragged import Ragged
 
@@ -30,12 +31,6 @@ def layout_of(batch:Batch)->dict[str, list]:
     def of(kind, x):
         return [kind] if kind == "list" else [kind, str(x.dtype), *x.shape[2 if kind == "token" else 1:]]
     return {name: of(kind, batch.columns[name]) for name, kind in batch.kinds.items()}
-
-def born_of(batch:Batch)->Tensor:
-    "The oldest policy version in each row: over its chosen tokens where weights changed in flight."
-    v = batch.policy_version
-    return v if v.dim() == 1 else torch.where(batch.mask, v, torch.iinfo(v.dtype).max).amin(1)
-
 
 def check_entries(who, n, **given):
     "Tensors with an entry a row."
@@ -58,14 +53,15 @@ def versions_by_token(batch:Batch)->Batch:
     return made
 
 # %% ../../nbs/data/43_bundles.ipynb #c5d96c90
-def entries(batch:Batch, kept:list[list[int]], priority:Tensor|float, first:int)->dict[str, Tensor]:
+def entries(batch:Batch, kept:list[list[int]], priority:Tensor|float, first:int, *, newest:bool=False
+            )->dict[str, Tensor]:
     "What the index says of new bundles, the rows `kept`; `first` is the number of the slab and of the first bundle."
     order, rows = (torch.tensor(x, dtype=torch.long) for x in (list(chain(*kept)), list(map(len, kept))))
     n, of = len(rows), torch.arange(len(rows)).repeat_interleave(rows)
     total = lambda x: torch.zeros(n, dtype=x.dtype).index_add(0, of, x[order])
     none = torch.zeros(len(batch), dtype=torch.long)
     priority = priority.double() if isinstance(priority, Tensor) else none.double() + priority
-    born = (born_of(batch) if "policy_version" in batch else none).long()[order]
+    born = (born_of(batch, newest=newest) if "policy_version" in batch else none).long()[order]
     oldest = torch.full((n,), torch.iinfo(torch.long).max).scatter_reduce(0, of, born, "amin")
     return dict(slab=torch.full((n,), first), first=rows.cumsum(0) - rows, rows=rows, id=torch.arange(first, first + n),
                 chosen=total(batch.mask.sum(1) if "mask" in batch else none), born=oldest,

@@ -137,10 +137,15 @@ def _check_row(i, row, T, like):
                          "only the first axis may differ")
 
 # %% ../../nbs/data/35_columns.ipynb #66db79ca
-def widen(x:Tensor, T:int)->Tensor: # `[B, T, …]`, padded on the right with 0 or False
+def widen(x:Tensor, T:int, value:int=0)->Tensor: # `[B, T, …]`
     "Pad the token axis on the right."
     if x.shape[1] == T: return x
-    return torch.cat([x, x.new_zeros(x.shape[0], T-x.shape[1], *x.shape[2:])], 1)
+    return torch.cat([x, x.new_full((x.shape[0], T-x.shape[1], *x.shape[2:]), value)], 1)
+
+# %% ../../nbs/data/35_columns.ipynb #62824d61
+def padding_of(name:str, x:Tensor)->int: # of a column
+    "What stands behind a row's end: 0, or False; of `experts` −1, where the router picks by itself."
+    return -1 if name == "experts" and x.dtype.is_signed and not x.is_floating_point() else 0
 
 # %% ../../nbs/data/35_columns.ipynb #9ce73b8a
 def join(name:str, xs:Sequence, kind:Kind, T:int)->Tensor|list:
@@ -151,7 +156,7 @@ def join(name:str, xs:Sequence, kind:Kind, T:int)->Tensor|list:
         raise ValueError(f"Batch.cat: column {name!r} is {shape_of(xs[0])} in the first batch and {shape_of(odd)} in "
                          "another; they cannot be joined")
     if kind == "list": return [x for one in xs for x in one]
-    return torch.cat([widen(x, T) for x in xs] if kind == "token" else list(xs))
+    return torch.cat([widen(x, T, padding_of(name, x)) for x in xs] if kind == "token" else list(xs))
 
 # %% ../../nbs/data/35_columns.ipynb #fae92c96
 def _plain(part):

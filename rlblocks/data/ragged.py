@@ -19,7 +19,7 @@ from torch import Tensor
 from jaxtyping import Int
 
 from .batch import Batch
-from .columns import dtype_of
+from .columns import dtype_of, padding_of
 
 # %% ../../nbs/data/41_ragged.ipynb #7459a75c
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Ragged:
     )->"Ragged": # copies
         "Some rows, in the order given."
         sizes, spans = self._spans(rows)
-        def flat(x): return torch.cat([x[:0], *(x[a:b] for a, b in spans)])
+        def flat(x, name): return torch.cat([x[:0], *(x[a:b] for a, b in spans)])
         return Ragged(picked(self.columns, self.kinds, rows, flat), self.kinds, offsets_of(sizes))
 
     def batch(self,
@@ -51,9 +51,9 @@ class Ragged:
         rows = torch.arange(len(self)) if rows is None else rows
         sizes, spans = self._spans(rows)
         T = max([1, *sizes])
-        def rectangle(x): # row, zeros, row, zeros …
-            zeros = x.new_zeros(T, *x.shape[1:])
-            flat = torch.cat([x[:0], *(piece for a, b in spans for piece in (x[a:b], zeros[b-a:]))])
+        def rectangle(x, name): # row, padding, row, padding …
+            padding = x.new_full((T, *x.shape[1:]), padding_of(name, x))
+            flat = torch.cat([x[:0], *(piece for a, b in spans for piece in (x[a:b], padding[b-a:]))])
             return flat.view(len(rows), T, *x.shape[1:])
         per_row = [name for name, kind in self.kinds.items() if kind == "row"]
         return Batch(per_row=per_row, **picked(self.columns, self.kinds, rows, rectangle))
@@ -76,10 +76,10 @@ class Ragged:
 # %% ../../nbs/data/41_ragged.ipynb #53de89b0
 def picked(columns:dict, kinds:dict, rows:Tensor, of_tokens:Callable)->dict:
     "Some rows of every column; of per-token ones, what `of_tokens` makes of them."
-    def pick(x, kind):
-        if kind == "token": return of_tokens(x)
-        return x[rows] if kind == "row" else [x[i] for i in rows.tolist()]
-    return {name: pick(x, kinds[name]) for name, x in columns.items()}
+    def pick(name, x):
+        if kinds[name] == "token": return of_tokens(x, name)
+        return x[rows] if kinds[name] == "row" else [x[i] for i in rows.tolist()]
+    return {name: pick(name, x) for name, x in columns.items()}
 
 def offsets_of(sizes:Iterable[int])->Tensor: return torch.tensor([0, *sizes], dtype=torch.long).cumsum(0)
 
@@ -95,7 +95,7 @@ def ragged(
         raise ValueError("ragged: per-token columns without 'lengths'; lengths say which tokens exist and are kept")
     rows = torch.arange(len(batch)) if rows is None else rows
     sizes = batch.lengths.cpu()[rows].tolist() if has_tokens else [0]*len(rows)
-    def flat(x):
+    def flat(x, name):
         each = x.unbind(0)
         return torch.cat([x.flatten(0, 1)[:0], *(each[i][:n] for i, n in zip(rows.tolist(), sizes, strict=True))])
     columns = {k: x.detach().cpu() if isinstance(x, Tensor) else x for k, x in batch.columns.items()}

@@ -164,7 +164,8 @@ class Fsdp:
                  mesh:DeviceMesh|None=None, clip:Callable|None=None):
         """Shard a module over `mesh`, else all ranks; arguments as for `Plain` and `fsdp2`. All ranks together.
 
-        ValueError for ranks that built different models."""
+        ValueError for ranks that built different models, and for shards that are to live anywhere but on the host."""
+        if offload not in (None, "cpu"): raise ValueError(f'Fsdp: offload={offload!r}; "cpu" is wanted, or None')
         join_world(device)
         if mesh is None: same_weights(module)
         mesh = mesh or init_device_mesh(device.type, (world()[1],))

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ..data.batch import Batch
 from ..engines.base import EngineSpec, engine_of
 from ..engines.optim import OptimizerSpec
-from .checks import places_at
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
 from .policy import Trained, base_of, reads_shards, says_instead, start
@@ -54,7 +53,7 @@ class Critic(Trained):
 
     def values(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
         "V before each chosen token `[B, T]`, in reward units. ValueError where there is nothing to read."
-        return compute(self._run, places_at("Critic", batch, at), Reading(logprobs=False), "values")
+        return compute(self._run, batch, Reading(logprobs=False), "values", at)
 
     def step(self,
         batch:Batch,   # one optimizer step's rows

@@ -23,8 +23,9 @@ from ..engines.base import EngineSpec, engine_of
 from ..engines.deltas import Deltas
 from ..engines.optim import OptimizerSpec, adamw
 from ..engines.sharded import has_all_weights
+from ..engines.guards import Stays
 from ..engines.weights import Ticket
-from .checks import check_measure, places_at
+from .checks import check_measure
 from .forward import Forward, Reading
 from .head import Head, as_head
 from .loading import Pretrained, as_pretrained, load_module, load_quantized, load_tokenizer
@@ -135,7 +136,7 @@ def says_instead(
     return checked
 
 # %% ../../nbs/models/78_policy.ipynb #deee7177
-class Trained:
+class Trained(Stays):
     "What Policy, Critic and Scorer have in common beside `step`: a version, and a state for `Checkpoint`. Abstract."
     _run:Prepared
     _view:View|None = None      # what it stands on; None: its own weights
@@ -242,19 +243,19 @@ class Policy(Trained):
 
     def logprobs(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
         "log π(token | what came before it) `[B, T]`, in nats, at the chosen tokens, under how they were sampled."
-        return compute(self._run, places_at("Policy", batch, at), Reading(), "logprobs")
+        return compute(self._run, batch, Reading(), "logprobs", at)
 
     def values(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
         "V before each chosen token `[B, T]`, by the value head. ValueError without `value_head=True`."
-        return compute(with_value_head(self._run), places_at("Policy", batch, at), Reading(), "values")
+        return compute(with_value_head(self._run), batch, Reading(), "values", at)
 
     def measure(self, batch:Batch, f:Callable, *, at:Tensor|str|None=None)->Tensor:
         "What `f` makes of the distribution each chosen token was sampled from, `[B, T, …]`, a few logits at a time."
-        return compute(self._run, places_at("Policy", batch, at), Reading(measure=f), "measured")
+        return compute(self._run, batch, Reading(measure=f), "measured", at)
 
     def hidden(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
         "What enters the output layer where each chosen token is predicted, `[B, T, H]`, in the model's precision."
-        return compute(self._run, places_at("Policy", batch, at), Reading(hidden=True), "hidden")
+        return compute(self._run, batch, Reading(hidden=True), "hidden", at)
 
     def head(self)->Head:
         "The output layer as it is now, see `head_now`: makes logits of `hidden`, anywhere. All ranks together."
@@ -273,7 +274,7 @@ class Policy(Trained):
         logits:bool=False,  # give it `out.logits` `[B, T, V]`: for small vocabularies, or few tokens a micro-batch
         router_logits:bool=False, # give it `out.router_logits` `[B, T, L, E]` of every token: a mixture of experts'
     )->dict: # the loss's metrics, and loss, grad_norm, lr, version, skipped
-        "One optimizer step. ValueError for a loss that does not add up over a cut; skipped without chosen tokens."
+        "One optimizer step (in order: `train_step`); skipped without chosen tokens. ValueError: the loss is no sum."
         return train_step(self._run, [(batch, loss), *more], reading_of(entropy, measure, logits, router_logits))
 
     def weights(self, *, since:int|None=None, dtype:torch.dtype|None=None, adapter:bool=False)->Ticket:
@@ -336,8 +337,8 @@ def expert_counts(
     Over all rows, counts.sum(0)/batch.lengths.sum() is the load that `moe_balance_loss` wants. ValueError for a router
     that picks by more than its scores without saying what (see `picked`)."""
     if top_k is None:
-        return compute(run, batch, Reading(hidden=True, routers="experts"), "experts", lambda x, part: x.sum(1))
+        return compute(run, batch, Reading(hidden=True, routers="experts"), "experts", by_row=lambda x, part: x.sum(1))
     def hits(x, part):
         real = torch.arange(x.shape[1], device=x.device) < part.lengths.to(x.device)[:, None]
         return expert_hits(x, real, top_k=top_k)
-    return compute(run, batch, Reading(hidden=True, routers="scores"), "router_logits", hits)
+    return compute(run, batch, Reading(hidden=True, routers="scores"), "router_logits", by_row=hits)

@@ -26,11 +26,11 @@ from ..engines.base import EngineSpec
 from ..engines.exchanges import Stretch
 from ..engines.guards import Turn
 from ..engines.optim import OptimizerSpec
-from ..engines.sharded import ShardedModel
+from ..engines.sharded import ShardedModel, optimizer_of
 from ..engines.weights import checksum
 from ..engines.world import agree, same_rows
-from .checks import (check_batches, check_jobs, check_loss, check_sampled, check_turning,
-                                    check_window)
+from .checks import (check_batches, check_jobs, check_loss, check_sampled, check_scored, check_turning,
+                                    check_window, places_at)
 from .forward import Forward, Layout, Reading, turning
 from .head import bending
 from .outputs import Checked, Out, cause, check_splits, outputs, trainable
@@ -82,8 +82,8 @@ def prepare(
     for word, n in dict(micro_tokens=setup.micro_tokens, micro_rows=setup.micro_rows).items():
         if n is None or isinstance(n, Integral) and n >= 1: continue
         raise ValueError(f"{name}: {word}={n!r}; a whole number, at least 1, is wanted")
-    model = ShardedModel(module, engine=setup.engine, optimizer=setup.optimizer, lr=setup.lr, frozen=setup.frozen,
-                         device=setup.device)
+    made = optimizer_of(setup.optimizer, setup.lr)
+    model = ShardedModel(module, engine=setup.engine, optimizer=made, frozen=setup.frozen, device=setup.device)
     layout = _layout(name, module, model, setup.pack)
     sizes = int(setup.micro_tokens), setup.micro_rows
     return Prepared(name, module, model, layout, turning(module.trunk), *sizes, Checked())
@@ -145,9 +145,13 @@ def train_step(
     jobs:list,       # (batch, loss) pairs
     reading:Reading, # what the losses see
 )->dict: # metrics
-    "One optimizer step on the sum of the jobs' losses."
+    """One optimizer step on the sum of the jobs' losses.
+
+    In order: ranks agree on what they were given; rows become micro-batches, as many on every rank; each is run
+    forward, through the loss, and back; every loss is a number, or all ranks raise and drop the gradient; the engine
+    sums it over ranks, clips and steps; the version moves on; metrics come back."""
     with run.turn:
-        jobs, shared = _ready(run, jobs)
+        jobs, shared = _ready(run, jobs, reading)
         share = 1/(run.model.replicas if shared else 1)      # metrics of replicas are merged: a part of it from each
         if not jobs: return dict(skipped=Mean(share, share))
         sums = Sums(together=shared or run.model.shares > 1)
@@ -163,23 +167,24 @@ def train_step(
         metrics = {k: m.to("cpu") for k, m in sums.metrics.items()}
         return merge(metrics, _own_metrics(run, sums, norm, share))
 
-def _ready(run, jobs):
+def _ready(run, jobs, reading):
     "The jobs that have something to learn from, and whether they are cut over ranks. All ranks go on, or all raise."
     given, error, shared = [], None, False
     try:
         if run.model.frozen: raise RuntimeError(f"{run.name}: this one is frozen (frozen=True) and cannot step")
         check_jobs(run.name, jobs)
+        for b, _ in jobs if reading.rows or reading.after else (): check_scored(run.name, b, reading.after)
         shared = is_shared(run, [b for b, _ in jobs])
         given = [_given(b, shared) for b, _ in jobs]
     except Exception as e: error = e
-    _together(run, error, run.model.ranks > 1, given)
+    _together(f"{run.name}.step", error, run.model.ranks > 1, given)
     _agree_on_rows(run, [b for b, _ in jobs])
     jobs = [(b._like(b.columns, b.whole, b.filler), loss) for b, loss in jobs if len(b)]      # counted once
     return [(b, loss) for b, loss in jobs if b.n_tokens], shared
 
-def _together(run, error, others, given=None):
+def _together(who, error, others, given=None):
     "Raise this rank's error; with `others` all ranks raise, also where they were not given the same."
-    if others: agree(error, f"{run.name}.step", same=given)
+    if others: agree(error, who, same=given)
     elif error: raise error
 
 def _given(batch, shared):
@@ -232,7 +237,7 @@ def _all_or_none(run, sums):
     if not error and (sums.why or not math.isfinite(sums.loss)):
         error = FloatingPointError(f"{run.name}: the loss is {sums.loss:g} at version {run.model.version}; nothing was "
                                    f"changed. {sums.why}".rstrip())
-    _together(run, error, sums.together)
+    _together(f"{run.name}.step", error, sums.together)
 
 def _own_metrics(run, sums, norm, share)->dict[str, Metric]:
     "What a step tells besides the closures' metrics."
@@ -281,19 +286,31 @@ def compute(
     batch:Batch,     # a whole or a part
     reading:Reading, # what to read
     key:str,         # which of the outputs: logprobs, values, measured, hidden, scores, experts
+    at:Tensor|str|None=None,   # where, see `places_at`
     by_row:Callable|None=None, # (output of a micro-batch, its rows) → `[B, …]`; None: as it is
 )->Tensor: # `[B, T, …]`, or `[B, …]` of rows
     "Run all micro-batches without gradient and put `key` back in the rows' order, on the CPU."
     with run.turn:
+        batch = _readable(run, batch, reading, at)
+        done = list(_computed(run, batch, reading, key, by_row))
+    return _in_order(done, batch.tokens.shape[:1 if reading.rows or by_row else 2])
+
+def _readable(run, batch, reading, at):
+    "The batch with a mask, counted once for all micro-batches. Ranks that wait for each other go on, or all raise."
+    given, error = None, None
+    try:
         check_batches(run.name, [batch])
+        if reading.rows or reading.after: check_scored(run.name, batch, reading.after)
+        elif not reading.routers: batch = places_at(run.name, batch, at)
         check_sampled(run.name, batch, run.module.vocabulary, padding=not run.layout.packed)
-        _agree_on_rows(run, [batch])
         if "mask" not in batch:
             none = torch.zeros(batch.tokens.shape, dtype=torch.bool)
             batch = batch._like(batch.columns | dict(mask=none), batch._whole, batch.filler)
-        batch = batch._like(batch.columns, batch.whole, batch.filler)      # counted once, for all micro-batches
-        done = list(_computed(run, batch, reading, key, by_row))
-    return _in_order(done, batch.tokens.shape[:1 if reading.rows or by_row else 2])
+        given, batch = _given(batch, bool(batch._whole)), batch._like(batch.columns, batch.whole, batch.filler)
+    except Exception as e: error = e
+    _together(run.name, error, run.model.shares > 1 or run.model.spec.word in ("fsdp2", "zero3"), given)
+    _agree_on_rows(run, [batch])
+    return batch
 
 def _computed(run, batch, reading, key, by_row)->Iterator[tuple[list[int], Tensor]]:
     "Row numbers of each micro-batch, and what was read of them."

@@ -46,7 +46,8 @@ def _confined(z, top_k, top_p, min_p):
     z, ids = z.topk(min(top_k or MAX_SUPPORT, MAX_SUPPORT, z.shape[-1]))
     if min_p > 0: z = z.masked_fill(z < z[:, :1] + math.log(min_p), -torch.inf)
     p = z.softmax(-1)
-    keep = (p.cumsum(-1) - p < top_p) & (p > 0)
+    keep = p > 0
+    if top_p < 1: keep &= p.cumsum(-1) - p < top_p
     keep[:, 0] = True
     return z.masked_fill(~keep, -torch.inf), torch.where(keep, ids, -1)
 

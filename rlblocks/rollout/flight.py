@@ -174,9 +174,14 @@ class Flight:
         return [g for g, a in self.asked.items() if time.monotonic() - a.since > seconds]
 
     @property
+    def versions(self)->list[int]:
+        "The version of the weights with which each sample under way began, for `Buffer.ready`."
+        return [a.version for a in self.asked.values() if a.version is not None for _ in a.request.seeds]
+
+    @property
     def oldest(self)->int|None:
-        "The version of the weights with which the oldest prompt under way began."
-        return min((a.version for a in self.asked.values() if a.version is not None), default=None)
+        "The oldest of them; None where nothing has begun."
+        return min(self.versions, default=None)
 
     def abort(self,
         groups:Collection[int], # under way

@@ -27,6 +27,7 @@ from .controls import completes, penalised
 from .decoding import Decoder, Sampled, decode, experts_of_rows
 from .kv_cache import cache_is_exact, new_decoder
 from .samplers import Completion, Request, check_ready
+from .structure import confining
 from .transfer import probed
 
 # %% ../../nbs/rollout/83_hf.ipynb #dbb32eef
@@ -48,7 +49,7 @@ def parts(
     max_rows:int, # most samples side by side; a request is not cut
 )->Iterator[list[Request]]:
     "Requests of like settings and like length together."
-    def alike(r): return len(r.seeds), r.max_tokens, r.how, r.stop, r.strings, r.penalties, r.experts
+    def alike(r): return len(r.seeds), r.max_tokens, r.how, r.stop, r.strings, r.penalties, r.experts, r.structure
     kinds:dict = {}
     for r in requests: kinds.setdefault(alike(r), []).append(r)
     for (n, *_), members in kinds.items():
@@ -171,8 +172,10 @@ def altering(
 )->Callable[[Tensor, Tensor, Tensor], Tensor]|None: # for `decode`; None: logits are as they come
     "What changes the logits of a part's rows."
     by, prompts = part[0].penalties, [r.ids for r in part for _ in r.seeds]
-    if by is None: return None
+    confine = confining(part[0].structure, len(prompts)) if part[0].structure else None
+    if by is None: return confine
     def alter(logits, rows, said):
+        if confine: logits = confine(logits, rows, said)
         seen = torch.zeros_like(logits, dtype=torch.bool)
         for row, i in zip(seen, rows.tolist(), strict=True): row[prompts[i].to(row.device)] = True
         return penalised(logits, seen, said, by, stop)

@@ -18,7 +18,13 @@ from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 # %% ../../nbs/rollout/84_processes.ipynb #83567f94
-_PROGRAM = "import sys; sys.path.append(sys.argv[2]); from {} import {} as run; run(sys.argv[1])"
+_PROGRAM = """import sys
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("rlblocks", sys.argv[2] + "/__init__.py", submodule_search_locations=[sys.argv[2]])
+sys.modules["rlblocks"] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules["rlblocks"])
+from {} import {} as run
+run(sys.argv[1])"""
 _RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "PYTHONPATH")
 _KERNELS = "ATEN_CPU_CAPABILITY"    # a trainer's; what torch 2.13 compiles for vLLM under its "default" does not build
 
@@ -70,7 +76,7 @@ def tail(
     log.seek(0)
     return log.read().decode(errors="replace")[-size:].strip() or "(it is empty)"
 
-def _root(): return str(Path(str(getattr(find_spec("rlblocks"), "origin"))).parents[1])
+def _library(): return str(Path(str(getattr(find_spec("rlblocks"), "origin"))).parent)
 
 def _code(process):
     try: return f", exit code {process.wait(2.)}"
@@ -93,7 +99,7 @@ class Child:
         self.heard, self.mail = time.monotonic(), []
         self.log = open(f"{self.folder.name}/log", "w+b")
         address, key = f"{self.folder.name}/socket", secrets.token_bytes(32)
-        command = [python or sys.executable, "-P", "-c", _PROGRAM.format(module, function), address, _root()]
+        command = [python or sys.executable, "-P", "-c", _PROGRAM.format(module, function), address, _library()]
         with Listener(address, family="AF_UNIX", authkey=key) as listener:
             self.process = started(command, key, self.log, more or {})
             connection = accepted(listener, self.process, timeout)

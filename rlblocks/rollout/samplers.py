@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Reason', 'Sampling', 'check_sampling', 'Request', 'Completion', 'sample_seeds', 'turn_seed', 'Sampler', 'complete',
-           'answered', 'Lines', 'Line', 'check_ready', 'VllmSpec', 'vllm']
+           'answered', 'Lines', 'Line', 'check_ready', 'VllmSpec', 'vllm', 'SglangSpec', 'sglang']
 
 # %% ../../nbs/rollout/82_samplers.ipynb #ae582b9c
 import time
@@ -22,6 +22,7 @@ from ..data.columns import seed_of
 from ..engines.weights import Manifest, Ticket
 from .controls import Penalties
 from .decoding import MAX_SUPPORT
+from .structure import Structure
 
 # %% ../../nbs/rollout/82_samplers.ipynb #2280be42
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Request:
     strings:tuple[str, ...]=()       # so does the token that completes one of these
     penalties:Penalties|None=None    # its bad words are ids
     experts:bool=False               # note where a mixture sends each token
+    structure:Structure|None=None    # what its text matches
 
 @dataclass(frozen=True, eq=False)
 class Completion:
@@ -321,3 +323,25 @@ def vllm(
     for name, x in dict(context=context, cache_bytes=cache_bytes, timeout=timeout, bucket_bytes=bucket_bytes).items():
         if x is not None and not x >= 1: raise ValueError(f"vllm: {name}={x!r}; a number of 1 or more is wanted")
     return VllmSpec(context, cache_bytes, timeout, bucket_bytes, python, options)
+
+# %% ../../nbs/rollout/82_samplers.ipynb #509524fd
+@dataclass(frozen=True)
+class SglangSpec:
+    "Where an SGLang server is; `sglang(…)` makes one."
+    url:str="http://127.0.0.1:30000"
+    folder:str|None=None
+    timeout:int|float=600.
+    key:str|None=field(default=None, repr=False)
+
+def sglang(
+    url:str="http://127.0.0.1:30000", # of the server
+    *,
+    folder:str|None=None,   # for weights on their way, seen by the server under the same name; None: a temporary one
+    timeout:int|float=600., # seconds without an answer
+    key:str|None=None,      # the server's --api-key
+)->SglangSpec:
+    "For `Rollout(engine=sglang(…))`; the word \"sglang\" stands for `sglang()`. ValueError for what is no address."
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"sglang: url={url!r}; http://host:port is wanted")
+    if not timeout > 0: raise ValueError(f"sglang: timeout={timeout!r}; seconds above 0 are wanted")
+    return SglangSpec(url.rstrip("/"), folder, timeout, key)
