@@ -14,11 +14,11 @@ from weakref import finalize
 
 from ..engines.weights import Ticket
 from .cluster import SHARE, Cluster, bundles_of, connect, reserve, spots
-from .crew import Asked, Crew, Pending, check_together, dismiss, gather, hear, muster, report
+from .crew import RankCall, Crew, Underway, check_together, dismiss, gather, hear, muster, report
 from .handles import Handle, Method, Placed, replica_index, speakers
 from .member import InPool, Shipped
 from .place import C, Call, P
-from .wire import LIMIT, Parcel, pack
+from .wire import LIMIT, Parcel, parcel_of
 
 # %% ../../nbs/placement/98e_raypool.ipynb #0f186a13
 class RayPool:
@@ -71,7 +71,7 @@ class RayPool:
         "A method of a placed object, on all ranks."
         return self.start(placed, name, args, kwargs).result()
 
-    def start(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Pending:
+    def start(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Underway:
         "Begin a method on all ranks."
         return _start_on_members(self, placed, name, args, kwargs)
 
@@ -79,17 +79,17 @@ class RayPool:
         "An attribute, as it is on rank 0."
         self.next(who := f"{placed.kind.__name__}.{name}")
         first = self.crew.ranks[0].member
-        return gather(self.crew, Asked(who, {0: first.read.options(name=who).remote(placed.number, name)}))[0]
+        return gather(self.crew, RankCall(who, {0: first.read.options(name=who).remote(placed.number, name)}))[0]
 
     def write(self, placed:Placed, name:str, value:Any)->None:
         "Set an attribute, on all ranks."
         self.next(who := f"{placed.kind.__name__}.{name} = …")
-        wire = pack(value, names=self.stays)
+        wire = parcel_of(value, names=self.stays)
         self.ask(who, lambda member: member.write.options(name=who).remote(placed.number, name, wire))
 
     def ask(self, who:str, how:Callable[[Any], Any])->dict[int, Any]: # rank → its answer
         "The same of every rank."
-        return gather(self.crew, Asked(who, {rank.number: how(rank.member) for rank in self.crew.ranks}))
+        return gather(self.crew, RankCall(who, {rank.number: how(rank.member) for rank in self.crew.ranks}))
 
     def next(self, who:str)->int:
         "A number for what this call leaves on the ranks. RuntimeError where they cannot be asked any more."
@@ -159,7 +159,7 @@ def _place_on_members(pool, make, args, kwargs):
     "Construct on every rank, and hear who belongs to which replica."
     import ray
     number = pool.next(who := f"place({getattr(make, '__name__', type(make).__name__)})")
-    wire = ray.put(pack((make, args, kwargs), names=pool.stays))           # once a node, however many ranks
+    wire = ray.put(parcel_of((make, args, kwargs), names=pool.stays))           # once a node, however many ranks
     made = pool.ask(who, lambda member: member.place.options(name=who).remote(number, wire))
     kind, replicas = made[0][0], [replica for _, replica, _ in made.values()]
     check_together(kind, replicas, pool.crew.ranks)
@@ -175,13 +175,13 @@ def _start_on_members(pool, placed, name, args, kwargs):
     call = Call(args, kwargs, len(spoken), who=who, shares_prompts=placed.shares_prompts)
     cut = call.rows is not None
     spoken = spoken if cut else spoken[:1]
-    wires = [_stored(pack(call.of(k), names=pool.stays, limit=LIMIT)) for k in range(len(spoken))]
+    wires = [_stored(parcel_of(call.of(k), names=pool.stays, limit=LIMIT)) for k in range(len(spoken))]
     def ask(r):
         method = pool.crew.ranks[r].member.call.options(name=who)
         return method.remote(placed.number, name, wires[replica_index(replicas, r) if cut else 0], r in spoken, keep)
     if name == "load" and pool.crew.restarts: pool.crew.loads[placed.number] = ask
-    asked = Asked(who, {r: ask(r) for r in range(pool.ranks)}, ask, replicas)
-    return Pending(pool.crew, asked, lambda found: _bound(pool, call.joined([found[r] for r in spoken])))
+    asked = RankCall(who, {r: ask(r) for r in range(pool.ranks)}, ask, replicas)
+    return Underway(pool.crew, asked, lambda found: _bound(pool, call.joined([found[r] for r in spoken])))
 
 def _stored(wire:Parcel)->Any: # itself, or a reference to it
     "Large parcels go through the store, once a node."
