@@ -33,7 +33,7 @@ class ToolEnvironment:
         for name in ("get_reward", "close"):
             if hasattr(inner, name): setattr(self, name, getattr(inner, name))
 
-    async def reset(self, **row)->Any:
+    async def reset(self, **row:Any)->Any:
         "Begin, with the columns that its `reset` takes."
         return await called(self.inner.reset, **taken_by(self.inner.reset, row))
 
@@ -102,7 +102,7 @@ class GymEnvironment:
         self.inner, self.action = inner, action
         if hasattr(inner, "close"): self.close = inner.close
 
-    async def reset(self, **row)->str:
+    async def reset(self, **row:Any)->str:
         "Begin, with the columns that its `reset` takes; its first observation is the user's."
         known = inspect.signature(self.inner.reset).parameters
         made = await called(self.inner.reset, **{k: v for k, v in row.items() if k in known})

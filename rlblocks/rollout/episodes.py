@@ -35,7 +35,7 @@ class Step:
 class Environment(Protocol):
     "What a policy talks to, for one episode."
 
-    async def reset(self, **row)->Any:
+    async def reset(self, **row:Any)->Any:
         "Begin: messages, a text of the user, or None."
         ...
 
