@@ -54,6 +54,7 @@ def as_step(
     if isinstance(said, Sequence) and all(isinstance(m, Mapping) for m in said): return Step(list(said))
     raise TypeError(f"step gave a {type(said).__name__}; a Step, messages, a text or None is wanted")
 
+# %% ../../nbs/rollout/87b_episodes.ipynb #e1fc5502
 async def called(
     method:Callable, # async, or not: then it runs in a thread
     *args,
@@ -93,6 +94,7 @@ class Strand:
         self.spans.append(span)
         self.ids = (self.ids or list(self.start)) + span["tokens"].tolist()
 
+# %% ../../nbs/rollout/87b_episodes.ipynb #7a0293e8
 @dataclass(eq=False)
 class Episode:
     "One conversation of one environment."
@@ -121,6 +123,7 @@ class Episode:
         if step.reward is not None: self.reward = (self.reward or 0.) + float(step.reward)
         if step.done or not step.messages: self.finish = step.finish
 
+# %% ../../nbs/rollout/87b_episodes.ipynb #d1784d26
 async def begin(
     episode:Episode,
     env:Any,
@@ -201,6 +204,7 @@ class Pump:
         "Take what is under way out of the engine."
         with self.rollout.turn: self.line.abort(list(self.line.lines.of[k][1] for k in self.line.left))
 
+# %% ../../nbs/rollout/87b_episodes.ipynb #5d12b21c
 async def play(
     episode:Episode,
     env:Any,

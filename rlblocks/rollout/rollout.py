@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..data.batch import Batch
 from ..data.columns import whole_number
-from ..engines.guards import Turn, locked
+from ..engines.guards import Stays, Turn, locked
 from ..engines.weights import Manifest, Ticket
 from ..engines.world import device_of
 from ..models.checks import check_ids
@@ -179,7 +179,7 @@ def check_replies(
                          f"0 to {(vocabulary or 0) - 1}")
 
 # %% ../../nbs/rollout/87_rollout.ipynb #6ac143b3
-class Rollout:
+class Rollout(Stays):
     "An engine that samples completions for a batch of prompts, with weights it can prove."
 
     def __init__(self,
