@@ -41,9 +41,11 @@ def format_reward(
 
 def json_reward(
     schema:dict, # JSON schema
-)->Callable[..., list[float]]: # needs the package jsonschema
+)->Callable[..., list[float]]: # needs the extra `rewards`
     "1 where a completion is JSON that fits the schema; a fence of three backticks around it is no error."
-    from jsonschema import Draft202012Validator
+    try: from jsonschema import Draft202012Validator
+    except ImportError:
+        raise ImportError("json_reward: jsonschema is not installed; pip install rlblocks[rewards]") from None
     Draft202012Validator.check_schema(schema)
     check = Draft202012Validator(schema)
     def fits(completions, **_): return [float(_fits(check, c)) for c in completions]
