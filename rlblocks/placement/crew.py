@@ -64,6 +64,7 @@ class Crew:
         "Seconds that processes have to start and to meet."
         return max(self.cluster.ready, 120.)
 
+# %% ../../nbs/placement/98d_crew.ipynb #b83dfdfb
 def muster(
     crew:Crew,
     places:list[tuple[str, int]], # (node, bundle) of each rank

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..engines.weights import InProcess, Ticket
-from ..engines.world import leave_world
 from .handles import membership
 from .wire import Reader, Parcel, nothing_stays, parcel_of
 
@@ -197,7 +196,3 @@ class Member:
         "Let go of what nobody refers to, and of functions, which may have captured it."
         for number in numbers: self.objects.pop(number, None)
         self.reader.forget()
-
-    def leave(self):
-        "End the world, before the process ends."
-        leave_world()

@@ -9,6 +9,7 @@ __all__ = ['RayPool']
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
 from weakref import finalize
 
@@ -40,13 +41,8 @@ class RayPool:
         grace:float=20.,          # seconds that others have once a rank has failed
         name:str="pool",          # for messages and Ray's dashboard
     ):
-        """Reserve room, start a process for each rank, and have them meet.
-
-        ValueError for what no cluster can give, RuntimeError for what this one cannot, TimeoutError when the ranks do
-        not meet."""
-        if restarts and world:
-            raise ValueError("RayPool: restarts= is for what can be made again, and a rank that trains cannot; say "
-                             "world=False, or resume from a checkpoint")
+        "Reserve room, start the processes, have them meet. ValueError or RuntimeError for what cannot be had."
+        _check_restarts(restarts, world)
         cluster = cluster if isinstance(cluster, Cluster) else Cluster(address=cluster)
         bundles, self.ranks, self.number, self.dropped = bundles_of(ranks, cpus, gpus, nodes), ranks, 0, deque()
         connect(cluster)
@@ -77,32 +73,15 @@ class RayPool:
 
     def read(self, placed:Placed, name:str)->Any:
         "An attribute, as it is on rank 0."
-        self.next(who := f"{placed.kind.__name__}.{name}")
-        first = self.crew.ranks[0].member
-        return gather(self.crew, RankCall(who, {0: first.read.options(name=who).remote(placed.number, name)}))[0]
+        return _read(self, placed, name)
 
     def write(self, placed:Placed, name:str, value:Any)->None:
         "Set an attribute, on all ranks."
-        self.next(who := f"{placed.kind.__name__}.{name} = …")
-        wire = parcel_of(value, names=self.stays)
-        self.ask(who, lambda member: member.write.options(name=who).remote(placed.number, name, wire))
-
-    def ask(self, who:str, how:Callable[[Any], Any])->dict[int, Any]: # rank → its answer
-        "The same of every rank."
-        return gather(self.crew, RankCall(who, {rank.number: how(rank.member) for rank in self.crew.ranks}))
-
-    def next(self, who:str)->int:
-        "A number for what this call leaves on the ranks. RuntimeError where they cannot be asked any more."
-        return _next_number(self, who)
-
-    def stays(self, x:Any)->tuple|None: # None: it travels
-        "The name of what is on the ranks. ValueError for what is on those of another pool."
-        return _name_of(self, x)
+        _write(self, placed, name, value)
 
     def ship(self, number:int)->Shipped:
         "Weights of a ticket into the store: all ranks gather, the first one puts."
-        self.next("Ticket.ship")
-        return self.ask("Ticket.ship", lambda member: member.ship.remote(number))[0]
+        return _ship(self, number)
 
     def watch(self,
         rows:Iterable, # a loop's dicts
@@ -124,6 +103,11 @@ class RayPool:
     def __repr__(self): return f"RayPool({self.ranks} ranks)"
 
 # %% ../../nbs/placement/98e_raypool.ipynb #cdcacecd
+def _check_restarts(restarts, world):
+    if restarts and world:
+        raise ValueError("RayPool: restarts= is for what can be made again, and a rank that trains cannot; say "
+                         "world=False, or resume from a checkpoint")
+
 def _room(bundles, strategy, name, ready, beside, ranks):
     "The placement group, and what a rank claims of its bundle."
     if beside is not None and not (len(bundles) == ranks == beside.ranks and beside.crew.claim["CPU"] < 1/SHARE):
@@ -134,7 +118,26 @@ def _room(bundles, strategy, name, ready, beside, ranks):
     group = reserve(bundles, strategy, f"{name}-{uuid.uuid4().hex[:6]}", ready)
     return group, {k: x*share for k, x in bundles[0].items()}
 
+def _ask(pool, who, how)->dict[int, Any]: # rank → its answer
+    "The same of every rank."
+    return gather(pool.crew, RankCall(who, {rank.number: how(rank.member) for rank in pool.crew.ranks}))
+
+def _read(pool, placed, name):
+    _next_number(pool, who := f"{placed.kind.__name__}.{name}")
+    first = pool.crew.ranks[0].member
+    return gather(pool.crew, RankCall(who, {0: first.read.options(name=who).remote(placed.number, name)}))[0]
+
+def _write(pool, placed, name, value):
+    _next_number(pool, who := f"{placed.kind.__name__}.{name} = …")
+    wire = parcel_of(value, names=partial(_name_of, pool))
+    _ask(pool, who, lambda member: member.write.options(name=who).remote(placed.number, name, wire))
+
+def _ship(pool, number):
+    _next_number(pool, "Ticket.ship")
+    return _ask(pool, "Ticket.ship", lambda member: member.ship.remote(number))[0]
+
 def _next_number(pool, who):
+    "A number for what this call leaves on the ranks. RuntimeError where they cannot be asked any more."
     crew = pool.crew
     if crew.broken: raise RuntimeError(f"{who}: {pool!r} cannot be asked any more: {crew.broken}")
     hear(crew, who)
@@ -145,6 +148,7 @@ def _next_number(pool, who):
     return pool.number
 
 def _name_of(pool, x):
+    "The name of what is on the ranks; None: it travels. ValueError for what is on those of another pool."
     if isinstance(x, Ticket):
         way = x.transport
         return (way.number,) if isinstance(way, InPool) and way.pool is pool else None
@@ -158,9 +162,9 @@ def _name_of(pool, x):
 def _place_on_members(pool, make, args, kwargs):
     "Construct on every rank, and hear who belongs to which replica."
     import ray
-    number = pool.next(who := f"place({getattr(make, '__name__', type(make).__name__)})")
-    wire = ray.put(parcel_of((make, args, kwargs), names=pool.stays))           # once a node, however many ranks
-    made = pool.ask(who, lambda member: member.place.options(name=who).remote(number, wire))
+    number = _next_number(pool, who := f"place({getattr(make, '__name__', type(make).__name__)})")
+    wire = ray.put(parcel_of((make, args, kwargs), names=partial(_name_of, pool)))           # once a node, however many ranks
+    made = _ask(pool, who, lambda member: member.place.options(name=who).remote(number, wire))
     kind, replicas = made[0][0], [replica for _, replica, _ in made.values()]
     check_together(kind, replicas, pool.crew.ranks)
     placed = Placed(None, pool, kind, number, replicas, all(shares for *_, shares in made.values()))
@@ -170,12 +174,12 @@ def _place_on_members(pool, make, args, kwargs):
 
 def _start_on_members(pool, placed, name, args, kwargs):
     "Cut the arguments, and send each rank its share."
-    keep, replicas = pool.next(who := f"{placed.kind.__name__}.{name}"), placed.replicas
+    keep, replicas = _next_number(pool, who := f"{placed.kind.__name__}.{name}"), placed.replicas
     spoken = speakers(replicas)
     call = Call(args, kwargs, len(spoken), who=who, shares_prompts=placed.shares_prompts)
     cut = call.rows is not None
     spoken = spoken if cut else spoken[:1]
-    wires = [_stored(parcel_of(call.of(k), names=pool.stays, limit=LIMIT)) for k in range(len(spoken))]
+    wires = [_stored(parcel_of(call.of(k), names=partial(_name_of, pool), limit=LIMIT)) for k in range(len(spoken))]
     def ask(r):
         method = pool.crew.ranks[r].member.call.options(name=who)
         return method.remote(placed.number, name, wires[replica_index(replicas, r) if cut else 0], r in spoken, keep)
