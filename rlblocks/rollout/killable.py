@@ -6,12 +6,14 @@
 __all__ = ['Kind', 'Caps', 'Failure', 'Share', 'each']
 
 # %% ../../nbs/rollout/87e_killable.ipynb #a5c933d7
+import faulthandler
 import gc
 import json
 import os
 import resource
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,6 +91,8 @@ def work(call, items, caps, pipe):
     gc.disable()
     quiet = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2): os.dup2(quiet, stream)
+    sys.stdout = sys.stderr = open(os.devnull, "w")      # a notebook's are no files
+    faulthandler.disable()
     for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, signal.SIG_DFL)
     limit = in_use() + caps.memory
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
