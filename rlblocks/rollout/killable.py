@@ -23,10 +23,10 @@ from typing import Literal
 @dataclass(frozen=True)
 class Caps:
     "What a call may take."
-    deadline:float        # seconds for all items
-    item:float|None=None  # seconds for one; None: a quarter of the deadline
-    memory:int=4 << 30    # bytes that a process may ask for, beyond what the trainer has
-    workers:int=2         # processes at once
+    deadline:int|float        # seconds for all items
+    item:int|float|None=None  # seconds for one; None: a quarter of the deadline
+    memory:int=4 << 30        # bytes that a process may ask for, beyond what the trainer has
+    workers:int=2             # processes at once
 
     def __post_init__(self):
         for name, x in dict(deadline=self.deadline, item=self.item, memory=self.memory, workers=self.workers).items():
