@@ -163,7 +163,7 @@ def _place_on_members(pool, make, args, kwargs):
     "Construct on every rank, and hear who belongs to which replica."
     import ray
     number = _next_number(pool, who := f"place({getattr(make, '__name__', type(make).__name__)})")
-    wire = ray.put(parcel_of((make, args, kwargs), names=partial(_name_of, pool)))           # once a node, however many ranks
+    wire = ray.put(parcel_of((make, args, kwargs), names=partial(_name_of, pool))) # once a node
     made = _ask(pool, who, lambda member: member.place.options(name=who).remote(number, wire))
     kind, replicas = made[0][0], [replica for _, replica, _ in made.values()]
     check_together(kind, replicas, pool.crew.ranks)
