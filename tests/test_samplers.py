@@ -233,6 +233,26 @@ def test_structured_text_is_drawn_from_what_the_structure_allows(sampler, form, 
     assert len({tuple(c.tokens.tolist()) for c in answers}) > 3
 
 
+def test_a_structure_that_allows_more_ids_than_travel_is_refused():
+    "91 ids at a step: refused by name, unless something else confines sampling, or no log-prob is replayed."
+    words = speller([chr(i) for i in range(33, 127)])
+    net, wide = sharp(vocab_size=128), dict(structure='[0-9]"[!-z]{2}')
+    free, narrow = (Rollout(net, tokenizer=words, max_tokens=8, device="cpu", **how) for how in ({}, dict(top_k=64)))
+    with pytest.raises(ValueError, match="allows 91 ids after '[0-9]\"', and 64 can travel .* top_k=64"):
+        free.generate(prompts(), **wide)
+    assert len(free.generate(prompts(), temperature=0., **wide)) == len(free.generate(
+        prompts(), penalties=penalties(presence=.1), **wide)) == 3
+    b, policy = narrow.generate(prompts(), group_size=4, **wide), Policy(net, device="cpu")
+    assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-4
+    assert all(re.fullmatch(wide["structure"], text) for text in b.completion)
+    b = free.generate(prompts(), group_size=4, structure="[0-9]{2}")       # at most 64: the support needs no top_k
+    assert b.support.shape[2] == 64 and (b.top_k == 64).all() and b.mask.any(1).all()
+    assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-4
+    with pytest.raises(ValueError, match="no column 'support'"): policy.logprobs(b.drop("support"))
+    with pytest.raises(ValueError, match="structure and min_tokens"):
+        free.generate(prompts(), structure="a", penalties=penalties(min_tokens=2))
+
+
 @torch.no_grad()
 def test_a_structure_confines_greedy_rows_and_goes_beside_others(sampler):
     "In one batch: rows that it confines, rows without it, rows under penalties."
