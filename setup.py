@@ -24,4 +24,6 @@ setup(
     package_data={"rlblocks": ["py.typed"]},
     install_requires=meta["requirements"].split(),
     extras_require=extras,
+    # vLLM's own processes, where it has some, learn how weights come
+    entry_points={"vllm.general_plugins": ["rlblocks = rlblocks.rollout.pieces:register"]},
 )

@@ -78,7 +78,7 @@ HAPPY = set("happy happily smile smiles smiled smiling laugh laughed love loves 
 def words(text): return re.findall(r"[a-z']+", text.lower())
 def happy(text): return sum(w in HAPPY for w in words(text))
 def ended(text, reason):
-    return reason == "stop" and text.rstrip(" \n\"'").endswith((".", "!", "?")) and len(words(text)) >= LEAST_WORDS
+    return reason == "completed" and text.rstrip(" \n\"'").endswith((".", "!", "?")) and len(words(text)) >= LEAST_WORDS
 
 
 def tale_reward(completions, finish_reason, **_):

@@ -1,4 +1,4 @@
-"""What a weight sync costs: all weights, changes, an adapter, a folder, against a plain copy of the same weights.
+"""What a weight sync costs: all weights, changes, an adapter, a folder, a network, against a plain copy of them.
 
     .venv/bin/python benchmarks/sync.py [--rounds 5] [--engines hf,vllm] [--hidden 512] [--out benchmarks/results]
 
@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from rlblocks import Policy
+from rlblocks import Policy, send_weights
 from rlblocks.engines.published import publish_weights
 from rlblocks.engines.weights import named_weights
 from rlblocks.rollout.hf import Hf
@@ -61,7 +61,8 @@ def ways(policy, adapted, folder):
     return dict(
         full=(0, policy.weights), delta=(0, lambda: policy.weights(since=policy.version - 1)),
         adapter=(1, lambda: adapted.weights(adapter=True)),
-        folder=(0, lambda: publish_weights(policy.weights(), folder)))
+        folder=(0, lambda: publish_weights(policy.weights(), folder)),
+        sent=(0, lambda: send_weights(policy.weights(), bucket_bytes=BUCKET).ticket))
 
 
 def timed(f):
@@ -77,7 +78,7 @@ def measure(engine, hidden, rounds, folder):
     both, own = receivers(engine, net), named_weights(net)
     found, copies = {}, []
     for _ in range(rounds):
-        copies.append(timed(lambda: [x.clone() for x in own.values()])[0])
+        copies += [timed(lambda: [x.clone() for x in own.values()])[0] for _ in range(5)]
         for name, (which, ticket) in ways(policy, adapted, folder).items():
             if name == "delta": both[0].load(policy.weights(since=policy.version))   # so that both sides keep a copy
             nudge(adapted if name == "adapter" else policy)

@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 from conftest import vllm_python
-from rlblocks import Batch, Flight, Policy, Rollout, later
+from rlblocks import Batch, Flight, Policy, Rollout, SpmdPool, later
+from rlblocks.placement.handles import Handle, Placed
 from rlblocks.rollout.samplers import vllm
 from test_samplers import sharp
 from test_vllm import moved
@@ -134,7 +135,7 @@ def test_what_is_stopped_goes_on_under_the_next_weights(make):
     r.load(new.weights())
     b = Batch.cat(flight.collect(len(prompts())))
     v, at = b.policy_version, b.mask
-    assert b.mask.sum(1).tolist() == [300]*len(b) and set(b.finish_reason) == {"length"}
+    assert b.mask.sum(1).tolist() == [300]*len(b) and set(b.finish_reason) == {"max_tokens"}
     assert r.sampler.elsewhere == bool((at & (v == 0)).any()) and (at & (v == 1)).any()
     for policy, k in ((old, 0), (new, 1)):
         gap = (policy.logprobs(b) - b.rollout_logprobs)[at & (v == k)].abs()
@@ -154,6 +155,15 @@ def test_a_sleeping_engine_refuses_and_so_does_one_with_rows_under_way(make):
     r.wake()
     flight.ask(prompts())
     assert len(flight.collect(3)) == 3
+    r.close()
+
+
+def test_a_flight_is_of_a_rollout_of_this_process():
+    "A handle's rollout has ranks that would each sample all of it."
+    r = by_hf(sharp())
+    with SpmdPool() as pool:
+        handle = Handle(Placed(r, pool, Rollout, 1, [0], False))
+        with pytest.raises(TypeError, match=r"a Rollout of this process is wanted \(pool=here\)"): Flight(handle)
     r.close()
 
 

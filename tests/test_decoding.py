@@ -93,7 +93,7 @@ def test_tokens_are_those_of_one_row_at_a_time(kind):
             k, n, start = i//size, int(b.lengths[i]), int(b.prompt_lengths[i])
             assert b.tokens[i, :start].equal(p.tokens[k, :int(p.lengths[k])]) and not b.tokens[i, n:].any()
             assert not b.rollout_logprobs[i, n:].any()
-            assert (b.finish_reason[i] == "stop") == (int(b.tokens[i, n-1]) in stop)
+            assert (b.finish_reason[i] == "completed") == (int(b.tokens[i, n-1]) in stop)
             close, count = check_row(net, b.tokens[i, :n], start, b.rollout_logprobs[i], u[i], stop, S,
                                      b.support[i] if "support" in b else None, **how)
             chance, total, ended = chance + close, total + count, ended + (n - start < S)

@@ -74,12 +74,12 @@ def test_the_reward_says_what_it_says(real_run, shared):
     tales = real_run.tales(shared/"stories/tinystories_test")
     told = [row["completion"] for row in tales]
     assert all(len(t) <= 140 or sum(t.count(c) for c in ".!?") <= 4 for t in told)
-    whole, cut = real_run.tale_reward(told, ["stop"]*len(told)), real_run.tale_reward(told, ["length"]*len(told))
+    whole, cut = (real_run.tale_reward(told, [why]*len(told)) for why in ("completed", "max_tokens"))
     assert [a - b for a, b in zip(whole, cut,
                                   strict=True)] == pytest.approx([.5*(len(real_run.words(t)) >= 15) for t in told])
     said = ["She was happy.", "loved "*20,
             "They loved it. They laughed and were happy, and then all of them went home to bed."]
-    assert real_run.tale_reward(said, ["stop"]*3) == pytest.approx([1/3, 1., 1.5])
+    assert real_run.tale_reward(said, ["completed"]*3) == pytest.approx([1/3, 1., 1.5])
 
 
 def test_an_incomplete_folder_is_named(real_run, root, tmp_path):

@@ -97,7 +97,7 @@ def test_stops_are_ids_and_texts():
     assert r.stop.tolist() == [0, 7] and r.stop_strings == ("w9",)
     b = r.generate(prompts(), group_size=8)
     for ids, text, why in zip(said(b), b.completion, b.finish_reason, strict=True):
-        assert (why == "stop") == (ids[-1] in (0, 7, 9)) and not {0, 7, 9} & set(ids[:-1])
+        assert (why == "completed") == (ids[-1] in (0, 7, 9)) and not {0, 7, 9} & set(ids[:-1])
         assert (ids[-1] == 9) == text.endswith("w9")
     assert 9 in {ids[-1] for ids in said(b)}
     with pytest.raises(ValueError, match="stop holds an empty text"): engine(stop=["", 7], tokenizer=tokenizer())
@@ -307,8 +307,8 @@ def test_rows_end_with_their_stop_token_exactly_once():
     p["tokens"] = torch.where((torch.arange(7) == 1) & (torch.arange(7) < p.lengths[:, None]), 1, p.tokens)
     b = engine(model(eos_token_id=1, pad_token_id=1), max_tokens=60 - 7).generate(p, group_size=8, seed=0)
     for x, reason in zip(said(b), b.finish_reason, strict=True):
-        assert (reason == "stop") == (x[-1] == 1) and 1 not in x[:-1] and (reason == "stop" or len(x) == 53)
-    assert "stop" in b.finish_reason
+        assert (reason == "completed") == (x[-1] == 1) and 1 not in x[:-1] and (reason == "completed" or len(x) == 53)
+    assert "completed" in b.finish_reason
     assert torch.equal(b.mask.sum(1), b.lengths - b.prompt_lengths) and not b.mask[:, 0].any()
     for i in range(len(b)):
         assert b.tokens[i, :b.prompt_lengths[i]].tolist() == p.tokens[i//8, :p.lengths[i//8]].tolist()

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 from clock import Clock
-from forked import context
+from forked import context, on_ranks
 from rlblocks import Policy, Rollout, send_weights
 from rlblocks.engines.sent import flattened, restored
-from rlblocks.engines.weights import InProcess, Ticket, buckets, named_weights
+from rlblocks.engines.weights import InProcess, Ticket, buckets, checksum, named_weights
 from tiny import model
 
 NEWNET = 0x40000000
@@ -162,6 +162,21 @@ def test_changes_are_data_and_are_not_sent():
     Rollout(model(), device="cpu").load(policy.weights(since=0))
     policy._run.model.version += 1
     with pytest.raises(ValueError, match="pickle it as it is"): send_weights(policy.weights(since=0))
+
+
+def sharded(rank, ranks):
+    "All ranks gather what they hold, and the first one sends."
+    policy = Policy(model(), device="cpu", engine="fsdp2")
+    sending = send_weights(policy.weights(), bucket_bytes=10_000, write=rank == 0)
+    if rank == 0:
+        manifest = Rollout(model(seed=1), device="cpu").load(sending.ticket)
+        assert manifest.checksums == {n: checksum(x) for n, x in named_weights(model()).items()}
+    else: assert sending.ticket is None
+    assert sending.result() == sum(x.nbytes for x in named_weights(model()).values())
+
+
+@pytest.mark.ranks
+def test_sharded_weights_are_gathered_by_all_and_sent_by_one(): on_ranks(sharded, (), 2, limit=120)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])

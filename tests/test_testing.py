@@ -842,7 +842,8 @@ def closures():
 def test_every_tutorial_obeys_every_law(loop, loss):
     held = check_loss(loss, GIVEN.get(loop))
     assert set(held) >= {*LAWS, "mean"}
-    assert ({"scale", "reinforce"} <= set(held)) == (loop in ("grpo", "async_grpo") or loss.__name__ == "policy_loss")
+    of_advantages = loop in ("grpo", "async_grpo", "offline") or loss.__name__ == "policy_loss"
+    assert ({"scale", "reinforce"} <= set(held)) == of_advantages
 
 
 def test_the_tutorials_are_found():

@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -20,10 +21,15 @@ def engine(**how): return Rollout(model(), max_tokens=4, stop=[], device="cpu", 
 
 # -- a ticket is data
 
-@pytest.mark.parametrize("module", ["pickle", "cloudpickle"])
+def pickler(name):
+    "A module that pickles, two of them functions by value; cloudpickle comes with Ray too."
+    return pytest.importorskip("ray.cloudpickle" if name == "cloudpickle" and not find_spec(name) else name)
+
+
+@pytest.mark.parametrize("module", ["pickle", "dill", "cloudpickle"])
 def test_a_pickled_ticket_takes_no_model_along(module):
     "cloudpickle would take closures, and with them the weights, without a word."
-    dumps = pytest.importorskip(module).dumps
+    dumps = pickler(module).dumps
     policy = Policy(model(vocab_size=2048), device="cpu")
     ticket = policy.weights()
     data = dumps(ticket)
@@ -33,6 +39,23 @@ def test_a_pickled_ticket_takes_no_model_along(module):
     assert set(again.shapes) == set(named_weights(policy._run.module.trunk))
     for use in (lambda: list(again.buckets(1 << 20)), lambda: again.score(torch.tensor([1, 2]))):
         with pytest.raises(RuntimeError, match=f"its weights are in process {os.getpid()} of .*; load it there"): use()
+
+
+@pytest.mark.parametrize("module", ["dill", "cloudpickle"])
+@pytest.mark.parametrize("who", ["Policy", "Rollout"])
+def test_a_function_that_has_captured_a_wrapper_is_not_sent(who, module):
+    "Weights would go with it, without a word; a ticket it may have, and a copy in this process is none of that."
+    by_value = pickler(module)
+    policy = Policy(model(), device="cpu")
+    other, ticket = policy if who == "Policy" else engine(), policy.weights()
+    def loss(out, b): return other(out, b)
+    def fine(out, b): return ticket.version
+    for send in (lambda: by_value.dumps(loss), lambda: pickle.dumps(dict(x=(other,)))):
+        with pytest.raises(TypeError, match=f"{who}: it lives in process {os.getpid()} and cannot be sent"): send()
+    assert len(by_value.dumps(fine)) < 10_000
+    twin = copy.deepcopy(policy)
+    assert twin.version == 0 and twin.weights().transport is not policy.weights().transport
+    assert next(twin._run.module.parameters()).data_ptr() != next(policy._run.module.parameters()).data_ptr()
 
 
 def test_another_process_reads_the_ticket_and_is_refused_by_name():

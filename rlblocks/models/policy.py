@@ -23,6 +23,7 @@ from ..engines.base import EngineSpec, engine_of
 from ..engines.deltas import Deltas
 from ..engines.optim import OptimizerSpec, adamw
 from ..engines.sharded import has_all_weights
+from ..engines.guards import Stays
 from ..engines.weights import Ticket
 from .checks import check_measure
 from .forward import Forward, Reading
@@ -135,7 +136,7 @@ def says_instead(
     return checked
 
 # %% ../../nbs/models/78_policy.ipynb #deee7177
-class Trained:
+class Trained(Stays):
     "What Policy, Critic and Scorer have in common beside `step`: a version, and a state for `Checkpoint`. Abstract."
     _run:Prepared
     _view:View|None = None      # what it stands on; None: its own weights

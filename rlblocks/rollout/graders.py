@@ -34,7 +34,9 @@ def _offers(batch)->dict:
     offers:dict = {called.get(k, k): (lambda v=v: listed(v)) for k, v in batch.columns.items()}
     spans = lambda: zip(batch.tokens, batch.prompt_lengths.tolist(), batch.lengths.tolist(), strict=True)
     marked = lambda: zip(batch.tokens, batch.mask, strict=True)
-    if "prompt_lengths" in batch: offers["completion_ids"] = lambda: [row[a:b].tolist() for row, a, b in spans()]
+    own = lambda: [row[turn >= 0].tolist() for row, turn in zip(batch.tokens, batch.turn, strict=True)]
+    if "turn" in batch and batch.is_per_token("turn"): offers["completion_ids"] = own
+    elif "prompt_lengths" in batch: offers["completion_ids"] = lambda: [row[a:b].tolist() for row, a, b in spans()]
     elif "mask" in batch: offers["completion_ids"] = lambda: [row[chosen].tolist() for row, chosen in marked()]
     return offers
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..engines.weights import Manifest, Ticket, check_names, check_sum, checksum
 from ..models.folders import as_filed
 from ..models.head import states_of
-from .child import in_buckets
+from .pieces import in_buckets
 from .processes import Child
 
 # %% ../../nbs/rollout/85a_transfer.ipynb #cec9e084
