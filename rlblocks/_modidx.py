@@ -2451,8 +2451,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'rlblocks/placement/memory.py'),
                                            'rlblocks.placement.memory._layers_pass': ( 'placement/memory.html#_layers_pass',
                                                                                        'rlblocks/placement/memory.py'),
-                                           'rlblocks.placement.memory._linear_names': ( 'placement/memory.html#_linear_names',
-                                                                                        'rlblocks/placement/memory.py'),
                                            'rlblocks.placement.memory._logits_pass': ( 'placement/memory.html#_logits_pass',
                                                                                        'rlblocks/placement/memory.py'),
                                            'rlblocks.placement.memory._multiplied': ( 'placement/memory.html#_multiplied',

@@ -235,7 +235,9 @@ def check_sampled_at(batch:"Batch", name:str, given:Any, neutral:int):
 
 # %% ../../nbs/data/40_batch.ipynb #28755380
 class Batch:
-    "Rows as named columns: tensors `[B, …]` or lists of `B` objects; a part remembers its whole."
+    """Rows as named columns: tensors `[B, …]` or lists of `B` objects; a part remembers its whole.
+
+    `batch["name"] = x` adds a column. It travels with the rows: through cuts, joins and the buffer, and to the loss."""
 
     def __init__(self, /,
         *,

@@ -91,7 +91,9 @@ class Engine(Protocol):
     def step(self,
         shared:bool, # sum over ranks
     )->Tensor: # 0-d: the gradient's 2-norm before clipping
-        "Sum, clip, step, forget the gradient. Where the norm is not finite nothing changes."
+        """Sum over ranks, clip, step, forget the gradient. Where the norm is not finite nothing changes.
+
+        `Plain` sums here (`sum_gradients_`), FSDP2 as its backward passes end, DeepSpeed between the two."""
         ...
 
     def discard(self)->None:

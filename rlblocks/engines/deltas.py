@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .weights import Ticket, check_names, checksum
+from .weights import Ticket, buckets, check_names, checksum
 
 # %% ../../nbs/engines/51b_deltas.ipynb #c15ab3aa
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -137,13 +137,7 @@ class Changes:
 
     def buckets(self, version:int, bucket_bytes:int)->Iterator[dict[str, Delta|LowRank]]:
         "Changes by name, in messages of about `bucket_bytes`."
-        bucket, size = {}, 0
-        for name, x in self.changes.items():
-            if bucket and size + x.nbytes > bucket_bytes:
-                yield bucket
-                bucket, size = {}, 0
-            bucket[name], size = x, size + x.nbytes
-        if bucket: yield bucket
+        return buckets(self.changes.items(), bucket_bytes)
 
     def score(self, ids:Tensor)->Tensor|None:
         "What the owner computed when the ticket was made; a causal model's first log-probs depend on no later id."

@@ -12,7 +12,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -57,15 +57,16 @@ def named_weights(module:nn.Module)->dict[str, Tensor]: # name → the tensor it
         out[name] = x.detach()
     return out
 
-def buckets(weights:Iterable[tuple[str, Tensor]], bucket_bytes:int)->Iterator[dict[str, Tensor]]: # owned copies
-    "Group weights into messages of at most `bucket_bytes`; the copies are the receiver's to keep."
-    bucket, size = {}, 0
+_Part = TypeVar("_Part", bound="Tensor|Change")
+
+def buckets(weights:Iterable[tuple[str, _Part]], bucket_bytes:int)->Iterator[dict[str, _Part]]:
+    "Group weights, or changes, into messages of at most `bucket_bytes`; tensors are copies, the receiver's to keep."
+    bucket, size = dict[str, Any](), 0
     for name, x in weights:
         if bucket and size + x.nbytes > bucket_bytes:
             yield bucket
             bucket, size = {}, 0
-        bucket[name] = x.clone()
-        size += x.nbytes
+        bucket[name], size = x.clone() if isinstance(x, Tensor) else x, size + x.nbytes
         del x                     # frees its memory before the next one is gathered
     if bucket: yield bucket
 

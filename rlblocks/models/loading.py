@@ -300,7 +300,6 @@ def load_quantized(
     *,
     attention:str|None=None, # attention implementation
     device:torch.device|str|None=None, # None: CUDA when there is one
-    auto:type|None=None,     # the class of transformers that loads it; None: a causal language model
 )->"transformers.PreTrainedModel": # its linear layers quantized
     "Load with bitsandbytes. TypeError for a loaded model, ImportError names the extra, ValueError for an unknown word."
     _check_quantization(model, quantization)
@@ -310,9 +309,9 @@ def load_quantized(
     config = config_of(model, also="")
     refuse_encoder_decoder(config, model)
     dtype = getattr(config, "dtype", None) or torch.float32
-    load, where = getattr(auto or AutoModelForCausalLM, "from_pretrained"), device_of(device, "quantization")
-    return load(model, quantization_config=_bits(quantization, dtype), dtype=dtype, device_map={"": where},
-                **_attending(attention))
+    where = device_of(device, "quantization")
+    return AutoModelForCausalLM.from_pretrained(model, quantization_config=_bits(quantization, dtype), dtype=dtype,
+                                                device_map={"": where}, **_attending(attention))
 
 def _bits(quantization, dtype):
     "A quantization config of a word; any other stays as it is."

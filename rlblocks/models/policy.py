@@ -274,7 +274,7 @@ class Policy(Trained):
         logits:bool=False,  # give it `out.logits` `[B, T, V]`: for small vocabularies, or few tokens a micro-batch
         router_logits:bool=False, # give it `out.router_logits` `[B, T, L, E]` of every token: a mixture of experts'
     )->dict: # the loss's metrics, and loss, grad_norm, lr, version, skipped
-        "One optimizer step. ValueError for a loss that does not add up over a cut; skipped without chosen tokens."
+        "One optimizer step (in order: `train_step`); skipped without chosen tokens. ValueError: the loss is no sum."
         return train_step(self._run, [(batch, loss), *more], reading_of(entropy, measure, logits, router_logits))
 
     def weights(self, *, since:int|None=None, dtype:torch.dtype|None=None, adapter:bool=False)->Ticket:

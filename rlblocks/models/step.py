@@ -145,7 +145,11 @@ def train_step(
     jobs:list,       # (batch, loss) pairs
     reading:Reading, # what the losses see
 )->dict: # metrics
-    "One optimizer step on the sum of the jobs' losses."
+    """One optimizer step on the sum of the jobs' losses.
+
+    In order: ranks agree on what they were given; rows become micro-batches, as many on every rank; each is run
+    forward, through the loss, and back; every loss is a number, or all ranks raise and drop the gradient; the engine
+    sums it over ranks, clips and steps; the version moves on; metrics come back."""
     with run.turn:
         jobs, shared = _ready(run, jobs, reading)
         share = 1/(run.model.replicas if shared else 1)      # metrics of replicas are merged: a part of it from each

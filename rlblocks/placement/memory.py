@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from ..models.adapters import lora_config, peft_
+from ..models.adapters import linear_names, lora_config, peft_
 from ..models.attention import Segments, attend_by_segments, layout
 from ..models.checks import config_of
 from ..models.loading import without_lm_head
@@ -113,7 +113,7 @@ def adapted_model(model:Any, lora:Any, *, who:str="adapted_model")->tuple[Any, l
     with torch.device("meta"):
         made = fake_model(model, who=who)
         known = set(made.parameters())
-        if config.target_modules == "all-linear": config.target_modules = _linear_names(made)
+        if config.target_modules == "all-linear": config.target_modules = linear_names(made)
         peft_().inject_adapter_in_model(config, made, "default")
     there:dict = {p: _on_cpu(p, p in known) for p in (*made.parameters(), *made.buffers())}
     for module in made.modules():
@@ -121,10 +121,6 @@ def adapted_model(model:Any, lora:Any, *, who:str="adapted_model")->tuple[Any, l
             for name, x in tensors.items():
                 if x is not None: tensors[name] = there[x]
     return made, [there[p] for p in there if isinstance(p, nn.Parameter) and p not in known]
-
-def _linear_names(model):
-    linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}
-    return {n for n, m in linear.items() if m is not output_layer(model)}
 
 def _on_cpu(p, base):
     "A tensor of the meta device, fake on the CPU; an adapter's weight in fp32 at least."
