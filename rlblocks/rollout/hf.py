@@ -26,7 +26,7 @@ from ..models.routers import routing
 from .controls import completes, penalised
 from .decoding import Decoder, Sampled, decode, experts_of_rows
 from .kv_cache import cache_is_exact, new_decoder
-from .packed import pack, unpack
+from .packed import pack_weights, unpack_weights
 from .samplers import Completion, Request, check_ready
 from .structure import confining
 from .transfer import probed
@@ -103,7 +103,7 @@ class Hf:
         check_since(ticket, self.version)
         self.wake()
         self.version = None     # half-loaded weights are no version
-        unpack(self.module)
+        unpack_weights(self.module)
         manifest = loaded(self.module, ticket, self.beneath)
         self.version = manifest.version
         return manifest
@@ -122,7 +122,7 @@ class Hf:
         "Decode the next part; nothing when none is left."
         if not self.queue: return []
         part = self.queue.popleft()
-        pack(self.module)       # what is packed already stays so
+        pack_weights(self.module)       # what is packed already stays so
         with routing(self.module) if part[0].experts else nullcontext() as picks: decoder, said = decoded(self, part)
         experts = None if picks is None else experts_of_rows(decoder.fed, picks).cpu()
         return completions(part, said, int(self.version or 0), experts)
@@ -140,7 +140,7 @@ class Hf:
     ):
         "Move the weights to the CPU."
         self.asleep = True
-        unpack(self.module)
+        unpack_weights(self.module)
         self.module.to("cpu")
         if level == 2: self.version = None
 
