@@ -16,18 +16,18 @@ exact on any machine, left out on a CPU where a call takes over a second. Growth
 
 Our losses are plain formulas. What is wanted of them is said at 65,536 tokens (or pairs): eager, with their metrics, at
 most twice the time of the fastest peer's function with its metrics; the same function through torch.compile, with the
-better of two settings, ahead of every peer. All columns are shown; the peers run as they do in their trainers, not
-compiled. The settings are torch's default and options={"cpp.simdlen": 1}. By default torch 2.13 writes vectors for a
-CPU itself, and reads and writes a Bool entry by entry, .3 ms for each at 65,536 tokens: the mask, and one for each
-bound that a gradient passes (`finite_logprobs` has one). With simdlen 1 the C++ compiler makes the vectors, of Bools
-too, but none of exponentials, nor of sums over more than 4,096 entries, which are in cascades.
+best of four settings, ahead of every peer. All columns are shown; the peers run as they do in their trainers, not
+compiled. The settings:
 
-Not ahead of every peer when compiled: CISPO, SAPO, REINFORCE, k3, SFT, DPO, IPO, SimPO and Bradley–Terry, by the
-factors in the results ("missed"). Their peers take .2 to 1.4 ms. A compiled call with its backward pass takes .2 ms on
-no tokens at all, where the peer's handful of operations takes .1, and a loss of pairs has five sums in cascades. Of
-torch._functorch.config, aggressive_recomputation keeps the Bools all the same; activation_memory_budget=0 computes them
-again, which gains a tenth to a third on REINFORCE, SFT and VESPO and nothing on the others. So little work also depends
-on what else the machine does: on a quieter one SFT and REINFORCE took 1.1 times their peers' time.
+  compiled           torch's default. On a CPU, torch 2.13 writes a Bool entry by entry, .3 ms for 65,536 of them, and
+                     keeps for the backward pass one for each bound that a gradient passes (`finite_logprobs` has one).
+  budget .99         torch._functorch.config.activation_memory_budget: the backward pass computes again what saves a
+                     little memory at the least cost, which is the Bools.
+  budget 0           … and all else, from the arguments.
+  budget 0, simdlen 1   the same with options={"cpp.simdlen": 1}: the C++ compiler makes the vectors, of Bools too, but
+                     none of exponentials, nor of sums over more than 4,096 entries.
+
+RESULTS_OF_THE_RUN
 
 Masks are those of real rows: answers of a half to all of the columns, every seventh stretch of 64 tokens not the
 policy's. `torch.where` takes three times as long with a mask that flips a coin at every token, because no branch can be
@@ -49,10 +49,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import torch
+import torch._functorch.config
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT/"tests"/"parity"))
@@ -68,8 +69,10 @@ from rlblocks.signals import advantages, best_of, corrections, groups, teachers 
 LONG, WIDE, SQUARE = (8, 131_072), (128, 8_192), (1_024, 1_024)
 STEP = (64, 1_024)                    # 65,536 tokens: where losses are judged
 COMPILED = "ours, compiled"
-# settings of torch.compile; with simdlen 1 the C++ compiler makes the vectors, and reads and writes Bools in them too
-SETTINGS = {COMPILED: {}, "ours, compiled, simdlen 1": {"cpp.simdlen": 1}}
+# of torch.compile, and of torch._functorch.config: see above
+SETTINGS = {COMPILED: ({}, {}), "ours, compiled, budget .99": ({}, {"activation_memory_budget": .99}),
+            "ours, compiled, budget 0": ({}, {"activation_memory_budget": 0.}),
+            "ours, compiled, budget 0, simdlen 1": ({"cpp.simdlen": 1}, {"activation_memory_budget": 0.})}
 def judged(shape): return {(shape, "fastest"): 1/2, (shape, COMPILED): 1.}
 
 
@@ -484,6 +487,15 @@ def differentiated(call, wrt):
     return both
 
 
+def compiled(t, c, options, config):
+    """Ours through torch.compile, compiled here: later it would not be under `config`. Of a code and its options
+    torch.compile keeps one result, whatever else was set, so each gets a copy of the code."""
+    own = FunctionType(t.ours.__code__.replace(), t.ours.__globals__, t.ours.__name__, None, t.ours.__closure__)
+    call = differentiated(torch.compile(own, fullgraph=True, options=options), t.wrt)
+    with torch._functorch.config.patch(config): call(c)
+    return call
+
+
 def clock(device):
     "Seconds; on a CPU with one thread those that this process had the core, whoever else wants it."
     if device == "cuda": torch.cuda.synchronize()
@@ -537,12 +549,12 @@ def compare(t, shape, rounds, device):
     for name in t.wrt: getattr(c, name).requires_grad_()
     calls = {"ours": differentiated(t.ours, t.wrt)} | {k: differentiated(f, t.wrt) for k, f in t.theirs.items()}
     if (shape, COMPILED) in t.promised:
-        calls |= {k: differentiated(torch.compile(t.ours, fullgraph=True, options=o), t.wrt)
-                  for k, o in SETTINGS.items()}
+        calls |= {k: compiled(t, c, *settings) for k, settings in SETTINGS.items()}
     seconds = timed(calls, c, rounds, device)
     # the CPU's profiler needs minutes for a million small tensors
     memory = {k: peak(f, c, device) if min(seconds[k]) < 1 or device == "cuda" else None for k, f in calls.items()}
-    entry = dict(name=t.name, shape=list(shape), ms={k: 1e3*quantile(x, .5) for k, x in seconds.items()}, bytes=memory,
+    entry = dict(name=t.name, shape=list(shape), date=now(), load=os.getloadavg()[0],
+                 ms={k: 1e3*quantile(x, .5) for k, x in seconds.items()}, bytes=memory,
                  rounds={k: len(x) for k, x in seconds.items()})
     # theirs may have fewer rounds
     ratios = {k: [b/a for a, b in zip(seconds["ours"], x, strict=False)] for k, x in seconds.items() if k != "ours"}
@@ -550,9 +562,9 @@ def compare(t, shape, rounds, device):
     best = min((k for k in t.theirs if k not in ASIDE), key=lambda k: entry["ms"][k], default=None)
     entry["fastest"] = best
     entry["promised"] = {k: wanted for (s, k), wanted in t.promised.items() if s == shape}
-    compiled = min((entry["ms"][k] for k in SETTINGS if k in entry["ms"]), default=math.nan)
+    best_compiled = min((entry["ms"][k] for k in SETTINGS if k in entry["ms"]), default=math.nan)
     got = {k: x[0] for k, x in entry["faster"].items()}
-    got |= {"fastest": got.get(best, math.nan), COMPILED: entry["ms"].get(best, math.nan)/compiled}
+    got |= {"fastest": got.get(best, math.nan), COMPILED: entry["ms"].get(best, math.nan)/best_compiled}
     entry["missed"] = [k for k, wanted in entry["promised"].items() if got[k] < wanted]
     return entry
 
@@ -578,10 +590,11 @@ def growth(t, rounds, device):
                    time_exponent=fit(ns), memory_exponent=fit(bytes_))
 
 
+def now(): return datetime.now().isoformat(timespec="seconds")
 def machine(device):
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
                platform.processor()) if os.path.exists("/proc/cpuinfo") else platform.processor()
-    return dict(date=datetime.now().isoformat(timespec="seconds"), device=torch.cuda.get_device_name()
+    return dict(date=now(), device=torch.cuda.get_device_name()
                 if device == "cuda" else cpu, cores=os.cpu_count(), threads=torch.get_num_threads(),
                 load=os.getloadavg(), torch=torch.__version__, python=platform.python_version(), **peers.VERSIONS)
 
@@ -634,10 +647,21 @@ def draw(result, path):
     figure.savefig(path, dpi=100)
 
 
+def write(path, result, kept=()):
+    "The results in the order of the tasks, with those of an earlier run that are not measured again."
+    fresh = {(x["name"], *x["shape"]): x for x in result["comparisons"]}
+    merged = {(x["name"], *x["shape"]): x for x in kept} | fresh
+    order = [t.name for t in TASKS]
+    result = result | dict(comparisons=sorted(merged.values(), key=lambda x: order.index(x["name"])))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rounded(result), indent=1) + "\n")
+
+
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--rounds", type=int, default=15, help="calls of each function; those that take seconds get three")
-    p.add_argument("--only", default="", help="tasks with this word in their name; nothing is written")
+    p.add_argument("--only", default="", help="tasks with one of these words, with commas between, in their name; "
+                   "nothing is written but with --judged, which replaces what it measures again")
     p.add_argument("--judged", action="store_true",
                    help="losses at the sizes where they are judged, eager and compiled, and nothing else: "
                    "algorithms_judged_DEVICE.json")
@@ -653,12 +677,15 @@ def main():
     result = dict(machine=machine(a.device), comparisons=[], growth=[])
     print("{device}, {threads} threads, torch {torch}, load {load[0]:.1f}; trl {trl}, verl {verl}, openrlhf "
           "{openrlhf}".format(**result["machine"]))
-    chosen = [t for t in TASKS if a.only.lower() in t.name.lower()]
+    chosen = [t for t in TASKS if any(word in t.name.lower() for word in a.only.lower().split(","))]
+    path = a.out/f"algorithms{'_judged'*a.judged}_{a.device}.json"
+    kept = json.loads(path.read_text())["comparisons"] if a.judged and a.only and path.exists() else []
     for t in chosen:
         for shape in t.shapes:
             if a.judged and (shape, COMPILED) not in t.promised: continue
             result["comparisons"].append(compare(t, shape, a.rounds, a.device))
             print(told(result["comparisons"][-1]), flush=True)
+            if a.judged: write(path, result, kept)
     for t in chosen if not (a.no_growth or a.judged) else ():
         for x in growth(t, max(3, a.rounds//3), a.device):
             result["growth"].append(x)
@@ -668,10 +695,9 @@ def main():
                   flush=True)
     missed = [f"{x['name']} at {x['shape']}: {k}" for x in result["comparisons"] for k in x["missed"]]
     print(f"{len(result['comparisons'])} comparisons; missed: {missed or 'none'}")
-    if a.only: return
-    a.out.mkdir(parents=True, exist_ok=True)
-    (a.out/f"algorithms{'_judged'*a.judged}_{a.device}.json").write_text(json.dumps(rounded(result), indent=1) + "\n")
-    if not a.judged: draw(result, a.out/f"algorithms_{a.device}.png")
+    if a.only or a.judged: return
+    write(path, result)
+    draw(result, path.with_suffix(".png"))
 
 
 if __name__ == "__main__": main()

@@ -154,7 +154,7 @@ def test_special_cases():
 @pytest.mark.parametrize("estimate", [gae, partial(gae, gamma=.9, lam=1.), discounted_returns,
                                       partial(discounted_returns, gamma=.5)])
 def test_time_estimators_obey_every_law(estimate):
-    assert {"purity", "gradient", "mask", "empty", "permutation", "padding", "filler",
+    assert {"purity", "gradient", "mask", "empty", "permutation", "padding", "empty_rows",
             "precision"} <= set(check_estimator(estimate))
 
 
@@ -486,7 +486,7 @@ def test_the_wider_family_obeys_every_law(f, columns, hyper):
     cols = sample_columns()
     cols["chance"] = cols["scores"].sigmoid()
     laws = check_estimator(f, {name: cols[column] for name, column in columns.items()}, **hyper)
-    assert {"purity", "gradient", "mask", "empty", "permutation", "padding", "filler", "precision"} <= set(laws)
+    assert {"purity", "gradient", "mask", "empty", "permutation", "padding", "empty_rows", "precision"} <= set(laws)
 
 
 def test_vtrace_takes_many_rows_few_at_a_time():

@@ -107,7 +107,7 @@ def test_the_terms_are_the_losses_one_knows():
 
 def test_closure_obeys_the_laws():
     laws = check_loss(loss, dict(acted=ACTED, observed=OBSERVED), policy=False, mean=False)
-    assert {"split", "mask", "empty", "filler", "metrics", "gradient"} <= set(laws)
+    assert {"split", "mask", "empty", "empty_rows", "metrics", "gradient"} <= set(laws)
     def local(out, b): return masked_mean(-out.logprobs, b.mask & b.observed), {} # a count of the part
     with pytest.raises(AssertionError, match="split"):
         check_loss(local, dict(observed=OBSERVED), policy=False, mean=False)

@@ -504,7 +504,7 @@ def test_half_precision_is_computed_in_single(estimate):
 def test_blocks_with_columns_of_their_own_obey_every_law():
     c = sample_columns()
     sq = c["logprobs"].exp().square()*1.3
-    every = {"purity", "gradient", "mask", "empty", "permutation", "padding", "filler", "precision"}
+    every = {"purity", "gradient", "mask", "empty", "permutation", "padding", "empty_rows", "precision"}
     assert every <= set(check_estimator(reinforce_pp_baseline))
     for tail in (False, True):
         assert every <= set(check_estimator(optimal_token_baseline, dict(sum_pi_squared=sq, weights=c["entropy"]),

@@ -99,7 +99,7 @@ def test_laws():
     check_estimator(implicit_process_rewards, beta=.2)
     for soft in (False, True):
         laws = check_loss(implicit_reward_loss, dict(scores=columns(soft=soft)[2]), denom="n_rows", beta=.2)
-        assert {"split", "mask", "empty", "filler", "metrics", "precision", "gradient"} <= set(laws)
+        assert {"split", "mask", "empty", "empty_rows", "metrics", "precision", "gradient"} <= set(laws)
     whole = implicit_reward_loss(*args)
     parts = [implicit_reward_loss(*x, denom=mask.any(1).sum()) for x in zip(*(c.split(3) for c in args), strict=True)]
     assert_close(sum(p[0] for p in parts), whole[0])

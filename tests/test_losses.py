@@ -42,7 +42,7 @@ def columns(name, seed=0, dtype=torch.float64):
 @every_loss
 def test_obeys_every_law(name):
     laws = check_loss(LOSSES[name])
-    assert {"split", "mask", "empty", "padding", "filler", "metrics", "precision", "gradient", "purity",
+    assert {"split", "mask", "empty", "padding", "empty_rows", "metrics", "precision", "gradient", "purity",
             "permutation"} <= set(laws)
     assert ("reinforce" in laws) == name.startswith(("ppo", "grpo"))
 

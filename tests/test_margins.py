@@ -97,7 +97,7 @@ def test_as_closures_over_rows():
     check_loss(simpo)
     check_loss(ld_dpo, mean=False)
     laws = check_loss(lambda out, b: (wpo(out, b)[0], {}), dict(entropies=COLS["entropy"]), mean=False)
-    assert "filler" in laws
+    assert "empty_rows" in laws
 
 
 # -- divergences
@@ -173,7 +173,7 @@ def test_ld_logprobs():
         assert_close(ld_logprobs(lp, mask, shared, alpha=alpha), torch.tensor(want, dtype=torch.float64))
     assert_close(ld_logprobs(lp, mask, shared), ld_logprobs(lp, mask, shared, alpha=.5), rtol=0, atol=0)
     assert_close(ld_logprobs(lp, mask, mask.sum(1), alpha=.1), sequence_logprobs(lp, mask))
-    assert {"mask", "padding", "filler", "empty"} <= set(check_estimator(ld_logprobs, dict(shared=shared)))
+    assert {"mask", "padding", "empty_rows", "empty"} <= set(check_estimator(ld_logprobs, dict(shared=shared)))
     with pytest.raises(ValueError, match=r"ld_logprobs: shared is \[1\], mask\[:, 0\] is \[16\]"):
         ld_logprobs(lp, mask, shared[:1])
 

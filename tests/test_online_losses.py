@@ -98,7 +98,7 @@ def test_as_closures_over_rows():
         lp, ref = (sequence_logprobs(x, b.mask) for x in (out.logprobs, b.ref_logprobs))
         return a2po_loss(lp, ref, b.scores, weights=b.mask.any(1).float(), denom=b.n_rows)
     # sums: a longer answer weighs more
-    for f in (nash, a2po): assert {"split", "filler", "mask", "empty"} <= set(check_loss(f, mean=False))
+    for f in (nash, a2po): assert {"split", "empty_rows", "mask", "empty"} <= set(check_loss(f, mean=False))
 
 
 @every_loss
@@ -201,7 +201,7 @@ def test_quantile_rewards():
     refs = torch.tensor([[1., 2., math.nan, 4.], [1., 2., 2., 4.]])
     assert_close(quantile_rewards(torch.tensor([2., 9.]), refs, mask=some), torch.tensor([2/3, 0.]))
     assert not quantile_rewards(COLS["scores"].clone().requires_grad_(), COLS["values"]).requires_grad
-    assert {"mask", "padding", "filler"} <= set(check_estimator(quantile_rewards, dict(ref_scores=COLS["values"])))
+    assert {"mask", "padding", "empty_rows"} <= set(check_estimator(quantile_rewards, dict(ref_scores=COLS["values"])))
     for refs in (torch.zeros(3), torch.zeros(4, 2)):
         with pytest.raises(
                 ValueError,

@@ -115,7 +115,7 @@ def same(a, b, *cols, scale=1., **tol):
 def test_obeys_every_law(name):
     loss, options = SUBJECTS[name]
     laws = check_loss(loss, **options)
-    assert {"split", "mask", "empty", "padding", "filler", "metrics", "precision", "gradient", "purity",
+    assert {"split", "mask", "empty", "padding", "empty_rows", "metrics", "precision", "gradient", "purity",
             "permutation"} <= set(laws)
     assert ({"reinforce", "scale"} <= set(laws)) == (name in PURE)
 
@@ -133,7 +133,7 @@ def test_closures_of_those_whose_weights_do_not_sum_to_one(loss, inputs):
                           ("kl_cov_mask", dict(share=.1)), ("high_entropy_mask", {}), ("expert_load", dict(top_k=2))])
 def test_selections_obey_every_law(name, hyper):
     fn = getattr(selections, name)
-    assert {"mask", "empty", "permutation", "padding", "filler"} <= set(check_estimator(
+    assert {"mask", "empty", "permutation", "padding", "empty_rows"} <= set(check_estimator(
         fn, {k: COLS[k] for k in ("uniform", "router_logits") if k in inspect.signature(fn).parameters}, **hyper))
 
 
@@ -855,7 +855,7 @@ def test_no_rows_and_no_tokens_cost_nothing(loss, shape):
     (lambda: cispo_loss(LP, OLD, A, MASK, clip_high=-2.), "cispo_loss: clip_low is 1.0, clip_high is -2.0"),
     (lambda: cispo_loss(LP, OLD, A, MASK, clip_low=1.5), "cispo_loss: clip_low is 1.5"),
     (lambda: sapo_loss(LP, OLD, A, MASK, tau_neg=0.), "sapo_loss: tau_pos is 1.0, tau_neg is 0.0"),
-    (lambda: dppo_kl_loss(LP, OLD, A, MASK, cap=-1.), "dppo: cap is -1.0"),
+    (lambda: dppo_kl_loss(LP, OLD, A, MASK, cap=-1.), "dppo_kl_loss: cap is -1.0"),
     (lambda: dr_grpo_loss(LP, OLD, A, MASK, max_tokens=0), "dr_grpo_loss: max_tokens is 0"),
     (lambda: value_loss(LP, OLD, A, MASK, clip=-.2), "value_loss: clip is -0.2"),
     (lambda: value_loss(LP, OLD, A, MASK, huber=float("nan")), "value_loss: huber is nan")])

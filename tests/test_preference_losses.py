@@ -76,7 +76,7 @@ def test_as_a_closure_over_rows(name): # units joined by id, wherever their rows
         c, r = pairs(sequence_logprobs(out.logprobs, b.mask), b)
         rc, rr = pairs(sequence_logprobs(b.ref_logprobs, b.mask), b)
         return LOSSES[name][0](c, r, rc, rr, denom=b.n_units)
-    assert {"split", "mask", "empty", "padding", "filler"} <= set(check_loss(closure))
+    assert {"split", "mask", "empty", "padding", "empty_rows"} <= set(check_loss(closure))
 
 
 def test_mixtures_are_sums(): # MPO: each term with its own count of the whole

@@ -73,7 +73,7 @@ def test_obeys_every_law(name):
     f, args = arguments(name)
     laws = check_loss(f, args, wrt=LOSSES[name][2])
     assert {"purity", "gradient", "permutation", "split", "metrics", "precision"} <= set(laws)
-    assert ("filler" in laws) == ("mask" in args)
+    assert ("empty_rows" in laws) == ("mask" in args)
 
 
 @every_loss

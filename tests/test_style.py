@@ -190,13 +190,15 @@ def test_the_check_of_arguments_sees_what_is_optional():
 # -- notebooks
 
 def hidden_names(pairs):
-    "Names that a hidden cell defines and a cell that is shown uses: {name: cell}; imports may be hidden."
+    "Names that a hidden cell defines or imports and a cell that is shown uses: {name: cell}."
     code = {i: re.sub(r"(?m)^\s*[%!].*$", "pass", text) for i, text in pairs}
     hidden = {i for i, text in pairs if re.search(r"(?m)^#\| *hide\b", text)}
     made = {}
     for i in hidden:
         for n in ast.parse(code[i]).body:
             if isinstance(n, ast.FunctionDef | ast.ClassDef): made[n.name] = i
+            elif isinstance(n, ast.Import | ast.ImportFrom):
+                made |= {(a.asname or a.name.partition(".")[0]): i for a in n.names}
             elif isinstance(n, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.With):
                 made |= {x.id: i for x in ast.walk(n) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
     used = {x.id for i in code.keys() - hidden
@@ -210,6 +212,6 @@ def test_no_hidden_cell_defines_what_a_visible_one_uses(path):
 
 
 def test_the_check_of_hidden_cells_sees_definitions():
-    shown = [(0, "#| hide\nimport a\nb = 1\ndef c(): pass\nd, e = 1, 2\n%magic"), (1, "a + b; c(); d"),
-             (2, "#| hide\ne + f"), (3, "#| export\nf = 1")]
-    assert hidden_names(shown) == dict(b=0, c=0, d=0)
+    shown = [(0, "#| hide\nimport a.x\nfrom g import h\nb = 1\ndef c(): pass\nd, e = 1, 2\n%magic"),
+             (1, "a + b; c(); d"), (2, "#| hide\ne + f"), (3, "#| export\nf = 1")]
+    assert hidden_names(shown) == dict(a=0, b=0, c=0, d=0)

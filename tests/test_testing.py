@@ -32,7 +32,7 @@ from rlblocks.testing.oracles import sample_columns
 from rlblocks.losses.unpaired import kto_loss
 from rlblocks.losses.value import value_loss
 
-ROWS = ("purity", "gradient", "mask", "empty", "permutation", "padding", "filler")
+ROWS = ("purity", "gradient", "mask", "empty", "permutation", "padding", "empty_rows")
 CUTS = ("split", "metrics", "precision")
 LAWS = {*ROWS, *CUTS, "differentiable"}
 
@@ -169,7 +169,7 @@ def wrong_tangent(out, b): return Reversed.apply(clean(b.mask, out.values)[0]).s
 CLOSURES = [
     (local_mean, "split", r"the parts sum to [-\d.]+, the batch gives -0\.\d+: pass denom=b"),
     (local_row_mean, "split", "the batch gives"),
-    (scaled_by_rows, "filler", "two rows more"),
+    (scaled_by_rows, "empty_rows", "two rows more"),
     (right_value_wrong_gradient, "split", "the gradient of out.logprobs at"),
     (multiplied, "mask", "nan under the mask of out.logprobs, the loss went from .* to nan; torch.where"),
     (where_too_late, "mask", "nan under the mask of out.logprobs, the gradient of out.logprobs .* went from 0 to nan"),
@@ -192,7 +192,7 @@ CLOSURES = [
     (padded_length, "padding", "three columns of padding more, the loss went"),
     (empty_row_mean, "result", "one with nothing chosen, the loss is not finite"),
     (mean_without_count, "metrics", "the metric 'x' went from"),
-    (changing_keys, "filler|metrics|permutation", "same keys always"),
+    (changing_keys, "empty_rows|metrics|permutation", "same keys always"),
     (single, "precision", "the loss is torch.float32, wanted torch.float64"),
     (squashed, "scale", "with advantages times 0.5 the loss is"),
     (wrong_sign, "reinforce", "a loss is minimised"),
@@ -259,7 +259,7 @@ BLOCKS = [
     (no_denom, "split", r"the batch gives .*: hand on denom, aggregate\(…, denom=denom\), instead of"),
     (ignores_denom, "split", "the batch gives .*: hand on denom"),
     (zero_over_zero, "empty", "the loss is nan, not 0"),
-    (all_rows, "filler", r"two rows more .* mask.any\(1\)"),
+    (all_rows, "empty_rows", r"two rows more .* mask.any\(1\)"),
     (narrow, "precision", "with torch.bfloat16 the loss is torch.bfloat16, wanted torch.float32"),
     (narrow_inside, "precision", "with torch.bfloat16 the loss went from"),
     (single_inside, "precision", "with torch.float64 the loss is torch.float32, wanted torch.float64"),
@@ -537,7 +537,7 @@ ESTIMATORS = [
     (zero_filled_whiten, "padding", "the output at"),
     (leaves_padding, "mask", "not 0 where the mask is False"),
     (through_values, "gradient", r"reaches values; .* values.detach\(\)"),
-    (centered_by_rows, "filler", "two rows more"),
+    (centered_by_rows, "empty_rows", "two rows more"),
     (neighbour, "permutation", "the output at"),
     (fills_nothing, "empty", "the output is 1, not 0"),
     (half_inside, "precision", "the output is torch.bfloat16"),
@@ -651,9 +651,9 @@ def dpo_rows(out, b):
 
 
 def test_a_closure_of_pairs_is_cut_between_units():
-    assert {"split", "filler", "permutation", "empty"} <= set(check_loss(dpo_rows))
+    assert {"split", "empty_rows", "permutation", "empty"} <= set(check_loss(dpo_rows))
     def by_rows(out, b): loss, m = dpo_rows(out, b); return loss*b.n_units/b.n_rows*len(b), m
-    with pytest.raises(AssertionError, match="breaks the (filler|split) law"): check_loss(by_rows)
+    with pytest.raises(AssertionError, match="breaks the (empty_rows|split) law"): check_loss(by_rows)
 
 
 def test_pair_blocks_have_two_differentiable_arguments():

@@ -287,7 +287,7 @@ def test_vine_obeys_every_law():
     laws = check_estimator(vine_advantages,
                            dict(rollouts=rollouts, step=(torch.arange(16)//4).expand(16, 16).contiguous()),
                            per_row=("rollouts",), gamma=.9)
-    assert {"purity", "gradient", "mask", "empty", "permutation", "padding", "filler", "precision"} <= set(laws)
+    assert {"purity", "gradient", "mask", "empty", "permutation", "padding", "empty_rows", "precision"} <= set(laws)
     assert vine_advantages(c["rewards"][:, :0], rollouts, c["mask"][:, :0], step=c["tokens"][:, :0]).shape == (16, 0)
 
 

@@ -51,7 +51,7 @@ def test_as_a_closure_over_rows(name): # a filler is a row without weight
     def closure(out, b):
         lp, ref = (sequence_logprobs(x, b.mask) for x in (out.logprobs, b.ref_logprobs))
         return LOSSES[name][0](lp, ref, b.desirable, weights=b.mask.any(1).float(), denom=b.n_rows)
-    assert {"split", "mask", "empty", "padding", "filler"} <= set(check_loss(closure))
+    assert {"split", "mask", "empty", "padding", "empty_rows"} <= set(check_loss(closure))
 
 
 @every_loss

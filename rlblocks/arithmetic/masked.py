@@ -83,6 +83,11 @@ def promoted(
     """`x` in at least single precision: half, bfloat16 and integers become float32, float64 stays."""
     return x if x.dtype is torch.float32 or x.dtype is torch.float64 else x.float()
 
+# %% ../../nbs/arithmetic/00_masked.ipynb #61c07f86
+def clip(x, low=-math.inf, high=math.inf):
+    "x within [low, high]; without gradient at the bounds and beyond."
+    return hardtanh(x, low, high) # x.clamp(low, high) takes more passes backward
+
 # %% ../../nbs/arithmetic/00_masked.ipynb #6082d374
 LOG_ZERO = -1e15 # what log 0 counts as, nats
 
@@ -93,10 +98,6 @@ def finite_logprobs(
 
     max(log π, −10¹⁵). +inf, which no log-prob is, stays +inf without a gradient."""
     return clip(promoted(logprobs), LOG_ZERO)
-
-# %% ../../nbs/arithmetic/00_masked.ipynb #61c07f86
-def clip(x, low=-math.inf, high=math.inf): # x.clamp(low, high), in fewer passes backward; no gradient at the bounds
-    return hardtanh(x, low, high)
 
 # %% ../../nbs/arithmetic/00_masked.ipynb #5a00475e
 @runtime_checkable
@@ -293,8 +294,7 @@ class Last(Metric):
     def _join(a, b): return b
 
 # %% ../../nbs/arithmetic/00_masked.ipynb #a5bcb0e8
-def total(x): # x.sum(), row by row as `aggregate` adds: torch.compile then makes one pass of a loss and its metrics
-    return x.sum(-1).sum()
+def total(x): return x.sum(-1).sum()
 
 def largest(x, dim=None):
     "The largest entry, of all or of each row; 0 where there are none, for which torch has no answer."

@@ -12,7 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..arithmetic.masked import Denom, Mean, divisor, finite_logprobs, masked_sum, mean_of, promoted, same_shape
+from rlblocks.arithmetic.masked import (
+    Denom, Mean, divisor, finite_logprobs, masked_sum, mean_of, promoted, same_shape, total,
+)
 
 # %% ../../nbs/losses/24_pairs.ipynb #fd6726ae
 def counted(x, weights): # exact zeros where the weight is 0, so that nothing there reaches the gradient
@@ -116,4 +118,5 @@ def pair_metrics(
     c, r = chosen_log_ratio, rejected_log_ratio
     nats = means_of(weights, margin=c - r, chosen_reward=c, rejected_reward=r)
     rewards = {name: Mean(beta*x.total, x.count) for name,x in nats.items()}
-    return rewards | means_of(weights, accuracy=(c > r).to(c.dtype))
+    right = c > r if weights is None else (c > r) & (weights != 0)
+    return rewards | dict(accuracy=Mean(total(right), nats["margin"].count))

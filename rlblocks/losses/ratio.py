@@ -30,8 +30,6 @@ def policy_gradient(
     same_shape("B T", logprobs=logprobs, weights=weights, mask=mask)
     return -masked_data(weights, mask)*torch.where(mask, finite_logprobs(logprobs), 0.)
 
-
-
 # %% ../../nbs/losses/20_ratio.ipynb #9af4049a
 def reinforce_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
@@ -46,7 +44,7 @@ def reinforce_loss(
     L = −Σ Â·log π / denom. Williams 1992; Chu et al. 2025 (GPG)."""
     same_shape("B T", logprobs=logprobs, advantages=advantages, mask=mask)
     logprobs = finite_logprobs(logprobs)
-    loss = -masked_data(advantages, mask)*logprobs # what is masked, `aggregate` leaves out
+    loss = -masked_data(advantages, mask)*logprobs # masked by `aggregate`
     return aggregate(loss, mask, over=over, denom=denom), dict(logprob=mean_of(logprobs, mask))
 
 # %% ../../nbs/losses/20_ratio.ipynb #4fd9cbb6
@@ -102,7 +100,7 @@ def cispo_loss(
         f"cispo_loss: clip_low is {clip_low}, clip_high is {clip_high}: a token would weigh at least {low:g} "
         f"and at most {high:g}; clip_low is at most 1, and 1 − clip_low at most 1 + clip_high")
     ratio = log_ratio(logprobs.detach(), old_logprobs, mask).exp()
-    loss = policy_gradient(logprobs, ratio.clamp(low, high)*advantages, mask)
+    loss = -masked_data(ratio.clamp(low, high)*advantages, mask)*finite_logprobs(logprobs) # masked by `aggregate`
     metrics = ratio_metrics(ratio, mask) | clip_metrics(ratio, None, mask, low=low, high=high)
     return aggregate(loss, mask, over=over, denom=denom), metrics
 
@@ -124,6 +122,7 @@ def dppo_tv_loss(
     L = −Σ [inside]·sg(min(ρ, c))·Â·log π / denom. Qi et al. 2026 (DPPO-Binary-TV).
     Inside: p − p_old ≥ −shift_low where Â < 0, p − p_old ≤ shift_high where Â > 0."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    _positive_cap("dppo_tv_loss", cap)
     shift = _probability(logprobs, mask) - _probability(old_logprobs, mask)
     return _divergence_loss(logprobs, old_logprobs, advantages, mask, shift, shift_low, shift_high, cap,
                             over=over, denom=denom)
@@ -147,6 +146,7 @@ def dppo_kl_loss(
     KL = p_old·log(p_old/p) + (1−p_old)·log((1−p_old)/(1−p)).
     Inside: KL ≤ nats_low or p ≥ p_old where Â < 0, KL ≤ nats_high or p ≤ p_old where Â > 0."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    _positive_cap("dppo_kl_loss", cap)
     x = log_ratio(logprobs.detach(), old_logprobs, mask)
     p, q = _probability(logprobs, mask), _probability(old_logprobs, mask)
     kl = -q*x + (1-q)*((1-q+1e-8)/(1-p+1e-8)).log()
@@ -156,8 +156,10 @@ def dppo_kl_loss(
 # %% ../../nbs/losses/20_ratio.ipynb #7265e761
 def _probability(logprobs, mask): return masked_data(logprobs, mask).exp().clamp(max=1) # rounding may leave one above 1
 
+def _positive_cap(who, cap):
+    if not cap > 0: raise ValueError(f"{who}: cap is {cap}; it is the most that a token may weigh, above 0")
+
 def _divergence_loss(logprobs, old_logprobs, advantages, mask, shift, low, high, cap, **reduction):
-    if not cap > 0: raise ValueError(f"dppo: cap is {cap}; it is the most that a token may weigh, above 0")
     ratio, A = log_ratio(logprobs.detach(), old_logprobs, mask).exp(), masked_data(advantages, mask)
     beyond = (shift < -low) & (A < 0) | (shift > high) & (A > 0)
     loss = policy_gradient(logprobs, torch.where(beyond, 0., ratio.clamp(max=cap)*A), mask)

@@ -167,13 +167,13 @@ def _padding(p):
            "count with the mask, not with x.shape or x.mean()",
            back=lambda x: x[:, :T] if x.ndim > 1 and x.shape[1] == T+3 else x)
 
-def _filler(p):
+def _empty_rows(p):
     rows = torch.cat(p.units()[:2])[:2]
     more = {k: torch.cat([x, x[rows]]) for k,x in p.cols.items()}
     more["mask"][-2:] = False
     if "unit" in p.reads: more["unit"][-2:] = p.cols["unit"].max() + 1
     for counts in p.denoms:
-        _alike(p, "filler", run(p, more, counts), run(p, p.cols, counts),
+        _alike(p, "empty_rows", run(p, more, counts), run(p, p.cols, counts),
                "with two rows more of which nothing is chosen", "count rows with mask.any(1), not with len(x)",
                back=lambda x: x[:-2] if x.ndim else x)
 
@@ -305,7 +305,7 @@ def _check(p, laws):
     if p.as_number: names.note = f", with {p.denom} as the number denom{f' (for a batch: {p.refusal})'*bool(p.refusal)}"
     return names
 
-def _of_rows(p): return (_mask, _empty, _permutation, _padding, _filler) if p.masked else (_permutation,)
+def _of_rows(p): return (_mask, _empty, _permutation, _padding, _empty_rows) if p.masked else (_permutation,)
 
 # %% ../../nbs/testing/34_laws.ipynb #8d8ad709
 def check_loss(
@@ -346,7 +346,7 @@ def check_estimator(
 )->tuple[str, ...]: # names of the laws that hold, printed as one line
     """Run on an estimator the laws that need no loss; AssertionError names the first that is broken, and the usual fix.
 
-    purity · gradient (to the first argument at most) · mask · empty · permutation · padding · filler · precision."""
+    purity · gradient (first argument at most) · mask · empty · permutation · padding · empty_rows · precision."""
     p = probe("check_estimator", fn, inputs, hyper, per_row=per_row)
     _called(p)
     return _check(p, (_purity, _gradient, *_of_rows(p), _precision))

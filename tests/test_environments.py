@@ -1,0 +1,255 @@
+"""Episodes become rows: what was sampled is trained, what hangs is named, and a rewritten history is another row of the
+same unit (LAWS 4, 6, 19, 23, 29)."""
+import asyncio
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from conftest import vllm_python
+from rlblocks import Policy, Prompts, Rollout, rollouts
+from rlblocks.data.renderers import ChatRenderer
+from rlblocks.rollout.adapters import gym_environment, tool_environment
+from rlblocks.rollout.episodes import Environment, Step
+from rlblocks.rollout.samplers import vllm
+from test_samplers import WIDE
+from tiny import model
+
+CHATML = ("{% for m in messages %}<turn>{{ m.role }}\n{{ m.content }}<end>\n{% endfor %}"
+          "{% if add_generation_prompt %}<turn>assistant\n{% endif %}")
+HEADED = ("{{ '<turn>system\nBe brief.<end>\n' }}{% for m in messages %}<turn>{% if m.role == 'tool' %}user\n"
+          "[{{ m.content }}]{% else %}{{ m.role }}\n{{ m.content }}{% endif %}<end>{% endfor %}"
+          "{% if add_generation_prompt %}<turn>assistant\n{% endif %}")
+# what the assistant said before is cut to its first two characters as soon as somebody answers
+FORGETS = ("{% for m in messages %}<turn>{{ m.role }}\n{% if m.role == 'assistant' and not loop.last %}"
+           "{{ m.content[:2] }}{% else %}{{ m.content }}{% endif %}<end>\n{% endfor %}"
+           "{% if add_generation_prompt %}<turn>assistant\n{% endif %}")
+TEMPLATES = dict(chatml=CHATML, headed=HEADED, forgets=FORGETS)
+
+
+def spelling(template=None):
+    "A tokenizer of pairs and single characters: encode(decode(ids)) is often not ids."
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    letters = {c: i for i, c in enumerate("\n" + "".join(map(chr, range(32, 127))))}
+    pairs = [(a, b) for a in "aeiou" for b in "nrst"]
+    ids = letters | {a + b: len(letters) + i for i, (a, b) in enumerate(pairs)}
+    made = Tokenizer(models.BPE(ids, merges=pairs, fuse_unk=False))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Split(Regex(r"[\s\S]+"), "isolated"), decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", additional_special_tokens=["<turn>"])
+    made.chat_template = template
+    return made
+
+
+SIZE = 120      # ids, special ones included
+
+
+def net():
+    made = model(**WIDE | dict(vocab_size=SIZE, max_position_embeddings=512, eos_token_id=None))
+    with torch.no_grad():
+        for w in made.parameters(): w *= 2 if w.dim() > 1 else 1
+    return made
+
+
+@pytest.fixture(scope="module", params=["hf", "vllm"])
+def rollout(request):
+    "One engine for the tests of this file."
+    if request.param == "vllm" and vllm_python() is None: pytest.skip("vLLM is not installed: make vllm")
+    engine = vllm(cache_bytes=1 << 26, timeout=120., python=vllm_python()) if request.param == "vllm" else "hf"
+    tokenizer = spelling(CHATML)
+    assert len(tokenizer) <= SIZE
+    made = Rollout(net(), engine=engine, max_tokens=8, stop=[tokenizer.eos_token_id], device="cpu", tokenizer=tokenizer)
+    yield made
+    made.close()
+
+
+def asked(tokenizer, n=3):
+    rows = [dict(prompt=[dict(role="user", content=f"Say {k}.")], messages=[dict(role="user", content=f"Say {k}.")],
+                 turns=k) for k in range(1, n + 1)]
+    return Prompts(rows, tokenizer, shuffle=False).take(n)
+
+
+class Talk:
+    "Goes on for some turns."
+    last = 5
+    def __init__(self): self.n = 0
+    async def reset(self, **row): return row["messages"]
+    async def step(self, message):
+        self.n += 1
+        if self.n >= self.last: return Step(done=True, reward=1.)
+        return Step([dict(role="tool" if self.n % 2 else "user", content=f"Turn {self.n}")], reward=.25)
+
+
+def gap(b):
+    "How far the trainer's log-probs are from the sampler's."
+    return float((Policy(net(), device="cpu", frozen=True).logprobs(b) - b.rollout_logprobs)[b.mask].abs().max())
+
+
+class Spy:
+    "A tokenizer that remembers which texts it was asked to encode."
+    def __init__(self, tokenizer): self.inner, self.encoded = tokenizer, []
+    def __getattr__(self, name): return getattr(self.inner, name)
+    def __call__(self, text, add_special_tokens=True, **more):
+        self.encoded += [text] if isinstance(text, str) else list(text)
+        return self.inner(text, add_special_tokens=add_special_tokens, **more)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_five_turns_with_three_templates(rollout, name):
+    "LAWS 4 and 29. A template that rewrites history gives several rows of one unit, and nothing is lost."
+    tokenizer = Spy(spelling(TEMPLATES[name]))
+    b = rollouts(rollout, Talk, asked(tokenizer), group_size=2, seed=0, renderer=ChatRenderer(tokenizer))
+    assert gap(b) < 1e-3 and b.mask.equal(b.turn >= 0)
+    units = b.unit.tolist()
+    assert set(units) == set(range(6)) and b.n_units == 6 and b.n_turns.tolist() == [5]*len(b)
+    assert len(b) == 6 if name != "forgets" else len(b) > 6
+    for u in range(6):
+        turns = torch.cat([b.turn[i][b.turn[i] >= 0] for i in range(len(b)) if units[i] == u])
+        assert turns.unique().tolist() == [0, 1, 2, 3, 4] and turns.equal(turns.sort().values)
+    assert b.reward.tolist() == [2.]*len(b) and set(b.finish_reason) <= {"completed", "max_tokens"}
+    said = {text for rows in b.messages for m in rows if m["role"] == "assistant" and len(text := m["content"]) > 3}
+    assert not [t for t in tokenizer.encoded if any(text in t for text in said)]
+
+
+def test_ids_that_would_change_are_those_that_were_sampled(rollout):
+    "In this tokenizer two characters that were sampled apart are encoded as one: rows keep them apart."
+    b = rollouts(rollout, Talk, asked(rollout.tokenizer), group_size=4, seed=1)
+    text = lambda ids: rollout.tokenizer.decode(ids)
+    again = [rollout.tokenizer(text(row[:n]), add_special_tokens=False).input_ids == row[:n].tolist()
+             for row, n in zip(b.tokens, b.lengths.tolist(), strict=True)]
+    assert not all(again) and gap(b) < 1e-3
+
+
+def test_episodes_are_their_seeds(rollout):
+    a, b = (rollouts(rollout, Talk, asked(rollout.tokenizer), group_size=2, seed=3) for _ in range(2))
+    assert a.tokens.equal(b.tokens) and len({tuple(x) for x in a.tokens.tolist()}) == 6
+    alone = rollouts(rollout, Talk, asked(rollout.tokenizer)[[1]], group_size=2, seed=3)
+    assert alone.tokens[0, :alone.lengths[0]].equal(a.tokens[2, :a.lengths[2]])
+
+
+def test_budgets_have_names(rollout):
+    p = asked(rollout.tokenizer)
+    b = rollouts(rollout, Talk, p, max_turns=2)
+    assert b.finish_reason == ["max_turns"]*3 and b.n_turns.tolist() == [2]*3
+    b = rollouts(rollout, Talk, p, budget=10)
+    assert b.finish_reason == ["max_tokens"]*3 and int(b.mask.sum(1).max()) <= 10
+    class Long(Talk):
+        async def step(self, message): return [dict(role="user", content="x"*200)]
+    b = rollouts(rollout, Long, p)
+    assert b.finish_reason == ["context_overflow"]*3 and int(b.lengths.max()) <= 512
+
+
+def test_64_episodes_of_which_one_never_ends_and_one_loses_its_server(rollout):
+    "LAWS 23: the others arrive by the deadline, and both are named."
+    made, closed = [], []
+    class Frail(Talk):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+            self.number, self.last = len(made), 1 + len(made) % 20
+        async def step(self, message):
+            if self.number == 7: await asyncio.sleep(3600)
+            if self.number == 20: raise ConnectionError("the server of this environment died")
+            return await super().step(message)
+        async def close(self): closed.append(self.number)
+    began = time.monotonic()
+    with pytest.warns(UserWarning, match="2 of 64 episodes did not arrive") as heard:
+        b = rollouts(rollout, Frail, asked(rollout.tokenizer, 8), group_size=8, max_tokens=3, deadline=25.)
+    assert time.monotonic() - began < 40 and len(b) == 62 and gap(b) < 1e-3
+    text = str(heard[0].message)
+    assert "sample 6 of group 0" in text and "sample 3 of group 2: ConnectionError: the server" in text
+    assert sorted(closed) == list(range(1, 65)) and not rollout.lines.of
+
+
+def test_plain_methods_that_hang_hold_nobody_up():
+    tokenizer = spelling(CHATML)
+    r = Rollout(net(), max_tokens=3, stop=[tokenizer.eos_token_id], device="cpu", tokenizer=tokenizer)
+    class Hangs:
+        def reset(self, messages, **row): return messages
+        def step(self, message): time.sleep(3600)
+    with pytest.raises(RuntimeError, match="3 of 3 episodes did not arrive: sample 0 of group 0: it had not ended"):
+        rollouts(r, Hangs, asked(tokenizer), deadline=1.)
+    assert all(t.daemon for t in threading.enumerate() if t is not threading.main_thread())
+    assert len(rollouts(r, Talk, asked(tokenizer))) == 3
+
+
+def test_an_engine_that_fails_is_everybodys_error():
+    tokenizer = spelling(CHATML)
+    broken = net()
+    with torch.no_grad(): broken.lm_head.weight.fill_(float("nan"))
+    r = Rollout(broken, max_tokens=3, stop=[tokenizer.eos_token_id], device="cpu", tokenizer=tokenizer)
+    with pytest.raises(RuntimeError, match="6 of 6 episodes did not arrive.*not finite"):
+        rollouts(r, Talk, asked(tokenizer), group_size=2)
+    assert not r.lines.of
+
+
+class Sums:
+    "As TRL's `environment_factory` takes it."
+    def reset(self, **row): self.calls = 0
+    def add(self, a:int, b:int)->int:
+        """Add two numbers.
+
+        Args:
+            a: the first
+            b: the second
+        """
+        self.calls += 1
+        return a + b
+    def get_reward(self): return float(self.calls)
+
+
+def test_a_class_whose_methods_are_tools(rollout):
+    "The policy's words are random, so a reader of them makes the calls."
+    from rlblocks import Response
+    seen = []
+    def read(text):
+        seen.append(text)
+        return Response(text, tool_calls=(dict(name="add", arguments=dict(a=1, b=2)),))
+    renderer = ChatRenderer(rollout.tokenizer, read=read)
+    p = asked(rollout.tokenizer, 1)
+    b = rollouts(rollout, tool_environment(Sums), p, max_tool_calls=2, renderer=renderer)
+    assert b.finish_reason == ["max_tool_calls"] and b.reward.tolist() == [2.]
+    assert [m["content"] for m in b.messages[0] if m["role"] == "tool"] == ["3", "3"] and gap(b) < 1e-3
+    b = rollouts(rollout, tool_environment(Sums), p)
+    assert b.finish_reason[0] in ("completed", "max_tokens") and b.reward.tolist() == [0.]
+    bad = ChatRenderer(rollout.tokenizer, read=lambda text: Response(text, problem="no JSON"))
+    ended = rollouts(rollout, tool_environment(Sums, on_problem="end"), p, renderer=bad)
+    assert ended.finish_reason == ["parse_error"]
+    assert isinstance(tool_environment(Sums)(), Environment)
+
+
+def test_a_game_of_five_values(rollout):
+    class Game:
+        def reset(self): self.n = 0; return "Go!", {}
+        def step(self, action):
+            self.n += 1
+            return f"You said {len(action)}.", .5, False, self.n == 3, {}
+    b = rollouts(rollout, gym_environment(Game), asked(rollout.tokenizer, 2))
+    assert b.reward.tolist() == [1.5, 1.5] and b.n_turns.tolist() == [3, 3] and set(b.finish_reason) == {"max_turns"}
+    assert b.messages[0][0]["content"] == "Say 1.Go!" and gap(b) < 1e-3
+
+
+def test_many_batches_leave_nothing_behind(rollout):
+    before = threading.active_count()
+    opened, closed = [], []
+    class Session(Talk):
+        last = 1
+        def __init__(self): super().__init__(); opened.append(1)
+        def close(self): closed.append(1)
+    for _ in range(20): rollouts(rollout, Session, asked(rollout.tokenizer, 1), max_tokens=1)
+    assert len(opened) == len(closed) == 20 and threading.active_count() <= before + 2 and not rollout.lines.of
+
+
+def test_errors_say_what_is_wanted(rollout):
+    p = asked(rollout.tokenizer)
+    with pytest.raises(RuntimeError, match="TypeError: step gave a int"):
+        class Odd(Talk):
+            async def step(self, message): return 4
+        rollouts(rollout, Odd, p)
+    bare = Rollout(net(), max_tokens=3, stop=[1], device="cpu", tokenizer=rollout.tokenizer)
+    with pytest.raises(ValueError, match="the chat template ends a turn with"): rollouts(bare, Talk, p)
+    with pytest.raises(ValueError, match="max_tokens=0"): rollouts(rollout, Talk, p, max_tokens=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rollouts(rollout, Talk, p, max_tokens=1)
