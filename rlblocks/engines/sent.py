@@ -57,6 +57,10 @@ def own_address(host:str, port:int)->str:
         s.connect((host, port))
         return s.getsockname()[0]
 
+def tcp_store(host:str, port:int, seconds:int|float, **more)->Any: # `more`: of torch's store
+    "A store at a port of a machine; port 0 is any that is free."
+    return getattr(dist, "TCPStore")(host, port, timeout=timedelta(seconds=seconds), **more)
+
 def gloo_group(store:Any, rank:int, ranks:int, address:str, seconds:float)->Any:
     "A process group beside the world, if there is one. RuntimeError where not all have come in time."
     gloo:Any = getattr(dist, "ProcessGroupGloo")
@@ -107,7 +111,7 @@ class Wire:
     def _entered(self)->tuple[Any, int]: # the store; this reader's number, from 1
         # torch's store would try again and again where nobody listens
         socket.create_connection((self.host, self.port), self.timeout).close()
-        store = dist.TCPStore(self.host, self.port, timeout=timedelta(seconds=self.timeout))
+        store = tcp_store(self.host, self.port, self.timeout)
         return store, store.add("readers", 1)
 
     def _waited(self, version, f:Callable)->Any:
@@ -157,7 +161,7 @@ def send_weights(
     ids = torch.tensor(ticket.probe)
     scores = ticket.score(ids) if len(ids) > 1 else None
     if not write: return Sending(None, lambda: sum(x.nbytes for b in ticket.buckets(bucket_bytes) for x in _tensors(b)))
-    store = dist.TCPStore("0.0.0.0", 0, is_master=True, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    store = tcp_store("0.0.0.0", 0, timeout, is_master=True, wait_for_workers=False)
     way = Wire(host, store.port, this_process(), readers, timeout, None if scores is None else tuple(scores.tolist()))
     work = lambda: _sent(store, ticket.buckets(bucket_bytes), way)
     return Sending(replace(ticket, transport=way, checksums=None, keeps=False), work)

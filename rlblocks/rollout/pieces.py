@@ -81,7 +81,7 @@ def from_memory()->type:
         init_info_cls, update_info_cls = Memory, Pieces
 
         def init_transfer_engine(self, init_info):
-            self.memory = torch.UntypedStorage.from_file(init_info.path, shared=True, nbytes=init_info.size)
+            self.memory:Any = torch.UntypedStorage.from_file(init_info.path, shared=True, nbytes=init_info.size)
 
         def start_weight_update(self):
             self.sums = {}
