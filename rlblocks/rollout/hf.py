@@ -103,7 +103,6 @@ class Hf:
         check_since(ticket, self.version)
         self.wake()
         self.version = None     # half-loaded weights are no version
-        unpack_weights(self.module)
         manifest = loaded(self.module, ticket, self.beneath)
         self.version = manifest.version
         return manifest
@@ -122,7 +121,6 @@ class Hf:
         "Decode the next part; nothing when none is left."
         if not self.queue: return []
         part = self.queue.popleft()
-        pack_weights(self.module)       # what is packed already stays so
         with routing(self.module) if part[0].experts else nullcontext() as picks: decoder, said = decoded(self, part)
         experts = None if picks is None else experts_of_rows(decoder.fed, picks).cpu()
         return completions(part, said, int(self.version or 0), experts)
@@ -140,8 +138,7 @@ class Hf:
     ):
         "Move the weights to the CPU."
         self.asleep = True
-        unpack_weights(self.module)
-        self.module.to("cpu")
+        unpack_weights(self.module).to("cpu")
         if level == 2: self.version = None
 
     def wake(self):
@@ -162,6 +159,7 @@ def decoded(
 )->tuple[Decoder, Sampled]: # the decoder; what it said
     "Decode a part."
     first, (tokens, lengths), device = part[0], padded(part), sampler.device
+    pack_weights(sampler.module)       # what is packed already stays so
     decoder = new_decoder(sampler.module, tokens.to(device), lengths, len(first.seeds), cached=sampler.cached,
                           shared=sampler.shared)
     u = uniforms([s for r in part for s in r.seeds], first.max_tokens).to(device)
@@ -206,6 +204,7 @@ def loaded(
     beneath:Beneath,  # of the module
 )->Manifest: # of an adapter alone with the gap to the policy's log-probs
     "Copy a ticket's weights, or put its changes on what they are changes of."
+    unpack_weights(module)
     manifest = copy_weights(ticket, module, base=beneath.base(ticket, named_weights(module)))
     if ticket.adapter: manifest = replace(manifest, gap=probed(module, ticket))
     beneath.loaded(ticket)

@@ -36,10 +36,11 @@ def pack_weights(
 
 def unpack_weights(
     module:nn.Module,
-):
+)->nn.Module: # the same
     "Let all layers compute with their weights again, and forget the copies."
     for m in module.modules():
         if getattr(vars(m).get("forward"), "func", None) is packed_linear: del m.forward
+    return module
 
 def packed_linear(
     input:Float[Tensor, "*n I"],
