@@ -123,6 +123,8 @@ finally:
     if _collecting: gc.enable()
 
 if TYPE_CHECKING:
+    from rlblocks.rollout.killable import Caps
+    from rlblocks.rollout.rewards import choice_reward, distinct_reward, exact_reward, format_reward, json_reward, length_reward
     from rlblocks.rollout.adapters import gym_environment, tool_environment
     from rlblocks.rollout.environments import rollouts
     from rlblocks.rollout.episodes import Environment, Step
@@ -150,6 +152,9 @@ if TYPE_CHECKING:
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(
+    Caps="rollout.killable", exact_reward="rollout.rewards", choice_reward="rollout.rewards",
+    format_reward="rollout.rewards", json_reward="rollout.rewards", length_reward="rollout.rewards",
+    distinct_reward="rollout.rewards",
     Environment="rollout.episodes", Step="rollout.episodes", rollouts="rollout.environments",
     tool_environment="rollout.adapters", gym_environment="rollout.adapters",
     Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="rollout.graders",
@@ -165,36 +170,37 @@ _LAZY = dict(
     sglang="rollout.samplers", vllm="rollout.samplers")
 
 __all__ = [
-    "Batch", "Buffer", "ChatRenderer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom", "Environment",
-    "Feedback", "Flight", "Grader", "Last", "Max", "Mean", "Metric", "Number", "OptimizerSpec", "Over", "Packed",
-    "Policy", "Preferences", "Prompts", "Ragged", "Renderer", "Response", "Rollout", "Scorer", "SpmdPool", "Step",
-    "TextRenderer", "Whole", "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef",
-    "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef", "answer_log_ratios",
-    "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy",
-    "asymre_loss", "at_last_token", "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss",
-    "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_rows", "best_worst_pairs",
+    "Batch", "Buffer", "Caps", "ChatRenderer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom",
+    "Environment", "Feedback", "Flight", "Grader", "Last", "Max", "Mean", "Metric", "Number", "OptimizerSpec",
+    "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged", "Renderer", "Response", "Rollout", "Scorer",
+    "SpmdPool", "Step", "TextRenderer", "Whole", "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip",
+    "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef",
+    "answer_log_ratios", "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss", "as_feedback",
+    "assert_on_policy", "asymre_loss", "at_last_token", "at_tokens", "balance", "balance_families", "bco_delta",
+    "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_rows", "best_worst_pairs",
     "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages", "bradley_terry_loss",
-    "centering_loss", "check_estimator", "check_loss", "check_renderer", "chi_reward", "chipo_loss", "cispo_loss",
-    "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
-    "clipped_surrogate", "components_loss", "constant", "cosine", "cosine_length_reward", "cpgd_advantages",
-    "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "delta_apply", "delta_encode", "dft_loss",
-    "discopop_loss", "discounted_returns", "distill_advantages", "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss",
-    "dppo_tv_loss", "dr_grpo_loss", "dro_loss", "drop_long", "effective_share", "entropy", "entropy_loss",
-    "exo_loss", "expected_value", "expert_load", "explained_variance", "f_dpo_loss", "finite_logprobs",
-    "fit_row_costs", "forward_kl_loss", "forward_kl_reward", "fresh_mask", "from_arrow", "fsdp2", "full_kl", "gae",
-    "gather_logprobs", "gdpo_advantages", "generative_scores", "geometric_mask", "geometric_mixture",
-    "geometric_weights", "gigpo_advantages", "gmpo_loss", "gpg_advantages", "group_advantages",
-    "group_pass_at_k_advantages", "grpo_loss", "gspo_loss", "gspo_token_loss", "gym_environment", "here",
-    "hierarchical_advantages", "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights",
-    "implicit_process_rewards", "implicit_reward_loss", "ipo_loss", "iw_opd_weights", "joint_groups", "js_reward",
-    "jsd", "jsd_loss", "k3_mask", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl",
-    "kto_loss", "later", "ld_logprobs", "leave_one_out", "length_adaptive_lam", "linear", "linear_logprobs",
-    "linear_measured", "lite_ppo_advantages", "load_rollouts", "log_ratio", "loop_from", "luspo_loss", "m2po_mask",
-    "masked_mean", "masked_std", "masked_sum", "math_reward", "maxrl_advantages", "mean_of", "merge",
-    "micro_batch_count", "minillm_advantages", "mismatch_metrics", "mismatched", "mixed_groups", "moe_balance_loss",
-    "multi_head_loss", "muon", "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages",
-    "naive_leave_one_out", "naive_ppo_loss", "naive_returns", "naive_token_logprobs", "naive_value_loss",
-    "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "on_policy_loss", "opo_advantages",
+    "centering_loss", "check_estimator", "check_loss", "check_renderer", "chi_reward", "chipo_loss",
+    "choice_reward", "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics",
+    "clip_rewards", "clipped_surrogate", "components_loss", "constant", "cosine", "cosine_length_reward",
+    "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "delta_apply", "delta_encode",
+    "dft_loss", "discopop_loss", "discounted_returns", "distill_advantages", "distinct_reward", "divisor",
+    "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss", "drop_long",
+    "effective_share", "entropy", "entropy_loss", "exact_reward", "exo_loss", "expected_value", "expert_load",
+    "explained_variance", "f_dpo_loss", "finite_logprobs", "fit_row_costs", "format_reward", "forward_kl_loss",
+    "forward_kl_reward", "fresh_mask", "from_arrow", "fsdp2", "full_kl", "gae", "gather_logprobs",
+    "gdpo_advantages", "generative_scores", "geometric_mask", "geometric_mixture", "geometric_weights",
+    "gigpo_advantages", "gmpo_loss", "gpg_advantages", "group_advantages", "group_pass_at_k_advantages",
+    "grpo_loss", "gspo_loss", "gspo_token_loss", "gym_environment", "here", "hierarchical_advantages",
+    "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "implicit_process_rewards",
+    "implicit_reward_loss", "ipo_loss", "iw_opd_weights", "joint_groups", "js_reward", "jsd", "jsd_loss",
+    "json_reward", "k3_mask", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl",
+    "kto_loss", "later", "ld_logprobs", "leave_one_out", "length_adaptive_lam", "length_reward", "linear",
+    "linear_logprobs", "linear_measured", "lite_ppo_advantages", "load_rollouts", "log_ratio", "loop_from",
+    "luspo_loss", "m2po_mask", "masked_mean", "masked_std", "masked_sum", "math_reward", "maxrl_advantages",
+    "mean_of", "merge", "micro_batch_count", "minillm_advantages", "mismatch_metrics", "mismatched", "mixed_groups",
+    "moe_balance_loss", "multi_head_loss", "muon", "n_step_returns", "naive_aggregate", "naive_gae",
+    "naive_group_advantages", "naive_leave_one_out", "naive_ppo_loss", "naive_returns", "naive_token_logprobs",
+    "naive_value_loss", "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "on_policy_loss", "opo_advantages",
     "optimal_token_baseline", "orpo_loss", "over_pairs", "over_rows", "overlong_penalty", "pack", "pad",
     "pair_log_ratios", "pair_metrics", "pairs", "pass_at_k_advantages", "penalties", "pf_ppo_weights",
     "plackett_luce_loss", "plain", "plan", "plan_micro_batches", "plan_rollout", "policy_gradient", "ppo_loss",

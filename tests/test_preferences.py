@@ -293,3 +293,25 @@ def test_a_tutorial_that_is_stopped_goes_on_with_the_same_numbers(name, root, ne
     assert [m["step"] for m in first] == [0, 1] and [m["step"] for m in rest] == [1, 2, 3]
     for m in first + rest: assert straight[int(m["step"])] == pytest.approx(m, abs=1e-6, nan_ok=True)
     assert all(m["skipped"] == 0 and m["grad_norm"] > 0 for m in straight)
+
+
+def odd(completion_ids, **_): return [float(sum(ids) % 2) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_the_asynchronous_loop_on_a_tiny_model(ahead, root, net):
+    "As many steps old as is said, from the second step on; each step learns."
+    run = loop_from(f"{root}/tutorials/async.ipynb:async_grpo")
+    data = Prompts([dict(prompt=r["prompt"]) for r in PAIRS], Plain())
+    rows = [numbers(m) for m in run(here, data, odd, model=net, ahead=ahead, lr=1e-3, steps=3, prompts=4, group_size=4,
+                                    minibatches=2, max_tokens=3)]
+    assert [(m["step"], m["version"], m["staleness"]) for m in rows] == [(0, 2, 0), (1, 4, ahead), (2, 6, ahead)]
+    assert all(m["grad_norm"] > 0 and m["skipped"] == 0 for m in rows) and data.taken == 12
+
+
+def test_best_of_n_on_a_tiny_model(root, net):
+    "The best of each prompt's answers, those that are good enough."
+    run = loop_from(f"{root}/tutorials/best_of_n.ipynb:best_of_n")
+    data = Prompts([dict(prompt=r["prompt"]) for r in PAIRS], Plain())
+    for m in map(numbers, run(here, data, odd, model=net, lr=1e-3, steps=3, prompts=4, n=4, max_tokens=3)):
+        assert m["best"] >= m["reward"] and m["kept"] == 4*m["best"] and m["version"] == m["step"] + 1 and m["loss"] > 0

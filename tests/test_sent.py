@@ -127,10 +127,12 @@ def leave(ticket, queue):
 
 def test_a_reader_that_goes_is_an_error_of_the_sender_and_of_the_other_reader():
     sending = send_weights(policy_of().weights(), readers=2, bucket_bytes=10_000)
-    start(leave, pickle.dumps(sending.ticket))
+    process, queue = start(leave, pickle.dumps(sending.ticket))         # a queue that nobody holds is gone
     other = Rollout(model(), device="cpu")
     with pytest.raises(RuntimeError, match="or another reader has left|could not send version 0"):
         other.load(sending.ticket)
+    process.join()
+    assert process.exitcode == 1 and queue.empty()
     with pytest.raises(RuntimeError, match="2 of 2 readers have come, and not all have everything"): sending.result()
 
 

@@ -133,7 +133,7 @@ def test_waiting_drops_nothing_takes_the_oldest_first_and_says_when_it_is_too_la
     for group, version in enumerate((8, 0, 4)): buffer.add(rows([group, group], seed=group, version=version))
     assert not buffer.ready(7, version=8) and buffer.ready(6, version=8)
     assert not buffer.ready(2, version=8, under_way=[0]), "the one under way is due in this step too"
-    assert buffer.ready(2, version=8, under_way=[8, 8]) and not buffer.ready(2, version=8, under_way=[4])
+    assert buffer.ready(3, version=8, under_way=[8, 8]) and not buffer.ready(3, version=8, under_way=[4, 4, 4])
     assert [buffer.take(2, version=8).group.tolist() for _ in range(3)] == [[1, 1], [2, 2], [0, 0]]
     buffer.add(rows([7], version=0))
     for ask in (buffer.ready, buffer.take):

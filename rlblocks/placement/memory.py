@@ -52,8 +52,7 @@ class Live(TorchDispatchMode):
 
     def __enter__(self):
         self.collecting = gc.isenabled()
-        gc.collect()
-        gc.freeze()        # later collections see only what is new
+        gc.freeze()        # collections see only what is new: the rest is large, and does not count
         gc.disable()       # when it runs is chance, and with it what cycles keep: here it runs before each new peak
         return super().__enter__()
 

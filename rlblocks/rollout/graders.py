@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
@@ -25,6 +26,7 @@ from torch import Tensor
 from jaxtyping import Float, Int
 
 from ..data.batch import Batch
+from .killable import Caps, Failure, each
 
 # %% ../../nbs/rollout/88_graders.ipynb #aa0c2beb
 def _offers(batch)->dict:
@@ -123,6 +125,8 @@ def _verdicts(name, out, batch)->list[float]:
     return verdicts
 
 # %% ../../nbs/rollout/88_graders.ipynb #787df152
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+
 def name_of(fn)->str:
     "What a function is called in errors and metrics."
     while hasattr(fn, "func"): fn = fn.func   # functools.partial
@@ -131,6 +135,7 @@ def name_of(fn)->str:
 def named(fn, name:str|None=None)->dict:
     "Reward functions by name."
     fns = list(fn.values()) if isinstance(fn, Mapping) else list(fn) if isinstance(fn, (list, tuple)) else [fn]
+    fns = [of_answers(f) if _scores_one(f) else f for f in fns]
     names = list(fn) if isinstance(fn, Mapping) else [name] if name and len(fns) == 1 else [name_of(f) for f in fns]
     for f in fns:
         if not callable(f) and hasattr(f, "scores"):
@@ -142,6 +147,24 @@ def named(fn, name:str|None=None)->dict:
         raise ValueError(f"Grader: two functions have one name among {', '.join(names)}; give a dict "
                          f"{{name: function}}")
     return dict(zip(names, fns, strict=True))
+
+def _scores_one(fn)->bool:
+    "Whether it is written for veRL."
+    try: return {"solution_str", "ground_truth"} <= inspect.signature(fn).parameters.keys()
+    except (TypeError, ValueError): return False
+
+def of_answers(fn):
+    "A function of one answer, as veRL takes it, as one of a batch."
+    wants = inspect.signature(fn).parameters
+    def score(completions, reward_model=None, ground_truth=None, data_source=None, extra_info=None):
+        n = len(completions)
+        golds = ground_truth or [x["ground_truth"] for x in reward_model or []]
+        if not golds: raise ValueError("there is neither a column 'ground_truth' nor 'reward_model', as veRL has them")
+        rows = zip(data_source or [None]*n, completions, golds, extra_info or [None]*n, strict=True)
+        made = [fn(**{k: x for k, x in zip(VERL, row, strict=True) if k in wants}) for row in rows]
+        return [x["score"] if isinstance(x, Mapping) else x[0] if isinstance(x, tuple) else x for x in made]
+    score.__name__ = name_of(fn)
+    return score
 
 def weighed(names:Collection[str], weights:list|dict|None)->dict[str, float]:
     "The weight of each function, 1 if none is given."
@@ -158,6 +181,47 @@ def weighed(names:Collection[str], weights:list|dict|None)->dict[str, float]:
     return dict(zip(names, map(float, weights), strict=True))
 
 # %% ../../nbs/rollout/88_graders.ipynb #61e7cad6
+def in_processes(
+    name:str,
+    fn,
+    batch:Batch,
+    caps:Caps,
+)->tuple[list[float], list[Failure]]: # NaN where a row failed, or was given None; failures by row
+    "What a function says of each row by itself, in processes that can be killed."
+    given = _arguments(name, fn, batch)
+    def call(i):
+        row = batch[[i]] if "unit" not in batch else batch.drop("unit")[[i]]
+        x, = _verdicts(name, _result(fn, {k: v[i:i+1] for k, v in given.items()}), row)
+        return None if x != x else x
+    found, failures = each(call, len(batch), caps)
+    return [math.nan if x is None else x for x in found], failures
+
+def checked_failure(
+    on_failure, # as `Grader` takes it
+):
+    "ValueError for what is neither a score, nor \"raise\", nor None."
+    if on_failure in (None, "raise") or isinstance(on_failure, (int, float)) and abs(on_failure) <= _LARGEST:
+        return on_failure
+    raise ValueError(f"Grader: on_failure is {on_failure!r}; a score, \"raise\" or None (leave the row out) is wanted")
+
+def with_failures(
+    name:str,
+    verdicts:list[float],
+    failures:list[Failure],
+    batch:Batch,
+    on_failure:float|str|None,
+)->list[float]:
+    "Verdicts with what a failed row gets; a warning, or RuntimeError, names the first ones."
+    if not failures: return verdicts
+    kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(Counter(f.kind for f in failures).items()))
+    first = "; ".join(f"{_row(batch, f.item)}: {f.kind}, {f.text}" for f in failures[:3])
+    text = f"Grader: {name} failed on {len(failures)} of {len(batch)} rows ({kinds}): {first}"
+    if on_failure == "raise": raise RuntimeError(text)
+    warnings.warn(text, stacklevel=5)
+    score = math.nan if on_failure is None else float(on_failure)
+    return [score if i in {f.item for f in failures} else x for i, x in enumerate(verdicts)]
+
+# %% ../../nbs/rollout/88_graders.ipynb #7415eaa9
 class Grader:
     "Reward functions as a component: a batch in, one checked verdict a row out."
 
@@ -166,10 +230,16 @@ class Grader:
         *,
         weights:list|dict|None=None, # what each function counts, in the order or by the names of `fn`; None: 1 each
         name:str|None=None,          # what one function is called in errors and metrics; None: its own name
+        deadline:int|float|Caps|None=None, # seconds a batch, in processes that can be killed; None: in this process
+        on_failure:float|str|None=None, # with a deadline, of a row that failed: None: unscorable; a score; "raise"
     ):
         "Collect the functions, also async ones. TypeError for what cannot be called, ValueError for names and weights."
         self.fns = named(fn, name)
         self.weights = weighed(self.fns, weights)
+        self.caps = Caps(float(deadline)) if isinstance(deadline, (int, float)) else deadline
+        self.on_failure = checked_failure(on_failure)
+        self.failures:dict[str, list[Failure]] = {}    # of the last batch, by function
+        self.counts:Counter = Counter()                # of all batches, by kind
         self._warned = set()     # names of functions that scored no row of a batch
 
     def __repr__(self): return f"Grader({', '.join(f'{w:g}·{n}' for n, w in self.weights.items())})"
@@ -184,8 +254,15 @@ class Grader:
         if not isinstance(batch, Batch):
             raise TypeError(f"Grader: the batch is a {type(batch).__name__}; a Batch is wanted, as rollout.generate "
                             "gives it")
-        return {name: torch.tensor(_verdicts(name, _run(name, fn, batch), batch), dtype=torch.float32)
-                for name, fn in self.fns.items()}
+        self.failures = {}
+        return {name: torch.tensor(self._of(name, fn, batch), dtype=torch.float32) for name, fn in self.fns.items()}
+
+    def _of(self, name, fn, batch):
+        if self.caps is None: return _verdicts(name, _run(name, fn, batch), batch)
+        verdicts, failures = in_processes(name, fn, batch, self.caps)
+        self.failures[name] = failures
+        self.counts.update(f.kind for f in failures)
+        return with_failures(name, verdicts, failures, batch, self.on_failure)
 
     def score(self,
         batch:Batch, # see `scores`

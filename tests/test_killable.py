@@ -1,0 +1,133 @@
+"""Graders that hang, crash or eat memory take nothing down: the batch returns by its deadline, failures are counted by
+kind and named by row (LAWS 19)."""
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from rlblocks import Batch, Caps, Grader, group_advantages
+from rlblocks.rollout.killable import each
+
+
+def batch(texts, **columns):
+    "Rows of one prompt, a token a character."
+    lengths = torch.tensor([1 + len(t) for t in texts])
+    at = torch.arange(int(lengths.max()))
+    mask = (at >= 1) & (at < lengths[:, None])
+    return Batch(tokens=mask.long(), lengths=lengths, mask=mask, group=torch.zeros(len(texts), dtype=torch.long),
+                 prompt=["?"]*len(texts), completion=list(texts), **columns)
+
+
+def deep(n): return deep(n + 1)
+
+
+WILD = dict(
+    sleeps=lambda: time.sleep(3600), spins=lambda: [0 for _ in iter(int, 1)], raises=lambda: 1/0,
+    segfaults=lambda: os.kill(os.getpid(), signal.SIGSEGV), exits=lambda: os._exit(3), leaves=lambda: exit(0),
+    nan=lambda: float("nan"), text=lambda: "5", recurses=lambda: deep(0), allocates=lambda: len(bytearray(8 << 30)),
+    waits=lambda: asyncio.run(asyncio.sleep(3600)), ignores=lambda: (signal.signal(signal.SIGTERM, signal.SIG_IGN),
+                                                                     time.sleep(3600)))
+KINDS = dict(sleeps="timeout", spins="timeout", raises="raised", segfaults="died", exits="died", leaves="raised",
+             nan="raised", text="raised", recurses="raised", allocates="raised", waits="timeout", ignores="timeout")
+
+
+def judge(completions):
+    text, = completions
+    return [WILD[text]() if text in WILD else float(text)]
+
+
+def test_every_kind_of_failure_costs_its_row_and_nothing_else():
+    b = batch(["1", *WILD, "2", "3"])
+    grader = Grader(judge, deadline=Caps(60., item=1.))
+    began = time.monotonic()
+    with pytest.warns(UserWarning, match="judge failed on 12 of 15 rows"): scores = grader.score(b)
+    assert time.monotonic() - began < 50
+    assert scores.isnan().tolist() == [t in WILD for t in b.completion] and scores[[0, -2, -1]].tolist() == [1., 2., 3.]
+    assert {b.completion[f.item]: f.kind for f in grader.failures["judge"]} == KINDS
+    assert grader.counts == dict(timeout=4, raised=6, died=2)
+    texts = {b.completion[f.item]: f.text for f in grader.failures["judge"]}
+    assert texts["segfaults"] == "SIGSEGV" and "MemoryError" in texts["allocates"] and "nan" in texts["nan"]
+    advantages = group_advantages(scores, b.group)
+    expected = group_advantages(torch.tensor([1., 2., 3.]), torch.zeros(3, dtype=torch.long))
+    assert advantages[[0, -2, -1]].allclose(expected) and (advantages[1:-2] == 0).all()
+
+
+def test_wrong_lengths_are_named():
+    b = batch(["1", "2"])
+    grader = Grader(lambda completions: [1.]*(2 if completions == ["2"] else 1), name="two", deadline=20)
+    with pytest.warns(UserWarning, match="two failed on 1 of 2 rows .1 raised.: row 1.*returned 2 verdicts"):
+        assert grader.score(b).isnan().tolist() == [False, True]
+
+
+def test_a_batch_returns_by_its_deadline():
+    b = batch(["sleeps"]*6 + ["4"])
+    began = time.monotonic()
+    grader = Grader(judge, deadline=Caps(3., item=60.))
+    with pytest.warns(UserWarning, match="failed on 6|failed on 7"): grader.score(b)
+    assert time.monotonic() - began < 10 and grader.counts["late"] >= 6
+
+
+def test_what_it_prints_goes_nowhere(capfd):
+    def loud(completions):
+        for _ in range(1024): print("x"*(1 << 20))
+        return [1.]
+    assert Grader(loud, deadline=60).score(batch(["a"])).tolist() == [1.]
+    assert capfd.readouterr().out == ""
+
+
+def test_nothing_is_left_of_it(tmp_path):
+    "Processes that it started too; no thread, no descriptor, no child of ours."
+    def starts(completions):
+        if not os.fork():
+            time.sleep(3)
+            (tmp_path/"late").touch()
+            os._exit(0)
+        time.sleep(3600)
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    with pytest.warns(UserWarning): Grader(starts, deadline=Caps(10., item=.5)).score(batch(["a"]))
+    time.sleep(4)
+    assert not (tmp_path/"late").exists() and threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    for _ in range(20): assert each(float, 3, Caps(30.)) == ([0., 1., 2.], [])
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_what_a_failure_is_worth():
+    b = batch(["raises", "1"])
+    with pytest.warns(UserWarning): assert Grader(judge, deadline=20, on_failure=-1.).score(b).tolist() == [-1., 1.]
+    with pytest.raises(RuntimeError, match="judge failed on 1 of 2 rows .1 raised.: row 0.*ZeroDivisionError"):
+        Grader(judge, deadline=20, on_failure="raise").score(b)
+    with pytest.raises(ValueError, match="on_failure is 'drop'"): Grader(judge, deadline=20, on_failure="drop")
+
+
+def test_async_functions_and_several_with_weights():
+    async def late(completions):
+        await asyncio.sleep(0)
+        return [float(len(c)) for c in completions]
+    assert Grader([judge, late], weights=[1., 10.], deadline=30).score(batch(["1", "2"])).tolist() == [11., 12.]
+
+
+def test_none_is_unscorable_and_no_failure():
+    grader = Grader(lambda completions: [None], name="none", deadline=20)
+    with pytest.warns(UserWarning, match="scored none of the 1 rows"): assert grader.score(batch(["a"])).isnan().all()
+    assert not grader.counts
+
+
+@pytest.mark.parametrize("deadline", [None, 20.])
+def test_functions_for_verl_are_taken_as_they_are(deadline):
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        assert data_source == "sums" and extra_info == dict(index=0)
+        return dict(score=float(solution_str == ground_truth), acc=1.)
+    b = batch(["4", "5"], data_source=["sums"]*2, extra_info=[dict(index=0)]*2,
+              reward_model=[dict(style="rule", ground_truth="4")]*2)
+    assert Grader(compute_score, deadline=deadline).score(b).tolist() == [1., 0.]
+
+
+def test_functions_of_trl_are_taken_as_they_are():
+    trl = pytest.importorskip("trl.rewards")
+    b = batch(["<think>\n1\n</think>\n2", "2"])
+    b["completion"] = [[dict(role="assistant", content=c)] for c in b.completion]
+    assert Grader(trl.think_format_reward, deadline=60).score(b).tolist() == [1., 0.]
