@@ -66,7 +66,8 @@ def test_a_batch_returns_by_its_deadline():
     b = batch(["sleeps"]*6 + ["4"])
     began = time.monotonic()
     grader = Grader(judge, deadline=Caps(3., item=60.))
-    with pytest.warns(UserWarning, match="failed on 6|failed on 7"): grader.score(b)
+    with pytest.warns(UserWarning) as heard: grader.score(b)
+    assert any("judge failed on" in str(w.message) for w in heard)
     assert time.monotonic() - began < 10 and grader.counts["late"] >= 6
 
 

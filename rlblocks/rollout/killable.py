@@ -6,12 +6,14 @@
 __all__ = ['Kind', 'Caps', 'Failure', 'Share', 'each']
 
 # %% ../../nbs/rollout/87e_killable.ipynb #a5c933d7
+import faulthandler
 import gc
 import json
 import os
 import resource
 import select
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +23,10 @@ from typing import Literal
 @dataclass(frozen=True)
 class Caps:
     "What a call may take."
-    deadline:float        # seconds for all items
-    item:float|None=None  # seconds for one; None: a quarter of the deadline
-    memory:int=4 << 30    # bytes that a process may ask for, beyond what the trainer has
-    workers:int=2         # processes at once
+    deadline:int|float        # seconds for all items
+    item:int|float|None=None  # seconds for one; None: a quarter of the deadline
+    memory:int=4 << 30        # bytes that a process may ask for, beyond what the trainer has
+    workers:int=2             # processes at once
 
     def __post_init__(self):
         for name, x in dict(deadline=self.deadline, item=self.item, memory=self.memory, workers=self.workers).items():
@@ -89,6 +91,8 @@ def work(call, items, caps, pipe):
     gc.disable()
     quiet = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2): os.dup2(quiet, stream)
+    sys.stdout = sys.stderr = open(os.devnull, "w")      # a notebook's are no files
+    faulthandler.disable()
     for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, signal.SIG_DFL)
     limit = in_use() + caps.memory
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
