@@ -75,6 +75,25 @@ def asked(prompts=PROMPTS, n=4, *, seed=0, S=8, how=Sampling(), stop=(), **more)
 def said(completions): return [c.tokens.tolist() for c in completions]
 
 
+def test_packed_weights_are_those_that_were_loaded_last():
+    "Layers large enough to be packed: sampled before a load, after it, after sleep; log-probs are the trainer's."
+    net = model("llama", hidden_size=512, intermediate_size=512, num_hidden_layers=1, max_position_embeddings=64)
+    policy, r = Policy(net, lr=1e-2, device="cpu"), Rollout(net, max_tokens=8, stop=[], device="cpu")
+    def gap(b): return (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max()
+    assert gap(r.generate(prompts(), group_size=4)) < 1e-4
+    assert any("forward" in vars(m) for m in r.module.modules()) == torch.backends.mkldnn.is_available()
+    with torch.no_grad():
+        for w in policy._run.module.parameters(): w.add_(.2*w.std().nan_to_num(1.))
+    old = r.generate(prompts(), group_size=4)
+    assert gap(old) > 1e-3
+    r.load(policy.weights())
+    assert gap(r.generate(prompts(), group_size=4)) < 1e-4
+    r.sleep()
+    assert not any("forward" in vars(m) for m in r.module.modules())
+    r.wake()
+    assert gap(r.generate(prompts(), group_size=4)) < 1e-4
+
+
 def test_it_is_a_sampler(sampler):
     assert isinstance(sampler, Sampler) and sampler.version == 0 and sampler.vocabulary == 32 and sampler.window == 128
 
@@ -212,6 +231,26 @@ def test_structured_text_is_drawn_from_what_the_structure_allows(sampler, form, 
             assert ((z[n] + inside).log_softmax(-1)[i] - c.logprobs[n]).abs() < 1e-4
             state = made.index.get_next_state(state, i)
     assert len({tuple(c.tokens.tolist()) for c in answers}) > 3
+
+
+def test_a_structure_that_allows_more_ids_than_travel_is_refused():
+    "91 ids at a step: refused by name, unless something else confines sampling, or no log-prob is replayed."
+    words = speller([chr(i) for i in range(33, 127)])
+    net, wide = sharp(vocab_size=128), dict(structure='[0-9]"[!-z]{2}')
+    free, narrow = (Rollout(net, tokenizer=words, max_tokens=8, device="cpu", **how) for how in ({}, dict(top_k=64)))
+    with pytest.raises(ValueError, match="allows 91 ids after '[0-9]\"', and 64 can travel .* top_k=64"):
+        free.generate(prompts(), **wide)
+    assert len(free.generate(prompts(), temperature=0., **wide)) == len(free.generate(
+        prompts(), penalties=penalties(presence=.1), **wide)) == 3
+    b, policy = narrow.generate(prompts(), group_size=4, **wide), Policy(net, device="cpu")
+    assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-4
+    assert all(re.fullmatch(wide["structure"], text) for text in b.completion)
+    b = free.generate(prompts(), group_size=4, structure="[0-9]{2}")       # at most 64: the support needs no top_k
+    assert b.support.shape[2] == 64 and (b.top_k == 64).all() and b.mask.any(1).all()
+    assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-4
+    with pytest.raises(ValueError, match="no column 'support'"): policy.logprobs(b.drop("support"))
+    with pytest.raises(ValueError, match="structure and min_tokens"):
+        free.generate(prompts(), structure="a", penalties=penalties(min_tokens=2))
 
 
 @torch.no_grad()

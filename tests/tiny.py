@@ -58,11 +58,11 @@ def tokenizer():
     return made
 
 
-def speller():
-    "30 characters as byte-level ids, one of two of them, and an end."
+def speller(characters='0123456789abeflnorstuy{}":,-Ġ'):
+    "Characters as byte-level ids, one of two of them, and an end."
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
-    ids = {c: i for i, c in enumerate(["<pad>", "</s>", *'0123456789abeflnorstuy{}":,-Ġ', "12"])}
+    ids = {c: i for i, c in enumerate(["<pad>", "</s>", *characters, "12"])}
     backend = Tokenizer(models.BPE(ids, merges=[("1", "2")]))
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")

@@ -26,6 +26,7 @@ from ..models.routers import routing
 from .controls import completes, penalised
 from .decoding import Decoder, Sampled, decode, experts_of_rows
 from .kv_cache import cache_is_exact, new_decoder
+from .packed import pack_weights, unpack_weights
 from .samplers import Completion, Request, check_ready
 from .structure import confining
 from .transfer import probed
@@ -137,7 +138,7 @@ class Hf:
     ):
         "Move the weights to the CPU."
         self.asleep = True
-        self.module.to("cpu")
+        unpack_weights(self.module).to("cpu")
         if level == 2: self.version = None
 
     def wake(self):
@@ -158,6 +159,7 @@ def decoded(
 )->tuple[Decoder, Sampled]: # the decoder; what it said
     "Decode a part."
     first, (tokens, lengths), device = part[0], padded(part), sampler.device
+    pack_weights(sampler.module)       # what is packed already stays so
     decoder = new_decoder(sampler.module, tokens.to(device), lengths, len(first.seeds), cached=sampler.cached,
                           shared=sampler.shared)
     u = uniforms([s for r in part for s in r.seeds], first.max_tokens).to(device)
@@ -202,6 +204,7 @@ def loaded(
     beneath:Beneath,  # of the module
 )->Manifest: # of an adapter alone with the gap to the policy's log-probs
     "Copy a ticket's weights, or put its changes on what they are changes of."
+    unpack_weights(module)
     manifest = copy_weights(ticket, module, base=beneath.base(ticket, named_weights(module)))
     if ticket.adapter: manifest = replace(manifest, gap=probed(module, ticket))
     beneath.loaded(ticket)
