@@ -1,0 +1,308 @@
+"""RayPool: the tutorials' loops on a Ray cluster give the numbers of one process, and to the bit those of SpmdPool on
+as many ranks; what goes wrong is said once, by name (LAWS 24, 39)."""
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import spmd_loops
+import torch
+from conftest import ROOT
+from forked import on_ranks
+from rlblocks import Cluster, Policy, RayPool, Rollout, here, later
+from rlblocks.engines.world import RankLost
+from spmd_loops import Echo, net
+from test_spmd import same
+from tiny import prompts, rows
+
+# not imported here: Ray reads its environment when it is imported
+pytestmark = [pytest.mark.ranks, pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")]
+ENV = dict(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0123456789abcdef"*2, RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1",
+           PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}")
+
+
+def options(folder):
+    "A small Ray of one's own; its sockets want a short path."
+    return dict(num_cpus=8, include_dashboard=False, object_store_memory=150_000_000, _temp_dir=folder,
+                logging_level="ERROR", log_to_driver=False)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    "A Ray with a token, whose processes end with this module."
+    import ray
+    folder = tempfile.mkdtemp(prefix="ray")
+    with pytest.MonkeyPatch.context() as patch:
+        for k, x in ENV.items(): patch.setenv(k, x)
+        yield Cluster(options=options(folder), ready=60.)
+        ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def two(cluster):
+    with RayPool(2, cluster=cluster, timeout=300., name="two") as pool: yield pool
+
+
+@pytest.fixture(scope="module")
+def one(cluster):
+    with RayPool(1, cluster=cluster, timeout=300., name="one") as pool: yield pool
+
+
+@pytest.fixture(scope="module")
+def loops(two): return spmd_loops.tutorials(two)
+
+
+# -- the same numbers
+
+def test_the_tutorials_loops_give_the_numbers_of_one_process(loops):
+    "GRPO, one prompt, PPO and DPO, unchanged, in float64: metrics, positions in the data and final weights."
+    want = spmd_loops.tutorials(here)
+    assert all(want[name]["shown"][-1]["version"] > 1 for name in want)
+    same(loops, want, "tutorials", 1e-10)
+
+
+def test_one_rank_gives_the_numbers_of_one_process(one):
+    same(spmd_loops.dispatch(one), spmd_loops.dispatch(here), "dispatch", 1e-10)
+
+
+def test_as_many_ranks_of_spmd_pool_give_the_same_bits(loops, tmp_path):
+    on_ranks(spmd_loops.loops_on_rank, (tmp_path,), 2, group=False, limit=300)
+    same(loops, torch.load(tmp_path/"0.pt", weights_only=False), "tutorials", 0.)
+
+
+def test_every_kind_of_call_is_answered_as_in_one_process(two):
+    # Adam, eps 1e-8: see tests/test_spmd.py
+    same(spmd_loops.dispatch(two), spmd_loops.dispatch(here), "dispatch", 1e-7)
+
+
+# -- what travels
+
+class Keeps:
+    "Says what it was given."
+    def same(self, f, g): return f is g, id(f)
+    def run(self, f, b): return f(b)
+    def method(self, f, b): return f(b)
+    def spoil(self, b): return b.tokens.fill_(0)
+    def warns(self):
+        warnings.warn("the learning rate is odd", RuntimeWarning, stacklevel=1)
+        return 1
+    def sleeps(self, path):
+        Path(path).touch()
+        time.sleep(2)
+        return 2
+    def step(self, path): return self.sleeps(path)
+    def pid(self): return os.getpid()
+    def pids(self, b): return torch.full((len(b),), os.getpid())
+    def dies(self, b, n):
+        if int(os.environ["RANK"]) == n:
+            sys.stderr.write("out of luck\n")
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return b.tokens
+
+
+def test_handles_methods_and_functions_arrive_as_the_ranks_own(two):
+    keeps, policy, b = two.place(Keeps), two.place(Policy, net(), lr=1e-3), rows(B=5)
+    want = Policy(net(), lr=1e-3).logprobs(b)
+    for got in (keeps.run(lambda b: policy.logprobs(b), b), keeps.method(policy.logprobs, b)):
+        assert (got - want).abs().max() < 1e-10
+    clip = lambda x: (lambda b: b.lengths.clamp(max=x))
+    (alike, first), (_, again), (_, other) = (keeps.same(clip(x), clip(x)) for x in (3, 3, 4))
+    assert alike and first == again != other      # one object for each content
+    table = torch.zeros(1 << 20)
+    with pytest.raises(ValueError, match="captures 'table', a Tensor of 4.2 MB"):
+        keeps.run(lambda b: table[b.tokens], b)
+    tokens = b.tokens.clone()
+    assert not keeps.spoil(b).any() and torch.equal(b.tokens, tokens), "what arrives is the rank's own"
+    with pytest.raises(AttributeError, match="Policy._run is private"): _ = policy._run
+    assert policy.logprobs.__doc__ == Policy.logprobs.__doc__ and "step" in dir(policy)
+
+
+def test_weights_go_to_another_pool_and_come_here(one, two):
+    "Through the store, with their proof; a handle itself does not go."
+    policy, rollout = two.place(Policy, net(seed=3)), one.place(Rollout, net(), max_tokens=4)
+    mine, ticket = Rollout(net(), max_tokens=4), policy.weights()
+    for receiver in (rollout, mine):
+        manifest = receiver.load(ticket)
+        assert manifest.version == 0 and manifest.n_messages >= 1
+    want = Rollout(net(seed=3), max_tokens=4).generate(prompts(), seed=1)
+    for receiver in (rollout, mine): assert torch.equal(receiver.generate(prompts(), seed=1).tokens, want.tokens)
+    keeps = one.place(Keeps)
+    with pytest.raises(ValueError, match="a Policy on RayPool.2 ranks. was handed to another pool"):
+        keeps.run(policy, prompts())
+
+
+def test_what_nobody_refers_to_is_let_go(two):
+    import ray
+    keeps = two.place(Keeps)
+    number = vars(keeps)["_placed"].number
+    del keeps
+    two.place(Keeps)
+    with pytest.raises(ray.exceptions.RayTaskError, match=f"holds no object {number} any more"):
+        ray.get(two.crew.ranks[1].member.find.remote(number))
+
+
+# -- what is heard
+
+def test_an_error_in_a_call_keeps_its_class_and_the_pool_goes_on(two):
+    echo, b = two.place(Echo), prompts((5, 2, 7, 3))
+    with pytest.raises(KeyError, match="no such thing as 5") as e: echo.fails(b)
+    note = "\n".join(e.value.__notes__)
+    assert "in Echo.fails on rank 0 (node" in note and "pid" in note and 'raise KeyError(f"no such thing' in note
+    with pytest.raises(TypeError, match="Echo.number: a int cannot be joined"): echo.number(b)
+    class Broken:
+        def __init__(self): raise OSError("disk on fire")
+    with pytest.raises(OSError, match="disk on fire"): two.place(Broken)
+    assert torch.equal(echo.add(b), b.tokens)
+
+
+def test_an_error_that_nobody_asked_for_is_raised_by_the_next_call(two):
+    echo, b = two.place(Echo), prompts((5, 2, 7, 3))
+    call = later(echo.fails, b)
+    assert torch.equal(echo.add(b), b.tokens)           # it can still be asked for
+    with pytest.raises(KeyError): call.result()
+    with pytest.raises(KeyError): call.result()
+    later(echo.fails, b)
+    with pytest.raises(KeyError) as e: echo.add(b), echo.add(b)      # the second at the latest: one queue
+    assert "whose result nobody asked for" in "\n".join(e.value.__notes__)
+    assert torch.equal(echo.add(b), b.tokens)
+
+
+def test_warnings_and_what_calls_took_are_seen_here(two):
+    keeps = two.place(Keeps)
+    with pytest.warns(RuntimeWarning, match=r"learning rate is odd \[Keeps.warns on rank 0"): keeps.warns()
+    found = [row for row in two.report() if row["phase"] == "Keeps.warns"]
+    assert [row["rank"] for row in found] == [0, 1] and all(row["calls"] == 1 and row["mib"] > 50 for row in found)
+
+
+def interrupt(path):
+    "Ctrl-C, once the rank is at work."
+    def press():
+        while not path.exists(): time.sleep(.02)
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=press, daemon=True).start()
+
+
+@pytest.mark.parametrize("method", ["sleeps", "step"])
+def test_ctrl_c_leaves_ranks_at_work_and_the_next_call_says_so(two, tmp_path, method):
+    "A step whose answer was lost is not taken twice."
+    keeps, before = two.place(Keeps), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        interrupt(tmp_path/"began")
+        with pytest.raises(KeyboardInterrupt): getattr(keeps, method)(str(tmp_path/"began"))
+    finally: signal.signal(signal.SIGINT, before)
+    with pytest.warns(UserWarning, match=f"Keeps.pid waits: Keeps.{method} was interrupted"):
+        if method == "sleeps": assert keeps.pid() > 0
+        else:
+            with pytest.raises(RuntimeError, match="Keeps.step was interrupted, and the ranks have finished it"):
+                keeps.pid()
+    assert keeps.pid() > 0
+
+
+# -- what cannot be had
+
+def test_room_that_is_not_there_is_refused_in_time(cluster, two):
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"3 × \(100 CPU\) \(PACK\) could not be had within 2 s; free are .*CPU"):
+        RayPool(3, cpus=100, cluster=Cluster(ready=2., options=cluster.options))
+    assert time.monotonic() - start < 60
+    for how, says in ((dict(ranks=5, nodes=2), "5 ranks cannot be spread evenly over nodes=2"),
+                      (dict(ranks=2, restarts=1), "restarts= is for what can be made again"),
+                      (dict(ranks=1, beside=two), "as many ranks are wanted as there are, 2")):
+        with pytest.raises(ValueError, match=says): RayPool(**how, cluster=cluster)
+
+
+def test_a_token_that_others_can_read_is_closed_to_them(cluster, two, tmp_path, monkeypatch):
+    from rlblocks.placement.cluster import check_token
+    token = tmp_path/"token"
+    token.touch(mode=0o644)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    check_token(cluster)
+    assert token.stat().st_mode & 0o777 == 0o600
+
+
+OPEN = """
+import sys
+from rlblocks import Cluster, RayPool
+from test_ray import options
+import ray
+try: RayPool(1, cluster=Cluster(options=options(sys.argv[1])))
+except RuntimeError as e: print(e)
+print("stopped", not ray.is_initialized())
+"""
+
+
+def test_a_cluster_without_a_token_is_refused():
+    folder = tempfile.mkdtemp(prefix="ray")
+    env = os.environ | ENV | dict(RAY_AUTH_MODE="disabled")
+    run = subprocess.run([sys.executable, "-c", OPEN, folder], env=env, capture_output=True, text=True, timeout=300)
+    shutil.rmtree(folder, ignore_errors=True)
+    assert "this Ray cluster has no token" in run.stdout and "stopped True" in run.stdout, run.stderr[-2000:]
+
+
+# -- ranks that die
+
+def test_a_rank_that_dies_is_named_and_the_pool_is_given_up(cluster):
+    b = prompts((5, 2, 7, 3))
+    with RayPool(2, cluster=cluster, grace=2., name="mortal") as pool:
+        keeps = pool.place(Keeps)
+        pid = pool.crew.ranks[1].pid
+        keeps.spoil(b)
+        with pytest.raises(RankLost) as e: keeps.dies(b, 1)
+        for words in ("Keeps.dies: rank 1 (node ", f"pid {pid}) of 2 in pool 'mortal', of replica 1, died",
+                      "MiB after Keeps.spoil", "out of luck"): assert words in str(e.value)
+        with pytest.raises(RuntimeError, match="cannot be asked any more: Keeps.dies: rank 1"): keeps.spoil(b)
+
+
+class Fragile(Rollout):
+    "A rollout whose rank 1 dies once, in its second call."
+    def generate(self, prompts, *, once=None, **how):
+        if once and os.environ["RANK"] == "1" and not Path(once).exists():
+            Path(once).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().generate(prompts, **how)
+
+
+def test_a_rank_without_a_world_is_made_anew_and_asked_once_more(cluster, two, tmp_path):
+    "It places what it had, loads what it was given, and does its part again: the rows are those of no death."
+    policy, p = two.place(Policy, net(seed=3)), prompts((5, 2, 7, 3))
+    want = Rollout(net(seed=3), max_tokens=4).generate(p, seed=1)
+    with RayPool(2, cluster=cluster, world=False, restarts=1, name="again") as pool:
+        rollout = pool.place(Fragile, net(), max_tokens=4)
+        rollout.load(policy.weights())
+        assert torch.equal(rollout.generate(p, seed=1).tokens, want.tokens)
+        with pytest.warns(UserWarning, match="rank 1 .*died.*made anew; 0 restarts are left"):
+            again = rollout.generate(p, seed=1, once=str(tmp_path/"died"))
+        assert torch.equal(again.tokens, want.tokens) and len(pool.crew.revived) == 1
+        keeps = pool.place(Keeps)
+        with pytest.raises(RankLost, match="Keeps.dies: rank 0"): keeps.dies(p, 0)
+
+
+DRIVER = """
+import os, signal, sys
+from rlblocks import Cluster, RayPool
+from test_ray import Keeps, options
+pool = RayPool(1, cluster=Cluster(options=options(sys.argv[1])))
+print(pool.place(Keeps).pid(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_driver_that_dies_takes_its_ranks_along():
+    folder = tempfile.mkdtemp(prefix="ray")
+    run = subprocess.run([sys.executable, "-c", DRIVER, folder], env=os.environ | ENV, capture_output=True, text=True,
+                         timeout=300)
+    pid, end = int(run.stdout), time.monotonic() + 120
+    def alive(): return Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    while alive() and time.monotonic() < end: time.sleep(.1)
+    assert run.returncode == -signal.SIGKILL and not alive()
+    shutil.rmtree(folder, ignore_errors=True)
