@@ -6,7 +6,6 @@ modules, and not what few people look for: oracles (`naive_gae`), names for anno
 nbs/blocks.ipynb has all blocks on one page.
 """
 import gc
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -142,7 +141,9 @@ if TYPE_CHECKING:
     from rlblocks.people.run import loop_from
     from rlblocks.placement.budgets import plan_rollout, step_seconds
     from rlblocks.placement.place import here, later
+    from rlblocks.placement.cluster import Cluster
     from rlblocks.placement.planning import plan
+    from rlblocks.placement.raypool import RayPool
     from rlblocks.placement.spmd import SpmdPool
     from rlblocks.rollout.controls import penalties
     from rlblocks.rollout.flight import Flight
@@ -166,13 +167,14 @@ _LAZY = dict(
     delta_apply="engines.deltas", delta_encode="engines.deltas", publish_weights="engines.published",
     published_weights="engines.published", send_weights="engines.sent", constant="engines.optim", cosine="engines.optim", linear="engines.optim", wsd="engines.optim",
     here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning",
-    plan_rollout="placement.budgets", SpmdPool="placement.spmd", step_seconds="placement.budgets",
+    plan_rollout="placement.budgets", Cluster="placement.cluster", RayPool="placement.raypool",
+    SpmdPool="placement.spmd", step_seconds="placement.budgets",
     sglang="rollout.samplers", vllm="rollout.samplers")
 
 __all__ = [
-    "Batch", "Buffer", "Caps", "ChatRenderer", "Checkpoint", "Counts", "Critic", "Demonstrations", "Denom",
+    "Batch", "Buffer", "Caps", "ChatRenderer", "Checkpoint", "Cluster", "Counts", "Critic", "Demonstrations", "Denom",
     "Environment", "Feedback", "Flight", "Grader", "Last", "Max", "Mean", "Metric", "Number", "OptimizerSpec",
-    "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged", "Renderer", "Response", "Rollout", "Scorer",
+    "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged", "RayPool", "Renderer", "Response", "Rollout", "Scorer",
     "SpmdPool", "Step", "TextRenderer", "Whole", "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip",
     "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef",
     "answer_log_ratios", "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss", "as_feedback",
@@ -221,17 +223,11 @@ __all__ = [
     "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero",
 ]
 
-# what is not in this version, and what does its work
-_TO_COME = dict(RayPool="clusters under Ray are not in this version; SpmdPool() under torchrun runs the same loop on several processes, `here` on this one")
-
 def __getattr__(name):
     if name == "__version__":
         from importlib.metadata import version
         return version("rlblocks")
     if name in _LAZY: return getattr(import_module(f"rlblocks.{_LAZY[name]}"), name)
-    if name in _TO_COME:
-        importing = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # `from rlblocks import X` drops the text of an AttributeError, and hasattr takes no other
-        raise (ImportError if importing else AttributeError)(f"rlblocks has no {name}: {_TO_COME[name]}")
     raise AttributeError(f"module 'rlblocks' has no attribute {name!r}")
 
 # importable by name, but not among what `rlblocks.<Tab>` shows: oracles, what only annotations name, and plumbing

@@ -6,6 +6,7 @@ os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELI
 
 import torch
 from rlblocks import Checkpoint, Critic, Policy, Rollout, Scorer
+from rlblocks.placement.handles import local
 from rlblocks.placement.spmd import SpmdPool
 from tiny import model, rows, steady
 
@@ -24,7 +25,7 @@ def placed(pool, engine, folder):
     ref, critic = pool.place(Policy, policy, lora=None), pool.place(Critic, policy, lora="value",
                                                                     optimizer=steady(1e-3), micro_rows=3)
     scorer = pool.place(Scorer, policy, lora=dict(LORA, name="reward"), optimizer=steady(1e-3), micro_rows=3)
-    views = [w._run.model.engine.base for w in (policy, ref, critic, scorer)]
+    views = [local(w)._run.model.engine.base for w in (policy, ref, critic, scorer)]
     assert all(base is views[0] for base in views) and set(views[0].own) == {"default", "value", "reward"}
     return policy, ref, critic, scorer
 

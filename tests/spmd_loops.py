@@ -120,7 +120,6 @@ def dispatch(pool):
              policy.step(b[:0], loss), policy.step(b[:1], loss)]
     out["steps"] = [{k: float(v) for k, v in m.items()} for m in steps]
     out["version"], out["attribute"], out["property"] = policy.version, echo.shape, echo.twice
-    out["private"] = policy._run.layout.packed
     echo.base = 4
     out["set"] = echo.twice
     out["columns"] = echo.add(Batch(tokens=torch.arange(12).view(6, 2)), more=1)      # no mask, no lengths
@@ -147,7 +146,7 @@ def failures(pool):
     class Broken:
         def __init__(self):
             if r == 1: raise OSError("disk on fire")
-    out = dict(raised=caught(echo.fails, b), unlike_batch=caught(echo.add, odd),
+    out = dict(raised=caught(echo.fails, b), private=caught(lambda: echo._n), unlike_batch=caught(echo.add, odd),
                unlike_list=caught(echo.names, Batch(**b.columns | dict(answer=[f"{x}{r}" for x in b.answer]))),
                unlike_number=caught(echo.add, b, more=r), unlike_method=caught(echo.add if r == 0 else echo.names, b),
                unlike_object=caught((echo if r == 0 else again).add, b),
@@ -252,6 +251,11 @@ def stopped(pool, folder):
     return shown, sorted(f.name for f in Path(folder).glob("*step-*")), [row["step"]
                                                                          for row in run(Checkpoint(folder, every=10))]
 
+
+
+def loops_on_rank(rank, ranks, folder):
+    "The loops alone."
+    with SpmdPool(timeout=300.) as pool: torch.save(tutorials(pool), folder/f"{pool.rank}.pt")
 
 
 def on_rank(rank, ranks, folder):

@@ -264,8 +264,8 @@ def test_rows_within_and_beyond_a_longrope_window_never_share_a_call(pack):
                            for i in range(5)])
     assert_close(policy.logprobs(b), by_itself, rtol=0, atol=1e-10)
     assert sorted(micro_batches(policy._run, b)) == [[0, 2], [1, 3, 4]]
-    # one rank has rows of both kinds: all run two forward passes
-    assert {len(micro_batches(policy._run, p)) for p in b.parts(3)} == {2}
+    # one rank has rows of both kinds: two forward passes (and the others as many: tests/test_ranks.py)
+    assert sorted(len(micro_batches(policy._run, p)) for p in b.parts(3)) == [1, 1, 2]
     with pytest.raises(ValueError, match="Policy: unit 1 has rows on both sides of 16 tokens.*longrope"):
         policy.logprobs(lengthy(12, 14, 40, unit=torch.tensor([0, 1, 1])))
 
@@ -279,8 +279,8 @@ def test_rows_beyond_the_window_of_a_dynamic_rope_are_refused_by_name(pack):
     assert_close(policy.logprobs(b), by_itself, rtol=0, atol=1e-10)
     with pytest.raises(ValueError, match="Policy: a row has 17 tokens.*dynamic.*beyond 16"):
         policy.logprobs(lengthy(12, 17))
-    for part in lengthy(12, 17).parts(2):      # every rank, not the one that has it
-        with pytest.raises(ValueError, match="dynamic"): policy.logprobs(part)
+    parts = lengthy(12, 17).parts(2)        # on ranks all of them raise: tests/test_ranks.py
+    with pytest.raises(ValueError, match="dynamic"): policy.logprobs(next(p for p in parts if p.lengths.max() == 17))
 
 
 # -- the model is still the model

@@ -15,7 +15,6 @@ from rlblocks import Batch, Buffer, Critic, Policy, Scorer, aggregate, masked_me
 from rlblocks.data.ragged import ragged
 from rlblocks.engines.optim import adamw
 from rlblocks.placement.place import Call
-from rlblocks.models.step import micro_batches
 import tiny
 from tiny import apart, gradients, model, rows
 from torch.testing import assert_close
@@ -52,7 +51,7 @@ def test_a_part_of_a_part_remembers_the_first_whole():
     b = rows()
     part = b.parts(2)[0].part([0, 1])
     assert part.n_tokens == b.n_tokens and len(part) == 2
-    assert len(part.whole.siblings) == 2
+    assert part.whole.parts == 2
 
 
 def test_fillers_are_weightless_copies_of_a_real_unit():
@@ -75,12 +74,11 @@ def test_what_parts_answer_goes_back_where_it_came_from(n, unit):
     cuts, parts = b.cut(n), b.parts(n)
     assert sorted(sum(cuts, [])) == list(range(16)) and all(c == sorted(c) for c in cuts)
     for k, part in enumerate(parts):
-        share = b.part(cuts[k], b.siblings(cuts))
+        share = b.part(cuts[k], len(cuts))
         assert share.row.tolist() == part.row.tolist() and share.filler == part.filler == (not cuts[k])
         assert share.whole.n_tokens == part.whole.n_tokens == b.n_tokens
         assert part.filler or part.row.tolist() == cuts[k]
-        # everybody knows what the others have
-        assert [x[0].tolist() for x in part.whole.siblings] == [p.lengths.tolist() for p in parts]
+        assert part.whole == share.whole and part.whole.parts == n
     back = Batch.cat(parts)[torch.tensor(sum(cuts, [])).argsort()]
     for name, x in b.columns.items(): assert back[name] == x if isinstance(x, list) else back[name].equal(x), name
 
@@ -324,7 +322,6 @@ def test_a_cut_that_keeps_groups_changes_no_gradient():
     logprobs = policy.logprobs(b)
     for n in (2, 3, 5):
         parts, total = b.parts(n), {}
-        assert len({len(micro_batches(policy._run, p)) for p in parts}) == 1
         assert all(policy.logprobs(p).sub(logprobs[p.row] if not p.filler else 0).abs().max() < 1e-5 for p in parts)
         for rows_ in b.cut(n):
             if rows_: total = {k: total.get(k, 0) + g for k, g in gradient(b.part(rows_)).items()}

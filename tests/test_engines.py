@@ -82,7 +82,7 @@ def uneven(b, world, rank):
     "Parts of unlike sizes: the first rank has one row, the last all that are left."
     cuts = [[0], *[[i] for i in range(1, world-1)],
             list(range(world-1, len(b)))] if world > 1 else [list(range(len(b)))]
-    return b.part(cuts[rank], b.siblings(cuts))
+    return b.part(cuts[rank], len(cuts))
 
 
 class Experts(nn.Module):

@@ -36,7 +36,7 @@ def cases(head, **engine):
 def uneven(b, world):
     "Parts of one row and of all others: the first rank fills up with weightless rows."
     cuts = [[0], list(range(1, len(b)))] if world == 2 else [list(range(len(b)))]
-    return [b.part(c, b.siblings(cuts)) for c in cuts]
+    return [b.part(c, len(cuts)) for c in cuts]
 
 
 def weights(policy): return {n: x.clone() for bucket in policy._run.model.iter_full_params() for n, x in bucket.items()}

@@ -475,8 +475,9 @@ def test_the_score_of_an_empty_row_is_refused_by_number_before_anything_runs(pac
         with pytest.raises(ValueError, match=f"Scorer: row {at} has no token"): scorer.scores(b)
         with pytest.raises(ValueError, match=f"Scorer: row {at} has no token"):
             scorer.step(b, lambda out, b: (out.scores.sum()/b.n_rows, {}))
-    for part in uneven_rows(5, 3, 0).parts(2):     # on every rank
-        with pytest.raises(ValueError, match="Scorer: row 1 of part [01] has no token"): scorer.scores(part)
+    parts = uneven_rows(5, 3, 0).parts(2)          # on ranks all of them raise: tests/test_ranks.py
+    with pytest.raises(ValueError, match="Scorer: its row 1 has no token"):
+        scorer.scores(next(p for p in parts if not p.lengths.all()))
     assert not calls
     assert scorer.scores(uneven_rows(5, 1, 3)).shape == (3,)
 

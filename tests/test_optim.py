@@ -112,6 +112,7 @@ def sharded(rank, ranks, folder):
     """On as many ranks as there are: four steps of each optimizer under FSDP2, full weights and averages written by
     rank 0."""
     from rlblocks import SpmdPool
+    from rlblocks.placement.handles import local
     with SpmdPool(timeout=300.) as pool:
         for name, make in MAKERS.items():
             policy = pool.place(Policy, model(), engine="fsdp2", optimizer=replace(make, schedule=cosine(4, end=.5)),
@@ -120,7 +121,7 @@ def sharded(rank, ranks, folder):
             for step in range(4):
                 policy.step(batch(step), loss)
                 ema.update()
-            full = lambda policy=policy: {k: x for part in policy._run.model.iter_full_params()
+            full = lambda policy=policy: {k: x for part in local(policy)._run.model.iter_full_params()
                                           for k, x in part.items()}
             own = full()
             with ema.swapped(): smooth = full()

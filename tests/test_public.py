@@ -241,17 +241,12 @@ def test_tab_shows_what_people_want():
     assert rlblocks._APART <= {*rlblocks.__all__}
 
 
-def test_what_is_to_come_says_so():
-    """Each way to ask for it shows the text: `from … import` replaces that of an AttributeError by 'cannot import
-    name'. `hasattr` says no."""
-    import rlblocks
-    says = "rlblocks has no RayPool: clusters under Ray are not in this version; SpmdPool.. under torchrun"
-    with pytest.raises(AttributeError, match=says): _ = rlblocks.RayPool
-    with pytest.raises(ImportError, match=says): exec("from rlblocks import RayPool")
-    with pytest.raises(ImportError, match=says): exec("from rlblocks import Policy, RayPool as pool")
-    with pytest.raises(ImportError, match="cannot import name 'Polcy'"): exec("from rlblocks import Polcy")
-    assert not hasattr(rlblocks, "RayPool") and getattr(rlblocks, "RayPool", None) is None
-    assert not {"RayPool"} & {*dir(rlblocks), *rlblocks.__all__}
+def test_a_cluster_without_ray_says_what_to_install():
+    "The name is there without Ray, and importing it does not import Ray."
+    code = ("import sys; sys.modules['ray'] = None\nfrom rlblocks import Cluster, RayPool\n"
+            "try: RayPool(2, cluster=Cluster(ready=1.))\nexcept ImportError as e: print(e)")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert "RayPool needs Ray: pip install 'rlblocks[ray]'" in run.stdout, run.stderr[-2000:]
 
 
 # -- tutorials

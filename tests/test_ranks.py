@@ -43,13 +43,13 @@ CASES = {"uneven": (batch, HOW), "balanced": (batch, HOW), "fewer rows than rank
 def uneven(b):
     "Parts whose own micro-batches of 2 rows number 1, 5, 2 and 3."
     cuts = [list(range(0, 2)), list(range(2, 12)), list(range(12, 16)), list(range(16, 22))]
-    return [b.part(c, b.siblings(cuts)) for c in cuts]
+    return [b.part(c, len(cuts)) for c in cuts]
 
 
 def torn(b, world):
     "Parts with a row of every prompt each: a cut that does not keep groups together."
     cuts = [list(range(k, len(b), world)) for k in range(world)]
-    return [b.part(c, b.siblings(cuts)) for c in cuts]
+    return [b.part(c, len(cuts)) for c in cuts]
 
 
 def one_rank(rank, world, cut, folder):
@@ -105,6 +105,29 @@ def test_ranks_agree_with_one_process(tmp_path, world, cut):
         # once for step, once for logprobs; and the prompt once a group
         assert all(r["laid"] < .8*2*r["tokens"] for r in ranks)
         assert ranks[0]["calls"] >= 2*2                                         # several micro-batches a rank
+
+
+# -- a part that cannot be read
+ODD = dict(length=(lambda b: b.lengths.fill_(60), "takes 60 tokens"),
+           id=(lambda b: b.tokens.fill_(99), "is 99; the model's"))
+
+
+def one_odd(rank, ranks, odd):
+    "One rank's rows cannot be planned or read: a step and a column of numbers raise on all, and the ranks go on."
+    policy, b = Policy(model(), lr=1e-2, device="cpu", micro_tokens=40), rows(B=8, dtype=torch.float32)
+    part, (spoil, says) = b.parts(ranks)[rank], ODD[odd]
+    bad = b.parts(ranks)[rank]
+    if rank == 1: spoil(bad)       # in place, behind the checks of columns
+    for call in (lambda: policy.logprobs(bad), lambda: policy.step(bad, sft)):
+        with pytest.raises(ValueError, match=says if rank == 1 else f"{says}.*rank 1 of {ranks}") as e: call()
+        assert not isinstance(e.value, RankLost)
+    policy.logprobs(part), policy.step(part, sft)
+    assert policy.version == 1
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("odd", ODD)
+def test_rows_that_one_rank_cannot_read_are_heard_on_all(odd): on_ranks(one_odd, (odd,), 2, limit=120)
 
 
 # -- ranks that were given unlike batches

@@ -89,6 +89,7 @@ def test_a_failure_on_one_rank_is_heard_on_all(ranks):
     for r, rank in enumerate(ranks):
         said = rank["failures"]
         assert "KeyError: 'no such thing as" in said["raised"]
+        assert said["private"].startswith("AttributeError: Echo._n is private")
         other = "" if r == 1 else f"RuntimeError: place(Broken) failed on rank 1 of {len(ranks)}: "
         assert f"{other}OSError: disk on fire" in said["place"]
         unlike = "unlike arguments to Echo.add (argument 0, column 'tokens'): rank 0: [4, 7] int64"

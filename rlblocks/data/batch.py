@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .columns import Kind, check_meaning, join, listed, shape_of
-from .cuts import cut, lightest, minibatches, parts, siblings
+from .cuts import cut, lightest, minibatches, parts
 from .packing import rows_by
 
 # %% ../../nbs/data/40_batch.ipynb #a3218e52
@@ -128,11 +128,11 @@ def cat(
 # %% ../../nbs/data/40_batch.ipynb #6f946543
 @dataclass(frozen=True)
 class Whole:
-    "What a part remembers of the batch it was cut from, and what its sibling parts look like."
+    "What a part remembers of the batch it was cut from."
     n_tokens:int # chosen tokens
     n_rows:int   # rows with a chosen token
     n_units:int  # units with a chosen token
-    siblings:tuple=() # (lengths, unit, `shared_prefix`) of every part of the cut, so that each rank can plan for all
+    parts:int=1  # how many parts the batch was cut in
     group_tokens:dict[int, int] = field(default_factory=dict) # chosen tokens of each `group` that has some
     trues:dict[str, int] = field(default_factory=dict) # True entries of each other Bool column, see `count_trues`
 
@@ -194,14 +194,14 @@ def families(batch:"Batch")->Tensor|None: # `[B]` ids
 def part(
     batch:"Batch",
     rows:list[int],    # row numbers; none makes a filler
-    siblings:tuple=(), # what `siblings` says of the cut it is of
+    n:int|None=None,   # how many parts the cut makes; None: as many as this batch is one of
 )->"Batch": # a copy
     """Some rows as a part that remembers this batch's whole.
 
     No rows: a filler, the shortest unit that has tokens, its mask cleared. It weighs nothing, and collectives find
     work."""
     whole = batch.whole if batch._whole or "mask" in batch else Whole(0, 0, 0) # without a mask nothing counts
-    whole = replace(whole, siblings=siblings or whole.siblings)
+    whole = replace(whole, parts=n or whole.parts)
     new = batch._rows(torch.tensor(rows or lightest(batch)), whole, batch.filler or not rows)
     if new.filler and "mask" in new: new.columns["mask"] = torch.zeros_like(new.mask)
     return new
@@ -310,7 +310,7 @@ class Batch:
     n_groups = property(lambda self: len(group_counts(self)), doc="Groups of the optimizer step with a chosen token.")
     families, group_tokens = property(families), property(group_tokens)
     set, drop, trim, to, cat, with_logprobs = set_column, drop, trim, to, staticmethod(cat), with_logprobs
-    unit_rows, cut, part, siblings, parts, minibatches = unit_rows, cut, part, siblings, parts, minibatches
+    unit_rows, cut, part, parts, minibatches = unit_rows, cut, part, parts, minibatches
 
 # %% ../../nbs/data/40_batch.ipynb #6ebcabf8
 TAKEN = tuple(sorted({*dir(Batch), "columns", "kinds", "filler", "_whole"}))      # as columns they would be hidden

@@ -59,13 +59,6 @@ def cut(
         shares = balance_families(cost, family, common, n)
     return [sorted(i for k in share for i in units[k]) for share in shares]
 
-def siblings(batch, cuts:list[list[int]])->tuple: # of each piece (lengths, unit, its `shared_prefix` or None)
-    "What the parts of a cut look like, so that each of them can plan for all."
-    if "lengths" not in batch: return ()
-    unit, ids = batch.unit if "unit" in batch else torch.arange(len(batch)), batch.families
-    def prefix(rows): return None if ids is None else shared_prefix(batch.tokens[rows], batch.lengths[rows], ids[rows])
-    return tuple((batch.lengths[rows], unit[rows], prefix(rows)) for rows in (rows or lightest(batch) for rows in cuts))
-
 def lightest(batch)->list[int]: # its rows
     "The shortest unit that has tokens: what a filler is made of."
     if not len(batch):
@@ -87,9 +80,8 @@ def parts(
     n = whole_number("Batch.parts", "n", n)
     lightest(batch)     # refuses a batch without rows
     cuts = batch.cut(n, costs, shares_prompts=shares_prompts)
-    whole, looks = batch.whole if batch._whole or "mask" in batch else None, batch.siblings(cuts)
-    counted = batch._like(batch.columns, whole, batch.filler)
-    return [counted.part(rows, looks) for rows in cuts]
+    counted = batch._like(batch.columns, batch.whole if batch._whole or "mask" in batch else None, batch.filler)
+    return [counted.part(rows, n) for rows in cuts]
 
 # %% ../../nbs/data/39_cuts.ipynb #2b4adb50
 def minibatches(

@@ -185,8 +185,8 @@ def check_sampled(who:str, b:Batch, n:int|None, *, padding:bool):
     if τ is not None and not (isinstance(τ, Tensor) and τ.dim() == 1 and bool((τ >= 0).all())):
         raise ValueError(f"{who}: the column 'temperature' is {_what(τ)}; a number of 0 or more for each row is wanted")
     if support is not None: _check_support(who, support, n)
-    cut = b.whole.siblings if b._whole else ()
-    check_ids(who, b.tokens, b.lengths, n, padding=padding, row="its row" if len(cut) > 1 else "row")
+    is_part = b._whole is not None and b._whole.parts > 1
+    check_ids(who, b.tokens, b.lengths, n, padding=padding, row="its row" if is_part else "row")
 
 def _check_support(who, support, n):
     if not (isinstance(support, Tensor) and support.dim() == 3 and not support.is_floating_point()):
@@ -240,12 +240,11 @@ def check_scored(who:str, batch:Batch, at:str|None):
     check_marks(who, batch, batch.columns[at], f"column {at!r}")
 
 def check_scorable(who:str, batch:Batch):
-    "ValueError on all ranks when a row of any part has no token, and so no last one to score at."
-    cut = list(batch._whole.siblings) if batch._whole else []
-    for where, n in [(f" of part {k}", part[0]) for k, part in enumerate(cut)] or [("", batch.lengths)]:
-        if (empty := (n < 1).nonzero()).numel():
-            raise ValueError(f"{who}: row {int(empty[0])}{where} has no token to score it at; leave empty rows out: "
-                             "batch[batch.lengths > 0]")
+    "ValueError for a row without a token: it has no last one to score at."
+    if (empty := (batch.lengths < 1).nonzero()).numel():
+        row = "its row" if batch._whole and batch._whole.parts > 1 else "row"
+        raise ValueError(f"{who}: {row} {int(empty[0])} has no token to score it at; leave empty rows out: "
+                         "batch[batch.lengths > 0]")
 
 # %% ../../nbs/models/65_checks.ipynb #e7a0ca57
 OWN = {"loss", "grad_norm", "lr", "version", "skipped"}     # metrics of the step itself

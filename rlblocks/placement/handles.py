@@ -39,6 +39,10 @@ class Ranks(Protocol):
         "An attribute of a placed object."
         ...
 
+    def write(self, placed:"Placed", name:str, value:Any)->None:
+        "Set an attribute, on all ranks."
+        ...
+
 @dataclass(frozen=True)
 class Placed:
     "An object that ranks hold, and who answers for it."
@@ -62,12 +66,23 @@ class Handle:
     def __getattr__(self, name):
         if name.startswith("__"): raise AttributeError(name)
         placed = vars(self)["_placed"]
+        if name.startswith("_"):
+            raise AttributeError(f"{placed.kind.__name__}.{name} is private, and the object is on the ranks of a pool: "
+                                 "only its public methods and attributes are reached from a loop")
         return Method(placed, name) if is_method(placed.kind, name) else placed.pool.read(placed, name)
 
-    def __setattr__(self, name, value): setattr(local(self), name, value)
+    def __setattr__(self, name, value):
+        placed = vars(self)["_placed"]
+        placed.pool.write(placed, name, value)
+
     def __call__(self, *args, **kwargs): return Method(vars(self)["_placed"], "__call__")(*args, **kwargs)
-    def __dir__(self): return dir(local(self))
-    def __repr__(self): return f"{local(self)!r} on {vars(self)['_placed'].pool!r}"
+    def __dir__(self):
+        placed = vars(self)["_placed"]
+        return dir(placed.kind if placed.obj is None else placed.obj)
+
+    def __repr__(self):
+        placed = vars(self)["_placed"]
+        return f"{placed.kind.__name__ if placed.obj is None else repr(placed.obj)} on {placed.pool!r}"
 
 def is_method(
     kind:type,

@@ -94,7 +94,7 @@ def batches_in(
 def _holds_batch(x): return any(isinstance(y, Batch) for y in (x.values() if isinstance(x, dict) else x))
 
 def _check_whole(b, who):
-    parts = len(b._whole.siblings) if b._whole else 1
+    parts = b._whole.parts if b._whole else 1
     if parts > 1: raise ValueError(f"{who}: got one of the {parts} parts of a batch; pass the whole, the pool cuts it")
 
 class Call:
@@ -113,7 +113,6 @@ class Call:
         batches = batches_in((*args, *kwargs.values()), who)
         for b in batches[:0 if n == 1 else None]: _check_whole(b, who)
         self.cuts = {id(b): b.cut(n, shares_prompts=shares_prompts) for b in batches}      # row numbers of each part
-        self.siblings = {id(b): b.siblings(self.cuts[id(b)]) for b in batches if n > 1}
         self.rows = next(iter(self.cuts.values()), None)     # of the first Batch; None: nothing is cut
 
     def of(self,
@@ -126,7 +125,7 @@ class Call:
         if isinstance(x, tuple): return like_tuple(x, [self._part(y, k) for y in x])
         if not isinstance(x, Batch) or self.rows is None or self.n == 1: return x
         if not len(x): return _weightless(x, self.n)      # beside others that were cut
-        return x.part(self.cuts[id(x)][k], self.siblings[id(x)])
+        return x.part(self.cuts[id(x)][k], self.n)
 
     def joined(self,
         answers:list, # of each replica, in their order
@@ -142,8 +141,7 @@ def like_tuple(
     return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
 
 def _weightless(b, n):
-    nobody = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), None
-    return b._like(b.columns, Whole(0, 0, 0, (nobody,)*n))
+    return b._like(b.columns, Whole(0, 0, 0, n))
 
 # %% ../../nbs/placement/94_place.ipynb #f0e8e575
 def join_answers(

@@ -211,6 +211,10 @@ class SpmdPool:
         "An attribute of this rank's object."
         return getattr(placed.obj, name)
 
+    def write(self, placed:Placed, name:str, value:Any)->None:
+        "Set one of this rank's object; every rank runs this line."
+        setattr(placed.obj, name, local(value))
+
     def agree(self,
         who:str,                   # is called
         error:Exception|None=None, # on this rank
