@@ -75,7 +75,7 @@ def message_of(
     response:Any, # with `content`, `reasoning_content` and `tool_calls`
 )->dict:
     "A response as a message of the assistant, its calls as OpenAI writes them, with dicts for arguments."
-    message = dict(role="assistant", content=response.content or "")
+    message:dict[str, Any] = dict(role="assistant", content=response.content or "")
     for name in ("reasoning_content", "problem"):
         if getattr(response, name, None): message[name] = getattr(response, name)
     calls = [_parts(c) for c in response.tool_calls or ()]
@@ -85,7 +85,7 @@ def message_of(
 
 def _parts(call)->tuple[str, dict]:
     "Name and arguments of a call, in any of its forms."
-    get = call.get if isinstance(call, Mapping) else lambda k: getattr(call, k, None)
+    get:Any = call.get if isinstance(call, Mapping) else lambda k: getattr(call, k, None)
     inner = get("function") or call
     get = inner.get if isinstance(inner, Mapping) else lambda k: getattr(inner, k, None)
     given = get("arguments") or {}

@@ -77,7 +77,7 @@ def schema_of(
     method:Callable,
 )->dict:
     "A tool's JSON schema. ValueError where the docstring does not say what its arguments are."
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
     try: return get_json_schema(method)
     except Exception as e:
         raise ValueError(f"tool_environment: {name} cannot be shown to the policy: {e}") from e

@@ -119,7 +119,9 @@ def hear(shares, found, failures):
         share, said = by[pipe], os.read(pipe, 1 << 16)
         lines = (share.rest + said).split(b"\n")
         share.rest = lines.pop()
-        for line in lines: answered_item(share, *json.loads(line), found, failures)
+        for line in lines:
+            x, problem = json.loads(line)
+            answered_item(share, x, problem, found, failures)
         if not said and share.left:
             failures.append(Failure(share.left.pop(0), "died", how_it_ended(share)))
 

@@ -120,7 +120,7 @@ Finish = Literal[
     "parse_error",      # what the model said could not be read
     "timeout"]          # it was stopped
 
-ENDS:dict[Reason, Finish] = dict(stop="completed", length="max_tokens", abort="timeout")
+ENDS:dict[Reason, Finish] = {"stop": "completed", "length": "max_tokens", "abort": "timeout"}
 
 # %% ../../nbs/rollout/86a_rows.ipynb #51a84d43
 def to_requests(

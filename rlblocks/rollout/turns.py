@@ -71,7 +71,7 @@ def by_token(
     "Rows whose `turn` and `policy_version` are of each token."
     rows = copy(rows)
     if "turn" in rows and rows.is_per_token("turn"): return rows
-    at = torch.arange(rows.width)
+    at = torch.arange(rows.mask.shape[1])
     said = (at >= rows.prompt_lengths[:, None]) & (at < rows.lengths[:, None])
     rows.set("turn", torch.where(said, 0, -1), per="token")
     if not rows.is_per_token("policy_version"):
