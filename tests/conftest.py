@@ -15,6 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")   # its threads and our subprocesses do not mix
 os.environ.setdefault("HF_HUB_OFFLINE", "1")               # no test asks the network
+RAY_TOKEN = dict(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0123456789abcdef"*2)
+os.environ.update(RAY_TOKEN)    # read when Ray is imported, which another test than those of RayPool may do
 
 
 def rarely(*params):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import spmd_loops
 import torch
-from conftest import ROOT
+from conftest import RAY_TOKEN, ROOT
 from forked import on_ranks
 from rlblocks import Cluster, Policy, RayPool, Rollout, here, later
 from rlblocks.engines.world import RankLost
@@ -23,10 +23,10 @@ from spmd_loops import Echo, net
 from test_spmd import same
 from tiny import prompts, rows
 
-# not imported here: Ray reads its environment when it is imported
+# tests/conftest.py sets the token: Ray reads it when it is imported, by whichever test comes first
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")]
-ENV = dict(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0123456789abcdef"*2, RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1",
-           PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}")
+ENV = RAY_TOKEN | dict(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1",
+                      PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}")
 
 
 def options(folder):
@@ -155,7 +155,7 @@ def test_what_nobody_refers_to_is_let_go(two):
 
 def test_an_error_in_a_call_keeps_its_class_and_the_pool_goes_on(two):
     echo, b = two.place(Echo), prompts((5, 2, 7, 3))
-    with pytest.raises(KeyError, match="no such thing as 5") as e: echo.fails(b)
+    with pytest.raises(KeyError, match="no such thing as") as e: echo.fails(b)
     note = "\n".join(e.value.__notes__)
     assert "in Echo.fails on rank 0 (node" in note and "pid" in note and 'raise KeyError(f"no such thing' in note
     with pytest.raises(TypeError, match="Echo.number: a int cannot be joined"): echo.number(b)
@@ -231,9 +231,10 @@ def test_a_token_that_others_can_read_is_closed_to_them(cluster, two, tmp_path, 
 
 
 OPEN = """
-import sys
+import os, sys
 from rlblocks import Cluster, RayPool
 from test_ray import options
+os.environ["RAY_AUTH_MODE"] = "disabled"
 import ray
 try: RayPool(1, cluster=Cluster(options=options(sys.argv[1])))
 except RuntimeError as e: print(e)
@@ -243,8 +244,8 @@ print("stopped", not ray.is_initialized())
 
 def test_a_cluster_without_a_token_is_refused():
     folder = tempfile.mkdtemp(prefix="ray")
-    env = os.environ | ENV | dict(RAY_AUTH_MODE="disabled")
-    run = subprocess.run([sys.executable, "-c", OPEN, folder], env=env, capture_output=True, text=True, timeout=300)
+    run = subprocess.run([sys.executable, "-c", OPEN, folder], env=os.environ | ENV, capture_output=True, text=True,
+                         timeout=300)
     shutil.rmtree(folder, ignore_errors=True)
     assert "this Ray cluster has no token" in run.stdout and "stopped True" in run.stdout, run.stderr[-2000:]
 
@@ -299,9 +300,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_driver_that_dies_takes_its_ranks_along():
     folder = tempfile.mkdtemp(prefix="ray")
-    run = subprocess.run([sys.executable, "-c", DRIVER, folder], env=os.environ | ENV, capture_output=True, text=True,
-                         timeout=300)
-    pid, end = int(run.stdout), time.monotonic() + 120
+    out = Path(folder)/"pid"      # no pipe: Ray's processes would hold it open
+    with out.open("w") as f:
+        run = subprocess.run([sys.executable, "-c", DRIVER, folder], env=os.environ | ENV, stdout=f, timeout=300)
+    pid, end = int(out.read_text()), time.monotonic() + 120
     def alive(): return Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
     while alive() and time.monotonic() < end: time.sleep(.1)
     assert run.returncode == -signal.SIGKILL and not alive()
