@@ -12,7 +12,6 @@ from rlblocks.models.probes import separates_rows
 from rlblocks.models.step import micro_batches
 from rlblocks.engines.base import EngineSpec
 from rlblocks.engines.optim import OptimizerSpec, adamw
-from rlblocks.models.scorer import scores_after
 from tiny import APART, apart, gradients, model, rows
 from torch import nn
 from torch.testing import assert_close
@@ -427,24 +426,6 @@ def uneven_rows(*lengths, mask=True, seed=0):
     chosen = (torch.arange(T) >= 1) & (torch.arange(T) < L[:, None])
     return Batch(tokens=torch.randint(2, 32, (len(L), T), generator=g), lengths=L,
                  **(dict(mask=chosen) if mask else {}))
-
-
-@pytest.mark.parametrize("at", [None, "steps"])
-@pytest.mark.parametrize("how", [dict(micro_rows=1), dict(micro_tokens=10), dict(micro_rows=1, pack=False)])
-def test_ranks_score_rows_without_a_mask_in_as_many_forward_passes(how, at): # LAW 24
-    b, scorer, calls = (uneven_rows(10, 2, 2, 2, 2, 2, mask=False),
-                        Scorer(model(), device="cpu", outputs=scores_after(at) if at else None, **how), [])
-    b["steps"] = torch.arange(10) == b.lengths[:, None] - 1
-    masked = Batch(**b.columns, mask=torch.zeros(6, 10, dtype=torch.bool))
-    scorer._run.module.register_forward_pre_hook(lambda *_: calls.append(1))
-    def passes(part):
-        calls.clear()
-        scorer.scores(part)
-        return len(calls)
-    n = [passes(p) for p in b.parts(2)]
-    assert n[0] == n[1] and n == [passes(p) for p in masked.parts(2)] and n[0] == (5 if "micro_rows" in how else 1)
-    fill = b.parts(8)[-1]
-    assert fill.filler and passes(fill) == 1
 
 
 @pytest.mark.parametrize("how", [dict(), dict(micro_rows=1), dict(micro_tokens=7), dict(pack=False),

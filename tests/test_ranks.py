@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from forked import on_ranks
-from rlblocks import Batch, Checkpoint, Policy, masked_mean, merge, ppo_loss
+from rlblocks import Batch, Checkpoint, Policy, Scorer, masked_mean, merge, ppo_loss, scores_after
 from rlblocks.engines.optim import adamw
 from rlblocks.engines.world import RankLost
 from tiny import apart, exact, gradients, model, rows
@@ -131,6 +131,26 @@ def test_rows_that_one_rank_cannot_read_are_heard_on_all(odd): on_ranks(one_odd,
 
 
 # -- ranks that were given unlike batches
+def scored(rank, ranks, at):
+    "A rank with one long row, and one with five short ones."
+    lengths, tokens = torch.tensor([10, 2, 2, 2, 2, 2]), torch.arange(60).view(6, 10) % 30 + 2
+    b = Batch(tokens=tokens, lengths=lengths, steps=torch.arange(10) == lengths[:, None] - 1)
+    masked = Batch(**b.columns, mask=torch.zeros(6, 10, dtype=torch.bool))
+    for how, most in ((dict(micro_rows=1), 5), (dict(micro_tokens=10), 1), (dict(micro_rows=1, pack=False), 5)):
+        scorer, calls = Scorer(model(), device="cpu", outputs=scores_after(at) if at else None, **how), []
+        scorer._run.module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        for whole, wanted in ((b, most), (masked, most), (b[:1], 1)):    # of one row a rank has none
+            calls.clear()
+            part = whole.parts(ranks)[rank]
+            scorer.scores(part)
+            assert len(calls) == wanted, (how, len(whole), part.filler, len(calls))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("at", [None, "steps"])
+def test_ranks_score_rows_in_as_many_forward_passes(at): on_ranks(scored, (at,), 2, limit=120) # LAW 24
+
+
 def sft(out, b): return -masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
 
 
