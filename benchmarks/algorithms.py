@@ -27,12 +27,11 @@ compiled. The settings:
   budget 0, simdlen 1   the same with options={"cpp.simdlen": 1}: the C++ compiler makes the vectors, of Bools too, but
                      none of exponentials, nor of sums over more than 4,096 entries.
 
-Eager, all are within twice the fastest peer's time but SFT, at 2.2 to 2.6. Compiled, not ahead of every peer: CISPO,
-SAPO, REINFORCE, k3, SFT and Bradley–Terry, by the factors in the results ("missed"). Their peers take .2 to 1 ms. A
+Eager, all are within twice the fastest peer's time but CISPO, at 2.1. Compiled, not ahead of every peer: SFT 1.7,
+CISPO and SAPO 1.3, k3 1.2 and Bradley–Terry as log(1 + exp) 1.1 ("missed"). Their peers take .2 to 1 ms. A
 compiled call with its backward pass takes .1 ms on no tokens at all, where the peer's handful of operations takes .02.
-So little work depends on what else the machine does. The results come from two cores with a load of 7 to 10 (each
-comparison says its date and load). In shorter runs on the same day, at a load of 3 to 8, REINFORCE and SAPO took .9
-times their fastest peer's time, k3 and Bradley–Terry 1.0 to 1.1, CISPO 1.2 to 1.3 and SFT 1.4.
+So little work depends on what else the machine does: at a load of 8 REINFORCE took 1.5 times its fastest peer's time
+and SFT 2.2. The results come from two quiet cores (each comparison says its date and load).
 
 Masks are those of real rows: answers of a half to all of the columns, every seventh stretch of 64 tokens not the
 policy's. `torch.where` takes three times as long with a mask that flips a coin at every token, because no branch can be
