@@ -14,15 +14,13 @@ promised for vLLM too. A promise that is not kept is printed as MISSED, and the 
 import argparse
 import json
 import os
-import platform
 import sys
 import time
-from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import rlblocks.rollout.hf as hf
 import torch
+from machine import machine
 from rlblocks import Batch, Rollout, vllm
 
 SIZES = {"26M": dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8,
@@ -104,14 +102,6 @@ def missed(size, engines):
     if "plain" not in engines: return
     ratio = engines["vllm"]["tokens_per_second"]/engines["plain"]["tokens_per_second"]
     if ratio < 1.5: yield f"{size}: vLLM is {ratio:.2f} times hf without packed weights"
-
-
-def machine():
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine())
-    return dict(date=datetime.now().isoformat(timespec="seconds"), torch=torch.__version__, cpu=cpu,
-                transformers=version("transformers"), python=platform.python_version(), cores=os.cpu_count(),
-                threads=torch.get_num_threads(), load=os.getloadavg())
 
 
 def main():

@@ -19,17 +19,14 @@ changes (2.0 %) are as promised. Nothing is promised for the others: changes cos
 import argparse
 import json
 import math
-import os
-import platform
 import shutil
 import sys
 import tempfile
 import time
-from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from machine import machine
 from rlblocks import Policy, send_weights
 from rlblocks.engines.published import publish_weights
 from rlblocks.engines.weights import named_weights
@@ -106,14 +103,6 @@ def missed(engine, result):
     if ways["full"]["copies"] > 25: yield f"all weights cost {ways['full']['copies']:.1f} copies"
     messages = math.ceil(result["bytes"]/BUCKET) + 2
     if ways["full"]["messages"] > messages: yield f"{ways['full']['messages']} messages; {messages} are enough"
-
-
-def machine():
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine())
-    return dict(date=datetime.now().isoformat(timespec="seconds"), torch=torch.__version__, cpu=cpu,
-                transformers=version("transformers"), python=platform.python_version(), cores=os.cpu_count(),
-                threads=torch.get_num_threads(), load=os.getloadavg())
 
 
 def main():
