@@ -9,7 +9,7 @@ __all__ = ['Pending', 'rows_of', 'requests_of', 'generate', 'start_generate', 'e
 # %% ../../nbs/rollout/87_rollout.ipynb #ab1db67c
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -222,6 +222,14 @@ class Rollout(Stays):
             raise
 
     generate, start_generate, extend = generate, start_generate, extend
+
+    def run(self,
+        fn:Callable, # takes a rollout first
+        *args,
+        **options,
+    )->Any: # what it gives; under a pool a list with an entry a prompt
+        "Call a function where the engine is: on a pool's handle in its processes, on their parts of a Batch."
+        return fn(self, *args, **options)
 
     @locked
     def sleep(self,
