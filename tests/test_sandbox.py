@@ -36,8 +36,9 @@ def test_a_program_reads_what_it_is_given_and_says_what_it_prints():
                  files={"data.txt": "here"}, sandbox=PATIENT)
     assert r.ok and r.stdout == "here\nx\n"
     assert run_code("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", sandbox=PATIENT).kind == "died"
-    assert run_code("import asyncio, threading\nasync def f(): return 3\nt = threading.Thread(target=print, args=(5,))\n"
-                    "t.start(); t.join(); print(asyncio.run(f()))", sandbox=PATIENT).stdout == "5\n3\n"
+    threads = ("import asyncio, threading\nasync def f(): return 3\n"
+               "t = threading.Thread(target=print, args=(5,))\nt.start(); t.join(); print(asyncio.run(f()))")
+    assert run_code(threads, sandbox=PATIENT).stdout == "5\n3\n"
 
 
 @confined
@@ -196,8 +197,8 @@ def test_an_endless_test_costs_itself_and_what_comes_behind():
     program = "def f(n):\n    while n == 2: pass\n    return n"
     tests = [dict(call="f", args=[n], result=n) for n in (1, 2, 3)]
     assert passed_tests([program], [tests], Sandbox(seconds=3.)) == [[True, False, False]]
-    assert passed_tests(["def f(n): print('x'*n); return n"], [[dict(call="f", args=[1 << 22], result=1 << 22), *tests]],
-                        PATIENT) == [[False]*4]
+    loud = [dict(call="f", args=[1 << 22], result=1 << 22), *tests]
+    assert passed_tests(["def f(n): print('x'*n); return n"], [loud], PATIENT) == [[False]*4]
 
 
 @confined
