@@ -225,8 +225,8 @@ class Rollout(Stays):
 
     def run(self,
         fn:Callable, # takes a rollout first
-        *args,
-        **options,
+        *args,       # of the function, behind it
+        **options,   # of the function
     )->Any: # what it gives; under a pool a list with an entry a prompt
         "Call a function where the engine is: on a pool's handle in its processes, on their parts of a Batch."
         return fn(self, *args, **options)
