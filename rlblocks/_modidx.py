@@ -2882,6 +2882,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'rlblocks.rollout.child._adapter': ('rollout/child.html#_adapter', 'rlblocks/rollout/child.py'),
                                         'rlblocks.rollout.child._add': ('rollout/child.html#_add', 'rlblocks/rollout/child.py'),
                                         'rlblocks.rollout.child._buckets': ('rollout/child.html#_buckets', 'rlblocks/rollout/child.py'),
+                                        'rlblocks.rollout.child._cached': ('rollout/child.html#_cached', 'rlblocks/rollout/child.py'),
                                         'rlblocks.rollout.child._decoder': ('rollout/child.html#_decoder', 'rlblocks/rollout/child.py'),
                                         'rlblocks.rollout.child._in_phases': ('rollout/child.html#_in_phases', 'rlblocks/rollout/child.py'),
                                         'rlblocks.rollout.child._load': ('rollout/child.html#_load', 'rlblocks/rollout/child.py'),
