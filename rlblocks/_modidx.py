@@ -3267,6 +3267,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'rlblocks/rollout/rollout.py'),
                                           'rlblocks.rollout.rollout._check_request': ( 'rollout/rollout.html#_check_request',
                                                                                        'rlblocks/rollout/rollout.py'),
+                                          'rlblocks.rollout.rollout._check_turn': ( 'rollout/rollout.html#_check_turn',
+                                                                                    'rlblocks/rollout/rollout.py'),
                                           'rlblocks.rollout.rollout._request': ( 'rollout/rollout.html#_request',
                                                                                  'rlblocks/rollout/rollout.py'),
                                           'rlblocks.rollout.rollout.check_penalties': ( 'rollout/rollout.html#check_penalties',

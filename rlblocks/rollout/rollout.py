@@ -32,7 +32,7 @@ from .samplers import Sampling, answered, check_ready, check_sampling
 from .sglang_sampler import Sglang
 from .structure import Structure, Structures, wide_state
 from .turns import Limits, answered_by, by_token, check_turns, next_requests, replies_of
-from .turns import texts_of_turns, with_turns
+from .turns import sampling_of, texts_of_turns, with_turns
 from .vllm_sampler import Vllm
 
 # %% ../../nbs/rollout/87_rollout.ipynb #e030dd3b
@@ -150,10 +150,13 @@ def extend(
     max_tokens:int|None=None, # of this turn, instead of the engine's
     max_turns:int|None=None,  # of a row, None: any number
     budget:int|None=None,     # tokens that the policy chooses in all turns of a row, None: any number
+    penalties:Penalties|None=None,      # of this turn alone, whose mask is then False; see `generate`
+    structure:str|Mapping|None=None,    # of this turn alone; rows are wanted that carry their `support`
     timeout:int|float|None=None, # seconds for all rows; None: as long as it takes
 )->Batch: # the same rows in the same order; `turn` and `policy_version` are of each token
     """Continue rows that have completions.
 
+    A turn is drawn as the row's first was, but for penalties and structure: those of earlier turns are over.
     `finish_reason` says why a row did not go on, or how its turn ended; one that is late has "timeout" and what there
     is of it. ValueError for rows that no rollout made, and for another number of ids."""
     check_turns(rows)
@@ -161,10 +164,10 @@ def extend(
     replies, n = replies_of(rows, ids), rollout.max_tokens if max_tokens is None else max_tokens
     check_replies(replies, rollout.sampler.vocabulary)
     limits = Limits(whole_number("extend", "max_tokens", n), max_turns, budget, rollout.sampler.window)
-    old = by_token(rows)
-    requests, over = next_requests(old, replies, limits, seed, rollout.stop, rollout.stop_strings)
+    old, more = by_token(rows), _check_turn(rollout, rows, penalties, structure, limits.max_tokens)
+    requests, over = next_requests(old, replies, limits, seed, rollout.stop, **more)
     said = answered_by(Line(rollout.lines), requests, math.inf if timeout is None else timeout)
-    new = with_turns(old, replies, said, over, limits)
+    new = with_turns(old, replies, said, over, limits, penalised=penalties is not None)
     if rollout.tokenizer is not None: new["completion"] = texts_of_turns(rollout.tokenizer, new)
     return _as_filler(new, rows) if rows.filler else new
 
@@ -334,6 +337,18 @@ def _check_request(rollout, prompts, max_tokens, penalties):
     check_ids("generate", prompts.tokens, prompts.lengths, rollout.sampler.vocabulary, padding=False, row="prompt")
     check_room(prompts.lengths, max_tokens, rollout.sampler.window)
     return dict(strings=rollout.stop_strings, penalties=check_penalties(penalties, max_tokens, rollout))
+
+def _check_turn(rollout, rows, penalties, structure, max_tokens):
+    "What ends a turn and alters its logits. ValueError for a structure whose ids these rows have no column for."
+    more = dict(strings=rollout.stop_strings, penalties=check_penalties(penalties, max_tokens, rollout))
+    if structure is None: return more
+    free = penalties is None and any(h.temperature and not h.confined for h in sampling_of(rows))
+    if free:
+        raise ValueError("extend: structure came, and the rows were drawn from all ids: they have no 'support' to keep "
+                         f"those in that it allows. Sample them with Rollout(…, top_k={MAX_SUPPORT}), or give "
+                         "generate a structure too")
+    _, form = check_structure(rollout, structure, sampling_of(rows)[0], penalties)
+    return more | dict(structure=form)
 
 def _as_filler(rows, prompts):
     "Rows of a replica without prompts of its own: nobody's, and without weight."

@@ -36,7 +36,7 @@ def given(
 def spoken(
     c:Completion,
     turn:int,     # which of the row's turns it is
-    trained:bool, # False in greedy rows
+    trained:bool, # False in greedy rows and under penalties
 )->Span:
     "Tokens that the policy chose."
     of = torch.zeros_like(c.tokens)
@@ -156,7 +156,7 @@ def next_requests(
     limits:Limits,
     seed,                      # names the samples
     stop:Int[Tensor, " E"],    # ids that end a turn
-    strings:tuple[str, ...]=(), # so do these
+    **more, # of the requests: strings, penalties, structure
 )->tuple[list[Request], dict[int, Finish]]: # of rows that go on, their place as key; why others do not
     "What is asked of the engine."
     turns, said = (rows.turn.amax(1) + 1).tolist(), (rows.turn >= 0).sum(1).tolist()
@@ -168,7 +168,7 @@ def next_requests(
         ids, why = torch.cat([tokens[:length], reply]), limits.over(turn, n, length + len(reply))
         if why is not None: over[i] = why
         else: requests.append(Request(i, ids, (turn_seed(seed, group, sample, turn),), limits.room(n, len(ids)), how,
-                                      tuple(stop.tolist()), strings))
+                                      tuple(stop.tolist()), **more))
     return requests, over
 
 def answered_by(
@@ -191,9 +191,11 @@ def with_turns(
     said:dict[int, Completion], # of the rows that went on
     over:dict[int, Finish],     # of those that did not
     limits:Limits,
+    *,
+    penalised:bool=False, # then nothing can replay the turn's log-probs, and its mask is False
 )->Batch:
     "Rows with their next turn."
-    turns, trained = (rows.turn.amax(1) + 1).tolist(), (rows.temperature > 0).tolist()
+    turns, trained = (rows.turn.amax(1) + 1).tolist(), ((rows.temperature > 0) & (not penalised)).tolist()
     def tail(i):
         c, reply = said.get(i), replies[i]
         return [] if c is None or reply is None else [given(reply), spoken(c, turns[i], trained[i])]
