@@ -117,7 +117,9 @@ def main():
     parser.add_argument("--rollout", default="hf", choices=["hf", "vllm"], help="what samples the answers")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.one: return print("CLAIMS " + json.dumps(run(args.one[0], int(args.one[1]), Path(args.one[2]), args.one[3])))
+    if args.one:
+        name, seed, folder, rollout = args.one
+        return print("CLAIMS " + json.dumps(run(name, int(seed), Path(folder), rollout)))
     for threads in args.threads:
         setting = f"{threads} thread{'s' if threads > 1 else ''}, {kernels_of(args.kernels)}"
         if args.rollout != "hf": setting += f", {args.rollout}"
