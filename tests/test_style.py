@@ -178,6 +178,29 @@ def test_optional_tensors_and_numbers_are_keywords(module):
     assert not found, f"can be given by position, and so in each other's place: {', '.join(found)}"
 
 
+def any_things(tree, public):
+    "Parameters and results of public functions and methods that are annotated with Any: no annotation at all."
+    found = []
+    for f in functions(tree):
+        if f.name not in public: continue
+        args = [*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs, f.args.vararg, f.args.kwarg]
+        said = {a.arg: a.annotation for a in args if a} | {"return": f.returns}
+        found += [f"{f.name}: {name}" for name, x in said.items() if x and re.search(r"\bAny\b", ast.unparse(x))]
+    return found
+
+
+@each_module
+def test_no_public_signature_takes_anything(module):
+    found = any_things(ast.parse(source(module)), importlib.import_module(f"rlblocks.{module}").__all__)
+    assert not found, f"say what is wanted, a Protocol if need be: {', '.join(found)}"
+
+
+def test_the_check_of_annotations_sees_any():
+    tree = ast.parse("def f(a:int, *, b:list[Any]|None=None, **kw:Any)->tuple[int, Any]: pass\ndef _g(x:Any): pass\n"
+                     "def h(x:Anything): pass")
+    assert any_things(tree, ["f", "h"]) == ["f: b", "f: kw", "f: return"]
+
+
 def test_the_check_of_arguments_sees_what_is_optional():
     from torch import Tensor
     def bad(x:Tensor, y:Tensor|None=None, beta:float=.1, *, z:Tensor|None=None): pass
