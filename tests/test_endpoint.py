@@ -1,5 +1,6 @@
 """Agents as they are, with the clients that they have, become rows: ids as they were sampled, nothing twice, nothing
-lost, nobody else let in (LAWS 3, 19, 23, 29). Against vLLM: tests/test_environments.py."""
+lost, nobody else let in (LAWS 3, 19, 23, 29). That rows are those of the environment loop, with vLLM too, is in
+tests/test_environments.py."""
 import asyncio
 import json
 import socket
@@ -16,12 +17,10 @@ import pytest
 import torch
 from rlblocks import Endpoint, Policy, Response, Rollout, rollouts
 from rlblocks.data.renderers import ChatRenderer
-from test_environments import CHATML, FORGETS, Talk, asked, gap, net, spelling
+from test_environments import CHATML, FORGETS, Talk, asked, gap, net, spelling, talk
 from torch.testing import assert_close
 
 TOOLS = "{% for t in tools or [] %}<turn>tool {{ t.function.name }}\n{{ t.function.description }}<end>\n{% endfor %}"
-OF_SAMPLES = ("tokens", "lengths", "prompt_lengths", "mask", "turn", "policy_version", "group", "sample", "unit",
-              "temperature", "n_turns")
 ADD = dict(name="add", description="Adds.", parameters=dict(type="object", properties=dict(
     a=dict(type="integer"), b=dict(type="integer")), required=["a", "b"]))
 
@@ -47,27 +46,6 @@ def chat(client, text="Say 1."):
 
 
 # -- the rows
-
-async def talk(base_url, api_key, messages):
-    "The conversation of `Talk`, by an agent that has never heard of environments."
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        for n in range(1, 6):
-            said = (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message
-            ask = dict(role="tool" if n % 2 else "user", content=f"Turn {n}")
-            messages = [*messages, said.model_dump(), ask]
-    return 2.
-
-
-def test_rows_are_those_of_the_environment_loop(rollout, at):
-    p = asked(rollout.tokenizer)
-    a, b = at.run(talk, p, group_size=4, seed=5), rollouts(rollout, Talk, p, group_size=4, seed=5)
-    assert set(a.columns) == set(b.columns) and a.per_row == b.per_row
-    for name in OF_SAMPLES: assert a[name].equal(b[name]), name
-    for name in ("finish_reason", "completion", "prompt"): assert a[name] == b[name], name
-    assert_close(a.rollout_logprobs, b.rollout_logprobs, atol=1e-5, rtol=0)
-    assert a.reward.tolist() == b.reward.tolist() == [2.]*12 and gap(a) < 1e-3
-    assert [[m["content"] for m in x] for x in a.messages] == [[m["content"] for m in x] for x in b.messages]
-
 
 def test_a_template_that_forgets_gives_the_rows_of_the_loop(rollout):
     "LAWS 4: it rewrites history, so a session is several rows of one unit."
