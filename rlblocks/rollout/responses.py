@@ -22,7 +22,7 @@ RESPONSES_HARMLESS = ("temperature", "top_p", "user", "metadata", "store", "serv
 RESPONSES_NEUTRAL = dict(background=(False,), top_logprobs=(0,), text=({}, dict(format=dict(type="text"))))
 TEXTS = ("input_text", "output_text", "text", "refusal")
 
-def read_response(
+def read_items(
     body:dict,
     ignore:Collection[str], # parameters to be ignored
 )->ChatCall:
@@ -167,5 +167,5 @@ def text_events(
             dict(type="response.content_part.done", part=part, **at)]
 
 RESPONSES = ChatFormat(
-    read_response, response_answer, response_stream, openai_error,
+    read_items, response_answer, response_stream, openai_error,
     lambda e: ("error", dict(type="error", code=e.code, message=e.text, param=e.param, sequence_number=0)))
