@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from clock import Clock
 from conftest import vllm_python
 from rlblocks import Endpoint, Policy, Prompts, Rollout, rollouts
 from rlblocks.data.renderers import ChatRenderer
@@ -143,6 +144,9 @@ def test_budgets_have_names(rollout):
 
 def test_64_episodes_of_which_one_never_ends_and_one_loses_its_server(rollout):
     "LAWS 23: the others arrive by the deadline, and both are named."
+    began = time.monotonic()
+    rollouts(rollout, Talk, asked(rollout.tokenizer, 8), group_size=8, max_tokens=3)
+    enough = 5 + 5*(time.monotonic() - began)       # on this machine, with its other work
     made, closed = [], []
     class Frail(Talk):
         def __init__(self):
@@ -154,10 +158,9 @@ def test_64_episodes_of_which_one_never_ends_and_one_loses_its_server(rollout):
             if self.number == 20: raise ConnectionError("the server of this environment died")
             return await super().step(message)
         async def close(self): closed.append(self.number)
-    began = time.monotonic()
-    with pytest.warns(UserWarning, match="2 of 64 episodes did not arrive") as heard:
-        b = rollouts(rollout, Frail, asked(rollout.tokenizer, 8), group_size=8, max_tokens=3, deadline=25.)
-    assert time.monotonic() - began < 40 and len(b) == 62 and gap(b) < 1e-3
+    with Clock() as clock, pytest.warns(UserWarning, match="2 of 64 episodes did not arrive") as heard:
+        b = rollouts(rollout, Frail, asked(rollout.tokenizer, 8), group_size=8, max_tokens=3, deadline=enough)
+    assert clock.seconds < enough + 15 and len(b) == 62 and gap(b) < 1e-3
     text = str(heard[0].message)
     assert "sample 6 of group 0" in text and "sample 3 of group 2: ConnectionError: the server" in text
     assert sorted(closed) == list(range(1, 65)) and not rollout.lines.of
@@ -233,14 +236,14 @@ def test_a_game_of_five_values(rollout):
 
 
 def test_many_batches_leave_nothing_behind(rollout):
-    before = threading.active_count()
+    before = set(threading.enumerate())     # other tests' threads may run in this process, and end meanwhile
     opened, closed = [], []
     class Session(Talk):
         last = 1
         def __init__(self): super().__init__(); opened.append(1)
         def close(self): closed.append(1)
     for _ in range(20): rollouts(rollout, Session, asked(rollout.tokenizer, 1), max_tokens=1)
-    assert len(opened) == len(closed) == 20 and threading.active_count() <= before + 2 and not rollout.lines.of
+    assert len(opened) == len(closed) == 20 and len(set(threading.enumerate()) - before) <= 2 and not rollout.lines.of
 
 
 def test_errors_say_what_is_wanted(rollout):
