@@ -9,6 +9,7 @@ __all__ = []
 import asyncio
 import threading
 import time
+from collections.abc import Mapping
 from itertools import count
 
 import torch
@@ -65,21 +66,11 @@ class Asker:
             with self.changed:
                 while not (self.waits or self.gone or self.closed): self.changed.wait()
             if self.closed: break
-            try: came = self.exchange(*self.gathered())
-            except Exception as e: self.fail(e)
-            else: self.deliver({c.key: c for c in came})
+            try: came = self.exchange(*gathered(self))
+            except Exception as e: fail(self, e)
+            else: deliver(self, {c.key: c for c in came})
             time.sleep(.001)                     # who wants the rollout's lock gets it here
-        self.fail(RuntimeError("the endpoint is closed"))
-
-    def gathered(self)->tuple[list[Request], list[int]]:
-        "What is new and what was given up, when nothing has been added for some milliseconds."
-        n, end = -1, time.monotonic() + .1
-        while n != len(self.new) and time.monotonic() < end:
-            n = len(self.new)
-            if not self.rollout.sampler.elsewhere: time.sleep(.004)
-        with self.changed:
-            new, gone, self.new, self.gone = self.new, self.gone, [], []
-        return [r for r in new if r.key not in gone], gone
+        fail(self, RuntimeError("the endpoint is closed"))
 
     def exchange(self,
         new:list[Request],
@@ -91,28 +82,43 @@ class Asker:
             if new: self.line.submit(new)
             return self.line.poll(.02)
 
-    def deliver(self,
-        found:dict[int, Completion|Exception], # by key
-    ):
-        "Hand answers to those who wait for them."
-        with self.changed: waits = [(*self.waits.pop(k), x) for k, x in found.items() if k in self.waits]
-        for loop, future, x in waits:
-            if not loop.is_closed(): loop.call_soon_threadsafe(put, future, x)
-
-    def fail(self,
-        error:Exception,
-    ):
-        "Nobody who waits will be answered."
-        with self.changed: keys, self.new = list(self.waits), []
-        with self.rollout.turn: self.line.abort(keys)
-        self.deliver(dict.fromkeys(keys, error))
-
     def close(self):
         "End the thread; what is under way is taken out of the engine."
         with self.changed:
             self.closed = True
             self.changed.notify()
         self.thread.join(timeout=60.)
+
+# %% ../../nbs/rollout/87j_asking.ipynb #80951b0a
+def gathered(
+    asker:Asker,
+)->tuple[list[Request], list[int]]:
+    "What is new and what was given up, when nothing has been added for some milliseconds."
+    n, end = -1, time.monotonic() + .1
+    while n != len(asker.new) and time.monotonic() < end:
+        n = len(asker.new)
+        if not asker.rollout.sampler.elsewhere: time.sleep(.004)
+    with asker.changed:
+        new, gone, asker.new, asker.gone = asker.new, asker.gone, [], []
+    return [r for r in new if r.key not in gone], gone
+
+def deliver(
+    asker:Asker,
+    found:Mapping[int, Completion|Exception], # by key
+):
+    "Hand answers to those who wait for them."
+    with asker.changed: waits = [(*asker.waits.pop(k), x) for k, x in found.items() if k in asker.waits]
+    for loop, future, x in waits:
+        if not loop.is_closed(): loop.call_soon_threadsafe(put, future, x)
+
+def fail(
+    asker:Asker,
+    error:Exception,
+):
+    "Nobody who waits will be answered."
+    with asker.changed: keys, asker.new = list(asker.waits), []
+    with asker.rollout.turn: asker.line.abort(keys)
+    deliver(asker, dict.fromkeys(keys, error))
 
 def put(
     future:asyncio.Future,

@@ -128,6 +128,60 @@ def check_spaces(
                   "changed the spaces around what the assistant had said; Endpoint(…, strip=True) takes such messages "
                   "for the same", stacklevel=4)
 
+# %% ../../nbs/rollout/87m_endpoint.ipynb #1a3b3f09
+def ended(
+    at:"Endpoint",
+    sessions:Sequence[Session],
+):
+    "Close sessions: their keys open nothing more, and their calls under way are stopped."
+    def close():
+        for s in sessions:
+            if not s.open: continue
+            s.open = False
+            at.desk.sessions.pop(s.number, None)
+            for task in list(s.tasks): task.cancel()
+            at.past.update(counted([s]))
+    at.served.call(close)
+
+# %% ../../nbs/rollout/87m_endpoint.ipynb #546bbcf5
+def run(
+    at:"Endpoint",
+    agent:Callable,   # function, async or not: base_url, api_key, session and columns of the prompt, by name
+    prompts:Batch,    # as for `rollout.generate`
+    *,
+    group_size:int=1, # sessions a prompt
+    seed=0,           # number or tuple that names these samples
+    max_turns:int|None=None, # calls of a session
+    budget:int|None=None,    # tokens of all answers of a session
+    deadline:int|float|None=None, # seconds for all of them; None: as long as it takes
+)->Batch: # rows of all sessions that ended, prompt by prompt; those of one session have one `unit`
+    """Run an agent for every sample; gives the columns of `rollouts`, and `result` where agents return something.
+
+    A session that is late, or whose agent raises, is named in a warning. RuntimeError when none arrives."""
+    check_prompts(prompts)
+    check_ready(at.rollout.sampler)
+    n, episodes = whole_number("Endpoint.run", "group_size", group_size), episodes_of(prompts, group_size)
+    sessions = [at.session(group=e.group, sample=e.sample, seed=seed, max_turns=max_turns, budget=budget)
+                for e in episodes]
+    for s, e in zip(sessions, episodes, strict=True): s.episode = e
+    given = [s.episode.row | dict(base_url=at.url, api_key=s.key, session=s) for s in sessions]
+    seconds = math.inf if deadline is None else deadline
+    def go(): return all_driven(agent, sessions, given, seconds)
+    try: in_thread(go)
+    finally: ended(at, sessions)
+    check_spaces(sessions, at.desk.strip)
+    return arrived_sessions(at.rollout, sessions, prompts, [k//n for k in range(len(sessions))])
+
+def collect(
+    at:"Endpoint",
+    sessions:Sequence[Session]|None=None, # None: all that are open
+)->Batch: # their rows, in the order of the sessions
+    "End sessions that were opened by hand, and take their rows."
+    done = list(at.desk.sessions.values()) if sessions is None else list(sessions)
+    if not done: raise ValueError("Endpoint.collect: no session is open; at.session() opens one")
+    ended(at, done)
+    return arrived_sessions(at.rollout, done, prompts_of(done), range(len(done)))
+
 # %% ../../nbs/rollout/87m_endpoint.ipynb #efea7831
 class Endpoint(Stays):
     """An address at which a rollout answers agents: OpenAI's Chat Completions and Responses, Anthropic's Messages.
@@ -193,41 +247,7 @@ class Endpoint(Stays):
         if name not in self.names or not self.names[name].open: self.names[name] = self.session(name=name)
         return self.names[name]
 
-    def collect(self,
-        sessions:Sequence[Session]|None=None, # None: all that are open
-    )->Batch: # their rows, in the order of the sessions
-        "End sessions that were opened by hand, and take their rows."
-        done = list(self.desk.sessions.values()) if sessions is None else list(sessions)
-        if not done: raise ValueError("Endpoint.collect: no session is open; at.session() opens one")
-        ended(self, done)
-        return arrived_sessions(self.rollout, done, prompts_of(done), range(len(done)))
-
-    def run(self,
-        agent:Callable,   # function, async or not: base_url, api_key, session and columns of the prompt, by name
-        prompts:Batch,    # as for `rollout.generate`
-        *,
-        group_size:int=1, # sessions a prompt
-        seed=0,           # number or tuple that names these samples
-        max_turns:int|None=None, # calls of a session
-        budget:int|None=None,    # tokens of all answers of a session
-        deadline:int|float|None=None, # seconds for all of them; None: as long as it takes
-    )->Batch: # rows of all sessions that ended, prompt by prompt; those of one session have one `unit`
-        """Run an agent for every sample; gives the columns of `rollouts`, and `result` where agents return something.
-
-        A session that is late, or whose agent raises, is named in a warning. RuntimeError when none arrives."""
-        check_prompts(prompts)
-        check_ready(self.rollout.sampler)
-        n, episodes = whole_number("Endpoint.run", "group_size", group_size), episodes_of(prompts, group_size)
-        sessions = [self.session(group=e.group, sample=e.sample, seed=seed, max_turns=max_turns, budget=budget)
-                    for e in episodes]
-        for s, e in zip(sessions, episodes, strict=True): s.episode = e
-        given = [s.episode.row | dict(base_url=self.url, api_key=s.key, session=s) for s in sessions]
-        seconds = math.inf if deadline is None else deadline
-        def run(): return all_driven(agent, sessions, given, seconds)
-        try: in_thread(run)
-        finally: ended(self, sessions)
-        check_spaces(sessions, self.desk.strip)
-        return arrived_sessions(self.rollout, sessions, prompts, [k//n for k in range(len(sessions))])
+    run, collect = run, collect
 
     def report(self)->dict[str, Any]:
         "Numbers since it was opened; `fork_share` of the calls that followed another began a row of their own."
@@ -241,18 +261,3 @@ class Endpoint(Stays):
         ended(self, list(self.desk.sessions.values()))
         self.desk.asker.close()
         self.served.close()
-
-# %% ../../nbs/rollout/87m_endpoint.ipynb #1a3b3f09
-def ended(
-    at:Endpoint,
-    sessions:Sequence[Session],
-):
-    "Close sessions: their keys open nothing more, and their calls under way are stopped."
-    def close():
-        for s in sessions:
-            if not s.open: continue
-            s.open = False
-            at.desk.sessions.pop(s.number, None)
-            for task in list(s.tasks): task.cancel()
-            at.past.update(counted([s]))
-    at.served.call(close)
