@@ -264,7 +264,8 @@ def app_of(
     for path, form in {"chat/completions": CHAT, "responses": RESPONSES, "messages": MESSAGES}.items():
         async def answer(request, form=form): return await respond(desk, form, request)
         routes += [Route(f"{start}/{path}", answer, methods=["POST"]) for start in ("/v1", "/v1/v1", "")]
-    routes += [Route(f"{start}/models", lambda request: models(desk, request)) for start in ("/v1", "/v1/v1", "")]
+    async def named(request): return await models(desk, request)
+    routes += [Route(f"{start}/models", named) for start in ("/v1", "/v1/v1", "")]
     return Starlette(routes=routes, exception_handlers={HTTPException: nowhere, Exception: broken},
                      middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])])
 

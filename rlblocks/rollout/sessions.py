@@ -255,4 +255,5 @@ def respaced(
     messages:Sequence[Mapping],
 )->bool:
     "Whether a conversation would continue a point but for spaces."
-    return any(continues(messages, p.messages, True) for p in session.points)
+    exact, near = (any(continues(messages, p.messages, strip) for p in session.points) for strip in (False, True))
+    return near and not exact
