@@ -12,13 +12,14 @@ import pytest
 import torch
 from clock import Clock
 from conftest import vllm_python
-from rlblocks import Batch, Policy, Prompts, Rollout, aggregate, rollouts
+from rlblocks import Batch, Endpoint, Policy, Prompts, Rollout, aggregate, rollouts
 from rlblocks.data.renderers import ChatRenderer
 from rlblocks.rollout.adapters import gym_environment, tool_environment
 from rlblocks.rollout.episodes import Environment, Step
 from rlblocks.rollout.samplers import vllm
 from test_samplers import WIDE
 from tiny import model
+from torch.testing import assert_close
 
 CHATML = ("{% for m in messages %}<turn>{{ m.role }}\n{{ m.content }}<end>\n{% endfor %}"
           "{% if add_generation_prompt %}<turn>assistant\n{% endif %}")
@@ -427,3 +428,28 @@ def test_errors_say_what_is_wanted(rollout):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rollouts(rollout, Talk, p, max_tokens=1)
+
+
+# -- an agent over HTTP (tests/test_endpoint.py has the rest)
+
+async def talk(base_url, api_key, messages):
+    "The conversation of `Talk`, by an agent that has never heard of environments."
+    from openai import AsyncOpenAI
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for n in range(1, 6):
+            said = (await client.chat.completions.create(model="policy", messages=messages)).choices[0].message
+            messages = [*messages, said.model_dump(), dict(role="tool" if n % 2 else "user", content=f"Turn {n}")]
+    return 2.
+
+
+def test_rows_of_an_agent_are_those_of_the_environment_loop(rollout):
+    "Of the same seeds, column by column."
+    p = asked(rollout.tokenizer)
+    with Endpoint(rollout) as at: a = at.run(talk, p, group_size=4, seed=5)
+    b = rollouts(rollout, Talk, p, group_size=4, seed=5)
+    assert set(a.columns) == set(b.columns) and a.per_row == b.per_row and gap(a) < 1e-3
+    for name in ("tokens", "lengths", "prompt_lengths", "mask", "turn", "policy_version", "group", "sample", "unit",
+                 "temperature", "n_turns", "duplicate", "reward"): assert a[name].equal(b[name]), name
+    assert a.finish_reason == b.finish_reason and a.completion == b.completion
+    assert_close(a.rollout_logprobs, b.rollout_logprobs, atol=1e-5, rtol=0)
+    assert [[m["content"] for m in x] for x in a.messages] == [[m["content"] for m in x] for x in b.messages]
