@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from numbers import Real
 from typing import Any
 
@@ -30,7 +31,7 @@ from .rows import check_prompts
 from .samplers import check_ready
 from .serving import Desk, Served, app_of
 from .sessions import Session
-from .turns import Limits
+from .turns import Limits, by_token
 
 # %% ../../nbs/rollout/87m_endpoint.ipynb #9c5d690e
 def parameters_of(
@@ -73,27 +74,36 @@ async def all_driven(
     if late: await asyncio.wait(late, timeout=5.)
 
 # %% ../../nbs/rollout/87m_endpoint.ipynb #7c55c927
-def arrived_sessions(
+def rows_of_sessions(
     rollout:Rollout,
     sessions:Sequence[Session],
     prompts:Batch,
-    at:Sequence[int],     # the prompt of each
+    at:Sequence[int],    # the prompt of each, in their order
+    units:Sequence[int], # of each
 )->Batch:
     "Rows of the sessions that ended well. RuntimeError where none has."
     for s in sessions:
-        if s.episode.error is None and not s.episode.strands: s.episode.error = "it asked nothing"
+        if s.episode.error is None and not s.strands: s.episode.error = "it asked nothing"
+    warn_of_lost([s.episode for s in sessions if s.episode.error is not None], len(sessions))
     well = [k for k, s in enumerate(sessions) if s.episode.error is None]
-    lost = [s.episode for s in sessions if s.episode.error is not None]
-    if lost:
-        named = "; ".join(f"sample {e.sample} of group {e.group}: {e.error}" for e in lost[:5])
-        text = (f"Endpoint: {len(lost)} of {len(sessions)} sessions did not arrive: {named}"
-                f"{' …' if len(lost) > 5 else ''}")
-        if not well: raise RuntimeError(text)
-        warnings.warn(text, stacklevel=4)
-    rows = rows_of_episodes(rollout, [sessions[k].episode for k in well], prompts, [at[k] for k in well])
-    results = [sessions[k].result for k in well]
-    if any(x is not None for x in results): rows["result"] = [results[u] for u in rows.unit.tolist()]
-    return rows
+    def rows(i):
+        of = [k for k in well if at[k] == i]
+        return rows_of_episodes(rollout, [sessions[k].episode for k in of], prompts[[i]], [units[k] for k in of])
+    made = by_token(Batch.cat([rows(i) for i in sorted({at[k] for k in well})]))
+    results = {units[k]: sessions[k].result for k in well}
+    if any(x is not None for x in results.values()): made["result"] = [results[u] for u in made.unit.tolist()]
+    return made
+
+def warn_of_lost(
+    lost:Sequence[Episode],
+    n:int, # sessions
+):
+    "Name the sessions that are no rows. RuntimeError when they are all."
+    if not lost: return
+    named = "; ".join(f"sample {e.sample} of group {e.group}: {e.error}" for e in lost[:5])
+    text = f"Endpoint: {len(lost)} of {n} sessions did not arrive: {named}{' …' if len(lost) > 5 else ''}"
+    if len(lost) == n: raise RuntimeError(text)
+    warnings.warn(text, stacklevel=5)
 
 def prompts_of(
     sessions:Sequence[Session],
@@ -113,7 +123,7 @@ def counted(
     sums:Counter = Counter()
     for s in sessions:
         e = s.episode
-        sums.update(sessions=1, calls=e.turns, rows=len(e.strands), forks=s.forks, respaced=s.respaced,
+        sums.update(sessions=1, calls=e.turns, rows=len(s.strands), forks=s.forks, respaced=s.respaced,
                     unanswered=s.draws - e.turns, later=max(e.turns - 1, 0))
     return sums
 
@@ -128,7 +138,32 @@ def check_spaces(
                   "changed the spaces around what the assistant had said; Endpoint(…, strip=True) takes such messages "
                   "for the same", stacklevel=4)
 
+def check_ignored(
+    rollout:Rollout,
+    sessions:Sequence[Session],
+):
+    "A warning where agents asked for another distribution than the rollout's."
+    own, ignored = asdict(rollout.how), {k: x for s in sessions for k, x in s.ignored.items()}
+    other = [f"{k}={x} (the rollout has {own[k]})" for k, x in ignored.items() if k in own and x != own[k]]
+    if other:
+        warnings.warn(f"Endpoint: agents asked for {', '.join(other)}: that has no effect, since rows are trained "
+                      "under the distribution that the rollout draws from", stacklevel=4)
+
 # %% ../../nbs/rollout/87m_endpoint.ipynb #1a3b3f09
+def opened(
+    at:"Endpoint",
+    episode:Episode,
+    seed,
+    max_turns:int|None,
+    budget:int|None,
+)->Session:
+    "A session for an episode."
+    r = at.rollout
+    with at.lock: number, at.numbers = at.numbers, at.numbers + 1
+    made = Session(episode, Limits(r.max_tokens, max_turns, budget, r.sampler.window), seed, number)
+    at.desk.sessions[number] = made
+    return made
+
 def ended(
     at:"Endpoint",
     sessions:Sequence[Session],
@@ -141,6 +176,7 @@ def ended(
             at.desk.sessions.pop(s.number, None)
             for task in list(s.tasks): task.cancel()
             at.past.update(counted([s]))
+            at.seen.update(s.ignored)
     at.served.call(close)
 
 # %% ../../nbs/rollout/87m_endpoint.ipynb #546bbcf5
@@ -160,17 +196,18 @@ def run(
     A session that is late, or whose agent raises, is named in a warning. RuntimeError when none arrives."""
     check_prompts(prompts)
     check_ready(at.rollout.sampler)
-    n, episodes = whole_number("Endpoint.run", "group_size", group_size), episodes_of(prompts, group_size)
-    sessions = [at.session(group=e.group, sample=e.sample, seed=seed, max_turns=max_turns, budget=budget)
-                for e in episodes]
-    for s, e in zip(sessions, episodes, strict=True): s.episode = e
+    n, seconds = whole_number("Endpoint.run", "group_size", group_size), math.inf if deadline is None else deadline
+    if not seconds > 0: raise ValueError(f"Endpoint.run: deadline={deadline!r}; seconds above 0 are wanted, or None")
+    episodes = episodes_of(prompts, n)
+    sessions = [opened(at, e, seed, max_turns, budget) for e in episodes]
     given = [s.episode.row | dict(base_url=at.url, api_key=s.key, session=s) for s in sessions]
-    seconds = math.inf if deadline is None else deadline
     def go(): return all_driven(agent, sessions, given, seconds)
     try: in_thread(go)
     finally: ended(at, sessions)
     check_spaces(sessions, at.desk.strip)
-    return arrived_sessions(at.rollout, sessions, prompts, [k//n for k in range(len(sessions))])
+    check_ignored(at.rollout, sessions)
+    units = [s.episode.group*n + s.episode.sample for s in sessions]   # as `rollouts` numbers them
+    return rows_of_sessions(at.rollout, sessions, prompts, [k//n for k in range(len(sessions))], units)
 
 def collect(
     at:"Endpoint",
@@ -180,7 +217,8 @@ def collect(
     done = list(at.desk.sessions.values()) if sessions is None else list(sessions)
     if not done: raise ValueError("Endpoint.collect: no session is open; at.session() opens one")
     ended(at, done)
-    return arrived_sessions(at.rollout, done, prompts_of(done), range(len(done)))
+    check_ignored(at.rollout, done)
+    return rows_of_sessions(at.rollout, done, prompts_of(done), range(len(done)), range(len(done)))
 
 # %% ../../nbs/rollout/87m_endpoint.ipynb #efea7831
 class Endpoint(Stays):
@@ -201,7 +239,8 @@ class Endpoint(Stays):
         if not isinstance(rollout, Rollout):
             raise TypeError(f"Endpoint: {rollout!r} came; a Rollout of this process is wanted (pool=here)")
         made = default_renderer(rollout) if renderer is None else renderer
-        self.rollout, self.numbers, self.names, self.past = rollout, 1, {}, Counter()
+        self.rollout, self.numbers, self.names = rollout, 1, {}
+        self.past, self.seen = Counter(), set()     # of sessions that have ended: numbers, names of parameters
         self.lock = threading.Lock()
         asker = Asker(rollout)
         self.desk = Desk(rollout, made, asker, model, frozenset(ignore), strip, self.named)
@@ -226,7 +265,7 @@ class Endpoint(Stays):
 
     def session(self,
         *,
-        group:int|None=None, # its advantages are compared within; None: one of its own
+        group:int|None=None, # its advantages are compared within; None: one of its own, above 2⁴⁰
         sample:int=0,        # its place in the group
         seed=0,              # names its samples
         max_turns:int|None=None, # calls that are answered
@@ -234,11 +273,8 @@ class Endpoint(Stays):
         **row,               # columns of its rows
     )->Session:
         "Open one, by hand. It ends with `collect`."
-        limits = Limits(self.rollout.max_tokens, max_turns, budget, self.rollout.sampler.window)
-        with self.lock: number, self.numbers = self.numbers, self.numbers + 1
-        made = Session(Episode(row, [], number if group is None else group, sample), limits, seed, number)
-        self.desk.sessions[number] = made
-        return made
+        own = (1 << 40) + self.numbers if group is None else group
+        return opened(self, Episode(row, [], own, sample), seed, max_turns, budget)
 
     def named(self,
         name:str, # as the header x-session has it
@@ -253,8 +289,8 @@ class Endpoint(Stays):
         "Numbers since it was opened; `fork_share` of the calls that followed another began a row of their own."
         sums = self.past + counted(self.desk.sessions.values())
         names = ("sessions", "calls", "rows", "forks", "respaced", "unanswered")
-        return {k: sums[k] for k in names} | dict(fork_share=sums["forks"]/max(sums["later"], 1),
-                                                  ignored=sorted(self.desk.ignored))
+        seen = self.seen.union(*(s.ignored for s in self.desk.sessions.values()))
+        return {k: sums[k] for k in names} | dict(fork_share=sums["forks"]/max(sums["later"], 1), ignored=sorted(seen))
 
     def close(self):
         "End all sessions, the server and its threads. The rollout stays."

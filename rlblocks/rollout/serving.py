@@ -40,7 +40,6 @@ class Desk:
     open_named:Callable[[str], Session] # a session by its name
     token:str = field(default_factory=lambda: f"rl-all-{secrets.token_urlsafe(24)}")
     sessions:dict[int, Session] = field(default_factory=dict) # that are open, by their numbers
-    ignored:set[str] = field(default_factory=set)             # parameters that came and have no effect
 
 # %% ../../nbs/rollout/87l_serving.ipynb #b4576e71
 def session_of(
@@ -107,7 +106,7 @@ def plan_for(
     except Refused: raise
     except Exception as e:
         raise Refused(f"the chat template refuses these messages: {type(e).__name__}: {e}", param="messages") from e
-    desk.ignored.update(call.ignored)
+    session.ignored.update(call.ignored)
     return plan
 
 # %% ../../nbs/rollout/87l_serving.ipynb #dd675609
@@ -170,6 +169,10 @@ class Exchange:
         self.answer = replace(self.answer, said=len(c.tokens), message=message, reason=reason)
         return True
 
+    def end(self):
+        "It is under way no more."
+        if self.plan is not None: self.session.rooms.pop(self.plan.draw, None)
+
     def record(self):
         "It is part of the session now. Refused when that has ended."
         if self.plan is None or self.completion is None or self.answer is None: return
@@ -202,15 +205,17 @@ async def respond(
 )->Any: # a response of Starlette
     "Answer a request."
     from starlette.responses import JSONResponse, Response, StreamingResponse
+    try: exchange = await exchange_of(desk, form, request)
+    except Refused as e: return refusal(form.error(e), e.status)
+    headers = {"x-ignored-parameters": ", ".join(exchange.call.ignored)} if exchange.call.ignored else {}
+    if exchange.call.stream:
+        return StreamingResponse(events(exchange, request), media_type="text/event-stream", headers=headers)
     try:
-        exchange = await exchange_of(desk, form, request)
-        headers = {"x-ignored-parameters": ", ".join(exchange.call.ignored)} if exchange.call.ignored else {}
-        if exchange.call.stream:
-            return StreamingResponse(events(exchange, request), media_type="text/event-stream", headers=headers)
         if not await exchange.sample(request) or exchange.answer is None: return Response(status_code=499)
         exchange.record()
         return JSONResponse(form.answer(exchange.answer), headers=headers)
     except Refused as e: return refusal(form.error(e), e.status)
+    finally: exchange.end()
 
 async def events(
     exchange:Exchange,
@@ -219,15 +224,23 @@ async def events(
     "A stream of server-sent events."
     form, call = exchange.form, exchange.call
     if exchange.answer is None: return
-    for e in form.stream(replace(exchange.answer, message=dict(content="")), call)[0]: yield event(*e)
     try:
+        for e in form.stream(replace(exchange.answer, message=dict(content="")), call)[0]: yield event(*e)
         if not await exchange.sample(request): return
         _, body, end = form.stream(exchange.answer, call)
         for e in body: yield event(*e)
         if await request.is_disconnected(): return
         exchange.record()
         for e in end: yield event(*e)
-    except Refused as e: yield event(*form.stream_error(e))
+    except Exception as e:
+        yield event(*form.stream_error(e if isinstance(e, Refused) else fault(e)))
+    finally: exchange.end()
+
+def fault(
+    e:Exception,
+)->Refused:
+    "A fault of the endpoint's own."
+    return Refused(f"{type(e).__name__}: {e}", status=500)
 
 def event(
     name:str|None,
@@ -291,7 +304,7 @@ async def nowhere(request:Any, e:Any)->Any:
 async def broken(request:Any, e:Exception)->Any:
     "A fault of the endpoint's own."
     form = MESSAGES if "messages" in request.url.path else CHAT
-    return refusal(form.error(Refused(f"{type(e).__name__}: {e}", status=500)), 500)
+    return refusal(form.error(fault(e)), 500)
 
 # %% ../../nbs/rollout/87l_serving.ipynb #a03685f0
 class Served:
@@ -313,6 +326,9 @@ class Served:
         self.thread.start()
         end = time.monotonic() + 30
         while not self.server.started and self.thread.is_alive() and time.monotonic() < end: time.sleep(.005)
+        if not self.server.started:
+            self.close()
+            raise RuntimeError(f"Endpoint: the server on port {self.port} did not start in 30 s")
 
     def run(self):
         "Until it is closed."
