@@ -144,7 +144,7 @@ def test_leaving_the_body_keeps_no_half_step(tmp_path, caplog):
         except RuntimeError: pass
         gc.collect()
         assert Checkpoint(tmp_path/end).restore(dict(c=(c := Count()))) == 2 == c.n, end
-        assert last(caplog, tmp_path/end) == f"Checkpoint: {tmp_path/end} stopped at step 3; the last save is step-00000002"
+        assert last(caplog, tmp_path/end).endswith(f"{end} stopped at step 3; the last save is step-00000002")
     for end in ("close", "throw", "forget"):
         g = body(tmp_path/end)
         for _ in range(3): next(g)
@@ -153,7 +153,7 @@ def test_leaving_the_body_keeps_no_half_step(tmp_path, caplog):
             with pytest.raises(KeyError): g.throw(KeyError())
         del g
         assert Checkpoint(tmp_path/end).restore(dict(c=(c := Count()))) == 2 == c.n, end
-        assert last(caplog, tmp_path/end) == f"Checkpoint: {tmp_path/end} stopped at step 2; the last save is step-00000002"
+        assert last(caplog, tmp_path/end).endswith(f"{end} stopped at step 2; the last save is step-00000002")
     next(body(tmp_path/"none"))
     assert last(caplog, tmp_path/"none") == f"Checkpoint: {tmp_path/'none'} stopped at step 0; nothing is saved yet"
 
