@@ -127,7 +127,9 @@ if TYPE_CHECKING:
     from rlblocks.rollout.killable import Caps
     from rlblocks.rollout.rewards import choice_reward, distinct_reward, exact_reward, format_reward, json_reward, length_reward
     from rlblocks.rollout.adapters import gym_environment, tool_environment
+    from rlblocks.rollout.endpoint import Endpoint
     from rlblocks.rollout.environments import rollouts
+    from rlblocks.rollout.sessions import Session
     from rlblocks.rollout.episodes import Environment, Step
     from rlblocks.checkpoint.checkpoint import Checkpoint
     from rlblocks.checkpoint.saves import writable
@@ -161,6 +163,7 @@ _LAZY = dict(
     format_reward="rollout.rewards", json_reward="rollout.rewards", length_reward="rollout.rewards",
     distinct_reward="rollout.rewards",
     Environment="rollout.episodes", Step="rollout.episodes", rollouts="rollout.environments",
+    Endpoint="rollout.endpoint", Session="rollout.sessions",
     tool_environment="rollout.adapters", gym_environment="rollout.adapters",
     Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="rollout.graders",
     math_reward="rollout.graders", Flight="rollout.flight", Rollout="rollout.rollout", penalties="rollout.controls",
@@ -177,9 +180,9 @@ _LAZY = dict(
 
 __all__ = [
     "Batch", "Buffer", "Caps", "ChatRenderer", "Checkpoint", "Cluster", "Counts", "Critic", "Demonstrations",
-    "Denom", "Environment", "Feedback", "Flight", "Grader", "Last", "Max", "Mean", "Metric", "Number",
+    "Denom", "Endpoint", "Environment", "Feedback", "Flight", "Grader", "Last", "Max", "Mean", "Metric", "Number",
     "OptimizerSpec", "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged", "RayPool", "Renderer",
-    "Response", "Rollout", "Sandbox", "Scorer", "SpmdPool", "Step", "TextRenderer", "Whole", "a2po_loss", "adamw",
+    "Response", "Rollout", "Sandbox", "Scorer", "Session", "SpmdPool", "Step", "TextRenderer", "Whole", "a2po_loss", "adamw",
     "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward",
     "alphapo_loss", "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units",
     "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token",
