@@ -100,28 +100,28 @@ def episodes_of(
 
 def rows_of_episodes(
     rollout:Rollout,
-    episodes:list[Episode], # that have ended well
-    prompts:Batch,
-    at:list[int],           # the prompt of each
+    episodes:list[Episode], # that have ended well, of one prompt
+    prompt:Batch,           # one row
+    units:list[int],        # of each
 )->Batch:
     "A row for each strand of each episode."
-    every = [(e, t, i) for e, i in zip(episodes, at, strict=True) for t in strands_of(e)]
+    every = [(e, t, u) for e, u in zip(episodes, units, strict=True) for t in strands_of(e)]
     tokens, lengths = pad([t.start for _, t, _ in every])
     none, n, of = torch.zeros_like(tokens), len(every), [e for e, *_ in every]
     own = ("tokens", "lengths", "mask", "group")
-    columns = {k: v[[i for *_, i in every]] if isinstance(v, Tensor) else [v[i] for *_, i in every]
-               for k, v in prompts.columns.items() if k not in own and not prompts.is_per_token(k)}
+    columns = {k: v[[0]*n] if isinstance(v, Tensor) else [v[0]]*n
+               for k, v in prompt.columns.items() if k not in own and not prompt.is_per_token(k)}
     columns |= dict(
         tokens=tokens, lengths=lengths, mask=none.bool(), turn=none - 1, rollout_logprobs=none.float(),
         policy_version=none, prompt_lengths=lengths, group=torch.tensor([e.group for e in of]),
-        sample=torch.tensor([e.sample for e in of]), unit=torch.tensor([unit_of(e) for e in of]),
-        finish_reason=[e.finish for e in of], messages=[t.messages or e.messages for e, t, _ in every],
+        sample=torch.tensor([e.sample for e in of]), unit=torch.tensor([u for *_, u in every]),
+        finish_reason=[e.finish for e in of], messages=[t.messages for _, t, _ in every],
         n_turns=torch.tensor([e.turns for e in of]), reward=rewards_of(of),
         **{k: torch.full((n,), v, dtype=torch.long if k == "top_k" else torch.float32)
            for k, v in asdict(rollout.how).items()})
     if kept := rollout.how.kept(rollout.sampler.vocabulary):
         columns["support"] = torch.full((*tokens.shape, kept), -1, dtype=torch.int32)
-    rows = behind(Batch(per_row=prompts.per_row, **columns), [t.spans for _, t, _ in every])
+    rows = behind(Batch(per_row=prompt.per_row, **columns), [t.spans for _, t, _ in every])
     said = [row[start:end] for row, start, end in zip(rows.tokens, rows.prompt_lengths, rows.lengths, strict=True)]
     rows["duplicate"] = duplicates(rows.group, said)
     if rollout.tokenizer is not None: rows["completion"] = texts_of_turns(rollout.tokenizer, rows)
@@ -221,4 +221,4 @@ def arrived(
     "Rows of the episodes without an error; the others by name."
     lost = [f"sample {e.sample} of group {e.group}: {e.error}" for e in episodes if e.error is not None]
     well = [e for e in episodes if e.error is None]
-    return (rows_of_episodes(rollout, well, prompt, [0]*len(well)) if well else None), lost
+    return (rows_of_episodes(rollout, well, prompt, [unit_of(e) for e in well]) if well else None), lost

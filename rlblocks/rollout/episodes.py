@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ..data.renderers import Renderer
-from .conversations import Strand, Talk, opened
+from .conversations import Talk, opened
 from .rollout import Rollout
 from .rows import Finish
 from .samplers import Completion, Line, Request, turn_seed
@@ -104,22 +104,6 @@ class Episode:
     finish:Finish = "timeout"
     error:str|None = None # of the environment
     done:bool = False     # whether its environment is closed
-
-    @property
-    def main(self)->Talk:
-        "The conversation with its environment."
-        if not self.talks: self.talks.append(Talk([]))
-        return self.talks[0]
-
-    @property
-    def messages(self)->list[dict]:
-        "Of the conversation with its environment."
-        return self.main.messages
-
-    @property
-    def strands(self)->list[Strand]:
-        "The rows of the conversation with its environment."
-        return self.main.strands
 
     def heard(self,
         step:Step, # of the environment
