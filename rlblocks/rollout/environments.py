@@ -19,7 +19,8 @@ from torch import Tensor
 from ..data.batch import Batch
 from ..data.columns import pad, whole_number
 from ..data.renderers import Renderer, renderer_of
-from .episodes import Episode, Pump, Step, Strand, Table, called, play
+from .conversations import Strand
+from .episodes import Episode, Pump, Step, Table, called, play
 from .rollout import Rollout
 from .rows import check_prompts, duplicates
 from .samplers import check_ready
