@@ -35,10 +35,10 @@ that no formula changes take about as long:
                  kernels, a tensor for each metric. About .1 ms for SFT and .2 for CISPO, where the peer's handful of
                  operations takes .03 to .1 (each comparison says it of its loss).
   the mask       Inductor unpacks a Bool entry by entry in each pass. Σ where(mask, x, 0)/n alone, without clip, count
-                 or metrics, takes .155 ms compiled with its backward pass, and Σ x/n .08. The peer's own SFT loss,
-                 compiled, takes .17, and .15 eager.
+                 or metrics, takes .155 ms compiled with its backward pass, and Σ x/n .08; −Σ x·mask/Σ mask, which is
+                 the peer's SFT loss, .17. That peer takes .15 eager.
 
-Tried as well, and no faster than a budget of 0: budgets from .2 to .9, `aggressive_recomputation`, no bans on
+Tried as well, and not clearly faster than a budget of 0: budgets from .2 to .9, `aggressive_recomputation`, no bans on
 recomputing, the mask as floats or bytes, counts in float32 or int32.
 So little work depends on what else the machine does: at a load of 8 REINFORCE took 1.5 times its fastest peer's time
 and SFT 2.2. The results come from two quiet cores (each comparison says its date and load).
