@@ -134,8 +134,8 @@ def test_counts_are_of_the_experts_that_tokens_went_to(packed):
 
 
 def test_picks_that_nobody_tells():
-    """A router that gives scores alone: the ids are those that enter the experts; when those are not told either, a
-    bias or groups are refused, and without them the largest scores stand."""
+    """A router that returns scores alone is seen to pick; of one that picks in another way than by `topk`, a bias or
+    groups are refused, and without them the largest scores stand."""
     model, b = deepseek(), batch()
     want, gates = entered(model, b), [layer.mlp.gate for layer in model.model.layers[1:]]
     for layer in model.model.layers[1:]:
@@ -152,15 +152,17 @@ def test_picks_that_nobody_tells():
         with torch.no_grad(), picked(model) as went: model(b.tokens[:1, :b.lengths[0]])
         return torch.stack([x.sum(0) for x in went])
     assert_close(counts(), want[0])
-    for layer in model.model.layers[1:]: layer.mlp.forward = lambda hidden, mlp=layer.mlp: (mlp.gate(hidden), hidden)[1]
+    for layer in model.model.layers[1:]:
+        layer.mlp.forward = lambda hidden, mlp=layer.mlp: (mlp.gate(hidden), hidden)[1]
+        layer.mlp.gate.forward = lambda hidden, gate=layer.mlp.gate: (
+            torch.nn.functional.linear(hidden.flatten(0, 1), gate.weight), None, None)
     with pytest.raises(ValueError,
                        match="DeepseekV3TopkRouter of DeepseekV3ForCausalLM does not pick by its scores alone "
-                       r"\(gate.e_score_correction_bias, num_group\)"):
+                       r"\(gate.e_score_correction_bias, num_group\), and not by topk"):
         counts()
     for gate in gates:
         del gate._buffers["e_score_correction_bias"]
-        gate.num_group, gate.forward = 1, lambda hidden, gate=gate: (
-            torch.nn.functional.linear(hidden.flatten(0, 1), gate.weight), None, None)
+        gate.num_group = 1
     assert counts().sum() == 2*2*b.lengths[0]
 
 

@@ -100,58 +100,6 @@ def experts_per_token(
     raise ValueError(f"expert_counts: the configuration of {type(trunk).__name__} does not say how many experts a "
                      "token gets; pass top_k=…")
 
-@contextmanager
-def picked(
-    trunk:nn.Module, # a mixture of experts that will run inside
-)->Iterator[list[Tensor]]: # one `[tokens, E]` a layer, once it has run: 1 at each expert that the token goes to, else 0
-    """While inside, the experts that all tokens of a forward pass go to.
-
-    ValueError for a model without routers, and for one that picks by more than its scores without saying what."""
-    routers, k = _declared(trunk, "expert_counts"), experts_per_token(trunk)
-    around = {id(child): block for block in trunk.modules() for child in block.children()}
-    scores:dict[int, Tensor] = {}    # router → scores
-    ids:dict[int, Tensor] = {}       # router → what it picked, where it is known
-    def note(i, found):
-        x = _ids(found, len(scores[i]), k) if i in scores and i not in ids else None
-        if x is not None: ids[i] = x
-    def leaves(i, index):
-        def hook(module, args, out):
-            scores[i] = _scores(out, index).detach()
-            ids.pop(i, None)
-            note(i, out)
-        return hook
-    def enters(i): return lambda module, args, kwargs: note(i, (*args, *kwargs.values()))
-    hooks = []
-    for i, (router, index) in enumerate(routers):
-        hooks.append(router.register_forward_hook(leaves(i, index), prepend=True))    # before experts are renumbered
-        block = around.get(id(router))
-        beside = [m for m in block.modules() if m not in (router, block)] if block else []
-        hooks += [m.register_forward_pre_hook(enters(i), with_kwargs=True) for m in beside]
-    seen:list[Tensor] = []
-    with _hooked(hooks):
-        yield seen
-        for i, (router, _) in enumerate(routers):
-            at = ids[i] if i in ids else _largest(scores[i], k, router, around.get(id(router), router), trunk)
-            seen.append(torch.zeros_like(scores[i]).scatter(-1, at.long(), 1.))
-
-def _ids(found, tokens, k):
-    "The ids of experts among what a module returned or was given: whole numbers, k a token; None without."
-    found = found if isinstance(found, tuple | list) else [found]
-    ints = [x for x in found if isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64) and x.dim() > 1]
-    return next((x.detach().reshape(tokens, k) for x in ints if x.shape[-1] == k and x.numel() == tokens*k), None)
-
-def _largest(scores, k, router, block, trunk):
-    "The k largest scores. ValueError for a router that has a selection bias or groups of experts, as far as names say."
-    names = [name for name, _ in (*block.named_parameters(), *block.named_buffers())]
-    odd = [name for name in names if name.endswith(("correction_bias", "expert_bias"))]
-    odd += [name for name in ("n_group", "num_group", "num_expert_group")
-            if any(isinstance(n := getattr(m, name, None), int) and n > 1 for m in (router, block))]
-    if odd:
-        raise ValueError(f"expert_counts: {type(router).__name__} of {type(trunk).__name__} does not pick by its "
-                         f"scores alone ({', '.join(odd)}), and does not say which experts it picked")
-    return scores.topk(k).indices
-
-# %% ../../nbs/models/69_routers.ipynb #6f5c7218
 class _Picks(TorchFunctionMode):
     "Note what `topk` picks among a router's experts, or pick what is given."
     def __init__(self, experts, k, ids=None):
@@ -162,12 +110,62 @@ class _Picks(TorchFunctionMode):
         found = func(*args, **kwargs or {})
         if func not in (torch.topk, Tensor.topk): return found
         if args[0].shape[-1] != self.experts or found.indices.shape[-1] != self.k: return found
-        if self.ids is not None:
+        if self.ids is not None and self.ids.shape == found.indices.shape:      # a choice among groups has another
             at = torch.where(self.ids >= 0, self.ids, found.indices)
             found = type(found)((args[0].gather(-1, at), at))
         self.seen = found.indices
         return found
 
+@contextmanager
+def _noting(routers, k, note, ids=None):
+    "While inside, note(a router's number, what it returned, what `topk` picked in it or None) after each of its calls."
+    modes:dict[int, _Picks] = {}
+    def enter(i):
+        def hook(module, args):
+            experts = len(w) if (w := getattr(module, "weight", None)) is not None else None
+            modes[i] = _Picks(experts, k, None if ids is None else ids[:, i].long())
+            modes[i].__enter__()
+        return hook
+    def leave(i):
+        def hook(module, args, out):
+            modes[i].__exit__(None, None, None)
+            note(i, out, modes[i].seen)
+        return hook
+    hooks = [m.register_forward_pre_hook(enter(i)) for i, (m, _) in enumerate(routers)]
+    hooks += [m.register_forward_hook(leave(i), prepend=True, always_call=True) for i, (m, _) in enumerate(routers)]
+    with _hooked(hooks): yield
+
+@contextmanager
+def picked(
+    trunk:nn.Module, # a mixture of experts that will run inside
+)->Iterator[list[Tensor]]: # one `[tokens, E]` a layer, once it has run: 1 at each expert that the token goes to, else 0
+    """While inside, the experts that all tokens of a forward pass go to.
+
+    ValueError for a model without routers, and for one that picks by more than its scores, and not by `topk`."""
+    routers, k = _declared(trunk, "expert_counts"), experts_per_token(trunk)
+    found:dict[int, tuple] = {}
+    seen:list[Tensor] = []
+    def note(i, out, ids):
+        if out is not None: found[i] = _scores(out, routers[i][1]).detach(), ids
+    with _noting(routers, k, note): yield seen
+    for i, (router, _) in enumerate(routers):
+        scores, ids = found[i]
+        at = _largest(scores, k, router, trunk) if ids is None else ids.reshape(len(scores), k)
+        seen.append(torch.zeros_like(scores).scatter(-1, at, 1.))
+
+def _largest(scores, k, router, trunk):
+    "The k largest scores. ValueError for a router that has a selection bias or groups of experts, as far as names say."
+    block = next((m for m in trunk.modules() if any(child is router for child in m.children())), router)
+    names = [name for name, _ in (*block.named_parameters(), *block.named_buffers())]
+    odd = [name for name in names if name.endswith(("correction_bias", "expert_bias"))]
+    odd += [name for name in ("n_group", "num_group", "num_expert_group")
+            if any(isinstance(n := getattr(m, name, None), int) and n > 1 for m in (router, block))]
+    if odd:
+        raise ValueError(f"expert_counts: {type(router).__name__} of {type(trunk).__name__} does not pick by its "
+                         f"scores alone ({', '.join(odd)}), and not by topk: the experts that it picked are not known")
+    return scores.topk(k).indices
+
+# %% ../../nbs/models/69_routers.ipynb #6f5c7218
 @contextmanager
 def routing(
     trunk:nn.Module, # a mixture of experts that will run inside
@@ -175,20 +173,9 @@ def routing(
 )->Iterator[list[Tensor]]: # `[N, K]` a layer and call, once it has run: the experts of each token
     "While inside, note the experts that routers pick, or make them pick. ValueError for a router without `topk`."
     routers, k, seen = _declared(trunk, "experts"), experts_per_token(trunk), []
-    modes:dict[int, _Picks] = {}
-    def enter(i):
-        def hook(module, args):
-            given = None if ids is None else ids[:, i].long()
-            modes[i] = _Picks(len(module.weight), k, given)
-            modes[i].__enter__()
-        return hook
-    def leave(i):
-        def hook(module, args, out):
-            modes[i].__exit__(None, None, None)
-            if modes[i].seen is None: raise ValueError(f"experts: {type(module).__name__} does not pick its experts "
-                                                       "by topk; they cannot be noted or replayed")
-            seen.append(modes[i].seen)
-        return hook
-    hooks = [m.register_forward_pre_hook(enter(i)) for i, (m, _) in enumerate(routers)]
-    hooks += [m.register_forward_hook(leave(i), prepend=True, always_call=True) for i, (m, _) in enumerate(routers)]
-    with _hooked(hooks): yield seen
+    def note(i, out, picks):
+        if picks is None:
+            raise ValueError(f"experts: {type(routers[i][0]).__name__} does not pick its experts by topk; they cannot "
+                             "be noted or replayed")
+        seen.append(picks)
+    with _noting(routers, k, note, ids): yield seen
