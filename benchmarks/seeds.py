@@ -26,7 +26,8 @@ RESULTS = ROOT/"benchmarks"/"results"/"seeds_cpu.json"
 CLAIMS = dict(       # tutorial → name → expression in its variables, read after the last cell
     sft=dict(loss_first="curve[0]", loss_last="curve[-1]", right="share"),
     grpo=dict(first="first", last="last"),
-    **{"async": dict(first="first", last="last", stalest="max(r['staleness'] for r in runs[1])")},
+    **{"async": dict(first="first", last="last", stalest="max(r['staleness'] for r in runs[1])",
+                     synchronous="mean(runs[0][-5:])", two_ahead="mean(run(2)[-5:])")},
     offline=dict(before="before", after="after"),
     ppo=dict(first="first", last="last"),
     dpo=dict(pairs="runs['sft_coef=0.2'][-1]['held_out']", before="before[0]", after="after[0]", bare="bare[0]"),
@@ -79,7 +80,7 @@ def run(name, seed, folder, rollout):
             code = code.replace("seed = 0\n", f"seed = {seed}\n").replace("_proc/", f"{own}/")
             exec(compiled(code.replace('rollout_engine="hf"', f'rollout_engine="{rollout}"')), space)
             plt.close("all")
-    return {k: round(float(eval(text, space)), 4) for k, text in CLAIMS[name].items()}
+        return {k: round(float(eval(text, space)), 4) for k, text in CLAIMS[name].items()}
 
 
 def versions():

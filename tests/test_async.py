@@ -200,3 +200,31 @@ def test_an_engine_that_is_gone_is_heard_of_by_all_who_wait_and_no_prompt_is_los
     r.sampler.child.process.wait()
     with pytest.raises(RuntimeError, match="is gone"): r.close()
     r.close()
+
+
+def test_what_has_ended_unread_is_not_drawn_again():
+    "Samples that end while the trainer trains lie in the mail when they are stopped: whole, with their own reason."
+    if vllm_python() is None: pytest.skip("vLLM is not installed: make vllm")
+    r = by_vllm(sharp(max_position_embeddings=1024))
+    flight = Flight(r)
+    flight.ask(prompts(), group_size=2, seed=0, max_tokens=5)
+    flight.ask(many(1), max_tokens=900)
+    child = r.sampler.child
+    while not [x for x in child.mail if x[0] == "done"]: child.ask("cached")     # what else comes is kept, and not read
+    said = r.sampler.abort(list(r.lines.of))
+    assert {len(c.tokens) for c in said if c.reason == "length"} == {5} and not r.sampler.asked and not child.mail
+    assert said[-1].reason == "abort"
+    r.close()
+
+
+def test_after_an_error_nothing_is_left_in_the_engine_and_a_flight_asks_again():
+    "LAWS 23. What failed is not decoded before the next rows, with other weights; no prompt is lost."
+    r, policy = by_hf(sharp(), max_rows=2), Policy(sharp(), device="cpu")
+    flight = Flight(r)
+    flight.ask(prompts(), group_size=2, seed=0)
+    with torch.no_grad(): next(r.module.parameters()).fill_(float("nan"))
+    with pytest.raises(FloatingPointError): r.generate(many(9))
+    assert not r.sampler.queue and not r.lines.of
+    with pytest.raises(RuntimeError, match="rows that were under way are lost"): flight.collect(3)
+    r.load(policy.weights())
+    assert Batch.cat(flight.collect(3)).tokens.equal(r.generate(prompts(), group_size=2, seed=0).tokens)

@@ -3,6 +3,7 @@ import ctypes
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import time
 from dataclasses import replace
@@ -11,10 +12,11 @@ import pytest
 import torch
 from clock import Clock
 from forked import context, on_ranks
+from tiny import model
+
 from rlblocks import Policy, Rollout, send_weights
 from rlblocks.engines.sent import flattened, restored
 from rlblocks.engines.weights import InProcess, Ticket, buckets, checksum, named_weights
-from tiny import model
 
 NEWNET = 0x40000000
 
@@ -93,6 +95,7 @@ def send_and(what, queue):
         yield from list(buckets(named_weights(net).items(), n))[:2]
         time.sleep(.5)           # the second is on its way
         os.kill(os.getpid(), what)
+        time.sleep(60)           # another thread may be the one that takes the signal
     ticket = Ticket(4, InProcess(lambda: 4, breaks), {n: tuple(x.shape) for n, x in named_weights(net).items()})
     sending = send_weights(ticket, bucket_bytes=10_000)
     queue.put(pickle.dumps(sending.ticket))
@@ -189,3 +192,11 @@ def test_a_bucket_is_the_same_after_its_way(dtype):
     bucket["t"] = torch.randn(6, 5, generator=g).to(dtype).T
     again = restored(*flattened(bucket))
     assert list(again) == list(bucket) and all(again[n].equal(x) and again[n].dtype == dtype for n, x in bucket.items())
+
+
+def test_nobody_reaches_the_sender_by_another_address():
+    sending = send_weights(Policy(model(), device="cpu").weights(), timeout=2.)
+    port = sending.ticket.transport.port
+    socket.create_connection(("127.0.0.1", port), 2.).close()
+    with pytest.raises(OSError): socket.create_connection(("127.0.0.2", port), 2.)
+    with pytest.raises(RuntimeError, match="0 of 1 readers have come"): sending.result()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import rarely
 from forked import context
-from rlblocks import Buffer, Checkpoint, Flight, Policy, Prompts, Rollout, merge, reinforce_loss
+from rlblocks import Buffer, Checkpoint, Flight, Policy, Prompts, Rollout, masked_mean, merge, reinforce_loss
 from test_buffer import rows
 from tiny import model, tokenizer
 
@@ -103,6 +103,80 @@ def test_a_run_that_is_killed_loses_and_repeats_no_prompt(tmp_path):
     assert sorted(shown) == list(range(14)) and max(r["age"] for r in shown.values()) <= 2
     groups = [g for r in shown.values() for g in r["groups"]] + shown[13]["left"]
     assert sorted(groups) == list(range(len(groups)))
+
+class Paced:
+    """A real engine beside the trainer, on a clock that is counted: as many rows as a batch has go on side by side, the
+    others queue. With the one in sixty that takes fifty steps of training, and is stopped before, a batch takes one."""
+    def __init__(self, sampler, rows, seed):
+        self.sampler, self.rows, self.random = sampler, rows, random.Random(seed)
+        self.left, self.done, self.waited, self.elsewhere = {}, [], 0., True
+
+    def __getattr__(self, name): return getattr(self.sampler, name)
+
+    def submit(self, requests):
+        self.sampler.submit(requests)
+        while said := self.sampler.poll(0.):
+            for c in said:
+                length = 50. if self.random.random() < 1/60 else self.random.choice((.5, .7, .9, 1.1, 1.4))
+                self.left[c.key, c.sample] = [length, c]
+
+    def next(self):
+        "Those that go on, and when the first of them ends."
+        running = [*self.left.values()][:self.rows]
+        return running, min(x for x, _ in running)
+
+    def train(self, time=1.):
+        "Let time pass."
+        while self.left and time > 0:
+            running, first = self.next()
+            for x in running: x[0] -= min(time, first)
+            time -= first
+            self.done += [c for x, c in self.left.values() if x < 1e-9]
+            self.left = {k: x for k, x in self.left.items() if x[0] >= 1e-9}
+
+    def poll(self, seconds):
+        "The trainer waits for the next row."
+        if self.left and not self.done:
+            self.waited += self.next()[1]
+            self.train(self.next()[1])
+        done, self.done = self.done, []
+        return done
+
+    def abort(self, keys):
+        gone = set(keys)
+        self.left = {k: x for k, x in self.left.items() if k[0] not in gone}
+        return []
+
+
+def waiting(ahead, *, max_age=0, stops=False, steps=40, n=8, size=2):
+    "The share of its time that a trainer waits for rows, and how old the oldest was."
+    policy, rollout = Policy(model(), lr=1e-3, device="cpu"), Rollout(model(), max_tokens=2, stop=[], device="cpu")
+    engine = rollout.lines.sampler = Paced(rollout.sampler, n*size, seed=0)
+    data = Prompts([dict(prompt=f"w{i%20+4}") for i in range(4000)], tokenizer(), shuffle=False)
+    flight, buffer, oldest = Flight(rollout), Buffer(max_age=max_age, on_old="wait"), 0
+    def ask(wanted):
+        if (k := wanted - len(flight) - len(buffer)//size) > 0: flight.ask(data.take(k), group_size=size)
+    for step in range(steps):
+        if step == 5: engine.waited = 0.          # it has begun
+        due = [g for g, a in flight.asked.items() if a.version <= policy.version - max_age]
+        if stops: flight.abort(due)
+        ask(n*max(ahead, 1))
+        while not buffer.ready(n*size, version=policy.version, under_way=flight.versions):
+            for group in flight.collect(1): buffer.add(group)
+        batch = buffer.take(n*size, version=policy.version)
+        oldest = max(oldest, policy.version - int(batch.policy_version[batch.mask].min()))
+        if ahead: rollout.load(policy.weights())
+        ask(n*ahead)
+        policy.step(batch, lambda out, b: (-masked_mean(out.logprobs, b.mask, denom=b), {}))
+        engine.train()
+        if not ahead: rollout.load(policy.weights())
+    return engine.waited/(engine.waited + steps - 5), oldest
+
+
+def test_with_two_batches_under_way_and_stragglers_stopped_the_trainer_hardly_waits():
+    "Sampling and training cost the same. What is due and has not come is stopped; otherwise one row holds up all."
+    together, (held, _), (share, oldest) = waiting(0), waiting(2, max_age=3), waiting(2, max_age=3, stops=True)
+    assert together[0] > .5 and held > .5 and share < .1 and oldest <= 3, (together, held, share, oldest)
 
 
 # -- the buffer by itself

@@ -69,8 +69,9 @@ def publish_weights(
         _flushed(new/"ticket.json", json.dumps(listed).encode())
         new.chmod(0o755)              # a temporary folder is its maker's alone
         final = folder/f"version-{ticket.version:09d}"
-        if final.exists(): shutil.rmtree(final)
+        if final.exists(): os.replace(final, new/".before")     # a directory replaces none that has files
         os.replace(new, final)
+        shutil.rmtree(final/".before", ignore_errors=True)
         _sync(folder)
     except BaseException:
         if new is not None: shutil.rmtree(new, ignore_errors=True)

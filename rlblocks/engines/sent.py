@@ -61,6 +61,12 @@ def tcp_store(host:str, port:int, seconds:int|float, **more)->Any: # `more`: of 
     "A store at a port of a machine; port 0 is any that is free."
     return getattr(dist, "TCPStore")(host, port, timeout=timedelta(seconds=seconds), **more)
 
+def own_store(host:str, seconds:int|float)->Any:
+    "A store of this process, at a free port of one of its addresses: nobody reaches it by another."
+    server = socket.create_server((host, 0), family=socket.getaddrinfo(host, 0)[0][0])
+    port = server.getsockname()[1]
+    return tcp_store(host, port, seconds, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+
 def gloo_group(store:Any, rank:int, ranks:int, address:str, seconds:float)->Any:
     "A process group beside the world, if there is one. RuntimeError where not all have come in time."
     gloo:Any = getattr(dist, "ProcessGroupGloo")
@@ -161,7 +167,7 @@ def send_weights(
     ids = torch.tensor(ticket.probe)
     scores = ticket.score(ids) if len(ids) > 1 else None
     if not write: return Sending(None, lambda: sum(x.nbytes for b in ticket.buckets(bucket_bytes) for x in _tensors(b)))
-    store = tcp_store("0.0.0.0", 0, timeout, is_master=True, wait_for_workers=False)
+    store = own_store(host, timeout)
     way = Wire(host, store.port, this_process(), readers, timeout, None if scores is None else tuple(scores.tolist()))
     work = lambda: _sent(store, ticket.buckets(bucket_bytes), way)
     return Sending(replace(ticket, transport=way, checksums=None, keeps=False), work)

@@ -131,7 +131,8 @@ class Hf:
         "Take requests out of the queue."
         gone, waiting = set(keys), [r for part in self.queue for r in part]
         self.queue = deque(parts([r for r in waiting if r.key not in gone], self.max_rows))
-        return [unsaid(r, k, int(self.version or 0)) for r in waiting if r.key in gone for k in range(len(r.seeds))]
+        return [unsaid(r, k, int(self.version or 0), self.vocabulary) for r in waiting if r.key in gone
+                for k in range(len(r.seeds))]
 
     def sleep(self,
         level:int=1, # 2: `load` before the next request
@@ -231,8 +232,9 @@ def unsaid(
     request:Request,
     sample:int,  # its place among the seeds
     version:int, # of the weights
+    vocabulary:int|None=None, # ids of the model
 )->Completion:
     "The completion of a sample that was ended before its first token."
-    kept = request.how.kept(None)
+    kept = request.how.kept(vocabulary)
     support = torch.full((0, kept), -1, dtype=torch.int32) if kept else None
     return Completion(request.key, sample, torch.zeros(0, dtype=torch.long), torch.zeros(0), support, "abort", version)

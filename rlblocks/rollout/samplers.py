@@ -148,7 +148,7 @@ class Sampler(Protocol):
         ...
 
     def abort(self, keys:Iterable[int])->list[Completion]:
-        "End these requests; their unfinished samples as far as they are."
+        "End these requests; those of their samples that `poll` has not given, as far as they are."
         ...
 
     def sleep(self, level:int=1):
@@ -214,7 +214,7 @@ class Lines:
         "Sort what has ended by who asked. An error is everybody's whose samples are under way."
         try: came = self.sampler.poll(seconds)
         except BaseException as e:
-            self.lost(e)
+            self.end(e)
             raise
         for c in came:
             if c.key in self.of: self.of[c.key][0].take(c)
@@ -222,9 +222,9 @@ class Lines:
     def end(self,
         error:BaseException, # why
     ):
-        "Take everything out of the sampler: its weights are of no known version."
-        self.sampler.abort(list(self.of))
-        self.lost(error)
+        "Take everything out of the sampler: what is under way is lost."
+        try: self.sampler.abort(list(self.of))
+        finally: self.lost(error)
 
     def lost(self,
         error:BaseException, # why

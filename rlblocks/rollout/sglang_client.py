@@ -40,7 +40,7 @@ def sglang_completion(
     "What the server said. FloatingPointError for a log-prob that is not finite."
     meta, how = said["meta_info"], request.how
     drawn, tops = meta["output_token_logprobs"] or [], meta.get("output_top_logprobs") or []
-    if not drawn: return unsaid(request, sample, version)
+    if not drawn: return unsaid(request, sample, version, vocabulary)
     logps, kept = [p for p, *_ in drawn], None
     if how.confined:
         sets = [confined(top, how.kept(vocabulary), how.min_p) for top in tops]

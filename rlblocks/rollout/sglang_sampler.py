@@ -166,9 +166,8 @@ def ended_sample(
 )->Completion:
     "A sample that was ended, as far as it is."
     request, k, version = sampler.asked.pop(name)
-    if said is None: return unsaid(request, k, version)
-    meta = said["meta_info"] | dict(finish_reason=dict(type="abort"))
-    return sglang_completion(request, k, said | dict(meta_info=meta), version, sampler.vocabulary)
+    if said is None: return unsaid(request, k, version, sampler.vocabulary)
+    return sglang_completion(request, k, said, version, sampler.vocabulary)
 
 # %% ../../nbs/rollout/86c_sglang_sampler.ipynb #54b9fd14
 def sent_by_disk(

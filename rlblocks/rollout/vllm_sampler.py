@@ -106,12 +106,13 @@ class Vllm:
         with ending(self): # keys that are no numbers stay in a cache, also under good weights
             return [answer(self, name, said, why) for name, *said, why in ended(alive(self), seconds)]
 
-    def abort(self, keys:Iterable[int])->list[Completion]: # of the samples that had not ended
+    def abort(self, keys:Iterable[int])->list[Completion]: # of the samples that nobody has polled
         "End requests. An engine that is gone has ended them already."
         gone = set(keys)
         names = [name for name, (r, _) in self.asked.items() if r.key in gone]
-        found, nothing = aborted(self.child, names), (*NOTHING, [(0, int(self.version or 0))])
-        return [answer(self, name, found.get(name, nothing), "abort") for name in names]
+        nothing = (*NOTHING, [(0, int(self.version or 0))]), "abort"
+        with ending(self): found = aborted(self.child, names)
+        return [answer(self, name, *found.get(name, nothing)) for name in names]
 
     def sleep(self, level:int=1):
         "Give memory back. 2: the weights too, so that a `load` has to follow."
@@ -152,7 +153,7 @@ def answer(
 )->Completion:
     "A sample that is under way no more."
     request, k = sampler.asked.pop(name)
-    return to_completion(request, k, said, reason)
+    return to_completion(request, k, said, reason, sampler.vocabulary)
 
 def to_samples(
     request:Request,
@@ -218,12 +219,16 @@ def ended(
 def aborted(
     child:Child|None, # None: it has ended
     names:list[str], # of samples
-)->dict[str, tuple]: # ids, log-probs, support, versions of those that had begun
-    "End samples; nothing from an engine that is gone."
+    seconds:float=30., # most to wait: the engine answers after a step
+)->dict[str, tuple[tuple, Reason]]: # what those have said that had begun, and why they ended
+    "End samples; some may have ended before. Nothing from an engine that is gone."
     if child is None or child.process.poll() is not None or not names: return {}
-    found, = child.ask("abort", names)
-    child.mail = [letter for letter in child.mail if letter[1] not in names]
-    return found
+    child.send("abort", names)
+    found, = child.answer("abort", seconds)
+    ends:dict[str, tuple[tuple, Reason]] = {name: (said, "abort") for name, said in found.items()}
+    ends |= {x[1]: (x[2:-1], x[-1]) for x in child.mail if x[0] == "done" and x[1] in names}
+    child.mail = [letter for letter in child.mail if letter[0] != "done" or letter[1] not in names]
+    return ends
 
 # %% ../../nbs/rollout/86_vllm_sampler.ipynb #c3084f07
 def transformers_model(
@@ -321,6 +326,7 @@ def to_completion(
     sample:int,           # its place among the seeds
     said:Sequence,        # ids, log-probs, support, from which token on it is of which version
     reason:Reason,        # why it ended
+    vocabulary:int|None=None, # ids of the model
 )->Completion:
     "What the engine sent. FloatingPointError for a log-prob that is not finite."
     ids, logprobs, support, marks = said
@@ -328,7 +334,7 @@ def to_completion(
         raise FloatingPointError("generate: a sampled token has a log-prob that is not finite; the weights hold NaN or "
                                  "inf")
     logp = torch.from_numpy(logprobs).float() if request.how.temperature else torch.zeros(len(ids))
-    if support is None and request.how.confined: support = np.zeros((0, request.how.kept(None)), dtype=np.int32)
+    if support is None and request.how.confined: support = np.zeros((0, request.how.kept(vocabulary)), dtype=np.int32)
     kept = None if support is None else torch.from_numpy(support)
     ends = [at for at, _ in marks[1:]] + [len(ids)]
     versions = [v for (at, v), end in zip(marks, ends, strict=True) for _ in range(end - at)]
