@@ -122,6 +122,8 @@ finally:
     if _collecting: gc.enable()
 
 if TYPE_CHECKING:
+    from rlblocks.rollout.served import reward_app, scorer_reward, serve_reward
+    from rlblocks.rollout.remote import RemoteReward, Retries
     from rlblocks.rollout.code import code_reward
     from rlblocks.rollout.sandbox import Sandbox, run_code, sandbox_support
     from rlblocks.rollout.killable import Caps
@@ -155,6 +157,8 @@ if TYPE_CHECKING:
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(
+    reward_app="rollout.served", scorer_reward="rollout.served", serve_reward="rollout.served",
+    RemoteReward="rollout.remote", Retries="rollout.remote",
     code_reward="rollout.code",
     Sandbox="rollout.sandbox", run_code="rollout.sandbox", sandbox_support="rollout.sandbox",
     Caps="rollout.killable", exact_reward="rollout.rewards", choice_reward="rollout.rewards",
@@ -178,10 +182,10 @@ _LAZY = dict(
 __all__ = [
     "Batch", "Buffer", "Caps", "ChatRenderer", "Checkpoint", "Cluster", "Counts", "Critic", "Demonstrations",
     "Denom", "Environment", "Feedback", "Flight", "Grader", "Last", "Max", "Mean", "Metric", "Number",
-    "OptimizerSpec", "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged", "RayPool", "Renderer",
-    "Response", "Rollout", "Sandbox", "Scorer", "SpmdPool", "Step", "TextRenderer", "Whole", "a2po_loss", "adamw",
-    "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward",
-    "alphapo_loss", "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units",
+    "OptimizerSpec", "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged", "RayPool", "RemoteReward",
+    "Renderer", "Response", "Retries", "Rollout", "Sandbox", "Scorer", "SpmdPool", "Step", "TextRenderer", "Whole",
+    "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate",
+    "alpha_reward", "alphapo_loss", "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units",
     "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token",
     "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages",
     "best_random_weights", "best_rows", "best_worst_pairs", "best_worst_weights", "bin_pack", "binary_kl",
@@ -215,18 +219,18 @@ __all__ = [
     "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss", "ratio_corrected", "ratio_metrics",
     "read_response", "realigned", "rebel_loss", "refill", "reinforce_loss", "reinforce_pp_advantages",
     "reinforce_pp_baseline", "remax_advantages", "renderer_of", "repeated_tokens", "repetition_penalty",
-    "replay_draw", "resampled_rows", "reverse_kl_loss", "robust_dpo_loss", "role_advantages", "rollouts",
-    "router_z_loss", "row_costs", "row_max", "row_mean", "row_sum", "run_code", "safety_loss", "same_shape",
-    "sample_columns", "sandbox_support", "sapo_loss", "save_rollouts", "saved_steps", "scores_after", "seed_of",
-    "send_weights", "sequence_logprobs", "sequence_mask", "sequence_ratio", "sequence_weights", "sft_loss",
-    "sglang", "shared_prefix", "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss",
-    "staleness_weights", "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs",
-    "swap_completions", "teacher_mix_weights", "tie_loss", "to_arrow", "token_covariance", "token_logprobs",
-    "token_mask", "tool_environment", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights",
-    "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
-    "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vine_advantages", "vllm", "vtrace",
-    "weighted_scores", "whiten", "within", "without_truncated", "without_unscored", "wpo_weights", "writable",
-    "wsd", "xpo_loss", "zero",
+    "replay_draw", "resampled_rows", "reverse_kl_loss", "reward_app", "robust_dpo_loss", "role_advantages",
+    "rollouts", "router_z_loss", "row_costs", "row_max", "row_mean", "row_sum", "run_code", "safety_loss",
+    "same_shape", "sample_columns", "sandbox_support", "sapo_loss", "save_rollouts", "saved_steps", "scorer_reward",
+    "scores_after", "seed_of", "send_weights", "sequence_logprobs", "sequence_mask", "sequence_ratio",
+    "sequence_weights", "serve_reward", "sft_loss", "sglang", "shared_prefix", "sign_weights", "simpo_loss",
+    "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards", "step_seconds",
+    "straight_through", "support_logprobs", "swap_completions", "teacher_mix_weights", "tie_loss", "to_arrow",
+    "token_covariance", "token_logprobs", "token_mask", "tool_environment", "topr_loss", "tpo_loss",
+    "trajectory_returns", "truncated_weights", "truncation_penalty", "truncation_score", "two_hot", "udm_weights",
+    "uld_loss", "unpack", "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask",
+    "vine_advantages", "vllm", "vtrace", "weighted_scores", "whiten", "within", "without_truncated",
+    "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero",
 ]
 
 def __getattr__(name):

@@ -72,14 +72,14 @@ def passed_tests(
     sandbox:Sandbox=Sandbox(),
 )->list[list[bool]]: # a program's, in the order of its tests
     "Which tests each program passes."
-    word = secrets.token_hex(16)
-    jobs = [(k, numbers, job) for k, (p, ts) in enumerate(zip(programs, tests, strict=True))
-            for numbers, job in jobs_of(p, ts, word)]
-    found:list[dict[int, bool]] = [{} for _ in programs]
+    word, names = secrets.token_hex(16), [json.dumps([p, list(ts)]) for p, ts in zip(programs, tests, strict=True)]
+    unlike = {name: (p, ts) for name, p, ts in zip(names, programs, tests, strict=True)}
+    jobs = [(name, *job) for name, (p, ts) in unlike.items() for job in jobs_of(p, ts, word)]
+    found:dict[str, dict[int, bool]] = {name: {} for name in unlike}
     room = replace(sandbox, output=sandbox.output + (1 << 16))
-    for (k, numbers, _), r in zip(jobs, run_all([job for *_, job in jobs], room), strict=True):
-        found[k] |= decided(r, numbers, tests[k], word)
-    return [[of.get(i, False) for i in range(len(ts))] for of, ts in zip(found, tests, strict=True)]
+    for (name, numbers, _), r in zip(jobs, run_all([job for *_, job in jobs], room), strict=True):
+        found[name] |= decided(r, numbers, unlike[name][1], word)
+    return [[found[name].get(i, False) for i in range(len(ts))] for name, ts in zip(names, tests, strict=True)]
 
 def program_in(
     text:str, # of a completion
