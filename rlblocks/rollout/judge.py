@@ -133,7 +133,8 @@ def pairwise_reward(
         values = {pair: (a + 1. - b)/2 for pair, (a, b) in both.items() if a is not None and b is not None}
         if log_metric and both:
             log_metric("judge/without_verdict", sum(x is None for x in won)/len(won))
-            log_metric("judge/contradicts_itself", sum(a is not None and a == b != .5 for a, b in both.values())/len(both))
+            at_odds = sum(a is not None and a == b != .5 for a, b in both.values())
+            log_metric("judge/contradicts_itself", at_odds/len(both))
         return shares(values, len(completions))
     return pairwise
 
