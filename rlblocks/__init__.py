@@ -123,6 +123,7 @@ finally:
     if _collecting: gc.enable()
 
 if TYPE_CHECKING:
+    from rlblocks.rollout.regrade import regrade
     from rlblocks.rollout.judge import judge_reward, judge_rollout, judge_url, pairwise_reward
     from rlblocks.rollout.served import reward_app, scorer_reward, serve_reward
     from rlblocks.rollout.remote import RemoteReward, Retries
@@ -131,7 +132,9 @@ if TYPE_CHECKING:
     from rlblocks.rollout.killable import Caps
     from rlblocks.rollout.rewards import choice_reward, distinct_reward, exact_reward, format_reward, json_reward, length_reward, overlong_reward
     from rlblocks.rollout.adapters import gym_environment, tool_environment
+    from rlblocks.rollout.endpoint import Endpoint
     from rlblocks.rollout.environments import rollouts
+    from rlblocks.rollout.sessions import Session
     from rlblocks.rollout.episodes import Environment, Step
     from rlblocks.checkpoint.checkpoint import Checkpoint
     from rlblocks.checkpoint.saves import writable
@@ -160,6 +163,7 @@ if TYPE_CHECKING:
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(
+    regrade="rollout.regrade",
     judge_reward="rollout.judge", judge_rollout="rollout.judge", judge_url="rollout.judge", pairwise_reward="rollout.judge",
     reward_app="rollout.served", scorer_reward="rollout.served", serve_reward="rollout.served",
     RemoteReward="rollout.remote", Retries="rollout.remote",
@@ -169,6 +173,7 @@ _LAZY = dict(
     format_reward="rollout.rewards", json_reward="rollout.rewards", length_reward="rollout.rewards",
     distinct_reward="rollout.rewards", overlong_reward="rollout.rewards",
     Environment="rollout.episodes", Step="rollout.episodes", rollouts="rollout.environments",
+    Endpoint="rollout.endpoint", Session="rollout.sessions",
     tool_environment="rollout.adapters", gym_environment="rollout.adapters",
     Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="rollout.graders",
     math_reward="rollout.maths", Flight="rollout.flight", Rollout="rollout.rollout", penalties="rollout.controls",
@@ -185,21 +190,21 @@ _LAZY = dict(
 
 __all__ = [
     "Batch", "Buffer", "Caps", "ChatRenderer", "Checkpoint", "Cluster", "Counts", "Critic", "Demonstrations",
-    "Denom", "Environment", "Feedback", "Flight", "Grader", "Last", "Max", "Mean", "Metric", "Number",
+    "Denom", "Endpoint", "Environment", "Feedback", "Flight", "Grader", "Last", "Max", "Mean", "Metric", "Number",
     "OptimizerSpec", "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged", "RayPool", "RemoteReward",
-    "Renderer", "Response", "Retries", "Rollout", "Sandbox", "Scorer", "SpmdPool", "Step", "TextRenderer", "Whole",
-    "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate",
-    "alpha_reward", "alphapo_loss", "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units",
-    "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token",
-    "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages",
-    "best_random_weights", "best_rows", "best_worst_pairs", "best_worst_weights", "bin_pack", "binary_kl",
-    "binary_tv", "bnpo_advantages", "bradley_terry_loss", "centering_loss", "check_env", "check_estimator",
-    "check_grader", "check_loss", "check_renderer", "chi_reward", "chipo_loss", "choice_reward", "cispo_loss",
-    "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
-    "clipped_surrogate", "code_reward", "components_loss", "constant", "cosine", "cosine_length_reward",
-    "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "delta_apply", "delta_encode",
-    "dft_loss", "discopop_loss", "discounted_returns", "distill_advantages", "distinct_reward", "divisor",
-    "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss", "drop_long",
+    "Renderer", "Response", "Retries", "Rollout", "Sandbox", "Scorer", "Session", "SpmdPool", "Step",
+    "TextRenderer", "Whole", "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef",
+    "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef", "answer_log_ratios",
+    "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy",
+    "asymre_loss", "at_last_token", "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss",
+    "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_rows", "best_worst_pairs",
+    "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages", "bradley_terry_loss",
+    "centering_loss", "check_env", "check_estimator", "check_grader", "check_loss", "check_renderer", "chi_reward",
+    "chipo_loss", "choice_reward", "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask",
+    "clip_metrics", "clip_rewards", "clipped_surrogate", "code_reward", "components_loss", "constant", "cosine",
+    "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "delta_apply",
+    "delta_encode", "dft_loss", "discopop_loss", "discounted_returns", "distill_advantages", "distinct_reward",
+    "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss", "drop_long",
     "effective_share", "entropy", "entropy_loss", "exact_reward", "exo_loss", "expected_value", "expert_load",
     "explained_variance", "f_dpo_loss", "finite_logprobs", "fit_row_costs", "format_reward", "forward_kl_loss",
     "forward_kl_reward", "fresh_mask", "from_arrow", "fsdp2", "full_kl", "gae", "gather_logprobs",
@@ -222,20 +227,20 @@ __all__ = [
     "plackett_luce_loss", "plain", "plan", "plan_micro_batches", "plan_rollout", "policy_gradient", "ppo_loss",
     "preference_margin", "pretrained", "probability_correlation", "process_reward_loss", "proximal_logprobs",
     "publish_weights", "published_weights", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss",
-    "ratio_corrected", "ratio_metrics", "read_response", "realigned", "rebel_loss", "refill", "reinforce_loss",
-    "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "renderer_of", "repeated_tokens",
-    "repetition_penalty", "replay_draw", "resampled_rows", "reverse_kl_loss", "reward_app", "robust_dpo_loss",
-    "role_advantages", "rollouts", "router_z_loss", "row_costs", "row_max", "row_mean", "row_sum", "run_code",
-    "safety_loss", "same_shape", "sample_columns", "sandbox_support", "sapo_loss", "save_rollouts", "saved_steps",
-    "scorer_reward", "scores_after", "seed_of", "send_weights", "sequence_logprobs", "sequence_mask",
-    "sequence_ratio", "sequence_weights", "serve_reward", "sft_loss", "sglang", "shared_prefix", "sign_weights",
-    "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards",
-    "step_seconds", "straight_through", "support_logprobs", "swap_completions", "teacher_mix_weights", "tie_loss",
-    "to_arrow", "token_covariance", "token_logprobs", "token_mask", "tool_environment", "topr_loss", "tpo_loss",
-    "trajectory_returns", "truncated_weights", "truncation_penalty", "truncation_score", "two_hot", "udm_weights",
-    "uld_loss", "unpack", "update_moments", "value_loss", "value_metrics", "vespo_loss", "veto_mask",
-    "vine_advantages", "vllm", "vtrace", "weighted_scores", "whiten", "within", "without_truncated",
-    "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero",
+    "ratio_corrected", "ratio_metrics", "read_response", "realigned", "rebel_loss", "refill", "regrade",
+    "reinforce_loss", "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "renderer_of",
+    "repeated_tokens", "repetition_penalty", "replay_draw", "resampled_rows", "reverse_kl_loss", "reward_app",
+    "robust_dpo_loss", "role_advantages", "rollouts", "router_z_loss", "row_costs", "row_max", "row_mean",
+    "row_sum", "run_code", "safety_loss", "same_shape", "sample_columns", "sandbox_support", "sapo_loss",
+    "save_rollouts", "saved_steps", "scorer_reward", "scores_after", "seed_of", "send_weights", "sequence_logprobs",
+    "sequence_mask", "sequence_ratio", "sequence_weights", "serve_reward", "sft_loss", "sglang", "shared_prefix",
+    "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized",
+    "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions",
+    "teacher_mix_weights", "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "token_mask",
+    "tool_environment", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights", "truncation_penalty",
+    "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss",
+    "value_metrics", "vespo_loss", "veto_mask", "vine_advantages", "vllm", "vtrace", "weighted_scores", "whiten",
+    "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero",
 ]
 
 def __getattr__(name):

@@ -9,8 +9,9 @@ import time
 
 import pytest
 import torch
-from rlblocks import Batch, Caps, Grader, group_advantages
+from clock import Clock
 from forked import forked
+from rlblocks import Batch, Caps, Grader, group_advantages
 from rlblocks.rollout.killable import each
 
 
@@ -43,10 +44,9 @@ def judge(completions):
 
 def test_every_kind_of_failure_costs_its_row_and_nothing_else():
     b = batch(["1", *WILD, "2", "3"])
-    grader = Grader(judge, deadline=Caps(60., item=1.))
-    began = time.monotonic()
+    grader = Grader(judge, deadline=Caps(600., item=2.))
     with pytest.warns(UserWarning, match="judge failed on 12 of 15 rows"): scores = grader.score(b)
-    assert time.monotonic() - began < 50
+    assert not grader.counts["late"]            # by the deadline
     assert scores.isnan().tolist() == [t in WILD for t in b.completion] and scores[[0, -2, -1]].tolist() == [1., 2., 3.]
     assert {b.completion[f.item]: f.kind for f in grader.failures["judge"]} == KINDS
     assert grader.counts == dict(timeout=4, raised=6, died=2)
@@ -66,11 +66,10 @@ def test_wrong_lengths_are_named():
 
 def test_a_batch_returns_by_its_deadline():
     b = batch(["sleeps"]*6 + ["4"])
-    began = time.monotonic()
-    grader = Grader(judge, deadline=Caps(3., item=60.))
-    with pytest.warns(UserWarning) as heard: grader.score(b)
+    grader = Grader(judge, deadline=Caps(3., item=3600.))
+    with Clock() as clock, pytest.warns(UserWarning) as heard: grader.score(b)
     assert any("judge failed on" in str(w.message) for w in heard)
-    assert time.monotonic() - began < 10 and grader.counts["late"] >= 6
+    assert clock.seconds < 10 and grader.counts["late"] >= 6
 
 
 def test_what_it_prints_goes_nowhere(capfd):
