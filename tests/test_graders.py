@@ -254,7 +254,7 @@ def test_math_reward_wants_an_answer_a_row(math_verify):
 
 
 def test_math_reward_without_its_extra_names_it(monkeypatch):
-    monkeypatch.setattr("rlblocks.rollout.graders.find_spec", lambda name: None)
+    monkeypatch.setattr("rlblocks.rollout.maths.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"pip install rlblocks\[rewards\]"):
         Grader(math_reward).score(rollout(answer=[1, 2, 3]))
 

@@ -125,16 +125,18 @@ def interrupted(_, folder):
 def test_an_interrupt_ends_them(tmp_path): forked(interrupted, (str(tmp_path),), 1, limit=600)
 
 
-def descriptors():
-    "Those of this process that it may write to, from 3 on."
-    return [fd for fd in range(3, 1024) if os.path.exists(f"/proc/self/fd/{fd}")]
+def descriptors(): return {fd for fd in range(3, 1024) if os.path.exists(f"/proc/self/fd/{fd}")}
 
 
 def writes(line, then):
-    for fd in descriptors():
+    "To what it was not given by who started the test."
+    for fd in descriptors() - BEFORE:
         try: os.write(fd, line)
         except OSError: pass
-    then()
+    return then()
+
+
+BEFORE = set()
 
 
 MEDDLERS = dict(
@@ -150,6 +152,7 @@ def test_who_meddles_with_descriptors_costs_its_row(tmp_path): forked(meddles, (
 
 def meddles(_, folder):
     names = [*MEDDLERS, "ok"]
+    BEFORE.update(descriptors())
     found, failures = each(lambda i: MEDDLERS.get(names[i], lambda: 1.)(), len(names), Caps(120., item=5.))
     assert found == [None]*len(MEDDLERS) + [1.]
     assert {names[f.item]: f.kind for f in failures} == dict(closes="timeout", garbage="raised", forges="raised",
