@@ -5,7 +5,7 @@ import random
 WANTED = [("the sum of a and b", "a + b", "a - b"), ("a minus b", "a - b", "a + b"),
           ("the larger of a and b", "max(a, b)", "min(a, b)"), ("the smaller of a and b", "min(a, b)", "max(a, b)"),
           ("a times b", "a * b", "a + b")]
-THEN = [("", ""), (", plus {n}", " + {n}"), (", minus {n}", " - {n}")]
+THEN = [("", ""), (", plus 1", " + 1"), (", minus 1", " - 1")]
 ARGUMENTS = [(2, 5), (7, 3), (-4, 6)]
 
 
@@ -14,12 +14,11 @@ def tasks(n, *, seed=0, sloppy=0.5):
     operation in a share `sloppy` of the rows."""
     rng, rows = random.Random(f"{seed}"), []
     for _ in range(n):
-        (text, right, wrong), (more, then), k = rng.choice(WANTED), rng.choice(THEN), rng.randint(1, 9)
-        expression = right + then.format(n=k)
-        said = (wrong if rng.random() < sloppy else right) + then.format(n=k)
+        (text, right, wrong), (more, then) = rng.choice(WANTED), rng.choice(THEN)
+        expression, said = right + then, (wrong if rng.random() < sloppy else right) + then
         tests = [dict(call="f", args=[a, b], result=eval(expression, dict(a=a, b=b, max=max, min=min)))
                  for a, b in ARGUMENTS]
-        rows.append(dict(prompt=f"# {text}{more.format(n=k)}\ndef f(a, b): return", completion=f" {said}", tests=tests))
+        rows.append(dict(prompt=f"# {text}{more}\ndef f(a, b): return", completion=f" {said}", tests=tests))
     return rows
 
 
