@@ -92,7 +92,7 @@ def judge_reward(
         rows = [dict(prompt=p, completion=c, lowest=lowest, highest=highest, **{k: x[i] for k, x in columns.items()})
                 for i, (p, c) in enumerate(zip(prompts, completions, strict=True))]
         said = await answers(ask, [template.format_map(row) for row in rows])
-        found = [last(r"score\W{0,5}(-?\d+(?:\.\d+)?)", text) for text in said]
+        found = [last(r"score[\s:*=]{0,5}(-?\d+(?:\.\d+)?)", text) for text in said]
         made = [None if x is None or not lowest <= float(x) <= highest else (float(x) - lowest)/(highest - lowest)
                 for x in found]
         if log_metric: log_metric("judge/without_verdict", sum(x is None for x in made)/max(1, len(made)))
