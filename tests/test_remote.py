@@ -106,6 +106,26 @@ def test_what_is_no_question_is_refused_with_a_sentence():
         assert post(server, dict(rows=dict(completions=["ab"])))[1]["scores"] == [2.]
 
 
+def test_a_function_that_hangs_or_leaves_costs_its_question():
+    "What may pass is 503, and is asked again; the server goes on, and closes."
+    hangs = threading.Event()
+    def wild(completions):
+        what, = completions
+        if what == "hangs": hangs.wait(600)
+        if what == "leaves": raise SystemExit
+        if what == "stops": raise StopIteration
+        if what == "upstream": raise ConnectionError("busy")
+        return [1.]
+    with serve_reward(wild, deadline=3., rows=1) as server:
+        for what, status, says in (("hangs", 503, "took more than 3"), ("leaves", 422, "it left by SystemExit"),
+                                   ("stops", 422, "it left by StopIteration"), ("upstream", 503, "ConnectionError")):
+            got, said = post(server, dict(rows=dict(completions=[what])))
+            assert got == status and says in said["error"]
+        assert post(server, dict(rows=dict(completions=["well"])))[1]["scores"] == [1.]
+    assert not server._thread.is_alive()
+    hangs.set()
+
+
 @pytest.mark.parametrize(("out", "says"), [([1.], "1 verdicts for 2"), ([float("nan"), 1.], "it returned nan"),
                                            (["x", 1.], "ValueError")])
 def test_verdicts_are_checked_there(out, says):

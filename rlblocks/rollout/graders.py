@@ -297,7 +297,8 @@ class Grader:
         *,
         weights:list|dict|None=None, # what each function counts, in the order or by the names of `fn`; None: 1 each
         name:str|None=None,          # what one function is called in errors and metrics; None: its own name
-        deadline:int|float|Caps|None=None, # seconds a batch, in processes that can be killed; None: in this process
+        deadline:int|float|Caps|None=None, # seconds a batch, in processes that can be killed; None: in this process.
+                                     # Against accidents: what *runs* completions is `code_reward`
         on_failure:float|str|None=None, # with a deadline, of a row that failed: None: unscorable; a score; "raise"
     ):
         "Collect the functions, also async ones. TypeError for what cannot be called, ValueError for names and weights."

@@ -76,6 +76,7 @@ def each(
                 if share.left: shares.append(begin_share(call, share.left, caps))
         late = [i for share in shares for i in share.left]
     finally:
+        for share in shares: stop(share)
         for share in shares: kill(share)
     failures += [Failure(i, "late", f"not reached within {caps.deadline:g} s") for i in late]
     return [found.get(i) for i in range(n)], sorted(failures, key=lambda f: f.item)
@@ -238,10 +239,14 @@ def ended(share, caps, failures)->bool:
     failures.append(Failure(share.left.pop(0), "timeout", f"it took more than {caps.patience:g} s"))
     return True
 
+def stop(share):
+    "Ask the watcher to end it all."
+    if share.pid: os.kill(share.pid, signal.SIGTERM)
+
 def kill(share):
     "End a process and what it started."
     if share.pid:
-        os.kill(share.pid, signal.SIGTERM)
+        stop(share)
         if share.gone >= 0: select.select([share.gone], [], [], 5.)
         else: time.sleep(.1)
         os.kill(share.pid, signal.SIGKILL)

@@ -21,7 +21,7 @@ class Retries:
     "How often to ask, and how long to wait in between."
     tries:int=6
     first:int|float=.5   # seconds after the first failure, at most
-    most:int|float=30.   # seconds, however many failures
+    most:int|float=30.   # seconds, however many failures, and whatever the server asks for
     timeout:int|float=120. # seconds for an answer
 
     def __post_init__(self):
@@ -50,7 +50,7 @@ async def asked(client, url:str, body:dict, retries:Retries)->Mapping:
         said, wait = await once(client, url, body)
         if isinstance(said, Mapping): return said
         if wait is None: raise RuntimeError(f"{url} refused: {said}")
-        if failures < retries.tries: await asyncio.sleep(max(wait, retries.wait(failures)))
+        if failures < retries.tries: await asyncio.sleep(max(min(wait, retries.most), retries.wait(failures)))
     raise RuntimeError(f"{url} gave no answer in {retries.tries} tries; the last one: {said}")
 
 async def once(client, url:str, body:dict)->tuple[Mapping|str, float|None]:

@@ -29,9 +29,9 @@ from ..models.scorer import Scorer
 class Desk:
     "Questions that wait for one function, and answers by name."
 
-    def __init__(self, fn:Callable, rows:int, wait:float, kept:int):
+    def __init__(self, fn:Callable, rows:int, wait:float, kept:int, deadline:float|None):
         "Nothing is waiting."
-        self.fn, self.rows, self.wait, self.kept = fn, rows, wait, kept
+        self.fn, self.rows, self.wait, self.kept, self.deadline = fn, rows, wait, kept, deadline
         self.named:OrderedDict[str, tuple[str, asyncio.Future]] = OrderedDict()
         self.waiting:list[tuple[dict, int, asyncio.Future]] = []
         self.calls, self.asked = 0, asyncio.Event()
@@ -73,7 +73,12 @@ class Desk:
 
     async def serve(self, taken:list):
         "One call for several questions; each gets its part, or the error of a call of its own."
-        try: parts = await self.called([rows for rows, *_ in taken])
+        call = asyncio.create_task(self.called([rows for rows, *_ in taken]))
+        try:
+            if not (await asyncio.wait([call], timeout=self.deadline))[0]:
+                call.cancel()
+                raise TimeoutError(f"it took more than {self.deadline:g} s")
+            parts = call.result()
         except Exception as e:
             if len(taken) == 1: return put(taken[0][2], e)
             for one in taken: await self.serve([one])
@@ -85,11 +90,23 @@ class Desk:
         joined = {k: [x for q in questions for x in q[k]] for k in questions[0]}
         sizes = [len(next(iter(q.values()))) for q in questions]
         self.calls += 1
-        out = self.fn(**joined) if inspect.iscoroutinefunction(self.fn) else await asyncio.to_thread(
-            lambda: self.fn(**joined))
+        out = self.fn(**joined) if inspect.iscoroutinefunction(self.fn) else await threaded(lambda: self.fn(**joined))
         if inspect.isawaitable(out): out = await out
         scores = verdicts(out, sum(sizes))
         return [scores[sum(sizes[:k]):sum(sizes[:k + 1])] for k in range(len(sizes))]
+
+def threaded(fn:Callable)->asyncio.Future:
+    "What a function gives, in a thread that nobody has to wait for; RuntimeError for an end that is no answer."
+    loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+    def run():
+        try: x = fn()
+        except (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration) as e:
+            x = ValueError(f"it left by {type(e).__name__}")
+        except Exception as e: x = e
+        try: loop.call_soon_threadsafe(put, future, x)
+        except RuntimeError: pass       # the loop is closed: nobody asks any more
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 def put(future:asyncio.Future, x):
     "Answer a question that is still asked."
@@ -128,6 +145,7 @@ def reward_app(
     wait:int|float=.005, # seconds to wait for more questions
     kept:int=4096,  # answers that are remembered
     most:int=64 << 20,   # bytes of a question
+    deadline:int|float|None=None, # seconds of a call of `fn`; None: as long as it takes
 )->Any: # a FastAPI application
     "An application that answers what `fn` says. ImportError where FastAPI is not installed."
     try: from fastapi import FastAPI, Request
@@ -135,7 +153,7 @@ def reward_app(
         raise ImportError("reward_app: FastAPI is not installed; pip install 'rlblocks[server]'") from None
     from contextlib import asynccontextmanager
     from fastapi.responses import JSONResponse
-    desk = Desk(fn, rows, float(wait), kept)
+    desk = Desk(fn, rows, float(wait), kept, deadline)
     def refused(code, text): return JSONResponse(dict(error=text), code)
     @asynccontextmanager
     async def life(app):
@@ -166,7 +184,9 @@ async def scored(desk:Desk, request, most:int, refused:Callable):
     except KeyError as e:
         if e.args == (name,): return refused(409, f"the id {name!r} was another question's")
         return refused(422, f"the reward function raised KeyError: {e}")
-    except Exception as e: return refused(422, f"the reward function raised {type(e).__name__}: {str(e)[:300]}")
+    except Exception as e:
+        passes = isinstance(e, (OSError, RuntimeError))
+        return refused(503 if passes else 422, f"the reward function raised {type(e).__name__}: {str(e)[:300]}")
 
 # %% ../../nbs/rollout/88g_served.ipynb #ddec9151
 class RewardServer:
@@ -186,7 +206,8 @@ class RewardServer:
         listens.listen(1024)
         self.app, self.token, (at, port) = app, token, listens.getsockname()[:2]
         self.url = f"http://{f'[{at}]' if ':' in at else at}:{port}"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False,
+                                                    timeout_graceful_shutdown=5))
         self._thread = threading.Thread(target=self._server.run, args=([listens],), daemon=True)
         self._thread.start()
 
@@ -195,9 +216,9 @@ class RewardServer:
     def __exit__(self, *_): self.close()
 
     def close(self):
-        "Answer what has been asked, then stop."
+        "Answer what has been asked, for a few seconds, then stop."
         self._server.should_exit = True
-        self._thread.join()
+        self._thread.join(60.)
 
 def serve_reward(
     fn:Callable,          # see `reward_app`
