@@ -67,13 +67,13 @@ def each(
     end, found, failures = time.monotonic() + caps.deadline, {}, []
     shares:list[Share] = []
     try:
-        for k in range(min(caps.workers, n)): shares.append(begin_share(call, list(range(k, n, caps.workers)), caps))
+        for k in range(min(caps.workers, n)): begin_share(shares, call, list(range(k, n, caps.workers)), caps)
         while shares and time.monotonic() < end:
             hear(shares, found, failures)
             for share in [s for s in shares if not s.left or ended(s, caps, failures)]:
                 shares.remove(share)
                 kill(share)
-                if share.left: shares.append(begin_share(call, share.left, caps))
+                if share.left: begin_share(shares, call, share.left, caps)
         late = [i for share in shares for i in share.left]
     finally:
         for share in shares: stop(share)
@@ -82,22 +82,22 @@ def each(
     return [found.get(i) for i in range(n)], sorted(failures, key=lambda f: f.item)
 
 # %% ../../nbs/rollout/87e_killable.ipynb #8be25386
-def begin_share(call, items, caps)->Share:
-    "A process that works through some items, and one that watches over it."
+def begin_share(shares, call, items, caps):
+    "A process that works through some items, and one that watches over it; no signal comes before it is in the list."
     reads, writes = os.pipe()
     os.set_blocking(reads, False)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
         if not pid:
             try: watch(call, items, caps, writes)
             finally: os._exit(0)
+        gone = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+        shares.append(Share(pid, reads, gone, list(items), time.monotonic()))
     except OSError: os.close(reads); raise
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(writes)
-    gone = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
-    return Share(pid, reads, gone, list(items), time.monotonic())
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 def watch(call, items, caps, pipe):
     "In the watching process: end as the work does, after all that it started."
