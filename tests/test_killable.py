@@ -116,7 +116,7 @@ def interrupted(_, folder):
     def stop(*_): raise KeyboardInterrupt
     main = os.getpid()
     signal.signal(signal.SIGUSR1, stop)
-    with pytest.raises(KeyboardInterrupt): each(endless, 2, Caps(600.))
+    with pytest.raises(KeyboardInterrupt): each(endless, 1, Caps(600.))
     os.close(alive)
     assert os.read(asks, 1) == b""
     with pytest.raises(ChildProcessError): os.waitpid(-1, os.WNOHANG)

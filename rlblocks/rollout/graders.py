@@ -11,7 +11,6 @@ import inspect
 import math
 import warnings
 from collections import Counter
-from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
 
@@ -21,6 +20,7 @@ from jaxtyping import Float, Int
 
 from ..arithmetic.masked import Mean, Metric, merge
 from ..data.batch import Batch
+from .functions import LARGEST, named, weighed
 from .killable import Caps, Failure, each
 
 # %% ../../nbs/rollout/88_graders.ipynb #aa0c2beb
@@ -94,8 +94,6 @@ def _hint(missing, offers)->str:
     return "".join(f"; {x}" for x in ways)
 
 # %% ../../nbs/rollout/88_graders.ipynb #db89c8c3
-_LARGEST = torch.finfo(torch.float32).max   # of a verdict
-
 def _row(batch, i)->str:
     prompt = repr(batch.prompt[i]) if "prompt" in batch else "unknown"
     return f"row {i} (prompt {prompt[:80] + '…'*(len(prompt) > 80)})"
@@ -140,71 +138,14 @@ def _verdicts(name, out, batch)->list[float]:
         if not isinstance(x, (bool, int, float, type(None))):
             raise TypeError(f"Grader: {name} returned {type(x).__name__} {str(x)[:40]!r} for {_row(batch, i)}; a "
                             "number or None is wanted")
-        if x is not None and not abs(x) <= _LARGEST:
+        if x is not None and not abs(x) <= LARGEST:
             size = f"an integer of {x.bit_length()} bits" if isinstance(x, int) else x
             raise ValueError(f"Grader: {name} returned {size} for {_row(batch, i)}; return None for a row that cannot "
-                             f"be scored, else a number within ±{_LARGEST:.1e} (single precision)")
+                             f"be scored, else a number within ±{LARGEST:.1e} (single precision)")
         verdicts.append(math.nan if x is None else float(x))
     return verdicts
 
 # %% ../../nbs/rollout/88_graders.ipynb #787df152
-VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-
-def name_of(fn)->str:
-    "What a function is called in errors and metrics."
-    while hasattr(fn, "func"): fn = fn.func   # functools.partial
-    return getattr(fn, "__name__", type(fn).__name__)
-
-def named(fn, name:str|None=None)->dict:
-    "Reward functions by name."
-    fns = list(fn.values()) if isinstance(fn, Mapping) else list(fn) if isinstance(fn, (list, tuple)) else [fn]
-    fns = [of_answers(f) if _scores_one(f) else f for f in fns]
-    names = list(fn) if isinstance(fn, Mapping) else [name] if name and len(fns) == 1 else [name_of(f) for f in fns]
-    for f in fns:
-        if not callable(f) and hasattr(f, "scores"):
-            raise TypeError(f"Grader: {f!r} scores batches itself; write batch[\"scores\"] = scorer.scores(batch)")
-        if not callable(f):
-            raise TypeError(f"Grader: {f!r} is not callable; a reward function, or a list or dict of them, is wanted")
-    if not fns: raise ValueError("Grader: no reward function")
-    if len(set(names)) < len(names):
-        raise ValueError(f"Grader: two functions have one name among {', '.join(names)}; give a dict "
-                         f"{{name: function}}")
-    return dict(zip(names, fns, strict=True))
-
-def _scores_one(fn)->bool:
-    "Whether it is written for veRL."
-    try: return {"solution_str", "ground_truth"} <= inspect.signature(fn).parameters.keys()
-    except (TypeError, ValueError): return False
-
-def of_answers(fn):
-    "A function of one answer, as veRL takes it, as one of a batch."
-    wants = inspect.signature(fn).parameters
-    async def score(completions, reward_model=None, ground_truth=None, data_source=None, extra_info=None):
-        n = len(completions)
-        golds = ground_truth or [x["ground_truth"] for x in reward_model or []]
-        if not golds: raise ValueError("there is neither a column 'ground_truth' nor 'reward_model', as veRL has them")
-        rows = zip(data_source or [None]*n, completions, golds, extra_info or [None]*n, strict=True)
-        made = [fn(**{k: x for k, x in zip(VERL, row, strict=True) if k in wants}) for row in rows]
-        made = [await x if inspect.isawaitable(x) else x for x in made]
-        return [x["score"] if isinstance(x, Mapping) else x[0] if isinstance(x, tuple) else x for x in made]
-    score.__name__ = name_of(fn)
-    return score
-
-def weighed(names:Collection[str], weights:list|dict|None)->dict[str, float]:
-    "The weight of each function, 1 if none is given."
-    if weights is None: weights = [1.]*len(names)
-    if isinstance(weights, Mapping):
-        if set(weights) != set(names):
-            raise ValueError(f"Grader: weights are for {', '.join(weights)}, functions are {', '.join(names)}")
-        weights = [weights[n] for n in names]
-    if len(weights) != len(names): raise ValueError(f"Grader: {len(weights)} weights for {len(names)} functions")
-    weights = [w.item() if getattr(w, "ndim", None) == 0 else w for w in weights]
-    for n, w in zip(names, weights, strict=True):
-        if not isinstance(w, (int, float)) or not abs(w) <= _LARGEST:
-            raise ValueError(f"Grader: the weight of {n} is {w!r}; a finite number is wanted")
-    return dict(zip(names, map(float, weights), strict=True))
-
-# %% ../../nbs/rollout/88_graders.ipynb #8930f3db
 def in_processes(
     name:str,
     fn,
@@ -230,7 +171,7 @@ def checked_failure(
     on_failure, # as `Grader` takes it
 ):
     "ValueError for what is neither a score, nor \"raise\", nor None."
-    if on_failure in (None, "raise") or isinstance(on_failure, (int, float)) and abs(on_failure) <= _LARGEST:
+    if on_failure in (None, "raise") or isinstance(on_failure, (int, float)) and abs(on_failure) <= LARGEST:
         return on_failure
     raise ValueError(f"Grader: on_failure is {on_failure!r}; a score, \"raise\" or None (leave the row out) is wanted")
 

@@ -75,9 +75,7 @@ def each(
                 kill(share)
                 if share.left: begin_share(shares, call, share.left, caps)
         late = [i for share in shares for i in share.left]
-    finally:
-        for share in shares: stop(share)
-        for share in shares: kill(share)
+    finally: kill_all(shares)
     failures += [Failure(i, "late", f"not reached within {caps.deadline:g} s") for i in late]
     return [found.get(i) for i in range(n)], sorted(failures, key=lambda f: f.item)
 
@@ -238,6 +236,14 @@ def ended(share, caps, failures)->bool:
     if time.monotonic() - share.since <= caps.patience: return False
     failures.append(Failure(share.left.pop(0), "timeout", f"it took more than {caps.patience:g} s"))
     return True
+
+def kill_all(shares):
+    "End them, side by side; a second signal waits until that is done."
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        for share in shares: stop(share)
+        for share in shares: kill(share)
+    finally: signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 def stop(share):
     "Ask the watcher to end it all."
