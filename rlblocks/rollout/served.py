@@ -95,6 +95,7 @@ class Desk:
         scores = verdicts(out, sum(sizes))
         return [scores[sum(sizes[:k]):sum(sizes[:k + 1])] for k in range(len(sizes))]
 
+# %% ../../nbs/rollout/88g_served.ipynb #369e1147
 def threaded(fn:Callable)->asyncio.Future:
     "What a function gives, in a thread that nobody has to wait for; RuntimeError for an end that is no answer."
     loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
