@@ -107,6 +107,7 @@ try:
         weighted_scores, without_truncated, without_unscored,
     )
     from rlblocks.signals.teachers import distill_advantages, iw_opd_weights, minillm_advantages, realigned, teacher_mix_weights
+    from rlblocks.testing.contracts import check_env, check_grader
     from rlblocks.testing.laws import check_estimator, check_loss
     from rlblocks.signals.trajectories import (
         gigpo_advantages, hierarchical_advantages, joint_groups, role_advantages, trajectory_returns,
@@ -122,10 +123,14 @@ finally:
     if _collecting: gc.enable()
 
 if TYPE_CHECKING:
+    from rlblocks.rollout.regrade import regrade
+    from rlblocks.rollout.judge import judge_reward, judge_rollout, judge_url, pairwise_reward
+    from rlblocks.rollout.served import reward_app, scorer_reward, serve_reward
+    from rlblocks.rollout.remote import RemoteReward, Retries
     from rlblocks.rollout.code import code_reward
     from rlblocks.rollout.sandbox import Sandbox, run_code, sandbox_support
     from rlblocks.rollout.killable import Caps
-    from rlblocks.rollout.rewards import choice_reward, distinct_reward, exact_reward, format_reward, json_reward, length_reward
+    from rlblocks.rollout.rewards import choice_reward, distinct_reward, exact_reward, format_reward, json_reward, length_reward, overlong_reward
     from rlblocks.rollout.adapters import gym_environment, tool_environment
     from rlblocks.rollout.endpoint import Endpoint
     from rlblocks.rollout.environments import rollouts
@@ -151,22 +156,27 @@ if TYPE_CHECKING:
     from rlblocks.placement.spmd import SpmdPool
     from rlblocks.rollout.controls import penalties
     from rlblocks.rollout.flight import Flight
-    from rlblocks.rollout.graders import Grader, best_rows, math_reward
+    from rlblocks.rollout.graders import Grader, best_rows
+    from rlblocks.rollout.maths import math_reward
     from rlblocks.rollout.rollout import Rollout
     from rlblocks.rollout.samplers import sglang, vllm
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(
+    regrade="rollout.regrade",
+    judge_reward="rollout.judge", judge_rollout="rollout.judge", judge_url="rollout.judge", pairwise_reward="rollout.judge",
+    reward_app="rollout.served", scorer_reward="rollout.served", serve_reward="rollout.served",
+    RemoteReward="rollout.remote", Retries="rollout.remote",
     code_reward="rollout.code",
     Sandbox="rollout.sandbox", run_code="rollout.sandbox", sandbox_support="rollout.sandbox",
     Caps="rollout.killable", exact_reward="rollout.rewards", choice_reward="rollout.rewards",
     format_reward="rollout.rewards", json_reward="rollout.rewards", length_reward="rollout.rewards",
-    distinct_reward="rollout.rewards",
+    distinct_reward="rollout.rewards", overlong_reward="rollout.rewards",
     Environment="rollout.episodes", Step="rollout.episodes", rollouts="rollout.environments",
     Endpoint="rollout.endpoint", Session="rollout.sessions",
     tool_environment="rollout.adapters", gym_environment="rollout.adapters",
     Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="rollout.graders",
-    math_reward="rollout.graders", Flight="rollout.flight", Rollout="rollout.rollout", penalties="rollout.controls",
+    math_reward="rollout.maths", Flight="rollout.flight", Rollout="rollout.rollout", penalties="rollout.controls",
     best_rows="rollout.graders",
     Critic="models.critic", Policy="models.policy", Scorer="models.scorer", scores_after="models.scorer",
     pretrained="models.loading", plain="engines.base", fsdp2="engines.base", zero="engines.base",
@@ -181,55 +191,56 @@ _LAZY = dict(
 __all__ = [
     "Batch", "Buffer", "Caps", "ChatRenderer", "Checkpoint", "Cluster", "Counts", "Critic", "Demonstrations",
     "Denom", "Endpoint", "Environment", "Feedback", "Flight", "Grader", "Last", "Max", "Mean", "Metric", "Number",
-    "OptimizerSpec", "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged", "RayPool", "Renderer",
-    "Response", "Rollout", "Sandbox", "Scorer", "Session", "SpmdPool", "Step", "TextRenderer", "Whole", "a2po_loss", "adamw",
-    "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward",
-    "alphapo_loss", "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units",
-    "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token",
-    "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages",
-    "best_random_weights", "best_rows", "best_worst_pairs", "best_worst_weights", "bin_pack", "binary_kl",
-    "binary_tv", "bnpo_advantages", "bradley_terry_loss", "centering_loss", "check_estimator", "check_loss",
-    "check_renderer", "chi_reward", "chipo_loss", "choice_reward", "cispo_loss", "classification_value_loss",
-    "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards", "clipped_surrogate", "code_reward",
-    "components_loss", "constant", "cosine", "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss",
-    "dapo_loss", "davidson_loss", "delta_apply", "delta_encode", "dft_loss", "discopop_loss", "discounted_returns",
-    "distill_advantages", "distinct_reward", "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss",
-    "dr_grpo_loss", "dro_loss", "drop_long", "effective_share", "entropy", "entropy_loss", "exact_reward",
-    "exo_loss", "expected_value", "expert_load", "explained_variance", "f_dpo_loss", "finite_logprobs",
-    "fit_row_costs", "format_reward", "forward_kl_loss", "forward_kl_reward", "fresh_mask", "from_arrow", "fsdp2",
-    "full_kl", "gae", "gather_logprobs", "gdpo_advantages", "generative_scores", "geometric_mask",
-    "geometric_mixture", "geometric_weights", "gigpo_advantages", "gmpo_loss", "gpg_advantages", "group_advantages",
-    "group_pass_at_k_advantages", "grpo_loss", "gspo_loss", "gspo_token_loss", "gym_environment", "here",
-    "hierarchical_advantages", "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights",
-    "implicit_process_rewards", "implicit_reward_loss", "ipo_loss", "iw_opd_weights", "joint_groups", "js_reward",
-    "jsd", "jsd_loss", "json_reward", "k3_mask", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3",
-    "kl_shaped", "kto_kl", "kto_loss", "later", "ld_logprobs", "leave_one_out", "length_adaptive_lam",
-    "length_reward", "linear", "linear_logprobs", "linear_measured", "lite_ppo_advantages", "load_rollouts",
-    "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean", "masked_std", "masked_sum", "math_reward",
-    "maxrl_advantages", "mean_of", "merge", "micro_batch_count", "minillm_advantages", "mismatch_metrics",
-    "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss", "muon", "n_step_returns",
-    "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out", "naive_ppo_loss",
-    "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss",
+    "OptimizerSpec", "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged", "RayPool", "RemoteReward",
+    "Renderer", "Response", "Retries", "Rollout", "Sandbox", "Scorer", "Session", "SpmdPool", "Step",
+    "TextRenderer", "Whole", "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef",
+    "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef", "answer_log_ratios",
+    "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy",
+    "asymre_loss", "at_last_token", "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss",
+    "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_rows", "best_worst_pairs",
+    "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages", "bradley_terry_loss",
+    "centering_loss", "check_env", "check_estimator", "check_grader", "check_loss", "check_renderer", "chi_reward",
+    "chipo_loss", "choice_reward", "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask",
+    "clip_metrics", "clip_rewards", "clipped_surrogate", "code_reward", "components_loss", "constant", "cosine",
+    "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "delta_apply",
+    "delta_encode", "dft_loss", "discopop_loss", "discounted_returns", "distill_advantages", "distinct_reward",
+    "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss", "drop_long",
+    "effective_share", "entropy", "entropy_loss", "exact_reward", "exo_loss", "expected_value", "expert_load",
+    "explained_variance", "f_dpo_loss", "finite_logprobs", "fit_row_costs", "format_reward", "forward_kl_loss",
+    "forward_kl_reward", "fresh_mask", "from_arrow", "fsdp2", "full_kl", "gae", "gather_logprobs",
+    "gdpo_advantages", "generative_scores", "geometric_mask", "geometric_mixture", "geometric_weights",
+    "gigpo_advantages", "gmpo_loss", "gpg_advantages", "group_advantages", "group_pass_at_k_advantages",
+    "grpo_loss", "gspo_loss", "gspo_token_loss", "gym_environment", "here", "hierarchical_advantages",
+    "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "implicit_process_rewards",
+    "implicit_reward_loss", "ipo_loss", "iw_opd_weights", "joint_groups", "js_reward", "jsd", "jsd_loss",
+    "json_reward", "judge_reward", "judge_rollout", "judge_url", "k3_mask", "kl_cov_loss", "kl_cov_mask", "kl_k1",
+    "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later", "ld_logprobs", "leave_one_out",
+    "length_adaptive_lam", "length_reward", "linear", "linear_logprobs", "linear_measured", "lite_ppo_advantages",
+    "load_rollouts", "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean", "masked_std", "masked_sum",
+    "math_reward", "maxrl_advantages", "mean_of", "merge", "micro_batch_count", "minillm_advantages",
+    "mismatch_metrics", "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss", "muon",
+    "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out",
+    "naive_ppo_loss", "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss",
     "off_policy_sequence_mask", "on_policy_loss", "opo_advantages", "optimal_token_baseline", "orpo_loss",
-    "over_pairs", "over_rows", "overlong_penalty", "pack", "pad", "pair_log_ratios", "pair_metrics", "pairs",
-    "pass_at_k_advantages", "penalties", "pf_ppo_weights", "plackett_luce_loss", "plain", "plan",
-    "plan_micro_batches", "plan_rollout", "policy_gradient", "ppo_loss", "preference_margin", "pretrained",
-    "probability_correlation", "process_reward_loss", "proximal_logprobs", "publish_weights", "published_weights",
-    "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss", "ratio_corrected", "ratio_metrics",
-    "read_response", "realigned", "rebel_loss", "refill", "reinforce_loss", "reinforce_pp_advantages",
-    "reinforce_pp_baseline", "remax_advantages", "renderer_of", "repeated_tokens", "repetition_penalty",
-    "replay_draw", "resampled_rows", "reverse_kl_loss", "robust_dpo_loss", "role_advantages", "rollouts",
-    "router_z_loss", "row_costs", "row_max", "row_mean", "row_sum", "run_code", "safety_loss", "same_shape",
-    "sample_columns", "sandbox_support", "sapo_loss", "save_rollouts", "saved_steps", "scores_after", "seed_of",
-    "send_weights", "sequence_logprobs", "sequence_mask", "sequence_ratio", "sequence_weights", "sft_loss",
-    "sglang", "shared_prefix", "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss",
-    "staleness_weights", "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs",
-    "swap_completions", "teacher_mix_weights", "tie_loss", "to_arrow", "token_covariance", "token_logprobs",
-    "token_mask", "tool_environment", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights",
-    "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
-    "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vine_advantages", "vllm", "vtrace",
-    "weighted_scores", "whiten", "within", "without_truncated", "without_unscored", "wpo_weights", "writable",
-    "wsd", "xpo_loss", "zero",
+    "over_pairs", "over_rows", "overlong_penalty", "overlong_reward", "pack", "pad", "pair_log_ratios",
+    "pair_metrics", "pairs", "pairwise_reward", "pass_at_k_advantages", "penalties", "pf_ppo_weights",
+    "plackett_luce_loss", "plain", "plan", "plan_micro_batches", "plan_rollout", "policy_gradient", "ppo_loss",
+    "preference_margin", "pretrained", "probability_correlation", "process_reward_loss", "proximal_logprobs",
+    "publish_weights", "published_weights", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss",
+    "ratio_corrected", "ratio_metrics", "read_response", "realigned", "rebel_loss", "refill", "regrade",
+    "reinforce_loss", "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "renderer_of",
+    "repeated_tokens", "repetition_penalty", "replay_draw", "resampled_rows", "reverse_kl_loss", "reward_app",
+    "robust_dpo_loss", "role_advantages", "rollouts", "router_z_loss", "row_costs", "row_max", "row_mean",
+    "row_sum", "run_code", "safety_loss", "same_shape", "sample_columns", "sandbox_support", "sapo_loss",
+    "save_rollouts", "saved_steps", "scorer_reward", "scores_after", "seed_of", "send_weights", "sequence_logprobs",
+    "sequence_mask", "sequence_ratio", "sequence_weights", "serve_reward", "sft_loss", "sglang", "shared_prefix",
+    "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized",
+    "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions",
+    "teacher_mix_weights", "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "token_mask",
+    "tool_environment", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights", "truncation_penalty",
+    "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss",
+    "value_metrics", "vespo_loss", "veto_mask", "vine_advantages", "vllm", "vtrace", "weighted_scores", "whiten",
+    "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero",
 ]
 
 def __getattr__(name):

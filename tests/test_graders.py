@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from rlblocks import merge
 from rlblocks.data.batch import Batch
-from rlblocks.rollout.graders import Grader, math_reward
+from rlblocks.rollout.graders import Grader
+from rlblocks.rollout.maths import math_reward
 
 
 def rollout(**columns):
@@ -252,7 +254,7 @@ def test_math_reward_wants_an_answer_a_row(math_verify):
 
 
 def test_math_reward_without_its_extra_names_it(monkeypatch):
-    monkeypatch.setattr("rlblocks.rollout.graders.find_spec", lambda name: None)
+    monkeypatch.setattr("rlblocks.rollout.maths.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"pip install rlblocks\[rewards\]"):
         Grader(math_reward).score(rollout(answer=[1, 2, 3]))
 
@@ -276,3 +278,38 @@ def test_math_reward_reads_what_stands_behind_the_hashes():
     it is wrong."""
     told = "At $0.50 each and 10% off, that makes 33 in all.\n#### "
     assert math_reward([told + "33", told + "1,033", told + "34"], ["33", "1033", "33"]) == [1.0, 1.0, 0.0]
+
+
+# -- what functions log
+
+@pytest.mark.parametrize("deadline", [None, 60.])
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_of_trl_reach_the_metrics_of_the_loop(deadline, late):
+    def fn(completions, log_metric=None, log_extra=None, **columns):
+        assert not {"log_metric", "log_extra"} & set(columns)
+        for c in completions: log_metric("mean_length", len(c))
+        log_extra("first", [c[0] for c in completions])
+        return [float(len(c)) if c != "a" else None for c in completions]
+    async def later(completions, log_metric, log_extra): return fn(completions, log_metric, log_extra)
+    grader = Grader(later if late else fn, name="f", deadline=deadline)
+    graded = grader.grade(rollout())
+    assert graded["scores"].isnan().tolist() == [True, False, False] and graded["extra"] == dict(first=["a", "b", "e"])
+    assert {k: (float(x), float(x.count)) for k, x in graded["metrics"].items()} == {
+        "rewards/f": (2.5, 2.), "mean_length": (2., 3.)}
+    again = grader.grade(rollout())["metrics"]
+    assert float(merge(graded["metrics"], again)["mean_length"].count) == 6. and float(again["mean_length"].count) == 3.
+
+
+def test_a_function_of_trl_logs_as_it_does_there(math_verify):
+    trl = pytest.importorskip("trl.rewards")
+    b = rollout(solution=[r"\frac{1}{2}", "$3$", "no number"])
+    b["completion"] = [[dict(role="assistant", content=c)] for c in (r"\boxed{\frac{1}{2}}", r"\boxed{4}", "x")]
+    seen, extra = Grader(trl.accuracy_reward).grade(b), ("solution", "gold_parsed", "answer_parsed")
+    assert seen["scores"][1] == 0. and set(seen["extra"]) == set(extra)
+    assert all(len(x) == 3 for x in seen["extra"].values())
+
+
+def test_failures_are_metrics_too():
+    def fn(completions): return [1/(len(c) - 3) for c in completions]
+    with pytest.warns(UserWarning, match="1 of 3 rows"): metrics = Grader(fn, deadline=60).grade(rollout())["metrics"]
+    assert float(metrics["failures/raised"]) == pytest.approx(1/3)

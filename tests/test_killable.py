@@ -3,9 +3,9 @@ kind and named by row (LAWS 19)."""
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -80,30 +80,83 @@ def test_what_it_prints_goes_nowhere(capfd):
     assert capfd.readouterr().out == ""
 
 
-def leaves_nothing(_, folder):
-    "In a process of its own, where all threads, descriptors and children are the grader's."
+def nothing_is_left(_, folder):
+    "In a process of its own, whose descriptors and threads are this test's."
     def starts(completions):
-        child = os.fork()
-        if child: Path(folder, "child").write_text(str(child))
+        if not os.fork():
+            if os.fork(): os._exit(0)
+            os.setsid()
+            os.write(alive, str(os.getpid()).encode() + b" ")
+            time.sleep(3600)
         time.sleep(3600)
-    here = lambda: (len(os.listdir("/proc/self/fd")), threading.active_count())
-    held = here()
+    asks, alive = os.pipe()
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     with pytest.warns(UserWarning): Grader(starts, deadline=Caps(60., item=3.)).score(batch(["a"]))
-    assert here() == held
-    for _ in range(20): assert each(float, 3, Caps(300.)) == ([0., 1., 2.], [])
-    assert here() == held
+    os.close(alive)
+    assert os.read(asks, 99).split() and os.read(asks, 1) == b""     # it is there, and nobody has this pipe any more
+    os.close(asks)
+    assert threading.active_count() == threads and len(os.listdir("/proc/self/fd")) == descriptors - 2
+    for _ in range(20): assert each(float, 3, Caps(60.)) == ([0., 1., 2.], [])
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 2
     with pytest.raises(ChildProcessError): os.waitpid(-1, os.WNOHANG)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="it counts descriptors in /proc")
 def test_nothing_is_left_of_it(tmp_path):
-    "Processes that it started too; no thread, no descriptor, no child of ours."
-    forked(leaves_nothing, (tmp_path,), 1)
-    status = Path("/proc", (tmp_path/"child").read_text(), "status")
-    def runs():
-        try: return "State:\tZ" not in status.read_text()
-        except (FileNotFoundError, ProcessLookupError): return False
-    for _ in range(600): time.sleep(.1*runs())      # it was killed: the kernel takes its time
-    assert not runs()
+    "Daemons that it started too; no thread, no descriptor, no child of ours."
+    forked(nothing_is_left, (str(tmp_path),), 1, limit=600)
+
+
+def interrupted(_, folder):
+    "What Ctrl-C leaves behind."
+    asks, alive = os.pipe()
+    def endless(i):
+        os.kill(main, signal.SIGUSR1)
+        time.sleep(3600)
+    def stop(*_): raise KeyboardInterrupt
+    main = os.getpid()
+    signal.signal(signal.SIGUSR1, stop)
+    with pytest.raises(KeyboardInterrupt): each(endless, 1, Caps(600.))
+    os.close(alive)
+    assert os.read(asks, 1) == b""
+    with pytest.raises(ChildProcessError): os.waitpid(-1, os.WNOHANG)
+
+
+def test_an_interrupt_ends_them(tmp_path): forked(interrupted, (str(tmp_path),), 1, limit=600)
+
+
+def descriptors(): return {fd for fd in range(3, 1024) if os.path.exists(f"/proc/self/fd/{fd}")}
+
+
+def writes(line, then):
+    "To what it was not given by who started the test."
+    for fd in descriptors() - BEFORE:
+        try: os.write(fd, line)
+        except OSError: pass
+    return then()
+
+
+BEFORE = set()
+
+
+MEDDLERS = dict(
+    closes=lambda: (os.closerange(3, 1024), time.sleep(3600)), garbage=lambda: writes(b"garbage\n", lambda: 1.),
+    forges=lambda: writes(b"[1.0, null]\n"*3, lambda: os._exit(0)),
+    others=lambda: writes(b"[7, 1.0, null]\n"*3, lambda: os._exit(0)),
+    crashes=lambda: time.sleep(3600) if not os.fork() else os.kill(os.getpid(), signal.SIGSEGV))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks for descriptors in /proc")
+def test_who_meddles_with_descriptors_costs_its_row(tmp_path): forked(meddles, (str(tmp_path),), 1, limit=600)
+
+
+def meddles(_, folder):
+    names = [*MEDDLERS, "ok"]
+    BEFORE.update(descriptors())
+    found, failures = each(lambda i: MEDDLERS.get(names[i], lambda: 1.)(), len(names), Caps(120., item=5.))
+    assert found == [None]*len(MEDDLERS) + [1.]
+    assert {names[f.item]: f.kind for f in failures} == dict(closes="timeout", garbage="raised", forges="raised",
+                                                            others="raised", crashes="died")
 
 
 def test_what_a_failure_is_worth():

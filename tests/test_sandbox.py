@@ -7,7 +7,7 @@ import time
 import pytest
 from rlblocks import Caps, Grader, Sandbox, code_reward, run_code, sandbox_support
 from rlblocks.rollout import sandbox as module
-from rlblocks.rollout.code import passed_tests, program_in
+from rlblocks.rollout.code import as_call, passed_tests, program_in
 from rlblocks.rollout.sandbox import NEEDED, run_all
 from test_killable import batch
 
@@ -111,6 +111,9 @@ def test_it_prints_allocates_and_writes_no_more_than_it_may():
     assert r.kind == "output" and len(r.stdout) <= 1 << 20
     fails("x = bytearray(8 << 30)", "MemoryError")
     fails("f = open('big', 'wb')\nfor _ in range(1024): f.write(bytes(1 << 20))", "OSError")
+    fails("import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+          "if libc.shmget(0, 1 << 20, 0o1600) < 0: raise OSError(ctypes.get_errno(), 'shmget')", "shmget")
+    fails("import os; os.memfd_create('x')", "PermissionError")
     need("mount")
     fails("for i in range(1024): open(str(i), 'wb').write(bytes(1 << 20))", "No space left")
 
@@ -181,22 +184,38 @@ def test_statements_calls_and_printed_lines():
         [True]*3, [True, False, False], [True]*2]
 
 
+# reads the word that results stand behind, and says that all is well; and what is no result
+FORGER = ("import json, os\nword, tests = json.loads(os.pread(3, 1 << 20, 0))\n"
+          "for i in (0, 0, 99, -1, None, 'x'): os.write(1, f'\\n{word} {json.dumps([i, True, 41])}\\n'.encode())\n"
+          "os.write(1, f'\\n{word} garbage\\n{word} [1]\\n{word} 3\\n'.encode()); os._exit(0)")
+
+
+def test_an_assertion_of_equality_is_a_call():
+    assert as_call(" assert f(1, [2], k='x') == {'a': 3}") == dict(call="f", args=[1, [2]], kwargs=dict(k="x"),
+                                                                  result=dict(a=3))
+    for other in ("assert f((1, 2)) == 3", "assert f(1) == (1, 2)", "assert f(*[1]) == 2", "assert f(1)", "f(1)",
+                  "assert a.f(1) == 2", "assert f(1) != 2", "assert f(1) == 2 == 2", "assert f({1: 2}) == 1", "x ==",
+                  "x = 1\nassert f(x) == 1", "assert f(**{'a': 1}) == 2", "assert f(g(1)) == 2",
+                  dict(stdin="", stdout="")):
+        assert as_call(other) == other
+
+
 @confined
 @pytest.mark.parametrize("cheat", [
     "import sys; sys.exit(0)", "import os; os._exit(0)", "raise SystemExit", "print('passed')", "",
     "class Any:\n    def __eq__(self, x): return True\ndef f(): return Any()",
     "class Any(int):\n    def __eq__(self, x): return True\ndef f(): return Any()",
     "import builtins\nbuiltins.all = lambda x: True\ndef f(): return 0", "def f(): import os; os._exit(0)",
-    "import sys, json\nfor i in range(9): print('\\n' + json.dumps([i, True, 42]))\ndef f(): return 0"])
+    FORGER, "import sys, json\nfor i in range(9): print('\\n' + json.dumps([i, True, 42]))\ndef f(): return 0"])
 def test_cheats_pass_no_call(cheat):
-    assert passed_tests([cheat], [[dict(call="f", result=42)]], PATIENT) == [[False]]
+    assert passed_tests([cheat], [[dict(call="f", result=42), "assert f() == 42"]], PATIENT) == [[False]*2]
 
 
 @confined
 def test_an_endless_test_costs_itself_and_what_comes_behind():
-    program = "def f(n):\n    while n == 2: pass\n    return n"
+    program = "import time\ndef f(n):\n    if n == 2: time.sleep(3600)\n    return n"
     tests = [dict(call="f", args=[n], result=n) for n in (1, 2, 3)]
-    assert passed_tests([program], [tests], Sandbox(seconds=3.)) == [[True, False, False]]
+    assert passed_tests([program], [tests], Sandbox(seconds=8.)) == [[True, False, False]]
     loud = [dict(call="f", args=[1 << 22], result=1 << 22), *tests]
     assert passed_tests(["def f(n): print('x'*n); return n"], [loud], PATIENT) == [[False]*4]
 

@@ -6,6 +6,7 @@
 __all__ = ['passed_tests', 'program_in', 'code_reward']
 
 # %% ../../nbs/rollout/88e_code.ipynb #cfdd6703
+import ast
 import json
 import re
 import secrets
@@ -36,6 +37,21 @@ for i, test in enumerate(tests):
     os.write(says, f"\\n{word} {line}\\n".encode())
 '''
 
+def as_call(test):
+    "`assert f(1) == 2` as a call with a result, where all values are JSON's; any other test as it is."
+    if not isinstance(test, str): return test
+    try:
+        only, = ast.parse(test.strip()).body
+        same = only.test
+        if not (isinstance(only, ast.Assert) and isinstance(same, ast.Compare) and isinstance(same.ops[0], ast.Eq)
+                and len(same.ops) == 1 and isinstance(same.left, ast.Call) and isinstance(same.left.func, ast.Name)):
+            return test
+        made = dict(args=[ast.literal_eval(x) for x in same.left.args], result=ast.literal_eval(same.comparators[0]),
+                    kwargs={k.arg: ast.literal_eval(k.value) for k in same.left.keywords if k.arg})
+        stays = json.loads(json.dumps(made)) == made and len(made["kwargs"]) == len(same.left.keywords)
+    except (ValueError, TypeError, SyntaxError, AttributeError, RecursionError): return test
+    return dict(made, call=same.left.func.id) if stays else test
+
 def jobs_of(program:str, tests:Sequence, word:str)->list[tuple[list[int], dict]]:
     "Which tests a run decides, and what is run: arguments of `run_code`."
     beside = [i for i, t in enumerate(tests) if not is_printed(t)]
@@ -58,8 +74,15 @@ def decided(r:Ran, numbers:list[int], tests:Sequence, word:str)->dict[int, bool]
         same = [line.rstrip() for line in r.stdout.rstrip().splitlines()] == [
             line.rstrip() for line in tests[numbers[0]]["stdout"].rstrip().splitlines()]
         return {numbers[0]: r.ok and same}
-    lines = [line.removeprefix(word) for line in r.stdout.splitlines() if line.startswith(word + " ")]
-    return {numbers[i]: ok and came_out(tests[numbers[i]], made) for i, ok, made in map(json.loads, lines)}
+    said = [read(line.removeprefix(word)) for line in r.stdout.splitlines() if line.startswith(word + " ")]
+    return {numbers[i]: ok is True and came_out(tests[numbers[i]], made) for i, ok, made in said
+            if isinstance(i, int) and 0 <= i < len(numbers)}
+
+def read(line:str)->list:
+    "[number of a test, whether it passed, what a call gave]; [None]*3 where the program wrote something else."
+    try: made = json.loads(line)
+    except ValueError: return [None]*3
+    return made if isinstance(made, list) and len(made) == 3 else [None]*3
 
 def came_out(test, made)->bool:
     "Whether a call gave what its test wants; True of a statement."
@@ -72,14 +95,15 @@ def passed_tests(
     sandbox:Sandbox=Sandbox(),
 )->list[list[bool]]: # a program's, in the order of its tests
     "Which tests each program passes."
-    word = secrets.token_hex(16)
-    jobs = [(k, numbers, job) for k, (p, ts) in enumerate(zip(programs, tests, strict=True))
-            for numbers, job in jobs_of(p, ts, word)]
-    found:list[dict[int, bool]] = [{} for _ in programs]
+    tests = [[as_call(t) for t in ts] for ts in tests]
+    word, names = secrets.token_hex(16), [json.dumps([p, list(ts)]) for p, ts in zip(programs, tests, strict=True)]
+    unlike = {name: (p, ts) for name, p, ts in zip(names, programs, tests, strict=True)}
+    jobs = [(name, *job) for name, (p, ts) in unlike.items() for job in jobs_of(p, ts, word)]
+    found:dict[str, dict[int, bool]] = {name: {} for name in unlike}
     room = replace(sandbox, output=sandbox.output + (1 << 16))
-    for (k, numbers, _), r in zip(jobs, run_all([job for *_, job in jobs], room), strict=True):
-        found[k] |= decided(r, numbers, tests[k], word)
-    return [[of.get(i, False) for i in range(len(ts))] for of, ts in zip(found, tests, strict=True)]
+    for (name, numbers, _), r in zip(jobs, run_all([job for *_, job in jobs], room), strict=True):
+        found[name] |= decided(r, numbers, unlike[name][1], word)
+    return [[found[name].get(i, False) for i in range(len(ts))] for name, ts in zip(names, tests, strict=True)]
 
 def program_in(
     text:str, # of a completion

@@ -77,10 +77,12 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 # %% ../../nbs/rollout/88c_jail.ipynb #a03e69fb
 DENIED = dict(
     x86_64=dict(arch=0xC000003E, clone=56, forks=(57, 58),
-                calls=(41, 101, 155, 161, 165, 166, 248, 249, 250, 272, 298, 308, 310, 311, 321, 323)),
+                calls=(29, 30, 31, 64, 68, 240, 319, 41, 101, 155, 161, 165, 166, 248, 249, 250, 272, 298, 308, 310,
+                       311, 321, 323)),
     aarch64=dict(arch=0xC00000B7, clone=220, forks=(),
-                 calls=(198, 117, 41, 51, 40, 39, 217, 218, 219, 97, 241, 268, 270, 271, 280, 282)))
-EVERYWHERE = (425, 426, 427, 428, 429, 430, 431, 432, 433, 442)  # io_uring; the new calls of mount
+                 calls=(194, 195, 196, 190, 186, 180, 279, 198, 117, 41, 51, 40, 39, 217, 218, 219, 97, 241, 268, 270,
+                        271, 280, 282)))
+EVERYWHERE = (425, 426, 427, 428, 429, 430, 431, 432, 433, 442, 447)  # io_uring; the new calls of mount; memfd_secret
 
 def seccomp_filter(processes:bool)->bytes:
     "Instructions that refuse what a program has no business with; new processes too unless they are allowed."

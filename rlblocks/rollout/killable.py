@@ -6,6 +6,7 @@
 __all__ = ['Kind', 'Caps', 'Failure', 'Share', 'each']
 
 # %% ../../nbs/rollout/87e_killable.ipynb #a5c933d7
+import ctypes
 import faulthandler
 import gc
 import json
@@ -51,40 +52,99 @@ class Share:
     "A process, and the items that it has not answered."
     pid:int
     pipe:int
+    gone:int              # a descriptor that can be read when it has ended; -1 where the system has none
     left:list[int]
     since:float           # when it began the first of them
     rest:bytes=b""        # of a line that has not ended
+    over:bool=False       # it does no more
 
 def each(
-    call:Callable[[int], float|None],
+    call:Callable[[int], object], # gives what JSON can say
     n:int,    # items
     caps:Caps,
-)->tuple[list[float|None], list[Failure]]: # a result an item, None where it failed; the failures by item
+)->tuple[list, list[Failure]]: # a result an item, None where it failed; the failures by item
     "Results of a function that may hang, crash or ask for too much."
     end, found, failures = time.monotonic() + caps.deadline, {}, []
-    shares = [begin_share(call, list(range(k, n, caps.workers)), caps) for k in range(min(caps.workers, n))]
-    while shares and time.monotonic() < end:
-        hear(shares, found, failures)
-        for share in [s for s in shares if not s.left or over(s, caps, failures)]:
-            shares.remove(share)
-            kill(share)
-            if share.left: shares.append(begin_share(call, share.left, caps))
-    for share in shares:
-        kill(share)
-        failures += [Failure(i, "late", f"not reached within {caps.deadline:g} s") for i in share.left]
+    shares:list[Share] = []
+    try:
+        for k in range(min(caps.workers, n)): begin_share(shares, call, list(range(k, n, caps.workers)), caps)
+        while shares and time.monotonic() < end:
+            hear(shares, found, failures)
+            for share in [s for s in shares if not s.left or ended(s, caps, failures)]:
+                shares.remove(share)
+                kill(share)
+                if share.left: begin_share(shares, call, share.left, caps)
+        late = [i for share in shares for i in share.left]
+    finally: kill_all(shares)
+    failures += [Failure(i, "late", f"not reached within {caps.deadline:g} s") for i in late]
     return [found.get(i) for i in range(n)], sorted(failures, key=lambda f: f.item)
 
 # %% ../../nbs/rollout/87e_killable.ipynb #8be25386
-def begin_share(call, items, caps)->Share:
-    "A process that works through some items."
+def begin_share(shares, call, items, caps):
+    "A process that works through some items, and one that watches over it; no signal comes before it is in the list."
     reads, writes = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try: work(call, items, caps, writes)
-        finally: os._exit(0)
-    os.close(writes)
-    return Share(pid, reads, list(items), time.monotonic())
+    os.set_blocking(reads, False)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+        if not pid:
+            try: watch(call, items, caps, writes)
+            finally: os._exit(0)
+        gone = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+        shares.append(Share(pid, reads, gone, list(items), time.monotonic()))
+    except OSError: os.close(reads); raise
+    finally:
+        os.close(writes)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
+def watch(call, items, caps, pipe):
+    "In the watching process: end as the work does, after all that it started."
+    os.setsid()
+    for s in (signal.SIGTERM, signal.SIGCHLD): signal.signal(s, signal.SIG_DFL)
+    if sys.platform == "linux": ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)      # orphans become its children
+    worker = os.fork()
+    if not worker:
+        try: work(call, items, caps, pipe)
+        finally: os._exit(0)
+    status = None
+    while status is None and signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGCHLD:
+        status = reaped(worker)
+    sweep(worker)
+    if status and os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        faulthandler.disable()
+        if os.WTERMSIG(status) != signal.SIGKILL: signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status or 0))
+
+def reaped(worker)->int|None:
+    "The status of the worker, if it has ended; others are only buried."
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == worker: return status
+        if not pid: return None
+
+def sweep(worker):
+    "End every child, and theirs as they become ours."
+    while True:
+        for pid in children(worker):
+            try: os.kill(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError): pass
+        try: os.waitpid(-1, 0)
+        except ChildProcessError: return
+
+def children(worker)->list[int]:
+    "Of this process. Where there is no /proc, the worker alone."
+    found = []
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        try:
+            with open(f"/proc/{name}/stat", "rb") as f: parent = int(f.read().rpartition(b")")[2].split()[1])
+        except (OSError, ValueError, IndexError): continue
+        if parent == os.getpid(): found.append(int(name))
+    return found or [worker]
+
+# %% ../../nbs/rollout/87e_killable.ipynb #381fe3e4
 def work(call, items, caps, pipe):
     "In the process: a line for each item."
     os.setsid()
@@ -94,10 +154,16 @@ def work(call, items, caps, pipe):
     sys.stdout = sys.stderr = open(os.devnull, "w")      # a notebook's are no files
     faulthandler.disable()
     for s in (signal.SIGINT, signal.SIGTERM): signal.signal(s, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     limit = in_use() + caps.memory
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for i in items: os.write(pipe, (json.dumps(outcome(call, i)) + "\n").encode())
+    for i in items: say(pipe, outcome(call, i) + "\n")
+
+def say(pipe, line):
+    "All of it, however long."
+    data = line.encode()
+    while data: data = data[os.write(pipe, data):]
 
 def in_use()->int:
     "Bytes of address space that this process has."
@@ -105,31 +171,58 @@ def in_use()->int:
         with open("/proc/self/statm") as f: return int(f.read().split()[0])*os.sysconf("SC_PAGE_SIZE")
     except OSError: return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
-def outcome(call, i)->tuple:
-    "(result, None), or (None, what it raised)."
-    try:
-        x = call(i)
-        return None if x is None else float(x), None
-    except BaseException as e: return None, f"{type(e).__name__}: {str(e)[:300]}"
+def outcome(call, i)->str:
+    "[item, result, null], or [item, null, what it raised], as JSON."
+    try: return json.dumps([i, call(i), None])
+    except BaseException as e: return json.dumps([i, None, f"{type(e).__name__}: {str(e)[:300]}"])
+
+# %% ../../nbs/rollout/87e_killable.ipynb #a8ef572a
+LINE = 1 << 24      # bytes of the longest
 
 def hear(shares, found, failures):
     "Take what the processes have said; of one that died, on which item."
-    by = {s.pipe: s for s in shares}
-    for pipe in select.select(list(by), [], [], .05)[0]:
-        share, said = by[pipe], os.read(pipe, 1 << 16)
-        lines = (share.rest + said).split(b"\n")
-        share.rest = lines.pop()
-        for line in lines:
-            x, problem = json.loads(line)
-            answered_item(share, x, problem, found, failures)
-        if not said and share.left:
-            failures.append(Failure(share.left.pop(0), "died", how_it_ended(share)))
+    by = {fd: s for s in shares for fd in (s.pipe, s.gone) if fd >= 0}
+    ready = select.select(list(by), [], [], .05)[0]
+    for share in dict.fromkeys(by[fd] for fd in ready):
+        gone = share.gone in ready
+        said = bites(share.pipe)
+        take(share, said or b"", found, failures)
+        if (gone or said is None) and not share.over:
+            share.over, how = True, how_it_ended(share)
+            if share.left: failures.append(Failure(share.left.pop(0), "died", how))
 
-def answered_item(share, x, problem, found, failures):
-    item = share.left.pop(0)
+def bites(pipe)->bytes|None:
+    "What can be read now, a few megabytes at most; None at the end."
+    said = b""
+    while len(said) < 1 << 22:
+        try: more = os.read(pipe, 1 << 16)
+        except BlockingIOError: break
+        if not more: return said or None
+        said += more
+    return said
+
+def take(share, said, found, failures):
+    "Results from lines; what is none ends the share."
+    *lines, share.rest = (share.rest + said).split(b"\n")
+    for line in lines:
+        if not share.over and not answered_item(share, line, found, failures): strange(share, failures)
+    if len(share.rest) > LINE and not share.over: strange(share, failures)
+
+def answered_item(share, line, found, failures)->bool:
+    "Whether a line is the result of the next item."
+    try: item, x, problem = json.loads(line)
+    except (ValueError, TypeError): return False
+    if not share.left or item != share.left[0]: return False
+    share.left.pop(0)
     share.since = time.monotonic()
     if problem is None: found[item] = x
-    else: failures.append(Failure(item, "raised", problem))
+    else: failures.append(Failure(item, "raised", str(problem)))
+    return True
+
+def strange(share, failures):
+    "The function wrote where results go."
+    share.over = True
+    if share.left: failures.append(Failure(share.left.pop(0), "raised", "it wrote to the descriptor of its results"))
 
 def how_it_ended(share)->str:
     "The signal that ended a process."
@@ -137,18 +230,32 @@ def how_it_ended(share)->str:
     share.pid = 0
     return signal.Signals(status & 127).name if status & 127 else f"it exited with {status >> 8}"
 
-def over(share, caps, failures)->bool:
-    "Whether a process has to go: it has died, or its item takes too long."
-    if not share.pid: return True
+def ended(share, caps, failures)->bool:
+    "Whether a process has to go: it does no more, or its item takes too long."
+    if share.over: return True
     if time.monotonic() - share.since <= caps.patience: return False
     failures.append(Failure(share.left.pop(0), "timeout", f"it took more than {caps.patience:g} s"))
     return True
 
+def kill_all(shares):
+    "End them, side by side; a second signal waits until that is done."
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        for share in shares: stop(share)
+        for share in shares: kill(share)
+    finally: signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+def stop(share):
+    "Ask the watcher to end it all."
+    if share.pid: os.kill(share.pid, signal.SIGTERM)
+
 def kill(share):
     "End a process and what it started."
-    os.close(share.pipe)
-    if not share.pid: return
-    for end in (os.killpg, os.kill):
-        try: end(share.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError): pass
-    os.waitpid(share.pid, 0)
+    if share.pid:
+        stop(share)
+        if share.gone >= 0: select.select([share.gone], [], [], 5.)
+        else: time.sleep(.1)
+        os.kill(share.pid, signal.SIGKILL)
+        os.waitpid(share.pid, 0)
+    for fd in (share.pipe, share.gone):
+        if fd >= 0: os.close(fd)
