@@ -142,8 +142,10 @@ if TYPE_CHECKING:
     from rlblocks.placement.budgets import plan_rollout, step_seconds
     from rlblocks.placement.place import here, later
     from rlblocks.placement.cluster import Cluster
+    from rlblocks.placement.layout import Layout
     from rlblocks.placement.planning import plan
     from rlblocks.placement.raypool import RayPool
+    from rlblocks.placement.restarts import restarted
     from rlblocks.placement.spmd import SpmdPool
     from rlblocks.rollout.controls import penalties
     from rlblocks.rollout.flight import Flight
@@ -168,12 +170,13 @@ _LAZY = dict(
     published_weights="engines.published", send_weights="engines.sent", constant="engines.optim", cosine="engines.optim", linear="engines.optim", wsd="engines.optim",
     here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning",
     plan_rollout="placement.budgets", Cluster="placement.cluster", RayPool="placement.raypool",
+    Layout="placement.layout", restarted="placement.restarts",
     SpmdPool="placement.spmd", step_seconds="placement.budgets",
     sglang="rollout.samplers", vllm="rollout.samplers")
 
 __all__ = [
     "Batch", "Buffer", "Caps", "ChatRenderer", "Checkpoint", "Cluster", "Counts", "Critic", "Demonstrations", "Denom",
-    "Environment", "Feedback", "Flight", "Grader", "Last", "Max", "Mean", "Metric", "Number", "OptimizerSpec",
+    "Environment", "Feedback", "Flight", "Grader", "Last", "Layout", "Max", "Mean", "Metric", "Number", "OptimizerSpec",
     "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged", "RayPool", "Renderer", "Response", "Rollout", "Scorer",
     "SpmdPool", "Step", "TextRenderer", "Whole", "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip",
     "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef",
@@ -209,7 +212,7 @@ __all__ = [
     "preference_margin", "pretrained", "probability_correlation", "process_reward_loss", "proximal_logprobs",
     "publish_weights", "published_weights", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss",
     "ratio_corrected", "ratio_metrics", "read_response", "realigned", "rebel_loss", "refill", "reinforce_loss",
-    "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "renderer_of", "repeated_tokens",
+    "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "renderer_of", "repeated_tokens", "restarted",
     "repetition_penalty", "replay_draw", "resampled_rows", "reverse_kl_loss", "robust_dpo_loss", "role_advantages",
     "rollouts", "router_z_loss", "row_costs", "row_max", "row_mean", "row_sum", "safety_loss", "same_shape",
     "sample_columns", "sapo_loss", "save_rollouts", "saved_steps", "scores_after", "seed_of", "send_weights",

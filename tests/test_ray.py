@@ -17,7 +17,7 @@ import spmd_loops
 import torch
 from conftest import RAY_TOKEN, ROOT
 from forked import on_ranks
-from rlblocks import Cluster, Policy, RayPool, Rollout, here, later
+from rlblocks import Checkpoint, Cluster, Policy, RayPool, Rollout, here, later
 from rlblocks.engines.world import RankLost
 from spmd_loops import Echo, net
 from test_spmd import same
@@ -58,7 +58,20 @@ def one(cluster):
 
 
 @pytest.fixture(scope="module")
+def three(cluster):
+    with RayPool(3, cluster=cluster, timeout=300., name="three") as pool: yield pool
+
+
+@pytest.fixture(scope="module")
 def loops(two): return spmd_loops.tutorials(two)
+
+
+@pytest.fixture(scope="module")
+def cut(two): return spmd_loops.engines(two)
+
+
+@pytest.fixture(scope="module")
+def uncut(): return spmd_loops.engines(here)
 
 
 # -- the same numbers
@@ -74,9 +87,60 @@ def test_one_rank_gives_the_numbers_of_one_process(one):
     same(spmd_loops.dispatch(one), spmd_loops.dispatch(here), "dispatch", 1e-10)
 
 
-def test_as_many_ranks_of_spmd_pool_give_the_same_bits(loops, tmp_path):
+def test_as_many_ranks_of_spmd_pool_give_the_same_bits(loops, cut, tmp_path):
     on_ranks(spmd_loops.loops_on_rank, (tmp_path,), 2, group=False, limit=300)
-    same(loops, torch.load(tmp_path/"0.pt", weights_only=False), "tutorials", 0.)
+    want = torch.load(tmp_path/"0.pt", weights_only=False)
+    same(loops, want[0], "tutorials", 0.)
+    same(cut, want[1], "engines", 0.)
+
+
+def test_engines_that_cut_weights_give_the_numbers_of_one_process(cut, three, uncut):
+    "Sharded, and with layers that two ranks hold together; 15 rows on 2 ranks and on 3."
+    same(cut, uncut, "engines", 1e-10)
+    same(spmd_loops.engines(three, ["fsdp2"]), dict(fsdp2=uncut["fsdp2"]), "three ranks", 1e-10)
+
+
+def test_three_ranks_give_the_numbers_of_one_process(three):
+    same(spmd_loops.tutorials(three), spmd_loops.tutorials(here), "tutorials", 1e-10)
+
+
+# -- saves
+
+def saved_by(folder): return sorted(f.name for f in Path(folder).glob("step-*/shards/*.distcp"))
+
+
+def test_what_ranks_hold_is_saved_and_restored_there(two, three, one, tmp_path, monkeypatch, uncut):
+    """Stopped, and gone on with on the same and on other numbers of ranks: to the bit, or as one process. No state
+    passes through this process, and a relative path means its folder."""
+    monkeypatch.chdir(tmp_path)
+    for pool in (two, three, one): pool.crew.seen.clear()
+    spmd_loops.engines(two, ["fsdp2"], Checkpoint("run", every=2), steps=2)
+    assert saved_by("run") == ["__0_0.distcp", "__1_0.distcp"]
+    for name in ("three", "one"): shutil.copytree("run", name)
+    want = spmd_loops.engines(two, ["fsdp2"])["fsdp2"]["shown"][2:]
+    for pool, folder, tol in ((two, "run", 0.), (three, "three", 1e-10), (one, "one", 1e-10)):
+        got = spmd_loops.engines(pool, ["fsdp2"], Checkpoint(folder, every=2), steps=3)["fsdp2"]["shown"]
+        same(got, want, folder, tol)
+        phases = {row["phase"] for row in pool.report()}
+        assert {"Keeper.check", "Keeper.read", "Keeper.write"} <= phases
+    assert "Policy.load_state_dict" not in {row["phase"] for row in three.report()}
+
+
+def test_a_folder_that_ranks_do_not_see(two, tmp_path, monkeypatch):
+    "States pass through this process, which says so of large ones; shards that others wrote cannot be had."
+    from rlblocks.checkpoint import keeper
+    monkeypatch.chdir(tmp_path)          # the ranks stay where they are
+    monkeypatch.setattr(keeper, "LARGE", 1000)
+    def run(folder, steps):
+        return spmd_loops.engines(two, ["fsdp2"], Checkpoint(folder, every=1), steps)["fsdp2"]["shown"]
+    with pytest.warns(UserWarning, match=r"the state of 'policy', .* GB, passes through this process, since not every "
+                      r"rank of RayPool\(2 ranks\) sees /proc/self/cwd/run"): run("/proc/self/cwd/run", 2)
+    assert not saved_by("run")
+    with pytest.warns(UserWarning, match="passes through"): again = run("/proc/self/cwd/run", 3)
+    same(again, spmd_loops.engines(two, ["fsdp2"])["fsdp2"]["shown"][2:], "unseen", 0.)
+    run("seen", 1)
+    with pytest.raises(ValueError, match="not all ranks that hold it now see /proc/self/cwd/seen"):
+        run("/proc/self/cwd/seen", 2)
 
 
 def test_every_kind_of_call_is_answered_as_in_one_process(two):

@@ -156,13 +156,14 @@ def first(
 
 def meet(
     members:list,
-    host:str,      # address of the first rank's node
+    addresses:list[str], # of their nodes
     seconds:float, # that collectives may take
     patience:float, # seconds that the ranks have to meet
 ):
     "Form a world: the first rank opens a port, all come there."
-    port = first([members[0].open_store.remote(host)], "opening a port", patience)[0]
-    first([m.meet.remote(host, port, seconds) for m in members], "meeting in a world", patience)
+    port = first([members[0].open_store.remote(addresses[0])], "opening a port", patience)[0]
+    first([m.meet.remote(addresses[0], port, seconds, own) for m, own in zip(members, addresses, strict=True)],
+          "meeting in a world", patience)
 
 def node_addresses()->dict[str, str]: # node → address
     "Of the cluster."

@@ -76,7 +76,7 @@ def muster(
     seen = first([rank.member.process.remote() for rank in crew.ranks], "starting the ranks", crew.patience)
     for rank, found in zip(crew.ranks, seen, strict=True): rank.pid = found["pid"]
     if crew.world and len(crew.ranks) > 1:
-        meet([rank.member for rank in crew.ranks], crew.ranks[0].address, crew.timeout, crew.patience)
+        meet([rank.member for rank in crew.ranks], [rank.address for rank in crew.ranks], crew.timeout, crew.patience)
 
 def launch(crew:Crew, rank:Rank):
     "Ask for a rank's process."
