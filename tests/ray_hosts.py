@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces on one bridge, a Ray node in each, a token for all of them.
+"""Hosts on one machine: network namespaces, a Ray node in each, a token for all of them.
 
 python tests/ray_hosts.py ADDRESS FOLDER     # the driver, in the first host"""
 import json
@@ -34,7 +34,7 @@ def ip(*words): subprocess.run(["ip", *map(str, words)], check=True, capture_out
 
 
 class Hosts:
-    "n hosts; the first one has the bridge, the head of the cluster and the driver."
+    "n hosts; the first one has the head of the cluster and the driver."
     def __init__(self, n, port=6379):
         self.tag, self.n, self.port, self.running = f"{os.getpid() % 46656:x}", n, port, []
         self.folder = Path(tempfile.mkdtemp(prefix="ray"))
@@ -48,19 +48,30 @@ class Hosts:
     def address(self, i): return f"10.88.0.{i + 1}"
 
     def __enter__(self):
+        try:
+            self.connect()
+            for i in range(self.n): self.start(i)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def connect(self):
+        "A line from the first host to each of the others; it passes on what they say to each other."
         for i in range(self.n): ip("netns", "add", self.host(i))
-        ip("-n", self.host(0), "link", "add", "br", "type", "bridge")
-        ip("-n", self.host(0), "addr", "add", f"{self.address(0)}/24", "dev", "br")
         for i in range(self.n): ip("-n", self.host(i), "link", "set", "lo", "up")
-        ip("-n", self.host(0), "link", "set", "br", "up")
+        ip("netns", "exec", self.host(0), "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
         for i in range(1, self.n):
+            near, far = ("-n", self.host(0)), ("-n", self.host(i))
             ip("link", "add", "eth", "netns", self.host(i), "type", "veth", "peer", "name", f"to{i}", "netns",
                self.host(0))
-            ip("-n", self.host(i), "addr", "add", f"{self.address(i)}/24", "dev", "eth")
-            ip("-n", self.host(0), "link", "set", f"to{i}", "master", "br", "up")
-            ip("-n", self.host(i), "link", "set", "eth", "up")
-        for i in range(self.n): self.start(i)
-        return self
+            ip(*near, "addr", "add", f"{self.address(0)}/32", "dev", f"to{i}")
+            ip(*far, "addr", "add", f"{self.address(i)}/32", "dev", "eth")
+            ip(*near, "link", "set", f"to{i}", "up")
+            ip(*far, "link", "set", "eth", "up")
+            ip(*near, "route", "add", f"{self.address(i)}/32", "dev", f"to{i}")
+            ip(*far, "route", "add", f"{self.address(0)}/32", "dev", "eth")
+            ip(*far, "route", "add", "10.88.0.0/24", "via", self.address(0))
 
     def start(self, i):
         "A node of the cluster."

@@ -17,7 +17,7 @@ import spmd_loops
 import torch
 from conftest import RAY_TOKEN, ROOT
 from forked import on_ranks
-from rlblocks import Checkpoint, Cluster, Policy, RayPool, Rollout, here, later
+from rlblocks import Batch, Checkpoint, Cluster, Policy, RayPool, Rollout, here, later
 from rlblocks.engines.world import RankLost
 from spmd_loops import Echo, net
 from test_spmd import same
@@ -203,6 +203,26 @@ def test_weights_go_to_another_pool_and_come_here(one, two):
     keeps = one.place(Keeps)
     with pytest.raises(ValueError, match="a Policy on RayPool.2 ranks. was handed to another pool"):
         keeps.run(policy, prompts())
+
+
+def test_a_column_travels_once_while_it_is_unchanged(two, one):
+    "Large ones, whole and cut; what is written into them travels again, and what nobody refers to goes."
+    tokens = torch.arange(200_000).view(8, -1)
+    def batch(**more): return Batch(tokens=tokens, mask=torch.ones_like(tokens, dtype=torch.bool), **more)
+    for pool in (two, one):
+        echo, kept = pool.place(Echo), pool.columns.kept
+        b = batch(answer=[str(i) for i in range(8)])
+        assert torch.equal(echo.add(b), tokens)
+        before = {k: x.ref for k, x in kept[id(tokens)][1].items()}
+        b["values"] = torch.zeros(tokens.shape)                 # another column
+        assert len(before) == pool.ranks and torch.equal(echo.add(b), tokens) and id(b.values) not in (id(tokens),)
+        assert {k: x.ref for k, x in kept[id(tokens)][1].items()} == before
+        tokens += 1
+        assert torch.equal(echo.add(b), tokens) and {k: x.ref for k, x in kept[id(tokens)][1].items()} != before
+        number = id(b.columns["values"])
+        assert echo.mixed(batch(answer=["x"]*8))[1].answer == ["x"]*8 and number in kept
+        del b
+        assert number not in kept
 
 
 def test_what_nobody_refers_to_is_let_go(two):

@@ -10,6 +10,7 @@ import argparse
 import os
 import shutil
 import sys
+import tempfile
 import uuid
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +21,7 @@ from .cluster import Cluster, connect
 
 # %% ../../nbs/placement/98h_doctor.ipynb #68998645
 HEALTH = dict(RAY_health_check_period_ms="1000", RAY_health_check_timeout_ms="2000",
-              RAY_health_check_failure_threshold="3")   # a host that is cut off is heard after 9 s, by Ray's own after 63
+              RAY_health_check_failure_threshold="3")   # a host that is cut off is heard in 9 s; Ray's own take 63
 PACKAGES = ("ray", "torch", "transformers", "numpy", "cloudpickle")
 
 def facts_of_node(
@@ -32,7 +33,7 @@ def facts_of_node(
     def have(package):
         try: return version(package)
         except PackageNotFoundError: return "absent"
-    shm, spill = shutil.disk_usage("/dev/shm").total, shutil.disk_usage(os.environ.get("RAY_TMPDIR") or "/tmp").free
+    shm, spill = shutil.disk_usage("/dev/shm").total, shutil.disk_usage(tempfile.gettempdir()).free
     return dict(python=".".join(map(str, sys.version_info[:3])), versions={p: have(p) for p in PACKAGES}, shm=shm,
                 spill=spill, store=store, health={k: os.environ.get(k) for k in HEALTH},
                 sees=not file or Path(file).is_file() and Path(file).read_text() == text)

@@ -163,9 +163,12 @@ class Member:
         return dict(pid=os.getpid(), folder=os.getcwd())
 
     def open_store(self, host:str)->int: # its port
-        "Where the ranks meet."
-        self.store = getattr(dist, "TCPStore")(host, 0, is_master=True, wait_for_workers=False)
-        return self.store.port
+        "Where the ranks meet. It listens on the node's address alone: who reaches it may read and write it."
+        listens = socket.create_server((host, 0))
+        port = listens.getsockname()[1]
+        self.store = getattr(dist, "TCPStore")(host, port, is_master=True, wait_for_workers=False,
+                                               master_listen_fd=listens.detach())
+        return port
 
     def meet(self, host:str, port:int, seconds:float, address:str):
         "Form a world with the other ranks, over the network in which this node has its address."
