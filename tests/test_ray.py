@@ -165,6 +165,7 @@ class Keeps:
         return 2
     def step(self, path): return self.sleeps(path)
     def pid(self): return os.getpid()
+    def title(self): return Path("/proc/self/cmdline").read_text()
     def pids(self, b): return torch.full((len(b),), os.getpid())
     def dies(self, b, n):
         if int(os.environ["RANK"]) == n:
@@ -225,6 +226,33 @@ def test_a_column_travels_once_while_it_is_unchanged(two, one):
         assert number not in kept
 
 
+class Torn(Rollout):
+    "A rollout whose first load ends in the middle."
+    def load(self, ticket):
+        if not hasattr(self, "tried"):
+            self.tried = next(ticket.buckets(1 << 20))
+            raise OSError("the link is gone")
+        return super().load(ticket)
+
+
+def test_a_load_that_fails_is_heard_and_can_be_repeated(one, two):
+    "LAWS 14: neither pool hangs, and the next load is whole."
+    policy, rollout = two.place(Policy, net(seed=3)), one.place(Torn, net(), max_tokens=4)
+    with pytest.raises(OSError, match="the link is gone") as e: rollout.load(policy.weights())
+    assert "in Torn.load on rank 0" in "\n".join(e.value.__notes__)
+    with pytest.raises(RuntimeError): rollout.generate(prompts(), seed=1)       # nothing was loaded yet
+    assert rollout.load(policy.weights()).version == 0
+    want = Rollout(net(seed=3), max_tokens=4).generate(prompts(), seed=1)
+    assert torch.equal(rollout.generate(prompts(), seed=1).tokens, want.tokens)
+
+
+def test_the_doctor_asks_every_node(cluster, two, tmp_path):
+    from rlblocks.placement.doctor import examine
+    found = {x.what: x for x in examine(cluster, tmp_path)}
+    assert not found["versions"].remedy and found[str(tmp_path)].found == "seen"
+    assert found["health checks"].remedy == "set these where `ray start` runs" and not list(tmp_path.iterdir())
+
+
 def test_what_nobody_refers_to_is_let_go(two):
     import ray
     keeps = two.place(Keeps)
@@ -265,6 +293,7 @@ def test_warnings_and_what_calls_took_are_seen_here(two):
     keeps = two.place(Keeps)
     with pytest.warns(RuntimeWarning, match=r"learning rate is odd \[Keeps.warns on rank 0"): keeps.warns()
     found = [row for row in two.report() if row["phase"] == "Keeps.warns"]
+    assert keeps.title().startswith("ray::Keeps.title"), "as ps and the dashboard show it"
     assert [row["rank"] for row in found] == [0, 1] and all(row["calls"] == 1 and row["mib"] > 50 for row in found)
 
 
