@@ -1,6 +1,6 @@
 """A run on a cluster of one machine whose processes are killed, any of them, and what is left of its numbers.
 
-python tests/ray_kills.py FOLDER STEPS [RAY]     # one driver: GRPO to its end, a line of JSON for each step"""
+python tests/ray_kills.py FOLDER STEPS RAY     # one driver: GRPO to its end, a line of JSON for each step"""
 import json
 import os
 import random
@@ -26,14 +26,14 @@ def options(folder):
 
 
 class Pools:
-    "Two ranks that train, and two that sample and are made anew when they die."
+    "Two ranks that train, and one that samples and is made anew when it dies."
     rank = 0
 
     def __init__(self, cluster):
         from rlblocks import RayPool, Rollout
         from rlblocks.placement.layout import Layout
-        self.train = RayPool(2, cluster=cluster, timeout=60., grace=5., name="train")
-        self.sample = RayPool(2, cluster=cluster, timeout=60., world=False, restarts=8, name="sample")
+        self.train = RayPool(2, cluster=cluster, timeout=120., grace=5., name="train")
+        self.sample = RayPool(1, cluster=cluster, timeout=120., world=False, restarts=8, name="sample")
         self.layout = Layout(lambda make, kw: self.sample if make is Rollout else self.train)
 
     def place(self, make, /, *args, **kwargs): return self.layout.place(make, *args, **kwargs)
@@ -41,21 +41,24 @@ class Pools:
         for pool in (self.sample, self.train): pool.close()
 
 
+def tiny_grpo(pool, steps, checkpoint=None):
+    "Of a tiny model, cut over the ranks."
+    import spmd_loops
+    from rlblocks import Checkpoint, Prompts, loop_from
+    grpo = loop_from(f"{ROOT}/tutorials/grpo.ipynb:grpo")
+    return grpo(pool, Prompts(spmd_loops.ASKED, spmd_loops.Digits()), spmd_loops.prefers, prompts=3, group_size=2,
+                minibatches=1, max_tokens=4, model=spmd_loops.net, engine=spmd_loops.sharded, steps=steps,
+                micro_tokens=64, checkpoint=checkpoint or Checkpoint())
+
+
 def drive(folder, steps, ray_folder):
     "The loop, resumed where a driver before this one was killed."
     import torch
-    import spmd_loops
-    from rlblocks import Checkpoint, Cluster, Prompts, here, loop_from
-    from rlblocks.placement.restarts import restarted
+    from rlblocks import Checkpoint, Cluster, restarted
     torch.set_num_threads(1)
-    grpo = loop_from(f"{ROOT}/tutorials/grpo.ipynb:grpo")
-    def loop(pool):
-        return grpo(pool, Prompts(spmd_loops.ASKED, spmd_loops.Digits()), spmd_loops.prefers, prompts=3, group_size=2,
-                    minibatches=1, max_tokens=4, model=spmd_loops.net, engine=spmd_loops.sharded, steps=steps,
-                    micro_tokens=64, checkpoint=Checkpoint(Path(folder)/"run", every=2))
-    make = lambda: Pools(Cluster(options=options(ray_folder), ready=60.)) if ray_folder else here
+    def loop(pool): return tiny_grpo(pool, steps, Checkpoint(Path(folder)/"run", every=2))
     with open(Path(folder)/"rows.jsonl", "a") as file:
-        for row in restarted(loop, make, restarts=50):
+        for row in restarted(loop, lambda: Pools(Cluster(options=options(ray_folder), ready=60.)), restarts=50):
             file.write(json.dumps({k: float(v) for k, v in row.items()}) + "\n")
             file.flush()
 
@@ -173,4 +176,4 @@ def undisturbed(folder, steps):
     return disturbed(folder, steps, [])
 
 
-if __name__ == "__main__": drive(sys.argv[1], int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None)
+if __name__ == "__main__": drive(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -240,7 +240,6 @@ def test_a_load_that_fails_is_heard_and_can_be_repeated(one, two):
     policy, rollout = two.place(Policy, net(seed=3)), one.place(Torn, net(), max_tokens=4)
     with pytest.raises(OSError, match="the link is gone") as e: rollout.load(policy.weights())
     assert "in Torn.load on rank 0" in "\n".join(e.value.__notes__)
-    with pytest.raises(RuntimeError): rollout.generate(prompts(), seed=1)       # nothing was loaded yet
     assert rollout.load(policy.weights()).version == 0
     want = Rollout(net(seed=3), max_tokens=4).generate(prompts(), seed=1)
     assert torch.equal(rollout.generate(prompts(), seed=1).tokens, want.tokens)
