@@ -20,7 +20,7 @@ its row says so.
 
 "forward KL" and "reverse KL" are distillation from a teacher twice as wide, its hidden states and head given:
 `linear_measured` with `jsd`, against log-softmax of both models' logits, TRL's GKD loss on them, and Liger's fused JSD
-in its own chunks of 1,024 ("liger") and in ours ("liger-256"). Ours computes both models' logits twice where the head
+in its own chunks of 1,024 ("liger") and in ours ("liger-512"). Ours computes both models' logits twice where the head
 learns, Liger once."""
 import argparse
 import json
@@ -37,7 +37,7 @@ from pathlib import Path
 import torch
 
 from rlblocks.losses.distill import jsd
-from rlblocks.arithmetic.head import linear_logprobs, linear_measured
+from rlblocks.arithmetic.head import CHUNKS as DEFAULT, linear_logprobs, linear_measured
 
 # what learns: hidden states, head, an adapter on the head; and whether the entropy is asked
 MODES = {"trains, entropy": (True, True, False, True), "trains": (True, True, False, False),
@@ -55,7 +55,7 @@ CHUNKS = {mode: 2.25 if entropy else 1.25 for mode,(*_, entropy) in MODES.items(
 SLOWER |= {mode: 1.5 if learns else 1.05 for mode,(_, learns, _) in DISTILL.items()}
 # two models' logits and a gradient, and room
 CHUNKS |= {mode: 6. for mode in DISTILL}
-PEERS = "trl", "trl-chunk", "liger", "liger-256"
+PEERS = "trl", "trl-chunk", "liger", "liger-512"
 RANK, SCALE = 16, 2.
 CHUNK = None # positions of a chunk; None: the default
 
@@ -129,7 +129,7 @@ def liger_kl(h, W, ht, Wt, beta, chunk=1024):
 
 
 DIVERGENCES = {"plain": plain_kl, "ours": ours_kl, "trl": trl_kl, "liger": liger_kl,
-               "liger-256": lambda *a: liger_kl(*a, chunk=256)}
+               "liger-512": lambda *a: liger_kl(*a, chunk=512)}
 
 
 def ways(mode): return DIVERGENCES if mode in DISTILL else WAYS
@@ -262,7 +262,7 @@ def main():
     parser.add_argument("--memory-shape", help="where only the memory of linear_logprobs is measured",
                         default="8192x16x151936")
     parser.add_argument("--mode", choices=[*MODES, *DISTILL], nargs="+")
-    parser.add_argument("--memory", choices=[*WAYS, "liger-256"])
+    parser.add_argument("--memory", choices=[*WAYS, "liger-512"])
     parser.add_argument("--chunk", type=int, help="of linear_logprobs; without it, its default")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
@@ -283,7 +283,7 @@ def main():
         return
     found = []
     for shape in shapes:
-        unit = (a.chunk or 256)*shape[2]*4/2**20 # 256 is the default on a CPU
+        unit = (a.chunk or DEFAULT["cpu"])*shape[2]*4/2**20
         print(f"\nN, H, V = {shape}; one chunk of logits is {unit:.0f} MiB; "
               f"{'CPU ' if a.threads == 1 else ''}seconds, median (best)", flush=True)
         for mode in a.mode or [*MODES, *DISTILL]:
@@ -299,7 +299,7 @@ def main():
                 else: print(f"{mode:18} {way:9} {r['absent']}", flush=True)
                 found.append(row)
     large = tuple(map(int, a.memory_shape.split("x")))
-    unit = (a.chunk or 256)*large[2]*4/2**20
+    unit = (a.chunk or DEFAULT["cpu"])*large[2]*4/2**20
     print(f"\nN, H, V = {large}; one chunk of logits is {unit:.0f} MiB", flush=True)
     for mode in [m for m in ("trains, entropy", "trains", "reverse KL") if m in (a.mode or [*MODES, *DISTILL])]:
         used = memory_of("ours", large, mode)
@@ -318,7 +318,7 @@ def main():
     except ImportError: return
     fig, axes = plt.subplots(1, len(shapes), figsize=(5*len(shapes), 3), squeeze=False)
     for ax, shape in zip(axes[0], shapes, strict=True):
-        for way in [*WAYS, "liger-256"]:
+        for way in [*WAYS, "liger-512"]:
             runs = [r for r in found if r["way"] == way and r["shape"] == shape and "seconds" in r and "MiB" in r]
             if not runs: continue
             ax.scatter([r["MiB"] for r in runs], [r["seconds"] for r in runs], label=way)

@@ -2,6 +2,7 @@
 import ast
 import json
 import os
+import random
 import subprocess
 import sys
 from collections import defaultdict
@@ -10,7 +11,9 @@ from importlib.util import find_spec
 from multiprocessing import forkserver
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")   # its threads and our subprocesses do not mix
@@ -22,6 +25,12 @@ os.environ.update(RAY_TOKEN)    # read when Ray is imported, which another test 
 def rarely(*params):
     "Parameters of a test that only `make test-long` runs."
     return [pytest.param(*(p if isinstance(p, tuple) else (p,)), marks=pytest.mark.long) for p in params]
+
+
+@pytest.fixture(autouse=True)
+def same_draws():
+    "Every test draws from the same state, whatever ran before it in its worker."
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

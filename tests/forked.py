@@ -53,9 +53,10 @@ def on_ranks(run, args, ranks, limit=900, group=True):
     """run(rank, ranks, *args) in so many processes that form a world: gloo, one thread each, their environment as
     torchrun sets it; without `group` they form it themselves."""
     with socket.socket() as s:
+        # bound until they are done: nobody else is given the port before rank 0 listens there
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    forked(member, (ranks, port, run, args, group), ranks, limit)
+        forked(member, (ranks, s.getsockname()[1], run, args, group), ranks, limit)
 
 
 def member(rank, ranks, port, run, args, group):

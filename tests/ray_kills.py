@@ -44,11 +44,11 @@ class Pools:
 def tiny_grpo(pool, steps, checkpoint=None):
     "Of a tiny model, cut over the ranks."
     import spmd_loops
-    from rlblocks import Checkpoint, Prompts, loop_from
+    from rlblocks import Checkpoint, Prompts, here, loop_from
     grpo = loop_from(f"{ROOT}/tutorials/grpo.ipynb:grpo")
     return grpo(pool, Prompts(spmd_loops.ASKED, spmd_loops.Digits()), spmd_loops.prefers, prompts=3, group_size=2,
-                minibatches=1, max_tokens=4, model=spmd_loops.net, engine=spmd_loops.sharded, steps=steps,
-                micro_tokens=64, checkpoint=checkpoint or Checkpoint())
+                minibatches=1, max_tokens=4, model=spmd_loops.net, steps=steps, micro_tokens=64,
+                engine=spmd_loops.steadily if pool is here else spmd_loops.sharded, checkpoint=checkpoint or Checkpoint())
 
 
 def drive(folder, steps, ray_folder):

@@ -11,7 +11,7 @@ os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELI
 import torch
 from conftest import ROOT
 from rlblocks import (
-    Batch, Checkpoint, Critic, Grader, Mean, Policy, Preferences, Prompts, Rollout, later, loop_from, ppo_loss
+    Batch, Checkpoint, Critic, Grader, Mean, Policy, Preferences, Prompts, Rollout, here, later, loop_from, ppo_loss
 )
 from rlblocks.engines.base import EngineSpec
 from rlblocks.engines.fsdp import Fsdp
@@ -88,7 +88,7 @@ def engines(pool, names=tuple(ENGINES), checkpoint=None, steps=3):
     for name in names:
         kept = checkpoint or Kept()
         loop = grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=5, group_size=3, minibatches=2, max_tokens=4,
-                    model=net, engine=ENGINES[name] if pool.ranks > 1 or name == "fsdp2" else steadily, steps=steps,
+                    model=net, engine=steadily if pool is here else ENGINES[name], steps=steps,
                     micro_tokens=64, checkpoint=kept)
         shown = [{k: float(v) for k, v in row.items()} for row in loop]
         out[name] = dict(shown=shown) | ({} if checkpoint else dict(

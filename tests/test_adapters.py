@@ -322,7 +322,7 @@ def peaks(rank, folder, engine, port):
 
 @pytest.mark.ranks
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="reads the kernel's account of this process")
-@pytest.mark.parametrize("engine", [None, "fsdp2", "zero3"])
+@pytest.mark.parametrize("engine", [None, *rarely("fsdp2", "zero3")])
 def test_a_merged_export_holds_a_bucket_and_a_tensor(tmp_path, engine):
     "LAWS 22 for adapters: LoRA, DoRA, on half-precision, packed and sharded weights; in processes of its own."
     pytest.importorskip("deepspeed" if engine == "zero3" else "bitsandbytes")

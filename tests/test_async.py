@@ -14,6 +14,9 @@ from test_vllm import moved
 from tiny import prompts
 
 
+LONG = dict(max_position_embeddings=8192)      # room for a row that never ends
+
+
 def by_hf(net, **how): return Rollout(net, device="cpu", **dict(max_tokens=12, stop=[]) | how)
 
 
@@ -28,9 +31,23 @@ def make(request):
     return by_hf if request.param == "hf" else by_vllm
 
 
-def test_later_starts_a_bound_method_and_its_rows_are_those_of_generate(make):
-    net = sharp()
-    r = make(net)
+@pytest.fixture(scope="module")
+def started(make):
+    "An engine takes as long to start as all else here: one for the tests that leave it as it was."
+    made = make(sharp(**LONG))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def shared(started):
+    "The same, with the first weights."
+    started.load(Policy(sharp(**LONG), device="cpu").weights())
+    return started
+
+
+def test_later_starts_a_bound_method_and_its_rows_are_those_of_generate(shared):
+    r = shared
     ask = dict(group_size=4, seed=(0, 1))
     call, other = later(r.generate, prompts(), **ask), later(r.generate, prompts(), group_size=2, seed=7)
     assert r.sampler.elsewhere == bool(r.lines.of), "an engine elsewhere samples on, another has sampled"
@@ -41,20 +58,19 @@ def test_later_starts_a_bound_method_and_its_rows_are_those_of_generate(make):
     assert not rows.policy_version.any() and call.result() is rows
     assert other.result().tokens.equal(r.generate(prompts(), group_size=2, seed=7).tokens)
     assert between.tokens.equal(r.generate(prompts(), temperature=0.).tokens) and not r.lines.of
-    r.close()
 
 
-def test_each_token_is_of_the_weights_that_drew_it():
+def test_each_token_is_of_the_weights_that_drew_it(shared):
     "In vLLM, with rows under way while weights change: keys and values computed anew, and kept."
-    if vllm_python() is None: pytest.skip("vLLM is not installed: make vllm")
-    net = sharp(max_position_embeddings=512)
-    old, new, r = Policy(net, device="cpu"), Policy(net, device="cpu", lr=1e-2), by_vllm(net, max_tokens=400)
+    if not shared.sampler.elsewhere: pytest.skip("this engine finishes what it has begun")
+    net = sharp(**LONG)
+    old, new, r = Policy(net, device="cpu"), Policy(net, device="cpu", lr=1e-2), shared
     new._run.model.version = 1
     moved(new)
     far = lambda policy, rows, at: float((policy.logprobs(rows) - rows.rollout_logprobs)[at].abs().max())
     for keep in (False, True):
         r.load(old.weights())
-        call = later(r.generate, prompts(), group_size=4, seed=3)
+        call = later(r.generate, prompts(), group_size=4, seed=3, max_tokens=400)
         while r.sampler.asked and not under_way(r): time.sleep(.05)
         r.load(new.weights(), keep=keep)
         after, rows = r.generate(prompts(), group_size=2, max_tokens=20), call.result()
@@ -65,7 +81,6 @@ def test_each_token_is_of_the_weights_that_drew_it():
         assert far(old, rows, before) < 1e-4 and far(new, rows, before) > .1
         assert (far(new, rows, behind) < 1e-4) != keep and far(old, rows, behind) > .1
         assert after.policy_version.tolist() == [1]*len(after) and far(new, after, after.mask) < 1e-4
-    r.close()
 
 
 def under_way(r, tokens=30):
@@ -89,26 +104,26 @@ def many(n):
     return Batch(tokens=tokens, lengths=torch.full((n,), 2), group=torch.arange(n) + 1000)
 
 
-def test_one_that_never_ends_and_one_that_is_lost_hold_up_nobody():
+def test_one_that_never_ends_and_one_that_is_lost_hold_up_nobody(shared, monkeypatch):
     "LAWS 23, in vLLM: by the deadline 510 of 512 have come, and the two that have not are named."
-    if vllm_python() is None: pytest.skip("vLLM is not installed: make vllm")
-    n, endless, lost = 512, 7, 20
+    if not shared.sampler.elsewhere: pytest.skip("this engine finishes what it has begun")
+    n, endless, lost, r = 512, 7, 20, shared
     prompts = many(n)
-    r = by_vllm(sharp(max_position_embeddings=8192), max_tokens=8)
-    r.lines.sampler = Losing(r.sampler, prompts.tokens[lost].tolist())
-    flight, began = Flight(r), time.monotonic()
-    flight.ask(prompts[[i for i in range(n) if i != endless]], seed=0)
+    monkeypatch.setattr(r.lines, "sampler", Losing(r.sampler, prompts.tokens[lost].tolist()))
+    flight = Flight(r)
+    flight.ask(prompts[[i for i in range(n) if i != endless]], seed=0, max_tokens=8)
     flight.ask(prompts[[endless]], max_tokens=8000)
-    rows = flight.collect(n - 2, seconds=60.)
-    assert time.monotonic() - began < 60 and len(rows) == n - 2 and not flight.late(60.)
+    rows = flight.collect(n - 2, seconds=600.)          # long before that, on a machine that has other work too
+    assert len(rows) == n - 2 and not flight.late(600.)
     assert flight.collect(1, seconds=.5) == [] and flight.late(.5) == [1000 + lost, 1000 + endless]
     assert sorted(int(b.group[0]) for b in rows) == [1000 + i for i in range(n) if i not in (endless, lost)]
     stopped = flight.abort(flight.late(.5))
     assert [int(p.group[0]) for p in stopped] == [1000 + lost, 1000 + endless] and not r.lines.of
     assert not r.sampler.sampler.asked, "their places are free"
+    began = time.monotonic()
+    r.generate(prompts[21:85], max_tokens=8)
     with pytest.raises(TimeoutError, match="1 of 64 samples had not ended .* sample 0 of prompt 20"):
-        r.generate(prompts[:64], timeout=3.)
-    r.close()
+        r.generate(prompts[:64], max_tokens=8, timeout=2 + 10*(time.monotonic() - began))
 
 
 def test_hf_names_what_is_lost_too():
@@ -116,19 +131,19 @@ def test_hf_names_what_is_lost_too():
     r.lines.sampler = Losing(r.sampler, prompts.tokens[3].tolist())
     flight = Flight(r)
     flight.ask(prompts, group_size=2)
-    assert len(flight.collect(16, seconds=20.)) == 15 and flight.late(0) == [1003]
+    assert len(flight.collect(15)) == 15 and flight.collect(1, seconds=.1) == [] and flight.late(0) == [1003]
     with pytest.raises(TimeoutError, match="2 of 2 samples had not ended .* sample 0 of prompt 0"):
         r.generate(prompts[[3]], group_size=2, timeout=1.)
 
 
-def test_what_is_stopped_goes_on_under_the_next_weights(make):
+def test_what_is_stopped_goes_on_under_the_next_weights(shared):
     "Partial rollouts: pieces of two versions, each token within 1e-4 of its own policy."
-    net = sharp(max_position_embeddings=512)
-    old, new, r = Policy(net, device="cpu"), Policy(net, device="cpu", lr=1e-2), make(net, max_tokens=300)
+    net = sharp(**LONG)
+    old, new, r = Policy(net, device="cpu"), Policy(net, device="cpu", lr=1e-2), shared
     new._run.model.version = 1
     moved(new)
     flight = Flight(r)
-    flight.ask(prompts(), group_size=2, seed=0)
+    flight.ask(prompts(), group_size=2, seed=0, max_tokens=300)
     if r.sampler.elsewhere: r.generate(prompts(), max_tokens=30)
     flight.renew()
     assert not r.lines.of and len(flight) == len(prompts())
@@ -140,11 +155,10 @@ def test_what_is_stopped_goes_on_under_the_next_weights(make):
     for policy, k in ((old, 0), (new, 1)):
         gap = (policy.logprobs(b) - b.rollout_logprobs)[at & (v == k)].abs()
         assert not len(gap) or gap.max() < 1e-4
-    r.close()
 
 
-def test_a_sleeping_engine_refuses_and_so_does_one_with_rows_under_way(make):
-    r = make(sharp())
+def test_a_sleeping_engine_refuses_and_so_does_one_with_rows_under_way(shared):
+    r = shared
     flight = Flight(r)
     flight.ask(prompts())
     with pytest.raises(RuntimeError, match="sleep: rows of 3 prompts are under way"): r.sleep()
@@ -155,7 +169,6 @@ def test_a_sleeping_engine_refuses_and_so_does_one_with_rows_under_way(make):
     r.wake()
     flight.ask(prompts())
     assert len(flight.collect(3)) == 3
-    r.close()
 
 
 def test_a_flight_is_of_a_rollout_of_this_process():

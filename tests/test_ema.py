@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import rarely
 from rlblocks import Checkpoint, Policy
 from rlblocks.checkpoint.convert import convert
 from rlblocks.engines.ema import Ema
@@ -96,11 +97,11 @@ def case(name, world, whole=False, fresh=True):
     return made(name, fresh, **dict(engine=None if whole else "fsdp2") if "tensor" in name and world == 1 else {})
 
 
-def save(world, rank, folder):
+def save(world, rank, folder, *, cases):
     """Unbroken runs of four steps; and of each case a loop that dies in its fourth, with three saved, whole or in
     parts, in the background or not."""
     found = {}
-    for name in CASES:
+    for name in cases:
         found[name] = kept(trained(*case(name, world), 4))
         for whole in (w for n, w in WAYS if n == name):
             policy, ema = case(name, world, whole)
@@ -114,10 +115,10 @@ def save(world, rank, folder):
     return found
 
 
-def go_on(world, rank, folder, *, saved_by):
+def go_on(world, rank, folder, *, saved_by, cases):
     "What was saved, read into models with other weights, and where the run ends."
     found = {}
-    for name, whole in WAYS:
+    for name, whole in ways(cases):
         mine = folder/f"{saved_by}-{name}-{whole}-on-{world}"
         if rank == 0: shutil.copytree(folder/f"{saved_by}-{name}-{whole}", mine)
         dist.barrier()
@@ -128,21 +129,28 @@ def go_on(world, rank, folder, *, saved_by):
     return found
 
 
+def ways(names): return [(name, whole) for name, whole in WAYS if name in names]
 def kept(xs): return {n: x.clone() for n, x in xs.items()}
 
 
-def test_inside_everything_sees_the_average(tmp_path):
-    assert launch(2, [partial(swaps, cases=[*CASES, *HALF])], tmp_path) == [True]
+@pytest.mark.ranks
+@pytest.mark.parametrize("names", [("plain", "fsdp2", "zero2", "tensor", "lora", "zero3, bf16"),
+                                   *rarely(((*CASES, *HALF),))], ids=["some", "all"])
+def test_inside_everything_sees_the_average(tmp_path, names):
+    assert launch(2, [partial(swaps, cases=names)], tmp_path) == [True]
 
 
-def test_a_run_that_died_goes_on_with_its_average(tmp_path):
+@pytest.mark.ranks
+@pytest.mark.parametrize("names", [("fsdp2", "zero3", "tensor", "lora"), *rarely((tuple(CASES),))], ids=["some", "all"])
+def test_a_run_that_died_goes_on_with_its_average(tmp_path, names):
     """Saved by two ranks, resumed by two and by one; saved by one, resumed by two: what is read is what was saved,
     to the bit, and the end is that of the unbroken run."""
-    two, two_on_two = launch(2, [save, partial(go_on, saved_by=2)], tmp_path)
-    one, two_on_one = launch(1, [save, partial(go_on, saved_by=2)], tmp_path)
-    one_on_two, = launch(2, [partial(go_on, saved_by=1)], tmp_path)
-    for name in CASES: assert far(two[name], one[name]) < NEAR*LR and far(two[name], two[name, "saved"]) > 1e-3, name
-    for (name, whole) in WAYS:
+    write, on = partial(save, cases=names), partial(go_on, cases=names)
+    two, two_on_two = launch(2, [write, partial(on, saved_by=2)], tmp_path)
+    one, two_on_one = launch(1, [write, partial(on, saved_by=2)], tmp_path)
+    one_on_two, = launch(2, [partial(on, saved_by=1)], tmp_path)
+    for name in names: assert far(two[name], one[name]) < NEAR*LR and far(two[name], two[name, "saved"]) > 1e-3, name
+    for (name, whole) in ways(names):
         for saved, found in ((two, two_on_two), (two, two_on_one), (one, one_on_two)):
             read, end = found[name, whole]
             assert same(read, saved[name, "saved"]), (name, whole)

@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from rlblocks import linear_logprobs
+from rlblocks.arithmetic.head import CHUNKS
 from rlblocks.models import head
 from rlblocks.engines.modules import output_layer
 from rlblocks.models.head import bending, head_logprobs, head_measured, matrix_of
@@ -199,7 +200,7 @@ def test_a_scaled_layer_with_a_bias(): # the model scales what the layer gives, 
 
 def test_a_frozen_head_is_multiplied_once_each_way():
     """LoRA elsewhere, nothing on the head: its logits are not computed again; those of a head that learns, but for
-    the last chunk (300 rows are two)."""
+    the last chunk (two chunks here)."""
     class Products(TorchDispatchMode):
         count = 0
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -207,10 +208,11 @@ def test_a_frozen_head_is_multiplied_once_each_way():
                     isinstance(x, torch.Tensor) and WIDE in x.shape for x in args):
                 self.count += 1
             return func(*args, **kwargs or {})
+    rows = CHUNKS["cpu"] + 1
     for learns, wanted in ((False, 4), (True, 7)):
-        layer, hidden = nn.Linear(4, WIDE, bias=False).requires_grad_(learns), torch.randn(300, 4, requires_grad=True)
+        layer, hidden = nn.Linear(4, WIDE, bias=False).requires_grad_(learns), torch.randn(rows, 4, requires_grad=True)
         with Products() as seen:
-            head_logprobs(layer, hidden, torch.zeros(300, dtype=torch.long), bend=(1., None)).sum().backward()
+            head_logprobs(layer, hidden, torch.zeros(rows, dtype=torch.long), bend=(1., None)).sum().backward()
         assert seen.count == wanted
 
 

@@ -19,7 +19,8 @@ from forked import RESIDENT, context, forked
 NOTEBOOKS = sorted(p.relative_to(ROOT) for folder in ("nbs", "nbs/*", "tutorials")
                    for p in ROOT.glob(f"{folder}/*.ipynb"))
 # At full length: their loops, as they stand, run on tiny models in tests/test_spmd.py and tests/test_preferences.py.
-LONG = [f"tutorials/{name}.ipynb" for name in ("async", "best_of_n", "dpo", "kto", "ppo", "reward_model", "rlhf")]
+LONG = [f"tutorials/{name}.ipynb"
+        for name in ("async", "best_of_n", "dpo", "grpo", "kto", "ppo", "reward_model", "rlhf")]
 HOOK = 'install_import_hook(\\"rlblocks\\", \\"beartype.beartype\\")'       # as it stands in a notebook's file
 LIMIT = 1800    # seconds: a notebook that hangs, not one on a machine that has other work
 

@@ -861,3 +861,32 @@ def test_no_rows_and_no_tokens_cost_nothing(loss, shape):
     (lambda: value_loss(LP, OLD, A, MASK, huber=float("nan")), "value_loss: huber is nan")])
 def test_numbers_that_turn_a_loss_round_are_refused(call, says):
     with pytest.raises(ValueError, match=re.escape(says)): call()
+
+
+# -- a copy of a loss with one line more
+
+def ppo_with(line):
+    "The source of `ppo_loss` with this line before its metrics, run beside the imports of its module."
+    source = inspect.getsource(ppo_loss)
+    at = "    cut = clip_metrics("
+    assert source.count(at) == 1
+    names = dict(vars(policy_losses))
+    exec(source.replace(at, f"    {line}\n{at}"), names)
+    return names["ppo_loss"]
+
+
+PENALTY = "loss = loss + (ratio - ratio.clamp(1-clip_low, 1+clip_high)).square()"
+
+
+def test_a_quadratic_penalty_beyond_the_clip_is_one_line():
+    "The surrogate is −1.2 at ratio 2 with Â = 1, the penalty .8². The laws hold; PPO's oracle is another loss by then."
+    loss, one = ppo_with(PENALTY), torch.ones(1, 1).double()
+    check_loss(loss)
+    x = (2*one).log().requires_grad_()
+    value = loss(x, 0*x, one, one > 0)[0]
+    assert_close([value, *torch.autograd.grad(value, x)], [torch.tensor(-.56).double(), 3.2*one])
+
+
+def test_a_line_that_is_wrong_is_found():
+    "A penalty on the mean ratio of the call counts padding too, which a law finds."
+    with pytest.raises(AssertionError, match="padding law"): check_loss(ppo_with("loss = loss + ratio.mean().square()"))

@@ -28,6 +28,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.long
 @pytest.mark.shared
 def test_rewards_rise_on_real_stories(real_run, shared, tmp_path, one_thread):
     found = dict(real_run.stories(shared, tmp_path, sft_steps=12, steps=10, rows=48, without_kl=False, held_out=64,

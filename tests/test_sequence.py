@@ -8,6 +8,7 @@ import pytest
 import test_engines as engines
 import test_routers as routers
 import torch
+from conftest import rarely
 from forked import on_ranks
 from resident import give_back
 from rlblocks import Batch, Critic, Policy, merge
@@ -26,6 +27,9 @@ RUNS = {2: [(None, 2, MOST), ("fsdp2", 2, ("ppo, uneven rows", "grpo")), ("zero1
         4: [(None, 4, ("grpo", "dpo pairs", "critic")),
             (None, 2, ("ppo, uneven rows", "tied weights, whole on every rank", "scorer")),
             ("fsdp2", 2, ("sft, fewer rows than ranks", "tied weights, whole on every rank", "value head"))]}
+QUICK = {2: [(None, 2, ("ppo, uneven rows", "sft, fewer rows than ranks", "tied weights, whole on every rank",
+                        "scorer")), ("fsdp2", 2, ("grpo",)), ("zero3", 2, ("grpo",))],
+         4: [(None, 4, ("critic",)), ("fsdp2", 2, ("sft, fewer rows than ranks", "value head"))]}
 # softcaps, windows, learned positions, one key head
 KINDS = dict(llama={}, gemma2={}, mistral_window={}, gpt2={}, qwen3=dict(num_key_value_heads=1))
 DOUBLE = dict(optimizer=steady(1e-3, max_norm=1e9), device="cpu", micro_tokens=150, micro_rows=8)
@@ -46,10 +50,10 @@ def twice(kind):
 
 
 # -- on every rank
-def one_rank(rank, world, folder):
+def one_rank(rank, world, folder, runs):
     give_back()
     found = dict(engines={}, gradients={}, layers={})
-    for engine, shares, names in RUNS[world]:
+    for engine, shares, names in runs:
         if engine and engine.startswith("zero") and not have_deepspeed(): continue
         for name in names:
             _, metrics, weights = engines.run(engines.cases()[name], world//shares, rank//shares, 
@@ -199,9 +203,10 @@ def plain():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_that_share_rows_are_one_process(tmp_path, plain, world):
-    on_ranks(one_rank, (tmp_path,), world)
+@pytest.mark.parametrize("world, runs", [*((w, QUICK[w]) for w in (2, 4)), *rarely(*((w, RUNS[w]) for w in (2, 4)))],
+                         ids=lambda x: str(x) if isinstance(x, int) else "all" if x in RUNS.values() else "some")
+def test_ranks_that_share_rows_are_one_process(tmp_path, plain, world, runs):
+    on_ranks(one_rank, (tmp_path, runs), world)
     ranks = [torch.load(tmp_path/f"{r}.pt", weights_only=False) for r in range(world)]
 
     far = {}
@@ -213,7 +218,7 @@ def test_ranks_that_share_rows_are_one_process(tmp_path, plain, world):
             assert same_numbers(ranks[r]["engines"][key]["metrics"],
                                 ranks[r//shares*shares]["engines"][key]["metrics"]), key
     assert max(far.values()) < engines.FAR, {k: x for k, x in far.items() if x >= engines.FAR}
-    assert {name for *_, name, _ in far} == {name for *_, names in RUNS[world] for name in names}
+    assert {name for *_, name, _ in far} == {name for *_, names in runs for name in names}
 
     for kind, shares in ranks[0]["gradients"]:           # one gradient, float64, to rounding
         want, speakers = plain["gradients"][kind], [r["gradients"][kind, shares] for r in ranks[::shares]]

@@ -27,7 +27,7 @@ def torchrun(ranks, *script, limit=900):
 def alone(): return dict(tutorials=spmd_loops.tutorials(here), dispatch=spmd_loops.dispatch(here))
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[2, *rarely(1, 4)])
 def ranks(request, tmp_path_factory):
     "What each rank of one launch saw: of two under torchrun, else of processes like those."
     folder = tmp_path_factory.mktemp("spmd")

@@ -111,9 +111,7 @@ def test_the_check_of_imports_sees_private_names():
 
 def body(f):
     "Lines of a function without signature and docstring."
-    told = isinstance(f.body[0],
-                      ast.Expr) and isinstance(f.body[0].value, ast.Constant) and isinstance(f.body[0].value.value, str)
-    statements = f.body[told:]
+    statements = f.body[ast.get_docstring(f) is not None:]
     return f.end_lineno - statements[0].lineno + 1 if statements else 0
 
 
@@ -136,7 +134,7 @@ def test_bodies_are_short():
 def test_the_length_of_a_body():
     tree = ast.parse(
         'def f(\n  a, # a\n  b,\n):\n  """One.\n\n  Two."""\n  x = 1\n\n  def g():\n    return 2\n  return '
-        'x\nclass A:\n  def h(self): return 1\ndef k():\n  "only told"')
+        'x\nclass A:\n  def h(self): return 1\ndef k():\n  "documented"')
     assert [(f.name, body(f)) for f in outer(tree)] == [("f", 5), ("k", 0), ("h", 1)]
 
 
@@ -176,6 +174,29 @@ def test_optional_tensors_and_numbers_are_keywords(module):
     found = [f"{name}({', '.join(by_accident(f))})"
              for name in lib.__all__ if inspect.isfunction(f := getattr(lib, name)) and by_accident(f)]
     assert not found, f"can be given by position, and so in each other's place: {', '.join(found)}"
+
+
+def any_things(tree, public):
+    "Parameters and results of public functions and methods that are annotated with Any: no annotation at all."
+    found = []
+    for f in functions(tree):
+        if f.name not in public: continue
+        args = [*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs, f.args.vararg, f.args.kwarg]
+        said = {a.arg: a.annotation for a in args if a} | {"return": f.returns}
+        found += [f"{f.name}: {name}" for name, x in said.items() if x and re.search(r"\bAny\b", ast.unparse(x))]
+    return found
+
+
+@each_module
+def test_no_public_signature_takes_anything(module):
+    found = any_things(ast.parse(source(module)), importlib.import_module(f"rlblocks.{module}").__all__)
+    assert not found, f"say what is wanted, a Protocol if need be: {', '.join(found)}"
+
+
+def test_the_check_of_annotations_sees_any():
+    tree = ast.parse("def f(a:int, *, b:list[Any]|None=None, **kw:Any)->tuple[int, Any]: pass\ndef _g(x:Any): pass\n"
+                     "def h(x:Anything): pass")
+    assert any_things(tree, ["f", "h"]) == ["f: b", "f: kw", "f: return"]
 
 
 def test_the_check_of_arguments_sees_what_is_optional():

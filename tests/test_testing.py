@@ -827,8 +827,8 @@ def closures():
     for path in sorted((ROOT/"tutorials").glob("*.ipynb")):
         cells = ["".join(c["source"])
                  for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
-        for name in {f.name for c in cells if "(out, b)" in c
-                     for f in ast.parse(c).body if isinstance(f, ast.FunctionDef)}:
+        for name in sorted({f.name for c in cells if "(out, b)" in c
+                            for f in ast.parse(c).body if isinstance(f, ast.FunctionDef)}):
             loop = loop_from(f"{path}:{name}")
             inner = [f for f in ast.parse(textwrap.dedent(inspect.getsource(loop))).body[0].body
                      if isinstance(f, ast.FunctionDef)]

@@ -30,7 +30,7 @@ def linear_logprobs(
     temperature:float|Float[Tensor, " N"]=1.0,  # divides the logits; a 0 in a tensor marks a greedy row and reads as 1
     support:Int[Tensor, "N K"]|None=None,       # the ids that could be drawn, distinct, −1 = empty; only −1 = all
     entropy:bool=False,                         # also the entropy at each position
-    chunk:int|None=None,                        # positions whose logits exist at one time; None = 1024, on a CPU 256
+    chunk:int|None=None,                        # positions whose logits exist at one time; None = 1024, on a CPU 512
     group=None,                                 # torch.distributed: each rank has its rows of weight, bias and B
 )->Float[Tensor, " N"]|tuple[Float[Tensor, " N"], Float[Tensor, " N"]]: # log-probs, or (log-probs, entropy)
     """Log-probabilities, and the entropy, straight from the head: at most chunk × V logits exist, forward or backward.
@@ -91,7 +91,7 @@ def _cast(caller, *floats):
     return list(floats)
 
 # %% ../../nbs/arithmetic/05_head.ipynb #27254eae
-CHUNKS = dict(cuda=1024, cpu=256) # positions whose logits exist at one time, if nobody says
+CHUNKS = dict(cuda=1024, cpu=512) # positions whose logits exist at one time, if nobody says
 
 # %% ../../nbs/arithmetic/05_head.ipynb #38ab0e7d
 class _LinearLogprobs(torch.autograd.Function):
@@ -252,7 +252,7 @@ def linear_measured(
     softcap:float|None=None,                    # c: logits become c·tanh(logits/c), as in Gemma 2
     temperature:float|Float[Tensor, " N"]=1.0,  # divides the logits; a 0 in a tensor marks a greedy row and reads as 1
     support:Int[Tensor, "N K"]|None=None,       # the ids that could be drawn, −1 = empty; only −1 = all; others: −inf
-    chunk:int|None=None,                        # positions whose logits exist at one time; None = 1024, on a CPU 256
+    chunk:int|None=None,                        # positions whose logits exist at one time; None = 1024, on a CPU 512
 )->Shaped[Tensor, "N ..."]: # what `measure` gave, joined
     """What `measure` makes of the logits, straight from the head: logits exist for `chunk` positions at a time.
 

@@ -6,17 +6,15 @@
 __all__ = ['components_loss']
 
 # %% ../../nbs/losses/22_components.ipynb #e7e9078e
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ..arithmetic.masked import Mean, aggregate, mean_of, same_shape
+from ..arithmetic.masked import Counts, Mean, aggregate, mean_of, same_shape
 
 # %% ../../nbs/losses/22_components.ipynb #3811263b
 def components_loss(
-    b:Any,         # the batch, or a part of it: Bool columns by name, and their True entries in the step, n_<column>
+    b:Counts,      # the batch, or a part of it: Bool columns by name, and their True entries in the step, n_<column>
     **terms:tuple, # name = (what each token costs `[B, T]`, the column that says which tokens, its weight)
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, the mean of each term under its name)
     """A weighted sum of losses about different tokens of the same rows, each divided by the number of its own tokens.
@@ -24,12 +22,12 @@ def components_loss(
     L = Σᵢ wᵢ·Σ_{t∈Mᵢ} ℓᵢₜ / |Mᵢ|, Mᵢ the True entries of the term's column. Shrivastava et al. 2026 (ECHO): RL on the
     actions, cross-entropy on the observations. All columns must be parts of `b.mask`."""
     if not terms: raise TypeError("components_loss: no terms; give them by name, rl=(token losses, 'acted', 1.)")
-    losses, metrics = [], {}
+    losses, metrics, mask = [], {}, getattr(b, "mask")
     for name,term in terms.items():
         x, column, weight = _term(name, term)
-        same_shape("B T", **{name: x}, mask=b.mask)
+        same_shape("B T", **{name: x}, mask=mask)
         n = b.n_tokens if column == "mask" else getattr(b, f"n_{column}")
-        here = b.mask & b[column] # a row that fills up a rank has an all-False mask and keeps its other columns
+        here = mask & getattr(b, column) # a row that fills up a rank has an all-False mask and keeps its other columns
         losses.append(weight*aggregate(x, here, denom=n))
         metrics[name] = mean_of(x, here)
     return torch.stack(losses).sum(), metrics

@@ -182,7 +182,7 @@ def head_measured(
     bend:tuple[float, float|None], # of `bending`
     temperature:float|Tensor=1.0, # number or `[n]`, what the places were sampled at
     support:Tensor|None=None,     # `[n, K]` ids that sampling was confined to
-    chunk:int|None=None,          # places whose logits exist at one time; None = 1024, on a CPU 256
+    chunk:int|None=None,          # places whose logits exist at one time; None = 1024, on a CPU 512
 )->Tensor:                        # what `measure` gave, joined
     "What `measure` makes of the logits of `chunk` places at a time; they are computed again in the backward pass."
     known = matrix_of(layer)

@@ -19,23 +19,23 @@ from torch import Tensor
 from ..data.batch import Batch
 from ..data.columns import pad, whole_number
 from ..data.renderers import Renderer, renderer_of
-from .episodes import Episode, Pump, called, play
+from .episodes import Episode, Pump, Strand, Table, called, play
 from .rollout import Rollout
 from .rows import check_prompts, duplicates
 from .samplers import check_ready
-from .turns import Limits, behind, texts_of_turns
+from .turns import Limits, behind, by_token, texts_of_turns
 
 # %% ../../nbs/rollout/87c_environments.ipynb #8dd5593d
 async def lived(
     episode:Episode,
     env:Callable, # makes the environment
-    *how,
+    table:Table,
 ):
     "An episode, and its environment closed whatever happened."
     made = None
     try:
         made = env()
-        await play(episode, made, *how)
+        await play(episode, made, table)
         if own := getattr(made, "get_reward", None): episode.reward = (episode.reward or 0.) + float(await called(own))
     except Exception as e: episode.error = f"{type(e).__name__}: {e}"
     finally:
@@ -45,14 +45,13 @@ async def lived(
 
 async def all_of(
     episodes:list[Episode],
-    pump:Pump,
     seconds:float, # for all of them
     env:Callable,
-    *how,
+    table:Table,
 ):
     "Run them; stop what is late."
-    pumping = asyncio.ensure_future(pump.run())
-    tasks = {asyncio.ensure_future(lived(e, env, pump, *how)): e for e in episodes}
+    pumping = asyncio.ensure_future(table.pump.run())
+    tasks = {asyncio.ensure_future(lived(e, env, table)): e for e in episodes}
     _, late = await asyncio.wait(tasks, timeout=None if seconds == math.inf else seconds)
     for task in late:
         tasks[task].error = f"it had not ended after {seconds:g} s"
@@ -88,32 +87,37 @@ def episodes_of(
 
 def rows_of_episodes(
     rollout:Rollout,
-    episodes:list[Episode], # that have ended well
-    prompts:Batch,
-    at:list[int],           # the prompt of each
+    episodes:list[Episode], # that have ended well, of one prompt
+    prompt:Batch,           # one row
+    units:list[int],        # of each
 )->Batch:
-    "A row for each thread of each episode."
-    every = [(e, t, u, i) for u, (e, i) in enumerate(zip(episodes, at, strict=True)) for t in e.strands]
-    tokens, lengths = pad([t.start for _, t, _, _ in every])
-    none, n = torch.zeros_like(tokens), len(every)
+    "A row for each strand of each episode."
+    every = [(e, t, u) for e, u in zip(episodes, units, strict=True) for t in strands_of(e)]
+    tokens, lengths = pad([t.start for _, t, _ in every])
+    none, n, of = torch.zeros_like(tokens), len(every), [e for e, *_ in every]
     own = ("tokens", "lengths", "mask", "group")
-    columns = {k: v[[i for *_, i in every]] if isinstance(v, Tensor) else [v[i] for *_, i in every]
-               for k, v in prompts.columns.items() if k not in own and not prompts.is_per_token(k)}
+    columns = {k: v[[0]*n] if isinstance(v, Tensor) else [v[0]]*n
+               for k, v in prompt.columns.items() if k not in own and not prompt.is_per_token(k)}
     columns |= dict(
         tokens=tokens, lengths=lengths, mask=none.bool(), turn=none - 1, rollout_logprobs=none.float(),
-        policy_version=none, prompt_lengths=lengths, group=torch.tensor([e.group for e, *_ in every]),
-        sample=torch.tensor([e.sample for e, *_ in every]), unit=torch.tensor([u for _, _, u, _ in every]),
-        finish_reason=[e.finish for e, *_ in every], messages=[e.messages for e, *_ in every],
-        n_turns=torch.tensor([e.turns for e, *_ in every]), reward=rewards_of([e for e, *_ in every]),
+        policy_version=none, prompt_lengths=lengths, group=torch.tensor([e.group for e in of]),
+        sample=torch.tensor([e.sample for e in of]), unit=torch.tensor([u for *_, u in every]),
+        finish_reason=[e.finish for e in of], messages=[t.messages for _, t, _ in every],
+        n_turns=torch.tensor([e.turns for e in of]), reward=rewards_of(of),
         **{k: torch.full((n,), v, dtype=torch.long if k == "top_k" else torch.float32)
            for k, v in asdict(rollout.how).items()})
     if kept := rollout.how.kept(rollout.sampler.vocabulary):
         columns["support"] = torch.full((*tokens.shape, kept), -1, dtype=torch.int32)
-    rows = behind(Batch(per_row=prompts.per_row, **columns), [t.spans for _, t, _, _ in every])
+    rows = behind(Batch(per_row=prompt.per_row, **columns), [t.spans for _, t, _ in every])
     said = [row[start:end] for row, start, end in zip(rows.tokens, rows.prompt_lengths, rows.lengths, strict=True)]
     rows["duplicate"] = duplicates(rows.group, said)
     if rollout.tokenizer is not None: rows["completion"] = texts_of_turns(rollout.tokenizer, rows)
     return rows
+
+def strands_of(episode:Episode)->list[Strand]:
+    "Its rows: of the conversation with the environment, and those on the side in which something was said."
+    first, *aside = episode.talks
+    return [*first.strands, *(t for talk in aside for t in talk.strands if t.spans)]
 
 def rewards_of(episodes:list[Episode])->Tensor: # `[B]`; NaN where the environment gave none
     "Rewards of the environments."
@@ -121,7 +125,7 @@ def rewards_of(episodes:list[Episode])->Tensor: # `[B]`; NaN where the environme
 
 # %% ../../nbs/rollout/87c_environments.ipynb #6429432f
 def rollouts(
-    rollout:Rollout,
+    rollout:Rollout,  # or a pool's handle of one
     env:Callable,     # a class, or a function, that makes an environment
     prompts:Batch,    # as for `rollout.generate`
     *,
@@ -137,18 +141,45 @@ def rollouts(
     """Let the policy talk to environments, an episode each; adds the columns of `rollout.extend`, and `reward`.
 
     An episode that is late, or whose environment raises, is named in a warning. RuntimeError when none arrives."""
+    n = whole_number("rollouts", "group_size", group_size)
+    played = rollout.run(play_all, prompts, env, group_size=n, seed=seed, max_tokens=max_tokens, max_turns=max_turns,
+                         budget=budget, max_tool_calls=max_tool_calls, deadline=deadline, renderer=renderer)
+    lost = [text for _, texts in played for text in texts]
+    if lost:
+        text = (f"rollouts: {len(lost)} of {n*len(played)} episodes did not arrive: {'; '.join(lost[:5])}"
+                f"{' …' if len(lost) > 5 else ''}")
+        if len(lost) == n*len(played): raise RuntimeError(text)
+        warnings.warn(text, stacklevel=2)
+    return by_token(Batch.cat([rows for rows, _ in played if rows is not None]))
+
+# %% ../../nbs/rollout/87c_environments.ipynb #7b7228a1
+def play_all(
+    rollout:Rollout,
+    prompts:Batch,
+    env:Callable,
+    *,
+    group_size:int,
+    seed,
+    max_tokens:int|None,
+    max_turns:int|None,
+    budget:int|None,
+    max_tool_calls:int|None,
+    deadline:int|float|None,
+    renderer:Renderer|None,
+)->list[tuple[Batch|None, list[str]]]: # of each prompt: rows of what ended well, names of the rest
+    "Episodes of all prompts, where the engine is."
     check_prompts(prompts)
     check_ready(rollout.sampler)
     if renderer is None: renderer = default_renderer(rollout)
+    if prompts.filler: return [(None, [])]*len(prompts)
     n = rollout.max_tokens if max_tokens is None else max_tokens
     limits = Limits(whole_number("rollouts", "max_tokens", n), max_turns, budget, rollout.sampler.window)
-    episodes, pump = episodes_of(prompts, whole_number("rollouts", "group_size", group_size)), Pump(rollout)
-    seconds = math.inf if deadline is None else deadline
-    try: in_thread(lambda: all_of(episodes, pump, seconds, env, renderer, limits, max_tool_calls, seed))
+    episodes, pump = episodes_of(prompts, group_size), Pump(rollout)
+    table, seconds = Table(pump, renderer, limits, max_tool_calls, seed), math.inf if deadline is None else deadline
+    try: in_thread(lambda: all_of(episodes, seconds, env, table))
     finally: pump.end()
-    return arrived(rollout, episodes, prompts, group_size)
+    return [arrived(rollout, episodes[i*group_size:][:group_size], prompts[[i]]) for i in range(len(prompts))]
 
-# %% ../../nbs/rollout/87c_environments.ipynb #7b7228a1
 def default_renderer(rollout:Rollout)->Renderer:
     "That of the rollout's tokenizer. ValueError where there is none, or where turns would not end."
     if rollout.tokenizer is None:
@@ -162,17 +193,11 @@ def default_renderer(rollout:Rollout)->Renderer:
 
 def arrived(
     rollout:Rollout,
-    episodes:list[Episode],
-    prompts:Batch,
-    group_size:int,
-)->Batch:
-    "Rows of the episodes without an error; the others are named."
-    lost = [e for e in episodes if e.error is not None]
-    if lost:
-        names = "; ".join(f"sample {e.sample} of group {e.group}: {e.error}" for e in lost[:5])
-        text = (f"rollouts: {len(lost)} of {len(episodes)} episodes did not arrive: {names}"
-                f"{' …' if len(lost) > 5 else ''}")
-        if len(lost) == len(episodes): raise RuntimeError(text)
-        warnings.warn(text, stacklevel=3)
-    well = [(e, i//group_size) for i, e in enumerate(episodes) if e.error is None]
-    return rows_of_episodes(rollout, [e for e, _ in well], prompts, [i for _, i in well])
+    episodes:list[Episode], # of one prompt
+    prompt:Batch,           # one row
+)->tuple[Batch|None, list[str]]:
+    "Rows of the episodes without an error; the others by name."
+    lost = [f"sample {e.sample} of group {e.group}: {e.error}" for e in episodes if e.error is not None]
+    well = [e for e in episodes if e.error is None]
+    units = [e.group*len(episodes) + e.sample for e in well]    # the same wherever the prompt is played
+    return (rows_of_episodes(rollout, well, prompt, units) if well else None), lost

@@ -11,6 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,6 +28,7 @@ from .turns import Limits, Span, given, spoken
 class Step:
     "What an environment says to a turn."
     messages:Sequence[Mapping]=() # of a tool or a user; none ends the episode
+    history:Sequence[Mapping]|None=None # the conversation from now on, `messages` behind it; None: as it is
     reward:float|None=None        # of this turn
     done:bool=False
     finish:Finish="completed"     # why, where it is done
@@ -86,6 +88,7 @@ class Strand:
     start:list[int]                                     # ids that it begins with
     spans:list[Span] = field(default_factory=list)      # what follows
     ids:list[int] = field(default_factory=list)         # all of it so far
+    messages:list[dict] = field(default_factory=list)   # that are in it
 
     def add(self,
         span:Span,
@@ -96,61 +99,114 @@ class Strand:
 
 # %% ../../nbs/rollout/87b_episodes.ipynb #7a0293e8
 @dataclass(eq=False)
+class Talk:
+    "A conversation: messages, and the rows that they are in."
+    messages:list[dict]
+    tools:list|None = None
+    strands:list[Strand] = field(default_factory=list)
+    said:dict[int, list[int]] = field(default_factory=dict)   # ids of the assistant, by the place of its message
+    next:list[int] = field(default_factory=list)              # ids that the next turn answers to
+    anew:bool = False                                         # whether they are a row, else they come behind the last
+
+    def begin(self,
+        ids:Sequence[int], # of the messages, open for the assistant
+    ):
+        "The first row."
+        self.strands.append(Strand(list(ids), ids=list(ids)))
+
+    def row(self)->list[int]:
+        "What the policy answers to."
+        return self.next if self.anew else self.strands[-1].ids + self.next
+
+    def hear(self,
+        new:Sequence[Mapping], # messages of others
+        renderer:Renderer,
+    ):
+        "Put messages behind what was said; into another row where the template rewrites that."
+        strand, last = self.strands[-1], self.said[len(self.messages) - 1]
+        asked = strand.ids[:len(strand.ids) - len(last)]
+        ids = next_ids(renderer, self.messages, asked, last, new, tools=self.tools)
+        self.messages += map(dict, new)
+        self.next, self.anew = ids or [], ids is None
+        if ids is None: self.next = rewritten(renderer, self.messages, self.said, tools=self.tools)
+
+    def become(self,
+        history:Sequence[Mapping], # messages, the last one not of the assistant
+        renderer:Renderer,
+    ):
+        "Go on with another conversation, in another row. Messages of this one that are in it keep their ids."
+        left, said = dict(self.said), {}
+        for i, m in enumerate(history):
+            at = next((k for k in left if self.messages[k] == m), None)
+            if at is not None: said[i] = left.pop(at)
+        self.messages, self.said = [dict(m) for m in history], said
+        self.next, self.anew = rewritten(renderer, self.messages, said, tools=self.tools), True
+
+    def speak(self,
+        c:Completion,
+        turn:int,     # of the episode
+        trained:bool, # False in greedy rows
+        renderer:Renderer,
+    ):
+        "Take over what the policy said, and what it answered to."
+        if self.anew: self.begin(self.next)
+        elif self.next: self.strands[-1].add(given(self.next))
+        self.next, self.anew, said = [], False, c.tokens.tolist()
+        self.strands[-1].add(spoken(c, turn, trained))
+        self.said[len(self.messages)] = said
+        self.messages.append(message_of(renderer.parse_response(said)))
+        self.strands[-1].messages = list(self.messages)
+
+# %% ../../nbs/rollout/87b_episodes.ipynb #d1784d26
+@dataclass(eq=False)
 class Episode:
-    "One conversation of one environment."
+    "What one environment and the policy have said."
     row:dict          # the columns of its prompt
     prompt:list[int]  # ids of it
     group:int
     sample:int        # its place in the group
-    messages:list[dict] = field(default_factory=list)
-    strands:list[Strand] = field(default_factory=list)
-    said:dict[int, list[int]] = field(default_factory=dict)   # ids of the assistant, by the place of its message
+    talks:list[Talk] = field(default_factory=list) # the first one with the environment
     turns:int = 0
+    tokens:int = 0    # that the policy chose
     calls:int = 0     # of tools
     reward:float|None = None
     finish:Finish = "timeout"
     error:str|None = None # of the environment
-
-    @property
-    def tokens(self)->int:
-        "Tokens that the policy chose so far."
-        return sum(map(len, self.said.values()))
 
     def heard(self,
         step:Step, # of the environment
     ):
         "Take over its reward, and why it is done."
         if step.reward is not None: self.reward = (self.reward or 0.) + float(step.reward)
-        if step.done or not step.messages: self.finish = step.finish
+        if ends(step): self.finish = step.finish
 
-# %% ../../nbs/rollout/87b_episodes.ipynb #d1784d26
+def ends(
+    step:Step,
+)->bool:
+    "Whether an episode ends with it."
+    return step.done or not step.messages and step.history is None
+
 async def begin(
     episode:Episode,
     env:Any,
     renderer:Renderer,
-    tools:list|None,
-):
-    "The first ids of an episode, and its messages."
+)->Talk:
+    "The conversation with its environment, open for the assistant."
+    tools = getattr(env, "tools", None) or None
     first, row = await called(env.reset, **episode.row), episode.row
     asked = [dict(m) for m in row.get("messages") or [dict(role="user", content=row.get("prompt", ""))]]
     if isinstance(first, str): asked[-1]["content"] += first
-    episode.messages = asked if first is None or isinstance(first, str) else [dict(m) for m in first]
-    if first is None and not tools: ids = episode.prompt
-    else: ids = list(renderer.render_ids(episode.messages, tools=tools, add_generation_prompt=True))
-    episode.strands = [Strand(ids, ids=ids)]
+    talk = Talk(asked if first is None or isinstance(first, str) else [dict(m) for m in first], tools)
+    talk.begin(episode.prompt if first is None and not tools else opened(talk, renderer))
+    episode.talks.append(talk)
+    return talk
 
-def goes_on(
-    episode:Episode,
-    new:Sequence[Mapping], # messages of the environment
+def opened(
+    talk:Talk,
     renderer:Renderer,
-    tools:list|None,
-)->tuple[list[int], bool]: # ids; whether they are a new row, else they come behind this one
-    "What the next turn answers to."
-    strand, last = episode.strands[-1], episode.said[len(episode.messages) - 1]
-    asked = strand.ids[:len(strand.ids) - len(last)]
-    ids = next_ids(renderer, episode.messages, asked, last, new, tools=tools)
-    if ids is not None: return ids, False
-    return rewritten(renderer, [*episode.messages, *new], episode.said, tools=tools), True
+)->list[int]:
+    "Ids of its messages, open for the assistant."
+    return list(renderer.render_ids(talk.messages, tools=talk.tools, add_generation_prompt=True))
 
 # %% ../../nbs/rollout/87b_episodes.ipynb #489b58de
 class Pump:
@@ -205,63 +261,84 @@ class Pump:
         with self.rollout.turn: self.line.abort(list(self.line.lines.of[k][1] for k in self.line.left))
 
 # %% ../../nbs/rollout/87b_episodes.ipynb #5d12b21c
+@dataclass(frozen=True)
+class Table:
+    "What all episodes share."
+    pump:Pump
+    renderer:Renderer
+    limits:Limits
+    max_tool_calls:int|None
+    seed:Any
+
+    async def turn(self,
+        episode:Episode,
+        talk:Talk, # one of its
+    )->Completion|None: # None: it has gone as far as it may, and `finish` says why
+        "Let the policy say something."
+        ids = talk.row()
+        over = self.limits.over(episode.turns, episode.tokens, len(ids))
+        if over is not None: episode.finish = over; return None
+        turn, episode.turns = episode.turns, episode.turns + 1
+        seed = turn_seed(self.seed, episode.group, episode.sample, turn)
+        c = await self.pump.turn(ids, seed, self.limits.room(episode.tokens, len(ids)))
+        episode.tokens += len(c.tokens)
+        talk.speak(c, turn, self.pump.rollout.how.temperature > 0, self.renderer)
+        return c
+
+# %% ../../nbs/rollout/87b_episodes.ipynb #f7667a36
 async def play(
     episode:Episode,
     env:Any,
-    pump:Pump,
-    renderer:Renderer,
-    limits:Limits,
-    max_tool_calls:int|None,
-    seed,
+    table:Table,
 ):
     "An episode to its end."
-    tools = getattr(env, "tools", None) or None
-    await begin(episode, env, renderer, tools)
-    ids, anew, trained = [], False, pump.rollout.how.temperature > 0
-    while True:
-        strand = episode.strands[-1]
-        row = ids if anew else strand.ids + ids
-        over = limits.over(episode.turns, episode.tokens, len(row))
-        if over is not None: episode.finish = over; return
-        room = limits.room(episode.tokens, len(row))
-        c = await pump.turn(row, turn_seed(seed, episode.group, episode.sample, episode.turns), room)
-        speak(episode, c, ids, anew, renderer, trained)
-        step = await answer_of(episode, env, c, limits, max_tool_calls)
+    if hasattr(env, "ask"): env.ask = partial(asked_aside, episode, table)
+    talk = await begin(episode, env, table.renderer)
+    while (c := await table.turn(episode, talk)) is not None:
+        step = await answer_of(episode, env, c, table)
         if step is None: return
-        ids, anew = goes_on(episode, step.messages, renderer, tools)
-        episode.messages += map(dict, step.messages)
-
-def speak(
-    episode:Episode,
-    c:Completion,
-    ids:list[int], # that it answers to
-    anew:bool,     # whether these are a new row
-    renderer:Renderer,
-    trained:bool,
-):
-    "Take over a turn: what it answers to, and what was said."
-    if anew: episode.strands.append(Strand(ids, ids=ids))
-    elif ids: episode.strands[-1].add(given(ids))
-    episode.strands[-1].add(spoken(c, episode.turns, trained))
-    said = c.tokens.tolist()
-    episode.said[len(episode.messages)] = said
-    episode.messages.append(message_of(renderer.parse_response(said)))
-    episode.turns += 1
+        if step.history is not None: talk.become([*step.history, *step.messages], table.renderer)
+        else: talk.hear(step.messages, table.renderer)
 
 async def answer_of(
     episode:Episode,
     env:Any,
     c:Completion,  # the last turn
-    limits:Limits,
-    max_tool_calls:int|None,
+    table:Table,
 )->Step|None: # None: the episode has ended
     "What the environment says to the last turn."
-    episode.calls += len(episode.messages[-1].get("tool_calls", ()))
-    if max_tool_calls is not None and episode.calls > max_tool_calls: episode.finish = "max_tool_calls"; return None
-    step = as_step(await called(env.step, episode.messages[-1]))
+    talk, most = episode.talks[0], table.max_tool_calls
+    episode.calls += len(talk.messages[-1].get("tool_calls", ()))
+    if most is not None and episode.calls > most: episode.finish = "max_tool_calls"; return None
+    step = as_step(await called(env.step, talk.messages[-1]))
     episode.heard(step)
-    if step.done or not step.messages:
-        if c.reason == "length" and step.finish == "completed":
-            episode.finish = limits.finish(c, len(episode.strands[-1].ids))
-        return None
-    return step
+    if not ends(step): return step
+    if c.reason == "length" and step.finish == "completed":
+        episode.finish = table.limits.finish(c, len(talk.strands[-1].ids))
+    return None
+
+# %% ../../nbs/rollout/87b_episodes.ipynb #f5f7b464
+async def asked_aside(
+    episode:Episode,
+    table:Table,
+    messages:Sequence[Mapping], # the last one not of the assistant
+    *,
+    tools:list|None=None,       # JSON schemas for the template
+)->dict: # the assistant's message
+    "What the policy says on the side; its tokens are trained too. RuntimeError where the episode may go no further."
+    messages = [dict(m) for m in messages]
+    if talk := aside(episode, messages): talk.hear(messages[len(talk.messages):], table.renderer)
+    else:
+        talk = Talk(messages, tools)
+        talk.begin(opened(talk, table.renderer))
+        episode.talks.append(talk)
+    if await table.turn(episode, talk) is None: raise RuntimeError(f"ask: the episode has ended: {episode.finish}")
+    return dict(talk.messages[-1])
+
+def aside(
+    episode:Episode,
+    messages:list[dict],
+)->Talk|None:
+    "The conversation that they go on with."
+    known = ((t, len(t.messages)) for t in episode.talks[1:] if len(t.messages) - 1 in t.said)
+    return next((t for t, n in known if n < len(messages) and messages[:n] == t.messages), None)

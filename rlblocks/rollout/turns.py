@@ -69,9 +69,10 @@ def by_token(
     rows:Batch, # of `generate`, or of `extend`
 )->Batch:
     "Rows whose `turn` and `policy_version` are of each token."
-    rows = copy(rows)
-    if "turn" in rows and rows.is_per_token("turn"): return rows
-    at = torch.arange(rows.mask.shape[1])
+    rows, at = copy(rows), torch.arange(rows.mask.shape[1])
+    if "turn" in rows and rows.is_per_token("turn"):    # a join has padded it with 0
+        rows["turn"] = torch.where(at < rows.lengths[:, None], rows.turn, UNCHOSEN["turn"])
+        return rows
     said = (at >= rows.prompt_lengths[:, None]) & (at < rows.lengths[:, None])
     rows.set("turn", torch.where(said, 0, -1), per="token")
     if not rows.is_per_token("policy_version"):

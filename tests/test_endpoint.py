@@ -1,0 +1,547 @@
+"""Agents as they are, with the clients that they have, become rows: ids as they were sampled, nothing twice, nothing
+lost, nobody else let in (LAWS 3, 19, 23, 29). That rows are those of the environment loop, with vLLM too, is in
+tests/test_environments.py."""
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import anthropic
+import httpx2
+import openai
+import pytest
+import torch
+from rlblocks import Endpoint, Policy, Response, Rollout, rollouts
+from rlblocks.data.renderers import ChatRenderer
+from test_environments import CHATML, FORGETS, Talk, asked, gap, net, spelling, talk
+from torch.testing import assert_close
+
+TOOLS = "{% for t in tools or [] %}<turn>tool {{ t.function.name }}\n{{ t.function.description }}<end>\n{% endfor %}"
+ADD = dict(name="add", description="Adds.", parameters=dict(type="object", properties=dict(
+    a=dict(type="integer"), b=dict(type="integer")), required=["a", "b"]))
+
+
+def engine(weights=None, **more):
+    tokenizer = spelling(CHATML)
+    how = dict(max_tokens=8, stop=[tokenizer.eos_token_id], device="cpu", tokenizer=tokenizer)
+    return Rollout(weights or net(), **how | more)
+
+
+@pytest.fixture(scope="module")
+def rollout(): return engine()
+
+
+@pytest.fixture(scope="module")
+def at(rollout):
+    with Endpoint(rollout) as made: yield made
+
+
+def chat(client, text="Say 1."):
+    said = client.chat.completions.create(model="policy", messages=[dict(role="user", content=text)])
+    return said.choices[0].message.content
+
+
+# -- the rows
+
+def test_a_template_that_forgets_gives_the_rows_of_the_loop(rollout):
+    "LAWS 4: it rewrites history, so a session is several rows of one unit."
+    renderer = ChatRenderer(spelling(FORGETS))
+    with Endpoint(rollout, renderer=renderer) as at: a = at.run(talk, asked(renderer.tokenizer), group_size=2, seed=1)
+    b = rollouts(rollout, Talk, asked(renderer.tokenizer), group_size=2, seed=1, renderer=renderer)
+    assert len(a) == len(b) > 6 and a.tokens.equal(b.tokens) and a.unit.equal(b.unit) and gap(a) < 1e-3
+
+
+def test_weights_may_change_between_calls(rollout):
+    "LAWS 3: every token has the version that it was drawn from."
+    r, policy = engine(), Policy(net(), lr=1e-2, device="cpu")
+    r.load(policy.weights())
+    first = r.sampler.version
+    def agent(base_url, api_key, messages):
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            for n in range(2):
+                said = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+                messages = [*messages, said, dict(role="user", content="And?")]
+                if not n: r.load(policy.weights())
+    with Endpoint(r) as at:
+        b = at.run(agent, asked(r.tokenizer, 1))
+        policy.step(b, lambda out, b: (-out.logprobs[b.mask].sum(), {}))
+        agent2 = at.run(agent, asked(r.tokenizer, 1))
+    assert set(b.policy_version[b.mask].tolist()) == {first}
+    after = agent2.policy_version[agent2.mask & (agent2.turn == 1)].unique()
+    assert after.tolist() == [r.sampler.version] and r.sampler.version > first
+    now = policy.logprobs(agent2)
+    of_now = agent2.mask & (agent2.policy_version == r.sampler.version)
+    assert of_now.any() and float((now - agent2.rollout_logprobs)[of_now].abs().max()) < 1e-3
+
+
+# -- the clients
+
+def by_chat(at, key, stream):
+    with openai.OpenAI(base_url=at.url, api_key=key) as client:
+        def say(history, ask):
+            messages = [*history, dict(role="user", content=ask)]
+            made = client.chat.completions.create(model="policy", messages=messages, stream=stream)
+            if not stream: text = made.choices[0].message.content
+            else:
+                chunks = [c.choices[0] for c in made]
+                assert chunks[-1].finish_reason in ("stop", "length")
+                text = "".join(c.delta.content or "" for c in chunks)
+            return text, [*messages, dict(role="assistant", content=text)]
+        one, history = say([], "Say 1.")
+        return one, say(history, "Say 2.")[0]
+
+
+def by_responses(at, key, stream):
+    "The server keeps the conversation."
+    with openai.OpenAI(base_url=at.url, api_key=key) as client:
+        def say(ask, after=None):
+            how = dict(model="policy", input=ask, previous_response_id=after)
+            if not stream: made = client.responses.create(**how)
+            else:
+                events = list(client.responses.create(stream=True, **how))
+                made, text = events[-1].response, "".join(e.delta for e in events if e.type.endswith("text.delta"))
+                assert made.output_text == text and [e.sequence_number for e in events] == list(range(len(events)))
+            assert made.usage.output_tokens > 0 and made.status in ("completed", "incomplete")
+            return made.output_text, made.id
+        one, name = say("Say 1.")
+        return one, say("Say 2.", name)[0]
+
+
+def by_messages(at, key, stream):
+    with anthropic.Anthropic(base_url=at.url.removesuffix("/v1"), api_key=key) as client:
+        def say(history, ask):
+            messages = [*history, dict(role="user", content=ask)]
+            how = dict(model="policy", max_tokens=8, messages=messages)
+            if not stream: text = client.messages.create(**how).content[0].text
+            else:
+                with client.messages.stream(**how) as made: text = "".join(made.text_stream)
+                assert made.get_final_message().stop_reason in ("end_turn", "max_tokens")
+            return text, [*messages, dict(role="assistant", content=text)]
+        one, history = say([], "Say 1.")
+        return one, say(history, "Say 2.")[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("by", [by_chat, by_responses, by_messages])
+def test_clients_of_three_protocols(rollout, at, by, stream):
+    session = at.session(group=3, seed=7)
+    said = by(at, session.key, stream)
+    b = at.collect([session])
+    assert len(b) == 1 and b.n_turns.tolist() == [2] and gap(b) < 1e-3
+    assert b.completion == ["\n".join(said).replace("<end>", "")] and [m["role"] for m in b.messages[0]] == [
+        "user", "assistant"]*2
+    alone = at.session(group=3, seed=7)           # the same words, whatever the protocol
+    assert by_chat(at, alone.key, False) == said
+    assert at.collect([alone]).tokens.equal(b.tokens)
+
+
+def test_a_base_url_with_or_without_v1(at):
+    for url in (at.url, at.url.removesuffix("/v1")):
+        session = at.session()
+        with anthropic.Anthropic(base_url=url, api_key=session.key) as client:
+            client.messages.create(model="policy", max_tokens=2, messages=[dict(role="user", content="a")])
+            assert [m.id for m in client.models.list()] == ["policy"]
+        with openai.OpenAI(base_url=url, api_key=session.key) as client:
+            chat(client)
+            assert [m.id for m in client.models.list()] == ["policy"]
+        assert at.collect([session]).n_turns.tolist() == [2, 2]
+
+
+# -- tools
+
+@pytest.fixture(scope="module")
+def calling(rollout):
+    "The policy's words are random, so a reader of them makes the calls: one in the first answer of each session."
+    def read(text):
+        calls = (dict(name="add", arguments=dict(a=1, b=2)),)
+        return Response(text[:3], tool_calls=calls) if read.calls else Response(text)
+    read.calls = True
+    tokenizer = spelling(TOOLS + CHATML)
+    with Endpoint(rollout, renderer=ChatRenderer(tokenizer, read=read)) as made:
+        made.read = read
+        yield made
+
+
+def tools_by_chat(at, key):
+    with openai.OpenAI(base_url=at.url, api_key=key) as client:
+        how = dict(model="policy", tools=[dict(type="function", function=ADD)])
+        messages = [dict(role="user", content="1 + 2?")]
+        said = client.chat.completions.create(messages=messages, **how).choices[0]
+        call, = said.message.tool_calls
+        assert said.finish_reason == "tool_calls"
+        messages += [said.message, dict(role="tool", tool_call_id=call.id, content="3")]
+        at.read.calls = False
+        client.chat.completions.create(messages=messages, **how)
+        return call.function.name, json.loads(call.function.arguments)
+
+
+def tools_by_chat_stream(at, key):
+    with openai.OpenAI(base_url=at.url, api_key=key) as client:
+        how = dict(model="policy", tools=[dict(type="function", function=ADD)])
+        messages = [dict(role="user", content="1 + 2?")]
+        with client.chat.completions.stream(messages=messages, **how) as events:
+            for _ in events: pass
+            said = events.get_final_completion().choices[0].message
+        call, = said.tool_calls
+        at.read.calls = False
+        messages += [dict(role="assistant", content=said.content, tool_calls=[dict(
+            id=call.id, type="function", function=dict(name=call.function.name, arguments=call.function.arguments))]),
+            dict(role="tool", tool_call_id=call.id, content="3")]
+        client.chat.completions.create(messages=messages, **how)
+        return call.function.name, json.loads(call.function.arguments)
+
+
+def tools_by_responses(at, key):
+    with openai.OpenAI(base_url=at.url, api_key=key) as client:
+        how = dict(model="policy", tools=[dict(type="function", **ADD)])
+        items = [dict(role="user", content="1 + 2?")]
+        with client.responses.stream(input=items, **how) as events:
+            for _ in events: pass
+            said = events.get_final_response()
+        call, = (x for x in said.output if x.type == "function_call")
+        at.read.calls = False
+        items += [x.model_dump() for x in said.output]
+        items += [dict(type="function_call_output", call_id=call.call_id, output="3")]
+        client.responses.create(input=items, **how)
+        return call.name, json.loads(call.arguments)
+
+
+def tools_by_messages(at, key):
+    with anthropic.Anthropic(base_url=at.url, api_key=key) as client:
+        tool = dict(name="add", description="Adds.", input_schema=ADD["parameters"])
+        how, messages = dict(model="policy", max_tokens=8, tools=[tool]), [dict(role="user", content="1 + 2?")]
+        with client.messages.stream(messages=messages, **how) as events: said = events.get_final_message()
+        call, = (x for x in said.content if x.type == "tool_use")
+        assert said.stop_reason == "tool_use"
+        messages += [dict(role="assistant", content=said.content), dict(role="user", content=[
+            dict(type="tool_result", tool_use_id=call.id, content="3")])]
+        at.read.calls = False
+        client.messages.create(messages=messages, **how)
+        return call.name, call.input
+
+
+def tools_by_pydantic_ai(at, key):
+    "A framework from the registry, as it is."
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+    agent, seen = Agent(OpenAIChatModel("policy", provider=OpenAIProvider(base_url=at.url, api_key=key))), []
+    @agent.tool_plain(name="add")
+    def add(a:int, b:int)->int:
+        "Adds."
+        seen.append(dict(a=a, b=b))
+        at.read.calls = False
+        return a + b
+    agent.run_sync("1 + 2?")
+    return "add", seen[0]
+
+
+@pytest.mark.parametrize("by", [tools_by_chat, tools_by_chat_stream, tools_by_responses, tools_by_messages,
+                                tools_by_pydantic_ai])
+def test_tools(rollout, calling, by):
+    "They are in the template, their calls are read from the answer, and what they gave is not trained."
+    session, calling.read.calls = calling.session(seed=2), True
+    assert by(calling, session.key) == ("add", dict(a=1, b=2))
+    b = calling.collect([session])
+    text = rollout.tokenizer.decode(b.tokens[0, :b.lengths[0]])
+    assert len(b) == 1 and b.n_turns.tolist() == [2] and gap(b) < 1e-3
+    assert text.startswith("<turn>tool add\nAdds.<end>") and "<turn>tool\n3<end>" in text
+    assert [m["role"] for m in b.messages[0]] == ["user", "assistant", "tool", "assistant"]
+    assert b.mask.equal(b.turn >= 0)
+
+
+# -- histories that change
+
+def test_a_rewritten_history_is_another_row(rollout, at):
+    "The agent drops its first turn, then tries its second again: three rows of one unit, no answer in two of them."
+    def agent(base_url, api_key, messages):
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            def say(messages):
+                said = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+                return [*messages, dict(role="assistant", content=said.content)]
+            more = dict(role="user", content="More.")
+            one = say(messages)
+            two = say([*one, more])
+            say([*two[2:], dict(role="user", content="And?")])     # forgot the beginning
+            say([*one, dict(role="user", content="Again.")])       # a branch
+            say([*two, dict(role="user", content="Then?")])        # the first row goes on
+    before = at.report()
+    b = at.run(agent, asked(rollout.tokenizer, 2), seed=3)
+    after = at.report()
+    assert b.unit.tolist() == [0]*3 + [1]*3 and b.n_turns.tolist() == [5]*6 and gap(b) < 1e-3
+    said = [sorted(b.turn[i][b.mask[i]].unique().tolist()) for i in range(3)]
+    assert said == [[0, 1, 4], [2], [3]]
+    assert (after["forks"] - before["forks"], after["rows"] - before["rows"]) == (4, 6)
+    first, branch = b.tokens[0], b.tokens[2]
+    kept = int(b.lengths[0].new_tensor([i for i in range(len(first)) if b.turn[0, i] == 0]).max()) + 1
+    assert branch[:kept].equal(first[:kept]) and not b.mask[2, :kept].any()     # ids as they were sampled, untrained
+
+
+@pytest.mark.parametrize("strip", [False, True])
+def test_agents_that_strip_are_counted(rollout, strip):
+    def agent(base_url, api_key, messages):
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            for _ in range(3):
+                said = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content
+                messages = [*messages, dict(role="assistant", content=said.strip() + " "),
+                            dict(role="user", content="More.")]
+    with Endpoint(rollout, strip=strip) as at, warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        b, report = at.run(agent, asked(rollout.tokenizer, 2)), at.report()
+    assert gap(b) < 1e-3 and len(b) == (2 if strip else 6)
+    assert report["fork_share"] == (0. if strip else 1.) and report["respaced"] == (0 if strip else 4)
+    assert bool([w for w in heard if "4 of 4 calls began a row of their own" in str(w.message)]) is not strip
+
+
+# -- many, late, gone
+
+def test_200_calls_at_once(rollout, at):
+    "Each is one row of its own session, with the ids that `generate` draws."
+    p = asked(rollout.tokenizer, 100)
+    async def run(sessions):
+        async with openai.AsyncOpenAI(base_url=at.url, api_key="none", timeout=300) as client:
+            calls = [client.chat.completions.create(model="policy", messages=s.episode.row["messages"], max_tokens=3,
+                     extra_headers=dict(Authorization=f"Bearer {s.key}")) for s in sessions]
+            return await asyncio.gather(*calls)
+    sessions = [at.session(group=g, sample=k, seed=9, messages=m)
+                for g, m in zip(p.group.tolist(), p.messages, strict=True) for k in range(2)]
+    said = asyncio.run(run(sessions))
+    b = at.collect(sessions)
+    want = rollout.generate(p, group_size=2, seed=9, max_tokens=3)
+    assert len(b) == 200 and b.n_turns.tolist() == [1]*200 and b.tokens.equal(want.tokens)
+    assert_close(b.rollout_logprobs, want.rollout_logprobs, atol=1e-5, rtol=0)
+    assert [x.choices[0].message.content.replace("<end>", "") for x in said] == b.completion
+    assert not rollout.lines.of and not at.desk.asker.waits
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_a_cancelled_stream_is_not_recorded(rollout, at, path):
+    "It leaves the engine; the call that the agent makes instead is one row."
+    session, ask = at.session(), [dict(role="user", content="Say 1.")]
+    body = dict(model="policy", stream=True, **{"input" if path == "responses" else "messages": ask})
+    with rollout.turn:                     # the engine is busy with something else
+        with httpx2.Client() as client, client.stream(
+                "POST", f"{at.url}/{path}", json=body, headers=dict(authorization=f"Bearer {session.key}")) as got:
+            next(got.iter_lines())
+            wait_until(lambda: session.tasks and at.desk.asker.waits)
+        wait_until(lambda: not session.tasks and not at.desk.asker.waits)
+    wait_until(lambda: not at.desk.asker.gone and not rollout.lines.of)
+    assert not session.points and session.draws == 1
+    with openai.OpenAI(base_url=at.url, api_key=session.key) as client: chat(client)
+    b = at.collect([session])
+    assert len(b) == 1 and b.n_turns.tolist() == [1] and gap(b) < 1e-3
+
+
+def wait_until(true, seconds=60.):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(.01)
+
+
+def test_a_call_that_is_repeated_is_answered_once(at):
+    "What clients do when an answer got lost on its way."
+    session, body = at.session(), dict(model="policy", messages=[dict(role="user", content="Say 1.")])
+    said = [httpx2.post(f"{at.url}/chat/completions", json=body, timeout=60, headers={
+        "authorization": f"Bearer {session.key}", "x-stainless-retry-count": n}).json() for n in "012"]
+    assert said[0] == said[1] == said[2] and at.collect([session]).n_turns.tolist() == [1]
+
+
+def test_agents_that_raise_hang_or_ask_nothing_are_named(rollout, at):
+    "LAWS 19 and 23: the others arrive by the deadline."
+    async def agent(base_url, api_key, messages, session):
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            if session.episode.group == 2: return
+            await client.chat.completions.create(model="policy", messages=messages)
+            if session.episode.group == 0: raise OSError("its tool is gone")
+            if session.episode.group == 1: await asyncio.sleep(3600)
+        return dict(done=True)
+    with pytest.warns(UserWarning, match="3 of 4 sessions did not arrive") as heard:
+        b = at.run(agent, asked(rollout.tokenizer, 4), deadline=20.)
+    text = str(heard[0].message)
+    assert "OSError: its tool is gone" in text and "it had not ended after 20 s" in text and "it asked nothing" in text
+    assert b.group.tolist() == [3] and b.result == [dict(done=True)] and b.reward.isnan().all()
+    assert not rollout.lines.of and not at.desk.sessions
+
+
+def test_limits_end_a_session_with_their_names(rollout, at):
+    def agent(base_url, api_key, messages):
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            while True:
+                said = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+                messages = [*messages, said, dict(role="user", content="x"*100)]
+    p = asked(rollout.tokenizer, 2)
+    b = at.run(agent, p, max_turns=2)
+    assert b.finish_reason == ["max_turns"]*2 and b.n_turns.tolist() == [2, 2]
+    b = at.run(agent, p, budget=10)
+    assert b.finish_reason == ["max_tokens"]*2 and int(b.mask.sum(1).max()) <= 10
+    b = at.run(agent, p)
+    assert b.finish_reason == ["context_overflow"]*2 and int(b.lengths.max()) <= 512
+
+
+# -- who may ask, and what is refused
+
+def test_a_wrong_key_is_an_authentication_error(at):
+    session = at.session()
+    other = at.session()
+    for key in ("sk-wrong", session.key[:-1] + ("a" if session.key[-1] != "a" else "b"), at.token[:-1], "rl-999999-x",
+                f"rl-{session.number}-", f"rl-{'9'*30}-x",
+                other.key.replace(f"-{other.number}-", f"-{session.number}-", 1)):
+        with openai.OpenAI(base_url=at.url, api_key=key) as client:
+            with pytest.raises(openai.AuthenticationError, match="no open session has this key"): chat(client)
+            with pytest.raises(openai.AuthenticationError): client.responses.create(model="policy", input="a")
+        with anthropic.Anthropic(base_url=at.url, api_key=key) as client:
+            with pytest.raises(anthropic.AuthenticationError, match="no open session"):
+                client.messages.create(model="policy", max_tokens=1, messages=[dict(role="user", content="a")])
+    got = httpx2.post(f"{at.url}/chat/completions", json={})
+    assert got.status_code == 401 and "no key came" in got.text
+    assert not session.draws and len(session.key) > 32
+    for s in (session, other): chat_with(at, s)
+    at.collect()
+    with openai.OpenAI(base_url=at.url, api_key=session.key) as client:
+        with pytest.raises(openai.AuthenticationError): chat(client)
+
+
+def chat_with(at, session):
+    with openai.OpenAI(base_url=at.url, api_key=session.key) as client: return chat(client)
+
+
+def test_the_token_and_a_header_name_a_session(at):
+    with openai.OpenAI(base_url=at.url, api_key=at.token) as client:
+        with pytest.raises(openai.BadRequestError, match="x-session"): chat(client)
+        for name in "aab": chat(client.with_options(default_headers={"x-session": name}))
+    b = at.collect()
+    assert b.name == ["a", "a", "b"] and b.unit.tolist() == [0, 0, 1]      # asked the same twice: a branch
+
+
+USER = [dict(role="user", content="a")]
+BAD = [
+    ("chat/completions", b"{", "the body is no JSON"), ("chat/completions", b"[1]", "the body is a list"),
+    ("chat/completions", b"[" * 100000, "the body is no JSON"), ("messages", b"\xff\xfe\x00", "the body is no JSON"),
+    ("chat/completions", dict(messages=USER), "model is missing"),
+    ("chat/completions", dict(model="policy"), "messages is missing"),
+    ("chat/completions", dict(model="policy", messages=[]), "there are no messages"),
+    ("chat/completions", dict(model="policy", messages="a"), "a list of messages is wanted"),
+    ("chat/completions", dict(model="policy", messages=["a"]), "messages[0] is"),
+    ("chat/completions", dict(model="policy", messages=[dict(role="cat", content="a")]), "messages[0].role"),
+    ("chat/completions", dict(model="policy", messages=[*USER, dict(role="assistant", content="b")]), "last message"),
+    ("chat/completions", dict(model="policy", messages=USER, max_tokens=0), "max_tokens=0"),
+    ("chat/completions", dict(model="policy", messages=USER, max_tokens=True), "max_tokens=true"),
+    ("chat/completions", dict(model="policy", messages=USER, n=3), "n=3 is not supported"),
+    ("chat/completions", dict(model="policy", messages=USER, tool_choice="required"), "tool_choice"),
+    ("chat/completions", dict(model="policy", messages=USER, tools=[dict(type="web")]), "tools[0] is of type"),
+    ("chat/completions", dict(model="policy", messages=[dict(role="user", content=[dict(type="image_url")])]),
+     "a part of type 'image_url'"),
+    ("chat/completions", dict(model="policy", messages=[dict(role="user", content="\ud800")]), "refuses these mess"),
+    ("chat/completions", dict(model="policy", messages=[dict(role="user", content="a"*600)]), "context_overflow"),
+    ("chat/completions", dict(model="policy", messages=USER, stream=True, logprobs=True), "logprobs=true"),
+    ("responses", dict(model="policy", input=5), "a text or a list of items"),
+    ("responses", dict(model="policy", input=[dict(type="computer_call")]), "input[0] is"),
+    ("responses", dict(model="policy", input="a", previous_response_id="resp_9_9"), "no such answer"),
+    ("messages", dict(model="policy", messages=[dict(role="system", content="a")]), "user or assistant"),
+    ("messages", dict(model="policy", messages=USER, stop_sequences=["x"]), "stop_sequences"),
+    ("messages", dict(model="policy", messages=[dict(role="user", content=[dict(type="image")])]), "type 'image'")]
+
+
+@pytest.mark.parametrize("path,body,says", BAD, ids=[f"{i} {x[2]}" for i, x in enumerate(BAD)])
+def test_what_cannot_be_answered_is_refused_in_words(at, path, body, says):
+    session = at.session()
+    sent = dict(content=body) if isinstance(body, bytes) else dict(content=json.dumps(body).encode())
+    got = httpx2.post(f"{at.url}/{path}", headers={"x-api-key": session.key}, timeout=60, **sent)
+    error = got.json()["error"]
+    assert 400 <= got.status_code < 500 and says in error["message"], got.text
+    assert got.headers["x-should-retry"] == "false"
+    assert got.json().get("type") == ("error" if path == "messages" else None)
+    assert error["type"] in ("invalid_request_error", "not_found_error") and not session.points
+    with pytest.raises(RuntimeError, match="it asked nothing"): at.collect([session])
+
+
+def test_errors_are_those_of_the_clients(rollout, at):
+    session = at.session()
+    with openai.OpenAI(base_url=at.url, api_key=session.key) as client:
+        with pytest.raises(openai.NotFoundError, match="'gpt-4o' is not here; this endpoint answers as 'policy'"):
+            client.chat.completions.create(model="gpt-4o", messages=USER)
+        with pytest.raises(openai.BadRequestError, match="frequency_penalty=0.5 is not supported") as e:
+            client.chat.completions.create(model="policy", messages=USER, frequency_penalty=.5)
+        assert e.value.param == "frequency_penalty" and e.value.code == "unsupported_parameter"
+        with pytest.raises(openai.NotFoundError, match="POST to chat/completions"): client.embeddings.create(
+            model="policy", input="a")
+        got = client.chat.completions.with_raw_response.create(model="policy", messages=USER, temperature=0., seed=3)
+        assert got.headers["x-ignored-parameters"] == "temperature, seed"
+    assert {"temperature", "seed"} <= set(at.report()["ignored"])
+    assert httpx2.get(f"{at.url}/chat/completions").status_code == 405
+    at.collect([session])
+    with Endpoint(rollout, model=None, ignore=["n"]) as other:
+        with openai.OpenAI(base_url=other.url, api_key=other.session().key) as client:
+            assert client.chat.completions.create(model="gpt-4o", messages=USER, n=4).model == "gpt-4o"
+
+
+def test_an_engine_that_fails_is_an_error_and_then_answers_again():
+    broken = net()
+    with torch.no_grad(): broken.lm_head.weight.fill_(float("nan"))
+    r = engine(broken)
+    with Endpoint(r) as at:
+        session = at.session()
+        with openai.OpenAI(base_url=at.url, api_key=session.key) as client:
+            with pytest.raises(openai.InternalServerError, match="the engine failed: .*not finite"): chat(client)
+            with pytest.raises(openai.APIError, match="the engine failed"):
+                list(client.chat.completions.create(model="policy", messages=USER, stream=True))
+            assert session.draws == 2           # nothing was tried again
+            r.load(Policy(net(), lr=1e-3, device="cpu").weights())
+            chat(client)
+        assert at.collect([session]).n_turns.tolist() == [1] and not r.lines.of
+
+
+# -- the server
+
+def test_it_listens_on_the_loopback_interface_only(at):
+    assert at.served.socket.getsockname()[0] == "127.0.0.1"
+    got = httpx2.post(f"{at.url}/chat/completions", json={}, headers=dict(host="evil.example:80"))
+    assert got.status_code == 400 and "host" in got.text.lower()
+    own = {x[4][0] for x in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+    for address in own - {"127.0.0.1", "127.0.1.1"}:
+        with pytest.raises(OSError): socket.create_connection((address, at.served.port), timeout=2).close()
+
+
+def test_closing_ends_everything_that_was_opened(rollout):
+    "Its threads, its socket, and the calls under way; a hundred batches leave no session."
+    at = Endpoint(rollout)
+    session = at.session()
+    box = []
+    def late():
+        with openai.OpenAI(base_url=at.url, api_key=session.key) as client:
+            try: chat(client)
+            except openai.APIError as e: box.append(e)
+    with rollout.turn:
+        thread = threading.Thread(target=late)
+        thread.start()
+        wait_until(lambda: session.tasks and at.desk.asker.waits)
+        with pytest.raises(RuntimeError, match="it asked nothing"): at.collect([session])
+        thread.join(timeout=60)
+    assert isinstance(box[0], openai.AuthenticationError) and "this session has ended" in str(box[0])
+    def agent(base_url, api_key): return httpx2.post(
+        f"{base_url}/chat/completions", json=dict(model="policy", messages=USER, max_tokens=1), timeout=60,
+        headers=dict(authorization=f"Bearer {api_key}")).status_code
+    for k in range(100): assert at.run(agent, asked(rollout.tokenizer, 1), seed=k).reward.tolist() == [200.]
+    assert not at.desk.sessions and at.report()["calls"] == 100 and not rollout.lines.of
+    port = at.served.port
+    at.close()
+    assert not at.served.thread.is_alive() and not at.desk.asker.thread.is_alive()
+    with pytest.raises(OSError): socket.create_connection(("127.0.0.1", port), timeout=2)
+    at.close()
+    with Endpoint(rollout, port=port) as again:
+        assert again.served.port == port
+        with pytest.raises(OSError): Endpoint(rollout, port=port)
+
+
+def test_without_its_extra_it_says_what_to_install():
+    code = ("import sys; import rlblocks; assert not {'starlette', 'uvicorn', 'fastapi'} & set(sys.modules)\n"
+            "sys.modules['uvicorn'] = None\nfrom rlblocks.rollout.serving import app_of\n"
+            "try: app_of(None)\nexcept ImportError as e: print(e)")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "Endpoint needs Starlette and uvicorn: pip install 'rlblocks[endpoint]'" in run.stdout, run.stderr[-2000:]
+    with pytest.raises(TypeError, match="a Rollout of this process is wanted"): Endpoint("a model")
