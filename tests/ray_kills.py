@@ -48,7 +48,8 @@ def tiny_grpo(pool, steps, checkpoint=None):
     grpo = loop_from(f"{ROOT}/tutorials/grpo.ipynb:grpo")
     return grpo(pool, Prompts(spmd_loops.ASKED, spmd_loops.Digits()), spmd_loops.prefers, prompts=3, group_size=2,
                 minibatches=1, max_tokens=4, model=spmd_loops.net, steps=steps, micro_tokens=64,
-                engine=spmd_loops.steadily if pool is here else spmd_loops.sharded, checkpoint=checkpoint or Checkpoint())
+                engine=spmd_loops.steadily if pool is here else spmd_loops.sharded,
+                checkpoint=checkpoint or Checkpoint())
 
 
 def drive(folder, steps, ray_folder):

@@ -130,7 +130,7 @@ def test_a_folder_that_ranks_do_not_see(two, tmp_path, monkeypatch):
     "States pass through this process, which says so of large ones; shards that others wrote cannot be had."
     from rlblocks.checkpoint import keeper
     monkeypatch.chdir(tmp_path)          # the ranks stay where they are
-    monkeypatch.setattr(keeper, "LARGE", 1000)
+    monkeypatch.setattr(keeper, "LARGE_STATE", 1000)
     def run(folder, steps):
         return spmd_loops.engines(two, ["fsdp2"], Checkpoint(folder, every=1), steps)["fsdp2"]["shown"]
     with pytest.warns(UserWarning, match=r"the state of 'policy', .* GB, passes through this process, since not every "
