@@ -1,6 +1,8 @@
 """What the tutorials claim of learning, over seeds, thread counts and kernels: their code cells run as they stand, with
 another `seed`.
 
+With `--rollout vllm` those that sample do it with vLLM: the same loop, another engine.
+
 A tutorial asserts only what held in all of these runs with room to spare; the last numbers are in
 results/seeds_cpu.json. The SFT model that several tutorials start from is the same in all of them, and is trained once
 a seed. Cells on real data are left out.
@@ -57,8 +59,8 @@ def kept(sft, folder):
     return loop
 
 
-def run(name, seed, folder):
-    "The claims' numbers of one tutorial with one seed."
+def run(name, seed, folder, rollout):
+    "The claims' numbers of one tutorial with one seed, its answers sampled by this engine."
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -74,7 +76,8 @@ def run(name, seed, folder):
     with tempfile.TemporaryDirectory(dir=folder) as own:
         for code in cells:
             if "from real_pairs" in code: continue
-            exec(compiled(code.replace("seed = 0\n", f"seed = {seed}\n").replace("_proc/", f"{own}/")), space)
+            code = code.replace("seed = 0\n", f"seed = {seed}\n").replace("_proc/", f"{own}/")
+            exec(compiled(code.replace('rollout_engine="hf"', f'rollout_engine="{rollout}"')), space)
             plt.close("all")
     return {k: round(float(eval(text, space)), 4) for k, text in CLAIMS[name].items()}
 
@@ -92,11 +95,11 @@ def kernels_of(name):
     return torch.backends.cpu.get_cpu_capability()
 
 
-def measure(name, seed, threads, kernels, folder):
+def measure(name, seed, threads, kernels, folder, rollout):
     "One tutorial in a process of its own."
     env = os.environ | dict(OMP_NUM_THREADS=str(threads)) | ({} if kernels == "native"
                                                              else dict(ATEN_CPU_CAPABILITY=kernels))
-    done = subprocess.run([sys.executable, __file__, "--one", name, str(seed), str(folder)], env=env,
+    done = subprocess.run([sys.executable, __file__, "--one", name, str(seed), str(folder), rollout], env=env,
                           capture_output=True, text=True)
     line = next((x for x in done.stdout.splitlines() if x.startswith("CLAIMS ")), None)
     if line is None: raise SystemExit(f"{name}, seed {seed}, {threads} thread(s): {done.stderr[-2000:]}")
@@ -111,16 +114,20 @@ def main():
                         help="ATEN_CPU_CAPABILITY: native, default, avx2: other CPUs, simulated")
     parser.add_argument("--only", nargs="+", default=list(CLAIMS), choices=list(CLAIMS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="a file of results, to be added to")
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--rollout", default="hf", choices=["hf", "vllm"], help="what samples the answers")
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.one: return print("CLAIMS " + json.dumps(run(args.one[0], int(args.one[1]), Path(args.one[2]))))
+    if args.one:
+        name, seed, folder, rollout = args.one
+        return print("CLAIMS " + json.dumps(run(name, int(seed), Path(folder), rollout)))
     for threads in args.threads:
         setting = f"{threads} thread{'s' if threads > 1 else ''}, {kernels_of(args.kernels)}"
+        if args.rollout != "hf": setting += f", {args.rollout}"
         for seed in args.seeds:
             with tempfile.TemporaryDirectory() as folder:
                 for name in args.only:
                     start = time.time()
-                    numbers = measure(name, seed, threads, args.kernels, folder)
+                    numbers = measure(name, seed, threads, args.kernels, folder, args.rollout)
                     found = json.loads(args.out.read_text()) if args.out.exists() else {}
                     found.setdefault(name, {}).setdefault(setting, {})[str(seed)] = numbers
                     args.out.write_text(json.dumps(found | dict(versions=versions()), indent=1) + "\n")

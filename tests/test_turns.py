@@ -3,10 +3,12 @@ import pytest
 import torch
 from conftest import vllm_python
 from rlblocks import Grader, Policy, Rollout, gae
-from rlblocks.rollout.samplers import vllm
+from rlblocks.rollout.controls import penalties
+from rlblocks.rollout.samplers import Sampling, vllm
+from rlblocks.rollout.structure import Structures
 from rlblocks.rollout.turns import by_token
 from test_samplers import sharp
-from tiny import prompts, tokenizer
+from tiny import prompts, speller, tokenizer
 
 TOOL = [20, 21, 22]
 
@@ -88,6 +90,27 @@ def test_a_support_goes_with_every_turn(rollout):
     assert (b.turn == 1).any() and (b.temperature == rows.temperature).all()
     assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-3
     assert (b.support[~b.mask] == -1).all()
+
+
+def test_penalties_and_structure_are_of_the_turn_that_names_them(rollout):
+    "A penalised turn is not trained on, and those before and after it are; a structured one carries its support."
+    banned, policy = list(range(8, 20)), Policy(sharp(), device="cpu", frozen=True)
+    rows = rollout.generate(prompts(), group_size=2, seed=0)
+    b = rollout.extend(rows, [TOOL]*6, seed=0, penalties=penalties(bad_words=[[i] for i in banned]))
+    b = rollout.extend(b, [TOOL]*6, seed=0)
+    assert b.mask.equal((b.turn == 0) | (b.turn == 2)) and not set(b.tokens[b.turn == 1].tolist()) & set(banned)
+    assert set(b.tokens[b.turn == 2].tolist()) & set(banned)
+    assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-3
+    old, rollout.structures = (rollout.how, rollout.structures), Structures(speller(), rollout.stop, 32)
+    with pytest.raises(ValueError, match="drawn from all ids: they have no 'support'"):
+        rollout.extend(rows, [TOOL]*6, structure="(yes|no)")
+    try:
+        rollout.how = Sampling(1.3, top_k=20)
+        b = rollout.extend(rollout.generate(prompts(), group_size=2), [TOOL]*6, structure="(yes|no)")
+    finally: rollout.how, rollout.structures = old
+    for tokens, turn in zip(b.tokens, b.turn, strict=True):
+        assert speller().decode(tokens[turn == 1][:-1]) in ("yes", "no") and tokens[turn == 1][-1] == 3
+    assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-3 and b.mask.equal(b.turn >= 0)
 
 
 def test_greedy_rows_go_on_greedily(rollout):

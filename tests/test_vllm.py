@@ -5,12 +5,13 @@ import os
 import re
 import signal
 import subprocess
+from itertools import product
 
 import pytest
 import torch
 from clock import Clock
 from conftest import rarely, vllm_python
-from rlblocks import Policy, Rollout, send_weights
+from rlblocks import Policy, Rollout, later, send_weights
 from rlblocks.engines.published import publish_weights, published_weights
 from rlblocks.engines.weights import buckets, checksum, named_weights
 from rlblocks.rollout.samplers import Sampling, complete, vllm
@@ -67,17 +68,22 @@ def gap(policy, b): return float((policy.logprobs(b) - b.rollout_logprobs)[b.mas
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *rarely(*ALONE)])
-def test_log_probs_are_the_trainers_before_and_after_every_tensor_has_moved(kind):
-    "LAWS 2 and 3: an old head or old experts would show, whose checksums do not. With and without a support."
+def test_log_probs_are_the_trainers_whatever_has_been_loaded(kind):
+    """LAWS 2 and 3: before and after every tensor has moved, at each temperature with and without a support, after
+    changes alone, after LoRA's factors. An old head or old experts would show, whose checksums do not."""
     name, more = (KINDS | ALONE)[kind]
     net = sharp(name, **more)
     policy, r = Policy(net, lr=1e-2, device="cpu"), rollout(net)
     assert gap(policy, r.generate(prompts(), group_size=4)) < 1e-4
-    manifest = r.load(moved(policy).weights())
+    manifest = r.load(moved(policy).weights(since=-1))
     assert manifest.gap < 1e-4 and manifest.version == 0 and manifest.n_messages == 3
-    for temperature, more in ((1., {}), (.6, dict(top_p=.8)), (1.3, dict(top_k=5)), (1., dict(min_p=.1, top_p=.9))):
-        r.how = Sampling(temperature, **more)
+    for T, more in product((.6, 1., 1.3), ({}, dict(top_p=.8), dict(top_k=5), dict(min_p=.1, top_p=.9))):
+        r.how = Sampling(T, **more)
         assert gap(policy, r.generate(prompts(), group_size=4, seed=1)) < 1e-4
+    nudge(policy)
+    for changed in (policy.weights(since=0), stirred(lora(net)).weights()):
+        assert r.load(changed).gap < 1e-4 and r.sampler.version == 1
+    assert gap(stirred(lora(net)), r.generate(prompts(), group_size=4)) < 1e-4
     pid = r.sampler.child.process.pid
     r.close()
     assert not os.path.exists(f"/proc/{pid}")
@@ -113,6 +119,29 @@ def test_torchruns_variables_do_not_reach_the_engine(shared):
     assert len(said(complete(shared.sampler, asked()))) == 12
     environment = open(f"/proc/{shared.sampler.child.process.pid}/environ").read().split("\0")
     assert not [x for x in environment if re.match(r"(RANK|WORLD_SIZE|LOCAL_|MASTER_)", x)]
+
+
+def test_keys_of_a_long_prompt_are_not_read_under_other_weights():
+    """LAWS 7, with prompts long enough to be kept: rows of a prompt read what its siblings have left; after a load they
+    do not, neither with an empty cache nor (`keep`) with a full one."""
+    net = sharp(max_position_embeddings=1024)
+    policy, r = Policy(net, device="cpu"), rollout(net)
+    long = prompts((600, 500))
+    for load in ({}, dict(keep=True)):
+        first = r.generate(long, group_size=2)
+        assert r.generate(long, group_size=2).tokens.equal(first.tokens) and hits(r) > 2*400
+        busy = later(r.generate, prompts(), max_tokens=300)       # a cache that is in use is not emptied
+        r.load(moved(policy, .2).weights(), **load)
+        before = hits(r)
+        assert gap(policy, r.generate(long[[0]])) < 1e-4 and hits(r) == before
+        busy.result()
+        assert gap(policy, r.generate(long, group_size=2)) < 1e-4 and hits(r) > before
+    r.close()
+
+
+def hits(r):
+    "Tokens whose keys were read out of the cache, as vLLM counts them."
+    return r.sampler.child.ask("cached")[0]
 
 
 def test_names_and_shapes_are_compared_before_anything_is_sent(shared):

@@ -85,6 +85,7 @@ class Server:
         self.slot:Any = None                  # the adapter of new samples
         self.memory:Any = None
         self.phases = False                   # whether weights are put in place by vLLM's weight transfer
+        self.cached = 0                       # tokens of prompts whose keys and values were in the cache
         for work in (self._read, self._write): threading.Thread(target=work, daemon=True).start()
 
     def _read(self):
@@ -133,6 +134,7 @@ class Server:
         ids, complete = list(made.token_ids), False
         if extras.strings and len(ids) > extras.least: complete = completes(self.decode, ids, extras.strings)
         if not (complete or output.finished): return
+        self.cached += output.num_cached_tokens or 0
         if not output.finished: self.engine.abort_request([name])
         self.forget([name])
         reason = "stop" if complete or made.finish_reason == "stop" else "length"
@@ -306,6 +308,12 @@ def _probe(
         made = next((o for o in outputs if o.finished and o.request_id == "probe"), None)
     server.send("probe", [x[i].logprob for x, i in zip(made.prompt_logprobs[1:], ids[1:], strict=True)])
 
+def _cached(
+    server:Server,
+):
+    "Tokens of prompts that were not computed, since the engine began."
+    server.send("cached", server.cached)
+
 def _sleep(
     server:Server,
     level:int, # 1: weights stay, in the host's memory; 2: they go
@@ -322,7 +330,7 @@ def _wake(
     server.send("wake")
 
 _HANDLERS = dict(start=_start, decoder=_decoder, words=_words, add=_add, abort=_abort, load=_load, adapter=_adapter,
-                 probe=_probe, sleep=_sleep, wake=_wake)
+                 probe=_probe, cached=_cached, sleep=_sleep, wake=_wake)
 
 def serve_trainer(
     address:str, # of the trainer's socket; its key comes through standard input

@@ -25,7 +25,7 @@ def rest_of(
     sample:int,           # its place among the seeds
     part:Completion|None, # what was drawn of it; None: nothing
 )->Request: # of this sample alone
-    "What is left to draw of a sample. What depends on all that it has said (penalties, stop texts) begins anew."
+    "What is left to draw of a sample. What depends on all of it (penalties, structure, texts that end it) begins anew."
     n, seed = 0 if part is None else len(part.tokens), request.seeds[sample]
     if part is None or not n: return replace(request, seeds=(seed,))
     return replace(request, ids=torch.cat([request.ids, part.tokens]), seeds=(seed_of("rest", seed, n),),
@@ -61,7 +61,8 @@ class Asked:
     ):
         "Add a completion to what there is."
         both = replace(continued(self.parts.pop(sample, None), c), sample=sample)
-        whole = self.request.penalties is not None or self.request.strings
+        r = self.request
+        whole = r.penalties is not None or r.structure is not None or r.strings
         if c.reason != "abort": self.said[sample] = both
         elif not whole: self.parts[sample] = both
 
