@@ -146,7 +146,7 @@ if TYPE_CHECKING:
     from rlblocks.placement.budgets import plan_rollout, step_seconds
     from rlblocks.placement.place import here, later
     from rlblocks.placement.cluster import Cluster
-    from rlblocks.placement.layout import Layout
+    from rlblocks.placement.pools import Pools
     from rlblocks.placement.planning import plan
     from rlblocks.placement.raypool import RayPool
     from rlblocks.placement.restarts import restarted
@@ -177,14 +177,14 @@ _LAZY = dict(
     published_weights="engines.published", send_weights="engines.sent", constant="engines.optim", cosine="engines.optim", linear="engines.optim", wsd="engines.optim",
     here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning",
     plan_rollout="placement.budgets", Cluster="placement.cluster", RayPool="placement.raypool",
-    Layout="placement.layout", restarted="placement.restarts",
+    Pools="placement.pools", restarted="placement.restarts",
     SpmdPool="placement.spmd", step_seconds="placement.budgets",
     sglang="rollout.samplers", vllm="rollout.samplers")
 
 __all__ = [
     "Batch", "Buffer", "Caps", "ChatRenderer", "Checkpoint", "Cluster", "Counts", "Critic", "Demonstrations", "Denom",
-    "Endpoint", "Environment", "Feedback", "Flight", "Grader", "Last", "Layout", "Max", "Mean", "Metric", "Number",
-    "OptimizerSpec", "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged", "RayPool", "Renderer",
+    "Endpoint", "Environment", "Feedback", "Flight", "Grader", "Last", "Max", "Mean", "Metric", "Number",
+    "OptimizerSpec", "Over", "Packed", "Policy", "Pools", "Preferences", "Prompts", "Ragged", "RayPool", "Renderer",
     "Response", "Rollout", "Sandbox", "Scorer", "Session", "SpmdPool", "Step", "TextRenderer", "Whole", "a2po_loss",
     "adamw", "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward",
     "alphapo_loss", "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units", "apo_down_loss",

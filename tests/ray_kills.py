@@ -25,18 +25,18 @@ def options(folder):
                 logging_level="ERROR", log_to_driver=False)
 
 
-class Pools:
+class Both:
     "Two ranks that train, and one that samples and is made anew when it dies."
     rank = 0
 
     def __init__(self, cluster):
         from rlblocks import RayPool, Rollout
-        from rlblocks.placement.layout import Layout
+        from rlblocks.placement.pools import Pools
         self.train = RayPool(2, cluster=cluster, timeout=120., grace=5., name="train")
         self.sample = RayPool(1, cluster=cluster, timeout=120., world=False, restarts=8, name="sample")
-        self.layout = Layout(lambda make, kw: self.sample if make is Rollout else self.train)
+        self.pools = Pools(lambda make, kw: self.sample if make is Rollout else self.train)
 
-    def place(self, make, /, *args, **kwargs): return self.layout.place(make, *args, **kwargs)
+    def place(self, make, /, *args, **kwargs): return self.pools.place(make, *args, **kwargs)
     def close(self):
         for pool in (self.sample, self.train): pool.close()
 
@@ -59,7 +59,7 @@ def drive(folder, steps, ray_folder):
     torch.set_num_threads(1)
     def loop(pool): return tiny_grpo(pool, steps, Checkpoint(Path(folder)/"run", every=2))
     with open(Path(folder)/"rows.jsonl", "a") as file:
-        for row in restarted(loop, lambda: Pools(Cluster(options=options(ray_folder), ready=60.)), restarts=50):
+        for row in restarted(loop, lambda: Both(Cluster(options=options(ray_folder), ready=60.)), restarts=50):
             file.write(json.dumps({k: float(v) for k, v in row.items()}) + "\n")
             file.flush()
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..data.columns import whole_number
 from ..engines.world import MEETING, in_time, world
 from rlblocks.checkpoint.keeper import (
-    Kept, collect, keepers_of, load_part, on_every_rank, on_rank_0, warn_of_size, write_files
+    Kept, collect, keepers_of, load_part, on_every_rank, on_rank_0, warn_of_size, write_parts
 )
 from rlblocks.checkpoint.saves import (
     Lock, best_save, checked, new_draft, prune, publish, recover, save_failure, save_path, saves_in, writable
@@ -58,7 +58,7 @@ def write_save(folder:Path, step:int, states:dict, shards:dict, *, rating:float|
     draft = None
     try:
         draft = on_rank_0(lambda: new_draft(save_path(folder, step)), group)
-        files = write_files(draft, states, shards, group)
+        files = write_parts(draft, states, shards, group)
         for k in kept: files |= k.keeper.write(str(draft.absolute()), k.folder, whole)
         meta:dict[str, Any] = dict(step=step, files=files)
         folders = {name: k.folder for k in kept[1:] for name in k.names}

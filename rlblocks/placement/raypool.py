@@ -23,7 +23,7 @@ from .crew import RankCall, Crew, Underway, check_together, dismiss, gather, hea
 from .handles import Handle, Method, Placed, replica_index, speakers
 from .member import InPool, Shipped
 from .place import C, Call, P
-from .wire import LIMIT, Parcel, Stored, parcel_of, raw_bytes
+from .wire import LIMIT, Parcel, StoredTensor, parcel_of, raw_bytes
 
 # %% ../../nbs/placement/98e_raypool.ipynb #07edf317
 WORTH = 1 << 18        # bytes from which the rows of a column go into the store by themselves
@@ -33,12 +33,12 @@ class Columns:
 
     def __init__(self):
         "None yet."
-        self.kept:dict[int, tuple[int, dict[bytes, Stored]]] = {}     # id → (version, rows → where they are)
+        self.kept:dict[int, tuple[int, dict[bytes, StoredTensor]]] = {}     # id → (version, rows → where they are)
 
     def stored(self,
         column:Tensor,
         rows:Tensor|None, # row numbers; None: all
-    )->Stored:
+    )->StoredTensor:
         "Put, unless they are there."
         import ray
         if id(column) not in self.kept: finalize(column, self.kept.pop, id(column), None).atexit = False
@@ -48,7 +48,7 @@ class Columns:
         which = b"" if rows is None else rows.numpy().tobytes()
         if which not in there:
             x = column if rows is None else column[rows]
-            there[which] = Stored(ray.put(raw_bytes(x)), x.dtype, tuple(x.shape))
+            there[which] = StoredTensor(ray.put(raw_bytes(x)), x.dtype, tuple(x.shape))
         return there[which]
 
 class StoredCall(Call):
