@@ -109,8 +109,9 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     "Only in xdist's workers: by hand, tests run in the order of their files."
     if not hasattr(config, "workerinput"): return
-    known = json.loads(SECONDS.read_text()) if SECONDS.exists() else dict(ranks=1.)
-    items.sort(key=lambda item: -known.get(group(item.nodeid), 0.))
+    known = json.loads(SECONDS.read_text()) if SECONDS.exists() else dict(ranks=1e3)
+    unknown = 20.       # a new file is not left for the end
+    items.sort(key=lambda item: -known.get(group(item.nodeid), unknown))
 
 
 def cpu():

@@ -383,6 +383,34 @@ def test_limits_end_a_session_with_their_names(rollout, at):
     assert b.finish_reason == ["context_overflow"]*2 and int(b.lengths.max()) <= 512
 
 
+def test_calls_at_once_do_not_pass_a_limit(rollout, at):
+    "What is under way counts as if it took all that it may."
+    session, box = at.session(max_turns=2), []
+    def ask():
+        try: box.append(chat_with(at, session))
+        except openai.BadRequestError as e: box.append(e)
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    with rollout.turn:
+        for t in threads: t.start()
+        wait_until(lambda: len(box) == 2 and len(at.desk.asker.waits) == 2)
+    for t in threads: t.join(timeout=60)
+    assert sum(isinstance(x, str) for x in box) == 2 and all("max_turns" in str(x) for x in box[:2])
+    b = at.collect([session])
+    assert b.n_turns.tolist() == [2, 2] and b.finish_reason == ["max_turns"]*2 and not session.rooms
+
+
+def test_a_call_that_comes_while_weights_change_waits(rollout, at):
+    session, box = at.session(), []
+    thread = threading.Thread(target=lambda: box.append(chat_with(at, session)))
+    with rollout.turn:
+        rollout.sleep()
+        thread.start()
+        wait_until(lambda: at.desk.asker.waits)
+        rollout.wake()
+    thread.join(timeout=60)
+    assert isinstance(box[0], str) and at.collect([session]).n_turns.tolist() == [1]
+
+
 # -- who may ask, and what is refused
 
 def test_a_wrong_key_is_an_authentication_error(at):
@@ -474,7 +502,9 @@ def test_errors_are_those_of_the_clients(rollout, at):
         assert got.headers["x-ignored-parameters"] == "temperature, seed"
     assert {"temperature", "seed"} <= set(at.report()["ignored"])
     assert httpx2.get(f"{at.url}/chat/completions").status_code == 405
-    at.collect([session])
+    with pytest.warns(UserWarning, match=r"temperature=0.0 \(the rollout has 1.0\): that has no effect"):
+        at.collect([session])
+    assert {"temperature", "seed"} <= set(at.report()["ignored"])
     with Endpoint(rollout, model=None, ignore=["n"]) as other:
         with openai.OpenAI(base_url=other.url, api_key=other.session().key) as client:
             assert client.chat.completions.create(model="gpt-4o", messages=USER, n=4).model == "gpt-4o"
