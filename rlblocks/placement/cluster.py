@@ -129,6 +129,7 @@ def claim_of(
     shared = len(bundles) == ranks and has.get("GPU", 0.) <= 1
     return Claim(has, {k: x*SHARE if shared else x for k, x in has.items()}, shared)
 
+# %% ../../nbs/placement/98c_cluster.ipynb #83c0aca1
 def environment(
     rank:int,
     cpus:float, # of a rank
@@ -179,7 +180,7 @@ def meet(
 ):
     "Form a world: the first rank opens a port, all come there."
     port = first([members[0].open_store.remote(addresses[0])], "opening a port", patience)[0]
-    first([m.meet.remote(addresses[0], port, seconds, own) for m, own in zip(members, addresses, strict=True)],
+    first([m.meet.remote(addresses[0], port, seconds) for m in members],
           "meeting in a world", patience)
 
 def node_addresses()->dict[str, str]: # node → address

@@ -108,8 +108,7 @@ class RayPool:
         bundles, self.ranks, self.number, self.dropped = bundles_of(ranks, cpus, gpus, nodes), ranks, 0, deque()
         connect(cluster)
         group, claim = _room(bundles, "STRICT_SPREAD" if nodes else strategy, name, cluster.ready, beside, ranks)
-        self.columns = Columns()
-        self.together = world or ranks == 1     # what is placed is one object in parts, not one on each rank
+        self.columns, self.together = Columns(), world or ranks == 1     # what is placed is one object in parts, not one on each rank
         self.crew = Crew(name, cluster, group, claim, world, restarts, timeout, grace)
         self.end = finalize(self, dismiss, self.crew.ranks, None if beside else group)
         try: muster(self.crew, spots(group, ranks))
