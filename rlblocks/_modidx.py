@@ -2763,6 +2763,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'rlblocks/placement/raypool.py'),
                                             'rlblocks.placement.raypool._check_restarts': ( 'placement/raypool.html#_check_restarts',
                                                                                             'rlblocks/placement/raypool.py'),
+                                            'rlblocks.placement.raypool._connected': ( 'placement/raypool.html#_connected',
+                                                                                       'rlblocks/placement/raypool.py'),
                                             'rlblocks.placement.raypool._is_large': ( 'placement/raypool.html#_is_large',
                                                                                       'rlblocks/placement/raypool.py'),
                                             'rlblocks.placement.raypool._name_of': ( 'placement/raypool.html#_name_of',

@@ -104,11 +104,10 @@ class RayPool:
     ):
         "Reserve room, start the processes, have them meet. ValueError or RuntimeError for what cannot be had."
         _check_restarts(restarts, world)
-        cluster = cluster if isinstance(cluster, Cluster) else Cluster(address=cluster)
         bundles, self.ranks, self.number, self.dropped = bundles_of(ranks, cpus, gpus, nodes), ranks, 0, deque()
-        connect(cluster)
+        cluster = _connected(cluster)
         group, claim = _room(bundles, "STRICT_SPREAD" if nodes else strategy, name, cluster.ready, beside, ranks)
-        self.columns, self.together = Columns(), world or ranks == 1     # what is placed is one object in parts, not one on each rank
+        self.columns, self.together = Columns(), world or ranks == 1    # one object in parts, not one on each rank
         self.crew = Crew(name, cluster, group, claim, world, restarts, timeout, grace)
         self.end = finalize(self, dismiss, self.crew.ranks, None if beside else group)
         try: muster(self.crew, spots(group, ranks))
@@ -169,6 +168,11 @@ def _check_restarts(restarts, world):
     if restarts and world:
         raise ValueError("RayPool: restarts= is for what can be made again, and a rank that trains cannot; say "
                          "world=False, or resume from a checkpoint")
+
+def _connected(cluster):
+    cluster = cluster if isinstance(cluster, Cluster) else Cluster(address=cluster)
+    connect(cluster)
+    return cluster
 
 def _room(bundles, strategy, name, ready, beside, ranks):
     "The placement group, and what a rank claims of its bundle."
