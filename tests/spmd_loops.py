@@ -13,7 +13,6 @@ from conftest import ROOT
 from rlblocks import (
     Batch, Checkpoint, Critic, Grader, Mean, Policy, Preferences, Prompts, Rollout, here, later, loop_from, ppo_loss
 )
-from rlblocks.engines.base import EngineSpec
 from rlblocks.engines.fsdp import Fsdp
 from rlblocks.engines.plain import Plain
 from rlblocks.placement.spmd import SpmdPool
@@ -79,7 +78,7 @@ def tutorials(pool):
     return out
 
 
-ENGINES = dict(fsdp2=sharded, tensor=EngineSpec(tensor_parallel=2, make=steadily))
+ENGINES = dict(fsdp2=sharded)
 
 
 def engines(pool, names=tuple(ENGINES), checkpoint=None, steps=3):

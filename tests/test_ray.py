@@ -95,7 +95,7 @@ def test_as_many_ranks_of_spmd_pool_give_the_same_bits(loops, cut, tmp_path):
 
 
 def test_engines_that_cut_weights_give_the_numbers_of_one_process(cut, three, uncut):
-    "Sharded, and with layers that two ranks hold together; 15 rows on 2 ranks and on 3."
+    "Sharded; 15 rows on 2 ranks and on 3."
     same(cut, uncut, "engines", 1e-10)
     same(spmd_loops.engines(three, ["fsdp2"]), dict(fsdp2=uncut["fsdp2"]), "three ranks", 1e-10)
 
