@@ -151,8 +151,10 @@ if TYPE_CHECKING:
     from rlblocks.placement.budgets import plan_rollout, step_seconds
     from rlblocks.placement.place import here, later
     from rlblocks.placement.cluster import Cluster
+    from rlblocks.placement.pools import Pools
     from rlblocks.placement.planning import plan
     from rlblocks.placement.raypool import RayPool
+    from rlblocks.placement.restarts import restarted
     from rlblocks.placement.spmd import SpmdPool
     from rlblocks.rollout.controls import penalties
     from rlblocks.rollout.flight import Flight
@@ -185,15 +187,16 @@ _LAZY = dict(
     published_weights="engines.published", send_weights="engines.sent", constant="engines.optim", cosine="engines.optim", linear="engines.optim", wsd="engines.optim",
     here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning",
     plan_rollout="placement.budgets", Cluster="placement.cluster", RayPool="placement.raypool",
+    Pools="placement.pools", restarted="placement.restarts",
     SpmdPool="placement.spmd", step_seconds="placement.budgets",
     sglang="rollout.samplers", vllm="rollout.samplers")
 
 __all__ = [
     "Batch", "Buffer", "Caps", "ChatRenderer", "Checkpoint", "Cluster", "Counts", "Critic", "Demonstrations",
     "Denom", "Endpoint", "Environment", "Feedback", "Flight", "Grader", "Last", "Max", "Mean", "Metric", "Number",
-    "OptimizerSpec", "Over", "Packed", "Policy", "Preferences", "Prompts", "Ragged", "RayPool", "RemoteReward",
-    "Renderer", "Response", "Retries", "Rollout", "Sandbox", "Scorer", "Session", "SpmdPool", "Step",
-    "TextRenderer", "Whole", "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef",
+    "OptimizerSpec", "Over", "Packed", "Policy", "Pools", "Preferences", "Prompts", "Ragged", "RayPool",
+    "RemoteReward", "Renderer", "Response", "Retries", "Rollout", "Sandbox", "Scorer", "Session", "SpmdPool",
+    "Step", "TextRenderer", "Whole", "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef",
     "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef", "answer_log_ratios",
     "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy",
     "asymre_loss", "at_last_token", "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss",
@@ -229,18 +232,19 @@ __all__ = [
     "publish_weights", "published_weights", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss",
     "ratio_corrected", "ratio_metrics", "read_response", "realigned", "rebel_loss", "refill", "regrade",
     "reinforce_loss", "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "renderer_of",
-    "repeated_tokens", "repetition_penalty", "replay_draw", "resampled_rows", "reverse_kl_loss", "reward_app",
-    "robust_dpo_loss", "role_advantages", "rollouts", "router_z_loss", "row_costs", "row_max", "row_mean",
-    "row_sum", "run_code", "safety_loss", "same_shape", "sample_columns", "sandbox_support", "sapo_loss",
-    "save_rollouts", "saved_steps", "scorer_reward", "scores_after", "seed_of", "send_weights", "sequence_logprobs",
-    "sequence_mask", "sequence_ratio", "sequence_weights", "serve_reward", "sft_loss", "sglang", "shared_prefix",
-    "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized",
-    "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions",
-    "teacher_mix_weights", "tie_loss", "to_arrow", "token_covariance", "token_logprobs", "token_mask",
-    "tool_environment", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights", "truncation_penalty",
-    "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss",
-    "value_metrics", "vespo_loss", "veto_mask", "vine_advantages", "vllm", "vtrace", "weighted_scores", "whiten",
-    "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero",
+    "repeated_tokens", "repetition_penalty", "replay_draw", "resampled_rows", "restarted", "reverse_kl_loss",
+    "reward_app", "robust_dpo_loss", "role_advantages", "rollouts", "router_z_loss", "row_costs", "row_max",
+    "row_mean", "row_sum", "run_code", "safety_loss", "same_shape", "sample_columns", "sandbox_support",
+    "sapo_loss", "save_rollouts", "saved_steps", "scorer_reward", "scores_after", "seed_of", "send_weights",
+    "sequence_logprobs", "sequence_mask", "sequence_ratio", "sequence_weights", "serve_reward", "sft_loss",
+    "sglang", "shared_prefix", "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss",
+    "staleness_weights", "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs",
+    "swap_completions", "teacher_mix_weights", "tie_loss", "to_arrow", "token_covariance", "token_logprobs",
+    "token_mask", "tool_environment", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights",
+    "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
+    "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vine_advantages", "vllm", "vtrace",
+    "weighted_scores", "whiten", "within", "without_truncated", "without_unscored", "wpo_weights", "writable",
+    "wsd", "xpo_loss", "zero",
 ]
 
 def __getattr__(name):

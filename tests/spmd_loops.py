@@ -11,8 +11,9 @@ os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELI
 import torch
 from conftest import ROOT
 from rlblocks import (
-    Batch, Checkpoint, Critic, Grader, Mean, Policy, Preferences, Prompts, Rollout, later, loop_from, ppo_loss
+    Batch, Checkpoint, Critic, Grader, Mean, Policy, Preferences, Prompts, Rollout, here, later, loop_from, ppo_loss
 )
+from rlblocks.engines.fsdp import Fsdp
 from rlblocks.engines.plain import Plain
 from rlblocks.placement.spmd import SpmdPool
 from tiny import exact, model, prompts, rows, steady
@@ -48,6 +49,11 @@ def steadily(module, device, *, optimizer=None, **how):
     return Plain(module, device, optimizer=optimizer and steady(2e-3), **how)
 
 
+def sharded(module, device, *, optimizer=None, **how):
+    "The same, cut over ranks."
+    return Fsdp(module, device, optimizer=optimizer and steady(2e-3), **how)
+
+
 def prefers(completion_ids, **_): return [float(2 in x) + .1*len(x) if x[0] != 3 else None for x in completion_ids]
 
 
@@ -69,6 +75,23 @@ def tutorials(pool):
         kept = Kept()
         shown = [{k: float(v) for k, v in row.items()} for row in loop(kept)]
         out[name] = dict(shown=shown, taken=kept.taken, weights=kept.parts["policy"].state_dict()["module"])
+    return out
+
+
+ENGINES = dict(fsdp2=sharded)
+
+
+def engines(pool, names=tuple(ENGINES), checkpoint=None, steps=3):
+    "GRPO with rows that ranks cannot share evenly, on each engine that cuts weights."
+    grpo, out = loop_from(f"{ROOT}/tutorials/grpo.ipynb:grpo"), {}
+    for name in names:
+        kept = checkpoint or Kept()
+        loop = grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=5, group_size=3, minibatches=2, max_tokens=4,
+                    model=net, engine=steadily if pool is here else ENGINES[name], steps=steps,
+                    micro_tokens=64, checkpoint=kept)
+        shown = [{k: float(v) for k, v in row.items()} for row in loop]
+        out[name] = dict(shown=shown) | ({} if checkpoint else dict(
+            weights=kept.parts["policy"].state_dict()["module"]))
     return out
 
 
@@ -255,7 +278,8 @@ def stopped(pool, folder):
 
 def loops_on_rank(rank, ranks, folder):
     "The loops alone."
-    with SpmdPool(timeout=300.) as pool: torch.save(tutorials(pool), folder/f"{pool.rank}.pt")
+    with SpmdPool(timeout=300.) as pool:
+        torch.save((tutorials(pool), engines(pool)), folder/f"{pool.rank}.pt")
 
 
 def on_rank(rank, ranks, folder):

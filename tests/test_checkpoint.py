@@ -24,7 +24,7 @@ from rlblocks import (
     Checkpoint, Policy, Prompts, Rollout, adaptive_kl_coef, at_tokens, group_advantages, here, loop_from, merge,
     ppo_loss
 )
-from rlblocks.checkpoint import checkpoint as checkpoint_module
+from rlblocks.checkpoint import checkpoint as checkpoint_module, keeper as keeper_module
 from rlblocks.checkpoint.saves import saves_in
 from tiny import model, rows as tiny_rows
 
@@ -359,11 +359,11 @@ def test_a_save_in_the_background_is_of_its_own_step(tmp_path, monkeypatch):
 def test_an_error_in_the_background_is_raised(tmp_path, monkeypatch, end):
     "By the next save, or at the end; what was saved before stays whole."
     checkpoint, c, steps = Checkpoint(tmp_path, every=1, background=True), Count(), 5 if end == "next" else 2
-    write, shown = checkpoint_module.write_state, []
+    write, shown = keeper_module.write_state, []
     def full(name, state, file):
         if state["n"] == 2: raise OSError("no space left on device")
         return write(name, state, file)
-    monkeypatch.setattr(checkpoint_module, "write_state", full)
+    monkeypatch.setattr(keeper_module, "write_state", full)
     def run():
         for step in checkpoint(steps, c=c):
             c.n += 1

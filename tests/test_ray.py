@@ -17,7 +17,7 @@ import spmd_loops
 import torch
 from conftest import RAY_TOKEN, ROOT
 from forked import on_ranks
-from rlblocks import Cluster, Policy, RayPool, Rollout, here, later
+from rlblocks import Batch, Checkpoint, Cluster, Policy, RayPool, Rollout, here, later
 from rlblocks.engines.world import RankLost
 from spmd_loops import Echo, net
 from test_spmd import same
@@ -58,7 +58,20 @@ def one(cluster):
 
 
 @pytest.fixture(scope="module")
+def three(cluster):
+    with RayPool(3, cluster=cluster, timeout=300., name="three") as pool: yield pool
+
+
+@pytest.fixture(scope="module")
 def loops(two): return spmd_loops.tutorials(two)
+
+
+@pytest.fixture(scope="module")
+def cut(two): return spmd_loops.engines(two)
+
+
+@pytest.fixture(scope="module")
+def uncut(): return spmd_loops.engines(here)
 
 
 # -- the same numbers
@@ -74,9 +87,60 @@ def test_one_rank_gives_the_numbers_of_one_process(one):
     same(spmd_loops.dispatch(one), spmd_loops.dispatch(here), "dispatch", 1e-10)
 
 
-def test_as_many_ranks_of_spmd_pool_give_the_same_bits(loops, tmp_path):
+def test_as_many_ranks_of_spmd_pool_give_the_same_bits(loops, cut, tmp_path):
     on_ranks(spmd_loops.loops_on_rank, (tmp_path,), 2, group=False, limit=300)
-    same(loops, torch.load(tmp_path/"0.pt", weights_only=False), "tutorials", 0.)
+    want = torch.load(tmp_path/"0.pt", weights_only=False)
+    same(loops, want[0], "tutorials", 0.)
+    same(cut, want[1], "engines", 0.)
+
+
+def test_engines_that_cut_weights_give_the_numbers_of_one_process(cut, three, uncut):
+    "Sharded; 15 rows on 2 ranks and on 3."
+    same(cut, uncut, "engines", 1e-10)
+    same(spmd_loops.engines(three, ["fsdp2"]), dict(fsdp2=uncut["fsdp2"]), "three ranks", 1e-10)
+
+
+def test_three_ranks_give_the_numbers_of_one_process(three):
+    same(spmd_loops.tutorials(three), spmd_loops.tutorials(here), "tutorials", 1e-10)
+
+
+# -- saves
+
+def saved_by(folder): return sorted(f.name for f in Path(folder).glob("step-*/shards/*.distcp"))
+
+
+def test_what_ranks_hold_is_saved_and_restored_there(two, three, one, tmp_path, monkeypatch, uncut):
+    """Stopped, and gone on with on the same and on other numbers of ranks: to the bit, or as one process. No state
+    passes through this process, and a relative path means its folder."""
+    monkeypatch.chdir(tmp_path)
+    for pool in (two, three, one): pool.crew.seen.clear()
+    spmd_loops.engines(two, ["fsdp2"], Checkpoint("run", every=2), steps=2)
+    assert saved_by("run") == ["__0_0.distcp", "__1_0.distcp"]
+    for name in ("three", "one"): shutil.copytree("run", name)
+    want = spmd_loops.engines(two, ["fsdp2"])["fsdp2"]["shown"][2:]
+    for pool, folder, tol in ((two, "run", 0.), (three, "three", 1e-10), (one, "one", 1e-10)):
+        got = spmd_loops.engines(pool, ["fsdp2"], Checkpoint(folder, every=2), steps=3)["fsdp2"]["shown"]
+        same(got, want, folder, tol)
+        phases = {row["phase"] for row in pool.report()}
+        assert {"Keeper.check", "Keeper.read", "Keeper.write"} <= phases
+    assert "Policy.load_state_dict" not in {row["phase"] for row in three.report()}
+
+
+def test_a_folder_that_ranks_do_not_see(two, tmp_path, monkeypatch):
+    "States pass through this process, which says so of large ones; shards that others wrote cannot be had."
+    from rlblocks.checkpoint import keeper
+    monkeypatch.chdir(tmp_path)          # the ranks stay where they are
+    monkeypatch.setattr(keeper, "LARGE_STATE", 1000)
+    def run(folder, steps):
+        return spmd_loops.engines(two, ["fsdp2"], Checkpoint(folder, every=1), steps)["fsdp2"]["shown"]
+    with pytest.warns(UserWarning, match=r"the state of 'policy', .* GB, passes through this process, since not every "
+                      r"rank of RayPool\(2 ranks\) sees /proc/self/cwd/run"): run("/proc/self/cwd/run", 2)
+    assert not saved_by("run")
+    with pytest.warns(UserWarning, match="passes through"): again = run("/proc/self/cwd/run", 3)
+    same(again, spmd_loops.engines(two, ["fsdp2"])["fsdp2"]["shown"][2:], "unseen", 0.)
+    run("seen", 1)
+    with pytest.raises(ValueError, match="not all ranks that hold it now see /proc/self/cwd/seen"):
+        run("/proc/self/cwd/seen", 2)
 
 
 def test_every_kind_of_call_is_answered_as_in_one_process(two):
@@ -101,6 +165,7 @@ class Keeps:
         return 2
     def step(self, path): return self.sleeps(path)
     def pid(self): return os.getpid()
+    def title(self): return Path("/proc/self/cmdline").read_text()
     def pids(self, b): return torch.full((len(b),), os.getpid())
     def dies(self, b, n):
         if int(os.environ["RANK"]) == n:
@@ -139,6 +204,52 @@ def test_weights_go_to_another_pool_and_come_here(one, two):
     keeps = one.place(Keeps)
     with pytest.raises(ValueError, match="a Policy on RayPool.2 ranks. was handed to another pool"):
         keeps.run(policy, prompts())
+
+
+def test_a_column_travels_once_while_it_is_unchanged(two, one):
+    "Large ones, whole and cut; what is written into them travels again, and what nobody refers to goes."
+    tokens = torch.arange(200_000).view(8, -1)
+    def batch(**more): return Batch(tokens=tokens, mask=torch.ones_like(tokens, dtype=torch.bool), **more)
+    for pool in (two, one):
+        echo, kept = pool.place(Echo), pool.columns.kept
+        b = batch(answer=[str(i) for i in range(8)])
+        assert torch.equal(echo.add(b), tokens)
+        before = {k: x.ref for k, x in kept[id(tokens)][1].items()}
+        b["values"] = torch.zeros(tokens.shape)                 # another column
+        assert len(before) == pool.ranks and torch.equal(echo.add(b), tokens) and id(b.values) not in (id(tokens),)
+        assert {k: x.ref for k, x in kept[id(tokens)][1].items()} == before
+        tokens += 1
+        assert torch.equal(echo.add(b), tokens) and {k: x.ref for k, x in kept[id(tokens)][1].items()} != before
+        number = id(b.columns["values"])
+        assert echo.mixed(batch(answer=["x"]*8))[1].answer == ["x"]*8 and number in kept
+        del b
+        assert number not in kept
+
+
+class Torn(Rollout):
+    "A rollout whose first load ends in the middle."
+    def load(self, ticket):
+        if not hasattr(self, "tried"):
+            self.tried = next(ticket.buckets(1 << 20))
+            raise OSError("the link is gone")
+        return super().load(ticket)
+
+
+def test_a_load_that_fails_is_heard_and_can_be_repeated(one, two):
+    "LAWS 14: neither pool hangs, and the next load is whole."
+    policy, rollout = two.place(Policy, net(seed=3)), one.place(Torn, net(), max_tokens=4)
+    with pytest.raises(OSError, match="the link is gone") as e: rollout.load(policy.weights())
+    assert "in Torn.load on rank 0" in "\n".join(e.value.__notes__)
+    assert rollout.load(policy.weights()).version == 0
+    want = Rollout(net(seed=3), max_tokens=4).generate(prompts(), seed=1)
+    assert torch.equal(rollout.generate(prompts(), seed=1).tokens, want.tokens)
+
+
+def test_the_doctor_asks_every_node(cluster, two, tmp_path):
+    from rlblocks.placement.doctor import examine
+    found = {x.what: x for x in examine(cluster, tmp_path)}
+    assert not found["versions"].remedy and found[str(tmp_path)].found == "seen"
+    assert found["health checks"].remedy == "set these where `ray start` runs" and not list(tmp_path.iterdir())
 
 
 def test_what_nobody_refers_to_is_let_go(two):
@@ -181,6 +292,7 @@ def test_warnings_and_what_calls_took_are_seen_here(two):
     keeps = two.place(Keeps)
     with pytest.warns(RuntimeWarning, match=r"learning rate is odd \[Keeps.warns on rank 0"): keeps.warns()
     found = [row for row in two.report() if row["phase"] == "Keeps.warns"]
+    assert keeps.title().startswith("ray::Keeps.title"), "as ps and the dashboard show it"
     assert [row["rank"] for row in found] == [0, 1] and all(row["calls"] == 1 and row["mib"] > 50 for row in found)
 
 

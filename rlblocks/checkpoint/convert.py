@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .saves import checked, load_mapped, saves_in, writable
+from .saves import checked, load_mapped, saves_in, shards_folder, writable
 from ..models.lora import merge_adapters
 from ..models.folders import WEIGHTS, drafted
 from ..models.value_heads import classifier
@@ -68,7 +68,8 @@ def _of_checkpoint(folder:Path, part:str|None)->Stored:
     cut = {k: x for k, x in state["module"].items() if isinstance(x, dict)}
     whole = _of_tensors({k: x for k, x in state["module"].items() if k not in cut}, state=state)
     if not cut: return whole
-    shards = of_dcp(folder/"shards", {x[MARK]: (k, torch.Size(x["shape"])) for k, x in cut.items()})
+    name = str(next(iter(cut.values()))[MARK]).split("/")[0]
+    shards = of_dcp(folder/shards_folder(folder, name), {x[MARK]: (k, torch.Size(x["shape"])) for k, x in cut.items()})
     return Stored(whole.weights | shards.weights, lambda into: (whole.fill(into), shards.fill(into)), state)
 
 def _part_with_weights(folder:Path, part:str|None)->dict:

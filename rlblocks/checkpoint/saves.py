@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['writable', 'saves_in', 'save_path', 'new_draft', 'publish', 'discard', 'recover', 'digest', 'checked', 'write_state',
-           'load_mapped', 'best_save', 'prune', 'save_failure', 'Lock']
+           'load_mapped', 'best_save', 'prune', 'shards_folder', 'save_failure', 'Lock']
 
 # %% ../../nbs/checkpoint/90_saves.ipynb #ff86c6d6
 import errno
@@ -135,6 +135,10 @@ def prune(folder:Path, keep:int, step:int):
     stay = {save_path(folder, step), best_save(folder)[0]}
     for save in saves_in(folder)[:-keep]:
         if save not in stay: discard(save)
+
+def shards_folder(save:Path, part:str)->str: # its name in the save
+    "Where the shards of a part are: those of each pool have a folder of their own."
+    return _meta(save).get("folders", {}).get(part, "shards")
 
 def _meta(save):
     try: return json.loads((save/"meta.json").read_text())

@@ -18,7 +18,7 @@ from typing import Any
 from weakref import finalize
 
 from ..engines.world import RankLost
-from .cluster import Cluster, first, log_tail, meet, node_addresses, start_member
+from .cluster import Claim, Cluster, first, log_tail, meet, node_addresses, start_member
 from .handles import replica_index
 from .member import Answer
 from .wire import Reader, nothing_stays
@@ -44,7 +44,7 @@ class Crew:
     name:str             # of the pool, for messages and the dashboard
     cluster:Cluster
     group:Any            # the placement group that they are in
-    claim:dict[str, float] # CPU and GPU of its bundle that each takes
+    claim:Claim          # of each rank on its bundle
     world:bool           # whether they form one
     restarts:int         # ranks that may still be made anew
     timeout:float        # seconds for a call
@@ -76,7 +76,7 @@ def muster(
     seen = first([rank.member.process.remote() for rank in crew.ranks], "starting the ranks", crew.patience)
     for rank, found in zip(crew.ranks, seen, strict=True): rank.pid = found["pid"]
     if crew.world and len(crew.ranks) > 1:
-        meet([rank.member for rank in crew.ranks], crew.ranks[0].address, crew.timeout, crew.patience)
+        meet([rank.member for rank in crew.ranks], [rank.address for rank in crew.ranks], crew.timeout, crew.patience)
 
 def launch(crew:Crew, rank:Rank):
     "Ask for a rank's process."

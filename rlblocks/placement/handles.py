@@ -71,6 +71,11 @@ class Handle:
                                  "only its public methods and attributes are reached from a loop")
         return Method(placed, name) if is_method(placed.kind, name) else placed.pool.read(placed, name)
 
+    @property
+    def __pool__(self): # as `Checkpoint` asks for it: who has to write the state; None: also this process can
+        placed = vars(self)["_placed"]
+        return placed.pool if placed.obj is None and getattr(placed.pool, "together", False) else None
+
     def __setattr__(self, name, value):
         placed = vars(self)["_placed"]
         placed.pool.write(placed, name, value)

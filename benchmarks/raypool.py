@@ -1,0 +1,196 @@
+"""What a call on a Ray cluster costs, against Ray itself in the same run.
+
+    .venv/bin/python benchmarks/raypool.py [--rounds 20] [--workers 8] [--rows 4096] [--tokens 8192] [--only …]
+
+Rounds take turns, and a ratio is of the minima of one run. Promised:
+
+* a call without rows costs at most 2.2 times a no-op of the same actors;
+* with a batch of 1 and of 50 MB at most 2.2 times Ray's own put, no-op and copy of the same parts, and what `Call`
+  takes to cut them;
+* 4,096 rows of 8,192 tokens reach 8 workers in 5 s at most, with at most 16 bytes a token on the way, and the private
+  memory of this process (RssAnon; RSS would count the store) grows by at most twice the columns;
+* 200 calls of 20 MB: private memory of this process and of the workers grows by less than 0.2 MB a call;
+* the same batch again costs less than the first time: a column is put once while it is unchanged;
+* weights for another pool cost at most 1.6 times a load on the same one.
+
+A promise that is not kept is printed as MISSED, and the exit code is 1.
+"""
+import argparse
+import gc
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+os.environ |= dict(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", RAY_AUTH_MODE="token",
+                   RAY_AUTH_TOKEN=os.environ.get("RAY_AUTH_TOKEN", "0123456789abcdef"*2))
+
+import ray
+import torch
+from machine import machine
+from rlblocks import Batch, Cluster, Policy, RayPool, Rollout
+from rlblocks.placement.place import Call
+
+PROMISED = dict(empty=2.2, small=2.2, large=2.2, seconds=5., bytes_a_token=16., private=2., growth=.2, load=1.6)
+
+
+class Takes:
+    "A wrapper that does nothing with what it is given."
+    def nothing(self): return None
+    def rows(self, b): return None
+    def anon(self): return anon()
+
+
+class Bare:
+    "An actor of Ray alone."
+    def nothing(self): return None
+    def copies(self, parts): return [x.copy() for x in parts] and None
+
+
+def anon():
+    "Private memory of this process, MB."
+    text = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("RssAnon"))/1e3
+
+
+def batch(megabytes=None, rows=64, tokens=None):
+    "Columns as of a GRPO step: 21 bytes a token."
+    tokens = tokens or int(megabytes*1e6/rows/21)
+    return Batch(tokens=torch.zeros(rows, tokens, dtype=torch.long), mask=torch.ones(rows, tokens, dtype=torch.bool),
+                 lengths=torch.full((rows,), tokens), **{name: torch.zeros(rows, tokens) for name in (
+                     "old_logprobs", "ref_logprobs", "advantages")})
+
+
+def size(b): return sum(x.nbytes for x in b.columns.values() if isinstance(x, torch.Tensor))
+
+
+def best(rounds, **ways):
+    "Name → seconds, the minimum of interleaved rounds."
+    found = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            found[name].append(time.perf_counter() - start)
+    return {name: min(x) for name, x in found.items()}
+
+
+def calls(cluster, rounds):
+    "Calls without rows, and with rows: against Ray's own."
+    with RayPool(2, cluster=cluster, world=False, name="calls") as pool:
+        takes, members = pool.place(Takes), [rank.member for rank in pool.crew.ranks]
+        bare = [ray.remote(Bare).options(num_cpus=0).remote() for _ in range(2)]
+        noop = lambda: ray.get([m.process.remote() for m in members])
+        out = dict(empty=best(10*rounds, ours=takes.nothing, ray=noop))
+        for name, megabytes in (("small", 1), ("large", 50)):
+            b = batch(megabytes)
+            def ours(b=b): takes.rows(Batch(**{k: x.clone() for k, x in b.columns.items()}))
+            def clones(b=b): return [x.clone() for x in b.columns.values()]
+            def rays(b=b):
+                clones()
+                call = Call((b,), {}, 2)
+                parts = [[x.numpy() for x in call.of(k)[0][0].columns.values()] for k in range(2)]
+                refs = [ray.put(part) for part in parts]
+                ray.get([actor.copies.remote(ref) for actor, ref in zip(bare, refs, strict=True)])
+            out[name] = best(rounds, ours=ours, ray=rays, again=partial(takes.rows, b))
+        for actor in bare: ray.kill(actor)
+    return {name: x | dict(ratio=x["ours"]/x["ray"]) for name, x in out.items()}
+
+
+def large(cluster, workers, rows, tokens):
+    "A large batch to many workers of this machine."
+    b = batch(rows=rows, tokens=tokens)
+    with RayPool(workers, cpus=.5, cluster=cluster, world=False, name="large") as pool:
+        takes = pool.place(Takes)
+        takes.rows(batch(1))
+        gc.collect()
+        before, peak, start = anon(), Peak(), time.perf_counter()
+        takes.rows(b)
+        seconds = time.perf_counter() - start
+        most = peak.stop() - before
+    return dict(seconds=seconds, bytes=size(b), bytes_a_token=size(b)/(rows*tokens), private_mb=most,
+                private=(most*1e6 + size(b))/size(b))
+
+
+class Peak:
+    "The most private memory while it runs."
+    def __init__(self):
+        import threading
+        self.most, self.done = anon(), threading.Event()
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
+
+    def watch(self):
+        while not self.done.wait(.01): self.most = max(self.most, anon())
+
+    def stop(self):
+        self.done.set()
+        self.thread.join()
+        return self.most
+
+
+def growth(cluster, n):
+    "Private memory over many calls of 20 MB, MB a call."
+    with RayPool(2, cluster=cluster, world=False, name="growth") as pool:
+        takes = pool.place(Takes)
+        for _ in range(20): takes.rows(batch(20))
+        before, there = anon(), takes.anon()
+        for _ in range(n): takes.rows(batch(20))
+        gc.collect()
+        return dict(calls=n, driver=(anon() - before)/n, worker=(takes.anon() - there)/n)
+
+
+def loads(cluster, rounds):
+    "Weights onto the same pool and onto another."
+    from transformers import LlamaConfig, LlamaForCausalLM
+    def net(): return LlamaForCausalLM(LlamaConfig(vocab_size=8192, hidden_size=512, intermediate_size=2048,
+                                                   num_hidden_layers=4, num_attention_heads=8))
+    with RayPool(1, cluster=cluster, name="a") as a, RayPool(1, cluster=cluster, name="b") as b:
+        policy, mine, other = a.place(Policy, net), a.place(Rollout, net), b.place(Rollout, net)
+        found = best(rounds, colocated=lambda: mine.load(policy.weights()), other=lambda: other.load(policy.weights()))
+    return found | dict(ratio=found["other"]/found["colocated"])
+
+
+def missed(found):
+    "Promises that were not kept."
+    got = {name: found[name]["ratio"] for name in ("empty", "small", "large") if name in found}
+    if "huge" in found: got |= {k: found["huge"][k] for k in ("seconds", "private")}
+    if "growth" in found: got["growth"] = max(found["growth"]["driver"], found["growth"]["worker"])
+    if "loads" in found: got["load"] = found["loads"]["ratio"]
+    return [f"{name}: {x:.2f}, promised {PROMISED[name]:g}" for name, x in got.items() if x > PROMISED[name]]
+
+
+def main():
+    words = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    words.add_argument("--rounds", type=int, default=20)
+    words.add_argument("--workers", type=int, default=8)
+    words.add_argument("--rows", type=int, default=4096)
+    words.add_argument("--tokens", type=int, default=8192)
+    words.add_argument("--calls", type=int, default=200)
+    words.add_argument("--store", type=int, default=2_000_000_000, help="bytes of Ray's store")
+    words.add_argument("--only", default="calls,huge,growth,loads")
+    words.add_argument("--out", type=Path, default=Path(__file__).parent/"results")
+    given = words.parse_args()
+    torch.set_num_threads(1)
+    folder = tempfile.mkdtemp(prefix="ray")
+    cluster = Cluster(options=dict(num_cpus=8, include_dashboard=False, object_store_memory=given.store,
+                                   _temp_dir=folder, logging_level="ERROR", log_to_driver=False), ready=60.)
+    parts, found = given.only.split(","), dict(machine=machine())
+    if "calls" in parts: found |= calls(cluster, given.rounds)
+    if "huge" in parts: found["huge"] = large(cluster, given.workers, given.rows, given.tokens)
+    if "growth" in parts: found["growth"] = growth(cluster, given.calls)
+    if "loads" in parts: found["loads"] = loads(cluster, max(3, given.rounds//4))
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+    for name, x in found.items(): print(name, json.dumps(x))
+    (given.out/"ray_cpu.json").write_text(json.dumps(found, indent=1) + "\n")
+    lost = missed(found)
+    for line in lost: print("MISSED:", line)
+    return len(lost) > 0
+
+
+if __name__ == "__main__": sys.exit(main())

@@ -1,0 +1,94 @@
+"""A run on a cluster goes on to its numbers, whichever of its processes is killed; hosts that are cut off are heard
+(issue of scale: LAWS 14, 15)."""
+import json
+import random
+import sys
+import time
+from importlib.util import find_spec
+
+import pytest
+from conftest import ROOT
+from ray_hosts import Hosts, loops, why_not
+from ray_kills import by_name, disturbed, the_driver, tiny_grpo, undisturbed
+from rlblocks import here
+from test_spmd import same
+
+pytestmark = [pytest.mark.ranks, pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")]
+
+
+def alike(rows, want):
+    "Every step, each time it was shown, to the bit."
+    assert sorted({row["step"] for row in rows}) == [row["step"] for row in want]
+    by_step = {row["step"]: row for row in want}
+    for row in rows: assert str(row) == str(by_step[row["step"]])      # NaN is NaN
+
+
+def test_a_run_goes_on_when_a_rank_and_when_the_driver_is_killed(tmp_path):
+    "From the last save: steps that come again are equal to the bit, and all are those of one process."
+    log = []
+    rows, drivers = disturbed(made(tmp_path/"killed"), 6, [(1, by_name("ray::")), (4, the_driver)], log.append)
+    assert len([text for text in log if text.endswith("killed")]) == 2 and drivers == 2, log
+    last = {row["step"]: row for row in rows}
+    assert sorted(last) == [0, 1, 2, 3, 4, 5]
+    for row in rows: assert str(row) == str(last[row["step"]])      # NaN is NaN
+    same(list(last.values()), [{k: float(v) for k, v in row.items()} for row in tiny_grpo(here, 6)], "killed", 1e-9)
+
+
+@pytest.mark.long
+def test_twenty_kills_of_any_process(tmp_path):
+    "100 steps; who is killed and when is drawn. What was said is printed: the last result is committed."
+    want, rng = undisturbed(made(tmp_path/"alone"), 100)[0], random.Random(0)
+    def anybody(now): return rng.choice(sorted(now.items()))
+    kills = [(step, anybody) for step in sorted(rng.choices(range(1, 98), k=20))]
+    rows, drivers = disturbed(made(tmp_path/"killed"), 100, kills, print, limit=3000)
+    again = len(rows) - 100
+    print(f"20 kills, {drivers} drivers, {again} steps were shown again, all {len(rows)} rows equal to the bit")
+    alike(rows, want)
+
+
+REFUSED = """
+import sys
+import ray
+try: ray.init(address=sys.argv[1], _node_ip_address=sys.argv[2], logging_level="ERROR", log_to_driver=False)
+except BaseException as e: sys.exit(7)
+"""
+
+
+def test_three_hosts_and_one_that_is_cut_off(tmp_path):
+    """GRPO and PPO over network namespaces, with a token: the numbers of one process. A host that is cut off is heard
+    in time, and the run goes on with what is left. Who has no token, or another one, is refused."""
+    if why := why_not(): pytest.skip(why)
+    with Hosts(3) as hosts:
+        out = tmp_path/"driver.txt"
+        driver = hosts.run(0, [sys.executable, str(ROOT/"tests"/"ray_hosts.py"), f"{hosts.address(0)}:{hosts.port}",
+                               str(tmp_path)], out=out)
+        hosts.running.append(driver)
+        wait_until(lambda: (tmp_path/"cut").exists() or driver.poll() is not None, 240)
+        assert driver.poll() is None, out.read_text()[-3000:]
+        hosts.cut(2)
+        cut_at = time.time()
+        strangers = [hosts.run(1, [sys.executable, "-c", REFUSED, f"{hosts.address(0)}:{hosts.port}", hosts.address(1)],
+                               **env) for env in (dict(RAY_AUTH_MODE="disabled"), dict(RAY_AUTH_TOKEN="f"*64))]
+        hosts.running += strangers
+        assert driver.wait(300) == 0, out.read_text()[-3000:]
+        refused = [x.wait(120) for x in strangers]
+    said = [json.loads(line) for line in out.read_text().splitlines() if line.startswith("{")]
+    assert said[0]["nodes"] == [f"10.88.0.{i}" for i in (1, 2, 3)]
+    want = loops(here)
+    same(said[1]["loops"], want, "three hosts", 1e-10)
+    rows = [x["row"] for x in said if "row" in x]
+    same(rows, [{k: float(v) for k, v in row.items()} for row in loops(here, tmp_path/"alone", 12)], "cut off", 1e-10)
+    heard = next(x["at"] for x in said if "a new pool resumes" in x.get("warning", ""))
+    assert heard - cut_at < 60, "Ray's defaults take 63 s"
+    print(f"a host that is cut off is heard after {heard - cut_at:.1f} s")
+    assert all(code == 7 for code in refused), refused
+
+
+def wait_until(true, seconds):
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end: time.sleep(.05)
+
+
+def made(folder):
+    folder.mkdir()
+    return folder

@@ -1,0 +1,17 @@
+#!/bin/bash
+#SBATCH --job-name=rlblocks --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=64 --time=24:00:00
+#SBATCH --requeue --open-mode=append
+# `sbatch slurm.sh`: one Ray node a task; the first one runs train.py, whose pool is RayPool(16, gpus=1, cluster="auto").
+# `ray symmetric-run` ends every Ray process of the user on these nodes when it is done: ask for nodes of your own.
+# A run that is requeued resumes from its checkpoint, which lies on a disk that all nodes see.
+set -eu
+umask 077
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$HOME/.ray/auth_token_$SLURM_JOB_ID"
+mkdir -p "$HOME/.ray"
+python -c "import secrets; print(secrets.token_hex(32), end='')" > "$RAY_AUTH_TOKEN_PATH"
+trap 'rm -f "$RAY_AUTH_TOKEN_PATH"' EXIT
+
+export RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=2000 RAY_health_check_failure_threshold=3
+HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+srun ray symmetric-run --address "$HEAD:6379" --min-nodes "$SLURM_JOB_NUM_NODES" \
+  --num-cpus "$SLURM_CPUS_PER_TASK" --num-gpus 8 -- python -u train.py
