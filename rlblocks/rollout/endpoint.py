@@ -24,7 +24,7 @@ from ..data.columns import whole_number
 from ..data.renderers import Renderer
 from ..engines.guards import Stays
 from .asking import Asker
-from .environments import default_renderer, episodes_of, in_thread, rows_of_episodes
+from .environments import default_renderer, episodes_of, in_thread, rows_of_episodes, unit_of
 from .episodes import Episode, called
 from .rollout import Rollout
 from .rows import check_prompts
@@ -53,7 +53,7 @@ async def driven(
     "Run an agent to its end. What it raises is the session's error, unless that was refused for going too far."
     e = session.episode
     try: result = await called(agent, **parameters_of(agent, given))
-    except Exception as x:
+    except (Exception, SystemExit) as x:      # agents are programs: they may say sys.exit
         if session.refused is None: e.error = f"{type(x).__name__}: {x}"
         return
     if not isinstance(result, Real): session.result = result
@@ -207,7 +207,7 @@ def run(
     finally: ended(at, sessions)
     check_spaces(sessions, at.desk.strip)
     check_ignored(at.rollout, sessions)
-    units = [s.episode.group*n + s.episode.sample for s in sessions]   # as `rollouts` numbers them
+    units = [unit_of(s.episode) for s in sessions]      # as `rollouts` numbers them
     return rows_of_sessions(at.rollout, sessions, prompts, [k//n for k in range(len(sessions))], units)
 
 def collect(

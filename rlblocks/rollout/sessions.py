@@ -14,7 +14,8 @@ from typing import Any
 
 from ..data.renderers import Renderer, message_of, next_ids, rewritten
 from .calls import ChatAnswer, ChatCall, Refused
-from .episodes import Episode, Strand, Talk
+from .conversations import Strand, Talk
+from .episodes import Episode
 from .samplers import Completion, turn_seed
 from .turns import Limits, given, spoken
 
