@@ -28,9 +28,13 @@ def rarely(*params):
 
 
 @pytest.fixture(autouse=True)
-def same_draws():
-    "Every test draws from the same state, whatever ran before it in its worker."
+def as_in_a_new_process():
+    """Whatever ran before it in its worker, a test draws from the same state, and the compiler has compiled nothing: it
+    counts recompilations by the frame, and a frame of its own holds the functions of all tests."""
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    yield
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    if compiler is not None and compiler.FRAME_COUNTER: torch.compiler.reset()
 
 
 @pytest.fixture(scope="session")
@@ -105,8 +109,9 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     "Only in xdist's workers: by hand, tests run in the order of their files."
     if not hasattr(config, "workerinput"): return
-    known = json.loads(SECONDS.read_text()) if SECONDS.exists() else dict(ranks=1.)
-    items.sort(key=lambda item: -known.get(group(item.nodeid), 0.))
+    known = json.loads(SECONDS.read_text()) if SECONDS.exists() else dict(ranks=1e3)
+    unknown = 20.       # a new file is not left for the end
+    items.sort(key=lambda item: -known.get(group(item.nodeid), unknown))
 
 
 def cpu():

@@ -3,11 +3,13 @@ import shutil
 
 import pytest
 import torch
+from conftest import rarely
 from test_laws import BLOCKS, arguments, numbers
 from torch.testing import assert_close
 
 TEN = ["ppo_loss", "gspo_loss", "cispo_loss", "value_loss", "dpo_loss", "kto_loss", "jsd_loss", "group_advantages",
        "whiten", "kl_k3"]
+QUICK = ["ppo_loss", "gspo_loss", "group_advantages", "whiten"]    # of tokens, of rows, of groups, of all
 SCALAR = {"cpp.simdlen": 1}  # the C++ compiler makes the vectors; benchmarks/algorithms.py has both
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None,
@@ -17,7 +19,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), [(name, {}) for name in TEN] + [(name, SCALAR) for name in TEN[1:3]])
+@pytest.mark.parametrize(("name", "options"), [(name, {}) for name in QUICK] + rarely(
+    *((name, {}) for name in TEN if name not in QUICK), *((name, SCALAR) for name in TEN[1:3])))
 def test_inductor_gives_what_eager_gives(name, options):
     columns, hyper = arguments(name)
     first = next(iter(columns))

@@ -127,7 +127,7 @@ def one_odd(rank, ranks, odd):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("odd", ODD)
-def test_rows_that_one_rank_cannot_read_are_heard_on_all(odd): on_ranks(one_odd, (odd,), 2, limit=120)
+def test_rows_that_one_rank_cannot_read_are_heard_on_all(odd): on_ranks(one_odd, (odd,), 2, limit=300)
 
 
 # -- ranks that were given unlike batches
@@ -148,7 +148,7 @@ def scored(rank, ranks, at):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("at", [None, "steps"])
-def test_ranks_score_rows_in_as_many_forward_passes(at): on_ranks(scored, (at,), 2, limit=120) # LAW 24
+def test_ranks_score_rows_in_as_many_forward_passes(at): on_ranks(scored, (at,), 2, limit=300) # LAW 24
 
 
 def sft(out, b): return -masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
@@ -180,4 +180,4 @@ def unlike(rank, ranks, kinds, engine):
 @pytest.mark.parametrize("engine", [None, "fsdp2"])
 @pytest.mark.parametrize("kinds", UNLIKE)
 def test_ranks_that_are_given_unlike_batches_raise_together(kinds, engine):
-    on_ranks(unlike, (kinds, engine), 2, limit=60)
+    on_ranks(unlike, (kinds, engine), 2, limit=300)

@@ -81,6 +81,16 @@ def test_a_rewritten_history_keeps_the_ids_of_what_is_left(qwen, templates):
     assert any(row[i:i + len(answer)] == answer for i in range(len(row))) and r.ids("It is 3.") != answer
 
 
+def test_words_that_are_in_the_question_too_keep_their_ids_where_they_were_said(qwen, templates):
+    qwen.chat_template = (templates/"qwen3.jinja").read_text(encoding="utf-8")
+    r, user = ChatRenderer(qwen), dict(role="user", content="Say It is 3. or no.")
+    words = apart(qwen, "It is 3.")
+    said = apart(qwen, "<think>\nadd\n</think>\n\n") + words + r.stop
+    row = rewritten(r, [user, message_of(r.parse_response(said)), dict(role="user", content="Sure?")], {1: said})
+    asked = r.render_ids([user], add_generation_prompt=True)
+    assert row[:len(asked)] == asked and any(row[i:i+len(words)] == words for i in range(len(asked), len(row)))
+
+
 def test_a_renderer_that_gives_more_than_ids_is_accepted(qwen):
     "As those of the published package do: an object with `token_ids`, and None for an assistant among the new."
     class Rendered:

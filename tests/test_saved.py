@@ -89,7 +89,7 @@ def test_a_writer_that_is_killed_leaves_a_complete_step(tmp_path):
         started = context().Event()
         process = context().Process(target=write_for_ever, args=(str(tmp_path), started))
         process.start()
-        assert started.wait(60)
+        assert started.wait(300)
         process.join(.013*k)
         os.kill(process.pid, signal.SIGKILL)
         process.join()

@@ -46,7 +46,7 @@ def start(work, *args):
     return process, queue
 
 
-def answer(queue, seconds=60):
+def answer(queue, seconds=300):
     found = queue.get(timeout=seconds)
     if isinstance(found, Exception): raise found
     return found
@@ -57,7 +57,7 @@ def policy_of(net=None): return Policy(net or model(), device="cpu")
 
 def test_two_processes_take_what_is_sent_once():
     policy = policy_of()
-    sending = send_weights(policy.weights(), readers=2, bucket_bytes=10_000, timeout=60.)
+    sending = send_weights(policy.weights(), readers=2, bucket_bytes=10_000, timeout=300.)
     both = [start(read, pickle.dumps(sending.ticket)) for _ in range(2)]
     manifests = [answer(queue) for _, queue in both]
     own = named_weights(policy._run.module.trunk)
@@ -79,7 +79,7 @@ def test_from_one_network_to_another():
         subprocess.run(["ip", "addr", "add", f"{network['sender']}/30", "dev", network["here"]], check=True)
         subprocess.run(["ip", "link", "set", network["here"], "up"], check=True)
         policy = policy_of()
-        sending = send_weights(policy.weights(), host=network["sender"], bucket_bytes=20_000, timeout=60.)
+        sending = send_weights(policy.weights(), host=network["sender"], bucket_bytes=20_000, timeout=300.)
         _, queue = start(read, pickle.dumps(sending.ticket), network)
         pid = answer(queue)
         subprocess.run(["ip", "link", "set", network["there"], "netns", str(pid)], check=True)
@@ -181,7 +181,7 @@ def sharded(rank, ranks):
 
 
 @pytest.mark.ranks
-def test_sharded_weights_are_gathered_by_all_and_sent_by_one(): on_ranks(sharded, (), 2, limit=120)
+def test_sharded_weights_are_gathered_by_all_and_sent_by_one(): on_ranks(sharded, (), 2, limit=300)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])

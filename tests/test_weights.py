@@ -63,7 +63,7 @@ def test_another_process_reads_the_ticket_and_is_refused_by_name():
             "try: next(t.buckets(1))\nexcept RuntimeError as e: print(e)")
     ticket = Policy(model(), device="cpu").weights()
     run = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(ticket), capture_output=True,
-                         env=os.environ | dict(PYTHONPATH=str(ROOT)), timeout=120)
+                         env=os.environ | dict(PYTHONPATH=str(ROOT)), timeout=300)
     says = f"0 {len(ticket.shapes)}\nTicket: its weights are in process {os.getpid()} of"
     assert run.stdout.decode().startswith(says), run
 
@@ -247,7 +247,7 @@ def test_readers_see_complete_versions_only(tmp_path):
             "publish_weights(Ticket(5, InProcess(lambda: 5, dies)), sys.argv[1])")
     policy = Policy(model(), device="cpu")
     publish_weights(policy.weights(), tmp_path)
-    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=120,
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=300,
                          env=os.environ | dict(PYTHONPATH=str(ROOT)))
     assert run.returncode == -9 and published_weights(tmp_path).version == 0 and len(versions(tmp_path)) == 1
     ticket = policy.weights()

@@ -213,14 +213,28 @@ def rewritten(
         return list(renderer.render_ids(messages, tools=tools, add_generation_prompt=True))
     text, at, ids = renderer.text(messages, tools, True), 0, []
     for i in sorted(said):
-        words, own = left_of(renderer, said[i], messages[i], text[at:])
-        where = text.find(words, at) if words else -1
+        start = max(at, begins_at(renderer, messages[:i], text, tools))
+        words, own = left_of(renderer, said[i], messages[i], text[start:])
+        where = text.find(words, start) if words else -1
         if where < 0: continue
         ids += renderer.ids(text[at:where]) + own
         at = where + len(words)
     return ids + renderer.ids(text[at:])
 
 # %% ../../nbs/data/48a_renderers.ipynb #a0ce83d2
+def begins_at(
+    renderer:ChatRenderer,
+    messages:Sequence[Message], # those before
+    text:str,                   # of the conversation
+    tools:list|None,
+)->int: # 0: the template writes them otherwise here
+    "Where a message begins: the words of an answer may be in the question too."
+    if not messages: return 0
+    before = renderer.text(messages, tools, True)
+    if text.startswith(before): return len(before)
+    before = renderer.text(messages, tools)
+    return len(before) if text.startswith(before) else 0
+
 def left_of(
     renderer:ChatRenderer,
     ids:Sequence[int], # that the policy wrote

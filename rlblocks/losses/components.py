@@ -22,15 +22,19 @@ def components_loss(
     L = Σᵢ wᵢ·Σ_{t∈Mᵢ} ℓᵢₜ / |Mᵢ|, Mᵢ the True entries of the term's column. Shrivastava et al. 2026 (ECHO): RL on the
     actions, cross-entropy on the observations. All columns must be parts of `b.mask`."""
     if not terms: raise TypeError("components_loss: no terms; give them by name, rl=(token losses, 'acted', 1.)")
-    losses, metrics, mask = [], {}, getattr(b, "mask")
+    losses, metrics = [], {}
     for name,term in terms.items():
         x, column, weight = _term(name, term)
-        same_shape("B T", **{name: x}, mask=mask)
-        n = b.n_tokens if column == "mask" else getattr(b, f"n_{column}")
-        here = mask & getattr(b, column) # a row that fills up a rank has an all-False mask and keeps its other columns
+        here, n = _chosen(b, column)
+        same_shape("B T", **{name: x}, mask=here)
         losses.append(weight*aggregate(x, here, denom=n))
         metrics[name] = mean_of(x, here)
     return torch.stack(losses).sum(), metrics
+
+def _chosen(b, column):
+    "Where a term's column is True, and how often in the optimizer step."
+    n = b.n_tokens if column == "mask" else getattr(b, f"n_{column}")
+    return b.mask & b[column], n # a row that fills up a rank has an all-False mask and keeps its other columns
 
 def _term(name, term):
     if isinstance(term, tuple) and len(term) == 3 and isinstance(term[1], str): return term

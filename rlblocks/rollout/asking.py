@@ -40,7 +40,6 @@ class Asker:
     )->Completion:
         "What the policy says to these ids. Cancelled, it takes the request out of the engine."
         r, loop = self.rollout, asyncio.get_running_loop()
-        check_ready(r.sampler)
         future, key = loop.create_future(), next(self.keys)
         request = Request(key, torch.tensor(ids), (seed,), max_tokens, r.how, tuple(r.stop.tolist()), r.stop_strings)
         with self.changed:
@@ -77,10 +76,19 @@ class Asker:
         gone:list[int],
     )->list[Completion]:
         "One round with the engine."
-        with self.rollout.turn:
+        with self.rollout.turn:               # a load that is under way has ended
             if gone: self.line.abort(gone)
-            if new: self.line.submit(new)
+            if new: self.submit(new)
             return self.line.poll(.02)
+
+    def submit(self,
+        new:list[Request],
+    ):
+        "Hand them over. An engine that is not ready is the error of these alone."
+        try:
+            check_ready(self.rollout.sampler)
+            self.line.submit(new)
+        except Exception as e: deliver(self, {r.key: e for r in new})
 
     def close(self):
         "End the thread; what is under way is taken out of the engine."

@@ -22,7 +22,7 @@ class ChatCall:
     stream:bool=False
     usage:bool=False            # tell the numbers of tokens at the end of a stream
     after:str|None=None         # the answer that its messages follow, where the server keeps the conversation
-    ignored:tuple[str, ...]=()  # parameters that came and have no effect
+    ignored:dict[str, Any] = field(default_factory=dict) # parameters that came and have no effect
 
 @dataclass(frozen=True)
 class ChatAnswer:
@@ -64,7 +64,8 @@ class Refused(Exception):
     ):
         "Say why."
         super().__init__(text)
-        self.text, self.status, self.param, self.code = text, status, param, code
+        self.text = text.encode("utf-8", "replace").decode()   # it may quote half a character
+        self.status, self.param, self.code = status, param, code
 
 # %% ../../nbs/rollout/87f_calls.ipynb #d7b7da9b
 def ignored_of(
@@ -73,16 +74,16 @@ def ignored_of(
     harmless:Collection[str], # without effect
     neutral:Mapping[str, Sequence], # values that change nothing, by name
     ignore:Collection[str],  # that are to be ignored although they would have an effect
-)->tuple[str, ...]:
-    "Names of the parameters without effect. Refused for one that would need one."
-    found = []
+)->dict[str, Any]:
+    "The parameters without effect. Refused for one that would need one."
+    found = {}
     for name, value in body.items():
         if name in taken or value is None or any(value == x for x in neutral.get(name, ())): continue
         if name not in harmless and name not in ignore:
             raise Refused(f"{name}={short(value)} is not supported by this endpoint; leave it out, or "
                           f"Endpoint(…, ignore=[{name!r}])", param=name, code="unsupported_parameter")
-        found.append(name)
-    return tuple(found)
+        found[name] = value
+    return found
 
 def short(
     value, # of a parameter

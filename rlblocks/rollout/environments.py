@@ -19,7 +19,8 @@ from torch import Tensor
 from ..data.batch import Batch
 from ..data.columns import pad, whole_number
 from ..data.renderers import Renderer, renderer_of
-from .episodes import Episode, Pump, Strand, Table, called, play
+from .conversations import Strand
+from .episodes import Episode, Pump, Step, Table, called, play
 from .rollout import Rollout
 from .rows import check_prompts, duplicates
 from .samplers import check_ready
@@ -34,14 +35,19 @@ async def lived(
     "An episode, and its environment closed whatever happened."
     made = None
     try:
-        made = env()
+        made = await called(env)
         await play(episode, made, table)
-        if own := getattr(made, "get_reward", None): episode.reward = (episode.reward or 0.) + float(await called(own))
-    except Exception as e: episode.error = f"{type(e).__name__}: {e}"
+        if own := getattr(made, "get_reward", None): episode.heard(Step([{}], reward=await called(own)))
+    except asyncio.CancelledError:
+        episode.error = episode.error or "it was cancelled"
+        raise
+    except (Exception, SystemExit) as e: episode.error = f"{type(e).__name__}: {e}"
     finally:
         if close := getattr(made, "close", None):
             try: await asyncio.wait_for(called(close), 5.)
-            except Exception as e: episode.error = episode.error or f"close raised {type(e).__name__}: {e}"
+            except (Exception, SystemExit) as e:
+                episode.error = episode.error or f"close raised {type(e).__name__}: {e}"
+        episode.done = True
 
 async def all_of(
     episodes:list[Episode],
@@ -49,30 +55,38 @@ async def all_of(
     env:Callable,
     table:Table,
 ):
-    "Run them; stop what is late."
+    "Run them; stop what is late, and everything when this is cancelled."
     pumping = asyncio.ensure_future(table.pump.run())
     tasks = {asyncio.ensure_future(lived(e, env, table)): e for e in episodes}
-    _, late = await asyncio.wait(tasks, timeout=None if seconds == math.inf else seconds)
-    for task in late:
-        tasks[task].error = f"it had not ended after {seconds:g} s"
-        task.cancel()
-    if late: await asyncio.wait(late, timeout=6.)
-    pumping.cancel()
+    late = set(tasks)
+    try: _, late = await asyncio.wait(tasks, timeout=None if seconds == math.inf else seconds)
+    finally:
+        for task in late:
+            tasks[task].error = f"it had not ended after {seconds:g} s"
+            task.cancel()
+        if late: await asyncio.wait(late, timeout=6.)
+        pumping.cancel()
 
 def in_thread(
     made:Callable, # makes a coroutine
-):
-    "Run a coroutine to its end, beside whatever loop runs here. Threads that hang are not waited for."
-    box:list = []
+    seconds:float=math.inf, # that are waited for it
+)->bool: # whether it has ended by then
+    "Run a coroutine beside whatever loop runs here; an interrupt of this thread cancels it. Hung threads are left."
+    box, loop = [], asyncio.new_event_loop()
+    task = loop.create_task(made())
     def run():
-        loop = asyncio.new_event_loop()
-        try: box.append(loop.run_until_complete(made()))
+        try: box.append(loop.run_until_complete(task))
         except BaseException as e: box.append(e)
         finally: loop.close()
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join()
-    if isinstance(box[0], BaseException): raise box[0]
+    try: thread.join(min(seconds, threading.TIMEOUT_MAX))
+    except BaseException:
+        if not loop.is_closed(): loop.call_soon_threadsafe(task.cancel)
+        thread.join(10.)
+        raise
+    if box and isinstance(box[0], BaseException): raise box[0]
+    return bool(box)
 
 def episodes_of(
     prompts:Batch,
@@ -113,6 +127,10 @@ def rows_of_episodes(
     rows["duplicate"] = duplicates(rows.group, said)
     if rollout.tokenizer is not None: rows["completion"] = texts_of_turns(rollout.tokenizer, rows)
     return rows
+
+def unit_of(episode:Episode)->int:
+    "An id that no other episode of the run has, wherever and in whichever call it is played: groups are unique."
+    return episode.group*2**20 + episode.sample
 
 def strands_of(episode:Episode)->list[Strand]:
     "Its rows: of the conversation with the environment, and those on the side in which something was said."
@@ -169,6 +187,8 @@ def play_all(
 )->list[tuple[Batch|None, list[str]]]: # of each prompt: rows of what ended well, names of the rest
     "Episodes of all prompts, where the engine is."
     check_prompts(prompts)
+    taken = [k for k in ("reward", "n_turns", "turn", "unit") if k in prompts]
+    if taken: raise ValueError(f"rollouts: the prompts have a column {taken[0]!r}, which rollouts writes itself")
     check_ready(rollout.sampler)
     if renderer is None: renderer = default_renderer(rollout)
     if prompts.filler: return [(None, [])]*len(prompts)
@@ -176,8 +196,11 @@ def play_all(
     limits = Limits(whole_number("rollouts", "max_tokens", n), max_turns, budget, rollout.sampler.window)
     episodes, pump = episodes_of(prompts, group_size), Pump(rollout)
     table, seconds = Table(pump, renderer, limits, max_tool_calls, seed), math.inf if deadline is None else deadline
-    try: in_thread(lambda: all_of(episodes, seconds, env, table))
+    try: in_thread(lambda: all_of(episodes, seconds, env, table), seconds + 10)
     finally: pump.end()
+    for e in episodes:
+        if not e.done: e.error = e.error or f"it had not ended after {seconds:g} s; an async method of it, or of "\
+                                            "another, does not give way to the others"
     return [arrived(rollout, episodes[i*group_size:][:group_size], prompts[[i]]) for i in range(len(prompts))]
 
 def default_renderer(rollout:Rollout)->Renderer:
@@ -199,5 +222,4 @@ def arrived(
     "Rows of the episodes without an error; the others by name."
     lost = [f"sample {e.sample} of group {e.group}: {e.error}" for e in episodes if e.error is not None]
     well = [e for e in episodes if e.error is None]
-    units = [e.group*len(episodes) + e.sample for e in well]    # the same wherever the prompt is played
-    return (rows_of_episodes(rollout, well, prompt, units) if well else None), lost
+    return (rows_of_episodes(rollout, well, prompt, [unit_of(e) for e in well]) if well else None), lost

@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -17,21 +18,22 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ..data.renderers import Renderer, message_of, next_ids, rewritten
+from ..data.renderers import Renderer
+from .conversations import Talk, opened
 from .rollout import Rollout
 from .rows import Finish
 from .samplers import Completion, Line, Request, turn_seed
-from .turns import Limits, Span, given, spoken
+from .turns import Limits
 
 # %% ../../nbs/rollout/87b_episodes.ipynb #3af074a7
 @dataclass(frozen=True)
 class Step:
     "What an environment says to a turn."
     messages:Sequence[Mapping]=() # of a tool or a user; none ends the episode
-    history:Sequence[Mapping]|None=None # the conversation from now on, `messages` behind it; None: as it is
     reward:float|None=None        # of this turn
     done:bool=False
     finish:Finish="completed"     # why, where it is done
+    history:Sequence[Mapping]|None=None # the conversation from now on, `messages` behind it; None: as it is
 
 @runtime_checkable
 class Environment(Protocol):
@@ -76,86 +78,15 @@ async def threaded(
         if not done.done(): how(x)
     def run():
         try: how, x = done.set_result, fn()
-        except Exception as e: how, x = done.set_exception, e
+        except BaseException as e: how, x = done.set_exception, raisable(e)
         if not loop.is_closed(): loop.call_soon_threadsafe(put, how, x)
     threading.Thread(target=run, daemon=True).start()
     return await done
 
-# %% ../../nbs/rollout/87b_episodes.ipynb #032c1f8d
-@dataclass(eq=False)
-class Strand:
-    "A row of an episode."
-    start:list[int]                                     # ids that it begins with
-    spans:list[Span] = field(default_factory=list)      # what follows
-    ids:list[int] = field(default_factory=list)         # all of it so far
-    messages:list[dict] = field(default_factory=list)   # that are in it
-
-    def add(self,
-        span:Span,
-    ):
-        "Put a span behind it."
-        self.spans.append(span)
-        self.ids = (self.ids or list(self.start)) + span["tokens"].tolist()
-
-# %% ../../nbs/rollout/87b_episodes.ipynb #7a0293e8
-@dataclass(eq=False)
-class Talk:
-    "A conversation: messages, and the rows that they are in."
-    messages:list[dict]
-    tools:list|None = None
-    strands:list[Strand] = field(default_factory=list)
-    said:dict[int, list[int]] = field(default_factory=dict)   # ids of the assistant, by the place of its message
-    next:list[int] = field(default_factory=list)              # ids that the next turn answers to
-    anew:bool = False                                         # whether they are a row, else they come behind the last
-
-    def begin(self,
-        ids:Sequence[int], # of the messages, open for the assistant
-    ):
-        "The first row."
-        self.strands.append(Strand(list(ids), ids=list(ids)))
-
-    def row(self)->list[int]:
-        "What the policy answers to."
-        return self.next if self.anew else self.strands[-1].ids + self.next
-
-    def hear(self,
-        new:Sequence[Mapping], # messages of others
-        renderer:Renderer,
-    ):
-        "Put messages behind what was said; into another row where the template rewrites that."
-        strand, last = self.strands[-1], self.said[len(self.messages) - 1]
-        asked = strand.ids[:len(strand.ids) - len(last)]
-        ids = next_ids(renderer, self.messages, asked, last, new, tools=self.tools)
-        self.messages += map(dict, new)
-        self.next, self.anew = ids or [], ids is None
-        if ids is None: self.next = rewritten(renderer, self.messages, self.said, tools=self.tools)
-
-    def become(self,
-        history:Sequence[Mapping], # messages, the last one not of the assistant
-        renderer:Renderer,
-    ):
-        "Go on with another conversation, in another row. Messages of this one that are in it keep their ids."
-        left, said = dict(self.said), {}
-        for i, m in enumerate(history):
-            at = next((k for k in left if self.messages[k] == m), None)
-            if at is not None: said[i] = left.pop(at)
-        self.messages, self.said = [dict(m) for m in history], said
-        self.next, self.anew = rewritten(renderer, self.messages, said, tools=self.tools), True
-
-    def speak(self,
-        c:Completion,
-        turn:int,     # of the episode
-        trained:bool, # False in greedy rows
-        renderer:Renderer,
-    ):
-        "Take over what the policy said, and what it answered to."
-        if self.anew: self.begin(self.next)
-        elif self.next: self.strands[-1].add(given(self.next))
-        self.next, self.anew, said = [], False, c.tokens.tolist()
-        self.strands[-1].add(spoken(c, turn, trained))
-        self.said[len(self.messages)] = said
-        self.messages.append(message_of(renderer.parse_response(said)))
-        self.strands[-1].messages = list(self.messages)
+def raisable(error:BaseException)->Exception:
+    "An error that a future carries and that ends nobody but its episode: `sys.exit` in a tool, a `next` at its end."
+    if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)): return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 # %% ../../nbs/rollout/87b_episodes.ipynb #d1784d26
 @dataclass(eq=False)
@@ -172,6 +103,7 @@ class Episode:
     reward:float|None = None
     finish:Finish = "timeout"
     error:str|None = None # of the environment
+    done:bool = False     # whether its environment is closed
 
     def heard(self,
         step:Step, # of the environment
@@ -201,13 +133,6 @@ async def begin(
     episode.talks.append(talk)
     return talk
 
-def opened(
-    talk:Talk,
-    renderer:Renderer,
-)->list[int]:
-    "Ids of its messages, open for the assistant."
-    return list(renderer.render_ids(talk.messages, tools=talk.tools, add_generation_prompt=True))
-
 # %% ../../nbs/rollout/87b_episodes.ipynb #489b58de
 class Pump:
     "Turns of episodes, for one engine."
@@ -220,6 +145,7 @@ class Pump:
         self.asked:dict[int, asyncio.Future] = {}
         self.waiting:list[Request] = []
         self.error:Exception|None = None
+        self.ended = False
 
     async def turn(self,
         ids:list[int],
@@ -239,6 +165,7 @@ class Pump:
         "Hand over what is waiting, take what has ended."
         new, self.waiting = self.waiting, []
         with self.rollout.turn:
+            if self.ended: return []
             if new: self.line.submit(new)
             return self.line.poll(.02)
 
@@ -257,8 +184,10 @@ class Pump:
                 if not waits.done(): waits.set_exception(e)
 
     def end(self):
-        "Take what is under way out of the engine."
-        with self.rollout.turn: self.line.abort(list(self.line.lines.of[k][1] for k in self.line.left))
+        "Take what is under way out of the engine, and ask it nothing more."
+        with self.rollout.turn:
+            self.ended = True
+            self.line.abort(list(self.line.lines.of[k][1] for k in self.line.left))
 
 # %% ../../nbs/rollout/87b_episodes.ipynb #5d12b21c
 @dataclass(frozen=True)
@@ -310,7 +239,7 @@ async def answer_of(
     talk, most = episode.talks[0], table.max_tool_calls
     episode.calls += len(talk.messages[-1].get("tool_calls", ()))
     if most is not None and episode.calls > most: episode.finish = "max_tool_calls"; return None
-    step = as_step(await called(env.step, talk.messages[-1]))
+    step = as_step(await called(env.step, deepcopy(talk.messages[-1])))      # what it does to it changes no record
     episode.heard(step)
     if not ends(step): return step
     if c.reason == "length" and step.finish == "completed":

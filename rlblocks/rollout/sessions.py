@@ -14,7 +14,8 @@ from typing import Any
 
 from ..data.renderers import Renderer, message_of, next_ids, rewritten
 from .calls import ChatAnswer, ChatCall, Refused
-from .episodes import Episode, Strand
+from .conversations import Strand, Talk
+from .episodes import Episode
 from .samplers import Completion, turn_seed
 from .turns import Limits, given, spoken
 
@@ -80,12 +81,16 @@ class Session:
     ):
         "Nothing was asked."
         self.episode, self.limits, self.seed, self.number = episode, limits, seed, number
+        self.talk = Talk([])
+        episode.talks.append(self.talk)
         self.key = f"rl-{number}-{secrets.token_urlsafe(24)}"
         self.points:list[Point] = []
         self.answers:dict[str, Point] = {}     # by the name of the answer
         self.sent:dict[str, ChatAnswer] = {}   # by the body that it answered
         self.tasks:set[asyncio.Task] = set()   # calls under way
-        self.draws = 0
+        self.ignored:dict[str, Any] = {}       # parameters that came and have no effect
+        self.rooms:dict[int, int] = {}         # tokens that calls under way may still have, by their draws
+        self.draws = self.refused_at = 0       # calls; how many there were when one was refused
         self.refused:Refused|None = None       # for going too far
         self.result:Any = None                 # of the agent; the column `result`
         self.forks = self.respaced = 0
@@ -102,10 +107,15 @@ class Session:
     @property
     def messages(self)->list[dict]:
         "The conversation up to the last answer."
-        return self.episode.messages
+        return self.points[-1].messages if self.points else []
+
+    @property
+    def strands(self)->list[Strand]:
+        "Its rows."
+        return self.talk.strands
 
     def __repr__(self):
-        return f"Session({self.number}: {self.episode.turns} calls, {len(self.episode.strands)} rows)"
+        return f"Session({self.number}: {self.episode.turns} calls, {len(self.strands)} rows)"
 
 # %% ../../nbs/rollout/87k_sessions.ipynb #7f2b910b
 def planned(
@@ -127,6 +137,7 @@ def planned(
     e = session.episode
     if point is not None: messages = [*point.messages, *messages[len(point.messages):]]
     draw, session.draws = session.draws, session.draws + 1
+    session.rooms[draw] = room
     return Plan(messages, call.tools, ids, room, draw, turn_seed(session.seed, e.group, e.sample, draw), point, new)
 
 def asked_messages(
@@ -193,16 +204,17 @@ def room_for(
     most:int,        # that the endpoint allows
 )->int:
     "How many tokens the answer may have. Refused where the session has gone as far as it may."
-    e, limits = session.episode, session.limits
-    over = limits.over(e.turns, e.tokens, len(ids))
+    e, limits, turns = session.episode, session.limits, session.episode.turns + len(session.rooms)
+    said = e.tokens + sum(session.rooms.values())
+    over = limits.over(turns, said, len(ids))
     if over is not None:
-        e.finish = over
+        e.finish, session.refused_at = over, session.draws
         code = "context_length_exceeded" if over == "context_overflow" else over
         limit = dict(max_turns=limits.max_turns, max_tokens=limits.budget).get(over, limits.window)
-        session.refused = Refused(f"{over}: this session has {e.turns} calls and {e.tokens} tokens of answers, and the "
+        session.refused = Refused(f"{over}: this session has {turns} calls and {said} tokens of answers, and the "
                                   f"messages come to {len(ids)} tokens; the limit is {limit}", code=code)
         raise session.refused
-    return min(limits.room(e.tokens, len(ids)), most, wanted or most)
+    return min(limits.room(said, len(ids)), most, wanted or most)
 
 # %% ../../nbs/rollout/87k_sessions.ipynb #5c240d9a
 def message_said(
@@ -228,19 +240,19 @@ def take_over(
     "Put an answer where it belongs."
     e, strand = session.episode, strand_of(session, plan)
     strand.add(spoken(c, e.turns, trained))
-    e.messages = [*plan.messages, message]
-    session.answers[name] = Point(e.messages, plan.tools, strand, len(plan.ids), len(strand.ids))
+    strand.messages = [*plan.messages, message]
+    session.answers[name] = Point(strand.messages, plan.tools, strand, len(plan.ids), len(strand.ids))
     session.points.append(session.answers[name])
-    e.said[e.turns] = c.tokens.tolist()
-    e.turns, e.calls = e.turns + 1, e.calls + len(message.get("tool_calls", ()))
-    e.finish = session.limits.finish(c, len(strand.ids))
+    e.turns, e.tokens, e.calls = e.turns + 1, e.tokens + len(c.tokens), e.calls + len(message.get("tool_calls", ()))
+    if plan.draw >= session.refused_at:        # it went on
+        e.finish, session.refused = session.limits.finish(c, len(strand.ids)), None
 
 def strand_of(
     session:Session,
     plan:Plan,
 )->Strand: # which ends with what the policy answers to
     "The row that an answer belongs to."
-    p, strands = plan.point, session.episode.strands
+    p, strands = plan.point, session.strands
     if p is not None and len(p.strand.ids) == p.end:
         if plan.new: p.strand.add(given(plan.new))
         return p.strand
