@@ -114,11 +114,7 @@ class Child:
         with Listener(address, family="AF_UNIX", authkey=key) as listener:
             self.process = started(command, key, self.log, more or {})
             connection = accepted(listener, self.process, timeout)
-        if connection is None:
-            error = self.gone("did not start")
-            self.log.close()
-            self.folder.cleanup()
-            raise error
+        if connection is None: raise self.gone("did not start")
         self.connection = connection
         limit_sends(connection, timeout)
 
@@ -154,9 +150,7 @@ class Child:
         wanted:str, # what the answer is
         seconds:float=inf, # most to wait, also for a process that gives signs of life
     )->tuple: # what it says
-        """The answer to the last letter; others are kept in `mail`.
-
-        RuntimeError where it is an error, TimeoutError, and the end of the process, where it is late."""
+        "The answer to the last letter; others are kept in `mail`. RuntimeError where it is an error, or late."
         end = time.monotonic() + seconds
         while (letter := self.read(min(self.timeout + 1., end - time.monotonic()))) is None or letter[0] != wanted:
             if letter and letter[0] == "error": raise RuntimeError(f"the engine could not {letter[1]}: {letter[2]}")
