@@ -45,6 +45,11 @@ def chat(client, text="Say 1."):
     return said.choices[0].message.content
 
 
+def plain(text):
+    "Without special tokens, as the column `completion` has it."
+    return text.replace("<end>", "").replace("<turn>", "")
+
+
 # -- the rows
 
 def test_a_template_that_forgets_gives_the_rows_of_the_loop(rollout):
@@ -132,7 +137,7 @@ def test_clients_of_three_protocols(rollout, at, by, stream):
     said = by(at, session.key, stream)
     b = at.collect([session])
     assert len(b) == 1 and b.n_turns.tolist() == [2] and gap(b) < 1e-3
-    assert b.completion == ["\n".join(said).replace("<end>", "")] and [m["role"] for m in b.messages[0]] == [
+    assert b.completion == ["\n".join(map(plain, said))] and [m["role"] for m in b.messages[0]] == [
         "user", "assistant"]*2
     alone = at.session(group=3, seed=7)           # the same words, whatever the protocol
     assert by_chat(at, alone.key, False) == said
@@ -314,7 +319,7 @@ def test_200_calls_at_once(rollout, at):
     want = rollout.generate(p, group_size=2, seed=9, max_tokens=3)
     assert len(b) == 200 and b.n_turns.tolist() == [1]*200 and b.tokens.equal(want.tokens)
     assert_close(b.rollout_logprobs, want.rollout_logprobs, atol=1e-5, rtol=0)
-    assert [x.choices[0].message.content.replace("<end>", "") for x in said] == b.completion
+    assert [plain(x.choices[0].message.content) for x in said] == b.completion
     assert not rollout.lines.of and not at.desk.asker.waits
 
 
@@ -326,7 +331,8 @@ def test_a_cancelled_stream_is_not_recorded(rollout, at, path):
     with rollout.turn:                     # the engine is busy with something else
         with httpx2.Client() as client, client.stream(
                 "POST", f"{at.url}/{path}", json=body, headers=dict(authorization=f"Bearer {session.key}")) as got:
-            next(got.iter_lines())
+            lines = got.iter_lines()       # its end would close the connection
+            next(lines)
             wait_until(lambda: session.tasks and at.desk.asker.waits)
         wait_until(lambda: not session.tasks and not at.desk.asker.waits)
     wait_until(lambda: not at.desk.asker.gone and not rollout.lines.of)
@@ -499,7 +505,7 @@ def test_errors_are_those_of_the_clients(rollout, at):
         with pytest.raises(openai.NotFoundError, match="POST to chat/completions"): client.embeddings.create(
             model="policy", input="a")
         got = client.chat.completions.with_raw_response.create(model="policy", messages=USER, temperature=0., seed=3)
-        assert got.headers["x-ignored-parameters"] == "temperature, seed"
+        assert set(got.headers["x-ignored-parameters"].split(", ")) == {"temperature", "seed"}
     assert {"temperature", "seed"} <= set(at.report()["ignored"])
     assert httpx2.get(f"{at.url}/chat/completions").status_code == 405
     with pytest.warns(UserWarning, match=r"temperature=0.0 \(the rollout has 1.0\): that has no effect"):
@@ -532,7 +538,8 @@ def test_it_listens_on_the_loopback_interface_only(at):
     assert at.served.socket.getsockname()[0] == "127.0.0.1"
     got = httpx2.post(f"{at.url}/chat/completions", json={}, headers=dict(host="evil.example:80"))
     assert got.status_code == 400 and "host" in got.text.lower()
-    own = {x[4][0] for x in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+    try: own = {x[4][0] for x in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+    except OSError: own = set()                    # a machine that does not know its own name
     for address in own - {"127.0.0.1", "127.0.1.1"}:
         with pytest.raises(OSError): socket.create_connection((address, at.served.port), timeout=2).close()
 

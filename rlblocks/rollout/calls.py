@@ -64,7 +64,8 @@ class Refused(Exception):
     ):
         "Say why."
         super().__init__(text)
-        self.text, self.status, self.param, self.code = text, status, param, code
+        self.text = text.encode("utf-8", "replace").decode()   # it may quote half a character
+        self.status, self.param, self.code = status, param, code
 
 # %% ../../nbs/rollout/87f_calls.ipynb #d7b7da9b
 def ignored_of(

@@ -53,7 +53,7 @@ async def driven(
     "Run an agent to its end. What it raises is the session's error, unless that was refused for going too far."
     e = session.episode
     try: result = await called(agent, **parameters_of(agent, given))
-    except Exception as x:
+    except (Exception, SystemExit) as x:      # agents are programs: they may say sys.exit
         if session.refused is None: e.error = f"{type(x).__name__}: {x}"
         return
     if not isinstance(result, Real): session.result = result
