@@ -116,6 +116,7 @@ class _Picks(TorchFunctionMode):
         self.seen = found.indices
         return found
 
+# %% ../../nbs/models/69_routers.ipynb #5a1c7e02
 @contextmanager
 def _noting(routers, k, note, ids=None):
     "While inside, note(a router's number, what it returned, what `topk` picked in it or None) after each of its calls."

@@ -42,8 +42,9 @@ def as_call(test):
     if not isinstance(test, str): return test
     try:
         only, = ast.parse(test.strip()).body
+        if not isinstance(only, ast.Assert): return test
         same = only.test
-        if not (isinstance(only, ast.Assert) and isinstance(same, ast.Compare) and isinstance(same.ops[0], ast.Eq)
+        if not (isinstance(same, ast.Compare) and isinstance(same.ops[0], ast.Eq)
                 and len(same.ops) == 1 and isinstance(same.left, ast.Call) and isinstance(same.left.func, ast.Name)):
             return test
         made = dict(args=[ast.literal_eval(x) for x in same.left.args], result=ast.literal_eval(same.comparators[0]),

@@ -42,7 +42,8 @@ class Notes:
 
     def sent(self)->list:
         "As JSON has it."
-        return [{k: [float(x.total), float(x.count)] for k, x in self.metrics.items()}, self.extra]
+        return [{k: [float(x.total), float(x.count)] for k, x in self.metrics.items()
+                 if isinstance(x, Mean)}, self.extra]
 
     def offers(self)->dict:
         "What a function may ask for by TRL's names."
@@ -199,11 +200,14 @@ def metrics_of(
     failures:dict[str, list[Failure]],  # by function
 )->dict[str, Metric]:
     "The mean of each function, and the share of its rows that failed, by kind."
-    known = {f"rewards/{k}": x[~x.isnan()].double() for k, x in scores.items()}
+    found:dict[str, Metric] = {}
+    for k, x in scores.items():
+        known = x[~x.isnan()].double()
+        found[f"rewards/{k}"] = Mean(float(known.sum()), len(known))
     failed = Counter(f.kind for of in failures.values() for f in of)
     n = sum(len(scores[k]) for k in failures)
-    return {k: Mean(float(x.sum()), len(x)) for k, x in known.items()} | {
-        f"failures/{k}": Mean(x, n) for k, x in failed.items()}
+    for k, x in failed.items(): found[f"failures/{k}"] = Mean(x, n)
+    return found
 
 def total_of(
     scores:dict[str, Tensor],  # by function

@@ -14,6 +14,7 @@ import resource
 import signal
 import struct
 import sys
+from typing import Any
 
 # %% ../../nbs/rollout/88c_jail.ipynb #66928f4b
 NAMESPACES = dict(pid=0x20000000, net=0x40000000, ipc=0x08000000, mount=0x00020000)
@@ -87,7 +88,7 @@ EVERYWHERE = (425, 426, 427, 428, 429, 430, 431, 432, 433, 442, 447)  # io_uring
 def seccomp_filter(processes:bool)->bytes:
     "Instructions that refuse what a program has no business with; new processes too unless they are allowed."
     if platform.machine() not in DENIED: raise OSError(f"no list of system calls for {platform.machine()}")
-    own = DENIED[platform.machine()]
+    own:dict[str, Any] = DENIED[platform.machine()]
     allow, deny, absent = 0x7FFF0000, 0x00050001, 0x00050026
     load, equal, least, bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
     def no(n, answer=deny): return [(equal, 0, 1, n), (end, 0, 0, answer)]

@@ -46,6 +46,7 @@ def http(timeout:float, token:str|None):
 
 async def asked(client, url:str, body:dict, retries:Retries)->Mapping:
     "The answer as JSON. RuntimeError with what was said in the end."
+    said:Mapping|str = "nothing"
     for failures in range(1, retries.tries + 1):
         said, wait = await once(client, url, body)
         if isinstance(said, Mapping): return said

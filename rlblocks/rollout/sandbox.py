@@ -117,22 +117,24 @@ def spec_of(program:str, stdin:str, files:dict, folder:str, use:list, sandbox:Sa
 
 def heard(child:subprocess.Popen, sandbox:Sandbox)->tuple[str|None, bytes, bytes]:
     "Why it had to be ended, or None; what it printed on both streams."
-    end, said = time.monotonic() + sandbox.seconds, {child.stdout: b"", child.stderr: b""}
+    assert child.stdout and child.stderr # they are pipes
+    out, err = child.stdout.fileno(), child.stderr.fileno()
+    end, said = time.monotonic() + sandbox.seconds, {out: b"", err: b""}
     gone, why = os.pidfd_open(child.pid), None
     with selectors.DefaultSelector() as ready:
         for stream in (*said, gone): ready.register(stream, selectors.EVENT_READ)
         while why is None:
-            events = [key.fileobj for key, _ in ready.select(max(0., end - time.monotonic()))]
+            events = [key.fd for key, _ in ready.select(max(0., end - time.monotonic()))]
             for stream in events:
                 if stream == gone: continue
-                more = os.read(stream.fileno(), 1 << 16)
+                more = os.read(stream, 1 << 16)
                 said[stream] += more
                 if not more: ready.unregister(stream)
             if sum(map(len, said.values())) > sandbox.output: why = "output"
             elif events == [gone]: break
             elif time.monotonic() > end: why = "timeout"
     os.close(gone)
-    return why, said[child.stdout], said[child.stderr]
+    return why, said[out], said[err]
 
 def end_jail(child:subprocess.Popen):
     "The first process, and with it all others."
@@ -140,7 +142,8 @@ def end_jail(child:subprocess.Popen):
     try: os.killpg(child.pid, 9)
     except (ProcessLookupError, PermissionError): pass
     child.wait()
-    for stream in (child.stdout, child.stderr): stream.close()
+    for stream in (child.stdout, child.stderr):
+        if stream: stream.close()
 
 def ran(why, said:bytes, errors:bytes, report:bytes, seconds:float, sandbox:Sandbox)->Ran:
     "The verdict. RuntimeError where it was the jail that failed, not the program."
