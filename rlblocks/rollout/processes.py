@@ -67,17 +67,18 @@ def accepted(
     end = time.monotonic() + seconds
     getattr(listener, "_listener")._socket.settimeout(.2)
     while process.poll() is None and time.monotonic() < end:
-        try: return listener.accept()
+        try: return limit_sends(listener.accept(), seconds)
         except TimeoutError: pass
     return None
 
 def limit_sends(
     connection:Connection,
     seconds:float, # most that a letter waits for somebody who reads; then it is an OSError
-):
+)->Connection: # the same
     "A process that is stuck does not hold up the one that writes to it."
     with socket.socket(fileno=os.dup(connection.fileno())) as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(seconds % 1*1e6)))
+    return connection
 
 def tail(
     log:BinaryIO, # open for reading
@@ -116,7 +117,6 @@ class Child:
             connection = accepted(listener, self.process, timeout)
         if connection is None: raise self.gone("did not start")
         self.connection = connection
-        limit_sends(connection, timeout)
 
     def gone(self,
         what:str, # happened
@@ -143,11 +143,11 @@ class Child:
         wanted:str, # what the answer is
         seconds:float=inf, # most to wait, also for a process that gives signs of life
     )->tuple: # what it says
-        "The answer to the last letter; others are kept in `mail`. RuntimeError where it is an error, or late."
+        "The answer to the last letter; others are kept in `mail`. RuntimeError for an error, TimeoutError if late."
         end = time.monotonic() + seconds
         while (letter := self.read(min(self.timeout + 1., end - time.monotonic()))) is None or letter[0] != wanted:
             if letter and letter[0] == "error": raise RuntimeError(f"the engine could not {letter[1]}: {letter[2]}")
-            if letter: self.mail.append(letter)
+            self.mail += [letter] if letter else []
             if time.monotonic() > end: raise self.gone(f"did not answer {wanted!r} for {seconds:g} s", TimeoutError)
         return letter[1:]
 
