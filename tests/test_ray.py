@@ -209,7 +209,8 @@ def test_weights_go_to_another_pool_and_come_here(one, two):
 def test_a_column_travels_once_while_it_is_unchanged(two, one):
     "Large ones, whole and cut; what is written into them travels again, and what nobody refers to goes."
     tokens = torch.arange(200_000).view(8, -1)
-    def batch(**more): return Batch(tokens=tokens, mask=torch.ones_like(tokens, dtype=torch.bool), **more)
+    mask = (torch.arange(tokens.shape[1]) > 0).expand(tokens.shape)
+    def batch(**more): return Batch(tokens=tokens, mask=mask, **more)
     for pool in (two, one):
         echo, kept = pool.place(Echo), pool.columns.kept
         b = batch(answer=[str(i) for i in range(8)])
