@@ -2760,6 +2760,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'rlblocks/placement/raypool.py'),
                                             'rlblocks.placement.raypool.StoredCall._part': ( 'placement/raypool.html#storedcall._part',
                                                                                              'rlblocks/placement/raypool.py'),
+                                            'rlblocks.placement.raypool.StoredCall._sum': ( 'placement/raypool.html#storedcall._sum',
+                                                                                            'rlblocks/placement/raypool.py'),
                                             'rlblocks.placement.raypool._ask': ( 'placement/raypool.html#_ask',
                                                                                  'rlblocks/placement/raypool.py'),
                                             'rlblocks.placement.raypool._bound': ( 'placement/raypool.html#_bound',

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..data.batch import Batch
-from ..engines.weights import Ticket
+from ..engines.weights import Ticket, checksum
 from .cluster import Cluster, bundles_of, claim_of, connect, reserve, spots
 from .crew import RankCall, Crew, Underway, check_together, dismiss, gather, hear, muster, report
 from .handles import Handle, Method, Placed, replica_index, speakers
@@ -33,18 +33,19 @@ class Columns:
 
     def __init__(self):
         "None yet."
-        self.kept:dict[int, tuple[int, dict[bytes, StoredTensor]]] = {}     # id → (version, rows → where they are)
+        self.kept:dict[int, tuple[int, dict[bytes, StoredTensor]]] = {}     # id → (checksum, rows → where they are)
 
     def stored(self,
         column:Tensor,
         rows:Tensor|None, # row numbers; None: all
+        now:int,          # the column's checksum
     )->StoredTensor:
         "Put, unless they are there."
         import ray
         if id(column) not in self.kept: finalize(column, self.kept.pop, id(column), None).atexit = False
-        version, there = self.kept.get(id(column), (-1, {}))
-        if version != column._version: there = {}
-        self.kept[id(column)] = column._version, there
+        before, there = self.kept.get(id(column), (now, {}))
+        if before != now: there = {}
+        self.kept[id(column)] = now, there
         which = b"" if rows is None else rows.numpy().tobytes()
         if which not in there:
             x = column if rows is None else column[rows]
@@ -60,7 +61,7 @@ class StoredCall(Call):
         **kwargs,        # as for `Call`
     ):
         "Cut it."
-        self.columns = columns
+        self.columns, self.sums = columns, {}
         super().__init__(*args, **kwargs)
 
     def _part(self, x, k)->Any:
@@ -72,12 +73,16 @@ class StoredCall(Call):
         large = {name for name, v in x.columns.items() if _is_large(v, share)}
         if not large: return super()._part(x, k)
         numbers = None if rows is None else torch.tensor(rows)
-        away = {name: self.columns.stored(x.columns[name], numbers) for name in large}
+        away = {name: self.columns.stored(x.columns[name], numbers, self._sum(x.columns[name])) for name in large}
         rest = x._like({name: v for name, v in x.columns.items() if name not in large}, _whole_of(x), x.filler)
         part = rest if rows is None else rest.part(rows, self.n)
         both = {name: away.get(name) or part.columns[name] for name in x.columns}
         vars(part).update(columns=both, kinds=dict(x.kinds))
         return part
+
+    def _sum(self, column): # once a call: torch's count of changes misses those by way of numpy
+        if id(column) not in self.sums: self.sums[id(column)] = checksum(column)
+        return self.sums[id(column)]
 
 def _is_large(x, share): return isinstance(x, Tensor) and x.layout is torch.strided and x.nbytes*share >= WORTH
 def _whole_of(x): return x.whole if x._whole or "mask" in x else None
