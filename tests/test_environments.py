@@ -295,7 +295,10 @@ def test_an_interrupt_stops_the_episodes():
         first.wait(60.)
         signal.pthread_kill(main, signal.SIGINT)
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt): rollouts(r, Endless, asked(r.tokenizer), max_tokens=1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)   # ignored in what a shell starts with &
+    try:
+        with pytest.raises(KeyboardInterrupt): rollouts(r, Endless, asked(r.tokenizer), max_tokens=1)
+    finally: signal.signal(signal.SIGINT, before)
     n = len(steps)
     time.sleep(.3)
     assert len(steps) == n and not r.lines.of

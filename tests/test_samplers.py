@@ -284,7 +284,8 @@ def test_work_can_be_added_and_ended(sampler):
     sampler.submit([long])
     sampler.submit([Request(8, torch.tensor([4, 5]), (3,), 2, Sampling(), ())])
     ended = sampler.abort([7])
-    assert [(c.key, c.sample, c.reason) for c in ended] == [(7, 0, "abort"), (7, 1, "abort")]
+    assert [(c.key, c.sample) for c in ended] == [(7, 0), (7, 1)]
+    assert all(c.reason == "abort" or len(c.tokens) == 100 for c in ended)     # a server may have been quicker
     found = []
     while not found: found = sampler.poll(30.)
     assert [(c.key, len(c.tokens)) for c in found] == [(8, 2)] and sampler.poll(0.) == []
