@@ -3,7 +3,6 @@
 python tests/ray_hosts.py ADDRESS FOLDER     # the driver, in the first host"""
 import json
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import time
 import warnings
 from pathlib import Path
 
-from conftest import ROOT
+from conftest import RAY_TOKEN, ROOT
 from ray_kills import end, family
 
 HEALTH = dict(RAY_health_check_period_ms="1000", RAY_health_check_timeout_ms="2000",
@@ -38,11 +37,9 @@ class Hosts:
     def __init__(self, n, port=6379):
         self.tag, self.n, self.port, self.running = f"{os.getpid() % 46656:x}", n, port, []
         self.folder = Path(tempfile.mkdtemp(prefix="ray"))
-        (self.folder/"token").write_text(secrets.token_hex(32))
-        (self.folder/"token").chmod(0o600)
-        self.env = {k: x for k, x in os.environ.items() if not k.startswith("RAY_")} | HEALTH | dict(
-            RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(self.folder/"token"), RAY_USAGE_STATS_ENABLED="0",
-            OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}")
+        self.env = {k: x for k, x in os.environ.items() if not k.startswith("RAY_")} | HEALTH | RAY_TOKEN | dict(
+            RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1",
+            PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}")
 
     def host(self, i): return f"rl{self.tag}{i}"
     def address(self, i): return f"10.88.0.{i + 1}"
