@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PASSED_ON', 'SECRET', 'SHARE', 'Cluster', 'connect', 'check_token', 'bundles_of', 'reserve', 'in_words',
            'free_in_words', 'spots', 'Claim', 'claim_of', 'environment', 'start_member', 'first', 'meet',
-           'node_addresses', 'log_tail']
+           'interface_of', 'interfaces', 'node_addresses', 'log_tail']
 
 # %% ../../nbs/placement/98c_cluster.ipynb #c74d7123
 import os
@@ -134,10 +134,12 @@ def environment(
     rank:int,
     cpus:float, # of a rank
     extra:dict[str, str],
+    interface:str="", # of its node, that has the node's address
 )->dict[str, str]:
     "The environment variables of a rank."
     passed = {k: x for k, x in os.environ.items() if k.startswith(PASSED_ON) and not k.endswith(SECRET)}
     own = dict(RANK=str(rank), LOCAL_RANK="0", OMP_NUM_THREADS=str(max(1, int(cpus))), TOKENIZERS_PARALLELISM="false")
+    if interface: passed |= dict(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
     return own | passed | extra
 
 def start_member(
@@ -148,12 +150,13 @@ def start_member(
     ranks:int,     # of the world; 1: none
     claim:Claim,   # on it
     name:str,      # of the actor
+    interface:str="", # by which its node talks to others
 )->Any: # a Ray actor
     "A process for a rank."
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     given = cluster.runtime_env
-    env = environment(rank, claim.has.get("CPU", 0.), given.get("env_vars", {}) | cluster.env)
+    env = environment(rank, claim.has.get("CPU", 0.), given.get("env_vars", {}) | cluster.env, interface)
     where = PlacementGroupSchedulingStrategy(group, bundle)
     options = dict(num_cpus=claim.asks.get("CPU", 0.), num_gpus=claim.asks.get("GPU", 0.), name=name, max_restarts=0)
     made = ray.remote(Member).options(scheduling_strategy=where, runtime_env=given | dict(env_vars=env), **options)
@@ -182,6 +185,38 @@ def meet(
     port = first([members[0].open_store.remote(addresses[0])], "opening a port", patience)[0]
     first([m.meet.remote(addresses[0], port, seconds) for m in members],
           "meeting in a world", patience)
+
+def interface_of(
+    address:str, # of this machine
+)->str: # empty where none has it
+    "The name of the network interface with an address."
+    import fcntl
+    import socket
+    import struct
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError): # SIOCGIFADDR; an interface without an address has none to say
+                said = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(said[20:24]) == address: return name
+    return ""
+
+def interfaces(
+    cluster:Cluster,
+    addresses:dict[str, str], # of nodes
+    seconds:float, # that they have to answer
+)->dict[str, str]: # node → interface
+    """By which nodes talk to each other: left alone, gloo resolves the host's name, which may be 127.0.0.1.
+
+    Nothing is asked where there is one node."""
+    if len(addresses) < 2: return dict.fromkeys(addresses, "")
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    given = cluster.runtime_env
+    env = environment(0, 1., given.get("env_vars", {}) | cluster.env)
+    how, ask = dict(num_cpus=0, runtime_env=given | dict(env_vars=env)), ray.remote(interface_of)
+    def at(node): return NodeAffinitySchedulingStrategy(node, soft=False)
+    asked = [ask.options(scheduling_strategy=at(node), **how).remote(a) for node, a in addresses.items()]
+    return dict(zip(addresses, first(asked, "asking nodes for their networks", seconds), strict=True))
 
 def node_addresses()->dict[str, str]: # node → address
     "Of the cluster."

@@ -18,7 +18,8 @@ from typing import Any
 from weakref import finalize
 
 from ..engines.world import RankLost
-from .cluster import Claim, Cluster, first, log_tail, meet, node_addresses, start_member
+from .cluster import (
+    Claim, Cluster, first, interfaces, log_tail, meet, node_addresses, start_member)
 from .handles import replica_index
 from .member import Answer
 from .wire import Reader, nothing_stays
@@ -31,6 +32,7 @@ class Rank:
     node:str       # the id of its node
     address:str    # of its node
     bundle:int     # of the placement group
+    interface:str = ""     # by which its node talks to others
     member:Any = None      # its actor
     pid:int|None = None
     resident:int = 0       # bytes it held when it last answered
@@ -70,8 +72,11 @@ def muster(
     places:list[tuple[str, int]], # (node, bundle) of each rank
 ):
     "Start a process for each rank, wait until all are there, and have them meet."
-    addresses = node_addresses()
-    crew.ranks += [Rank(r, node, addresses[node], bundle) for r, (node, bundle) in enumerate(places)]
+    every = node_addresses()
+    addresses = {node: every[node] for node, _ in places}
+    names = interfaces(crew.cluster, addresses if crew.world else {}, crew.patience)
+    crew.ranks += [Rank(r, node, addresses[node], bundle, names.get(node, ""))
+                   for r, (node, bundle) in enumerate(places)]
     for rank in crew.ranks: launch(crew, rank)
     seen = first([rank.member.process.remote() for rank in crew.ranks], "starting the ranks", crew.patience)
     for rank, found in zip(crew.ranks, seen, strict=True): rank.pid = found["pid"]
@@ -82,7 +87,8 @@ def launch(crew:Crew, rank:Rank):
     "Ask for a rank's process."
     name = f"{crew.name}-{crew.id}-{rank.number}" + (f"-{uuid.uuid4().hex[:4]}" if rank.pid else "")
     ranks = len(crew.ranks) if crew.world else 1
-    rank.member = start_member(crew.cluster, crew.group, rank.bundle, rank.number, ranks, crew.claim, name)
+    rank.member = start_member(crew.cluster, crew.group, rank.bundle, rank.number, ranks, crew.claim, name,
+                               rank.interface)
 
 def dismiss(
     crew:list[Rank],
