@@ -23,6 +23,7 @@ def alike(rows, want):
     for row in rows: assert str(row) == str(by_step[row["step"]])      # NaN is NaN
 
 
+@pytest.mark.long # green once in 40 s, red once beside others: not steady yet
 def test_a_run_goes_on_when_a_rank_and_when_the_driver_is_killed(tmp_path):
     "From the last save: steps that come again are equal to the bit, and all are those of one process."
     log = []
