@@ -131,6 +131,9 @@ if TYPE_CHECKING:
     from rlblocks.rollout.sandbox import Sandbox, run_code, sandbox_support
     from rlblocks.rollout.killable import Caps
     from rlblocks.rollout.rewards import choice_reward, distinct_reward, exact_reward, format_reward, json_reward, length_reward, overlong_reward
+    from rlblocks.rollout.tools import Calculator, Documents, PythonTool, Search
+    from rlblocks.rollout.hubs import openenv_environment, openenv_tools, reasoning_gym_reward, reasoning_gym_rows, textarena_environment
+    from rlblocks.rollout.tasksets import taskset_environment, taskset_rows, verifiers_environment, verifiers_rows
     from rlblocks.rollout.adapters import gym_environment, tool_environment
     from rlblocks.rollout.endpoint import Endpoint
     from rlblocks.rollout.environments import rollouts
@@ -176,6 +179,9 @@ _LAZY = dict(
     distinct_reward="rollout.rewards", overlong_reward="rollout.rewards",
     Environment="rollout.episodes", Step="rollout.episodes", rollouts="rollout.environments",
     Endpoint="rollout.endpoint", Session="rollout.sessions",
+    Calculator="rollout.tools", Documents="rollout.tools", PythonTool="rollout.tools", Search="rollout.tools",
+    openenv_environment="rollout.hubs", openenv_tools="rollout.hubs", reasoning_gym_reward="rollout.hubs", reasoning_gym_rows="rollout.hubs", textarena_environment="rollout.hubs",
+    taskset_environment="rollout.tasksets", taskset_rows="rollout.tasksets", verifiers_environment="rollout.tasksets", verifiers_rows="rollout.tasksets",
     tool_environment="rollout.adapters", gym_environment="rollout.adapters",
     Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="rollout.graders",
     math_reward="rollout.maths", Flight="rollout.flight", Rollout="rollout.rollout", penalties="rollout.controls",
@@ -192,10 +198,13 @@ _LAZY = dict(
     sglang="rollout.samplers", vllm="rollout.samplers")
 
 __all__ = [
-    "Batch", "Buffer", "Caps", "ChatRenderer", "Checkpoint", "Cluster", "Counts", "Critic", "Demonstrations",
-    "Denom", "Endpoint", "Environment", "Feedback", "Flight", "Grader", "Last", "Max", "Mean", "Metric", "Number",
-    "OptimizerSpec", "Over", "Packed", "Policy", "Pools", "Preferences", "Prompts", "Ragged", "RayPool",
-    "RemoteReward", "Renderer", "Response", "Retries", "Rollout", "Sandbox", "Scorer", "Session", "SpmdPool",
+    "Batch", "Buffer", "Calculator", "Caps", "ChatRenderer",
+    "Checkpoint", "Cluster", "Counts", "Critic", "Demonstrations",
+    "Denom", "Documents", "Endpoint", "Environment", "Feedback", "Flight",
+    "Grader", "Last", "Max", "Mean", "Metric", "Number",
+    "OptimizerSpec", "Over", "Packed", "Policy", "Pools", "Preferences", "Prompts", "PythonTool", "Ragged", "RayPool",
+    "RemoteReward", "Renderer", "Response", "Retries", "Rollout",
+    "Sandbox", "Scorer", "Search", "Session", "SpmdPool",
     "Step", "TextRenderer", "Whole", "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef",
     "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef", "answer_log_ratios",
     "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy",
@@ -224,13 +233,15 @@ __all__ = [
     "mismatch_metrics", "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss", "muon",
     "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out",
     "naive_ppo_loss", "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss",
-    "off_policy_sequence_mask", "on_policy_loss", "opo_advantages", "optimal_token_baseline", "orpo_loss",
+    "off_policy_sequence_mask", "on_policy_loss", "openenv_environment",
+    "openenv_tools", "opo_advantages", "optimal_token_baseline", "orpo_loss",
     "over_pairs", "over_rows", "overlong_penalty", "overlong_reward", "pack", "pad", "pair_log_ratios",
     "pair_metrics", "pairs", "pairwise_reward", "pass_at_k_advantages", "penalties", "pf_ppo_weights",
     "plackett_luce_loss", "plain", "plan", "plan_micro_batches", "plan_rollout", "policy_gradient", "ppo_loss",
     "preference_margin", "pretrained", "probability_correlation", "process_reward_loss", "proximal_logprobs",
     "publish_weights", "published_weights", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss",
-    "ratio_corrected", "ratio_metrics", "read_response", "realigned", "rebel_loss", "refill", "regrade",
+    "ratio_corrected", "ratio_metrics", "read_response", "realigned",
+    "reasoning_gym_reward", "reasoning_gym_rows", "rebel_loss", "refill", "regrade",
     "reinforce_loss", "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "renderer_of",
     "repeated_tokens", "repetition_penalty", "replay_draw", "resampled_rows", "restarted", "reverse_kl_loss",
     "reward_app", "robust_dpo_loss", "role_advantages", "rollouts", "router_z_loss", "row_costs", "row_max",
@@ -239,10 +250,12 @@ __all__ = [
     "sequence_logprobs", "sequence_mask", "sequence_ratio", "sequence_weights", "serve_reward", "sft_loss",
     "sglang", "shared_prefix", "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss",
     "staleness_weights", "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs",
-    "swap_completions", "teacher_mix_weights", "tie_loss", "to_arrow", "token_covariance", "token_logprobs",
+    "swap_completions", "taskset_environment", "taskset_rows", "teacher_mix_weights", "textarena_environment",
+    "tie_loss", "to_arrow", "token_covariance", "token_logprobs",
     "token_mask", "tool_environment", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights",
     "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
-    "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vine_advantages", "vllm", "vtrace",
+    "value_loss", "value_metrics", "verifiers_environment", "verifiers_rows", "vespo_loss",
+    "veto_mask", "vine_advantages", "vllm", "vtrace",
     "weighted_scores", "whiten", "within", "without_truncated", "without_unscored", "wpo_weights", "writable",
     "wsd", "xpo_loss", "zero",
 ]

@@ -25,9 +25,7 @@ class ToolEnvironment:
         "Find its tools. TypeError for one without `reset`, ValueError for a method without a documented signature."
         if not callable(getattr(inner, "reset", None)):
             raise TypeError(f"tool_environment: {type(inner).__name__} has no reset(**row)")
-        if on_problem not in ("answer", "end"):
-            raise ValueError(f"tool_environment: on_problem={on_problem!r}; 'answer' or 'end' is wanted")
-        self.inner, self.on_problem = inner, on_problem
+        self.inner, self.on_problem = inner, checked("tool_environment", on_problem)
         self.methods = public_methods(inner)
         self.tools = [schema_of(name, f) for name, f in self.methods.items()]
         for name in ("get_reward", "close"):
@@ -40,8 +38,7 @@ class ToolEnvironment:
     async def step(self, message:dict)->Step:
         "Call what the assistant called."
         calls, problem = message.get("tool_calls", []), message.get("problem")
-        if problem and self.on_problem == "end": return Step(done=True, finish="parse_error")
-        if problem: return Step([dict(role="tool", content=f"error: the call could not be read: {problem}")])
+        if problem: return unreadable("tool", f"the call could not be read: {problem}", self.on_problem)
         return Step([await self.answer(c) for c in calls], done=not calls)
 
     async def answer(self, call:dict)->dict:
@@ -82,6 +79,23 @@ def schema_of(
     except Exception as e:
         raise ValueError(f"tool_environment: {name} cannot be shown to the policy: {e}") from e
 
+def checked(
+    who:str,        # asks
+    on_problem:str,
+)->str:
+    "What to do with what cannot be read. ValueError for neither \"answer\" nor \"end\"."
+    if on_problem in ("answer", "end"): return on_problem
+    raise ValueError(f"{who}: on_problem={on_problem!r}; 'answer' or 'end' is wanted")
+
+def unreadable(
+    role:str,       # that tells the policy
+    why:str,
+    on_problem:str, # "answer" or "end"
+)->Step:
+    "What comes of a turn that cannot be read."
+    if on_problem == "end": return Step(done=True, finish="parse_error")
+    return Step([dict(role=role, content=f"error: {why}")])
+
 def taken_by(
     method:Callable,
     row:dict, # columns
@@ -98,10 +112,11 @@ class GymEnvironment:
     def __init__(self,
         inner:Any, # has `reset` and `step` with Gymnasium's results
         *,
-        action:Callable[[str], Any]=str, # what is made of the assistant's text
+        action:Callable[[str], Any]=str, # of the assistant's text; ValueError where there is none in it
+        on_problem:str="answer",         # to such a text: "answer" says why, "end" ends the episode
     ):
-        "Nothing has begun."
-        self.inner, self.action = inner, action
+        "Nothing has begun. ValueError for another word than these."
+        self.inner, self.action, self.on_problem = inner, action, checked("gym_environment", on_problem)
         if hasattr(inner, "close"): self.close = inner.close
 
     async def reset(self, **row:Any)->str:
@@ -113,7 +128,9 @@ class GymEnvironment:
 
     async def step(self, message:dict)->Step:
         "Act, and observe."
-        made = await called(self.inner.step, self.action(message["content"]))
+        try: action = self.action(message["content"])
+        except ValueError as e: return unreadable("user", f"the action could not be read: {e}", self.on_problem)
+        made = await called(self.inner.step, action)
         if not isinstance(made, tuple) or len(made) != 5:
             raise TypeError(f"gym_environment: step gave a {type(made).__name__}; (observation, reward, terminated, "
                             "truncated, info) is wanted")
@@ -125,7 +142,8 @@ class GymEnvironment:
 def gym_environment(
     factory:Callable[[], Any], # makes a game
     *,
-    action:Callable[[str], Any]=str, # what is made of the assistant's text
+    action:Callable[[str], Any]=str, # of the assistant's text; ValueError where there is none in it
+    on_problem:str="answer",         # to such a text: "answer" says why, "end" ends the episode
 )->Callable[[], GymEnvironment]: # for `rollouts`
     "Environments in the manner of Gymnasium."
-    return lambda: GymEnvironment(factory(), action=action)
+    return lambda: GymEnvironment(factory(), action=action, on_problem=on_problem)

@@ -124,8 +124,8 @@ async def begin(
     renderer:Renderer,
 )->Talk:
     "The conversation with its environment, open for the assistant."
-    tools = getattr(env, "tools", None) or None
     first, row = await called(env.reset, **episode.row), episode.row
+    tools = getattr(env, "tools", None) or None     # which they are may be known only now
     asked = [dict(m) for m in row.get("messages") or [dict(role="user", content=row.get("prompt", ""))]]
     if isinstance(first, str): asked[-1]["content"] += first
     talk = Talk(asked if first is None or isinstance(first, str) else [dict(m) for m in first], tools)
@@ -242,7 +242,7 @@ async def answer_of(
     step = as_step(await called(env.step, deepcopy(talk.messages[-1])))      # what it does to it changes no record
     episode.heard(step)
     if not ends(step): return step
-    if c.reason == "length" and step.finish == "completed":
+    if c.reason == "length" and step.finish in ("completed", "parse_error"):
         episode.finish = table.limits.finish(c, len(talk.strands[-1].ids))
     return None
 
