@@ -98,7 +98,8 @@ def outputs(nb):
         data = out.get("data", {})
         return out["text"] if out.get("name") == "stdout" else data.get("text/markdown", data.get("text/plain", ""))
     def words(cell):
-        said = " ".join("".join(text(out)) for out in cell["outputs"])
+        said = "\n".join("".join(text(out)) for out in cell["outputs"])
+        said = re.sub(r".*\[WARNING\].*", "", said)     # DeepSpeed's, where it is imported first
         return " ".join(re.sub(r"0x[0-9a-f]+|[-+]?(\d[\d.,_]*(e[-+]?\d+)?|\b(nan|inf)\b)", "#", said).split())
     return {i: words(cell) for i, cell in enumerate(nb["cells"]) if cell["cell_type"] == "code"}
 
