@@ -154,7 +154,7 @@ def rollouts(
     max_tokens:int|None=None, # of a turn; None: the rollout's
     max_turns:int|None=None,  # of an episode
     budget:int|None=None,     # tokens that the policy chooses in an episode
-    max_tool_calls:int|None=None,  # of an episode
+    max_tool_calls:int|None=None,  # of an episode; a turn that passes it is not answered, `get_reward` is asked
     deadline:int|float|None=None,  # seconds for all episodes; None: as long as it takes
     renderer:Renderer|None=None,   # None: the tokenizer's chat template, or plain text
 )->Batch: # rows of all episodes that ended, prompt by prompt; those of one episode have one `unit`
