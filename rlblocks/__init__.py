@@ -134,7 +134,7 @@ if TYPE_CHECKING:
     from rlblocks.rollout.tools import Calculator, Documents, PythonTool, Search
     from rlblocks.rollout.hubs import openenv_environment, openenv_tools, reasoning_gym_reward, reasoning_gym_rows, textarena_environment
     from rlblocks.rollout.tasksets import taskset_environment, taskset_rows, verifiers_environment, verifiers_rows
-    from rlblocks.rollout.adapters import gym_environment, tool_environment
+    from rlblocks.rollout.adapters import gym_environment, mixed_environment, tool_environment
     from rlblocks.rollout.endpoint import Endpoint
     from rlblocks.rollout.environments import rollouts
     from rlblocks.rollout.sessions import Session
@@ -182,7 +182,7 @@ _LAZY = dict(
     Calculator="rollout.tools", Documents="rollout.tools", PythonTool="rollout.tools", Search="rollout.tools",
     openenv_environment="rollout.hubs", openenv_tools="rollout.hubs", reasoning_gym_reward="rollout.hubs", reasoning_gym_rows="rollout.hubs", textarena_environment="rollout.hubs",
     taskset_environment="rollout.tasksets", taskset_rows="rollout.tasksets", verifiers_environment="rollout.tasksets", verifiers_rows="rollout.tasksets",
-    tool_environment="rollout.adapters", gym_environment="rollout.adapters",
+    tool_environment="rollout.adapters", gym_environment="rollout.adapters", mixed_environment="rollout.adapters",
     Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="rollout.graders",
     math_reward="rollout.maths", Flight="rollout.flight", Rollout="rollout.rollout", penalties="rollout.controls",
     best_rows="rollout.graders",
@@ -230,7 +230,8 @@ __all__ = [
     "length_adaptive_lam", "length_reward", "linear", "linear_logprobs", "linear_measured", "lite_ppo_advantages",
     "load_rollouts", "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean", "masked_std", "masked_sum",
     "math_reward", "maxrl_advantages", "mean_of", "merge", "micro_batch_count", "minillm_advantages",
-    "mismatch_metrics", "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss", "muon",
+    "mismatch_metrics", "mismatched", "mixed_environment",
+    "mixed_groups", "moe_balance_loss", "multi_head_loss", "muon",
     "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out",
     "naive_ppo_loss", "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss",
     "off_policy_sequence_mask", "on_policy_loss", "openenv_environment",

@@ -14,7 +14,7 @@ from clock import Clock
 from conftest import vllm_python
 from rlblocks import Batch, Endpoint, Policy, Prompts, Rollout, aggregate, rollouts
 from rlblocks.data.renderers import ChatRenderer
-from rlblocks.rollout.adapters import gym_environment, tool_environment
+from rlblocks.rollout.adapters import gym_environment, mixed_environment, tool_environment
 from rlblocks.rollout.episodes import Environment, Step
 from rlblocks.rollout.samplers import vllm
 from test_samplers import WIDE
@@ -410,6 +410,22 @@ def test_a_game_of_five_values(rollout):
     b = rollouts(rollout, gym_environment(Game), asked(rollout.tokenizer, 2))
     assert b.reward.tolist() == [1.5, 1.5] and b.n_turns.tolist() == [3, 3] and set(b.finish_reason) == {"max_turns"}
     assert b.messages[0][0]["content"] == "Say 1.Go!" and gap(b) < 1e-3
+
+
+def test_a_batch_of_several_environments():
+    "Each episode has the tools and the reward of the one that its row names."
+    class Other(Sums):
+        def get_reward(self): return 7.
+    r, seen = small(), []
+    p = asked(r.tokenizer)
+    p["environment"] = ["sums", "talk", "other"]
+    class Renders(ChatRenderer):
+        def render_ids(self, messages, *, tools=None, **how):
+            seen.append(tools and tools[0]["function"]["name"])
+            return super().render_ids(messages, tools=tools, **how)
+    env = mixed_environment(dict(sums=tool_environment(Sums), talk=Talk, other=tool_environment(Other)))
+    b = rollouts(r, env, p, renderer=Renders(r.tokenizer))
+    assert b.reward.tolist() == [0., 2., 7.] and b.n_turns.tolist() == [1, 5, 1] and seen[:3].count("add") == 2
 
 
 def test_a_text_that_is_no_action_costs_a_turn_and_not_the_episode():

@@ -83,10 +83,16 @@ def test_turns_of_v0_are_turns(rollout):
 
 
 def test_a_conversation_that_v0_rewrites_is_several_rows_of_one_unit(rollout):
+    "What the policy has said keeps its ids, also where verifiers gives it back without its thoughts."
     env = loaded(lambda: Compacts(dataset=ASKED, max_turns=4, rubric=vf0.Rubric([turns])))
-    b = played(rollout, env)
-    assert b.n_units == 3 < len(b) and set(b.reward.tolist()) == {40., 41., 42.} and gap(b) < 1e-3
-    for u in b.unit.unique(): assert b.turn[(b.unit == u)[:, None] & b.mask].unique().tolist() == [0, 1, 2, 3]
+    thinks = ChatRenderer(rollout.tokenizer, read=lambda text: Response(text, reasoning_content="Hm."))
+    b = played(rollout, env, group_size=4, renderer=thinks)
+    assert b.n_units == 12 < len(b) and set(b.reward.tolist()) == {40., 41., 42.} and gap(b) < 1e-3
+    for u in b.unit.unique():
+        rows = [i for i, x in enumerate(b.unit.tolist()) if x == u]
+        assert b.turn[rows][b.mask[rows]].unique().tolist() == [0, 1, 2, 3]
+        said, second = b.tokens[rows[0]][b.turn[rows[0]] == 1].tolist(), b.tokens[rows[1]].tolist()
+        assert any(second[i:i + len(said)] == said for i in range(len(second)))
 
 
 def add(a:int, b:int)->int:
