@@ -1252,6 +1252,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'rlblocks/engines/sharded.py'),
                                           'rlblocks.engines.sharded.ShardedModel.turn': ( 'engines/sharded.html#shardedmodel.turn',
                                                                                           'rlblocks/engines/sharded.py'),
+                                          'rlblocks.engines.sharded._cut_as_said': ( 'engines/sharded.html#_cut_as_said',
+                                                                                     'rlblocks/engines/sharded.py'),
                                           'rlblocks.engines.sharded.check_graph': ( 'engines/sharded.html#check_graph',
                                                                                     'rlblocks/engines/sharded.py'),
                                           'rlblocks.engines.sharded.check_groups': ( 'engines/sharded.html#check_groups',
