@@ -19,6 +19,7 @@ import torch
 from conftest import RAY_TOKEN, ROOT
 from forked import on_ranks
 from rlblocks import Batch, Checkpoint, Cluster, Policy, RayPool, Rollout, here, later
+from rlblocks.engines.weights import InProcess, Ticket
 from rlblocks.engines.world import RankLost
 from spmd_loops import Echo, net
 from test_spmd import same
@@ -250,6 +251,47 @@ def test_a_load_that_fails_is_heard_and_can_be_repeated(one, two):
     assert rollout.load(policy.weights()).version == 0
     want = Rollout(net(seed=3), max_tokens=4).generate(prompts(), seed=1)
     assert torch.equal(rollout.generate(prompts(), seed=1).tokens, want.tokens)
+
+
+class Large:
+    "Holds weights that are made bucket by bucket, as a sharded policy's are."
+    def __init__(self, n, megabytes): self.n, self.size = n, megabytes*250_000
+    def weights(self):
+        def made(_): yield from ({f"w{i}": torch.full((self.size,), float(i))} for i in range(self.n))
+        return Ticket(1, InProcess(lambda: 1, made), probe=(1, 2))
+
+
+class Reads:
+    "Reads what comes, slowly."
+    def load(self, ticket, seconds=0., stops=None):
+        said = []
+        for i, bucket in enumerate(ticket.buckets(1)):
+            if i == stops and os.environ["RANK"] == "1": raise OSError("no room here")
+            (name, x), = bucket.items()
+            said.append((name, x.numel(), float(x[-1])))
+            time.sleep(seconds)
+        return said
+    def ignores(self, ticket): return 1
+
+
+def test_two_buckets_are_in_the_store_at_a_time(one, two):
+    """Four hundred megabytes through a store of 150, which has never much more than two buckets of 40; whoever stops
+    reading, or does not begin, holds up nobody. (LAWS 14)"""
+    import ray
+    large, reads = one.place(Large, 10, 40), two.place(Reads)
+    want = [(f"w{i}", 10_000_000, float(i)) for i in range(10)]
+    def free(): return ray.available_resources()["object_store_memory"]/1e6
+    done, least, before = threading.Event(), [], free()
+    def watch():
+        while not done.wait(.1): least.append(free())
+    thread = threading.Thread(target=watch)
+    thread.start()
+    assert reads.load(large.weights(), .1) == want
+    done.set(), thread.join()
+    assert 30 < before - min(least) < 100, least
+    with pytest.raises(OSError, match="no room here"): reads.load(large.weights(), stops=3)
+    assert reads.ignores(large.weights()) == 1
+    assert reads.load(large.weights()) == want
 
 
 def test_the_doctor_asks_every_node(cluster, two, tmp_path):
