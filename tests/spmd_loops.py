@@ -64,12 +64,19 @@ def layers_cut(module, device, *, optimizer=None, **how):
 def prefers(completion_ids, **_): return [float(2 in x) + .1*len(x) if x[0] != 3 else None for x in completion_ids]
 
 
+TIMES = ("start", "asked", "idle", "seconds")
+
+
 def tutorials(pool):
     "What each loop shows, step by step, and the weights it ends with."
     grpo, ppo, dpo = (loop_from(f"{ROOT}/tutorials/{name}.ipynb:{name}") for name in ("grpo", "ppo", "dpo"))
+    one_off = loop_from(f"{ROOT}/tutorials/async.ipynb:async_grpo")
     how = dict(model=net, engine=steadily, steps=3, micro_tokens=64)
     loops = dict(grpo=lambda c: grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=4, group_size=4, minibatches=2,
                                      max_tokens=4, checkpoint=c, **how),
+                 # the next rows are asked for before these are trained on
+                 one_step_off=lambda c: one_off(pool, Prompts(ASKED, Digits()), prefers, prompts=3, group_size=3,
+                                                minibatches=2, max_tokens=4, checkpoint=c, **how),
                  # fewer units than ranks
                  one_prompt=lambda c: grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=1, group_size=3,
                                            minibatches=3, max_tokens=3, checkpoint=c, **how),
@@ -80,7 +87,7 @@ def tutorials(pool):
     out = {}
     for name, loop in loops.items():
         kept = Kept()
-        shown = [{k: float(v) for k, v in row.items()} for row in loop(kept)]
+        shown = [{k: float(v) for k, v in row.items() if k not in TIMES} for row in loop(kept)]
         out[name] = dict(shown=shown, taken=kept.taken, weights=kept.parts["policy"].state_dict()["module"])
     return out
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from threading import RLock
 from typing import Any, cast
 from weakref import finalize
 
@@ -111,7 +112,7 @@ class RayPool:
         "Reserve room, start the processes, have them meet. ValueError or RuntimeError for what cannot be had."
         _check_restarts(restarts, world)
         bundles, self.ranks, self.number, self.dropped = bundles_of(ranks, cpus, gpus, nodes), ranks, 0, deque()
-        cluster = _connected(cluster)
+        cluster, self.lock = _connected(cluster), RLock()
         group, claim = _room(bundles, "STRICT_SPREAD" if nodes else strategy, name, cluster.ready, beside, ranks)
         self.columns, self.together = Columns(), world or ranks == 1    # one object in parts, not one on each rank
         self.crew = Crew(name, cluster, group, claim, world, restarts, timeout, grace)
@@ -128,7 +129,7 @@ class RayPool:
         **kwargs:P.kwargs,   # as for `make`
     )->C: # a handle with the same methods
         "Construct on every rank."
-        return cast(C, _place_on_members(self, make, args, kwargs))
+        with self.lock: return cast(C, _place_on_members(self, make, args, kwargs))
 
     def call(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Any:
         "A method of a placed object, on all ranks."
@@ -136,19 +137,19 @@ class RayPool:
 
     def start(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Underway:
         "Begin a method on all ranks."
-        return _start_on_members(self, placed, name, args, kwargs)
+        with self.lock: return _start_on_members(self, placed, name, args, kwargs)
 
     def read(self, placed:Placed, name:str)->Any:
         "An attribute, as it is on rank 0."
-        return _read(self, placed, name)
+        with self.lock: return _read(self, placed, name)
 
     def write(self, placed:Placed, name:str, value:Any)->None:
         "Set an attribute, on all ranks."
-        _write(self, placed, name, value)
+        with self.lock: _write(self, placed, name, value)
 
     def ship(self, number:int, readers:int|None)->Shipped|Stream:
         "A ticket's weights for so many readers, two buckets at a time; None: all of them, for any number."
-        return _shipped(self, number) if readers is None else _stream(self, number, readers)
+        with self.lock: return _shipped(self, number) if readers is None else _stream(self, number, readers)
 
     def watch(self,
         rows:Iterable, # a loop's dicts
