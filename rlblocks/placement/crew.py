@@ -22,6 +22,7 @@ from .cluster import (
     Claim, Cluster, first, interfaces, log_tail, meet, node_addresses, start_member)
 from .handles import replica_index
 from .member import Answer
+from .shipping import Stream
 from .wire import Reader, nothing_stays
 
 # %% ../../nbs/placement/98d_crew.ipynb #33d7680d
@@ -121,6 +122,7 @@ class RankCall:
     refs:dict[int, Any]  # rank → its answer to come
     again:Callable[[int], Any]|None = None # gives it to one rank once more
     replicas:list[int] = field(default_factory=list) # of each rank
+    streams:list[Stream] = field(default_factory=list) # weights on their way to it
     heard:bool = False   # its answer, or its error
     interrupted:bool = False # while the loop waited for it
 
@@ -200,6 +202,7 @@ def gather(crew:Crew, asked:RankCall)->dict[int, Any]: # rank → what it said; 
     if silent and (lost or bad):
         error.add_note(f"no answer within {crew.grace:g} s more from {those(crew, silent)}; the pool is given up")
     if lost or silent: crew.broken = crew.broken or str(error).splitlines()[0]
+    for stream in asked.streams: stream.end(f"{asked.who} failed")
     raise error
 
 def wait_for(crew:Crew, asked:RankCall)->tuple[dict[int, Answer], dict[int, str]]: # answers; ranks that died, and why

@@ -9,7 +9,9 @@ __all__ = ['WORTH', 'Columns', 'StoredCall', 'RayPool']
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
+from threading import RLock
 from typing import Any, cast
 from weakref import finalize
 
@@ -21,8 +23,8 @@ from ..engines.weights import Ticket, checksum
 from .cluster import Cluster, bundles_of, claim_of, connect, reserve, spots
 from .crew import RankCall, Crew, Underway, check_together, dismiss, gather, hear, muster, report
 from .handles import Handle, Method, Placed, replica_index, speakers
-from .member import InPool, Shipped
-from .place import C, Call, P
+from .shipping import BUCKET_BYTES, InPool, Shipped, Stream, streams_in
+from .place import C, Call, P, like_tuple
 from .wire import LIMIT, Parcel, StoredTensor, parcel_of, raw_bytes
 
 # %% ../../nbs/placement/98e_raypool.ipynb #07edf317
@@ -110,7 +112,7 @@ class RayPool:
         "Reserve room, start the processes, have them meet. ValueError or RuntimeError for what cannot be had."
         _check_restarts(restarts, world)
         bundles, self.ranks, self.number, self.dropped = bundles_of(ranks, cpus, gpus, nodes), ranks, 0, deque()
-        cluster = _connected(cluster)
+        cluster, self.lock = _connected(cluster), RLock()
         group, claim = _room(bundles, "STRICT_SPREAD" if nodes else strategy, name, cluster.ready, beside, ranks)
         self.columns, self.together = Columns(), world or ranks == 1    # one object in parts, not one on each rank
         self.crew = Crew(name, cluster, group, claim, world, restarts, timeout, grace)
@@ -127,7 +129,7 @@ class RayPool:
         **kwargs:P.kwargs,   # as for `make`
     )->C: # a handle with the same methods
         "Construct on every rank."
-        return cast(C, _place_on_members(self, make, args, kwargs))
+        with self.lock: return cast(C, _place_on_members(self, make, args, kwargs))
 
     def call(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Any:
         "A method of a placed object, on all ranks."
@@ -135,19 +137,19 @@ class RayPool:
 
     def start(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Underway:
         "Begin a method on all ranks."
-        return _start_on_members(self, placed, name, args, kwargs)
+        with self.lock: return _start_on_members(self, placed, name, args, kwargs)
 
     def read(self, placed:Placed, name:str)->Any:
         "An attribute, as it is on rank 0."
-        return _read(self, placed, name)
+        with self.lock: return _read(self, placed, name)
 
     def write(self, placed:Placed, name:str, value:Any)->None:
         "Set an attribute, on all ranks."
-        _write(self, placed, name, value)
+        with self.lock: _write(self, placed, name, value)
 
-    def ship(self, number:int)->Shipped:
-        "Weights of a ticket into the store: all ranks gather, the first one puts."
-        return _ship(self, number)
+    def ship(self, number:int, readers:int|None)->Shipped|Stream:
+        "A ticket's weights for so many readers, two buckets at a time; None: all of them, for any number."
+        with self.lock: return _shipped(self, number) if readers is None else _stream(self, number, readers)
 
     def watch(self,
         rows:Iterable, # a loop's dicts
@@ -202,9 +204,24 @@ def _write(pool, placed, name, value):
     wire = parcel_of(value, names=partial(_name_of, pool))
     _ask(pool, who, lambda member: member.write.options(name=who).remote(placed.number, name, wire))
 
-def _ship(pool, number):
+def _shipped(pool, number):
     _next_number(pool, "Ticket.ship")
     return _ask(pool, "Ticket.ship", lambda member: member.ship.remote(number))[0]
+
+def _stream(pool, number, readers):
+    which, name = _next_number(pool, "Ticket.send"), "Ticket.send"
+    window, about = _ask(pool, "Ticket.offer", lambda member: member.offer.remote(number, which, readers))[0]
+    if readers:
+        def begin(member): return member.send.options(name=name).remote(number, which, BUCKET_BYTES)
+        pool.crew.unheard.append(RankCall(name, {rank.number: begin(rank.member) for rank in pool.crew.ranks}))
+    return Stream(window, which, about)
+
+def _addressed(pool, x):
+    "An argument with tickets of other pools as streams to this one; those that may be read again stay as they are."
+    if isinstance(x, tuple): return like_tuple(x, [_addressed(pool, y) for y in x])
+    way = x.transport if isinstance(x, Ticket) else None
+    if not isinstance(way, InPool) or way.pool in (None, pool) or pool.crew.restarts: return x
+    return replace(x, transport=way.pool.ship(way.number, pool.ranks))
 
 def _next_number(pool, who):
     "A number for what this call leaves on the ranks. RuntimeError where they cannot be asked any more."
@@ -246,15 +263,20 @@ def _start_on_members(pool, placed, name, args, kwargs):
     "Cut the arguments, and send each rank its share."
     keep, replicas = _next_number(pool, who := f"{placed.kind.__name__}.{name}"), placed.replicas
     spoken = speakers(replicas)
+    args, kwargs = _addressed(pool, args), {k: _addressed(pool, x) for k, x in kwargs.items()}
     call = StoredCall(pool.columns, args, kwargs, len(spoken), who=who, shares_prompts=placed.shares_prompts)
-    cut = call.rows is not None
+    cut, streams = call.rows is not None, streams_in((args, kwargs))
     spoken = spoken if cut else spoken[:1]
-    wires = [_stored(parcel_of(call.of(k), names=partial(_name_of, pool), limit=LIMIT)) for k in range(len(spoken))]
+    names = partial(_name_of, pool)
+    try: wires = [_stored(parcel_of(call.of(k), names=names, limit=LIMIT)) for k in range(len(spoken))]
+    except BaseException:
+        for stream in streams: stream.end(f"{who} was not begun")
+        raise
     def ask(r):
         method = pool.crew.ranks[r].member.call.options(name=who)
         return method.remote(placed.number, name, wires[replica_index(replicas, r) if cut else 0], r in spoken, keep)
     if name == "load" and pool.crew.restarts: pool.crew.loads[placed.number] = ask
-    asked = RankCall(who, {r: ask(r) for r in range(pool.ranks)}, ask, replicas)
+    asked = RankCall(who, {r: ask(r) for r in range(pool.ranks)}, ask, replicas, streams=streams)
     return Underway(pool.crew, asked, lambda found: _bound(pool, call.joined([found[r] for r in spoken])))
 
 def _stored(wire:Parcel)->Any: # itself, or a reference to it
