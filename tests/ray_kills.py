@@ -14,9 +14,10 @@ from pathlib import Path
 
 from conftest import RAY_TOKEN, ROOT
 
+PATHS = [str(ROOT/"tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]
 ENV = RAY_TOKEN | dict(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1",
                       TOKENIZERS_PARALLELISM="false", RAY_gcs_rpc_server_reconnect_timeout_s="10",
-                      PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}")
+                      PYTHONPATH=os.pathsep.join(PATHS))
 
 
 def options(folder):
@@ -99,18 +100,31 @@ def steps_in(folder):
     return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
 
 
+def own_driver(folder, steps, ray): return [sys.executable, __file__, folder, steps, ray]
+
+
+def the_command(folder, steps, ray):
+    "The same loop on two ranks by `rlblocks run`, which resumes twice."
+    flags = dict(pool="ray", ranks=2, restarts=2, folder=f"{folder}/run", every=2, rows=f"{folder}/rows.jsonl",
+                 steps=steps) | {"ray.grace": 5, "ray.timeout": 120, "ray.name": "train", "cluster.ready": 60,
+                                 "cluster.options": json.dumps(options(ray))}
+    return [sys.executable, "-m", "rlblocks.people.command", "run", "ray_kills:tiny_grpo",
+            *(f"--{k}={x}" for k, x in flags.items())]
+
+
 class Run:
     "Drivers, one after another until the run is done."
-    def __init__(self, folder, steps, log=lambda text: None):
+    def __init__(self, folder, steps, log=lambda text: None, driver=own_driver):
         self.folder, self.steps, self.log, self.seen, self.drivers = Path(folder), steps, log, {}, 0
+        self.command = driver
         self.began, self.killed, self.ended = time.monotonic(), [], []
         self.start()
 
     def start(self):
         self.drivers, self.ray = self.drivers + 1, tempfile.mkdtemp(prefix="ray")
         self.out = open(self.folder/f"driver-{self.drivers}.txt", "w")
-        self.driver = subprocess.Popen([sys.executable, __file__, str(self.folder), str(self.steps), self.ray],
-                                       env=os.environ | ENV, stdout=self.out, stderr=self.out, cwd=ROOT)
+        self.driver = subprocess.Popen(list(map(str, self.command(self.folder, self.steps, self.ray))), cwd=ROOT,
+                                       env=os.environ | ENV, stdout=self.out, stderr=self.out)
 
     def look(self):
         "Whether it is done; a driver that died is followed by another."
@@ -174,11 +188,11 @@ def the_driver(now): return by_age(now)[0]      # all others descend from it
 def by_age(now): return sorted(now.items(), key=lambda x: x[0][1])     # numbers of processes start again at the end
 
 
-def disturbed(folder, steps, kills, log=print, limit=3600., seed=0):
+def disturbed(folder, steps, kills, log=print, limit=3600., seed=0, driver=own_driver):
     """A run with `kills`, pairs (step, chooser): each waits until so many steps have been shown, and a moment more.
 
     Gives the rows, in the order in which they were shown, and the run."""
-    rng, run = random.Random(seed), Run(folder, steps, log)
+    rng, run = random.Random(seed), Run(folder, steps, log, driver)
     waiting, end_at = list(kills), time.monotonic() + limit
     try:
         while not run.look():

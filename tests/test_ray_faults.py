@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 from conftest import ROOT
 from ray_hosts import Hosts, loops, why_not
-from ray_kills import a_rank, anybody, disturbed, the_driver, tiny_grpo, undisturbed
+from ray_kills import a_rank, anybody, disturbed, the_command, the_driver, tiny_grpo, undisturbed
 from rlblocks import here
 from test_spmd import same
 
@@ -34,6 +34,16 @@ def test_a_run_goes_on_when_a_rank_and_when_the_driver_is_killed(tmp_path):
     for row in rows: assert str(row) == str(last[row["step"]])      # NaN is NaN
     want = [{k: float(v) for k, v in row.items()} for row in tiny_grpo(here, steps)]
     same(list(last.values()), want, "killed", 1e-9)
+
+
+@pytest.mark.skipif(find_spec("jsonargparse") is None, reason="needs jsonargparse")
+def test_the_command_makes_a_new_pool_and_resumes(tmp_path):
+    "`rlblocks run --restarts`: one of two ranks is killed; each step is shown once, as undisturbed to the bit."
+    want, _ = disturbed(made(tmp_path/"alone"), 12, [], limit=400, driver=the_command)
+    rows, run = disturbed(made(tmp_path/"killed"), 12, [(3, a_rank)], limit=400, driver=the_command)
+    assert len(run.killed) == 1 and run.drivers == 1 and len(run.warned()[1]) == 1
+    assert [row["step"] for row in rows] == list(range(12))
+    alike(rows, want)
 
 
 @pytest.mark.long
@@ -76,6 +86,7 @@ def test_three_hosts_and_one_that_is_cut_off(tmp_path):
     def of(what): return next(x[what] for x in said if what in x)       # warnings stand between
     assert of("nodes") == [f"10.88.0.{i}" for i in (1, 2, 3)]
     same(of("loops"), loops(here), "three hosts", 1e-10)
+    assert "(node 10.88.0." in of("died") and "out of luck" in of("died"), "its log is on another host"
     rows = [x["row"] for x in said if "row" in x]
     same(rows, [{k: float(v) for k, v in row.items()} for row in loops(here, tmp_path/"alone", 12)], "cut off", 1e-10)
     heard = next(x["at"] for x in said if "a new pool resumes" in x.get("warning", ""))
