@@ -5,17 +5,20 @@
 # %% auto #0
 __all__ = ['PASSED_ON', 'SECRET', 'SHARE', 'Cluster', 'connect', 'check_token', 'bundles_of', 'reserve', 'in_words',
            'free_in_words', 'spots', 'Claim', 'claim_of', 'environment', 'start_member', 'first', 'meet',
-           'interface_of', 'interfaces', 'node_addresses', 'log_tail']
+           'interface_of', 'interfaces', 'task_on', 'node_addresses', 'ask_nodes', 'last_lines', 'log_tail',
+           'remaining']
 
 # %% ../../nbs/placement/98c_cluster.ipynb #c74d7123
 import os
 import stat
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..engines.world import RankLost
 from .member import Member
 
 # %% ../../nbs/placement/98c_cluster.ipynb #30e20da9
@@ -167,13 +170,13 @@ def first(
     what:str,      # they do, for the message
     seconds:float,
 )->list:
-    "What the ranks say while a pool starts. RuntimeError or TimeoutError when one does not."
+    "What the ranks say while a pool starts. RankLost or TimeoutError when one does not."
     import ray
     from ray.exceptions import GetTimeoutError, RayError
     refs = list(refs)
     try: return ray.get(refs, timeout=seconds)
     except GetTimeoutError: raise TimeoutError(f"RayPool: {what}: no answer within {seconds:g} s") from None
-    except RayError as e: raise RuntimeError(f"RayPool: {what} failed: {e}") from e
+    except RayError as e: raise RankLost(f"RayPool: {what} failed: {e}") from e
 
 def meet(
     members:list,
@@ -210,27 +213,77 @@ def interfaces(
     Nothing is asked where there is one node."""
     if len(addresses) < 2: return dict.fromkeys(addresses, "")
     import ray
+    ask = ray.remote(interface_of)
+    asked = [ask.options(**task_on(cluster, node)).remote(a) for node, a in addresses.items()]
+    return dict(zip(addresses, first(asked, "asking nodes for their networks", seconds), strict=True))
+
+def task_on(
+    cluster:Cluster,
+    node:str, # its id
+)->dict[str, Any]:
+    "Ray's options of a task on a node."
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
     given = cluster.runtime_env
     env = environment(0, 1., given.get("env_vars", {}) | cluster.env)
-    how, ask = dict(num_cpus=0, runtime_env=given | dict(env_vars=env)), ray.remote(interface_of)
-    def at(node): return NodeAffinitySchedulingStrategy(node, soft=False)
-    asked = [ask.options(scheduling_strategy=at(node), **how).remote(a) for node, a in addresses.items()]
-    return dict(zip(addresses, first(asked, "asking nodes for their networks", seconds), strict=True))
+    return dict(num_cpus=0, max_retries=0, runtime_env=given | dict(env_vars=env),
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
 
 def node_addresses()->dict[str, str]: # node → address
     "Of the cluster."
     import ray
     return {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
 
-def log_tail(
-    pid:int|None,    # of a rank
-    lines:int=5,
-)->str: # empty where its log is not on this machine
-    "The last lines that a rank wrote to its error log."
+# %% ../../nbs/placement/98c_cluster.ipynb #d182b231
+def ask_nodes(
+    cluster:Cluster,
+    work:Callable,            # a function
+    given:dict[str, tuple],   # node → its arguments there
+    seconds:float,            # that the nodes have to answer
+)->dict[str, Any]: # node → its answer, without those of nodes that gave none
+    "A function's answers on several nodes; on this process's own it is simply called."
+    import ray
+    from ray.exceptions import RayError
+    here, task = ray.get_runtime_context().get_node_id(), ray.remote(work)
+    asked = {node: task.options(**task_on(cluster, node)).remote(*x) for node, x in given.items() if node != here}
+    found = {here: work(*given[here])} if here in given else {}
+    if asked: ray.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)
+    for node, ref in asked.items():
+        with suppress(RayError): found[node] = ray.get(ref, timeout=0)
+    return found
+
+def last_lines(
+    pid:int,    # of a rank on this machine
+    lines:int,
+)->list[str]:
+    "The end of its error log."
     import ray
     node = getattr(ray, "_private").worker._global_node
-    if node is None or pid is None: return ""
-    found = sorted(Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err"))
-    last = found[-1].read_text(errors="replace").strip().splitlines()[-lines:] if found else []
+    found = [] if node is None else sorted(Path(node.get_logs_dir_path()).glob(f"worker-*-{pid}.err"))
+    return found[-1].read_text(errors="replace").strip().splitlines()[-lines:] if found else []
+
+def log_tail(
+    cluster:Cluster,
+    node:str,     # of a rank
+    pid:int|None, # of it
+    lines:int=5,
+)->str: # empty where its node does not answer any more
+    "The last lines that a rank wrote to its error log."
+    if pid is None: return ""
+    last = ask_nodes(cluster, last_lines, {node: (pid, lines)}, 10.).get(node)
     return "\n".join(["", "the last lines of its log:", *(f"  {line}" for line in last)]) if last else ""
+
+def remaining(
+    pids:list[int], # processes of this machine
+    seconds:float,  # that they have to end
+)->list[int]: # those that are still there
+    "Wait until processes are gone."
+    def there(pid):
+        try: os.kill(pid, 0)
+        except ProcessLookupError: return False
+        except PermissionError: pass
+        return True
+    end = time.monotonic() + seconds
+    while (left := [pid for pid in pids if there(pid)]) and time.monotonic() < end: time.sleep(.01)
+    return left
+
+

@@ -104,7 +104,7 @@ class RayPool:
         cluster:Cluster|str|None=None, # which one, with what; its address; None: RAY_ADDRESS, else this machine
         beside:"RayPool|None"=None, # share the devices of this pool, which has as many ranks
         world:bool=True,          # the ranks form a torch.distributed world; False: each is alone, as graders are
-        restarts:int=0,           # ranks that may be made anew when they die; only without a world
+        restarts:int=0,           # ranks that may be made anew, and begin again what they died in; only without a world
         timeout:float=1800.,      # seconds after which a rank that does not answer is an error
         grace:float=20.,          # seconds that others have once a rank has failed
         name:str="pool",          # for messages and Ray's dashboard
@@ -116,7 +116,7 @@ class RayPool:
         group, claim = _room(bundles, "STRICT_SPREAD" if nodes else strategy, name, cluster.ready, beside, ranks)
         self.columns, self.together = Columns(), world or ranks == 1    # one object in parts, not one on each rank
         self.crew = Crew(name, cluster, group, claim, world, restarts, timeout, grace)
-        self.end = finalize(self, dismiss, self.crew.ranks, None if beside else group)
+        self.end = finalize(self, dismiss, self.crew.ranks, None if beside else group, cluster)
         try: muster(self.crew, spots(group, ranks))
         except BaseException:
             self.end()
@@ -161,13 +161,13 @@ class RayPool:
         "What was asked of the ranks: calls, seconds together and of the longest, and MiB at most."
         return report(self.crew)
 
-    def close(self, error:BaseException|None=None):
+    def close(self):
         "End the processes and give their room back."
         self.crew.broken = self.crew.broken or "it is closed"
         self.end()
 
     def __enter__(self): return self
-    def __exit__(self, kind, error, trace): self.close(error)
+    def __exit__(self, *error): self.close()
     def __repr__(self): return f"RayPool({self.ranks} ranks)"
 
 # %% ../../nbs/placement/98e_raypool.ipynb #cdcacecd
