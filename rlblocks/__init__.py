@@ -123,22 +123,22 @@ finally:
     if _collecting: gc.enable()
 
 if TYPE_CHECKING:
-    from rlblocks.rollout.regrade import regrade
-    from rlblocks.rollout.judge import judge_reward, judge_rollout, judge_url, pairwise_reward
-    from rlblocks.rollout.served import reward_app, scorer_reward, serve_reward
-    from rlblocks.rollout.remote import RemoteReward, Retries
-    from rlblocks.rollout.code import code_reward
-    from rlblocks.rollout.sandbox import Sandbox, run_code, sandbox_support
-    from rlblocks.rollout.killable import Caps
-    from rlblocks.rollout.rewards import choice_reward, distinct_reward, exact_reward, format_reward, json_reward, length_reward, overlong_reward
-    from rlblocks.rollout.tools import Calculator, Documents, PythonTool, Search
-    from rlblocks.rollout.hubs import openenv_environment, openenv_tools, reasoning_gym_reward, reasoning_gym_rows, textarena_environment
-    from rlblocks.rollout.tasksets import taskset_environment, taskset_rows, verifiers_environment, verifiers_rows
-    from rlblocks.rollout.adapters import gym_environment, mixed_environment, tool_environment
-    from rlblocks.rollout.endpoint import Endpoint
-    from rlblocks.rollout.environments import rollouts
-    from rlblocks.rollout.sessions import Session
-    from rlblocks.rollout.episodes import Environment, Step
+    from rlblocks.graders.regrade import regrade
+    from rlblocks.graders.judge import judge_reward, judge_rollout, judge_url, pairwise_reward
+    from rlblocks.graders.served import reward_app, scorer_reward, serve_reward
+    from rlblocks.graders.remote import RemoteReward, Retries
+    from rlblocks.graders.code import code_reward
+    from rlblocks.graders.sandbox import Sandbox, run_code, sandbox_support
+    from rlblocks.graders.killable import Caps
+    from rlblocks.graders.rewards import choice_reward, distinct_reward, exact_reward, format_reward, json_reward, length_reward, overlong_reward
+    from rlblocks.environments.tools import Calculator, Documents, PythonTool, Search
+    from rlblocks.environments.hubs import openenv_environment, openenv_tools, reasoning_gym_reward, reasoning_gym_rows, textarena_environment
+    from rlblocks.endpoint.tasksets import taskset_environment, taskset_rows, verifiers_environment, verifiers_rows
+    from rlblocks.environments.adapters import gym_environment, mixed_environment, tool_environment
+    from rlblocks.endpoint.endpoint import Endpoint
+    from rlblocks.environments.environments import rollouts
+    from rlblocks.endpoint.sessions import Session
+    from rlblocks.environments.episodes import Environment, Step
     from rlblocks.checkpoint.checkpoint import Checkpoint
     from rlblocks.checkpoint.saves import writable
     from rlblocks.engines.base import fsdp2, plain, zero
@@ -159,33 +159,33 @@ if TYPE_CHECKING:
     from rlblocks.placement.raypool import RayPool
     from rlblocks.placement.restarts import restarted
     from rlblocks.placement.spmd import SpmdPool
-    from rlblocks.rollout.controls import penalties
+    from rlblocks.samplers.controls import penalties
     from rlblocks.rollout.flight import Flight
-    from rlblocks.rollout.graders import Grader, best_rows
-    from rlblocks.rollout.maths import math_reward
+    from rlblocks.graders.graders import Grader, best_rows
+    from rlblocks.graders.maths import math_reward
     from rlblocks.rollout.rollout import Rollout
-    from rlblocks.rollout.samplers import sglang, vllm
+    from rlblocks.samplers.samplers import sglang, vllm
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(
-    regrade="rollout.regrade",
-    judge_reward="rollout.judge", judge_rollout="rollout.judge", judge_url="rollout.judge", pairwise_reward="rollout.judge",
-    reward_app="rollout.served", scorer_reward="rollout.served", serve_reward="rollout.served",
-    RemoteReward="rollout.remote", Retries="rollout.remote",
-    code_reward="rollout.code",
-    Sandbox="rollout.sandbox", run_code="rollout.sandbox", sandbox_support="rollout.sandbox",
-    Caps="rollout.killable", exact_reward="rollout.rewards", choice_reward="rollout.rewards",
-    format_reward="rollout.rewards", json_reward="rollout.rewards", length_reward="rollout.rewards",
-    distinct_reward="rollout.rewards", overlong_reward="rollout.rewards",
-    Environment="rollout.episodes", Step="rollout.episodes", rollouts="rollout.environments",
-    Endpoint="rollout.endpoint", Session="rollout.sessions",
-    Calculator="rollout.tools", Documents="rollout.tools", PythonTool="rollout.tools", Search="rollout.tools",
-    openenv_environment="rollout.hubs", openenv_tools="rollout.hubs", reasoning_gym_reward="rollout.hubs", reasoning_gym_rows="rollout.hubs", textarena_environment="rollout.hubs",
-    taskset_environment="rollout.tasksets", taskset_rows="rollout.tasksets", verifiers_environment="rollout.tasksets", verifiers_rows="rollout.tasksets",
-    tool_environment="rollout.adapters", gym_environment="rollout.adapters", mixed_environment="rollout.adapters",
-    Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="rollout.graders",
-    math_reward="rollout.maths", Flight="rollout.flight", Rollout="rollout.rollout", penalties="rollout.controls",
-    best_rows="rollout.graders",
+    regrade="graders.regrade",
+    judge_reward="graders.judge", judge_rollout="graders.judge", judge_url="graders.judge", pairwise_reward="graders.judge",
+    reward_app="graders.served", scorer_reward="graders.served", serve_reward="graders.served",
+    RemoteReward="graders.remote", Retries="graders.remote",
+    code_reward="graders.code",
+    Sandbox="graders.sandbox", run_code="graders.sandbox", sandbox_support="graders.sandbox",
+    Caps="graders.killable", exact_reward="graders.rewards", choice_reward="graders.rewards",
+    format_reward="graders.rewards", json_reward="graders.rewards", length_reward="graders.rewards",
+    distinct_reward="graders.rewards", overlong_reward="graders.rewards",
+    Environment="environments.episodes", Step="environments.episodes", rollouts="environments.environments",
+    Endpoint="endpoint.endpoint", Session="endpoint.sessions",
+    Calculator="environments.tools", Documents="environments.tools", PythonTool="environments.tools", Search="environments.tools",
+    openenv_environment="environments.hubs", openenv_tools="environments.hubs", reasoning_gym_reward="environments.hubs", reasoning_gym_rows="environments.hubs", textarena_environment="environments.hubs",
+    taskset_environment="endpoint.tasksets", taskset_rows="endpoint.tasksets", verifiers_environment="endpoint.tasksets", verifiers_rows="endpoint.tasksets",
+    tool_environment="environments.adapters", gym_environment="environments.adapters", mixed_environment="environments.adapters",
+    Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="graders.graders",
+    math_reward="graders.maths", Flight="rollout.flight", Rollout="rollout.rollout", penalties="samplers.controls",
+    best_rows="graders.graders",
     Critic="models.critic", Policy="models.policy", Scorer="models.scorer", scores_after="models.scorer",
     pretrained="models.loading", plain="engines.base", fsdp2="engines.base", zero="engines.base",
     OptimizerSpec="engines.optim", adamw="engines.optim", adamw_8bit="engines.optim", muon="engines.optim",
@@ -195,7 +195,7 @@ _LAZY = dict(
     plan_rollout="placement.budgets", Cluster="placement.cluster", RayPool="placement.raypool",
     Pools="placement.pools", restarted="placement.restarts",
     SpmdPool="placement.spmd", step_seconds="placement.budgets",
-    sglang="rollout.samplers", vllm="rollout.samplers")
+    sglang="samplers.samplers", vllm="samplers.samplers")
 
 __all__ = [
     "Batch", "Buffer", "Calculator", "Caps", "ChatRenderer",

@@ -14,9 +14,9 @@ from clock import Clock
 from conftest import vllm_python
 from rlblocks import Batch, Endpoint, Policy, Prompts, Rollout, aggregate, rollouts
 from rlblocks.data.renderers import ChatRenderer
-from rlblocks.rollout.adapters import gym_environment, mixed_environment, tool_environment
-from rlblocks.rollout.episodes import Environment, Step
-from rlblocks.rollout.samplers import vllm
+from rlblocks.environments.adapters import gym_environment, mixed_environment, tool_environment
+from rlblocks.environments.episodes import Environment, Step
+from rlblocks.samplers.samplers import vllm
 from test_samplers import WIDE
 from tiny import model
 from torch.testing import assert_close
