@@ -59,14 +59,15 @@ def openenv():
         def close(self): Letters.closed.append(id(self))
         @property
         def state(self): return State(step_count=self.n)
-    return Letters, create_fastapi_app(Letters, Say, Heard, max_concurrent_envs=64)
+    # an app belongs to one event loop, so each server has its own
+    return Letters, lambda: create_fastapi_app(Letters, Say, Heard, max_concurrent_envs=64)
 
 
 @pytest.mark.parametrize("sync", [False, True], ids=["async", "sync"])
 def test_openenv_over_a_websocket(rollout, openenv, sync):
     from openenv.core.generic_client import GenericEnvClient
     Letters, app = openenv
-    with served(app) as (url, _):
+    with served(app()) as (url, _):
         def connect():
             client = GenericEnvClient(base_url=url)
             return client.sync() if sync else client
@@ -85,7 +86,7 @@ def test_a_server_of_openenv_that_dies(rollout, openenv):
     from openenv.core.generic_client import GenericEnvClient
     _, app = openenv
     acted = []
-    with served(app) as (url, _), served(app) as (gone, stop):
+    with served(app()) as (url, _), served(app()) as (gone, stop):
         def act(message):
             acted.append(1)
             if len(acted) == 2: stop()
@@ -103,7 +104,7 @@ def test_actions_of_openenv_that_cannot_be_read(rollout, openenv):
     from openenv.core.generic_client import GenericEnvClient
     _, app = openenv
     def number(message): return dict(text=str(int(message["content"])))     # random letters are none
-    with served(app) as (url, _):
+    with served(app()) as (url, _):
         env = openenv_environment(lambda: GenericEnvClient(base_url=url), action=number)
         b = rollouts(rollout, env, asked(rollout.tokenizer, 2), max_turns=2, deadline=300.)
         ends = openenv_environment(lambda: GenericEnvClient(base_url=url), action=number, on_problem="end")
@@ -112,7 +113,7 @@ def test_actions_of_openenv_that_cannot_be_read(rollout, openenv):
     assert e.n_turns.tolist() == [1, 1] and set(e.finish_reason) <= {"parse_error", "max_tokens"}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tools():
     "A real server whose environment has a tool, and pays for its calls."
     from fastmcp import FastMCP
