@@ -110,7 +110,7 @@ try:
     from rlblocks.testing.contracts import check_env, check_grader
     from rlblocks.testing.laws import check_estimator, check_loss
     from rlblocks.signals.trajectories import (
-        gigpo_advantages, hierarchical_advantages, joint_groups, role_advantages, trajectory_returns,
+        by_unit, gigpo_advantages, hierarchical_advantages, joint_groups, role_advantages, trajectory_returns,
         vine_advantages,
     )
     from rlblocks.losses.unpaired import (
@@ -202,7 +202,7 @@ __all__ = [
     "asymre_loss", "at_last_token", "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss",
     "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_rows", "best_worst_pairs",
     "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages", "bradley_terry_loss",
-    "centering_loss", "check_env", "check_estimator", "check_grader", "check_loss", "check_renderer", "chi_reward",
+    "by_unit", "centering_loss", "check_env", "check_estimator", "check_grader", "check_loss", "check_renderer", "chi_reward",
     "chipo_loss", "choice_reward", "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask",
     "clip_metrics", "clip_rewards", "clipped_surrogate", "code_reward", "components_loss", "constant", "cosine",
     "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "delta_apply",
