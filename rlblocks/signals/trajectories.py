@@ -75,7 +75,7 @@ def by_unit(
 )->tuple[Float[Tensor, " U"], Int[Tensor, " U"], Int[Tensor, " B"]]: # (score of each unit, its group, unit of each row)
     """Scores and groups of trajectories, not of rows: one of several rows counts once in the statistics of its group.
 
-    s̄ᵤ = Σᵢ∈ᵤ sᵢ/nᵤ over the scored rows; Âᵢ = Â[u(i)]. Shao et al. 2024 (GRPO), section 4.1.2: outputs are compared."""
+    s̄ᵤ = Σᵢ∈ᵤ sᵢ/nᵤ over the scored rows; Âᵢ = Â[u(i)]. Shao et al. 2024 (GRPO), section 4.1.2, compares outputs."""
     same_shape("B", scores=scores, group=group, unit=unit)
     _checked_ids("by_unit", group=group, unit=unit)
     row_of = numbers_of(unit)
