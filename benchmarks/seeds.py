@@ -25,7 +25,7 @@ TUTORIALS = ROOT/"tutorials"
 RESULTS = ROOT/"benchmarks"/"results"/"seeds_cpu.json"
 CLAIMS = dict(       # tutorial → name → expression in its variables, read after the last cell
     sft=dict(loss_first="curve[0]", loss_last="curve[-1]", right="share"),
-    grpo=dict(first="first", last="last"),
+    grpo=dict(first="first", last="last"), agent_endpoint=dict(first="first", last="last"),
     **{"async": dict(first="first", last="last", stalest="max(r['staleness'] for r in runs[1])",
                      synchronous="mean(runs[0][-5:])", two_ahead="mean(run(2)[-5:])")},
     offline=dict(before="before", after="after"),

@@ -110,7 +110,7 @@ try:
     from rlblocks.testing.contracts import check_env, check_grader
     from rlblocks.testing.laws import check_estimator, check_loss
     from rlblocks.signals.trajectories import (
-        gigpo_advantages, hierarchical_advantages, joint_groups, role_advantages, trajectory_returns,
+        by_unit, gigpo_advantages, hierarchical_advantages, joint_groups, role_advantages, trajectory_returns,
         vine_advantages,
     )
     from rlblocks.losses.unpaired import (
@@ -211,15 +211,15 @@ __all__ = [
     "asymre_loss", "at_last_token", "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss",
     "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_rows", "best_worst_pairs",
     "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages", "bradley_terry_loss",
-    "centering_loss", "check_env", "check_estimator", "check_grader", "check_loss", "check_renderer", "chi_reward",
-    "chipo_loss", "choice_reward", "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask",
-    "clip_metrics", "clip_rewards", "clipped_surrogate", "code_reward", "components_loss", "constant", "cosine",
-    "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "delta_apply",
-    "delta_encode", "dft_loss", "discopop_loss", "discounted_returns", "distill_advantages", "distinct_reward",
-    "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss", "drop_long",
-    "effective_share", "entropy", "entropy_loss", "exact_reward", "exo_loss", "expected_value", "expert_load",
-    "explained_variance", "f_dpo_loss", "finite_logprobs", "fit_row_costs", "format_reward", "forward_kl_loss",
-    "forward_kl_reward", "fresh_mask", "from_arrow", "fsdp2", "full_kl", "gae", "gather_logprobs",
+    "by_unit", "centering_loss", "check_env", "check_estimator", "check_grader", "check_loss", "check_renderer",
+    "chi_reward", "chipo_loss", "choice_reward", "cispo_loss", "classification_value_loss", "clip_cov_loss",
+    "clip_cov_mask", "clip_metrics", "clip_rewards", "clipped_surrogate", "code_reward", "components_loss", "constant",
+    "cosine", "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss",
+    "delta_apply", "delta_encode", "dft_loss", "discopop_loss", "discounted_returns", "distill_advantages",
+    "distinct_reward", "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss",
+    "drop_long", "effective_share", "entropy", "entropy_loss", "exact_reward", "exo_loss", "expected_value",
+    "expert_load", "explained_variance", "f_dpo_loss", "finite_logprobs", "fit_row_costs", "format_reward",
+    "forward_kl_loss", "forward_kl_reward", "fresh_mask", "from_arrow", "fsdp2", "full_kl", "gae", "gather_logprobs",
     "gdpo_advantages", "generative_scores", "geometric_mask", "geometric_mixture", "geometric_weights",
     "gigpo_advantages", "gmpo_loss", "gpg_advantages", "group_advantages", "group_pass_at_k_advantages",
     "grpo_loss", "gspo_loss", "gspo_token_loss", "gym_environment", "here", "hierarchical_advantages",

@@ -494,11 +494,14 @@ async def talk(base_url, api_key, messages):
     return 2.
 
 
-def test_rows_of_an_agent_are_those_of_the_environment_loop(rollout):
-    "Of the same seeds, column by column."
-    p = asked(rollout.tokenizer)
-    with Endpoint(rollout) as at: a = at.run(talk, p, group_size=4, seed=5)
-    b = rollouts(rollout, Talk, p, group_size=4, seed=5)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_rows_of_an_agent_are_those_of_the_environment_loop(rollout, name):
+    "Of the same seeds, column by column; with a template that rewrites history, several rows of one unit."
+    renderer = ChatRenderer(spelling(TEMPLATES[name]))
+    p = asked(renderer.tokenizer)
+    with Endpoint(rollout, renderer=renderer) as at: a = at.run(talk, p, group_size=2, seed=5)
+    b = rollouts(rollout, Talk, p, group_size=2, seed=5, renderer=renderer)
+    assert len(a) == 6 if name != "forgets" else len(a) > 6
     assert set(a.columns) == set(b.columns) and a.per_row == b.per_row and gap(a) < 1e-3
     for name in ("tokens", "lengths", "prompt_lengths", "mask", "turn", "policy_version", "group", "sample", "unit",
                  "temperature", "n_turns", "duplicate", "reward"): assert a[name].equal(b[name]), name

@@ -122,6 +122,7 @@ PLAIN = {  # no block on tensors: why no law is asked of it
     "assert_on_policy": "a guard that waits for the device", "explained_variance": "reads a number from metrics",
     "effective_share": "reads a number from metrics", "probability_correlation": "reads a number from metrics",
     "adaptive_clip": "numbers on the host", "adaptive_kl_coef": "numbers on the host",
+    "by_unit": "one entry a trajectory, in the order of ids",
     "annealed_kl_coef": "numbers on the host", "adaptive_entropy_coef": "numbers on the host",
 }
 LAWLESS = {  # a block, but not one of rows: which law is meaningless

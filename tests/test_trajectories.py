@@ -8,11 +8,12 @@ import torch
 from torch.testing import assert_close
 
 from rlblocks.signals.advantages import gae
-from rlblocks.signals.groups import group_advantages, lite_ppo_advantages
+from rlblocks.signals.groups import (bnpo_advantages, gpg_advantages, group_advantages, leave_one_out,
+                                     lite_ppo_advantages, maxrl_advantages)
 from rlblocks.testing.laws import check_estimator
 from rlblocks.testing.oracles import sample_columns
-from rlblocks.signals.trajectories import (gigpo_advantages, hierarchical_advantages, joint_groups, role_advantages,
-                                           trajectory_returns, vine_advantages)
+from rlblocks.signals.trajectories import (by_unit, gigpo_advantages, hierarchical_advantages, joint_groups,
+                                           role_advantages, trajectory_returns, vine_advantages)
 
 nan, inf = math.nan, math.inf
 
@@ -291,12 +292,48 @@ def test_vine_obeys_every_law():
     assert vine_advantages(c["rewards"][:, :0], rollouts, c["mask"][:, :0], step=c["tokens"][:, :0]).shape == (16, 0)
 
 
+# -- units of several rows
+
+@pytest.mark.parametrize("estimate", [group_advantages, partial(group_advantages, scale=False), leave_one_out,
+                                      lite_ppo_advantages, maxrl_advantages, bnpo_advantages, gpg_advantages])
+def test_a_trajectory_of_several_rows_counts_once(estimate):
+    "Forks change no advantage, neither the trajectory's own nor another's; rows may come in any order."
+    rng = torch.Generator().manual_seed(0)
+    scores, group = torch.rand(24, generator=rng, dtype=torch.float64), torch.arange(24) % 3
+    scores[::7] = nan
+    want = estimate(scores, group)
+    row = torch.arange(24).repeat_interleave(torch.randint(1, 5, (24,), generator=rng))
+    row = row[torch.randperm(len(row), generator=rng)]
+    one, its_group, of = by_unit(scores[row], group[row], (row*977) % 1009)
+    assert_close(estimate(one, its_group)[of], want[row], atol=1e-12, rtol=0)
+    assert not torch.allclose(estimate(scores[row], group[row]), want[row], atol=1e-2)   # as rows they count often
+
+
+@pytest.mark.parametrize("score", [.1, 1e8 + .1])
+def test_equal_trajectories_are_exactly_zero_however_often_they_fork(score):
+    scores, unit = torch.full((60,), score, dtype=torch.float64), torch.arange(60)//7
+    one, group, of = by_unit(scores, torch.zeros_like(unit), unit)
+    assert one.eq(score).all() and not group_advantages(one, group, eps=0.)[of].any()
+
+
+def test_rows_of_a_trajectory_share_their_mean_and_its_gradient():
+    scores = torch.tensor([nan, 3., 1., nan, 0., nan], dtype=torch.float64, requires_grad=True)
+    one, group, of = by_unit(scores, torch.tensor([5, 5, 5, 6, 6, 6]), torch.tensor([9, 9, 9, 4, 7, 7]))
+    assert_close(one, torch.tensor([nan, 0., 2.], dtype=torch.float64), equal_nan=True)
+    assert group.tolist() == [6, 6, 5] and of.tolist() == [2, 2, 2, 0, 1, 1]
+    one[2].backward()
+    assert scores.grad.tolist() == [0, .5, .5, 0, 0, 0]
+
+
 # -- errors
 
 def errors():
     r, m, s, i = torch.zeros(4, 7), torch.ones(4, 7).bool(), torch.zeros(4), torch.arange(4)
     yield (lambda: joint_groups(i, i[1:]), ValueError,
            "joint_groups: one column is [3], the first is [4]; one id per row is wanted in each")
+    yield (lambda: by_unit(s, i, i[1:]), ValueError,
+           "by_unit: unit is [3], scores is [4]; they must be equal, nothing is broadcast")
+    yield lambda: by_unit(s, i, s), TypeError, "by_unit: unit is float32; ids are integers"
     yield (lambda: trajectory_returns(s, i[1:], step=i), ValueError,
            "trajectory_returns: trajectory is [3], rewards is [4]; they must be equal, nothing is broadcast")
     yield lambda: trajectory_returns(s, s,

@@ -57,12 +57,13 @@ def tokenizer(texts, *, vocab_size=300):
     return PreTrainedTokenizerFast(tokenizer_object=t, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 
-def transformer(tok, *, width=64, layers=2, heads=4, seed=0):
-    "A small Llama with random weights for a tokenizer."
+def transformer(tok, *, width=64, layers=2, heads=4, std=0.02, seed=0):
+    "A small Llama with random weights of a standard deviation `std`, for a tokenizer."
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     config = LlamaConfig(vocab_size=len(tok), hidden_size=width, intermediate_size=4*width, num_hidden_layers=layers,
                          num_attention_heads=heads, max_position_embeddings=128, tie_word_embeddings=True,
+                         initializer_range=std,
                          pad_token_id=tok.pad_token_id, bos_token_id=tok.bos_token_id, eos_token_id=tok.eos_token_id)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

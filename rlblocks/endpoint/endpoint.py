@@ -84,7 +84,7 @@ def rows_of_sessions(
 )->Batch:
     "Rows of the sessions that ended well. RuntimeError where none has."
     for s in sessions:
-        if s.episode.error is None and not s.strands: s.episode.error = "it asked nothing"
+        if s.episode.error is None and not s.branches: s.episode.error = "it asked nothing"
     warn_of_lost([s.episode for s in sessions if s.episode.error is not None], len(sessions))
     well = [k for k, s in enumerate(sessions) if s.episode.error is None]
     def rows(i):
@@ -124,7 +124,7 @@ def counted(
     sums:Counter = Counter()
     for s in sessions:
         e = s.episode
-        sums.update(sessions=1, calls=e.turns, rows=len(s.strands), forks=s.forks, respaced=s.respaced,
+        sums.update(sessions=1, calls=e.turns, rows=len(s.branches), forks=s.forks, respaced=s.respaced,
                     unanswered=s.draws - e.turns, later=max(e.turns - 1, 0))
     return sums
 
@@ -217,9 +217,21 @@ def collect(
     "End sessions that were opened by hand, and take their rows."
     done = list(at.desk.sessions.values()) if sessions is None else list(sessions)
     if not done: raise ValueError("Endpoint.collect: no session is open; at.session() opens one")
+    units = [unit_of(s.episode) for s in done]
+    check_distinct(done)
     ended(at, done)
     check_ignored(at.rollout, done)
-    return rows_of_sessions(at.rollout, done, prompts_of(done), range(len(done)), range(len(done)))
+    return rows_of_sessions(at.rollout, done, prompts_of(done), range(len(done)), units)
+
+def check_distinct(
+    sessions:Sequence[Session],
+):
+    "ValueError for two sessions that would be one `unit`."
+    places = Counter((s.episode.group, s.episode.sample) for s in sessions)
+    for (group, sample), n in places.items():
+        if n > 1:
+            raise ValueError(f"Endpoint.collect: {n} sessions are sample {sample} of group {group}; give each a place "
+                             "of its own, at.session(group=…, sample=…), or collect them one by one")
 
 # %% ../../nbs/endpoint/88h_endpoint.ipynb #efea7831
 class Endpoint(Stays):

@@ -117,12 +117,18 @@ async def unless_gone(
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if gone.done(): return None
         if not task.cancelled(): return task.result()
-        if not session.open: raise Refused("this session has ended", status=401, code="session_ended")
+        check_open(session)
         return None
     finally:
         session.tasks.discard(task)
         task.cancel()
         gone.cancel()
+
+def check_open(
+    session:Session,
+):
+    "Refused where it has ended while a call was under way."
+    if not session.open: raise Refused("this session has ended", status=401, code="session_ended")
 
 async def disconnected(
     request:Any,
@@ -151,6 +157,7 @@ class Exchange:
     plan:Plan|None=None    # None: it was answered before
     answer:ChatAnswer|None=None
     completion:Completion|None=None
+    over:asyncio.Event=field(default_factory=asyncio.Event)
 
     async def sample(self,
         request:Any,
@@ -164,17 +171,26 @@ class Exchange:
         self.answer = replace(self.answer, said=len(c.tokens), message=message, reason=reason)
         return True
 
+    def begin(self):
+        "It is under way now."
+        if self.plan is None: return
+        self.session.running[self.body] = self.over = asyncio.Event()
+
     def end(self):
         "It is under way no more."
-        if self.plan is not None: self.session.rooms.pop(self.plan.draw, None)
+        if self.plan is None or self.over.is_set(): return
+        self.over.set()
+        self.session.rooms.pop(self.plan.place, None)
+        if self.session.running.get(self.body) is self.over: del self.session.running[self.body]
 
     def record(self):
         "It is part of the session now. Refused when that has ended."
         if self.plan is None or self.completion is None or self.answer is None: return
-        if not self.session.open: raise Refused("this session has ended", status=401, code="session_ended")
+        check_open(self.session)
         take_over(self.session, self.plan, self.completion, self.answer.message, name=self.answer.name,
                   trained=self.desk.rollout.how.temperature > 0)
         self.session.sent[self.body] = self.answer
+        self.end()
 
 async def exchange_of(
     desk:Desk,
@@ -186,8 +202,18 @@ async def exchange_of(
     body = await body_of(request)
     call, digest = form.read(parsed(body), desk.ignore), hashlib.sha256(body).hexdigest()
     made = Exchange(desk, form, session, call, digest)
-    if request.headers.get("x-stainless-retry-count", "0") != "0": made.answer = session.sent.get(digest)
-    if made.answer is None:
-        made.plan = plan_for(desk, session, call)
-        made.answer = ChatAnswer(f"{session.number}_{made.plan.draw}", call.model, int(time.time()), len(made.plan.ids))
+    if request.headers.get("x-stainless-retry-count", "0") != "0": made.answer = await answered(session, digest)
+    if made.answer is not None: return made
+    check_open(session)
+    made.plan = plan = plan_for(desk, session, call)
+    made.answer = ChatAnswer(f"{session.number}_{plan.place}", call.model, int(time.time()), len(plan.ids))
+    made.begin()
     return made
+
+async def answered(
+    session:Session,
+    body:str, # digest of a call that is tried again
+)->ChatAnswer|None: # None: nothing was recorded, because the client had gone
+    "What the earlier attempt was answered, once it has ended: one call is sampled and recorded once."
+    while body in session.running: await session.running[body].wait()
+    return session.sent.get(body)

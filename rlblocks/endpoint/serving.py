@@ -31,6 +31,7 @@ async def respond(
     from starlette.responses import JSONResponse, Response, StreamingResponse
     try: exchange = await exchange_of(desk, form, request)
     except Refused as e: return refusal(form.error(e), e.status)
+    if task := asyncio.current_task(): task.add_done_callback(lambda _: exchange.end())   # however the request ends
     headers = {"x-ignored-parameters": ", ".join(exchange.call.ignored)} if exchange.call.ignored else {}
     if exchange.call.stream:
         return StreamingResponse(events(exchange, request), media_type="text/event-stream", headers=headers)
@@ -146,20 +147,25 @@ class Served:
                                                     backlog=2048, timeout_graceful_shutdown=2, server_header=False))
         self.server.config.load()
         self.loop:asyncio.AbstractEventLoop|None = None
+        self.error:BaseException|None = None
         self.thread = threading.Thread(target=self.run, name="rlblocks-endpoint", daemon=True)
         self.thread.start()
         end = time.monotonic() + 30
         while not self.server.started and self.thread.is_alive() and time.monotonic() < end: time.sleep(.005)
         if not self.server.started:
             self.close()
-            raise RuntimeError(f"Endpoint: the server on port {self.port} did not start in 30 s")
+            why = f"{type(self.error).__name__}: {self.error}" if self.error else "it did not answer in 30 s"
+            raise RuntimeError(f"Endpoint: the server on port {self.port} has not started: {why}") from self.error
 
     def run(self):
         "Until it is closed."
-        async def serve():
-            self.loop = asyncio.get_running_loop()
-            await self.server.serve(sockets=[self.socket])
-        asyncio.run(serve())
+        try: asyncio.run(self.serve())
+        except BaseException as e: self.error = e      # uvicorn ends its thread with SystemExit
+
+    async def serve(self):
+        "Answer in this thread's event loop."
+        self.loop = asyncio.get_running_loop()
+        await self.server.serve(sockets=[self.socket])
 
     def call(self,
         fn:Callable,
@@ -168,7 +174,10 @@ class Served:
         "What a function gives in the server's thread."
         async def made(): return fn(*args)
         if self.loop is None or not self.thread.is_alive(): return fn(*args)
-        return asyncio.run_coroutine_threadsafe(made(), self.loop).result(timeout=60)
+        try: return asyncio.run_coroutine_threadsafe(made(), self.loop).result(timeout=60)
+        except TimeoutError as e:
+            raise RuntimeError(f"Endpoint: the server on port {self.port} was busy for 60 s and did not run "
+                               f"{getattr(fn, '__name__', fn)}; an agent that blocks its event loop does that") from e
 
     def close(self):
         "End the server and its thread."

@@ -10,11 +10,12 @@ import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from ..data.renderers import Renderer, message_of, next_ids, rewritten
 from .calls import ChatAnswer, ChatCall, Refused
-from ..environments.conversations import Strand, Talk
+from ..environments.conversations import Branch, Talk
 from ..environments.episodes import Episode
 from ..samplers.samplers import Completion, turn_seed
 from ..rollout.turns import Limits, given, spoken
@@ -25,7 +26,7 @@ class Point:
     "A conversation up to an answer, and its ids in a row."
     messages:list[dict]
     tools:list|None
-    strand:Strand
+    branch:Branch
     asked:int       # ids of the row before the answer
     end:int         # ids with it
 
@@ -36,7 +37,8 @@ class Plan:
     tools:list|None
     ids:list[int]     # that the policy answers to
     room:int          # for its answer
-    draw:int          # its place among the calls of the session
+    draw:int          # how many calls came before it
+    place:int         # its turn in the session: the first that no recorded or running call has
     seed:int
     point:Point|None=None # that it continues; None: it begins a row
     new:list[int] = field(default_factory=list) # what comes behind the point
@@ -89,7 +91,9 @@ class Session:
         self.sent:dict[str, ChatAnswer] = {}   # by the body that it answered
         self.tasks:set[asyncio.Task] = set()   # calls under way
         self.ignored:dict[str, Any] = {}       # parameters that came and have no effect
-        self.rooms:dict[int, int] = {}         # tokens that calls under way may still have, by their draws
+        self.rooms:dict[int, int] = {}         # tokens that calls under way may still have, by their places
+        self.placed:set[int] = set()           # places of the calls that were answered
+        self.running:dict[str, asyncio.Event] = {} # set when a call ends, by its body
         self.draws = self.refused_at = 0       # calls; how many there were when one was refused
         self.refused:Refused|None = None       # for going too far
         self.result:Any = None                 # of the agent; the column `result`
@@ -110,12 +114,12 @@ class Session:
         return self.points[-1].messages if self.points else []
 
     @property
-    def strands(self)->list[Strand]:
+    def branches(self)->list[Branch]:
         "Its rows."
-        return self.talk.strands
+        return self.talk.branches
 
     def __repr__(self):
-        return f"Session({self.number}: {self.episode.turns} calls, {len(self.strands)} rows)"
+        return f"Session({self.number}: {self.episode.turns} calls, {len(self.branches)} rows)"
 
 # %% ../../nbs/endpoint/88e_sessions.ipynb #7f2b910b
 def planned(
@@ -130,15 +134,17 @@ def planned(
     "The ids that a call comes to. Refused when it cannot be answered."
     messages = asked_messages(session, call)
     point, new = continued_point(session, messages, call.tools, renderer, strip)
-    if point is not None: ids = point.strand.ids[:point.end] + new
+    if point is not None: ids = point.branch.ids[:point.end] + new
     else: ids = list(rewritten(renderer, *kept_words(session, messages, strip), tools=call.tools))
     check_prompt(ids, vocabulary)
     room = room_for(session, ids, call.max_tokens, max_tokens)
     e = session.episode
     if point is not None: messages = [*point.messages, *messages[len(point.messages):]]
     draw, session.draws = session.draws, session.draws + 1
-    session.rooms[draw] = room
-    return Plan(messages, call.tools, ids, room, draw, turn_seed(session.seed, e.group, e.sample, draw), point, new)
+    place = next(k for k in count() if k not in session.rooms and k not in session.placed)
+    session.rooms[place] = room
+    seed = turn_seed(session.seed, e.group, e.sample, place)
+    return Plan(messages, call.tools, ids, room, draw, place, seed, point, new)
 
 def asked_messages(
     session:Session,
@@ -169,8 +175,8 @@ def continued_point(
 )->tuple[Point|None, list[int]]: # the point, and the ids behind it; None, []: a row begins
     "Which point a conversation continues."
     known = [p for p in session.points if p.tools == tools and continues(messages, p.messages, strip)]
-    for p in sorted(known, key=lambda p: (len(p.messages), p.end == len(p.strand.ids)), reverse=True):
-        ids = p.strand.ids[:p.end]
+    for p in sorted(known, key=lambda p: (len(p.messages), p.end == len(p.branch.ids)), reverse=True):
+        ids = p.branch.ids[:p.end]
         new = next_ids(renderer, p.messages, ids[:p.asked], ids[p.asked:], messages[len(p.messages):], tools=tools)
         if new is not None: return p, new
     return None, []
@@ -184,7 +190,7 @@ def kept_words(
     made, said = list(messages), {}
     for i, m in enumerate(messages):
         p = next((p for p in reversed(session.points) if same_message(p.messages[-1], m, strip)), None)
-        if p is not None: made[i], said[i] = p.messages[-1], p.strand.ids[p.asked:p.end]
+        if p is not None: made[i], said[i] = p.messages[-1], p.branch.ids[p.asked:p.end]
     return made, said
 
 # %% ../../nbs/endpoint/88e_sessions.ipynb #2c15651f
@@ -225,7 +231,7 @@ def message_said(
 )->dict:
     "An answer as a message of the assistant, whose calls have ids of their own."
     message = message_of(renderer.parse_response(c.tokens.tolist()))
-    for i, call in enumerate(message.get("tool_calls", ())): call["id"] = f"call_{session.number}_{plan.draw}_{i}"
+    for i, call in enumerate(message.get("tool_calls", ())): call["id"] = f"call_{session.number}_{plan.place}_{i}"
     return message
 
 def take_over(
@@ -238,29 +244,30 @@ def take_over(
     trained:bool,  # False in greedy rows
 ):
     "Put an answer where it belongs."
-    e, strand = session.episode, strand_of(session, plan)
-    strand.add(spoken(c, e.turns, trained))
-    strand.messages = [*plan.messages, message]
-    session.answers[name] = Point(strand.messages, plan.tools, strand, len(plan.ids), len(strand.ids))
+    e, branch = session.episode, branch_of(session, plan)
+    branch.add(spoken(c, e.turns, trained))
+    branch.messages = [*plan.messages, message]
+    session.answers[name] = Point(branch.messages, plan.tools, branch, len(plan.ids), len(branch.ids))
     session.points.append(session.answers[name])
+    session.placed.add(plan.place)
     e.turns, e.tokens, e.calls = e.turns + 1, e.tokens + len(c.tokens), e.calls + len(message.get("tool_calls", ()))
     if plan.draw >= session.refused_at:        # it went on
-        e.finish, session.refused = session.limits.finish(c, len(strand.ids)), None
+        e.finish, session.refused = session.limits.finish(c, len(branch.ids)), None
 
-def strand_of(
+def branch_of(
     session:Session,
     plan:Plan,
-)->Strand: # which ends with what the policy answers to
+)->Branch: # which ends with what the policy answers to
     "The row that an answer belongs to."
-    p, strands = plan.point, session.strands
-    if p is not None and len(p.strand.ids) == p.end:
-        if plan.new: p.strand.add(given(plan.new))
-        return p.strand
-    if strands:
+    p, branches = plan.point, session.branches
+    if p is not None and len(p.branch.ids) == p.end:
+        if plan.new: p.branch.add(given(plan.new))
+        return p.branch
+    if branches:
         session.forks += 1
         session.respaced += p is None and respaced(session, plan.messages)
-    strands.append(Strand(list(plan.ids), ids=list(plan.ids)))
-    return strands[-1]
+    branches.append(Branch(list(plan.ids), ids=list(plan.ids)))
+    return branches[-1]
 
 def respaced(
     session:Session,

@@ -15,7 +15,7 @@ from ..rollout.turns import Span, given, spoken
 
 # %% ../../nbs/environments/87_conversations.ipynb #8afc2d3b
 @dataclass(eq=False)
-class Strand:
+class Branch:
     "A row of an episode."
     start:list[int]                                     # ids that it begins with
     spans:list[Span] = field(default_factory=list)      # what follows
@@ -35,7 +35,7 @@ class Talk:
     "A conversation: messages, and the rows that they are in."
     messages:list[dict]
     tools:list|None = None
-    strands:list[Strand] = field(default_factory=list)
+    branches:list[Branch] = field(default_factory=list)
     said:dict[int, list[int]] = field(default_factory=dict)   # ids of the assistant, by the place of its message
     next:list[int] = field(default_factory=list)              # ids that the next turn answers to
     anew:bool = False                                         # whether they are a row, else they come behind the last
@@ -44,25 +44,25 @@ class Talk:
         ids:Sequence[int], # of the messages, open for the assistant
     ):
         "The first row."
-        self.strands.append(Strand(list(ids), ids=list(ids)))
+        self.branches.append(Branch(list(ids), ids=list(ids)))
 
     def row(self)->list[int]:
         "What the policy answers to."
-        return self.next if self.anew else self.strands[-1].ids + self.next
+        return self.next if self.anew else self.branches[-1].ids + self.next
 
-    def hear(self,
+    def observe(self,
         new:Sequence[Mapping], # messages of others
         renderer:Renderer,
     ):
         "Put messages behind what was said; into another row where the template rewrites that."
-        strand, last = self.strands[-1], self.said[len(self.messages) - 1]
-        asked = strand.ids[:len(strand.ids) - len(last)]
+        branch, last = self.branches[-1], self.said[len(self.messages) - 1]
+        asked = branch.ids[:len(branch.ids) - len(last)]
         ids = next_ids(renderer, self.messages, asked, last, new, tools=self.tools)
         self.messages += map(dict, new)
         self.next, self.anew = ids or [], ids is None
         if ids is None: self.next = rewritten(renderer, self.messages, self.said, tools=self.tools)
 
-    def become(self,
+    def rewrite(self,
         history:Sequence[Mapping], # messages, the last one not of the assistant
         renderer:Renderer,
     ):
@@ -74,7 +74,7 @@ class Talk:
         self.messages, self.said = [dict(m) for m in history], said
         self.next, self.anew = rewritten(renderer, self.messages, said, tools=self.tools), True
 
-    def speak(self,
+    def answer(self,
         c:Completion,
         turn:int,     # of the episode
         trained:bool, # False in greedy rows
@@ -82,12 +82,12 @@ class Talk:
     ):
         "Take over what the policy said, and what it answered to."
         if self.anew: self.begin(self.next)
-        elif self.next: self.strands[-1].add(given(self.next))
+        elif self.next: self.branches[-1].add(given(self.next))
         self.next, self.anew, said = [], False, c.tokens.tolist()
-        self.strands[-1].add(spoken(c, turn, trained))
+        self.branches[-1].add(spoken(c, turn, trained))
         self.said[len(self.messages)] = said
         self.messages.append(message_of(renderer.parse_response(said)))
-        self.strands[-1].messages = list(self.messages)
+        self.branches[-1].messages = list(self.messages)
 
 def opened(
     talk:Talk,

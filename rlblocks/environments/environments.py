@@ -20,15 +20,15 @@ from torch import Tensor
 from ..data.batch import Batch
 from ..data.columns import pad, whole_number
 from ..data.renderers import Renderer, renderer_of
-from .conversations import Strand
-from .episodes import Episode, Pump, Step, Table, called, play
+from .conversations import Branch
+from .episodes import Episode, Scheduler, Step, Table, called, play
 from ..rollout.rollout import Rollout
 from ..rollout.rows import check_prompts, duplicates
 from ..samplers.samplers import check_ready
 from ..rollout.turns import Limits, behind, by_token, texts_of_turns
 
 # %% ../../nbs/environments/87b_environments.ipynb #8dd5593d
-async def lived(
+async def run_episode(
     episode:Episode,
     env:Callable, # makes the environment
     table:Table,
@@ -38,7 +38,7 @@ async def lived(
     try:
         made = await called(env)
         await play(episode, made, table)
-        if own := getattr(made, "get_reward", None): episode.heard(Step([{}], reward=await called(own)))
+        if own := getattr(made, "get_reward", None): episode.observe(Step([{}], reward=await called(own)))
     except asyncio.CancelledError:
         episode.error = episode.error or "it was cancelled"
         raise
@@ -57,8 +57,8 @@ async def all_of(
     table:Table,
 ):
     "Run them; stop what is late, and everything when this is cancelled."
-    pumping = asyncio.ensure_future(table.pump.run())
-    tasks = {asyncio.ensure_future(lived(e, env, table)): e for e in episodes}
+    scheduling = asyncio.ensure_future(table.scheduler.run())
+    tasks = {asyncio.ensure_future(run_episode(e, env, table)): e for e in episodes}
     late = set(tasks)
     try: _, late = await asyncio.wait(tasks, timeout=None if seconds == math.inf else seconds)
     finally:
@@ -66,7 +66,7 @@ async def all_of(
             tasks[task].error = f"it had not ended after {seconds:g} s"
             task.cancel()
         if late: await asyncio.wait(late, timeout=6.)
-        pumping.cancel()
+        scheduling.cancel()
 
 def in_thread(
     made:Callable, # makes a coroutine
@@ -109,8 +109,8 @@ def rows_of_episodes(
     prompt:Batch,           # one row
     units:list[int],        # of each
 )->Batch:
-    "A row for each strand of each episode."
-    every = [(e, t, u) for e, u in zip(episodes, units, strict=True) for t in strands_of(e)]
+    "A row for each branch of each episode."
+    every = [(e, t, u) for e, u in zip(episodes, units, strict=True) for t in branches_of(e)]
     tokens, lengths = pad([t.start for _, t, _ in every])
     none, n, of = torch.zeros_like(tokens), len(every), [e for e, *_ in every]
     own = ("tokens", "lengths", "mask", "group")
@@ -136,10 +136,10 @@ def unit_of(episode:Episode)->int:
     "An id that no other episode of the run has, wherever and in whichever call it is played: groups are unique."
     return episode.group*2**20 + episode.sample
 
-def strands_of(episode:Episode)->list[Strand]:
+def branches_of(episode:Episode)->list[Branch]:
     "Its rows: of the conversation with the environment, and those on the side in which something was said."
     first, *aside = episode.talks
-    return [*first.strands, *(t for talk in aside for t in talk.strands if t.spans)]
+    return [*first.branches, *(t for talk in aside for t in talk.branches if t.spans)]
 
 def rewards_of(episodes:list[Episode])->Tensor: # `[B]`; NaN where the environment gave none
     "Rewards of the environments."
@@ -198,10 +198,11 @@ def play_all(
     if prompts.filler: return [(None, [])]*len(prompts)
     n = rollout.max_tokens if max_tokens is None else max_tokens
     limits = Limits(whole_number("rollouts", "max_tokens", n), max_turns, budget, rollout.sampler.window)
-    episodes, pump = episodes_of(prompts, group_size), Pump(rollout)
-    table, seconds = Table(pump, renderer, limits, max_tool_calls, seed), math.inf if deadline is None else deadline
+    episodes, scheduler = episodes_of(prompts, group_size), Scheduler(rollout)
+    table = Table(scheduler, renderer, limits, max_tool_calls, seed)
+    seconds = math.inf if deadline is None else deadline
     try: in_thread(lambda: all_of(episodes, seconds, env, table), seconds + 10)
-    finally: pump.end()
+    finally: scheduler.end()
     for e in episodes:
         if not e.done: e.error = e.error or f"it had not ended after {seconds:g} s; an async method of it, or of "\
                                             "another, does not give way to the others"

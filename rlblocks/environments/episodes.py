@@ -105,7 +105,7 @@ class Episode:
     error:str|None = None # of the environment
     done:bool = False     # whether its environment is closed
 
-    def heard(self,
+    def observe(self,
         step:Step, # of the environment
     ):
         "Take over its reward, and why it is done."
@@ -134,7 +134,7 @@ async def begin(
     return talk
 
 # %% ../../nbs/environments/87a_episodes.ipynb #489b58de
-class Pump:
+class Scheduler:
     "Turns of episodes, for one engine."
 
     def __init__(self,
@@ -193,7 +193,7 @@ class Pump:
 @dataclass(frozen=True)
 class Table:
     "What all episodes share."
-    pump:Pump
+    scheduler:Scheduler
     renderer:Renderer
     limits:Limits
     max_tool_calls:int|None
@@ -209,9 +209,9 @@ class Table:
         if over is not None: episode.finish = over; return None
         turn, episode.turns = episode.turns, episode.turns + 1
         seed = turn_seed(self.seed, episode.group, episode.sample, turn)
-        c = await self.pump.turn(ids, seed, self.limits.room(episode.tokens, len(ids)))
+        c = await self.scheduler.turn(ids, seed, self.limits.room(episode.tokens, len(ids)))
         episode.tokens += len(c.tokens)
-        talk.speak(c, turn, self.pump.rollout.how.temperature > 0, self.renderer)
+        talk.answer(c, turn, self.scheduler.rollout.how.temperature > 0, self.renderer)
         return c
 
 # %% ../../nbs/environments/87a_episodes.ipynb #f7667a36
@@ -226,8 +226,8 @@ async def play(
     while (c := await table.turn(episode, talk)) is not None:
         step = await answer_of(episode, env, c, table)
         if step is None: return
-        if step.history is not None: talk.become([*step.history, *step.messages], table.renderer)
-        else: talk.hear(step.messages, table.renderer)
+        if step.history is not None: talk.rewrite([*step.history, *step.messages], table.renderer)
+        else: talk.observe(step.messages, table.renderer)
 
 async def answer_of(
     episode:Episode,
@@ -240,10 +240,10 @@ async def answer_of(
     episode.calls += len(talk.messages[-1].get("tool_calls", ()))
     if most is not None and episode.calls > most: episode.finish = "max_tool_calls"; return None
     step = as_step(await called(env.step, deepcopy(talk.messages[-1])))      # what it does to it changes no record
-    episode.heard(step)
+    episode.observe(step)
     if not ends(step): return step
     if c.reason == "length" and step.finish in ("completed", "parse_error"):
-        episode.finish = table.limits.finish(c, len(talk.strands[-1].ids))
+        episode.finish = table.limits.finish(c, len(talk.branches[-1].ids))
     return None
 
 # %% ../../nbs/environments/87a_episodes.ipynb #f5f7b464
@@ -256,7 +256,7 @@ async def asked_aside(
 )->dict: # the assistant's message
     "What the policy says on the side; its tokens are trained too. RuntimeError where the episode may go no further."
     messages = [dict(m) for m in messages]
-    if talk := aside(episode, messages): talk.hear(messages[len(talk.messages):], table.renderer)
+    if talk := aside(episode, messages): talk.observe(messages[len(talk.messages):], table.renderer)
     else:
         talk = Talk(messages, tools)
         talk.begin(opened(talk, table.renderer))

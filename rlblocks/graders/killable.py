@@ -69,7 +69,7 @@ def each(
     try:
         for k in range(min(caps.workers, n)): begin_share(shares, call, list(range(k, n, caps.workers)), caps)
         while shares and time.monotonic() < end:
-            hear(shares, found, failures)
+            collect(shares, found, failures)
             for share in [s for s in shares if not s.left or ended(s, caps, failures)]:
                 shares.remove(share)
                 kill(share)
@@ -179,7 +179,7 @@ def outcome(call, i)->str:
 # %% ../../nbs/graders/86_killable.ipynb #a8ef572a
 LINE = 1 << 24      # bytes of the longest
 
-def hear(shares, found, failures):
+def collect(shares, found, failures):
     "Take what the processes have said; of one that died, on which item."
     by = {fd: s for s in shares for fd in (s.pipe, s.gone) if fd >= 0}
     ready = select.select(list(by), [], [], .05)[0]
