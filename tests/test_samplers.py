@@ -1,5 +1,6 @@
 "What every engine behind `Rollout` keeps: one suite, run on each engine that is there."
 import re
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -375,8 +376,15 @@ def test_only_the_engines_program_imports_vllm():
 
 
 def test_a_program_that_does_not_answer_is_an_error_with_its_log():
-    with pytest.raises(RuntimeError, match=r"did not start. Its log ends:[\s\S]*No module named 'rlblocks.nothing'"):
-        Child("rlblocks.nothing", "run", timeout=60.)
+    named = r"ended, exit code 1. Its log ends:[\s\S]*No module named 'rlblocks.nothing'"
+    with pytest.raises(RuntimeError, match=named): Child("rlblocks.nothing", "run", timeout=60.)
+
+
+def test_a_program_that_does_not_call_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(TimeoutError, match="did not call within 0.05 s. Its log ends:") as error:
+        Child("rlblocks.rollout.child", "serve_trainer", timeout=.05)      # it takes longer to import torch
+    assert error.value and not list(tmp_path.iterdir())
 
 
 def test_the_programs_environment_has_none_of_torchruns_variables():

@@ -14,8 +14,9 @@ from itertools import count
 
 import torch
 
+from .lines import Line
 from .rollout import Rollout
-from .samplers import Completion, Line, Request, check_ready
+from .samplers import Completion, Request, check_ready
 
 # %% ../../nbs/rollout/87j_asking.ipynb #a1ae7ca8
 class Asker:

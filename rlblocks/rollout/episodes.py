@@ -20,9 +20,10 @@ import torch
 
 from ..data.renderers import Renderer
 from .conversations import Talk, opened
+from .lines import Line
 from .rollout import Rollout
 from .rows import Finish
-from .samplers import Completion, Line, Request, turn_seed
+from .samplers import Completion, Request, turn_seed
 from .turns import Limits
 
 # %% ../../nbs/rollout/87b_episodes.ipynb #3af074a7

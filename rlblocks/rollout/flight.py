@@ -16,8 +16,9 @@ import torch
 
 from ..data.batch import Batch
 from ..data.columns import seed_of
+from .lines import Line
 from .rollout import Rollout, requests_of, rows_of
-from .samplers import Completion, Line, Request
+from .samplers import Completion, Request
 
 # %% ../../nbs/rollout/87a_flight.ipynb #3f7af5c7
 def rest_of(

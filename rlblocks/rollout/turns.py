@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ..data.batch import Batch
 from ..data.columns import widen
+from .lines import Line
 from .rows import ENDS, Finish, duplicates
-from .samplers import Completion, Line, Request, Sampler, Sampling, turn_seed
+from .samplers import Completion, Request, Sampler, Sampling, turn_seed
 
 # %% ../../nbs/rollout/86d_turns.ipynb #89280b25
 Span = dict[str, Tensor]       # per-token columns, `[n, …]`

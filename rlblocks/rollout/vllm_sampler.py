@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NOTHING', 'ending', 'alive', 'Vllm', 'sent', 'answer', 'to_samples', 'send_samples', 'send_tokenizer', 'send_words',
            'ended', 'aborted', 'transformers_model', 'engine_twin', 'in_folder', 'own_ticket', 'computes_in',
-           'engine_arguments', 'start_child', 'to_completion']
+           'engine_arguments', 'start_child', 'started_child', 'to_completion']
 
 # %% ../../nbs/rollout/86_vllm_sampler.ipynb #1dd95c2a
 from collections.abc import Iterable, Iterator, Sequence
@@ -304,20 +304,34 @@ _QUIET = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_
 def start_child(
     sampler:Vllm,
 )->Child:
-    "A process with an engine that has sampled one token."
-    child = Child("rlblocks.rollout.child", "serve_trainer", python=interpreter(sampler.spec.python),
-                  timeout=sampler.spec.timeout, more=_QUIET)
-    folder = sampler.source or child.folder.name
-    if sampler.source is None: sampler.module.config.save_pretrained(folder)
+    "A process with an engine that has sampled one token. An error says that it was the start."
+    try: return started_child(sampler)
+    except TimeoutError as e:
+        raise TimeoutError(f"Rollout: engine='vllm' did not start within {sampler.spec.start:g} s; for a large model, "
+                           f"or on a busy machine, allow more, engine=vllm(start=…). {e}") from None
+    except RuntimeError as e:
+        if "No module named 'vllm'" in str(e): raise ImportError(_ABSENT) from None
+        raise RuntimeError(f"Rollout: engine='vllm' did not start: {e}") from None
+
+def started_child(
+    sampler:Vllm,
+)->Child:
+    "The same, with the error of the process."
+    spec = sampler.spec
+    child = Child("rlblocks.rollout.child", "serve_trainer", python=interpreter(spec.python), timeout=spec.start,
+                  more=_QUIET)
     path, size = sampler.transfer.share(child.folder.name)
     try:
+        folder = sampler.source or child.folder.name
+        if sampler.source is None: sampler.module.config.save_pretrained(folder)
         child.send("start", engine_arguments(sampler, folder), str(path), size)
         child.answer("ready")
-    except RuntimeError as e:
-        log = tail(child.log)
+        child.allow(spec.timeout)
+    except BaseException as e:
+        if type(e) is RuntimeError and "Its log ends" not in str(e):
+            e = RuntimeError(f"{e}\nIts log ends:\n{tail(child.log)}")
         child.close()
-        if "No module named 'vllm'" in str(e): raise ImportError(_ABSENT) from None
-        raise RuntimeError(f"Rollout: engine='vllm' did not start: {e}\nIts log ends:\n{log}") from None
+        raise e from None
     finally: path.unlink(missing_ok=True)        # both have it open
     return child
 
