@@ -61,7 +61,7 @@ test: .venv/.dev .venv/.peers .venv/.vllm lint
 	$(BIN)/python -m pytest $(TWO) tests
 
 # What `make test` leaves out: hundreds of kills, every engine on every number of ranks, tutorials at full length.
-# The last result is committed.
+# What it says is written to benchmarks/results/test_long.txt.
 test-long: .venv/.dev
 	set -o pipefail; $(BIN)/python -m pytest -m long --durations=0 --durations-min=1 tests | tee benchmarks/results/test_long.txt
 

@@ -282,7 +282,6 @@ def test_an_async_method_that_blocks_all_others_ends_by_the_deadline():
     finally: go.set()
 
 
-@pytest.mark.long # green by itself; under xdist its interrupt is not heard
 def test_an_interrupt_stops_the_episodes():
     "Ctrl-C: no environment takes a step behind the caller's back, and the engine has nothing under way."
     r, steps, first = small(), [], threading.Event()
@@ -290,6 +289,7 @@ def test_an_interrupt_stops_the_episodes():
         async def step(self, message):
             steps.append(1)
             first.set()
+            time.sleep(.1)      # the interrupt comes now; the two others have their answers already
             return [dict(role="user", content="x")]
     main = threading.get_ident()
     def interrupt():

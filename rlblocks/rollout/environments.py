@@ -11,6 +11,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 
 import torch
@@ -72,18 +73,19 @@ def in_thread(
     seconds:float=math.inf, # that are waited for it
 )->bool: # whether it has ended by then
     "Run a coroutine beside whatever loop runs here; an interrupt of this thread cancels it. Hung threads are left."
-    box, loop = [], asyncio.new_event_loop()
+    box, loop, ended = [], asyncio.new_event_loop(), threading.Event()
     task = loop.create_task(made())
     def run():
         try: box.append(loop.run_until_complete(task))
         except BaseException as e: box.append(e)
-        finally: loop.close()
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try: thread.join(min(seconds, threading.TIMEOUT_MAX))
+        finally: loop.close(), ended.set()
+    # An event, not `join`: one that is interrupted takes the thread for ended (Python < 3.13, bpo-45274)
+    try:
+        threading.Thread(target=run, daemon=True).start()
+        ended.wait(min(seconds, threading.TIMEOUT_MAX))
     except BaseException:
-        if not loop.is_closed(): loop.call_soon_threadsafe(task.cancel)
-        thread.join(10.)
+        with suppress(RuntimeError): loop.call_soon_threadsafe(task.cancel)     # closed: it has ended
+        ended.wait(10.)
         raise
     if box and isinstance(box[0], BaseException): raise box[0]
     return bool(box)
