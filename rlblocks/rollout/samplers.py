@@ -163,6 +163,7 @@ class Sampler(Protocol):
         ...
 
 # %% ../../nbs/rollout/82_samplers.ipynb #1530ae6d
+@runtime_checkable
 class Asked(Protocol):
     "What takes requests: a sampler, or one of several askers that share it."
     def submit(self, requests:Sequence[Request]): ...
