@@ -15,7 +15,7 @@ from .samplers import Completion, Request, Sampler
 
 # %% ../../nbs/rollout/82b_lines.ipynb #40943ebd
 class Lines:
-    "Who asked for what, behind one sampler."
+    "The requests of several askers at one sampler."
 
     def __init__(self,
         sampler:Sampler,
@@ -28,11 +28,11 @@ class Lines:
         seconds:float, # most to wait
     ):
         "Sort what has ended by who asked. An error is everybody's whose samples are under way."
-        try: came = self.sampler.poll(seconds)
+        try: ended = self.sampler.poll(seconds)
         except BaseException as e:
             self.end(e)
             raise
-        for c in came:
+        for c in ended:
             line = self.of[c.key][0]() if c.key in self.of else None
             if line is not None: line.take(c)
 
@@ -60,7 +60,7 @@ class Lines:
 
 # %% ../../nbs/rollout/82b_lines.ipynb #f8b1672f
 class Line:
-    "One who asks: the sampler's verbs, for its own requests."
+    "One asker: a sampler's methods, for its own requests."
 
     def __init__(self,
         lines:Lines,
@@ -82,10 +82,10 @@ class Line:
         try:
             if not self.mail and self.left and not self.error: self.lines.poll(seconds)
         except BaseException:
-            self._heard()
+            self._lost()
             raise
         mail = self.arrived()
-        if self.error and not mail: raise self._heard()
+        if self.error and not mail: raise self._lost()
         return mail
 
     def arrived(self)->list[Completion]:
@@ -93,7 +93,7 @@ class Line:
         mail, self.mail = self.mail, []
         return mail
 
-    def _heard(self):
+    def _lost(self):
         self.left.clear()
         error, self.error = self.error, None
         return RuntimeError(f"generate: rows that were under way are lost: {error}")

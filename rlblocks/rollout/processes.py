@@ -109,7 +109,7 @@ class Child:
     ):
         "Start it and wait until it calls. RuntimeError when it ends before, TimeoutError when it is late."
         self.timeout, self.folder = timeout, TemporaryDirectory(prefix="rlblocks-")
-        self.heard, self.mail = time.monotonic(), []
+        self.last_sign, self.mail = time.monotonic(), []
         self.log = open(f"{self.folder.name}/log", "w+b")
         address, key = f"{self.folder.name}/socket", secrets.token_bytes(32)
         command = [python or sys.executable, "-P", "-c", _PROGRAM.format(module, function), address, _library()]
@@ -142,7 +142,7 @@ class Child:
 
     def send(self, *letter:object): # what it is, then what it says
         "A letter; from here on a sign of life is awaited. RuntimeError when nobody is there."
-        self.heard = time.monotonic()
+        self.last_sign = time.monotonic()
         try: self.connection.send(letter)
         except OSError: raise self.gone("is gone" + _code(self.process)) from None
 
@@ -182,12 +182,12 @@ def next_letter(
     end:float, # of `time.monotonic`
 )->tuple|None:
     "The next letter that says something, or None when none came. TimeoutError without a sign of life."
-    while child.connection.poll(max(min(end, child.heard + child.timeout) - time.monotonic(), 0.)):
+    while child.connection.poll(max(min(end, child.last_sign + child.timeout) - time.monotonic(), 0.)):
         try: letter = child.connection.recv()
         except (EOFError, OSError): raise child.gone("is gone" + _code(child.process)) from None
-        child.heard = time.monotonic()
+        child.last_sign = time.monotonic()
         if letter[0] != "alive": return letter
-    if time.monotonic() <= child.heard + child.timeout: return None
+    if time.monotonic() <= child.last_sign + child.timeout: return None
     raise child.gone(f"gave no sign of life for {child.timeout:g} s and was stopped", TimeoutError)
 
 def end_child(child:Child):

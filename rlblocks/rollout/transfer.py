@@ -117,11 +117,11 @@ class Transfer:
         keep:bool=False, # what is under way keeps keys and values of the old weights
     )->Manifest: # the names of files; the checksums of what arrived; the gap of the probe
         "All of a ticket's weights, and the proof. ValueError for names or shapes that do not fit."
-        sent, came, n_messages = {}, [], 2
+        sent, n_bytes, n_messages = {}, [], 2
         self.loads, self.base = self.loads + 1, None
         if ticket.since is None: self.kept = {}
         child.send("load", ticket.version, keep)
-        for pieces in in_buckets(self._summed(self._checked(ticket, came), sent), self.memory):
+        for pieces in in_buckets(self._summed(self._checked(ticket, n_bytes), sent), self.memory):
             child.ask("bucket", pieces)
             n_messages += 1
         child.send("end")
@@ -131,7 +131,7 @@ class Transfer:
         if odd: raise RuntimeError(f"load: {odd[0]!r} arrived changed ({len(odd)} tensors)")
         gap = self.proved(child, ticket, scores)
         self.base = ticket.version if self.kept else None
-        return Manifest(ticket.version, sums, sum(came), n_messages, gap)
+        return Manifest(ticket.version, sums, sum(n_bytes), n_messages, gap)
 
     def _summed(self, weights, sent)->Iterator[tuple[str, Tensor]]:
         "The weights by the names of files, each with its checksum in `sent`."
@@ -139,15 +139,15 @@ class Transfer:
             sent[name] = checksum(x)
             yield name, x.cpu()
 
-    def _checked(self, ticket, came)->Iterator[tuple[str, Tensor]]:
-        "All weights, from what the ticket brings; its bytes in `came`."
+    def _checked(self, ticket, n_bytes)->Iterator[tuple[str, Tensor]]:
+        "All weights, from what the ticket brings; the size of each in `n_bytes`."
         arrived:dict = {}
         for bucket in ticket.buckets(self.bucket_bytes):
             arrived |= {n: tuple(x.shape) for n, x in bucket.items()}
             check_names(arrived, self.known, some=True)
             for name, x in bucket.items():
                 check_sum(ticket, name, x)
-                came.append(x.nbytes)
+                n_bytes.append(x.nbytes)
                 new = x if isinstance(x, Tensor) else x.applied(self.kept[name])
                 if ticket.keeps or ticket.since is not None: self.kept[name] = new
                 yield name, new
