@@ -46,11 +46,19 @@ def ragged_by_token(rows:Ragged)->Ragged:
     if "mask" in rows.columns: version = torch.where(rows.columns["mask"], version, 0)
     return Ragged(rows.columns | dict(policy_version=version), rows.kinds | dict(policy_version="token"), rows.offsets)
 
-def versions_by_token(batch:Batch)->Batch:
-    "The batch with a version for each token, as rows of an asynchronous loop have it; 0 where nothing was chosen."
+def versions_like(batch:Batch, waiting:dict)->Batch:
+    "The batch; where rows of another layout have a version of each token, so has it, 0 where nothing was chosen."
+    mine, its = (x.get("policy_version", [""])[0] for x in (layout_of(batch), waiting))
+    if (mine, its) != ("row", "token"): return batch
     made = batch.drop()
     made["policy_version"] = torch.where(batch.mask, batch.policy_version[:, None], 0)
     return made
+
+def layout_beside(waiting:dict, new:dict)->dict:
+    "The layout of rows that wait, with a version of each token where new rows have one."
+    mine, its = (x.get("policy_version", [""]) for x in (waiting, new))
+    if (mine[0], its[0]) != ("row", "token"): return waiting
+    return waiting | dict(policy_version=["token", *mine[1:]])
 
 # %% ../../nbs/data/43_bundles.ipynb #c5d96c90
 def entries(batch:Batch, kept:list[list[int]], priority:Tensor|float, first:int, *, newest:bool=False

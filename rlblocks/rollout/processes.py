@@ -159,7 +159,9 @@ class Child:
         "The answer to the last letter; others are kept in `mail`. RuntimeError for an error, TimeoutError if late."
         end = time.monotonic() + seconds
         while (letter := self.read(min(self.timeout + 1., end - time.monotonic()))) is None or letter[0] != wanted:
-            if letter and letter[0] == "error": raise RuntimeError(f"the engine could not {letter[1]}: {letter[2]}")
+            if letter and letter[0] == "error":
+                log = f"Its log ends:\n{tail(self.log)}"
+                raise RuntimeError(f"the engine could not {letter[1]}: {letter[2]}\n{log}")
             self.mail += [letter] if letter else []
             if time.monotonic() > end: raise self.gone(f"did not answer {wanted!r} for {seconds:g} s", TimeoutError)
         return letter[1:]

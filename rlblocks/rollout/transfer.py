@@ -117,12 +117,14 @@ class Transfer:
         keep:bool=False, # what is under way keeps keys and values of the old weights
     )->Manifest: # the names of files; the checksums of what arrived; the gap of the probe
         "All of a ticket's weights, and the proof. ValueError for names or shapes that do not fit."
-        sent, n_bytes, n_messages = {}, [], 2
+        sent, new, n_bytes, n_messages = {}, {}, [], 2
         self.loads, self.base = self.loads + 1, None
         if ticket.since is None: self.kept = {}
         child.send("load", ticket.version, keep)
-        for pieces in in_buckets(self._summed(self._checked(ticket, n_bytes), sent), self.memory):
-            child.ask("bucket", pieces)
+        for pieces in in_buckets(self._filed(self._checked(ticket, n_bytes), new), self.memory):
+            child.send("bucket", pieces)
+            sent |= {name: checksum(new.pop(name)) for name in list(new)}      # while the engine copies
+            child.answer("bucket")
             n_messages += 1
         child.send("end")
         scores = probe_scores(ticket, self.window)         # while the engine puts them in place
@@ -133,10 +135,10 @@ class Transfer:
         self.base = ticket.version if self.kept else None
         return Manifest(ticket.version, sums, sum(n_bytes), n_messages, gap)
 
-    def _summed(self, weights, sent)->Iterator[tuple[str, Tensor]]:
-        "The weights by the names of files, each with its checksum in `sent`."
+    def _filed(self, weights, new)->Iterator[tuple[str, Tensor]]:
+        "The weights by the names of files, each also in `new`."
         for name, x in as_filed(self.twin, weights):
-            sent[name] = checksum(x)
+            new[name] = x
             yield name, x.cpu()
 
     def _checked(self, ticket, n_bytes)->Iterator[tuple[str, Tensor]]:
@@ -153,9 +155,7 @@ class Transfer:
                 yield name, new
         check_names(arrived, self.known)
 
-    def proved(self,
-        child:Child,
-        ticket:Ticket,
+    def proved(self, child:Child, ticket:Ticket,
         scores:tuple[list[int], Tensor]|None, # of `probe_scores`
     )->float|None: # the largest difference of log-probs; None where nobody knows the owner's
         "Whether the engine computes what the ticket's owner computes. RuntimeError where it does not."

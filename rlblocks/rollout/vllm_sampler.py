@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NOTHING', 'ending', 'alive', 'Vllm', 'sent', 'answer', 'to_samples', 'send_samples', 'send_tokenizer', 'send_words',
            'ended', 'aborted', 'transformers_model', 'engine_twin', 'in_folder', 'own_ticket', 'computes_in',
-           'engine_arguments', 'start_child', 'started_child', 'to_completion']
+           'engine_arguments', 'start_child', 'to_completion']
 
 # %% ../../nbs/rollout/86_vllm_sampler.ipynb #1dd95c2a
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engines.weights import (InProcess, Manifest, Ticket, buckets, check_since, named_weights,
-                                      probe_ids)
+from ..engines.weights import InProcess, Manifest, Ticket, buckets, check_since, named_weights, probe_ids
 from ..models.folders import plain_twin
 from .child import Extras, sample_settings
 from .decoding import MAX_SUPPORT
 from .hf import sampling_module
-from .processes import Child, interpreter, tail
+from .processes import Child, interpreter
 from .samplers import Completion, Reason, Request, VllmSpec, check_ready
 from .slots import check_slot, fill_slot
 from .transfer import Transfer, score_with
@@ -305,7 +304,7 @@ def start_child(
     sampler:Vllm,
 )->Child:
     "A process with an engine that has sampled one token. An error says that it was the start."
-    try: return started_child(sampler)
+    try: return _started(sampler)
     except TimeoutError as e:
         raise TimeoutError(f"Rollout: engine='vllm' did not start within {sampler.spec.start:g} s; for a large model, "
                            f"or on a busy machine, allow more, engine=vllm(start=…). {e}") from None
@@ -313,10 +312,7 @@ def start_child(
         if "No module named 'vllm'" in str(e): raise ImportError(_ABSENT) from None
         raise RuntimeError(f"Rollout: engine='vllm' did not start: {e}") from None
 
-def started_child(
-    sampler:Vllm,
-)->Child:
-    "The same, with the error of the process."
+def _started(sampler:Vllm)->Child:
     spec = sampler.spec
     child = Child("rlblocks.rollout.child", "serve_trainer", python=interpreter(spec.python), timeout=spec.start,
                   more=_QUIET)
@@ -327,11 +323,9 @@ def started_child(
         child.send("start", engine_arguments(sampler, folder), str(path), size)
         child.answer("ready")
         child.allow(spec.timeout)
-    except BaseException as e:
-        if type(e) is RuntimeError and "Its log ends" not in str(e):
-            e = RuntimeError(f"{e}\nIts log ends:\n{tail(child.log)}")
+    except BaseException:
         child.close()
-        raise e from None
+        raise
     finally: path.unlink(missing_ok=True)        # both have it open
     return child
 
