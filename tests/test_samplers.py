@@ -13,13 +13,13 @@ import pytest
 import torch
 from conftest import ROOT, vllm_python
 from rlblocks import Policy, Rollout
-from rlblocks.rollout.controls import penalties
-from rlblocks.rollout.hf import Hf
-from rlblocks.rollout.processes import Child, child_environment
-from rlblocks.rollout.samplers import Request, Sampler, Sampling, complete, sample_seeds, sglang, vllm
-from rlblocks.rollout.sglang_sampler import Sglang
-from rlblocks.rollout.structure import Structures
-from rlblocks.rollout.vllm_sampler import Vllm, to_samples
+from rlblocks.samplers.controls import penalties
+from rlblocks.samplers.hf import Hf
+from rlblocks.samplers.processes import Child, child_environment
+from rlblocks.samplers.samplers import Request, Sampler, Sampling, complete, sample_seeds, sglang, vllm
+from rlblocks.samplers.sglang_sampler import Sglang
+from rlblocks.samplers.structure import Structures
+from rlblocks.samplers.vllm_sampler import Vllm, to_samples
 from sglang_server import served
 from tiny import model, prompts, speller, tokenizer
 
@@ -389,14 +389,14 @@ def test_a_program_that_does_not_answer_is_an_error_with_its_log():
 def test_a_program_that_does_not_call_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(TimeoutError, match="did not call within 0.05 s. Its log ends:") as error:
-        Child("rlblocks.rollout.child", "serve_trainer", timeout=.05)      # it takes longer to import torch
+        Child("rlblocks.samplers.child", "serve_trainer", timeout=.05)      # it takes longer to import torch
     assert error.value and not list(tmp_path.iterdir())
 
 
 TRAINER = """
 import os
-from rlblocks.rollout.processes import Child
-print(Child("rlblocks.rollout.child", "serve_trainer").process.pid, flush=True)
+from rlblocks.samplers.processes import Child
+print(Child("rlblocks.samplers.child", "serve_trainer").process.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
 

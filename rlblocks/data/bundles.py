@@ -46,13 +46,16 @@ def ragged_by_token(rows:Ragged)->Ragged:
     if "mask" in rows.columns: version = torch.where(rows.columns["mask"], version, 0)
     return Ragged(rows.columns | dict(policy_version=version), rows.kinds | dict(policy_version="token"), rows.offsets)
 
-def versions_like(batch:Batch, waiting:dict)->Batch:
-    "The batch; where rows of another layout have a version of each token, so has it, 0 where nothing was chosen."
-    mine, its = (x.get("policy_version", [""])[0] for x in (layout_of(batch), waiting))
-    if (mine, its) != ("row", "token"): return batch
+def versions_by_token(batch:Batch)->Batch:
+    "The batch with a version for each token, as rows of an asynchronous loop have it; 0 where nothing was chosen."
     made = batch.drop()
     made["policy_version"] = torch.where(batch.mask, batch.policy_version[:, None], 0)
     return made
+
+def versions_like(batch:Batch, waiting:dict)->Batch:
+    "The batch, with a version for each token where rows of another layout have one."
+    mine, its = (x.get("policy_version", [""])[0] for x in (layout_of(batch), waiting))
+    return versions_by_token(batch) if (mine, its) == ("row", "token") else batch
 
 def layout_beside(waiting:dict, new:dict)->dict:
     "The layout of rows that wait, with a version of each token where new rows have one."
