@@ -97,8 +97,7 @@ class Transfer:
         self.twin, self.dtype, self.window, self.bucket_bytes = twin, dtype, window, bucket_bytes
         self.known, self.vocabulary = twin_shapes(twin), twin.get_input_embeddings().num_embeddings
         self.memory, self.loads = torch.UntypedStorage(0), 0
-        self.kept:dict[str, Tensor] = {}     # the weights of version `base`, where changes of them may follow
-        self.base:int|None = None
+        self.kept, self.base = {}, None      # the weights of version `base`, where changes of them may follow
 
     def share(self,
         folder:str, # for the file, where there is no shared memory

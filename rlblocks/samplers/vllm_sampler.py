@@ -24,7 +24,7 @@ from ..models.folders import plain_twin
 from .child import Extras, sample_settings
 from .decoding import MAX_SUPPORT
 from .hf import sampling_module
-from .processes import Child, interpreter
+from .processes import Child, allow_silence, interpreter
 from .samplers import Completion, Reason, Request, VllmSpec, check_ready
 from .slots import check_slot, fill_slot
 from .transfer import Transfer, score_with
@@ -322,7 +322,7 @@ def _started(sampler:Vllm)->Child:
         if sampler.source is None: sampler.module.config.save_pretrained(folder)
         child.send("start", engine_arguments(sampler, folder), str(path), size)
         child.answer("ready")
-        child.allow(spec.timeout)
+        allow_silence(child, spec.timeout)
     except BaseException:
         child.close()
         raise
