@@ -171,6 +171,22 @@ def test_a_sleeping_engine_refuses_and_so_does_one_with_rows_under_way(shared):
     assert len(flight.collect(3)) == 3
 
 
+def test_rows_that_nobody_can_ask_for_are_ended(shared):
+    r = shared
+    later(r.generate, prompts(), group_size=2)              # and nobody has its answer
+    r.sleep()
+    r.wake()
+    rows = r.generate(prompts(), group_size=2, seed=0).tokens
+    call, flight = later(r.generate, prompts(), group_size=2, seed=0), Flight(r)
+    flight.ask(prompts(), group_size=2, seed=0)
+    r.abort()
+    assert not r.lines.of and not getattr(r.sampler, "asked", ())
+    if r.sampler.elsewhere:
+        with pytest.raises(RuntimeError, match=r"are lost: rollout.abort\(\) has ended them"): call.result()
+    with pytest.raises(RuntimeError, match=r"are lost: rollout.abort\(\) has ended them"): flight.collect(3)
+    assert Batch.cat(flight.collect(3)).tokens.equal(rows)
+
+
 def test_a_flight_over_a_handle_has_the_rows_of_generate():
     "Of a call that the pool has begun, in the order of asking; what is no rollout is refused."
     r = by_hf(sharp())
@@ -192,7 +208,7 @@ def test_an_engine_that_is_gone_is_heard_of_by_all_who_wait_and_no_prompt_is_los
     call = later(r.generate, prompts(), group_size=2, seed=0)
     os.kill(r.sampler.child.process.pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match="is gone"): flight.collect(3)
-    with pytest.raises(RuntimeError, match="rows that were under way are lost, since the engine failed"): call.result()
+    with pytest.raises(RuntimeError, match="rows that were under way are lost: .*is gone"): call.result()
     with pytest.raises(RuntimeError, match="rows that were under way are lost"): call.result()
     r.load(policy.weights())
     flight.renew()

@@ -194,7 +194,8 @@ def test_all_masked_steps_are_skipped_and_counted():
     nothing["mask"] = torch.zeros_like(b.mask)
     before = copy.deepcopy(policy.state_dict())
     metrics = merge(policy.step(nothing, loss), policy.step(b[[]], loss))
-    assert float(metrics["skipped"]) == 1 and policy.version == 0 and not policy.state_dict()["optimizer"]["state"]
+    assert float(metrics["skipped"]) == 1 and float(metrics["loss"]) == 0
+    assert policy.version == 0 and not policy.state_dict()["optimizer"]["state"]
     for k, v in before["module"].items(): assert torch.equal(v, policy.state_dict()["module"][k])
     half = b[list(range(16))]
     half["mask"] = b.mask & (torch.arange(16) < 8)[:, None]

@@ -1,6 +1,13 @@
 "What every engine behind `Rollout` keeps: one suite, run on each engine that is there."
+import os
 import re
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -375,8 +382,35 @@ def test_only_the_engines_program_imports_vllm():
 
 
 def test_a_program_that_does_not_answer_is_an_error_with_its_log():
-    with pytest.raises(RuntimeError, match=r"did not start. Its log ends:[\s\S]*No module named 'rlblocks.nothing'"):
-        Child("rlblocks.nothing", "run", timeout=60.)
+    named = r"ended, exit code 1. Its log ends:[\s\S]*No module named 'rlblocks.nothing'"
+    with pytest.raises(RuntimeError, match=named): Child("rlblocks.nothing", "run", timeout=60.)
+
+
+def test_a_program_that_does_not_call_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(TimeoutError, match="did not call within 0.05 s. Its log ends:") as error:
+        Child("rlblocks.samplers.child", "serve_trainer", timeout=.05)      # it takes longer to import torch
+    assert error.value and not list(tmp_path.iterdir())
+
+
+TRAINER = """
+import os
+from rlblocks.samplers.processes import Child
+print(Child("rlblocks.samplers.child", "serve_trainer").process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_program_ends_with_its_trainer():
+    "Also where that is killed."
+    run = subprocess.run([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, timeout=300,
+                         env=os.environ | dict(PYTHONPATH=str(ROOT)))
+    stat, end = Path(f"/proc/{int(run.stdout)}/stat"), time.monotonic() + 60
+    assert run.returncode == -9
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while stat.read_text().split()[2] != "Z":
+            assert time.monotonic() < end, "the engine's program goes on without its trainer"
+            time.sleep(.05)
 
 
 def test_the_programs_environment_has_none_of_torchruns_variables():

@@ -278,6 +278,11 @@ def test_a_model_that_this_build_cannot_run_fails_in_the_constructor():
     with pytest.raises(RuntimeError, match="engine='vllm' did not start"): rollout(heads_of_8)
 
 
+def test_a_start_that_takes_too_long_says_so():
+    with pytest.raises(TimeoutError, match=r"did not start within 1 s; .* allow more, engine=vllm\(start=…\)"):
+        rollout(sharp(), start=1.)              # vLLM alone takes longer to import
+
+
 def test_adapters_alone_and_a_folder_reach_the_engine(tmp_path):
     "The base stays in vLLM, an adapter goes into a slot, and the log-probs are the trainer's."
     net = sharp()

@@ -19,8 +19,8 @@ from jaxtyping import Bool, Float, Int
 
 from .batch import Batch
 from .columns import whole_number
-from .bundles import bundles_of, check_entries, entries, layout_of, places, ragged_by_token, restart
-from .bundles import versions_by_token
+from .bundles import bundles_of, check_entries, entries, layout_beside, layout_of, places
+from .bundles import ragged_by_token, restart, versions_like
 from .draws import replay_draw
 from .freshness import Freshness
 from .ragged import Ragged, ragged
@@ -34,12 +34,6 @@ def check_limits(max_rows, spill, max_bytes):
         raise ValueError("Buffer: spill (a folder) and max_bytes (what stays in memory) go together; give both or "
                          "neither")
 
-def layout_beside(buffer:"Buffer", layout:dict)->dict:
-    "The layout of the rows that wait, with a version of each token where the new rows have one."
-    old = buffer._layout if len(buffer) else layout
-    mine, its = (x.get("policy_version", [""]) for x in (old, layout))
-    return old | dict(policy_version=["token", *mine[1:]]) if (mine[0], its[0]) == ("row", "token") else old
-
 def check_joins(buffer:"Buffer", batch:Batch, layout:dict, largest:int):
     "Whether a batch can wait among the others."
     if any(kind == "token" for kind, *_ in layout.values()) and "lengths" not in batch:
@@ -47,7 +41,7 @@ def check_joins(buffer:"Buffer", batch:Batch, layout:dict, largest:int):
     if buffer.max_age is not None and "policy_version" not in batch:
         raise ValueError("Buffer.add: max_age needs the column 'policy_version'; set it, or make the buffer without "
                          "max_age")
-    old = layout_beside(buffer, layout)
+    old = layout_beside(buffer._layout, layout) if len(buffer) else layout
     for name in {**layout, **old}:
         if layout.get(name) != old.get(name):
             raise ValueError(f"Buffer.add: column {name!r} is {layout.get(name, 'missing')}, in the rows that wait it "
@@ -126,22 +120,17 @@ def add(
     check_entries("Buffer.add", len(batch), keep=keep, priority=priority)
     if priority is not None and not bool((priority >= 0).all()):
         raise ValueError("Buffer.add: a priority is negative or not a number; 0 or more is wanted")
-    batch = same_versions(buffer, batch)
+    batch = versions_like(batch, buffer._layout if len(buffer) else {})
     layout, bundles = layout_of(batch), bundles_of(batch)
     kept = bundles if keep is None else [b for b in bundles if bool(keep[b].any())]
     check_joins(buffer, batch, layout, max(map(len, kept), default=0))
     order = torch.tensor(list(chain(*kept)), dtype=torch.long)
     if kept:                      # before anything is counted: the disk may be full
-        if len(buffer): spread_versions(buffer, layout_beside(buffer, layout))
+        if len(buffer): spread_versions(buffer, layout_beside(buffer._layout, layout))
         buffer._slabs.add(buffer._next, ragged(batch, order))
     if len(order) < len(batch): buffer.dropped["filtered"] += len(batch) - len(order)
     buffer.offered, buffer.accepted = buffer.offered + len(bundles), buffer.accepted + len(kept)
     if kept: _enter(buffer, batch, layout, kept, order, priority)
-
-def same_versions(buffer:"Buffer", batch:Batch)->Batch:
-    "The batch, with a version of each token where the rows that wait have one."
-    mine, its = (x.get("policy_version", [""])[0] for x in (buffer._layout if len(buffer) else {}, layout_of(batch)))
-    return versions_by_token(batch) if (mine, its) == ("token", "row") else batch
 
 def spread_versions(buffer:"Buffer", layout:dict): # of `layout_beside`
     "Give the rows that wait a version of each token, where the layout says so."

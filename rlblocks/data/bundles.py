@@ -52,6 +52,17 @@ def versions_by_token(batch:Batch)->Batch:
     made["policy_version"] = torch.where(batch.mask, batch.policy_version[:, None], 0)
     return made
 
+def versions_like(batch:Batch, waiting:dict)->Batch:
+    "The batch, with a version for each token where rows of another layout have one."
+    mine, its = (x.get("policy_version", [""])[0] for x in (layout_of(batch), waiting))
+    return versions_by_token(batch) if (mine, its) == ("row", "token") else batch
+
+def layout_beside(waiting:dict, new:dict)->dict:
+    "The layout of rows that wait, with a version of each token where new rows have one."
+    mine, its = (x.get("policy_version", [""]) for x in (waiting, new))
+    if (mine[0], its[0]) != ("row", "token"): return waiting
+    return waiting | dict(policy_version=["token", *mine[1:]])
+
 # %% ../../nbs/data/43_bundles.ipynb #c5d96c90
 def entries(batch:Batch, kept:list[list[int]], priority:Tensor|float, first:int, *, newest:bool=False
             )->dict[str, Tensor]:

@@ -14,8 +14,9 @@ from itertools import count
 
 import torch
 
+from ..samplers.lines import Line
 from ..rollout.rollout import Rollout
-from ..samplers.samplers import Completion, Line, Request, check_ready
+from ..samplers.samplers import Completion, Request, check_ready
 
 # %% ../../nbs/endpoint/88d_asking.ipynb #a1ae7ca8
 class Asker:

@@ -20,9 +20,10 @@ import torch
 
 from ..data.renderers import Renderer
 from .conversations import Talk, opened
+from ..samplers.lines import Line
 from ..rollout.rollout import Rollout
 from ..rollout.rows import Finish
-from ..samplers.samplers import Completion, Line, Request, turn_seed
+from ..samplers.samplers import Completion, Request, turn_seed
 from ..rollout.turns import Limits
 
 # %% ../../nbs/environments/87a_episodes.ipynb #3af074a7

@@ -164,7 +164,7 @@ def train_step(
     with run.turn:
         jobs, shared = _ready(run, jobs, reading)
         share = 1/(run.model.replicas if shared else 1)      # metrics of replicas are merged: a part of it from each
-        if not jobs: return dict(skipped=Mean(share, share))
+        if not jobs: return dict(loss=Mean(0., share), skipped=Mean(share, share))
         sums = Sums(together=shared or run.model.shares > 1)
         with _discards(run):
             with _all_or_none(run, sums):

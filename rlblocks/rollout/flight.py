@@ -19,8 +19,9 @@ import torch
 from ..data.batch import Batch
 from ..data.bundles import versions_by_token
 from ..data.columns import seed_of
+from ..samplers.lines import Line
 from .rollout import Rollout, requests_of, rows_of
-from ..samplers.samplers import Completion, Line, Request
+from ..samplers.samplers import Completion, Request
 
 # %% ../../nbs/rollout/85c_flight.ipynb #3f7af5c7
 def rest_of(

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ..data.batch import Batch
 from ..data.columns import widen
+from ..samplers.lines import Line
 from .rows import ENDS, Finish, duplicates
-from ..samplers.samplers import Completion, Line, Request, Sampler, Sampling, turn_seed
+from ..samplers.samplers import Completion, Request, Sampler, Sampling, turn_seed
 
 # %% ../../nbs/rollout/85a_turns.ipynb #89280b25
 Span = dict[str, Tensor]       # per-token columns, `[n, …]`

@@ -76,7 +76,7 @@ class Server:
     ):
         "Begin to read letters."
         self.connection, self.letters = connection, queue.SimpleQueue()
-        self.names, self.kept, self.told = set(), {}, 0.
+        self.names, self.kept, self.last_sign = set(), {}, 0.
         self.version, self.marks = 0, {}      # of the weights; of a sample: from which token on it is of which version
         self.outbox:Any = queue.SimpleQueue() # a trainer that trains does not read
         self.decode:Any = None                # ids → text, for stop strings
@@ -118,9 +118,9 @@ class Server:
     def step(self):
         "One token for every sample under way."
         self.take(self.engine.step())
-        if time.monotonic() - self.told > .5:
+        if time.monotonic() - self.last_sign > .5:
             self.send("alive")
-            self.told = time.monotonic()
+            self.last_sign = time.monotonic()
 
     def take(self,
         outputs:Iterable, # of a step
@@ -232,7 +232,7 @@ def _abort(
 def _buckets(server:Server)->Iterator[list[tuple]]:
     "What lies in the memory, once a bucket, until `end`."
     while (letter := server.letters.get())[0] == "bucket": yield letter[1]
-    if letter[0] != "end": raise RuntimeError(f"a letter {letter[0]!r} came within a load")
+    if letter[0] != "end": raise RuntimeError(f"a letter {letter[0]!r} within a load")
 
 def _reloaded(server:Server)->dict[str, int]:
     "The checksums of what `reload_weights` has put in place."

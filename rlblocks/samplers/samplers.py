@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['Reason', 'Sampling', 'check_sampling', 'Request', 'Completion', 'sample_seeds', 'turn_seed', 'Sampler', 'complete',
-           'answered', 'Lines', 'Line', 'check_ready', 'VllmSpec', 'vllm', 'SglangSpec', 'sglang']
+           'answered', 'check_ready', 'VllmSpec', 'vllm', 'SglangSpec', 'sglang']
 
 # %% ../../nbs/samplers/82_samplers.ipynb #ae582b9c
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -164,8 +163,14 @@ class Sampler(Protocol):
         ...
 
 # %% ../../nbs/samplers/82_samplers.ipynb #1530ae6d
+@runtime_checkable
+class _Asked(Protocol): # a sampler, or the `Line` of one of several askers
+    def submit(self, requests:Sequence[Request]): ...
+    def poll(self, seconds:float)->list[Completion]: ...
+    def abort(self, keys:Iterable[int])->list[Completion]: ...
+
 def complete(
-    sampler:"Sampler|Line",
+    sampler:_Asked,
     requests:Sequence[Request], # each with a key of its own
     *,
     seconds:float=float("inf"), # for all of them
@@ -175,7 +180,7 @@ def complete(
     return answered(sampler, requests, seconds=seconds)
 
 def answered(
-    sampler:"Sampler|Line",
+    sampler:_Asked,
     requests:Sequence[Request], # that were submitted
     *,
     seconds:float=float("inf"), # for all of them
@@ -198,97 +203,6 @@ def _late(requests, found, seconds):
     return (f"generate: {len(lost)} of {len(wanted)} samples had not ended after {seconds:.3g} s and were stopped: "
             f"sample {named}{' …' if len(lost) > 5 else ''}; lower max_tokens, or allow more time")
 
-# %% ../../nbs/samplers/82_samplers.ipynb #08d8c194
-class Lines:
-    "Who asked for what, behind one sampler."
-
-    def __init__(self,
-        sampler:Sampler,
-    ):
-        "Nobody asks yet."
-        self.sampler, self.keys, self.of = sampler, count(), {}       # key at the sampler → (line, the asker's key)
-
-    def poll(self,
-        seconds:float, # most to wait
-    ):
-        "Sort what has ended by who asked. An error is everybody's whose samples are under way."
-        try: came = self.sampler.poll(seconds)
-        except BaseException as e:
-            self.end(e)
-            raise
-        for c in came:
-            if c.key in self.of: self.of[c.key][0].take(c)
-
-    def end(self,
-        error:BaseException, # why
-    ):
-        "Take everything out of the sampler: what is under way is lost."
-        try: self.sampler.abort(list(self.of))
-        finally: self.lost(error)
-
-    def lost(self,
-        error:BaseException, # why
-    ):
-        "Nothing that is under way will come."
-        for line, _ in self.of.values(): line.error = error
-        self.of.clear()
-
-# %% ../../nbs/samplers/82_samplers.ipynb #52c133f6
-class Line:
-    "One who asks: the sampler's verbs, for its own requests."
-
-    def __init__(self,
-        lines:Lines,
-    ):
-        "Nothing is under way."
-        self.lines, self.left, self.mail = lines, {}, []      # samples that are left of each key at the sampler
-        self.error:BaseException|None = None
-
-    def submit(self, requests:Sequence[Request]):
-        "Begin to sample."
-        own = [replace(r, key=next(self.lines.keys)) for r in requests]
-        self.lines.sampler.submit(own)
-        for mine, r in zip(own, requests, strict=True):
-            self.lines.of[mine.key], self.left[mine.key] = (self, r.key), len(r.seeds)
-
-    def poll(self, seconds:float)->list[Completion]:
-        "Own samples that have ended. RuntimeError where the engine has failed since."
-        try:
-            if not self.mail and self.left and not self.error: self.lines.poll(seconds)
-        except BaseException:
-            self._heard()
-            raise
-        mail = self.arrived()
-        if self.error and not mail: raise self._heard()
-        return mail
-
-    def arrived(self)->list[Completion]:
-        "Own samples of which the engine has said that they have ended."
-        mail, self.mail = self.mail, []
-        return mail
-
-    def _heard(self):
-        self.left.clear()
-        error, self.error = self.error, None
-        return RuntimeError(f"generate: rows that were under way are lost, since the engine failed: {error}")
-
-    def take(self,
-        c:Completion, # of one of its requests
-    ):
-        "Keep it for the next `poll`."
-        key = self.lines.of[c.key][1]
-        self.left[c.key] -= 1
-        if not self.left[c.key]: del self.left[c.key], self.lines.of[c.key]
-        self.mail.append(replace(c, key=key))
-
-    def abort(self, keys:Iterable[int])->list[Completion]:
-        "End own requests; their unfinished samples as far as they are."
-        gone, of = set(keys), self.lines.of
-        mine = [k for k in self.left if k in of and of[k][1] in gone]
-        own = {k: of.pop(k)[1] for k in mine}
-        for k in mine: del self.left[k]
-        return [replace(c, key=own[c.key]) for c in (self.lines.sampler.abort(mine) if mine else [])]
-
 # %% ../../nbs/samplers/82_samplers.ipynb #5b5b2ba5
 def check_ready(
     sampler:Sampler,
@@ -306,6 +220,7 @@ class VllmSpec:
     context:int|None=None
     cache_bytes:int=1 << 30
     timeout:int|float=600.
+    start:int|float=600.
     bucket_bytes:int=1 << 26
     python:str|None=None
     options:dict[str, Any] = field(default_factory=dict)
@@ -315,14 +230,16 @@ def vllm(
     context:int|None=None,      # most tokens of a row, prompt included; None: what the model can
     cache_bytes:int=1 << 30,    # of keys and values
     timeout:int|float=600.,     # seconds without a sign of life before it is stopped
+    start:int|float=600.,       # seconds until it has sampled its first token, in which it gives no sign of life
     bucket_bytes:int=1 << 26,   # weights travel in pieces of this size
     python:str|None=None,       # that has vLLM; None: of `make vllm`, or this one
     **options,                  # of vLLM's `LLM`, by its own names
 )->VllmSpec:
     "For `Rollout(engine=vllm(…))`; the word \"vllm\" stands for `vllm()`. ValueError for a number below 1."
-    for name, x in dict(context=context, cache_bytes=cache_bytes, timeout=timeout, bucket_bytes=bucket_bytes).items():
+    numbers = dict(context=context, cache_bytes=cache_bytes, timeout=timeout, start=start, bucket_bytes=bucket_bytes)
+    for name, x in numbers.items():
         if x is not None and not x >= 1: raise ValueError(f"vllm: {name}={x!r}; a number of 1 or more is wanted")
-    return VllmSpec(context, cache_bytes, timeout, bucket_bytes, python, options)
+    return VllmSpec(context, cache_bytes, timeout, start, bucket_bytes, python, options)
 
 # %% ../../nbs/samplers/82_samplers.ipynb #509524fd
 @dataclass(frozen=True)

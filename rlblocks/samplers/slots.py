@@ -16,7 +16,7 @@ from torch import nn
 from ..engines.deltas import LowRank
 from ..engines.weights import Manifest, Ticket, check_names, checksum
 from .processes import Child
-from .transfer import Transfer
+from .transfer import Transfer, probe_scores
 
 # %% ../../nbs/samplers/83d_slots.ipynb #fead0d3a
 def check_slot(
@@ -69,7 +69,10 @@ def fill_slot(
     transfer.loads += 1
     changes, path = factors(ticket), f"{child.folder.name}/adapter-{transfer.loads}"
     sums = write_slot(changes, path)
-    found, = child.ask("adapter", ticket.version, transfer.loads, path)
+    child.send("adapter", ticket.version, transfer.loads, path)
+    scores = probe_scores(ticket, transfer.window)     # meanwhile
+    found, = child.answer("adapter")
     if found != sums: raise RuntimeError("load: the adapter arrived changed")
     shutil.rmtree(f"{child.folder.name}/adapter-{transfer.loads-8}", ignore_errors=True)     # no row is so old
-    return Manifest(ticket.version, sums, sum(x.nbytes for x in changes.values()), 1, transfer.proved(child, ticket))
+    gap, n_bytes = transfer.proved(child, ticket, scores), sum(x.nbytes for x in changes.values())
+    return Manifest(ticket.version, sums, n_bytes, 1, gap)

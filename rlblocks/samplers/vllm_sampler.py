@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engines.weights import (InProcess, Manifest, Ticket, buckets, check_since, named_weights,
-                                      probe_ids)
+from ..engines.weights import InProcess, Manifest, Ticket, buckets, check_since, named_weights, probe_ids
 from ..models.folders import plain_twin
 from .child import Extras, sample_settings
 from .decoding import MAX_SUPPORT
 from .hf import sampling_module
-from .processes import Child, interpreter, tail
+from .processes import Child, allow_silence, interpreter
 from .samplers import Completion, Reason, Request, VllmSpec, check_ready
 from .slots import check_slot, fill_slot
 from .transfer import Transfer, score_with
@@ -304,20 +303,29 @@ _QUIET = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_
 def start_child(
     sampler:Vllm,
 )->Child:
-    "A process with an engine that has sampled one token."
-    child = Child("rlblocks.samplers.child", "serve_trainer", python=interpreter(sampler.spec.python),
-                  timeout=sampler.spec.timeout, more=_QUIET)
-    folder = sampler.source or child.folder.name
-    if sampler.source is None: sampler.module.config.save_pretrained(folder)
+    "A process with an engine that has sampled one token. An error says that it was the start."
+    try: return _started(sampler)
+    except TimeoutError as e:
+        raise TimeoutError(f"Rollout: engine='vllm' did not start within {sampler.spec.start:g} s; for a large model, "
+                           f"or on a busy machine, allow more, engine=vllm(start=…). {e}") from None
+    except RuntimeError as e:
+        if "No module named 'vllm'" in str(e): raise ImportError(_ABSENT) from None
+        raise RuntimeError(f"Rollout: engine='vllm' did not start: {e}") from None
+
+def _started(sampler:Vllm)->Child:
+    spec = sampler.spec
+    child = Child("rlblocks.samplers.child", "serve_trainer", python=interpreter(spec.python), timeout=spec.start,
+                  more=_QUIET)
     path, size = sampler.transfer.share(child.folder.name)
     try:
+        folder = sampler.source or child.folder.name
+        if sampler.source is None: sampler.module.config.save_pretrained(folder)
         child.send("start", engine_arguments(sampler, folder), str(path), size)
         child.answer("ready")
-    except RuntimeError as e:
-        log = tail(child.log)
+        allow_silence(child, spec.timeout)
+    except BaseException:
         child.close()
-        if "No module named 'vllm'" in str(e): raise ImportError(_ABSENT) from None
-        raise RuntimeError(f"Rollout: engine='vllm' did not start: {e}\nIts log ends:\n{log}") from None
+        raise
     finally: path.unlink(missing_ok=True)        # both have it open
     return child
 
