@@ -348,8 +348,8 @@ def test_memory_does_not_grow_with_calls_nor_hold_what_passes(two):
     while one passes."""
     counts = two.place(Counts)
     def batch(tokens=40_000):
-        return Batch(tokens=torch.zeros(8, tokens, dtype=torch.long), mask=torch.ones(8, tokens, dtype=torch.bool),
-                     logprobs=torch.zeros(8, tokens), lengths=torch.full((8,), tokens))
+        return Batch(tokens=torch.zeros(8, tokens, dtype=torch.long), lengths=torch.full((8,), tokens),
+                     mask=torch.arange(tokens).expand(8, -1) > 0, logprobs=torch.zeros(8, tokens))
     for _ in range(10): counts.takes(batch())
     before, there = anon(), counts.anon()
     for _ in range(50): counts.takes(batch())
