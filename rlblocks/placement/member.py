@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ..engines.weights import InProcess, Ticket
 from .handles import membership
-from .shipping import InPool, ROOM, Scored, Stream, scored, send, ship, streams_in, window_class
+from .shipping import InPool, ROOM, Stream, send, ship, streams_in, window_class
 from .wire import Reader, Parcel, nothing_stays, parcel_of
 
 # %% ../../nbs/placement/98b_member.ipynb #bc4312ec
@@ -146,21 +146,15 @@ class Member:
         "The weights of a ticket that stayed; the first rank puts them into the store."
         return answer_to(lambda: ship(self.find(number), self.rank == 0))
 
-    def offer(self, number:int, which:int, readers:int)->Answer: # (window, what the owner gives the probe)
-        "Be about to send the weights of a ticket that stayed."
+    def open_window(self)->Answer: # an actor
+        "Where weights pass that this rank sends."
         import ray
-        def open_window():
-            about = scored(self.find(number))
-            if self.rank: return None
-            if self.window is None: self.window = ray.remote(window_class()).options(num_cpus=0).remote(ROOM)
-            ray.get(self.window.open.remote(which, readers))
-            return self.window, about
-        return answer_to(open_window)
+        if self.window is None: self.window = ray.remote(window_class()).options(num_cpus=0).remote(ROOM)
+        return answer_to(lambda: self.window)
 
-    def send(self, number:int, which:int, bucket_bytes:int)->Answer:
-        "Send them. The answer comes when they have been read."
-        way = Stream(self.window, which, Scored((), None))
-        return answer_to(lambda: send(self.find(number), way, bucket_bytes, self.rank == 0))
+    def send(self, number:int, way:Stream, readers:int, bucket_bytes:int)->Answer:
+        "The weights of a ticket that stayed. The answer comes when they have been read."
+        return answer_to(lambda: send(lambda: self.find(number), way, readers, bucket_bytes, self.rank == 0))
 
     def drop(self, numbers:list[int]):
         "Let go of what nobody refers to, and of functions, which may have captured it."

@@ -7,7 +7,7 @@ __all__ = ['BUCKET_BYTES', 'ROOM', 'window_class', 'InPool', 'Scored', 'Shipped'
            'streams_in']
 
 # %% ../../nbs/placement/98aa_shipping.ipynb #0de0632e
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..engines.weights import Ticket
 from .wire import Reader, nothing_stays, parcel_of
 
 # %% ../../nbs/placement/98aa_shipping.ipynb #73b47916
-BUCKET_BYTES, ROOM = 1 << 28, 2 # bytes of a bucket; buckets that are in the store at a time
+BUCKET_BYTES, ROOM = 1 << 26, 2 # bytes of a bucket; buckets that are in the store at a time
 
 def window_class()->type:
     "The class of an actor through which buckets pass."
@@ -26,17 +26,28 @@ def window_class()->type:
     class Window:
         def __init__(self, room):
             self.room, self.most, self.change = room, 0, asyncio.Condition()
-            self.there, self.readers, self.ended = {}, {}, {}  # (which, i) → [refs, readers left]; which → readers, why
+            self.there = {}                                   # (which, i) → [refs, readers left]
+            self.readers, self.about, self.ended = {}, {}, {} # which → how many, what is said of it, why it ended
 
-        async def open(self, which, readers):
+        async def open(self, which, readers, about=None):
             "Something will pass, for so many readers; of what passed long ago nothing is remembered."
-            self.readers = {k: n for k, n in self.readers.items() if k > which - 10_000} | {which: readers}
-            self.ended = {k: why for k, why in self.ended.items() if k > which - 10_000}
+            async with self.change:
+                for known in (self.readers, self.about, self.ended):
+                    for old in [k for k in known if k < which - 10_000]: del known[old]
+                self.readers[which], self.about[which] = readers + self.readers.get(which, 0), about
+                self.change.notify_all()
+
+        async def said(self, which):
+            "What is said of it; None where it has ended before."
+            async with self.change:
+                await self.change.wait_for(lambda: which in self.about or which in self.ended)
+                return self.about.get(which)
 
         async def put(self, which, i, refs):
             "A bucket; the answer comes once there is room for another."
             async with self.change:
-                if self.readers[which]: self.there[which, i] = [refs, self.readers[which]]
+                left = 0 if which in self.ended else self.readers[which]
+                if left > 0: self.there[which, i] = [refs, left]
                 self.most = max(self.most, len(self.there))
                 self.change.notify_all()
                 await self.change.wait_for(lambda: len(self.there) < self.room or which in self.ended)
@@ -50,7 +61,7 @@ def window_class()->type:
         async def read(self, which, i, leaves=False):
             "A reader has copied a bucket; or it leaves, and will read neither that one nor a later one."
             async with self.change:
-                if leaves: self.readers[which] -= 1
+                if leaves: self.readers[which] = self.readers.get(which, 0) - 1
                 for place in [p for p in self.there if p == (which, i) or leaves and p[0] == which and p[1] > i]:
                     self.there[place][1] -= 1
                     if not self.there[place][1]: del self.there[place]
@@ -130,10 +141,9 @@ class Stream:
     def __init__(self,
         window:Any, # an actor of `window_class`
         which:int,  # of what passes through it
-        scored:Scored,
     ):
         "Nothing is read yet."
-        self.window, self.which, self.scored, self.i, self.over = window, which, scored, 0, False
+        self.window, self.which, self.i, self.over = window, which, 0, False
 
     def buckets(self, version:int, bucket_bytes:int)->Iterator[dict[str, Tensor]]:
         "One after another, as they were put. RuntimeError when they do not come, and where they have been read."
@@ -168,7 +178,9 @@ class Stream:
 
     def score(self, ids:Tensor)->Tensor|None:
         "As the owner has said."
-        return self.scored.score(ids)
+        import ray
+        about:Any = ray.get(self.window.said.remote(self.which))
+        return None if about is None else Reader(nothing_stays).read(about).score(ids)
 
 # %% ../../nbs/placement/98aa_shipping.ipynb #0a1ef89a
 def scored(ticket:Ticket)->Scored: # all ranks call it together
@@ -186,15 +198,19 @@ def ship(
     return Shipped(refs, about) if puts else None
 
 def send(
-    ticket:Ticket,     # this rank's
+    find:Callable[[], Ticket], # this rank's
     way:Stream,        # through which they go
+    readers:int,       # who read all of it, once; 0: what the owner gives the probe is all that is asked for
     bucket_bytes:int,
     puts:bool,         # whether this rank puts the buckets; all gather them
 ):
     "The weights of a ticket, one bucket after another. An error is the readers' to raise."
     import ray
     try:
-        for i, bucket in enumerate(ticket.buckets(bucket_bytes)):
+        ticket = find()
+        about = scored(ticket)
+        if puts: way.window.open.remote(way.which, readers, parcel_of(about))
+        for i, bucket in enumerate(ticket.buckets(bucket_bytes) if readers else ()):
             if puts: ray.get(way.window.put.remote(way.which, i, [ray.put(parcel_of(bucket))]))
             del bucket        # not held while the next one is gathered
         why = ""
