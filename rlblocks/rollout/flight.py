@@ -277,11 +277,12 @@ def begin(flight:"PoolFlight"):
 def finished(flight:"PoolFlight")->list[Batch]: # one a group
     "The rows of the first call. After an error its prompts wait again."
     call = flight.calls.popleft()
-    try: rows = versions_by_token(call.rows.result())
+    try: rows = call.rows.result()
     except BaseException:
         for g in call.groups: flight.asked[g].waits = True
         raise
     for g in call.groups: del flight.asked[g]
+    if rows.policy_version.dim() == 1: rows = versions_by_token(rows)
     return [rows[rows.group == g].trim() for g in call.groups]
 
 def keep_waiting(flight:"PoolFlight", prompts:Batch, how:dict[str, Any]):
