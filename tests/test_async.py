@@ -8,7 +8,7 @@ import torch
 from conftest import vllm_python
 from rlblocks import Batch, Flight, Policy, Rollout, SpmdPool, later
 from rlblocks.placement.handles import Handle, Placed
-from rlblocks.rollout.samplers import vllm
+from rlblocks.samplers.samplers import vllm
 from test_samplers import sharp
 from test_vllm import moved
 from tiny import prompts

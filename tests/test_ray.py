@@ -535,8 +535,31 @@ def test_a_rank_that_dies_is_named_and_the_pool_is_given_up(cluster):
         keeps.spoil(b)
         with pytest.raises(RankLost) as e: keeps.dies(b, 1)
         for words in ("Keeps.dies: rank 1 (node ", f"pid {pid}) of 2 in pool 'mortal', of replica 1, died",
-                      "MiB after Keeps.spoil", "out of luck"): assert words in str(e.value)
+                      "MiB after Keeps.spoil", "Worker exit detail", "out of luck"): assert words in str(e.value)
         with pytest.raises(RuntimeError, match="cannot be asked any more: Keeps.dies: rank 1"): keeps.spoil(b)
+
+
+class Together:
+    "Ranks that wait for each other, but for one that fails before."
+    def sums(self, fails):
+        if os.environ["RANK"] == fails: raise KeyError("a shard is missing")
+        x = torch.ones(1)
+        torch.distributed.all_reduce(x)
+        return int(x)
+
+
+def test_an_error_that_leaves_others_in_a_collective_breaks_the_pool_after_the_grace(cluster):
+    "The error keeps its class and names who is silent; the processes are gone when the pool is closed."
+    with RayPool(2, cluster=cluster, grace=1., name="grace") as pool:
+        ranks, pids = pool.place(Together), [rank.pid for rank in pool.crew.ranks]
+        assert ranks.sums("none") == 2
+        start = time.monotonic()
+        with pytest.raises(KeyError, match="a shard is missing") as e: ranks.sums("1")
+        assert time.monotonic() - start < 60, "long before the timeout of 1800 s"
+        notes = "\n".join(e.value.__notes__)
+        assert "in Together.sums on rank 1" in notes and "no answer within 1 s more from rank 0" in notes
+        with pytest.raises(RuntimeError, match="cannot be asked any more: 'a shard is missing'"): ranks.sums("none")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 class Fragile(Rollout):

@@ -36,13 +36,9 @@ def call_seconds(
     levels:Sequence[int], # how many each one calls: [ranks], or [nodes, ranks of a node]
     cost:CallCost,
 )->float: # until the last answer has been heard
-    "Simulate the messages of a call. Half of `each` is spent on sending, half on hearing."
+    "A call, and the calls that have to end before it is answered."
     for n in levels: whole_number("call_seconds", "levels", n)
-    inside = cost.base + (call_seconds(levels[1:], cost) if len(levels) > 1 else 0.)
-    answered = [(i + 1)*cost.each/2 + inside for i in range(levels[0])]      # in order of sending
-    clock = levels[0]*cost.each/2
-    for at in answered: clock = max(clock, at) + cost.each/2
-    return clock
+    return sum(cost.base + n*cost.each for n in levels)
 
 # %% ../../nbs/placement/97a_calls.ipynb #ac3fc24e
 def plan_calls(
