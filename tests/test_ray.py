@@ -110,6 +110,12 @@ def test_three_ranks_give_the_numbers_of_one_process(three):
     same(spmd_loops.tutorials(three), spmd_loops.tutorials(here), "tutorials", 1e-10)
 
 
+@pytest.mark.long
+def test_five_ranks_give_the_numbers_of_one_process(cluster):
+    with RayPool(5, cpus=.1, cluster=cluster, timeout=300., name="five") as five:
+        same(spmd_loops.tutorials(five), spmd_loops.tutorials(here), "tutorials", 1e-10)
+
+
 # -- saves
 
 def saved_by(folder): return sorted(f.name for f in Path(folder).glob("step-*/shards/*.distcp"))
