@@ -209,7 +209,7 @@ def send(
     try:
         ticket = find()
         about = scored(ticket)
-        if puts: way.window.open.remote(way.which, readers, parcel_of(about))
+        if puts: ray.get(way.window.open.remote(way.which, readers, parcel_of(about)))
         for i, bucket in enumerate(ticket.buckets(bucket_bytes) if readers else ()):
             if puts: ray.get(way.window.put.remote(way.which, i, [ray.put(parcel_of(bucket))]))
             del bucket        # not held while the next one is gathered
