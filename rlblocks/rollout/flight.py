@@ -160,6 +160,7 @@ def kind_of(
     if hasattr(getattr(rollout, "generate", None), "later"): return PoolFlight
     raise TypeError(f"Flight: {rollout!r} came; a Rollout is wanted, as pool.place(Rollout, …) gives it")
 
+# %% ../../nbs/rollout/85c_flight.ipynb #3c0590b7
 class Flight:
     "Prompts that are sampled while the loop does something else; each has a `group` of its own."
 
@@ -292,6 +293,7 @@ def keep_waiting(flight:"PoolFlight", prompts:Batch, how:dict[str, Any]):
     if twice: raise ValueError(f"Flight.ask: group {twice[0]} is under way; each prompt has a group of its own")
     for i, g in enumerate(groups): flight.asked[g] = Waiting(prompts[[i]].trim(), how, time.monotonic())
 
+# %% ../../nbs/rollout/85c_flight.ipynb #f4b3be6a
 class PoolFlight(Flight):
     "A flight whose rollout is on a pool."
 
