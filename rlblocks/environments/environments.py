@@ -78,7 +78,9 @@ def in_thread(
     def run():
         try: box.append(loop.run_until_complete(task))
         except BaseException as e: box.append(e)
-        finally: loop.close(), ended.set()
+        finally:
+            loop.close()
+            ended.set()
     # An event, not `join`: one that is interrupted takes the thread for ended (Python < 3.13, bpo-45274)
     try:
         threading.Thread(target=run, daemon=True).start()
