@@ -47,7 +47,7 @@ def plan_calls(
     *,
     per_node:int=8,   # ranks of a node
     mib:float=126.,   # memory of a process before it has loaded anything
-)->dict[str, float]: # seconds of a call; the same with a leader on each node; MiB of a node's processes
+)->dict[str, int|float]: # seconds of a call; the same with a leader on each node; MiB of a node's processes
     "What a call of all ranks costs, and what the processes of a node hold. ValueError for numbers that are none."
     for name, n in dict(ranks=ranks, per_node=per_node).items(): whole_number("plan_calls", name, n)
     here = min(ranks, per_node)
