@@ -6,8 +6,7 @@ import time
 import pytest
 import torch
 from conftest import vllm_python
-from rlblocks import Batch, Flight, Policy, Rollout, SpmdPool, later
-from rlblocks.placement.handles import Handle, Placed
+from rlblocks import Batch, Flight, Policy, Rollout, later
 from rlblocks.samplers.samplers import vllm
 from test_samplers import sharp
 from test_vllm import moved
@@ -187,16 +186,9 @@ def test_rows_that_nobody_can_ask_for_are_ended(shared):
     assert Batch.cat(flight.collect(3)).tokens.equal(rows)
 
 
-def test_a_flight_over_a_handle_has_the_rows_of_generate():
-    "Of a call that the pool has begun, in the order of asking; what is no rollout is refused."
-    r = by_hf(sharp())
-    with SpmdPool() as pool:
-        handle = Handle(Placed(r, pool, Rollout, 1, [0], False))
-        flight, want = Flight(handle), r.generate(prompts(), group_size=2, seed=0)
-        flight.ask(prompts(), group_size=2, seed=0)
-        assert flight.oldest == 0 and Batch.cat(flight.collect(3)).tokens.equal(want.tokens) and not len(flight)
+def test_what_is_no_rollout_cannot_fly():
+    "Over a pool's handle: tests/test_ray.py, and under torchrun tests/test_spmd.py."
     with pytest.raises(TypeError, match="a Rollout is wanted, as pool.place"): Flight(sharp())
-    r.close()
 
 
 def test_an_engine_that_is_gone_is_heard_of_by_all_who_wait_and_no_prompt_is_lost():

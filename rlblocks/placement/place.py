@@ -197,5 +197,5 @@ def _cat_in_order(parts, order):
     wide = [max(a.shape[1] for a in parts)] if first.dim() > 1 else []
     out = first.new_zeros(len(order), *wide, *first.shape[2:], dtype=dtype)
     for a, at in zip(parts, order.argsort().split([len(a) for a in parts]), strict=True):
-        out[(at, slice(a.shape[1])) if wide else at] = a
+        out[(at, slice(a.shape[1])) if wide else at] = a.to(dtype)
     return out

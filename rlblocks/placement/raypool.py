@@ -112,7 +112,7 @@ class RayPool:
         "Reserve room, start the processes, have them meet. ValueError or RuntimeError for what cannot be had."
         _check_restarts(restarts, world)
         bundles, self.ranks, self.number, self.dropped = bundles_of(ranks, cpus, gpus, nodes), ranks, 0, deque()
-        cluster, self.lock = _connected(cluster), RLock()
+        cluster, self.lock, self.window = _connected(cluster), RLock(), None
         group, claim = _room(bundles, "STRICT_SPREAD" if nodes else strategy, name, cluster.ready, beside, ranks)
         self.columns, self.together = Columns(), world or ranks == 1    # one object in parts, not one on each rank
         self.crew = Crew(name, cluster, group, claim, world, restarts, timeout, grace)
@@ -209,12 +209,18 @@ def _shipped(pool, number):
     return _ask(pool, "Ticket.ship", lambda member: member.ship.remote(number))[0]
 
 def _stream(pool, number, readers):
-    which, name = _next_number(pool, "Ticket.send"), "Ticket.send"
-    window, about = _ask(pool, "Ticket.offer", lambda member: member.offer.remote(number, which, readers))[0]
-    if readers:
-        def begin(member): return member.send.options(name=name).remote(number, which, BUCKET_BYTES)
-        pool.crew.unheard.append(RankCall(name, {rank.number: begin(rank.member) for rank in pool.crew.ranks}))
-    return Stream(window, which, about)
+    which = _next_number(pool, name := "Ticket.send")
+    way = Stream(_window(pool), which)
+    def begin(member): return member.send.options(name=name).remote(number, way, readers, BUCKET_BYTES)
+    pool.crew.unheard.append(RankCall(name, {rank.number: begin(rank.member) for rank in pool.crew.ranks}))
+    return way
+
+def _window(pool):
+    "Through which its weights go to other pools."
+    if pool.window is None:
+        first = pool.crew.ranks[0].member
+        pool.window = gather(pool.crew, RankCall("Ticket.send", {0: first.open_window.remote()}))[0]
+    return pool.window
 
 def _addressed(pool, x):
     "An argument with tickets of other pools as streams to this one; those that may be read again stay as they are."

@@ -161,6 +161,7 @@ def kind_of(
     if hasattr(getattr(rollout, "generate", None), "later"): return PoolFlight
     raise TypeError(f"Flight: {rollout!r} came; a Rollout is wanted, as pool.place(Rollout, …) gives it")
 
+# %% ../../nbs/rollout/85c_flight.ipynb #3c0590b7
 class Flight:
     "Prompts that are sampled while the loop does something else; each has a `group` of its own."
 
@@ -278,11 +279,12 @@ def begin(flight:"PoolFlight"):
 def finished(flight:"PoolFlight")->list[Batch]: # one a group
     "The rows of the first call. After an error its prompts wait again."
     call = flight.calls.popleft()
-    try: rows = versions_by_token(call.rows.result())
+    try: rows = call.rows.result()
     except BaseException:
         for g in call.groups: flight.asked[g].waits = True
         raise
     for g in call.groups: del flight.asked[g]
+    if rows.policy_version.dim() == 1: rows = versions_by_token(rows)
     return [rows[rows.group == g].trim() for g in call.groups]
 
 def keep_waiting(flight:"PoolFlight", prompts:Batch, how:dict[str, Any]):
@@ -292,6 +294,7 @@ def keep_waiting(flight:"PoolFlight", prompts:Batch, how:dict[str, Any]):
     if twice: raise ValueError(f"Flight.ask: group {twice[0]} is under way; each prompt has a group of its own")
     for i, g in enumerate(groups): flight.asked[g] = Waiting(prompts[[i]].trim(), how, time.monotonic())
 
+# %% ../../nbs/rollout/85c_flight.ipynb #f4b3be6a
 class PoolFlight(Flight):
     "A flight whose rollout is on a pool."
 
