@@ -133,6 +133,32 @@ def test_these_checks_see_what_they_forbid(monkeypatch):
 
 # -- CONTRIBUTING
 
+def placed(text):
+    "(name, file): what a sentence names in backticks before it names a file in brackets, or after `in`."
+    found = []
+    for sentence in re.split(r"(?<=[.:;]) ", " ".join(text.split())):
+        names = []
+        for word in re.findall(r"`([^`]+)`", sentence):
+            if re.fullmatch(r"(?:rlblocks|tests)/[\w/]+\.py", word):
+                found += [(name, word) for name in names]
+                names = []
+            elif re.fullmatch(r"[\w.]+", word): names.append(word.split(".")[-1])
+    return found
+
+
+def test_contributing_names_pieces_of_the_files_beside_them():
+    found = placed((ROOT/"CONTRIBUTING.md").read_text())
+    assert len(found) > 12
+    absent = [f"{name} in {file}" for name, file in found if not re.search(rf"\b{name}\b", (ROOT/file).read_text())]
+    assert not absent, f"CONTRIBUTING.md: {', '.join(absent)}"
+
+
+def test_the_check_of_contributing_sees_pairs():
+    text = "A `B`\n(`rlblocks/x.py`) and `f` in `tests/y.py`. Then `g`: no `h(1)`, `C.i` or `j` (`rlblocks/z.py`)"
+    assert placed(text) == [("B", "rlblocks/x.py"), ("f", "tests/y.py"), ("i", "rlblocks/z.py"),
+                            ("j", "rlblocks/z.py")]
+
+
 def test_contributing_names_what_is_there():
     "Files, rooms, and targets of the Makefile."
     text, made = (ROOT/"CONTRIBUTING.md").read_text(), (ROOT/"Makefile").read_text()

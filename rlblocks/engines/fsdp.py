@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['layers_of', 'gathered', 'sharded', 'as_shard', 'shard_of', 'full_state', 'load_full_state', 'named_state',
-           'load_named_state', 'Fsdp']
+           'load_named_state', 'Fsdp', 'planned_fsdp', 'layers_bytes']
 
 # %% ../../nbs/engines/58_fsdp.ipynb #1b8a16fc
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
-from .base import WeightShard, nbytes_of
+from .base import PlannedBytes, WeightShard, nbytes_of
 from .guards import Turn
 from .lazy import lazy_weights, place_, read_rows
 from .modules import Within, callable_within_, distinct, trained_weights
@@ -228,3 +229,32 @@ class Fsdp:
         "Bytes that this rank holds."
         self.refresh()
         return nbytes_of(self.module, self.optimizer)
+
+# %% ../../nbs/engines/58_fsdp.ipynb #92509e28
+def planned_fsdp(
+    params:list,          # of the module and of what stands beside it, fake or real
+    layers:list[nn.Module], # of the module, that are gathered each by itself
+    *,
+    ranks:int,            # that share them
+    state_bytes:int=8,    # of the optimizer for each 4 bytes of weights
+    half:torch.dtype|None=None, # weights are gathered in it; None: in their own
+    offload:bool=False,   # shards, gradients and states live on the host
+)->PlannedBytes: # on the fullest rank
+    "Shards of all that stays, and the layers that are gathered at one time."
+    def shard(p): return -(-p.shape[0]//ranks)*prod(p.shape[1:])*p.element_size() if p.dim() else p.nbytes
+    learnt = sum(shard(p) for p in params if p.requires_grad)
+    kept = dict(weights=sum(map(shard, params)), gradients=learnt, states=learnt*state_bytes//4)
+    largest = layers_bytes(params, layers, half) if ranks > 1 else 0
+    return PlannedBytes(dict.fromkeys(kept, 0), kept, largest) if offload else PlannedBytes(kept, {}, largest)
+
+def layers_bytes(
+    params:list,           # that are sharded
+    layers:list[nn.Module], # gathered each by itself
+    half:torch.dtype|None, # they are gathered in it; None: in their own
+)->int:
+    "Two of the largest layers, and what belongs to none."
+    known, groups = {id(p) for p in params}, [list(m.parameters()) for m in layers]
+    def size(p): return p.numel()*(half.itemsize if half and p.is_floating_point() else p.element_size())
+    def total(ps): return sum(size(p) for p in ps if id(p) in known)
+    inside = {id(p) for ps in groups for p in ps}
+    return 2*max(map(total, groups), default=0) + total([p for p in params if id(p) not in inside])

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..engines.base import EngineSpec, WeightShard
 from ..engines.modules import output_layer
 from ..engines.plain import Plain
-from ..engines.sharded import ShardedModel, has_all_weights, learnable
+from ..engines.sharded import ShardedModel, has_all_weights, learnable, running
 from ..engines.weights import buckets
 from ..engines.world import agree, world
 from .adapters import (adapter_on, check_bare, check_merges, check_same_base, check_untied,
@@ -146,11 +146,12 @@ class Adapted:
         if base.cut: share_heads_(module, base.model.spec.tensor_parallel)
 
     def __call__(self, *args, **kwargs):
-        with self.base.using(self.name): return self.base.model.probe(partial(self.module, *args, **kwargs))
+        with self.base.using(self.name), running(self.base.model):
+            return self.base.model.engine.within(partial(self.module, *args, **kwargs))
 
     def within(self, f:Callable[[], Any])->Any:
         "Run `f` where the base's forward pass would be, with the adapter on."
-        with self.base.using(self.name): return self.base.model.probe(f)
+        with self.base.using(self.name), running(self.base.model): return self.base.model.engine.within(f)
 
     def backward(self, loss:Tensor, *, last:bool, shared:bool):
         "Add a micro-batch's gradient: layers that are recomputed find the adapter on."
