@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from test_floors import FLOORS, source
-from test_style import body, cells, functions, outer
+from test_style import any_things, body, cells, functions, outer
 
 HIGH = sorted(m for m in FLOORS if 2 <= FLOORS[m] <= 4)
 OWED = json.loads((ROOT/"tests"/"owed.json").read_text())
@@ -119,6 +119,44 @@ def test_nothing_filters_warnings_or_writes_the_environment():
     owed("effects", sorted({f"{m}: {e}" for m, tree in trees().items() for e in effects(tree)}))
 
 
+def test_public_signatures_say_what_they_take():
+    "Floors 2 to 5; below them nothing is owed (`tests/test_style.py`)."
+    owed("any", {f"{m}: {x}" for m in FLOORS if FLOORS[m] >= 2
+                 for x in any_things(ast.parse(source(m)), offered(ast.parse(source(m))))})
+
+
+def offered(tree):
+    "A module's `__all__`."
+    return next(ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign)
+                and ast.unparse(n.targets[0]) == "__all__")
+
+
+def hidden(name): return name.startswith("_") and not name.endswith("__")
+
+
+def own(tree):
+    "Private methods and attributes of a module's classes."
+    for c in ast.walk(tree):
+        if isinstance(c, ast.Attribute) and isinstance(c.ctx, ast.Store) and hidden(c.attr): yield c.attr
+        for n in c.body if isinstance(c, ast.ClassDef) else ():
+            if isinstance(n, ast.FunctionDef) and hidden(n.name): yield n.name
+            if isinstance(n, ast.AnnAssign) and hidden(ast.unparse(n.target)): yield ast.unparse(n.target)
+
+
+def crossing(trees):
+    "Private attributes that a module reads of objects of another one of ours: {module: what it reads}."
+    made = {m: set(own(tree)) for m, tree in trees.items()}
+    ours = set().union(*made.values())
+    return {f"{m}: {ast.unparse(n)}" for m, tree in trees.items() for n in ast.walk(tree)
+            if isinstance(n, ast.Attribute) and hidden(n.attr) and n.attr in ours - made[m]
+            and ast.unparse(n.value) not in ("self", "cls")}
+
+
+def test_no_private_attribute_crosses_a_module():
+    "What two modules need of a class is a public method of it."
+    owed("private", crossing({m: ast.parse(source(m)) for m in FLOORS}))
+
+
 def test_these_checks_see_what_they_forbid(monkeypatch):
     tree = ast.parse("A = {}\nB = dict(x=1)\nC = [1]\nD = WeakKeyDictionary()\nE: dict = {}\nF = (1,)\ndef f(): global "
                      "G\nos.environ['x'] = 1\nwarnings.filterwarnings('ignore')\n"
@@ -126,6 +164,9 @@ def test_these_checks_see_what_they_forbid(monkeypatch):
     assert state(tree) == ["A", "D", "E"] and written(tree) == ["global G"]
     assert sorted(effects(tree)) == ["os.environ", "os.environ.setdefault", "warnings.filterwarnings"]
     assert parameters(functions(tree)[-1]) == 5
+    made = "class A:\n  _b:int = 0\n  def _f(self): self._x = self._f()"
+    used = "a._f(); b.a._x; self._f(); c._other; d._b"
+    assert crossing(dict(m=ast.parse(made), n=ast.parse(used))) == {"n: a._f", "n: b.a._x", "n: d._b"}
     monkeypatch.setitem(OWED, "state", ["old"])
     with pytest.raises(AssertionError, match="nobody owes old"): owed("state", [])
     with pytest.raises(AssertionError, match="state: new"): owed("state", ["old", "new"])

@@ -9,7 +9,7 @@ __all__ = ['layers_of', 'gathered', 'sharded', 'as_shard', 'shard_of', 'full_sta
 # %% ../../nbs/engines/58_fsdp.ipynb #1b8a16fc
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from .lazy import lazy_weights, place_, read_rows
 from .modules import Within, callable_within_, distinct, trained_weights
 from .plain import clip_and_step, used_by_any
 from .world import HALF, fill_, join_world, same_weights, world
+
+_T = TypeVar("_T")
 
 # %% ../../nbs/engines/58_fsdp.ipynb #2c314a1b
 def layers_of(module:nn.Module)->list[nn.Module]: # one group of weights each
@@ -71,7 +73,7 @@ def full_state(module:nn.Module, optimizer:torch.optim.Optimizer|None)->dict[str
     state = dict[str, Any](module=module.state_dict())
     return tree_map(full, state | dict(optimizer=optimizer.state_dict()) if optimizer else state)
 
-def load_full_state(module:nn.Module, optimizer:Any, state:dict[str, Any])->None:
+def load_full_state(module:nn.Module, optimizer:torch.optim.Optimizer|None, state:dict[str, Any])->None:
     "Each rank takes its shards. Clones, for a view would keep the full tensor alive."
     own = module.state_dict()
     module.load_state_dict({k: sharded(x, own[k]) if k in own else x for k, x in state["module"].items()})
@@ -95,7 +97,7 @@ def named_state(module:nn.Module, optimizer:torch.optim.Optimizer|None)->dict[st
         kept["state"] = {name: {k: uncounted(x) for k, x in s.items()} for name, s in kept["state"].items()}
     return state | dict(optimizer=kept)
 
-def load_named_state(module:nn.Module, optimizer:Any, state:dict[str, Any])->None:
+def load_named_state(module:nn.Module, optimizer:torch.optim.Optimizer|None, state:dict[str, Any])->None:
     "Restore it; all ranks call it together. The optimizer keeps what it is given, so it gets clones."
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
     set_model_state_dict(module, state["module"])
@@ -177,7 +179,7 @@ class Fsdp:
         self.reached = reached_(module) if optimizer else set()
 
     def __call__(self, *args, **kwargs): return self.module(*args, **kwargs)
-    def within(self, f:Callable[[], Any])->Any:
+    def within(self, f:Callable[[], _T])->_T:
         "Run `f` inside FSDP's hooks: the outermost weights are gathered, and each layer gathers its own."
         return self.module(Within(f))[0]
 

@@ -8,7 +8,7 @@ __all__ = ['tensor_mesh', 'clip_pieces_', 'bare', 'map_state', 'adapted_layers',
 # %% ../../nbs/engines/63_tensor.ipynb #e36529fe
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from .optim import entrywise
 from .plain import Plain
 from .world import fill_, mesh_of, same_weights
 
+_T = TypeVar("_T")
+
 # %% ../../nbs/engines/63_tensor.ipynb #43d583ec
 def tensor_mesh(device:torch.device, size:int)->DeviceMesh:
     "Axes \"tensor\" (ranks of one model) and \"copies\" (of the same pieces): weights are cut in this order."
@@ -35,7 +37,8 @@ def tensor_mesh(device:torch.device, size:int)->DeviceMesh:
 
 # %% ../../nbs/engines/63_tensor.ipynb #ee06ed05
 @torch.no_grad()
-def clip_pieces_(grads:dict[str, Tensor], max_norm:float, cut:CutModel, group, *, copies:int)->Tensor: # norm
+def clip_pieces_(grads:dict[str, Tensor], max_norm:float, cut:CutModel, group:dist.ProcessGroup|None, *,
+                 copies:int)->Tensor: # norm
     """Make gradients of uncut weights the same on all ranks, find the norm over all pieces, clip by it.
 
     `grads` are sums over the copies, by name; `copies` ranks have each of them."""
@@ -55,7 +58,7 @@ def clip_pieces_(grads:dict[str, Tensor], max_norm:float, cut:CutModel, group, *
 # %% ../../nbs/engines/63_tensor.ipynb #5530b7a4
 SLAB = 1 << 22             # bytes that a rank sends at a time
 
-def join_pieces(x:Tensor, cut:Cut, group:Any)->Tensor: # complete
+def join_pieces(x:Tensor, cut:Cut, group:dist.ProcessGroup|None)->Tensor: # complete
     "A weight, or a state beside it, from all ranks' pieces; where they are not contiguous, a few rows at a time."
     rank, size, x = dist.get_rank(group), dist.get_world_size(group), x.contiguous()
     out = x.new_empty(cut.complete(x.shape, size))
@@ -84,7 +87,7 @@ class Pieces:
     "Who holds which piece of each weight; with FSDP2 each piece is a DTensor over the copies."
     mesh:DeviceMesh              # of `tensor_mesh`
     copies:DeviceMesh            # its second axis, unnamed: by a name peft would take shards for pieces of a layer
-    group:Any                    # of its first axis
+    group:dist.ProcessGroup|None   # of its first axis
     device:torch.device          # what the ranks compute on
     cuts:dict[str, Cut]          # by name
     shapes:dict[str, torch.Size] # of what this rank has of every weight
@@ -179,7 +182,7 @@ class TensorParallel:
     def __call__(self, *args, **kwargs):
         try: return self.inner(*args, **kwargs)
         finally: self.entering.forget()
-    def within(self, f:Callable[[], Any])->Any:
+    def within(self, f:Callable[[], _T])->_T:
         try: return self.inner.within(f)
         finally: self.entering.forget()
 
@@ -224,7 +227,7 @@ class TensorParallel:
     def nbytes(self)->dict[str, int]: return self.inner.nbytes()
 
 # %% ../../nbs/engines/63_tensor.ipynb #cdfaf7e9
-def adapted_layers(module:nn.Module, name:str, cuts:Collection[str], size:int)->dict[str, Any]: # by name
+def adapted_layers(module:nn.Module, name:str, cuts:Collection[str], size:int)->dict[str, nn.Module]: # by name
     "Peft's layers under an adapter. ValueError for one on a layer that is no linear one or not cut."
     ends = [output_layer(m) for _, m in planned(module)]
     found:dict[str, Any] = {at: m for at, m in module.named_modules()
@@ -243,7 +246,7 @@ def adapter_share_(layer:Any, name:str, cut:Cut, rank:int, size:int)->None:
     along = (layer.lora_A if cut.axis else layer.lora_B)[name]
     along.forward = lambda x: nn.functional.linear(x, cut.take(along.weight, rank, size))
 
-def adapt_layers_(module:nn.Module, name:str, cut:CutModel, group:Any)->None:
+def adapt_layers_(module:nn.Module, name:str, cut:CutModel, group:dist.ProcessGroup|None)->None:
     "Let an adapter take part in its layers' exchanges: matrix and adapters together make what is exchanged."
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     for at, layer in adapted_layers(module, name, cut.cuts, size).items():

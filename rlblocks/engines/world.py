@@ -172,7 +172,7 @@ def same_weights(module:nn.Module)->None:
                              "every rank, or seed the callable that makes the module")
 
 # %% ../../nbs/engines/52_world.ipynb #b8979216
-def fill_(out:Tensor, group:Any=None)->None:
+def fill_(out:Tensor, group:dist.ProcessGroup|None=None)->None:
     "Fill `out`, where this rank's rows are in place, with every rank's of a group (None: all), without other memory."
     parts = out.view(dist.get_world_size(group), -1)
     if out.device.type == "cpu":      # gloo's all_gather would allocate `out` twice

@@ -7,7 +7,7 @@ __all__ = ['LIVE', 'BUCKET', 'Zero', 'planned_zero', 'bucket_entries', 'gathered
 
 # %% ../../nbs/engines/60_zero.ipynb #bff8212b
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from .optim import decay_groups, entrywise
 from .plain import used_by_any
 from .slices import Held, Piece, full_weight, load_into, shards_of, state_of, zero_bytes
 from .world import HALF, agree, join_world, same_weights, world
+
+_T = TypeVar("_T")
 
 # %% ../../nbs/engines/60_zero.ipynb #a9afb1ee
 def _check(module, *, stage, optimizer, adamw, dtype, offload):
@@ -191,7 +193,7 @@ class Zero:
     def stage(self)->int: return self.held.stage
 
     def __call__(self, *args, **kwargs): return run(self, *args, **kwargs)
-    def within(self, f:Callable[[], Any])->Any:
+    def within(self, f:Callable[[], _T])->_T:
         "Run `f` inside DeepSpeed's hooks."
         return self(Within(f))[0]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ from .folders import dtypes_of, in_precision, save_folder
 from .forward import Forward
 from .loading import load_tokenizer
 from .step import Lora, Prepared, Setup
+
+_T = TypeVar("_T")
 
 # %% ../../nbs/models/77_lora.ipynb #d2d3514c
 class Base:
@@ -149,7 +151,7 @@ class Adapted:
         with self.base.using(self.name), running(self.base.model):
             return self.base.model.engine.within(partial(self.module, *args, **kwargs))
 
-    def within(self, f:Callable[[], Any])->Any:
+    def within(self, f:Callable[[], _T])->_T:
         "Run `f` where the base's forward pass would be, with the adapter on."
         with self.base.using(self.name), running(self.base.model): return self.base.model.engine.within(f)
 

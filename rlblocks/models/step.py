@@ -126,7 +126,7 @@ def as_many(
     error:Exception|None, # why this rank has none, if so
 )->list[list[list[int]]]:
     "Parts of a cut get as many micro-batches on every rank, some empty, or all ranks raise."
-    if run.model.ranks > 1 and any(isinstance(b, Batch) and b._whole and b._whole.parts > 1 for b in batches):
+    if run.model.ranks > 1 and any(isinstance(b, Batch) and b.is_part and b.whole.parts > 1 for b in batches):
         most = largest([len(plan) for plan in plans], error, run.name)
         return [plan + [[] for _ in range(n - len(plan))] for plan, n in zip(plans, most, strict=True)]
     if error: raise error
@@ -190,7 +190,7 @@ def _ready(run, jobs, reading):
     except Exception as e: error = e
     _together(f"{run.name}.step", error, run.model.ranks > 1, given)
     _agree_on_rows(run, [b for b, _ in jobs])
-    jobs = [(b._like(b.columns, b.whole, b.filler), loss) for b, loss in jobs if len(b)]      # counted once
+    jobs = [(b.counted(), loss) for b, loss in jobs if len(b)]      # counted once
     return [(b, loss) for b, loss in jobs if b.n_tokens], shared
 
 def _together(who, error, others, given=None):
@@ -280,10 +280,10 @@ def is_shared(
     batches:list, # of a step
 )->bool: # True: gradients are summed over replicas
     "Whether the batches are cut over the replicas of this world. ValueError for a cut in another number."
-    parts = {b.whole.parts for b in batches if b._whole}
+    parts = {b.whole.parts for b in batches if b.is_part}
     if not parts: return False
     replicas, shares = run.model.replicas, run.model.shares
-    if parts != {replicas} or not all(b._whole for b in batches):
+    if parts != {replicas} or not all(b.is_part for b in batches):
         who = f"{replicas} replica(s) of {shares} ranks" if shares > 1 else f"{replicas} rank(s)"
         raise ValueError(f"{run.name}: step got a part of a batch cut in {max(parts)}, but {who} train together; "
                          "pass the whole batch, or one part to every " + ("replica" if shares > 1 else "rank"))
@@ -321,8 +321,8 @@ def _readable(run, batch, reading, at):
         check_sampled(run.name, batch, run.module.vocabulary, padding=not run.layout.packed)
         if "mask" not in batch:
             none = torch.zeros(batch.tokens.shape, dtype=torch.bool)
-            batch = batch._like(batch.columns | dict(mask=none), batch._whole, batch.filler)
-        given, batch = _given(batch, bool(batch._whole)), batch._like(batch.columns, batch.whole, batch.filler)
+            batch = batch.with_columns(batch.columns | dict(mask=none))
+        given, batch = _given(batch, batch.is_part), batch.counted()
         plan = micro_batches(run, batch)
     except Exception as e: error = e
     if run.model.shares > 1 or run.model.spec.word in ("fsdp2", "zero3"): agree(error, run.name, same=given)
