@@ -9,7 +9,7 @@ __all__ = ['layers_of', 'gathered', 'sharded', 'as_shard', 'shard_of', 'full_sta
 # %% ../../nbs/engines/58_fsdp.ipynb #1b8a16fc
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ def as_shard(local:Tensor, like:Any)->DTensor: # with the memory of `local`
 def shard_of(p:Any)->WeightShard: # saved as a DTensor like it
     "This rank's rows of a weight."
     def save(x, full): return gathered(as_shard(x, p)).cpu() if full else as_shard(x, p)
-    def load(x): return getattr(x if isinstance(x, DTensor) else sharded(x, p), "to_local")()
+    def load(x): return cast(DTensor, x if isinstance(x, DTensor) else sharded(x, p)).to_local()
     return WeightShard(p.to_local().detach(), save, load)
 
 # %% ../../nbs/engines/58_fsdp.ipynb #35d66851

@@ -8,7 +8,7 @@ __all__ = ['tensor_mesh', 'clip_pieces_', 'bare', 'map_state', 'adapted_layers',
 # %% ../../nbs/engines/63_tensor.ipynb #e36529fe
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -251,6 +251,6 @@ def adapt_layers_(module:nn.Module, name:str, cut:CutModel, group:dist.ProcessGr
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     for at, layer in adapted_layers(module, name, cut.cuts, size).items():
         if "forward" not in vars(layer):           # the first one on it
-            del layer.base_layer.forward
+            del cast(Any, layer.base_layer).forward
             layer.forward = EXCHANGES[cut.plan[at]](layer, cut.entering)
         adapter_share_(layer, name, cut.cuts[f"{at}.weight"], rank, size)

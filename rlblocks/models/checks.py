@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from jaxtyping import Int
@@ -97,7 +97,7 @@ def vocabulary(
 )->int|None: # None: no table can be found, or ids beyond it stand for images or sound
     "How many ids a model's embedding has."
     if _reads_more_than_text(trunk): return None
-    try: table = getattr(trunk, "get_input_embeddings")()
+    try: table = cast(Any, trunk).get_input_embeddings()
     except (AttributeError, NotImplementedError): return None
     return getattr(getattr(table, "base_layer", table), "num_embeddings", None)
 

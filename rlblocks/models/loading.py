@@ -135,7 +135,7 @@ def lazy_model(
     files = WeightFiles(where)
     floats = (x.dtype for x in map(files.part, where) if x.is_floating_point())
     dtype = getattr(config, "dtype", None) or next(floats, None)
-    with torch.device("meta"): module = getattr(auto, "from_config")(config, dtype=dtype, **_attending(attention))
+    with torch.device("meta"): module = cast(Any, auto).from_config(config, dtype=dtype, **_attending(attention))
     if module._get_dtype_plan(dtype): return None
     sources = sources_of(module, where)
     if not _complete(module, sources, files): return None
