@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from test_floors import FLOORS, source
-from test_style import any_things, body, cells, functions, outer
+from test_style import any_things, body, cells, functions, hidden_names, outer
 
 HIGH = sorted(m for m in FLOORS if 2 <= FLOORS[m] <= 4)
 OWED = json.loads((ROOT/"tests"/"owed.json").read_text())
@@ -102,6 +102,12 @@ def test_class_cells_are_short():
     owed("class cells", [f"{name.split('_', 1)[1].removesuffix('.ipynb')}: "
                          f"{text.split(chr(10) + 'class ')[1].split('(')[0].split(':')[0]}"
                          for name, i, text in found if text.count("\n") + 1 > CELL])
+
+
+def test_no_hidden_cell_defines_what_a_visible_one_uses():
+    "A reader of the page can run it."
+    paths = [p for room in ("engines", "models", "data", "checkpoint") for p in ROOT.glob(f"nbs/{room}/*.ipynb")]
+    owed("hidden cells", [f"{p.parent.name}/{p.stem}" for p in paths if hidden_names(cells(p))])
 
 
 def test_constructors_take_few_parameters():
