@@ -51,7 +51,7 @@ class Base:
     ):
         "Put on the first adapter, then let the engine have the rest. ValueError when the trunk has adapters already."
         check_bare(trunk, engine.tensor_parallel)
-        self.trunk, self.name, self.came, self.linear = trunk, name, dtypes_of(trunk), linear_names(trunk)
+        self.trunk, self.name, self.dtypes, self.linear = trunk, name, dtypes_of(trunk), linear_names(trunk)
         self.own:dict[str, dict[str, nn.Parameter]] = {}  # adapter → what it owns, by the names of peft's files
         self.configs:dict[str, Any] = {}
         self.trained:dict[str, str] = {}                  # adapter → who trains it
@@ -220,7 +220,7 @@ class View:
 def view_(reader:Forward, base:Base, name:str|None):
     "Let a reader see the trunk without owning it: its weights are an adapter and its head."
     trunk = reader._modules.pop("trunk")
-    reader.__dict__["trunk"], reader.dtypes = trunk, base.came
+    reader.__dict__["trunk"], reader.dtypes = trunk, base.dtypes
     if name is not None: reader.add_module("adapter", nested(base.own[name]))
 
 def check_shared(
@@ -255,9 +255,9 @@ def standing(
         raise ValueError(f"{who}: lora={lora!r} is the name of no adapter here, nor an adapter's folder; frozen=True "
                          "reads through one that is there, lora=None reads the base")
     if base is None:
-        came = getattr(getattr(reader.trunk, "config", None), "name_or_path", None) or None
+        origin = getattr(getattr(reader.trunk, "config", None), "name_or_path", None) or None
         alone = replace(setup.engine, sequence_parallel=1)
-        base = Base(reader.trunk, lora, name=came, engine=alone, device=setup.device)
+        base = Base(reader.trunk, lora, name=origin, engine=alone, device=setup.device)
     else: check_shared(base, setup, who)
     if not setup.frozen: learnable(base.model.dtype, who)
     name = base.first if not shared else lora if isinstance(lora, str) and lora in base.own else None
@@ -309,9 +309,9 @@ def merge_adapters(
     named = enumerate(shares.items())
     weights = {held.put(dict(path=folder, name=f"adapter{i}")): float(w) for i, (folder, w) in named}
     _check_whole(held.own, weights)
-    exact = in_precision(held.came, dtype)
+    exact = in_precision(held.dtypes, dtype)
     save_folder(held.trunk, buckets(held.merged(weights), 1 << 28), path, who="merge_adapters",
-                filed=lambda k, x: (k, exact(k, x)), dtype=dtype or next(iter(held.came.values())),
+                filed=lambda k, x: (k, exact(k, x)), dtype=dtype or next(iter(held.dtypes.values())),
                 tokenizer=load_tokenizer(base))
 
 def _check_whole(own, weights):

@@ -31,8 +31,8 @@ from ..engines.weights import checksum
 from ..engines.world import agree, largest, same_rows
 from .checks import (check_batches, check_jobs, check_loss, check_sampled, check_scored, check_turning,
                                     check_window, places_at)
-from .forward import Forward, Layout, Reading, turning
-from .head import bending
+from .forward import Forward, Layout, Reading, rope_window
+from .head import logit_transform
 from .outputs import Checked, Out, cause, check_splits, outputs, trainable
 from .probes import look_ahead, pack_by, share_lines
 
@@ -61,7 +61,7 @@ class Prepared:
     module:Forward       # what the engine wraps
     model:ShardedModel   # the engine, the optimizer, the version
     layout:Layout        # how rows lie in a pass
-    turning:tuple[str, int]|None # of `turning`
+    rope_window:tuple[str, int]|None # of `rope_window`
     micro_tokens:int     # most tokens (padded: cells) a forward pass
     micro_rows:int|None  # most rows a forward pass
     checked:Checked      # closures that have been checked
@@ -86,14 +86,15 @@ def prepare(
     model = ShardedModel(module, engine=setup.engine, optimizer=made, frozen=setup.frozen, device=setup.device)
     layout = _layout(name, module, model, setup.pack)
     sizes = int(setup.micro_tokens), setup.micro_rows
-    return Prepared(name, module, model, layout, turning(module.trunk), *sizes, Checked())
+    return Prepared(name, module, model, layout, rope_window(module.trunk), *sizes, Checked())
 
 def _layout(name, module, model, pack):
     "Probe a model: inside a pass, where an engine gathers its weights."
     packing = model.probe(partial(pack_by, module, model.device))
     if ahead := model.probe(partial(look_ahead, module, model.device)): raise ValueError(f"{name}: {ahead}")
     stretch = Stretch.of(model.mesh)
-    layout = Layout(packing.safe, packing.segments, stretch, model.probe(partial(bending, module.trunk, model.device)))
+    bend = model.probe(partial(logit_transform, module.trunk, model.device))
+    layout = Layout(packing.safe, packing.segments, stretch, bend)
     if stretch and pack is False:
         raise ValueError(f"{name}: sequence_parallel={stretch.ranks} cuts lines of packed rows, and pack=False makes "
                          "none; leave pack out")
@@ -145,8 +146,8 @@ def _plan(run, lengths, unit, shared):
 def _sides(run, lengths, unit):
     "Row numbers that may run together: all; with an embedding that turns, those within its window, then the rest."
     rows = torch.arange(len(lengths))
-    if run.turning is None or (lengths <= run.turning[1]).all(): return [rows]
-    (kind, window), ranks = run.turning, run.layout.stretch.ranks if run.layout.stretch else 1
+    if run.rope_window is None or (lengths <= run.rope_window[1]).all(): return [rows]
+    (kind, window), ranks = run.rope_window, run.layout.stretch.ranks if run.layout.stretch else 1
     check_turning(run.name, lengths, unit, kind, window, type(run.module.trunk).__name__, ranks)
     return [side for side in (rows[lengths <= window], rows[lengths > window]) if len(side)]
 
