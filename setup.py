@@ -25,5 +25,6 @@ setup(
     install_requires=meta["requirements"].split(),
     extras_require=extras,
     # vLLM's own processes, where it has some, learn how weights come
-    entry_points={"vllm.general_plugins": ["rlblocks = rlblocks.rollout.pieces:register"]},
+    entry_points={"vllm.general_plugins": ["rlblocks = rlblocks.samplers.pieces:register"],
+                  "console_scripts": ["rlblocks = rlblocks.people.command:main"]},
 )

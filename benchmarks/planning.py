@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from rlblocks import Batch, Policy, Rollout, pretrained
 from rlblocks.engines.base import EngineSpec
 from rlblocks.placement.memory import pass_bytes
-from rlblocks.rollout.kv_cache import CachedDecoder
+from rlblocks.samplers.kv_cache import CachedDecoder
 from rlblocks.engines.modules import output_layer
 from rlblocks.engines.world import HALF
 from rlblocks.placement.budgets import plan_rollout

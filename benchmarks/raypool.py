@@ -1,25 +1,30 @@
 """What a call on a Ray cluster costs, against Ray itself in the same run.
 
-    .venv/bin/python benchmarks/raypool.py [--rounds 20] [--workers 8] [--rows 4096] [--tokens 8192] [--only …]
+    .venv/bin/python benchmarks/raypool.py [--rounds 20] [--workers 8] [--rows 4096] [--tokens 8192] [--actors 16]
+                                           [--only …]
 
 Rounds take turns, and a ratio is of the minima of one run. Promised:
 
 * a call without rows costs at most 2.2 times a no-op of the same actors;
 * with a batch of 1 and of 50 MB at most 2.2 times Ray's own put, no-op and copy of the same parts, and what `Call`
   takes to cut them;
-* 4,096 rows of 8,192 tokens reach 8 workers in 5 s at most, with at most 16 bytes a token on the way, and the private
-  memory of this process (RssAnon; RSS would count the store) grows by at most twice the columns;
+* 4,096 rows of 8,192 tokens reach 8 workers in 5 s at most, and the private memory of this process (RssAnon; RSS would
+  count the store) grows by at most 16 bytes a token: with the columns it is at most twice the columns;
 * 200 calls of 20 MB: private memory of this process and of the workers grows by less than 0.2 MB a call;
 * the same batch again costs less than the first time: a column is put once while it is unchanged;
-* weights for another pool cost at most 1.6 times a load on the same one.
+* weights for another pool cost at most 1.6 times a load on the same one;
+* a rank that samples is back 10 s after its death and its load.
 
-A promise that is not kept is printed as MISSED, and the exit code is 1.
+Besides, actors of Ray alone that do nothing, as many as memory allows: milliseconds of a call to all, with a line
+through them. A promise that is not kept is printed as MISSED, and the exit code is 1; results/raypool_cpu.json says
+it as well.
 """
 import argparse
 import gc
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -35,7 +40,8 @@ from machine import machine
 from rlblocks import Batch, Cluster, Policy, RayPool, Rollout
 from rlblocks.placement.place import Call
 
-PROMISED = dict(empty=2.2, small=2.2, large=2.2, seconds=5., bytes_a_token=16., private=2., growth=.2, load=1.6)
+PROMISED = dict(empty=2.2, small=2.2, large=2.2, seconds=5., bytes_a_token=16., private=2., growth=.2, load=1.6,
+                back=10.)
 
 
 class Takes:
@@ -60,7 +66,9 @@ def anon():
 def batch(megabytes=None, rows=64, tokens=None):
     "Columns as of a GRPO step: 21 bytes a token."
     tokens = tokens or int(megabytes*1e6/rows/21)
-    return Batch(tokens=torch.zeros(rows, tokens, dtype=torch.long), mask=torch.ones(rows, tokens, dtype=torch.bool),
+    mask = torch.ones(rows, tokens, dtype=torch.bool)
+    mask[:, 0] = False
+    return Batch(tokens=torch.zeros(rows, tokens, dtype=torch.long), mask=mask,
                  lengths=torch.full((rows,), tokens), **{name: torch.zeros(rows, tokens) for name in (
                      "old_logprobs", "ref_logprobs", "advantages")})
 
@@ -112,7 +120,7 @@ def large(cluster, workers, rows, tokens):
         takes.rows(b)
         seconds = time.perf_counter() - start
         most = peak.stop() - before
-    return dict(seconds=seconds, bytes=size(b), bytes_a_token=size(b)/(rows*tokens), private_mb=most,
+    return dict(seconds=seconds, bytes=size(b), bytes_a_token=most*1e6/(rows*tokens), private_mb=most,
                 private=(most*1e6 + size(b))/size(b))
 
 
@@ -155,12 +163,40 @@ def loads(cluster, rounds):
     return found | dict(ratio=found["other"]/found["colocated"])
 
 
+def back(cluster):
+    "Seconds from the death of a rank that samples to its next answer."
+    from transformers import LlamaConfig, LlamaForCausalLM
+    def net(): return LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64,
+                                                   num_hidden_layers=1, num_attention_heads=2))
+    b = Batch(tokens=torch.ones(2, 3, dtype=torch.long), mask=torch.zeros(2, 3, dtype=torch.bool),
+              lengths=torch.full((2,), 3), group=torch.arange(2))
+    with RayPool(1, cluster=cluster, world=False, restarts=1, name="back") as pool:
+        rollout = pool.place(Rollout, net, max_tokens=2)
+        alive = best(3, ask=lambda: rollout.generate(b, seed=0))["ask"]
+        os.kill(pool.crew.ranks[0].pid, signal.SIGKILL)
+        return dict(alive=alive, seconds=best(1, ask=lambda: rollout.generate(b, seed=0))["ask"])
+
+
+def sleeping(cluster, most, rounds):
+    "A no-op of 1, 2, 4 … actors of Ray alone: seconds, and a line through them."
+    actors, took = [], {}
+    def ask(): ray.get([actor.nothing.remote() for actor in actors])
+    for n in (1 << k for k in range(most.bit_length())):
+        actors.extend(ray.remote(Bare).options(num_cpus=0).remote() for _ in range(n - len(actors)))
+        took[n] = best(rounds, ask=ask)["ask"]
+    for actor in actors: ray.kill(actor)
+    n, seconds = torch.tensor(list(took), dtype=torch.double), torch.tensor(list(took.values()), dtype=torch.double)
+    once, each = torch.linalg.lstsq(torch.stack([torch.ones_like(n), n], 1), seconds).solution.tolist()
+    return dict(seconds=took, once_ms=1e3*once, each_ms=1e3*each, ten_thousand_seconds=once + 1e4*each)
+
+
 def missed(found):
     "Promises that were not kept."
     got = {name: found[name]["ratio"] for name in ("empty", "small", "large") if name in found}
-    if "huge" in found: got |= {k: found["huge"][k] for k in ("seconds", "private")}
+    if "huge" in found: got |= {k: found["huge"][k] for k in ("seconds", "private", "bytes_a_token")}
     if "growth" in found: got["growth"] = max(found["growth"]["driver"], found["growth"]["worker"])
     if "loads" in found: got["load"] = found["loads"]["ratio"]
+    if "back" in found: got["back"] = found["back"]["seconds"]
     return [f"{name}: {x:.2f}, promised {PROMISED[name]:g}" for name, x in got.items() if x > PROMISED[name]]
 
 
@@ -172,23 +208,31 @@ def main():
     words.add_argument("--tokens", type=int, default=8192)
     words.add_argument("--calls", type=int, default=200)
     words.add_argument("--store", type=int, default=2_000_000_000, help="bytes of Ray's store")
-    words.add_argument("--only", default="calls,huge,growth,loads")
+    words.add_argument("--actors", type=int, default=16, help="of Ray alone; 60 to 130 MiB each")
+    words.add_argument("--only", default="calls,huge,growth,loads,back,sleeping")
     words.add_argument("--out", type=Path, default=Path(__file__).parent/"results")
     given = words.parse_args()
     torch.set_num_threads(1)
     folder = tempfile.mkdtemp(prefix="ray")
     cluster = Cluster(options=dict(num_cpus=8, include_dashboard=False, object_store_memory=given.store,
                                    _temp_dir=folder, logging_level="ERROR", log_to_driver=False), ready=60.)
-    parts, found = given.only.split(","), dict(machine=machine())
-    if "calls" in parts: found |= calls(cluster, given.rounds)
-    if "huge" in parts: found["huge"] = large(cluster, given.workers, given.rows, given.tokens)
-    if "growth" in parts: found["growth"] = growth(cluster, given.calls)
-    if "loads" in parts: found["loads"] = loads(cluster, max(3, given.rounds//4))
+    parts = dict(calls=lambda: calls(cluster, given.rounds),
+                 huge=lambda: dict(huge=large(cluster, given.workers, given.rows, given.tokens)),
+                 growth=lambda: dict(growth=growth(cluster, given.calls)),
+                 loads=lambda: dict(loads=loads(cluster, max(3, given.rounds//4))),
+                 back=lambda: dict(back=back(cluster)),
+                 sleeping=lambda: dict(sleeping=sleeping(cluster, given.actors, 5*given.rounds)))
+    file = given.out/"raypool_cpu.json"
+    found = json.loads(file.read_text()) if file.exists() else {}
+    for name in given.only.split(","):
+        for what, x in parts[name]().items():
+            found[what] = x | dict(machine=machine() | dict(ray=ray.__version__))     # its date and load
+            print(what, json.dumps(x), flush=True)
+        file.write_text(json.dumps(found, indent=1) + "\n")
     ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
-    for name, x in found.items(): print(name, json.dumps(x))
-    (given.out/"ray_cpu.json").write_text(json.dumps(found, indent=1) + "\n")
     lost = missed(found)
+    file.write_text(json.dumps(found | dict(missed=lost), indent=1) + "\n")
     for line in lost: print("MISSED:", line)
     return len(lost) > 0
 

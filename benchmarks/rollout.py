@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-import rlblocks.rollout.hf as hf
+import rlblocks.samplers.hf as hf
 import torch
 from machine import machine
 from rlblocks import Batch, Rollout, vllm

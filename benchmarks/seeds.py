@@ -30,6 +30,7 @@ CLAIMS = dict(       # tutorial → name → expression in its variables, read a
                      synchronous="mean(runs[0][-5:])", two_ahead="mean(run(2)[-5:])")},
     offline=dict(before="before", after="after"),
     ppo=dict(first="first", last="last"),
+    tools=dict(first="first", last="last", calls_first="calls[0]", calls_last="calls[1]"),
     dpo=dict(pairs="runs['sft_coef=0.2'][-1]['held_out']", before="before[0]", after="after[0]", bare="bare[0]"),
     kto=dict(auc="looks[-1]['held_out']", before="before[0]", after="after[0]"),
     reward_model=dict(start="exams[0][1]", pairs="exams[-1][1]", first="first", one="best[0]", of_eight="best[-1]"),

@@ -30,9 +30,9 @@ from machine import machine
 from rlblocks import Policy, send_weights
 from rlblocks.engines.published import publish_weights
 from rlblocks.engines.weights import named_weights
-from rlblocks.rollout.hf import Hf
-from rlblocks.rollout.samplers import vllm
-from rlblocks.rollout.vllm_sampler import Vllm
+from rlblocks.samplers.hf import Hf
+from rlblocks.samplers.samplers import vllm
+from rlblocks.samplers.vllm_sampler import Vllm
 
 BUCKET = 1 << 26
 

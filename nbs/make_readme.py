@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTE = "<!-- made from nbs/index.ipynb by nbs/make_readme.py; edit the notebook -->"
 
 
-ROOMS = "arithmetic signals losses testing data engines models rollout checkpoint placement people".split()
+ROOMS = ("arithmetic signals losses testing data engines models samplers rollout graders environments endpoint "
+         "checkpoint placement people").split()
 
 
 def rooms():

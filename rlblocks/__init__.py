@@ -1,9 +1,9 @@
 """Building blocks for reinforcement learning on language, vision-language and audio-language models.
 
-Floors 0-2 (arithmetic, algorithms, data) are imported here and need only torch, einops and jaxtyping. Wrappers and placement come
-by name when first asked for, with the libraries they need. `rlblocks.<Tab>` shows losses, estimators, data and wrappers; no
-modules, and not what few people look for: oracles (`naive_gae`), names for annotations (`Denom`) and guards (`same_shape`).
-nbs/blocks.ipynb has all blocks on one page.
+The rooms from arithmetic to data are imported here and need only torch, einops and jaxtyping. Wrappers and placement
+come by name when first asked for, with the libraries they need. `rlblocks.<Tab>` shows losses, estimators, data and
+wrappers; no modules, and not what few people look for: oracles (`naive_gae`), names for annotations (`Denom`) and guards
+(`same_shape`). nbs/blocks.ipynb has all blocks on one page.
 """
 import gc
 from importlib import import_module
@@ -123,19 +123,22 @@ finally:
     if _collecting: gc.enable()
 
 if TYPE_CHECKING:
-    from rlblocks.rollout.regrade import regrade
-    from rlblocks.rollout.judge import judge_reward, judge_rollout, judge_url, pairwise_reward
-    from rlblocks.rollout.served import reward_app, scorer_reward, serve_reward
-    from rlblocks.rollout.remote import RemoteReward, Retries
-    from rlblocks.rollout.code import code_reward
-    from rlblocks.rollout.sandbox import Sandbox, run_code, sandbox_support
-    from rlblocks.rollout.killable import Caps
-    from rlblocks.rollout.rewards import choice_reward, distinct_reward, exact_reward, format_reward, json_reward, length_reward, overlong_reward
-    from rlblocks.rollout.adapters import gym_environment, tool_environment
-    from rlblocks.rollout.endpoint import Endpoint
-    from rlblocks.rollout.environments import rollouts
-    from rlblocks.rollout.sessions import Session
-    from rlblocks.rollout.episodes import Environment, Step
+    from rlblocks.graders.regrade import regrade
+    from rlblocks.graders.judge import judge_reward, judge_rollout, judge_url, pairwise_reward
+    from rlblocks.graders.served import reward_app, scorer_reward, serve_reward
+    from rlblocks.graders.remote import RemoteReward, Retries
+    from rlblocks.graders.code import code_reward
+    from rlblocks.graders.sandbox import Sandbox, run_code, sandbox_support
+    from rlblocks.graders.killable import Caps
+    from rlblocks.graders.rewards import choice_reward, distinct_reward, exact_reward, format_reward, json_reward, length_reward, overlong_reward
+    from rlblocks.environments.tools import Calculator, Documents, PythonTool, Search
+    from rlblocks.environments.hubs import openenv_environment, openenv_tools, reasoning_gym_reward, reasoning_gym_rows, textarena_environment
+    from rlblocks.endpoint.tasksets import taskset_environment, taskset_rows, verifiers_environment, verifiers_rows
+    from rlblocks.environments.adapters import gym_environment, tool_environment
+    from rlblocks.endpoint.endpoint import Endpoint
+    from rlblocks.environments.environments import rollouts
+    from rlblocks.endpoint.sessions import Session
+    from rlblocks.environments.episodes import Environment, Step
     from rlblocks.checkpoint.checkpoint import Checkpoint
     from rlblocks.checkpoint.saves import writable
     from rlblocks.engines.base import fsdp2, plain, zero
@@ -156,30 +159,33 @@ if TYPE_CHECKING:
     from rlblocks.placement.raypool import RayPool
     from rlblocks.placement.restarts import restarted
     from rlblocks.placement.spmd import SpmdPool
-    from rlblocks.rollout.controls import penalties
+    from rlblocks.samplers.controls import penalties
     from rlblocks.rollout.flight import Flight
-    from rlblocks.rollout.graders import Grader, best_rows
-    from rlblocks.rollout.maths import math_reward
+    from rlblocks.graders.graders import Grader, best_rows
+    from rlblocks.graders.maths import math_reward
     from rlblocks.rollout.rollout import Rollout
-    from rlblocks.rollout.samplers import sglang, vllm
+    from rlblocks.samplers.samplers import sglang, vllm
 
 # name → module of floors 3-5: imported when first asked for
 _LAZY = dict(
-    regrade="rollout.regrade",
-    judge_reward="rollout.judge", judge_rollout="rollout.judge", judge_url="rollout.judge", pairwise_reward="rollout.judge",
-    reward_app="rollout.served", scorer_reward="rollout.served", serve_reward="rollout.served",
-    RemoteReward="rollout.remote", Retries="rollout.remote",
-    code_reward="rollout.code",
-    Sandbox="rollout.sandbox", run_code="rollout.sandbox", sandbox_support="rollout.sandbox",
-    Caps="rollout.killable", exact_reward="rollout.rewards", choice_reward="rollout.rewards",
-    format_reward="rollout.rewards", json_reward="rollout.rewards", length_reward="rollout.rewards",
-    distinct_reward="rollout.rewards", overlong_reward="rollout.rewards",
-    Environment="rollout.episodes", Step="rollout.episodes", rollouts="rollout.environments",
-    Endpoint="rollout.endpoint", Session="rollout.sessions",
-    tool_environment="rollout.adapters", gym_environment="rollout.adapters",
-    Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="rollout.graders",
-    math_reward="rollout.maths", Flight="rollout.flight", Rollout="rollout.rollout", penalties="rollout.controls",
-    best_rows="rollout.graders",
+    regrade="graders.regrade",
+    judge_reward="graders.judge", judge_rollout="graders.judge", judge_url="graders.judge", pairwise_reward="graders.judge",
+    reward_app="graders.served", scorer_reward="graders.served", serve_reward="graders.served",
+    RemoteReward="graders.remote", Retries="graders.remote",
+    code_reward="graders.code",
+    Sandbox="graders.sandbox", run_code="graders.sandbox", sandbox_support="graders.sandbox",
+    Caps="graders.killable", exact_reward="graders.rewards", choice_reward="graders.rewards",
+    format_reward="graders.rewards", json_reward="graders.rewards", length_reward="graders.rewards",
+    distinct_reward="graders.rewards", overlong_reward="graders.rewards",
+    Environment="environments.episodes", Step="environments.episodes", rollouts="environments.environments",
+    Endpoint="endpoint.endpoint", Session="endpoint.sessions",
+    Calculator="environments.tools", Documents="environments.tools", PythonTool="environments.tools", Search="environments.tools",
+    openenv_environment="environments.hubs", openenv_tools="environments.hubs", reasoning_gym_reward="environments.hubs", reasoning_gym_rows="environments.hubs", textarena_environment="environments.hubs",
+    taskset_environment="endpoint.tasksets", taskset_rows="endpoint.tasksets", verifiers_environment="endpoint.tasksets", verifiers_rows="endpoint.tasksets",
+    tool_environment="environments.adapters", gym_environment="environments.adapters",
+    Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="graders.graders",
+    math_reward="graders.maths", Flight="rollout.flight", Rollout="rollout.rollout", penalties="samplers.controls",
+    best_rows="graders.graders",
     Critic="models.critic", Policy="models.policy", Scorer="models.scorer", scores_after="models.scorer",
     pretrained="models.loading", plain="engines.base", fsdp2="engines.base", zero="engines.base",
     OptimizerSpec="engines.optim", adamw="engines.optim", adamw_8bit="engines.optim", muon="engines.optim",
@@ -189,13 +195,16 @@ _LAZY = dict(
     plan_rollout="placement.budgets", Cluster="placement.cluster", RayPool="placement.raypool",
     Pools="placement.pools", restarted="placement.restarts",
     SpmdPool="placement.spmd", step_seconds="placement.budgets",
-    sglang="rollout.samplers", vllm="rollout.samplers")
+    sglang="samplers.samplers", vllm="samplers.samplers")
 
 __all__ = [
-    "Batch", "Buffer", "Caps", "ChatRenderer", "Checkpoint", "Cluster", "Counts", "Critic", "Demonstrations",
-    "Denom", "Endpoint", "Environment", "Feedback", "Flight", "Grader", "Last", "Max", "Mean", "Metric", "Number",
-    "OptimizerSpec", "Over", "Packed", "Policy", "Pools", "Preferences", "Prompts", "Ragged", "RayPool",
-    "RemoteReward", "Renderer", "Response", "Retries", "Rollout", "Sandbox", "Scorer", "Session", "SpmdPool",
+    "Batch", "Buffer", "Calculator", "Caps", "ChatRenderer",
+    "Checkpoint", "Cluster", "Counts", "Critic", "Demonstrations",
+    "Denom", "Documents", "Endpoint", "Environment", "Feedback", "Flight",
+    "Grader", "Last", "Max", "Mean", "Metric", "Number",
+    "OptimizerSpec", "Over", "Packed", "Policy", "Pools", "Preferences", "Prompts", "PythonTool", "Ragged", "RayPool",
+    "RemoteReward", "Renderer", "Response", "Retries", "Rollout",
+    "Sandbox", "Scorer", "Search", "Session", "SpmdPool",
     "Step", "TextRenderer", "Whole", "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef",
     "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef", "answer_log_ratios",
     "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy",
@@ -224,13 +233,15 @@ __all__ = [
     "mismatch_metrics", "mismatched", "mixed_groups", "moe_balance_loss", "multi_head_loss", "muon",
     "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out",
     "naive_ppo_loss", "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss",
-    "off_policy_sequence_mask", "on_policy_loss", "opo_advantages", "optimal_token_baseline", "orpo_loss",
+    "off_policy_sequence_mask", "on_policy_loss", "openenv_environment",
+    "openenv_tools", "opo_advantages", "optimal_token_baseline", "orpo_loss",
     "over_pairs", "over_rows", "overlong_penalty", "overlong_reward", "pack", "pad", "pair_log_ratios",
     "pair_metrics", "pairs", "pairwise_reward", "pass_at_k_advantages", "penalties", "pf_ppo_weights",
     "plackett_luce_loss", "plain", "plan", "plan_micro_batches", "plan_rollout", "policy_gradient", "ppo_loss",
     "preference_margin", "pretrained", "probability_correlation", "process_reward_loss", "proximal_logprobs",
     "publish_weights", "published_weights", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss",
-    "ratio_corrected", "ratio_metrics", "read_response", "realigned", "rebel_loss", "refill", "regrade",
+    "ratio_corrected", "ratio_metrics", "read_response", "realigned",
+    "reasoning_gym_reward", "reasoning_gym_rows", "rebel_loss", "refill", "regrade",
     "reinforce_loss", "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "renderer_of",
     "repeated_tokens", "repetition_penalty", "replay_draw", "resampled_rows", "restarted", "reverse_kl_loss",
     "reward_app", "robust_dpo_loss", "role_advantages", "rollouts", "router_z_loss", "row_costs", "row_max",
@@ -239,10 +250,12 @@ __all__ = [
     "sequence_logprobs", "sequence_mask", "sequence_ratio", "sequence_weights", "serve_reward", "sft_loss",
     "sglang", "shared_prefix", "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss",
     "staleness_weights", "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs",
-    "swap_completions", "teacher_mix_weights", "tie_loss", "to_arrow", "token_covariance", "token_logprobs",
+    "swap_completions", "taskset_environment", "taskset_rows", "teacher_mix_weights", "textarena_environment",
+    "tie_loss", "to_arrow", "token_covariance", "token_logprobs",
     "token_mask", "tool_environment", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights",
     "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
-    "value_loss", "value_metrics", "vespo_loss", "veto_mask", "vine_advantages", "vllm", "vtrace",
+    "value_loss", "value_metrics", "verifiers_environment", "verifiers_rows", "vespo_loss",
+    "veto_mask", "vine_advantages", "vllm", "vtrace",
     "weighted_scores", "whiten", "within", "without_truncated", "without_unscored", "wpo_weights", "writable",
     "wsd", "xpo_loss", "zero",
 ]

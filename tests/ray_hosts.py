@@ -4,6 +4,7 @@ python tests/ray_hosts.py ADDRESS FOLDER     # the driver, in the first host"""
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from conftest import RAY_TOKEN, ROOT
 from ray_kills import end, family
+from rlblocks.engines.world import RankLost
 
 HEALTH = dict(RAY_health_check_period_ms="1000", RAY_health_check_timeout_ms="2000",
               RAY_health_check_failure_threshold="3")
@@ -120,11 +122,25 @@ def loops(pool, folder=None, steps=3):
                               prompts=5, steps=steps, **how)))
 
 
+class Unlucky:
+    "On the ranks; one of them dies with a last word."
+    def dies(self, n):
+        if os.environ["RANK"] != str(n): return
+        print("out of luck", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def last_words(pool, address):
+    "What is said of a rank that dies on another host than the driver's."
+    far = next(rank.number for rank in pool.crew.ranks if rank.address != address)
+    try: pool.place(Unlucky).dies(far)
+    except RankLost as e: return str(e)
+
+
 def drive(address, folder):
     "Both loops over three hosts, then GRPO until one of them is gone, and on with what is left."
     import torch
-    from rlblocks import Cluster, RayPool
-    from rlblocks.placement.restarts import restarted
+    from rlblocks import Cluster, RayPool, restarted
     torch.set_num_threads(1)
     cluster = Cluster(address=address, ready=20., options=dict(_node_ip_address=address.split(":")[0],
                                                                logging_level="ERROR", log_to_driver=False))
@@ -134,6 +150,7 @@ def drive(address, folder):
     with pool(3)() as three:
         say(nodes=sorted(rank.address for rank in three.crew.ranks))
         say(loops=loops(three))
+        say(died=last_words(three, address.split(":")[0]))
     try:
         for row in restarted(lambda p: loops(p, Path(folder)/"run", 12), [pool(3), pool(2)], restarts=2):
             say(row={k: float(v) for k, v in row.items()})

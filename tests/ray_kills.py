@@ -14,9 +14,10 @@ from pathlib import Path
 
 from conftest import RAY_TOKEN, ROOT
 
+PATHS = [str(ROOT/"tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]
 ENV = RAY_TOKEN | dict(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1",
                       TOKENIZERS_PARALLELISM="false", RAY_gcs_rpc_server_reconnect_timeout_s="10",
-                      PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}")
+                      PYTHONPATH=os.pathsep.join(PATHS))
 
 
 def options(folder):
@@ -99,18 +100,31 @@ def steps_in(folder):
     return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
 
 
+def own_driver(folder, steps, ray): return [sys.executable, __file__, folder, steps, ray]
+
+
+def the_command(folder, steps, ray):
+    "The same loop on two ranks by `rlblocks run`, which resumes twice."
+    flags = dict(pool="ray", ranks=2, restarts=2, folder=f"{folder}/run", every=2, rows=f"{folder}/rows.jsonl",
+                 steps=steps) | {"ray.grace": 5, "ray.timeout": 120, "ray.name": "train", "cluster.ready": 60,
+                                 "cluster.options": json.dumps(options(ray))}
+    return [sys.executable, "-m", "rlblocks.people.command", "run", "ray_kills:tiny_grpo",
+            *(f"--{k}={x}" for k, x in flags.items())]
+
+
 class Run:
     "Drivers, one after another until the run is done."
-    def __init__(self, folder, steps, log=lambda text: None):
+    def __init__(self, folder, steps, log=lambda text: None, driver=own_driver):
         self.folder, self.steps, self.log, self.seen, self.drivers = Path(folder), steps, log, {}, 0
-        self.began = time.monotonic()
+        self.command = driver
+        self.began, self.killed, self.ended = time.monotonic(), [], []
         self.start()
 
     def start(self):
         self.drivers, self.ray = self.drivers + 1, tempfile.mkdtemp(prefix="ray")
         self.out = open(self.folder/f"driver-{self.drivers}.txt", "w")
-        self.driver = subprocess.Popen([sys.executable, __file__, str(self.folder), str(self.steps), self.ray],
-                                       env=os.environ | ENV, stdout=self.out, stderr=self.out, cwd=ROOT)
+        self.driver = subprocess.Popen(list(map(str, self.command(self.folder, self.steps, self.ray))), cwd=ROOT,
+                                       env=os.environ | ENV, stdout=self.out, stderr=self.out)
 
     def look(self):
         "Whether it is done; a driver that died is followed by another."
@@ -118,6 +132,7 @@ class Run:
         if (code := self.driver.poll()) is None: return False
         self.clean()
         if code == 0: return True
+        self.ended.append(dict(code=code, **self.now()))
         self.log(f"the driver ended with {code}; another one resumes")
         self.start()
         return False
@@ -140,36 +155,60 @@ class Run:
         self.seen |= now
         if (chosen := choose(now)) is None: return False
         (pid, start), name = chosen
-        at = f"step {len(steps_in(self.folder))}, second {time.monotonic() - self.began:.0f}"
+        what = dict(name=name, pid=pid, driver=self.drivers, **self.now())
         end([(pid, start)])
-        self.log(f"{at}: {name} ({pid}) killed")
+        self.killed.append(what)
+        self.log("rows {rows}, second {second}: {name} ({pid}) killed".format(**what))
         return True
 
+    def now(self): return dict(rows=len(steps_in(self.folder)), second=round(time.monotonic() - self.began, 1))
 
-def by_name(word):
-    "The first process whose name begins so."
-    def choose(now): return next((x for x in now.items() if x[1].startswith(word)), None)
-    return choose
+    def warned(self):
+        "What drivers said of ranks that were made anew, and of pools; which rank, where it was one."
+        said = "".join(file.read_text() for file in sorted(self.folder.glob("driver-*.txt")))
+        lines = [line for line in said.splitlines() if "UserWarning" in line]
+        return [line for line in lines if "made anew" in line], [line for line in lines if "a new pool resumes" in line]
 
 
-def the_driver(now): return min(now.items())      # all others descend from it
+def a_rank(now):
+    "The first rank of a pool: Ray's own helpers are called ray:: as well, but only a rank has been given a RANK."
+    return next((x for x in by_age(now) if x[1].startswith("ray::") and "RANK" in given(x[0][0])), None)
 
 
-def disturbed(folder, steps, kills, log=print, limit=3600., seed=0):
+def given(pid):
+    "Names of the environment variables with which a process was started; none of one that is gone."
+    try: text = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError: return set()
+    return {x.partition(b"=")[0].decode(errors="replace") for x in text.split(b"\0")}
+
+
+def the_driver(now): return by_age(now)[0]      # all others descend from it
+
+
+def by_age(now): return sorted(now.items(), key=lambda x: x[0][1])     # numbers of processes start again at the end
+
+
+def disturbed(folder, steps, kills, log=print, limit=3600., seed=0, driver=own_driver):
     """A run with `kills`, pairs (step, chooser): each waits until so many steps have been shown, and a moment more.
 
-    Gives the rows, in the order in which they were shown, and how often drivers were started."""
-    rng, run = random.Random(seed), Run(folder, steps, log)
+    Gives the rows, in the order in which they were shown, and the run."""
+    rng, run = random.Random(seed), Run(folder, steps, log, driver)
     waiting, end_at = list(kills), time.monotonic() + limit
     try:
         while not run.look():
-            if time.monotonic() > end_at: raise TimeoutError(f"no end after {limit} s; {len(steps_in(folder))} steps")
+            if time.monotonic() > end_at: raise TimeoutError(f"no end after {limit} s; {run.now()}, {run.killed}")
             time.sleep(.05)
             if not waiting or len(steps_in(folder)) < waiting[0][0]: continue
             time.sleep(rng.uniform(0., .5))
             if run.driver.poll() is None and run.kill(waiting[0][1]): waiting.pop(0)
     finally: run.close()
-    return steps_in(folder), run.drivers
+    return steps_in(folder), run
+
+
+def anybody(rng):
+    "Any process of the run: its driver, Ray's own, a rank."
+    def choose(now): return rng.choice(by_age(now))
+    return choose
 
 
 def undisturbed(folder, steps):

@@ -6,8 +6,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
-from rlblocks.rollout.hf import Hf
-from rlblocks.rollout.samplers import Request, Sampling, complete
+from rlblocks.samplers.hf import Hf
+from rlblocks.samplers.samplers import Request, Sampling, complete
 
 
 class Engine:

@@ -13,8 +13,10 @@ from conftest import ROOT
 from rlblocks import (
     Batch, Checkpoint, Critic, Grader, Mean, Policy, Preferences, Prompts, Rollout, here, later, loop_from, ppo_loss
 )
+from rlblocks.engines.base import EngineSpec
 from rlblocks.engines.fsdp import Fsdp
 from rlblocks.engines.plain import Plain
+from rlblocks.engines.tensor import TensorParallel
 from rlblocks.placement.spmd import SpmdPool
 from tiny import exact, model, prompts, rows, steady
 
@@ -54,15 +56,27 @@ def sharded(module, device, *, optimizer=None, **how):
     return Fsdp(module, device, optimizer=optimizer and steady(2e-3), **how)
 
 
+def layers_cut(module, device, *, optimizer=None, **how):
+    "The same, every layer cut over two ranks."
+    return TensorParallel(module, device, size=2, optimizer=optimizer and steady(2e-3), **how)
+
+
 def prefers(completion_ids, **_): return [float(2 in x) + .1*len(x) if x[0] != 3 else None for x in completion_ids]
+
+
+TIMES = ("start", "asked", "idle", "seconds")
 
 
 def tutorials(pool):
     "What each loop shows, step by step, and the weights it ends with."
     grpo, ppo, dpo = (loop_from(f"{ROOT}/tutorials/{name}.ipynb:{name}") for name in ("grpo", "ppo", "dpo"))
+    one_off = loop_from(f"{ROOT}/tutorials/async.ipynb:async_grpo")
     how = dict(model=net, engine=steadily, steps=3, micro_tokens=64)
     loops = dict(grpo=lambda c: grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=4, group_size=4, minibatches=2,
                                      max_tokens=4, checkpoint=c, **how),
+                 # the next rows are asked for before these are trained on
+                 one_step_off=lambda c: one_off(pool, Prompts(ASKED, Digits()), prefers, prompts=3, group_size=3,
+                                                minibatches=2, max_tokens=4, checkpoint=c, **how),
                  # fewer units than ranks
                  one_prompt=lambda c: grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=1, group_size=3,
                                            minibatches=3, max_tokens=3, checkpoint=c, **how),
@@ -73,17 +87,18 @@ def tutorials(pool):
     out = {}
     for name, loop in loops.items():
         kept = Kept()
-        shown = [{k: float(v) for k, v in row.items()} for row in loop(kept)]
+        shown = [{k: float(v) for k, v in row.items() if k not in TIMES} for row in loop(kept)]
         out[name] = dict(shown=shown, taken=kept.taken, weights=kept.parts["policy"].state_dict()["module"])
     return out
 
 
-ENGINES = dict(fsdp2=sharded)
+ENGINES = dict(fsdp2=sharded, tensor=EngineSpec(tensor_parallel=2, make=layers_cut))
 
 
 def engines(pool, names=tuple(ENGINES), checkpoint=None, steps=3):
     "GRPO with rows that ranks cannot share evenly, on each engine that cuts weights."
     grpo, out = loop_from(f"{ROOT}/tutorials/grpo.ipynb:grpo"), {}
+    if pool is here and len(names) > 1: return dict.fromkeys(names, engines(pool, names[:1])[names[0]])
     for name in names:
         kept = checkpoint or Kept()
         loop = grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=5, group_size=3, minibatches=2, max_tokens=4,

@@ -8,7 +8,7 @@ import torch
 from conftest import vllm_python
 from rlblocks import Batch, Flight, Policy, Rollout, SpmdPool, later
 from rlblocks.placement.handles import Handle, Placed
-from rlblocks.rollout.samplers import vllm
+from rlblocks.samplers.samplers import vllm
 from test_samplers import sharp
 from test_vllm import moved
 from tiny import prompts
@@ -171,12 +171,15 @@ def test_a_sleeping_engine_refuses_and_so_does_one_with_rows_under_way(shared):
     assert len(flight.collect(3)) == 3
 
 
-def test_a_flight_is_of_a_rollout_of_this_process():
-    "A handle's rollout has ranks that would each sample all of it."
+def test_a_flight_over_a_handle_has_the_rows_of_generate():
+    "Of a call that the pool has begun, in the order of asking; what is no rollout is refused."
     r = by_hf(sharp())
     with SpmdPool() as pool:
         handle = Handle(Placed(r, pool, Rollout, 1, [0], False))
-        with pytest.raises(TypeError, match=r"a Rollout of this process is wanted \(pool=here\)"): Flight(handle)
+        flight, want = Flight(handle), r.generate(prompts(), group_size=2, seed=0)
+        flight.ask(prompts(), group_size=2, seed=0)
+        assert flight.oldest == 0 and Batch.cat(flight.collect(3)).tokens.equal(want.tokens) and not len(flight)
+    with pytest.raises(TypeError, match="a Rollout is wanted, as pool.place"): Flight(sharp())
     r.close()
 
 

@@ -132,6 +132,15 @@ def test_versions_of_rows_and_of_tokens_join_whichever_came_first():
         assert buffer.evict(4) == 0 and buffer.evict(5) == 2 and buffer.rows().group.tolist() == [2]
 
 
+def test_a_batch_that_is_refused_leaves_the_versions_that_wait_as_they_were():
+    "Also where it has a version of each token, and the rows that wait one of each row."
+    buffer, new = Buffer(), rows([0], seed=9)
+    buffer.add(rows([0, 1], version=3))
+    new["policy_version"] = torch.where(new.mask, 5, 0)
+    with pytest.raises(ValueError, match="group 0 is already waiting"): buffer.add(new)
+    assert buffer.rows().policy_version.tolist() == [3, 3]
+
+
 def test_ages_count_steps_of_the_loop():
     buffer = Buffer(max_age=2, per_step=4)
     for group, version in enumerate((0, 4, 8)): buffer.add(rows([group], seed=group, version=version))

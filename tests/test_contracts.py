@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 from rlblocks import Grader, Step, check_env, check_grader, exact_reward
-from rlblocks.rollout import rewards
-from rlblocks.rollout.maths import math_reward
+from rlblocks.graders import rewards
+from rlblocks.graders.maths import math_reward
 from rlblocks.testing.contracts import ENV_LAWS, GRADER_LAWS, sample_rows
 
 

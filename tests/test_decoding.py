@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 from rlblocks import Batch, Policy, Rollout
-from rlblocks.rollout.decoding import MAX_SUPPORT
-from rlblocks.rollout.hf import uniforms
-from rlblocks.rollout.kv_cache import CachedDecoder
-from rlblocks.rollout.samplers import sample_seeds
+from rlblocks.samplers.decoding import MAX_SUPPORT
+from rlblocks.samplers.hf import uniforms
+from rlblocks.samplers.kv_cache import CachedDecoder
+from rlblocks.samplers.samplers import sample_seeds
 from tiny import model, reach
 
 # shared and not, windows, softcaps, experts, learned positions

@@ -577,7 +577,7 @@ def test_closing_ends_everything_that_was_opened(rollout):
 
 def test_without_its_extra_it_says_what_to_install():
     code = ("import sys; import rlblocks; assert not {'starlette', 'uvicorn', 'fastapi'} & set(sys.modules)\n"
-            "sys.modules['uvicorn'] = None\nfrom rlblocks.rollout.serving import app_of\n"
+            "sys.modules['uvicorn'] = None\nfrom rlblocks.endpoint.serving import app_of\n"
             "try: app_of(None)\nexcept ImportError as e: print(e)")
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "Endpoint needs Starlette and uvicorn: pip install 'rlblocks[endpoint]'" in run.stdout, run.stderr[-2000:]

@@ -14,9 +14,9 @@ from clock import Clock
 from conftest import vllm_python
 from rlblocks import Batch, Endpoint, Policy, Prompts, Rollout, aggregate, rollouts
 from rlblocks.data.renderers import ChatRenderer
-from rlblocks.rollout.adapters import gym_environment, tool_environment
-from rlblocks.rollout.episodes import Environment, Step
-from rlblocks.rollout.samplers import vllm
+from rlblocks.environments.adapters import gym_environment, tool_environment
+from rlblocks.environments.episodes import Environment, Step
+from rlblocks.samplers.samplers import vllm
 from test_samplers import WIDE
 from tiny import model
 from torch.testing import assert_close
@@ -374,10 +374,31 @@ def test_a_class_whose_methods_are_tools(rollout):
     assert [m["content"] for m in b.messages[0] if m["role"] == "tool"] == ["3", "3"] and gap(b) < 1e-3
     b = rollouts(rollout, tool_environment(Sums), p)
     assert b.finish_reason[0] in ("completed", "max_tokens") and b.reward.tolist() == [0.]
-    bad = ChatRenderer(rollout.tokenizer, read=lambda text: Response(text, problem="no JSON"))
-    ended = rollouts(rollout, tool_environment(Sums, on_problem="end"), p, renderer=bad)
-    assert ended.finish_reason == ["parse_error"]
     assert isinstance(tool_environment(Sums)(), Environment)
+
+
+def test_a_call_that_cannot_be_read_is_an_error_only_where_it_was_written_to_its_end():
+    from rlblocks import Response
+    r = small()
+    bad = ChatRenderer(r.tokenizer, read=lambda text: Response(text, problem="no JSON"))
+    b = rollouts(r, tool_environment(Sums, on_problem="end"), asked(r.tokenizer), group_size=8, max_tokens=100,
+                 renderer=bad)
+    whole = [row[n - 1] == r.tokenizer.eos_token_id for row, n in zip(b.tokens.tolist(), b.lengths, strict=True)]
+    assert b.finish_reason == ["parse_error" if x else "max_tokens" for x in whole] and set(whole) == {True, False}
+
+
+def test_tools_that_are_known_after_reset():
+    "An environment may learn from its row, or from a server, which tools it has."
+    r, seen = small(), []
+    class Renders(ChatRenderer):
+        def render_ids(self, messages, *, tools=None, **how):
+            seen.append(tools)
+            return super().render_ids(messages, tools=tools, **how)
+    class Learns(Talk):
+        tools = None
+        async def reset(self, turns, **row): self.tools = [dict(type="function", function=dict(name=f"tool_{turns}"))]
+    rollouts(r, Learns, asked(r.tokenizer), max_turns=1, renderer=Renders(r.tokenizer))
+    assert sorted(t[0]["function"]["name"] for t in seen) == ["tool_1", "tool_2", "tool_3"]
 
 
 def test_a_game_of_five_values(rollout):
@@ -389,6 +410,17 @@ def test_a_game_of_five_values(rollout):
     b = rollouts(rollout, gym_environment(Game), asked(rollout.tokenizer, 2))
     assert b.reward.tolist() == [1.5, 1.5] and b.n_turns.tolist() == [3, 3] and set(b.finish_reason) == {"max_turns"}
     assert b.messages[0][0]["content"] == "Say 1.Go!" and gap(b) < 1e-3
+
+
+def test_a_text_that_is_no_action_costs_a_turn_and_not_the_episode():
+    class Counts:
+        def reset(self): return "Go!", {}
+        def step(self, action): return str(action), 1., True, False, {}
+    def number(text): return int(text)          # random letters are none
+    r = small()
+    b = rollouts(r, gym_environment(Counts, action=number), asked(r.tokenizer), max_turns=2)
+    assert b.n_turns.tolist() == [2]*3 and b.finish_reason == ["max_turns"]*3
+    assert all("the action could not be read" in m[2]["content"] for m in b.messages) and gap(b) < 1e-3
 
 
 def test_a_hundred_batches_leave_nothing_behind():

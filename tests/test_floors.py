@@ -8,8 +8,8 @@ import pytest
 from conftest import ROOT
 
 # A room imports only from rooms above it in this list; its floor says what else it may use.
-ROOMS = dict(arithmetic=0, signals=1, losses=1, testing=1, data=2, engines=3, models=3, rollout=3, checkpoint=3,
-             placement=4, people=5)
+ROOMS = dict(arithmetic=0, signals=1, losses=1, testing=1, data=2, engines=3, models=3, samplers=3,
+             rollout=3, graders=3, environments=3, endpoint=3, checkpoint=3, placement=4, people=5)
 BELOW = {"torch", "einops", "jaxtyping"}                     # all that floors 0–2 may use
 # and, where it is needed, what comes with torch's CUDA builds
 SHIPPED = {"arithmetic.kernels": {"triton"}}

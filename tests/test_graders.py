@@ -13,8 +13,8 @@ import torch
 
 from rlblocks import merge
 from rlblocks.data.batch import Batch
-from rlblocks.rollout.graders import Grader
-from rlblocks.rollout.maths import math_reward
+from rlblocks.graders.graders import Grader
+from rlblocks.graders.maths import math_reward
 
 
 def rollout(**columns):
@@ -254,7 +254,7 @@ def test_math_reward_wants_an_answer_a_row(math_verify):
 
 
 def test_math_reward_without_its_extra_names_it(monkeypatch):
-    monkeypatch.setattr("rlblocks.rollout.maths.find_spec", lambda name: None)
+    monkeypatch.setattr("rlblocks.graders.maths.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"pip install rlblocks\[rewards\]"):
         Grader(math_reward).score(rollout(answer=[1, 2, 3]))
 

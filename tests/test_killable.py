@@ -12,7 +12,7 @@ import torch
 from clock import Clock
 from forked import forked
 from rlblocks import Batch, Caps, Grader, group_advantages
-from rlblocks.rollout.killable import each
+from rlblocks.graders.killable import each
 
 
 def batch(texts, **columns):

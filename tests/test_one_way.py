@@ -8,7 +8,9 @@ import tiny
 import torch
 from rlblocks import Policy, here, ppo_loss
 
-ROOT, ROOMS = str(Path(rlblocks.__file__).parent), ("data", "engines", "models", "rollout", "checkpoint", "placement")
+ROOT = str(Path(rlblocks.__file__).parent)
+ROOMS = ("data", "engines", "models", "samplers", "rollout", "graders", "environments", "endpoint", "checkpoint",
+         "placement")
 
 
 def traced(f):

@@ -260,7 +260,7 @@ def test_operations_are_six_a_weight_and_attention():
 @pytest.mark.parametrize("prompt, new", [(20, 100), (100, 3), (7, 300)], ids=str)
 def test_a_cache_has_the_room_that_the_decoder_takes(prompt, new):
     "It grows by quarters from the prompt on; not knowing the prompt, the plan says the most that there can be."
-    from rlblocks.rollout.kv_cache import CachedDecoder
+    from rlblocks.samplers.kv_cache import CachedDecoder
     with torch.no_grad():
         decoder = CachedDecoder(fake_model(TINY, torch.float32).eval(), torch.ones(2, prompt, dtype=torch.long),
                                 torch.full((2,), prompt), 1)

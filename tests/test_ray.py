@@ -1,5 +1,6 @@
 """RayPool: the tutorials' loops on a Ray cluster give the numbers of one process, and to the bit those of SpmdPool on
 as many ranks; what goes wrong is said once, by name (LAWS 24, 39)."""
+import math
 import os
 import shutil
 import signal
@@ -18,7 +19,10 @@ import spmd_loops
 import torch
 from conftest import RAY_TOKEN, ROOT
 from forked import on_ranks
-from rlblocks import Batch, Checkpoint, Cluster, Policy, RayPool, Rollout, here, later
+from rlblocks import (
+    Batch, Checkpoint, Cluster, Flight, Policy, Pools, Prompts, RayPool, Rollout, here, later, loop_from
+)
+from rlblocks.engines.weights import InProcess, Ticket
 from rlblocks.engines.world import RankLost
 from spmd_loops import Echo, net
 from test_spmd import same
@@ -78,7 +82,8 @@ def uncut(): return spmd_loops.engines(here)
 # -- the same numbers
 
 def test_the_tutorials_loops_give_the_numbers_of_one_process(loops):
-    "GRPO, one prompt, PPO and DPO, unchanged, in float64: metrics, positions in the data and final weights."
+    """GRPO, one step off, one prompt, PPO and DPO, unchanged, in float64: metrics, positions in the data and final
+    weights."""
     want = spmd_loops.tutorials(here)
     assert all(want[name]["shown"][-1]["version"] > 1 for name in want)
     same(loops, want, "tutorials", 1e-10)
@@ -252,6 +257,157 @@ def test_a_load_that_fails_is_heard_and_can_be_repeated(one, two):
     assert torch.equal(rollout.generate(prompts(), seed=1).tokens, want.tokens)
 
 
+def test_rows_of_the_next_step_are_drawn_on_another_pool_while_this_one_trains(one, two):
+    "The asynchronous layout: the loop of one process, to 1e-10, and every row one step old. (LAWS 38)"
+    loop = loop_from(f"{ROOT}/tutorials/async.ipynb:async_grpo")
+    def run(pool):
+        rows = loop(pool, Prompts(spmd_loops.ASKED, spmd_loops.Digits()), spmd_loops.prefers, model=net, prompts=4,
+                    engine=spmd_loops.steadily, group_size=3, minibatches=2, max_tokens=4, steps=3, micro_tokens=64)
+        return [{k: float(v) for k, v in row.items() if k not in spmd_loops.TIMES} for row in rows]
+    got = run(Pools(lambda make, how: one if make is Rollout else two))
+    same(got, run(here), "asynchronous", 1e-10)
+    assert [row["staleness"] for row in got] == [0, 1, 1]
+
+
+def test_a_flight_over_a_pool_gives_the_rows_of_generate(two):
+    "In the order of asking, of the version that was loaded before; what has failed is asked for again."
+    policy, rollout, p = two.place(Policy, net(seed=3)), two.place(Rollout, net(), max_tokens=4), prompts((5, 2, 7, 3))
+    alone, flight = Rollout(net(), max_tokens=4), Flight(rollout)
+    flight.ask(p[[0, 1, 2]], group_size=2, seed=1)
+    flight.ask(p[[3]], group_size=2, seed=1)
+    rollout.load(policy.weights())
+    assert flight.versions == [0]*8 and len(flight) == 4
+    want, got = alone.generate(p, group_size=2, seed=1), flight.collect(4)
+    for x in got: assert torch.equal(x.tokens, want[want.group == x.group[0]].trim().tokens)
+    assert [int(x.group[0]) for x in got] == p.group.tolist() and got[0].policy_version.shape == got[0].tokens.shape
+    flight.ask(p[[1]], max_tokens=10**6)
+    with pytest.raises(ValueError, match="1000000"): flight.collect(1)
+    assert len(flight) == 1 and flight.abort(p.group.tolist())[0].group.tolist() == p.group[[1]].tolist()
+
+
+def test_a_sampler_beside_the_trainer_sleeps_and_wakes(two, cluster):
+    """Time-shared: the same bundles, other processes. It refuses while it sleeps, and a load wakes it. On CUDA this is
+    untried."""
+    policy, p = two.place(Policy, net(seed=3)), prompts((5, 2, 7, 3))
+    want = Rollout(net(seed=3), max_tokens=4).generate(p, seed=1).tokens
+    with RayPool(2, world=False, beside=two, cluster=cluster, name="beside") as twin:
+        rollout = twin.place(Rollout, net(), max_tokens=4)
+        assert {r.node for r in twin.crew.ranks} == {r.node for r in two.crew.ranks}
+        assert not {r.pid for r in twin.crew.ranks} & {r.pid for r in two.crew.ranks}
+        for _ in range(2):
+            rollout.load(policy.weights())
+            assert torch.equal(rollout.generate(p, seed=1).tokens, want)
+            rollout.sleep()
+            with pytest.raises(RuntimeError, match="the engine is asleep"): rollout.generate(p, seed=1)
+        flight = Flight(rollout)
+        flight.ask(p, seed=1)
+        with pytest.raises(RuntimeError, match="the engine is asleep"): flight.collect(4)
+        rollout.wake()
+        assert torch.equal(Batch.cat(flight.collect(4)).tokens, want), "they were asked for again"
+
+
+class Counts:
+    "Says in which order it was called, and how much private memory its process has."
+    def __init__(self): self.said = []
+    def note(self, x): self.said.append(x)
+    def order(self, b): return [self.said]*len(b)
+    def takes(self, b): return None
+    def anon(self): return anon()
+    def see(self, b): return torch.tensor([sum(float(x.sum()) for x in images) for images in b.images])
+
+
+def anon():
+    "Private memory of this process, MB: the store does not count."
+    text = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("RssAnon"))/1e3
+
+
+def test_threads_that_ask_at_once_are_heard_in_one_order_by_all_ranks(two):
+    "Else collectives would not meet."
+    counts = two.place(Counts)
+    def ask(name):
+        for i in range(40): counts.note((name, i))
+    threads = [threading.Thread(target=ask, args=(name,)) for name in "abc"]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    first, second = counts.order(prompts((5, 2)))
+    assert first == second and len(first) == 120
+
+
+def test_images_stay_with_their_rows(two):
+    "LAWS 11: rows of text, of one image and of three, cut between two ranks."
+    b, image = prompts((5, 2, 7, 3, 4)), torch.rand(3, 8, 8)
+    b["images"] = [[], [image], [image, 2*image, 3*image], [], [4*image]]
+    want = torch.tensor([0., 1., 6., 0., 4.])*float(image.sum())
+    counts = two.place(Counts)
+    assert torch.allclose(counts.see(b), want) and torch.allclose(counts.see(b[[2, 0]]), want[[2, 0]])
+
+
+def test_memory_does_not_grow_with_calls_nor_hold_what_passes(two):
+    """LAWS 15 and 39, small: fifty steps of 13 bytes a token; the loop's process holds less than two batches more
+    while one passes."""
+    counts = two.place(Counts)
+    def batch(tokens=40_000):
+        return Batch(tokens=torch.zeros(8, tokens, dtype=torch.long), mask=torch.ones(8, tokens, dtype=torch.bool),
+                     logprobs=torch.zeros(8, tokens), lengths=torch.full((8,), tokens))
+    for _ in range(10): counts.takes(batch())
+    before, there = anon(), counts.anon()
+    for _ in range(50): counts.takes(batch())
+    assert anon() - before < 50 and counts.anon() - there < 50, "1 MB a step"
+    b = batch(400_000)
+    size, most, done = sum(x.nbytes for x in b.columns.values())/1e6, [], threading.Event()
+    def watch():
+        while not done.wait(.005): most.append(anon())
+    thread, before = threading.Thread(target=watch), anon()
+    thread.start()
+    counts.takes(b)
+    done.set(), thread.join()
+    sent = sum(math.prod(s.shape)*s.dtype.itemsize for x in b.columns.values() if id(x) in two.columns.kept
+               for s in two.columns.kept[id(x)][1].values())
+    assert sent/8/400_000 <= 16 and max(most) - before < size, (max(most) - before, size)
+
+
+class Large:
+    "Holds weights that are made bucket by bucket, as a sharded policy's are."
+    def __init__(self, n, megabytes): self.n, self.size = n, megabytes*250_000
+    def weights(self):
+        def made(_): yield from ({f"w{i}": torch.full((self.size,), float(i))} for i in range(self.n))
+        return Ticket(1, InProcess(lambda: 1, made), probe=(1, 2))
+
+
+class Reads:
+    "Reads what comes, slowly."
+    def load(self, ticket, seconds=0., stops=None):
+        said = []
+        for i, bucket in enumerate(ticket.buckets(1)):
+            if i == stops and os.environ["RANK"] == "1": raise OSError("no room here")
+            (name, x), = bucket.items()
+            said.append((name, x.numel(), float(x[-1])))
+            time.sleep(seconds)
+        return said
+    def ignores(self, ticket): return 1
+
+
+def test_two_buckets_are_in_the_store_at_a_time(one, two):
+    """Four hundred megabytes through a store of 150, which has never much more than two buckets of 40; whoever stops
+    reading, or does not begin, holds up nobody. (LAWS 14)"""
+    import ray
+    large, reads = one.place(Large, 10, 40), two.place(Reads)
+    want = [(f"w{i}", 10_000_000, float(i)) for i in range(10)]
+    def free(): return ray.available_resources()["object_store_memory"]/1e6
+    done, least, before = threading.Event(), [], free()
+    def watch():
+        while not done.wait(.1): least.append(free())
+    thread = threading.Thread(target=watch)
+    thread.start()
+    assert reads.load(large.weights(), .1) == want
+    done.set(), thread.join()
+    assert 30 < before - min(least) < 100, least
+    with pytest.raises(OSError, match="no room here"): reads.load(large.weights(), stops=3)
+    assert reads.ignores(large.weights()) == 1
+    assert reads.load(large.weights()) == want
+
+
 def test_the_doctor_asks_every_node(cluster, two, tmp_path):
     from rlblocks.placement.doctor import examine
     found = {x.what: x for x in examine(cluster, tmp_path)}
@@ -379,8 +535,31 @@ def test_a_rank_that_dies_is_named_and_the_pool_is_given_up(cluster):
         keeps.spoil(b)
         with pytest.raises(RankLost) as e: keeps.dies(b, 1)
         for words in ("Keeps.dies: rank 1 (node ", f"pid {pid}) of 2 in pool 'mortal', of replica 1, died",
-                      "MiB after Keeps.spoil", "out of luck"): assert words in str(e.value)
+                      "MiB after Keeps.spoil", "Worker exit detail", "out of luck"): assert words in str(e.value)
         with pytest.raises(RuntimeError, match="cannot be asked any more: Keeps.dies: rank 1"): keeps.spoil(b)
+
+
+class Together:
+    "Ranks that wait for each other, but for one that fails before."
+    def sums(self, fails):
+        if os.environ["RANK"] == fails: raise KeyError("a shard is missing")
+        x = torch.ones(1)
+        torch.distributed.all_reduce(x)
+        return int(x)
+
+
+def test_an_error_that_leaves_others_in_a_collective_breaks_the_pool_after_the_grace(cluster):
+    "The error keeps its class and names who is silent; the processes are gone when the pool is closed."
+    with RayPool(2, cluster=cluster, grace=1., name="grace") as pool:
+        ranks, pids = pool.place(Together), [rank.pid for rank in pool.crew.ranks]
+        assert ranks.sums("none") == 2
+        start = time.monotonic()
+        with pytest.raises(KeyError, match="a shard is missing") as e: ranks.sums("1")
+        assert time.monotonic() - start < 60, "long before the timeout of 1800 s"
+        notes = "\n".join(e.value.__notes__)
+        assert "in Together.sums on rank 1" in notes and "no answer within 1 s more from rank 0" in notes
+        with pytest.raises(RuntimeError, match="cannot be asked any more: 'a shard is missing'"): ranks.sums("none")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 class Fragile(Rollout):

@@ -6,13 +6,13 @@ import pytest
 import torch
 from conftest import ROOT, vllm_python
 from rlblocks import Policy, Rollout
-from rlblocks.rollout.controls import penalties
-from rlblocks.rollout.hf import Hf
-from rlblocks.rollout.processes import Child, child_environment
-from rlblocks.rollout.samplers import Request, Sampler, Sampling, complete, sample_seeds, sglang, vllm
-from rlblocks.rollout.sglang_sampler import Sglang
-from rlblocks.rollout.structure import Structures
-from rlblocks.rollout.vllm_sampler import Vllm, to_samples
+from rlblocks.samplers.controls import penalties
+from rlblocks.samplers.hf import Hf
+from rlblocks.samplers.processes import Child, child_environment
+from rlblocks.samplers.samplers import Request, Sampler, Sampling, complete, sample_seeds, sglang, vllm
+from rlblocks.samplers.sglang_sampler import Sglang
+from rlblocks.samplers.structure import Structures
+from rlblocks.samplers.vllm_sampler import Vllm, to_samples
 from sglang_server import served
 from tiny import model, prompts, speller, tokenizer
 

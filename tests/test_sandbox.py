@@ -6,9 +6,9 @@ import time
 
 import pytest
 from rlblocks import Caps, Grader, Sandbox, code_reward, run_code, sandbox_support
-from rlblocks.rollout import sandbox as module
-from rlblocks.rollout.code import as_call, passed_tests, program_in
-from rlblocks.rollout.sandbox import NEEDED, run_all
+from rlblocks.graders import sandbox as module
+from rlblocks.graders.code import as_call, passed_tests, program_in
+from rlblocks.graders.sandbox import NEEDED, run_all
 from test_killable import batch
 
 lacks = {k: why for k, why in sandbox_support().items() if why}

@@ -5,6 +5,7 @@ import pickle
 import signal
 import socket
 import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -200,3 +201,24 @@ def test_nobody_reaches_the_sender_by_another_address():
     socket.create_connection(("127.0.0.1", port), 2.).close()
     with pytest.raises(OSError): socket.create_connection(("127.0.0.2", port), 2.)
     with pytest.raises(RuntimeError, match="0 of 1 readers have come"): sending.result()
+
+
+ENDS = """
+import sys, time, torch
+from torch import nn
+from rlblocks import send_weights
+from rlblocks.engines.weights import InProcess, Ticket, buckets, named_weights
+class Slow:
+    def __del__(self): time.sleep(2.5)     # while the interpreter ends, other threads go on
+sys.slow, net = Slow(), nn.Linear(50, 20)
+sending = send_weights(Ticket(0, InProcess(lambda: 0, lambda n: buckets(named_weights(net).items(), n))),
+                       bucket_bytes=1000, timeout=1.)
+if sys.argv[1] == "silent": first = next(reading := sending.ticket.buckets(0))
+"""
+
+
+@pytest.mark.parametrize("reader", ["absent", "silent"])
+def test_a_program_ends_with_success_while_its_weights_wait_for(reader, root):
+    run = subprocess.run([sys.executable, "-c", ENDS, reader], capture_output=True, text=True, timeout=300,
+                         env=os.environ | dict(PYTHONPATH=str(root)))
+    assert run.returncode == 0, run.stderr[-2000:]

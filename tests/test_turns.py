@@ -3,9 +3,9 @@ import pytest
 import torch
 from conftest import vllm_python
 from rlblocks import Grader, Policy, Rollout, gae
-from rlblocks.rollout.controls import penalties
-from rlblocks.rollout.samplers import Sampling, vllm
-from rlblocks.rollout.structure import Structures
+from rlblocks.samplers.controls import penalties
+from rlblocks.samplers.samplers import Sampling, vllm
+from rlblocks.samplers.structure import Structures
 from rlblocks.rollout.turns import by_token
 from test_samplers import sharp
 from tiny import prompts, speller, tokenizer

@@ -14,7 +14,7 @@ from conftest import rarely, vllm_python
 from rlblocks import Policy, Rollout, later, send_weights
 from rlblocks.engines.published import publish_weights, published_weights
 from rlblocks.engines.weights import buckets, checksum, named_weights
-from rlblocks.rollout.samplers import Sampling, complete, vllm
+from rlblocks.samplers.samplers import Sampling, complete, vllm
 from test_samplers import asked, in_vllm, said, sharp
 from test_weights import lora, nudge, stirred
 from tiny import prompts

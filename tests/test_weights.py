@@ -258,3 +258,32 @@ def test_readers_see_complete_versions_only(tmp_path):
     with pytest.raises(ValueError, match="has changes alone"):
         policy.weights(since=0)
         publish_weights(policy.weights(since=1), tmp_path)
+
+
+REPLACES = """
+import os, sys, torch
+from rlblocks.engines import published
+from rlblocks.engines.weights import InProcess, Ticket
+replace, calls = os.replace, []
+def at_second(*paths):
+    calls.append(paths)
+    if len(calls) == 2 and sys.argv[2] == "killed": os.kill(os.getpid(), 9)
+    if len(calls) == 2: raise OSError("no room")
+    return replace(*paths)
+os.replace = at_second
+way = InProcess(lambda: 5, lambda n: iter([dict(a=torch.ones(9))]))
+published.publish_weights(Ticket(5, way), sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("what, code", [("killed", -9), ("fails", 1)])
+def test_a_version_that_is_published_again_is_never_missing(tmp_path, what, code):
+    "Also where the writer goes between the two renames; the next one that publishes it clears up."
+    def publish(x): publish_weights(Ticket(5, InProcess(lambda: 5, lambda n: iter([dict(a=x)]))), tmp_path)
+    def found(): return next(published_weights(tmp_path).buckets(1 << 20))["a"].tolist()
+    publish(torch.zeros(9))
+    run = subprocess.run([sys.executable, "-c", REPLACES, str(tmp_path), what], capture_output=True, timeout=300,
+                         env=os.environ | dict(PYTHONPATH=str(ROOT)))
+    assert run.returncode == code and found() == [0.]*9 and len(versions(tmp_path)) == 1
+    publish(torch.full((9,), 2.))
+    assert found() == [2.]*9 and [p.name for p in tmp_path.glob("version-*")] == ["version-000000005"]

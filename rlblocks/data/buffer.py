@@ -34,6 +34,12 @@ def check_limits(max_rows, spill, max_bytes):
         raise ValueError("Buffer: spill (a folder) and max_bytes (what stays in memory) go together; give both or "
                          "neither")
 
+def layout_beside(buffer:"Buffer", layout:dict)->dict:
+    "The layout of the rows that wait, with a version of each token where the new rows have one."
+    old = buffer._layout if len(buffer) else layout
+    mine, its = (x.get("policy_version", [""]) for x in (old, layout))
+    return old | dict(policy_version=["token", *mine[1:]]) if (mine[0], its[0]) == ("row", "token") else old
+
 def check_joins(buffer:"Buffer", batch:Batch, layout:dict, largest:int):
     "Whether a batch can wait among the others."
     if any(kind == "token" for kind, *_ in layout.values()) and "lengths" not in batch:
@@ -41,7 +47,7 @@ def check_joins(buffer:"Buffer", batch:Batch, layout:dict, largest:int):
     if buffer.max_age is not None and "policy_version" not in batch:
         raise ValueError("Buffer.add: max_age needs the column 'policy_version'; set it, or make the buffer without "
                          "max_age")
-    old = buffer._layout if len(buffer) else layout
+    old = layout_beside(buffer, layout)
     for name in {**layout, **old}:
         if layout.get(name) != old.get(name):
             raise ValueError(f"Buffer.add: column {name!r} is {layout.get(name, 'missing')}, in the rows that wait it "
@@ -125,20 +131,23 @@ def add(
     kept = bundles if keep is None else [b for b in bundles if bool(keep[b].any())]
     check_joins(buffer, batch, layout, max(map(len, kept), default=0))
     order = torch.tensor(list(chain(*kept)), dtype=torch.long)
-    # before anything is counted: the disk may be full
-    if kept: buffer._slabs.add(buffer._next, ragged(batch, order))
+    if kept:                      # before anything is counted: the disk may be full
+        if len(buffer): spread_versions(buffer, layout_beside(buffer, layout))
+        buffer._slabs.add(buffer._next, ragged(batch, order))
     if len(order) < len(batch): buffer.dropped["filtered"] += len(batch) - len(order)
     buffer.offered, buffer.accepted = buffer.offered + len(bundles), buffer.accepted + len(kept)
     if kept: _enter(buffer, batch, layout, kept, order, priority)
 
 def same_versions(buffer:"Buffer", batch:Batch)->Batch:
-    "Where one has a version of each row and the other of each token, both are given one of each token."
+    "The batch, with a version of each token where the rows that wait have one."
     mine, its = (x.get("policy_version", [""])[0] for x in (buffer._layout if len(buffer) else {}, layout_of(batch)))
-    if (mine, its) == ("token", "row"): return versions_by_token(batch)
-    if (mine, its) == ("row", "token"):
-        buffer._slabs.rewrite(lambda s: ragged_by_token(buffer._slabs.rows[s]))
-        buffer._layout = buffer._layout | dict(policy_version=layout_of(batch)["policy_version"])
-    return batch
+    return versions_by_token(batch) if (mine, its) == ("token", "row") else batch
+
+def spread_versions(buffer:"Buffer", layout:dict): # of `layout_beside`
+    "Give the rows that wait a version of each token, where the layout says so."
+    if layout == buffer._layout: return
+    buffer._slabs.rewrite(lambda s: ragged_by_token(buffer._slabs.rows[s]))
+    buffer._layout = layout
 
 def _enter(buffer, batch, layout, kept, order, priority):
     highest = float(buffer._index["priority"].max()) if len(buffer._index["priority"]) else 1.

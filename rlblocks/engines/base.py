@@ -145,7 +145,8 @@ class EngineSpec:
     sequence_parallel:int = 1     # so many consecutive ranks run one line of tokens together, each a stretch of it
     tensor_parallel:int = 1       # so many consecutive ranks hold one layer together
     expert_parallel:bool = False  # with tensor_parallel: distribute whole experts instead of cutting each
-    make:Callable|None = None     # instead of the word's: (module, device, optimizer=, max_norm=) → `Engine`
+    make:Callable|None = None     # instead of the word's: (module, device, optimizer=, max_norm=) → `Engine`; one that
+                                  # cuts layers has `tensor_parallel`, the number said here
 
     def __post_init__(self):
         "ValueError, TypeError for what no engine can do."

@@ -9,6 +9,8 @@ __all__ = ['flattened', 'restored', 'Wire', 'Sending', 'send_weights']
 import json
 import socket
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -39,10 +41,12 @@ def restored(
     flat:Tensor,        # of `flattened`
     pieces:list[list],  # likewise
 )->dict[str, Tensor]: # views of the bytes
-    "The bucket again. RuntimeError for a tensor that has changed."
+    "The bucket again. RuntimeError for a tensor that has changed, or of no known dtype."
     made = {}
     for name, dtype, shape, at, known in pieces:
-        made[name] = _view(flat, getattr(torch, dtype), shape, at)
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype): raise RuntimeError(f"Ticket: {name!r} is of no dtype of torch: {dtype!r}")
+        made[name] = _view(flat, kind, shape, at)
         if checksum(made[name]) != known: raise RuntimeError(f"Ticket: {name!r} arrived changed")
     return made
 
@@ -63,21 +67,33 @@ def tcp_store(host:str, port:int, seconds:int|float, **more)->Any: # `more`: of 
 
 def own_store(host:str, seconds:int|float)->Any:
     "A store of this process, at a free port of one of its addresses: nobody reaches it by another."
-    server = socket.create_server((host, 0), family=socket.getaddrinfo(host, 0)[0][0])
+    try: server = socket.create_server((host, 0), family=socket.getaddrinfo(host, 0)[0][0])
+    except OSError as e:
+        raise OSError(f"send_weights: host={host!r} is no address of this machine ({e}); give the one by which readers "
+                      "reach it, as `ip addr` lists them") from None
     port = server.getsockname()[1]
     return tcp_store(host, port, seconds, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
 
-def gloo_group(store:Any, rank:int, ranks:int, address:str, seconds:float)->Any:
-    "A process group beside the world, if there is one. RuntimeError where not all have come in time."
+def await_keys(store:Any, keys:list[str], seconds:int|float, ends:threading.Event|None=None):
+    "Wait until a store has them. TimeoutError when the time has passed, RuntimeError once `ends` is set."
+    end = time.monotonic() + seconds
+    while not store.check(keys):
+        if ends is not None and ends.is_set(): raise RuntimeError("the sender's process ends")
+        if time.monotonic() > end: raise TimeoutError(f"{keys[-1]} is not there after {seconds:g} s")
+        time.sleep(.01)
+
+def gloo_group(store:Any, rank:int, ranks:int, address:str, seconds:int|float,
+               ends:threading.Event|None=None)->Any:
+    "A process group beside the world, if there is one. An error where not all have come in time."
     gloo:Any = getattr(dist, "ProcessGroupGloo")
     options = gloo._Options()
     options._devices, options._timeout = [gloo.create_device(hostname=address)], timedelta(seconds=seconds)
     # wait for the others here: gloo would hold the interpreter's lock meanwhile
     store.set(f"here/{rank}", "")
-    store.wait([f"here/{r}" for r in range(ranks)], timedelta(seconds=seconds))
+    await_keys(store, [f"here/{r}" for r in range(ranks)], seconds, ends)
     return gloo(store, rank, ranks, options)
 
-def broadcast(group:Any, flat:Tensor, seconds:float):
+def broadcast(group:Any, flat:Tensor, seconds:int|float):
     "Rank 0's bytes to all. RuntimeError where one is gone, or late."
     options:Any = dist.BroadcastOptions()
     options.rootRank, options.timeout = 0, timedelta(seconds=seconds)
@@ -135,15 +151,17 @@ class Sending:
 
     def __init__(self,
         ticket:Ticket|None,  # for the readers; None where this process only gathers
-        work:Callable[[], int], # sends everything; gives the bytes
+        work:Callable[[threading.Event], int], # sends everything, until the event is set; gives the bytes
+        timeout:int|float=60., # most seconds that it waits for anything
     ):
         "Begin."
-        self.ticket, self._n_bytes, self._error = ticket, 0, None
-        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self.ticket, self._n_bytes, self._error, ends = ticket, 0, None, threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(work, ends), daemon=True)
         self._thread.start()
+        weakref.finalize(self, _end, ends, self._thread, timeout + 1.)     # also at the interpreter's end
 
-    def _run(self, work):
-        try: self._n_bytes = work()
+    def _run(self, work, ends):
+        try: self._n_bytes = work(ends)
         except BaseException as e: self._error = e
 
     def result(self)->int: # bytes, sent once to all readers
@@ -151,6 +169,10 @@ class Sending:
         self._thread.join()
         if self._error is not None: raise self._error
         return self._n_bytes
+
+def _end(ends, thread, seconds, here=threading.current_thread):    # at the interpreter's end modules are empty
+    ends.set()
+    if thread is not here(): thread.join(seconds)
 
 def send_weights(
     ticket:Ticket,   # from `policy.weights()`: all weights
@@ -166,25 +188,28 @@ def send_weights(
         raise ValueError("send_weights: the ticket has changes alone and carries them; pickle it as it is")
     ids = torch.tensor(ticket.probe)
     scores = ticket.score(ids) if len(ids) > 1 else None
-    if not write: return Sending(None, lambda: sum(x.nbytes for b in ticket.buckets(bucket_bytes) for x in _tensors(b)))
+    if not write:
+        gathered = lambda _: sum(x.nbytes for b in ticket.buckets(bucket_bytes) for x in _tensors(b))
+        return Sending(None, gathered, timeout)
     store = own_store(host, timeout)
     way = Wire(host, store.port, this_process(), readers, timeout, None if scores is None else tuple(scores.tolist()))
-    work = lambda: _sent(store, ticket.buckets(bucket_bytes), way)
-    return Sending(replace(ticket, transport=way, checksums=None, keeps=False), work)
+    work = lambda ends: _sent(store, ticket.buckets(bucket_bytes), way, ends)
+    return Sending(replace(ticket, transport=way, checksums=None, keeps=False), work, timeout)
 
-def _sent(store:Any, made:Iterable, way:Wire)->int: # bytes
+def _sent(store:Any, made:Iterable, way:Wire, ends:threading.Event)->int: # bytes
     "All buckets to all readers. An error is left in the store for those that read on."
     n, n_bytes, error = 0, 0, None
     try:
-        group = gloo_group(store, 0, way.readers + 1, way.host, way.timeout)
+        group = gloo_group(store, 0, way.readers + 1, way.host, way.timeout, ends)
         for bucket in made:
+            if ends.is_set(): raise RuntimeError("the sender's process ends")
             flat, pieces = flattened({name: x for name, x in bucket.items()})
             store.set(f"bucket/{n}", json.dumps(dict(pieces=pieces, bytes=len(flat))))
             n, n_bytes = n + 1, n_bytes + sum(x.nbytes for x in _tensors(bucket))
             broadcast(group, flat, way.timeout)
             del bucket
         store.set(f"bucket/{n}", "{}")
-        store.wait([f"done/{r + 1}" for r in range(way.readers)], timedelta(seconds=way.timeout))
+        await_keys(store, [f"done/{r + 1}" for r in range(way.readers)], way.timeout, ends)
     except Exception as e: error = f"{type(e).__name__}: {e}"      # not the error itself: it would keep the group alive
     if error is None: return n_bytes
     with suppress(RuntimeError): store.set(f"bucket/{n}", json.dumps(dict(error=error)))

@@ -46,7 +46,7 @@ def make_engine(module:nn.Module, spec:EngineSpec, device:torch.device, dtype:to
     "The engine that a value asks for. What an engine needs is imported only where it is asked for."
     how:dict[str, Any] = {}
     if optimizer: how = dict(optimizer=optimizer, max_norm=optimizer.max_norm or float("inf"))
-    if spec.make: return spec.make(module, device, **how)
+    if spec.make: return _cut_as_said(spec.make(module, device, **how), spec)
     if spec.tensor_parallel > 1:
         from rlblocks.engines.tensor import TensorParallel
         inner = dict(dtype=dtype, offload=spec.offload) if spec.word == "fsdp2" else {}
@@ -60,6 +60,13 @@ def make_engine(module:nn.Module, spec:EngineSpec, device:torch.device, dtype:to
     from rlblocks.engines.zero import Zero
     own = optimizer.adamw if optimizer else None
     return Zero(module, device, stage=int(spec.word[-1]), nvme=spec.nvme, adamw=own, **how)
+
+def _cut_as_said(engine, spec):
+    "ValueError for one that cuts layers over another number of ranks: rows and gradients are shared by that number."
+    n, kind = getattr(engine, "tensor_parallel", 1), type(engine).__name__
+    if n == spec.tensor_parallel: return engine
+    raise ValueError(f"engine: make gave a {kind} that cuts layers over {n} rank(s), tensor_parallel is "
+                     f"{spec.tensor_parallel}; say EngineSpec(tensor_parallel={n}, make=…)")
 
 # %% ../../nbs/engines/64_sharded.ipynb #6defcb13
 def planned_bytes(

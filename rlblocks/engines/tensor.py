@@ -150,7 +150,6 @@ def piece_shard(name:str, shard:WeightShard, pieces:Pieces)->WeightShard:
     def load(x): return shard.load(pieces.restore(name, x) if isinstance(x, DTensor) else pieces.take(name, x))
     return WeightShard(shard.local, save, load)
 
-
 # %% ../../nbs/engines/63_tensor.ipynb #1241f4f9
 class TensorParallel:
     "An engine: a model of transformers cut inside its layers, each piece in a plain engine or FSDP2."
@@ -168,7 +167,7 @@ class TensorParallel:
         shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
         self.entering, self.pieces = self.cut.entering, Pieces(mesh, copies, group, device, self.cut.cuts, shapes)
         how = dict[str, Any](optimizer=optimizer, max_norm=max_norm, clip=self.clip)
-        self.holders = 1 if engine else copies.size()          # of each gradient
+        self.tensor_parallel, self.holders = size, 1 if engine else copies.size()      # ranks of a layer, of a gradient
         if engine: self.inner:Engine = Fsdp(module, device, mesh=copies, dtype=dtype, offload=offload, **how)
         else: self.inner = Plain(module, device, group=copies.get_group(), **how)
         self.turn, self.names = self.inner.turn, {id(p): name for name, p in module.named_parameters()}

@@ -10,7 +10,6 @@ __all__ = ['value_metrics', 'value_loss', 'explained_variance', 'two_hot', 'hl_g
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn.functional import hardtanh, relu
 
 from ..arithmetic.masked import Denom, Mean, Over, aggregate, finite_logprobs, mean_of, promoted, same_shape
 
@@ -53,14 +52,13 @@ def value_loss(
         raise ValueError(f"value_loss: clip is {clip}; it is a distance from V_old, 0 or more (None = no limit)")
     if huber is not None and not huber > 0:
         raise ValueError(f"value_loss: huber is {huber}; it is the largest error that is squared, above 0 (None = all)")
-    V, old, R = promoted(values), promoted(old_values.detach()), promoted(returns.detach())
-    error, moved = torch.where(mask, V - R, 0.), torch.where(mask, V - old, 0.)
-    near = error if clip is None else error - (moved - hardtanh(moved, -clip, clip)) # V_old + clip(V − V_old, ±ε) − R
-    free, clipped = _half_square(error, huber), _half_square(near, huber)
-    worst = free + relu(clipped - free) # the maximum, in fewer passes backward
-    loss, n = aggregate(worst, mask, over=over, denom=denom), mask.sum()
-    stuck = Mean((clipped > free).sum(), n) # without gradient
-    return loss, dict(value_clip_frac=stuck) | _metrics(error.detach(), torch.where(mask, R, 0.), n)
+    V, old, R = (torch.where(mask, promoted(x), 0.) for x in (values, old_values.detach(), returns.detach()))
+    near = V if clip is None else old + (V - old).clamp(-clip, clip)
+    free, clipped = _half_square(V - R, huber), _half_square(near - R, huber)
+    loss, n = aggregate(torch.maximum(free, clipped), mask, over=over, denom=denom), mask.sum()
+    beyond = torch.zeros_like(mask) if clip is None else (V - old).abs() > clip
+    stuck = Mean((beyond & (clipped > free)).sum(), n) # without gradient
+    return loss, dict(value_clip_frac=stuck) | _metrics((V - R).detach(), R, n)
 
 def _half_square(error, delta):
     "½e², or Huber's δ(|e| − δ/2) beyond δ."

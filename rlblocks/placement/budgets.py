@@ -148,7 +148,7 @@ def cache_of(fake:Any, tokens:int)->tuple[int, bool]: # (bytes of a row, whether
 
 def drawing_bytes(fake:Any, rows:int)->int:
     "Logits of one token a row, and what drawing from them takes."
-    from rlblocks.rollout.decoding import sample_tokens
+    from rlblocks.samplers.decoding import sample_tokens
     scores = torch.zeros(rows, fake.config.get_text_config().vocab_size, dtype=fake.dtype)
     with Live(scores) as live: sample_tokens(scores, torch.zeros(rows, dtype=torch.float64))
     return live.peak + scores.nbytes

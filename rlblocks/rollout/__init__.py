@@ -1,1 +1,1 @@
-"Sampling completions with log-probs, and grading them."
+"Rows from an engine: prompts completed with their log-probs, turn by turn, now or in flight."

@@ -1,0 +1,66 @@
+"""SIGKILL to any process of a run on a Ray cluster, at moments drawn from the run; the numbers of the run that was left
+alone.
+
+    .venv/bin/python benchmarks/raykills.py [--steps 100] [--kills 20] [--seed 0] [--out FOLDER]
+
+GRPO in float64 on three ranks of one machine: two train with FSDP2, one samples and is made anew when it dies. Anybody
+may be killed: a rank, Ray's raylet, its control store and its helpers, the driver itself. A driver that ends is
+followed by another one, as a batch system would do; all else is the library's affair. Steps that come again after a
+resume are compared as well. results/raykills_cpu.json says of each kill what
+followed before the next one.
+"""
+import argparse
+import json
+import random
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]/"tests"))
+
+from machine import machine
+from ray_kills import anybody, disturbed, undisturbed
+
+
+def followed(kill, run):
+    "What came of a kill."
+    anew, pools = run.warned()
+    of_rank = f"pid {kill['pid']})"
+    if any(of_rank in line for line in anew): return "the rank was made anew, and its part repeated"
+    if any(of_rank in line for line in pools): return "a new pool resumed"
+    ended = [x for x in run.ended if kill["second"] <= x["second"]]
+    later = [x["second"] for x in run.killed if x["second"] > kill["second"]]
+    if ended and ended[0]["second"] < min(later, default=float("inf")): return "a new driver resumed"
+    return "nothing"
+
+
+def main():
+    words = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    words.add_argument("--steps", type=int, default=100)
+    words.add_argument("--kills", type=int, default=20)
+    words.add_argument("--seed", type=int, default=0)
+    words.add_argument("--limit", type=float, default=3000.)
+    words.add_argument("--out", type=Path, default=Path(__file__).parent/"results")
+    given = words.parse_args()
+    rng = random.Random(given.seed)
+    kills = [(n, anybody(rng)) for n in sorted(rng.choices(range(1, given.steps - 2), k=given.kills))]
+    def say(text): print(text, flush=True)
+    with tempfile.TemporaryDirectory() as alone, tempfile.TemporaryDirectory() as folder:
+        want = {row["step"]: row for row in undisturbed(alone, given.steps)[0]}
+        say(f"left alone: {len(want)} steps")
+        rows, run = disturbed(folder, given.steps, kills, say, given.limit, given.seed)
+        anew, pools = map(len, run.warned())
+        unlike = [row["step"] for row in rows if str(row) != str(want[row["step"]])]       # NaN is NaN
+        found = dict(machine=machine() | dict(ray=version("ray")), steps=given.steps,
+                     seconds=run.now()["second"], complete={row["step"] for row in rows} == want.keys(),
+                     rows_unlike=unlike, steps_shown_again=len(rows) - given.steps, drivers=run.drivers,
+                     pools_after_a_loss=pools, ranks_made_anew=anew,
+                     kills=[kill | dict(followed=followed(kill, run)) for kill in run.killed])
+    for kill in found["kills"]: say(kill)
+    say({k: x for k, x in found.items() if k != "kills"})
+    (given.out/"raykills_cpu.json").write_text(json.dumps(found, indent=1) + "\n")
+    return not found["complete"] or len(unlike) > 0 or len(run.killed) < given.kills
+
+
+if __name__ == "__main__": sys.exit(main())
