@@ -240,7 +240,8 @@ def check_sampled_at(batch:"Batch", name:str, given:Any, neutral:int):
 class Batch:
     """Rows as named columns: tensors `[B, …]` or lists of `B` objects; a part remembers its whole.
 
-    `batch["name"] = x` adds a column. It travels with the rows: through cuts, joins and the buffer, and to the loss."""
+    `batch["name"] = x` adds a column, `set(name, x, per="row")` one whose second axis is not tokens. It travels with the
+    rows: through cuts, joins and the buffer, and to the loss."""
 
     def __init__(self, /,
         *,
@@ -312,10 +313,9 @@ class Batch:
     n_rows   = property(lambda self: self.whole.n_rows, doc="Rows of the optimizer step with a chosen token.")
     n_units  = property(lambda self: self.whole.n_units, doc="Units of the optimizer step with a chosen token.")
     n_groups = property(lambda self: len(group_counts(self)), doc="Groups of the optimizer step with a chosen token.")
-    families, group_tokens = property(families), property(group_tokens)
+    families, group_tokens, with_columns, counted = property(families), property(group_tokens), with_columns, counted
     set, drop, trim, to, cat, with_logprobs = set_column, drop, trim, to, staticmethod(cat), with_logprobs
-    with_columns, counted, as_part = with_columns, counted, as_part
-    unit_rows, cut, part, parts, minibatches = unit_rows, cut, part, parts, minibatches
+    unit_rows, cut, part, parts, minibatches, as_part = unit_rows, cut, part, parts, minibatches, as_part
 
 # %% ../../nbs/data/40_batch.ipynb #6ebcabf8
 TAKEN = tuple(sorted({*dir(Batch), "columns", "kinds", "filler", "_whole"}))      # as columns they would be hidden

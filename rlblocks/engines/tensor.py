@@ -182,29 +182,36 @@ class TensorParallel:
         try: return self.inner(*args, **kwargs)
         finally: self.entering.forget()
     def within(self, f:Callable[[], _T])->_T:
+        "Run `f` where the pieces are gathered."
         try: return self.inner.within(f)
         finally: self.entering.forget()
 
     def backward(self, loss:Tensor, *, last:bool, shared:bool)->None:
+        "Add a micro-batch's gradient."
         self.inner.backward(loss, last=last, shared=shared)
         self.entering.forget()           # what recomputed layers entered
 
-    def step(self, shared:bool)->Tensor: return self.inner.step(shared)
+    def step(self, shared:bool)->Tensor:
+        "Sum over the copies, then `clip` among the ranks that hold one model, and step."
+        return self.inner.step(shared)
     def clip(self, params:list, max_norm:float)->Tensor:
         grads = {self.names[id(p)]: _local(p.grad) for p in params if p.grad is not None}
         return clip_pieces_(grads, max_norm, self.cut, self.pieces.group, copies=self.holders).to(self.pieces.device)
     def discard(self)->None:
         self.entering.forget()
         self.inner.discard()
-    def adapt(self, name:str)->None: # of an adapter that peft has put on
+    def adapt(self, name:str)->None:
+        "Let an adapter that peft has put on take part in the exchanges of its layers."
         adapt_layers_(self.module, name, self.cut, self.pieces.group)
 
     def weights(self, wide:Collection[str]=frozenset())->Iterator[tuple[str, Tensor]]:
+        "Every weight, its pieces joined."
         for name, x in self.inner.weights(frozenset(wide)):
             dtype = torch.promote_types(x.dtype, torch.float32) if name in wide else x.dtype
             yield name, self.pieces.join(bare(name), x.to(dtype))
 
     def state(self, full:bool)->dict[str, Any]:
+        "Weights and optimizer state: joined, or DTensors over all ranks."
         if full: return map_state(self.inner.state(True), self.pieces.complete, self._order())
         self.inner.refresh()
         return map_state(named_state(self.module, self.optimizer), self.pieces.describe)
@@ -217,7 +224,6 @@ class TensorParallel:
         load_named_state(self.module, self.optimizer, map_state(kept, self.pieces.restore))
     def _order(self): # names of the weights in the optimizer's order
         return [self.names[id(p)] for g in (self.optimizer.param_groups if self.optimizer else ()) for p in g["params"]]
-
     def shards(self)->dict[str, WeightShard]:
         return {n: piece_shard(n, x, self.pieces) for n, x in self.inner.shards().items()}
     def refresh(self)->None:

@@ -159,9 +159,10 @@ def train_step(
 )->dict: # metrics
     """One optimizer step on the sum of the jobs' losses.
 
-    In order: ranks agree on what they were given; rows become micro-batches, as many on every rank; each is run
-    forward, through the loss, and back; every loss is a number, or all ranks raise and drop the gradient; the engine
-    sums it over ranks, clips and steps; the version moves on; metrics come back."""
+    In order: the lock is taken; ranks agree on what they were given; batches without chosen tokens are left out; rows
+    become micro-batches, as many on every rank; each is run forward, through the loss (checked on its 1st, 2nd, 4th …),
+    and back; every loss is a number, or all ranks raise and drop the gradient; the engine sums it over ranks, clips
+    and steps at the schedule's rate; the version moves on; metrics come back."""
     with run.turn:
         jobs, shared = _ready(run, jobs, reading)
         share = 1/(run.model.replicas if shared else 1)      # metrics of replicas are merged: a part of it from each
