@@ -196,7 +196,7 @@ def test_what_is_not_checked_is_told():
         if b.width != width: raise ValueError(f"{b.width} columns")
         return -(out.logprobs*b.advantages*b.mask).sum()/b.n_tokens, {}
     width = b.width
-    with pytest.warns(UserWarning, match="Policy: the loss is not checked when they are padded .* ValueError: "):
+    with pytest.warns(UserWarning, match="Policy: the loss is not checked when they are padded .* raises ValueError"):
         assert check_splits(ragged, out, b, "Policy")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -215,7 +215,7 @@ def check_splits(
         try: found[when] = _compared(loss, *given, pieces, widths)
         except Exception as e:              # a closure may refuse disturbed numbers
             found[when] = None
-            warn(f"{who}: the loss is not checked{when}: there it raised {type(e).__name__}: {e}", stacklevel=2)
+            warn(f"{who}: the loss is not checked{when}: there it raises {type(e).__name__}", stacklevel=2)   # once
     for when, (odd, _) in ((k, x) for k, x in found.items() if x):
         if odd: raise ValueError(f"{who}: the loss is not a sum over rows: {odd}{when}. {DIVIDE}")
     return found[AFTER] is not None and any(x[1] for x in found.values() if x)
