@@ -142,7 +142,7 @@ class Adapted:
     ):
         "Hold the view's own weights."
         self.base, self.name, self.module = base, name, module
-        self.turn = base.model.turn       # one thread at a time in all that stands on this base
+        self.turn, self.tensor_parallel = base.model.turn, base.model.spec.tensor_parallel     # of all on this base
         self.plain = Plain(module, device, optimizer=optimizer, max_norm=max_norm)
         self.optimizer = self.plain.optimizer
         if base.cut: share_heads_(module, base.model.spec.tensor_parallel)
