@@ -21,8 +21,8 @@ import pytest
 import torch
 from conftest import ROOT, rarely
 from rlblocks import (
-    Checkpoint, Policy, Prompts, Rollout, adaptive_kl_coef, at_tokens, group_advantages, here, loop_from, merge,
-    ppo_loss
+    Batch, Checkpoint, Policy, Prompts, Rollout, adaptive_kl_coef, at_tokens, group_advantages, here, loop_from,
+    merge, ppo_loss
 )
 from rlblocks.checkpoint import checkpoint as checkpoint_module, keeper as keeper_module
 from rlblocks.checkpoint.saves import saves_in
@@ -639,3 +639,26 @@ def test_a_save_of_an_earlier_version_loads(tmp_path):
     steps = [(step, c.n, float(c.w[0]), dict(state)) for step in checkpoint(6, c=c, state=state)]
     assert steps[0] == (4, 4, 4., dict(coef=.25)) and [s for s, *_ in steps] == [4, 5]
     assert checkpoint.best() == save
+
+
+def test_a_save_that_an_earlier_version_wrote_goes_on(tmp_path):
+    """tests/saved_7471a96 was written by `Checkpoint` of that commit (22 November 2026, modules in one flat folder):
+    a policy and its Adam moments after two steps, and what the policy gave then. A third step needs the moments."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    shutil.copytree(ROOT/"tests"/"saved_7471a96", tmp_path/"saves")
+    net = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1,
+                                       num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
+                                       bos_token_id=1, eos_token_id=1, pad_token_id=0))
+    policy, state, lengths, at = Policy(net, lr=1e-2, device="cpu"), {}, torch.tensor([6, 5, 4, 6]), torch.arange(6)
+    b = Batch(tokens=torch.arange(24).reshape(4, 6) % 7 + 1, lengths=lengths, mask=(at > 1) & (at < lengths[:, None]))
+    given = Checkpoint(tmp_path/"saves")(3, policy=policy, state=state)
+    assert next(given) == policy.version == 2 and state == dict(coef=2.5)
+    then = torch.tensor([[-1.97710419, -1.98715174, -1.97906005, -1.98000729],
+                         [-1.97658813, -1.97198665, -1.98820245, 0],
+                         [-2.02265430, -1.97676039, 0, 0], [-1.96273685, -2.02264857, -1.97650409, -1.97123444]])
+    assert (policy.logprobs(b)[:, 2:] - then).abs().max() < 1e-5
+    moments = policy.state_dict()["optimizer"]["state"]
+    assert moments and all(float(x["step"]) == 2 and x["exp_avg_sq"].any() for x in moments.values())
+    policy.step(b, lambda out, b: (-(out.logprobs*b.mask).sum()/b.n_tokens, {}))
+    assert policy.version == 3
+    given.close()

@@ -10,7 +10,7 @@ from rlblocks import linear_logprobs
 from rlblocks.arithmetic.head import CHUNKS
 from rlblocks.models import head
 from rlblocks.engines.modules import output_layer
-from rlblocks.models.head import bending, head_logprobs, head_measured, matrix_of
+from rlblocks.models.head import logit_transform, head_logprobs, head_measured, matrix_of
 from rlblocks.models import forward as forward_module
 from rlblocks.models.forward import Forward, Layout, Places, Reading
 from torch import nn
@@ -63,7 +63,7 @@ def agree(net, adapters, softcap=None):
     "The layer is read straight with so many adapters (None: from logits), and gives what its logits give."
     known = matrix_of(output_layer(net))
     assert (known if known is None else len(known[1])) == adapters
-    bend = bending(net, "cpu")
+    bend = logit_transform(net, "cpu")
     assert bend == (1., pytest.approx(softcap) if softcap else None)
     straight, plain = read(net, bend), read(net, None)
     for x, y in zip(straight[:2], plain[:2], strict=True): assert_close(x, y, atol=1e-10, rtol=1e-10)
@@ -143,7 +143,8 @@ def test_logits_of_all_places_are_never_there_at_once():
 def test_a_factor_is_known_to_float32_whatever_the_weights(dtype, k):
     "It divides all logits: an error of it is one of the temperature."
     import transformers as tf
-    found = bending(tf.GraniteForCausalLM(tf.GraniteConfig(**tiny.SIZES | dict(logits_scaling=1/k))).to(dtype), "cpu")
+    granite = tf.GraniteForCausalLM(tf.GraniteConfig(**tiny.SIZES | dict(logits_scaling=1/k))).to(dtype)
+    found = logit_transform(granite, "cpu")
     assert found == (pytest.approx(k, rel=2e-7), None) and (k != 1 or found[0] == 1)
 
 
@@ -154,7 +155,7 @@ def test_a_softcap_and_a_factor_are_told_apart(c, k, dtype):
         def __init__(self): super().__init__(); self.embed, self.lm_head = nn.Embedding(4, 8), nn.Linear(8, 4)
         def get_output_embeddings(self): return self.lm_head
         def forward(self, ids): return c*torch.tanh(k*self.lm_head(self.embed(ids))/c)
-    assert bending(Bent().to(dtype), "cpu") == (pytest.approx(k, rel=1e-6), pytest.approx(c, rel=1e-6))
+    assert logit_transform(Bent().to(dtype), "cpu") == (pytest.approx(k, rel=1e-6), pytest.approx(c, rel=1e-6))
 
 
 def test_what_cannot_be_measured_is_not_guessed():
@@ -164,16 +165,16 @@ def test_what_cannot_be_measured_is_not_guessed():
             super().__init__(); self.embed, self.lm_head, self.after = nn.Embedding(4, 8), nn.Linear(8, 4), after
         def get_output_embeddings(self): return self.lm_head
         def forward(self, ids): return self.after(self.lm_head(self.embed(ids)))
-    assert bending(Other(lambda z: z), "cpu") == (1., None)
+    assert logit_transform(Other(lambda z: z), "cpu") == (1., None)
     for after in (lambda z: z.bfloat16(), lambda z: z + 1, lambda z: z.clamp(-5, 5), lambda z: -z.abs(),
                   lambda z: z.log_softmax(-1)):
-        assert bending(Other(after), "cpu") is None
+        assert logit_transform(Other(after), "cpu") is None
 
 
 def test_a_layer_that_changes_gives_its_logits():
-    "`bending` saw plain LoRA; then dropout is switched on."
+    "`logit_transform` saw plain LoRA; then dropout is switched on."
     net = model()
-    layer, bend = output_layer(net), bending(net, "cpu")
+    layer, bend = output_layer(net), logit_transform(net, "cpu")
     hidden, ids = torch.randn(5, 32).double(), torch.arange(5)
     layer.train()
     assert matrix_of(layer) is None and bend == (1., None)

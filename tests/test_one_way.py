@@ -33,28 +33,28 @@ def traced(f):
     return modules, deepest
 
 
+# Modules of floors 2 to 4, and frames of theirs: at the third step, and at the first, which checks the closure. An
+# adapter is an engine on another one's weights. These numbers only shrink.
+MOST = {"third": (12, 12), "first": (13, 15), "third, adapter": (14, 12), "first, adapter": (15, 15)}
+
+
 @pytest.fixture(scope="module")
-def step():
-    """Of the engine room, floors 2 to 4: what blocks below it call is theirs.
+def steps():
+    "Of the engine room, floors 2 to 4: what blocks below it call is theirs."
+    found = {}
+    for how, name in (({}, ""), (dict(lora=dict(r=2)), ", adapter")):
+        policy = here.place(Policy, tiny.model(), lr=1e-3, device="cpu", **how)
+        b = tiny.rows(dtype=torch.float32)
+        def loss(out, b): return ppo_loss(out.logprobs, b.ref_logprobs, b.advantages, b.mask, denom=b.n_tokens)
+        first, _, third = (traced(lambda policy=policy, b=b, loss=loss: policy.step(b, loss)) for _ in range(3))
+        found |= {f"first{name}": first, f"third{name}": third}
+    return found
 
-    The third step, on which the closure is not checked."""
-    policy, b = here.place(Policy, tiny.model(), lr=1e-3, device="cpu"), tiny.rows(dtype=torch.float32)
-    def loss(out, b): return ppo_loss(out.logprobs, b.ref_logprobs, b.advantages, b.mask, denom=b.n_tokens)
-    for _ in range(2): policy.step(b, loss)
-    return traced(lambda: policy.step(b, loss))
 
-
-def test_a_step_is_shallow(step):
+@pytest.mark.parametrize("which", MOST)
+def test_a_step_is_shallow(steps, which):
     "No function of one object is handed to another only to call back up."
-    _, deepest = step
-    assert deepest[0] == "models/policy.Policy.step" and len(deepest) <= 12, deepest
+    (modules, deepest), (most, deep) = steps[which], MOST[which]
+    assert deepest[0] == "models/policy.Policy.step" and len(deepest) <= deep, deepest
     assert not any("lambda" in frame for frame in deepest), deepest
-
-
-def test_models_and_engines_are_few(step):
-    modules = {m for m in step[0] if m.startswith(("engines", "models"))}
-    assert len(modules) <= 12, sorted(modules)
-
-
-def test_all_rooms_are_few(step):
-    assert len(step[0]) <= 12, sorted(step[0])
+    assert len(modules) <= most, sorted(modules)

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, ViTConfig
 
-from rlblocks.engines import base
-from rlblocks.engines.base import BUCKET, EngineSpec
+from rlblocks.engines import zero
+from rlblocks.engines.base import EngineSpec
 from rlblocks.models.attention import Segments, attend_by_segments, layout
 from rlblocks.placement.memory import Live, pass_bytes, fake_model
 from rlblocks.arithmetic.head import linear_logprobs
@@ -170,7 +170,7 @@ def test_no_number_of_devices_makes_the_bucket_of_gradients_smaller(how, entry):
     assert not bytes_of(engine="zero2", devices=2, frozen=True)["gathered"]
     large = plan(LlamaConfig(**LARGE.to_dict() | dict(num_hidden_layers=2)), engine="zero2", devices=64,
                  micro_tokens=64, row=64).bytes()
-    assert large["gathered"] == 2*BUCKET
+    assert large["gathered"] == 2*zero.BUCKET
 
 
 @pytest.mark.parametrize("how, entry", [({}, 4), (dict(dtype=torch.bfloat16), 2)], ids=str)
@@ -178,8 +178,13 @@ def test_zero3_keeps_what_it_has_gathered(how, entry, monkeypatch):
     "On one device too; up to as many entries as DeepSpeed lets live."
     n = bytes_of()["gradients"]//4
     assert [bytes_of(engine="zero3", devices=d, **how)["gathered"] for d in (1, 8)] == [entry*n, entry*n]
-    monkeypatch.setattr(base, "LIVE", n//2)
+    monkeypatch.setattr(zero, "LIVE", n//2)
     assert abs(bytes_of(engine="zero3", devices=8, **how)["gathered"] - entry*n/2) <= entry
+
+
+def test_an_engine_of_ones_own_is_not_planned_as_the_plain_one():
+    with pytest.raises(ValueError, match="plan: what an engine of your own holds is not known here"):
+        plan(TINY, engine=lambda module, device, **how: None, **SMALL)
 
 
 def test_kinds_of_a_call_do_not_peak_together():

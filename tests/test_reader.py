@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlblocks import Batch, Critic, Policy, Rollout, Scorer, aggregate, entropy, forward_kl_loss
 from rlblocks.arithmetic.head import CHUNKS
-from rlblocks.models.head import bending
+from rlblocks.models.head import logit_transform
 from rlblocks.models.forward import Forward
 from rlblocks.models.probes import look_ahead, pack_by
 from rlblocks.engines.base import EngineSpec
@@ -99,18 +99,18 @@ class Squared(nn.Module):
                 (lambda z: 5*torch.tanh(.5*z/5), (.5, 5.)), (lambda z: z*z.abs(), None), (lambda z: z + 1, None),
                 (lambda z: z.clamp(-10, 10), None), (lambda z: z.log_softmax(-1), None), (lambda z: -z, (-1., None))])
 def test_an_unknown_bend_is_read_from_logits(f, bend):
-    found = bending(Squared(f), "cpu")
+    found = logit_transform(Squared(f), "cpu")
     assert found == bend if bend is None else found == pytest.approx(bend)
     x = torch.zeros(1, 3, dtype=torch.long)
     net = Squared(f)
-    assert bending(net, "cpu") is None or "forward" not in vars(net.head)
+    assert logit_transform(net, "cpu") is None or "forward" not in vars(net.head)
     assert_close(net(x), f(net.head(net.body(x)))) # nothing is left behind
 
 
 def test_a_head_that_is_no_bare_matrix_is_read_from_logits():
     net = Squared(lambda z: z)
     net.head = nn.Sequential(nn.Linear(4, 8))
-    assert bending(net, "cpu") is None
+    assert logit_transform(net, "cpu") is None
 
 
 class Widest(TorchDispatchMode):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from test_floors import FLOORS, source
-from test_style import body, cells, functions, outer
+from test_style import any_things, body, cells, functions, hidden_names, outer
 
 HIGH = sorted(m for m in FLOORS if 2 <= FLOORS[m] <= 4)
 OWED = json.loads((ROOT/"tests"/"owed.json").read_text())
@@ -62,12 +62,17 @@ def written(tree):
     return [f"global {name}" for n in ast.walk(tree) if isinstance(n, ast.Global) for name in n.names]
 
 
+EVERYWHERE = ("warnings.filterwarnings", "warnings.simplefilter", "filterwarnings", "simplefilter", "os.putenv",
+              "os.environ.setdefault", "os.environ.update", "torch.set_num_threads", "set_num_threads")
+METHODS = re.compile(r".*\.(addFilter|setLevel)|atexit\.register|([\w.]*\.)?[A-Z]\w*\.register")  # registries: classes
+
+
 def effects(tree):
-    "Filters of warnings and writes to the environment, anywhere."
+    """What reaches beyond its own objects, anywhere: filters of warnings and logs, levels of loggers, writes to the
+    environment, registries of libraries, torch's threads, what runs at exit."""
     for n in ast.walk(tree):
-        if isinstance(n, ast.Call) and ast.unparse(n.func) in (
-                "warnings.filterwarnings", "warnings.simplefilter", "filterwarnings", "simplefilter", "os.putenv",
-                "os.environ.setdefault", "os.environ.update"): yield ast.unparse(n.func)
+        name = ast.unparse(n.func) if isinstance(n, ast.Call) else ""
+        if name in EVERYWHERE or METHODS.fullmatch(name): yield name
         if isinstance(n, ast.Assign | ast.AugAssign) and "os.environ" in ast.unparse(
                 n.targets[0] if isinstance(n, ast.Assign) else n.target):
             yield "os.environ"
@@ -99,6 +104,12 @@ def test_class_cells_are_short():
                          for name, i, text in found if text.count("\n") + 1 > CELL])
 
 
+def test_no_hidden_cell_defines_what_a_visible_one_uses():
+    "A reader of the page can run it."
+    paths = [p for room in ("engines", "models", "data", "checkpoint") for p in ROOT.glob(f"nbs/{room}/*.ipynb")]
+    owed("hidden cells", [f"{p.parent.name}/{p.stem}" for p in paths if hidden_names(cells(p))])
+
+
 def test_constructors_take_few_parameters():
     "What is more is a value: engine=fsdp2(…), optimizer=adamw(…)."
     found = [f"{m}.{c.name}" for m, tree in trees().items() for c in ast.walk(tree) if isinstance(c, ast.ClassDef)
@@ -110,8 +121,8 @@ def test_no_module_keeps_state():
     owed("state", [f"{m}.{name}" for m, tree in trees().items() for name in state(tree) + written(tree)])
 
 
-def test_nothing_filters_warnings_or_writes_the_environment():
-    "At import never; in a function only where that is documented, once."
+def test_nothing_reaches_beyond_its_own_objects():
+    "At import never; in a function only where that is documented, once: its entry in `tests/owed.json`."
     for m, tree in trees().items():
         on_import = [e for n in top(tree) if not isinstance(n, ast.FunctionDef | ast.ClassDef | ast.If | ast.Try
                                                             | ast.With) for e in effects(n)]
@@ -119,19 +130,90 @@ def test_nothing_filters_warnings_or_writes_the_environment():
     owed("effects", sorted({f"{m}: {e}" for m, tree in trees().items() for e in effects(tree)}))
 
 
+def test_public_signatures_say_what_they_take():
+    "Floors 2 to 5; below them nothing is owed (`tests/test_style.py`)."
+    owed("any", {f"{m}: {x}" for m in FLOORS if FLOORS[m] >= 2
+                 for x in any_things(ast.parse(source(m)), offered(ast.parse(source(m))))})
+
+
+def offered(tree):
+    "A module's `__all__`."
+    return next(ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign)
+                and ast.unparse(n.targets[0]) == "__all__")
+
+
+def hidden(name): return name.startswith("_") and not name.endswith("__")
+
+
+def own(tree):
+    "Private methods and attributes of a module's classes."
+    for c in ast.walk(tree):
+        if isinstance(c, ast.Attribute) and isinstance(c.ctx, ast.Store) and hidden(c.attr): yield c.attr
+        for n in c.body if isinstance(c, ast.ClassDef) else ():
+            if isinstance(n, ast.FunctionDef) and hidden(n.name): yield n.name
+            if isinstance(n, ast.AnnAssign) and hidden(ast.unparse(n.target)): yield ast.unparse(n.target)
+
+
+def crossing(trees):
+    "Private attributes that a module reads of objects of another one of ours: {module: what it reads}."
+    made = {m: set(own(tree)) for m, tree in trees.items()}
+    ours = set().union(*made.values())
+    return {f"{m}: {ast.unparse(n)}" for m, tree in trees.items() for n in ast.walk(tree)
+            if isinstance(n, ast.Attribute) and hidden(n.attr) and n.attr in ours - made[m]
+            and ast.unparse(n.value) not in ("self", "cls")}
+
+
+def test_no_private_attribute_crosses_a_module():
+    "What two modules need of a class is a public method of it."
+    owed("private", crossing({m: ast.parse(source(m)) for m in FLOORS}))
+
+
 def test_these_checks_see_what_they_forbid(monkeypatch):
     tree = ast.parse("A = {}\nB = dict(x=1)\nC = [1]\nD = WeakKeyDictionary()\nE: dict = {}\nF = (1,)\ndef f(): global "
                      "G\nos.environ['x'] = 1\nwarnings.filterwarnings('ignore')\n"
-                     "def g(): os.environ.setdefault('a', 'b')\nclass H:\n  def __init__(self, a, b, *c, d, **e): pass")
+                     "def g(): os.environ.setdefault('a', 'b'); atexit.register(f); torch.set_num_threads(1)\n"
+                     "logging.getLogger('x').addFilter(f); register(f); ready.register(f); "
+                     "a.Interface.register(f)\nclass H:\n  def __init__(self, a, b, *c, d, **e): pass")
     assert state(tree) == ["A", "D", "E"] and written(tree) == ["global G"]
-    assert sorted(effects(tree)) == ["os.environ", "os.environ.setdefault", "warnings.filterwarnings"]
+    assert sorted(effects(tree)) == ["a.Interface.register", "atexit.register", "logging.getLogger('x').addFilter",
+                                     "os.environ", "os.environ.setdefault", "torch.set_num_threads",
+                                     "warnings.filterwarnings"]
     assert parameters(functions(tree)[-1]) == 5
+    made = "class A:\n  _b:int = 0\n  def _f(self): self._x = self._f()"
+    used = "a._f(); b.a._x; self._f(); c._other; d._b"
+    assert crossing(dict(m=ast.parse(made), n=ast.parse(used))) == {"n: a._f", "n: b.a._x", "n: d._b"}
     monkeypatch.setitem(OWED, "state", ["old"])
     with pytest.raises(AssertionError, match="nobody owes old"): owed("state", [])
     with pytest.raises(AssertionError, match="state: new"): owed("state", ["old", "new"])
 
 
 # -- CONTRIBUTING
+
+def placed(text):
+    "(name, file): what a sentence names in backticks before it names a file in brackets, or after `in`."
+    found = []
+    for sentence in re.split(r"(?<=[.:;]) ", " ".join(text.split())):
+        names = []
+        for word in re.findall(r"`([^`]+)`", sentence):
+            if re.fullmatch(r"(?:rlblocks|tests)/[\w/]+\.py", word):
+                found += [(name, word) for name in names]
+                names = []
+            elif re.fullmatch(r"[\w.]+", word): names.append(word.split(".")[-1])
+    return found
+
+
+def test_contributing_names_pieces_of_the_files_beside_them():
+    found = placed((ROOT/"CONTRIBUTING.md").read_text())
+    assert len(found) > 12
+    absent = [f"{name} in {file}" for name, file in found if not re.search(rf"\b{name}\b", (ROOT/file).read_text())]
+    assert not absent, f"CONTRIBUTING.md: {', '.join(absent)}"
+
+
+def test_the_check_of_contributing_sees_pairs():
+    text = "A `B`\n(`rlblocks/x.py`) and `f` in `tests/y.py`. Then `g`: no `h(1)`, `C.i` or `j` (`rlblocks/z.py`)"
+    assert placed(text) == [("B", "rlblocks/x.py"), ("f", "tests/y.py"), ("i", "rlblocks/z.py"),
+                            ("j", "rlblocks/z.py")]
+
 
 def test_contributing_names_what_is_there():
     "Files, rooms, and targets of the Makefile."

@@ -2,6 +2,7 @@
 (nbs/models/74_splits, engines/50_guards, engines/64_sharded)."""
 import copy
 import inspect
+import warnings
 import pickle
 import signal
 import threading
@@ -186,6 +187,20 @@ def test_no_loss_of_the_library_is_refused(kind):
     # as many scores as there are tokens: no axis of tokens
     scores = RowOut(scores=torch.randn(len(b), b.width, generator=torch.Generator().manual_seed(1)))
     assert check_splits(lambda out, b: (((out.scores - torch.arange(9.))**2).sum()/b.n_rows, {}), scores, b, "Scorer")
+
+
+def test_what_is_not_checked_is_told():
+    "A closure that refuses disturbed numbers is not wrong, and nobody knows whether it is right."
+    b, out = made_rows("rows")
+    def ragged(out, b):
+        if b.width != width: raise ValueError(f"{b.width} columns")
+        return -(out.logprobs*b.advantages*b.mask).sum()/b.n_tokens, {}
+    width = b.width
+    with pytest.warns(UserWarning, match="Policy: the loss is not checked when they are padded .* raises ValueError"):
+        assert check_splits(ragged, out, b, "Policy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert check_splits(lambda out, b: (-(out.logprobs*b.advantages*b.mask).sum()/b.n_tokens, {}), out, b, "Policy")
 
 
 def test_wrappers_step_with_what_they_give():

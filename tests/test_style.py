@@ -1,5 +1,5 @@
-"""How floors 0 and 1 are written (STYLE B3): formulas in plain PyTorch, short bodies, lines that fit, no private
-name across modules, no argument by accident."""
+"""How floors 0 and 1 are written (STYLE B3): formulas in plain PyTorch, short bodies, lines that fit, no argument by
+accident; and on all floors no private name across modules."""
 import ast
 import importlib
 import inspect
@@ -93,7 +93,7 @@ def private_imports(tree):
     return [f"{n.module}.{a.name}" for n in own for a in n.names if a.name.startswith("_")]
 
 
-@each_module
+@pytest.mark.parametrize("module", sorted(FLOORS))
 def test_no_private_name_crosses_a_module(module):
     found = private_imports(ast.parse(source(module)))
     assert not found, (
@@ -177,13 +177,16 @@ def test_optional_tensors_and_numbers_are_keywords(module):
 
 
 def any_things(tree, public):
-    "Parameters and results of public functions and methods that are annotated with Any: no annotation at all."
+    """Parameters and results of public functions, and of the methods of public classes, that are annotated with Any:
+    no annotation at all."""
+    shown = [(f.name, f) for f in functions(tree) if f.name in public]
+    shown += [(f"{c.name}.{f.name}", f) for c in ast.walk(tree) if isinstance(c, ast.ClassDef) and c.name in public
+              for f in c.body if isinstance(f, ast.FunctionDef) and not f.name.startswith("_")]
     found = []
-    for f in functions(tree):
-        if f.name not in public: continue
+    for who, f in shown:
         args = [*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs, f.args.vararg, f.args.kwarg]
         said = {a.arg: a.annotation for a in args if a} | {"return": f.returns}
-        found += [f"{f.name}: {name}" for name, x in said.items() if x and re.search(r"\bAny\b", ast.unparse(x))]
+        found += [f"{who}: {name}" for name, x in said.items() if x and re.search(r"\bAny\b", ast.unparse(x))]
     return found
 
 
@@ -195,8 +198,8 @@ def test_no_public_signature_takes_anything(module):
 
 def test_the_check_of_annotations_sees_any():
     tree = ast.parse("def f(a:int, *, b:list[Any]|None=None, **kw:Any)->tuple[int, Any]: pass\ndef _g(x:Any): pass\n"
-                     "def h(x:Anything): pass")
-    assert any_things(tree, ["f", "h"]) == ["f: b", "f: kw", "f: return"]
+                     "def h(x:Anything): pass\nclass C:\n  def m(self, x:Any): pass\n  def _n(self, x:Any): pass")
+    assert any_things(tree, ["f", "h", "C"]) == ["f: b", "f: kw", "f: return", "C.m: x"]
 
 
 def test_the_check_of_arguments_sees_what_is_optional():

@@ -64,34 +64,32 @@ def check_column(batch:"Batch", name:str, x:Any):
         raise ValueError(f"Batch: column {name!r} is a single number; spread it over the rows with torch.full")
     if batch.columns and len(x) != len(batch):
         raise ValueError(f"Batch: column {name!r} has {len(x)} rows, the batch has {len(batch)}")
-    if name in ("mask", "lengths", "unit") and batch._whole:
+    if name in ("mask", "lengths", "unit") and batch.is_part:
         raise ValueError(f"Batch: {name!r} of a part is fixed; set it on the whole, then cut")
 
 # %% ../../nbs/data/40_batch.ipynb #a6e860dd
-def drop(
-    batch:"Batch",
-    *names:str, # columns to leave out
-)->"Batch": # copies nothing
+def with_columns(batch:"Batch", columns:dict[str, Any])->"Batch": # copies nothing
+    "The same rows with these columns in place of its own: a part stays one, a whole is counted anew."
+    return batch._like(columns, batch._whole, batch.filler)
+
+def drop(batch:"Batch", *names:str)->"Batch": # copies nothing
     "The same rows without some columns. ValueError when none is left."
     left = {k: v for k, v in batch.columns.items() if k not in names}
     if not left:
         raise ValueError(f"Batch: drop({', '.join(map(repr, names))}) leaves no column; rows need at least one")
-    return batch._like(left, batch._whole, batch.filler)
+    return with_columns(batch, left)
 
 def trim(batch:"Batch")->"Batch":
     "The same rows with the token axis cut to the longest of them."
     if batch.width is None or not len(batch): return batch
     T = max(int(batch.lengths.max()), 1)
     cut = {k: v[:, :T] if batch.is_per_token(k) else v for k, v in batch.columns.items()}
-    return batch._like(cut, batch._whole, batch.filler)
+    return with_columns(batch, cut)
 
-def to(
-    batch:"Batch",
-    device:torch.device|str, # where the tensor columns go
-)->"Batch": # lists stay where they are
+def to(batch:"Batch", device:torch.device|str)->"Batch": # lists stay where they are
     "The same rows with tensor columns on `device`."
     moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.columns.items()}
-    return batch._like(moved, batch._whole, batch.filler)
+    return with_columns(batch, moved)
 
 def chosen_rows(batch:"Batch", key:Any)->Tensor: # row numbers
     "The rows that a key selects. ValueError when they are a part of a unit."
@@ -107,10 +105,8 @@ def chosen_rows(batch:"Batch", key:Any)->Tensor: # row numbers
                          "unit, or .drop('unit') first")
     return rows
 
-def cat(
-    batches:Iterable, # batches with the same columns
-)->"Batch": # a new whole
-    """Rows of several batches; per-token columns pad with False or 0 to the longest.
+def cat(batches:Iterable["Batch"])->"Batch": # a new whole
+    """Rows of several batches with the same columns; per-token columns pad with False or 0 to the longest.
 
     Fillers are left out: nobody's rows."""
     batches = list(batches)
@@ -144,6 +140,14 @@ def count(batch:"Batch")->Whole:
     bools = [k for k, x in batch.columns.items() if k != "mask" and isinstance(x, Tensor) and x.dtype == torch.bool]
     return Whole(int(batch.mask.count_nonzero()), int(rows.sum()), count_units(batch, rows),
                  group_tokens=count_group_tokens(batch), trues={k: count_trues(batch, k) for k in bools})
+
+def counted(batch:"Batch")->"Batch": # copies nothing
+    "The same rows with counts that stay, whatever becomes of the columns; without a mask there is nothing to count."
+    return batch._like(batch.columns, batch.whole if batch.is_part or "mask" in batch else None, batch.filler)
+
+def as_part(batch:"Batch", whole:Whole, *, filler:bool=False)->"Batch": # copies nothing
+    "The same rows as a part of another batch, whose counts its losses divide by; a filler's rows are nobody's."
+    return batch._like(batch.columns, whole, filler)
 
 def count_units(batch:"Batch", rows:Tensor)->int:
     "Units that have one of some rows (a Bool `[B]`)."
@@ -183,8 +187,7 @@ def group_tokens(batch:"Batch")->Tensor: # `[B]`
 # %% ../../nbs/data/40_batch.ipynb #39fee4e2
 def unit_rows(batch:"Batch")->list[list[int]]: # rows of each unit, in order of first appearance
     "Which rows stand or fall together; without the column `unit` each row is its own."
-    if "unit" not in batch: return [[i] for i in range(len(batch))]
-    return rows_by(batch.unit.tolist())
+    return rows_by(batch.unit.tolist()) if "unit" in batch else [[i] for i in range(len(batch))]
 
 def families(batch:"Batch")->Tensor|None: # `[B]` ids
     "Rows that are likely to begin alike: of one `group`, else of one `unit`; None without tokens or either."
@@ -200,7 +203,7 @@ def part(
 
     No rows: a filler, the shortest unit that has tokens, its mask cleared. It weighs nothing, and collectives find
     work."""
-    whole = batch.whole if batch._whole or "mask" in batch else Whole(0, 0, 0) # without a mask nothing counts
+    whole = batch.whole if batch.is_part or "mask" in batch else Whole(0, 0, 0) # without a mask nothing counts
     whole = replace(whole, parts=n or whole.parts)
     new = batch._rows(torch.tensor(rows or lightest(batch)), whole, batch.filler or not rows)
     if new.filler and "mask" in new: new.columns["mask"] = torch.zeros_like(new.mask)
@@ -219,7 +222,7 @@ def with_logprobs(
     "These rows with foreign `rollout_logprobs`; ValueError when those are of another distribution than the rows."
     for name, given in dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p).items():
         check_sampled_at(batch, name, given, neutral=1 if name in ("temperature", "top_p") else 0)
-    new = batch._like(batch.columns, batch._whole, batch.filler)
+    new = batch.with_columns(batch.columns)
     new["rollout_logprobs"] = x
     return new
 
@@ -237,7 +240,8 @@ def check_sampled_at(batch:"Batch", name:str, given:Any, neutral:int):
 class Batch:
     """Rows as named columns: tensors `[B, …]` or lists of `B` objects; a part remembers its whole.
 
-    `batch["name"] = x` adds a column. It travels with the rows: through cuts, joins and the buffer, and to the loss."""
+    `batch["name"] = x` adds a column, `set(name, x, per="row")` one whose second axis is not tokens. It travels with
+    the rows: through cuts, joins and the buffer, and to the loss."""
 
     def __init__(self, /,
         *,
@@ -304,13 +308,14 @@ class Batch:
         return next((self.columns[k].shape[1] for k, kind in self.kinds.items() if kind == "token"), None)
 
     whole    = property(lambda self: self._whole or count(self), doc="Counts of the optimizer step that it is (of).")
+    is_part  = property(lambda self: self._whole is not None, doc="Whether it was cut from a whole and has its counts.")
     n_tokens = property(lambda self: self.whole.n_tokens, doc="Chosen tokens of the optimizer step.")
     n_rows   = property(lambda self: self.whole.n_rows, doc="Rows of the optimizer step with a chosen token.")
     n_units  = property(lambda self: self.whole.n_units, doc="Units of the optimizer step with a chosen token.")
     n_groups = property(lambda self: len(group_counts(self)), doc="Groups of the optimizer step with a chosen token.")
-    families, group_tokens = property(families), property(group_tokens)
+    families, group_tokens, with_columns, counted = property(families), property(group_tokens), with_columns, counted
     set, drop, trim, to, cat, with_logprobs = set_column, drop, trim, to, staticmethod(cat), with_logprobs
-    unit_rows, cut, part, parts, minibatches = unit_rows, cut, part, parts, minibatches
+    unit_rows, cut, part, parts, minibatches, as_part = unit_rows, cut, part, parts, minibatches, as_part
 
 # %% ../../nbs/data/40_batch.ipynb #6ebcabf8
 TAKEN = tuple(sorted({*dir(Batch), "columns", "kinds", "filler", "_whole"}))      # as columns they would be hidden

@@ -80,7 +80,7 @@ def parts(
     n = whole_number("Batch.parts", "n", n)
     lightest(batch)     # refuses a batch without rows
     cuts = batch.cut(n, costs, shares_prompts=shares_prompts)
-    counted = batch._like(batch.columns, batch.whole if batch._whole or "mask" in batch else None, batch.filler)
+    counted = batch.counted()
     return [counted.part(rows, n) for rows in cuts]
 
 # %% ../../nbs/data/39_cuts.ipynb #2b4adb50
@@ -92,7 +92,7 @@ def minibatches(
     keep_groups:bool=False, # shuffle groups, not units: all but `n`−1 of them at most stay in one step, share prompts
 )->list: # at most `n` wholes (fewer when there are fewer units)
     "Shuffle and deal to `n` optimizer steps of as many units (or one fewer); each is a whole of its own."
-    if batch._whole: raise ValueError("Batch: minibatches makes optimizer steps and needs a whole; this is a part")
+    if batch.is_part: raise ValueError("Batch: minibatches makes optimizer steps and needs a whole; this is a part")
     n, units = whole_number("Batch.minibatches", "n", n), batch.unit_rows()
     if not units: return [batch]         # nothing to learn from: one step, which is skipped and counted
     g = torch.Generator().manual_seed(seed_of("minibatches", seed))
@@ -101,4 +101,4 @@ def minibatches(
         ids, of = batch.group[[u[0] for u in units]].cpu().unique(return_inverse=True)
         order = order[torch.randperm(len(ids), generator=g)[of[order]].argsort(stable=True)]
     dealt = [[i for k in share.tolist() for i in units[k]] for share in order.tensor_split(min(n, len(units)))]
-    return [batch._rows(torch.tensor(rows), None) for rows in dealt]
+    return [batch[torch.tensor(rows)] for rows in dealt]

@@ -126,7 +126,7 @@ def _check_plan(module, styles):
                      f'config.base_model_tp_plan); {hint}engine="fsdp2" cuts any model, without a plan')
 
 # %% ../../nbs/engines/62_cuts.ipynb #f1ddb8e5
-def uncut(model:Any, plan:dict[str, str], at:str="")->set[str]: # names in it
+def uncut(model:nn.Module, plan:dict[str, str], at:str="")->set[str]: # names in it
     "Weights that a plan leaves to every rank."
     def place(*names): return ".".join(n for n in names if n)
     return {place(name, leaf) for name, layer in model.named_modules() for leaf, p in layer._parameters.items()
@@ -164,8 +164,8 @@ def _one_way(at, plan):
     raise ValueError(f"tensor_parallel: {names} are one weight, and the plan cuts them in different ways")
 
 # %% ../../nbs/engines/62_cuts.ipynb #39d2907e
-def exchange_(module:nn.Module, plan:dict[str, str], group:Any)->Entering: # call its `forget` after each pass
-    "Give every layer of the plan a forward that exchanges what the others need."
+def exchange_(module:nn.Module, plan:dict[str, str], group:dist.ProcessGroup|None)->Entering:
+    "Give every layer of the plan a forward that exchanges what the others need. After each pass call `forget`."
     entering, layers = Entering(group), dict(module.named_modules())
     for name, style in plan.items():
         if name not in layers: continue
@@ -217,7 +217,8 @@ def probe_distance(before:Probe, after:Probe)->float:
     pairs = ((before.out, after.out), (before.entered, after.entered))
     return max(float((b-a).norm()/a.norm().clamp(min=1e-12)) for a, b in pairs)
 
-def partial_gradients(before:dict[str, Tensor], after:dict[str, Tensor], cuts:Collection[str], group)->set[str]: # names
+def partial_gradients(before:dict[str, Tensor], after:dict[str, Tensor], cuts:Collection[str],
+                      group:dist.ProcessGroup|None)->set[str]: # names
     "Weights of whose gradient each rank knows a term; of the others each knows all. ValueError for a third kind."
     if not before: return set()
     far = [[(after[n]-g).norm(), (summed(after[n], group)-g).norm(), g.norm()] for n, g in before.items()]
@@ -248,7 +249,7 @@ class CutModel:
     partial:frozenset[str] # weights that all ranks have, and of whose gradient each knows a term
     entering:Entering    # call its `forget` after each pass
 
-def cut_model(module:nn.Module, group:Any, *, expert_parallel:bool=False)->CutModel:
+def cut_model(module:nn.Module, group:dist.ProcessGroup|None, *, expert_parallel:bool=False)->CutModel:
     "Leave this rank its pieces, and make sure that it is still the same model. ValueError where it is not."
     size = dist.get_world_size(group)
     plan = fit_plan(module, plan_of(module, expert_parallel=expert_parallel), size)

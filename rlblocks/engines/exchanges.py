@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 # %% ../../nbs/engines/61_exchanges.ipynb #43239646
 class _Exchange(torch.autograd.Function):
@@ -44,19 +45,19 @@ def _join(x, group):
 
 def _mine(x, group): return x.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)].contiguous()
 
-def copied(x:Tensor, group:Any)->Tensor:
+def copied(x:Tensor, group:dist.ProcessGroup|None)->Tensor:
     "Into a cut: each rank computes its own part of the layer, so each knows a term of the gradient."
     return _exchange(x, group, _same, _sum)
 
-def summed(x:Tensor, group:Any)->Tensor:
+def summed(x:Tensor, group:dist.ProcessGroup|None)->Tensor:
     "Out of a cut in which each rank has a term of the output."
     return _exchange(x, group, _sum, _same)
 
-def joined(x:Tensor, group:Any)->Tensor:
+def joined(x:Tensor, group:dist.ProcessGroup|None)->Tensor:
     "Out of a cut in which each rank has a part of the output's last axis."
     return _exchange(x, group, _join, _mine)
 
-def split(x:Tensor, group:Any)->Tensor:
+def split(x:Tensor, group:dist.ProcessGroup|None)->Tensor:
     "Into a cut: each rank goes on with its part of the last axis."
     return _exchange(x, group, _mine, _join)
 
@@ -64,7 +65,7 @@ def split(x:Tensor, group:Any)->Tensor:
 class Entering:
     "`copied`, once for the layers that read the same states."
 
-    def __init__(self, group:Any):
+    def __init__(self, group:dist.ProcessGroup|None):
         "Nothing entered yet, of ranks that hold one layer together."
         self.group = group
         self.forget()
@@ -170,12 +171,12 @@ def _all_to_all(x, group, cut, join):
 @dataclass(frozen=True)
 class Stretch:
     "The ranks that run a line of tokens together, and which part of it is this one's."
-    group:Any # their process group; the ranks in it are in the line's order
+    group:dist.ProcessGroup|None # their process group; the ranks in it are in the line's order
     rank:int  # which of them this one is
     ranks:int # S, how many there are
 
     @classmethod
-    def of(cls, mesh:Any)->"Stretch|None": # None: a line is one rank's
+    def of(cls, mesh:DeviceMesh|None)->"Stretch|None": # None: a line is one rank's
         "This rank's, by the axis \"sequence\" of `ShardedModel.mesh`."
         if mesh is None or mesh["sequence"].size() == 1: return None
         return cls(mesh["sequence"].get_group(), mesh["sequence"].get_local_rank(), mesh["sequence"].size())

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['layers_of', 'gathered', 'sharded', 'as_shard', 'shard_of', 'full_state', 'load_full_state', 'named_state',
-           'load_named_state', 'Fsdp']
+           'load_named_state', 'Fsdp', 'planned_fsdp', 'layers_bytes']
 
 # %% ../../nbs/engines/58_fsdp.ipynb #1b8a16fc
 from collections.abc import Callable, Iterator
-from typing import Any
+from math import prod
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
-from .base import WeightShard, nbytes_of
+from .base import PlannedBytes, WeightShard, nbytes_of
 from .guards import Turn
 from .lazy import lazy_weights, place_, read_rows
 from .modules import Within, callable_within_, distinct, trained_weights
 from .plain import clip_and_step, used_by_any
 from .world import HALF, fill_, join_world, same_weights, world
+
+_T = TypeVar("_T")
 
 # %% ../../nbs/engines/58_fsdp.ipynb #2c314a1b
 def layers_of(module:nn.Module)->list[nn.Module]: # one group of weights each
@@ -60,7 +63,7 @@ def as_shard(local:Tensor, like:Any)->DTensor: # with the memory of `local`
 def shard_of(p:Any)->WeightShard: # saved as a DTensor like it
     "This rank's rows of a weight."
     def save(x, full): return gathered(as_shard(x, p)).cpu() if full else as_shard(x, p)
-    def load(x): return getattr(x if isinstance(x, DTensor) else sharded(x, p), "to_local")()
+    def load(x): return cast(DTensor, x if isinstance(x, DTensor) else sharded(x, p)).to_local()
     return WeightShard(p.to_local().detach(), save, load)
 
 # %% ../../nbs/engines/58_fsdp.ipynb #35d66851
@@ -70,7 +73,7 @@ def full_state(module:nn.Module, optimizer:torch.optim.Optimizer|None)->dict[str
     state = dict[str, Any](module=module.state_dict())
     return tree_map(full, state | dict(optimizer=optimizer.state_dict()) if optimizer else state)
 
-def load_full_state(module:nn.Module, optimizer:Any, state:dict[str, Any])->None:
+def load_full_state(module:nn.Module, optimizer:torch.optim.Optimizer|None, state:dict[str, Any])->None:
     "Each rank takes its shards. Clones, for a view would keep the full tensor alive."
     own = module.state_dict()
     module.load_state_dict({k: sharded(x, own[k]) if k in own else x for k, x in state["module"].items()})
@@ -94,7 +97,7 @@ def named_state(module:nn.Module, optimizer:torch.optim.Optimizer|None)->dict[st
         kept["state"] = {name: {k: uncounted(x) for k, x in s.items()} for name, s in kept["state"].items()}
     return state | dict(optimizer=kept)
 
-def load_named_state(module:nn.Module, optimizer:Any, state:dict[str, Any])->None:
+def load_named_state(module:nn.Module, optimizer:torch.optim.Optimizer|None, state:dict[str, Any])->None:
     "Restore it; all ranks call it together. The optimizer keeps what it is given, so it gets clones."
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
     set_model_state_dict(module, state["module"])
@@ -176,7 +179,7 @@ class Fsdp:
         self.reached = reached_(module) if optimizer else set()
 
     def __call__(self, *args, **kwargs): return self.module(*args, **kwargs)
-    def within(self, f:Callable[[], Any])->Any:
+    def within(self, f:Callable[[], _T])->_T:
         "Run `f` inside FSDP's hooks: the outermost weights are gathered, and each layer gathers its own."
         return self.module(Within(f))[0]
 
@@ -228,3 +231,32 @@ class Fsdp:
         "Bytes that this rank holds."
         self.refresh()
         return nbytes_of(self.module, self.optimizer)
+
+# %% ../../nbs/engines/58_fsdp.ipynb #92509e28
+def planned_fsdp(
+    params:list,          # of the module and of what stands beside it, fake or real
+    layers:list[nn.Module], # of the module, that are gathered each by itself
+    *,
+    ranks:int,            # that share them
+    state_bytes:int=8,    # of the optimizer for each 4 bytes of weights
+    half:torch.dtype|None=None, # weights are gathered in it; None: in their own
+    offload:bool=False,   # shards, gradients and states live on the host
+)->PlannedBytes: # on the fullest rank
+    "Shards of all that stays, and the layers that are gathered at one time."
+    def shard(p): return -(-p.shape[0]//ranks)*prod(p.shape[1:])*p.element_size() if p.dim() else p.nbytes
+    learnt = sum(shard(p) for p in params if p.requires_grad)
+    kept = dict(weights=sum(map(shard, params)), gradients=learnt, states=learnt*state_bytes//4)
+    largest = layers_bytes(params, layers, half) if ranks > 1 else 0
+    return PlannedBytes(dict.fromkeys(kept, 0), kept, largest) if offload else PlannedBytes(kept, {}, largest)
+
+def layers_bytes(
+    params:list,           # that are sharded
+    layers:list[nn.Module], # gathered each by itself
+    half:torch.dtype|None, # they are gathered in it; None: in their own
+)->int:
+    "Two of the largest layers, and what belongs to none."
+    known, groups = {id(p) for p in params}, [list(m.parameters()) for m in layers]
+    def size(p): return p.numel()*(half.itemsize if half and p.is_floating_point() else p.element_size())
+    def total(ps): return sum(size(p) for p in ps if id(p) in known)
+    inside = {id(p) for ps in groups for p in ps}
+    return 2*max(map(total, groups), default=0) + total([p for p in params if id(p) not in inside])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -191,7 +191,7 @@ def _adamw_8bit(params, *, weight_decay, no_decay, **how):
     groups = decay_groups(params, weight_decay=weight_decay, no_decay=no_decay)
     odd = next((type(p.data).__name__ for _, p in _named(params) if type(p.data) is not Tensor), None)
     if odd: raise TypeError(f"adamw_8bit: a {odd} cannot be quantised; use engine=None, or adamw with offload='cpu'")
-    return getattr(bnb.optim, "AdamW8bit")(groups, **how)
+    return cast(Any, bnb.optim).AdamW8bit(groups, **how)
 
 def adamw_8bit(
     *,

@@ -8,7 +8,7 @@ __all__ = ['used_by_any', 'sum_gradients_', 'clip_and_step', 'Plain']
 # %% ../../nbs/engines/57_plain.ipynb #b9aeba0e
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from .modules import trained_weights
 from .weights import named_weights
 from .world import world
 
+_T = TypeVar("_T")
+
 # %% ../../nbs/engines/57_plain.ipynb #e16a5bdf
 def used_by_any(params:list, used:list[bool], device:torch.device|None)->list: # those that some rank used, in order
     "Of the same parameters on all ranks. The others keep no gradient: momentum or decay would move them."
@@ -27,7 +29,7 @@ def used_by_any(params:list, used:list[bool], device:torch.device|None)->list: #
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return [p for p, u in zip(params, found.tolist(), strict=True) if u]
 
-def sum_gradients_(params:list, device:torch.device|None, group:Any=None)->None:
+def sum_gradients_(params:list, device:torch.device|None, group:dist.ProcessGroup|None=None)->None:
     "Sum the gradients of what any rank used, over a group of ranks; None: all."
     for p in used_by_any(params, [p.grad is not None for p in params], device):
         if p.grad is None: p.grad = torch.zeros_like(p)     # every rank joins every sum
@@ -51,7 +53,7 @@ class Plain:
         *,
         optimizer:Callable|None=None, # (name, parameter) pairs → torch optimizer; None: frozen
         max_norm:float=float("inf"),  # clip the gradient to this 2-norm
-        group=None,                   # the ranks that hold copies of this module; None: all
+        group:dist.ProcessGroup|None=None, # the ranks that hold copies of this module; None: all
         clip:Callable|None=None,      # (parameters, max_norm) → norm, where ranks hold pieces of one model
     ):
         "Move the module to its device."
@@ -61,7 +63,7 @@ class Plain:
 
     def __call__(self, *args, **kwargs): return self.module(*args, **kwargs)
 
-    def within(self, f:Callable[[], Any])->Any:
+    def within(self, f:Callable[[], _T])->_T:
         "Run `f`: all weights are there at any time."
         return f()
 

@@ -8,7 +8,7 @@ __all__ = ['Slice', 'Piece']
 # %% ../../nbs/engines/59_slices.ipynb #f53bf5ce
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ class Slice(Tensor):
         whole = torch.Size(shape)
         if local.dim() != 1 or start < 0 or start + len(local) > whole.numel():
             raise ValueError(f"Slice: {list(local.shape)} from {start} is no slice of a flattened {list(whole)}")
-        make = getattr(Tensor, "_make_wrapper_subclass")
+        make = cast(Any, Tensor)._make_wrapper_subclass
         self = make(cls, [whole.numel()], dtype=local.dtype, device=local.device)
         self.local, self.start, self.whole = local.detach(), start, whole
         return self
@@ -161,7 +161,7 @@ def full_weight(held:Held, x:Any, wide:bool=False)->Tensor:
         piece = held.piece(x)
         return piece.slice(piece.flat, held.device).gathered(held.device)
     if not hasattr(x, "ds_id"): return x.detach()
-    shard:Any = getattr(x, "ds_tensor").detach().flatten()
+    shard:Any = cast(Any, x).ds_tensor.detach().flatten()
     out = torch.empty(len(shard)*world()[1], dtype=torch.float32 if wide else shard.dtype, device=held.device)
     out[len(shard)*world()[0]:][:len(shard)] = shard          # in place; DeepSpeed's own gather would be a second copy
     fill_(out)

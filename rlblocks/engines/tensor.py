@@ -8,7 +8,7 @@ __all__ = ['tensor_mesh', 'clip_pieces_', 'bare', 'map_state', 'adapted_layers',
 # %% ../../nbs/engines/63_tensor.ipynb #e36529fe
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from .optim import entrywise
 from .plain import Plain
 from .world import fill_, mesh_of, same_weights
 
+_T = TypeVar("_T")
+
 # %% ../../nbs/engines/63_tensor.ipynb #43d583ec
 def tensor_mesh(device:torch.device, size:int)->DeviceMesh:
     "Axes \"tensor\" (ranks of one model) and \"copies\" (of the same pieces): weights are cut in this order."
@@ -35,7 +37,8 @@ def tensor_mesh(device:torch.device, size:int)->DeviceMesh:
 
 # %% ../../nbs/engines/63_tensor.ipynb #ee06ed05
 @torch.no_grad()
-def clip_pieces_(grads:dict[str, Tensor], max_norm:float, cut:CutModel, group, *, copies:int)->Tensor: # norm
+def clip_pieces_(grads:dict[str, Tensor], max_norm:float, cut:CutModel, group:dist.ProcessGroup|None, *,
+                 copies:int)->Tensor: # norm
     """Make gradients of uncut weights the same on all ranks, find the norm over all pieces, clip by it.
 
     `grads` are sums over the copies, by name; `copies` ranks have each of them."""
@@ -55,7 +58,7 @@ def clip_pieces_(grads:dict[str, Tensor], max_norm:float, cut:CutModel, group, *
 # %% ../../nbs/engines/63_tensor.ipynb #5530b7a4
 SLAB = 1 << 22             # bytes that a rank sends at a time
 
-def join_pieces(x:Tensor, cut:Cut, group:Any)->Tensor: # complete
+def join_pieces(x:Tensor, cut:Cut, group:dist.ProcessGroup|None)->Tensor: # complete
     "A weight, or a state beside it, from all ranks' pieces; where they are not contiguous, a few rows at a time."
     rank, size, x = dist.get_rank(group), dist.get_world_size(group), x.contiguous()
     out = x.new_empty(cut.complete(x.shape, size))
@@ -84,7 +87,7 @@ class Pieces:
     "Who holds which piece of each weight; with FSDP2 each piece is a DTensor over the copies."
     mesh:DeviceMesh              # of `tensor_mesh`
     copies:DeviceMesh            # its second axis, unnamed: by a name peft would take shards for pieces of a layer
-    group:Any                    # of its first axis
+    group:dist.ProcessGroup|None   # of its first axis
     device:torch.device          # what the ranks compute on
     cuts:dict[str, Cut]          # by name
     shapes:dict[str, torch.Size] # of what this rank has of every weight
@@ -178,30 +181,37 @@ class TensorParallel:
     def __call__(self, *args, **kwargs):
         try: return self.inner(*args, **kwargs)
         finally: self.entering.forget()
-    def within(self, f:Callable[[], Any])->Any:
+    def within(self, f:Callable[[], _T])->_T:
+        "Run `f` where the pieces are gathered."
         try: return self.inner.within(f)
         finally: self.entering.forget()
 
     def backward(self, loss:Tensor, *, last:bool, shared:bool)->None:
+        "Add a micro-batch's gradient."
         self.inner.backward(loss, last=last, shared=shared)
         self.entering.forget()           # what recomputed layers entered
 
-    def step(self, shared:bool)->Tensor: return self.inner.step(shared)
+    def step(self, shared:bool)->Tensor:
+        "Sum over the copies, then `clip` among the ranks that hold one model, and step."
+        return self.inner.step(shared)
     def clip(self, params:list, max_norm:float)->Tensor:
         grads = {self.names[id(p)]: _local(p.grad) for p in params if p.grad is not None}
         return clip_pieces_(grads, max_norm, self.cut, self.pieces.group, copies=self.holders).to(self.pieces.device)
     def discard(self)->None:
         self.entering.forget()
         self.inner.discard()
-    def adapt(self, name:str)->None: # of an adapter that peft has put on
+    def adapt(self, name:str)->None:
+        "Let an adapter that peft has put on take part in the exchanges of its layers."
         adapt_layers_(self.module, name, self.cut, self.pieces.group)
 
     def weights(self, wide:Collection[str]=frozenset())->Iterator[tuple[str, Tensor]]:
+        "Every weight, its pieces joined."
         for name, x in self.inner.weights(frozenset(wide)):
             dtype = torch.promote_types(x.dtype, torch.float32) if name in wide else x.dtype
             yield name, self.pieces.join(bare(name), x.to(dtype))
 
     def state(self, full:bool)->dict[str, Any]:
+        "Weights and optimizer state: joined, or DTensors over all ranks."
         if full: return map_state(self.inner.state(True), self.pieces.complete, self._order())
         self.inner.refresh()
         return map_state(named_state(self.module, self.optimizer), self.pieces.describe)
@@ -214,7 +224,6 @@ class TensorParallel:
         load_named_state(self.module, self.optimizer, map_state(kept, self.pieces.restore))
     def _order(self): # names of the weights in the optimizer's order
         return [self.names[id(p)] for g in (self.optimizer.param_groups if self.optimizer else ()) for p in g["params"]]
-
     def shards(self)->dict[str, WeightShard]:
         return {n: piece_shard(n, x, self.pieces) for n, x in self.inner.shards().items()}
     def refresh(self)->None:
@@ -223,7 +232,7 @@ class TensorParallel:
     def nbytes(self)->dict[str, int]: return self.inner.nbytes()
 
 # %% ../../nbs/engines/63_tensor.ipynb #cdfaf7e9
-def adapted_layers(module:nn.Module, name:str, cuts:Collection[str], size:int)->dict[str, Any]: # by name
+def adapted_layers(module:nn.Module, name:str, cuts:Collection[str], size:int)->dict[str, nn.Module]: # by name
     "Peft's layers under an adapter. ValueError for one on a layer that is no linear one or not cut."
     ends = [output_layer(m) for _, m in planned(module)]
     found:dict[str, Any] = {at: m for at, m in module.named_modules()
@@ -242,11 +251,11 @@ def adapter_share_(layer:Any, name:str, cut:Cut, rank:int, size:int)->None:
     along = (layer.lora_A if cut.axis else layer.lora_B)[name]
     along.forward = lambda x: nn.functional.linear(x, cut.take(along.weight, rank, size))
 
-def adapt_layers_(module:nn.Module, name:str, cut:CutModel, group:Any)->None:
+def adapt_layers_(module:nn.Module, name:str, cut:CutModel, group:dist.ProcessGroup|None)->None:
     "Let an adapter take part in its layers' exchanges: matrix and adapters together make what is exchanged."
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     for at, layer in adapted_layers(module, name, cut.cuts, size).items():
         if "forward" not in vars(layer):           # the first one on it
-            del layer.base_layer.forward
+            del cast(Any, layer.base_layer).forward
             layer.forward = EXCHANGES[cut.plan[at]](layer, cut.entering)
         adapter_share_(layer, name, cut.cuts[f"{at}.weight"], rank, size)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -172,7 +172,7 @@ def same_weights(module:nn.Module)->None:
                              "every rank, or seed the callable that makes the module")
 
 # %% ../../nbs/engines/52_world.ipynb #b8979216
-def fill_(out:Tensor, group:Any=None)->None:
+def fill_(out:Tensor, group:dist.ProcessGroup|None=None)->None:
     "Fill `out`, where this rank's rows are in place, with every rank's of a group (None: all), without other memory."
     parts = out.view(dist.get_world_size(group), -1)
     if out.device.type == "cpu":      # gloo's all_gather would allocate `out` twice
@@ -192,12 +192,12 @@ def join_world(device:torch.device)->None:
                            "not initialised: call torch.distributed.init_process_group() first, or place wrappers "
                            "with SpmdPool()")
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=getattr(dist, "HashStore")(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=cast(Any, dist).HashStore(), rank=0, world_size=1)
     atexit.register(leave_world)
 
 def group_of(parts:list[list[int]], axis:str)->dist.ProcessGroup: # of the part that has this rank
     "This rank's group among `parts` of the world; made at the first call, in which all ranks take part."
-    if len(parts) == 1: return getattr(dist.group, "WORLD")
+    if len(parts) == 1: return cast(Any, dist.group).WORLD
     torch_groups, tag = dist.distributed_c10d, f"rlblocks {axis}"
     mine = next(part for part in parts if world()[0] in part)
     found = torch_groups._find_pg_by_ranks_and_tag(tag, mine)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from jaxtyping import Int
@@ -97,7 +97,7 @@ def vocabulary(
 )->int|None: # None: no table can be found, or ids beyond it stand for images or sound
     "How many ids a model's embedding has."
     if _reads_more_than_text(trunk): return None
-    try: table = getattr(trunk, "get_input_embeddings")()
+    try: table = cast(Any, trunk).get_input_embeddings()
     except (AttributeError, NotImplementedError): return None
     return getattr(getattr(table, "base_layer", table), "num_embeddings", None)
 
@@ -185,7 +185,7 @@ def check_sampled(who:str, b:Batch, n:int|None, *, padding:bool):
     if τ is not None and not (isinstance(τ, Tensor) and τ.dim() == 1 and bool((τ >= 0).all())):
         raise ValueError(f"{who}: the column 'temperature' is {_what(τ)}; a number of 0 or more for each row is wanted")
     if support is not None: _check_support(who, support, n)
-    is_part = b._whole is not None and b._whole.parts > 1
+    is_part = b.is_part and b.whole.parts > 1
     check_ids(who, b.tokens, b.lengths, n, padding=padding, row="its row" if is_part else "row")
 
 def _check_support(who, support, n):
@@ -209,8 +209,8 @@ def places_at(who:str, batch:Batch, at:Tensor|str|None=None)->Batch:
     if at is None: check_column(who, batch, "mask", "True at chosen tokens; at= says where to read without one")
     else:
         columns = batch.columns | dict(mask=_checked_at(who, batch, at))
-        batch = batch._like(columns, batch._whole, batch.filler)
-    nothing = (at is None and not batch._whole.n_tokens) if batch._whole else not batch.mask.any()
+        batch = batch.with_columns(columns)
+    nothing = (at is None and not batch.n_tokens) if batch.is_part else not batch.mask.any()
     if nothing and len(batch):
         raise ValueError(f"{who}: there is nothing to read, {'the mask' if at is None else 'at='} is False everywhere "
                          "(the mask of greedy rows is); at= says where: a Bool [B, T] or the name of such a column")
@@ -242,7 +242,7 @@ def check_scored(who:str, batch:Batch, at:str|None):
 def check_scorable(who:str, batch:Batch):
     "ValueError for a row without a token: it has no last one to score at."
     if (empty := (batch.lengths < 1).nonzero()).numel():
-        row = "its row" if batch._whole and batch._whole.parts > 1 else "row"
+        row = "its row" if batch.is_part and batch.whole.parts > 1 else "row"
         raise ValueError(f"{who}: {row} {int(empty[0])} has no token to score it at; leave empty rows out: "
                          "batch[batch.lengths > 0]")
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -133,7 +133,7 @@ def plain_twin(
     module:nn.Module, # a transformers model: sharded, cut, adapted, quantized
 )->"transformers.PreTrainedModel": # the same class and config on the meta device: names and shapes, no memory
     "The model without engine, adapters and quantization."
-    config = deepcopy(getattr(module, "config"))
+    config = deepcopy(cast(Any, module).config)
     generation = getattr(module, "generation_config", None)
     quantized = hasattr(config, "quantization_config")
     if quantized: del config.quantization_config
@@ -141,7 +141,7 @@ def plain_twin(
     with torch.device("meta"): twin = type(module)(config)
     if generation is not None: twin.generation_config = deepcopy(generation)
     if not quantized and hasattr(module, "_weight_conversions"): # how its own folder was read
-        twin._weight_conversions = getattr(module, "_weight_conversions")
+        twin._weight_conversions = module._weight_conversions
     return twin
 
 def together(

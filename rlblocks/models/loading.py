@@ -135,7 +135,7 @@ def lazy_model(
     files = WeightFiles(where)
     floats = (x.dtype for x in map(files.part, where) if x.is_floating_point())
     dtype = getattr(config, "dtype", None) or next(floats, None)
-    with torch.device("meta"): module = getattr(auto, "from_config")(config, dtype=dtype, **_attending(attention))
+    with torch.device("meta"): module = cast(Any, auto).from_config(config, dtype=dtype, **_attending(attention))
     if module._get_dtype_plan(dtype): return None
     sources = sources_of(module, where)
     if not _complete(module, sources, files): return None
@@ -196,7 +196,9 @@ def pretrained(
     attention:str|None=None, # attention implementation, e.g. "flash_attention_2"; None: transformers decides
     quantization:object=None, # frozen weights in "4bit" or "8bit", or as a transformers config says; an adapter trains
 )->Pretrained: # for a wrapper's `model`
-    "How a name or folder is loaded. TypeError for a model that is loaded already, ValueError for an unknown word."
+    """How a name or folder is loaded. TypeError for a model that is loaded already, ValueError for an unknown word.
+
+    With `fsdp2()` and `zero(3)` ranks read shards; with other engines, `lora=` or `tensor_parallel=` each reads all."""
     if not isinstance(name, (str, Path)):
         raise TypeError(f"pretrained: a {type(name).__name__} is loaded already; a name or folder is wanted. Attention "
                         "is chosen where a model is made: from_config(…, attn_implementation=…)")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..engines.base import EngineSpec, WeightShard
 from ..engines.modules import output_layer
 from ..engines.plain import Plain
-from ..engines.sharded import ShardedModel, has_all_weights, learnable
+from ..engines.sharded import ShardedModel, has_all_weights, learnable, running
 from ..engines.weights import buckets
 from ..engines.world import agree, world
 from .adapters import (adapter_on, check_bare, check_merges, check_same_base, check_untied,
@@ -33,6 +33,8 @@ from .folders import dtypes_of, in_precision, save_folder
 from .forward import Forward
 from .loading import load_tokenizer
 from .step import Lora, Prepared, Setup
+
+_T = TypeVar("_T")
 
 # %% ../../nbs/models/77_lora.ipynb #d2d3514c
 class Base:
@@ -49,7 +51,7 @@ class Base:
     ):
         "Put on the first adapter, then let the engine have the rest. ValueError when the trunk has adapters already."
         check_bare(trunk, engine.tensor_parallel)
-        self.trunk, self.name, self.came, self.linear = trunk, name, dtypes_of(trunk), linear_names(trunk)
+        self.trunk, self.name, self.dtypes, self.linear = trunk, name, dtypes_of(trunk), linear_names(trunk)
         self.own:dict[str, dict[str, nn.Parameter]] = {}  # adapter → what it owns, by the names of peft's files
         self.configs:dict[str, Any] = {}
         self.trained:dict[str, str] = {}                  # adapter → who trains it
@@ -140,17 +142,18 @@ class Adapted:
     ):
         "Hold the view's own weights."
         self.base, self.name, self.module = base, name, module
-        self.turn = base.model.turn       # one thread at a time in all that stands on this base
+        self.turn, self.tensor_parallel = base.model.turn, base.model.spec.tensor_parallel     # of all on this base
         self.plain = Plain(module, device, optimizer=optimizer, max_norm=max_norm)
         self.optimizer = self.plain.optimizer
         if base.cut: share_heads_(module, base.model.spec.tensor_parallel)
 
     def __call__(self, *args, **kwargs):
-        with self.base.using(self.name): return self.base.model.probe(partial(self.module, *args, **kwargs))
+        with self.base.using(self.name), running(self.base.model):
+            return self.base.model.engine.within(partial(self.module, *args, **kwargs))
 
-    def within(self, f:Callable[[], Any])->Any:
+    def within(self, f:Callable[[], _T])->_T:
         "Run `f` where the base's forward pass would be, with the adapter on."
-        with self.base.using(self.name): return self.base.model.probe(f)
+        with self.base.using(self.name), running(self.base.model): return self.base.model.engine.within(f)
 
     def backward(self, loss:Tensor, *, last:bool, shared:bool):
         "Add a micro-batch's gradient: layers that are recomputed find the adapter on."
@@ -217,7 +220,7 @@ class View:
 def view_(reader:Forward, base:Base, name:str|None):
     "Let a reader see the trunk without owning it: its weights are an adapter and its head."
     trunk = reader._modules.pop("trunk")
-    reader.__dict__["trunk"], reader.dtypes = trunk, base.came
+    reader.__dict__["trunk"], reader.dtypes = trunk, base.dtypes
     if name is not None: reader.add_module("adapter", nested(base.own[name]))
 
 def check_shared(
@@ -252,9 +255,9 @@ def standing(
         raise ValueError(f"{who}: lora={lora!r} is the name of no adapter here, nor an adapter's folder; frozen=True "
                          "reads through one that is there, lora=None reads the base")
     if base is None:
-        came = getattr(getattr(reader.trunk, "config", None), "name_or_path", None) or None
+        origin = getattr(getattr(reader.trunk, "config", None), "name_or_path", None) or None
         alone = replace(setup.engine, sequence_parallel=1)
-        base = Base(reader.trunk, lora, name=came, engine=alone, device=setup.device)
+        base = Base(reader.trunk, lora, name=origin, engine=alone, device=setup.device)
     else: check_shared(base, setup, who)
     if not setup.frozen: learnable(base.model.dtype, who)
     name = base.first if not shared else lora if isinstance(lora, str) and lora in base.own else None
@@ -306,9 +309,9 @@ def merge_adapters(
     named = enumerate(shares.items())
     weights = {held.put(dict(path=folder, name=f"adapter{i}")): float(w) for i, (folder, w) in named}
     _check_whole(held.own, weights)
-    exact = in_precision(held.came, dtype)
+    exact = in_precision(held.dtypes, dtype)
     save_folder(held.trunk, buckets(held.merged(weights), 1 << 28), path, who="merge_adapters",
-                filed=lambda k, x: (k, exact(k, x)), dtype=dtype or next(iter(held.came.values())),
+                filed=lambda k, x: (k, exact(k, x)), dtype=dtype or next(iter(held.dtypes.values())),
                 tokenizer=load_tokenizer(base))
 
 def _check_whole(own, weights):

@@ -12,6 +12,7 @@ from functools import partial
 from inspect import isroutine
 from numbers import Real
 from types import CellType, FunctionType, MethodType
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -126,7 +127,7 @@ def _both(out, part, first, second):
     b = part.part(first + second)
     if first == second and "unit" in b:
         unit = b.unit + (b.unit.max() + 1)*(torch.arange(len(b), device=b.unit.device) >= len(first))
-        b = b._like(b.columns | dict(unit=unit), b._whole, b.filler)
+        b = b.with_columns(b.columns | dict(unit=unit))
     found = {k: x.detach()[first + second] for k, x in out.items()}
     return type(out)(**{k: x.requires_grad_(x.is_floating_point()) for k, x in found.items()}), b
 
@@ -136,7 +137,7 @@ def _piece(out, part, rows, width):
     b = part.part(rows)
     columns = {k: at_width(x) if b.is_per_token(k) else x for k, x in b.columns.items()}
     found = {k: at_width(x[rows]) if out.per_token and x.dim() > 1 else x[rows] for k, x in out.items()}
-    return type(out)(**found), b._like(columns, b._whole, b.filler)
+    return type(out)(**found), b.with_columns(columns)
 
 def _exists(part, x, per_token):
     "True at the tokens of `[B, T, …]` that exist, and at all row values."
@@ -154,7 +155,7 @@ def _disturbed(out, part, far=False):
     found = {k: move(k, x, i, out.per_token) for i, (k, x) in enumerate(out.items())}
     columns = {k: move(k, x, -1-i, part.is_per_token(k)) if k.endswith("logprobs") else x
                for i, (k, x) in enumerate(part.columns.items())}
-    return type(out)(**found), part._like(columns, part._whole, part.filler)
+    return type(out)(**found), part.with_columns(columns)
 
 def _noisy(name, x, phase, far):
     "An output, or a column of log-probs, with noise; log-probs stay below 0 and entropies above, for their logarithms."
@@ -209,11 +210,12 @@ def check_splits(
     pieces = _pieces(part, large=any(x.numel() > LARGE for _, x in out.items()))
     T, longest = part.tokens.shape[1], max(int(part.lengths[pieces[0]].max()), 1)
     even, ragged, near, far = (T, T), (longest, T + 3), _disturbed(out, part), _disturbed(out, part, far=True)
-    def compared(given, widths):
-        try: return _compared(loss, given[0], given[1], pieces, widths)
-        except Exception: return None      # a closure may refuse disturbed numbers
-    found = {"": _compared(loss, out, part, pieces, even),
-             AFTER: compared(near, even), PADDED: compared(near, ragged), FAR_OFF: compared(far, even)}
+    found = {"": _compared(loss, out, part, pieces, even)}
+    for when, given, widths in ((AFTER, near, even), (PADDED, near, ragged), (FAR_OFF, far, even)):
+        try: found[when] = _compared(loss, *given, pieces, widths)
+        except Exception as e:              # a closure may refuse disturbed numbers
+            found[when] = None
+            warn(f"{who}: the loss is not checked{when}: there it raises {type(e).__name__}", stacklevel=2)   # once
     for when, (odd, _) in ((k, x) for k, x in found.items() if x):
         if odd: raise ValueError(f"{who}: the loss is not a sum over rows: {odd}{when}. {DIVIDE}")
     return found[AFTER] is not None and any(x[1] for x in found.values() if x)

@@ -17,7 +17,7 @@ from ..data.packing import pack
 from .attention import Segments, UnknownAttention, attend_as_before, attend_by_segments
 from .attention import layout as segment_kwargs
 from .checks import SENSES
-from .forward import Forward, Layout, Places, turning
+from .forward import Forward, Layout, Places, rope_window
 from .head import states_of
 
 # %% ../../nbs/models/72_probes.ipynb #3f466415
@@ -150,7 +150,7 @@ def look_ahead(
 
     They must be equal to 1e-4 of the largest output (5e-2 in half precision) among rows side by side, and to 1e-2
     (5e-2) where the beginning is run by itself, in other shapes."""
-    n = min(6, forward.positions or 6, (turning(forward.trunk) or ("", 6))[1])
+    n = min(6, forward.positions or 6, (rope_window(forward.trunk) or ("", 6))[1])
     k, words = n//2, _plain_words(forward)
     drawn = torch.randint(len(words), (draws, n), generator=torch.Generator().manual_seed(0))
     begin, end, zeros = words[drawn[:, :k]], drawn[:, k:], torch.zeros(draws, n-k, dtype=torch.long)

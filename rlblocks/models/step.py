@@ -31,8 +31,8 @@ from ..engines.weights import checksum
 from ..engines.world import agree, largest, same_rows
 from .checks import (check_batches, check_jobs, check_loss, check_sampled, check_scored, check_turning,
                                     check_window, places_at)
-from .forward import Forward, Layout, Reading, turning
-from .head import bending
+from .forward import Forward, Layout, Reading, rope_window
+from .head import logit_transform
 from .outputs import Checked, Out, cause, check_splits, outputs, trainable
 from .probes import look_ahead, pack_by, share_lines
 
@@ -61,7 +61,7 @@ class Prepared:
     module:Forward       # what the engine wraps
     model:ShardedModel   # the engine, the optimizer, the version
     layout:Layout        # how rows lie in a pass
-    turning:tuple[str, int]|None # of `turning`
+    rope_window:tuple[str, int]|None # of `rope_window`
     micro_tokens:int     # most tokens (padded: cells) a forward pass
     micro_rows:int|None  # most rows a forward pass
     checked:Checked      # closures that have been checked
@@ -86,14 +86,15 @@ def prepare(
     model = ShardedModel(module, engine=setup.engine, optimizer=made, frozen=setup.frozen, device=setup.device)
     layout = _layout(name, module, model, setup.pack)
     sizes = int(setup.micro_tokens), setup.micro_rows
-    return Prepared(name, module, model, layout, turning(module.trunk), *sizes, Checked())
+    return Prepared(name, module, model, layout, rope_window(module.trunk), *sizes, Checked())
 
 def _layout(name, module, model, pack):
     "Probe a model: inside a pass, where an engine gathers its weights."
     packing = model.probe(partial(pack_by, module, model.device))
     if ahead := model.probe(partial(look_ahead, module, model.device)): raise ValueError(f"{name}: {ahead}")
     stretch = Stretch.of(model.mesh)
-    layout = Layout(packing.safe, packing.segments, stretch, model.probe(partial(bending, module.trunk, model.device)))
+    bend = model.probe(partial(logit_transform, module.trunk, model.device))
+    layout = Layout(packing.safe, packing.segments, stretch, bend)
     if stretch and pack is False:
         raise ValueError(f"{name}: sequence_parallel={stretch.ranks} cuts lines of packed rows, and pack=False makes "
                          "none; leave pack out")
@@ -126,7 +127,7 @@ def as_many(
     error:Exception|None, # why this rank has none, if so
 )->list[list[list[int]]]:
     "Parts of a cut get as many micro-batches on every rank, some empty, or all ranks raise."
-    if run.model.ranks > 1 and any(isinstance(b, Batch) and b._whole and b._whole.parts > 1 for b in batches):
+    if run.model.ranks > 1 and any(isinstance(b, Batch) and b.is_part and b.whole.parts > 1 for b in batches):
         most = largest([len(plan) for plan in plans], error, run.name)
         return [plan + [[] for _ in range(n - len(plan))] for plan, n in zip(plans, most, strict=True)]
     if error: raise error
@@ -145,8 +146,8 @@ def _plan(run, lengths, unit, shared):
 def _sides(run, lengths, unit):
     "Row numbers that may run together: all; with an embedding that turns, those within its window, then the rest."
     rows = torch.arange(len(lengths))
-    if run.turning is None or (lengths <= run.turning[1]).all(): return [rows]
-    (kind, window), ranks = run.turning, run.layout.stretch.ranks if run.layout.stretch else 1
+    if run.rope_window is None or (lengths <= run.rope_window[1]).all(): return [rows]
+    (kind, window), ranks = run.rope_window, run.layout.stretch.ranks if run.layout.stretch else 1
     check_turning(run.name, lengths, unit, kind, window, type(run.module.trunk).__name__, ranks)
     return [side for side in (rows[lengths <= window], rows[lengths > window]) if len(side)]
 
@@ -158,9 +159,10 @@ def train_step(
 )->dict: # metrics
     """One optimizer step on the sum of the jobs' losses.
 
-    In order: ranks agree on what they were given; rows become micro-batches, as many on every rank; each is run
-    forward, through the loss, and back; every loss is a number, or all ranks raise and drop the gradient; the engine
-    sums it over ranks, clips and steps; the version moves on; metrics come back."""
+    In order: the lock is taken; ranks agree on what they were given; batches without chosen tokens are left out; rows
+    become micro-batches, as many on every rank; each is run forward, through the loss (checked on its 1st, 2nd, 4th …),
+    and back; every loss is a number, or all ranks raise and drop the gradient; the engine sums it over ranks, clips
+    and steps at the schedule's rate; the version moves on; metrics come back."""
     with run.turn:
         jobs, shared = _ready(run, jobs, reading)
         share = 1/(run.model.replicas if shared else 1)      # metrics of replicas are merged: a part of it from each
@@ -190,7 +192,7 @@ def _ready(run, jobs, reading):
     except Exception as e: error = e
     _together(f"{run.name}.step", error, run.model.ranks > 1, given)
     _agree_on_rows(run, [b for b, _ in jobs])
-    jobs = [(b._like(b.columns, b.whole, b.filler), loss) for b, loss in jobs if len(b)]      # counted once
+    jobs = [(b.counted(), loss) for b, loss in jobs if len(b)]      # counted once
     return [(b, loss) for b, loss in jobs if b.n_tokens], shared
 
 def _together(who, error, others, given=None):
@@ -280,10 +282,10 @@ def is_shared(
     batches:list, # of a step
 )->bool: # True: gradients are summed over replicas
     "Whether the batches are cut over the replicas of this world. ValueError for a cut in another number."
-    parts = {b.whole.parts for b in batches if b._whole}
+    parts = {b.whole.parts for b in batches if b.is_part}
     if not parts: return False
     replicas, shares = run.model.replicas, run.model.shares
-    if parts != {replicas} or not all(b._whole for b in batches):
+    if parts != {replicas} or not all(b.is_part for b in batches):
         who = f"{replicas} replica(s) of {shares} ranks" if shares > 1 else f"{replicas} rank(s)"
         raise ValueError(f"{run.name}: step got a part of a batch cut in {max(parts)}, but {who} train together; "
                          "pass the whole batch, or one part to every " + ("replica" if shares > 1 else "rank"))
@@ -321,8 +323,8 @@ def _readable(run, batch, reading, at):
         check_sampled(run.name, batch, run.module.vocabulary, padding=not run.layout.packed)
         if "mask" not in batch:
             none = torch.zeros(batch.tokens.shape, dtype=torch.bool)
-            batch = batch._like(batch.columns | dict(mask=none), batch._whole, batch.filler)
-        given, batch = _given(batch, bool(batch._whole)), batch._like(batch.columns, batch.whole, batch.filler)
+            batch = batch.with_columns(batch.columns | dict(mask=none))
+        given, batch = _given(batch, batch.is_part), batch.counted()
         plan = micro_batches(run, batch)
     except Exception as e: error = e
     if run.model.shares > 1 or run.model.spec.word in ("fsdp2", "zero3"): agree(error, run.name, same=given)

@@ -10,7 +10,7 @@ __all__ = ['PREFIXES', 'linear_head', 'ClassHead', 'head_of', 'value_head', 'sto
 from copy import deepcopy
 from pathlib import Path
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -117,7 +117,7 @@ def load_scored(model:object, *, attention:str|None=None, lazy:bool=False)->tupl
         if (head := head_of(model)) is not None: return _trunk_alone(model, attention, lazy, head)
     module = load_module(model, trunk=True, attention=attention, lazy=lazy)
     own = getattr(module, str(getattr(module, "value_head_prefix", "score")), None)
-    return (getattr(module, "base_model"), own) if isinstance(own, nn.Linear) else (module, None)
+    return (cast(nn.Module, module.base_model), own) if isinstance(own, nn.Linear) else (module, None)
 
 def _trunk_alone(model, attention, lazy, head):
     "The trunk of a folder whose head is known, and the head on its device."

@@ -94,7 +94,7 @@ def batches_in(
 def _holds_batch(x): return any(isinstance(y, Batch) for y in (x.values() if isinstance(x, dict) else x))
 
 def _check_whole(b, who):
-    parts = b._whole.parts if b._whole else 1
+    parts = b.whole.parts if b.is_part else 1
     if parts > 1: raise ValueError(f"{who}: got one of the {parts} parts of a batch; pass the whole, the pool cuts it")
 
 class Call:
@@ -141,7 +141,7 @@ def like_tuple(
     return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
 
 def _weightless(b, n):
-    return b._like(b.columns, Whole(0, 0, 0, n))
+    return b.as_part(Whole(0, 0, 0, n))
 
 # %% ../../nbs/placement/94_place.ipynb #f0e8e575
 def join_answers(
@@ -186,7 +186,7 @@ def in_order(
         counts = ", ".join(f"{len(a)} rows for {len(numbers)}" for a, numbers in real)
         raise ValueError(f"{who}: the replicas gave {counts}; rows come back in order only when each row gives as many")
     order = (torch.tensor(given).argsort()[:, None]*each + torch.arange(each)).flatten()
-    if isinstance(parts[0], Batch): return Batch.cat(parts)._rows(order, None)
+    if isinstance(parts[0], Batch): return Batch.cat(parts)[order]
     if isinstance(parts[0], Tensor): return _cat_in_order(parts, order)
     flat = [x for a in parts for x in a]
     return [flat[i] for i in order.tolist()]

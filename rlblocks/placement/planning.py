@@ -16,11 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..arithmetic.head import CHUNKS
 from ..data.columns import whole_number
-from ..engines.base import EngineSpec, PlannedBytes, engine_of, planned_fsdp, planned_plain, planned_zero
+from ..engines.base import EngineSpec, PlannedBytes, engine_of, planned_plain
 from ..engines.cuts import cut_, fit_plan, plan_of
-from ..engines.fsdp import layers_of
 from ..engines.modules import checkpoint_layers_, output_layer, promote_
-from ..engines.sharded import frozen_copy
+from ..engines.sharded import frozen_copy, planned_bytes
 from ..engines.tensor import adapted_layers, adapter_share_, bare
 from ..engines.world import HALF
 from ..models.loading import without_lm_head
@@ -85,11 +84,9 @@ def _cut_fake_(fake:Any, plan:dict[str, str], size:int):
 # %% ../../nbs/placement/97_planning.ipynb #ce60d7fe
 def wrapper_bytes(wrapper:FakeWrapper, *, ranks:int, state_bytes:int=8)->PlannedBytes: # on the fullest rank
     "What stays, base and adapter, as their engine says."
-    spec, params = wrapper.spec, wrapper.base
-    how:dict[str, Any] = dict(ranks=ranks, state_bytes=state_bytes, half=wrapper.half, offload=bool(spec.offload))
-    if wrapper.copied: base = planned_plain(params, state_bytes=state_bytes)
-    elif spec.word == "fsdp2" or wrapper.frozen: base = planned_fsdp(params, layers_of(wrapper.model), **how)
-    else: base = planned_zero(params, stage=int(str(spec.word)[-1]), **how)
+    how:dict[str, Any] = dict(frozen=wrapper.frozen, ranks=ranks, state_bytes=state_bytes, half=wrapper.half)
+    if wrapper.copied: base = planned_plain(wrapper.base, state_bytes=state_bytes)
+    else: base = planned_bytes(wrapper.spec, wrapper.model, wrapper.base, **how)
     own = planned_plain(wrapper.own, state_bytes=state_bytes).device
     device = {kind: base.device[kind] + own[kind] for kind in STAYS}
     device["weights"] += _size(wrapper.model.buffers())
@@ -129,7 +126,10 @@ def _device_column(stays:PlannedBytes, comes:PassBytes, frozen:bool)->dict[str, 
 
 # %% ../../nbs/placement/97_planning.ipynb #0b58335c
 def _check_wrapper(spec:EngineSpec, devices:int, frozen:bool, lora, quantization):
-    "What cannot be cut so, and what trains beside weights that do not."
+    "What cannot be cut so, what trains beside weights that do not, and whose bytes are not known."
+    if spec.make:
+        raise ValueError("plan: what an engine of your own holds is not known here; a word or a value is wanted, "
+                         'engine="fsdp2" or plain(…), fsdp2(…), zero(3, …)')
     sp, tp = spec.sequence_parallel, spec.tensor_parallel
     if devices % (sp*tp):
         raise ValueError(f"plan: sequence_parallel={sp}, tensor_parallel={tp} want a multiple of {sp*tp} devices; "

@@ -76,7 +76,7 @@ class StoredCall(Call):
         if not large: return super()._part(x, k)
         numbers = None if rows is None else torch.tensor(rows)
         away = {name: self.columns.stored(x.columns[name], numbers, self._sum(x.columns[name])) for name in large}
-        rest = x._like({name: v for name, v in x.columns.items() if name not in large}, _whole_of(x), x.filler)
+        rest = x.counted().with_columns({name: v for name, v in x.columns.items() if name not in large})
         part = rest if rows is None else rest.part(rows, self.n)
         both = {name: away.get(name) or part.columns[name] for name in x.columns}
         vars(part).update(columns=both, kinds=dict(x.kinds))
@@ -87,7 +87,6 @@ class StoredCall(Call):
         return self.sums[id(column)]
 
 def _is_large(x, share): return isinstance(x, Tensor) and x.layout is torch.strided and x.nbytes*share >= WORTH
-def _whole_of(x): return x.whole if x._whole or "mask" in x else None
 
 # %% ../../nbs/placement/98f_raypool.ipynb #0f186a13
 class RayPool:

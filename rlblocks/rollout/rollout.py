@@ -346,4 +346,4 @@ def _check_turn(rollout, rows, penalties, structure, max_tokens):
 def _as_filler(rows, prompts):
     "Rows of a replica without prompts of its own: nobody's, and without weight."
     rows["mask"] = torch.zeros_like(rows.mask)
-    return rows._like(rows.columns, prompts.whole, filler=True)
+    return rows.as_part(prompts.whole, filler=True)

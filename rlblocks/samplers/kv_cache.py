@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from jaxtyping import Int
 
-from ..models.forward import _accepts
+from ..models.forward import accepts
 from ..models.head import states_of
 from .decoding import Decoder, RerunDecoder
 
@@ -105,7 +105,7 @@ class CachedDecoder:
         shared:bool=False,            # keep a prompt's keys once for its siblings, where the model can
     ):
         "Run the prompts once and repeat them."
-        self.module, self.takes = module, _accepts(module, "position_ids", "logits_to_keep")
+        self.module, self.takes = module, accepts(module, "position_ids", "logits_to_keep")
         self.dtype, self.prompt, self.siblings = next(module.parameters()).dtype, tokens.shape[1], 1
         lengths = lengths.to(tokens.device)
         ids, positions, seen = _left_padded(tokens, lengths)
@@ -181,7 +181,7 @@ def cache_is_exact(
 )->bool: # True when decoding with a key-value cache gives the logits of running the rows again
     "Compare a few cached next-token logits with uncached ones, to 1e-3 of the largest (half precision: 5e-2)."
     wanted = "past_key_values", "attention_mask", "use_cache"
-    if not set(wanted) <= _accepts(module, *wanted): return False
+    if not set(wanted) <= accepts(module, *wanted): return False
     weight = next(module.parameters())
     prompts = torch.tensor([[1, 2, 3, 0, 1], [3, 1, 0, 0, 0]], device=weight.device), torch.tensor([5, 2])
     plain = _decoded_logits(new_decoder(module, *prompts, 2, cached=False))
