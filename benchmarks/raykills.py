@@ -6,8 +6,8 @@ alone.
 GRPO in float64 on three ranks of one machine: two train with FSDP2, one samples and is made anew when it dies. Anybody
 may be killed: a rank, Ray's raylet, its control store and its helpers, the driver itself. A driver that ends is
 followed by another one, as a batch system would do; all else is the library's affair. Steps that come again after a
-resume are compared as well. results/raykills_cpu.json says of each kill what
-followed before the next one.
+resume are compared as well. results/raykills_cpu.json says of each kill what followed before
+the next one.
 """
 import argparse
 import json
