@@ -26,5 +26,5 @@ setup(
     extras_require=extras,
     # vLLM's own processes, where it has some, learn how weights come
     entry_points={"vllm.general_plugins": ["rlblocks = rlblocks.samplers.pieces:register"],
-                  "console_scripts": ["rlblocks = rlblocks.people.command:main"]},
+                  "console_scripts": ["rlblocks = rlblocks.people.command:command_line"]},
 )

@@ -91,8 +91,7 @@ class Engine(Protocol):
     )->Tensor: # 0-d: the gradient's 2-norm before clipping
         """Sum over ranks, clip, step, forget the gradient. Where the norm is not finite nothing changes.
 
-        `Plain` sums here (`sum_gradients_`), FSDP2 as its backward passes end, DeepSpeed between the two. Ranks that
-        hold one model sum among themselves what each knows a term of (`clip_pieces_`). An adapter is a `Plain`."""
+        `Plain` sums here (`sum_gradients_`; `clip_pieces_`), FSDP2 as its backward ends, DeepSpeed between the two."""
         ...
 
     def discard(self)->None:

@@ -153,7 +153,7 @@ class MixedEnvironment:
     "The environment that a row names."
 
     def __init__(self,
-        makers:Mapping[str, Callable[[], Any]], # of environments, by name
+        makers:Mapping[str, Callable[[], object]], # of environments, by name
     ):
         "Nothing is chosen yet."
         self.makers, self.tools = makers, None
@@ -175,7 +175,7 @@ class MixedEnvironment:
         return await called(self.inner.step, message)
 
 def mixed_environment(
-    makers:Mapping[str, Callable[[], Any]], # of environments, by name: dict(sums=tool_environment(Sums), game=…)
+    makers:Mapping[str, Callable[[], object]], # of environments, by name: dict(sums=tool_environment(Sums), game=…)
 )->Callable[[], MixedEnvironment]: # for `rollouts`
     "Environments of several kinds, by the column `environment` of the prompts."
     return lambda: MixedEnvironment(makers)

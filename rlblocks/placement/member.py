@@ -89,7 +89,7 @@ def enter_world(
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
 
 def stays(
-    x:Any, # an answer
+    x:object, # an answer
 )->bool:
     "Whether it is a ticket for weights of this process."
     return isinstance(x, Ticket) and isinstance(x.transport, InProcess)

@@ -234,7 +234,7 @@ def streams_in(
 
 @contextmanager
 def closing_streams(
-    *args:Any, # of a call
+    *args:object, # of a call
 )->Iterator[None]:
     "However the call ends, nobody waits for it to read on."
     try: yield
