@@ -4711,6 +4711,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'rlblocks/testing/contracts.py'),
                                             'rlblocks.testing.contracts.Played.call': ( 'testing/contracts.html#played.call',
                                                                                         'rlblocks/testing/contracts.py'),
+                                            'rlblocks.testing.contracts.Played.calls_tools': ( 'testing/contracts.html#played.calls_tools',
+                                                                                               'rlblocks/testing/contracts.py'),
                                             'rlblocks.testing.contracts.Played.episode': ( 'testing/contracts.html#played.episode',
                                                                                            'rlblocks/testing/contracts.py'),
                                             'rlblocks.testing.contracts.Played.fail': ( 'testing/contracts.html#played.fail',

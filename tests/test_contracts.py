@@ -8,6 +8,7 @@ import pytest
 import torch
 from rlblocks import Grader, Step, check_env, check_grader, exact_reward
 from rlblocks.graders import rewards
+from rlblocks.environments.adapters import tool_environment
 from rlblocks.graders.maths import math_reward
 from rlblocks.testing.contracts import ENV_LAWS, GRADER_LAWS, sample_rows
 
@@ -157,3 +158,25 @@ def test_laws_that_an_environment_need_not_keep():
 def test_they_run_where_a_loop_runs():
     async def here(): return check_grader(later, show=False), check_env(Count, ["a"], show=False)
     assert asyncio.run(here())[1][-1][2] and os.getpid()
+
+
+class Sums:
+    "A class as TRL's environment_factory takes it."
+    def reset(self, **row): return None
+    def add(self, a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: a number
+            b: another one
+        """
+        return a + b
+
+
+def test_an_environment_with_tools_is_tried_by_calls_of_them():
+    "A text calls nothing: all laws would hold of an environment whose tools nobody has tried."
+    call = dict(tool_calls=[dict(function=dict(name="add", arguments=dict(a=2, b=2)))])
+    with pytest.raises(ValueError, match=r"has the tools add, and no message calls one; give dict\(tool_calls="):
+        check_env(tool_environment(Sums), ["2 + 2?"])
+    made = check_env(tool_environment(Sums), [call, "4"], show=False)
+    assert made[1][0][0]["content"] == "4" and not made[1][2] and made[2][2]

@@ -50,7 +50,7 @@ def flags(
                           "`for row in restarted(loop, pools)` does the same in Python") from e
     parser.add_argument("--config", action="config", help="a YAML file of these")
     parser.add_argument("--pool", type=Literal["here", "spmd", "ray"], default="here", help="where its wrappers live")
-    parser.add_argument("--ranks", type=int, default=1, help="of --pool ray")
+    parser.add_argument("--ranks", type=int | None, default=None, help="of --pool ray; 1 if not said")
     parser.add_class_arguments(RayPool, "ray", skip={"ranks", "cluster", "beside", "world", "restarts"})
     parser.add_class_arguments(Cluster, "cluster")
     parser.add_argument("--restarts", type=int, default=0, help="pools that may be lost; a new one resumes")
@@ -69,9 +69,12 @@ def pools_for(
     given:dict[str, Any], # the flags
 )->list[Callable[[], Any]]: # makers, the best first
     "What makes the pool, and smaller ones for when machines are gone."
+    if given["ranks"] is not None and given["pool"] != "ray":
+        raise ValueError(f"rlblocks run: --ranks {given['ranks']} with --pool {given['pool']}; --pool ray has ranks, and "
+                         "--pool spmd those that torchrun starts")
     if given["pool"] == "here": return [lambda: here]
     if given["pool"] == "spmd": return [SpmdPool]
-    ranks, nodes, how = given["ranks"], given["ray"]["nodes"], given["ray"] | dict(cluster=Cluster(**given["cluster"]))
+    ranks, nodes, how = given["ranks"] or 1, given["ray"]["nodes"], given["ray"] | dict(cluster=Cluster(**given["cluster"]))
     if nodes is None: return [partial(RayPool, r, **how) for r in halves(ranks)]
     return [partial(RayPool, ranks//nodes*n, **how | dict(nodes=n)) for n in halves(nodes)]
 
@@ -100,7 +103,8 @@ def show(
     file:str|None, # that gets it too, as a line of JSON
 ):
     "Print a step."
-    plain = {k: x if isinstance(x, (int, str)) else float(x) for k, x in row.items()}
+    plain = {k: x if isinstance(x, (int, str)) else float(x) if hasattr(x, "__float__") else str(x)
+             for k, x in row.items()}
     print("  ".join(f"{k} {x:.4g}" if isinstance(x, float) else f"{k} {x}" for k, x in plain.items()), flush=True)
     if file is None: return
     with Path(file).open("a") as out: out.write(json.dumps(plain) + "\n")

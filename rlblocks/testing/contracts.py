@@ -168,7 +168,8 @@ ENV_LAWS = ("reset", "step", "reward", "ends", "apart", "again", "close")
 # %% ../../nbs/testing/34a_contracts.ipynb #bb5b2b4d
 def check_env(
     make:Callable,              # a class, or a function, that makes an environment
-    messages:Sequence[str],     # what the assistant says, turn by turn; the last one until it ends
+    messages:Sequence[str|Mapping], # what the assistant says, turn by turn; the last one until it ends. A dict has
+                                # more than a text: dict(tool_calls=[dict(function=dict(name=…, arguments={…}))])
     *,
     row:Mapping|None=None,      # the columns of a prompt
     turns:int=100,              # by which an episode ends
@@ -185,6 +186,7 @@ def check_env(
     first, second = make(), make()
     if first is second: p.fail("apart", "it gave one environment twice; make a new one each time")
     alone = p.episode(first)
+    p.calls_tools(first)
     if "apart" not in without: apart(p, make, second, alone)
     if "again" not in without: p.alike("again", p.episode(first), alone, "after another reset")
     if "close" not in without: closes(p, first)
@@ -195,7 +197,7 @@ def check_env(
 class Played:
     "How episodes are played, and what is said when they go wrong."
 
-    def __init__(self, who:str, messages:list[str], row:dict, turns:int, without:set):
+    def __init__(self, who:str, messages:list[str|Mapping], row:dict, turns:int, without:set):
         "See `check_env`."
         self.who, self.messages, self.row, self.turns, self.without = who, messages, row, turns, without
 
@@ -216,9 +218,10 @@ class Played:
 
     def step(self, env, turn:int)->list:
         "[messages, reward, done] of a turn."
-        text = self.messages[min(turn, len(self.messages) - 1)]
-        what = f"turn {turn}, step({text[:60]!r})"
-        said = self.call("step", what, env.step, dict(role="assistant", content=text))
+        given = self.messages[min(turn, len(self.messages) - 1)]
+        what = f"turn {turn}, step({str(given)[:60]!r})"
+        message = dict(role="assistant", content="") | (dict(content=given) if isinstance(given, str) else given)
+        said = self.call("step", what, env.step, deepcopy(message))
         if said is None: return [[], None, True]
         if isinstance(said, str): return [said, None, False]
         if are_messages(said): return [[dict(m) for m in said], None, not said]
@@ -238,6 +241,13 @@ class Played:
         if "ends" not in self.without: self.fail("ends", f"it goes on after {self.turns} turns; without=['ends'] where "
                                                          "that is meant")
         return made
+
+    def calls_tools(self, env):
+        "ValueError where there are tools, and no message calls one: nothing of them would be checked."
+        names = [t["function"]["name"] for t in getattr(env, "tools", None) or () if isinstance(t, Mapping)]
+        if not names or any(isinstance(m, Mapping) and m.get("tool_calls") for m in self.messages): return
+        raise ValueError(f"check_env: {self.who} has the tools {', '.join(names)}, and no message calls one; give "
+                         f"dict(tool_calls=[dict(function=dict(name={names[0]!r}, arguments={{…}}))]) for a turn")
 
     def alike(self, law:str, got:list, want:list, what:str):
         "Fail at the first turn that differs."
