@@ -132,8 +132,9 @@ class GymEnvironment:
         except ValueError as e: return unreadable("user", f"the action could not be read: {e}", self.on_problem)
         made = await called(self.inner.step, action)
         if not isinstance(made, tuple) or len(made) != 5:
-            raise TypeError(f"gym_environment: step gave a {type(made).__name__}; (observation, reward, terminated, "
-                            "truncated, info) is wanted")
+            came = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
+            raise TypeError(f"gym_environment: step of {type(self.inner).__name__} gave {came}; (observation, reward, "
+                            "terminated, truncated, info) is wanted, five (old games: done, False for the two)")
         observation, reward, terminated, truncated, _ = made
         finish = "max_turns" if truncated and not terminated else "completed"
         return Step([dict(role="user", content=str(observation))], float(reward), bool(terminated or truncated), finish)
