@@ -70,11 +70,12 @@ def pools_for(
 )->list[Callable[[], Any]]: # makers, the best first
     "What makes the pool, and smaller ones for when machines are gone."
     if given["ranks"] is not None and given["pool"] != "ray":
-        raise ValueError(f"rlblocks run: --ranks {given['ranks']} with --pool {given['pool']}; --pool ray has ranks, and "
-                         "--pool spmd those that torchrun starts")
+        raise ValueError(f"rlblocks run: --ranks {given['ranks']} with --pool {given['pool']}; --pool ray has ranks, "
+                         "and --pool spmd those that torchrun starts")
     if given["pool"] == "here": return [lambda: here]
     if given["pool"] == "spmd": return [SpmdPool]
-    ranks, nodes, how = given["ranks"] or 1, given["ray"]["nodes"], given["ray"] | dict(cluster=Cluster(**given["cluster"]))
+    ranks, nodes = given["ranks"] or 1, given["ray"]["nodes"]
+    how = given["ray"] | dict(cluster=Cluster(**given["cluster"]))
     if nodes is None: return [partial(RayPool, r, **how) for r in halves(ranks)]
     return [partial(RayPool, ranks//nodes*n, **how | dict(nodes=n)) for n in halves(nodes)]
 

@@ -220,7 +220,7 @@ class Played:
         "[messages, reward, done] of a turn."
         given = self.messages[min(turn, len(self.messages) - 1)]
         what = f"turn {turn}, step({str(given)[:60]!r})"
-        message = dict(role="assistant", content="") | (dict(content=given) if isinstance(given, str) else given)
+        message = dict(role="assistant", content="") | (dict(content=given) if isinstance(given, str) else dict(given))
         said = self.call("step", what, env.step, deepcopy(message))
         if said is None: return [[], None, True]
         if isinstance(said, str): return [said, None, False]
