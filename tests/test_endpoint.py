@@ -407,6 +407,16 @@ def test_agents_that_raise_hang_or_ask_nothing_are_named(rollout, at):
     assert not rollout.lines.of and not at.desk.sessions
 
 
+def test_an_async_agent_that_blocks_all_others_ends_by_the_deadline(rollout, at):
+    go = threading.Event()
+    async def blocks(base_url, api_key): go.wait(600.)
+    try:
+        with pytest.raises(RuntimeError, match="an async agent does not give way to the others"):
+            at.run(blocks, asked(rollout.tokenizer, 2), deadline=.5)
+    finally: go.set()
+    assert not at.desk.sessions
+
+
 def test_limits_end_a_session_with_their_names(rollout, at):
     def agent(base_url, api_key, messages):
         with openai.OpenAI(base_url=base_url, api_key=api_key) as client:

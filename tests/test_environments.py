@@ -16,6 +16,7 @@ from rlblocks import Batch, Endpoint, Policy, Prompts, Rollout, aggregate, rollo
 from rlblocks.data.renderers import ChatRenderer
 from rlblocks.environments.adapters import gym_environment, mixed_environment, tool_environment
 from rlblocks.environments.episodes import Environment, Step
+from rlblocks.environments.tools import PythonTool
 from rlblocks.samplers.samplers import vllm
 from test_samplers import WIDE
 from tiny import model
@@ -508,3 +509,27 @@ def test_rows_of_an_agent_are_those_of_the_environment_loop(rollout, name):
     assert a.finish_reason == b.finish_reason and a.completion == b.completion
     assert_close(a.rollout_logprobs, b.rollout_logprobs, atol=1e-5, rtol=0)
     assert [[m["content"] for m in x] for x in a.messages] == [[m["content"] for m in x] for x in b.messages]
+
+
+def test_a_tool_may_have_any_parameter():
+    "Also one that is called as a parameter of ours."
+    class Solver:
+        def reset(self, **row): return None
+        def solve(self, method: str) -> str:
+            """Solve.
+
+            Args:
+                method: Its name.
+            """
+            return f"by {method}"
+    env = tool_environment(Solver)()
+    call = dict(function=dict(name="solve", arguments=dict(method="Newton")))
+    step = asyncio.run(env.step(dict(role="assistant", content="", tool_calls=[call])))
+    assert step.messages[0]["content"] == "by Newton"
+
+
+def test_python_that_cannot_be_kept_in_is_refused_to_its_user(monkeypatch):
+    "Not said to the policy, which would learn from it."
+    from rlblocks.graders import sandbox
+    monkeypatch.setattr(sandbox, "sandbox_support", lambda: dict.fromkeys(sandbox.PARTS, "not here"))
+    with pytest.raises(RuntimeError, match="this system cannot keep a program in"): PythonTool()

@@ -125,7 +125,7 @@ def fail(
     error:Exception,
 ):
     "Nobody who waits will be answered."
-    with asker.changed: keys, asker.new = list(asker.waits), []
+    with asker.changed: keys, asker.new, asker.gone = [*asker.waits, *asker.gone], [], []
     with asker.rollout.turn: asker.line.abort(keys)
     deliver(asker, dict.fromkeys(keys, error))
 

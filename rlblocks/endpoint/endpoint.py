@@ -52,12 +52,13 @@ async def driven(
 ):
     "Run an agent to its end. What it raises is the session's error, unless that was refused for going too far."
     e = session.episode
-    try: result = await called(agent, **parameters_of(agent, given))
+    try:
+        result = await called(agent, **parameters_of(agent, given))
+        if not isinstance(result, Real): session.result = result
+        elif session.reward is None: session.reward = float(result)
     except (Exception, SystemExit) as x:      # agents are programs: they may say sys.exit
         if session.refused is None: e.error = f"{type(x).__name__}: {x}"
-        return
-    if not isinstance(result, Real): session.result = result
-    elif session.reward is None: session.reward = float(result)
+    finally: e.done = True
 
 async def all_driven(
     agent:Callable,
@@ -203,8 +204,12 @@ def run(
     sessions = [opened(at, e, seed, max_turns, budget) for e in episodes]
     given = [s.episode.row | dict(base_url=at.url, api_key=s.key, session=s) for s in sessions]
     def go(): return all_driven(agent, sessions, given, seconds)
-    try: in_thread(go)
+    try: in_thread(go, seconds + 10)
     finally: ended(at, sessions)
+    for e in episodes:
+        if not e.done:
+            e.error = e.error or (f"it had not ended after {seconds:g} s; an async agent does not give way to the "
+                                  "others")
     check_spaces(sessions, at.desk.strip)
     check_ignored(at.rollout, sessions)
     units = [unit_of(s.episode) for s in sessions]      # as `rollouts` numbers them

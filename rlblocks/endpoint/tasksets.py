@@ -166,6 +166,9 @@ def missing(
     "What a task needs that a conversation does not have."
     if task.data.prompt is None: return "has no prompt: its user speaks first"
     if type(task).toolsets(task.config): return "has tool servers"
+    base = next(k for k in type(task).__mro__ if k.__module__ == "verifiers.v1.task")
+    for name in ("setup", "finalize"):
+        if getattr(type(task), name) is not getattr(base, name): return f"has a {name!r} of its own, for a runtime"
     for hook in task.hooks("reward"):
         runtime = inspect.signature(hook).parameters.get("runtime")
         if runtime is not None and runtime.default is runtime.empty:

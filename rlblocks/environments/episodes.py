@@ -62,6 +62,7 @@ def as_step(
 # %% ../../nbs/environments/87a_episodes.ipynb #e1fc5502
 async def called(
     method:Callable, # async, or not: then it runs in a thread
+    /,               # a tool's own parameter may be called `method`
     *args,
     **more,
 ):
@@ -178,7 +179,8 @@ class Scheduler:
                 while n != len(self.waiting): n = len(self.waiting); await asyncio.sleep(.002)   # others ask too
                 ended = await threaded(self.exchange) if self.asked else []
                 for c in ended:
-                    if c.key in self.asked: self.asked[c.key].set_result(c)
+                    # one that was cancelled a moment ago waits no more
+                    if c.key in self.asked and not self.asked[c.key].done(): self.asked[c.key].set_result(c)
         except Exception as e:
             self.error = e
             for waits in self.asked.values():

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..graders.sandbox import Ran, Sandbox, run_code
+from ..graders.sandbox import Ran, Sandbox, parts_in_use, run_code
 
 # %% ../../nbs/environments/87e_tools.ipynb #77e4f9a9
 BITS = 1000         # of a power, at most
@@ -149,7 +149,8 @@ class PythonTool:
         sandbox:Sandbox=Sandbox(seconds=5.),
         most:int=2000, # characters of an answer
     ):
-        "Nothing has run yet."
+        "Nothing has run yet. RuntimeError where this system cannot keep a program in: no answer to a policy."
+        parts_in_use(sandbox.unsafe)
         self.sandbox, self.most = sandbox, most
 
     def reset(self,

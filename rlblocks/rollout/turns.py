@@ -223,8 +223,8 @@ def texts_of_turns(
     tokenizer,  # of the model
     rows:Batch, # with `turn` of each token
 )->list[str]:
-    "What the policy said in each row, a line a turn. Tools are not quoted."
+    "What the policy said in each row, a line for each turn that is in it. Tools are not quoted."
     def text(tokens, turn):
-        said = (tokens[turn == k].tolist() for k in range(int(turn.max()) + 1))
+        said = (tokens[turn == k].tolist() for k in turn[turn >= 0].unique().tolist())
         return "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in said)
     return [text(tokens, turn) for tokens, turn in zip(rows.tokens, rows.turn, strict=True)]
