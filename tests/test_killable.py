@@ -107,6 +107,26 @@ def test_nothing_is_left_of_it(tmp_path):
     forked(nothing_is_left, (str(tmp_path),), 1, limit=600)
 
 
+def multiplying(_, folder):
+    "A worker that lives on in its child, and that in its own, faster than /proc is read; and one of 64 at once."
+    asks, alive = os.pipe()
+    end = time.monotonic() + 60     # whatever happens to the test
+    def hops(completions):
+        while time.monotonic() < end:
+            if os.fork(): os._exit(0)
+    def doubles(completions):
+        for _ in range(6): os.fork()
+        time.sleep(60)
+    for f in (hops, doubles):
+        with pytest.warns(UserWarning): assert Grader(f, deadline=Caps(30., item=2.)).score(batch(["a"])).isnan().all()
+    os.close(alive)
+    assert os.read(asks, 1) == b"" and time.monotonic() < end        # nobody has this pipe any more
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a watcher adopts orphans on Linux")
+def test_fork_bombs_cost_their_row(tmp_path): forked(multiplying, (str(tmp_path),), 1, limit=600)
+
+
 def interrupted(_, folder):
     "What Ctrl-C leaves behind."
     asks, alive = os.pipe()

@@ -127,6 +127,8 @@ def reaped(worker)->int|None:
 
 def sweep(worker):
     "End every child, and theirs as they become ours."
+    try: os.killpg(worker, signal.SIGKILL)      # its group at one stroke, however fast they fork
+    except (ProcessLookupError, PermissionError): pass
     while True:
         for pid in children(worker):
             try: os.kill(pid, signal.SIGKILL)
