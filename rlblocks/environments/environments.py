@@ -70,7 +70,7 @@ async def all_of(
 
 def in_thread(
     made:Callable, # makes a coroutine
-    seconds:float=math.inf, # that are waited for it
+    seconds:int|float=math.inf, # that are waited for it
 )->bool: # whether it has ended by then
     "Run a coroutine beside whatever loop runs here; an interrupt of this thread cancels it. Hung threads are left."
     box, loop, ended = [], asyncio.new_event_loop(), threading.Event()
