@@ -18,9 +18,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
-from .base import PlannedBytes, WeightShard, nbytes_of
+from .base import EngineState, OptimizerState, PlannedBytes, WeightShard, nbytes_of
 from .guards import Turn
-from .lazy import lazy_weights, place_, read_rows
+from .lazy import lazy_weights, place_, read_part
 from .modules import Within, callable_within_, distinct, trained_weights
 from .plain import clip_and_step, used_by_any
 from .world import HALF, fill_, join_world, same_weights, world
@@ -50,59 +50,60 @@ def gathered(x:Tensor, dtype:torch.dtype|None=None)->Tensor: # plain; of a DTens
     fill_(out, mesh.get_group())
     return out[:x.shape[0]]
 
-def sharded(x:Tensor, like:Any)->Tensor: # this rank's part of `x`, sharded as `like` is
+def sharded(x:Tensor, like:Tensor)->Tensor: # this rank's part of `x`, sharded as `like` is
     "The shard of a full tensor that every rank has."
     if not isinstance(like, DTensor): return x
     return distribute_tensor(x.to(like.to_local().device), like.device_mesh, like.placements, src_data_rank=None)
 
-def as_shard(local:Tensor, like:Any)->DTensor: # with the memory of `local`
+def as_shard(local:Tensor, like:DTensor)->DTensor: # with the memory of `local`
     "A DTensor around this rank's rows."
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=like.shape,
                               stride=like.stride())
 
-def shard_of(p:Any)->WeightShard: # saved as a DTensor like it
+def shard_of(p:DTensor)->WeightShard: # saved as a DTensor like it
     "This rank's rows of a weight."
     def save(x, full): return gathered(as_shard(x, p)).cpu() if full else as_shard(x, p)
     def load(x): return cast(DTensor, x if isinstance(x, DTensor) else sharded(x, p)).to_local()
     return WeightShard(p.to_local().detach(), save, load)
 
 # %% ../../nbs/engines/58_fsdp.ipynb #35d66851
-def full_state(module:nn.Module, optimizer:torch.optim.Optimizer|None)->dict[str, Any]: # module, optimizer
+def full_state(module:nn.Module, optimizer:torch.optim.Optimizer|None)->EngineState:
     "The state of one process, on every rank; all ranks call it together."
     def full(x): return gathered(x).cpu() if isinstance(x, Tensor) else x
-    state = dict[str, Any](module=module.state_dict())
+    state = dict(module=module.state_dict())
     return tree_map(full, state | dict(optimizer=optimizer.state_dict()) if optimizer else state)
 
-def load_full_state(module:nn.Module, optimizer:torch.optim.Optimizer|None, state:dict[str, Any])->None:
+def load_full_state(module:nn.Module, optimizer:torch.optim.Optimizer|None, state:EngineState)->None:
     "Each rank takes its shards. Clones, for a view would keep the full tensor alive."
     own = module.state_dict()
     module.load_state_dict({k: sharded(x, own[k]) if k in own else x for k, x in state["module"].items()})
     if not optimizer: return
+    saved = cast(Any, state)["optimizer"]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     def mine(x, p):
         if not isinstance(x, Tensor): return x
         return (sharded(x, p) if x.shape == p.shape else x).clone()
-    moments = {i: {k: mine(x, params[i]) for k, x in s.items()} for i, s in state["optimizer"]["state"].items()}
-    optimizer.load_state_dict(dict(state["optimizer"], state=moments))
+    moments = {i: {k: mine(x, params[i]) for k, x in s.items()} for i, s in saved["state"].items()}
+    optimizer.load_state_dict(dict(saved, state=moments))
 
-def named_state(module:nn.Module, optimizer:torch.optim.Optimizer|None)->dict[str, Any]: # module, optimizer
+def named_state(module:nn.Module, optimizer:torch.optim.Optimizer|None)->EngineState:
     "Weights and optimizer state by name, for torch.distributed.checkpoint; all ranks call it together."
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-    state = dict[str, Any](module=get_model_state_dict(module))
+    state = EngineState(module=cast(Any, get_model_state_dict(module)))
     if optimizer is None: return state
     fresh, kept = not optimizer.state, dict[str, Any](get_optimizer_state_dict(module, optimizer))
     if fresh:        # torch has made a step, to have something to load into: it does not count
         optimizer.state.clear()
         def uncounted(x): return x if isinstance(x, Tensor) and x.dim() else x*0
         kept["state"] = {name: {k: uncounted(x) for k, x in s.items()} for name, s in kept["state"].items()}
-    return state | dict(optimizer=kept)
+    return EngineState(module=state["module"], optimizer=cast(OptimizerState, kept))
 
-def load_named_state(module:nn.Module, optimizer:torch.optim.Optimizer|None, state:dict[str, Any])->None:
+def load_named_state(module:nn.Module, optimizer:torch.optim.Optimizer|None, state:EngineState)->None:
     "Restore it; all ranks call it together. The optimizer keeps what it is given, so it gets clones."
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
-    set_model_state_dict(module, state["module"])
+    set_model_state_dict(module, cast(Any, state["module"]))
     if not optimizer: return
-    kept = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state["optimizer"])
+    kept = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, cast(Any, state)["optimizer"])
     set_optimizer_state_dict(module, optimizer, kept)
     steps = [s["step"] for s in optimizer.state.values() if "step" in s]
     if steps and not any(steps): optimizer.state.clear()       # of none that has stepped: it starts as a new one does
@@ -133,7 +134,7 @@ def read_shards_(module:nn.Module, unread:list, device:torch.device)->None:
         like:Any = module.get_parameter(names[0])
         local, mesh = like.to_local(), like.device_mesh
         start = min(-(-len(p)//mesh.size())*mesh.get_local_rank(), len(p))
-        rows = read_rows(p, start, start+len(local), dtype=like.dtype).to(device)
+        rows = read_part(p, slice(start, start+len(local)), dtype=like.dtype).to(device)
         place_(module, names, nn.Parameter(as_shard(rows, like), like.requires_grad))
 
 # %% ../../nbs/engines/58_fsdp.ipynb #9a3643e7
@@ -207,11 +208,11 @@ class Fsdp:
         for name, x in distinct(self.module).items():
             yield name, gathered(x, torch.promote_types(x.dtype, torch.float32) if name in wide else None)
 
-    def state(self, full:bool)->dict[str, Any]:
+    def state(self, full:bool)->EngineState:
         "Weights and optimizer state: `full_state`, or DTensors by name."
         self.refresh()
         return (full_state if full else named_state)(self.module, self.optimizer)
-    def load(self, state:dict[str, Any])->None:
+    def load(self, state:EngineState)->None:
         "Restore either."
         self.refresh()
         cut = any(isinstance(x, DTensor) for x in state["module"].values())
@@ -220,7 +221,7 @@ class Fsdp:
     def shards(self)->dict[str, WeightShard]:
         "This rank's rows of each weight that trains."
         self.refresh()
-        return {n: shard_of(p) for n, p in trained_weights(self.module).items()}
+        return {n: shard_of(cast(DTensor, p)) for n, p in trained_weights(self.module).items()}
 
     def refresh(self)->None:
         "Shards in place of gathered weights."

@@ -270,7 +270,7 @@ def muon(
     return OptimizerSpec(partial(_muon, **how), max_norm, schedule)
 
 # %% ../../nbs/engines/54_optim.ipynb #4aac9c7a
-def entrywise(optimizer:torch.optim.Optimizer, who:str, device:Any=None):
+def entrywise(optimizer:torch.optim.Optimizer, who:str, device:torch.device|None=None):
     "Make sure that an optimizer can step part of a weight alone. ValueError says what it needs more than that."
     for part in getattr(optimizer, "parts", [optimizer]):
         odd = next(filter(None, (_odd(part, at, device) for at in range(len(part.param_groups)))), None)

@@ -8,13 +8,13 @@ __all__ = ['used_by_any', 'sum_gradients_', 'clip_and_step', 'Plain']
 # %% ../../nbs/engines/57_plain.ipynb #b9aeba0e
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .base import WeightShard, nbytes_of
+from .base import EngineState, WeightShard, nbytes_of
 from .guards import Turn
 from .modules import trained_weights
 from .weights import named_weights
@@ -85,14 +85,15 @@ class Plain:
         "Every weight, tied ones once."
         yield from named_weights(self.module).items()
 
-    def state(self, full:bool)->dict[str, Any]:
+    def state(self, full:bool)->EngineState:
         "Weights and optimizer state, which every rank has in full."
-        state = dict(module=self.module.state_dict())
-        return state | dict(optimizer=self.optimizer.state_dict()) if self.optimizer else state
+        state = EngineState(module=self.module.state_dict())
+        if self.optimizer: state["optimizer"] = self.optimizer.state_dict()
+        return state
 
-    def load(self, state:dict[str, Any])->None:
+    def load(self, state:EngineState)->None:
         "Restore them. The optimizer first: it refuses another model's state. It keeps what it is given, hence a copy."
-        if self.optimizer: self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        if self.optimizer: self.optimizer.load_state_dict(copy.deepcopy(cast(Any, state)["optimizer"]))
         self.module.load_state_dict(state["module"])
 
     def shards(self)->dict[str, WeightShard]:

@@ -11,12 +11,12 @@ __all__ = ['optimizer_of', 'check_rate', 'frozen_copy', 'make_engine', 'planned_
 # %% ../../nbs/engines/64_sharded.ipynb #2aefe092
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from .base import Engine, EngineSpec, PlannedBytes, engine_of, planned_plain
+from .base import Engine, EngineSpec, EngineState, PlannedBytes, engine_of, planned_plain
 from .guards import Turn, uninterrupted
 from .modules import checkpoint_layers_, promote_
 from .optim import OptimizerSpec, adamw
@@ -122,7 +122,7 @@ def weight_shapes(module:nn.Module)->dict[str, tuple[list[int], str]]: # name â†
     weights = {k: x for k, x in module.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     return {k: (list(x.shape), first.setdefault(id(x), k)) for k, x in weights.items()}
 
-def check_state(state:Any, frozen:bool):
+def check_state(state:object, frozen:bool):
     "ValueError for what `state_dict` did not give."
     if not isinstance(state, dict) or not {"module", "version"} <= state.keys():
         names = ", ".join(map(str, list(state)[:3])) if isinstance(state, dict) else ""
@@ -213,7 +213,7 @@ def restore(model:"ShardedModel", state:dict):
     if model.optimizer: check_groups(state["optimizer"], len(model.optimizer.param_groups))
     with undivided(model, heals=True):
         if model.torn: model.engine.discard()
-        model.engine.load(state)
+        model.engine.load(cast(EngineState, state))
         model.version = state["version"]
 
 def check_norm(norm:Tensor, version:int):

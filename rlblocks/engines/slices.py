@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .base import WeightShard, bytes_of
+from .base import EngineState, OptimizerState, WeightShard, bytes_of
 from .modules import distinct, trained_weights
 from .world import fill_, world
 
@@ -264,20 +264,21 @@ def _put_state(held, piece, names, saved):
         else: states[key] = int(x) if held.offload else torch.as_tensor(x).clone()    # its own Adam counts in ints
 
 # %% ../../nbs/engines/59_slices.ipynb #adf655fa
-def state_of(held:Held, full:bool)->dict: # module, optimizer
+def state_of(held:Held, full:bool)->EngineState:
     "Weights and optimizer state as torch has them. RuntimeError when they are on a disk."
     _check_in_memory(held)
     once = distinct(held.module)
     mine = {id(x): full_weight(held, x).cpu() if full else own_part(held, x) for x in once.values()}
     named = held.module.state_dict(keep_vars=True) if full else once
     module = {name: mine[id(x)] for name, x in named.items()}
-    if not held.zero: return dict(module=module)
+    if not held.zero: return EngineState(module=module)
     at, groups = iter(range(len(held.trained))), []
     for g, ps in zip(held.optimizer.param_groups, held.groups, strict=True):
         groups.append({k: v for k, v in g.items() if k != "params"} | dict(params=[next(at) for _ in ps]))
-    return dict(module=module, optimizer=dict(state=optimizer_states(held, full), param_groups=groups))
+    optimizer = OptimizerState(state=optimizer_states(held, full), param_groups=groups)
+    return EngineState(module=module, optimizer=optimizer)
 
-def load_into(held:Held, state:dict)->None:
+def load_into(held:Held, state:EngineState)->None:
     "The reverse of `state_of`. ValueError for another model's weights."
     _check_in_memory(held)
     named, weights = held.module.state_dict(keep_vars=True), state["module"]
@@ -286,7 +287,7 @@ def load_into(held:Held, state:dict)->None:
         raise ValueError(f"load_state_dict: {odd[0]!r} is not in both the state and the model ({len(odd)} such names)")
     for name, x in weights.items(): put_weight(held, named[name], x)
     if not held.zero: return
-    kept = state.get("optimizer", {})
+    kept:Any = state.get("optimizer", {})
     for group, saved in zip(held.optimizer.param_groups, kept.get("param_groups", []), strict=True):
         group.update({k: v for k, v in saved.items() if k in group and k not in ("params", "param_names")})
     load_states(held, kept.get("state"))

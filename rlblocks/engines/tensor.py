@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from .base import Engine, WeightShard
-from .cuts import Cut, CutModel, cut_model, planned
+from .base import Engine, EngineState, OptimizerState, WeightShard
+from .cuts import Cut, CutModel, cut_model, join_pieces, planned
 from .exchanges import EXCHANGES
 from .fsdp import Fsdp, load_named_state, named_state
 from .modules import output_layer
 from .optim import entrywise
 from .plain import Plain
-from .world import fill_, mesh_of, same_weights
+from .world import mesh_of, same_weights
 
 _T = TypeVar("_T")
 
@@ -56,24 +56,6 @@ def clip_pieces_(grads:dict[str, Tensor], max_norm:float, cut:CutModel, group:di
     return norm
 
 # %% ../../nbs/engines/63_tensor.ipynb #5530b7a4
-SLAB = 1 << 22             # bytes that a rank sends at a time
-
-def join_pieces(x:Tensor, cut:Cut, group:dist.ProcessGroup|None)->Tensor: # complete
-    "A weight, or a state beside it, from all ranks' pieces; where they are not contiguous, a few rows at a time."
-    rank, size, x = dist.get_rank(group), dist.get_world_size(group), x.contiguous()
-    out = x.new_empty(cut.complete(x.shape, size))
-    if cut.axis == 0:
-        for block, mine in zip(out.view(cut.blocks, size, -1), x.view(cut.blocks, -1), strict=True):
-            block[rank] = mine
-            fill_(block, group)
-        return out
-    rows = max(1, len(x)*SLAB//x.nbytes)
-    for room, mine in zip(out.split(rows), x.split(rows), strict=True):
-        pieces = [torch.empty_like(mine) for _ in range(size)]
-        dist.all_gather(pieces, mine, group=group)
-        for r, piece in enumerate(pieces): cut.put(room, piece, r, size)
-    return out
-
 def _local(x): return x.to_local() if isinstance(x, DTensor) else x
 def _distributed(x, mesh, placements): return distribute_tensor(x, mesh, placements, src_data_rank=None)
 
@@ -129,17 +111,18 @@ def bare(name:str)->str:
     "As it was called before an adapter stood around its layer."
     return name.replace(".base_layer.", ".")
 
-def map_state(state:dict, change:Callable[[str, Tensor], Tensor], names:Collection[str]=())->dict:
+def map_state(state:EngineState, change:Callable[[str, Tensor], Tensor], names:Collection[str]=())->EngineState:
     """Change a state's tensors by `change(name of the weight, it or a state beside it)`; the rest stays.
 
     `names`: the weights in the optimizer's order, where its state goes by number."""
     numbered = dict(enumerate(names))
     def changed(name, x): return change(bare(name), x) if isinstance(x, Tensor) and x.dim() else x
-    out = dict(state, module={k: changed(k, x) for k, x in state["module"].items()})
+    out = cast(EngineState, dict(state, module={k: changed(k, x) for k, x in state["module"].items()}))
     if "optimizer" not in state: return out
     kept = state["optimizer"]
     moments = {i: {k: changed(numbered.get(i, i), x) for k, x in s.items()} for i, s in kept["state"].items()}
-    return out | dict(optimizer=dict(kept, state=moments))
+    out["optimizer"] = OptimizerState(state=moments, param_groups=kept["param_groups"])
+    return out
 
 # %% ../../nbs/engines/63_tensor.ipynb #3781f809
 def piece_shard(name:str, shard:WeightShard, pieces:Pieces)->WeightShard:
@@ -163,7 +146,7 @@ class TensorParallel:
         mesh = tensor_mesh(device, size)
         same_weights(module)
         group, copies = mesh["tensor"].get_group(), DeviceMesh.from_group(mesh["copies"].get_group(), device.type)
-        self.cut = cut_model(module, group, expert_parallel=expert_parallel)
+        self.cut = cut_model(module, group, expert_parallel=expert_parallel, read=not engine)
         shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
         self.entering, self.pieces = self.cut.entering, Pieces(mesh, copies, group, device, self.cut.cuts, shapes)
         how = dict[str, Any](optimizer=optimizer, max_norm=max_norm, clip=self.clip)
@@ -210,14 +193,14 @@ class TensorParallel:
             dtype = torch.promote_types(x.dtype, torch.float32) if name in wide else x.dtype
             yield name, self.pieces.join(bare(name), x.to(dtype))
 
-    def state(self, full:bool)->dict[str, Any]:
+    def state(self, full:bool)->EngineState:
         "Weights and optimizer state: joined, or DTensors over all ranks."
         if full: return map_state(self.inner.state(True), self.pieces.complete, self._order())
         self.inner.refresh()
         return map_state(named_state(self.module, self.optimizer), self.pieces.describe)
 
-    def load(self, state:dict[str, Any])->None:
-        kept = state if self.optimizer else {k: x for k, x in state.items() if k != "optimizer"}
+    def load(self, state:EngineState)->None:
+        kept = state if self.optimizer else EngineState(module=state["module"])
         if not any(isinstance(x, DTensor) for x in state["module"].values()):
             return self.inner.load(map_state(kept, self.pieces.take, self._order()))
         self.inner.refresh()
@@ -246,9 +229,9 @@ def adapted_layers(module:nn.Module, name:str, cuts:Collection[str], size:int)->
                                  "are cut, choose among them by target_modules=[…]")
     return found
 
-def adapter_share_(layer:Any, name:str, cut:Cut, rank:int, size:int)->None:
+def adapter_share_(layer:nn.Module, name:str, cut:Cut, rank:int, size:int)->None:
     "Let a complete adapter add one rank's share, by the table above."
-    along = (layer.lora_A if cut.axis else layer.lora_B)[name]
+    along = cast(Any, layer.lora_A if cut.axis else layer.lora_B)[name]
     along.forward = lambda x: nn.functional.linear(x, cut.take(along.weight, rank, size))
 
 def adapt_layers_(module:nn.Module, name:str, cut:CutModel, group:dist.ProcessGroup|None)->None:

@@ -7,15 +7,15 @@ __all__ = ['Zero', 'planned_zero', 'bucket_entries', 'gathered_bytes']
 
 # %% ../../nbs/engines/60_zero.ipynb #bff8212b
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from .base import PlannedBytes, WeightShard
+from .base import EngineState, PlannedBytes, WeightShard
 from .compiled import build_ops, import_deepspeed
 from .guards import Turn
-from .lazy import is_lazy, read_flat, read_whole_
+from .lazy import fill_whole_, is_lazy, read_flat
 from .modules import Within, callable_within_, distinct, trained_weights
 from .optim import decay_groups, entrywise
 from .plain import used_by_any
@@ -99,19 +99,25 @@ def initialize(module:nn.Module, device:torch.device, config:dict, optimizer:Cal
 def shard_each_(deepspeed, module, device, config)->dict: # id → lazy weight, as it was
     """Leave this rank's part of each weight on the device, where at most one of them is complete at a time.
 
-    `initialize` would move the full module there, and then shard. Lazy weights are read one by one."""
+    `initialize` would move the full module there, and then shard. Of lazy weights only this rank's part is read."""
     for b in module.buffers(): b.data = b.data.to(device)
     for p in module.parameters() if "bf16" in config else (): p.data = p.data.bfloat16()
-    files = {}
-    def read():
-        for p in list(module.parameters()):
-            if is_lazy(p): files[id(p)] = read_whole_(p)
-            yield p                           # DeepSpeed shards it before it asks for the next
-    one_by_one = nn.Module()
-    one_by_one.parameters = lambda recurse=True: read()
-    deepspeed.zero.Init(module=one_by_one, config_dict_or_path=config)
-    del one_by_one.parameters                 # DeepSpeed keeps the module, and would keep the files open
+    init, files = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config), {}
+    for p in list(module.parameters()):
+        if is_lazy(p): files[id(p)] = shard_lazy_(init, p, device)
+        else: init._convert_to_zero_parameters([p])
     return files
+
+def shard_lazy_(init, p, device)->nn.Parameter: # as it was
+    "Let DeepSpeed shard memory that nothing was written to, and read this rank's part."
+    unread = fill_whole_(p, torch.empty(p.shape, dtype=p.dtype, device=device))
+    init._convert_to_deepspeed_param(p)
+    cast(Any, p).partition()
+    part:Tensor = cast(Any, p).ds_tensor
+    start = min(world()[0]*len(part), unread.numel())
+    mine = read_flat(unread, start, min(len(part), unread.numel()-start), dtype=p.dtype)
+    part[:len(mine)] = mine.to(device)
+    return unread
 
 def put_exact(piece, x):
     "This rank's part of an fp32 master, from the full weight or a lazy one."
@@ -219,11 +225,11 @@ class Zero:
         reshard(self)
         for name, x in distinct(self.module).items(): yield name, full_weight(self.held, x, name in wide)
 
-    def state(self, full:bool)->dict[str, Any]:
+    def state(self, full:bool)->EngineState:
         "Weights and optimizer state, in full or as `Slice`s. RuntimeError when they are on a disk."
         return state_of(self.held, full)
 
-    def load(self, state:dict[str, Any])->None:
+    def load(self, state:EngineState)->None:
         "Restore them. ValueError for another model's, or another rank's part."
         load_into(self.held, state)
 

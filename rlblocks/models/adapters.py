@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['DEFAULT', 'KNOWN', 'BUILT_IN', 'SCALES', 'peft_', 'lora_config', 'with_adapters', 'layers_with_adapters', 'inject_',
-           'adapter_on', 'without_adapters', 'load_adapter_', 'linear_names', 'keep_kernels_', 'check_bare',
-           'check_merges', 'check_untied', 'merged_weights', 'plain_name', 'fingerprint', 'nested', 'settings_of',
-           'check_same_base', 'write_adapter']
+           'without_adapters', 'load_adapter_', 'linear_names', 'keep_kernels_', 'check_bare', 'check_merges',
+           'check_untied', 'merged_weights', 'plain_name', 'fingerprint', 'nested', 'settings_of', 'check_same_base',
+           'write_adapter']
 
 # %% ../../nbs/models/76_adapters.ipynb #b85d7f9d
 import hashlib
@@ -19,13 +19,15 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..data.columns import seed_of
-from ..engines.base import Engine
+from ..engines.base import Engine, EngineState
+from ..engines.lazy import stand_ins
 from ..engines.modules import output_layer
 from ..engines.world import HALF
 from .folders import drafted
@@ -45,7 +47,7 @@ def _not_a_kernel(record):
     "Not: that a faster kernel for 4-bit weights, which nobody asked for, is not at hand."
     return not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward")
 
-def peft_()->Any:
+def peft_()->ModuleType:
     "The package. ImportError names the extra."
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_not_a_kernel)       # peft imports it where it can
     try: import peft
@@ -55,7 +57,7 @@ def peft_()->Any:
 def lora_config(
     lora:Lora,  # a LoraConfig; its arguments, with `name`, `seed` or `path`; peft's folder; else the name of a new one
     like:"peft.LoraConfig|None"=None, # what a name by itself means; None: rank 16 on every linear layer
-)->tuple[str, Any, Path|None, int]: # (name, a LoraConfig of our own, the folder to load from, seed of A)
+)->tuple[str, "peft.LoraConfig", Path|None, int]: # (name, a LoraConfig of our own, the folder to load from, seed of A)
     """Read a `lora=` argument.
 
     ValueError for what would change the base, could not be merged, or gives other numbers in each pass (dropout);
@@ -77,7 +79,7 @@ def lora_config(
     if path is not None: config = _config_in(Path(path))
     if not name.isidentifier(): raise ValueError(f"lora: name={name!r}; a plain word is wanted, as in Python")
     _check(config)
-    return name, config, None if path is None else Path(path), seed
+    return name, cast(Any, config), None if path is None else Path(path), seed
 
 def _config_in(folder):
     "An adapter's settings as peft wrote them, without the dropout of that training."
@@ -151,7 +153,7 @@ def inject_(
 )->dict[str, nn.Parameter]: # what the adapter brought, by names in the trunk
     "Put an adapter on a model and leave it off."
     known = {id(p) for p in trunk.parameters()}
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    with stand_ins(trunk), torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")
         torch.manual_seed(seed_of("adapter", name, seed))        # the same A on every rank and in every run
         peft_().inject_adapter_in_model(config, trunk, name)
@@ -160,15 +162,6 @@ def inject_(
         if p.dtype in HALF: p.data = p.data.float()
     for m in layers_with_adapters(trunk): m._active_adapter, m._disable_adapters = [], True
     return new
-
-@contextmanager
-def adapter_on(layers:list, name:str|None)->Iterator[None]:
-    "Run with this adapter; afterwards, whatever happened, the layers are as they were."
-    before = [(m, m._active_adapter, m._disable_adapters) for m in layers]
-    for m in layers: m._active_adapter, m._disable_adapters = [] if name is None else [name], name is None
-    try: yield
-    finally:
-        for m, active, off in before: m._active_adapter, m._disable_adapters = active, off
 
 @contextmanager
 def without_adapters(
@@ -312,7 +305,7 @@ def settings_of(
 SCALES = ("lora_alpha", "alpha_pattern", "use_rslora") # how much its weights count; names and shapes show the rest
 
 def check_same_base(
-    state:dict,  # of an adapter's engine
+    state:EngineState, # of an adapter's engine
     mark:str,    # of the base here
     config,      # LoraConfig of the adapter here; None: the base alone
     *,

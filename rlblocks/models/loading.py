@@ -59,13 +59,11 @@ class WeightFiles:
 
     def part(self,
         name:str,
-        start:int|None=None, # first row; None: all of it
-        stop:int|None=None,
+        index:tuple[slice, ...]=(), # of its axes; none: all of it
     )->Tensor: # a view of the mapped file
-        "Some rows of a weight."
-        piece = self._slice(name)
-        x = piece[...] if start is None or not piece.get_shape() else piece[start:stop]
-        self.mapped += x.nbytes + AROUND
+        "Some rows, columns … of a weight."
+        x = self._slice(name)[index or ...]
+        self.mapped += (x.stride(0)*len(x) if x.dim() else 1)*x.element_size() + AROUND
         return x
 
     def shape(self, name:str)->list[int]:
@@ -141,21 +139,21 @@ def lazy_model(
     if not _complete(module, sources, files): return None
     _compute_buffers_(module, sources, files)
     for name, p in module.named_parameters(remove_duplicate=False):
-        if name in sources: make_lazy_(p, _rows(module, name, sources[name], files))
+        if name in sources: make_lazy_(p, _reader(module, name, sources[name], files))
     return _with_generation(module.eval(), model)
 
 def _attending(attention): return dict(attn_implementation=attention) if attention else {}
 
-def _rows(module, name, sources, files):
-    "A function that reads rows of a weight."
+def _reader(module, name, sources, files):
+    "A function that reads a part of a weight."
     source, conversion = sources[0]
-    def rows(start, stop, dtype):
-        x = assembled(module, name, sources, files)[start:stop] if conversion else files.part(source, start, stop)
-        try: return x.to(dtype, copy=True)
+    def reader(index, dtype):
+        x = assembled(module, name, sources, files)[index or ...] if conversion else files.part(source, index)
+        try: return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
         finally:
             del x
             files.renew()
-    return rows
+    return reader
 
 def _complete(module, sources, files):
     "Whether the files have each parameter once, in its shape."
@@ -198,7 +196,7 @@ def pretrained(
 )->Pretrained: # for a wrapper's `model`
     """How a name or folder is loaded. TypeError for a model that is loaded already, ValueError for an unknown word.
 
-    With `fsdp2()` and `zero(3)` ranks read shards; with other engines, `lora=` or `tensor_parallel=` each reads all."""
+    With `fsdp2()`, `zero(3)` and `tensor_parallel=` a rank reads its shard, under `lora=` too; else all of it."""
     if not isinstance(name, (str, Path)):
         raise TypeError(f"pretrained: a {type(name).__name__} is loaded already; a name or folder is wanted. Attention "
                         "is chosen where a model is made: from_config(…, attn_implementation=…)")

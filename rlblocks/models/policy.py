@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import partial, wraps
-from typing import Any, ParamSpec, cast
+from typing import ParamSpec, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ FACTORIES = {None: "plain(", "fsdp2": "fsdp2(", "zero1": "zero(1, ", "zero2": "z
 
 def written(
     value, # of `engine=`, `optimizer=` or `model=`; anything else says nothing
-)->dict[str, Any]: # arguments of the factory that made it
+)->dict[str, object]: # arguments of the factory that made it
     "What a value says beside the defaults."
     said, usual = {}, {}
     if isinstance(value, EngineSpec | Pretrained):
@@ -197,8 +197,8 @@ def base_of(
     return model._view.base
 
 def reads_shards(setup:Setup)->bool:
-    "Whether the engine reads its own shards: an adapter is put on complete weights, and tensor parallelism cuts them."
-    return setup.engine.word in ("fsdp2", "zero3") and setup.lora is None and setup.engine.tensor_parallel == 1
+    "Whether the engine keeps a part of each weight on a rank, and reads it from the files itself."
+    return setup.engine.word in ("fsdp2", "zero3") or setup.engine.tensor_parallel > 1
 
 def start(
     who:str,         # the wrapper, for messages

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from jaxtyping import Float
 
-from ..engines.lazy import lazy_weights, read_module_
+from ..engines.lazy import device_at, lazy_weights, read_module_
 from ..engines.sharded import ShardedModel
 from ..engines.world import world
 from ..losses.value import expected_value
@@ -34,13 +34,9 @@ def linear_head(trunk:nn.Module, width:int, outputs:int=1, *, bias:bool=True)->n
     "A linear head in fp32 at least."
     weight = next(trunk.parameters())
     dtype = weight.dtype if weight.dtype == torch.float64 else torch.float32
-    head = nn.Linear(width, outputs, bias, device=_home(weight), dtype=dtype)
+    head = nn.Linear(width, outputs, bias, device=device_at(weight), dtype=dtype)
     for p in head.parameters(): nn.init.zeros_(p)
     return head
-
-def _home(weight):
-    "The device of a weight; of a lazy one, which has none yet, the CPU."
-    return "cpu" if weight.is_meta else weight.device
 
 # %% ../../nbs/models/73_value_heads.ipynb #8343bb36
 class ClassHead(nn.Module):
@@ -54,7 +50,7 @@ class ClassHead(nn.Module):
                              "ascending values, one for each logit, are wanted")
         self.linear:Any = linear
         self.bins:Tensor
-        self.register_buffer("bins", bins.to(_home(linear.weight), linear.weight.dtype))
+        self.register_buffer("bins", bins.to(device_at(linear.weight), linear.weight.dtype))
 
     @property
     def weight(self)->Tensor:
