@@ -1874,6 +1874,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'rlblocks/engines/zero.py'),
                                        'rlblocks.engines.zero.gathered_bytes': ( 'engines/zero.html#gathered_bytes',
                                                                                  'rlblocks/engines/zero.py'),
+                                       'rlblocks.engines.zero.gathered_empty': ( 'engines/zero.html#gathered_empty',
+                                                                                 'rlblocks/engines/zero.py'),
                                        'rlblocks.engines.zero.initialize': ('engines/zero.html#initialize', 'rlblocks/engines/zero.py'),
                                        'rlblocks.engines.zero.planned_zero': ('engines/zero.html#planned_zero', 'rlblocks/engines/zero.py'),
                                        'rlblocks.engines.zero.prepare': ('engines/zero.html#prepare', 'rlblocks/engines/zero.py'),

@@ -1,5 +1,7 @@
 """Weights read shard by shard are those of the model loaded whole, and no rank ever holds more than its shard and one
 weight."""
+import math
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -11,12 +13,14 @@ from forked import forked
 from resident import give_back, memory, settled
 from tiny import rows
 
-from rlblocks import Critic, Policy, Scorer
+from rlblocks import Critic, Policy, Scorer, fsdp2, plain, zero
+from rlblocks.engines import cuts
 from rlblocks.engines.lazy import lazy_weights, read_module_
 from rlblocks.engines.sharded import ShardedModel
 from rlblocks.models import loading
 from rlblocks.models.forward import Forward
-from rlblocks.models.loading import load_module
+from rlblocks.models.loading import WeightFiles, load_module
+from rlblocks.models.lora import Base
 from rlblocks.engines.base import engine_of
 
 SMALL = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
@@ -137,34 +141,112 @@ def test_shards_read_from_files_are_those_of_the_whole_model(folders, tmp_path, 
     forked(_equal, (folders, tmp_path/"store", ranks, engine), ranks)
 
 
-def _peak(rank, path, store, ranks):
-    "What this rank holds at its highest while it loads, beyond what it held before, in bytes."
+CASES = {"fsdp2": (fsdp2(), None), "fsdp2, lora": (fsdp2(), dict(r=2)), "zero3": (zero(3), None),
+         "zero3, lora": (zero(3), dict(r=2)), "tensor": (plain(tensor_parallel=2), None),
+         "tensor, lora": (plain(tensor_parallel=2), dict(r=2)), "fsdp2, tensor": (fsdp2(tensor_parallel=2), None)}
+
+
+def load(folder, case, lazy=True):
+    "What a wrapper makes of a folder before it probes the model."
+    (engine, lora), module = CASES[case], load_module(folder, lazy=lazy)
+    if lora: return Base(module, lora, engine=engine, device="cpu")
+    return ShardedModel(Forward(module), engine=engine, device="cpu")
+
+
+@contextmanager
+def reads(found):
+    "Each read of a file: the weight's shape, and how many numbers were asked for at once."
+    part = WeightFiles.part
+    def counted(self, name, index=()):
+        x = part(self, name, index)
+        found.append((self.shape(name), x.numel()))
+        return x
+    WeightFiles.part = counted
+    try: yield
+    finally: WeightFiles.part = part
+
+
+def grown(folder, case, lazy):
+    "(at its highest, what stays) while a model is loaded, beyond what was held before, in bytes; and the model."
+    before = settled()
+    open("/proc/self/clear_refs", "w").write("5")
+    held = load(folder, case, lazy)
+    peak = memory("VmHWM")
+    return (peak - before)*2**20, (settled() - before)*2**20, held
+
+
+def _law(rank, path, store, ranks, cases, lazy=True):
+    """What this rank holds beyond its shard while it loads, by the kernel's account: at most one weight, and RENEW
+    bytes of pages that were read before. No read is larger than the rank's part of a weight."""
     give_back()
     join(rank, store, ranks)
-    loading.RENEW = 1 << 22
-    load = lambda folder: ShardedModel(Forward(load_module(folder, lazy=True)), engine="fsdp2", device="cpu")
-    def grown(folder):
-        before = settled()
-        open("/proc/self/clear_refs", "w").write("5")
-        held.append(load(folder))
-        return (memory("VmHWM") - before)*2**20
-    held = [load(path/"thin")]                          # libraries, groups and threads are there from now on
-    constant, peak = grown(path/"thin"), grown(path/"large")          # thin: as many layers, of next to no weight
-    sizes = [4*p.numel() for p in held[-1].module.parameters()]
-    shard = sum(4*p.to_local().numel() for p in held[-1].module.parameters())
-    assert shard <= peak, "nothing was measured"
-    # beside its shards: of the largest weight its rows, and the mapped pages that they are copied from; RENEW bytes of
-    # pages that were read before
-    found = peak/2**20, shard/2**20, constant/2**20, sum(sizes)/2**20
-    assert peak <= shard + 2*max(sizes)/ranks + loading.RENEW + constant, found
+    loading.RENEW, cuts.SLAB, largest = 1 << 22, 1 << 14, 4*8192*512
+    for case in cases:
+        first = load(path/"thin", case, lazy)           # libraries, groups and threads are there from now on
+        peak, kept, thin = grown(path/"thin", case, lazy)              # as many layers, of next to no weight
+        constant, found = peak - kept, []
+        with reads(found): peak, kept, large = grown(path/"large", case, lazy)
+        assert kept > largest/ranks, (case, "nothing was measured")
+        assert peak - kept <= largest + loading.RENEW + constant, (case, peak/2**20, kept/2**20, constant/2**20)
+        parts = 2 if "tensor" in case else ranks
+        for shape, n in found:          # a part ends in the middle of a row; ranks compare 4096 numbers of each weight
+            assert n <= math.prod(shape)/parts + 2*math.prod(shape[1:]) + 4096, (case, shape, n)
+        assert found
+        del first, thin, large
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks", [2, *rarely(4)])
-def test_a_rank_holds_its_shard_and_what_it_reads_of_one_weight(folders, tmp_path, ranks):
-    "By the kernel's account; the model loaded whole would be twice, four times the shard."
-    sizes = SMALL | dict(num_hidden_layers=10)
+@pytest.fixture(scope="module")
+def sizes(folders):
+    "Two models of as many layers: one of 19 million weights, and one of next to none."
     for name, more in dict(thin={}, large=dict(hidden_size=512, intermediate_size=2048, vocab_size=8192)).items():
-        config = transformers.LlamaConfig(**sizes | more, tie_word_embeddings=False)
+        config = transformers.LlamaConfig(**SMALL | dict(num_hidden_layers=2, num_key_value_heads=2) | more,
+                                          tie_word_embeddings=False)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folders/name, max_shard_size="50MB")
-    forked(_peak, (folders, tmp_path/"store", ranks), ranks)
+    return folders
+
+
+@pytest.mark.parametrize("ranks, cases", [(2, [c for c in CASES if c != "fsdp2, tensor"]), *rarely((4, list(CASES)))])
+def test_a_rank_holds_its_shard_and_one_weight(sizes, tmp_path, ranks, cases):
+    "With every engine, under an adapter too: each reads its part of the files."
+    pytest.importorskip("deepspeed")
+    forked(_law, (sizes, tmp_path/"store", ranks, cases), ranks)
+
+
+def _adapted(rank, path, store, ranks, engine):
+    join(rank, store, ranks)
+    b, lora = rows(B=5, dtype=torch.float32), dict(r=2, target_modules=["q_proj", "v_proj"])
+    for kind in ("tied", "half"):
+        late, whole = (Policy(m, lora=lora, engine=engine, device="cpu") for m in (path/kind, load_module(path/kind)))
+        assert late._view.base.mark == whole._view.base.mark and torch.equal(late.logprobs(b), whole.logprobs(b)), kind
+        a, b_ = late.state_dict()["module"], whole.state_dict()["module"]
+        assert a.keys() == b_.keys() and all(torch.equal(a[k], b_[k]) for k in a), kind
+    dora = Policy(path/"tied", lora=lora | dict(use_dora=True), engine=engine, device="cpu")   # starts from all weights
+    assert torch.isfinite(dora.logprobs(b)).all()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_an_adapter_beside_weights_that_are_read_late(folders, tmp_path, engine):
+    "The same A, the same base, the same log-probs, to the bit."
+    if engine == "zero3": pytest.importorskip("deepspeed")
+    forked(_adapted, (folders, tmp_path/"store", 2, engine), 2)
+
+
+def _pieces(rank, path, store):
+    join(rank, store, 2)
+    b = rows(B=5, dtype=torch.float32)
+    for kind, more in (("two", {}), ("two", dict(lora=dict(r=2, target_modules=["q_proj"])))):
+        late, whole = (Policy(m, engine=plain(tensor_parallel=2), device="cpu", **more)
+                       for m in (path/kind, load_module(path/kind)))
+        assert torch.equal(late.logprobs(b), whole.logprobs(b)), more
+        if not more: alike(kind, late, whole)
+    dist.destroy_process_group()
+
+
+def test_pieces_read_from_files_are_those_of_the_whole_model(folders, tmp_path):
+    "Tensor parallel, cut by rows and by columns, tied, without and with an adapter: difference 0."
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL | dict(num_key_value_heads=2), tie_word_embeddings=True)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folders/"two")
+    forked(_pieces, (folders, tmp_path/"store"), 2)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .exchanges import STYLES, Entering, exchange_of, summed
 from .lazy import device_at, is_lazy, part_of, read_module_, read_part
-from .world import HALF, agree, fill_
+from .world import HALF, agree
 
 if TYPE_CHECKING: import transformers
 
@@ -175,18 +175,18 @@ def _one_way(at, plan):
     raise ValueError(f"tensor_parallel: {names} are one weight, and the plan cuts them in different ways")
 
 # %% ../../nbs/engines/62_cuts.ipynb #5eeca333
-SLAB = 1 << 22             # bytes that a rank sends at a time
+SLAB = 1 << 20             # numbers that a rank sends at a time
 
 def join_pieces(x:Tensor, cut:Cut, group:dist.ProcessGroup|None)->Tensor: # complete
-    "A weight, or a state beside it, from all ranks' pieces; where they are not contiguous, a few rows at a time."
-    rank, size, x = dist.get_rank(group), dist.get_world_size(group), x.contiguous()
+    "A weight, or a state beside it, from all ranks' pieces; a few rows at a time: gloo keeps what it sent."
+    size, x = dist.get_world_size(group), x.contiguous()
     out = x.new_empty(cut.complete(x.shape, size))
     if cut.axis == 0:
         for block, mine in zip(out.view(cut.blocks, size, -1), x.view(cut.blocks, -1), strict=True):
-            block[rank] = mine
-            fill_(block, group)
+            for room, some in zip(block.split(SLAB, 1), mine.split(SLAB), strict=True):
+                dist.all_gather(list(room.unbind(0)), some, group=group)
         return out
-    rows = max(1, len(x)*SLAB//x.nbytes)
+    rows = max(1, len(x)*SLAB//x.numel())
     for room, mine in zip(out.split(rows), x.split(rows), strict=True):
         pieces = [torch.empty_like(mine) for _ in range(size)]
         dist.all_gather(pieces, mine, group=group)

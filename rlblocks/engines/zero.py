@@ -7,6 +7,8 @@ __all__ = ['Zero', 'planned_zero', 'bucket_entries', 'gathered_bytes']
 
 # %% ../../nbs/engines/60_zero.ipynb #bff8212b
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -88,7 +90,8 @@ def initialize(module:nn.Module, device:torch.device, config:dict, optimizer:Cal
     keep = "bf16" in config and not (offload and offload["device"] == "nvme")
     exact = [(p, None if is_lazy(p) else p.data) for _, p in named if p.dtype == torch.float32] if keep else []
     files = shard_each_(deepspeed, module, device, config) if stage == 3 else {}
-    engine = deepspeed.initialize(model=module, optimizer=made, model_parameters=given, config=config)[0]
+    with gathered_empty(module):
+        engine = deepspeed.initialize(model=module, optimizer=made, model_parameters=given, config=config)[0]
     for p, x in exact:               # DeepSpeed made the masters of the rounded weights
         put_exact(Piece(engine.optimizer, p, stage), files[id(p)] if x is None else x)
     for layer in module.modules() if stage == 3 else ():
@@ -104,7 +107,9 @@ def shard_each_(deepspeed, module, device, config)->dict: # id → lazy weight, 
     for p in module.parameters() if "bf16" in config else (): p.data = p.data.bfloat16()
     init, files = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=config), {}
     for p in list(module.parameters()):
-        if is_lazy(p): files[id(p)] = shard_lazy_(init, p, device)
+        if is_lazy(p):
+            unread = shard_lazy_(init, p, device)
+            if "bf16" in config: files[id(p)] = unread     # masters are read from it too; else its file can be closed
         else: init._convert_to_zero_parameters([p])
     return files
 
@@ -118,6 +123,19 @@ def shard_lazy_(init, p, device)->nn.Parameter: # as it was
     mine = read_flat(unread, start, min(len(part), unread.numel()-start), dtype=p.dtype)
     part[:len(mine)] = mine.to(device)
     return unread
+
+@contextmanager
+def gathered_empty(module:nn.Module)->Iterator[None]:
+    "DeepSpeed gathers each sharded weight once more, to put a hook on it: memory of its shape will do."
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+    def empty(p):
+        p.data, p.ds_status = torch.empty(p.ds_shape, dtype=p.dtype, device=p.device), ZeroParamStatus.AVAILABLE
+    sharded:list[Any] = [p for p in module.parameters() if hasattr(p, "ds_id")]
+    own = [p.all_gather for p in sharded]
+    for p in sharded: p.all_gather = partial(empty, p)
+    try: yield
+    finally:
+        for p, gather in zip(sharded, own, strict=True): p.all_gather = gather
 
 def put_exact(piece, x):
     "This rank's part of an fp32 master, from the full weight or a lazy one."

@@ -112,7 +112,7 @@ def adapted_model(model:Any, lora:Any, *, who:str="adapted_model")->tuple[Any, l
     with torch.device("meta"):
         made = fake_model(model, who=who)
         known = set(made.parameters())
-        if config.target_modules == "all-linear": config.target_modules = linear_names(made)
+        if config.target_modules == "all-linear": config.target_modules = sorted(linear_names(made))
         peft_().inject_adapter_in_model(config, made, "default")
     there:dict = {p: _on_cpu(p, p in known) for p in (*made.parameters(), *made.buffers())}
     for module in made.modules():
