@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DEFAULT', 'KNOWN', 'BUILT_IN', 'SCALES', 'peft_', 'lora_config', 'with_adapters', 'layers_with_adapters', 'inject_',
            'without_adapters', 'load_adapter_', 'linear_names', 'keep_kernels_', 'check_bare', 'check_merges',
-           'check_untied', 'merged_weights', 'plain_name', 'fingerprint', 'nested', 'settings_of', 'check_same_base',
-           'write_adapter']
+           'starts_from_weights', 'check_untied', 'merged_weights', 'plain_name', 'fingerprint', 'nested',
+           'settings_of', 'check_same_base', 'write_adapter']
 
 # %% ../../nbs/models/76_adapters.ipynb #b85d7f9d
 import hashlib
@@ -220,6 +220,10 @@ def check_merges(trunk:nn.Module, name:str)->None:
         kinds = {kind.__name__ for kind in type(m).__mro__}      # FSDP2 derives a class for what it shards
         if name in getattr(m, "scaling", {}) and not kinds & set(BUILT_IN):
             raise ValueError(f"lora: {type(m).__name__} layers cannot be merged here; target others")
+
+def starts_from_weights(config:"peft.LoraConfig")->str: # "": A and B do not
+    "What an adapter has that is computed from the base's complete weights."
+    return "use_dora" if config.use_dora else "modules_to_save" if config.modules_to_save else ""
 
 def check_untied(own:Iterable[str], before:list)->None:
     "ValueError for an adapter on a tied weight."
