@@ -62,6 +62,7 @@ class EngineState(TypedDict, total=False):
     base:str                           # of an adapter: the mark of its base …
     lora:dict                          # … and its settings
 
+# %% ../../nbs/engines/55_base.ipynb #952ec7f3
 @runtime_checkable
 class Engine(Protocol):
     "A module, its optimizer, and the verbs that every engine has. All ranks call each of them together."

@@ -218,6 +218,7 @@ class Probe:
     entered:Tensor          # gradient at their embeddings
     grads:dict[str, Tensor] # gradients of the weights that were asked for
 
+# %% ../../nbs/engines/62_cuts.ipynb #f97cac3d
 def numbers_of(p:nn.Parameter)->Tensor:
     "A weight in fp32 at least, without gradient; a lazy one is read."
     x = read_part(p) if is_lazy(p) else p.detach()
