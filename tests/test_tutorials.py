@@ -47,7 +47,7 @@ def test_grpo_with_tools(tutorials, tmp_path):
     data = Demonstrations(calculator.demonstrations(train, sloppy=0.), tok)
     warm_up = list(sft(here, data, model=transformer(tok, width=32, heads=2), tokenizer=tok, steps=40, warmup=4,
                        rows=16, save=tmp_path/"warm"))
-    assert warm_up[-1]["loss"] < warm_up[0]["loss"]
+    assert float(warm_up[-1]["loss"]) < float(warm_up[0]["loss"])
     rows = grpo(here, Prompts(train, tok), long_or_short, tool_environment(Calculator), model=tmp_path/"warm", lr=1e-3,
                 steps=2, prompts=3, group_size=4, minibatches=2, max_tokens=12, save=tmp_path/"trained")
     assert any(r["calls"] > 0 for r in checked(rows, 2))
