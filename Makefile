@@ -62,19 +62,25 @@ test test-long test-times: export OMP_NUM_THREADS := 1
 test test-long test-times: export CI := 1
 # No notebook or test asks the network: without this a machine that has none waits minutes for each name of a hub.
 test test-long test-times: export HF_HUB_OFFLINE := 1
+# Hundreds of processes import rlblocks: bytecode is kept, also where the machine has it turned off.
+test test-long test-times: export PYTHONDONTWRITEBYTECODE :=
 # Two workers, notebooks and tests side by side; tests/conftest.py says who runs what
 TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 
 demo: .venv/.demo
 	$(BIN)/python tutorials/demo.py
 
-test: .venv/.dev .venv/.peers .venv/.vllm .venv/.openenv .venv/.verifiers lint
-	$(BIN)/python -m pytest $(TWO) tests
+# ruff and pyright run beside the tests' first minute, in which workers import and collect.
+test: .venv/.dev .venv/.peers .venv/.vllm .venv/.openenv .venv/.verifiers
+	$(MAKE) --no-print-directory lint & lint=$$!; \
+	$(BIN)/python -m pytest $(TWO) tests; tests=$$?; \
+	wait $$lint || { echo "make lint failed: what it says stands above" >&2; exit 1; }; exit $$tests
 
 # What `make test` leaves out: hundreds of kills, every engine on every number of ranks, tutorials at full length.
 # What it says is written to benchmarks/results/test_long.txt.
 test-long: .venv/.dev
-	set -o pipefail; $(BIN)/python -m pytest -m long --durations=0 --durations-min=1 tests | tee benchmarks/results/test_long.txt
+	set -o pipefail; { echo "make test-long at $$(git log -1 --format='%h, %cs'), run on $$(date +%F), $$(uname -m), $$(nproc) cores"; \
+	$(BIN)/python -m pytest -m long --durations=0 --durations-min=1 tests; } | tee benchmarks/results/test_long.txt
 
 # Seconds of each group of tests, by which the two workers are given work: tests/seconds.json
 test-times: .venv/.dev .venv/.peers

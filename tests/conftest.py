@@ -1,5 +1,6 @@
 "What several test files need, and the order in which tests run."
 import ast
+import gc
 import json
 import os
 import random
@@ -114,6 +115,12 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: -known.get(group(item.nodeid), unknown))
 
 
+def pytest_collection_finish():
+    "Libraries and collected tests stay: a garbage collection looks at what tests make, and takes no half second."
+    gc.collect()
+    gc.freeze()
+
+
 def cpu():
     """Seconds of CPU that this process, its children and the processes that others are forked from have used; a wall
     clock measures the neighbours."""
@@ -138,9 +145,16 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+def machine():
+    "Seconds that the machine's cores have worked, and all their seconds."
+    user, nice, system, idle, waiting, *more = (int(x) for x in Path("/proc/stat").read_text().split()[1:9])
+    worked = user + nice + system + sum(more)
+    return worked/os.sysconf("SC_CLK_TCK"), (worked + idle + waiting)/os.sysconf("SC_CLK_TCK")
+
+
 class Took:
-    "CPU seconds of each group, for SECONDS; of each file, for the terminal."
-    def __init__(self): self.tests = {}
+    "CPU seconds of each group, for SECONDS; of each file, and how busy the machine was, for the terminal."
+    def __init__(self): self.tests, self.began = {}, machine()
 
     def pytest_runtest_logreport(self, report):
         if report.when == "teardown": self.tests[report.nodeid] = dict(report.user_properties)["used"]
@@ -153,6 +167,8 @@ class Took:
     def pytest_terminal_summary(self, terminalreporter):
         SECONDS.write_text(json.dumps(self.by(lambda _, group: group), indent=0) + "\n")
         terminalreporter.section("CPU seconds")
+        worked, all_ = (now - then for now, then in zip(machine(), self.began, strict=True))
+        terminalreporter.write_line(f"the machine's cores worked {worked:.0f} of {all_:.0f} s")
         files, tests = self.by(lambda nodeid, _: nodeid.split("::")[0]), self.by(lambda nodeid, _: nodeid)
         for name, seconds in [*files.items(), *[*tests.items()][:60]]:
             terminalreporter.write_line(f"{seconds:8.1f}  {name}")

@@ -4,6 +4,7 @@ A rank or a notebook then starts in a tenth of a second instead of seven. A fork
 imports: it has computed nothing and opened no group, and its one thread is numpy's, which knows of forks. Nothing of
 rlblocks is imported in it: a notebook hooks its type checker in before that."""
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -38,7 +39,7 @@ def forked(run, args, ranks, limit=900):
     """run(rank, *args) in so many processes; an error in one ends all of them and is raised here, as is a limit in
     seconds that passes."""
     context()
-    group = start_processes(run, args, nprocs=ranks, join=False, start_method="forkserver")
+    group = start_processes(begin, (run, *args), nprocs=ranks, join=False, start_method="forkserver")
     end = time.monotonic() + limit
     while not group.join(timeout=max(.1, end - time.monotonic())):
         if time.monotonic() < end: continue
@@ -47,6 +48,13 @@ def forked(run, args, ranks, limit=900):
         for p in group.processes: os.kill(p.pid, signal.SIGABRT) if p.is_alive() else None
         for p in group.processes: p.join(10) or p.kill()
         raise TimeoutError(f"{run.__module__}.{run.__name__}: ranks {alive} of {ranks} were not done after {limit} s")
+
+
+def begin(rank, run, *args):
+    """What the libraries have made stays: a garbage collection looks at a test's own objects. It takes half a second
+    for all those of the libraries, and DeepSpeed collects whenever it makes an engine."""
+    gc.freeze()
+    run(rank, *args)
 
 
 def on_ranks(run, args, ranks, limit=900, group=True):

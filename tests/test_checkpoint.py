@@ -100,7 +100,7 @@ def test_the_plain_run_does_something(plain):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("moments, kinds",
-                         [(1, ["one", "two", "background", "fsdp2_to_one"]), *rarely((20, []))])
+                         [(1, ["two", "background", "fsdp2_to_one"]), *rarely((20, []))])
 def test_killed_at_any_moment(tmp_path, moments, kinds):
     """LAWS 20, with SIGKILL: one process or two, one rank or both, in a save or not, also on another number of
     ranks: the rows shown are those of the run that was not killed."""

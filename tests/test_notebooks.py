@@ -5,6 +5,7 @@ A notebook that checks types is forked from a process that has imported rlblocks
 five times as long as without; one that does not is forked from one that has imported libraries only."""
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import re
@@ -20,9 +21,10 @@ from forked import RESIDENT, context, forked
 
 NOTEBOOKS = sorted(p.relative_to(ROOT) for folder in ("nbs", "nbs/*", "tutorials")
                    for p in ROOT.glob(f"{folder}/*.ipynb"))
-# At full length: their loops, as they stand, run on tiny models in tests/test_spmd.py and tests/test_preferences.py.
-LONG = [f"tutorials/{name}.ipynb"
-        for name in ("async", "best_of_n", "code_reward", "dpo", "grpo", "kto", "ppo", "reward_model", "rlhf")]
+# At full length: their loops, as they stand, run on tiny models in tests/test_spmd.py, tests/test_preferences.py and
+# tests/test_tutorials.py.
+LONG = [f"tutorials/{name}.ipynb" for name in ("agent_endpoint", "async", "best_of_n", "code_reward", "dpo", "grpo",
+                                               "kto", "offline", "ppo", "reward_model", "rlhf", "tools")]
 HOOK = 'install_import_hook(\\"rlblocks\\", \\"beartype.beartype\\")'       # as it stands in a notebook's file
 LIMIT = 1800    # seconds: a notebook that hangs, not one on a machine that has other work
 
@@ -48,6 +50,7 @@ def serve(requests):
     for path in sorted(ROOT.glob("rlblocks/*/*.py")):
         # what wants a GPU's libraries
         with contextlib.suppress(ImportError): import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    gc.freeze()         # a notebook's garbage collections look at its own objects
     with contextlib.suppress(EOFError):
         while True:
             asked = requests.recv()

@@ -3,6 +3,7 @@ world size holds all cases.
 
 The worlds: two ranks that share their rows; four that do; two replicas of two."""
 import warnings
+from functools import cache
 
 import pytest
 import test_engines as engines
@@ -67,7 +68,9 @@ def one_rank(rank, world, folder, runs):
     for shares in {2, world}:
         found["layers"][shares] = stepped(model, shared_prompts(torch.float32),
                                           engine=EngineSpec(sequence_parallel=shares), **DOUBLE)["gradient"]
-    for check in CHECKS: check(rank, world)
+    # two replicas of two; the others ask nothing of four ranks that two do not answer
+    few = world == 4 and runs == QUICK[4]
+    for check in (half_to_read, under_a_pool, under_routers) if few else CHECKS: check(rank, world)
     torch.save(found, folder/f"{rank}.pt")
 
 
@@ -194,9 +197,8 @@ CHECKS = [half_to_read, under_a_pool, under_an_adapter, under_routers, refused]
 # -- in the parent
 @pytest.fixture(scope="module")
 def plain():
-    "The plain process, each thing once."
-    names = {name for runs in RUNS.values() for *_, some in runs for name in some}
-    return dict(engines={name: engines.run(engines.cases()[name])[1:] for name in names},
+    "The plain process, each thing once; cases of the engines when they are first asked for."
+    return dict(engines=cache(lambda name: engines.run(engines.cases()[name])[1:]),
                 gradients={kind: stepped(twice(kind), shared_prompts(), pack=False, **DOUBLE | dict(micro_tokens=8192))
                            for kind in KINDS}, layers=stepped(model, shared_prompts(torch.float32), pack=False,
                                                               **DOUBLE | dict(micro_tokens=8192))["gradient"])
@@ -213,7 +215,7 @@ def test_ranks_that_share_rows_are_one_process(tmp_path, plain, world, runs):
     for key in ranks[0]["engines"]:               # losses, gradient norms and weights after five steps, fp32
         _, shares, name = key
         speakers = [dict(found={name: r["engines"][key]}) for r in ranks[::shares]]
-        far |= {(*key, what): x for (_, what), x in engines.compare(speakers, {name: plain["engines"][name]}).items()}
+        far |= {(*key, what): x for (_, what), x in engines.compare(speakers, {name: plain["engines"](name)}).items()}
         for r in range(world):
             assert same_numbers(ranks[r]["engines"][key]["metrics"],
                                 ranks[r//shares*shares]["engines"][key]["metrics"]), key
