@@ -116,7 +116,7 @@ def generate(
     max_tokens:int|None=None,    # instead of the engine's
     penalties:Penalties|None=None, # of `penalties(…)`; rows with them have a mask that is all False
     structure:str|Mapping|None=None, # regular expression or JSON schema that completions match
-    experts:bool=False, # add `experts` [B, T, L, K]: where a mixture sent each token, for updates to replay; "hf" only
+    experts:bool=False, # add `experts` [B, T, L, K]: where a mixture sent each token, for updates to replay
     timeout:int|float|None=None,     # seconds for all rows; None: as long as it takes
 )->Batch: # rows of prompt plus completion, prompt by prompt
     """Sample `group_size` completions for every prompt; adds the columns of `ADDED`.
@@ -238,14 +238,18 @@ class Rollout(Stays):
     ):
         "Give the engine's memory back between rollouts."
         self.lines.drop()
-        n = len(self.lines.of)
-        if n: raise RuntimeError(f"sleep: rows of {n} prompts are under way; collect them, or end them: abort()")
+        if n := len(self.lines.of):
+            raise RuntimeError(f"sleep: rows of {n} prompts are under way; collect them, or end them: abort()")
         self.sampler.sleep(level)
 
     @locked
     def wake(self):
         "Be ready to generate again."
         self.sampler.wake()
+
+    def metrics(self)->dict[str, float]: # by name: drafts, acceptance_rate, mean_accepted_length …
+        "What the engine counts since it was started; empty without speculative decoding."
+        return self.sampler.metrics()
 
     def close(self):
         "End the engine. An error of rows under way, of which nobody has heard, is raised."
@@ -315,9 +319,7 @@ def check_structure(
     return replace(how, top_k=MAX_SUPPORT), made
 
 def _check_request(rollout, prompts, max_tokens, penalties):
-    """What ends the rows and alters their logits.
-
-    TypeError for what is no Batch, RuntimeError for weights of no known version, ValueError for unfit prompts."""
+    "What ends the rows and alters their logits, once engine and prompts are checked."
     if not isinstance(prompts, Batch):
         raise TypeError(f"generate: prompts is a {type(prompts).__name__}; a Batch is wanted, as data.take(n) gives it "
                         "(its group ids come before any cut)")
@@ -335,8 +337,7 @@ def _check_turn(rollout, rows, penalties, structure, max_tokens):
     "What ends a turn and alters its logits. ValueError for a structure whose ids these rows have no column for."
     more = _ending(rollout, penalties, max_tokens)
     if structure is None: return more
-    free = penalties is None and any(h.temperature and not h.confined for h in sampling_of(rows))
-    if free:
+    if penalties is None and any(h.temperature and not h.confined for h in sampling_of(rows)):
         raise ValueError("extend: structure came, and the rows were drawn from all ids: they have no 'support' to keep "
                          f"those in that it allows. Sample them with Rollout(…, top_k={MAX_SUPPORT}), or give "
                          "generate a structure too")

@@ -89,7 +89,7 @@ class Line:
         return mail
 
     def arrived(self)->list[Completion]:
-        "Own samples of which the engine has said that they have ended."
+        "Own samples of which the engine has reported that they have ended."
         mail, self.mail = self.mail, []
         return mail
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .hf import unsaid
+from .hf import empty_completion
 from .samplers import Completion, Request, SglangSpec
 
 # %% ../../nbs/samplers/84_sglang_client.ipynb #d5f1198e
@@ -33,14 +33,14 @@ def confined(
 def sglang_completion(
     request:Request,
     sample:int,           # its place among the seeds
-    said:dict[str, Any],  # the server's answer
+    reply:dict[str, Any],  # the server's answer
     version:int,          # of the weights
     vocabulary:int|None,  # ids of the model
 )->Completion:
-    "What the server said. FloatingPointError for a log-prob that is not finite."
-    meta, how = said["meta_info"], request.how
+    "A sample from the server's answer. FloatingPointError for a log-prob that is not finite."
+    meta, how = reply["meta_info"], request.how
     drawn, tops = meta["output_token_logprobs"] or [], meta.get("output_top_logprobs") or []
-    if not drawn: return unsaid(request, sample, version, vocabulary)
+    if not drawn: return empty_completion(request, sample, version, vocabulary)
     logps, kept = [p for p, *_ in drawn], None
     if how.confined:
         sets = [confined(top, how.kept(vocabulary), how.min_p) for top in tops]
@@ -125,9 +125,9 @@ class Client:
         "Ask, and do not wait: (name, answer or error) comes to `answers`."
         async def run():
             async with self.most:
-                try: said = await self._ask(path, body)
-                except Exception as e: said = e
-            self.answers.put((name, said))
+                try: reply = await self._ask(path, body)
+                except Exception as e: reply = e
+            self.answers.put((name, reply))
         asyncio.run_coroutine_threadsafe(run(), self.loop)
 
     def next(self,
@@ -141,10 +141,10 @@ class Client:
         seconds:float, # most to wait for the first
     )->Iterator[tuple[str, Any]]:
         "All answers that are there."
-        letter = self.next(seconds)
-        while letter is not None:
-            yield letter
-            letter = self.next(0.)
+        answer = self.next(seconds)
+        while answer is not None:
+            yield answer
+            answer = self.next(0.)
 
     def close(self):
         "End the connections and the thread."
@@ -162,8 +162,8 @@ def given_logprobs(
     "Log-probs of all ids but the first, as the server computes them."
     body = dict(input_ids=ids, sampling_params=dict(max_new_tokens=1, temperature=1.), return_logprob=True,
                 logprob_start_len=0)
-    said = client.ask("/generate", body)
-    return torch.tensor([x[0] for x in said["meta_info"]["input_token_logprobs"][1:]])
+    reply = client.ask("/generate", body)
+    return torch.tensor([x[0] for x in reply["meta_info"]["input_token_logprobs"][1:]])
 
 def check_scale(
     client:Client,
@@ -179,7 +179,7 @@ def check_scale(
 def _spread(client, T):
     "How far apart the log-probs of the first and the eighth id are."
     params = dict(max_new_tokens=1, temperature=T, top_k=-1, top_p=1., min_p=0., ignore_eos=True)
-    said = client.ask("/generate", dict(input_ids=[1, 2, 3], sampling_params=params, return_logprob=True,
+    reply = client.ask("/generate", dict(input_ids=[1, 2, 3], sampling_params=params, return_logprob=True,
                                         top_logprobs_num=8))
-    top = said["meta_info"]["output_top_logprobs"][0]
+    top = reply["meta_info"]["output_top_logprobs"][0]
     return top[0][0] - top[-1][0]

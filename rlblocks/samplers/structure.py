@@ -10,7 +10,8 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -18,9 +19,11 @@ from torch import Tensor
 
 from .decoding import MAX_SUPPORT
 
+if TYPE_CHECKING: import transformers
+
 # %% ../../nbs/samplers/81c_structure.ipynb #4a4ac7dd
 def id_bytes(
-    tokenizer:Any, # a fast tokenizer of transformers
+    tokenizer:"transformers.PreTrainedTokenizerFast",
 )->dict[bytes, list[int]]: # special tokens left out
     "The ids that stand for each piece of text. ValueError for a tokenizer whose text is not that of its ids in a row."
     kinds, special = _decoders(tokenizer), {str(t) for t in tokenizer.all_special_tokens}
@@ -115,7 +118,7 @@ def pattern_of(
     try: return outlines_core().json_schema.build_regex_from_schema(schema)
     except (TypeError, ValueError) as e: raise ValueError(f"generate: structure {schema}: {e}") from None
 
-def outlines_core()->Any:
+def outlines_core()->ModuleType:
     "The library. ImportError with the extra that has it."
     try: import outlines_core as found
     except ImportError:
