@@ -55,7 +55,7 @@ def _warn_of_plain(ids, tokenizer):
 def split_stop(
     stop,      # as `Rollout` takes it
     tokenizer, # of the model; None: there is none
-)->tuple[Any, tuple[str, ...]]: # ids, or None for those that the model and the tokenizer end with; strings
+)->tuple[object, tuple[str, ...]]: # ids, or None for those that the model and the tokenizer end with; strings
     "Ids and strings that end a row; a string that is one special token is its id. ValueError without a tokenizer."
     named = [stop] if isinstance(stop, str) else _listed(stop)
     strings = [x for x in named if isinstance(x, str)]

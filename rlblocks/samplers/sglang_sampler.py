@@ -24,7 +24,7 @@ from ..engines.weights import Manifest, Ticket, check_names, check_sum, checksum
 from ..models.folders import as_filed
 from .hf import empty_completion
 from .samplers import Completion, Request, SglangSpec, check_ready
-from .sglang_client import Client, check_scale, given_logprobs, sglang_body, sglang_completion
+from .sglang_client import Client, Reply, check_scale, given_logprobs, sglang_body, sglang_completion
 from .transfer import check_probe, twin_shapes
 from .vllm_start import computed_dtype, engine_twin, own_ticket, transformers_model
 
@@ -138,7 +138,7 @@ def start_samples(
 def taken(
     sampler:Sglang,
     name:str, # of a sample under way
-    reply:dict[str, Any]|Exception, # the server's answer
+    reply:Reply|Exception, # the server's answer
 )->Completion:
     "A sample that is under way no more. Raises what came instead of it."
     request, k, version = sampler.under_way.pop(name)
@@ -151,16 +151,16 @@ def stopped(
     client:Client,
     names:list[str], # of samples under way
     seconds:float=10., # most to wait for what they have
-)->dict[str, dict[str, Any]|None]: # the server's last answer to each; None where there is none
+)->dict[str, Reply|None]: # the server's last answer to each; None where there is none
     "Have the server end samples. What else it says stays in the mail."
-    found:dict[str, Any] = dict.fromkeys(names)
+    found = dict[str, Reply|None].fromkeys(names)
     left, others, end = set(names), [], time.monotonic() + seconds
     try:
         for name in names: client.ask("/abort_request", dict(rid=name))
     except (RuntimeError, TimeoutError): end = 0.      # it is gone, and has ended them already
     while left and (answer := client.next(end - time.monotonic())) is not None:
         if answer[0] not in left: others.append(answer)
-        elif isinstance(answer[1], dict): found[answer[0]] = answer[1]
+        elif not isinstance(answer[1], Exception): found[answer[0]] = answer[1]
         left.discard(answer[0])
     for answer in others: client.answers.put(answer)
     return found
@@ -168,7 +168,7 @@ def stopped(
 def ended_sample(
     sampler:Sglang,
     name:str, # of a sample under way
-    reply:dict[str, Any]|None, # the server's last answer
+    reply:Reply|None, # the server's last answer
 )->Completion:
     "A sample that was ended, as far as it is."
     request, k, version = sampler.under_way.pop(name)
