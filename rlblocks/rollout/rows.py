@@ -114,10 +114,10 @@ def check_room(
 # %% ../../nbs/rollout/85_rows.ipynb #56ea3906
 Finish = Literal[
     "completed",        # the model, or its environment, was done
-    "tool_stopped",     # a tool said that nothing further is to come
+    "tool_stopped",     # a tool ended the episode
     "max_turns", "max_tokens", "max_tool_calls", # that much was allowed
     "context_overflow", # the model's positions were used up
-    "parse_error",      # what the model said could not be read
+    "parse_error",      # the model's message could not be parsed
     "timeout"]          # it was stopped
 
 ENDS:dict[Reason, Finish] = {"stop": "completed", "length": "max_tokens", "abort": "timeout"}

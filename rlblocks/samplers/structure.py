@@ -28,14 +28,14 @@ def id_bytes(
     "The ids that stand for each piece of text. ValueError for a tokenizer whose text is not that of its ids in a row."
     kinds, special = _decoders(tokenizer), {str(t) for t in tokenizer.all_special_tokens}
     special |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
-    if kinds & {"ByteLevel"}: said = _byte_level()
-    elif kinds & {"ByteFallback", "Metaspace"}: said = _sentence_piece
+    if kinds & {"ByteLevel"}: bytes_of = _byte_level()
+    elif kinds & {"ByteFallback", "Metaspace"}: bytes_of = _sentence_piece
     else:
         raise ValueError("generate: structure needs a tokenizer of bytes (byte-level BPE, SentencePiece); the decoder "
                          f"of this {type(tokenizer).__name__} is {', '.join(sorted(kinds)) or 'none'}")
     found:dict[bytes, list[int]] = {}
     for token, i in tokenizer.get_vocab().items():
-        if token not in special and token: found.setdefault(said(token), []).append(i)
+        if token not in special and token: found.setdefault(bytes_of(token), []).append(i)
     return found
 
 def _decoders(tokenizer):
@@ -61,7 +61,7 @@ class Structure:
     pattern:str # a regular expression of their text
     index:Any   # the automaton over ids, of outlines-core
     end:int     # id that ends a row, where the text may end
-    words:dict[bytes, list[int]] # what ids say
+    words:dict[bytes, list[int]] # the ids of each piece of text
 
 class Structures:
     "Automata over the ids of one tokenizer."
@@ -78,7 +78,7 @@ class Structures:
     def of(self,
         structure:str|Mapping, # a regular expression, or a JSON schema
     )->Structure:
-        "The automaton. ValueError for what is no expression, or cannot be said with this vocabulary."
+        "The automaton. ValueError for what is no expression, or cannot be written in this vocabulary."
         pattern = pattern_of(structure)
         if pattern not in self.made: self.made[pattern] = self._new(pattern)
         return self.made[pattern]
