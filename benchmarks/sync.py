@@ -12,7 +12,8 @@ Promised: all weights to vLLM in at most 25 times the copy, in ceil(bytes/bucket
 the entries in at most 5 % of the bytes. A promise that is not kept is printed as MISSED, and the exit code is 1.
 
 results/sync_cpu.json is of a quiet machine with two cores. To vLLM all weights cost 18.5 copies, 112 ms where a copy
-takes 6.1, in 4 messages, and changes are 2.0 % of the bytes: as promised. Nothing is promised for the others: changes cost 35 copies, an adapter 13, the folder 62, the network 44.
+takes 6.1, in 4 messages, and changes are 2.0 % of the bytes: as promised. Nothing is promised for the others: changes
+cost 35 copies, an adapter 13, the folder 62, the network 44.
 
 With `--device cuda` policy and engine are on one GPU and weights go by CUDA IPC; `--engine-device 1` puts the engine on
 another, and they go by NCCL. Nothing is promised there. Neither has been run.

@@ -17,7 +17,7 @@ from rlblocks import Batch, Policy, Rollout, later, send_weights
 from rlblocks.engines.published import publish_weights, published_weights
 from rlblocks.engines.weights import buckets, checksum, named_weights
 from rlblocks.rollout.rows import to_rows
-from rlblocks.samplers import channels, processes, vllm_sampler, vllm_start
+from rlblocks.samplers import channels, processes, vllm_start
 from rlblocks.samplers.channels import CudaIpc, Nccl
 from rlblocks.samplers.samplers import Request, Sampling, complete, vllm
 from rlblocks.samplers.vllm_sampler import to_completion
@@ -137,7 +137,7 @@ def test_weights_between_gpus_go_through_vllms_own_engines(way, monkeypatch, tmp
     cuda_stand_in.put(monkeypatch.setattr)
     channel = CudaIpc(torch.device("cpu")) if way == "ipc" else Changed(torch.device("cpu"), 1)
     channel.breaks = False
-    monkeypatch.setattr(vllm_sampler, "new_channel", lambda spec: channel)
+    monkeypatch.setattr(vllm_start, "new_channel", lambda spec: channel)
     net = sharp("qwen3_moe", head_dim=32, tie_word_embeddings=True, **MOE)
     policy, r = Policy(net, lr=1e-2, device="cpu"), rollout(net, bucket_bytes=40_000)
     assert gap(policy, r.generate(prompts(), group_size=4)) < 1e-4

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from .worker import Piece, view_of
+from .worker import Entry, view_of
 
 # %% ../../nbs/samplers/83d_channels.ipynb #277bd38d
 def in_buckets(
     weights:Iterable[tuple[str, Tensor]], # name, tensor
     memory:torch.UntypedStorage,          # holds a bucket
     aligned:int=64,                       # tensors begin at multiples of so many bytes
-)->Iterator[list[Piece]]: # what a bucket holds
+)->Iterator[list[Entry]]: # what a bucket holds
     "Write weights into memory; each time it is full, where they lie. What it held before is overwritten."
-    pieces, end = list[Piece](), 0
+    pieces, end = list[Entry](), 0
     for name, x in weights:
         at = -(-end//aligned)*aligned
         if pieces and (at + x.nbytes > memory.nbytes() or at % x.element_size()):
@@ -40,7 +40,7 @@ def in_buckets(
         end = at + x.nbytes
     if pieces: yield pieces
 
-def sizes_of(pieces:Iterable[Piece])->list[int]: # bytes
+def sizes_of(pieces:Iterable[Entry])->list[int]: # bytes
     "How long each tensor is."
     return [math.prod(shape)*dtype.itemsize for _, dtype, shape, _ in pieces]
 
@@ -67,11 +67,11 @@ class Channel(Protocol):
         "A load begins."
         ...
 
-    def message(self, pieces:list[Piece])->dict[str, object]:
+    def message(self, pieces:list[Entry])->dict[str, object]:
         "What each worker is told about a bucket that is written."
         ...
 
-    def push(self, pieces:list[Piece]):
+    def push(self, pieces:list[Entry]):
         "Move the bucket, where the workers do not read it themselves."
         ...
 
@@ -95,15 +95,21 @@ class SharedMemory:
         "Both have it open: its name goes."
         self.path.unlink(missing_ok=True)
 
-    def message(self, pieces:list[Piece])->dict[str, object]: return dict(pieces=pieces)
-    def connect(self): pass
-    def begin(self): pass
-    def push(self, pieces:list[Piece]): pass
-    def close(self): self.memory = torch.UntypedStorage(0)
+    def message(self, pieces:list[Entry])->dict[str, object]:
+        "Where the tensors lie."
+        return dict(pieces=pieces)
+
+    def close(self):
+        "Unmap it."
+        self.memory = torch.UntypedStorage(0)
+
+    def connect(self): "A file waits for nobody."
+    def begin(self): "The same memory serves every load."
+    def push(self, pieces:list[Entry]): "Workers read the bucket where it is."
 
 # %% ../../nbs/samplers/83d_channels.ipynb #2966f358
 def packed_message(
-    pieces:list[Piece], # without gaps
+    pieces:list[Entry], # without gaps
 )->dict[str, object]:
     "The fields that vLLM's own engines have in common: names, dtypes and shapes of a bucket."
     return dict(names=[name for name, *_ in pieces], shapes=[list(shape) for *_, shape, _ in pieces],
@@ -129,7 +135,7 @@ class CudaIpc:
         "A new handle, which is closed at the end of the load."
         self.handle = {str(torch.cuda.get_device_properties(self.device).uuid): reduce_tensor(self.bucket)[1]}
 
-    def message(self, pieces:list[Piece])->dict[str, object]:
+    def message(self, pieces:list[Entry])->dict[str, object]:
         "Names, sizes and the handle, once the bucket is written."
         torch.cuda.current_stream(self.device).synchronize()
         return packed_message(pieces) | dict(tensor_sizes=sizes_of(pieces), ipc_handles=self.handle)
@@ -138,9 +144,9 @@ class CudaIpc:
         "The memory goes back to the allocator."
         self.memory, self.bucket = torch.UntypedStorage(0), torch.empty(0)
 
-    def connect(self): pass
-    def opened(self): pass
-    def push(self, pieces:list[Piece]): pass
+    def connect(self): "A handle waits for nobody."
+    def opened(self): "Each load has a handle of its own."
+    def push(self, pieces:list[Entry]): "The worker reads the bucket where it is."
 
 # %% ../../nbs/samplers/83d_channels.ipynb #cab72e2f
 class UniqueId(ctypes.Structure):
@@ -168,6 +174,7 @@ def nccl_library(
     library.ncclGetErrorString.argtypes, library.ncclGetErrorString.restype = [ctypes.c_int], ctypes.c_char_p
     return library
 
+# %% ../../nbs/samplers/83d_channels.ipynb #0fc187cc
 class Nccl:
     "Buckets on the trainer's GPU, broadcast to the workers' GPUs."
     backend, aligned = "rlblocks-nccl", 1
@@ -198,9 +205,11 @@ class Nccl:
             self._call("ncclAllReduce", one.data_ptr(), one.data_ptr(), 1, _FLOAT, _SUM, *self._queue())
             torch.cuda.current_stream().synchronize()
 
-    def message(self, pieces:list[Piece])->dict[str, object]: return packed_message(pieces)
+    def message(self, pieces:list[Entry])->dict[str, object]:
+        "Names, dtypes and shapes."
+        return packed_message(pieces)
 
-    def push(self, pieces:list[Piece]):
+    def push(self, pieces:list[Entry]):
         "Broadcast the bucket, behind the copies that fill it."
         at, n = self.bucket.data_ptr(), sum(sizes_of(pieces))
         with torch.cuda.device(self.device): self._call("ncclBroadcast", at, at, n, _BYTE, 0, *self._queue())
@@ -216,8 +225,8 @@ class Nccl:
         if code := getattr(self.lib, name)(*args):
             raise RuntimeError(f"load: {name} failed: {self.lib.ncclGetErrorString(code).decode()}")
 
-    def opened(self): pass
-    def begin(self): pass
+    def opened(self): "The group stays."
+    def begin(self): "The same group serves every load."
 
 # %% ../../nbs/samplers/83d_channels.ipynb #7889fcb5
 def channel_for(

@@ -93,21 +93,16 @@ class Server:
         if extras.strings and len(ids) > extras.least: complete = completes(self.decode, ids, extras.strings)
         if not (complete or output.finished): return
         self.cached += output.num_cached_tokens or 0
-        if output.finished:
-            masks = made.sampling_mask.token_ids if made.sampling_mask else None
-            arrays = sample_arrays(ids, made.logprobs, extras.kept, masks)
-        else:
-            arrays = _so_far(_under_way(self)[name], extras.kept)
-            self.engine.abort_request([name])
+        arrays = _complete(made, extras.kept) if output.finished else _so_far(_under_way(self)[name], extras.kept)
+        if not output.finished: self.engine.abort_request([name])
         reason = "stop" if complete or made.finish_reason == "stop" else "length"
         self.send("done", name, *arrays, made.routed_experts, self.marks.pop(name), reason)
         self.forget([name])
 
     def forget(self, names:Iterable[str]): # of samples that have ended
         "No more messages about them."
-        for name in names:
-            self.names.discard(name)
-            self.extras.pop(name, None)
+        self.names -= set(names)
+        for name in names: self.extras.pop(name, None)
 
 # %% ../../nbs/samplers/83c_child.ipynb #bccdb4a7
 def _start(
@@ -174,6 +169,11 @@ def _under_way(
 )->dict[str, Any]: # name → what vLLM knows of a sample
     "Samples that have not ended."
     return {s.external_req_id: s for s in server.engine.output_processor.request_states.values()}
+
+def _complete(made, kept):
+    "A sample that has ended: tokens, log-probs and supports."
+    masks = made.sampling_mask.token_ids if made.sampling_mask else None
+    return sample_arrays(list(made.token_ids), made.logprobs, kept, masks)
 
 def _so_far(
     state:Any, # what vLLM knows of a sample under way

@@ -71,9 +71,14 @@ def penalties(
 
 class Tokenizer(Protocol):
     "What is used of a tokenizer."
-    def encode(self, text:str, *, add_special_tokens:bool)->list[int]: ...
-    def decode(self, token_ids:list[int], *, skip_special_tokens:bool)->str: ...
+    def encode(self, text:str, *, add_special_tokens:bool)->list[int]:
+        "Ids of a text."
+        ...
+    def decode(self, token_ids:list[int], *, skip_special_tokens:bool)->str:
+        "The text of ids."
+        ...
 
+# %% ../../nbs/samplers/81a_controls.ipynb #8bfc3a9c
 def banned_ids(
     words:Sequence[str|Sequence[int]],
     tokenizer:Tokenizer|None, # of the model; None: there is none

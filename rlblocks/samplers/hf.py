@@ -107,9 +107,7 @@ class Hf:
         self.version = manifest.version
         return manifest
 
-    def submit(self,
-        requests:Sequence[Request], # checked by the caller
-    ):
+    def submit(self, requests:Sequence[Request]): # checked by the caller
         "Queue them, part by part."
         check_ready(self)
         self.queue.extend(parts(requests, self.max_rows))
@@ -125,9 +123,7 @@ class Hf:
         experts = None if picks is None else experts_of_rows(decoder.fed, picks).cpu()
         return completions(part, sampled, int(self.version or 0), experts)
 
-    def abort(self,
-        keys:Iterable[int], # of requests
-    )->list[Completion]: # empty ones: what has begun is finished within its `poll`
+    def abort(self, keys:Iterable[int])->list[Completion]: # empty ones: what has begun is finished within its `poll`
         "Take requests out of the queue."
         gone, waiting = set(keys), [r for part in self.queue for r in part]
         self.queue = deque(parts([r for r in waiting if r.key not in gone], self.max_rows))
@@ -147,7 +143,9 @@ class Hf:
         self.module.to(self.device)
         self.asleep = False
 
-    def metrics(self)->dict[str, float]: return {}
+    def metrics(self)->dict[str, float]:
+        "Nothing is counted."
+        return {}
 
     def close(self):
         "Forget what is queued."

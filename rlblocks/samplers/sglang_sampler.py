@@ -46,8 +46,7 @@ class Sglang:
         "Find the server, and try what its log-probs are of. A module's weights are loaded into it."
         made = None if isinstance(model, (str, Path)) else transformers_model(model, dtype)
         self.twin, _ = engine_twin(model, made)
-        self.module:nn.Module = self.twin
-        self.spec, self.dtype = spec, computed_dtype(self.twin, dtype)
+        self.spec, self.dtype, self.module = spec, computed_dtype(self.twin, dtype), cast(nn.Module, self.twin)
         self.window:int|None = getattr(self.twin.config, "max_position_embeddings", None)
         self.vocabulary:int|None = cast(int, self.twin.get_input_embeddings().num_embeddings)
         self.folder = TemporaryDirectory(prefix="rlblocks-", dir=spec.folder)
@@ -78,9 +77,7 @@ class Sglang:
         check_ready(self)
         start_samples(self, requests)
 
-    def poll(self,
-        seconds:float=0., # most to wait for a sample
-    )->list[Completion]:
+    def poll(self, seconds:float=0.)->list[Completion]:
         "Samples that have ended. RuntimeError for what the server refused or when it is gone."
         answers = self.client.arrivals(seconds if self.under_way else 0.)
         return [taken(self, name, reply) for name, reply in answers if name in self.under_way]
@@ -101,7 +98,9 @@ class Sglang:
         self.client.ask("/resume_memory_occupation", {})
         self.asleep = False
 
-    def metrics(self)->dict[str, float]: return {}
+    def metrics(self)->dict[str, float]:
+        "Nothing is counted."
+        return {}
 
     def close(self):
         "Leave the server, which goes on."

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['NOTHING', 'ending', 'alive', 'Vllm', 'sent', 'new_child', 'answer', 'to_samples', 'send_samples', 'send_tokenizer',
-           'send_words', 'ended', 'aborted', 'to_completion']
+           'send_words', 'ended', 'abort_samples', 'aborted', 'to_completion']
 
 # %% ../../nbs/samplers/83h_vllm_sampler.ipynb #1dd95c2a
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,9 +23,9 @@ from .samplers import Completion, Reason, Request, VllmSpec, check_ready
 from .transfer import Transfer
 from .vllm_lora import check_adapter, send_adapter
 from .vllm_samples import Extras, sample_settings
-from .vllm_start import (
-    check_options, computed_dtype, engine_arguments, engine_twin, in_folder, new_channel, own_ticket, start_child,
-    router_layers, transformers_model)
+from rlblocks.samplers.vllm_start import (
+    check_sleep, engine_arguments, engine_twin, in_folder, new_transfer, own_ticket, router_layers, start_child,
+    transformers_model)
 
 # %% ../../nbs/samplers/83h_vllm_sampler.ipynb #2846b881
 NOTHING = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), None, None # of a sample that had not begun
@@ -62,18 +62,13 @@ class Vllm:
         tokenizer:Any=None,          # for stop strings
     ):
         "Start the engine, and sample one token with it."
-        check_options(spec.options)
-        self.spec, self.asleep = spec, False
         made = None if isinstance(model, (str, Path)) else transformers_model(model, dtype)
         twin, self.source = engine_twin(model, made)
         if made is not None and spec.options.get("enable_lora"): self.folder, self.source, made = in_folder(made)
-        self.module:nn.Module = twin
-        self.window:int|None = spec.context or getattr(twin.config, "max_position_embeddings", None)
-        computed, channel = computed_dtype(twin, dtype), new_channel(spec)
-        self.transfer = Transfer(twin, dtype=computed, window=self.window, bucket_bytes=spec.bucket_bytes,
-                                 channel=channel)
-        self.arguments = engine_arguments(spec, channel, self.source, computed, self.window or 8192, max_rows)
-        self.vocabulary:int|None = self.transfer.vocabulary
+        self.spec, self.asleep, self.module = spec, False, cast(nn.Module, twin)
+        self.transfer = new_transfer(spec, twin, dtype)
+        self.arguments = engine_arguments(spec, self.transfer, self.source, max_rows)
+        self.window, self.vocabulary = self.transfer.window, self.transfer.vocabulary
         self.under_way, self.tokenizer = {}, tokenizer
         self.version:int|None = None
         self.decodes:Child|None = None             # the process that has the tokenizer
@@ -82,9 +77,7 @@ class Vllm:
         if made is None: self.version = 0
         else: self.load(own_ticket(made))
 
-    def load(self,
-        ticket:Ticket, # from `policy.weights()`
-        *,
+    def load(self, ticket:Ticket, *,
         keep:bool=False, # what is under way keeps keys and values of the old weights
     )->Manifest: # the names of files; the checksums of what arrived; the gap of the probe
         "Send a ticket's weights and prove them. A load that fails ends the engine; the next one starts it anew."
@@ -110,17 +103,11 @@ class Vllm:
 
     def abort(self, keys:Iterable[int])->list[Completion]: # of the samples that nobody has polled
         "End requests. An engine that is gone has ended them already."
-        gone = set(keys)
-        names = [name for name, (r, _) in self.under_way.items() if r.key in gone]
-        nothing = (*NOTHING, [(0, int(self.version or 0))]), "abort"
-        with ending(self): found = aborted(self.child, names)
-        return [answer(self, name, *found.get(name, nothing)) for name in names]
+        return abort_samples(self, set(keys))
 
     def sleep(self, level:int=1):
         "Give memory back. 2: the weights too, so that a `load` has to follow; ValueError where adapters need them."
-        if level == 2 and self.spec.options.get("enable_lora"):
-            raise ValueError("sleep: level=2 would forget the weights beneath the adapters, which no load brings; "
-                             "level=1 is wanted")
+        check_sleep(level, self.spec.options)
         alive(self).ask("sleep", level)
         self.asleep, self.version = True, None if level == 2 else self.version
 
@@ -234,6 +221,16 @@ def ended(
         if message[0] == "error": raise RuntimeError(f"generate: the engine could not {message[1]}: {message[2]}")
         if message[0] == "done": yield message[1:]
         message = child.mail.pop(0) if child.mail else child.read(0.)
+
+def abort_samples(
+    sampler:Vllm,
+    keys:set[int], # of requests
+)->list[Completion]:
+    "End requests, and take what there is of their samples."
+    names = [name for name, (r, _) in sampler.under_way.items() if r.key in keys]
+    nothing = (*NOTHING, [(0, int(sampler.version or 0))]), "abort"
+    with ending(sampler): found = aborted(sampler.child, names)
+    return [answer(sampler, name, *found.get(name, nothing)) for name in names]
 
 def aborted(
     child:Child|None, # None: it has ended

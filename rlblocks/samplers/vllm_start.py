@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['transformers_model', 'engine_twin', 'in_folder', 'own_ticket', 'router_layers', 'computed_dtype', 'engine_devices',
-           'placed', 'visible', 'check_options', 'new_channel', 'engine_arguments', 'start_child']
+           'placed', 'visible', 'check_options', 'new_channel', 'new_transfer', 'check_sleep', 'engine_arguments',
+           'start_child']
 
 # %% ../../nbs/samplers/83g_vllm_start.ipynb #ffda17af
 import os
@@ -24,7 +25,7 @@ from .decoding import MAX_SUPPORT
 from .hf import sampling_module
 from .processes import Child, allow_silence, interpreter
 from .samplers import VllmSpec
-from .transfer import Transfer, score_with
+from .transfer import Transfer, meet, score_with
 
 if TYPE_CHECKING: import transformers
 
@@ -138,23 +139,44 @@ def new_channel(
     devices = engine_devices(spec)
     return channel_for(devices, torch.cuda.current_device() if devices else None)
 
+def new_transfer(
+    spec:VllmSpec,
+    twin:"transformers.PreTrainedModel", # the model on the meta device
+    dtype:torch.dtype|None,              # that the engine computes in; None: as the model comes
+)->Transfer:
+    "What hands weights to its engine. ValueError for options that need CUDA, where there is none."
+    check_options(spec.options)
+    window:int|None = spec.context or getattr(twin.config, "max_position_embeddings", None)
+    return Transfer(twin, dtype=computed_dtype(twin, dtype), window=window, bucket_bytes=spec.bucket_bytes,
+                    channel=new_channel(spec))
+
+def check_sleep(
+    level:int,
+    options:Mapping[str, object], # of vLLM
+):
+    "ValueError where weights would go that no load brings back."
+    if level == 2 and options.get("enable_lora"):
+        raise ValueError("sleep: level=2 would forget the weights beneath the adapters, which no load brings; level=1 "
+                         "is wanted")
+
 def engine_arguments(
     spec:VllmSpec,
-    channel:Channel,   # of weights
+    transfer:Transfer, # of its weights
     source:str|None,   # a name or folder with weights; None: it begins with dummies
-    dtype:torch.dtype, # that it computes in
-    window:int,        # most tokens of a row
     max_rows:int,      # most samples side by side
 )->Mapping[str, object]: # of vLLM's LLM
     "How vLLM is started; the spec's options come last."
     cuda, workers = torch.cuda.is_available(), len(engine_devices(spec))
+    channel, window = transfer.channel, transfer.window or 8192
     phases = dict(weight_transfer_config=dict(backend=channel.backend))
     return dict(
-        model=source, dtype=str(dtype).removeprefix("torch."), seed=0, load_format="auto" if source else "dummy",
+        model=source, dtype=str(transfer.dtype).removeprefix("torch."), seed=0,
+        load_format="auto" if source else "dummy",
         skip_tokenizer_init=True, generation_config="vllm", enforce_eager=not cuda, enable_sleep_mode=cuda,
         max_model_len=window, max_num_seqs=max_rows, kv_cache_memory_bytes=spec.cache_bytes,
         logprobs_mode="processed_logprobs", max_logprobs=MAX_SUPPORT, enable_prefix_caching=True,
-        structured_outputs_config=dict(backend="outlines"), disable_log_stats="speculative_config" not in spec.options,
+        structured_outputs_config=dict(backend="outlines"),
+        disable_log_stats="speculative_config" not in spec.options,
         enable_chunked_prefill=False, max_num_batched_tokens=max(window, 8192),
         **(phases if workers > 1 or not isinstance(channel, SharedMemory) else {})) | spec.options
 
@@ -187,7 +209,7 @@ def _started(spec, transfer, arguments):
             transfer.twin.config.save_pretrained(child.folder.name)
             arguments = dict(arguments, model=child.folder.name)
         child.send("start", dict(arguments), transfer.share(child.folder.name))
-        transfer.meet(child)
+        meet(transfer, child)
         allow_silence(child, spec.timeout)
     except BaseException:
         child.close()
