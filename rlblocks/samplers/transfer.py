@@ -100,7 +100,7 @@ class Transfer:
         self.twin, self.dtype, self.window, self.bucket_bytes = twin, dtype, window, bucket_bytes
         self.known = twin_shapes(twin)
         self.vocabulary:int|None = cast(int, twin.get_input_embeddings().num_embeddings)
-        self.loads, self.kept, self.base = 0, {}, None      # the weights of version `base`, where changes of them may follow
+        self.loads, self.kept, self.base = 0, {}, None # weights of version `base`, where changes may follow
 
     def share(self, folder:str)->dict[str, object]: # what the engine's workers are initialised with
         "Make room for a bucket; files of the channel go into the folder."
