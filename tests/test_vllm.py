@@ -166,10 +166,14 @@ RETURNED = """
 import numpy as np, pickle, sys
 from multiprocessing import Pipe
 from rlblocks.samplers.child import Server
-from rlblocks.samplers.vllm_samples import Extras
+from rlblocks.samplers.vllm_samples import Extras, acceptance
 from vllm import EngineArgs
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, RequestOutput, SamplingMask
+from vllm.v1.metrics.reader import Counter, Vector
+counted = dict(num_drafts=17, num_draft_tokens=48, num_accepted_tokens=34)
+found = acceptance([Counter(f"vllm:spec_decode_{name}", {}, n) for name, n in counted.items()] +
+                   [Vector("vllm:spec_decode_num_accepted_tokens_per_pos", {}, [1, 0, 0])])
 flat = FlatLogprobs()
 for i, x in ((7, -.5), (2, -.25)): flat.append({i: Logprob(logprob=x)})
 made = CompletionOutput(0, "", [7, 2], None, flat, routed_experts=np.arange(40, dtype=np.uint8).reshape(5, 4, 2),
@@ -179,14 +183,16 @@ server = Server(there)
 server.names.add("0/0")
 server.extras["0/0"], server.marks["0/0"] = Extras(kept=4), [(0, 3)]
 server.take([RequestOutput("0/0", None, [3, 4, 5, 6], None, [made], True)])
-print(pickle.dumps((here.recv(), sorted(EngineArgs.__dataclass_fields__))).hex())
+print(pickle.dumps((here.recv(), found, sorted(EngineArgs.__dataclass_fields__))).hex())
 """
 
 
-def test_experts_and_supports_that_vllm_returns_become_columns(root):
+def test_what_vllm_returns_beside_tokens_is_read(root):
     """Read out of vLLM's own classes, as Model Runner V2 fills them (untried on a GPU): experts of the layers that have
-    a router, for prompt and tokens but the last; supports as masks. The options have these names in this vLLM."""
-    (_, _, *parts, reason), options = pickle.loads(bytes.fromhex(in_engines_python(RETURNED, root)))
+    a router, for prompt and tokens but the last; supports as masks; what speculative decoding accepted. The options
+    have these names in this vLLM."""
+    (_, _, *parts, reason), found, options = pickle.loads(bytes.fromhex(in_engines_python(RETURNED, root)))
+    assert found == dict(drafts=17, draft_tokens=48, accepted_tokens=34, acceptance_rate=34/48, mean_accepted_length=3)
     assert {"enable_return_routed_experts", "return_sampling_mask", "enable_sleep_mode"} <= set(options)
     request = Request(0, torch.tensor([3, 4, 5, 6]), (1,), 2, Sampling(top_p=.9), (), experts=True)
     made = to_completion(request, 0, parts, reason, 32, [1, 3])
@@ -197,38 +203,23 @@ def test_experts_and_supports_that_vllm_returns_become_columns(root):
     assert rows.rollout_logprobs[0, 4:].tolist() == [-.5, -.25] and rows.policy_version.tolist() == [3]
 
 
-def test_speculative_decoding_keeps_the_distribution_and_memory_wakes_in_order(monkeypatch):
-    """An option by its name. The log-probs are the trainer's, and what was accepted is counted; after sleep the weights
-    wake first, and the cache when the new ones are in place."""
+def test_weights_that_are_no_numbers_leave_nothing_and_memory_wakes_in_order(shared, monkeypatch):
+    """The probe refuses NaN, and the engine is ended with its keys; the next one's rows are the trainer's. After sleep
+    its weights wake first, and the cache when the new ones are in place."""
     monkeypatch.setitem(vllm_start._QUIET, "VLLM_LOGGING_LEVEL", "INFO")
-    net = sharp()
-    policy, r = Policy(net, lr=1e-2, device="cpu"), rollout(net, speculative_config=dict(
-        method="ngram", num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1))
-    assert gap(policy, r.generate(prompts(), group_size=8, max_tokens=60, temperature=.6)) < 1e-4
-    seen = r.metrics()
-    assert seen["drafts"] > 10 and seen["acceptance_rate"] == seen["accepted_tokens"]/seen["draft_tokens"]
-    assert seen["mean_accepted_length"] == 1 + seen["accepted_tokens"]/seen["drafts"] > 1
-    r.sleep(2)
-    r.load(moved(policy).weights())
-    assert gap(policy, r.generate(prompts(), group_size=4)) < 1e-4
-    r.sleep()
-    r.wake()
-    order = re.findall(r"wake up tags (\S+(?: '\w+'\])?)\.", open(r.sampler.child.log.name).read())
-    assert order == ["['weights']", "['kv_cache']", "['kv_cache', 'weights']"]
-    r.close()
-
-
-def test_weights_that_are_no_numbers_leave_nothing_in_the_cache(shared):
-    "The probe refuses them, and the engine is ended with its keys; the next one's rows are the trainer's."
-    net = sharp()
-    policy = Policy(net, device="cpu")
+    net, r = sharp(), shared
+    policy, good, child = Policy(net, device="cpu"), Policy(net, device="cpu"), shared.sampler.child
     with torch.no_grad(): next(policy._run.module.parameters()).fill_(torch.nan)
-    child = shared.sampler.child
-    with pytest.raises(RuntimeError, match="up to nan apart"): shared.load(policy.weights())
-    assert child.process.poll() is not None and shared.sampler.child is None
-    with pytest.raises(RuntimeError, match="of no known version"): shared.generate(prompts())
-    good = Policy(net, device="cpu")
-    assert shared.load(good.weights()).gap < 1e-4 and gap(good, shared.generate(prompts(), group_size=4)) < 1e-4
+    with pytest.raises(RuntimeError, match="up to nan apart"): r.load(policy.weights())
+    assert child.process.poll() is not None and r.sampler.child is None
+    with pytest.raises(RuntimeError, match="of no known version"): r.generate(prompts())
+    assert r.load(good.weights()).gap < 1e-4 and gap(good, r.generate(prompts(), group_size=4)) < 1e-4
+    assert r.metrics() == {}
+    r.sleep(2)
+    r.load(moved(good).weights())
+    assert gap(good, r.generate(prompts(), group_size=4)) < 1e-4
+    order = re.findall(r"wake up tags \[([^]]*)\]", open(r.sampler.child.log.name).read())
+    assert order == ["'weights'", "'kv_cache'"]
 
 
 def test_torchruns_variables_do_not_reach_the_engine(shared):
