@@ -173,11 +173,13 @@ def probe_ids(
     return tuple(torch.randint(vocabulary, (min(n, (window or n + 1) - 1),), generator=g).tolist())
 
 # %% ../../nbs/engines/51_weights.ipynb #42f76451
+@runtime_checkable
 class Complete(Protocol):
     "How an engine holds a module."
     @property
     def complete(self)->bool: ... # all of it, in this process
 
+@runtime_checkable
 class Owner(Protocol):
     "What is used of a `ShardedModel`."
     version:int # optimizer steps

@@ -14,7 +14,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ def sizes_of(pieces:Iterable[Entry])->list[int]: # bytes
     return [math.prod(shape)*dtype.itemsize for _, dtype, shape, _ in pieces]
 
 # %% ../../nbs/samplers/83d_channels.ipynb #3b36f277
+@runtime_checkable
 class Channel(Protocol):
     "How buckets reach the workers of an engine."
     backend:str                 # of vLLM's weight transfer

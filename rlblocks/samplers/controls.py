@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from numbers import Integral
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -69,6 +69,7 @@ def penalties(
     if not all(words): raise ValueError("penalties: bad_words holds an empty word; at least one token is wanted")
     return Penalties(float(presence), float(frequency), float(repetition), bias, words, int(min_tokens))
 
+@runtime_checkable
 class Tokenizer(Protocol):
     "What is used of a tokenizer."
     def encode(self, text:str, *, add_special_tokens:bool)->list[int]:

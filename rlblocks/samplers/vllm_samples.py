@@ -8,7 +8,7 @@ __all__ = ['sample_settings', 'Extras', 'Flat', 'sample_arrays', 'VllmMetric', '
 # %% ../../nbs/samplers/83b_vllm_samples.ipynb #e405f211
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -43,6 +43,7 @@ class Extras:
     pattern:str|None=None      # regular expression of its text
 
 # %% ../../nbs/samplers/83b_vllm_samples.ipynb #e357bc3f
+@runtime_checkable
 class Flat(Protocol):
     "vLLM's `FlatLogprobs`: the entries of token i are those from `start_indices[i]` to `end_indices[i]`."
     start_indices:list[int]
@@ -68,6 +69,7 @@ def sample_arrays(
     return np.array(ids), logps[first], support
 
 # %% ../../nbs/samplers/83b_vllm_samples.ipynb #aab26646
+@runtime_checkable
 class VllmMetric(Protocol):
     "A metric of vLLM."
     name:str

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +34,19 @@ def unpacked(
     for name, dtype, shape, at in pieces: yield name, view_of(memory, dtype, shape, at).clone()
 
 # %% ../../nbs/samplers/83a_worker.ipynb #08790bcc
+@runtime_checkable
 class ModelRunner(Protocol):
     "What is used of vLLM's model runner."
     def get_model(self)->nn.Module:
         "The model that computes."
         ...
 
+@runtime_checkable
 class TransferEngine(Protocol):
     "What is used of an engine of vLLM's weight transfer, as `noting` makes it."
     sums:dict[str, int] # name → checksum of what has arrived
 
+@runtime_checkable
 class Worker(Protocol):
     "What is used of vLLM's worker, in whose process this runs."
     model_runner:ModelRunner
