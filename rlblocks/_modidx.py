@@ -4054,6 +4054,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'rlblocks/samplers/channels.py'),
                                             'rlblocks.samplers.channels.SharedMemory': ( 'samplers/channels.html#sharedmemory',
                                                                                          'rlblocks/samplers/channels.py'),
+                                            'rlblocks.samplers.channels.SharedMemory.__init__': ( 'samplers/channels.html#sharedmemory.__init__',
+                                                                                                  'rlblocks/samplers/channels.py'),
                                             'rlblocks.samplers.channels.SharedMemory.begin': ( 'samplers/channels.html#sharedmemory.begin',
                                                                                                'rlblocks/samplers/channels.py'),
                                             'rlblocks.samplers.channels.SharedMemory.close': ( 'samplers/channels.html#sharedmemory.close',

@@ -85,10 +85,14 @@ class SharedMemory:
     "Buckets in memory of the host."
     backend, aligned = "rlblocks", 64
 
+    def __init__(self):
+        "Nothing is mapped yet."
+        self.memory:torch.UntypedStorage = torch.UntypedStorage(0)
+
     def open(self, n_bytes:int, folder:str)->dict[str, object]:
         "A file of so many bytes, in shared memory or else in the folder."
         self.path = Path("/dev/shm" if Path("/dev/shm").is_dir() else folder)/f"rlblocks-{secrets.token_hex(8)}"
-        self.memory:torch.UntypedStorage = torch.UntypedStorage.from_file(  # pyright: ignore[reportAttributeAccessIssue]
+        self.memory = torch.UntypedStorage.from_file(  # pyright: ignore[reportAttributeAccessIssue]
             str(self.path), shared=True, nbytes=n_bytes)
         return dict(path=str(self.path), size=n_bytes)
 
