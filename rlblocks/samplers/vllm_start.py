@@ -25,7 +25,7 @@ from .decoding import MAX_SUPPORT
 from .hf import sampling_module
 from .processes import Child, allow_silence, interpreter
 from .samplers import VllmSpec
-from .transfer import Transfer, meet, score_with
+from .transfer import Transfer, connect_engine, score_with
 
 if TYPE_CHECKING: import transformers
 
@@ -209,7 +209,7 @@ def _started(spec, transfer, arguments):
             transfer.twin.config.save_pretrained(child.folder.name)
             arguments = dict(arguments, model=child.folder.name)
         child.send("start", dict(arguments), transfer.share(child.folder.name))
-        meet(transfer, child)
+        connect_engine(transfer, child)
         allow_silence(child, spec.timeout)
     except BaseException:
         child.close()
