@@ -177,6 +177,7 @@ def abort(rollout:"Rollout"):
     "End all rows under way; whoever asks for some of them gets a RuntimeError."
     rollout.lines.end(RuntimeError("rollout.abort() has ended them"))
 
+@locked
 def metrics(rollout:"Rollout")->dict[str, float]: # by name: drafts, acceptance_rate, mean_accepted_length …
     "What the engine counts since it was started; empty without speculative decoding."
     return rollout.sampler.metrics()
@@ -282,8 +283,7 @@ def new_sampler(
     "The engine behind a rollout. ValueError for an unknown one, TypeError for a dtype that is none of floats."
     if dtype is not None and not getattr(dtype, "is_floating_point", False):
         raise TypeError(f"Rollout: dtype is {dtype!r}; a torch.dtype of floats is wanted, as in dtype=torch.bfloat16")
-    rows = whole_number("Rollout", "max_rows", max_rows)
-    how:dict[str, Any] = dict(dtype=dtype, max_rows=rows, tokenizer=tokenizer)
+    how:dict[str, Any] = dict(dtype=dtype, max_rows=whole_number("Rollout", "max_rows", max_rows), tokenizer=tokenizer)
     if engine == "hf": return Hf(model, device=device_of(device, "Rollout"), **how)
     spec = VllmSpec() if engine == "vllm" else engine
     if isinstance(spec, VllmSpec): return Vllm(model, spec=spec, **how)
