@@ -70,7 +70,7 @@ def test_each_token_is_of_the_weights_that_drew_it(shared):
     for keep in (False, True):
         r.load(old.weights())
         call = later(r.generate, prompts(), group_size=4, seed=3, max_tokens=400)
-        while r.sampler.asked and not under_way(r): time.sleep(.05)
+        while r.sampler.under_way and not under_way(r): time.sleep(.05)
         r.load(new.weights(), keep=keep)
         after, rows = r.generate(prompts(), group_size=2, max_tokens=20), call.result()
         v = rows.policy_version
@@ -118,7 +118,7 @@ def test_one_that_never_ends_and_one_that_is_lost_hold_up_nobody(shared, monkeyp
     assert sorted(int(b.group[0]) for b in rows) == [1000 + i for i in range(n) if i not in (endless, lost)]
     stopped = flight.abort(flight.late(.5))
     assert [int(p.group[0]) for p in stopped] == [1000 + lost, 1000 + endless] and not r.lines.of
-    assert not r.sampler.sampler.asked, "their places are free"
+    assert not r.sampler.sampler.under_way, "their places are free"
     began = time.monotonic()
     r.generate(prompts[21:85], max_tokens=8)
     with pytest.raises(TimeoutError, match="1 of 64 samples had not ended .* sample 0 of prompt 20"):
@@ -223,7 +223,7 @@ def test_what_has_ended_unread_is_not_drawn_again():
     child = r.sampler.child
     while not [x for x in child.mail if x[0] == "done"]: child.ask("cached")     # what else comes is kept, and not read
     said = r.sampler.abort(list(r.lines.of))
-    assert {len(c.tokens) for c in said if c.reason == "length"} == {5} and not r.sampler.asked and not child.mail
+    assert {len(c.tokens) for c in said if c.reason == "length"} == {5} and not r.sampler.under_way and not child.mail
     assert said[-1].reason == "abort"
     r.close()
 

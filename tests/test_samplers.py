@@ -56,7 +56,7 @@ def refuses(sampler, what, **asks):
     if not isinstance(sampler, Sglang): return False
     with pytest.raises(ValueError, match=f"{what} came, and engine='sglang' has none that is the same"):
         complete(sampler, asked(**asks))
-    assert not sampler.asked
+    assert not sampler.under_way
     return True
 
 
@@ -284,6 +284,14 @@ def test_experts_that_an_engine_cannot_say_are_refused(sampler):
 def test_vllm_says_who_gives_experts():
     with pytest.raises(ValueError, match="engine='vllm' does not say where a mixture sends tokens; .* engine='hf'"):
         to_samples(asked(n=1, experts=True)[0], 32)
+    assert len(to_samples(asked(n=2, experts=True)[0], 32, dict(enable_return_routed_experts=True))) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+@pytest.mark.parametrize("name", ["enable_return_routed_experts", "return_sampling_mask"])
+def test_what_needs_cuda_is_refused_before_vllm_starts(name):
+    with pytest.raises(ValueError, match=rf"vllm\({name}=True\) needs CUDA .*Model Runner V2"):
+        Rollout(sharp(), engine=vllm(**{name: True}))
 
 
 def test_work_can_be_added_and_ended(sampler):
@@ -338,7 +346,7 @@ def test_an_sglang_server_that_is_gone_is_an_error(server):
     server[0].shutdown()
     server[0].server_close()
     with pytest.raises(RuntimeError, match="no SGLang server answers|gave no answer"): r.generate(prompts())
-    assert r.sampler.asked == {}
+    assert r.sampler.under_way == {}
     r.close()
 
 
@@ -378,7 +386,7 @@ def test_log_probs_of_another_distribution_are_found_out():
 def test_only_the_engines_program_imports_vllm():
     "And what vLLM's own processes load of ours through its entry point."
     def imports_vllm(path): return re.search(r"(?m)^\s*(from|import) vllm\b", path.read_text(encoding="utf-8"))
-    assert {p.name for p in ROOT.glob("rlblocks/**/*.py") if imports_vllm(p)} == {"child.py", "pieces.py"}
+    assert {p.name for p in ROOT.glob("rlblocks/**/*.py") if imports_vllm(p)} == {"child.py", "worker.py"}
 
 
 def test_a_program_that_does_not_answer_is_an_error_with_its_log():

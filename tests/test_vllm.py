@@ -2,19 +2,25 @@
 
 An engine takes as long to start as all else here: tests that can share one do, those that end theirs stand last."""
 import os
+import pickle
 import re
 import signal
 import subprocess
 from itertools import product
 
 import pytest
+import cuda_stand_in
 import torch
 from clock import Clock
 from conftest import rarely, vllm_python
-from rlblocks import Policy, Rollout, later, send_weights
+from rlblocks import Batch, Policy, Rollout, later, send_weights
 from rlblocks.engines.published import publish_weights, published_weights
 from rlblocks.engines.weights import buckets, checksum, named_weights
-from rlblocks.samplers.samplers import Sampling, complete, vllm
+from rlblocks.rollout.rows import to_rows
+from rlblocks.samplers import channels, processes, vllm_start
+from rlblocks.samplers.channels import CudaIpc, Nccl
+from rlblocks.samplers.samplers import Request, Sampling, complete, vllm
+from rlblocks.samplers.vllm_sampler import to_completion
 from test_samplers import asked, in_vllm, said, sharp
 from test_weights import lora, nudge, stirred
 from tiny import prompts
@@ -104,15 +110,116 @@ def test_the_four_phases_of_vllms_weight_transfer_put_the_same_in_place(kind):
     r.close()
 
 
+def in_engines_python(code, root):
+    "What a program prints in the environment that has vLLM."
+    run = subprocess.run([vllm_python(), "-c", code], capture_output=True, text=True, timeout=300,
+                         env=os.environ | dict(PYTHONPATH=str(root), VLLM_LOGGING_LEVEL="ERROR"))
+    assert not run.returncode, run.stderr[-2000:]
+    return run.stdout
+
+
+class Changed(Nccl):
+    "A bit of a bucket changes on its way."
+    def message(self, pieces):
+        if self.breaks: self.bucket[0] ^= 1
+        return super().message(pieces)
+
+
+@pytest.mark.parametrize("way", ["ipc", "nccl"])
+def test_weights_between_gpus_go_through_vllms_own_engines(way, monkeypatch, tmp_path, root):
+    """Real trainer, real vLLM with its own IPC and NCCL engines; CUDA's memory is this machine's (untried on a GPU).
+    The same checks as with shared memory: names, shapes, checksums and the probe; what breaks ends the engine."""
+    monkeypatch.setenv("STAND_IN", str(tmp_path))
+    monkeypatch.setenv("VLLM_NCCL_SO_PATH", str(cuda_stand_in.build(tmp_path)))
+    begin = f"sys.path.append({str(root/'tests')!r})\nfrom cuda_stand_in import serve_trainer as run # {{}} {{}}"
+    monkeypatch.setattr(processes, "_PROGRAM", processes._PROGRAM.replace("from {} import {} as run", begin))
+    monkeypatch.setattr(channels, "reduce_tensor", cuda_stand_in.exported)
+    cuda_stand_in.put(monkeypatch.setattr)
+    channel = CudaIpc(torch.device("cpu")) if way == "ipc" else Changed(torch.device("cpu"), 1)
+    channel.breaks = False
+    monkeypatch.setattr(vllm_start, "new_channel", lambda spec: channel)
+    net = sharp("qwen3_moe", head_dim=32, tie_word_embeddings=True, **MOE)
+    policy, r = Policy(net, lr=1e-2, device="cpu"), rollout(net, bucket_bytes=40_000)
+    assert gap(policy, r.generate(prompts(), group_size=4)) < 1e-4
+    for _ in range(2):
+        manifest = r.load(moved(policy).weights())
+        assert manifest.gap < 1e-4 and manifest.n_messages > 4
+        assert manifest.n_bytes == sum(x.nbytes for x in named_weights(policy._run.module.trunk).values())
+    assert gap(policy, r.generate(prompts(), group_size=4)) < 1e-4
+    if way == "nccl":
+        channel.breaks = True
+        with pytest.raises(RuntimeError, match="arrived changed"): r.load(moved(policy).weights())
+        assert r.sampler.child is None and not channel.group
+    r.close()
+
+
 def test_the_registered_engine_is_what_the_entry_point_names(root):
     "In the environment that has vLLM; more than once, as vLLM calls it in each of its processes."
     where = re.search(r'"vllm.general_plugins": \["rlblocks = ([\w.]+):(\w+)"\]', (root/"setup.py").read_text())
     code = (f"from {where[1]} import {where[2]} as f; f(); f()\n"
             "from vllm.distributed.weight_transfer import WeightTransferEngineFactory as made\n"
             "print(made._registry['rlblocks']().__name__)")
-    run = subprocess.run([vllm_python(), "-c", code], capture_output=True, text=True, timeout=300,
-                         env=os.environ | dict(PYTHONPATH=str(root), VLLM_LOGGING_LEVEL="ERROR"))
-    assert run.stdout == "FromMemory\n", run.stderr[-1000:]
+    assert in_engines_python(code, root) == "FromMemory\n"
+
+
+RETURNED = """
+import numpy as np, pickle, sys
+from multiprocessing import Pipe
+from rlblocks.samplers.child import Server
+from rlblocks.samplers.vllm_samples import Extras, acceptance
+from vllm import EngineArgs
+from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.outputs import CompletionOutput, RequestOutput, SamplingMask
+from vllm.v1.metrics.reader import Counter, Vector
+counted = dict(num_drafts=17, num_draft_tokens=48, num_accepted_tokens=34)
+found = acceptance([Counter(f"vllm:spec_decode_{name}", {}, n) for name, n in counted.items()] +
+                   [Vector("vllm:spec_decode_num_accepted_tokens_per_pos", {}, [1, 0, 0])])
+flat = FlatLogprobs()
+for i, x in ((7, -.5), (2, -.25)): flat.append({i: Logprob(logprob=x)})
+made = CompletionOutput(0, "", [7, 2], None, flat, routed_experts=np.arange(40, dtype=np.uint8).reshape(5, 4, 2),
+                        finish_reason="length", sampling_mask=SamplingMask([[5, 7], [2, 4, 6]]))
+here, there = Pipe()
+server = Server(there)
+server.names.add("0/0")
+server.extras["0/0"], server.marks["0/0"] = Extras(kept=4), [(0, 3)]
+server.take([RequestOutput("0/0", None, [3, 4, 5, 6], None, [made], True)])
+print(pickle.dumps((here.recv(), found, sorted(EngineArgs.__dataclass_fields__))).hex())
+"""
+
+
+def test_what_vllm_returns_beside_tokens_is_read(root):
+    """Read out of vLLM's own classes, as Model Runner V2 fills them (untried on a GPU): experts of the layers that have
+    a router, for prompt and tokens but the last; supports as masks; what speculative decoding accepted. The options
+    have these names in this vLLM."""
+    (_, _, *parts, reason), found, options = pickle.loads(bytes.fromhex(in_engines_python(RETURNED, root)))
+    assert found == dict(drafts=17, draft_tokens=48, accepted_tokens=34, acceptance_rate=34/48, mean_accepted_length=3)
+    assert {"enable_return_routed_experts", "return_sampling_mask", "enable_sleep_mode"} <= set(options)
+    request = Request(0, torch.tensor([3, 4, 5, 6]), (1,), 2, Sampling(top_p=.9), (), experts=True)
+    made = to_completion(request, 0, parts, reason, 32, [1, 3])
+    batch = Batch(tokens=request.ids[None], lengths=torch.tensor([4]), group=torch.tensor([9]))
+    rows = to_rows(batch, 1, [made], request.how)
+    assert rows.experts.tolist() == [[[[8*t + 2, 8*t + 3], [8*t + 6, 8*t + 7]] for t in range(5)] + [[[-1, -1]]*2]]
+    assert rows.support[0, 4:].tolist() == [[5, 7, -1, -1], [2, 4, 6, -1]]
+    assert rows.rollout_logprobs[0, 4:].tolist() == [-.5, -.25] and rows.policy_version.tolist() == [3]
+
+
+def test_weights_that_are_no_numbers_leave_nothing_and_memory_wakes_in_order(shared, monkeypatch):
+    """The probe refuses NaN, and the engine is ended with its keys; the next one's rows are the trainer's. After sleep
+    its weights wake first, and the cache when the new ones are in place."""
+    monkeypatch.setitem(vllm_start._QUIET, "VLLM_LOGGING_LEVEL", "INFO")
+    net, r = sharp(), shared
+    policy, good, child = Policy(net, device="cpu"), Policy(net, device="cpu"), shared.sampler.child
+    with torch.no_grad(): next(policy._run.module.parameters()).fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="up to nan apart"): r.load(policy.weights())
+    assert child.process.poll() is not None and r.sampler.child is None
+    with pytest.raises(RuntimeError, match="of no known version"): r.generate(prompts())
+    assert r.load(good.weights()).gap < 1e-4 and gap(good, r.generate(prompts(), group_size=4)) < 1e-4
+    assert r.metrics() == {}
+    r.sleep(2)
+    r.load(moved(good).weights())
+    assert gap(good, r.generate(prompts(), group_size=4)) < 1e-4
+    order = re.findall(r"wake up tags \[([^]]*)\]", open(r.sampler.child.log.name).read())
+    assert order == ["'weights'", "'kv_cache'"]
 
 
 def test_torchruns_variables_do_not_reach_the_engine(shared):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['checksum', 'named_weights', 'buckets', 'Change', 'Transport', 'InProcess', 'this_process', 'Ticket', 'probe_ids',
-           'promise', 'in_dtype', 'full_shapes', 'Manifest', 'check_names', 'check_since', 'copy_weights', 'check_sum',
-           'put_']
+           'Complete', 'Owner', 'promise', 'in_dtype', 'full_shapes', 'Manifest', 'check_names', 'check_since',
+           'copy_weights', 'check_sum', 'put_']
 
 # %% ../../nbs/engines/51_weights.ipynb #f1cf3fa6
 import os
@@ -173,8 +173,27 @@ def probe_ids(
     return tuple(torch.randint(vocabulary, (min(n, (window or n + 1) - 1),), generator=g).tolist())
 
 # %% ../../nbs/engines/51_weights.ipynb #42f76451
+@runtime_checkable
+class Complete(Protocol):
+    "How an engine holds a module."
+    @property
+    def complete(self)->bool: ... # all of it, in this process
+
+@runtime_checkable
+class Owner(Protocol):
+    "What is used of a `ShardedModel`."
+    version:int # optimizer steps
+    shapes:dict[str, tuple[list[int], str]] # name → shape when complete, first of the names that share it
+    @property
+    def module(self)->nn.Module: ...
+    @property
+    def spec(self)->Complete: ...
+    def iter_full_params(self, bucket_bytes:int, prefix:str="")->Iterator[dict[str, Tensor]]:
+        "The complete weights under a prefix, bucket by bucket."
+        ...
+
 def promise(
-    model:Any,  # a `ShardedModel`
+    model:Owner,
     prefix:str, # only weights under this name, given without it
     score:Callable[[Tensor], Tensor]|None, # ids → log-probs of all but the first
     probe:tuple[int, ...], # ids to score
@@ -196,7 +215,7 @@ def in_dtype(
         del bucket
 
 def full_shapes(
-    model:Any, # a `ShardedModel`
+    model:Owner,
 )->dict[str, tuple[int, ...]]: # name → shape, tied weights under their first name
     "What its weights look like when they are complete; none where later adapters have renamed them."
     if model.spec.complete: return {n: tuple(x.shape) for n, x in named_weights(model.module).items()}

@@ -220,7 +220,7 @@ class Flight:
     def abort(self,
         groups:Collection[int], # under way
     )->list[Batch]: # their prompts, to be asked again or not
-        "Stop them; what they have said is dropped."
+        "Stop them; what they have sampled is dropped."
         gone = [g for g in self.asked if g in set(groups)]
         stop(self, gone)
         return [self.asked.pop(g).prompt for g in gone]

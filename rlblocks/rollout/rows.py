@@ -55,7 +55,7 @@ def _warn_of_plain(ids, tokenizer):
 def split_stop(
     stop,      # as `Rollout` takes it
     tokenizer, # of the model; None: there is none
-)->tuple[Any, tuple[str, ...]]: # ids, or None for those that the model and the tokenizer end with; strings
+)->tuple[object, tuple[str, ...]]: # ids, or None for those that the model and the tokenizer end with; strings
     "Ids and strings that end a row; a string that is one special token is its id. ValueError without a tokenizer."
     named = [stop] if isinstance(stop, str) else _listed(stop)
     strings = [x for x in named if isinstance(x, str)]
@@ -114,10 +114,10 @@ def check_room(
 # %% ../../nbs/rollout/85_rows.ipynb #56ea3906
 Finish = Literal[
     "completed",        # the model, or its environment, was done
-    "tool_stopped",     # a tool said that nothing further is to come
+    "tool_stopped",     # a tool ended the episode
     "max_turns", "max_tokens", "max_tool_calls", # that much was allowed
     "context_overflow", # the model's positions were used up
-    "parse_error",      # what the model said could not be read
+    "parse_error",      # the model's message could not be parsed
     "timeout"]          # it was stopped
 
 ENDS:dict[Reason, Finish] = {"stop": "completed", "length": "max_tokens", "abort": "timeout"}
@@ -154,7 +154,7 @@ def row_seeds(
 def to_rows(
     prompts:Batch,    # P of them
     group_size:int,   # samples a prompt
-    said:list[Completion], # P·group_size, prompt by prompt
+    completions:list[Completion], # P·group_size, prompt by prompt
     how:Sampling,     # the distribution
     *,
     penalised:bool=False, # then nothing can replay the log-probs, and the mask is all False
@@ -162,27 +162,27 @@ def to_rows(
 )->Batch:
     "Rows of prompt plus completion, with what was sampled and how."
     start = prompts.lengths.repeat_interleave(group_size)
-    counts = torch.tensor([len(c.tokens) for c in said])
+    counts = torch.tensor([len(c.tokens) for c in completions])
     T = int((start + counts).max())
     columns = _prompt_columns(prompts, group_size, T)
     def behind(pieces, fill=0):
-        wide = torch.full((len(said), T, *pieces[0].shape[1:]), fill, dtype=pieces[0].dtype)
+        wide = torch.full((len(completions), T, *pieces[0].shape[1:]), fill, dtype=pieces[0].dtype)
         for row, at, x in zip(wide, start.tolist(), pieces, strict=True): row[at:at+len(x)] = x
         return wide
     inside, at = torch.arange(T) < start[:, None], torch.arange(T)
     drawn = (at >= start[:, None]) & (at < (start + counts)[:, None])
-    tokens = [c.tokens for c in said]
+    tokens, versions = [c.tokens for c in completions], torch.tensor([c.version for c in completions])
     columns |= dict(
         tokens=torch.where(inside, columns["tokens"], behind(tokens)), lengths=start + counts,
         mask=drawn & (how.temperature > 0 and not penalised), prompt_lengths=start,
-        rollout_logprobs=behind([c.logprobs for c in said]),
-        policy_version=behind([c.by_token for c in said]) if by_token else torch.tensor([c.version for c in said]),
-        sample=columns.get("sample", torch.tensor([c.sample for c in said])),
-        duplicate=duplicates(columns["group"], tokens), finish_reason=[ENDS[c.reason] for c in said],
-        **{k: torch.full((len(said),), v, dtype=torch.long if k == "top_k" else torch.float32)
+        rollout_logprobs=behind([c.logprobs for c in completions]),
+        policy_version=behind([c.by_token for c in completions]) if by_token else versions,
+        sample=columns.get("sample", torch.tensor([c.sample for c in completions])),
+        duplicate=duplicates(columns["group"], tokens), finish_reason=[ENDS[c.reason] for c in completions],
+        **{k: torch.full((len(completions),), v, dtype=torch.long if k == "top_k" else torch.float32)
            for k, v in asdict(how).items()})
-    if said[0].support is not None: columns["support"] = behind([c.support for c in said], -1)
-    experts = expert_column([c.experts for c in said], T)
+    if completions[0].support is not None: columns["support"] = behind([c.support for c in completions], -1)
+    experts = expert_column([c.experts for c in completions], T)
     if experts is not None: columns["experts"] = experts
     return Batch(per_row=prompts.per_row, **columns)
 
@@ -207,10 +207,10 @@ def _prompt_columns(prompts, n, width)->dict[str, Any]:
 
 def texts(
     tokenizer,             # of the model
-    said:list[Completion],
+    completions:list[Completion],
 )->list[str]:
     "The completions, decoded once from their ids."
-    return [tokenizer.decode(c.tokens.tolist(), skip_special_tokens=True) for c in said]
+    return [tokenizer.decode(c.tokens.tolist(), skip_special_tokens=True) for c in completions]
 
 def duplicates(
     group:Int[Tensor, " R"],

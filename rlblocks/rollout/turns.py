@@ -188,7 +188,7 @@ def answered_by(
     requests:Sequence[Request], # of one sample each
     seconds:float,              # for all of them
 )->dict[int, Completion]: # by key
-    "What has been said by then; of what is late as much as there is, with the reason \"abort\"."
+    "The completions by then; of what is late as much as there is, with the reason \"abort\"."
     end, found = time.monotonic() + seconds, {}
     sampler.submit(requests)
     try:
@@ -223,7 +223,7 @@ def texts_of_turns(
     tokenizer,  # of the model
     rows:Batch, # with `turn` of each token
 )->list[str]:
-    "What the policy said in each row, a line for each turn that is in it. Tools are not quoted."
+    "The policy's text in each row, a line for each turn that is in it, without the tools'."
     def text(tokens, turn):
         said = (tokens[turn == k].tolist() for k in turn[turn >= 0].unique().tolist())
         return "\n".join(tokenizer.decode(ids, skip_special_tokens=True) for ids in said)

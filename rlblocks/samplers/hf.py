@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['sampling_module', 'parts', 'padded', 'uniforms', 'Hf', 'decoded', 'altering', 'stopping', 'loaded', 'completions',
-           'unsaid']
+           'empty_completion']
 
 # %% ../../nbs/samplers/82b_hf.ipynb #1bca1025
 from collections import deque
@@ -23,7 +23,7 @@ from ..models.forward import Forward
 from ..models.loading import load_module
 from ..models.probes import look_ahead, pack_by
 from ..models.routers import routing
-from .controls import completes, penalised
+from .controls import Tokenizer, completes, penalised
 from .decoding import Decoder, Sampled, decode, experts_of_rows
 from .kv_cache import cache_is_exact, new_decoder
 from .packed import pack_weights, unpack_weights
@@ -107,9 +107,7 @@ class Hf:
         self.version = manifest.version
         return manifest
 
-    def submit(self,
-        requests:Sequence[Request], # checked by the caller
-    ):
+    def submit(self, requests:Sequence[Request]): # checked by the caller
         "Queue them, part by part."
         check_ready(self)
         self.queue.extend(parts(requests, self.max_rows))
@@ -121,17 +119,15 @@ class Hf:
         "Decode the next part; nothing when none is left."
         if not self.queue: return []
         part = self.queue.popleft()
-        with routing(self.module) if part[0].experts else nullcontext() as picks: decoder, said = decoded(self, part)
+        with routing(self.module) if part[0].experts else nullcontext() as picks: decoder, sampled = decoded(self, part)
         experts = None if picks is None else experts_of_rows(decoder.fed, picks).cpu()
-        return completions(part, said, int(self.version or 0), experts)
+        return completions(part, sampled, int(self.version or 0), experts)
 
-    def abort(self,
-        keys:Iterable[int], # of requests
-    )->list[Completion]: # empty ones: what has begun is finished within its `poll`
+    def abort(self, keys:Iterable[int])->list[Completion]: # empty ones: what has begun is finished within its `poll`
         "Take requests out of the queue."
         gone, waiting = set(keys), [r for part in self.queue for r in part]
         self.queue = deque(parts([r for r in waiting if r.key not in gone], self.max_rows))
-        return [unsaid(r, k, int(self.version or 0), self.vocabulary) for r in waiting if r.key in gone
+        return [empty_completion(r, k, int(self.version or 0), self.vocabulary) for r in waiting if r.key in gone
                 for k in range(len(r.seeds))]
 
     def sleep(self,
@@ -147,6 +143,10 @@ class Hf:
         self.module.to(self.device)
         self.asleep = False
 
+    def metrics(self)->dict[str, float]:
+        "Nothing is counted."
+        return {}
+
     def close(self):
         "Forget what is queued."
         self.queue.clear()
@@ -157,7 +157,7 @@ class Hf:
 def decoded(
     sampler:Hf,
     part:Sequence[Request], # all with the same settings
-)->tuple[Decoder, Sampled]: # the decoder; what it said
+)->tuple[Decoder, Sampled]: # the decoder; what it drew
     "Decode a part."
     first, (tokens, lengths), device = part[0], padded(part), sampler.device
     pack_weights(sampler.module)       # what is packed already stays so
@@ -177,25 +177,25 @@ def altering(
     by, prompts = part[0].penalties, [r.ids for r in part for _ in r.seeds]
     confine = confining(part[0].structure, len(prompts)) if part[0].structure else None
     if by is None: return confine
-    def alter(logits, rows, said):
-        if confine: logits = confine(logits, rows, said)
+    def alter(logits, rows, drawn):
+        if confine: logits = confine(logits, rows, drawn)
         seen = torch.zeros_like(logits, dtype=torch.bool)
         for row, i in zip(seen, rows.tolist(), strict=True): row[prompts[i].to(row.device)] = True
-        return penalised(logits, seen, said, by, stop)
+        return penalised(logits, seen, drawn, by, stop)
     return alter
 
 def stopping(
     request:Request,
-    tokenizer:Any, # decodes
+    tokenizer:Tokenizer|None, # decodes
 )->Callable[[Tensor], Tensor]|None: # for `decode`; None: only ids end a row
     "What ends rows beside ids. ValueError for strings without a tokenizer."
     if not request.strings: return None
     if tokenizer is None: raise ValueError("generate: stop strings need a tokenizer; Rollout(…, tokenizer=…)")
     least = request.penalties.min_tokens if request.penalties else 0
     def text(ids): return tokenizer.decode(ids, skip_special_tokens=True)
-    def ends(said):
-        found = [len(ids) > least and completes(text, ids, request.strings) for ids in said.tolist()]
-        return torch.tensor(found, dtype=torch.bool, device=said.device)
+    def ends(drawn):
+        found = [len(ids) > least and completes(text, ids, request.strings) for ids in drawn.tolist()]
+        return torch.tensor(found, dtype=torch.bool, device=drawn.device)
     return ends
 
 # %% ../../nbs/samplers/82b_hf.ipynb #e38e784d
@@ -228,7 +228,7 @@ def completions(
         made.append(Completion(r.key, k, tokens[i, :n], logprobs[i, :n], kept, why, version, experts=went))
     return made
 
-def unsaid(
+def empty_completion(
     request:Request,
     sample:int,  # its place among the seeds
     version:int, # of the weights

@@ -158,19 +158,23 @@ class Sampler(Protocol):
         "Be ready again."
         ...
 
+    def metrics(self)->dict[str, float]:
+        "What the engine counts, by name; empty where it counts nothing."
+        ...
+
     def close(self):
         "Give everything back, for good."
         ...
 
 # %% ../../nbs/samplers/82_samplers.ipynb #1530ae6d
 @runtime_checkable
-class _Asked(Protocol): # a sampler, or the `Line` of one of several askers
+class _Submits(Protocol): # a sampler, or the `Line` of one of several callers
     def submit(self, requests:Sequence[Request]): ...
     def poll(self, seconds:float)->list[Completion]: ...
     def abort(self, keys:Iterable[int])->list[Completion]: ...
 
 def complete(
-    sampler:_Asked,
+    sampler:_Submits,
     requests:Sequence[Request], # each with a key of its own
     *,
     seconds:float=float("inf"), # for all of them
@@ -180,7 +184,7 @@ def complete(
     return answered(sampler, requests, seconds=seconds)
 
 def answered(
-    sampler:_Asked,
+    sampler:_Submits,
     requests:Sequence[Request], # that were submitted
     *,
     seconds:float=float("inf"), # for all of them
@@ -224,6 +228,7 @@ class VllmSpec:
     bucket_bytes:int=1 << 26
     python:str|None=None
     options:dict[str, Any] = field(default_factory=dict)
+    devices:tuple[int, ...]|None=None
 
 def vllm(
     *,
@@ -233,13 +238,15 @@ def vllm(
     start:int|float=600.,       # seconds until it has sampled its first token, in which it gives no sign of life
     bucket_bytes:int=1 << 26,   # weights travel in pieces of this size
     python:str|None=None,       # that has vLLM; None: of `make vllm`, or this one
+    devices:Sequence[int]|None=None, # its GPUs, one a worker, as this process numbers them; None: this process's own
     **options,                  # of vLLM's `LLM`, by its own names
 )->VllmSpec:
     "For `Rollout(engine=vllm(…))`; the word \"vllm\" stands for `vllm()`. ValueError for a number below 1."
     numbers = dict(context=context, cache_bytes=cache_bytes, timeout=timeout, start=start, bucket_bytes=bucket_bytes)
     for name, x in numbers.items():
         if x is not None and not x >= 1: raise ValueError(f"vllm: {name}={x!r}; a number of 1 or more is wanted")
-    return VllmSpec(context, cache_bytes, timeout, start, bucket_bytes, python, options)
+    gpus = None if devices is None else tuple(devices)
+    return VllmSpec(context, cache_bytes, timeout, start, bucket_bytes, python, options, gpus)
 
 # %% ../../nbs/samplers/82_samplers.ipynb #509524fd
 @dataclass(frozen=True)

@@ -15,18 +15,20 @@ from itertools import count
 from pathlib import Path
 from shutil import rmtree
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..engines.weights import Manifest, Ticket, check_names, check_sum, checksum
 from ..models.folders import as_filed
-from .hf import unsaid
+from .hf import empty_completion
 from .samplers import Completion, Request, SglangSpec, check_ready
-from .sglang_client import Client, check_scale, given_logprobs, sglang_body, sglang_completion
+from .sglang_client import Client, Reply, check_scale, given_logprobs, sglang_body, sglang_completion
 from .transfer import check_probe, twin_shapes
-from .vllm_sampler import engine_twin, own_ticket, transformers_model
+from .vllm_start import computed_dtype, engine_twin, own_ticket, transformers_model
+
+if TYPE_CHECKING: import transformers
 
 # %% ../../nbs/samplers/84a_sglang_sampler.ipynb #8b11ac2e
 class Sglang:
@@ -43,12 +45,12 @@ class Sglang:
     ):
         "Find the server, and try what its log-probs are of. A module's weights are loaded into it."
         made = None if isinstance(model, (str, Path)) else transformers_model(model, dtype)
-        self.module, _ = engine_twin(model, made)
-        self.spec, self.dtype = spec, dtype or self.module.config.dtype or torch.float32
-        self.window:int|None = getattr(self.module.config, "max_position_embeddings", None)
-        self.vocabulary:int|None = self.module.get_input_embeddings().num_embeddings
+        self.twin, _ = engine_twin(model, made)
+        self.spec, self.dtype, self.module = spec, computed_dtype(self.twin, dtype), cast(nn.Module, self.twin)
+        self.window:int|None = getattr(self.twin.config, "max_position_embeddings", None)
+        self.vocabulary:int|None = cast(int, self.twin.get_input_embeddings().num_embeddings)
         self.folder = TemporaryDirectory(prefix="rlblocks-", dir=spec.folder)
-        self.asleep, self.asked, self.client = False, {}, Client(spec, max_rows)
+        self.asleep, self.under_way, self.client = False, {}, Client(spec, max_rows)
         self.tag, self.count = secrets.token_hex(8), count()     # names of samples, also where others ask the server
         self.version:int|None = 0
         try:
@@ -75,18 +77,16 @@ class Sglang:
         check_ready(self)
         start_samples(self, requests)
 
-    def poll(self,
-        seconds:float=0., # most to wait for a sample
-    )->list[Completion]:
+    def poll(self, seconds:float=0.)->list[Completion]:
         "Samples that have ended. RuntimeError for what the server refused or when it is gone."
-        letters = self.client.arrivals(seconds if self.asked else 0.)
-        return [taken(self, name, said) for name, said in letters if name in self.asked]
+        answers = self.client.arrivals(seconds if self.under_way else 0.)
+        return [taken(self, name, reply) for name, reply in answers if name in self.under_way]
 
     def abort(self, keys:Iterable[int])->list[Completion]: # of the samples that had not ended
         "End requests; a sample of which the server says nothing more within ten seconds has nothing."
         gone = set(keys)
-        names = [name for name, (r, *_) in self.asked.items() if r.key in gone]
-        return [ended_sample(self, name, said) for name, said in stopped(self.client, names).items()]
+        names = [name for name, (r, *_) in self.under_way.items() if r.key in gone]
+        return [ended_sample(self, name, reply) for name, reply in stopped(self.client, names).items()]
 
     def sleep(self, level:int=1):
         "Give the server's memory back, which has to run with --enable-memory-saver. 2: the weights too."
@@ -98,10 +98,14 @@ class Sglang:
         self.client.ask("/resume_memory_occupation", {})
         self.asleep = False
 
+    def metrics(self)->dict[str, float]:
+        "Nothing is counted."
+        return {}
+
     def close(self):
         "Leave the server, which goes on."
         self.version = None
-        self.asked.clear()
+        self.under_way.clear()
         self.client.close()
         self.folder.cleanup()
 
@@ -115,8 +119,9 @@ def check_whole(
     "ValueError for a ticket of less than all weights, RuntimeError while samples are under way."
     if ticket.since is not None or ticket.adapter:
         raise ValueError("load: engine='sglang' takes all weights, policy.weights(); changes or an adapter came")
-    if sampler.asked: raise RuntimeError(f"load: {len(sampler.asked)} samples are under way in the server, which would "
-                                         "mix weights; collect them or abort them before")
+    if n := len(sampler.under_way):
+        raise RuntimeError(f"load: {n} samples are under way in the server, which would mix "
+                           "weights; collect them or abort them before")
 
 def start_samples(
     sampler:Sglang,
@@ -126,48 +131,48 @@ def start_samples(
     names = [(f"{sampler.tag}/{next(sampler.count)}", r, k) for r in requests for k in range(len(r.seeds))]
     bodies = [sglang_body(r, k, name) for name, r, k in names]
     for (name, r, k), body in zip(names, bodies, strict=True):
-        sampler.asked[name] = r, k, int(sampler.version or 0)
+        sampler.under_way[name] = r, k, int(sampler.version or 0)
         sampler.client.start(name, "/generate", body)
 
 def taken(
     sampler:Sglang,
     name:str, # of a sample under way
-    said:dict[str, Any]|Exception, # the server's answer
+    reply:Reply|Exception, # the server's answer
 )->Completion:
     "A sample that is under way no more. Raises what came instead of it."
-    request, k, version = sampler.asked.pop(name)
-    if isinstance(said, Exception):
-        sampler.abort({r.key for r, *_ in sampler.asked.values()})     # whoever asked has nothing to wait for
-        raise said
-    return sglang_completion(request, k, said, version, sampler.vocabulary)
+    request, k, version = sampler.under_way.pop(name)
+    if isinstance(reply, Exception):
+        sampler.abort({r.key for r, *_ in sampler.under_way.values()}) # none of these comes
+        raise reply
+    return sglang_completion(request, k, reply, version, sampler.vocabulary)
 
 def stopped(
     client:Client,
     names:list[str], # of samples under way
     seconds:float=10., # most to wait for what they have
-)->dict[str, dict[str, Any]|None]: # the server's last answer to each; None where there is none
+)->dict[str, Reply|None]: # the server's last answer to each; None where there is none
     "Have the server end samples. What else it says stays in the mail."
-    found:dict[str, Any] = dict.fromkeys(names)
+    found = dict[str, Reply|None].fromkeys(names)
     left, others, end = set(names), [], time.monotonic() + seconds
     try:
         for name in names: client.ask("/abort_request", dict(rid=name))
     except (RuntimeError, TimeoutError): end = 0.      # it is gone, and has ended them already
-    while left and (letter := client.next(end - time.monotonic())) is not None:
-        if letter[0] not in left: others.append(letter)
-        elif isinstance(letter[1], dict): found[letter[0]] = letter[1]
-        left.discard(letter[0])
-    for letter in others: client.answers.put(letter)
+    while left and (answer := client.next(end - time.monotonic())) is not None:
+        if answer[0] not in left: others.append(answer)
+        elif not isinstance(answer[1], Exception): found[answer[0]] = answer[1]
+        left.discard(answer[0])
+    for answer in others: client.answers.put(answer)
     return found
 
 def ended_sample(
     sampler:Sglang,
     name:str, # of a sample under way
-    said:dict[str, Any]|None, # what the server said last
+    reply:Reply|None, # the server's last answer
 )->Completion:
     "A sample that was ended, as far as it is."
-    request, k, version = sampler.asked.pop(name)
-    if said is None: return unsaid(request, k, version, sampler.vocabulary)
-    return sglang_completion(request, k, said, version, sampler.vocabulary)
+    request, k, version = sampler.under_way.pop(name)
+    if reply is None: return empty_completion(request, k, version, sampler.vocabulary)
+    return sglang_completion(request, k, reply, version, sampler.vocabulary)
 
 # %% ../../nbs/samplers/84a_sglang_sampler.ipynb #54b9fd14
 def sent_by_disk(
@@ -177,18 +182,19 @@ def sent_by_disk(
     "Weights, in a server that reads them and computes what the trainer computes."
     if sampler.asleep: sampler.wake()
     folder = Path(sampler.folder.name)/f"version-{ticket.version:09d}"
-    sums, n_bytes, n_files = write_files(sampler.module, ticket, folder)
+    sums, n_bytes, n_files = write_files(sampler.twin, ticket, folder)
     body = dict(model_path=str(folder), flush_cache=True, weight_version=str(ticket.version))
-    said = sampler.client.ask("/update_weights_from_disk", body)
+    reply = sampler.client.ask("/update_weights_from_disk", body)
     rmtree(folder)
-    if not said.get("success"): raise RuntimeError(f"load: the server did not take the weights: {said.get('message')}")
+    if not reply.get("success"):
+        raise RuntimeError(f"load: the server did not take the weights: {reply.get('message')}")
     gap, ids = None, torch.tensor(ticket.probe)
     wanted = ticket.score(ids) if len(ids) > 1 else None
     if wanted is not None: gap = check_probe(given_logprobs(sampler.client, ids.tolist()), wanted.cpu(), sampler.dtype)
     return Manifest(ticket.version, sums, n_bytes, n_files, gap)
 
 def write_files(
-    twin:Any,        # the model on the meta device
+    twin:"transformers.PreTrainedModel", # on the meta device
     ticket:Ticket,   # of all weights
     folder:Path,     # made anew
     *,
@@ -210,7 +216,7 @@ def write_files(
     return sums, sum(sizes), len(sizes)
 
 def arriving(
-    twin:Any,      # the model on the meta device
+    twin:"transformers.PreTrainedModel", # on the meta device
     ticket:Ticket, # of all weights
     bucket_bytes:int,
 )->Iterator[tuple[str, Tensor]]: # by the trainer's names

@@ -10,7 +10,8 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -18,21 +19,23 @@ from torch import Tensor
 
 from .decoding import MAX_SUPPORT
 
+if TYPE_CHECKING: import transformers
+
 # %% ../../nbs/samplers/81c_structure.ipynb #4a4ac7dd
 def id_bytes(
-    tokenizer:Any, # a fast tokenizer of transformers
+    tokenizer:"transformers.PreTrainedTokenizerFast",
 )->dict[bytes, list[int]]: # special tokens left out
     "The ids that stand for each piece of text. ValueError for a tokenizer whose text is not that of its ids in a row."
     kinds, special = _decoders(tokenizer), {str(t) for t in tokenizer.all_special_tokens}
     special |= {str(t) for t in tokenizer.added_tokens_decoder.values() if t.special}
-    if kinds & {"ByteLevel"}: said = _byte_level()
-    elif kinds & {"ByteFallback", "Metaspace"}: said = _sentence_piece
+    if kinds & {"ByteLevel"}: bytes_of = _byte_level()
+    elif kinds & {"ByteFallback", "Metaspace"}: bytes_of = _sentence_piece
     else:
         raise ValueError("generate: structure needs a tokenizer of bytes (byte-level BPE, SentencePiece); the decoder "
                          f"of this {type(tokenizer).__name__} is {', '.join(sorted(kinds)) or 'none'}")
     found:dict[bytes, list[int]] = {}
     for token, i in tokenizer.get_vocab().items():
-        if token not in special and token: found.setdefault(said(token), []).append(i)
+        if token not in special and token: found.setdefault(bytes_of(token), []).append(i)
     return found
 
 def _decoders(tokenizer):
@@ -58,7 +61,7 @@ class Structure:
     pattern:str # a regular expression of their text
     index:Any   # the automaton over ids, of outlines-core
     end:int     # id that ends a row, where the text may end
-    words:dict[bytes, list[int]] # what ids say
+    words:dict[bytes, list[int]] # the ids of each piece of text
 
 class Structures:
     "Automata over the ids of one tokenizer."
@@ -75,7 +78,7 @@ class Structures:
     def of(self,
         structure:str|Mapping, # a regular expression, or a JSON schema
     )->Structure:
-        "The automaton. ValueError for what is no expression, or cannot be said with this vocabulary."
+        "The automaton. ValueError for what is no expression, or cannot be written in this vocabulary."
         pattern = pattern_of(structure)
         if pattern not in self.made: self.made[pattern] = self._new(pattern)
         return self.made[pattern]
@@ -115,7 +118,7 @@ def pattern_of(
     try: return outlines_core().json_schema.build_regex_from_schema(schema)
     except (TypeError, ValueError) as e: raise ValueError(f"generate: structure {schema}: {e}") from None
 
-def outlines_core()->Any:
+def outlines_core()->ModuleType:
     "The library. ImportError with the extra that has it."
     try: import outlines_core as found
     except ImportError:
