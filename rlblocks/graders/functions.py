@@ -8,7 +8,9 @@ __all__ = []
 # %% ../../nbs/graders/86a_functions.ipynb #01cd3451
 import asyncio
 import inspect
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 
 import torch
 
@@ -71,3 +73,29 @@ def weighed(names:Collection[str], weights:list|dict|None)->dict[str, float]:
         if not isinstance(w, (int, float)) or not abs(w) <= LARGEST:
             raise ValueError(f"Grader: the weight of {n} is {w!r}; a finite number is wanted")
     return dict(zip(names, map(float, weights), strict=True))
+
+# %% ../../nbs/graders/86a_functions.ipynb #5d68303f
+class Background:
+    "Calls in a thread, one after the other."
+
+    def __init__(self):
+        "None is under way."
+        self.last:Future = Future()
+        self.last.set_result(None)
+
+    def __reduce__(self): return Background, ()     # a thread does not travel
+
+    def start(self,
+        fn:Callable,
+        *args,
+    )->Future:
+        "Begin when the calls before it have ended. `result()` waits for what it gives, or raises."
+        before, self.last = self.last, Future()
+        threading.Thread(target=self.run, args=(before, self.last, fn, args), daemon=True).start()
+        return self.last
+
+    def run(self, before:Future, made:Future, fn:Callable, args:tuple):
+        "In the thread."
+        before.exception()
+        try: made.set_result(fn(*args))
+        except BaseException as e: made.set_exception(e)

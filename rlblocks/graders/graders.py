@@ -9,10 +9,8 @@ __all__ = ['Grader', 'best_rows']
 import asyncio
 import inspect
 import math
-import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from difflib import get_close_matches
 
@@ -22,7 +20,7 @@ from jaxtyping import Float, Int
 
 from ..arithmetic.masked import Mean, Metric, merge
 from ..data.batch import Batch
-from .functions import LARGEST, named, weighed
+from .functions import LARGEST, Background, named, weighed
 from .killable import Caps, Failure, each
 
 # %% ../../nbs/graders/86b_graders.ipynb #aa0c2beb
@@ -246,32 +244,6 @@ def warn_of_no_total(
     warned.add("")
     warnings.warn(f"Grader: no row was scored by all of {', '.join(scores)}, so every total is NaN and nothing is "
                   "learned; functions for different rows return 0. for the rows of others, not None", stacklevel=5)
-
-# %% ../../nbs/graders/86b_graders.ipynb #7415eaa9
-class Background:
-    "Calls in a thread, one after the other."
-
-    def __init__(self):
-        "None is under way."
-        self.last:Future = Future()
-        self.last.set_result(None)
-
-    def __reduce__(self): return Background, ()     # a thread does not travel
-
-    def start(self,
-        fn:Callable,
-        *args,
-    )->Future:
-        "Begin when the calls before it have ended. `result()` waits for what it gives, or raises."
-        before, self.last = self.last, Future()
-        threading.Thread(target=self.run, args=(before, self.last, fn, args), daemon=True).start()
-        return self.last
-
-    def run(self, before:Future, made:Future, fn:Callable, args:tuple):
-        "In the thread."
-        before.exception()
-        try: made.set_result(fn(*args))
-        except BaseException as e: made.set_exception(e)
 
 # %% ../../nbs/graders/86b_graders.ipynb #501442c7
 class Grader:

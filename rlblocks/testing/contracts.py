@@ -12,6 +12,7 @@ import math
 import os
 import pickle
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -85,8 +86,9 @@ def supervised(
         os.waitpid(pid, 0)
 
 def forked(work:Callable, there:Connection):
-    "In the fork: the work, and what came of it."
+    "In the fork: the work, and its result. What it prints goes nowhere."
     os.setsid()
+    sys.stdout = sys.stderr = open(os.devnull, "w")
     torch.set_num_threads(1)        # the threads of the parent's are not here
     try: made = "done", work(lambda what: there.send(("at", what)))
     except Exception as e: made = "raised", e
@@ -94,7 +96,7 @@ def forked(work:Callable, there:Connection):
     except Exception: there.send(("raised", RuntimeError(f"{made[0]}: {str(made[1])[:500]}")))
 
 def listened(here:Connection, seconds:float, fail:Callable[[str, str], NoReturn]):
-    "In this process: what came of it."
+    "In this process: the result."
     what = "what comes before the first call"
     while True:
         if not here.poll(seconds): fail("returns", f"{what} had not returned after {seconds:g} s")

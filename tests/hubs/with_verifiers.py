@@ -165,8 +165,16 @@ def test_tasks_of_v1_score_what_the_policy_said(rollout):
     class Files(Task):
         @vf.reward
         async def written(self, runtime) -> float: return 1.
-    with pytest.raises(ValueError, match="'written', which reads a runtime"):
-        taskset_rows([Files(Data(prompt="?", answer=""))])
+    class Prepared(Task):
+        async def setup(self, trace, runtime): trace.state.files = 1
+    class Judge:
+        reward_name = "look"
+        async def score(self, trace, runtime): return 1.
+    class Judged(Task):
+        def plugged_judges(self): return [Judge()]
+    for kind, says in ((Files, "reward 'written', which reads a runtime"), (Prepared, "'setup' of its own"),
+                       (Judged, "judge 'look', which reads a runtime")):
+        with pytest.raises(ValueError, match=says): taskset_rows([kind(Data(prompt="?", answer=""))])
 
 
 
