@@ -695,7 +695,7 @@ def test_rows_of_an_agent_are_those_of_the_environment_loop(rollout, name):
 
 @pytest.mark.parametrize("rollout", ["vllm"], indirect=True)
 def test_an_endpoint_keeps_its_promises_on_an_engine_elsewhere(rollout):
-    "200 calls at once, a stream that is given up, a hundred batches: tests/test_endpoint.py has them on this process."
+    "200 calls at once, a stream that is given up, a hundred batches, as in tests/test_endpoint.py."
     import httpx2
     from test_endpoint import wait_until
     ask, plan = dict(model="gpt-4o", messages=[dict(role="user", content="Say 1.")]), asked(rollout.tokenizer, 100)
