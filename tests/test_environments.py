@@ -497,7 +497,7 @@ def test_what_a_tool_raises_is_counted_and_named_once():
             return a + c    # noqa: F821
     r, env = small(), tool_environment(Broken)
     how = dict(max_turns=2, renderer=ChatRenderer(r.tokenizer, read=reader_of(("add", dict(a=1, b=2)), ("sub", {}))))
-    with pytest.warns(UserWarning, match="12 calls of tools failed; .* of each kind: add: NameError: name 'c' is not"
+    with pytest.warns(UserWarning, match="rollouts: calls of tools failed; .* of each kind: add: NameError: name 'c' is not"
                                          " defined; sub: LookupError: no tool 'sub'"):
         b = rollouts(r, env, asked(r.tokenizer), **how)
     assert b.n_calls.tolist() == b.failed_calls.tolist() == [4]*3

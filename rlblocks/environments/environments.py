@@ -192,8 +192,8 @@ def warn_of_tools(
     if not new: return
     warned |= set(new)
     named = "; ".join(f"{tool}: {text[:200]}" for (tool, _), text in new.items())
-    warnings.warn(f"rollouts: {len(errors)} calls of tools failed; the policy reads the error as the tool's answer, "
-                  f"and the column failed_calls counts them. First of each kind: {named}", stacklevel=3)
+    warnings.warn(f"rollouts: calls of tools failed; the policy reads the error as the tool's answer, and the column "
+                  f"failed_calls counts them. First of each kind: {named}", stacklevel=3)
 
 def warn_of_retokenised(rows:Batch):
     "Say that words of the policy stand in rows with other ids than those that were sampled."
