@@ -469,6 +469,23 @@ def reader_of(*calls):
     return lambda text: Response(text, tool_calls=tuple(dict(name=name, arguments=given) for name, given in calls))
 
 
+@pytest.mark.filterwarnings("ignore")       # TRL calls it experimental
+def test_an_environment_that_trl_ships():
+    "Its tool and its schema as they are. Its sandbox wants Docker, so commands are answered here."
+    harbor = pytest.importorskip("trl.experimental.harbor")
+    class Local(harbor.HarborBashEnv):
+        def reset(self, task_dir, **row): return f" Task {task_dir}."
+        def _exec(self, command, timeout=180): return f"$ {command}"
+    r = small()
+    p = asked(r.tokenizer, 1)
+    p["task_dir"] = ["one"]
+    renderer = ChatRenderer(r.tokenizer, read=reader_of(("bash", dict(command="ls"))))
+    b = rollouts(r, tool_environment(Local), p, max_turns=2, renderer=renderer)
+    assert [m["content"] for m in b.messages[0]][::2] == ["Say 1. Task one.", "$ ls"] and b.reward.isnan().all()
+    [tool] = tool_environment(Local)().tools
+    assert tool["function"]["name"] == "bash" and "shell command" in tool["function"]["description"]
+
+
 def test_a_tool_may_end_the_episode():
     "What is called behind it is not called."
     r = small()
@@ -497,7 +514,7 @@ def test_what_a_tool_raises_is_counted_and_named_once():
             return a + c    # noqa: F821
     r, env = small(), tool_environment(Broken)
     how = dict(max_turns=2, renderer=ChatRenderer(r.tokenizer, read=reader_of(("add", dict(a=1, b=2)), ("sub", {}))))
-    with pytest.warns(UserWarning, match="rollouts: calls of tools failed; .* of each kind: add: NameError: name 'c' is not"
+    with pytest.warns(UserWarning, match="calls of tools failed; .* of each kind: add: NameError: name 'c' is not"
                                          " defined; sub: LookupError: no tool 'sub'"):
         b = rollouts(r, env, asked(r.tokenizer), **how)
     assert b.n_calls.tolist() == b.failed_calls.tolist() == [4]*3
