@@ -105,6 +105,15 @@ def test_a_call_in_other_words_than_the_templates_keeps_its_ids(qwen):
     assert not anew and any(row[k:k + len(said)] == said for k in range(len(row)))
 
 
+def test_ids_without_a_text_are_kept_too(qwen):
+    "A model may have more ids than its tokenizer: they are drawn, and decode to nothing."
+    r, user = ChatRenderer(qwen), dict(role="user", content="1+2?")
+    said = [151_700, *apart(qwen, "It"), 151_701, *r.stop]
+    assert r.decode(said) == "It<|im_end|>"
+    row, anew = rewritten(r, [user, message_of(r.parse_response(said)), user], {1: said})
+    assert not anew and any(row[k:k + len(said)] == said for k in range(len(row)))
+
+
 def test_words_that_a_template_shortens_are_counted(qwen):
     qwen.chat_template = "{% for m in messages %}{{ m.content[:4] }}<|im_end|>{% endfor %}"
     r, user = ChatRenderer(qwen), dict(role="user", content="1+2?")

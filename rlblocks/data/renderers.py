@@ -281,8 +281,10 @@ def left_of(
     ends = (body[k:] for k in sorted(range(n), key=lambda k: abs(n - k - near)))
     says = reading_of(renderer, shown)
     if says.get("tool_calls") and reading_of(renderer, body) == says: return body
-    if isinstance(renderer, ChatRenderer): return next((own for own in ends if renderer.decode(own) == shown), None)
-    return next((own for own in ends if reading_of(renderer, own) == says), None)
+    if not isinstance(renderer, ChatRenderer):
+        return next((own for own in ends if reading_of(renderer, own) == says), None)
+    whole = [body] if renderer.decode(body) == shown else ends     # some ids have no text: of all ends the longest
+    return next((own for own in whole if renderer.decode(own) == shown), None)
 
 def reading_of(renderer:Renderer, shown:Shown)->dict:
     "What an assistant's words say, as a message."
