@@ -246,11 +246,9 @@ def rendered(renderer:Renderer, messages:Sequence[Message], tools:list|None)->Sh
     if isinstance(renderer, ChatRenderer): return renderer.text(messages, tools, True)
     return list(renderer.render_ids(messages, tools=tools, add_generation_prompt=True))
 
-def spelled(renderer:Renderer, shown:Shown)->list[int]:
+def spelled(renderer:Any, shown:Shown)->list[int]: # a text is a ChatRenderer's
     "Its ids."
-    if not isinstance(shown, str): return shown
-    assert isinstance(renderer, ChatRenderer)
-    return renderer.ids(shown)
+    return renderer.ids(shown) if isinstance(shown, str) else shown
 
 OTHER = dict(role="assistant", content="\ue000")     # begins and ends as no answer does
 
@@ -286,11 +284,9 @@ def left_of(
     whole = [body] if renderer.decode(body) == shown else ends     # some ids have no text: of all ends the longest
     return next((own for own in whole if renderer.decode(own) == shown), None)
 
-def reading_of(renderer:Renderer, shown:Shown)->dict:
+def reading_of(renderer:Any, shown:Shown)->dict:
     "What an assistant's words say, as a message."
-    if not isinstance(shown, str): return message_of(renderer.parse_response(shown))
-    assert isinstance(renderer, ChatRenderer)
-    return message_of(renderer.read(shown))
+    return message_of(renderer.read(shown) if isinstance(shown, str) else renderer.parse_response(shown))
 
 # %% ../../nbs/data/48a_renderers.ipynb #811f6439
 class TextRenderer:
