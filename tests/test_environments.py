@@ -474,6 +474,8 @@ def test_an_environment_that_trl_ships():
     "Its tool and its schema as they are. Its sandbox wants Docker, so commands are answered here."
     harbor = pytest.importorskip("trl.experimental.harbor")
     class Local(harbor.HarborBashEnv):
+        def __init__(self): pass        # a thread for its sandbox, which its end waits for
+        def __del__(self): pass
         def reset(self, task_dir, **row): return f" Task {task_dir}."
         def _exec(self, command, timeout=180): return f"$ {command}"
     r = small()
