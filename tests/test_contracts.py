@@ -2,7 +2,9 @@
 import asyncio
 import math
 import os
+import re
 import threading
+import time
 
 import pytest
 import torch
@@ -54,6 +56,31 @@ def encodes(completions): return [float(len(c.encode())) for c in completions]
 class Locked:
     def __init__(self): self.lock = threading.Lock()
     def __call__(self, completions): return [1.]*len(completions)
+
+
+def hangs(completions): return [float(bool(re.fullmatch("(a|a)*b", c))) for c in completions]
+def sleeps(completions): time.sleep(3600 if "" in completions else 0); return [1.]*len(completions)
+def ends(completions): os._exit(3)
+
+
+@pytest.mark.parametrize(("fn", "says"), [
+    (hangs, "its call on completions=.'aaa.* had not returned after 3 s"), (ends, "its call on .* ended the process"),
+    (sleeps, r"its call on .*completions=\[''\].* had not returned after 3 s")])
+def test_what_never_returns_is_named_and_killed(fn, says):
+    "A pattern that backtracks holds Python's lock: only another process can end it."
+    with pytest.raises(AssertionError, match=f"{fn.__name__} breaks the law 'returns': {says}"):
+        check_grader(fn, deadline=3.)
+    with pytest.raises(ChildProcessError): os.waitpid(-1, os.WNOHANG)
+
+
+class Stuck:
+    async def reset(self, **row): return None
+    async def step(self, message): time.sleep(3600)
+
+
+def test_an_environment_that_never_returns_is_named():
+    with pytest.raises(AssertionError, match=r"Stuck breaks the law 'returns': turn 0, step\('a'\) had not returned"):
+        check_env(Stuck, ["a"], deadline=1.)
 
 
 @pytest.mark.parametrize(("fn", "law", "says"), [
@@ -171,6 +198,27 @@ class Sums:
             b: another one
         """
         return a + b
+
+
+class Broken(Sums):
+    def add(self, a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: a number
+            b: another one
+        """
+        return a + c    # noqa: F821
+
+
+def test_tools_that_only_raise_are_found():
+    call = dict(tool_calls=[dict(function=dict(name="add", arguments=dict(a=2, b=2)))])
+    with pytest.raises(AssertionError, match="law 'tools': every call failed; the first: error: NameError: name 'c'"):
+        check_env(tool_environment(Broken), [call, "4"])
+    wrong = dict(tool_calls=[dict(function=dict(name="sub", arguments={}))])
+    with pytest.raises(AssertionError, match="law 'tools': every call failed; the first: error: LookupError: no tool"):
+        check_env(tool_environment(Sums), [wrong, "4"])
+    check_env(tool_environment(Sums), [wrong, call, "4"], show=False)
 
 
 def test_an_environment_with_tools_is_tried_by_calls_of_them():

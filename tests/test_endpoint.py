@@ -38,7 +38,7 @@ def rollout(): return engine()
 
 @pytest.fixture(scope="module")
 def at(rollout):
-    with Endpoint(rollout) as made: yield made
+    with Endpoint(rollout, model="policy") as made: yield made
 
 
 def chat(client, text="Say 1."):
@@ -313,7 +313,7 @@ def test_200_calls_at_once(rollout, at):
     assert len(b) == 200 and b.n_turns.tolist() == [1]*200 and b.tokens.equal(want.tokens)
     assert_close(b.rollout_logprobs, want.rollout_logprobs, atol=1e-5, rtol=0)
     assert [plain(x.choices[0].message.content) for x in said] == b.completion
-    assert not rollout.lines.of and not at.desk.asker.waits
+    assert not rollout.lines.of and not at.state.asker.waits
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
@@ -326,9 +326,9 @@ def test_a_cancelled_stream_is_not_recorded(rollout, at, path):
                 "POST", f"{at.url}/{path}", json=body, headers=dict(authorization=f"Bearer {session.key}")) as got:
             lines = got.iter_lines()       # its end would close the connection
             next(lines)
-            wait_until(lambda: session.tasks and at.desk.asker.waits)
-        wait_until(lambda: not session.tasks and not at.desk.asker.waits)
-    wait_until(lambda: not at.desk.asker.gone and not rollout.lines.of)
+            wait_until(lambda: session.tasks and at.state.asker.waits)
+        wait_until(lambda: not session.tasks and not at.state.asker.waits)
+    wait_until(lambda: not at.state.asker.gone and not rollout.lines.of)
     assert not session.points and session.draws == 1
     got = httpx2.post(f"{at.url}/{path}", json=body, timeout=60, headers={
         "authorization": f"Bearer {session.key}", "x-stainless-retry-count": "1"})
@@ -354,6 +354,33 @@ def test_a_call_that_is_repeated_is_answered_once(at):
     assert said[0] == said[1] == said[2] and at.collect([session]).n_turns.tolist() == [1]
 
 
+def test_of_two_calls_with_one_body_each_has_its_own_answer(rollout, at):
+    "The best of two: the client of the second goes away and asks again. Its sample is its own."
+    session, body = at.session(), dict(model="policy", messages=[dict(role="user", content="Say 1.")])
+    def ask(attempt, timeout=60): return httpx2.post(f"{at.url}/chat/completions", json=body, timeout=timeout, headers={
+        "authorization": f"Bearer {session.key}", "x-stainless-retry-count": str(attempt)}).json()
+    first = ask(0)
+    with rollout.turn:
+        with pytest.raises(httpx2.ReadTimeout): ask(0, timeout=.5)
+        wait_until(lambda: not session.tasks and not at.state.asker.waits)
+    second = ask(1)
+    assert second["id"] != first["id"] and ask(1) == second
+    b = at.collect([session])
+    assert b.n_turns.tolist() == [2, 2] and b.unit.unique().numel() == 1
+
+
+def test_of_two_equal_answers_each_keeps_its_own_ids(rollout):
+    "A history that is rewritten around them."
+    from rlblocks.environments.episodes import Episode
+    from rlblocks.endpoint.sessions import Point, Session, kept_words
+    from rlblocks.environments.conversations import Branch
+    from rlblocks.rollout.turns import Limits
+    session, said = Session(Episode({}, [], 0, 0), Limits(8)), dict(role="assistant", content="OK")
+    for ids in ([5, 6, 7], [5, 8, 9]): session.points.append(Point([said], None, Branch(ids, ids=ids), 1, 3))
+    made, kept = kept_words(session, [said, dict(role="user", content="?"), said, said], False)
+    assert kept == {0: [6, 7], 2: [8, 9]}
+
+
 def test_a_call_that_is_repeated_while_it_runs_is_sampled_once(at, rollout):
     session, said = at.session(), []
     body = dict(model="policy", messages=[dict(role="user", content="Say 1.")])
@@ -364,7 +391,7 @@ def test_a_call_that_is_repeated_while_it_runs_is_sampled_once(at, rollout):
         for k, thread in enumerate(threads):
             thread.start()
             wait_until(lambda k=k: len(at.served.server.server_state.tasks) == k + 1)
-        wait_until(lambda: at.desk.asker.waits)
+        wait_until(lambda: at.state.asker.waits)
     for thread in threads: thread.join(timeout=60)
     assert said[0] == said[1] == said[2] and session.draws == 1 and at.collect([session]).n_turns.tolist() == [1]
 
@@ -404,7 +431,7 @@ def test_agents_that_raise_hang_or_ask_nothing_are_named(rollout, at):
     assert f"it had not ended after {enough:g} s" in text
     assert "OSError: its tool is gone" in text and "it asked nothing" in text
     assert b.group.tolist() == [3] and b.result == [dict(done=True)] and b.reward.isnan().all()
-    assert not rollout.lines.of and not at.desk.sessions
+    assert not rollout.lines.of and not at.state.sessions
 
 
 def test_an_async_agent_that_blocks_all_others_ends_by_the_deadline(rollout, at):
@@ -414,7 +441,7 @@ def test_an_async_agent_that_blocks_all_others_ends_by_the_deadline(rollout, at)
         with pytest.raises(RuntimeError, match="an async agent does not give way to the others"):
             at.run(blocks, asked(rollout.tokenizer, 2), deadline=.5)
     finally: go.set()
-    assert not at.desk.sessions
+    assert not at.state.sessions
 
 
 def test_limits_end_a_session_with_their_names(rollout, at):
@@ -441,7 +468,7 @@ def test_calls_at_once_do_not_pass_a_limit(rollout, at):
     threads = [threading.Thread(target=ask) for _ in range(4)]
     with rollout.turn:
         for t in threads: t.start()
-        wait_until(lambda: len(box) == 2 and len(at.desk.asker.waits) == 2)
+        wait_until(lambda: len(box) == 2 and len(at.state.asker.waits) == 2)
     for t in threads: t.join(timeout=60)
     assert sum(isinstance(x, str) for x in box) == 2 and all("max_turns" in str(x) for x in box[:2])
     b = at.collect([session])
@@ -454,7 +481,7 @@ def test_a_call_that_comes_while_weights_change_waits(rollout, at):
     with rollout.turn:
         rollout.sleep()
         thread.start()
-        wait_until(lambda: at.desk.asker.waits)
+        wait_until(lambda: at.state.asker.waits)
         rollout.wake()
     thread.join(timeout=60)
     assert isinstance(box[0], str) and at.collect([session]).n_turns.tolist() == [1]
@@ -485,6 +512,15 @@ def test_a_wrong_key_is_an_authentication_error(at):
 
 def chat_with(at, session, text="a"):
     with openai.OpenAI(base_url=at.url, api_key=session.key) as client: return chat(client, text)
+
+
+def test_an_agent_may_call_it_by_any_name(rollout):
+    "Nothing in an agent is changed, its model's name neither. Sessions that have ended are not kept."
+    with Endpoint(rollout) as at:
+        headers = {"x-session": "one"}
+        with openai.OpenAI(base_url=at.url, api_key=at.token, default_headers=headers) as client:
+            made = client.chat.completions.create(model="gpt-4o", messages=USER)
+        assert made.model == "gpt-4o" and len(at.collect()) == 1 and not at.names
 
 
 def test_the_token_and_a_header_name_a_session(at):
@@ -620,7 +656,7 @@ def test_closing_ends_everything_that_was_opened(rollout):
     with rollout.turn:
         thread = threading.Thread(target=late)
         thread.start()
-        wait_until(lambda: session.tasks and at.desk.asker.waits)
+        wait_until(lambda: session.tasks and at.state.asker.waits)
         with pytest.raises(RuntimeError, match="it asked nothing"): at.collect([session])
         thread.join(timeout=60)
     assert isinstance(box[0], openai.AuthenticationError) and "this session has ended" in str(box[0])
@@ -628,10 +664,10 @@ def test_closing_ends_everything_that_was_opened(rollout):
         f"{base_url}/chat/completions", json=dict(model="policy", messages=USER, max_tokens=1), timeout=60,
         headers=dict(authorization=f"Bearer {api_key}")).status_code
     for k in range(100): assert at.run(agent, asked(rollout.tokenizer, 1), seed=k).reward.tolist() == [200.]
-    assert not at.desk.sessions and at.report()["calls"] == 100 and not rollout.lines.of
+    assert not at.state.sessions and at.report()["calls"] == 100 and not rollout.lines.of
     port = at.served.port
     at.close()
-    assert not at.served.thread.is_alive() and not at.desk.asker.thread.is_alive()
+    assert not at.served.thread.is_alive() and not at.state.asker.thread.is_alive()
     with pytest.raises(OSError): socket.create_connection(("127.0.0.1", port), timeout=2)
     at.close()
     with Endpoint(rollout, port=port) as again:

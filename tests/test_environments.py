@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 from clock import Clock
-from conftest import vllm_python
+from conftest import rarely, vllm_python
 from rlblocks import Batch, Endpoint, Policy, Prompts, Rollout, aggregate, rollouts
 from rlblocks.data.renderers import ChatRenderer
 from rlblocks.environments.adapters import gym_environment, mixed_environment, tool_environment
@@ -168,6 +168,35 @@ def test_an_episode_counts_once_however_many_rows_it_has(rollout):
     torch.testing.assert_close(sum(parts), want)
 
 
+def test_words_that_a_template_shortens_are_counted():
+    "They cannot keep their ids; what nobody shortens does, and a warning says so."
+    r = small()
+    with pytest.warns(UserWarning, match="encoded from their text .column retokenised"):
+        b = rollouts(r, Talk, asked(r.tokenizer), renderer=ChatRenderer(spelling(TEMPLATES["forgets"])))
+    assert int(b.retokenised.max()) > 0 and set(b.n_calls.tolist()) == {0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        b = rollouts(r, Compacts, asked(r.tokenizer), renderer=ChatRenderer(spelling(CHATML)))
+    assert not b.retokenised.any() and len(b) == 6
+
+
+class AsksAtOnce:
+    ask = None
+    async def reset(self, **row): return row["messages"]
+    async def step(self, message):
+        asks = [self.ask([dict(role="user", content=f"Aside {k}?")]) for k in range(8)]
+        said = await asyncio.gather(*asks, return_exceptions=True)
+        return Step(done=True, reward=float(sum(isinstance(x, RuntimeError) for x in said)))
+
+
+def test_turns_side_by_side_do_not_pass_the_budget():
+    "Sub-agents that are asked at once, after a first turn of at most 8 tokens."
+    r = small()
+    b = rollouts(r, AsksAtOnce, asked(r.tokenizer), budget=20, max_tokens=8)
+    for u in set(b.unit.tolist()): assert 1 < int(b.mask[b.unit == u].sum()) <= 20
+    assert b.reward.min() > 0 and b.unit.unique().numel() == 3       # some were refused
+
+
 def cuts(b):
     "Two parts between units, with the numbers of their rows."
     b["row"] = torch.arange(len(b))
@@ -270,6 +299,27 @@ def test_constructors_connect_side_by_side_and_are_part_of_the_deadline():
             super().__init__()
             meet.wait(60.)
     assert len(rollouts(r, Connects, asked(r.tokenizer))) == 3
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["its loop runs", "its loop has ended"])
+def test_a_constructor_that_ends_after_its_episode_is_closed(there):
+    "What it connected to would stay open: a session for every late episode."
+    from rlblocks.environments.episodes import created
+    began, go, closed = threading.Event(), threading.Event(), threading.Event()
+    class Slow:
+        def __init__(self): began.set(); go.wait()
+        async def close(self): closed.set()
+    async def give_up():
+        task = asyncio.ensure_future(created(Slow))
+        while not began.is_set(): await asyncio.sleep(.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError): await task
+        if there:
+            go.set()
+            while not closed.is_set(): await asyncio.sleep(.001)
+    asyncio.run(asyncio.wait_for(give_up(), 60))
+    go.set()
+    assert closed.wait(60)
 
 
 def test_an_async_method_that_blocks_all_others_ends_by_the_deadline():
@@ -402,6 +452,157 @@ def test_tools_that_are_known_after_reset():
     assert sorted(t[0]["function"]["name"] for t in seen) == ["tool_1", "tool_2", "tool_3"]
 
 
+class HandsIn(Sums):
+    def hand_in(self, answer:int):
+        """Hand in the answer.
+
+        Args:
+            answer: a number
+        """
+        self.calls += 1
+        return Step([dict(role="tool", content="Thank you.")], reward=float(answer), done=True, finish="tool_stopped")
+
+
+def reader_of(*calls):
+    "Random words are read as these calls."
+    from rlblocks import Response
+    return lambda text: Response(text, tool_calls=tuple(dict(name=name, arguments=given) for name, given in calls))
+
+
+@pytest.mark.filterwarnings("ignore")       # TRL calls it experimental
+def test_an_environment_that_trl_ships():
+    "Its tool and its schema as they are. Its sandbox wants Docker, so commands are answered here."
+    harbor = pytest.importorskip("trl.experimental.harbor")
+    class Local(harbor.HarborBashEnv):
+        def __init__(self): pass        # a thread for its sandbox, which its end waits for
+        def __del__(self): pass
+        def reset(self, task_dir, **row): return f" Task {task_dir}."
+        def _exec(self, command, timeout=180): return f"$ {command}"
+    r = small()
+    p = asked(r.tokenizer, 1)
+    p["task_dir"] = ["one"]
+    renderer = ChatRenderer(r.tokenizer, read=reader_of(("bash", dict(command="ls"))))
+    b = rollouts(r, tool_environment(Local), p, max_turns=2, renderer=renderer)
+    assert [m["content"] for m in b.messages[0]][::2] == ["Say 1. Task one.", "$ ls"] and b.reward.isnan().all()
+    [tool] = tool_environment(Local)().tools
+    assert tool["function"]["name"] == "bash" and "shell command" in tool["function"]["description"]
+
+
+def test_a_tool_may_end_the_episode():
+    "What is called behind it is not called."
+    r = small()
+    read = reader_of(("add", dict(a=1, b=2)), ("hand_in", dict(answer=3)), ("add", dict(a=1, b=2)))
+    b = rollouts(r, tool_environment(HandsIn), asked(r.tokenizer), max_tokens=40,
+                 renderer=ChatRenderer(r.tokenizer, read=read))
+    assert b.n_turns.tolist() == [1]*3 and b.reward.tolist() == [5.]*3        # 3, and 2 calls
+    assert b.finish_reason == ["tool_stopped"]*3 and b.n_calls.tolist() == [3]*3
+
+
+def test_why_an_episode_ended_is_one_of_a_closed_list():
+    with pytest.raises(ValueError, match="Step: finish='won'; one of completed, tool_stopped, max_turns, max_tokens, "):
+        Step(done=True, finish="won")
+
+
+def test_what_a_tool_raises_is_counted_and_named_once():
+    "Its text is the tool's answer, so a bug would look like a policy that calls it wrongly."
+    class Broken(Sums):
+        def add(self, a:int, b:int)->int:
+            """Add.
+
+            Args:
+                a: the first
+                b: the second
+            """
+            return a + c    # noqa: F821
+    r, env = small(), tool_environment(Broken)
+    how = dict(max_turns=2, renderer=ChatRenderer(r.tokenizer, read=reader_of(("add", dict(a=1, b=2)), ("sub", {}))))
+    with pytest.warns(UserWarning, match="calls of tools failed; .* of each kind: add: NameError: name 'c' is not"
+                                         " defined; sub: LookupError: no tool 'sub'"):
+        b = rollouts(r, env, asked(r.tokenizer), **how)
+    assert b.n_calls.tolist() == b.failed_calls.tolist() == [4]*3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert rollouts(r, env, asked(r.tokenizer), **how).failed_calls.tolist() == [4]*3
+
+
+def test_calls_of_tools_run_as_many_at_once_as_they_say():
+    "Over all episodes. A call waits here for others: without a limit they would be all there, with one they never are."
+    import pickle
+    class Waits:
+        at_once = 2
+        def reset(self, **row): return None
+        def meet(self, n:int)->str:
+            """Wait for others.
+
+            Args:
+                n: how many
+            """
+            with lock: running.append(1); most.append(len(running))
+            try: doors[n].wait(60)
+            finally:
+                with lock: running.pop()
+            return "met"
+    lock, running, most = threading.Lock(), [], []
+    doors = {n: threading.Barrier(n) for n in (2, 3, 6)}
+    async def all_of(env, n):
+        call = dict(role="assistant", content="", tool_calls=[dict(function=dict(name="meet", arguments=dict(n=n)))])
+        steps = await asyncio.gather(*(env().step(call) for _ in range(6)))
+        assert [s.messages[0]["content"] for s in steps] == ["met"]*6
+    env = tool_environment(Waits)
+    for _ in range(2): asyncio.run(all_of(env, 2))      # an event loop each
+    assert max(most) == 2
+    asyncio.run(all_of(tool_environment(Waits, at_once=3), 3))
+    assert max(most) == 3
+    Waits.at_once = None
+    asyncio.run(all_of(tool_environment(Waits), 6))
+    assert max(most) == 6
+    env = tool_environment(Sums, at_once=4)
+    asyncio.run(env().step(dict(tool_calls=[])))
+    assert pickle.loads(pickle.dumps(env)).at_once == 4
+    with pytest.raises(ValueError, match="tool_environment: at_once"): tool_environment(Waits, at_once=0)
+
+
+def test_a_group_plays_one_game():
+    "Without a column `seed` its seed is of the group; wrappers take any keyword."
+    seeds = []
+    class Game:
+        def reset(self, seed=None): seeds.append(seed); return "Go!", {}
+        def step(self, action): return "", 1., True, False, {}
+    class Wrapped(Game):
+        def reset(self, **more): return super().reset(**more)
+    r = small()
+    for game in (Game, Wrapped):
+        p = asked(r.tokenizer, 2)
+        rollouts(r, gym_environment(game), p, group_size=3)
+        assert sorted(seeds) == sorted(p.group.tolist()*3)
+        seeds.clear()
+    p["seed"] = torch.tensor([11, 12])
+    rollouts(r, gym_environment(Game), p)
+    assert sorted(seeds) == [11, 12]
+
+
+def test_tools_may_ask_the_policy():
+    "A sub-agent inside a tool, also where the row names the environment."
+    class Delegates:
+        ask = None
+        def reset(self, **row): return None
+        async def delegate(self, task:str)->str:
+            """Ask another one.
+
+            Args:
+                task: what to do
+            """
+            return (await self.ask([dict(role="user", content=task)]))["content"]
+    r = small()
+    p = asked(r.tokenizer, 1)
+    p["environment"] = ["agents"]
+    read = reader_of(("delegate", dict(task="Go!")))
+    for env in (tool_environment(Delegates), mixed_environment(dict(agents=tool_environment(Delegates)))):
+        b = rollouts(r, env, p, max_tool_calls=1, renderer=ChatRenderer(r.tokenizer, read=read))
+        assert len(b) == 2 and b.unit.unique().numel() == 1 and b.failed_calls.tolist() == [0, 0]
+        assert b.messages[1][0]["content"] == "Go!"
+
+
 def test_a_game_of_five_values(rollout):
     class Game:
         def reset(self): self.n = 0; return "Go!", {}
@@ -509,6 +710,46 @@ def test_rows_of_an_agent_are_those_of_the_environment_loop(rollout, name):
     assert a.finish_reason == b.finish_reason and a.completion == b.completion
     assert_close(a.rollout_logprobs, b.rollout_logprobs, atol=1e-5, rtol=0)
     assert [[m["content"] for m in x] for x in a.messages] == [[m["content"] for m in x] for x in b.messages]
+
+
+async def call(base_url, api_key, messages):
+    "An agent that asks once."
+    import httpx2
+    body = dict(model="gpt-4o", messages=messages, max_tokens=3)
+    async with httpx2.AsyncClient(timeout=300) as client:
+        got = await client.post(f"{base_url}/chat/completions", json=body,
+                                headers=dict(authorization=f"Bearer {api_key}"))
+    return got.json()["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("rollout", ["vllm"], indirect=True)
+def test_an_endpoint_keeps_its_promises_on_an_engine_elsewhere(rollout):
+    "200 calls at once, and a stream that is given up, as in tests/test_endpoint.py."
+    import httpx2
+    from test_endpoint import wait_until
+    ask, plan = dict(model="gpt-4o", messages=[dict(role="user", content="Say 1.")]), asked(rollout.tokenizer, 100)
+    with Endpoint(rollout) as at:
+        b, want = at.run(call, plan, group_size=2, seed=9), rollout.generate(plan, group_size=2, seed=9, max_tokens=3)
+        assert len(b) == 200 and b.tokens.equal(want.tokens) and b.n_turns.tolist() == [1]*200
+        assert_close(b.rollout_logprobs, want.rollout_logprobs, atol=1e-4, rtol=0)
+        session = at.session()
+        with rollout.turn, httpx2.Client() as client, client.stream(        # the engine is busy with something else
+                "POST", f"{at.url}/chat/completions", json=ask | dict(stream=True),
+                headers=dict(authorization=f"Bearer {session.key}")) as got:
+            lines = got.iter_lines()
+            next(lines)
+            wait_until(lambda: session.tasks and at.state.asker.waits)
+        wait_until(lambda: not session.tasks and not at.state.asker.waits and not rollout.lines.of)
+        assert not session.points
+        with pytest.raises(RuntimeError, match="it asked nothing"): at.collect([session])
+
+
+@pytest.mark.parametrize("rollout", rarely("vllm"), indirect=True)
+def test_a_hundred_batches_of_agents_leave_nothing_in_an_engine_elsewhere(rollout):
+    one = asked(rollout.tokenizer, 1)
+    with Endpoint(rollout) as at:
+        for k in range(100): assert len(at.run(call, one, seed=k)) == 1
+        assert not at.state.sessions and not rollout.lines.of and at.report()["calls"] == 100
 
 
 def test_a_tool_may_have_any_parameter():

@@ -309,6 +309,31 @@ def test_a_function_of_trl_logs_as_it_does_there(math_verify):
     assert all(len(x) == 3 for x in seen["extra"].values())
 
 
+@pytest.mark.parametrize("deadline", [None, 120.])
+def test_grading_does_not_block_the_trainer(deadline):
+    "Each row waits for a byte that is written only when the trainer has made a step."
+    import os
+
+    from rlblocks import later, masked_mean
+    from tiny import model
+    from rlblocks import Policy
+    reads, writes = os.pipe()
+    def waits(completions): return [float(len(os.read(reads, 1))) for _ in completions]
+    policy = Policy(model(), lr=1e-2, device="cpu")
+    b = Batch(tokens=torch.arange(12).view(3, 4), mask=(torch.arange(4) > 0).expand(3, 4), group=torch.arange(3),
+              lengths=torch.full((3,), 4), completion=["a", "b", "c"])
+    grader = Grader(waits, deadline=deadline)
+    graded = later(grader.score, b), later(grader.grade, b)      # the second when the first has ended
+    before = policy.version
+    policy.step(b, lambda out, b: (-masked_mean(out.logprobs, b.mask, denom=b), {}))
+    assert policy.version == before + 1 and not graded[0].done()
+    os.write(writes, b"x"*6)
+    assert graded[0].result(600).tolist() == graded[1].result(600)["scores"].tolist() == [1.]*3
+    with pytest.raises(RuntimeError, match="ValueError"):
+        later(Grader(lambda completions: [float("x")]).score, b).result(600)
+    for fd in (reads, writes): os.close(fd)
+
+
 def test_failures_are_metrics_too():
     def fn(completions): return [1/(len(c) - 3) for c in completions]
     with pytest.warns(UserWarning, match="1 of 3 rows"): metrics = Grader(fn, deadline=60).grade(rollout())["metrics"]

@@ -210,6 +210,17 @@ def test_functions_for_verl_are_taken_as_they_are(deadline):
     assert Grader(compute_score, deadline=deadline).score(b).tolist() == [1., 0.]
 
 
+def test_functions_for_verl_that_wait_wait_together():
+    "Every row waits here for all others: a judge that is asked row after row would never answer."
+    door = asyncio.Barrier(3) if hasattr(asyncio, "Barrier") else None
+    if door is None: pytest.skip("asyncio.Barrier is new in Python 3.11")
+    async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        await asyncio.wait_for(door.wait(), 60)
+        return float(solution_str == ground_truth)
+    b = batch(["4", "5", "4"], ground_truth=["4"]*3)
+    assert Grader(compute_score).score(b).tolist() == [1., 0., 1.]
+
+
 def test_functions_of_trl_are_taken_as_they_are():
     trl = pytest.importorskip("trl.rewards")
     b = batch(["<think>\n1\n</think>\n2", "2"])

@@ -86,7 +86,7 @@ def test_questions_of_many_clients_become_few_calls():
         async def all_of():
             asks = [RemoteReward(server.url, server.token)(completions=[str(2*i), str(2*i + 1)]) for i in range(24)]
             asked = asyncio.gather(*asks)
-            while len(server.app.state.desk.named) < 24: await asyncio.sleep(.01)
+            while len(server.app.state.batcher.named) < 24: await asyncio.sleep(.01)
             goes.set()
             return await asked
         assert asyncio.run(all_of()) == [[2.*i, 2.*i + 1] for i in range(24)]

@@ -325,6 +325,18 @@ def test_rows_of_a_trajectory_share_their_mean_and_its_gradient():
     assert scores.grad.tolist() == [0, .5, .5, 0, 0, 0]
 
 
+def test_the_verdict_of_a_trajectory_is_that_of_its_last_turn():
+    "Rows of a grader: the answer stands in the row with the last turn, wherever that row is in the batch."
+    scores, unit = torch.tensor([0., 1., nan, .5, 0., 2.], dtype=torch.float64), torch.tensor([3, 3, 3, 1, 1, 8])
+    turn, group = torch.tensor([1, 4, 2, 0, 5, -1]), torch.tensor([6, 6, 6, 6, 6, 7])
+    one, its_group, of = by_unit(scores, group, unit, turn=turn)
+    assert one.tolist() == [0., 1., 2.] and its_group.tolist() == [6, 6, 7] and of.tolist() == [1, 1, 1, 0, 0, 2]
+    rows = torch.tensor([5, 1, 4, 0, 3, 2])
+    assert by_unit(scores[rows], group[rows], unit[rows], turn=turn[rows])[0].equal(one)
+    late = torch.tensor([1, 2, 4, 0, 5, 0])
+    assert by_unit(scores, group, unit, turn=late)[0].isnan().tolist() == [False, True, False]
+
+
 # -- errors
 
 def errors():
@@ -333,6 +345,8 @@ def errors():
            "joint_groups: one column is [3], the first is [4]; one id per row is wanted in each")
     yield (lambda: by_unit(s, i, i[1:]), ValueError,
            "by_unit: unit is [3], scores is [4]; they must be equal, nothing is broadcast")
+    yield lambda: by_unit(s, i, 0*i), ValueError, ("by_unit: rows of unit 0 are of two groups; a "
+                                                  "trajectory answers one prompt")
     yield lambda: by_unit(s, i, s), TypeError, "by_unit: unit is float32; ids are integers"
     yield (lambda: trajectory_returns(s, i[1:], step=i), ValueError,
            "trajectory_returns: trajectory is [3], rewards is [4]; they must be equal, nothing is broadcast")

@@ -60,6 +60,7 @@ def read_response(
     for written in re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", rest, re.DOTALL):
         try: calls.append(_call(json.loads(written)))
         except (ValueError, TypeError, KeyError, RecursionError) as e: problem = f"{type(e).__name__}: {e}"
+    if problem and not calls: return Response(rest, reasoning, problem=problem)      # nothing of it is lost
     content = re.sub(r"<tool_call>.*?(</tool_call>|$)", "", rest, flags=re.DOTALL)
     return Response(content.strip() if mark or calls else content, reasoning, tuple(calls), problem)
 
@@ -207,45 +208,85 @@ def rewritten(
     said:Mapping[int, Sequence[int]], # ids that the policy wrote, by the place of its message
     *,
     tools:list|None=None,
-)->list[int]: # open for the assistant
-    "The ids of a conversation as the template has it now. Words of the policy that are left keep their ids."
-    if not isinstance(renderer, ChatRenderer):
-        return list(renderer.render_ids(messages, tools=tools, add_generation_prompt=True))
-    text, at, ids = renderer.text(messages, tools, True), 0, []
-    for i in sorted(said):
-        start = max(at, begins_at(renderer, messages[:i], text, tools))
-        words, own = left_of(renderer, said[i], messages[i], text[start:])
-        where = text.find(words, start) if words else -1
-        if where < 0: continue
-        ids += renderer.ids(text[at:where]) + own
-        at = where + len(words)
-    return ids + renderer.ids(text[at:])
+)->tuple[list[int], list[int]]: # ids, open for the assistant; places whose words were encoded from their text
+    "A conversation as the template has it now. What is left of the policy's words keeps its ids."
+    if not isinstance(renderer, ChatRenderer) and (ids := bridged(renderer, messages, said, tools)) is not None:
+        return ids, []
+    shown, ids, anew = rendered(renderer, messages, tools), [], []
+    end = len(shown)
+    for i in sorted(said, reverse=True):
+        start, stop = place_of(renderer, messages, i, shown, tools)
+        own = left_of(renderer, said[i], shown[start:stop])
+        if own is None: anew.insert(0, i)
+        if own: ids, end = own + spelled(renderer, shown[stop:end]) + ids, start
+    return spelled(renderer, shown[:end]) + ids, anew
 
 # %% ../../nbs/data/48a_renderers.ipynb #a0ce83d2
-def begins_at(
-    renderer:ChatRenderer,
-    messages:Sequence[Message], # those before
-    text:str,                   # of the conversation
+def bridged(
+    renderer:Renderer,
+    messages:Sequence[Message],
+    said:Mapping[int, Sequence[int]], # ids that the policy wrote, by the place of its message
     tools:list|None,
-)->int: # 0: the template writes them otherwise here
-    "Where a message begins: the words of an answer may be in the question too."
-    if not messages: return 0
-    before = renderer.text(messages, tools, True)
-    if text.startswith(before): return len(before)
-    before = renderer.text(messages, tools)
-    return len(before) if text.startswith(before) else 0
+)->list[int]|None: # None: the renderer does not go on behind what was said
+    "A conversation turn by turn, each behind the recorded ids."
+    places = sorted(said)
+    first = messages[:places[0]] if places else messages
+    known = first or isinstance(renderer, TextRenderer)   # other templates refuse no messages at all
+    ids = list(renderer.render_ids(first, tools=tools, add_generation_prompt=True)) if known else []
+    for i, end in zip(places, [*places[1:], len(messages)], strict=False):
+        new = next_ids(renderer, messages[:i + 1], ids, said[i], messages[i + 1:end], tools=tools)
+        if new is None: return None
+        ids = [*ids, *said[i], *new]
+    return ids
+
+Shown = str|list[int]     # a conversation as a template's text, or as ids where a renderer has no text
+
+def rendered(renderer:Renderer, messages:Sequence[Message], tools:list|None)->Shown:
+    "What the renderer makes of messages: text of a template, ids of others."
+    if isinstance(renderer, ChatRenderer): return renderer.text(messages, tools, True)
+    return list(renderer.render_ids(messages, tools=tools, add_generation_prompt=True))
+
+def spelled(renderer:Any, shown:Shown)->list[int]: # a text is a ChatRenderer's
+    "Its ids."
+    return renderer.ids(shown) if isinstance(shown, str) else shown
+
+OTHER = dict(role="assistant", content="\ue000")     # begins and ends as no answer does
+
+def place_of(
+    renderer:Renderer,
+    messages:Sequence[Message],
+    i:int,                 # which one
+    shown:Shown,           # all of them
+    tools:list|None,
+)->tuple[int, int]:
+    "From where to where a message stands in what is shown: all that another message changes."
+    other = rendered(renderer, [*messages[:i], OTHER, *messages[i + 1:]], tools)
+    n = min(len(shown), len(other))
+    start = next((k for k in range(n) if shown[k] != other[k]), n)
+    same = next((k for k in range(n - start) if shown[-1 - k] != other[-1 - k]), n - start)
+    return start, len(shown) - same
 
 def left_of(
-    renderer:ChatRenderer,
-    ids:Sequence[int], # that the policy wrote
-    message:Message,   # what was read in them
-    text:str,          # in which they are looked for
-)->tuple[str, list[int]]: # "", []: nothing that is whole tokens
-    "What a text has left of a turn: all of it, or the content behind its thinking."
-    body, content = renderer.body(ids), message["content"]
-    if (words := renderer.decode(body)) in text: return words, body
-    ends = (body[k:] for k in range(len(body)))
-    return next(((content, own) for own in ends if content and renderer.decode(own) == content), ("", []))
+    renderer:Renderer,
+    ids:Sequence[int],    # that the policy wrote
+    shown:Shown,          # what stands in their place now
+)->list[int]|None: # []: nothing stands there; None: something that is no end of these ids
+    "What is left of a turn: all of it, or what came behind its thinking."
+    stop = set(renderer.get_stop_token_ids())
+    body = list(ids[:-1] if ids and ids[-1] in stop else ids)
+    if not shown: return []
+    n, near = len(body), len(spelled(renderer, shown))
+    ends = (body[k:] for k in sorted(range(n), key=lambda k: abs(n - k - near)))
+    says = reading_of(renderer, shown)
+    if says.get("tool_calls") and reading_of(renderer, body) == says: return body
+    if not isinstance(renderer, ChatRenderer):
+        return next((own for own in ends if reading_of(renderer, own) == says), None)
+    whole = [body] if renderer.decode(body) == shown else ends     # some ids have no text: of all ends the longest
+    return next((own for own in whole if renderer.decode(own) == shown), None)
+
+def reading_of(renderer:Any, shown:Shown)->dict:
+    "What an assistant's words say, as a message."
+    return message_of(renderer.read(shown) if isinstance(shown, str) else renderer.parse_response(shown))
 
 # %% ../../nbs/data/48a_renderers.ipynb #811f6439
 class TextRenderer:

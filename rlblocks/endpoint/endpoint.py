@@ -29,7 +29,7 @@ from ..environments.episodes import Episode, called
 from ..rollout.rollout import Rollout
 from ..rollout.rows import check_prompts
 from ..samplers.samplers import check_ready
-from .exchanges import Desk
+from .exchanges import ServerState
 from .serving import Served, app_of
 from .sessions import Session
 from ..rollout.turns import Limits, by_token
@@ -126,7 +126,7 @@ def counted(
     for s in sessions:
         e = s.episode
         sums.update(sessions=1, calls=e.turns, rows=len(s.branches), forks=s.forks, respaced=s.respaced,
-                    unanswered=s.draws - e.turns, later=max(e.turns - 1, 0))
+                    retokenised=s.conversation.retokenised, unanswered=s.draws - e.turns, later=max(e.turns - 1, 0))
     return sums
 
 def check_spaces(
@@ -163,7 +163,7 @@ def opened(
     r = at.rollout
     with at.lock: number, at.numbers = at.numbers, at.numbers + 1
     made = Session(episode, Limits(r.max_tokens, max_turns, budget, r.sampler.window), seed, number)
-    at.desk.sessions[number] = made
+    at.state.sessions[number] = made
     return made
 
 def ended(
@@ -175,7 +175,8 @@ def ended(
         for s in sessions:
             if not s.open: continue
             s.open = False
-            at.desk.sessions.pop(s.number, None)
+            at.state.sessions.pop(s.number, None)
+            for name in [k for k, x in at.names.items() if x is s]: del at.names[name]
             for task in list(s.tasks): task.cancel()
             at.past.update(counted([s]))
             at.seen.update(s.ignored)
@@ -210,7 +211,7 @@ def run(
         if not e.done:
             e.error = e.error or (f"it had not ended after {seconds:g} s; an async agent does not give way to the "
                                   "others")
-    check_spaces(sessions, at.desk.strip)
+    check_spaces(sessions, at.state.strip)
     check_ignored(at.rollout, sessions)
     units = [unit_of(s.episode) for s in sessions]      # as `rollouts` numbers them
     return rows_of_sessions(at.rollout, sessions, prompts, [k//n for k in range(len(sessions))], units)
@@ -220,7 +221,7 @@ def collect(
     sessions:Sequence[Session]|None=None, # None: all that are open
 )->Batch: # their rows, in the order of the sessions
     "End sessions that were opened by hand, and take their rows."
-    done = list(at.desk.sessions.values()) if sessions is None else list(sessions)
+    done = list(at.state.sessions.values()) if sessions is None else list(sessions)
     if not done: raise ValueError("Endpoint.collect: no session is open; at.session() opens one")
     units = [unit_of(s.episode) for s in done]
     check_distinct(done)
@@ -242,12 +243,13 @@ def check_distinct(
 class Endpoint(Stays):
     """An address at which a rollout answers agents: OpenAI's Chat Completions and Responses, Anthropic's Messages.
 
-    It listens on the loopback interface only. The distribution and `max_tokens` are the rollout's."""
+    It listens on the loopback interface only. The distribution and `max_tokens` are the rollout's. `stream=True` is
+    answered in the events of a stream, which are sent when the answer is complete: an engine hands over whole turns."""
 
     def __init__(self,
         rollout:Rollout, # of this process
         *,
-        model:str|None="policy",  # the name that agents call it by; None: any name
+        model:str|None=None,      # the one name that agents may call it by; None: any, as "gpt-4o"
         renderer:Renderer|None=None, # None: the tokenizer's chat template, or plain text
         strip:bool=False,         # take messages for the same that differ in spaces around their text
         ignore:Iterable[str]=(),  # names of parameters that are ignored, not refused
@@ -261,15 +263,15 @@ class Endpoint(Stays):
         self.past, self.seen = Counter(), set()     # of sessions that have ended: numbers, names of parameters
         self.lock = threading.Lock()
         asker = Asker(rollout)
-        self.desk = Desk(rollout, made, asker, model, frozenset(ignore), strip, self.named)
-        try: self.served = Served(app_of(self.desk), port)
+        self.state = ServerState(rollout, made, asker, model, frozenset(ignore), strip, self.named)
+        try: self.served = Served(app_of(self.state), port)
         except BaseException:
             asker.close()
             raise
 
     def __enter__(self)->"Endpoint": return self
     def __exit__(self, *_): self.close()
-    def __repr__(self): return f"Endpoint({self.url}, {len(self.desk.sessions)} sessions open)"
+    def __repr__(self): return f"Endpoint({self.url}, {len(self.state.sessions)} sessions open)"
 
     @property
     def url(self)->str:
@@ -279,7 +281,7 @@ class Endpoint(Stays):
     @property
     def token(self)->str:
         "For an agent that names its session with the header `x-session`."
-        return self.desk.token
+        return self.state.token
 
     def session(self,
         *,
@@ -298,20 +300,20 @@ class Endpoint(Stays):
         name:str, # as the header x-session has it
     )->Session:
         "The session of a name; it is opened by its first call."
-        if name not in self.names or not self.names[name].open: self.names[name] = self.session(name=name)
+        if name not in self.names: self.names[name] = self.session(name=name)
         return self.names[name]
 
     run, collect = run, collect
 
     def report(self)->dict[str, Any]:
         "Numbers since it was opened; `fork_share` of the calls that followed another began a row of their own."
-        sums = self.past + counted(self.desk.sessions.values())
-        names = ("sessions", "calls", "rows", "forks", "respaced", "unanswered")
-        seen = self.seen.union(*(s.ignored for s in self.desk.sessions.values()))
+        sums = self.past + counted(list(self.state.sessions.values()))     # the server's thread may open one
+        names = ("sessions", "calls", "rows", "forks", "respaced", "retokenised", "unanswered")
+        seen = self.seen.union(*(s.ignored for s in list(self.state.sessions.values())))
         return {k: sums[k] for k in names} | dict(fork_share=sums["forks"]/max(sums["later"], 1), ignored=sorted(seen))
 
     def close(self):
         "End all sessions, the server and its threads. The rollout stays."
-        ended(self, list(self.desk.sessions.values()))
-        self.desk.asker.close()
+        ended(self, list(self.state.sessions.values()))
+        self.state.asker.close()
         self.served.close()

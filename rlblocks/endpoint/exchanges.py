@@ -24,7 +24,7 @@ from .sessions import Plan, Session, message_said, planned, take_over
 
 # %% ../../nbs/endpoint/88f_exchanges.ipynb #28a58d54
 @dataclass(eq=False)
-class Desk:
+class ServerState:
     "What the server's functions share."
     rollout:Rollout
     renderer:Renderer
@@ -38,20 +38,20 @@ class Desk:
 
 # %% ../../nbs/endpoint/88f_exchanges.ipynb #ede1d1b9
 def session_of(
-    desk:Desk,
+    state:ServerState,
     headers:Mapping[str, str],
 )->Session:
     "The session that a request belongs to. Refused without a key that is right."
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     key = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     if not key: raise Refused("no key came; the session's is wanted, as api_key of the client", status=401)
-    if matches(key, desk.token):
+    if matches(key, state.token):
         name = headers.get("x-session")
         if not name: raise Refused("the endpoint's token came without the header x-session, which names a session")
-        return desk.open_named(name)
+        return state.open_named(name)
     number = key.split("-")[1] if key.count("-") > 1 else ""
-    session = desk.sessions.get(int(number)) if number.isdecimal() and len(number) < 18 else None
-    if not matches(key, session.key if session else desk.token) or session is None:
+    session = state.sessions.get(int(number)) if number.isdecimal() and len(number) < 18 else None
+    if not matches(key, session.key if session else state.token) or session is None:
         raise Refused("no open session has this key: it is wrong, or its session has ended", status=401,
                       code="invalid_api_key")
     return session
@@ -87,17 +87,17 @@ def parsed(
     return made
 
 def plan_for(
-    desk:Desk,
+    state:ServerState,
     session:Session,
     call:ChatCall,
 )->Plan:
     "What a call comes to. Refused where it cannot be answered."
-    if desk.model is not None and call.model != desk.model:
-        raise Refused(f"model={call.model!r} is not here; this endpoint answers as {desk.model!r}, or to any name with "
-                      "Endpoint(…, model=None)", status=404, param="model", code="model_not_found")
-    r = desk.rollout
-    try: plan = planned(session, call, desk.renderer, max_tokens=r.max_tokens, vocabulary=r.sampler.vocabulary,
-                        strip=desk.strip)
+    if state.model is not None and call.model != state.model:
+        raise Refused(f"model={call.model!r} is not here; this endpoint answers as {state.model!r}, or to any name "
+                      "with Endpoint(…, model=None)", status=404, param="model", code="model_not_found")
+    r = state.rollout
+    try: plan = planned(session, call, state.renderer, max_tokens=r.max_tokens, vocabulary=r.sampler.vocabulary,
+                        strip=state.strip)
     except Refused: raise
     except Exception as e:
         raise Refused(f"the chat template refuses these messages: {type(e).__name__}: {e}", param="messages") from e
@@ -137,11 +137,11 @@ async def disconnected(
     while (await request.receive())["type"] != "http.disconnect": pass
 
 async def said_to(
-    desk:Desk,
+    state:ServerState,
     plan:Plan,
 )->Completion:
     "What the policy says. Refused when the engine fails, with its words."
-    try: return await desk.asker.ask(plan.ids, plan.seed, plan.room)
+    try: return await state.asker.ask(plan.ids, plan.seed, plan.room)
     except Exception as e:
         raise Refused(f"the engine failed: {type(e).__name__}: {e}", status=500, code="engine_error") from e
 
@@ -149,7 +149,7 @@ async def said_to(
 @dataclass(eq=False)
 class Exchange:
     "One call and its answer."
-    desk:Desk
+    state:ServerState
     form:ChatFormat
     session:Session
     call:ChatCall
@@ -164,9 +164,9 @@ class Exchange:
     )->bool: # False: the client went away
         "Let the policy answer."
         if self.plan is None: return True
-        self.completion = c = await unless_gone(request, self.session, said_to(self.desk, self.plan))
+        self.completion = c = await unless_gone(request, self.session, said_to(self.state, self.plan))
         if c is None or self.answer is None: return False
-        message = message_said(self.session, self.plan, c, self.desk.renderer)
+        message = message_said(self.session, self.plan, c, self.state.renderer)
         reason = "tool_calls" if message.get("tool_calls") else "length" if c.reason == "length" else "stop"
         self.answer = replace(self.answer, said=len(c.tokens), message=message, reason=reason)
         return True
@@ -180,6 +180,7 @@ class Exchange:
         "It is under way no more."
         if self.plan is None or self.over.is_set(): return
         self.over.set()
+        if self.plan.place not in self.session.placed: self.session.lost[self.body] += 1
         self.session.rooms.pop(self.plan.place, None)
         if self.session.running.get(self.body) is self.over: del self.session.running[self.body]
 
@@ -188,24 +189,24 @@ class Exchange:
         if self.plan is None or self.completion is None or self.answer is None: return
         check_open(self.session)
         take_over(self.session, self.plan, self.completion, self.answer.message, name=self.answer.name,
-                  trained=self.desk.rollout.how.temperature > 0)
+                  trained=self.state.rollout.how.temperature > 0)
         self.session.sent[self.body] = self.answer
         self.end()
 
 async def exchange_of(
-    desk:Desk,
+    state:ServerState,
     form:ChatFormat,
     request:Any,
 )->Exchange:
     "A request, read and planned."
-    session = session_of(desk, request.headers)
+    session = session_of(state, request.headers)
     body = await body_of(request)
-    call, digest = form.read(parsed(body), desk.ignore), hashlib.sha256(body).hexdigest()
-    made = Exchange(desk, form, session, call, digest)
+    call, digest = form.read(parsed(body), state.ignore), hashlib.sha256(body).hexdigest()
+    made = Exchange(state, form, session, call, digest)
     if request.headers.get("x-stainless-retry-count", "0") != "0": made.answer = await answered(session, digest)
     if made.answer is not None: return made
     check_open(session)
-    made.plan = plan = plan_for(desk, session, call)
+    made.plan = plan = plan_for(state, session, call)
     made.answer = ChatAnswer(f"{session.number}_{plan.place}", call.model, int(time.time()), len(plan.ids))
     made.begin()
     return made
@@ -216,4 +217,7 @@ async def answered(
 )->ChatAnswer|None: # None: nothing was recorded, because the client had gone
     "What the earlier attempt was answered, once it has ended: one call is sampled and recorded once."
     while body in session.running: await session.running[body].wait()
+    if session.lost[body]:
+        session.lost[body] -= 1
+        return None
     return session.sent.get(body)

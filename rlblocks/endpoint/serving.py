@@ -17,19 +17,19 @@ from typing import Any
 
 from .calls import ChatFormat, Refused
 from .chat_completions import CHAT, openai_error
-from .exchanges import Desk, Exchange, exchange_of, session_of
+from .exchanges import ServerState, Exchange, exchange_of, session_of
 from .messages import MESSAGES
 from .responses import RESPONSES
 
 # %% ../../nbs/endpoint/88g_serving.ipynb #5f84bafd
 async def respond(
-    desk:Desk,
+    state:ServerState,
     form:ChatFormat,
     request:Any,
 )->Any: # a response of Starlette
     "Answer a request."
     from starlette.responses import JSONResponse, Response, StreamingResponse
-    try: exchange = await exchange_of(desk, form, request)
+    try: exchange = await exchange_of(state, form, request)
     except Refused as e: return refusal(form.error(e), e.status)
     if task := asyncio.current_task(): task.add_done_callback(lambda _: exchange.end())   # however the request ends
     headers = {"x-ignored-parameters": ", ".join(exchange.call.ignored)} if exchange.call.ignored else {}
@@ -86,7 +86,7 @@ def refusal(
 
 # %% ../../nbs/endpoint/88g_serving.ipynb #96396942
 def app_of(
-    desk:Desk,
+    state:ServerState,
 )->Any: # of Starlette
     "The routes. ImportError with the extra that has the server."
     try:
@@ -100,22 +100,22 @@ def app_of(
         raise ImportError("Endpoint needs Starlette and uvicorn: pip install 'rlblocks[endpoint]'") from None
     routes = []
     for path, form in {"chat/completions": CHAT, "responses": RESPONSES, "messages": MESSAGES}.items():
-        async def answer(request, form=form): return await respond(desk, form, request)
+        async def answer(request, form=form): return await respond(state, form, request)
         routes += [Route(f"{start}/{path}", answer, methods=["POST"]) for start in ("/v1", "/v1/v1", "")]
-    async def named(request): return await models(desk, request)
+    async def named(request): return await models(state, request)
     routes += [Route(f"{start}/models", named) for start in ("/v1", "/v1/v1", "")]
     return Starlette(routes=routes, exception_handlers={HTTPException: nowhere, Exception: broken},
                      middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])])
 
 async def models(
-    desk:Desk,
+    state:ServerState,
     request:Any,
 )->Any:
     "The one model that is here."
     from starlette.responses import JSONResponse
-    try: session_of(desk, request.headers)
+    try: session_of(state, request.headers)
     except Refused as e: return refusal(openai_error(e), e.status)
-    name = desk.model or "policy"
+    name = state.model or "policy"
     one = dict(id=name, object="model", created=0, owned_by="rlblocks", type="model", display_name=name,
                created_at="1970-01-01T00:00:00Z")
     return JSONResponse(dict(object="list", data=[one], has_more=False, first_id=name, last_id=name))

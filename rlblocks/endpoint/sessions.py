@@ -8,6 +8,7 @@ __all__ = ['Session']
 # %% ../../nbs/endpoint/88e_sessions.ipynb #18ffc625
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -15,7 +16,7 @@ from typing import Any
 
 from ..data.renderers import Renderer, message_of, next_ids, rewritten
 from .calls import ChatAnswer, ChatCall, Refused
-from ..environments.conversations import Branch, Talk
+from ..environments.conversations import Branch, Conversation
 from ..environments.episodes import Episode
 from ..samplers.samplers import Completion, turn_seed
 from ..rollout.turns import Limits, given, spoken
@@ -83,12 +84,13 @@ class Session:
     ):
         "Nothing was asked."
         self.episode, self.limits, self.seed, self.number = episode, limits, seed, number
-        self.talk = Talk([])
-        episode.talks.append(self.talk)
+        self.conversation = Conversation([])
+        episode.conversations.append(self.conversation)
         self.key = f"rl-{number}-{secrets.token_urlsafe(24)}"
         self.points:list[Point] = []
         self.answers:dict[str, Point] = {}     # by the name of the answer
-        self.sent:dict[str, ChatAnswer] = {}   # by the body that it answered
+        self.sent:dict[str, ChatAnswer] = {}   # by the body that it answered, the latest
+        self.lost:Counter[str] = Counter()     # calls whose client went away before their answer, by their bodies
         self.tasks:set[asyncio.Task] = set()   # calls under way
         self.ignored:dict[str, Any] = {}       # parameters that came and have no effect
         self.rooms:dict[int, int] = {}         # tokens that calls under way may still have, by their places
@@ -116,7 +118,7 @@ class Session:
     @property
     def branches(self)->list[Branch]:
         "Its rows."
-        return self.talk.branches
+        return self.conversation.branches
 
     def __repr__(self):
         return f"Session({self.number}: {self.episode.turns} calls, {len(self.branches)} rows)"
@@ -135,7 +137,9 @@ def planned(
     messages = asked_messages(session, call)
     point, new = continued_point(session, messages, call.tools, renderer, strip)
     if point is not None: ids = point.branch.ids[:point.end] + new
-    else: ids = list(rewritten(renderer, *kept_words(session, messages, strip), tools=call.tools))
+    else:
+        ids, anew = rewritten(renderer, *kept_words(session, messages, strip), tools=call.tools)
+        session.conversation.retokenised += len(anew)
     check_prompt(ids, vocabulary)
     room = room_for(session, ids, call.max_tokens, max_tokens)
     e = session.episode
@@ -187,10 +191,12 @@ def kept_words(
     strip:bool,
 )->tuple[list[dict], dict[int, list[int]]]: # messages as they were recorded; the ids of those that the policy wrote
     "What of a rewritten conversation the policy has said."
-    made, said = list(messages), {}
+    made, said, left = list(messages), {}, list(session.points)
     for i, m in enumerate(messages):
-        p = next((p for p in reversed(session.points) if same_message(p.messages[-1], m, strip)), None)
-        if p is not None: made[i], said[i] = p.messages[-1], p.branch.ids[p.asked:p.end]
+        p = next((p for p in left if same_message(p.messages[-1], m, strip)), None)
+        if p is None: continue
+        left.remove(p)          # of two equal answers each is itself
+        made[i], said[i] = p.messages[-1], p.branch.ids[p.asked:p.end]
     return made, said
 
 # %% ../../nbs/endpoint/88e_sessions.ipynb #2c15651f

@@ -169,10 +169,12 @@ def missing(
     base = next(k for k in type(task).__mro__ if k.__module__ == "verifiers.v1.task")
     for name in ("setup", "finalize"):
         if getattr(type(task), name) is not getattr(base, name): return f"has a {name!r} of its own, for a runtime"
-    for hook in task.hooks("reward"):
-        runtime = inspect.signature(hook).parameters.get("runtime")
+    scores = [("reward", f.__name__, f) for f in task.hooks("reward")]
+    scores += [("judge", judge.reward_name, judge.score) for judge in task.plugged_judges()]
+    for kind, name, fn in scores:       # verifiers leaves them out, and the reward is too small
+        runtime = inspect.signature(fn).parameters.get("runtime")
         if runtime is not None and runtime.default is runtime.empty:
-            return f"has the reward {hook.__name__!r}, which reads a runtime"
+            return f"has the {kind} {name!r}, which reads a runtime"
     return None
 
 # %% ../../nbs/endpoint/88i_tasksets.ipynb #e838f222

@@ -6,11 +6,14 @@
 __all__ = ['ToolEnvironment', 'tool_environment', 'GymEnvironment', 'gym_environment', 'MixedEnvironment', 'mixed_environment']
 
 # %% ../../nbs/environments/87c_adapters.ipynb #02ef00ec
+import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
+from ..data.columns import whole_number
 from .episodes import Step, called
 
 # %% ../../nbs/environments/87c_adapters.ipynb #9a8daa16
@@ -21,44 +24,111 @@ class ToolEnvironment:
         inner:Any,            # has `reset(**row)` and methods
         *,
         on_problem:str="answer", # to a call that cannot be read: "answer" says why, "end" ends the episode
+        gate:Callable[[int|None], AbstractAsyncContextManager]=lambda n: nullcontext(), # lets so many calls run at once
     ):
         "Find its tools. TypeError for one without `reset`, ValueError for a method without a documented signature."
         if not callable(getattr(inner, "reset", None)):
             raise TypeError(f"tool_environment: {type(inner).__name__} has no reset(**row)")
-        self.inner, self.on_problem = inner, checked("tool_environment", on_problem)
+        self.inner, self.on_problem, self.gate = inner, checked("tool_environment", on_problem), gate
         self.methods = public_methods(inner)
         self.tools = [schema_of(name, f) for name, f in self.methods.items()]
         for name in ("get_reward", "close"):
             if hasattr(inner, name): setattr(self, name, getattr(inner, name))
+        pass_on(None, self, inner)
 
     async def reset(self, **row:Any)->Any:
         "Begin, with the columns that its `reset` takes."
+        pass_on(self, self.inner, self.inner)
         return await called(self.inner.reset, **taken_by(self.inner.reset, row))
 
     async def step(self, message:dict)->Step:
         "Call what the assistant called."
         calls, problem = message.get("tool_calls", []), message.get("problem")
         if problem: return unreadable("tool", f"the call could not be read: {problem}", self.on_problem)
-        return Step([await self.answer(c) for c in calls], done=not calls)
+        steps:list[Step] = []
+        for call in calls:
+            steps.append(await self.answer(call))
+            if steps[-1].done: break        # what it calls after the end is not called
+        return joined(steps)
 
-    async def answer(self, call:dict)->dict:
+    async def answer(self, call:dict)->Step:
         "What a tool says, or why it cannot."
         name, given = call["function"]["name"], call["function"]["arguments"]
         try:
             if name not in self.methods: raise LookupError(f"no tool {name!r}; there are {', '.join(self.methods)}")
-            said = await called(self.methods[name], **given)
-        except Exception as e: said = f"error: {type(e).__name__}: {e}"
-        text = said if isinstance(said, str) else json.dumps(said, default=str)
-        return dict(role="tool", name=name, tool_call_id=call.get("id", ""), content=text)
+            async with self.gate(getattr(self.inner, "at_once", None)):
+                said = await called(self.methods[name], **given)
+        except Exception as e: return tool_step(call, f"error: {type(e).__name__}: {e}", failed=True)
+        return said if isinstance(said, Step) else tool_step(call, said)
 
 # %% ../../nbs/environments/87c_adapters.ipynb #ac62baaf
+def tool_step(
+    call:Mapping,
+    said:Any,          # text, or what JSON can hold
+    reward:float|None=None,
+    done:bool=False,   # nothing further is to come
+    *,
+    failed:bool=False, # whether it is the text of an error
+)->Step:
+    "What a tool says to a call, as a step."
+    name, text = call["function"]["name"], said if isinstance(said, str) else json.dumps(said, default=str)
+    message = dict(role="tool", name=name, tool_call_id=call.get("id", ""), content=text)
+    return Step([message], reward, done, "tool_stopped" if done else "completed",
+                errors=[(name, text.removeprefix("error: "))] if failed else [])
+
+def joined(
+    steps:Sequence[Step], # of the calls of one turn, in their order; none: it was the answer
+)->Step:
+    "Several calls as one step; their rewards add up."
+    if not steps: return Step(done=True)
+    last, rewards = steps[-1], [float(s.reward) for s in steps if s.reward is not None]
+    return Step([m for s in steps for m in s.messages], sum(rewards) if rewards else None, last.done, last.finish,
+                last.history, [x for s in steps for x in s.errors])
+
+def pass_on(
+    outer:Any,  # has what `rollouts` gave; None: it was not given yet
+    to:Any,     # gets it
+    inner:Any,  # what it asks for
+):
+    "Hand `ask` and `group_id` to the environment inside, where it has a place for them."
+    for name in ("ask", "group_id"):
+        if hasattr(inner, name): setattr(to, name, getattr(outer, name, None))
+
+# %% ../../nbs/environments/87c_adapters.ipynb #605f7353
+class ToolFactory:
+    "Makes tool environments, and counts the calls that run."
+
+    def __init__(self, factory:Callable[[], Any], on_problem:str, at_once:int|None):
+        "Nothing runs."
+        self.factory, self.on_problem, self.at_once = factory, checked("tool_environment", on_problem), at_once
+        self.warned:set[tuple[str, str]] = set()    # errors of which `rollouts` has told
+        self.running:tuple[asyncio.AbstractEventLoop, asyncio.Semaphore]|None = None
+
+    def __call__(self)->ToolEnvironment:
+        "A new one."
+        return ToolEnvironment(self.factory(), on_problem=self.on_problem, gate=self.gate)
+
+    def __reduce__(self): return ToolFactory, (self.factory, self.on_problem, self.at_once)
+
+    def gate(self,
+        own:int|None, # what the tools themselves allow
+    )->AbstractAsyncContextManager:
+        "Wait here until fewer calls run. The calls of one event loop are counted together."
+        n, loop = self.at_once or own, asyncio.get_running_loop()
+        if n is None: return nullcontext()
+        if self.running is None or self.running[0] is not loop: self.running = loop, asyncio.Semaphore(n)
+        return self.running[1]
+
+# %% ../../nbs/environments/87c_adapters.ipynb #8fc8798d
 def tool_environment(
     factory:Callable[[], Any], # a class as TRL's `environment_factory` takes it
     *,
     on_problem:str="answer",   # to a call that cannot be read: "answer" says why, "end" ends the episode
+    at_once:int|None=None,     # calls that run side by side, over all episodes; None: what the class says, or any
 )->Callable[[], ToolEnvironment]: # for `rollouts`
     "Environments whose tools are the public methods of a class."
-    return lambda: ToolEnvironment(factory(), on_problem=on_problem)
+    n = None if at_once is None else whole_number("tool_environment", "at_once", at_once)
+    return ToolFactory(factory, on_problem, n)
 
 # %% ../../nbs/environments/87c_adapters.ipynb #b27b91f3
 def public_methods(
@@ -117,12 +187,13 @@ class GymEnvironment:
     ):
         "Nothing has begun. ValueError for another word than these."
         self.inner, self.action, self.on_problem = inner, action, checked("gym_environment", on_problem)
+        self.group_id:int|None = None     # `rollouts` sets it
         if hasattr(inner, "close"): self.close = inner.close
 
     async def reset(self, **row:Any)->str:
         "Begin, with the columns that its `reset` takes; its first observation is the user's."
-        known = inspect.signature(self.inner.reset).parameters
-        made = await called(self.inner.reset, **{k: v for k, v in row.items() if k in known})
+        if self.group_id is not None: row = dict(seed=self.group_id % 2**31) | row
+        made = await called(self.inner.reset, **given_to_game(self.inner.reset, row))
         observation, _ = made if isinstance(made, tuple) else (made, {})
         return str(observation)
 
@@ -138,6 +209,16 @@ class GymEnvironment:
         observation, reward, terminated, truncated, _ = made
         finish = "max_turns" if truncated and not terminated else "completed"
         return Step([dict(role="user", content=str(observation))], float(reward), bool(terminated or truncated), finish)
+
+# %% ../../nbs/environments/87c_adapters.ipynb #dec6087e
+def given_to_game(
+    reset:Callable,
+    row:dict, # columns
+)->dict:
+    "The columns that a game's `reset` names; one that takes any, as wrappers do, gets Gymnasium's own two."
+    wants = inspect.signature(reset).parameters
+    free = any(p.kind is p.VAR_KEYWORD for p in wants.values())
+    return {k: x for k, x in row.items() if k in wants or free and k in ("seed", "options")}
 
 # %% ../../nbs/environments/87c_adapters.ipynb #2f788655
 def gym_environment(
@@ -157,7 +238,7 @@ class MixedEnvironment:
         makers:Mapping[str, Callable[[], object]], # of environments, by name
     ):
         "Nothing is chosen yet."
-        self.makers, self.tools = makers, None
+        self.makers, self.tools, self.ask, self.group_id = makers, None, None, None
 
     async def reset(self, environment:str, **row:Any)->Any:
         "Choose, and begin. ValueError for another name."
@@ -167,6 +248,7 @@ class MixedEnvironment:
         inner = self.inner = await called(self.makers[environment])
         for name in ("get_reward", "close"):
             if hasattr(inner, name): setattr(self, name, getattr(inner, name))
+        pass_on(self, inner, inner)
         first = await called(inner.reset, **row)
         self.tools = getattr(inner, "tools", None)
         return first

@@ -31,7 +31,7 @@ class Branch:
 
 # %% ../../nbs/environments/87_conversations.ipynb #9ec1181f
 @dataclass(eq=False)
-class Talk:
+class Conversation:
     "A conversation: messages, and the rows that they are in."
     messages:list[dict]
     tools:list|None = None
@@ -39,6 +39,7 @@ class Talk:
     said:dict[int, list[int]] = field(default_factory=dict)   # ids of the assistant, by the place of its message
     next:list[int] = field(default_factory=list)              # ids that the next turn answers to
     anew:bool = False                                         # whether they are a row, else they come behind the last
+    retokenised:int = 0                                       # turns whose words a row has from their text
 
     def begin(self,
         ids:Sequence[int], # of the messages, open for the assistant
@@ -59,8 +60,15 @@ class Talk:
         asked = branch.ids[:len(branch.ids) - len(last)]
         ids = next_ids(renderer, self.messages, asked, last, new, tools=self.tools)
         self.messages += map(dict, new)
-        self.next, self.anew = ids or [], ids is None
-        if ids is None: self.next = rewritten(renderer, self.messages, self.said, tools=self.tools)
+        self.next, self.anew = ids or [], False
+        if ids is None: self.restart(renderer)
+
+    def restart(self,
+        renderer:Renderer,
+    ):
+        "Go on in another row, with the conversation as the template has it now."
+        self.next, lost = rewritten(renderer, self.messages, self.said, tools=self.tools)
+        self.anew, self.retokenised = True, self.retokenised + len(lost)
 
     def rewrite(self,
         history:Sequence[Mapping], # messages, the last one not of the assistant
@@ -72,7 +80,7 @@ class Talk:
             at = next((k for k in left if self.messages[k] == m), None)
             if at is not None: said[i] = left.pop(at)
         self.messages, self.said = [dict(m) for m in history], said
-        self.next, self.anew = rewritten(renderer, self.messages, said, tools=self.tools), True
+        self.restart(renderer)
 
     def answer(self,
         c:Completion,
@@ -90,8 +98,8 @@ class Talk:
         self.branches[-1].messages = list(self.messages)
 
 def opened(
-    talk:Talk,
+    conversation:Conversation,
     renderer:Renderer,
 )->list[int]:
     "Ids of its messages, open for the assistant."
-    return list(renderer.render_ids(talk.messages, tools=talk.tools, add_generation_prompt=True))
+    return list(renderer.render_ids(conversation.messages, tools=conversation.tools, add_generation_prompt=True))

@@ -21,7 +21,7 @@ from ..data.batch import Batch
 from ..data.columns import pad, whole_number
 from ..data.renderers import Renderer, renderer_of
 from .conversations import Branch
-from .episodes import Episode, Scheduler, Step, Table, called, play
+from .episodes import Episode, Runner, Scheduler, Step, called, created, play
 from ..rollout.rollout import Rollout
 from ..rollout.rows import check_prompts, duplicates
 from ..samplers.samplers import check_ready
@@ -31,13 +31,13 @@ from ..rollout.turns import Limits, behind, by_token, texts_of_turns
 async def run_episode(
     episode:Episode,
     env:Callable, # makes the environment
-    table:Table,
+    runner:Runner,
 ):
     "An episode, and its environment closed whatever happened."
     made = None
     try:
-        made = await called(env)
-        await play(episode, made, table)
+        made = await created(env)
+        await play(episode, made, runner)
         if own := getattr(made, "get_reward", None): episode.observe(Step([{}], reward=await called(own)))
     except asyncio.CancelledError:
         episode.error = episode.error or "it was cancelled"
@@ -54,11 +54,11 @@ async def all_of(
     episodes:list[Episode],
     seconds:float, # for all of them
     env:Callable,
-    table:Table,
+    runner:Runner,
 ):
     "Run them; stop what is late, and everything when this is cancelled."
-    scheduling = asyncio.ensure_future(table.scheduler.run())
-    tasks = {asyncio.ensure_future(run_episode(e, env, table)): e for e in episodes}
+    scheduling = asyncio.ensure_future(runner.scheduler.run())
+    tasks = {asyncio.ensure_future(run_episode(e, env, runner)): e for e in episodes}
     late = set(tasks)
     try: _, late = await asyncio.wait(tasks, timeout=None if seconds == math.inf else seconds)
     finally:
@@ -121,7 +121,9 @@ def rows_of_episodes(
         policy_version=none, prompt_lengths=lengths, group=torch.tensor([e.group for e in of]),
         sample=torch.tensor([e.sample for e in of]), unit=torch.tensor([u for *_, u in every]),
         finish_reason=[e.finish for e in of], messages=[t.messages for _, t, _ in every],
-        n_turns=torch.tensor([e.turns for e in of]), reward=rewards_of(of),
+        n_turns=torch.tensor([e.turns for e in of]), n_calls=torch.tensor([e.calls for e in of]),
+        failed_calls=torch.tensor([len(e.errors) for e in of]), reward=rewards_of(of),
+        retokenised=torch.tensor([sum(c.retokenised for c in e.conversations) for e in of]),
         **{k: torch.full((n,), v, dtype=torch.long if k == "top_k" else torch.float32)
            for k, v in asdict(rollout.how).items()})
     if kept := rollout.how.kept(rollout.sampler.vocabulary):
@@ -138,8 +140,8 @@ def unit_of(episode:Episode)->int:
 
 def branches_of(episode:Episode)->list[Branch]:
     "Its rows: of the conversation with the environment, and those on the side in which something was said."
-    first, *aside = episode.talks
-    return [*first.branches, *(t for talk in aside for t in talk.branches if t.spans)]
+    first, *aside = episode.conversations
+    return [*first.branches, *(t for conversation in aside for t in conversation.branches if t.spans)]
 
 def rewards_of(episodes:list[Episode])->Tensor: # `[B]`; NaN where the environment gave none
     "Rewards of the environments."
@@ -162,19 +164,49 @@ def rollouts(
 )->Batch: # rows of all episodes that ended, prompt by prompt; those of one episode have one `unit`
     """Let the policy talk to environments, an episode each; adds the columns of `rollout.extend`, and `reward`.
 
-    An episode that is late, or whose environment raises, is named in a warning. RuntimeError when none arrives."""
+    An episode that is late, or whose environment raises, is named in a warning. RuntimeError when none arrives.
+    `failed_calls` of its `n_calls` calls of tools raised; a warning has the first error of each tool and kind."""
     n = whole_number("rollouts", "group_size", group_size)
     played = rollout.run(play_all, prompts, env, group_size=n, seed=seed, max_tokens=max_tokens, max_turns=max_turns,
                          budget=budget, max_tool_calls=max_tool_calls, deadline=deadline, renderer=renderer)
-    lost = [text for _, texts in played for text in texts]
+    lost = [text for _, texts, _ in played for text in texts]
     if lost:
         text = (f"rollouts: {len(lost)} of {n*len(played)} episodes did not arrive: {'; '.join(lost[:5])}"
                 f"{' …' if len(lost) > 5 else ''}")
         if len(lost) == n*len(played): raise RuntimeError(text)
         warnings.warn(text, stacklevel=2)
-    return by_token(Batch.cat([rows for rows, _ in played if rows is not None]))
+    warn_of_tools([x for *_, errors in played for x in errors], getattr(env, "warned", set()))
+    rows = by_token(Batch.cat([rows for rows, *_ in played if rows is not None]))
+    warn_of_retokenised(rows)
+    return rows
 
 # %% ../../nbs/environments/87b_environments.ipynb #7b7228a1
+def warn_of_tools(
+    errors:list[tuple[str, str]],  # tool and text of every call that failed
+    warned:set[tuple[str, str]],   # tools and kinds of errors of which a warning has told; new ones are added
+):
+    "Name the first error of each tool and kind. The policy reads them as answers, so nothing else would show a bug."
+    first:dict[tuple[str, str], str] = {}
+    for tool, text in errors: first.setdefault((tool, text.partition(":")[0]), text)
+    new = {k: text for k, text in first.items() if k not in warned}
+    if not new: return
+    warned |= set(new)
+    named = "; ".join(f"{tool}: {text[:200]}" for (tool, _), text in new.items())
+    warnings.warn(f"rollouts: calls of tools failed; the policy reads the error as the tool's answer, and the column "
+                  f"failed_calls counts them. First of each kind: {named}", stacklevel=3)
+
+def warn_of_retokenised(rows:Batch):
+    "Say that words of the policy stand in rows with other ids than those that were sampled."
+    n = int((rows.retokenised > 0).sum())
+    if n: warnings.warn(f"rollouts: {n} rows are of episodes whose template rewrote what the policy had said into "
+                        "something that is no end of it; there these words were encoded from their text (column "
+                        "retokenised). They are read, not trained", stacklevel=3)
+
+# %% ../../nbs/environments/87b_environments.ipynb #410ce81d
+WRITTEN = ("reward", "n_turns", "n_calls", "failed_calls", "retokenised", "turn", "unit")
+# of a prompt: rows of what ended well, names of the rest, errors of tools
+Played = tuple[Batch|None, list[str], list[tuple[str, str]]]
+
 def play_all(
     rollout:Rollout,
     prompts:Batch,
@@ -188,20 +220,20 @@ def play_all(
     max_tool_calls:int|None,
     deadline:int|float|None,
     renderer:Renderer|None,
-)->list[tuple[Batch|None, list[str]]]: # of each prompt: rows of what ended well, names of the rest
+)->list[Played]: # of each prompt
     "Episodes of all prompts, where the engine is."
     check_prompts(prompts)
-    taken = [k for k in ("reward", "n_turns", "turn", "unit") if k in prompts]
+    taken = [k for k in WRITTEN if k in prompts]
     if taken: raise ValueError(f"rollouts: the prompts have a column {taken[0]!r}, which rollouts writes itself")
     check_ready(rollout.sampler)
     if renderer is None: renderer = default_renderer(rollout)
-    if prompts.filler: return [(None, [])]*len(prompts)
+    if prompts.filler: return [(None, [], [])]*len(prompts)
     n = rollout.max_tokens if max_tokens is None else max_tokens
     limits = Limits(whole_number("rollouts", "max_tokens", n), max_turns, budget, rollout.sampler.window)
     episodes, scheduler = episodes_of(prompts, group_size), Scheduler(rollout)
-    table = Table(scheduler, renderer, limits, max_tool_calls, seed)
+    runner = Runner(scheduler, renderer, limits, max_tool_calls, seed)
     seconds = math.inf if deadline is None else deadline
-    try: in_thread(lambda: all_of(episodes, seconds, env, table), seconds + 10)
+    try: in_thread(lambda: all_of(episodes, seconds, env, runner), seconds + 10)
     finally: scheduler.end()
     for e in episodes:
         if not e.done: e.error = e.error or f"it had not ended after {seconds:g} s; an async method of it, or of "\
@@ -223,8 +255,9 @@ def arrived(
     rollout:Rollout,
     episodes:list[Episode], # of one prompt
     prompt:Batch,           # one row
-)->tuple[Batch|None, list[str]]:
-    "Rows of the episodes without an error; the others by name."
+)->Played:
+    "Rows of the episodes without an error; the others by name; what tools raised."
     lost = [f"sample {e.sample} of group {e.group}: {e.error}" for e in episodes if e.error is not None]
     well = [e for e in episodes if e.error is None]
-    return (rows_of_episodes(rollout, well, prompt, [unit_of(e) for e in well]) if well else None), lost
+    errors = [x for e in episodes for x in e.errors]
+    return (rows_of_episodes(rollout, well, prompt, [unit_of(e) for e in well]) if well else None), lost, errors

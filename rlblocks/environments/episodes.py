@@ -14,12 +14,12 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import torch
 
 from ..data.renderers import Renderer
-from .conversations import Talk, opened
+from .conversations import Conversation, opened
 from ..samplers.lines import Line
 from ..rollout.rollout import Rollout
 from ..rollout.rows import Finish
@@ -35,6 +35,12 @@ class Step:
     done:bool=False
     finish:Finish="completed"     # why, where it is done
     history:Sequence[Mapping]|None=None # the conversation from now on, `messages` behind it; None: as it is
+    errors:Sequence[tuple[str, str]]=() # calls of tools that failed: the tool, and "NameError: …"
+
+    def __post_init__(self):
+        "ValueError for a reason that is not of the closed list."
+        if self.finish not in get_args(Finish):
+            raise ValueError(f"Step: finish={self.finish!r}; one of {', '.join(get_args(Finish))} is wanted")
 
 @runtime_checkable
 class Environment(Protocol):
@@ -73,17 +79,32 @@ async def called(
 
 async def threaded(
     fn:Callable, # may hang; then nobody waits for its thread, not even the end of the process
+    late:Callable[[Any], object]=lambda x: None, # takes what comes when nobody waits any more, in a thread
 ):
     "What a function gives, in a thread."
     loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
     def put(how, x):
         if not done.done(): how(x)
+        elif how == done.set_result: threading.Thread(target=late, args=(x,), daemon=True).start()
     def run():
         try: how, x = done.set_result, fn()
         except BaseException as e: how, x = done.set_exception, raisable(e)
-        if not loop.is_closed(): loop.call_soon_threadsafe(put, how, x)
+        try: loop.call_soon_threadsafe(put, how, x)
+        except RuntimeError: late(x)        # the loop is closed
     threading.Thread(target=run, daemon=True).start()
     return await done
+
+async def created(
+    env:Callable, # makes an environment
+)->Any:
+    "An environment. One that is there only when its episode has been given up is closed."
+    if inspect.iscoroutinefunction(env): return await env()
+    made = await threaded(env, late=close_late)
+    return await made if inspect.isawaitable(made) else made
+
+def close_late(made:Any):
+    "Close what nobody will use."
+    if close := getattr(made, "close", None): asyncio.run(called(close))
 
 def raisable(error:BaseException)->Exception:
     "An error that a future carries and that ends nobody but its episode: `sys.exit` in a tool, a `next` at its end."
@@ -98,10 +119,12 @@ class Episode:
     prompt:list[int]  # ids of it
     group:int
     sample:int        # its place in the group
-    talks:list[Talk] = field(default_factory=list) # the first one with the environment
+    conversations:list[Conversation] = field(default_factory=list) # the first one with the environment
     turns:int = 0
     tokens:int = 0    # that the policy chose
+    reserved:int = 0  # that turns under way may still choose
     calls:int = 0     # of tools
+    errors:list[tuple[str, str]] = field(default_factory=list) # of calls that failed
     reward:float|None = None
     finish:Finish = "timeout"
     error:str|None = None # of the environment
@@ -110,7 +133,8 @@ class Episode:
     def observe(self,
         step:Step, # of the environment
     ):
-        "Take over its reward, and why it is done."
+        "Take over its reward, what failed in it, and why it is done."
+        self.errors += step.errors
         if step.reward is not None: self.reward = (self.reward or 0.) + float(step.reward)
         if ends(step): self.finish = step.finish
 
@@ -124,16 +148,16 @@ async def begin(
     episode:Episode,
     env:Any,
     renderer:Renderer,
-)->Talk:
+)->Conversation:
     "The conversation with its environment, open for the assistant."
     first, row = await called(env.reset, **episode.row), episode.row
     tools = getattr(env, "tools", None) or None     # which they are may be known only now
     asked = [dict(m) for m in row.get("messages") or [dict(role="user", content=row.get("prompt", ""))]]
     if isinstance(first, str): asked[-1]["content"] += first
-    talk = Talk(asked if first is None or isinstance(first, str) else [dict(m) for m in first], tools)
-    talk.begin(episode.prompt if first is None and not tools else opened(talk, renderer))
-    episode.talks.append(talk)
-    return talk
+    conversation = Conversation(asked if first is None or isinstance(first, str) else [dict(m) for m in first], tools)
+    conversation.begin(episode.prompt if first is None and not tools else opened(conversation, renderer))
+    episode.conversations.append(conversation)
+    return conversation
 
 # %% ../../nbs/environments/87a_episodes.ipynb #489b58de
 class Scheduler:
@@ -194,7 +218,7 @@ class Scheduler:
 
 # %% ../../nbs/environments/87a_episodes.ipynb #5d12b21c
 @dataclass(frozen=True)
-class Table:
+class Runner:
     "What all episodes share."
     scheduler:Scheduler
     renderer:Renderer
@@ -204,73 +228,80 @@ class Table:
 
     async def turn(self,
         episode:Episode,
-        talk:Talk, # one of its
+        conversation:Conversation, # one of its
     )->Completion|None: # None: it has gone as far as it may, and `finish` says why
         "Let the policy say something."
-        ids = talk.row()
-        over = self.limits.over(episode.turns, episode.tokens, len(ids))
+        ids = conversation.row()
+        taken = episode.tokens + episode.reserved       # turns side by side count as if they took all they may
+        over = self.limits.over(episode.turns, taken, len(ids))
         if over is not None: episode.finish = over; return None
         turn, episode.turns = episode.turns, episode.turns + 1
-        seed = turn_seed(self.seed, episode.group, episode.sample, turn)
-        c = await self.scheduler.turn(ids, seed, self.limits.room(episode.tokens, len(ids)))
+        seed, room = turn_seed(self.seed, episode.group, episode.sample, turn), self.limits.room(taken, len(ids))
+        episode.reserved += room
+        try: c = await self.scheduler.turn(ids, seed, room)
+        finally: episode.reserved -= room
         episode.tokens += len(c.tokens)
-        talk.answer(c, turn, self.scheduler.rollout.how.temperature > 0, self.renderer)
+        conversation.answer(c, turn, self.scheduler.rollout.how.temperature > 0, self.renderer)
         return c
 
 # %% ../../nbs/environments/87a_episodes.ipynb #f7667a36
 async def play(
     episode:Episode,
     env:Any,
-    table:Table,
+    runner:Runner,
 ):
     "An episode to its end."
-    if hasattr(env, "ask"): env.ask = partial(asked_aside, episode, table)
-    talk = await begin(episode, env, table.renderer)
-    while (c := await table.turn(episode, talk)) is not None:
-        step = await answer_of(episode, env, c, table)
+    if hasattr(env, "ask"): env.ask = partial(asked_aside, episode, runner)
+    if hasattr(env, "group_id"): env.group_id = episode.group
+    conversation = await begin(episode, env, runner.renderer)
+    while (c := await runner.turn(episode, conversation)) is not None:
+        step = await answer_of(episode, env, c, runner)
         if step is None: return
-        if step.history is not None: talk.rewrite([*step.history, *step.messages], table.renderer)
-        else: talk.observe(step.messages, table.renderer)
+        if step.history is not None: conversation.rewrite([*step.history, *step.messages], runner.renderer)
+        else: conversation.observe(step.messages, runner.renderer)
 
 async def answer_of(
     episode:Episode,
     env:Any,
     c:Completion,  # the last turn
-    table:Table,
+    runner:Runner,
 )->Step|None: # None: the episode has ended
     "What the environment says to the last turn."
-    talk, most = episode.talks[0], table.max_tool_calls
-    episode.calls += len(talk.messages[-1].get("tool_calls", ()))
+    conversation, most = episode.conversations[0], runner.max_tool_calls
+    said = deepcopy(conversation.messages[-1])      # what the environment does to it changes no record
+    episode.calls += len(said.get("tool_calls", ()))
     if most is not None and episode.calls > most: episode.finish = "max_tool_calls"; return None
-    step = as_step(await called(env.step, deepcopy(talk.messages[-1])))      # what it does to it changes no record
+    step = as_step(await called(env.step, said))
     episode.observe(step)
     if not ends(step): return step
     if c.reason == "length" and step.finish in ("completed", "parse_error"):
-        episode.finish = table.limits.finish(c, len(talk.branches[-1].ids))
+        episode.finish = runner.limits.finish(c, len(conversation.branches[-1].ids))
     return None
 
 # %% ../../nbs/environments/87a_episodes.ipynb #f5f7b464
 async def asked_aside(
     episode:Episode,
-    table:Table,
+    runner:Runner,
     messages:Sequence[Mapping], # the last one not of the assistant
     *,
     tools:list|None=None,       # JSON schemas for the template
 )->dict: # the assistant's message
     "What the policy says on the side; its tokens are trained too. RuntimeError where the episode may go no further."
     messages = [dict(m) for m in messages]
-    if talk := aside(episode, messages): talk.observe(messages[len(talk.messages):], table.renderer)
+    conversation = aside(episode, messages)
+    if conversation: conversation.observe(messages[len(conversation.messages):], runner.renderer)
     else:
-        talk = Talk(messages, tools)
-        talk.begin(opened(talk, table.renderer))
-        episode.talks.append(talk)
-    if await table.turn(episode, talk) is None: raise RuntimeError(f"ask: the episode has ended: {episode.finish}")
-    return dict(talk.messages[-1])
+        conversation = Conversation(messages, tools)
+        conversation.begin(opened(conversation, runner.renderer))
+        episode.conversations.append(conversation)
+    if await runner.turn(episode, conversation) is None:
+        raise RuntimeError(f"ask: the episode has ended: {episode.finish}")
+    return dict(conversation.messages[-1])
 
 def aside(
     episode:Episode,
     messages:list[dict],
-)->Talk|None:
+)->Conversation|None:
     "The conversation that they go on with."
-    known = ((t, len(t.messages)) for t in episode.talks[1:] if len(t.messages) - 1 in t.said)
+    known = ((t, len(t.messages)) for t in episode.conversations[1:] if len(t.messages) - 1 in t.said)
     return next((t for t, n in known if n < len(messages) and messages[:n] == t.messages), None)

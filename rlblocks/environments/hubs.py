@@ -8,10 +8,12 @@ __all__ = ['OpenEnvironment', 'openenv_environment', 'OpenEnvTools', 'openenv_to
 
 # %% ../../nbs/environments/87d_hubs.ipynb #d6846eb9
 import json
-from collections.abc import Callable, Iterable, Mapping
+import random
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from .adapters import GymEnvironment, checked, unreadable
+from .adapters import GymEnvironment, checked, joined, tool_step, unreadable
 from .episodes import Step, called
 
 # %% ../../nbs/environments/87d_hubs.ipynb #1bc3c1ba
@@ -24,14 +26,15 @@ class OpenEnvironment:
         action:Callable[[dict], Any],           # of the assistant's message; ValueError where there is none in it
         observe:Callable[[Any], str]|None=None, # a text of the observation; None: its fields as JSON
         on_problem:str="answer",                # to a message without: "answer" says why, "end" ends the episode
+        columns:Sequence[str]=("seed", "episode_id"), # of the prompt, that the server's `reset` gets
     ):
         "Nothing is connected yet. ValueError for an unknown `on_problem`."
-        self.client, self.action, self.observe = client, action, observe or observed
+        self.client, self.action, self.observe, self.columns = client, action, observe or observed, columns
         self.on_problem = checked("openenv_environment", on_problem)
 
     async def reset(self, **row:Any)->str:
-        "Begin, with the columns `seed` and `episode_id`; the first observation is put behind the prompt."
-        return self.observe((await called(self.client.reset, **named(row))).observation)
+        "Begin; the first observation is put behind the prompt."
+        return self.observe((await called(self.client.reset, **named(row, self.columns))).observation)
 
     async def step(self, message:dict)->Step:
         "Act, and observe."
@@ -48,9 +51,10 @@ class OpenEnvironment:
 # %% ../../nbs/environments/87d_hubs.ipynb #936bf6e2
 def named(
     row:dict, # columns of the prompt
+    columns:Sequence[str],
 )->dict:
-    "The columns that name an episode."
-    return {k: row[k] for k in ("seed", "episode_id") if k in row}
+    "Some of the columns, where they are there."
+    return {k: row[k] for k in columns if k in row}
 
 def observed(
     observation:Any, # a text, a mapping or a pydantic model
@@ -68,9 +72,10 @@ def openenv_environment(
     action:Callable[[dict], Any],           # of the assistant's message; ValueError where there is none in it
     observe:Callable[[Any], str]|None=None, # a text of the observation; None: its fields as JSON
     on_problem:str="answer",                # to a message without: "answer" says why, "end" ends the episode
+    columns:Sequence[str]=("seed", "episode_id"), # of the prompt, that the server's `reset` gets
 )->Callable[[], OpenEnvironment]: # for `rollouts`
     "Environments on a server of OpenEnv, a session each."
-    return lambda: OpenEnvironment(connect(), action=action, observe=observe, on_problem=on_problem)
+    return lambda: OpenEnvironment(connect(), action=action, observe=observe, on_problem=on_problem, columns=columns)
 
 # %% ../../nbs/environments/87d_hubs.ipynb #c66a567b
 class OpenEnvTools:
@@ -80,14 +85,15 @@ class OpenEnvTools:
         client:Any, # an `MCPToolClient`
         *,
         on_problem:str="answer", # to a call that cannot be read: "answer" says why, "end" ends the episode
+        columns:Sequence[str]=("seed", "episode_id"), # of the prompt, that the server's `reset` gets
     ):
         "Nothing is connected yet. ValueError for an unknown `on_problem`."
-        self.client, self.on_problem = client, checked("openenv_tools", on_problem)
+        self.client, self.on_problem, self.columns = client, checked("openenv_tools", on_problem), columns
         self.tools:list[dict] = []
 
     async def reset(self, **row:Any):
         "Begin, and learn which tools there are."
-        if not self.client.use_production_mode: await called(self.client.reset, **named(row))
+        if not self.client.use_production_mode: await called(self.client.reset, **named(row, self.columns))
         self.tools = [tool_schema(t) for t in await called(self.client.list_tools)]
         if not self.tools: raise RuntimeError("openenv_tools: the server lists no tools")
 
@@ -96,28 +102,32 @@ class OpenEnvTools:
         calls, problem = message.get("tool_calls", []), message.get("problem")
         if problem: return unreadable("tool", f"the call could not be read: {problem}", self.on_problem)
         by = over_http if self.client.use_production_mode else over_websocket
-        made = [await by(self.client, c["function"]["name"], c["function"]["arguments"]) for c in calls]
-        said = [dict(role="tool", name=c["function"]["name"], tool_call_id=c.get("id", ""), content=text)
-                for c, (text, _, _) in zip(calls, made, strict=True)]
-        rewards = [r for _, r, _ in made if r is not None]
-        return Step(said, float(sum(rewards)) if rewards else None, not calls or any(done for *_, done in made))
+        steps:list[Step] = []
+        for call in calls:
+            steps.append(await by(self.client, call))
+            if steps[-1].done: break        # what it calls after the end is not called
+        return joined(steps)
 
     async def close(self):
         "End the session on the server."
         await called(self.client.close)
 
 # %% ../../nbs/environments/87d_hubs.ipynb #32332f78
-async def over_websocket(client:Any, name:str, arguments:dict)->tuple[str, float|None, bool]:
+async def over_websocket(client:Any, call:Mapping)->Step:
     "What a tool says, the reward of the call, and whether the episode is over."
     from openenv.core.env_server.mcp_types import CallToolAction  # pyright: ignore[reportMissingImports]
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
     made = await called(client.step, CallToolAction(tool_name=name, arguments=arguments))
     error, result = made.observation.error, made.observation.result
-    return f"error: {error.message}" if error else result_text(result), made.reward, bool(made.done)
+    said = f"error: {error.message}" if error else result_text(result)
+    return tool_step(call, said, made.reward, bool(made.done), failed=bool(error))
 
-async def over_http(client:Any, name:str, arguments:dict)->tuple[str, float|None, bool]:
+async def over_http(client:Any, call:Mapping)->Step:
     "What a tool says; this protocol knows neither rewards nor an end."
-    try: return result_text(await called(client.call_tool, name, **arguments)), None, False
-    except RuntimeError as e: return f"error: {e}", None, False
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    try: return tool_step(call, result_text(await called(client.call_tool, name, **arguments)))
+    # a parameter of the tool that is called `name` does not fit beside the client's own
+    except (RuntimeError, TypeError) as e: return tool_step(call, f"error: {e}", failed=True)
 
 def result_text(
     result:Any, # of a tool over MCP: a value, or a mapping with `data`
@@ -138,13 +148,15 @@ def openenv_tools(
     connect:Callable[[], Any], # makes a client: lambda: MCPToolClient(base_url="http://localhost:8000")
     *,
     on_problem:str="answer", # to a call that cannot be read: "answer" says why, "end" ends the episode
+    columns:Sequence[str]=("seed", "episode_id"), # of the prompt, that the server's `reset` gets
 )->Callable[[], OpenEnvTools]: # for `rollouts`
     "Environments on a server of OpenEnv that offers tools, a session each."
-    return lambda: OpenEnvTools(connect(), on_problem=on_problem)
+    return lambda: OpenEnvTools(connect(), on_problem=on_problem, columns=columns)
 
 # %% ../../nbs/environments/87d_hubs.ipynb #331d9f6d
 class OnePlayer:
     "A game of TextArena for one player, with Gymnasium's results."
+    beginning = threading.Lock()    # the state of `random` is the process's
 
     def __init__(self,
         game:Any, # textarena.make(…)
@@ -156,7 +168,11 @@ class OnePlayer:
         seed:int|None=None,
     )->tuple[str, dict]: # observation, info
         "Begin."
-        self.game.reset(num_players=1, seed=seed)
+        with self.beginning:
+            before = random.getstate()
+            try: self.game.reset(num_players=1, seed=seed)
+            finally:
+                if seed is not None: random.setstate(before)
         return self.observation(), {}
 
     def step(self,

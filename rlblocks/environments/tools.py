@@ -68,7 +68,7 @@ class Calculator:
         """
         if len(expression) > LENGTH: raise ValueError(f"an expression has at most {LENGTH} characters")
         x = computed(ast.parse(expression.strip(), mode="eval"))
-        return str(x) if isinstance(x, int) else f"{x:.10g}"
+        return str(x) if isinstance(x, int) else f"{x:.15g}"
 
 # %% ../../nbs/environments/87e_tools.ipynb #c854be1b
 class Documents:
@@ -151,7 +151,7 @@ class PythonTool:
     ):
         "Nothing has run yet. RuntimeError where this system cannot keep a program in: no answer to a policy."
         parts_in_use(sandbox.unsafe)
-        self.sandbox, self.most = sandbox, most
+        self.sandbox, self.most, self.at_once = sandbox, most, sandbox.workers
 
     def reset(self,
         **row:Any, # columns of the prompt
@@ -181,5 +181,7 @@ def shown(
     why = dict(timeout=f"it had not ended after {sandbox.seconds:g} s", output="it printed too much",
                died="it was ended by the system", failed=ran.stderr.strip().splitlines()[-1:])
     text = ran.stdout if ran.ok else f"{ran.stdout}error: {''.join(why[ran.kind]) or f'exit code {ran.code}'}"
-    if len(text) > most: text = f"{text[:most]} … ({len(text) - most} more characters)"
+    if len(text) > most:        # an error stands at the end
+        half = most//2
+        text = f"{text[:half]} … ({len(text) - 2*half} more characters) … {text[-half:]}"
     return text.strip() or "nothing was printed"

@@ -6,8 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/graders/86a_functions.ipynb #01cd3451
+import asyncio
 import inspect
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 
 import torch
 
@@ -50,7 +53,9 @@ def of_answers(fn):
         if not golds: raise ValueError("there is neither a column 'ground_truth' nor 'reward_model', as veRL has them")
         rows = zip(data_source or [None]*n, completions, golds, extra_info or [None]*n, strict=True)
         made = [fn(**{k: x for k, x in zip(VERL, row, strict=True) if k in wants}) for row in rows]
-        made = [await x if inspect.isawaitable(x) else x for x in made]
+        waits = [x for x in made if inspect.isawaitable(x)]
+        answers = iter(await asyncio.gather(*waits))       # side by side: they ask servers
+        made = [next(answers) if inspect.isawaitable(x) else x for x in made]
         return [x["score"] if isinstance(x, Mapping) else x[0] if isinstance(x, tuple) else x for x in made]
     score.__name__ = name_of(fn)
     return score
@@ -68,3 +73,29 @@ def weighed(names:Collection[str], weights:list|dict|None)->dict[str, float]:
         if not isinstance(w, (int, float)) or not abs(w) <= LARGEST:
             raise ValueError(f"Grader: the weight of {n} is {w!r}; a finite number is wanted")
     return dict(zip(names, map(float, weights), strict=True))
+
+# %% ../../nbs/graders/86a_functions.ipynb #5d68303f
+class Background:
+    "Calls in a thread, one after the other."
+
+    def __init__(self):
+        "None is under way."
+        self.last:Future = Future()
+        self.last.set_result(None)
+
+    def __reduce__(self): return Background, ()     # a thread does not travel
+
+    def start(self,
+        fn:Callable,
+        *args,
+    )->Future:
+        "Begin when the calls before it have ended. `result()` waits for what it gives, or raises."
+        before, self.last = self.last, Future()
+        threading.Thread(target=self.run, args=(before, self.last, fn, args), daemon=True).start()
+        return self.last
+
+    def run(self, before:Future, made:Future, fn:Callable, args:tuple):
+        "In the thread."
+        before.exception()
+        try: made.set_result(fn(*args))
+        except BaseException as e: made.set_exception(e)

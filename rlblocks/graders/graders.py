@@ -11,7 +11,7 @@ import inspect
 import math
 import warnings
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from difflib import get_close_matches
 
 import torch
@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 
 from ..arithmetic.masked import Mean, Metric, merge
 from ..data.batch import Batch
-from .functions import LARGEST, named, weighed
+from .functions import LARGEST, Background, named, weighed
 from .killable import Caps, Failure, each
 
 # %% ../../nbs/graders/86b_graders.ipynb #aa0c2beb
@@ -233,7 +233,19 @@ def warn_of_none(
         warnings.warn(f"Grader: {name} scored none of the {len(x)} rows, None for each; their scores are NaN, and "
                       "nothing is learned from them", stacklevel=5)
 
-# %% ../../nbs/graders/86b_graders.ipynb #7415eaa9
+def warn_of_no_total(
+    total:Tensor,              # of all functions
+    scores:dict[str, Tensor],  # by function
+    warned:set[str],           # what was said before
+):
+    "Warn, once, where every function scored rows and no row was scored by all of them: a sum with None is None."
+    if "" in warned or not len(total) or not total.isnan().all(): return
+    if any(x.isnan().all() for x in scores.values()): return        # said by name
+    warned.add("")
+    warnings.warn(f"Grader: no row was scored by all of {', '.join(scores)}, so every total is NaN and nothing is "
+                  "learned; functions for different rows return 0. for the rows of others, not None", stacklevel=5)
+
+# %% ../../nbs/graders/86b_graders.ipynb #501442c7
 class Grader:
     "Reward functions as a component: a batch in, one checked verdict a row out."
 
@@ -255,6 +267,7 @@ class Grader:
         self.notes = Notes()                           # of the last batch
         self.counts:Counter = Counter()                # of all batches, by kind
         self._warned = set()     # names of functions that scored no row of a batch
+        self._background = Background()
 
     def __repr__(self): return f"Grader({', '.join(f'{w:g}·{n}' for n, w in self.weights.items())})"
 
@@ -291,7 +304,17 @@ class Grader:
         scores = self.scores(batch)
         warn_of_none(scores, self._warned)
         metrics = merge(metrics_of(scores, self.failures), self.notes.metrics)
-        return dict(scores=total_of(scores, self.weights, batch), metrics=metrics, extra=self.notes.extra)
+        total = total_of(scores, self.weights, batch)
+        warn_of_no_total(total, scores, self._warned)
+        return dict(scores=total, metrics=metrics, extra=self.notes.extra)
+
+    def start_score(self, batch:Batch)->Future:
+        "`later(grader.score, batch)`: grade in a thread, while this one goes on."
+        return self._background.start(self.score, batch)
+
+    def start_grade(self, batch:Batch)->Future:
+        "`later(grader.grade, batch)`."
+        return self._background.start(self.grade, batch)
 
 # %% ../../nbs/graders/86b_graders.ipynb #7608adb3
 def best_rows(

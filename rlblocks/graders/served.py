@@ -26,7 +26,7 @@ from ..data.columns import pad
 from ..models.scorer import Scorer
 
 # %% ../../nbs/graders/86i_served.ipynb #495a2f04
-class Desk:
+class Batcher:
     "Questions that wait for one function, and answers by name."
 
     def __init__(self, fn:Callable, rows:int, wait:float, kept:int, deadline:float|None):
@@ -154,26 +154,26 @@ def reward_app(
         raise ImportError("reward_app: FastAPI is not installed; pip install 'rlblocks[server]'") from None
     from contextlib import asynccontextmanager
     from fastapi.responses import JSONResponse
-    desk = Desk(fn, rows, float(wait), kept, deadline)
+    batcher = Batcher(fn, rows, float(wait), kept, deadline)
     def refused(code, text): return JSONResponse(dict(error=text), code)
     @asynccontextmanager
     async def life(app):
-        runs = asyncio.create_task(desk.run())
+        runs = asyncio.create_task(batcher.run())
         yield
         runs.cancel()
     app = FastAPI(lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.desk = desk
+    app.state.batcher = batcher
     @app.get("/health")
     async def health(): return dict(ok=True)
     @app.post("/score")
     async def score(request:Request):
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), token.encode()): return refused(401, "the token is not the server's")
-        return await scored(desk, request, most, refused)
+        return await scored(batcher, request, most, refused)
     return app
 
 # %% ../../nbs/graders/86i_served.ipynb #2ce28873
-async def scored(desk:Desk, request, most:int, refused:Callable):
+async def scored(batcher:Batcher, request, most:int, refused:Callable):
     "The answer to a request."
     data = bytearray()
     async for part in request.stream():
@@ -181,7 +181,7 @@ async def scored(desk:Desk, request, most:int, refused:Callable):
         if len(data) > most: return refused(413, f"a question has at most {most} bytes")
     try: name, rows = question(json.loads(bytes(data)))
     except ValueError as e: return refused(400, f"no question: {e}")
-    try: return dict(id=name, scores=await desk.answer(name, rows))
+    try: return dict(id=name, scores=await batcher.answer(name, rows))
     except KeyError as e:
         if e.args == (name,): return refused(409, f"the id {name!r} was another question's")
         return refused(422, f"the reward function raised KeyError: {e}")

@@ -72,19 +72,31 @@ def by_unit(
     scores:Float[Tensor, " B"], # one verdict per row; NaN = unscorable
     group:Int[Tensor, " B"],    # rows with the same id answered the same prompt
     unit:Int[Tensor, " B"],     # rows with the same id are of one trajectory
+    *,
+    turn:Int[Tensor, " B"]|None=None, # last turn in each row: the latest row's verdict is the unit's; None: their mean
 )->tuple[Float[Tensor, " U"], Int[Tensor, " U"], Int[Tensor, " B"]]: # (score of each unit, its group, unit of each row)
     """Scores and groups of trajectories, not of rows: one of several rows counts once in the statistics of its group.
 
-    s̄ᵤ = Σᵢ∈ᵤ sᵢ/nᵤ over the scored rows; Âᵢ = Â[u(i)]. Shao et al. 2024 (GRPO), section 4.1.2, compares outputs."""
-    same_shape("B", scores=scores, group=group, unit=unit)
+    s̄ᵤ = Σᵢ∈ᵤ sᵢ/nᵤ over the scored rows; Âᵢ = Â[u(i)]. Shao et al. 2024 (GRPO), section 4.1.2, compares outputs.
+    ValueError for a unit whose rows are of two groups."""
+    same_shape("B", scores=scores, group=group, unit=unit, turn=turn)
     _checked_ids("by_unit", group=group, unit=unit)
     row_of = numbers_of(unit)
+    if turn is not None: scores = torch.where(turn == at_rows(_latest(turn, row_of), row_of), scores, torch.nan)
     of, s = scored_rows(row_of, scores)
     low, n, units = group_extreme(s, of, "amin"), group_sums(torch.ones_like(s), of), unit.unique().numel()
     above = group_sums(s - at_rows(low, of), of)/n.clamp(min=1)           # from the lowest: equals stay equal
     mean = torch.where(n > 0, low + above, torch.nan)[:units]
     any_row = torch.empty_like(row_of).scatter(0, row_of, torch.arange(len(unit), device=unit.device))
-    return like_scores(mean, scores), at_rows(group, any_row[:units]), row_of
+    its_group = at_rows(group, any_row[:units])
+    if not its_group[row_of].equal(group):
+        odd = unit[its_group[row_of] != group][0]
+        raise ValueError(f"by_unit: rows of unit {odd} are of two groups; a trajectory answers one prompt")
+    return like_scores(mean, scores), its_group, row_of
+
+def _latest(turn, of):
+    "The largest turn of each unit."
+    return torch.full_like(turn, -1).scatter_reduce(0, of, turn, "amax")
 
 # %% ../../nbs/signals/14_trajectories.ipynb #cc897a15
 def gigpo_advantages(

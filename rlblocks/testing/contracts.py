@@ -9,15 +9,23 @@ __all__ = ['check_grader', 'check_env']
 import asyncio
 import inspect
 import math
+import os
 import pickle
+import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from copy import deepcopy
-from typing import NoReturn
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import NoReturn, TypeVar
+
+import torch
 
 # %% ../../nbs/testing/34a_contracts.ipynb #8da5845d
-GRADER_LAWS = ("length", "verdict", "repeat", "order", "company", "inputs", "texts", "holes", "pickle")
+GRADER_LAWS = ("length", "verdict", "repeat", "order", "company", "inputs", "texts", "holes", "pickle", "returns")
 TEXTS = ("", " ", "\n\n", "a"*100_000, "(" * 5_000, "٣ + ٤ = ٧ 🧮 Ω≈ç√", "\ud83d", "\x00\x1b[31m", "{0}%s\\boxed{",
          "nan")
 
@@ -38,6 +46,7 @@ def check_grader(
     rows:Mapping|None=None,     # {column: list}, at least two rows; None: sums
     *,
     without:Sequence[str]=(),   # laws that it need not keep
+    deadline:float|None=60.,    # seconds of a call, in a process that can be killed; None: in this process
     show:bool=True,             # print a line when all hold
 )->dict[str, float]: # seconds a row, by function
     "Try the contract of a reward function. AssertionError naming function, law, and the input that breaks it."
@@ -47,10 +56,55 @@ def check_grader(
     fns = getattr(fn, "fns", None) or {getattr(fn, "__name__", type(fn).__name__): fn}
     given = dict(sample_rows() if rows is None else rows)
     if len(next(iter(given.values()))) < 2: raise ValueError("check_grader: at least two rows are wanted")
-    seconds = {name: check_function(Tried(name, one, given, set(without))) for name, one in fns.items()}
+    tried = [Tried(name, one, given, set(without)) for name, one in fns.items()]
+    seconds = {t.name: supervised(lambda tell, t=t: check_function(t, tell), deadline, t.fail) for t in tried}
     laws = [law for law in GRADER_LAWS if law not in without]
     if show: print("; ".join(f"{k}: {len(laws)} laws hold, {1e3*s:.3g} ms a row" for k, s in seconds.items()))
     return seconds
+
+# %% ../../nbs/testing/34a_contracts.ipynb #f980f387
+T = TypeVar("T")
+
+def supervised(
+    work:Callable[[Callable[[str], None]], T], # gets a function that it tells what it is about to do
+    seconds:float|None,                        # from one such word to the next; None: here, for as long as it takes
+    fail:Callable[[str, str], NoReturn],       # gets the law, and what happened
+)->T:
+    "What it gives, from a fork that is killed when it is late."
+    if seconds is None or not hasattr(os, "fork"): return work(lambda what: None)
+    here, there = Pipe()
+    pid = os.fork()
+    if not pid:
+        try: forked(work, there)
+        finally: os._exit(1)
+    there.close()
+    try: return listened(here, seconds, fail)
+    finally:
+        here.close()
+        for kill in (os.killpg, os.kill):
+            with suppress(ProcessLookupError, PermissionError): kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+def forked(work:Callable, there:Connection):
+    "In the fork: the work, and its result. What it prints goes nowhere."
+    os.setsid()
+    sys.stdout = sys.stderr = open(os.devnull, "w")
+    torch.set_num_threads(1)        # the threads of the parent's are not here
+    try: made = "done", work(lambda what: there.send(("at", what)))
+    except Exception as e: made = "raised", e
+    try: there.send(made)
+    except Exception: there.send(("raised", RuntimeError(f"{made[0]}: {str(made[1])[:500]}")))
+
+def listened(here:Connection, seconds:float, fail:Callable[[str, str], NoReturn]):
+    "In this process: the result."
+    what = "what comes before the first call"
+    while True:
+        if not here.poll(seconds): fail("returns", f"{what} had not returned after {seconds:g} s")
+        try: kind, x = here.recv()
+        except (EOFError, ConnectionResetError): fail("returns", f"{what} ended the process")
+        if kind == "raised": raise x
+        if kind == "done": return x
+        what = x
 
 # %% ../../nbs/testing/34a_contracts.ipynb #30e735f9
 class Tried:
@@ -67,6 +121,7 @@ class Tried:
         missing = [k for k in needs if k not in rows]
         if missing: raise TypeError(f"check_grader: {name} wants {', '.join(missing)}; pass rows=dict({missing[0]}=[…]"
                                     f", …), columns of one length; there are {', '.join(rows)}")
+        self.tell:Callable[[str], None] = lambda what: None     # what is about to be called
         self.logs = {k: lambda *_: None for k in ("log_metric", "log_extra") if k in wants}
 
     def fail(self, law:str, what:str)->NoReturn:
@@ -74,6 +129,7 @@ class Tried:
 
     def raw(self, rows:dict, law:str):
         "What it returns."
+        self.tell(f"its call on {shown(rows)}")
         try: return finished(self.fn(**rows, **self.logs))
         except Exception as e: self.fail(law, f"it raised {type(e).__name__}: {str(e)[:200]} on {shown(rows)}")
 
@@ -106,8 +162,9 @@ def shown(rows:dict)->str:
     return ", ".join(texts)[:300]
 
 # %% ../../nbs/testing/34a_contracts.ipynb #05df7930
-def check_function(t:Tried)->float:
+def check_function(t:Tried, tell:Callable[[str], None])->float:
     "All laws. Seconds a row."
+    t.tell = tell
     began = time.perf_counter()
     want = t(t.rows, "verdict")
     seconds = (time.perf_counter() - began)/t.n
@@ -160,10 +217,11 @@ def travels(t:Tried, want:list):
     except Exception as e:
         t.fail("pickle", f"{type(e).__name__}: {str(e)[:200]}; define it at the top of a module, or as a class")
     there = Tried(t.name, copy, t.rows, t.without)
+    there.tell = t.tell
     same(t, "pickle", there(t.rows, "pickle"), want, range(t.n), "pickled")
 
 # %% ../../nbs/testing/34a_contracts.ipynb #81ed10b3
-ENV_LAWS = ("reset", "step", "reward", "ends", "apart", "again", "close")
+ENV_LAWS = ("reset", "step", "reward", "ends", "apart", "again", "close", "tools", "returns")
 
 # %% ../../nbs/testing/34a_contracts.ipynb #bb5b2b4d
 def check_env(
@@ -174,6 +232,7 @@ def check_env(
     row:Mapping|None=None,      # the columns of a prompt
     turns:int=100,              # by which an episode ends
     without:Sequence[str]=(),   # laws that it need not keep
+    deadline:float|None=60.,    # seconds of a call, in a process that can be killed; None: in this process
     show:bool=True,             # print a line when all hold
 )->list: # of the first episode: what `reset` said, then [messages, reward, done] of each turn
     "Try the contract of an environment. AssertionError naming law, turn and message."
@@ -183,29 +242,38 @@ def check_env(
                          if unknown else "check_env: messages=[]; at least one is wanted")
     who, row = getattr(make, "__name__", type(make).__name__), dict(prompt="?") | dict(row or {})
     p = Played(who, list(messages), row, turns, set(without))
-    first, second = make(), make()
-    if first is second: p.fail("apart", "it gave one environment twice; make a new one each time")
-    alone = p.episode(first)
-    p.calls_tools(first)
-    if "apart" not in without: apart(p, make, second, alone)
-    if "again" not in without: p.alike("again", p.episode(first), alone, "after another reset")
-    if "close" not in without: closes(p, first)
+    alone = supervised(lambda tell: check_played(p, make, tell), deadline, p.fail)
     if show: print(f"{who}: {len(set(ENV_LAWS) - set(without))} laws hold, {len(alone) - 1} turns")
     return alone
 
 # %% ../../nbs/testing/34a_contracts.ipynb #6d2a93aa
+def check_played(p:"Played", make:Callable, tell:Callable[[str], None])->list:
+    "All laws. The first episode."
+    p.tell = tell
+    tell("its constructor")
+    first, second = make(), make()
+    if first is second: p.fail("apart", "it gave one environment twice; make a new one each time")
+    alone = p.episode(first)
+    p.calls_tools(first, alone)
+    if "apart" not in p.without: apart(p, make, second, alone)
+    if "again" not in p.without: p.alike("again", p.episode(first), alone, "after another reset")
+    if "close" not in p.without: closes(p, first)
+    return alone
+
 class Played:
     "How episodes are played, and what is said when they go wrong."
 
     def __init__(self, who:str, messages:list[str|Mapping], row:dict, turns:int, without:set):
         "See `check_env`."
         self.who, self.messages, self.row, self.turns, self.without = who, messages, row, turns, without
+        self.tell:Callable[[str], None] = lambda what: None     # what is about to be called
 
     def fail(self, law:str, what:str)->NoReturn:
         raise AssertionError(f"check_env: {self.who} breaks the law '{law}': {what}")
 
     def call(self, law:str, what:str, method:Callable, *args, **more):
         "What a method gives; an error is a broken law."
+        self.tell(what)
         try: return finished(method(*args, **more))
         except Exception as e: self.fail(law, f"{what} raised {type(e).__name__}: {str(e)[:200]}")
 
@@ -242,9 +310,13 @@ class Played:
                                                          "that is meant")
         return made
 
-    def calls_tools(self, env):
-        "ValueError where there are tools, and no message calls one: nothing of them would be checked."
+    def calls_tools(self, env, episode:list):
+        "A call must work. ValueError where there are tools, and no message calls one: nothing would be checked."
         names = [t["function"]["name"] for t in getattr(env, "tools", None) or () if isinstance(t, Mapping)]
+        said = [str(m.get("content")) for turn in episode[1:] if not isinstance(turn[0], str) for m in turn[0]
+                if m["role"] == "tool"]
+        if said and "tools" not in self.without and all(text.startswith("error: ") for text in said):
+            self.fail("tools", f"every call failed; the first: {said[0][:200]}")
         if not names or any(isinstance(m, Mapping) and m.get("tool_calls") for m in self.messages): return
         raise ValueError(f"check_env: {self.who} has the tools {', '.join(names)}, and no message calls one; give "
                          f"dict(tool_calls=[dict(function=dict(name={names[0]!r}, arguments={{…}}))]) for a turn")

@@ -182,6 +182,25 @@ def test_textarena(rollout):
     assert all("Guess" in row[0]["content"] for row in b.messages)
 
 
+def test_a_group_plays_one_game_of_textarena(rollout):
+    "It seeds the process's own generator, and all games of a batch begin side by side."
+    import random
+
+    import textarena
+    secrets = []
+    class Game:
+        def __init__(self): self.inner = textarena.make("GuessTheNumber-v0")
+        def __getattr__(self, name): return getattr(self.inner, name)
+        def reset(self, **how):
+            self.inner.reset(**how)
+            secrets.append((how["seed"], self.inner.state.game_state["game_number"]))
+    random.seed(7)
+    before = random.getstate()
+    rollouts(rollout, textarena_environment(Game), asked(rollout.tokenizer, 2), group_size=8, max_turns=1)
+    assert random.getstate() == before
+    assert len(secrets) == 16 and len(set(secrets)) == len({seed for seed, _ in secrets}) == 2
+
+
 def test_reasoning_gym_is_data_and_a_reward_function():
     import reasoning_gym
     data = reasoning_gym.create_dataset("chain_sum", size=4, seed=0)

@@ -11,7 +11,7 @@ import verifiers.v1 as vf
 from datasets import Dataset
 from rlblocks import (ChatRenderer, Policy, Prompts, Renderer, Response, Rollout, check_renderer, rollouts,
                       taskset_environment, taskset_rows, verifiers_environment, verifiers_rows)
-from rlblocks.data.renderers import message_of, next_ids
+from rlblocks.data.renderers import message_of, next_ids, rewritten
 from test_environments import CHATML, Talk, gap, net, spelling
 from test_samplers import WIDE
 from tiny import model
@@ -165,8 +165,16 @@ def test_tasks_of_v1_score_what_the_policy_said(rollout):
     class Files(Task):
         @vf.reward
         async def written(self, runtime) -> float: return 1.
-    with pytest.raises(ValueError, match="'written', which reads a runtime"):
-        taskset_rows([Files(Data(prompt="?", answer=""))])
+    class Prepared(Task):
+        async def setup(self, trace, runtime): trace.state.files = 1
+    class Judge:
+        reward_name = "look"
+        async def score(self, trace, runtime): return 1.
+    class Judged(Task):
+        def plugged_judges(self): return [Judge()]
+    for kind, says in ((Files, "reward 'written', which reads a runtime"), (Prepared, "'setup' of its own"),
+                       (Judged, "judge 'look', which reads a runtime")):
+        with pytest.raises(ValueError, match=says): taskset_rows([kind(Data(prompt="?", answer=""))])
 
 
 
@@ -200,6 +208,23 @@ def test_published_renderers_are_accepted_as_they_are(qwen, name):
     behind = [next_ids(r, [user, told], row, said, [dict(role=role, content="Sure?")]) for role in ("tool", "user")]
     if name == "Qwen3Renderer":     # a question makes it drop earlier thoughts: another row
         assert behind[0] and "Sure?" in qwen.decode(behind[0]) and behind[1] is None
+
+
+@pytest.mark.parametrize(("name", "thought", "role"), [
+    ("Qwen3Renderer", "", "tool"), ("Qwen3Renderer", "", "user"), ("DefaultRenderer", "", "user"),
+    ("Qwen3Renderer", "<think>\nadd\n</think>\n\n", "user")])
+def test_a_history_that_a_published_renderer_rewrites_keeps_its_ids(qwen, name, thought, role):
+    "Its own words are drawn a character at a time; the renderer would encode them in fewer ids."
+    r = getattr(renderers, name)(qwen)
+    def spelt(text): return [i for c in text for i in qwen(c, add_special_tokens=False).input_ids]
+    user, again, words = dict(role="user", content="1 + 2?"), dict(role=role, content="Sure?"), spelt("It is 3.")
+    said = qwen(thought, add_special_tokens=False).input_ids + words + list(r.get_stop_token_ids())[:1]
+    told = message_of(r.parse_response(said))
+    row, anew = rewritten(r, [user, told, again], {1: said})
+    whole = list(r.render_ids([user, told, again], add_generation_prompt=True))
+    assert not anew and row != whole and qwen.decode(row) == qwen.decode(whole)
+    assert any(row[k:k + len(words)] == words for k in range(len(row)))
+    if thought: assert "add" not in qwen.decode(row)
 
 
 def test_episodes_with_a_published_renderer(qwen):
