@@ -179,7 +179,7 @@ class Sends:
     "Weights by gloo. Every load makes a group of processes."
     def begin(self, policy, host, bytes=None):
         ticket = replace(policy.weights(), probe=())
-        self.sending = send_weights(ticket, host=host, bucket_bytes=1 << 24)
+        self.sending = send_weights(ticket, host=host, bucket_bytes=1 << 25)
         return self.sending.ticket
 
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BUCKET_BYTES', 'ROOM', 'window_class', 'new_window', 'InPool', 'Scored', 'Shipped', 'Stream', 'scored', 'ship',
-           'send', 'send_buckets', 'streams_in', 'closing_streams']
+           'send', 'streams_in', 'closing_streams']
 
 # %% ../../nbs/placement/98b_shipping.ipynb #0de0632e
 from collections import deque
@@ -19,7 +19,7 @@ from ..engines.weights import Change, Ticket
 from .wire import Reader, nothing_stays, parcel_of
 
 # %% ../../nbs/placement/98b_shipping.ipynb #73b47916
-BUCKET_BYTES, ROOM = 1 << 24, 2 # bytes of a bucket; buckets that are in the store at a time
+BUCKET_BYTES, ROOM = 1 << 25, 2 # bytes of a bucket; buckets that are in the store at a time
 
 def window_class()->type:
     "The class of an actor through which buckets pass."
@@ -182,45 +182,41 @@ class Stream:
         import ray
         if self.i or self.over:
             raise RuntimeError("Ticket: these weights have been read; take a new one: policy.weights()")
-        ref = self.ask("get", self.i)
-        while (refs := self.answer(ref)) is not None:
-            bucket = Reader(nothing_stays).read(ray.get(refs[0]))    # copied, so that it can leave the store
-            self.window.read.remote(self.which, self.i)
+        ref = _ask(self, "get", self.i)
+        while (refs := _answer(ref)) is not None:
+            bucket, copied = Reader(nothing_stays).read(ray.get(refs.pop())), self.i   # nothing holds it in the store
             self.i += 1
-            ref = self.ask("get", self.i)       # while this one is put in place
+            ref = _ask(self, "get", self.i)       # while this one is put in place
+            _ask(self, "read", copied)
             yield bucket
             del bucket
 
-    def ask(self,
-        method:str, # of the window
-        *more,      # its arguments
-    )->Any: # an answer to come
-        "Ask the window, and do not wait."
-        return getattr(self.window, method).remote(self.which, *more)
-
-    def answer(self,
-        ref:Any, # of `ask`
-    )->Any:
-        "What the window says. RuntimeError where the weights do not come."
-        import ray
-        from ray.exceptions import RayActorError
-        try: found, why = ray.get(ref)
-        except RayActorError: found, why = None, "the rank that sends them is gone"
-        if found is None and why: raise RuntimeError(f"load: the weights did not come: {why}")
-        return found
-
     def score(self, ids:Tensor)->Tensor|None:
         "By the owner, once it has sent the weights."
-        return Reader(nothing_stays).read(self.answer(self.ask("scored"))).score(ids)
+        return Reader(nothing_stays).read(_answer(_ask(self, "scored"))).score(ids)
 
     def close(self):
         "Who reads no further says so: the sender waits for all."
-        if not self.over: self.window.read.remote(self.which, self.i, leaves=True)
+        if not self.over: _ask(self, "read", self.i, True)
         self.over = True
 
     def end(self, why:str):
         "No reader gets any more; nothing where all have read it."
-        self.ask("end", why)
+        _ask(self, "end", why)
+
+# %% ../../nbs/placement/98b_shipping.ipynb #a4c0cc80
+def _ask(way:Stream, method:str, *more)->Any:
+    "Call the window, and do not wait."
+    return getattr(way.window, method).remote(way.which, *more)
+
+def _answer(ref:Any)->Any:
+    "What the window says to a reader. RuntimeError where the weights do not come."
+    import ray
+    from ray.exceptions import RayActorError
+    try: found, why = ray.get(ref)
+    except RayActorError: found, why = None, "the rank that sends them is gone"
+    if found is None and why: raise RuntimeError(f"load: the weights did not come: {why}")
+    return found
 
 # %% ../../nbs/placement/98b_shipping.ipynb #0a1ef89a
 def scored(ticket:Ticket)->Scored: # all ranks call it together
@@ -247,16 +243,16 @@ def send(
     "The weights of a ticket, and its scores where a reader asks for them. An error is the readers' to raise."
     import ray
     try:
-        opened = way.ask("open", readers) if puts else None     # the window does not keep the order of what is asked
+        opened = _ask(way, "open", readers) if puts else None     # the window does not keep the order of what is asked
         ticket = find()
-        if readers: send_buckets(ticket.buckets(bucket_bytes), way, opened)
-        if readers and not ray.get(way.ask("wanted")): return
+        if readers: _send_buckets(ticket.buckets(bucket_bytes), way, opened)
+        if readers and not ray.get(_ask(way, "wanted")): return
         about = parcel_of(scored(ticket))
-        if puts: way.ask("score", about)
+        if puts: _ask(way, "score", about)
     except Exception as e:
         if puts: way.end(f"{type(e).__name__}: {e}")
 
-def send_buckets(
+def _send_buckets(
     made:Iterator[Mapping[str, Tensor|Change]], # all ranks make them together
     way:Stream,
     opened:Any, # an answer to come, before the first is put; None: another rank puts them
@@ -267,10 +263,10 @@ def send_buckets(
     for bucket in made:
         if opened is None: continue
         if not n or len(waits) == ROOM: ray.get(waits.popleft())
-        waits.append(way.ask("put", n, [ray.put(parcel_of(bucket))]))
+        waits.append(_ask(way, "put", n, [ray.put(parcel_of(bucket))]))
         n += 1
         del bucket        # not held while the next one is gathered
-    if opened is not None: way.ask("end", "", n)
+    if opened is not None: _ask(way, "end", "", n)
 
 def streams_in(
     args:object, # of a call: tuple, list or dict; a ticket
