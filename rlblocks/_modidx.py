@@ -3681,6 +3681,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'rlblocks/placement/shipping.py'),
                                              'rlblocks.placement.shipping._ask': ( 'placement/shipping.html#_ask',
                                                                                    'rlblocks/placement/shipping.py'),
+                                             'rlblocks.placement.shipping._bucket_class': ( 'placement/shipping.html#_bucket_class',
+                                                                                            'rlblocks/placement/shipping.py'),
                                              'rlblocks.placement.shipping._send_buckets': ( 'placement/shipping.html#_send_buckets',
                                                                                             'rlblocks/placement/shipping.py'),
                                              'rlblocks.placement.shipping.closing_streams': ( 'placement/shipping.html#closing_streams',

@@ -22,10 +22,37 @@ from .wire import Reader, nothing_stays, parcel_of
 BUCKET_BYTES, ROOM = 1 << 25, 2 # bytes of a bucket; buckets that are in the store at a time
 
 def window_class()->type:
-    "The class of an actor through which buckets pass."
+    "The class of an actor through which buckets pass, and the scores of a probe."
+
+    class Window(_bucket_class()):
+        async def wanted(self, which):
+            "Whether a reader asks for scores; the answer comes when one does, or when all have left."
+            async with self.change:
+                def none_left(): return which in self.readers and self.left.get(which, 0) >= self.readers[which]
+                await self.change.wait_for(lambda: which in self.asked or self.failed(which) or none_left())
+                return self.asked.setdefault(which, False)    # the same for all ranks that send
+
+        async def score(self, which, scores):
+            "What the owner gives its probe."
+            async with self.change:
+                self.scores[which] = scores
+                self.change.notify_all()
+
+        async def scored(self, which):
+            "(scores, None), or (None, why there are none)."
+            async with self.change:
+                self.asked.setdefault(which, True)
+                self.change.notify_all()
+                await self.change.wait_for(lambda: which in self.scores or self.failed(which))
+                return self.scores.get(which), self.failed(which)
+
+    return Window
+
+def _bucket_class()->type:
+    "What a window knows of buckets."
     import asyncio
 
-    class Window:
+    class Buckets:
         def __init__(self):
             self.most, self.change = 0, asyncio.Condition()
             self.there = {}                                    # (which, i) → [refs, readers left]
@@ -75,30 +102,7 @@ def window_class()->type:
 
         def failed(self, which): return self.ended.get(which, ("", 0))[0]
 
-        async def wanted(self, which):
-            "Whether a reader asks for scores; the answer comes when one does, or when all have left."
-            async with self.change:
-                def none_left(): return which in self.readers and self.left.get(which, 0) >= self.readers[which]
-                await self.change.wait_for(lambda: which in self.asked or self.failed(which) or none_left())
-                return self.asked.setdefault(which, False)    # the same for all ranks that send
-
-        async def score(self, which, scores):
-            "What the owner gives its probe."
-            async with self.change:
-                self.scores[which] = scores
-                self.change.notify_all()
-
-        async def scored(self, which):
-            "(scores, None), or (None, why there are none)."
-            async with self.change:
-                self.asked.setdefault(which, True)
-                self.change.notify_all()
-                await self.change.wait_for(lambda: which in self.scores or self.failed(which))
-                return self.scores.get(which), self.failed(which)
-
-        async def seen(self): return self.most
-
-    return Window
+    return Buckets
 
 def new_window()->Any: # an actor
     "On this process's node. It ends with this process."
