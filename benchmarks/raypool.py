@@ -15,9 +15,15 @@ Rounds take turns, and a ratio is of the minima of one run. Promised:
 * weights for another pool cost at most 1.6 times a load on the same one;
 * a rank that samples is back 10 s after its death and its load.
 
-Besides, actors of Ray alone that do nothing, as many as memory allows: milliseconds of a call to all, with a line
-through them. A promise that is not kept is printed as MISSED, and the exit code is 1; results/raypool_cpu.json says
-it as well.
+Besides:
+
+* actors of Ray alone that do nothing, as many as memory allows: milliseconds of a call to all, with a line through
+  them, and the caller's own CPU time, when it calls each of them and when it calls one leader for each eight;
+* a step shaped as GRPO's, which computes nothing: bytes through this process, and what it costs, beside the same step
+  without the columns that the loop hands on unread. The difference is the most that references to them could save;
+* weights from one host to another (network namespaces, as root): through the store, and by a gloo broadcast.
+
+A promise that is not kept is printed as MISSED, and the exit code is 1; results/raypool_cpu.json says it as well.
 """
 import argparse
 import gc
@@ -28,6 +34,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +44,8 @@ os.environ |= dict(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", RAY_AUTH_MO
 import ray
 import torch
 from machine import machine
-from rlblocks import Batch, Cluster, Policy, RayPool, Rollout
+from rlblocks import Batch, Cluster, Mean, Policy, RayPool, Rollout, send_weights
+from rlblocks.placement.fanout import CallCost
 from rlblocks.placement.place import Call
 
 PROMISED = dict(empty=2.2, small=2.2, large=2.2, seconds=5., bytes_a_token=16., private=2., growth=.2, load=1.6,
@@ -152,15 +160,60 @@ def growth(cluster, n):
         return dict(calls=n, driver=(anon() - before)/n, worker=(takes.anon() - there)/n)
 
 
+def llama():
+    "85 MB."
+    from transformers import LlamaConfig, LlamaForCausalLM
+    return LlamaForCausalLM(LlamaConfig(vocab_size=8192, hidden_size=512, intermediate_size=2048, num_hidden_layers=4,
+                                        num_attention_heads=8))
+
+
 def loads(cluster, rounds):
     "Weights onto the same pool and onto another."
-    from transformers import LlamaConfig, LlamaForCausalLM
-    def net(): return LlamaForCausalLM(LlamaConfig(vocab_size=8192, hidden_size=512, intermediate_size=2048,
-                                                   num_hidden_layers=4, num_attention_heads=8))
     with RayPool(1, cluster=cluster, name="a") as a, RayPool(1, cluster=cluster, name="b") as b:
-        policy, mine, other = a.place(Policy, net), a.place(Rollout, net), b.place(Rollout, net)
+        policy, mine, other = a.place(Policy, llama), a.place(Rollout, llama), b.place(Rollout, llama)
         found = best(rounds, colocated=lambda: mine.load(policy.weights()), other=lambda: other.load(policy.weights()))
     return found | dict(ratio=found["other"]/found["colocated"])
+
+
+class Sends:
+    "Weights by gloo. Every load makes a group of processes."
+    def begin(self, policy, host, bytes=None):
+        ticket = replace(policy.weights(), probe=())
+        self.sending = send_weights(ticket, host=host, bucket_bytes=1 << 25)
+        return self.sending.ticket
+
+
+def between(address, rounds):
+    "Weights from one host of a cluster to the other. The driver's part."
+    small = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    def tiny():
+        from transformers import LlamaConfig, LlamaForCausalLM
+        return LlamaForCausalLM(LlamaConfig(**small))
+    cluster = Cluster(address=address, ready=60., options=dict(_node_ip_address=address.split(":")[0],
+                                                               logging_level="ERROR", log_to_driver=False))
+    with RayPool(1, cpus=2, cluster=cluster, name="a") as a, RayPool(1, cpus=2, cluster=cluster, name="b") as b:
+        host, far = a.crew.ranks[0].address, b.crew.ranks[0].address
+        sends, ways = a.place(Sends), {}
+        for name, make in (("tiny", tiny), ("large", llama)):
+            policy, rollout = a.place(Policy, make), b.place(Rollout, make)
+            ways |= {f"{name}_store": lambda p=policy, r=rollout: r.load(p.weights()),
+                     f"{name}_gloo": lambda p=policy, r=rollout: r.load(sends.begin(p, host))}
+        found = best(rounds, **ways)
+    return found | dict(hosts=[host, far])
+
+
+def hosts(rounds):
+    "The same, in two network namespaces."
+    sys.path.append(str(Path(__file__).resolve().parents[1]/"tests"))
+    from ray_hosts import Hosts, why_not
+    if why_not(): return dict(left_out=why_not())
+    with Hosts(2) as two, tempfile.TemporaryDirectory() as out:
+        said = Path(out, "said.txt")
+        command = [sys.executable, __file__, "--only", "between", "--address", f"{two.address(0)}:{two.port}",
+                   "--rounds", str(rounds), "--out", out]
+        two.run(0, command, out=said).wait()
+        try: return json.loads(Path(out, "raypool_cpu.json").read_text())["between"]
+        except FileNotFoundError: raise RuntimeError(said.read_text()) from None
 
 
 def back(cluster):
@@ -177,17 +230,86 @@ def back(cluster):
         return dict(alive=alive, seconds=best(1, ask=lambda: rollout.generate(b, seed=0))["ask"])
 
 
-def sleeping(cluster, most, rounds):
-    "A no-op of 1, 2, 4 … actors of Ray alone: seconds, and a line through them."
-    actors, took = [], {}
-    def ask(): ray.get([actor.nothing.remote() for actor in actors])
+class Leader:
+    "Calls those of its node."
+    def __init__(self, members): self.members = members
+    def nothing(self): ray.get([m.nothing.remote() for m in self.members])
+
+
+def sleeping(cluster, most, rounds, each=8):
+    "A no-op of 1, 2, 4 … actors of Ray alone, called one by one, and by leaders of eight each: seconds; fits."
+    actors, took, own = [], {}, {}
+    def ask(actors):
+        ray.get([actor.nothing.remote() for actor in actors])
+    def cpu(actors):
+        start = time.process_time()
+        for _ in range(rounds): ask(actors)
+        return (time.process_time() - start)/rounds
     for n in (1 << k for k in range(most.bit_length())):
         actors.extend(ray.remote(Bare).options(num_cpus=0).remote() for _ in range(n - len(actors)))
-        took[n] = best(rounds, ask=ask)["ask"]
-    for actor in actors: ray.kill(actor)
-    n, seconds = torch.tensor(list(took), dtype=torch.double), torch.tensor(list(took.values()), dtype=torch.double)
-    once, each = torch.linalg.lstsq(torch.stack([torch.ones_like(n), n], 1), seconds).solution.tolist()
-    return dict(seconds=took, once_ms=1e3*once, each_ms=1e3*each, ten_thousand_seconds=once + 1e4*each)
+        took[n], own[n] = best(rounds, ask=partial(ask, actors))["ask"], cpu(actors)
+    groups = [actors[i:i+each] for i in range(0, most, each)] if most > each else []
+    leaders = [ray.remote(Leader).options(num_cpus=0).remote(group) for group in groups]
+    led = dict(leaders=len(leaders), seconds=best(rounds, ask=partial(ask, leaders))["ask"], cpu=cpu(leaders))
+    for actor in actors + leaders: ray.kill(actor)
+    cost = CallCost.fit(took)
+    return dict(seconds=took, cpu=own, once_ms=1e3*cost.base, each_ms=1e3*cost.each,
+                ten_thousand_seconds=cost.base + 1e4*cost.each, led=led)
+
+
+class Acts:
+    "Answers of the sizes of a GRPO step, of which nothing is computed."
+    def __init__(self, tokens, carries): self.tokens, self.carries = tokens, carries
+    def generate(self, prompts, group_size):
+        n = len(prompts)*group_size
+        mask = torch.ones(n, self.tokens, dtype=torch.bool)
+        mask[:, 0] = False
+        out = Batch(tokens=torch.zeros(n, self.tokens, dtype=torch.long), mask=mask,
+                    lengths=torch.full((n,), self.tokens), group=prompts.group.repeat_interleave(group_size))
+        if self.carries: out["rollout_logprobs"] = torch.zeros(n, self.tokens)
+        return out
+    def logprobs(self, b): return torch.zeros(len(b), self.tokens if self.carries else 1)
+    def score(self, b): return torch.zeros(len(b))
+    def step(self, b): return dict(loss=Mean(torch.tensor(0.), torch.tensor(1.)))
+
+
+def counted(pool, ask):
+    "Bytes that pass this process while it asks: put into the store by it, and read by it."
+    found, put, read = dict(out=0, back=0), ray.put, pool.crew.reader.read
+    def puts(x, **how):
+        found["out"] += x.nbytes
+        return put(x, **how)
+    def reads(wire):
+        found["back"] += wire.nbytes
+        return read(wire)
+    ray.put, pool.crew.reader.read = puts, reads
+    try: ask()
+    finally: ray.put, pool.crew.reader.read = put, read
+    return found
+
+
+def steps(cluster, rounds, rows=512, tokens=4096, minibatches=4):
+    "A step shaped as GRPO's: with all columns, and without those that the loop hands on unread."
+    prompts = Batch(tokens=torch.zeros(rows//8, 8, dtype=torch.long), mask=torch.zeros(rows//8, 8, dtype=torch.bool),
+                    lengths=torch.full((rows//8,), 8), group=torch.arange(rows//8))
+    def step(acts, ref, carries):
+        b = acts.generate(prompts, group_size=8)
+        old, reference = acts.logprobs(b), ref.logprobs(b)
+        if carries: b["old_logprobs"], b["ref_logprobs"] = old, reference
+        b["scores"] = acts.score(b)
+        b["advantages"] = torch.zeros(rows, tokens)
+        for mini in b.minibatches(minibatches, seed=0): acts.step(mini)
+        return size(b)
+    with RayPool(2, cluster=cluster, world=False, name="steps") as pool:
+        placed = {carries: (pool.place(Acts, tokens, carries), pool.place(Acts, tokens, carries), carries)
+                  for carries in (True, False)}
+        all_columns = step(*placed[True])
+        found = {name: counted(pool, lambda c=carries: step(*placed[c]))
+                 for name, carries in (("all", True), ("read", False))}
+        took = best(rounds, all=lambda: step(*placed[True]), read=lambda: step(*placed[False]))
+    times = {name: sum(x.values())/all_columns for name, x in found.items()}
+    return dict(tokens=rows*tokens, bytes=all_columns, passed=found, times=times, seconds=took,
+                saved_ns_a_token=1e9*(took["all"] - took["read"])/rows/tokens)
 
 
 def missed(found):
@@ -209,7 +331,8 @@ def main():
     words.add_argument("--calls", type=int, default=200)
     words.add_argument("--store", type=int, default=2_000_000_000, help="bytes of Ray's store")
     words.add_argument("--actors", type=int, default=16, help="of Ray alone; 60 to 130 MiB each")
-    words.add_argument("--only", default="calls,huge,growth,loads,back,sleeping")
+    words.add_argument("--only", default="calls,huge,growth,loads,back,sleeping,steps,hosts")
+    words.add_argument("--address", help="of a running cluster, for --only between")
     words.add_argument("--out", type=Path, default=Path(__file__).parent/"results")
     given = words.parse_args()
     torch.set_num_threads(1)
@@ -221,7 +344,10 @@ def main():
                  growth=lambda: dict(growth=growth(cluster, given.calls)),
                  loads=lambda: dict(loads=loads(cluster, max(3, given.rounds//4))),
                  back=lambda: dict(back=back(cluster)),
-                 sleeping=lambda: dict(sleeping=sleeping(cluster, given.actors, 5*given.rounds)))
+                 sleeping=lambda: dict(sleeping=sleeping(cluster, given.actors, 5*given.rounds)),
+                 steps=lambda: dict(steps=steps(cluster, max(3, given.rounds//4))),
+                 hosts=lambda: dict(hosts=hosts(given.rounds)),
+                 between=lambda: dict(between=between(given.address, given.rounds)))
     file = given.out/"raypool_cpu.json"
     found = json.loads(file.read_text()) if file.exists() else {}
     for name in given.only.split(","):

@@ -375,10 +375,13 @@ def test_memory_does_not_grow_with_calls_nor_hold_what_passes(two):
 
 class Large:
     "Holds weights that are made bucket by bucket, as a sharded policy's are."
-    def __init__(self, n, megabytes): self.n, self.size = n, megabytes*250_000
+    def __init__(self, n, megabytes): self.n, self.size, self.times = n, megabytes*250_000, 0
     def weights(self):
         def made(_): yield from ({f"w{i}": torch.full((self.size,), float(i))} for i in range(self.n))
-        return Ticket(1, InProcess(lambda: 1, made), probe=(1, 2))
+        return Ticket(1, InProcess(lambda: 1, made, self.score), probe=(1, 2))
+    def score(self, ids):
+        self.times += 1
+        return -ids[1:].double()
 
 
 class Reads:
@@ -392,6 +395,22 @@ class Reads:
             time.sleep(seconds)
         return said
     def ignores(self, ticket): return 1
+    def proves(self, ticket):
+        for bucket in ticket.buckets(1): del bucket
+        return ticket.score(torch.tensor(ticket.probe)).tolist()
+
+
+def test_the_sender_scores_its_probe_when_a_reader_asks(one, two):
+    "A forward pass, once for all readers and after the last bucket; of sharded senders all ranks take part, or none."
+    large, reads = one.place(Large, 3, 1), two.place(Reads)
+    assert len(reads.load(large.weights())) == 3 and large.times == 0
+    assert reads.proves(large.weights()) == [-2.] and large.times == 1
+    policy, reads = two.place(Policy, net(seed=3), engine="fsdp2"), one.place(Reads)
+    own = Policy(net(seed=3)).weights()
+    for _ in range(2):
+        got = torch.tensor(reads.proves(policy.weights()), dtype=torch.double)
+        assert (got - own.score(torch.tensor(own.probe))).abs().max() < 1e-6
+        assert reads.ignores(policy.weights()) == 1 and len(policy.logprobs(rows(B=5))) == 5
 
 
 def test_two_buckets_are_in_the_store_at_a_time(one, two):

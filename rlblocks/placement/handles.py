@@ -39,7 +39,7 @@ class Ranks(Protocol):
         "An attribute of a placed object."
         ...
 
-    def write(self, placed:"Placed", name:str, value:Any)->None:
+    def write(self, placed:"Placed", name:str, value:object)->None:
         "Set an attribute, on all ranks."
         ...
 
@@ -136,7 +136,7 @@ def local(
 
 # %% ../../nbs/placement/95_handles.ipynb #77ae7bf2
 def membership(
-    obj:Any,  # just placed
+    obj:object, # just placed
     rank:int, # of the pool
 )->tuple[int, bool]: # replica of this rank; whether the object computes once what several rows begin with
     "What a pool has to know of an object."
@@ -157,7 +157,7 @@ def replica_index(
 
 # %% ../../nbs/placement/95_handles.ipynb #92a9ddf4
 def describe(
-    x:Any,    # an argument
+    x:object, # an argument
     path:str, # what to call it
 )->dict[str, str]: # of every tensor and plain value in it: path → text
     "An argument in words: shapes and checksums of tensors, the text of plain values."
@@ -170,7 +170,7 @@ def describe(
     return {path: getattr(x, "__qualname__", type(x).__qualname__)}
 
 def is_plain(
-    x:Any,
+    x:object,
 )->bool:
     "Numbers, strings and what is made of them: what can be told apart by its text."
     if isinstance(x, (tuple, list)): return all(map(is_plain, x))

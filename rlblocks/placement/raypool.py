@@ -142,7 +142,7 @@ class RayPool:
         "An attribute, as it is on rank 0."
         with self.lock: return _read(self, placed, name)
 
-    def write(self, placed:Placed, name:str, value:Any)->None:
+    def write(self, placed:Placed, name:str, value:object)->None:
         "Set an attribute, on all ranks."
         with self.lock: _write(self, placed, name, value)
 
@@ -156,7 +156,7 @@ class RayPool:
         "What a consumer should see: everything. The loop runs in one process."
         return rows
 
-    def report(self)->list[dict[str, Any]]: # a row for each phase and rank
+    def report(self)->list[dict[str, str|int|float|None]]: # a row for each phase and rank
         "What was asked of the ranks: calls, seconds together and of the longest, and MiB at most."
         return report(self.crew)
 

@@ -7,82 +7,109 @@ __all__ = ['BUCKET_BYTES', 'ROOM', 'window_class', 'new_window', 'InPool', 'Scor
            'send', 'streams_in', 'closing_streams']
 
 # %% ../../nbs/placement/98b_shipping.ipynb #0de0632e
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..engines.weights import Ticket
+from ..engines.weights import Change, Ticket
 from .wire import Reader, nothing_stays, parcel_of
 
 # %% ../../nbs/placement/98b_shipping.ipynb #73b47916
-BUCKET_BYTES, ROOM = 1 << 26, 2 # bytes of a bucket; buckets that are in the store at a time
+BUCKET_BYTES, ROOM = 1 << 25, 2 # bytes of a bucket; buckets that are in the store at a time
 
 def window_class()->type:
-    "The class of an actor through which buckets pass."
+    "The class of an actor through which buckets pass, and the scores of a probe."
+
+    class Window(_bucket_class()):
+        async def wanted(self, which):
+            "Whether a reader asks for scores; the answer comes when one does, or when all have left."
+            async with self.change:
+                def none_left(): return which in self.readers and self.left.get(which, 0) >= self.readers[which]
+                await self.change.wait_for(lambda: which in self.asked or self.failed(which) or none_left())
+                return self.asked.setdefault(which, False)    # the same for all ranks that send
+
+        async def score(self, which, scores):
+            "What the owner gives its probe."
+            async with self.change:
+                self.scores[which] = scores
+                self.change.notify_all()
+
+        async def scored(self, which):
+            "(scores, None), or (None, why there are none)."
+            async with self.change:
+                self.asked.setdefault(which, True)
+                self.change.notify_all()
+                await self.change.wait_for(lambda: which in self.scores or self.failed(which))
+                return self.scores.get(which), self.failed(which)
+
+    return Window
+
+def _bucket_class()->type:
+    "What a window knows of buckets."
     import asyncio
 
-    class Window:
-        def __init__(self, room):
-            self.room, self.most, self.change = room, 0, asyncio.Condition()
-            self.there = {}                                   # (which, i) → [refs, readers left]
-            self.readers, self.about, self.ended = {}, {}, {} # which → how many, what is said of it, why it ended
+    class Buckets:
+        def __init__(self):
+            self.most, self.change = 0, asyncio.Condition()
+            self.there = {}                                    # (which, i) → [refs, readers left]
+            self.readers, self.left = {}, {}                   # which → how many; how many of them have left
+            self.ended = {}                                    # which → (why it ended, after how many buckets)
+            self.asked, self.scores = {}, {}                   # which → whether scores are wanted; what they are
 
-        async def open(self, which, readers, about=None):
+        async def open(self, which, readers):
             "Something will pass, for so many readers; of what passed long ago nothing is remembered."
             async with self.change:
-                for known in (self.readers, self.about, self.ended):
+                for known in (self.readers, self.left, self.ended, self.asked, self.scores):
                     for old in [k for k in known if k < which - 10_000]: del known[old]
-                self.readers[which], self.about[which] = readers + self.readers.get(which, 0), about
+                self.readers[which] = readers
                 self.change.notify_all()
-
-        async def said(self, which):
-            "What is said of it; None where it has ended before."
-            async with self.change:
-                await self.change.wait_for(lambda: which in self.about or which in self.ended)
-                return self.about.get(which)
 
         async def put(self, which, i, refs):
-            "A bucket; the answer comes once there is room for another."
+            "A bucket; the answer comes once all have read it, or none will."
             async with self.change:
-                left = 0 if which in self.ended else self.readers[which]
-                if left > 0: self.there[which, i] = [refs, left]
+                n = 0 if self.failed(which) else self.readers[which] - self.left.get(which, 0)
+                if n: self.there[which, i] = [refs, n]
                 self.most = max(self.most, len(self.there))
                 self.change.notify_all()
-                await self.change.wait_for(lambda: len(self.there) < self.room or which in self.ended)
+                await self.change.wait_for(lambda: (which, i) not in self.there)
 
         async def get(self, which, i):
             "(refs, None) of a bucket, or (None, why there is none); empty: the last one has been read."
             async with self.change:
-                await self.change.wait_for(lambda: (which, i) in self.there or which in self.ended)
-                return self.there[which, i][0] if (which, i) in self.there else None, self.ended.get(which)
+                def over(): return which in self.ended and i >= self.ended[which][1]
+                await self.change.wait_for(lambda: (which, i) in self.there or over() or self.failed(which))
+                return self.there[which, i][0] if (which, i) in self.there else None, self.failed(which)
 
         async def read(self, which, i, leaves=False):
-            "A reader has copied a bucket; or it leaves, and will read neither that one nor a later one."
+            "A reader has copied a bucket; or it leaves: it reads neither that one nor a later one, and asks nothing."
             async with self.change:
-                if leaves: self.readers[which] = self.readers.get(which, 0) - 1
+                if leaves: self.left[which] = self.left.get(which, 0) + 1
                 for place in [p for p in self.there if p == (which, i) or leaves and p[0] == which and p[1] > i]:
                     self.there[place][1] -= 1
                     if not self.there[place][1]: del self.there[place]
                 self.change.notify_all()
 
-        async def end(self, which, why):
-            "The last bucket was put; or, where there is a reason, no reader gets any more."
+        async def end(self, which, why, n=0):
+            "There are n buckets; or, where there is a reason, no reader gets any more."
             async with self.change:
-                self.ended.setdefault(which, why)
+                self.ended[which] = self.failed(which) or why, n
                 for place in [p for p in self.there if why and p[0] == which]: del self.there[place]
                 self.change.notify_all()
 
-        async def seen(self): return self.most
+        def failed(self, which): return self.ended.get(which, ("", 0))[0]
 
-    return Window
+    return Buckets
 
 def new_window()->Any: # an actor
-    "It ends with the process that made it."
+    "On this process's node. It ends with this process."
     import ray
-    return ray.remote(window_class()).options(num_cpus=0).remote(ROOM)
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(window_class()).options(num_cpus=0, scheduling_strategy=here).remote()
 
 # %% ../../nbs/placement/98b_shipping.ipynb #f5775601
 class InPool:
@@ -100,7 +127,9 @@ class InPool:
 
     def buckets(self, version:int, bucket_bytes:int)->Iterator[dict[str, Tensor]]:
         "Through the store, to this process."
-        yield from self.owner().ship(self.number, 1).buckets(version, bucket_bytes)
+        way = self.owner().ship(self.number, 1)
+        try: yield from way.buckets(version, bucket_bytes)
+        finally: way.close()
 
     def score(self, ids:Tensor)->Tensor|None:
         "By the owner."
@@ -154,40 +183,44 @@ class Stream:
 
     def buckets(self, version:int, bucket_bytes:int)->Iterator[dict[str, Tensor]]:
         "One after another, as they were put. RuntimeError when they do not come, and where they have been read."
+        import ray
         if self.i or self.over:
             raise RuntimeError("Ticket: these weights have been read; take a new one: policy.weights()")
-        try:
-            while (bucket := self.next()) is not None: yield bucket
-            self.over = True
-        finally: self.close()
+        ref = _ask(self, "get", self.i)
+        while (refs := _answer(ref)) is not None:
+            bucket, copied = Reader(nothing_stays).read(ray.get(refs.pop())), self.i   # nothing holds it in the store
+            self.i += 1
+            ref = _ask(self, "get", self.i)       # while this one is put in place
+            _ask(self, "read", copied)
+            yield bucket
+            del bucket
 
-    def next(self)->dict[str, Tensor]|None: # copied, so that it can leave the store
-        "The next bucket; None when there is none left."
-        import ray
-        from ray.exceptions import RayActorError
-        try: refs, why = ray.get(self.window.get.remote(self.which, self.i))
-        except RayActorError: refs, why = None, "the rank that sends them is gone"
-        if refs is None and why: raise RuntimeError(f"load: the weights did not come: {why}")
-        if refs is None: return None
-        bucket = Reader(nothing_stays).read(ray.get(refs[0]))
-        self.window.read.remote(self.which, self.i)
-        self.i += 1
-        return bucket
+    def score(self, ids:Tensor)->Tensor|None:
+        "By the owner, once it has sent the weights."
+        return Reader(nothing_stays).read(_answer(_ask(self, "scored"))).score(ids)
 
     def close(self):
         "Who reads no further says so: the sender waits for all."
-        if not self.over: self.window.read.remote(self.which, self.i, leaves=True)
+        if not self.over: _ask(self, "read", self.i, True)
         self.over = True
 
     def end(self, why:str):
         "No reader gets any more; nothing where all have read it."
-        self.window.end.remote(self.which, why)
+        _ask(self, "end", why)
 
-    def score(self, ids:Tensor)->Tensor|None:
-        "As the owner has said."
-        import ray
-        about:Any = ray.get(self.window.said.remote(self.which))
-        return None if about is None else Reader(nothing_stays).read(about).score(ids)
+# %% ../../nbs/placement/98b_shipping.ipynb #a4c0cc80
+def _ask(way:Stream, method:str, *more)->Any:
+    "Call the window, and do not wait."
+    return getattr(way.window, method).remote(way.which, *more)
+
+def _answer(ref:Any)->Any:
+    "What the window says to a reader. RuntimeError where the weights do not come."
+    import ray
+    from ray.exceptions import RayActorError
+    try: found, why = ray.get(ref)
+    except RayActorError: found, why = None, "the rank that sends them is gone"
+    if found is None and why: raise RuntimeError(f"load: the weights did not come: {why}")
+    return found
 
 # %% ../../nbs/placement/98b_shipping.ipynb #0a1ef89a
 def scored(ticket:Ticket)->Scored: # all ranks call it together
@@ -211,21 +244,36 @@ def send(
     bucket_bytes:int,
     puts:bool,         # whether this rank puts the buckets; all gather them
 ):
-    "The weights of a ticket, one bucket after another. An error is the readers' to raise."
+    "The weights of a ticket, and its scores where a reader asks for them. An error is the readers' to raise."
     import ray
     try:
+        opened = _ask(way, "open", readers) if puts else None     # the window does not keep the order of what is asked
         ticket = find()
-        about = scored(ticket)
-        if puts: ray.get(way.window.open.remote(way.which, readers, parcel_of(about)))
-        for i, bucket in enumerate(ticket.buckets(bucket_bytes) if readers else ()):
-            if puts: ray.get(way.window.put.remote(way.which, i, [ray.put(parcel_of(bucket))]))
-            del bucket        # not held while the next one is gathered
-        why = ""
-    except Exception as e: why = f"{type(e).__name__}: {e}"
-    if puts: way.end(why)
+        if readers: _send_buckets(ticket.buckets(bucket_bytes), way, opened)
+        if readers and not ray.get(_ask(way, "wanted")): return
+        about = parcel_of(scored(ticket))
+        if puts: _ask(way, "score", about)
+    except Exception as e:
+        if puts: way.end(f"{type(e).__name__}: {e}")
+
+def _send_buckets(
+    made:Iterator[Mapping[str, Tensor|Change]], # all ranks make them together
+    way:Stream,
+    opened:Any, # an answer to come, before the first is put; None: another rank puts them
+):
+    "One is gathered while readers copy the two before it."
+    import ray
+    waits, n = deque([opened]), 0
+    for bucket in made:
+        if opened is None: continue
+        if not n or len(waits) == ROOM: ray.get(waits.popleft())
+        waits.append(_ask(way, "put", n, [ray.put(parcel_of(bucket))]))
+        n += 1
+        del bucket        # not held while the next one is gathered
+    if opened is not None: _ask(way, "end", "", n)
 
 def streams_in(
-    args:Any, # of a call: tuple, list or dict; a ticket
+    args:object, # of a call: tuple, list or dict; a ticket
 )->list[Stream]:
     "What is on its way to those who get these arguments."
     if isinstance(args, Ticket): return [args.transport] if isinstance(args.transport, Stream) else []

@@ -211,7 +211,7 @@ class SpmdPool:
         "An attribute of this rank's object."
         return getattr(placed.obj, name)
 
-    def write(self, placed:Placed, name:str, value:Any)->None:
+    def write(self, placed:Placed, name:str, value:object)->None:
         "Set one of this rank's object; every rank runs this line."
         setattr(placed.obj, name, local(value))
 
