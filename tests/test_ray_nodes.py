@@ -134,7 +134,7 @@ def test_calls_and_ranks_have_names(apart):
     assert rows["Sees.devices", 0].keys() == {"phase", "rank", "node", "pid", "calls", "seconds", "longest", "mib"}
     assert rows["Sees.devices", 1]["calls"] >= 1 and rows["place(Sees)", 1]["mib"] > 50
     end = time.monotonic() + 60
-    while not (named := [e for e in ray.timeline() if "Sees.devices" in e["name"]]) and time.monotonic() < end:
+    while not (named := [e for e in ray.timeline() if e["cat"] == "task::Sees.devices"]) and time.monotonic() < end:
         time.sleep(.2)                                      # events come to the control store once a second
     assert named
 

@@ -76,7 +76,7 @@ def disconnect():
 
 # %% ../../nbs/placement/98h_restarts.ipynb #55a7f29c
 OWN_ERROR = 70   # exit code after an error of the loop; EX_SOFTWARE of sysexits.h
-FINAL = (0, 2, OWN_ERROR)  # exit codes that are not followed by another try; 2: flags that are wrong
+FINAL = (0, 2, OWN_ERROR)  # exit codes after which there is no other try; 2: wrong flags
 
 def supervise(
     command:Sequence[str], # of a process that resumes from its saves
@@ -95,7 +95,7 @@ def supervise(
 @contextmanager
 def forwarding(
     process:subprocess.Popen,
-)->Generator[list[int], None, None]: # the signals that came
+)->Generator[list[int], None, None]: # the signals received
     "While this is open, SIGINT and SIGTERM go to another process."
     received = []
     def forward(number, _):
