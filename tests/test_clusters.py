@@ -176,8 +176,8 @@ exit $code
 TRAIN = """
 import json
 from rlblocks import Cluster, RayPool
-from ray_hosts import loops
 with RayPool(2, cpus=.5, nodes=2, cluster=dict(address="auto", ready=60), timeout=120.) as pool:
+    from ray_hosts import loops     # not before: with it comes the token of other tests
     print("ran on", *sorted(rank.address for rank in pool.crew.ranks), flush=True)
     print(json.dumps(loops(pool)), flush=True)
 """

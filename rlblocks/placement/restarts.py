@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -113,8 +114,8 @@ def ended_by_itself(
 )->int: # likewise
     "Do it; an exception is shown and becomes `OWN_ERROR`."
     try: return work()
-    except Exception as e:
-        sys.excepthook(type(e), e, e.__traceback__)
+    except Exception:
+        traceback.print_exc()
         return OWN_ERROR
 
 def end_with_parent():

@@ -1,7 +1,7 @@
 #!/bin/bash
 #SBATCH --job-name=rlblocks --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=64 --time=24:00:00
 #SBATCH --requeue --open-mode=append
-# `sbatch slurm.sh`: one Ray node a task; the first one runs train.py, whose pool is RayPool(16, gpus=1, cluster="auto").
+# `sbatch slurm.sh`: one Ray node a task; the first one runs train.py with RayPool(16, gpus=1, cluster="auto").
 # `ray symmetric-run` ends every Ray process of the user on these nodes when it is done: ask for nodes of your own.
 # A run that is requeued resumes from its checkpoint. That, and $HOME with the token, are on disks that all nodes see.
 # STORE, in bytes, lies in each node's /dev/shm; what it has no room for goes to SPILL, a folder on a disk of the node.
