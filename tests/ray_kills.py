@@ -191,6 +191,9 @@ def given(pid):
 def the_driver(now): return next(iter(by_age(now)), None)      # all others descend from it
 
 
+def the_raylet(now): return next((x for x in by_age(now) if x[1] == "raylet"), None)
+
+
 def by_age(now): return sorted(now.items(), key=lambda x: x[0][1])     # numbers of processes start again at the end
 
 

@@ -146,6 +146,7 @@ class Dies(Reads):
             if i == n: os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_load_whose_reader_dies_is_heard_and_a_new_reader_loads(apart, cluster):
     "LAWS 14: killed in the middle, between two nodes; the trainer's ranks go on and give the same weights again."
     large, want = apart.place(Large, 6, 20), [(f"w{i}", 5_000_000, float(i)) for i in range(6)]
