@@ -15,34 +15,19 @@ highest sum of live tensors that the call itself made, as torch's allocator repo
 exact on any machine, left out on a CPU where a call takes over a second. Growth is our time fitted as (B·T)^p.
 
 Our losses are plain formulas. What is wanted of them is said at 65,536 tokens (or pairs): eager, with their metrics, at
-most twice the time of the fastest peer's function with its metrics; the same function through torch.compile, with the
-best of four settings, ahead of every peer. All columns are shown; the peers run as they do in their trainers, not
-compiled. The settings:
+most twice the time of the fastest peer's function with its metrics; the same function through torch.compile, the better
+of two ways, ahead of every peer. All columns are shown; the peers run as they do in their trainers, not compiled.
 
-  compiled           torch's default. On a CPU, torch 2.13 writes a Bool entry by entry, .3 ms for 65,536 of them, and
-                     keeps for the backward pass one for each bound that a gradient passes (`finite_logprobs` has one).
-  budget .99         torch._functorch.config.activation_memory_budget: the backward pass computes again what saves a
-                     little memory at the least cost, which is the Bools.
-  budget 0           … and all else, from the arguments.
-  budget 0, simdlen 1   the same with options={"cpp.simdlen": 1}: the C++ compiler makes the vectors, of Bools too, but
-                     none of exponentials, nor of sums over more than 4,096 entries.
+  compiled       torch.compile(loss), and autograd runs the backward pass: two graphs. Between them torch keeps a Bool
+                 for each bound that a gradient passes, and torch 2.13 writes Bools on a CPU entry by entry, .3 ms for
+                 65,536 of them.
+  compiled, its gradient too   torch.compile(torch.func.grad_and_value(loss)): loss, metrics and gradient are one
+                 graph. It keeps nothing and reads every column once.
 
-Eager, all are within twice the fastest peer's time but CISPO, at 2.1. Compiled, not ahead of every peer: SFT 1.7,
-CISPO and SAPO 1.3, k3 1.2 and Bradley–Terry as log(1 + exp) 1.1 ("missed"). Their peers take .2 to 1 ms, and two things
-that no formula changes take about as long:
-
-  torch.compile's own   A call and its backward pass on eight tokens ("on 8" in each comparison): guards, autograd's
-                 node around the two kernels, a tensor for each metric. At a load of 7, ours compiled and the fastest
-                 peer, eager: SFT .14 and .05 ms, CISPO .14 and .12, SAPO .23 and .18, k3 .13 and .07, Bradley–Terry
-                 .13 to .2 and .06 to .09. A compiled function that does nothing takes .09 on a quiet machine.
-  the mask       Inductor unpacks a Bool entry by entry in each pass. Σ where(mask, x, 0)/n alone, without clip, count
-                 or metrics, takes .155 ms compiled with its backward pass, and Σ x/n .08; −Σ x·mask/Σ mask, which is
-                 the peer's SFT loss, .17. That peer takes .15 eager.
-
-Tried as well, and not clearly faster than a budget of 0: budgets from .2 to .9, `aggressive_recomputation`, no bans on
-recomputing, the mask as floats or bytes, counts in float32 or int32.
-So little work depends on what else the machine does: at a load of 8 REINFORCE took 1.5 times its fastest peer's time
-and SFT 2.2. The results come from two quiet cores (each comparison says its date and load).
+"on 8" in each comparison is a call with its gradient on eight tokens: what guards, dispatch and allocation take. At a
+load of 1, SFT takes .05 ms as one graph and .16 as two, where the peer's whole function takes .15 at 65,536 tokens. So
+little work depends on what else the machine does: at a load of 8 REINFORCE, eager, took 1.5 times its fastest peer's
+time and SFT 2.2. The results come from two quiet cores (each comparison says its date and load).
 
 Masks are those of real rows: answers of a half to all of the columns, every seventh stretch of 64 tokens not the
 policy's. `torch.where` takes three times as long with a mask that flips a coin at every token, because no branch can be
@@ -68,7 +53,6 @@ from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import torch
-import torch._functorch.config
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT/"tests"/"parity"))
@@ -83,11 +67,7 @@ from rlblocks.signals import advantages, best_of, corrections, groups, teachers 
 
 LONG, WIDE, SQUARE = (8, 131_072), (128, 8_192), (1_024, 1_024)
 STEP = (64, 1_024)                    # 65,536 tokens: where losses are judged
-COMPILED = "ours, compiled"
-# of torch.compile, and of torch._functorch.config: see above
-SETTINGS = {COMPILED: ({}, {}), "ours, compiled, budget .99": ({}, {"activation_memory_budget": .99}),
-            "ours, compiled, budget 0": ({}, {"activation_memory_budget": 0.}),
-            "ours, compiled, budget 0, simdlen 1": ({"cpp.simdlen": 1}, {"activation_memory_budget": 0.})}
+COMPILED, ONE_GRAPH = "ours, compiled", "ours, compiled, its gradient too"
 FEW = {"tokens": (1, 8), "pairs": (8, 1)}  # of these a call takes what any call takes
 def judged(shape): return {(shape, "fastest"): 1/2, (shape, COMPILED): 1.}
 
@@ -503,13 +483,37 @@ def differentiated(call, wrt):
     return both
 
 
-def compiled(t, c, options, config):
-    """Ours through torch.compile, compiled here: later it would not be under `config`. Of a code and its options
-    torch.compile keeps one result, whatever else was set, so each gets a copy of the code."""
-    own = FunctionType(t.ours.__code__.replace(), t.ours.__globals__, t.ours.__name__, None, t.ours.__closure__)
-    call = differentiated(torch.compile(own, fullgraph=True, options=options), t.wrt)
-    with torch._functorch.config.patch(config): call(c)
-    return call
+def compiled(t):
+    "Ours through torch.compile, its backward pass by autograd."
+    return differentiated(torch.compile(own(t), fullgraph=True), t.wrt)
+
+
+class Replaced:
+    "Columns, some of them others than those of `c`."
+    def __init__(self, c, names, columns):
+        self.c = c
+        for name, x in zip(names, columns, strict=True): setattr(self, name, x)
+
+    def __getattr__(self, name): return getattr(self.c, name)
+
+
+def compiled_with_gradient(t):
+    "The gradient of ours, the loss and its metrics, through torch.compile."
+    ours = own(t)
+    def loss(columns, c):
+        result = ours(Replaced(c, t.wrt, columns))
+        total, metrics = result if isinstance(result, tuple) else (result, {})
+        return total, {k: [x for x in vars(m).values() if isinstance(x, torch.Tensor)] for k, m in metrics.items()}
+    call = torch.compile(torch.func.grad_and_value(loss, has_aux=True), fullgraph=True)
+    return lambda c: call(tuple(getattr(c, name).detach() for name in t.wrt), c)[0]
+
+
+WAYS = {COMPILED: compiled, ONE_GRAPH: compiled_with_gradient}
+
+
+def own(t):
+    "A copy of the code of ours: of one code torch.compile keeps one result, whoever compiled it."
+    return FunctionType(t.ours.__code__.replace(), t.ours.__globals__, t.ours.__name__, None, t.ours.__closure__)
 
 
 def clock(device):
@@ -565,7 +569,8 @@ def compare(t, shape, rounds, device):
     for name in t.wrt: getattr(c, name).requires_grad_()
     calls = {"ours": differentiated(t.ours, t.wrt)} | {k: differentiated(f, t.wrt) for k, f in t.theirs.items()}
     if (shape, COMPILED) in t.promised:
-        calls |= {k: compiled(t, c, *settings) for k, settings in SETTINGS.items()}
+        torch.compiler.reset()
+        calls |= {k: way(t) for k, way in WAYS.items()}
     seconds = timed(calls, c, rounds, device)
     # the CPU's profiler needs minutes for a million small tensors
     memory = {k: peak(f, c, device) if min(seconds[k]) < 1 or device == "cuda" else None for k, f in calls.items()}
@@ -578,7 +583,7 @@ def compare(t, shape, rounds, device):
     best = min((k for k in t.theirs if k not in ASIDE), key=lambda k: entry["ms"][k], default=None)
     entry["fastest"] = best
     entry["promised"] = {k: wanted for (s, k), wanted in t.promised.items() if s == shape}
-    best_compiled = min((entry["ms"][k] for k in SETTINGS if k in entry["ms"]), default=math.nan)
+    best_compiled = min((entry["ms"][k] for k in WAYS if k in entry["ms"]), default=math.nan)
     got = {k: x[0] for k, x in entry["faster"].items()}
     got |= {"fastest": got.get(best, math.nan), COMPILED: entry["ms"].get(best, math.nan)/best_compiled}
     entry["missed"] = [k for k, wanted in entry["promised"].items() if got[k] < wanted]
@@ -592,7 +597,7 @@ def on_few(t, best, rounds, device):
     c = t.make(*FEW[t.along], device)
     for name in t.wrt: getattr(c, name).requires_grad_()
     calls = {"ours": differentiated(t.ours, t.wrt), best: differentiated(t.theirs[best], t.wrt),
-             COMPILED: compiled(t, c, *SETTINGS[COMPILED])}
+             **{k: way(t) for k, way in WAYS.items()}}
     seconds = timed(calls, c, rounds, device)
     return dict(load=os.getloadavg()[0], ms={k: 1e3*quantile(x, .5) for k, x in seconds.items()})
 

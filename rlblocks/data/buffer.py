@@ -53,7 +53,7 @@ def check_joins(buffer:"Buffer", batch:Batch, layout:dict, largest:int):
                              f"rows of a {name} with Batch.cat, then add them once")
     if buffer.max_rows is not None and largest > buffer.max_rows:
         raise ValueError(f"Buffer.add: a group of {largest} rows came, max_rows is {buffer.max_rows}; raise max_rows, "
-                         "a group is never parted")
+                         "a group is never split")
 
 def check_enough(buffer:"Buffer", who:str, n:int):
     "As many rows as are asked for."
