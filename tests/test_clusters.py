@@ -164,7 +164,7 @@ SRUN = """#!/bin/bash
 i=0
 for host in $HOSTS; do
   mkdir -p "$FOLDER/$i"
-  ip netns exec "$host" unshare --pid --fork --mount --kill-child --mount-proc bash -c \\
+  SLURM_NODEID=$i ip netns exec "$host" unshare --pid --fork --mount --kill-child --mount-proc bash -c \\
     'mkdir -p /tmp/ray; mount --bind "$0" /tmp/ray; mount -t tmpfs tmpfs /dev/shm; exec "$@"' "$FOLDER/$i" "$@" &
   tasks[$i]=$!
   i=$((i + 1))

@@ -16,7 +16,8 @@ export RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=2000 RAY_heal
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300   # seconds: nodes of a job do not start at one time; Ray waits for 30
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun mkdir -p "${SPILL:-/tmp/ray_spill}"
-srun ray symmetric-run --address "$HEAD:6379" --min-nodes "$SLURM_JOB_NUM_NODES" \
-  --num-cpus "$SLURM_CPUS_PER_TASK" --num-gpus "${SLURM_GPUS_ON_NODE:-0}" \
-  --object-store-memory "${STORE:-32000000000}" --object-spilling-directory "${SPILL:-/tmp/ray_spill}" \
-  -- python -u train.py
+# a worker's Ray ends with an error when the head has ended, well or not: only the first node's outcome counts
+srun bash -c '"$@" || [ "$SLURM_NODEID" != 0 ]' task ray symmetric-run \
+  --address "$HEAD:6379" --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus "$SLURM_CPUS_PER_TASK" \
+  --num-gpus "${SLURM_GPUS_ON_NODE:-0}" --object-store-memory "${STORE:-32000000000}" \
+  --object-spilling-directory "${SPILL:-/tmp/ray_spill}" -- python -u train.py
