@@ -85,29 +85,29 @@ def supervise(
     restarts:int=3,        # times that it may be ended from outside
 )->int: # its last exit code
     "Run a command; when its process is ended from outside run it again."
-    while True:
-        process = subprocess.Popen(list(command), start_new_session=True)     # Ctrl-C comes to it from here, once
-        with forwarding(process) as signals: code = process.wait()
-        if code in FINAL or signals or not restarts: return code if code >= 0 else 128 - code     # as a shell says it
-        restarts -= 1
-        warnings.warn(f"the loop's process ended with {code}; another one resumes, {restarts} restarts are left",
-                      stacklevel=2)
+    with forwarding() as (processes, signals):
+        while True:
+            process = subprocess.Popen(list(command), start_new_session=True)     # Ctrl-C comes to it from here, once
+            processes.append(process)
+            for number in signals: process.send_signal(number)      # received before it was there
+            code = process.wait()
+            if code in FINAL or signals or not restarts: return code if code >= 0 else 128 - code # as a shell says it
+            restarts -= 1
+            warnings.warn(f"the loop's process ended with {code}; another one resumes, {restarts} restarts are left",
+                          stacklevel=2)
 
 @contextmanager
-def forwarding(
-    process:subprocess.Popen,
-)->Generator[list[int], None, None]: # the signals received
-    "While this is open, SIGINT and SIGTERM go to another process."
-    received = []
+def forwarding()->Generator[tuple[list[subprocess.Popen], list[int]], None, None]: # processes; signals received
+    "While this is open, SIGINT and SIGTERM go to the processes that are put into its list."
+    processes, received = [], []
     def forward(number, _):
         received.append(number)
-        process.send_signal(number)
-    if threading.current_thread() is not threading.main_thread(): yield received  # where signals are not heard
-    else:
-        before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-        try: yield received
-        finally:
-            for number, handler in before.items(): signal.signal(number, handler)
+        for process in processes: process.send_signal(number)       # nothing for one that has ended
+    heard = threading.current_thread() is threading.main_thread()   # only there
+    before = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)} if heard else {}
+    try: yield processes, received
+    finally:
+        for number, handler in before.items(): signal.signal(number, handler)
 
 def ended_by_itself(
     work:Callable[[], int], # gives an exit code
