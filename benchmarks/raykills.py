@@ -4,10 +4,9 @@ alone.
     .venv/bin/python benchmarks/raykills.py [--steps 100] [--kills 20] [--seed 0] [--out FOLDER]
 
 GRPO in float64 on three ranks of one machine: two train with FSDP2, one samples and is made anew when it dies. Anybody
-may be killed: a rank, Ray's raylet, its control store and its helpers, the driver itself. A driver that ends is
-followed by another one, as a batch system would do; all else is the library's affair. Steps that come again after a
-resume are compared as well. results/raykills_cpu.json says of each kill what followed before
-the next one.
+may be killed: a rank, Ray's raylet, its control store and its helpers, the driver itself. The driver is supervised as
+`rlblocks run --restarts` does it: when it ends from outside, another one resumes. Steps that come again after a resume
+are compared as well. results/raykills_cpu.json says of each kill what followed before the next one.
 """
 import argparse
 import json
@@ -25,13 +24,12 @@ from ray_kills import anybody, disturbed, undisturbed
 
 def followed(kill, run):
     "What came of a kill."
-    anew, pools = run.warned()
+    anew, pools, _ = run.warned()
     of_rank = f"pid {kill['pid']})"
     if any(of_rank in line for line in anew): return "the rank was made anew, and its part repeated"
     if any(of_rank in line for line in pools): return "a new pool resumed"
-    ended = [x for x in run.ended if kill["second"] <= x["second"]]
-    later = [x["second"] for x in run.killed if x["second"] > kill["second"]]
-    if ended and ended[0]["second"] < min(later, default=float("inf")): return "a new driver resumed"
+    later = [x["driver"] for x in run.killed if x["second"] > kill["second"]]
+    if [*later, run.drivers()][0] > kill["driver"]: return "a new driver resumed"
     return "nothing"
 
 
@@ -50,11 +48,11 @@ def main():
         want = {row["step"]: row for row in undisturbed(alone, given.steps)[0]}
         say(f"left alone: {len(want)} steps")
         rows, run = disturbed(folder, given.steps, kills, say, given.limit, given.seed)
-        anew, pools = map(len, run.warned())
+        anew, pools, drivers = map(len, run.warned())
         unlike = [row["step"] for row in rows if str(row) != str(want[row["step"]])]       # NaN is NaN
         found = dict(machine=machine() | dict(ray=version("ray")), steps=given.steps,
                      seconds=run.now()["second"], complete={row["step"] for row in rows} == want.keys(),
-                     rows_unlike=unlike, steps_shown_again=len(rows) - given.steps, drivers=run.drivers,
+                     rows_unlike=unlike, steps_shown_again=len(rows) - given.steps, drivers=1 + drivers,
                      pools_after_a_loss=pools, ranks_made_anew=anew,
                      kills=[kill | dict(followed=followed(kill, run)) for kill in run.killed])
     for kill in found["kills"]: say(kill)

@@ -1,6 +1,7 @@
 """A run on a cluster of one machine whose processes are killed, any of them, and what is left of its numbers.
 
-python tests/ray_kills.py FOLDER STEPS RAY     # one driver: GRPO to its end, a line of JSON for each step"""
+python tests/ray_kills.py drive FOLDER STEPS RAY    # GRPO to its end, a line of JSON for each step, in a process that
+                                          # is made again when it is ended from outside; `once`: that process"""
 import json
 import os
 import random
@@ -53,12 +54,30 @@ def tiny_grpo(pool, steps, checkpoint=None):
                 checkpoint=checkpoint or Checkpoint())
 
 
-def drive(folder, steps, ray_folder):
-    "The loop, resumed where a driver before this one was killed."
+def on_rank(rank, ranks, folder, steps):
+    "The same on a rank of SpmdPool, which gives the bits of as many ranks of Ray."
+    from rlblocks import SpmdPool
+    with SpmdPool(timeout=300.) as pool: rows = plain(tiny_grpo(pool, steps))
+    if rank == 0: (folder/"rows.json").write_text(json.dumps(rows))
+
+
+def plain(rows): return [{k: float(v) for k, v in row.items()} for row in rows]
+
+
+def drive(*words):
+    "As `rlblocks run --restarts` does."
+    from rlblocks.placement.restarts import supervise
+    return supervise([sys.executable, __file__, "once", *words], restarts=50)
+
+
+def once(folder, steps, ray_folder):
+    "The loop, resumed where a process before this one was killed."
     import torch
     from rlblocks import Checkpoint, Cluster, restarted
+    from rlblocks.placement.restarts import end_with_parent
+    end_with_parent()
     torch.set_num_threads(1)
-    def loop(pool): return tiny_grpo(pool, steps, Checkpoint(Path(folder)/"run", every=2))
+    def loop(pool): return tiny_grpo(pool, int(steps), Checkpoint(Path(folder)/"run", every=2))
     with open(Path(folder)/"rows.jsonl", "a") as file:
         for row in restarted(loop, lambda: Both(Cluster(options=options(ray_folder), ready=60.)), restarts=50):
             file.write(json.dumps({k: float(v) for k, v in row.items()}) + "\n")
@@ -100,7 +119,7 @@ def steps_in(folder):
     return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
 
 
-def own_driver(folder, steps, ray): return [sys.executable, __file__, folder, steps, ray]
+def own_driver(folder, steps, ray): return [sys.executable, __file__, "drive", folder, steps, ray]
 
 
 def the_command(folder, steps, ray):
@@ -108,54 +127,39 @@ def the_command(folder, steps, ray):
     flags = dict(pool="ray", ranks=2, restarts=2, folder=f"{folder}/run", every=2, rows=f"{folder}/rows.jsonl",
                  steps=steps) | {"ray.grace": 5, "ray.timeout": 120, "ray.name": "train", "cluster.ready": 60,
                                  "cluster.options": json.dumps(options(ray))}
-    return [sys.executable, "-m", "rlblocks.people.command", "run", "ray_kills:tiny_grpo",
+    return [sys.executable, "-m", "rlblocks", "run", "ray_kills:tiny_grpo",
             *(f"--{k}={x}" for k, x in flags.items())]
 
 
 class Run:
-    "Drivers, one after another until the run is done."
+    "A process that supervises, all that descends from it, and what they have left."
     def __init__(self, folder, steps, log=lambda text: None, driver=own_driver):
-        self.folder, self.steps, self.log, self.seen, self.drivers = Path(folder), steps, log, {}, 0
-        self.command = driver
-        self.began, self.killed, self.ended = time.monotonic(), [], []
-        self.start()
+        self.folder, self.log, self.seen, self.killed = Path(folder), log, {}, []
+        self.began, self.ray, self.out = time.monotonic(), tempfile.mkdtemp(prefix="ray"), self.folder/"said.txt"
+        with self.out.open("w") as out:
+            self.supervisor = subprocess.Popen(list(map(str, driver(folder, steps, self.ray))), cwd=ROOT,
+                                               env=os.environ | ENV, stdout=out, stderr=out)
 
-    def start(self):
-        self.drivers, self.ray = self.drivers + 1, tempfile.mkdtemp(prefix="ray")
-        self.out = open(self.folder/f"driver-{self.drivers}.txt", "w")
-        self.driver = subprocess.Popen(list(map(str, self.command(self.folder, self.steps, self.ray))), cwd=ROOT,
-                                       env=os.environ | ENV, stdout=self.out, stderr=self.out)
-
-    def look(self):
-        "Whether it is done; a driver that died is followed by another."
-        self.seen |= family(self.driver.pid)
-        if (code := self.driver.poll()) is None: return False
-        self.clean()
-        if code == 0: return True
-        self.ended.append(dict(code=code, **self.now()))
-        self.log(f"the driver ended with {code}; another one resumes")
-        self.start()
-        return False
-
-    def clean(self):
-        end(self.seen)
-        self.seen = {}
-        self.out.close()
-        shutil.rmtree(self.ray, ignore_errors=True)
+    def done(self):
+        "Whether it has ended. RuntimeError, with its last words, when it ended badly."
+        self.seen |= family(self.supervisor.pid)
+        if (code := self.supervisor.poll()): raise RuntimeError(f"ended with {code}: {self.out.read_text()[-3000:]}")
+        return code == 0
 
     def close(self):
-        if self.driver.poll() is None: self.seen |= family(self.driver.pid)
+        if self.supervisor.poll() is None: self.seen |= family(self.supervisor.pid)
         end(self.seen)
-        self.driver.wait()
-        self.clean()
+        self.supervisor.wait()
+        shutil.rmtree(self.ray, ignore_errors=True)
 
     def kill(self, choose):
-        "One of the driver's processes, itself included. False while there is none such."
-        now = family(self.driver.pid)
+        "One of its processes, but for the one that supervises. False while there is none such."
+        now = family(self.supervisor.pid)
         self.seen |= now
+        now = {x: name for x, name in now.items() if x[0] != self.supervisor.pid}
         if (chosen := choose(now)) is None: return False
         (pid, start), name = chosen
-        what = dict(name=name, pid=pid, driver=self.drivers, **self.now())
+        what = dict(name=name, pid=pid, driver=self.drivers(), **self.now())
         end([(pid, start)])
         self.killed.append(what)
         self.log("rows {rows}, second {second}: {name} ({pid}) killed".format(**what))
@@ -164,10 +168,12 @@ class Run:
     def now(self): return dict(rows=len(steps_in(self.folder)), second=round(time.monotonic() - self.began, 1))
 
     def warned(self):
-        "What drivers said of ranks that were made anew, and of pools; which rank, where it was one."
-        said = "".join(file.read_text() for file in sorted(self.folder.glob("driver-*.txt")))
-        lines = [line for line in said.splitlines() if "UserWarning" in line]
-        return [line for line in lines if "made anew" in line], [line for line in lines if "a new pool resumes" in line]
+        "What was said of ranks that were made anew, of pools and of drivers; which rank, where it was one."
+        lines = [line for line in self.out.read_text().splitlines() if "UserWarning" in line]
+        return [[line for line in lines if of in line] for of in ("made anew", "a new pool resumes",
+                                                                  "the loop's process ended with")]
+
+    def drivers(self): return 1 + len(self.warned()[2])
 
 
 def a_rank(now):
@@ -182,7 +188,10 @@ def given(pid):
     return {x.partition(b"=")[0].decode(errors="replace") for x in text.split(b"\0")}
 
 
-def the_driver(now): return by_age(now)[0]      # all others descend from it
+def the_driver(now): return next(iter(by_age(now)), None)      # all others descend from it
+
+
+def the_raylet(now): return next((x for x in by_age(now) if x[1] == "raylet"), None)
 
 
 def by_age(now): return sorted(now.items(), key=lambda x: x[0][1])     # numbers of processes start again at the end
@@ -195,19 +204,19 @@ def disturbed(folder, steps, kills, log=print, limit=3600., seed=0, driver=own_d
     rng, run = random.Random(seed), Run(folder, steps, log, driver)
     waiting, end_at = list(kills), time.monotonic() + limit
     try:
-        while not run.look():
+        while not run.done():
             if time.monotonic() > end_at: raise TimeoutError(f"no end after {limit} s; {run.now()}, {run.killed}")
             time.sleep(.05)
             if not waiting or len(steps_in(folder)) < waiting[0][0]: continue
             time.sleep(rng.uniform(0., .5))
-            if run.driver.poll() is None and run.kill(waiting[0][1]): waiting.pop(0)
+            if run.kill(waiting[0][1]): waiting.pop(0)
     finally: run.close()
     return steps_in(folder), run
 
 
 def anybody(rng):
     "Any process of the run: its driver, Ray's own, a rank."
-    def choose(now): return rng.choice(by_age(now))
+    def choose(now): return rng.choice(by_age(now)) if now else None
     return choose
 
 
@@ -216,4 +225,4 @@ def undisturbed(folder, steps):
     return disturbed(folder, steps, [])
 
 
-if __name__ == "__main__": drive(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+if __name__ == "__main__": sys.exit(dict(drive=drive, once=once)[sys.argv[1]](*sys.argv[2:]))

@@ -291,10 +291,10 @@ def stopped(pool, folder):
 
 
 
-def loops_on_rank(rank, ranks, folder):
+def loops_on_rank(rank, ranks, folder, names=tuple(ENGINES)):
     "The loops alone."
     with SpmdPool(timeout=300.) as pool:
-        torch.save((tutorials(pool), engines(pool)), folder/f"{pool.rank}.pt")
+        torch.save((tutorials(pool), engines(pool, names)), folder/f"{pool.rank}.pt")
 
 
 def on_rank(rank, ranks, folder):

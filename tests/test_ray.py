@@ -111,9 +111,14 @@ def test_three_ranks_give_the_numbers_of_one_process(three):
 
 
 @pytest.mark.long
-def test_five_ranks_give_the_numbers_of_one_process(cluster):
-    with RayPool(5, cpus=.1, cluster=cluster, timeout=300., name="five") as five:
-        same(spmd_loops.tutorials(five), spmd_loops.tutorials(here), "tutorials", 1e-10)
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+def test_other_numbers_of_ranks_give_the_numbers_of_one_process_and_the_bits_of_spmd_pool(cluster, tmp_path, ranks):
+    "Pairs, one prompt for all ranks, rows that they cannot share evenly; engines that are plain and that shard."
+    with RayPool(ranks, cpus=.1, cluster=cluster, timeout=300., name="many") as pool:
+        got = spmd_loops.tutorials(pool), spmd_loops.engines(pool, ["fsdp2"])
+    same(got, (spmd_loops.tutorials(here), spmd_loops.engines(here, ["fsdp2"])), f"{ranks} ranks", 1e-10)
+    on_ranks(spmd_loops.loops_on_rank, (tmp_path, ["fsdp2"]), ranks, group=False, limit=300)
+    same(got, torch.load(tmp_path/"0.pt", weights_only=False), f"{ranks} ranks", 0.)
 
 
 # -- saves

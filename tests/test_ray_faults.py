@@ -2,14 +2,20 @@
 (issue of scale: LAWS 14, 15)."""
 import json
 import random
+import signal
+import subprocess
 import sys
 import time
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from forked import on_ranks
 from ray_hosts import Hosts, loops, why_not
-from ray_kills import a_rank, anybody, disturbed, the_command, the_driver, tiny_grpo, undisturbed
+from ray_kills import (
+    a_rank, anybody, disturbed, on_rank, plain, the_command, the_driver, the_raylet, tiny_grpo, undisturbed
+)
 from rlblocks import here
 from test_spmd import same
 
@@ -23,27 +29,32 @@ def alike(rows, want):
     for row in rows: assert str(row) == str(by_step[row["step"]])      # NaN is NaN
 
 
-def test_a_run_goes_on_when_a_rank_and_when_the_driver_is_killed(tmp_path):
-    "From the last save: steps that come again are equal to the bit, and all are those of one process."
+@pytest.mark.long
+def test_a_run_on_two_pools_goes_on_when_a_rank_the_raylet_and_the_driver_are_killed(tmp_path):
+    """From the last save: steps that come again are equal to the bit, and all are those of one process. With its raylet
+    Ray ends the driver."""
     log, steps = [], 24
-    kills = [(1, a_rank), (8, the_driver)]
+    kills = [(1, a_rank), (8, the_raylet), (16, the_driver)]
     rows, run = disturbed(made(tmp_path/"killed"), steps, kills, log.append, limit=600)
-    assert ["ray::" in x["name"] for x in run.killed] == [True, False] and run.drivers == 2, log
+    assert [x["name"][:6] for x in run.killed][1:] == ["raylet", "python"], log
+    assert run.drivers() == 3, run.warned()
     last = {row["step"]: row for row in rows}
     assert sorted(last) == list(range(steps))
     for row in rows: assert str(row) == str(last[row["step"]])      # NaN is NaN
-    want = [{k: float(v) for k, v in row.items()} for row in tiny_grpo(here, steps)]
-    same(list(last.values()), want, "killed", 1e-9)
+    same(list(last.values()), plain(tiny_grpo(here, steps)), "killed", 1e-9)
 
 
 @pytest.mark.skipif(find_spec("jsonargparse") is None, reason="needs jsonargparse")
-def test_the_command_makes_a_new_pool_and_resumes(tmp_path):
-    "`rlblocks run --restarts`: one of two ranks is killed; each step is shown once, as undisturbed to the bit."
-    want, _ = disturbed(made(tmp_path/"alone"), 12, [], limit=400, driver=the_command)
-    rows, run = disturbed(made(tmp_path/"killed"), 12, [(3, a_rank)], limit=400, driver=the_command)
-    assert len(run.killed) == 1 and run.drivers == 1 and len(run.warned()[1]) == 1
-    assert [row["step"] for row in rows] == list(range(12))
-    alike(rows, want)
+def test_the_command_makes_a_new_pool_and_a_new_process_and_resumes(tmp_path):
+    """`rlblocks run --restarts`: one of two ranks is killed, then the process of the loop. The numbers are those of
+    SpmdPool on two ranks, which nobody disturbed, to the bit."""
+    steps, kills = 14, [(3, a_rank), (7, the_driver)]
+    rows, run = disturbed(made(tmp_path/"killed"), steps, kills, limit=400, driver=the_command)
+    assert ["ray::" in x["name"] for x in run.killed] == [True, False]
+    assert [len(x) for x in run.warned()] == [0, 1, 1], run.warned()
+    assert "ended with -9; another one resumes, 1 restarts are left" in run.warned()[2][0]
+    on_ranks(on_rank, (tmp_path, steps), 2, group=False, limit=300)
+    alike(plain(rows), json.loads((tmp_path/"rows.json").read_text()))
 
 
 @pytest.mark.long
@@ -54,6 +65,30 @@ def test_twenty_kills_of_any_process(tmp_path):
     rows, run = disturbed(made(tmp_path/"killed"), 100, kills, print, limit=3000)
     assert len(run.killed) == 20
     alike(rows, want)
+
+
+SUPERVISED = """
+import os, signal, time
+from rlblocks.placement.restarts import end_with_parent
+read, write = os.pipe()
+child = os.fork()
+if child == 0:
+    end_with_parent()
+    os.write(write, b"x")
+    time.sleep(600)
+os.read(read, 1)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_process_of_a_loop_ends_with_the_one_that_supervises_it():
+    "Else two would write the same saves when a third is started."
+    run = subprocess.run([sys.executable, "-c", SUPERVISED], stdout=subprocess.PIPE, text=True, timeout=300)
+    child = Path("/proc")/run.stdout.strip()/"stat"
+    def gone(): return not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
+    wait_until(gone, 60)
+    assert run.returncode == -signal.SIGKILL and gone()
 
 
 REFUSED = """

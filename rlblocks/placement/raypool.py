@@ -8,7 +8,7 @@ __all__ = ['WORTH', 'Columns', 'StoredCall', 'RayPool']
 # %% ../../nbs/placement/98f_raypool.ipynb #29dbece3
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from threading import RLock
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..data.batch import Batch
 from ..engines.weights import Ticket, checksum
-from .cluster import Cluster, bundles_of, claim_of, connect, reserve, spots
+from .cluster import Cluster, as_cluster, bundles_of, claim_of, connect, reserve, spots
 from .crew import RankCall, Crew, Underway, check_together, dismiss, gather, hear, muster, report
 from .handles import Handle, Method, Placed, replica_index, speakers
 from .shipping import BUCKET_BYTES, InPool, Shipped, Stream, streams_in
@@ -100,7 +100,7 @@ class RayPool:
         gpus:float|None=None,     # likewise
         nodes:int|None=None,      # spread the ranks evenly over so many machines; None: as `strategy` says
         strategy:str="PACK",      # Ray's: PACK, SPREAD, STRICT_PACK, STRICT_SPREAD
-        cluster:Cluster|str|None=None, # which one, with what; its address; None: RAY_ADDRESS, else this machine
+        cluster:Cluster|Mapping[str, object]|str|None=None, # or its fields, its address; None: RAY_ADDRESS, else here
         beside:"RayPool|None"=None, # share the devices of this pool, which has as many ranks
         world:bool=True,          # the ranks form a torch.distributed world; False: each is alone, as graders are
         restarts:int=0,           # ranks that may be made anew, and begin again what they died in; only without a world
@@ -176,7 +176,7 @@ def _check_restarts(restarts, world):
                          "world=False, or resume from a checkpoint")
 
 def _connected(cluster):
-    cluster = cluster if isinstance(cluster, Cluster) else Cluster(address=cluster)
+    cluster = as_cluster(cluster)
     connect(cluster)
     return cluster
 

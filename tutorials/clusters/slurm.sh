@@ -1,9 +1,10 @@
 #!/bin/bash
 #SBATCH --job-name=rlblocks --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=64 --time=24:00:00
 #SBATCH --requeue --open-mode=append
-# `sbatch slurm.sh`: one Ray node a task; the first one runs train.py, whose pool is RayPool(16, gpus=1, cluster="auto").
+# `sbatch slurm.sh`: one Ray node a task; the first one runs train.py with RayPool(16, gpus=1, cluster="auto").
 # `ray symmetric-run` ends every Ray process of the user on these nodes when it is done: ask for nodes of your own.
-# A run that is requeued resumes from its checkpoint, which lies on a disk that all nodes see.
+# A run that is requeued resumes from its checkpoint. That, and $HOME with the token, are on disks that all nodes see.
+# STORE, in bytes, lies in each node's /dev/shm; what it has no room for goes to SPILL, a folder on a disk of the node.
 set -eu
 umask 077
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$HOME/.ray/auth_token_$SLURM_JOB_ID"
@@ -12,6 +13,11 @@ python -c "import secrets; print(secrets.token_hex(32), end='')" > "$RAY_AUTH_TO
 trap 'rm -f "$RAY_AUTH_TOKEN_PATH"' EXIT
 
 export RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=2000 RAY_health_check_failure_threshold=3
+export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300   # seconds: nodes of a job do not start at one time; Ray waits for 30
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun ray symmetric-run --address "$HEAD:6379" --min-nodes "$SLURM_JOB_NUM_NODES" \
-  --num-cpus "$SLURM_CPUS_PER_TASK" --num-gpus 8 -- python -u train.py
+srun mkdir -p "${SPILL:-/tmp/ray_spill}"
+# a worker's Ray ends with an error when the head has ended, well or not: only the first node's outcome counts
+srun bash -c '"$@" || [ "$SLURM_NODEID" != 0 ]' task ray symmetric-run \
+  --address "$HEAD:6379" --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus "$SLURM_CPUS_PER_TASK" \
+  --num-gpus "${SLURM_GPUS_ON_NODE:-0}" --object-store-memory "${STORE:-32000000000}" \
+  --object-spilling-directory "${SPILL:-/tmp/ray_spill}" -- python -u train.py

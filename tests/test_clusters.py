@@ -1,0 +1,217 @@
+"""The files that start Ray on one host, over SSH, under Slurm and on Kubernetes: what they say, and those that can be
+started here, started."""
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+from ray_hosts import Hosts, end, family, why_not
+
+FILES = ROOT/"tutorials"/"clusters"
+PATHS = dict(PYTHONPATH=os.pathsep.join([str(ROOT/"tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+             PATH=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
+
+
+@pytest.mark.parametrize("file", sorted(f.name for f in FILES.iterdir()))
+def test_each_file_takes_care_of_all(file):
+    "A token, health checks as `rlblocks doctor` wants them, the store and what it has no room for, the run's folder."
+    from rlblocks.placement.doctor import HEALTH
+    text = (FILES/file).read_text()
+    for name, value in HEALTH.items(): assert re.search(rf'{name}(=|, value: "){value}\b', text), name
+    assert re.search(r"RAY_AUTH_MODE=token|authOptions:\s+mode: token", text)
+    for word in ("/dev/shm", "object-spilling-directory"): assert word in text
+    assert re.search(r"/runs|Saves|checkpoint", text) and not re.search(r"ray stop(?!`)", text)
+    assert not any(len(line) > 120 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("file", ["one_host.sh", "slurm.sh"])
+def test_scripts_are_bash(file):
+    assert subprocess.run(["bash", "-n", FILES/file], capture_output=True, text=True).stderr == ""
+
+
+@needs_ray
+def test_ray_up_takes_its_file():
+    "Ray's own schema, and the commands of both kinds of nodes."
+    from ray.autoscaler._private.util import prepare_config, validate_config
+    config = prepare_config(yaml.safe_load((FILES/"ssh.yaml").read_text()))
+    validate_config(config)
+    for kind in ("head", "worker"):
+        (line,) = config[f"{kind}_start_ray_commands"]
+        said = subprocess.run(["bash", "-nc", line], capture_output=True, text=True)
+        assert said.returncode == 0 and known_options(line), said.stderr
+    assert set(config["file_mounts"]) == {"~/.ray/auth_token"} and config["setup_commands"][0].startswith("chmod 600")
+    with pytest.raises(Exception, match="max_wrkers"): validate_config(config | dict(max_wrkers=2))
+
+
+def known_options(line):
+    "Whether `ray start` knows each option of a line."
+    from ray.scripts.scripts import start
+    known = {name for p in start.params for name in p.opts}
+    return {x.partition("=")[0] for x in line.split() if x.startswith("--")} <= known
+
+
+@needs_ray
+def test_a_job_of_kuberay():
+    """Every pod mounts the runs, a store and a spilling folder, and its limits are what Ray is to use. The dashboard is
+    reached from other pods: KubeRay hands the job in there. (The file fits the RayJob schemas of KubeRay 1.5.1 and
+    1.7.0, unknown fields refused; these are too large to keep here.)"""
+    job = yaml.safe_load((FILES/"kubernetes.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == dict(mode="token") and job["spec"]["backoffLimit"] > 0
+    head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    for group in (head, workers):
+        assert known_options(" ".join(f"--{name}" for name in group["rayStartParams"]))
+        spec, mounted = group["template"]["spec"], {}
+        (pod,) = spec["containers"]
+        for mount in pod["volumeMounts"]: mounted[mount["mountPath"]] = mount["name"]
+        volumes = {v["name"]: v for v in spec["volumes"]}
+        assert mounted.keys() == {"/runs", "/dev/shm", group["rayStartParams"]["object-spilling-directory"]}
+        assert volumes[mounted["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+        assert "persistentVolumeClaim" in volumes[mounted["/runs"]]
+        assert {"cpu", "memory"} <= pod["resources"]["limits"].keys()
+    assert "dashboard-host" not in head["rayStartParams"] and head["rayStartParams"]["num-cpus"] == "0"
+    assert workers["replicas"]*int(workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+                                   ) == 16, "RayPool(16, gpus=1)"
+
+
+ON_ONE_HOST = """
+import os
+import runpy
+import sys
+import yaml
+from rlblocks import RayPool
+
+class Says:
+    def colour(self): return os.environ["COLOUR"]
+
+address, folder = sys.argv[1:]
+sys.argv = ["rlblocks", "doctor", "--cluster", address, "--folder", folder]
+try: runpy.run_module("rlblocks", run_name="__main__", alter_sys=True)
+except SystemExit as e: print("doctor:", e.code)
+
+with RayPool(**yaml.safe_load(f'''
+ranks: 2
+cpus: .5
+gpus:
+strategy: PACK
+world: false
+restarts: 1
+timeout: 300
+name: from_a_file
+cluster:
+  address: {address}
+  env: {{COLOUR: blue}}
+  ready: 60
+  options: {{logging_level: ERROR, log_to_driver: false}}
+''')) as pool: print("the ranks say", pool.place(Says).colour())
+"""
+
+
+@needs_ray
+@pytest.mark.ranks
+def test_one_host_the_doctor_and_a_pool_from_yaml(tmp_path):
+    "`one_host.sh` starts a node with a new token; `rlblocks doctor --cluster` finds nothing wrong; YAML makes a pool."
+    folder, out, token = Path(tempfile.mkdtemp(prefix="ray")), tmp_path/"node.txt", tmp_path/"secret"/"token"
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {k: x for k, x in os.environ.items() if not k.startswith("RAY_")} | PATHS | dict(
+        RAY_AUTH_TOKEN_PATH=str(token), PORT=str(port), STORE="100000000", SPILL=str(tmp_path/"spill"))
+    options = ["--num-cpus=2", f"--temp-dir={folder}", "--include-dashboard=false"]
+    with out.open("w") as f:
+        node = subprocess.Popen(["bash", FILES/"one_host.sh", *options], env=env, stdout=f, stderr=f)
+    try:
+        wait_for_port(port, node, out)
+        assert len(token.read_text()) == 64 and token.stat().st_mode & 0o777 == 0o600
+        run = subprocess.run([sys.executable, "-c", ON_ONE_HOST, f"127.0.0.1:{port}", str(tmp_path)], timeout=300,
+                             env=env | dict(RAY_AUTH_MODE="token", OMP_NUM_THREADS="1"), capture_output=True, text=True)
+    finally:
+        seen = family(node.pid)
+        node.terminate()
+        node.wait()
+        end(seen)
+        shutil.rmtree(folder, ignore_errors=True)
+    assert "the ranks say blue" in run.stdout and "doctor: 0" in run.stdout, run.stdout + run.stderr[-3000:]
+    for words in ("versions         as here", "a lost host is heard in 9 s", f"{tmp_path/'spill'}, ", "seen"):
+        assert words in run.stdout, run.stdout
+
+
+def wait_for_port(port, node, out):
+    "Until somebody listens there."
+    while node.poll() is None:
+        with socket.socket() as s:
+            s.settimeout(1)
+            if s.connect_ex(("127.0.0.1", port)) == 0: return
+        try: node.wait(.2)
+        except subprocess.TimeoutExpired: pass
+    raise RuntimeError(out.read_text()[-3000:])
+
+
+# Slurm's two commands, as far as the script needs them. A host has a network, processes, a /dev/shm and a /tmp/ray of
+# its own, so that `ray stop`, with which `ray symmetric-run` ends, finds no other process.
+SCONTROL = "#!/bin/bash\nprintf '%s\\n' $ADDRESSES\n"
+SRUN = """#!/bin/bash
+i=0
+for host in $HOSTS; do
+  mkdir -p "$FOLDER/$i"
+  SLURM_NODEID=$i ip netns exec "$host" unshare --pid --fork --mount --kill-child --mount-proc bash -c \\
+    'mkdir -p /tmp/ray; mount --bind "$0" /tmp/ray; mount -t tmpfs tmpfs /dev/shm; exec "$@"' "$FOLDER/$i" "$@" &
+  tasks[$i]=$!
+  i=$((i + 1))
+done
+code=0
+for task in "${tasks[@]}"; do wait "$task" || code=$?; done
+exit $code
+"""
+TRAIN = """
+import json
+from rlblocks import Cluster, RayPool
+with RayPool(2, cpus=.5, nodes=2, cluster=dict(address="auto", ready=60), timeout=120.) as pool:
+    from ray_hosts import loops     # not before: with it comes the token of other tests
+    print("ran on", *sorted(rank.address for rank in pool.crew.ranks), flush=True)
+    print(json.dumps(loops(pool)), flush=True)
+"""
+
+
+@needs_ray
+@pytest.mark.ranks
+@pytest.mark.long
+def test_a_job_of_slurm(tmp_path):
+    "`slurm.sh` on two network namespaces, `ray symmetric-run` and all: GRPO and PPO give the numbers of one process."
+    import json
+
+    from ray_hosts import loops
+    from rlblocks import here
+    from test_spmd import same
+    if why := why_not(): pytest.skip(why)
+    (tmp_path/"train.py").write_text(TRAIN)
+    for name, text in dict(srun=SRUN, scontrol=SCONTROL).items():
+        (tmp_path/name).write_text(text)
+        (tmp_path/name).chmod(0o755)
+    hosts, folder = Hosts(2), tempfile.mkdtemp(prefix="ray")
+    try:
+        hosts.connect()
+        env = {k: x for k, x in hosts.env.items() if not k.startswith("RAY_")} | PATHS | dict(
+            HOSTS=" ".join(map(hosts.host, range(2))), ADDRESSES=" ".join(map(hosts.address, range(2))), FOLDER=folder,
+            HOME=str(tmp_path), PATH=os.pathsep.join([str(tmp_path), PATHS["PATH"]]), SLURM_JOB_ID="7",
+            SLURM_JOB_NODELIST="host[0-1]", SLURM_JOB_NUM_NODES="2", SLURM_CPUS_PER_TASK="2", STORE="100000000",
+            SPILL=str(tmp_path/"spill"), RAY_USAGE_STATS_ENABLED="0", RAY_gcs_rpc_server_reconnect_timeout_s="30")
+        run = subprocess.run(["bash", FILES/"slurm.sh"], cwd=tmp_path, env=env, capture_output=True, text=True,
+                             timeout=500)
+    finally:
+        hosts.__exit__()
+        shutil.rmtree(folder, ignore_errors=True)
+    assert "ran on 10.88.0.1 10.88.0.2" in run.stdout and run.returncode == 0, run.stdout[-5000:] + run.stderr[-5000:]
+    got = json.loads(next(line for line in run.stdout.splitlines() if line.startswith('{"grpo"')))
+    same(got, loops(here), "slurm", 1e-10)
+    assert not list((tmp_path/".ray").iterdir()), "the token is gone with the job"
