@@ -121,7 +121,7 @@ def map_state(state:EngineState, change:Callable[[str, Tensor], Tensor], names:C
     if "optimizer" not in state: return out
     kept = state["optimizer"]
     moments = {i: {k: changed(numbered.get(i, i), x) for k, x in s.items()} for i, s in kept["state"].items()}
-    out["optimizer"] = OptimizerState(state=moments, param_groups=kept["param_groups"])
+    out["optimizer"] = cast(OptimizerState, dict(kept, state=moments))
     return out
 
 # %% ../../nbs/engines/63_tensor.ipynb #3781f809
