@@ -10,14 +10,18 @@ umask 077
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$HOME/.ray/auth_token_$SLURM_JOB_ID"
 mkdir -p "$HOME/.ray"
 python -c "import secrets; print(secrets.token_hex(32), end='')" > "$RAY_AUTH_TOKEN_PATH"
-trap 'rm -f "$RAY_AUTH_TOKEN_PATH"' EXIT
+export OUTCOME="$RAY_AUTH_TOKEN_PATH.outcome"
+trap 'rm -f "$RAY_AUTH_TOKEN_PATH" "$OUTCOME"' EXIT
+echo 1 > "$OUTCOME"                                 # unless train.py says otherwise
 
 export RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=2000 RAY_health_check_failure_threshold=3
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300   # seconds: nodes of a job do not start at one time; Ray waits for 30
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun mkdir -p "${SPILL:-/tmp/ray_spill}"
-# a worker's Ray ends with an error when the head has ended, well or not: only the first node's outcome counts
-srun bash -c '"$@" || [ "$SLURM_NODEID" != 0 ]' task ray symmetric-run \
+# Ray's own exit codes do not say how train.py ended: once the head is stopped, Ray ends with an error on each node
+srun ray symmetric-run \
   --address "$HEAD:6379" --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus "$SLURM_CPUS_PER_TASK" \
   --num-gpus "${SLURM_GPUS_ON_NODE:-0}" --object-store-memory "${STORE:-32000000000}" \
-  --object-spilling-directory "${SPILL:-/tmp/ray_spill}" -- python -u train.py
+  --object-spilling-directory "${SPILL:-/tmp/ray_spill}" -- \
+  bash -c 'python -u train.py; echo $? > "$OUTCOME"' || true
+exit "$(cat "$OUTCOME")"
