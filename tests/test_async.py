@@ -9,7 +9,7 @@ from conftest import vllm_python
 from rlblocks import Batch, Flight, Policy, Rollout, later
 from rlblocks.samplers.samplers import vllm
 from test_samplers import sharp
-from test_vllm import moved
+from test_vllm import engine, moved
 from tiny import prompts
 
 
@@ -198,7 +198,7 @@ def test_an_engine_that_is_gone_is_heard_of_by_all_who_wait_and_no_prompt_is_los
     flight = Flight(r)
     flight.ask(prompts(), group_size=2, seed=0)
     call = later(r.generate, prompts(), group_size=2, seed=0)
-    os.kill(r.sampler.child.process.pid, signal.SIGKILL)
+    os.kill(engine(r.sampler), signal.SIGKILL)
     with pytest.raises(RuntimeError, match="is gone"): flight.collect(3)
     with pytest.raises(RuntimeError, match="rows that were under way are lost: .*is gone"): call.result()
     with pytest.raises(RuntimeError, match="rows that were under way are lost"): call.result()
@@ -207,7 +207,7 @@ def test_an_engine_that_is_gone_is_heard_of_by_all_who_wait_and_no_prompt_is_los
     rows = Batch.cat(flight.collect(3))
     assert rows.tokens.equal(r.generate(prompts(), group_size=2, seed=0).tokens)
     later(r.generate, prompts())
-    r.sampler.child.process.kill()
+    os.kill(engine(r.sampler), signal.SIGKILL)
     r.sampler.child.process.wait()
     with pytest.raises(RuntimeError, match="is gone"): r.close()
     r.close()

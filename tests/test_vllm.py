@@ -12,12 +12,14 @@ import pytest
 import cuda_stand_in
 import torch
 from clock import Clock
-from conftest import rarely, vllm_python
+from conftest import rarely, vllm_interpreter, vllm_python
+from ready import behind
 from rlblocks import Batch, Policy, Rollout, later, send_weights
 from rlblocks.engines.published import publish_weights, published_weights
 from rlblocks.engines.weights import buckets, checksum, named_weights
 from rlblocks.rollout.rows import to_rows
 from rlblocks.samplers import channels, processes, vllm_start
+from rlblocks.samplers.processes import child_environment
 from rlblocks.samplers.channels import CudaIpc, Nccl
 from rlblocks.samplers.samplers import Request, Sampling, complete, vllm
 from rlblocks.samplers.vllm_sampler import to_completion
@@ -48,8 +50,8 @@ def moved(policy, far=.05):
     return policy
 
 
-def rollout(net, **settings):
-    spec = vllm(cache_bytes=1 << 26, timeout=120., python=vllm_python(), **settings)
+def rollout(net, python=None, **settings):
+    spec = vllm(cache_bytes=1 << 26, timeout=120., python=python or vllm_python(), **settings)
     return Rollout(net, engine=spec, max_tokens=12, stop=[])
 
 
@@ -68,6 +70,11 @@ def shared(started):
     "The same, with the first weights; where a test ended it, another."
     if started.sampler.version is None: started.load(Policy(sharp(), device="cpu").weights())
     return started
+
+
+def engine(sampler):
+    "The number of its process."
+    return behind(vllm_python(), sampler.child.process.pid)
 
 
 def gap(policy, b): return float((policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max())
@@ -113,7 +120,7 @@ def test_the_four_phases_of_vllms_weight_transfer_put_the_same_in_place(kind):
 def in_engines_python(code, root):
     "What a program prints in the environment that has vLLM."
     run = subprocess.run([vllm_python(), "-c", code], capture_output=True, text=True, timeout=300,
-                         env=os.environ | dict(PYTHONPATH=str(root), VLLM_LOGGING_LEVEL="ERROR"))
+                         env=child_environment(dict(os.environ)) | vllm_start._QUIET | dict(PYTHONPATH=str(root)))
     assert not run.returncode, run.stderr[-2000:]
     return run.stdout
 
@@ -297,13 +304,13 @@ def test_an_engine_that_is_killed_is_an_error_at_once_and_load_starts_another(sh
     r.load(policy.weights())
     before = r.generate(prompts(), group_size=2, max_tokens=8)
     with Clock() as clock, pytest.raises(RuntimeError, match="is gone, exit code -9"):
-        os.kill(r.sampler.child.process.pid, signal.SIGKILL)
+        os.kill(engine(r.sampler), signal.SIGKILL)
         r.generate(prompts(), group_size=8, max_tokens=100)
     assert clock.seconds < 2
     with pytest.raises(RuntimeError, match="of no known version"): r.generate(prompts())
     def dies(n):        # in the middle of a transfer, to an engine that is new
         died.append(clock.seconds)
-        os.kill(r.sampler.child.process.pid, signal.SIGKILL)
+        os.kill(engine(r.sampler), signal.SIGKILL)
         yield from buckets(named_weights(net).items(), n)
     ticket, died = policy.weights(), []
     ticket.transport.params = dies
@@ -336,7 +343,7 @@ def test_changes_alone_and_a_transfer_that_breaks(shared):
     changes = policy.weights(since=2)
     with pytest.raises(ValueError, match="from version 2 to 3, the receiver has none"): sampler.load(changes)
     assert sampler.load(policy.weights(since=-1)).gap < 1e-4            # a new engine, with all weights
-    os.kill(sampler.child.process.pid, signal.SIGKILL)
+    os.kill(engine(sampler), signal.SIGKILL)
     nudge(policy)
     with Clock() as clock, pytest.raises(RuntimeError, match="is gone"): sampler.load(policy.weights(since=3))
     assert clock.seconds < 2
@@ -357,7 +364,7 @@ def test_half_precision_is_proved_to_a_tenth():
 def test_an_engine_that_is_stuck_is_stopped_with_what_it_last_said(shared):
     sampler = shared.sampler
     sampler.child.timeout = 2.
-    os.kill(sampler.child.process.pid, signal.SIGSTOP)
+    os.kill(engine(sampler), signal.SIGSTOP)
     with Clock() as clock, pytest.raises(TimeoutError, match="no sign of life for 2 s and was stopped. Its log ends:"):
         complete(sampler, asked())
     assert clock.seconds < 2 + 2 and sampler.child is None
@@ -367,7 +374,7 @@ def test_an_engine_that_is_stuck_is_stopped_with_what_it_last_said(shared):
         first, *others = buckets(named_weights(policy._run.module.trunk).items(), 1 << 14)
         yield first
         sampler.child.timeout = 2.
-        os.kill(sampler.child.process.pid, signal.SIGSTOP)
+        os.kill(engine(sampler), signal.SIGSTOP)
         yield from others
     ticket = policy.weights()
     ticket.transport.params = stops
@@ -387,7 +394,7 @@ def test_a_model_that_this_build_cannot_run_fails_in_the_constructor():
 
 def test_a_start_that_takes_too_long_says_so():
     with pytest.raises(TimeoutError, match=r"did not start within 1 s; .* allow more, engine=vllm\(start=…\)"):
-        rollout(sharp(), start=1.)              # vLLM alone takes longer to import
+        rollout(sharp(), python=vllm_interpreter(), start=1.)        # vLLM alone takes longer to import
 
 
 def test_adapters_alone_and_a_folder_reach_the_engine(tmp_path):
