@@ -64,8 +64,9 @@ test test-long test-times: export CI := 1
 test test-long test-times: export HF_HUB_OFFLINE := 1
 # Hundreds of processes import rlblocks: bytecode is kept, also where the machine has it turned off.
 test test-long test-times: export PYTHONDONTWRITEBYTECODE :=
-# Two workers, notebooks and tests side by side; tests/conftest.py says who runs what
-TWO := -n 2 --dist loadgroup --no-loadscope-reorder
+# Workers, notebooks and tests side by side; tests/conftest.py says who runs what
+WORKERS ?= 3
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 demo: .venv/.demo
 	$(BIN)/python tutorials/demo.py
@@ -73,18 +74,18 @@ demo: .venv/.demo
 # ruff and pyright run beside the tests' first minute, in which workers import and collect.
 test: .venv/.dev .venv/.peers .venv/.vllm .venv/.openenv .venv/.verifiers
 	$(MAKE) --no-print-directory lint & lint=$$!; \
-	$(BIN)/python -m pytest $(TWO) tests; tests=$$?; \
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) tests; tests=$$?; \
 	wait $$lint || { echo "make lint failed: what it says stands above" >&2; exit 1; }; exit $$tests
 
 # What `make test` leaves out: hundreds of kills, every engine on every number of ranks, tutorials at full length.
 # What it says is written to benchmarks/results/test_long.txt.
 test-long: .venv/.dev
 	set -o pipefail; { echo "make test-long at $$(git log -1 --format='%h, %cs'), run on $$(date +%F), $$(uname -m), $$(nproc) cores"; \
-	$(BIN)/python -m pytest -m long --durations=0 --durations-min=1 tests; } | tee benchmarks/results/test_long.txt
+	$(BIN)/python -m pytest -m long $(SIDE_BY_SIDE) --durations=0 --durations-min=1 tests; } | tee benchmarks/results/test_long.txt
 
-# Seconds of each group of tests, by which the two workers are given work: tests/seconds.json
+# Seconds of each group of tests, by which the workers are given work: tests/seconds.json
 test-times: .venv/.dev .venv/.peers
-	$(BIN)/python -m pytest $(TWO) --write-seconds tests
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --write-seconds tests
 
 # The table of agreement with the peers: benchmarks/results/agreement.json, then the docs page that shows it.
 parity: .venv/.peers

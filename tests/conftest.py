@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")   # its threads and our subprocesses do not mix
 os.environ.setdefault("HF_HUB_OFFLINE", "1")               # no test asks the network
 RAY_TOKEN = dict(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0123456789abcdef"*2)
+RAY_TOKEN |= dict(RAY_prestart_worker_first_driver="0")     # it would start a process for each of the node's CPUs
 os.environ.update(RAY_TOKEN)    # read when Ray is imported, which another test than those of RayPool may do
 
 
@@ -63,7 +64,7 @@ def vllm_interpreter():
 
 @cache
 def vllm_python():
-    "A command that stands for it and has imported vLLM (tests/ready.py): an engine then starts in 2 s of CPU, not in 11."
+    "A command that stands for it and has imported vLLM (tests/ready.py): an engine starts in 2 s, not in 11."
     if (python := vllm_interpreter()) is None: return None
     from ready import VLLM, Ready
     from rlblocks.samplers.processes import child_environment
@@ -79,25 +80,32 @@ def resident(ready):
     return ready
 
 
-# -- order. `make test` has two workers (pytest-xdist). A worker takes one group after another, the longest first,
-# so that none is left alone with it at the end.
+# -- order. `make test` has three workers (pytest-xdist): some tests wait for processes that are killed, frozen or cut
+# off, and two others then have the two cores. A worker takes one group after another, the longest first, so that none
+# is left alone with it at the end.
 
 SECONDS = ROOT/"tests"/"seconds.json"       # of each group, as `make test-times` wrote them
 
 
 def group(nodeid):
     """What one worker runs in a row: a file, whose fixtures are made once; all that launch ranks, which fill both
-    cores by themselves; a notebook alone."""
+    cores by themselves, and by itself what waits for Ray; files with engines of vLLM, which is imported for them once
+    (tests/ready.py); a notebook alone."""
     file, _, test = nodeid.partition("::")
     name, _, params = test.partition("[")
     if Path(file).stem == "test_notebooks": return params.removesuffix("]") or name
-    return "ranks" if name in launching(ROOT/file) else Path(file).stem
+    if name in launching(ROOT/file): return "ray" if "test_ray" in file or "test_clusters" in file else "ranks"
+    return "vllm" if "vllm_python()" in text(ROOT/file) else Path(file).stem
+
+
+@cache
+def text(file): return file.read_text(encoding="utf-8")
 
 
 @cache
 def launching(file):
     "Names of the tests of a file that have the mark `ranks`, by themselves or all of them."
-    body, ranks = ast.parse(file.read_text(encoding="utf-8")).body, "pytest.mark.ranks"
+    body, ranks = ast.parse(text(file)).body, "pytest.mark.ranks"
     tests = [x for x in body if isinstance(x, ast.FunctionDef)]
     if f"pytestmark = {ranks}" in map(ast.unparse, body): return {x.name for x in tests}
     return {x.name for x in tests if ranks in map(ast.unparse, x.decorator_list)}
@@ -172,22 +180,24 @@ def machine():
 
 
 class Took:
-    "CPU seconds of each group, for SECONDS; of each file, and how busy the machine was, for the terminal."
-    def __init__(self): self.tests, self.began = {}, machine()
+    """Seconds for which each group holds a worker, for SECONDS; CPU seconds of each file, and how busy the machine was,
+    for the terminal. What Ray's processes use is not counted: they are nobody's children."""
+    def __init__(self): self.used, self.held, self.began = {}, defaultdict(float), machine()
 
     def pytest_runtest_logreport(self, report):
-        if report.when == "teardown": self.tests[report.nodeid] = dict(report.user_properties)["used"]
+        self.held[report.nodeid] += report.duration
+        if report.when == "teardown": self.used[report.nodeid] = dict(report.user_properties)["used"][1]
 
-    def by(self, name):
+    def by(self, name, seconds):
         found = defaultdict(float)
-        for nodeid, (group, seconds) in self.tests.items(): found[name(nodeid, group)] += seconds
+        for nodeid, s in seconds.items(): found[name(nodeid)] += s
         return {k: round(s, 1) for k, s in sorted(found.items(), key=lambda x: -x[1]) if s >= 1}
 
     def pytest_terminal_summary(self, terminalreporter):
-        SECONDS.write_text(json.dumps(self.by(lambda _, group: group), indent=0) + "\n")
+        SECONDS.write_text(json.dumps(self.by(group, self.held), indent=0) + "\n")
         terminalreporter.section("CPU seconds")
         worked, all_ = (now - then for now, then in zip(machine(), self.began, strict=True))
         terminalreporter.write_line(f"the machine's cores worked {worked:.0f} of {all_:.0f} s")
-        files, tests = self.by(lambda nodeid, _: nodeid.split("::")[0]), self.by(lambda nodeid, _: nodeid)
-        for name, seconds in [*files.items(), *[*tests.items()][:60]]:
+        files, tests = self.by(lambda nodeid: nodeid.split("::")[0], self.used), self.by(str, self.used)
+        for name, seconds in [*self.by(group, self.used).items(), *files.items(), *[*tests.items()][:60]]:
             terminalreporter.write_line(f"{seconds:8.1f}  {name}")

@@ -35,7 +35,7 @@ vllm.model_executor.models.qwen3_moe vllm.model_executor.layers.quantization.onl
 torch._inductor.compile_fx torch._inductor.codegen.cpp torch._inductor.scheduler torch._subclasses.schema_check_mode
 jaxtyping loguru compressed_tensors""".split()
 
-READ_AT_IMPORT = ("VLLM_", "MKL_", "ATEN_", "TORCH_", "RAY_AUTH", "PYTHONHASHSEED", "DS_", "CUDA_", "HF_")
+READ_AT_IMPORT = ("VLLM_", "MKL_", "ATEN_", "TORCH_", "RAY_AUTH", "PYTHONHASHSEED", "HF_")
 COMMAND = """#!{python} -IS
 import json, os, socket, sys
 flags, rest = [], sys.argv[1:]
