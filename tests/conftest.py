@@ -89,13 +89,19 @@ SECONDS = ROOT/"tests"/"seconds.json"       # of each group, as `make test-times
 
 def group(nodeid):
     """What one worker runs in a row: a file, whose fixtures are made once; all that launch ranks, which fill both
-    cores by themselves, and by itself what waits for Ray; files with engines of vLLM, which is imported for them once
-    (tests/ready.py); a notebook alone."""
+    cores by themselves; files with engines of vLLM, which is imported for them once
+    (tests/ready.py); notebooks that check types, for which rlblocks is imported once more; any other notebook alone."""
     file, _, test = nodeid.partition("::")
     name, _, params = test.partition("[")
-    if Path(file).stem == "test_notebooks": return params.removesuffix("]") or name
-    if name in launching(ROOT/file): return "ray" if "test_ray" in file or "test_clusters" in file else "ranks"
+    if Path(file).stem == "test_notebooks": return of_notebook(params.removesuffix("]")) or name
+    if name in launching(ROOT/file): return "ranks"
     return "vllm" if "vllm_python()" in text(ROOT/file) else Path(file).stem
+
+
+def of_notebook(name):
+    "The group of one by what its file says (tests/test_notebooks.py, HOOK)."
+    files = [f for f in (ROOT/"nbs"/f"{name}.ipynb", ROOT/f"{name}.ipynb") if f.exists()]
+    return "notebooks" if files and "install_import_hook(" in text(files[0]) else name
 
 
 @cache
