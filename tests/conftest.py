@@ -158,9 +158,9 @@ def cpu():
     """Seconds of CPU that this process, its children and the processes that others are forked from have used; a wall
     clock measures the neighbours."""
     server = getattr(forkserver._forkserver, "_forkserver_pid", None)
-    resident = [] if server is None else [server, *getattr(sys.modules.get("forked"), "RESIDENT", [])]
+    resident = [server, *getattr(sys.modules.get("forked"), "RESIDENT", [])]
     stats = [path.read_text().rsplit(")", 1)[1].split()
-             for pid in resident if (path := Path(f"/proc/{pid}/stat")).exists()]
+             for pid in resident if pid is not None and (path := Path(f"/proc/{pid}/stat")).exists()]
     return sum(os.times()[:4]) + sum(sum(map(int, s[11:15])) for s in stats)/os.sysconf("SC_CLK_TCK")
 
 
