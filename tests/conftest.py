@@ -121,8 +121,11 @@ def launching(file):
 def pytest_xdist_make_scheduler(config, log):
     "By ids: the groups of pytest-xdist 3.8 (xdist_group) are lost under pytest 9.2, which reads no id that it writes."
     from xdist.scheduler import LoadScopeScheduling
+    by_file = config.option.markexpr == "long"      # else hundreds of kills would wait for every engine
     class Groups(LoadScopeScheduling):
-        def _split_scope(self, nodeid): return group(nodeid)
+        def _split_scope(self, nodeid):
+            name = group(nodeid)
+            return Path(nodeid.partition("::")[0]).stem if by_file and name == "ranks" else name
     return Groups(config, log)
 
 
