@@ -5,9 +5,9 @@ stands for it: `command -c CODE …`, `command -m MODULE …`, `command FILE …
 a fork of that process, with the command's arguments, variables, folder and streams; the command ends as the fork does,
 and the fork ends when the command is killed. As in tests/forked.py a fork is safe there: one thread, nothing computed.
 
-A variable that libraries read when they are imported must be what it was then. Where it is not, and for a flag that is
-not known here, the command becomes the interpreter itself. A signal to the command is for the command alone:
-`behind(pid)` is the process that does its work."""
+A variable that libraries read when they are imported must be what it was then. Where it is not, for a flag that is not
+known here, and where the libraries cannot be imported, the command becomes the interpreter itself. A signal to the
+command is for the command alone: `behind(command, pid)` is the process that does its work."""
 import atexit
 import contextlib
 import gc
@@ -41,10 +41,11 @@ import json, os, socket, sys
 flags, rest = [], sys.argv[1:]
 while rest and rest[0] in ("-P", "-u", "-B"): flags.append(rest.pop(0))
 now = {{k: x for k, x in os.environ.items() if k.startswith({names!r})}}
-if now != {then!r} or not rest or (rest[0][:1] == "-" and rest[0] not in ("-c", "-m")):
-    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+def itself(): os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+if now != {then!r} or not rest or (rest[0][:1] == "-" and rest[0] not in ("-c", "-m")): itself()
 with socket.socket(socket.AF_UNIX) as s:
-    s.connect({address!r})
+    try: s.connect({address!r})
+    except OSError: itself()        # it could not import
     asked = json.dumps([flags, rest, dict(os.environ), os.getcwd()]).encode()
     socket.send_fds(s, [len(asked).to_bytes(8, "big")], [0, 1, 2])
     s.sendall(asked)
@@ -152,12 +153,12 @@ def become(fds, flags, rest, environment, folder):
     try: code = run(rest)
     except SystemExit as e: code = e.code
     except BaseException: code = traceback.print_exc() or 1
-    if isinstance(code, str): print(code, file=sys.stderr)
+    if not isinstance(code, int | None): code = print(code, file=sys.stderr) or 1
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError): stream.flush()
-    os._exit(1 if isinstance(code, str) else code or 0)
+    os._exit(code or 0)
 
 
 def run(rest):
