@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['optimizer_of', 'check_rate', 'frozen_copy', 'make_engine', 'planned_bytes', 'compute_dtype', 'learnable',
-           'prepare_module_', 'weight_shapes', 'check_state', 'check_groups', 'check_weights', 'check_step', 'running',
-           'undivided', 'named_under', 'of_one_version', 'check_graph', 'restore', 'check_norm', 'ShardedModel',
-           'has_all_weights']
+           'prepare_module_', 'weight_shapes', 'check_state', 'check_groups', 'check_weights', 'uninterrupted',
+           'check_step', 'running', 'undivided', 'named_under', 'of_one_version', 'check_graph', 'restore',
+           'check_norm', 'ShardedModel', 'has_all_weights']
 
 # %% ../../nbs/engines/64_sharded.ipynb #2aefe092
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import Engine, EngineSpec, EngineState, PlannedBytes, engine_of, planned_plain
-from .guards import Turn, uninterrupted
+from .guards import Turn
 from .modules import checkpoint_layers_, promote_
 from .optim import OptimizerSpec, adamw
 from .plain import Plain
@@ -150,6 +152,25 @@ def check_weights(given:dict, own:dict[str, tuple[list[int], str]]):
     for odd in filter(None, (unknown, absent, other)):
         raise ValueError(f"load_state_dict: {odd[0]} ({len(odd)} such weights); the state is of another model, or of a "
                          "wrapper with other heads; make this one as that was made")
+
+# %% ../../nbs/engines/64_sharded.ipynb #e41dd075
+@contextmanager
+def uninterrupted()->Iterator[None]:
+    """Delay a Ctrl-C to the end of the block; a second one acts at once.
+
+    Does nothing outside of the main thread, and where Python does not handle Ctrl-C."""
+    handler, pressed = signal.getsignal(signal.SIGINT), []
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    def delay(number, frame):
+        pressed.append((number, frame))
+        if len(pressed) > 1: handler(number, frame)
+    signal.signal(signal.SIGINT, delay)
+    try: yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if pressed: handler(*pressed[0])
 
 # %% ../../nbs/engines/64_sharded.ipynb #8f706b5c
 def check_step(model:"ShardedModel"):

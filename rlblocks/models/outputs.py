@@ -15,10 +15,10 @@ from types import CellType, FunctionType, MethodType
 from warnings import warn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.batch import Batch
-from ..data.columns import listed, widen
+from ..data.columns import listed
 from ..engines.sharded import ShardedModel
 from .checks import check_confined, measure_columns
 from .forward import Layout, Places, Reading
@@ -133,7 +133,7 @@ def _both(out, part, first, second):
 
 def _piece(out, part, rows, width):
     "Some rows, cut or padded to a width."
-    at_width = lambda x: x[:, :width] if x.shape[1] > width else widen(x, width)
+    at_width = lambda x: nn.functional.pad(x, (0, 0)*(x.dim()-2) + (0, width-x.shape[1]))     # below 0: cut
     b = part.part(rows)
     columns = {k: at_width(x) if b.is_per_token(k) else x for k, x in b.columns.items()}
     found = {k: at_width(x[rows]) if out.per_token and x.dim() > 1 else x[rows] for k, x in out.items()}
@@ -182,8 +182,8 @@ def _compared(loss, out, part, pieces, widths):
     leaves, n = [x for _, x in out.items() if x.requires_grad], len(pieces[0])
     value, grads = _with_gradient(loss, leaves, out, both)
     if not all(bool(x.isfinite().all()) for x in (value, *grads)): return None
-    halves = zip((list(range(n)), list(range(n, len(both)))), widths, strict=True)
-    (one, ones), (two, twos) = (_with_gradient(loss, leaves, *_piece(out, both, rows, T)) for rows, T in halves)
+    one, ones = _with_gradient(loss, leaves, *_piece(out, both, list(range(n)), widths[0]))
+    two, twos = _with_gradient(loss, leaves, *_piece(out, both, list(range(n, len(both))), widths[1]))
     gaps = [torch.where(_exists(both, g, out.per_token), x + y - g, 0.).abs().max()/g.abs().max().clamp(min=1e-12)
             for g, x, y in zip(grads, ones, twos, strict=True)]
     terms = max(*(abs(float(x)) for x in (value, one, two)), 1e-6) + .01*sum(float(g.abs().sum()) for g in grads)
