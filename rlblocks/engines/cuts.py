@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .checks import check_gradient, check_kind, check_styles
 from .exchanges import STYLES, Entering, exchange_of, summed
 from .lazy import device_at, is_lazy, part_of, read_module_, read_part
 from .world import HALF, agree
@@ -83,7 +84,7 @@ def plan_of(module:nn.Module, *, expert_parallel:bool=False)->dict[str, str]: # 
             plan |= experts
         places = [n for n, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
         named = {n: plan[every] for n in places if (every := re.sub(r"\.\d+(?=\.|$)", ".*", n)) in plan}
-        _check_styles(model, named.values())
+        check_styles(type(model).__name__, set(named.values()) - STYLES - NO_EXCHANGE)
         styles |= {f"{at}.{n}" if at else n: style for n, style in named.items()}
     _check_plan(module, styles)
     return styles
@@ -120,12 +121,6 @@ def _uneven(layers, name, leaf, plan, size):
     return f"{n} features" if n % (size*cut.blocks) else ""
 
 # %% ../../nbs/engines/62_cuts.ipynb #20c4f98f
-def _check_styles(model, styles):
-    "ValueError for a style that is not known here."
-    odd = sorted(set(styles) - STYLES - NO_EXCHANGE)
-    if odd: raise ValueError(f"tensor_parallel: the plan of {type(model).__name__} has a style {odd[0]!r}, which is "
-                             'not known here; engine="fsdp2" needs no plan')
-
 def _check_plan(module, styles):
     "ValueError for a module whose plan cuts nothing."
     if any("rowwise" in style or style == "grouped_gemm" for style in styles.values()): return
@@ -148,7 +143,7 @@ def cut_(module:nn.Module, plan:dict[str, str], rank:int, size:int)->dict[str, C
     cuts:dict[str, Cut] = {}
     places:dict[int, list] = {}
     for name, layer in module.named_modules():
-        _check_kind(name, layer, plan.get(name, ""))
+        check_kind(name, layer, plan.get(name, ""))
         for leaf, p in layer._parameters.items():
             if p is not None: places.setdefault(id(p), []).append((name, layer, leaf))
     for at in places.values():
@@ -159,13 +154,6 @@ def cut_(module:nn.Module, plan:dict[str, str], rank:int, size:int)->dict[str, C
             layer._parameters[leaf] = piece
             cuts[f"{name}.{leaf}"] = cut
     return cuts
-
-def _check_kind(name, layer, style):
-    "Plain linear layers and tables of ids can be cut along an axis."
-    if "colwise" not in style and "rowwise" not in style: return
-    known = isinstance(layer, nn.Embedding) if style.startswith("embedding_") else type(layer) is nn.Linear
-    if not known: raise TypeError(f"tensor_parallel: {name} is a {type(layer).__name__}; plain linear layers and "
-                                  "tables of ids can be cut")
 
 def _one_way(at, plan):
     "The one cut of a weight that may stand in several places."
@@ -291,19 +279,10 @@ def partial_gradients(before:dict[str, Tensor], after:dict[str, Tensor], cuts:Co
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)    # one rank's term may be all of it: all answer alike
     least = found[:, 2].max().item()*1e-3                        # what cancels out leaves rounding
     for name, (alone, together, size) in zip(before, found.tolist(), strict=True):
-        _check_gradient(name, min(alone, together) <= 1e-3*max(size, least), size, cuts)
+        check_gradient(name, min(alone, together) <= 1e-3*max(size, least), size, cuts)
     return {n for n, (alone, together, _) in zip(before, found.tolist(), strict=True) if together < alone}
 
-def _check_gradient(name, known, size, cuts):
-    "A gradient that is complete on each rank, or the sum of what they know, and not 0 beside a cut."
-    beside = name.rpartition(".")[0].rpartition(".")[0]
-    if not size and any(cut.startswith(beside and beside+".") for cut in cuts):
-        raise ValueError(f"tensor_parallel: no gradient of eight tokens comes back to {name}, beside layers that are "
-                         "cut, so nobody can tell which part of it a rank will know; freeze it, "
-                         'requires_grad_(False), or use engine="fsdp2"')
-    if known: return
-    raise ValueError(f"tensor_parallel: the gradient of {name} is neither whole on each rank nor the sum of what they "
-                     "know; the model's plan does not fit its code, use engine=\"fsdp2\"")
+
 
 # %% ../../nbs/engines/62_cuts.ipynb #f65cbc6b
 @dataclass(frozen=True)

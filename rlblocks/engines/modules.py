@@ -40,7 +40,7 @@ def checkpoint_layers_(module:nn.Module)->None:
                 if "drop" in name and isinstance(x, float): part.__dict__[name] = 0.0
 
 # %% ../../nbs/engines/53_modules.ipynb #da5b09e8
-def output_layer(trunk:nn.Module)->Any: # a module; None where the trunk names none
+def output_layer(trunk:nn.Module)->nn.Module|None: # None where the trunk names none
     "The layer that turns a model's hidden states into logits, by transformers' name for it."
     return getattr(trunk, "get_output_embeddings", lambda: None)()
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ def own_address(host:str, port:int)->str:
 
 def tcp_store(host:str, port:int, seconds:int|float, **more)->Any: # `more`: of torch's store
     "A store at a port of a machine; port 0 is any that is free."
-    return getattr(dist, "TCPStore")(host, port, timeout=timedelta(seconds=seconds), **more)
+    return cast(Any, dist).TCPStore(host, port, timeout=timedelta(seconds=seconds), **more)
 
 def own_store(host:str, seconds:int|float)->Any:
     "A store of this process, at a free port of one of its addresses: nobody reaches it by another."
@@ -85,7 +85,7 @@ def await_keys(store:Any, keys:list[str], seconds:int|float, ends:threading.Even
 def gloo_group(store:Any, rank:int, ranks:int, address:str, seconds:int|float,
                ends:threading.Event|None=None)->Any:
     "A process group beside the world, if there is one. An error where not all have come in time."
-    gloo:Any = getattr(dist, "ProcessGroupGloo")
+    gloo:Any = cast(Any, dist).ProcessGroupGloo
     options = gloo._Options()
     options._devices, options._timeout = [gloo.create_device(hostname=address)], timedelta(seconds=seconds)
     # wait for the others here: gloo would hold the interpreter's lock meanwhile

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['checksum', 'named_weights', 'buckets', 'Change', 'Transport', 'InProcess', 'this_process', 'Ticket', 'probe_ids',
-           'Complete', 'Owner', 'promise', 'in_dtype', 'full_shapes', 'Manifest', 'check_names', 'check_since',
-           'copy_weights', 'check_sum', 'put_']
+           'Manifest', 'check_names', 'check_since', 'copy_weights', 'check_sum', 'put_']
 
 # %% ../../nbs/engines/51_weights.ipynb #f1cf3fa6
 import os
@@ -171,56 +170,6 @@ def probe_ids(
     if not vocabulary: return ()
     g = torch.Generator().manual_seed(0)
     return tuple(torch.randint(vocabulary, (min(n, (window or n + 1) - 1),), generator=g).tolist())
-
-# %% ../../nbs/engines/51_weights.ipynb #42f76451
-@runtime_checkable
-class Complete(Protocol):
-    "How an engine holds a module."
-    @property
-    def complete(self)->bool: ... # all of it, in this process
-
-@runtime_checkable
-class Owner(Protocol):
-    "What is used of a `ShardedModel`."
-    version:int # optimizer steps
-    shapes:dict[str, tuple[list[int], str]] # name → shape when complete, first of the names that share it
-    @property
-    def module(self)->nn.Module: ...
-    @property
-    def spec(self)->Complete: ...
-    def iter_full_params(self, bucket_bytes:int, prefix:str="")->Iterator[dict[str, Tensor]]:
-        "The complete weights under a prefix, bucket by bucket."
-        ...
-
-def promise(
-    model:Owner,
-    prefix:str, # only weights under this name, given without it
-    score:Callable[[Tensor], Tensor]|None, # ids → log-probs of all but the first
-    probe:tuple[int, ...], # ids to score
-    dtype:torch.dtype|None, # that floats are sent in; None: as they are
-)->Ticket:
-    "A ticket for its weights, with their shapes; where an adapter is merged they are known when it is."
-    def params(bucket_bytes): return in_dtype(model.iter_full_params(bucket_bytes, prefix), dtype)
-    way = InProcess(lambda: model.version, params, score)
-    shapes = {n.removeprefix(prefix): x for n, x in full_shapes(model).items() if n.startswith(prefix)}
-    return Ticket(model.version, way, shapes or None, probe=probe)
-
-def in_dtype(
-    made:Iterator[dict[str, Tensor]], # buckets
-    dtype:torch.dtype|None, # None: as they are
-)->Iterator[dict[str, Tensor]]:
-    "Buckets with their floats rounded."
-    for bucket in made:
-        yield {n: x.to(dtype) if x.is_floating_point() else x for n, x in bucket.items()} if dtype else bucket
-        del bucket
-
-def full_shapes(
-    model:Owner,
-)->dict[str, tuple[int, ...]]: # name → shape, tied weights under their first name
-    "What its weights look like when they are complete; none where later adapters have renamed them."
-    if model.spec.complete: return {n: tuple(x.shape) for n, x in named_weights(model.module).items()}
-    if model.shapes.keys() != model.module.state_dict().keys(): return {}
-    return {n: tuple(shape) for n, (shape, first) in model.shapes.items() if n == first}
 
 # %% ../../nbs/engines/51_weights.ipynb #5ed0c135
 @dataclass(frozen=True)

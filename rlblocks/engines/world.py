@@ -6,7 +6,7 @@
 __all__ = ['MEETING', 'HALF', 'device_of', 'in_time', 'world', 'exchange', 'first_error', 'RankLost', 'all_or_raise', 'largest',
            'agree', 'same_rows', 'same_weights', 'fill_', 'join_world', 'group_of', 'mesh_of', 'leave_world']
 
-# %% ../../nbs/engines/52_world.ipynb #7f5b6795
+# %% ../../nbs/engines/52_world.ipynb #1b32dc25
 import atexit
 import os
 import queue
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .lazy import lazy_weights, read_flat
 from .weights import checksum, named_weights
 
+_T = TypeVar("_T")
+
 # %% ../../nbs/engines/52_world.ipynb #3973f486
-def device_of(device:Any, who:str)->torch.device:
+def device_of(device:torch.device|str|int|None, who:str)->torch.device:
     "The device of an argument; None: CUDA where there is one. ValueError for no device's word, and for an absent one."
     if device is None: device = "cuda" if torch.cuda.is_available() else "cpu"
     try: found = torch.device(device)
@@ -42,7 +44,7 @@ def device_of(device:Any, who:str)->torch.device:
 # %% ../../nbs/engines/52_world.ipynb #fe97cdd5
 MEETING = 1800.         # seconds that ranks have to make a group, as torch's own collectives have
 
-def in_time(f:Callable, *, seconds:int|float, what:str)->Any: # what `f` returned; `what`: who waits for what
+def in_time(f:Callable[[], _T], *, seconds:int|float, what:str)->_T: # what `f` returned; `what`: who waits for what
     """Run `f`, or raise TimeoutError after some seconds; what `f` raises is raised.
 
     A call that never ends keeps its thread, a daemon: the process can still end."""
@@ -141,13 +143,13 @@ def largest(
     return most
 
 # %% ../../nbs/engines/52_world.ipynb #223a4d71
-def agree(error:Exception|None, who:str, same:Any=None)->None:
+def agree(error:Exception|None, who:str, same:object=None)->None:
     """Go on together or stop together, see `all_or_raise`; ValueError when `same` differs between ranks."""
     answers = all_or_raise(who, error, same)
     if any(x != answers[0] for x in answers):
         raise ValueError(f"{who}: the ranks disagree: {answers}; give every rank a part of the same batch")
 
-def same_rows(mine:Any, shares:int, who:str)->None:
+def same_rows(mine:list[int], shares:int, who:str)->None:
     "`shares` consecutive ranks have the same rows, judged by `mine` (checksums), or every rank raises ValueError."
     answers = all_or_raise(who, mine=mine)
     odd = next((r for r, x in enumerate(answers) if x != answers[r//shares*shares]), None)

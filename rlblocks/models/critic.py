@@ -17,7 +17,8 @@ from ..engines.base import EngineSpec, engine_of
 from ..engines.optim import OptimizerSpec
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
-from .policy import Trained, base_of, reads_shards, says_instead, start
+from .arguments import says_instead
+from .policy import Trained, base_of, reads_shards, start
 from .step import Lora, Setup, compute, train_step
 from .value_heads import ClassHead, classifier, save_read, stored_bins, trunk_reader
 

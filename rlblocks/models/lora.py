@@ -19,17 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from ..engines.base import EngineSpec, EngineState, WeightShard
+from ..engines.checks import check_trains_in
 from ..engines.lazy import read_module_
 from ..engines.modules import output_layer
 from ..engines.plain import Plain
-from ..engines.sharded import ShardedModel, has_all_weights, learnable
+from ..engines.sharded import ShardedModel, has_all_weights
 from ..engines.weights import buckets
 from ..engines.world import agree, world
-from .adapters import (check_bare, check_merges, check_same_base, check_untied, fingerprint, inject_,
+from .adapters import (check_bare, check_merges, check_untied, fingerprint, inject_,
                                       keep_kernels_, layers_with_adapters, linear_names, load_adapter_, lora_config,
                                       merged_weights, nested, peft_, plain_name, settings_of, starts_from_weights,
                                       without_adapters, write_adapter)
-from .checks import config_of
+from .checks import check_same_base, check_sum_of_adapters, config_of
 from .folders import dtypes_of, in_precision, save_folder
 from .forward import Forward
 from .loading import load_tokenizer
@@ -191,7 +192,8 @@ class Adapted:
 
     def load(self, state:EngineState):
         "Restore them. ValueError for an adapter of another base."
-        base, mine = self.base, self.base.configs.get(self.name or "")
+        base, config = self.base, self.base.configs.get(self.name or "")
+        mine = None if config is None else settings_of(config)
         check_same_base(state, base.mark, mine, who=base.name or type(base.trunk).__name__)
         self.plain.load(state)
 
@@ -261,7 +263,7 @@ def standing(
         alone = replace(setup.engine, sequence_parallel=1)
         base = Base(reader.trunk, lora, name=origin, engine=alone, device=setup.device)
     else: check_shared(base, setup, who)
-    if not setup.frozen: learnable(base.model.dtype, who)
+    if not setup.frozen: check_trains_in(base.model.dtype, who)
     name = base.first if not shared else lora if isinstance(lora, str) and lora in base.own else None
     if shared and name is None and lora is not None: name = base.put(lora)
     if name in base.trained and not setup.frozen:
@@ -310,20 +312,11 @@ def merge_adapters(
     shares = adapters if isinstance(adapters, dict) else {adapters: 1.}
     named = enumerate(shares.items())
     weights = {held.put(dict(path=folder, name=f"adapter{i}")): float(w) for i, (folder, w) in named}
-    _check_whole(held.own, weights)
+    check_sum_of_adapters(held.own, weights)
     exact = in_precision(held.dtypes, dtype)
     save_folder(held.trunk, buckets(held.merged(weights), 1 << 28), path, who="merge_adapters",
                 filed=lambda k, x: (k, exact(k, x)), dtype=dtype or next(iter(held.dtypes.values())),
                 tokenizer=load_tokenizer(base))
-
-def _check_whole(own, weights):
-    "ValueError for a layer that was trained whole in more than one adapter, or is wanted in part."
-    whole = {k: name for name in weights for k in own[name] if ".lora_" not in k}
-    for name, share in weights.items():
-        both = [k for k in own[name] if whole.get(k, name) != name or (k in whole and share != 1)]
-        if both:
-            raise ValueError(f"merge: {both[0]} was trained whole (modules_to_save); it can be taken from one adapter "
-                             "with weight 1, not from a sum")
 
 def main(
     argv=None, # words; None: the command line's

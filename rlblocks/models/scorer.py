@@ -20,7 +20,8 @@ from ..engines.optim import OptimizerSpec
 from ..engines.world import world
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
-from .policy import Trained, base_of, reads_shards, says_instead, start
+from .arguments import says_instead
+from .policy import Trained, base_of, reads_shards, start
 from .step import Lora, Prepared, Setup, compute, is_shared, train_step
 from rlblocks.models.value_heads import (
     classifier, moments_of, save_read, stored_moments, trunk_reader, without_moments

@@ -8,7 +8,7 @@ __all__ = ['FakeWrapper', 'wrapper_bytes', 'optimizer_state_bytes', 'plan']
 # %% ../../nbs/placement/97_planning.ipynb #5535fe5c
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -58,7 +58,7 @@ def _fake_wrapper(model, spec:EngineSpec, *, frozen:bool, lora, quantization, va
     if quantization is not None: pack_(fake, quantization, adapter)
     if not frozen and not spec.low_precision and lora is None: promote_(fake)
     if spec.checkpointing: checkpoint_layers_(fake)
-    width = output_layer(fake).weight.shape[1]
+    width = cast(nn.Linear, output_layer(fake)).weight.shape[1]
     if not lm_head: fake, plain = without_lm_head(fake), without_lm_head(plain)
     building = _size(fake.parameters()) + _size(fake.buffers())
     if spec.tensor_parallel > 1:
