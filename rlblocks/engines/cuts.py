@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COMPLETE_OUTSIDE', 'NO_EXCHANGE', 'SLAB', 'Cut', 'cut_of', 'planned', 'plan_of', 'fit_plan', 'uncut', 'cut_',
-           'join_pieces', 'exchange_', 'Probe', 'numbers_of', 'given_weights', 'probe', 'probe_distance',
-           'partial_gradients', 'CutModel', 'cut_model']
+           'join_pieces', 'exchange_', 'Probe', 'stored', 'numbers_of', 'wide', 'given_weights', 'probe',
+           'probe_distance', 'partial_gradients', 'CutModel', 'cut_model']
 
 # %% ../../nbs/engines/62_cuts.ipynb #60e813ec
 import re
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .checks import check_gradient, check_kind, check_styles
 from .exchanges import STYLES, Entering, exchange_of, summed
@@ -163,21 +164,21 @@ def _one_way(at, plan):
     raise ValueError(f"tensor_parallel: {names} are one weight, and the plan cuts them in different ways")
 
 # %% ../../nbs/engines/62_cuts.ipynb #5eeca333
-SLAB = 1 << 20             # numbers that a rank sends at a time
+SLAB = 1 << 18             # numbers that a rank sends at a time
 
-def join_pieces(x:Tensor, cut:Cut, group:dist.ProcessGroup|None)->Tensor: # complete
-    "A weight, or a state beside it, from all ranks' pieces; a few rows at a time: gloo keeps what it sent."
-    size, x = dist.get_world_size(group), x.contiguous()
-    out = x.new_empty(cut.complete(x.shape, size))
+def join_pieces(x:Tensor, cut:Cut, group:dist.ProcessGroup|None, dtype:torch.dtype|None=None)->Tensor: # complete
+    "A weight, or a state beside it, in a dtype, from all ranks' pieces; a few rows at a time: gloo keeps what it sent."
+    size, x, dtype = dist.get_world_size(group), x.contiguous(), dtype or x.dtype
+    out = x.new_empty(cut.complete(x.shape, size), dtype=dtype)
     if cut.axis == 0:
         for block, mine in zip(out.view(cut.blocks, size, -1), x.view(cut.blocks, -1), strict=True):
             for room, some in zip(block.split(SLAB, 1), mine.split(SLAB), strict=True):
-                dist.all_gather(list(room.unbind(0)), some, group=group)
+                dist.all_gather(list(room.unbind(0)), some.to(dtype), group=group)
         return out
     rows = max(1, len(x)*SLAB//x.numel())
     for room, mine in zip(out.split(rows), x.split(rows), strict=True):
-        pieces = [torch.empty_like(mine) for _ in range(size)]
-        dist.all_gather(pieces, mine, group=group)
+        pieces = [torch.empty_like(mine, dtype=dtype) for _ in range(size)]
+        dist.all_gather(pieces, mine.to(dtype), group=group)
         for r, piece in enumerate(pieces): cut.put(room, piece, r, size)
     return out
 
@@ -207,33 +208,30 @@ class Probe:
     grads:dict[str, Tensor] # gradients of the weights that were asked for
 
 # %% ../../nbs/engines/62_cuts.ipynb #f97cac3d
+def stored(p:nn.Parameter)->Tensor:
+    "A weight without gradient; a lazy one is read."
+    return read_part(p) if is_lazy(p) else p.detach()
+
 def numbers_of(p:nn.Parameter)->Tensor:
-    "A weight in fp32 at least, without gradient; a lazy one is read."
-    x = read_part(p) if is_lazy(p) else p.detach()
-    return x.float() if x.dtype in HALF else x
+    "The same in fp32 at least."
+    return stored(p).to(wide(p.dtype))
+
+def wide(dtype:torch.dtype)->torch.dtype:
+    "fp32 for half precision, others as they are."
+    return torch.float32 if dtype in HALF else dtype
 
 @contextmanager
 def given_weights(model:nn.Module, weight:Callable[[nn.Parameter], Tensor], kept:dict[int, Tensor])->Iterator[None]:
     "Layers get `kept[id(p)]`, or else what `weight(p)` makes where they run, and again in the backward pass."
-    of:dict[int, nn.Parameter] = {}      # where a weight of a running layer lies → its parameter
-    def pack(x):
-        p = of.get(x.untyped_storage().data_ptr())
-        return x if p is None else (p, x.size(), x.stride(), x.storage_offset())
-    def unpack(x): return x if isinstance(x, Tensor) else weight(x[0]).as_strided(*x[1:])
-    def run(layer, own, *args, **kwargs):
+    def with_weights(layer, own, *args, **kwargs):
         params = {leaf: p for leaf, p in layer._parameters.items() if p is not None}
-        made = {leaf: weight(p) for leaf, p in params.items() if id(p) not in kept}
-        at = {x.untyped_storage().data_ptr(): params[leaf] for leaf, x in made.items()}
-        layer._parameters.update({leaf: made.get(leaf, kept.get(id(p))) for leaf, p in params.items()})
-        of.update(at)
+        layer._parameters.update({leaf: kept[id(p)] if id(p) in kept else weight(p) for leaf, p in params.items()})
         try: return own(*args, **kwargs)
-        finally:
-            layer._parameters.update(params)
-            for place in at: of.pop(place, None)
+        finally: layer._parameters.update(params)
     layers:list = [(m, vars(m).get("forward")) for m in model.modules() if list(m.parameters(recurse=False))]
-    for layer, _ in layers: layer.forward = partial(run, layer, layer.forward)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack): yield
+    for layer, _ in layers:
+        layer.forward = partial(checkpoint, with_weights, layer, layer.forward, use_reentrant=False)
+    try: yield
     finally:
         for layer, own in layers:
             del layer.forward
@@ -302,7 +300,8 @@ def cut_model(module:nn.Module, group:dist.ProcessGroup|None, *, expert_parallel
     cuts = cut_(module, plan, dist.get_rank(group), size)
     if read: read_module_(module)
     of = {id(p): cuts[n] for n, p in module.named_parameters() if n in cuts}
-    def whole(p): return join_pieces(numbers_of(p), of[id(p)], group) if id(p) in of else numbers_of(p)
+    def whole(p):
+        return join_pieces(stored(p), of[id(p)], group, wide(p.dtype)) if id(p) in of else numbers_of(p)
     before = [probe(m, left, whole) for (_, m), left in zip(planned(module), names, strict=True)]
     entering, terms = exchange_(module, plan, group), set[str]()
     for (at, model), left, first in zip(planned(module), names, before, strict=True):
