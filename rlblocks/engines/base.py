@@ -16,7 +16,7 @@ from typing import Any, Protocol, Required, TypedDict, TypeVar, runtime_checkabl
 import torch
 from torch import Tensor, nn
 
-from .guards import Turn
+from .guards import ReentrantLock
 
 _T = TypeVar("_T")
 
@@ -78,7 +78,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def turn(self)->Turn:
+    def lock(self)->ReentrantLock:
         "The lock of the weights: one thread at a time. What stands on the weights of another engine has that one's."
         ...
 
@@ -152,14 +152,14 @@ class EngineSpec:
     word:str|None = None      # None, "fsdp2", "zero1", "zero2", "zero3"
     offload:str|None = None   # "cpu" (fsdp2, zero), "nvme" (zero3): where states (and shards) live
     nvme:str|None = None      # a folder on a fast disk, for offload="nvme"
-    dtype:torch.dtype|None = None # compute dtype; None: the one the module came in
+    dtype:torch.dtype|None = None # compute dtype; None: the weights' own
     checkpointing:bool = False    # recompute activations in the backward pass
-    low_precision:bool = False    # train half-precision weights and states as they came
-    sequence_parallel:int = 1     # so many consecutive ranks run one line of tokens together, each a stretch of it
+    low_precision:bool = False    # train half-precision weights and states as they are
+    sequence_parallel:int = 1     # so many consecutive ranks run one line of tokens together, each a shard of it
     tensor_parallel:int = 1       # so many consecutive ranks hold one layer together
     expert_parallel:bool = False  # with tensor_parallel: distribute whole experts instead of cutting each
     make:Callable|None = None     # instead of the word's: (module, device, optimizer=, max_norm=) → `Engine`; one that
-                                  # cuts layers has `tensor_parallel`, the number said here
+                                  # cuts layers has `tensor_parallel`, the same number
 
     def __post_init__(self):
         "ValueError, TypeError for what no engine can do."
@@ -206,10 +206,10 @@ def check_engine(
 # %% ../../nbs/engines/55_base.ipynb #38353b87
 def plain(
     *,
-    dtype:torch.dtype|None=None, # compute dtype; None: the one the module came in
+    dtype:torch.dtype|None=None, # compute dtype; None: the weights' own
     checkpointing:bool=False,    # recompute activations in the backward pass
-    low_precision:bool=False,    # train half-precision weights and states as they came: small steps round to nothing
-    sequence_parallel:int=1,     # so many consecutive ranks run one line of tokens together, each a stretch of it
+    low_precision:bool=False,    # train half-precision weights and states as they are: small steps round to nothing
+    sequence_parallel:int=1,     # so many consecutive ranks run one line of tokens together, each a shard of it
     tensor_parallel:int=1,       # so many consecutive ranks hold one layer together
     expert_parallel:bool=False,  # with tensor_parallel: distribute whole experts instead of cutting each
 )->EngineSpec: # for `engine=`
@@ -221,10 +221,10 @@ def plain(
 def fsdp2(
     *,
     offload:str|None=None,       # "cpu": shards, gradients and states live there
-    dtype:torch.dtype|None=None, # compute dtype, weights are gathered in it; None: the one the module came in
+    dtype:torch.dtype|None=None, # compute dtype, weights are gathered in it; None: the weights' own
     checkpointing:bool=False,    # recompute activations in the backward pass
-    low_precision:bool=False,    # train half-precision weights and states as they came: small steps round to nothing
-    sequence_parallel:int=1,     # so many consecutive ranks run one line of tokens together, each a stretch of it
+    low_precision:bool=False,    # train half-precision weights and states as they are: small steps round to nothing
+    sequence_parallel:int=1,     # so many consecutive ranks run one line of tokens together, each a shard of it
     tensor_parallel:int=1,       # so many consecutive ranks hold one layer together; sharded further over the replicas
     expert_parallel:bool=False,  # with tensor_parallel: distribute whole experts instead of cutting each
 )->EngineSpec: # for `engine=`
@@ -238,10 +238,10 @@ def zero(
     *,
     offload:str|None=None,       # "cpu", or with stage 3 "nvme": states live there
     nvme:str|None=None,          # a folder on a fast disk, for offload="nvme"
-    dtype:torch.dtype|None=None, # compute dtype: bf16, or that of the weights; None: the one the module came in
+    dtype:torch.dtype|None=None, # compute dtype: bf16, or that of the weights; None: the weights' own
     checkpointing:bool=False,    # recompute activations in the backward pass
-    low_precision:bool=False,    # train half-precision weights and states as they came: small steps round to nothing
-    sequence_parallel:int=1,     # so many consecutive ranks run one line of tokens together, each a stretch of it
+    low_precision:bool=False,    # train half-precision weights and states as they are: small steps round to nothing
+    sequence_parallel:int=1,     # so many consecutive ranks run one line of tokens together, each a shard of it
 )->EngineSpec: # for `engine=`
     "ZeRO of a stage, by DeepSpeed."
     return EngineSpec(f"zero{stage}", offload, nvme, dtype, checkpointing, low_precision, sequence_parallel)

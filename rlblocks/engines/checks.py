@@ -43,7 +43,7 @@ def check_trains_in(dtype:torch.dtype|None, who:str)->None:
     if dtype != torch.float16: return
     raise ValueError(f"{who}: in float16 a gradient below 6e-8 is 0, and the loss is not scaled here, which would "
                      "change the numbers; train with dtype=torch.bfloat16 or dtype=torch.float32 in the engine's "
-                     "value, engine=plain(dtype=…) (weights that come in float16 are kept in fp32). Frozen models may "
+                     "value, engine=plain(dtype=…) (weights loaded in float16 are kept in fp32). Frozen models may "
                      "compute in float16")
 
 def check_cut(engine:object, ranks:int)->None:

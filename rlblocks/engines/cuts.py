@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .checks import check_gradient, check_kind, check_styles
-from .exchanges import STYLES, Entering, exchange_of, summed
+from .exchanges import STYLES, EntryCopy, exchange_of, summed
 from .lazy import device_at, is_lazy, part_of, read_module_, read_part
 from .world import HALF, agree
 
@@ -183,16 +183,16 @@ def join_pieces(x:Tensor, cut:Cut, group:dist.ProcessGroup|None, dtype:torch.dty
     return out
 
 # %% ../../nbs/engines/62_cuts.ipynb #39d2907e
-def exchange_(module:nn.Module, plan:dict[str, str], group:dist.ProcessGroup|None)->Entering:
+def exchange_(module:nn.Module, plan:dict[str, str], group:dist.ProcessGroup|None)->EntryCopy:
     "Give every layer of the plan a forward that exchanges what the others need. After each pass call `forget`."
-    entering, layers = Entering(group), dict(module.named_modules())
+    entry, layers = EntryCopy(group), dict(module.named_modules())
     for name, style in plan.items():
         if name not in layers: continue
         layer:Any = layers[name]
         own_experts = any(plan.get(f"{name}.{leaf}") == "grouped_gemm" for leaf in layer._parameters)
         make = exchange_of(style, own_experts=own_experts, rope_dim=_rope_dim(module, name, style))
-        if make: layer.forward = make(layer, entering)
-    return entering
+        if make: layer.forward = make(layer, entry)
+    return entry
 
 def _rope_dim(module, name, style):
     if style != "mla_kv_a_proj": return 0
@@ -251,16 +251,16 @@ def probe(model:"transformers.PreTrainedModel", names:Collection[str]=(),
     "Run eight tokens forward and back with `weight(p)`, for gradients of the named weights; frozen ones have none."
     table, seen = model.get_input_embeddings(), []
     ids = torch.arange(8, device=device_at(next(table.parameters())))[None] + 2
-    asked = {n: (p, weight(p).requires_grad_()) for n, p in model.named_parameters() if n in names and p.requires_grad}
+    wanted = {n: (p, weight(p).requires_grad_()) for n, p in model.named_parameters() if n in names and p.requires_grad}
     hook = table.register_forward_hook(lambda *args: seen.append(args[2].requires_grad_()))
-    given = given_weights(model, weight, {id(p): x for p, x in asked.values()})
+    given = given_weights(model, weight, {id(p): x for p, x in wanted.values()})
     try:
         with given, _buffers_in_fp32(model), torch.enable_grad():
             out = model(ids % getattr(table, "num_embeddings", 10), use_cache=False)[0].float()
             towards = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
-            inputs = [seen[0], *(x for _, x in asked.values())]
+            inputs = [seen[0], *(x for _, x in wanted.values())]
             entered, *found = torch.autograd.grad((out*towards).sum(), inputs, materialize_grads=True)
-            return Probe(out.detach(), entered.float(), dict(zip(asked, found, strict=True)))
+            return Probe(out.detach(), entered.float(), dict(zip(wanted, found, strict=True)))
     finally: hook.remove()
 
 def probe_distance(before:Probe, after:Probe)->float:
@@ -289,7 +289,7 @@ class CutModel:
     plan:dict[str, str]  # place → style, of `fit_plan`
     cuts:dict[str, Cut]  # of each weight that is cut, by name
     partial:frozenset[str] # weights that all ranks have, and of whose gradient each knows a term
-    entering:Entering    # call its `forget` after each pass
+    entry:EntryCopy    # call its `forget` after each pass
 
 def cut_model(module:nn.Module, group:dist.ProcessGroup|None, *, expert_parallel:bool=False,
               read:bool=True)->CutModel: # `read`: lazy pieces, which no engine shards further, once and for all
@@ -303,21 +303,21 @@ def cut_model(module:nn.Module, group:dist.ProcessGroup|None, *, expert_parallel
     def whole(p):
         return join_pieces(stored(p), of[id(p)], group, wide(p.dtype)) if id(p) in of else numbers_of(p)
     before = [probe(m, left, whole) for (_, m), left in zip(planned(module), names, strict=True)]
-    entering, terms = exchange_(module, plan, group), set[str]()
+    entry, terms = exchange_(module, plan, group), set[str]()
     for (at, model), left, first in zip(planned(module), names, before, strict=True):
         inside = f"{at}." if at else ""
         own = [c.removeprefix(inside) for c in cuts if c.startswith(inside)]
-        terms |= {inside+n for n in _checked_cut(model, first, left, own, group, entering)}
-    return CutModel(plan, cuts, frozenset(terms), entering)
+        terms |= {inside+n for n in _checked_cut(model, first, left, own, group, entry)}
+    return CutModel(plan, cuts, frozenset(terms), entry)
 
-def _checked_cut(model, first:Probe, left, cuts, group, entering):
+def _checked_cut(model, first:Probe, left, cuts, group, entry):
     "Names of the weights in it whose gradients are terms, once the cut model gives what it gave before."
     now:Any = None
     try:
         far = probe_distance(first, now := probe(model, left))
         odd = "" if far < 1e-3 else f"gives other numbers than whole (by {far:.1g})"
     except (RuntimeError, ValueError, IndexError, TypeError) as e: odd = f"does not run ({e})"
-    entering.forget()
+    entry.forget()
     who = f"tensor_parallel={dist.get_world_size(group)}"
     agree(ValueError(f"{who}: cut by its plan, {type(model).__name__} {odd}; its plan does not fit its code, use "
                      'engine="fsdp2"') if odd else None, "tensor_parallel")

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
 from .base import EngineState, OptimizerState, PlannedBytes, WeightShard, nbytes_of
-from .guards import Turn
+from .guards import ReentrantLock
 from .lazy import lazy_weights, place_, read_part
 from .modules import Within, callable_within_, distinct, trained_weights
 from .plain import clip_and_step, used_by_any
@@ -175,7 +175,7 @@ class Fsdp:
         mesh = mesh or init_device_mesh(device.type, (world()[1],))
         self.module:Any = shard_(module, device, mesh, half=dtype if dtype in HALF else None, frozen=optimizer is None,
                                  offload=bool(offload))
-        self.device, self.max_norm, self.clip, self.turn = device, max_norm, clip, Turn()
+        self.device, self.max_norm, self.clip, self.lock = device, max_norm, clip, ReentrantLock()
         self.optimizer:Any = optimizer(list(trained_weights(module).items())) if optimizer else None
         self.reached = reached_(module) if optimizer else set()
 

@@ -141,10 +141,11 @@ def read_ticket(
 )->Ticket:
     "Its ticket."
     way = Folder(str(path))
-    said = way.listed()
-    dtypes = {n: getattr(torch, x) for n, x in said["dtypes"].items()}
-    return Ticket(said["version"], way, {n: tuple(x) for n, x in said["shapes"].items()}, dtypes, said["checksums"],
-                  tuple(said["probe"]), merged=said["merged"])
+    listed = way.listed()
+    dtypes = {n: getattr(torch, x) for n, x in listed["dtypes"].items()}
+    shapes = {n: tuple(x) for n, x in listed["shapes"].items()}
+    return Ticket(listed["version"], way, shapes, dtypes, listed["checksums"], tuple(listed["probe"]),
+                  merged=listed["merged"])
 
 def published_weights(
     folder:str|Path, # of `publish_weights`

@@ -118,12 +118,13 @@ class Wire:
                                f"send_weights(…, readers={rank}), and each loads it once")
         address = own_address(self.host, self.port)
         group, n = self._waited(version, lambda: gloo_group(store, rank, self.readers + 1, address, self.timeout)), 0
-        while (said := json.loads(self._waited(version, lambda n=n: store.get(f"bucket/{n}")))).get("pieces"):
-            flat = torch.empty(said["bytes"], dtype=torch.uint8)
+        while (message := json.loads(self._waited(version, lambda n=n: store.get(f"bucket/{n}")))).get("pieces"):
+            flat = torch.empty(message["bytes"], dtype=torch.uint8)
             self._waited(version, lambda flat=flat: broadcast(group, flat, self.timeout))
-            yield restored(flat, said["pieces"])
+            yield restored(flat, message["pieces"])
             n += 1
-        if "error" in said: raise RuntimeError(f"Ticket: {self.home} could not send version {version}: {said['error']}")
+        if "error" in message:
+            raise RuntimeError(f"Ticket: {self.home} could not send version {version}: {message['error']}")
         self._waited(version, lambda: store.set(f"done/{rank}", ""))
 
     def score(self, ids:Tensor)->Tensor|None:
@@ -213,12 +214,12 @@ def _sent(store:Any, made:Iterable, way:Wire, ends:threading.Event)->int: # byte
     except Exception as e: error = f"{type(e).__name__}: {e}"      # not the error itself: it would keep the group alive
     if error is None: return n_bytes
     with suppress(RuntimeError): store.set(f"bucket/{n}", json.dumps(dict(error=error)))
-    raise RuntimeError(f"send_weights: {_came(store)} of {way.readers} readers have come, and not all have everything; "
-                       f"{way.timeout:g} s are allowed for each wait: {error}")
+    raise RuntimeError(f"send_weights: {_readers(store)} of {way.readers} readers have come, and not all have "
+                       f"everything; {way.timeout:g} s are allowed for each wait: {error}")
 
 def _tensors(bucket)->Iterator[Tensor]:
     for name, x in bucket.items():
-        if not isinstance(x, Tensor): raise TypeError(f"send_weights: {name} came as a change; all weights are wanted")
+        if not isinstance(x, Tensor): raise TypeError(f"send_weights: {name} is a change here; all weights are wanted")
         yield x
 
-def _came(store:Any)->int: return store.add("readers", 0)
+def _readers(store:Any)->int: return store.add("readers", 0)

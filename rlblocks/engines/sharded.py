@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .base import Engine, EngineSpec, EngineState, PlannedBytes, engine_of, planned_plain
 from .checks import check_cut, check_groups, check_rate, check_state, check_trains_in, check_weights
-from .guards import Turn
+from .guards import ReentrantLock
 from .modules import checkpoint_layers_, promote_
 from .optim import OptimizerSpec, adamw
 from .plain import Plain
@@ -85,15 +85,15 @@ def planned_bytes(
     return planned_zero(params, stage=int(spec.word[-1]), **how)
 
 # %% ../../nbs/engines/64_sharded.ipynb #577a9c9f
-def compute_dtype(module:nn.Module, asked:torch.dtype|None)->torch.dtype|None: # None: as the weights are
+def compute_dtype(module:nn.Module, wanted:torch.dtype|None)->torch.dtype|None: # None: as the weights are
     "What a module computes in: policy and reference of one half-precision checkpoint compute alike."
     first = next((p.dtype for p in module.parameters()), torch.float32)
-    return asked or (first if first in HALF else None)
+    return wanted or (first if first in HALF else None)
 
 def prepare_module_(module:nn.Module, spec:EngineSpec, dtype:torch.dtype|None, *, frozen:bool):
     """Dropout off, weights in the precision that trains, checkpoints.
 
-    What came frozen (a vision tower, the base under an adapter) stays so."""
+    What is frozen already (a vision tower, the base under an adapter) stays so."""
     module.eval()
     if frozen: module.requires_grad_(False)
     else:
@@ -142,7 +142,7 @@ def check_step(model:"ShardedModel"):
 def running(model:"ShardedModel")->Iterator[None]:
     "One thread, in the compute dtype: autocast has nothing to do for fp32 and fp64."
     half = torch.autocast(model.device.type, dtype=model.dtype or torch.bfloat16, enabled=model.dtype in HALF)
-    with model.turn, half:
+    with model.lock, half:
         check_step(model)
         yield
 
@@ -151,7 +151,7 @@ def undivided(model:"ShardedModel", *, heals:bool=False)->Iterator[None]:
     """All of the block or nothing: no other thread and no Ctrl-C comes between; what ends in its middle is noted.
 
     `heals`: what the block writes makes up for a step that ended in its middle."""
-    with model.turn, uninterrupted():
+    with model.lock, uninterrupted():
         try: yield
         except BaseException:
             model.torn = True
@@ -168,7 +168,7 @@ def of_one_version(model:"ShardedModel", made:Iterator[dict[str, Tensor]])->Iter
     "No bucket is gathered while another thread steps. RuntimeError for a step between two."
     version = model.version
     while True:
-        with model.turn:
+        with model.lock:
             check_step(model)
             if model.version != version:
                 raise RuntimeError(f"iter_full_params: version {version} was being read, and a step made it "
@@ -219,7 +219,7 @@ def check_graph(loss:Tensor):
 def restore(model:"ShardedModel", state:dict):
     "ValueError, and nothing changed, for another model's weights; what fails later leaves a model that refuses to run."
     check_state(state, model.frozen)
-    if model.shapes.keys() == model.module.state_dict().keys():     # adapters that came later rename what they stand on
+    if model.shapes.keys() == model.module.state_dict().keys():     # adapters put on later rename what they stand on
         check_weights(state["module"], model.shapes)
     if model.optimizer: check_groups(state["optimizer"], len(model.optimizer.param_groups))
     with undivided(model, heals=True):
@@ -260,7 +260,7 @@ class ShardedModel:
     @property
     def optimizer(self)->torch.optim.Optimizer|None: return self.engine.optimizer
     @property
-    def turn(self)->Turn: return self.engine.turn
+    def lock(self)->ReentrantLock: return self.engine.lock
 
     def __call__(self, *args, **kwargs):
         with running(self): return self.engine(*args, **kwargs)
@@ -304,7 +304,7 @@ class ShardedModel:
 
     def state_dict(self, *, full:bool=True)->dict:
         "Weights, optimizer state and version; with an engine all ranks call it together."
-        with self.turn:
+        with self.lock:
             check_step(self)
             return dict(version=self.version) | self.engine.state(full)
 

@@ -223,11 +223,11 @@ def copy_weights(
 
     ValueError for names or shapes that do not fit, RuntimeError when a checksum differs."""
     own, sent, n_bytes, n_messages = named_weights(module), {}, 0, 0
-    shapes, came = {name: tuple(x.shape) for name, x in own.items()}, {}
+    shapes, received_shapes = {name: tuple(x.shape) for name, x in own.items()}, {}
     if ticket.shapes is not None: check_names(ticket.shapes, shapes, some=ticket.adapter)
     for bucket in ticket.buckets(bucket_bytes):
-        came |= {name: tuple(x.shape) for name, x in bucket.items()}
-        check_names(came, shapes, some=True)
+        received_shapes |= {name: tuple(x.shape) for name, x in bucket.items()}
+        check_names(received_shapes, shapes, some=True)
         for name, x in bucket.items():
             check_sum(ticket, name, x)
             n_bytes += x.nbytes
@@ -235,7 +235,7 @@ def copy_weights(
             del x
         n_messages += 1
         del bucket
-    check_names(came, shapes, some=ticket.adapter)
+    check_names(received_shapes, shapes, some=ticket.adapter)
     received = {name: checksum(x) for name, x in own.items()}
     odd = [name for name in sent if sent[name] != received[name]]
     if odd:
@@ -246,7 +246,7 @@ def copy_weights(
 def check_sum(
     ticket:Ticket,
     name:str,
-    x:Tensor|Change, # what came
+    x:Tensor|Change, # what arrived
 ):
     "RuntimeError for a tensor that changed on its way."
     known = (ticket.checksums or {}).get(name)
@@ -255,7 +255,7 @@ def check_sum(
 
 def put_(
     own:Tensor,      # overwritten
-    x:Tensor|Change, # what came
+    x:Tensor|Change, # what arrived
     old:Tensor,      # what a change is a change of
 )->int: # checksum of what it should be now
     "Write a weight."

@@ -217,8 +217,8 @@ def mesh_of(device:torch.device, *, sequence_parallel:int=1, tensor_parallel:int
     join_world(device)
     ranks = world()[1]
     if ranks % shares:
-        asked = " and ".join(f"{name}={n}" for name, n in shape.items() if n > 1)
-        raise ValueError(f"ShardedModel: {asked} wants a world of {shares} ranks, or a multiple; this one has {ranks}. "
+        words = " and ".join(f"{name}={n}" for name, n in shape.items() if n > 1)
+        raise ValueError(f"ShardedModel: {words} wants a world of {shares} ranks, or a multiple; this one has {ranks}. "
                          "Start another number of processes (torchrun --nproc-per-node), or share rows among fewer")
     all_ranks, axes = init_device_mesh(device.type, (ranks,)).mesh, ("replica", "sequence", "tensor")
     cube = all_ranks.view(-1, sequence_parallel, tensor_parallel)

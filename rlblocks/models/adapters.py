@@ -5,14 +5,13 @@
 # %% auto #0
 __all__ = ['DEFAULT', 'BUILT_IN', 'peft_', 'lora_config', 'LoraLayer', 'with_adapters', 'layers_with_adapters', 'inject_',
            'without_adapters', 'load_adapter_', 'linear_names', 'keep_kernels_', 'check_bare', 'check_merges',
-           'starts_from_weights', 'check_untied', 'merged_weights', 'plain_name', 'fingerprint', 'nested',
-           'settings_of', 'write_adapter']
+           'starts_from_weights', 'check_untied', 'merged_weights', 'fingerprint', 'nested', 'settings_of',
+           'write_adapter']
 
 # %% ../../nbs/models/76_adapters.ipynb #b85d7f9d
 import hashlib
 import json
 import logging
-import re
 import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from ..data.columns import seed_of
 from ..engines.base import Engine
 from ..engines.lazy import stand_ins
-from ..engines.modules import output_layer
+from ..engines.modules import output_layer, plain_name
 from ..engines.world import HALF
 from .checks import check_adapter
 from .folders import drafted
@@ -252,10 +251,6 @@ def merged_weights(
 def _storage(x):
     "Where a tensor lies."
     return x.untyped_storage().data_ptr()
-
-def plain_name(name:str)->str:
-    "A weight's name before adapters came."
-    return re.sub(r"\.(base_layer|original_module)(?=\.)", "", name)
 
 # %% ../../nbs/models/76_adapters.ipynb #9c1064ae
 def fingerprint(

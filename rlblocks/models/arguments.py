@@ -32,13 +32,13 @@ def written(
     value, # of `engine=`, `optimizer=` or `model=`; anything else says nothing
 )->dict[str, object]: # arguments of the factory that made it
     "What a value says beside the defaults."
-    said, usual = {}, {}
+    given, usual = {}, {}
     if isinstance(value, EngineSpec | Pretrained):
-        said, usual = vars(value), {f.name: f.default for f in fields(value)}
+        given, usual = vars(value), {f.name: f.default for f in fields(value)}
     if isinstance(value, OptimizerSpec):
-        said = dict(value.adamw or {}, max_norm=value.max_norm, schedule=value.schedule)
+        given = dict(value.adamw or {}, max_norm=value.max_norm, schedule=value.schedule)
         usual = {name: p.default for name, p in inspect.signature(adamw).parameters.items()}
-    return {k: x for k, x in said.items() if x != usual[k] and k not in ("word", "make", "name")}
+    return {k: x for k, x in given.items() if x != usual[k] and k not in ("word", "make", "name")}
 
 def shown(
     given:dict, # arguments by name

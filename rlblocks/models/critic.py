@@ -67,7 +67,7 @@ class Critic(Trained):
     def save_pretrained(self,
         path, # a folder; made if missing
         *,
-        dtype:torch.dtype|None=None, # of the weights in the file; None: the precision they came in, the head in its own
+        dtype:torch.dtype|None=None, # of the weights in the file; None: as they were loaded, the head in its own
         max_shard_bytes:int=5*10**9, # most bytes a file; rank 0 holds as much while it writes
     ):
         "Save as Hugging Face's classifier. All ranks together."

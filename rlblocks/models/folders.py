@@ -179,7 +179,7 @@ def as_filed(
         if len(waiting[unit]) < members.get(unit, 1): continue
         yield from ((k, _owned(y)) for k, y in filed(twin, waiting.pop(unit)).items() if k not in ignored)
     for unit in waiting.values():
-        raise ValueError(f"{next(iter(unit))!r} came without the weights that share its place in a file")
+        raise ValueError(f"{next(iter(unit))!r} arrived without the weights that share its place in a file")
 
 def _owned(x):
     "In one piece, and no view of something larger that would stay in memory with it."

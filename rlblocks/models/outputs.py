@@ -116,10 +116,10 @@ LARGE = 1 << 22     # entries of an output from which on only two units are comp
 def _pieces(part, large):
     "Row numbers of two pieces, of full units each."
     learns = part.mask.any(1).tolist()
-    taught = lambda rows: any(learns[i] for i in rows)
-    units = sorted(part.unit_rows(), key=taught, reverse=True)
+    learning = lambda rows: any(learns[i] for i in rows)
+    units = sorted(part.unit_rows(), key=learning, reverse=True)
     if large: units = units[:2]
-    two = [units[::2], units[1::2]] if sum(map(taught, units)) > 1 else [units, units]
+    two = [units[::2], units[1::2]] if sum(map(learning, units)) > 1 else [units, units]
     return [sum(piece, []) for piece in two]
 
 def _both(out, part, first, second):

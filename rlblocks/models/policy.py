@@ -19,21 +19,21 @@ from ..engines.base import Engine, EngineSpec, engine_of
 from ..engines.deltas import Deltas
 from ..engines.optim import OptimizerSpec
 from ..engines.sharded import has_all_weights
-from ..engines.guards import Stays
+from ..engines.guards import LocalOnly
 from ..engines.weights import Ticket
 from .arguments import says_instead
 from .checks import check_measure
 from .forward import Forward, Reading
 from .head import Head, as_head
 from .loading import Pretrained, as_pretrained, load_module, load_quantized, load_tokenizer
-from .lora import Base, View, save_adapter, standing
+from .lora import Base, View, save_adapter, on_base
 from .routers import expert_hits
 from .step import Lora, Prepared, Setup, compute, prepare, train_step
 from .tickets import adapter_ticket, ticket_of
 from .value_heads import save_read, value_head as value_head_of
 
 # %% ../../nbs/models/78_policy.ipynb #deee7177
-class Trained(Stays):
+class Trained(LocalOnly):
     "What Policy, Critic and Scorer have in common beside `step`: a version, and a state for `Checkpoint`. Abstract."
     _run:Prepared
     _view:View|None = None      # what it stands on; None: its own weights
@@ -82,7 +82,7 @@ def described(run:Prepared)->str:
     return (f"{type(run.module.trunk).__name__}, {n:,} parameters, {dtype} on {run.model.device}, "
             f"{'packed' if run.layout.packed else 'padded'} rows, "
             + ("frozen" if run.model.frozen else f"version {run.model.version}")
-            + (", log-probs from logits in full" if run.name == "Policy" and run.layout.bend is None else ""))
+            + (", log-probs from logits in full" if run.name == "Policy" and run.layout.transform is None else ""))
 
 def base_of(
     model, # a wrapper; anything else gives None
@@ -112,7 +112,7 @@ def start(
 )->tuple[Prepared, View|None]: # ready to run, and what it stands on
     "Hand the module to its engine, as a model of its own or as a view on a base."
     view = None
-    if base or quantized or setup.lora is not None: setup, view = standing(base, reader, setup, who)
+    if base or quantized or setup.lora is not None: setup, view = on_base(base, reader, setup, who)
     return prepare(reader, who, setup), view
 
 # %% ../../nbs/models/78_policy.ipynb #9f136cb8
@@ -188,7 +188,7 @@ class Policy(Trained):
         path, *, # a folder; made if missing
         adapter:bool=False,    # the adapter alone, as peft writes it: `Policy(base, lora=path)` loads it
         value_head:bool=True,  # with the value head, as `v_head.summary`; some readers refuse such weights
-        dtype:torch.dtype|None=None, # of the weights in the file; None: the precision they came in, rounded once
+        dtype:torch.dtype|None=None, # of the weights in the file; None: the precision they were loaded in, rounded once
         max_shard_bytes:int=5*10**9, # most bytes a file; rank 0 holds as much while it writes
     ):
         "Save in the Hugging Face format, tokenizer included, an adapter merged. All of it is written, or nothing."
@@ -227,7 +227,7 @@ def head_now(
 
     Of a frozen model on one device it is the very matrix, else a copy of V × H numbers on each rank."""
     copy = not (run.model.frozen and has_all_weights(run.model))
-    return run.model.probe(partial(as_head, run.module.trunk, run.model.device, run.layout.bend, copy=copy))
+    return run.model.probe(partial(as_head, run.module.trunk, run.model.device, run.layout.transform, copy=copy))
 
 def expert_counts(
     run:Prepared, # of a mixture of experts

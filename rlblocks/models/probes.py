@@ -214,7 +214,7 @@ def mixer(
 def share_lines(
     forward:Forward, # its lines will be run by several ranks
     device:torch.device|str, # where it lives
-    layout:Layout,   # with this rank's `stretch` of them
+    layout:Layout,   # with this rank's `shard` of them
 )->str: # what is in the way; empty: nothing
     "Whether ranks that run lines together come to what one comes to. All of them ask together."
     who = type(forward.trunk).__name__
@@ -223,4 +223,4 @@ def share_lines(
     if mixing: return f"in {who} tokens meet outside attention, first in {mixing!r}, and there a rank sees only its own"
     if not layout.segments: return f"{who} cannot pack rows by segments"
     if separates_rows(forward, device, layout): return ""
-    return f"{layout.stretch and layout.stretch.ranks} ranks that share a line of {who} come to other numbers than one"
+    return f"{layout.shard and layout.shard.ranks} ranks that share a line of {who} come to other numbers than one"

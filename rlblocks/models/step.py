@@ -23,8 +23,8 @@ from ..data.batch import Batch
 from ..data.columns import widen
 from ..data.packing import Limits, common_prefix, planned
 from ..engines.base import EngineSpec
-from ..engines.exchanges import Stretch
-from ..engines.guards import Turn
+from ..engines.exchanges import LineShard
+from ..engines.guards import ReentrantLock
 from ..engines.optim import OptimizerSpec
 from ..engines.sharded import ShardedModel, optimizer_of
 from ..engines.weights import checksum
@@ -67,9 +67,9 @@ class Prepared:
     checked:Checked      # closures that have been checked
 
     @property
-    def turn(self)->Turn:
+    def lock(self)->ReentrantLock:
         "The lock of its weights."
-        return self.model.turn
+        return self.model.lock
 
 def prepare(
     module:Forward,
@@ -92,14 +92,14 @@ def _layout(name, module, model, pack):
     "Probe a model: inside a pass, where an engine gathers its weights."
     packing = model.probe(partial(pack_by, module, model.device))
     if ahead := model.probe(partial(look_ahead, module, model.device)): raise ValueError(f"{name}: {ahead}")
-    stretch = Stretch.of(model.mesh)
-    bend = model.probe(partial(logit_transform, module.trunk, model.device))
-    layout = Layout(packing.safe, packing.segments, stretch, bend)
-    if stretch and pack is False:
-        raise ValueError(f"{name}: sequence_parallel={stretch.ranks} cuts lines of packed rows, and pack=False makes "
+    shard = LineShard.of(model.mesh)
+    transform = model.probe(partial(logit_transform, module.trunk, model.device))
+    layout = Layout(packing.safe, packing.segments, shard, transform)
+    if shard and pack is False:
+        raise ValueError(f"{name}: sequence_parallel={shard.ranks} cuts lines of packed rows, and pack=False makes "
                          "none; leave pack out")
-    if stretch and (odd := model.probe(partial(share_lines, module, model.device, layout))):
-        raise ValueError(f"{name}: sequence_parallel={stretch.ranks}, but {odd}")
+    if shard and (odd := model.probe(partial(share_lines, module, model.device, layout))):
+        raise ValueError(f"{name}: sequence_parallel={shard.ranks}, but {odd}")
     if pack and not packing.safe:
         raise ValueError(f"{name}: pack=True, but {packing.why}; use pack=False, or None, which pads then")
     if pack is None: pack = packing.segments or _by_rows(module.trunk)
@@ -147,7 +147,7 @@ def _sides(run, lengths, unit):
     "Row numbers that may run together: all; with an embedding that turns, those within its window, then the rest."
     rows = torch.arange(len(lengths))
     if run.rope_window is None or (lengths <= run.rope_window[1]).all(): return [rows]
-    (kind, window), ranks = run.rope_window, run.layout.stretch.ranks if run.layout.stretch else 1
+    (kind, window), ranks = run.rope_window, run.layout.shard.ranks if run.layout.shard else 1
     check_turning(run.name, lengths, unit, kind, window, type(run.module.trunk).__name__, ranks)
     return [side for side in (rows[lengths <= window], rows[lengths > window]) if len(side)]
 
@@ -163,7 +163,7 @@ def train_step(
     become micro-batches, as many on every rank; each is run forward, through the loss (checked on its 1st, 2nd, 4th …),
     and back; every loss is a number, or all ranks raise and drop the gradient; the engine sums it over ranks, clips
     and steps at the schedule's rate; the version moves on; metrics come back."""
-    with run.turn:
+    with run.lock:
         jobs, shared = _ready(run, jobs, reading)
         share = 1/(run.model.replicas if shared else 1)      # metrics of replicas are merged: a part of it from each
         if not jobs: return dict(loss=Mean(0., share), skipped=Mean(share, share))
@@ -298,7 +298,7 @@ def compute(
     by_row:Callable|None=None, # (output of a micro-batch, its rows) → `[B, …]`; None: as it is
 )->Tensor: # `[B, T, …]`, or `[B, …]` of rows
     "Run all micro-batches without gradient and put `key` back in the rows' order, on the CPU."
-    with run.turn:
+    with run.lock:
         batch, plan = _readable(run, batch, reading, at)
         done = list(_computed(run, batch, plan, reading, key, by_row))
     return _in_order(done, batch.tokens.shape[:1 if reading.rows or by_row else 2])

@@ -17,9 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..data.batch import Batch
+from ..engines.modules import plain_name
 from ..engines.deltas import Deltas, LowRank, changes_ticket
 from ..engines.weights import Ticket, probe_ids
-from .adapters import plain_name
 from .forward import Forward
 from .lora import Base, View
 from .step import Prepared

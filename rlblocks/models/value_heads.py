@@ -107,7 +107,7 @@ def stored_bins(model:object)->list[float]|None:
 
 # %% ../../nbs/models/73_value_heads.ipynb #dbc73ba7
 def load_scored(model:object, *, attention:str|None=None, lazy:bool=False)->tuple[nn.Module, nn.Linear|None]:
-    "A trunk without language-model head, and the value or reward head that came with it."
+    "A trunk without language-model head, and the value or reward head of its own."
     if isinstance(model, str | Path):
         refuse_encoder_decoder(config_of(model), model)
         if (head := head_of(model)) is not None: return _trunk_alone(model, attention, lazy, head)
@@ -217,7 +217,7 @@ def save_read(run, module, path, *, head:str|None, dtype:torch.dtype|None=None, 
         if part == "trunk": return at + leaf, exact(leaf, x)
         leaf = leaf.removeprefix("linear.")                # of a `ClassHead`; its values are in the config
         return (f"{head}.{leaf}", x.to(wanted or x.dtype)) if head and leaf in ("weight", "bias") else None
-    with run.turn:      # all buckets of one version, whatever another thread does
+    with run.lock:      # all buckets of one version, whatever another thread does
         buckets = run.model.iter_full_params(min(1 << 28, how["max_shard_bytes"]))
         dtype = dtype or next(iter(dtypes.values()), None)
         save_folder(module, buckets, path, who=run.name, filed=filed, dtype=dtype, **how)
