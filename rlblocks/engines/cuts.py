@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COMPLETE_OUTSIDE', 'NO_EXCHANGE', 'SLAB', 'Cut', 'cut_of', 'planned', 'plan_of', 'fit_plan', 'uncut', 'cut_',
-           'join_pieces', 'exchange_', 'Probe', 'stored', 'numbers_of', 'wide', 'given_weights', 'probe',
-           'probe_distance', 'partial_gradients', 'CutModel', 'cut_model']
+           'join_pieces', 'exchange_', 'Probe', 'numbers_of', 'given_weights', 'probe', 'probe_distance',
+           'partial_gradients', 'CutModel', 'cut_model']
 
 # %% ../../nbs/engines/62_cuts.ipynb #60e813ec
 import re
@@ -208,15 +208,15 @@ class Probe:
     grads:dict[str, Tensor] # gradients of the weights that were asked for
 
 # %% ../../nbs/engines/62_cuts.ipynb #f97cac3d
-def stored(p:nn.Parameter)->Tensor:
+def _stored(p:nn.Parameter)->Tensor:
     "A weight without gradient; a lazy one is read."
     return read_part(p) if is_lazy(p) else p.detach()
 
 def numbers_of(p:nn.Parameter)->Tensor:
     "The same in fp32 at least."
-    return stored(p).to(wide(p.dtype))
+    return _stored(p).to(_wide(p.dtype))
 
-def wide(dtype:torch.dtype)->torch.dtype:
+def _wide(dtype:torch.dtype)->torch.dtype:
     "fp32 for half precision, others as they are."
     return torch.float32 if dtype in HALF else dtype
 
@@ -301,7 +301,7 @@ def cut_model(module:nn.Module, group:dist.ProcessGroup|None, *, expert_parallel
     if read: read_module_(module)
     of = {id(p): cuts[n] for n, p in module.named_parameters() if n in cuts}
     def whole(p):
-        return join_pieces(stored(p), of[id(p)], group, wide(p.dtype)) if id(p) in of else numbers_of(p)
+        return join_pieces(_stored(p), of[id(p)], group, _wide(p.dtype)) if id(p) in of else numbers_of(p)
     before = [probe(m, left, whole) for (_, m), left in zip(planned(module), names, strict=True)]
     entry, terms = exchange_(module, plan, group), set[str]()
     for (at, model), left, first in zip(planned(module), names, before, strict=True):

@@ -133,7 +133,7 @@ class BaseWeights:
 class Changes:
     "A transport of changes, which it carries."
     changes:Mapping[str, Delta|LowRank] = field(repr=False) # by name
-    scores:Float[Tensor, " m"]|None = field(default=None, repr=False) # the owner's log-probs of the ticket's probe
+    scores:list[float]|None = field(default=None, repr=False) # the owner's log-probs of the ticket's probe
 
     def buckets(self, version:int, bucket_bytes:int)->Iterator[dict[str, Delta|LowRank]]:
         "Changes by name, in messages of about `bucket_bytes`."
@@ -141,7 +141,7 @@ class Changes:
 
     def score(self, ids:Tensor)->Tensor|None:
         "What the owner computed when the ticket was made; a causal model's first log-probs depend on no later id."
-        return None if self.scores is None else self.scores[:len(ids)-1]
+        return None if self.scores is None else torch.tensor(self.scores[:len(ids)-1])
 
 def changes_ticket(
     ticket:Ticket, # of the same version
@@ -149,10 +149,9 @@ def changes_ticket(
     **more, # of the ticket's fields: `since` or `adapter`
 )->Ticket: # that carries the changes
     "A ticket that has only changes, with the owner's log-probs of its probe."
-    ids = torch.tensor(ticket.probe)
-    scores = ticket.score(ids) if len(ids) > 1 else None
     shapes = {n: tuple(x.shape) for n, x in changes.items()}
-    return replace(ticket, transport=Changes(changes, scores), shapes=shapes, dtypes=None, checksums=None, **more)
+    way = Changes(changes, ticket.probe_scores())
+    return replace(ticket, transport=way, shapes=shapes, dtypes=None, checksums=None, **more)
 
 class Deltas:
     "What was sent last, so that the next ticket has only what changed."

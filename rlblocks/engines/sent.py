@@ -108,7 +108,7 @@ class Wire:
     home:str       # the sender's process, for messages
     readers:int    # that are awaited
     timeout:int|float # seconds for each wait
-    scores:tuple[float, ...]|None = field(default=None, repr=False) # the owner's log-probs of the ticket's probe
+    scores:list[float]|None = field(default=None, repr=False) # the owner's log-probs of the ticket's probe
 
     def buckets(self, version:int, bucket_bytes:int)->Iterator[dict[str, Tensor]]: # of the sender's bucket size
         "The weights as they come. RuntimeError where the sender is gone, late, has failed, or has served all readers."
@@ -187,13 +187,12 @@ def send_weights(
     "Begin to send a version. ValueError for a ticket of changes, which is data already."
     if ticket.since is not None or ticket.adapter:
         raise ValueError("send_weights: the ticket has changes alone and carries them; pickle it as it is")
-    ids = torch.tensor(ticket.probe)
-    scores = ticket.score(ids) if len(ids) > 1 else None
+    scores = ticket.probe_scores()
     if not write:
         gathered = lambda _: sum(x.nbytes for b in ticket.buckets(bucket_bytes) for x in _tensors(b))
         return Sending(None, gathered, timeout)
     store = own_store(host, timeout)
-    way = Wire(host, store.port, this_process(), readers, timeout, None if scores is None else tuple(scores.tolist()))
+    way = Wire(host, store.port, this_process(), readers, timeout, scores)
     work = lambda ends: _sent(store, ticket.buckets(bucket_bytes), way, ends)
     return Sending(replace(ticket, transport=way, checksums=None, keeps=False), work, timeout)
 

@@ -161,6 +161,11 @@ class Ticket:
         "The owner's log-probs of all ids but the first; None where nobody knows them."
         return self.transport.score(ids)
 
+    def probe_scores(self)->list[float]|None: # of `probe`; None where nobody knows them
+        "The same of its own ids, to go with weights that leave the owner."
+        scores = self.score(torch.tensor(self.probe)) if len(self.probe) > 1 else None
+        return None if scores is None else scores.tolist()
+
 def probe_ids(
     vocabulary:int|None, # None: not known
     window:int|None,     # most positions of a row; None: any number
