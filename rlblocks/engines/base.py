@@ -79,7 +79,7 @@ class Engine(Protocol):
 
     @property
     def lock(self)->ReentrantLock:
-        "The lock of the weights: one thread at a time. What stands on the weights of another engine has that one's."
+        "The lock of the weights: one thread at a time. An engine on the weights of another has that one's."
         ...
 
     def __call__(self, *args, **kwargs)->Any:

@@ -208,34 +208,39 @@ class Probe:
     grads:dict[str, Tensor] # gradients of the weights that were asked for
 
 # %% ../../nbs/engines/62_cuts.ipynb #f97cac3d
-def _stored(p:nn.Parameter)->Tensor:
-    "A weight without gradient; a lazy one is read."
-    return read_part(p) if is_lazy(p) else p.detach()
-
-def numbers_of(p:nn.Parameter)->Tensor:
-    "The same in fp32 at least."
-    return _stored(p).to(_wide(p.dtype))
-
-def _wide(dtype:torch.dtype)->torch.dtype:
-    "fp32 for half precision, others as they are."
-    return torch.float32 if dtype in HALF else dtype
+def numbers_of(p:nn.Parameter, stored:bool=False)->Tensor:
+    "A weight without gradient, in fp32 at least, or as it is `stored`; a lazy one is read."
+    x = read_part(p) if is_lazy(p) else p.detach()
+    return x.float() if x.dtype in HALF and not stored else x
 
 @contextmanager
-def given_weights(model:nn.Module, weight:Callable[[nn.Parameter], Tensor], kept:dict[int, Tensor])->Iterator[None]:
-    "Layers get `kept[id(p)]`, or else what `weight(p)` makes where they run, and again in the backward pass."
-    def with_weights(layer, own, *args, **kwargs):
+def given_weights(model:nn.Module, weight:Callable[..., Tensor], kept:dict[int, Tensor])->Iterator[None]:
+    "Layers get `kept[id(p)]`, or else what `weight(p)` makes, where they run, and again in the backward pass."
+    def with_weights(layer, own, plain, *args, **kwargs):
         params = {leaf: p for leaf, p in layer._parameters.items() if p is not None}
-        layer._parameters.update({leaf: kept[id(p)] if id(p) in kept else weight(p) for leaf, p in params.items()})
-        try: return own(*args, **kwargs)
+        made = {leaf: kept[id(p)] if id(p) in kept else weight(p, plain) for leaf, p in params.items()}
+        layer._parameters.update(made)
+        try: return _by_rows(layer, *args) if plain else own(*args, **kwargs)
         finally: layer._parameters.update(params)
     layers:list = [(m, vars(m).get("forward")) for m in model.modules() if list(m.parameters(recurse=False))]
-    for layer, _ in layers:
-        layer.forward = partial(checkpoint, with_weights, layer, layer.forward, use_reentrant=False)
+    for layer, changed in layers:
+        plain = changed is None and type(layer) in (nn.Linear, nn.Embedding) and layer.weight.dtype in HALF
+        layer.forward = partial(checkpoint, with_weights, layer, layer.forward, plain, use_reentrant=False)
     try: yield
     finally:
         for layer, own in layers:
             del layer.forward
             if own: layer.forward = own
+
+def _by_rows(layer, x):
+    "A table, or a linear layer, in fp32 at least, with weights as they are stored: no second copy of a large one."
+    if isinstance(layer, nn.Embedding): return type(layer).forward(layer, x).to(_wide(layer.weight.dtype))
+    def some(x, rows): return nn.functional.linear(x, rows.to(x.dtype))
+    parts = layer.weight.split(max(1, SLAB//layer.weight.shape[1]))
+    y = torch.cat([checkpoint(some, x, rows, use_reentrant=False) for rows in parts], -1)
+    return y if layer.bias is None else y + layer.bias.to(y.dtype)
+
+def _wide(dtype): return torch.float32 if dtype in HALF else dtype
 
 @contextmanager
 def _buffers_in_fp32(model)->Iterator[None]:
@@ -247,7 +252,7 @@ def _buffers_in_fp32(model)->Iterator[None]:
         for x, dtype in narrow: x.data = x.data.to(dtype)
 
 def probe(model:"transformers.PreTrainedModel", names:Collection[str]=(),
-          weight:Callable[[nn.Parameter], Tensor]=numbers_of)->Probe:
+          weight:Callable[..., Tensor]=numbers_of)->Probe:
     "Run eight tokens forward and back with `weight(p)`, for gradients of the named weights; frozen ones have none."
     table, seen = model.get_input_embeddings(), []
     ids = torch.arange(8, device=device_at(next(table.parameters())))[None] + 2
@@ -300,8 +305,9 @@ def cut_model(module:nn.Module, group:dist.ProcessGroup|None, *, expert_parallel
     cuts = cut_(module, plan, dist.get_rank(group), size)
     if read: read_module_(module)
     of = {id(p): cuts[n] for n, p in module.named_parameters() if n in cuts}
-    def whole(p):
-        return join_pieces(_stored(p), of[id(p)], group, _wide(p.dtype)) if id(p) in of else numbers_of(p)
+    def whole(p, stored=False):
+        if id(p) not in of: return numbers_of(p, stored)
+        return join_pieces(numbers_of(p, True), of[id(p)], group, None if stored else _wide(p.dtype))
     before = [probe(m, left, whole) for (_, m), left in zip(planned(module), names, strict=True)]
     entry, terms = exchange_(module, plan, group), set[str]()
     for (at, model), left, first in zip(planned(module), names, before, strict=True):

@@ -219,7 +219,7 @@ def check_graph(loss:Tensor):
 def restore(model:"ShardedModel", state:dict):
     "ValueError, and nothing changed, for another model's weights; what fails later leaves a model that refuses to run."
     check_state(state, model.frozen)
-    if model.shapes.keys() == model.module.state_dict().keys():     # adapters put on later rename what they stand on
+    if model.shapes.keys() == model.module.state_dict().keys():     # adapters put on later rename the layers under them
         check_weights(state["module"], model.shapes)
     if model.optimizer: check_groups(state["optimizer"], len(model.optimizer.param_groups))
     with undivided(model, heals=True):

@@ -221,7 +221,7 @@ def adapted_layers(module:nn.Module, name:str, cuts:Collection[str], size:int)->
                "is no linear layer" if name not in layer.lora_A else
                "is whole on every rank, and which part of an adapter's gradient each would know is not proved"
                if f"{at}.weight" not in cuts else "")
-        if odd: raise ValueError(f"lora: {at} {odd}; with tensor_parallel={size} adapters stand on linear layers that "
+        if odd: raise ValueError(f"lora: {at} {odd}; with tensor_parallel={size} adapters go on linear layers that "
                                  "are cut, choose among them by target_modules=[…]")
     return found
 

@@ -95,7 +95,7 @@ class LoraLayer(Protocol):
 @torch.no_grad()
 def with_adapters(
     layer:LoraLayer,
-    weight:Tensor,  # what it stands on, whole; only read, unless it is `own`
+    weight:Tensor,  # of the base, complete; only read, unless it is `own`
     adapters:dict[str, float], # name → how much of it; those that the layer lacks do not count
     *,
     own:bool=False, # `weight` is nobody else's, and may become the result
@@ -293,7 +293,7 @@ def write_adapter(
     settings:dict,             # of the adapter, from a state's `lora`
     path,                      # a folder; made if missing
     *,
-    base:str|None,             # name or folder of what it stands on
+    base:str|None,             # name or folder of its base
     causal:bool,               # that is a language model, with its output layer
     tokenizer=None,            # saved beside it
 ):

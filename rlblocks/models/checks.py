@@ -311,7 +311,7 @@ def check_adapter(config:Any)->None:
                          "than the first, so the ratio of an update does not begin at 1. Leave it out")
     if config.init_lora_weights not in (True, False, "gaussian"):
         raise ValueError(f"lora: init_lora_weights={config.init_lora_weights!r} takes something out of the base "
-                         'weights, which others stand on; True, False and "gaussian" leave them alone')
+                         'weights, which others share; True, False and "gaussian" leave them alone')
 
 SCALES = ("lora_alpha", "alpha_pattern", "use_rslora") # how much its weights count; names and shapes show the rest
 

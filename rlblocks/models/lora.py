@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 
 # %% ../../nbs/models/77_lora.ipynb #d2d3514c
 class Base:
-    "A model whose own weights stay as they are, and the adapters that stand on it."
+    "A model whose own weights stay as they are, and the adapters on it."
 
     def __init__(self,
         trunk:nn.Module, # owned by this object, or by `model`
@@ -141,7 +141,7 @@ class Adapted:
         module:nn.Module,    # a view of the base
         device:torch.device, # where it computes
         *,
-        base:Base,           # what it stands on
+        base:Base,           # its base
         name:str|None,       # the adapter that is on; None: the base alone
         optimizer:Callable|None=None, # (name, parameter) pairs → torch optimizer; None: frozen
         max_norm:float=float("inf"),  # clip the gradient to this 2-norm
@@ -217,7 +217,7 @@ def share_heads_(module:nn.Module, ranks:int):
 # %% ../../nbs/models/77_lora.ipynb #1cfc6df9
 @dataclass(frozen=True)
 class View:
-    "What a wrapper stands on."
+    "The base of a wrapper."
     base:Base
     adapter:str|None # that it reads through; None: the base alone
 
@@ -249,7 +249,7 @@ def on_base(
     reader:Forward, # of the trunk, or of a part of it
     setup:Setup,    # of the wrapper
     who:str,        # the wrapper, for messages
-)->tuple[Setup, View]: # what `prepare` is to be called with, and what it stands on
+)->tuple[Setup, View]: # what `prepare` is to be called with, and its base
     "Put a wrapper on a base. ValueError for settings that a base has already, and an adapter that another one trains."
     lora, shared = setup.lora, base is not None
     if setup.engine.low_precision:
@@ -279,7 +279,7 @@ def on_base(
 
 def save_adapter(
     run:Prepared, # of a wrapper
-    view:View|None, # what it stands on
+    view:View|None, # its base
     path,       # a folder; made if missing
     tokenizer=None, # saved beside it
 ):

@@ -36,7 +36,7 @@ from .value_heads import save_read, value_head as value_head_of
 class Trained(LocalOnly):
     "What Policy, Critic and Scorer have in common beside `step`: a version, and a state for `Checkpoint`. Abstract."
     _run:Prepared
-    _view:View|None = None      # what it stands on; None: its own weights
+    _view:View|None = None      # its base; None: its own weights
 
     @property
     def engine(self)->Engine:
@@ -87,12 +87,12 @@ def described(run:Prepared)->str:
 def base_of(
     model, # a wrapper; anything else gives None
 )->Base|None:
-    "The base that a wrapper holds, for others to stand on. ValueError when it trains its own weights."
+    "The base that a wrapper holds, for others to share. ValueError when it trains its own weights."
     if not isinstance(model, Trained): return None
     if model._view is None:
         run = model._run
         if not run.model.frozen:
-            raise ValueError(f"{run.name}: its weights change with every step, so nothing can stand on them; give it "
+            raise ValueError(f"{run.name}: its weights change with every step, so nothing can share them; give it "
                              "lora=dict(…), which leaves them alone, or load the model once more")
         name = getattr(getattr(run.module.trunk, "config", None), "name_or_path", None)
         model._view = View(Base(run.module.trunk, model=run.model, name=name), None)
@@ -109,7 +109,7 @@ def start(
     setup:Setup,
     *,
     quantized:bool=False, # the trunk is
-)->tuple[Prepared, View|None]: # ready to run, and what it stands on
+)->tuple[Prepared, View|None]: # ready to run, and its base
     "Hand the module to its engine, as a model of its own or as a view on a base."
     view = None
     if base or quantized or setup.lora is not None: setup, view = on_base(base, reader, setup, who)
@@ -121,7 +121,7 @@ class Policy(Trained):
 
     @says_instead
     def __init__(self,
-        model,           # name, folder, `pretrained`, nn.Module (copied), what makes one; or a wrapper to stand on
+        model,           # name, folder, `pretrained`, nn.Module (copied), what makes one; or a wrapper to share
         *,
         lora:Lora=None,  # train an adapter, not the weights: see `lora_config`; on a wrapper, None is its base alone
         value_head:bool=False, # a value per token from the same trunk (`out.values`); a folder's own, where it has one

@@ -40,7 +40,7 @@ def ticket_of(
 
 def adapter_ticket(
     run:Prepared,
-    view:View|None, # what the policy stands on; None: its own weights
+    view:View|None, # the policy's base; None: its own weights
     logprobs:Callable[[Batch], Tensor], # the policy's
 )->Ticket:
     "A ticket for the two factors of each layer. ValueError without an adapter, and for one that is more than factors."

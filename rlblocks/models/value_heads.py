@@ -131,7 +131,7 @@ def _trunk_alone(model, attention, lazy, head):
 
 @runtime_checkable
 class SharedTrunk(Protocol):
-    "A model that several wrappers stand on (`rlblocks.models.lora.Base`), as far as it matters here."
+    "A model that several wrappers share (`rlblocks.models.lora.Base`), as far as it matters here."
     trunk:nn.Module
     @property
     def model(self)->ShardedModel: ...
