@@ -39,10 +39,7 @@ def bytes_of(
     local = [getattr(x, "to_local", lambda x=x: x)() for x in tensors if isinstance(x, Tensor)]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local if x.numel()}.values())
 
-def nbytes_of(
-    module:nn.Module, # with plain tensors or DTensors
-    optimizer:torch.optim.Optimizer|None, # of its parameters
-)->dict[str, int]: # weights, gradients, states
+def nbytes_of(module:nn.Module, optimizer:torch.optim.Optimizer|None)->dict[str, int]: # weights, gradients, states
     "Bytes of a module, its gradients and its optimizer's states on this rank."
     params = list(module.parameters())
     kept = [x for state in optimizer.state.values() for x in state.values()] if optimizer else []
@@ -175,9 +172,7 @@ class EngineSpec:
         "Whether every rank has all weights at any time, in the module itself."
         return self.word is None and self.make is None and self.tensor_parallel == 1
 
-def check_engine(
-    x:EngineSpec, # just made
-)->None:
+def check_engine(x:EngineSpec)->None:
     "ValueError, TypeError for settings that no engine can do."
     if x.word not in WORDS:
         near = get_close_matches(str(x.word), [word for word in WORDS if word], 1)
@@ -246,9 +241,7 @@ def zero(
     "ZeRO of a stage, by DeepSpeed."
     return EngineSpec(f"zero{stage}", offload, nvme, dtype, checkpointing, low_precision, sequence_parallel)
 
-def engine_of(
-    engine:EngineSpec|str|Callable|None, # a value, its word, or what makes an engine
-)->EngineSpec:
+def engine_of(engine:EngineSpec|str|Callable|None)->EngineSpec:
     "The value that an `engine=` argument means. ValueError for an unknown word, TypeError for anything else."
     if isinstance(engine, EngineSpec): return engine
     if callable(engine): return EngineSpec(make=engine)
@@ -264,11 +257,9 @@ class PlannedBytes:
     host:dict[str, int] = field(default_factory=dict) # what is offloaded of them
     gathered:int = 0      # weights or gradients that exist complete for a while, beside these
 
-def planned_plain(
-    params:list, # fake or real; those that require a gradient train
-    *,
-    state_bytes:int=8,       # of the optimizer for each 4 bytes of weights: AdamW 8, SGD with momentum 4
-)->PlannedBytes:
-    "Everything on every rank."
+def planned_plain(params:list, *, state_bytes:int=8)->PlannedBytes:
+    """Everything on every rank.
+
+    `state_bytes`: of the optimizer for each 4 bytes of weights: AdamW 8, SGD with momentum 4."""
     learnt = sum(p.nbytes for p in params if p.requires_grad)
     return PlannedBytes(dict(weights=sum(p.nbytes for p in params), gradients=learnt, states=learnt*state_bytes//4))

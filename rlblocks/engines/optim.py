@@ -24,9 +24,7 @@ from .checks import check_betas, check_function, check_number
 # %% ../../nbs/engines/54_optim.ipynb #0d2376cc
 Schedule = Callable[[int], float]   # version → factor on the learning rate
 
-def in_turn(
-    *stages:tuple[int, Schedule], # (steps, schedule) each, one after the other; the last goes on for ever
-)->Schedule: # each stage counts its versions from 0
+def in_turn(*stages:tuple[int, Schedule])->Schedule: # each stage counts its versions from 0
     "Schedules one after the other. ValueError without a stage or with a negative number of steps."
     if not stages: raise ValueError("in_turn: there is no stage; at least one, (steps, schedule), is wanted")
     stages = tuple((whole_number("in_turn", "steps of a stage", n, 0), stage) for n, stage in stages)
@@ -69,12 +67,7 @@ def cosine(
     "Down along half a cosine (Loshchilov & Hutter 2017). ValueError when the warm-up leaves no step."
     return _down("cosine", steps, warmup, end, lambda x: (1+math.cos(math.pi*x))/2)
 
-def root(
-    steps:int,      # of the run, warm-up included
-    *,
-    warmup:int=0,   # steps from 1/warmup up to 1
-    end:float=0.0,  # factor after the last step
-)->Schedule: # 1 − √x: fast at first
+def root(steps:int, *, warmup:int=0, end:float=0.0)->Schedule: # 1 − √x: fast at first
     """Down as 1 − √x, the decay that Hägele et al. 2024 found best behind a long constant stage.
 
     ValueError when the warm-up leaves no step."""

@@ -106,35 +106,25 @@ def _written(ticket, new, bucket_bytes)->dict:
     return dict(version=ticket.version, files=files, shapes=shapes, dtypes=dtypes, checksums=sums, merged=ticket.merged,
                 probe=list(ticket.probe), scores=ticket.probe_scores())
 
-def persist(
-    *paths:Path, # files and folders; of a folder the names in it, not the content of those files
-):
+def persist(*paths:Path):
     "Wait until they are on disk."
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try: os.fsync(handle)
         finally: os.close(handle)
 
-def superseded(
-    folder:str|Path,
-    last:Path, # published just now
-    keep:int,  # versions that stay
-)->list[Path]:
+def superseded(folder:str|Path, last:Path, keep:int)->list[Path]:
     "Older versions beyond `keep`, and later ones: an earlier run's, or of steps that a resumed run makes again."
     found = versions(folder)
     hidden = set(Path(folder).glob("version-*")) - set(found)
     return found[:max(0, found.index(last) + 1 - keep)] + found[found.index(last)+1:] + sorted(hidden)
 
-def versions(
-    folder:str|Path,
-)->list[Path]: # oldest first
+def versions(folder:str|Path)->list[Path]: # oldest first
     "The published versions; of one that is being replaced, the one before."
     found = sorted(Path(folder).glob("version-*"))
     return [p for p in found if p.suffix != ".before" or p.with_suffix("") not in found]
 
-def read_ticket(
-    path:Path, # of a version
-)->Ticket:
+def read_ticket(path:Path)->Ticket:
     "Its ticket."
     way = Folder(str(path))
     listed = way.listed()

@@ -37,10 +37,7 @@ def flattened(
     for (name, _, _, start, _) in pieces: _view(flat, bucket[name].dtype, bucket[name].shape, start).copy_(bucket[name])
     return flat, pieces
 
-def restored(
-    flat:Tensor,        # of `flattened`
-    pieces:list[list],  # likewise
-)->dict[str, Tensor]: # views of the bytes
+def restored(flat:Tensor, pieces:list[list])->dict[str, Tensor]: # views of the bytes
     "The bucket again. RuntimeError for a tensor that has changed, or of no known dtype."
     made = {}
     for name, dtype, shape, at, known in pieces:

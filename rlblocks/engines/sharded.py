@@ -64,17 +64,11 @@ def make_engine(module:nn.Module, spec:EngineSpec, device:torch.device, dtype:to
 
 
 # %% ../../nbs/engines/64_sharded.ipynb #6defcb13
-def planned_bytes(
-    spec:EngineSpec, # its engine's settings
-    module:nn.Module, # real or fake, after a cut by `tensor_parallel`
-    params:list,     # of it, that the engine holds; those that require a gradient train
-    *,
-    frozen:bool,     # nothing of them trains
-    ranks:int,       # that share them
-    state_bytes:int=8, # of the optimizer for each 4 bytes of weights
-    half:torch.dtype|None=None, # compute dtype, if it is half precision
-)->PlannedBytes: # on the fullest rank
-    "What the engine that `make_engine` makes will hold. ValueError for one of your own, whose bytes are not known."
+def planned_bytes(spec:EngineSpec, module:nn.Module, params:list, *, frozen:bool, ranks:int, state_bytes:int=8,
+                  half:torch.dtype|None=None)->PlannedBytes: # on the fullest rank
+    """What the engine that `make_engine` makes will hold. ValueError for one of your own, whose bytes are not known.
+
+    `state_bytes`: of the optimizer for each 4 bytes of weights."""
     if spec.make: raise ValueError("planned_bytes: what an engine of your own holds is not known here")
     if spec.word is None or frozen_copy(spec.word, frozen): return planned_plain(params, state_bytes=state_bytes)
     how:dict[str, Any] = dict(ranks=ranks, state_bytes=state_bytes, half=half, offload=bool(spec.offload))
@@ -179,14 +173,12 @@ def of_one_version(model:"ShardedModel", made:Iterator[dict[str, Tensor]])->Iter
         del bucket         # not held while the next one is gathered
 
 # %% ../../nbs/engines/64_sharded.ipynb #1e3e0aa9
-def promise(
-    model:"ShardedModel",
-    prefix:str, # only weights under this name, given without it
-    score:Callable[[Tensor], Tensor]|None, # ids → log-probs of all but the first
-    probe:tuple[int, ...], # ids to score
-    dtype:torch.dtype|None, # that floats are sent in; None: as they are
-)->Ticket:
-    "A ticket for its weights, with their shapes; where an adapter is merged they are known when it is."
+def promise(model:"ShardedModel", prefix:str, score:Callable[[Tensor], Tensor]|None, probe:tuple[int, ...],
+            dtype:torch.dtype|None)->Ticket:
+    """A ticket for its weights, with their shapes; where an adapter is merged they are known when it is.
+
+    `prefix`: only weights under this name, given without it; `score`: ids → log-probs of all but the first; `dtype`:
+    that floats are sent in; None = as they are."""
     def params(bucket_bytes): return in_dtype(model.iter_full_params(bucket_bytes, prefix), dtype)
     way = InProcess(lambda: model.version, params, score)
     shapes = {n.removeprefix(prefix): x for n, x in full_shapes(model).items() if n.startswith(prefix)}
@@ -201,9 +193,7 @@ def in_dtype(
         yield {n: x.to(dtype) if x.is_floating_point() else x for n, x in bucket.items()} if dtype else bucket
         del bucket
 
-def full_shapes(
-    model:"ShardedModel",
-)->dict[str, tuple[int, ...]]: # name → shape, tied weights under their first name
+def full_shapes(model:"ShardedModel")->dict[str, tuple[int, ...]]: # name → shape, tied weights under their first name
     "What its weights look like when they are complete; none where later adapters have renamed them."
     if model.spec.complete: return {n: tuple(x.shape) for n, x in named_weights(model.module).items()}
     if model.shapes.keys() != model.module.state_dict().keys(): return {}

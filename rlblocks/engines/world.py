@@ -124,11 +124,7 @@ def all_or_raise(
     return [x for *_, x in answers]
 
 # %% ../../nbs/engines/52_world.ipynb #243ecbcb
-def largest(
-    mine:list[int], # this rank's numbers, as many as every other rank's
-    error:Exception|None, # why this rank has none, if so: zeros do then
-    who:str,        # asks, for the message
-)->list[int]:
+def largest(mine:list[int], error:Exception|None, who:str)->list[int]:
     "The largest of all ranks' numbers, place by place. An error of one rank is raised on all, once all have asked."
     (rank, ranks), group = world(), dist.group.WORLD
     if ranks == 1 and error: raise error

@@ -266,16 +266,11 @@ class Zero:
         return zero_bytes(self.parts)
 
 # %% ../../nbs/engines/60_zero.ipynb #e8b32475
-def planned_zero(
-    params:list,          # of the module, fake or real, whole
-    *,
-    stage:int,            # 1, 2 or 3
-    ranks:int,            # that share them
-    state_bytes:int=8,    # of the optimizer for each 4 bytes of weights
-    half:torch.dtype|None=None, # compute dtype; None: that of the weights
-    offload:bool=False,   # fp32 weights, gradients and states live on the host
-)->PlannedBytes: # on the fullest rank
-    "Parts of what stays, and what is gathered at one time."
+def planned_zero(params:list, *, stage:int, ranks:int, state_bytes:int=8, half:torch.dtype|None=None,
+                 offload:bool=False)->PlannedBytes: # on the fullest rank
+    """Parts of what stays, and what is gathered at one time.
+
+    `state_bytes`: of the optimizer for each 4 bytes of weights; `half`: compute dtype; None = that of the weights."""
     sizes = [p.nbytes for p in params if p.requires_grad]
     part, gathered = -(-sum(sizes)//ranks), gathered_bytes(params, stage, half)
     computes = sum(p.numel()*(half.itemsize if half else p.element_size()) for p in params)
@@ -289,18 +284,14 @@ def planned_zero(
     moved["gradients"] += part if stage == 3 else sum(sizes) + largest
     return PlannedBytes(device, moved, gathered)
 
-def bucket_entries(
-    params:list, # of the module
-)->int:
+def bucket_entries(params:list)->int:
     "Of the buffer in which gradients meet."
     return min(BUCKET, sum(p.numel() for p in params)) if any(p.requires_grad for p in params) else 0
 
-def gathered_bytes(
-    params:list, # of the module
-    stage:int,   # 1, 2 or 3
-    half:torch.dtype|None, # compute dtype; None: that of the weights
-)->int:
-    "Weights that stage 3 keeps gathered; the bucket of the others."
+def gathered_bytes(params:list, stage:int, half:torch.dtype|None)->int:
+    """Weights that stage 3 keeps gathered; the bucket of the others.
+
+    `half`: compute dtype; None = that of the weights."""
     if stage < 3: return bucket_entries(params)*(2 if stage == 2 and half else 4)
     entries = sum(p.numel() for p in params)
     every = sum(p.numel()*(half.itemsize if half and p.is_floating_point() else p.element_size()) for p in params)

@@ -93,16 +93,13 @@ class LoraLayer(Protocol):
     scaling:dict[str, float] # adapter → factor of BA
 
 @torch.no_grad()
-def with_adapters(
-    layer:LoraLayer,
-    weight:Tensor,  # of the base, complete; only read, unless it is `own`
-    adapters:dict[str, float], # name → how much of it; those that the layer lacks do not count
-    *,
-    own:bool=False, # `weight` is nobody else's, and may become the result
-)->Tensor: # a new tensor in fp32 at least; `weight` itself when there is nothing to add
+def with_adapters(layer:LoraLayer, weight:Tensor, adapters:dict[str, float], *, own:bool=False)->Tensor:
     """A layer's weight with adapters merged.
 
-    ValueError for DoRA beside another adapter or in part: its length belongs to one sum."""
+    ValueError for DoRA beside another adapter or in part: its length belongs to one sum.
+
+    `weight`: of the base, complete; only read, unless it is `own`; `adapters`: name → how much of it; those that the
+    layer lacks do not count. Result: a new tensor in fp32 at least; `weight` itself when there is nothing to add."""
     here = {name: share for name, share in adapters.items() if name in layer.scaling}
     if not here: return weight
     out = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=not own)
@@ -149,10 +146,7 @@ def inject_(
     return new
 
 @contextmanager
-def without_adapters(
-    trunk:nn.Module, # with adapters on it
-    added:Iterable[str], # names of their weights
-)->Iterator[None]:
+def without_adapters(trunk:nn.Module, added:Iterable[str])->Iterator[None]:
     "Take what adapters own out of the module, so that an engine wraps, shards and hooks the base alone."
     homes = {n.rpartition(".")[0].rpartition(".")[::2] for n in added}       # (parent, name) of the modules
     places = [(trunk.get_submodule(path), leaf) for path, leaf in homes]
@@ -162,10 +156,7 @@ def without_adapters(
     finally:
         for (parent, leaf), module in zip(places, modules, strict=True): parent._modules[leaf] = module
 
-def load_adapter_(
-    own:dict[str, nn.Parameter], # an adapter's weights by the names of peft's files; written
-    folder:Path,                 # that peft wrote
-)->None:
+def load_adapter_(own:dict[str, nn.Parameter], folder:Path)->None:
     "Read an adapter's weights. FileNotFoundError without its file, ValueError for another model's."
     from safetensors.torch import load_file
     try: read = load_file(folder/"adapter_model.safetensors")
@@ -220,14 +211,11 @@ def check_untied(own:Iterable[str], before:list)->None:
                          "tie_word_embeddings=False")
 
 # %% ../../nbs/models/76_adapters.ipynb #056a1d7c
-def merged_weights(
-    trunk:nn.Module, # with adapters on it
-    engine:Engine,   # that holds it, under the name "trunk"
-    adapters:dict[str, float], # adapter → how much of it; none: the base
-    own:dict[str, dict[str, nn.Parameter]], # adapter → its weights, by the names of peft's files
-    added:Container[str], # names in the trunk of all adapters' weights
-)->Iterator[tuple[str, Tensor]]: # name in the plain model, tensor
-    "The plain model's weights with adapters merged, one at a time. All ranks iterate together."
+def merged_weights(trunk:nn.Module, engine:Engine, adapters:dict[str, float], own:dict[str, dict[str, nn.Parameter]],
+                   added:Container[str])->Iterator[tuple[str, Tensor]]: # name in the plain model, tensor
+    """The plain model's weights with adapters merged, one at a time. All ranks iterate together.
+
+    `adapters`: adapter → how much of it; none: the base; `own`: adapter → its weights, by the names of peft's files."""
     modules = dict(trunk.named_modules())
     saved = {k: p.detach() for name in adapters for k, p in own[name].items() if ".lora_" not in k}
     live = {_storage(getattr(p, "to_local", lambda p=p: p)()) for p in trunk.parameters()}
@@ -253,9 +241,7 @@ def _storage(x):
     return x.untyped_storage().data_ptr()
 
 # %% ../../nbs/models/76_adapters.ipynb #9c1064ae
-def fingerprint(
-    weights:Iterable[tuple[str, Tensor]], # of the plain model, as `merged_weights` gives them
-)->str:
+def fingerprint(weights:Iterable[tuple[str, Tensor]])->str:
     """What tells a base from others: names, shapes and the first entries of its weights.
 
     Saved states hold it, so its formula stays as it is."""

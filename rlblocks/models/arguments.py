@@ -49,11 +49,7 @@ def shown(
         return "…" if len(found) > 40 or found.startswith("<") else found
     return ", ".join(f"{name}={text(x)}" for name, x in given.items())
 
-def instead(
-    who:str,     # a wrapper
-    given:dict,  # its arguments
-    moved:dict,  # those of them that belong elsewhere, by the words of this library
-)->str:
+def instead(who:str, given:dict, moved:dict)->str:
     "The line to write."
     engine, optimizer, model = ({k: x for k, x in moved.items() if k in words} for words in HOMES.values())
     line = [f"pretrained(model, {shown(written(given.get('model')) | model)})" if model else "model"]
@@ -70,11 +66,7 @@ def instead(
     others = {k: x for k, x in moved.items() if k not in (*engine, *optimizer, *model)}
     return f"{who}({', '.join([*line, *filter(None, [shown(others)])])})"
 
-def refusal(
-    who:str,     # a wrapper
-    takes:tuple[str, ...], # its arguments
-    given:dict,  # those of a call
-)->str|None:
+def refusal(who:str, takes:tuple[str, ...], given:dict)->str|None:
     "What is wrong with arguments that a wrapper does not take, or that another one has inside; None: nothing."
     odd = [word for word in given if word not in takes]
     if given.get("optimizer") is not None and "lr" in given: odd.append("lr")
@@ -105,9 +97,7 @@ def _no_moments(given): return "Scorer: normalised= is an attribute: scorer.mome
 SCORER_WORDS = dict(at=_scores_after, normalised=_no_moments)
 _P = ParamSpec("_P")
 
-def says_instead(
-    init:Callable[_P, None], # a wrapper's constructor
-)->Callable[_P, None]: # with its signature
+def says_instead(init:Callable[_P, None])->Callable[_P, None]: # with its signature
     "A constructor that answers arguments it does not take with the line to write. TypeError."
     takes = tuple(name for name in inspect.signature(init).parameters if name != "self")
     @wraps(init)

@@ -38,12 +38,8 @@ def _what(x):
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}{values}"
 
 # %% ../../nbs/models/65_checks.ipynb #a311a932
-def config_of(
-    model:str|Path,   # a name or folder
-    who:str="model",  # what the caller calls it, for messages
-    *,
-    also:str=", an nn.Module or a callable that makes one", # what else may be given there
-)->"transformers.PretrainedConfig":
+def config_of(model:str|Path, who:str="model", *,
+              also:str=", an nn.Module or a callable that makes one")->"transformers.PretrainedConfig":
     """The configuration of a folder, or of a name on the hub.
 
     FileNotFoundError for neither and for a folder without a model, NotADirectoryError for a file."""
@@ -93,18 +89,14 @@ def refuse_encoder_decoder(
 # %% ../../nbs/models/65_checks.ipynb #fbb9595f
 SENSES = ("vision_config", "audio_config") # what a model reads besides text
 
-def vocabulary(
-    trunk:nn.Module, # any module
-)->int|None: # None: no table can be found, or ids beyond it stand for images or sound
+def vocabulary(trunk:nn.Module)->int|None: # None: no table can be found, or ids beyond it stand for images or sound
     "How many ids a model's embedding has."
     if _reads_more_than_text(trunk): return None
     try: table = cast(Any, trunk).get_input_embeddings()
     except (AttributeError, NotImplementedError): return None
     return getattr(getattr(table, "base_layer", table), "num_embeddings", None)
 
-def positions(
-    trunk:nn.Module, # any module; those of transformers have the number in their configuration
-)->int|None: # None: positions are no table (rotary, ALiBi, a state), or it cannot be found
+def positions(trunk:nn.Module)->int|None: # None: positions are no table (rotary, ALiBi, a state), or it cannot be found
     "How many tokens a row may have where each position has a vector of its own (GPT-2, OPT, BERT; the sines of GPT-J)."
     n = getattr(getattr(trunk, "config", None), "max_position_embeddings", None)
     if not isinstance(n, int) or _reads_more_than_text(trunk): return None
@@ -120,15 +112,8 @@ def positions(
 def _reads_more_than_text(trunk):
     return any(getattr(getattr(trunk, "config", None), name, None) is not None for name in SENSES)
 
-def check_ids(
-    who:str,                     # for the message
-    tokens:Int[Tensor, "B T"],   # right-padded
-    lengths:Int[Tensor, " B"],   # their real lengths
-    n:int|None,                  # of `vocabulary`
-    *,
-    padding:bool,                # what is behind a row's end is run too
-    row:str="row",               # what a row is called there
-):
+def check_ids(who:str, tokens:Int[Tensor, "B T"], lengths:Int[Tensor, " B"], n:int|None, *, padding:bool,
+              row:str="row"):
     "ValueError for an id beyond the embedding, by row and place; TypeError for a dtype that no embedding reads."
     if tokens.dtype not in (torch.int64, torch.int32):
         dtype = str(tokens.dtype).removeprefix("torch.")

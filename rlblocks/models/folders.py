@@ -30,9 +30,7 @@ from ..engines.world import HALF, agree, world
 if TYPE_CHECKING: import transformers
 
 # %% ../../nbs/models/67_folders.ipynb #d069fe6b
-def failed_write(
-    error:BaseException, # what a library raised while it wrote
-)->OSError|None: # the system's error behind it; None when it has another cause
+def failed_write(error:BaseException)->OSError|None: # the system's error behind it; None when it has another cause
     "The system's reason why a file could not be written."
     if isinstance(error, OSError): return error
     if found := re.search(r"\(os error (\d+)\)", str(error)):        # libraries in Rust: safetensors, tokenizers
@@ -51,11 +49,7 @@ def disk_state(
 
 # %% ../../nbs/models/67_folders.ipynb #64fc6ed6
 @contextmanager
-def drafted(
-    path:str|Path, # a folder; made if missing
-    last:str, # name of the file without which the folder is not complete
-    replaces:Iterable[str]=(), # patterns: files of an earlier save that these replace
-)->Iterator[Path]: # an empty folder inside, to write into
+def drafted(path:str|Path, last:str, replaces:Iterable[str]=())->Iterator[Path]: # an empty folder inside, to write into
     """Files written inside go to the folder when all are on disk, `last` last; when the block fails nothing changes.
 
     OSError, with the folder and what is free on its disk, when a file cannot be written."""
@@ -181,9 +175,7 @@ def _owned(x):
 # %% ../../nbs/models/67_folders.ipynb #c7605063
 FLOATS = (*HALF, torch.float32, torch.float64)
 
-def dtypes_of(
-    module:nn.Module, # as it was loaded
-)->dict[str, torch.dtype]: # of weights that are floats; not of quantized ones
+def dtypes_of(module:nn.Module)->dict[str, torch.dtype]: # of weights that are floats; not of quantized ones
     "The precision of each weight, before an engine promotes it."
     return {k: x.dtype for k, x in module.state_dict(keep_vars=True).items() if x.dtype in FLOATS}
 
@@ -196,21 +188,16 @@ def in_precision(
     return lambda name, x: x.to(dtype or dtypes.get(name, first) or x.dtype) if x.dtype in FLOATS else x
 
 # %% ../../nbs/models/67_folders.ipynb #b3c1d690
-def save_folder(
-    module:nn.Module, # a transformers model under any engine: its class and configurations are written
-    buckets:Iterator[dict[str, Tensor]], # full weights, as `iter_full_params` gives them
-    path:str|Path, # a folder; made if missing
-    *,
-    who:str,    # for messages
-    filed:Callable[[str, Tensor], tuple[str, Tensor]|None]|None=None, # → those to write; None: none
-    dtype:torch.dtype|None=None, # for config.json: what most weights are written in; None: as the config says
-    tokenizer:object=None, # saved beside the weights
-    max_shard_bytes:int=5*10**9, # most bytes a file, unless one weight is larger
-)->None:
+def save_folder(module:nn.Module, buckets:Iterator[dict[str, Tensor]], path:str|Path, *, who:str,
+                filed:Callable[[str, Tensor], tuple[str, Tensor]|None]|None=None, dtype:torch.dtype|None=None,
+                tokenizer:object=None, max_shard_bytes:int=5*10**9)->None:
     """Stream weights into a folder that `from_pretrained` loads. A save that fails changes nothing there.
 
     TypeError for a module that is no transformers model, ValueError for a size below one byte and an adapter's folder;
-    OSError, before anything is gathered, for a folder that cannot be written."""
+    OSError, before anything is gathered, for a folder that cannot be written.
+
+    `filed`: → those to write; None = none; `dtype`: for config.json: what most weights are written in; None = as the
+    config says; `max_shard_bytes`: most bytes a file, unless one weight is larger."""
     from transformers import PreTrainedModel
     if not isinstance(module, PreTrainedModel):
         raise TypeError(f"{who}: a {type(module).__name__} has no save_pretrained of transformers; keep it with "

@@ -238,9 +238,7 @@ class Forward(nn.Module):
         return dict(values=promoted(found[..., 0] if found.shape[-1] == 1 else found))
 
 # %% ../../nbs/models/71_forward.ipynb #febfafd7
-def rope_window(
-    trunk:nn.Module, # any module; those of transformers say it in their configuration
-)->tuple[str, int]|None: # (kind, tokens up to which it is fixed); None: it never changes
+def rope_window(trunk:nn.Module)->tuple[str, int]|None: # (kind, tokens up to which it is fixed); None: it never changes
     "The rotary embedding whose angles depend on the longest position of a call: `longrope` or `dynamic`."
     found = []
     for config in {id(c): c for m in trunk.modules() if (c := getattr(m, "config", None)) is not None}.values():

@@ -26,9 +26,7 @@ from ..arithmetic.masked import promoted
 from ..arithmetic.passes import asked, pieces
 
 # %% ../../nbs/models/70_head.ipynb #ae7bec36
-def states_of(
-    output:object, # what a model returned
-)->Tensor:  # its logits or last hidden states
+def states_of(output:object)->Tensor: # its logits or last hidden states
     "The tensor in a model's output. TypeError where there is none."
     if isinstance(output, Tensor): return output
     for name in ("logits", "last_hidden_state"):
@@ -148,20 +146,15 @@ def sampled_from(
     drawn = drawn.scatter_(1, support + 1, True)[:, 1:] # column 0 takes the empty slots
     return z.masked_fill(~drawn & (support >= 0).any(-1, keepdim=True), -torch.inf)
 
-def head_logprobs(
-    layer:nn.Module,              # the output layer
-    hidden:Float[Tensor, "n H"],  # what enters it
-    targets:Int[Tensor, " n"],    # ids whose log-probs are wanted
-    *,
-    transform:tuple[float, float|None], # of `logit_transform`
-    temperature:float|Tensor=1.0, # number or `[n]`, what the places were sampled at
-    support:Tensor|None=None,     # `[n, K]` ids that sampling was confined to
-    entropy:bool=False,           # also the entropy
-    chunk:int=1024,               # places whose logits exist at one time, where the layer has to compute them
-)->Float[Tensor, "n found"]:      # log-probs, and the entropy beside them
+def head_logprobs(layer:nn.Module, hidden:Float[Tensor, "n H"], targets:Int[Tensor, " n"], *,
+                  transform:tuple[float, float|None], temperature:float|Tensor=1.0, support:Tensor|None=None,
+                  entropy:bool=False, chunk:int=1024)->Float[Tensor, "n found"]:
     """Log-probs (and entropy) side by side, from what enters the output layer.
 
-    A layer that is no matrix (`matrix_of`) computes logits, `chunk` places at a time, again in the backward pass."""
+    A layer that is no matrix (`matrix_of`) computes logits, `chunk` places at a time, again in the backward pass.
+
+    `temperature`: number or `[n]`, what the places were sampled at; `support`: `[n, K]` ids that sampling was confined
+    to. Result: log-probs, and the entropy beside them."""
     if known := matrix_of(layer):
         h, weight, how = _as_linear(known, hidden, transform)
         found:Any = linear_logprobs(h, weight, targets, entropy=entropy, group=_sharing(layer), temperature=temperature,
@@ -174,17 +167,14 @@ def head_logprobs(
     cut = pieces(chunk, hidden, targets, temperature, support)
     return torch.cat([checkpoint(read, *piece, use_reentrant=False) for piece in cut])
 
-def head_measured(
-    layer:nn.Module,              # the output layer
-    hidden:Float[Tensor, "n H"],  # what enters it
-    measure:Callable,             # (logits `[m, V]` that places were sampled from, each of `columns` there) → `[m, …]`
-    *columns:Tensor,              # `[n, …]`, without gradient
-    transform:tuple[float, float|None], # of `logit_transform`
-    temperature:float|Tensor=1.0, # number or `[n]`, what the places were sampled at
-    support:Tensor|None=None,     # `[n, K]` ids that sampling was confined to
-    chunk:int|None=None,          # places whose logits exist at one time; None = 1024, on a CPU 512
-)->Tensor:                        # what `measure` gave, joined
-    "What `measure` makes of the logits of `chunk` places at a time; they are computed again in the backward pass."
+def head_measured(layer:nn.Module, hidden:Float[Tensor, "n H"], measure:Callable, *columns:Tensor,
+                  transform:tuple[float, float|None], temperature:float|Tensor=1.0, support:Tensor|None=None,
+                  chunk:int|None=None)->Tensor: # what `measure` gave, joined
+    """What `measure` makes of the logits of `chunk` places at a time; they are computed again in the backward pass.
+
+    `measure`: (logits `[m, V]` that places were sampled from, each of `columns` there) → `[m, …]`; `columns`: `[n, …]`,
+    without gradient; `temperature`: number or `[n]`, what the places were sampled at; `support`: `[n, K]` ids that
+    sampling was confined to; `chunk`: places whose logits exist at one time; None = 1024, on a CPU 512."""
     known = matrix_of(layer)
     if known is not None and _sharing(layer) is None:
         h, weight, how = _as_linear(known, hidden, transform)
@@ -252,14 +242,11 @@ class Head:
 
     def __repr__(self): return f"Head({self.weight.shape[1]} → {self.weight.shape[0]})"
 
-def as_head(
-    trunk:nn.Module, # a model with logits; sharded, all ranks together and inside a forward pass
-    device:torch.device|str, # where it lives
-    transform:tuple[float, float|None]|None, # of `logit_transform`
-    *,
-    copy:bool=True,  # False: the matrix itself, for weights that do not change
-)->Head:
-    "The output layer as it is now, adapters added. TypeError where it is no matrix, or logits change otherwise."
+def as_head(trunk:nn.Module, device:torch.device|str, transform:tuple[float, float|None]|None, *, copy:bool=True)->Head:
+    """The output layer as it is now, adapters added. TypeError where it is no matrix, or logits change otherwise.
+
+    `trunk`: a model with logits; sharded, all ranks together and inside a forward pass; `copy`: False: the matrix
+    itself, for weights that do not change."""
     layer, found, who = output_layer(trunk), [], type(trunk).__name__
     instead = "compute what you need of them in place: policy.measure(batch, f)"
     if layer is None or transform is None:

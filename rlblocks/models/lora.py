@@ -227,11 +227,7 @@ def view_(reader:Forward, base:Base, name:str|None):
     reader.__dict__["trunk"], reader.dtypes = trunk, base.dtypes
     if name is not None: reader.add_module("adapter", nested(base.own[name]))
 
-def check_shared(
-    base:Base,   # another wrapper's
-    setup:Setup, # of a new one
-    who:str,     # the new one
-):
+def check_shared(base:Base, setup:Setup, who:str):
     "ValueError for settings that the base has otherwise."
     given, own = setup.engine, base.model.spec
     settings = {f.name: getattr(given, f.name) for f in fields(given) if f.name not in ("sequence_parallel", "make")}
@@ -244,13 +240,10 @@ def check_shared(
         raise ValueError(f"{who}: {odd[0].replace('word=', 'engine=')} cannot be chosen here, the model is another "
                          "wrapper's and stays as it is there; leave it out")
 
-def on_base(
-    base:Base|None, # another wrapper's; None: the reader's trunk becomes one
-    reader:Forward, # of the trunk, or of a part of it
-    setup:Setup,    # of the wrapper
-    who:str,        # the wrapper, for messages
-)->tuple[Setup, View]: # what `prepare` is to be called with, and its base
-    "Put a wrapper on a base. ValueError for settings that a base has already, and an adapter that another one trains."
+def on_base(base:Base|None, reader:Forward, setup:Setup, who:str)->tuple[Setup, View]:
+    """Put a wrapper on a base. ValueError for settings that a base has already, and an adapter that another one trains.
+
+    `base`: another wrapper's; None = the reader's trunk becomes one. Result: what `prepare` takes, and its base."""
     lora, shared = setup.lora, base is not None
     if setup.engine.low_precision:
         raise ValueError(f"{who}: low_precision=True; adapters are kept in fp32, and the base in the precision that it "

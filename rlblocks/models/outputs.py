@@ -57,14 +57,10 @@ class RowOut(Out):
     per_token = False
 
 # %% ../../nbs/models/74_outputs.ipynb #5c19d0f7
-def outputs(
-    model:ShardedModel, # of a `Forward`
-    layout:Layout,      # how rows are arranged
-    part:Batch,         # a micro-batch
-    reading:Reading=Reading(), # what to read
-    who:str="model",    # the wrapper, for messages
-)->Out: # `[B, T, …]` each; a `RowOut` of rows
-    "Run a micro-batch and read it."
+def outputs(model:ShardedModel, layout:Layout, part:Batch, reading:Reading=Reading(), who:str="model")->Out:
+    """Run a micro-batch and read it.
+
+    Result: `[B, T, …]` each; a `RowOut` of rows."""
     device, group = model.device, part.families
     rows, cols = _chosen(part, reading)
     places = _places(who, part, rows, cols, reading, device)
@@ -200,13 +196,11 @@ FAR_OFF = " once the outputs are far from the batch's columns"
 DIVIDE = ("Divide by the whole batch's count, denom=b.n_tokens (or b.n_rows, b.n_units), not by the micro-batch's own, "
           "and compute batch statistics before the step")
 
-def check_splits(
-    loss:Callable, # loss(out, b) → (loss, metrics)
-    out:Out,       # of one micro-batch
-    part:Batch,    # its rows
-    who:str,       # the wrapper, for the message
-)->bool: # whether both pieces had a gradient, so that a wrong denominator would have shown
-    "Compare a closure on two pieces of a micro-batch with their union. ValueError when they differ."
+def check_splits(loss:Callable, out:Out, part:Batch, who:str)->bool:
+    """Compare a closure on two pieces of a micro-batch with their union. ValueError when they differ.
+
+    `loss`: loss(out, b) → (loss, metrics). Result: whether both pieces had a gradient, so that a wrong
+    denominator would have shown."""
     pieces = _pieces(part, large=any(x.numel() > LARGE for _, x in out.items()))
     T, longest = part.tokens.shape[1], max(int(part.lengths[pieces[0]].max()), 1)
     even, ragged, near, far = (T, T), (longest, T + 3), _disturbed(out, part), _disturbed(out, part, far=True)
@@ -262,11 +256,7 @@ def _key(x, around=())->Hashable:
     return f"{type(x).__module__}.{type(x).__qualname__}", keys(scalars)
 
 # %% ../../nbs/models/74_outputs.ipynb #980e81b1
-def trainable(
-    value:Tensor, # 0-d: the loss of one micro-batch
-    out:Out,      # what it was computed from …
-    part:Batch,   # … and its rows
-)->bool: # whether its gradient may change weights
+def trainable(value:Tensor, out:Out, part:Batch)->bool: # whether its gradient may change weights
     """The loss is a number, and no chosen token has probability 0, under this policy or in a column of log-probs.
 
     Losses count log 0 as −10¹⁵ nats (`finite_logprobs`), so such a token need not make them infinite; where it is in a
@@ -276,11 +266,7 @@ def trainable(
     logprobs = columns + [x for k, x in out.items() if k == "logprobs"]
     return bool(value.abs() < 1e12) and not any(bool((x == -torch.inf).any()) for x in logprobs)
 
-def cause(
-    out:Out,    # of one micro-batch
-    part:Batch, # its rows
-    rows:list[int], # their numbers in the batch
-)->str: # a sentence
+def cause(out:Out, part:Batch, rows:list[int])->str: # a sentence
     "Why a loss is not `trainable`: outputs, and columns where the mask is True, that are not finite."
     found = []
     for name, x in out.items():

@@ -102,15 +102,10 @@ def reads_shards(setup:Setup)->bool:
     "Whether the engine keeps a part of each weight on a rank, and reads it from the files itself."
     return setup.engine.word in ("fsdp2", "zero3") or setup.engine.tensor_parallel > 1
 
-def start(
-    who:str,         # the wrapper, for messages
-    reader:Forward,  # of its trunk
-    base:Base|None,  # of `base_of`; None: the trunk is its own
-    setup:Setup,
-    *,
-    quantized:bool=False, # the trunk is
-)->tuple[Prepared, View|None]: # ready to run, and its base
-    "Hand the module to its engine, as a model of its own or as a view on a base."
+def start(who:str, reader:Forward, base:Base|None, setup:Setup, *, quantized:bool=False)->tuple[Prepared, View|None]:
+    """Hand the module to its engine, as a model of its own or as a view on a base.
+
+    `base`: of `base_of`; None = the trunk is its own. Result: ready to run, and its base."""
     view = None
     if base or quantized or setup.lora is not None: setup, view = on_base(base, reader, setup, who)
     return prepare(reader, who, setup), view
@@ -207,10 +202,7 @@ def with_value_head(run:Prepared)->Prepared: # the same
     if run.module.on_lm_head: return run
     raise ValueError("Policy: values need Policy(…, value_head=True), or a Critic")
 
-def load_policy(
-    given:Pretrained, # of `as_pretrained`
-    setup:Setup,
-)->nn.Module:
+def load_policy(given:Pretrained, setup:Setup)->nn.Module:
     "A language model, quantized where that is wanted. ValueError for quantized weights that would train or be sharded."
     if given.quantization is None: return load_module(given, lazy=reads_shards(setup))
     if setup.lora is None and not setup.frozen:
@@ -220,9 +212,7 @@ def load_policy(
                          "quantization")
     return load_quantized(cast(str, given.name), given.quantization, attention=given.attention, device=setup.device)
 
-def head_now(
-    run:Prepared, # of a policy
-)->Head:
+def head_now(run:Prepared)->Head:
     """Its output layer as it stands now. All ranks together. TypeError for a layer that is no matrix.
 
     Of a frozen model on one device it is the very matrix, else a copy of V × H numbers on each rank."""

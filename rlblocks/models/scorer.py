@@ -128,9 +128,7 @@ def raw_scores(
     "Scores as the head gives them, without gradient."
     return compute(run, batch, scores_at(at), "scores")
 
-def scores_at(
-    at:str|None, # as for `raw_scores`
-)->Reading:
+def scores_at(at:str|None)->Reading:
     "Scores of rows, or after marked tokens."
     return Reading(logprobs=False, rows=at is None, after=at)
 

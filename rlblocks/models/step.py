@@ -71,11 +71,7 @@ class Prepared:
         "The lock of its weights."
         return self.model.lock
 
-def prepare(
-    module:Forward,
-    name:str, # of the wrapper, for messages
-    setup:Setup,
-)->Prepared:
+def prepare(module:Forward, name:str, setup:Setup)->Prepared:
     """Hand a module to its engine and probe it.
 
     ValueError when `pack=True` and the model mixes rows, and when ranks cannot share rows of this model."""
@@ -111,21 +107,13 @@ def _by_rows(trunk):
     return "flash" in attention or "flex" in attention
 
 # %% ../../nbs/models/75_step.ipynb #e0e7d205
-def micro_batches(
-    run:Prepared,
-    batch:Batch, # a whole, or one of the parts of a cut
-)->list[list[int]]: # row numbers of each
+def micro_batches(run:Prepared, batch:Batch)->list[list[int]]: # row numbers of each
     "Row numbers of each micro-batch of this rank's rows."
     families = batch.families if run.layout.segments and run.layout.packed else None
     shared = None if families is None else common_prefix(batch.tokens, batch.lengths, families)
     return _plan(run, batch.lengths, batch.unit if "unit" in batch else None, shared)
 
-def as_many(
-    run:Prepared,
-    batches:list, # that one call reads
-    plans:list[list[list[int]]], # of each: this rank's micro-batches
-    error:Exception|None, # why this rank has none, if so
-)->list[list[list[int]]]:
+def as_many(run:Prepared, batches:list, plans:list[list[list[int]]], error:Exception|None)->list[list[list[int]]]:
     "Parts of a cut get as many micro-batches on every rank, some empty, or all ranks raise."
     if run.model.ranks > 1 and any(isinstance(b, Batch) and b.is_part and b.whole.parts > 1 for b in batches):
         most = largest([len(plan) for plan in plans], error, run.name)
@@ -152,11 +140,7 @@ def _sides(run, lengths, unit):
     return [side for side in (rows[lengths <= window], rows[lengths > window]) if len(side)]
 
 # %% ../../nbs/models/75_step.ipynb #a62c8e1b
-def train_step(
-    run:Prepared,
-    jobs:list,       # (batch, loss) pairs
-    reading:Reading, # what the losses see
-)->dict: # metrics
+def train_step(run:Prepared, jobs:list, reading:Reading)->dict: # metrics
     """One optimizer step on the sum of the jobs' losses.
 
     In order: the lock is taken; ranks agree on what they were given; batches without chosen tokens are left out; rows
@@ -267,10 +251,7 @@ def _own_metrics(run, sums, norm, share)->dict[str, Metric]:
                 version=Last(run.model.version), skipped=Mean(0., share))
 
 # %% ../../nbs/models/75_step.ipynb #2873c202
-def is_shared(
-    run:Prepared,
-    batches:list, # of a step
-)->bool: # True: gradients are summed over replicas
+def is_shared(run:Prepared, batches:list)->bool: # True: gradients are summed over replicas
     "Whether the batches are cut over the replicas of this world. ValueError for a cut in another number."
     parts = {b.whole.parts for b in batches if b.is_part}
     if not parts: return False
@@ -289,15 +270,11 @@ def _agree_on_rows(run, batches):
 
 # %% ../../nbs/models/75_step.ipynb #e833e2c5
 @torch.no_grad()
-def compute(
-    run:Prepared,
-    batch:Batch,     # a whole or a part
-    reading:Reading, # what to read
-    key:str,         # which of the outputs: logprobs, values, measured, hidden, scores, experts
-    at:Tensor|str|None=None,   # where, see `places_at`
-    by_row:Callable|None=None, # (output of a micro-batch, its rows) → `[B, …]`; None: as it is
-)->Tensor: # `[B, T, …]`, or `[B, …]` of rows
-    "Run all micro-batches without gradient and put `key` back in the rows' order, on the CPU."
+def compute(run:Prepared, batch:Batch, reading:Reading, key:str, at:Tensor|str|None=None,
+            by_row:Callable|None=None)->Tensor: # `[B, T, …]`, or `[B, …]` of rows
+    """Run all micro-batches without gradient and put `key` back in the rows' order, on the CPU.
+
+    `at`: where, see `places_at`; `by_row`: (output of a micro-batch, its rows) → `[B, …]`; None = as it is."""
     with run.lock:
         batch, plan = _readable(run, batch, reading, at)
         done = list(_computed(run, batch, plan, reading, key, by_row))

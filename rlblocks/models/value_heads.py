@@ -166,18 +166,13 @@ def _probed(module):
     return states_of(module(torch.zeros(1, 3, dtype=torch.long, device=next(module.parameters()).device)))
 
 # %% ../../nbs/models/73_value_heads.ipynb #bcf83fea
-def classifier(
-    trunk:nn.Module,     # a transformers trunk
-    head:nn.Module|None, # a linear head
-    *,
-    pad:int|None=None,   # padding id, for readers that search for the last token that is none
-    names:list[str]|None=None, # of the head's outputs
-    moments:tuple[list[float], list[float]]|None=None, # mean and standard deviation of each output, to be taken out
-    at:str|None=None,    # the column that says where it is read; None: the last token
-    bins:list[float]|None=None, # values that its outputs are logits of
-    who:str="Scorer",    # for the message
-)->"transformers.PreTrainedModel": # shares the trunk and the head; names its head `score`
-    "A reward model as transformers calls it. TypeError when it has no such class for this trunk."
+def classifier(trunk:nn.Module, head:nn.Module|None, *, pad:int|None=None, names:list[str]|None=None,
+               moments:tuple[list[float], list[float]]|None=None, at:str|None=None, bins:list[float]|None=None,
+               who:str="Scorer")->"transformers.PreTrainedModel":
+    """A reward model as transformers calls it. TypeError when it has no such class for this trunk.
+
+    `at`: the column that says where it is read; None = the last token. The result shares the trunk and the head,
+    and names its head `score`."""
     import transformers as tf
     kind = "TOKEN" if getattr(head, "bias", None) is not None else "SEQUENCE"
     known = getattr(tf, f"MODEL_FOR_{kind}_CLASSIFICATION_MAPPING")
