@@ -3,8 +3,8 @@
 Each rank is a process of its own. The peak is VmHWM, reset before the model is loaded, beyond what the process held
 then; a tiny model is loaded first, so that libraries, groups and threads are there already. What the rank keeps is
 measured in the same way afterwards: its shard of the weights, with ZeRO-3 also of fp32 masters and of gradients, and
-adapters. The law: the peak is at most what is kept and one weight; tensor parallel holds slabs of a few MiB beside it,
-and under an adapter the weight that its check joins is in fp32, twice the size of the file's.
+adapters. The law: the peak is at most what is kept and one weight, as it is stored; tensor parallel holds slabs of a
+few MiB beside it.
 "shards": the engine reads its part of the files;
 "complete": every rank reads the model as transformers does, and the engine cuts it.
 

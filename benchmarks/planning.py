@@ -122,7 +122,7 @@ def held(policy, known):
     model.engine.step = before
     policy.step(rows(), loss)
     zero, base = getattr(model.engine, "zero", None), getattr(model.engine, "base", None)
-    flats = model.engine.held.flats() if zero is not None else []
+    flats = model.engine.parts.flats() if zero is not None else []
     modules = [model.module] if base is None else [model.module, base.trunk]
     weights = [*flats, *(x for m in modules for p in (*m.parameters(), *m.buffers())
                          for x in (p, getattr(p, "ds_tensor", None), *tables(p)))]
@@ -146,7 +146,7 @@ def gradients(model):
     zero = getattr(model.engine, "zero", None)
     if zero is None: return storages(p.grad for p in model.module.parameters())
     kept = [p.grad for p in model.module.parameters()] + [bucket.buffer for bucket in zero.ipg_buckets.values()] + [
-        flat.grad for flat in model.engine.held.flats()]
+        flat.grad for flat in model.engine.parts.flats()]
     kept += [*getattr(zero, "accumulated_grads_in_cpu", {}).values(), *(
         x for end in ("cpu", "gpu") if (x := getattr(zero, f"temp_grad_buffer_for_{end}_offload", None)) is not None)]
     for name in ("averaged_gradients", "all_grad_tensors"):

@@ -298,7 +298,7 @@ def peaks(rank, folder, engine, port):
         torch.distributed.init_process_group("gloo")
     from rlblocks.models.forward import Forward
     from rlblocks.engines.sharded import ShardedModel
-    from rlblocks.models.lora import standing
+    from rlblocks.models.lora import on_base
     torch.set_num_threads(1)
     def packed(layer):
         import bitsandbytes as bnb
@@ -314,7 +314,7 @@ def peaks(rank, folder, engine, port):
         reader = Forward(net)
         setup = Setup(dict(r=4, target_modules=[str(i) for i in range(8)], use_dora=kind == "dora"), engine_of(engine),
                       device="cpu")
-        setup, _ = standing(None, reader, setup, "Policy")
+        setup, _ = on_base(None, reader, setup, "Policy")
         m = ShardedModel(reader, engine=setup.engine, device="cpu")
         found[kind] = export_extra(lambda n, m=m: m.iter_full_params(n, "trunk."), 3*size)/size*2**20
     torch.save(found, folder/f"peaks{rank}.pt")
@@ -359,7 +359,7 @@ def on_shards(b, whole, engine):
         outputs = torch.stack([policy.logprobs(whole), ref.logprobs(whole), critic.values(whole)])
         found[name] = dict(outputs=outputs, sent=sent, kept=policy.state_dict()["module"]
                            | {f"critic.{k}": x for k, x in critic.state_dict()["module"].items()}, metrics=metrics,
-                           bend=policy._run.layout.bend)
+                           transform=policy._run.layout.transform)
         if engine: others(policy, ref, b, whole, outputs, sharded=engine not in ("zero1", "zero2"), late=name != "head")
     return found
 
@@ -420,7 +420,8 @@ def test_adapters_on_a_sharded_base(engine, world, one_process, tmp_path):
         for got in (r[name] for r in ranks):
             assert_close(got["outputs"], want["outputs"], rtol=0, atol=reach(want["outputs"]))
             # straight from hidden states; ZeRO-3 brings a whole layer's copy of its own only
-            assert got["bend"] == (want["bend"] if (engine, name) != ("zero3", "head") else None) and want["bend"]
+            known = want["transform"] if (engine, name) != ("zero3", "head") else None
+            assert got["transform"] == known and want["transform"]
             for what in ("sent", "kept"):
                 assert got[what].keys() == want[what].keys()
                 for k, x in want[what].items(): assert_close(got[what][k], x, rtol=0, atol=NEAR*LR)

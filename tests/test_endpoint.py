@@ -321,7 +321,7 @@ def test_a_cancelled_stream_is_not_recorded(rollout, at, path):
     "It leaves the engine; tried again it is one row, the one that it would have been."
     session, ask = at.session(group=5), [dict(role="user", content="Say 1.")]
     body = dict(model="policy", stream=True, **{"input" if path == "responses" else "messages": ask})
-    with rollout.turn:                     # the engine is busy with something else
+    with rollout.lock:                     # the engine is busy with something else
         with httpx2.Client() as client, client.stream(
                 "POST", f"{at.url}/{path}", json=body, headers=dict(authorization=f"Bearer {session.key}")) as got:
             lines = got.iter_lines()       # its end would close the connection
@@ -360,7 +360,7 @@ def test_of_two_calls_with_one_body_each_has_its_own_answer(rollout, at):
     def ask(attempt, timeout=60): return httpx2.post(f"{at.url}/chat/completions", json=body, timeout=timeout, headers={
         "authorization": f"Bearer {session.key}", "x-stainless-retry-count": str(attempt)}).json()
     first = ask(0)
-    with rollout.turn:
+    with rollout.lock:
         with pytest.raises(httpx2.ReadTimeout): ask(0, timeout=.5)
         wait_until(lambda: not session.tasks and not at.state.asker.waits)
     second = ask(1)
@@ -387,7 +387,7 @@ def test_a_call_that_is_repeated_while_it_runs_is_sampled_once(at, rollout):
     def ask(attempt): said.append(httpx2.post(f"{at.url}/chat/completions", json=body, timeout=60, headers={
         "authorization": f"Bearer {session.key}", "x-stainless-retry-count": str(attempt)}).json())
     threads = [threading.Thread(target=ask, args=(k,)) for k in range(3)]
-    with rollout.turn:
+    with rollout.lock:
         for k, thread in enumerate(threads):
             thread.start()
             wait_until(lambda k=k: len(at.served.server.server_state.tasks) == k + 1)
@@ -466,7 +466,7 @@ def test_calls_at_once_do_not_pass_a_limit(rollout, at):
         try: box.append(chat_with(at, session))
         except openai.BadRequestError as e: box.append(e)
     threads = [threading.Thread(target=ask) for _ in range(4)]
-    with rollout.turn:
+    with rollout.lock:
         for t in threads: t.start()
         wait_until(lambda: len(box) == 2 and len(at.state.asker.waits) == 2)
     for t in threads: t.join(timeout=60)
@@ -478,7 +478,7 @@ def test_calls_at_once_do_not_pass_a_limit(rollout, at):
 def test_a_call_that_comes_while_weights_change_waits(rollout, at):
     session, box = at.session(), []
     thread = threading.Thread(target=lambda: box.append(chat_with(at, session)))
-    with rollout.turn:
+    with rollout.lock:
         rollout.sleep()
         thread.start()
         wait_until(lambda: at.state.asker.waits)
@@ -653,7 +653,7 @@ def test_closing_ends_everything_that_was_opened(rollout):
         with openai.OpenAI(base_url=at.url, api_key=session.key) as client:
             try: chat(client)
             except openai.APIError as e: box.append(e)
-    with rollout.turn:
+    with rollout.lock:
         thread = threading.Thread(target=late)
         thread.start()
         wait_until(lambda: session.tasks and at.state.asker.waits)

@@ -77,7 +77,7 @@ def keeps_the_contract(rank, ranks, name):
     assert engine(X).abs().sum() == 0 and not any(x.any() for x in weights(engine).values())
 
     engine.adapt("none")   # on a layer that is not cut, nothing changes
-    with engine.turn, engine.turn: assert engine(X).abs().sum() == 0   # a lock that a thread may take again
+    with engine.lock, engine.lock: assert engine(X).abs().sum() == 0   # a lock that a thread may take again
 
     n = sum(x.numel() for x in before.values())
     held = engine.nbytes()

@@ -733,7 +733,7 @@ def test_an_endpoint_keeps_its_promises_on_an_engine_elsewhere(rollout):
         assert len(b) == 200 and b.tokens.equal(want.tokens) and b.n_turns.tolist() == [1]*200
         assert_close(b.rollout_logprobs, want.rollout_logprobs, atol=1e-4, rtol=0)
         session = at.session()
-        with rollout.turn, httpx2.Client() as client, client.stream(        # the engine is busy with something else
+        with rollout.lock, httpx2.Client() as client, client.stream(        # the engine is busy with something else
                 "POST", f"{at.url}/chat/completions", json=ask | dict(stream=True),
                 headers=dict(authorization=f"Bearer {session.key}")) as got:
             lines = got.iter_lines()

@@ -510,7 +510,7 @@ def test_a_refused_load_leaves_the_engine_as_it_was():
     assert len(r.generate(tiny.prompts())) == 3 and engine(stop=torch.tensor([1, 2])).stop.tolist() == [1, 2]
 
 
-def test_a_plan_leaves_the_configuration_as_it_came():
+def test_a_plan_leaves_the_configuration_as_it_was():
     "transformers writes the dtype of a model into the configuration it is made of."
     config = tiny.model().config
     before, first = config.to_dict(), plan_rollout(config, rows=2, tokens=8)

@@ -65,7 +65,7 @@ def test_files_are_those_that_transformers_writes(make, held, tmp_path):
 def test_what_shares_a_place_in_a_file_must_come():
     net = fused()
     some = [(k, x) for k, x in net.state_dict().items() if "q_proj" not in k]
-    with pytest.raises(ValueError, match="came without the weights that share its place"):
+    with pytest.raises(ValueError, match="arrived without the weights that share its place"):
         list(as_filed(plain_twin(net), some))
 
 
@@ -167,7 +167,7 @@ def test_persist_and_drafts_refuse_what_is_not_there(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Policy, Critic, Scorer])
-def test_a_half_precision_model_goes_back_as_it_came(kind, tmp_path):
+def test_a_half_precision_model_is_saved_in_the_precision_it_was_loaded_in(kind, tmp_path):
     "fp32 where fp32 came; a head is kept in its own precision, so that what is read back scores the same."
     net = model(dtype=torch.bfloat16)
     net.model.norm.float()

@@ -43,7 +43,7 @@ def filled(net):
             if "lora_B" in name: p.normal_()
 
 
-def read(net, bend):
+def read(net, transform):
     "Log-probs, entropy, every gradient, and how often the head was read straight."
     b = tiny.rows(B=6, T=12)
     rows, cols = b.mask.roll(-1, 1).nonzero().unbind(1)
@@ -51,7 +51,7 @@ def read(net, bend):
     def counted(*args, **how): calls.append(1); return linear_logprobs(*args, **how)
     with mock.patch.object(head, "linear_logprobs", counted):
         places = Places(rows, cols, targets=b.tokens[rows, cols+1], temperature=torch.linspace(.5, 2, len(rows)))
-        out = Forward(net)(b.tokens, b.lengths, places, Reading(entropy=True), Layout(bend=bend))
+        out = Forward(net)(b.tokens, b.lengths, places, Reading(entropy=True), Layout(transform=transform))
     learning = {n: p for n, p in net.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad((out["logprobs"].cos() + .3*out["entropy"]).sum(), list(learning.values()),
                                 allow_unused=True)
@@ -63,9 +63,9 @@ def agree(net, adapters, softcap=None):
     "The layer is read straight with so many adapters (None: from logits), and gives what its logits give."
     known = matrix_of(output_layer(net))
     assert (known if known is None else len(known[1])) == adapters
-    bend = logit_transform(net, "cpu")
-    assert bend == (1., pytest.approx(softcap) if softcap else None)
-    straight, plain = read(net, bend), read(net, None)
+    transform = logit_transform(net, "cpu")
+    assert transform == (1., pytest.approx(softcap) if softcap else None)
+    straight, plain = read(net, transform), read(net, None)
     for x, y in zip(straight[:2], plain[:2], strict=True): assert_close(x, y, atol=1e-10, rtol=1e-10)
     assert straight[2].keys() == plain[2].keys() and straight[2]
     for name, g in plain[2].items():
@@ -129,7 +129,7 @@ def test_logits_of_all_places_are_never_there_at_once():
         def keep(x, kept=kept): kept.append(x.numel()); return x
         with Largest() as seen:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-                out = head_logprobs(layer, hidden, ids, bend=(.5, 3.), entropy=True, chunk=chunk,
+                out = head_logprobs(layer, hidden, ids, transform=(.5, 3.), entropy=True, chunk=chunk,
                                     temperature=torch.linspace(.5, 2, 90),
                                     support=torch.where(ids[:, None] % 2 == 0, -1, ids[:, None] + torch.arange(4)))
             grads = torch.autograd.grad(out.cos().sum(), [hidden, layer.lora_A["default"].weight])
@@ -174,12 +174,12 @@ def test_what_cannot_be_measured_is_not_guessed():
 def test_a_layer_that_changes_gives_its_logits():
     "`logit_transform` saw plain LoRA; then dropout is switched on."
     net = model()
-    layer, bend = output_layer(net), logit_transform(net, "cpu")
+    layer, transform = output_layer(net), logit_transform(net, "cpu")
     hidden, ids = torch.randn(5, 32).double(), torch.arange(5)
     layer.train()
-    assert matrix_of(layer) is None and bend == (1., None)
+    assert matrix_of(layer) is None and transform == (1., None)
     torch.manual_seed(0)
-    found = head_logprobs(layer, hidden, ids, bend=bend, entropy=True, temperature=.7)
+    found = head_logprobs(layer, hidden, ids, transform=transform, entropy=True, temperature=.7)
     torch.manual_seed(0)
     z = layer(hidden)/.7
     assert_close(found, torch.stack([z.log_softmax(-1)[range(5), ids],
@@ -189,13 +189,13 @@ def test_a_layer_that_changes_gives_its_logits():
 def test_measure_hears_the_adapter():
     net = model()
     layer, hidden = output_layer(net), torch.randn(5, 32).double()
-    assert_close(head_measured(layer, hidden, lambda z: z.logsumexp(-1), bend=(.5, None), chunk=2),
+    assert_close(head_measured(layer, hidden, lambda z: z.logsumexp(-1), transform=(.5, None), chunk=2),
                  (layer(hidden)/2).logsumexp(-1))
 
 
 def test_a_scaled_layer_with_a_bias(): # the model scales what the layer gives, its bias included
     layer, hidden, ids = nn.Linear(4, 9), torch.randn(3, 4), torch.arange(3)
-    assert_close(head_logprobs(layer, hidden, ids, bend=(.25, 2.))[:, 0],
+    assert_close(head_logprobs(layer, hidden, ids, transform=(.25, 2.))[:, 0],
                  (2*torch.tanh(layer(hidden)/4/2)).log_softmax(-1)[range(3), ids])
 
 
@@ -213,7 +213,7 @@ def test_a_frozen_head_is_multiplied_once_each_way():
     for learns, wanted in ((False, 4), (True, 7)):
         layer, hidden = nn.Linear(4, WIDE, bias=False).requires_grad_(learns), torch.randn(rows, 4, requires_grad=True)
         with Products() as seen:
-            head_logprobs(layer, hidden, torch.zeros(rows, dtype=torch.long), bend=(1., None)).sum().backward()
+            head_logprobs(layer, hidden, torch.zeros(rows, dtype=torch.long), transform=(1., None)).sum().backward()
         assert seen.count == wanted
 
 

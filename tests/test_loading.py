@@ -13,7 +13,7 @@ from forked import forked
 from resident import give_back, memory, settled
 from tiny import rows
 
-from rlblocks import Critic, Policy, Scorer, fsdp2, plain, zero
+from rlblocks import Checkpoint, Critic, Policy, Scorer, fsdp2, plain, ppo_loss, zero
 from rlblocks.engines import cuts
 from rlblocks.engines.lazy import lazy_weights, read_module_
 from rlblocks.engines.sharded import ShardedModel
@@ -244,9 +244,44 @@ def _pieces(rank, path, store):
     dist.destroy_process_group()
 
 
-def test_pieces_read_from_files_are_those_of_the_whole_model(folders, tmp_path):
-    "Tensor parallel, cut by rows and by columns, tied, without and with an adapter: difference 0."
+@pytest.fixture(scope="module")
+def two(folders):
+    "A model whose layers two ranks can hold together."
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SMALL | dict(num_key_value_heads=2), tie_word_embeddings=True)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folders/"two")
-    forked(_pieces, (folders, tmp_path/"store"), 2)
+    return folders
+
+
+def test_pieces_read_from_files_are_those_of_the_whole_model(two, tmp_path):
+    "Tensor parallel, cut by rows and by columns, tied, without and with an adapter: difference 0."
+    forked(_pieces, (two, tmp_path/"store"), 2)
+
+
+def _resumed(rank, path, store, folder, ranks, cases):
+    join(rank, store, ranks)
+    b = rows(B=6, dtype=torch.float32)
+    def loss(out, b): return ppo_loss(out.logprobs, b.ref_logprobs, b.advantages, b.mask, denom=b.n_tokens)
+    for case in cases:
+        def policy(engine=CASES[case][0], lora=CASES[case][1]):
+            return Policy(path/"two", engine=engine, lora=lora, lr=1e-3, device="cpu")
+        straight, again, done = policy(), policy(), []
+        for _ in Checkpoint(folder/case, every=2)(2, policy=straight): straight.step(b, loss)
+        for _ in range(2): straight.step(b, loss)
+        for step in Checkpoint(folder/case, every=2)(4, policy=again):
+            done.append(step)
+            again.step(b, loss)
+        assert done == [2, 3] and again.version == straight.version == 4, case
+        assert torch.equal(again.logprobs(b), straight.logprobs(b)), case
+        assert not torch.equal(again.logprobs(b), policy().logprobs(b)), (case, "nothing was learnt")
+        mine, theirs = again.state_dict()["module"], straight.state_dict()["module"]
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine), case
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks, cases", [(2, ["fsdp2, lora", "zero3, lora", "tensor", "tensor, lora"]),
+                                          *rarely((4, [c for c in CASES if c != "zero3"]))])
+def test_a_policy_read_by_shards_resumes(two, tmp_path, ranks, cases):
+    "Two steps, a save, two more by a policy that reads its files anew: the run that was not interrupted, to the bit."
+    pytest.importorskip("deepspeed")
+    forked(_resumed, (two, tmp_path/"store", tmp_path/"runs", ranks, cases), ranks)

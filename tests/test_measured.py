@@ -249,7 +249,7 @@ REFUSED = dict(one_for_all=(lambda z: z.mean(), r"measure gave \[\] for logits \
 def test_a_measure_is_held_to_the_same_on_every_path(path):
     policy, b = Policy(PATHS[path](), device="cpu"), tiny.rows(B=4, T=12)
     b["weight"] = torch.rand(4, 12)
-    assert (policy._run.layout.bend is None) == (path == "model")
+    assert (policy._run.layout.transform is None) == (path == "model")
     for measure, said in REFUSED.values():
         with pytest.raises(ValueError, match=said): policy.step(b, straight, measure=measure)
     for name in ("one_for_all", "number", "few", "in_place", "column_in_place"):
@@ -307,6 +307,6 @@ def test_a_measure_stands_for_all_that_is_read_of_the_logits():
         return out.measured.sum()/b.n_tokens, {}
     for head in (True, False):          # straight from the head; from whole logits
         policy = Policy(tiny.model("llama"), lr=0., device="cpu")
-        if not head: tiny.laid_out(policy, bend=None)
+        if not head: tiny.laid_out(policy, transform=None)
         policy.step(batch(), loss, measure=lambda z: z.logsumexp(-1))
     assert seen and all(x == ["measured"] for x in seen), seen

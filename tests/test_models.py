@@ -512,7 +512,7 @@ def test_another_default_dtype_changes_no_number():
     b, net = rows(dtype=torch.float32), model()
     def read():
         policy, critic = Policy(net, device="cpu", value_head=True), Critic(net, device="cpu")
-        return (policy._run.layout.packed, policy._run.layout.bend, policy.logprobs(b), policy.hidden(b),
+        return (policy._run.layout.packed, policy._run.layout.transform, policy.logprobs(b), policy.hidden(b),
                 critic.values(b), Scorer(net, device="cpu").scores(b))
     wanted = read()
     torch.set_default_dtype(torch.float64)

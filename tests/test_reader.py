@@ -53,11 +53,11 @@ def read(policy, b):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_head_read_straight_gives_what_the_logits_give(kind):
     policy = Policy(model(kind), lr=0.)
-    k, c = policy._run.layout.bend
+    k, c = policy._run.layout.transform
     assert (k, c) == (pytest.approx(KINDS[kind].get("logit_scale", 1/KINDS[kind].get("logits_scaling", 1.)), rel=1e-5),
                       KINDS[kind].get("final_logit_softcapping"))
     straight = read(policy, batch())
-    tiny.laid_out(policy, bend=None)
+    tiny.laid_out(policy, transform=None)
     for x, y in zip(straight, read(policy, batch()), strict=True):
         assert_close(x, y, atol=tiny.APART*max(1., float(y.abs().max())), rtol=0)
     if c: assert policy._run.module.trunk(batch().tokens).logits.abs().max() > .5*c # the cap was felt
@@ -75,7 +75,7 @@ def test_absolute_golden(): # LAWS 8: parity alone would let both be wrong
     policy = Policy(Fixed)
     b = Batch(tokens=torch.tensor([[0, 1, 2, 0]]*2), mask=torch.tensor([[False, True, True, False]]*2),
               lengths=torch.tensor([3, 3]))
-    assert policy._run.layout.bend == (1., None)
+    assert policy._run.layout.transform == (1., None)
     assert_close(policy.logprobs(b).exp(), torch.tensor([[1., .25, .625, 1.]]*2)) # 0 where nothing was chosen
     out = tiny.read(policy, b, entropy=True)
     aggregate(-out.logprobs, b.mask).backward()
@@ -95,12 +95,13 @@ class Squared(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "f, bend", [(lambda z: z, (1., None)), (lambda z: z/4, (.25, None)), (lambda z: 30*torch.tanh(z/30), (1., 30.)),
-                (lambda z: 5*torch.tanh(.5*z/5), (.5, 5.)), (lambda z: z*z.abs(), None), (lambda z: z + 1, None),
-                (lambda z: z.clamp(-10, 10), None), (lambda z: z.log_softmax(-1), None), (lambda z: -z, (-1., None))])
-def test_an_unknown_bend_is_read_from_logits(f, bend):
+    "f, transform", [
+        (lambda z: z, (1., None)), (lambda z: z/4, (.25, None)), (lambda z: 30*torch.tanh(z/30), (1., 30.)),
+        (lambda z: 5*torch.tanh(.5*z/5), (.5, 5.)), (lambda z: z*z.abs(), None), (lambda z: z + 1, None),
+        (lambda z: z.clamp(-10, 10), None), (lambda z: z.log_softmax(-1), None), (lambda z: -z, (-1., None))])
+def test_an_unknown_transform_is_read_from_logits(f, transform):
     found = logit_transform(Squared(f), "cpu")
-    assert found == bend if bend is None else found == pytest.approx(bend)
+    assert found == transform if transform is None else found == pytest.approx(transform)
     x = torch.zeros(1, 3, dtype=torch.long)
     net = Squared(f)
     assert logit_transform(net, "cpu") is None or "forward" not in vars(net.head)
@@ -129,7 +130,7 @@ def test_no_logits_are_held(head):
     assert b.n_tokens > 2*CHUNKS["cpu"]     # places that are read at a time
     with Widest() as seen: tiny.read(policy, b, entropy=True).logprobs.sum().backward()
     assert seen.numel <= CHUNKS["cpu"]*20_000
-    tiny.laid_out(policy, bend=None)
+    tiny.laid_out(policy, transform=None)
     with Widest() as seen: tiny.read(policy, b, entropy=True)
     assert seen.numel >= b.n_tokens*20_000
 
@@ -142,8 +143,8 @@ def test_measure_sees_the_distribution_that_was_sampled_from(kind):
     out = tiny.read(policy, b, entropy=True, logits=True)
     z = out.logits.detach()
     assert z.shape == (*b.mask.shape, 32) and (z[~b.mask] == 0).all()
-    for bend in (policy._run.layout.bend, None):
-        tiny.laid_out(policy, bend=bend)
+    for transform in (policy._run.layout.transform, None):
+        tiny.laid_out(policy, transform=transform)
         assert_close(policy.measure(b, entropy), torch.where(b.mask, out.entropy.detach(), 0.))
         squares = policy.measure(b, lambda z: (2*z.log_softmax(-1)).logsumexp(-1))
         assert_close(squares[b.mask], z.softmax(-1).square().sum(-1).log()[b.mask], atol=1e-5, rtol=1e-5)

@@ -275,11 +275,11 @@ def test_threads_that_share_weights_get_their_own_numbers(kind):
 
 def test_a_copied_wrapper_has_a_lock_of_its_own():
     policy = Policy(net(), device="cpu")
-    for copied in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy._run.model.turn))):
-        turn = getattr(copied, "_run", None).model.turn if isinstance(copied, Policy) else copied
-        assert turn is not policy._run.model.turn
+    for copied in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy._run.model.lock))):
+        turn = getattr(copied, "_run", None).model.lock if isinstance(copied, Policy) else copied
+        assert turn is not policy._run.model.lock
         free = []
-        with policy._run.model.turn:
+        with policy._run.model.lock:
             thread = threading.Thread(target=lambda turn=turn, free=free: free.append(turn.acquire(timeout=20)))
             thread.start(), thread.join()
         assert free == [True]

@@ -262,7 +262,7 @@ def adapters(engine, world, rank, folder):
         (policy.step(part(b, world, rank), ppo, entropy=True), critic.step(part(b, world, rank), t.value),
          plain.step(b, ppo, entropy=True), judge.step(b, t.value))
     # what recomputed layers entered is nobody's
-    assert policy._run.model.engine.base.model.engine.entering.x is None
+    assert policy._run.model.engine.base.model.engine.entry.x is None
     same(policy.state_dict(), plain.state_dict(), NEAR*LR), same(critic.state_dict(), judge.state_dict(), NEAR*LR)
     lp = policy.logprobs(b)
     assert (lp-first).abs().max() > 1e-3

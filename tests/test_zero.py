@@ -99,7 +99,7 @@ def test_gradients_in_any_bucket_are_the_plain_ones(found, stage, bucket):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_masters_begin_as_the_weights_came_not_as_they_are_rounded(found, stage):
+def test_masters_begin_as_the_weights_were_loaded_not_as_they_are_rounded(found, stage):
     got, want = found[f"masters {stage}"], Net().state_dict()
     assert all(torch.equal(x, want[name]) for name, x in got.items())
     assert not torch.equal(want["mid.weight"], want["mid.weight"].bfloat16().float())

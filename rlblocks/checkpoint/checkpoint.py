@@ -123,8 +123,8 @@ def _save_step(checkpoint:"Checkpoint", folder:Path, at:tuple[int, dict]|None):
     step, parts = at
     checkpoint.wait()
     if checkpoint.group is None and world()[1] > 1:     # a thread's messages must not mix with the loop's
-        checkpoint.group = in_time(lambda: dist.new_group(backend="gloo"), seconds=MEETING,
-                                   what="Checkpoint, making a group")
+        group:Any = in_time(lambda: dist.new_group(backend="gloo"), seconds=MEETING, what="Checkpoint, making a group")
+        checkpoint.group = group
     parts, kept = keepers_of(parts, folder)
     states, shards = collect(parts, checkpoint.whole)
     warn_of_size(parts, states, folder)

@@ -77,7 +77,7 @@ class Asker:
         gone:list[int],
     )->list[Completion]:
         "One round with the engine."
-        with self.rollout.turn:               # a load that is under way has ended
+        with self.rollout.lock:               # a load that is under way has ended
             if gone: self.line.abort(gone)
             if new: self.submit(new)
             return self.line.poll(.02)
@@ -126,7 +126,7 @@ def fail(
 ):
     "Nobody who waits will be answered."
     with asker.changed: keys, asker.new, asker.gone = [*asker.waits, *asker.gone], [], []
-    with asker.rollout.turn: asker.line.abort(keys)
+    with asker.rollout.lock: asker.line.abort(keys)
     deliver(asker, dict.fromkeys(keys, error))
 
 def put(

@@ -22,7 +22,7 @@ import torch
 from ..data.batch import Batch
 from ..data.columns import whole_number
 from ..data.renderers import Renderer
-from ..engines.guards import Stays
+from ..engines.guards import LocalOnly
 from .asking import Asker
 from ..environments.environments import default_renderer, episodes_of, in_thread, rows_of_episodes, unit_of
 from ..environments.episodes import Episode, called
@@ -240,7 +240,7 @@ def check_distinct(
                              "of its own, at.session(group=…, sample=…), or collect them one by one")
 
 # %% ../../nbs/endpoint/88h_endpoint.ipynb #efea7831
-class Endpoint(Stays):
+class Endpoint(LocalOnly):
     """An address at which a rollout answers agents: OpenAI's Chat Completions and Responses, Anthropic's Messages.
 
     It listens on the loopback interface only. The distribution and `max_tokens` are the rollout's. `stream=True` is

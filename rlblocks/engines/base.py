@@ -16,7 +16,7 @@ from typing import Any, Protocol, Required, TypedDict, TypeVar, runtime_checkabl
 import torch
 from torch import Tensor, nn
 
-from .guards import Turn
+from .guards import ReentrantLock
 
 _T = TypeVar("_T")
 
@@ -39,10 +39,7 @@ def bytes_of(
     local = [getattr(x, "to_local", lambda x=x: x)() for x in tensors if isinstance(x, Tensor)]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local if x.numel()}.values())
 
-def nbytes_of(
-    module:nn.Module, # with plain tensors or DTensors
-    optimizer:torch.optim.Optimizer|None, # of its parameters
-)->dict[str, int]: # weights, gradients, states
+def nbytes_of(module:nn.Module, optimizer:torch.optim.Optimizer|None)->dict[str, int]: # weights, gradients, states
     "Bytes of a module, its gradients and its optimizer's states on this rank."
     params = list(module.parameters())
     kept = [x for state in optimizer.state.values() for x in state.values()] if optimizer else []
@@ -78,8 +75,8 @@ class Engine(Protocol):
         ...
 
     @property
-    def turn(self)->Turn:
-        "The lock of the weights: one thread at a time. What stands on the weights of another engine has that one's."
+    def lock(self)->ReentrantLock:
+        "The lock of the weights: one thread at a time. An engine on the weights of another has that one's."
         ...
 
     def __call__(self, *args, **kwargs)->Any:
@@ -152,14 +149,14 @@ class EngineSpec:
     word:str|None = None      # None, "fsdp2", "zero1", "zero2", "zero3"
     offload:str|None = None   # "cpu" (fsdp2, zero), "nvme" (zero3): where states (and shards) live
     nvme:str|None = None      # a folder on a fast disk, for offload="nvme"
-    dtype:torch.dtype|None = None # compute dtype; None: the one the module came in
+    dtype:torch.dtype|None = None # compute dtype; None: the weights' own
     checkpointing:bool = False    # recompute activations in the backward pass
-    low_precision:bool = False    # train half-precision weights and states as they came
-    sequence_parallel:int = 1     # so many consecutive ranks run one line of tokens together, each a stretch of it
+    low_precision:bool = False    # train half-precision weights and states as they are
+    sequence_parallel:int = 1     # so many consecutive ranks run one line of tokens together, each a shard of it
     tensor_parallel:int = 1       # so many consecutive ranks hold one layer together
     expert_parallel:bool = False  # with tensor_parallel: distribute whole experts instead of cutting each
     make:Callable|None = None     # instead of the word's: (module, device, optimizer=, max_norm=) → `Engine`; one that
-                                  # cuts layers has `tensor_parallel`, the number said here
+                                  # cuts layers has `tensor_parallel`, the same number
 
     def __post_init__(self):
         "ValueError, TypeError for what no engine can do."
@@ -175,9 +172,7 @@ class EngineSpec:
         "Whether every rank has all weights at any time, in the module itself."
         return self.word is None and self.make is None and self.tensor_parallel == 1
 
-def check_engine(
-    x:EngineSpec, # just made
-)->None:
+def check_engine(x:EngineSpec)->None:
     "ValueError, TypeError for settings that no engine can do."
     if x.word not in WORDS:
         near = get_close_matches(str(x.word), [word for word in WORDS if word], 1)
@@ -206,10 +201,10 @@ def check_engine(
 # %% ../../nbs/engines/55_base.ipynb #38353b87
 def plain(
     *,
-    dtype:torch.dtype|None=None, # compute dtype; None: the one the module came in
+    dtype:torch.dtype|None=None, # compute dtype; None: the weights' own
     checkpointing:bool=False,    # recompute activations in the backward pass
-    low_precision:bool=False,    # train half-precision weights and states as they came: small steps round to nothing
-    sequence_parallel:int=1,     # so many consecutive ranks run one line of tokens together, each a stretch of it
+    low_precision:bool=False,    # train half-precision weights and states as they are: small steps round to nothing
+    sequence_parallel:int=1,     # so many consecutive ranks run one line of tokens together, each a shard of it
     tensor_parallel:int=1,       # so many consecutive ranks hold one layer together
     expert_parallel:bool=False,  # with tensor_parallel: distribute whole experts instead of cutting each
 )->EngineSpec: # for `engine=`
@@ -221,10 +216,10 @@ def plain(
 def fsdp2(
     *,
     offload:str|None=None,       # "cpu": shards, gradients and states live there
-    dtype:torch.dtype|None=None, # compute dtype, weights are gathered in it; None: the one the module came in
+    dtype:torch.dtype|None=None, # compute dtype, weights are gathered in it; None: the weights' own
     checkpointing:bool=False,    # recompute activations in the backward pass
-    low_precision:bool=False,    # train half-precision weights and states as they came: small steps round to nothing
-    sequence_parallel:int=1,     # so many consecutive ranks run one line of tokens together, each a stretch of it
+    low_precision:bool=False,    # train half-precision weights and states as they are: small steps round to nothing
+    sequence_parallel:int=1,     # so many consecutive ranks run one line of tokens together, each a shard of it
     tensor_parallel:int=1,       # so many consecutive ranks hold one layer together; sharded further over the replicas
     expert_parallel:bool=False,  # with tensor_parallel: distribute whole experts instead of cutting each
 )->EngineSpec: # for `engine=`
@@ -238,17 +233,15 @@ def zero(
     *,
     offload:str|None=None,       # "cpu", or with stage 3 "nvme": states live there
     nvme:str|None=None,          # a folder on a fast disk, for offload="nvme"
-    dtype:torch.dtype|None=None, # compute dtype: bf16, or that of the weights; None: the one the module came in
+    dtype:torch.dtype|None=None, # compute dtype: bf16, or that of the weights; None: the weights' own
     checkpointing:bool=False,    # recompute activations in the backward pass
-    low_precision:bool=False,    # train half-precision weights and states as they came: small steps round to nothing
-    sequence_parallel:int=1,     # so many consecutive ranks run one line of tokens together, each a stretch of it
+    low_precision:bool=False,    # train half-precision weights and states as they are: small steps round to nothing
+    sequence_parallel:int=1,     # so many consecutive ranks run one line of tokens together, each a shard of it
 )->EngineSpec: # for `engine=`
     "ZeRO of a stage, by DeepSpeed."
     return EngineSpec(f"zero{stage}", offload, nvme, dtype, checkpointing, low_precision, sequence_parallel)
 
-def engine_of(
-    engine:EngineSpec|str|Callable|None, # a value, its word, or what makes an engine
-)->EngineSpec:
+def engine_of(engine:EngineSpec|str|Callable|None)->EngineSpec:
     "The value that an `engine=` argument means. ValueError for an unknown word, TypeError for anything else."
     if isinstance(engine, EngineSpec): return engine
     if callable(engine): return EngineSpec(make=engine)
@@ -264,11 +257,9 @@ class PlannedBytes:
     host:dict[str, int] = field(default_factory=dict) # what is offloaded of them
     gathered:int = 0      # weights or gradients that exist complete for a while, beside these
 
-def planned_plain(
-    params:list, # fake or real; those that require a gradient train
-    *,
-    state_bytes:int=8,       # of the optimizer for each 4 bytes of weights: AdamW 8, SGD with momentum 4
-)->PlannedBytes:
-    "Everything on every rank."
+def planned_plain(params:list, *, state_bytes:int=8)->PlannedBytes:
+    """Everything on every rank.
+
+    `state_bytes`: of the optimizer for each 4 bytes of weights: AdamW 8, SGD with momentum 4."""
     learnt = sum(p.nbytes for p in params if p.requires_grad)
     return PlannedBytes(dict(weights=sum(p.nbytes for p in params), gradients=learnt, states=learnt*state_bytes//4))

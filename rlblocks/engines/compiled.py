@@ -67,15 +67,13 @@ def _extensions_in(folder:Path)->Iterator[None]:
     finally: os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 # %% ../../nbs/engines/59a_compiled.ipynb #4083c9ea
-def build_ops(
-    device:torch.device, # whose operators
-    offload:str|None=None, # "cpu", "nvme", or None: nothing to compile
-    *,
-    timeout:float=1800., # most seconds to wait for another process that builds
-)->None:
+def build_ops(device:torch.device, offload:str|None=None, *, timeout:float=1800.)->None:
     """Compile what ZeRO needs, or load what is compiled.
 
-    ImportError without DeepSpeed, ninja or a compiler; RuntimeError for a failed build; all name the fix."""
+    ImportError without DeepSpeed, ninja or a compiler; RuntimeError for a failed build; all name the fix.
+
+    `offload`: "cpu", "nvme", or None = nothing to compile; `timeout`: most seconds to wait for another process that
+    builds."""
     names = (["CPUAdamBuilder"] if offload else []) + (["AsyncIOBuilder"] if offload == "nvme" else [])
     accelerator = import_deepspeed(device).accelerator.get_accelerator()
     builders = [accelerator.create_op_builder(name) for name in names]

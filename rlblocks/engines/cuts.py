@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from .exchanges import STYLES, Entering, exchange_of, summed
+from .checks import check_gradient, check_kind, check_styles
+from .exchanges import STYLES, EntryCopy, exchange_of, summed
 from .lazy import device_at, is_lazy, part_of, read_module_, read_part
 from .world import HALF, agree
 
@@ -83,7 +85,7 @@ def plan_of(module:nn.Module, *, expert_parallel:bool=False)->dict[str, str]: # 
             plan |= experts
         places = [n for n, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
         named = {n: plan[every] for n in places if (every := re.sub(r"\.\d+(?=\.|$)", ".*", n)) in plan}
-        _check_styles(model, named.values())
+        check_styles(type(model).__name__, set(named.values()) - STYLES - NO_EXCHANGE)
         styles |= {f"{at}.{n}" if at else n: style for n, style in named.items()}
     _check_plan(module, styles)
     return styles
@@ -120,12 +122,6 @@ def _uneven(layers, name, leaf, plan, size):
     return f"{n} features" if n % (size*cut.blocks) else ""
 
 # %% ../../nbs/engines/62_cuts.ipynb #20c4f98f
-def _check_styles(model, styles):
-    "ValueError for a style that is not known here."
-    odd = sorted(set(styles) - STYLES - NO_EXCHANGE)
-    if odd: raise ValueError(f"tensor_parallel: the plan of {type(model).__name__} has a style {odd[0]!r}, which is "
-                             'not known here; engine="fsdp2" needs no plan')
-
 def _check_plan(module, styles):
     "ValueError for a module whose plan cuts nothing."
     if any("rowwise" in style or style == "grouped_gemm" for style in styles.values()): return
@@ -148,7 +144,7 @@ def cut_(module:nn.Module, plan:dict[str, str], rank:int, size:int)->dict[str, C
     cuts:dict[str, Cut] = {}
     places:dict[int, list] = {}
     for name, layer in module.named_modules():
-        _check_kind(name, layer, plan.get(name, ""))
+        check_kind(name, layer, plan.get(name, ""))
         for leaf, p in layer._parameters.items():
             if p is not None: places.setdefault(id(p), []).append((name, layer, leaf))
     for at in places.values():
@@ -160,13 +156,6 @@ def cut_(module:nn.Module, plan:dict[str, str], rank:int, size:int)->dict[str, C
             cuts[f"{name}.{leaf}"] = cut
     return cuts
 
-def _check_kind(name, layer, style):
-    "Plain linear layers and tables of ids can be cut along an axis."
-    if "colwise" not in style and "rowwise" not in style: return
-    known = isinstance(layer, nn.Embedding) if style.startswith("embedding_") else type(layer) is nn.Linear
-    if not known: raise TypeError(f"tensor_parallel: {name} is a {type(layer).__name__}; plain linear layers and "
-                                  "tables of ids can be cut")
-
 def _one_way(at, plan):
     "The one cut of a weight that may stand in several places."
     ways = {_cut(layer, name, leaf, plan) for name, layer, leaf in at}
@@ -175,35 +164,35 @@ def _one_way(at, plan):
     raise ValueError(f"tensor_parallel: {names} are one weight, and the plan cuts them in different ways")
 
 # %% ../../nbs/engines/62_cuts.ipynb #5eeca333
-SLAB = 1 << 20             # numbers that a rank sends at a time
+SLAB = 1 << 18             # numbers that a rank sends at a time
 
-def join_pieces(x:Tensor, cut:Cut, group:dist.ProcessGroup|None)->Tensor: # complete
-    "A weight, or a state beside it, from all ranks' pieces; a few rows at a time: gloo keeps what it sent."
-    size, x = dist.get_world_size(group), x.contiguous()
-    out = x.new_empty(cut.complete(x.shape, size))
+def join_pieces(x:Tensor, cut:Cut, group:dist.ProcessGroup|None, dtype:torch.dtype|None=None)->Tensor: # complete
+    "A weight, or a state beside it, in a dtype, from all ranks' pieces; a few rows at a time: gloo keeps what it sent."
+    size, x, dtype = dist.get_world_size(group), x.contiguous(), dtype or x.dtype
+    out = x.new_empty(cut.complete(x.shape, size), dtype=dtype)
     if cut.axis == 0:
         for block, mine in zip(out.view(cut.blocks, size, -1), x.view(cut.blocks, -1), strict=True):
             for room, some in zip(block.split(SLAB, 1), mine.split(SLAB), strict=True):
-                dist.all_gather(list(room.unbind(0)), some, group=group)
+                dist.all_gather(list(room.unbind(0)), some.to(dtype), group=group)
         return out
     rows = max(1, len(x)*SLAB//x.numel())
     for room, mine in zip(out.split(rows), x.split(rows), strict=True):
-        pieces = [torch.empty_like(mine) for _ in range(size)]
-        dist.all_gather(pieces, mine, group=group)
+        pieces = [torch.empty_like(mine, dtype=dtype) for _ in range(size)]
+        dist.all_gather(pieces, mine.to(dtype), group=group)
         for r, piece in enumerate(pieces): cut.put(room, piece, r, size)
     return out
 
 # %% ../../nbs/engines/62_cuts.ipynb #39d2907e
-def exchange_(module:nn.Module, plan:dict[str, str], group:dist.ProcessGroup|None)->Entering:
+def exchange_(module:nn.Module, plan:dict[str, str], group:dist.ProcessGroup|None)->EntryCopy:
     "Give every layer of the plan a forward that exchanges what the others need. After each pass call `forget`."
-    entering, layers = Entering(group), dict(module.named_modules())
+    entry, layers = EntryCopy(group), dict(module.named_modules())
     for name, style in plan.items():
         if name not in layers: continue
         layer:Any = layers[name]
         own_experts = any(plan.get(f"{name}.{leaf}") == "grouped_gemm" for leaf in layer._parameters)
         make = exchange_of(style, own_experts=own_experts, rope_dim=_rope_dim(module, name, style))
-        if make: layer.forward = make(layer, entering)
-    return entering
+        if make: layer.forward = make(layer, entry)
+    return entry
 
 def _rope_dim(module, name, style):
     if style != "mla_kv_a_proj": return 0
@@ -219,37 +208,39 @@ class Probe:
     grads:dict[str, Tensor] # gradients of the weights that were asked for
 
 # %% ../../nbs/engines/62_cuts.ipynb #f97cac3d
-def numbers_of(p:nn.Parameter)->Tensor:
-    "A weight in fp32 at least, without gradient; a lazy one is read."
+def numbers_of(p:nn.Parameter, stored:bool=False)->Tensor:
+    "A weight without gradient, in fp32 at least, or as it is `stored`; a lazy one is read."
     x = read_part(p) if is_lazy(p) else p.detach()
-    return x.float() if x.dtype in HALF else x
+    return x.float() if x.dtype in HALF and not stored else x
 
 @contextmanager
-def given_weights(model:nn.Module, weight:Callable[[nn.Parameter], Tensor], kept:dict[int, Tensor])->Iterator[None]:
-    "Layers get `kept[id(p)]`, or else what `weight(p)` makes where they run, and again in the backward pass."
-    of:dict[int, nn.Parameter] = {}      # where a weight of a running layer lies → its parameter
-    def pack(x):
-        p = of.get(x.untyped_storage().data_ptr())
-        return x if p is None else (p, x.size(), x.stride(), x.storage_offset())
-    def unpack(x): return x if isinstance(x, Tensor) else weight(x[0]).as_strided(*x[1:])
-    def run(layer, own, *args, **kwargs):
+def given_weights(model:nn.Module, weight:Callable[..., Tensor], kept:dict[int, Tensor])->Iterator[None]:
+    "Layers get `kept[id(p)]`, or else what `weight(p)` makes, where they run, and again in the backward pass."
+    def with_weights(layer, own, plain, *args, **kwargs):
         params = {leaf: p for leaf, p in layer._parameters.items() if p is not None}
-        made = {leaf: weight(p) for leaf, p in params.items() if id(p) not in kept}
-        at = {x.untyped_storage().data_ptr(): params[leaf] for leaf, x in made.items()}
-        layer._parameters.update({leaf: made.get(leaf, kept.get(id(p))) for leaf, p in params.items()})
-        of.update(at)
-        try: return own(*args, **kwargs)
-        finally:
-            layer._parameters.update(params)
-            for place in at: of.pop(place, None)
+        made = {leaf: kept[id(p)] if id(p) in kept else weight(p, plain) for leaf, p in params.items()}
+        layer._parameters.update(made)
+        try: return _by_rows(layer, *args) if plain else own(*args, **kwargs)
+        finally: layer._parameters.update(params)
     layers:list = [(m, vars(m).get("forward")) for m in model.modules() if list(m.parameters(recurse=False))]
-    for layer, _ in layers: layer.forward = partial(run, layer, layer.forward)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack): yield
+    for layer, changed in layers:
+        plain = changed is None and type(layer) in (nn.Linear, nn.Embedding) and layer.weight.dtype in HALF
+        layer.forward = partial(checkpoint, with_weights, layer, layer.forward, plain, use_reentrant=False)
+    try: yield
     finally:
         for layer, own in layers:
             del layer.forward
             if own: layer.forward = own
+
+def _by_rows(layer, x):
+    "A table, or a linear layer, in fp32 at least, with weights as they are stored: no second copy of a large one."
+    if isinstance(layer, nn.Embedding): return type(layer).forward(layer, x).to(_wide(layer.weight.dtype))
+    def some(x, rows): return nn.functional.linear(x, rows.to(x.dtype))
+    parts = layer.weight.split(max(1, SLAB//layer.weight.shape[1]))
+    y = torch.cat([checkpoint(some, x, rows, use_reentrant=False) for rows in parts], -1)
+    return y if layer.bias is None else y + layer.bias.to(y.dtype)
+
+def _wide(dtype): return torch.float32 if dtype in HALF else dtype
 
 @contextmanager
 def _buffers_in_fp32(model)->Iterator[None]:
@@ -261,20 +252,20 @@ def _buffers_in_fp32(model)->Iterator[None]:
         for x, dtype in narrow: x.data = x.data.to(dtype)
 
 def probe(model:"transformers.PreTrainedModel", names:Collection[str]=(),
-          weight:Callable[[nn.Parameter], Tensor]=numbers_of)->Probe:
+          weight:Callable[..., Tensor]=numbers_of)->Probe:
     "Run eight tokens forward and back with `weight(p)`, for gradients of the named weights; frozen ones have none."
     table, seen = model.get_input_embeddings(), []
     ids = torch.arange(8, device=device_at(next(table.parameters())))[None] + 2
-    asked = {n: (p, weight(p).requires_grad_()) for n, p in model.named_parameters() if n in names and p.requires_grad}
+    wanted = {n: (p, weight(p).requires_grad_()) for n, p in model.named_parameters() if n in names and p.requires_grad}
     hook = table.register_forward_hook(lambda *args: seen.append(args[2].requires_grad_()))
-    given = given_weights(model, weight, {id(p): x for p, x in asked.values()})
+    given = given_weights(model, weight, {id(p): x for p, x in wanted.values()})
     try:
         with given, _buffers_in_fp32(model), torch.enable_grad():
             out = model(ids % getattr(table, "num_embeddings", 10), use_cache=False)[0].float()
             towards = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
-            inputs = [seen[0], *(x for _, x in asked.values())]
+            inputs = [seen[0], *(x for _, x in wanted.values())]
             entered, *found = torch.autograd.grad((out*towards).sum(), inputs, materialize_grads=True)
-            return Probe(out.detach(), entered.float(), dict(zip(asked, found, strict=True)))
+            return Probe(out.detach(), entered.float(), dict(zip(wanted, found, strict=True)))
     finally: hook.remove()
 
 def probe_distance(before:Probe, after:Probe)->float:
@@ -291,19 +282,10 @@ def partial_gradients(before:dict[str, Tensor], after:dict[str, Tensor], cuts:Co
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)    # one rank's term may be all of it: all answer alike
     least = found[:, 2].max().item()*1e-3                        # what cancels out leaves rounding
     for name, (alone, together, size) in zip(before, found.tolist(), strict=True):
-        _check_gradient(name, min(alone, together) <= 1e-3*max(size, least), size, cuts)
+        check_gradient(name, min(alone, together) <= 1e-3*max(size, least), size, cuts)
     return {n for n, (alone, together, _) in zip(before, found.tolist(), strict=True) if together < alone}
 
-def _check_gradient(name, known, size, cuts):
-    "A gradient that is complete on each rank, or the sum of what they know, and not 0 beside a cut."
-    beside = name.rpartition(".")[0].rpartition(".")[0]
-    if not size and any(cut.startswith(beside and beside+".") for cut in cuts):
-        raise ValueError(f"tensor_parallel: no gradient of eight tokens comes back to {name}, beside layers that are "
-                         "cut, so nobody can tell which part of it a rank will know; freeze it, "
-                         'requires_grad_(False), or use engine="fsdp2"')
-    if known: return
-    raise ValueError(f"tensor_parallel: the gradient of {name} is neither whole on each rank nor the sum of what they "
-                     "know; the model's plan does not fit its code, use engine=\"fsdp2\"")
+
 
 # %% ../../nbs/engines/62_cuts.ipynb #f65cbc6b
 @dataclass(frozen=True)
@@ -312,7 +294,7 @@ class CutModel:
     plan:dict[str, str]  # place → style, of `fit_plan`
     cuts:dict[str, Cut]  # of each weight that is cut, by name
     partial:frozenset[str] # weights that all ranks have, and of whose gradient each knows a term
-    entering:Entering    # call its `forget` after each pass
+    entry:EntryCopy    # call its `forget` after each pass
 
 def cut_model(module:nn.Module, group:dist.ProcessGroup|None, *, expert_parallel:bool=False,
               read:bool=True)->CutModel: # `read`: lazy pieces, which no engine shards further, once and for all
@@ -323,23 +305,25 @@ def cut_model(module:nn.Module, group:dist.ProcessGroup|None, *, expert_parallel
     cuts = cut_(module, plan, dist.get_rank(group), size)
     if read: read_module_(module)
     of = {id(p): cuts[n] for n, p in module.named_parameters() if n in cuts}
-    def whole(p): return join_pieces(numbers_of(p), of[id(p)], group) if id(p) in of else numbers_of(p)
+    def whole(p, stored=False):
+        if id(p) not in of: return numbers_of(p, stored)
+        return join_pieces(numbers_of(p, True), of[id(p)], group, None if stored else _wide(p.dtype))
     before = [probe(m, left, whole) for (_, m), left in zip(planned(module), names, strict=True)]
-    entering, terms = exchange_(module, plan, group), set[str]()
+    entry, terms = exchange_(module, plan, group), set[str]()
     for (at, model), left, first in zip(planned(module), names, before, strict=True):
         inside = f"{at}." if at else ""
         own = [c.removeprefix(inside) for c in cuts if c.startswith(inside)]
-        terms |= {inside+n for n in _checked_cut(model, first, left, own, group, entering)}
-    return CutModel(plan, cuts, frozenset(terms), entering)
+        terms |= {inside+n for n in _checked_cut(model, first, left, own, group, entry)}
+    return CutModel(plan, cuts, frozenset(terms), entry)
 
-def _checked_cut(model, first:Probe, left, cuts, group, entering):
+def _checked_cut(model, first:Probe, left, cuts, group, entry):
     "Names of the weights in it whose gradients are terms, once the cut model gives what it gave before."
     now:Any = None
     try:
         far = probe_distance(first, now := probe(model, left))
         odd = "" if far < 1e-3 else f"gives other numbers than whole (by {far:.1g})"
     except (RuntimeError, ValueError, IndexError, TypeError) as e: odd = f"does not run ({e})"
-    entering.forget()
+    entry.forget()
     who = f"tensor_parallel={dist.get_world_size(group)}"
     agree(ValueError(f"{who}: cut by its plan, {type(model).__name__} {odd}; its plan does not fit its code, use "
                      'engine="fsdp2"') if odd else None, "tensor_parallel")

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
 from .base import EngineState, OptimizerState, PlannedBytes, WeightShard, nbytes_of
-from .guards import Turn
+from .guards import ReentrantLock
 from .lazy import lazy_weights, place_, read_part
 from .modules import Within, callable_within_, distinct, trained_weights
 from .plain import clip_and_step, used_by_any
@@ -175,7 +175,7 @@ class Fsdp:
         mesh = mesh or init_device_mesh(device.type, (world()[1],))
         self.module:Any = shard_(module, device, mesh, half=dtype if dtype in HALF else None, frozen=optimizer is None,
                                  offload=bool(offload))
-        self.device, self.max_norm, self.clip, self.turn = device, max_norm, clip, Turn()
+        self.device, self.max_norm, self.clip, self.lock = device, max_norm, clip, ReentrantLock()
         self.optimizer:Any = optimizer(list(trained_weights(module).items())) if optimizer else None
         self.reached = reached_(module) if optimizer else set()
 
@@ -234,28 +234,22 @@ class Fsdp:
         return nbytes_of(self.module, self.optimizer)
 
 # %% ../../nbs/engines/58_fsdp.ipynb #92509e28
-def planned_fsdp(
-    params:list,          # of the module and of what stands beside it, fake or real
-    layers:list[nn.Module], # of the module, that are gathered each by itself
-    *,
-    ranks:int,            # that share them
-    state_bytes:int=8,    # of the optimizer for each 4 bytes of weights
-    half:torch.dtype|None=None, # weights are gathered in it; None: in their own
-    offload:bool=False,   # shards, gradients and states live on the host
-)->PlannedBytes: # on the fullest rank
-    "Shards of all that stays, and the layers that are gathered at one time."
+def planned_fsdp(params:list, layers:list[nn.Module], *, ranks:int, state_bytes:int=8, half:torch.dtype|None=None,
+                 offload:bool=False)->PlannedBytes: # on the fullest rank
+    """Shards of all that stays, and the layers that are gathered at one time.
+
+    `state_bytes`: of the optimizer for each 4 bytes of weights; `half`: weights are gathered in it; None = in their
+    own."""
     def shard(p): return -(-p.shape[0]//ranks)*prod(p.shape[1:])*p.element_size() if p.dim() else p.nbytes
     learnt = sum(shard(p) for p in params if p.requires_grad)
     kept = dict(weights=sum(map(shard, params)), gradients=learnt, states=learnt*state_bytes//4)
     largest = layers_bytes(params, layers, half) if ranks > 1 else 0
     return PlannedBytes(dict.fromkeys(kept, 0), kept, largest) if offload else PlannedBytes(kept, {}, largest)
 
-def layers_bytes(
-    params:list,           # that are sharded
-    layers:list[nn.Module], # gathered each by itself
-    half:torch.dtype|None, # they are gathered in it; None: in their own
-)->int:
-    "Two of the largest layers, and what belongs to none."
+def layers_bytes(params:list, layers:list[nn.Module], half:torch.dtype|None)->int:
+    """Two of the largest layers, and what belongs to none.
+
+    `half`: they are gathered in it; None = in their own."""
     known, groups = {id(p) for p in params}, [list(m.parameters()) for m in layers]
     def size(p): return p.numel()*(half.itemsize if half and p.is_floating_point() else p.element_size())
     def total(ps): return sum(size(p) for p in ps if id(p) in known)

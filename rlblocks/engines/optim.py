@@ -13,20 +13,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from numbers import Real
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..data.columns import whole_number
+from .checks import check_betas, check_function, check_number
 
 # %% ../../nbs/engines/54_optim.ipynb #0d2376cc
 Schedule = Callable[[int], float]   # version → factor on the learning rate
 
-def in_turn(
-    *stages:tuple[int, Schedule], # (steps, schedule) each, one after the other; the last goes on for ever
-)->Schedule: # each stage counts its versions from 0
+def in_turn(*stages:tuple[int, Schedule])->Schedule: # each stage counts its versions from 0
     "Schedules one after the other. ValueError without a stage or with a negative number of steps."
     if not stages: raise ValueError("in_turn: there is no stage; at least one, (steps, schedule), is wanted")
     stages = tuple((whole_number("in_turn", "steps of a stage", n, 0), stage) for n, stage in stages)
@@ -69,12 +67,7 @@ def cosine(
     "Down along half a cosine (Loshchilov & Hutter 2017). ValueError when the warm-up leaves no step."
     return _down("cosine", steps, warmup, end, lambda x: (1+math.cos(math.pi*x))/2)
 
-def root(
-    steps:int,      # of the run, warm-up included
-    *,
-    warmup:int=0,   # steps from 1/warmup up to 1
-    end:float=0.0,  # factor after the last step
-)->Schedule: # 1 − √x: fast at first
+def root(steps:int, *, warmup:int=0, end:float=0.0)->Schedule: # 1 − √x: fast at first
     """Down as 1 − √x, the decay that Hägele et al. 2024 found best behind a long constant stage.
 
     ValueError when the warm-up leaves no step."""
@@ -98,20 +91,6 @@ def wsd(
     return in_turn((steps-decay, constant(warmup=warmup)), (decay, shape(decay, end=end)))
 
 # %% ../../nbs/engines/54_optim.ipynb #4e060ed6
-def check_number(who:str, name:str, x:Any, *, above:bool=False)->None:
-    "ValueError for an argument that is no finite number of 0 or more; `above`: nor 0."
-    number = isinstance(x, Real) and not isinstance(x, bool)
-    if number and (float(x) > 0 if above else 0 <= float(x) < float("inf")): return
-    text = ", and this is text (YAML reads 1e-6 so: write 1.0e-6)" if isinstance(x, str) else ""
-    raise ValueError(f"{who}: {name}={x!r}; a number {'above 0, or None' if above else 'of 0 or more'} is wanted{text}")
-
-def check_betas(who:str, betas:Any)->None:
-    "ValueError for what are not two numbers from 0 to below 1."
-    pair = isinstance(betas, (tuple, list)) and len(betas) == 2
-    if not pair or not all(isinstance(x, Real) and 0 <= float(x) < 1 for x in betas):
-        raise ValueError(f"{who}: betas={betas!r}; two numbers from 0 to below 1 are wanted, as (0.9, 0.999)")
-
-# %% ../../nbs/engines/54_optim.ipynb #dc4c6d35
 @dataclass(frozen=True)
 class OptimizerSpec:
     "How weights move: what makes the optimizer, where the gradient is clipped, how the learning rate changes."
@@ -122,10 +101,8 @@ class OptimizerSpec:
 
     def __post_init__(self):
         "TypeError for what is no function, ValueError for a norm that is no number above 0."
-        for name, f in dict(optimizer=self.make, schedule=self.schedule).items():
-            if f is None and name == "schedule" or callable(f): continue
-            example = "cosine(…), wsd(…)" if name == "schedule" else "adamw(lr=…), muon(lr=…)"
-            raise TypeError(f"{name} is {f!r}; a function is wanted, one of rlblocks.engines.optim: {example}")
+        check_function("optimizer", self.make, "adamw(lr=…), muon(lr=…)")
+        if self.schedule is not None: check_function("schedule", self.schedule, "cosine(…), wsd(…)")
         if self.max_norm is not None: check_number("optimizer", "max_norm", self.max_norm, above=True)
 
     def __call__(self,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .base import EngineState, WeightShard, nbytes_of
-from .guards import Turn
+from .guards import ReentrantLock
 from .modules import trained_weights
 from .weights import named_weights
 from .world import world
@@ -58,7 +58,7 @@ class Plain:
     ):
         "Move the module to its device."
         self.module = module.to(device) if device else module
-        self.device, self.max_norm, self.group, self.clip, self.turn = device, max_norm, group, clip, Turn()
+        self.device, self.max_norm, self.group, self.clip, self.lock = device, max_norm, group, clip, ReentrantLock()
         self.optimizer:Any = optimizer(list(trained_weights(module).items())) if optimizer else None
 
     def __call__(self, *args, **kwargs): return self.module(*args, **kwargs)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,7 @@ def flattened(
     for (name, _, _, start, _) in pieces: _view(flat, bucket[name].dtype, bucket[name].shape, start).copy_(bucket[name])
     return flat, pieces
 
-def restored(
-    flat:Tensor,        # of `flattened`
-    pieces:list[list],  # likewise
-)->dict[str, Tensor]: # views of the bytes
+def restored(flat:Tensor, pieces:list[list])->dict[str, Tensor]: # views of the bytes
     "The bucket again. RuntimeError for a tensor that has changed, or of no known dtype."
     made = {}
     for name, dtype, shape, at, known in pieces:
@@ -63,7 +60,7 @@ def own_address(host:str, port:int)->str:
 
 def tcp_store(host:str, port:int, seconds:int|float, **more)->Any: # `more`: of torch's store
     "A store at a port of a machine; port 0 is any that is free."
-    return getattr(dist, "TCPStore")(host, port, timeout=timedelta(seconds=seconds), **more)
+    return cast(Any, dist).TCPStore(host, port, timeout=timedelta(seconds=seconds), **more)
 
 def own_store(host:str, seconds:int|float)->Any:
     "A store of this process, at a free port of one of its addresses: nobody reaches it by another."
@@ -85,7 +82,7 @@ def await_keys(store:Any, keys:list[str], seconds:int|float, ends:threading.Even
 def gloo_group(store:Any, rank:int, ranks:int, address:str, seconds:int|float,
                ends:threading.Event|None=None)->Any:
     "A process group beside the world, if there is one. An error where not all have come in time."
-    gloo:Any = getattr(dist, "ProcessGroupGloo")
+    gloo:Any = cast(Any, dist).ProcessGroupGloo
     options = gloo._Options()
     options._devices, options._timeout = [gloo.create_device(hostname=address)], timedelta(seconds=seconds)
     # wait for the others here: gloo would hold the interpreter's lock meanwhile
@@ -108,7 +105,7 @@ class Wire:
     home:str       # the sender's process, for messages
     readers:int    # that are awaited
     timeout:int|float # seconds for each wait
-    scores:tuple[float, ...]|None = field(default=None, repr=False) # the owner's log-probs of the ticket's probe
+    scores:list[float]|None = field(default=None, repr=False) # the owner's log-probs of the ticket's probe
 
     def buckets(self, version:int, bucket_bytes:int)->Iterator[dict[str, Tensor]]: # of the sender's bucket size
         "The weights as they come. RuntimeError where the sender is gone, late, has failed, or has served all readers."
@@ -118,12 +115,13 @@ class Wire:
                                f"send_weights(…, readers={rank}), and each loads it once")
         address = own_address(self.host, self.port)
         group, n = self._waited(version, lambda: gloo_group(store, rank, self.readers + 1, address, self.timeout)), 0
-        while (said := json.loads(self._waited(version, lambda n=n: store.get(f"bucket/{n}")))).get("pieces"):
-            flat = torch.empty(said["bytes"], dtype=torch.uint8)
+        while (message := json.loads(self._waited(version, lambda n=n: store.get(f"bucket/{n}")))).get("pieces"):
+            flat = torch.empty(message["bytes"], dtype=torch.uint8)
             self._waited(version, lambda flat=flat: broadcast(group, flat, self.timeout))
-            yield restored(flat, said["pieces"])
+            yield restored(flat, message["pieces"])
             n += 1
-        if "error" in said: raise RuntimeError(f"Ticket: {self.home} could not send version {version}: {said['error']}")
+        if "error" in message:
+            raise RuntimeError(f"Ticket: {self.home} could not send version {version}: {message['error']}")
         self._waited(version, lambda: store.set(f"done/{rank}", ""))
 
     def score(self, ids:Tensor)->Tensor|None:
@@ -186,13 +184,12 @@ def send_weights(
     "Begin to send a version. ValueError for a ticket of changes, which is data already."
     if ticket.since is not None or ticket.adapter:
         raise ValueError("send_weights: the ticket has changes alone and carries them; pickle it as it is")
-    ids = torch.tensor(ticket.probe)
-    scores = ticket.score(ids) if len(ids) > 1 else None
+    scores = ticket.probe_scores()
     if not write:
         gathered = lambda _: sum(x.nbytes for b in ticket.buckets(bucket_bytes) for x in _tensors(b))
         return Sending(None, gathered, timeout)
     store = own_store(host, timeout)
-    way = Wire(host, store.port, this_process(), readers, timeout, None if scores is None else tuple(scores.tolist()))
+    way = Wire(host, store.port, this_process(), readers, timeout, scores)
     work = lambda ends: _sent(store, ticket.buckets(bucket_bytes), way, ends)
     return Sending(replace(ticket, transport=way, checksums=None, keeps=False), work, timeout)
 
@@ -213,12 +210,12 @@ def _sent(store:Any, made:Iterable, way:Wire, ends:threading.Event)->int: # byte
     except Exception as e: error = f"{type(e).__name__}: {e}"      # not the error itself: it would keep the group alive
     if error is None: return n_bytes
     with suppress(RuntimeError): store.set(f"bucket/{n}", json.dumps(dict(error=error)))
-    raise RuntimeError(f"send_weights: {_came(store)} of {way.readers} readers have come, and not all have everything; "
-                       f"{way.timeout:g} s are allowed for each wait: {error}")
+    raise RuntimeError(f"send_weights: {_readers(store)} of {way.readers} readers have come, and not all have "
+                       f"everything; {way.timeout:g} s are allowed for each wait: {error}")
 
 def _tensors(bucket)->Iterator[Tensor]:
     for name, x in bucket.items():
-        if not isinstance(x, Tensor): raise TypeError(f"send_weights: {name} came as a change; all weights are wanted")
+        if not isinstance(x, Tensor): raise TypeError(f"send_weights: {name} is a change here; all weights are wanted")
         yield x
 
-def _came(store:Any)->int: return store.add("readers", 0)
+def _readers(store:Any)->int: return store.add("readers", 0)

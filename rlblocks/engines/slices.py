@@ -116,7 +116,7 @@ class Piece:
 
 # %% ../../nbs/engines/59_slices.ipynb #a13a9b88
 @dataclass(frozen=True)
-class Held:
+class ZeroParts:
     "A module that DeepSpeed holds, and where its fp32 masters and optimizer states are."
     module:nn.Module
     device:torch.device  # where it computes, and where messages between ranks are
@@ -154,60 +154,60 @@ class Held:
         if zero.persistent_parameters: zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 # %% ../../nbs/engines/59_slices.ipynb #588daf4f
-def full_weight(held:Held, x:Any, wide:bool=False)->Tensor:
+def full_weight(parts:ZeroParts, x:Any, wide:bool=False)->Tensor:
     "A weight or buffer gathered, all ranks together; `wide`: in fp32, for a sum in place."
-    if held.has_master(x):
-        if held.offload == "nvme": return held.zero.get_full_hp_param(x)       # reads it from the disk
-        piece = held.piece(x)
-        return piece.slice(piece.flat, held.device).gathered(held.device)
+    if parts.has_master(x):
+        if parts.offload == "nvme": return parts.zero.get_full_hp_param(x)       # reads it from the disk
+        piece = parts.piece(x)
+        return piece.slice(piece.flat, parts.device).gathered(parts.device)
     if not hasattr(x, "ds_id"): return x.detach()
     shard:Any = cast(Any, x).ds_tensor.detach().flatten()
-    out = torch.empty(len(shard)*world()[1], dtype=torch.float32 if wide else shard.dtype, device=held.device)
+    out = torch.empty(len(shard)*world()[1], dtype=torch.float32 if wide else shard.dtype, device=parts.device)
     out[len(shard)*world()[0]:][:len(shard)] = shard          # in place; DeepSpeed's own gather would be a second copy
     fill_(out)
     return out[:x.ds_numel].view(x.ds_shape)
 
-def own_part(held:Held, x:Any)->Tensor: # a view of this rank's memory
+def own_part(parts:ZeroParts, x:Any)->Tensor: # a view of this rank's memory
     "This rank's part of a weight, what is trained as its fp32 master; a plain tensor where every rank has all of it."
-    if held.has_master(x):
-        piece = held.piece(x)
-        return piece.slice(piece.flat, held.device)
+    if parts.has_master(x):
+        piece = parts.piece(x)
+        return piece.slice(piece.flat, parts.device)
     if not hasattr(x, "ds_id"): return x.detach()
     start = min(world()[0]*x.ds_tensor.ds_numel, x.ds_numel)
     return Slice(x.ds_tensor.detach().flatten()[:x.ds_numel-start], start, x.ds_shape)
 
-def put_weight(held:Held, x:Any, value:Tensor):
-    "Write a weight or buffer, in full or this rank's part; what computes follows with `Held.refresh`."
-    if held.has_master(x):
-        piece = held.piece(x)
+def put_weight(parts:ZeroParts, x:Any, value:Tensor):
+    "Write a weight or buffer, in full or this rank's part; what computes follows with `ZeroParts.refresh`."
+    if parts.has_master(x):
+        piece = parts.piece(x)
         return piece.put(piece.flat, value)
     if not hasattr(x, "ds_id"): return x.data.copy_(value)
     if isinstance(value, Slice):
-        mine:Any = own_part(held, x)
+        mine:Any = own_part(parts, x)
         mine.local.copy_(value.local)
         return x.partition()                            # a small one is kept gathered between passes: gather anew
     from deepspeed.runtime.zero import GatheredParameters
     with GatheredParameters([x], modifier_rank=0): x.data.copy_(value)
 
-def shards_of(held:Held)->dict[str, WeightShard]: # by name
+def shards_of(parts:ZeroParts)->dict[str, WeightShard]: # by name
     "This rank's part of each master, saved as a `Slice`."
-    if held.offload == "nvme":
+    if parts.offload == "nvme":
         raise ValueError('engine="zero3", offload="nvme": the fp32 weights are on a disk, where nothing can be kept '
                          'beside them; use offload="cpu"')
     def shard(piece):
         def save(x, full):
             mine = Slice(x, piece.start, piece.shape)
-            return mine.gathered(held.device).cpu() if full else mine
-        return WeightShard(piece.slice(piece.flat, held.device).local, save, piece.take)
-    return {n: shard(held.piece(p)) for n, p in trained_weights(held.module).items()} if held.zero else {}
+            return mine.gathered(parts.device).cpu() if full else mine
+        return WeightShard(piece.slice(piece.flat, parts.device).local, save, piece.take)
+    return {n: shard(parts.piece(p)) for n, p in trained_weights(parts.module).items()} if parts.zero else {}
 
-def zero_bytes(held:Held)->dict[str, int]: # weights, gradients, states
+def zero_bytes(parts:ZeroParts)->dict[str, int]: # weights, gradients, states
     "Bytes of the weights that compute, of gradients between passes, and of masters and moments."
-    params:list[Any] = list(held.module.parameters())
-    weights = bytes_of([*(getattr(p, "ds_tensor", p) for p in params), *held.module.buffers()])
-    if not held.zero: return dict(weights=weights, gradients=0, states=0)
-    flats, states = held.flats(), [x for s in held.optimizer.state.values() for x in s.values()]
-    buckets = [b.buffer for b in getattr(held.zero, "ipg_buckets", {}).values() if b.buffer is not None]
+    params:list[Any] = list(parts.module.parameters())
+    weights = bytes_of([*(getattr(p, "ds_tensor", p) for p in params), *parts.module.buffers()])
+    if not parts.zero: return dict(weights=weights, gradients=0, states=0)
+    flats, states = parts.flats(), [x for s in parts.optimizer.state.values() for x in s.values()]
+    buckets = [b.buffer for b in getattr(parts.zero, "ipg_buckets", {}).values() if b.buffer is not None]
     return dict(weights=weights, gradients=bytes_of([*(p.grad for p in params), *(f.grad for f in flats), *buckets]),
                 states=bytes_of([*flats, *states]))
 
@@ -222,78 +222,78 @@ def first_state(optimizer:Any, g:int, device:Any)->dict: # name → tensor of th
         for group, ps in zip(optimizer.param_groups, kept, strict=True): group["params"] = ps
     return {k: x*0 for k, x in optimizer.state.pop(stand, {}).items()}
 
-def kinds(held:Held, g:int)->dict:
+def kinds(parts:ZeroParts, g:int)->dict:
     "What is kept for weights of group `g`: the dtype of one number an entry, or what all share (a count of steps)."
-    flat = held.piece(held.groups[g][0]).flat if held.stage == 3 else held.flats()[g]
-    shape, found = flat.shape, held.optimizer.state.get(flat)
-    if not found: shape, found = torch.Size([3]), first_state(held.optimizer, g, flat.device)
+    flat = parts.piece(parts.groups[g][0]).flat if parts.stage == 3 else parts.flats()[g]
+    shape, found = flat.shape, parts.optimizer.state.get(flat)
+    if not found: shape, found = torch.Size([3]), first_state(parts.optimizer, g, flat.device)
     def kind(x):
         if isinstance(x, Tensor) and x.shape == shape: return x.dtype
         return torch.as_tensor(x, dtype=torch.float32)
     return {k: kind(x) for k, x in found.items()}
 
-def optimizer_states(held:Held, full:bool)->dict[int, dict]: # by number of the weight
+def optimizer_states(parts:ZeroParts, full:bool)->dict[int, dict]: # by number of the weight
     "What is kept for each weight, gathered on the CPU or as slices; nothing in full before the first step."
-    if full and not any(held.optimizer.state.get(flat) for flat in held.flats()): return {}
+    if full and not any(parts.optimizer.state.get(flat) for flat in parts.flats()): return {}
     def one(p, kept, k, x):
         if isinstance(x, Tensor): return x.clone()
-        piece, mine = held.piece(p), kept.get(k)
-        if full: return piece.slice(mine, held.device).gathered(held.device).cpu()
-        if mine is not None: return piece.slice(mine, held.device)
-        return Slice(torch.zeros(piece.n, dtype=x, device=held.device), piece.start, piece.shape)
+        piece, mine = parts.piece(p), kept.get(k)
+        if full: return piece.slice(mine, parts.device).gathered(parts.device).cpu()
+        if mine is not None: return piece.slice(mine, parts.device)
+        return Slice(torch.zeros(piece.n, dtype=x, device=parts.device), piece.start, piece.shape)
     def of(p, names):
-        kept = held.optimizer.state.get(held.piece(p).flat) or {}
+        kept = parts.optimizer.state.get(parts.piece(p).flat) or {}
         return {k: one(p, kept, k, x) for k, x in names.items()}
-    names = [kinds(held, g) for g in range(len(held.groups))]
-    pairs = [(p, kept) for kept, ps in zip(names, held.groups, strict=True) for p in ps]
+    names = [kinds(parts, g) for g in range(len(parts.groups))]
+    pairs = [(p, kept) for kept, ps in zip(names, parts.groups, strict=True) for p in ps]
     return {i: of(p, kept) for i, (p, kept) in enumerate(pairs)}
 
-def load_states(held:Held, saved:dict[int, dict])->None:
+def load_states(parts:ZeroParts, saved:dict[int, dict])->None:
     "Optimizer states into this rank's parts."
-    at = iter(range(len(held.trained)))
-    for g, ps in enumerate(held.groups if saved else []):
-        names = kinds(held, g)
-        for p in ps: _put_state(held, held.piece(p), names, saved.get(next(at), {}))
+    at = iter(range(len(parts.trained)))
+    for g, ps in enumerate(parts.groups if saved else []):
+        names = kinds(parts, g)
+        for p in ps: _put_state(parts, parts.piece(p), names, saved.get(next(at), {}))
 
-def _put_state(held, piece, names, saved):
+def _put_state(parts, piece, names, saved):
     if piece.flat is None: return
-    states = held.optimizer.state[piece.flat]
+    states = parts.optimizer.state[piece.flat]
     for key, x in saved.items():
         if isinstance(names.get(key), torch.dtype):
             piece.put(states.setdefault(key, torch.zeros_like(piece.flat.data, dtype=names[key])), x)
-        else: states[key] = int(x) if held.offload else torch.as_tensor(x).clone()    # its own Adam counts in ints
+        else: states[key] = int(x) if parts.offload else torch.as_tensor(x).clone()    # its own Adam counts in ints
 
 # %% ../../nbs/engines/59_slices.ipynb #adf655fa
-def state_of(held:Held, full:bool)->EngineState:
+def state_of(parts:ZeroParts, full:bool)->EngineState:
     "Weights and optimizer state as torch has them. RuntimeError when they are on a disk."
-    _check_in_memory(held)
-    once = distinct(held.module)
-    mine = {id(x): full_weight(held, x).cpu() if full else own_part(held, x) for x in once.values()}
-    named = held.module.state_dict(keep_vars=True) if full else once
+    _check_in_memory(parts)
+    once = distinct(parts.module)
+    mine = {id(x): full_weight(parts, x).cpu() if full else own_part(parts, x) for x in once.values()}
+    named = parts.module.state_dict(keep_vars=True) if full else once
     module = {name: mine[id(x)] for name, x in named.items()}
-    if not held.zero: return EngineState(module=module)
-    at, groups = iter(range(len(held.trained))), []
-    for g, ps in zip(held.optimizer.param_groups, held.groups, strict=True):
+    if not parts.zero: return EngineState(module=module)
+    at, groups = iter(range(len(parts.trained))), []
+    for g, ps in zip(parts.optimizer.param_groups, parts.groups, strict=True):
         groups.append({k: v for k, v in g.items() if k != "params"} | dict(params=[next(at) for _ in ps]))
-    optimizer = OptimizerState(state=optimizer_states(held, full), param_groups=groups)
+    optimizer = OptimizerState(state=optimizer_states(parts, full), param_groups=groups)
     return EngineState(module=module, optimizer=optimizer)
 
-def load_into(held:Held, state:EngineState)->None:
+def load_into(parts:ZeroParts, state:EngineState)->None:
     "The reverse of `state_of`. ValueError for another model's weights."
-    _check_in_memory(held)
-    named, weights = held.module.state_dict(keep_vars=True), state["module"]
-    odd = sorted(set(weights) - set(named)) or sorted(set(distinct(held.module)) - set(weights))
+    _check_in_memory(parts)
+    named, weights = parts.module.state_dict(keep_vars=True), state["module"]
+    odd = sorted(set(weights) - set(named)) or sorted(set(distinct(parts.module)) - set(weights))
     if odd:
         raise ValueError(f"load_state_dict: {odd[0]!r} is not in both the state and the model ({len(odd)} such names)")
-    for name, x in weights.items(): put_weight(held, named[name], x)
-    if not held.zero: return
+    for name, x in weights.items(): put_weight(parts, named[name], x)
+    if not parts.zero: return
     kept:Any = state.get("optimizer", {})
-    for group, saved in zip(held.optimizer.param_groups, kept.get("param_groups", []), strict=True):
+    for group, saved in zip(parts.optimizer.param_groups, kept.get("param_groups", []), strict=True):
         group.update({k: v for k, v in saved.items() if k in group and k not in ("params", "param_names")})
-    load_states(held, kept.get("state"))
-    held.refresh()
+    load_states(parts, kept.get("state"))
+    parts.refresh()
 
-def _check_in_memory(held):
-    if held.offload == "nvme":
+def _check_in_memory(parts):
+    if parts.offload == "nvme":
         raise RuntimeError('engine="zero3": states on NVMe are not part of a state_dict and cannot be restored; use '
                            'offload="cpu" for runs that must be resumable')

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['checksum', 'named_weights', 'buckets', 'Change', 'Transport', 'InProcess', 'this_process', 'Ticket', 'probe_ids',
-           'Complete', 'Owner', 'promise', 'in_dtype', 'full_shapes', 'Manifest', 'check_names', 'check_since',
-           'copy_weights', 'check_sum', 'put_']
+           'Manifest', 'check_names', 'check_since', 'copy_weights', 'check_sum', 'put_']
 
 # %% ../../nbs/engines/51_weights.ipynb #f1cf3fa6
 import os
@@ -21,11 +20,7 @@ from torch import Tensor, nn
 # %% ../../nbs/engines/51_weights.ipynb #c98edda0
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64   # odd: rows' weights have nothing in common with those within a row
 
-def checksum(
-    x:Tensor, # any dtype, any device
-    *,
-    width:int=1 << 10, # words a row
-)->int: # in [0, 2⁶⁴)
+def checksum(x:Tensor, *, width:int=1 << 10)->int: # in [0, 2⁶⁴)
     "Weighted sum of a tensor's bits modulo 2⁶⁴; equal tensors of equal dtype have equal checksums."
     words = _words(x.detach())
     weights = torch.arange(1, 2*width, 2, device=x.device)
@@ -162,65 +157,18 @@ class Ticket:
         "The owner's log-probs of all ids but the first; None where nobody knows them."
         return self.transport.score(ids)
 
-def probe_ids(
-    vocabulary:int|None, # None: not known
-    window:int|None,     # most positions of a row; None: any number
-    n:int=32,
-)->tuple[int, ...]: # none where the vocabulary is not known
-    "Fixed ids, for both sides to score."
+    def probe_scores(self)->list[float]|None: # of `probe`; None where nobody knows them
+        "The same of its own ids, to go with weights that leave the owner."
+        scores = self.score(torch.tensor(self.probe)) if len(self.probe) > 1 else None
+        return None if scores is None else scores.tolist()
+
+def probe_ids(vocabulary:int|None, window:int|None, n:int=32)->tuple[int, ...]: # none where the vocabulary is not known
+    """Fixed ids, for both sides to score.
+
+    `vocabulary`: None = not known; `window`: most positions of a row; None = any number."""
     if not vocabulary: return ()
     g = torch.Generator().manual_seed(0)
     return tuple(torch.randint(vocabulary, (min(n, (window or n + 1) - 1),), generator=g).tolist())
-
-# %% ../../nbs/engines/51_weights.ipynb #42f76451
-@runtime_checkable
-class Complete(Protocol):
-    "How an engine holds a module."
-    @property
-    def complete(self)->bool: ... # all of it, in this process
-
-@runtime_checkable
-class Owner(Protocol):
-    "What is used of a `ShardedModel`."
-    version:int # optimizer steps
-    shapes:dict[str, tuple[list[int], str]] # name → shape when complete, first of the names that share it
-    @property
-    def module(self)->nn.Module: ...
-    @property
-    def spec(self)->Complete: ...
-    def iter_full_params(self, bucket_bytes:int, prefix:str="")->Iterator[dict[str, Tensor]]:
-        "The complete weights under a prefix, bucket by bucket."
-        ...
-
-def promise(
-    model:Owner,
-    prefix:str, # only weights under this name, given without it
-    score:Callable[[Tensor], Tensor]|None, # ids → log-probs of all but the first
-    probe:tuple[int, ...], # ids to score
-    dtype:torch.dtype|None, # that floats are sent in; None: as they are
-)->Ticket:
-    "A ticket for its weights, with their shapes; where an adapter is merged they are known when it is."
-    def params(bucket_bytes): return in_dtype(model.iter_full_params(bucket_bytes, prefix), dtype)
-    way = InProcess(lambda: model.version, params, score)
-    shapes = {n.removeprefix(prefix): x for n, x in full_shapes(model).items() if n.startswith(prefix)}
-    return Ticket(model.version, way, shapes or None, probe=probe)
-
-def in_dtype(
-    made:Iterator[dict[str, Tensor]], # buckets
-    dtype:torch.dtype|None, # None: as they are
-)->Iterator[dict[str, Tensor]]:
-    "Buckets with their floats rounded."
-    for bucket in made:
-        yield {n: x.to(dtype) if x.is_floating_point() else x for n, x in bucket.items()} if dtype else bucket
-        del bucket
-
-def full_shapes(
-    model:Owner,
-)->dict[str, tuple[int, ...]]: # name → shape, tied weights under their first name
-    "What its weights look like when they are complete; none where later adapters have renamed them."
-    if model.spec.complete: return {n: tuple(x.shape) for n, x in named_weights(model.module).items()}
-    if model.shapes.keys() != model.module.state_dict().keys(): return {}
-    return {n: tuple(shape) for n, (shape, first) in model.shapes.items() if n == first}
 
 # %% ../../nbs/engines/51_weights.ipynb #5ed0c135
 @dataclass(frozen=True)
@@ -233,13 +181,10 @@ class Manifest:
     gap:float|None = None # largest difference of log-probs to the owner's, where the receiver computed some
 
 # %% ../../nbs/engines/51_weights.ipynb #45909898
-def check_names(
-    sent:dict[str, tuple[int, ...]], # name → shape of what comes
-    own:dict[str, tuple[int, ...]],  # of what the receiver has
-    *,
-    some:bool=False, # more will come
-):
-    "ValueError for an unknown name, another shape, or a name that is missing."
+def check_names(sent:dict[str, tuple[int, ...]], own:dict[str, tuple[int, ...]], *, some:bool=False):
+    """ValueError for an unknown name, another shape, or a name that is missing.
+
+    `sent`: name → shape of what comes."""
     unknown = sorted(set(sent) - set(own))
     if unknown:
         raise ValueError(f"load: the receiver has no {unknown[0]!r} ({len(unknown)} unknown names); it has "
@@ -252,10 +197,7 @@ def check_names(
         raise ValueError(f"load: the ticket lacks {missing[0]!r} ({len(missing)} missing names); policy and rollout "
                          "must be the same model")
 
-def check_since(
-    ticket:Ticket,
-    version:int|None, # of the receiver's weights
-):
+def check_since(ticket:Ticket, version:int|None):
     "ValueError for changes of another version than the receiver has."
     if ticket.since in (None, version): return
     own, ask = f"version {version}", f"policy.weights(since={version})"
@@ -263,22 +205,19 @@ def check_since(
     raise ValueError(f"load: the ticket has what changed from version {ticket.since} to {ticket.version}, the receiver "
                      f"has {own}; ask for {ask}")
 
-def copy_weights(
-    ticket:Ticket,    # from `policy.weights()`
-    module:nn.Module, # receives them in its own dtype and on its own device
-    *,
-    base:Mapping[str, Tensor]|None=None, # what changes are changes of; None: the module's weights
-    bucket_bytes:int=1 << 28, # size of a message
-)->Manifest: # checksums as the receiver holds them
+def copy_weights(ticket:Ticket, module:nn.Module, *, base:Mapping[str, Tensor]|None=None,
+                 bucket_bytes:int=1 << 28)->Manifest: # checksums as the receiver holds them
     """Copy a ticket's weights into a module, and check them.
 
-    ValueError for names or shapes that do not fit, RuntimeError when a checksum differs."""
+    ValueError for names or shapes that do not fit, RuntimeError when a checksum differs.
+
+    `base`: what changes are changes of; None = the module's weights."""
     own, sent, n_bytes, n_messages = named_weights(module), {}, 0, 0
-    shapes, came = {name: tuple(x.shape) for name, x in own.items()}, {}
+    shapes, received_shapes = {name: tuple(x.shape) for name, x in own.items()}, {}
     if ticket.shapes is not None: check_names(ticket.shapes, shapes, some=ticket.adapter)
     for bucket in ticket.buckets(bucket_bytes):
-        came |= {name: tuple(x.shape) for name, x in bucket.items()}
-        check_names(came, shapes, some=True)
+        received_shapes |= {name: tuple(x.shape) for name, x in bucket.items()}
+        check_names(received_shapes, shapes, some=True)
         for name, x in bucket.items():
             check_sum(ticket, name, x)
             n_bytes += x.nbytes
@@ -286,7 +225,7 @@ def copy_weights(
             del x
         n_messages += 1
         del bucket
-    check_names(came, shapes, some=ticket.adapter)
+    check_names(received_shapes, shapes, some=ticket.adapter)
     received = {name: checksum(x) for name, x in own.items()}
     odd = [name for name in sent if sent[name] != received[name]]
     if odd:
@@ -294,21 +233,13 @@ def copy_weights(
                            "here and not there")
     return Manifest(ticket.version, received, n_bytes, n_messages)
 
-def check_sum(
-    ticket:Ticket,
-    name:str,
-    x:Tensor|Change, # what came
-):
+def check_sum(ticket:Ticket, name:str, x:Tensor|Change):
     "RuntimeError for a tensor that changed on its way."
     known = (ticket.checksums or {}).get(name)
     if known is None or not isinstance(x, Tensor) or checksum(x) == known: return
     raise RuntimeError(f"load: {name!r} arrived changed: its checksum is not the ticket's")
 
-def put_(
-    own:Tensor,      # overwritten
-    x:Tensor|Change, # what came
-    old:Tensor,      # what a change is a change of
-)->int: # checksum of what it should be now
+def put_(own:Tensor, x:Tensor|Change, old:Tensor)->int: # checksum of what it should be now
     "Write a weight."
     x = (x if isinstance(x, Tensor) else x.applied(old)).to(own.dtype)
     own.copy_(x)

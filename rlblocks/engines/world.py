@@ -6,7 +6,7 @@
 __all__ = ['MEETING', 'HALF', 'device_of', 'in_time', 'world', 'exchange', 'first_error', 'RankLost', 'all_or_raise', 'largest',
            'agree', 'same_rows', 'same_weights', 'fill_', 'join_world', 'group_of', 'mesh_of', 'leave_world']
 
-# %% ../../nbs/engines/52_world.ipynb #7f5b6795
+# %% ../../nbs/engines/52_world.ipynb #1b32dc25
 import atexit
 import os
 import queue
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .lazy import lazy_weights, read_flat
 from .weights import checksum, named_weights
 
+_T = TypeVar("_T")
+
 # %% ../../nbs/engines/52_world.ipynb #3973f486
-def device_of(device:Any, who:str)->torch.device:
+def device_of(device:torch.device|str|int|None, who:str)->torch.device:
     "The device of an argument; None: CUDA where there is one. ValueError for no device's word, and for an absent one."
     if device is None: device = "cuda" if torch.cuda.is_available() else "cpu"
     try: found = torch.device(device)
@@ -42,7 +44,7 @@ def device_of(device:Any, who:str)->torch.device:
 # %% ../../nbs/engines/52_world.ipynb #fe97cdd5
 MEETING = 1800.         # seconds that ranks have to make a group, as torch's own collectives have
 
-def in_time(f:Callable, *, seconds:int|float, what:str)->Any: # what `f` returned; `what`: who waits for what
+def in_time(f:Callable[[], _T], *, seconds:int|float, what:str)->_T: # what `f` returned; `what`: who waits for what
     """Run `f`, or raise TimeoutError after some seconds; what `f` raises is raised.
 
     A call that never ends keeps its thread, a daemon: the process can still end."""
@@ -122,11 +124,7 @@ def all_or_raise(
     return [x for *_, x in answers]
 
 # %% ../../nbs/engines/52_world.ipynb #243ecbcb
-def largest(
-    mine:list[int], # this rank's numbers, as many as every other rank's
-    error:Exception|None, # why this rank has none, if so: zeros do then
-    who:str,        # asks, for the message
-)->list[int]:
+def largest(mine:list[int], error:Exception|None, who:str)->list[int]:
     "The largest of all ranks' numbers, place by place. An error of one rank is raised on all, once all have asked."
     (rank, ranks), group = world(), dist.group.WORLD
     if ranks == 1 and error: raise error
@@ -141,13 +139,13 @@ def largest(
     return most
 
 # %% ../../nbs/engines/52_world.ipynb #223a4d71
-def agree(error:Exception|None, who:str, same:Any=None)->None:
+def agree(error:Exception|None, who:str, same:object=None)->None:
     """Go on together or stop together, see `all_or_raise`; ValueError when `same` differs between ranks."""
     answers = all_or_raise(who, error, same)
     if any(x != answers[0] for x in answers):
         raise ValueError(f"{who}: the ranks disagree: {answers}; give every rank a part of the same batch")
 
-def same_rows(mine:Any, shares:int, who:str)->None:
+def same_rows(mine:list[int], shares:int, who:str)->None:
     "`shares` consecutive ranks have the same rows, judged by `mine` (checksums), or every rank raises ValueError."
     answers = all_or_raise(who, mine=mine)
     odd = next((r for r, x in enumerate(answers) if x != answers[r//shares*shares]), None)
@@ -215,8 +213,8 @@ def mesh_of(device:torch.device, *, sequence_parallel:int=1, tensor_parallel:int
     join_world(device)
     ranks = world()[1]
     if ranks % shares:
-        asked = " and ".join(f"{name}={n}" for name, n in shape.items() if n > 1)
-        raise ValueError(f"ShardedModel: {asked} wants a world of {shares} ranks, or a multiple; this one has {ranks}. "
+        words = " and ".join(f"{name}={n}" for name, n in shape.items() if n > 1)
+        raise ValueError(f"ShardedModel: {words} wants a world of {shares} ranks, or a multiple; this one has {ranks}. "
                          "Start another number of processes (torchrun --nproc-per-node), or share rows among fewer")
     all_ranks, axes = init_device_mesh(device.type, (ranks,)).mesh, ("replica", "sequence", "tensor")
     cube = all_ranks.view(-1, sequence_parallel, tensor_parallel)

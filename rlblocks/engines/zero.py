@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from .base import EngineState, PlannedBytes, WeightShard
 from .compiled import build_ops, import_deepspeed
-from .guards import Turn
+from .guards import ReentrantLock
 from .lazy import fill_whole_, is_lazy, read_flat
 from .modules import Within, callable_within_, distinct, trained_weights
 from .optim import decay_groups, entrywise
 from .plain import used_by_any
-from .slices import Held, Piece, full_weight, load_into, shards_of, state_of, zero_bytes
+from .slices import ZeroParts, Piece, full_weight, load_into, shards_of, state_of, zero_bytes
 from .world import HALF, agree, join_world, same_weights, world
 
 _T = TypeVar("_T")
@@ -145,25 +145,25 @@ def put_exact(piece, x):
 # %% ../../nbs/engines/60_zero.ipynb #529e0eeb
 def step_used(engine:Any)->Tensor: # 2-norm before clipping
     "Step, and leave what no rank used as it was."
-    held:Held = engine.held
-    trained = held.trained
+    parts:ZeroParts = engine.parts
+    trained = parts.trained
     used = {id(p) for p in used_by_any(trained, [i in engine.used for i in range(len(trained))], engine.device)}
-    idle = [held.piece(p) for p in trained if id(p) not in used]
+    idle = [parts.piece(p) for p in trained if id(p) not in used]
     kept = [(flat, piece, piece.of(flat).clone()) for piece in idle if piece.n
-            for flat in (piece.flat, *held.moments(piece.flat))]
+            for flat in (piece.flat, *parts.moments(piece.flat))]
     engine.engine.step()
     engine.used.clear()
     engine.dirty = False
     if not engine.engine.was_step_applied(): return torch.tensor(float("nan"))
     for flat, piece, x in kept: piece.of(flat).copy_(x)
-    if idle: held.refresh()
+    if idle: parts.refresh()
     return torch.as_tensor(engine.engine.get_global_grad_norm()).float()
 
 def run(engine, *args, **kwargs)->Any:
     """A forward pass.
 
     Frozen layers gather by themselves at stage 3; DeepSpeed's own forward would forbid an adapter's backward pass."""
-    bare = engine.held.stage == 3 and not engine.optimizer
+    bare = engine.parts.stage == 3 and not engine.optimizer
     if bare: reshard(engine)
     try: return (engine.module if bare else engine.engine)(*args, **kwargs)
     except BaseException:
@@ -172,7 +172,7 @@ def run(engine, *args, **kwargs)->Any:
 
 def drop_gradient(engine:Any)->None:
     "Step with a norm that is not finite, which DeepSpeed marks by −1: it then forgets the gradient, and only that."
-    zero, stage3 = engine.held.zero, engine.held.stage == 3
+    zero, stage3 = engine.parts.zero, engine.parts.stage == 3
     norm, bad = "_get_norm_groups" if stage3 else "scaled_global_norm", torch.tensor(-1., device=engine.device)
     setattr(zero, norm, lambda *_: [bad] if stage3 else bad)
     try: engine.engine.step()
@@ -182,8 +182,8 @@ def drop_gradient(engine:Any)->None:
 
 def reshard(engine:Any)->None:
     "Shards in place of what a pass left gathered."
-    if engine.held.stage < 3: return
-    if not engine.held.zero: engine.engine.optimizer.release_backward_leftovers()
+    if engine.parts.stage < 3: return
+    if not engine.parts.zero: engine.engine.optimizer.release_backward_leftovers()
     for m in engine.module.modules():
         kept:Any = m._parameters
         if hasattr(kept, "_in_forward"): kept._in_forward = False    # while True, DeepSpeed gathers what is looked at
@@ -207,17 +207,17 @@ class Zero:
         prepare(device, stage, offload)
         same_weights(module)
         callable_within_(module)
-        self.module, self.device, self.used, self.dirty, self.turn = module, device, set(), False, Turn()
+        self.module, self.device, self.used, self.dirty, self.lock = module, device, set(), False, ReentrantLock()
         half = dtype in HALF and stage > 1 and bool(optimizer)
         config = config_of(module, device, stage=stage, max_norm=max_norm, half=half, offload=offload, nvme=nvme)
         self.engine, groups = initialize(module, device, config, optimizer, adamw)
-        self.held = Held(module, device, stage, offload, self.engine.optimizer if optimizer else None, groups)
-        self.optimizer:Any = self.held.optimizer
-        for i, p in enumerate(self.held.trained):
+        self.parts = ZeroParts(module, device, stage, offload, self.engine.optimizer if optimizer else None, groups)
+        self.optimizer:Any = self.parts.optimizer
+        for i, p in enumerate(self.parts.trained):
             p.register_post_accumulate_grad_hook(lambda _, i=i: self.used.add(i))
 
     @property
-    def stage(self)->int: return self.held.stage
+    def stage(self)->int: return self.parts.stage
 
     def __call__(self, *args, **kwargs): return run(self, *args, **kwargs)
     def within(self, f:Callable[[], _T])->_T:
@@ -241,41 +241,36 @@ class Zero:
     def weights(self, wide:frozenset[str]|set[str]=frozenset())->Iterator[tuple[str, Tensor]]:
         "Every weight in turn, gathered; tied ones once."
         reshard(self)
-        for name, x in distinct(self.module).items(): yield name, full_weight(self.held, x, name in wide)
+        for name, x in distinct(self.module).items(): yield name, full_weight(self.parts, x, name in wide)
 
     def state(self, full:bool)->EngineState:
         "Weights and optimizer state, in full or as `Slice`s. RuntimeError when they are on a disk."
-        return state_of(self.held, full)
+        return state_of(self.parts, full)
 
     def load(self, state:EngineState)->None:
         "Restore them. ValueError for another model's, or another rank's part."
-        load_into(self.held, state)
+        load_into(self.parts, state)
 
     def shards(self)->dict[str, WeightShard]:
         "This rank's part of each weight that trains, in fp32; ValueError when they are on a disk."
-        return shards_of(self.held)
+        return shards_of(self.parts)
 
     def refresh(self)->None:
         "Copy the fp32 weights into those that compute."
-        self.held.refresh()
+        self.parts.refresh()
 
     def adapt(self, name:str)->None: "Nothing to do: layers are complete where they compute."
     def nbytes(self)->dict[str, int]:
         "Bytes that this rank holds between passes: fp32 masters count as states, but where they are what computes."
         reshard(self)
-        return zero_bytes(self.held)
+        return zero_bytes(self.parts)
 
 # %% ../../nbs/engines/60_zero.ipynb #e8b32475
-def planned_zero(
-    params:list,          # of the module, fake or real, whole
-    *,
-    stage:int,            # 1, 2 or 3
-    ranks:int,            # that share them
-    state_bytes:int=8,    # of the optimizer for each 4 bytes of weights
-    half:torch.dtype|None=None, # compute dtype; None: that of the weights
-    offload:bool=False,   # fp32 weights, gradients and states live on the host
-)->PlannedBytes: # on the fullest rank
-    "Parts of what stays, and what is gathered at one time."
+def planned_zero(params:list, *, stage:int, ranks:int, state_bytes:int=8, half:torch.dtype|None=None,
+                 offload:bool=False)->PlannedBytes: # on the fullest rank
+    """Parts of what stays, and what is gathered at one time.
+
+    `state_bytes`: of the optimizer for each 4 bytes of weights; `half`: compute dtype; None = that of the weights."""
     sizes = [p.nbytes for p in params if p.requires_grad]
     part, gathered = -(-sum(sizes)//ranks), gathered_bytes(params, stage, half)
     computes = sum(p.numel()*(half.itemsize if half else p.element_size()) for p in params)
@@ -289,18 +284,14 @@ def planned_zero(
     moved["gradients"] += part if stage == 3 else sum(sizes) + largest
     return PlannedBytes(device, moved, gathered)
 
-def bucket_entries(
-    params:list, # of the module
-)->int:
+def bucket_entries(params:list)->int:
     "Of the buffer in which gradients meet."
     return min(BUCKET, sum(p.numel() for p in params)) if any(p.requires_grad for p in params) else 0
 
-def gathered_bytes(
-    params:list, # of the module
-    stage:int,   # 1, 2 or 3
-    half:torch.dtype|None, # compute dtype; None: that of the weights
-)->int:
-    "Weights that stage 3 keeps gathered; the bucket of the others."
+def gathered_bytes(params:list, stage:int, half:torch.dtype|None)->int:
+    """Weights that stage 3 keeps gathered; the bucket of the others.
+
+    `half`: compute dtype; None = that of the weights."""
     if stage < 3: return bucket_entries(params)*(2 if stage == 2 and half else 4)
     entries = sum(p.numel() for p in params)
     every = sum(p.numel()*(half.itemsize if half and p.is_floating_point() else p.element_size()) for p in params)

@@ -190,7 +190,7 @@ class Scheduler:
     def exchange(self)->list[Completion]:
         "Hand over what is waiting, take what has ended."
         new, self.waiting = self.waiting, []
-        with self.rollout.turn:
+        with self.rollout.lock:
             if self.ended: return []
             if new: self.line.submit(new)
             return self.line.poll(.02)
@@ -212,7 +212,7 @@ class Scheduler:
 
     def end(self):
         "Take what is under way out of the engine, and ask it nothing more."
-        with self.rollout.turn:
+        with self.rollout.lock:
             self.ended = True
             self.line.abort(list(self.line.lines.of[k][1] for k in self.line.left))
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from ..engines.exchanges import Stretch
+from ..engines.exchanges import LineShard
 from ..engines.world import HALF
 
 if TYPE_CHECKING: import transformers
@@ -29,7 +29,7 @@ class Segments:
     "Rows on a line: how many tokens of each are there, and which row's first tokens come before them."
     sizes:Sequence[int]                # tokens of each row on the line, in order
     prefixes:Sequence[tuple[int, int]] # for each row (owner, n): the owner's first n tokens are this row's too
-    stretch:Stretch|None=None          # ranks that share the line, whose length is a multiple of theirs; None: one rank
+    shard:LineShard|None=None          # ranks that share the line, whose length is a multiple of theirs; None: one rank
     _masks:dict = field(default_factory=dict, repr=False)
 
     def mask(self, ahead:int, n:int, keys:int, window:int, like:Tensor)->Tensor: # `[n, keys]`
@@ -128,7 +128,7 @@ class UnknownAttention(NotImplementedError):
 
 def segment_attention(
     module:nn.Module, # the attention layer
-    query:Tensor,     # `[B, H, N, d]`; of a line on several ranks this one's stretch, as key and value
+    query:Tensor,     # `[B, H, N, d]`; of a line on several ranks this one's shard, as key and value
     key:Tensor,       # `[B, K, N, d]`, K divides H
     value:Tensor,     # `[B, K, N, e]`
     attention_mask:Tensor|None, # as sdpa takes it; not read with `segments`
@@ -151,8 +151,8 @@ def segment_attention(
         return _ordinary(module, query, key, value, attention_mask, scaling, dropout, softcap, more), None
     if not getattr(module, "is_causal", True) or more.get("is_causal") is False:
         raise NotImplementedError(f"segment_attention: {type(module).__name__} is not causal; use pack=False")
-    stretch = segments.stretch
-    if stretch: query, key, value = stretch.to_heads(query, key, value, type(module).__name__)
+    shard = segments.shard
+    if shard: query, key, value = shard.to_heads(query, key, value, type(module).__name__)
     if sliding_window is None: sliding_window = getattr(module, "sliding_window", None) # some layers tell only the mask
     window, grouped = sliding_window or key.shape[2], query.shape[1] > key.shape[1]
     if not softcap and _has_kernel(query, value, dropout):
@@ -160,7 +160,7 @@ def segment_attention(
     else:
         how:dict[str, Any] = dict(scale=scaling, dropout_p=dropout, enable_gqa=grouped)
         out = _by_rows(query, key, value, segments, window, softcap, **how).transpose(1, 2).contiguous()
-    return stretch.to_tokens(out) if stretch else out, None
+    return shard.to_tokens(out) if shard else out, None
 
 def _ordinary(module, query, key, value, mask, scaling, dropout, softcap, more):
     "The attention that a model had, its softcap included: `[B, N, H, e]`."

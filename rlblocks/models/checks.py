@@ -8,7 +8,8 @@ __all__ = ['SENSES', 'config_of', 'refuse_encoder_decoder', 'vocabulary', 'posit
 # %% ../../nbs/models/65_checks.ipynb #65867ef2
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -37,12 +38,8 @@ def _what(x):
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}{values}"
 
 # %% ../../nbs/models/65_checks.ipynb #a311a932
-def config_of(
-    model:str|Path,   # a name or folder
-    who:str="model",  # what the caller calls it, for messages
-    *,
-    also:str=", an nn.Module or a callable that makes one", # what else may be given there
-)->"transformers.PretrainedConfig":
+def config_of(model:str|Path, who:str="model", *,
+              also:str=", an nn.Module or a callable that makes one")->"transformers.PretrainedConfig":
     """The configuration of a folder, or of a name on the hub.
 
     FileNotFoundError for neither and for a folder without a model, NotADirectoryError for a file."""
@@ -92,18 +89,14 @@ def refuse_encoder_decoder(
 # %% ../../nbs/models/65_checks.ipynb #fbb9595f
 SENSES = ("vision_config", "audio_config") # what a model reads besides text
 
-def vocabulary(
-    trunk:nn.Module, # any module
-)->int|None: # None: no table can be found, or ids beyond it stand for images or sound
+def vocabulary(trunk:nn.Module)->int|None: # None: no table can be found, or ids beyond it stand for images or sound
     "How many ids a model's embedding has."
     if _reads_more_than_text(trunk): return None
     try: table = cast(Any, trunk).get_input_embeddings()
     except (AttributeError, NotImplementedError): return None
     return getattr(getattr(table, "base_layer", table), "num_embeddings", None)
 
-def positions(
-    trunk:nn.Module, # any module; those of transformers have the number in their configuration
-)->int|None: # None: positions are no table (rotary, ALiBi, a state), or it cannot be found
+def positions(trunk:nn.Module)->int|None: # None: positions are no table (rotary, ALiBi, a state), or it cannot be found
     "How many tokens a row may have where each position has a vector of its own (GPT-2, OPT, BERT; the sines of GPT-J)."
     n = getattr(getattr(trunk, "config", None), "max_position_embeddings", None)
     if not isinstance(n, int) or _reads_more_than_text(trunk): return None
@@ -119,15 +112,8 @@ def positions(
 def _reads_more_than_text(trunk):
     return any(getattr(getattr(trunk, "config", None), name, None) is not None for name in SENSES)
 
-def check_ids(
-    who:str,                     # for the message
-    tokens:Int[Tensor, "B T"],   # right-padded
-    lengths:Int[Tensor, " B"],   # their real lengths
-    n:int|None,                  # of `vocabulary`
-    *,
-    padding:bool,                # what is behind a row's end is run too
-    row:str="row",               # what a row is called there
-):
+def check_ids(who:str, tokens:Int[Tensor, "B T"], lengths:Int[Tensor, " B"], n:int|None, *, padding:bool,
+              row:str="row"):
     "ValueError for an id beyond the embedding, by row and place; TypeError for a dtype that no embedding reads."
     if tokens.dtype not in (torch.int64, torch.int32):
         dtype = str(tokens.dtype).removeprefix("torch.")
@@ -291,3 +277,47 @@ def check_measure(who:str, measure:Callable|None, **more:bool):
     if measure is not None and other:
         raise ValueError(f"{who}: step got measure= and {other}=True; let the measure give all that the loss needs, "
                          "side by side: torch.stack([…], -1)")
+
+# %% ../../nbs/models/65_checks.ipynb #692e86db
+KNOWN = {"alpha_pattern", "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out",
+         "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout",
+         "modules_to_save", "peft_type", "peft_version", "r", "rank_pattern", "revision", "target_modules", "task_type",
+         "use_dora", "use_rslora"}
+
+def check_adapter(config:Any)->None:
+    "ValueError for what a LoraConfig may not ask for here."
+    plain = type(config)()
+    odd = [f.name for f in fields(config) if f.name not in KNOWN and getattr(config, f.name) != getattr(plain, f.name)]
+    if odd:
+        raise ValueError(f"lora: {odd[0]}={getattr(config, odd[0])!r} is not supported here; such an adapter could not "
+                         "be merged exactly, or would change the base")
+    if config.lora_dropout:
+        raise ValueError(f"lora: lora_dropout={config.lora_dropout}; with dropout a second pass gives other log-probs "
+                         "than the first, so the ratio of an update does not begin at 1. Leave it out")
+    if config.init_lora_weights not in (True, False, "gaussian"):
+        raise ValueError(f"lora: init_lora_weights={config.init_lora_weights!r} takes something out of the base "
+                         'weights, which others share; True, False and "gaussian" leave them alone')
+
+SCALES = ("lora_alpha", "alpha_pattern", "use_rslora") # how much its weights count; names and shapes show the rest
+
+def check_same_base(state:Mapping, mark:str, mine:dict|None, *, who:str)->None:
+    """ValueError for a state of another base than `who` (`mark`), or of an adapter that counts for another amount.
+
+    `mine`: settings of the adapter here; None: the base alone."""
+    if state.get("base") != mark:
+        raise ValueError(f"load_state_dict: the state is of an adapter on another base (mark {state.get('base')}), not "
+                         f"on this one ({who}, {mark}). If it is the same, load state | dict(base={mark!r})")
+    if "lora" not in state or mine is None: return
+    for k, x in state["lora"].items():
+        if k not in SCALES or x == mine[k]: continue
+        raise ValueError(f"load_state_dict: the adapter was trained with {k}={x}, and this one has {mine[k]}: its "
+                         "weights would count for more or less than they did")
+
+def check_sum_of_adapters(own:dict[str, dict], weights:dict[str, float])->None:
+    "ValueError for a layer that was trained whole in more than one adapter, or is wanted in part."
+    whole = {k: name for name in weights for k in own[name] if ".lora_" not in k}
+    for name, share in weights.items():
+        both = [k for k in own[name] if whole.get(k, name) != name or (k in whole and share != 1)]
+        if both:
+            raise ValueError(f"merge: {both[0]} was trained whole (modules_to_save); it can be taken from one adapter "
+                             "with weight 1, not from a sum")

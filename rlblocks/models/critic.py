@@ -17,7 +17,8 @@ from ..engines.base import EngineSpec, engine_of
 from ..engines.optim import OptimizerSpec
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
-from .policy import Trained, base_of, reads_shards, says_instead, start
+from .arguments import says_instead
+from .policy import Trained, base_of, reads_shards, start
 from .step import Lora, Setup, compute, train_step
 from .value_heads import ClassHead, classifier, save_read, stored_bins, trunk_reader
 
@@ -66,7 +67,7 @@ class Critic(Trained):
     def save_pretrained(self,
         path, # a folder; made if missing
         *,
-        dtype:torch.dtype|None=None, # of the weights in the file; None: the precision they came in, the head in its own
+        dtype:torch.dtype|None=None, # of the weights in the file; None: as they were loaded, the head in its own
         max_shard_bytes:int=5*10**9, # most bytes a file; rank 0 holds as much while it writes
     ):
         "Save as Hugging Face's classifier. All ranks together."

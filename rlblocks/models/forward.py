@@ -21,12 +21,12 @@ from ..arithmetic.logprobs import entropy as entropy_of, gather_logprobs
 from ..arithmetic.masked import promoted
 from ..arithmetic.passes import asked
 from ..data.packing import Packed, pack
-from ..engines.exchanges import Stretch
+from ..engines.exchanges import LineShard
 from ..engines.modules import output_layer
 from .attention import Segments, layout as segment_kwargs
 from .checks import check_hidden, check_measured, positions, vocabulary
 from .folders import dtypes_of
-from .head import asking, head_logprobs, head_measured, sampled_from, states_of
+from .head import tapping, head_logprobs, head_measured, sampled_from, states_of
 from .routers import picked, routed, router_columns, routing
 
 # %% ../../nbs/models/71_forward.ipynb #208b666d
@@ -35,8 +35,8 @@ class Layout:
     "How rows are arranged in a pass, and what the model does to its logits: found by probes, once."
     packed:bool=False   # end to end on one line
     segments:bool=False # the trunk attends by `segment_attention`: packed rows may share prefixes
-    stretch:Stretch|None=None # this rank's part of a line that several ranks run; None: each runs lines of its own
-    bend:tuple[float, float|None]|None=None # of `logit_transform`: log-probs without logits; None: from logits
+    shard:LineShard|None=None # this rank's part of a line that several ranks run; None: each runs lines of its own
+    transform:tuple[float, float|None]|None=None # of `logit_transform`: log-probs without logits; None: from logits
 
 @dataclass(frozen=True)
 class Reading:
@@ -79,7 +79,7 @@ class Pass:
     line:Packed|None=None  # how rows are packed; None: they are padded
     mine:Tensor|None=None  # which of all places this rank reads, where ranks share the line; None: all
     n:int=0          # all places
-    stretch:Stretch|None=None # the ranks that share it
+    shard:LineShard|None=None # the ranks that share it
 
     def pick(self,
         x:Tensor, # `[B, T, …]`, of the trunk
@@ -91,7 +91,7 @@ class Pass:
         x:Tensor, # `[m, …]`, of this rank's places
     )->Tensor: # `[n, …]`
         "Of all places, on all ranks that share the line."
-        return x if self.stretch is None or self.mine is None else self.stretch.gathered(x, self.mine, self.n)
+        return x if self.shard is None or self.mine is None else self.shard.gathered(x, self.mine, self.n)
 
 def _padded(tokens, places, takes):
     "Rows side by side; of a trunk with `logits_to_keep`, logits from the first column that is read to the last."
@@ -102,21 +102,21 @@ def _padded(tokens, places, takes):
     return Pass(tokens, kwargs, places.rows*(last+1-first) + places.cols - first, places)
 
 def _on_a_line(tokens, lengths, places, layout, takes, group):
-    "Rows end to end; of ranks that share the line, this rank's stretch."
-    stretch, line = layout.stretch, pack(tokens, lengths.clamp(min=1), group if layout.segments else None)
+    "Rows end to end; of ranks that share the line, this rank's shard."
+    shard, line = layout.shard, pack(tokens, lengths.clamp(min=1), group if layout.segments else None)
     ids, at, where, mine = line.tokens, line.position_ids, line.places(places.rows, places.cols), None
     sizes, prefixes, n = line.sizes, line.prefixes, len(places.rows)
-    if stretch:
-        sizes, prefixes = [*sizes, stretch.padding(len(ids))], [*prefixes, (0, 0)]
-        mine, where = stretch.here(where, len(ids))
+    if shard:
+        sizes, prefixes = [*sizes, shard.padding(len(ids))], [*prefixes, (0, 0)]
+        mine, where = shard.here(where, len(ids))
         places = places.take(mine if len(mine) else slice(1))
         if not len(mine): where = where.new_zeros(1)        # nothing to read: a token all the same
-        ids, at = stretch.cut(ids), stretch.cut(at)
+        ids, at = shard.cut(ids), shard.cut(at)
     kwargs:dict[str, Any] = dict(use_cache=False) if "use_cache" in takes else {}
     kwargs["position_ids"] = at[None]
-    if layout.segments: kwargs |= segment_kwargs(Segments(sizes, prefixes, stretch), tokens.device)
+    if layout.segments: kwargs |= segment_kwargs(Segments(sizes, prefixes, shard), tokens.device)
     if "logits_to_keep" in takes: kwargs["logits_to_keep"], where = where, slice(None)   # just those, in order
-    return Pass(ids[None], kwargs, where, places, line, mine, n, stretch)
+    return Pass(ids[None], kwargs, where, places, line, mine, n, shard)
 
 def accepts(module:nn.Module, *names:str)->set[str]:
     "Which of `names` the module's forward takes, itself or by what an adapter wraps."
@@ -127,11 +127,11 @@ def accepts(module:nn.Module, *names:str)->set[str]:
     return found | accepts(inner, *names) if passes_on else found
 
 # %% ../../nbs/models/71_forward.ipynb #1233a619
-def _instead(layer, places, reading, bend):
+def _instead(layer, places, reading, transform):
     "What runs in the output layer's place, on what enters it at this rank's places; None: the layer as it is."
     if reading.hidden: return lambda h: h
-    if places.targets is None or bend is None or reading.logits: return None
-    how:dict[str, Any] = dict(bend=bend, temperature=places.temperature, support=places.support)
+    if places.targets is None or transform is None or reading.logits: return None
+    how:dict[str, Any] = dict(transform=transform, temperature=places.temperature, support=places.support)
     if reading.measure: return lambda h: head_measured(layer, h, reading.measure, *places.columns, **how)
     return partial(head_logprobs, layer, targets=places.targets, entropy=reading.entropy, **how)
 
@@ -154,15 +154,15 @@ def _from_logits(logits, places, reading)->dict[str, Tensor]:
 def _from_routers(seen, tokens, lengths, call):
     "Router scores, or experts, of every token: `[B, T, L, E]`."
     if call.line is None: return router_columns(seen, lengths, tokens.shape[1])
-    if call.stretch:      # all layers in one exchange
-        joined = call.stretch.joined(torch.cat(seen, -1), len(call.line.tokens))
+    if call.shard:      # all layers in one exchange
+        joined = call.shard.joined(torch.cat(seen, -1), len(call.line.tokens))
         seen = list(joined.split([x.shape[-1] for x in seen], -1))
     return router_columns(seen, lengths, tokens.shape[1], call.line.places)
 
 # %% ../../nbs/models/71_forward.ipynb #15745b50
 def _on_call(experts, lengths, call):
     "`[N, L, K]`: experts of the tokens of a call. ValueError where they cannot be replayed."
-    if call.stretch: raise ValueError("experts: rows on a line that ranks share cannot be replayed; drop the column")
+    if call.shard: raise ValueError("experts: rows on a line that ranks share cannot be replayed; drop the column")
     if call.line is None: return experts.flatten(0, 1)
     real = torch.arange(experts.shape[1], device=lengths.device) < lengths[:, None]
     rows, cols = real.nonzero(as_tuple=True)
@@ -202,16 +202,16 @@ class Forward(nn.Module):
         call = self.arrange(tokens, lengths, places, layout, group)
         layer = None if self.top is None else self.trunk.get_submodule(self.top)      # an adapter may be on it by now
         if reading.hidden: check_hidden(layer, self.trunk)
-        f = _instead(layer, call.places, reading, layout.bend)
+        f = _instead(layer, call.places, reading, layout.transform)
         read = layer if f or self.on_lm_head else None
         watch = dict(scores=routed, experts=picked).get(reading.routers or "")
         replay = nullcontext() if experts is None else routing(self.trunk, _on_call(experts, lengths, call))
-        with replay, watch(self.trunk) if watch else nullcontext([]) as seen, asking(read, f, call.pick) as ask:
+        with replay, watch(self.trunk) if watch else nullcontext([]) as seen, tapping(read, f, call.pick) as tap:
             out = states_of(self.trunk(call.ids, **call.kwargs))
-        if f: found = _from_head(ask.given, reading)
+        if f: found = _from_head(tap.given, reading)
         elif places.targets is None: found = self.values(call.pick(out))
         else: found = _from_logits(call.pick(out), call.places, reading)
-        if self.on_lm_head and not reading.hidden: found |= self.values(cast(Tensor, ask.entered))
+        if self.on_lm_head and not reading.hidden: found |= self.values(cast(Tensor, tap.entered))
         found = {k: call.gather(x) for k, x in found.items()}
         if not watch: return found
         name = "experts" if reading.routers == "experts" else "router_logits"
@@ -238,9 +238,7 @@ class Forward(nn.Module):
         return dict(values=promoted(found[..., 0] if found.shape[-1] == 1 else found))
 
 # %% ../../nbs/models/71_forward.ipynb #febfafd7
-def rope_window(
-    trunk:nn.Module, # any module; those of transformers say it in their configuration
-)->tuple[str, int]|None: # (kind, tokens up to which it is fixed); None: it never changes
+def rope_window(trunk:nn.Module)->tuple[str, int]|None: # (kind, tokens up to which it is fixed); None: it never changes
     "The rotary embedding whose angles depend on the longest position of a call: `longrope` or `dynamic`."
     found = []
     for config in {id(c): c for m in trunk.modules() if (c := getattr(m, "config", None)) is not None}.values():

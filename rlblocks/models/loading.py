@@ -27,12 +27,10 @@ from .checks import config_of, refuse_encoder_decoder
 if TYPE_CHECKING: import transformers
 
 # %% ../../nbs/models/66_loading.ipynb #7cbedcea
-RENEW = 1 << 26        # bytes read of mapped files, before they are closed and opened anew
+RENEW = 1 << 24        # bytes read of mapped files, before they are closed and opened anew
 AROUND = 1 << 17       # bytes that the system maps around what is read, at most: 64 KiB at either end
 
-def weight_files(
-    model:str|Path, # a name or folder
-)->dict[str, str]: # weight → file; empty where there is no safetensors file
+def weight_files(model:str|Path)->dict[str, str]: # weight → file; empty where there is no safetensors file
     "Which safetensors file has which weight. A name is downloaded."
     from safetensors import safe_open
     from transformers.utils.hub import cached_file
@@ -105,13 +103,10 @@ def sources_of(
     cast(Any, module)._weight_conversions = [x for x in known if x.was_used()]   # how to write it again
     return found
 
-def assembled(
-    module:"transformers.PreTrainedModel",
-    name:str,     # of its weight
-    sources:list[tuple], # of `sources_of`
-    files:WeightFiles,
-)->Tensor: # all of it
-    "A weight that is made of several weights in files, or cut out of one."
+def assembled(module:"transformers.PreTrainedModel", name:str, sources:list[tuple], files:WeightFiles)->Tensor:
+    """A weight that is made of several weights in files, or cut out of one.
+
+    Result: all of it."""
     _, (_, converter, target) = sources[0]
     made = copy.deepcopy(converter)
     for source, (pattern, _, _) in sources:
@@ -120,12 +115,8 @@ def assembled(
     return x[0] if isinstance(x, list) else x
 
 # %% ../../nbs/models/66_loading.ipynb #2cf264b1
-def lazy_model(
-    auto:type,      # one of transformers' Auto classes
-    model:str|Path, # a name or folder
-    config:"transformers.PretrainedConfig",
-    attention:str|None=None, # attention implementation
-)->"transformers.PreTrainedModel|None": # None: it has to be loaded completely
+def lazy_model(auto:type, model:str|Path, config:"transformers.PretrainedConfig",
+               attention:str|None=None)->"transformers.PreTrainedModel|None": # None: it has to be loaded completely
     "A model whose weights stay in their files until an engine reads them."
     where = weight_files(model)
     odd = [k for k in ("quantization_config", "auto_map") if getattr(config, k, None)]
@@ -212,21 +203,16 @@ def _check_quantization(model, quantization):
         raise ValueError(f'quantization={quantization!r} is not known here; "4bit", "8bit" and a transformers '
                          "quantization config are")
 
-def as_pretrained(
-    model:object, # a name or folder, by itself or with how it is loaded, or anything else that a model may be
-)->Pretrained:
+def as_pretrained(model:object)->Pretrained:
     "A `model` argument, with how it is loaded beside it."
     return model if isinstance(model, Pretrained) else Pretrained(model)
 
 # %% ../../nbs/models/66_loading.ipynb #1b35cd84
-def load_module(
-    model:object,  # a name or folder (or `pretrained`), an nn.Module (copied) or a callable that makes one
-    *,
-    trunk:bool=False, # without the language-model head; a reward model keeps its `score` layer
-    attention:str|None=None, # attention implementation of a name or folder; None: transformers decides
-    lazy:bool=False,  # leave the weights of a name or folder in their files where that can be done, see `lazy_model`
-)->nn.Module: # owned by the caller
-    "The module of a `model` argument. TypeError for anything else."
+def load_module(model:object, *, trunk:bool=False, attention:str|None=None, lazy:bool=False)->nn.Module:
+    """The module of a `model` argument. TypeError for anything else.
+
+    `attention`: attention implementation of a name or folder; None = transformers decides; `lazy`: leave the weights of
+    a name or folder in their files where that can be done, see `lazy_model`. Result: owned by the caller."""
     if isinstance(model, Pretrained): model, attention = model.name, model.attention
     if isinstance(model, str | Path): return _from_folder(model, trunk, attention, lazy)
     if attention:
@@ -251,9 +237,7 @@ def _from_folder(model, trunk, attention, lazy):
     module = lazy_model(auto, model, config, attention) if lazy else None
     return auto.from_pretrained(model, dtype="auto", **_attending(attention)) if module is None else module
 
-def without_lm_head(
-    module:nn.Module, # any model
-)->nn.Module: # itself where it has no such head
+def without_lm_head(module:nn.Module)->nn.Module: # itself where it has no such head
     """A language model below its output layer: its `base_model`, or its part beside that layer.
 
     (Llama 4 says that it is its own base model.) TypeError where there is none."""
@@ -280,28 +264,21 @@ def load_tokenizer(
     except (OSError, ValueError): return None     # a folder of weights alone; who needs a tokenizer says so
 
 # %% ../../nbs/models/66_loading.ipynb #e2f5f77f
-def quantized(
-    module:nn.Module, # any layer
-)->bool: # True: its weight is integers
+def quantized(module:nn.Module)->bool: # True: its weight is integers
     "Whether a layer is quantized by bitsandbytes."
     kind = type(module)
     return kind.__name__ in ("Linear4bit", "Linear8bitLt", "Params4bit") and kind.__module__.startswith("bitsandbytes")
 
-def dequantized(
-    layer:nn.Module, # a layer that is `quantized`
-)->Tensor: # a new tensor `[outputs, inputs]`
+def dequantized(layer:nn.Module)->Tensor: # a new tensor `[outputs, inputs]`
     "The weight that a quantized layer multiplies with."
     from peft.utils.integrations import dequantize_module_weight
     return dequantize_module_weight(layer).detach()
 
-def load_quantized(
-    model:str|Path,      # a name or folder
-    quantization:object, # "4bit" (nf4, doubly quantized), "8bit", or a transformers quantization config
-    *,
-    attention:str|None=None, # attention implementation
-    device:torch.device|str|None=None, # None: CUDA when there is one
-)->"transformers.PreTrainedModel": # its linear layers quantized
-    "Load with bitsandbytes. TypeError for a loaded model, ImportError names the extra, ValueError for an unknown word."
+def load_quantized(model:str|Path, quantization:object, *, attention:str|None=None,
+                   device:torch.device|str|None=None)->"transformers.PreTrainedModel": # its linear layers quantized
+    """Load with bitsandbytes. TypeError for a loaded model, ImportError names the extra, ValueError for unknown words.
+
+    `device`: None = CUDA when there is one."""
     _check_quantization(model, quantization)
     try: import bitsandbytes as bitsandbytes
     except ImportError as e: raise ImportError("quantization= needs bitsandbytes: pip install rlblocks[peft]") from e

@@ -15,10 +15,10 @@ from types import CellType, FunctionType, MethodType
 from warnings import warn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.batch import Batch
-from ..data.columns import listed, widen
+from ..data.columns import listed
 from ..engines.sharded import ShardedModel
 from .checks import check_confined, measure_columns
 from .forward import Layout, Places, Reading
@@ -57,14 +57,10 @@ class RowOut(Out):
     per_token = False
 
 # %% ../../nbs/models/74_outputs.ipynb #5c19d0f7
-def outputs(
-    model:ShardedModel, # of a `Forward`
-    layout:Layout,      # how rows are arranged
-    part:Batch,         # a micro-batch
-    reading:Reading=Reading(), # what to read
-    who:str="model",    # the wrapper, for messages
-)->Out: # `[B, T, …]` each; a `RowOut` of rows
-    "Run a micro-batch and read it."
+def outputs(model:ShardedModel, layout:Layout, part:Batch, reading:Reading=Reading(), who:str="model")->Out:
+    """Run a micro-batch and read it.
+
+    Result: `[B, T, …]` each; a `RowOut` of rows."""
     device, group = model.device, part.families
     rows, cols = _chosen(part, reading)
     places = _places(who, part, rows, cols, reading, device)
@@ -116,10 +112,10 @@ LARGE = 1 << 22     # entries of an output from which on only two units are comp
 def _pieces(part, large):
     "Row numbers of two pieces, of full units each."
     learns = part.mask.any(1).tolist()
-    taught = lambda rows: any(learns[i] for i in rows)
-    units = sorted(part.unit_rows(), key=taught, reverse=True)
+    learning = lambda rows: any(learns[i] for i in rows)
+    units = sorted(part.unit_rows(), key=learning, reverse=True)
     if large: units = units[:2]
-    two = [units[::2], units[1::2]] if sum(map(taught, units)) > 1 else [units, units]
+    two = [units[::2], units[1::2]] if sum(map(learning, units)) > 1 else [units, units]
     return [sum(piece, []) for piece in two]
 
 def _both(out, part, first, second):
@@ -133,7 +129,7 @@ def _both(out, part, first, second):
 
 def _piece(out, part, rows, width):
     "Some rows, cut or padded to a width."
-    at_width = lambda x: x[:, :width] if x.shape[1] > width else widen(x, width)
+    at_width = lambda x: nn.functional.pad(x, (0, 0)*(x.dim()-2) + (0, width-x.shape[1]))     # below 0: cut
     b = part.part(rows)
     columns = {k: at_width(x) if b.is_per_token(k) else x for k, x in b.columns.items()}
     found = {k: at_width(x[rows]) if out.per_token and x.dim() > 1 else x[rows] for k, x in out.items()}
@@ -182,8 +178,8 @@ def _compared(loss, out, part, pieces, widths):
     leaves, n = [x for _, x in out.items() if x.requires_grad], len(pieces[0])
     value, grads = _with_gradient(loss, leaves, out, both)
     if not all(bool(x.isfinite().all()) for x in (value, *grads)): return None
-    halves = zip((list(range(n)), list(range(n, len(both)))), widths, strict=True)
-    (one, ones), (two, twos) = (_with_gradient(loss, leaves, *_piece(out, both, rows, T)) for rows, T in halves)
+    one, ones = _with_gradient(loss, leaves, *_piece(out, both, list(range(n)), widths[0]))
+    two, twos = _with_gradient(loss, leaves, *_piece(out, both, list(range(n, len(both))), widths[1]))
     gaps = [torch.where(_exists(both, g, out.per_token), x + y - g, 0.).abs().max()/g.abs().max().clamp(min=1e-12)
             for g, x, y in zip(grads, ones, twos, strict=True)]
     terms = max(*(abs(float(x)) for x in (value, one, two)), 1e-6) + .01*sum(float(g.abs().sum()) for g in grads)
@@ -200,13 +196,11 @@ FAR_OFF = " once the outputs are far from the batch's columns"
 DIVIDE = ("Divide by the whole batch's count, denom=b.n_tokens (or b.n_rows, b.n_units), not by the micro-batch's own, "
           "and compute batch statistics before the step")
 
-def check_splits(
-    loss:Callable, # loss(out, b) → (loss, metrics)
-    out:Out,       # of one micro-batch
-    part:Batch,    # its rows
-    who:str,       # the wrapper, for the message
-)->bool: # whether both pieces had a gradient, so that a wrong denominator would have shown
-    "Compare a closure on two pieces of a micro-batch with their union. ValueError when they differ."
+def check_splits(loss:Callable, out:Out, part:Batch, who:str)->bool:
+    """Compare a closure on two pieces of a micro-batch with their union. ValueError when they differ.
+
+    `loss`: loss(out, b) → (loss, metrics). Result: whether both pieces had a gradient, so that a wrong
+    denominator would have shown."""
     pieces = _pieces(part, large=any(x.numel() > LARGE for _, x in out.items()))
     T, longest = part.tokens.shape[1], max(int(part.lengths[pieces[0]].max()), 1)
     even, ragged, near, far = (T, T), (longest, T + 3), _disturbed(out, part), _disturbed(out, part, far=True)
@@ -262,11 +256,7 @@ def _key(x, around=())->Hashable:
     return f"{type(x).__module__}.{type(x).__qualname__}", keys(scalars)
 
 # %% ../../nbs/models/74_outputs.ipynb #980e81b1
-def trainable(
-    value:Tensor, # 0-d: the loss of one micro-batch
-    out:Out,      # what it was computed from …
-    part:Batch,   # … and its rows
-)->bool: # whether its gradient may change weights
+def trainable(value:Tensor, out:Out, part:Batch)->bool: # whether its gradient may change weights
     """The loss is a number, and no chosen token has probability 0, under this policy or in a column of log-probs.
 
     Losses count log 0 as −10¹⁵ nats (`finite_logprobs`), so such a token need not make them infinite; where it is in a
@@ -276,11 +266,7 @@ def trainable(
     logprobs = columns + [x for k, x in out.items() if k == "logprobs"]
     return bool(value.abs() < 1e12) and not any(bool((x == -torch.inf).any()) for x in logprobs)
 
-def cause(
-    out:Out,    # of one micro-batch
-    part:Batch, # its rows
-    rows:list[int], # their numbers in the batch
-)->str: # a sentence
+def cause(out:Out, part:Batch, rows:list[int])->str: # a sentence
     "Why a loss is not `trainable`: outputs, and columns where the mask is True, that are not finite."
     found = []
     for name, x in out.items():

@@ -109,10 +109,7 @@ class Packing:
     segments:bool=False # by `segment_attention`, with shared prefixes; else by position ids
     why:str=""         # what is in the way
 
-def pack_by(
-    forward:Forward, # any causal module; its attention becomes `segment_attention` where that passes the probe
-    device:torch.device|str,
-)->Packing:
+def pack_by(forward:Forward, device:torch.device|str)->Packing:
     "Find a way to pack for this module: by segments, with shared prefixes, else by position ids."
     if why := _unfit(forward): return Packing(False, why=why)
     who, odd, before = type(forward.trunk).__name__, None, attend_by_segments(forward.trunk)
@@ -140,16 +137,13 @@ def _unfit(forward):
 
 # %% ../../nbs/models/72_probes.ipynb #8f776d6a
 @torch.no_grad()
-def look_ahead(
-    forward:Forward, # any module, its attention as it will be (`pack_by`)
-    device:torch.device|str, # where it lives
-    *,
-    draws:int=3,   # of tokens
-)->str: # what it does that no causal model does, and what to do; empty: nothing
+def look_ahead(forward:Forward, device:torch.device|str, *, draws:int=3)->str:
     """Whether tokens of a row depend on what is behind them.
 
     They must be equal to 1e-4 of the largest output (5e-2 in half precision) among rows side by side, and to 1e-2
-    (5e-2) where the beginning is run by itself, in other shapes."""
+    (5e-2) where the beginning is run by itself, in other shapes.
+
+    Result: what it does that no causal model does, and what to do; empty: nothing."""
     n = min(6, forward.positions or 6, (rope_window(forward.trunk) or ("", 6))[1])
     k, words = n//2, _plain_words(forward)
     drawn = torch.randint(len(words), (draws, n), generator=torch.Generator().manual_seed(0))
@@ -195,10 +189,7 @@ def _plain_words(forward):
 
 # %% ../../nbs/models/72_probes.ipynb #567597a5
 @torch.no_grad()
-def mixer(
-    forward:Forward, # any causal module
-    device:torch.device|str, # where it lives
-)->str: # its name in the trunk; empty: there is none
+def mixer(forward:Forward, device:torch.device|str)->str: # its name in the trunk; empty: there is none
     "The first module through which tokens reach each other although attention separates them."
     n, at, place = 8, 3, torch.arange(8, device=device)
     ids = place % 7 + 1 + 2*(place == at)*torch.arange(2, device=device)[:, None]
@@ -211,11 +202,7 @@ def mixer(
     finally: attend_as_before(before)
     return _first_moved(one, two, place != at)
 
-def share_lines(
-    forward:Forward, # its lines will be run by several ranks
-    device:torch.device|str, # where it lives
-    layout:Layout,   # with this rank's `stretch` of them
-)->str: # what is in the way; empty: nothing
+def share_lines(forward:Forward, device:torch.device|str, layout:Layout)->str: # what is in the way; empty: nothing
     "Whether ranks that run lines together come to what one comes to. All of them ask together."
     who = type(forward.trunk).__name__
     try: mixing = mixer(forward, device)
@@ -223,4 +210,4 @@ def share_lines(
     if mixing: return f"in {who} tokens meet outside attention, first in {mixing!r}, and there a rank sees only its own"
     if not layout.segments: return f"{who} cannot pack rows by segments"
     if separates_rows(forward, device, layout): return ""
-    return f"{layout.stretch and layout.stretch.ranks} ranks that share a line of {who} come to other numbers than one"
+    return f"{layout.shard and layout.shard.ranks} ranks that share a line of {who} come to other numbers than one"

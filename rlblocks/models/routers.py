@@ -50,9 +50,7 @@ def _scores(out, index):
     return x.reshape(-1, x.shape[-1])
 
 @contextmanager
-def routed(
-    trunk:nn.Module, # a model that will run inside
-)->Iterator[list[Tensor]]: # one `[tokens, E]` a layer, with gradient, once it has run
+def routed(trunk:nn.Module)->Iterator[list[Tensor]]: # one `[tokens, E]` a layer, with gradient, once it has run
     "While inside, the scores of each router for all tokens of a forward pass. ValueError for a model without routers."
     seen:list[Tensor] = []
     def keep(index): return lambda module, args, out: seen.append(_scores(out, index))
@@ -76,22 +74,17 @@ def router_columns(
     return x.new_zeros(len(lengths), width, *x.shape[1:]).index_put((rows, cols), x[places(rows, cols)])
 
 # %% ../../nbs/models/69_routers.ipynb #da7b2cbc
-def expert_hits(
-    router_logits:Float[Tensor, "B T L E"], # of `router_columns`
-    mask:Bool[Tensor, "B T"],               # True at the tokens that count: all real ones, as for the router
-    *,
-    top_k:int,                              # experts for each token
-)->Float[Tensor, "B L E"]: # how many of a row's tokens go to each expert
+def expert_hits(router_logits:Float[Tensor, "B T L E"], mask:Bool[Tensor, "B T"], *, top_k:int)->Float[Tensor, "B L E"]:
     """Tokens of each row at each expert, if each goes to the k it scores highest.
 
     Their sum over rows, over the number of tokens, is `expert_load`. A router with a selection bias or groups
-    (DeepSeek-V3) picks others: see `picked`."""
+    (DeepSeek-V3) picks others: see `picked`.
+
+    `mask`: True at the tokens that count: all real ones, as for the router."""
     hits = torch.zeros_like(router_logits).scatter(-1, router_logits.detach().topk(top_k).indices, 1.)
     return torch.where(mask[..., None, None], hits, 0.).sum(1)
 
-def experts_per_token(
-    trunk:nn.Module, # a mixture of experts
-)->int:
+def experts_per_token(trunk:nn.Module)->int:
     "k: experts that its configuration gives each token. ValueError where it does not say."
     config = getattr(trunk, "config", None)
     config = getattr(config, "text_config", None) or config

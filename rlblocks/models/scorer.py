@@ -20,7 +20,8 @@ from ..engines.optim import OptimizerSpec
 from ..engines.world import world
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
-from .policy import Trained, base_of, reads_shards, says_instead, start
+from .arguments import says_instead
+from .policy import Trained, base_of, reads_shards, start
 from .step import Lora, Prepared, Setup, compute, is_shared, train_step
 from rlblocks.models.value_heads import (
     classifier, moments_of, save_read, stored_moments, trunk_reader, without_moments
@@ -127,9 +128,7 @@ def raw_scores(
     "Scores as the head gives them, without gradient."
     return compute(run, batch, scores_at(at), "scores")
 
-def scores_at(
-    at:str|None, # as for `raw_scores`
-)->Reading:
+def scores_at(at:str|None)->Reading:
     "Scores of rows, or after marked tokens."
     return Reading(logprobs=False, rows=at is None, after=at)
 

@@ -17,41 +17,33 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..data.batch import Batch
+from ..engines.modules import plain_name
 from ..engines.deltas import Deltas, LowRank, changes_ticket
 from ..engines.weights import Ticket, probe_ids
-from .adapters import plain_name
 from .forward import Forward
 from .lora import Base, View
 from .step import Prepared
 
 # %% ../../nbs/models/77a_tickets.ipynb #b64b5e3c
-def ticket_of(
-    run:Prepared, # of a policy
-    logprobs:Callable[[Batch], Tensor], # the policy's
-    dtype:torch.dtype|None=None, # that weights are sent in; None: as they are held
-    *,
-    since:int|None=None, # the receivers' version, where what changed is enough; None: all weights
-    sent:Deltas|None=None, # what was sent last, to compare with
-)->Ticket:
-    "A ticket for all weights, an adapter's merged into a copy, or for what changed in them."
+def ticket_of(run:Prepared, logprobs:Callable[[Batch], Tensor], dtype:torch.dtype|None=None, *, since:int|None=None,
+              sent:Deltas|None=None)->Ticket:
+    """A ticket for all weights, an adapter's merged into a copy, or for what changed in them.
+
+    `dtype`: that weights are sent in; None = as they are held; `since`: the receivers' version, where what changed is
+    enough; None = all weights."""
     ticket = run.model.ticket("trunk.", partial(log_probs_of, logprobs), probe_of(run.module), dtype)
     ticket = replace(ticket, merged=getattr(run.model.engine, "name", None) is not None)
     return ticket if since is None or sent is None else sent.ticket(ticket, since)
 
-def adapter_ticket(
-    run:Prepared,
-    view:View|None, # what the policy stands on; None: its own weights
-    logprobs:Callable[[Batch], Tensor], # the policy's
-)->Ticket:
-    "A ticket for the two factors of each layer. ValueError without an adapter, and for one that is more than factors."
+def adapter_ticket(run:Prepared, view:View|None, logprobs:Callable[[Batch], Tensor])->Ticket:
+    """A ticket for the two factors of each layer. ValueError without an adapter, and for one that is more than factors.
+
+    `view`: the policy's base; None = its own weights."""
     if view is None or view.adapter is None:
         raise ValueError("Policy: adapter=True sends an adapter alone, and there is none; leave it out")
     return changes_ticket(ticket_of(run, logprobs), low_rank(view.base, view.adapter), adapter=True)
 
-def low_rank(
-    base:Base,
-    name:str, # of an adapter on it
-)->dict[str, LowRank]: # weight of the plain model → its change; copies
+def low_rank(base:Base, name:str)->dict[str, LowRank]: # weight of the plain model → its change; copies
     "An adapter as it stands now. ValueError for DoRA, embeddings, fully trained layers, and layers that are cut."
     odd = next((k for k in base.own[name] if not re.search(r"\.lora_[AB]\.", k)), None)
     if odd or base.cut:
@@ -65,16 +57,11 @@ def _factors(layer:Any, name:str)->LowRank:
     a, b = (x[name].weight.detach().float().cpu().clone() for x in (layer.lora_A, layer.lora_B))
     return LowRank(a, b, float(layer.scaling[name]), bool(getattr(layer, "fan_in_fan_out", False)))
 
-def log_probs_of(
-    logprobs:Callable[[Batch], Tensor], # a policy's
-    ids:Int[Tensor, " n"],
-)->Float[Tensor, " m"]: # m = n − 1
+def log_probs_of(logprobs:Callable[[Batch], Tensor], ids:Int[Tensor, " n"])->Float[Tensor, " m"]: # m = n − 1
     "Of all ids but the first, in one row."
     row = Batch(tokens=ids[None], lengths=torch.tensor([len(ids)]), mask=torch.arange(len(ids))[None] > 0)
     return logprobs(row)[0, 1:]
 
-def probe_of(
-    reader:Forward, # of a policy's trunk
-)->tuple[int, ...]: # ids; none where the vocabulary is not known
+def probe_of(reader:Forward)->tuple[int, ...]: # ids; none where the vocabulary is not known
     "What sampler and policy score to compare what they compute."
     return probe_ids(reader.vocabulary, getattr(getattr(reader.trunk, "config", None), "max_position_embeddings", None))

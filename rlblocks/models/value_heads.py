@@ -107,7 +107,7 @@ def stored_bins(model:object)->list[float]|None:
 
 # %% ../../nbs/models/73_value_heads.ipynb #dbc73ba7
 def load_scored(model:object, *, attention:str|None=None, lazy:bool=False)->tuple[nn.Module, nn.Linear|None]:
-    "A trunk without language-model head, and the value or reward head that came with it."
+    "A trunk without language-model head, and the value or reward head of its own."
     if isinstance(model, str | Path):
         refuse_encoder_decoder(config_of(model), model)
         if (head := head_of(model)) is not None: return _trunk_alone(model, attention, lazy, head)
@@ -131,7 +131,7 @@ def _trunk_alone(model, attention, lazy, head):
 
 @runtime_checkable
 class SharedTrunk(Protocol):
-    "A model that several wrappers stand on (`rlblocks.models.lora.Base`), as far as it matters here."
+    "A model that several wrappers share (`rlblocks.models.lora.Base`), as far as it matters here."
     trunk:nn.Module
     @property
     def model(self)->ShardedModel: ...
@@ -166,18 +166,13 @@ def _probed(module):
     return states_of(module(torch.zeros(1, 3, dtype=torch.long, device=next(module.parameters()).device)))
 
 # %% ../../nbs/models/73_value_heads.ipynb #bcf83fea
-def classifier(
-    trunk:nn.Module,     # a transformers trunk
-    head:nn.Module|None, # a linear head
-    *,
-    pad:int|None=None,   # padding id, for readers that search for the last token that is none
-    names:list[str]|None=None, # of the head's outputs
-    moments:tuple[list[float], list[float]]|None=None, # mean and standard deviation of each output, to be taken out
-    at:str|None=None,    # the column that says where it is read; None: the last token
-    bins:list[float]|None=None, # values that its outputs are logits of
-    who:str="Scorer",    # for the message
-)->"transformers.PreTrainedModel": # shares the trunk and the head; names its head `score`
-    "A reward model as transformers calls it. TypeError when it has no such class for this trunk."
+def classifier(trunk:nn.Module, head:nn.Module|None, *, pad:int|None=None, names:list[str]|None=None,
+               moments:tuple[list[float], list[float]]|None=None, at:str|None=None, bins:list[float]|None=None,
+               who:str="Scorer")->"transformers.PreTrainedModel":
+    """A reward model as transformers calls it. TypeError when it has no such class for this trunk.
+
+    `at`: the column that says where it is read; None = the last token. The result shares the trunk and the head,
+    and names its head `score`."""
     import transformers as tf
     kind = "TOKEN" if getattr(head, "bias", None) is not None else "SEQUENCE"
     known = getattr(tf, f"MODEL_FOR_{kind}_CLASSIFICATION_MAPPING")
@@ -217,7 +212,7 @@ def save_read(run, module, path, *, head:str|None, dtype:torch.dtype|None=None, 
         if part == "trunk": return at + leaf, exact(leaf, x)
         leaf = leaf.removeprefix("linear.")                # of a `ClassHead`; its values are in the config
         return (f"{head}.{leaf}", x.to(wanted or x.dtype)) if head and leaf in ("weight", "bias") else None
-    with run.turn:      # all buckets of one version, whatever another thread does
+    with run.lock:      # all buckets of one version, whatever another thread does
         buckets = run.model.iter_full_params(min(1 << 28, how["max_shard_bytes"]))
         dtype = dtype or next(iter(dtypes.values()), None)
         save_folder(module, buckets, path, who=run.name, filed=filed, dtype=dtype, **how)

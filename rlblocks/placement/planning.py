@@ -8,7 +8,7 @@ __all__ = ['FakeWrapper', 'wrapper_bytes', 'optimizer_state_bytes', 'plan']
 # %% ../../nbs/placement/97_planning.ipynb #5535fe5c
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,9 +18,9 @@ from ..arithmetic.head import CHUNKS
 from ..data.columns import whole_number
 from ..engines.base import EngineSpec, PlannedBytes, engine_of, planned_plain
 from ..engines.cuts import cut_, fit_plan, plan_of
-from ..engines.modules import checkpoint_layers_, output_layer, promote_
+from ..engines.modules import checkpoint_layers_, output_layer, plain_name, promote_
 from ..engines.sharded import frozen_copy, planned_bytes
-from ..engines.tensor import adapted_layers, adapter_share_, bare
+from ..engines.tensor import adapted_layers, adapter_share_
 from ..engines.world import HALF
 from ..models.loading import without_lm_head
 from ..models.value_heads import linear_head
@@ -58,7 +58,7 @@ def _fake_wrapper(model, spec:EngineSpec, *, frozen:bool, lora, quantization, va
     if quantization is not None: pack_(fake, quantization, adapter)
     if not frozen and not spec.low_precision and lora is None: promote_(fake)
     if spec.checkpointing: checkpoint_layers_(fake)
-    width = output_layer(fake).weight.shape[1]
+    width = cast(nn.Linear, output_layer(fake)).weight.shape[1]
     if not lm_head: fake, plain = without_lm_head(fake), without_lm_head(plain)
     building = _size(fake.parameters()) + _size(fake.buffers())
     if spec.tensor_parallel > 1:
@@ -77,7 +77,7 @@ def _cut_fake_(fake:Any, plan:dict[str, str], size:int):
     layers = dict(fake.named_modules())
     adapted = {name for name in plan if hasattr(layers.get(name), "base_layer")}
     styles = {f"{name}.base_layer" if name in adapted else name: style for name, style in plan.items()}
-    cuts = {bare(name): cut for name, cut in cut_(fake, styles, 0, size).items()}
+    cuts = {plain_name(name): cut for name, cut in cut_(fake, styles, 0, size).items()}
     for at, layer in adapted_layers(fake, "default", cuts, size).items():
         adapter_share_(layer, "default", cuts[f"{at}.weight"], 0, size)
 

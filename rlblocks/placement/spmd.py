@@ -118,7 +118,7 @@ def _join_by_torchrun(timeout:float, longest:float):
     in_time(lambda: dist.init_process_group(backend, timeout=deadline), seconds=longest,
             what="SpmdPool, joining the world")
 
-def _group_of_all(timeout:float, longest:float):
+def _group_of_all(timeout:float, longest:float)->Any:
     "A group for the pool's own messages."
     group = lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     return in_time(group, seconds=longest, what="SpmdPool, making a group")

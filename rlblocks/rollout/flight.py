@@ -100,7 +100,7 @@ def submit(flight:"Flight"):
             parts = a.left(next(flight.keys) for _ in a.request.seeds)
             requests += [r for _, r in parts]
             of |= {r.key: (g, first) for first, r in parts}
-    with flight.rollout.turn: flight.line.submit(requests) if requests else None
+    with flight.rollout.lock: flight.line.submit(requests) if requests else None
     flight.of |= of
     for g, _ in of.values():
         a = flight.asked[g]
@@ -112,7 +112,7 @@ def newly_ended(
 )->list[Completion]:
     "Samples that have ended. After an error all that was under way waits to be asked for again."
     try:
-        with flight.rollout.turn: return flight.line.poll(seconds)
+        with flight.rollout.lock: return flight.line.poll(seconds)
     except BaseException:
         flight.of.clear()
         for a in flight.asked.values(): a.waits = len(a.said) < len(a.request.seeds)
@@ -133,7 +133,7 @@ def stop(
 ):
     "End their requests; what was drawn stays."
     keys = {k for k, (g, _) in flight.of.items() if g in groups}
-    with flight.rollout.turn: take(flight, flight.line.arrived() + flight.line.abort(keys))
+    with flight.rollout.lock: take(flight, flight.line.arrived() + flight.line.abort(keys))
     for k in keys: del flight.of[k]
     for g in groups: flight.asked[g].waits = True
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..data.batch import Batch
 from ..data.columns import whole_number
-from ..engines.guards import Stays, Turn, locked
+from ..engines.guards import LocalOnly, ReentrantLock, locked
 from ..engines.weights import Manifest, Ticket
 from ..engines.world import device_of
 from ..models.checks import check_ids
@@ -59,7 +59,7 @@ class Pending:
         by_token:bool=True, # whether `policy_version` is of each token
     )->Batch:
         "Wait for the rows. TimeoutError with the samples that are late, RuntimeError when they are lost."
-        with self.rollout.turn:
+        with self.rollout.lock:
             if self.error is not None: raise self.error
             if self.rows is None: self.rows = self._rows(by_token)
         return self.rows
@@ -192,7 +192,7 @@ def run(
     return fn(rollout, *args, **options)
 
 # %% ../../nbs/rollout/85b_rollout.ipynb #6ac143b3
-class Rollout(Stays):
+class Rollout(LocalOnly):
     "An engine that samples completions for a batch of prompts, with weights it can prove."
 
     def __init__(self,
@@ -218,7 +218,7 @@ class Rollout(Stays):
         self.lines = Lines(new_sampler(model, engine, dtype, device, max_rows, self.tokenizer))
         self.stop = stop_ids(ids, self.sampler.module, self.tokenizer, self.sampler.vocabulary)
         self.structures = Structures(self.tokenizer, self.stop, self.sampler.vocabulary)
-        self.turn = Turn()       # rows are of one version, also where another thread loads
+        self.lock = ReentrantLock()       # rows are of one version, also where another thread loads
 
     @locked
     def load(self,

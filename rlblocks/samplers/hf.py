@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ..engines.deltas import Beneath
+from ..engines.deltas import BaseWeights
 from ..engines.weights import Manifest, Ticket, check_since, copy_weights, named_weights
 from ..models.forward import Forward
 from ..models.loading import load_module
@@ -92,7 +92,7 @@ class Hf:
         self.cached = cache_is_exact(self.module)      # on a GPU nobody has measured whether sharing pays
         self.shared = self.cached and device.type == "cpu" and cache_is_exact(self.module, shared=True)
         self.version:int|None = 0
-        self.asleep, self.queue, self.beneath = False, deque(), Beneath()
+        self.asleep, self.queue, self.beneath = False, deque(), BaseWeights()
 
     def load(self,
         ticket:Ticket, # from `policy.weights()`
@@ -202,7 +202,7 @@ def stopping(
 def loaded(
     module:nn.Module, # overwritten
     ticket:Ticket,
-    beneath:Beneath,  # of the module
+    beneath:BaseWeights,  # of the module
 )->Manifest: # of an adapter alone with the gap to the policy's log-probs
     "Copy a ticket's weights, or put its changes on what they are changes of."
     unpack_weights(module)
