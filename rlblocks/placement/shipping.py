@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engines.weights import Change, Ticket
+from ..engines.weights import Change, InProcess, Ticket
 from .wire import Reader, nothing_stays, parcel_of
 
 # %% ../../nbs/placement/98b_shipping.ipynb #73b47916
-BUCKET_BYTES, ROOM = 1 << 25, 2 # bytes of a bucket; buckets that are in the store at a time
+BUCKET_BYTES, ROOM = 1 << 26, 2 # bytes of a bucket; buckets that are in the store at a time
 
 def window_class()->type:
     "The class of an actor through which buckets pass, and the scores of a probe."
@@ -78,20 +78,26 @@ def _bucket_class()->type:
                 await self.change.wait_for(lambda: (which, i) not in self.there)
 
         async def get(self, which, i):
-            "(refs, None) of a bucket, or (None, why there is none); empty: the last one has been read."
+            """(refs, None) of a bucket, or (None, why there is none); empty: the last one has been read.
+
+            A reader asks while it reads the one before, so it has finished with all before that."""
             async with self.change:
                 def over(): return which in self.ended and i >= self.ended[which][1]
+                self.finished([p for p in self.there if p == (which, i - 2)])
                 await self.change.wait_for(lambda: (which, i) in self.there or over() or self.failed(which))
                 return self.there[which, i][0] if (which, i) in self.there else None, self.failed(which)
 
-        async def read(self, which, i, leaves=False):
-            "A reader has copied a bucket; or it leaves: it reads neither that one nor a later one, and asks nothing."
+        async def leave(self, which, i):
+            "A reader has finished with a bucket and reads no later one, and asks nothing."
             async with self.change:
-                if leaves: self.left[which] = self.left.get(which, 0) + 1
-                for place in [p for p in self.there if p == (which, i) or leaves and p[0] == which and p[1] > i]:
-                    self.there[place][1] -= 1
-                    if not self.there[place][1]: del self.there[place]
-                self.change.notify_all()
+                self.left[which] = self.left.get(which, 0) + 1
+                self.finished([p for p in self.there if p[0] == which and p[1] >= i])
+
+        def finished(self, places):
+            for place in places:
+                self.there[place][1] -= 1
+                if not self.there[place][1]: del self.there[place]
+            self.change.notify_all()
 
         async def end(self, which, why, n=0):
             "There are n buckets; or, where there is a reason, no reader gets any more."
@@ -164,8 +170,15 @@ class Shipped:
 
     def buckets(self, version:int, bucket_bytes:int)->Iterator[dict[str, Tensor]]:
         "One after another, in the size in which they were put."
+        return self._read(lent=False)
+
+    def lent(self, version:int, bucket_bytes:int)->Iterator[dict[str, Tensor]]:
+        "The same, in the store's memory."
+        return self._read(lent=True)
+
+    def _read(self, lent):
         import ray
-        for ref in self.refs: yield Reader(nothing_stays).read(ray.get(ref))
+        for ref in self.refs: yield Reader(nothing_stays).read(ray.get(ref), lent)
 
     def score(self, ids:Tensor)->Tensor|None:
         "As the owner has said."
@@ -183,17 +196,23 @@ class Stream:
 
     def buckets(self, version:int, bucket_bytes:int)->Iterator[dict[str, Tensor]]:
         "One after another, as they were put. RuntimeError when they do not come, and where they have been read."
+        return self._read(lent=False)
+
+    def lent(self, version:int, bucket_bytes:int)->Iterator[dict[str, Tensor]]:
+        "The same, in the store's memory."
+        return self._read(lent=True)
+
+    def _read(self, lent):
         import ray
         if self.i or self.over:
             raise RuntimeError("Ticket: these weights have been read; take a new one: policy.weights()")
         ref = _ask(self, "get", self.i)
         while (refs := _answer(ref)) is not None:
-            bucket, copied = Reader(nothing_stays).read(ray.get(refs.pop())), self.i   # nothing holds it in the store
+            bucket = Reader(nothing_stays).read(ray.get(refs.pop()), lent)
             self.i += 1
             ref = _ask(self, "get", self.i)       # while this one is put in place
-            _ask(self, "read", copied)
             yield bucket
-            del bucket
+            del bucket                            # nothing holds it in the store
 
     def score(self, ids:Tensor)->Tensor|None:
         "By the owner, once it has sent the weights."
@@ -201,7 +220,7 @@ class Stream:
 
     def close(self):
         "Who reads no further says so: the sender waits for all."
-        if not self.over: _ask(self, "read", self.i, True)
+        if not self.over: _ask(self, "leave", self.i - 1)
         self.over = True
 
     def end(self, why:str):
@@ -234,7 +253,7 @@ def ship(
     "The weights of a ticket, in the store."
     import ray
     about = scored(ticket)
-    refs = [ray.put(parcel_of(bucket)) if puts else None for bucket in ticket.buckets(BUCKET_BYTES)]
+    refs = [ray.put(parcel_of(bucket)) if puts else None for bucket in _uncopied(ticket, BUCKET_BYTES)]
     return Shipped(refs, about) if puts else None
 
 def send(
@@ -249,7 +268,7 @@ def send(
     try:
         opened = _ask(way, "open", readers) if puts else None     # the window does not keep the order of what is asked
         ticket = find()
-        if readers: _send_buckets(ticket.buckets(bucket_bytes), way, opened)
+        if readers: _send_buckets(_uncopied(ticket, bucket_bytes), way, opened)
         if readers and not ray.get(_ask(way, "wanted")): return
         about = parcel_of(scored(ticket))
         if puts: _ask(way, "score", about)
@@ -271,6 +290,12 @@ def _send_buckets(
         n += 1
         del bucket        # not held while the next one is gathered
     if opened is not None: _ask(way, "end", "", n)
+
+def _uncopied(ticket, bucket_bytes)->Iterator[Mapping[str, Tensor|Change]]:
+    "Buckets that go into the store at once. A rank does one call at a time, so nothing steps meanwhile."
+    way = ticket.transport
+    if not isinstance(way, InProcess): return ticket.buckets(bucket_bytes)
+    return way.in_place(ticket.version, bucket_bytes)
 
 def streams_in(
     args:object, # of a call: tuple, list or dict; a ticket
