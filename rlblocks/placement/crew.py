@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GONE_WITHIN', 'Rank', 'Crew', 'muster', 'launch', 'dismiss', 'check_together', 'RankCall', 'Underway', 'keep_unheard',
-           'hear', 'done', 'gather', 'wait_for', 'noted', 'error_of', 'died', 'those', 'revive', 'report']
+           'hear', 'done', 'gather', 'wait_for', 'noted', 'error_of', 'died', 'those', 'repeatable', 'revive', 'report']
 
 # %% ../../nbs/placement/98e_crew.ipynb #70b7409e
 import builtins
@@ -13,7 +13,7 @@ import uuid
 import warnings
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import finalize
 
@@ -59,7 +59,7 @@ class Crew:
     unheard:deque = field(default_factory=deque) # calls whose answers nobody asked for
     seen:dict = field(default_factory=dict)      # (phase, rank) → what it took
     places:dict = field(default_factory=dict)    # number → how to make the object again, where ranks may be made anew
-    loads:dict = field(default_factory=dict)     # number → how to load it again
+    loads:dict = field(default_factory=dict)     # number → its last load, to be repeated
     revived:list = field(default_factory=list)   # what was said of each rank that was made anew
 
     @property
@@ -130,6 +130,7 @@ class RankCall:
     again:Callable[[int], Any]|None = None # gives it to one rank once more
     replicas:list[int] = field(default_factory=list) # of each rank
     streams:list[Stream] = field(default_factory=list) # weights on their way to it
+    repeated:frozenset[int] = frozenset() # ranks that were made anew and asked again
     heard:bool = False   # its answer, or its error
     interrupted:bool = False # while the loop waited for it
 
@@ -199,8 +200,7 @@ def done(asked:RankCall)->bool:
 def gather(crew:Crew, asked:RankCall)->dict[int, Any]: # rank → what it said; None of ranks that do not speak
     "Every rank's answer to a call, or one error. RankLost for a rank that died, TimeoutError for silent ones."
     answers, lost = wait_for(crew, asked)
-    if lost and not crew.world and asked.again is not None and crew.restarts >= len(lost):
-        return gather(crew, revive(crew, asked, lost))
+    if lost and repeatable(crew, asked, lost): return gather(crew, revive(crew, asked, lost))
     bad, silent = [r for r, x in answers.items() if not x.ok], sorted(asked.refs.keys() - answers.keys() - lost.keys())
     if lost: error = RankLost(died(crew, asked, *min(lost.items())))
     elif bad: error = error_of(crew, asked, min(bad), answers[min(bad)])
@@ -256,6 +256,11 @@ def those(crew:Crew, numbers:list[int])->str:
     return ", ".join(str(crew.ranks[r]) for r in numbers)
 
 # %% ../../nbs/placement/98e_crew.ipynb #b30b428f
+def repeatable(crew:Crew, asked:RankCall, lost:dict[int, str])->bool:
+    "Whether ranks that died are made anew: each repeats its part of a call once."
+    once = not asked.repeated & lost.keys()
+    return not crew.world and asked.again is not None and once and crew.restarts >= len(lost)
+
 def revive(
     crew:Crew,
     asked:RankCall,
@@ -272,9 +277,10 @@ def revive(
         rank.pid = first([rank.member.process.remote()], "starting a rank anew", crew.patience)[0]["pid"]
         for number, wire in crew.places.items():
             gather(crew, RankCall("place", {r: rank.member.place.remote(number, wire)}))
-        for load in crew.loads.values(): gather(crew, RankCall("load", {r: load(r)}))
+        for load in crew.loads.values():
+            if load.again is not asked.again: gather(crew, RankCall("load", {r: load.again(r)}))
         if asked.again is not None: refs[r] = asked.again(r)
-    return RankCall(asked.who, refs, asked.again, asked.replicas)
+    return replace(asked, refs=refs, repeated=asked.repeated | lost.keys())
 
 # %% ../../nbs/placement/98e_crew.ipynb #93a686b8
 def report(crew:Crew)->list[dict[str, str|int|float|None]]: # a row for each phase and rank

@@ -9,6 +9,7 @@ __all__ = ['WORTH', 'Columns', 'StoredCall', 'RayPool']
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from threading import RLock
@@ -23,7 +24,7 @@ from ..engines.weights import Ticket, checksum
 from .cluster import Cluster, as_cluster, bundles_of, claim_of, connect, reserve, spots
 from .crew import RankCall, Crew, Underway, check_together, dismiss, gather, hear, muster, report
 from .handles import Handle, Method, Placed, replica_index, speakers
-from .shipping import BUCKET_BYTES, InPool, Shipped, Stream, streams_in
+from .shipping import ANY_NUMBER, BUCKET_BYTES, InPool, Stream, streams_in
 from .place import C, Call, P, like_tuple
 from .wire import LIMIT, Parcel, StoredTensor, parcel_of, raw_bytes
 
@@ -103,7 +104,7 @@ class RayPool:
         cluster:Cluster|Mapping[str, object]|str|None=None, # or its fields, its address; None: RAY_ADDRESS, else here
         beside:"RayPool|None"=None, # share the devices of this pool, which has as many ranks
         world:bool=True,          # the ranks form a torch.distributed world; False: each is alone, as graders are
-        restarts:int=0,           # ranks that may be made anew, and begin again what they died in; only without a world
+        restarts:int=0,           # ranks that may be made anew, and repeat what they died in once; only without a world
         timeout:float=1800.,      # seconds after which a rank that does not answer is an error
         grace:float=20.,          # seconds that others have once a rank has failed
         name:str="pool",          # for messages and Ray's dashboard
@@ -136,7 +137,9 @@ class RayPool:
 
     def start(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Underway:
         "Begin a method on all ranks."
-        with self.lock: return _start_on_members(self, placed, name, args, kwargs)
+        with ExitStack() as locks:         # in one order, also where another thread loads the other way
+            for pool in sorted({self, *_senders((args, kwargs))}, key=id): locks.enter_context(pool.lock)
+            return _start_on_members(self, placed, name, *_addressed(self, (args, kwargs)))
 
     def read(self, placed:Placed, name:str)->Any:
         "An attribute, as it is on rank 0."
@@ -146,9 +149,9 @@ class RayPool:
         "Set an attribute, on all ranks."
         with self.lock: _write(self, placed, name, value)
 
-    def ship(self, number:int, readers:int|None)->Shipped|Stream:
-        "A ticket's weights for so many readers, two buckets at a time; None: all of them, for any number."
-        with self.lock: return _shipped(self, number) if readers is None else _stream(self, number, readers)
+    def ship(self, number:int, readers:int|float)->Stream:
+        "A ticket's weights for so many readers, two buckets at a time; for `ANY_NUMBER` all stay while it is kept."
+        with self.lock: return _stream(self, number, readers)
 
     def watch(self,
         rows:Iterable, # a loop's dicts
@@ -203,16 +206,18 @@ def _write(pool, placed, name, value):
     wire = parcel_of(value, names=partial(_name_of, pool))
     _ask(pool, who, lambda member: member.write.options(name=who).remote(placed.number, name, wire))
 
-def _shipped(pool, number):
-    _next_number(pool, "Ticket.ship")
-    return _ask(pool, "Ticket.ship", lambda member: member.ship.remote(number))[0]
-
 def _stream(pool, number, readers):
     which = _next_number(pool, name := "Ticket.send")
     way = Stream(_window(pool), which)
     def begin(member): return member.send.options(name=name).remote(number, way, readers, BUCKET_BYTES)
     pool.crew.unheard.append(RankCall(name, {rank.number: begin(rank.member) for rank in pool.crew.ranks}))
+    if readers == ANY_NUMBER: finalize(way, _let_go, way.window, which).atexit = False
     return way
+
+def _let_go(window, which):
+    "Buckets that stay do so while their stream is kept here."
+    import ray
+    if ray.is_initialized(): Stream(window, which).end("other weights have been loaded since")
 
 def _window(pool):
     "Through which its weights go to other pools."
@@ -221,12 +226,21 @@ def _window(pool):
         pool.window = gather(pool.crew, RankCall("Ticket.send", {0: first.open_window.remote()}))[0]
     return pool.window
 
-def _addressed(pool, x):
-    "An argument with tickets of other pools as streams to this one; those that may be read again stay as they are."
-    if isinstance(x, tuple): return like_tuple(x, [_addressed(pool, y) for y in x])
+def _senders(x):
+    "The pools whose tickets are among arguments."
+    if isinstance(x, dict): x = tuple(x.values())
+    if isinstance(x, (tuple, list)): return [pool for y in x for pool in _senders(y)]
     way = x.transport if isinstance(x, Ticket) else None
-    if not isinstance(way, InPool) or way.pool in (None, pool) or pool.crew.restarts: return x
-    return replace(x, transport=way.pool.ship(way.number, pool.ranks))
+    return [way.pool] if isinstance(way, InPool) and way.pool is not None else []
+
+def _addressed(pool, x):
+    "Arguments with tickets of other pools as streams to this one."
+    if isinstance(x, tuple): return like_tuple(x, [_addressed(pool, y) for y in x])
+    if type(x) is list: return [_addressed(pool, y) for y in x]
+    if type(x) is dict: return {k: _addressed(pool, y) for k, y in x.items()}
+    way = x.transport if isinstance(x, Ticket) else None
+    if not isinstance(way, InPool) or way.pool in (None, pool): return x
+    return replace(x, transport=way.pool.ship(way.number, ANY_NUMBER if pool.crew.restarts else pool.ranks))
 
 def _next_number(pool, who):
     "A number for what this call leaves on the ranks. RuntimeError where they cannot be asked any more."
@@ -268,7 +282,6 @@ def _start_on_members(pool, placed, name, args, kwargs):
     "Cut the arguments, and send each rank its share."
     keep, replicas = _next_number(pool, who := f"{placed.kind.__name__}.{name}"), placed.replicas
     spoken = speakers(replicas)
-    args, kwargs = _addressed(pool, args), {k: _addressed(pool, x) for k, x in kwargs.items()}
     call = StoredCall(pool.columns, args, kwargs, len(spoken), who=who, shares_prompts=placed.shares_prompts)
     cut, streams = call.rows is not None, streams_in((args, kwargs))
     spoken = spoken if cut else spoken[:1]
@@ -277,11 +290,12 @@ def _start_on_members(pool, placed, name, args, kwargs):
     except BaseException:
         for stream in streams: stream.end(f"{who} was not begun")
         raise
+    number = placed.number              # not `placed`: what is kept for a restart would keep the object
     def ask(r):
         method = pool.crew.ranks[r].member.call.options(name=who)
-        return method.remote(placed.number, name, wires[replica_index(replicas, r) if cut else 0], r in spoken, keep)
-    if name == "load" and pool.crew.restarts: pool.crew.loads[placed.number] = ask
+        return method.remote(number, name, wires[replica_index(replicas, r) if cut else 0], r in spoken, keep)
     asked = RankCall(who, {r: ask(r) for r in range(pool.ranks)}, ask, replicas, streams=streams)
+    if name == "load" and pool.crew.restarts: pool.crew.loads[number] = asked
     return Underway(pool.crew, asked, lambda found: _bound(pool, call.joined([found[r] for r in spoken])))
 
 def _stored(wire:Parcel)->Any: # itself, or a reference to it
