@@ -155,6 +155,7 @@ if TYPE_CHECKING:
     from rlblocks.placement.place import here, later
     from rlblocks.placement.cluster import Cluster
     from rlblocks.placement.pools import Pools
+    from rlblocks.placement.fanout import plan_calls
     from rlblocks.placement.planning import plan
     from rlblocks.placement.raypool import RayPool
     from rlblocks.placement.restarts import restarted
@@ -192,6 +193,7 @@ _LAZY = dict(
     delta_apply="engines.deltas", delta_encode="engines.deltas", publish_weights="engines.published",
     published_weights="engines.published", send_weights="engines.sent", constant="engines.optim", cosine="engines.optim", linear="engines.optim", wsd="engines.optim",
     here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning",
+    plan_calls="placement.fanout",
     plan_rollout="placement.budgets", Cluster="placement.cluster", RayPool="placement.raypool",
     Pools="placement.pools", restarted="placement.restarts",
     SpmdPool="placement.spmd", step_seconds="placement.budgets",
@@ -238,7 +240,8 @@ __all__ = [
     "openenv_tools", "opo_advantages", "optimal_token_baseline", "orpo_loss",
     "over_pairs", "over_rows", "overlong_penalty", "overlong_reward", "pack", "pad", "pair_log_ratios",
     "pair_metrics", "pairs", "pairwise_reward", "pass_at_k_advantages", "penalties", "pf_ppo_weights",
-    "plackett_luce_loss", "plain", "plan", "plan_micro_batches", "plan_rollout", "policy_gradient", "ppo_loss",
+    "plackett_luce_loss", "plain", "plan", "plan_calls", "plan_micro_batches", "plan_rollout", "policy_gradient",
+    "ppo_loss",
     "preference_margin", "pretrained", "probability_correlation", "process_reward_loss", "proximal_logprobs",
     "publish_weights", "published_weights", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss",
     "ratio_corrected", "ratio_metrics", "read_response", "realigned",
