@@ -10,7 +10,7 @@ __all__ = ['BUCKET_BYTES', 'ROOM', 'ANY_NUMBER', 'window_class', 'new_window', '
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -122,6 +122,7 @@ def new_window()->object: # an actor
     return ray.remote(window_class()).options(num_cpus=0, scheduling_strategy=here).remote()
 
 # %% ../../nbs/placement/98b_shipping.ipynb #f5775601
+@runtime_checkable
 class Ships(Protocol):
     "A pool whose weights other processes read."
 
