@@ -3707,6 +3707,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'rlblocks/placement/raypool.py'),
                                             'rlblocks.placement.raypool._let_go': ( 'placement/raypool.html#_let_go',
                                                                                     'rlblocks/placement/raypool.py'),
+                                            'rlblocks.placement.raypool._locked': ( 'placement/raypool.html#_locked',
+                                                                                    'rlblocks/placement/raypool.py'),
                                             'rlblocks.placement.raypool._name_of': ( 'placement/raypool.html#_name_of',
                                                                                      'rlblocks/placement/raypool.py'),
                                             'rlblocks.placement.raypool._next_number': ( 'placement/raypool.html#_next_number',

@@ -15,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 from weakref import finalize
 
 from ..engines.world import RankLost
@@ -96,7 +96,7 @@ GONE_WITHIN = 10.      # seconds that processes have to end
 
 def end_ranks(
     crew:list[Rank],
-    group:Any, # their placement group; None: it is another pool's
+    group:object, # their placement group; None: it is another pool's
     cluster:Cluster,
 ):
     "End their processes, wait until they are gone, and give their room back."
@@ -108,7 +108,7 @@ def end_ranks(
     left = ask_nodes(cluster, remaining, {node: (x, GONE_WITHIN) for node, x in pids.items() if x}, 2*GONE_WITHIN)
     if any(left.values()): warnings.warn(f"ranks that were ended are still there, and hold their devices: {left}",
                                          stacklevel=2)
-    if group is not None: ray.util.remove_placement_group(group)
+    if group is not None: ray.util.remove_placement_group(cast(Any, group))
 
 def check_together(
     kind:type,          # of what was placed

@@ -9,7 +9,7 @@ __all__ = ['WORTH', 'StoredRows', 'Columns', 'StoredCall', 'RayPool']
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from threading import RLock
@@ -154,8 +154,7 @@ class RayPool:
 
     def start(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Underway:
         "Begin a method on all ranks."
-        with ExitStack() as locks:         # in one order, also where another thread loads the other way
-            for pool in sorted({self, *_senders((args, kwargs))}, key=id): locks.enter_context(pool.lock)
+        with _locked({self, *_senders((args, kwargs))}):
             return _start_on_members(self, placed, name, *_addressed(self, (args, kwargs)))
 
     def read(self, placed:Placed, name:str)->Any:
@@ -242,6 +241,13 @@ def _window(pool):
         first = pool.crew.ranks[0].member
         pool.window = gather(pool.crew, RankCall("Ticket.send", {0: first.open_window.remote()}))[0]
     return pool.window
+
+@contextmanager
+def _locked(pools):
+    "In one order, so that another thread may load the other way."
+    with ExitStack() as locks:
+        for pool in sorted(pools, key=id): locks.enter_context(pool.lock)
+        yield
 
 def _senders(x):
     "The pools whose tickets are among arguments."

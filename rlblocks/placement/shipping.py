@@ -27,6 +27,13 @@ def window_class()->type:
     any_number = ANY_NUMBER
 
     class Window(_bucket_class()):
+        async def end(self, which, why, n=0):
+            "There are n buckets; or, where there is a reason, no reader gets any more."
+            async with self.change:
+                self.ended[which] = self.failed(which) or why, n
+                for place in [p for p in self.there if why and p[0] == which]: del self.there[place]
+                self.change.notify_all()
+
         async def wanted(self, which):
             "Whether a reader asks for scores; the answer comes when one does, or when all have left."
             async with self.change:
@@ -101,13 +108,6 @@ def _bucket_class()->type:
                 self.there[place][1] -= 1
                 if not self.there[place][1]: del self.there[place]
             self.change.notify_all()
-
-        async def end(self, which, why, n=0):
-            "There are n buckets; or, where there is a reason, no reader gets any more."
-            async with self.change:
-                self.ended[which] = self.failed(which) or why, n
-                for place in [p for p in self.there if why and p[0] == which]: del self.there[place]
-                self.change.notify_all()
 
         def none_left(self, which): return which in self.readers and self.left.get(which, 0) >= self.readers[which]
         def failed(self, which): return self.ended.get(which, ("", 0))[0]

@@ -229,6 +229,5 @@ class _Unpickler(pickle.Unpickler):
 
     def large(self, stored):
         if not self.lent: return torch.from_numpy(stored.copy())
-        with warnings.catch_warnings():        # that torch would write through what numpy does not
-            warnings.simplefilter("ignore", UserWarning)
-            return torch.from_numpy(stored)
+        # the warning: torch would write through what numpy does not
+        with warnings.catch_warnings(action="ignore", category=UserWarning): return torch.from_numpy(stored)
