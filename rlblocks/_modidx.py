@@ -3721,6 +3721,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'rlblocks/placement/raypool.py'),
                                             'rlblocks.placement.raypool._senders': ( 'placement/raypool.html#_senders',
                                                                                      'rlblocks/placement/raypool.py'),
+                                            'rlblocks.placement.raypool._start_locked': ( 'placement/raypool.html#_start_locked',
+                                                                                          'rlblocks/placement/raypool.py'),
                                             'rlblocks.placement.raypool._start_on_members': ( 'placement/raypool.html#_start_on_members',
                                                                                               'rlblocks/placement/raypool.py'),
                                             'rlblocks.placement.raypool._stored': ( 'placement/raypool.html#_stored',

@@ -154,8 +154,7 @@ class RayPool:
 
     def start(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Underway:
         "Begin a method on all ranks."
-        with _locked({self, *_senders((args, kwargs))}):
-            return _start_on_members(self, placed, name, *_addressed(self, (args, kwargs)))
+        return _start_locked(self, placed, name, (args, kwargs))
 
     def read(self, placed:Placed, name:str)->Any:
         "An attribute, as it is on rank 0."
@@ -248,6 +247,9 @@ def _locked(pools):
     with ExitStack() as locks:
         for pool in sorted(pools, key=id): locks.enter_context(pool.lock)
         yield
+
+def _start_locked(pool, placed, name, given):
+    with _locked({pool, *_senders(given)}): return _start_on_members(pool, placed, name, *_addressed(pool, given))
 
 def _senders(x):
     "The pools whose tickets are among arguments."
