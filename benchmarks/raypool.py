@@ -6,13 +6,13 @@
 Rounds take turns, and a ratio is of the minima of one run. Promised:
 
 * a call without rows costs at most 2.2 times a no-op of the same actors;
-* with a batch of 1 and of 50 MB at most 2.2 times Ray's own put, no-op and copy of the same parts, and what `Call`
-  takes to cut them;
+* with a batch of 1 and of 50 MB at most 2.2 times Ray's own put and no-op of the same parts, and what `Call` takes to
+  cut them (`ray_copied`: with the copies that a rank makes of what it is given);
 * 4,096 rows of 8,192 tokens reach 8 workers in 5 s at most, and the private memory of this process (RssAnon; RSS would
   count the store) grows by at most 16 bytes a token: with the columns it is at most twice the columns;
 * 200 calls of 20 MB: private memory of this process and of the workers grows by less than 0.2 MB a call;
 * the same batch again costs less than the first time: a column is put once while it is unchanged;
-* weights for another pool cost at most 1.6 times a load on the same one;
+* weights for another pool cost at most 1.6 times a load on the same one, also where its ranks may be made anew;
 * a rank that samples is back 10 s after its death and its load.
 
 Besides:
@@ -37,6 +37,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 os.environ |= dict(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", RAY_AUTH_MODE="token",
                    RAY_AUTH_TOKEN=os.environ.get("RAY_AUTH_TOKEN", "0123456789abcdef"*2))
@@ -49,7 +50,7 @@ from rlblocks.placement.fanout import CallCost
 from rlblocks.placement.place import Call
 
 PROMISED = dict(empty=2.2, small=2.2, large=2.2, seconds=5., bytes_a_token=16., private=2., growth=.2, load=1.6,
-                back=10.)
+                again=1.6, back=10.)
 
 
 class Takes:
@@ -62,6 +63,7 @@ class Takes:
 class Bare:
     "An actor of Ray alone."
     def nothing(self): return None
+    def takes(self, parts): return None
     def copies(self, parts): return [x.copy() for x in parts] and None
 
 
@@ -84,15 +86,21 @@ def batch(megabytes=None, rows=64, tokens=None):
 def size(b): return sum(x.nbytes for x in b.columns.values() if isinstance(x, torch.Tensor))
 
 
-def best(rounds, **ways):
-    "Name → seconds, the minimum of interleaved rounds."
+def timed(rounds, given=None, **ways):
+    "Name → seconds of interleaved rounds. What `given` makes for each is made before the clock starts."
     found = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
+            args = () if given is None else (given(),)
             start = time.perf_counter()
-            way()
+            way(*args)
             found[name].append(time.perf_counter() - start)
-    return {name: min(x) for name, x in found.items()}
+    return found
+
+
+def best(rounds, given=None, **ways):
+    "Name → the fewest of these seconds."
+    return {name: min(x) for name, x in timed(rounds, given, **ways).items()}
 
 
 def calls(cluster, rounds):
@@ -104,15 +112,14 @@ def calls(cluster, rounds):
         out = dict(empty=best(10*rounds, ours=takes.nothing, ray=noop))
         for name, megabytes in (("small", 1), ("large", 50)):
             b = batch(megabytes)
-            def ours(b=b): takes.rows(Batch(**{k: x.clone() for k, x in b.columns.items()}))
-            def clones(b=b): return [x.clone() for x in b.columns.values()]
-            def rays(b=b):
-                clones()
+            def fresh(b=b): return Batch(**{k: x.clone() for k, x in b.columns.items()})
+            def rays(b, method="takes"):
                 call = Call((b,), {}, 2)
                 parts = [[x.numpy() for x in call.of(k)[0][0].columns.values()] for k in range(2)]
                 refs = [ray.put(part) for part in parts]
-                ray.get([actor.copies.remote(ref) for actor, ref in zip(bare, refs, strict=True)])
-            out[name] = best(rounds, ours=ours, ray=rays, again=partial(takes.rows, b))
+                ray.get([getattr(actor, method).remote(ref) for actor, ref in zip(bare, refs, strict=True)])
+            out[name] = best(rounds, fresh, ours=takes.rows, ray=rays, ray_copied=partial(rays, method="copies"),
+                             again=lambda _, b=b: takes.rows(b))
         for actor in bare: ray.kill(actor)
     return {name: x | dict(ratio=x["ours"]/x["ray"]) for name, x in out.items()}
 
@@ -160,26 +167,44 @@ def growth(cluster, n):
         return dict(calls=n, driver=(anon() - before)/n, worker=(takes.anon() - there)/n)
 
 
-def llama():
-    "85 MB."
+def llama(width=512):
+    "101 MB; 335 MB where it is twice as wide."
     from transformers import LlamaConfig, LlamaForCausalLM
-    return LlamaForCausalLM(LlamaConfig(vocab_size=8192, hidden_size=512, intermediate_size=2048, num_hidden_layers=4,
-                                        num_attention_heads=8))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=8192, hidden_size=width, intermediate_size=4*width,
+                                        num_hidden_layers=4, num_attention_heads=8))
 
 
-def loads(cluster, rounds):
-    "Weights onto the same pool and onto another."
-    with RayPool(1, cluster=cluster, name="a") as a, RayPool(1, cluster=cluster, name="b") as b:
-        policy, mine, other = a.place(Policy, llama), a.place(Rollout, llama), b.place(Rollout, llama)
-        found = best(rounds, colocated=lambda: mine.load(policy.weights()), other=lambda: other.load(policy.weights()))
-    return found | dict(ratio=found["other"]/found["colocated"])
+def spread(found):
+    "Of each way the fewest, the middle and the most seconds."
+    return {name: dict(min=min(x), median=median(x), max=max(x)) for name, x in found.items()}
+
+
+def loads(cluster, rounds, megabytes=(16, 32, 64, 128)):
+    "Weights onto the same pool, onto another, onto one whose ranks may be made anew; in buckets of several sizes."
+    from rlblocks.placement import raypool
+    def sized(n):
+        def load():
+            raypool.BUCKET_BYTES = n << 20
+            other.load(policy.weights())
+        return load
+    with (RayPool(1, cluster=cluster, name="a") as a, RayPool(1, cluster=cluster, name="b") as b,
+          RayPool(1, cluster=cluster, world=False, restarts=1, name="c") as c):
+        policy, mine, other, anew = a.place(Policy, llama), *(pool.place(Rollout, llama) for pool in (a, b, c))
+        own = raypool.BUCKET_BYTES
+        found = timed(rounds, colocated=lambda: mine.load(policy.weights()),
+                      other=lambda: other.load(policy.weights()), restarts=lambda: anew.load(policy.weights()))
+        found |= timed(rounds//2, **{f"buckets_of_{n}_mb": sized(n) for n in megabytes})
+        raypool.BUCKET_BYTES = own
+    said = spread(found)
+    return said | {name: {k: said[way][k]/said["colocated"][k] for k in ("min", "median")}
+                   for name, way in (("ratio", "other"), ("ratio_restarts", "restarts"))}
 
 
 class Sends:
     "Weights by gloo. Every load makes a group of processes."
     def begin(self, policy, host, bytes=None):
         ticket = replace(policy.weights(), probe=())
-        self.sending = send_weights(ticket, host=host, bucket_bytes=1 << 25)
+        self.sending = send_weights(ticket, host=host, bucket_bytes=1 << 26)
         return self.sending.ticket
 
 
@@ -194,12 +219,12 @@ def between(address, rounds):
     with RayPool(1, cpus=2, cluster=cluster, name="a") as a, RayPool(1, cpus=2, cluster=cluster, name="b") as b:
         host, far = a.crew.ranks[0].address, b.crew.ranks[0].address
         sends, ways = a.place(Sends), {}
-        for name, make in (("tiny", tiny), ("large", llama)):
+        for name, make in (("tiny", tiny), ("large", llama), ("larger", partial(llama, 1024))):
             policy, rollout = a.place(Policy, make), b.place(Rollout, make)
-            ways |= {f"{name}_store": lambda p=policy, r=rollout: r.load(p.weights()),
+            ways |= {f"{name}_store": lambda p=policy, r=rollout: r.load(replace(p.weights(), probe=())),
                      f"{name}_gloo": lambda p=policy, r=rollout: r.load(sends.begin(p, host))}
-        found = best(rounds, **ways)
-    return found | dict(hosts=[host, far])
+        found = timed(rounds, **ways)
+    return spread(found) | dict(hosts=[host, far])
 
 
 def hosts(rounds):
@@ -317,7 +342,7 @@ def missed(found):
     got = {name: found[name]["ratio"] for name in ("empty", "small", "large") if name in found}
     if "huge" in found: got |= {k: found["huge"][k] for k in ("seconds", "private", "bytes_a_token")}
     if "growth" in found: got["growth"] = max(found["growth"]["driver"], found["growth"]["worker"])
-    if "loads" in found: got["load"] = found["loads"]["ratio"]
+    if "loads" in found: got |= dict(load=found["loads"]["ratio"]["min"], again=found["loads"]["ratio_restarts"]["min"])
     if "back" in found: got["back"] = found["back"]["seconds"]
     return [f"{name}: {x:.2f}, promised {PROMISED[name]:g}" for name, x in got.items() if x > PROMISED[name]]
 
@@ -342,7 +367,7 @@ def main():
     parts = dict(calls=lambda: calls(cluster, given.rounds),
                  huge=lambda: dict(huge=large(cluster, given.workers, given.rows, given.tokens)),
                  growth=lambda: dict(growth=growth(cluster, given.calls)),
-                 loads=lambda: dict(loads=loads(cluster, max(3, given.rounds//4))),
+                 loads=lambda: dict(loads=loads(cluster, given.rounds)),
                  back=lambda: dict(back=back(cluster)),
                  sleeping=lambda: dict(sleeping=sleeping(cluster, given.actors, 5*given.rounds)),
                  steps=lambda: dict(steps=steps(cluster, max(3, given.rounds//4))),

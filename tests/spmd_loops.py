@@ -11,7 +11,8 @@ os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELI
 import torch
 from conftest import ROOT
 from rlblocks import (
-    Batch, Checkpoint, Critic, Grader, Mean, Policy, Preferences, Prompts, Rollout, here, later, loop_from, ppo_loss
+    Batch, Checkpoint, Critic, Demonstrations, Feedback, Grader, Mean, Policy, Preferences, Prompts, Rollout, here,
+    later, loop_from, ppo_loss
 )
 from rlblocks.engines.base import EngineSpec
 from rlblocks.engines.fsdp import Fsdp
@@ -67,7 +68,12 @@ def prefers(completion_ids, **_): return [float(2 in x) + .1*len(x) if x[0] != 3
 TIMES = ("start", "asked", "idle", "seconds")
 
 
-def tutorials(pool):
+def single(seed=0):
+    "In float32."
+    return model(seed=seed)
+
+
+def tutorials(pool, net=net):
     "What each loop shows, step by step, and the weights it ends with."
     grpo, ppo, dpo = (loop_from(f"{ROOT}/tutorials/{name}.ipynb:{name}") for name in ("grpo", "ppo", "dpo"))
     one_off = loop_from(f"{ROOT}/tutorials/async.ipynb:async_grpo")
@@ -90,6 +96,28 @@ def tutorials(pool):
         shown = [{k: float(v) for k, v in row.items() if k not in TIMES} for row in loop(kept)]
         out[name] = dict(shown=shown, taken=kept.taken, weights=kept.parts["policy"].state_dict()["module"])
     return out
+
+
+ANSWERS = [dict(prompt=f"{i}"*(1+i % 3), completion=f"{i % 7}{(i+1) % 7}") for i in range(10)]
+LABELS = [dict(prompt=f"{i}", completion=f"{i}{i % 5}", label=bool(i % 2)) for i in range(10)]
+
+
+def more_tutorials(pool):
+    "What the loops show that learn from answers, labels and pairs, and those that a reward model judges."
+    def loop(name, *data, **how):
+        rows = loop_from(f"{ROOT}/tutorials/{name}.ipynb:{name}")(pool, *data, steps=2, **how)
+        return [{k: float(v) for k, v in row.items() if k not in TIMES} for row in rows]
+    def asked(): return Prompts(ASKED, Digits())
+    how, trunk = dict(engine=steadily, micro_tokens=64), lambda: net(seed=1).model
+    return dict(
+        sft=loop("sft", Demonstrations(ANSWERS, Digits()), rows=5, warmup=1, model=net, **how),
+        kto=loop("kto", Feedback(LABELS, Digits()), Feedback(LABELS[:4], Digits()), rows=6, warmup=1, every=1,
+                 model=net, **how),
+        reward_model=loop("reward_model", Preferences(PAIRS, Digits()), Preferences(PAIRS[:3], Digits(), shuffle=False),
+                          n_pairs=5, warmup=1, every=1, model=trunk, **how),
+        best_of_n=loop("best_of_n", asked(), prefers, prompts=4, n=3, least=-9, max_tokens=4, model=net,
+                       engine=steadily),
+        rlhf=loop("rlhf", asked(), reward_model=trunk, prompts=5, minibatches=2, max_tokens=4, model=net, **how))
 
 
 ENGINES = dict(fsdp2=sharded, tensor=EngineSpec(tensor_parallel=2, make=layers_cut))

@@ -89,6 +89,21 @@ def test_the_tutorials_loops_give_the_numbers_of_one_process(loops):
     same(loops, want, "tutorials", 1e-10)
 
 
+@pytest.mark.long
+def test_the_other_tutorials_give_the_numbers_of_one_process(two):
+    "SFT, KTO, a reward model, best of n, RLHF."
+    same(spmd_loops.more_tutorials(two), spmd_loops.more_tutorials(here), "tutorials", 1e-10)
+
+
+AMPLIFIED = dict(one_prompt=5e-4) # loops that make more of fp32's rounding
+
+
+@pytest.mark.long
+def test_in_fp32_ranks_differ_from_one_process_by_rounding(two):
+    got, want = (spmd_loops.tutorials(pool, spmd_loops.single) for pool in (two, here))
+    for name, of in want.items(): same(got[name]["shown"][0], of["shown"][0], name, AMPLIFIED.get(name, 1e-5))
+
+
 def test_one_rank_gives_the_numbers_of_one_process(one):
     same(spmd_loops.dispatch(one), spmd_loops.dispatch(here), "dispatch", 1e-10)
 
@@ -601,13 +616,59 @@ class Fragile(Rollout):
         return super().generate(prompts, **how)
 
 
-def test_a_rank_without_a_world_is_made_anew_and_asked_once_more(cluster, two, tmp_path):
+def check_the_store_keeps_the_last_weights(one, pool):
+    "Of a pool whose ranks may have to read them again: those of one load, however many there were."
+    import ray
+    def used(): return before - ray.available_resources()["object_store_memory"]/1e6
+    def becomes(least, most):
+        end = time.monotonic() + 60
+        while not least <= used() <= most and time.monotonic() < end: time.sleep(.1)
+        return least <= used() <= most
+    before = 0.
+    large, reads, before = one.place(Large, 3, 10), pool.place(Reads), -used()
+    for _ in range(3): assert len(reads.load(large.weights())) == 3
+    assert becomes(29, 35), used()
+    del reads
+    pool.place(Keeps)
+    assert becomes(-5, 5), used()
+
+
+def test_a_call_that_kills_a_rank_twice_is_repeated_once(cluster, tmp_path):
+    with RayPool(1, cluster=cluster, world=False, restarts=3, name="twice") as pool:
+        keeps = pool.place(Keeps)
+        twice = pytest.raises(RankLost, match="Keeps.dies: rank 0")
+        with pytest.warns(UserWarning, match="2 restarts are left"), twice:
+            keeps.dies(prompts(), 0)
+
+
+def test_a_ticket_in_a_function_for_another_pool_is_refused(one, two):
+    ticket, keeps = two.place(Policy, net(seed=3)).weights(), one.place(Keeps)
+    with pytest.raises(ValueError, match="pass the ticket itself as an argument"):
+        keeps.run(lambda b: ticket, prompts())
+
+
+def test_pools_that_load_from_each_other_at_once(one, two):
+    "From two threads: neither holds what the other waits for."
+    pairs = [(a.place(Policy, net(seed=3)), b.place(Rollout, net(), max_tokens=4)) for a, b in ((one, two), (two, one))]
+    errors = []
+    def loads(policy, rollout):
+        try: [rollout.load(policy.weights()) for _ in range(10)]
+        except Exception as e: errors.append(e)
+    threads = [threading.Thread(target=loads, args=pair, daemon=True) for pair in pairs]
+    for t in threads: t.start()
+    for t in threads: t.join(60)
+    assert not errors and not any(t.is_alive() for t in threads)
+
+
+def test_a_rank_without_a_world_is_made_anew_and_asked_once_more(cluster, one, two, tmp_path):
     "It places what it had, loads what it was given, and does its part again: the rows are those of no death."
-    policy, p = two.place(Policy, net(seed=3)), prompts((5, 2, 7, 3))
+    policy, p = two.place(Policy, net(seed=3), lr=1e-2), prompts((5, 2, 7, 3))
     want = Rollout(net(seed=3), max_tokens=4).generate(p, seed=1)
     with RayPool(2, cluster=cluster, world=False, restarts=1, name="again") as pool:
         rollout = pool.place(Fragile, net(), max_tokens=4)
+        check_the_store_keeps_the_last_weights(one, pool)
         rollout.load(policy.weights())
+        policy.step(rows(B=4), lambda out, b: (out.logprobs[b.mask].sum()/b.n_tokens, {}))  # these weights are gone
         assert torch.equal(rollout.generate(p, seed=1).tokens, want.tokens)
         with pytest.warns(UserWarning, match="rank 1 .*died.*made anew; 0 restarts are left"):
             again = rollout.generate(p, seed=1, once=str(tmp_path/"died"))

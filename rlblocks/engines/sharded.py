@@ -288,9 +288,10 @@ class ShardedModel:
         check_step(self)
         return promise(self, prefix, score, probe, dtype)
 
-    def iter_full_params(self, bucket_bytes:int=1 << 28, prefix:str="")->Iterator[dict[str, Tensor]]:
+    def iter_full_params(self, bucket_bytes:int=1 << 28, prefix:str="", copies:bool=True)->Iterator[dict[str, Tensor]]:
         "The only exporter of full weights. All ranks iterate together, also those that drop what they get."
-        return of_one_version(self, buckets(named_under(self.engine.weights(), prefix), bucket_bytes))
+        weights = named_under(self.engine.weights(), prefix)     # those that no engine cuts need no copy
+        return of_one_version(self, buckets(weights, bucket_bytes, copies or not self.spec.complete))
 
     def state_dict(self, *, full:bool=True)->dict:
         "Weights, optimizer state and version; with an engine all ranks call it together."

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ..engines.weights import InProcess, Ticket
 from .handles import membership
-from .shipping import InPool, Stream, closing_streams, new_window, send, ship
+from .shipping import InPool, Stream, closing_streams, new_window, send
 from .wire import Reader, Parcel, nothing_stays, parcel_of
 
 # %% ../../nbs/placement/98c_member.ipynb #bc4312ec
@@ -157,16 +157,12 @@ class Member:
         "Set one."
         return answer_to(lambda: setattr(self.find(number), name, self.reader.read(wire)))
 
-    def ship(self, number:int)->Answer:
-        "The weights of a ticket that stayed; the first rank puts them into the store."
-        return answer_to(lambda: ship(self.find(number), self.rank == 0))
-
     def open_window(self)->Answer: # an actor
         "Where weights pass that this rank sends."
         self.window = new_window()
         return answer_to(lambda: self.window)
 
-    def send(self, number:int, way:Stream, readers:int, bucket_bytes:int)->Answer:
+    def send(self, number:int, way:Stream, readers:int|float, bucket_bytes:int)->Answer:
         "The weights of a ticket that stayed. The answer comes when they have been read."
         return answer_to(lambda: send(lambda: self.find(number), way, readers, bucket_bytes, self.rank == 0))
 

@@ -261,7 +261,7 @@ def _place_on_ranks(pool:SpmdPool, make:Callable, args:tuple, kwargs:dict)->Hand
 def _call_on_ranks(pool:SpmdPool, placed:Placed, name:str, args:tuple, kwargs:dict)->Any:
     "A method of a placed object, each replica on its part of every Batch."
     call = _cut_call(pool, placed, name, args, kwargs)
-    return _settle(pool, placed, call, lambda: _on_share(pool, placed, call, getattr(placed.obj, name)))
+    return _finish_call(pool, placed, call, lambda: _on_share(pool, placed, call, getattr(placed.obj, name)))
 
 def _cut_call(pool:SpmdPool, placed:Placed, name:str, args:tuple, kwargs:dict)->Call:
     "The arguments, compared and cut for the replicas."
@@ -275,7 +275,7 @@ def _on_share(pool, placed, call, method, *more):
     share, options = call.of(replica_index(placed.replicas, pool.rank))
     return method(*more, *share, **options)
 
-def _settle(pool:SpmdPool, placed:Placed, call:Call, work:Callable)->Any:
+def _finish_call(pool:SpmdPool, placed:Placed, call:Call, work:Callable)->Any:
     "This rank's share of a call, and the answers of all, joined."
     spoken, none = speakers(placed.replicas), torch.zeros(0, dtype=torch.uint8)
     def run():
@@ -333,7 +333,7 @@ class Started:
         name = f"{self.call.who}, the answer of call {self.number}"
         _compare_calls(self.pool, self.call.who, name, (), {})
         begun, self.begun = self.begun, None
-        try: self.answer = _settle(self.pool, self.placed, self.call, begun.result)
+        try: self.answer = _finish_call(self.pool, self.placed, self.call, begun.result)
         except Exception as e:
             self.error = e
             raise

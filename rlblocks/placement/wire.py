@@ -12,6 +12,7 @@ import io
 import pickle
 import sys
 import sysconfig
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -180,9 +181,12 @@ class Reader:
         "With no function yet."
         self.find, self.keep, self.functions = find, keep, OrderedDict()
 
-    def read(self, wire:Parcel)->Any:
+    def read(self,
+        wire:Parcel,
+        lent:bool=False, # its tensors stay where they are: the reader writes into none, and lets go of them soon
+    )->Any:
         "What was packed."
-        return _Unpickler(self, wire).load()
+        return _Unpickler(self, wire, lent).load()
 
     def function(self,
         pickled:bytes, # its content
@@ -199,9 +203,9 @@ class Reader:
 
 class _Unpickler(pickle.Unpickler):
     "Reads one parcel."
-    def __init__(self, reader, wire):
+    def __init__(self, reader, wire, lent):
         super().__init__(io.BytesIO(wire.pickled))
-        self.reader, self.wire, self.seen = reader, wire, {}
+        self.reader, self.wire, self.lent, self.seen = reader, wire, lent, {}
 
     def persistent_load(self, pid):
         kind, *more = pid
@@ -219,6 +223,11 @@ class _Unpickler(pickle.Unpickler):
         "The same object for the same tensor."
         if number not in self.seen:
             flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-            if at is not None: flat = torch.from_numpy(self.wire.tensors[at].copy())
+            if at is not None: flat = self.large(self.wire.tensors[at])
             self.seen[number] = flat.view(dtype).view(shape)
         return self.seen[number]
+
+    def large(self, stored):
+        if not self.lent: return torch.from_numpy(stored.copy())
+        # the warning: torch would write through what numpy does not
+        with warnings.catch_warnings(action="ignore", category=UserWarning): return torch.from_numpy(stored)
