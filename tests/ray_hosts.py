@@ -36,15 +36,15 @@ def ip(*words): subprocess.run(["ip", *map(str, words)], check=True, capture_out
 
 class Hosts:
     "n hosts; the first one has the head of the cluster and the driver."
-    def __init__(self, n, port=6379):
-        self.tag, self.n, self.port, self.running = f"{os.getpid() % 46656:x}", n, port, []
+    def __init__(self, n, port=6379, net="10.88.0"):
+        self.tag, self.n, self.port, self.net, self.running = f"{os.getpid() % 46656:x}", n, port, net, []
         self.folder = Path(tempfile.mkdtemp(prefix="ray"))
         self.env = {k: x for k, x in os.environ.items() if not k.startswith("RAY_")} | HEALTH | RAY_TOKEN | dict(
             RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1",
             PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}")
 
     def host(self, i): return f"rl{self.tag}{i}"
-    def address(self, i): return f"10.88.0.{i + 1}"
+    def address(self, i): return f"{self.net}.{i + 1}"
 
     def __enter__(self):
         try:
@@ -70,7 +70,7 @@ class Hosts:
             ip(*far, "link", "set", "eth", "up")
             ip(*near, "route", "add", f"{self.address(i)}/32", "dev", f"to{i}")
             ip(*far, "route", "add", f"{self.address(0)}/32", "dev", "eth")
-            ip(*far, "route", "add", "10.88.0.0/24", "via", self.address(0))
+            ip(*far, "route", "add", f"{self.net}.0/24", "via", self.address(0))
 
     def start(self, i):
         "A node of the cluster."
@@ -96,6 +96,11 @@ class Hosts:
     def cut(self, i):
         "Pull the plug of a host."
         ip("-n", self.host(0), "link", "set", f"to{i}", "down")
+
+    def join(self, i):
+        "Put it in again."
+        ip("-n", self.host(0), "link", "set", f"to{i}", "up")
+        ip("-n", self.host(0), "route", "replace", f"{self.address(i)}/32", "dev", f"to{i}")
 
     def __exit__(self, *error):
         for process in self.running: end(family(process.pid))

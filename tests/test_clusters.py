@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import yaml
 from conftest import ROOT
 from ray_hosts import Hosts, end, family, why_not
+from ray_machines import Machines
 
 FILES = ROOT/"tutorials"/"clusters"
 PATHS = dict(PYTHONPATH=os.pathsep.join([str(ROOT/"tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -57,6 +59,87 @@ def known_options(line):
     from ray.scripts.scripts import start
     known = {name for p in start.params for name in p.opts}
     return {x.partition("=")[0] for x in line.split() if x.startswith("--")} <= known
+
+
+ON_THE_HEAD = """
+import os
+import socket
+import sys
+import time
+import ray
+
+def alive(n, seconds):
+    end = time.monotonic() + seconds
+    while (found := sum(x["Alive"] for x in ray.nodes())) != n and time.monotonic() < end: time.sleep(.2)
+    print(f"nodes: {found}", flush=True)
+
+class Sums:
+    def over_ranks(self):
+        import torch
+        import torch.distributed as dist
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        return x.item(), os.environ.get("RAY_health_check_period_ms")
+
+if __name__ == "__main__":
+    ray.init("auto", logging_level="ERROR", log_to_driver=False)
+    for n in map(int, sys.argv[1:]): alive(n, 150)
+    if len(sys.argv) == 2:
+        from rlblocks import RayPool
+        from rlblocks.placement.doctor import doctor
+        print("doctor:", doctor(["--cluster", "auto", "--folder", "/runs"]))
+        with RayPool(3, cpus=.5, nodes=3, cluster="auto", timeout=120.) as pool:
+            print("ranks on", *sorted(rank.address for rank in pool.crew.ranks), pool.place(Sums).over_ranks())
+"""
+
+
+@needs_ray
+@pytest.mark.ranks
+@pytest.mark.long
+def test_machines_that_ray_up_reaches(tmp_path):
+    """`ssh.yaml` as it stands but for the size of the store: three machines, of which `ray up` starts one, and that one
+    the others. `rlblocks doctor --cluster` finds nothing wrong; a pool spans them; a machine that was cut off comes back
+    with a new Ray; `ray down` ends all."""
+    if why := why_not(): pytest.skip(why)
+    (runs := tmp_path/"runs").mkdir()
+    home, text = laptop(tmp_path/"laptop"), (FILES/"ssh.yaml").read_text().replace("32000000000", "100000000")
+    (home/"ssh.yaml").write_text(text)
+    (runs/"on_the_head.py").write_text(ON_THE_HEAD)
+    with Machines(3, folders={"/runs": runs, "/scratch": None}) as machines:
+        def ray(*words):
+            env = dict(HOME=str(home), PATH=f"{machines.folder/'tools'}:{PATHS['PATH']}", RAY_TMPDIR=str(home),
+                       PYTHONPATH=PATHS["PYTHONPATH"], RAY_USAGE_STATS_ENABLED="0")
+            run = subprocess.run(["ray", *words], env=env, cwd=home, capture_output=True, text=True, timeout=400)
+            assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+            return run.stdout
+        def on_the_head(*nodes):
+            return ray("exec", "ssh.yaml", f"RAY_AUTH_MODE=token python /runs/on_the_head.py {' '.join(nodes)}")
+        ray("get-auth-token", "--generate")
+        (home/".ray"/"auth_token").chmod(0o600)
+        ray("up", "-y", "--no-config-cache", "ssh.yaml")
+        said = on_the_head("3")
+        assert "nodes: 3" in said and "doctor: 0" in said and "WRONG" not in said, said
+        assert "ranks on 10.0.0.1 10.0.0.2 10.0.0.3 (3.0, '1000')" in said, said
+        assert said.count("/scratch/ray_spill, ") == 3 and said.count("ok   10.0.0.3") == 5, said
+        assert [machines.on(i, "stat -c %a ~/.ray/auth_token")[1] for i in range(3)] == ["600\n"]*3
+        before = machines.on(2, "pgrep -x raylet")[1]
+        machines.cut(2)
+        assert "nodes: 2" in on_the_head("2", "2")
+        machines.join(2)
+        assert on_the_head("3", "3").count("nodes: 3") == 2
+        assert len(now := machines.on(2, "pgrep -x raylet")[1].split()) == 1 and now != before.split()
+        ray("down", "-y", "ssh.yaml")
+        assert machines.ray(0) == []
+        wait = time.monotonic() + 200
+        while any(left := [machines.ray(i) for i in (1, 2)]) and time.monotonic() < wait: time.sleep(1)
+        assert not any(left), left
+
+
+def laptop(home):
+    "Of who starts the cluster: a key for SSH, and no token yet."
+    for folder in (".ssh", ".ray"): (home/folder).mkdir(parents=True)
+    (home/".ssh"/"id_ed25519").write_text("a key")
+    return home
 
 
 @needs_ray
