@@ -15,9 +15,7 @@ from pathlib import Path
 from conftest import RAY_TOKEN, ROOT
 from ray_kills import end, family
 from rlblocks.engines.world import RankLost
-
-HEALTH = dict(RAY_health_check_period_ms="1000", RAY_health_check_timeout_ms="2000",
-              RAY_health_check_failure_threshold="3")
+from rlblocks.placement.doctor import HEALTH
 
 
 def why_not():
@@ -149,15 +147,18 @@ def drive(address, folder):
     torch.set_num_threads(1)
     cluster = Cluster(address=address, ready=20., options=dict(_node_ip_address=address.split(":")[0],
                                                                logging_level="ERROR", log_to_driver=False))
-    def pool(nodes): return lambda: RayPool(nodes, nodes=nodes, cluster=cluster, timeout=120., grace=2.)
+    def pool(nodes): return RayPool(nodes, nodes=nodes, cluster=cluster, timeout=120., grace=2.)
     def say(**what): print(json.dumps(what | dict(at=time.time())), flush=True)
+    def run(pool):
+        yield from loops(pool, Path(folder)/"run", 12)
+        say(died=last_words(pool, address.split(":")[0]))       # on what is left
     warnings.showwarning = lambda message, *rest, **more: say(warning=str(message))
-    with pool(3)() as three:
-        say(nodes=sorted(rank.address for rank in three.crew.ranks))
-        say(loops=loops(three))
-        say(died=last_words(three, address.split(":")[0]))
+    three = pool(3)
+    say(nodes=sorted(rank.address for rank in three.crew.ranks))
+    say(loops=loops(three))
     try:
-        for row in restarted(lambda p: loops(p, Path(folder)/"run", 12), [pool(3), pool(2)], restarts=2):
+        for row in restarted(run, [lambda: three if three.crew.broken is None else pool(3), lambda: pool(2)],
+                             restarts=2):
             say(row={k: float(v) for k, v in row.items()})
             if row["step"] == 4:
                 Path(folder, "cut").touch()

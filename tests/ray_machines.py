@@ -1,5 +1,5 @@
-"""Machines on one machine: each has a network, processes and a root folder of its own. They are reached by commands with
-the names of `ssh` and `rsync`; what those start is started by this process."""
+"""Machines on one machine: each has a network, processes and a root folder of its own. Commands with the names of `ssh`
+and `rsync` reach them; what those start is started by this process."""
 import json
 import subprocess
 import sys
@@ -108,14 +108,17 @@ class Machines(Hosts):
         (found,) = [pid for (pid, _), name in family(self.running[i].pid).items() if name == "sleep"]
         return found
 
-    def on(self, i, command, **env):
-        "Run a command on a machine, as somebody who has just come there: (exit code, what it said)."
+    def start(self, i, command, out, **env):
+        "A command on a machine, as of somebody who has just come there."
         given = dict(HOME=str(self.folder/str(i)), USER="root", PATH="/usr/sbin:/usr/bin:/sbin:/bin") | env
-        out = self.folder/f"{i}-{time.monotonic_ns()}.txt"
         inside = ["nsenter", f"--target={self.first(i)}", "--net", "--pid", "--mount", "--root", "--wd", "env", "-i",
                   *(f"{k}={x}" for k, x in given.items()), "bash", "-c", command]
-        with out.open("w") as f: code = subprocess.run(inside, stdin=subprocess.DEVNULL, stdout=f, stderr=f).returncode
-        return code, out.read_text(errors="replace")
+        with out.open("w") as f: return subprocess.Popen(inside, stdin=subprocess.DEVNULL, stdout=f, stderr=f)
+
+    def on(self, i, command, **env):
+        "Run it to its end: (exit code, what it said)."
+        out = self.folder/f"{i}-{time.monotonic_ns()}.txt"
+        return self.start(i, command, out, **env).wait(), out.read_text(errors="replace")
 
     def ray(self, i):
         "Ray's own processes on a machine that make it a node of a cluster."
