@@ -3347,6 +3347,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'rlblocks/placement/cluster.py'),
                                             'rlblocks.placement.cluster.node_addresses': ( 'placement/cluster.html#node_addresses',
                                                                                            'rlblocks/placement/cluster.py'),
+                                            'rlblocks.placement.cluster.open_to_others': ( 'placement/cluster.html#open_to_others',
+                                                                                           'rlblocks/placement/cluster.py'),
                                             'rlblocks.placement.cluster.remaining': ( 'placement/cluster.html#remaining',
                                                                                       'rlblocks/placement/cluster.py'),
                                             'rlblocks.placement.cluster.reserve': ( 'placement/cluster.html#reserve',

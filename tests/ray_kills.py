@@ -127,7 +127,7 @@ def own_driver(folder, steps, ray): return [sys.executable, __file__, "drive", f
 def the_command(folder, steps, ray):
     "The same loop on two ranks by `rlblocks run`, which resumes twice."
     flags = dict(pool="ray", ranks=2, restarts=2, folder=f"{folder}/run", every=2, rows=f"{folder}/rows.jsonl",
-                 steps=steps) | {"ray.grace": 5, "ray.timeout": 120, "ray.name": "train", "cluster.ready": 60,
+                 steps=steps) | {"ray.grace": 1, "ray.timeout": 120, "ray.name": "train", "cluster.ready": 60,
                                  "cluster.options": json.dumps(options(ray))}
     return [sys.executable, "-m", "rlblocks", "run", "ray_kills:tiny_grpo",
             *(f"--{k}={x}" for k, x in flags.items())]

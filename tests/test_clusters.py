@@ -330,17 +330,19 @@ except RuntimeError as e: print("refused:", e)
 def test_an_open_cluster_is_refused_by_who_has_a_token(tmp_path):
     "What the cluster wants is not what this process sends: a plain `ray start` runs open."
     folder, out = Path(tempfile.mkdtemp(prefix="ray")), tmp_path/"node.txt"
+    from ray._private.services import get_node_ip_address
+    host = get_node_ip_address()        # at 127.0.0.1 an open one listens for this machine alone
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
+        s.bind((host, 0))
         port = s.getsockname()[1]
     env = {k: x for k, x in os.environ.items() if not k.startswith("RAY_")} | PATHS
-    start = ["ray", "start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=1",
+    start = ["ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=1",
              f"--temp-dir={folder}", "--include-dashboard=false", "--object-store-memory=100000000",
              "--disable-usage-stats"]
     with out.open("w") as f: node = subprocess.Popen(start, env=env, stdout=f, stderr=f)
     try:
-        wait_for_port(port, node, out)
-        run = subprocess.run([sys.executable, "-c", OPEN, f"127.0.0.1:{port}"], timeout=300, capture_output=True,
+        wait_for_port(port, node, out, host)
+        run = subprocess.run([sys.executable, "-c", OPEN, f"{host}:{port}"], timeout=300, capture_output=True,
                              text=True, env=env | dict(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0123456789abcdef"*4))
     finally:
         end(family(node.pid))
@@ -350,12 +352,12 @@ def test_an_open_cluster_is_refused_by_who_has_a_token(tmp_path):
     assert "refused: RayPool: this Ray cluster has no token" in run.stdout, run.stdout + run.stderr[-3000:]
 
 
-def wait_for_port(port, node, out):
+def wait_for_port(port, node, out, host="127.0.0.1"):
     "Until somebody listens there."
     while node.poll() is None:
         with socket.socket() as s:
             s.settimeout(1)
-            if s.connect_ex(("127.0.0.1", port)) == 0: return
+            if s.connect_ex((host, port)) == 0: return
         try: node.wait(.2)
         except subprocess.TimeoutExpired: pass
     raise RuntimeError(out.read_text()[-3000:])

@@ -53,7 +53,7 @@ def test_a_run_on_two_pools_goes_on_when_a_rank_the_raylet_and_the_driver_are_ki
 def test_the_command_makes_a_new_pool_and_a_new_process_and_resumes(tmp_path):
     """`rlblocks run --restarts`: one of two ranks is killed, then the process of the loop. The numbers are those of
     SpmdPool on two ranks, which nobody disturbed, to the bit."""
-    steps, kills = 14, [(3, a_rank), (7, the_driver)]
+    steps, kills = 10, [(2, a_rank), (5, the_driver)]
     rows, run = disturbed(made(tmp_path/"killed"), steps, kills, limit=400, driver=the_command)
     assert ["ray::" in x["name"] for x in run.killed] == [True, False]
     assert [len(x) for x in run.warned()] == [0, 1, 1], run.warned()

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from .cluster import OTHERS, Cluster, as_cluster, connect, token_file
+from .cluster import Cluster, as_cluster, connect, open_to_others, token_file
 
 # %% ../../nbs/placement/98i_doctor.ipynb #68998645
 HEALTH = dict(RAY_health_check_period_ms="1000", RAY_health_check_timeout_ms="2000",
@@ -54,12 +54,12 @@ def facts_of_node(
     def have(package):
         try: return version(package)
         except PackageNotFoundError: return "absent"
-    where, token = spilling_folder(), token_file()
+    where = spilling_folder()
     return Facts(python=".".join(map(str, sys.version_info[:3])), versions={p: have(p) for p in PACKAGES},
                  shm=shutil.disk_usage("/dev/shm").total, store=store, where=where,
                  spill=shutil.disk_usage(where).free, health={k: os.environ.get(k) for k in HEALTH},
                  sees=not file or Path(file).is_file() and Path(file).read_text() == text,
-                 token_is_its_owners=not (token.exists() and token.stat().st_mode & OTHERS))
+                 token_is_its_owners=not open_to_others(token_file()))
 
 class Finding(NamedTuple):
     "One thing about one node."
