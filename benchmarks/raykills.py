@@ -4,9 +4,10 @@ alone.
     .venv/bin/python benchmarks/raykills.py [--steps 100] [--kills 20] [--seed 0] [--out FOLDER]
 
 GRPO in float64 on three ranks of one machine: two train with FSDP2, one samples and is made anew when it dies. Anybody
-may be killed: a rank, Ray's raylet, its control store and its helpers, the driver itself. The driver is supervised as
-`rlblocks run --restarts` does it: when it ends from outside, another one resumes. Steps that come again after a resume
-are compared as well. results/raykills_cpu.json says of each kill what followed before the next one.
+may be killed: a rank, Ray's raylet, its control store and its helpers, the driver itself. First a kind is drawn, then
+one of the kind. A kill waits for a step of the driver that is there: it hits the run, and not its start. The driver is
+supervised as `rlblocks run --restarts` does it: when it ends from outside, another one resumes. Steps that come again
+after a resume are compared as well. results/raykills_cpu.json says of each kill what followed before the next one.
 """
 import argparse
 import json
@@ -58,7 +59,7 @@ def main():
     for kill in found["kills"]: say(kill)
     say({k: x for k, x in found.items() if k != "kills"})
     (given.out/"raykills_cpu.json").write_text(json.dumps(found, indent=1) + "\n")
-    return not found["complete"] or len(unlike) > 0 or len(run.killed) < given.kills
+    return not found["complete"] or len(unlike) > 0 or len(run.killed) < given.kills or not anew
 
 
 if __name__ == "__main__": sys.exit(main())

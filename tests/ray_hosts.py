@@ -15,9 +15,7 @@ from pathlib import Path
 from conftest import RAY_TOKEN, ROOT
 from ray_kills import end, family
 from rlblocks.engines.world import RankLost
-
-HEALTH = dict(RAY_health_check_period_ms="1000", RAY_health_check_timeout_ms="2000",
-              RAY_health_check_failure_threshold="3")
+from rlblocks.placement.doctor import HEALTH
 
 
 def why_not():
@@ -36,15 +34,15 @@ def ip(*words): subprocess.run(["ip", *map(str, words)], check=True, capture_out
 
 class Hosts:
     "n hosts; the first one has the head of the cluster and the driver."
-    def __init__(self, n, port=6379):
-        self.tag, self.n, self.port, self.running = f"{os.getpid() % 46656:x}", n, port, []
+    def __init__(self, n, port=6379, net="10.88.0"):
+        self.tag, self.n, self.port, self.net, self.running = f"{os.getpid() % 46656:x}", n, port, net, []
         self.folder = Path(tempfile.mkdtemp(prefix="ray"))
         self.env = {k: x for k, x in os.environ.items() if not k.startswith("RAY_")} | HEALTH | RAY_TOKEN | dict(
             RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1",
             PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}")
 
     def host(self, i): return f"rl{self.tag}{i}"
-    def address(self, i): return f"10.88.0.{i + 1}"
+    def address(self, i): return f"{self.net}.{i + 1}"
 
     def __enter__(self):
         try:
@@ -70,7 +68,7 @@ class Hosts:
             ip(*far, "link", "set", "eth", "up")
             ip(*near, "route", "add", f"{self.address(i)}/32", "dev", f"to{i}")
             ip(*far, "route", "add", f"{self.address(0)}/32", "dev", "eth")
-            ip(*far, "route", "add", "10.88.0.0/24", "via", self.address(0))
+            ip(*far, "route", "add", f"{self.net}.0/24", "via", self.address(0))
 
     def start(self, i):
         "A node of the cluster."
@@ -96,6 +94,11 @@ class Hosts:
     def cut(self, i):
         "Pull the plug of a host."
         ip("-n", self.host(0), "link", "set", f"to{i}", "down")
+
+    def join(self, i):
+        "Put it in again."
+        ip("-n", self.host(0), "link", "set", f"to{i}", "up")
+        ip("-n", self.host(0), "route", "replace", f"{self.address(i)}/32", "dev", f"to{i}")
 
     def __exit__(self, *error):
         for process in self.running: end(family(process.pid))
@@ -144,15 +147,18 @@ def drive(address, folder):
     torch.set_num_threads(1)
     cluster = Cluster(address=address, ready=20., options=dict(_node_ip_address=address.split(":")[0],
                                                                logging_level="ERROR", log_to_driver=False))
-    def pool(nodes): return lambda: RayPool(nodes, nodes=nodes, cluster=cluster, timeout=120., grace=2.)
+    def pool(nodes): return RayPool(nodes, nodes=nodes, cluster=cluster, timeout=120., grace=2.)
     def say(**what): print(json.dumps(what | dict(at=time.time())), flush=True)
+    def run(pool):
+        yield from loops(pool, Path(folder)/"run", 12)
+        say(died=last_words(pool, address.split(":")[0]))       # on what is left
     warnings.showwarning = lambda message, *rest, **more: say(warning=str(message))
-    with pool(3)() as three:
-        say(nodes=sorted(rank.address for rank in three.crew.ranks))
-        say(loops=loops(three))
-        say(died=last_words(three, address.split(":")[0]))
+    three = pool(3)
+    say(nodes=sorted(rank.address for rank in three.crew.ranks))
+    say(loops=loops(three))
     try:
-        for row in restarted(lambda p: loops(p, Path(folder)/"run", 12), [pool(3), pool(2)], restarts=2):
+        for row in restarted(run, [lambda: three if three.crew.broken is None else pool(3), lambda: pool(2)],
+                             restarts=2):
             say(row={k: float(v) for k, v in row.items()})
             if row["step"] == 4:
                 Path(folder, "cut").touch()

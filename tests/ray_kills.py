@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from conftest import RAY_TOKEN, ROOT
@@ -35,7 +36,8 @@ class Both:
         from rlblocks import RayPool, Rollout
         from rlblocks.placement.pools import Pools
         self.train = RayPool(2, cluster=cluster, timeout=120., grace=5., name="train")
-        self.sample = RayPool(1, cluster=cluster, timeout=120., world=False, restarts=8, name="sample")
+        self.sample = RayPool(1, cluster=replace(cluster, env=dict(SAMPLES="1")), timeout=120., world=False, restarts=8,
+                              name="sample")
         self.pools = Pools(lambda make, kw: self.sample if make is Rollout else self.train)
 
     def place(self, make, /, *args, **kwargs): return self.pools.place(make, *args, **kwargs)
@@ -125,7 +127,7 @@ def own_driver(folder, steps, ray): return [sys.executable, __file__, "drive", f
 def the_command(folder, steps, ray):
     "The same loop on two ranks by `rlblocks run`, which resumes twice."
     flags = dict(pool="ray", ranks=2, restarts=2, folder=f"{folder}/run", every=2, rows=f"{folder}/rows.jsonl",
-                 steps=steps) | {"ray.grace": 5, "ray.timeout": 120, "ray.name": "train", "cluster.ready": 60,
+                 steps=steps) | {"ray.grace": 1, "ray.timeout": 120, "ray.name": "train", "cluster.ready": 60,
                                  "cluster.options": json.dumps(options(ray))}
     return [sys.executable, "-m", "rlblocks", "run", "ray_kills:tiny_grpo",
             *(f"--{k}={x}" for k, x in flags.items())]
@@ -159,7 +161,7 @@ class Run:
         now = {x: name for x, name in now.items() if x[0] != self.supervisor.pid}
         if (chosen := choose(now)) is None: return False
         (pid, start), name = chosen
-        what = dict(name=name, pid=pid, driver=self.drivers(), **self.now())
+        what = dict(name=name, kind=kind_of(chosen, now), pid=pid, driver=self.drivers(), **self.now())
         end([(pid, start)])
         self.killed.append(what)
         self.log("rows {rows}, second {second}: {name} ({pid}) killed".format(**what))
@@ -198,16 +200,19 @@ def by_age(now): return sorted(now.items(), key=lambda x: x[0][1])     # numbers
 
 
 def disturbed(folder, steps, kills, log=print, limit=3600., seed=0, driver=own_driver):
-    """A run with `kills`, pairs (step, chooser): each waits until so many steps have been shown, and a moment more.
+    """A run with `kills`, pairs (step, chooser): each waits until so many steps have been shown, one of them by the
+    driver that is there, and a moment more.
 
     Gives the rows, in the order in which they were shown, and the run."""
     rng, run = random.Random(seed), Run(folder, steps, log, driver)
-    waiting, end_at = list(kills), time.monotonic() + limit
+    waiting, end_at, driver, before = list(kills), time.monotonic() + limit, 0, 0
     try:
         while not run.done():
             if time.monotonic() > end_at: raise TimeoutError(f"no end after {limit} s; {run.now()}, {run.killed}")
             time.sleep(.05)
-            if not waiting or len(steps_in(folder)) < waiting[0][0]: continue
+            rows = len(steps_in(folder))
+            if driver != run.drivers(): driver, before = run.drivers(), rows
+            if not waiting or rows <= before or rows < waiting[0][0]: continue
             time.sleep(rng.uniform(0., .5))
             if run.kill(waiting[0][1]): waiting.pop(0)
     finally: run.close()
@@ -215,9 +220,21 @@ def disturbed(folder, steps, kills, log=print, limit=3600., seed=0, driver=own_d
 
 
 def anybody(rng):
-    "Any process of the run: its driver, Ray's own, a rank."
-    def choose(now): return rng.choice(by_age(now)) if now else None
+    "A kind of process is drawn, and then one of the kind: Ray's helpers are many, and the loop is one."
+    def choose(now):
+        kinds = {}
+        for x in by_age(now): kinds.setdefault(kind_of(x, now), []).append(x)
+        return rng.choice(kinds[rng.choice(sorted(kinds))]) if kinds else None
     return choose
+
+
+def kind_of(x, now):
+    "What a process of the run is."
+    (pid, _), name = x
+    if x == the_driver(now): return "loop"
+    if name in ("raylet", "gcs_server"): return name
+    env = given(pid)
+    return "sampler" if "SAMPLES" in env else "trainer" if "RANK" in env else "helper"
 
 
 def undisturbed(folder, steps):

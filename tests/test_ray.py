@@ -175,6 +175,20 @@ def test_a_folder_that_ranks_do_not_see(two, tmp_path, monkeypatch):
         run("/proc/self/cwd/seen", 2)
 
 
+def test_a_folder_that_ranks_do_not_see_is_said_at_the_start(two, tmp_path, monkeypatch, caplog):
+    "Before the first step, by a file that each rank reads; nothing is said of one that they see."
+    monkeypatch.chdir(tmp_path)
+    policy = two.place(Policy, net)
+    for folder in (tmp_path/"seen", "/proc/self/cwd/run"):
+        steps = Checkpoint(folder, every=100)(3, policy=policy)
+        next(steps)
+        said = [r.getMessage() for r in caplog.records]
+        steps.close()
+        assert any("not every rank of RayPool(2 ranks) sees /proc/self/cwd/run; states of 'policy'" in x
+                   for x in said) == (folder != tmp_path/"seen"), said
+        assert folder == tmp_path/"seen" or not any("seen;" in x for x in said)
+
+
 def test_every_kind_of_call_is_answered_as_in_one_process(two):
     # Adam, eps 1e-8: see tests/test_spmd.py
     same(spmd_loops.dispatch(two), spmd_loops.dispatch(here), "dispatch", 1e-7)

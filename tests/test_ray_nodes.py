@@ -11,7 +11,7 @@ import pytest
 import spmd_loops
 import torch
 from conftest import RAY_TOKEN, ROOT, rarely
-from rlblocks import Batch, Cluster, Policy, RayPool, here, plain
+from rlblocks import Batch, Cluster, Critic, Policy, Pools, Prompts, RayPool, Scorer, here, loop_from, plain
 from rlblocks.engines.world import RankLost
 from spmd_loops import net
 from test_ray import Large, Reads
@@ -157,6 +157,30 @@ def test_a_load_whose_reader_dies_is_heard_and_a_new_reader_loads(apart, cluster
     assert time.monotonic() - start < 60
     with reader() as second: assert second.place(Reads).load(large.weights()) == want
     assert apart.place(Sees).devices(prompts([5]*2)) == ["0,1", "0,1"]
+
+
+def rlhf(pool):
+    "What RLHF shows: five models, of which two score and value."
+    loop = loop_from(f"{ROOT}/tutorials/rlhf.ipynb:rlhf")
+    def scorer():
+        from transformers import LlamaConfig, LlamaForSequenceClassification
+        torch.manual_seed(1)
+        how = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+        return LlamaForSequenceClassification(LlamaConfig(num_labels=1, pad_token_id=0, **how)).double()
+    rows = loop(pool, Prompts(spmd_loops.ASKED, spmd_loops.Digits()), model=net, reward_model=scorer(),
+                engine=spmd_loops.steadily, steps=3, prompts=5, minibatches=2, max_tokens=4, micro_tokens=64)
+    return [{k: float(v) for k, v in row.items()} for row in rows]
+
+
+@pytest.mark.long
+def test_pairs_of_models_on_pools_of_their_own(apart, cluster):
+    "Actor, reference and rollouts on one pool, critic and reward model on another: the numbers of one process."
+    want = rlhf(here)
+    assert len({row["score"] for row in want}) == 3
+    with RayPool(2, nodes=2, cluster=cluster, timeout=300., name="critics") as critics:
+        same(rlhf(Pools(lambda make, kw: critics if make in (Critic, Scorer) else apart)), want, "pairs", 1e-10)
+        phases = {row["phase"] for row in critics.report()}
+    assert {"Critic.step", "Scorer.scores"} <= phases and not {x for x in phases if x.startswith("Policy")}
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..data.columns import whole_number
 from ..engines.world import MEETING, in_time, world
 from rlblocks.checkpoint.keeper import (
-    Kept, collect, keepers_of, load_part, on_every_rank, on_rank_0, warn_of_size, write_parts
+    Kept, collect, keepers_of, load_part, log_unseen, on_every_rank, on_rank_0, warn_of_size, write_parts
 )
 from rlblocks.checkpoint.saves import (
     Lock, best_save, checked, new_draft, prune, publish, recover, save_failure, save_path, saves_in, writable
@@ -96,6 +96,7 @@ def _log_stop(folder, step):
 
 def run_steps(checkpoint:"Checkpoint", steps:int, parts:dict)->Iterator[int]: # the steps that are left
     "Restore, then yield each step and save it when the loop asks for the next one."
+    if checkpoint.path is not None: log_unseen(parts, checkpoint.path)
     start = checkpoint.restore(parts)
     if start >= steps > 0:
         warnings.warn(f"Checkpoint: {checkpoint.path} has done {start} of {steps} steps; nothing is left. "

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['LARGE_STATE', 'on_every_rank', 'on_rank_0', 'collect', 'write_parts', 'load_part', 'pool_of', 'Keeper', 'Kept',
-           'keepers_of', 'warn_of_size']
+           'keepers_of', 'warn_of_size', 'log_unseen']
 
 # %% ../../nbs/checkpoint/91a_keeper.ipynb #378c7f3c
+import logging
 import tempfile
 import uuid
 import warnings
@@ -162,3 +163,15 @@ def warn_of_size(
         warnings.warn(f"Checkpoint: the state of {name!r}, {size/1e9:.1f} GB, passes through this process, since not "
                       f"every rank of {pool_of(part)!r} sees {folder}; a folder that all hosts see spares that",
                       stacklevel=6)
+
+# %% ../../nbs/checkpoint/91a_keeper.ipynb #477de067
+def log_unseen(
+    parts:dict,  # name → part
+    folder:Path, # of the run
+):
+    "Say at the start, not at the first save, whose ranks do not all see the folder."
+    unseen = {name: pool_of(part) for name, part in keepers_of(parts, folder)[0].items()}
+    for name, pool in unseen.items():
+        if pool is None: continue
+        logging.getLogger("rlblocks").warning("Checkpoint: not every rank of %r sees %s; states of %r will pass "
+                                              "through this process", pool, folder, name)

@@ -11,18 +11,18 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from ..checkpoint.checkpoint import Checkpoint
 from .run import loop_from
-from ..placement.cluster import Cluster
+from ..placement.cluster import Cluster, as_cluster
 from ..placement.doctor import doctor
 from ..placement.place import here
 from ..placement.raypool import RayPool
-from ..placement.restarts import end_with_parent, ended_by_itself, restarted, supervise
+from ..placement.restarts import Closes, end_with_parent, ended_by_itself, restarted, supervise
 from ..placement.spmd import SpmdPool
 
 # %% ../../nbs/people/99a_command.ipynb #0e2a7d57
@@ -67,16 +67,16 @@ def halves(n:int)->list[int]:
     return [n >> k for k in range(n.bit_length())]
 
 def pools_for(
-    given:dict[str, Any], # the flags
-)->list[Callable[[], Any]]: # makers, the best first
+    given:Mapping[str, object], # the flags
+)->list[Callable[[], Closes]]: # makers, the best first
     "What makes the pool, and smaller ones for when machines are gone."
     if given["ranks"] is not None and given["pool"] != "ray":
         raise ValueError(f"rlblocks run: --ranks {given['ranks']} with --pool {given['pool']}; --pool ray has ranks, "
                          "and --pool spmd those that torchrun starts")
     if given["pool"] == "here": return [lambda: here]
     if given["pool"] == "spmd": return [SpmdPool]
-    ranks, nodes = given["ranks"] or 1, given["ray"]["nodes"]
-    how = given["ray"] | dict(cluster=Cluster(**given["cluster"]))
+    ranks, how = cast(int, given["ranks"] or 1), cast(dict[str, Any], given["ray"])
+    nodes, how = how["nodes"], how | dict(cluster=as_cluster(cast(dict[str, object], given["cluster"])))
     if nodes is None: return [partial(RayPool, r, **how) for r in halves(ranks)]
     return [partial(RayPool, ranks//nodes*n, **how | dict(nodes=n)) for n in halves(nodes)]
 

@@ -1,5 +1,7 @@
 #!/bin/bash
-# A Ray node on this machine that outlives its drivers:  bash one_host.sh, then RayPool(…, cluster="127.0.0.1:6379").
+# A Ray node on this machine that outlives its drivers:  bash one_host.sh; in another shell export RAY_AUTH_MODE=token,
+# and the loop runs with RayPool(…, cluster="127.0.0.1:6379"). The node ends when a process of Ray's own ends: a service
+# manager may start it again.
 # RayPool(…) without a cluster starts one of its own and ends it with the process: for most runs that is enough.
 # STORE, in bytes, lies in /dev/shm; what it has no room for goes to SPILL. Saves: any folder of this machine.
 set -eu

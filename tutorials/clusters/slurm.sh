@@ -3,6 +3,8 @@
 #SBATCH --requeue --open-mode=append
 # `sbatch slurm.sh`: one Ray node a task; the first one runs train.py with RayPool(16, gpus=1, cluster="auto").
 # `ray symmetric-run` ends every Ray process of the user on these nodes when it is done: ask for nodes of your own.
+# The Ray of a node that was cut off ends itself when its network is back, and nobody starts it again: the run goes on
+# with the other nodes, or is requeued.
 # A run that is requeued resumes from its checkpoint. That, and $HOME with the token, are on disks that all nodes see.
 # STORE, in bytes, lies in each node's /dev/shm; what it has no room for goes to SPILL, a folder on a disk of the node.
 set -eu
