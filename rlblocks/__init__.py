@@ -19,8 +19,9 @@ try:
         remax_advantages, vtrace,
     )
     from rlblocks.data.balancing import balance, balance_families, fit_row_costs, row_costs
-    from rlblocks.data.batch import Batch, Whole, pairs
+    from rlblocks.data.batch import Batch, pairs
     from rlblocks.data.columns import pad, seed_of
+    from rlblocks.data.counts import Whole
     from rlblocks.signals.best_of import (
         best_of_n_advantages, best_random_weights, best_worst_weights, group_pass_at_k_advantages,
         pass_at_k_advantages, pf_ppo_weights, resampled_rows,

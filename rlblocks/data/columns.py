@@ -19,7 +19,7 @@ from torch.nn.functional import pad as padded
 from jaxtyping import Int, Shaped
 
 # %% ../../nbs/data/35_columns.ipynb #8d80dfc1
-def check_tokenizer(who:str, tokenizer:Any):
+def check_tokenizer(who:str, tokenizer:object):
     "TypeError for a name in a tokenizer's place."
     if isinstance(tokenizer, str):
         raise TypeError(f"{who}: tokenizer is {tokenizer!r}; a tokenizer is wanted, "
@@ -31,7 +31,7 @@ def listed(name:str, names:Iterable, more:Iterable=())->str:
     return ", ".join(map(str, names)) + (f"; is {near[0]!r} meant?" if near else "")
 
 # %% ../../nbs/data/35_columns.ipynb #2d54b378
-def whole_number(who:str, name:str, n:Any, least:int=1)->int: # a Python int
+def whole_number(who:str, name:str, n:object, least:int=1)->int: # a Python int
     "`n`, checked. ValueError for what is no whole number or too small."
     if isinstance(n, bool) or not isinstance(n, Integral) or n < least:
         wanted = f"at least {least}" if least else "0 or more"
