@@ -67,9 +67,8 @@ try:
         naive_aggregate, naive_gae, naive_group_advantages, naive_leave_one_out, naive_ppo_loss, naive_returns,
         naive_token_logprobs, naive_value_loss, sample_columns,
     )
-    from rlblocks.data.packing import (
-        Packed, bin_pack, drop_long, micro_batch_count, pack, plan_micro_batches, shared_prefix, split_long, unpack,
-    )
+    from rlblocks.data.micro_batches import bin_pack, drop_long, micro_batch_count, plan_micro_batches, split_long
+    from rlblocks.data.packing import Packed, pack, shared_prefix, unpack
     from rlblocks.losses.policy import (
         adaptive_clip, assert_on_policy, clip_metrics, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss,
         log_ratio, ppo_loss, ratio_metrics,
