@@ -2,8 +2,8 @@
 
 The rooms from arithmetic to data are imported here and need only torch, einops and jaxtyping. Wrappers and placement
 come by name when first asked for, with the libraries they need. `rlblocks.<Tab>` shows losses, estimators, data and
-wrappers; no modules, and not what few people look for: oracles (`naive_gae`), names for annotations (`Denom`) and guards
-(`same_shape`). nbs/blocks.ipynb has all blocks on one page.
+wrappers; no modules, and not what few people look for: oracles (`naive_gae`), names for annotations (`Denom`) and
+guards (`same_shape`). nbs/blocks.ipynb has all blocks on one page.
 """
 import gc
 from importlib import import_module
@@ -106,7 +106,9 @@ try:
         repetition_penalty, standardized, step_rewards, truncation_penalty, truncation_score, update_moments,
         weighted_scores, without_truncated, without_unscored,
     )
-    from rlblocks.signals.teachers import distill_advantages, iw_opd_weights, minillm_advantages, realigned, teacher_mix_weights
+    from rlblocks.signals.teachers import (
+        distill_advantages, iw_opd_weights, minillm_advantages, realigned, teacher_mix_weights,
+    )
     from rlblocks.testing.contracts import check_env, check_grader
     from rlblocks.testing.laws import check_estimator, check_loss
     from rlblocks.signals.trajectories import (
@@ -123,103 +125,124 @@ finally:
     if _collecting: gc.enable()
 
 if TYPE_CHECKING:
-    from rlblocks.graders.regrade import regrade
-    from rlblocks.graders.judge import judge_reward, judge_rollout, judge_url, pairwise_reward
-    from rlblocks.graders.served import reward_app, scorer_reward, serve_reward
-    from rlblocks.graders.remote import RemoteReward, Retries
-    from rlblocks.graders.code import code_reward
-    from rlblocks.graders.sandbox import Sandbox, run_code, sandbox_support
-    from rlblocks.graders.killable import Caps
-    from rlblocks.graders.rewards import choice_reward, distinct_reward, exact_reward, format_reward, json_reward, length_reward, overlong_reward
-    from rlblocks.environments.tools import Calculator, Documents, PythonTool, Search
-    from rlblocks.environments.hubs import openenv_environment, openenv_tools, reasoning_gym_reward, reasoning_gym_rows, textarena_environment
-    from rlblocks.endpoint.tasksets import taskset_environment, taskset_rows, verifiers_environment, verifiers_rows
-    from rlblocks.environments.adapters import gym_environment, mixed_environment, tool_environment
-    from rlblocks.endpoint.endpoint import Endpoint
-    from rlblocks.environments.environments import rollouts
-    from rlblocks.endpoint.sessions import Session
-    from rlblocks.environments.episodes import Environment, Step
-    from rlblocks.checkpoint.checkpoint import Checkpoint
-    from rlblocks.checkpoint.saves import writable
     from rlblocks.engines.base import fsdp2, plain, zero
     from rlblocks.engines.deltas import delta_apply, delta_encode
-    from rlblocks.engines.optim import OptimizerSpec, adamw, adamw_8bit, constant, cosine, linear, muon, wsd
+    from rlblocks.engines.optim import adamw, adamw_8bit, constant, cosine, linear, muon, OptimizerSpec, wsd
     from rlblocks.engines.published import publish_weights, published_weights
     from rlblocks.engines.sent import send_weights
     from rlblocks.models.critic import Critic
     from rlblocks.models.loading import pretrained
     from rlblocks.models.policy import Policy
     from rlblocks.models.scorer import Scorer, scores_after
-    from rlblocks.people.run import loop_from
+    from rlblocks.samplers.controls import penalties
+    from rlblocks.samplers.samplers import sglang, vllm
+    from rlblocks.rollout.flight import Flight
+    from rlblocks.rollout.rollout import Rollout
+    from rlblocks.graders.code import code_reward
+    from rlblocks.graders.graders import best_rows, Grader
+    from rlblocks.graders.judge import judge_reward, judge_rollout, judge_url, pairwise_reward
+    from rlblocks.graders.killable import Caps
+    from rlblocks.graders.maths import math_reward
+    from rlblocks.graders.regrade import regrade
+    from rlblocks.graders.remote import RemoteReward, Retries
+    from rlblocks.graders.rewards import (
+        choice_reward, distinct_reward, exact_reward, format_reward, json_reward, length_reward,
+        overlong_reward,
+    )
+    from rlblocks.graders.sandbox import run_code, Sandbox, sandbox_support
+    from rlblocks.graders.served import reward_app, scorer_reward, serve_reward
+    from rlblocks.environments.adapters import gym_environment, mixed_environment, tool_environment
+    from rlblocks.environments.environments import rollouts
+    from rlblocks.environments.episodes import Environment, Step
+    from rlblocks.environments.hubs import (
+        openenv_environment, openenv_tools, reasoning_gym_reward, reasoning_gym_rows, textarena_environment,
+    )
+    from rlblocks.environments.tools import Calculator, Documents, PythonTool, Search
+    from rlblocks.endpoint.endpoint import Endpoint
+    from rlblocks.endpoint.sessions import Session
+    from rlblocks.endpoint.tasksets import taskset_environment, taskset_rows, verifiers_environment, verifiers_rows
+    from rlblocks.checkpoint.checkpoint import Checkpoint
+    from rlblocks.checkpoint.saves import writable
     from rlblocks.placement.budgets import plan_rollout, step_seconds
-    from rlblocks.placement.place import here, later
     from rlblocks.placement.cluster import Cluster
-    from rlblocks.placement.pools import Pools
+    from rlblocks.placement.place import here, later
     from rlblocks.placement.planning import plan
+    from rlblocks.placement.pools import Pools
     from rlblocks.placement.raypool import RayPool
     from rlblocks.placement.restarts import restarted
     from rlblocks.placement.spmd import SpmdPool
-    from rlblocks.samplers.controls import penalties
-    from rlblocks.rollout.flight import Flight
-    from rlblocks.graders.graders import Grader, best_rows
-    from rlblocks.graders.maths import math_reward
-    from rlblocks.rollout.rollout import Rollout
-    from rlblocks.samplers.samplers import sglang, vllm
+    from rlblocks.people.run import loop_from
 
-# name → module of floors 3-5: imported when first asked for
-_LAZY = dict(
-    regrade="graders.regrade",
-    judge_reward="graders.judge", judge_rollout="graders.judge", judge_url="graders.judge", pairwise_reward="graders.judge",
-    reward_app="graders.served", scorer_reward="graders.served", serve_reward="graders.served",
-    RemoteReward="graders.remote", Retries="graders.remote",
-    code_reward="graders.code",
-    Sandbox="graders.sandbox", run_code="graders.sandbox", sandbox_support="graders.sandbox",
-    Caps="graders.killable", exact_reward="graders.rewards", choice_reward="graders.rewards",
-    format_reward="graders.rewards", json_reward="graders.rewards", length_reward="graders.rewards",
-    distinct_reward="graders.rewards", overlong_reward="graders.rewards",
-    Environment="environments.episodes", Step="environments.episodes", rollouts="environments.environments",
-    Endpoint="endpoint.endpoint", Session="endpoint.sessions",
-    Calculator="environments.tools", Documents="environments.tools", PythonTool="environments.tools", Search="environments.tools",
-    openenv_environment="environments.hubs", openenv_tools="environments.hubs", reasoning_gym_reward="environments.hubs", reasoning_gym_rows="environments.hubs", textarena_environment="environments.hubs",
-    taskset_environment="endpoint.tasksets", taskset_rows="endpoint.tasksets", verifiers_environment="endpoint.tasksets", verifiers_rows="endpoint.tasksets",
-    tool_environment="environments.adapters", gym_environment="environments.adapters", mixed_environment="environments.adapters",
-    Checkpoint="checkpoint.checkpoint", writable="checkpoint.saves", Grader="graders.graders",
-    math_reward="graders.maths", Flight="rollout.flight", Rollout="rollout.rollout", penalties="samplers.controls",
-    best_rows="graders.graders",
-    Critic="models.critic", Policy="models.policy", Scorer="models.scorer", scores_after="models.scorer",
-    pretrained="models.loading", plain="engines.base", fsdp2="engines.base", zero="engines.base",
-    OptimizerSpec="engines.optim", adamw="engines.optim", adamw_8bit="engines.optim", muon="engines.optim",
-    delta_apply="engines.deltas", delta_encode="engines.deltas", publish_weights="engines.published",
-    published_weights="engines.published", send_weights="engines.sent", constant="engines.optim", cosine="engines.optim", linear="engines.optim", wsd="engines.optim",
-    here="placement.place", later="placement.place", loop_from="people.run", plan="placement.planning",
-    plan_rollout="placement.budgets", Cluster="placement.cluster", RayPool="placement.raypool",
-    Pools="placement.pools", restarted="placement.restarts",
-    SpmdPool="placement.spmd", step_seconds="placement.budgets",
-    sglang="samplers.samplers", vllm="samplers.samplers")
+# module of floors 3-5 → what it offers: imported when first asked for
+_OFFERS = {
+    "engines.base": "fsdp2 plain zero",
+    "engines.deltas": "delta_apply delta_encode",
+    "engines.optim": "adamw adamw_8bit constant cosine linear muon OptimizerSpec wsd",
+    "engines.published": "publish_weights published_weights",
+    "engines.sent": "send_weights",
+    "models.critic": "Critic",
+    "models.loading": "pretrained",
+    "models.policy": "Policy",
+    "models.scorer": "Scorer scores_after",
+    "samplers.controls": "penalties",
+    "samplers.samplers": "sglang vllm",
+    "rollout.flight": "Flight",
+    "rollout.rollout": "Rollout",
+    "graders.code": "code_reward",
+    "graders.graders": "best_rows Grader",
+    "graders.judge": "judge_reward judge_rollout judge_url pairwise_reward",
+    "graders.killable": "Caps",
+    "graders.maths": "math_reward",
+    "graders.regrade": "regrade",
+    "graders.remote": "RemoteReward Retries",
+    "graders.rewards":
+        "choice_reward distinct_reward exact_reward format_reward json_reward length_reward overlong_reward",
+    "graders.sandbox": "run_code Sandbox sandbox_support",
+    "graders.served": "reward_app scorer_reward serve_reward",
+    "environments.adapters": "gym_environment mixed_environment tool_environment",
+    "environments.environments": "rollouts",
+    "environments.episodes": "Environment Step",
+    "environments.hubs":
+        "openenv_environment openenv_tools reasoning_gym_reward reasoning_gym_rows textarena_environment",
+    "environments.tools": "Calculator Documents PythonTool Search",
+    "endpoint.endpoint": "Endpoint",
+    "endpoint.sessions": "Session",
+    "endpoint.tasksets": "taskset_environment taskset_rows verifiers_environment verifiers_rows",
+    "checkpoint.checkpoint": "Checkpoint",
+    "checkpoint.saves": "writable",
+    "placement.budgets": "plan_rollout step_seconds",
+    "placement.cluster": "Cluster",
+    "placement.place": "here later",
+    "placement.planning": "plan",
+    "placement.pools": "Pools",
+    "placement.raypool": "RayPool",
+    "placement.restarts": "restarted",
+    "placement.spmd": "SpmdPool",
+    "people.run": "loop_from",
+}
+_LAZY = {name: module for module, names in _OFFERS.items() for name in names.split()}
 
 __all__ = [
-    "Batch", "Buffer", "Calculator", "Caps", "ChatRenderer",
-    "Checkpoint", "Cluster", "Counts", "Critic", "Demonstrations",
-    "Denom", "Documents", "Endpoint", "Environment", "Feedback", "Flight",
-    "Grader", "Last", "Max", "Mean", "Metric", "Number",
-    "OptimizerSpec", "Over", "Packed", "Policy", "Pools", "Preferences", "Prompts", "PythonTool", "Ragged", "RayPool",
-    "RemoteReward", "Renderer", "Response", "Retries", "Rollout",
-    "Sandbox", "Scorer", "Search", "Session", "SpmdPool",
-    "Step", "TextRenderer", "Whole", "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef",
-    "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss", "annealed_kl_coef", "answer_log_ratios",
-    "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy",
-    "asymre_loss", "at_last_token", "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss",
-    "bco_pair_loss", "best_of_n_advantages", "best_random_weights", "best_rows", "best_worst_pairs",
-    "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages", "bradley_terry_loss",
-    "by_unit", "centering_loss", "check_env", "check_estimator", "check_grader", "check_loss", "check_renderer",
-    "chi_reward", "chipo_loss", "choice_reward", "cispo_loss", "classification_value_loss", "clip_cov_loss",
-    "clip_cov_mask", "clip_metrics", "clip_rewards", "clipped_surrogate", "code_reward", "components_loss", "constant",
-    "cosine", "cosine_length_reward", "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss",
-    "delta_apply", "delta_encode", "dft_loss", "discopop_loss", "discounted_returns", "distill_advantages",
-    "distinct_reward", "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss",
-    "drop_long", "effective_share", "entropy", "entropy_loss", "exact_reward", "exo_loss", "expected_value",
-    "expert_load", "explained_variance", "f_dpo_loss", "finite_logprobs", "fit_row_costs", "format_reward",
-    "forward_kl_loss", "forward_kl_reward", "fresh_mask", "from_arrow", "fsdp2", "full_kl", "gae", "gather_logprobs",
+    "Batch", "Buffer", "Calculator", "Caps", "ChatRenderer", "Checkpoint", "Cluster", "Counts", "Critic",
+    "Demonstrations", "Denom", "Documents", "Endpoint", "Environment", "Feedback", "Flight", "Grader", "Last",
+    "Max", "Mean", "Metric", "Number", "OptimizerSpec", "Over", "Packed", "Policy", "Pools", "Preferences",
+    "Prompts", "PythonTool", "Ragged", "RayPool", "RemoteReward", "Renderer", "Response", "Retries", "Rollout",
+    "Sandbox", "Scorer", "Search", "Session", "SpmdPool", "Step", "TextRenderer", "Whole", "a2po_loss", "adamw",
+    "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward",
+    "alphapo_loss", "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units",
+    "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token",
+    "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages",
+    "best_random_weights", "best_rows", "best_worst_pairs", "best_worst_weights", "bin_pack", "binary_kl",
+    "binary_tv", "bnpo_advantages", "bradley_terry_loss", "by_unit", "centering_loss", "check_env",
+    "check_estimator", "check_grader", "check_loss", "check_renderer", "chi_reward", "chipo_loss", "choice_reward",
+    "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
+    "clipped_surrogate", "code_reward", "components_loss", "constant", "cosine", "cosine_length_reward",
+    "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "delta_apply", "delta_encode",
+    "dft_loss", "discopop_loss", "discounted_returns", "distill_advantages", "distinct_reward", "divisor",
+    "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss", "drop_long",
+    "effective_share", "entropy", "entropy_loss", "exact_reward", "exo_loss", "expected_value", "expert_load",
+    "explained_variance", "f_dpo_loss", "finite_logprobs", "fit_row_costs", "format_reward", "forward_kl_loss",
+    "forward_kl_reward", "fresh_mask", "from_arrow", "fsdp2", "full_kl", "gae", "gather_logprobs",
     "gdpo_advantages", "generative_scores", "geometric_mask", "geometric_mixture", "geometric_weights",
     "gigpo_advantages", "gmpo_loss", "gpg_advantages", "group_advantages", "group_pass_at_k_advantages",
     "grpo_loss", "gspo_loss", "gspo_token_loss", "gym_environment", "here", "hierarchical_advantages",
@@ -230,35 +253,31 @@ __all__ = [
     "length_adaptive_lam", "length_reward", "linear", "linear_logprobs", "linear_measured", "lite_ppo_advantages",
     "load_rollouts", "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean", "masked_std", "masked_sum",
     "math_reward", "maxrl_advantages", "mean_of", "merge", "micro_batch_count", "minillm_advantages",
-    "mismatch_metrics", "mismatched", "mixed_environment",
-    "mixed_groups", "moe_balance_loss", "multi_head_loss", "muon",
-    "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out",
+    "mismatch_metrics", "mismatched", "mixed_environment", "mixed_groups", "moe_balance_loss", "multi_head_loss",
+    "muon", "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out",
     "naive_ppo_loss", "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss",
-    "off_policy_sequence_mask", "on_policy_loss", "openenv_environment",
-    "openenv_tools", "opo_advantages", "optimal_token_baseline", "orpo_loss",
-    "over_pairs", "over_rows", "overlong_penalty", "overlong_reward", "pack", "pad", "pair_log_ratios",
-    "pair_metrics", "pairs", "pairwise_reward", "pass_at_k_advantages", "penalties", "pf_ppo_weights",
-    "plackett_luce_loss", "plain", "plan", "plan_micro_batches", "plan_rollout", "policy_gradient", "ppo_loss",
-    "preference_margin", "pretrained", "probability_correlation", "process_reward_loss", "proximal_logprobs",
-    "publish_weights", "published_weights", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss",
-    "ratio_corrected", "ratio_metrics", "read_response", "realigned",
-    "reasoning_gym_reward", "reasoning_gym_rows", "rebel_loss", "refill", "regrade",
-    "reinforce_loss", "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "renderer_of",
-    "repeated_tokens", "repetition_penalty", "replay_draw", "resampled_rows", "restarted", "reverse_kl_loss",
-    "reward_app", "robust_dpo_loss", "role_advantages", "rollouts", "router_z_loss", "row_costs", "row_max",
-    "row_mean", "row_sum", "run_code", "safety_loss", "same_shape", "sample_columns", "sandbox_support",
-    "sapo_loss", "save_rollouts", "saved_steps", "scorer_reward", "scores_after", "seed_of", "send_weights",
-    "sequence_logprobs", "sequence_mask", "sequence_ratio", "sequence_weights", "serve_reward", "sft_loss",
-    "sglang", "shared_prefix", "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss",
-    "staleness_weights", "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs",
-    "swap_completions", "taskset_environment", "taskset_rows", "teacher_mix_weights", "textarena_environment",
-    "tie_loss", "to_arrow", "token_covariance", "token_logprobs",
-    "token_mask", "tool_environment", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights",
-    "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
-    "value_loss", "value_metrics", "verifiers_environment", "verifiers_rows", "vespo_loss",
-    "veto_mask", "vine_advantages", "vllm", "vtrace",
-    "weighted_scores", "whiten", "within", "without_truncated", "without_unscored", "wpo_weights", "writable",
-    "wsd", "xpo_loss", "zero",
+    "off_policy_sequence_mask", "on_policy_loss", "openenv_environment", "openenv_tools", "opo_advantages",
+    "optimal_token_baseline", "orpo_loss", "over_pairs", "over_rows", "overlong_penalty", "overlong_reward", "pack",
+    "pad", "pair_log_ratios", "pair_metrics", "pairs", "pairwise_reward", "pass_at_k_advantages", "penalties",
+    "pf_ppo_weights", "plackett_luce_loss", "plain", "plan", "plan_micro_batches", "plan_rollout",
+    "policy_gradient", "ppo_loss", "preference_margin", "pretrained", "probability_correlation",
+    "process_reward_loss", "proximal_logprobs", "publish_weights", "published_weights", "qrpo_loss",
+    "quantile_rewards", "rao_kupper_loss", "rating_loss", "ratio_corrected", "ratio_metrics", "read_response",
+    "realigned", "reasoning_gym_reward", "reasoning_gym_rows", "rebel_loss", "refill", "regrade", "reinforce_loss",
+    "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "renderer_of", "repeated_tokens",
+    "repetition_penalty", "replay_draw", "resampled_rows", "restarted", "reverse_kl_loss", "reward_app",
+    "robust_dpo_loss", "role_advantages", "rollouts", "router_z_loss", "row_costs", "row_max", "row_mean",
+    "row_sum", "run_code", "safety_loss", "same_shape", "sample_columns", "sandbox_support", "sapo_loss",
+    "save_rollouts", "saved_steps", "scorer_reward", "scores_after", "seed_of", "send_weights", "sequence_logprobs",
+    "sequence_mask", "sequence_ratio", "sequence_weights", "serve_reward", "sft_loss", "sglang", "shared_prefix",
+    "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized",
+    "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions",
+    "taskset_environment", "taskset_rows", "teacher_mix_weights", "textarena_environment", "tie_loss", "to_arrow",
+    "token_covariance", "token_logprobs", "token_mask", "tool_environment", "topr_loss", "tpo_loss",
+    "trajectory_returns", "truncated_weights", "truncation_penalty", "truncation_score", "two_hot", "udm_weights",
+    "uld_loss", "unpack", "update_moments", "value_loss", "value_metrics", "verifiers_environment",
+    "verifiers_rows", "vespo_loss", "veto_mask", "vine_advantages", "vllm", "vtrace", "weighted_scores", "whiten",
+    "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero",
 ]
 
 def __getattr__(name):
@@ -271,4 +290,5 @@ def __getattr__(name):
 # importable by name, but not among what `rlblocks.<Tab>` shows: oracles, what only annotations name, and plumbing
 _APART = {"Counts", "Denom", "Metric", "Number", "Over", "Whole", "divisor", "same_shape"}
 
-def __dir__(): return [*(name for name in __all__ if name not in _APART and not name.startswith("naive_")), "__version__"]
+def __dir__():
+    return [*(name for name in __all__ if name not in _APART and not name.startswith("naive_")), "__version__"]

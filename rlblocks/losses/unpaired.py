@@ -6,8 +6,6 @@
 __all__ = ['mismatched', 'swap_completions', 'kto_kl', 'kto_loss', 'bco_delta', 'bco_loss', 'udm_weights', 'aot_units']
 
 # %% ../../nbs/losses/27_unpaired.ipynb #c35c3bf0
-import sys
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -87,7 +85,7 @@ def kto_loss(
 
     L = Σ λ·σ(∓β(log π − log π_ref − z₀)) / denom, − if desirable. Ethayarajh et al. 2024, eq. 7."""
     same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, desirable=desirable, weights=weights)
-    x, kl = _judged_ratios(logprobs, ref_logprobs, desirable, weights), _data(kl)
+    x, kl = _judged_ratios("kto_loss", logprobs, ref_logprobs, desirable, weights), _data(kl)
     gain = beta*(x - kl)
     loss = torch.where(desirable, desirable_weight*torch.sigmoid(-gain), undesirable_weight*torch.sigmoid(gain))
     metrics = _judged_metrics(beta*x, beta*kl, desirable, weights) | dict(kl=Last(kl))
@@ -95,13 +93,13 @@ def kto_loss(
 
 def _data(x): return x.detach() if isinstance(x, Tensor) else x
 
-def _judged_ratios(logprobs, ref_logprobs, desirable, weights):
+def _judged_ratios(who, logprobs, ref_logprobs, desirable, weights):
     if logprobs.ndim != 1:
-        raise ValueError(f"{sys._getframe(1).f_code.co_name}: logprobs is {list(logprobs.shape)}; "
-                         "one number per row is wanted, sequence_logprobs(logprobs, mask)")
+        raise ValueError(f"{who}: logprobs is {list(logprobs.shape)}; one number per row is wanted, "
+                         "sequence_logprobs(logprobs, mask)")
     if desirable.dtype is not torch.bool:
         came = str(desirable.dtype).removeprefix("torch.")
-        raise TypeError(f"{sys._getframe(1).f_code.co_name}: desirable is {came}; verdicts are Bool (labels > 0)")
+        raise TypeError(f"{who}: desirable is {came}; verdicts are Bool (labels > 0)")
     return answer_log_ratios(logprobs, ref_logprobs, weights=weights)
 
 @torch.no_grad()
@@ -126,7 +124,7 @@ def bco_delta(
     δ ← decay·δ + (1−decay)·(mean⁺ + mean⁻)/2, at first (mean⁺ + mean⁻)/2. Jung et al. 2024, whose δ is β times this.
     A batch that lacks a class has no middle and leaves δ alone; if there is none yet it is 0, the reference's."""
     same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, desirable=desirable, weights=weights)
-    x = _judged_ratios(logprobs, ref_logprobs, desirable, weights).detach()
+    x = _judged_ratios("bco_delta", logprobs, ref_logprobs, desirable, weights).detach()
     up, down = (side if weights is None else side & (weights != 0) for side in (desirable, ~desirable))
     both, middle = up.any() & down.any(), (masked_mean(x, up) + masked_mean(x, down))/2 # the mean of nothing is 0
     if delta is None: return torch.where(both, middle, 0.)
@@ -149,7 +147,7 @@ def bco_loss(
     if delta is None:
         raise TypeError("bco_loss: delta is None; find it on the batch before the step, delta = bco_delta(None, …), "
                         "and keep it in the loop's state")
-    x, delta = _judged_ratios(logprobs, ref_logprobs, desirable, weights), _data(delta)
+    x, delta = _judged_ratios("bco_loss", logprobs, ref_logprobs, desirable, weights), _data(delta)
     gain = beta*(x - delta)
     loss = -F.logsigmoid(torch.where(desirable, gain, -gain))
     metrics = _judged_metrics(beta*x, beta*delta, desirable, weights) | dict(delta=Last(delta))
@@ -180,7 +178,7 @@ def aot_units(
 
     unit = k with x = x⁺_(k) or x⁻_(k), x = log π − log π_ref; then dpo_loss. Melnyk et al. 2024 (AOT, unpaired)."""
     same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, desirable=desirable)
-    order = _judged_ratios(logprobs, ref_logprobs, desirable, None).detach().argsort(stable=True)
+    order = _judged_ratios("aot_units", logprobs, ref_logprobs, desirable, None).detach().argsort(stable=True)
     order = order[desirable[order].int().argsort(stable=True)] # the undesirable first
     at = torch.arange(len(order), device=order.device)
     return torch.zeros_like(order).scatter(0, order, torch.where(desirable[order], at - (~desirable).sum(), at))
