@@ -82,7 +82,7 @@ BAD = [   # (what a user does, words of the message)
     (lambda: rl.pack(tokens, [4, 2, 3]), "pack: lengths is a list; a tensor is wanted"),
     (lambda: rl.pack(tokens, row), "pack: lengths is float32; integers are wanted"),
     (lambda: rl.pack(tokens[0], lengths), "pack: tokens is [4]; [B, T] is wanted: one row alone is tokens[None]"),
-    (lambda: rl.unpack(row, rl.pack(tokens, lengths)), "unpack: 3 values came for 9 packed tokens"),
+    (lambda: rl.unpack(row, rl.pack(tokens, lengths)), "unpack: flat has 3 values for 9 packed tokens"),
     (lambda: rl.pack(tokens, lengths, lengths[:2]), "pack: group is [2], lengths is [3]; they must be equal"),
     (lambda: rl.pack(tokens, lengths, row), "pack: group is float32; integers are wanted"),
     (lambda: rl.shared_prefix(tokens, lengths, [0, 0, 0]), "shared_prefix: group is a list; a tensor is wanted"),

@@ -115,7 +115,7 @@ def pad(
 
     Rows may be empty; an empty list takes the dtype of the others. ValueError when there are no rows, one is longer
     than `length`, or axes behind the first differ."""
-    if not len(rows): raise ValueError("pad: no rows came, so neither dtype nor shape is known; give at least one")
+    if not len(rows): raise ValueError("pad: there are no rows, so neither dtype nor shape is known; give at least one")
     rows = [torch.as_tensor(row) for row in rows]
     like = next((row for row in rows if row.dim() and len(row)), rows[0])
     T = None if length is None else whole_number("pad", "length", length, 0)

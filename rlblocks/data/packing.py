@@ -99,8 +99,8 @@ class Packed:
     )->Int[Tensor, "..."]: # where on the line that token is
         "Where a token of the padded batch lies; one that is shared, in the row that holds it."
         begins = self.cu_seqlens[:-1].long()
-        own, held = begins[rows] + cols - self.shared[rows], begins[self.holder[rows]] + cols
-        return torch.where(cols < self.shared[rows], held, own)
+        own, shared = begins[rows] + cols - self.shared[rows], begins[self.holder[rows]] + cols
+        return torch.where(cols < self.shared[rows], shared, own)
 
 def pack(
     tokens:Int[Tensor, "B T"],             # right-padded ids
@@ -136,7 +136,7 @@ def unpack(
     if not isinstance(flat, Tensor): raise TypeError(f"unpack: flat is a {type(flat).__name__}; a tensor is wanted")
     N, (B, T) = len(packed.tokens), (packed.B, packed.T)
     if len(flat) != N:
-        raise ValueError(f"unpack: {len(flat)} values came for {N} packed tokens; give them without a batch axis")
+        raise ValueError(f"unpack: flat has {len(flat)} values for {N} packed tokens; give them without a batch axis")
     real = torch.arange(T, device=flat.device) < (packed.cu_seqlens.diff() + packed.shared)[:, None]
     rows, cols = real.nonzero(as_tuple=True)
     x = flat.new_zeros((B*T, *flat.shape[1:])).index_copy(0, rows*T + cols, flat[packed.places(rows, cols)])

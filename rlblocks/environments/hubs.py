@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Client', 'OpenEnvironment', 'openenv_environment', 'ToolClient', 'OpenEnvTools', 'openenv_tools', 'TextGame',
-           'OnePlayer', 'textarena_environment', 'reasoning_gym_rows', 'Scored', 'reasoning_gym_reward']
+           'OnePlayer', 'textarena_environment', 'reasoning_gym_rows', 'ScoredDataset', 'reasoning_gym_reward']
 
 # %% ../../nbs/environments/87d_hubs.ipynb #d6846eb9
 import json
@@ -255,7 +255,7 @@ def reasoning_gym_rows(
     return [dict(prompt=x["question"], answer=x["answer"], entry=dict(x)) for x in dataset]
 
 @runtime_checkable
-class Scored(Protocol):
+class ScoredDataset(Protocol):
     "A dataset of Reasoning Gym that scores answers."
 
     def score_answer(self, answer:str|None, entry:dict)->int|float:
@@ -263,7 +263,7 @@ class Scored(Protocol):
         ...
 
 def reasoning_gym_reward(
-    dataset:Scored, # whose `score_answer(answer, entry)` is asked
+    dataset:ScoredDataset, # whose `score_answer(answer, entry)` is asked
     *,
     extract:Callable[[str], str|None]=str.strip, # the answer in a completion
 )->Callable[..., list[float]]: # for `Grader`

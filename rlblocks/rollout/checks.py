@@ -106,6 +106,6 @@ def check_support(
 ):
     "ValueError where a structure confines the next turn of rows that have no column for its ids."
     if not any(how.temperature and not how.confined for how in rows): return
-    raise ValueError("extend: structure=… needs rows with a 'support', the ids that were allowed, and these were drawn "
-                     f"from all ids. Sample them with Rollout(…, top_k={MAX_SUPPORT}), or give generate a structure "
-                     "too")
+    raise ValueError("extend: structure=… keeps the ids that it allows in the rows, and these were drawn from all ids: "
+                     f"they have no 'support'. Sample them with Rollout(…, top_k={MAX_SUPPORT}), or give generate a "
+                     "structure too")
