@@ -131,7 +131,7 @@ BAD = [   # (what a user does, words of the message)
     (lambda: batch(tokens=mask), "Batch: tokens is [3, 4] bool; integers [B, T] are wanted"),
     (lambda: batch(lengths=mask[:, 0]), "Batch: lengths is [3] bool; integers [B] are wanted"),
     (lambda: batch(features=x[:, 1:]), "features of a row are named when rows are made: "
-     "Batch(per_row=['features'], …)"), (lambda: Buffer().add({}), "Buffer.add: a dict came; a Batch is wanted"),
+     "Batch(per_row=['features'], …)"), (lambda: Buffer().add({}), "Buffer.add: dict is no Batch; one is wanted"),
     (lambda: Buffer().add(batch(), keep=[True]*3), "Buffer.add: keep is a list; a tensor is wanted"),
     (lambda: Buffer().prioritise([1], row), "Buffer.prioritise: ids is a list; a tensor is wanted"),
     (lambda: batch()[:0].parts(2), "a batch without rows cannot be cut in parts"),
@@ -491,7 +491,7 @@ HOSTILE = [
     (lambda: engine().generate(tiny.prompts(), temperature="hot"), "generate: temperature is 'hot'; a number"),
     (lambda: engine().generate(tiny.prompts(), temperature=-1), "generate: temperature is -1"),
     (lambda: engine().generate(tiny.prompts().drop("tokens")), "generate: the prompts have no column 'tokens'"),
-    (lambda: engine().load(policy()), "load: a Policy came; a ticket is wanted, as policy.weights() gives it"),
+    (lambda: engine().load(policy()), "load: the ticket is a Policy; a Ticket is wanted, as policy.weights() gives it"),
     (lambda: list(Checkpoint()("3")), "Checkpoint: steps='3'; a whole number, 0 or more"),
     (lambda: list(Checkpoint()(-3)), "Checkpoint: steps=-3"),
     (lambda: Checkpoint(every=2.5), "Checkpoint: every=2.5; a whole number, at least 1"),

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 from ..engines.world import all_or_raise, world
 from ..models.folders import failed_write, persist
 from .saves import checked, digest, write_state
-from .shards import Stateful, checked_reader, read_shards, shard_shapes, state_of, write_shards
+from .shards import Stateful, checked_reader, part_state, read_part_shards, shard_shapes
+from .shards import write_shards
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -46,7 +47,7 @@ def collect(
     whole:bool=False, # gather what is cut; so too what comes from a pool
 )->tuple[dict, dict]: # (states by part's name, this rank's shards by tensor's)
     "The states of a loop's parts. All ranks together."
-    both = {name: state_of(part, name, whole or pool_of(part) is not None) for name, part in parts.items()}
+    both = {name: part_state(part, name, whole or pool_of(part) is not None) for name, part in parts.items()}
     shards = {k: x for _, cut in both.values() for k, x in cut.items()}
     return {name: state for name, (state, _) in both.items()}, shards
 
@@ -67,12 +68,7 @@ def write_parts(
         return {str(f.relative_to(draft)): digest(f) for f in files}
     return {name: value for hashes in on_every_rank(mine, group) for name, value in sorted(hashes.items())}
 
-def load_part(
-    save:Path, # its folder
-    name:str,  # of the part
-    part:Stateful|dict,
-    folder:str="shards", # with its shards
-):
+def load_part(save:Path, name:str, part:Stateful|dict, folder:str="shards"):
     "Load one part. All ranks that have it together. ValueError for shards that its ranks cannot read."
     state = torch.load(save/f"{name}.pt", map_location="cpu", weights_only=True)
     if isinstance(part, dict):
@@ -82,7 +78,7 @@ def load_part(
     if pool_of(part) is not None and shard_shapes(state):
         raise ValueError(f"Checkpoint: {name!r} was saved in shards, and not all ranks that hold it now see {save}; "
                          "put the folder where all hosts see it, or save with Checkpoint(…, whole=True)")
-    part.load_state_dict(read_shards(state, part, name, save/folder))
+    part.load_state_dict(read_part_shards(state, part, name, save/folder))
 
 @runtime_checkable
 class Home(Protocol):
@@ -141,10 +137,7 @@ class Kept(NamedTuple):
 
 LARGE_STATE = 1 << 30  # bytes of a state that passes through the loop's process, above which it is said
 
-def keepers_of(
-    parts:dict,  # name → part
-    folder:Path, # of the run
-)->tuple[dict, list[Kept]]: # the parts that this process writes; the others
+def keepers_of(parts:dict, folder:Path)->tuple[dict, list[Kept]]: # the parts that this process writes; the others
     "Place a keeper beside the parts of each pool whose ranks all see the folder."
     homes:dict[Home, dict] = {}
     for name, part in parts.items():
@@ -161,11 +154,7 @@ def _all_see(keeper, folder):
         file.flush()
         return keeper.sees(str(Path(file.name).absolute()), text)
 
-def warn_of_size(
-    parts:dict,  # name → part
-    states:dict, # name → state, in this process
-    folder:Path, # of the run
-):
+def warn_of_size(parts:dict, states:dict, folder:Path):
     "Say so when much passes through this process because ranks do not see the folder."
     for name, part in parts.items():
         size = sum(x.nbytes for x in tree_leaves(states[name]) if isinstance(x, Tensor))

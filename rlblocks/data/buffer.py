@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from .batch import Batch
 from .columns import whole_number
 from .bundles import bundles_of, check_entries, entries, layout_beside, layout_of, places
-from .bundles import ragged_by_token, restart, versions_like
+from .bundles import lost, ragged_by_token, restart, versions_like
 from .draws import replay_draw
 from .freshness import Freshness
 from .ragged import Ragged, ragged
@@ -55,16 +55,12 @@ def check_joins(buffer:"Buffer", batch:Batch, layout:dict, largest:int):
         raise ValueError(f"Buffer.add: a group has {largest} rows, max_rows is {buffer.max_rows}; raise max_rows, "
                          "a group is never split")
 
-def lost(buffer:"Buffer")->str:
-    "The end of a message: what was dropped, and why."
-    return "".join(f", {n} dropped as {why}" for why, n in sorted(buffer.dropped.items()))
-
 def check_enough(buffer:"Buffer", who:str, n:int):
     "As many rows as are asked for."
     whole_number(f"Buffer.{who}", "n", n)
     if len(buffer) < n:
-        raise ValueError(f"Buffer.{who}: {n} rows were asked for, {len(buffer)} are there{lost(buffer)}; add more "
-                         "rows, or ask for fewer")
+        raise ValueError(f"Buffer.{who}: {n} rows were asked for, {len(buffer)} are there{lost(buffer.dropped)}; add "
+                         "more rows, or ask for fewer")
 
 # %% ../../nbs/data/44_buffer.ipynb #c3c63844
 def gather(buffer:"Buffer", at:Tensor)->Batch:
@@ -335,7 +331,7 @@ class Buffer:
     def __repr__(self):
         some = f", {self.accepted} of {self.offered} bundles accepted" if self.accepted < self.offered else ""
         bundles = len(self._index["rows"])
-        return f"Buffer({len(self)} rows in {bundles} bundles, {self.n_tokens} chosen tokens{some}{lost(self)})"
+        return f"Buffer({len(self)} rows in {bundles} bundles, {self.n_tokens} chosen tokens{some}{lost(self.dropped)})"
 
     @property
     def n_tokens(self)->int:

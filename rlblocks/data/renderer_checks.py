@@ -33,20 +33,13 @@ def _outcome(check)->bool|None:
     except Exception: return None       # a template raises what it likes
 
 # %% ../../nbs/data/48b_renderer_checks.ipynb #d667b179
-def keeps_prefix(
-    renderer:Renderer,
-    messages:Sequence[Message],
-    new:Message,
-)->bool:
+def keeps_prefix(renderer:Renderer, messages:Sequence[Message], new:Message)->bool:
     "Whether a conversation's ids begin those of a longer one."
     short, long = renderer.render_ids(messages), renderer.render_ids([*messages, new], add_generation_prompt=True)
     return list(long[:len(short)]) == list(short)
 
-def own_turn(
-    renderer:Renderer,
-    user:Message,
-    answer:Message,
-)->list[int]|None: # None: the opening is no prefix of the turn
+def own_turn(renderer:Renderer, user:Message,
+             answer:Message)->list[int]|None: # None: the opening is no prefix of the turn
     "An assistant's ids in a conversation."
     opened, ids = renderer.render_ids([user], add_generation_prompt=True), renderer.render_ids([user, answer])
     return list(ids[len(opened):]) if list(ids[:len(opened)]) == list(opened) else None

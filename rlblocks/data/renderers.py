@@ -91,9 +91,7 @@ def _call(written)->dict:
         raise TypeError("a call is {\"name\": text, \"arguments\": {…}}")
     return dict(name=name, arguments=arguments)
 
-def message_of(
-    response:Parsed,
-)->dict:
+def message_of(response:Parsed)->dict:
     "A response as a message of the assistant, its calls as OpenAI writes them, with dicts for arguments."
     message:dict[str, Any] = dict(role="assistant", content=response.content or "")
     for name in ("reasoning_content", "problem"):
@@ -188,9 +186,7 @@ class ChatRenderer:
         return [*previous_prompt_ids, *previous_completion_ids, *self.ids(close + more)]
 
 # %% ../../nbs/data/48a_renderers.ipynb #9207bfa3
-def closing(
-    renderer:ChatRenderer,
-)->str:
+def closing(renderer:ChatRenderer)->str:
     "What the template writes behind an assistant's words. ValueError for one that leaves the words out."
     prompt, answer = PROBE
     text = renderer.text([*prompt, answer])
@@ -208,12 +204,8 @@ def stop_tokens(
     own = getattr(tokenizer, "eos_token_id", None)
     return list(dict.fromkeys([*first, *([] if own is None else [own])]))
 
-def new_text(
-    renderer:ChatRenderer,
-    messages:Sequence[Message], # the last one of the assistant
-    new:Sequence[Message],
-    tools:list|None,
-)->str|None: # None: the template rewrites what came before
+def new_text(renderer:ChatRenderer, messages:Sequence[Message], new:Sequence[Message],
+             tools:list|None)->str|None: # None: the template rewrites what came before
     "What new messages add to a conversation's text, and the opening for the assistant."
     opened, before = renderer.text(messages[:-1], tools, True), renderer.text(messages, tools)
     after = renderer.text([*messages, *new], tools, True)

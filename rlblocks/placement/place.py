@@ -80,9 +80,7 @@ def later(
     start = starter(method)
     return start(*args, **kwargs) if start else Done(method(*args, **kwargs))
 
-def starter(
-    method:Callable, # a wrapper's, or one of a handle
-)->Callable|None: # None: it cannot run elsewhere
+def starter(method:Callable)->Callable|None: # None: it cannot run elsewhere
     "What starts a method: a handle's own `later`, else its object's `start_NAME`."
     own = getattr(method, "later", None)
     return own or getattr(getattr(method, "__self__", None), f"start_{getattr(method, '__name__', '')}", None)
@@ -143,10 +141,7 @@ class Call:
         "Rows in order and metrics merged when something was cut, else the first replica's answer."
         return answers[0] if self.rows is None or self.n == 1 else join_answers(answers, self.rows, self.who)
 
-def like_tuple(
-    x:tuple,     # perhaps a named one
-    items:list,  # as many
-)->tuple:
+def like_tuple(x:tuple, items:list)->tuple:
     "A tuple of the same kind."
     return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
 
@@ -185,11 +180,7 @@ def _entries(answers, key, who):
         raise TypeError(f"{who}: {key!r} is not in every replica's answer")
     return found
 
-def in_order(
-    answers:list,    # a Batch, a list or a tensor of each replica
-    rows:list[list], # row numbers that each was given
-    who:str="call",  # was called, for the message
-)->Batch|list|Tensor:
+def in_order(answers:list, rows:list[list], who:str="call")->Batch|list|Tensor:
     "Rows of the replicas in the order of the Batch that was cut. ValueError when some rows gave more than others."
     real = [(a, given) for a, given in zip(answers, rows, strict=True) if given]
     parts, given = [a for a, _ in real], [i for _, numbers in real for i in numbers]

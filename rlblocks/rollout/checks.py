@@ -20,9 +20,7 @@ from ..samplers.samplers import Sampling
 from ..samplers.structure import Structure, Structures, wide_state
 
 # %% ../../nbs/rollout/85b_checks.ipynb #9266bb49
-def check_prompts(
-    prompts:Batch, # as data.take(n) gives it
-):
+def check_prompts(prompts:Batch):
     "TypeError for what is no batch, ValueError for one without the columns of prompts, and for an empty prompt."
     if not isinstance(prompts, Batch):
         raise TypeError(f"generate: prompts is a {type(prompts).__name__}; a Batch is wanted, as data.take(n) gives it "
@@ -68,9 +66,7 @@ def check_replies(
         raise ValueError(f"extend: the ids for row {i} lie between {int(x.min())} and {int(x.max())}; the model has "
                          f"0 to {(vocabulary or 0) - 1}")
 
-def check_turns(
-    rows:Batch, # that shall go on
-):
+def check_turns(rows:Batch):
     "ValueError for rows that no rollout made."
     if not isinstance(rows, Batch):
         raise TypeError(f"extend: rows is a {type(rows).__name__}; a Batch is wanted, as rollout.generate gives it")
@@ -101,9 +97,7 @@ def check_structure(
                          "the likeliest of them")
     return replace(how, top_k=MAX_SUPPORT), made
 
-def check_support(
-    rows:Sequence[Sampling], # how each was drawn
-):
+def check_support(rows:Sequence[Sampling]):
     "ValueError where a structure confines the next turn of rows that have no column for its ids."
     if not any(how.temperature and not how.confined for how in rows): return
     raise ValueError("extend: structure=… keeps the ids that it allows in the rows, and these were drawn from all ids: "

@@ -22,20 +22,12 @@ from ..samplers.lines import Line
 from ..samplers.samplers import Completion
 
 # %% ../../nbs/rollout/85e_flight.ipynb #2d870ab8
-def pending_samples(
-    flight:"Flight",
-    prompts:Batch,
-    how:dict, # as `Rollout.generate` takes it
-)->list[PendingPrompt]:
+def pending_samples(flight:"Flight", prompts:Batch, how:dict)->list[PendingPrompt]:
     "Of each prompt what the flight keeps."
     requests, now = requests_of(flight.rollout, prompts, **how), time.monotonic()
     return [PendingSamples(prompts[[i]].trim(), how, now, request=r) for i, r in enumerate(requests)]
 
-def remember(
-    flight:"Flight",
-    prompts:Batch,
-    how:dict, # as `Rollout.generate` takes it
-):
+def remember(flight:"Flight", prompts:Batch, how:dict):
     "Prompts that wait to begin. ValueError for a group that is under way."
     new, groups = flight.prepared(prompts, how), prompts.group.tolist()
     twice = [g for i, g in enumerate(groups) if g in flight.pending or g in groups[:i]]
@@ -56,10 +48,7 @@ def submit(flight:"Flight"):
         p = flight.pending[g]
         p.waits, p.version = False, flight.rollout.sampler.version if p.version is None else p.version
 
-def newly_ended(
-    flight:"Flight",
-    seconds:float, # most to wait
-)->list[Completion]:
+def newly_ended(flight:"Flight", seconds:float)->list[Completion]:
     "Samples that have ended. After an error all that was under way waits to begin again."
     try:
         with flight.rollout.turn: return flight.line.poll(seconds)
@@ -68,29 +57,20 @@ def newly_ended(
         for p in flight.pending.values(): p.waits = not p.is_done
         raise
 
-def take(
-    flight:"Flight",
-    completions:list[Completion],
-):
+def take(flight:"Flight", completions:list[Completion]):
     "Put each where it belongs."
     for c in completions:
         group, first = flight.samples[c.key]
         flight.pending[group].add(first + c.sample, c)
 
-def stop(
-    flight:"Flight",
-    groups:list[int],
-):
+def stop(flight:"Flight", groups:list[int]):
     "End their requests; what was drawn stays."
     keys = {k for k, (g, _) in flight.samples.items() if g in groups}
     with flight.rollout.turn: take(flight, flight.line.arrived() + flight.line.abort(keys))
     for k in keys: del flight.samples[k]
     for g in groups: flight.pending[g].waits = True
 
-def rows_from(
-    flight:"Flight",
-    p:PendingSamples, # all of them done
-)->Batch:
+def rows_from(flight:"Flight", p:PendingSamples)->Batch:
     "Its rows, as `generate` gives them."
     flight.samples = {k: x for k, x in flight.samples.items() if x[0] != int(p.prompt.group[0])}
     completions = [p.done[k] for k in range(len(p.request.seeds))]
@@ -103,9 +83,7 @@ class OnPool(Protocol):
     generate:Callable
     run:Callable
 
-def kind_of(
-    rollout:Rollout|OnPool,
-)->type:
+def kind_of(rollout:Rollout|OnPool)->type:
     "The flight for it. TypeError for what is no rollout."
     if isinstance(rollout, Rollout): return Flight
     if hasattr(getattr(rollout, "generate", None), "later"): return PoolFlight
@@ -199,17 +177,11 @@ class Generating:
     version:Any      # of the weights, a call before it
     rows:Any         # the call itself
 
-def version_of(
-    rollout:Rollout, # where the engine is
-)->int|None:
+def version_of(rollout:Rollout)->int|None:
     "Of the weights that it samples with."
     return rollout.sampler.version
 
-def pending_prompts(
-    flight:"PoolFlight",
-    prompts:Batch,
-    how:dict, # as `Rollout.generate` takes it
-)->list[PendingPrompt]:
+def pending_prompts(flight:"PoolFlight", prompts:Batch, how:dict)->list[PendingPrompt]:
     "Of each prompt what the flight keeps."
     return [PendingPrompt(prompts[[i]].trim(), how, time.monotonic()) for i in range(len(prompts))]
 

@@ -178,10 +178,7 @@ def texts(
     "The completions, decoded once from their ids."
     return [tokenizer.decode(c.tokens.tolist(), skip_special_tokens=True) for c in completions]
 
-def duplicates(
-    group:Int[Tensor, " R"],
-    tokens:list[Tensor], # of each row
-)->Bool[Tensor, " R"]:
+def duplicates(group:Int[Tensor, " R"], tokens:list[Tensor])->Bool[Tensor, " R"]:
     "Whether an earlier row of the same group has the same tokens."
     first:dict = {}
     texts = [(g, *t.tolist()) for g, t in zip(group.tolist(), tokens, strict=True)]

@@ -26,9 +26,7 @@ from ..samplers.samplers import Completion, Request, Sampler, Sampling, turn_see
 Span = dict[str, Tensor]       # per-token columns, `[n, …]`
 UNCHOSEN = dict(turn=-1, support=-1, experts=-1)    # what a column holds where nobody chose; 0 or False in the others
 
-def given_span(
-    ids:Tensor|Sequence[int], # that the policy did not choose
-)->Span:
+def given_span(ids:Tensor|Sequence[int])->Span:
     "Tokens of a tool, a user, a template."
     tokens = torch.as_tensor(ids, dtype=torch.long).reshape(-1)
     none = torch.zeros_like(tokens)
@@ -45,10 +43,7 @@ def sampled_span(
                  policy_version=c.by_token)
     return piece if c.support is None or not len(of) else piece | dict(support=c.support)
 
-def behind(
-    rows:Batch,                  # as `by_token` gives them
-    tails:Sequence[list[Span]], # of each row
-)->Batch: # new rows
+def behind(rows:Batch, tails:Sequence[list[Span]])->Batch: # new rows
     "Rows with pieces behind them."
     more = torch.tensor([sum(len(p["tokens"]) for p in tail) for tail in tails])
     width = max(int((rows.lengths + more).max()), 1)
@@ -66,9 +61,7 @@ def _filled(rows, name, width):
     x[torch.arange(width) >= rows.lengths[:, None]] = UNCHOSEN.get(name, 0)
     return x
 
-def by_token(
-    rows:Batch, # of `generate`, or of `extend`
-)->Batch:
+def by_token(rows:Batch)->Batch:
     "Rows whose `turn` and `policy_version` are of each token."
     rows, at = copy(rows), torch.arange(rows.mask.shape[1])
     if "turn" in rows and rows.is_per_token("turn"):    # a join has padded it with 0
@@ -132,9 +125,7 @@ def replies_of(
                          "extend(rows, 'reply')")
     return [None if x is None else torch.as_tensor(x, dtype=torch.long).reshape(-1) for x in replies]
 
-def sampling_of(
-    rows:Batch,
-)->list[Sampling]:
+def sampling_of(rows:Batch)->list[Sampling]:
     "The distribution that each row was drawn from; its next turn is too."
     numbers = {k: rows[k].tolist() for k in ("temperature", "top_p", "top_k", "min_p") if k in rows}
     return [Sampling(**{k: v[i] for k, v in numbers.items()}) for i in range(len(rows))]
@@ -160,11 +151,7 @@ def next_requests(
                                       tuple(stop.tolist()), **more))
     return requests, over
 
-def answered_by(
-    sampler:Sampler|Line,
-    requests:Sequence[Request], # of one sample each
-    seconds:float,              # for all of them
-)->dict[int, Completion]: # by key
+def answered_by(sampler:Sampler|Line, requests:Sequence[Request], seconds:float)->dict[int, Completion]: # by key
     "The completions by then; of what is late as much as there is, with the reason \"abort\"."
     end, found = time.monotonic() + seconds, {}
     sampler.submit(requests)
