@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['plan_micro_batches', 'bin_pack', 'micro_batch_count', 'drop_long', 'split_long']
 
-# %% ../../nbs/data/38_micro_batches.ipynb #5d10c6cc
+# %% ../../nbs/data/38_micro_batches.ipynb #b0b54338
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass

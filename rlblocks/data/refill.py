@@ -60,6 +60,6 @@ def refill(
     if len(buffer) < n:
         used = f"{buffer.accepted - accepted} of {buffer.offered - offered}"
         raise ValueError(f"refill: {n} rows were asked for, {len(buffer)} are there after {max_calls} calls, in which "
-                         f"{used} groups could be used{lost(buffer.dropped)}; they stay in the buffer: raise max_calls, "
-                         "ask for fewer rows, or look at why so few groups have unlike scores")
+                         f"{used} groups could be used{lost(buffer.dropped)}; they stay in the buffer: raise "
+                         "max_calls, ask for fewer rows, or look at why so few groups have unlike scores")
     return buffer.take(n, version=version)
