@@ -581,7 +581,7 @@ def test_fillers_and_empty_batches_add_nothing():
     (lambda b: b.add(rows([1, 0])), "group 0 is already waiting"),
     (lambda b: b.add(rows([1]).drop("text")), "column 'text' is missing, in the rows that wait it is " "['list']"),
     (lambda b: b.add(rows([1], scores=torch.ones(1))), "column 'scores' is ['row', 'torch.float32'], in the rows "
-     "that wait it is missing"), (lambda b: b.add(rows([1]*5)), "a group of 5 rows came, max_rows is 4"),
+     "that wait it is missing"), (lambda b: b.add(rows([1]*5)), "a group has 5 rows, max_rows is 4"),
     (lambda b: b.add(rows([1]).drop("policy_version")), "max_age needs the column 'policy_version'"),
     (lambda b: b.add(rows([1]).drop("lengths")), "per-token columns without 'lengths'"),
     (lambda b: b.add(rows([1]), keep=torch.ones(2, dtype=torch.bool)), "Buffer.add: keep is [2], the batch has 1 rows"),

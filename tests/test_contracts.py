@@ -95,7 +95,7 @@ def test_an_environment_that_never_returns_is_named():
     (numbers_rows, "repeat", "beside an equal row"), (popping, "inputs", "it changed completions"),
     (deep, "inputs", "it changed answer"), (parses, "texts", "ValueError: invalid literal"),
     (short, "length", "6 rows"),
-    (single, "length", "a float came"), (nan, "verdict", "nan came for"), (words, "verdict", "'1' came for"),
+    (single, "length", "it gave a float"), (nan, "verdict", "it gave nan for"), (words, "verdict", "it gave '1' for"),
     (no_holes, "holes", "answer=.None."), (encodes, "texts", "UnicodeEncodeError"), (Locked(), "pickle", "TypeError"),
     (lambda completions: [1.]*len(completions), "pickle", "at the top of a module")])
 def test_each_law_is_broken_by_its_function(fn, law, says):

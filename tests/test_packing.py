@@ -11,9 +11,8 @@ from torch.testing import assert_close
 from rlblocks.data.balancing import balance, balance_families
 from rlblocks.engines.optim import constant, cosine, in_turn, linear, wsd
 from rlblocks.data.columns import pad
-from rlblocks.data.packing import (
-    bin_pack, drop_long, micro_batch_count, pack, plan_micro_batches, shared_prefix, split_long, unpack,
-)
+from rlblocks.data.micro_batches import bin_pack, drop_long, micro_batch_count, plan_micro_batches, split_long
+from rlblocks.data.packing import pack, shared_prefix, unpack
 
 
 def ragged(seed, B=6, T=9):
@@ -303,7 +302,7 @@ def test_long_rows_are_dropped_and_counted_or_split():
 
 
 @pytest.mark.parametrize("call, text", [
-    (lambda: pad([]), "pad: no rows came"),
+    (lambda: pad([]), "pad: there are no rows"),
     (lambda: pad([[1], [1, 2, 3]], length=2),
      "pad: row 1 has 3 elements, length is 2; cut the row to 2 or raise length to 3"),
     (lambda: pad([torch.ones(2, 3), torch.ones(2, 4)]), "pad: row 1 has elements of shape [4], others [3]"),
@@ -314,7 +313,7 @@ def test_long_rows_are_dropped_and_counted_or_split():
     (lambda: pack(torch.ones(2, 4, dtype=torch.long), torch.tensor([1, 2])).take(torch.ones(2)),
      "row values [B] go by x[packed.row_ids]"),
     (lambda: unpack(torch.ones(1, 3), pack(torch.ones(2, 4, dtype=torch.long), torch.tensor([1, 2]))),
-     "unpack: 1 values came for 3 packed tokens"),
+     "unpack: flat has 1 values for 3 packed tokens"),
     (lambda: bin_pack([100, 5000], 2048), "bin_pack: the length of row 1 is 5000, cap is 2048; cut or drop the row "
      "(drop_long, split_long), or raise cap to 5000"),
     (lambda: bin_pack([-1], 2048), "bin_pack: the length of row 0 is -1"),

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from rlblocks import ChatRenderer, Renderer, TextRenderer, check_renderer, read_response, renderer_of
-from rlblocks.data.renderers import message_of, next_ids, rewritten
+from rlblocks.data.renderers import message_of, next_ids
+from rlblocks.environments.rewriting import rewritten
 
 ADD = dict(type="function", function=dict(
     name="add", description="Add.", parameters=dict(

@@ -54,7 +54,7 @@ def loop(ahead, steps, *, seed=0, n=4, size=2, minibatches=2, on_old="wait", age
         now, drawn, metrics = policy.version, batch.policy_version[batch.mask], {}
         for mini in batch.minibatches(minibatches, seed=(seed, step)): metrics = merge(metrics, policy.step(mini, loss))
         yield dict(step=step, groups=batch.group[::size].tolist(), age=(now - int(drawn.min()))/minibatches,
-                   left=sorted([*flight.asked, *(buffer.rows().group[::size].tolist() if len(buffer) else [])]),
+                   left=sorted([*flight.pending, *(buffer.rows().group[::size].tolist() if len(buffer) else [])]),
                    taken=data.state_dict(), dropped=sum(buffer.dropped.values()))
 
 
@@ -158,7 +158,7 @@ def waiting(ahead, *, max_age=0, stops=False, steps=40, n=8, size=2):
         if (k := wanted - len(flight) - len(buffer)//size) > 0: flight.ask(data.take(k), group_size=size)
     for step in range(steps):
         if step == 5: engine.waited = 0.          # it has begun
-        due = [g for g, a in flight.asked.items() if a.version <= policy.version - max_age]
+        due = [g for g, a in flight.pending.items() if a.version <= policy.version - max_age]
         if stops: flight.abort(due)
         ask(n*max(ahead, 1))
         while not buffer.ready(n*size, version=policy.version, under_way=flight.versions):

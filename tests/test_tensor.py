@@ -18,7 +18,7 @@ from resident import export_extra, give_back
 from rlblocks import Critic, Policy, SpmdPool, entropy
 from rlblocks.engines.cuts import partial_gradients
 from rlblocks.engines.fsdp import gathered
-from rlblocks.checkpoint.shards import read_shards, state_of, write_shards
+from rlblocks.checkpoint.shards import read_part_shards, part_state, write_shards
 from rlblocks.engines.base import EngineSpec, engine_of, fsdp2
 from rlblocks.engines.optim import OptimizerSpec, muon
 from rlblocks.models.loading import pretrained
@@ -208,14 +208,14 @@ def reshards(engine, world, rank, folder):
     b = batch(5)
     for kind in ("llama", "mixtral"):
         policy, other = cut(kind, engine), Policy(model(kind, seed=1), **HOW, engine="fsdp2")
-        state_of(policy, "policy")                   # before the first step: it counts none
+        part_state(policy, "policy")                   # before the first step: it counts none
         for _ in range(2): policy.step(part(b, world, rank), sft)
-        rest, shards = state_of(policy, "policy")
+        rest, shards = part_state(policy, "policy")
         assert shards
         write_shards(shards, folder/f"{kind}-{engine}")
         dist.barrier()
         for again in (Policy(model(kind, seed=1), **HOW, engine=tensor(engine)), other):
-            again.load_state_dict(read_shards(rest, again, "policy", folder/f"{kind}-{engine}"))
+            again.load_state_dict(read_part_shards(rest, again, "policy", folder/f"{kind}-{engine}"))
         want = policy.state_dict()
         for one in (other, cut(kind, engine)):
             one.load_state_dict(want)

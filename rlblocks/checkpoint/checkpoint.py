@@ -102,7 +102,7 @@ def run_steps(checkpoint:"Checkpoint", steps:int, parts:dict)->Iterator[int]: # 
         warnings.warn(f"Checkpoint: {checkpoint.path} has done {start} of {steps} steps; nothing is left. "
                       "Ask for more steps, or another folder.", stacklevel=3)
     for step in range(start, steps):
-        checkpoint.running, checkpoint.rating, checkpoint.asked = (step + 1, parts), None, False
+        checkpoint.running, checkpoint.rating, checkpoint.wanted = (step + 1, parts), None, False
         try: yield step
         except GeneratorExit:
             checkpoint.wait()
@@ -114,7 +114,7 @@ def run_steps(checkpoint:"Checkpoint", steps:int, parts:dict)->Iterator[int]: # 
 def _wanted(checkpoint):
     "Whether the consumer asked for a save of the step, or rated it the best."
     rating = checkpoint.rating
-    return checkpoint.asked or rating is not None and rating > best_save(checkpoint.path)[1]
+    return checkpoint.wanted or rating is not None and rating > best_save(checkpoint.path)[1]
 
 def _save_step(checkpoint:"Checkpoint", folder:Path, at:tuple[int, dict]|None):
     "Collect the states, then write them: now, or from a copy in a thread."
@@ -154,7 +154,7 @@ class Checkpoint:
         self.path, self.background, self.whole = None if path is None else Path(path), background, whole
         self.lock = None if path is None else Lock(path)       # of the loop that runs
         self.running:tuple[int, dict]|None = None       # steps done with the one at hand, and the parts, of that loop
-        self.rating, self.asked, self.group = None, False, None
+        self.rating, self.wanted, self.group = None, False, None
         self.job:Future|None = None                     # the save in the background
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         if self.path is not None and world()[0] == 0: writable(self.path, "Checkpoint")
@@ -183,7 +183,7 @@ class Checkpoint:
         Without arguments and on many ranks, rank 0's wish is granted when the loop asks for its next step."""
         if self.path is None: return
         at = self.running if step is None or parts is None else (step, parts)
-        if at is self.running and at and world()[1] > 1: self.asked = True
+        if at is self.running and at and world()[1] > 1: self.wanted = True
         else: _save_step(self, self.path, at)
 
     def rate(self,

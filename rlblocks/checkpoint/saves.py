@@ -23,7 +23,6 @@ import weakref
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -105,7 +104,7 @@ def checked(folder:Path, rank:int=0, ranks:int=1)->dict: # step, files and their
     return meta
 
 # %% ../../nbs/checkpoint/90_saves.ipynb #992cd7fb
-def write_state(name:str, state:Any, file:Path)->Path: # the file
+def write_state(name:str, state:dict, file:Path)->Path: # the file
     "Write the state of a part and prove that it can be loaded. TypeError for what a safe load refuses."
     try:
         with file.open("wb") as f: torch.save(state, f)        # a Python file: its errors are the system's
@@ -118,7 +117,7 @@ def write_state(name:str, state:Any, file:Path)->Path: # the file
                         "keep tensors, numbers, strings, lists and dicts of them (x.tolist(), float(m))") from e
     return file
 
-def load_mapped(file:Path)->Any: # what was saved
+def load_mapped(file:Path)->dict: # what was saved
     "Load as a resume would, safely, and without reading the numbers where the file can be mapped."
     try: return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError): return torch.load(file, map_location="cpu", weights_only=True)

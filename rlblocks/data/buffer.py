@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from .batch import Batch
 from .columns import whole_number
 from .bundles import bundles_of, check_entries, entries, layout_beside, layout_of, places
-from .bundles import ragged_by_token, restart, versions_like
+from .bundles import lost, ragged_by_token, restart, versions_like
 from .draws import replay_draw
 from .freshness import Freshness
 from .ragged import Ragged, ragged
@@ -52,15 +52,15 @@ def check_joins(buffer:"Buffer", batch:Batch, layout:dict, largest:int):
             raise ValueError(f"Buffer.add: {name} {min(twice)} is already waiting; ids are unique in a run: join the "
                              f"rows of a {name} with Batch.cat, then add them once")
     if buffer.max_rows is not None and largest > buffer.max_rows:
-        raise ValueError(f"Buffer.add: a group of {largest} rows came, max_rows is {buffer.max_rows}; raise max_rows, "
+        raise ValueError(f"Buffer.add: a group has {largest} rows, max_rows is {buffer.max_rows}; raise max_rows, "
                          "a group is never split")
 
 def check_enough(buffer:"Buffer", who:str, n:int):
     "As many rows as are asked for."
     whole_number(f"Buffer.{who}", "n", n)
     if len(buffer) < n:
-        raise ValueError(f"Buffer.{who}: {n} rows were asked for, {len(buffer)} are there{buffer._lost()}; add more "
-                         "rows, or ask for fewer")
+        raise ValueError(f"Buffer.{who}: {n} rows were asked for, {len(buffer)} are there{lost(buffer.dropped)}; add "
+                         "more rows, or ask for fewer")
 
 # %% ../../nbs/data/44_buffer.ipynb #c3c63844
 def gather(buffer:"Buffer", at:Tensor)->Batch:
@@ -115,7 +115,7 @@ def add(
 
     ValueError, and nothing added, when columns differ from those that wait, a group or unit is already there, or a
     bundle is larger than `max_rows`. OSError, and nothing added, when `spill` cannot be written."""
-    if not isinstance(batch, Batch): raise TypeError(f"Buffer.add: a {type(batch).__name__} came; a Batch is wanted")
+    if not isinstance(batch, Batch): raise TypeError(f"Buffer.add: {type(batch).__name__} is no Batch; one is wanted")
     if batch.filler: return # a copy of a row that is elsewhere, made to keep a rank busy
     check_entries("Buffer.add", len(batch), keep=keep, priority=priority)
     if priority is not None and not bool((priority >= 0).all()):
@@ -158,7 +158,7 @@ def evict(
     return drop(buffer, "stale", buffer.fresh.stale(buffer._index["born"], version))
 
 def by_age(buffer:"Buffer")->Tensor:
-    "The bundles in the order in which they leave: as they came, or the oldest versions first."
+    "The bundles in the order in which they leave: as they were added, or the oldest versions first."
     born = buffer._index["born"]
     return born.argsort(stable=True) if buffer.fresh.waits else torch.arange(len(born))
 
@@ -255,7 +255,7 @@ def set_column(buffer:"Buffer", name:str, x):
     `spill` cannot be written."""
     if name in _FIXED:
         raise ValueError(f"Buffer: {name!r} decides what belongs together or how fresh it is, and did when the rows "
-                         "came; take them, set it, and add them again")
+                         "were added; take them, set it, and add them again")
     if not len(buffer): raise ValueError(f"Buffer: no rows wait that could have a column {name!r}")
     slab, row = places(buffer._index, torch.arange(len(buffer._index["rows"])))
     like, (kind, *shape) = stand_in(buffer, slab, row), buffer._layout.get(name, [""])
@@ -322,7 +322,7 @@ class Buffer:
         check_limits(max_rows, spill, max_bytes)
         self.fresh = Freshness(max_age, per_step, age, on_old)
         self.max_age, self.max_rows, self.dropped = max_age, max_rows, Counter()
-        self.offered = self.accepted = 0 # bundles that came, and those that `keep` let in
+        self.offered = self.accepted = 0 # bundles that were added, and those that `keep` let in
         self._slabs = Slabs(own_folder(self, spill), max_bytes)
         self._layout, self._next, self._waiting = {}, 0, dict(group=set(), unit=set())
         self._index = {k: torch.zeros(0, dtype=t) for k, t in _INDEX.items()}
@@ -331,9 +331,8 @@ class Buffer:
     def __repr__(self):
         some = f", {self.accepted} of {self.offered} bundles accepted" if self.accepted < self.offered else ""
         bundles = len(self._index["rows"])
-        return f"Buffer({len(self)} rows in {bundles} bundles, {self.n_tokens} chosen tokens{some}{self._lost()})"
+        return f"Buffer({len(self)} rows in {bundles} bundles, {self.n_tokens} chosen tokens{some}{lost(self.dropped)})"
 
-    def _lost(self): return "".join(f", {n} dropped as {why}" for why, n in sorted(self.dropped.items()))
     @property
     def n_tokens(self)->int:
         "Chosen tokens of all rows that wait."
@@ -341,7 +340,7 @@ class Buffer:
 
     @property
     def nbytes(self)->int:
-        "Bytes held in memory: columns, offsets and index; not files, not list columns."
+        "Bytes in memory: columns, offsets and index; not files, not list columns."
         return self._slabs.nbytes + sum(x.nbytes for x in self._index.values())
 
     add, evict, ready, take, rows, sample, prioritise = add, evict, ready, take, rows, sample, prioritise

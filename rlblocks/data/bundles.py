@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/data/43_bundles.ipynb #6c414386
+from collections.abc import Mapping
 from itertools import chain
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from .batch import Batch
 from .freshness import born_of
-from .packing import element_places, rows_by
+from .micro_batches import rows_by
+from .packing import element_places
 from .ragged import Ragged
 
 # %% ../../nbs/data/43_bundles.ipynb #a200b3c9
@@ -31,6 +33,10 @@ def layout_of(batch:Batch)->dict[str, list]:
     def of(kind, x):
         return [kind] if kind == "list" else [kind, str(x.dtype), *x.shape[2 if kind == "token" else 1:]]
     return {name: of(kind, batch.columns[name]) for name, kind in batch.kinds.items()}
+
+def lost(dropped:Mapping[str, int])->str:
+    "The end of a message: how many rows were dropped, and why."
+    return "".join(f", {n} dropped as {why}" for why, n in sorted(dropped.items()))
 
 def check_entries(who, n, **given):
     "Tensors with an entry a row."

@@ -19,7 +19,7 @@ from torch.nn.functional import pad as padded
 from jaxtyping import Int, Shaped
 
 # %% ../../nbs/data/35_columns.ipynb #8d80dfc1
-def check_tokenizer(who:str, tokenizer:Any):
+def check_tokenizer(who:str, tokenizer:object):
     "TypeError for a name in a tokenizer's place."
     if isinstance(tokenizer, str):
         raise TypeError(f"{who}: tokenizer is {tokenizer!r}; a tokenizer is wanted, "
@@ -31,7 +31,7 @@ def listed(name:str, names:Iterable, more:Iterable=())->str:
     return ", ".join(map(str, names)) + (f"; is {near[0]!r} meant?" if near else "")
 
 # %% ../../nbs/data/35_columns.ipynb #2d54b378
-def whole_number(who:str, name:str, n:Any, least:int=1)->int: # a Python int
+def whole_number(who:str, name:str, n:object, least:int=1)->int: # a Python int
     "`n`, checked. ValueError for what is no whole number or too small."
     if isinstance(n, bool) or not isinstance(n, Integral) or n < least:
         wanted = f"at least {least}" if least else "0 or more"
@@ -115,7 +115,7 @@ def pad(
 
     Rows may be empty; an empty list takes the dtype of the others. ValueError when there are no rows, one is longer
     than `length`, or axes behind the first differ."""
-    if not len(rows): raise ValueError("pad: no rows came, so neither dtype nor shape is known; give at least one")
+    if not len(rows): raise ValueError("pad: there are no rows, so neither dtype nor shape is known; give at least one")
     rows = [torch.as_tensor(row) for row in rows]
     like = next((row for row in rows if row.dim() and len(row)), rows[0])
     T = None if length is None else whole_number("pad", "length", length, 0)

@@ -44,7 +44,7 @@ def _turns(messages, tokenizer, first=0):
         if message["role"] != "assistant" or k < first: continue
         before, after = chat_text(messages[:k], tokenizer, True), chat_text(messages[:k+1], tokenizer, False)
         if not (before.startswith(done) and after.startswith(before)):
-            raise ValueError(f"the chat template is not append-only: at message {k} it rewrites what came before; "
+            raise ValueError(f"the chat template is not append-only: at message {k} it rewrites earlier turns; "
                              f"make each assistant turn a row {{prompt, completion}}")
         answer = after.removeprefix(before)
         if mark and mark in answer: answer = answer[:answer.rindex(mark)] + mark

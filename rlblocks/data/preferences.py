@@ -83,7 +83,7 @@ class Judged(Rows):
 
 # %% ../../nbs/data/48_preferences.ipynb #004eb92b
 class Preferences(Judged):
-    """Pairs of answers to one prompt: two rows a pair, tied by `unit`, told apart by `chosen`.
+    """Pairs of answers to one prompt: two rows a pair, tied by `unit`; `chosen` says which is which.
 
     `rows` are dicts {prompt, chosen, rejected}; answers are str or messages. Tokenised once, resumable."""
     own_names, kind, each, says_nothing = ("completion",), "pairs", 2, "an empty answer or two equal ones"
@@ -105,7 +105,7 @@ class Preferences(Judged):
 
 # %% ../../nbs/data/48_preferences.ipynb #ed5166f6
 class Feedback(Judged):
-    """Single answers judged good or bad: one row each, told apart by Bool `desirable`.
+    """Single answers judged good or bad: one row each, and a Bool `desirable` for the verdict.
 
     `rows` are dicts {prompt, completion, label}; `label` is true where the completion is good. Tokenised once,
     resumable."""

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from .batch import Batch
 from .buffer import Buffer
+from .bundles import lost
 
 # %% ../../nbs/data/45_refill.ipynb #4cd3135d
 def mixed_groups(
@@ -59,6 +60,6 @@ def refill(
     if len(buffer) < n:
         used = f"{buffer.accepted - accepted} of {buffer.offered - offered}"
         raise ValueError(f"refill: {n} rows were asked for, {len(buffer)} are there after {max_calls} calls, in which "
-                         f"{used} groups could be used{buffer._lost()}; they stay in the buffer: raise max_calls, ask "
-                         "for fewer rows, or look at why so few groups have unlike scores")
+                         f"{used} groups could be used{lost(buffer.dropped)}; they stay in the buffer: raise "
+                         "max_calls, ask for fewer rows, or look at why so few groups have unlike scores")
     return buffer.take(n, version=version)

@@ -16,16 +16,16 @@ def check_renderer(
 )->dict[str, bool|None]: # by what was checked; None: the template refuses it
     "What a renderer keeps."
     user, more = dict(role="user", content="What is 1 + 1?"), dict(role="user", content="Are you sure?")
-    said = dict(role="assistant", content="It is 2.")
+    answer = dict(role="assistant", content="It is 2.")
     call = dict(id="call_0", type="function", function=dict(name="add", arguments=dict(a=1, b=1)))
-    calls, tool = dict(said, tool_calls=[call]), dict(role="tool", name="add", tool_call_id="call_0", content="2")
-    thought = dict(said, reasoning_content="One more than 1.")
-    checks = dict(prefix=lambda: keeps_prefix(renderer, [user, said], more),
+    calls, tool = dict(answer, tool_calls=[call]), dict(role="tool", name="add", tool_call_id="call_0", content="2")
+    thought = dict(answer, reasoning_content="One more than 1.")
+    checks = dict(prefix=lambda: keeps_prefix(renderer, [user, answer], more),
                   tools=lambda: keeps_prefix(renderer, [user, calls], tool),
                   thinking=lambda: keeps_prefix(renderer, [user, thought], more),
-                  opens=lambda: own_turn(renderer, user, said) is not None,
-                  said=lambda: _says(renderer, user, said), stops=lambda: _stops(renderer, user, said),
-                  bridges=lambda: _bridges(renderer, user, said, more))
+                  opens=lambda: own_turn(renderer, user, answer) is not None,
+                  said=lambda: _says(renderer, user, answer), stops=lambda: _stops(renderer, user, answer),
+                  bridges=lambda: _bridges(renderer, user, answer, more))
     return {name: _outcome(check) for name, check in checks.items()}
 
 def _outcome(check)->bool|None:
@@ -33,40 +33,33 @@ def _outcome(check)->bool|None:
     except Exception: return None       # a template raises what it likes
 
 # %% ../../nbs/data/48b_renderer_checks.ipynb #d667b179
-def keeps_prefix(
-    renderer:Renderer,
-    messages:Sequence[Message],
-    new:Message,
-)->bool:
+def keeps_prefix(renderer:Renderer, messages:Sequence[Message], new:Message)->bool:
     "Whether a conversation's ids begin those of a longer one."
     short, long = renderer.render_ids(messages), renderer.render_ids([*messages, new], add_generation_prompt=True)
     return list(long[:len(short)]) == list(short)
 
-def own_turn(
-    renderer:Renderer,
-    user:Message,
-    said:Message,
-)->list[int]|None: # None: the opening is no prefix of the turn
+def own_turn(renderer:Renderer, user:Message,
+             answer:Message)->list[int]|None: # None: the opening is no prefix of the turn
     "An assistant's ids in a conversation."
-    opened, ids = renderer.render_ids([user], add_generation_prompt=True), renderer.render_ids([user, said])
+    opened, ids = renderer.render_ids([user], add_generation_prompt=True), renderer.render_ids([user, answer])
     return list(ids[len(opened):]) if list(ids[:len(opened)]) == list(opened) else None
 
-def _sampled(renderer, user, said):
+def _sampled(renderer, user, answer):
     "Its ids up to the one that ends its turn."
-    own, stop = own_turn(renderer, user, said) or [], set(renderer.get_stop_token_ids())
+    own, stop = own_turn(renderer, user, answer) or [], set(renderer.get_stop_token_ids())
     ends = [i for i, x in enumerate(own) if x in stop]
     return own[:ends[0] + 1] if ends else own
 
-def _says(renderer, user, said):
-    return renderer.parse_response(_sampled(renderer, user, said)).content.strip() == said["content"]
+def _says(renderer, user, answer):
+    return renderer.parse_response(_sampled(renderer, user, answer)).content.strip() == answer["content"]
 
-def _stops(renderer, user, said):
+def _stops(renderer, user, answer):
     stop = set(renderer.get_stop_token_ids())
-    return not stop or bool(stop & set(own_turn(renderer, user, said) or []))
+    return not stop or bool(stop & set(own_turn(renderer, user, answer) or []))
 
-def _bridges(renderer, user, said, more):
-    asked = list(renderer.render_ids([user], add_generation_prompt=True))
-    own = _sampled(renderer, user, said)
-    new = next_ids(renderer, [user, said], asked, own, [more])
-    whole = list(renderer.render_ids([user, said, more], add_generation_prompt=True))
-    return new is not None and asked + own + new == whole
+def _bridges(renderer, user, answer, more):
+    prompt = list(renderer.render_ids([user], add_generation_prompt=True))
+    own = _sampled(renderer, user, answer)
+    new = next_ids(renderer, [user, answer], prompt, own, [more])
+    whole = list(renderer.render_ids([user, answer, more], add_generation_prompt=True))
+    return new is not None and prompt + own + new == whole

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from numbers import Real
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ from .asking import Asker
 from ..environments.environments import default_renderer, episodes_of, in_thread, rows_of_episodes, unit_of
 from ..environments.episodes import Episode, called
 from ..rollout.rollout import Rollout
-from ..rollout.rows import check_prompts
+from ..rollout.checks import check_prompts
 from ..samplers.samplers import check_ready
 from .exchanges import ServerState
 from .serving import Served, app_of
@@ -305,7 +304,7 @@ class Endpoint(LocalOnly):
 
     run, collect = run, collect
 
-    def report(self)->dict[str, Any]:
+    def report(self)->dict[str, int|float|list[str]]:
         "Numbers since it was opened; `fork_share` of the calls that followed another began a row of their own."
         sums = self.past + counted(list(self.state.sessions.values()))     # the server's thread may open one
         names = ("sessions", "calls", "rows", "forks", "respaced", "retokenised", "unanswered")

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from ..data.renderers import Renderer, message_of, next_ids, rewritten
+from ..data.renderers import Renderer, message_of, next_ids
+from ..environments.rewriting import rewritten
 from .calls import ChatAnswer, ChatCall, Refused
 from ..environments.conversations import Branch, Conversation
 from ..environments.episodes import Episode
 from ..samplers.samplers import Completion, turn_seed
-from ..rollout.turns import Limits, given, spoken
+from ..rollout.turns import Limits, given_span, sampled_span
 
 # %% ../../nbs/endpoint/88e_sessions.ipynb #6f976b82
 @dataclass(eq=False)
@@ -251,7 +252,7 @@ def take_over(
 ):
     "Put an answer where it belongs."
     e, branch = session.episode, branch_of(session, plan)
-    branch.add(spoken(c, e.turns, trained))
+    branch.add(sampled_span(c, e.turns, trained))
     branch.messages = [*plan.messages, message]
     session.answers[name] = Point(branch.messages, plan.tools, branch, len(plan.ids), len(branch.ids))
     session.points.append(session.answers[name])
@@ -267,7 +268,7 @@ def branch_of(
     "The row that an answer belongs to."
     p, branches = plan.point, session.branches
     if p is not None and len(p.branch.ids) == p.end:
-        if plan.new: p.branch.add(given(plan.new))
+        if plan.new: p.branch.add(given_span(plan.new))
         return p.branch
     if branches:
         session.forks += 1

@@ -9,9 +9,10 @@ __all__ = []
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..data.renderers import Renderer, message_of, next_ids, rewritten
+from ..data.renderers import Renderer, message_of, next_ids
+from .rewriting import rewritten
 from ..samplers.samplers import Completion
-from ..rollout.turns import Span, given, spoken
+from ..rollout.turns import Span, given_span, sampled_span
 
 # %% ../../nbs/environments/87_conversations.ipynb #8afc2d3b
 @dataclass(eq=False)
@@ -90,9 +91,9 @@ class Conversation:
     ):
         "Take over what the policy said, and what it answered to."
         if self.anew: self.begin(self.next)
-        elif self.next: self.branches[-1].add(given(self.next))
+        elif self.next: self.branches[-1].add(given_span(self.next))
         self.next, self.anew, said = [], False, c.tokens.tolist()
-        self.branches[-1].add(spoken(c, turn, trained))
+        self.branches[-1].add(sampled_span(c, turn, trained))
         self.said[len(self.messages)] = said
         self.messages.append(message_of(renderer.parse_response(said)))
         self.branches[-1].messages = list(self.messages)

@@ -23,7 +23,8 @@ from ..data.renderers import Renderer, renderer_of
 from .conversations import Branch
 from .episodes import Episode, Runner, Scheduler, Step, called, created, play
 from ..rollout.rollout import Rollout
-from ..rollout.rows import check_prompts, duplicates
+from ..rollout.checks import check_prompts
+from ..rollout.rows import duplicates
 from ..samplers.samplers import check_ready
 from ..rollout.turns import Limits, behind, by_token, texts_of_turns
 

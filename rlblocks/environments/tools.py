@@ -12,7 +12,6 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ..graders.sandbox import Ran, Sandbox, parts_in_use, run_code
 
@@ -51,7 +50,7 @@ class Calculator:
     "Arithmetic as a tool, for `tool_environment`."
 
     def reset(self,
-        **row:Any, # columns of the prompt
+        **row:object, # columns of the prompt
     ):
         "Nothing is kept between calls."
 
@@ -123,7 +122,7 @@ class Search:
         self.documents, self.n = documents, n
 
     def reset(self,
-        **row:Any, # columns of the prompt
+        **row:object, # columns of the prompt
     ):
         "Nothing is kept between calls."
 
@@ -154,7 +153,7 @@ class PythonTool:
         self.sandbox, self.most, self.at_once = sandbox, most, sandbox.workers
 
     def reset(self,
-        **row:Any, # columns of the prompt
+        **row:object, # columns of the prompt
     ):
         "Nothing is kept between calls."
 

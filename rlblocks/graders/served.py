@@ -17,9 +17,11 @@ import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING: import fastapi
 
 from ..data.batch import Batch
 from ..data.columns import pad
@@ -147,7 +149,7 @@ def reward_app(
     kept:int=4096,  # answers that are remembered
     most:int=64 << 20,   # bytes of a question
     deadline:int|float|None=None, # seconds of a call of `fn`; None: as long as it takes
-)->Any: # a FastAPI application
+)->"fastapi.FastAPI":
     "An application that answers what `fn` says. ImportError where FastAPI is not installed."
     try: from fastapi import FastAPI, Request
     except ImportError:

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from math import isfinite
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..data.columns import whole_number
 from ..engines.optim import check_number
 from .memory import Live, fake_model
+
+if TYPE_CHECKING: from transformers import PreTrainedModel
 
 # %% ../../nbs/placement/96_budgets.ipynb #05466a99
 STAYS = ("weights", "gradients", "states")                # between calls; the rest is there while a call runs
@@ -135,7 +137,7 @@ def cache_room(tokens:int, prompt:int|None)->int:
     while room < tokens - 1: room = grown(room + 1)          # the last token is drawn, not read
     return room
 
-def cache_of(fake:Any, tokens:int)->tuple[int, bool]: # (bytes of a row, whether they grow)
+def cache_of(fake:"PreTrainedModel", tokens:int)->tuple[int, bool]: # (bytes of a row, whether they grow)
     "What a row leaves in the cache; one with a sliding window keeps no more than that."
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
@@ -146,7 +148,7 @@ def cache_of(fake:Any, tokens:int)->tuple[int, bool]: # (bytes of a row, whether
     layers:Any = cache.layers
     return sum(x.nbytes for layer in layers for x in (layer.keys, layer.values)), grows
 
-def drawing_bytes(fake:Any, rows:int)->int:
+def drawing_bytes(fake:"PreTrainedModel", rows:int)->int:
     "Logits of one token a row, and what drawing from them takes."
     from rlblocks.samplers.decoding import sample_tokens
     scores = torch.zeros(rows, fake.config.get_text_config().vocab_size, dtype=fake.dtype)

@@ -89,10 +89,7 @@ class Handle:
         placed = vars(self)["_placed"]
         return f"{placed.kind.__name__ if placed.obj is None else repr(placed.obj)} on {placed.pool!r}"
 
-def is_method(
-    kind:type,
-    name:str, # of an attribute
-)->bool:
+def is_method(kind:type, name:str)->bool:
     "Whether it is called on all ranks: what its class binds to an object, however it does that."
     found = inspect.getattr_static(kind, name, None)
     if name.startswith("_") or isinstance(found, (type, staticmethod, property, cached_property)): return False
@@ -122,9 +119,7 @@ class Method:
         return self.placed.pool.start(self.placed, self.name, args, kwargs)
 
 # %% ../../nbs/placement/95_handles.ipynb #9eef9ba6
-def local(
-    x:Any, # an argument of a call
-)->Any:
+def local(x:Any)->Any:
     "Handles as the objects of this process, and their methods as the objects' own; also in tuples, lists and dicts."
     if isinstance(x, Handle): return vars(x)["_placed"].obj
     if isinstance(x, Method): return getattr(x.placed.obj, x.name)
@@ -142,24 +137,16 @@ def membership(
     "What a pool has to know of an object."
     return getattr(obj, "replica", rank) if world()[1] > 1 else rank, bool(getattr(obj, "shares_prompts", False))
 
-def speakers(
-    replicas:list[int], # replica of each rank
-)->list[int]: # ranks
+def speakers(replicas:list[int])->list[int]: # ranks
     "The lowest rank of every replica, in the order of replicas: these answer."
     return [replicas.index(k) for k in sorted(set(replicas))]
 
-def replica_index(
-    replicas:list[int], # replica of each rank
-    rank:int,
-)->int:
+def replica_index(replicas:list[int], rank:int)->int:
     "Which of the replicas a rank belongs to, counted from 0."
     return sorted(set(replicas)).index(replicas[rank])
 
 # %% ../../nbs/placement/95_handles.ipynb #92a9ddf4
-def describe(
-    x:object, # an argument
-    path:str, # what to call it
-)->dict[str, str]: # of every tensor and plain value in it: path → text
+def describe(x:object, path:str)->dict[str, str]: # of every tensor and plain value in it: path → text
     "An argument in words: shapes and checksums of tensors, the text of plain values."
     if isinstance(x, Batch): return _described(x.columns, lambda name: f"{path}, column {name!r}")
     if isinstance(x, Tensor): return {path: _described_tensor(x)}
@@ -169,9 +156,7 @@ def describe(
     if isinstance(x, Handle): return {path: f"placed object {vars(x)['_placed'].number}"}
     return {path: getattr(x, "__qualname__", type(x).__qualname__)}
 
-def is_plain(
-    x:object,
-)->bool:
+def is_plain(x:object)->bool:
     "Numbers, strings and what is made of them: what can be told apart by its text."
     if isinstance(x, (tuple, list)): return all(map(is_plain, x))
     if isinstance(x, dict): return all(map(is_plain, x)) and all(map(is_plain, x.values()))

@@ -14,7 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from ..models.adapters import linear_names, lora_config, peft_
+from ..models.adapters import Lora, linear_names, lora_config, peft_
 from ..models.attention import Segments, attend_by_segments, layout
 from ..models.checks import config_of
 from ..models.loading import without_lm_head
@@ -31,6 +31,8 @@ from ..engines.modules import output_layer
 from ..models.head import states_of
 from ..arithmetic.head import CHUNKS, linear_logprobs
 from ..engines.world import HALF
+
+if TYPE_CHECKING: from transformers import PreTrainedModel
 
 # %% ../../nbs/placement/93_memory.ipynb #f34b7cf3
 def _cpu_attention(q, k, v, *_, **__): return sdpa_flop_count(q.shape, k.shape, v.shape)
@@ -79,7 +81,7 @@ class Live(TorchDispatchMode):
     def _gone(self, key): self.bytes -= self.sizes.pop(key)
 
 # %% ../../nbs/placement/93_memory.ipynb #1d7ff764
-def fake_model(model:Any, dtype:torch.dtype|None=None, *, who:str="fake_model")->Any: # weights are nowhere
+def fake_model(model:object, dtype:torch.dtype|None=None, *, who:str="fake_model")->"PreTrainedModel": # without memory
     "Build it from its configuration alone. TypeError for what is no causal language model."
     from transformers import AutoModelForCausalLM
     if dtype is not None and not getattr(dtype, "is_floating_point", False):
@@ -104,7 +106,7 @@ def _config_of(model, who)->Any:
     return config
 
 # %% ../../nbs/placement/93_memory.ipynb #f99cf0f0
-def adapted_model(model:Any, lora:Any, *, who:str="adapted_model")->tuple[Any, list[nn.Parameter]]:
+def adapted_model(model:object, lora:Lora, *, who:str="adapted_model")->tuple["PreTrainedModel", list[nn.Parameter]]:
     """A fake model with an adapter on, and the adapter's weights, in fp32 at least.
 
     peft moves what it makes, which fake tensors do not allow except on the meta device: there both are made."""
@@ -140,7 +142,7 @@ class _Unpacked(torch.autograd.Function):
     def backward(ctx, *grads):
         return grads[0] @ grads[0].new_empty(ctx.shape), None
 
-def quantized_bits(quantization:Any)->int:
+def quantized_bits(quantization:object)->int:
     "4 or 8, of a word or a transformers quantization config. ValueError for another word."
     if isinstance(quantization, str): bits = {"4bit": 4, "8bit": 8}.get(quantization)
     else: bits = next((n for n in (4, 8) if getattr(quantization, f"load_in_{n}bit", False)), None)
@@ -148,7 +150,7 @@ def quantized_bits(quantization:Any)->int:
     raise ValueError(f'plan: quantization={quantization!r} is not known here; "4bit", "8bit" and a BitsAndBytesConfig '
                      "are")
 
-def pack_(fake:Any, quantization:Any, own:Iterable=()):
+def pack_(fake:nn.Module, quantization:object, own:Iterable=()):
     "Linear layers but the output layer and `own` in 4 or 8 bits, as bitsandbytes does. ValueError for DoRA."
     bits, mine = quantized_bits(quantization), {id(p) for p in own}
     dicts = ((n, m) for n, m in fake.named_modules() if isinstance(m, nn.ModuleDict))
@@ -236,7 +238,7 @@ def _logits_pass(head:Any, hidden:Tensor, *, learn:bool, entropy:bool, dtype:tor
     return live.peak, hidden.grad.nbytes if hidden.grad is not None else 0, live.flops
 
 def pass_bytes(
-    model:Any,        # a transformers causal model, or a trunk without an output layer; fake or real
+    model:nn.Module,  # a transformers causal model, or a trunk without an output layer; fake or real
     tokens:int,       # in the pass
     *,
     row:int=1024,     # tokens of a row; attention is quadratic in them
@@ -249,7 +251,7 @@ def pass_bytes(
     "Run one micro-batch and count; on a fake model nothing is computed. ValueError for a model that does not run so."
     params = [*model.parameters(), *(value_head.parameters() if value_head is not None else ())]
     ids, how = _packed_inputs(model, tokens, row)
-    autocast = torch.autocast(model.device.type, dtype=dtype or torch.bfloat16, enabled=dtype in HALF)
+    autocast = torch.autocast(params[0].device.type, dtype=dtype or torch.bfloat16, enabled=dtype in HALF)
     with torch.set_grad_enabled(learn), _without_gradients(params):
         try:
             with Live(*params, *model.buffers()) as live:

@@ -140,13 +140,13 @@ class Tried:
         out = out.tolist() if hasattr(out, "tolist") else out
         if not isinstance(out, (list, tuple)) or len(out) != n:
             size = f"{len(out)} verdicts" if isinstance(out, (list, tuple)) else f"a {type(out).__name__}"
-            self.fail("length", f"{size} came for {n} rows: {shown(rows)}")
+            self.fail("length", f"it gave {size} for {n} rows: {shown(rows)}")
         return [self.number(x, rows, i) for i, x in enumerate(out)]
 
     def number(self, x, rows:dict, i:int)->float|None:
         x = x.item() if getattr(x, "ndim", None) == 0 else x
         if x is None or isinstance(x, (bool, int, float)) and math.isfinite(x): return x if x is None else float(x)
-        self.fail("verdict", f"{x!r} came for {shown(picked(rows, [i]))}; a finite number or None is wanted")
+        self.fail("verdict", f"it gave {x!r} for {shown(picked(rows, [i]))}; a finite number or None is wanted")
 
 def finished(out):
     "What an async function gives in the end."

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.masked import masked_mean, merge
-from .oracles import sample_columns # noqa: F401 (beside the checks that use its rows)
 from .probes import outputs, parts, probe, run
 
 # %% ../../nbs/testing/34_laws.ipynb #8eed8f0a

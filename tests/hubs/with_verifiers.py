@@ -11,7 +11,8 @@ import verifiers.v1 as vf
 from datasets import Dataset
 from rlblocks import (ChatRenderer, Policy, Prompts, Renderer, Response, Rollout, check_renderer, rollouts,
                       taskset_environment, taskset_rows, verifiers_environment, verifiers_rows)
-from rlblocks.data.renderers import message_of, next_ids, rewritten
+from rlblocks.data.renderers import message_of, next_ids
+from rlblocks.environments.rewriting import rewritten
 from test_environments import CHATML, Talk, gap, net, spelling
 from test_samplers import WIDE
 from tiny import model
