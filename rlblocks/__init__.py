@@ -7,6 +7,8 @@ guards (`same_shape`). nbs/blocks.ipynb has all blocks on one page.
 """
 import gc
 from importlib import import_module
+from importlib.util import find_spec
+from sys import _getframe
 from typing import TYPE_CHECKING
 
 # One full collection walks over all that torch has made, and takes longer than all the imports below together.
@@ -288,7 +290,17 @@ def __getattr__(name):
         from importlib.metadata import version
         return version("rlblocks")
     if name in _LAZY: return getattr(import_module(f"rlblocks.{_LAZY[name]}"), name)
-    raise AttributeError(f"module 'rlblocks' has no attribute {name!r}")
+    text = f"module 'rlblocks' has no attribute {name!r}"
+    if near := _near(name): text += f"; is {' or '.join(near)} meant?"
+    # `from rlblocks import name` asks through importlib, which leaves the hint out, and then looks for such a module
+    importing = _getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
+    if near and importing and not find_spec(f"rlblocks.{name}"): raise ImportError(text, name=name)
+    raise AttributeError(text)
+
+def _near(name):
+    "Names like one that is not there; of private ones, which libraries ask for, none."
+    from difflib import get_close_matches
+    return [] if name.startswith("_") else get_close_matches(name, __all__, 2, .75)
 
 # importable by name, but not among what `rlblocks.<Tab>` shows: oracles, what only annotations name, and plumbing
 _APART = {"Counts", "Denom", "Metric", "Number", "Over", "Whole", "divisor", "same_shape"}

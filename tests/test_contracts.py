@@ -85,6 +85,14 @@ class Stuck:
     async def step(self, message): time.sleep(3600)
 
 
+def test_who_leaves_out_returning_is_not_killed():
+    "It takes longer than the deadline, and stays in this process, as with deadline=None."
+    def slow(completions): time.sleep(.01); return where.append(os.getpid()) or [float(len(c)) for c in completions]
+    where = []
+    check_grader(slow, without=["returns", "pickle"], deadline=1e-4, show=False)
+    assert set(where) == {os.getpid()}
+
+
 def test_an_environment_that_never_returns_is_named():
     with pytest.raises(AssertionError, match=r"Stuck breaks the law 'returns': turn 0, step\('a'\) had not returned"):
         check_env(Stuck, ["a"], deadline=1.)

@@ -549,8 +549,10 @@ def test_calls_of_tools_run_as_many_at_once_as_they_say():
         steps = await asyncio.gather(*(env().step(call) for _ in range(6)))
         assert [s.messages[0]["content"] for s in steps] == ["met"]*6
     env = tool_environment(Waits)
-    for _ in range(2): asyncio.run(all_of(env, 2))      # an event loop each
-    assert max(most) == 2
+    loops = [threading.Thread(target=asyncio.run, args=(all_of(env, 2),)) for _ in range(2)]
+    for thread in loops: thread.start()                 # side by side: two rollouts, an event loop each
+    for thread in loops: thread.join()
+    assert len(most) == 12 and max(most) == 2
     asyncio.run(all_of(tool_environment(Waits, at_once=3), 3))
     assert max(most) == 3
     Waits.at_once = None
@@ -560,6 +562,24 @@ def test_calls_of_tools_run_as_many_at_once_as_they_say():
     asyncio.run(env().step(dict(tool_calls=[])))
     assert pickle.loads(pickle.dumps(env)).at_once == 4
     with pytest.raises(ValueError, match="tool_environment: at_once"): tool_environment(Waits, at_once=0)
+
+
+def test_a_call_that_is_cancelled_gives_its_turn_to_the_next():
+    "Whether it waits for its turn, or has it already and does not know yet."
+    from rlblocks.environments.adapters import Gate
+    async def run(n, late):
+        gate, ran = Gate(1), []
+        async def one(k):
+            async with gate: ran.append(k); await asyncio.sleep(.01)
+        await gate.__aenter__()
+        waiting = [asyncio.create_task(one(k)) for k in range(n)]
+        await asyncio.sleep(0)
+        if late: gate.leave()
+        waiting[0].cancel()
+        if not late: gate.leave()
+        await asyncio.wait(waiting)
+        return ran, gate.free, len(gate.waiting)
+    for late in (False, True): assert asyncio.run(asyncio.wait_for(run(4, late), 60)) == ([1, 2, 3], 1, 0)
 
 
 def test_a_group_plays_one_game():

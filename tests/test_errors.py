@@ -34,6 +34,15 @@ BAD = [   # (what a user does, words of the message)
      "value_loss: values is [3, 4, 1]; [B, T] is wanted: values.squeeze(-1) drops the last axis"),
     (lambda: rl.ppo_loss(x, x, row, mask),
      "ppo_loss: advantages is [3], logprobs is [3, 4]; spread row values with at_tokens(advantages, mask)"),
+    # no mask; the value behind the last token; log-probs without column 0
+    (lambda: rl.ppo_loss(x, x, x, None),
+     "ppo_loss: mask is None; a Bool mask [B, T] is wanted, True where the policy chose the token (batch.mask)"),
+    (lambda: rl.gae(x, x, None), "gae: mask is None; a Bool mask [B, T] is wanted"),
+    (lambda: rl.at_tokens(row, None), "at_tokens: mask is None; a Bool mask"),
+    (lambda: rl.gae(x, torch.zeros(3, 5), mask),
+     "values is [3, 5], rewards is [3, 4]; they must be equal, nothing is broadcast; the value behind the last token "
+     "is left out, values[:, :-1]"),
+    (lambda: rl.ppo_loss(x[:, 1:], x, x, mask), "column t is token t, also of log-probs, whose column 0 is 0"),
     (lambda: rl.kl_shaped(x, x[:, 1:], x, mask, kl_coef=.1),
      "kl_shaped: logprobs is [3, 3], rewards is [3, 4]; they must be equal, nothing is broadcast"),
     (lambda: rl.at_tokens(row[:2], mask), "at_tokens: x is [2], mask is [3, 4]; one value per row is wanted"),
@@ -429,6 +438,9 @@ def loss(out, b): return out.logprobs.sum()/b.n_tokens, {}
 
 HOSTILE = [
     (lambda: policy().logprobs([1, 2]), "Policy: the batch is a list; a Batch is wanted"),
+    (lambda: policy().step(batch(), rl.ppo_loss),
+     "Policy: step calls loss(out, b), and ppo_loss cannot be called so (missing a required argument: 'advantages'); a "
+     "block goes into such a function: def loss(out, b): return ppo_loss(out.logprobs, …, b.mask, denom=b)"),
     (lambda: policy().logprobs(now("mask", of_ids(3, (0, 1)).mask).drop("tokens")),
      "Policy: the batch has no column 'tokens'"),
     (lambda: policy().logprobs(now("tokens", of_ids(3, (0, 1)).tokens.short())),

@@ -338,3 +338,37 @@ def test_failures_are_metrics_too():
     def fn(completions): return [1/(len(c) - 3) for c in completions]
     with pytest.warns(UserWarning, match="1 of 3 rows"): metrics = Grader(fn, deadline=60).grade(rollout())["metrics"]
     assert float(metrics["failures/raised"]) == pytest.approx(1/3)
+
+
+def test_a_batch_in_a_thread_and_one_in_the_loop_each_get_what_is_theirs():
+    "A grader for training and evaluation: scores, columns and metrics are of the batch that was given."
+    began, go = threading.Event(), threading.Event()
+    def reward(completions, log_metric, log_extra):
+        if len(completions) == 3:
+            began.set()
+            assert go.wait(60)
+        log_extra("seen", completions)
+        log_metric("rows", len(completions))
+        return [1.]*len(completions)
+    grader = Grader(reward)
+    beside = grader.start_grade(rollout())
+    assert began.wait(60)
+    here = grader.grade(rollout()[1:])
+    go.set()
+    for made, want in ((here, ["bcd", "ef"]), (beside.result(timeout=60), ["a", "bcd", "ef"])):
+        assert made["extra"] == dict(seen=want) and made["scores"].tolist() == [1.]*len(want)
+        assert float(made["metrics"]["rows"]) == len(want)
+    assert grader.notes.extra == dict(seen=["a", "bcd", "ef"])      # of the one that ended last
+
+
+def test_a_call_that_is_cancelled_does_not_hold_up_the_next():
+    began, go, seen = threading.Event(), threading.Event(), []
+    def reward(completions):
+        began.set()
+        seen.append(len(completions))
+        return [1. for _ in completions] if go.wait(60) else []
+    grader, b = Grader(reward), rollout()
+    first, second, third = (grader.start_score(b[:n]) for n in (3, 2, 1))
+    assert began.wait(60) and second.cancel() and not first.cancel()
+    go.set()
+    assert third.result(timeout=60).tolist() == [1.] and first.result().tolist() == [1.]*3 and seen == [3, 1]

@@ -242,6 +242,18 @@ def test_tab_shows_what_people_want():
     assert rlblocks._APART <= {*rlblocks.__all__}
 
 
+def test_a_name_that_is_not_there_is_answered_by_those_like_it():
+    "Also by `from rlblocks import …`; rooms are still imported so, and what is like nothing has no hint."
+    import rlblocks
+    for code in ("from rlblocks import ppo_los", "import rlblocks; rlblocks.ppo_los"):
+        with pytest.raises((ImportError, AttributeError), match="no attribute 'ppo_los'; is ppo_loss or .* meant?"):
+            exec(code, {})
+    code = "from rlblocks import placement, models\nassert models.__name__ == 'rlblocks.models'"
+    assert not subprocess.run([sys.executable, "-c", code], check=False).returncode
+    assert not hasattr(rlblocks, "ppo_los") and not hasattr(rlblocks, "__path_of__")
+    with pytest.raises(ImportError, match="cannot import name 'quiteelse'"): exec("from rlblocks import quiteelse", {})
+
+
 def test_a_cluster_without_ray_says_what_to_install():
     "The name is there without Ray, and importing it does not import Ray."
     code = ("import sys; sys.modules['ray'] = None\nfrom rlblocks import Cluster, RayPool\n"

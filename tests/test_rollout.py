@@ -454,6 +454,12 @@ def test_a_value_head_stays_at_home():
     assert "head.weight" not in engine().load(policy.weights()).checksums
 
 
+def padded(left):
+    "Prompts of 4 tokens and of 2."
+    short = [0, 0, 5, 6] if left else [5, 6, 0, 0]
+    return Batch(tokens=torch.tensor([[3, 4, 5, 6], short]), lengths=torch.tensor([4, 2]), group=torch.arange(2))
+
+
 def test_clear_errors():
     r, p = engine(), prompts()
     empty = Batch(tokens=torch.zeros(2, 3, dtype=torch.long), lengths=torch.tensor([2, 0]),
@@ -463,6 +469,9 @@ def test_clear_errors():
         r.generate(p, max_tokens=60)
     with pytest.raises(TypeError, match="prompts is a list; a Batch is wanted"): r.generate(["hello"])
     with pytest.raises(ValueError, match="no prompts"): r.generate(p[[]])
+    words = "padded on the left: row 1 begins with 2 times the id 0 of padding. A row begins in column 0 and ends at"
+    with pytest.raises(ValueError, match=words): engine(tokenizer=tokenizer()).generate(padded(left=True))
+    assert len(engine(tokenizer=tokenizer()).generate(padded(left=False))) == len(r.generate(padded(left=True))) == 2
     with pytest.raises(ValueError, match=r"no column 'group'.*data.take\(n\)"): r.generate(p.drop("group"))
     with pytest.raises(ValueError, match="group_size=0"): r.generate(p, group_size=0)
     for how, says in ((dict(temperature=-1.), "temperature is -1"), (dict(top_p=0.), "top_p is 0"),

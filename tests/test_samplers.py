@@ -394,6 +394,64 @@ def test_a_program_that_does_not_answer_is_an_error_with_its_log():
     with pytest.raises(RuntimeError, match=named): Child("rlblocks.nothing", "run", timeout=60.)
 
 
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="a folder's file, as Linux alone has files without a name")
+def test_memory_for_weights_has_no_name_that_could_stay_behind(tmp_path):
+    "Whenever trainer or engine is killed. Another process maps it as long as the trainer lets it."
+    from rlblocks.samplers.channels import SharedMemory
+    def files(): return [f for f in os.listdir("/dev/shm") if f.startswith("rlblocks-")] + os.listdir(tmp_path)
+    before, channel = set(files()), SharedMemory()
+    for end in (channel.opened, channel.close):
+        told = channel.open(1 << 16, str(tmp_path))
+        left = set(files()) - before
+        for name in left: Path("/dev/shm", name).unlink()
+        assert not left
+        channel.memory[5] = 7
+        code = "import sys; print(*open(sys.argv[1], 'rb').read(6))"
+        seen = subprocess.run([sys.executable, "-c", code, told["path"]], capture_output=True, text=True, check=True)
+        assert seen.stdout.split() == ["0"]*5 + ["7"] and os.path.getsize(told["path"]) == told["size"] == 1 << 16
+        end()
+        assert not os.path.exists(told["path"])
+    assert channel.memory.nbytes() == 0
+
+
+def to_start(**options):
+    "What an engine of a tiny model is started with."
+    from rlblocks.samplers.vllm_start import engine_arguments, engine_twin, new_transfer
+    own, spec = model(), vllm(python=sys.executable, **options)
+    twin, source = engine_twin(own, own)
+    transfer = new_transfer(spec, twin, torch.float32)
+    return spec, transfer, engine_arguments(spec, transfer, source, 4)
+
+
+def test_a_start_that_fails_gives_its_memory_back():
+    "Here an option does not pickle."
+    from rlblocks.samplers.vllm_start import start_child
+    spec, transfer, arguments = to_start(some_option=lambda: 1)
+    with pytest.raises(Exception, match="pickle"): start_child(spec, transfer, arguments)
+    assert transfer.channel.forget is None
+
+
+SIGNS = """
+import sys, time
+from multiprocessing.connection import Client
+def run(address):
+    trainer = Client(address, family="AF_UNIX", authkey=sys.stdin.buffer.read())
+    for what in ("connect", *["alive"]*600):
+        trainer.send((what,))
+        time.sleep(.1)
+"""
+
+
+def test_a_start_has_its_seconds_once(tmp_path):
+    "A sign of life on the way does not begin them anew."
+    from rlblocks.samplers.transfer import connect_engine
+    (tmp_path/"signs.py").write_text(SIGNS)
+    child = Child("signs", "run", timeout=300., more=dict(PYTHONPATH=str(tmp_path)))
+    with pytest.raises(TimeoutError, match="did not answer 'ready'"):
+        connect_engine(to_start()[1], child, time.monotonic() + 2.)
+    child.close()
+
+
 def test_a_program_that_does_not_call_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(TimeoutError, match="did not call within 0.05 s. Its log ends:") as error:

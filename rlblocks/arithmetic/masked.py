@@ -22,6 +22,13 @@ from torch.nn.functional import hardtanh
 Number = float | int | Float[Tensor, ""] | Int[Tensor, ""]
 
 # %% ../../nbs/arithmetic/00_masked.ipynb #21cf5e6d
+def present(
+    **tensors:Tensor|None,
+)->dict[str, Tensor]: # by name
+    "Those that are not None: `same_shape(x=x, **present(mask=mask))` where a mask may be left out."
+    return {name: x for name,x in tensors.items() if x is not None}
+
+# %% ../../nbs/arithmetic/00_masked.ipynb #cdfa6fd8
 # a name means one thing everywhere: these are Bool …
 _BOOLS = frozenset("mask keep selected tied truncated correct ref_wins riskier_unsafe safer_unsafe marked".split())
 _IDS = frozenset("tokens lengths group step ranks".split()) # … and these integers
@@ -30,14 +37,14 @@ _IDS = frozenset("tokens lengths group step ranks".split()) # … and these inte
 def same_shape(
     axes:str|None=None,    # what they all have, as in annotations: "B T", "B"; None: any
     /,
-    **tensors:Tensor|None, # tensors under the names that the user knows; None is skipped
+    **tensors:Tensor|None, # tensors under the names that the user knows; None is skipped, except for `mask`
 )->None:
     """Raise unless all `tensors` are tensors of one shape, masks are Bool and ids integers; nothing is broadcast.
 
     ValueError or TypeError: the calling function, what came, what was wanted, how to fix it."""
     shape = None
     for name,x in tensors.items():
-        if x is None: continue
+        if x is None and name != "mask": continue
         if not isinstance(x, Tensor) or (shape is not None and x.shape != shape) or _wrong_kind(name, x): break
         shape = x.shape
     else:
@@ -50,8 +57,12 @@ def _wrong_kind(name, x):
 
 def _refusal(caller, axes, tensors):
     "What is wrong with some tensors, as an error to raise."
-    over_tokens, tensors = "mask" in tensors, {name: x for name,x in tensors.items() if x is not None}
+    over_tokens, tensors = "mask" in tensors, {k: x for k,x in tensors.items() if x is not None or k == "mask"}
     for name,x in tensors.items():
+        if x is None:
+            form = f" [{', '.join(axes.split())}]" if axes else ""
+            return TypeError(f"{caller}: mask is None; a Bool mask{form} is wanted, True where the policy chose the "
+                             "token (batch.mask)")
         if not isinstance(x, Tensor):
             return TypeError(f"{caller}: {name} is a {type(x).__name__}; a tensor is wanted (torch.as_tensor({name}))")
         if _wrong_kind(name, x):
@@ -64,11 +75,17 @@ def _refusal(caller, axes, tensors):
     if all(s == wanted for s in shapes.values()):
         return ValueError(f"{caller}: {_wrong_axes(axes, *next(iter(shapes.items())))}")
     good,odd = (next(name for name,s in shapes.items() if (s == wanted) is same) for same in (True, False))
-    fix = "they must be equal, nothing is broadcast"
+    fix = "they must be equal, nothing is broadcast" + _one_column(odd, shapes[odd], wanted)
     if len(wanted) == 2 and shapes[odd] == wanted[:1]: # a value a row
         fix = (f"spread row values with at_tokens({odd}, mask)" if over_tokens or odd == "temperature" else
                f"one number per row is wanted, of log-probs sequence_logprobs({good}, mask)")
     return ValueError(f"{caller}: {odd} is {shapes[odd]}, {good} is {wanted}; {fix}")
+
+def _one_column(name, shape, wanted):
+    "What one token too many or too few usually is."
+    if len(wanted) != 2 or shape[:-1] != wanted[:-1] or abs(shape[-1] - wanted[-1]) != 1: return ""
+    if shape[-1] > wanted[-1]: return f"; the value behind the last token is left out, {name}[:, :-1]"
+    return "; column t is token t, also of log-probs, whose column 0 is 0 (token_logprobs)"
 
 def _wrong_axes(axes, name, shape):
     n, fix = len(axes.split()), "add or drop an axis"
@@ -144,7 +161,7 @@ def masked_sum(
     """Sum of the chosen entries.
 
     Σₘ x. What is under a False, NaN and inf included, reaches neither value nor gradient."""
-    same_shape(x=x, mask=mask)
+    same_shape(x=x, **present(mask=mask))
     return (promoted(x) if mask is None else torch.where(mask, promoted(x), 0.)).sum(dim)
 
 def masked_mean(
@@ -157,7 +174,7 @@ def masked_mean(
     """Mean of the chosen entries, or their sum over the tokens of the optimizer step that they are part of.
 
     Σₘ x / denom. Nothing chosen gives 0 with a finite gradient, whatever the denominator."""
-    same_shape(x=x, mask=mask)
+    same_shape(x=x, **present(mask=mask))
     total = masked_sum(x, mask, dim=dim)
     if x.ndim != 2 and isinstance(denom, Counts):
         raise ValueError(f"masked_mean: x is {list(x.shape)}, and of a {type(denom).__name__} only values of tokens, "
@@ -307,7 +324,7 @@ def mean_of(
     mask:Bool[Tensor, "*shape"]|None, # True where `x` counts; None = everywhere
 )->Mean: # Σ of the chosen and their number, detached
     """Mean of the chosen entries as a metric."""
-    same_shape(x=x, mask=mask)
+    same_shape(x=x, **present(mask=mask))
     if mask is None: return Mean(total(promoted(x.detach())), x.numel())
     return Mean(total(masked_sum(x.detach(), mask, dim=-1)), total(mask))
 

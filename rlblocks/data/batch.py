@@ -186,8 +186,8 @@ def check_sampled_at(batch:"Batch", name:str, given:Any, neutral:int):
 class Batch:
     """Rows as named columns: tensors `[B, …]` or lists of `B` objects; a part remembers its whole.
 
-    `batch["name"] = x` adds a column, `set(name, x, per="row")` one whose second axis is not tokens. It travels with
-    the rows: through cuts, joins and the buffer, and to the loss."""
+    A row begins in column 0, padding is behind it. `batch["name"] = x` adds a column, `set(name, x, per="row")` one
+    whose second axis is not tokens. It travels with the rows: through cuts, joins and the buffer, and to the loss."""
 
     def __init__(self, /,
         *,

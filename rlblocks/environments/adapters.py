@@ -10,7 +10,10 @@ __all__ = ['ToolEnvironment', 'tool_environment', 'Game', 'GymEnvironment', 'gym
 import asyncio
 import inspect
 import json
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -96,6 +99,34 @@ def pass_on(
         if hasattr(inner, name): setattr(to, name, getattr(outer, name, None))
 
 # %% ../../nbs/environments/87c_adapters.ipynb #605f7353
+class Gate:
+    "Lets so many calls run at once, whichever event loops and threads they are of. Who waits longest is next."
+
+    def __init__(self, n:int):
+        "Nothing runs."
+        self.free, self.lock = n, threading.Lock()
+        self.waiting:deque[Future] = deque()
+
+    async def __aenter__(self):
+        with self.lock:
+            turn = Future[None]()
+            if self.free: self.free -= 1; return
+            self.waiting.append(turn)
+        try: await asyncio.wrap_future(turn)
+        except asyncio.CancelledError:
+            if not turn.cancel(): self.leave()      # its turn came with the cancellation
+            raise
+
+    async def __aexit__(self, *error): self.leave()
+
+    def leave(self):
+        "The next one's turn."
+        with self.lock:
+            while self.waiting:
+                turn = self.waiting.popleft()
+                if turn.set_running_or_notify_cancel(): return turn.set_result(None)
+            self.free += 1
+
 class ToolFactory:
     "Makes tool environments, and counts the calls that run."
 
@@ -103,7 +134,7 @@ class ToolFactory:
         "Nothing runs."
         self.factory, self.on_problem, self.at_once = factory, checked("tool_environment", on_problem), at_once
         self.warned:set[tuple[str, str]] = set()    # errors of which `rollouts` has told
-        self.running:tuple[asyncio.AbstractEventLoop, asyncio.Semaphore]|None = None
+        self.gates:dict[int, Gate] = {}             # one, unless its tools name several numbers
 
     def __call__(self)->ToolEnvironment:
         "A new one."
@@ -114,11 +145,9 @@ class ToolFactory:
     def gate(self,
         own:int|None, # what the tools themselves allow
     )->AbstractAsyncContextManager:
-        "Wait here until fewer calls run. The calls of one event loop are counted together."
-        n, loop = self.at_once or own, asyncio.get_running_loop()
-        if n is None: return nullcontext()
-        if self.running is None or self.running[0] is not loop: self.running = loop, asyncio.Semaphore(n)
-        return self.running[1]
+        "Wait here until fewer calls run, of all environments that were made here."
+        n = self.at_once or own
+        return nullcontext() if n is None else self.gates.setdefault(n, Gate(n))
 
 # %% ../../nbs/environments/87c_adapters.ipynb #8fc8798d
 def tool_environment(

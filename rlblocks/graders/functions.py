@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import torch
 
@@ -80,6 +80,7 @@ class Background:
 
     def __init__(self):
         "None is under way."
+        self.lock = threading.Lock()    # for what the calls have in common with the loop
         self.last:Future = Future()
         self.last.set_result(None)
 
@@ -89,13 +90,14 @@ class Background:
         fn:Callable,
         *args,
     )->Future:
-        "Begin when the calls before it have ended. `result()` waits for what it gives, or raises."
+        "Begin when the calls before it have ended. `result()` waits for what it gives, or raises; `cancel()` before."
         before, self.last = self.last, Future()
         threading.Thread(target=self.run, args=(before, self.last, fn, args), daemon=True).start()
         return self.last
 
     def run(self, before:Future, made:Future, fn:Callable, args:tuple):
         "In the thread."
-        before.exception()
+        wait([before])
+        if not made.set_running_or_notify_cancel(): return
         try: made.set_result(fn(*args))
         except BaseException as e: made.set_exception(e)

@@ -9,6 +9,7 @@ __all__ = ['Grader', 'best_rows']
 import asyncio
 import inspect
 import math
+import threading
 import warnings
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -117,10 +118,17 @@ def _run(name, fn, batch, notes):
         for i in range(len(batch)):
             try: _result(fn, _of_row(given, i))
             except Exception: where = _row(batch, i); break
-        asked = isinstance(error, KeyError) and error.args and str(error.args[0]) not in given
-        # it asked its **columns for one
-        hint = "" if not asked else f"; the batch offers {', '.join(given)}{_hint([str(error.args[0])], given)}"
-        raise RuntimeError(f"Grader: {name} raised {type(error).__name__} on {where}: {error}{hint}") from error
+        raise RuntimeError(f"Grader: {name} raised {type(error).__name__} on {where}: {error}"
+                           f"{_way_out(error, given)}") from error
+
+def _way_out(error, given)->str:
+    "What helps against what a function raised, where that is known."
+    if isinstance(error, KeyError) and error.args and str(error.args[0]) not in given: # it asked its **columns for one
+        return f"; the batch offers {', '.join(given)}{_hint([str(error.args[0])], given)}"
+    if "main thread" in str(error) and threading.current_thread() is not threading.main_thread():
+        return ("; later(…) grades in a thread beside the main one. Give Grader(…, deadline=…): each row is then "
+                "scored in a process, in its main thread")
+    return ""
 
 def _of_row(given, i)->dict: return {k: v[i:i+1] if isinstance(v, list) else v for k, v in given.items()}
 
@@ -278,18 +286,29 @@ class Grader:
 
         RuntimeError when one raises, TypeError or ValueError when it returns what is no verdict; all name function and
         row."""
+        return self._examined(batch)[0]
+
+    def _examined(self, batch):
+        "Scores, failures and notes of this batch alone: another thread may grade another one meanwhile."
         if not isinstance(batch, Batch):
             raise TypeError(f"Grader: the batch is a {type(batch).__name__}; a Batch is wanted, as rollout.generate "
                             "gives it")
-        self.failures, self.notes = {}, Notes()
-        return {name: torch.tensor(self._of(name, fn, batch), dtype=torch.float32) for name, fn in self.fns.items()}
+        failures, notes = dict[str, list[Failure]](), Notes()
+        try:
+            return {name: torch.tensor(self._of(name, fn, batch, failures, notes), dtype=torch.float32)
+                    for name, fn in self.fns.items()}, failures, notes
+        finally: self._keep(failures, notes)
 
-    def _of(self, name, fn, batch):
-        if self.caps is None: return _verdicts(name, _run(name, fn, batch, self.notes), batch)
-        verdicts, failures = in_processes(name, fn, batch, self.caps, self.notes)
-        self.failures[name] = failures
-        self.counts.update(f.kind for f in failures)
-        return with_failures(name, verdicts, failures, batch, self.on_failure)
+    def _of(self, name, fn, batch, failures, notes):
+        if self.caps is None: return _verdicts(name, _run(name, fn, batch, notes), batch)
+        verdicts, failures[name] = in_processes(name, fn, batch, self.caps, notes)
+        return with_failures(name, verdicts, failures[name], batch, self.on_failure)
+
+    def _keep(self, failures, notes):
+        "For who asks about the last batch, and about all."
+        with self._background.lock:
+            self.failures, self.notes = failures, notes
+            self.counts.update(f.kind for of in failures.values() for f in of)
 
     def score(self,
         batch:Batch, # see `scores`
@@ -301,12 +320,12 @@ class Grader:
         batch:Batch, # see `scores`
     )->dict: # scores `[B]`; metrics by name; extra columns that functions logged
         "As `score`, with what there is to log: the mean of each function, what it logged, the share that failed."
-        scores = self.scores(batch)
+        scores, failures, notes = self._examined(batch)
         warn_of_none(scores, self._warned)
-        metrics = merge(metrics_of(scores, self.failures), self.notes.metrics)
+        metrics = merge(metrics_of(scores, failures), notes.metrics)
         total = total_of(scores, self.weights, batch)
         warn_of_no_total(total, scores, self._warned)
-        return dict(scores=total, metrics=metrics, extra=self.notes.extra)
+        return dict(scores=total, metrics=metrics, extra=notes.extra)
 
     def start_score(self, batch:Batch)->Future:
         "`later(grader.score, batch)`: grade in a thread, while this one goes on."

@@ -9,6 +9,7 @@ __all__ = ['Regraded', 'regrade']
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,12 +49,13 @@ def regrade(
 )->Regraded:
     "Grade stored rows again, a step at a time. ValueError for a folder without rows."
     found, sums = Regraded(), torch.zeros(2, 2, dtype=torch.float64)
+    own = copy(grader)       # its failures are of our batches alone, whoever else grades with it
     for step, batch in batches(rows, steps):
         n = len(batch)
         before = batch.scores.float() if "scores" in batch else torch.full((n,), math.nan)
-        after = grader.score(batch)
+        after = own.score(batch)
         compare(found, step, before, after)
-        found.failures |= {(step, f.item): f for of in grader.failures.values() for f in of}
+        found.failures |= {(step, f.item): f for of in own.failures.values() for f in of}
         sums += torch.stack([torch.stack([x.nansum(), (~x.isnan()).sum()]).double() for x in (before, after)])
         if into is not None:
             batch["scores_before"], batch["scores"] = before, after

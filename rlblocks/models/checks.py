@@ -159,11 +159,22 @@ def check_batches(who:str, batches:list):
 def check_jobs(who:str, jobs:list):
     "TypeError for what is no (batch, loss) pair."
     for job in jobs:
-        if isinstance(job, tuple) and len(job) == 2 and callable(job[1]): continue
+        if isinstance(job, tuple) and len(job) == 2 and callable(job[1]):
+            check_closure(who, job[1])
+            continue
         given = f"({', '.join(type(x).__name__ for x in job)})" if isinstance(job, tuple) else _what(job)
         raise TypeError(f"{who}: step got {given}; step(batch, loss) is wanted, loss(out, b) a function, "
                         "and further ones as pairs: step(batch, loss, (other, its_loss))")
     check_batches(who, [b for b, _ in jobs])
+
+def check_closure(who:str, loss:Callable):
+    "TypeError for a function that cannot be called as loss(out, b), as a block is."
+    name = getattr(loss, "__name__", type(loss).__name__)
+    try: inspect.signature(loss).bind(None, None)
+    except ValueError: return         # it does not say
+    except TypeError as e:
+        raise TypeError(f"{who}: step calls loss(out, b), and {name} cannot be called so ({e}); a block goes into such "
+                        f"a function: def loss(out, b): return {name}(out.logprobs, …, b.mask, denom=b)") from None
 
 def check_sampled(who:str, b:Batch, n:int|None, *, padding:bool):
     "ValueError for ids beyond the embedding, and for columns that do not say how rows were sampled."

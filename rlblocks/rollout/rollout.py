@@ -324,7 +324,7 @@ def _check_request(rollout, prompts, max_tokens, penalties):
         raise TypeError(f"generate: prompts is a {type(prompts).__name__}; a Batch is wanted, as data.take(n) gives it "
                         "(its group ids come before any cut)")
     check_ready(rollout.sampler)
-    check_prompts(prompts)
+    check_prompts(prompts, getattr(rollout.tokenizer, "pad_token_id", None))
     check_ids("generate", prompts.tokens, prompts.lengths, rollout.sampler.vocabulary, padding=False, row="prompt")
     check_room(prompts.lengths, max_tokens, rollout.sampler.window)
     return _ending(rollout, penalties, max_tokens)

@@ -96,13 +96,15 @@ class Server:
         arrays = _complete(made, extras.kept) if output.finished else _so_far(_under_way(self)[name], extras.kept)
         if not output.finished: self.engine.abort_request([name])
         reason = "stop" if complete or made.finish_reason == "stop" else "length"
-        self.send("done", name, *arrays, made.routed_experts, self.marks.pop(name), reason)
+        self.send("done", name, *arrays, made.routed_experts, self.marks[name], reason)
         self.forget([name])
 
     def forget(self, names:Iterable[str]): # of samples that have ended
         "No more messages about them."
         self.names -= set(names)
-        for name in names: self.extras.pop(name, None)
+        for name in names:
+            self.extras.pop(name, None)
+            self.marks.pop(name, None)
 
 # %% ../../nbs/samplers/83c_child.ipynb #bccdb4a7
 def _start(

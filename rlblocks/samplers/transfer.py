@@ -6,6 +6,7 @@
 __all__ = ['check_probe', 'probed', 'probe_scores', 'score_with', 'twin_shapes', 'filed_pieces', 'Transfer', 'connect_engine']
 
 # %% ../../nbs/samplers/83e_transfer.ipynb #e130102b
+import time
 from collections.abc import Iterator
 from threading import Thread
 from typing import TYPE_CHECKING, cast
@@ -168,15 +169,17 @@ class Transfer:
 def connect_engine(
     transfer:Transfer, # that has shared its memory
     child:Child,       # that has been told to start
+    end:float,         # of `time.monotonic`, by which they are ready
 ):
-    "Connect with an engine's workers, and wait until they are ready. RuntimeError when it has ended."
+    """Connect with an engine's workers, and wait until they are ready.
+
+    RuntimeError when it has ended, TimeoutError when it is late."""
     errors = list[Exception]()
     try:
-        child.answer("connect")
+        child.answer("connect", max(end - time.monotonic(), 0.))
         Thread(target=_connect, args=(transfer.channel, child, errors), daemon=True).start()
-        child.answer("ready")
+        child.answer("ready", max(end - time.monotonic(), 0.))
     finally:
-        transfer.channel.opened()
         if errors: raise errors[0]
 
 def _connect(channel, child, errors):

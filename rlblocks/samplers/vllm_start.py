@@ -9,6 +9,7 @@ __all__ = ['transformers_model', 'engine_twin', 'in_folder', 'own_ticket', 'rout
 
 # %% ../../nbs/samplers/83g_vllm_start.ipynb #ffda17af
 import os
+import time
 from collections.abc import Mapping
 from functools import partial
 from tempfile import TemporaryDirectory
@@ -91,8 +92,11 @@ def computed_dtype(
 def engine_devices(
     spec:VllmSpec,
 )->tuple[int, ...]: # none without CUDA
-    "The GPUs of an engine. ValueError for another number than it has workers."
-    if not torch.cuda.is_available(): return ()
+    "The GPUs of an engine. ValueError for another number than it has workers, or where there is no CUDA."
+    if not torch.cuda.is_available():
+        if spec.devices: raise ValueError(f"vllm: devices={spec.devices}, and this process sees no CUDA device; leave "
+                                          "devices out on a CPU")
+        return ()
     return placed(spec, torch.cuda.current_device())
 
 def placed(
@@ -114,7 +118,11 @@ def visible(
     "Show an engine its GPUs and no others."
     if not devices: return {}
     listed = environment.get("CUDA_VISIBLE_DEVICES", "")
-    names = listed.split(",") if listed else [str(i) for i in range(max(devices) + 1)]
+    names = [name.strip() for name in listed.split(",")] if listed else [str(i) for i in range(max(devices) + 1)]
+    if max(devices) >= len(names):
+        raise ValueError(f"vllm: its engine is to run on the GPUs {', '.join(map(str, devices))}, counted from 0, and "
+                         f"this process sees {len(names)} (CUDA_VISIBLE_DEVICES={listed!r}); show it more, or name "
+                         "others by vllm(devices=…)")
     return dict(CUDA_VISIBLE_DEVICES=",".join(names[i] for i in devices))
 
 # %% ../../nbs/samplers/83g_vllm_start.ipynb #0e07439d
@@ -201,6 +209,7 @@ def start_child(
         raise RuntimeError(f"Rollout: engine='vllm' did not start: {e}") from None
 
 def _started(spec, transfer, arguments):
+    end = time.monotonic() + spec.start
     v2 = dict(VLLM_USE_V2_MODEL_RUNNER="1") if any(spec.options.get(name) for name in _V2) else {}
     child = Child("rlblocks.samplers.child", "serve_trainer", python=interpreter(spec.python), timeout=spec.start,
                   more=_QUIET | v2 | visible(engine_devices(spec), os.environ))
@@ -209,9 +218,10 @@ def _started(spec, transfer, arguments):
             transfer.twin.config.save_pretrained(child.folder.name)
             arguments = dict(arguments, model=child.folder.name)
         child.send("start", dict(arguments), transfer.share(child.folder.name))
-        connect_engine(transfer, child)
+        connect_engine(transfer, child, end)
         allow_silence(child, spec.timeout)
     except BaseException:
         child.close()
         raise
+    finally: transfer.channel.opened()
     return child
