@@ -70,7 +70,7 @@ def _refusal(caller, axes, tensors):
                       "masks are Bool (mask.bool(), or mask > 0)" if name == "mask" else
                       f"a Bool is wanted ({name}.bool(), or {name} > 0)")
             return TypeError(f"{caller}: {name} is {str(x.dtype).removeprefix('torch.')}; {wanted}")
-    shapes = {name: list(x.shape) for name,x in tensors.items()}
+    shapes = {name: list(x.shape) for name,x in tensors.items() if x is not None}
     wanted = shapes.get("mask", max(shapes.values(), key=len))
     if all(s == wanted for s in shapes.values()):
         return ValueError(f"{caller}: {_wrong_axes(axes, *next(iter(shapes.items())))}")

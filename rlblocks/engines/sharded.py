@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -179,8 +180,8 @@ def promise(model:"ShardedModel", prefix:str, score:Callable[[Tensor], Tensor]|N
 
     `prefix`: only weights under this name, given without it; `score`: ids → log-probs of all but the first; `dtype`:
     that floats are sent in; None = as they are."""
-    def params(bucket_bytes): return in_dtype(model.iter_full_params(bucket_bytes, prefix), dtype)
-    way = InProcess(lambda: model.version, params, score)
+    def params(bucket_bytes, **how): return in_dtype(model.iter_full_params(bucket_bytes, prefix, **how), dtype)
+    way = InProcess(lambda: model.version, params, score, partial(params, copies=False))
     shapes = {n.removeprefix(prefix): x for n, x in full_shapes(model).items() if n.startswith(prefix)}
     return Ticket(model.version, way, shapes or None, probe=probe)
 
