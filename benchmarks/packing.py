@@ -37,7 +37,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from rlblocks.data.balancing import balance
-from rlblocks.data.micro_batches import bin_pack, plan_micro_batches
+from rlblocks.data.packing import bin_pack, plan_micro_batches
 
 CAP, N, ROWS, PARTS = 2048, 100_000, 4096, 256
 PROMISED = dict(pack=2., balance=5.)

@@ -21,9 +21,8 @@ try:
         remax_advantages, vtrace,
     )
     from rlblocks.data.balancing import balance, balance_families, fit_row_costs, row_costs
-    from rlblocks.data.batch import Batch, pairs
+    from rlblocks.data.batch import Batch, Whole, pairs
     from rlblocks.data.columns import pad, seed_of
-    from rlblocks.data.counts import Whole
     from rlblocks.signals.best_of import (
         best_of_n_advantages, best_random_weights, best_worst_weights, group_pass_at_k_advantages,
         pass_at_k_advantages, pf_ppo_weights, resampled_rows,
@@ -69,8 +68,9 @@ try:
         naive_aggregate, naive_gae, naive_group_advantages, naive_leave_one_out, naive_ppo_loss, naive_returns,
         naive_token_logprobs, naive_value_loss, sample_columns,
     )
-    from rlblocks.data.micro_batches import bin_pack, drop_long, micro_batch_count, plan_micro_batches, split_long
-    from rlblocks.data.packing import Packed, pack, shared_prefix, unpack
+    from rlblocks.data.packing import (
+        Packed, bin_pack, drop_long, micro_batch_count, pack, plan_micro_batches, shared_prefix, split_long, unpack,
+    )
     from rlblocks.losses.policy import (
         adaptive_clip, assert_on_policy, clip_metrics, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss,
         log_ratio, ppo_loss, ratio_metrics,

@@ -11,8 +11,9 @@ from torch.testing import assert_close
 from rlblocks.data.balancing import balance, balance_families
 from rlblocks.engines.optim import constant, cosine, in_turn, linear, wsd
 from rlblocks.data.columns import pad
-from rlblocks.data.micro_batches import bin_pack, drop_long, micro_batch_count, plan_micro_batches, split_long
-from rlblocks.data.packing import pack, shared_prefix, unpack
+from rlblocks.data.packing import (
+    bin_pack, drop_long, micro_batch_count, pack, plan_micro_batches, shared_prefix, split_long, unpack,
+)
 
 
 def ragged(seed, B=6, T=9):

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from .batch import Batch
 from .freshness import born_of
-from .micro_batches import rows_by
-from .packing import element_places
+from .packing import element_places, rows_by
 from .ragged import Ragged
 
 # %% ../../nbs/data/43_bundles.ipynb #a200b3c9

@@ -21,8 +21,7 @@ from torch import Tensor
 from ..arithmetic.masked import Last, Mean, Metric, merge
 from ..data.batch import Batch
 from ..data.columns import widen
-from ..data.micro_batches import Limits, planned
-from ..data.packing import common_prefix
+from ..data.packing import Limits, common_prefix, planned
 from ..engines.base import EngineSpec
 from ..engines.exchanges import LineShard
 from ..engines.guards import ReentrantLock
