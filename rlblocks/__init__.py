@@ -290,12 +290,13 @@ def __getattr__(name):
         from importlib.metadata import version
         return version("rlblocks")
     if name in _LAZY: return getattr(import_module(f"rlblocks.{_LAZY[name]}"), name)
-    text = f"module 'rlblocks' has no attribute {name!r}"
-    if near := _near(name): text += f"; is {' or '.join(near)} meant?"
+    near = _near(name)
+    hint = f"; is {' or '.join(near)} meant?" if near else ""
     # `from rlblocks import name` asks through importlib, which leaves the hint out, and then looks for such a module
     importing = _getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
-    if near and importing and not find_spec(f"rlblocks.{name}"): raise ImportError(text, name=name)
-    raise AttributeError(text)
+    if near and importing and not find_spec(f"rlblocks.{name}"):
+        raise ImportError(f"cannot import name {name!r} from 'rlblocks'{hint}", name=name)
+    raise AttributeError(f"module 'rlblocks' has no attribute {name!r}{hint}")
 
 def _near(name):
     "Names like one that is not there; of private ones, which libraries ask for, none."

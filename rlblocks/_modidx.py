@@ -167,8 +167,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'rlblocks/arithmetic/masked.py'),
                                             'rlblocks.arithmetic.masked.merge': ( 'arithmetic/masked.html#merge',
                                                                                   'rlblocks/arithmetic/masked.py'),
-                                            'rlblocks.arithmetic.masked.present': ( 'arithmetic/masked.html#present',
-                                                                                    'rlblocks/arithmetic/masked.py'),
                                             'rlblocks.arithmetic.masked.promoted': ( 'arithmetic/masked.html#promoted',
                                                                                      'rlblocks/arithmetic/masked.py'),
                                             'rlblocks.arithmetic.masked.same_shape': ( 'arithmetic/masked.html#same_shape',

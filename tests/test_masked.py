@@ -314,7 +314,8 @@ def test_merge_names_what_it_cannot_join():
 
 # errors
 
-def my_loss(logprobs, advantages, mask): same_shape(logprobs=logprobs, advantages=advantages, mask=mask)
+def my_loss(logprobs, advantages, mask):
+    same_shape(logprobs=logprobs, advantages=advantages, mask=mask, mask_optional=True)
 
 def test_errors_say_who_what_and_how_to_fix():
     x, mask = torch.zeros(4, 7), torch.ones(4, 7, dtype=torch.bool)
@@ -327,9 +328,11 @@ def test_errors_say_who_what_and_how_to_fix():
         ((x[:, 0], x, None), ValueError,
          "my_loss: logprobs is [4], advantages is [4, 7]; spread row values with at_tokens(logprobs, mask)"),
         ((x, x[:, 1:], mask), ValueError,
-         "my_loss: advantages is [4, 6], logprobs is [4, 7]; they must be equal, nothing is broadcast"),
+         "my_loss: advantages is [4, 6], logprobs is [4, 7]; they must be equal, nothing is broadcast; column t is "
+         "token t, also of log-probs, whose column 0 is 0 (token_logprobs)"),
         ((x, x, mask[:, 1:]), ValueError,
-         "my_loss: logprobs is [4, 7], mask is [4, 6]; they must be equal, nothing is broadcast"),
+         "my_loss: logprobs is [4, 7], mask is [4, 6]; they must be equal, nothing is broadcast; the value behind "
+         "the last token is left out, logprobs[:, :-1]"),
         ((x, x, mask.long()), TypeError, "my_loss: mask is int64; masks are Bool (mask.bool(), or mask > 0)"),
         ((x, x, x), TypeError, "my_loss: mask is float32; masks are Bool (mask.bool(), or mask > 0)"),
     ]:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .masked import Metric, clip, finite_logprobs, present, promoted, same_shape
+from .masked import Metric, clip, finite_logprobs, promoted, same_shape
 
 # %% ../../nbs/arithmetic/04_kl.ipynb #a6caf7de
 def _log_ratio(logprobs, ref_logprobs, mask):
@@ -26,7 +26,7 @@ def kl_k1(
     """Log-ratio to the reference: unbiased for KL(π‖ref), noisy. As a reward it has the right gradient, as a loss none.
 
     k1 = x = log π − log π_ref, within ±20. Schulman 2020, "Approximating KL divergence"."""
-    same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, **present(mask=mask))
+    same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask, mask_optional=True)
     return _log_ratio(logprobs, ref_logprobs, mask)
 
 # %% ../../nbs/arithmetic/04_kl.ipynb #44bf042d
@@ -38,7 +38,7 @@ def kl_k2(
     """Half the squared log-ratio: biased as a value, but as an on-policy loss its gradient is that of KL(π‖ref).
 
     k2 = x²/2, x = log π − log π_ref, within ±20. Schulman 2020, "Approximating KL divergence"."""
-    same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, **present(mask=mask))
+    same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask, mask_optional=True)
     return _log_ratio(logprobs, ref_logprobs, mask).square() / 2
 
 # %% ../../nbs/arithmetic/04_kl.ipynb #93c33af5
@@ -50,7 +50,7 @@ def kl_k3(
     """Unbiased for KL(π‖ref), never negative, low variance; as an on-policy loss its gradient is that of KL(ref‖π).
 
     k3 = e⁻ˣ − 1 + x, x = log π − log π_ref, within ±20. Schulman 2020; Shao et al. 2024, eq. 4."""
-    same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, **present(mask=mask))
+    same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask, mask_optional=True)
     x = _log_ratio(logprobs, ref_logprobs, mask)
     return torch.expm1(-x) + x # expm1: e⁻ˣ − 1 would lose all digits near 0
 
@@ -65,7 +65,7 @@ def full_kl(
     KL(π‖ref) = Σᵥ π(v)·(log π(v) − log π_ref(v)). Ids that π excludes (logit −inf) add 0; an id that only the reference
     excludes costs π(v)·10¹⁵."""
     same_shape(logits=logits, ref_logits=ref_logits)
-    same_shape(**{"logits[..., 0]": logits[..., 0]}, **present(mask=mask))
+    same_shape(**{"logits[..., 0]": logits[..., 0]}, mask=mask, mask_optional=True)
     if mask is not None: # masked positions become two uniform distributions, at distance 0
         logits, ref_logits = (torch.where(mask[..., None], x, 0.) for x in (logits, ref_logits))
     logp, ref_logp = (finite_logprobs(promoted(x).log_softmax(-1)) for x in (logits, ref_logits.detach()))
@@ -94,7 +94,7 @@ def ratio_corrected(
 
     ρ·k, ρ = π/π_old differentiated too, log ρ within ±20. DeepSeek-AI 2025 (V3.2), section 3.1, there with k3.
     Not truncated: ρ is as heavy-tailed as in PPO."""
-    same_shape(kl=kl, logprobs=logprobs, old_logprobs=old_logprobs, **present(mask=mask))
+    same_shape(kl=kl, logprobs=logprobs, old_logprobs=old_logprobs, mask=mask, mask_optional=True)
     kl = promoted(kl) if mask is None else torch.where(mask, promoted(kl), 0.)
     return _log_ratio(logprobs, old_logprobs, mask).exp() * kl
 

@@ -22,13 +22,6 @@ from torch.nn.functional import hardtanh
 Number = float | int | Float[Tensor, ""] | Int[Tensor, ""]
 
 # %% ../../nbs/arithmetic/00_masked.ipynb #21cf5e6d
-def present(
-    **tensors:Tensor|None,
-)->dict[str, Tensor]: # by name
-    "Those that are not None: `same_shape(x=x, **present(mask=mask))` where a mask may be left out."
-    return {name: x for name,x in tensors.items() if x is not None}
-
-# %% ../../nbs/arithmetic/00_masked.ipynb #cdfa6fd8
 # a name means one thing everywhere: these are Bool …
 _BOOLS = frozenset("mask keep selected tied truncated correct ref_wins riskier_unsafe safer_unsafe marked".split())
 _IDS = frozenset("tokens lengths group step ranks".split()) # … and these integers
@@ -37,6 +30,8 @@ _IDS = frozenset("tokens lengths group step ranks".split()) # … and these inte
 def same_shape(
     axes:str|None=None,    # what they all have, as in annotations: "B T", "B"; None: any
     /,
+    *,
+    mask_optional:bool=False, # a `mask` of None is skipped too: it says that everything counts
     **tensors:Tensor|None, # tensors under the names that the user knows; None is skipped, except for `mask`
 )->None:
     """Raise unless all `tensors` are tensors of one shape, masks are Bool and ids integers; nothing is broadcast.
@@ -44,25 +39,25 @@ def same_shape(
     ValueError or TypeError: the calling function, what came, what was wanted, how to fix it."""
     shape = None
     for name,x in tensors.items():
-        if x is None and name != "mask": continue
+        if x is None and (name != "mask" or mask_optional): continue
         if not isinstance(x, Tensor) or (shape is not None and x.shape != shape) or _wrong_kind(name, x): break
         shape = x.shape
     else:
         if axes is None or shape is None or len(shape) == axes.count(" ") + 1: return
-    raise _refusal(sys._getframe(1).f_code.co_name, axes, tensors)
+    raise _refusal(sys._getframe(1).f_code.co_name, axes, tensors, mask_optional)
 
 def _wrong_kind(name, x):
     if name in _BOOLS: return x.dtype is not torch.bool
     return name in _IDS and (x.is_floating_point() or x.dtype is torch.bool)
 
-def _refusal(caller, axes, tensors):
+def _refusal(caller, axes, tensors, mask_optional):
     "What is wrong with some tensors, as an error to raise."
-    over_tokens, tensors = "mask" in tensors, {k: x for k,x in tensors.items() if x is not None or k == "mask"}
+    if not mask_optional and tensors.get("mask", 0) is None:
+        form = f" [{', '.join(axes.split())}]" if axes else ""
+        return TypeError(f"{caller}: mask is None; a Bool mask{form} is wanted, True where the policy chose the token "
+                         "(batch.mask)")
+    over_tokens, tensors = "mask" in tensors, {name: x for name,x in tensors.items() if x is not None}
     for name,x in tensors.items():
-        if x is None:
-            form = f" [{', '.join(axes.split())}]" if axes else ""
-            return TypeError(f"{caller}: mask is None; a Bool mask{form} is wanted, True where the policy chose the "
-                             "token (batch.mask)")
         if not isinstance(x, Tensor):
             return TypeError(f"{caller}: {name} is a {type(x).__name__}; a tensor is wanted (torch.as_tensor({name}))")
         if _wrong_kind(name, x):
@@ -161,7 +156,7 @@ def masked_sum(
     """Sum of the chosen entries.
 
     Σₘ x. What is under a False, NaN and inf included, reaches neither value nor gradient."""
-    same_shape(x=x, **present(mask=mask))
+    same_shape(x=x, mask=mask, mask_optional=True)
     return (promoted(x) if mask is None else torch.where(mask, promoted(x), 0.)).sum(dim)
 
 def masked_mean(
@@ -174,7 +169,7 @@ def masked_mean(
     """Mean of the chosen entries, or their sum over the tokens of the optimizer step that they are part of.
 
     Σₘ x / denom. Nothing chosen gives 0 with a finite gradient, whatever the denominator."""
-    same_shape(x=x, **present(mask=mask))
+    same_shape(x=x, mask=mask, mask_optional=True)
     total = masked_sum(x, mask, dim=dim)
     if x.ndim != 2 and isinstance(denom, Counts):
         raise ValueError(f"masked_mean: x is {list(x.shape)}, and of a {type(denom).__name__} only values of tokens, "
@@ -324,7 +319,7 @@ def mean_of(
     mask:Bool[Tensor, "*shape"]|None, # True where `x` counts; None = everywhere
 )->Mean: # Σ of the chosen and their number, detached
     """Mean of the chosen entries as a metric."""
-    same_shape(x=x, **present(mask=mask))
+    same_shape(x=x, mask=mask, mask_optional=True)
     if mask is None: return Mean(total(promoted(x.detach())), x.numel())
     return Mean(total(masked_sum(x.detach(), mask, dim=-1)), total(mask))
 

@@ -284,8 +284,7 @@ class Grader:
     )->dict[str, Float[Tensor, " B"]]: # by function name; NaN where it returned None
         """What each function says, unweighted.
 
-        RuntimeError when one raises, TypeError or ValueError when it returns what is no verdict; all name function and
-        row."""
+        RuntimeError when one raises, TypeError or ValueError for what is no verdict; all name function and row."""
         return self._examined(batch)[0]
 
     def _examined(self, batch):

@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..arithmetic.masked import (Denom, Mean, Over, aggregate, finite_logprobs, mean_of, present, promoted,
-                                        same_shape)
+from ..arithmetic.masked import Denom, Mean, Over, aggregate, finite_logprobs, mean_of, promoted, same_shape
 
 # %% ../../nbs/losses/31_distill.ipynb #c52b67da
 def sft_loss(
@@ -70,7 +69,7 @@ def jsd(
     β·KL(p_T ‖ m) + (1−β)·KL(p_S ‖ m), m = β·p_T + (1−β)·p_S. Agarwal et al. 2024 (GKD), eq. 1.
     An id that both exclude (logit −inf) adds 0."""
     same_shape(logits=logits, teacher_logits=teacher_logits)
-    same_shape(**{"logits[..., 0]": logits[..., 0]}, **present(mask=mask))
+    same_shape(**{"logits[..., 0]": logits[..., 0]}, mask=mask, mask_optional=True)
     _check("jsd", temperature, beta)
     student, teacher = _logprobs_of_both(logits, teacher_logits, mask, temperature)
     D = _jsd(student, teacher, beta)

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..signals.groups import group_numbers
-from ..arithmetic.masked import Denom, Mean, finite_logprobs, masked_mean, present, promoted, same_shape
+from ..arithmetic.masked import Denom, Mean, finite_logprobs, masked_mean, promoted, same_shape
 from rlblocks.losses.pairs import (
     answer_log_ratios, counted, means_of, over_pairs, over_rows, pair_log_ratios, pair_metrics,
 )
@@ -151,7 +151,7 @@ def quantile_rewards(
     if ref_scores.ndim != 2 or ref_scores.shape[:1] != scores.shape:
         raise ValueError(f"quantile_rewards: ref_scores is {list(ref_scores.shape)}, scores is {list(scores.shape)}; "
                          "[B, N] and [B] are wanted, N reference scores for each answer's prompt")
-    same_shape(ref_scores=ref_scores, **present(mask=mask))
+    same_shape(ref_scores=ref_scores, mask=mask, mask_optional=True)
     scores, ref_scores = promoted(scores).detach(), promoted(ref_scores).detach()
     return masked_mean((ref_scores <= scores.unsqueeze(-1)).to(scores.dtype), mask, dim=-1)
 

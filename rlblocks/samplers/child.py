@@ -99,12 +99,11 @@ class Server:
         self.send("done", name, *arrays, made.routed_experts, self.marks[name], reason)
         self.forget([name])
 
-    def forget(self, names:Iterable[str]): # of samples that have ended
+    def forget(self, names:list[str]): # of samples that have ended
         "No more messages about them."
         self.names -= set(names)
-        for name in names:
-            self.extras.pop(name, None)
-            self.marks.pop(name, None)
+        for known in (self.extras, self.marks):
+            for name in names: known.pop(name, None)
 
 # %% ../../nbs/samplers/83c_child.ipynb #bccdb4a7
 def _start(
