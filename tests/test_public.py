@@ -103,8 +103,7 @@ def test_the_namespace_is_flat():
 
 # what modules share with each other or show in their notebooks, and `from rlblocks import …` does not offer
 INSIDE = dict(
-    masked={"LOG_ZERO"}, columns={"check_tokenizer", "listed", "whole_number", "widen"},
-    columns={"HasColumns"}, # for annotations
+    masked={"LOG_ZERO"}, columns={"HasColumns", "check_tokenizer", "listed", "whole_number", "widen"},
     renderers={"Message", "Parsed", "Rendered", "message_of", "next_ids"}, # of environments
     prompts={"encode", "prompt_ids", "render"}, demonstrations={"segments"},
     packing={"common_prefix"}, # `shared_prefix` unchecked
