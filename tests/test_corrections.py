@@ -474,7 +474,8 @@ def errors():
     yield (lambda: proximal_logprobs(x, x, v[1:], m, now=1), ValueError,
            "proximal_logprobs: policy_version is [3], mask is [4, 7]; one version per row, or per token, is wanted")
     yield (lambda: proximal_logprobs(x, x[:, 1:], v, m, now=1), ValueError,
-           f"proximal_logprobs: rollout_logprobs is [4, 6], logprobs is [4, 7]; {same}")
+           f"proximal_logprobs: rollout_logprobs is [4, 6], logprobs is [4, 7]; {same}; column t is token t, also of "
+           "log-probs, whose column 0 is 0 (token_logprobs)")
     yield (lambda: staleness_weights(v, m, now=1, power=-1.), ValueError,
            "staleness_weights: power is -1.0; older tokens count less for power > 0, as much for 0")
 

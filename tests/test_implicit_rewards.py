@@ -150,5 +150,5 @@ def test_errors():
     with pytest.raises(ValueError) as e: implicit_process_rewards(x, x[:, 1:], m)
     assert (str(e.value)
             == "implicit_process_rewards: ref_logprobs is [4, 6], logprobs is [4, 7]; they must be equal, nothing is "
-            "broadcast")
+            "broadcast; column t is token t, also of log-probs, whose column 0 is 0 (token_logprobs)")
     with pytest.raises(TypeError, match="mask is int32"): implicit_reward_loss(x, x, torch.zeros(4), m.int())

@@ -79,7 +79,8 @@ def _refusal(caller, axes, tensors, mask_optional):
 def _one_column(name, shape, wanted):
     "What one token too many or too few usually is."
     if len(wanted) != 2 or shape[:-1] != wanted[:-1] or abs(shape[-1] - wanted[-1]) != 1: return ""
-    if shape[-1] > wanted[-1]: return f"; the value behind the last token is left out, {name}[:, :-1]"
+    behind = "; the value behind the last token is left out, values[:, :-1]" if name == "values" else ""
+    if shape[-1] > wanted[-1]: return behind
     return "; column t is token t, also of log-probs, whose column 0 is 0 (token_logprobs)"
 
 def _wrong_axes(axes, name, shape):
