@@ -328,8 +328,8 @@ except (RuntimeError, ConnectionError) as e: print("refused:", e)
 @needs_ray
 @pytest.mark.ranks
 def test_an_open_cluster_is_refused_by_who_has_a_token(tmp_path):
-    """What the cluster wants is not what this process sends: a plain `ray start` runs open. Ray itself may refuse the
-    connection; where it does not, a process of the cluster is asked."""
+    """What the cluster wants is not what this process sends: a process of the cluster is asked. (`ray start` wants a
+    token by itself where there is a ~/.ray/auth_token, and so is told to run open.)"""
     folder, out = Path(tempfile.mkdtemp(prefix="ray")), tmp_path/"node.txt"
     from ray._private.services import get_node_ip_address
     host = get_node_ip_address()        # at 127.0.0.1 an open one listens for this machine alone
@@ -337,6 +337,7 @@ def test_an_open_cluster_is_refused_by_who_has_a_token(tmp_path):
         s.bind((host, 0))
         port = s.getsockname()[1]
     env = {k: x for k, x in os.environ.items() if not k.startswith("RAY_")} | PATHS
+    env["RAY_AUTH_MODE"] = "disabled"
     start = ["ray", "start", "--head", "--block", f"--port={port}", "--num-cpus=1",
              f"--temp-dir={folder}", "--include-dashboard=false", "--object-store-memory=100000000",
              "--disable-usage-stats"]
@@ -349,7 +350,7 @@ def test_an_open_cluster_is_refused_by_who_has_a_token(tmp_path):
         end(family(node.pid))
         node.wait()
         shutil.rmtree(folder, ignore_errors=True)
-    why = r"(RayPool: this Ray cluster has no token|Failed to connect to Ray cluster)"
+    why = "RayPool: this Ray cluster has no token"
     assert re.search(f"WRONG {why}.*\ndoctor: 1", run.stdout), run.stdout
     assert re.search(f"refused: {why}", run.stdout), run.stdout + run.stderr[-3000:]
 
