@@ -647,6 +647,18 @@ def check_the_store_keeps_the_last_weights(one, pool):
     assert becomes(-5, 5), used()
 
 
+def test_a_store_that_is_too_small_for_two_tickets_is_named_once(cluster, one):
+    "Ray writes to disk what it has no room for, and says nothing."
+    with RayPool(1, cluster=cluster, world=False, restarts=1, name="small") as pool:
+        large, reads = one.place(Large, 8, 10), pool.place(Reads)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(2): assert len(reads.load(large.weights())) == 8
+            for _ in range(2): assert large.n == 8      # answered after the ticket was sent; the next call hears of it
+    spills = [str(w.message) for w in found if "object_store_memory" in str(w.message)]
+    assert len(spills) == 1 and "80 MB of weights" in spills[0] and "it has 150 MB" in spills[0], spills
+
+
 def test_a_call_that_kills_a_rank_twice_is_repeated_once(cluster, tmp_path):
     with RayPool(1, cluster=cluster, world=False, restarts=3, name="twice") as pool:
         keeps = pool.place(Keeps)

@@ -143,3 +143,5 @@ def doctor(
     for x in found: print(f"{'ok  ' if not x.remedy else 'WRONG'} {x.node:15} {x.what:16} {x.found}"
                           + f". {x.remedy}"*bool(x.remedy))
     return int(any(x.remedy for x in found))
+
+if __name__ == "__main__" and globals().get("__package__"): sys.exit(doctor())       # as a module, not as a cell
