@@ -3575,6 +3575,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'rlblocks/placement/handles.py'),
                                             'rlblocks.placement.handles._described_tensor': ( 'placement/handles.html#_described_tensor',
                                                                                               'rlblocks/placement/handles.py'),
+                                            'rlblocks.placement.handles._local': ( 'placement/handles.html#_local',
+                                                                                   'rlblocks/placement/handles.py'),
                                             'rlblocks.placement.handles._shortened': ( 'placement/handles.html#_shortened',
                                                                                        'rlblocks/placement/handles.py'),
                                             'rlblocks.placement.handles.describe': ( 'placement/handles.html#describe',

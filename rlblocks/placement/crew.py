@@ -15,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 from weakref import finalize
 
 from ..engines.world import RankLost
@@ -135,18 +135,20 @@ class RankCall:
     heard:bool = False   # its answer, or its error
     interrupted:bool = False # while the loop waited for it
 
-class Underway:
+_T = TypeVar("_T")
+
+class Underway(Generic[_T]):
     "A call under way."
     def __init__(self,
         crew:Crew,
         asked:RankCall,
-        join:Callable[[dict], Any], # the ranks' answers → the loop's
+        join:Callable[[dict], _T], # the ranks' answers → the loop's
     ):
         "Nothing is waited for yet."
-        self.crew, self.asked, self.join, self.value, self.error = crew, asked, join, None, None
+        self.crew, self.asked, self.join, self.error = crew, asked, join, None
         finalize(self, keep_unheard, crew.unheard, asked)
 
-    def result(self)->Any:
+    def result(self)->_T:
         "The answer, joined; asked again, the same. An error of a rank is raised here, with its traceback as a note."
         if self.error is not None: raise self.error
         if self.asked.heard: return self.value
@@ -198,7 +200,7 @@ def done(asked:RankCall)->bool:
     return len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
 
 # %% ../../nbs/placement/98e_crew.ipynb #061332c7
-def gather(crew:Crew, asked:RankCall)->dict[int, Any]: # rank → what it said; None of ranks that do not speak
+def gather(crew:Crew, asked:RankCall)->dict[int, object]: # rank → what it said; None of ranks that do not speak
     "Every rank's answer to a call, or one error. RankLost for a rank that died, TimeoutError for silent ones."
     answers, lost = wait_for(crew, asked)
     if lost and repeatable(crew, asked, lost): return gather(crew, revive(crew, asked, lost))

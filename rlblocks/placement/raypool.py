@@ -148,15 +148,15 @@ class RayPool:
         "Construct on every rank."
         with self.lock: return cast(C, _place_on_members(self, make, args, kwargs))
 
-    def call(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Any:
+    def call(self, placed:Placed, name:str, args:tuple, kwargs:dict)->object:
         "A method of a placed object, on all ranks."
         return self.start(placed, name, args, kwargs).result()
 
-    def start(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Underway:
+    def start(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Underway[object]:
         "Begin a method on all ranks."
         return _start_locked(self, placed, name, (args, kwargs))
 
-    def read(self, placed:Placed, name:str)->Any:
+    def read(self, placed:Placed, name:str)->object:
         "An attribute, as it is on rank 0."
         with self.lock: return _read(self, placed, name)
 
@@ -248,7 +248,7 @@ def _locked(pools):
         for pool in sorted(pools, key=id): locks.enter_context(pool.lock)
         yield
 
-def _start_locked(pool, placed, name, given):
+def _start_locked(pool, placed, name, given)->Underway[object]:
     with _locked({pool, *_senders(given)}): return _start_on_members(pool, placed, name, *_addressed(pool, given))
 
 def _senders(x):
@@ -303,7 +303,7 @@ def _place_on_members(pool, make, args, kwargs):
     finalize(placed, pool.dropped.append, number)       # a notebook's cell that runs again places again
     return Handle(placed)
 
-def _start_on_members(pool, placed, name, args, kwargs):
+def _start_on_members(pool, placed, name, args, kwargs)->Underway[object]:
     "Cut the arguments, and send each rank its share."
     keep, replicas = _next_number(pool, who := f"{placed.kind.__name__}.{name}"), placed.replicas
     spoken = speakers(replicas)
@@ -330,7 +330,7 @@ def _stored(wire:Parcel)->Any: # itself, or a reference to it
     wire = wire._replace(refs=tuple(x() if isinstance(x, StoredRows) else x for x in wire.refs))
     return ray.put(wire) if wire.nbytes > 1 << 16 else wire
 
-def _bound(pool, found):
+def _bound(pool, found:object)->object:
     "A ticket that stayed: this pool knows where, and lets it go when nobody refers to it."
     if isinstance(found, Ticket) and isinstance(found.transport, InPool):
         found.transport.pool = pool

@@ -18,15 +18,17 @@ from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 # %% ../../nbs/placement/98a_wire.ipynb #00564e48
-class Parcel(NamedTuple):
-    "Something on its way."
+_T = TypeVar("_T")
+
+class Parcel(NamedTuple, Generic[_T]):
+    "An object on its way, of this type where it is read."
     pickled:bytes
     tensors:tuple = () # bytes of its larger tensors, as numpy arrays
     refs:tuple = ()    # references into the cluster's store
@@ -78,11 +80,11 @@ def by_name(
 LIMIT = 1 << 20    # most bytes of a function that a call brings along
 
 def parcel_of(
-    x:object,
+    x:_T,
     *,
     names:Names=nothing_stays, # what stays
     limit:int|None=None,       # most bytes of a function; None: functions are packed with all else, of any size
-)->Parcel:
+)->Parcel[_T]:
     "Make a parcel. ValueError for a function above the limit."
     file = io.BytesIO()
     pickler = pickler_class()(file, names, limit)
@@ -182,9 +184,9 @@ class Reader:
         self.find, self.keep, self.functions = find, keep, OrderedDict()
 
     def read(self,
-        wire:Parcel,
+        wire:Parcel[_T],
         lent:bool=False, # its tensors stay where they are: the reader writes into none, and lets go of them soon
-    )->Any:
+    )->_T:
         "What was packed."
         return _Unpickler(self, wire, lent).load()
 
