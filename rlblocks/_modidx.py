@@ -3811,6 +3811,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'rlblocks/placement/raypool.py'),
                                             'rlblocks.placement.raypool.StoredCall._sum': ( 'placement/raypool.html#storedcall._sum',
                                                                                             'rlblocks/placement/raypool.py'),
+                                            'rlblocks.placement.raypool.StoredCall.sum_up': ( 'placement/raypool.html#storedcall.sum_up',
+                                                                                              'rlblocks/placement/raypool.py'),
                                             'rlblocks.placement.raypool.StoredRows': ( 'placement/raypool.html#storedrows',
                                                                                        'rlblocks/placement/raypool.py'),
                                             'rlblocks.placement.raypool.StoredRows.__call__': ( 'placement/raypool.html#storedrows.__call__',

@@ -278,6 +278,26 @@ def test_a_column_travels_once_while_it_is_unchanged(two, one):
         assert number not in kept
 
 
+def test_ranks_do_not_wait_for_the_checksum_of_a_new_column(monkeypatch):
+    "It is computed when they have been called. Where they were not, the column is put again."
+    from rlblocks.placement import raypool
+    summed, of = [], raypool.checksum
+    monkeypatch.setattr(raypool, "checksum", lambda x: summed.append(id(x)) or of(x))
+    columns, tokens = raypool.Columns(), torch.arange(200_000).view(8, -1)
+    def stored(sums=True):
+        call = raypool.StoredCall(columns, (Batch(tokens=tokens),), {}, 2)
+        found = [call.of(k)[0][0].columns["tokens"].ref for k in range(2)]
+        before = len(summed)
+        if sums: call.sum_up()
+        return found, before
+    failed = stored(sums=False)
+    first, second, third = stored(), stored(), (tokens.numpy().__iadd__(1), stored())[1]
+    assert failed[1] == 0 and first[0] != failed[0] and second[0] == first[0] and third[0] != second[0]
+    fresh = torch.zeros(8, 25_000, dtype=torch.long)
+    tokens, summed[:] = fresh, []
+    assert stored()[1] == 0 and summed == [id(fresh)] and stored()[1] == 2
+
+
 class Torn(Rollout):
     "A rollout whose first load ends in the middle."
     def load(self, ticket):

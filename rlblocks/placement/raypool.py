@@ -54,12 +54,13 @@ class Columns:
 
     def __init__(self):
         "None yet."
-        self.kept:dict[int, tuple[int, dict[bytes, StoredTensor]]] = {}     # id → (checksum, rows → where they are)
+        # id → (checksum, or None while the first call puts them; rows → where they are)
+        self.kept:dict[int, tuple[int|None, dict[bytes, StoredTensor]]] = {}
 
     def stored(self,
         column:Tensor,
         rows:Tensor|None, # row numbers; None: all
-        now:int,          # the column's checksum
+        now:int|None,     # the column's checksum; None: it was not there before this call
     )->StoredTensor:
         "The same while the column is unchanged."
         if id(column) not in self.kept: finalize(column, self.kept.pop, id(column), None).atexit = False
@@ -81,7 +82,7 @@ class StoredCall(Call):
         **kwargs,        # as for `Call`
     ):
         "Cut it."
-        self.columns, self.sums = columns, {}
+        self.columns, self.sums, self.new = columns, {}, []
         super().__init__(*args, **kwargs)
 
     def _part(self, x, k)->Any:
@@ -101,8 +102,13 @@ class StoredCall(Call):
         return part
 
     def _sum(self, column): # once a call: torch's count of changes misses those by way of numpy
-        if id(column) not in self.sums: self.sums[id(column)] = checksum(column)
-        return self.sums[id(column)]
+        key = id(column)
+        if key not in self.sums: self.sums[key] = checksum(column) if key in self.columns.kept else self.new.append(column)
+        return self.sums[key]
+
+    def sum_up(self):
+        "Checksums of new columns, by which later calls see a change; after the ranks were called, which need none."
+        for column in self.new: self.columns.kept[id(column)] = checksum(column), self.columns.kept[id(column)][1]
 
 def _is_large(x, share): return isinstance(x, Tensor) and x.layout is torch.strided and x.nbytes*share >= WORTH
 
@@ -321,13 +327,14 @@ def _start_on_members(pool, placed, name, args, kwargs)->Underway[object]:
         method = pool.crew.ranks[r].member.call.options(name=who)
         return method.remote(number, name, wire(replica_index(replicas, r) if cut else 0), r in spoken, keep)
     asked = RankCall(who, {r: ask(r) for r in range(pool.ranks)}, ask, replicas, streams=streams)
+    call.sum_up()
     if name == "load" and pool.crew.restarts: pool.crew.loads[number] = asked
     return Underway(pool.crew, asked, lambda found: _bound(pool, call.joined([found[r] for r in spoken])))
 
 def _stored(wire:Parcel)->Any: # itself, or a reference to it
     "Large parcels go through the store, once a node; its columns do in any case."
     import ray
-    wire = wire._replace(refs=tuple(x() if isinstance(x, StoredRows) else x for x in wire.refs))
+    wire = wire._replace(stored=tuple(x() for x in wire.stored))
     return ray.put(wire) if wire.nbytes > 1 << 16 else wire
 
 def _bound(pool, found:object)->object:
