@@ -137,10 +137,11 @@ def test_a_signal_is_sent_once(monkeypatch):
     assert supervise(["loop"]) == 128 + signal.SIGINT and sent == [signal.SIGINT, signal.SIGTERM]
 
 
-def as_module(*words): return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=300)
+def as_module(*words):
+    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("place, text", [("nope:loop", "no module 'nope'"), ("json:loop", "json has no function 'loop'"),
+@pytest.mark.parametrize("place, text", [("nope:loop", "no module 'nope'"), ("json:loop", "has no function 'loop'"),
                                          ("nope.ipynb:loop", "cannot read nope.ipynb")])
 @pytest.mark.skipif(find_spec("jsonargparse") is None, reason="needs jsonargparse")
 def test_a_loop_that_does_not_exist_is_told_in_a_line(place, text):

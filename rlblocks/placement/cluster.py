@@ -237,8 +237,8 @@ def interface_of(
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         for _, name in socket.if_nameindex():
             with suppress(OSError): # SIOCGIFADDR; an interface without an address has none to say
-                said = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(said[20:24]) == address: return name
+                reply = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(reply[20:24]) == address: return name
     return ""
 
 def interfaces(
@@ -252,8 +252,8 @@ def interfaces(
     if len(addresses) < 2: return dict.fromkeys(addresses, "")
     import ray
     ask = ray.remote(interface_of)
-    asked = [ask.options(**task_on(cluster, node)).remote(a) for node, a in addresses.items()]
-    return dict(zip(addresses, first(asked, "asking nodes for their networks", seconds), strict=True))
+    tasks = [ask.options(**task_on(cluster, node)).remote(a) for node, a in addresses.items()]
+    return dict(zip(addresses, first(tasks, "asking nodes for their networks", seconds), strict=True))
 
 def task_on(
     cluster:Cluster,
@@ -284,10 +284,10 @@ def ask_nodes(
     import ray
     from ray.exceptions import RayError
     here, task = ray.get_runtime_context().get_node_id(), ray.remote(work)
-    asked = {node: task.options(**task_on(cluster, node)).remote(*x) for node, x in given.items() if node != here}
+    tasks = {node: task.options(**task_on(cluster, node)).remote(*x) for node, x in given.items() if node != here}
     found = {here: work(*given[here])} if here in given else {}
-    if asked: ray.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)
-    for node, ref in asked.items():
+    if tasks: ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=seconds)
+    for node, ref in tasks.items():
         with suppress(RayError): found[node] = ray.get(ref, timeout=0)
     return found
 

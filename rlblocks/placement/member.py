@@ -41,10 +41,10 @@ def answer_to(
 )->Answer:
     "Do it, and say how it went."
     start = time.perf_counter()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         try: ok, wire = True, parcel_of(work())
         except Exception as e: ok, wire = False, parcel_of(portable(e))
-    warned = tuple((w.category.__name__, str(w.message)) for w in said)
+    warned = tuple((w.category.__name__, str(w.message)) for w in caught)
     return Answer(ok, wire, time.perf_counter() - start, resident_bytes(), warned)
 
 def portable(
@@ -166,7 +166,8 @@ class Member:
 
     def send(self, number:int, way:Stream, readers:int|float, bucket_bytes:int)->Answer:
         "The weights of a ticket that stayed. The answer comes when they have been read."
-        return answer_to(lambda: send(lambda: cast(Ticket, self.find(number)), way, readers, bucket_bytes, self.rank == 0))
+        return answer_to(lambda: send(lambda: cast(Ticket, self.find(number)), way, readers, bucket_bytes,
+                                      self.rank == 0))
 
     def drop(self, numbers:list[int]):
         "Let go of what nobody refers to, and of functions, which may have captured it."

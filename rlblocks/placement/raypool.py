@@ -103,7 +103,8 @@ class StoredCall(Call):
 
     def _sum(self, column): # once a call: torch's count of changes misses those by way of numpy
         key = id(column)
-        if key not in self.sums: self.sums[key] = checksum(column) if key in self.columns.kept else self.new.append(column)
+        known = key in self.columns.kept
+        if key not in self.sums: self.sums[key] = checksum(column) if known else self.new.append(column)
         return self.sums[key]
 
     def sum_up(self):
@@ -326,10 +327,10 @@ def _start_on_members(pool, placed, name, args, kwargs)->Underway[object]:
     def ask(r):
         method = pool.crew.ranks[r].member.call.options(name=who)
         return method.remote(number, name, wire(replica_index(replicas, r) if cut else 0), r in spoken, keep)
-    asked = RankCall(who, {r: ask(r) for r in range(pool.ranks)}, ask, replicas, streams=streams)
+    rank_call = RankCall(who, {r: ask(r) for r in range(pool.ranks)}, ask, replicas, streams=streams)
     call.sum_up()
-    if name == "load" and pool.crew.restarts: pool.crew.loads[number] = asked
-    return Underway(pool.crew, asked, lambda found: _bound(pool, call.joined([found[r] for r in spoken])))
+    if name == "load" and pool.crew.restarts: pool.crew.loads[number] = rank_call
+    return Underway(pool.crew, rank_call, lambda found: _bound(pool, call.joined([found[r] for r in spoken])))
 
 def _stored(wire:Parcel)->Any: # itself, or a reference to it
     "Large parcels go through the store, once a node; its columns do in any case."

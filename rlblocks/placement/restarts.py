@@ -98,7 +98,7 @@ def supervise(
     with forwarding() as signals:
         while True:
             code = signals.run(command)
-            if code in FINAL or signals.received or not restarts: return code if code >= 0 else 128 - code # as in a shell
+            if code in FINAL or signals.received or not restarts: return code if code >= 0 else 128 - code
             restarts -= 1
             warnings.warn(f"the loop's process ended with {code}; another one resumes, {restarts} restarts are left",
                           stacklevel=2)

@@ -287,8 +287,8 @@ def warn_of_spilling(
 ):
     "A store that is too small for two tickets writes one of them to disk at each load, and says nothing."
     if not store or 2*weights <= store: return
-    warnings.warn(f"load: {weights/1e6:.0f} MB of weights stay in the object store for a pool with restarts=, and those "
-                  f"before them for a while; it has {store/1e6:.0f} MB, so Ray writes some to disk at each load. "
+    warnings.warn(f"load: {weights/1e6:.0f} MB of weights stay in the object store for a pool with restarts=, and "
+                  f"those before them for a while; it has {store/1e6:.0f} MB, so Ray spills some to disk at each load. "
                   f"Raise object_store_memory to {2.5*weights:.1e} bytes or more: RayPool(…, "
                   "cluster=Cluster(options=dict(object_store_memory=…))), or `ray start --object-store-memory`",
                   stacklevel=2)

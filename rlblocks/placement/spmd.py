@@ -64,7 +64,7 @@ def to_message(
 def from_message(
     small:bytes,   # from `to_message`
     buffer:Tensor, # likewise
-)->Any: # the answer
+)->object: # the answer
     "The inverse of `to_message`."
     return _Unpickler(io.BytesIO(small), buffer).load()
 
