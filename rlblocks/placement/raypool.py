@@ -73,6 +73,7 @@ class Columns:
             there[which] = StoredTensor(StoredRows(column, rows), column.dtype, (n, *column.shape[1:]))
         return there[which]
 
+# %% ../../nbs/placement/98f_raypool.ipynb #5c41ab70
 class StoredCall(Call):
     "A call whose large columns are in the store."
 
