@@ -278,6 +278,26 @@ def test_a_column_travels_once_while_it_is_unchanged(two, one):
         assert number not in kept
 
 
+def test_ranks_do_not_wait_for_the_checksum_of_a_new_column(monkeypatch):
+    "It is computed when they have been called. Where they were not, the column is put again."
+    from rlblocks.placement import raypool
+    summed, of = [], raypool.checksum
+    monkeypatch.setattr(raypool, "checksum", lambda x: summed.append(id(x)) or of(x))
+    columns, tokens = raypool.Columns(), torch.arange(200_000).view(8, -1)
+    def stored(sums=True):
+        call = raypool.StoredCall(columns, (Batch(tokens=tokens),), {}, 2)
+        found = [call.of(k)[0][0].columns["tokens"].ref for k in range(2)]
+        before = len(summed)
+        if sums: call.sum_up()
+        return found, before
+    failed = stored(sums=False)
+    first, second, third = stored(), stored(), (tokens.numpy().__iadd__(1), stored())[1]
+    assert failed[1] == 0 and first[0] != failed[0] and second[0] == first[0] and third[0] != second[0]
+    fresh = torch.zeros(8, 25_000, dtype=torch.long)
+    tokens, summed[:] = fresh, []
+    assert stored()[1] == 0 and summed == [id(fresh)] and stored()[1] == 2
+
+
 class Torn(Rollout):
     "A rollout whose first load ends in the middle."
     def load(self, ticket):
@@ -645,6 +665,18 @@ def check_the_store_keeps_the_last_weights(one, pool):
     del reads
     pool.place(Keeps)
     assert becomes(-5, 5), used()
+
+
+def test_a_store_that_is_too_small_for_two_tickets_is_named_once(cluster, one):
+    "Ray writes to disk what it has no room for, and says nothing."
+    with RayPool(1, cluster=cluster, world=False, restarts=1, name="small") as pool:
+        large, reads = one.place(Large, 8, 10), pool.place(Reads)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(2): assert len(reads.load(large.weights())) == 8
+            for _ in range(2): assert large.n == 8      # answered after the ticket was sent; the next call hears of it
+    spills = [str(w.message) for w in found if "object_store_memory" in str(w.message)]
+    assert len(spills) == 1 and "80 MB of weights" in spills[0] and "it has 150 MB" in spills[0], spills
 
 
 def test_a_call_that_kills_a_rank_twice_is_repeated_once(cluster, tmp_path):
