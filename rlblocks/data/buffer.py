@@ -19,11 +19,9 @@ from jaxtyping import Bool, Float, Int
 
 from .batch import Batch
 from .columns import whole_number
-from .bundles import bundles_of, check_entries, entries, layout_beside, layout_of, places
-from .bundles import lost, ragged_by_token, restart, versions_like
-from .draws import replay_draw
-from .freshness import Freshness
 from .ragged import Ragged, ragged
+from .replay import Staleness, bundles_of, check_entries, entries, layout_beside, layout_of, lost
+from .replay import places, ragged_by_token, replay_draw, restart, versions_like
 from .slabs import Slabs, own_folder, tidied
 
 # %% ../../nbs/data/44_buffer.ipynb #301da436
@@ -320,7 +318,7 @@ class Buffer:
     ):
         "An empty buffer. ValueError for a negative age, no room, or one of `spill` and `max_bytes` without the other."
         check_limits(max_rows, spill, max_bytes)
-        self.fresh = Freshness(max_age, per_step, age, on_old)
+        self.fresh = Staleness(max_age, per_step, age, on_old)
         self.max_age, self.max_rows, self.dropped = max_age, max_rows, Counter()
         self.offered = self.accepted = 0 # bundles that were added, and those that `keep` let in
         self._slabs = Slabs(own_folder(self, spill), max_bytes)

@@ -73,15 +73,15 @@ def read_response(
     text:str, # of an assistant, without what ends its turn
 )->Response:
     "Thinking between `<think>` tags, calls between `<tool_call>` tags, and the rest."
-    thought, mark, rest = text.rpartition("</think>")
-    reasoning = thought.replace("<think>", "", 1).strip() if mark else None
+    thought, end, rest = text.rpartition("</think>")
+    reasoning = thought.replace("<think>", "", 1).strip() if end else None
     calls, problem = [], None
     for written in re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", rest, re.DOTALL):
         try: calls.append(_call(json.loads(written)))
         except (ValueError, TypeError, KeyError, RecursionError) as e: problem = f"{type(e).__name__}: {e}"
     if problem and not calls: return Response(rest, reasoning, problem=problem)      # nothing of it is lost
     content = re.sub(r"<tool_call>.*?(</tool_call>|$)", "", rest, flags=re.DOTALL)
-    return Response(content.strip() if mark or calls else content, reasoning, tuple(calls), problem)
+    return Response(content.strip() if end or calls else content, reasoning, tuple(calls), problem)
 
 def _call(written)->dict:
     "A call as {name, arguments}. TypeError or KeyError for what is none."

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['optimizer_of', 'frozen_copy', 'make_engine', 'planned_bytes', 'compute_dtype', 'prepare_module_', 'weight_shapes',
-           'uninterrupted', 'check_step', 'running', 'undivided', 'named_under', 'of_one_version', 'promise',
-           'in_dtype', 'full_shapes', 'check_graph', 'restore', 'check_norm', 'ShardedModel', 'has_all_weights']
+           'uninterrupted', 'check_step', 'running', 'atomic', 'named_under', 'of_one_version', 'promise', 'in_dtype',
+           'full_shapes', 'check_graph', 'restore', 'check_norm', 'ShardedModel', 'has_all_weights']
 
 # %% ../../nbs/engines/64_sharded.ipynb #2aefe092
 import signal
@@ -128,7 +128,7 @@ def uninterrupted()->Iterator[None]:
 # %% ../../nbs/engines/64_sharded.ipynb #8f706b5c
 def check_step(model:"ShardedModel"):
     "RuntimeError when a step ended in its middle."
-    if not model.torn: return
+    if not model.inconsistent: return
     raise RuntimeError(f"a step at version {model.version} ended in its middle (Ctrl-C came twice, or the optimizer "
                        "failed): some weights may have moved and others not. Go on from a state that was saved before, "
                        "load_state_dict(state), or make this wrapper anew")
@@ -142,16 +142,16 @@ def running(model:"ShardedModel")->Iterator[None]:
         yield
 
 @contextmanager
-def undivided(model:"ShardedModel", *, heals:bool=False)->Iterator[None]:
+def atomic(model:"ShardedModel", *, restores:bool=False)->Iterator[None]:
     """All of the block or nothing: no other thread and no Ctrl-C comes between; what ends in its middle is noted.
 
-    `heals`: what the block writes makes up for a step that ended in its middle."""
+    `restores`: what the block writes makes up for a step that ended in its middle."""
     with model.lock, uninterrupted():
         try: yield
         except BaseException:
-            model.torn = True
+            model.inconsistent = True
             raise
-        if heals: model.torn = False
+        if restores: model.inconsistent = False
 
 def named_under(weights:Iterable[tuple[str, Tensor]], prefix:str)->Iterator[tuple[str, Tensor]]: # names without it
     "The weights whose names begin so, one at a time."
@@ -213,8 +213,8 @@ def restore(model:"ShardedModel", state:dict):
     if model.shapes.keys() == model.module.state_dict().keys():     # adapters put on later rename the layers under them
         check_weights(state["module"], model.shapes)
     if model.optimizer: check_groups(state["optimizer"], len(model.optimizer.param_groups))
-    with undivided(model, heals=True):
-        if model.torn: model.engine.discard()
+    with atomic(model, restores=True):
+        if model.inconsistent: model.engine.discard()
         model.engine.load(cast(EngineState, state))
         model.version = state["version"]
 
@@ -242,7 +242,7 @@ class ShardedModel:
         self.replica, self.replicas = rank//self.shares, self.ranks//self.shares   # its part of a batch, and all parts
         self.dtype, self.frozen = compute_dtype(module, self.spec.dtype), frozen
         prepare_module_(module, self.spec, self.dtype, frozen=frozen)
-        self.shapes, self.schedule, self.version, self.torn = weight_shapes(module), made.schedule, 0, False
+        self.shapes, self.schedule, self.version, self.inconsistent = weight_shapes(module), made.schedule, 0, False
         self.engine:Engine = make_engine(module, self.spec, self.device, self.dtype, None if frozen else made)
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
 
@@ -272,7 +272,7 @@ class ShardedModel:
         if self.optimizer is None: raise RuntimeError("step: the model is frozen, it has no optimizer")
         factor = self.schedule(self.version) if self.schedule else 1.
         for group, rate in zip(self.optimizer.param_groups, self.base_lrs, strict=True): group["lr"] = rate*factor
-        with undivided(self):
+        with atomic(self):
             norm = self.engine.step(shared or self.shares > 1)
             self.version += bool(torch.isfinite(norm))
         check_norm(norm, self.version)
@@ -280,8 +280,8 @@ class ShardedModel:
 
     def discard(self):
         "Forget the gradients of a step that failed; all ranks together."
-        if self.torn: return                  # `load_state_dict` does: the ranks may be in different places
-        with undivided(self): self.engine.discard()
+        if self.inconsistent: return                  # `load_state_dict` does: the ranks may be in different places
+        with atomic(self): self.engine.discard()
 
     def ticket(self, prefix:str="", score:Callable[[Tensor], Tensor]|None=None, probe:tuple[int, ...]=(),
                dtype:torch.dtype|None=None)->Ticket:

@@ -257,15 +257,15 @@ def _bit_sum(x):
 
 def nested(named:dict[str, nn.Parameter])->nn.Module:
     "A module that holds these parameters under these names."
-    root = nn.Module()
+    module = nn.Module()
     for name, p in named.items():
         *path, leaf = name.split(".")
-        at:Any = root
+        at:Any = module
         for part in path:
             if part not in at._modules: at.add_module(part, nn.Module())
             at = at._modules[part]
         at.register_parameter(leaf, p)
-    return root
+    return module
 
 # %% ../../nbs/models/76_adapters.ipynb #914fea3c
 def settings_of(

@@ -67,7 +67,7 @@ class Base:
             with without_adapters(trunk, self.added):
                 self._model = ShardedModel(Forward(trunk), frozen=True, engine=engine, device=device)
             keep_kernels_(trunk)
-        self.mark = self.fingerprint()
+        self.digest = self.fingerprint()
         if cut and lora is not None: self.first = self.put(lora)
 
     @property
@@ -186,7 +186,7 @@ class Adapted:
     def state(self, full:bool)->EngineState:
         "The adapter with its settings, the head and their optimizer's state; of the base only which one it is."
         state = self.plain.state(full)
-        state["base"] = self.base.mark
+        state["base"] = self.base.digest
         if self.name is not None: state["lora"] = settings_of(self.base.configs[self.name])
         return state
 
@@ -194,7 +194,7 @@ class Adapted:
         "Restore them. ValueError for an adapter of another base."
         base, config = self.base, self.base.configs.get(self.name or "")
         mine = None if config is None else settings_of(config)
-        check_same_base(state, base.mark, mine, who=base.name or type(base.trunk).__name__)
+        check_same_base(state, base.digest, mine, who=base.name or type(base.trunk).__name__)
         self.plain.load(state)
 
     def shards(self)->dict[str, WeightShard]:
@@ -301,14 +301,14 @@ def merge_adapters(
     import transformers
     config = config_of(base, "merge_adapters", also="")
     auto:Any = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
-    held = Base(auto.from_pretrained(base, dtype="auto"), device="cpu", name=str(base))
+    loaded = Base(auto.from_pretrained(base, dtype="auto"), device="cpu", name=str(base))
     shares = adapters if isinstance(adapters, dict) else {adapters: 1.}
     named = enumerate(shares.items())
-    weights = {held.put(dict(path=folder, name=f"adapter{i}")): float(w) for i, (folder, w) in named}
-    check_sum_of_adapters(held.own, weights)
-    exact = in_precision(held.dtypes, dtype)
-    save_folder(held.trunk, buckets(held.merged(weights), 1 << 28), path, who="merge_adapters",
-                filed=lambda k, x: (k, exact(k, x)), dtype=dtype or next(iter(held.dtypes.values())),
+    weights = {loaded.put(dict(path=folder, name=f"adapter{i}")): float(w) for i, (folder, w) in named}
+    check_sum_of_adapters(loaded.own, weights)
+    exact = in_precision(loaded.dtypes, dtype)
+    save_folder(loaded.trunk, buckets(loaded.merged(weights), 1 << 28), path, who="merge_adapters",
+                filed=lambda k, x: (k, exact(k, x)), dtype=dtype or next(iter(loaded.dtypes.values())),
                 tokenizer=load_tokenizer(base))
 
 def main(
