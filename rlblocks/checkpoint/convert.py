@@ -43,7 +43,7 @@ def stored(folder:str|Path, part:str|None=None)->Stored:
     """What a folder holds: a run of `Checkpoint` or one save of it, torch's distributed checkpoint, DeepSpeed's.
 
     FileNotFoundError for none of the three, ValueError for an altered save, for one that would run code, and where
-    `part` must be said."""
+    `part` must be given."""
     folder = next(reversed(saves_in(folder)), Path(folder))
     if (folder/"meta.json").is_file(): return _of_checkpoint(folder, part)
     if part is not None:
@@ -69,7 +69,8 @@ def _of_checkpoint(folder:Path, part:str|None)->Stored:
     whole = _of_tensors({k: x for k, x in state["module"].items() if k not in cut}, state=state)
     if not cut: return whole
     name = str(next(iter(cut.values()))[PLACEHOLDER]).split("/")[0]
-    shards = of_dcp(folder/shards_folder(folder, name), {x[PLACEHOLDER]: (k, torch.Size(x["shape"])) for k, x in cut.items()})
+    names = {x[PLACEHOLDER]: (k, torch.Size(x["shape"])) for k, x in cut.items()}
+    shards = of_dcp(folder/shards_folder(folder, name), names)
     return Stored(whole.weights | shards.weights, lambda into: (whole.fill(into), shards.fill(into)), state)
 
 def _part_with_weights(folder:Path, part:str|None)->dict:

@@ -62,7 +62,6 @@ class HasState(Protocol):
 
     def state_dict(self)->dict:
         "What is saved."
-        ...
 
 @runtime_checkable
 class Stateful(HasState, Protocol):
@@ -70,7 +69,6 @@ class Stateful(HasState, Protocol):
 
     def load_state_dict(self, state:dict, /)->object:
         "Go on from it."
-        ...
 
 def part_state(part:HasState|dict, name:str, whole:bool=False)->tuple[dict, dict[str, Tensor]]: # as `split_shards`
     "The state of a part of a loop and, separately, its shards. All ranks together."
@@ -150,7 +148,7 @@ def checked_reader(folder:Path)->"FileSystemReader":
 
 # %% ../../nbs/checkpoint/89_shards.ipynb #953a6dbc
 def read_part_shards(rest:dict, part:HasState|dict, name:str, folder:Path)->dict: # the state, cut as `part` is
-    "Read what this rank needs of a state with placeholders. ValueError when the part has no such tensors, or is not cut."
+    "Read this rank's shards of a state with placeholders. ValueError when the part has no such tensors, or is not cut."
     import torch.distributed.checkpoint as dcp
     shapes = shard_shapes(rest)
     if not shapes: return rest

@@ -291,9 +291,7 @@ class Batch:
         pick = lambda v: v[rows.to(v.device)] if isinstance(v, Tensor) else [v[i] for i in rows.tolist()]
         return self._like({k: pick(v) for k, v in self.columns.items()}, whole, filler)
 
-    def is_per_token(self,
-        name, # a column
-    )->bool: # True for `[B, T, …]`
+    def is_per_token(self, name:str)->bool: # True for `[B, T, …]`
         "Whether a column follows the tokens (and is padded with them) or the rows."
         return self.kinds[name] == "token"
 

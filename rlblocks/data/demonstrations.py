@@ -49,7 +49,7 @@ def _turns(messages, tokenizer, first=0):
         answer = after.removeprefix(before)
         if eos and eos in answer: answer = answer[:answer.rindex(eos)] + eos
         out += [(before[len(done):], False), (answer, True)]
-        done = before + answer      # what a template writes behind the EOS is given, not said
+        done = before + answer      # what a template writes behind the EOS is given, not sampled
     return out or [("", False)]
 
 # %% ../../nbs/data/47_demonstrations.ipynb #a73b8ed3

@@ -102,10 +102,7 @@ class Staleness:
         "Whether nothing is dropped."
         return self.on_old == "wait"
 
-    def stale(self,
-        born:Int[Tensor, " K"], # versions
-        version:int|None,       # the trainer's
-    )->Bool[Tensor, " K"]:
+    def stale(self, born:Int[Tensor, " K"], version:int|None)->Bool[Tensor, " K"]:
         "Which are too old. ValueError without a version, RuntimeError for one that should have been waited for."
         if self.max_age is None: return torch.zeros(len(born), dtype=torch.bool)
         if version is None:

@@ -105,9 +105,7 @@ class OptimizerSpec:
         if self.schedule is not None: check_function("schedule", self.schedule, "cosine(…), wsd(…)")
         if self.max_norm is not None: check_number("optimizer", "max_norm", self.max_norm, above=True)
 
-    def __call__(self,
-        params:Iterable, # (name, parameter) pairs, or parameters
-    )->torch.optim.Optimizer:
+    def __call__(self, params:Iterable)->torch.optim.Optimizer: # of (name, parameter) pairs, or parameters
         "Make it."
         return self.make(params)
 

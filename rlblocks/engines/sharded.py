@@ -41,7 +41,7 @@ def frozen_copy(word:str|None, frozen:bool)->bool: # True: there is nothing to s
 
 def make_engine(module:nn.Module, spec:EngineSpec, device:torch.device, dtype:torch.dtype|None,
                 optimizer:OptimizerSpec|None)->Engine: # around the module
-    "The engine that a value asks for. What an engine needs is imported only where it is asked for."
+    "The engine that a value names. What an engine needs is imported only where it is made."
     how:dict[str, Any] = {}
     if optimizer: how = dict(optimizer=optimizer, max_norm=optimizer.max_norm or float("inf"))
     if spec.make:
@@ -61,8 +61,6 @@ def make_engine(module:nn.Module, spec:EngineSpec, device:torch.device, dtype:to
     from rlblocks.engines.zero import Zero
     own = optimizer.adamw if optimizer else None
     return Zero(module, device, stage=int(spec.word[-1]), nvme=spec.nvme, adamw=own, **how)
-
-
 
 # %% ../../nbs/engines/64_sharded.ipynb #6defcb13
 def planned_bytes(spec:EngineSpec, module:nn.Module, params:list, *, frozen:bool, ranks:int, state_bytes:int=8,
@@ -103,8 +101,6 @@ def weight_shapes(module:nn.Module)->dict[str, tuple[list[int], str]]: # name â†
     first:dict = {}
     weights = {k: x for k, x in module.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     return {k: (list(x.shape), first.setdefault(id(x), k)) for k, x in weights.items()}
-
-
 
 # %% ../../nbs/engines/64_sharded.ipynb #e41dd075
 @contextmanager
@@ -157,7 +153,7 @@ def named_under(weights:Iterable[tuple[str, Tensor]], prefix:str)->Iterator[tupl
     "The weights whose names begin so, one at a time."
     for name, x in weights:
         if name.startswith(prefix): yield name.removeprefix(prefix), x
-        del x              # not held while the next one is gathered
+        del x              # freed before the next one is gathered
 
 def of_one_version(model:"ShardedModel", made:Iterator[dict[str, Tensor]])->Iterator[dict[str, Tensor]]:
     "No bucket is gathered while another thread steps. RuntimeError for a step between two."
@@ -171,7 +167,7 @@ def of_one_version(model:"ShardedModel", made:Iterator[dict[str, Tensor]])->Iter
             bucket = next(made, None)
         if bucket is None: return
         yield bucket
-        del bucket         # not held while the next one is gathered
+        del bucket         # freed before the next one is gathered
 
 # %% ../../nbs/engines/64_sharded.ipynb #1e3e0aa9
 def promise(model:"ShardedModel", prefix:str, score:Callable[[Tensor], Tensor]|None, probe:tuple[int, ...],
@@ -185,11 +181,8 @@ def promise(model:"ShardedModel", prefix:str, score:Callable[[Tensor], Tensor]|N
     shapes = {n.removeprefix(prefix): x for n, x in full_shapes(model).items() if n.startswith(prefix)}
     return Ticket(model.version, way, shapes or None, probe=probe)
 
-def in_dtype(
-    made:Iterator[dict[str, Tensor]], # buckets
-    dtype:torch.dtype|None, # None: as they are
-)->Iterator[dict[str, Tensor]]:
-    "Buckets with their floats rounded."
+def in_dtype(made:Iterator[dict[str, Tensor]], dtype:torch.dtype|None)->Iterator[dict[str, Tensor]]:
+    "Buckets with their floats in a dtype; None: as they are."
     for bucket in made:
         yield {n: x.to(dtype) if x.is_floating_point() else x for n, x in bucket.items()} if dtype else bucket
         del bucket

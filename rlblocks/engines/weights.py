@@ -79,7 +79,6 @@ class Change(Protocol):
     def nbytes(self)->int: ...               # that travel
     def applied(self, old:Tensor)->Tensor:
         "The new weight, a tensor of its own."
-        ...
 
 @runtime_checkable
 class Transport(Protocol):
@@ -87,19 +86,16 @@ class Transport(Protocol):
 
     def buckets(self, version:int, bucket_bytes:int)->Iterator[Mapping[str, Tensor|Change]]: # owned copies by name
         "The weights, in messages of about `bucket_bytes`. RuntimeError where they are of another version by now."
-        ...
 
     def score(self, ids:Tensor)->Tensor|None: # `[n]` → `[n-1]`
         "The owner's log-probs of all ids but the first; None where nobody knows them."
-        ...
 
 @runtime_checkable
 class Lends(Transport, Protocol):
     "A transport that can do without a copy."
 
     def lent(self, version:int, bucket_bytes:int)->Iterator[Mapping[str, Tensor|Change]]:
-        "As `buckets`. What comes is only to be read, and only until the next is asked for."
-        ...
+        "As `buckets`. What comes is only to be read, and only until the next is taken."
 
 # %% ../../nbs/engines/51_weights.ipynb #a16b63ac
 class InProcess:
@@ -181,13 +177,11 @@ class Ticket:
         return self.transport.buckets(self.version, bucket_bytes)
 
     def lent(self, bucket_bytes:int)->Iterator[Mapping[str, Tensor|Change]]:
-        "The same, only to be read, and only until the next is asked for: not copied where that can be saved."
+        "The same, only to be read, and only until the next is taken: not copied where that can be saved."
         way = self.transport
         return (way.lent if isinstance(way, Lends) else way.buckets)(self.version, bucket_bytes)
 
-    def score(self,
-        ids:Int[Tensor, " n"], # the first of `probe`
-    )->Float[Tensor, " m"]|None: # m = n − 1
+    def score(self, ids:Int[Tensor, " n"])->Float[Tensor, " m"]|None: # the first of `probe`; m = n − 1
         "The owner's log-probs of all ids but the first; None where nobody knows them."
         return self.transport.score(ids)
 

@@ -77,10 +77,7 @@ def _instead(path):
     return f"; there is one in {', '.join(below[:3])}" if below else ""
 
 # %% ../../nbs/models/65_checks.ipynb #98e0b632
-def refuse_encoder_decoder(
-    config:object, # a transformers configuration, or None
-    model:object,  # its class, name or folder, for the message
-):
+def refuse_encoder_decoder(config:object, model:object): # `model`: its class, name or folder, for the message
     "ValueError for a model that reads one sequence and writes another."
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"model: '{model}' is an encoder-decoder ({getattr(config, 'model_type', '')}), which reads "
@@ -311,13 +308,13 @@ def check_adapter(config:Any)->None:
 
 SCALES = ("lora_alpha", "alpha_pattern", "use_rslora") # how much its weights count; names and shapes show the rest
 
-def check_same_base(state:Mapping, fingerprint:str, mine:dict|None, *, who:str)->None:
-    """ValueError for a state of another base than `who` (`fingerprint`), or of an adapter that counts for another amount.
+def check_same_base(state:Mapping, digest:str, mine:dict|None, *, who:str)->None:
+    """ValueError for a state of another base than `who` (`digest`), or of an adapter that counts for another amount.
 
     `mine`: settings of the adapter here; None: the base alone."""
-    if state.get("base") != fingerprint:
-        raise ValueError(f"load_state_dict: the state is of an adapter on another base (fingerprint {state.get('base')}), not "
-                         f"on this one ({who}, {fingerprint}). If it is the same, load state | dict(base={fingerprint!r})")
+    if state.get("base") != digest:
+        raise ValueError(f"load_state_dict: the state is of an adapter on another base (digest {state.get('base')}), "
+                         f"not on this one ({who}, {digest}). If it is the same, load state | dict(base={digest!r})")
     if "lora" not in state or mine is None: return
     for k, x in state["lora"].items():
         if k not in SCALES or x == mine[k]: continue

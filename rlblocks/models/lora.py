@@ -9,7 +9,7 @@ __all__ = ['Base', 'check_new_adapter', 'Adapted', 'share_heads_', 'View', 'view
 
 # %% ../../nbs/models/77_lora.ipynb #b0f6508c
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -179,7 +179,7 @@ class Adapted:
         under = f"{at}." if at else ""
         for key, x in self.base.merged({} if self.name is None else {self.name: 1.}):
             if key.startswith(under): yield "trunk." + key.removeprefix(under), x
-            del x                 # not held while the next one is gathered
+            del x                 # freed before the next one is gathered
         for key, p in self.module.state_dict(keep_vars=True).items():
             if key.startswith("head."): yield key, p.detach()
 
@@ -311,9 +311,7 @@ def merge_adapters(
                 filed=lambda k, x: (k, exact(k, x)), dtype=dtype or next(iter(loaded.dtypes.values())),
                 tokenizer=load_tokenizer(base))
 
-def main(
-    argv=None, # words; None: the command line's
-):
+def main(argv:Sequence[str]|None=None): # words; None: the command line's
     "The command."
     words = argparse.ArgumentParser(prog="python -m rlblocks.models.lora",
                                     description="Merge LoRA adapters into a plain model folder.")
@@ -321,7 +319,7 @@ def main(
     words.add_argument("adapters", nargs="+", help="adapter folders, each with an optional :weight")
     words.add_argument("out", help="folder to write")
     words.add_argument("--dtype", choices=["float32", "bfloat16", "float16"],
-                       help="of what is written; as the base is, if not said")
+                       help="of what is written; as the base is, if not given")
     given = words.parse_args(argv)
     merge_adapters(given.base, dict(map(_weighed, given.adapters)), given.out,
                    dtype=getattr(torch, given.dtype) if given.dtype else None)

@@ -23,9 +23,8 @@ from .loading import as_pretrained, load_tokenizer
 from .arguments import says_instead
 from .policy import Trained, base_of, reads_shards, start
 from .step import Lora, Prepared, Setup, compute, is_shared, train_step
-from rlblocks.models.value_heads import (
-    classifier, moments_of, save_read, stored_moments, trunk_reader, without_moments
-)
+from .value_heads import classifier, moments_of, save_read, stored_moments, trunk_reader
+from .value_heads import without_moments
 
 # %% ../../nbs/models/80_scorer.ipynb #2d78cea0
 @dataclass(frozen=True)
@@ -120,24 +119,16 @@ class Scorer(Trained):
         save_read(self._run, model, path, head="score", **how)
 
 # %% ../../nbs/models/80_scorer.ipynb #4da2548c
-def raw_scores(
-    run:Prepared, # of a scorer
-    batch:Batch,  # a whole or a part
-    at:str|None,  # the column of marked tokens; None: the last token
-)->Tensor: # `[B]`, `[B, k]`; with `at` `[B, T]`, `[B, T, k]`, 0 elsewhere
-    "Scores as the head gives them, without gradient."
+def raw_scores(run:Prepared, batch:Batch, at:str|None)->Tensor: # `[B]`, `[B, k]`; with `at` `[B, T]`, `[B, T, k]`
+    "Scores as the head gives them, without gradient; of tokens where the column `at` is True, 0 elsewhere."
     return compute(run, batch, scores_at(at), "scores")
 
 def scores_at(at:str|None)->Reading:
     "Scores of rows, or after marked tokens."
     return Reading(logprobs=False, rows=at is None, after=at)
 
-def measure_moments(
-    run:Prepared, # of a scorer
-    batch:Batch,  # rows that stand for those to come; a part: over all ranks
-    at:str|None,  # as for `raw_scores`
-)->tuple[list[float], list[float]]: # mean and standard deviation of each output
-    "Of the raw scores of a batch."
+def measure_moments(run:Prepared, batch:Batch, at:str|None)->tuple[list[float], list[float]]: # mean, deviation
+    "Of each output, from the raw scores of a batch; of a part over all ranks. `at`: as for `raw_scores`."
     x = raw_scores(run, batch, at)
     if at is not None: x = x[batch.columns[at]]
     x = x.reshape(len(x), -1)
@@ -145,24 +136,16 @@ def measure_moments(
     counted = not batch.filler and not (shared and world()[0] % run.model.shares)  # ranks that share rows: once
     return moments_of(x if counted else x[:0], shared)
 
-def masked(
-    x:Tensor,      # `[B, T]` or `[B, T, k]`
-    mask:Tensor, # Bool `[B, T]`
-)->Tensor:
+def masked(x:Tensor, mask:Tensor)->Tensor: # `[B, T]` or `[B, T, k]`; the mask is Bool `[B, T]`
     "0 where the mask is False."
     return torch.where(mask if x.dim() == 2 else mask[..., None], x, 0.)
 
-def read_at(
-    config, # of a trunk, or None
-)->str|None:
-    "The column that a classifier is read at, as it was saved; a token classifier's is \"steps\". None: the last token."
+def read_at(config:object)->str|None:
+    "The column that a config says a classifier is read at; a token classifier's is \"steps\". None: the last token."
     judge = any(a.endswith("ForTokenClassification") for a in getattr(config, "architectures", None) or [])
     return getattr(config, "read_at", "steps" if judge else None)
 
-def label_names(
-    config, # of a trunk, or None
-    head,   # its head, or None
-)->list[str]|None:
+def label_names(config:object, head:object)->list[str]|None:
     "Names of a head's outputs in a config, unless they are transformers' fill-ins."
     names = [str(n) for n in (getattr(config, "id2label", None) or {}).values()]
     fillers = [f"LABEL_{i}" for i in range(len(names))]
