@@ -190,13 +190,13 @@ class Ticket:
         scores = self.score(torch.tensor(self.probe)) if len(self.probe) > 1 else None
         return None if scores is None else scores.tolist()
 
-def probe_ids(vocabulary:int|None, window:int|None, n:int=32)->tuple[int, ...]: # none where the vocabulary is not known
+def probe_ids(vocabulary:int|None, window:int|None)->tuple[int, ...]: # none where the vocabulary is not known
     """Fixed ids, for both sides to score.
 
     `vocabulary`: None = not known; `window`: most positions of a row; None = any number."""
     if not vocabulary: return ()
     g = torch.Generator().manual_seed(0)
-    return tuple(torch.randint(vocabulary, (min(n, (window or n + 1) - 1),), generator=g).tolist())
+    return tuple(torch.randint(vocabulary, (min(32, (window or 33) - 1),), generator=g).tolist())
 
 # %% ../../nbs/engines/51_weights.ipynb #5ed0c135
 @dataclass(frozen=True)
@@ -233,8 +233,8 @@ def check_since(ticket:Ticket, version:int|None):
     raise ValueError(f"load: the ticket has what changed from version {ticket.since} to {ticket.version}, the receiver "
                      f"has {own}; ask for {ask}")
 
-def copy_weights(ticket:Ticket, module:nn.Module, *, base:Mapping[str, Tensor]|None=None,
-                 bucket_bytes:int=1 << 28)->Manifest: # checksums as the receiver holds them
+def copy_weights(ticket:Ticket, module:nn.Module, *,
+                 base:Mapping[str, Tensor]|None=None)->Manifest: # checksums as the receiver has them
     """Copy a ticket's weights into a module, and check them.
 
     ValueError for names or shapes that do not fit, RuntimeError when a checksum differs.
@@ -243,7 +243,7 @@ def copy_weights(ticket:Ticket, module:nn.Module, *, base:Mapping[str, Tensor]|N
     own, sent, n_bytes, n_messages = named_weights(module), {}, 0, 0
     shapes, received_shapes = {name: tuple(x.shape) for name, x in own.items()}, {}
     if ticket.shapes is not None: check_names(ticket.shapes, shapes, some=ticket.adapter)
-    for bucket in ticket.lent(bucket_bytes):
+    for bucket in ticket.lent(1 << 28):
         received_shapes |= {name: tuple(x.shape) for name, x in bucket.items()}
         check_names(received_shapes, shapes, some=True)
         for name, x in bucket.items():

@@ -84,9 +84,7 @@ class Base:
         own = ((k.removeprefix("trunk."), x) for k, x in self.model.engine.weights() if k.startswith("trunk."))
         return fingerprint((plain_name(k), x) for k, x in own if k not in self.added)
 
-    def put(self,
-        lora, # see `lora_config`
-    )->str: # the adapter's name
+    def put(self, lora:Lora)->str: # the adapter's name
         "Put an adapter on. ValueError for a name that is taken, a tied weight, and what needs complete weights."
         name, config, folder, seed = lora_config(lora, next(iter(self.configs.values()), None))
         check_new_adapter(self, name, config)

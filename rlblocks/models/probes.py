@@ -22,7 +22,7 @@ from .head import states_of
 
 # %% ../../nbs/models/72_probes.ipynb #3f466415
 @contextmanager
-def _narrow(trunk, window=4):
+def _narrow(trunk):
     "While inside, sliding windows, attention chunks and top-k of a model are so small that short rows exceed them."
     names = ("sliding_window", "attention_chunk_size", "index_topk")
     configs = [c for m in trunk.modules() if (c := getattr(m, "config", None)) is not None]
@@ -30,7 +30,7 @@ def _narrow(trunk, window=4):
     owners = [*trunk.modules(), *configs, *texts]
     wide = [(x, name, vars(x)[name]) for x in {id(x): x for x in owners}.values() for name in names
             if isinstance(vars(x).get(name), int)]
-    for x, name, size in wide: setattr(x, name, min(size, window))
+    for x, name, size in wide: setattr(x, name, min(size, 4))
     try: yield
     finally:
         for x, name, size in wide: setattr(x, name, size)
