@@ -210,9 +210,7 @@ class Manifest:
 
 # %% ../../nbs/engines/51_weights.ipynb #45909898
 def check_names(sent:dict[str, tuple[int, ...]], own:dict[str, tuple[int, ...]], *, some:bool=False):
-    """ValueError for an unknown name, another shape, or a name that is missing.
-
-    `sent`: name → shape of what comes."""
+    "ValueError for an unknown name, another shape, or a name that is missing. `sent`: name → shape of what comes."
     unknown = sorted(set(sent) - set(own))
     if unknown:
         raise ValueError(f"load: the receiver has no {unknown[0]!r} ({len(unknown)} unknown names); it has "

@@ -289,9 +289,7 @@ def bucket_entries(params:list)->int:
     return min(BUCKET, sum(p.numel() for p in params)) if any(p.requires_grad for p in params) else 0
 
 def gathered_bytes(params:list, stage:int, half:torch.dtype|None)->int:
-    """Weights that stage 3 keeps gathered; the bucket of the others.
-
-    `half`: compute dtype; None = that of the weights."""
+    "Weights that stage 3 keeps gathered; the bucket of the others. `half`: compute dtype; None = that of the weights."
     if stage < 3: return bucket_entries(params)*(2 if stage == 2 and half else 4)
     entries = sum(p.numel() for p in params)
     every = sum(p.numel()*(half.itemsize if half and p.is_floating_point() else p.element_size()) for p in params)

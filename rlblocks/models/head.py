@@ -153,8 +153,7 @@ def head_logprobs(layer:nn.Module, hidden:Float[Tensor, "n H"], targets:Int[Tens
 
     A layer that is no matrix (`matrix_of`) computes logits, `chunk` places at a time, again in the backward pass.
 
-    `temperature`: number or `[n]`, what the places were sampled at; `support`: `[n, K]` ids that sampling was confined
-    to. Result: log-probs, and the entropy beside them."""
+    `temperature`: number or `[n]`, what the places were sampled at; `support`: `[n, K]` ids it was confined to."""
     if known := matrix_of(layer):
         h, weight, how = _as_linear(known, hidden, transform)
         found:Any = linear_logprobs(h, weight, targets, entropy=entropy, group=_sharing(layer), temperature=temperature,

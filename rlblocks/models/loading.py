@@ -96,9 +96,7 @@ def sources_of(module:"transformers.PreTrainedModel", names:Iterable[str])->dict
     return found
 
 def assembled(module:"transformers.PreTrainedModel", name:str, sources:list[tuple], files:WeightFiles)->Tensor:
-    """A weight that is made of several weights in files, or cut out of one.
-
-    Result: all of it."""
+    "All of a weight that is made of several weights in files, or cut out of one."
     _, (_, converter, target) = sources[0]
     made = copy.deepcopy(converter)
     for source, (pattern, _, _) in sources:

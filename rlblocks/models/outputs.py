@@ -56,9 +56,7 @@ class RowOut(Out):
 
 # %% ../../nbs/models/74_outputs.ipynb #5c19d0f7
 def outputs(model:ShardedModel, layout:Layout, part:Batch, reading:Reading=Reading(), who:str="model")->Out:
-    """Run a micro-batch and read it.
-
-    Result: `[B, T, …]` each; a `RowOut` of rows."""
+    "Run a micro-batch and read it: `[B, T, …]` each, or a `RowOut` of rows."
     device, group = model.device, part.families
     rows, cols = _chosen(part, reading)
     places = _places(who, part, rows, cols, reading, device)
