@@ -137,7 +137,7 @@ def _unfit(forward):
 
 # %% ../../nbs/models/72_probes.ipynb #8f776d6a
 @torch.no_grad()
-def look_ahead(forward:Forward, device:torch.device|str, *, draws:int=3)->str: # what is wrong, and the remedy; empty: nothing
+def look_ahead(forward:Forward, device:torch.device|str, *, draws:int=3)->str: # what is wrong; empty: nothing
     """Whether tokens of a row depend on what is behind them.
 
     They must be equal to 1e-4 of the largest output (5e-2 in half precision) among rows side by side, and to 1e-2
