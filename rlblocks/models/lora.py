@@ -5,7 +5,7 @@ merged into one plain folder"""
 
 # %% auto #0
 __all__ = ['Base', 'check_new_adapter', 'Adapted', 'share_heads_', 'View', 'view_', 'check_shared', 'on_base', 'save_adapter',
-           'merge_adapters', 'main']
+           'merge_adapters']
 
 # %% ../../nbs/models/77_lora.ipynb #b0f6508c
 import argparse
@@ -309,6 +309,7 @@ def merge_adapters(
                 filed=lambda k, x: (k, exact(k, x)), dtype=dtype or next(iter(loaded.dtypes.values())),
                 tokenizer=load_tokenizer(base))
 
+# %% ../../nbs/models/77_lora.ipynb #0b60aa2c
 def main(argv:Sequence[str]|None=None): # words; None: the command line's
     "The command."
     words = argparse.ArgumentParser(prog="python -m rlblocks.models.lora",
