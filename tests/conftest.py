@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from functools import cache
 from importlib.util import find_spec
+from itertools import combinations, product
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -28,6 +29,32 @@ os.environ.update(RAY_TOKEN)    # read when Ray is imported, which another test 
 def rarely(*params):
     "Parameters of a test that only `make test-long` runs."
     return [pytest.param(*(p if isinstance(p, tuple) else (p,)), marks=pytest.mark.long) for p in params]
+
+
+def skip_without(name, reason=None):
+    """As pytest.importorskip, but nothing is imported: every worker collects every file, and often it is only the
+    processes of a test that need it."""
+    if find_spec(name) is None: pytest.skip(reason or f"{name} is not installed", allow_module_level=True)
+
+
+def pairwise(*axes):
+    """The rule for a test over several choices: `make test` has rows in which every pair of values of two axes occurs,
+    `make test-long` the whole product. An error that takes two choices at once is seen; one that takes three is rare.
+    """
+    places = list(product(*(range(len(axis)) for axis in axes)))
+    def pairs(row): return set(combinations(enumerate(row), 2))
+    left, rows = set().union(*map(pairs, places)), []
+    while left:
+        rows.append(max(places, key=lambda row: len(pairs(row) & left)))
+        left -= pairs(rows[-1])
+    return [tuple(axis[i] for axis, i in zip(axes, row, strict=True)) for row in rows]
+
+
+def crossed(*axes):
+    "Parameters of a test over several choices: `pairwise`, and what the product has beyond that, `rarely`."
+    some = pairwise(*axes)
+    def there(row): return any(all(x is y for x, y in zip(row, other, strict=True)) for other in some)
+    return some + rarely(*(row for row in product(*axes) if not there(row)))
 
 
 @pytest.fixture(autouse=True)

@@ -76,7 +76,7 @@ def cut(two): return spmd_loops.engines(two)
 
 
 @pytest.fixture(scope="module")
-def uncut(): return spmd_loops.engines(here)
+def uncut(): return spmd_loops.alone(spmd_loops.engines)
 
 
 # -- the same numbers
@@ -84,7 +84,7 @@ def uncut(): return spmd_loops.engines(here)
 def test_the_tutorials_loops_give_the_numbers_of_one_process(loops):
     """GRPO, one step off, one prompt, PPO and DPO, unchanged, in float64: metrics, positions in the data and final
     weights."""
-    want = spmd_loops.tutorials(here)
+    want = spmd_loops.alone(spmd_loops.tutorials)
     assert all(want[name]["shown"][-1]["version"] > 1 for name in want)
     same(loops, want, "tutorials", 1e-10)
 
@@ -105,7 +105,7 @@ def test_in_fp32_ranks_differ_from_one_process_by_rounding(two):
 
 
 def test_one_rank_gives_the_numbers_of_one_process(one):
-    same(spmd_loops.dispatch(one), spmd_loops.dispatch(here), "dispatch", 1e-10)
+    same(spmd_loops.dispatch(one), spmd_loops.alone(spmd_loops.dispatch), "dispatch", 1e-10)
 
 
 def test_as_many_ranks_of_spmd_pool_give_the_same_bits(loops, cut, tmp_path):
@@ -121,8 +121,9 @@ def test_engines_that_cut_weights_give_the_numbers_of_one_process(cut, three, un
     same(spmd_loops.engines(three, ["fsdp2"]), dict(fsdp2=uncut["fsdp2"]), "three ranks", 1e-10)
 
 
+@pytest.mark.long       # `make test` has three ranks in the loop above, whose rows they cannot share evenly
 def test_three_ranks_give_the_numbers_of_one_process(three):
-    same(spmd_loops.tutorials(three), spmd_loops.tutorials(here), "tutorials", 1e-10)
+    same(spmd_loops.tutorials(three), spmd_loops.alone(spmd_loops.tutorials), "tutorials", 1e-10)
 
 
 @pytest.mark.long
@@ -131,7 +132,7 @@ def test_other_numbers_of_ranks_give_the_numbers_of_one_process_and_the_bits_of_
     "Pairs, one prompt for all ranks, rows that they cannot share evenly; engines that are plain and that shard."
     with RayPool(ranks, cpus=.1, cluster=cluster, timeout=300., name="many") as pool:
         got = spmd_loops.tutorials(pool), spmd_loops.engines(pool, ["fsdp2"])
-    same(got, (spmd_loops.tutorials(here), spmd_loops.engines(here, ["fsdp2"])), f"{ranks} ranks", 1e-10)
+    same(got, (spmd_loops.alone(spmd_loops.tutorials), spmd_loops.engines(here, ["fsdp2"])), f"{ranks} ranks", 1e-10)
     on_ranks(spmd_loops.loops_on_rank, (tmp_path, ["fsdp2"]), ranks, group=False, limit=300)
     same(got, torch.load(tmp_path/"0.pt", weights_only=False), f"{ranks} ranks", 0.)
 
@@ -141,7 +142,7 @@ def test_other_numbers_of_ranks_give_the_numbers_of_one_process_and_the_bits_of_
 def saved_by(folder): return sorted(f.name for f in Path(folder).glob("step-*/shards/*.distcp"))
 
 
-def test_what_ranks_hold_is_saved_and_restored_there(two, three, one, tmp_path, monkeypatch, uncut):
+def test_what_ranks_hold_is_saved_and_restored_there(two, three, one, tmp_path, monkeypatch, cut):
     """Stopped, and gone on with on the same and on other numbers of ranks: to the bit, or as one process. No state
     passes through this process, and a relative path means its folder."""
     monkeypatch.chdir(tmp_path)
@@ -149,7 +150,7 @@ def test_what_ranks_hold_is_saved_and_restored_there(two, three, one, tmp_path, 
     spmd_loops.engines(two, ["fsdp2"], Checkpoint("run", every=2), steps=2)
     assert saved_by("run") == ["__0_0.distcp", "__1_0.distcp"]
     for name in ("three", "one"): shutil.copytree("run", name)
-    want = spmd_loops.engines(two, ["fsdp2"])["fsdp2"]["shown"][2:]
+    want = cut["fsdp2"]["shown"][2:]
     for pool, folder, tol in ((two, "run", 0.), (three, "three", 1e-10), (one, "one", 1e-10)):
         got = spmd_loops.engines(pool, ["fsdp2"], Checkpoint(folder, every=2), steps=3)["fsdp2"]["shown"]
         same(got, want, folder, tol)
@@ -158,7 +159,7 @@ def test_what_ranks_hold_is_saved_and_restored_there(two, three, one, tmp_path, 
     assert "Policy.load_state_dict" not in {row["phase"] for row in three.report()}
 
 
-def test_a_folder_that_ranks_do_not_see(two, tmp_path, monkeypatch):
+def test_a_folder_that_ranks_do_not_see(two, tmp_path, monkeypatch, cut):
     "States pass through this process, which says so of large ones; shards that others wrote cannot be had."
     from rlblocks.checkpoint import keeper
     monkeypatch.chdir(tmp_path)          # the ranks stay where they are
@@ -169,7 +170,7 @@ def test_a_folder_that_ranks_do_not_see(two, tmp_path, monkeypatch):
                       r"rank of RayPool\(2 ranks\) sees /proc/self/cwd/run"): run("/proc/self/cwd/run", 2)
     assert not saved_by("run")
     with pytest.warns(UserWarning, match="passes through"): again = run("/proc/self/cwd/run", 3)
-    same(again, spmd_loops.engines(two, ["fsdp2"])["fsdp2"]["shown"][2:], "unseen", 0.)
+    same(again, cut["fsdp2"]["shown"][2:], "unseen", 0.)
     run("seen", 1)
     with pytest.raises(ValueError, match="not all ranks that hold it now see /proc/self/cwd/seen"):
         run("/proc/self/cwd/seen", 2)
@@ -191,7 +192,7 @@ def test_a_folder_that_ranks_do_not_see_is_said_at_the_start(two, tmp_path, monk
 
 def test_every_kind_of_call_is_answered_as_in_one_process(two):
     # Adam, eps 1e-8: see tests/test_spmd.py
-    same(spmd_loops.dispatch(two), spmd_loops.dispatch(here), "dispatch", 1e-7)
+    same(spmd_loops.dispatch(two), spmd_loops.alone(spmd_loops.dispatch), "dispatch", 1e-7)
 
 
 # -- what travels
@@ -647,6 +648,7 @@ def check_the_store_keeps_the_last_weights(one, pool):
     assert becomes(-5, 5), used()
 
 
+@pytest.mark.long       # `make test` has a rank that dies once and is made anew, below
 def test_a_call_that_kills_a_rank_twice_is_repeated_once(cluster, tmp_path):
     with RayPool(1, cluster=cluster, world=False, restarts=3, name="twice") as pool:
         keeps = pool.place(Keeps)
