@@ -163,10 +163,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if hasattr(config, "workerinput"): return
     if config.getoption("--write-seconds"): config.pluginmanager.register(Took())
-    # once, before workers that would wait for each other's build
+    # while workers collect; a test that comes before its end waits for it
     if getattr(config.option, "numprocesses", None) and find_spec("deepspeed"):
         build = "import torch; from rlblocks.engines.compiled import build_ops; build_ops(torch.device('cpu'), 'cpu')"
-        subprocess.run([sys.executable, "-c", build], cwd=ROOT)
+        config.add_cleanup(subprocess.Popen([sys.executable, "-c", build], cwd=ROOT).wait)
 
 
 @pytest.hookimpl(tryfirst=True)
