@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import spmd_loops
 import torch
-from conftest import RAY_TOKEN, ROOT
+from conftest import RAY_TOKEN, ROOT, rarely
 from forked import on_ranks
 from rlblocks import (
     Batch, Checkpoint, Cluster, Flight, Policy, Pools, Prompts, RayPool, Rollout, here, later, loop_from
@@ -115,15 +115,15 @@ def test_as_many_ranks_of_spmd_pool_give_the_same_bits(loops, cut, tmp_path):
     same(cut, want[1], "engines", 0.)
 
 
-def test_engines_that_cut_weights_give_the_numbers_of_one_process(cut, three, uncut):
-    "Sharded; 15 rows on 2 ranks and on 3."
+def test_engines_that_cut_weights_give_the_numbers_of_one_process(cut, uncut):
+    "Sharded, and every layer cut; 15 rows on two ranks."
     same(cut, uncut, "engines", 1e-10)
-    same(spmd_loops.engines(three, ["fsdp2"]), dict(fsdp2=uncut["fsdp2"]), "three ranks", 1e-10)
 
 
-@pytest.mark.long       # `make test` has three ranks in the loop above, whose rows they cannot share evenly
-def test_three_ranks_give_the_numbers_of_one_process(three):
+@pytest.mark.long       # `make test` has one rank and two, which cannot share 15 rows evenly either
+def test_three_ranks_give_the_numbers_of_one_process(three, uncut):
     same(spmd_loops.tutorials(three), spmd_loops.alone(spmd_loops.tutorials), "tutorials", 1e-10)
+    same(spmd_loops.engines(three, ["fsdp2"]), dict(fsdp2=uncut["fsdp2"]), "three ranks", 1e-10)
 
 
 @pytest.mark.long
@@ -142,21 +142,23 @@ def test_other_numbers_of_ranks_give_the_numbers_of_one_process_and_the_bits_of_
 def saved_by(folder): return sorted(f.name for f in Path(folder).glob("step-*/shards/*.distcp"))
 
 
-def test_what_ranks_hold_is_saved_and_restored_there(two, three, one, tmp_path, monkeypatch, cut):
+@pytest.mark.parametrize("others", [["one"], *rarely(["three", "one"])], ids=" ".join)
+def test_what_ranks_hold_is_saved_and_restored_there(two, others, request, tmp_path, monkeypatch, cut):
     """Stopped, and gone on with on the same and on other numbers of ranks: to the bit, or as one process. No state
     passes through this process, and a relative path means its folder."""
     monkeypatch.chdir(tmp_path)
-    for pool in (two, three, one): pool.crew.seen.clear()
+    pools = {name: request.getfixturevalue(name) for name in others}
+    for pool in (two, *pools.values()): pool.crew.seen.clear()
     spmd_loops.engines(two, ["fsdp2"], Checkpoint("run", every=2), steps=2)
     assert saved_by("run") == ["__0_0.distcp", "__1_0.distcp"]
-    for name in ("three", "one"): shutil.copytree("run", name)
+    for name in others: shutil.copytree("run", name)
     want = cut["fsdp2"]["shown"][2:]
-    for pool, folder, tol in ((two, "run", 0.), (three, "three", 1e-10), (one, "one", 1e-10)):
+    for pool, folder, tol in ((two, "run", 0.), *((pool, name, 1e-10) for name, pool in pools.items())):
         got = spmd_loops.engines(pool, ["fsdp2"], Checkpoint(folder, every=2), steps=3)["fsdp2"]["shown"]
         same(got, want, folder, tol)
         phases = {row["phase"] for row in pool.report()}
         assert {"Keeper.check", "Keeper.read", "Keeper.write"} <= phases
-    assert "Policy.load_state_dict" not in {row["phase"] for row in three.report()}
+        assert "Policy.load_state_dict" not in phases
 
 
 def test_a_folder_that_ranks_do_not_see(two, tmp_path, monkeypatch, cut):

@@ -66,10 +66,14 @@ def test_a_replica_over_two_nodes_is_refused(apart, engine):
     assert apart.place(Policy, net, engine=plain()).version == 0, "one on each node"
 
 
-def test_ranks_have_devices_of_their_own_and_pools_beside_share_them(apart, cluster):
-    """Of every node the first two for two ranks of two; a pool of one each, and one beside it that sees the same. The
-    GPUs are numbers here: on CUDA it is untried."""
+def test_ranks_have_devices_of_their_own(apart):
+    "Of every node the first two for two ranks of two. The GPUs are numbers here: on CUDA it is untried."
     assert devices_of(apart) == ["0,1", "0,1"]
+
+
+@pytest.mark.long
+def test_pools_beside_share_devices(apart, cluster):
+    "A pool of one each, and one beside it that sees the same. (tests/test_ray.py has one beside another in `make test`.)"
     with RayPool(2, gpus=1, cluster=cluster, world=False, name="ones") as ones:
         mine = devices_of(ones)
         assert len(set(mine)) == 2 and not {"0", "1"} & set(mine), "on one node, which has two left"

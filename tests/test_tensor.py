@@ -414,7 +414,8 @@ def with_engines(check):
 CHECKS = [gradients, adapters, adapters_gradients, alike, same_groups, export_peak, reads, reshards, one_fails, placed,
           refuses] + [with_engines(c)
                       for c in (t.on_policy, t.reference, t.half_precision, t.poison, t.resumes, t.failing, t.saved)]
-SPREAD = [c for c in CHECKS if c.__name__ in ("gradients", "alike", "same_groups", "reshards", "placed", "resumes")]
+# over replicas; the gradients are those of the same cuts of the same plans, and long
+SPREAD = [c for c in CHECKS if c.__name__ in ("alike", "same_groups", "reshards", "placed", "resumes")]
 
 
 # -- in every process
@@ -428,7 +429,7 @@ def one_rank(rank, world, folder, every):
             _, metrics, weights = run(case, n, rank//(world//n), steps_of(every), **WAYS[way])
             found[way, name] = dict(metrics=metrics, weights=weights if rank == 0 else None)
             times[way, name] = round(time.process_time()-start, 2)
-        whole = CHECKS + [more_gradients] if every else CHECKS
+        whole = CHECKS + [more_gradients] if every else CHECKS      # of two ranks
         for check in [] if "sequence" in way else whole if world == 2 or every else SPREAD if engine else []:
             start = time.process_time()
             (folder/way).mkdir(exist_ok=True)
