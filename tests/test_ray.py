@@ -146,8 +146,8 @@ def saved_by(folder): return sorted(f.name for f in Path(folder).glob("step-*/sh
 def test_what_ranks_hold_is_saved_and_restored_there(two, others, request, tmp_path, monkeypatch, cut):
     """Stopped, and gone on with on the same and on other numbers of ranks: to the bit, or as one process. No state
     passes through this process, and a relative path means its folder."""
-    monkeypatch.chdir(tmp_path)
     pools = {name: request.getfixturevalue(name) for name in others}
+    monkeypatch.chdir(tmp_path)
     for pool in (two, *pools.values()): pool.crew.seen.clear()
     spmd_loops.engines(two, ["fsdp2"], Checkpoint("run", every=2), steps=2)
     assert saved_by("run") == ["__0_0.distcp", "__1_0.distcp"]

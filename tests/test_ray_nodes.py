@@ -73,7 +73,7 @@ def test_ranks_have_devices_of_their_own(apart):
 
 @pytest.mark.long
 def test_pools_beside_share_devices(apart, cluster):
-    "A pool of one each, and one beside it that sees the same. (tests/test_ray.py has one beside another in `make test`.)"
+    "A pool of one each, and one beside it that sees the same. (`make test` has such pools in tests/test_ray.py.)"
     with RayPool(2, gpus=1, cluster=cluster, world=False, name="ones") as ones:
         mine = devices_of(ones)
         assert len(set(mine)) == 2 and not {"0", "1"} & set(mine), "on one node, which has two left"

@@ -429,7 +429,7 @@ def one_rank(rank, world, folder, every):
             _, metrics, weights = run(case, n, rank//(world//n), steps_of(every), **WAYS[way])
             found[way, name] = dict(metrics=metrics, weights=weights if rank == 0 else None)
             times[way, name] = round(time.process_time()-start, 2)
-        whole = CHECKS + [more_gradients] if every else CHECKS      # of two ranks
+        whole = CHECKS + [more_gradients] if every else CHECKS
         for check in [] if "sequence" in way else whole if world == 2 or every else SPREAD if engine else []:
             start = time.process_time()
             (folder/way).mkdir(exist_ok=True)
