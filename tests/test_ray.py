@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 import warnings
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,8 +18,9 @@ import numpy as np
 import pytest
 import spmd_loops
 import torch
-from conftest import RAY_TOKEN, ROOT, rarely
+from conftest import RAY_TOKEN, ROOT, rarely, resident
 from forked import on_ranks
+from ready import Ready
 from rlblocks import (
     Batch, Checkpoint, Cluster, Flight, Policy, Pools, Prompts, RayPool, Rollout, here, later, loop_from
 )
@@ -40,14 +42,23 @@ def options(folder):
                 logging_level="ERROR", log_to_driver=False)
 
 
+# what a rank imports before its first call, but for Ray
+OF_A_RANK = """torch torch.distributed.fsdp torch.distributed.checkpoint torch.distributed.tensor.parallel torch._dynamo
+transformers.models.auto.modeling_auto transformers.models.llama.modeling_llama pytest rlblocks.models.policy
+rlblocks.models.critic rlblocks.models.scorer rlblocks.rollout.rollout rlblocks.checkpoint.checkpoint
+rlblocks.engines.fsdp rlblocks.engines.tensor rlblocks.placement.spmd rlblocks.placement.member""".split()
+
+
 @pytest.fixture(scope="module")
 def cluster():
-    "A Ray with a token, whose processes end with this module."
+    """A Ray with a token, whose processes end with this module. Its ranks are forked from a process that has their
+    libraries (tests/ready.py); those of tests/test_ray_nodes.py and tests/test_ray_faults.py start from nothing."""
     import ray
     folder = tempfile.mkdtemp(prefix="ray")
     with pytest.MonkeyPatch.context() as patch:
         for k, x in ENV.items(): patch.setenv(k, x)
-        yield Cluster(options=options(folder), ready=60.)
+        ready = resident(Ready(sys.executable, OF_A_RANK))
+        yield Cluster(options=options(folder), ready=60., runtime_env=dict(py_executable=ready.command))
         ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -550,7 +561,7 @@ def test_ctrl_c_leaves_ranks_at_work_and_the_next_call_says_so(two, tmp_path, me
 def test_room_that_is_not_there_is_refused_in_time(cluster, two):
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"3 × \(100 CPU\) \(PACK\) could not be had within 2 s; free are .*CPU"):
-        RayPool(3, cpus=100, cluster=Cluster(ready=2., options=cluster.options))
+        RayPool(3, cpus=100, cluster=replace(cluster, ready=2.))
     assert time.monotonic() - start < 60
     for how, says in ((dict(ranks=5, nodes=2), "5 ranks cannot be spread evenly over nodes=2"),
                       (dict(ranks=2, restarts=1), "restarts= is for what can be made again"),
