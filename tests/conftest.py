@@ -99,6 +99,14 @@ def vllm_python():
     return resident(Ready(python, VLLM, child_environment(dict(os.environ)) | _QUIET)).command
 
 
+@cache
+def ray_python():
+    """A command for Ray's ranks that has imported all but Ray: a rank starts in 2 s, not in 8. Those of
+    tests/test_ray_faults.py, which is about processes, start from nothing."""
+    from ready import RANK, Ready
+    return resident(Ready(sys.executable, RANK)).command
+
+
 def resident(ready):
     "Let it stay until the tests are over, and count what it uses."
     from forked import RESIDENT
@@ -116,13 +124,16 @@ SECONDS = ROOT/"tests"/"seconds.json"       # of each group, as `make test-times
 
 def group(nodeid):
     """What one worker runs in a row: a file, whose fixtures are made once; all that launch ranks, which fill both
-    cores by themselves; files with engines of vLLM, which is imported for them once
-    (tests/ready.py); notebooks that check types, for which rlblocks is imported once more; any other notebook alone."""
+    cores by themselves; files with engines of vLLM, and files with ranks of Ray, for which what they need is imported
+    once (tests/ready.py); notebooks that check types, for which rlblocks is imported once more; any other notebook
+    alone."""
     file, _, test = nodeid.partition("::")
     name, _, params = test.partition("[")
     if Path(file).stem == "test_notebooks": return of_notebook(params.removesuffix("]")) or name
     if name in launching(ROOT/file): return "ranks"
-    return "vllm" if "vllm_python()" in text(ROOT/file) else Path(file).stem
+    for word in ("vllm", "ray"):
+        if f"{word}_python()" in text(ROOT/file): return word
+    return Path(file).stem
 
 
 def of_notebook(name):

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 import spmd_loops
 import torch
-from conftest import RAY_TOKEN, ROOT, rarely, resident
+from conftest import RAY_TOKEN, ROOT, rarely, ray_python
 from forked import on_ranks
-from ready import Ready
 from rlblocks import (
     Batch, Checkpoint, Cluster, Flight, Policy, Pools, Prompts, RayPool, Rollout, here, later, loop_from
 )
@@ -42,23 +41,14 @@ def options(folder):
                 logging_level="ERROR", log_to_driver=False)
 
 
-# what a rank imports before its first call, but for Ray
-OF_A_RANK = """torch torch.distributed.fsdp torch.distributed.checkpoint torch.distributed.tensor.parallel torch._dynamo
-transformers.models.auto.modeling_auto transformers.models.llama.modeling_llama pytest rlblocks.models.policy
-rlblocks.models.critic rlblocks.models.scorer rlblocks.rollout.rollout rlblocks.checkpoint.checkpoint
-rlblocks.engines.fsdp rlblocks.engines.tensor rlblocks.placement.spmd rlblocks.placement.member""".split()
-
-
 @pytest.fixture(scope="module")
 def cluster():
-    """A Ray with a token, whose processes end with this module. Its ranks are forked from a process that has their
-    libraries (tests/ready.py); those of tests/test_ray_nodes.py and tests/test_ray_faults.py start from nothing."""
+    "A Ray with a token, whose processes end with this module."
     import ray
     folder = tempfile.mkdtemp(prefix="ray")
     with pytest.MonkeyPatch.context() as patch:
         for k, x in ENV.items(): patch.setenv(k, x)
-        ready = resident(Ready(sys.executable, OF_A_RANK))
-        yield Cluster(options=options(folder), ready=60., runtime_env=dict(py_executable=ready.command))
+        yield Cluster(options=options(folder), ready=60., runtime_env=dict(py_executable=ray_python()))
         ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 import spmd_loops
 import torch
-from conftest import RAY_TOKEN, ROOT, rarely
+from conftest import RAY_TOKEN, ROOT, rarely, ray_python
 from rlblocks import Batch, Cluster, Critic, Policy, Pools, Prompts, RayPool, Scorer, here, loop_from, plain
 from rlblocks.engines.world import RankLost
 from spmd_loops import net
@@ -35,7 +35,8 @@ def cluster():
         nodes = Nodes(initialize_head=True, head_node_args=size | dict(temp_dir=folder, include_dashboard=False))
         nodes.add_node(**size)
         nodes.wait_for_nodes()
-        yield Cluster(address=nodes.address, ready=60., options=dict(logging_level="ERROR", log_to_driver=False))
+        yield Cluster(address=nodes.address, ready=60., runtime_env=dict(py_executable=ray_python()),
+                      options=dict(logging_level="ERROR", log_to_driver=False))
         ray.shutdown()
         nodes.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
