@@ -582,7 +582,7 @@ print("stopped", not ray.is_initialized())
 
 def test_a_cluster_without_a_token_is_refused():
     folder = tempfile.mkdtemp(prefix="ray")
-    run = subprocess.run([sys.executable, "-c", OPEN, folder], env=os.environ | ENV, capture_output=True, text=True,
+    run = subprocess.run([ray_python(), "-c", OPEN, folder], env=os.environ | ENV, capture_output=True, text=True,
                          timeout=300)
     shutil.rmtree(folder, ignore_errors=True)
     assert "this Ray cluster has no token" in run.stdout and "stopped True" in run.stdout, run.stderr[-2000:]
@@ -710,7 +710,7 @@ def test_a_driver_that_dies_takes_its_ranks_along():
     folder = tempfile.mkdtemp(prefix="ray")
     out = Path(folder)/"pid"      # no pipe: Ray's processes would hold it open
     with out.open("w") as f:
-        run = subprocess.run([sys.executable, "-c", DRIVER, folder], env=os.environ | ENV, stdout=f, timeout=300)
+        run = subprocess.run([ray_python(), "-c", DRIVER, folder], env=os.environ | ENV, stdout=f, timeout=300)
     pid, end = int(out.read_text()), time.monotonic() + 120
     def alive(): return Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
     while alive() and time.monotonic() < end: time.sleep(.1)
