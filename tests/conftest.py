@@ -50,13 +50,6 @@ def pairwise(*axes):
     return [tuple(axis[i] for axis, i in zip(axes, row, strict=True)) for row in rows]
 
 
-def crossed(*axes):
-    "Parameters of a test over several choices: `pairwise`, and what the product has beyond that, `rarely`."
-    some = pairwise(*axes)
-    def there(row): return any(all(x is y for x, y in zip(row, other, strict=True)) for other in some)
-    return some + rarely(*(row for row in product(*axes) if not there(row)))
-
-
 @pytest.fixture(autouse=True)
 def as_in_a_new_process():
     """Whatever ran before it in its worker, a test draws from the same state, and the compiler has compiled nothing: it

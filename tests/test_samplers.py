@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, crossed, vllm_python
+from conftest import ROOT, vllm_python
 from rlblocks import Policy, Rollout
 from rlblocks.samplers.controls import penalties
 from rlblocks.samplers.hf import Hf
@@ -196,8 +196,8 @@ def test_greedy_is_the_likeliest(sampler):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("make, T, how", crossed(
-    list(ENGINES), [.6, 1., 1.3], [{}, dict(top_p=.8), dict(top_k=5), dict(min_p=.1)]), indirect=["make"], ids=str)
+@pytest.mark.parametrize("T", [.6, 1., 1.3])
+@pytest.mark.parametrize("how", [{}, dict(top_p=.8), dict(top_k=5), dict(min_p=.1)], ids=str)
 def test_logprobs_are_those_of_the_distribution(sampler, T, how):
     "LAWS 2: the model's own, over the support where there is one."
     net, how = sharp().eval(), Sampling(temperature=T, **how)
@@ -217,12 +217,11 @@ FORMS = ["-?[1-9][0-9]{0,2}", "(yes|no|12+)", dict(type="object", required=["a",
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("make, form, how", crossed(
-    list(ENGINES), FORMS, [dict(temperature=.6), dict(temperature=1.3), dict(top_k=3), dict(top_p=.8)]),
-    indirect=["make"], ids=str)
-def test_structured_text_is_drawn_from_what_the_structure_allows(sampler, form, how):
+@pytest.mark.parametrize("T, how", [(.6, {}), (1.3, {}), (1., dict(top_k=3)), (1., dict(top_p=.8))], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_structured_text_is_drawn_from_what_the_structure_allows(sampler, form, T, how):
     "The same on every engine: the ids that some text goes on with are the support, and log-probs are over it."
-    words, net, how = speller(), sharp().eval(), Sampling(**how)
+    words, net, how = speller(), sharp().eval(), Sampling(temperature=T, **how)
     made = Structures(words, torch.tensor([1]), 32).of(form)
     whole = how if how.confined else replace(how, top_k=64)
     if refuses(sampler, "top_p" if how.top_p < 1 else "structure", how=whole, structure=made): return
@@ -230,8 +229,7 @@ def test_structured_text_is_drawn_from_what_the_structure_allows(sampler, form, 
     for r, c in zip([r for r in asked() for _ in range(8)], answers, strict=True):
         ids, text = c.tokens.tolist(), words.decode(c.tokens, skip_special_tokens=True)
         assert (c.reason == "stop") == (ids[-1] == 1) and (c.reason == "length" or re.fullmatch(made.pattern, text))
-        z, state = net(torch.cat([r.ids, c.tokens])[None]).logits[0, len(r.ids)-1:-1], made.index.get_initial_state()
-        z = z/how.temperature
+        z, state = net(torch.cat([r.ids, c.tokens])[None]).logits[0, len(r.ids)-1:-1]/T, made.index.get_initial_state()
         for n, i in enumerate(ids):
             kept = {int(x) for x in c.support[n] if x >= 0}
             allowed = set(made.index.get_allowed_tokens(state))
