@@ -7,8 +7,7 @@ from peers import Lazily, bare, defaults, statements
 from rows import at, row
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-trl, reward_functions, distillation_trainer, utils = map(
-    Lazily, ("trl", "trl.rewards", "trl.trainer.distillation_trainer", "trl.trainer.utils"))
+trl, reward_functions, utils = map(Lazily, ("trl", "trl.rewards", "trl.trainer.utils"))
 trl_a2po, trl_cpo, trl_gkd, trl_gmpo, trl_online_dpo, trl_orpo, trl_tpo, async_grpo_trainer, loss_utils = (
     Lazily(f"trl.experimental.{x}") for x in ("a2po", "cpo", "gkd", "gmpo", "online_dpo", "orpo", "tpo",
                                               "async_grpo.async_grpo_trainer", "sdpo.loss_utils"))
@@ -556,14 +555,16 @@ def _(c):
 @row("trl", "distillation_trainer._chunked_divergence_loss beta=.5",
      "jsd_loss(hidden @ weight.T, teacher_hidden @ teacher_weight.T, mask)", wrt="hidden weight")
 def _(c):
-    return distillation_trainer._chunked_divergence_loss(c.hidden, c.teacher_hidden, c.weight, c.teacher_weight, c.mask,
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+    return _chunked_divergence_loss(c.hidden, c.teacher_hidden, c.weight, c.teacher_weight, c.mask,
                                                          .5)[0]
 
 @row("trl", "trainer.utils._ChunkedLogProbFunction temperature=.7",
      "linear_logprobs(hidden.flatten(0, 1), weight, tokens.flatten(), temperature=.7, entropy=True)",
      wrt="hidden weight")
 def _(c):
-    return utils._ChunkedLogProbFunction.apply(c.hidden.flatten(0, 1), c.weight, None, c.tokens.flatten(), .7, 256,
+    from trl.trainer.utils import _ChunkedLogProbFunction
+    return _ChunkedLogProbFunction.apply(c.hidden.flatten(0, 1), c.weight, None, c.tokens.flatten(), .7, 256,
                                                None, 1., ("log_probs", "entropy"))[:2]
 
 @row("trl", "DPOTrainer sft, use_weighting", "sft_loss(logprobs[:4], exists[:4])", wrt="logprobs",
