@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, rarely
 from forked import on_ranks
 from ray_hosts import Hosts, loops, why_not
 from ray_kills import (
@@ -172,7 +172,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("who", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("who", ["raylet", *rarely("gcs_server")])      # the latter is waited for, 10 s
 def test_ray_ends_a_driver_with_the_code_of_any_error(who, tmp_path):
     "So who starts a loop again has to be told when an error was the loop's own (`ended_by_itself`)."
     folder, seen = tempfile.mkdtemp(prefix="ray"), {}

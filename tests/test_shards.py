@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from conftest import skip_without
 import torch.distributed as dist
 from forked import on_ranks
 from rlblocks import Checkpoint, Policy, Scorer, masked_mean
@@ -18,7 +19,7 @@ from rlblocks.checkpoint.convert import convert, main
 from rlblocks.checkpoint.shards import MetadataUnpickler
 from tiny import NEAR, model, reach, rows, steady, tokenizer
 
-pytest.importorskip("deepspeed")
+skip_without("deepspeed")
 pytestmark = pytest.mark.ranks
 LR = 1e-2
 HOW = dict(optimizer=steady(LR, weight_decay=.1, max_norm=.5), device="cpu", micro_rows=4)

@@ -88,6 +88,7 @@ class Home(Protocol):
 
     def place(self, make:Callable[_P, _T], /, *args:_P.args, **kwargs:_P.kwargs)->_T:
         "Construct on its ranks."
+        ...
 
 def pool_of(part:object)->Home|None: # None: this process holds it
     "The pool whose ranks alone hold a part."

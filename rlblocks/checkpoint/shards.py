@@ -62,6 +62,7 @@ class HasState(Protocol):
 
     def state_dict(self)->dict:
         "What is saved."
+        ...
 
 @runtime_checkable
 class Stateful(HasState, Protocol):

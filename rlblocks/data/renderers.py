@@ -44,12 +44,15 @@ class Renderer(Protocol):
     def render_ids(self, messages:Sequence[Message], *, tools:list|None=None, add_generation_prompt:bool=False
                    )->Sequence[int]:
         "The ids of a conversation; with `add_generation_prompt` open for the assistant."
+        ...
 
     def parse_response(self, token_ids:Sequence[int])->Parsed:
         "What an assistant said."
+        ...
 
     def get_stop_token_ids(self)->Sequence[int]:
         "Ids that end an assistant's turn."
+        ...
 
     def bridge_to_next_turn(self, previous_prompt_ids:Sequence[int], previous_completion_ids:Sequence[int],
                             new_messages:Sequence[Message], *, tools:list|None=None

@@ -65,6 +65,7 @@ class Engine(Protocol):
     @property
     def module(self)->nn.Module:
         "The module; sharded, its parameters are shards outside of a forward pass."
+        ...
 
     @property
     def optimizer(self)->torch.optim.Optimizer|None:
@@ -73,12 +74,14 @@ class Engine(Protocol):
     @property
     def lock(self)->ReentrantLock:
         "The lock of the weights: one thread at a time. An engine on the weights of another has that one's."
+        ...
 
     def __call__(self, *args, **kwargs)->Any:
         "Run the module."
 
     def within(self, f:Callable[[], _T])->_T:
         "Run `f`, which may call the module's parts, in place of the forward pass: where weights are gathered for that."
+        ...
 
     def backward(self,
         loss:Tensor, # 0-d
@@ -94,6 +97,7 @@ class Engine(Protocol):
         """Sum over ranks, clip, step, forget the gradient. Where the norm is not finite nothing changes.
 
         `Plain` sums here (`sum_gradients_`; `clip_pieces_`), FSDP2 as its backward ends, DeepSpeed between the two."""
+        ...
 
     def discard(self)->None:
         "Forget the gradients of a step that failed, and whatever its passes left behind."
@@ -102,17 +106,20 @@ class Engine(Protocol):
         wide:frozenset[str]|set[str]=frozenset(), # names of those to gather in fp32 at least, for a sum in place
     )->Iterator[tuple[str, Tensor]]: # name, full tensor
         "Every weight and buffer in turn; tied ones once, under their first name."
+        ...
 
     def state(self,
         full:bool, # on the CPU, the same on every rank; False: shards, for torch.distributed.checkpoint
     )->EngineState:
         "Weights and optimizer state. A full state is that of one process: any engine on any number of ranks loads it."
+        ...
 
     def load(self, state:EngineState)->None:
         "Restore what `state` gave, full or not."
 
     def shards(self)->dict[str, WeightShard]: # by name
         "What this rank holds of each weight that trains. ValueError where that is not in memory."
+        ...
 
     def refresh(self)->None:
         "Compute with what was written into `shards()`; keep nothing that earlier passes left in the module."
@@ -122,6 +129,7 @@ class Engine(Protocol):
 
     def nbytes(self)->dict[str, int]: # weights, gradients, states
         "Bytes that this rank holds at this moment, outside of a forward pass."
+        ...
 
 # %% ../../nbs/engines/55_base.ipynb #fb19b43a
 WORDS = (None, "fsdp2", "zero1", "zero2", "zero3")

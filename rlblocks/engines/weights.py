@@ -79,6 +79,7 @@ class Change(Protocol):
     def nbytes(self)->int: ...               # that travel
     def applied(self, old:Tensor)->Tensor:
         "The new weight, a tensor of its own."
+        ...
 
 @runtime_checkable
 class Transport(Protocol):
@@ -86,6 +87,7 @@ class Transport(Protocol):
 
     def buckets(self, version:int, bucket_bytes:int)->Iterator[Mapping[str, Tensor|Change]]: # owned copies by name
         "The weights, in messages of about `bucket_bytes`. RuntimeError where they are of another version by now."
+        ...
 
     def score(self, ids:Tensor)->Tensor|None: # `[n]` → `[n-1]`
         "The owner's log-probs of all ids but the first; None where nobody knows them."
@@ -96,6 +98,7 @@ class Lends(Transport, Protocol):
 
     def lent(self, version:int, bucket_bytes:int)->Iterator[Mapping[str, Tensor|Change]]:
         "As `buckets`. What comes is only to be read, and only until the next is taken."
+        ...
 
 # %% ../../nbs/engines/51_weights.ipynb #a16b63ac
 class InProcess:
