@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['MEETING', 'HALF', 'device_of', 'in_time', 'world', 'exchange', 'first_error', 'RankLost', 'all_or_raise', 'largest',
-           'agree', 'same_rows', 'same_weights', 'fill_', 'join_world', 'group_of', 'mesh_of', 'leave_world']
+           'agree', 'same_rows', 'same_weights', 'fill_', 'join_world', 'group_of', 'mesh_of', 'form_world',
+           'leave_world']
 
 # %% ../../nbs/engines/52_world.ipynb #1b32dc25
 import atexit
@@ -20,6 +21,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import constants
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .lazy import lazy_weights, read_flat
@@ -221,6 +223,23 @@ def mesh_of(device:torch.device, *, sequence_parallel:int=1, tensor_parallel:int
     groups = [group_of(cube.movedim(i, -1).flatten(0, 1).tolist(), axis) for i, axis in enumerate(axes)]
     return DeviceMesh.from_group(groups, device.type, mesh=cube, mesh_dim_names=axes)
 
+# %% ../../nbs/engines/52_world.ipynb #a41f0c12
+def form_world(
+    backend:str,
+    seconds:int|float, # that collectives may take, and ranks to meet; also in groups that are made later
+    **more,            # of `init_process_group`
+):
+    "Form a torch.distributed world with other ranks. `leave_world` gives torch its own limit for groups back."
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group(backend, timeout=limit, **more)
+    _limit_groups(limit, limit)
+
+def _limit_groups(limit:timedelta, nccl:timedelta|None):
+    "How long groups wait whose maker says nothing: gloo's, and NCCL's where torch has it."
+    torch_groups = cast(Any, dist.distributed_c10d)
+    torch_groups.default_pg_timeout = limit
+    if torch_groups.default_pg_nccl_timeout is not None: torch_groups.default_pg_nccl_timeout = nccl
+
 # %% ../../nbs/engines/52_world.ipynb #258808ef
 def leave_world():
     """End the torch.distributed world before the interpreter ends; nothing to do where there is no world.
@@ -229,4 +248,5 @@ def leave_world():
     and `join_world` end the worlds they started; a script that called `init_process_group` calls this last."""
     if not dist.is_initialized(): return
     dist.destroy_process_group()
+    _limit_groups(constants.default_pg_timeout, constants.default_pg_nccl_timeout)
     time.sleep(.2)      # without the interpreter's lock, which threads of gloo need once more

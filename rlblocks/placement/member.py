@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import NamedTuple, TypeGuard, cast
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from ..engines.weights import InProcess, Ticket
+from ..engines.world import form_world
 from .handles import membership
 from .shipping import InPool, Stream, closing_streams, new_window, send
 from .wire import Reader, Parcel, nothing_stays, parcel_of
@@ -86,8 +86,7 @@ def enter_world(
 ):
     "Form a world with the other ranks."
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    limit = timedelta(seconds=seconds)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    form_world(backend, seconds, store=store, rank=rank, world_size=ranks)
 
 def stays(
     x:object, # an answer

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .handles import Handle, Placed, describe, is_plain, local, membership, replica_index, speakers
 from .place import C, Call, FutureAnswer, P, later
-from ..engines.world import RankLost, all_or_raise, exchange, in_time, leave_world, world
+from ..engines.world import RankLost, all_or_raise, exchange, form_world, in_time, leave_world, world
 
 # %% ../../nbs/placement/98_spmd.ipynb #ff434851
 class _Pickler(pickle.Pickler):
@@ -114,9 +114,8 @@ def _join_by_torchrun(timeout:float, longest:float):
         raise RuntimeError(f"SpmdPool: local rank {rank} has no device, there are {torch.cuda.device_count()}; use "
                            f"--nproc-per-node {torch.cuda.device_count()}")
     if cuda: torch.cuda.set_device(rank)      # of this thread: CUDA keeps one for each
-    backend, deadline = "cpu:gloo,cuda:nccl" if cuda else "gloo", timedelta(seconds=timeout)
-    in_time(lambda: dist.init_process_group(backend, timeout=deadline), seconds=longest,
-            what="SpmdPool, joining the world")
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    in_time(lambda: form_world(backend, timeout), seconds=longest, what="SpmdPool, joining the world")
 
 def _group_of_all(timeout:float, longest:float)->Any:
     "A group for the pool's own messages."
