@@ -336,7 +336,7 @@ def _start_on_members(pool, placed, name, args, kwargs)->Underway[object]:
 def _stored(wire:Parcel)->Any: # itself, or a reference to it
     "Large parcels go through the store, once a node; its columns do in any case."
     import ray
-    wire = wire._replace(stored=tuple(x() for x in wire.stored))
+    wire = replace(wire, stored=tuple(x() for x in wire.stored))
     return ray.put(wire) if wire.nbytes > 1 << 16 else wire
 
 def _bound(pool, found:object)->object:

@@ -15,6 +15,7 @@ import sysconfig
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from types import FunctionType
@@ -27,7 +28,8 @@ from torch import Tensor
 # %% ../../nbs/placement/98a_wire.ipynb #00564e48
 _T = TypeVar("_T")
 
-class Parcel(NamedTuple, Generic[_T]):
+@dataclass(frozen=True)        # no NamedTuple: beartype refuses generic ones
+class Parcel(Generic[_T]):
     "An object on its way, of this type where it is read."
     pickled:bytes
     tensors:tuple = () # bytes of its larger tensors, as numpy arrays
