@@ -28,7 +28,7 @@ try:
         pass_at_k_advantages, pf_ppo_weights, resampled_rows,
     )
     from rlblocks.data.buffer import Buffer
-    from rlblocks.data.draws import replay_draw
+    from rlblocks.data.replay import replay_draw
     from rlblocks.losses.components import components_loss
     from rlblocks.signals.corrections import (
         binary_kl, binary_tv, fresh_mask, geometric_mask, geometric_weights, icepop_weights, k3_mask,

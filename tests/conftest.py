@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from functools import cache
 from importlib.util import find_spec
+from itertools import combinations, product
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -28,6 +29,25 @@ os.environ.update(RAY_TOKEN)    # read when Ray is imported, which another test 
 def rarely(*params):
     "Parameters of a test that only `make test-long` runs."
     return [pytest.param(*(p if isinstance(p, tuple) else (p,)), marks=pytest.mark.long) for p in params]
+
+
+def skip_without(name, reason=None):
+    """As pytest.importorskip, but nothing is imported: every worker collects every file, and often it is only the
+    processes of a test that need it."""
+    if find_spec(name) is None: pytest.skip(reason or f"{name} is not installed", allow_module_level=True)
+
+
+def pairwise(*axes):
+    """The rule for a test over several choices: `make test` has rows in which every pair of values of two axes occurs,
+    `make test-long` the whole product. An error that takes two choices at once is seen; one that takes three is rare.
+    """
+    places = list(product(*(range(len(axis)) for axis in axes)))
+    def pairs(row): return set(combinations(enumerate(row), 2))
+    left, rows = set().union(*map(pairs, places)), []
+    while left:
+        rows.append(max(places, key=lambda row: len(pairs(row) & left)))
+        left -= pairs(rows[-1])
+    return [tuple(axis[i] for axis, i in zip(axes, row, strict=True)) for row in rows]
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +92,14 @@ def vllm_python():
     return resident(Ready(python, VLLM, child_environment(dict(os.environ)) | _QUIET)).command
 
 
+@cache
+def ray_python():
+    """A command for Ray's ranks that has imported all but Ray: a rank starts in 2 s, not in 8. Those of
+    tests/test_ray_faults.py, which is about processes, start from nothing."""
+    from ready import RANK, Ready
+    return resident(Ready(sys.executable, RANK)).command
+
+
 def resident(ready):
     "Let it stay until the tests are over, and count what it uses."
     from forked import RESIDENT
@@ -89,13 +117,16 @@ SECONDS = ROOT/"tests"/"seconds.json"       # of each group, as `make test-times
 
 def group(nodeid):
     """What one worker runs in a row: a file, whose fixtures are made once; all that launch ranks, which fill both
-    cores by themselves; files with engines of vLLM, which is imported for them once
-    (tests/ready.py); notebooks that check types, for which rlblocks is imported once more; any other notebook alone."""
+    cores by themselves; files with engines of vLLM, and files with ranks of Ray, for which what they need is imported
+    once (tests/ready.py); notebooks that check types, for which rlblocks is imported once more; any other notebook
+    alone."""
     file, _, test = nodeid.partition("::")
     name, _, params = test.partition("[")
     if Path(file).stem == "test_notebooks": return of_notebook(params.removesuffix("]")) or name
     if name in launching(ROOT/file): return "ranks"
-    return "vllm" if "vllm_python()" in text(ROOT/file) else Path(file).stem
+    for word in ("vllm", "ray"):
+        if f"{word}_python()" in text(ROOT/file): return word
+    return Path(file).stem
 
 
 def of_notebook(name):
@@ -136,10 +167,10 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if hasattr(config, "workerinput"): return
     if config.getoption("--write-seconds"): config.pluginmanager.register(Took())
-    # once, before workers that would wait for each other's build
+    # while workers collect; a test that comes before its end waits for it
     if getattr(config.option, "numprocesses", None) and find_spec("deepspeed"):
         build = "import torch; from rlblocks.engines.compiled import build_ops; build_ops(torch.device('cpu'), 'cpu')"
-        subprocess.run([sys.executable, "-c", build], cwd=ROOT)
+        config.add_cleanup(subprocess.Popen([sys.executable, "-c", build], cwd=ROOT).wait)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,8 +1,8 @@
 """Processes of a test, forked from one that has imported the libraries.
 
 A rank or a notebook then starts in a tenth of a second instead of seven. A fork is safe there because that process only
-imports: it has computed nothing and opened no group, and its one thread is numpy's, which knows of forks. Nothing of
-rlblocks is imported in it: a notebook hooks its type checker in before that."""
+imports: it has computed nothing and opened no group, and its one thread is numpy's, which knows of forks. It has the
+rooms of rlblocks that ranks use, too; where rlblocks is imported under a type checker, `forget` it first."""
 import faulthandler
 import gc
 import multiprocessing
@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from multiprocessing import forkserver
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -22,17 +23,25 @@ from torch.multiprocessing import start_processes
 LIBRARIES = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel",
              "torch.distributed.run", "torch._dynamo",
              "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft", "deepspeed",
-             "jaxtyping", "beartype", "matplotlib.pyplot", "nbdev.test"]
+             "jaxtyping", "beartype", "matplotlib.pyplot", "nbdev.test", "pytest"]
+ROOMS = "arithmetic signals losses data engines models checkpoint rollout samplers graders placement".split()
+OURS = [f"rlblocks.{room}.{file.stem}" for room in ROOMS
+        for file in sorted((Path(__file__).resolve().parents[1]/"rlblocks"/room).glob("[a-z]*.py"))]
 
 RESIDENT = []       # ids of processes that stay, and fork others themselves
 
 
 def context():
     "Where processes are forked from one that has the libraries; it starts when it is first needed."
-    multiprocessing.set_forkserver_preload(LIBRARIES)
+    multiprocessing.set_forkserver_preload(LIBRARIES + OURS)
     # DeepSpeed looks for devices when it is imported: not before a fork
     with mock.patch.dict(os.environ, DS_ACCELERATOR="cpu"): forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
+
+
+def forget():
+    "rlblocks is as if it had never been imported."
+    for name in [x for x in sys.modules if x.partition(".")[0] == "rlblocks"]: del sys.modules[name]
 
 
 def forked(run, args, ranks, limit=900):

@@ -35,6 +35,12 @@ vllm.model_executor.models.qwen3_moe vllm.model_executor.layers.quantization.onl
 torch._inductor.compile_fx torch._inductor.codegen.cpp torch._inductor.scheduler torch._subclasses.schema_check_mode
 jaxtyping loguru compressed_tensors""".split()
 
+# what a rank of Ray imports before its first call, but for Ray, whose threads no fork would have
+RANK = """torch torch.distributed.fsdp torch.distributed.checkpoint torch.distributed.tensor.parallel torch._dynamo
+transformers.models.auto.modeling_auto transformers.models.llama.modeling_llama pytest rlblocks.models.policy
+rlblocks.models.critic rlblocks.models.scorer rlblocks.rollout.rollout rlblocks.checkpoint.checkpoint
+rlblocks.engines.fsdp rlblocks.engines.tensor rlblocks.placement.spmd rlblocks.placement.member""".split()
+
 READ_AT_IMPORT = ("VLLM_", "MKL_", "ATEN_", "TORCH_", "RAY_AUTH", "PYTHONHASHSEED", "HF_")
 COMMAND = """#!{python} -IS
 import json, os, socket, sys

@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 tests/spmd_loops.py FOLDER"""
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -136,6 +137,12 @@ def engines(pool, names=tuple(ENGINES), checkpoint=None, steps=3):
         out[name] = dict(shown=shown) | ({} if checkpoint else dict(
             weights=kept.parts["policy"].state_dict()["module"]))
     return out
+
+
+@cache
+def alone(loops):
+    "What `tutorials`, `engines` or `dispatch` give in one process: computed once, and only read."
+    return loops(here)
 
 
 def loss(out, b): return ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_tokens)

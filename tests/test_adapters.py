@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import rarely
+from conftest import rarely, skip_without
 from forked import forked
+from lazily import Lazily
 from resident import export_extra, give_back
 from rlblocks import Checkpoint, Critic, Policy, Rollout, Scorer, assert_on_policy, here, merge, ppo_loss
 from rlblocks.models.adapters import fingerprint, lora_config
@@ -24,7 +25,8 @@ from tiny import NEAR, apart, gradients, model, reach, rows, steady
 from torch import nn
 from torch.testing import assert_close
 
-peft = pytest.importorskip("peft")
+skip_without("peft")
+peft = Lazily("peft")
 LORA = dict(r=4, lora_alpha=8)
 KINDS = dict(lora=LORA, dora=LORA | dict(use_dora=True), rslora=LORA | dict(use_rslora=True),
              one=LORA | dict(target_modules=["v_proj"]), head=LORA | dict(modules_to_save=["lm_head"]), norm=LORA
@@ -62,8 +64,9 @@ def test_an_adapter_learns_and_the_base_does_not_move(kind):
     assert not any(id(p) in params for n, p in base.trunk.named_parameters() if n not in base.added)
 
 
-@pytest.mark.parametrize("kind", ["lora", "bf16", "dora", "4bit"])
-def test_a_thousand_syncs_leave_the_base_bit_for_bit_alone(kind, tmp_path):
+@pytest.mark.parametrize("kind, syncs", [("lora", 1000), ("bf16", 100), ("dora", 100), ("4bit", 100),
+                                         *rarely(("bf16", 1000), ("dora", 1000), ("4bit", 1000))])
+def test_a_thousand_syncs_leave_the_base_bit_for_bit_alone(kind, syncs, tmp_path):
     """LAWS 9: sampled, learnt, synced 1,000 times, in half precision and packed too; the receiver has the trainer's
     numbers."""
     net, b = model(dtype=torch.bfloat16 if kind == "bf16" else torch.float32,
@@ -81,10 +84,10 @@ def test_a_thousand_syncs_leave_the_base_bit_for_bit_alone(kind, tmp_path):
         return {n: checksum(x)
                 for n, x in [*trunk.named_parameters(), *trunk.named_buffers(), *tables.items()] if not x.requires_grad}
     before, sent = hashes(), set()
-    for cycle in range(1000):
+    for cycle in range(syncs):
         if cycle % 20 == 0: policy.step(b, pg)
         sent.add(engine.load(policy.weights()).checksums["model.layers.0.self_attn.q_proj.weight"])
-    assert len(before) > (30 if kind == "4bit" else 15) and hashes() == before and len(sent) == 50
+    assert len(before) > (30 if kind == "4bit" else 15) and hashes() == before and len(sent) == syncs//20
     held = dict(engine.module.named_parameters())
     # rounded once, where the receiver is in half precision
     assert all(torch.equal(held[n], x.to(held[n].dtype)) for bucket in policy.weights().buckets(1 << 28)
@@ -325,7 +328,7 @@ def peaks(rank, folder, engine, port):
 @pytest.mark.parametrize("engine", [None, *rarely("fsdp2", "zero3")])
 def test_a_merged_export_holds_a_bucket_and_a_tensor(tmp_path, engine):
     "LAWS 22 for adapters: LoRA, DoRA, on half-precision, packed and sharded weights; in processes of its own."
-    pytest.importorskip("deepspeed" if engine == "zero3" else "bitsandbytes")
+    skip_without("deepspeed" if engine == "zero3" else "bitsandbytes")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -342,7 +345,7 @@ HOW = dict(lora=LORA, dora=LORA | dict(use_dora=True), head=LORA | dict(modules_
            lm_head=LORA | dict(target_modules=["q_proj", "lm_head"]))
 
 
-LR = 1e-3
+LR, STEPS = 1e-3, 3      # the moments of the second and the third step are made of gradients of other weights
 
 
 def on_shards(b, whole, engine):
@@ -354,7 +357,7 @@ def on_shards(b, whole, engine):
                         engine=replace(engine_of(engine), checkpointing=name != "lm_head"), micro_rows=5)
         ref, critic = Policy(policy, lora=None, engine=engine), Critic(policy, lora=LORA | dict(name="value"),
                                                                        optimizer=steady(LR), micro_rows=5)
-        metrics = [(policy.step(b, pg), critic.step(b, fit)) for _ in range(5)]
+        metrics = [(policy.step(b, pg), critic.step(b, fit)) for _ in range(STEPS)]
         sent = {k: x for bucket in policy.weights().buckets(1 << 14) for k, x in bucket.items()}
         outputs = torch.stack([policy.logprobs(whole), ref.logprobs(whole), critic.values(whole)])
         found[name] = dict(outputs=outputs, sent=sent, kept=policy.state_dict()["module"]
@@ -407,7 +410,7 @@ ALL = [(engine, world) for engine in ("fsdp2", "zero1", "zero2", "zero3") for wo
 def test_adapters_on_a_sharded_base(engine, world, one_process, tmp_path):
     """The base in pieces under adapters: losses, norms, weights and outputs are those of one process without an
     engine, on every rank; the export is whole."""
-    if engine.startswith("zero"): pytest.importorskip("deepspeed")
+    if engine.startswith("zero"): skip_without("deepspeed")
     forked(one_rank, (world, tmp_path, engine), world)
     ranks = [torch.load(tmp_path/f"{rank}.pt", weights_only=False) for rank in range(world)]
     for name, want in one_process.items():

@@ -10,16 +10,16 @@ import threading
 import time
 import warnings
 
-import anthropic
-import httpx2
-import openai
 import pytest
 import torch
+from lazily import Lazily
 from rlblocks import Endpoint, Policy, Response, Rollout
 from rlblocks.data.renderers import ChatRenderer
 from rlblocks.endpoint.serving import Served
 from test_environments import CHATML, asked, gap, net, spelling
 from torch.testing import assert_close
+
+anthropic, httpx2, openai = map(Lazily, ("anthropic", "httpx2", "openai"))
 
 TOOLS = "{% for t in tools or [] %}<turn>tool {{ t.function.name }}\n{{ t.function.description }}<end>\n{% endfor %}"
 ADD = dict(name="add", description="Adds.", parameters=dict(type="object", properties=dict(

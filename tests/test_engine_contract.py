@@ -3,6 +3,7 @@ from functools import partial
 
 import pytest
 import torch
+from conftest import skip_without
 from forked import on_ranks
 from rlblocks.engines.base import Engine
 from rlblocks.engines.fsdp import Fsdp
@@ -33,7 +34,7 @@ def weights(engine): return {n: x.clone() for n, x in engine.weights()}
 @pytest.mark.parametrize("name", MAKERS)
 def test_contract(name):
     "In a process of its own: DeepSpeed changes how all modules there are made and run."
-    if name.startswith("zero"): pytest.importorskip("deepspeed")
+    if name.startswith("zero"): skip_without("deepspeed")
     on_ranks(keeps_the_contract, (name,), 1)
 
 

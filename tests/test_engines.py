@@ -1,8 +1,8 @@
 """Every engine is the plain process (LAWS 1, 22, 24, 29, 30, 40): one launch per engine and world size holds all cases;
 gloo, CPU.
 
-`make test` has all cases in FSDP2 and those of SOME in ZeRO; the others are long. The whole matrix: `pytest -m ""
-tests/test_engines.py` (benchmarks/engines.py runs it and keeps the figures)."""
+`make test` has all cases in FSDP2, those of MOST and of SOME in ZeRO, and few steps of each; the others are long. The
+whole matrix: `pytest -m "" tests/test_engines.py` (benchmarks/engines.py runs it and keeps the figures)."""
 import ctypes
 import gc
 import resource
@@ -11,11 +11,12 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, rarely
+from conftest import ROOT, rarely, skip_without
 from forked import forked, on_ranks
 from resident import export_extra, give_back
 from rlblocks import (Critic, Policy, Scorer, bradley_terry_loss, dpo_loss, kl_k3, masked_mean, masked_sum, merge,
@@ -30,12 +31,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 LR = 1e-4
 HOW = dict(optimizer=steady(LR, weight_decay=.1, max_norm=.5), device="cpu", micro_rows=2)
-STEPS = 5
+# of a case; `make test` takes few: the second and the third begin with the moments of gradients of other weights
+STEPS, FEW = 5, 3
 # of losses and gradient norms; weights, in steps of at most 1e-3, agree to NEAR·1e-3, which is less
 FAR = reach(torch.ones(1))
 QUICK = [("fsdp2", 2, None), ("zero2", 2, "some"), ("zero3", 2, "most")]
 ALL = [(engine, world, None) for engine in ("fsdp2", "zero1", "zero2", "zero3") for world in (1, 2, 4)]
-MATRIX = QUICK + rarely(*(x for x in ALL if x not in QUICK))
+MATRIX = [(*x, FEW) for x in QUICK] + rarely(*((*x, STEPS) for x in ALL))
 
 
 # -- losses and batches
@@ -154,23 +156,23 @@ def wanted(which):
     return {k: c for k, c in cases().items() if k in names}, few if which == "some" else CHECKS
 
 
-def run(case, world=1, rank=0, **engine):
+def run(case, world=1, rank=0, steps=STEPS, **engine):
     "Metrics of each step, and the weights at the end."
     make, b, cut, step = case
     m = make(**engine)
-    metrics = [{k: x.to("cpu") for k, x in step(m, cut(b, world, rank)).items()} for _ in range(STEPS)]
+    metrics = [{k: x.to("cpu") for k, x in step(m, cut(b, world, rank)).items()} for _ in range(steps)]
     return m, metrics, {k: x for bucket in m._run.model.iter_full_params() for k, x in bucket.items()}
 
 
 # -- on every rank
-def one_rank(rank, world, engine, folder, which=None):
+def one_rank(rank, world, engine, folder, which=None, steps=STEPS):
     give_back()
     found, times = {}, {}
     chosen, checks = wanted(which)
     for name, case in chosen.items():
         if skipped(engine, name): continue
         start = time.process_time()
-        _, metrics, weights = run(case, world, rank, engine=engine)
+        _, metrics, weights = run(case, world, rank, steps, engine=engine)
         found[name] = dict(metrics=metrics, weights=weights if rank == 0 else None)
         times[name] = round(time.process_time()-start, 2)
         gc.collect()
@@ -452,16 +454,16 @@ CHECKS = [on_policy, reference, half_precision, poison, resumes, failing, interr
 # -- in the parent
 @pytest.fixture(scope="module")
 def plain():
-    "The plain process, each case once."
-    return {name: run(case)[1:] for name, case in cases().items()}
+    "The plain process, each case once, of so many steps."
+    return cache(lambda steps: {name: run(case, steps=steps)[1:] for name, case in cases().items()})
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("engine, world, which", MATRIX)
-def test_engine_equals_the_plain_process(tmp_path, plain, engine, world, which):
-    if engine.startswith("zero"): pytest.importorskip("deepspeed")
-    ranks = launch(engine, world, tmp_path, which)
-    far = compare(ranks, plain)
+@pytest.mark.parametrize("engine, world, which, steps", MATRIX)
+def test_engine_equals_the_plain_process(tmp_path, plain, engine, world, which, steps):
+    if engine.startswith("zero"): skip_without("deepspeed")
+    ranks = launch(engine, world, tmp_path, which, steps)
+    far = compare(ranks, plain(steps))
     ran = {name for name in wanted(which)[0] if not skipped(engine, name)}
     assert max(far.values()) < FAR and {name for name, _ in far} == ran, far
     assert sum(r["rss"] for r in ranks) < 8 << 30
@@ -476,9 +478,9 @@ def saves(rank, folder):
 def test_the_plain_process_saves(tmp_path): forked(saves, (tmp_path,), 1)
 
 
-def launch(engine, world, folder, which=None):
+def launch(engine, world, folder, which=None, steps=STEPS):
     "What every rank found."
-    on_ranks(one_rank, (engine, folder, which), world)
+    on_ranks(one_rank, (engine, folder, which, steps), world)
     return [torch.load(folder/f"{r}.pt", weights_only=False) for r in range(world)]
 
 
@@ -534,7 +536,7 @@ def test_a_killed_build_holds_nobody_up(tmp_path, monkeypatch):
 
 
 def test_a_missing_libaio_is_named_before_anything_is_built(monkeypatch, tmp_path):
-    pytest.importorskip("deepspeed")
+    skip_without("deepspeed")
     from deepspeed.ops.op_builder import AsyncIOBuilder
     from rlblocks.engines.compiled import build_ops
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))

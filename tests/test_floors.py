@@ -3,6 +3,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 from conftest import ROOT
@@ -53,6 +54,7 @@ def imports(source, room="room"):
             yield from ((f"{module}.{a.name}", now) for a in node.names) if whole else [(module, now)]
 
 
+@cache
 def imports_of(module): return list(imports(source(module), room(module)))
 def ours(module):
     return {name.removeprefix("rlblocks.") for name, _ in imports_of(module) if name.startswith("rlblocks.")}

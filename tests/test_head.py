@@ -6,6 +6,8 @@ from unittest import mock
 import pytest
 import tiny
 import torch
+from conftest import skip_without
+from lazily import Lazily
 from rlblocks import linear_logprobs
 from rlblocks.arithmetic.head import CHUNKS
 from rlblocks.models import head
@@ -17,7 +19,8 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-peft = pytest.importorskip("peft")
+skip_without("peft")
+peft = Lazily("peft")
 WIDE = 400
 
 

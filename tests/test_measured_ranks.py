@@ -3,6 +3,7 @@ one launch holds all cases."""
 
 import pytest
 import torch
+from conftest import skip_without
 from forked import on_ranks
 from rlblocks import Policy, jsd, masked_mean, merge
 from rlblocks.data.batch import Batch
@@ -60,7 +61,7 @@ def one_rank(rank, world, folder):
 @pytest.mark.ranks
 @pytest.mark.parametrize("world", [2])
 def test_every_engine_is_the_plain_process(tmp_path, world):
-    pytest.importorskip("deepspeed")
+    skip_without("deepspeed")
     on_ranks(one_rank, (tmp_path,), world)
     ranks = [torch.load(tmp_path/f"{r}.pt", weights_only=False) for r in range(world)]
     teacher = Policy(model(hidden_size=64, seed=9), frozen=True, device="cpu")

@@ -2,7 +2,7 @@
 seconds of imports.
 
 A notebook that checks types is forked from a process that has imported rlblocks under the type checker, which takes
-five times as long as without; one that does not is forked from one that has imported libraries only."""
+five times as long as without; any other from the one that ranks are forked from (tests/forked.py)."""
 import contextlib
 import faulthandler
 import gc
@@ -17,14 +17,15 @@ from importlib import import_module
 
 import pytest
 from conftest import ROOT, rarely
-from forked import RESIDENT, context, forked
+from forked import RESIDENT, context, forget, forked
 
 NOTEBOOKS = sorted(p.relative_to(ROOT) for folder in ("nbs", "nbs/*", "tutorials")
                    for p in ROOT.glob(f"{folder}/*.ipynb"))
 # At full length: their loops, as they stand, run on tiny models in tests/test_spmd.py, tests/test_preferences.py and
-# tests/test_tutorials.py.
-LONG = [f"tutorials/{name}.ipynb" for name in ("agent_endpoint", "async", "best_of_n", "code_reward", "dpo", "grpo",
-                                               "kto", "offline", "ppo", "reward_model", "rlhf", "tools")]
+# tests/test_tutorials.py; layouts starts nine processes of Ray, and those of its kinds are in tests/test_ray.py.
+LONG = ["nbs/layouts.ipynb", *(f"tutorials/{name}.ipynb" for name in (
+    "agent_endpoint", "async", "best_of_n", "code_reward", "dpo", "grpo", "kto", "offline", "ppo", "reward_model",
+    "rlhf", "tools"))]
 HOOK = 'install_import_hook(\\"rlblocks\\", \\"beartype.beartype\\")'       # as it stands in a notebook's file
 LIMIT = 1800    # seconds: a notebook that hangs, not one on a machine that has other work
 
@@ -45,6 +46,7 @@ def notebook(_, path, said):
 def serve(requests):
     "Imports rlblocks, then forks a process for each notebook that is asked for, and answers how it ended."
     from jaxtyping import install_import_hook
+    forget()
     install_import_hook("rlblocks", "beartype.beartype")
     faulthandler.enable()
     for path in sorted(ROOT.glob("rlblocks/*/*.py")):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import skip_without
 from forked import on_ranks
 from rlblocks import Checkpoint, Policy, ppo_loss
 from rlblocks.engines.ema import Ema
@@ -218,7 +219,7 @@ def float16(world, rank, folder):
 
 @pytest.mark.ranks
 def test_on_two_ranks(tmp_path):
-    pytest.importorskip("deepspeed")
+    skip_without("deepspeed")
     from test_shards import launch
     assert launch(2, [optimizers_under_zero, float16], tmp_path) == [True, True]
 

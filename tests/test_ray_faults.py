@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, rarely
 from forked import on_ranks
 from ray_hosts import Hosts, loops, why_not
 from ray_kills import (
@@ -22,6 +22,7 @@ from ray_kills import (
     tiny_grpo, undisturbed
 )
 from rlblocks import here
+from rlblocks.placement.restarts import supervise
 from test_spmd import same
 
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")]
@@ -123,6 +124,43 @@ def test_a_supervisor_that_ends_while_modules_are_imported_takes_the_loop_along(
     assert gone(child) and supervisor.stdout.read() == ""
 
 
+def test_a_signal_is_sent_once(monkeypatch):
+    "One comes while the process starts, another one while the first is sent."
+    sent = []
+    class Process:
+        def __init__(self, *_, **__): os.kill(os.getpid(), signal.SIGINT)
+        def send_signal(self, number):
+            sent.append(number)
+            if len(sent) == 1: os.kill(os.getpid(), signal.SIGTERM)
+        def wait(self): return -sent[0]
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    assert supervise(["loop"]) == 128 + signal.SIGINT and sent == [signal.SIGINT, signal.SIGTERM]
+
+
+def as_module(*words):
+    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("place, text", [("nope:loop", "no module 'nope'"), ("json:loop", "has no function 'loop'"),
+                                         ("nope.ipynb:loop", "cannot read nope.ipynb")])
+@pytest.mark.skipif(find_spec("jsonargparse") is None, reason="needs jsonargparse")
+def test_a_loop_that_does_not_exist_is_told_in_a_line(place, text):
+    run = as_module("rlblocks", "run", place)
+    assert run.returncode == 2 and text in run.stderr and run.stderr.count("\n") == 1, run.stderr
+
+
+def test_a_module_that_a_loop_misses_is_its_own_error(tmp_path):
+    (tmp_path/"missing.py").write_text("import not_there\ndef loop(pool): yield {}\n")
+    run = subprocess.run([sys.executable, "-m", "rlblocks", "run", "missing:loop"], cwd=tmp_path, capture_output=True,
+                         text=True, env=os.environ | dict(PYTHONPATH=str(ROOT)), timeout=300)
+    assert run.returncode == 1 and "Traceback" in run.stderr and "No module named 'not_there'" in run.stderr
+
+
+def test_the_doctor_is_a_module():
+    run = as_module("rlblocks.placement.doctor", "--help")
+    assert run.returncode == 0 and "usage: rlblocks doctor" in run.stdout and not run.stderr
+
+
 CALLS = """
 import json, sys, time
 import ray
@@ -134,7 +172,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("who", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("who", ["raylet", *rarely("gcs_server")])      # the latter is waited for, 10 s
 def test_ray_ends_a_driver_with_the_code_of_any_error(who, tmp_path):
     "So who starts a loop again has to be told when an error was the loop's own (`ended_by_itself`)."
     folder, seen = tempfile.mkdtemp(prefix="ray"), {}

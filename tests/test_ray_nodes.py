@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 import spmd_loops
 import torch
-from conftest import RAY_TOKEN, ROOT, rarely
+from conftest import RAY_TOKEN, ROOT, rarely, ray_python
 from rlblocks import Batch, Cluster, Critic, Policy, Pools, Prompts, RayPool, Scorer, here, loop_from, plain
 from rlblocks.engines.world import RankLost
 from spmd_loops import net
@@ -35,7 +35,8 @@ def cluster():
         nodes = Nodes(initialize_head=True, head_node_args=size | dict(temp_dir=folder, include_dashboard=False))
         nodes.add_node(**size)
         nodes.wait_for_nodes()
-        yield Cluster(address=nodes.address, ready=60., options=dict(logging_level="ERROR", log_to_driver=False))
+        yield Cluster(address=nodes.address, ready=60., runtime_env=dict(py_executable=ray_python()),
+                      options=dict(logging_level="ERROR", log_to_driver=False))
         ray.shutdown()
         nodes.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
@@ -66,10 +67,14 @@ def test_a_replica_over_two_nodes_is_refused(apart, engine):
     assert apart.place(Policy, net, engine=plain()).version == 0, "one on each node"
 
 
-def test_ranks_have_devices_of_their_own_and_pools_beside_share_them(apart, cluster):
-    """Of every node the first two for two ranks of two; a pool of one each, and one beside it that sees the same. The
-    GPUs are numbers here: on CUDA it is untried."""
+def test_ranks_have_devices_of_their_own(apart):
+    "Of every node the first two for two ranks of two. The GPUs are numbers here: on CUDA it is untried."
     assert devices_of(apart) == ["0,1", "0,1"]
+
+
+@pytest.mark.long
+def test_pools_beside_share_devices(apart, cluster):
+    "A pool of one each, and one beside it that sees the same. (`make test` has such pools in tests/test_ray.py.)"
     with RayPool(2, gpus=1, cluster=cluster, world=False, name="ones") as ones:
         mine = devices_of(ones)
         assert len(set(mine)) == 2 and not {"0", "1"} & set(mine), "on one node, which has two left"

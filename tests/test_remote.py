@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from conftest import skip_without
 from rlblocks import Grader, RemoteReward, Retries, Scorer, scorer_reward, serve_reward
 from test_killable import batch
 
-pytest.importorskip("fastapi", reason="the extra server is not installed")
-pytest.importorskip("httpx2", reason="the extra server is not installed")
+skip_without("fastapi", "the extra server is not installed")
+skip_without("httpx2", "the extra server is not installed")
 QUICK = Retries(tries=4, first=.01, timeout=60.)
 
 

@@ -9,6 +9,7 @@ import re
 import statistics
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def owed(rule, found):
     assert not paid, f"{rule}: nobody owes {', '.join(paid)}: strike it out of tests/owed.json"
 
 
+@cache
 def trees(): return {m: ast.parse(source(m)) for m in HIGH}
 
 

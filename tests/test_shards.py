@@ -10,15 +10,16 @@ from functools import partial
 
 import pytest
 import torch
+from conftest import skip_without
 import torch.distributed as dist
 from forked import on_ranks
 from rlblocks import Checkpoint, Policy, Scorer, masked_mean
 from rlblocks.checkpoint.saves import Lock
-from rlblocks.checkpoint.convert import command, convert
+from rlblocks.checkpoint.convert import convert, main
 from rlblocks.checkpoint.shards import MetadataUnpickler
 from tiny import NEAR, model, reach, rows, steady, tokenizer
 
-pytest.importorskip("deepspeed")
+skip_without("deepspeed")
 pytestmark = pytest.mark.ranks
 LR = 1e-2
 HOW = dict(optimizer=steady(LR, weight_decay=.1, max_norm=.5), device="cpu", micro_rows=4)
@@ -221,11 +222,11 @@ def test_one_process_makes_a_model_of_what_two_ranks_wrote(saved, base, tmp_path
 def test_the_command_writes_half_precision_and_reward_models(saved, base, tmp_path):
     from transformers import AutoModelForSequenceClassification
     folder, (_, found) = saved
-    command([str(folder/"2-zero3"), str(tmp_path/"half"), "--base", str(base), "--dtype", "bfloat16"])
+    main([str(folder/"2-zero3"), str(tmp_path/"half"), "--base", str(base), "--dtype", "bfloat16"])
     assert json.loads((tmp_path/"half"/"config.json").read_text())["dtype"] == "bfloat16"
     model().save_pretrained(tmp_path/"llama")
     run = next((folder/"2-scorer").glob("step-*"))
-    command([str(run), str(tmp_path/"judge"), "--base", str(tmp_path/"llama"), "--part", "judge"])
+    main([str(run), str(tmp_path/"judge"), "--base", str(tmp_path/"llama"), "--part", "judge"])
     (mean, std), scores = found["scorer"]
     b = rows(B=8, dtype=torch.float32)
     judge = Scorer(tmp_path/"judge", device="cpu")
@@ -302,7 +303,7 @@ def test_one_process_makes_an_adapter_of_what_two_ranks_wrote(saved, base, tmp_p
     assert (Policy(base, lora=out, device="cpu").logprobs(b) - logprobs).abs().max() < reach(logprobs)
     assert AutoTokenizer.from_pretrained(out).chat_template == "{{ messages[0].content }}"
     with pytest.warns(UserWarning):
-        command([str(folder/f"2-lora-{engine}"), str(tmp_path/"merged"), "--base", str(base), "--merge"])
+        main([str(folder/f"2-lora-{engine}"), str(tmp_path/"merged"), "--base", str(base), "--merge"])
     got = AutoModelForCausalLM.from_pretrained(tmp_path/"merged")
     for k, x in want.items():
         assert k.startswith("head.") or torch.equal(got.state_dict()[k.removeprefix("trunk.")], x), k

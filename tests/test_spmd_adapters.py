@@ -3,14 +3,14 @@ process; reward moments are the whole batch's."""
 
 import pytest
 import torch
-from conftest import rarely
+from conftest import rarely, skip_without
 from forked import on_ranks
 from rlblocks import Policy, Scorer, here
 from spmd_adapters import on_rank, together
 from test_spmd import same
 from tiny import model, reach, rows
 
-pytest.importorskip("peft")
+skip_without("peft")
 pytestmark = pytest.mark.ranks
 ENGINES = [["fsdp2", "zero3"], *rarely(["None", "zero2"])]
 
@@ -29,7 +29,7 @@ def alone(folder): return together(here, None, folder, folder/"alone")
 @pytest.fixture(scope="module", params=ENGINES, ids=" ".join)
 def ranks(request, folder):
     "What each of two ranks saw, with an engine after another."
-    pytest.importorskip("deepspeed")
+    skip_without("deepspeed")
     on_ranks(on_rank, (folder, request.param), 2, group=False)
     return [torch.load(folder/f"{r}.pt", weights_only=False) for r in range(2)]
 

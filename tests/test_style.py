@@ -155,6 +155,38 @@ def test_lines_of_a_notebook_fit(path):
     assert not found, "\n".join(found)
 
 
+# -- names
+
+# Words that the field has others for: clip, gather, shard, refresh, probe, load; split, atomic, elementwise, mask.
+WORDS = {"settle", "settled", "felt", "told", "laid", "follow", "follows", "apart", "held", "came", "looks", "asked",
+         "said", "torn", "undivided", "entrywise", "mark", "marks", "freshness"}
+
+
+def defined(tree):
+    "Names that a module gives: of functions and classes, their parameters, variables and attributes."
+    for n in ast.walk(tree):
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef): yield n.name
+        elif isinstance(n, ast.arg): yield n.arg
+        elif isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store): yield n.id
+        elif isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store): yield n.attr
+
+
+def dialect(tree): return {name for name in defined(tree) if WORDS & set(name.lower().split("_"))}
+
+
+def test_names_are_those_of_the_field():
+    "Floors 2 to 5. What is owed only shrinks."
+    owed = json.loads((ROOT/"tests"/"owed.json").read_text())["words"]
+    found = {f"{m}: {name}" for m in FLOORS if FLOORS[m] >= 2 for name in dialect(ast.parse(source(m)))}
+    assert found == set(owed), f"new: {sorted(found - set(owed))}; nobody owes: {sorted(set(owed) - found)}"
+
+
+def test_the_check_of_names_sees_words():
+    tree = ast.parse("def asked_for(told, *, x): held = self.y.torn; self.came = said(1); Undivided = laidback = 2\n"
+                     "class Mark_: pass")
+    assert dialect(tree) == {"asked_for", "told", "held", "came", "Undivided", "Mark_"}
+
+
 # -- arguments
 
 

@@ -4,15 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
-
-pytest.importorskip("deepspeed")
+from conftest import skip_without
 from forked import on_ranks
 from rlblocks.engines import slices
 from rlblocks.engines.base import zero
 from rlblocks.engines.plain import Plain
 from rlblocks.engines.zero import Zero
+from torch import nn
 
+skip_without("deepspeed")
 pytestmark = pytest.mark.ranks
 CPU = torch.device("cpu")
 

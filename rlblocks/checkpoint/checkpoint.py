@@ -112,7 +112,7 @@ def run_steps(checkpoint:"Checkpoint", steps:int, parts:dict)->Iterator[int]: # 
             checkpoint.save(step + 1, parts)
 
 def _wanted(checkpoint):
-    "Whether the consumer asked for a save of the step, or rated it the best."
+    "Whether the loop requested a save of the step, or rated it the best."
     rating = checkpoint.rating
     return checkpoint.wanted or rating is not None and rating > best_save(checkpoint.path)[1]
 
@@ -186,9 +186,7 @@ class Checkpoint:
         if at is self.running and at and world()[1] > 1: self.wanted = True
         else: _save_step(self, self.path, at)
 
-    def rate(self,
-        value:float, # of the step just shown; higher is better (give −loss)
-    ):
+    def rate(self, value:float): # of the step just shown; higher is better (give −loss)
         "How good the step is. The best so far is saved, whatever `every` says, and kept until one is better."
         self.rating = float(value)
 
@@ -197,9 +195,7 @@ class Checkpoint:
         job, self.job = self.job, None
         if job is not None: job.result()
 
-    def restore(self,
-        parts:dict, # name → part, restored in place
-    )->int: # steps done; 0 without a save
+    def restore(self, parts:dict)->int: # steps done; 0 without a save
         "Load the newest save into the parts, whatever the number of ranks that wrote it."
         self.wait()
         newest = on_rank_0(lambda: self.saves()[-1:])

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..engines.world import all_or_raise, world
-from ..models.folders import failed_write, persist
+from ..data.ragged import persist
+from ..models.folders import failed_write
 from .saves import checked, digest, write_state
 from .shards import Stateful, checked_reader, part_state, read_part_shards, shard_shapes
 from .shards import write_shards
@@ -97,35 +98,23 @@ def pool_of(part:object)->Home|None: # None: this process holds it
 class Keeper:
     "Writes and reads the states of parts that live on a pool, there."
 
-    def __init__(self,
-        parts:dict, # name → part
-    ):
+    def __init__(self, parts:dict): # name → part
         "Of this process."
         self.parts = parts
 
-    def sees(self,
-        file:str, # written by the loop's process
-        text:str, # what is in it
-    )->bool:
-        "Whether every rank reads it."
+    def sees(self, file:str, text:str)->bool:
+        "Whether every rank reads this text in a file of the loop's process."
         return all(on_every_rank(lambda: Path(file).is_file() and Path(file).read_text() == text))
 
     def check(self, save:str)->dict: # as `checked`
         "Compare the files of a save with their digests, each by one rank."
         return on_every_rank(lambda: checked(Path(save), *world()))[0]
 
-    def write(self,
-        draft:str,   # the folder of a save to be
-        folder:str,  # in it, for the shards
-        whole:bool,  # gather what is cut
-    )->dict[str, str]: # file → digest
-        "The parts' files of a save."
+    def write(self, draft:str, folder:str, whole:bool)->dict[str, str]: # file → digest
+        "Write the parts' files of a save, shards in its `folder`; `whole`: gathered."
         return write_parts(Path(draft), *collect(self.parts, whole), folder=folder)
 
-    def read(self,
-        save:str,
-        folders:dict[str, str], # part → folder of its shards, where it is another than usual
-    ):
+    def read(self, save:str, folders:dict[str, str]): # part → folder of its shards, where it is another than usual
         "Load the parts. Nobody goes on while another still reads."
         for name, part in self.parts.items(): load_part(Path(save), name, part, folders.get(name, "shards"))
         if world()[1] > 1: dist.barrier()
@@ -165,10 +154,7 @@ def warn_of_size(parts:dict, states:dict, folder:Path):
                       stacklevel=6)
 
 # %% ../../nbs/checkpoint/91a_keeper.ipynb #477de067
-def log_unseen(
-    parts:dict,  # name → part
-    folder:Path, # of the run
-):
+def log_unseen(parts:dict, folder:Path): # of the run
     "Say at the start, not at the first save, whose ranks do not all see the folder."
     unseen = {name: pool_of(part) for name, part in keepers_of(parts, folder)[0].items()}
     for name, pool in unseen.items():

@@ -26,13 +26,11 @@ from pathlib import Path
 
 import torch
 
-from ..models.folders import disk_state, failed_write, persist
+from ..data.ragged import persist
+from ..models.folders import disk_state, failed_write
 
 # %% ../../nbs/checkpoint/90_saves.ipynb #0d93124d
-def writable(
-    path,       # a folder; made if missing
-    who="save", # for the message
-)->Path: # the folder
+def writable(path:str|Path, who:str="save")->Path: # the folder
     "Check now that a folder can be written, rather than after the last step. OSError when it cannot."
     try:
         Path(path).mkdir(parents=True, exist_ok=True)

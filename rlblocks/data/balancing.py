@@ -130,8 +130,8 @@ def _dealt(pieces, best, own, cost, enough):
         stuck = 0 if max(loads) < found*(1 - 1e-3) else stuck + 1
         if max(loads) <= found: found, best = max(loads), parts
         heavy = [part for part, load in zip(dealt, loads, strict=True) if load >= .98*max(loads)]
-        torn = {max(part, key=lambda k: (len(pieces[k]) > 1, cost(pieces[k]))) for part in heavy}
-        pieces = [half for k, piece in enumerate(pieces) for half in (_halves(piece, own) if k in torn else [piece])]
+        large = {max(part, key=lambda k: (len(pieces[k]) > 1, cost(pieces[k]))) for part in heavy}
+        pieces = [half for k, piece in enumerate(pieces) for half in (_halves(piece, own) if k in large else [piece])]
     return best
 
 # %% ../../nbs/data/36_balancing.ipynb #967c9000

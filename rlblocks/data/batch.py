@@ -153,10 +153,10 @@ def chosen_rows(batch:"Batch", key:Any)->Tensor: # row numbers
     rows = torch.arange(len(batch))[key].reshape(-1)
     if "unit" not in batch: return rows
     taken = torch.zeros(len(batch), dtype=torch.bool).index_fill(0, rows, True)
-    torn = set(batch.unit[taken].tolist()) & set(batch.unit[~taken].tolist())
-    if torn:
-        more = f" (and {len(torn)-1} more)" if len(torn) > 1 else ""
-        raise ValueError(f"Batch: the selection parts unit {min(torn)}{more}; take all rows of a "
+    split = set(batch.unit[taken].tolist()) & set(batch.unit[~taken].tolist())
+    if split:
+        more = f" (and {len(split)-1} more)" if len(split) > 1 else ""
+        raise ValueError(f"Batch: the selection parts unit {min(split)}{more}; take all rows of a "
                          "unit, or .drop('unit') first")
     return rows
 
@@ -291,9 +291,7 @@ class Batch:
         pick = lambda v: v[rows.to(v.device)] if isinstance(v, Tensor) else [v[i] for i in rows.tolist()]
         return self._like({k: pick(v) for k, v in self.columns.items()}, whole, filler)
 
-    def is_per_token(self,
-        name, # a column
-    )->bool: # True for `[B, T, …]`
+    def is_per_token(self, name:str)->bool: # True for `[B, T, …]`
         "Whether a column follows the tokens (and is padded with them) or the rows."
         return self.kinds[name] == "token"
 

@@ -19,11 +19,9 @@ from jaxtyping import Bool, Float, Int
 
 from .batch import Batch
 from .columns import whole_number
-from .bundles import bundles_of, check_entries, entries, layout_beside, layout_of, places
-from .bundles import lost, ragged_by_token, restart, versions_like
-from .draws import replay_draw
-from .freshness import Freshness
 from .ragged import Ragged, ragged
+from .replay import Staleness, bundles_of, check_entries, entries, layout_beside, layout_of, lost
+from .replay import places, ragged_by_token, replay_draw, restart, versions_like
 from .slabs import Slabs, own_folder, tidied
 
 # %% ../../nbs/data/44_buffer.ipynb #301da436
@@ -150,11 +148,8 @@ def _enter(buffer, batch, layout, kept, order, priority):
     tidy(buffer)
 
 # %% ../../nbs/data/44_buffer.ipynb #9a101303
-def evict(
-    buffer:"Buffer",
-    version:int|None, # the trainer's version
-)->int: # rows dropped
-    "Drop and count the bundles with a row that is too old. RuntimeError for one where they are waited for."
+def evict(buffer:"Buffer", version:int|None)->int: # rows dropped
+    "Drop and count bundles with a row too old for the trainer's `version`. RuntimeError where they are waited for."
     return drop(buffer, "stale", buffer.fresh.stale(buffer._index["born"], version))
 
 def by_age(buffer:"Buffer")->Tensor:
@@ -192,9 +187,7 @@ def take(
     forget(buffer, torch.zeros(len(rows), dtype=torch.bool).index_fill(0, leaving, True))
     return out
 
-def rows(
-    buffer:"Buffer",
-)->Batch: # a copy, oldest first
+def rows(buffer:"Buffer")->Batch: # a copy, oldest first
     "All rows that wait; they stay."
     if not len(buffer): raise ValueError("Buffer.rows: no rows wait")
     return gather(buffer, torch.arange(len(buffer._index["rows"])))
@@ -280,10 +273,7 @@ def state_dict(buffer:"Buffer")->dict:
     return dict(slabs=slabs, index=dict(buffer._index), layout=dict(buffer._layout), dropped=dict(buffer.dropped),
                 next=buffer._next, offered=buffer.offered, accepted=buffer.accepted)
 
-def load_state_dict(
-    buffer:"Buffer",
-    state:dict, # what `state_dict` returned
-):
+def load_state_dict(buffer:"Buffer", state:dict): # of `state_dict`
     """Go on where the saved buffer was, in place; limits and folder stay those of this buffer.
 
     ValueError for what is no such state, OSError when `spill` cannot be written, and nothing changed."""
@@ -320,7 +310,7 @@ class Buffer:
     ):
         "An empty buffer. ValueError for a negative age, no room, or one of `spill` and `max_bytes` without the other."
         check_limits(max_rows, spill, max_bytes)
-        self.fresh = Freshness(max_age, per_step, age, on_old)
+        self.fresh = Staleness(max_age, per_step, age, on_old)
         self.max_age, self.max_rows, self.dropped = max_age, max_rows, Counter()
         self.offered = self.accepted = 0 # bundles that were added, and those that `keep` let in
         self._slabs = Slabs(own_folder(self, spill), max_bytes)

@@ -39,7 +39,7 @@ def segments(
 
 def _turns(messages, tokenizer, first=0):
     "Trained are the assistant's turns from message `first` on, each up to its EOS."
-    mark, out, done = getattr(tokenizer, "eos_token", None), [], ""
+    eos, out, done = getattr(tokenizer, "eos_token", None), [], ""
     for k, message in enumerate(messages_of(messages)):
         if message["role"] != "assistant" or k < first: continue
         before, after = chat_text(messages[:k], tokenizer, True), chat_text(messages[:k+1], tokenizer, False)
@@ -47,9 +47,9 @@ def _turns(messages, tokenizer, first=0):
             raise ValueError(f"the chat template is not append-only: at message {k} it rewrites earlier turns; "
                              f"make each assistant turn a row {{prompt, completion}}")
         answer = after.removeprefix(before)
-        if mark and mark in answer: answer = answer[:answer.rindex(mark)] + mark
+        if eos and eos in answer: answer = answer[:answer.rindex(eos)] + eos
         out += [(before[len(done):], False), (answer, True)]
-        done = before + answer      # what a template writes behind the EOS is given, not said
+        done = before + answer      # what a template writes behind the EOS is given, not sampled
     return out or [("", False)]
 
 # %% ../../nbs/data/47_demonstrations.ipynb #a73b8ed3

@@ -57,7 +57,7 @@ def encode(
     if file and file.exists(): return json.loads(file.read_text())
     def ask(some):
         return tokenizer(some, add_special_tokens=special)["input_ids"] if batches else [tokenizer(t) for t in some]
-    ids = [x for i in range(0, len(texts), step) for x in _asked(ask, texts[i:i+step])]
+    ids = [x for i in range(0, len(texts), step) for x in _encoded(ask, texts[i:i+step])]
     if len(ids) != len(texts):
         raise ValueError(f"encode: the tokenizer made {len(ids)} rows of ids from {len(texts)} texts")
     ids = [_checked_ids(t, x) for t, x in zip(texts, ids, strict=True)]
@@ -72,7 +72,7 @@ def _store(file, ids):
     part.write_text(json.dumps(ids))
     part.replace(file)
 
-def _asked(ask, texts):
+def _encoded(ask, texts):
     "`ask(texts)`, a list. ValueError with the text on which it fails when asked for that alone."
     try: return list(ask(texts))
     except Exception as error:
@@ -161,9 +161,9 @@ def prompt_ids(
 
 def _one_bos(text, ids, tokenizer):
     "`ids` with one BOS of those in front, and as many EOS behind as the text ends with."
-    bos, eos, mark = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "eos_token"))
+    bos, eos, text_eos = (getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "eos_token"))
     while bos is not None and ids[:2] == [bos, bos]: ids = ids[1:]
-    written = bool(mark) and text.endswith(mark)
+    written = bool(text_eos) and text.endswith(text_eos)
     def closed_twice(): return ids[-2:] == [eos, eos] if written else ids[-1:] == [eos]
     while eos is not None and len(ids) > 1 and closed_twice(): ids = ids[:-1]
     return ids

@@ -7,6 +7,7 @@ __all__ = ['Ragged', 'ragged', 'to_arrow', 'from_arrow']
 
 # %% ../../nbs/data/41_ragged.ipynb #16346baf
 import importlib
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -177,3 +178,11 @@ def from_arrow(
             flat = torch.from_dlpack(array.flatten() if shape else array)       # on its memory
             columns[field.name] = flat.view(getattr(torch, about["dtype"])).view(-1, *shape)
     return Ragged(columns, kinds, offsets)
+
+# %% ../../nbs/data/41_ragged.ipynb #64a8fb39
+def persist(*paths:Path):
+    "Wait until they are on disk."
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try: os.fsync(handle)
+        finally: os.close(handle)

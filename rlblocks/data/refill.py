@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from .batch import Batch
 from .buffer import Buffer
-from .bundles import lost
+from .replay import lost
 
 # %% ../../nbs/data/45_refill.ipynb #4cd3135d
 def mixed_groups(

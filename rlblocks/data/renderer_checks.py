@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from .renderers import Message, Renderer, next_ids
 
 # %% ../../nbs/data/48b_renderer_checks.ipynb #176529b2
-def check_renderer(
-    renderer:Renderer,
-)->dict[str, bool|None]: # by what was checked; None: the template refuses it
+def check_renderer(renderer:Renderer)->dict[str, bool|None]: # by what was checked; None: the template refuses it
     "What a renderer keeps."
     user, more = dict(role="user", content="What is 1 + 1?"), dict(role="user", content="Are you sure?")
     answer = dict(role="assistant", content="It is 2.")

@@ -58,7 +58,6 @@ class Renderer(Protocol):
                             new_messages:Sequence[Message], *, tools:list|None=None
                             )->Sequence[int]|Rendered|None:
         "The ids so far with new messages behind them, open for the assistant; None where they would change."
-        ...
 
 # %% ../../nbs/data/48a_renderers.ipynb #677bed72
 @dataclass(frozen=True)
@@ -69,19 +68,17 @@ class Response:
     tool_calls:tuple[dict, ...]=()  # {name, arguments}
     problem:str|None=None           # why a call could not be read
 
-def read_response(
-    text:str, # of an assistant, without what ends its turn
-)->Response:
-    "Thinking between `<think>` tags, calls between `<tool_call>` tags, and the rest."
-    thought, mark, rest = text.rpartition("</think>")
-    reasoning = thought.replace("<think>", "", 1).strip() if mark else None
+def read_response(text:str)->Response:
+    "Of an assistant's turn: thinking between `<think>` tags, calls between `<tool_call>` tags, and the rest."
+    thought, end, rest = text.rpartition("</think>")
+    reasoning = thought.replace("<think>", "", 1).strip() if end else None
     calls, problem = [], None
     for written in re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", rest, re.DOTALL):
         try: calls.append(_call(json.loads(written)))
         except (ValueError, TypeError, KeyError, RecursionError) as e: problem = f"{type(e).__name__}: {e}"
     if problem and not calls: return Response(rest, reasoning, problem=problem)      # nothing of it is lost
     content = re.sub(r"<tool_call>.*?(</tool_call>|$)", "", rest, flags=re.DOTALL)
-    return Response(content.strip() if mark or calls else content, reasoning, tuple(calls), problem)
+    return Response(content.strip() if end or calls else content, reasoning, tuple(calls), problem)
 
 def _call(written)->dict:
     "A call as {name, arguments}. TypeError or KeyError for what is none."
@@ -131,32 +128,22 @@ class ChatRenderer:
         self.close = closing(self)
         self.stop = stop_tokens(tokenizer, self.close)
 
-    def text(self,
-        messages:Sequence[Message],
-        tools:list|None=None,
-        open_for_answer:bool=False, # for the assistant
-    )->str:
+    def text(self, messages:Sequence[Message], tools:list|None=None, open_for_answer:bool=False)->str:
         "What the template makes of messages."
         made = self.tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False,
                                                   add_generation_prompt=open_for_answer, **self.options)
         return readable(made)
 
-    def ids(self,
-        text:str,
-    )->list[int]:
+    def ids(self, text:str)->list[int]:
         "Ids of a text; special tokens are those that stand in it."
         return encode([text], self.tokenizer)[0] if text else []
 
-    def decode(self,
-        ids:Sequence[int],
-    )->str:
+    def decode(self, ids:Sequence[int])->str:
         "Their text, special tokens and all."
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def body(self,
-        ids:Sequence[int], # of an assistant
-    )->list[int]:
-        "Without the token that ended its turn."
+    def body(self, ids:Sequence[int])->list[int]:
+        "An assistant's ids without the token that ended its turn."
         ids = list(ids)
         return ids[:-1] if ids and ids[-1] in self.stop else ids
 
@@ -194,10 +181,7 @@ def closing(renderer:ChatRenderer)->str:
         raise ValueError("ChatRenderer: the template leaves out what the assistant said")
     return text.rpartition(answer["content"])[2]
 
-def stop_tokens(
-    tokenizer,
-    close:str, # what the template writes behind an assistant's words
-)->list[int]:
+def stop_tokens(tokenizer, close:str)->list[int]: # `close`: what the template writes behind an assistant's words
     "The special token that a turn ends with, and the tokenizer's own end."
     special = {str(t): i for i, t in getattr(tokenizer, "added_tokens_decoder", {}).items()}
     first = [special[t] for t in sorted(special, key=len, reverse=True) if close.lstrip().startswith(t)][:1]
@@ -216,16 +200,12 @@ def new_text(renderer:ChatRenderer, messages:Sequence[Message], new:Sequence[Mes
 class TextRenderer:
     "Contents of messages one behind the other: for models without a chat template."
 
-    def __init__(self,
-        tokenizer, # Hugging Face tokenizer
-    ):
+    def __init__(self, tokenizer): # of Hugging Face
         "Nothing is looked up."
         check_tokenizer("TextRenderer", tokenizer)
         self.tokenizer = tokenizer
 
-    def text(self,
-        messages:Sequence[Message],
-    )->str:
+    def text(self, messages:Sequence[Message])->str:
         "Their contents, joined."
         return readable("".join(m.get("content") or "" for m in messages))
 
@@ -248,9 +228,7 @@ class TextRenderer:
         text = self.text(new_messages)
         return [*previous_prompt_ids, *previous_completion_ids, *(encode([text], self.tokenizer)[0] if text else [])]
 
-def renderer_of(
-    tokenizer, # of the model
-)->Renderer:
+def renderer_of(tokenizer)->Renderer: # of the model
     "Its chat template, or its plain text."
     return ChatRenderer(tokenizer) if getattr(tokenizer, "chat_template", None) else TextRenderer(tokenizer)
 

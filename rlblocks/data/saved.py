@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from .batch import Batch
 from .columns import whole_number
-from .ragged import Ragged, from_arrow, ragged, to_arrow
+from .ragged import Ragged, from_arrow, persist, ragged, to_arrow
 
 # %% ../../nbs/data/45a_saved.ipynb #2fbaa10c
 _JSON = "json:"     # before the name of a column that is written as JSON
@@ -33,14 +33,13 @@ def save_rollouts(
     columns = {(_JSON if k in texts else "") + k: texts.get(k, x) for k, x in rows.columns.items()}
     kinds = {(_JSON if k in texts else "") + k: kind for k, kind in rows.kinds.items()}
     with TemporaryDirectory(prefix=".unfinished-", dir=final.parent) as new:
-        os.replace(_flushed(to_arrow(Ragged(columns, kinds, rows.offsets), Path(new)/"rows")), final)
-        _flushed(final.parent)      # its list of names
+        written = to_arrow(Ragged(columns, kinds, rows.offsets), Path(new)/"rows")
+        persist(written)
+        os.replace(written, final)
+        persist(final.parent)       # its list of names
     return final
 
-def load_rollouts(
-    folder:str|Path, # of `save_rollouts`
-    step:int,
-)->Batch: # a new whole, padded to its longest row
+def load_rollouts(folder:str|Path, step:int)->Batch: # a new whole, padded to its longest row
     "The rows of a step. FileNotFoundError with the steps that there are."
     path = _file(folder, step)
     if not path.exists():
@@ -53,9 +52,7 @@ def load_rollouts(
     kinds = {k.removeprefix(_JSON): kind for k, kind in rows.kinds.items()}
     return Ragged(columns, kinds, rows.offsets).batch()
 
-def saved_steps(
-    folder:str|Path, # of `save_rollouts`
-)->list[int]: # in order
+def saved_steps(folder:str|Path)->list[int]: # in order
     "The steps that are there."
     return sorted(int(p.stem.removeprefix("step-")) for p in Path(folder).glob("step-*.arrow"))
 
@@ -72,10 +69,3 @@ def _texts(name, x)->list[str]:
         raise TypeError(f"save_rollouts: column {name!r} has {odd!r}, which JSON does not keep as it is (tuples, keys "
                         f"that are no text, NaN); convert it, or .drop({name!r})")
     return texts
-
-def _flushed(path:Path)->Path:
-    "What is on the disk when this returns."
-    fd = os.open(path, os.O_RDONLY)
-    try: os.fsync(fd)
-    finally: os.close(fd)
-    return path

@@ -7,7 +7,7 @@ __all__ = ['WORDS', 'WeightShard', 'bytes_of', 'nbytes_of', 'OptimizerState', 'E
            'check_engine', 'plain', 'fsdp2', 'zero', 'engine_of', 'PlannedBytes', 'planned_plain']
 
 # %% ../../nbs/engines/55_base.ipynb #9420b7a9
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from numbers import Integral
@@ -32,9 +32,7 @@ class WeightShard:
     save:Callable[[Tensor, bool], Tensor] = field(default=_as_it_is, repr=False) # (beside, full) → as in `state(full)`
     load:Callable[[Tensor], Tensor] = field(default=_as_it_is, repr=False)       # of either kind → beside
 
-def bytes_of(
-    tensors, # an iterable; what is no tensor does not count
-)->int:
+def bytes_of(tensors:Iterable)->int: # what is no tensor does not count
     "Bytes of tensors on this rank: each memory once, of a DTensor the shard."
     local = [getattr(x, "to_local", lambda x=x: x)() for x in tensors if isinstance(x, Tensor)]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local if x.numel()}.values())
@@ -56,7 +54,7 @@ class EngineState(TypedDict, total=False):
     "What an engine saves."
     module:Required[dict[str, Tensor]] # weights and buffers by name
     optimizer:OptimizerState           # without it: frozen
-    base:str                           # of an adapter: the mark of its base …
+    base:str                           # of an adapter: the fingerprint of its base …
     lora:dict                          # … and its settings
 
 # %% ../../nbs/engines/55_base.ipynb #952ec7f3
@@ -72,7 +70,6 @@ class Engine(Protocol):
     @property
     def optimizer(self)->torch.optim.Optimizer|None:
         "The optimizer inside; None when frozen."
-        ...
 
     @property
     def lock(self)->ReentrantLock:
@@ -81,7 +78,6 @@ class Engine(Protocol):
 
     def __call__(self, *args, **kwargs)->Any:
         "Run the module."
-        ...
 
     def within(self, f:Callable[[], _T])->_T:
         "Run `f`, which may call the module's parts, in place of the forward pass: where weights are gathered for that."
@@ -94,7 +90,6 @@ class Engine(Protocol):
         shared:bool, # other ranks have other rows of the same step; False: all have the same
     )->None:
         "Add a micro-batch's gradient."
-        ...
 
     def step(self,
         shared:bool, # sum over ranks
@@ -106,7 +101,6 @@ class Engine(Protocol):
 
     def discard(self)->None:
         "Forget the gradients of a step that failed, and whatever its passes left behind."
-        ...
 
     def weights(self,
         wide:frozenset[str]|set[str]=frozenset(), # names of those to gather in fp32 at least, for a sum in place
@@ -122,7 +116,6 @@ class Engine(Protocol):
 
     def load(self, state:EngineState)->None:
         "Restore what `state` gave, full or not."
-        ...
 
     def shards(self)->dict[str, WeightShard]: # by name
         "What this rank holds of each weight that trains. ValueError where that is not in memory."
@@ -130,11 +123,9 @@ class Engine(Protocol):
 
     def refresh(self)->None:
         "Compute with what was written into `shards()`; keep nothing that earlier passes left in the module."
-        ...
 
     def adapt(self, name:str)->None:
         "Peft has put an adapter of this name on the module's layers: let it take part where a layer is cut."
-        ...
 
     def nbytes(self)->dict[str, int]: # weights, gradients, states
         "Bytes that this rank holds at this moment, outside of a forward pass."
@@ -145,7 +136,7 @@ WORDS = (None, "fsdp2", "zero1", "zero2", "zero3")
 
 @dataclass(frozen=True)
 class EngineSpec:
-    "How weights are held and computed; made by `plain`, `fsdp2`, `zero`."
+    "How weights are stored and computed; made by `plain`, `fsdp2`, `zero`."
     word:str|None = None      # None, "fsdp2", "zero1", "zero2", "zero3"
     offload:str|None = None   # "cpu" (fsdp2, zero), "nvme" (zero3): where states (and shards) live
     nvme:str|None = None      # a folder on a fast disk, for offload="nvme"

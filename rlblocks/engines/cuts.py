@@ -205,7 +205,7 @@ class Probe:
     "What eight tokens give."
     out:Tensor              # outputs
     entered:Tensor          # gradient at their embeddings
-    grads:dict[str, Tensor] # gradients of the weights that were asked for
+    grads:dict[str, Tensor] # gradients of the named weights
 
 # %% ../../nbs/engines/62_cuts.ipynb #f97cac3d
 def numbers_of(p:nn.Parameter, stored:bool=False)->Tensor:
@@ -284,8 +284,6 @@ def partial_gradients(before:dict[str, Tensor], after:dict[str, Tensor], cuts:Co
     for name, (alone, together, size) in zip(before, found.tolist(), strict=True):
         check_gradient(name, min(alone, together) <= 1e-3*max(size, least), size, cuts)
     return {n for n, (alone, together, _) in zip(before, found.tolist(), strict=True) if together < alone}
-
-
 
 # %% ../../nbs/engines/62_cuts.ipynb #f65cbc6b
 @dataclass(frozen=True)

@@ -37,9 +37,7 @@ class Ema:
     def _weights(self): return [(name, shard.local) for name, shard in self.engine.shards().items()]
 
     @torch.no_grad()
-    def update(self,
-        decay:float|None=None, # instead of the constructor's, e.g. min(d, (1+t)/(10+t)) at the start
-    ):
+    def update(self, decay:float|None=None): # None: the constructor's; e.g. min(d, (1+t)/(10+t)) at the start
         "θ̄ ← d·θ̄ + (1−d)·θ"
         if self.inside: raise RuntimeError("Ema: update() inside swapped(), where the model's weights are the average")
         share = 1 - (self.decay if decay is None else decay)
@@ -72,9 +70,7 @@ class Ema:
         return dict(decay=self.decay, updates=self.updates, average=saved(self.average, self.engine.shards(), full))
 
     @torch.no_grad()
-    def load_state_dict(self,
-        state:dict, # from `state_dict`; a full one may be of any engine and any number of ranks
-    ):
+    def load_state_dict(self, state:dict): # a full one may be of any engine and any number of ranks
         "Go on with the averages of `state`; all ranks together. ValueError, and nothing changed, for another model's."
         shards = self.engine.shards()
         check_average(state["average"], saved(self.average, shards, False))

@@ -247,9 +247,7 @@ def planned_fsdp(params:list, layers:list[nn.Module], *, ranks:int, state_bytes:
     return PlannedBytes(dict.fromkeys(kept, 0), kept, largest) if offload else PlannedBytes(kept, {}, largest)
 
 def layers_bytes(params:list, layers:list[nn.Module], half:torch.dtype|None)->int:
-    """Two of the largest layers, and what belongs to none.
-
-    `half`: they are gathered in it; None = in their own."""
+    "Two of the largest layers, and what belongs to none. `half`: they are gathered in it; None = in their own."
     known, groups = {id(p) for p in params}, [list(m.parameters()) for m in layers]
     def size(p): return p.numel()*(half.itemsize if half and p.is_floating_point() else p.element_size())
     def total(ps): return sum(size(p) for p in ps if id(p) in known)

@@ -30,7 +30,7 @@ def is_lazy(x:Tensor)->bool:
 
 @torch.no_grad()
 def read_part(p:Tensor, *index:slice, dtype:torch.dtype|None=None)->Tensor: # on the CPU, owned
-    "Some rows, columns … of a lazy weight; all of those axes that are not said."
+    "Some rows, columns … of a lazy weight; all of the other axes."
     return cast(Any, p).lazy_reader(index, dtype or p.dtype)
 
 def read_flat(p:Tensor, start:int, n:int, *, dtype:torch.dtype|None=None)->Tensor: # `[n]`

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Schedule', 'in_turn', 'constant', 'linear', 'cosine', 'root', 'wsd', 'OptimizerSpec', 'decay_groups', 'adamw',
-           'adamw_8bit', 'Joined', 'muon', 'entrywise', 'freeze_']
+           'adamw_8bit', 'Joined', 'muon', 'check_elementwise', 'freeze_']
 
 # %% ../../nbs/engines/54_optim.ipynb #cb62249c
 import math
@@ -105,9 +105,7 @@ class OptimizerSpec:
         if self.schedule is not None: check_function("schedule", self.schedule, "cosine(…), wsd(…)")
         if self.max_norm is not None: check_number("optimizer", "max_norm", self.max_norm, above=True)
 
-    def __call__(self,
-        params:Iterable, # (name, parameter) pairs, or parameters
-    )->torch.optim.Optimizer:
+    def __call__(self, params:Iterable)->torch.optim.Optimizer: # of (name, parameter) pairs, or parameters
         "Make it."
         return self.make(params)
 
@@ -247,7 +245,7 @@ def muon(
     return OptimizerSpec(partial(_muon, **how), max_norm, schedule)
 
 # %% ../../nbs/engines/54_optim.ipynb #4aac9c7a
-def entrywise(optimizer:torch.optim.Optimizer, who:str, device:torch.device|None=None):
+def check_elementwise(optimizer:torch.optim.Optimizer, who:str, device:torch.device|None=None):
     "Make sure that an optimizer can step part of a weight alone. ValueError says what it needs more than that."
     for part in getattr(optimizer, "parts", [optimizer]):
         odd = next(filter(None, (_odd(part, at, device) for at in range(len(part.param_groups)))), None)

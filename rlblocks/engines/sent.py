@@ -25,9 +25,7 @@ from .weights import Ticket, checksum, this_process
 from .world import in_time
 
 # %% ../../nbs/engines/52a_sent.ipynb #14ebffd8
-def flattened(
-    bucket:dict[str, Tensor], # by name
-)->tuple[Tensor, list[list]]: # bytes; of each tensor: name, dtype, shape, first byte, checksum
+def flattened(bucket:dict[str, Tensor])->tuple[Tensor, list[list]]: # name, dtype, shape, first byte, checksum
     "A bucket as bytes, on the CPU."
     pieces, at = [], 0
     for name, x in bucket.items():

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['optimizer_of', 'frozen_copy', 'make_engine', 'planned_bytes', 'compute_dtype', 'prepare_module_', 'weight_shapes',
-           'uninterrupted', 'check_step', 'running', 'undivided', 'named_under', 'of_one_version', 'promise',
-           'in_dtype', 'full_shapes', 'check_graph', 'restore', 'check_norm', 'ShardedModel', 'has_all_weights']
+           'uninterrupted', 'check_step', 'running', 'atomic', 'named_under', 'of_one_version', 'promise', 'in_dtype',
+           'full_shapes', 'check_graph', 'restore', 'check_norm', 'ShardedModel', 'has_all_weights']
 
 # %% ../../nbs/engines/64_sharded.ipynb #2aefe092
 import signal
@@ -41,7 +41,7 @@ def frozen_copy(word:str|None, frozen:bool)->bool: # True: there is nothing to s
 
 def make_engine(module:nn.Module, spec:EngineSpec, device:torch.device, dtype:torch.dtype|None,
                 optimizer:OptimizerSpec|None)->Engine: # around the module
-    "The engine that a value asks for. What an engine needs is imported only where it is asked for."
+    "The engine that a value names. What an engine needs is imported only where it is made."
     how:dict[str, Any] = {}
     if optimizer: how = dict(optimizer=optimizer, max_norm=optimizer.max_norm or float("inf"))
     if spec.make:
@@ -61,8 +61,6 @@ def make_engine(module:nn.Module, spec:EngineSpec, device:torch.device, dtype:to
     from rlblocks.engines.zero import Zero
     own = optimizer.adamw if optimizer else None
     return Zero(module, device, stage=int(spec.word[-1]), nvme=spec.nvme, adamw=own, **how)
-
-
 
 # %% ../../nbs/engines/64_sharded.ipynb #6defcb13
 def planned_bytes(spec:EngineSpec, module:nn.Module, params:list, *, frozen:bool, ranks:int, state_bytes:int=8,
@@ -104,8 +102,6 @@ def weight_shapes(module:nn.Module)->dict[str, tuple[list[int], str]]: # name â†
     weights = {k: x for k, x in module.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     return {k: (list(x.shape), first.setdefault(id(x), k)) for k, x in weights.items()}
 
-
-
 # %% ../../nbs/engines/64_sharded.ipynb #e41dd075
 @contextmanager
 def uninterrupted()->Iterator[None]:
@@ -128,7 +124,7 @@ def uninterrupted()->Iterator[None]:
 # %% ../../nbs/engines/64_sharded.ipynb #8f706b5c
 def check_step(model:"ShardedModel"):
     "RuntimeError when a step ended in its middle."
-    if not model.torn: return
+    if not model.inconsistent: return
     raise RuntimeError(f"a step at version {model.version} ended in its middle (Ctrl-C came twice, or the optimizer "
                        "failed): some weights may have moved and others not. Go on from a state that was saved before, "
                        "load_state_dict(state), or make this wrapper anew")
@@ -142,22 +138,22 @@ def running(model:"ShardedModel")->Iterator[None]:
         yield
 
 @contextmanager
-def undivided(model:"ShardedModel", *, heals:bool=False)->Iterator[None]:
+def atomic(model:"ShardedModel", *, restores:bool=False)->Iterator[None]:
     """All of the block or nothing: no other thread and no Ctrl-C comes between; what ends in its middle is noted.
 
-    `heals`: what the block writes makes up for a step that ended in its middle."""
+    `restores`: what the block writes makes up for a step that ended in its middle."""
     with model.lock, uninterrupted():
         try: yield
         except BaseException:
-            model.torn = True
+            model.inconsistent = True
             raise
-        if heals: model.torn = False
+        if restores: model.inconsistent = False
 
 def named_under(weights:Iterable[tuple[str, Tensor]], prefix:str)->Iterator[tuple[str, Tensor]]: # names without it
     "The weights whose names begin so, one at a time."
     for name, x in weights:
         if name.startswith(prefix): yield name.removeprefix(prefix), x
-        del x              # not held while the next one is gathered
+        del x              # freed before the next one is gathered
 
 def of_one_version(model:"ShardedModel", made:Iterator[dict[str, Tensor]])->Iterator[dict[str, Tensor]]:
     "No bucket is gathered while another thread steps. RuntimeError for a step between two."
@@ -171,7 +167,7 @@ def of_one_version(model:"ShardedModel", made:Iterator[dict[str, Tensor]])->Iter
             bucket = next(made, None)
         if bucket is None: return
         yield bucket
-        del bucket         # not held while the next one is gathered
+        del bucket         # freed before the next one is gathered
 
 # %% ../../nbs/engines/64_sharded.ipynb #1e3e0aa9
 def promise(model:"ShardedModel", prefix:str, score:Callable[[Tensor], Tensor]|None, probe:tuple[int, ...],
@@ -185,11 +181,8 @@ def promise(model:"ShardedModel", prefix:str, score:Callable[[Tensor], Tensor]|N
     shapes = {n.removeprefix(prefix): x for n, x in full_shapes(model).items() if n.startswith(prefix)}
     return Ticket(model.version, way, shapes or None, probe=probe)
 
-def in_dtype(
-    made:Iterator[dict[str, Tensor]], # buckets
-    dtype:torch.dtype|None, # None: as they are
-)->Iterator[dict[str, Tensor]]:
-    "Buckets with their floats rounded."
+def in_dtype(made:Iterator[dict[str, Tensor]], dtype:torch.dtype|None)->Iterator[dict[str, Tensor]]:
+    "Buckets with their floats in a dtype; None: as they are."
     for bucket in made:
         yield {n: x.to(dtype) if x.is_floating_point() else x for n, x in bucket.items()} if dtype else bucket
         del bucket
@@ -213,8 +206,8 @@ def restore(model:"ShardedModel", state:dict):
     if model.shapes.keys() == model.module.state_dict().keys():     # adapters put on later rename the layers under them
         check_weights(state["module"], model.shapes)
     if model.optimizer: check_groups(state["optimizer"], len(model.optimizer.param_groups))
-    with undivided(model, heals=True):
-        if model.torn: model.engine.discard()
+    with atomic(model, restores=True):
+        if model.inconsistent: model.engine.discard()
         model.engine.load(cast(EngineState, state))
         model.version = state["version"]
 
@@ -242,7 +235,7 @@ class ShardedModel:
         self.replica, self.replicas = rank//self.shares, self.ranks//self.shares   # its part of a batch, and all parts
         self.dtype, self.frozen = compute_dtype(module, self.spec.dtype), frozen
         prepare_module_(module, self.spec, self.dtype, frozen=frozen)
-        self.shapes, self.schedule, self.version, self.torn = weight_shapes(module), made.schedule, 0, False
+        self.shapes, self.schedule, self.version, self.inconsistent = weight_shapes(module), made.schedule, 0, False
         self.engine:Engine = make_engine(module, self.spec, self.device, self.dtype, None if frozen else made)
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
 
@@ -272,7 +265,7 @@ class ShardedModel:
         if self.optimizer is None: raise RuntimeError("step: the model is frozen, it has no optimizer")
         factor = self.schedule(self.version) if self.schedule else 1.
         for group, rate in zip(self.optimizer.param_groups, self.base_lrs, strict=True): group["lr"] = rate*factor
-        with undivided(self):
+        with atomic(self):
             norm = self.engine.step(shared or self.shares > 1)
             self.version += bool(torch.isfinite(norm))
         check_norm(norm, self.version)
@@ -280,8 +273,8 @@ class ShardedModel:
 
     def discard(self):
         "Forget the gradients of a step that failed; all ranks together."
-        if self.torn: return                  # `load_state_dict` does: the ranks may be in different places
-        with undivided(self): self.engine.discard()
+        if self.inconsistent: return                  # `load_state_dict` does: the ranks may be in different places
+        with atomic(self): self.engine.discard()
 
     def ticket(self, prefix:str="", score:Callable[[Tensor], Tensor]|None=None, probe:tuple[int, ...]=(),
                dtype:torch.dtype|None=None)->Ticket:

@@ -21,7 +21,7 @@ from .cuts import Cut, CutModel, cut_model, join_pieces, planned
 from .exchanges import EXCHANGES
 from .fsdp import Fsdp, load_named_state, named_state
 from .modules import output_layer, plain_name
-from .optim import entrywise
+from .optim import check_elementwise
 from .plain import Plain
 from .world import mesh_of, same_weights
 
@@ -150,7 +150,7 @@ class TensorParallel:
         if engine: self.inner:Engine = Fsdp(module, device, mesh=copies, dtype=dtype, offload=offload, **how)
         else: self.inner = Plain(module, device, group=copies.get_group(), **how)
         self.lock, self.names = self.inner.lock, {id(p): name for name, p in module.named_parameters()}
-        if self.optimizer: entrywise(self.optimizer, f"tensor_parallel={size}", device)
+        if self.optimizer: check_elementwise(self.optimizer, f"tensor_parallel={size}", device)
 
     @property
     def module(self)->nn.Module: return self.inner.module

@@ -91,14 +91,13 @@ class Transport(Protocol):
 
     def score(self, ids:Tensor)->Tensor|None: # `[n]` → `[n-1]`
         "The owner's log-probs of all ids but the first; None where nobody knows them."
-        ...
 
 @runtime_checkable
 class Lends(Transport, Protocol):
     "A transport that can do without a copy."
 
     def lent(self, version:int, bucket_bytes:int)->Iterator[Mapping[str, Tensor|Change]]:
-        "As `buckets`. What comes is only to be read, and only until the next is asked for."
+        "As `buckets`. What comes is only to be read, and only until the next is taken."
         ...
 
 # %% ../../nbs/engines/51_weights.ipynb #a16b63ac
@@ -181,13 +180,11 @@ class Ticket:
         return self.transport.buckets(self.version, bucket_bytes)
 
     def lent(self, bucket_bytes:int)->Iterator[Mapping[str, Tensor|Change]]:
-        "The same, only to be read, and only until the next is asked for: not copied where that can be saved."
+        "The same, only to be read, and only until the next is taken: not copied where that can be saved."
         way = self.transport
         return (way.lent if isinstance(way, Lends) else way.buckets)(self.version, bucket_bytes)
 
-    def score(self,
-        ids:Int[Tensor, " n"], # the first of `probe`
-    )->Float[Tensor, " m"]|None: # m = n − 1
+    def score(self, ids:Int[Tensor, " n"])->Float[Tensor, " m"]|None: # the first of `probe`; m = n − 1
         "The owner's log-probs of all ids but the first; None where nobody knows them."
         return self.transport.score(ids)
 
@@ -196,13 +193,13 @@ class Ticket:
         scores = self.score(torch.tensor(self.probe)) if len(self.probe) > 1 else None
         return None if scores is None else scores.tolist()
 
-def probe_ids(vocabulary:int|None, window:int|None, n:int=32)->tuple[int, ...]: # none where the vocabulary is not known
+def probe_ids(vocabulary:int|None, window:int|None)->tuple[int, ...]: # none where the vocabulary is not known
     """Fixed ids, for both sides to score.
 
     `vocabulary`: None = not known; `window`: most positions of a row; None = any number."""
     if not vocabulary: return ()
     g = torch.Generator().manual_seed(0)
-    return tuple(torch.randint(vocabulary, (min(n, (window or n + 1) - 1),), generator=g).tolist())
+    return tuple(torch.randint(vocabulary, (min(32, (window or 33) - 1),), generator=g).tolist())
 
 # %% ../../nbs/engines/51_weights.ipynb #5ed0c135
 @dataclass(frozen=True)
@@ -216,9 +213,7 @@ class Manifest:
 
 # %% ../../nbs/engines/51_weights.ipynb #45909898
 def check_names(sent:dict[str, tuple[int, ...]], own:dict[str, tuple[int, ...]], *, some:bool=False):
-    """ValueError for an unknown name, another shape, or a name that is missing.
-
-    `sent`: name → shape of what comes."""
+    "ValueError for an unknown name, another shape, or a name that is missing. `sent`: name → shape of what comes."
     unknown = sorted(set(sent) - set(own))
     if unknown:
         raise ValueError(f"load: the receiver has no {unknown[0]!r} ({len(unknown)} unknown names); it has "
@@ -239,8 +234,8 @@ def check_since(ticket:Ticket, version:int|None):
     raise ValueError(f"load: the ticket has what changed from version {ticket.since} to {ticket.version}, the receiver "
                      f"has {own}; ask for {ask}")
 
-def copy_weights(ticket:Ticket, module:nn.Module, *, base:Mapping[str, Tensor]|None=None,
-                 bucket_bytes:int=1 << 28)->Manifest: # checksums as the receiver holds them
+def copy_weights(ticket:Ticket, module:nn.Module, *,
+                 base:Mapping[str, Tensor]|None=None)->Manifest: # checksums as the receiver has them
     """Copy a ticket's weights into a module, and check them.
 
     ValueError for names or shapes that do not fit, RuntimeError when a checksum differs.
@@ -249,7 +244,7 @@ def copy_weights(ticket:Ticket, module:nn.Module, *, base:Mapping[str, Tensor]|N
     own, sent, n_bytes, n_messages = named_weights(module), {}, 0, 0
     shapes, received_shapes = {name: tuple(x.shape) for name, x in own.items()}, {}
     if ticket.shapes is not None: check_names(ticket.shapes, shapes, some=ticket.adapter)
-    for bucket in ticket.lent(bucket_bytes):
+    for bucket in ticket.lent(1 << 28):
         received_shapes |= {name: tuple(x.shape) for name, x in bucket.items()}
         check_names(received_shapes, shapes, some=True)
         for name, x in bucket.items():

@@ -127,7 +127,7 @@ def all_or_raise(
 
 # %% ../../nbs/engines/52_world.ipynb #243ecbcb
 def largest(mine:list[int], error:Exception|None, who:str)->list[int]:
-    "The largest of all ranks' numbers, place by place. An error of one rank is raised on all, once all have asked."
+    "The largest of all ranks' numbers, place by place. An error of one rank is raised on all, once all are here."
     (rank, ranks), group = world(), dist.group.WORLD
     if ranks == 1 and error: raise error
     if ranks == 1: return mine

@@ -19,7 +19,7 @@ from .compiled import build_ops, import_deepspeed
 from .guards import ReentrantLock
 from .lazy import fill_whole_, is_lazy, read_flat
 from .modules import Within, callable_within_, distinct, trained_weights
-from .optim import decay_groups, entrywise
+from .optim import decay_groups, check_elementwise
 from .plain import used_by_any
 from .slices import ZeroParts, Piece, full_weight, load_into, shards_of, state_of, zero_bytes
 from .world import HALF, agree, join_world, same_weights, world
@@ -85,7 +85,7 @@ def initialize(module:nn.Module, device:torch.device, config:dict, optimizer:Cal
         config = config | dict(optimizer=dict(type="AdamW", params=dict(own, betas=list(own["betas"]))))
     elif optimizer:
         made = optimizer(named)
-        entrywise(made, f'engine="zero{stage}"', device)
+        check_elementwise(made, f'engine="zero{stage}"', device)
     groups = [list(g["params"]) for g in (made.param_groups if made else given or [])]
     keep = "bf16" in config and not (offload and offload["device"] == "nvme")
     exact = [(p, None if is_lazy(p) else p.data) for _, p in named if p.dtype == torch.float32] if keep else []
@@ -289,9 +289,7 @@ def bucket_entries(params:list)->int:
     return min(BUCKET, sum(p.numel() for p in params)) if any(p.requires_grad for p in params) else 0
 
 def gathered_bytes(params:list, stage:int, half:torch.dtype|None)->int:
-    """Weights that stage 3 keeps gathered; the bucket of the others.
-
-    `half`: compute dtype; None = that of the weights."""
+    "Weights that stage 3 keeps gathered; the bucket of the others. `half`: compute dtype; None = that of the weights."
     if stage < 3: return bucket_entries(params)*(2 if stage == 2 and half else 4)
     entries = sum(p.numel() for p in params)
     every = sum(p.numel()*(half.itemsize if half and p.is_floating_point() else p.element_size()) for p in params)

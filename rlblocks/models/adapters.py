@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..data.columns import seed_of
 from ..engines.base import Engine
+from ..engines.deltas import bits_of
 from ..engines.lazy import stand_ins
 from ..engines.modules import output_layer, plain_name
 from ..engines.world import HALF
@@ -38,7 +39,7 @@ if TYPE_CHECKING: import peft
 # %% ../../nbs/models/76_adapters.ipynb #3d159a29
 DEFAULT = dict(r=16, lora_alpha=32, target_modules="all-linear")
 def _not_a_kernel(record):
-    "Not: that a faster kernel for 4-bit weights, which nobody asked for, is not at hand."
+    "Not: that a faster kernel for 4-bit weights, which nothing here uses, is not installed."
     return not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward")
 
 def peft_()->ModuleType:
@@ -234,7 +235,7 @@ def merged_weights(trunk:nn.Module, engine:Engine, adapters:dict[str, float], ow
             layer:Any = modules[path.removesuffix(".base_layer")]
             x = with_adapters(layer, x, adapters, own=_storage(x) not in live)
         yield plain, x
-        del x                 # not held while the next one is gathered
+        del x                 # freed before the next one is gathered
 
 def _storage(x):
     "Where a tensor lies."
@@ -251,26 +252,23 @@ def fingerprint(weights:Iterable[tuple[str, Tensor]])->str:
 
 def _bit_sum(x):
     "The bits of each entry, times 1, 3, 5 …, summed modulo 2⁶⁴."
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = x.detach().contiguous().view(sizes[x.element_size()]).long()
+    bits = bits_of(x).long()
     return int((bits*(2*torch.arange(len(bits), device=x.device) + 1)).sum()) % 2**64
 
 def nested(named:dict[str, nn.Parameter])->nn.Module:
     "A module that holds these parameters under these names."
-    root = nn.Module()
+    module = nn.Module()
     for name, p in named.items():
         *path, leaf = name.split(".")
-        at:Any = root
+        at:Any = module
         for part in path:
             if part not in at._modules: at.add_module(part, nn.Module())
             at = at._modules[part]
         at.register_parameter(leaf, p)
-    return root
+    return module
 
 # %% ../../nbs/models/76_adapters.ipynb #914fea3c
-def settings_of(
-    config, # LoraConfig
-)->dict:
+def settings_of(config:"peft.LoraConfig")->dict:
     "A LoraConfig as peft's file has it: words, numbers and lists."
     return json.loads(json.dumps(config.to_dict(), default=sorted))
 

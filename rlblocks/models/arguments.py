@@ -40,9 +40,7 @@ def written(
         usual = {name: p.default for name, p in inspect.signature(adamw).parameters.items()}
     return {k: x for k, x in given.items() if x != usual[k] and k not in ("word", "make", "name")}
 
-def shown(
-    given:dict, # arguments by name
-)->str: # as they are written
+def shown(given:dict)->str: # arguments by name, as they are written
     "Arguments of a call; what is long, or has no text of its own, as an ellipsis."
     def text(x):
         found = repr(x)

@@ -54,8 +54,8 @@ def config_of(model:str|Path, who:str="model", *,
         if path.is_dir(): raise         # transformers says what is wrong with it
         near, first = _near(path), str(e).splitlines()[0]
         meant = f" (is '{near}' meant?)" if near else ""
-        asked = "" if isinstance(e.__cause__, ValueError) else f", and as a name it was not found: {first}"
-        raise FileNotFoundError(f"{who}: there is no folder '{model}'{meant}{asked}; a folder that save_pretrained "
+        cause = "" if isinstance(e.__cause__, ValueError) else f", and as a name it was not found: {first}"
+        raise FileNotFoundError(f"{who}: there is no folder '{model}'{meant}{cause}; a folder that save_pretrained "
                                 f"wrote, a name of the hub as 'Qwen/Qwen3-1.7B'{also} is wanted") from e
 
 def _near(path):
@@ -77,10 +77,7 @@ def _instead(path):
     return f"; there is one in {', '.join(below[:3])}" if below else ""
 
 # %% ../../nbs/models/65_checks.ipynb #98e0b632
-def refuse_encoder_decoder(
-    config:object, # a transformers configuration, or None
-    model:object,  # its class, name or folder, for the message
-):
+def refuse_encoder_decoder(config:object, model:object): # `model`: its class, name or folder, for the message
     "ValueError for a model that reads one sequence and writes another."
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"model: '{model}' is an encoder-decoder ({getattr(config, 'model_type', '')}), which reads "
@@ -144,9 +141,9 @@ def check_turning(who:str, lengths:Int[Tensor, " B"], unit:Tensor|None, kind:str
     if kind != "longrope":
         raise ValueError(f"{row}, and {rope} changes with every length beyond {window}, so rows would depend on the "
                          f"longest one in their call; {mend}")
-    torn = set() if unit is None else set(unit[lengths > window].tolist()) & set(unit[lengths <= window].tolist())
-    if torn:
-        raise ValueError(f"{who}: unit {min(torn)} has rows on both sides of {window} tokens, where {rope} changes; "
+    split = set() if unit is None else set(unit[lengths > window].tolist()) & set(unit[lengths <= window].tolist())
+    if split:
+        raise ValueError(f"{who}: unit {min(split)} has rows on both sides of {window} tokens, where {rope} changes; "
                          f"drop it, shorten its rows to {window}, or .drop('unit')")
 
 # %% ../../nbs/models/65_checks.ipynb #e6d786bd
@@ -216,13 +213,13 @@ def places_at(who:str, batch:Batch, at:Tensor|str|None=None)->Batch:
 def _checked_at(who, batch, at):
     if isinstance(at, str): check_column(who, batch, at, "Bool [B, T], True at the tokens to read")
     x, name = (batch.columns[at], f"column {at!r}") if isinstance(at, str) else (at, "at=")
-    check_marks(who, batch, x, name)
+    check_token_mask(who, batch, x, name)
     if x[:, :1].any():
         row = int(x[:, 0].int().argmax())
         raise ValueError(f"{who}: {name} is True at the first token of row {row}; nothing predicts it")
     return x
 
-def check_marks(who:str, batch:Batch, x:object, name:str):
+def check_token_mask(who:str, batch:Batch, x:object, name:str):
     "TypeError for what is no Bool `[B, T]`, ValueError for a True behind a row's end."
     if not isinstance(x, Tensor): wrong(who, name, x, "Bool [B, T]")
     if x.dtype != torch.bool or x.shape != batch.tokens.shape:
@@ -234,7 +231,7 @@ def check_scored(who:str, batch:Batch, at:str|None):
     "Its rows have tokens to score: a last one, or marked ones."
     if at is None: return check_scorable(who, batch)
     check_column(who, batch, at, "Bool [B, T], True at the tokens after which to score")
-    check_marks(who, batch, batch.columns[at], f"column {at!r}")
+    check_token_mask(who, batch, batch.columns[at], f"column {at!r}")
 
 def check_scorable(who:str, batch:Batch):
     "ValueError for a row without a token: it has no last one to score at."
@@ -311,13 +308,13 @@ def check_adapter(config:Any)->None:
 
 SCALES = ("lora_alpha", "alpha_pattern", "use_rslora") # how much its weights count; names and shapes show the rest
 
-def check_same_base(state:Mapping, mark:str, mine:dict|None, *, who:str)->None:
-    """ValueError for a state of another base than `who` (`mark`), or of an adapter that counts for another amount.
+def check_same_base(state:Mapping, digest:str, mine:dict|None, *, who:str)->None:
+    """ValueError for a state of another base than `who` (`digest`), or of an adapter that counts for another amount.
 
     `mine`: settings of the adapter here; None: the base alone."""
-    if state.get("base") != mark:
-        raise ValueError(f"load_state_dict: the state is of an adapter on another base (mark {state.get('base')}), not "
-                         f"on this one ({who}, {mark}). If it is the same, load state | dict(base={mark!r})")
+    if state.get("base") != digest:
+        raise ValueError(f"load_state_dict: the state is of an adapter on another base (digest {state.get('base')}), "
+                         f"not on this one ({who}, {digest}). If it is the same, load state | dict(base={digest!r})")
     if "lora" not in state or mine is None: return
     for k, x in state["lora"].items():
         if k not in SCALES or x == mine[k]: continue

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..engines.published import persist
+from ..data.ragged import persist
 from ..engines.world import HALF, agree, world
 
 if TYPE_CHECKING: import transformers
@@ -39,9 +39,7 @@ def failed_write(error:BaseException)->OSError|None: # the system's error behind
     if isinstance(error.__context__, OSError): return error.__context__
     return OSError(errno.EIO, str(error).splitlines()[0])
 
-def disk_state(
-    folder, # on the disk in question
-)->str: # for a message
+def disk_state(folder:str|Path)->str: # for a message
     "How full a folder's disk is."
     try: disk = shutil.disk_usage(folder)
     except OSError as e: return f"its disk does not answer ({e.strerror})"
@@ -76,18 +74,12 @@ def drafted(path:str|Path, last:str, replaces:Iterable[str]=())->Iterator[Path]:
 class Shards:
     "Writes weights, given one by one, as safetensors files of limited size with an index."
 
-    def __init__(self,
-        folder:Path, # an empty one
-        most:int,    # bytes a file, unless one weight is larger
-    ):
+    def __init__(self, folder:Path, most:int): # an empty one; bytes a file, unless one weight is larger
         "Nothing yet."
         self.folder, self.most, self.files = folder, most, []
         self.waiting, self.size = {}, 0
 
-    def add(self,
-        name:str,
-        x:Tensor, # on the CPU, in one piece, owned
-    ):
+    def add(self, name:str, x:Tensor): # on the CPU, in one piece, owned
         "Take one more; a file that is full is written."
         if self.waiting and self.size + x.nbytes > self.most: self._write()
         self.waiting[name] = x
@@ -115,10 +107,8 @@ class Shards:
         (self.folder/"model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 # %% ../../nbs/models/67_folders.ipynb #fd9f650b
-def plain_twin(
-    module:nn.Module, # a transformers model: sharded, cut, adapted, quantized
-)->"transformers.PreTrainedModel": # the same class and config on the meta device: names and shapes, no memory
-    "The model without engine, adapters and quantization."
+def plain_twin(module:nn.Module)->"transformers.PreTrainedModel": # on the meta device: names and shapes, no memory
+    "A transformers model of the same class and config, without engine, adapters and quantization."
     config = deepcopy(cast(Any, module).config)
     generation = getattr(module, "generation_config", None)
     quantized = hasattr(config, "quantization_config")
@@ -179,10 +169,7 @@ def dtypes_of(module:nn.Module)->dict[str, torch.dtype]: # of weights that are f
     "The precision of each weight, before an engine promotes it."
     return {k: x.dtype for k, x in module.state_dict(keep_vars=True).items() if x.dtype in FLOATS}
 
-def in_precision(
-    dtypes:dict[str, torch.dtype], # of `dtypes_of`
-    dtype:torch.dtype|None=None, # of all of them instead
-)->Callable[[str, Tensor], Tensor]: # name, weight → weight
+def in_precision(dtypes:dict[str, torch.dtype], dtype:torch.dtype|None=None)->Callable[[str, Tensor], Tensor]:
     "What rounds a weight to its precision; one without (it was quantized) to that of the first."
     first = next(iter(dtypes.values()), None)
     return lambda name, x: x.to(dtype or dtypes.get(name, first) or x.dtype) if x.dtype in FLOATS else x

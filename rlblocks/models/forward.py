@@ -60,9 +60,7 @@ class Places:
     support:Tensor|None=None  # `[n, K]` ids that sampling was confined to
     columns:tuple=()          # `[n, …]` each, further arguments of a measure
 
-    def take(self,
-        at:Tensor|slice, # which of them
-    )->"Places":
+    def take(self, at:Tensor|slice)->"Places":
         "Some of the places."
         some = lambda x: x[at] if isinstance(x, Tensor) else x
         return Places(some(self.rows), some(self.cols), some(self.targets), some(self.temperature), some(self.support),
@@ -81,15 +79,11 @@ class Pass:
     n:int=0          # all places
     shard:LineShard|None=None # the ranks that share it
 
-    def pick(self,
-        x:Tensor, # `[B, T, …]`, of the trunk
-    )->Tensor: # `[m, …]`
+    def pick(self, x:Tensor)->Tensor: # `[B, T, …]` of the trunk → `[m, …]`
         "At this rank's places."
         return x.flatten(0, 1)[self.at]
 
-    def gather(self,
-        x:Tensor, # `[m, …]`, of this rank's places
-    )->Tensor: # `[n, …]`
+    def gather(self, x:Tensor)->Tensor: # `[m, …]` of this rank's places → `[n, …]`
         "Of all places, on all ranks that share the line."
         return x if self.shard is None or self.mine is None else self.shard.gathered(x, self.mine, self.n)
 
@@ -217,20 +211,13 @@ class Forward(nn.Module):
         name = "experts" if reading.routers == "experts" else "router_logits"
         return found | {name: _from_routers(seen, tokens, lengths, call)}
 
-    def arrange(self,
-        tokens:Int[Tensor, "B T"],
-        lengths:Int[Tensor, " B"],
-        places:Places,
-        layout:Layout,
-        group:Tensor|None=None, # as for `forward`
-    )->Pass:
+    def arrange(self, tokens:Int[Tensor, "B T"], lengths:Int[Tensor, " B"], places:Places, layout:Layout,
+                group:Tensor|None=None)->Pass:
         "Rows side by side or on a line, as the layout says."
         if not layout.packed: return _padded(tokens, places, self.takes)
         return _on_a_line(tokens, lengths, places, layout, self.takes, group)
 
-    def values(self,
-        states:Tensor, # `[m, H]`, or `[m]` of a trunk that gives values itself
-    )->dict[str, Tensor]:
+    def values(self, states:Tensor)->dict[str, Tensor]: # of `[m, H]`, or of `[m]` where a trunk gives values itself
         "What the head gives for hidden states: a number each, several `[m, k]`, or what it returns by name."
         if self.head is None: return dict(values=promoted(states.reshape(len(states))))
         found = self.head(states.to(cast(Tensor, self.head.weight).dtype))

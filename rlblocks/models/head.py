@@ -135,7 +135,7 @@ def logit_transform(
 # %% ../../nbs/models/70_head.ipynb #b3bda1b2
 def sampled_from(
     logits:Float[Tensor, "n V"],
-    temperature:float|Tensor,   # number or `[n]`; a 0 marks a greedy place and counts as 1
+    temperature:float|Tensor,   # number or `[n]`; a 0 is a greedy place and counts as 1
     support:Int[Tensor, "n K"]|None, # ids that sampling was confined to, −1 = empty slot; only −1 = every id
 )->Float[Tensor, "n V"]:
     "Logits whose softmax is the distribution that was sampled from: over the temperature, −inf outside the support."
@@ -153,8 +153,7 @@ def head_logprobs(layer:nn.Module, hidden:Float[Tensor, "n H"], targets:Int[Tens
 
     A layer that is no matrix (`matrix_of`) computes logits, `chunk` places at a time, again in the backward pass.
 
-    `temperature`: number or `[n]`, what the places were sampled at; `support`: `[n, K]` ids that sampling was confined
-    to. Result: log-probs, and the entropy beside them."""
+    `temperature`: number or `[n]`, what the places were sampled at; `support`: `[n, K]` ids it was confined to."""
     if known := matrix_of(layer):
         h, weight, how = _as_linear(known, hidden, transform)
         found:Any = linear_logprobs(h, weight, targets, entropy=entropy, group=_sharing(layer), temperature=temperature,
@@ -218,11 +217,8 @@ def _transformed(z, transform):
 class Head:
     "An output layer of its own: hidden states → logits as the model gives them, without gradient."
 
-    def __init__(self,
-        weight:Float[Tensor, "V H"],
-        bias:Float[Tensor, " V"]|None=None,
-        transform:tuple[float, float|None]=(1., None), # of `logit_transform`
-    ):
+    def __init__(self, weight:Float[Tensor, "V H"], bias:Float[Tensor, " V"]|None=None,
+                 transform:tuple[float, float|None]=(1., None)): # of `logit_transform`
         "From the matrix, and what the model does to its logits."
         self.weight, self.bias, self.transform = weight.detach(), None if bias is None else bias.detach(), transform
 

@@ -47,18 +47,11 @@ def weight_files(model:str|Path)->dict[str, str]: # weight → file; empty where
 class WeightFiles:
     "Weights in safetensors files, read in parts."
 
-    def __init__(self,
-        where:dict[str, str], # of `weight_files`
-    ):
+    def __init__(self, where:dict[str, str]): # of `weight_files`
         "Open nothing yet."
-        self.where = where
-        self.handles:dict[str, Any] = {}
-        self.mapped = 0           # bytes read since the files were opened
+        self.where, self.handles, self.mapped = where, dict[str, Any](), 0 # mapped: bytes read since files were opened
 
-    def part(self,
-        name:str,
-        index:tuple[slice, ...]=(), # of its axes; none: all of it
-    )->Tensor: # a view of the mapped file
+    def part(self, name:str, index:tuple[slice, ...]=())->Tensor: # a view of the mapped file
         "Some rows, columns … of a weight."
         x = self._slice(name)[index or ...]
         self.mapped += (x.stride(0)*len(x) if x.dim() else 1)*x.element_size() + AROUND
@@ -79,11 +72,10 @@ class WeightFiles:
         return self.handles[file].get_slice(name)
 
 # %% ../../nbs/models/66_loading.ipynb #39128a07
-def sources_of(
-    module:"transformers.PreTrainedModel",
-    names:Iterable[str], # of the weights in its files
-)->dict[str, list[tuple]]: # weight of the module → (weight in the files, its conversion or None)
-    "Where each weight of a module comes from, by the rules of transformers' loader."
+def sources_of(module:"transformers.PreTrainedModel", names:Iterable[str])->dict[str, list[tuple]]:
+    """Where each weight of a module comes from in files of these names, by the rules of transformers' loader.
+
+    Result: weight of the module → (weight in the files, its conversion or None)."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
     known = get_model_conversion_mapping(module)
@@ -104,9 +96,7 @@ def sources_of(
     return found
 
 def assembled(module:"transformers.PreTrainedModel", name:str, sources:list[tuple], files:WeightFiles)->Tensor:
-    """A weight that is made of several weights in files, or cut out of one.
-
-    Result: all of it."""
+    "All of a weight that is made of several weights in files, or cut out of one."
     _, (_, converter, target) = sources[0]
     made = copy.deepcopy(converter)
     for source, (pattern, _, _) in sources:

@@ -5,11 +5,11 @@ merged into one plain folder"""
 
 # %% auto #0
 __all__ = ['Base', 'check_new_adapter', 'Adapted', 'share_heads_', 'View', 'view_', 'check_shared', 'on_base', 'save_adapter',
-           'merge_adapters', 'main']
+           'merge_adapters']
 
 # %% ../../nbs/models/77_lora.ipynb #b0f6508c
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -67,7 +67,7 @@ class Base:
             with without_adapters(trunk, self.added):
                 self._model = ShardedModel(Forward(trunk), frozen=True, engine=engine, device=device)
             keep_kernels_(trunk)
-        self.mark = self.fingerprint()
+        self.digest = self.fingerprint()
         if cut and lora is not None: self.first = self.put(lora)
 
     @property
@@ -84,9 +84,7 @@ class Base:
         own = ((k.removeprefix("trunk."), x) for k, x in self.model.engine.weights() if k.startswith("trunk."))
         return fingerprint((plain_name(k), x) for k, x in own if k not in self.added)
 
-    def put(self,
-        lora, # see `lora_config`
-    )->str: # the adapter's name
+    def put(self, lora:Lora)->str: # the adapter's name
         "Put an adapter on. ValueError for a name that is taken, a tied weight, and what needs complete weights."
         name, config, folder, seed = lora_config(lora, next(iter(self.configs.values()), None))
         check_new_adapter(self, name, config)
@@ -179,14 +177,14 @@ class Adapted:
         under = f"{at}." if at else ""
         for key, x in self.base.merged({} if self.name is None else {self.name: 1.}):
             if key.startswith(under): yield "trunk." + key.removeprefix(under), x
-            del x                 # not held while the next one is gathered
+            del x                 # freed before the next one is gathered
         for key, p in self.module.state_dict(keep_vars=True).items():
             if key.startswith("head."): yield key, p.detach()
 
     def state(self, full:bool)->EngineState:
         "The adapter with its settings, the head and their optimizer's state; of the base only which one it is."
         state = self.plain.state(full)
-        state["base"] = self.base.mark
+        state["base"] = self.base.digest
         if self.name is not None: state["lora"] = settings_of(self.base.configs[self.name])
         return state
 
@@ -194,7 +192,7 @@ class Adapted:
         "Restore them. ValueError for an adapter of another base."
         base, config = self.base, self.base.configs.get(self.name or "")
         mine = None if config is None else settings_of(config)
-        check_same_base(state, base.mark, mine, who=base.name or type(base.trunk).__name__)
+        check_same_base(state, base.digest, mine, who=base.name or type(base.trunk).__name__)
         self.plain.load(state)
 
     def shards(self)->dict[str, WeightShard]:
@@ -301,19 +299,18 @@ def merge_adapters(
     import transformers
     config = config_of(base, "merge_adapters", also="")
     auto:Any = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
-    held = Base(auto.from_pretrained(base, dtype="auto"), device="cpu", name=str(base))
+    loaded = Base(auto.from_pretrained(base, dtype="auto"), device="cpu", name=str(base))
     shares = adapters if isinstance(adapters, dict) else {adapters: 1.}
     named = enumerate(shares.items())
-    weights = {held.put(dict(path=folder, name=f"adapter{i}")): float(w) for i, (folder, w) in named}
-    check_sum_of_adapters(held.own, weights)
-    exact = in_precision(held.dtypes, dtype)
-    save_folder(held.trunk, buckets(held.merged(weights), 1 << 28), path, who="merge_adapters",
-                filed=lambda k, x: (k, exact(k, x)), dtype=dtype or next(iter(held.dtypes.values())),
+    weights = {loaded.put(dict(path=folder, name=f"adapter{i}")): float(w) for i, (folder, w) in named}
+    check_sum_of_adapters(loaded.own, weights)
+    exact = in_precision(loaded.dtypes, dtype)
+    save_folder(loaded.trunk, buckets(loaded.merged(weights), 1 << 28), path, who="merge_adapters",
+                filed=lambda k, x: (k, exact(k, x)), dtype=dtype or next(iter(loaded.dtypes.values())),
                 tokenizer=load_tokenizer(base))
 
-def main(
-    argv=None, # words; None: the command line's
-):
+# %% ../../nbs/models/77_lora.ipynb #0b60aa2c
+def main(argv:Sequence[str]|None=None): # words; None: the command line's
     "The command."
     words = argparse.ArgumentParser(prog="python -m rlblocks.models.lora",
                                     description="Merge LoRA adapters into a plain model folder.")
@@ -321,7 +318,7 @@ def main(
     words.add_argument("adapters", nargs="+", help="adapter folders, each with an optional :weight")
     words.add_argument("out", help="folder to write")
     words.add_argument("--dtype", choices=["float32", "bfloat16", "float16"],
-                       help="of what is written; as the base is, if not said")
+                       help="of what is written; as the base is, if not given")
     given = words.parse_args(argv)
     merge_adapters(given.base, dict(map(_weighed, given.adapters)), given.out,
                    dtype=getattr(torch, given.dtype) if given.dtype else None)

@@ -35,9 +35,7 @@ class Out:
     `logprobs`, `entropy`, `values`, `measured` `[B, T, …]`, 0 where nothing was read; `router_logits` `[B, T, L, E]` of
     every token; `scores` `[B]`."""
     per_token = True       # a second axis is that of tokens
-    def __init__(self,
-        **found, # name → tensor
-    ):
+    def __init__(self, **found): # name → tensor
         "From what was read."
         vars(self).update(found)
 
@@ -58,9 +56,7 @@ class RowOut(Out):
 
 # %% ../../nbs/models/74_outputs.ipynb #5c19d0f7
 def outputs(model:ShardedModel, layout:Layout, part:Batch, reading:Reading=Reading(), who:str="model")->Out:
-    """Run a micro-batch and read it.
-
-    Result: `[B, T, …]` each; a `RowOut` of rows."""
+    "Run a micro-batch and read it: `[B, T, …]` each, or a `RowOut` of rows."
     device, group = model.device, part.families
     rows, cols = _chosen(part, reading)
     places = _places(who, part, rows, cols, reading, device)
@@ -223,9 +219,7 @@ class Checked:
         self.seen:dict[Hashable, tuple[int, int]] = {} # closure → (micro-batches it was called on, which to check next)
         self.last:Hashable = None                      # the closure of the last call
 
-    def due(self,
-        loss:Callable, # that was called once more
-    )->bool: # whether it is to be checked on this micro-batch
+    def due(self, loss:Callable)->bool: # whether it is to be checked on this micro-batch
         "Count a call."
         if len(self.seen) > 1000: self.seen.clear()      # a coefficient that changes in every step
         self.last = _key(loss)

@@ -65,9 +65,7 @@ class Trained(LocalOnly):
         "Weights, optimizer state and version, for `Checkpoint`. All ranks together."
         return self._run.model.state_dict(full=full)
 
-    def load_state_dict(self,
-        state:dict, # from `state_dict`
-    ):
+    def load_state_dict(self, state:dict): # from `state_dict`
         "Restore weights, optimizer state and version."
         self._run.model.load_state_dict(state)
 
@@ -84,9 +82,7 @@ def described(run:Prepared)->str:
             + ("frozen" if run.model.frozen else f"version {run.model.version}")
             + (", log-probs from logits in full" if run.name == "Policy" and run.layout.transform is None else ""))
 
-def base_of(
-    model, # a wrapper; anything else gives None
-)->Base|None:
+def base_of(model:object)->Base|None: # None: the model is no wrapper
     "The base that a wrapper holds, for others to share. ValueError when it trains its own weights."
     if not isinstance(model, Trained): return None
     if model._view is None:
@@ -121,7 +117,7 @@ class Policy(Trained):
         lora:Lora=None,  # train an adapter, not the weights: see `lora_config`; on a wrapper, None is its base alone
         value_head:bool=False, # a value per token from the same trunk (`out.values`); a folder's own, where it has one
         tokenizer=None,  # saved beside the weights; None: the one in the model's folder
-        engine:EngineSpec|str|None=None, # how weights are held: fsdp2(…), zero(3, …), plain(…), or "fsdp2", "zero3"
+        engine:EngineSpec|str|None=None, # how weights are stored: fsdp2(…), zero(3, …), plain(…), or "fsdp2", "zero3"
         optimizer:OptimizerSpec|Callable|None=None, # adamw(…), muon(…), or (name, parameter) pairs → torch optimizer
         lr:float=1e-6,   # AdamW's learning rate, where no optimizer is given
         frozen:bool=False, # a reference: no optimizer

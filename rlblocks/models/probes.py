@@ -22,7 +22,7 @@ from .head import states_of
 
 # %% ../../nbs/models/72_probes.ipynb #3f466415
 @contextmanager
-def _narrow(trunk, window=4):
+def _narrow(trunk):
     "While inside, sliding windows, attention chunks and top-k of a model are so small that short rows exceed them."
     names = ("sliding_window", "attention_chunk_size", "index_topk")
     configs = [c for m in trunk.modules() if (c := getattr(m, "config", None)) is not None]
@@ -30,7 +30,7 @@ def _narrow(trunk, window=4):
     owners = [*trunk.modules(), *configs, *texts]
     wide = [(x, name, vars(x)[name]) for x in {id(x): x for x in owners}.values() for name in names
             if isinstance(vars(x).get(name), int)]
-    for x, name, size in wide: setattr(x, name, min(size, window))
+    for x, name, size in wide: setattr(x, name, min(size, 4))
     try: yield
     finally:
         for x, name, size in wide: setattr(x, name, size)
@@ -137,13 +137,11 @@ def _unfit(forward):
 
 # %% ../../nbs/models/72_probes.ipynb #8f776d6a
 @torch.no_grad()
-def look_ahead(forward:Forward, device:torch.device|str, *, draws:int=3)->str:
+def look_ahead(forward:Forward, device:torch.device|str, *, draws:int=3)->str: # what is wrong; empty: nothing
     """Whether tokens of a row depend on what is behind them.
 
     They must be equal to 1e-4 of the largest output (5e-2 in half precision) among rows side by side, and to 1e-2
-    (5e-2) where the beginning is run by itself, in other shapes.
-
-    Result: what it does that no causal model does, and what to do; empty: nothing."""
+    (5e-2) where the beginning is run by itself, in other shapes."""
     n = min(6, forward.positions or 6, (rope_window(forward.trunk) or ("", 6))[1])
     k, words = n//2, _plain_words(forward)
     drawn = torch.randint(len(words), (draws, n), generator=torch.Generator().manual_seed(0))

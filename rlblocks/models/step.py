@@ -45,7 +45,7 @@ Lora = Union["peft.LoraConfig", Mapping[str, Any], str, Path, None]      # of a 
 class Setup:
     "How a wrapper holds, trains and runs its model: what the constructors of Policy, Critic and Scorer have in common."
     lora:Lora = None           # train an adapter, not the weights; see `lora_config`
-    engine:EngineSpec = EngineSpec() # how weights are held and computed
+    engine:EngineSpec = EngineSpec() # how weights are stored and computed
     optimizer:OptimizerSpec|Callable|None = None # how they move; None: AdamW …
     lr:float = 1e-6            # … with this learning rate
     frozen:bool = False        # no optimizer

@@ -29,7 +29,7 @@ def ticket_of(run:Prepared, logprobs:Callable[[Batch], Tensor], dtype:torch.dtyp
               sent:Deltas|None=None)->Ticket:
     """A ticket for all weights, an adapter's merged into a copy, or for what changed in them.
 
-    `dtype`: that weights are sent in; None = as they are held; `since`: the receivers' version, where what changed is
+    `dtype`: that weights are sent in; None = as they are stored; `since`: the receivers' version, where what changed is
     enough; None = all weights."""
     ticket = run.model.ticket("trunk.", partial(log_probs_of, logprobs), probe_of(run.module), dtype)
     ticket = replace(ticket, merged=getattr(run.model.engine, "name", None) is not None)

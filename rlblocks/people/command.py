@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from ..checkpoint.checkpoint import Checkpoint
-from .run import loop_from
+from .run import NoLoop, loop_from
 from ..placement.cluster import Cluster, as_cluster
 from ..placement.doctor import doctor
 from ..placement.place import here
@@ -29,16 +29,23 @@ from ..placement.spmd import SpmdPool
 def loop_named(
     place:str, # "tutorials/grpo.ipynb:grpo", "package.module:function"
 )->Callable[..., Iterator[dict]]: # the function
-    "A loop from a notebook's cell or from a module. ValueError when there is none of the name."
+    "A loop from a notebook's cell or from a module. NoLoop, a ValueError, when there is none of the name."
     module, _, name = place.rpartition(":")
     if module.endswith(".ipynb"): return loop_from(place)
     if not (module and name.isidentifier()):
-        raise ValueError(f"rlblocks run: {place!r}; 'folder/notebook.ipynb:function' or 'package.module:function' is "
-                         "wanted")
+        raise NoLoop(f"rlblocks run: {place!r}; 'folder/notebook.ipynb:function' or 'package.module:function' is "
+                     "wanted")
     if os.getcwd() not in sys.path: sys.path.insert(0, os.getcwd())
-    found = getattr(importlib.import_module(module), name, None)
-    if not callable(found): raise ValueError(f"rlblocks run: {module} has no function {name!r}")
+    found = getattr(_imported(module), name, None)
+    if not callable(found): raise NoLoop(f"rlblocks run: {module} has no function {name!r}")
     return cast(Callable[..., Iterator[dict]], found)
+
+def _imported(module):
+    "A module. One that it imports and that is missing is its own error."
+    try: return importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if not e.name or not f"{module}.".startswith(f"{e.name}."): raise
+        raise NoLoop(f"rlblocks run: there is no module {e.name!r}, neither installed nor in {os.getcwd()}") from e
 
 def flags(
     loop:Callable[..., Iterator[dict]],
@@ -133,7 +140,10 @@ def command_line(
     if word == "once":
         end_with_parent()
         return ended_by_itself(lambda: _ran(words))
-    restarts = _read(words)[1]["restarts"]
+    try: restarts = _read(words)[1]["restarts"]
+    except NoLoop as e:
+        print(e, file=sys.stderr)
+        return 2
     if not restarts: return _ran(words)
     return supervise([sys.executable, "-m", "rlblocks", "once", *words], restarts=restarts)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ..engines.world import RankLost
 from .member import Member
@@ -115,7 +115,7 @@ def reserve(
     strategy:str, # Ray's: PACK, SPREAD, STRICT_PACK, STRICT_SPREAD
     name:str,
     ready:float,  # seconds
-)->Any: # Ray's placement group
+)->object: # Ray's placement group
     "Room for a pool. RuntimeError, with what is free, when it cannot be had in time."
     import ray
     from ray.exceptions import GetTimeoutError
@@ -140,12 +140,12 @@ def free_in_words()->str:
     return "; ".join(f"{ip}: " + ", ".join(f"{x.get(k, 0):g} {k}" for k in ("CPU", "GPU")) for ip, x in nodes)
 
 def spots(
-    group:Any, # a placement group
+    group:object, # a placement group
     ranks:int,
 )->list[tuple[str, int]]: # (node, bundle) of each rank
     "Where each rank goes: ranks of one node are neighbours, so that a replica's are together."
     import ray
-    at = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    at = ray.util.placement_group_table(cast(Any, group))["bundles_to_node_id"]
     order = sorted(range(len(at)), key=lambda i: (at[i], i))
     return [(at[i], i) for i in order for _ in range(ranks//len(at))]
 
@@ -185,20 +185,20 @@ def environment(
 
 def start_member(
     cluster:Cluster,
-    group:Any,     # the placement group
+    group:object,  # the placement group
     bundle:int,    # of it
     rank:int,
     ranks:int,     # of the world; 1: none
     claim:Claim,   # on it
     name:str,      # of the actor
     interface:str="", # by which its node talks to others
-)->Any: # a Ray actor
+)->object: # a Ray actor
     "A process for a rank."
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     given = cluster.runtime_env
     env = environment(rank, claim.has.get("CPU", 0.), given.get("env_vars", {}) | cluster.env, interface)
-    where = PlacementGroupSchedulingStrategy(group, bundle)
+    where = PlacementGroupSchedulingStrategy(cast(Any, group), bundle)
     options = dict(num_cpus=claim.asks.get("CPU", 0.), num_gpus=claim.asks.get("GPU", 0.), name=name, max_restarts=0)
     made = ray.remote(Member).options(scheduling_strategy=where, runtime_env=given | dict(env_vars=env), **options)
     return made.remote(rank, ranks, os.getcwd())
@@ -237,8 +237,8 @@ def interface_of(
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         for _, name in socket.if_nameindex():
             with suppress(OSError): # SIOCGIFADDR; an interface without an address has none to say
-                said = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(said[20:24]) == address: return name
+                reply = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(reply[20:24]) == address: return name
     return ""
 
 def interfaces(
@@ -252,13 +252,13 @@ def interfaces(
     if len(addresses) < 2: return dict.fromkeys(addresses, "")
     import ray
     ask = ray.remote(interface_of)
-    asked = [ask.options(**task_on(cluster, node)).remote(a) for node, a in addresses.items()]
-    return dict(zip(addresses, first(asked, "asking nodes for their networks", seconds), strict=True))
+    tasks = [ask.options(**task_on(cluster, node)).remote(a) for node, a in addresses.items()]
+    return dict(zip(addresses, first(tasks, "asking nodes for their networks", seconds), strict=True))
 
 def task_on(
     cluster:Cluster,
     node:str, # its id
-)->dict[str, Any]:
+)->dict[str, object]:
     "Ray's options of a task on a node."
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
     given = cluster.runtime_env
@@ -272,20 +272,22 @@ def node_addresses()->dict[str, str]: # node → address
     return {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
 
 # %% ../../nbs/placement/98d_cluster.ipynb #d182b231
+_T = TypeVar("_T")
+
 def ask_nodes(
     cluster:Cluster,
-    work:Callable,            # a function
+    work:Callable[..., _T],    # a function
     given:dict[str, tuple],   # node → its arguments there
     seconds:float,            # that the nodes have to answer
-)->dict[str, Any]: # node → its answer, without those of nodes that gave none
+)->dict[str, _T]: # node → its answer, without those of nodes that gave none
     "A function's answers on several nodes; on this process's own it is simply called."
     import ray
     from ray.exceptions import RayError
     here, task = ray.get_runtime_context().get_node_id(), ray.remote(work)
-    asked = {node: task.options(**task_on(cluster, node)).remote(*x) for node, x in given.items() if node != here}
+    tasks = {node: task.options(**task_on(cluster, node)).remote(*x) for node, x in given.items() if node != here}
     found = {here: work(*given[here])} if here in given else {}
-    if asked: ray.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)
-    for node, ref in asked.items():
+    if tasks: ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=seconds)
+    for node, ref in tasks.items():
         with suppress(RayError): found[node] = ray.get(ref, timeout=0)
     return found
 

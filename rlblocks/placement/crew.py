@@ -15,7 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 from weakref import finalize
 
 from ..engines.world import RankLost
@@ -135,121 +135,123 @@ class RankCall:
     heard:bool = False   # its answer, or its error
     interrupted:bool = False # while the loop waited for it
 
-class Underway:
+_T = TypeVar("_T")
+
+class Underway(Generic[_T]):
     "A call under way."
     def __init__(self,
         crew:Crew,
-        asked:RankCall,
-        join:Callable[[dict], Any], # the ranks' answers → the loop's
+        call:RankCall,
+        join:Callable[[dict], _T], # the ranks' answers → the loop's
     ):
         "Nothing is waited for yet."
-        self.crew, self.asked, self.join, self.value, self.error = crew, asked, join, None, None
-        finalize(self, keep_unheard, crew.unheard, asked)
+        self.crew, self.call, self.join, self.error = crew, call, join, None
+        finalize(self, keep_unheard, crew.unheard, call)
 
-    def result(self)->Any:
+    def result(self)->_T:
         "The answer, joined; asked again, the same. An error of a rank is raised here, with its traceback as a note."
         if self.error is not None: raise self.error
-        if self.asked.heard: return self.value
-        try: self.value = self.join(gather(self.crew, self.asked))
+        if self.call.heard: return self.value
+        try: self.value = self.join(gather(self.crew, self.call))
         except KeyboardInterrupt:
-            self.asked.interrupted = True
-            keep_unheard(self.crew.unheard, self.asked)
+            self.call.interrupted = True
+            keep_unheard(self.crew.unheard, self.call)
             raise
         except Exception as e:
-            self.error, self.asked.heard = e, True
+            self.error, self.call.heard = e, True
             raise
-        self.asked.heard = True
+        self.call.heard = True
         return self.value
 
 def keep_unheard(
     unheard:deque,
-    asked:RankCall,
+    call:RankCall,
 ):
     "A call whose answer nobody has heard."
-    if not asked.heard and asked not in unheard: unheard.append(asked)
+    if not call.heard and call not in unheard: unheard.append(call)
 
 def raise_unheard(
     crew:Crew,
     who:str, # is to be called
 ):
     "Raise what earlier calls have raised and nobody heard; wait for those that Ctrl-C left at work."
-    for asked in [crew.unheard.popleft() for _ in range(len(crew.unheard))]:
-        if asked.heard: continue
-        if not asked.interrupted and not done(asked):
-            crew.unheard.append(asked)
+    for call in [crew.unheard.popleft() for _ in range(len(crew.unheard))]:
+        if call.heard: continue
+        if not call.interrupted and not done(call):
+            crew.unheard.append(call)
             continue
-        if asked.interrupted:
-            warnings.warn(f"{who} waits: {asked.who} was interrupted, and the ranks are at it still", stacklevel=5)
-        try: gather(crew, asked)
+        if call.interrupted:
+            warnings.warn(f"{who} waits: {call.who} was interrupted, and the ranks are at it still", stacklevel=5)
+        try: gather(crew, call)
         except KeyboardInterrupt:
-            crew.unheard.append(asked)
+            crew.unheard.append(call)
             raise
         except Exception as e:
-            e.add_note(f"this was raised in {asked.who}, whose result nobody asked for; {who} was not begun")
+            e.add_note(f"this was raised in {call.who}, whose result nobody asked for; {who} was not begun")
             raise
-        if asked.interrupted and asked.who.endswith(".step"):
-            raise RuntimeError(f"{who}: {asked.who} was interrupted, and the ranks have finished it: the weights have "
+        if call.interrupted and call.who.endswith(".step"):
+            raise RuntimeError(f"{who}: {call.who} was interrupted, and the ranks have finished it: the weights have "
                                "moved, and its metrics are lost. Go on after this step, or resume from a checkpoint")
 
-def done(asked:RankCall)->bool:
+def done(call:RankCall)->bool:
     "Whether all ranks have answered, one way or the other."
     import ray
-    refs = list(asked.refs.values())
+    refs = list(call.refs.values())
     return len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
 
 # %% ../../nbs/placement/98e_crew.ipynb #061332c7
-def gather(crew:Crew, asked:RankCall)->dict[int, Any]: # rank → what it said; None of ranks that do not speak
+def gather(crew:Crew, call:RankCall)->dict[int, object]: # rank → what it said; None of ranks that do not speak
     "Every rank's answer to a call, or one error. RankLost for a rank that died, TimeoutError for silent ones."
-    answers, lost = wait_for(crew, asked)
-    if lost and repeatable(crew, asked, lost): return gather(crew, revive(crew, asked, lost))
-    bad, silent = [r for r, x in answers.items() if not x.ok], sorted(asked.refs.keys() - answers.keys() - lost.keys())
-    if lost: error = RankLost(died(crew, asked, *min(lost.items())))
-    elif bad: error = error_of(crew, asked, min(bad), answers[min(bad)])
-    elif silent: error = TimeoutError(f"{asked.who}: no answer within {crew.timeout:g} s from {names_of(crew, silent)}")
+    answers, lost = wait_for(crew, call)
+    if lost and repeatable(crew, call, lost): return gather(crew, revive(crew, call, lost))
+    bad, silent = [r for r, x in answers.items() if not x.ok], sorted(call.refs.keys() - answers.keys() - lost.keys())
+    if lost: error = RankLost(died(crew, call, *min(lost.items())))
+    elif bad: error = error_of(crew, call, min(bad), answers[min(bad)])
+    elif silent: error = TimeoutError(f"{call.who}: no answer within {crew.timeout:g} s from {names_of(crew, silent)}")
     else: return {r: crew.reader.read(answers[r].wire) for r in sorted(answers)}
     if silent and (lost or bad):
         error.add_note(f"no answer within {crew.grace:g} s more from {names_of(crew, silent)}; the pool is given up")
     if lost or silent: crew.broken = crew.broken or str(error).splitlines()[0]
-    for stream in asked.streams: stream.end(f"{asked.who} failed")
+    for stream in call.streams: stream.end(f"{call.who} failed")
     raise error
 
-def wait_for(crew:Crew, asked:RankCall)->tuple[dict[int, Answer], dict[int, str]]: # answers; ranks that died, and why
+def wait_for(crew:Crew, call:RankCall)->tuple[dict[int, Answer], dict[int, str]]: # answers; ranks that died, and why
     "What the ranks say, all of them or those that answered in time."
     import ray
     from ray.exceptions import RayError
-    left, answers, lost = {ref: r for r, ref in asked.refs.items()}, {}, {}
+    left, answers, lost = {ref: r for r, ref in call.refs.items()}, {}, {}
     end = time.monotonic() + crew.timeout
     while left and (rest := end - time.monotonic()) > 0:
         for ref in ray.wait(list(left), num_returns=len(left), timeout=min(1., rest))[0]:
             r = left.pop(ref)
-            try: answers[r] = record(crew, asked, r, ray.get(ref))
+            try: answers[r] = record(crew, call, r, ray.get(ref))
             except RayError as e: lost[r] = str(e)
         failed = lost or any(not x.ok for x in answers.values())
         if failed and left: end = min(end, time.monotonic() + crew.grace)
     return answers, lost
 
-def record(crew:Crew, asked:RankCall, r:int, answer:Answer)->Answer: # the same
+def record(crew:Crew, call:RankCall, r:int, answer:Answer)->Answer: # the same
     "Remember what a call took, and pass its warnings on."
     rank = crew.ranks[r]
-    rank.resident, rank.after = answer.resident, asked.who
-    seen = crew.seen.setdefault((asked.who, r), dict(calls=0, seconds=0., longest=0., resident=0))
+    rank.resident, rank.after = answer.resident, call.who
+    seen = crew.seen.setdefault((call.who, r), dict(calls=0, seconds=0., longest=0., resident=0))
     seen |= dict(calls=seen["calls"] + 1, seconds=seen["seconds"] + answer.seconds,
                  longest=max(seen["longest"], answer.seconds), resident=max(seen["resident"], answer.resident))
     for kind, text in answer.warned:
-        warnings.warn(f"{text} [{asked.who} on {rank}]", getattr(builtins, kind, UserWarning), stacklevel=7)
+        warnings.warn(f"{text} [{call.who} on {rank}]", getattr(builtins, kind, UserWarning), stacklevel=7)
     return answer
 
-def error_of(crew:Crew, asked:RankCall, r:int, answer:Answer)->Exception:
+def error_of(crew:Crew, call:RankCall, r:int, answer:Answer)->Exception:
     "What a rank raised, with its own traceback."
     error, text = crew.reader.read(answer.wire)
-    error.add_note(f"in {asked.who} on {crew.ranks[r]} of {len(crew.ranks)}; there:\n{text}")
+    error.add_note(f"in {call.who} on {crew.ranks[r]} of {len(crew.ranks)}; there:\n{text}")
     return error
 
-def died(crew:Crew, asked:RankCall, r:int, why:str)->str:
+def died(crew:Crew, call:RankCall, r:int, why:str)->str:
     "Phase, rank, node, pid, replica, memory, why, and the end of its log."
-    rank, replica = crew.ranks[r], f", of replica {replica_index(asked.replicas, r)}" if asked.replicas else ""
+    rank, replica = crew.ranks[r], f", of replica {replica_index(call.replicas, r)}" if call.replicas else ""
     held = f"it held {rank.resident/2**20:.0f} MiB after {rank.after}" if rank.resident else "it had answered nothing"
-    return (f"{asked.who}: {rank} of {len(crew.ranks)} in pool {crew.name!r}{replica}, died; {held}. "
+    return (f"{call.who}: {rank} of {len(crew.ranks)} in pool {crew.name!r}{replica}, died; {held}. "
             f"{' '.join(why.split())}{log_tail(crew.cluster, rank.node, rank.pid)}")
 
 def names_of(crew:Crew, numbers:list[int])->str:
@@ -257,21 +259,21 @@ def names_of(crew:Crew, numbers:list[int])->str:
     return ", ".join(str(crew.ranks[r]) for r in numbers)
 
 # %% ../../nbs/placement/98e_crew.ipynb #b30b428f
-def repeatable(crew:Crew, asked:RankCall, lost:dict[int, str])->bool:
+def repeatable(crew:Crew, call:RankCall, lost:dict[int, str])->bool:
     "Whether ranks that died are made anew: each repeats its part of a call once."
-    once = not asked.repeated & lost.keys()
-    return not crew.world and asked.again is not None and once and crew.restarts >= len(lost)
+    once = not call.repeated & lost.keys()
+    return not crew.world and call.again is not None and once and crew.restarts >= len(lost)
 
 def revive(
     crew:Crew,
-    asked:RankCall,
+    call:RankCall,
     lost:dict[int, str], # rank → why it died
 )->RankCall: # the same call, given to those ranks once more
     "Make ranks anew."
-    refs = dict(asked.refs)
+    refs = dict(call.refs)
     for r, why in lost.items():
         rank, crew.restarts = crew.ranks[r], crew.restarts - 1
-        crew.revived.append(died(crew, asked, r, why))
+        crew.revived.append(died(crew, call, r, why))
         warnings.warn(f"{crew.revived[-1].splitlines()[0]} It is made anew; {crew.restarts} restarts are left",
                       stacklevel=6)
         launch(crew, rank)
@@ -279,9 +281,9 @@ def revive(
         for number, wire in crew.places.items():
             gather(crew, RankCall("place", {r: rank.member.place.remote(number, wire)}))
         for load in crew.loads.values():
-            if load.again is not asked.again: gather(crew, RankCall("load", {r: load.again(r)}))
-        if asked.again is not None: refs[r] = asked.again(r)
-    return replace(asked, refs=refs, repeated=asked.repeated | lost.keys())
+            if load.again is not call.again: gather(crew, RankCall("load", {r: load.again(r)}))
+        if call.again is not None: refs[r] = call.again(r)
+    return replace(call, refs=refs, repeated=call.repeated | lost.keys())
 
 # %% ../../nbs/placement/98e_crew.ipynb #93a686b8
 def report(crew:Crew)->list[dict[str, str|int|float|None]]: # a row for each phase and rank

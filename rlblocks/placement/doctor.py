@@ -111,17 +111,17 @@ def _asked(file, text, patience):
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-    ask, asked, nodes = ray.remote(facts_of_node), {}, [n for n in ray.nodes() if n["Alive"]]
+    ask, tasks, nodes = ray.remote(facts_of_node), {}, [n for n in ray.nodes() if n["Alive"]]
     every = [n["NodeManagerAddress"] for n in nodes]
     for n in nodes:
         there = NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)
         store = n["Resources"].get("object_store_memory", 0.)
         task = ask.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(store, file, text)
         address = n["NodeManagerAddress"]
-        asked[task] = address if every.count(address) == 1 else f"{address} {n['NodeID'][:6]}"
-    ready = ray.wait(list(asked), num_returns=len(asked), timeout=patience)[0]
+        tasks[task] = address if every.count(address) == 1 else f"{address} {n['NodeID'][:6]}"
+    ready = ray.wait(list(tasks), num_returns=len(tasks), timeout=patience)[0]
     said, silent = {}, []
-    for task, node in asked.items():
+    for task, node in tasks.items():
         if task not in ready: silent.append(Finding(node, "answer", f"none within {patience:g} s", NO_ANSWER))
         else:
             try: said[node] = ray.get(task)
@@ -143,3 +143,5 @@ def doctor(
     for x in found: print(f"{'ok  ' if not x.remedy else 'WRONG'} {x.node:15} {x.what:16} {x.found}"
                           + f". {x.remedy}"*bool(x.remedy))
     return int(any(x.remedy for x in found))
+
+if __name__ == "__main__" and globals().get("__package__"): sys.exit(doctor())       # as a module, not as a cell

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 from dataclasses import dataclass
 from functools import cached_property, update_wrapper
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,22 +20,22 @@ from ..checkpoint.shards import is_shard
 from ..data.batch import Batch
 from ..engines.weights import checksum
 from ..engines.world import world
-from .place import like_tuple
+from .place import FutureAnswer, like_tuple
 
 # %% ../../nbs/placement/95_handles.ipynb #d4f93a87
 @runtime_checkable
 class Ranks(Protocol):
     "A pool of many ranks."
 
-    def call(self, placed:"Placed", name:str, args:tuple, kwargs:dict)->Any:
+    def call(self, placed:"Placed", name:str, args:tuple, kwargs:dict)->object:
         "A method of a placed object, on all ranks."
         ...
 
-    def start(self, placed:"Placed", name:str, args:tuple, kwargs:dict)->Any:
-        "Begin what `call` does; gives something with `.result()`."
+    def start(self, placed:"Placed", name:str, args:tuple, kwargs:dict)->FutureAnswer[object]:
+        "Begin what `call` does."
         ...
 
-    def read(self, placed:"Placed", name:str)->Any:
+    def read(self, placed:"Placed", name:str)->object:
         "An attribute of a placed object."
         ...
 
@@ -114,13 +114,18 @@ class Method:
     def later(self,
         *args,    # as for the method
         **kwargs, # as for the method
-    )->Any: # something with `.result()`
+    )->FutureAnswer[object]:
         "Begin the call on all ranks."
         return self.placed.pool.start(self.placed, self.name, args, kwargs)
 
 # %% ../../nbs/placement/95_handles.ipynb #9eef9ba6
-def local(x:Any)->Any:
+_T = TypeVar("_T")
+
+def local(x:_T)->_T: # a handle has the type of its object to whoever placed it
     "Handles as the objects of this process, and their methods as the objects' own; also in tuples, lists and dicts."
+    return cast(_T, _local(x))
+
+def _local(x):
     if isinstance(x, Handle): return vars(x)["_placed"].obj
     if isinstance(x, Method): return getattr(x.placed.obj, x.name)
     if isinstance(x, tuple): return like_tuple(x, [local(y) for y in x])

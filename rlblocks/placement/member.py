@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard, cast
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 
 from ..engines.weights import InProcess, Ticket
 from ..engines.world import form_world
@@ -41,10 +41,10 @@ def answer_to(
 )->Answer:
     "Do it, and say how it went."
     start = time.perf_counter()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         try: ok, wire = True, parcel_of(work())
         except Exception as e: ok, wire = False, parcel_of(portable(e))
-    warned = tuple((w.category.__name__, str(w.message)) for w in said)
+    warned = tuple((w.category.__name__, str(w.message)) for w in caught)
     return Answer(ok, wire, time.perf_counter() - start, resident_bytes(), warned)
 
 def portable(
@@ -64,22 +64,22 @@ def resident_bytes()->int: # 0 where the system does not say
 # %% ../../nbs/placement/98c_member.ipynb #55975405
 def listening_store(
     host:str, # an address of this machine
-)->Any: # torch's TCPStore
+)->TCPStore:
     "A store for ranks to meet. It listens on that address alone: who reaches it may read and write it."
     listens = socket.create_server((host, 0))
-    return getattr(dist, "TCPStore")(host, listens.getsockname()[1], is_master=True, wait_for_workers=False,
-                                     master_listen_fd=listens.detach())
+    return TCPStore(host, listens.getsockname()[1], is_master=True, wait_for_workers=False,
+                    master_listen_fd=listens.detach())
 
 def reached_store(
     host:str,
     port:int,
     seconds:float, # to reach it
-)->Any: # torch's TCPStore
+)->TCPStore:
     "The store that another rank has made."
-    return getattr(dist, "TCPStore")(host, port, is_master=False, timeout=timedelta(seconds=seconds))
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
 
 def enter_world(
-    store:Any,
+    store:Store,
     rank:int,
     ranks:int,
     seconds:float, # that collectives may take
@@ -90,7 +90,7 @@ def enter_world(
 
 def stays(
     x:object, # an answer
-)->bool:
+)->TypeGuard[Ticket]:
     "Whether it is a ticket for weights of this process."
     return isinstance(x, Ticket) and isinstance(x.transport, InProcess)
 
@@ -110,7 +110,7 @@ class Member:
 
     def find(self,
         number:int, name:str|None=None, # of a placed object or a ticket; of its method
-    )->Any:
+    )->object:
         "What this rank holds. RuntimeError for what it has let go."
         if number not in self.objects: raise RuntimeError(f"rank {self.rank} holds no object {number} any more")
         return getattr(self.objects[number], name) if name else self.objects[number]
@@ -144,7 +144,8 @@ class Member:
         "Call a method; the result of a rank that does not speak is None."
         def run():
             args, kwargs = self.reader.read(wire)
-            with closing_streams(args, kwargs): found = self.find(number, name)(*args, **kwargs)
+            method = cast(Callable[..., object], self.find(number, name))
+            with closing_streams(args, kwargs): found = method(*args, **kwargs)
             if stays(found): self.objects[keep], found = found, replace(found, transport=InPool(keep))
             return found if speaks else None
         return answer_to(run)
@@ -164,7 +165,8 @@ class Member:
 
     def send(self, number:int, way:Stream, readers:int|float, bucket_bytes:int)->Answer:
         "The weights of a ticket that stayed. The answer comes when they have been read."
-        return answer_to(lambda: send(lambda: self.find(number), way, readers, bucket_bytes, self.rank == 0))
+        return answer_to(lambda: send(lambda: cast(Ticket, self.find(number)), way, readers, bucket_bytes,
+                                      self.rank == 0))
 
     def drop(self, numbers:list[int]):
         "Let go of what nobody refers to, and of functions, which may have captured it."

@@ -54,12 +54,13 @@ class Columns:
 
     def __init__(self):
         "None yet."
-        self.kept:dict[int, tuple[int, dict[bytes, StoredTensor]]] = {}     # id → (checksum, rows → where they are)
+        # id → (checksum, or None while the first call puts them; rows → where they are)
+        self.kept:dict[int, tuple[int|None, dict[bytes, StoredTensor]]] = {}
 
     def stored(self,
         column:Tensor,
         rows:Tensor|None, # row numbers; None: all
-        now:int,          # the column's checksum
+        now:int|None,     # the column's checksum; None: it was not there before this call
     )->StoredTensor:
         "The same while the column is unchanged."
         if id(column) not in self.kept: finalize(column, self.kept.pop, id(column), None).atexit = False
@@ -72,6 +73,7 @@ class Columns:
             there[which] = StoredTensor(StoredRows(column, rows), column.dtype, (n, *column.shape[1:]))
         return there[which]
 
+# %% ../../nbs/placement/98f_raypool.ipynb #5c41ab70
 class StoredCall(Call):
     "A call whose large columns are in the store."
 
@@ -81,7 +83,7 @@ class StoredCall(Call):
         **kwargs,        # as for `Call`
     ):
         "Cut it."
-        self.columns, self.sums = columns, {}
+        self.columns, self.sums, self.new = columns, {}, []
         super().__init__(*args, **kwargs)
 
     def _part(self, x, k)->Any:
@@ -101,8 +103,14 @@ class StoredCall(Call):
         return part
 
     def _sum(self, column): # once a call: torch's count of changes misses those by way of numpy
-        if id(column) not in self.sums: self.sums[id(column)] = checksum(column)
-        return self.sums[id(column)]
+        key = id(column)
+        known = key in self.columns.kept
+        if key not in self.sums: self.sums[key] = checksum(column) if known else self.new.append(column)
+        return self.sums[key]
+
+    def sum_up(self):
+        "Checksums of new columns, by which later calls see a change; after the ranks were called, which need none."
+        for column in self.new: self.columns.kept[id(column)] = checksum(column), self.columns.kept[id(column)][1]
 
 def _is_large(x, share): return isinstance(x, Tensor) and x.layout is torch.strided and x.nbytes*share >= WORTH
 
@@ -148,15 +156,15 @@ class RayPool:
         "Construct on every rank."
         with self.lock: return cast(C, _place_on_members(self, make, args, kwargs))
 
-    def call(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Any:
+    def call(self, placed:Placed, name:str, args:tuple, kwargs:dict)->object:
         "A method of a placed object, on all ranks."
         return self.start(placed, name, args, kwargs).result()
 
-    def start(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Underway:
+    def start(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Underway[object]:
         "Begin a method on all ranks."
         return _start_locked(self, placed, name, (args, kwargs))
 
-    def read(self, placed:Placed, name:str)->Any:
+    def read(self, placed:Placed, name:str)->object:
         "An attribute, as it is on rank 0."
         with self.lock: return _read(self, placed, name)
 
@@ -248,7 +256,7 @@ def _locked(pools):
         for pool in sorted(pools, key=id): locks.enter_context(pool.lock)
         yield
 
-def _start_locked(pool, placed, name, given):
+def _start_locked(pool, placed, name, given)->Underway[object]:
     with _locked({pool, *_senders(given)}): return _start_on_members(pool, placed, name, *_addressed(pool, given))
 
 def _senders(x):
@@ -303,7 +311,7 @@ def _place_on_members(pool, make, args, kwargs):
     finalize(placed, pool.dropped.append, number)       # a notebook's cell that runs again places again
     return Handle(placed)
 
-def _start_on_members(pool, placed, name, args, kwargs):
+def _start_on_members(pool, placed, name, args, kwargs)->Underway[object]:
     "Cut the arguments, and send each rank its share."
     keep, replicas = _next_number(pool, who := f"{placed.kind.__name__}.{name}"), placed.replicas
     spoken = speakers(replicas)
@@ -320,17 +328,18 @@ def _start_on_members(pool, placed, name, args, kwargs):
     def ask(r):
         method = pool.crew.ranks[r].member.call.options(name=who)
         return method.remote(number, name, wire(replica_index(replicas, r) if cut else 0), r in spoken, keep)
-    asked = RankCall(who, {r: ask(r) for r in range(pool.ranks)}, ask, replicas, streams=streams)
-    if name == "load" and pool.crew.restarts: pool.crew.loads[number] = asked
-    return Underway(pool.crew, asked, lambda found: _bound(pool, call.joined([found[r] for r in spoken])))
+    rank_call = RankCall(who, {r: ask(r) for r in range(pool.ranks)}, ask, replicas, streams=streams)
+    call.sum_up()
+    if name == "load" and pool.crew.restarts: pool.crew.loads[number] = rank_call
+    return Underway(pool.crew, rank_call, lambda found: _bound(pool, call.joined([found[r] for r in spoken])))
 
 def _stored(wire:Parcel)->Any: # itself, or a reference to it
     "Large parcels go through the store, once a node; its columns do in any case."
     import ray
-    wire = wire._replace(refs=tuple(x() if isinstance(x, StoredRows) else x for x in wire.refs))
+    wire = replace(wire, stored=tuple(x() for x in wire.stored))
     return ray.put(wire) if wire.nbytes > 1 << 16 else wire
 
-def _bound(pool, found):
+def _bound(pool, found:object)->object:
     "A ticket that stayed: this pool knows where, and lets it go when nobody refers to it."
     if isinstance(found, Ticket) and isinstance(found.transport, InPool):
         found.transport.pool = pool

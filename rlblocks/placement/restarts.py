@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OWN_ERROR', 'FINAL', 'SUPERVISOR', 'Closes', 'restarted', 'rows_on_a_pool', 'first_with_room', 'lost', 'disconnect',
-           'supervise', 'forwarding', 'ended_by_itself', 'end_with_parent']
+           'supervise', 'Signals', 'forwarding', 'ended_by_itself', 'end_with_parent']
 
 # %% ../../nbs/placement/98h_restarts.ipynb #1ff09012
 import ctypes
@@ -15,8 +15,9 @@ import sys
 import threading
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -94,28 +95,43 @@ def supervise(
     restarts:int=3,        # times that it may be ended from outside
 )->int: # its last exit code
     "Run a command; when its process is ended from outside run it again."
-    with forwarding() as (processes, signals):
+    with forwarding() as signals:
         while True:
-            process = subprocess.Popen(list(command), start_new_session=True,     # Ctrl-C comes to it from here, once
-                                       env=os.environ | {SUPERVISOR: str(os.getpid())})
-            processes.append(process)
-            for number in signals: process.send_signal(number)      # received before it was there
-            code = process.wait()
-            if code in FINAL or signals or not restarts: return code if code >= 0 else 128 - code # as a shell says it
+            code = signals.run(command)
+            if code in FINAL or signals.received or not restarts: return code if code >= 0 else 128 - code
             restarts -= 1
             warnings.warn(f"the loop's process ended with {code}; another one resumes, {restarts} restarts are left",
                           stacklevel=2)
 
+class Signals:
+    "SIGINT and SIGTERM of this process, sent once each to the process that it runs."
+    def __init__(self): self.received, self.pending, self.process = [], deque(), None
+
+    def receive(self, number:int, frame:object=None):
+        "A handler of signals."
+        self.received.append(number)
+        self.pending.append(number)
+        self.send()
+
+    def send(self):
+        "Those that are pending. The handler may interrupt this, so each is taken before it is sent."
+        with suppress(IndexError):
+            while self.process is not None: self.process.send_signal(self.pending.popleft())
+
+    def run(self, command:Sequence[str])->int:
+        "Its exit code."
+        self.process = subprocess.Popen(list(command), start_new_session=True,     # Ctrl-C does not reach it by itself
+                                        env=os.environ | {SUPERVISOR: str(os.getpid())})
+        self.send()        # what was received before it was there
+        try: return self.process.wait()
+        finally: self.process = None
+
 @contextmanager
-def forwarding()->Generator[tuple[list[subprocess.Popen], list[int]], None, None]: # processes; signals received
-    "While this is open, SIGINT and SIGTERM go to the processes that are put into its list."
-    processes, received = [], []
-    def forward(number, _):
-        received.append(number)
-        for process in processes: process.send_signal(number)       # nothing for one that has ended
-    heard = threading.current_thread() is threading.main_thread()   # only there
-    before = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)} if heard else {}
-    try: yield processes, received
+def forwarding()->Generator[Signals, None, None]:
+    "While this is open, SIGINT and SIGTERM go to the process that runs."
+    signals, in_main = Signals(), threading.current_thread() is threading.main_thread()   # only there are handlers set
+    before = {n: signal.signal(n, signals.receive) for n in (signal.SIGINT, signal.SIGTERM)} if in_main else {}
+    try: yield signals
     finally:
         for number, handler in before.items(): signal.signal(number, handler)
 

@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['BUCKET_BYTES', 'ROOM', 'ANY_NUMBER', 'window_class', 'new_window', 'Ships', 'InPool', 'Scored', 'Stream', 'scored',
-           'send', 'streams_in', 'closing_streams']
+           'send', 'store_bytes', 'warn_of_spilling', 'streams_in', 'closing_streams']
 
 # %% ../../nbs/placement/98b_shipping.ipynb #0de0632e
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -246,7 +248,8 @@ def send(
     try:
         opened = _ask(way, "open", readers) if puts else None     # the window does not keep the order of what is asked
         ticket = find()
-        if readers: _send_buckets(_uncopied(ticket, bucket_bytes), way, opened)
+        sent = _send_buckets(_uncopied(ticket, bucket_bytes), way, opened) if readers else 0
+        if puts and readers == ANY_NUMBER: warn_of_spilling(sent, store_bytes())
         if readers and not ray.get(_ask(way, "wanted")): return
         about = parcel_of(scored(ticket))
         if puts: _ask(way, "score", about)
@@ -257,17 +260,38 @@ def _send_buckets(
     made:Iterator[Mapping[str, Tensor|Change]], # all ranks make them together
     way:Stream,
     opened:Any, # an answer to come, before the first is put; None: another rank puts them
-):
+)->int: # bytes that this rank has put
     "One is gathered while readers copy the two before it."
     import ray
-    waits, n = deque([opened]), 0
+    waits, n, sent = deque([opened]), 0, 0
     for bucket in made:
         if opened is None: continue
         if not n or len(waits) == ROOM: ray.get(waits.popleft())
-        waits.append(_ask(way, "put", n, [ray.put(parcel_of(bucket))]))
-        n += 1
-        del bucket        # not held while the next one is gathered
+        parcel = parcel_of(bucket)
+        waits.append(_ask(way, "put", n, [ray.put(parcel)]))
+        n, sent = n + 1, sent + parcel.nbytes
+        del bucket, parcel        # not held while the next one is gathered
     if opened is not None: _ask(way, "end", "", n)
+    return sent
+
+def store_bytes()->int: # 0 where Ray does not say
+    "Size of the object store of this node."
+    import ray
+    node = ray.get_runtime_context().get_node_id()
+    return int(next((n["Resources"].get("object_store_memory", 0) for n in ray.nodes() if n["NodeID"] == node), 0))
+
+@cache      # once for the same sizes
+def warn_of_spilling(
+    weights:int, # bytes that stay in the store for ranks that may be made anew
+    store:int,   # bytes of it; 0: not known
+):
+    "A store that is too small for two tickets writes one of them to disk at each load, and says nothing."
+    if not store or 2*weights <= store: return
+    warnings.warn(f"load: {weights/1e6:.0f} MB of weights stay in the object store for a pool with restarts=, and "
+                  f"those before them for a while; it has {store/1e6:.0f} MB, so Ray spills some to disk at each load. "
+                  f"Raise object_store_memory to {2.5*weights:.1e} bytes or more: RayPool(…, "
+                  "cluster=Cluster(options=dict(object_store_memory=…))), or `ray start --object-store-memory`",
+                  stacklevel=2)
 
 def _uncopied(ticket, bucket_bytes)->Iterator[Mapping[str, Tensor|Change]]:
     "Buckets that go into the store at once. A rank does one call at a time, so nothing steps meanwhile."

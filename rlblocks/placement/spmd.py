@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .handles import Handle, Placed, describe, is_plain, local, membership, replica_index, speakers
-from .place import C, Call, P, later
+from .place import C, Call, FutureAnswer, P, later
 from ..engines.world import RankLost, all_or_raise, exchange, form_world, in_time, leave_world, world
 
 # %% ../../nbs/placement/98_spmd.ipynb #ff434851
@@ -64,7 +64,7 @@ def to_message(
 def from_message(
     small:bytes,   # from `to_message`
     buffer:Tensor, # likewise
-)->Any: # the answer
+)->object: # the answer
     "The inverse of `to_message`."
     return _Unpickler(io.BytesIO(small), buffer).load()
 
@@ -196,17 +196,17 @@ class SpmdPool:
         "Construct on every rank. RuntimeError on all of them when one fails."
         return make(*args, **kwargs) if self.ranks == 1 else cast(C, _place_on_ranks(self, make, args, kwargs))
 
-    def call(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Any:
+    def call(self, placed:Placed, name:str, args:tuple, kwargs:dict)->object:
         "A method of a placed object on all ranks; asked by a wrapper, which has its share already, on this one."
         if self.inside: return getattr(placed.obj, name)(*local(args), **local(kwargs))
         return _call_on_ranks(self, placed, name, args, kwargs)
 
-    def start(self, placed:Placed, name:str, args:tuple, kwargs:dict)->Any:
+    def start(self, placed:Placed, name:str, args:tuple, kwargs:dict)->FutureAnswer[object]:
         "Begin a method on all ranks; on all of them, `.result()` waits for the answer."
         if self.inside: return later(getattr(placed.obj, name), *local(args), **local(kwargs))
         return _start_on_ranks(self, placed, name, args, kwargs)
 
-    def read(self, placed:Placed, name:str)->Any:
+    def read(self, placed:Placed, name:str)->object:
         "An attribute of this rank's object."
         return getattr(placed.obj, name)
 
@@ -325,7 +325,7 @@ class Started:
         self.pool, self.placed, self.call, self.begun = pool, placed, call, begun
         self.number, self.answer, self.error = pool.calls, None, None
 
-    def result(self)->Any:
+    def result(self)->object:
         "The answer, joined. All ranks ask for it at the same place of the loop; an error of one is raised on all."
         if self.error is not None: raise self.error
         if self.begun is None: return self.answer

@@ -15,21 +15,26 @@ import sysconfig
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 # %% ../../nbs/placement/98a_wire.ipynb #00564e48
-class Parcel(NamedTuple):
-    "Something on its way."
+_T = TypeVar("_T")
+
+@dataclass(frozen=True)        # no NamedTuple: beartype refuses generic ones
+class Parcel(Generic[_T]):
+    "An object on its way, of this type where it is read."
     pickled:bytes
     tensors:tuple = () # bytes of its larger tensors, as numpy arrays
     refs:tuple = ()    # references into the cluster's store
+    stored:tuple = ()  # likewise, of tensors' bytes, which are read all at once
 
     @property
     def nbytes(self)->int:
@@ -78,17 +83,17 @@ def by_name(
 LIMIT = 1 << 20    # most bytes of a function that a call brings along
 
 def parcel_of(
-    x:object,
+    x:_T,
     *,
     names:Names=nothing_stays, # what stays
     limit:int|None=None,       # most bytes of a function; None: functions are packed with all else, of any size
-)->Parcel:
+)->Parcel[_T]:
     "Make a parcel. ValueError for a function above the limit."
     file = io.BytesIO()
     pickler = pickler_class()(file, names, limit)
     try: pickler.dump(x)
     finally: pickler.forget_modules()
-    return Parcel(file.getvalue(), tuple(pickler.tensors), tuple(pickler.refs))
+    return Parcel(file.getvalue(), tuple(pickler.tensors), tuple(pickler.refs), tuple(pickler.stored))
 
 @cache
 def pickler_class()->type: # made when it is first needed: Ray is imported then
@@ -99,13 +104,13 @@ def pickler_class()->type: # made when it is first needed: Ray is imported then
         def __init__(self, file, names, limit, inline=False):
             super().__init__(file, protocol=5)
             self.names, self.limit, self.inline = names, limit, inline
-            self.tensors, self.refs, self.modules, self.seen = [], [], [], {}
+            self.tensors, self.refs, self.stored, self.modules, self.seen = [], [], [], [], {}
 
         def persistent_id(self, obj):
             "What is said in place of an object; None: the object itself."
             if type(obj) in PLAIN: return None
             if (name := self.names(obj)) is not None: return "named", *name
-            if type(obj) is StoredTensor: return "stored", _place_of(obj.ref, self.refs), obj.dtype, obj.shape
+            if type(obj) is StoredTensor: return "stored", _place_of(obj.ref, self.stored), obj.dtype, obj.shape
             if isinstance(obj, ObjectRef): return "ref", _place_of(obj, self.refs)
             if type(obj) is Tensor and obj.layout is torch.strided and obj.device.type != "meta":
                 return "tensor", *self.tensor(obj)
@@ -182,9 +187,9 @@ class Reader:
         self.find, self.keep, self.functions = find, keep, OrderedDict()
 
     def read(self,
-        wire:Parcel,
+        wire:Parcel[_T],
         lent:bool=False, # its tensors stay where they are: the reader writes into none, and lets go of them soon
-    )->Any:
+    )->_T:
         "What was packed."
         return _Unpickler(self, wire, lent).load()
 
@@ -205,7 +210,7 @@ class _Unpickler(pickle.Unpickler):
     "Reads one parcel."
     def __init__(self, reader, wire, lent):
         super().__init__(io.BytesIO(wire.pickled))
-        self.reader, self.wire, self.lent, self.seen = reader, wire, lent, {}
+        self.reader, self.wire, self.lent, self.seen, self.arrays = reader, wire, lent, {}, None
 
     def persistent_load(self, pid):
         kind, *more = pid
@@ -217,7 +222,8 @@ class _Unpickler(pickle.Unpickler):
     def stored(self, at, dtype, shape):
         "Read from the store; a copy, through which nobody else's is written."
         import ray
-        return torch.from_numpy(ray.get(self.wire.refs[at]).copy()).view(dtype).view(shape)
+        if self.arrays is None: self.arrays = ray.get(list(self.wire.stored))      # a wait for all of them
+        return torch.from_numpy(self.arrays[at].copy()).view(dtype).view(shape)
 
     def tensor(self, number, at, raw, dtype, shape):
         "The same object for the same tensor."

@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any, Protocol, cast, runtime_checkable
 
 from ..data.batch import Batch
-from ..data.bundles import versions_by_token
+from ..data.replay import versions_by_token
 from .pending import PendingPrompt, PendingSamples
 from .rollout import Rollout, requests_of, rows_of
 from ..samplers.lines import Line

@@ -23,6 +23,9 @@ from types import ModuleType, SimpleNamespace
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT/"tests"))     # where agreement.py is run by itself
+from lazily import Lazily  # noqa: E402, F401  trl_rows has it from here
+
 VERSIONS = {name: re.search(rf"^{name}==(.+)$", (ROOT/"constraints.txt").read_text(), re.M)[1]
             for name in ("trl", "verl", "openrlhf")}
 BESIDE = Path(sys.prefix)/"peers"  # where `make peers` puts what comes without its dependencies

@@ -3,23 +3,14 @@ import os
 from types import SimpleNamespace
 
 import torch
-from peers import bare, defaults, missing, statements
+from peers import Lazily, bare, defaults, statements
 from rows import at, row
 
-if missing("trl") is None:
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    import trl
-    from trl import rewards as reward_functions
-    from trl.experimental.a2po import A2POConfig, A2POTrainer
-    from trl.experimental.async_grpo import async_grpo_trainer
-    from trl.experimental.cpo import CPOConfig, CPOTrainer
-    from trl.experimental.gkd import GKDTrainer
-    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
-    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
-    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
-    from trl.experimental.sdpo import loss_utils
-    from trl.experimental.tpo import TPOConfig, TPOTrainer
-    from trl.trainer import distillation_trainer, utils
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+trl, reward_functions, utils = map(Lazily, ("trl", "trl.rewards", "trl.trainer.utils"))
+trl_a2po, trl_cpo, trl_gkd, trl_gmpo, trl_online_dpo, trl_orpo, trl_tpo, async_grpo_trainer, loss_utils = (
+    Lazily(f"trl.experimental.{x}") for x in ("a2po", "cpo", "gkd", "gmpo", "online_dpo", "orpo", "tpo",
+                                              "async_grpo.async_grpo_trainer", "sdpo.loss_utils"))
 
 
 # -- log-probs
@@ -118,7 +109,7 @@ def _(c): return rloo(c, torch.where(torch.arange(8) == 2, torch.nan, c.scores),
 @row("trl", "A2POTrainer V*", "soft_values(scores, group, beta=.5)[::4]")
 def _(c):
     import math
-    return statements(A2POTrainer._estimate_optimal_values, "v_star =",
+    return statements(trl_a2po.A2POTrainer._estimate_optimal_values, "v_star =",
                       "v_star =")(beta1=.5, rewards=c.scores.view(2, 4), n=4, math=math).v_star
 
 
@@ -281,7 +272,7 @@ def _(c): return grpo(c, c.row_advantages, loss_type="sapo")
 def _(c): return grpo(c, c.row_advantages, loss_type="vespo")
 
 @row("trl", "GMPOTrainer", f"gmpo_loss({A})", wrt="logprobs")
-def _(c): return grpo(c, c.row_advantages, GMPOTrainer, GMPOConfig)
+def _(c): return grpo(c, c.row_advantages, trl_gmpo.GMPOTrainer, trl_gmpo.GMPOConfig)
 
 @row("trl", "RLOOTrainer loss", "(lambda s: torch.maximum(-s.exp()*row_advantages, -s.exp().clamp(.8, "
      "1.2)*row_advantages).mean())(sequence_logprobs(logprobs, mask) - sequence_logprobs(old_logprobs, mask))",
@@ -409,9 +400,9 @@ def _(c): return kto(c, desirable_weight=1.5, undesirable_weight=.5)
 def _(c): return kto(c, loss_type="apo_zero_unpaired")
 
 def cpo(c, **config):
-    a = defaults(CPOConfig, **config)
-    made = bare(CPOTrainer, args=a, beta=a.beta, loss_type=a.loss_type, simpo_gamma=a.simpo_gamma, alpha=a.alpha,
-                label_smoothing=a.label_smoothing)
+    a = defaults(trl_cpo.CPOConfig, **config)
+    made = bare(trl_cpo.CPOTrainer, args=a, beta=a.beta, loss_type=a.loss_type, simpo_gamma=a.simpo_gamma,
+                alpha=a.alpha, label_smoothing=a.label_smoothing)
     means = a.loss_type in ("simpo", "ipo")
     return made.cpo_loss(*((c.chosen/c.n_chosen,
                             c.rejected/c.n_rejected) if means else (c.chosen, c.rejected)))[0].mean()
@@ -449,14 +440,14 @@ def _(c):
 
 @row("trl", "ORPOTrainer.odds_ratio_loss", f"orpo_loss({means})[0] + (chosen/n_chosen).mean()", wrt="chosen rejected")
 def _(c):
-    return -bare(ORPOTrainer,
-                 beta=defaults(ORPOConfig).beta).odds_ratio_loss(c.chosen/c.n_chosen, c.rejected/c.n_rejected)[0].mean()
+    made = bare(trl_orpo.ORPOTrainer, beta=defaults(trl_orpo.ORPOConfig).beta)
+    return -made.odds_ratio_loss(c.chosen/c.n_chosen, c.rejected/c.n_rejected)[0].mean()
 
 def tpo(c, chosen, rejected, **config):
-    a = defaults(TPOConfig, **config)
-    made = bare(TPOTrainer, args=a, loss_type=a.loss_type, beta=a.beta, label_smoothing=a.label_smoothing,
+    a = defaults(trl_tpo.TPOConfig, **config)
+    made = bare(trl_tpo.TPOTrainer, args=a, loss_type=a.loss_type, beta=a.beta, label_smoothing=a.label_smoothing,
                 tpo_l_gamma=a.tpo_l_gamma)
-    return statements(TPOTrainer._compute_loss, "delta_score =",
+    return statements(trl_tpo.TPOTrainer._compute_loss, "delta_score =",
                       "loss = per_sequence_loss")(self=made, chosen_logps=chosen, rejected_logps=rejected).loss
 
 @row("trl", "TPOTrainer sigmoid, without its NLL", "tpo_loss(chosen, rejected, ref_chosen, nll_coef=0.)",
@@ -468,9 +459,10 @@ def _(c): return tpo(c, c.chosen, c.rejected)
 def _(c): return tpo(c, c.chosen/c.n_chosen, c.rejected/c.n_rejected, loss_type="tpo-l")
 
 def online(c, loss_type):
-    a = defaults(OnlineDPOConfig, loss_type=loss_type)
-    return statements(OnlineDPOTrainer.training_step, "pi_logratios =", "loss = losses.mean()")(
-        self=bare(OnlineDPOTrainer, args=a, _beta=.1), chosen_logprobs_sum=c.chosen, rejected_logprobs_sum=c.rejected,
+    a = defaults(trl_online_dpo.OnlineDPOConfig, loss_type=loss_type)
+    return statements(trl_online_dpo.OnlineDPOTrainer.training_step, "pi_logratios =", "loss = losses.mean()")(
+        self=bare(trl_online_dpo.OnlineDPOTrainer, args=a, _beta=.1), chosen_logprobs_sum=c.chosen,
+        rejected_logprobs_sum=c.rejected,
         chosen_ref_logprobs_sum=c.ref_chosen, rejected_ref_logprobs_sum=c.ref_rejected).loss
 
 @row("trl", "OnlineDPOTrainer sigmoid", f"dpo_loss({P})", wrt="chosen rejected")
@@ -481,7 +473,8 @@ def _(c): return online(c, "ipo")
 
 @row("trl", "A2POTrainer", "a2po_loss(chosen, ref_chosen, scores - baselines, beta=.001)", wrt="chosen")
 def _(c):
-    made = bare(A2POTrainer, args=defaults(A2POConfig, beta2=.001), _get_sequence_logps=lambda *args: c.chosen)
+    made = bare(trl_a2po.A2POTrainer, args=defaults(trl_a2po.A2POConfig, beta2=.001),
+                _get_sequence_logps=lambda *args: c.chosen)
     return made.compute_loss(None, dict(input_ids=None, attention_mask=None, logits_to_keep=None,
                                         ref_logps=c.ref_chosen, rewards=c.scores, v_star=c.baselines))
 
@@ -521,7 +514,7 @@ for beta in (0, .3, .5, 1):
     call = {0: "forward_kl_loss(logits, teacher_logits, mask)", 1: "reverse_kl_loss(logits, teacher_logits, mask)"}.get(
         beta, f"jsd_loss(logits, teacher_logits, mask, beta={beta})")
     row("trl", f"GKDTrainer.generalized_jsd_loss beta={beta}", call,
-        wrt="logits")(lambda c, beta=beta: GKDTrainer.generalized_jsd_loss(c.logits, c.teacher_logits,
+        wrt="logits")(lambda c, beta=beta: trl_gkd.GKDTrainer.generalized_jsd_loss(c.logits, c.teacher_logits,
                                                                            torch.where(c.mask, c.tokens, -100), beta))
 
 def student(c, **kw):
@@ -562,14 +555,16 @@ def _(c):
 @row("trl", "distillation_trainer._chunked_divergence_loss beta=.5",
      "jsd_loss(hidden @ weight.T, teacher_hidden @ teacher_weight.T, mask)", wrt="hidden weight")
 def _(c):
-    return distillation_trainer._chunked_divergence_loss(c.hidden, c.teacher_hidden, c.weight, c.teacher_weight, c.mask,
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss
+    return _chunked_divergence_loss(c.hidden, c.teacher_hidden, c.weight, c.teacher_weight, c.mask,
                                                          .5)[0]
 
 @row("trl", "trainer.utils._ChunkedLogProbFunction temperature=.7",
      "linear_logprobs(hidden.flatten(0, 1), weight, tokens.flatten(), temperature=.7, entropy=True)",
      wrt="hidden weight")
 def _(c):
-    return utils._ChunkedLogProbFunction.apply(c.hidden.flatten(0, 1), c.weight, None, c.tokens.flatten(), .7, 256,
+    from trl.trainer.utils import _ChunkedLogProbFunction
+    return _ChunkedLogProbFunction.apply(c.hidden.flatten(0, 1), c.weight, None, c.tokens.flatten(), .7, 256,
                                                None, 1., ("log_probs", "entropy"))[:2]
 
 @row("trl", "DPOTrainer sft, use_weighting", "sft_loss(logprobs[:4], exists[:4])", wrt="logprobs",
@@ -602,7 +597,7 @@ def _(c):
 
 @row("trl", "OnlineDPOTrainer pairs", "torch.stack(best_worst_pairs(scores, torch.arange(8) % 4)).float()")
 def _(c):
-    run = statements(OnlineDPOTrainer.training_step, "first_half, second_half =", "rejected_indices =")
+    run = statements(trl_online_dpo.OnlineDPOTrainer.training_step, "first_half, second_half =", "rejected_indices =")
     found = run(rewards=c.scores, batch_size=4, device=torch.device("cpu"))
     return torch.stack([torch.zeros(8).index_fill(0, i, 1.) for i in (found.chosen_indices, found.rejected_indices)])
 
