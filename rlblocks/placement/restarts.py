@@ -105,7 +105,9 @@ def supervise(
 
 class Signals:
     "SIGINT and SIGTERM of this process, sent once each to the process that it runs."
-    def __init__(self): self.received, self.pending, self.process = [], deque(), None
+    def __init__(self):
+        "None is received, and no process runs."
+        self.received, self.pending, self.process = [], deque(), None
 
     def receive(self, number:int, frame:object=None):
         "A handler of signals."
