@@ -34,8 +34,7 @@ class Server:
         "Begin to read messages."
         self.connection, self.inbox = connection, queue.SimpleQueue()
         self.names, self.last_sign = set(), 0.
-        self.version = 0                      # of the weights
-        self.versions = {}                    # of a sample: from which token on it is of which version
+        self.version, self.versions = 0, {}   # of the weights; of a sample: from which token on it is of which version
         self.outbox:Any = queue.SimpleQueue() # a trainer that trains does not read
         self.decode:Any = None                # ids → text, for stop strings
         self.extras:dict[str, Extras] = {}
