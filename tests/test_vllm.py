@@ -188,12 +188,12 @@ made = CompletionOutput(0, "", [7, 2], None, flat, routed_experts=np.arange(40, 
 here, there = Pipe()
 server = Server(there)
 server.names.add("0/0")
-server.extras["0/0"], server.marks["0/0"] = Extras(kept=4), [(0, 3)]
+server.extras["0/0"], server.versions["0/0"] = Extras(kept=4), [(0, 3)]
 server.take([RequestOutput("0/0", None, [3, 4, 5, 6], None, [made], True)])
 server.names.add("1/0")
-server.extras["1/0"], server.marks["1/0"] = Extras(kept=4), [(0, 3)]
+server.extras["1/0"], server.versions["1/0"] = Extras(kept=4), [(0, 3)]
 server.forget(["1/0"])           # as when it is aborted
-assert not server.names and not server.extras and not server.marks
+assert not server.names and not server.extras and not server.versions
 print(pickle.dumps((here.recv(), found, sorted(EngineArgs.__dataclass_fields__))).hex())
 """
 

@@ -39,7 +39,7 @@ class Asker:
         seed:int,
         max_tokens:int,
     )->Completion:
-        "What the policy says to these ids. Cancelled, it takes the request out of the engine."
+        "The policy's completion of these ids. Cancelled, it takes the request out of the engine."
         r, loop = self.rollout, asyncio.get_running_loop()
         future, key = loop.create_future(), next(self.keys)
         request = Request(key, torch.tensor(ids), (seed,), max_tokens, r.how, tuple(r.stop.tolist()), r.stop_strings)
@@ -66,9 +66,9 @@ class Asker:
             with self.changed:
                 while not (self.waits or self.gone or self.closed): self.changed.wait()
             if self.closed: break
-            try: came = self.exchange(*gathered(self))
+            try: completions = self.exchange(*gathered(self))
             except Exception as e: fail(self, e)
-            else: deliver(self, {c.key: c for c in came})
+            else: deliver(self, {c.key: c for c in completions})
             time.sleep(.001)                     # who wants the rollout's lock gets it here
         fail(self, RuntimeError("the endpoint is closed"))
 

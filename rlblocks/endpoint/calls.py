@@ -26,12 +26,12 @@ class ChatCall:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    "What the policy said to a call."
+    "The policy's answer to a call."
     name:str                    # of its own
     model:str
     created:int                 # seconds since 1970
-    asked:int=0                 # tokens that it answers to
-    said:int=0                  # tokens of it
+    prompt_tokens:int=0
+    completion_tokens:int=0
     message:dict = field(default_factory=dict) # content, reasoning_content, tool_calls
     reason:Literal["stop", "length", "tool_calls"]="stop"
 

@@ -92,10 +92,10 @@ def chat_tool(
 def chat_answer(a:ChatAnswer)->dict:
     "An answer as OpenAI's clients read it."
     return dict(id=f"chatcmpl-{a.name}", object="chat.completion", created=a.created, model=a.model,
-                choices=[dict(index=0, finish_reason=a.reason, logprobs=None, message=said_in_chat(a))],
+                choices=[dict(index=0, finish_reason=a.reason, logprobs=None, message=answer_message(a))],
                 usage=chat_usage(a))
 
-def said_in_chat(a:ChatAnswer)->dict:
+def answer_message(a:ChatAnswer)->dict:
     "The assistant's message."
     message = dict(role="assistant", content=a.message["content"] or (None if a.calls else ""), refusal=None)
     if thought := a.message.get("reasoning_content"): message["reasoning_content"] = thought
@@ -108,7 +108,8 @@ def tool_calls(a:ChatAnswer)->list[dict]:
 
 def chat_usage(a:ChatAnswer)->dict:
     "Numbers of tokens."
-    return dict(prompt_tokens=a.asked, completion_tokens=a.said, total_tokens=a.asked + a.said)
+    return dict(prompt_tokens=a.prompt_tokens, completion_tokens=a.completion_tokens,
+                total_tokens=a.prompt_tokens + a.completion_tokens)
 
 # %% ../../nbs/endpoint/88a_chat_completions.ipynb #6acd5a77
 def chat_stream(

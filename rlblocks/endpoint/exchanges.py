@@ -20,7 +20,7 @@ from .asking import Asker
 from .calls import ChatAnswer, ChatCall, ChatFormat, Refused
 from ..rollout.rollout import Rollout
 from ..samplers.samplers import Completion
-from .sessions import Plan, Session, message_said, planned, take_over
+from .sessions import Plan, Session, assistant_message, planned, take_over
 
 # %% ../../nbs/endpoint/88f_exchanges.ipynb #28a58d54
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ def session_of(
     return session
 
 def matches(
-    key:str, # that came
+    key:str, # of a request
     own:str,
 )->bool:
     "Whether a key is right."
@@ -69,7 +69,7 @@ MOST_BYTES = 32 << 20
 async def body_of(
     request:Any, # of Starlette
 )->bytes:
-    "What came. Refused where it is too much."
+    "The body of a request. Refused where it is too large."
     parts, size = [], 0
     async for part in request.stream():
         parts.append(part)
@@ -136,11 +136,11 @@ async def disconnected(
     "Wait until the client has gone."
     while (await request.receive())["type"] != "http.disconnect": pass
 
-async def said_to(
+async def completion_for(
     state:ServerState,
     plan:Plan,
 )->Completion:
-    "What the policy says. Refused when the engine fails, with its words."
+    "The policy's completion. Refused when the engine fails, with its error."
     try: return await state.asker.ask(plan.ids, plan.seed, plan.room)
     except Exception as e:
         raise Refused(f"the engine failed: {type(e).__name__}: {e}", status=500, code="engine_error") from e
@@ -164,11 +164,11 @@ class Exchange:
     )->bool: # False: the client went away
         "Let the policy answer."
         if self.plan is None: return True
-        self.completion = c = await unless_gone(request, self.session, said_to(self.state, self.plan))
+        self.completion = c = await unless_gone(request, self.session, completion_for(self.state, self.plan))
         if c is None or self.answer is None: return False
-        message = message_said(self.session, self.plan, c, self.state.renderer)
+        message = assistant_message(self.session, self.plan, c, self.state.renderer)
         reason = "tool_calls" if message.get("tool_calls") else "length" if c.reason == "length" else "stop"
-        self.answer = replace(self.answer, said=len(c.tokens), message=message, reason=reason)
+        self.answer = replace(self.answer, completion_tokens=len(c.tokens), message=message, reason=reason)
         return True
 
     def begin(self):

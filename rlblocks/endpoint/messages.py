@@ -70,19 +70,20 @@ STOP_REASONS = dict(stop="end_turn", length="max_tokens", tool_calls="tool_use")
 def messages_answer(a:ChatAnswer)->dict:
     "An answer as Anthropic's clients read it."
     return messages_head(a) | dict(content=blocks_of(a), stop_reason=STOP_REASONS[a.reason],
-                                   usage=messages_usage(a, a.said))
+                                   usage=messages_usage(a, a.completion_tokens))
 
 def messages_head(a:ChatAnswer)->dict:
-    "A message that has said nothing yet."
+    "A message that is still empty."
     return dict(id=f"msg_{a.name}", type="message", role="assistant", model=a.model, content=[], stop_reason=None,
                 stop_sequence=None, usage=messages_usage(a, 0))
 
 def messages_usage(
     a:ChatAnswer,
-    said:int, # tokens so far
+    output_tokens:int, # so far
 )->dict:
     "Numbers of tokens."
-    return dict(input_tokens=a.asked, output_tokens=said, cache_creation_input_tokens=0, cache_read_input_tokens=0)
+    return dict(input_tokens=a.prompt_tokens, output_tokens=output_tokens, cache_creation_input_tokens=0,
+                cache_read_input_tokens=0)
 
 def blocks_of(a:ChatAnswer)->list[dict]:
     "Thoughts, text and calls."
@@ -99,7 +100,7 @@ def messages_stream(
     "Events of an answer."
     body = [e for i, block in enumerate(blocks_of(a)) for e in block_events(block, i)]
     end = [dict(type="message_delta", delta=dict(stop_reason=STOP_REASONS[a.reason], stop_sequence=None),
-                usage=dict(output_tokens=a.said)), dict(type="message_stop")]
+                usage=dict(output_tokens=a.completion_tokens)), dict(type="message_stop")]
     begin = [dict(type="message_start", message=messages_head(a))]
     named = tuple([(e["type"], e) for e in part] for part in (begin, body, end))
     return named[0], named[1], named[2]

@@ -97,14 +97,15 @@ def response_answer(a:ChatAnswer)->dict:
                                    output=items_of(a), usage=response_usage(a))
 
 def response_head(a:ChatAnswer)->dict:
-    "A response that has said nothing yet."
+    "A response that is still empty."
     return dict(id=f"resp_{a.name}", object="response", created_at=a.created, model=a.model, error=None,
                 status="in_progress", incomplete_details=None, instructions=None, metadata={}, output=[],
                 parallel_tool_calls=True, temperature=None, tool_choice="auto", tools=[], top_p=None, usage=None)
 
 def response_usage(a:ChatAnswer)->dict:
     "Numbers of tokens."
-    return dict(input_tokens=a.asked, output_tokens=a.said, total_tokens=a.asked + a.said,
+    return dict(input_tokens=a.prompt_tokens, output_tokens=a.completion_tokens,
+                total_tokens=a.prompt_tokens + a.completion_tokens,
                 input_tokens_details=dict(cached_tokens=0, cache_write_tokens=0),
                 output_tokens_details=dict(reasoning_tokens=0))
 

@@ -29,7 +29,7 @@ class Point:
     messages:list[dict]
     tools:list|None
     branch:Branch
-    asked:int       # ids of the row before the answer
+    start:int       # ids of the row before the answer
     end:int         # ids with it
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class Session:
         seed=0,           # names its samples
         number:int=0,     # among the sessions of an endpoint
     ):
-        "Nothing was asked."
+        "There were no calls yet."
         self.episode, self.limits, self.seed, self.number = episode, limits, seed, number
         self.conversation = Conversation([])
         episode.conversations.append(self.conversation)
@@ -135,7 +135,7 @@ def planned(
     strip:bool=False,     # whether spaces around a text make no difference
 )->Plan:
     "The ids that a call comes to. Refused when it cannot be answered."
-    messages = asked_messages(session, call)
+    messages = full_messages(session, call)
     point, new = continued_point(session, messages, call.tools, renderer, strip)
     if point is not None: ids = point.branch.ids[:point.end] + new
     else:
@@ -151,7 +151,7 @@ def planned(
     seed = turn_seed(session.seed, e.group, e.sample, place)
     return Plan(messages, call.tools, ids, room, draw, place, seed, point, new)
 
-def asked_messages(
+def full_messages(
     session:Session,
     call:ChatCall,
 )->list[dict]:
@@ -182,7 +182,7 @@ def continued_point(
     known = [p for p in session.points if p.tools == tools and continues(messages, p.messages, strip)]
     for p in sorted(known, key=lambda p: (len(p.messages), p.end == len(p.branch.ids)), reverse=True):
         ids = p.branch.ids[:p.end]
-        new = next_ids(renderer, p.messages, ids[:p.asked], ids[p.asked:], messages[len(p.messages):], tools=tools)
+        new = next_ids(renderer, p.messages, ids[:p.start], ids[p.start:], messages[len(p.messages):], tools=tools)
         if new is not None: return p, new
     return None, []
 
@@ -191,14 +191,14 @@ def kept_words(
     messages:list[dict],
     strip:bool,
 )->tuple[list[dict], dict[int, list[int]]]: # messages as they were recorded; the ids of those that the policy wrote
-    "What of a rewritten conversation the policy has said."
-    made, said, left = list(messages), {}, list(session.points)
+    "A rewritten conversation with the policy's own answers as they were sampled."
+    made, sampled, left = list(messages), {}, list(session.points)
     for i, m in enumerate(messages):
         p = next((p for p in left if same_message(p.messages[-1], m, strip)), None)
         if p is None: continue
         left.remove(p)          # of two equal answers each is itself
-        made[i], said[i] = p.messages[-1], p.branch.ids[p.asked:p.end]
-    return made, said
+        made[i], sampled[i] = p.messages[-1], p.branch.ids[p.start:p.end]
+    return made, sampled
 
 # %% ../../nbs/endpoint/88e_sessions.ipynb #2c15651f
 def check_prompt(
@@ -218,19 +218,19 @@ def room_for(
 )->int:
     "How many tokens the answer may have. Refused where the session has gone as far as it may."
     e, limits, turns = session.episode, session.limits, session.episode.turns + len(session.rooms)
-    said = e.tokens + sum(session.rooms.values())
-    over = limits.over(turns, said, len(ids))
+    tokens = e.tokens + sum(session.rooms.values())
+    over = limits.over(turns, tokens, len(ids))
     if over is not None:
         e.finish, session.refused_at = over, session.draws
         code = "context_length_exceeded" if over == "context_overflow" else over
         limit = dict(max_turns=limits.max_turns, max_tokens=limits.budget).get(over, limits.window)
-        session.refused = Refused(f"{over}: this session has {turns} calls and {said} tokens of answers, and the "
+        session.refused = Refused(f"{over}: this session has {turns} calls and {tokens} tokens of answers, and the "
                                   f"messages come to {len(ids)} tokens; the limit is {limit}", code=code)
         raise session.refused
-    return min(limits.room(said, len(ids)), most, wanted or most)
+    return min(limits.room(tokens, len(ids)), most, wanted or most)
 
 # %% ../../nbs/endpoint/88e_sessions.ipynb #5c240d9a
-def message_said(
+def assistant_message(
     session:Session,
     plan:Plan,
     c:Completion,

@@ -42,10 +42,10 @@ def verifiers_rows(
     "Rows of its dataset, for `Prompts`."
     made = []
     for entry in environment.get_dataset(n):
-        asked = entry["prompt"]
-        asked = [dict(role="user", content=asked)] if isinstance(asked, str) else [
-            chat_message(m, f"prompt[{i}]") for i, m in enumerate(asked)]
-        made.append(dict(prompt=asked, messages=asked, entry=dict(entry)))
+        prompt = entry["prompt"]
+        messages = [dict(role="user", content=prompt)] if isinstance(prompt, str) else [
+            chat_message(m, f"prompt[{i}]") for i, m in enumerate(prompt)]
+        made.append(dict(prompt=messages, messages=messages, entry=dict(entry)))
     return made
 
 # %% ../../nbs/endpoint/88i_tasksets.ipynb #66a07ec5
@@ -140,10 +140,10 @@ def response_of(
     from verifiers.types import Response, ResponseMessage, ToolCall  # pyright: ignore[reportMissingImports]
     calls = [ToolCall(id=c["id"], name=c["function"]["name"], arguments=json.dumps(c["function"]["arguments"]))
              for c in message.get("tool_calls", ())]
-    said = ResponseMessage(content=message["content"], reasoning_content=message.get("reasoning_content"),
-                           tool_calls=calls or None, finish_reason="tool_calls" if calls else "stop",
-                           is_truncated=False)
-    return Response(id="", created=0, model="policy", message=said)
+    reply = ResponseMessage(content=message["content"], reasoning_content=message.get("reasoning_content"),
+                            tool_calls=calls or None, finish_reason="tool_calls" if calls else "stop",
+                            is_truncated=False)
+    return Response(id="", created=0, model="policy", message=reply)
 
 def too_long()->Exception:
     "What ends a rollout of verifiers v0 as truncated."
@@ -172,10 +172,10 @@ def _task_row(i, task):
     if why := missing(task):
         raise ValueError(f"taskset_rows: task {i} {why}; run verifiers' own agent through the endpoint")
     data = task.data
-    asked = [dict(role="user", content=data.prompt)] if isinstance(data.prompt, str) else [
+    messages = [dict(role="user", content=data.prompt)] if isinstance(data.prompt, str) else [
         chat_message(m.model_dump(exclude_none=True), f"prompt[{i}]") for m in data.prompt]
-    if data.system_prompt: asked = [dict(role="system", content=data.system_prompt), *asked]
-    return dict(prompt=asked, messages=asked, task=i)
+    if data.system_prompt: messages = [dict(role="system", content=data.system_prompt), *messages]
+    return dict(prompt=messages, messages=messages, task=i)
 
 def missing(
     task:Any, # of verifiers v1
@@ -206,11 +206,11 @@ class TaskEnvironment:
 
     async def reset(self, task:int, messages:list[dict], **row:Any):
         "The prompt is all there is."
-        self.task, self.asked = self.tasks[task], messages
+        self.task, self.messages = self.tasks[task], messages
 
     async def step(self, message:dict)->Step:
         "Score the answer."
-        trace = trace_of(self.task, [*self.asked, message])
+        trace = trace_of(self.task, [*self.messages, message])
         await self.task.score(trace)
         return Step(reward=float(trace.reward), done=True)
 

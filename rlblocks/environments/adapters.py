@@ -56,26 +56,26 @@ class ToolEnvironment:
         return joined(steps)
 
     async def answer(self, call:dict)->Step:
-        "What a tool says, or why it cannot."
+        "A tool's result, or its error."
         name, given = call["function"]["name"], call["function"]["arguments"]
         try:
             if name not in self.methods: raise LookupError(f"no tool {name!r}; there are {', '.join(self.methods)}")
             async with self.gate(getattr(self.inner, "at_once", None)):
-                said = await called(self.methods[name], **given)
+                result = await called(self.methods[name], **given)
         except Exception as e: return tool_step(call, f"error: {type(e).__name__}: {e}", failed=True)
-        return said if isinstance(said, Step) else tool_step(call, said)
+        return result if isinstance(result, Step) else tool_step(call, result)
 
 # %% ../../nbs/environments/87c_adapters.ipynb #ac62baaf
 def tool_step(
     call:Mapping,
-    said:Any,          # text, or what JSON can hold
+    result:Any,        # text, or what JSON can hold
     reward:float|None=None,
     done:bool=False,   # nothing further is to come
     *,
     failed:bool=False, # whether it is the text of an error
 )->Step:
-    "What a tool says to a call, as a step."
-    name, text = call["function"]["name"], said if isinstance(said, str) else json.dumps(said, default=str)
+    "A tool's result of a call, as a step."
+    name, text = call["function"]["name"], result if isinstance(result, str) else json.dumps(result, default=str)
     message = dict(role="tool", name=name, tool_call_id=call.get("id", ""), content=text)
     return Step([message], reward, done, "tool_stopped" if done else "completed",
                 errors=[(name, text.removeprefix("error: "))] if failed else [])
@@ -248,8 +248,8 @@ class GymEnvironment:
         except ValueError as e: return unreadable("user", f"the action could not be read: {e}", self.on_problem)
         made = await called(self.inner.step, action)
         if not isinstance(made, tuple) or len(made) != 5:
-            came = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
-            raise TypeError(f"gym_environment: step of {type(self.inner).__name__} gave {came}; (observation, reward, "
+            got = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
+            raise TypeError(f"gym_environment: step of {type(self.inner).__name__} gave {got}; (observation, reward, "
                             "terminated, truncated, info) is wanted, five (old games: done, False for the two)")
         observation, reward, terminated, truncated, _ = made
         finish = "max_turns" if truncated and not terminated else "completed"

@@ -37,7 +37,7 @@ class Conversation:
     messages:list[dict]
     tools:list|None = None
     branches:list[Branch] = field(default_factory=list)
-    said:dict[int, list[int]] = field(default_factory=dict)   # ids of the assistant, by the place of its message
+    reply_ids:dict[int, list[int]] = field(default_factory=dict) # of the assistant, by the place of its message
     next:list[int] = field(default_factory=list)              # ids that the next turn answers to
     anew:bool = False                                         # whether they are a row, else they come behind the last
     retokenised:int = 0                                       # turns whose words a row has from their text
@@ -56,10 +56,10 @@ class Conversation:
         new:Sequence[Mapping], # messages of others
         renderer:Renderer,
     ):
-        "Put messages behind what was said; into another row where the template rewrites that."
-        branch, last = self.branches[-1], self.said[len(self.messages) - 1]
-        asked = branch.ids[:len(branch.ids) - len(last)]
-        ids = next_ids(renderer, self.messages, asked, last, new, tools=self.tools)
+        "Put messages behind the last turn; into another row where the template rewrites it."
+        branch, last = self.branches[-1], self.reply_ids[len(self.messages) - 1]
+        prompt_ids = branch.ids[:len(branch.ids) - len(last)]
+        ids = next_ids(renderer, self.messages, prompt_ids, last, new, tools=self.tools)
         self.messages += map(dict, new)
         self.next, self.anew = ids or [], False
         if ids is None: self.restart(renderer)
@@ -68,7 +68,7 @@ class Conversation:
         renderer:Renderer,
     ):
         "Go on in another row, with the conversation as the template has it now."
-        self.next, lost = rewritten(renderer, self.messages, self.said, tools=self.tools)
+        self.next, lost = rewritten(renderer, self.messages, self.reply_ids, tools=self.tools)
         self.anew, self.retokenised = True, self.retokenised + len(lost)
 
     def rewrite(self,
@@ -76,11 +76,11 @@ class Conversation:
         renderer:Renderer,
     ):
         "Go on with another conversation, in another row. Messages of this one that are in it keep their ids."
-        left, said = dict(self.said), {}
+        left, kept = dict(self.reply_ids), {}
         for i, m in enumerate(history):
             at = next((k for k in left if self.messages[k] == m), None)
-            if at is not None: said[i] = left.pop(at)
-        self.messages, self.said = [dict(m) for m in history], said
+            if at is not None: kept[i] = left.pop(at)
+        self.messages, self.reply_ids = [dict(m) for m in history], kept
         self.restart(renderer)
 
     def answer(self,
@@ -89,13 +89,13 @@ class Conversation:
         trained:bool, # False in greedy rows
         renderer:Renderer,
     ):
-        "Take over what the policy said, and what it answered to."
+        "Take over the policy's turn, and the ids that it answers to."
         if self.anew: self.begin(self.next)
         elif self.next: self.branches[-1].add(given_span(self.next))
-        self.next, self.anew, said = [], False, c.tokens.tolist()
+        self.next, self.anew, ids = [], False, c.tokens.tolist()
         self.branches[-1].add(sampled_span(c, turn, trained))
-        self.said[len(self.messages)] = said
-        self.messages.append(message_of(renderer.parse_response(said)))
+        self.reply_ids[len(self.messages)] = ids
+        self.messages.append(message_of(renderer.parse_response(ids)))
         self.branches[-1].messages = list(self.messages)
 
 def opened(

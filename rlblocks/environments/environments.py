@@ -130,8 +130,9 @@ def rows_of_episodes(
     if kept := rollout.how.kept(rollout.sampler.vocabulary):
         columns["support"] = torch.full((*tokens.shape, kept), -1, dtype=torch.int32)
     rows = behind(Batch(per_row=prompt.per_row, **columns), [t.spans for _, t, _ in every])
-    said = [row[start:end] for row, start, end in zip(rows.tokens, rows.prompt_lengths, rows.lengths, strict=True)]
-    rows["duplicate"] = duplicates(rows.group, said)
+    spans = zip(rows.tokens, rows.prompt_lengths, rows.lengths, strict=True)
+    completions = [row[start:end] for row, start, end in spans]
+    rows["duplicate"] = duplicates(rows.group, completions)
     if rollout.tokenizer is not None: rows["completion"] = texts_of_turns(rollout.tokenizer, rows)
     return rows
 
@@ -140,7 +141,7 @@ def unit_of(episode:Episode)->int:
     return episode.group*2**20 + episode.sample
 
 def branches_of(episode:Episode)->list[Branch]:
-    "Its rows: of the conversation with the environment, and those on the side in which something was said."
+    "Its rows: of the conversation with the environment, and those on the side with a sampled turn."
     first, *aside = episode.conversations
     return [*first.branches, *(t for conversation in aside for t in conversation.branches if t.spans)]
 

@@ -29,7 +29,7 @@ from ..rollout.turns import Limits
 # %% ../../nbs/environments/87a_episodes.ipynb #3af074a7
 @dataclass(frozen=True)
 class Step:
-    "What an environment says to a turn."
+    "An environment's reply to a turn."
     messages:Sequence[Mapping]=() # of a tool or a user; none ends the episode
     reward:float|None=None        # of this turn
     done:bool=False
@@ -51,19 +51,19 @@ class Environment(Protocol):
         ...
 
     async def step(self, message:dict)->Any:
-        "Hear what the assistant said: a `Step`, a text of the tool, or None, which ends the episode."
+        "Reply to the assistant's message: a `Step`, a text of the tool, or None, which ends the episode."
         ...
 
 # %% ../../nbs/environments/87a_episodes.ipynb #858659e0
 def as_step(
-    said, # what `step` gave
+    result, # of `step`
 )->Step:
-    "A text is what a tool says, messages are themselves, None is the end. TypeError for anything else."
-    if isinstance(said, Step): return said
-    if said is None: return Step(done=True)
-    if isinstance(said, str): return Step([dict(role="tool", content=said)])
-    if isinstance(said, Sequence) and all(isinstance(m, Mapping) for m in said): return Step(list(said))
-    raise TypeError(f"step gave a {type(said).__name__}; a Step, messages, a text or None is wanted")
+    "A text is a tool's message, messages are themselves, None is the end. TypeError for anything else."
+    if isinstance(result, Step): return result
+    if result is None: return Step(done=True)
+    if isinstance(result, str): return Step([dict(role="tool", content=result)])
+    if isinstance(result, Sequence) and all(isinstance(m, Mapping) for m in result): return Step(list(result))
+    raise TypeError(f"step gave a {type(result).__name__}; a Step, messages, a text or None is wanted")
 
 # %% ../../nbs/environments/87a_episodes.ipynb #e1fc5502
 async def called(
@@ -114,7 +114,7 @@ def raisable(error:BaseException)->Exception:
 # %% ../../nbs/environments/87a_episodes.ipynb #d1784d26
 @dataclass(eq=False)
 class Episode:
-    "What one environment and the policy have said."
+    "The conversations of one environment with the policy, and how they end."
     row:dict          # the columns of its prompt
     prompt:list[int]  # ids of it
     group:int
@@ -152,9 +152,10 @@ async def begin(
     "The conversation with its environment, open for the assistant."
     first, row = await called(env.reset, **episode.row), episode.row
     tools = getattr(env, "tools", None) or None     # which they are may be known only now
-    asked = [dict(m) for m in row.get("messages") or [dict(role="user", content=row.get("prompt", ""))]]
-    if isinstance(first, str): asked[-1]["content"] += first
-    conversation = Conversation(asked if first is None or isinstance(first, str) else [dict(m) for m in first], tools)
+    messages = [dict(m) for m in row.get("messages") or [dict(role="user", content=row.get("prompt", ""))]]
+    if isinstance(first, str): messages[-1]["content"] += first
+    if first is not None and not isinstance(first, str): messages = [dict(m) for m in first]
+    conversation = Conversation(messages, tools)
     conversation.begin(episode.prompt if first is None and not tools else opened(conversation, renderer))
     episode.conversations.append(conversation)
     return conversation
@@ -166,9 +167,9 @@ class Scheduler:
     def __init__(self,
         rollout:Rollout,
     ):
-        "Nothing is asked."
+        "No request is pending."
         self.rollout, self.line, self.keys = rollout, Line(rollout.lines), count()
-        self.asked:dict[int, asyncio.Future] = {}
+        self.pending:dict[int, asyncio.Future] = {}
         self.waiting:list[Request] = []
         self.error:Exception|None = None
         self.ended = False
@@ -178,14 +179,14 @@ class Scheduler:
         seed:int,
         max_tokens:int,
     )->Completion:
-        "What the policy says to these ids."
+        "The policy's completion of these ids."
         if self.error is not None: raise self.error
         r, key = self.rollout, next(self.keys)
-        self.asked[key] = asyncio.get_running_loop().create_future()
+        self.pending[key] = asyncio.get_running_loop().create_future()
         self.waiting.append(Request(key, torch.tensor(ids), (seed,), max_tokens, r.how, tuple(r.stop.tolist()),
                                     r.stop_strings))
-        try: return await self.asked[key]
-        finally: del self.asked[key]
+        try: return await self.pending[key]
+        finally: del self.pending[key]
 
     def exchange(self)->list[Completion]:
         "Hand over what is waiting, take what has ended."
@@ -201,13 +202,13 @@ class Scheduler:
             while True:
                 n = -1
                 while n != len(self.waiting): n = len(self.waiting); await asyncio.sleep(.002)   # others ask too
-                ended = await threaded(self.exchange) if self.asked else []
+                ended = await threaded(self.exchange) if self.pending else []
                 for c in ended:
                     # one that was cancelled a moment ago waits no more
-                    if c.key in self.asked and not self.asked[c.key].done(): self.asked[c.key].set_result(c)
+                    if c.key in self.pending and not self.pending[c.key].done(): self.pending[c.key].set_result(c)
         except Exception as e:
             self.error = e
-            for waits in self.asked.values():
+            for waits in self.pending.values():
                 if not waits.done(): waits.set_exception(e)
 
     def end(self):
@@ -251,7 +252,7 @@ async def play(
     runner:Runner,
 ):
     "An episode to its end."
-    if hasattr(env, "ask"): env.ask = partial(asked_aside, episode, runner)
+    if hasattr(env, "ask"): env.ask = partial(side_reply, episode, runner)
     if hasattr(env, "group_id"): env.group_id = episode.group
     conversation = await begin(episode, env, runner.renderer)
     while (c := await runner.turn(episode, conversation)) is not None:
@@ -266,12 +267,12 @@ async def answer_of(
     c:Completion,  # the last turn
     runner:Runner,
 )->Step|None: # None: the episode has ended
-    "What the environment says to the last turn."
+    "The environment's reply to the last turn."
     conversation, most = episode.conversations[0], runner.max_tool_calls
-    said = deepcopy(conversation.messages[-1])      # what the environment does to it changes no record
-    episode.calls += len(said.get("tool_calls", ()))
+    message = deepcopy(conversation.messages[-1])   # what the environment does to it changes no record
+    episode.calls += len(message.get("tool_calls", ()))
     if most is not None and episode.calls > most: episode.finish = "max_tool_calls"; return None
-    step = as_step(await called(env.step, said))
+    step = as_step(await called(env.step, message))
     episode.observe(step)
     if not ends(step): return step
     if c.reason == "length" and step.finish in ("completed", "parse_error"):
@@ -279,14 +280,14 @@ async def answer_of(
     return None
 
 # %% ../../nbs/environments/87a_episodes.ipynb #f5f7b464
-async def asked_aside(
+async def side_reply(
     episode:Episode,
     runner:Runner,
     messages:Sequence[Mapping], # the last one not of the assistant
     *,
     tools:list|None=None,       # JSON schemas for the template
 )->dict: # the assistant's message
-    "What the policy says on the side; its tokens are trained too. RuntimeError where the episode may go no further."
+    "The policy's reply on the side; its tokens are trained too. RuntimeError where the episode may go no further."
     messages = [dict(m) for m in messages]
     conversation = aside(episode, messages)
     if conversation: conversation.observe(messages[len(conversation.messages):], runner.renderer)
@@ -303,5 +304,5 @@ def aside(
     messages:list[dict],
 )->Conversation|None:
     "The conversation that they go on with."
-    known = ((t, len(t.messages)) for t in episode.conversations[1:] if len(t.messages) - 1 in t.said)
+    known = ((t, len(t.messages)) for t in episode.conversations[1:] if len(t.messages) - 1 in t.reply_ids)
     return next((t for t, n in known if n < len(messages) and messages[:n] == t.messages), None)

@@ -60,8 +60,8 @@ class OpenEnvironment:
         try: action = self.action(message)
         except ValueError as e: return unreadable("user", f"the action could not be read: {e}", self.on_problem)
         made = await called(self.client.step, action)
-        said = dict(role="user", content=self.observe(made.observation))
-        return Step([said], None if made.reward is None else float(made.reward), bool(made.done))
+        observation = dict(role="user", content=self.observe(made.observation))
+        return Step([observation], None if made.reward is None else float(made.reward), bool(made.done))
 
     async def close(self):
         "End the session on the server."
@@ -142,16 +142,16 @@ class OpenEnvTools:
 
 # %% ../../nbs/environments/87d_hubs.ipynb #32332f78
 async def over_websocket(client:Any, call:Mapping)->Step:
-    "What a tool says, the reward of the call, and whether the episode is over."
+    "A tool's result, the reward of the call, and whether the episode is over."
     from openenv.core.env_server.mcp_types import CallToolAction  # pyright: ignore[reportMissingImports]
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     made = await called(client.step, CallToolAction(tool_name=name, arguments=arguments))
     error, result = made.observation.error, made.observation.result
-    said = f"error: {error.message}" if error else result_text(result)
-    return tool_step(call, said, made.reward, bool(made.done), failed=bool(error))
+    text = f"error: {error.message}" if error else result_text(result)
+    return tool_step(call, text, made.reward, bool(made.done), failed=bool(error))
 
 async def over_http(client:Any, call:Mapping)->Step:
-    "What a tool says; this protocol knows neither rewards nor an end."
+    "A tool's result; this protocol knows neither rewards nor an end."
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     try: return tool_step(call, result_text(await called(client.call_tool, name, **arguments)))
     # a parameter of the tool that is called `name` does not fit beside the client's own

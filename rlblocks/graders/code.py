@@ -18,23 +18,23 @@ from .sandbox import Ran, Sandbox, run_all
 # %% ../../nbs/graders/86g_code.ipynb #7ce368eb
 HARNESS = '''
 import json, os, sys
-asked, says = os.dup(0), os.dup(1)
+stdin, stdout = os.dup(0), os.dup(1)
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 space = dict(__name__="solution")
 with open("solution.py", encoding="utf-8", errors="surrogatepass") as f: source = f.read()
-try: exec(compile(source, "solution.py", "exec"), space); came = None
-except BaseException as e: came = f"{type(e).__name__}: {str(e)[:200]}"
-with os.fdopen(asked, encoding="utf-8") as f: word, tests = json.load(f)
+try: exec(compile(source, "solution.py", "exec"), space); error = None
+except BaseException as e: error = f"{type(e).__name__}: {str(e)[:200]}"
+with os.fdopen(stdin, encoding="utf-8") as f: word, tests = json.load(f)
 for i, test in enumerate(tests):
     made = None
     try:
-        if came: raise RuntimeError(came)
+        if error: raise RuntimeError(error)
         if isinstance(test, str): exec(compile(test, f"test {i}", "exec"), space)
         else: made = space[test["call"]](*test.get("args", ()), **test.get("kwargs", {}))
         line = json.dumps([i, True, made])
     except BaseException as e: line = json.dumps([i, False, f"{type(e).__name__}: {str(e)[:200]}"])
     sys.stdout.flush()
-    os.write(says, f"\\n{word} {line}\\n".encode())
+    os.write(stdout, f"\\n{word} {line}\\n".encode())
 '''
 
 def as_call(test):
@@ -70,13 +70,13 @@ def is_printed(test)->bool:
                     "args=, result=) is wanted")
 
 def decided(r:Ran, numbers:list[int], tests:Sequence, word:str)->dict[int, bool]:
-    "What a run says of its tests."
+    "Which of its tests a run passes."
     if is_printed(tests[numbers[0]]):
         same = [line.rstrip() for line in r.stdout.rstrip().splitlines()] == [
             line.rstrip() for line in tests[numbers[0]]["stdout"].rstrip().splitlines()]
         return {numbers[0]: r.ok and same}
-    said = [read(line.removeprefix(word)) for line in r.stdout.splitlines() if line.startswith(word + " ")]
-    return {numbers[i]: ok is True and came_out(tests[numbers[i]], made) for i, ok, made in said
+    results = [read(line.removeprefix(word)) for line in r.stdout.splitlines() if line.startswith(word + " ")]
+    return {numbers[i]: ok is True and as_expected(tests[numbers[i]], made) for i, ok, made in results
             if isinstance(i, int) and 0 <= i < len(numbers)}
 
 def read(line:str)->list:
@@ -85,7 +85,7 @@ def read(line:str)->list:
     except ValueError: return [None]*3
     return made if isinstance(made, list) and len(made) == 3 else [None]*3
 
-def came_out(test, made)->bool:
+def as_expected(test, made)->bool:
     "Whether a call gave what its test wants; True of a statement."
     return isinstance(test, str) or made == json.loads(json.dumps(test["result"]))
 

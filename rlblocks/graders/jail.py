@@ -178,9 +178,9 @@ def tries(what:str, folder:str)->str:
         except BaseException as e: os.write(writes, str(e).encode())
         os._exit(0)
     os.close(writes)
-    with open(reads, "rb") as f: said = f.read().decode()
+    with open(reads, "rb") as f: problem = f.read().decode()
     status = os.waitpid(pid, 0)[1]
-    return said or ("" if not status else f"signal {status & 127}")
+    return problem or ("" if not status else f"signal {status & 127}")
 
 def main():
     "What a bare interpreter runs: the numbers of two descriptors are its arguments."

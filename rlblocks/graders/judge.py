@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from ..data.prompts import Prompts
-from .remote import Retries, asked, http
+from .remote import Retries, http, post_with_retries
 from ..rollout.rollout import Rollout
 
 # %% ../../nbs/graders/86j_judge.ipynb #c86056af
@@ -45,8 +45,8 @@ def judge_url(
     async def one(client, gate, text):
         body = dict(model=model, messages=[dict(role="user", content=text)], max_tokens=max_tokens,
                     temperature=float(temperature))
-        async with gate: said = await asked(client, url.rstrip("/") + "/chat/completions", body, retries)
-        return said["choices"][0]["message"]["content"] or ""
+        async with gate: reply = await post_with_retries(client, url.rstrip("/") + "/chat/completions", body, retries)
+        return reply["choices"][0]["message"]["content"] or ""
     async def ask(texts):
         gate = asyncio.Semaphore(at_once)
         async with http(float(retries.timeout), key) as client:
@@ -55,11 +55,11 @@ def judge_url(
 
 # %% ../../nbs/graders/86j_judge.ipynb #244f45e1
 async def answers(ask:Callable, texts:list[str])->list[str]:
-    "What a judge says, async or not. ValueError where it is not one text a question."
-    said = ask(texts)
-    if inspect.isawaitable(said): said = await said
-    if len(said) != len(texts): raise ValueError(f"judge: {len(said)} answers came to {len(texts)} questions")
-    return list(said)
+    "A judge's replies, async or not. ValueError where it is not one text a question."
+    replies = ask(texts)
+    if inspect.isawaitable(replies): replies = await replies
+    if len(replies) != len(texts): raise ValueError(f"judge: {len(replies)} answers came to {len(texts)} questions")
+    return list(replies)
 
 def last(pattern:str, text:str)->str|None:
     "What the last match says."
@@ -91,8 +91,8 @@ def judge_reward(
     async def judge(prompts, completions, log_metric=None, **columns):
         rows = [dict(prompt=p, completion=c, lowest=lowest, highest=highest, **{k: x[i] for k, x in columns.items()})
                 for i, (p, c) in enumerate(zip(prompts, completions, strict=True))]
-        said = await answers(ask, [template.format_map(row) for row in rows])
-        found = [last(r"score[\s:*=]{0,5}(-?\d+(?:\.\d+)?)", text) for text in said]
+        replies = await answers(ask, [template.format_map(row) for row in rows])
+        found = [last(r"score[\s:*=]{0,5}(-?\d+(?:\.\d+)?)", text) for text in replies]
         made = [None if x is None or not lowest <= float(x) <= highest else (float(x) - lowest)/(highest - lowest)
                 for x in found]
         if log_metric: log_metric("judge/without_verdict", sum(x is None for x in made)/max(1, len(made)))

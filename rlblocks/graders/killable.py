@@ -182,30 +182,30 @@ def outcome(call, i)->str:
 LINE = 1 << 24      # bytes of the longest
 
 def collect(shares, found, failures):
-    "Take what the processes have said; of one that died, on which item."
+    "Read the processes' results; of one that died, on which item."
     by = {fd: s for s in shares for fd in (s.pipe, s.gone) if fd >= 0}
     ready = select.select(list(by), [], [], .05)[0]
     for share in dict.fromkeys(by[fd] for fd in ready):
         gone = share.gone in ready
-        said = bites(share.pipe)
-        take(share, said or b"", found, failures)
-        if (gone or said is None) and not share.over:
+        data = bites(share.pipe)
+        take(share, data or b"", found, failures)
+        if (gone or data is None) and not share.over:
             share.over, how = True, how_it_ended(share)
             if share.left: failures.append(Failure(share.left.pop(0), "died", how))
 
 def bites(pipe)->bytes|None:
     "What can be read now, a few megabytes at most; None at the end."
-    said = b""
-    while len(said) < 1 << 22:
+    data = b""
+    while len(data) < 1 << 22:
         try: more = os.read(pipe, 1 << 16)
         except BlockingIOError: break
-        if not more: return said or None
-        said += more
-    return said
+        if not more: return data or None
+        data += more
+    return data
 
-def take(share, said, found, failures):
+def take(share, data, found, failures):
     "Results from lines; what is none ends the share."
-    *lines, share.rest = (share.rest + said).split(b"\n")
+    *lines, share.rest = (share.rest + data).split(b"\n")
     for line in lines:
         if not share.over and not answered_item(share, line, found, failures): strange(share, failures)
     if len(share.rest) > LINE and not share.over: strange(share, failures)

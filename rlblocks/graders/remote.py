@@ -44,15 +44,15 @@ def http(timeout:float, token:str|None):
     return httpx2.AsyncClient(timeout=timeout, headers=headers, trust_env=False,
                               limits=httpx2.Limits(max_connections=None))
 
-async def asked(client, url:str, body:dict, retries:Retries)->Mapping:
-    "The answer as JSON. RuntimeError with what was said in the end."
-    said:Mapping|str = "nothing"
+async def post_with_retries(client, url:str, body:dict, retries:Retries)->Mapping:
+    "The answer as JSON. RuntimeError with the last failure."
+    answer:Mapping|str = "nothing"
     for failures in range(1, retries.tries + 1):
-        said, wait = await once(client, url, body)
-        if isinstance(said, Mapping): return said
-        if wait is None: raise RuntimeError(f"{url} refused: {said}")
+        answer, wait = await once(client, url, body)
+        if isinstance(answer, Mapping): return answer
+        if wait is None: raise RuntimeError(f"{url} refused: {answer}")
         if failures < retries.tries: await asyncio.sleep(max(min(wait, retries.most), retries.wait(failures)))
-    raise RuntimeError(f"{url} gave no answer in {retries.tries} tries; the last one: {said}")
+    raise RuntimeError(f"{url} gave no answer in {retries.tries} tries; the last one: {answer}")
 
 async def once(client, url:str, body:dict)->tuple[Mapping|str, float|None]:
     "An answer, or why there is none and the seconds that the server asks to wait; None: do not ask again."
@@ -80,7 +80,7 @@ class RemoteReward:
         retries:Retries=Retries(),
         name:str="remote", # in errors and metrics
     ):
-        "Nothing is asked yet. ValueError for numbers that are not above 0."
+        "No question is sent yet. ValueError for numbers that are not above 0."
         self.url, self.token, self.rows, self.at_once = url.rstrip("/"), token, rows, at_once
         self.per_second, self.retries, self.__name__ = per_second, retries, name
         for k, x in dict(rows=rows, at_once=at_once, per_second=per_second).items():
@@ -106,12 +106,12 @@ class RemoteReward:
         async with gate:
             await asyncio.sleep(self._turn())
             body = dict(id=uuid.uuid4().hex, rows=rows)
-            try: said = await asked(client, f"{self.url}/score", body, self.retries)
+            try: answer = await post_with_retries(client, f"{self.url}/score", body, self.retries)
             except RuntimeError as e:
                 raise RuntimeError(f"{self.__name__}: rows {cut.start} to {cut.stop - 1}: {e}") from None
-        scores = said.get("scores")
+        scores = answer.get("scores")
         if isinstance(scores, list) and len(scores) == cut.stop - cut.start: return scores
-        raise RuntimeError(f"{self.__name__}: rows {cut.start} to {cut.stop - 1}: {self.url} said {str(said)[:200]}; "
+        raise RuntimeError(f"{self.__name__}: rows {cut.start} to {cut.stop - 1}: {self.url} said {str(answer)[:200]}; "
                            f"{cut.stop - cut.start} scores are wanted")
 
     def _turn(self)->float:

@@ -34,8 +34,8 @@ def sandbox_support()->dict[str, str]: # by part; empty where it is there, else 
     with TemporaryDirectory(prefix="sandbox-") as folder:
         child, report = begin_jail(dict(probe=PARTS, folder=folder))
         child.communicate(timeout=60)
-    with open(report, "rb") as f: said = f.read()
-    return json.loads(said) if said else dict.fromkeys(PARTS, f"the first process ended with {child.returncode}")
+    with open(report, "rb") as f: data = f.read()
+    return json.loads(data) if data else dict.fromkeys(PARTS, f"the first process ended with {child.returncode}")
 
 def parts_in_use(unsafe:bool)->list[str]:
     "All that is there. RuntimeError where too little is."
@@ -119,22 +119,22 @@ def heard(child:subprocess.Popen, sandbox:Sandbox)->tuple[str|None, bytes, bytes
     "Why it had to be ended, or None; what it printed on both streams."
     assert child.stdout and child.stderr # they are pipes
     out, err = child.stdout.fileno(), child.stderr.fileno()
-    end, said = time.monotonic() + sandbox.seconds, {out: b"", err: b""}
+    end, printed = time.monotonic() + sandbox.seconds, {out: b"", err: b""}
     gone, why = os.pidfd_open(child.pid), None
     with selectors.DefaultSelector() as ready:
-        for stream in (*said, gone): ready.register(stream, selectors.EVENT_READ)
+        for stream in (*printed, gone): ready.register(stream, selectors.EVENT_READ)
         while why is None:
             events = [key.fd for key, _ in ready.select(max(0., end - time.monotonic()))]
             for stream in events:
                 if stream == gone: continue
                 more = os.read(stream, 1 << 16)
-                said[stream] += more
+                printed[stream] += more
                 if not more: ready.unregister(stream)
-            if sum(map(len, said.values())) > sandbox.output: why = "output"
+            if sum(map(len, printed.values())) > sandbox.output: why = "output"
             elif events == [gone]: break
             elif time.monotonic() > end: why = "timeout"
     os.close(gone)
-    return why, said[out], said[err]
+    return why, printed[out], printed[err]
 
 def end_jail(child:subprocess.Popen):
     "The first process, and with it all others."
@@ -145,9 +145,9 @@ def end_jail(child:subprocess.Popen):
     for stream in (child.stdout, child.stderr):
         if stream: stream.close()
 
-def ran(why, said:bytes, errors:bytes, report:bytes, seconds:float, sandbox:Sandbox)->Ran:
+def ran(why, output:bytes, errors:bytes, report:bytes, seconds:float, sandbox:Sandbox)->Ran:
     "The verdict. RuntimeError where it was the jail that failed, not the program."
-    out, err = (x[:sandbox.output].decode(errors="replace") for x in (said, errors))
+    out, err = (x[:sandbox.output].decode(errors="replace") for x in (output, errors))
     if why: return Ran(why, out, err, None, seconds)
     code = json.loads(report) if report else None
     if isinstance(code, str) or code == 125 and err.startswith("sandbox: "):
@@ -169,10 +169,10 @@ def run_code(
     with TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder:
         began = time.monotonic()
         child, report = begin_jail(spec_of(program, stdin, files or {}, folder, use, sandbox))
-        try: why, said, errors = heard(child, sandbox)
+        try: why, output, errors = heard(child, sandbox)
         finally: end_jail(child)
         with open(report, "rb") as f: status = f.read()
-        return ran(why, said, errors, status, time.monotonic() - began, sandbox)
+        return ran(why, output, errors, status, time.monotonic() - began, sandbox)
 
 def run_all(
     programs:Sequence[dict],   # arguments of `run_code`: program, stdin, files

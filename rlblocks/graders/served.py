@@ -36,18 +36,18 @@ class Batcher:
         self.fn, self.rows, self.wait, self.kept, self.deadline = fn, rows, wait, kept, deadline
         self.named:OrderedDict[str, tuple[str, asyncio.Future]] = OrderedDict()
         self.waiting:list[tuple[dict, int, asyncio.Future]] = []
-        self.calls, self.asked = 0, asyncio.Event()
+        self.calls, self.arrived = 0, asyncio.Event()
 
     async def answer(self, name:str, rows:dict)->list:
         "Verdicts of a question. KeyError for a name that was another question's."
-        mark = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
-        before, future = self.named.get(name, (mark, None))
-        if before != mark: raise KeyError(name)
+        digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+        before, future = self.named.get(name, (digest, None))
+        if before != digest: raise KeyError(name)
         if future is None:
             future = asyncio.get_running_loop().create_future()
-            self.named[name] = mark, future
+            self.named[name] = digest, future
             self.waiting.append((rows, len(next(iter(rows.values()))), future))
-            self.asked.set()
+            self.arrived.set()
             while len(self.named) > self.kept: self.named.popitem(last=False)
         try: return await asyncio.shield(future)
         except asyncio.CancelledError: raise
@@ -68,9 +68,9 @@ class Batcher:
     async def run(self):
         "Until it is cancelled."
         while True:
-            await self.asked.wait()
+            await self.arrived.wait()
             await asyncio.sleep(self.wait)
-            self.asked.clear()
+            self.arrived.clear()
             while self.waiting: await self.serve(self.batch())
 
     async def serve(self, taken:list):
@@ -88,7 +88,7 @@ class Batcher:
         for (*_, future), part in zip(taken, parts, strict=True): put(future, part)
 
     async def called(self, questions:list[dict])->list[list]:
-        "What the function says of them."
+        "The function's verdicts on them."
         joined = {k: [x for q in questions for x in q[k]] for k in questions[0]}
         sizes = [len(next(iter(q.values()))) for q in questions]
         self.calls += 1
@@ -112,7 +112,7 @@ def threaded(fn:Callable)->asyncio.Future:
     return future
 
 def put(future:asyncio.Future, x):
-    "Answer a question that is still asked."
+    "Answer a question that is still open."
     if future.done(): return
     if isinstance(x, Exception): future.set_exception(x)
     else: future.set_result(x)
@@ -246,8 +246,8 @@ def scorer_reward(
     "A reward model as a reward function of texts."
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     def score(prompts, completions, **_):
-        said = [tokenizer(p + c)["input_ids"] for p, c in zip(prompts, completions, strict=True)]
-        rows = [torch.tensor((ids + end)[-(max_length or len(ids) + 1):]) for ids in said]
+        encoded = [tokenizer(p + c)["input_ids"] for p, c in zip(prompts, completions, strict=True)]
+        rows = [torch.tensor((ids + end)[-(max_length or len(ids) + 1):]) for ids in encoded]
         tokens, lengths = pad(rows)
         mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).index_fill(1, torch.tensor([0]), False)
         return scorer.scores(Batch(tokens=tokens, lengths=lengths, mask=mask)).tolist()

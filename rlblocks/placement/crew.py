@@ -200,7 +200,7 @@ def done(call:RankCall)->bool:
     return len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
 
 # %% ../../nbs/placement/98e_crew.ipynb #061332c7
-def gather(crew:Crew, call:RankCall)->dict[int, object]: # rank → what it said; None of ranks that do not speak
+def gather(crew:Crew, call:RankCall)->dict[int, object]: # rank → its answer; None of ranks that do not speak
     "Every rank's answer to a call, or one error. RankLost for a rank that died, TimeoutError for silent ones."
     answers, lost = wait_for(crew, call)
     if lost and repeatable(crew, call, lost): return gather(crew, revive(crew, call, lost))
@@ -250,8 +250,8 @@ def error_of(crew:Crew, call:RankCall, r:int, answer:Answer)->Exception:
 def died(crew:Crew, call:RankCall, r:int, why:str)->str:
     "Phase, rank, node, pid, replica, memory, why, and the end of its log."
     rank, replica = crew.ranks[r], f", of replica {replica_index(call.replicas, r)}" if call.replicas else ""
-    held = f"it held {rank.resident/2**20:.0f} MiB after {rank.after}" if rank.resident else "it had answered nothing"
-    return (f"{call.who}: {rank} of {len(crew.ranks)} in pool {crew.name!r}{replica}, died; {held}. "
+    memory = f"it held {rank.resident/2**20:.0f} MiB after {rank.after}" if rank.resident else "it had answered nothing"
+    return (f"{call.who}: {rank} of {len(crew.ranks)} in pool {crew.name!r}{replica}, died; {memory}. "
             f"{' '.join(why.split())}{log_tail(crew.cluster, rank.node, rank.pid)}")
 
 def names_of(crew:Crew, numbers:list[int])->str:

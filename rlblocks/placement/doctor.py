@@ -30,8 +30,8 @@ def spilling_folder()->str:
     "Where this node's raylet, which has started this process, puts what its store has no room for."
     try: words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
     except OSError: words = []
-    said = [Path(w.partition("=")[2]) for w in words if w.startswith("--fallback_directory=")]
-    return str(said[0] if said and said[0].is_dir() else tempfile.gettempdir())
+    folders = [Path(w.partition("=")[2]) for w in words if w.startswith("--fallback_directory=")]
+    return str(folders[0] if folders and folders[0].is_dir() else tempfile.gettempdir())
 
 class Facts(NamedTuple):
     "What a node is like."
@@ -69,7 +69,7 @@ class Finding(NamedTuple):
     remedy:str # empty: nothing is wrong
 
 def findings(
-    facts:dict[str, Facts], # node → what it said
+    facts:dict[str, Facts], # by node
     own:Facts,   # of the driver's process
     folder:str,  # of the run; "": none
 )->list[Finding]:
@@ -101,13 +101,13 @@ def examine(
 )->list[Finding]:
     "Ask every node of a cluster. RuntimeError for a cluster without a token."
     connect(as_cluster(cluster))
-    if folder is None: return _asked("", "", patience)
+    if folder is None: return _ask_nodes("", "", patience)
     file, text = Path(folder).absolute()/f".seen-{uuid.uuid4().hex[:6]}", uuid.uuid4().hex
     file.write_text(text)
-    try: return _asked(str(file), text, patience)
+    try: return _ask_nodes(str(file), text, patience)
     finally: file.unlink()
 
-def _asked(file, text, patience):
+def _ask_nodes(file, text, patience):
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -120,13 +120,13 @@ def _asked(file, text, patience):
         address = n["NodeManagerAddress"]
         tasks[task] = address if every.count(address) == 1 else f"{address} {n['NodeID'][:6]}"
     ready = ray.wait(list(tasks), num_returns=len(tasks), timeout=patience)[0]
-    said, silent = {}, []
+    facts, silent = {}, []
     for task, node in tasks.items():
         if task not in ready: silent.append(Finding(node, "answer", f"none within {patience:g} s", NO_ANSWER))
         else:
-            try: said[node] = ray.get(task)
+            try: facts[node] = ray.get(task)
             except RayError as e: silent.append(Finding(node, "answer", str(e).strip().splitlines()[-1], NO_ANSWER))
-    return silent + findings(said, facts_of_node(0., "", ""), str(Path(file).parent) if file else "")
+    return silent + findings(facts, facts_of_node(0., "", ""), str(Path(file).parent) if file else "")
 
 def doctor(
     argv:Sequence[str]|None=None, # of the command line; None: this process's

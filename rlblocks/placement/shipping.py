@@ -39,9 +39,10 @@ def window_class()->type:
         async def wanted(self, which):
             "Whether a reader asks for scores; the answer comes when one does, or when all have left."
             async with self.change:
-                def known(): return which in self.asked or self.failed(which) or self.none_left(which)
+                def known(): return which in self.scores_wanted or self.failed(which) or self.none_left(which)
                 await self.change.wait_for(lambda: known() or self.readers.get(which) == any_number)
-                return self.asked.setdefault(which, self.readers.get(which) == any_number) # the same for all senders
+                # the same for all senders
+                return self.scores_wanted.setdefault(which, self.readers.get(which) == any_number)
 
         async def score(self, which, scores):
             "What the owner gives its probe."
@@ -52,7 +53,7 @@ def window_class()->type:
         async def scored(self, which):
             "(scores, None), or (None, why there are none)."
             async with self.change:
-                self.asked.setdefault(which, True)
+                self.scores_wanted.setdefault(which, True)
                 self.change.notify_all()
                 await self.change.wait_for(lambda: which in self.scores or self.failed(which))
                 return self.scores.get(which), self.failed(which)
@@ -70,12 +71,12 @@ def _bucket_class()->type:
             self.there = {}                                    # (which, i) → [refs, readers left]
             self.readers, self.left = {}, {}                   # which → how many; how many of them have left
             self.ended = {}                                    # which → (why it ended, after how many buckets)
-            self.asked, self.scores = {}, {}                   # which → whether scores are wanted; what they are
+            self.scores_wanted, self.scores = {}, {}           # which → whether scores are wanted; what they are
 
         async def open(self, which, readers):
             "Something will pass, for so many readers; of what passed long ago nothing is remembered."
             async with self.change:
-                for known in (self.readers, self.left, self.ended, self.asked, self.scores):
+                for known in (self.readers, self.left, self.ended, self.scores_wanted, self.scores):
                     for old in [k for k in known if k < which - 10_000]: del known[old]
                 self.readers[which] = readers
                 self.change.notify_all()

@@ -34,7 +34,7 @@ class Server:
         "Begin to read messages."
         self.connection, self.inbox = connection, queue.SimpleQueue()
         self.names, self.last_sign = set(), 0.
-        self.version, self.marks = 0, {}      # of the weights; of a sample: from which token on it is of which version
+        self.version, self.versions = 0, {}   # of the weights; of a sample: from which token on it is of which version
         self.outbox:Any = queue.SimpleQueue() # a trainer that trains does not read
         self.decode:Any = None                # ids → text, for stop strings
         self.extras:dict[str, Extras] = {}
@@ -96,13 +96,13 @@ class Server:
         arrays = _complete(made, extras.kept) if output.finished else _so_far(_under_way(self)[name], extras.kept)
         if not output.finished: self.engine.abort_request([name])
         reason = "stop" if complete or made.finish_reason == "stop" else "length"
-        self.send("done", name, *arrays, made.routed_experts, self.marks[name], reason)
+        self.send("done", name, *arrays, made.routed_experts, self.versions[name], reason)
         self.forget([name])
 
     def forget(self, names:list[str]): # of samples that have ended
         "No more messages about them."
         self.names -= set(names)
-        for known in (self.extras, self.marks):
+        for known in (self.extras, self.versions):
             for name in names: known.pop(name, None)
 
 # %% ../../nbs/samplers/83c_child.ipynb #bccdb4a7
@@ -142,7 +142,7 @@ def _add(
             form._backend = "outlines"
         server.engine.add_request(name, dict(prompt_token_ids=ids, cache_salt=salt), params, lora_request=server.slot)
         server.names.add(name)
-        server.extras[name], server.marks[name] = extras, [(0, server.version)]
+        server.extras[name], server.versions[name] = extras, [(0, server.version)]
 
 def _decoder(
     server:Server,
@@ -194,7 +194,7 @@ def _abort(
     names = [n for n in names if n in server.names]
     found = {}
     for name, s in _under_way(server).items():
-        if name in names: found[name] = *_so_far(s, server.extras[name].kept), None, server.marks[name]
+        if name in names: found[name] = *_so_far(s, server.extras[name].kept), None, server.versions[name]
     server.engine.abort_request(names)
     server.forget(names)
     server.send("abort", found)
@@ -242,13 +242,14 @@ def _load(
     elif not server.engine.reset_prefix_cache() and not server.names:
         raise RuntimeError("the prefix cache could not be emptied")
     server.version = version
-    for name, s in _under_way(server).items(): _mark(server.marks[name], len(s.detokenizer.output_token_ids), version)
+    for name, s in _under_way(server).items():
+        _set_version(server.versions[name], len(s.detokenizer.output_token_ids), version)
     server.send("loaded", sums)
 
-def _mark(marks, at, version):
+def _set_version(versions, at, version):
     "From token `at` on a sample is of this version."
-    if marks[-1][0] == at: marks.pop()
-    marks.append((at, version))
+    if versions[-1][0] == at: versions.pop()
+    versions.append((at, version))
 
 def _adapter(
     server:Server,

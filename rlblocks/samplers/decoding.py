@@ -155,8 +155,8 @@ def decode(
     u:Float[Tensor, "R S"],     # uniform numbers, one a row and step
     stop:Int[Tensor, " E"],     # ids that end a row; they are part of it
     *,
-    alter:Callable|None=None,   # (logits, numbers of their rows, what they have said `[k, s]`) → logits to draw from
-    ends:Callable|None=None,    # what rows have said `[k, s]` → `[k]`, whether the last token ends the row
+    alter:Callable|None=None,   # (logits, numbers of their rows, their tokens so far `[k, s]`) → logits to draw from
+    ends:Callable|None=None,    # tokens of rows so far `[k, s]` → `[k]`, whether the last token ends the row
     **how,                      # temperature, top_k, top_p, min_p
 )->Sampled:
     "Sample every row until it draws a stop id or S tokens."

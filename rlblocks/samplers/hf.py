@@ -218,11 +218,11 @@ def completions(
     experts:Tensor|None=None, # of `experts_of_rows`
 )->list[Completion]:
     "A completion for each row."
-    asked = [(r, k) for r in part for k in range(len(r.seeds))]
+    samples = [(r, k) for r in part for k in range(len(r.seeds))]
     counts, ended, made = sampled.counts.tolist(), sampled.ended.tolist(), []
     tokens, logprobs = sampled.tokens.cpu(), sampled.logprobs.cpu()
     support = None if sampled.support is None else sampled.support.cpu()
-    for i, ((r, k), n) in enumerate(zip(asked, counts, strict=True)):
+    for i, ((r, k), n) in enumerate(zip(samples, counts, strict=True)):
         kept, why = None if support is None else support[i, :n], "stop" if ended[i] else "length"
         went = None if experts is None else experts[i, :len(r.ids)+n-1]
         made.append(Completion(r.key, k, tokens[i, :n], logprobs[i, :n], kept, why, version, experts=went))

@@ -153,8 +153,8 @@ def confining(
     def allowed(state, device):
         if state not in ids: ids[state] = torch.tensor(index.get_allowed_tokens(state), device=device)
         return ids[state]
-    def alter(logits:Float[Tensor, "R V"], rows:Int[Tensor, " R"], said:Int[Tensor, "R s"]):
-        last = said[:, -1].tolist() if said.shape[1] else []
+    def alter(logits:Float[Tensor, "R V"], rows:Int[Tensor, " R"], tokens:Int[Tensor, "R s"]):
+        last = tokens[:, -1].tolist() if tokens.shape[1] else []
         numbers = rows.tolist()
         for i, token in zip(numbers, last, strict=False):   # none yet at the first step
             if states[i] is not None: states[i] = index.get_next_state(states[i], token)

@@ -256,16 +256,16 @@ def to_completion(
     layers:Sequence[int]=(),   # that have a router
 )->Completion:
     "What the engine sent. FloatingPointError for a log-prob that is not finite."
-    ids, logprobs, support, experts, marks = parts
+    ids, logprobs, support, experts, starts = parts
     if not np.isfinite(logprobs).all():
         raise FloatingPointError("generate: a sampled token has a log-prob that is not finite; the weights hold NaN or "
                                  "inf")
     logp = torch.from_numpy(logprobs).float() if request.how.temperature else torch.zeros(len(ids))
     if support is None and request.how.confined: support = np.zeros((0, request.how.kept(vocabulary)), dtype=np.int32)
     kept = None if support is None else torch.from_numpy(support)
-    ends = [at for at, _ in marks[1:]] + [len(ids)]
-    versions = [v for (at, v), end in zip(marks, ends, strict=True) for _ in range(end - at)]
+    ends = [at for at, _ in starts[1:]] + [len(ids)]
+    versions = [v for (at, v), end in zip(starts, ends, strict=True) for _ in range(end - at)]
     picks = None if experts is None or not request.experts else torch.from_numpy(
         experts[:len(request.ids) + len(ids) - 1, list(layers)].astype(np.int16))
-    return Completion(request.key, sample, torch.from_numpy(ids).long(), logp, kept, reason, marks[-1][1],
+    return Completion(request.key, sample, torch.from_numpy(ids).long(), logp, kept, reason, starts[-1][1],
                       torch.tensor(versions, dtype=torch.long), picks)
