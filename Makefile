@@ -80,7 +80,7 @@ test: .venv/.dev .venv/.peers .venv/.vllm .venv/.openenv .venv/.verifiers
 # What `make test` leaves out: hundreds of kills, every engine on every number of ranks, tutorials at full length.
 # What it says is written to benchmarks/results/test_long.txt.
 test-long: .venv/.dev
-	set -o pipefail; { echo "make test-long at $$(git log -1 --format='%h, %cs'), run on $$(date +%F), $$(uname -m), $$(nproc) cores"; \
+	set -o pipefail; { echo "make test-long at $$(git log -1 --format='%h, %cs'), run on $$(date +%F), $$(uname -m), $$(nproc --all) cores"; \
 	$(BIN)/python -m pytest -m long $(SIDE_BY_SIDE) --durations=0 --durations-min=1 tests; } | tee benchmarks/results/test_long.txt
 
 # Seconds of each group of tests, by which the workers are given work: tests/seconds.json

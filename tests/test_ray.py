@@ -284,12 +284,12 @@ def test_a_column_travels_once_while_it_is_unchanged(two, one):
 
 def test_ranks_do_not_wait_for_the_checksum_of_a_new_column(monkeypatch):
     "It is computed when they have been called. Where they were not, the column is put again."
-    from rlblocks.placement import raypool
-    summed, of = [], raypool.checksum
-    monkeypatch.setattr(raypool, "checksum", lambda x: summed.append(id(x)) or of(x))
-    columns, tokens = raypool.Columns(), torch.arange(200_000).view(8, -1)
+    from rlblocks.placement import wire
+    summed, of = [], wire.checksum
+    monkeypatch.setattr(wire, "checksum", lambda x: summed.append(id(x)) or of(x))
+    columns, tokens = wire.Columns(), torch.arange(200_000).view(8, -1)
     def stored(sums=True):
-        call = raypool.StoredCall(columns, (Batch(tokens=tokens),), {}, 2)
+        call = wire.StoredCall(columns, (Batch(tokens=tokens),), {}, 2)
         found = [call.of(k)[0][0].columns["tokens"].ref for k in range(2)]
         before = len(summed)
         if sums: call.sum_up()
@@ -726,6 +726,127 @@ def test_a_rank_without_a_world_is_made_anew_and_asked_once_more(cluster, one, t
         assert torch.equal(again.tokens, want.tokens) and len(pool.crew.revived) == 1
         keeps = pool.place(Keeps)
         with pytest.raises(RankLost, match="Keeps.dies: rank 0"): keeps.dies(p, 0)
+
+
+class Slow(Rollout):
+    "A rollout that dies once, while it generates."
+    def generate(self, prompts, *, once=None, **how):
+        if once and not Path(once).exists():
+            Path(once).touch()
+            time.sleep(1)          # so that the calls after this one are there
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().generate(prompts, **how)
+
+
+def test_a_death_costs_one_restart_and_calls_come_again_in_their_order(cluster, two, tmp_path):
+    "Two generations, a load and a third are before the rank when it dies: the first two have the old weights."
+    policy, p = two.place(Policy, net(seed=3), lr=1e-2), prompts((5, 2, 7, 3))
+    old, new = (Rollout(net(seed=seed), max_tokens=4).generate(p, seed=1).rollout_logprobs for seed in (0, 3))
+    assert not torch.equal(old, new)
+    with RayPool(1, cluster=cluster, world=False, restarts=2, name="order") as pool:
+        rollout = pool.place(Slow, net(seed=0), max_tokens=4)
+        began = [later(rollout.generate, p, seed=1, once=str(tmp_path/"died")) for _ in range(2)]
+        with pytest.warns(UserWarning, match="Slow.generate: rank 0 .*died.*made anew; 1 restarts are left"):
+            rollout.load(policy.weights())
+        began.append(later(rollout.generate, p, seed=1))
+        got = [x.result().rollout_logprobs for x in began]
+        assert len(pool.crew.revived) == 1 and pool.crew.restarts == 1
+        assert all(torch.equal(x, y) for x, y in zip(got, (old, old, new), strict=True))
+        assert [x.sets and x.sets[1] for x in pool.crew.sent] == ["place", "load"]
+
+
+def test_a_load_that_cannot_begin_leaves_the_ranks_that_send_free(cluster, two):
+    "What the receiver has unheard is raised, or that it is given up; nothing is left that waits for a reader."
+    policy = two.place(Policy, net(seed=3), lr=1e-2)
+    with RayPool(1, cluster=cluster, world=False, name="refuses") as pool:
+        rollout, keeps = pool.place(Rollout, net(), max_tokens=4), pool.place(Keeps)
+        later(keeps.run, fails, 1)
+        time.sleep(2)
+        with pytest.raises(ValueError, match="no luck"): rollout.load(policy.weights())
+        assert answers_in(20, lambda: policy.logprobs(rows(B=2)))
+        rollout.load(policy.weights())
+        with pytest.raises(RankLost): keeps.dies(prompts((2,)), 0)
+        with pytest.raises(RuntimeError, match="cannot be asked any more"): rollout.load(policy.weights())
+        assert answers_in(20, lambda: policy.logprobs(rows(B=2)))
+
+
+def fails(_): raise ValueError("no luck")
+
+
+def answers_in(seconds, call):
+    "Whether it does."
+    done = threading.Thread(target=call, daemon=True)
+    done.start()
+    done.join(seconds)
+    return not done.is_alive()
+
+
+@pytest.mark.parametrize("world", [True, False])
+def test_a_call_that_reached_some_ranks_ends_a_pool_whose_ranks_wait_for_each_other(cluster, monkeypatch, world):
+    from rlblocks.placement import raypool
+    stored, b = raypool._stored, prompts((2, 3))
+    with RayPool(2, cluster=cluster, world=world, name="partly") as pool:
+        echo = pool.place(Keeps)
+        with monkeypatch.context() as patch:
+            calls = iter([0, 1])
+            patch.setattr(raypool, "_stored", lambda x: stored(x) if next(calls) == 0 else full())
+            with pytest.raises(MemoryError, match="the store is full"): echo.pids(b)
+        if world:
+            with pytest.raises(RuntimeError, match="cannot be asked any more: Keeps.pids reached 1 of 2 ranks.*full"):
+                echo.pids(b)
+        else: assert len(set(echo.pids(b).tolist())) == 2
+
+
+def full(): raise MemoryError("the store is full")
+
+
+def test_ctrl_c_while_columns_are_summed_is_said_by_the_next_call(two, tmp_path, monkeypatch):
+    "The ranks were called by then; a step is not taken twice."
+    from rlblocks.placement import raypool
+    keeps = two.place(Keeps)
+    def pressed(self): raise KeyboardInterrupt
+    with monkeypatch.context() as patch:
+        patch.setattr(raypool.StoredCall, "sum_up", pressed)
+        with pytest.raises(KeyboardInterrupt): keeps.step(str(tmp_path/"began"))
+    with pytest.warns(UserWarning, match="Keeps.pid waits: Keeps.step was interrupted"):
+        with pytest.raises(RuntimeError, match="Keeps.step was interrupted, and the ranks have finished it"):
+            keeps.pid()
+    assert keeps.pid() > 0
+
+
+class Uneven:
+    "Rank 0 raises; the others take their time."
+    def go(self):
+        if os.environ["RANK"] == "0": raise ValueError("no luck")
+        time.sleep(3)
+
+
+def test_ranks_that_do_not_wait_for_each_other_have_their_time_when_one_fails(cluster):
+    with RayPool(2, cluster=cluster, world=False, grace=1., name="uneven") as pool:
+        uneven, keeps = pool.place(Uneven), pool.place(Keeps)
+        with pytest.raises(ValueError, match="no luck"): uneven.go()
+        assert keeps.pid() > 0
+
+
+class Ends(Large):
+    "One of its ranks dies while it sends."
+    def weights(self):
+        def made(_):
+            yield dict(w=torch.zeros(self.size))
+            if os.environ["RANK"] == self.which: os.kill(os.getpid(), signal.SIGKILL)
+            torch.distributed.barrier()
+        return Ticket(1, InProcess(lambda: 1, made, self.score), probe=(1, 2))
+    def choose(self, rank): self.which = str(rank)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_death_of_a_rank_that_sends_weights_is_said_by_name(cluster, one, rank):
+    "Not only that the weights did not come: RankLost, so that `restarted` makes a new pool."
+    with RayPool(2, cluster=cluster, grace=10., name="ends") as pool:
+        ends, reads = pool.place(Ends, 2, 1), one.place(Reads)
+        ends.choose(rank)
+        with pytest.raises(RankLost, match=rf"Ticket.send: rank {rank} .* in pool 'ends'.*died"):
+            reads.load(ends.weights())
 
 
 DRIVER = """

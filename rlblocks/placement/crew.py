@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['GONE_WITHIN', 'Rank', 'Crew', 'start_ranks', 'launch', 'end_ranks', 'RankCall', 'begin', 'retire', 'forget',
-           'Underway', 'keep_unheard', 'raise_unheard', 'done', 'gather', 'end_streams', 'wait_for', 'record',
-           'error_of', 'died', 'names_of', 'mended', 'unanswered', 'revive', 'report']
+           'Underway', 'keep_unheard', 'raise_unheard', 'done', 'gather', 'end_streams', 'raise_of_sender', 'wait_for',
+           'record', 'error_of', 'died', 'names_of', 'mended', 'unanswered', 'revive']
 
 # %% ../../nbs/placement/98e_crew.ipynb #70b7409e
 import builtins
@@ -118,7 +118,8 @@ class RankCall:
     who:str                      # is called: Policy.step
     ask:Callable[[Rank], Any]    # gives it to a rank: the answer to come
     replicas:list[int] = field(default_factory=list) # of each rank
-    streams:list[Stream] = field(default_factory=list) # weights on their way to it
+    streams:list[Stream] = field(default_factory=list) # weights on their way to it, or from it
+    senders:list[tuple[Crew, "RankCall"]] = field(default_factory=list) # who sends them: a pool's ranks, in a call
     repeats:bool = True          # whether a rank made anew can do it
     sets:tuple[int, str]|None = None # (object's number, what of it), where it is repeated also after it was answered
     refs:dict[int, Any] = field(default_factory=dict) # rank → its answer to come
@@ -211,11 +212,11 @@ def raise_unheard(
             raise RuntimeError(f"{who}: {call.who} was interrupted, and the ranks have finished it: the weights have "
                                "moved, and its metrics are lost. Go on after this step, or resume from a checkpoint")
 
-def done(call:RankCall)->bool:
+def done(call:RankCall, seconds:float=0.)->bool:
     "Whether all ranks have answered, one way or the other."
     import ray
     refs = list(call.refs.values())
-    return len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
+    return len(ray.wait(refs, num_returns=len(refs), timeout=seconds)[0]) == len(refs)
 
 # %% ../../nbs/placement/98e_crew.ipynb #061332c7
 def gather(crew:Crew, call:RankCall)->dict[int, object]: # rank → its answer; None of ranks that do not speak
@@ -234,11 +235,18 @@ def gather(crew:Crew, call:RankCall)->dict[int, object]: # rank → its answer; 
                        f"{names_of(crew, silent)}; the pool is given up")
     if lost or silent: crew.broken = crew.broken or str(error).splitlines()[0]
     end_streams(call)
+    for sender, sending in call.senders: raise_of_sender(sender, sending, error)
     raise error
 
 def end_streams(call:RankCall):
     "Weights on their way to a call that failed are not waited for."
     for stream in call.streams: stream.end(f"{call.who} failed")
+
+def raise_of_sender(sender:Crew, call:RankCall, error:Exception):
+    "Weights may not have come because a rank that sends them died: then RankLost says which, and the rest follows."
+    if not done(call, sender.grace): return
+    try: gather(sender, call)
+    except RankLost as e: raise e from error
 
 def wait_for(crew:Crew, call:RankCall, refs:dict[int, Any])->dict[int, str]: # ranks that died, and why
     "Collect what the ranks say, all of them or those that answer in time."
@@ -339,12 +347,3 @@ def revive(
             gather(crew, RankCall(call.who, call.ask, repeats=False, refs={rank.number: call.ask(rank)}))
     if not crew.restarts: crew.sent.clear()
 
-
-# %% ../../nbs/placement/98e_crew.ipynb #93a686b8
-def report(crew:Crew)->list[dict[str, str|int|float|None]]: # a row for each phase and rank
-    "Calls, seconds together and of the longest, and MiB at most, of each phase on each rank."
-    rows = []
-    for (who, r), seen in sorted(crew.seen.items()):
-        rank, took = crew.ranks[r], {k: seen[k] for k in ("calls", "seconds", "longest")}
-        rows.append(dict(phase=who, rank=r, node=rank.address, pid=rank.pid, **took, mib=seen["resident"]/2**20))
-    return rows
