@@ -95,6 +95,7 @@ def processes():
         try: text = stat.read_text()
         except OSError: continue
         rest = text[text.rindex(")") + 2:].split()
+        if rest[0] == "Z": continue        # it has ended, and nobody has asked how
         found[int(stat.parent.name)] = int(rest[1]), text[text.index("(") + 1:text.rindex(")")], int(rest[19])
     return found
 
@@ -136,7 +137,7 @@ def the_command(folder, steps, ray):
 class Run:
     "A process that supervises, all that descends from it, and what they have left."
     def __init__(self, folder, steps, log=lambda text: None, driver=own_driver):
-        self.folder, self.log, self.seen, self.killed = Path(folder), log, {}, []
+        self.folder, self.log, self.seen, self.killed, self.ended = Path(folder), log, {}, [], []
         self.began, self.ray, self.out = time.monotonic(), tempfile.mkdtemp(prefix="ray"), self.folder/"said.txt"
         with self.out.open("w") as out:
             self.supervisor = subprocess.Popen(list(map(str, driver(folder, steps, self.ray))), cwd=ROOT,
@@ -162,6 +163,8 @@ class Run:
         if (chosen := choose(now)) is None: return False
         (pid, start), name = chosen
         what = dict(name=name, kind=kind_of(chosen, now), pid=pid, driver=self.drivers(), **self.now())
+        assert (pid, start) not in self.ended, f"{name} ({pid}) was killed before"
+        self.ended.append((pid, start))
         end([(pid, start)])
         self.killed.append(what)
         self.log("rows {rows}, second {second}: {name} ({pid}) killed".format(**what))

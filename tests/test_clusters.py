@@ -177,6 +177,7 @@ print("doctor:", doctor(["--cluster", "auto", "--folder", "/runs"]), flush=True)
 quiet = dict(log_to_driver=False)
 with RayPool(2, gpus=1, cluster=dict(address="auto", ready=60, options=quiet), timeout=120.) as pool:
     from ray_hosts import loops     # not before: with it comes the token of other tests
+    print("cores", len(os.sched_getaffinity(0)), flush=True)
     print("ran on", *sorted(rank.address for rank in pool.crew.ranks), flush=True)
     print(json.dumps(loops(pool)), flush=True)
 """
@@ -374,7 +375,8 @@ i=0
 for host in $HOSTS; do
   mkdir -p "$FOLDER/$i"
   SLURM_NODEID=$i ip netns exec "$host" unshare --pid --fork --mount --kill-child --mount-proc bash -c \\
-    'mkdir -p /tmp/ray; mount --bind "$0" /tmp/ray; mount -t tmpfs tmpfs /dev/shm; exec "$@"' "$FOLDER/$i" "$@" &
+    'taskset -cp "0-$((${SRUN_CPUS_PER_TASK:-1} - 1))" $$ > /dev/null
+     mkdir -p /tmp/ray; mount --bind "$0" /tmp/ray; mount -t tmpfs tmpfs /dev/shm; exec "$@"' "$FOLDER/$i" "$@" &
   tasks[$i]=$!
   i=$((i + 1))
 done
@@ -383,10 +385,11 @@ for task in "${tasks[@]}"; do wait "$task" || code=$?; done
 exit $code
 """
 TRAIN = """
-import json
+import json, os
 from rlblocks import Cluster, RayPool
 with RayPool(2, cpus=.5, nodes=2, cluster=dict(address="auto", ready=60), timeout=120.) as pool:
     from ray_hosts import loops     # not before: with it comes the token of other tests
+    print("cores", len(os.sched_getaffinity(0)), flush=True)
     print("ran on", *sorted(rank.address for rank in pool.crew.ranks), flush=True)
     print(json.dumps(loops(pool)), flush=True)
 """
@@ -419,6 +422,7 @@ def test_a_job_of_slurm(tmp_path):
         hosts.__exit__()
         shutil.rmtree(folder, ignore_errors=True)
     assert "ran on 10.88.0.1 10.88.0.2" in run.stdout and run.returncode == 0, run.stdout[-5000:] + run.stderr[-5000:]
+    assert f"cores {min(2, os.cpu_count())}" in run.stdout, "srun gives a task one core, unless it is told"
     got = json.loads(next(line for line in run.stdout.splitlines() if line.startswith('{"grpo"')))
     same(got, loops(here), "slurm", 1e-10)
     assert not list((tmp_path/".ray").iterdir()), "the token is gone with the job"

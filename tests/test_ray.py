@@ -568,6 +568,16 @@ def test_ctrl_c_leaves_ranks_at_work_and_the_next_call_says_so(two, tmp_path, me
 
 # -- what cannot be had
 
+def test_a_pool_is_on_the_cluster_that_it_was_asked_for(cluster, one):
+    "Also where this process is connected to another one already."
+    import ray
+    there = ray.get_runtime_context().gcs_address
+    with RayPool(1, cluster=replace(cluster, address=there), cpus=.1) as pool: assert pool.ranks == 1
+    for address, says in (("192.0.2.77:1", f"asked for the cluster at 192.0.2.77:1, but .* connected to {there}"),
+                          (f"ray://{there}", "is Ray's client")):
+        with pytest.raises(ValueError, match=says): RayPool(1, cluster=replace(cluster, address=address))
+
+
 def test_room_that_is_not_there_is_refused_in_time(cluster, two):
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"3 × \(100 CPU\) \(PACK\) could not be had within 2 s; free are .*CPU"):
@@ -575,6 +585,7 @@ def test_room_that_is_not_there_is_refused_in_time(cluster, two):
     assert time.monotonic() - start < 60
     for how, says in ((dict(ranks=5, nodes=2), "5 ranks cannot be spread evenly over nodes=2"),
                       (dict(ranks=2, restarts=1), "restarts= is for what can be made again"),
+                      (dict(ranks=2, gpus=.5), "ranks of a world have GPUs of their own.*gpus=0.5 is for world=False"),
                       (dict(ranks=1, beside=two), "as many ranks are wanted as there are, 2")):
         with pytest.raises(ValueError, match=says): RayPool(**how, cluster=cluster)
 

@@ -46,7 +46,7 @@ class RayPool:
         name:str="pool",          # for messages and Ray's dashboard
     ):
         "Reserve room, start the processes, have them meet. ValueError or RuntimeError for what cannot be had."
-        _check_restarts(restarts, world)
+        _check_ranks(ranks, gpus, restarts, world)
         bundles, self.ranks, self.number, self.dropped = bundles_of(ranks, cpus, gpus, nodes), ranks, 0, deque()
         cluster, self.lock, self.window = _connected(cluster), RLock(), None
         group, claim = _room(bundles, "STRICT_SPREAD" if nodes else strategy, name, cluster.ready, beside, ranks)
@@ -107,7 +107,10 @@ class RayPool:
     def __repr__(self): return f"RayPool({self.ranks} ranks)"
 
 # %% ../../nbs/placement/98f_raypool.ipynb #cdcacecd
-def _check_restarts(restarts, world):
+def _check_ranks(ranks, gpus, restarts, world):
+    if world and ranks > 1 and gpus and gpus % 1:
+        raise ValueError(f"RayPool: ranks of a world have GPUs of their own, since NCCL refuses two on one; "
+                         f"gpus={gpus:g} is for world=False. Two pools share devices with beside=")
     if restarts and world:
         raise ValueError("RayPool: restarts= is for what can be made again, and a rank that trains cannot; say "
                          "world=False, or resume from a checkpoint")

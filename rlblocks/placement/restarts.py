@@ -21,6 +21,8 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from torch.distributed import DistError
+
 from ..engines.world import RankLost
 
 # %% ../../nbs/placement/98h_restarts.ipynb #10ebad2c
@@ -68,7 +70,7 @@ def first_with_room(
     "The first that can be had. RuntimeError of the last when none can."
     for make in makers[:-1]:
         try: return make()
-        except RuntimeError as e: warnings.warn(f"{e}; the next smaller pool is tried", stacklevel=3)
+        except (RuntimeError, TimeoutError) as e: warnings.warn(f"{e}; the next smaller pool is tried", stacklevel=3)
     return makers[-1]()
 
 def lost(
@@ -76,7 +78,7 @@ def lost(
 )->bool:
     "Whether another pool may do better: processes or connections are gone, and the loop itself did nothing wrong."
     kinds = type(error).__mro__
-    return isinstance(error, (RankLost, TimeoutError, ConnectionError)) or any(
+    return isinstance(error, (RankLost, DistError, TimeoutError, ConnectionError)) or any(
         k.__module__.split(".")[0] == "ray" for k in kinds)
 
 def disconnect():

@@ -255,7 +255,7 @@ def send(
         about = parcel_of(scored(ticket))
         if puts: _ask(way, "score", about)
     except Exception as e:
-        if puts: way.end(f"{type(e).__name__}: {e}")
+        way.end(f"{type(e).__name__}: {e}")       # also of a rank that puts nothing: the others stop in what it left
 
 def _send_buckets(
     made:Iterator[Mapping[str, Tensor|Change]], # all ranks make them together

@@ -18,6 +18,7 @@ echo 1 > "$OUTCOME"                                 # unless train.py says other
 
 export RAY_health_check_period_ms=1000 RAY_health_check_timeout_ms=2000 RAY_health_check_failure_threshold=3
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300   # seconds: nodes of a job do not start at one time; Ray waits for 30
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK    # else each task is bound to one core, whatever the job was given
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun mkdir -p "${SPILL:-/tmp/ray_spill}"
 # Ray's own exit codes do not say how train.py ended: once the head is stopped, Ray ends with an error on each node
