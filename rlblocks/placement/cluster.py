@@ -44,6 +44,7 @@ def as_cluster(
         raise ValueError(f"Cluster: {', '.join(map(repr, odd))}; it has {', '.join(known)}")
     return Cluster(**cast(dict[str, Any], x))
 
+# %% ../../nbs/placement/98d_cluster.ipynb #70c1d0a4
 def connect(cluster:Cluster):
     "Connect to it, unless this process is. RuntimeError for one without a token, ValueError for another one."
     try: import ray

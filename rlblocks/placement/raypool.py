@@ -19,7 +19,7 @@ from weakref import finalize
 from ..engines.weights import Ticket
 from .cluster import Cluster, as_cluster, bundles_of, claim_of, connect, reserve, spots
 from .crew import (
-    Crew, Rank, RankCall, Underway, begin, end_ranks, forget, gather, raise_unheard, start_ranks)
+    Crew, Rank, RankCall, Underway, begin, end_ranks, drop_objects, gather, raise_unheard, start_ranks)
 from .handles import Handle, Method, Placed, replica_index, speakers
 from .shipping import ANY_NUMBER, BUCKET_BYTES, InPool, Stream
 from .place import C, P, like_tuple
@@ -214,7 +214,7 @@ def _next_number(pool, who):
     if crew.broken: raise RuntimeError(f"{who}: {pool!r} cannot be asked any more: {crew.broken}")
     raise_unheard(crew, who)
     gone = [pool.dropped.popleft() for _ in range(len(pool.dropped))]
-    forget(crew, gone)
+    drop_objects(crew, gone)
     for rank in crew.ranks if gone else (): rank.member.drop.remote(gone)
     pool.number += 1
     return pool.number
