@@ -1,11 +1,13 @@
 """Many ranks, one step (LAWS 1 and 24): the same number of micro-batches everywhere, the gradient of one process,
 metrics that merge."""
 import time
+from itertools import product
 
 import pytest
 import torch
 from forked import on_ranks
 from rlblocks import Batch, Checkpoint, Policy, Scorer, masked_mean, merge, ppo_loss, scores_after
+from rlblocks.engines.fsdp import Fsdp
 from rlblocks.engines.optim import adamw
 from rlblocks.engines.world import RankLost
 from tiny import apart, exact, gradients, model, rows
@@ -155,13 +157,14 @@ def sft(out, b): return -masked_mean(out.logprobs, b.mask, denom=b.n_tokens), {}
 
 
 UNLIKE = {("whole", "part"): "the ranks disagree.*a whole batch.*a part of",
+          ("whole", "own"): r"the ranks disagree.*a whole batch of 8 rows.*one cut, batch\.parts",
           ("part", "other"): "the ranks disagree.*a part of", ("part", "none"): "the batch is a str"}
 
 
 def unlike(rank, ranks, kinds, engine):
     "A step that raises on all ranks, then one that all can take; where weights are sharded, log-probs likewise."
     policy, b, other = Policy(model(), lr=1e-2, device="cpu", engine=engine), rows(B=8), rows(B=8, seed=5)
-    given = dict(whole=b, part=b.parts(ranks)[rank], other=other.parts(ranks)[rank], none="no batch")
+    given = dict(whole=b, part=b.parts(ranks)[rank], other=other.parts(ranks)[rank], own=other, none="no batch")
     with pytest.raises((ValueError, TypeError, RuntimeError), match=UNLIKE[kinds]) as e:
         policy.step(given[kinds[rank]], sft)
     assert policy.version == 0 and not isinstance(e.value, RankLost)
@@ -177,7 +180,6 @@ def unlike(rank, ranks, kinds, engine):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("engine", [None, "fsdp2"])
-@pytest.mark.parametrize("kinds", UNLIKE)
+@pytest.mark.parametrize("kinds, engine", [*product(UNLIKE, [None, "fsdp2"]), (("part", "none"), Fsdp)])
 def test_ranks_that_are_given_unlike_batches_raise_together(kinds, engine):
     on_ranks(unlike, (kinds, engine), 2, limit=300)

@@ -1,5 +1,6 @@
 "Settings are values: an engine's and an optimizer's say what the words say, and travel to where they act."
 import inspect
+import re
 
 import pytest
 import torch
@@ -31,6 +32,30 @@ def test_a_value_is_its_word():
             engines = [Policy(model(), engine=x, device="cpu")._run.model.engine for x in (value, word)]
             assert type(engines[0]) is type(engines[1])
     finally: leave_world()
+
+
+@pytest.mark.parametrize("factory", [plain, fsdp2, zero])
+def test_a_factory_that_is_not_called_says_so(factory):
+    line = "zero(3)" if factory is zero else f"{factory.__name__}()"
+    with pytest.raises(TypeError, match=re.escape(f"engine is the function {factory.__name__}; write {line}")):
+        Policy(model(), engine=factory, device="cpu")
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -1., None])
+def test_a_schedule_that_gives_no_rate_changes_nothing(odd):
+    def loss(out, b): return out.logprobs.sum()/b.n_tokens, {}
+    b, made = rows(dtype=torch.float32), adamw(lr=1e-2, schedule=lambda v: 1. if v == 0 else odd)
+    policy, calm = (Policy(model(), optimizer=made, device="cpu") for _ in range(2))
+    for p in (policy, calm): p.step(b, loss)
+    before = policy.state_dict()
+    with pytest.raises(ValueError, match=f"the schedule gives {odd!r} at version 1; a finite number of 0 or more"):
+        policy.step(b, loss)
+    after = policy.state_dict()
+    assert policy.version == 1 and all(x.equal(after["module"][n]) for n, x in before["module"].items())
+    for p in (policy, calm):      # the gradient is forgotten too
+        p._run.model.schedule = None
+        p.step(b, loss)
+    for n, x in calm.state_dict()["module"].items(): assert x.equal(policy.state_dict()["module"][n])
 
 
 def test_an_optimizers_value_has_clipping_and_schedule():

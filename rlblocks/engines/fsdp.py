@@ -18,12 +18,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
-from .base import EngineState, OptimizerState, PlannedBytes, WeightShard, nbytes_of
+from .base import EngineState, OptimizerState, PlannedBytes, WeightShard
 from .guards import ReentrantLock
 from .lazy import lazy_weights, place_, read_part
 from .modules import Within, callable_within_, distinct, trained_weights
 from .plain import clip_and_step, used_by_any
-from .world import HALF, fill_, join_world, same_weights, world
+from .world import HALF, fill_, join_world, world
 
 _T = TypeVar("_T")
 
@@ -162,16 +162,16 @@ def drop_unused_(params:list, reached:set[tuple[nn.Module, str]], device:torch.d
 # %% ../../nbs/engines/58_fsdp.ipynb #2ecb8892
 class Fsdp:
     "An engine: torch's `fully_shard`, layer by layer, with summed gradients."
+    gathers = True
 
     def __init__(self, module:nn.Module, device:torch.device, *, optimizer:Callable|None=None,
                  max_norm:float=float("inf"), dtype:torch.dtype|None=None, offload:str|None=None,
                  mesh:DeviceMesh|None=None, clip:Callable|None=None):
         """Shard a module over `mesh`, else all ranks; arguments as for `Plain` and `fsdp2`. All ranks together.
 
-        ValueError for ranks that built different models, and for shards that are to live anywhere but on the host."""
+        ValueError for shards that are to live anywhere but on the host."""
         if offload not in (None, "cpu"): raise ValueError(f'Fsdp: offload={offload!r}; "cpu" is wanted, or None')
         join_world(device)
-        if mesh is None: same_weights(module)
         mesh = mesh or init_device_mesh(device.type, (world()[1],))
         self.module:Any = shard_(module, device, mesh, half=dtype if dtype in HALF else None, frozen=optimizer is None,
                                  offload=bool(offload))
@@ -227,11 +227,6 @@ class Fsdp:
         "Shards in place of gathered weights."
         for part in self.module.modules():
             if isinstance(part, FSDPModule): part.reshard()
-    def adapt(self, name:str)->None: "Nothing to do: layers are complete where they compute."
-    def nbytes(self)->dict[str, int]:
-        "Bytes that this rank holds."
-        self.refresh()
-        return nbytes_of(self.module, self.optimizer)
 
 # %% ../../nbs/engines/58_fsdp.ipynb #92509e28
 def planned_fsdp(params:list, layers:list[nn.Module], *, ranks:int, state_bytes:int=8, half:torch.dtype|None=None,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .base import EngineState, WeightShard, nbytes_of
+from .base import EngineState, WeightShard
 from .guards import ReentrantLock
 from .modules import trained_weights
 from .weights import named_weights
@@ -46,6 +46,7 @@ def clip_and_step(optimizer:torch.optim.Optimizer, params:list, max_norm:float, 
 # %% ../../nbs/engines/57_plain.ipynb #ef5707aa
 class Plain:
     "An engine: all of the module on each rank; gradients are summed at the end of a step."
+    gathers = False
 
     def __init__(self,
         module:nn.Module,    # owned from here on
@@ -102,8 +103,3 @@ class Plain:
 
     def refresh(self)->None:
         "Nothing to do: what was written is the weight."
-
-    def adapt(self, name:str)->None: "Nothing to do: layers are complete where they compute."
-    def nbytes(self)->dict[str, int]:
-        "Bytes that this rank holds."
-        return nbytes_of(self.module, self.optimizer)

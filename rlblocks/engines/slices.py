@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .base import EngineState, OptimizerState, WeightShard, bytes_of
+from .base import EngineState, OptimizerState, WeightShard
 from .modules import distinct, trained_weights
 from .world import fill_, world
 
@@ -200,16 +200,6 @@ def shards_of(parts:ZeroParts)->dict[str, WeightShard]: # by name
             return mine.gathered(parts.device).cpu() if full else mine
         return WeightShard(piece.slice(piece.flat, parts.device).local, save, piece.take)
     return {n: shard(parts.piece(p)) for n, p in trained_weights(parts.module).items()} if parts.zero else {}
-
-def zero_bytes(parts:ZeroParts)->dict[str, int]: # weights, gradients, states
-    "Bytes of the weights that compute, of gradients between passes, and of masters and moments."
-    params:list[Any] = list(parts.module.parameters())
-    weights = bytes_of([*(getattr(p, "ds_tensor", p) for p in params), *parts.module.buffers()])
-    if not parts.zero: return dict(weights=weights, gradients=0, states=0)
-    flats, states = parts.flats(), [x for s in parts.optimizer.state.values() for x in s.values()]
-    buckets = [b.buffer for b in getattr(parts.zero, "ipg_buckets", {}).values() if b.buffer is not None]
-    return dict(weights=weights, gradients=bytes_of([*(p.grad for p in params), *(f.grad for f in flats), *buckets]),
-                states=bytes_of([*flats, *states]))
 
 # %% ../../nbs/engines/59_slices.ipynb #da6b416b
 def first_state(optimizer:Any, g:int, device:Any)->dict: # name → tensor of three entries, or what they share

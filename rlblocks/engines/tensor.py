@@ -23,7 +23,7 @@ from .fsdp import Fsdp, load_named_state, named_state
 from .modules import output_layer, plain_name
 from .optim import check_elementwise
 from .plain import Plain
-from .world import mesh_of, same_weights
+from .world import mesh_of
 
 _T = TypeVar("_T")
 
@@ -132,6 +132,7 @@ def piece_shard(name:str, shard:WeightShard, pieces:Pieces)->WeightShard:
 # %% ../../nbs/engines/63_tensor.ipynb #1241f4f9
 class TensorParallel:
     "An engine: a model of transformers cut inside its layers, each piece in a plain engine or FSDP2."
+    gathers = True
 
     def __init__(self, module:nn.Module, device:torch.device, *, size:int, engine:str|None=None,
                  expert_parallel:bool=False, optimizer:Callable|None=None, max_norm:float=float("inf"),
@@ -140,7 +141,6 @@ class TensorParallel:
 
         All ranks together. ValueError for a model, plan, optimizer or engine that cannot be cut so."""
         mesh = tensor_mesh(device, size)
-        same_weights(module)
         group, copies = mesh["tensor"].get_group(), DeviceMesh.from_group(mesh["copies"].get_group(), device.type)
         self.cut = cut_model(module, group, expert_parallel=expert_parallel, read=not engine)
         shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
@@ -180,7 +180,7 @@ class TensorParallel:
         self.entry.forget()
         self.inner.discard()
     def adapt(self, name:str)->None:
-        "Let an adapter that peft has put on take part in the exchanges of its layers."
+        "Peft has put an adapter of this name on the layers: let it take part in their exchanges."
         adapt_layers_(self.module, name, self.cut, self.pieces.group)
 
     def weights(self, wide:Collection[str]=frozenset())->Iterator[tuple[str, Tensor]]:
@@ -208,7 +208,6 @@ class TensorParallel:
     def refresh(self)->None:
         self.entry.forget()
         self.inner.refresh()
-    def nbytes(self)->dict[str, int]: return self.inner.nbytes()
 
 # %% ../../nbs/engines/63_tensor.ipynb #cdfaf7e9
 def adapted_layers(module:nn.Module, name:str, cuts:Collection[str], size:int)->dict[str, nn.Module]: # by name

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MEETING', 'HALF', 'device_of', 'in_time', 'world', 'exchange', 'first_error', 'RankLost', 'all_or_raise', 'largest',
-           'agree', 'same_rows', 'same_weights', 'fill_', 'join_world', 'group_of', 'mesh_of', 'form_world',
-           'leave_world']
+           'agree', 'same_rows', 'same_weights', 'same_model', 'fill_', 'join_world', 'group_of', 'mesh_of',
+           'form_world', 'leave_world']
 
 # %% ../../nbs/engines/52_world.ipynb #1b32dc25
 import atexit
@@ -145,7 +145,8 @@ def agree(error:Exception|None, who:str, same:object=None)->None:
     """Go on together or stop together, see `all_or_raise`; ValueError when `same` differs between ranks."""
     answers = all_or_raise(who, error, same)
     if any(x != answers[0] for x in answers):
-        raise ValueError(f"{who}: the ranks disagree: {answers}; give every rank a part of the same batch")
+        raise ValueError(f"{who}: the ranks disagree: {answers}; give every rank the same whole batch, or its part of "
+                         "one cut, batch.parts(…)[policy.replica], as wrappers of pool.place(…) are given")
 
 def same_rows(mine:list[int], shares:int, who:str)->None:
     "`shares` consecutive ranks have the same rows, judged by `mine` (checksums), or every rank raises ValueError."
@@ -163,7 +164,11 @@ def same_weights(module:nn.Module)->None:
     first = {name: read_flat(p, 0, min(4096, p.numel())) for names, p in lazy_weights(module) for name in names[:1]}
     first |= {name: x.flatten()[:4096] for name, x in named_weights(module).items() if not x.is_meta}
     shapes = {name: list(x.shape) for name, x in module.state_dict().items()}
-    answers = all_or_raise("engine", mine=[(name, shapes[name], checksum(x)) for name, x in first.items()])
+    same_model([(name, shapes[name], checksum(x)) for name, x in first.items()])
+
+def same_model(mine:list[tuple])->None: # (name, what it is like) of each part
+    "All ranks hold the same model, judged by its parts. ValueError when not; all ranks call it together."
+    answers = all_or_raise("engine", mine=mine)
     for rank, theirs in enumerate(answers):
         count = None if len(answers[0]) == len(theirs) else "the number of weights"
         odd = next((a[0] for a, b in zip(answers[0], theirs, strict=False) if a != b), count)

@@ -21,8 +21,8 @@ from .lazy import fill_whole_, is_lazy, read_flat
 from .modules import Within, callable_within_, distinct, trained_weights
 from .optim import decay_groups, check_elementwise
 from .plain import used_by_any
-from .slices import ZeroParts, Piece, full_weight, load_into, shards_of, state_of, zero_bytes
-from .world import HALF, agree, join_world, same_weights, world
+from .slices import ZeroParts, Piece, full_weight, load_into, shards_of, state_of
+from .world import HALF, agree, join_world, world
 
 _T = TypeVar("_T")
 
@@ -205,7 +205,6 @@ class Zero:
         ValueError for what it cannot do and an optimizer that needs full weights, ImportError for what is missing."""
         _check(module, stage=stage, optimizer=optimizer, adamw=adamw, dtype=dtype, offload=offload)
         prepare(device, stage, offload)
-        same_weights(module)
         callable_within_(module)
         self.module, self.device, self.used, self.dirty, self.lock = module, device, set(), False, ReentrantLock()
         half = dtype in HALF and stage > 1 and bool(optimizer)
@@ -218,6 +217,8 @@ class Zero:
 
     @property
     def stage(self)->int: return self.parts.stage
+    @property
+    def gathers(self)->bool: return self.stage == 3
 
     def __call__(self, *args, **kwargs): return run(self, *args, **kwargs)
     def within(self, f:Callable[[], _T])->_T:
@@ -258,12 +259,6 @@ class Zero:
     def refresh(self)->None:
         "Copy the fp32 weights into those that compute."
         self.parts.refresh()
-
-    def adapt(self, name:str)->None: "Nothing to do: layers are complete where they compute."
-    def nbytes(self)->dict[str, int]:
-        "Bytes that this rank holds between passes: fp32 masters count as states, but where they are what computes."
-        reshard(self)
-        return zero_bytes(self.parts)
 
 # %% ../../nbs/engines/60_zero.ipynb #e8b32475
 def planned_zero(params:list, *, stage:int, ranks:int, state_bytes:int=8, half:torch.dtype|None=None,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ from ..engines.checks import check_trains_in
 from ..engines.lazy import read_module_
 from ..engines.modules import output_layer, plain_name
 from ..engines.plain import Plain
-from ..engines.sharded import ShardedModel, has_all_weights
+from ..engines.sharded import ShardedModel
 from ..engines.weights import buckets
-from ..engines.world import agree, world
+from ..engines.world import agree, same_model, world
 from .adapters import (check_bare, check_merges, check_untied, fingerprint, inject_,
                                       keep_kernels_, layers_with_adapters, linear_names, load_adapter_, lora_config,
                                       merged_weights, nested, peft_, settings_of, starts_from_weights,
@@ -36,7 +36,9 @@ from .forward import Forward
 from .loading import load_tokenizer
 from .step import Lora, Prepared, Setup
 
-if TYPE_CHECKING: import peft
+if TYPE_CHECKING:
+    import peft
+    from rlblocks.engines.tensor import TensorParallel
 _T = TypeVar("_T")
 
 # %% ../../nbs/models/77_lora.ipynb #d2d3514c
@@ -99,7 +101,7 @@ class Base:
         for p in self.trunk.parameters(): p.requires_grad_(id(p) in trained)     # peft froze the other adapters
         check_merges(self.trunk, name)                 # what is left of an adapter that fails stays off
         check_untied(own, before)
-        if self._model is not None: self._model.engine.adapt(name)
+        if self.cut: cast("TensorParallel", self.model.engine).adapt(name)
         if folder: load_adapter_(own, folder)
         self.own[name], self.configs[name] = own, config
         return name
@@ -125,7 +127,7 @@ def check_new_adapter(base:Base, name:str, config:"peft.LoraConfig"):
         raise ValueError(f"lora: there is an adapter {name!r} on this base already; give another name, "
                          "lora=dict(…, name=…)")
     needs = starts_from_weights(config)
-    if not needs or base._model is None or has_all_weights(base._model): return
+    if not needs or base._model is None or not base._model.engine.gathers: return
     how = "these are sharded by now; give it to the wrapper that loads the model, as its lora=, or use plain LoRA here"
     if base.cut: how = (f"tensor_parallel={base.model.spec.tensor_parallel} has cut these; use plain LoRA, or "
                         'engine="fsdp2" without it')
@@ -150,6 +152,9 @@ class Adapted:
         self.plain = Plain(module, device, optimizer=optimizer, max_norm=max_norm)
         self.optimizer = self.plain.optimizer
         if base.cut: share_heads_(module, base.model.spec.tensor_parallel)
+
+    @property
+    def gathers(self)->bool: return self.base.model.engine.gathers
 
     def __call__(self, *args, **kwargs):
         with self.base.using(self.name): return self.base.model.engine.within(partial(self.module, *args, **kwargs))
@@ -200,11 +205,6 @@ class Adapted:
         return self.plain.shards()
 
     def refresh(self): "Nothing to do: what was written is the weight."
-    def adapt(self, name:str): "Nothing to do: adapters are put on the base, whose engine is settings."
-
-    def nbytes(self)->dict[str, int]:
-        "Bytes of the adapter and the head; the base's are its own engine's."
-        return self.plain.nbytes()
 
 # %% ../../nbs/models/77_lora.ipynb #1b91d3d0
 def share_heads_(module:nn.Module, ranks:int):
@@ -254,7 +254,9 @@ def on_base(base:Base|None, reader:Forward, setup:Setup, who:str)->tuple[Setup, 
         alone = replace(setup.engine, sequence_parallel=1)
         base = Base(reader.trunk, lora, name=origin, engine=alone, device=setup.device)
     else: check_shared(base, setup, who)
-    if not setup.frozen: check_trains_in(base.model.dtype, who)
+    if not setup.frozen:
+        check_trains_in(base.model.dtype, who)
+        same_model([("the base", base.digest)])
     name = base.first if not shared else lora if isinstance(lora, str) and lora in base.own else None
     if shared and name is None and lora is not None: name = base.put(lora)
     if name in base.trained and not setup.frozen:

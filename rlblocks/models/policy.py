@@ -18,7 +18,6 @@ from ..data.batch import Batch
 from ..engines.base import Engine, EngineSpec, engine_of
 from ..engines.deltas import Deltas
 from ..engines.optim import OptimizerSpec
-from ..engines.sharded import has_all_weights
 from ..engines.guards import LocalOnly
 from ..engines.weights import Ticket
 from .arguments import says_instead
@@ -96,7 +95,7 @@ def base_of(model:object)->Base|None: # None: the model is no wrapper
 
 def reads_shards(setup:Setup)->bool:
     "Whether the engine keeps a part of each weight on a rank, and reads it from the files itself."
-    return setup.engine.word in ("fsdp2", "zero3") or setup.engine.tensor_parallel > 1
+    return setup.engine.gathers
 
 def start(who:str, reader:Forward, base:Base|None, setup:Setup, *, quantized:bool=False)->tuple[Prepared, View|None]:
     """Hand the module to its engine, as a model of its own or as a view on a base.
@@ -212,7 +211,7 @@ def head_now(run:Prepared)->Head:
     """Its output layer as it stands now. All ranks together. TypeError for a layer that is no matrix.
 
     Of a frozen model on one device it is the very matrix, else a copy of V × H numbers on each rank."""
-    copy = not (run.model.frozen and has_all_weights(run.model))
+    copy = not run.model.frozen or run.model.engine.gathers
     return run.model.probe(partial(as_head, run.module.trunk, run.model.device, run.layout.transform, copy=copy))
 
 def expert_counts(

@@ -172,7 +172,7 @@ def _ready(run, jobs, reading):
         check_jobs(run.name, jobs)
         for b, _ in jobs if reading.rows or reading.after else (): check_scored(run.name, b, reading.after)
         shared = is_shared(run, [b for b, _ in jobs])
-        given = [_given(b, shared) for b, _ in jobs]
+        given = [_given(run, b) for b, _ in jobs]
     except Exception as e: error = e
     _together(f"{run.name}.step", error, run.model.ranks > 1, given)
     _agree_on_rows(run, [b for b, _ in jobs])
@@ -184,9 +184,15 @@ def _together(who, error, others, given=None):
     if others: agree(error, who, same=given)
     elif error: raise error
 
-def _given(batch, shared):
-    "What ranks that train together must have in common."
-    return f"a part of {batch.n_tokens} tokens in {batch.n_rows} rows" if shared else "a whole batch"
+def _given(run, batch):
+    "What ranks that run together must have in common: the whole of their parts, or the very rows."
+    if run.model.ranks == 1: return ""
+    if batch.is_part: return f"a part of {batch.n_tokens} tokens in {batch.n_rows} rows"
+    return f"a whole batch of {len(batch)} rows with checksums {_checksums(batch)}"
+
+def _checksums(batch):
+    "That tell unlike rows apart."
+    return [checksum(batch[k]) for k in ("tokens", "lengths", "mask") if k in batch]
 
 def _work(run, jobs):
     "(batch, loss, rows) of each micro-batch."
@@ -263,10 +269,10 @@ def is_shared(run:Prepared, batches:list)->bool: # True: gradients are summed ov
     return True
 
 def _agree_on_rows(run, batches):
-    "Ranks that share rows were given the same ones, or all raise: each would read the other's tokens as its own."
-    if run.model.shares == 1: return
-    same_rows([checksum(b[k]) for b in batches for k in ("tokens", "lengths", "mask") if k in b], run.model.shares,
-              run.name)
+    """Ranks that share rows were given the same part, or all raise: each would read the other's tokens as its own.
+
+    Whole batches have been compared by then, over all ranks."""
+    if run.model.shares > 1: same_rows([_checksums(b) for b in batches if b.is_part], run.model.shares, run.name)
 
 # %% ../../nbs/models/75_step.ipynb #e833e2c5
 @torch.no_grad()
@@ -291,10 +297,10 @@ def _readable(run, batch, reading, at):
         if "mask" not in batch:
             none = torch.zeros(batch.tokens.shape, dtype=torch.bool)
             batch = batch.with_columns(batch.columns | dict(mask=none))
-        given, batch = _given(batch, batch.is_part), batch.counted()
+        given, batch = _given(run, batch), batch.counted()
         plan = micro_batches(run, batch)
     except Exception as e: error = e
-    if run.model.shares > 1 or run.model.spec.word in ("fsdp2", "zero3"): agree(error, run.name, same=given)
+    if run.model.shares > 1 or run.model.engine.gathers: agree(error, run.name, same=given)
     plan = as_many(run, [batch], [plan], error)[0]
     _agree_on_rows(run, [batch])
     return batch, plan

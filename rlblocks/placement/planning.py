@@ -19,7 +19,7 @@ from ..data.columns import whole_number
 from ..engines.base import EngineSpec, PlannedBytes, engine_of, planned_plain
 from ..engines.cuts import cut_, fit_plan, plan_of
 from ..engines.modules import checkpoint_layers_, output_layer, plain_name, promote_
-from ..engines.sharded import frozen_copy, planned_bytes
+from ..engines.sharded import planned_bytes
 from ..engines.tensor import adapted_layers, adapter_share_
 from ..engines.world import HALF
 from ..models.loading import without_lm_head
@@ -43,7 +43,7 @@ class FakeWrapper:
     @property
     def copied(self)->bool:
         "Whether every rank has a plain copy of the base, as of one that does not train under ZeRO-1 and 2."
-        return self.spec.word is None or frozen_copy(self.spec.word, self.frozen or bool(self.own))
+        return self.spec.copies(frozen=self.frozen or bool(self.own))
 
 def _size(tensors): return sum(x.nbytes for x in tensors)
 
