@@ -68,7 +68,9 @@ def planned_bytes(spec:EngineSpec, module:nn.Module, params:list, *, frozen:bool
     """What the engine that `make_engine` makes will hold. ValueError for one of your own, whose bytes are not known.
 
     `state_bytes`: of the optimizer for each 4 bytes of weights."""
-    if spec.make: raise ValueError("planned_bytes: what an engine of your own holds is not known here")
+    if spec.make:
+        raise ValueError("plan: what an engine of your own holds is not known here; a word or a value is wanted, "
+                         'engine="fsdp2" or plain(…), fsdp2(…), zero(3, …)')
     if spec.copies(frozen=frozen): return planned_plain(params, state_bytes=state_bytes)
     how:dict[str, Any] = dict(ranks=ranks, state_bytes=state_bytes, half=half, offload=bool(spec.offload))
     if spec.word == "fsdp2" or frozen:

@@ -23,6 +23,8 @@ from ..engines.sharded import planned_bytes
 from ..engines.tensor import adapted_layers, adapter_share_
 from ..engines.world import HALF
 from ..models.loading import without_lm_head
+from ..models.lora import check_kept
+from ..models.policy import check_quantized
 from ..models.value_heads import linear_head
 from .budgets import STAYS, Plan, device_bytes
 from .memory import PassBytes, adapted_model, fake_model, pack_, pass_bytes
@@ -84,9 +86,8 @@ def _cut_fake_(fake:Any, plan:dict[str, str], size:int):
 # %% ../../nbs/placement/97_planning.ipynb #ce60d7fe
 def wrapper_bytes(wrapper:FakeWrapper, *, ranks:int, state_bytes:int=8)->PlannedBytes: # on the fullest rank
     "What stays, base and adapter, as their engine says."
-    how:dict[str, Any] = dict(frozen=wrapper.frozen, ranks=ranks, state_bytes=state_bytes, half=wrapper.half)
-    if wrapper.copied: base = planned_plain(wrapper.base, state_bytes=state_bytes)
-    else: base = planned_bytes(wrapper.spec, wrapper.model, wrapper.base, **how)
+    base = planned_bytes(wrapper.spec, wrapper.model, wrapper.base, frozen=wrapper.frozen or bool(wrapper.own),
+                         ranks=ranks, state_bytes=state_bytes, half=wrapper.half)
     own = planned_plain(wrapper.own, state_bytes=state_bytes).device
     device = {kind: base.device[kind] + own[kind] for kind in STAYS}
     device["weights"] += _size(wrapper.model.buffers())
@@ -126,25 +127,12 @@ def _device_column(stays:PlannedBytes, comes:PassBytes, frozen:bool)->dict[str, 
 
 # %% ../../nbs/placement/97_planning.ipynb #0b58335c
 def _check_wrapper(spec:EngineSpec, devices:int, frozen:bool, lora, quantization):
-    "What cannot be cut so, what trains beside weights that do not, and whose bytes are not known."
-    if spec.make:
-        raise ValueError("plan: what an engine of your own holds is not known here; a word or a value is wanted, "
-                         'engine="fsdp2" or plain(…), fsdp2(…), zero(3, …)')
-    sp, tp = spec.sequence_parallel, spec.tensor_parallel
-    if devices % (sp*tp):
-        raise ValueError(f"plan: sequence_parallel={sp}, tensor_parallel={tp} want a multiple of {sp*tp} devices; "
-                         f"there are {devices}")
-    if lora is not None and spec.low_precision:
-        raise ValueError("plan: low_precision=True; adapters are kept in fp32, and the base stays in the precision it "
-                         "came in")
-    if quantization is None: return
-    if tp > 1:
-        raise ValueError(f"plan: tensor_parallel={tp} cuts matrices, and these are quantized; leave out one of the two")
-    if spec.word:
-        raise ValueError(f"plan: quantized weights are not sharded here; leave out engine={spec.word!r}, or "
-                         "quantization")
-    if lora is None and not frozen:
-        raise ValueError("plan: quantized weights do not train; give an adapter, lora=dict(r=16), or frozen=True")
+    "What cannot be cut so, and what the wrapper would refuse."
+    if devices % spec.shares:
+        raise ValueError(f"plan: sequence_parallel={spec.sequence_parallel}, tensor_parallel={spec.tensor_parallel} "
+                         f"want a multiple of {spec.shares} devices; there are {devices}")
+    if lora is not None: check_kept("plan", spec)
+    if quantization is not None: check_quantized("plan", spec, trains=lora is None and not frozen)
 
 def _check_pass(micro_tokens:int, row:int, lm_head:bool, value_head:bool, device:str):
     "What is read, of how many tokens, where."
