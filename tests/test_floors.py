@@ -92,6 +92,13 @@ def test_numbers_are_places_in_reading_order():
     assert seen == sorted(seen, key=list(ROOMS).index)
 
 
+def test_a_notebook_imports_from_smaller_numbers():
+    "All but `hf`, the sampler to read first, which takes what it does with a ticket from `transfer`, a later one."
+    places = {module_of(path): i for i, path in enumerate(BOOKS)}
+    back = {(m, other) for m in MODULES for other in ours(m) & set(places) if places[other] > places[m]}
+    assert back == {("samplers.hf", "samplers.transfer")}
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_down(module):
     order = list(ROOMS)
