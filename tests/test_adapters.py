@@ -20,7 +20,7 @@ from rlblocks.engines.weights import checksum, named_weights
 from rlblocks.engines.base import EngineSpec, engine_of
 from rlblocks.engines.optim import adamw
 from rlblocks.models.loading import pretrained
-from rlblocks.models.step import Setup
+from rlblocks.models.prepared import Setup
 from tiny import NEAR, apart, gradients, model, reach, rows, steady
 from torch import nn
 from torch.testing import assert_close

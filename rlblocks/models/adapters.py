@@ -32,7 +32,7 @@ from ..engines.world import HALF
 from .checks import check_adapter
 from .folders import drafted
 from .loading import dequantized, quantized
-from .step import Lora
+from .prepared import Lora
 
 if TYPE_CHECKING: import peft
 

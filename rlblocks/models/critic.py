@@ -18,8 +18,9 @@ from ..engines.optim import OptimizerSpec
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
 from .arguments import says_instead
-from .policy import Trained, base_of, reads_shards, start
-from .step import Lora, Setup, compute, train_step
+from .policy import Trained, base_of, start
+from .prepared import Lora, Setup
+from .step import compute, train_step
 from .value_heads import ClassHead, classifier, save_read, stored_bins, trunk_reader
 
 # %% ../../nbs/models/79_critic.ipynb #5c501332
@@ -48,7 +49,7 @@ class Critic(Trained):
         self.tokenizer = load_tokenizer(given.name, tokenizer)
         bins = stored_bins(given.name) if bins is None else bins
         size = dict[str, Any](outputs=1 if bins is None else len(bins), bias=bins is not None)
-        reader = trunk_reader(given, base, lazy=reads_shards(setup), **size)
+        reader = trunk_reader(given, base, lazy=setup.engine.gathers, **size)
         if bins is not None: reader.head = ClassHead(cast(nn.Linear, reader.head), torch.as_tensor(bins))
         self._run, self._view = start("Critic", reader, base, setup)
 

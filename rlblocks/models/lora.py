@@ -34,7 +34,7 @@ from .checks import check_same_base, check_sum_of_adapters, config_of
 from .folders import dtypes_of, in_precision, save_folder
 from .forward import Forward
 from .loading import load_tokenizer
-from .step import Lora, Prepared, Setup
+from .prepared import Lora, Prepared, Setup
 
 if TYPE_CHECKING:
     import peft

@@ -21,8 +21,9 @@ from ..engines.world import world
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
 from .arguments import says_instead
-from .policy import Trained, base_of, reads_shards, start
-from .step import Lora, Prepared, Setup, compute, is_shared, train_step
+from .policy import Trained, base_of, start
+from .prepared import Lora, Prepared, Setup
+from .step import compute, is_shared, train_step
 from .value_heads import classifier, moments_of, save_read, stored_moments, trunk_reader
 from .value_heads import without_moments
 
@@ -76,7 +77,7 @@ class Scorer(Trained):
         setup = Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
         given, base, wanted = as_pretrained(model), base_of(model), outputs_of(outputs)
         self.tokenizer = load_tokenizer(given.name, tokenizer)
-        head:dict[str, Any] = dict(outputs=wanted.number, bias=wanted.at is not None, lazy=reads_shards(setup))
+        head:dict[str, Any] = dict(outputs=wanted.number, bias=wanted.at is not None, lazy=setup.engine.gathers)
         reader = trunk_reader(given, base, **head)
         config = getattr(reader.trunk, "config", None) if base is None else None
         self.at = wanted.at or read_at(config)

@@ -22,7 +22,7 @@ from ..engines.deltas import Deltas, LowRank, changes_ticket
 from ..engines.weights import Ticket, probe_ids
 from .forward import Forward
 from .lora import Base, View
-from .step import Prepared
+from .prepared import Prepared
 
 # %% ../../nbs/models/77a_tickets.ipynb #b64b5e3c
 def ticket_of(run:Prepared, logprobs:Callable[[Batch], Tensor], dtype:torch.dtype|None=None, *, since:int|None=None,

@@ -212,7 +212,7 @@ def save_read(run, module, path, *, head:str|None, dtype:torch.dtype|None=None, 
         if part == "trunk": return at + leaf, exact(leaf, x)
         leaf = leaf.removeprefix("linear.")                # of a `ClassHead`; its values are in the config
         return (f"{head}.{leaf}", x.to(wanted or x.dtype)) if head and leaf in ("weight", "bias") else None
-    with run.lock:      # all buckets of one version, whatever another thread does
+    with run.model.lock:      # all buckets of one version, whatever another thread does
         buckets = run.model.iter_full_params(min(1 << 28, how["max_shard_bytes"]))
         dtype = dtype or next(iter(dtypes.values()), None)
         save_folder(module, buckets, path, who=run.name, filed=filed, dtype=dtype, **how)
