@@ -5228,6 +5228,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'rlblocks.testing.laws._alike': ('testing/laws.html#_alike', 'rlblocks/testing/laws.py'),
                                        'rlblocks.testing.laws._called': ('testing/laws.html#_called', 'rlblocks/testing/laws.py'),
                                        'rlblocks.testing.laws._check': ('testing/laws.html#_check', 'rlblocks/testing/laws.py'),
+                                       'rlblocks.testing.laws._cleaned': ('testing/laws.html#_cleaned', 'rlblocks/testing/laws.py'),
                                        'rlblocks.testing.laws._curvature': ('testing/laws.html#_curvature', 'rlblocks/testing/laws.py'),
                                        'rlblocks.testing.laws._denom': ('testing/laws.html#_denom', 'rlblocks/testing/laws.py'),
                                        'rlblocks.testing.laws._derivative': ('testing/laws.html#_derivative', 'rlblocks/testing/laws.py'),
