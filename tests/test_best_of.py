@@ -152,9 +152,8 @@ def test_equals_one_alone_and_nan_are_exactly_zero(estimate, offset):
 
 @everything
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("seed", range(15))
-def test_permutation_is_exact(f, dtype, seed):
-    s, g, order = ragged(seed, dtype, (1, 3, 8))
+def test_permutation_is_exact(f, dtype):
+    s, g, order = ragged(0, dtype, (1, 3, 8))
     assert torch.equal(f(s[order], g[order]), f(s, g)[order])
 
 

@@ -65,33 +65,18 @@ def arguments(name, dtype=torch.float64, cols=COLS):
 
 # -- laws of all
 
-@every_loss
-def test_obeys_every_law(name):
-    f, own = LOSSES[name]
-    if "top" in name: # a teacher's logits, which get no gradient, are detached by the one who stores them
-        f = partial(lambda logits, ids, teacher_logits, mask, of, denom=None: on_top(
-            logits, ids, teacher_logits.detach(), mask, of=of, denom=denom), **f.keywords)
-    laws = check_loss(f, {k: COLS[k] for k in own if k in OWN}, denom="n_rows" if "rows" in name else "n_tokens")
-    assert {"split", "mask", "empty", "padding", "empty_rows", "gradient", "precision", "metrics"} <= set(laws)
-    assert "reinforce" not in laws
-
-
-@every_loss
-def test_derivatives(name):
-    f, (first, *rest) = LOSSES[name][0], (x[8:10] for x in arguments(name))
-    if name.startswith("dft"): pytest.skip("its gradient is that of −π, not of its value: see below")
-    assert torch.autograd.gradcheck(lambda x: f(x, *rest)[0], first.clone().requires_grad_(), fast_mode=True)
-
-
-@every_loss
-def test_compiles_to_one_graph_and_never_waits(name):
-    f, args = LOSSES[name][0], arguments(name)
+@pytest.mark.parametrize("name", [name for name in LOSSES if "top" in name])
+def test_on_a_support_they_obey_every_law(name): # the laws of the others are in test_laws
+    f, (first, *rest) = LOSSES[name][0], arguments(name)
+    def stored(logits, ids, teacher_logits, mask, denom=None): # a teacher's logits get no gradient
+        return f(logits, ids, teacher_logits.detach(), mask, denom=denom)
+    assert {"split", "mask", "empty", "padding", "empty_rows", "gradient", "precision", "metrics"} <= set(
+        check_loss(stored, OWN, denom="n_tokens"))
+    assert torch.autograd.gradcheck(lambda x: f(x, *(x[8:10] for x in rest))[0], first[8:10].clone().requires_grad_(),
+                                    fast_mode=True)
     torch.compiler.reset()
-    (loss, metrics), (want,
-                      expected) = torch.compile(f, fullgraph=True, backend="eager")(*args, denom=40), f(*args, denom=40)
-    assert_close(loss, want)
-    assert {k: float(m) for k, m in metrics.items()} == pytest.approx({k: float(m) for k, m in expected.items()})
-    assert f(*(x.to("meta") for x in args))[0].is_meta
+    assert_close(torch.compile(f, fullgraph=True, backend="eager")(first, *rest)[0], f(first, *rest)[0])
+    assert f(*(x.to("meta") for x in (first, *rest)))[0].is_meta
 
 
 @every_loss
@@ -106,13 +91,6 @@ def test_no_nan_on_the_way_back(name):
     first = first.masked_fill(~rest[-1].view(16, 16, *[1]*(first.ndim-2)), math.nan).requires_grad_()
     with torch.autograd.detect_anomaly(check_nan=True): f(first, *rest)[0].backward()
     assert first.grad.isfinite().all() and not first.grad[~rest[-1]].any()
-
-
-@every_loss
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_dtype(name, dtype):
-    assert LOSSES[name][0](*arguments(name,
-                                      dtype))[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 @pytest.mark.parametrize("f", [forward_kl_loss, reverse_kl_loss, jsd_loss], ids=lambda f: f.__name__)
@@ -366,16 +344,13 @@ def test_with_tail():
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_support_obeys_the_laws_and_survives_an_empty_tail():
+def test_support_survives_an_empty_tail():
     own = dict(logits=COLS["logits"], ids=COLS["ids"])
-    check_estimator(support_logprobs, own, temperature=2.)
     z = COLS["logits"][:2, :, :3].clone().requires_grad_()
     with torch.autograd.detect_anomaly(check_nan=True):
         support_logprobs(z, torch.arange(3).expand(2, 16, 3),
                          torch.ones(2, 16, dtype=torch.bool))[..., :3].sum().backward()
     assert z.grad.isfinite().all()
-    assert_close(torch.compile(support_logprobs, fullgraph=True, backend="eager")(**own, mask=COLS["mask"]),
-                 support_logprobs(**own, mask=COLS["mask"]))
     with pytest.raises(ValueError, match="support_logprobs: temperature is -1"):
         support_logprobs(**own, mask=COLS["mask"], temperature=-1)
 
@@ -393,31 +368,15 @@ def test_uld_sorts_and_fills():
     on = torch.tensor([[True]])
     assert_close(uld_loss(torch.tensor([[[1., 3.]]]).log(), torch.tensor([[[1., 2., 1.]]]).log(), on)[0].item(), .5)
     assert_close(uld_loss(torch.tensor([[[1., 2., 1.]]]).log(), torch.tensor([[[1., 3.]]]).log(), on)[0].item(), .5)
-    check_loss(uld_loss, dict(logits=COLS["logits"], teacher_logits=COLS["teacher_logits"][..., :4]))
 
 
 # -- teachers as judges
 
-def estimators():
-    pair = dict(logprobs=COLS["logprobs"], teacher_logprobs=COLS["teacher_logprobs"])
-    yield "distill", distill_advantages, pair
-    for kw in (dict(), dict(gamma=.9, own=False), dict(normalize=False), dict(gamma=0., own=False)):
-        yield f"minillm {kw}", partial(minillm_advantages, **kw), pair
-    yield "mix", teacher_mix_weights, pair
-    yield "iw_opd", iw_opd_weights, dict(advantages=COLS["advantages"])
-
-
-@pytest.mark.parametrize("f, own", [x[1:] for x in estimators()], ids=[x[0] for x in estimators()])
-def test_judgements_obey_the_laws(f, own):
-    check_estimator(f, own)
-    torch.compiler.reset()
-    args = own | dict(mask=COLS["mask"])
-    assert_close(torch.compile(f, fullgraph=True, backend="eager")(**args), f(**args))
-    assert f(**{k: x.to("meta") for k, x in args.items()}).is_meta
-    assert f(**{k: x.bfloat16() if x.is_floating_point() else x for k, x in args.items()}).dtype == torch.float32
-    # C-T9: advantages are data
-    assert not f(**{k: x.clone().requires_grad_() if x.is_floating_point() else x
-                    for k, x in args.items()}).requires_grad
+@pytest.mark.parametrize("f", [distill_advantages, minillm_advantages, teacher_mix_weights, iw_opd_weights])
+def test_judgements_are_data_and_broadcast_nothing(f): # C-T9
+    names = ("advantages",) if f is iw_opd_weights else ("logprobs", "teacher_logprobs")
+    args = {k: COLS[k] for k in (*names, "mask")}
+    assert not f(**{k: x.clone().requires_grad_(x.is_floating_point()) for k, x in args.items()}).requires_grad
     with pytest.raises(ValueError, match="nothing is broadcast|at_tokens"): f(**args | dict(mask=COLS["mask"][:, 1:]))
 
 

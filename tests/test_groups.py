@@ -130,9 +130,8 @@ def test_right_and_wrong_may_come_as_one_and_zero(name, dtype):
 
 @grouped
 @both_dtypes
-@pytest.mark.parametrize("seed", range(20))
-def test_permutation_is_exact(estimate, dtype, seed):
-    rng = torch.Generator().manual_seed(seed)
+def test_permutation_is_exact(estimate, dtype):
+    rng = torch.Generator().manual_seed(0)
     sizes = torch.tensor([1, 3, 8])[torch.randint(3, (40,), generator=rng)]
     group = torch.arange(40).repeat_interleave(sizes)*7 - 100
     scores = torch.randn(len(group), generator=rng, dtype=dtype).round(decimals=1) + .05  # with ties

@@ -1,9 +1,10 @@
 """Every block of floors 0 and 1, found by itself: the laws of `check_loss` and `check_estimator`, one graph under
 torch.compile, no wait for the device, derivatives against finite differences. A new block is under test the moment it
-is exported; what it cannot be given by name is said in GIVEN."""
+is exported; what it cannot be given by name is said in GIVEN, other hyper-parameters in VARIANTS."""
 import importlib
 import inspect
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.testing import assert_close
 
 from rlblocks.signals.advantages import at_tokens
-from rlblocks.losses.margins import forward_kl_reward
+from rlblocks.losses.margins import alpha_reward, chi_reward, forward_kl_reward, js_reward
 from rlblocks.arithmetic.masked import Metric
 from rlblocks.testing.laws import check_estimator, check_loss
 from rlblocks.testing.oracles import sample_columns
@@ -146,7 +147,48 @@ LAWLESS = {  # a block, but not one of rows: which law is meaningless
 SURROGATE = dict(  # whose value is not what is descended: a stopped gradient is the point
     dft_loss="weighed by sg(π)", on_policy_loss="exp(lp − sg(lp))", cispo_loss="sg(ratio)·lp",
     dppo_tv_loss="sg(ratio)·lp", dppo_kl_loss="sg(ratio)·lp", vespo_loss="sg(weight)·lp", topr_loss="sg(weight)·lp",
-    nash_md_loss="sg(log-ratio)·lp",
+    nash_md_loss="sg(log-ratio)·lp", **{"gspo_token_loss advantages clip_low=0.1": "sg(ratio of the row)·lp/sg(lp)"},
+)
+
+
+# a loss of pairs or rows: one weight each, and two of 0
+WEIGHTS = sample_columns(seed=3)["scores"].index_fill(0, torch.tensor([3, 8]), 0.)
+BELOW = {k: -COLS[k].abs() - .01 for k in ("chosen", "rejected")}       # log-probs of answers
+SMOOTH = dict(beta=.3, label_smoothing=.2)
+# other hyper-parameters than the defaults and GIVEN, a dict for each case. Cases with the other `over`, and with
+# weights where a loss takes them, come by themselves
+VARIANTS = dict(
+    ppo_loss=[dict(clip_low=.1, clip_high=.28, dual_clip=1.5)], clipped_surrogate=[dict(dual_clip=1.5)],
+    grpo_loss=[dict(over="tokens", kl_coef=.5)], value_loss=[dict(clip=None), dict(huber=.5),
+                                                             dict(clip=None, huber=.5)],
+    cispo_loss=[dict(clip_low=.2, clip_high=.28, over="rows")], dppo_tv_loss=[dict(shift_high=.05)],
+    dppo_kl_loss=[dict(nats_low=.02, nats_high=.01, cap=1.1, over="rows")], dro_loss=[dict(beta=.5)],
+    sapo_loss=[dict(over="tokens", tau_pos=.5, tau_neg=3.)], cpgd_loss=[dict(over="rows", clip_low=.1, clip_high=.3)],
+    gspo_loss=[dict(clip_low=.1, clip_high=.1)],
+    gspo_token_loss=[dict(clip_low=.1), dict(advantages=COLS["advantages"], clip_low=.1)],
+    luspo_loss=[dict(clip_high=.1)], gmpo_loss=[dict(nats_low=.1, nats_high=.2)],
+    vespo_loss=[dict(over="rows", k_pos=1., lam_neg=.5)], kl_cov_loss=[dict(over="rows", kl_coef=.1)],
+    clip_cov_mask=[dict(share=.1, least=0.)], kl_cov_mask=[dict(share=.1)],
+    dpo_loss=[dict(beta=.3), SMOOTH], robust_dpo_loss=[SMOOTH], exo_loss=[dict(beta=.3, label_smoothing=.1)],
+    discopop_loss=[dict(beta=.3, tau=.4)], dpop_loss=[dict(beta=.3, penalty=1.5)],
+    **{f"{name}_loss": [dict(beta=.3)] for name in ("ipo", "hinge", "nca", "bco_pair", "sppo", "apo_zero", "apo_down",
+                                                    "rebel", "qrpo", "a2po")},
+    f_dpo_loss=[dict(divergence=forward_kl_reward, beta=.3), dict(divergence=js_reward, beta=.3),
+                dict(divergence=partial(alpha_reward, alpha=.3), beta=.3), dict(divergence=chi_reward, beta=.01)],
+    chipo_loss=[dict(max_reward=.4, beta=.1)], aot_loss=[dict(beta=.3, label_smoothing=.1)],
+    simpo_loss=[BELOW], alphapo_loss=[dict(alpha=.5, gamma=.3, **BELOW)], orpo_loss=[BELOW], cpo_loss=[BELOW],
+    tpo_loss=[dict(gamma=.5, gold=-COLS["ref_chosen"].abs() - .01, **BELOW)],
+    kto_loss=[dict(kl=.7, beta=.3), dict(kl=torch.tensor(.7), desirable_weight=1.2, undesirable_weight=.9),
+              dict(kl=0.)],
+    bco_loss=[dict(delta=.2, beta=.3)], xpo_loss=[dict(alpha=.2)], davidson_loss=[dict(nu=.7)],
+    bradley_terry_loss=[dict(margin=ROWS.abs())],
+    process_reward_loss=[dict(labels=noise(16, 16, 2, seed=1).softmax(-1)),
+                         dict(labels=noise(16, 16, 2, seed=1).softmax(-1), over="rows")],
+    generative_scores=[dict(yes=(0, 2), no=1)], support_logprobs=[dict(temperature=2.)],
+    forward_kl_loss=[dict(over="rows", temperature=3.)],
+    jsd_loss=[dict(beta=.1, temperature=.7), dict(beta=0.), dict(beta=1.)],
+    uld_loss=[dict(teacher_logits=noise(16, 16, 4, seed=1))],
+    minillm_advantages=[dict(gamma=.9, own=False), dict(normalize=False), dict(gamma=0., own=False)],
 )
 
 
@@ -158,17 +200,39 @@ def blocks():
 
 BLOCKS = {name: f for name, f in blocks() if name not in PLAIN}
 LOSSES = [name for name in BLOCKS if name.endswith("_loss")]
-every_block = pytest.mark.parametrize("name", BLOCKS)
 
 
-def arguments(name):
+def options(name):
+    "Of each case of a block, what it is given beside the defaults and GIVEN."
+    params, own = inspect.signature(BLOCKS[name]).parameters, VARIANTS.get(name, [])
+    if "over" in params and not any("over" in x for x in own):
+        own = [*own, dict(over="tokens" if params["over"].default == "rows" else "rows")]
+    weighs = name.endswith("_loss") and "weights" in params
+    return [{}, *(x | dict(weights=WEIGHTS) for x in own or [{}])] if weighs else [{}, *own]
+
+
+def label(name, given):
+    return " ".join([name, *(f"{k}={getattr(x, '__name__', x)}" if isinstance(x, str | float | int) or callable(x)
+                             and hasattr(x, "__name__") else k for k, x in given.items())])
+
+
+CASES = {label(name, x): (name, x) for name in BLOCKS for x in options(name)}
+every_case = pytest.mark.parametrize("name", CASES)
+every_loss = pytest.mark.parametrize("name", [case for case, (name, _) in CASES.items() if name in LOSSES])
+
+
+def block(case): return BLOCKS[CASES[case][0]]
+
+
+def arguments(case):
     "(columns, numbers) for one call, by parameter name."
-    given, params = GIVEN.get(name, {}), {k: p for k, p in inspect.signature(BLOCKS[name]).parameters.items()
-                                          if p.kind is not p.VAR_POSITIONAL}
+    name, own = CASES[case]
+    given, params = GIVEN.get(name, {}) | own, {k: p for k, p in inspect.signature(BLOCKS[name]).parameters.items()
+                                                if p.kind is not p.VAR_POSITIONAL}
     missing = [k for k, p in params.items() if p.default is p.empty and k not in COLS and k not in given]
     assert not missing, f"{name} wants {', '.join(missing)}: say in GIVEN of {__file__} what to give"
     wanted = {k: given.get(k, COLS.get(k)) for k, p in params.items() if k in given or p.default is p.empty}
-    columns = {k: x for k, x in wanted.items() if isinstance(x, torch.Tensor) and len(x) == 16}
+    columns = {k: x for k, x in wanted.items() if isinstance(x, torch.Tensor) and x.shape[:1] == (16,)}
     return columns, {k: x for k, x in wanted.items() if k not in columns}
 
 
@@ -182,8 +246,8 @@ def numbers(x):
 
 def test_the_tables_name_blocks_that_exist():
     known = dict(blocks())
-    assert not [name for name in itertools.chain(GIVEN, PLAIN, LAWLESS, LAW_OPTIONS, OF_BATCH, SURROGATE,
-                                                 RETURNS_LOGPROBS) if name not in known]
+    assert not [name for name in itertools.chain(GIVEN, VARIANTS, PLAIN, LAWLESS, LAW_OPTIONS, OF_BATCH,
+                                                 SURROGATE, RETURNS_LOGPROBS) if name.split()[0] not in known]
     assert len(LOSSES) >= 4
 
 
@@ -203,48 +267,60 @@ OF_BATCH = dict(rating_loss=dict(marked=GIVEN["rating_loss"]["mask"]), process_r
 # refuse a batch: their mask is of tokens that exist, which no batch counts
 NUMBERED = {"moe_balance_loss", "router_z_loss"}
 
-@every_block
+@every_case
 def test_obeys_the_laws(name):
     columns, hyper = arguments(name)
+    f, name = block(name), CASES[name][0]
     if name in LAWLESS: pytest.skip(LAWLESS[name])
-    if name.endswith("_loss"):
-        laws = check_loss(BLOCKS[name], columns | OF_BATCH.get(name, {}), **LAW_OPTIONS.get(name, {}), **hyper)
-        counted = set() if name in NUMBERED else {"denom"}
-        assert {"split", "gradient", "precision", "metrics", "differentiable"} | counted <= set(laws)
+    if not name.endswith("_loss"): return check_estimator(f, columns, **hyper)
+    weights = dict(weights=columns.pop("weights").exp()) if "weights" in columns else {}
+    for extra in [{}, weights] if weights else [{}]:
+        laws = check_loss(f, columns | extra | OF_BATCH.get(name, {}), **LAW_OPTIONS.get(name, {}), **hyper)
+        wanted = {"purity", "gradient", "permutation", "split", "metrics", "precision", "differentiable"}
+        if "mask" in columns: wanted |= {"mask", "empty", "padding", "empty_rows"}
+        if name not in NUMBERED: wanted |= {"denom"}
+        if {"logprobs", "advantages", "mask"} <= columns.keys() and LAW_OPTIONS.get(name, {}).get("policy") is None:
+            wanted |= {"scale", "reinforce"}
+        assert set(laws) == wanted
         # not even as an error of its own, which the checker takes for that
         assert bool(laws.note) == (name in NUMBERED), f"{name} cannot do with a batch: {laws}"
-    else: check_estimator(BLOCKS[name], columns, **hyper)
 
 
-@every_block
+@every_case
 def test_compiles_to_one_graph(name):
     columns, hyper = arguments(name)
     torch.compiler.reset()
-    want = numbers(BLOCKS[name](**columns, **hyper))
+    want = numbers(block(name)(**columns, **hyper))
     assert want
-    assert assert_close(numbers(torch.compile(BLOCKS[name], fullgraph=True, backend="eager")(**columns, **hyper)),
+    assert assert_close(numbers(torch.compile(block(name), fullgraph=True, backend="eager")(**columns, **hyper)),
                         want) is None
 
 
-@every_block
+@every_case
 def test_never_waits_for_the_device(name):
     "A fake tensor has a shape and no values: item, nonzero, unique and `if x > 0` raise."
     columns, hyper = arguments(name)
-    want = numbers(BLOCKS[name](**columns, **hyper))
+    want = numbers(block(name)(**columns, **hyper))
     with FakeTensorMode() as fake:
-        got = numbers(BLOCKS[name](**{k: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x
-                                      for k, x in (columns | hyper).items()}))
+        got = numbers(block(name)(**{k: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x
+                                     for k, x in (columns | hyper).items()}))
     assert [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in want]
 
 
-@pytest.mark.parametrize("name", LOSSES)
+def differentiable(case, columns):
+    "Names of the arguments that a gradient may reach."
+    wrt = LAW_OPTIONS.get(CASES[case][0], {}).get("wrt", ())
+    return [k for k in columns if k in wrt or k in ("chosen", "rejected")] or list(columns)[:1]
+
+
+@every_loss
 def test_derivative_is_that_of_the_value(name):
-    if name in SURROGATE: pytest.skip(SURROGATE[name])
+    if (why := SURROGATE.get(name, SURROGATE.get(CASES[name][0]))): pytest.skip(why)
     columns, hyper = arguments(name)
-    firsts = [k for k in columns if k in ("chosen", "rejected")] or list(columns)[:1]
+    firsts = differentiable(name, columns)
     few = {k: x[:4] for k, x in columns.items()}
     rest = {k: x for k, x in few.items() if k not in firsts}
-    def value(*xs): return BLOCKS[name](**dict(zip(firsts, xs, strict=True)), **rest, **hyper)[0]
+    def value(*xs): return block(name)(**dict(zip(firsts, xs, strict=True)), **rest, **hyper)[0]
     assert torch.autograd.gradcheck(value, [few[k].clone().requires_grad_() for k in firsts], fast_mode=True)
 
 
@@ -273,6 +349,23 @@ def test_hessian(name):
     def value(x): return BLOCKS[name](**few | {first: x}, **hyper)[0]
     assert_close(torch.func.hessian(value)(few[first]), torch.autograd.functional.hessian(value, few[first]), rtol=1e-9,
                  atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [case for case, (_, own) in CASES.items() if "weights" in own])
+def test_a_weightless_row_is_not_there(name):
+    "Whatever stands in it; and weights in half precision leave a loss in float64."
+    columns, hyper = arguments(name)
+    w, firsts = columns.pop("weights"), differentiable(name, columns)
+    kept = w != 0
+    alone, expected = block(name)(**{k: x[kept] for k, x in columns.items()}, weights=w[kept], **hyper)
+    for fill in (0., torch.nan, torch.inf, -torch.inf):
+        filled = {k: torch.where(kept.view(-1, *[1]*(x.ndim-1)), x, fill).requires_grad_(k in firsts)
+                  if x.is_floating_point() else x for k, x in columns.items()}
+        loss, metrics = block(name)(**filled, weights=w, **hyper)
+        assert_close((loss.detach(), numbers(metrics)), (alone, numbers(expected)))
+        for g in torch.autograd.grad(loss, [filled[k] for k in firsts]):
+            assert g.isfinite().all() and not g[~kept].any() and g[kept].any()
+    assert block(name)(**columns, weights=torch.ones(16, dtype=torch.bfloat16), **hyper)[0].dtype == torch.float64
 
 
 @pytest.mark.parametrize("waits", [lambda x, mask: x*bool(mask.any()), lambda x, mask: x[mask].sum(),

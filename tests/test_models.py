@@ -222,7 +222,7 @@ def test_a_local_mean_is_caught_and_changes_nothing():
     policy, b = Policy(model(), lr=1e-2, device="cpu"), rows(dtype=torch.float32)
     before = copy.deepcopy(policy.state_dict()["module"])
     def local(out, b): return ppo_loss(out.logprobs, out.logprobs.detach() - .1, b.advantages, b.mask)
-    with pytest.raises(ValueError, match="not a sum over rows.*denom=b.n_tokens"): policy.step(b, local)
+    with pytest.raises(ValueError, match="not a sum over rows.*pass denom=b "): policy.step(b, local)
     def centred(out, b):
         return -masked_mean(out.logprobs*(b.advantages - b.advantages.mean()), b.mask, denom=b.n_tokens), {}
     with pytest.raises(ValueError, match="batch statistics before the step"): policy.step(b, centred)

@@ -63,12 +63,6 @@ def pair(c, r): return torch.tensor([c]), torch.tensor([r]), torch.zeros(1), tor
 
 # -- laws
 
-@every_loss
-def test_obeys_every_law(name):
-    for extra in ({}, dict(weights=some_weights().exp())):
-        assert {"split", "metrics", "precision", "gradient", "purity",
-                "permutation"} <= set(check_loss(LOSSES[name][0], extra))
-
 
 @every_loss
 def test_as_a_closure_over_rows(name): # units joined by id, wherever their rows lie; a filler is no pair
@@ -218,22 +212,7 @@ def test_apo_down_lowers_both_and_the_rejected_more():
     assert up < 0 < down
 
 
-# -- a pair without weight
-
-@every_loss
-@pytest.mark.parametrize("fill", [0., math.nan, math.inf, -math.inf])
-def test_a_weightless_pair_is_not_there(name, fill):
-    f, lps, w = LOSSES[name][0], columns(), some_weights()
-    kept = w != 0
-    lps = [torch.where(kept, x, fill) for x in lps]
-    for x in lps[:2]: x.requires_grad_()
-    loss, metrics = f(*lps, weights=w)
-    grads = torch.autograd.grad(loss, lps[:2])
-    alone, expected = f(*(x.detach()[kept] for x in lps), weights=w[kept])
-    assert_close(loss.detach(), alone)
-    assert all(g.isfinite().all() and not g[~kept].any() and g[kept].any() for g in grads)
-    assert all(m.count == 14 for m in metrics.values())
-    assert {k: float(m) for k, m in metrics.items()} == pytest.approx({k: float(m) for k, m in expected.items()})
+# -- nothing at all
 
 
 @every_loss
@@ -365,42 +344,6 @@ def test_a_step_of_a_policy_is_one_gradient_however_cut(loss):
         policy.step(b, lambda out, p: ((sequence_logprobs(out.logprobs, p.mask)*p.pull).sum(), {}))
         assert apart(found, whole) < 1e-6
 
-
-# -- compiled, on no device, differentiated
-
-@every_loss
-def test_compiles_to_one_graph(name):
-    torch.compiler.reset() # it counts all losses as one function and gives up at the ninth
-    f, args = partial(LOSSES[name][0], weights=some_weights()), columns()
-    (loss, metrics), (want,
-                      expected) = torch.compile(f, fullgraph=True, backend="eager")(*args, denom=40), f(*args, denom=40)
-    assert_close(loss, want)
-    assert {k: float(m) for k, m in metrics.items()} == pytest.approx({k: float(m) for k, m in expected.items()})
-
-
-@every_loss
-def test_never_waits_for_the_device(name): # a meta tensor has no values to wait for
-    for weights in (some_weights().to("meta"), None):
-        loss, metrics = LOSSES[name][0](*(x.to("meta") for x in columns()), weights=weights,
-                                        denom=torch.tensor(40, device="meta"))
-        assert loss.is_meta and loss.ndim == 0 and metrics
-
-
-@every_loss
-def test_derivatives(name): # random points are away from the kink
-    c, r, rc, rr = (x[:6] for x in columns(2))
-    assert torch.autograd.gradcheck(lambda c, r: LOSSES[name][0](c, r, rc, rr, weights=some_weights()[:6])[0],
-                                    (c.clone().requires_grad_(), r.clone().requires_grad_()))
-
-
-@every_loss
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_dtype(name, dtype):
-    args = columns(dtype=dtype)
-    loss = LOSSES[name][0](*args)[0]
-    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    assert_close(loss, LOSSES[name][0](*(x.to(loss.dtype) for x in args))[0])
-    assert LOSSES[name][0](*args, weights=torch.ones(16, dtype=torch.bfloat16))[0].dtype == loss.dtype
 
 
 # -- errors: who, what came, what was wanted, how to fix

@@ -4,7 +4,7 @@ import pytest
 import tiny
 import torch
 from rlblocks import Batch, Policy, Rollout, expert_load, masked_mean, moe_balance_loss, router_z_loss
-from rlblocks.models.routers import experts_per_token, picked, router_columns, routers_of
+from rlblocks.models.routers import experts_per_token, picked, routed, router_columns, routers_of, routing
 from rlblocks.engines.base import EngineSpec, plain
 from rlblocks.engines.optim import adamw
 from torch.testing import assert_close
@@ -230,3 +230,24 @@ def test_experts_are_not_replayed_where_layers_run_twice():
         policy.step(b, lambda out, part: (-masked_mean(out.logprobs, part.mask, denom=part), {}))
     with pytest.raises(ValueError, match="LlamaForCausalLM declares no routers"):
         Rollout(tiny.model(), max_tokens=4, device="cpu").generate(tiny.prompts(), experts=True)
+
+
+def test_hooks_are_registered_once_and_silent_outside():
+    "Passes add none; a router that raises leaves no mode behind; and none of it works outside the block."
+    model, ids = net("mixtral"), torch.arange(12).view(1, 12)
+    routers = [m for m, _ in routers_of(model)]
+    def hooks(): return [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in routers]
+    with torch.no_grad():
+        with routed(model) as seen: model(ids)
+        once = hooks()
+        for _ in range(3):
+            with picked(model) as went, routing(model) as experts:
+                assert hooks() == once
+                model(ids)
+        assert len(seen) == len(went) == len(experts) == 2
+        broken = routers[1].register_forward_pre_hook(lambda module, args: (None,))
+        with pytest.raises(Exception), routing(model) as noted: model(ids) # noqa: B017
+        broken.remove()
+        assert not torch.overrides._get_current_function_mode_stack() and len(noted) == 1
+        model(ids)
+        assert len(seen) == len(experts) == 2

@@ -32,8 +32,8 @@ from rlblocks.testing.oracles import sample_columns
 from rlblocks.losses.unpaired import kto_loss
 from rlblocks.losses.value import value_loss
 
-ROWS = ("purity", "gradient", "mask", "empty", "permutation", "padding", "empty_rows")
-CUTS = ("split", "metrics", "precision")
+ROWS = ("purity", "mask", "empty", "permutation", "padding", "empty_rows")
+CUTS = ("split", "gradient", "metrics", "precision")
 LAWS = {*ROWS, *CUTS, "differentiable"}
 
 
@@ -225,7 +225,10 @@ def test_broken_closure(loss, law, says):
 # -- broken blocks
 
 def through_advantages(logprobs, advantages, mask, *, denom=None):
-    return aggregate(-logprobs*advantages, mask, denom=denom), {}
+    lp, A = clean(mask, logprobs, advantages)
+    return aggregate(-lp*A, mask, denom=denom), {}
+def unclean_ratio(logprobs, old_logprobs, advantages, mask, *, denom=None): # a gradient reaches data too
+    return aggregate(-(logprobs-old_logprobs).exp()*advantages, mask, denom=denom), {}
 def through_old(logprobs, old_logprobs, advantages, mask, *, denom=None):
     lp, old, A = clean(mask, logprobs, old_logprobs, advantages.detach())
     return aggregate(-(lp-old).exp()*A, mask, denom=denom), {}
@@ -255,7 +258,8 @@ def maskless(logprobs, advantages): return -(logprobs*advantages.detach()).sum()
 
 BLOCKS = [
     (through_advantages, "gradient", r"reaches advantages; .* advantages.detach\(\)"),
-    (through_old, "gradient", "reaches old_logprobs"),
+    (through_old, "gradient", "reaches old_logprobs; .* Harmless where you pass columns of a batch"),
+    (unclean_ratio, "mask", r"torch.where\(mask, x, 0.\) on every .* log_ratio\(logprobs, old_logprobs, mask\)"),
     (no_denom, "split", r"the batch gives .*: hand on denom, aggregate\(…, denom=denom\), instead of"),
     (ignores_denom, "split", "the batch gives .*: hand on denom"),
     (zero_over_zero, "empty", "the loss is nan, not 0"),
@@ -440,7 +444,7 @@ def test_losses_without_tokens_have_no_mask_to_check():
         x = torch.nn.functional.softplus(promoted(rejected.detach())-promoted(chosen))
         return x.sum()/(len(x) if denom is None else denom), dict(margin=Mean((chosen-rejected).sum(), len(x)))
     held = check_loss(pairs, dict(chosen=torch.randn(16), rejected=torch.randn(16)))
-    assert held == ("purity", "gradient", "permutation", "denom", "split", "metrics", "precision", "differentiable")
+    assert held == ("purity", "permutation", "denom", "split", "gradient", "metrics", "precision", "differentiable")
 
 
 def test_a_loss_that_reads_nothing_is_refused():
@@ -561,7 +565,7 @@ def test_good_estimators_pass():
     assert check_estimator(two) == held
     def per_row(scores, group):
         return promoted(scores)-torch.stack([promoted(scores)[group == g].mean().detach() for g in group])
-    assert check_estimator(per_row) == ("purity", "gradient", "permutation", "precision")
+    assert check_estimator(per_row) == ("purity", "permutation", "gradient", "precision")
     with pytest.raises(ValueError, match="check_estimator: whiten wants 'x'"): check_estimator(whiten)
 
 

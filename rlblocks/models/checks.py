@@ -247,7 +247,8 @@ def check_loss(who:str, got:object):
     "TypeError unless it is (0-d tensor, dict), ValueError for a metric that the step has itself."
     pair = "loss(out, b) must return (0-d tensor, dict of metrics)"
     if not (isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], dict)):
-        raise TypeError(f"{who}: {pair}, it returned {_what(got)}")
+        alone = isinstance(got, Tensor) and got.dim() == 0
+        raise TypeError(f"{who}: {pair}, it returned {'a tensor alone: return loss, {}' if alone else _what(got)}")
     if not (isinstance(got[0], Tensor) and got[0].dim() == 0):
         kind = f"a tensor of {list(got[0].shape)}" if isinstance(got[0], Tensor) else f"a {type(got[0]).__name__}"
         raise TypeError(f"{who}: {pair}; its first is {kind}, a 0-d tensor with gradient is wanted")

@@ -10,7 +10,7 @@ __all__ = ['ASK', 'BESIDE', 'LARGE', 'FAR', 'AFTER', 'PADDED', 'FAR_OFF', 'DIVID
 from collections.abc import Callable, Hashable
 from functools import partial
 from inspect import isroutine
-from numbers import Real
+from numbers import Integral, Real
 from types import CellType, FunctionType, MethodType
 from warnings import warn
 
@@ -189,8 +189,8 @@ AFTER = " once the outputs differ from the batch's columns, as after a step"
 PADDED = (" when they are padded to other widths (micro-batches are cut to their longest row: count with the mask, "
           "never with b.mask.shape[1] or x.mean())")
 FAR_OFF = " once the outputs are far from the batch's columns"
-DIVIDE = ("Divide by the whole batch's count, denom=b.n_tokens (or b.n_rows, b.n_units), not by the micro-batch's own, "
-          "and compute batch statistics before the step")
+DIVIDE = ("Divide by the whole batch's count, not by the micro-batch's own: pass denom=b (in your own arithmetic: "
+          "b.n_tokens, b.n_rows or b.n_units); compute batch statistics before the step")
 
 def check_splits(loss:Callable, out:Out, part:Batch, who:str)->bool:
     """Compare a closure on two pieces of a micro-batch with their union. ValueError when they differ.
@@ -221,7 +221,7 @@ class Checked:
 
     def due(self, loss:Callable)->bool: # whether it is to be checked on this micro-batch
         "Count a call."
-        if len(self.seen) > 1000: self.seen.clear()      # a coefficient that changes in every step
+        if len(self.seen) > 1000: self.seen.clear()      # a text or a count that changes in every step
         self.last = _key(loss)
         n, at = self.seen.get(self.last, (0, 1))
         self.seen[self.last] = n+1, at
@@ -242,7 +242,8 @@ def _key(x, around=())->Hashable:
     if isinstance(x, partial): return keys((x.func, *x.args, *x.keywords.items()))
     if isinstance(x, MethodType): return keys((x.__func__, x.__self__))
     if isinstance(x, Tensor): return "tensor", tuple(x.shape[1:])
-    if x is None or isinstance(x, str | bytes | Real): return type(x).__name__, x
+    if x is None or isinstance(x, str | bytes | Integral): return type(x).__name__, x
+    if isinstance(x, Real): return type(x).__name__, bool(x)     # a coefficient may change in every step
     if isinstance(x, tuple): return "tuple", keys(x[:100])
     if isinstance(x, dict): return "dict", keys(list(x.items())[:100])
     if isinstance(x, type) or isroutine(x): return x

@@ -64,7 +64,8 @@ def _gradient(p):
     ran = run(p, p.cols, p.step)
     leaks = [k for k in ran.touched if k not in p.first]
     if leaks:
-        p.fail("gradient", f"a gradient reaches {', '.join(leaks)}; all but the first argument is data: "
+        p.fail("gradient", f"a gradient reaches {', '.join(leaks)}; all but the first argument is data. Harmless where "
+                           "you pass columns of a batch, which have no gradient; if the function is to be shared, "
                            f"{leaks[0]}.detach()")
     if p.checker == "check_loss" and not ran.touched:
         wanted = [k for k in p.first if k in p.reads]
@@ -129,11 +130,16 @@ def _mask(p):
 def _hidden(p, mask, want, names, fill):
     "The law for one number under the mask of some columns."
     filled = {k: torch.where(mask.reshape(*mask.shape, *[1]*(p.cols[k].ndim-2)), p.cols[k], fill) for k in names}
-    fix = ("it counts tokens that were not chosen: no x.mean(), no shift by one" if math.isfinite(fill) else
-           "torch.where(mask, x, 0.) on what comes in, before the arithmetic: x*mask keeps NaN, and a where that comes "
-           "later leaves it in the gradient")
+    fix = "it counts tokens that were not chosen: no x.mean(), no shift by one" if math.isfinite(fill) else _cleaned(p)
     _alike(p, "mask", run(p, p.cols | filled, p.step), want, f"with {fill:g} under the mask of {', '.join(names)}", fix,
            tol=0)
+
+def _cleaned(p):
+    "How a loss keeps out what is under the mask."
+    lp, old, m = ("out.logprobs", "b.old_logprobs", "b.mask") if p.closure else ("logprobs", "old_logprobs", "mask")
+    ratio = f", or log_ratio({lp}, {old}, {m}) for the log of a ratio" if "old_logprobs" in p.reads else ""
+    return (f"torch.where({m}, x, 0.) on every column before any arithmetic{ratio}: x*{m} keeps NaN, and a where "
+            "after the arithmetic leaves it in the gradient")
 
 def _empty(p):
     mask = "b.mask" if p.closure else "mask"
@@ -148,7 +154,7 @@ def _empty(p):
         for k,x in ran.grads.items():
             if x.isfinite().all(): continue
             p.fail("empty", f"{what} gradient of {k} is not finite; torch.where before the division or the root")
-        if p.checker == "check_loss" and not ran.touched:
+        if p.checker == "check_loss" and not ran.touched and run(p, p.cols, counts).touched:
             p.fail("empty", f"{what} loss has no graph; return a sum over nothing, not a constant")
 
 # %% ../../nbs/testing/34_laws.ipynb #6dd651a7
@@ -184,8 +190,9 @@ def _denom(p):
 
 # %% ../../nbs/testing/34_laws.ipynb #de41149c
 def _split(p):
-    want, give = run(p, p.cols, p.step), "pass denom=b" if p.closure else "hand on denom, aggregate(…, denom=denom),"
-    fix = f"{give} instead of taking the mean of each part"
+    want, fix = run(p, p.cols, p.step), ("hand on denom, aggregate(…, denom=denom), instead of taking the mean of each part"
+                                         if not p.closure else "pass denom=b (in your own arithmetic: b.n_tokens, "
+                                         "b.n_rows or b.n_units) instead of taking the mean of each part")
     for ranks, rows in ((ranks, rows) for ranks in (1, 2, 4) for rows in (1, 2, 3, 16)):
         at, ran = zip(*parts(p, ranks, rows), strict=True)
         total, back = sum(x.outs["loss"] for x in ran), torch.cat(at).argsort()
@@ -263,9 +270,9 @@ def _mean(p):
     want, got = (run(p, cols | dict(mask=m), p._replace(cols=cols).counts(m)).outs["loss"] for m in (mask, fewer))
     if fewer.any() and _gap(got, want) > 1e-10:
         p.fail("mean", f"with equal numbers at every token the loss is {float(want):.6g}, and {float(got):.6g} if rows "
-                       "are shorter and fewer; it sums one thing and divides by the count of another: pass denom=b, or "
-                       "tokens with b.n_tokens, means of rows with b.n_rows, pairs with b.n_units; mean=False if long "
-                       "rows are meant to weigh more")
+                       "are shorter and fewer; it sums one thing and divides by the count of another: pass denom=b (in "
+                       "your own arithmetic: tokens with b.n_tokens, means of rows with b.n_rows, pairs with b.n_units)"
+                       "; mean=False if long rows are meant to weigh more")
 
 # %% ../../nbs/testing/34_laws.ipynb #c20a82c6
 class Laws(tuple):
@@ -331,7 +338,7 @@ def check_loss(
     own = {p.logprobs, "advantages", "mask"} <= p.reads if policy is None else policy
     wanted = {_denom: p.optional, _scale: own, _reinforce: own, _mean: mean and p.closure,
               _differentiable: differentiable}
-    laws = (_purity, _gradient, *_of_rows(p), _denom, _split, _metrics, _precision, _scale, _reinforce, _mean,
+    laws = (_purity, *_of_rows(p), _denom, _split, _gradient, _metrics, _precision, _scale, _reinforce, _mean,
             _differentiable)
     return _check(p, [law for law in laws if wanted.get(law, True)])
 
@@ -345,7 +352,7 @@ def check_estimator(
 )->tuple[str, ...]: # names of the laws that hold, printed as one line
     """Run on an estimator the laws that need no loss; AssertionError names the first that is broken, and the usual fix.
 
-    purity · gradient (first argument at most) · mask · empty · permutation · padding · empty_rows · precision."""
+    purity · mask · empty · permutation · padding · empty_rows · gradient (first argument at most) · precision."""
     p = probe("check_estimator", fn, inputs, hyper, per_row=per_row)
     _called(p)
-    return _check(p, (_purity, _gradient, *_of_rows(p), _precision))
+    return _check(p, (_purity, *_of_rows(p), _gradient, _precision))
