@@ -59,8 +59,8 @@ def trues(batch, name:str)->int:
     "`batch.n_NAME`: the count of a Bool column in the optimizer step."
     counts = batch.whole.trues if batch.is_part or "mask" in batch else {}
     if name not in counts:
-        raise AttributeError(f"Batch: no n_{name}: the whole had no mask, or no Bool column {name!r}, when it was counted; "
-                             f"there are {', '.join(counts) or 'none'}")
+        raise AttributeError(f"Batch: no n_{name}: the whole had no mask, or no Bool column {name!r}, when it was "
+                             f"counted; there are {', '.join(counts) or 'none'}")
     return counts[name]
 
 def group_counts(batch)->dict[int, int]:
@@ -241,8 +241,8 @@ def check_sampled_at(batch:"Batch", name:str, given:Any, neutral:int):
 class Batch:
     """Rows as named columns: tensors `[B, …]` or lists of `B` objects; a part remembers its whole.
 
-    A row begins in column 0, padding is behind it. `batch["name"] = x` adds a column, of tokens if it has a second axis;
-    `set(name, x, per="row")` one whose second axis is not tokens. It travels with the rows, and so does its kind."""
+    A row begins in column 0, padding is behind it. `batch["name"] = x` adds a column, per token if it has two axes or
+    more; `set(name, x, per="row")` one whose second axis is not tokens. It and its kind travel with the rows."""
 
     def __init__(self, /,
         *,
