@@ -489,6 +489,45 @@ def test_the_kind_of_a_column_is_declared_and_kept():
     assert ways["trim"].tokens.shape == (3, 3) and ways["cat"].tokens.shape == (7, 4)
 
 
+def test_other_columns_are_checked_as_set_does():
+    "Those that the batch has already are not looked at again; the kind of a name that it has stays."
+    b = small()
+    b.set("feature", torch.zeros(3, 4), per="row")
+    for odd, error, says in ((dict(mask=torch.ones(3, 4)), TypeError, "masks are Bool"),
+                             (dict(parts=["x"]*3), ValueError, "a column cannot be called 'parts'"),
+                             (dict(g=torch.zeros(3, 9)), ValueError, "set by batch.set.'g', …, per='row'"),
+                             (dict(scores=torch.zeros(2)), ValueError, "has 2 rows, the batch has 3"),
+                             (dict(scores=3), TypeError, "is a int"),
+                             (dict(mask=b.mask, tokens=b.tokens[:, :3], lengths=b.lengths.clamp(max=3)), ValueError,
+                              "but tokens are .3, [34].")):
+        with pytest.raises(error, match=says): b.with_columns(b.columns | odd)
+        with pytest.raises(error, match=says): small().parts(1)[0].with_columns(small().columns | odd)
+    new = b.with_columns(dict(feature=b.feature + 1, tokens=b.tokens, x=torch.zeros(3, 4), name=b.name))
+    assert new.kinds == dict(feature="row", tokens="token", x="token", name="list")
+    assert list(new.columns) == ["feature", "tokens", "x", "name"] and new.tokens is b.tokens
+    wider = b.with_columns({k: torch.cat([x, x[:, :1]], 1) if b.is_per_token(k) else x for k, x in b.columns.items()})
+    assert wider.width == 5 and wider.feature.shape == (3, 4) and wider.kinds == b.kinds
+    part = b.parts(2)[0]
+    again = part.with_columns(part.columns | dict(mask=torch.zeros_like(part.mask)))     # read, not trained on
+    assert again.whole == part.whole and again.is_part and not again.mask.any()
+
+
+def test_kinds_are_carried_not_guessed():
+    "Whatever a column is by then, even one that no kind can be seen of."
+    b = small()
+    b.set("odd", torch.zeros(3, 4), per="row")
+    class Stored: pass            # stands for a column that is elsewhere
+    vars(b).update(columns=b.columns | dict(odd=Stored()), kinds=dict(b.kinds))
+    assert b.drop("name").kinds == {k: x for k, x in b.kinds.items() if k != "name"}
+    assert b.as_part(b.whole).kinds == b.kinds == b.counted().kinds
+
+
+def test_a_count_that_is_not_there_is_an_attribute_that_is_not_there():
+    b = Batch(tokens=torch.ones(2, 3, dtype=torch.long))
+    assert not hasattr(b, "n_foo") and not hasattr(small(), "n_foo") and getattr(b, "n_foo", 7) == 7
+    with pytest.raises(AttributeError, match="no n_foo: the whole had no mask, or no Bool column 'foo'"): _ = b.n_foo
+
+
 def test_a_kind_that_a_column_cannot_have_is_refused():
     b = square()
     for x in (torch.zeros(4), ["a"]*4):

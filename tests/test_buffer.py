@@ -226,8 +226,8 @@ def test_overhead_is_small_however_rows_come(at_once):
                   group=torch.arange(512))
     buffer, columns = Buffer(), int(lengths.sum())*(8 + 1 + 4) + 512*16
     for i in range(0, 512, at_once): buffer.add(batch[i:i+at_once])
-    objects = 1024*sum(len(s.columns) + 1 for s in buffer._slabs.rows.values())
-    assert buffer.nbytes + objects - columns < 2*int(lengths.sum()) and len(buffer._slabs.rows) < 12
+    objects = 1024*sum(len(s.columns) + 1 for s in buffer.waiting.slabs.rows.values())
+    assert buffer.nbytes + objects - columns < 2*int(lengths.sum()) and len(buffer.waiting.slabs.rows) < 12
 
 
 def test_slabs_that_are_mostly_gone_are_rewritten():
@@ -254,7 +254,7 @@ def test_rows_on_disk_are_the_rows(tmp_path, max_bytes):
                      info=[dict(a=1)]*4, maybe=["x", None, "", "ü"])
         for b in (disk, memory): b.add(batch)
     files = list(tmp_path.rglob("*.arrow"))
-    assert files and disk._slabs.nbytes <= max_bytes
+    assert files and disk.waiting.slabs.nbytes <= max_bytes
     assert_equal(disk.sample(5, seed=1, version=5), memory.sample(5, seed=1, version=5))
     assert disk.dropped == memory.dropped == {"stale": 8}
     assert_equal(resumed(disk).rows(), memory.rows())
@@ -442,11 +442,11 @@ def test_prioritised_replay_and_its_resume():
     buffer = Buffer()
     buffer.add(rows([0, 0, 1, 1]), priority=torch.tensor([0., 2., 4., 4.]))
     buffer.add(rows([2]))
-    assert buffer._index["priority"].tolist() == [1., 4., 4.] # the mean of a bundle; a new one gets the highest
+    assert buffer.waiting.index["priority"].tolist() == [1., 4., 4.] # the mean of a bundle; a new one gets the highest
     out = buffer.sample(5, seed=1, alpha=1.)
     assert out.replay_weight.tolist() == [1.]*5 # everything was drawn, so all count alike
     buffer.prioritise(out.replay_id, torch.where(out.group == 1, 0., 3.))
-    assert buffer._index["priority"].tolist() == [3., 0., 3.]
+    assert buffer.waiting.index["priority"].tolist() == [3., 0., 3.]
     assert 1 not in buffer.sample(3, seed=2, alpha=1.).group.tolist()
     other = resumed(buffer)
     a, b = buffer.sample(1, seed=3, alpha=.5, beta=.4), other.sample(1, seed=3, alpha=.5, beta=.4)
@@ -456,9 +456,9 @@ def test_prioritised_replay_and_its_resume():
     state = buffer.state_dict()
     buffer.prioritise(out.replay_id, torch.where(out.group == 0, 9., 7.)) # group 0 has left: passed over
     # what was saved stays as it was
-    assert buffer._index["priority"].tolist() == [7., 7.] and state["index"]["priority"].tolist() == [0., 3.]
+    assert buffer.waiting.index["priority"].tolist() == [7., 7.] and state["index"]["priority"].tolist() == [0., 3.]
     buffer.prioritise(out.replay_id[out.group == 0], torch.tensor([9., 9.]))
-    assert buffer._index["priority"].tolist() == [7., 7.]
+    assert buffer.waiting.index["priority"].tolist() == [7., 7.]
     buffer.take(3)
     buffer.prioritise(out.replay_id, torch.full((5,), 7.))
     assert len(buffer) == 0
@@ -634,7 +634,7 @@ def test_on_a_full_disk_nothing_is_added_and_nothing_lost(tmp_path, max_bytes):
             assert before == (content(buffer) if len(buffer) else [], buffer.offered, buffer.accepted,
                               dict(buffer.dropped))
             buffer.add(batch)
-        assert len(list(tmp_path.rglob("*.arrow"))) == len(buffer._slabs.files)
+        assert len(list(tmp_path.rglob("*.arrow"))) == len(buffer.waiting.slabs.files)
         assert content(buffer)[-n:] == content_of(batch)
     assert failed >= 3 and len(buffer) <= 70 and buffer.offered == g
     assert [k for k, _ in content(buffer)] == list(range(g - len(buffer), g))

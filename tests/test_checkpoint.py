@@ -14,12 +14,14 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from datetime import date
+from datetime import date, timedelta
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, rarely
+from forked import on_ranks
 from rlblocks import (
     Batch, Checkpoint, Policy, Prompts, Rollout, adaptive_kl_coef, at_tokens, group_advantages, here, loop_from,
     merge, ppo_loss
@@ -325,12 +327,24 @@ def test_the_best_is_kept(tmp_path):
     first = run([.1, .5, .3, .2, .4])
     assert [f.name for f in first.saves()] == ["step-00000002", "step-00000005"]
     assert first.best().name == "step-00000002"
-    again = run([.45, float("nan"), .2, .1], start=5)
+    again = run([.45, .3, .2, .1], start=5)
     assert [f.name for f in again.saves()] == ["step-00000002", "step-00000009"]
     assert again.best().name == "step-00000002"
     last = run([.6, .1], start=9)
     assert [f.name for f in last.saves()] == ["step-00000010", "step-00000011"] and last.best().name == "step-00000010"
     assert Checkpoint(tmp_path/"none").best() is None
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), torch.tensor(-torch.inf)])
+def test_a_rating_that_is_no_number_is_refused(tmp_path, odd):
+    "NaN is neither above nor below another rating. One that an earlier version wrote counts as none."
+    checkpoint = Checkpoint(tmp_path)
+    with pytest.raises(ValueError, match=f"Checkpoint.rate: the rating is {float(odd)}; a finite number is wanted"):
+        checkpoint.rate(odd)
+    assert checkpoint.rating is None
+    for step, rating in enumerate([float("nan"), .5, .9, .1, None], 1):
+        checkpoint_module.write_save(tmp_path, step, dict(state={}), {}, keep=1, rating=rating)
+    assert checkpoint.best().name == name(3) and names(tmp_path) == [name(3), name(5)]
 
 
 def test_a_save_in_the_background_is_of_its_own_step(tmp_path, monkeypatch):
@@ -427,6 +441,63 @@ def count(path, steps, state, at=None, **how):
         state["n"] = state.get("n", 0) + 1
         if at and step in at: at[step](state)
         yield step
+
+
+class Fails:
+    "A part that rank 1 can neither save nor load, where `what` says so."
+    def __init__(self, rank): self.rank, self.what, self.w = rank, "", torch.zeros(3)
+    def odd(self, what):
+        if self.rank == 1 and what == self.what: raise MemoryError(f"no room to {what}")
+    def state_dict(self):
+        self.odd("save")
+        return dict(w=self.w)
+    def load_state_dict(self, state): self.odd("load")
+
+
+class Meets:
+    "A part whose ranks wait for each other, as those of a model do that is cut."
+    def state_dict(self): dist.barrier(); return {}
+    def load_state_dict(self, state): dist.barrier()
+
+
+def one_fails(rank, world, folder):
+    "What each rank raises where rank 1 alone fails, and stays; afterwards all save and load together."
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    parts, said, load, copy = dict(a=Fails(rank), b=Meets()), {}, torch.load, checkpoint_module.snapshot
+    keeper = keeper_module.Keeper(parts)
+    def ways(what):
+        parts["a"].what = what
+        yield "save", lambda: Checkpoint(folder, background=what == "copy").save(2, parts)
+        yield "load", lambda: Checkpoint(folder).restore(parts)
+        yield "keeper saves", lambda: keeper.write(str(folder/what), "shards", False)
+        yield "keeper loads", lambda: keeper.read(str(folder/"step-00000001"), {})
+    def broken(*args, **how): raise MemoryError(f"no room to {parts['a'].what}")
+    Checkpoint(folder).save(1, parts)
+    for what in ("save", "load", "read", "copy", "nothing"):
+        if rank == 0: (folder/what).mkdir()
+        if rank == 1: torch.load = broken if what == "read" else load
+        if rank == 1: checkpoint_module.snapshot = broken if what == "copy" else copy
+        for way, do in ways(what):
+            if what == "read" and way.endswith("saves") or what == "copy" and way != "save": continue
+            try: do(); error = None
+            except Exception as e: error = e
+            said[what, way] = f"{type(error).__name__}: {error}"
+    torch.save(said, folder/f"{rank}.pt")
+    dist.barrier()
+
+
+@pytest.mark.ranks
+def test_what_one_rank_fails_in_all_ranks_raise(tmp_path):
+    "At once and with its text, in place of a wait for a rank that never comes; and the ranks can still go on together."
+    on_ranks(one_fails, (tmp_path,), 2, group=False, limit=300)
+    mine, other = (torch.load(tmp_path/f"{r}.pt") for r in (1, 0))
+    odd = {("save", "save"), ("save", "keeper saves"), ("load", "load"), ("load", "keeper loads"), ("read", "load"),
+           ("read", "keeper loads"), ("copy", "save")}
+    assert {k for k, x in mine.items() if x != "NoneType: None"} == odd
+    for key, text in mine.items():
+        failed = f"MemoryError: no room to {key[0]}"
+        assert (text, other[key]) == ((failed, f"RuntimeError: Checkpoint: rank 1 failed: {failed}") if key in odd
+                                      else ("NoneType: None",)*2), key
 
 
 @pytest.mark.parametrize("background", [False, True])

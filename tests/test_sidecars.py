@@ -107,7 +107,7 @@ def test_waiting_in_a_buffer(where, tmp_path):
     b, buffer = carrying(), Buffer(**how)
     buffer.add(b[b.group < 2])
     buffer.add(b[b.group >= 2], priority=torch.arange(4.))
-    assert bool(buffer._slabs.files) == (where == "disk")
+    assert bool(buffer.waiting.slabs.files) == (where == "disk")
     assert rows_of(at_home(buffer.rows())) == list(range(12))
     for seed in range(5): assert len(at_home(buffer.sample(5, seed=seed, alpha=1.))) >= 5
     buffer["routing"] = buffer.rows().routing.clone()

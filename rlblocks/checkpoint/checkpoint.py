@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,11 @@ import torch.distributed as dist
 
 from ..data.columns import whole_number
 from ..engines.world import MEETING, in_time, world
-from rlblocks.checkpoint.keeper import (
-    Kept, collect, keepers_of, load_part, log_unseen, on_every_rank, on_rank_0, warn_of_size, write_parts
-)
+from .keeper import Kept, collect, keepers_of, load_parts, log_unseen, warn_of_size, write_parts
 from rlblocks.checkpoint.saves import (
     Lock, best_save, checked, new_draft, prune, publish, recover, save_failure, save_path, saves_in, writable
 )
-from .shards import snapshot
+from .shards import agreed, on_every_rank, on_rank_0, snapshot
 
 # %% ../../nbs/checkpoint/92_checkpoint.ipynb #e25812fa
 @contextmanager
@@ -82,9 +81,8 @@ def load_save(save:Path, parts:dict)->int: # steps done
     if saved != set(parts):
         raise ValueError(f"Checkpoint: {save} holds {sorted(saved)}, the loop has {sorted(parts)}; "
                          "resume with the parts that were saved, or use another folder")
-    for name, part in near.items(): load_part(save, name, part, folders.get(name, "shards"))
+    load_parts(save, near, folders)
     for k in kept: k.keeper.read(str(save.absolute()), folders)
-    if world()[1] > 1: dist.barrier()       # nobody saves, and prunes, while another still reads
     return meta["step"]
 
 # %% ../../nbs/checkpoint/92_checkpoint.ipynb #993fd69b
@@ -127,11 +125,13 @@ def _save_step(checkpoint:"Checkpoint", folder:Path, at:tuple[int, dict]|None):
         group:Any = in_time(lambda: dist.new_group(backend="gloo"), seconds=MEETING, what="Checkpoint, making a group")
         checkpoint.group = group
     parts, kept = keepers_of(parts, folder)
-    states, shards = collect(parts, checkpoint.whole)
+    states, shards = collect(parts, checkpoint.whole, checkpoint.group)
     warn_of_size(parts, states, folder)
     how = dict(rating=checkpoint.rating, keep=checkpoint.keep, group=checkpoint.group)
     write = partial(_write, checkpoint.lock, step, kept=kept, whole=checkpoint.whole, **how)
-    if checkpoint.background and not kept: checkpoint.job = checkpoint.thread.submit(write, *snapshot(states, shards))
+    if checkpoint.background and not kept:
+        copies = agreed(lambda: snapshot(states, shards), checkpoint.group)
+        checkpoint.job = checkpoint.thread.submit(write, *copies)
     else: write(states, shards)
 
 def _write(lock, step, states, shards, *, group, **how):
@@ -188,6 +188,9 @@ class Checkpoint:
 
     def rate(self, value:float): # of the step just shown; higher is better (give −loss)
         "How good the step is. The best so far is saved, whatever `every` says, and kept until one is better."
+        if not isfinite(value):
+            raise ValueError(f"Checkpoint.rate: the rating is {float(value)}; a finite number is wanted (do not rate a "
+                             "step that has none)")
         self.rating = float(value)
 
     def wait(self):

@@ -22,6 +22,7 @@ import warnings
 import weakref
 from contextlib import suppress
 from functools import cache
+from math import isnan, nan
 from pathlib import Path
 
 import torch
@@ -123,7 +124,8 @@ def load_mapped(file:Path)->dict: # what was saved
 # %% ../../nbs/checkpoint/90_saves.ipynb #e56a75e3
 def best_save(folder:Path)->tuple[Path|None, float]: # the first of equals; (None, −inf) when nothing was rated
     "The save with the highest rating, and the rating."
-    rated = {save: rating for save in saves_in(folder) if (rating := _meta(save).get("rating")) is not None}
+    rated = {save: _meta(save).get("rating", nan) for save in saves_in(folder)}
+    rated = {save: rating for save, rating in rated.items() if not isnan(rating)}     # NaN: of an earlier version
     best = max(rated, key=rated.__getitem__, default=None)
     return best, float("-inf") if best is None else rated[best]
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .columns import HasColumns, Kind, check_meaning, join, listed, shape_of
+from .columns import HasColumns, check_meaning, join, kind_of, kinds_of, listed, shape_of, tokens_first
 from .cuts import cut, lightest, minibatches, parts
 from .packing import rows_by
 
@@ -57,10 +57,10 @@ def count_group_tokens(batch)->dict[int, int]:
 
 def trues(batch, name:str)->int:
     "`batch.n_NAME`: the count of a Bool column in the optimizer step."
-    counts = batch.whole.trues
+    counts = batch.whole.trues if batch.is_part or "mask" in batch else {}
     if name not in counts:
-        raise AttributeError(f"Batch: no n_{name}: the whole had no Bool column {name!r} when it was counted; "
-                             f"there are {', '.join(counts) or 'none'}")
+        raise AttributeError(f"Batch: no n_{name}: the whole had no mask, or no Bool column {name!r}, when it was "
+                             f"counted; there are {', '.join(counts) or 'none'}")
     return counts[name]
 
 def group_counts(batch)->dict[int, int]:
@@ -74,18 +74,6 @@ def group_tokens(batch)->Tensor: # `[B]`
     return torch.tensor([group_counts(batch).get(g, 0) for g in batch.group.tolist()], device=batch.group.device)
 
 # %% ../../nbs/data/40_batch.ipynb #a3218e52
-def kind_of(x:Tensor|list, per:Literal["token", "row"]|None=None)->Kind:
-    "The kind of a column. ValueError for a declaration that `x` cannot be."
-    if per not in (None, "token", "row"): raise ValueError(f"Batch: per={per!r}; 'token' or 'row' is wanted")
-    if per == "token" and (isinstance(x, list) or x.dim() < 2):
-        raise ValueError(f"Batch: {shape_of(x)} is not per token; [B, T, …] is wanted")
-    if isinstance(x, list): return "list"
-    return per or ("token" if x.dim() > 1 else "row")
-
-def kinds_of(columns:dict, per_row:Iterable=())->dict[str, Kind]:
-    "The kind of each column. One of one axis is per row whatever it was before."
-    return {k: kind_of(x, "row" if k in per_row else None) for k, x in columns.items()}
-
 def set_column(
     batch:"Batch",
     name:str,      # of the column
@@ -93,9 +81,17 @@ def set_column(
     *,
     per:Literal["token", "row"]|None=None, # what it follows; None: as before, or tokens if it has more than one axis
 ):
-    "Set a column and say what kind it is. TypeError or ValueError for what does not fit the others."
+    """Set a column and say what kind it is. TypeError or ValueError for what does not fit the others.
+
+    A new `[B, K]` is per token, also where K = T by chance: features of a row say `per="row"`."""
+    if name in ("mask", "lengths", "unit") and batch.is_part:
+        raise ValueError(f"Batch: {name!r} of a part is fixed; set it on the whole, then cut")
     check_column(batch, name, x)
-    kind, T = kind_of(x, per or ("row" if name in batch.per_row else None)), batch.width
+    put_column(batch, name, x, per or ("row" if name in batch.per_row else None))
+
+def put_column(batch:"Batch", name:str, x:Tensor|list, per:Literal["token", "row"]|None):
+    "Set a column that has one entry a row. TypeError or ValueError where its width or its meaning does not fit."
+    kind, T = kind_of(x, per), batch.width
     if kind == "token" and isinstance(x, Tensor) and T not in (None, x.shape[1]):
         raise ValueError(
             f"Batch: column {name!r} is {list(x.shape)}, but tokens are {[len(batch), T]}; per-token columns have the "
@@ -119,32 +115,37 @@ def check_column(batch:"Batch", name:str, x:Any):
         raise ValueError(f"Batch: column {name!r} is a single number; spread it over the rows with torch.full")
     if batch.columns and len(x) != len(batch):
         raise ValueError(f"Batch: column {name!r} has {len(x)} rows, the batch has {len(batch)}")
-    if name in ("mask", "lengths", "unit") and batch.is_part:
-        raise ValueError(f"Batch: {name!r} of a part is fixed; set it on the whole, then cut")
 
 # %% ../../nbs/data/40_batch.ipynb #a6e860dd
 def with_columns(batch:"Batch", columns:dict[str, Any])->"Batch": # copies nothing
-    "The same rows with these columns in place of its own: a part stays one, a whole is counted anew."
-    return batch._like(columns, batch._whole, batch.filler)
+    """The same rows with these columns in place of its own: a part stays one, a whole is counted anew.
+
+    What is not a column of the batch already has to fit, as for `set`. TypeError or ValueError when it does not."""
+    own = {k: x for k, x in columns.items() if batch.columns.get(k) is x}
+    new = batch._like(own, batch._whole, batch.filler)
+    for name in tokens_first({k: x for k, x in columns.items() if k not in own}):
+        check_column(batch, name, columns[name])
+        put_column(new, name, columns[name], "row" if name in batch.per_row else None)
+    return new._like({k: new.columns[k] for k in columns}, new._whole, new.filler)     # in their order
 
 def drop(batch:"Batch", *names:str)->"Batch": # copies nothing
     "The same rows without some columns. ValueError when none is left."
     left = {k: v for k, v in batch.columns.items() if k not in names}
     if not left:
         raise ValueError(f"Batch: drop({', '.join(map(repr, names))}) leaves no column; rows need at least one")
-    return with_columns(batch, left)
+    return batch._like(left, batch._whole, batch.filler)
 
 def trim(batch:"Batch")->"Batch":
     "The same rows with the token axis cut to the longest of them."
     if batch.width is None or not len(batch): return batch
     T = max(int(batch.lengths.max()), 1)
     cut = {k: v[:, :T] if batch.is_per_token(k) else v for k, v in batch.columns.items()}
-    return with_columns(batch, cut)
+    return batch._like(cut, batch._whole, batch.filler)
 
 def to(batch:"Batch", device:torch.device|str)->"Batch": # lists stay where they are
     "The same rows with tensor columns on `device`."
     moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.columns.items()}
-    return with_columns(batch, moved)
+    return batch._like(moved, batch._whole, batch.filler)
 
 def chosen_rows(batch:"Batch", key:Any)->Tensor: # row numbers
     "The rows that a key selects. ValueError when they are a part of a unit."
@@ -240,8 +241,8 @@ def check_sampled_at(batch:"Batch", name:str, given:Any, neutral:int):
 class Batch:
     """Rows as named columns: tensors `[B, …]` or lists of `B` objects; a part remembers its whole.
 
-    A row begins in column 0, padding is behind it. `batch["name"] = x` adds a column, `set(name, x, per="row")` one
-    whose second axis is not tokens. It travels with the rows: through cuts, joins and the buffer, and to the loss."""
+    A row begins in column 0, padding is behind it. `batch["name"] = x` adds a column, per token if it has two axes or
+    more; `set(name, x, per="row")` one whose second axis is not tokens. It and its kind travel with the rows."""
 
     def __init__(self, /,
         *,
@@ -257,8 +258,7 @@ class Batch:
         if absent := per_row - columns.keys():
             raise ValueError(f"Batch: per_row names {', '.join(sorted(absent))}; columns are {', '.join(columns)}")
         vars(self).update(columns={}, kinds={}, _whole=None, filler=False)
-        for name in sorted(columns, key=lambda k: k not in ("tokens", "lengths")):   # tokens first: they set T
-            self.set(name, columns[name], per="row" if name in per_row else None)
+        for name in tokens_first(columns): self.set(name, columns[name], per="row" if name in per_row else None)
 
     def __getattr__(self, name)->Any:
         if name.startswith("__") or "columns" not in vars(self): raise AttributeError(name)
@@ -274,7 +274,7 @@ class Batch:
 
     def __setitem__(self, name, x): self.set(name, x)
     def __setattr__(self, name, value): raise AttributeError(f"Batch: write batch[{name!r}] = … to set a column")
-    def __setstate__(self, old): vars(self).update(dict(kinds=kinds_of(old["columns"], old.get("per_row", ()))) | old)
+    def __setstate__(self, old): vars(self).update(old if "kinds" in old else old | dict(kinds=kinds_of(old)))
     def __copy__(self): return self._like(self.columns, self._whole, self.filler)
     def __contains__(self, name): return name in self.columns
     def __len__(self): return len(next(iter(self.columns.values())))
@@ -283,8 +283,9 @@ class Batch:
         return f"Batch({len(self)} rows, {kind}: {', '.join(f'{k} {shape_of(v)}' for k, v in each)})"
 
     def _like(self, columns, whole, filler=False):
-        new = object.__new__(Batch)
-        vars(new).update(columns=dict(columns), kinds=kinds_of(columns, self.per_row), _whole=whole, filler=filler)
+        "Columns that are made of this batch's own, each of the kind that it has here."
+        new, kinds = object.__new__(Batch), {k: self.kinds[k] for k in columns}
+        vars(new).update(columns=dict(columns), kinds=kinds, _whole=whole, filler=filler)
         return new
 
     def _rows(self, rows, whole, filler=False):

@@ -8,7 +8,7 @@ __all__ = ['Buffer']
 # %% ../../nbs/data/44_buffer.ipynb #3a8929d0
 from collections import Counter
 from collections.abc import Sequence
-from copy import copy
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -20,11 +20,12 @@ from jaxtyping import Bool, Float, Int
 from .batch import Batch
 from .columns import whole_number
 from .ragged import Ragged, ragged
-from .replay import Staleness, bundles_of, check_entries, entries, layout_beside, layout_of, lost
-from .replay import places, ragged_by_token, replay_draw, restart, versions_like
-from .slabs import Slabs, own_folder, tidied
+from .replay import Bundles, Staleness, all_of, batch_of, bundles_of, check_entries, entries, ids_of
+from .replay import layout_beside, layout_of, lost, places, ragged_by_token, replay_draw, restart, tidy
+from .replay import versions_like, without
+from .slabs import Slabs, own_folder
 
-# %% ../../nbs/data/44_buffer.ipynb #301da436
+# %% ../../nbs/data/44_buffer.ipynb #c3c63844
 def check_limits(max_rows, spill, max_bytes):
     "The arguments of `Buffer`."
     if max_rows is not None: whole_number("Buffer", "max_rows", max_rows)
@@ -32,271 +33,143 @@ def check_limits(max_rows, spill, max_bytes):
         raise ValueError("Buffer: spill (a folder) and max_bytes (what stays in memory) go together; give both or "
                          "neither")
 
-def check_joins(buffer:"Buffer", batch:Batch, layout:dict, largest:int):
+def check_added(batch:Batch, keep:Tensor|None, priority:Tensor|None):
+    "The arguments of `Buffer.add`."
+    if not isinstance(batch, Batch): raise TypeError(f"Buffer.add: {type(batch).__name__} is no Batch; one is wanted")
+    check_entries("Buffer.add", len(batch), keep=keep, priority=priority)
+    if priority is not None and not bool((priority >= 0).all()):
+        raise ValueError("Buffer.add: a priority is negative or not a number; 0 or more is wanted")
+
+def check_joins(b:Bundles, batch:Batch, largest:int, max_age:int|None, max_rows:int|None):
     "Whether a batch can wait among the others."
+    layout = layout_of(batch)
     if any(kind == "token" for kind, *_ in layout.values()) and "lengths" not in batch:
         raise ValueError("Buffer.add: per-token columns without 'lengths'; lengths say which tokens exist and are kept")
-    if buffer.max_age is not None and "policy_version" not in batch:
+    if max_age is not None and "policy_version" not in batch:
         raise ValueError("Buffer.add: max_age needs the column 'policy_version'; set it, or make the buffer without "
                          "max_age")
-    old = layout_beside(buffer._layout, layout) if len(buffer) else layout
+    old = layout_beside(b.layout, layout) if len(b) else layout
     for name in {**layout, **old}:
         if layout.get(name) != old.get(name):
             raise ValueError(f"Buffer.add: column {name!r} is {layout.get(name, 'missing')}, in the rows that wait it "
                              f"is {old.get(name, 'missing')}; set or .drop it, so that rows can be joined")
-    for name, waiting in buffer._waiting.items():
+    for name, waiting in b.ids.items():
         twice = waiting & set(batch[name].tolist()) if name in batch else ()
         if twice:
             raise ValueError(f"Buffer.add: {name} {min(twice)} is already waiting; ids are unique in a run: join the "
                              f"rows of a {name} with Batch.cat, then add them once")
-    if buffer.max_rows is not None and largest > buffer.max_rows:
-        raise ValueError(f"Buffer.add: a group has {largest} rows, max_rows is {buffer.max_rows}; raise max_rows, "
+    if max_rows is not None and largest > max_rows:
+        raise ValueError(f"Buffer.add: a group has {largest} rows, max_rows is {max_rows}; raise max_rows, "
                          "a group is never split")
 
-def check_enough(buffer:"Buffer", who:str, n:int):
-    "As many rows as are asked for."
-    whole_number(f"Buffer.{who}", "n", n)
-    if len(buffer) < n:
-        raise ValueError(f"Buffer.{who}: {n} rows were asked for, {len(buffer)} are there{lost(buffer.dropped)}; add "
-                         "more rows, or ask for fewer")
+def versions_spread(b:Bundles, batch:Batch)->Bundles:
+    "With a version of each token in the rows that wait, where a batch has them so."
+    layout = layout_beside(b.layout, layout_of(batch)) if len(b) else b.layout
+    if layout != b.layout: b.slabs.rewrite(lambda s: ragged_by_token(b.slabs.rows[s]))
+    return replace(b, layout=layout)
 
-# %% ../../nbs/data/44_buffer.ipynb #c3c63844
-def gather(buffer:"Buffer", at:Tensor)->Batch:
-    "Bundles as one batch, padded to their longest row."
-    slab, row = places(buffer._index, at)
-    of = [(slab == s).nonzero()[:, 0] for s in slab.unique().tolist()]
-    slabs = buffer._slabs.rows
-    if len(of) == 1: return slabs[int(slab[0])].batch(row)
-    return Ragged.cat([slabs[int(slab[i[0]])].take(row[i]) for i in of]).batch(torch.cat(of).argsort())
-
-def ids_of(buffer:"Buffer", name:str, at:Tensor)->list[int]:
-    "The group or unit ids of bundles."
-    slab, row = places(buffer._index, at)
-    if name not in buffer._layout: return []
-    return [i for s in slab.unique().tolist() for i in buffer._slabs.rows[s].columns[name][row[slab == s]].tolist()]
-
-def forget(buffer:"Buffer", gone:Tensor):
-    "Bundles leave the index; slabs that are less than half in use are rewritten, empty ones freed."
-    for name, ids in buffer._waiting.items(): ids.difference_update(ids_of(buffer, name, gone.nonzero()[:, 0]))
-    touched = buffer._index["slab"][gone].unique().tolist()
-    index = buffer._index = {k: x[~gone] for k, x in buffer._index.items()}
-    for s in touched:
-        mine, slabs = (index["slab"] == s).nonzero()[:, 0], buffer._slabs
-        if not len(mine): slabs.remove(s)
-        elif s not in slabs.files and 2*int(index["rows"][mine].sum()) < len(slabs.rows[s]):
-            slabs.rows[s] = slabs.rows[s].take(places(index, mine)[1])
-            restart(index, s)
-
-def drop(buffer:"Buffer", why:str, gone:Tensor)->int: # rows
-    "Drop bundles and count their rows."
-    if not bool(gone.any()): return 0
-    n = int(buffer._index["rows"][gone].sum())
-    buffer.dropped[why] += n
-    forget(buffer, gone)
-    return n
-
-def tidy(buffer:"Buffer"):
-    "Join small slabs, so that a row at a time costs no more than many."
-    for kept, gone, size in tidied(buffer._slabs):
-        moved, index = buffer._index["slab"] == gone, buffer._index
-        buffer._index = index | dict(slab=index["slab"].masked_fill(moved, kept), first=index["first"] + size*moved)
-
-# %% ../../nbs/data/44_buffer.ipynb #12d3fdec
-def add(
-    buffer:"Buffer",
-    batch:Batch,                          # rows with whole groups and units; copied without padding
-    *,
-    keep:Bool[Tensor, " B"]|None=None,    # rows that are wanted; a bundle without any is not added, and counted
-    priority:Float[Tensor, " B"]|None=None, # for `sample`; the highest there is, if not given
-):
-    """Put rows at the end; with `max_rows`, the oldest bundles make room and are counted as dropped.
-
-    ValueError, and nothing added, when columns differ from those that wait, a group or unit is already there, or a
-    bundle is larger than `max_rows`. OSError, and nothing added, when `spill` cannot be written."""
-    if not isinstance(batch, Batch): raise TypeError(f"Buffer.add: {type(batch).__name__} is no Batch; one is wanted")
-    if batch.filler: return # a copy of a row that is elsewhere, made to keep a rank busy
-    check_entries("Buffer.add", len(batch), keep=keep, priority=priority)
-    if priority is not None and not bool((priority >= 0).all()):
-        raise ValueError("Buffer.add: a priority is negative or not a number; 0 or more is wanted")
-    batch = versions_like(batch, buffer._layout if len(buffer) else {})
-    layout, bundles = layout_of(batch), bundles_of(batch)
-    kept = bundles if keep is None else [b for b in bundles if bool(keep[b].any())]
-    check_joins(buffer, batch, layout, max(map(len, kept), default=0))
+def joined(b:Bundles, batch:Batch, kept:list[list[int]], priority:Tensor|None, newest:bool)->Bundles:
+    "With the bundles `kept` of a batch at the end. OSError, and nothing changed, when the disk is full."
     order = torch.tensor(list(chain(*kept)), dtype=torch.long)
-    if kept:                      # before anything is counted: the disk may be full
-        if len(buffer): spread_versions(buffer, layout_beside(buffer._layout, layout))
-        buffer._slabs.add(buffer._next, ragged(batch, order))
-    if len(order) < len(batch): buffer.dropped["filtered"] += len(batch) - len(order)
-    buffer.offered, buffer.accepted = buffer.offered + len(bundles), buffer.accepted + len(kept)
-    if kept: _enter(buffer, batch, layout, kept, order, priority)
-
-def spread_versions(buffer:"Buffer", layout:dict): # of `layout_beside`
-    "Give the rows that wait a version of each token, where the layout says so."
-    if layout == buffer._layout: return
-    buffer._slabs.rewrite(lambda s: ragged_by_token(buffer._slabs.rows[s]))
-    buffer._layout = layout
-
-def _enter(buffer, batch, layout, kept, order, priority):
-    highest = float(buffer._index["priority"].max()) if len(buffer._index["priority"]) else 1.
-    new = entries(batch, kept, highest if priority is None else priority, buffer._next,
-                  newest=buffer.fresh.age == "newest")
-    buffer._index = {k: torch.cat([x, new[k]]) for k, x in buffer._index.items()}
-    buffer._next, buffer._layout = buffer._next + len(kept), layout
-    for name, ids in buffer._waiting.items():
-        if name in batch: ids.update(batch[name][order].tolist())
-    if buffer.max_rows: drop(buffer, "full", buffer._index["rows"].flip(0).cumsum(0).flip(0) > buffer.max_rows)
-    tidy(buffer)
+    b.slabs.add(b.next, ragged(batch, order))
+    highest = float(b.index["priority"].max()) if len(b) else 1.
+    new = entries(batch, kept, highest if priority is None else priority, b.next, newest=newest)
+    ids = {name: ids | set(batch[name][order].tolist()) if name in batch else ids for name, ids in b.ids.items()}
+    index = {k: torch.cat([x, new[k]]) for k, x in b.index.items()}
+    return replace(b, index=index, layout=layout_of(batch), next=b.next + len(kept), ids=ids)
 
 # %% ../../nbs/data/44_buffer.ipynb #9a101303
-def evict(buffer:"Buffer", version:int|None)->int: # rows dropped
-    "Drop and count bundles with a row too old for the trainer's `version`. RuntimeError where they are waited for."
-    return drop(buffer, "stale", buffer.fresh.stale(buffer._index["born"], version))
-
-def by_age(buffer:"Buffer")->Tensor:
+def by_age(b:Bundles, fresh:Staleness)->Tensor:
     "The bundles in the order in which they leave: as they were added, or the oldest versions first."
-    born = buffer._index["born"]
-    return born.argsort(stable=True) if buffer.fresh.waits else torch.arange(len(born))
+    return b.index["born"].argsort(stable=True) if fresh.waits else all_of(b)
 
-def ready(
-    buffer:"Buffer",
-    n:int,                 # rows that the next step takes
-    *,
-    version:int|None=None, # the trainer's version, needed with `max_age`
-    under_way:Sequence[int]=(), # versions of rows that have not come yet: `flight.versions`
-)->bool:
-    "Whether `n` rows wait; with `on_old=\"wait\"`, also whether all others can still be taken in time."
-    whole_number("Buffer.ready", "n", n)
-    buffer.evict(version)
-    if len(buffer) < n or not buffer.fresh.waits or not len(under_way): return len(buffer) >= n
-    order, index = by_age(buffer), buffer._index
-    later = index["born"][order].repeat_interleave(index["rows"][order])[n:]
-    return buffer.fresh.in_time(torch.cat([later, torch.tensor(under_way, dtype=torch.long)]), int(version or 0), n)
+def taken(b:Bundles, order:Tensor, n:int)->tuple[Batch, Bundles]:
+    "The first bundles in an order that have `n` rows, as a batch, and the others."
+    rows = b.index["rows"][order]
+    at = order[rows.cumsum(0) - rows < n]
+    return batch_of(b, at), without(b, torch.zeros(len(b), dtype=torch.bool).index_fill(0, at, True))
 
-def take(
-    buffer:"Buffer",
-    n:int,                 # rows wanted
-    *,
-    version:int|None=None, # the trainer's version, needed with `max_age`
-)->Batch: # at least `n` rows, oldest first; more only to keep the last bundle whole
-    "Remove and return the oldest rows that are fresh. ValueError when there are fewer than `n`."
-    buffer.evict(version)
-    check_enough(buffer, "take", n)
-    order, rows = by_age(buffer), buffer._index["rows"]
-    leaving = order[rows[order].cumsum(0) - rows[order] < n]
-    out = gather(buffer, leaving)
-    forget(buffer, torch.zeros(len(rows), dtype=torch.bool).index_fill(0, leaving, True))
+def all_in_time(b:Bundles, fresh:Staleness, n:int, version:int, under_way:Sequence[int])->bool:
+    "Whether rows can wait, those under way too, while the next step takes `n`: none becomes too old."
+    if not fresh.waits or not len(under_way): return True
+    order = by_age(b, fresh)
+    later = b.index["born"][order].repeat_interleave(b.index["rows"][order])[n:]
+    return fresh.in_time(torch.cat([later, torch.tensor(under_way, dtype=torch.long)]), version, n)
+
+def check_enough(who:str, n:int, there:int, dropped:Counter):
+    "As many rows as are asked for."
+    whole_number(f"Buffer.{who}", "n", n)
+    if there < n:
+        raise ValueError(f"Buffer.{who}: {n} rows were asked for, {there} are there{lost(dropped)}; add more rows, or "
+                         "ask for fewer")
+
+def drawn(b:Bundles, n:int, *, seed, alpha:int|float, beta:int|float)->Batch:
+    "`n` rows or more at random, with the columns replay_id and replay_weight."
+    at, q = replay_draw(b.index["priority"], b.index["rows"], n, alpha=alpha, seed=seed)
+    out, weight = batch_of(b, at), q**-beta
+    for name, x in dict(replay_id=b.index["id"][at], replay_weight=(weight/weight.max()).float()).items():
+        out[name] = x.repeat_interleave(b.index["rows"][at])
     return out
 
-def rows(buffer:"Buffer")->Batch: # a copy, oldest first
-    "All rows that wait; they stay."
-    if not len(buffer): raise ValueError("Buffer.rows: no rows wait")
-    return gather(buffer, torch.arange(len(buffer._index["rows"])))
-
-def sample(
-    buffer:"Buffer",
-    n:int,                 # rows wanted
-    *,
-    seed,                  # number or tuple that names this draw, e.g. (seed, step)
-    version:int|None=None, # the trainer's version, needed with `max_age`
-    alpha:int|float=0.0,   # how much priorities count: 0 not at all, 1 in proportion
-    beta:int|float=1.0,    # how much of that the weights take back: 1 all of it
-)->Batch: # at least `n` different rows, in the order of the draw, with the columns replay_id and replay_weight
-    "Rows drawn at random, each bundle at most once; they stay for further draws. ValueError when there are too few."
-    if not (alpha >= 0 and beta >= 0):
-        raise ValueError(f"Buffer.sample: alpha is {alpha}, beta is {beta}; 0 or more is wanted")
-    if buffer.fresh.waits:
-        raise ValueError("Buffer.sample: what is drawn stays and grows old, so on_old='wait' cannot hold; take(n), or "
-                         "on_old='drop'")
-    buffer.evict(version)
-    check_enough(buffer, "sample", n)
-    index = buffer._index
-    drawn, q = replay_draw(index["priority"], index["rows"], n, alpha=alpha, seed=seed)
-    out, weight = gather(buffer, drawn), q**-beta
-    for name, x in dict(replay_id=index["id"][drawn], replay_weight=(weight/weight.max()).float()).items():
-        out[name] = x.repeat_interleave(index["rows"][drawn])
-    return out
-
-def prioritise(
-    buffer:"Buffer",
-    ids:Int[Tensor, " B"],        # `replay_id` of rows that were drawn
-    priority:Float[Tensor, " B"], # what they are worth now, 0 or more; a bundle gets the mean of its rows
-):
-    "Set the priorities of bundles that still wait; others are passed over."
-    check_entries("Buffer.prioritise", None, ids=ids, priority=priority)
-    if ids.shape != priority.shape or not bool((priority >= 0).all()):
-        raise ValueError(f"Buffer.prioritise: ids is {list(ids.shape)}, priority is {list(priority.shape)}; as many of "
-                         "one as of the other, none negative or NaN")
+def prioritised(b:Bundles, ids:Tensor, priority:Tensor)->Bundles:
+    "With other priorities of some bundles: the means of their rows'."
     ids, of, count = ids.unique(return_inverse=True, return_counts=True)
     mean = torch.zeros(len(ids), dtype=torch.double).index_add(0, of, priority.double())/count
-    known = buffer._index["id"]
-    if not len(known): return
+    known = b.index["id"]
+    if not len(known): return b
     at = torch.searchsorted(known, ids).clamp(max=len(known) - 1)
     here = known[at] == ids
-    buffer._index["priority"] = buffer._index["priority"].index_copy(0, at[here], mean[here])
+    return replace(b, index=b.index | dict(priority=b.index["priority"].index_copy(0, at[here], mean[here])))
 
 # %% ../../nbs/data/44_buffer.ipynb #69b41bc9
-def stand_in(buffer:"Buffer", slab:Tensor, row:Tensor)->Batch:
+_FIXED = ("lengths", "mask", "group", "unit", "policy_version") # decide what belongs together and how fresh it is
+
+def stand_in(b:Bundles, slab:Tensor, row:Tensor)->Batch:
     "A batch with the shape of the rows that wait, and no content."
     sizes = torch.zeros(len(slab), dtype=torch.long)
-    for s, part in buffer._slabs.rows.items(): sizes[slab == s] = part.offsets.diff()[row[slab == s]]
+    for s, part in b.slabs.rows.items(): sizes[slab == s] = part.offsets.diff()[row[slab == s]]
     return Batch(lengths=sizes, tokens=torch.zeros((), dtype=torch.long).expand(len(slab), max(1, int(sizes.max()))))
 
-def set_column(buffer:"Buffer", name:str, x):
-    """Set a column of all rows that wait, in the order of `rows()`.
-
-    ValueError for columns that the buffer goes by, and for what does not fit; OSError, and nothing changed, when
-    `spill` cannot be written."""
+def with_column(b:Bundles, name:str, x)->Bundles:
+    "With a column of all rows. ValueError for what does not fit; OSError, and nothing changed, when the disk is full."
     if name in _FIXED:
         raise ValueError(f"Buffer: {name!r} decides what belongs together or how fresh it is, and did when the rows "
                          "were added; take them, set it, and add them again")
-    if not len(buffer): raise ValueError(f"Buffer: no rows wait that could have a column {name!r}")
-    slab, row = places(buffer._index, torch.arange(len(buffer._index["rows"])))
-    like, (kind, *shape) = stand_in(buffer, slab, row), buffer._layout.get(name, [""])
+    if not len(b): raise ValueError(f"Buffer: no rows wait that could have a column {name!r}")
+    slab, row = places(b.index, all_of(b))
+    like, (kind, *shape) = stand_in(b, slab, row), b.layout.get(name, [""])
     like.set(name, x, per="row" if kind == "row" and len(shape) > 1 and x.dim() > 1 else None) # fits, or says why not
     only, layout = like.drop(*{"tokens"} - {name}), layout_of(like)[name]
-    if layout[0] == "token" and "lengths" not in buffer._layout:
+    if layout[0] == "token" and "lengths" not in b.layout:
         raise ValueError(f"Buffer: column {name!r} is per token, but the rows that wait have no 'lengths'")
     def rewritten(s):
         at = (slab == s).nonzero()[:, 0]
-        old = buffer._slabs.rows[s].take(row[at])
+        old = b.slabs.rows[s].take(row[at])
         return Ragged(old.columns | {name: ragged(only, at).columns[name]}, old.kinds | {name: layout[0]}, old.offsets)
-    buffer._slabs.rewrite(rewritten)
-    for s in buffer._slabs.rows: restart(buffer._index, s)
-    buffer._layout = buffer._layout | {name: layout}
+    b.slabs.rewrite(rewritten)
+    index = dict(b.index)
+    for s in b.slabs.rows: restart(index, s)
+    return replace(b, index=index, layout=b.layout | {name: layout})
 
 # %% ../../nbs/data/44_buffer.ipynb #342be022
-def state_dict(buffer:"Buffer")->dict:
-    "Everything that waits and has been counted: tensors, lists, dicts, numbers, strings (and what list columns hold)."
+def slabs_of(b:Bundles)->dict:
+    "The rows, in memory."
     plain = lambda x: x if isinstance(x, Tensor) else list(x)
-    slabs = {s: dict(columns={k: plain(x) for k, x in part.columns.items()}, offsets=part.offsets)
-             for s, part in buffer._slabs.rows.items()}
-    return dict(slabs=slabs, index=dict(buffer._index), layout=dict(buffer._layout), dropped=dict(buffer.dropped),
-                next=buffer._next, offered=buffer.offered, accepted=buffer.accepted)
+    return {s: dict(columns={k: plain(x) for k, x in part.columns.items()}, offsets=part.offsets)
+            for s, part in b.slabs.rows.items()}
 
-def load_state_dict(buffer:"Buffer", state:dict): # of `state_dict`
-    """Go on where the saved buffer was, in place; limits and folder stay those of this buffer.
-
-    ValueError for what is no such state, OSError when `spill` cannot be written, and nothing changed."""
-    wanted = state_dict(Buffer()).keys()
-    if state.keys() != wanted:
-        raise ValueError(f"Buffer: the state has {', '.join(map(str, state))}; {', '.join(wanted)} are wanted")
-    new, kinds = copy(buffer), {k: x[0] for k, x in state["layout"].items()}
-    rows = {s: Ragged(x["columns"], kinds, x["offsets"]) for s, x in state["slabs"].items()}
-    new._slabs = buffer._slabs.holding(rows)
-    new._index, new._layout, new.dropped = dict(state["index"]), dict(state["layout"]), Counter(state["dropped"])
-    new._next, new.offered, new.accepted = state["next"], state["offered"], state["accepted"]
-    new._waiting = {k: set(ids_of(new, k, torch.arange(len(new._index["rows"])))) for k in buffer._waiting}
-    tidy(new)
-    for s in list(buffer._slabs.files): buffer._slabs.remove(s)
-    vars(buffer).update(vars(new))
+def loaded(b:Bundles, state:dict)->Bundles:
+    "What was saved, in the place of `b`. OSError, and nothing changed, when the disk is full."
+    kinds = {k: x[0] for k, x in state["layout"].items()}
+    slabs = b.slabs.holding({s: Ragged(x["columns"], kinds, x["offsets"]) for s, x in state["slabs"].items()})
+    new = replace(b, slabs=slabs, index=dict(state["index"]), layout=dict(state["layout"]), next=state["next"])
+    new = tidy(replace(new, ids={k: ids_of(new, k, all_of(new)) for k in b.ids}))
+    for s in list(b.slabs.files): b.slabs.remove(s)
+    return new
 
 # %% ../../nbs/data/44_buffer.ipynb #a851a1d6
-_FIXED = ("lengths", "mask", "group", "unit", "policy_version") # decide what belongs together and how fresh it is
-_INDEX = dict(slab=torch.long, first=torch.long, rows=torch.long, chosen=torch.long, born=torch.long, id=torch.long,
-              priority=torch.double)        # of each bundle: where its rows are, how many, chosen tokens …
-
-class Buffer:
-    "Rows that wait between sampling and training, without padding; groups and units enter and leave whole."
+class Queue:
+    "Rows that wait between sampling and training, first in, first out."
 
     def __init__(self,
         *,
@@ -311,27 +184,137 @@ class Buffer:
         "An empty buffer. ValueError for a negative age, no room, or one of `spill` and `max_bytes` without the other."
         check_limits(max_rows, spill, max_bytes)
         self.fresh = Staleness(max_age, per_step, age, on_old)
-        self.max_age, self.max_rows, self.dropped = max_age, max_rows, Counter()
-        self.offered = self.accepted = 0 # bundles that were added, and those that `keep` let in
-        self._slabs = Slabs(own_folder(self, spill), max_bytes)
-        self._layout, self._next, self._waiting = {}, 0, dict(group=set(), unit=set())
-        self._index = {k: torch.zeros(0, dtype=t) for k, t in _INDEX.items()}
+        self.max_age, self.max_rows, self.dropped, self.offered, self.accepted = max_age, max_rows, Counter(), 0, 0
+        self.waiting = Bundles.none(Slabs(own_folder(self, spill), max_bytes))
 
-    def __len__(self): return int(self._index["rows"].sum())
+    def __len__(self): return int(self.waiting.index["rows"].sum())
+
+    def add(self,
+        batch:Batch,                          # rows with whole groups and units; copied without padding
+        *,
+        keep:Bool[Tensor, " B"]|None=None,    # rows that are wanted; a bundle without any is not added, and counted
+        priority:Float[Tensor, " B"]|None=None, # for `sample`; the highest there is, if not given
+    ):
+        """Put rows at the end; with `max_rows`, the oldest bundles make room and are counted as dropped.
+
+        ValueError, and nothing added, when columns differ from those that wait, a group or unit is already there, or a
+        bundle is larger than `max_rows`. OSError, and nothing added, when `spill` cannot be written."""
+        check_added(batch, keep, priority)
+        if batch.filler: return # a copy of a row that is elsewhere, made to keep a rank busy
+        batch = versions_like(batch, self.waiting.layout if len(self) else {})
+        bundles = bundles_of(batch)
+        kept = bundles if keep is None else [b for b in bundles if bool(keep[b].any())]
+        check_joins(self.waiting, batch, max(map(len, kept), default=0), self.max_age, self.max_rows)
+        if kept:                      # before anything is counted: the disk may be full
+            self.waiting = versions_spread(self.waiting, batch)
+            self.waiting = joined(self.waiting, batch, kept, priority, self.fresh.age == "newest")
+        if lost_rows := len(batch) - sum(map(len, kept)): self.dropped["filtered"] += lost_rows
+        self.offered, self.accepted = self.offered + len(bundles), self.accepted + len(kept)
+        if self.max_rows: self._drop("full", self.waiting.index["rows"].flip(0).cumsum(0).flip(0) > self.max_rows)
+        if kept: self.waiting = tidy(self.waiting)
+
+    def _drop(self, why, gone)->int:
+        n = int(self.waiting.index["rows"][gone].sum())
+        if n: self.dropped[why], self.waiting = self.dropped[why] + n, without(self.waiting, gone)
+        return n
+
+    def evict(self, version:int|None)->int: # rows dropped
+        "Drop and count bundles with a row too old for the trainer's `version`. RuntimeError where they are waited for."
+        return self._drop("stale", self.fresh.stale(self.waiting.index["born"], version))
+
+    def ready(self,
+        n:int,                 # rows that the next step takes
+        *,
+        version:int|None=None, # the trainer's version, needed with `max_age`
+        under_way:Sequence[int]=(), # versions of rows that have not come yet: `flight.versions`
+    )->bool:
+        "Whether `n` rows wait; with `on_old=\"wait\"`, also whether all others can still be taken in time."
+        whole_number("Buffer.ready", "n", n)
+        self.evict(version)
+        return len(self) >= n and all_in_time(self.waiting, self.fresh, n, int(version or 0), under_way)
+
+    def take(self,
+        n:int,                 # rows wanted
+        *,
+        version:int|None=None, # the trainer's version, needed with `max_age`
+    )->Batch: # at least `n` rows, oldest first; more only to keep the last bundle whole
+        "Remove and return the oldest rows that are fresh. ValueError when there are fewer than `n`."
+        self.evict(version)
+        check_enough("take", n, len(self), self.dropped)
+        rows, self.waiting = taken(self.waiting, by_age(self.waiting, self.fresh), n)
+        return rows
+
+# %% ../../nbs/data/44_buffer.ipynb #5c7ccf9a
+class Buffer(Queue):
+    "Rows that wait between sampling and training, without padding; groups and units enter and leave whole."
+
     def __repr__(self):
         some = f", {self.accepted} of {self.offered} bundles accepted" if self.accepted < self.offered else ""
-        bundles = len(self._index["rows"])
-        return f"Buffer({len(self)} rows in {bundles} bundles, {self.n_tokens} chosen tokens{some}{lost(self.dropped)})"
+        rows, tokens = f"{len(self)} rows in {len(self.waiting)} bundles", f"{self.n_tokens} chosen tokens"
+        return f"Buffer({rows}, {tokens}{some}{lost(self.dropped)})"
 
     @property
     def n_tokens(self)->int:
         "Chosen tokens of all rows that wait."
-        return int(self._index["chosen"].sum())
+        return int(self.waiting.index["chosen"].sum())
 
     @property
     def nbytes(self)->int:
         "Bytes in memory: columns, offsets and index; not files, not list columns."
-        return self._slabs.nbytes + sum(x.nbytes for x in self._index.values())
+        return self.waiting.slabs.nbytes + sum(x.nbytes for x in self.waiting.index.values())
 
-    add, evict, ready, take, rows, sample, prioritise = add, evict, ready, take, rows, sample, prioritise
-    __setitem__, state_dict, load_state_dict = set_column, state_dict, load_state_dict
+    def rows(self)->Batch: # a copy, oldest first
+        "All rows that wait; they stay."
+        if not len(self): raise ValueError("Buffer.rows: no rows wait")
+        return batch_of(self.waiting, all_of(self.waiting))
+
+    def sample(self,
+        n:int,                 # rows wanted
+        *,
+        seed,                  # number or tuple that names this draw, e.g. (seed, step)
+        version:int|None=None, # the trainer's version, needed with `max_age`
+        alpha:int|float=0.0,   # how much priorities count: 0 not at all, 1 in proportion
+        beta:int|float=1.0,    # how much of that the weights take back: 1 all of it
+    )->Batch: # at least `n` different rows, in the order of the draw, with the columns replay_id and replay_weight
+        "Rows drawn at random, each bundle at most once; they stay. ValueError when there are too few."
+        if not (alpha >= 0 and beta >= 0):
+            raise ValueError(f"Buffer.sample: alpha is {alpha}, beta is {beta}; 0 or more is wanted")
+        if self.fresh.waits:
+            raise ValueError("Buffer.sample: what is drawn stays and grows old, so on_old='wait' cannot hold; take(n), "
+                             "or on_old='drop'")
+        self.evict(version)
+        check_enough("sample", n, len(self), self.dropped)
+        return drawn(self.waiting, n, seed=seed, alpha=alpha, beta=beta)
+
+    def prioritise(self,
+        ids:Int[Tensor, " B"],        # `replay_id` of rows that were drawn
+        priority:Float[Tensor, " B"], # what they are worth now, 0 or more; a bundle gets the mean of its rows
+    ):
+        "Set the priorities of bundles that still wait; others are passed over."
+        check_entries("Buffer.prioritise", None, ids=ids, priority=priority)
+        if ids.shape != priority.shape or not bool((priority >= 0).all()):
+            raise ValueError(f"Buffer.prioritise: ids is {list(ids.shape)}, priority is {list(priority.shape)}; as "
+                             "many of one as of the other, none negative or NaN")
+        self.waiting = prioritised(self.waiting, ids, priority)
+
+    def __setitem__(self, name:str, x):
+        """Set a column of all rows that wait, in the order of `rows()`.
+
+        ValueError for columns that the buffer goes by, and for what does not fit; OSError, and nothing changed, when
+        `spill` cannot be written."""
+        self.waiting = with_column(self.waiting, name, x)
+
+    def state_dict(self)->dict:
+        "Everything that waits and has been counted: tensors, lists, dicts, numbers, strings, what list columns hold."
+        b = self.waiting
+        return dict(slabs=slabs_of(b), index=dict(b.index), layout=dict(b.layout), dropped=dict(self.dropped),
+                    next=b.next, offered=self.offered, accepted=self.accepted)
+
+    def load_state_dict(self, state:dict): # of `state_dict`
+        """Go on where the saved buffer was, in place; limits and folder stay those of this buffer.
+
+        ValueError for what is no such state, OSError when `spill` cannot be written, and nothing changed."""
+        if state.keys() != (wanted := Buffer().state_dict().keys()):
+            raise ValueError(f"Buffer: the state has {', '.join(map(str, state))}; {', '.join(wanted)} are wanted")
+        self.waiting, self.dropped = loaded(self.waiting, state), Counter(state["dropped"])
+        self.offered, self.accepted = state["offered"], state["accepted"]

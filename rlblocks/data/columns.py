@@ -71,13 +71,30 @@ def finite_costs(who:str, costs:Tensor|Sequence, rows:int|None=None)->Tensor:
         raise ValueError(f"{who}: the cost of {item} {i} is {costs[i]}; costs are finite numbers, 0 or more")
     return x.double()
 
-# %% ../../nbs/data/35_columns.ipynb #9c8dfc26
+# %% ../../nbs/data/35_columns.ipynb #d132a861
 Kind = Literal["token", "row", "list"]
 
 def shape_of(x)->str:
     "What messages say of a column."
     return f"a list of {len(x)}" if isinstance(x, list) else f"{list(x.shape)} {dtype_of(x)}"
 
+def kind_of(x:Tensor|list, per:Literal["token", "row"]|None=None)->Kind:
+    "The kind of a column. ValueError for a declaration that `x` cannot be."
+    if per not in (None, "token", "row"): raise ValueError(f"Batch: per={per!r}; 'token' or 'row' is wanted")
+    if per == "token" and (isinstance(x, list) or x.dim() < 2):
+        raise ValueError(f"Batch: {shape_of(x)} is not per token; [B, T, …] is wanted")
+    if isinstance(x, list): return "list"
+    return per or ("token" if x.dim() > 1 else "row")
+
+def kinds_of(old:dict)->dict[str, Kind]:
+    "The kind of each column of a batch that was pickled before kinds were kept."
+    return {k: kind_of(x, "row" if k in old.get("per_row", ()) else None) for k, x in old["columns"].items()}
+
+def tokens_first(columns:dict)->list[str]:
+    "The names of columns in the order in which they are set: tokens say how wide the others are."
+    return sorted(columns, key=lambda k: k not in ("tokens", "lengths"))
+
+# %% ../../nbs/data/35_columns.ipynb #9c8dfc26
 INTEGERS = dict(tokens=((2,), "integers [B, T]"), lengths=((1,), "integers [B]"), unit=((1,), "integer ids [B]"),
                 group=((1,), "integer ids [B]"), policy_version=((1, 2), "integers [B] or [B, T]"))
 RESERVED = ("mask", *INTEGERS)      # names whose columns are checked
