@@ -4,6 +4,7 @@ import gzip
 import json
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -467,3 +468,12 @@ def test_segments_of_every_row_format():
     assert segments(dict(prompt="a", completion="b"), CHATTY) == [("a", False), ("b", True)]
     assert segments(dict(messages=TALK[:2]), CHATTY) == [("Is 7 prime?", False), ("Yes.", True)]
     assert segments(dict(text="a"), CHATTY) == [("", False), ("a", True)]
+
+
+@pytest.mark.parametrize("data, n, times", [(Prompts(list("abcd"), Plain()), 64, "64 and there are 4 rows.*about 16"),
+                                            (Demonstrations(["a", "b"], Plain()), 3, "3 and there are 2 rows.*1.5")])
+def test_a_batch_that_is_larger_than_the_data_warns(data, n, times):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3): data.take(len(data)), data.take(1)
+    with pytest.warns(UserWarning, match=f"take: n={times} times"): assert len(data.take(n)) == n

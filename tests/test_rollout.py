@@ -166,6 +166,22 @@ def test_seeds_belong_to_samples():
     assert said(r.generate(p, group_size=2, seed=(0, 3))) == [x for i, x in enumerate(said(whole)) if i % 4 < 2]
 
 
+def test_a_group_that_is_sampled_again_without_a_seed_warns():
+    "One stream of random numbers in every step. Other groups, seeds, greedy rows and rows that go on are not."
+    r, b, other = engine(), prompts(), prompts()
+    other["group"] = b.group + len(b)
+    on = b[:]
+    on["sample"], on["turn"] = torch.zeros(len(b), dtype=torch.long), torch.ones(len(b), dtype=torch.long)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = r.generate(b)
+        for how in (dict(seed=0), dict(seed=(0, 1)), dict(temperature=0.)): r.generate(b, **how)
+        for x in (on, on, other): r.generate(x)
+        r.generate(b)
+    with pytest.warns(UserWarning, match="there is no seed=.*Say seed=.seed, step."): again = r.generate(b)
+    assert said(first) == said(again)
+
+
 def test_a_long_vocabulary_is_drawn_as_in_float64():
     """Places found block by block are those of one cumulative sum, for any length, banned ids and the last number
     below 1 included."""

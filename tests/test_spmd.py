@@ -212,6 +212,8 @@ except (RuntimeError, OSError) as e:
     run = torchrun(2, tmp_path/"loop.py", limit=300)
     assert run.returncode != 0 or how == "ends_early"
     assert words in run.stdout + run.stderr, run.stdout + run.stderr[-2000:]
+    # torchrun's last screen says why
+    if run.returncode: assert words.split(",")[0].split(": ")[-1] in run.stderr.rpartition(" FAILED")[2], run.stderr
     assert time.monotonic() - start < 300            # the timeout is 600; most of it is two imports of torch
 
 
@@ -344,7 +346,9 @@ def test_a_run_that_succeeds_ends_with_success(tmp_path, ending):
 
 def test_without_torchrun_it_is_one_process():
     from rlblocks.placement.spmd import SpmdPool
-    with SpmdPool() as pool:
+    with pytest.warns(UserWarning, match="trains alone; for N processes: torchrun --nproc-per-node N"):
+        pool = SpmdPool()
+    with pool:
         echo = pool.place(spmd_loops.Echo, 2)
         assert type(echo) is spmd_loops.Echo and list(pool.watch(range(3))) == [0, 1, 2]
         assert (pool.rank, pool.ranks) == (0, 1)

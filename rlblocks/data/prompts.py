@@ -266,8 +266,11 @@ class Rows:
     def take(self,
         n:int, # how many rows (or pairs), any number from 1
     )->Batch:  # `tokens`, `lengths`, `mask`, the numbers of this run that name them, and the rows' columns as lists
-        "The next `n`. Each comes once an epoch; a batch may straddle two."
+        "The next `n`. Each comes once an epoch; a batch may straddle two, and more with a warning."
         n = whole_number(f"{self.who}.take", "n", n)
+        if n > len(self):
+            warnings.warn(f"{self.who}.take: n={n} and there are {len(self)} {self.kind}: the batch has each about "
+                          f"{n/len(self):.3g} times", stacklevel=2)
         batch = batch_of(self, range(self.taken, self.taken + n))
         self.taken += n
         return batch

@@ -14,7 +14,7 @@ from pathlib import Path
 
 # %% ../../nbs/people/99_run.ipynb #f2b2b5bb
 class NoLoop(ValueError):
-    "There is no loop of this name."
+    "There is no loop of this name, or it cannot run as it was asked to."
 
 def loop_from(
     place:str, # "tutorials/grpo.ipynb:grpo": a notebook, a colon, the function's name

@@ -8,13 +8,17 @@ __all__ = ['to_message', 'from_message', 'check_same_call', 'error_text', 'RankL
 # %% ../../nbs/placement/98_spmd.ipynb #207cc041
 import atexit
 import io
+import json
 import os
 import pickle
 import sys
+import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -149,6 +153,14 @@ def _announce_exit(pool, error):
     try: exchange((text, RankLeft, None), group=pool.control, timeout=timeout)
     except (RuntimeError, TimeoutError): pool.broken = True      # they are gone already
 
+def _tell_torchrun(pool, error):
+    "Write an error, once, where torchrun looks for it."
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file or not isinstance(error, Exception) or error is pool.told: return
+    pool.told, text = error, "".join(traceback.format_exception_only(error)).strip()
+    message = dict(message=text, extraInfo=dict(py_callstack=text, timestamp=str(int(time.time()))))
+    with suppress(OSError): Path(file).write_text(json.dumps(dict(message=message)))
+
 def _leave(pool, error):
     "Stop what is watched, tell the other ranks, take the connections down."
     with suppress(RuntimeError):      # the others are gone already
@@ -176,16 +188,21 @@ class SpmdPool:
         timeout:float=1800., # seconds after which a rank that does not answer is an error
         grace:float=20.,     # seconds that a rank that failed waits for the others, and any rank for the store
     ):
-        """Join the world that torchrun's environment describes; without torchrun, be one process.
+        """Join the world that torchrun's environment describes; without torchrun, be one process, with a warning.
 
         RuntimeError when there are fewer devices than processes, TimeoutError when the ranks do not meet."""
         self.timeout, self.grace, longest = timeout, grace, timeout + grace      # torch's own timeout says more
         self.owner = not dist.is_initialized() and {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+        self.told, self.closed = None, True      # nothing to leave yet
+        atexit.register(self._at_exit)
         if self.owner: _join_by_torchrun(timeout, longest)
+        elif not dist.is_initialized():
+            warnings.warn("SpmdPool: torchrun has not started this process, so it trains alone; for N processes: "
+                          "torchrun --nproc-per-node N train.py, or torchrun --nproc-per-node N -m rlblocks run PLACE "
+                          "--pool spmd; for one: the pool `here`", stacklevel=2)
         self.rank, self.ranks = world()
         self.placed, self.calls, self.inside, self.broken, self.closed = 0, 0, False, False, False
         self.watched, self.control = None, _group_of_all(timeout, longest) if self.ranks > 1 else None
-        atexit.register(self._at_exit)
 
     def place(self,
         make:Callable[P, C], # a class, or any callable that makes the wrapper
@@ -238,7 +255,9 @@ class SpmdPool:
         error:BaseException|None=None, # why, if not because all is done
     ):
         "Leave: stop what is watched, tell the others, take the connections down."
-        atexit.unregister(self._at_exit)
+        why = error or sys.exc_info()[1]      # of `finally: pool.close()`
+        _tell_torchrun(self, why)
+        if why is None: atexit.unregister(self._at_exit)
         if not self.closed: _leave(self, error)
 
     def _at_exit(self): self.close(getattr(sys, "last_value", None))       # an error that nobody caught

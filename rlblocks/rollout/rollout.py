@@ -9,6 +9,7 @@ __all__ = ['Pending', 'rows_of', 'requests_of', 'generate', 'start_generate', 'e
 # %% ../../nbs/rollout/85c_rollout.ipynb #ab1db67c
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -96,7 +97,7 @@ def requests_of(
     prompts:Batch,
     *,
     group_size:int=1,
-    seed=0, # as for `generate`
+    seed=None, # as for `generate`
     temperature:float|None=None,
     max_tokens:int|None=None,
     penalties:Penalties|None=None,
@@ -107,7 +108,17 @@ def requests_of(
     how, n, S = _request(rollout, temperature, group_size, max_tokens)
     more, form = _check_request(rollout, prompts, S, penalties), None
     if structure is not None: how, form = check_structure(rollout.structures, structure, how, penalties)
-    return to_requests(prompts, n, seed, S, how, rollout.stop, experts=experts, structure=form, **more)
+    if seed is None and how.temperature and "sample" not in prompts: _warn_of_groups(rollout, {*prompts.group.tolist()})
+    return to_requests(prompts, n, 0 if seed is None else seed, S, how, rollout.stop, experts=experts, structure=form,
+                       **more)
+
+def _warn_of_groups(rollout, groups):
+    "Warn where groups of the last call without a seed come again: they draw with the same random numbers."
+    again, rollout.unseeded = groups & rollout.unseeded, groups
+    if not again: return
+    warnings.warn("generate: groups come again and there is no seed=: samples depend on seed and group alone, so "
+                  "these draw with the same random numbers as before. Say seed=(seed, step); data.take(n) also gives "
+                  "other groups in each step", stacklevel=2)
 
 # %% ../../nbs/rollout/85c_rollout.ipynb #8c1c5b1d
 @locked
@@ -116,7 +127,7 @@ def generate(
     prompts:Batch,     # tokens, lengths, group and whatever else rows bring along
     *,
     group_size:int=1,  # completions a prompt
-    seed=0,            # number or tuple that names these samples, e.g. (seed, step)
+    seed=None,         # number or tuple that names these samples, e.g. (seed, step); None: 0
     temperature:float|None=None, # instead of the engine's; 0 = greedy rows, whose mask is all False
     max_tokens:int|None=None,    # instead of the engine's
     penalties:Penalties|None=None, # of `penalties(…)`; rows with them have a mask that is all False
@@ -223,6 +234,7 @@ class Rollout(LocalOnly):
         self.lines = Lines(new_sampler(model, engine, dtype, device, max_rows, self.tokenizer))
         self.stop = stop_ids(ids, self.sampler.module, self.tokenizer, self.sampler.vocabulary)
         self.structures = Structures(self.tokenizer, self.stop, self.sampler.vocabulary)
+        self.unseeded = set[int]()        # groups of the last call without a seed
         self.lock = ReentrantLock()       # rows are of one version, also where another thread loads
 
     @locked
