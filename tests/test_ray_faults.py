@@ -22,6 +22,9 @@ from ray_kills import (
     tiny_grpo, undisturbed
 )
 from rlblocks import here
+from rlblocks.engines.world import RankLost
+from rlblocks.placement import restarts
+from rlblocks.placement.crew import RankSilent
 from rlblocks.placement.restarts import supervise
 from test_spmd import same
 
@@ -71,6 +74,38 @@ def test_twenty_kills_of_any_process(tmp_path):
     rows, run = disturbed(made(tmp_path/"killed"), 100, kills, print, limit=3000)
     assert len(run.killed) == 20 and run.warned()[0], "a sampler was killed, and made anew"
     alike(rows, want)
+
+
+@pytest.mark.parametrize("error, made", [(TimeoutError("the judge did not answer"), 1), (RankSilent("no answer"), 2),
+                                         (RankLost("rank 1 died"), 2), (ConnectionError("no such judge"), 1)], ids=repr)
+def test_another_pool_is_made_for_ranks_that_are_lost_not_for_a_service_of_the_loop(monkeypatch, error, made):
+    monkeypatch.setattr(restarts, "disconnect", lambda: None)
+    pools = []
+    class Pool:
+        def __init__(self): pools.append(self)
+        def close(self): pass
+    def loop(pool):
+        yield dict(step=0)
+        if len(pools) == 1: raise error
+    def run(): return list(restarts.restarted(loop, Pool))
+    if made == 1:
+        with pytest.raises(type(error), match=str(error)): run()
+    else:
+        with pytest.warns(UserWarning, match="a new pool resumes"): assert run() == [dict(step=0)]
+    assert len(pools) == made
+
+
+@pytest.mark.parametrize("error", [TimeoutError("starting the ranks: no answer"), ConnectionError("no Ray")], ids=repr)
+def test_a_pool_that_is_lost_while_it_starts_is_made_again(monkeypatch, error):
+    monkeypatch.setattr(restarts, "disconnect", lambda: None)
+    tries = []
+    def make():
+        tries.append(1)
+        if len(tries) == 1: raise error
+        return here
+    with pytest.warns(UserWarning, match="no pool could be made: .*; a new pool resumes"):
+        assert list(restarts.restarted(lambda pool: iter([dict(step=0)]), make)) == [dict(step=0)]
+    assert len(tries) == 2
 
 
 SUPERVISED = """

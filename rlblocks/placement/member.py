@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Answer', 'answer_to', 'portable', 'resident_bytes', 'listening_store', 'reached_store', 'enter_world', 'stays',
-           'Member']
+           'Made', 'Member']
 
 # %% ../../nbs/placement/98c_member.ipynb #d2d04923
 import os
@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from ..engines.weights import InProcess, Ticket
 from ..engines.world import form_world
+from ..models.policy import Trained
 from .handles import membership
 from .shipping import InPool, Stream, closing_streams, new_window, send
 from .wire import Reader, Parcel, nothing_stays, parcel_of
@@ -43,18 +44,21 @@ def answer_to(
     start = time.perf_counter()
     with warnings.catch_warnings(record=True) as caught:
         try: ok, wire = True, parcel_of(work())
-        except Exception as e: ok, wire = False, parcel_of(portable(e))
+        except (KeyboardInterrupt, SystemExit): raise          # these end the process
+        except BaseException as e: ok, wire = False, parcel_of(portable(e))
     warned = tuple((w.category.__name__, str(w.message)) for w in caught)
     return Answer(ok, wire, time.perf_counter() - start, resident_bytes(), warned)
 
 def portable(
-    error:Exception,
+    error:BaseException,
 )->tuple[Exception, str]: # itself, or a RuntimeError with its text; its traceback
-    "An error that can be read in another process."
+    """An error that can be read in another process, and says there what it says here.
+
+    What is no Exception, as a task of asyncio that is cancelled, would stop what runs there."""
     text = "".join(traceback.format_exception(error))
     try: Reader(nothing_stays).read(parcel_of(error))
-    except Exception: error = RuntimeError(f"{type(error).__name__}: {error}")
-    return error, text
+    except Exception: return RuntimeError(f"{type(error).__name__}: {error}"), text
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"), text
 
 def resident_bytes()->int: # 0 where the system does not say
     "Memory of this process."
@@ -94,6 +98,13 @@ def stays(
     "Whether it is a ticket for weights of this process."
     return isinstance(x, Ticket) and isinstance(x.transport, InProcess)
 
+class Made(NamedTuple):
+    "What a member says of an object that it has made."
+    kind:type
+    replica:int         # of this rank
+    shares_prompts:bool # whether it computes once what several rows begin with
+    trains:bool         # whether it is a wrapper with an optimizer
+
 # %% ../../nbs/placement/98c_member.ipynb #e465a141
 class Member:
     "A rank of a pool: holds placed objects by number and calls their methods."
@@ -128,12 +139,13 @@ class Member:
         "Form a world with the other ranks."
         enter_world(self.store or reached_store(host, port, seconds), self.rank, self.ranks, seconds)
 
-    def place(self, number:int, wire:Parcel)->Answer: # its class, and its `membership`
+    def place(self, number:int, wire:Parcel)->Answer: # `Made`
         "Make an object."
         def make():
             f, args, kwargs = self.reader.read(wire)
             made = self.objects[number] = f(*args, **kwargs)
-            return type(made), *membership(made, self.rank)
+            trains = isinstance(made, Trained) and made.engine.optimizer is not None
+            return Made(type(made), *membership(made, self.rank), trains)
         return answer_to(make)
 
     def call(self,
@@ -169,6 +181,6 @@ class Member:
                                       self.rank == 0))
 
     def drop(self, numbers:list[int]):
-        "Let go of what nobody refers to, and of functions, which may have captured it."
+        "Let go of what nobody refers to, and of functions that captured it."
         for number in numbers: self.objects.pop(number, None)
-        self.reader.forget()
+        self.reader.forget(numbers)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OWN_ERROR', 'FINAL', 'SUPERVISOR', 'Closes', 'restarted', 'rows_on_a_pool', 'first_with_room', 'lost', 'disconnect',
-           'supervise', 'Signals', 'forwarding', 'ended_by_itself', 'end_with_parent']
+           'mended', 'unanswered', 'revive', 'supervise', 'Signals', 'forwarding', 'ended_by_itself', 'end_with_parent']
 
 # %% ../../nbs/placement/98h_restarts.ipynb #1ff09012
 import ctypes
@@ -24,6 +24,8 @@ from typing import Protocol, runtime_checkable
 from torch.distributed import DistError
 
 from ..engines.world import RankLost
+from .cluster import first, node_addresses, spots
+from .crew import Crew, Rank, RankCall, RankSilent, deaths, died, end_streams, gather, launch
 
 # %% ../../nbs/placement/98h_restarts.ipynb #10ebad2c
 @runtime_checkable
@@ -39,7 +41,10 @@ def restarted(
     *,
     restarts:int=3, # pools that may be lost
 )->Iterator[dict]: # the loop's, each step once
-    "Run a loop; when ranks are lost make a new pool and resume. Raises what the last pool raised."
+    """Run a loop; when ranks are lost make a new pool and resume. Raises what the last pool raised.
+
+    Before that Ray is shut down, and every pool of this process with it. So a maker makes all pools of the loop, and
+    what it gives closes all of them."""
     makers, shown = [pools] if callable(pools) else list(pools), -1
     for left in range(restarts, -1, -1):
         try:
@@ -67,24 +72,82 @@ def rows_on_a_pool(
 def first_with_room(
     makers:Sequence[Callable[[], Closes]], # of pools, the best first
 )->Closes: # a pool
-    "The first that can be had. RuntimeError of the last when none can."
+    "The first that can be had. RuntimeError when none can; RankLost where the last one, or its cluster, is silent."
     for make in makers[:-1]:
         try: return make()
         except (RuntimeError, TimeoutError) as e: warnings.warn(f"{e}; the next smaller pool is tried", stacklevel=3)
-    return makers[-1]()
+    try: return makers[-1]()
+    except (ConnectionError, TimeoutError) as e: raise RankLost(f"no pool could be made: {e}") from e
 
 def lost(
     error:Exception, # that ended a loop
 )->bool:
     "Whether another pool may do better: processes or connections are gone, and the loop itself did nothing wrong."
     kinds = type(error).__mro__
-    return isinstance(error, (RankLost, DistError, TimeoutError, ConnectionError)) or any(
+    return isinstance(error, (RankLost, RankSilent, DistError)) or any(
         k.__module__.split(".")[0] == "ray" for k in kinds)
 
 def disconnect():
     "Leave Ray; on one machine end it, since what is left of it may be half."
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized(): ray.shutdown()
+
+# %% ../../nbs/placement/98h_restarts.ipynb #4b20a260
+def mended(
+    crew:Crew,
+    call:RankCall,
+    refs:dict[int, object], # what was waited for
+    lost:dict[int, str],  # rank → why it died
+)->bool:
+    "Whether the ranks that a call has lost are made anew, now or already for another call, and were asked again."
+    with crew.mending:
+        dead = {r: why for r, why in lost.items() if call.refs[r] is refs[r]}
+        if not dead: return True
+        if call not in crew.sent or crew.restarts < len(dead): return False
+        left = {r: unanswered(crew, r) for r in dead}
+        if any(r in calls[0].killed for r, calls in left.items()): return False
+        try:
+            for r, why in dead.items(): revive(crew, crew.ranks[r], why, left[r])
+        except BaseException as e:
+            crew.broken = f"{call.who}: a rank could not be made anew: {e!r}"
+            for x in crew.sent: end_streams(x)
+            if isinstance(e, TimeoutError): raise RankLost(crew.broken) from e
+            raise
+    return True
+
+def unanswered(crew:Crew, r:int)->list[RankCall]: # the first is the one in which the rank died
+    "Calls that a rank was given and has not answered."
+    return [x for x in crew.sent if r in x.refs and r not in x.answers and not _has_answer(x.refs[r])]
+
+def _has_answer(ref):
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError
+    try: ray.get(ref, timeout=1)
+    except (GetTimeoutError, *deaths()): return False
+    except RayError: pass
+    return True
+
+def revive(
+    crew:Crew,
+    rank:Rank,
+    why:str,             # it died
+    left:list[RankCall], # what it has not answered
+):
+    "Start its process again, and give it what it was given, in the same order: what set something, what is left."
+    crew.restarts -= 1
+    left[0].killed.add(rank.number)
+    crew.revived.append(died(crew, left[0], rank.number, why))
+    warnings.warn(f"{crew.revived[-1].splitlines()[0]} It is made anew; {crew.restarts} restarts are left",
+                  stacklevel=7)
+    launch(crew, rank)
+    rank.pid = first([rank.member.process.remote()], "starting a rank anew", crew.patience)[0]["pid"]
+    rank.node = {bundle: node for node, bundle in spots(crew.group, len(crew.ranks))}[rank.bundle]
+    rank.address = node_addresses()[rank.node]
+    for call in crew.sent:
+        if call in left: call.refs[rank.number] = call.ask(rank)
+        elif call.sets and rank.number in call.refs:
+            gather(crew, RankCall(call.who, call.ask, repeats=False, refs={rank.number: call.ask(rank)}))
+    if not crew.restarts: crew.sent.clear()
 
 # %% ../../nbs/placement/98h_restarts.ipynb #55a7f29c
 OWN_ERROR = 70   # exit code after an error of the loop; EX_SOFTWARE of sysexits.h

@@ -74,10 +74,12 @@ def _bucket_class()->type:
             self.scores_wanted, self.scores = {}, {}           # which → whether scores are wanted; what they are
 
         async def open(self, which, readers):
-            "Something will pass, for so many readers; of what passed long ago nothing is remembered."
+            "Something will pass, for so many readers; what all have read, or none gets any more, is forgotten in time."
             async with self.change:
-                for known in (self.readers, self.left, self.ended, self.scores_wanted, self.scores):
-                    for old in [k for k in known if k < which - 10_000]: del known[old]
+                what_is_known = self.readers, self.left, self.ended, self.scores_wanted, self.scores
+                long_ago = {k for known in what_is_known for k in known if k < which - 10_000 and self.is_over(k)}
+                for known in what_is_known:
+                    for old in long_ago & known.keys(): del known[old]
                 self.readers[which] = readers
                 self.change.notify_all()
 
@@ -114,6 +116,7 @@ def _bucket_class()->type:
 
         def none_left(self, which): return which in self.readers and self.left.get(which, 0) >= self.readers[which]
         def failed(self, which): return self.ended.get(which, ("", 0))[0]
+        def is_over(self, which): return which not in self.readers or self.failed(which) or self.none_left(which)
 
     return Buckets
 

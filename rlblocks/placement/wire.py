@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -202,27 +202,34 @@ class Reader:
         pickled:bytes, # its content
     )->Callable: # always the same object
         "The one function of this content."
-        if pickled not in self.functions: self.functions[pickled] = self.read(Parcel(pickled))
+        if pickled not in self.functions:
+            reading = _Unpickler(self, Parcel(pickled), False)
+            self.functions[pickled] = reading.load(), reading.named
         self.functions.move_to_end(pickled)
         while len(self.functions) > self.keep: self.functions.popitem(last=False)
-        return self.functions[pickled]
+        return self.functions[pickled][0]
 
-    def forget(self):
-        "Let go of all functions, and of what they captured."
-        self.functions.clear()
+    def forget(self,
+        gone:Iterable, # first words of names
+    ):
+        "Let go of the functions that captured what is gone."
+        for pickled in [k for k, (_, named) in self.functions.items() if not named.isdisjoint(gone)]:
+            del self.functions[pickled]
 
 class _Unpickler(pickle.Unpickler):
     "Reads one parcel."
     def __init__(self, reader, wire, lent):
         super().__init__(io.BytesIO(wire.pickled))
-        self.reader, self.wire, self.lent, self.seen, self.arrays = reader, wire, lent, {}, None
+        self.reader, self.wire, self.lent, self.seen, self.arrays, self.named = reader, wire, lent, {}, None, set()
 
     def persistent_load(self, pid):
         kind, *more = pid
         if kind == "tensor": return self.tensor(*more)
         if kind == "ref": return self.wire.refs[more[0]]
         if kind == "stored": return self.stored(*more)
-        return self.reader.function(*more) if kind == "function" else self.reader.find(*more)
+        if kind == "function": return self.reader.function(*more)
+        self.named.add(more[0])
+        return self.reader.find(*more)
 
     def stored(self, at, dtype, shape):
         "Read from the store; a copy, through which nobody else's is written."
