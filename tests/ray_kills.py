@@ -1,7 +1,7 @@
 """A run on a cluster of one machine whose processes are killed, any of them, and what is left of its numbers.
 
-python tests/ray_kills.py drive FOLDER STEPS RAY    # GRPO to its end, a line of JSON for each step, in a process that
-                                          # is made again when it is ended from outside; `once`: that process"""
+python tests/ray_kills.py drive FOLDER STEPS RAY LOOP SEED    # GRPO to its end, a line of JSON for each step, in a
+                                # process that is made again when it is ended from outside; `once`: that process"""
 import json
 import os
 import random
@@ -45,13 +45,16 @@ class Both:
         for pool in (self.sample, self.train): pool.close()
 
 
-def tiny_grpo(pool, steps, checkpoint=None):
+LOOPS = dict(grpo="grpo.ipynb", async_grpo="async.ipynb")
+
+
+def tiny_grpo(pool, steps, checkpoint=None, loop="grpo", seed=0):
     "Of a tiny model, cut over the ranks."
     import spmd_loops
     from rlblocks import Checkpoint, Prompts, here, loop_from
-    grpo = loop_from(f"{ROOT}/tutorials/grpo.ipynb:grpo")
+    grpo = loop_from(f"{ROOT}/tutorials/{LOOPS[loop]}:{loop}")
     return grpo(pool, Prompts(spmd_loops.ASKED, spmd_loops.Digits()), spmd_loops.prefers, prompts=3, group_size=2,
-                minibatches=1, max_tokens=4, model=spmd_loops.net, steps=steps, micro_tokens=64,
+                minibatches=1, max_tokens=4, model=spmd_loops.net, steps=steps, micro_tokens=64, seed=seed,
                 engine=spmd_loops.steadily if pool is here else spmd_loops.sharded,
                 checkpoint=checkpoint or Checkpoint())
 
@@ -63,7 +66,10 @@ def on_rank(rank, ranks, folder, steps):
     if rank == 0: (folder/"rows.json").write_text(json.dumps(rows))
 
 
-def plain(rows): return [{k: float(v) for k, v in row.items()} for row in rows]
+CLOCK = {"start", "asked", "idle", "seconds"}      # what the asynchronous loop says of time
+
+
+def plain(rows): return [{k: float(v) for k, v in row.items() if k not in CLOCK} for row in rows]
 
 
 def drive(*words):
@@ -72,17 +78,17 @@ def drive(*words):
     return supervise([sys.executable, __file__, "once", *words], restarts=50)
 
 
-def once(folder, steps, ray_folder):
+def once(folder, steps, ray_folder, loop_name, seed):
     "The loop, resumed where a process before this one was killed."
     import torch
     from rlblocks import Checkpoint, Cluster, restarted
     from rlblocks.placement.restarts import end_with_parent
     end_with_parent()
     torch.set_num_threads(1)
-    def loop(pool): return tiny_grpo(pool, int(steps), Checkpoint(Path(folder)/"run", every=2))
+    def loop(pool): return tiny_grpo(pool, int(steps), Checkpoint(Path(folder)/"run", every=2), loop_name, int(seed))
     with open(Path(folder)/"rows.jsonl", "a") as file:
         for row in restarted(loop, lambda: Both(Cluster(options=options(ray_folder), ready=60.)), restarts=50):
-            file.write(json.dumps({k: float(v) for k, v in row.items()}) + "\n")
+            file.write(json.dumps(plain([row])[0]) + "\n")
             file.flush()
 
 
@@ -122,7 +128,8 @@ def steps_in(folder):
     return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
 
 
-def own_driver(folder, steps, ray): return [sys.executable, __file__, "drive", folder, steps, ray]
+def own_driver(folder, steps, ray, loop="grpo", seed=0):
+    return [sys.executable, __file__, "drive", folder, steps, ray, loop, seed]
 
 
 def the_command(folder, steps, ray):
@@ -203,8 +210,8 @@ def by_age(now): return sorted(now.items(), key=lambda x: x[0][1])     # numbers
 
 
 def disturbed(folder, steps, kills, log=print, limit=3600., seed=0, driver=own_driver):
-    """A run with `kills`, pairs (step, chooser): each waits until so many steps have been shown, one of them by the
-    driver that is there, and a moment more.
+    """A run with `kills`, pairs (step, chooser): each waits until so many steps have been shown, until all is well
+    again after the one before (`settled`), and a moment more.
 
     Gives the rows, in the order in which they were shown, and the run."""
     rng, run = random.Random(seed), Run(folder, steps, log, driver)
@@ -215,11 +222,23 @@ def disturbed(folder, steps, kills, log=print, limit=3600., seed=0, driver=own_d
             time.sleep(.05)
             rows = len(steps_in(folder))
             if driver != run.drivers(): driver, before = run.drivers(), rows
-            if not waiting or rows <= before or rows < waiting[0][0]: continue
+            if not waiting or rows < max(before + 2, waiting[0][0]) or not settled(run): continue
             time.sleep(rng.uniform(0., .5))
-            if run.kill(waiting[0][1]): waiting.pop(0)
+            if run.kill(waiting[0][1]):
+                waiting.pop(0)
+                before = len(steps_in(folder))
     finally: run.close()
     return steps_in(folder), run
+
+
+def settled(run):
+    """Whether what the last kill entails has happened: else the next one might hit what ends anyway. A step that began
+    after it has to end as well, so two more are shown. With raylet and control store the driver ends, but not at once;
+    a helper may take the raylet along."""
+    if not run.killed: return True
+    last = run.killed[-1]
+    if last["kind"] in ("loop", "raylet", "gcs_server"): return run.drivers() > last["driver"]
+    return last["kind"] != "helper" or run.now()["second"] > last["second"] + 3
 
 
 def anybody(rng):
@@ -240,9 +259,9 @@ def kind_of(x, now):
     return "sampler" if "SAMPLES" in env else "trainer" if "RANK" in env else "helper"
 
 
-def undisturbed(folder, steps):
+def undisturbed(folder, steps, driver=own_driver):
     "The same run, left alone."
-    return disturbed(folder, steps, [])
+    return disturbed(folder, steps, [], driver=driver)
 
 
 if __name__ == "__main__": sys.exit(dict(drive=drive, once=once)[sys.argv[1]](*sys.argv[2:]))

@@ -41,6 +41,31 @@ def test_scripts_are_bash(file):
     assert subprocess.run(["bash", "-n", FILES/file], capture_output=True, text=True).stderr == ""
 
 
+def test_a_job_of_slurm_outlives_its_tasks_and_not_its_nodes():
+    """A site's KillOnBadExit and WaitTime would end the step with the first Ray that ends. A job with --no-kill is not
+    requeued when its first node is lost, and that node has the loop."""
+    text = (FILES/"slurm.sh").read_text()
+    assert re.search(r"^srun --kill-on-bad-exit=0 --wait=0 ray symmetric-run", text, re.M)
+    assert re.search(r"^#SBATCH .*--requeue", text, re.M) and not re.search(r"^(#SBATCH|srun) .*--no-kill", text, re.M)
+
+
+@pytest.mark.parametrize("wanted, there, same", [
+    ("head:6379", "10.0.0.1:6379", True), ("head:6379", "10.0.0.1:6380", False), ("head:6379", "10.9.9.9:6379", True),
+    ("far:6379", "10.0.0.1:6379", False), ("far:6379", "10.0.0.7:6379", True), ("nobody:6379", "nobody:6379", True),
+    ("nobody:6379", "10.0.0.1:6379", False), ("auto", "10.0.0.1:6379", True)])
+def test_a_second_pool_is_on_the_cluster_of_the_first(monkeypatch, wanted, there, same):
+    "Where the head's own name is 127.0.1.1, as Debian has it, and where a name means nothing."
+    from rlblocks.placement.cluster import check_address
+    known = {"head": "127.0.1.1", "far": "10.0.0.7"}
+    def address(host):
+        if host in known or host[0].isdigit(): return known.get(host, host)
+        raise socket.gaierror(-2, "Name or service not known")
+    monkeypatch.setattr(socket, "gethostbyname", address)
+    if same: return check_address(wanted, there)
+    says = f"asked for the cluster at {wanted}, but this process is connected to {there}"
+    with pytest.raises(ValueError, match=says): check_address(wanted, there)
+
+
 @needs_ray
 def test_ray_up_takes_its_file():
     "Ray's own schema, and the commands of both kinds of nodes."
@@ -121,7 +146,7 @@ def test_machines_that_ray_up_reaches(tmp_path):
         said = on_the_head("3")
         assert "nodes: 3" in said and "doctor: 0" in said and "WRONG" not in said, said
         assert "ranks on 10.0.0.1 10.0.0.2 10.0.0.3 (3.0, '1000')" in said, said
-        assert said.count("/scratch/ray_spill, ") == 3 and said.count("ok   10.0.0.3") == 6, said
+        assert said.count("/scratch/ray_spill, ") == 3 and said.count("ok   10.0.0.3") == 7, said
         assert [machines.on(i, "stat -c %a ~/.ray/auth_token")[1] for i in range(3)] == ["600\n"]*3
         before = machines.on(2, "pgrep -x raylet")[1]
         machines.cut(2)
@@ -259,7 +284,7 @@ import yaml
 from rlblocks import RayPool
 
 class Says:
-    def colour(self): return os.environ["COLOUR"]
+    def given(self): return {k: os.environ.get(k) for k in ("COLOUR", "HF_TOKEN", "OPENAI_BASE_URL", "https_proxy")}
 
 address, folder = sys.argv[1:]
 sys.argv = ["rlblocks", "doctor", "--cluster", address, "--folder", folder]
@@ -280,7 +305,10 @@ cluster:
   env: {{COLOUR: blue}}
   ready: 60
   options: {{logging_level: ERROR, log_to_driver: false}}
-''')) as pool: print("the ranks say", pool.place(Says).colour())
+''')) as pool:
+    print("the ranks say", pool.place(Says).given())
+    try: RayPool(2, cluster=dict(address=address, ready=1, options=dict(num_cpus=3)))
+    except RuntimeError as e: print(e)
 """
 
 
@@ -301,14 +329,19 @@ def test_one_host_the_doctor_and_a_pool_from_yaml(tmp_path):
         wait_for_port(port, node, out)
         assert len(token.read_text()) == 64 and token.stat().st_mode & 0o777 == 0o600
         run = subprocess.run([sys.executable, "-c", ON_ONE_HOST, f"127.0.0.1:{port}", str(tmp_path)], timeout=300,
-                             env=env | dict(RAY_AUTH_MODE="token", OMP_NUM_THREADS="1"), capture_output=True, text=True)
+                             env=env | dict(RAY_AUTH_MODE="token", OMP_NUM_THREADS="1", HF_TOKEN="hf_x", https_proxy="http://proxy:1",
+                                            OPENAI_BASE_URL="http://judge/v1"), capture_output=True, text=True)
     finally:
         seen = family(node.pid)
         node.terminate()
         node.wait()
         end(seen)
         shutil.rmtree(folder, ignore_errors=True)
-    assert "the ranks say blue" in run.stdout, run.stdout + run.stderr[-3000:]
+    given = dict(COLOUR="blue", HF_TOKEN=None, OPENAI_BASE_URL="http://judge/v1", https_proxy="http://proxy:1")
+    assert f"the ranks say {given}" in run.stdout, run.stdout + run.stderr[-3000:]
+    assert run.stderr.count("HF_TOKEN set here, but not passed to the ranks") == 1, run.stderr[-3000:]
+    assert "num_cpus=3 was asked for, it has 2" in run.stderr, run.stderr[-3000:]
+    assert re.search(r"this process hold from_a_file-\w+: 2 × \(0.5 CPU\): pool.close\(\)", run.stdout), run.stdout
     wrong = [line for line in run.stdout.splitlines() if line.startswith("WRONG")]      # a container has little room
     assert all("/dev/shm" in line or "spilling folder" in line for line in wrong), wrong
     assert f"doctor: {int(bool(wrong))}" in run.stdout, run.stdout
@@ -371,6 +404,7 @@ def wait_for_port(port, node, out, host="127.0.0.1"):
 # its own, so that `ray stop`, with which `ray symmetric-run` ends, finds no other process.
 SCONTROL = "#!/bin/bash\nprintf '%s\\n' $ADDRESSES\n"
 SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
 i=0
 for host in $HOSTS; do
   mkdir -p "$FOLDER/$i"

@@ -18,7 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from .cluster import Cluster, as_cluster, connect, open_to_others, token_file
+from .access import open_to_others, token_file
+from .cluster import Cluster, as_cluster, connect
 
 # %% ../../nbs/placement/98i_doctor.ipynb #68998645
 HEALTH = dict(RAY_health_check_period_ms="1000", RAY_health_check_timeout_ms="2000",
@@ -43,12 +44,14 @@ class Facts(NamedTuple):
     spill:float                   # bytes free there
     health:dict[str, str|None]    # health checks, as its environment has them
     sees:bool                     # the run's folder
+    here:bool                     # the folder in which the loop would run
     token_is_its_owners:bool      # nobody else on the node may read the file with the token
 
 def facts_of_node(
     store:float, # bytes of this node's object store
     file:str,    # in the run's folder, written by who asks; "": none
     text:str,    # what is in it
+    here:str,    # the folder of who asks
 )->Facts:
     "Asked in a process of its own there."
     def have(package):
@@ -58,7 +61,7 @@ def facts_of_node(
     return Facts(python=".".join(map(str, sys.version_info[:3])), versions={p: have(p) for p in PACKAGES},
                  shm=shutil.disk_usage("/dev/shm").total, store=store, where=where,
                  spill=shutil.disk_usage(where).free, health={k: os.environ.get(k) for k in HEALTH},
-                 sees=not file or Path(file).is_file() and Path(file).read_text() == text,
+                 sees=not file or Path(file).is_file() and Path(file).read_text() == text, here=Path(here).is_dir(),
                  token_is_its_owners=not open_to_others(token_file()))
 
 class Finding(NamedTuple):
@@ -89,6 +92,8 @@ def _findings_of(node, x, own, folder):
                   "" if x.spill > x.store else "give it more room, or ray start --object-spilling-directory")
     yield Finding(node, "health checks", ", ".join(slow) + " wanted" if slow else "a lost host is heard in 9 s",
                   "set these where `ray start` runs" if slow else "")
+    yield Finding(node, "this folder", "is there" if x.here else "is not there", "" if x.here else
+                  "name the run's folders from the root; a relative path means another folder there")
     if folder: yield Finding(node, folder, "seen" if x.sees else "not seen", "" if x.sees else
                              "use a disk that all hosts see; else states pass through the loop's process")
 
@@ -116,7 +121,7 @@ def _ask_nodes(file, text, patience):
     for n in nodes:
         there = NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)
         store = n["Resources"].get("object_store_memory", 0.)
-        task = ask.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(store, file, text)
+        task = ask.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(store, file, text, os.getcwd())
         address = n["NodeManagerAddress"]
         tasks[task] = address if every.count(address) == 1 else f"{address} {n['NodeID'][:6]}"
     ready = ray.wait(list(tasks), num_returns=len(tasks), timeout=patience)[0]
@@ -126,7 +131,7 @@ def _ask_nodes(file, text, patience):
         else:
             try: facts[node] = ray.get(task)
             except RayError as e: silent.append(Finding(node, "answer", str(e).strip().splitlines()[-1], NO_ANSWER))
-    return silent + findings(facts, facts_of_node(0., "", ""), str(Path(file).parent) if file else "")
+    return silent + findings(facts, facts_of_node(0., "", "", os.getcwd()), str(Path(file).parent) if file else "")
 
 def doctor(
     argv:Sequence[str]|None=None, # of the command line; None: this process's

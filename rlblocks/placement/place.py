@@ -120,8 +120,10 @@ class Call:
         self.args, self.kwargs, self.n, self.who = args, kwargs, n, who
         batches = batches_in((*args, *kwargs.values()), who)
         for b in batches[:0 if n == 1 else None]: _check_whole(b, who)
-        self.cuts = {id(b): b.cut(n, shares_prompts=shares_prompts) for b in batches}      # row numbers of each part
+        self.cuts = {id(b): self._cut(b, shares_prompts) for b in batches}      # row numbers of each part
         self.rows = next(iter(self.cuts.values()), None)     # of the first Batch; None: nothing is cut
+
+    def _cut(self, b, shares_prompts)->list[list[int]]: return b.cut(self.n, shares_prompts=shares_prompts)
 
     def of(self,
         k:int, # which replica

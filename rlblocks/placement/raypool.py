@@ -48,7 +48,7 @@ class RayPool:
     ):
         "Reserve room, start the processes, have them meet. ValueError or RuntimeError for what cannot be had."
         _check_ranks(ranks, gpus, restarts, world)
-        bundles, self.ranks, self.number, self.beside = bundles_of(ranks, cpus, gpus, nodes), ranks, 0, beside
+        bundles, self.ranks, self.number, self.beside = bundles_of(ranks, cpus, gpus, nodes, strategy), ranks, 0, beside
         cluster, self.lock, self.window = _connected(cluster), RLock(), None
         group, claim = _room(bundles, "STRICT_SPREAD" if nodes else strategy, name, cluster.ready, beside, ranks)
         self.columns, self.together = Columns(), world or ranks == 1    # one object in parts, not one on each rank

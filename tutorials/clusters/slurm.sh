@@ -3,8 +3,10 @@
 #SBATCH --requeue --open-mode=append
 # `sbatch slurm.sh`: one Ray node a task; the first one runs train.py with RayPool(16, gpus=1, cluster="auto").
 # `ray symmetric-run` ends every Ray process of the user on these nodes when it is done: ask for nodes of your own.
-# The Ray of a node that was cut off ends itself when its network is back, and nobody starts it again: the run goes on
-# with the other nodes, or is requeued.
+# The Ray of a node that was cut off ends itself when its network is back, and nobody starts it again. Slurm ends the
+# whole job when it finds a node down (SlurmdTimeout, 5 minutes by default) and, with --requeue, starts it anew; until
+# then `restarted` may go on with the other nodes. (--no-kill would keep these. But by Slurm's source a job with it is
+# not requeued when its first node is lost, which has the loop.)
 # A run that is requeued resumes from its checkpoint. That, and $HOME with the token, are on disks that all nodes see.
 # STORE, in bytes, lies in each node's /dev/shm; what it has no room for goes to SPILL, a folder on a disk of the node.
 set -eu
@@ -21,8 +23,9 @@ export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300   # seconds: nodes of a job do
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK    # else each task is bound to one core, whatever the job was given
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun mkdir -p "${SPILL:-/tmp/ray_spill}"
-# Ray's own exit codes do not say how train.py ended: once the head is stopped, Ray ends with an error on each node
-srun ray symmetric-run \
+# Ray's own exit codes do not say how train.py ended: once the head is stopped, Ray ends with an error on each node.
+# A Ray that has ended takes no other along, whatever KillOnBadExit and WaitTime say in slurm.conf
+srun --kill-on-bad-exit=0 --wait=0 ray symmetric-run \
   --address "$HEAD:6379" --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus "$SLURM_CPUS_PER_TASK" \
   --num-gpus "${SLURM_GPUS_ON_NODE:-0}" --object-store-memory "${STORE:-32000000000}" \
   --object-spilling-directory "${SPILL:-/tmp/ray_spill}" -- \
