@@ -190,16 +190,26 @@ def test_a_link_that_leads_nowhere_is_seen():
 
 
 def script(name):
-    "A script of nbs/ as a module."
+    "A script of nbs/ as a module; they import one another."
     spec = importlib.util.spec_from_file_location(name, ROOT/f"nbs/{name}.py")
     made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
+    sys.path.insert(0, str(ROOT/"nbs"))
+    try: spec.loader.exec_module(made)
+    finally: sys.path.remove(str(ROOT/"nbs"))
     return made
 
 
-def test_the_page_of_all_blocks_is_fresh():
-    assert (ROOT/"nbs/blocks.ipynb").read_text(encoding="utf-8") == script(
-        "make_blocks").render(), "nbs/blocks.ipynb is stale: python nbs/make_blocks.py"
+@pytest.mark.parametrize("page, render", [("blocks", "render"), ("map", "render_map")])
+def test_a_page_that_is_made_is_fresh(page, render):
+    made = getattr(script("make_pages"), render)()
+    assert (ROOT/f"nbs/{page}.ipynb").read_text(encoding="utf-8") == made, f"nbs/{page}.ipynb is stale: make readme"
+
+
+def test_the_map_has_every_notebook():
+    text = (ROOT/"nbs/map.ipynb").read_text(encoding="utf-8")
+    own = {ROOT/"nbs/index.ipynb", ROOT/"nbs/map.ipynb"}
+    assert not [p.name for p in NOTEBOOKS if p not in own and f"{p.parent.name}/{p.name})" not in text
+                and f"]({p.name})" not in text]
 
 
 def test_the_page_of_all_blocks_has_every_block():
@@ -220,7 +230,7 @@ def test_the_page_of_all_blocks_has_every_block():
 
 
 def test_a_paper_with_two_addresses_is_not_linked():
-    make = script("make_blocks")
+    make = script("make_pages")
     here, there = (make.addresses("[Liu et al. 2025](http://a), [Yu et al. 2025](http://c)"),
                    make.addresses("[Liu et al. 2025, eq. 3](http://b), [code](http://x), [Shao 2024](http://s)"))
     both = {k: here.get(k, set()) | there.get(k, set()) for k in here | there}

@@ -1,1 +1,1 @@
-"Rows: batches that remember their whole, packing and balancing, replay, datasets."
+"Batches that keep the counts of the full optimizer step when they are cut; packing, replay, datasets."

@@ -1,1 +1,1 @@
-"From a notebook's loop to a command."
+"A loop of a notebook as a command."

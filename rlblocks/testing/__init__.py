@@ -1,1 +1,1 @@
-"The laws that every loss and estimator obeys, to run on your own, and naive oracles to compare with."
+"Properties that every loss and estimator has, to check your own, and slow versions to compare with."
