@@ -1,1 +1,1 @@
-"Batches that keep the counts of the full optimizer step when they are cut; packing, replay, datasets."
+"`Batch`, which keeps the counts of the full step when it is cut; packing, replay, datasets."

@@ -1,1 +1,1 @@
-"An HTTP server that answers unchanged agents from a policy and records what they ask."
+"An HTTP server that answers unchanged agents from a policy."

@@ -1,1 +1,1 @@
-"A loop of a notebook as a command."
+"A loop as a command."

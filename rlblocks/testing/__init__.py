@@ -1,1 +1,1 @@
-"Properties that every loss and estimator has, to check your own, and slow versions to compare with."
+"Checks for your own losses and estimators, slow versions to compare with."
