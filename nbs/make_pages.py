@@ -1,5 +1,5 @@
-"""Two pages that are made from the library and its notebooks: nbs/blocks.ipynb, every function on tensors by family, and
-nbs/map.ipynb, all notebooks by package.
+"""Two pages that are made from the library and its notebooks: nbs/blocks.ipynb has every function on tensors, by family,
+and nbs/map.ipynb all notebooks, by package.
 
     python nbs/make_pages.py
 """
@@ -13,10 +13,10 @@ from make_readme import packages
 
 ROOT = Path(__file__).resolve().parents[1]
 TITLE = "# All blocks\n\n> Every function on tensors: what it does, from which paper, where it is explained"
-INTRO = """Made by `nbs/make_pages.py` from the docstrings; edit those. These are the packages `arithmetic`, `signals`, `losses`
-and `testing`; wrappers and engines are on the [map](map.ipynb). Every name is imported with `from rlblocks import …`, or
-from its module where that is said. `rlblocks.<Tab>` leaves out what few people look for: slow reference versions
-(`naive_…`), guards, and names that only annotations need."""
+INTRO = """Made by `nbs/make_pages.py` from the docstrings; edit those. These are the packages `arithmetic`, `signals`,
+`losses` and `testing`; wrappers and engines are on the [map](map.ipynb). Every name is imported with
+`from rlblocks import …`, or from its module where that is said. `rlblocks.<Tab>` leaves out what few people look for:
+slow reference versions (`naive_…`), guards, and names that only annotations need."""
 NAME = r"[A-Z][\w'’\-]+"
 PAPER = re.compile(rf"({NAME}(?: et al\.|(?:, {NAME})* and {NAME})? (?:19|20)\d\d[a-z]?)\b")
 LINK = re.compile(r"\[([^\]]+)\]\((https?://[^)\s]+)\)")
@@ -28,7 +28,8 @@ MAP = """# Map
 > All notebooks, by package, in reading order
 
 Made by `nbs/make_pages.py`. Each notebook is the source of the module of its name. A package imports only from packages
-before it; numbers are the reading order."""
+before it; numbers are the reading order. `import rlblocks` loads the packages down to `data`, which need torch, einops
+and jaxtyping; the others are loaded when a name of theirs is first used."""
 PAGES = "blocks which_loss conventions sampling agents rewards distillation layouts clusters inside guarantees".split()
 
 

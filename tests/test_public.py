@@ -19,6 +19,7 @@ from test_floors import FLOORS, MODULES, ROOMS
 
 NOTEBOOKS = sorted([*ROOT.glob("nbs/**/*.ipynb"), *ROOT.glob("tutorials/*.ipynb")])
 TUTORIALS = sorted(ROOT.glob("tutorials/*.ipynb"))
+MARKDOWN = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")
 EQUATION = re.compile("[=≤≥∈∑Σ∝−·√]")
 SOURCE = re.compile(r"\b(19|20)\d\d\b")
 
@@ -174,7 +175,7 @@ def links(text, folder):
     return [folder/m for m in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text) if "/" in m or re.search(r"\.\w+$", m)]
 
 
-@pytest.mark.parametrize("path", [*NOTEBOOKS, ROOT/"README.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*NOTEBOOKS, *(ROOT/name for name in MARKDOWN)], ids=lambda p: p.name)
 def test_links_lead_somewhere(path):
     "nbs/index.ipynb is the README, and its links are the README's."
     text = path.read_text(encoding="utf-8")
@@ -191,7 +192,7 @@ def test_a_link_that_leads_nowhere_is_seen():
 
 # -- code in prose
 
-PROSE = [*sorted(ROOT.glob("nbs/*.ipynb")), ROOT/"README.md", ROOT/"CONTRIBUTING.md", ROOT/"benchmarks/README.md"]
+PROSE = [*sorted(ROOT.glob("nbs/*.ipynb")), *(ROOT/name for name in MARKDOWN)]
 OBJECTS = dict(policy="Policy", ref="Policy", teacher="Policy", student="Policy", lora_policy="Policy", critic="Critic",
                rollout="Rollout", grader="Grader", batch="Batch", b="Batch", mini="Batch", buffer="Buffer",
                flight="Flight", pool="RayPool", at="Endpoint", data="Prompts")
@@ -271,8 +272,9 @@ def test_code_in_prose_names_what_is_there(path):
 
 
 def test_the_check_of_prose_sees_what_is_not_there():
-    text = ("`ppo_loss(…, clip=1)`, `ppo_los(x)`, `f(…)` and `batch.cut_(2)`\n```python\nfrom rlblocks import gae, gea\n"
-            "policy.step(batch, loss, measures=f)\nRollout(model, engine=\"hf\"); print(1); data.take(3)\n```")
+    text = ("`ppo_loss(…, clip=1)`, `ppo_los(x)`, `f(…)` and `batch.cut_(2)`\n```python\n"
+            "from rlblocks import gae, gea\npolicy.step(batch, loss, measures=f)\n"
+            "Rollout(model, engine='hf'); print(1); data.take(3)\n```")
     found = [x for tree, _ in fragments(text) for x in unknown(tree, importlib.import_module("rlblocks"), {"f"})]
     assert sorted(found) == sorted(["gea", "policy.step(measures=…)", "ppo_loss(clip=…)", "ppo_los", "batch.cut_"])
 
