@@ -1,4 +1,4 @@
-"""Two pages that are made from the library and its notebooks: nbs/blocks.ipynb has every function on tensors, by family,
+"""Two pages that are made from the library and its notebooks: nbs/blocks.ipynb has all functions on tensors, by family,
 and nbs/map.ipynb all notebooks, by package.
 
     python nbs/make_pages.py
