@@ -98,10 +98,10 @@ export: .venv/.dev
 	$(BIN)/nbdev-clean --fname nbs
 	$(BIN)/nbdev-clean --fname tutorials
 
-# README.md from nbs/index.ipynb, and the page of all blocks from their docstrings
+# README.md from nbs/index.ipynb, the page of all blocks from their docstrings, and the map of notebooks
 readme: .venv/.dev
 	$(BIN)/python nbs/make_readme.py
-	$(BIN)/python nbs/make_blocks.py
+	$(BIN)/python nbs/make_pages.py
 
 lint: .venv/.dev
 	$(BIN)/ruff check rlblocks tests benchmarks tutorials nbs

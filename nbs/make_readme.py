@@ -11,20 +11,20 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTE = "<!-- made from nbs/index.ipynb by nbs/make_readme.py; edit the notebook -->"
 
 
-ROOMS = ("arithmetic signals losses testing data engines models samplers rollout graders environments endpoint "
-         "checkpoint placement people").split()
+PACKAGES = ("arithmetic signals losses testing data engines models samplers rollout graders environments endpoint "
+            "checkpoint placement people").split()
 
 
-def rooms():
-    "A table of the rooms, lowest first: what each holds, in its package's words, and its notebooks."
-    lines = ["| room | holds | notebooks |", "|---|---|---|"]
-    for room in ROOMS:
-        holds = ast.get_docstring(ast.parse((ROOT/"rlblocks"/room/"__init__.py").read_text(encoding="utf-8")))
-        books = sorted((ROOT/"nbs"/room).glob("*.ipynb"))
-        names = [path.stem.split("_", 1)[1].replace("_", " ") for path in books]
-        links = " · ".join(f"[{name}](nbs/{room}/{path.name})" for name, path in zip(names, books, strict=True))
-        lines.append(f"| `{room}` | {holds} | {links} |")
-    return "\n".join(lines)
+def packages():
+    "(name, what it holds, in its own words) of the packages, lowest first."
+    for name in PACKAGES:
+        text = (ROOT/"rlblocks"/name/"__init__.py").read_text(encoding="utf-8")
+        yield name, ast.get_docstring(ast.parse(text))
+
+
+def table():
+    "The packages as Markdown."
+    return "\n".join(["| package | holds |", "|---|---|", *(f"| `{name}` | {holds} |" for name, holds in packages())])
 
 
 def output(out):
@@ -38,7 +38,7 @@ def output(out):
 def cell(c):
     "A cell as Markdown; nothing for hidden cells. nbdev's directives (`#| …`) are left out."
     source = "".join(c["source"]).strip()
-    if c["cell_type"] == "markdown": return [source.replace("<!-- rooms -->", rooms())]
+    if c["cell_type"] == "markdown": return [source.replace("<!-- packages -->", table())]
     directives = re.findall(r"^#\| *(.*)$", source, re.M)
     if any(d.startswith(("hide", "default_exp")) for d in directives): return []
     code = re.sub(r"^#\| *.*\n?", "", source, flags=re.M).strip()

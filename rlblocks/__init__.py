@@ -1,9 +1,9 @@
-"""Building blocks for reinforcement learning on language, vision-language and audio-language models.
+"""Functional building blocks for reinforcement learning on language models.
 
-The rooms from arithmetic to data are imported here and need only torch, einops and jaxtyping. Wrappers and placement
+The packages from arithmetic to data are imported here and need only torch, einops and jaxtyping. Wrappers and placement
 come by name when first asked for, with the libraries they need. `rlblocks.<Tab>` shows losses, estimators, data and
-wrappers; no modules, and not what few people look for: oracles (`naive_gae`), names for annotations (`Denom`) and
-guards (`same_shape`). nbs/blocks.ipynb has all blocks on one page.
+wrappers; no modules, and not what few people look for: slow reference versions (`naive_gae`), names for annotations
+(`Denom`) and guards (`same_shape`). nbs/blocks.ipynb has all blocks on one page.
 """
 import gc
 from importlib import import_module

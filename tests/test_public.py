@@ -19,6 +19,7 @@ from test_floors import FLOORS, MODULES, ROOMS
 
 NOTEBOOKS = sorted([*ROOT.glob("nbs/**/*.ipynb"), *ROOT.glob("tutorials/*.ipynb")])
 TUTORIALS = sorted(ROOT.glob("tutorials/*.ipynb"))
+MARKDOWN = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")
 EQUATION = re.compile("[=≤≥∈∑Σ∝−·√]")
 SOURCE = re.compile(r"\b(19|20)\d\d\b")
 
@@ -174,7 +175,7 @@ def links(text, folder):
     return [folder/m for m in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text) if "/" in m or re.search(r"\.\w+$", m)]
 
 
-@pytest.mark.parametrize("path", [*NOTEBOOKS, ROOT/"README.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [*NOTEBOOKS, *(ROOT/name for name in MARKDOWN)], ids=lambda p: p.name)
 def test_links_lead_somewhere(path):
     "nbs/index.ipynb is the README, and its links are the README's."
     text = path.read_text(encoding="utf-8")
@@ -189,17 +190,123 @@ def test_a_link_that_leads_nowhere_is_seen():
                  ROOT) == [ROOT/"../x/1_y.ipynb", ROOT/"g.md"]
 
 
+# -- code in prose
+
+PROSE = [*sorted(ROOT.glob("nbs/*.ipynb")), *(ROOT/name for name in MARKDOWN)]
+OBJECTS = dict(policy="Policy", ref="Policy", teacher="Policy", student="Policy", lora_policy="Policy", critic="Critic",
+               rollout="Rollout", grader="Grader", batch="Batch", b="Batch", mini="Batch", buffer="Buffer",
+               flight="Flight", pool="RayPool", at="Endpoint", data="Prompts")
+
+
+def prose(path):
+    "The text of a page, and the code that it runs."
+    if path.suffix == ".md": return path.read_text(encoding="utf-8"), ""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    kinds = [[("".join(c["source"])) for c in cells if c["cell_type"] == kind] for kind in ("markdown", "code")]
+    return "\n".join(kinds[0]), re.sub(r"(?m)^\s*[%!].*$", "pass", "\n".join(kinds[1]))
+
+
+def parsed(code):
+    "Code of a fragment, where … stands for what is left out; None for what is no Python."
+    for shown in (code.replace("…, ", "").replace(", …", "").replace("…", ""), code.replace("…", "etc")):
+        try: return ast.parse(textwrap.dedent(shown))
+        except SyntaxError: pass
+    return None
+
+
+def fragments(text):
+    "(tree, whether it is a block) of the Python blocks in a text, and of the calls between backticks."
+    for code in re.findall(r"(?ms)^ *```python\n(.*?)^ *```", text):
+        tree = parsed(code)
+        assert tree, f"no Python: {code[:200]}"
+        yield tree, True
+    for code in re.findall(r"`([^`\n]+\([^`\n]*\)[^`\n]*)`", re.sub(r"(?ms)^ *```.*?^ *```", "", text)):
+        if tree := parsed(code): yield tree, False
+
+
+def takes(f, call):
+    "Keywords of a call that a function does not have."
+    parameters = inspect.signature(f).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters): return []
+    return sorted({k.arg for k in call.keywords if k.arg} - {p.name for p in parameters})
+
+
+def unknown(tree, lib, own=()):
+    """What a fragment takes from rlblocks and is not there: names that it imports, functions that it calls (but `own`
+    ones), methods of the objects whose names say what they are, and keywords of all of these."""
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module == "rlblocks"]
+    yield from (a.name for n in imports for a in n.names if not hasattr(lib, a.name))
+    for call in (n for n in ast.walk(tree) if isinstance(n, ast.Call)):
+        f, thing = call.func, None
+        if isinstance(f, ast.Name) and f.id not in own:
+            thing = getattr(lib, f.id, None)
+            if inspect.ismodule(thing): thing = None        # a value of the reader's: `data`, `checkpoint`
+            elif thing is None and not hasattr(builtins, f.id): yield f.id
+        if isinstance(f, ast.Attribute) and isinstance(f.value, ast.Name) and f.value.id in OBJECTS:
+            thing = getattr(getattr(lib, OBJECTS[f.value.id]), f.attr, None)
+            if thing is None: yield ast.unparse(f)
+        if thing is not None: yield from (f"{ast.unparse(f)}({k}=…)" for k in takes(thing, call))
+
+
+def names(tree):
+    "What a fragment defines or imports."
+    for n in ast.walk(tree):
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef): yield n.name
+        elif isinstance(n, ast.alias): yield (n.asname or n.name).partition(".")[0]
+        elif isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store): yield n.id
+        elif isinstance(n, ast.arg): yield n.arg
+
+
+# of the reader, of another library or of our tests; `rlblocks` has no such names
+THEIRS = {"loss", "head", "grpo", "partial", "get_repetition_penalty_reward", "on_ranks", "vllm_python",
+          "supervise", "ended_by_itself"}      # the last two of `rlblocks.placement.restarts`, as is said there
+
+
+@pytest.mark.parametrize("path", PROSE, ids=lambda p: p.name)
+def test_code_in_prose_names_what_is_there(path):
+    lib, (text, code) = importlib.import_module("rlblocks"), prose(path)
+    trees = [tree for tree, _ in fragments(text)]
+    own = {*THEIRS, *(n for tree in [ast.parse(code), *trees] for n in names(tree) if not hasattr(lib, n))}
+    lost = sorted({x for tree in trees for x in unknown(tree, lib, own)})
+    assert not lost, f"rlblocks has no {', '.join(lost)}"
+
+
+def test_the_check_of_prose_sees_what_is_not_there():
+    text = ("`ppo_loss(…, clip=1)`, `ppo_los(x)`, `f(…)` and `batch.cut_(2)`\n```python\n"
+            "from rlblocks import gae, gea\npolicy.step(batch, loss, measures=f)\n"
+            "Rollout(model, engine='hf'); print(1); data.take(3)\n```")
+    found = [x for tree, _ in fragments(text) for x in unknown(tree, importlib.import_module("rlblocks"), {"f"})]
+    assert sorted(found) == sorted(["gea", "policy.step(measures=…)", "ppo_loss(clip=…)", "ppo_los", "batch.cut_"])
+
+
+def test_the_readme_is_short_and_its_code_fits():
+    text = (ROOT/"README.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"(?ms)^```(?:python|sh)\n(.*?)^```", text))
+    assert len(text) < 20_000, "what only some readers need belongs on a page of nbs/"
+    assert not [line for line in code.splitlines() if len(line) > 110]
+
+
 def script(name):
-    "A script of nbs/ as a module."
+    "A script of nbs/ as a module; they import one another."
     spec = importlib.util.spec_from_file_location(name, ROOT/f"nbs/{name}.py")
     made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
+    sys.path.insert(0, str(ROOT/"nbs"))
+    try: spec.loader.exec_module(made)
+    finally: sys.path.remove(str(ROOT/"nbs"))
     return made
 
 
-def test_the_page_of_all_blocks_is_fresh():
-    assert (ROOT/"nbs/blocks.ipynb").read_text(encoding="utf-8") == script(
-        "make_blocks").render(), "nbs/blocks.ipynb is stale: python nbs/make_blocks.py"
+@pytest.mark.parametrize("page, render", [("blocks", "render"), ("map", "render_map")])
+def test_a_page_that_is_made_is_fresh(page, render):
+    made = getattr(script("make_pages"), render)()
+    assert (ROOT/f"nbs/{page}.ipynb").read_text(encoding="utf-8") == made, f"nbs/{page}.ipynb is stale: make readme"
+
+
+def test_the_map_has_every_notebook():
+    text = (ROOT/"nbs/map.ipynb").read_text(encoding="utf-8")
+    own = {ROOT/"nbs/index.ipynb", ROOT/"nbs/map.ipynb"}
+    assert not [p.name for p in NOTEBOOKS if p not in own and f"{p.parent.name}/{p.name})" not in text
+                and f"]({p.name})" not in text]
 
 
 def test_the_page_of_all_blocks_has_every_block():
@@ -220,7 +327,7 @@ def test_the_page_of_all_blocks_has_every_block():
 
 
 def test_a_paper_with_two_addresses_is_not_linked():
-    make = script("make_blocks")
+    make = script("make_pages")
     here, there = (make.addresses("[Liu et al. 2025](http://a), [Yu et al. 2025](http://c)"),
                    make.addresses("[Liu et al. 2025, eq. 3](http://b), [code](http://x), [Shao 2024](http://s)"))
     both = {k: here.get(k, set()) | there.get(k, set()) for k in here | there}

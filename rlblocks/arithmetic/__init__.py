@@ -1,1 +1,1 @@
-"Masked sums and means, log-probabilities from logits or straight from the output layer, KL estimators."
+"Masked sums and means, log-probabilities, KL estimators."

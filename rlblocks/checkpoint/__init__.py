@@ -1,1 +1,1 @@
-"A run that resumes: states written in shards, and converters to plain model folders."
+"Save, resume, convert to a model folder."

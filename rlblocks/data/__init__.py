@@ -1,1 +1,1 @@
-"Rows: batches that remember their whole, packing and balancing, replay, datasets."
+"`Batch`, which keeps the counts of the full step when it is cut; packing, replay, datasets."

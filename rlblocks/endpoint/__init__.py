@@ -1,1 +1,1 @@
-"Agents as they are: an HTTP endpoint that speaks their protocols and records what they ask."
+"An HTTP server that answers unchanged agents from a policy."

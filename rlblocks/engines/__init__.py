@@ -1,1 +1,1 @@
-"One module, its optimizer and its ranks: plain, FSDP2, ZeRO, tensor and sequence parallel."
+"One model, its optimizer and its ranks: plain, FSDP2, ZeRO, tensor and sequence parallel."

@@ -1,1 +1,1 @@
-"Episodes: a policy that talks to environments, tools and users, and the rows that they become."
+"Episodes with environments, tools and users, and the rows that they become."

@@ -1,1 +1,1 @@
-"Rewards: functions in processes that can be killed, maths, code in a sandbox, remote models and judges."
+"Rewards: functions, maths, code in a sandbox, remote models, judges."

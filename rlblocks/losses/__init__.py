@@ -1,1 +1,1 @@
-"Every loss, each its equation: policy, value, preference, reward-model, distillation."
+"Every loss, each its equation: policy, value, preference, reward model, distillation."

@@ -1,1 +1,1 @@
-"Policy, Critic and Scorer: loading a model, its forward pass, its output layer, LoRA, folders."
+"`Policy`, `Critic` and `Scorer`: loading, forward pass, output layer, LoRA."

@@ -1,1 +1,1 @@
-"From a notebook's loop to a command."
+"A loop as a command."

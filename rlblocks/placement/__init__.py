@@ -1,1 +1,1 @@
-"Where wrappers live, and whether what they need fits there."
+"Where wrappers live (this process, torchrun, Ray), and whether they fit there."

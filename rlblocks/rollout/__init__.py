@@ -1,1 +1,1 @@
-"Rows from an engine: prompts completed with their log-probs, turn by turn, now or in flight."
+"Rows from an engine: one turn or many, at once or while you train."

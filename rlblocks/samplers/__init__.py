@@ -1,1 +1,1 @@
-"Engines that sample: transformers in this process, vLLM in a process of its own, SGLang over HTTP."
+"Engines that sample: this process, vLLM, SGLang."

@@ -1,1 +1,1 @@
-"What a policy learns from: shaped rewards, advantages, baselines of a group, corrections for stale samples."
+"Advantages, shaped rewards, group baselines, corrections for stale samples."

@@ -1,1 +1,1 @@
-"The laws that every loss and estimator obeys, to run on your own, and naive oracles to compare with."
+"Checks for your own losses and estimators, slow versions to compare with."

@@ -1,29 +1,47 @@
-"""nbs/blocks.ipynb: every public name of floors 0 and 1, by family, from the library and its notebooks.
+"""Two pages that are made from the library and its notebooks: nbs/blocks.ipynb has all functions on tensors, by family,
+and nbs/map.ipynb all notebooks, by package.
 
-    python nbs/make_blocks.py
+    python nbs/make_pages.py
 """
 import ast
 import json
+import os
 import re
 from pathlib import Path
 
+from make_readme import packages
+
 ROOT = Path(__file__).resolve().parents[1]
-TITLE = "# All blocks\n\n> Every public name of floors 0 and 1: what it does, from which paper, where it is explained"
-INTRO = """Made by `nbs/make_blocks.py` from the docstrings; edit those. Every name is imported with
+TITLE = "# All blocks\n\n> Every function on tensors: what it does, from which paper, where it is explained"
+INTRO = """Made by `nbs/make_pages.py` from the docstrings; edit those. These are the packages `arithmetic`, `signals`,
+`losses` and `testing`; wrappers and engines are on the [map](map.ipynb). Every name is imported with
 `from rlblocks import …`, or from its module where that is said. `rlblocks.<Tab>` leaves out what few people look for:
-oracles (`naive_…`), guards, and names that only annotations need."""
+slow reference versions (`naive_…`), guards, and names that only annotations need."""
 NAME = r"[A-Z][\w'’\-]+"
 PAPER = re.compile(rf"({NAME}(?: et al\.|(?:, {NAME})* and {NAME})? (?:19|20)\d\d[a-z]?)\b")
 LINK = re.compile(r"\[([^\]]+)\]\((https?://[^)\s]+)\)")
 
 
-ROOMS = ("arithmetic", "signals", "losses", "testing")     # of floors 0 and 1
+PURE = ("arithmetic", "signals", "losses", "testing")     # packages of functions on tensors
+MAP = """# Map
+
+> All notebooks, by package, in reading order
+
+Made by `nbs/make_pages.py`. Each notebook is the source of the module of its name. A package imports only from packages
+before it; numbers are the reading order. `import rlblocks` loads the packages down to `data`, which need torch, einops
+and jaxtyping; the others are loaded when a name of theirs is first used."""
+PAGES = "blocks which_loss conventions sampling agents rewards distillation layouts clusters inside guarantees".split()
+
+
+def cells_of(path):
+    "(kind, text) of the cells of a notebook."
+    return [(c["cell_type"], "".join(c["source"])) for c in json.loads(path.read_text(encoding="utf-8"))["cells"]]
 
 
 def notebooks():
-    "(path, module, [(kind, text) of its cells]) of the notebooks of floors 0 and 1 that export a module."
-    for path in sorted((p for room in ROOMS for p in (ROOT/"nbs"/room).glob("*.ipynb")), key=lambda p: p.name):
-        cells = [(c["cell_type"], "".join(c["source"])) for c in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+    "(path, module, cells) of the notebooks of these packages that export a module."
+    for path in sorted((p for name in PURE for p in (ROOT/"nbs"/name).glob("*.ipynb")), key=lambda p: p.name):
+        cells = cells_of(path)
         module = next((m[1] for _, text in cells if (m := re.search(r"#\| *default_exp ([\w.]+)", text))), None)
         if module: yield path, module, cells
 
@@ -96,11 +114,35 @@ def render():
         if not (rows := table(path, module, own, everywhere, flat)): continue
         title, about = next(m for kind, text in own if (m := re.match(r"# (.+)\n+> (.+)", text))).groups()
         cells += [f"## {title}\n\n{about}: [{path.stem}]({path.relative_to(ROOT/'nbs')})", rows]
+    return notebook(cells)
+
+
+def described(path):
+    "A line of the map: a notebook's title, linked, and its subtitle."
+    title, about = re.match(r"# (.+)\n+> (.+)", cells_of(path)[0][1]).groups()
+    return f"* [{title}]({os.path.relpath(path, ROOT/'nbs')}): {about}"
+
+
+def render_map():
+    "The notebook of all notebooks, as text."
+    cells = [MAP, "\n".join(["## Pages", "", *(described(ROOT/f"nbs/{name}.ipynb") for name in PAGES)])]
+    for name, holds in packages():
+        books = sorted((ROOT/"nbs"/name).glob("*.ipynb"))
+        cells.append("\n".join([f"## `{name}`", "", holds, "", *map(described, books)]))
+    loops = sorted((ROOT/"tutorials").glob("*.ipynb"))
+    return notebook([*cells, "\n".join(["## Tutorials", "", "One loop each; nothing imports them.", "",
+                                        *map(described, loops)])])
+
+
+def notebook(texts):
+    "A notebook of Markdown cells, as text."
     cells = [dict(cell_type="markdown", id=f"{i:08x}", metadata={}, source=text.splitlines(keepends=True))
-             for i, text in enumerate(cells)]
+             for i, text in enumerate(texts)]
     metadata = dict(kernelspec=dict(display_name="python3", language="python", name="python3"))
-    book = dict(cells=cells, metadata=metadata, nbformat=4, nbformat_minor=5)
-    return json.dumps(book, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(dict(cells=cells, metadata=metadata, nbformat=4, nbformat_minor=5), indent=1,
+                      ensure_ascii=False) + "\n"
 
 
-if __name__ == "__main__": (ROOT/"nbs/blocks.ipynb").write_text(render(), encoding="utf-8")
+if __name__ == "__main__":
+    (ROOT/"nbs/blocks.ipynb").write_text(render(), encoding="utf-8")
+    (ROOT/"nbs/map.ipynb").write_text(render_map(), encoding="utf-8")
