@@ -134,14 +134,14 @@ def kept(xs): return {n: x.clone() for n, x in xs.items()}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("names", [("plain", "fsdp2", "zero2", "tensor", "lora", "zero3, bf16"),
+@pytest.mark.parametrize("names", [("fsdp2", "tensor", "lora", "zero3, bf16"),
                                    *rarely(((*CASES, *HALF),))], ids=["some", "all"])
 def test_inside_everything_sees_the_average(tmp_path, names):
     assert launch(2, [partial(swaps, cases=names)], tmp_path) == [True]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("names", [("fsdp2", "zero3", "tensor", "lora"), *rarely((tuple(CASES),))], ids=["some", "all"])
+@pytest.mark.parametrize("names", [("zero3", "tensor", "lora"), *rarely((tuple(CASES),))], ids=["some", "all"])
 def test_a_run_that_died_goes_on_with_its_average(tmp_path, names):
     """Saved by two ranks, resumed by two and by one; saved by one, resumed by two: what is read is what was saved,
     to the bit, and the end is that of the unbroken run."""
