@@ -408,7 +408,8 @@ ALL = [(engine, world, tuple(HOW)) for engine in ("fsdp2", "zero1", "zero2", "ze
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("engine, world, names", QUICK + rarely(*ALL))
+@pytest.mark.parametrize("engine, world, names", QUICK + rarely(*ALL),
+                         ids=lambda x: " ".join(x) if isinstance(x, tuple) else str(x))
 def test_adapters_on_a_sharded_base(engine, world, names, one_process, tmp_path):
     """The base in pieces under adapters: losses, norms, weights and outputs are those of one process without an
     engine, on every rank; the export is whole."""
