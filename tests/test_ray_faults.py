@@ -58,7 +58,7 @@ def test_the_command_makes_a_new_pool_and_a_new_process_and_resumes(tmp_path, ra
     """`rlblocks run --restarts`: a rank is killed, then the process of the loop. The numbers are those of SpmdPool on
     as many ranks, which nobody disturbed, to the bit."""
     steps, kills = 10, [(2, a_rank), (5, the_driver)]
-    rows, run = disturbed(made(tmp_path/"killed"), steps, kills, limit=400, driver=partial(the_command, ranks=ranks))
+    rows, run = disturbed(made(tmp_path/"killed"), steps, kills, limit=1200, driver=partial(the_command, ranks=ranks))
     assert ["ray::" in x["name"] for x in run.killed] == [True, False]
     assert [len(x) for x in run.warned()] == [0, 1, 1], run.warned()
     assert "ended with -9; another one resumes, 1 restarts are left" in run.warned()[2][0]
