@@ -77,7 +77,8 @@ test: .venv/.dev .venv/.peers .venv/.vllm .venv/.openenv .venv/.verifiers
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) tests; tests=$$?; \
 	wait $$lint || { echo "make lint failed: what it says stands above" >&2; exit 1; }; exit $$tests
 
-# What `make test` leaves out: hundreds of kills, every engine on every number of ranks, tutorials at full length.
+# What `make test` leaves out: hundreds of kills, hosts that are cut off, every engine on every number of ranks, products of
+# choices, tutorials at full length.
 # What it says is written to benchmarks/results/test_long.txt.
 test-long: .venv/.dev
 	set -o pipefail; { echo "make test-long at $$(git log -1 --format='%h, %cs'), run on $$(date +%F), $$(uname -m), $$(nproc --all) cores"; \

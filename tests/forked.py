@@ -23,7 +23,9 @@ from torch.multiprocessing import start_processes
 LIBRARIES = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor.parallel",
              "torch.distributed.run", "torch._dynamo",
              "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "peft", "deepspeed",
-             "jaxtyping", "beartype", "matplotlib.pyplot", "nbdev.test", "pytest"]
+             "jaxtyping", "beartype", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "nbdev.test", "pytest",
+             "hypothesis.strategies",
+             "torch._decomp.decompositions_for_jvp"]    # what the first check_loss of a process would import, .6 s
 ROOMS = "arithmetic signals losses data engines models checkpoint rollout samplers graders placement".split()
 OURS = [f"rlblocks.{room}.{file.stem}" for room in ROOMS
         for file in sorted((Path(__file__).resolve().parents[1]/"rlblocks"/room).glob("[a-z]*.py"))]

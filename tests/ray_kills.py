@@ -132,9 +132,9 @@ def own_driver(folder, steps, ray, loop="grpo", seed=0):
     return [sys.executable, __file__, "drive", folder, steps, ray, loop, seed]
 
 
-def the_command(folder, steps, ray):
-    "The same loop on two ranks by `rlblocks run`, which resumes twice."
-    flags = dict(pool="ray", ranks=2, restarts=2, folder=f"{folder}/run", every=2, rows=f"{folder}/rows.jsonl",
+def the_command(folder, steps, ray, ranks=2):
+    "The same loop by `rlblocks run`, which resumes twice."
+    flags = dict(pool="ray", ranks=ranks, restarts=2, folder=f"{folder}/run", every=2, rows=f"{folder}/rows.jsonl",
                  steps=steps) | {"ray.grace": 1, "ray.timeout": 120, "ray.name": "train", "cluster.ready": 60,
                                  "cluster.options": json.dumps(options(ray))}
     return [sys.executable, "-m", "rlblocks", "run", "ray_kills:tiny_grpo",

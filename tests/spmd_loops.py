@@ -326,10 +326,10 @@ def stopped(pool, folder):
 
 
 
-def loops_on_rank(rank, ranks, folder, names=tuple(ENGINES)):
-    "The loops alone."
+def loops_on_rank(rank, ranks, folder, names=tuple(ENGINES), every=True):
+    "The loops alone; `every`: those of the tutorials too."
     with SpmdPool(timeout=300.) as pool:
-        torch.save((tutorials(pool), engines(pool, names)), folder/f"{pool.rank}.pt")
+        torch.save((tutorials(pool) if every else {}, engines(pool, names)), folder/f"{pool.rank}.pt")
 
 
 def on_rank(rank, ranks, folder):

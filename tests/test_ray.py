@@ -112,11 +112,12 @@ def test_one_rank_gives_the_numbers_of_one_process(one):
     same(spmd_loops.dispatch(one), spmd_loops.alone(spmd_loops.dispatch), "dispatch", 1e-10)
 
 
-def test_as_many_ranks_of_spmd_pool_give_the_same_bits(loops, cut, tmp_path):
-    on_ranks(spmd_loops.loops_on_rank, (tmp_path,), 2, group=False, limit=300)
-    want = torch.load(tmp_path/"0.pt", weights_only=False)
-    same(loops, want[0], "tutorials", 0.)
-    same(cut, want[1], "engines", 0.)
+@pytest.mark.parametrize("every", [False, *rarely(True)])
+def test_as_many_ranks_of_spmd_pool_give_the_same_bits(request, cut, tmp_path, every):
+    on_ranks(spmd_loops.loops_on_rank, (tmp_path, tuple(spmd_loops.ENGINES), every), 2, group=False, limit=300)
+    tutorials, engines = torch.load(tmp_path/"0.pt", weights_only=False)
+    same(request.getfixturevalue("loops") if every else {}, tutorials, "tutorials", 0.)
+    same(cut, engines, "engines", 0.)
 
 
 def test_engines_that_cut_weights_give_the_numbers_of_one_process(cut, uncut):

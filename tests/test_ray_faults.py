@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from ray_kills import (
 )
 from rlblocks import here
 from rlblocks.engines.world import RankLost
+from rlblocks.people.command import command_line
 from rlblocks.placement import restarts
 from rlblocks.placement.crew import RankSilent
 from rlblocks.placement.restarts import supervise
@@ -53,16 +55,17 @@ def test_a_run_on_two_pools_goes_on_when_a_rank_the_raylet_and_the_driver_are_ki
     same(list(last.values()), plain(tiny_grpo(here, steps)), "killed", 1e-9)
 
 
+@pytest.mark.parametrize("ranks", [1, *rarely(2)])       # of two, tests/test_ray.py has one that dies
 @pytest.mark.skipif(find_spec("jsonargparse") is None, reason="needs jsonargparse")
-def test_the_command_makes_a_new_pool_and_a_new_process_and_resumes(tmp_path):
-    """`rlblocks run --restarts`: one of two ranks is killed, then the process of the loop. The numbers are those of
-    SpmdPool on two ranks, which nobody disturbed, to the bit."""
+def test_the_command_makes_a_new_pool_and_a_new_process_and_resumes(tmp_path, ranks):
+    """`rlblocks run --restarts`: a rank is killed, then the process of the loop. The numbers are those of SpmdPool on
+    as many ranks, which nobody disturbed, to the bit."""
     steps, kills = 10, [(2, a_rank), (5, the_driver)]
-    rows, run = disturbed(made(tmp_path/"killed"), steps, kills, limit=400, driver=the_command)
+    rows, run = disturbed(made(tmp_path/"killed"), steps, kills, limit=1200, driver=partial(the_command, ranks=ranks))
     assert ["ray::" in x["name"] for x in run.killed] == [True, False]
     assert [len(x) for x in run.warned()] == [0, 1, 1], run.warned()
     assert "ended with -9; another one resumes, 1 restarts are left" in run.warned()[2][0]
-    on_ranks(on_rank, (tmp_path, steps), 2, group=False, limit=300)
+    on_ranks(on_rank, (tmp_path, steps), ranks, group=False, limit=300)
     alike(plain(rows), json.loads((tmp_path/"rows.json").read_text()))
 
 
@@ -139,6 +142,7 @@ def gone(pid):
 
 IMPORTS = """
 import sys
+from rlblocks.people.command import command_line
 from rlblocks.placement.restarts import supervise
 slowly = "import sys, time; sys.stdin.readline(); from rlblocks.placement.restarts import end_with_parent; " \\
     "end_with_parent(); print('it goes on', flush=True); time.sleep(600)"
@@ -179,16 +183,22 @@ def as_module(*words):
 @pytest.mark.parametrize("place, text", [("nope:loop", "no module 'nope'"), ("json:loop", "has no function 'loop'"),
                                          ("nope.ipynb:loop", "cannot read nope.ipynb")])
 @pytest.mark.skipif(find_spec("jsonargparse") is None, reason="needs jsonargparse")
-def test_a_loop_that_does_not_exist_is_told_in_a_line(place, text):
-    run = as_module("rlblocks", "run", place)
-    assert run.returncode == 2 and text in run.stderr and run.stderr.count("\n") == 1, run.stderr
+def test_a_loop_that_does_not_exist_is_told_in_a_line(place, text, capsys):
+    assert command_line(["run", place]) == 2
+    assert text in (said := capsys.readouterr().err) and said.count("\n") == 1, said
 
 
-def test_a_module_that_a_loop_misses_is_its_own_error(tmp_path):
+@pytest.mark.skipif(find_spec("jsonargparse") is None, reason="needs jsonargparse")
+def test_the_command_is_a_module_and_says_in_a_line_what_it_lacks():
+    run = as_module("rlblocks", "run", "nope:loop")
+    assert run.returncode == 2 and "no module 'nope'" in run.stderr and run.stderr.count("\n") == 1, run.stderr
+
+
+def test_a_module_that_a_loop_misses_is_its_own_error(tmp_path, monkeypatch):
     (tmp_path/"missing.py").write_text("import not_there\ndef loop(pool): yield {}\n")
-    run = subprocess.run([sys.executable, "-m", "rlblocks", "run", "missing:loop"], cwd=tmp_path, capture_output=True,
-                         text=True, env=os.environ | dict(PYTHONPATH=str(ROOT)), timeout=300)
-    assert run.returncode == 1 and "Traceback" in run.stderr and "No module named 'not_there'" in run.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(ModuleNotFoundError, match="No module named 'not_there'"): command_line(["run", "missing:loop"])
 
 
 def test_the_doctor_is_a_module():
@@ -234,6 +244,7 @@ else: print("let in")
 """
 
 
+@pytest.mark.long
 def test_three_hosts_and_one_that_is_cut_off(tmp_path):
     """GRPO and PPO over network namespaces, with a token: the numbers of one process. A host that is cut off is heard
     in time, and the run goes on with what is left; when its network is back its Ray ends itself. Who has no token, or

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, vllm_python
+from conftest import ROOT, rarely, vllm_python
 from rlblocks import Policy, Rollout
 from rlblocks.samplers.controls import penalties
 from rlblocks.samplers.hf import Hf
@@ -195,9 +195,13 @@ def test_greedy_is_the_likeliest(sampler):
         assert not c.logprobs.any() and c.support is None
 
 
+# each temperature and each way to confine once; every pair of them is long
+DRAWN = [(.6, {}), (1., dict(top_p=.8)), (1.3, dict(top_k=5)), (1., dict(min_p=.1))]
+PAIRS = [(T, how) for T in (.6, 1., 1.3) for _, how in DRAWN]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("T", [.6, 1., 1.3])
-@pytest.mark.parametrize("how", [{}, dict(top_p=.8), dict(top_k=5), dict(min_p=.1)], ids=str)
+@pytest.mark.parametrize("T, how", [*DRAWN, *rarely(*(x for x in PAIRS if x not in DRAWN))], ids=str)
 def test_logprobs_are_those_of_the_distribution(sampler, T, how):
     "LAWS 2: the model's own, over the support where there is one."
     net, how = sharp().eval(), Sampling(temperature=T, **how)
@@ -216,9 +220,12 @@ FORMS = ["-?[1-9][0-9]{0,2}", "(yes|no|12+)", dict(type="object", required=["a",
     a=dict(type="boolean"), b=dict(enum=[1, 12, "no"])))]
 
 
+STRUCTURED = [(FORMS[0], .6, {}), (FORMS[1], 1., dict(top_k=3)), (FORMS[2], 1.3, {}), (FORMS[2], 1., dict(top_p=.8))]
+TRIPLES = [(form, T, how) for form in FORMS for _, T, how in STRUCTURED]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("T, how", [(.6, {}), (1.3, {}), (1., dict(top_k=3)), (1., dict(top_p=.8))], ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form, T, how", [*STRUCTURED, *rarely(*(x for x in TRIPLES if x not in STRUCTURED))], ids=str)
 def test_structured_text_is_drawn_from_what_the_structure_allows(sampler, form, T, how):
     "The same on every engine: the ids that some text goes on with are the support, and log-probs are over it."
     words, net, how = speller(), sharp().eval(), Sampling(temperature=T, **how)

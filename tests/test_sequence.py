@@ -30,7 +30,7 @@ RUNS = {2: [(None, 2, MOST), ("fsdp2", 2, ("ppo, uneven rows", "grpo")), ("zero1
             ("fsdp2", 2, ("sft, fewer rows than ranks", "tied weights, whole on every rank", "value head"))]}
 QUICK = {2: [(None, 2, ("ppo, uneven rows", "sft, fewer rows than ranks", "tied weights, whole on every rank",
                         "scorer")), ("fsdp2", 2, ("grpo",)), ("zero3", 2, ("grpo",))],
-         4: [(None, 4, ("critic",)), ("fsdp2", 2, ("sft, fewer rows than ranks", "value head"))]}
+         4: [("fsdp2", 2, ("sft, fewer rows than ranks",))]}
 # softcaps, windows, learned positions, one key head
 KINDS = dict(llama={}, gemma2={}, mistral_window={}, gpt2={}, qwen3=dict(num_key_value_heads=1))
 DOUBLE = dict(optimizer=steady(1e-3, max_norm=1e9), device="cpu", micro_tokens=150, micro_rows=8)
