@@ -230,9 +230,8 @@ def zero(
 def engine_of(engine:EngineSpec|str|Callable|None)->EngineSpec:
     "The value that an `engine=` argument means. ValueError for an unknown word, TypeError for anything else."
     if isinstance(engine, EngineSpec): return engine
-    if engine in (plain, fsdp2, zero):
-        name = engine.__name__
-        raise TypeError(f"engine is the function {name}; write {name}({'3' if engine is zero else ''})")
+    for f, line in ((plain, "plain()"), (fsdp2, "fsdp2()"), (zero, "zero(3)")):
+        if engine is f: raise TypeError(f"engine is the function {f.__name__}; write {line}")
     if callable(engine): return EngineSpec(make=engine)
     if engine is None or isinstance(engine, str): return EngineSpec(engine)
     raise TypeError(f"engine is {engine!r}; a word ({', '.join(map(repr, WORDS))}) or a value is wanted: plain(…), "

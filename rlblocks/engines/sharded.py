@@ -60,7 +60,7 @@ def make_engine(module:nn.Module, spec:EngineSpec, device:torch.device, dtype:to
         return Fsdp(module, device, **how)
     from rlblocks.engines.zero import Zero
     own = optimizer.adamw if optimizer else None
-    return Zero(module, device, stage=int(spec.word[-1]), nvme=spec.nvme, adamw=own, **how)
+    return Zero(module, device, stage=int(cast(str, spec.word)[-1]), nvme=spec.nvme, adamw=own, **how)
 
 # %% ../../nbs/engines/64_sharded.ipynb #6defcb13
 def planned_bytes(spec:EngineSpec, module:nn.Module, params:list, *, frozen:bool, ranks:int, state_bytes:int=8,
@@ -77,7 +77,7 @@ def planned_bytes(spec:EngineSpec, module:nn.Module, params:list, *, frozen:bool
         from rlblocks.engines.fsdp import layers_of, planned_fsdp
         return planned_fsdp(params, layers_of(module), **how)
     from rlblocks.engines.zero import planned_zero
-    return planned_zero(params, stage=int(spec.word[-1]), **how)
+    return planned_zero(params, stage=int(cast(str, spec.word)[-1]), **how)
 
 # %% ../../nbs/engines/64_sharded.ipynb #577a9c9f
 def compute_dtype(module:nn.Module, wanted:torch.dtype|None)->torch.dtype|None: # None: as the weights are

@@ -192,7 +192,8 @@ def _agree_on_rows(run, batches):
     """Ranks that share rows were given the same part, or all raise: each would read the other's tokens as its own.
 
     Whole batches have been compared by then, over all ranks."""
-    if run.model.shares > 1: same_rows([_checksums(b) for b in batches if b.is_part], run.model.shares, run.name)
+    if run.model.shares == 1: return
+    same_rows([x for b in batches if b.is_part for x in _checksums(b)], run.model.shares, run.name)
 
 # %% ../../nbs/models/75_step.ipynb #e833e2c5
 @torch.no_grad()
