@@ -129,6 +129,7 @@ BAD = [   # (what a user does, words of the message)
      "Preferences: tokenizer is 'gpt2'; a tokenizer is wanted"),
     (lambda: check_loss("Policy", (.5, {})), "Policy: loss(out, b) must return (0-d tensor, dict of "
      "metrics); its first is a float, a 0-d tensor with " "gradient is wanted"),
+    (lambda: check_loss("Policy", row.sum()), "it returned a tensor alone: return loss, {}"),
     (lambda: check_loss("Policy", (row, {})), "its first is a tensor of [3], a 0-d tensor with gradient is wanted"),
     (lambda: batch().advantages, "Batch: no column 'advantages'; there are tokens"),
     (lambda: batch().minibatches(0), "Batch.minibatches: n=0; a whole number, at least 1, is wanted"),

@@ -190,9 +190,9 @@ def _denom(p):
 
 # %% ../../nbs/testing/34_laws.ipynb #de41149c
 def _split(p):
-    want, fix = run(p, p.cols, p.step), ("hand on denom, aggregate(…, denom=denom), instead of taking the mean of each part"
-                                         if not p.closure else "pass denom=b (in your own arithmetic: b.n_tokens, "
-                                         "b.n_rows or b.n_units) instead of taking the mean of each part")
+    own = "pass denom=b (in your own arithmetic: b.n_tokens, b.n_rows or b.n_units)"
+    give = own if p.closure else "hand on denom, aggregate(…, denom=denom),"
+    want, fix = run(p, p.cols, p.step), f"{give} instead of taking the mean of each part"
     for ranks, rows in ((ranks, rows) for ranks in (1, 2, 4) for rows in (1, 2, 3, 16)):
         at, ran = zip(*parts(p, ranks, rows), strict=True)
         total, back = sum(x.outs["loss"] for x in ran), torch.cat(at).argsort()
