@@ -427,8 +427,8 @@ def test_images_stay_with_their_rows(two):
 
 
 def test_memory_does_not_grow_with_calls_nor_hold_what_passes(two):
-    """LAWS 15 and 39, small: two hundred steps of 13 bytes a token, which keep less than 0.2 MB each; the loop's process holds less than two batches more
-    while one passes."""
+    """LAWS 15 and 39, small: two hundred steps of 13 bytes a token, which keep less than 0.2 MB each; the process here
+    holds less than two batches more while one passes."""
     counts = two.place(Counts)
     def batch(tokens=40_000):
         return Batch(tokens=torch.zeros(8, tokens, dtype=torch.long), lengths=torch.full((8,), tokens),
@@ -457,7 +457,9 @@ def test_a_function_stays_the_same_while_what_it_captured_is_there():
     member, reader, kept, gone = Member(0, 1, "."), Reader(nothing_stays), object(), object()
     def names(x): return (7,) if x is kept else (8,) if x is gone else None
     for number in (7, 8): member.place(number, parcel_of((Seen, (), {})))
-    def seen(f): return reader.read(member.call(7, "seen", parcel_of(((f,), {}), names=names, limit=LIMIT), True, 9).wire)
+    def seen(f):
+        wire = parcel_of(((f,), {}), names=names, limit=LIMIT)
+        return reader.read(member.call(7, "seen", wire, True, 9).wire)
     functions = [lambda b: b, lambda b: (b, kept), lambda b: (b, gone)]
     assert [seen(f) for f in functions] == [0, 0, 0] and [seen(f) for f in functions] == [1, 1, 1]
     member.drop([8])
@@ -637,7 +639,8 @@ def test_each_call_that_nobody_heard_is_told_by_one_that_follows(two, tmp_path):
     for _ in range(2):
         with pytest.raises(KeyError, match="no such thing"): keeps.pid()
     with pytest.warns(UserWarning, match="Keeps.step was interrupted"):
-        with pytest.raises(RuntimeError, match="Keeps.step was interrupted, and the ranks have finished it"): keeps.pid()
+        with pytest.raises(RuntimeError, match="Keeps.step was interrupted, and the ranks have finished it"):
+            keeps.pid()
     assert keeps.pid() > 0 and not two.crew.open
 
 
