@@ -19,6 +19,7 @@ from rlblocks.engines.base import EngineSpec
 from rlblocks.engines.fsdp import Fsdp
 from rlblocks.engines.plain import Plain
 from rlblocks.engines.tensor import TensorParallel
+from rlblocks.engines.zero import Zero
 from rlblocks.placement.spmd import SpmdPool
 from tiny import exact, model, prompts, rows, steady
 
@@ -61,6 +62,12 @@ def sharded(module, device, *, optimizer=None, **how):
 def layers_cut(module, device, *, optimizer=None, **how):
     "The same, every layer cut over two ranks."
     return TensorParallel(module, device, size=2, optimizer=optimizer and steady(2e-3), **how)
+
+
+def in_zero1(module, device, *, optimizer=None, **how):
+    "The same, its optimizer's states cut by DeepSpeed, which knows no float64; a frozen model has none."
+    if optimizer is None: return Plain(module, device, **how)
+    return Zero(module, device, stage=1, optimizer=steady(2e-3), **how)
 
 
 def prefers(completion_ids, **_): return [float(2 in x) + .1*len(x) if x[0] != 3 else None for x in completion_ids]
@@ -124,14 +131,15 @@ def more_tutorials(pool):
 ENGINES = dict(fsdp2=sharded, tensor=EngineSpec(tensor_parallel=2, make=layers_cut))
 
 
-def engines(pool, names=tuple(ENGINES), checkpoint=None, steps=3):
+def engines(pool, names=tuple(ENGINES), checkpoint=None, steps=3, net=net):
     "GRPO with rows that ranks cannot share evenly, on each engine that cuts weights."
     grpo, out = loop_from(f"{ROOT}/tutorials/grpo.ipynb:grpo"), {}
     if pool is here and len(names) > 1: return dict.fromkeys(names, engines(pool, names[:1])[names[0]])
+    made = ENGINES | dict(zero1=in_zero1)
     for name in names:
         kept = checkpoint or Kept()
         loop = grpo(pool, Prompts(ASKED, Digits()), prefers, prompts=5, group_size=3, minibatches=2, max_tokens=4,
-                    model=net, engine=steadily if pool is here else ENGINES[name], steps=steps,
+                    model=net, engine=steadily if pool is here else made[name], steps=steps,
                     micro_tokens=64, checkpoint=kept)
         shown = [{k: float(v) for k, v in row.items()} for row in loop]
         out[name] = dict(shown=shown) | ({} if checkpoint else dict(

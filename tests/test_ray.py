@@ -30,7 +30,7 @@ from rlblocks.engines.weights import InProcess, Ticket
 from rlblocks.engines.world import RankLost
 from spmd_loops import Echo, net
 from test_spmd import same
-from tiny import prompts, rows
+from tiny import NEAR, prompts, rows
 
 # tests/conftest.py sets the token: Ray reads it when it is imported, by whichever test comes first
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")]
@@ -99,13 +99,28 @@ def test_the_other_tutorials_give_the_numbers_of_one_process(two):
     same(spmd_loops.more_tutorials(two), spmd_loops.more_tutorials(here), "tutorials", 1e-10)
 
 
-AMPLIFIED = dict(one_prompt=5e-4) # loops that make more of fp32's rounding
+def check_rounding(got, want, path):
+    "Of fp32: what every step shows, and the weights after it, which `steady` steps of lr 2e-3 lead to."
+    same(got["shown"], want["shown"], path, 1e-5)
+    same(got["weights"], want["weights"], path, NEAR*2e-3)
 
 
 @pytest.mark.long
 def test_in_fp32_ranks_differ_from_one_process_by_rounding(two):
+    "Rounding decides no step, so no loop amplifies it: the most that was seen is 5e-7, in the third step."
     got, want = (spmd_loops.tutorials(pool, spmd_loops.single) for pool in (two, here))
-    for name, of in want.items(): same(got[name]["shown"][0], of["shown"][0], name, AMPLIFIED.get(name, 1e-5))
+    assert got.keys() == want.keys()
+    for name in want:
+        check_rounding(got[name], want[name], name)
+        assert got[name]["taken"] == want[name]["taken"]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+def test_zero_gives_the_numbers_of_one_process(two):
+    "DeepSpeed has no float64."
+    got, want = (spmd_loops.engines(pool, ["zero1"], net=spmd_loops.single)["zero1"] for pool in (two, here))
+    check_rounding(got, want, "zero1")
 
 
 def test_one_rank_gives_the_numbers_of_one_process(one):
@@ -413,8 +428,8 @@ def test_images_stay_with_their_rows(two):
 
 
 def test_memory_does_not_grow_with_calls_nor_hold_what_passes(two):
-    """LAWS 15 and 39, small: two hundred steps of 13 bytes a token, which keep less than 0.2 MB each; the loop's process holds less than two batches more
-    while one passes."""
+    """LAWS 15 and 39, small: two hundred steps of 13 bytes a token, which keep less than 0.2 MB each; the process here
+    holds less than two batches more while one passes."""
     counts = two.place(Counts)
     def batch(tokens=40_000):
         return Batch(tokens=torch.zeros(8, tokens, dtype=torch.long), lengths=torch.full((8,), tokens),
@@ -443,7 +458,9 @@ def test_a_function_stays_the_same_while_what_it_captured_is_there():
     member, reader, kept, gone = Member(0, 1, "."), Reader(nothing_stays), object(), object()
     def names(x): return (7,) if x is kept else (8,) if x is gone else None
     for number in (7, 8): member.place(number, parcel_of((Seen, (), {})))
-    def seen(f): return reader.read(member.call(7, "seen", parcel_of(((f,), {}), names=names, limit=LIMIT), True, 9).wire)
+    def seen(f):
+        wire = parcel_of(((f,), {}), names=names, limit=LIMIT)
+        return reader.read(member.call(7, "seen", wire, True, 9).wire)
     functions = [lambda b: b, lambda b: (b, kept), lambda b: (b, gone)]
     assert [seen(f) for f in functions] == [0, 0, 0] and [seen(f) for f in functions] == [1, 1, 1]
     member.drop([8])
@@ -623,7 +640,8 @@ def test_each_call_that_nobody_heard_is_told_by_one_that_follows(two, tmp_path):
     for _ in range(2):
         with pytest.raises(KeyError, match="no such thing"): keeps.pid()
     with pytest.warns(UserWarning, match="Keeps.step was interrupted"):
-        with pytest.raises(RuntimeError, match="Keeps.step was interrupted, and the ranks have finished it"): keeps.pid()
+        with pytest.raises(RuntimeError, match="Keeps.step was interrupted, and the ranks have finished it"):
+            keeps.pid()
     assert keeps.pid() > 0 and not two.crew.open
 
 
@@ -1004,7 +1022,9 @@ def test_a_call_that_reached_some_ranks_ends_a_pool_whose_ranks_wait_for_each_ot
         if world:
             with pytest.raises(RuntimeError, match="cannot be asked any more: Keeps.pids reached 1 of 2 ranks.*full"):
                 echo.pids(b)
-        else: assert len(set(echo.pids(b).tolist())) == 2
+        else:
+            with pytest.warns(UserWarning, match="Keeps.pids waits: Keeps.pids was interrupted"):
+                assert len(set(echo.pids(b).tolist())) == 2
 
 
 def full(): raise MemoryError("the store is full")

@@ -126,8 +126,8 @@ def _connected(cluster):
 def _room(bundles, strategy, name, ready, beside, ranks):
     "The placement group, and what a rank claims of its bundle."
     if beside is not None and (beside.crew.broken or beside.crew.session != session()):
-        raise ValueError(f"RayPool: beside={beside!r} cannot be asked any more, {beside.crew.broken or 'its Ray is gone'}"
-                         "; share the devices of a pool that runs")
+        raise ValueError(f"RayPool: beside={beside!r} cannot be asked any more, "
+                         f"{beside.crew.broken or 'its Ray is gone'}; share the devices of a pool that runs")
     if beside is not None and not (len(bundles) == ranks == beside.ranks and beside.crew.claim.shared):
         raise ValueError(f"RayPool: beside= shares bundle by bundle, so as many ranks are wanted as there are, "
                          f"{beside.ranks}, no nodes=, and at most one GPU a rank")
@@ -287,9 +287,9 @@ def _placed(pool, number, made:dict[int, Made])->Handle: # rank → what it says
     "Stand for what the ranks have made. An error where this pool cannot hold it."
     kind, replicas, crew = made[0].kind, [x.replica for x in made.values()], pool.crew
     if crew.restarts and made[0].trains:
-        raise ValueError(f"RayPool: a {kind.__name__} that trains is on {pool!r} with restarts=, where a rank that died is "
-                         "made anew as it was placed: its steps would be lost. Place it on a pool without restarts=, or "
-                         "say frozen=True")
+        raise ValueError(f"RayPool: a {kind.__name__} that trains is on {pool!r} with restarts=, where a rank that "
+                         "died is made anew as it was placed: its steps would be lost. Place it on a pool without "
+                         "restarts=, or say frozen=True")
     check_together(kind, replicas, crew.ranks)
     placed = Placed(None, pool, kind, number, replicas, all(x.shares_prompts for x in made.values()))
     finalize(placed, crew.dropped.append, number)       # a notebook's cell that runs again places again
