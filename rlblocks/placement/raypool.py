@@ -47,9 +47,8 @@ class RayPool:
     ):
         "Reserve room, start the processes, have them meet. ValueError or RuntimeError for what cannot be had."
         _check_ranks(ranks, gpus, restarts, world)
-        bundles = bundles_of(ranks, cpus, gpus, nodes, strategy)
-        self.ranks, self.number, self.dropped = ranks, 0, deque()
-        cluster, self.lock, self.window = _connected(cluster), RLock(), None
+        bundles, self.ranks, self.number = bundles_of(ranks, cpus, gpus, nodes, strategy), ranks, 0
+        cluster, self.lock, self.window, self.dropped = _connected(cluster), RLock(), None, deque()
         group, claim = _room(bundles, "STRICT_SPREAD" if nodes else strategy, name, cluster.ready, beside, ranks)
         self.columns, self.together = Columns(), world or ranks == 1    # one object in parts, not one on each rank
         self.crew = Crew(name, cluster, group, claim, world, restarts, timeout, grace)
