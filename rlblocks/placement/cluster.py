@@ -61,7 +61,7 @@ def connect(cluster:Cluster):
     mine = not ray.is_initialized()
     check_address(cluster.address, "" if mine else ray.get_runtime_context().gcs_address)
     if mine: _init(cluster)
-    elif odd := unlike(cluster.options):
+    elif odd := unlike(cluster):
         warnings.warn(f"RayPool: this process is connected to a Ray that was started otherwise: {'; '.join(odd)}. "
                       "Give Cluster(options=…) to its first pool, or ray.shutdown() first", stacklevel=2)
     try: check_token(cluster)
@@ -87,16 +87,15 @@ def check_address(
         raise ValueError(f"RayPool: asked for the cluster at {wanted}, but this process is connected to {there}; "
                          "ray.shutdown() leaves that one")
 
-def unlike(
-    options:dict[str, Any], # of `ray.init`, which this process has called before
-)->list[str]:
-    "Those that its node does not have as they were asked for."
+def unlike(cluster:Cluster)->list[str]:
+    "Options that Ray on this node was not started with; this process has connected to it before."
     import ray
     mine = ray.get_runtime_context().get_node_id()
     has = next(n["Resources"] for n in ray.nodes() if n["NodeID"] == mine)
     names = dict(num_cpus="CPU", num_gpus="GPU", object_store_memory="object_store_memory")
-    asked = [(k, options[k], has.get(name, 0.)) for k, name in names.items() if options.get(k) is not None]
-    return [f"{k}={x:g} was asked for, it has {there:g}" for k, x, there in asked if x != there]
+    wanted = {k: cluster.options[k] for k in names if cluster.options.get(k) is not None}
+    return [f"{k}={x:g} was asked for, it has {has.get(names[k], 0.):g}" for k, x in wanted.items()
+            if x != has.get(names[k], 0.)]
 
 def _init(cluster):
     import ray
@@ -159,10 +158,10 @@ def own_in_words(
 )->str: # empty: it holds nothing
     "Which pools of this process hold room, and how they give it back."
     import ray
-    held = [f"{x['name'].removesuffix(f'-{job}')}: {in_words(list(x['bundles'].values()))}"
+    mine = [f"{x['name'].removesuffix(f'-{job}')}: {in_words(list(x['bundles'].values()))}"
             for x in ray.util.placement_group_table().values() if x["state"] == "CREATED" and x["name"].endswith(job)]
-    return (f". Pools of this process hold {'; '.join(held)}: pool.close() before the next one is made (a cell that "
-            "runs twice makes it while the old one is there), or `with RayPool(…) as pool:`") if held else ""
+    return (f". Pools of this process hold {'; '.join(mine)}: pool.close() before the next one is made (a cell that "
+            "runs twice makes it while the old one is there), or `with RayPool(…) as pool:`") if mine else ""
 
 def in_words(bundles:list[dict[str, float]])->str:
     "What is wanted: 2 × (1 CPU, 1 GPU)."

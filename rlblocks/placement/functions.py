@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from types import FunctionType, MethodType
-from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +53,7 @@ def is_function(x:object)->bool:
 
 def captured(
     f:object, # `is_function`
-)->dict[str, Any]:
+)->dict[str, object]:
     "What travels with a function, by name."
     if isinstance(f, partial): return captured(f.func) | {f"argument {i}": x for i, x in enumerate(f.args)} | f.keywords
     if isinstance(f, MethodType): return captured(f.__func__) | captured(f.__self__)
