@@ -234,8 +234,7 @@ class Rollout(LocalOnly):
         self.lines = Lines(new_sampler(model, engine, dtype, device, max_rows, self.tokenizer))
         self.stop = stop_ids(ids, self.sampler.module, self.tokenizer, self.sampler.vocabulary)
         self.structures = Structures(self.tokenizer, self.stop, self.sampler.vocabulary)
-        self.unseeded = set[int]()        # groups of the last call without a seed
-        self.lock = ReentrantLock()       # rows are of one version, also where another thread loads
+        self.lock, self.unseeded = ReentrantLock(), set[int]()      # against loads in threads; groups without a seed
 
     @locked
     def load(self,
