@@ -71,9 +71,10 @@ def test_the_command_makes_a_new_pool_and_a_new_process_and_resumes(tmp_path, ra
 
 @pytest.mark.long
 def test_twenty_kills_of_any_process(tmp_path):
-    "100 steps; who is killed and when is drawn. benchmarks/raykills.py says what followed; its last result is there."
+    """100 steps; who is killed and when is drawn, from the first 75, since a kill waits for what the last one caused.
+    benchmarks/raykills.py says what followed; its last result is there."""
     want, rng = undisturbed(made(tmp_path/"alone"), 100)[0], random.Random(0)
-    kills = [(step, anybody(rng)) for step in sorted(rng.choices(range(1, 98), k=20))]
+    kills = [(step, anybody(rng)) for step in sorted(rng.choices(range(1, 75), k=20))]
     rows, run = disturbed(made(tmp_path/"killed"), 100, kills, print, limit=3000)
     assert len(run.killed) == 20 and run.warned()[0], "a sampler was killed, and made anew"
     alike(rows, want)

@@ -157,12 +157,13 @@ class Probe(NamedTuple):
     def counts(self, mask):
         "What an optimizer step with this mask counts."
         rows = mask.any(1) if self.masked else torch.ones(len(mask), dtype=torch.bool)
-        def units(rows): return sum(bool(rows[at].any()) for at in self.units())
+        def units(rows): return len(self.cols["unit"][rows].unique()) if "unit" in self.reads else int(rows.sum())
         def trues(k, x):
             if x.ndim == 1: return units(x & rows)
             return int((x & mask if self.masked and x.ndim == 2 and self.per_token(k) else x).sum())
         ids, tokens = self.cols["group"].tolist(), mask.sum(1).tolist()
-        by_group = {g: sum(n for h,n in zip(ids, tokens, strict=True) if h == g) for g in ids}
+        by_group = dict.fromkeys(ids, 0)
+        for g, n in zip(ids, tokens, strict=True): by_group[g] += n
         a_unit = 1 if self.masked else len(self.first) # rows of a unit, where they lie side by side
         return StepCounts(int(mask.sum()), int(rows.sum())*a_unit, units(rows), {g: n for g,n in by_group.items() if n},
                           {k: trues(k, x) for k,x in self.cols.items() if x.dtype == torch.bool and k != "mask"})
@@ -313,8 +314,8 @@ def run(p, cols, counts):
 
 def parts(p, ranks, rows):
     "(rows, what they gave) for each micro-batch of at most `rows` units on each of `ranks` ranks."
-    units = p.units()
+    units, counts = p.units(), p.step
     for share in torch.arange(len(units)).chunk(ranks):
         for some in share.split(rows):
             at = torch.cat([units[i] for i in some])
-            yield at, run(p, {k: x[at] for k,x in p.cols.items()}, p.step)
+            yield at, run(p, {k: x[at] for k,x in p.cols.items()}, counts)
