@@ -152,7 +152,7 @@ def _announce_exit(pool, error):
     try: exchange((text, RankLeft, None), group=pool.control, timeout=timeout)
     except (RuntimeError, TimeoutError): pool.broken = True      # they are gone already
 
-ALONE = ("SpmdPool: torchrun has not started this process, so it trains alone; for N processes: torchrun --nproc-per-node N "
+ALONE = ("SpmdPool: no torchrun, so it trains alone; for N processes: torchrun --nproc-per-node N "
          "train.py, or torchrun --nproc-per-node N -m rlblocks run PLACE --pool spmd; for one: `here`")
 
 def _tell_torchrun(error):
