@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -153,19 +152,19 @@ def _announce_exit(pool, error):
     try: exchange((text, RankLeft, None), group=pool.control, timeout=timeout)
     except (RuntimeError, TimeoutError): pool.broken = True      # they are gone already
 
-ALONE = ("SpmdPool: torchrun has not started this process, so it trains alone; for N processes: torchrun "
-         "--nproc-per-node N train.py, or torchrun --nproc-per-node N -m rlblocks run PLACE --pool spmd; for one: `here`")
+ALONE = ("SpmdPool: no torchrun, so it trains alone; for N processes: torchrun --nproc-per-node N "
+         "train.py, or torchrun --nproc-per-node N -m rlblocks run PLACE --pool spmd; for one: `here`")
 
-def _tell_torchrun(pool, error):
-    "Write an error, once, where torchrun looks for it."
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not file or not isinstance(error, Exception) or error is pool.written: return
-    pool.written, text = error, "".join(traceback.format_exception_only(error)).strip()
-    message = dict(message=text, extraInfo=dict(py_callstack=text, timestamp=str(int(time.time()))))
-    with suppress(OSError): Path(file).write_text(json.dumps(dict(message=message)))
+def _tell_torchrun(error):
+    "Write an error where torchrun looks for it."
+    if not isinstance(error, Exception) or "TORCHELASTIC_ERROR_FILE" not in os.environ: return
+    text = "".join(traceback.format_exception_only(error)).strip()
+    said = dict(message=text, extraInfo=dict(py_callstack=text, timestamp=str(int(time.time()))))
+    with suppress(OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as f: json.dump(dict(message=said), f)
 
 def _leave(pool, error):
-    "Stop what is watched, tell the other ranks, take the connections down."
+    "Stop what is watched, tell torchrun and the other ranks, take the connections down."
+    _tell_torchrun(error or sys.exc_info()[1])      # the second: of `finally: pool.close()`
     with suppress(RuntimeError):      # the others are gone already
         if pool.watched is not None: pool.watched.close()
     if pool.ranks > 1 and not pool.broken: _announce_exit(pool, error)
@@ -196,13 +195,12 @@ class SpmdPool:
         RuntimeError when there are fewer devices than processes, TimeoutError when the ranks do not meet."""
         self.timeout, self.grace, longest = timeout, grace, timeout + grace      # torch's own timeout says more
         self.owner = not dist.is_initialized() and {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
-        self.written, self.closed = None, True
-        atexit.register(self._at_exit)
         if self.owner: _join_by_torchrun(timeout, longest)
         elif not dist.is_initialized(): warnings.warn(ALONE, stacklevel=2)
         self.rank, self.ranks = world()
         self.placed, self.calls, self.inside, self.broken, self.closed = 0, 0, False, False, False
         self.watched, self.control = None, _group_of_all(timeout, longest) if self.ranks > 1 else None
+        atexit.register(self._at_exit)
 
     def place(self,
         make:Callable[P, C], # a class, or any callable that makes the wrapper
@@ -255,8 +253,7 @@ class SpmdPool:
         error:BaseException|None=None, # why, if not because all is done
     ):
         "Leave: stop what is watched, tell the others, take the connections down."
-        _tell_torchrun(self, error or sys.exc_info()[1])      # the second: of `finally: pool.close()`
-        if not (error or sys.exc_info()[1]): atexit.unregister(self._at_exit)
+        atexit.unregister(self._at_exit)
         if not self.closed: _leave(self, error)
 
     def _at_exit(self): self.close(getattr(sys, "last_value", None))       # an error that nobody caught
