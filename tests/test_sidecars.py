@@ -141,7 +141,7 @@ def test_a_loss_sees_them_beside_their_rows(pack):
     b = carrying().drop("support")      # this one the policy reads itself
     plain = policy.logprobs(b)
     def loss(out, part):
-        part = part._like(part.columns | dict(support=part.routing.int()), part._whole)
+        part = part.with_columns(part.columns | dict(support=part.routing.int()))
         met.append(at_home(part))
         # and they are beside what was computed of them
         assert (out.logprobs.detach() - plain[part.row, :part.width]).abs().max() < reach(plain)
