@@ -185,6 +185,7 @@ class Underway(Generic[_T]):
         close(self.crew, self.call)
         return self.value
 
+# %% ../../nbs/placement/98e_crew.ipynb #90485a77
 def begin(
     crew:Crew,
     call:RankCall,
@@ -244,6 +245,7 @@ def done(call:RankCall, seconds:float=0.)->bool:
 class RankSilent(TimeoutError):
     "A rank of a pool does not answer in time."
 
+# %% ../../nbs/placement/98e_crew.ipynb #ed65b775
 def check_session(crew:Crew, who:str):
     "RuntimeError where the Ray that the ranks were in is gone. Another one does not know them, nor does Ray say so."
     if crew.session == session(): return

@@ -52,10 +52,8 @@ class RayPool:
         cluster, self.lock, self.window = _connected(cluster), RLock(), None
         group, claim = _room(bundles, "STRICT_SPREAD" if nodes else strategy, name, cluster.ready, beside, ranks)
         self.columns, self.together = Columns(), world or ranks == 1    # one object in parts, not one on each rank
-        self.crew = Crew(name, cluster, group, claim, world, restarts, timeout, grace,
-                         mend=mended)
-        self.end = finalize(self, end_ranks, self.crew.ranks, None if beside else group, cluster,
-                            self.crew.session)
+        self.crew = Crew(name, cluster, group, claim, world, restarts, timeout, grace, mend=mended)
+        self.end = finalize(self, end_ranks, self.crew.ranks, None if beside else group, cluster, self.crew.session)
         try: start_ranks(self.crew, spots(group, ranks))
         except BaseException:
             self.end()
@@ -160,12 +158,14 @@ def _write(pool, placed, name, value):
                     sets=(number, name))
     begin(pool.crew, call, lambda found: None).result()
 
+# %% ../../nbs/placement/98f_raypool.ipynb #750d7f44
 class Arriving(NamedTuple):
     "Weights on their way to a call."
     stream:Stream    # that the ranks read
     sender:Crew      # whose weights they are
     sending:RankCall # what it is asked
 
+# %% ../../nbs/placement/98f_raypool.ipynb #9c023e69
 def _arriving(sender, number, readers):
     "Ask a pool for a ticket's weights. Nobody waits for it to have sent them."
     which, window = _next_number(sender, who := "Ticket.send"), _window(sender)
