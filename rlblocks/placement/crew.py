@@ -63,6 +63,7 @@ class Crew:
     restarts:int         # ranks that may still be made anew
     timeout:float        # seconds for a call
     grace:float          # seconds for the others, once one has failed
+    mend:Callable[..., bool] # makes ranks anew that a call has lost: `mended` of 98h
     ranks:list[Rank] = field(default_factory=list)
     id:str = field(default_factory=lambda: uuid.uuid4().hex[:6])
     broken:str|None = None # why nothing can be asked any more
@@ -72,7 +73,6 @@ class Crew:
     dropped:deque = field(default_factory=deque) # numbers of what the ranks hold and nobody refers to
     seen:dict = field(default_factory=dict)      # (phase, rank) → what it took
     sent:list = field(default_factory=list)      # calls that a rank made anew is given again, in order
-    mend:Callable[..., bool] = lambda *_: False  # makes ranks anew that a call has lost: `mended` of 98h
     revived:list = field(default_factory=list)   # what was said of each rank that was made anew
     mending:RLock = field(default_factory=RLock) # held while ranks are given a call, or are made anew
 
@@ -140,7 +140,7 @@ class RankCall:
     killed:set[int] = field(default_factory=set) # ranks that died in it, and were made anew
     leaves:int|None = None       # the number of what the ranks hold after it, if the loop gets to know of it
     waiter:int|None = None       # the thread that waits for it; None: it was handed out
-    asker:Callable[[], "Underway|None"] = lambda: None # by whom the loop can ask for the answer; None: it cannot
+    asker:Callable[[], "Underway|None"]|None = None # by whom the loop can ask for the answer; None: it cannot
 
 def retire(crew:Crew, call:RankCall, ok:bool):
     "A call is over. A rank made anew is given it no more; if it has set something, not what had set that before."
@@ -223,7 +223,7 @@ def raise_unheard(
 ):
     "Raise what an earlier call has raised and nobody heard; wait for those that Ctrl-C left at work."
     for call in list(crew.open):
-        interrupted, asker = call.waiter == get_ident(), call.asker()
+        interrupted, asker = call.waiter == get_ident(), call.asker() if call.asker else None
         if not interrupted and (call.waiter or asker or not done(call)): continue
         if interrupted:
             warnings.warn(f"{who} waits: {call.who} was interrupted, and the ranks are at it still", stacklevel=6)

@@ -52,7 +52,7 @@ class RayPool:
         cluster, self.lock, self.window = _connected(cluster), RLock(), None
         group, claim = _room(bundles, "STRICT_SPREAD" if nodes else strategy, name, cluster.ready, beside, ranks)
         self.columns, self.together = Columns(), world or ranks == 1    # one object in parts, not one on each rank
-        self.crew = Crew(name, cluster, group, claim, world, restarts, timeout, grace, mend=mended)
+        self.crew = Crew(name, cluster, group, claim, world, restarts, timeout, grace, mended)
         self.end = finalize(self, end_ranks, self.crew.ranks, None if beside else group, cluster, self.crew.session)
         try: start_ranks(self.crew, spots(group, ranks))
         except BaseException:
