@@ -59,8 +59,7 @@ def trues(batch, name:str)->int:
     "`batch.n_NAME`: the count of a Bool column in the optimizer step."
     counts = batch.whole.trues if batch.is_part or "mask" in batch else {}
     if name not in counts:
-        raise AttributeError(f"Batch: no n_{name}: the whole had no mask, or no Bool column {name!r}, when it was "
-                             f"counted; there are {', '.join(counts) or 'none'}")
+        raise AttributeError(f"Batch: no n_{name}: no such Bool column was counted; there are {', '.join(counts) or 'none'}")
     return counts[name]
 
 def group_counts(batch)->dict[int, int]:
@@ -117,35 +116,39 @@ def check_column(batch:"Batch", name:str, x:Any):
         raise ValueError(f"Batch: column {name!r} has {len(x)} rows, the batch has {len(batch)}")
 
 # %% ../../nbs/data/40_batch.ipynb #a6e860dd
+def like(batch:"Batch", columns:dict[str, Any])->"Batch": # copies nothing
+    "The same rows with some of its columns, changed or as they are, each of the kind that it has; nothing is checked."
+    return batch._like(columns, batch._whole, batch.filler)
+
 def with_columns(batch:"Batch", columns:dict[str, Any])->"Batch": # copies nothing
     """The same rows with these columns in place of its own: a part stays one, a whole is counted anew.
 
     What is not a column of the batch already has to fit, as for `set`. TypeError or ValueError when it does not."""
     own = {k: x for k, x in columns.items() if batch.columns.get(k) is x}
-    new = batch._like(own, batch._whole, batch.filler)
+    new = like(batch, own)
     for name in tokens_first({k: x for k, x in columns.items() if k not in own}):
         check_column(batch, name, columns[name])
         put_column(new, name, columns[name], "row" if name in batch.per_row else None)
-    return new._like({k: new.columns[k] for k in columns}, new._whole, new.filler)     # in their order
+    return like(new, {k: new.columns[k] for k in columns})     # in their order
 
 def drop(batch:"Batch", *names:str)->"Batch": # copies nothing
     "The same rows without some columns. ValueError when none is left."
     left = {k: v for k, v in batch.columns.items() if k not in names}
     if not left:
         raise ValueError(f"Batch: drop({', '.join(map(repr, names))}) leaves no column; rows need at least one")
-    return batch._like(left, batch._whole, batch.filler)
+    return like(batch, left)
 
 def trim(batch:"Batch")->"Batch":
     "The same rows with the token axis cut to the longest of them."
     if batch.width is None or not len(batch): return batch
     T = max(int(batch.lengths.max()), 1)
     cut = {k: v[:, :T] if batch.is_per_token(k) else v for k, v in batch.columns.items()}
-    return batch._like(cut, batch._whole, batch.filler)
+    return like(batch, cut)
 
 def to(batch:"Batch", device:torch.device|str)->"Batch": # lists stay where they are
     "The same rows with tensor columns on `device`."
     moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.columns.items()}
-    return batch._like(moved, batch._whole, batch.filler)
+    return like(batch, moved)
 
 def chosen_rows(batch:"Batch", key:Any)->Tensor: # row numbers
     "The rows that a key selects. ValueError when they are a part of a unit."
@@ -275,7 +278,7 @@ class Batch:
     def __setitem__(self, name, x): self.set(name, x)
     def __setattr__(self, name, value): raise AttributeError(f"Batch: write batch[{name!r}] = … to set a column")
     def __setstate__(self, old): vars(self).update(old if "kinds" in old else old | dict(kinds=kinds_of(old)))
-    def __copy__(self): return self._like(self.columns, self._whole, self.filler)
+    def __copy__(self): return like(self, self.columns)
     def __contains__(self, name): return name in self.columns
     def __len__(self): return len(next(iter(self.columns.values())))
     def __repr__(self):
@@ -283,7 +286,6 @@ class Batch:
         return f"Batch({len(self)} rows, {kind}: {', '.join(f'{k} {shape_of(v)}' for k, v in each)})"
 
     def _like(self, columns, whole, filler=False):
-        "Columns that are made of this batch's own, each of the kind that it has here."
         new, kinds = object.__new__(Batch), {k: self.kinds[k] for k in columns}
         vars(new).update(columns=dict(columns), kinds=kinds, _whole=whole, filler=filler)
         return new
@@ -336,8 +338,7 @@ def pairs(
                           and unit[good].unique().numel() == len(good)):
         raise ValueError("pairs: every unit must be exactly one chosen and one rejected row")
     if "mask" in b:
-        counts = b.mask.any(1)
-        counted = counts[good] | counts[bad]       # as n_units counts
+        counted = b.mask.any(1)[good] | b.mask.any(1)[bad]       # as n_units counts
         good, bad = good[counted], bad[counted]
     return x[good.to(x.device)], x[bad.to(x.device)]
 

@@ -17,7 +17,7 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 
-from ..data.batch import Batch
+from ..data.batch import Batch, like
 from ..data.columns import listed
 from ..engines.sharded import ShardedModel
 from .checks import check_confined, measure_columns
@@ -119,7 +119,7 @@ def _both(out, part, first, second):
     b = part.part(first + second)
     if first == second and "unit" in b:
         unit = b.unit + (b.unit.max() + 1)*(torch.arange(len(b), device=b.unit.device) >= len(first))
-        b = b.with_columns(b.columns | dict(unit=unit))
+        b = like(b, b.columns | dict(unit=unit))
     found = {k: x.detach()[first + second] for k, x in out.items()}
     return type(out)(**{k: x.requires_grad_(x.is_floating_point()) for k, x in found.items()}), b
 
@@ -129,7 +129,7 @@ def _piece(out, part, rows, width):
     b = part.part(rows)
     columns = {k: at_width(x) if b.is_per_token(k) else x for k, x in b.columns.items()}
     found = {k: at_width(x[rows]) if out.per_token and x.dim() > 1 else x[rows] for k, x in out.items()}
-    return type(out)(**found), b.with_columns(columns)
+    return type(out)(**found), like(b, columns)
 
 def _exists(part, x, per_token):
     "True at the tokens of `[B, T, …]` that exist, and at all row values."
@@ -147,7 +147,7 @@ def _disturbed(out, part, far=False):
     found = {k: move(k, x, i, out.per_token) for i, (k, x) in enumerate(out.items())}
     columns = {k: move(k, x, -1-i, part.is_per_token(k)) if k.endswith("logprobs") else x
                for i, (k, x) in enumerate(part.columns.items())}
-    return type(out)(**found), part.with_columns(columns)
+    return type(out)(**found), like(part, columns)
 
 def _noisy(name, x, phase, far):
     "An output, or a column of log-probs, with noise; log-probs stay below 0 and entropies above, for their logarithms."
