@@ -366,7 +366,8 @@ def refuses(engine, world, rank, folder):
         r"shared_expert.gate_proj is whole on every rank": lambda: cut("qwen2_moe", engine, lora=dict(r=2)),
         # of `adapters`
         r"cuts matrices, and these are quantized": lambda: Policy(
-            pretrained(folder/"merged", quantization="4bit"), lora=dict(r=2), device="cpu", engine=EngineSpec(tensor_parallel=SIZE)),
+            pretrained(folder/"merged", quantization="4bit"), lora=dict(r=2), device="cpu",
+            engine=EngineSpec(tensor_parallel=SIZE)),
         r"tensor_parallel=2 cannot be chosen here": lambda: Policy(
             Policy(model(), frozen=True, **HOW), **HOW, lora=dict(r=2), engine=EngineSpec(tensor_parallel=SIZE)),
         r"its plan does not fit its code": lambda: Policy(untrue(), **HOW, engine=tensor(engine)),

@@ -93,9 +93,9 @@ def put_column(batch:"Batch", name:str, x:Tensor|list, per:Literal["token", "row
     "Set a column that has one entry a row. TypeError or ValueError where its width or its meaning does not fit."
     kind, T = kind_of(x, per), batch.width
     if kind == "token" and isinstance(x, Tensor) and T not in (None, x.shape[1]):
-        raise ValueError(f"Batch: column {name!r} is {list(x.shape)}, but tokens are {[len(batch), T]}; per-token columns "
-                         "have the T of tokens (no T−1, no response-only view); features of a row are named when rows "
-                         f"are made: Batch(per_row=[{name!r}], …), or set by batch.set({name!r}, …, per='row')")
+        raise ValueError(f"Batch: column {name!r} is {list(x.shape)}, but tokens are {[len(batch), T]}; per-token "
+                         "columns have the T of tokens (no T−1, no response-only view); features of a row are named when "
+                         f"rows are made: Batch(per_row=[{name!r}], …), or set by batch.set({name!r}, …, per='row')")
     check_meaning(batch.columns, name, x, T)
     batch.columns[name], batch.kinds[name] = x, kind
 
