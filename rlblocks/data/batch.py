@@ -95,7 +95,7 @@ def put_column(batch:"Batch", name:str, x:Tensor|list, per:Literal["token", "row
     if kind == "token" and isinstance(x, Tensor) and T not in (None, x.shape[1]):
         raise ValueError(f"Batch: column {name!r} is {list(x.shape)}, but tokens are {[len(batch), T]}; per-token "
                          "columns have the T of tokens (no T−1, no response-only view); features of a row are named "
-                         f"when rows are made: Batch(per_row=[{name!r}], …), or set by batch.set({name!r}, …, per='row')")
+                         f"when rows are made: Batch(per_row=[{name!r}], …), or by batch.set({name!r}, …, per='row')")
     check_meaning(batch.columns, name, x, T)
     batch.columns[name], batch.kinds[name] = x, kind
 
