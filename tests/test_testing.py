@@ -557,7 +557,7 @@ def test_broken_estimator(fn, law, says):
 
 
 def test_good_estimators_pass():
-    held, x = (*ROWS, "precision"), dict(x=sample_columns()["rewards"])
+    held, x = (*ROWS, "gradient", "precision"), dict(x=sample_columns()["rewards"])
     assert check_estimator(whiten, x) == check_estimator(partial(whiten, shift=False), x) == held
     def two(rewards, values, mask):
         r, v = clean(mask, rewards, values.detach())
