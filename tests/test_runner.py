@@ -75,8 +75,8 @@ def test_a_term_that_is_switched_on_later_is_checked_by_then():
 
 
 def test_a_closure_made_anew_is_the_same_closure():
-    """It is called once a micro-batch, but for the checks on the 1st, 2nd, 4th, 8th and 16th; another captured word, and
-    a coefficient that is 0, make another closure, a coefficient that moves does not."""
+    """It is called once a micro-batch, but for the checks on the 1st, 2nd, 4th, 8th and 16th; another captured word, or
+    a coefficient that is 0, makes another closure; a coefficient that moves does not."""
     policy, calls = Policy(net(), device="cpu"), []
     b = started(policy)
     def made(coef, word="a"):

@@ -154,7 +154,7 @@ class Sending:
         self.ticket, self._n_bytes, self._error, ends = ticket, 0, None, threading.Event()
         self._thread = threading.Thread(target=self._run, args=(work, ends), daemon=True)
         self._thread.start()
-        weakref.finalize(self, _end, ends, self._thread, timeout + 1.)     # also at the interpreter's end
+        weakref.finalize(self, _end, ends, self._thread, timeout + 30.)    # also when the interpreter ends
 
     def _run(self, work, ends):
         try: self._n_bytes = work(ends)
