@@ -495,7 +495,7 @@ def test_other_columns_are_checked_as_set_does():
     b.set("feature", torch.zeros(3, 4), per="row")
     for odd, error, says in ((dict(mask=torch.ones(3, 4)), TypeError, "masks are Bool"),
                              (dict(parts=["x"]*3), ValueError, "a column cannot be called 'parts'"),
-                             (dict(g=torch.zeros(3, 9)), ValueError, "set by batch.set.'g', …, per='row'"),
+                             (dict(g=torch.zeros(3, 9)), ValueError, "by batch.set.'g', …, per='row'"),
                              (dict(scores=torch.zeros(2)), ValueError, "has 2 rows, the batch has 3"),
                              (dict(scores=3), TypeError, "is a int"),
                              (dict(mask=b.mask, tokens=b.tokens[:, :3], lengths=b.lengths.clamp(max=3)), ValueError,
@@ -536,7 +536,7 @@ def test_a_kind_that_a_column_cannot_have_is_refused():
         b.set("y", torch.zeros(4, 4), per="rows")
     with pytest.raises(ValueError, match="per_row names featrue; columns are tokens"):
         Batch(per_row="featrue", tokens=b.tokens, feature=b.feature)
-    with pytest.raises(ValueError, match="set by batch.set.'y', …, per='row'"): b["y"] = torch.zeros(4, 5)
+    with pytest.raises(ValueError, match="by batch.set.'y', …, per='row'"): b["y"] = torch.zeros(4, 5)
     with pytest.raises(ValueError, match=r"Batch.cat: columns differ: \['y'\]"):
         other = square()
         other["y"], b["y"] = torch.zeros(4, 4), torch.zeros(4, 4)
