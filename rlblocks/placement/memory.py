@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -224,14 +225,15 @@ def _logits_pass(head:Any, hidden:Tensor, *, learn:bool, entropy:bool, dtype:tor
                  chunk:int)->tuple[int, int, int]:
     """Log-probs straight from the head: bytes at most, of them the gradient that the layers begin with, operations.
 
-    On the meta device, where a chunk costs nothing to run; on a fake CPU it goes row by row, thousands of steps."""
+    On the meta device, where a chunk costs nothing to run; on a fake CPU it goes row by row, thousands of steps. And
+    out of the mode of fake tensors, which would take the same steps in Python."""
     layer = getattr(head, "base_layer", head)
-    def meta(p): return torch.empty_like(p, device="meta", requires_grad=p.requires_grad)
-    weight, bias = meta(layer.weight), None if layer.bias is None else meta(layer.bias)
-    hidden = torch.empty_like(hidden, device="meta", requires_grad=learn)
-    targets = torch.empty(len(hidden), dtype=torch.long, device="meta")
+    def meta(p, learns): return torch.empty(p.shape, dtype=p.dtype, device="meta", requires_grad=learns)
+    with unset_fake_temporarily():
+        weight, bias = (None if p is None else meta(p, p.requires_grad) for p in (layer.weight, layer.bias))
+        hidden, targets = meta(hidden, learn), torch.empty(len(hidden), dtype=torch.long, device="meta")
     half = dtype if dtype in HALF else weight.dtype
-    with Live(*(x for x in (weight, bias, hidden, targets) if x is not None)) as live:
+    with unset_fake_temporarily(), Live(*(x for x in (weight, bias, hidden, targets) if x is not None)) as live:
         bias = None if bias is None else bias.to(half)
         found:Any = linear_logprobs(hidden.to(half), weight.to(half), targets, bias=bias, entropy=entropy, chunk=chunk)
         if learn: torch.stack(found if entropy else (found,)).sum().backward()
