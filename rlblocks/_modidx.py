@@ -3329,6 +3329,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'rlblocks.models.step._add': ('models/step.html#_add', 'rlblocks/models/step.py'),
                                       'rlblocks.models.step._agree_on_rows': ('models/step.html#_agree_on_rows', 'rlblocks/models/step.py'),
                                       'rlblocks.models.step._all_or_none': ('models/step.html#_all_or_none', 'rlblocks/models/step.py'),
+                                      'rlblocks.models.step._check_rows': ('models/step.html#_check_rows', 'rlblocks/models/step.py'),
                                       'rlblocks.models.step._checksums': ('models/step.html#_checksums', 'rlblocks/models/step.py'),
                                       'rlblocks.models.step._computed': ('models/step.html#_computed', 'rlblocks/models/step.py'),
                                       'rlblocks.models.step._discards': ('models/step.html#_discards', 'rlblocks/models/step.py'),

@@ -189,10 +189,10 @@ def _check_support(who, support, n):
         raise ValueError(f"{who}: the column 'support' has ids from {int(support.min())} to {int(support.max())}; "
                          f"{f'0 to {n-1}' if n else '0 or more'} are wanted, and -1 for an empty place")
 
-def check_confined(who:str, part:Batch):
-    "ValueError for rows sampled with top-p, top-k or min-p that do not say from which ids."
+def check_confined(who:str, b:Batch):
+    "ValueError for rows with chosen tokens, sampled with top-p, top-k or min-p, that do not say from which ids."
     for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if "support" not in part and name in part and (part.columns[name] != off).any():
+        if "support" not in b and name in b and (b.columns[name] != off)[b.mask.any(1)].any():
             raise ValueError(f"{who}: rows were sampled with {name}, but the batch has no column 'support', the ids "
                              "that sampling was confined to (Rollout.generate gives it)")
 
