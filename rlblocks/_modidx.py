@@ -3248,6 +3248,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'rlblocks.models.prepared._layout': ( 'models/prepared.html#_layout',
                                                                                 'rlblocks/models/prepared.py'),
                                           'rlblocks.models.prepared.prepare': ( 'models/prepared.html#prepare',
+                                                                                'rlblocks/models/prepared.py'),
+                                          'rlblocks.models.prepared.settled': ( 'models/prepared.html#settled',
                                                                                 'rlblocks/models/prepared.py')},
             'rlblocks.models.probes': { 'rlblocks.models.probes.Packing': ('models/probes.html#packing', 'rlblocks/models/probes.py'),
                                         'rlblocks.models.probes._ahead': ('models/probes.html#_ahead', 'rlblocks/models/probes.py'),

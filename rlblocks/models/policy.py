@@ -26,7 +26,7 @@ from .forward import Forward, Reading
 from .head import Head, as_head
 from .loading import Pretrained, as_pretrained, load_module, load_quantized, load_tokenizer
 from .lora import Base, View, save_adapter, on_base
-from .prepared import Lora, Prepared, Setup, prepare
+from .prepared import Lora, Prepared, Setup, prepare, settled
 from .routers import expert_hits
 from .step import compute, train_step
 from .tickets import adapter_ticket, ticket_of
@@ -98,9 +98,11 @@ def start(who:str, reader:Forward, base:Base|None, setup:Setup, *, quantized:boo
     """Hand the module to its engine, as a model of its own or as a view on a base.
 
     `base`: of `base_of`; None = the trunk is its own. Result: ready to run, and its base."""
-    view = None
+    view, setup = None, settled(who, setup)
     if base or quantized or setup.lora is not None: setup, view = on_base(base, reader, setup, who)
-    return prepare(reader, who, setup), view
+    run = prepare(reader, who, setup)
+    if view and view.adapter and not setup.frozen: view.base.trained[view.adapter] = who      # once nothing can fail
+    return run, view
 
 # %% ../../nbs/models/78_policy.ipynb #9f136cb8
 class Policy(Trained):
