@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from jaxtyping import Float
 
 from ..engines.lazy import device_at, lazy_weights, read_module_
-from ..engines.modules import output_layer
 from ..engines.sharded import ShardedModel
 from ..engines.world import world
 from ..losses.value import expected_value
@@ -89,7 +88,7 @@ def value_head(trunk:nn.Module, model:object)->nn.Linear: # on what enters the t
     """The value head in a language model's folder, else one that starts at zero.
 
     ValueError for one that does not fit, TypeError for a module without `get_output_embeddings`."""
-    lm_head = output_layer(trunk)
+    lm_head = getattr(trunk, "get_output_embeddings", lambda: None)()
     if lm_head is None:
         raise TypeError(f"value_head: {type(trunk).__name__} has no get_output_embeddings(); the value head reads what "
                         "enters that layer")
