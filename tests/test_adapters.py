@@ -597,6 +597,20 @@ def test_refusals():
         Critic(policy, lora="value", engine=EngineSpec(low_precision=True))
 
 
+@pytest.mark.parametrize("odd, says", [(dict(lr="1e-6"), "lr='1e-6'"), (dict(micro_tokens=0), "micro_tokens=0"),
+                                       (dict(optimizer=8), "optimizer")])
+def test_a_setting_that_is_refused_leaves_the_base_alone(odd, says):
+    base = Policy(model(), frozen=True, device="cpu")
+    with pytest.raises((ValueError, TypeError), match=says): Policy(base, lora=LORA | dict(name="a"), **odd)
+    Policy(base, lora=LORA | dict(name="a"))
+
+
+def test_an_adapter_whose_wrapper_failed_is_nobodys():
+    base = Policy(model(), frozen=True, device="cpu")
+    with pytest.raises(ZeroDivisionError): Policy(base, lora=LORA | dict(name="a"), optimizer=lambda named: 1/0)
+    assert float(Policy(base, lora="a").step(batch(), pg)["version"]) == 1
+
+
 def test_a_module_of_ones_own_takes_adapters():
     class GRU(nn.Module):
         def __init__(self):

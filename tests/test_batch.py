@@ -397,6 +397,21 @@ def test_pickles_and_moves_whole():
     assert again.n_tokens == part.n_tokens and again.columns.keys() == part.columns.keys() and not again.filler
 
 
+def test_a_copy_to_the_cpu_is_waited_for():
+    """torch does not wait for one from a GPU that is asked to be non-blocking: it would be read half-written. Untried
+    on a GPU: a tensor tells what it is asked."""
+    asked = []
+    class Told(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, f, types, args=(), kwargs=None):
+            if f is not torch.Tensor.to: return super().__torch_function__(f, types, args, kwargs or {})
+            asked.append(kwargs["non_blocking"])
+            return args[0]
+    b = Batch(x=torch.zeros(2).as_subclass(Told))
+    for device in ("cpu", torch.device("cpu"), "cuda", torch.device("cuda:1")): b.to(device)
+    assert asked == [False, False, True, True]
+
+
 @pytest.mark.parametrize("name, value, error, says", [
     ("mask", torch.ones(3, 4, dtype=torch.long), TypeError, "masks are Bool"),
     ("mask", torch.ones(3, 4, dtype=torch.bool), ValueError, "column 0 of row 0"),

@@ -186,6 +186,8 @@ def test_a_save_when_it_is_asked_for(tmp_path, background, caplog):
     assert list(body(checkpoint)) == [(7, 8), (8, 9)] and names(tmp_path) == [name(7), name(9)]
     with pytest.raises(RuntimeError, match="saves the step of a loop, and none is running"): checkpoint.save()
     Checkpoint().save()         # keeps nothing, so there is nothing to do
+    for half in (dict(step=5), dict(parts=dict(state={}))):
+        with pytest.raises(TypeError, match=r"save\(step, parts\) takes both, or neither"): checkpoint.save(**half)
 
 
 def test_no_half_step_through_wrappers_and_kept_iterators(tmp_path):

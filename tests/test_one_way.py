@@ -6,7 +6,7 @@ import pytest
 import rlblocks
 import tiny
 import torch
-from rlblocks import Policy, here, ppo_loss
+from rlblocks import Policy, gather_logprobs, here, ppo_loss
 
 ROOT = str(Path(rlblocks.__file__).parent)
 ROOMS = ("data", "engines", "models", "samplers", "rollout", "graders", "environments", "endpoint", "checkpoint",
@@ -34,19 +34,24 @@ def traced(f):
 
 
 # Modules of floors 2 to 4, and frames of theirs: at the third step, and at the first, which checks the closure. An
-# adapter is an engine on another one's weights. At most 12 of each; these numbers only shrink.
-MOST = {"third": (12, 11), "first": (12, 12), "third, adapter": (12, 12), "first, adapter": (12, 12)}
+# adapter is an engine on another one's weights; with `measure=` the loss sees what a function makes of the logits. At
+# most 12 of each; these numbers only shrink. Floors below are not counted: what `arithmetic` does inside is its own.
+MOST = {"third": (12, 11), "first": (12, 12), "third, adapter": (12, 12), "first, adapter": (12, 12),
+        "third, measure": (12, 11), "first, measure": (12, 12)}
 
 
 @pytest.fixture(scope="module")
 def steps():
     "Of the engine room, floors 2 to 4: what blocks below it call is theirs."
     found = {}
-    for how, name in (({}, ""), (dict(lora=dict(r=2)), ", adapter")):
+    for how, name in (({}, ""), (dict(lora=dict(r=2)), ", adapter"), ({}, ", measure")):
         policy = here.place(Policy, tiny.model(), lr=1e-3, device="cpu", **how)
         b = tiny.rows(dtype=torch.float32)
-        def loss(out, b): return ppo_loss(out.logprobs, b.ref_logprobs, b.advantages, b.mask, denom=b.n_tokens)
-        first, _, third = (traced(lambda policy=policy, b=b, loss=loss: policy.step(b, loss)) for _ in range(3))
+        asks = dict(measure=lambda logits, tokens: gather_logprobs(logits, tokens)) if name == ", measure" else {}
+        def loss(out, b, read="measured" if asks else "logprobs"):
+            return ppo_loss(getattr(out, read), b.ref_logprobs, b.advantages, b.mask, denom=b.n_tokens)
+        def step(policy=policy, b=b, loss=loss, asks=asks): policy.step(b, loss, **asks)
+        first, _, third = (traced(step) for _ in range(3))
         found |= {f"first{name}": first, f"third{name}": third}
     return found
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from forked import on_ranks
 from rlblocks import Checkpoint, Policy, Scorer, masked_mean
 from rlblocks.checkpoint.saves import Lock
-from rlblocks.checkpoint.convert import convert, main
+from rlblocks.checkpoint.convert import convert, main, stored
 from rlblocks.checkpoint.shards import MetadataUnpickler
 from tiny import NEAR, model, reach, rows, steady, tokenizer
 
@@ -361,6 +361,14 @@ def test_a_folder_of_deepspeed_runs_nothing(saved, base, tmp_path, file):
     torch.save(state | dict(harm=Word(torch.Size, "__init__")), at)
     with pytest.raises(ValueError, match="holds what a safe load refuses"): convert(hurt, tmp_path/"x", base=base)
     assert not (tmp_path/"harm").exists() and "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+
+
+def test_a_folder_of_deepspeed_that_is_half_copied_is_named(tmp_path):
+    skip_without("deepspeed")
+    (tmp_path/"latest").write_text("global_step7")
+    with pytest.raises(FileNotFoundError, match=r"global_step7 has no …_model_states\.pt"): stored(tmp_path)
+    (tmp_path/"global_step7").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"global_step7 has no …_model_states\.pt"): stored(tmp_path)
 
 
 def test_a_description_of_shards_runs_nothing(saved, base, tmp_path):

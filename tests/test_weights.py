@@ -209,6 +209,9 @@ def test_what_is_more_than_two_factors_does_not_go_alone():
     with pytest.raises(ValueError, match="and there is none"): Policy(model(), device="cpu").weights(adapter=True)
     with pytest.raises(ValueError, match="plain LoRA on complete layers"):
         lora(model(), use_dora=True).weights(adapter=True)
+    for more in (dict(since=0), dict(dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=f"weights got adapter=True and {next(iter(more))}="):
+            lora(model()).weights(adapter=True, **more)
 
 
 # -- a folder

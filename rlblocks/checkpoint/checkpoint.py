@@ -114,6 +114,13 @@ def _wanted(checkpoint):
     rating = checkpoint.rating
     return checkpoint.wanted or rating is not None and rating > best_save(checkpoint.path)[1]
 
+def _to_save(checkpoint, step, parts):
+    "What `save` was asked for. TypeError for half of it."
+    if step is None and parts is None: return checkpoint.running
+    if step is not None and parts is not None: return step, parts
+    given = "parts" if step is None else f"step={step!r}"
+    raise TypeError(f"Checkpoint: save(step, parts) takes both, or neither for the running loop's; {given} came alone")
+
 def _save_step(checkpoint:"Checkpoint", folder:Path, at:tuple[int, dict]|None):
     "Collect the states, then write them: now, or from a copy in a thread."
     if at is None:
@@ -176,13 +183,13 @@ class Checkpoint:
 
     def save(self,
         step:int|None=None,   # steps done; None: the step at hand, or just shown, of the running loop
-        parts:dict|None=None, # name → part; None: that loop's
+        parts:dict|None=None, # name → part, given with `step`; None: that loop's
     ):
         """Write a whole save, or none; in the background what fails is raised by the next save, or at the end.
 
         Without arguments and on many ranks, rank 0's wish is granted when the loop asks for its next step."""
+        at = _to_save(self, step, parts)
         if self.path is None: return
-        at = self.running if step is None or parts is None else (step, parts)
         if at is self.running and at and world()[1] > 1: self.wanted = True
         else: _save_step(self, self.path, at)
 

@@ -10,7 +10,7 @@ import argparse
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from functools import reduce
 from io import StringIO
@@ -27,7 +27,7 @@ from ..models.lora import merge_adapters
 from ..models.folders import WEIGHTS, drafted
 from ..models.value_heads import classifier
 from ..models.checks import config_of
-from ..models.loading import load_tokenizer
+from ..models.loading import load_tokenizer, with_generation
 from .shards import PLACEHOLDER, checked_reader, enum_member
 from ..models.adapters import write_adapter
 
@@ -126,7 +126,7 @@ def _of_deepspeed(folder:Path)->Stored:
     return _of_tensors(frozen | lazy)
 
 def _check_deepspeed(folder:Path)->dict:
-    "Load every file of a folder safely. ValueError for what would run code."
+    "Load every file of a folder safely. ValueError for what would run code, FileNotFoundError without a model's."
     from deepspeed.runtime.fp16 import loss_scaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -139,7 +139,10 @@ def _check_deepspeed(folder:Path)->dict:
         why = str(e.__context__ or e).partition(". ")[0]            # torch wraps it in advice to load unsafely
         raise ValueError(f"convert: {folder} holds what a safe load refuses ({why}). If you trust it, run convert(…) "
                          "inside torch.serialization.safe_globals([…]) with what is named there") from e
-    return next((x for name, x in loaded.items() if name.endswith("_model_states.pt")))
+    found = [x for name, x in loaded.items() if name.endswith("_model_states.pt")]
+    if found: return found[0]
+    raise FileNotFoundError(f"convert: {folder} has no …_model_states.pt, and the file 'latest' beside it names it as "
+                            "DeepSpeed's last save; copy all of that folder, or give the folder of another save")
 
 # %% ../../nbs/checkpoint/91_convert.ipynb #0be30b5d
 def _described_model(base)->Any:
@@ -148,9 +151,7 @@ def _described_model(base)->Any:
     config = config_of(base, "convert", also="")
     auto:Any = getattr(transformers, (config.architectures or [""])[0], None) or transformers.AutoModelForCausalLM
     with torch.device("meta"): model = auto.from_config(config) if hasattr(auto, "from_config") else auto(config)
-    with suppress(OSError):              # a base without one has what transformers makes of its config
-        if model.can_generate(): model.generation_config = transformers.GenerationConfig.from_pretrained(base)
-    return model
+    return with_generation(model, base)
 
 def stored_names(model:nn.Module, weights:dict[str, Tensor])->dict[str, str]: # the model's → the checkpoint's
     "Which weight is which. ValueError for weights that are missing, or of another shape."

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PLACEHOLDER', 'on_every_rank', 'agreed', 'on_rank_0', 'is_shard', 'split_shards', 'join_shards', 'shard_shapes',
-           'HasState', 'Stateful', 'part_state', 'snapshot', 'write_shards', 'MetadataUnpickler', 'enum_member',
-           'checked_reader', 'read_part_shards', 'check_shapes']
+           'HasState', 'part_state', 'snapshot', 'write_shards', 'MetadataUnpickler', 'enum_member', 'checked_reader',
+           'read_part_shards', 'check_shapes']
 
 # %% ../../nbs/checkpoint/89_shards.ipynb #af7f333c
 import errno
@@ -92,13 +92,6 @@ class HasState(Protocol):
     def state_dict(self)->dict:
         "What is saved."
         ...
-
-@runtime_checkable
-class Stateful(HasState, Protocol):
-    "What a loop saves and restores."
-
-    def load_state_dict(self, state:dict, /)->object:
-        "Go on from it."
 
 def part_state(part:HasState|dict, name:str, whole:bool=False)->tuple[dict, dict[str, Tensor]]: # as `split_shards`
     "The state of a part of a loop and, separately, its shards. All ranks together."

@@ -142,12 +142,12 @@ def trim(batch:"Batch")->"Batch":
     "The same rows with the token axis cut to the longest of them."
     if batch.width is None or not len(batch): return batch
     T = max(int(batch.lengths.max()), 1)
-    cut = {k: v[:, :T] if batch.is_per_token(k) else v for k, v in batch.columns.items()}
-    return like(batch, cut)
+    return like(batch, {k: v[:, :T] if batch.is_per_token(k) else v for k, v in batch.columns.items()})
 
 def to(batch:"Batch", device:torch.device|str)->"Batch": # lists stay where they are
     "The same rows with tensor columns on `device`."
-    moved = {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.columns.items()}
+    later = torch.device(device).type != "cpu"     # a stream orders what reads it there; here it would be half done
+    moved = {k: v.to(device, non_blocking=later) if isinstance(v, Tensor) else v for k, v in batch.columns.items()}
     return like(batch, moved)
 
 def chosen_rows(batch:"Batch", key:Any)->Tensor: # row numbers

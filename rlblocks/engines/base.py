@@ -89,7 +89,8 @@ class Engine(Protocol):
     )->Tensor: # 0-d: the gradient's 2-norm before clipping
         """Sum over ranks, clip, step, forget the gradient. Where the norm is not finite nothing changes.
 
-        `Plain` sums here (`sum_gradients_`; `clip_pieces_`), FSDP2 as its backward ends, DeepSpeed between the two."""
+        `Plain` sums here (`sum_gradients_`), FSDP2 as its backward ends, DeepSpeed between the two. Where ranks hold
+        pieces of one layer, the norm is that of all pieces (`clip_pieces_`)."""
         ...
 
     def discard(self)->None:

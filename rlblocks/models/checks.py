@@ -189,17 +189,16 @@ def _check_support(who, support, n):
         raise ValueError(f"{who}: the column 'support' has ids from {int(support.min())} to {int(support.max())}; "
                          f"{f'0 to {n-1}' if n else '0 or more'} are wanted, and -1 for an empty place")
 
-def check_confined(who:str, part:Batch):
-    "ValueError for rows sampled with top-p, top-k or min-p that do not say from which ids."
+def check_confined(who:str, b:Batch):
+    "ValueError for rows with chosen tokens, sampled with top-p, top-k or min-p, that do not say from which ids."
     for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if "support" not in part and name in part and (part.columns[name] != off).any():
+        if "support" not in b and name in b and (b.columns[name] != off)[b.mask.any(1)].any():
             raise ValueError(f"{who}: rows were sampled with {name}, but the batch has no column 'support', the ids "
                              "that sampling was confined to (Rollout.generate gives it)")
 
 # %% ../../nbs/models/65_checks.ipynb #70e2072f
 def places_at(who:str, batch:Batch, at:Tensor|str|None=None)->Batch:
     "The batch, read elsewhere. ValueError when there is nothing to read, TypeError for an `at` of another type."
-    check_batches(who, [batch])
     if at is None: check_column(who, batch, "mask", "True at chosen tokens; at= says where to read without one")
     else:
         columns = batch.columns | dict(mask=_checked_at(who, batch, at))
@@ -274,6 +273,13 @@ def check_measured(x:Tensor)->Tensor:
     if torch.is_grad_enabled() and not x.is_floating_point():
         raise ValueError(f"measure gave {x.dtype}, which has no gradient; find it before the step, as a column")
     return x
+
+def check_alone(who:str, **more:object):
+    "ValueError for a choice beside an adapter alone, which has none: its factors travel as they are."
+    other = next((f"{k}={x!r}" for k, x in more.items() if x is not None), None)
+    if other:
+        raise ValueError(f"{who}: weights got adapter=True and {other}; an adapter alone is all of its factors, in "
+                         "fp32. Leave out one of the two; without adapter=True merged weights are sent")
 
 def check_hidden(layer:nn.Module|None, trunk:nn.Module):
     "TypeError for a model without an output layer: nothing enters it."

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.ragged import persist
+from ..engines.modules import distinct
 from ..engines.world import HALF, agree, world
 
 if TYPE_CHECKING: import transformers
@@ -125,9 +126,7 @@ def together(
 )->dict[str, str]: # weight → the unit it is collected in; a weight that is not named is converted by itself
     "Which weights can be converted only together."
     from transformers.core_model_loading import revert_weight_conversion as filed
-    state = twin.state_dict(keep_vars=True)
-    first = {id(x): n for n, x in reversed(list(state.items()))}       # tied weights have several names
-    own = {n: x.detach() for n, x in state.items() if first[id(x)] == n}
+    own = {n: x.detach() for n, x in distinct(twin).items()}
     def shapes(names): return {k: x.shape for k, x in filed(twin, {n: own[n] for n in names}).items()}
     def alone(n):
         try: return shapes([n]).items() <= complete.items()

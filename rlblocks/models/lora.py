@@ -266,9 +266,7 @@ def on_base(base:Base|None, reader:Forward, setup:Setup, who:str)->tuple[Setup, 
     if name in base.trained and not setup.frozen:
         raise ValueError(f"{who}: adapter {name!r} is trained by a {base.trained[name]} already; frozen=True reads "
                          "through it, another name makes a new one")
-    mine = None if setup.frozen else name
-    view_(reader, base, mine)
-    if mine: base.trained[mine] = who
+    view_(reader, base, None if setup.frozen else name)
     engine = replace(base.model.spec, make=partial(Adapted, base=base, name=name), dtype=base.model.dtype,
                      checkpointing=False, low_precision=True, sequence_parallel=setup.engine.sequence_parallel)
     frozen = setup.frozen or not any(True for _ in reader.parameters())

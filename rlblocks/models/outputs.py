@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..data.batch import Batch, like
 from ..data.columns import listed
 from ..engines.sharded import ShardedModel
-from .checks import check_confined, measure_columns
+from .checks import measure_columns
 from .forward import Layout, Places, Reading
 
 # %% ../../nbs/models/74_outputs.ipynb #12cff2b9
@@ -90,7 +90,6 @@ def _places(who, part, rows, cols, reading, device):
     at = lambda column: column[rows, cols].to(device)
     temperature, support = 1., None
     if reading.logprobs and before:
-        check_confined(who, part)
         if "temperature" in part: temperature = part.temperature[rows].float().to(device)
         if "support" in part: support = at(part.support).long()
     columns = measure_columns(who, reading.measure, part, rows, cols) if reading.measure else ()

@@ -26,7 +26,7 @@ from .forward import Forward, Reading
 from .head import Head, as_head
 from .loading import Pretrained, as_pretrained, load_module, load_quantized, load_tokenizer
 from .lora import Base, View, save_adapter, on_base
-from .prepared import Lora, Prepared, Setup, prepare
+from .prepared import Lora, Prepared, Setup, prepare, validated
 from .routers import expert_hits
 from .step import compute, train_step
 from .tickets import adapter_ticket, ticket_of
@@ -98,9 +98,11 @@ def start(who:str, reader:Forward, base:Base|None, setup:Setup, *, quantized:boo
     """Hand the module to its engine, as a model of its own or as a view on a base.
 
     `base`: of `base_of`; None = the trunk is its own. Result: ready to run, and its base."""
-    view = None
+    view, setup = None, validated(who, setup)
     if base or quantized or setup.lora is not None: setup, view = on_base(base, reader, setup, who)
-    return prepare(reader, who, setup), view
+    run = prepare(reader, who, setup)
+    if view and view.adapter and not setup.frozen: view.base.trained[view.adapter] = who      # once nothing can fail
+    return run, view
 
 # %% ../../nbs/models/78_policy.ipynb #9f136cb8
 class Policy(Trained):
@@ -168,7 +170,7 @@ class Policy(Trained):
 
     def weights(self, *, since:int|None=None, dtype:torch.dtype|None=None, adapter:bool=False)->Ticket:
         "A ticket for this version: all weights, an adapter merged; what changed `since` one; or the `adapter` alone."
-        if adapter: return adapter_ticket(self._run, self._view, self.logprobs)
+        if adapter: return adapter_ticket(self._run, self._view, self.logprobs, since=since, dtype=dtype)
         return ticket_of(self._run, self.logprobs, dtype, since=since, sent=self._sent)
 
     def save_pretrained(self,

@@ -18,10 +18,11 @@ from ..arithmetic.masked import Last, Mean, Metric, merge
 from ..data.batch import Batch
 from ..data.columns import widen
 from ..data.packing import Limits, common_prefix, planned
+from ..engines.sharded import check_graph
 from ..engines.weights import checksum
 from ..engines.world import agree, largest, same_rows
-from .checks import (check_batches, check_jobs, check_loss, check_sampled, check_scored, check_turning,
-                                    check_window, places_at)
+from .checks import (check_batches, check_confined, check_jobs, check_loss, check_sampled, check_scored,
+                                    check_turning, check_window, places_at)
 from .forward import Reading
 from .outputs import cause, check_splits, outputs, trainable
 from .prepared import Prepared
@@ -74,7 +75,7 @@ def train_step(run:Prepared, jobs:list, reading:Reading)->dict: # metrics
         sums = Sums(together=shared or run.model.shares > 1)
         with _discards(run):
             with _all_or_none(run, sums):
-                work = _work(run, jobs)
+                work = _work(run, jobs, reading)
                 for i, (batch, loss, rows) in enumerate(work, 1):
                     part = batch.part(rows).trim().to(run.model.device)
                     out = outputs(run.model, run.layout, part, reading, run.name)
@@ -114,11 +115,16 @@ def _checksums(batch):
     "That tell unlike rows apart."
     return [checksum(batch[k]) for k in ("tokens", "lengths", "mask") if k in batch]
 
-def _work(run, jobs):
+def _check_rows(run, batch, reading):
+    "Before the first pass: what one rank alone finds in the midst of passes leaves the others waiting in theirs."
+    check_sampled(run.name, batch, run.module.vocabulary, padding=not run.layout.packed)
+    if reading.logprobs: check_confined(run.name, batch)
+
+def _work(run, jobs, reading):
     "(batch, loss, rows) of each micro-batch."
     plans, error = [[] for _ in jobs], None
     try:
-        for batch, _ in jobs: check_sampled(run.name, batch, run.module.vocabulary, padding=not run.layout.packed)
+        for batch, _ in jobs: _check_rows(run, batch, reading)
         plans = [micro_batches(run, batch) for batch, _ in jobs]
     except Exception as e: error = e
     plans = as_many(run, [batch for batch, _ in jobs], plans, error)
@@ -146,6 +152,7 @@ def _add(run, sums, loss, out, part, rows):
     "Call the closure, check it, and count what it gives; its loss, to be differentiated."
     try:
         check_loss(run.name, got := loss(out, part))
+        check_graph(got[0])
         if not part.filler and run.checked.due(loss) and check_splits(loss, out, part, run.name): run.checked.passed()
     except Exception as e:
         if not sums.together: raise
@@ -214,10 +221,10 @@ def _readable(run, batch, reading, at):
         check_batches(run.name, [batch])
         if reading.rows or reading.after: check_scored(run.name, batch, reading.after)
         elif not reading.routers: batch = places_at(run.name, batch, at)
-        check_sampled(run.name, batch, run.module.vocabulary, padding=not run.layout.packed)
         if "mask" not in batch:
             none = torch.zeros(batch.tokens.shape, dtype=torch.bool)
             batch = batch.with_columns(batch.columns | dict(mask=none))
+        _check_rows(run, batch, reading)
         given, batch = _given(run, batch), batch.counted()
         plan = micro_batches(run, batch)
     except Exception as e: error = e

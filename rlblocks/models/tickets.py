@@ -20,6 +20,7 @@ from ..data.batch import Batch
 from ..engines.modules import plain_name
 from ..engines.deltas import Deltas, LowRank, changes_ticket
 from ..engines.weights import Ticket, probe_ids
+from .checks import check_alone
 from .forward import Forward
 from .lora import Base, View
 from .prepared import Prepared
@@ -35,10 +36,11 @@ def ticket_of(run:Prepared, logprobs:Callable[[Batch], Tensor], dtype:torch.dtyp
     ticket = replace(ticket, merged=getattr(run.model.engine, "name", None) is not None)
     return ticket if since is None or sent is None else sent.ticket(ticket, since)
 
-def adapter_ticket(run:Prepared, view:View|None, logprobs:Callable[[Batch], Tensor])->Ticket:
+def adapter_ticket(run:Prepared, view:View|None, logprobs:Callable[[Batch], Tensor], **more:object)->Ticket:
     """A ticket for the two factors of each layer. ValueError without an adapter, and for one that is more than factors.
 
-    `view`: the policy's base; None = its own weights."""
+    `view`: the policy's base; None = its own weights; `more`: a choice that only all weights leave, ValueError."""
+    check_alone("Policy", **more)
     if view is None or view.adapter is None:
         raise ValueError("Policy: adapter=True sends an adapter alone, and there is none; leave it out")
     return changes_ticket(ticket_of(run, logprobs), low_rank(view.base, view.adapter), adapter=True)

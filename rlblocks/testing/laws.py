@@ -14,21 +14,9 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.masked import masked_mean, merge
-from .probes import outputs, parts, probe, run
+from .probes import gap, outputs, parts, probe, run, show
 
 # %% ../../nbs/testing/34_laws.ipynb #8eed8f0a
-def _gap(got, want):
-    "Largest difference as a share of the largest entry; masks and ids are compared as numbers."
-    got, want = (x.detach() if x.is_floating_point() else x.double() for x in (got, want))
-    same = (got == want) | (got.isnan() & want.isnan())
-    return float((torch.where(same, 0., (got-want).abs()).max() / want.abs().max().clamp(1e-6)).nan_to_num(math.inf))
-
-def _show(got, want):
-    far = (got.double()-want.double()).abs().nan_to_num(math.inf)
-    at = tuple(int(i) for i in torch.unravel_index(far.argmax(), want.shape))
-    place = f"at {list(at)} " if at else ""
-    return f"{place}went from {float(want[at])+0:.6g} to {float(got[at])+0:.6g}" # + 0: no "-0"
-
 def _alike(p, law, got, want, what, fix, *, back=lambda x: x, tol=1e-10):
     "Fail unless `got`, brought `back` to the layout of `want`, is the same."
     for of in ("", "gradient of "):
@@ -36,7 +24,7 @@ def _alike(p, law, got, want, what, fix, *, back=lambda x: x, tol=1e-10):
             g = back((got.grads if of else got.outs)[k])
             if g.shape != w.shape:
                 p.fail(law, f"{what}, the {of}{k} is {list(g.shape)} instead of {list(w.shape)}; {fix}")
-            if _gap(g, w) > tol: p.fail(law, f"{what}, the {of}{k} {_show(g, w)}; {fix}")
+            if gap(g, w) > tol: p.fail(law, f"{what}, the {of}{k} {show(g, w)}; {fix}")
     _same_metrics(p, law, got.metrics, want.metrics, what, fix)
 
 def _same_metrics(p, law, got, want, what, fix):
@@ -44,7 +32,7 @@ def _same_metrics(p, law, got, want, what, fix):
         p.fail(law, f"{what}, the metrics are {sorted(got)} instead of {sorted(want)}; return the same keys always")
     for k in want:
         g, w = (torch.tensor(float(m[k]), dtype=torch.float64) for m in (got, want))
-        if _gap(g, w) > 1e-6: p.fail(law, f"{what}, the metric {k!r} {_show(g, w)}; {fix}")
+        if gap(g, w) > 1e-6: p.fail(law, f"{what}, the metric {k!r} {show(g, w)}; {fix}")
 
 # %% ../../nbs/testing/34_laws.ipynb #62ec814b
 def _purity(p):
@@ -114,8 +102,8 @@ def _derivative(p, tool, got:Callable, want:Any):
         unless = "differentiable=False if that is not wanted"
         return p.fail("differentiable", f"under {tool} it raised {reason}; {fix}; {unless}")
     for k,w in wanted.items():
-        if _gap(found[k], w) <= 1e-9: continue
-        p.fail("differentiable", f"under {tool} the derivative of {k} {_show(found[k], w)}; {fix}")
+        if gap(found[k], w) <= 1e-9: continue
+        p.fail("differentiable", f"under {tool} the derivative of {k} {show(found[k], w)}; {fix}")
 
 # %% ../../nbs/testing/34_laws.ipynb #4189227a
 def _mask(p):
@@ -197,12 +185,12 @@ def _split(p):
         at, ran = zip(*parts(p, ranks, rows), strict=True)
         total, back = sum(x.outs["loss"] for x in ran), torch.cat(at).argsort()
         cut = f"cut for {ranks} rank(s) × micro-batches of {rows},"
-        if _gap(total, want.outs["loss"]) > 1e-10:
+        if gap(total, want.outs["loss"]) > 1e-10:
             sums = f"the parts sum to {float(total):.6g}, the batch gives {float(want.outs['loss']):.6g}"
             p.fail("split", f"{cut} {sums}: {fix}")
         for k,w in want.grads.items():
             g = torch.cat([x.grads[k] for x in ran])[back]
-            if _gap(g, w) > 1e-10: p.fail("split", f"{cut} the gradient of {k} {_show(g, w)}: {fix}")
+            if gap(g, w) > 1e-10: p.fail("split", f"{cut} the gradient of {k} {show(g, w)}: {fix}")
 
 def _metrics(p):
     got, want = merge(*(x.metrics for _,x in parts(p, 2, 3))), run(p, p.cols, p.step).metrics
@@ -222,8 +210,8 @@ def _precision(p):
         got, want = run(p, cast(dtype, dtype), p.step), run(p, cast(dtype, torch.float32), p.step)
         for k,x in got.outs.items():
             _wide(p, k, x, dtype, torch.float32)
-            if _gap(x, want.outs[k]) <= 1e-5: continue
-            p.fail("precision", f"with {dtype} the {k} {_show(x, want.outs[k])}; x.float() first, "
+            if gap(x, want.outs[k]) <= 1e-5: continue
+            p.fail("precision", f"with {dtype} the {k} {show(x, want.outs[k])}; x.float() first, "
                                 "then compute; float64 stays as it is")
 
 # %% ../../nbs/testing/34_laws.ipynb #e5301827
@@ -233,7 +221,7 @@ def _scale(p):
     all_terms, rest = loss(A), loss(torch.zeros_like(A)) # rest: a KL term, an entropy bonus, a value loss
     for c in (.5, 3.):
         got, want = loss(c*A), rest + c*(all_terms-rest)
-        if _gap(got, want) <= 1e-10: continue
+        if gap(got, want) <= 1e-10: continue
         p.fail("scale", f"with advantages times {c:g} the loss is {float(got):.6g}, not {float(want):.6g}; advantages "
                         "are squashed, or another term depends on them: policy=False if that is meant")
 
@@ -249,9 +237,9 @@ def _reinforce(p):
                             "minimised, −A·ratio, A belongs to the same token, and old_logprobs is a column, not "
                             "out.logprobs")
     seen = torch.where(mask, got/unit, 0.) # the advantage that each token was given
-    if _gap(seen, level(seen)) < 1e-10: got = gradient(A := level(A)) - rest
-    if _gap(got, A*unit) > 1e-10:
-        p.fail("reinforce", f"at ratio 1 the gradient {_show(got, A*unit)}; there it is −A times a weight without A: "
+    if gap(seen, level(seen)) < 1e-10: got = gradient(A := level(A)) - rest
+    if gap(got, A*unit) > 1e-10:
+        p.fail("reinforce", f"at ratio 1 the gradient {show(got, A*unit)}; there it is −A times a weight without A: "
                             "no clipping, no shift by one")
     if p.denom and abs(total := float(-unit.sum())-1) > 1e-10:
         p.fail("reinforce", f"at ratio 1 the weights of the tokens sum to {total+1:.6g}, not to 1; a factor is missing")
@@ -268,7 +256,7 @@ def _mean(p):
     fewer = mask & (mask.cumsum(1) <= 3)
     fewer[torch.cat([at[:1] for at in p.units()[1::2]])] = False
     want, got = (run(p, cols | dict(mask=m), p._replace(cols=cols).counts(m)).outs["loss"] for m in (mask, fewer))
-    if fewer.any() and _gap(got, want) > 1e-10:
+    if fewer.any() and gap(got, want) > 1e-10:
         p.fail("mean", f"with equal numbers at every token the loss is {float(want):.6g}, and {float(got):.6g} if rows "
                        "are shorter and fewer; it sums one thing and divides by the count of another: pass denom=b (in "
                        "your own arithmetic: tokens with b.n_tokens, means of rows with b.n_rows, pairs with b.n_units)"

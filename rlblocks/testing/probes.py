@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/testing/33_probes.ipynb #fcbc5fdc
 import inspect
+import math
 from collections.abc import Callable
 from copy import deepcopy
 from typing import NamedTuple, NoReturn
@@ -319,3 +320,18 @@ def parts(p, ranks, rows):
         for some in share.split(rows):
             at = torch.cat([units[i] for i in some])
             yield at, run(p, {k: x[at] for k,x in p.cols.items()}, counts)
+
+# %% ../../nbs/testing/33_probes.ipynb #422000a2
+def gap(got, want):
+    "Largest difference as a share of the largest entry; masks and ids are compared as numbers."
+    got, want = (x.detach() if x.is_floating_point() else x.double() for x in (got, want))
+    same = (got == want) | (got.isnan() & want.isnan())
+    largest = want.abs().nan_to_num(0., math.inf).max().clamp(1e-6)
+    return float((torch.where(same, 0., (got-want).abs()).max() / largest).nan_to_num(math.inf))
+
+def show(got, want):
+    "Where two tensors are farthest apart, and by how much."
+    far = (got.double()-want.double()).abs().nan_to_num(math.inf)
+    at = tuple(int(i) for i in torch.unravel_index(far.argmax(), want.shape))
+    place = f"at {list(at)} " if at else ""
+    return f"{place}went from {float(want[at])+0:.6g} to {float(got[at])+0:.6g}" # + 0: no "-0"
