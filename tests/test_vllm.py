@@ -207,7 +207,8 @@ def test_what_vllm_returns_beside_tokens_is_read(root):
     """Read out of vLLM's own classes, as Model Runner V2 fills them (untried on a GPU): experts of the layers that have
     a router, for prompt and tokens but the last; supports as masks; what speculative decoding accepted. A string that
     an accepted token completes ends the sample there. The options have these names in this vLLM."""
-    (_, _, *parts, reason), (_, name, ids, logps, support, *_, why), found, options = pickle.loads(bytes.fromhex(in_engines_python(RETURNED, root)))
+    told = pickle.loads(bytes.fromhex(in_engines_python(RETURNED, root)))
+    (_, _, *parts, reason), (_, name, ids, logps, support, *_, why), found, options = told
     assert found == dict(drafts=17, draft_tokens=48, accepted_tokens=34, acceptance_rate=34/48, mean_accepted_length=3)
     assert (name, ids.tolist(), logps.tolist(), support.tolist(), why) == ("2/0", [7], [-.5], [[5, 7, -1, -1]], "stop")
     assert {"enable_return_routed_experts", "return_sampling_mask", "enable_sleep_mode"} <= set(options)
