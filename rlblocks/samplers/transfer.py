@@ -133,7 +133,7 @@ class Transfer:
         if ticket.since is None: self.kept = {}
         child.send("load", ticket.version, keep)
         self.channel.begin()
-        filed = self._filed(self._whole(ticket, n_bytes), new)
+        filed = self._filed(self._checked(ticket, n_bytes), new)
         for pieces in in_buckets(filed, self.channel.memory, self.channel.aligned):
             child.send("bucket", self.channel.message(pieces))
             self.channel.push(pieces)
@@ -155,7 +155,7 @@ class Transfer:
             new[name] = x
             yield name, x
 
-    def _whole(self, ticket, n_bytes)->Iterator[tuple[str, Tensor]]:
+    def _checked(self, ticket, n_bytes)->Iterator[tuple[str, Tensor]]:
         "All weights, from what the ticket brings; the size of each in `n_bytes`."
         for name, x in arriving(ticket, self.known, self.bucket_bytes):
             n_bytes.append(x.nbytes)
