@@ -22,10 +22,10 @@ from rlblocks.samplers import channels, processes, vllm_start
 from rlblocks.samplers.processes import child_environment
 from rlblocks.samplers.channels import CudaIpc, Nccl
 from rlblocks.samplers.samplers import Request, Sampling, complete, vllm
-from rlblocks.samplers.vllm_sampler import to_completion
-from test_samplers import asked, in_vllm, said, sharp
+from rlblocks.samplers.vllm_sampler import Vllm, to_completion
+from test_samplers import PROMPTS, asked, in_vllm, said, sharp
 from test_weights import lora, nudge, stirred
-from tiny import prompts
+from tiny import prompts, tokenizer
 
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 TORCHRUN = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
@@ -191,20 +191,26 @@ server = Server(there)
 server.names.add("0/0")
 server.extras["0/0"], server.versions["0/0"] = Extras(kept=4), [(0, 3)]
 server.take([RequestOutput("0/0", None, [3, 4, 5, 6], None, [made], True)])
+server.decode = lambda ids: " ".join(map(str, ids))
+server.names.add("2/0")          # one step adds both ids, and ends the sample behind the string
+server.extras["2/0"], server.versions["2/0"] = Extras(kept=4, strings=("7",)), [(0, 3)]
+server.take([RequestOutput("2/0", None, [3, 4, 5, 6], None, [made], True)])
 server.names.add("1/0")
 server.extras["1/0"], server.versions["1/0"] = Extras(kept=4), [(0, 3)]
 server.forget(["1/0"])           # as when it is aborted
 assert not server.names and not server.extras and not server.versions
-print(pickle.dumps((here.recv(), found, sorted(EngineArgs.__dataclass_fields__))).hex())
+print(pickle.dumps((here.recv(), here.recv(), found, sorted(EngineArgs.__dataclass_fields__))).hex())
 """
 
 
 def test_what_vllm_returns_beside_tokens_is_read(root):
     """Read out of vLLM's own classes, as Model Runner V2 fills them (untried on a GPU): experts of the layers that have
-    a router, for prompt and tokens but the last; supports as masks; what speculative decoding accepted. The options
-    have these names in this vLLM."""
-    (_, _, *parts, reason), found, options = pickle.loads(bytes.fromhex(in_engines_python(RETURNED, root)))
+    a router, for prompt and tokens but the last; supports as masks; what speculative decoding accepted. A string that
+    an accepted token completes ends the sample there. The options have these names in this vLLM."""
+    told = pickle.loads(bytes.fromhex(in_engines_python(RETURNED, root)))
+    (_, _, *parts, reason), (_, name, ids, logps, support, *_, why), found, options = told
     assert found == dict(drafts=17, draft_tokens=48, accepted_tokens=34, acceptance_rate=34/48, mean_accepted_length=3)
+    assert (name, ids.tolist(), logps.tolist(), support.tolist(), why) == ("2/0", [7], [-.5], [[5, 7, -1, -1]], "stop")
     assert {"enable_return_routed_experts", "return_sampling_mask", "enable_sleep_mode"} <= set(options)
     request = Request(0, torch.tensor([3, 4, 5, 6]), (1,), 2, Sampling(top_p=.9), (), experts=True)
     made = to_completion(request, 0, parts, reason, 32, [1, 3])
@@ -213,6 +219,26 @@ def test_what_vllm_returns_beside_tokens_is_read(root):
     assert rows.experts.tolist() == [[[[8*t + 2, 8*t + 3], [8*t + 6, 8*t + 7]] for t in range(5)] + [[[-1, -1]]*2]]
     assert rows.support[0, 4:].tolist() == [[5, 7, -1, -1], [2, 4, 6, -1]]
     assert rows.rollout_logprobs[0, 4:].tolist() == [-.5, -.25] and rows.policy_version.tolist() == [3]
+
+
+@pytest.mark.long
+def test_a_row_ends_within_what_one_step_has_accepted():
+    """Real proposals from prompts that the model goes on repeating. Some strings are complete before a step's last id:
+    the row ends there, as one that grows token by token."""
+    proposer = dict(method="ngram", num_speculative_tokens=4, prompt_lookup_max=3, prompt_lookup_min=1)
+    spec = vllm(cache_bytes=1 << 26, timeout=120., python=vllm_python(), speculative_config=proposer)
+    sampler = Vllm(sharp(), spec=spec, tokenizer=tokenizer())
+    def greedy(prompts, S, **more):
+        return complete(sampler, asked(prompts, n=1, S=S, how=Sampling(temperature=0.), **more))
+    loops = [(*p, *c.tokens.tolist()) for p, c in zip(PROMPTS, greedy(PROMPTS, 40), strict=True)]
+    for prompt, ids in zip(loops, said(greedy(loops, 12)), strict=True):
+        for i in set(ids) - {0, 1}:
+            row, = greedy([prompt], 12, strings=(f"w{i}",))
+            texts = [" ".join(f"w{j}" for j in ids[:n]) for n in range(1, 13)]
+            assert row.tokens.tolist() == ids[:next(n for n, t in enumerate(texts, 1) if f"w{i}" in t)]
+            assert row.reason == "stop"
+    assert sampler.metrics()["accepted_tokens"] > 40
+    sampler.close()
 
 
 def test_weights_that_are_no_numbers_leave_nothing_and_memory_wakes_in_order(shared, monkeypatch):

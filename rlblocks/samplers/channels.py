@@ -59,15 +59,12 @@ class Channel(Protocol):
 
     def connect(self):
         "Meet the workers, while each waits for the others."
-        ...
 
     def opened(self):
         "The workers have what they need."
-        ...
 
     def begin(self):
         "A load begins."
-        ...
 
     def message(self, pieces:list[Entry])->dict[str, object]:
         "What each worker is told about a bucket that is written."
@@ -75,15 +72,14 @@ class Channel(Protocol):
 
     def push(self, pieces:list[Entry]):
         "Move the bucket, where the workers do not read it themselves."
-        ...
 
     def close(self):
         "Give everything back. Whoever still waits for a bucket stops waiting."
-        ...
 
 # %% ../../nbs/samplers/83d_channels.ipynb #4d70551d
-class SharedMemory:
+class SharedMemory(Channel):
     "Buckets in memory of the host."
+    # a file waits for nobody, the same one serves every load, and workers read the bucket where it is
     backend, aligned = "rlblocks", 64
 
     def __init__(self):
@@ -113,10 +109,6 @@ class SharedMemory:
         self.opened()
         self.memory = torch.UntypedStorage(0)
 
-    def connect(self): "A file waits for nobody."
-    def begin(self): "The same memory serves every load."
-    def push(self, pieces:list[Entry]): "Workers read the bucket where it is."
-
 def unnamed_file()->tuple[str, Callable[[], object]]: # a path, as long as this process lives; what closes the file
     "In memory."
     fd = os.memfd_create("rlblocks")
@@ -135,8 +127,9 @@ def packed_message(
     return dict(names=[name for name, *_ in pieces], shapes=[list(shape) for *_, shape, _ in pieces],
                 dtype_names=[str(dtype).removeprefix("torch.") for _, dtype, *_ in pieces])
 
-class CudaIpc:
+class CudaIpc(Channel):
     "Buckets on the GPU that trainer and engine share."
+    # a handle waits for nobody, each load has its own, and the worker reads the bucket where it is
     backend, aligned = "rlblocks-ipc", 1
 
     def __init__(self,
@@ -163,10 +156,6 @@ class CudaIpc:
     def close(self):
         "The memory goes back to the allocator."
         self.memory, self.bucket = torch.UntypedStorage(0), torch.empty(0)
-
-    def connect(self): "A handle waits for nobody."
-    def opened(self): "Each load has a handle of its own."
-    def push(self, pieces:list[Entry]): "The worker reads the bucket where it is."
 
 # %% ../../nbs/samplers/83d_channels.ipynb #cab72e2f
 class UniqueId(ctypes.Structure):
@@ -195,8 +184,9 @@ def nccl_library(
     return library
 
 # %% ../../nbs/samplers/83d_channels.ipynb #0fc187cc
-class Nccl:
+class Nccl(Channel):
     "Buckets on the trainer's GPU, broadcast to the workers' GPUs."
+    # the group stays, and serves every load
     backend, aligned = "rlblocks-nccl", 1
 
     def __init__(self,
@@ -244,9 +234,6 @@ class Nccl:
     def _call(self, name, *args):
         if code := getattr(self.lib, name)(*args):
             raise RuntimeError(f"load: {name} failed: {self.lib.ncclGetErrorString(code).decode()}")
-
-    def opened(self): "The group stays."
-    def begin(self): "The same group serves every load."
 
 # %% ../../nbs/samplers/83d_channels.ipynb #7889fcb5
 def channel_for(

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..engines.weights import checksum
-from .controls import completes
+from .controls import first_complete
 from .vllm_samples import Extras, acceptance, sample_arrays
 from .worker import arrived, register, repack, unpacked
 
@@ -37,6 +37,7 @@ class Server:
         self.version, self.versions = 0, {}   # of the weights; of a sample: from which token on it is of which version
         self.outbox:Any = queue.SimpleQueue() # a trainer that trains does not read
         self.decode:Any = None                # ids → text, for stop strings
+        self.read:dict[str, int] = {}         # tokens of a sample in which no string is complete
         self.extras:dict[str, Extras] = {}
         self.engine:Any = None
         self.slot:Any = None                  # the adapter of new samples
@@ -74,7 +75,7 @@ class Server:
             self.step()
 
     def step(self):
-        "One token for every sample under way."
+        "One token for every sample under way, or several that were proposed and accepted."
         self.take(self.engine.step())
         if time.monotonic() - self.last_sign > .5:
             self.send("alive")
@@ -85,24 +86,12 @@ class Server:
     ):
         "Send the samples that have ended."
         for output in outputs:
-            if output.request_id in self.names: self._drawn(output.request_id, output)
-
-    def _drawn(self, name, output):
-        made, extras = output.outputs[0], self.extras[name]
-        ids, complete = list(made.token_ids), False
-        if extras.strings and len(ids) > extras.least: complete = completes(self.decode, ids, extras.strings)
-        if not (complete or output.finished): return
-        self.cached += output.num_cached_tokens or 0
-        arrays = _complete(made, extras.kept) if output.finished else _so_far(_under_way(self)[name], extras.kept)
-        if not output.finished: self.engine.abort_request([name])
-        reason = "stop" if complete or made.finish_reason == "stop" else "length"
-        self.send("done", name, *arrays, made.routed_experts, self.versions[name], reason)
-        self.forget([name])
+            if output.request_id in self.names: _drawn(self, output.request_id, output)
 
     def forget(self, names:list[str]): # of samples that have ended
         "No more messages about them."
         self.names -= set(names)
-        for known in (self.extras, self.versions):
+        for known in (self.extras, self.versions, self.read):
             for name in names: known.pop(name, None)
 
 # %% ../../nbs/samplers/83c_child.ipynb #bccdb4a7
@@ -171,19 +160,36 @@ def _under_way(
     "Samples that have not ended."
     return {s.external_req_id: s for s in server.engine.output_processor.request_states.values()}
 
-def _complete(made, kept):
-    "A sample that has ended: tokens, log-probs and supports."
+def _drawn(server, name, output):
+    "Send a sample that has ended, up to the token that completes a string."
+    made, extras = output.outputs[0], server.extras[name]
+    ids, end = list(made.token_ids), None
+    if extras.strings:
+        end = first_complete(server.decode, ids, extras.strings, max(server.read.get(name, 0), extras.least))
+        server.read[name] = len(ids)
+    if end is None and not output.finished: return
+    server.cached += output.num_cached_tokens or 0
+    arrays = (_complete(made, extras.kept, end) if output.finished
+              else _so_far(_under_way(server)[name], extras.kept, end))
+    if not output.finished: server.engine.abort_request([name])
+    reason = "stop" if end is not None or made.finish_reason == "stop" else "length"
+    server.send("done", name, *arrays, made.routed_experts, server.versions[name], reason)
+    server.forget([name])
+
+def _complete(made, kept, end):
+    "A sample that has ended: tokens, log-probs and supports of the first `end`; None: of all."
     masks = made.sampling_mask.token_ids if made.sampling_mask else None
-    return sample_arrays(list(made.token_ids), made.logprobs, kept, masks)
+    return sample_arrays(list(made.token_ids)[:end], made.logprobs, kept, masks)
 
 def _so_far(
     state:Any, # what vLLM knows of a sample under way
     kept:int,  # ids a token's support has room for
+    end:int|None=None, # tokens that are its; None: all
 ):
     "Its tokens, log-probs and supports until now."
     chunks = state.sampling_mask_chunks or ()
     masks = [position for chunk in chunks for position in chunk.to_nested_list()]
-    return sample_arrays(list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs, kept,
+    return sample_arrays(list(state.detokenizer.output_token_ids)[:end], state.logprobs_processor.logprobs, kept,
                          masks or None)
 
 def _abort(

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from ..models.loading import load_module
 from ..models.probes import look_ahead, pack_by
 from ..models.routers import routing
 from .controls import Tokenizer, completes, penalised
-from .decoding import Decoder, Sampled, decode, experts_of_rows
-from .kv_cache import cache_is_exact, new_decoder
+from .decoding import Decoder, RerunDecoder, Sampled, decode, experts_of_rows
+from .kv_cache import CachedDecoder, cache_is_exact
 from .packed import pack_weights, unpack_weights
 from .samplers import Completion, Request, check_ready
 from .structure import confining
@@ -161,8 +162,8 @@ def decoded(
     "Decode a part."
     first, (tokens, lengths), device = part[0], padded(part), sampler.device
     pack_weights(sampler.module)       # what is packed already stays so
-    decoder = new_decoder(sampler.module, tokens.to(device), lengths, len(first.seeds), cached=sampler.cached,
-                          shared=sampler.shared)
+    run = partial(CachedDecoder, shared=sampler.shared) if sampler.cached else RerunDecoder
+    decoder = run(sampler.module, tokens.to(device), lengths, len(first.seeds))
     u = uniforms([s for r in part for s in r.seeds], first.max_tokens).to(device)
     stop = torch.tensor(first.stop, dtype=torch.long, device=device)
     alter, ends = altering(part, stop), stopping(first, sampler.tokenizer)

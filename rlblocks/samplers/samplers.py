@@ -140,7 +140,6 @@ class Sampler(Protocol):
 
     def submit(self, requests:Sequence[Request]):
         "Begin to sample; answers come from `poll`."
-        ...
 
     def poll(self, seconds:float)->list[Completion]:
         "Samples that have ended, waiting at most so long for one; none when nothing has ended by then."
@@ -152,11 +151,9 @@ class Sampler(Protocol):
 
     def sleep(self, level:int=1):
         "Give memory back. 1: the weights stay; 2: `load` before the next request."
-        ...
 
     def wake(self):
         "Be ready again."
-        ...
 
     def metrics(self)->dict[str, float]:
         "What the engine counts, by name; empty where it counts nothing."
@@ -164,7 +161,6 @@ class Sampler(Protocol):
 
     def close(self):
         "Give everything back, for good."
-        ...
 
 # %% ../../nbs/samplers/82_samplers.ipynb #1530ae6d
 @runtime_checkable

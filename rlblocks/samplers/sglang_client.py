@@ -16,6 +16,7 @@ from typing import Literal, TypedDict, cast
 import torch
 from torch import Tensor
 
+from .decoding import check_finite
 from .hf import empty_completion
 from .samplers import Completion, Reason, Request, SglangSpec
 
@@ -62,10 +63,9 @@ def sglang_completion(
         logps = [p - mass for p, (_, mass) in zip(logps, sets, strict=True)]
         kept = torch.full((len(drawn), how.kept(vocabulary)), -1, dtype=torch.int32)
         for row, (ids, _) in zip(kept, sets, strict=True): row[:len(ids)] = torch.tensor(ids)
-    if not all(map(math.isfinite, logps)):
-        raise FloatingPointError("generate: a sampled token has a log-prob that is not finite; the weights hold NaN or "
-                                 "inf")
-    logprobs = torch.tensor(logps) if how.temperature else torch.zeros(len(drawn))
+    logprobs = torch.tensor(logps)
+    check_finite(logprobs)
+    if not how.temperature: logprobs.zero_()
     tokens = torch.tensor([i for _, i, *_ in drawn])
     return Completion(request.key, sample, tokens, logprobs, kept, meta["finish_reason"]["type"], version)
 
