@@ -182,6 +182,18 @@ def test_what_ranks_hold_is_saved_and_restored_there(two, others, request, tmp_p
         assert "Policy.load_state_dict" not in phases
 
 
+def test_parts_on_two_pools_have_folders_of_their_own_in_a_save(two, one, tmp_path):
+    def parts(seed):
+        return {name: pool.place(Policy, net(seed=seed + i), engine="fsdp2", lr=1e-2)
+                for i, (name, pool) in enumerate(dict(policy=two, proposer=one).items())}
+    saved, fresh, b = parts(3), parts(5), rows(B=4)
+    Checkpoint(tmp_path/"run").save(1, saved)
+    assert {f.parent.name: f.name for f in sorted((tmp_path/"run").glob("step-*/*/__*"))} == {
+        "shards": "__1_0.distcp", "shards-1": "__0_0.distcp"}
+    assert Checkpoint(tmp_path/"run").restore(fresh) == 1
+    for name, part in fresh.items(): assert torch.equal(part.logprobs(b), saved[name].logprobs(b))
+
+
 def test_a_folder_that_ranks_do_not_see(two, tmp_path, monkeypatch, cut):
     "States pass through this process, which says so of large ones; shards that others wrote cannot be had."
     from rlblocks.checkpoint import keeper
