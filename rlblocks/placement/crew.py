@@ -267,8 +267,8 @@ def gather(crew:Crew, call:RankCall)->dict[int, object]: # rank → its answer; 
     if silent and (lost or bad):
         error.add_note(f"no answer within {crew.grace if crew.world else crew.timeout:g} s more from "
                        f"{names_of(crew, silent)}; the pool is given up")
-    said = str(error) if lost or not bad else f"{call.who}: {error!r}"      # a rank's own error may have no text
-    if lost or silent: crew.broken = crew.broken or said.splitlines()[0]
+    reason = str(error) if lost or not bad else f"{call.who}: {error!r}"      # a rank's own error may have no text
+    if lost or silent: crew.broken = crew.broken or reason.splitlines()[0]
     end_streams(call)
     for sender, sending in call.senders: raise_of_sender(sender, sending, error)
     raise error
@@ -305,10 +305,11 @@ def wait_for(crew:Crew, call:RankCall, refs:dict[int, object])->dict[int, str]: 
 def has_lost(call:RankCall)->bool:
     "Whether a rank died before it answered. Others of its world may wait for it, and say nothing."
     import ray
+    from ray.exceptions import RayError
     for answer in ray.wait(list(call.refs.values()), num_returns=len(call.refs), timeout=0)[0]:
         try: ray.get(answer)
         except deaths(): return True
-        except ray.exceptions.RayError: pass
+        except RayError: pass
     return False
 
 def deaths()->tuple[type[Exception], ...]:
