@@ -78,18 +78,23 @@ def drive(*words):
     return supervise([sys.executable, __file__, "once", *words], restarts=50)
 
 
-def once(folder, steps, ray_folder, loop_name, seed):
-    "The loop, resumed where a process before this one was killed."
+def once(*words):
+    "The loop, resumed where a process before this one was killed. An error of its own is final, as for the command."
+    from rlblocks.placement.restarts import end_with_parent, ended_by_itself
+    end_with_parent()
+    return ended_by_itself(lambda: resumed(*words))
+
+
+def resumed(folder, steps, ray_folder, loop_name, seed):
     import torch
     from rlblocks import Checkpoint, Cluster, restarted
-    from rlblocks.placement.restarts import end_with_parent
-    end_with_parent()
     torch.set_num_threads(1)
     def loop(pool): return tiny_grpo(pool, int(steps), Checkpoint(Path(folder)/"run", every=2), loop_name, int(seed))
     with open(Path(folder)/"rows.jsonl", "a") as file:
         for row in restarted(loop, lambda: Both(Cluster(options=options(ray_folder), ready=60.)), restarts=50):
             file.write(json.dumps(plain([row])[0]) + "\n")
             file.flush()
+    return 0
 
 
 # -- who is killed, and when
@@ -198,6 +203,9 @@ def given(pid):
     try: text = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError: return set()
     return {x.partition(b"=")[0].decode(errors="replace") for x in text.split(b"\0")}
+
+
+def the_window(now): return next((x for x in by_age(now) if x[1].startswith("ray::Window")), None)
 
 
 def the_driver(now): return next(iter(by_age(now)), None)      # all others descend from it

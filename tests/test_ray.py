@@ -28,6 +28,7 @@ from rlblocks import (
 )
 from rlblocks.engines.weights import InProcess, Ticket
 from rlblocks.engines.world import RankLost
+from rlblocks.placement.crew import RankSilent
 from spmd_loops import Echo, net
 from test_spmd import same
 from tiny import NEAR, prompts, rows
@@ -179,6 +180,18 @@ def test_what_ranks_hold_is_saved_and_restored_there(two, others, request, tmp_p
         phases = {row["phase"] for row in pool.report()}
         assert {"Keeper.check", "Keeper.read", "Keeper.write"} <= phases
         assert "Policy.load_state_dict" not in phases
+
+
+def test_parts_on_two_pools_have_folders_of_their_own_in_a_save(two, one, tmp_path):
+    def parts(seed):
+        return {name: pool.place(Policy, net(seed=seed + i), engine="fsdp2", lr=1e-2)
+                for i, (name, pool) in enumerate(dict(policy=two, proposer=one).items())}
+    saved, fresh, b = parts(3), parts(5), rows(B=4)
+    Checkpoint(tmp_path/"run").save(1, saved)
+    assert {f.parent.name: f.name for f in sorted((tmp_path/"run").glob("step-*/*/__*"))} == {
+        "shards": "__1_0.distcp", "shards-1": "__0_0.distcp"}
+    assert Checkpoint(tmp_path/"run").restore(fresh) == 1
+    for name, part in fresh.items(): assert torch.equal(part.logprobs(b), saved[name].logprobs(b))
 
 
 def test_a_folder_that_ranks_do_not_see(two, tmp_path, monkeypatch, cut):
@@ -841,6 +854,28 @@ class Together:
         x = torch.ones(1)
         torch.distributed.all_reduce(x)
         return int(x)
+    def asserts(self, fails):
+        if os.environ["RANK"] == fails: raise AssertionError     # pytest gives an `assert` of this file a text
+        torch.distributed.barrier()
+
+
+def test_an_error_without_a_text_breaks_the_pool_as_any_other(cluster):
+    "As a bare `assert` has none."
+    with RayPool(2, cluster=cluster, cpus=.1, grace=1., name="bare") as pool:
+        ranks = pool.place(Together)
+        with pytest.raises(AssertionError) as e: ranks.asserts("1")
+        assert "no answer within 1 s more from rank 0" in "\n".join(e.value.__notes__)
+        with pytest.raises(RuntimeError, match=r"asked any more: Together.asserts: AssertionError\(\)"):
+            ranks.sums("none")
+
+
+def test_a_rank_that_does_not_answer_in_time_is_named_and_the_pool_is_given_up(cluster):
+    with RayPool(1, cluster=cluster, cpus=.1, name="silent") as pool:
+        keeps = pool.place(Keeps)
+        pool.crew.timeout = .5         # of the next call: placing may take longer
+        with pytest.raises(RankSilent, match=r"Keeps.run: no answer within 0.5 s from rank 0 \(node "):
+            keeps.run(time.sleep, 600)
+        with pytest.raises(RuntimeError, match="cannot be asked any more: Keeps.run: no answer within"): keeps.pid()
 
 
 def test_an_error_that_leaves_others_in_a_collective_breaks_the_pool_after_the_grace(cluster):
@@ -853,7 +888,8 @@ def test_an_error_that_leaves_others_in_a_collective_breaks_the_pool_after_the_g
         assert time.monotonic() - start < 60, "long before the timeout of 1800 s"
         notes = "\n".join(e.value.__notes__)
         assert "in Together.sums on rank 1" in notes and "no answer within 1 s more from rank 0" in notes
-        with pytest.raises(RuntimeError, match="cannot be asked any more: 'a shard is missing'"): ranks.sums("none")
+        with pytest.raises(RuntimeError, match=r"asked any more: Together.sums: KeyError\('a shard is missing'\)"):
+            ranks.sums("none")
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
@@ -1002,11 +1038,10 @@ def fails(_): raise ValueError("no luck")
 
 
 def answers_in(seconds, call):
-    "Whether it does."
-    done = threading.Thread(target=call, daemon=True)
-    done.start()
-    done.join(seconds)
-    return not done.is_alive()
+    "Whether it does, and raises nothing."
+    done = threading.Event()
+    threading.Thread(target=lambda: (call(), done.set()), daemon=True).start()
+    return done.wait(seconds)
 
 
 @pytest.mark.parametrize("world", [True, False])
@@ -1060,25 +1095,86 @@ def test_ranks_that_do_not_wait_for_each_other_have_their_time_when_one_fails(cl
         assert keeps.pid() > 0
 
 
+class Unreadable:
+    "What a rank cannot read; the others can."
+    def __init__(self, rank): self.rank = rank
+    def __reduce__(self): return read_on, (self.rank,)
+
+
+def read_on(rank):
+    if os.environ.get("RANK") == rank: raise OSError("no such file here")
+    return rank
+
+
+class Readers(Reads):
+    "One of which ends before it has read all."
+    def load(self, ticket, rank, how):
+        for bucket in ticket.buckets(1):
+            if os.environ["RANK"] == rank and how == "dies": os.kill(os.getpid(), signal.SIGKILL)
+            del bucket
+
+
+@pytest.mark.parametrize("how, error", [("dies", RankLost), ("cannot read", OSError)])
+def test_a_reader_that_ends_holds_up_nobody(cluster, one, how, error):
+    "More weights than pass at a time, and it neither reads them nor leaves: the sender and the others wait for it."
+    with RayPool(2, cluster=cluster, cpus=.1, world=False, timeout=1800., name="readers") as pool:
+        large, reads, rank = one.place(Large, 6, 1), pool.place(Readers), "1"
+        def load():
+            with pytest.raises(error, match="died|no such file here"):
+                reads.load(large.weights(), Unreadable(rank) if how == "cannot read" else rank, how)
+        assert answers_in(60, load), "long before the timeout of 1800 s"
+        assert answers_in(60, lambda: large.n)
+
+
+def test_a_window_that_is_gone_is_a_rank_that_is_lost(one, two):
+    "Its process may be killed alone. `restarted` makes a new pool, wherever the weights are read."
+    import ray
+    large, reads = one.place(Large, 3, 1), two.place(Reads)
+    reads.load(large.weights())
+    ray.kill(one.window)
+    try:
+        with pytest.raises(RankLost, match="the rank that sends the weights, or its window, is gone"):
+            reads.load(large.weights())
+        with pytest.raises(RankLost, match="its window, is gone"): next(large.weights().buckets(1))
+    finally: one.window = None
+    assert len(reads.load(large.weights())) == 3
+
+
+def test_any_number_of_readers_wait_at_once(cluster, one):
+    "More than Ray's async actors answer at a time, unless they are asked to: then nothing else is heard."
+    import ray
+    from rlblocks.placement.shipping import new_window
+    window = new_window()
+    waiting = [window.get.remote(1, 0) for _ in range(1100)]
+    assert not ray.wait(waiting, timeout=1)[0]
+    ray.get(window.open.remote(1, len(waiting)), timeout=60)
+    window.put.remote(1, 0, ["a bucket"])
+    assert ray.get(waiting, timeout=60) == [(["a bucket"], "")]*len(waiting)
+    ray.kill(window)
+
+
 class Ends(Large):
     "One of its ranks dies while it sends."
     def weights(self):
         def made(_):
             yield dict(w=torch.zeros(self.size))
             if os.environ["RANK"] == self.which: os.kill(os.getpid(), signal.SIGKILL)
+            if self.hangs: time.sleep(600)       # as NCCL does, until its watchdog barks
             torch.distributed.barrier()
         return Ticket(1, InProcess(lambda: 1, made, self.score), probe=(1, 2))
-    def choose(self, rank): self.which = str(rank)
+    def choose(self, rank, hangs): self.which, self.hangs = str(rank), hangs
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_death_of_a_rank_that_sends_weights_is_said_by_name(cluster, one, rank):
+@pytest.mark.parametrize("rank, hangs", [(0, False), (1, False), (1, True)])
+def test_the_death_of_a_rank_that_sends_weights_is_said_by_name(cluster, one, rank, hangs):
     "Not only that the weights did not come: RankLost, so that `restarted` makes a new pool."
-    with RayPool(2, cluster=cluster, grace=10., name="ends") as pool:
+    with RayPool(2, cluster=cluster, grace=2. if hangs else 10., name="ends") as pool:
         ends, reads = pool.place(Ends, 2, 1), one.place(Reads)
-        ends.choose(rank)
-        with pytest.raises(RankLost, match=rf"Ticket.send: rank {rank} .* in pool 'ends'.*died"):
-            reads.load(ends.weights())
+        ends.choose(rank, hangs)
+        def load():
+            with pytest.raises(RankLost, match=rf"Ticket.send: rank {rank} .* in pool 'ends'.*died"):
+                reads.load(ends.weights())
+        assert answers_in(100, load), "long before the timeout of 300 s"
 
 
 DRIVER = """

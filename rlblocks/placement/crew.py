@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GONE_WITHIN', 'Rank', 'session', 'Crew', 'start_ranks', 'launch', 'end_ranks', 'RankCall', 'retire', 'drop_objects',
            'Underway', 'begin', 'nobodys', 'close', 'raise_unheard', 'done', 'RankSilent', 'check_session', 'gather',
-           'end_streams', 'raise_of_sender', 'wait_for', 'deaths', 'record', 'error_of', 'died', 'names_of']
+           'end_streams', 'raise_of_sender', 'wait_for', 'has_lost', 'deaths', 'record', 'error_of', 'died', 'names_of']
 
 # %% ../../nbs/placement/98h_crew.ipynb #70b7409e
 import builtins
@@ -257,16 +257,18 @@ def gather(crew:Crew, call:RankCall)->dict[int, object]: # rank → its answer; 
     answers, refs = call.answers, dict(call.refs)
     lost = wait_for(crew, call, refs)
     if lost and crew.mend(crew, call, refs, lost): return gather(crew, call)
+    # as they came: an error of a later second may follow from the first one
     bad, silent = [r for r, x in answers.items() if not x.ok], sorted(refs.keys() - answers.keys() - lost.keys())
     retire(crew, call, not (lost or bad or silent))
     if lost: error = RankLost(died(crew, call, *min(lost.items())))
-    elif bad: error = error_of(crew, call, min(bad), answers[min(bad)])
+    elif bad: error = error_of(crew, call, bad[0], answers[bad[0]])
     elif silent: error = RankSilent(f"{call.who}: no answer within {crew.timeout:g} s from {names_of(crew, silent)}")
     else: return {r: crew.reader.read(answers[r].wire) for r in sorted(answers)}
     if silent and (lost or bad):
         error.add_note(f"no answer within {crew.grace if crew.world else crew.timeout:g} s more from "
                        f"{names_of(crew, silent)}; the pool is given up")
-    if lost or silent: crew.broken = crew.broken or str(error).splitlines()[0]
+    reason = str(error) if lost or not bad else f"{call.who}: {error!r}"      # a rank's own error may have no text
+    if lost or silent: crew.broken = crew.broken or reason.splitlines()[0]
     end_streams(call)
     for sender, sending in call.senders: raise_of_sender(sender, sending, error)
     raise error
@@ -277,7 +279,7 @@ def end_streams(call:RankCall):
 
 def raise_of_sender(sender:Crew, call:RankCall, error:Exception):
     "Weights may not have come because a rank that sends them died: then RankLost says which, and the rest follows."
-    if not done(call, sender.grace): return
+    if not done(call, sender.grace) and not has_lost(call): return
     try: gather(sender, call)
     except RankLost as e: raise e from error
 
@@ -294,9 +296,21 @@ def wait_for(crew:Crew, call:RankCall, refs:dict[int, object])->dict[int, str]: 
             except deaths() as e: lost[r] = str(e)
             except RayError as e: call.answers[r] = Answer(False, parcel_of(portable(e)), 0., 0, ())
         failed = lost or any(not x.ok for x in call.answers.values())
+        # who failed reads no further; the others would wait for a bucket that waits for all readers
+        if left and (failed and not crew.restarts or any(has_lost(x) for _, x in call.senders)): end_streams(call)
         # only ranks of a world wait for each other
         if failed and left and crew.world: end = min(end, time.monotonic() + crew.grace)
     return lost
+
+def has_lost(call:RankCall)->bool:
+    "Whether a rank died before it answered. Others of its world may wait for it, and say nothing."
+    import ray
+    from ray.exceptions import RayError
+    for answer in ray.wait(list(call.refs.values()), num_returns=len(call.refs), timeout=0)[0]:
+        try: ray.get(answer)
+        except deaths(): return True
+        except RayError: pass
+    return False
 
 def deaths()->tuple[type[Exception], ...]:
     "What Ray raises when a process is gone. Its other errors are of one call: a full disk, an argument that was lost."

@@ -15,6 +15,8 @@ from threading import RLock
 from typing import Any, NamedTuple, cast
 from weakref import finalize
 
+from torch.utils._pytree import tree_leaves, tree_map
+
 from ..engines.weights import Ticket
 from .cluster import Cluster, as_cluster, bundles_of, claim_of, connect, reserve, spots
 from .crew import (
@@ -22,7 +24,7 @@ from .crew import (
 from .member import Made
 from .handles import Handle, Method, Placed, replica_index, speakers
 from .shipping import ANY_NUMBER, BUCKET_BYTES, InPool, Stream
-from .place import C, P, like_tuple
+from .place import C, P
 from .restarts import mended
 from .wire import LIMIT, Columns, Parcel, StoredCall, parcel_of
 
@@ -230,23 +232,22 @@ def _sender(pool, placed, name, keep, cut, speaking)->Callable[[Rank], Any]:
         return rank.member.call.options(name=who).remote(number, name, share, rank.number in speaking, keep)
     return send
 
-def _senders(x):
-    "The pools whose tickets are among arguments."
-    if isinstance(x, dict): x = tuple(x.values())
-    if isinstance(x, (tuple, list)): return [pool for y in x for pool in _senders(y)]
-    way = x.transport if isinstance(x, Ticket) else None
-    return [way.pool] if isinstance(way, InPool) and way.pool is not None else []
+def _owner(x):
+    "The pool that holds a ticket's weights; None of anything else."
+    return x.transport.pool if isinstance(x, Ticket) and isinstance(x.transport, InPool) else None
 
-def _addressed(pool, x, arriving):
+def _senders(given):
+    "The pools whose tickets are among arguments."
+    return [pool for x in tree_leaves(given) if (pool := _owner(x)) is not None]
+
+def _addressed(pool, given, arriving):
     "Arguments with tickets of other pools as streams to this one, each of which is added to those that arrive."
-    if isinstance(x, tuple): return like_tuple(x, [_addressed(pool, y, arriving) for y in x])
-    if type(x) is list: return [_addressed(pool, y, arriving) for y in x]
-    if type(x) is dict: return {k: _addressed(pool, y, arriving) for k, y in x.items()}
-    way = x.transport if isinstance(x, Ticket) else None
-    if not isinstance(way, InPool) or way.pool in (None, pool): return x
-    readers = ANY_NUMBER if pool.crew.restarts else pool.ranks
-    arriving.append(_arriving(cast(RayPool, way.pool), way.number, readers))
-    return replace(x, transport=arriving[-1].stream)
+    def addressed(x):
+        if (owner := _owner(x)) in (None, pool): return x
+        readers = ANY_NUMBER if pool.crew.restarts else pool.ranks
+        arriving.append(_arriving(owner, x.transport.number, readers))
+        return replace(x, transport=arriving[-1].stream)
+    return tree_map(addressed, given)
 
 def _next_number(pool, who):
     "A number for what this call leaves on the ranks. RuntimeError where they cannot be asked any more."
