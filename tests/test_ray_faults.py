@@ -112,6 +112,58 @@ def test_a_pool_that_is_lost_while_it_starts_is_made_again(monkeypatch, error):
     assert len(tries) == 2
 
 
+def offered(*errors):
+    "Makers of pools: each raises its error when it is first asked. And who was asked."
+    asked, left = [], dict(enumerate(errors))
+    def maker(n):
+        def make():
+            asked.append(n)
+            if left.get(n): raise left.pop(n)
+            return here
+        return make
+    return [maker(n) for n in range(len(errors))], asked
+
+
+def one_step(pool): yield dict(step=0)
+
+
+def test_a_head_that_is_not_reached_ends_no_run_that_has_smaller_pools(monkeypatch):
+    "With one maker it is tried again, too."
+    monkeypatch.setattr(restarts, "disconnect", lambda: None)
+    makers, asked = offered(ConnectionError("no Ray at 10.0.0.1:6379"), None)
+    class Lost:
+        def close(self): pass
+    pools = [Lost()]
+    def first(): return pools.pop() if pools else makers[0]()
+    def loop(pool):
+        if isinstance(pool, Lost): raise RankLost("rank 1 died")
+        yield dict(step=0)
+    with pytest.warns(UserWarning, match="10.0.0.1:6379; the next smaller pool is tried"):
+        assert list(restarts.restarted(loop, [first, makers[1]])) == [dict(step=0)]
+    assert asked == [0, 1]
+
+
+def test_a_process_that_is_started_again_takes_what_is_left(monkeypatch):
+    "Its machines may be gone with the process before it. A first one starts with what was asked for, or not at all."
+    full = RuntimeError("RayPool: 16 × (1 CPU) could not be had")
+    for resumes, taken in (("0", [0]), ("1", [0, 1])):
+        monkeypatch.setenv("RLBLOCKS_RESUMES", resumes)
+        makers, asked = offered(full, None)
+        if taken == [0]:
+            with pytest.raises(RuntimeError, match="could not be had"): list(restarts.restarted(one_step, makers))
+        else:
+            with pytest.warns(UserWarning, match="the next smaller pool is tried"):
+                assert list(restarts.restarted(one_step, makers)) == [dict(step=0)]
+        assert asked == taken
+
+
+def test_an_error_without_words_is_said_by_its_name(monkeypatch):
+    monkeypatch.setattr(restarts, "disconnect", lambda: None)
+    makers, _ = offered(RankLost())
+    with pytest.warns(UserWarning, match=r"step 0: RankLost\(\); a new pool resumes"):
+        assert list(restarts.restarted(one_step, makers[0])) == [dict(step=0)]
+
+
 SUPERVISED = """
 import os, signal, time
 from rlblocks.placement.restarts import end_with_parent
