@@ -579,6 +579,8 @@ def test_the_doctor_asks_every_node(cluster, two, tmp_path):
     found = {x.what: x for x in examine(cluster, tmp_path)}
     assert not found["versions"].remedy and found[str(tmp_path)].found == "seen"
     assert found["health checks"].remedy == "set these where `ray start` runs" and not list(tmp_path.iterdir())
+    sends = replace(cluster, runtime_env=dict(working_dir=str(tmp_path/"nowhere")))
+    with pytest.raises(ValueError, match="nowhere"): examine(sends)
 
 
 def test_what_nobody_refers_to_is_let_go(two):

@@ -259,6 +259,27 @@ def test_the_doctor_is_a_module():
     assert run.returncode == 0 and "usage: rlblocks doctor" in run.stdout and not run.stderr
 
 
+@pytest.mark.parametrize("words, says", [(["--cluster", "ray://head:10001"], "is Ray's client"),
+                                         (["--folder", "not/there"], "into the folder .*/not/there: No such file")])
+def test_what_the_doctor_cannot_look_at_is_said_in_a_line(words, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert command_line(["doctor", *words]) == 1
+    said = capsys.readouterr().out
+    assert re.match(f"WRONG .*{says}", said) and said.count("\n") == 1, said
+
+
+def test_who_waits_for_a_cluster_that_says_nothing_leaves_it(monkeypatch):
+    import ray
+    from rlblocks.placement import cluster
+    left = []
+    def silent(_): raise ray.exceptions.GetTimeoutError("no answer")
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: left.append("ray"))
+    monkeypatch.setattr(cluster, "check_token", silent)
+    with pytest.raises(TimeoutError): cluster.connect(cluster.Cluster(address="auto"))
+    assert left == ["ray"]
+
+
 CALLS = """
 import json, sys, time
 import ray
