@@ -35,5 +35,5 @@ def asks_for_token()->bool:
     if own_ray() or not is_token_auth_enabled(): return is_token_auth_enabled()
     there = ray.remote(is_token_auth_enabled).options(num_cpus=0, max_retries=0)
     try: return ray.get(there.remote(), timeout=60)
-    except GetTimeoutError: raise TimeoutError("RayPool: no process of the cluster said within 60 s whether it asks for "
-                                               "a token; `ray status` says what its nodes are at") from None
+    except GetTimeoutError: raise TimeoutError("RayPool: no process of the cluster said within 60 s whether it asks "
+                                               "for a token; `ray status` says what its nodes are at") from None

@@ -122,11 +122,11 @@ def mended(
 
 def unanswered(crew:Crew, r:int)->list[RankCall]: # the first is the one in which the rank died
     "Calls that a rank was given and has not answered; at the end those whose answer is lost, as with its node."
-    asked = [x for x in crew.sent if r in x.refs and r not in x.answers]
-    said = [_said(x.refs[r]) for x in asked]
-    return [x for what in ("nothing", "lost") for x, y in zip(asked, said, strict=True) if y == what]
+    calls = [x for x in crew.sent if r in x.refs and r not in x.answers]
+    states = [_state_of(x.refs[r]) for x in calls]
+    return [x for what in ("nothing", "lost") for x, y in zip(calls, states, strict=True) if y == what]
 
-def _said(ref):
+def _state_of(ref):
     import ray
     from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
     try: ray.get(ref, timeout=1)

@@ -151,8 +151,8 @@ def _contents(module)->tuple:
 
 def _reference(ref):
     "What to say of what only Ray's own calls read."
-    return (f"RayPool: {ref} is among what goes to ranks or comes from one, and only Ray's own calls read it; pass what "
-            "ray.get gives for it")
+    return (f"RayPool: {ref} is among what goes to ranks or comes from one, and only Ray's own calls read it; pass "
+            "what ray.get gives for it")
 
 def _too_large(f, n, limit):
     "What to say of a function that would travel with megabytes."
