@@ -214,6 +214,7 @@ def forwarding()->Generator[Signals, None, None]:
     finally:
         for number, handler in before.items(): signal.signal(number, handler)
 
+# %% ../../nbs/placement/98i_restarts.ipynb #463778ac
 def ended_by_itself(
     work:Callable[[], int], # gives an exit code
 )->int: # likewise
