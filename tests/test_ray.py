@@ -2,6 +2,7 @@
 as many ranks; what goes wrong is said once, by name (LAWS 24, 39)."""
 import asyncio
 import gc
+import importlib
 import math
 import os
 import re
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -480,6 +482,25 @@ def test_a_function_stays_the_same_while_what_it_captured_is_there():
     assert [seen(f) for f in functions[:2]] == [2, 2] and len(member.reader.functions) == 2
 
 
+def test_threads_pack_modules_by_value_at_once(tmp_path, monkeypatch):
+    "cloudpickle has one list of them: who has put a module there takes it off, and another one may need it."
+    from ray import cloudpickle
+    from rlblocks.placement.wire import Reader, nothing_stays, parcel_of
+    (tmp_path/"packed_at_once.py").write_text("def f(x): return 2*x\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    f = importlib.import_module("packed_at_once").f
+    both, register, packed = threading.Barrier(2), cloudpickle.register_pickle_by_value, []
+    def late(module):
+        with suppress(threading.BrokenBarrierError): both.wait(.5)
+        register(module)
+    monkeypatch.setattr(cloudpickle, "register_pickle_by_value", late)
+    threads = [threading.Thread(target=lambda: packed.append(parcel_of(f))) for _ in range(2)]
+    for t in threads: t.start()
+    for t in threads: t.join()
+    del sys.modules["packed_at_once"]
+    assert [Reader(nothing_stays).read(x)(21) for x in packed] == [42, 42]
+
+
 class Seen:
     "Counts how often it was given a function."
     def seen(self, f):
@@ -571,6 +592,8 @@ def test_the_doctor_asks_every_node(cluster, two, tmp_path):
     found = {x.what: x for x in examine(cluster, tmp_path)}
     assert not found["versions"].remedy and found[str(tmp_path)].found == "seen"
     assert found["health checks"].remedy == "set these where `ray start` runs" and not list(tmp_path.iterdir())
+    sends = replace(cluster, runtime_env=dict(working_dir=str(tmp_path/"nowhere")))
+    with pytest.raises(ValueError, match="nowhere"): examine(sends)
 
 
 def test_what_nobody_refers_to_is_let_go(two):
@@ -1017,6 +1040,24 @@ def test_a_death_costs_one_restart_and_calls_come_again_in_their_order(cluster, 
         assert len(pool.crew.revived) == 1 and pool.crew.restarts == 1
         assert all(torch.equal(x, y) for x, y in zip(got, (old, old, new), strict=True))
         assert [x.sets and x.sets[1] for x in pool.crew.sent] == ["place", "load"]
+
+
+def test_a_closed_pool_makes_no_rank_anew(cluster):
+    "A thread waits for an answer while the pool is closed: its room is gone, so nothing would come for minutes."
+    pool, said = RayPool(1, cluster=cluster, cpus=.1, world=False, restarts=2, name="closed"), []
+    slow = later(pool.place(Sleeps).sleep)
+    def waits():
+        try: slow.result()
+        except Exception as e: said.append(e)
+    thread = threading.Thread(target=waits, daemon=True)
+    thread.start()
+    pool.close()
+    thread.join(60)
+    assert not thread.is_alive() and isinstance(said[0], RankLost) and pool.crew.restarts == 2, said
+
+
+class Sleeps:
+    def sleep(self): time.sleep(600)
 
 
 def test_a_load_that_cannot_begin_leaves_the_ranks_that_send_free(cluster, two):

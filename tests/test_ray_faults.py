@@ -112,6 +112,58 @@ def test_a_pool_that_is_lost_while_it_starts_is_made_again(monkeypatch, error):
     assert len(tries) == 2
 
 
+def offered(*errors):
+    "Makers of pools: each raises its error when it is first asked. And who was asked."
+    asked, left = [], dict(enumerate(errors))
+    def maker(n):
+        def make():
+            asked.append(n)
+            if left.get(n): raise left.pop(n)
+            return here
+        return make
+    return [maker(n) for n in range(len(errors))], asked
+
+
+def one_step(pool): yield dict(step=0)
+
+
+def test_a_head_that_is_not_reached_ends_no_run_that_has_smaller_pools(monkeypatch):
+    "With one maker it is tried again, too."
+    monkeypatch.setattr(restarts, "disconnect", lambda: None)
+    makers, asked = offered(ConnectionError("no Ray at 10.0.0.1:6379"), None)
+    class Lost:
+        def close(self): pass
+    pools = [Lost()]
+    def first(): return pools.pop() if pools else makers[0]()
+    def loop(pool):
+        if isinstance(pool, Lost): raise RankLost("rank 1 died")
+        yield dict(step=0)
+    with pytest.warns(UserWarning, match="10.0.0.1:6379; the next smaller pool is tried"):
+        assert list(restarts.restarted(loop, [first, makers[1]])) == [dict(step=0)]
+    assert asked == [0, 1]
+
+
+def test_a_process_that_is_started_again_takes_what_is_left(monkeypatch):
+    "Its machines may be gone with the process before it. A first one starts with what was asked for, or not at all."
+    full = RuntimeError("RayPool: 16 × (1 CPU) could not be had")
+    for resumes, taken in (("0", [0]), ("1", [0, 1])):
+        monkeypatch.setenv("RLBLOCKS_RESUMES", resumes)
+        makers, asked = offered(full, None)
+        if taken == [0]:
+            with pytest.raises(RuntimeError, match="could not be had"): list(restarts.restarted(one_step, makers))
+        else:
+            with pytest.warns(UserWarning, match="the next smaller pool is tried"):
+                assert list(restarts.restarted(one_step, makers)) == [dict(step=0)]
+        assert asked == taken
+
+
+def test_an_error_without_words_is_said_by_its_name(monkeypatch):
+    monkeypatch.setattr(restarts, "disconnect", lambda: None)
+    makers, _ = offered(RankLost())
+    with pytest.warns(UserWarning, match=r"step 0: RankLost\(\); a new pool resumes"):
+        assert list(restarts.restarted(one_step, makers[0])) == [dict(step=0)]
+
+
 SUPERVISED = """
 import os, signal, time
 from rlblocks.placement.restarts import end_with_parent
@@ -205,6 +257,27 @@ def test_a_module_that_a_loop_misses_is_its_own_error(tmp_path, monkeypatch):
 def test_the_doctor_is_a_module():
     run = as_module("rlblocks.placement.doctor", "--help")
     assert run.returncode == 0 and "usage: rlblocks doctor" in run.stdout and not run.stderr
+
+
+@pytest.mark.parametrize("words, says", [(["--cluster", "ray://head:10001"], "is Ray's client"),
+                                         (["--folder", "not/there"], "into the folder .*/not/there: No such file")])
+def test_what_the_doctor_cannot_look_at_is_said_in_a_line(words, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert command_line(["doctor", *words]) == 1
+    said = capsys.readouterr().out
+    assert re.match(f"WRONG .*{says}", said) and said.count("\n") == 1, said
+
+
+def test_who_waits_for_a_cluster_that_says_nothing_leaves_it(monkeypatch):
+    import ray
+    from rlblocks.placement import cluster
+    left = []
+    def silent(_): raise ray.exceptions.GetTimeoutError("no answer")
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: left.append("ray"))
+    monkeypatch.setattr(cluster, "check_token", silent)
+    with pytest.raises(TimeoutError): cluster.connect(cluster.Cluster(address="auto"))
+    assert left == ["ray"]
 
 
 CALLS = """

@@ -11,7 +11,9 @@ import pytest
 import spmd_loops
 import torch
 from conftest import RAY_TOKEN, ROOT, rarely, ray_python
-from rlblocks import Batch, Cluster, Critic, Policy, Pools, Prompts, RayPool, Scorer, here, loop_from, plain
+from rlblocks import (
+    Batch, Cluster, Critic, Policy, Pools, Prompts, RayPool, Scorer, here, later, loop_from, plain
+)
 from rlblocks.engines.world import RankLost
 from spmd_loops import net
 from test_ray import Large, Reads
@@ -24,7 +26,7 @@ ENV = RAY_TOKEN | dict(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1",
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def nodes():
     "Two nodes on this machine, each a raylet with a store. Their GPUs are numbers: Ray hands them out all the same."
     import ray
     from ray.cluster_utils import Cluster as Nodes
@@ -35,11 +37,16 @@ def cluster():
         nodes = Nodes(initialize_head=True, head_node_args=size | dict(temp_dir=folder, include_dashboard=False))
         nodes.add_node(**size)
         nodes.wait_for_nodes()
-        yield Cluster(address=nodes.address, ready=60., runtime_env=dict(py_executable=ray_python()),
-                      options=dict(logging_level="ERROR", log_to_driver=False))
+        yield nodes
         ray.shutdown()
         nodes.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(nodes):
+    return Cluster(address=nodes.address, ready=60., runtime_env=dict(py_executable=ray_python()),
+                   options=dict(logging_level="ERROR", log_to_driver=False))
 
 
 class Sees:
@@ -195,3 +202,29 @@ def test_two_replicas_on_two_nodes_give_the_numbers_of_one_process(cluster):
         nodes = [rank.node for rank in four.crew.ranks]
         assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
         same(spmd_loops.engines(four, ["tensor"]), spmd_loops.engines(here, ["tensor"]), "two nodes", 1e-10)
+
+
+class Answers:
+    "With what the store of its node has to keep."
+    def large(self): return torch.arange(100_000)
+    def small(self): return os.getpid()
+
+
+@pytest.mark.long
+def test_an_answer_that_is_lost_with_its_node_is_given_again(nodes, cluster):
+    "The rank had answered; nobody had asked for it when the machine was gone."
+    import ray
+    more = [nodes.add_node(num_cpus=6, object_store_memory=100_000_000) for _ in range(2)]
+    nodes.wait_for_nodes()
+    with RayPool(1, cluster=cluster, cpus=5, world=False, restarts=2, name="lost") as pool:
+        answers = pool.place(Answers)
+        large = later(answers.large)
+        ray.wait(list(pool.crew.open[-1].refs.values()), fetch_local=False)
+        where = next(node for node in more if node.node_id == pool.crew.ranks[0].node)
+        more.remove(where)
+        nodes.remove_node(where, allow_graceful=False)
+        while any(n["Alive"] and n["NodeID"] == where.node_id for n in ray.nodes()): time.sleep(.1)
+        with pytest.warns(UserWarning, match="Answers.small: rank 0 .*died.*made anew; 1 restarts are left"):
+            answers.small()
+        assert torch.equal(large.result(), torch.arange(100_000))
+    nodes.remove_node(more[0])

@@ -28,9 +28,12 @@ def asks_for_token()->bool:
     """Whether the cluster refuses who has no token.
 
     This process's own variables say what it sends, not what the cluster wants; a process of the cluster has those of
-    its raylet, and is asked, unless this process has started Ray itself."""
+    its raylet, and is asked, unless this process has started Ray itself. TimeoutError where it says nothing."""
     import ray
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
+    from ray.exceptions import GetTimeoutError
     if own_ray() or not is_token_auth_enabled(): return is_token_auth_enabled()
     there = ray.remote(is_token_auth_enabled).options(num_cpus=0, max_retries=0)
-    return ray.get(there.remote(), timeout=60)
+    try: return ray.get(there.remote(), timeout=60)
+    except GetTimeoutError: raise TimeoutError("RayPool: no process of the cluster said within 60 s whether it asks "
+                                               "for a token; `ray status` says what its nodes are at") from None

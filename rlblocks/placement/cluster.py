@@ -65,7 +65,7 @@ def connect(cluster:Cluster):
         warnings.warn(f"RayPool: this process is connected to a Ray that was started otherwise: {'; '.join(odd)}. "
                       "Give Cluster(options=…) to its first pool, or ray.shutdown() first", stacklevel=2)
     try: check_token(cluster)
-    except RuntimeError:
+    except BaseException:
         if mine: ray.shutdown()
         raise
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .access import open_to_others, token_file
-from .cluster import Cluster, as_cluster, connect
+from .cluster import Cluster, as_cluster, connect, task_on
 
 # %% ../../nbs/placement/98l_doctor.ipynb #68998645
 HEALTH = dict(RAY_health_check_period_ms="1000", RAY_health_check_timeout_ms="2000",
@@ -104,24 +104,25 @@ def examine(
     *,
     patience:float=60., # seconds that the nodes have to answer
 )->list[Finding]:
-    "Ask every node of a cluster. RuntimeError for a cluster without a token."
-    connect(as_cluster(cluster))
-    if folder is None: return _ask_nodes("", "", patience)
+    "Ask every node of a cluster. RuntimeError for one without a token, OSError for a folder that takes no file."
+    cluster = as_cluster(cluster)
+    if folder is None: return _ask_nodes(cluster, "", "", patience)
     file, text = Path(folder).absolute()/f".seen-{uuid.uuid4().hex[:6]}", uuid.uuid4().hex
-    file.write_text(text)
-    try: return _ask_nodes(str(file), text, patience)
+    try: file.write_text(text)
+    except OSError as e: raise OSError(f"examine: no file can be written into the folder {file.parent}: {e.strerror}; "
+                                       "make it, or let this user write there") from e
+    try: return _ask_nodes(cluster, str(file), text, patience)
     finally: file.unlink()
 
-def _ask_nodes(file, text, patience):
+def _ask_nodes(cluster, file, text, patience):
+    connect(cluster)
     import ray
     from ray.exceptions import RayError
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
     ask, tasks, nodes = ray.remote(facts_of_node), {}, [n for n in ray.nodes() if n["Alive"]]
     every = [n["NodeManagerAddress"] for n in nodes]
     for n in nodes:
-        there = NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)
         store = n["Resources"].get("object_store_memory", 0.)
-        task = ask.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(store, file, text, os.getcwd())
+        task = ask.options(**task_on(cluster, n["NodeID"])).remote(store, file, text, os.getcwd())
         address = n["NodeManagerAddress"]
         tasks[task] = address if every.count(address) == 1 else f"{address} {n['NodeID'][:6]}"
     ready = ray.wait(list(tasks), num_returns=len(tasks), timeout=patience)[0]
@@ -130,7 +131,8 @@ def _ask_nodes(file, text, patience):
         if task not in ready: silent.append(Finding(node, "answer", f"none within {patience:g} s", NO_ANSWER))
         else:
             try: facts[node] = ray.get(task)
-            except RayError as e: silent.append(Finding(node, "answer", str(e).strip().splitlines()[-1], NO_ANSWER))
+            except RayError as e:
+                silent.append(Finding(node, "answer", (str(e).strip() or repr(e)).splitlines()[-1], NO_ANSWER))
     return silent + findings(facts, facts_of_node(0., "", "", os.getcwd()), str(Path(file).parent) if file else "")
 
 def doctor(
@@ -142,7 +144,7 @@ def doctor(
     words.add_argument("--folder", help="of the runs, which every host should see")
     given = words.parse_args(argv)
     try: found = examine(given.cluster, given.folder)
-    except (RuntimeError, ConnectionError) as e:
+    except (RuntimeError, OSError, ValueError, ImportError) as e:
         print(f"WRONG {e}")
         return 1
     for x in found: print(f"{'ok  ' if not x.remedy else 'WRONG'} {x.node:15} {x.what:16} {x.found}"

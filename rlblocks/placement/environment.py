@@ -19,7 +19,7 @@ PASSED_ON = ("ANTHROPIC_", "ATEN_", "CUBLAS_", "DS_", "GLOO_", "HF_", "HUGGING_F
              "OPENAI_", "PYTHONPATH", "PYTORCH_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_",
              "VLLM_")                           # so names begin …
 ADDRESSES = ("_BASE_URL", "_PROXY")             # … or end, in capitals or not
-SECRET = ("KEY", "PASSWORD", "SECRET", "TOKEN") # ends of names that are not passed on
+SECRET = ("KEY", "PASSWORD", "SECRET", "TOKEN") # ends of words, or of their plurals, in names that are not passed on
 
 def is_passed_on(name:str)->bool:
     "Whether a rank may want the variable."
@@ -27,7 +27,9 @@ def is_passed_on(name:str)->bool:
 
 def is_secret(name:str, value:str)->bool:
     "Whether it is not for all who may look at the cluster."
-    return name.endswith(SECRET) or name.upper().endswith(ADDRESSES) and "@" in value
+    words = [w.removesuffix("S") for w in name.upper().split("_")]
+    if words[-1] == "PATH": return False            # the name of a file
+    return any(w.endswith(SECRET) for w in words) or name.upper().endswith(ADDRESSES) and "@" in value
 
 def environment(
     rank:int,
