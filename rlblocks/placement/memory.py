@@ -228,9 +228,10 @@ def _logits_pass(head:Any, hidden:Tensor, *, learn:bool, entropy:bool, dtype:tor
     On the meta device, where a chunk costs nothing to run; on a fake CPU it goes row by row, thousands of steps. And
     out of the mode of fake tensors, which would take the same steps in Python."""
     layer = getattr(head, "base_layer", head)
-    def meta(p, learns): return torch.empty(p.shape, dtype=p.dtype, device="meta", requires_grad=learns)
+    def meta(x, learns): return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=learns)
     with unset_fake_temporarily():
-        weight, bias = (None if p is None else meta(p, p.requires_grad) for p in (layer.weight, layer.bias))
+        weight, bias = meta(layer.weight, layer.weight.requires_grad), None
+        if layer.bias is not None: bias = meta(layer.bias, layer.bias.requires_grad)
         hidden, targets = meta(hidden, learn), torch.empty(len(hidden), dtype=torch.long, device="meta")
     half = dtype if dtype in HALF else weight.dtype
     with unset_fake_temporarily(), Live(*(x for x in (weight, bias, hidden, targets) if x is not None)) as live:
