@@ -31,7 +31,7 @@ SIZES = {"26M": dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=
          "100M": dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
                       vocab_size=8192)}
 PROMPTS, SAMPLES, WIDTH, NEW = 8, 8, 32, 256
-PACK = hf.pack_weights
+PACK = hf.prepack_weights
 
 
 def model(size):
@@ -87,10 +87,10 @@ def measure(size, engines, rounds, device):
     found = {e: [] for e in engines}
     for r in range(-1, rounds):
         for e, (run, _) in made.items():
-            hf.pack_weights = hf.unpack_weights if e == "plain" else PACK
+            hf.prepack_weights = hf.drop_prepacked if e == "plain" else PACK
             if r < 0: run(8, 0)
             else: found[e].append(timed(run, r))
-    hf.pack_weights = PACK
+    hf.prepack_weights = PACK
     for _, close in made.values(): close()
     best = {e: min(x["seconds"] for x in runs) for e, runs in found.items()}
     n = PROMPTS*SAMPLES*NEW

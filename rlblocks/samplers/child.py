@@ -22,7 +22,7 @@ import torch
 from ..engines.weights import checksum
 from .controls import first_complete
 from .vllm_samples import Extras, acceptance, sample_arrays
-from .worker import arrived, register, repack, unpacked
+from .worker import arrived, from_bucket, prepack_again, register
 
 # %% ../../nbs/samplers/83c_child.ipynb #01b25f89
 class Server:
@@ -215,7 +215,7 @@ def _reloaded(server:Server)->dict[str, int]:
     sums = {}
     def arriving():
         for bucket in _buckets(server):
-            weights = list(unpacked(server.memory, bucket["pieces"]))
+            weights = list(from_bucket(server.memory, bucket["pieces"]))
             server.send("bucket")
             for name, x in weights:
                 sums[name] = checksum(x)
@@ -242,7 +242,7 @@ def _load(
 ):
     "New weights: buckets until `end`, each copied out and acknowledged, then put in place."
     sums = (_in_phases if server.phases else _reloaded)(server)
-    server.engine.collective_rpc(repack)
+    server.engine.collective_rpc(prepack_again)
     _awake(server, ["kv_cache"])
     if not keep: server.engine.reset_prefix_cache(reset_running_requests=True)
     elif not server.engine.reset_prefix_cache() and not server.names:

@@ -27,7 +27,7 @@ from ..models.routers import routing
 from .controls import Tokenizer, completes, penalised
 from .decoding import Decoder, RerunDecoder, Sampled, decode, experts_of_rows
 from .kv_cache import CachedDecoder, cache_is_exact
-from .packed import pack_weights, unpack_weights
+from .prepacked import prepack_weights, drop_prepacked
 from .samplers import Completion, Request, check_ready
 from .structure import confining
 from .transfer import probed
@@ -136,7 +136,7 @@ class Hf:
     ):
         "Move the weights to the CPU."
         self.asleep = True
-        unpack_weights(self.module).to("cpu")
+        drop_prepacked(self.module).to("cpu")
         if level == 2: self.version = None
 
     def wake(self):
@@ -161,7 +161,7 @@ def decoded(
 )->tuple[Decoder, Sampled]: # the decoder; what it drew
     "Decode a part."
     first, (tokens, lengths), device = part[0], padded(part), sampler.device
-    pack_weights(sampler.module)       # what is packed already stays so
+    prepack_weights(sampler.module)       # what is prepacked already stays so
     run = partial(CachedDecoder, shared=sampler.shared) if sampler.cached else RerunDecoder
     decoder = run(sampler.module, tokens.to(device), lengths, len(first.seeds))
     u = uniforms([s for r in part for s in r.seeds], first.max_tokens).to(device)
@@ -206,7 +206,7 @@ def loaded(
     beneath:BaseWeights,  # of the module
 )->Manifest: # of an adapter alone with the gap to the policy's log-probs
     "Copy a ticket's weights, or put its changes on what they are changes of."
-    unpack_weights(module)
+    drop_prepacked(module)
     manifest = copy_weights(ticket, module, base=beneath.base(ticket, named_weights(module)))
     if ticket.adapter: manifest = replace(manifest, gap=probed(module, ticket))
     beneath.loaded(ticket)
