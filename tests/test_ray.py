@@ -1218,6 +1218,23 @@ def test_the_death_of_a_rank_that_sends_weights_is_said_by_name(cluster, one, ra
         assert answers_in(100, load), "long before the timeout of 300 s"
 
 
+class Alone(Large):
+    "Of a pool without a world, where rank 0 alone sends: the other one dies meanwhile."
+    def weights(self):
+        def made(_):
+            for _ in range(3):
+                if os.environ["RANK"] == "1": os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(1)       # the loop looks every second who has died
+                yield dict(w=torch.zeros(self.size))
+        return Ticket(1, InProcess(lambda: 1, made, self.score), probe=(1, 2))
+
+
+def test_the_death_of_a_rank_that_sends_nothing_does_not_end_a_load(cluster, one):
+    with RayPool(2, cluster=cluster, cpus=.1, world=False, restarts=1, name="alone") as pool:
+        alone, reads = pool.place(Alone, 2, 1), one.place(Reads)
+        assert len(reads.load(alone.weights())) == 3
+
+
 DRIVER = """
 import os, signal, sys
 from rlblocks import Cluster, RayPool

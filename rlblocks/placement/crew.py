@@ -279,34 +279,40 @@ def end_streams(call:RankCall):
 
 def raise_of_sender(sender:Crew, call:RankCall, error:Exception):
     "Weights may not have come because a rank that sends them died: then RankLost says which, and the rest follows."
-    if not done(call, sender.grace) and not has_lost(call): return
+    if not has_lost(sender, call) and not done(call, sender.grace): return
     try: gather(sender, call)
     except RankLost as e: raise e from error
 
 def wait_for(crew:Crew, call:RankCall, refs:dict[int, object])->dict[int, str]: # ranks that died, and why
     "Collect what the ranks say, all of them or those that answer in time."
     import ray
-    from ray.exceptions import RayError
-    left, lost = {ref: r for r, ref in refs.items() if r not in call.answers}, {}
+    from ray.exceptions import ObjectLostError, RayError
+    left, lost, ended = {ref: r for r, ref in refs.items() if r not in call.answers}, {}, False
+    # an answer may be lost with its node, and the rank with it
+    gone = (*deaths(), *([ObjectLostError] if call in crew.sent else []))
     end = time.monotonic() + crew.timeout
     while left and (rest := end - time.monotonic()) > 0:
         for answer in ray.wait(list(left), num_returns=len(left), timeout=min(1., rest))[0]:
             r = left.pop(answer)
             try: call.answers[r] = record(crew, call, r, ray.get(answer))
-            except deaths() as e: lost[r] = str(e)
+            except gone as e: lost[r] = str(e)
             except RayError as e: call.answers[r] = Answer(False, parcel_of(portable(e)), 0., 0, ())
         failed = lost or any(not x.ok for x in call.answers.values())
         # who failed reads no further; the others would wait for a bucket that waits for all readers
-        if left and (failed and not crew.restarts or any(has_lost(x) for _, x in call.senders)): end_streams(call)
+        waited = [x for x in call.streams if x.waits]
+        if left and not ended and (waited and failed or any(has_lost(*x) for x in call.senders)):
+            ended = True
+            end_streams(call)
         # only ranks of a world wait for each other
         if failed and left and crew.world: end = min(end, time.monotonic() + crew.grace)
     return lost
 
-def has_lost(call:RankCall)->bool:
-    "Whether a rank died before it answered. Others of its world may wait for it, and say nothing."
+def has_lost(sender:Crew, call:RankCall)->bool:
+    "Whether a rank died that others need to send weights: any of a world, which may wait for it and say nothing."
     import ray
     from ray.exceptions import RayError
-    for answer in ray.wait(list(call.refs.values()), num_returns=len(call.refs), timeout=0)[0]:
+    needed = list(call.refs.values()) if sender.world else [call.refs[0]]      # rank 0 puts them
+    for answer in ray.wait(needed, num_returns=len(needed), timeout=0)[0]:
         try: ray.get(answer)
         except deaths(): return True
         except RayError: pass

@@ -28,7 +28,8 @@ def is_passed_on(name:str)->bool:
 def is_secret(name:str, value:str)->bool:
     "Whether it is not for all who may look at the cluster."
     words = [w.removesuffix("S") for w in name.upper().split("_")]
-    if words[-1] == "PATH": return False            # the name of a file
+    # the name of a file, a switch, a count of tokens
+    if words[-1] == "PATH" or len(value) < 8 and value.isdecimal(): return False
     return any(w.endswith(SECRET) for w in words) or name.upper().endswith(ADDRESSES) and "@" in value
 
 def environment(

@@ -171,7 +171,8 @@ class Arriving(NamedTuple):
 def _arriving(sender, number, readers):
     "Ask a pool for a ticket's weights. Nobody waits for it to have sent them."
     which, window = _next_number(sender, who := "Ticket.send"), _window(sender)
-    theirs, kept = Stream(window, which), Stream(window, which)    # `theirs` is the readers': its end is seen below
+    kept = Stream(window, which)
+    theirs = Stream(window, which, waits=readers != ANY_NUMBER)    # the readers': its end is seen below
     def ask(rank): return rank.member.send.options(name=who).remote(number, kept, readers, BUCKET_BYTES)
     call = RankCall(who, ask, streams=[kept], repeats=False)
     try: begin(sender.crew, call, lambda found: None).handed_out()

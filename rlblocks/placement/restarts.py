@@ -49,7 +49,7 @@ def restarted(
     Before that Ray is shut down, and every pool of this process with it. So a maker makes all pools of the loop, and
     what it gives closes all of them."""
     makers, shown = [pools] if callable(pools) else list(pools), -1
-    resumes = os.environ.get(RESUMES) == "1"
+    resumes = os.environ.pop(RESUMES, "0") == "1"      # what this process starts later is asked for as it stands
     for left in range(restarts, -1, -1):
         try:
             with closing(rows_on_a_pool(loop, makers if resumes or left < restarts else makers[:1])) as rows:

@@ -187,9 +187,10 @@ class Stream:
     def __init__(self,
         window:Any, # an actor of `window_class`
         which:int,  # of what passes through it
+        waits:bool=True, # whether a bucket waits for all readers of the one two before it
     ):
         "Nothing is read yet."
-        self.window, self.which, self.i, self.over = window, which, 0, False
+        self.window, self.which, self.waits, self.i, self.over = window, which, waits, 0, False
 
     def buckets(self, version:int, bucket_bytes:int)->Iterator[dict[str, Tensor]]:
         "One after another, as they were put. RuntimeError when they do not come, and where they have been read."
