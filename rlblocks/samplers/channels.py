@@ -12,6 +12,7 @@ import ctypes
 import math
 import os
 import secrets
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,7 @@ class Channel(Protocol):
     aligned:int                 # tensors begin at multiples of so many bytes
     memory:torch.UntypedStorage # a bucket is written here
 
+    @abstractmethod
     def open(self, n_bytes:int, folder:str)->dict[str, object]: # what each worker is initialised with
         "Make the memory, or the files of it in a folder."
         ...
@@ -66,6 +68,7 @@ class Channel(Protocol):
     def begin(self):
         "A load begins."
 
+    @abstractmethod
     def message(self, pieces:list[Entry])->dict[str, object]:
         "What each worker is told about a bucket that is written."
         ...
@@ -73,6 +76,7 @@ class Channel(Protocol):
     def push(self, pieces:list[Entry]):
         "Move the bucket, where the workers do not read it themselves."
 
+    @abstractmethod
     def close(self):
         "Give everything back. Whoever still waits for a bucket stops waiting."
 
