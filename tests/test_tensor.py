@@ -108,23 +108,24 @@ def tensor(engine, **more): return replace(engine_of(engine), tensor_parallel=SI
 def cut(kind="llama", engine=None, **more): return Policy(model(kind), **HOW | more, engine=tensor(engine))
 
 
-# plans that cut as one of the others does: `make test-long`
-ALIKE = ["qwen2", "gemma", "mixtral", "glm4", "olmoe", "starcoder2", "granite"]
+# one of each way in which plans cut: norms inside a cut, softcaps and windows, a shared expert, one matrix for gate and
+# rest, latent attention. `make test-long` has all plans
+PLANS = ["qwen3", "gemma3", "qwen2_moe", "phi3", "deepseek_v3"]
 
 
 def gradients(engine, world, rank, folder):
     """The gradient of every single weight, in fp64, to 1e-6 of its own largest entry (transformers' norms pass
     through fp32): Adam would hide one that is twice or half as large."""
     # experts with biases are only dealt out; over more replicas it is the same cut of the same plans
-    kinds = [k for k in ("qwen3", "gemma3", "qwen2_moe", *OTHERS) if k not in ("gpt_oss", *ALIKE)]
-    kinds = kinds if world == 1 else ["gemma3", "qwen2_moe", "phi3"]
+    kinds = PLANS if world == 1 else ["gemma3", "qwen2_moe", "phi3"]
     gradients_of([(k, {}) for k in kinds] + [(k, dict(expert_parallel=True)) for k in ("mixtral", "gpt_oss")],
                  engine, world, rank)
 
 
 def more_gradients(engine, world, rank, folder):
-    "The same of plans that are like another's."
-    if world == 1: gradients_of([(k, {}) for k in ALIKE], engine, world, rank)
+    "The same of all other plans."
+    others = [k for k in ("qwen2", "gemma", "mixtral", *OTHERS) if k not in ("gpt_oss", *PLANS)]
+    if world == 1: gradients_of([(k, {}) for k in others], engine, world, rank)
 
 
 def gradients_of(kinds, engine, world, rank):
