@@ -206,7 +206,7 @@ class Forward(nn.Module):
         elif places.targets is None: found = self.values(call.pick(out))
         else: found = _from_logits(call.pick(out), call.places, reading)
         if self.on_lm_head and not reading.hidden: found |= self.values(cast(Tensor, tap.entered))
-        found = {k: call.gather(x) for k, x in found.items()}
+        found = {k: _own(call.gather(x)) for k, x in found.items()}
         if not watch: return found
         name = "experts" if reading.routers == "experts" else "router_logits"
         return found | {name: _from_routers(seen, tokens, lengths, call)}
@@ -223,6 +223,10 @@ class Forward(nn.Module):
         found = self.head(states.to(cast(Tensor, self.head.weight).dtype))
         if isinstance(found, dict): return found
         return dict(values=promoted(found[..., 0] if found.shape[-1] == 1 else found))
+
+def _own(x):
+    "Not a view: FSDP2 hangs its hooks on outputs, and an operation in place on a view would drop them."
+    return x.clone() if x._is_view() else x
 
 # %% ../../nbs/models/71_forward.ipynb #febfafd7
 def rope_window(trunk:nn.Module)->tuple[str, int]|None: # (kind, tokens up to which it is fixed); None: it never changes
