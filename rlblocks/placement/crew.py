@@ -287,9 +287,8 @@ def wait_for(crew:Crew, call:RankCall, refs:dict[int, object])->dict[int, str]: 
     "Collect what the ranks say, all of them or those that answer in time."
     import ray
     from ray.exceptions import ObjectLostError, RayError
-    left, lost, ended = {ref: r for r, ref in refs.items() if r not in call.answers}, {}, False
-    # an answer may be lost with its node, and the rank with it
-    gone = (*deaths(), *([ObjectLostError] if call in crew.sent else []))
+    left, lost = {ref: r for r, ref in refs.items() if r not in call.answers}, {}
+    gone = (*deaths(), *([ObjectLostError] if call in crew.sent else []))     # an answer is lost with its rank's node
     end = time.monotonic() + crew.timeout
     while left and (rest := end - time.monotonic()) > 0:
         for answer in ray.wait(list(left), num_returns=len(left), timeout=min(1., rest))[0]:
@@ -299,10 +298,8 @@ def wait_for(crew:Crew, call:RankCall, refs:dict[int, object])->dict[int, str]: 
             except RayError as e: call.answers[r] = Answer(False, parcel_of(portable(e)), 0., 0, ())
         failed = lost or any(not x.ok for x in call.answers.values())
         # who failed reads no further; the others would wait for a bucket that waits for all readers
-        waited = [x for x in call.streams if x.waits]
-        if left and not ended and (waited and failed or any(has_lost(*x) for x in call.senders)):
-            ended = True
-            end_streams(call)
+        waited = failed and any(x.waits for x in call.streams)
+        if left and (waited or any(has_lost(*x) for x in call.senders)): end_streams(call)
         # only ranks of a world wait for each other
         if failed and left and crew.world: end = min(end, time.monotonic() + crew.grace)
     return lost
