@@ -474,7 +474,6 @@ HOSTILE = [
     (lambda: policy(engine=plain(sequence_parallel="2")), "sequence_parallel='2'; a whole number of ranks"),
     (lambda: policy(micro_tokens=0), "Policy: micro_tokens=0; a whole number, at least 1"),
     (lambda: policy(micro_rows="8"), "Policy: micro_rows='8'"),
-    (lambda: Policy("a folder that nobody has", micro_rows="8"), "Policy: micro_rows='8'"),   # before it is loaded
     (lambda: Policy(tiny.model(), device="gpu"), "device='gpu'; \"cpu\", \"cuda\" or \"cuda:1\" is wanted"),
     (lambda: policy(tokenizer="gpt2"),
      "tokenizer is 'gpt2'; the tokenizer itself is wanted: AutoTokenizer.from_pretrained('gpt2')"),

@@ -19,7 +19,7 @@ from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
 from .arguments import says_instead
 from .policy import Trained, base_of, start
-from .prepared import Lora, Setup, validated
+from .prepared import Lora, Setup
 from .step import compute, train_step
 from .value_heads import ClassHead, classifier, save_read, stored_bins, trunk_reader
 
@@ -44,8 +44,7 @@ class Critic(Trained):
         device:torch.device|str|None=None, # None: CUDA when there is one
     ):
         "Load or copy the trunk; it keeps its head, or gets one that starts at zero."
-        setup = validated("Critic", Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows,
-                                         pack, device))
+        setup = Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
         given, base = as_pretrained(model), base_of(model)
         self.tokenizer = load_tokenizer(given.name, tokenizer)
         bins = stored_bins(given.name) if bins is None else bins

@@ -97,8 +97,8 @@ def base_of(model:object)->Base|None: # None: the model is no wrapper
 def start(who:str, reader:Forward, base:Base|None, setup:Setup, *, quantized:bool=False)->tuple[Prepared, View|None]:
     """Hand the module to its engine, as a model of its own or as a view on a base.
 
-    `base`: of `base_of`; None = the trunk is its own. The settings are `validated`. Result: ready to run, its base."""
-    view = None
+    `base`: of `base_of`; None = the trunk is its own. Result: ready to run, and its base."""
+    view, setup = None, validated(who, setup)
     if base or quantized or setup.lora is not None: setup, view = on_base(base, reader, setup, who)
     run = prepare(reader, who, setup)
     if view and view.adapter and not setup.frozen: view.base.trained[view.adapter] = who      # once nothing can fail
@@ -125,8 +125,7 @@ class Policy(Trained):
         device:torch.device|str|None=None, # None: CUDA when there is one
     ):
         "Load or copy the model. TypeError for what is no model, ValueError for what it or its settings cannot do."
-        setup = validated("Policy", Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows,
-                                         pack, device))
+        setup = Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
         given, base = as_pretrained(model), base_of(model)
         module = base.trunk if base else load_policy(given, setup)
         self.tokenizer, self._sent = load_tokenizer(given.name, tokenizer), Deltas()

@@ -22,7 +22,7 @@ from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
 from .arguments import says_instead
 from .policy import Trained, base_of, start
-from .prepared import Lora, Prepared, Setup, validated
+from .prepared import Lora, Prepared, Setup
 from .step import compute, is_shared, train_step
 from .value_heads import classifier, moments_of, save_read, stored_moments, trunk_reader
 from .value_heads import without_moments
@@ -74,8 +74,7 @@ class Scorer(Trained):
         device:torch.device|str|None=None, # None: CUDA when there is one
     ):
         "Load or copy the trunk; it keeps its head, or gets one that starts at zero."
-        setup = validated("Scorer", Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows,
-                                         pack, device))
+        setup = Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
         given, base, wanted = as_pretrained(model), base_of(model), outputs_of(outputs)
         self.tokenizer = load_tokenizer(given.name, tokenizer)
         head:dict[str, Any] = dict(outputs=wanted.number, bias=wanted.at is not None, lazy=setup.engine.gathers)
