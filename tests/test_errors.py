@@ -159,6 +159,11 @@ def test_bad_input_is_told_how_to_be_good(call, words):
     with pytest.raises((ValueError, TypeError, AttributeError), match=re.escape(words)): call()
 
 
+def test_one_column_is_not_taken_for_another():
+    with pytest.raises(AttributeError, match="no column 'ref_logprobs'; there are .*old_logprobs$"):
+        _ = batch(old_logprobs=x).ref_logprobs
+
+
 def test_whole_numbers_are_rewards():
     "Right and wrong come as 1 and 0: the same as floats, to the digit."
     right = torch.tensor([[0, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 1]])

@@ -36,7 +36,7 @@ def check_tokenizer(who:str, tokenizer:object):
 
 def listed(name:str, names:Iterable, more:Iterable=())->str:
     "The end of a message: what there is, and which of it (or of `more`) is like the name that was asked for."
-    near = get_close_matches(name, [str(x) for x in (*names, *more)], 1, .75)
+    near = get_close_matches(name, [str(x) for x in (*names, *more)], 1, .76)
     return ", ".join(map(str, names)) + (f"; is {near[0]!r} meant?" if near else "")
 
 # %% ../../nbs/data/35_columns.ipynb #2d54b378
