@@ -132,6 +132,9 @@ BAD = [   # (what a user does, words of the message)
     (lambda: check_loss("Policy", row.sum()), "it returned a tensor alone: return loss, {}"),
     (lambda: check_loss("Policy", (row, {})), "its first is a tensor of [3], a 0-d tensor with gradient is wanted"),
     (lambda: batch().advantages, "Batch: no column 'advantages'; there are tokens"),
+    (lambda: next(iter(rl.Checkpoint()(1, data=[dict(prompt="a")]))),
+     "Checkpoint: 'data' is a list; a dict, or an object with state_dict and load_state_dict, is wanted, as "
+     "Prompts(rows, tokenizer) is"),
     (lambda: batch().minibatches(0), "Batch.minibatches: n=0; a whole number, at least 1, is wanted"),
     (lambda: batch().parts(0), "Batch.parts: n=0; a whole number, at least 1"),
     (lambda: batch().parts("2"), "Batch.parts: n='2'; a whole number"),

@@ -46,8 +46,9 @@ def _check_parts(steps:int, parts:dict):
     whole_number("Checkpoint", "steps", steps, 0)
     for name, part in parts.items():
         if isinstance(part, dict) or hasattr(part, "state_dict") and hasattr(part, "load_state_dict"): continue
+        rows = ", as Prompts(rows, tokenizer) is" if isinstance(part, list) else ""
         raise TypeError(f"Checkpoint: {name!r} is a {type(part).__name__}; a dict, or an object with state_dict and "
-                        "load_state_dict, is wanted")
+                        f"load_state_dict, is wanted{rows}")
 
 def write_save(folder:Path, step:int, states:dict, shards:dict, *, rating:float|None=None, keep:int=2,
                group:dist.ProcessGroup|None=None, kept:Sequence[Kept]=(), whole:bool=False):
