@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")   # its threads and our subprocesses do not mix
 os.environ.setdefault("HF_HUB_OFFLINE", "1")               # no test asks the network
 RAY_TOKEN = dict(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0123456789abcdef"*2)
-RAY_TOKEN |= dict(RAY_prestart_worker_first_driver="0")     # it would start a process for each of the node's CPUs
+RAY_TOKEN |= dict(RAY_prestart_worker_first_driver="0",     # it would start a process for each of the node's CPUs
+                  RAY_worker_niceness="0")      # at Ray's 15 other tests leave a rank a thirtieth of the machine
 os.environ.update(RAY_TOKEN)    # read when Ray is imported, which another test than those of RayPool may do
 
 
