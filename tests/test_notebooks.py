@@ -25,7 +25,7 @@ NOTEBOOKS = sorted(p.relative_to(ROOT) for folder in ("nbs", "nbs/*", "tutorials
 # tests/test_tutorials.py; layouts starts nine processes of Ray, and those of its kinds are in tests/test_ray.py.
 LONG = ["nbs/layouts.ipynb", *(f"tutorials/{name}.ipynb" for name in (
     "agent_endpoint", "async", "best_of_n", "code_reward", "dpo", "grpo", "kto", "offline", "ppo", "reward_model",
-    "rlhf", "tools"))]
+    "rlhf", "sft", "tools"))]
 HOOK = 'install_import_hook(\\"rlblocks\\", \\"beartype.beartype\\")'       # as it stands in a notebook's file
 LIMIT = 1800    # seconds: a notebook that hangs, not one on a machine that has other work
 
