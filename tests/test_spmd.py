@@ -11,7 +11,7 @@ import pytest
 import spmd_loops
 import torch
 from conftest import ROOT, rarely, skip_without
-from forked import on_ranks
+from forked import forked, on_ranks
 from rlblocks import here
 
 pytestmark = pytest.mark.ranks
@@ -344,7 +344,7 @@ def test_a_run_that_succeeds_ends_with_success(tmp_path, ending):
     assert not any(said in run.stderr for said in ("FutureWarning: `torch.distributed", "gemm_4bit")), run.stderr
 
 
-def test_without_torchrun_it_is_one_process():
+def one_process(_):
     from rlblocks.placement.spmd import SpmdPool
     with pytest.warns(UserWarning, match="trains alone; for N processes: torchrun --nproc-per-node N"):
         pool = SpmdPool()
@@ -352,3 +352,6 @@ def test_without_torchrun_it_is_one_process():
         echo = pool.place(spmd_loops.Echo, 2)
         assert type(echo) is spmd_loops.Echo and list(pool.watch(range(3))) == [0, 1, 2]
         assert (pool.rank, pool.ranks) == (0, 1)
+
+
+def test_without_torchrun_it_is_one_process(): forked(one_process, (), 1)    # this process may be in a world
