@@ -180,9 +180,9 @@ def _denom(p):
 def _split(p):
     own = "pass denom=b (in your own arithmetic: b.n_tokens, b.n_rows or b.n_units)"
     give = own if p.closure else "hand on denom, aggregate(…, denom=denom),"
-    want, fix = run(p, p.cols, p.step), f"{give} instead of taking the mean of each part"
+    want, ran_before, fix = run(p, p.cols, p.step), {}, f"{give} instead of taking the mean of each part"
     for ranks, rows in ((ranks, rows) for ranks in (1, 2, 4) for rows in (1, 2, 3, 16)):
-        at, ran = zip(*parts(p, ranks, rows), strict=True)
+        at, ran = zip(*parts(p, ranks, rows, ran_before), strict=True)
         total, back = sum(x.outs["loss"] for x in ran), torch.cat(at).argsort()
         cut = f"cut for {ranks} rank(s) × micro-batches of {rows},"
         if gap(total, want.outs["loss"]) > 1e-10:
@@ -193,7 +193,7 @@ def _split(p):
             if gap(g, w) > 1e-10: p.fail("split", f"{cut} the gradient of {k} {show(g, w)}: {fix}")
 
 def _metrics(p):
-    got, want = merge(*(x.metrics for _,x in parts(p, 2, 3))), run(p, p.cols, p.step).metrics
+    got, want = merge(*(x.metrics for _,x in parts(p, 2, 3, {}))), run(p, p.cols, p.step).metrics
     _same_metrics(p, "metrics", got, want, "merged from 2 ranks × micro-batches of 3",
                   "mean_of(x, mask) carries its count, Mean(x.mean()) does not")
 

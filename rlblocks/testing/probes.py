@@ -158,16 +158,20 @@ class Probe(NamedTuple):
     def counts(self, mask):
         "What an optimizer step with this mask counts."
         rows = mask.any(1) if self.masked else torch.ones(len(mask), dtype=torch.bool)
-        def units(rows): return len(self.cols["unit"][rows].unique()) if "unit" in self.reads else int(rows.sum())
-        def trues(k, x):
-            if x.ndim == 1: return units(x & rows)
-            return int((x & mask if self.masked and x.ndim == 2 and self.per_token(k) else x).sum())
         ids, tokens = self.cols["group"].tolist(), mask.sum(1).tolist()
         by_group = dict.fromkeys(ids, 0)
         for g, n in zip(ids, tokens, strict=True): by_group[g] += n
         a_unit = 1 if self.masked else len(self.first) # rows of a unit, where they lie side by side
-        return StepCounts(int(mask.sum()), int(rows.sum())*a_unit, units(rows), {g: n for g,n in by_group.items() if n},
-                          {k: trues(k, x) for k,x in self.cols.items() if x.dtype == torch.bool and k != "mask"})
+        flags = {k: x for k,x in self.cols.items() if x.dtype == torch.bool and k != "mask"}
+        return StepCounts(int(mask.sum()), int(rows.sum())*a_unit, self.n_units(rows),
+                          {g: n for g,n in by_group.items() if n},
+                          {k: self.trues(k, x, mask, rows) for k,x in flags.items()})
+
+    def n_units(self, rows): return len(self.cols["unit"][rows].unique()) if "unit" in self.reads else int(rows.sum())
+
+    def trues(self, k, x, mask, rows):
+        if x.ndim == 1: return self.n_units(x & rows)
+        return int((x & mask if self.masked and x.ndim == 2 and self.per_token(k) else x).sum())
 
     @property
     def step(self): return self.counts(self.cols["mask"]) # its rows are one optimizer step
@@ -313,13 +317,16 @@ def run(p, cols, counts):
     grads = {k: found.get(k, torch.zeros_like(cols[k])) for k in leaves if k in p.first and k in p.reads}
     return Ran({k: x.detach() for k,x in outs.items()}, grads, list(found), metrics)
 
-def parts(p, ranks, rows):
-    "(rows, what they gave) for each micro-batch of at most `rows` units on each of `ranks` ranks."
+def parts(p, ranks, rows, ran):
+    """(rows, what they gave) for each micro-batch of at most `rows` units on each of `ranks` ranks.
+
+    `ran` keeps what each set of rows gave, for other cuts that share a part."""
     units, counts = p.units(), p.step
     for share in torch.arange(len(units)).chunk(ranks):
         for some in share.split(rows):
             at = torch.cat([units[i] for i in some])
-            yield at, run(p, {k: x[at] for k,x in p.cols.items()}, counts)
+            if (key := tuple(at.tolist())) not in ran: ran[key] = run(p, {k: x[at] for k,x in p.cols.items()}, counts)
+            yield at, ran[key]
 
 # %% ../../nbs/testing/33_probes.ipynb #422000a2
 def gap(got, want):
