@@ -3256,6 +3256,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'rlblocks.models.probes._first_moved': ( 'models/probes.html#_first_moved',
                                                                                  'rlblocks/models/probes.py'),
                                         'rlblocks.models.probes._is_half': ('models/probes.html#_is_half', 'rlblocks/models/probes.py'),
+                                        'rlblocks.models.probes._keep': ('models/probes.html#_keep', 'rlblocks/models/probes.py'),
                                         'rlblocks.models.probes._narrow': ('models/probes.html#_narrow', 'rlblocks/models/probes.py'),
                                         'rlblocks.models.probes._plain_words': ( 'models/probes.html#_plain_words',
                                                                                  'rlblocks/models/probes.py'),

@@ -75,10 +75,8 @@ def _best_swap(mine, theirs, costs, gap):
     "(gap that is left, item to give, item to take) of the swap that closes the gap best."
     theirs = sorted(theirs, key=costs.__getitem__)
     values = [costs[j] for j in theirs]
-    def nearest(i):
-        k = bisect_left(values, costs[i] - gap/2)
-        return min((abs(gap - 2*(costs[i] - costs[j])), i, j) for j in theirs[max(k-1, 0):k+1])
-    return min(map(nearest, mine))
+    at = ((i, bisect_left(values, costs[i] - gap/2)) for i in mine)
+    return min((abs(gap - 2*(costs[i] - costs[j])), i, j) for i, k in at for j in theirs[max(k-1, 0):k+1])
 
 def _swapped(parts, costs, equal, enough):
     "Swap items of the heaviest part with those of light ones, until it costs `enough` or no swap makes it lighter."

@@ -9,6 +9,7 @@ __all__ = ['separates_rows', 'Packing', 'pack_by', 'look_ahead', 'mixer', 'share
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,18 +36,18 @@ def _narrow(trunk):
     finally:
         for x, name, size in wide: setattr(x, name, size)
 
+def _keep(seen, n, name, module, args, out):
+    "A hook: add a module's sketch of n tokens to those seen."
+    x = out[0] if isinstance(out, tuple) and len(out) else getattr(out, "last_hidden_state", out)
+    if isinstance(x, Tensor) and x.shape[:2] == (1, n) and x.is_floating_point():
+        x = x[0].flatten(1).float()
+        seen.setdefault(name, x @ torch.arange(1, x.shape[1]+1, dtype=x.dtype, device=x.device).cos())
+
 @contextmanager
 def _sketched(trunk, n):
     "While inside, a number for each of n tokens on a line, of what every module gives: {module: [n]}."
     seen:dict[str, Tensor] = {}
-    def keep(name):
-        def hook(module, args, out):
-            x = out[0] if isinstance(out, tuple) and len(out) else getattr(out, "last_hidden_state", out)
-            if isinstance(x, Tensor) and x.shape[:2] == (1, n) and x.is_floating_point():
-                x = x[0].flatten(1).float()
-                seen.setdefault(name, x @ torch.arange(1, x.shape[1]+1, dtype=x.dtype, device=x.device).cos())
-        return hook
-    hooks = [m.register_forward_hook(keep(name)) for name, m in trunk.named_modules() if name]
+    hooks = [m.register_forward_hook(partial(_keep, seen, n, name)) for name, m in trunk.named_modules() if name]
     try: yield seen
     finally:
         for hook in hooks: hook.remove()

@@ -68,11 +68,10 @@ class Live(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if count := OPERATIONS.get(func.overloadpacket): self.flops += int(count(*args, **(kwargs or {}), out_val=out))
         for x in tree_leaves(out):
-            if isinstance(x, Tensor): self._see(x.untyped_storage())
+            if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in self.sizes: self._see(storage)
         return out
 
     def _see(self, storage):
-        if storage._cdata in self.sizes: return
         self.sizes[storage._cdata] = storage.nbytes()
         self.bytes += storage.nbytes()
         if self.bytes > 1.01*self.peak: gc.collect()
