@@ -18,7 +18,9 @@ Rounds take turns, and a ratio is of the minima of one run. Promised:
 Besides:
 
 * actors of Ray alone that do nothing, as many as memory allows: milliseconds of a call to all, with a line through
-  them, and the caller's own CPU time, when it calls each of them and when it calls one leader for each eight;
+  them, and the caller's own CPU time;
+* a call of a pool that asks each of its ranks, and of one that asks their leader, as large pools do: seconds, and the
+  CPU time of the loop's process;
 * a step shaped as GRPO's, which computes nothing: bytes through this process, and what it costs, beside the same step
   without the columns that the loop hands on unread. The difference is the most that references to them could save;
 * weights from one host to another (network namespaces, as root): through the store, and by a gloo broadcast.
@@ -255,31 +257,38 @@ def back(cluster):
         return dict(alive=alive, seconds=best(1, ask=lambda: rollout.generate(b, seed=0))["ask"])
 
 
-class Leader:
-    "Calls those of its node."
-    def __init__(self, members): self.members = members
-    def nothing(self): ray.get([m.nothing.remote() for m in self.members])
+def cpu(rounds, ask):
+    "Seconds of this process's own."
+    start = time.process_time()
+    for _ in range(rounds): ask()
+    return (time.process_time() - start)/rounds
 
 
-def sleeping(cluster, most, rounds, each=8):
-    "A no-op of 1, 2, 4 … actors of Ray alone, called one by one, and by leaders of eight each: seconds; fits."
+def sleeping(cluster, most, rounds):
+    "A no-op of 1, 2, 4 … actors of Ray alone: seconds, and a line through them."
     actors, took, own = [], {}, {}
-    def ask(actors):
-        ray.get([actor.nothing.remote() for actor in actors])
-    def cpu(actors):
-        start = time.process_time()
-        for _ in range(rounds): ask(actors)
-        return (time.process_time() - start)/rounds
+    def ask(): ray.get([actor.nothing.remote() for actor in actors])
     for n in (1 << k for k in range(most.bit_length())):
         actors.extend(ray.remote(Bare).options(num_cpus=0).remote() for _ in range(n - len(actors)))
-        took[n], own[n] = best(rounds, ask=partial(ask, actors))["ask"], cpu(actors)
-    groups = [actors[i:i+each] for i in range(0, most, each)] if most > each else []
-    leaders = [ray.remote(Leader).options(num_cpus=0).remote(group) for group in groups]
-    led = dict(leaders=len(leaders), seconds=best(rounds, ask=partial(ask, leaders))["ask"], cpu=cpu(leaders))
-    for actor in actors + leaders: ray.kill(actor)
+        took[n], own[n] = best(rounds, ask=ask)["ask"], cpu(rounds, ask)
+    for actor in actors: ray.kill(actor)
     each, once = np.polyfit(list(took), list(took.values()), 1, w=[1/t for t in took.values()])
-    return dict(seconds=took, cpu=own, once_ms=1e3*once, each_ms=1e3*each, ten_thousand_seconds=once + 1e4*each,
-                led=led)
+    return dict(seconds=took, cpu=own, once_ms=1e3*once, each_ms=1e3*each, ten_thousand_seconds=once + 1e4*each)
+
+
+def led(cluster, most, rounds):
+    "A call without rows of pools of several sizes, and of the same pools with a leader."
+    from rlblocks.placement import crew
+    found, own = {}, crew.LEADERS_FROM
+    for n in sorted({most//4, most//2, most}):
+        for way, least in (("each", n + 1), ("led", 1)):
+            crew.LEADERS_FROM = least
+            with RayPool(n, cpus=.1, cluster=cluster, world=False, name=way) as pool:
+                nothing = pool.place(Takes).nothing
+                assert len(pool.crew.leaders) == (way == "led")
+                found.setdefault(way, {})[n] = dict(seconds=best(rounds, ask=nothing)["ask"], cpu=cpu(rounds, nothing))
+    crew.LEADERS_FROM = own
+    return found
 
 
 class Acts:
@@ -356,7 +365,7 @@ def main():
     words.add_argument("--calls", type=int, default=200)
     words.add_argument("--store", type=int, default=2_000_000_000, help="bytes of Ray's store")
     words.add_argument("--actors", type=int, default=64, help="of Ray alone; 60 to 130 MiB each")
-    words.add_argument("--only", default="calls,huge,growth,loads,back,sleeping,steps,hosts")
+    words.add_argument("--only", default="calls,huge,growth,loads,back,sleeping,led,steps,hosts")
     words.add_argument("--address", help="of a running cluster, for --only between")
     words.add_argument("--out", type=Path, default=Path(__file__).parent/"results")
     given = words.parse_args()
@@ -370,6 +379,7 @@ def main():
                  loads=lambda: dict(loads=loads(cluster, given.rounds)),
                  back=lambda: dict(back=back(cluster)),
                  sleeping=lambda: dict(sleeping=sleeping(cluster, given.actors, 5*given.rounds)),
+                 led=lambda: dict(led=led(cluster, given.actors//2, 5*given.rounds)),
                  steps=lambda: dict(steps=steps(cluster, max(3, given.rounds//4))),
                  hosts=lambda: dict(hosts=hosts(given.rounds)),
                  between=lambda: dict(between=between(given.address, given.rounds)))

@@ -30,7 +30,8 @@ from rlblocks import (
 )
 from rlblocks.engines.weights import InProcess, Ticket
 from rlblocks.engines.world import RankLost
-from rlblocks.placement.crew import RankSilent
+from rlblocks.placement import crew
+from rlblocks.placement.calls import RankSilent
 from spmd_loops import Echo, net
 from test_spmd import same
 from tiny import NEAR, prompts, rows
@@ -47,13 +48,14 @@ def options(folder):
                 logging_level="ERROR", log_to_driver=False)
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    "A Ray with a token, whose processes end with this module."
+@pytest.fixture(scope="module", params=["each", *rarely("led")])
+def cluster(request):
+    "A Ray with a token, whose processes end with this module. Pools ask each rank, or a leader, as large ones do."
     import ray
     folder = tempfile.mkdtemp(prefix="ray")
     with pytest.MonkeyPatch.context() as patch:
         for k, x in ENV.items(): patch.setenv(k, x)
+        if request.param == "led": patch.setattr(crew, "LEADERS_FROM", 1)
         yield Cluster(options=options(folder), ready=60., runtime_env=dict(py_executable=ray_python()))
         ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
@@ -597,13 +599,11 @@ def test_the_doctor_asks_every_node(cluster, two, tmp_path):
 
 
 def test_what_nobody_refers_to_is_let_go(two):
-    import ray
     keeps = two.place(Keeps)
     number = vars(keeps)["_placed"].number
     del keeps
     two.place(Keeps)
-    with pytest.raises(ray.exceptions.RayTaskError, match=f"holds no object {number} any more"):
-        ray.get(two.crew.ranks[1].member.find.remote(number))
+    assert all(let_go(two, number))
 
 
 # -- what is heard
@@ -712,13 +712,15 @@ def test_ctrl_c_while_an_object_is_placed_read_or_set_is_said_by_the_next_call(t
 
 
 def let_go(pool, number):
-    "Whether each rank holds an object no more. It hears of it with a call."
+    "Whether each rank holds an object no more. It hears of it with a call; from a leader a moment later."
     import ray
     def says(rank):
         try: ray.get(rank.member.find.remote(number))
         except ray.exceptions.RayTaskError as e: return f"holds no object {number} any more" in str(e)
         return False
-    return [says(rank) for rank in pool.crew.ranks]
+    end = time.monotonic() + 10*len(pool.crew.leaders)
+    while not all(found := [says(rank) for rank in pool.crew.ranks]) and time.monotonic() < end: time.sleep(.05)
+    return found
 
 
 class Half:
@@ -746,13 +748,14 @@ def test_what_stops_a_rank_no_more_than_a_call_is_an_error_of_the_call(one):
     """A task of asyncio that is cancelled is no `Exception`, and Ray has errors of a call, as a disk that is full: no
     process has died."""
     import ray
-    from rlblocks.placement.crew import RankCall, begin
+    from rlblocks.placement.calls import RankCall, begin
+    from rlblocks.placement.leaders import RankMessage
     with pytest.raises(RuntimeError, match="CancelledError: no more") as e: one.place(Keeps).cancelled()
     assert "in Keeps.cancelled on rank 0" in "\n".join(e.value.__notes__)
     def full(): raise OSError("the disk is full")
-    task = ray.remote(full).options(num_cpus=0, max_retries=0)
+    lost = ray.remote(full).options(num_cpus=0, max_retries=0).remote()      # as an argument
     with pytest.raises(Exception, match="the disk is full") as e:
-        begin(one.crew, RankCall("Keeps.pid", lambda rank: task.remote()), lambda found: found).result()
+        begin(one.crew, RankCall("Keeps.pid", lambda rank: RankMessage("drop", (lost,))), lambda found: found).result()
     assert not isinstance(e.value, RankLost) and one.place(Keeps).pid() > 0
 
 
@@ -858,11 +861,17 @@ def test_a_pool_whose_ray_was_shut_down_says_so():
 
 # -- ranks that die
 
-def test_a_rank_that_dies_is_named_and_the_pool_is_given_up(cluster):
+BOTH = pytest.mark.parametrize("led", [False, True])       # ranks asked by this process, or by a leader
+
+
+@BOTH
+def test_a_rank_that_dies_is_named_and_the_pool_is_given_up(cluster, monkeypatch, led):
+    if led: monkeypatch.setattr(crew, "LEADERS_FROM", 2)
     b = prompts((5, 2, 7, 3))
     with RayPool(2, cluster=cluster, grace=2., name="mortal") as pool:
         keeps = pool.place(Keeps)
         pid = pool.crew.ranks[1].pid
+        assert led <= len(pool.crew.leaders)
         keeps.spoil(b)
         with pytest.raises(RankLost) as e: keeps.dies(b, 1)
         for words in ("Keeps.dies: rank 1 (node ", f"pid {pid}) of 2 in pool 'mortal', of replica 1, died",
@@ -901,8 +910,10 @@ def test_a_rank_that_does_not_answer_in_time_is_named_and_the_pool_is_given_up(c
         with pytest.raises(RuntimeError, match="cannot be asked any more: Keeps.run: no answer within"): keeps.pid()
 
 
-def test_an_error_that_leaves_others_in_a_collective_breaks_the_pool_after_the_grace(cluster):
+@BOTH
+def test_an_error_that_leaves_others_in_a_collective_breaks_the_pool_after_the_grace(cluster, monkeypatch, led):
     "The error keeps its class and names who is silent; the processes are gone when the pool is closed."
+    if led: monkeypatch.setattr(crew, "LEADERS_FROM", 2)
     with RayPool(2, cluster=cluster, grace=1., name="grace") as pool:
         ranks, pids = pool.place(Together), [rank.pid for rank in pool.crew.ranks]
         assert ranks.sums("none") == 2
@@ -1087,6 +1098,7 @@ def answers_in(seconds, call):
 
 @pytest.mark.parametrize("world", [True, False])
 def test_a_call_that_reached_some_ranks_ends_a_pool_whose_ranks_wait_for_each_other(cluster, monkeypatch, world):
+    "A leader is asked once for all of its ranks, so a call reaches them together or not at all."
     from rlblocks.placement import raypool
     stored, b = raypool._stored, prompts((2, 3))
     with RayPool(2, cluster=cluster, world=world, name="partly") as pool:
@@ -1095,7 +1107,8 @@ def test_a_call_that_reached_some_ranks_ends_a_pool_whose_ranks_wait_for_each_ot
             calls = iter([0, 1])
             patch.setattr(raypool, "_stored", lambda x: stored(x) if next(calls) == 0 else full())
             with pytest.raises(MemoryError, match="the store is full"): echo.pids(b)
-        if world:
+        if pool.crew.leaders: assert len(set(echo.pids(b).tolist())) == 2
+        elif world:
             with pytest.raises(RuntimeError, match="cannot be asked any more: Keeps.pids reached 1 of 2 ranks.*full"):
                 echo.pids(b)
         else:

@@ -26,7 +26,7 @@ from rlblocks import here
 from rlblocks.engines.world import RankLost
 from rlblocks.people.command import command_line
 from rlblocks.placement import restarts
-from rlblocks.placement.crew import RankSilent
+from rlblocks.placement.calls import RankSilent
 from rlblocks.placement.restarts import supervise
 from test_spmd import same
 

@@ -12,9 +12,10 @@ import spmd_loops
 import torch
 from conftest import RAY_TOKEN, ROOT, rarely, ray_python
 from rlblocks import (
-    Batch, Cluster, Critic, Policy, Pools, Prompts, RayPool, Scorer, here, later, loop_from, plain
+    Batch, Cluster, Critic, Policy, Pools, Prompts, RayPool, Rollout, Scorer, here, later, loop_from, plain
 )
 from rlblocks.engines.world import RankLost
+from rlblocks.placement import crew
 from spmd_loops import net
 from test_ray import Large, Reads
 from test_spmd import same
@@ -77,6 +78,41 @@ def test_a_replica_over_two_nodes_is_refused(apart, engine):
 def test_ranks_have_devices_of_their_own(apart):
     "Of every node the first two for two ranks of two. The GPUs are numbers here: on CUDA it is untried."
     assert devices_of(apart) == ["0,1", "0,1"]
+
+
+class Notes:
+    "Says in which order it was called, and who it is."
+    def __init__(self): self.said = []
+    def note(self, x): self.said.append(x)
+    def order(self, b): return [self.said]*len(b)
+    def pids(self, b): return torch.full((len(b),), os.getpid())
+
+
+def test_leaders_on_two_nodes_pass_calls_on_and_answers_back(cluster, apart, monkeypatch):
+    """As in large pools: every kind of call, weights that come from another pool and go there, one order for all ranks,
+    also of calls that nobody waits for. A pool whose ranks may be made anew has none. When one dies, its ranks are
+    lost."""
+    import ray
+    monkeypatch.setattr(crew, "LEADERS_FROM", 2)
+    with RayPool(1, cluster=cluster, cpus=.1, name="few") as few: assert not few.crew.leaders
+    with RayPool(2, cluster=cluster, cpus=.1, world=False, restarts=1, name="anew") as anew:
+        assert not anew.crew.leaders
+    with RayPool(4, nodes=2, cluster=cluster, timeout=300., name="many") as pool:
+        assert [sorted(led.ranks) for led in pool.crew.leaders] == [[0, 1], [2, 3]]
+        want = Rollout(net(seed=3), max_tokens=4).generate(prompts(), seed=1).tokens
+        same(spmd_loops.dispatch(pool), spmd_loops.alone(spmd_loops.dispatch), "dispatch", 1e-7)
+        for a, b in ((pool, apart), (apart, pool)):
+            policy, rollout = a.place(Policy, net(seed=3)), b.place(Rollout, net(), max_tokens=4)
+            rollout.load(policy.weights())
+            assert torch.equal(rollout.generate(prompts(), seed=1).tokens, want)
+        notes, b = pool.place(Notes), prompts([5]*4)
+        calls = [later(notes.note, i) for i in range(40)]
+        assert notes.order(b) == [list(range(40))]*4 and [x.result() for x in calls] == [None]*40
+        assert notes.pids(b).tolist() == [rank.pid for rank in pool.crew.ranks]
+        ray.kill(pool.crew.leaders[1].actor)
+        with pytest.raises(RankLost, match=r"Notes.pids: rank 2 .* of 4 in pool 'many', of replica 2, .*-leader-1"):
+            notes.pids(b)
+        with pytest.raises(RuntimeError, match="cannot be asked any more: Notes.pids: rank 2"): notes.pids(b)
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SHARE', 'Cluster', 'as_cluster', 'connect', 'check_address', 'unlike', 'check_token', 'bundles_of', 'reserve',
            'own_in_words', 'in_words', 'free_in_words', 'spots', 'Claim', 'claim_of', 'start_member', 'first', 'meet',
-           'interfaces', 'task_on', 'node_addresses', 'ask_nodes', 'last_lines', 'log_tail', 'remaining']
+           'interfaces', 'task_on', 'actor_on', 'node_addresses', 'ask_nodes', 'last_lines', 'log_tail', 'remaining']
 
 # %% ../../nbs/placement/98g_cluster.ipynb #c74d7123
 import os
@@ -268,10 +268,17 @@ def task_on(
     node:str, # its id
 )->dict[str, object]:
     "Ray's options of a task on a node."
+    return dict(max_retries=0, **actor_on(cluster, node))
+
+def actor_on(
+    cluster:Cluster,
+    node:str, # its id
+)->dict[str, object]:
+    "Ray's options of an actor on a node that needs none of its devices."
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
     given = cluster.runtime_env
     env = environment(0, dict(CPU=1.), given.get("env_vars", {}) | cluster.env)
-    return dict(num_cpus=0, max_retries=0, runtime_env=given | dict(env_vars=env),
+    return dict(num_cpus=0, runtime_env=given | dict(env_vars=env),
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
 
 def node_addresses()->dict[str, str]: # node → address
