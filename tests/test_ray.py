@@ -640,10 +640,11 @@ def test_warnings_and_what_calls_took_are_seen_here(two):
     assert [row["rank"] for row in found] == [0, 1] and all(row["calls"] == 1 and row["mib"] > 50 for row in found)
 
 
-def interrupt(path):
-    "Ctrl-C, once the rank is at work."
+def interrupt(pool, path, ranks=2):
+    "Ctrl-C, once so many ranks were given a call and one is at work."
+    def given(): return len(pool.crew.open[-1].refs) if pool.crew.open else 0
     def press():
-        while not path.exists(): time.sleep(.02)
+        while not path.exists() or given() < ranks: time.sleep(.02)
         os.kill(os.getpid(), signal.SIGINT)
     threading.Thread(target=press, daemon=True).start()
 
@@ -653,7 +654,7 @@ def test_ctrl_c_leaves_ranks_at_work_and_the_next_call_says_so(two, tmp_path, me
     "A step whose answer was lost is not taken twice."
     keeps, before = two.place(Keeps), signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        interrupt(tmp_path/"began")
+        interrupt(two, tmp_path/"began")
         with pytest.raises(KeyboardInterrupt): getattr(keeps, method)(str(tmp_path/"began"))
     finally: signal.signal(signal.SIGINT, before)
     with pytest.warns(UserWarning, match=f"Keeps.pid waits: Keeps.{method} was interrupted"):
@@ -669,7 +670,7 @@ def test_each_call_that_nobody_heard_is_told_by_one_that_follows(two, tmp_path):
     keeps, echo, before = two.place(Keeps), two.place(Echo), signal.signal(signal.SIGINT, signal.default_int_handler)
     unheard = [later(echo.fails, prompts((5, 2, 7, 3))) for _ in range(2)]
     try:
-        interrupt(tmp_path/"began")
+        interrupt(two, tmp_path/"began")
         with pytest.raises(KeyboardInterrupt): keeps.step(str(tmp_path/"began"))
     finally: signal.signal(signal.SIGINT, before)
     unheard.clear()
@@ -699,7 +700,7 @@ def test_ctrl_c_while_an_object_is_placed_read_or_set_is_said_by_the_next_call(t
     slowly, before = two.place(Slowly), signal.signal(signal.SIGINT, signal.default_int_handler)
     path = slowly.path = str(tmp_path/"began")
     try:
-        interrupt(tmp_path/"began")
+        interrupt(two, tmp_path/"began", 1 if what == "Slowly.slow" else 2)
         with pytest.raises(KeyboardInterrupt):
             if what.startswith("place"): two.place(Slowly, path)
             elif what.endswith("slow"): assert slowly.slow
