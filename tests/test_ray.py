@@ -750,7 +750,7 @@ def test_what_stops_a_rank_no_more_than_a_call_is_an_error_of_the_call(one):
     process has died."""
     import ray
     from rlblocks.placement.calls import RankCall, begin
-    from rlblocks.placement.leaders import RankMessage
+    from rlblocks.placement.member import RankMessage
     with pytest.raises(RuntimeError, match="CancelledError: no more") as e: one.place(Keeps).cancelled()
     assert "in Keeps.cancelled on rank 0" in "\n".join(e.value.__notes__)
     def full(): raise OSError("the disk is full")
@@ -867,12 +867,12 @@ BOTH = pytest.mark.parametrize("led", [False, True])       # ranks asked by this
 
 @BOTH
 def test_a_rank_that_dies_is_named_and_the_pool_is_given_up(cluster, monkeypatch, led):
-    if led: monkeypatch.setattr(crew, "LEADERS_FROM", 2)
+    monkeypatch.setattr(crew, "LEADERS_FROM", 2 if led else 3)
     b = prompts((5, 2, 7, 3))
     with RayPool(2, cluster=cluster, grace=2., name="mortal") as pool:
         keeps = pool.place(Keeps)
         pid = pool.crew.ranks[1].pid
-        assert led <= len(pool.crew.leaders)
+        assert led == len(pool.crew.leaders)
         keeps.spoil(b)
         with pytest.raises(RankLost) as e: keeps.dies(b, 1)
         for words in ("Keeps.dies: rank 1 (node ", f"pid {pid}) of 2 in pool 'mortal', of replica 1, died",
@@ -914,7 +914,7 @@ def test_a_rank_that_does_not_answer_in_time_is_named_and_the_pool_is_given_up(c
 @BOTH
 def test_an_error_that_leaves_others_in_a_collective_breaks_the_pool_after_the_grace(cluster, monkeypatch, led):
     "The error keeps its class and names who is silent; the processes are gone when the pool is closed."
-    if led: monkeypatch.setattr(crew, "LEADERS_FROM", 2)
+    monkeypatch.setattr(crew, "LEADERS_FROM", 2 if led else 3)
     with RayPool(2, cluster=cluster, grace=1., name="grace") as pool:
         ranks, pids = pool.place(Together), [rank.pid for rank in pool.crew.ranks]
         assert ranks.sums("none") == 2

@@ -16,6 +16,7 @@ from rlblocks import (
 )
 from rlblocks.engines.world import RankLost
 from rlblocks.placement import crew
+from rlblocks.placement.calls import RankSilent, done, outcomes
 from spmd_loops import net
 from test_ray import Large, Reads
 from test_spmd import same
@@ -86,19 +87,67 @@ class Notes:
     def note(self, x): self.said.append(x)
     def order(self, b): return [self.said]*len(b)
     def pids(self, b): return torch.full((len(b),), os.getpid())
+    def same(self, b): return b.tokens
+    def fails(self, path):
+        "Rank 1 at once, rank 0 once there is a file; the others answer."
+        if os.environ["RANK"] == "1": raise KeyError("a shard is missing")
+        while os.environ["RANK"] == "0" and not os.path.exists(path): time.sleep(.02)
+        return int(os.environ["RANK"])
+    def sleeps(self, n):
+        if int(os.environ["RANK"]) == n: time.sleep(600)
+
+
+def test_of_ranks_that_a_leader_asks_each_is_heard(cluster, monkeypatch, tmp_path):
+    """Who is silent is named, and not its neighbours. An error is heard while a neighbour is at work, but a call that
+    nobody asks for is left to its ranks until all have answered."""
+    monkeypatch.setattr(crew, "LEADERS_FROM", 2)
+    with RayPool(4, nodes=2, cluster=cluster, timeout=300., world=False, name="each") as pool:
+        notes, path = pool.place(Notes), tmp_path/"go"
+        later(notes.fails, str(path))
+        call, = pool.crew.open
+        wait(lambda: 1 in outcomes(call, [0, 1, 2, 3]))
+        assert not done(call), "rank 0 is at work"
+        path.touch()
+        wait(lambda: done(call))
+        with pytest.raises(KeyError, match="a shard is missing"): notes.note(1)
+        pool.crew.timeout = 3.
+        with pytest.raises(RankSilent) as e: notes.sleeps(2)
+        assert "from rank 2 (" in str(e.value) and "rank 3" not in str(e.value) and "rank 0" not in str(e.value)
+
+
+@pytest.mark.long
+def test_a_call_that_reached_one_leader_ends_a_pool_whose_ranks_wait_for_each_other(cluster, monkeypatch):
+    from rlblocks.placement import raypool
+    monkeypatch.setattr(crew, "LEADERS_FROM", 2)
+    stored, b, calls = raypool._stored, prompts([5]*2), iter([0, 1])
+    def full(x):
+        if next(calls): raise MemoryError("the store is full")
+        return stored(x)
+    with RayPool(2, nodes=2, cluster=cluster, cpus=.1, name="partly") as pool:
+        notes = pool.place(Notes)
+        with monkeypatch.context() as patch, pytest.raises(MemoryError, match="the store is full"):
+            patch.setattr(raypool, "_stored", full)
+            notes.same(b)
+        with pytest.raises(RuntimeError, match="Notes.same reached 1 of 2 ranks.*full"): notes.same(b)
+
+
+def wait(holds):
+    end = time.monotonic() + 120
+    while not holds() and time.monotonic() < end: time.sleep(.05)
+    assert holds()
 
 
 def test_leaders_on_two_nodes_pass_calls_on_and_answers_back(cluster, apart, monkeypatch):
-    """As in large pools: every kind of call, weights that come from another pool and go there, one order for all ranks,
-    also of calls that nobody waits for. A pool whose ranks may be made anew has none. When one dies, its ranks are
-    lost."""
+    """As in large pools: every kind of call, large answers, weights that come from another pool and go there, one order
+    for all ranks, also of calls that nobody waits for. A pool whose ranks may be made anew has none. Of a leader that
+    dies the pool says so, and is given up."""
     import ray
     monkeypatch.setattr(crew, "LEADERS_FROM", 2)
     with RayPool(1, cluster=cluster, cpus=.1, name="few") as few: assert not few.crew.leaders
     with RayPool(2, cluster=cluster, cpus=.1, world=False, restarts=1, name="anew") as anew:
         assert not anew.crew.leaders
     with RayPool(4, nodes=2, cluster=cluster, timeout=300., name="many") as pool:
-        assert [sorted(led.ranks) for led in pool.crew.leaders] == [[0, 1], [2, 3]]
+        assert [leader.ranks for leader in pool.crew.leaders] == [(0, 1), (2, 3)]
         want = Rollout(net(seed=3), max_tokens=4).generate(prompts(), seed=1).tokens
         same(spmd_loops.dispatch(pool), spmd_loops.alone(spmd_loops.dispatch), "dispatch", 1e-7)
         for a, b in ((pool, apart), (apart, pool)):
@@ -109,9 +158,11 @@ def test_leaders_on_two_nodes_pass_calls_on_and_answers_back(cluster, apart, mon
         calls = [later(notes.note, i) for i in range(40)]
         assert notes.order(b) == [list(range(40))]*4 and [x.result() for x in calls] == [None]*40
         assert notes.pids(b).tolist() == [rank.pid for rank in pool.crew.ranks]
+        large = prompts([50_000]*4)
+        assert torch.equal(notes.same(large), large.tokens)
         ray.kill(pool.crew.leaders[1].actor)
-        with pytest.raises(RankLost, match=r"Notes.pids: rank 2 .* of 4 in pool 'many', of replica 2, .*-leader-1"):
-            notes.pids(b)
+        with pytest.raises(RankLost, match=r"Notes.pids: rank 2 .* of 4 in pool 'many', of replica 2, is not heard; .*"
+                           r"the leader of its node is lost: .*-leader-1"): notes.pids(b)
         with pytest.raises(RuntimeError, match="cannot be asked any more: Notes.pids: rank 2"): notes.pids(b)
 
 

@@ -21,9 +21,8 @@ from ..engines.weights import Ticket
 from .cluster import Cluster, as_cluster, bundles_of, claim_of, connect, reserve, spots
 from .calls import RankCall, Underway, begin, check_session, drop_objects, raise_unheard
 from .crew import Crew, Rank, end_ranks, session, start_ranks
-from .leaders import RankMessage
-from .member import Made
-from .handles import Handle, Method, Placed, replica_index, speakers
+from .member import Made, RankMessage
+from .handles import Handle, Method, Placed, replica_indices, speakers
 from .shipping import ANY_NUMBER, BUCKET_BYTES, InPool, Stream
 from .place import C, P
 from .restarts import mended
@@ -142,8 +141,9 @@ def check_together(
     ranks:list[Rank],
 ):
     "RuntimeError where the ranks of a replica are on several nodes: what they exchange at every layer would travel."
-    for k in set(replicas):
-        mine = [rank for rank, replica in zip(ranks, replicas, strict=True) if replica == k]
+    members:dict[int, list[Rank]] = {}
+    for rank, replica in zip(ranks, replicas, strict=True): members.setdefault(replica, []).append(rank)
+    for mine in members.values():
         if len({rank.node for rank in mine}) == 1: continue
         raise RuntimeError(f"RayPool: a replica of {kind.__name__} is spread over nodes: {'; '.join(map(str, mine))}; "
                            f"ask for as many ranks on each node: RayPool({len(ranks)}, nodes=…)")
@@ -223,13 +223,14 @@ def _begun(pool, placed, name, given)->Underway[object]:
 def _shares(pool, placed, name, keep, cut, speaking)->Callable[[Rank], RankMessage]:
     """What a rank is asked in a call that is cut: one share for each rank that speaks.
 
-    A share goes into the store when it is first sent: one replica reads while the next one's is put. For ranks made
-    anew the shares are kept, so nothing here may refer to `placed`, which would keep the object."""
-    number, replicas, names = placed.number, placed.replicas, partial(_name_of, pool)
+    A share goes into the store when it is first asked for: one replica reads while the next one's is put. For ranks
+    made anew the shares are kept, so nothing here may refer to `placed`, which would keep the object."""
+    number, names = placed.number, partial(_name_of, pool)
+    index, speak = replica_indices(placed.replicas), frozenset(speaking)
     shares = [cache(partial(_stored, parcel_of(cut.of(k), names=names, limit=LIMIT))) for k in range(len(speaking))]
     def message(rank):
-        share = shares[replica_index(replicas, rank.number) if len(shares) > 1 else 0]()
-        return RankMessage("call", (number, name, share, rank.number in speaking, keep))
+        share = shares[index[rank.number] if len(shares) > 1 else 0]()
+        return RankMessage("call", (number, name, share, rank.number in speak, keep))
     return message
 
 def _owner(x):

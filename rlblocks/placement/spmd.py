@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .answers import from_message, gather_bytes, to_message
-from .handles import Handle, Placed, describe, is_plain, local, membership, replica_index, speakers
+from .handles import Handle, Placed, describe, is_plain, local, membership, replica_indices, speakers
 from .place import C, Call, FutureAnswer, P, later
 from ..engines.world import RankLost, all_or_raise, exchange, form_world, in_time, leave_world, world
 
@@ -232,7 +232,7 @@ def _cut_call(pool:SpmdPool, placed:Placed, name:str, args:tuple, kwargs:dict)->
 
 def _on_share(pool, placed, call, method, *more):
     "A method, on what this rank is given."
-    share, options = call.of(replica_index(placed.replicas, pool.rank))
+    share, options = call.of(replica_indices(placed.replicas)[pool.rank])
     return method(*more, *share, **options)
 
 def _finish_call(pool:SpmdPool, placed:Placed, call:Call, work:Callable)->Any:
