@@ -50,6 +50,7 @@ import torch
 from machine import machine
 from rlblocks import Batch, Cluster, Mean, Policy, RayPool, Rollout, send_weights
 from rlblocks.placement.place import Call
+from rlblocks.placement.wire import parcel_of
 
 PROMISED = dict(empty=2.2, small=2.2, large=2.2, seconds=5., bytes_a_token=16., private=2., growth=.2, load=1.6,
                 again=1.6, back=10.)
@@ -277,18 +278,28 @@ def sleeping(cluster, most, rounds):
 
 
 def led(cluster, most, rounds):
-    "A call without rows of pools of several sizes, and of the same pools with a leader."
+    "A call without rows of pools of several sizes, and of the same pools with a leader; what cutting rows takes."
     from rlblocks.placement import crew
-    found, own = {}, crew.LEADERS_FROM
-    for n in sorted({most//4, most//2, most}):
-        for way, least in (("each", n + 1), ("led", 1)):
-            crew.LEADERS_FROM = least
-            with RayPool(n, cpus=.1, cluster=cluster, world=False, name=way) as pool:
-                nothing = pool.place(Takes).nothing
-                assert len(pool.crew.leaders) == (way == "led")
-                found.setdefault(way, {})[n] = dict(seconds=best(rounds, ask=nothing)["ask"], cpu=cpu(rounds, nothing))
-    crew.LEADERS_FROM = own
-    return found
+    found, own = dict(each={}, led={}), crew.LEADERS_FROM
+    try:
+        for n in sorted({most//4, most//2, most}):
+            for way, least in (("each", n + 1), ("led", 1)):
+                crew.LEADERS_FROM = least
+                with RayPool(n, cpus=.1, cluster=cluster, world=False, name=way) as pool:
+                    nothing = pool.place(Takes).nothing
+                    assert len(pool.crew.leaders) == (way == "led")
+                    found[way][n] = dict(seconds=best(rounds, ask=nothing)["ask"], cpu=cpu(rounds, nothing))
+    finally: crew.LEADERS_FROM = own
+    return found | dict(cut_ms=cut_ms(rounds))
+
+
+def cut_ms(rounds, replicas=1000):
+    "Milliseconds for each replica's share of a call with a row for each, in which nothing is sent."
+    b = Batch(tokens=torch.zeros(replicas, 64, dtype=torch.long), lengths=torch.full((replicas,), 64))
+    def cut():
+        call = Call((b,), {}, replicas)
+        for k in range(replicas): parcel_of(call.of(k))
+    return 1e3*best(max(3, rounds//10), cut=cut)["cut"]/replicas
 
 
 class Acts:
