@@ -534,6 +534,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'rlblocks/data/columns.py'),
                                        'rlblocks.data.columns._check_row': ('data/columns.html#_check_row', 'rlblocks/data/columns.py'),
                                        'rlblocks.data.columns._plain': ('data/columns.html#_plain', 'rlblocks/data/columns.py'),
+                                       'rlblocks.data.columns._slip': ('data/columns.html#_slip', 'rlblocks/data/columns.py'),
                                        'rlblocks.data.columns.check_integers': ( 'data/columns.html#check_integers',
                                                                                  'rlblocks/data/columns.py'),
                                        'rlblocks.data.columns.check_mask': ('data/columns.html#check_mask', 'rlblocks/data/columns.py'),

@@ -162,9 +162,15 @@ def test_bad_input_is_told_how_to_be_good(call, words):
     with pytest.raises((ValueError, TypeError, AttributeError), match=re.escape(words)): call()
 
 
-def test_one_column_is_not_taken_for_another():
-    with pytest.raises(AttributeError, match="no column 'ref_logprobs'; there are .*old_logprobs$"):
-        _ = batch(old_logprobs=x).ref_logprobs
+@pytest.mark.parametrize("name, there, meant", [
+    ("ref_logprobs", "old_logprobs", False), ("ref_logprobs", "logprobs", False), ("maks", "mask", True),
+    ("old_logprob", "old_logprobs", True), ("odl_logprobs", "old_logprobs", True), ("log_probs", "logprobs", True),
+    ("reflogprobs", "ref_logprobs", True)])
+def test_one_column_is_not_taken_for_another(name, there, meant):
+    "A slip within a word is; another word, or one more, is another column."
+    given = batch(**{there: chosen if there == "mask" else x})
+    with pytest.raises(AttributeError, match=f"no column '{name}'; there are ") as e: getattr(given, name)
+    assert str(e.value).endswith(f"; is {there!r} meant?" if meant else f", {there}")
 
 
 def test_whole_numbers_are_rewards():

@@ -36,8 +36,14 @@ def check_tokenizer(who:str, tokenizer:object):
 
 def listed(name:str, names:Iterable, more:Iterable=())->str:
     "The end of a message: what there is, and which of it (or of `more`) is like the name that was asked for."
-    near = get_close_matches(name, [str(x) for x in (*names, *more)], 1, .76)
+    near = get_close_matches(name, [x for x in map(str, (*names, *more)) if _slip(name, x)], 1, .75)
     return ", ".join(map(str, names)) + (f"; is {near[0]!r} meant?" if near else "")
+
+def _slip(name, other):
+    "Whether the words that only one of two names has are alike; `ref_` for `old_` is another column, no slip."
+    a, b = name.split("_"), other.split("_")
+    left, right = ("_".join(word for word in x if word not in y) for x, y in ((a, b), (b, a)))
+    return bool(get_close_matches(left, [right]))
 
 # %% ../../nbs/data/35_columns.ipynb #2d54b378
 def whole_number(who:str, name:str, n:object, least:int=1)->int: # a Python int
