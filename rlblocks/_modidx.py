@@ -3028,6 +3028,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'rlblocks.models.forward._on_a_line': ( 'models/forward.html#_on_a_line',
                                                                                  'rlblocks/models/forward.py'),
                                          'rlblocks.models.forward._on_call': ('models/forward.html#_on_call', 'rlblocks/models/forward.py'),
+                                         'rlblocks.models.forward._owned': ('models/forward.html#_owned', 'rlblocks/models/forward.py'),
                                          'rlblocks.models.forward._padded': ('models/forward.html#_padded', 'rlblocks/models/forward.py'),
                                          'rlblocks.models.forward.accepts': ('models/forward.html#accepts', 'rlblocks/models/forward.py'),
                                          'rlblocks.models.forward.rope_window': ( 'models/forward.html#rope_window',

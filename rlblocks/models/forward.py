@@ -133,18 +133,25 @@ def _from_head(given, reading)->dict[str, Tensor]:
     "By name, what `_instead` gave."
     if reading.hidden: return dict(hidden=given)
     if reading.measure: return dict(measured=check_measured(given))
-    # copies: FSDP2 hangs its hooks on outputs, and an operation in place on a view would drop them
-    return dict(zip(("logprobs", "entropy"), (x.clone() for x in given.unbind(-1)), strict=False))
+    return dict(zip(("logprobs", "entropy"), given.unbind(-1), strict=False))
 
 def _from_logits(logits, places, reading)->dict[str, Tensor]:
     "The same from logits."
     how:dict[str, Any] = dict(temperature=places.temperature, support=places.support)
     if reading.measure:
         return dict(measured=check_measured(asked(reading.measure, sampled_from(logits, **how), list(places.columns))))
-    found = dict(logprobs=gather_logprobs(logits, places.targets, **how).clone())     # as above
+    found = dict(logprobs=gather_logprobs(logits, places.targets, **how))
     if reading.entropy: found["entropy"] = entropy_of(logits, **how)
     if reading.logits: found["logits"] = sampled_from(logits, **how)
     return found
+
+def _owned(x):
+    """A copy of what is a view of numbers a place.
+
+    FSDP2 hangs its hooks on outputs that require grad. An operation in place on a view would drop them.
+    What is wider may be a view still. Hidden states are read without gradient, so they get no hook. A measure that cuts
+    several numbers a place out of logits may cut out as many as there are logits, too many to copy."""
+    return x.clone() if x.dim() == 1 and x._is_view() else x
 
 def _from_routers(seen, tokens, lengths, call):
     "Router scores, or experts, of every token: `[B, T, L, E]`."
@@ -207,7 +214,7 @@ class Forward(nn.Module):
         elif places.targets is None: found = self.values(call.pick(out))
         else: found = _from_logits(call.pick(out), call.places, reading)
         if self.on_lm_head and not reading.hidden: found |= self.values(cast(Tensor, tap.entered))
-        found = {k: call.gather(x) for k, x in found.items()}
+        found = {k: _owned(call.gather(x)) for k, x in found.items()}
         if not watch: return found
         name = "experts" if reading.routers == "experts" else "router_logits"
         return found | {name: _from_routers(seen, tokens, lengths, call)}
@@ -223,7 +230,7 @@ class Forward(nn.Module):
         if self.head is None: return dict(values=promoted(states.reshape(len(states))))
         found = self.head(states.to(cast(Tensor, self.head.weight).dtype))
         if isinstance(found, dict): return found
-        return dict(values=promoted(found[..., 0].clone() if found.shape[-1] == 1 else found))
+        return dict(values=promoted(found[..., 0] if found.shape[-1] == 1 else found))
 
 # %% ../../nbs/models/71_forward.ipynb #febfafd7
 def rope_window(trunk:nn.Module)->tuple[str, int]|None: # (kind, tokens up to which it is fixed); None: it never changes
