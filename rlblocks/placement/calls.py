@@ -108,8 +108,7 @@ def begin(
     with crew.mending:
         if crew.restarts and call.repeats: crew.sent.append(call)
         crew.open.append(call)
-        try:
-            ask(crew, call, ranks)
+        try: ask(crew, call, ranks)
         except BaseException as e:
             unsure = call.sent and not isinstance(e, Exception)      # Ctrl-C may come when a rank was given it
             if not call.refs and not (unsure and crew.world):
