@@ -31,6 +31,10 @@ from pathlib import Path
 os.environ |= dict(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 import torch
+# what a sharded run imports late: once, for all that are forked, and not two seconds in each of them
+import torch._dynamo
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp  # noqa: F401
 from torch import nn
 
 from rlblocks import (Buffer, Checkpoint, Critic, Policy, Prompts, Rollout, SpmdPool, adaptive_kl_coef, at_tokens,
