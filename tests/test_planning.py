@@ -1,12 +1,13 @@
 "Plans: the bytes that a wrapper holds, known before anything is allocated, and what cannot be planned says why."
 import re
-import subprocess
-import sys
+import resource
+import warnings
 from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
+from forked import forked
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -54,28 +55,21 @@ class Real(TorchDispatchMode):
         return out
 
 
-def test_nothing_is_allocated_for_70_billion_parameters():
-    """In a process that may take 8 GiB of address space, where 131 GiB of weights alone would end it; the request
-    that cannot fit fails with the table."""
-    code = """
-import resource, torch
-from rlblocks.placement.budgets import plan_rollout
-from rlblocks.placement.planning import plan
-import sys; sys.path.insert(0, "tests"); from test_planning import LARGE
-limit = 8*2**30
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-found = plan(LARGE, frozen=True, micro_tokens=256, row=256).bytes()
-assert abs(found["weights"]/2**30 - 131.4) < .1, found
-try: plan(LARGE, frozen=True, micro_tokens=256, row=256, memory="80GB")
-except MemoryError as e: print(e)
-print(plan_rollout(LARGE, rows=64, tokens=1024))
-print("grew by MiB", (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)//1024)
-"""
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True,
-                         cwd=str(__import__("conftest").ROOT))
-    assert run.returncode == 0, run.stderr[-2000:]
-    table = run.stdout
+def tables(rank, file):
+    "What is said of 70 billion parameters in a process that may take 8 GiB of address space."
+    warnings.simplefilter("ignore")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    resource.setrlimit(resource.RLIMIT_AS, (8*2**30, 8*2**30))
+    with pytest.raises(MemoryError) as refused: plan(LARGE, frozen=True, micro_tokens=256, row=256, memory="80GB")
+    found = f"{refused.value}\n{plan_rollout(LARGE, rows=64, tokens=1024)}"
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    file.write_text(f"{found}\ngrew by MiB {grown//1024}")
+
+
+def test_nothing_is_allocated_for_70_billion_parameters(tmp_path):
+    """Where 131 GiB of weights alone would end the process; the request that cannot fit fails with the table."""
+    forked(tables, (tmp_path/"said",), 1)
+    table = (tmp_path/"said").read_text()
     assert re.search(r"plan: 13\d\.\d+ GiB are wanted on each device, 67\.06 of 74\.51 GiB", table)
     assert re.search(r"GiB a device +weights +activations +logits +peak", table) and "131.42" in table
     assert int(table.split()[-1]) < 600, table.splitlines()[-1]
