@@ -58,14 +58,25 @@ def trained(policy, steps, world=1, rank=0, checkpoint=Checkpoint()):
 
 
 def save(world, rank, folder):
-    """Two steps with each engine, a save after each, in the background or not; then as torch and DeepSpeed would
-    save by themselves."""
+    "Two steps with each engine, a save after each, in the background or not."
+    found = {}
+    for engine in SAVED:
+        found[engine] = saved_twice(Policy(net(), engine=engine, **HOW), engine, world, rank, folder)
+    return found
+
+
+def saved_twice(policy, engine, world, rank, folder):
+    return trained(policy, 2, world, rank,
+                   Checkpoint(folder/f"{world}-{engine}", every=1, background=engine == "zero2"))
+
+
+def save_all(world, rank, folder):
+    "The same, each then as torch and DeepSpeed would save by themselves; a scorer, and adapters."
     import torch.distributed.checkpoint as dcp
     found = {}
     for engine in SAVED:
         policy = Policy(net(), engine=engine, **HOW)
-        found[engine] = trained(policy, 2, world, rank,
-                                Checkpoint(folder/f"{world}-{engine}", every=1, background=engine == "zero2"))
+        found[engine] = saved_twice(policy, engine, world, rank, folder)
         if engine == "fsdp2":
             dcp.save(dict(model=policy.state_dict(full=False)["module"], steps=2), checkpoint_id=folder/f"{world}-dcp")
         else: policy._run.model.engine.engine.save_checkpoint(str(folder/f"{world}-deepspeed-{engine}"))
@@ -118,7 +129,7 @@ def launch(world, jobs, folder):
 def saved(tmp_path_factory):
     "A folder in which two ranks have saved; what they found."
     folder = tmp_path_factory.mktemp("shards")
-    return folder, launch(2, [before_the_first_step, save], folder)
+    return folder, launch(2, [before_the_first_step, save_all], folder)
 
 
 @pytest.fixture(scope="module")
