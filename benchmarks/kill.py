@@ -34,7 +34,7 @@ import torch
 # what a sharded run imports late: once, for all that are forked, and not two seconds in each of them
 import torch._dynamo
 import torch.distributed.checkpoint.state_dict
-import torch.distributed.fsdp  # noqa: F401
+import torch.distributed.fsdp
 from torch import nn
 
 from rlblocks import (Buffer, Checkpoint, Critic, Policy, Prompts, Rollout, SpmdPool, adaptive_kl_coef, at_tokens,
