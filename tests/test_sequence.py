@@ -33,6 +33,7 @@ QUICK = {2: [(None, 2, ("ppo, uneven rows", "sft, fewer rows than ranks", "tied 
          4: [("fsdp2", 2, ("sft, fewer rows than ranks",))]}
 # softcaps, windows, learned positions, one key head
 KINDS = dict(llama={}, gemma2={}, mistral_window={}, gpt2={}, qwen3=dict(num_key_value_heads=1))
+ROUTED, LORA = dict(optimizer=steady(1e-2), device="cpu", micro_rows=5), dict(r=4, init_lora_weights=False)
 DOUBLE = dict(optimizer=steady(1e-3, max_norm=1e9), device="cpu", micro_tokens=150, micro_rows=8)
 
 
@@ -56,7 +57,7 @@ def steps_of(runs): return engines.FEW if runs in QUICK.values() else engines.ST
 # -- on every rank
 def one_rank(rank, world, folder, runs):
     give_back()
-    found = dict(engines={}, gradients={}, layers={})
+    found, alone = dict(engines={}, gradients={}, layers={}), torch.load(folder/"alone.pt", weights_only=False)
     steps = steps_of(runs)
     for engine, shares, names in runs:
         if engine and engine.startswith("zero") and not have_deepspeed(): continue
@@ -73,7 +74,7 @@ def one_rank(rank, world, folder, runs):
     for shares in {2, world}:
         found["layers"][shares] = stepped(model, shared_prompts(torch.float32),
                                           engine=EngineSpec(sequence_parallel=shares), **DOUBLE)["gradient"]
-    for check in (half_to_read, under_a_pool, under_routers) if few else CHECKS: check(rank, world)
+    for check in (half_to_read, under_a_pool, under_routers) if few else CHECKS: check(rank, world, alone)
     torch.save(found, folder/f"{rank}.pt")
 
 
@@ -99,74 +100,88 @@ def stepped(net, b, **how):
 def sum_of(loss, more): return loss[0] + more, loss[1]
 
 
-def half_to_read(rank, world):
+def half_to_read(rank, world, alone):
     """Only the first token after the prompt of the first row counts: the other ranks have nothing to read, and wait
     for nobody."""
+    policy = Policy(twice("llama"), engine=EngineSpec(sequence_parallel=world), **DOUBLE)
+    assert apart(gradient_of(policy, one_to_read()), alone["half_to_read"]) < 1e-10
+
+
+def one_to_read():
     b = shared_prompts()
     b["mask"] = torch.zeros_like(b.mask).index_put((torch.tensor(0), b.mask[0].nonzero()[0]), torch.tensor(True))
-    policy, plain = Policy(twice("llama"),
-                           engine=EngineSpec(sequence_parallel=world), **DOUBLE), Policy(twice("llama"), **DOUBLE)
-    ours, theirs = gradients(policy), gradients(plain)
-    policy.step(b, weighted, entropy=True), plain.step(b, weighted, entropy=True)
-    assert apart(ours, theirs) < 1e-10
+    return b
 
 
-def under_a_pool(rank, world):
+def gradient_of(policy, b):
+    found = gradients(policy)
+    policy.step(b, weighted, entropy=True)
+    return found
+
+
+def under_a_pool(rank, world, alone):
     "A loop hands in whole batches; the lowest rank of a replica answers for it."
     b, pool = shared_prompts(), SpmdPool(timeout=300)
-    policy, plain = pool.place(Policy, twice("llama"), engine=EngineSpec(sequence_parallel=2),
-                               **DOUBLE), Policy(twice("llama"), **DOUBLE)
+    policy = pool.place(Policy, twice("llama"), engine=EngineSpec(sequence_parallel=2), **DOUBLE)
     assert policy.replica == rank//2
-    for _ in range(2): metrics, want = policy.step(b, weighted, entropy=True), plain.step(b, weighted, entropy=True)
+    (metrics, lp, last), (want, want_lp, want_last) = three_steps(policy, b), alone["under_a_pool"]
     assert metrics.keys() == want.keys()
-    assert all(float(metrics[k]) == pytest.approx(float(x), rel=1e-9, abs=1e-12) for k, x in want.items())
-    assert (policy.logprobs(b) - plain.logprobs(b)).abs().max() < 1e-10
-    # of two replicas one has no row
-    metrics, want = policy.step(b[:1], weighted, entropy=True), plain.step(b[:1], weighted, entropy=True)
-    assert all(float(metrics[k]) == pytest.approx(float(x), rel=1e-9, abs=1e-12) for k, x in want.items())
+    assert all(metrics[k] == pytest.approx(x, rel=1e-9, abs=1e-12) for k, x in want.items())
+    assert (lp - want_lp).abs().max() < 1e-10
+    assert all(last[k] == pytest.approx(x, rel=1e-9, abs=1e-12) for k, x in want_last.items())
 
 
-def under_an_adapter(rank, world):
+def three_steps(policy, b):
+    "Metrics of the second, log-probs after it, and metrics of one more; there one of two replicas has no row."
+    for _ in range(2): metrics = floats(policy.step(b, weighted, entropy=True))
+    return metrics, policy.logprobs(b), floats(policy.step(b[:1], weighted, entropy=True))
+
+
+def floats(metrics): return {k: float(x) for k, x in metrics.items()}
+
+
+def under_an_adapter(rank, world, alone):
     "LoRA on a base that is whole on every rank, and a reference on the same base that shares no rows."
-    b, lora = shared_prompts(torch.float32), dict(r=4, init_lora_weights=False)
-    policy, plain = Policy(model(), lora=lora,
-                           engine=EngineSpec(sequence_parallel=world), **DOUBLE), Policy(model(), lora=lora, **DOUBLE)
-    ours, theirs = gradients(policy), gradients(plain)
-    policy.step(b, weighted, entropy=True), plain.step(b, weighted, entropy=True)
-    assert apart(ours, theirs) < 1e-5
+    b, (theirs, lp) = shared_prompts(torch.float32), alone["under_an_adapter"]
+    policy = Policy(model(), lora=LORA, engine=EngineSpec(sequence_parallel=world), **DOUBLE)
+    assert apart(gradient_of(policy, b), theirs) < 1e-5
     ref = Policy(policy, lora=None, frozen=True, **DOUBLE)
-    assert ref.replica == rank
-    assert (ref.logprobs(b) - Policy(model(), frozen=True, **DOUBLE).logprobs(b)).abs().max() < 1e-5
+    assert ref.replica == rank and (ref.logprobs(b) - lp).abs().max() < 1e-5
 
 
-def under_routers(rank, world):
+def under_routers(rank, world, alone):
     """Of a mixture of experts the load, both router losses, and three steps of them with something of the log-probs;
     with one replica, and with several."""
     b, pool = routers.batch(), SpmdPool(timeout=300)
-    how = dict(optimizer=steady(1e-2), device="cpu", micro_rows=5)
     for kind, shares in (("mixtral", 2), ("qwen2_moe", world)):
-        policy, plain = pool.place(Policy, lambda kind=kind: routers.net(kind),
-                                   engine=EngineSpec(sequence_parallel=shares), **how), Policy(routers.net(kind), **how)
-        before = full(plain)
-        for _ in range(3):
-            assert torch.equal(policy.expert_counts(b), plain.expert_counts(b))
-            assert torch.equal(policy.expert_counts(b, top_k=1), plain.expert_counts(b, top_k=1))
-            metrics, want = (p.step(routers.loaded(p, b), routers.loss, router_logits=True) for p in (policy, plain))
+        policy = pool.place(Policy, lambda kind=kind: routers.net(kind), engine=EngineSpec(sequence_parallel=shares),
+                            **ROUTED)
+        (_, found, ours), (before, wanted, theirs) = routed(policy, b), alone["under_routers"][kind]
+        for (counts, first, metrics), (want_counts, want_first, want) in zip(found, wanted, strict=True):
+            assert torch.equal(counts, want_counts) and torch.equal(first, want_first)
             assert metrics.keys() == want.keys()
-            assert all(float(metrics[k]) == pytest.approx(float(x), rel=1e-9, abs=1e-12) for k, x in want.items())
-            assert float(want["grad_norm"]) > .1
-        ours, theirs = full(policy), full(plain)
+            assert all(metrics[k] == pytest.approx(x, rel=1e-9, abs=1e-12) for k, x in want.items())
+            assert want["grad_norm"] > .1
         for name, x in theirs.items():
             assert (ours[name]-x).abs().max() < 1e-9 and (x-before[name]).abs().max() > 1e-4, (kind, name)
     # picks that the scores do not show
     b, chosen = b[:8], Policy(routers.deepseek(), device="cpu", engine=EngineSpec(sequence_parallel=world), frozen=True)
-    assert torch.equal(chosen.expert_counts(b), Policy(routers.deepseek(), device="cpu", frozen=True).expert_counts(b))
+    assert torch.equal(chosen.expert_counts(b), alone["picks"])
+
+
+def routed(policy, b):
+    "Weights before; of each of three steps what was counted (all picks, the first ones), and its metrics; the end."
+    before, found = full(policy), []
+    for _ in range(3):
+        counts = policy.expert_counts(b), policy.expert_counts(b, top_k=1)
+        found.append((*counts, floats(policy.step(routers.loaded(policy, b), routers.loss, router_logits=True))))
+    return before, found, full(policy)
 
 
 def full(policy): return {k: x.clone() for bucket in policy.weights().buckets(1 << 28) for k, x in bucket.items()}
 
 
-def refused(rank, world):
+def refused(rank, world, alone):
     "What cannot be shared says so, on every rank."
     b = shared_prompts(torch.float32)
     policy = Policy(model(), engine=EngineSpec(sequence_parallel=2), **DOUBLE)
@@ -199,10 +214,23 @@ CHECKS = [half_to_read, under_a_pool, under_an_adapter, under_routers, refused]
 
 
 # -- in the parent
+def one_process():
+    "What the checks compare with, once for all ranks and worlds: within a world a plain model steps on every rank."
+    b, single = routers.batch(), shared_prompts(torch.float32)
+    return dict(half_to_read=gradient_of(Policy(twice("llama"), **DOUBLE), one_to_read()),
+                under_a_pool=three_steps(Policy(twice("llama"), **DOUBLE), shared_prompts()),
+                under_an_adapter=(gradient_of(Policy(model(), lora=LORA, **DOUBLE), single),
+                                  Policy(model(), frozen=True, **DOUBLE).logprobs(single)),
+                under_routers={kind: routed(Policy(routers.net(kind), **ROUTED), b)
+                               for kind in ("mixtral", "qwen2_moe")},
+                picks=Policy(routers.deepseek(), device="cpu", frozen=True).expert_counts(b[:8]))
+
+
 @pytest.fixture(scope="module")
 def plain():
     "The plain process, each thing once; cases of the engines when they are first asked for."
-    return dict(engines=cache(lambda name, steps: engines.run(engines.cases()[name], steps=steps)[1:]),
+    return dict(alone=one_process(),
+                engines=cache(lambda name, steps: engines.run(engines.cases()[name], steps=steps)[1:]),
                 gradients={kind: stepped(twice(kind), shared_prompts(), pack=False, **DOUBLE | dict(micro_tokens=8192))
                            for kind in KINDS}, layers=stepped(model, shared_prompts(torch.float32), pack=False,
                                                               **DOUBLE | dict(micro_tokens=8192))["gradient"])
@@ -212,6 +240,7 @@ def plain():
 @pytest.mark.parametrize("world, runs", [*((w, QUICK[w]) for w in (2, 4)), *rarely(*((w, RUNS[w]) for w in (2, 4)))],
                          ids=lambda x: str(x) if isinstance(x, int) else "all" if x in RUNS.values() else "some")
 def test_ranks_that_share_rows_are_one_process(tmp_path, plain, world, runs):
+    torch.save(plain["alone"], tmp_path/"alone.pt")
     on_ranks(one_rank, (tmp_path, runs), world)
     ranks = [torch.load(tmp_path/f"{r}.pt", weights_only=False) for r in range(world)]
 
