@@ -356,8 +356,8 @@ def saved_in_half(engine, world, rank, folder):
 def saved_in_pieces(engine, world, rank, folder):
     "LAWS 22, to disk: beside the shards rank 0 holds a file, a bucket and a tensor, the others a bucket and a tensor."
     if world > 2: return
-    policy = Policy(model(hidden_size=512, intermediate_size=1365, num_hidden_layers=8), **HOW, engine=engine)
-    mb, most = 512*1365*4/2**20, 8         # of the largest of 72 tensors; all of them are 98 MiB
+    policy = Policy(model(hidden_size=512, intermediate_size=1365, num_hidden_layers=4), **HOW, engine=engine)
+    mb, most = 512*1365*4/2**20, 8         # of the largest of 36 tensors; all of them are 49 MiB
     extra = export_extra(lambda size: policy.save_pretrained(folder/"pieces", max_shard_bytes=size) or (), most << 20)
     print(f"saving {engine} {world} {rank}: {extra:.1f} MiB")
     assert extra < most*(1 + (
@@ -367,7 +367,7 @@ def saved_in_pieces(engine, world, rank, folder):
 def peak(engine, world, rank, folder):
     "LAWS 22: beside the shards an export holds one bucket and one tensor."
     torch.manual_seed(0)
-    m = ShardedModel(nn.Sequential(*[nn.Linear(1500, 1401, bias=False) for _ in range(12)]), engine=engine,
+    m = ShardedModel(nn.Sequential(*[nn.Linear(1500, 1401, bias=False) for _ in range(8)]), engine=engine,
                      device="cpu", optimizer=lambda ps: torch.optim.SGD(ps, lr=.1))
     mb = 1500*1401*4/2**20          # 8.0 MiB each, 1401 rows do not divide by 2 or 4
     extra = export_extra(m.iter_full_params, 3*1500*1401*4)
