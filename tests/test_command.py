@@ -49,6 +49,12 @@ def test_what_cannot_run_is_answered_in_a_line(capsys, words, said):
     assert said in err and len(err.splitlines()) == 1 and not out
 
 
+def test_without_jsonargparse_it_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    assert command_line(["run", "some_loops:count"]) == 2
+    assert "pip install 'rlblocks[cli]'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words, code", [(["run", "--help"], 0), (["--help"], 0), (["run"], 2), ([], 2), (["ruin"], 2)])
 def test_help_says_what_a_place_is_and_which_flags_are_taken(capsys, words, code):
     assert command_line(words) == code

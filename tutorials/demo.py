@@ -40,6 +40,7 @@ def run(out, seed, *, sft_steps=500, steps=100, held_out=400):
     sft = loop_from(f"{HERE}/sft.ipynb:sft")(here, Demonstrations(train, tok, seed=seed),
                                              model=transformer(tok, seed=seed), tokenizer=tok, lr=4e-3, steps=sft_steps,
                                              save=warm)
+    print(f"SFT, {sft_steps} steps; then GRPO, {steps} steps", flush=True)
     losses = [float(m["loss"]) for m in tqdm(sft, total=sft_steps, desc=f"SFT, seed {seed}", unit="step", disable=None)]
     before = tuple(accuracy(warm, test))
 

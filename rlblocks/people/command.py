@@ -74,8 +74,8 @@ def flags(
     how:dict[str, Any] = dict(prog=f"rlblocks run {place}", description=loop.__doc__, exit_on_error=False)
     try: parser = importlib.import_module("jsonargparse").ArgumentParser(**how)
     except ImportError as e:
-        raise ImportError("rlblocks run needs jsonargparse: pip install 'rlblocks[cli]'; "
-                          "`for row in restarted(loop, pools)` does the same in Python") from e
+        raise NoLoop("rlblocks run needs jsonargparse: pip install 'rlblocks[cli]'; "
+                     "`for row in restarted(loop, pools)` does the same in Python") from e
     parser.add_argument("--config", action="config", help="a YAML file of these")
     parser.add_argument("--pool", type=Literal["here", "spmd", "ray"], default="here", help="where its wrappers live")
     parser.add_argument("--ranks", type=int | None, default=None, help="of --pool ray; 1 if not said")
