@@ -13,7 +13,7 @@ import builtins
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -177,7 +177,7 @@ def outcomes(
     late = [others for answer in there if (others := [r for r in coming[answer] if r not in found])]
     return found | ask_again(call, late, max(0., end - time.monotonic()))
 
-def by_answer(refs:dict[int, Any])->dict[Any, list[int]]: # an answer to come → the ranks that are in it
+def by_answer(refs:Mapping[int, object])->dict[object, list[int]]: # an answer to come → the ranks that are in it
     "A rank has one of its own, the ranks of a leader have one together."
     ranks = defaultdict(list)
     for r, answer in refs.items(): ranks[answer].append(r)
@@ -187,13 +187,13 @@ LEADER_LOST = "the leader of its node is lost: "
 
 def answers_in(
     call:RankCall,
-    answer:Any,       # that has come
+    answer:object,    # that has come
     ranks:list[int],  # that are in it
     gone:tuple[type[Exception], ...]=(), # errors that are as a death
 )->dict[int, Answer|str]: # rank → its answer, or why it died; without those of a leader that are still at work
     "What a rank has answered, or the ranks of a leader."
     import ray
-    found:Any = outcome(lambda: ray.get(answer), gone)
+    found:Any = outcome(lambda: ray.get(cast(Any, answer)), gone)
     if ranks[0] not in call.led: return {ranks[0]: found}
     if not isinstance(found, dict): return dict.fromkeys(ranks, f"{LEADER_LOST}{found}")
     def opened(x)->Answer|str: return x if isinstance(x, (Answer, str)) else outcome(lambda: cast(Answer, ray.get(x)))
