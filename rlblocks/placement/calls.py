@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LEADER_LOST', 'LEADER_ANSWERS', 'RankCall', 'retire', 'drop_objects', 'Underway', 'begin', 'ask', 'nobodys', 'close',
            'raise_unheard', 'done', 'outcomes', 'by_answer', 'answers_in', 'ask_again', 'RankSilent', 'check_session',
-           'gather', 'end_streams', 'raise_of_sender', 'wait_for', 'take', 'has_lost', 'record', 'error_of', 'died',
-           'names_of']
+           'gather', 'end_streams', 'raise_of_sender', 'wait_for', 'take_answers', 'has_lost', 'record', 'error_of',
+           'died', 'names_of']
 
 # %% ../../nbs/placement/98j_calls.ipynb #5a4a3600
 import builtins
@@ -26,7 +26,7 @@ from .cluster import log_tail
 from .crew import Crew, Rank, session
 from .handles import replica_indices
 from .leaders import NodeLeader
-from .member import Answer, RankMessage, outcome, submit
+from .member import Answer, RankMessage, ask_rank, outcome
 from .shipping import Stream
 
 # %% ../../nbs/placement/98j_calls.ipynb #59cef975
@@ -124,7 +124,7 @@ def ask(crew:Crew, call:RankCall, ranks:list[Rank]):
     for rank in () if crew.leaders else ranks:
         message = call.message(rank)
         call.sent = True
-        call.refs[rank.number] = submit(rank.member, call.who, message)
+        call.refs[rank.number] = ask_rank(rank.member, call.who, message)
     wanted = {rank.number: rank for rank in ranks}
     for leader in crew.leaders:
         messages = {r: call.message(wanted[r]) for r in leader.ranks if r in wanted}
@@ -265,7 +265,7 @@ def wait_for(crew:Crew, call:RankCall, refs:dict[int, object])->dict[int, str]: 
     end = time.monotonic() + crew.timeout
     while left and (rest := end - time.monotonic()) > 0:
         for answer in ray.wait(list(left), num_returns=len(left), timeout=min(1., rest))[0]:
-            take(crew, call, found := answers_in(call, answer, ranks := left.pop(answer), gone), lost)
+            take_answers(crew, call, found := answers_in(call, answer, ranks := left.pop(answer), gone), lost)
             if others := [r for r in ranks if r not in found]:
                 left[call.led[others[0]].rest(call.number, others)] = others
         failed = lost or any(not x.ok for x in call.answers.values())
@@ -274,10 +274,10 @@ def wait_for(crew:Crew, call:RankCall, refs:dict[int, object])->dict[int, str]: 
         if left and (waited or any(has_lost(*x) for x in call.senders)): end_streams(call)
         # only ranks of a world wait for each other
         if failed and left and crew.world: end = min(end, time.monotonic() + crew.grace)
-    if call.led: take(crew, call, ask_again(call, left.values(), 0.), lost)      # time is over
+    if call.led: take_answers(crew, call, ask_again(call, left.values(), 0.), lost)      # time is over
     return lost
 
-def take(
+def take_answers(
     crew:Crew,
     call:RankCall,
     found:dict[int, Answer|str], # rank → its answer, or why it died

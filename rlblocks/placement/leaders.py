@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cluster import Cluster, actor_on
-from .member import Answer, RankMessage, outcome, submit
+from .member import Answer, RankMessage, ask_rank, outcome
 from .shipping import WAITING
 
 # %% ../../nbs/placement/98h_leaders.ipynb #18c6b03a
@@ -35,7 +35,7 @@ class Leader:
         messages:dict[int, RankMessage],
     )->dict[int, object]: # as `rest`
         "Give ranks a call, each its message."
-        def start(): self.calls[number] = {r: asyncio.create_task(_answered(submit(self.members[r], who, x)))
+        def start(): self.calls[number] = {r: asyncio.create_task(_answered(ask_rank(self.members[r], who, x)))
                                            for r, x in messages.items()}
         await self._in_turn(turn, start)
         found = await self.rest(number, messages)
@@ -46,7 +46,7 @@ class Leader:
     async def tell(self, turn:int, who:str, message:RankMessage):
         "What no rank answers."
         def start():
-            for member in self.members.values(): submit(member, who, message)
+            for member in self.members.values(): ask_rank(member, who, message)
         await self._in_turn(turn, start)
 
     async def rest(self,

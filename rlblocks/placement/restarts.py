@@ -28,7 +28,7 @@ from ..engines.world import RankLost
 from .cluster import first, node_addresses, spots
 from .calls import RankCall, RankSilent, died, end_streams, gather
 from .crew import Crew, Rank, launch
-from .member import deaths, submit
+from .member import ask_rank, deaths
 
 # %% ../../nbs/placement/98k_restarts.ipynb #10ebad2c
 RESUMES = "RLBLOCKS_RESUMES"  # environment variable: "1" in a process that `supervise` has started again
@@ -154,9 +154,9 @@ def revive(
     rank.node = {bundle: node for node, bundle in spots(crew.group, len(crew.ranks))}[rank.bundle]
     rank.address = node_addresses()[rank.node]
     for call in crew.sent:
-        if call in left: call.refs[rank.number] = submit(rank.member, call.who, call.message(rank))
+        if call in left: call.refs[rank.number] = ask_rank(rank.member, call.who, call.message(rank))
         elif call.sets and rank.number in call.refs:
-            answer = submit(rank.member, call.who, call.message(rank))
+            answer = ask_rank(rank.member, call.who, call.message(rank))
             gather(crew, RankCall(call.who, call.message, repeats=False, refs={rank.number: answer}))
     if not crew.restarts: crew.sent.clear()
 
