@@ -569,6 +569,9 @@ def test_the_sender_scores_its_probe_when_a_reader_asks(one, two):
         assert reads.ignores(policy.weights()) == 1 and len(policy.logprobs(rows(B=5))) == 5
 
 
+def forget_most(window): window.most = 0
+
+
 def test_two_buckets_are_in_the_store_at_a_time(one, two):
     """Four hundred megabytes through a store of 150, which never has more than two buckets of 20, and one that has been
     read and is on its way out; whoever stops reading, or does not begin, holds up nobody. (LAWS 14)"""
@@ -581,9 +584,12 @@ def test_two_buckets_are_in_the_store_at_a_time(one, two):
         while not done.wait(.1): least.append(free())
     thread = threading.Thread(target=watch)
     thread.start()
+    reads.load(large.weights())      # the window is there
+    ray.get(one.window.__ray_call__.remote(forget_most))
     assert reads.load(large.weights(), .1) == want
     done.set(), thread.join()
     assert before - min(least, default=before) < 75, least
+    assert ray.get(one.window.__ray_call__.remote(lambda window: window.most)) == 2
     with pytest.raises(OSError, match="no room here"): reads.load(large.weights(), stops=3)
     assert reads.ignores(large.weights()) == 1
     assert reads.load(large.weights()) == want

@@ -93,8 +93,9 @@ class Notes:
         if os.environ["RANK"] == "1": raise KeyError("a shard is missing")
         while os.environ["RANK"] == "0" and not os.path.exists(path): time.sleep(.02)
         return int(os.environ["RANK"])
-    def sleeps(self, n):
+    def sleeps(self, n, folder):
         if int(os.environ["RANK"]) == n: time.sleep(600)
+        open(os.path.join(folder, f"awake-{os.environ['RANK']}"), "x").close()
 
 
 def test_of_ranks_that_a_leader_asks_each_is_heard(cluster, monkeypatch, tmp_path):
@@ -110,8 +111,10 @@ def test_of_ranks_that_a_leader_asks_each_is_heard(cluster, monkeypatch, tmp_pat
         path.touch()
         wait(lambda: done(call))
         with pytest.raises(KeyError, match="a shard is missing"): notes.note(1)
-        pool.crew.timeout = 3.
-        with pytest.raises(RankSilent) as e: notes.sleeps(2)
+        silent = later(notes.sleeps, 2, str(tmp_path))
+        wait(lambda: len(list(tmp_path.glob("awake-*"))) == 3)      # then its time begins
+        pool.crew.timeout = 5.
+        with pytest.raises(RankSilent) as e: silent.result()
         assert "from rank 2 (" in str(e.value) and "rank 3" not in str(e.value) and "rank 0" not in str(e.value)
 
 
