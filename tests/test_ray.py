@@ -32,6 +32,7 @@ from rlblocks.engines.weights import InProcess, Ticket
 from rlblocks.engines.world import RankLost
 from rlblocks.placement import crew
 from rlblocks.placement.calls import RankSilent
+from rlblocks.placement.remote_rows import RemoteRows
 from spmd_loops import Echo, net
 from test_spmd import same
 from tiny import NEAR, prompts, rows
@@ -319,14 +320,107 @@ def test_a_column_travels_once_while_it_is_unchanged(two, one):
         assert number not in kept
 
 
+class Wide:
+    "Columns of a megabyte a row."
+    def hidden(self, b): return b.tokens[..., None].repeat(1, 1, 1 << 12).float()
+    def rows(self, b): return Batch(tokens=b.tokens + 1, lengths=b.lengths, hidden=self.hidden(b), few=b.tokens.float())
+    def both(self, b): return dict(hidden=self.hidden(b), few=b.lengths), (self.hidden(b) + 1,)
+    def mean(self, b): return b.hidden.double().mean((1, 2))
+
+
+def wide_rows(B=6, T=80):
+    tokens = torch.arange(B*T).view(B, T) % 11 + 2
+    lengths, at = torch.arange(B) + T - B + 1, torch.arange(T)
+    return Batch(tokens=tokens, lengths=lengths, mask=(at > 0) & (at < lengths[:, None]))
+
+
+def eventually(is_so, seconds=60):
+    "Whether it is so by then."
+    end = time.monotonic() + seconds
+    while not (found := is_so()) and time.monotonic() < end: time.sleep(.1)
+    return found
+
+
+def passing(pool, patch):
+    "Bytes that this process puts into the store, and those of answers that it reads."
+    import ray
+    sizes, put, read = [], ray.put, pool.crew.reader.read
+    patch.setattr(ray, "put", lambda x, **how: sizes.append(x.nbytes) or put(x, **how))
+    patch.setattr(pool.crew.reader, "read", lambda wire: sizes.append(wire.nbytes) or read(wire))
+    return sizes
+
+
+def test_large_rows_stay_where_they_were_computed(one, two, monkeypatch):
+    """Choosing, joining, padding, cutting and training read none of them here; the numbers are those of one process, and
+    the loop reads them when it looks. (what its process cannot hold: 275 GB of a teacher's hidden states)"""
+    def loss(out, b):
+        return (out.logprobs*b.hidden[..., 7].tanh()*b.mask).sum()/b.n_tokens, {}
+    def loop(pool, other):
+        wide, reads, policy = pool.place(Wide), other.place(Wide), pool.place(Policy, net(), lr=1e-3, micro_tokens=90)
+        narrow, b = wide_rows(3, 70), wide_rows()
+        narrow["hidden"], b["hidden"] = wide.hidden(narrow), wide.hidden(b)
+        joined = Batch.cat([narrow, b])[[4, 8, 0, 1, 6]]
+        steps = [float(policy.step(mini, loss)["loss"]) for mini in joined.minibatches(2, seed=0)]
+        return b, joined, torch.stack([reads.mean(joined), wide.mean(joined)]), torch.tensor(steps).double()
+    _, column, means, losses = loop(here, here)
+    loop(two, one)                                  # what is placed travels once
+    sizes = passing(two, monkeypatch)
+    b, joined, *got = loop(two, one)
+    assert all(x.hidden.stored is not None for x in (b, joined)) and max(sizes) < 1 << 20 < joined.hidden[:1].nbytes
+    for x, y in zip(got, (means, losses), strict=True): assert torch.allclose(x, y, rtol=1e-10, atol=1e-10), (x, y)
+    assert torch.equal(joined.hidden, column.hidden) and joined.hidden.stored is None and b.hidden.stored is not None
+    joined.hidden.mul_(2)                           # read and written here, it travels as any other column
+    assert torch.allclose(one.place(Wide).mean(joined), 2*means[0])
+
+
+def test_rows_stay_by_their_size_in_answers_of_every_shape(one, two):
+    b = wide_rows()
+    for pool in (one, two):
+        wide = pool.place(Wide)
+        rows, (named, (more,)) = wide.rows(b), wide.both(b)
+        here_, (_, (want,)) = Wide().rows(b), Wide().both(b)
+        assert [type(x) is RemoteRows for x in (rows.hidden, named["hidden"], more)] == [True]*3
+        assert [type(x) is torch.Tensor for x in (rows.tokens, rows.few, named["few"])] == [True]*3
+        assert torch.equal(rows.tokens, here_.tokens) and torch.equal(rows.hidden, here_.hidden)
+        assert torch.equal(named["hidden"], here_.hidden) and torch.equal(more, want)
+
+
+def test_rows_whose_pool_is_gone_are_missed_by_name(cluster, two):
+    "By the loop that reads them and by a call that is given them; the pool that was called goes on."
+    with RayPool(1, cluster=cluster, world=False, name="gone") as pool: column = pool.place(Wide).hidden(wide_rows())
+    b, wide = wide_rows(), two.place(Wide)
+    b["hidden"] = column
+    with pytest.raises(RankLost, match="rows of a column are lost .* or its pool was closed"):
+        eventually(lambda: wide.mean(b) is None)    # Ray may need seconds to see that they are
+    with pytest.raises(RankLost, match="rows of a column are lost .* or its pool was closed"): column.sum()
+    assert len(wide.hidden(b.drop("hidden"))) == 6
+
+
+def test_rows_of_ranks_that_are_made_anew_come_by_value(cluster):
+    "They would be lost with a rank, and what follows would end, while its work can be repeated."
+    with RayPool(1, cluster=cluster, world=False, restarts=1, name="anew") as pool:
+        assert type(pool.place(Wide).hidden(wide_rows())) is torch.Tensor
+
+
+def test_rows_that_nobody_refers_to_leave_the_store(two):
+    import ray
+    wide, b = two.place(Wide), wide_rows()
+    def free(): return ray.available_resources()["object_store_memory"]/1e6
+    before = free()
+    column = wide.hidden(b)[1:]
+    assert eventually(lambda: free() < before - 5)
+    del column
+    assert eventually(lambda: free() > before - 1)
+
+
 def test_ranks_do_not_wait_for_the_checksum_of_a_new_column(monkeypatch):
     "It is computed when they have been called. Where they were not, the column is put again."
-    from rlblocks.placement import wire
-    summed, of = [], wire.checksum
-    monkeypatch.setattr(wire, "checksum", lambda x: summed.append(id(x)) or of(x))
-    columns, tokens = wire.Columns(), torch.arange(200_000).view(8, -1)
+    from rlblocks.placement import stored_columns
+    summed, of = [], stored_columns.checksum
+    monkeypatch.setattr(stored_columns, "checksum", lambda x: summed.append(id(x)) or of(x))
+    columns, tokens = stored_columns.Columns(), torch.arange(200_000).view(8, -1)
     def stored(sums=True):
-        call = wire.StoredCall(columns, (Batch(tokens=tokens),), {}, 2)
+        call = stored_columns.StoredCall(columns, (Batch(tokens=tokens),), {}, 2)
         found = [call.of(k)[0][0].columns["tokens"].ref for k in range(2)]
         before = len(summed)
         if sums: call.sum_up()

@@ -172,7 +172,7 @@ def _check_row(i, row, T, like):
 def widen(x:Tensor, T:int, value:int=0)->Tensor: # `[B, T, …]`
     "Pad the token axis on the right."
     if x.shape[1] == T: return x
-    return torch.cat([x, x.new_full((x.shape[0], T-x.shape[1], *x.shape[2:]), value)], 1)
+    return padded(x, (*(0, 0)*(x.dim() - 2), 0, T - x.shape[1]), value=value)
 
 # %% ../../nbs/data/35_columns.ipynb #62824d61
 def padding_of(name:str, x:Tensor)->int: # of a column

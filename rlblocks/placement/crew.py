@@ -58,7 +58,7 @@ class Crew:
     leaders:list[NodeLeader] = field(default_factory=list) # in a large pool one a node, which passes calls on
     id:str = field(default_factory=lambda: uuid.uuid4().hex[:6])
     broken:str|None = None # why nothing can be asked any more
-    reader:Reader = field(default_factory=lambda: Reader(nothing_stays))
+    reader:Reader = field(default_factory=lambda: Reader(nothing_stays, fetches=False))
     session:str|None = field(default_factory=session) # in which the ranks are
     open:list = field(default_factory=list)      # calls that ranks were given and the loop has not heard, in order
     dropped:deque = field(default_factory=deque) # numbers of what the ranks hold and nobody refers to

@@ -25,6 +25,7 @@ from ..engines.weights import InProcess, Ticket
 from ..engines.world import form_world
 from ..models.policy import Trained
 from .handles import membership
+from .remote_rows import leave_rows
 from .shipping import InPool, Stream, closing_streams, new_window, send
 from .wire import Reader, Parcel, nothing_stays, parcel_of
 
@@ -184,6 +185,7 @@ class Member:
         number:int, name:str, # whose method
         wire:Parcel, # its arguments
         speaks:bool, keep:int, # whether this rank answers for its replica; under which number a ticket stays
+        by_reference:bool,     # whether large rows of the answer stay, in the store
     )->Answer:
         "Call a method; the result of a rank that does not speak is None."
         def run():
@@ -191,7 +193,8 @@ class Member:
             method = cast(Callable[..., object], self.find(number, name))
             with closing_streams(args, kwargs): found = method(*args, **kwargs)
             if stays(found): self.objects[keep], found = found, replace(found, transport=InPool(keep))
-            return found if speaks else None
+            if not speaks: return None
+            return leave_rows(found) if by_reference else found
         return answer_to(run)
 
     def read(self, number:int, name:str)->Answer:

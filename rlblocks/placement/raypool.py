@@ -26,7 +26,8 @@ from .handles import Handle, Method, Placed, replica_indices, speakers
 from .shipping import ANY_NUMBER, BUCKET_BYTES, InPool, Stream
 from .place import C, P
 from .restarts import mended
-from .wire import LIMIT, Columns, Parcel, StoredCall, parcel_of
+from .stored_columns import Columns, StoredCall, StoredRows
+from .wire import LIMIT, Parcel, parcel_of
 
 # %% ../../nbs/placement/98l_raypool.ipynb #0f186a13
 class RayPool:
@@ -227,10 +228,11 @@ def _shares(pool, placed, name, keep, cut, speaking)->Callable[[Rank], RankMessa
     made anew the shares are kept, so nothing here may refer to `placed`, which would keep the object."""
     number, names = placed.number, partial(_name_of, pool)
     index, speak = replica_indices(placed.replicas), frozenset(speaking)
+    by_reference = cut.rows is not None and not pool.crew.restarts      # rows would be lost with a rank
     shares = [cache(partial(_stored, parcel_of(cut.of(k), names=names, limit=LIMIT))) for k in range(len(speaking))]
     def message(rank):
         share = shares[index[rank.number] if len(shares) > 1 else 0]()
-        return RankMessage("call", (number, name, share, rank.number in speak, keep))
+        return RankMessage("call", (number, name, share, rank.number in speak, keep, by_reference))
     return message
 
 def _owner(x):
@@ -298,7 +300,7 @@ def _placed(pool, number, made:dict[int, Made])->Handle: # rank → what it says
 def _stored(wire:Parcel)->Any: # itself, or a reference to it
     "Large parcels go through the store, once a node; its columns do in any case."
     import ray
-    wire = replace(wire, stored=tuple(x() for x in wire.stored))
+    wire = replace(wire, stored=tuple(x() if isinstance(x, StoredRows) else x for x in wire.stored))
     return ray.put(wire) if wire.nbytes > 1 << 16 else wire
 
 def _bound(pool, found:object)->object:
