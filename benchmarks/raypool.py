@@ -22,7 +22,10 @@ Besides:
 * a call of a pool that asks each of its ranks, and of one that asks their leader, as large pools do: seconds, and the
   CPU time of the loop's process;
 * a step shaped as GRPO's, which computes nothing: bytes through this process, and what it costs, beside the same step
-  without the columns that the loop hands on unread. The difference is the most that references to them could save;
+  without the small columns that the loop hands on unread. The difference is the most that references to them could
+  save;
+* a step with a wide column, as a teacher's hidden states, which stays where it was computed, and the same step with it
+  by value: seconds, the CPU time and private memory of the loop's process, and the bytes that pass it;
 * weights from one host to another (network namespaces, as root): through the store, and by a gloo broadcast.
 
 A promise that is not kept is printed as MISSED, and the exit code is 1; results/raypool_cpu.json says it as well.
@@ -49,6 +52,7 @@ import ray
 import torch
 from machine import machine
 from rlblocks import Batch, Cluster, Mean, Policy, RayPool, Rollout, send_weights
+from rlblocks.placement import remote_rows
 from rlblocks.placement.place import Call
 from rlblocks.placement.wire import parcel_of
 
@@ -357,6 +361,37 @@ def steps(cluster, rounds, rows=512, tokens=4096, minibatches=4):
                 saved_ns_a_token=1e9*(took["all"] - took["read"])/rows/tokens)
 
 
+class Teaches:
+    "A wide column of each row, of which nothing is computed."
+    def hidden(self, b, width, by_reference):
+        remote_rows.ROW_BYTES = 1 if by_reference else 1 << 60       # of this rank's process, which answers after it
+        return torch.zeros(len(b), b.width, width, dtype=torch.bfloat16)
+    def step(self, b): return dict(loss=Mean(b.hidden[:, 0, 0].sum(), torch.tensor(1.)))
+
+
+def wide(cluster, rounds, minibatches=4):
+    "Rows of a wide column that one pool computes and another one trains on, by reference and by value."
+    found = {}
+    with (RayPool(2, cluster=cluster, world=False, name="teacher") as teacher,
+          RayPool(2, cluster=cluster, world=False, name="student") as student):
+        teaches, learns = teacher.place(Teaches), student.place(Teaches)
+        def step(rows, tokens, width, by_reference):
+            b = batch(rows=rows, tokens=tokens)
+            b["hidden"] = teaches.hidden(b, width, by_reference)
+            for mini in b.minibatches(minibatches, seed=0): learns.step(mini)
+            return b.hidden.nbytes
+        for kib in (64, 256, 1024, 4096):      # a row
+            shape = min(256, (256 << 10)//kib), 256, 2*kib
+            ways = {name: partial(step, *shape, by_reference=name == "reference") for name in ("reference", "value")}
+            size = ways["value"]()
+            seconds = best(rounds, **ways)
+            passed = {name: counted(teacher, way)["back"] + sum(counted(student, way).values())
+                      for name, way in ways.items()}
+            found[f"{kib} KiB"] = dict(bytes=size, rows=shape[0], seconds=seconds, cpu={
+                name: cpu(rounds, way) for name, way in ways.items()}, passed=passed)
+    return found
+
+
 def missed(found):
     "Promises that were not kept."
     got = {name: found[name]["ratio"] for name in ("empty", "small", "large") if name in found}
@@ -376,7 +411,7 @@ def main():
     words.add_argument("--calls", type=int, default=200)
     words.add_argument("--store", type=int, default=2_000_000_000, help="bytes of Ray's store")
     words.add_argument("--actors", type=int, default=64, help="of Ray alone; 60 to 130 MiB each")
-    words.add_argument("--only", default="calls,huge,growth,loads,back,sleeping,led,steps,hosts")
+    words.add_argument("--only", default="calls,huge,growth,loads,back,sleeping,led,steps,wide,hosts")
     words.add_argument("--address", help="of a running cluster, for --only between")
     words.add_argument("--out", type=Path, default=Path(__file__).parent/"results")
     given = words.parse_args()
@@ -392,6 +427,7 @@ def main():
                  sleeping=lambda: dict(sleeping=sleeping(cluster, given.actors, 5*given.rounds)),
                  led=lambda: dict(led=led(cluster, given.actors//2, 5*given.rounds)),
                  steps=lambda: dict(steps=steps(cluster, max(3, given.rounds//4))),
+                 wide=lambda: dict(wide=wide(cluster, max(3, given.rounds//4))),
                  hosts=lambda: dict(hosts=hosts(given.rounds)),
                  between=lambda: dict(between=between(given.address, given.rounds)))
     file = given.out/"raypool_cpu.json"

@@ -185,7 +185,7 @@ class Member:
         number:int, name:str, # whose method
         wire:Parcel, # its arguments
         speaks:bool, keep:int, # whether this rank answers for its replica; under which number a ticket stays
-        by_reference:bool,     # whether large rows of the answer stay, in the store
+        by_reference:bool=False, # whether large rows of the answer stay, in the store
     )->Answer:
         "Call a method; the result of a rank that does not speak is None."
         def run():
