@@ -18,8 +18,8 @@ the entries in at most 5 % of the bytes, and in a new process a checksum of 4 Mi
 promise that is not kept is printed as MISSED, and the exit code is 1.
 
 results/sync_cpu.json is of one run on two cores. To vLLM all weights cost 19 copies, 247 ms where a copy takes 13, in 4
-messages, and changes are 2.0 % of the bytes: as promised. Nothing is promised for the others: changes cost 40 copies, an
-adapter 16, the folder 57, the network 40. A checksum of 64 MiB takes 8.0 to 8.4 ms, 41 times (float32) and 87 times
+messages, and changes are 2.0 % of the bytes: as promised. Nothing is promised for the others: changes cost 40 copies,
+an adapter 16, the folder 57, the network 40. A checksum of 64 MiB takes 8.0 to 8.4 ms, 41 times (float32) and 87 times
 (bfloat16) as fast as the sum, one of 4 MiB .85 ms, 15 and 12 times as fast. After all else, where nothing is promised,
 it is 3.3 to 15 times as fast.
 

@@ -4279,6 +4279,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'rlblocks/placement/wire.py'),
                                          'rlblocks.placement.wire._reference': ( 'placement/wire.html#_reference',
                                                                                  'rlblocks/placement/wire.py'),
+                                         'rlblocks.placement.wire._remote': ('placement/wire.html#_remote', 'rlblocks/placement/wire.py'),
                                          'rlblocks.placement.wire._too_large': ( 'placement/wire.html#_too_large',
                                                                                  'rlblocks/placement/wire.py'),
                                          'rlblocks.placement.wire.nothing_stays': ( 'placement/wire.html#nothing_stays',

@@ -351,8 +351,8 @@ def passing(pool, patch):
 
 
 def test_large_rows_stay_where_they_were_computed(one, two, monkeypatch):
-    """Choosing, joining, padding, cutting and training read none of them here; the numbers are those of one process, and
-    the loop reads them when it looks. (what its process cannot hold: 275 GB of a teacher's hidden states)"""
+    """Choosing, joining, padding, cutting and training read none of them here, where a teacher's hidden states may be
+    275 GB; the numbers are those of one process, and the loop reads them when it looks."""
     def loss(out, b):
         return (out.logprobs*b.hidden[..., 7].tanh()*b.mask).sum()/b.n_tokens, {}
     def loop(pool, other):

@@ -182,8 +182,7 @@ class Member:
         return answer_to(make)
 
     def call(self,
-        number:int, name:str, # whose method
-        wire:Parcel, # its arguments
+        number:int, name:str, wire:Parcel, # whose method; its arguments
         speaks:bool, keep:int, # whether this rank answers for its replica; under which number a ticket stays
         by_reference:bool=False, # whether large rows of the answer stay, in the store
     )->Answer:
@@ -193,8 +192,7 @@ class Member:
             method = cast(Callable[..., object], self.find(number, name))
             with closing_streams(args, kwargs): found = method(*args, **kwargs)
             if stays(found): self.objects[keep], found = found, replace(found, transport=InPool(keep))
-            if not speaks: return None
-            return leave_rows(found) if by_reference else found
+            return (leave_rows(found) if by_reference else found) if speaks else None
         return answer_to(run)
 
     def read(self, number:int, name:str)->Answer:

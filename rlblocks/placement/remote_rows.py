@@ -100,9 +100,17 @@ class RemoteRows(Tensor):
         args, kwargs = tree_map_only(RemoteRows, RemoteRows.read, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    # what torch does for these without an operation
-    def numpy(self, *, force=False): return self.read().numpy(force=force)
-    def tolist(self): return self.read().tolist()
+    # torch has no operation for these
+    def numpy(self, *,
+        force=False, # as for a tensor
+    ):
+        "The rows as an array."
+        return self.read().numpy(force=force)
+
+    def tolist(self):
+        "The rows as lists of numbers."
+        return self.read().tolist()
+
     def __deepcopy__(self, seen): return deepcopy(self.read(), seen)
     def __reduce_ex__(self, protocol): return self.read().__reduce_ex__(protocol)
     def __repr__(self, *, tensor_contents=None):

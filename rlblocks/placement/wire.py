@@ -19,7 +19,6 @@ from threading import RLock
 from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,9 +83,7 @@ def pickler_class()->type: # made when it is first needed: Ray is imported then
             if type(obj) in PLAIN: return None
             if (name := self.names(obj)) is not None: return "named", *name
             if type(obj) is StoredTensor: return "stored", _place_of(obj.ref, self.stored), obj.dtype, obj.shape
-            if type(obj) is RemoteRows:
-                if obj.stored is not None and not self.inline: return "rows", *self.rows(obj)
-                obj = obj.read()
+            if type(obj) is RemoteRows: return _remote(obj, self)
             if isinstance(obj, ObjectRef): raise ValueError(_reference(obj))
             if type(obj) is Tensor and obj.layout is torch.strided and obj.device.type != "meta":
                 return "tensor", *self.tensor(obj)
@@ -98,11 +95,6 @@ def pickler_class()->type: # made when it is first needed: Ray is imported then
             # else cloudpickle sends all that it holds, where a function of it has come before
             if type(obj) is ModuleType and sys.modules.get(obj.__name__) is obj: return import_module, (obj.__name__,)
             return super().reducer_override(obj)
-
-        def rows(self, x):
-            "(rows, shape, dtype), a row's reference by its place in `stored`"
-            rows = [row._replace(ref=_place_of(row.ref, self.stored)) for row in x.stored]
-            return rows, tuple(x.shape), x.dtype
 
         def tensor(self, x):
             "(which one, where, its bytes if they are few, dtype, shape)"
@@ -133,6 +125,11 @@ def pickler_class()->type: # made when it is first needed: Ray is imported then
             for module in self.modules: cloudpickle.unregister_pickle_by_value(module)
 
     return Pickler
+
+def _remote(x, pickler):
+    "A column by reference: each row by the place of its reference among those of the parcel."
+    if x.stored is None or pickler.inline: return "tensor", *pickler.tensor(x.read())
+    return "rows", [row._replace(ref=_place_of(row.ref, pickler.stored)) for row in x.stored], tuple(x.shape), x.dtype
 
 def _place_of(x, items:list)->int:
     items.append(x)
@@ -193,6 +190,7 @@ class Reader:
         for pickled in [k for k, (_, named) in self.functions.items() if not named.isdisjoint(gone)]:
             del self.functions[pickled]
 
+# %% ../../nbs/placement/98b_wire.ipynb #6c1f7a12
 def _no_module(name):
     return (f"a rank has no module {name!r}, which a call's functions or objects need: install it there; from a file "
             f"of your own, what is named travels (from {name} import …), and its folder by "
