@@ -26,11 +26,11 @@ import torch
 from conftest import RAY_TOKEN, ROOT, rarely, ray_python
 from forked import on_ranks
 from rlblocks import (
-    Batch, Checkpoint, Cluster, Flight, Policy, Pools, Prompts, RayPool, Rollout, here, later, loop_from
+    Batch, Checkpoint, Cluster, Flight, Policy, Pools, Prompts, RayPool, Rollout, here, jsd, later, loop_from, masked_mean
 )
 from rlblocks.engines.weights import InProcess, Ticket
 from rlblocks.engines.world import RankLost
-from rlblocks.placement import crew
+from rlblocks.placement import crew, remote_rows
 from rlblocks.placement.calls import RankSilent
 from rlblocks.placement.remote_rows import RemoteRows
 from spmd_loops import Echo, net
@@ -371,6 +371,38 @@ def test_large_rows_stay_where_they_were_computed(one, two, monkeypatch):
     assert torch.equal(joined.hidden, column.hidden) and joined.hidden.stored is None and b.hidden.stored is not None
     joined.hidden.mul_(2)                           # read and written here, it travels as any other column
     assert torch.allclose(one.place(Wide).mean(joined), 2*means[0])
+
+
+class Lowers:
+    "Has rows of this size stay, in the process that it is placed in."
+    def __init__(self, n): remote_rows.ROW_BYTES = n
+
+
+@pytest.fixture(scope="module")
+def leaving(cluster):
+    "Two ranks whose rows stay, whatever their size."
+    with RayPool(2, cluster=cluster, timeout=300., name="leaving") as pool:
+        pool.place(Lowers, 1)
+        yield pool
+
+
+def test_loops_whose_columns_all_stay_give_the_numbers_of_one_process(leaving):
+    same(spmd_loops.tutorials(leaving), spmd_loops.alone(spmd_loops.tutorials), "tutorials", 1e-10)
+
+
+def test_a_teachers_hidden_states_go_from_its_ranks_to_the_students(leaving, one):
+    "Its output layer is placed where the loss needs it."
+    def distils(pool, other):
+        student, teacher, b = other.place(Policy, net(seed=1), lr=1e-3), pool.place(Policy, net(), frozen=True), rows(B=5)
+        own, b["teacher"] = teacher.head(), teacher.hidden(b)
+        head = other.place(lambda: own)
+        def measure(logits, teacher): return jsd(logits, head(teacher), beta=.5)
+        def loss(out, b): return masked_mean(out.measured, b.mask, denom=b), {}
+        losses = [float(student.step(mini, loss, measure=measure)["loss"]) for mini in b.minibatches(2, seed=0)]
+        return b.teacher, torch.tensor(losses)
+    (column, got), (numbers, want) = distils(leaving, one), distils(here, here)
+    assert column.stored is not None and torch.allclose(got, want, rtol=1e-10, atol=0) and (got > 0).all()
+    assert torch.allclose(column, numbers, rtol=1e-10, atol=1e-10)
 
 
 def test_rows_stay_by_their_size_in_answers_of_every_shape(one, two):
