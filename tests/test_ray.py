@@ -26,7 +26,8 @@ import torch
 from conftest import RAY_TOKEN, ROOT, rarely, ray_python
 from forked import on_ranks
 from rlblocks import (
-    Batch, Checkpoint, Cluster, Flight, Policy, Pools, Prompts, RayPool, Rollout, here, jsd, later, loop_from, masked_mean
+    Batch, Checkpoint, Cluster, Flight, Policy, Pools, Prompts, RayPool, Rollout, here, jsd, later, loop_from,
+    masked_mean
 )
 from rlblocks.engines.weights import InProcess, Ticket
 from rlblocks.engines.world import RankLost
@@ -393,7 +394,8 @@ def test_loops_whose_columns_all_stay_give_the_numbers_of_one_process(leaving):
 def test_a_teachers_hidden_states_go_from_its_ranks_to_the_students(leaving, one):
     "Its output layer is placed where the loss needs it."
     def distils(pool, other):
-        student, teacher, b = other.place(Policy, net(seed=1), lr=1e-3), pool.place(Policy, net(), frozen=True), rows(B=5)
+        student, teacher = other.place(Policy, net(seed=1), lr=1e-3), pool.place(Policy, net(), frozen=True)
+        b = rows(B=5)
         own, b["teacher"] = teacher.head(), teacher.hidden(b)
         head = other.place(lambda: own)
         def measure(logits, teacher): return jsd(logits, head(teacher), beta=.5)

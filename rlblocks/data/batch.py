@@ -142,7 +142,7 @@ def trim(batch:"Batch")->"Batch":
     "The same rows with the token axis cut to the longest of them."
     if batch.width is None or not len(batch): return batch
     T = max(int(batch.lengths.max()), 1)
-    return like(batch, {k: v[:, :T] if batch.is_per_token(k) else v for k, v in batch.columns.items()})
+    return like(batch, {k: v.narrow_copy(1, 0, T) if batch.is_per_token(k) else v for k, v in batch.columns.items()})
 
 def to(batch:"Batch", device:torch.device|str)->"Batch": # lists stay where they are
     "The same rows with tensor columns on `device`."

@@ -140,6 +140,7 @@ def nobodys(crew:Crew, call:RankCall)->Underway[None]:
 def close(crew:Crew, call:RankCall, kept:bool=True):
     "The loop has heard it. What it has left on ranks goes, unless the loop keeps it."
     with suppress(ValueError): crew.open.remove(call)        # another thread may have done so
+    for leader in set(call.led.values()): leader.over.append(call.number)
     if call.leaves is not None and not kept: crew.dropped.append(call.leaves)
 
 def raise_unheard(
@@ -171,9 +172,10 @@ def outcomes(
 )->dict[int, Answer|str]: # rank → its answer, or why it died
     "What ranks have answered so far. Nothing of it is taken."
     import ray
-    coming, end = by_answer({r: call.refs[r] for r in ranks}), time.monotonic() + seconds
-    there = ray.wait(list(coming), num_returns=len(coming), timeout=seconds)[0]
-    found = {r: x for answer in there for r, x in answers_in(call, answer, coming[answer]).items()}
+    found:dict[int, Answer|str] = {r: call.answers[r] for r in ranks if r in call.answers}
+    coming, end = by_answer({r: call.refs[r] for r in ranks if r not in found}), time.monotonic() + seconds
+    there = ray.wait(list(coming), num_returns=len(coming), timeout=seconds)[0] if coming else []
+    found |= {r: x for answer in there for r, x in answers_in(call, answer, coming[answer]).items()}
     late = [others for answer in there if (others := [r for r in coming[answer] if r not in found])]
     return found | ask_again(call, late, max(0., end - time.monotonic()))
 
@@ -193,10 +195,15 @@ def answers_in(
 )->dict[int, Answer|str]: # rank → its answer, or why it died; without those of a leader that are still at work
     "What a rank has answered, or the ranks of a leader."
     import ray
+    from ray.exceptions import ObjectLostError
     found:Any = outcome(lambda: ray.get(cast(Any, answer)), gone)
     if ranks[0] not in call.led: return {ranks[0]: found}
-    if not isinstance(found, dict): return dict.fromkeys(ranks, f"{LEADER_LOST}{found}")
-    def opened(x)->Answer|str: return x if isinstance(x, (Answer, str)) else outcome(lambda: cast(Answer, ray.get(x)))
+    if isinstance(found, str): return dict.fromkeys(ranks, f"{LEADER_LOST}{found}")
+    if isinstance(found, Answer): return dict.fromkeys(ranks, found)      # the leader's own error
+    def opened(x)->Answer|str:
+        if isinstance(x, (Answer, str)): return x
+        large = outcome(lambda: cast(Answer, ray.get(x)), (ObjectLostError,))     # it is lost with the leader
+        return f"{LEADER_LOST}{large}" if isinstance(large, str) else large
     return {r: opened(found[r]) for r in ranks if r in found}
 
 LEADER_ANSWERS = 10.      # seconds in which a leader says which of its ranks have answered

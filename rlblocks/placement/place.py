@@ -201,7 +201,7 @@ def _cat_in_order(parts, order):
     "`torch.cat(parts)[order]` of unlike widths, without a second copy of the column."
     first, dtype = parts[0], reduce(torch.promote_types, (a.dtype for a in parts))
     wide = [max(a.shape[1] for a in parts)] if first.dim() > 1 else []
-    if any(type(a) is not Tensor for a in parts): # rows by reference are joined without being read
+    if wide and any(type(a) is not Tensor for a in parts): # rows by reference are joined without being read
         return torch.cat([widen(a, *wide).to(dtype) for a in parts])[order]
     out = first.new_zeros(len(order), *wide, *first.shape[2:], dtype=dtype)
     for a, at in zip(parts, order.argsort().split([len(a) for a in parts]), strict=True):

@@ -7,9 +7,10 @@ __all__ = ['ROW_BYTES', 'LAZY', 'StoredRow', 'raw_bytes', 'put_row', 'get_rows',
            'leave_rows']
 
 # %% ../../nbs/placement/97c_remote_rows.ipynb #77e1fbc4
-import warnings
 from collections.abc import Sequence
 from copy import deepcopy
+from math import prod
+from threading import RLock
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -48,8 +49,8 @@ def get_rows(refs:Sequence)->list[np.ndarray]:
     try: return ray.get(list(refs))
     except ObjectLostError as e:
         raise RankLost("rows of a column are lost with the rank that had computed them: its process or its node is "
-                       "gone, or its pool was closed. What is wanted for longer is read before, as "
-                       f"batch['experts'].clone() does (Ray: {type(e).__name__})") from e
+                       "gone, or its pool was closed. What is wanted for longer is read before, as x.clone() does "
+                       f"(Ray: {type(e).__name__})") from e
 
 def assemble(
     rows:Sequence[StoredRow],
@@ -58,11 +59,11 @@ def assemble(
     dtype:torch.dtype,
 )->Tensor:
     "Rows as one tensor."
-    x = torch.empty(tuple(shape), dtype=dtype)
-    # the warning: torch would write through what numpy does not
-    with warnings.catch_warnings(action="ignore", category=UserWarning):
+    each = prod(shape[2:])*dtype.itemsize      # bytes of a position
+    with torch.inference_mode(False), torch.no_grad(): # whoever reads first, others may write it and learn from it
+        x = torch.empty(tuple(shape), dtype=dtype)
         for to, row, own in zip(x, rows, raw, strict=True):
-            to[:row.kept] = torch.from_numpy(own).view(dtype).view(-1, *shape[2:])[:row.kept]
+            if row.kept: to[:row.kept].view(-1).view(torch.uint8).numpy()[:] = own[:row.kept*each]
             to[row.kept:] = row.fill
     return x
 
@@ -83,19 +84,19 @@ class RemoteRows(Tensor):
         dtype:torch.dtype,
     ):
         "Nothing is fetched."
-        self.stored, self.own = stored, None
+        self.stored, self.own, self.lock = stored, None, RLock()
 
     def read(self)->Tensor: # the same each time
         "The rows, here. RankLost where they are gone."
-        if (rows := self.stored) is not None:
-            self.own = assemble(rows, get_rows([row.ref for row in rows]), self.shape, self.dtype)
-            self.stored = None
-        return cast(Tensor, self.own)
+        with self.lock:        # two threads that read get one tensor
+            if (rows := self.stored) is not None:
+                self.own = assemble(rows, get_rows([row.ref for row in rows]), self.shape, self.dtype)
+                self.stored = None
+            return cast(Tensor, self.own)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        lazy = LAZY.get(func)
-        found = lazy(*args, **kwargs or {}) if lazy and _unread(args) else None
+        found = LAZY[func](*args, **kwargs or {}) if func in LAZY else None
         if found is not None: return found
         args, kwargs = tree_map_only(RemoteRows, RemoteRows.read, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -111,57 +112,62 @@ class RemoteRows(Tensor):
         "The rows as lists of numbers."
         return self.read().tolist()
 
+    def data_ptr(self):
+        "Where the rows are."
+        return self.read().data_ptr()
+
+    def untyped_storage(self):
+        "The memory of the rows."
+        return self.read().untyped_storage()
+
+    def __dlpack__(self, **how): return self.read().__dlpack__(**how)
+    def __dlpack_device__(self): return self.read().__dlpack_device__()
     def __deepcopy__(self, seen): return deepcopy(self.read(), seen)
     def __reduce_ex__(self, protocol): return self.read().__reduce_ex__(protocol)
     def __repr__(self, *, tensor_contents=None):
         if self.stored is None: return repr(self.own)
         return f"RemoteRows({list(self.shape)}, {self.dtype}, not fetched)"
 
-def _unread(args): # whatever is first: a column, or a list of them
-    columns = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
-    return all(x.stored is not None for x in columns if isinstance(x, RemoteRows))
-
 # %% ../../nbs/placement/97c_remote_rows.ipynb #6e15a65b
 def _as(x, rows, width): return RemoteRows(rows, (len(rows), width, *x.shape[2:]), x.dtype)
 
-def _same(x): return _as(x, x.stored, x.shape[1])
-
-def _chosen(x, indices):
+def _indexed(x, indices):
     "x[rows], by numbers or a Bool."
     which = indices[0]
     if len(indices) > 1 or which is None or which.dim() != 1 or which.dtype == torch.uint8: return None
-    if which.dtype == torch.bool: which = which.nonzero().flatten() if len(which) == len(x) else None
-    return None if which is None else _as(x, [x.stored[i] for i in which.tolist()], x.shape[1])
+    if which.dtype != torch.bool: return _selected(x, 0, which)
+    return _selected(x, 0, which.nonzero().flatten()) if len(which) == len(x) else None
 
-def _sliced(x, dim=0, start=None, end=None, step=1):
-    "x[start:end:step], or x[:, :end]."
-    if dim == 0: return _as(x, x.stored[start:end:step], x.shape[1])
-    if dim != 1 or start or step != 1: return None
-    T = len(range(x.shape[1])[:end])
-    return _as(x, [row._replace(kept=min(row.kept, T)) for row in x.stored], T)
+def _selected(x, dim, numbers):
+    rows = getattr(x, "stored", None)
+    if rows is None or dim: return None
+    try: return _as(x, [rows[i] for i in numbers.tolist()], x.shape[1])
+    except (IndexError, TypeError): return None     # torch says it in its words
 
-def _selected(x, dim, i):
-    "x[i]: one row is fetched."
-    return _as(x, [x.stored[i]], x.shape[1]).read()[0] if dim == 0 else None
+def _narrowed(x, dim, start, length):
+    "The first positions."
+    if (rows := x.stored) is None or dim != 1 or start or not 0 <= length <= x.shape[1]: return None
+    return _as(x, [row._replace(kept=min(row.kept, length)) for row in rows], length)
 
 def _joined(columns, dim=0):
     "One behind the other. Rows that came by value, because they are narrower, join those in the store."
     first = columns[0]
-    if dim or any(x.shape[1:] != first.shape[1:] or x.dtype != first.dtype for x in columns): return None
-    rows = [row for x in columns for row in remote_rows(x).stored or []]
-    return _as(first, rows, first.shape[1])
+    alike = all(x.shape[1:] == first.shape[1:] and x.dtype == first.dtype for x in columns)
+    if dim or not alike or not any(_is_unread(x) for x in columns): return None
+    return _as(first, [row for x in columns for row in remote_rows(x).stored or []], first.shape[1])
 
 def _padded(x, pad, value=0):
     "On the right, in positions."
-    if len(pad) != 2*x.dim() - 2 or any(pad[:-1]) or pad[-1] < 0: return None
-    T = x.shape[1]
-    if any(row.kept < T and row.fill != value for row in x.stored): return None      # one value behind each row
-    return _as(x, [row._replace(fill=value) for row in x.stored], T + pad[-1])
+    T, rows = x.shape[1], x.stored
+    if rows is None or len(pad) != 2*x.dim() - 2 or any(pad[:-1]) or pad[-1] < 0: return None
+    if any(row.kept < T and row.fill != value for row in rows): return None      # one value behind each row
+    return _as(x, [row._replace(fill=value) for row in rows], T + pad[-1])
+
+def _is_unread(x): return isinstance(x, RemoteRows) and x.stored is not None
 
 _aten = torch.ops.aten
-LAZY = {_aten.alias.default: _same, _aten.detach.default: _same, _aten.index.Tensor: _chosen,
-        _aten.slice.Tensor: _sliced, _aten.select.int: _selected, _aten.cat.default: _joined,
-        _aten.constant_pad_nd.default: _padded}
+LAZY = {_aten.index.Tensor: _indexed, _aten.index_select.default: _selected, _aten.narrow_copy.default: _narrowed,
+        _aten.cat.default: _joined, _aten.constant_pad_nd.default: _padded}
 
 # %% ../../nbs/placement/97c_remote_rows.ipynb #55d7ae9f
 _T = TypeVar("_T")
@@ -171,7 +177,7 @@ def remote_rows(
 )->RemoteRows:
     "A column with its rows put into the store."
     if isinstance(x, RemoteRows) and x.stored is not None: return x
-    T = x.shape[1]
+    x, T = x.detach(), x.shape[1]
     return RemoteRows([StoredRow(put_row(raw_bytes(row)), T) for row in x], x.shape, x.dtype)
 
 def leave_rows(
@@ -185,4 +191,5 @@ def leave_rows(
     return tree_map(left, answer, is_leaf=lambda x: isinstance(x, list))
 
 def _is_large(x):
-    return isinstance(x, Tensor) and x.dim() > 1 and x.layout is torch.strided and x.nbytes >= ROW_BYTES*max(1, len(x))
+    if not isinstance(x, Tensor) or x.dim() < 2 or x.layout is not torch.strided or x.dtype == torch.bool: return False
+    return x.nbytes >= ROW_BYTES*max(1, len(x))
