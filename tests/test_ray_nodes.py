@@ -111,6 +111,12 @@ def test_of_ranks_that_a_leader_asks_each_is_heard(cluster, monkeypatch, tmp_pat
         path.touch()
         wait(lambda: done(call))
         with pytest.raises(KeyError, match="a shard is missing"): notes.note(1)
+        path.unlink()
+        failed, call = later(notes.fails, str(path)), pool.crew.open[-1]
+        wait(lambda: 1 in outcomes(call, [0, 1, 2, 3]))
+        path.touch()
+        for i in range(120): notes.note(i)      # the leaders keep what nobody has asked for yet
+        with pytest.raises(KeyError, match="a shard is missing"): failed.result()
         silent = later(notes.sleeps, 2, str(tmp_path))
         wait(lambda: len(list(tmp_path.glob("awake-*"))) == 3)      # then its time begins
         pool.crew.timeout = 5.
@@ -163,9 +169,13 @@ def test_leaders_on_two_nodes_pass_calls_on_and_answers_back(cluster, apart, mon
         assert notes.pids(b).tolist() == [rank.pid for rank in pool.crew.ranks]
         large = prompts([50_000]*4)
         assert torch.equal(notes.same(large), large.tokens)
+        waiting = later(notes.same, large)
+        ray.wait([pool.crew.open[-1].refs[2]], timeout=120)      # the answers are there, with the leader
         ray.kill(pool.crew.leaders[1].actor)
         with pytest.raises(RankLost, match=r"Notes.pids: rank 2 .* of 4 in pool 'many', of replica 2, is not heard; .*"
                            r"the leader of its node is lost: .*-leader-1"): notes.pids(b)
+        with pytest.raises(RankLost, match="Notes.same: rank 2 .* is not heard; .* the leader of its node is lost"):
+            waiting.result()
         with pytest.raises(RuntimeError, match="cannot be asked any more: Notes.pids: rank 2"): notes.pids(b)
 
 
