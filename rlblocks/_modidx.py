@@ -4030,6 +4030,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'rlblocks/placement/remote_rows.py'),
                                                 'rlblocks.placement.remote_rows._padded': ( 'placement/remote_rows.html#_padded',
                                                                                             'rlblocks/placement/remote_rows.py'),
+                                                'rlblocks.placement.remote_rows._rows_of': ( 'placement/remote_rows.html#_rows_of',
+                                                                                             'rlblocks/placement/remote_rows.py'),
                                                 'rlblocks.placement.remote_rows._selected': ( 'placement/remote_rows.html#_selected',
                                                                                               'rlblocks/placement/remote_rows.py'),
                                                 'rlblocks.placement.remote_rows.assemble': ( 'placement/remote_rows.html#assemble',

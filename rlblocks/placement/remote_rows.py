@@ -154,7 +154,7 @@ def _joined(columns, dim=0):
     first = columns[0]
     alike = all(x.shape[1:] == first.shape[1:] and x.dtype == first.dtype for x in columns)
     if dim or not alike or not any(_is_unread(x) for x in columns): return None
-    return _as(first, [row for x in columns for row in remote_rows(x).stored or []], first.shape[1])
+    return _as(first, [row for x in columns for row in _rows_of(x)], first.shape[1])
 
 def _padded(x, pad, value=0):
     "On the right, in positions."
@@ -176,9 +176,11 @@ def remote_rows(
     x:Tensor, # `[B, T, …]`
 )->RemoteRows:
     "A column with its rows put into the store."
-    if isinstance(x, RemoteRows) and x.stored is not None: return x
-    x, T = x.detach(), x.shape[1]
-    return RemoteRows([StoredRow(put_row(raw_bytes(row)), T) for row in x], x.shape, x.dtype)
+    return RemoteRows(_rows_of(x), x.shape, x.dtype)
+
+def _rows_of(x):
+    rows = x.stored if isinstance(x, RemoteRows) else None      # once: another thread may read it
+    return [StoredRow(put_row(raw_bytes(row)), x.shape[1]) for row in x.detach()] if rows is None else rows
 
 def leave_rows(
     answer:_T, # to a call with rows: a Batch, a tensor, or tuples and dicts of them
