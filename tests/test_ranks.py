@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import rarely, skip_without
 from forked import on_ranks
 from rlblocks import Batch, Checkpoint, Policy, Scorer, masked_mean, merge, ppo_loss, scores_after
@@ -159,18 +160,21 @@ def test_a_loss_without_a_gradient_on_one_rank_is_heard_on_all(engine):
 
 # -- ranks that were given unlike batches
 def scored(rank, ranks, at):
-    "A rank with one long row, and one with five short ones."
+    "A rank with one long row, and one with five short ones. They exchange one number."
     lengths, tokens = torch.tensor([10, 2, 2, 2, 2, 2]), torch.arange(60).view(6, 10) % 30 + 2
     b = Batch(tokens=tokens, lengths=lengths, steps=torch.arange(10) == lengths[:, None] - 1)
     masked = Batch(**b.columns, mask=torch.zeros(6, 10, dtype=torch.bool))
+    reduced, all_reduce, dist.all_gather_object = [], dist.all_reduce, None      # objects would be pickled: none are
+    dist.all_reduce = lambda *args, **how: reduced.append(1) or all_reduce(*args, **how)
     for how, most in ((dict(micro_rows=1), 5), (dict(micro_tokens=10), 1), (dict(micro_rows=1, pack=False), 5)):
         scorer, calls = Scorer(model(), device="cpu", outputs=scores_after(at) if at else None, **how), []
         scorer._run.module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         for whole, wanted in ((b, most), (masked, most), (b[:1], 1)):    # of one row a rank has none
-            calls.clear()
+            calls.clear(), reduced.clear()
             part = whole.parts(ranks)[rank]
             scorer.scores(part)
             assert len(calls) == wanted, (how, len(whole), part.filler, len(calls))
+            assert len(reduced) == 1, "the number of passes is agreed on by one exchange"
 
 
 @pytest.mark.ranks

@@ -231,7 +231,7 @@ def check_session(crew:Crew, who:str):
     crew.broken = "its Ray was shut down, and the ranks with it (ray.shutdown(), which `restarted` also calls)"
     raise RuntimeError(f"{who}: pool {crew.name!r} cannot be asked any more: {crew.broken}")
 
-def gather(crew:Crew, call:RankCall)->dict[int, object]: # rank → its answer; None of ranks that do not speak
+def gather(crew:Crew, call:RankCall)->dict[int, object]: # rank → its answer; None unless it is the first of its replica
     "Every rank's answer to a call, or one error. RankLost for a rank that died, RankSilent for silent ones."
     check_session(crew, call.who)
     answers, refs = call.answers, dict(call.refs)

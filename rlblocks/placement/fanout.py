@@ -13,6 +13,7 @@ def plan_calls(
     ranks:int,        # of the pool
     *,
     each:float,       # seconds of a call for each rank: `each_ms` of benchmarks/results/raypool_cpu.json, in seconds
+    answer:float=0.,  # seconds of the loop's process for each answer that a leader brings
     per_node:int=8,   # ranks of a node
     mib:float=127.,   # memory of a process before it has loaded anything
 )->dict[str, int|float]: # seconds of a call; the same with a leader on each node; MiB of a node's processes
@@ -20,4 +21,5 @@ def plan_calls(
     for name, n in dict(ranks=ranks, per_node=per_node).items(): whole_number("plan_calls", name, n)
     here = min(ranks, per_node)
     nodes = -(-ranks//here)
-    return dict(ranks=ranks, seconds=ranks*each, seconds_with_leaders=(nodes + here)*each, mib_a_node=here*mib)
+    return dict(ranks=ranks, seconds=ranks*each, seconds_with_leaders=(nodes + here)*each + ranks*answer,
+                mib_a_node=here*mib)
