@@ -384,7 +384,7 @@ class Lowers:
 @pytest.fixture(scope="module")
 def leaving(cluster):
     "Two ranks whose rows stay, whatever their size."
-    with RayPool(2, cluster=cluster, timeout=300., name="leaving") as pool:
+    with RayPool(2, cluster=cluster, cpus=.1, timeout=300., name="leaving") as pool:
         pool.place(Lowers, 1)
         yield pool
 
@@ -423,7 +423,8 @@ def test_rows_stay_by_their_size_in_answers_of_every_shape(one, two):
 
 def test_rows_whose_pool_is_gone_are_missed_by_name(cluster, two):
     "By the loop that reads them and by a call that is given them; the pool that was called goes on."
-    with RayPool(1, cluster=cluster, world=False, name="gone") as pool: column = pool.place(Wide).hidden(wide_rows())
+    with RayPool(1, cluster=cluster, cpus=.1, world=False, name="gone") as pool:
+        column = pool.place(Wide).hidden(wide_rows())
     b, wide = wide_rows(), two.place(Wide)
     b["hidden"] = column
     with pytest.raises(RankLost, match="rows of a column are lost .* or its pool was closed"):
@@ -434,7 +435,7 @@ def test_rows_whose_pool_is_gone_are_missed_by_name(cluster, two):
 
 def test_rows_of_ranks_that_are_made_anew_come_by_value(cluster):
     "They would be lost with a rank, and what follows would end, while its work can be repeated."
-    with RayPool(1, cluster=cluster, world=False, restarts=1, name="anew") as pool:
+    with RayPool(1, cluster=cluster, cpus=.1, world=False, restarts=1, name="anew") as pool:
         assert type(pool.place(Wide).hidden(wide_rows())) is torch.Tensor
 
 
