@@ -1,24 +1,23 @@
 """A program that a policy wrote cannot read outside its folder, open a socket, see the environment, outlive its
 deadline, or take more than it was given; and a unit test says nothing but the truth about it (LAWS 19)."""
 import os
+import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from rlblocks import Caps, Grader, Sandbox, code_reward, run_code, sandbox_support
 from rlblocks.graders import sandbox as module
 from rlblocks.graders.code import as_call, passed_tests, program_in
-from rlblocks.graders.sandbox import NEEDED, run_all
+from rlblocks.graders.sandbox import NEEDED, PARTS, run_all, run_in
 from test_killable import batch
 
 lacks = {k: why for k, why in sandbox_support().items() if why}
 confined = pytest.mark.skipif(any(k in lacks for k in NEEDED), reason=f"this system has no {lacks}")
 PATIENT = Sandbox(seconds=60.)
-
-
-def need(*parts):
-    for k in parts:
-        if k in lacks: pytest.skip(f"this system has no {k}: {lacks[k]}")
 
 
 def fails(program, error, sandbox=PATIENT):
@@ -42,24 +41,40 @@ def test_a_program_reads_what_it_is_given_and_says_what_it_prints():
 
 
 @confined
-def test_it_cannot_read_outside_its_folder(tmp_path):
-    (tmp_path/"secret").write_text("s3cret")
-    for path in (tmp_path/"secret", "/etc/passwd", __file__, "/proc/self/environ", f"/proc/{os.getpid()}/environ"):
-        r = run_code(f"print(open({str(path)!r}).read())", sandbox=PATIENT)
-        assert r.kind == "failed" and "s3cret" not in r.stdout and "Error" in r.stderr, (path, r)
-    fails(f"import os; print(os.listdir({str(tmp_path)!r}))", "PermissionError")
-    fails(f"import os; os.symlink({str(tmp_path/'secret')!r}, 'here'); print(open('here').read())", "PermissionError")
+@pytest.mark.parametrize("without", ["nothing", "landlock", "tasks"])
+def test_it_sees_and_changes_nothing_outside(tmp_path, without):
+    """Landlock is a second wall: an old kernel without it keeps as much out. Where tasks are not counted, the program
+    owns what the trainer owns, as an ordinary user's does."""
+    secret = tmp_path/"secret"
+    secret.write_text("s3cret")
+    before = os.stat(secret).st_ctime_ns        # of whatever change
+    does = [f"print({does})" for does in (
+        "open(p).read()", "open('/old' + p).read()", "open('/etc/passwd').read()", f"open({__file__!r}).read()",
+        "open('/proc/self/environ').read()", f"open('/proc/{os.getpid()}/environ').read()",
+        "os.listdir(os.path.dirname(p))",
+        "os.symlink(p, 'here'), open('here').read()", "open(p, 'w')", "os.unlink(p)", "os.rename(p, 'x')",
+        "os.truncate(p, 0)", "open(p + '2', 'w')", "os.chmod(p, 0o777)", "os.chmod(os.path.dirname(p), 0o777)",
+        "os.utime(p, (0, 0))", "os.setxattr(p, 'user.x', b'1')", "os.chown(p, os.getuid(), -1)", "os.link(p, 'there')",
+        "open('/x', 'w')", "open('/tmp/x', 'w')", "os.chmod(os.__file__, 0o777)", "os.utime(os.__file__)")]
+    program = f"import os\np = {str(secret)!r}\n" + "\n".join(
+        f"try: {line}\nexcept OSError: n = globals().get('n', 0) + 1" for line in does) + "\nprint(n)"
+    r = run_in([k for k in PARTS if k not in lacks and k != without], program, "", {}, PATIENT)
+    assert r.stdout == f"{len(does)}\n", r
+    assert secret.read_text() == "s3cret" and os.listdir(tmp_path) == ["secret"]
+    assert os.stat(secret).st_ctime_ns == before
 
 
 @confined
-def test_it_changes_nothing_outside(tmp_path):
-    (tmp_path/"mine").write_text("mine")
-    for does in ("open(p, 'w')", "os.unlink(p)", "os.rename(p, 'x')", "os.truncate(p, 0)", "open(p + '2', 'w')"):
-        r = run_code(f"import os\np = {str(tmp_path/'mine')!r}\n{does}", sandbox=PATIENT)
-        assert r.kind == "failed", (does, r)
-    need("mount")
-    fails(f"import os; os.chmod({str(tmp_path/'mine')!r}, 0o777)", "Read-only file system")
-    assert (tmp_path/"mine").read_text() == "mine" and os.listdir(tmp_path) == ["mine"]
+def test_it_imports_what_it_may():
+    "The folder of packages beside the standard library is empty; packages=True shows the trainer's."
+    looks = "import sys\nsys.path += %r\ntry: import numpy, torch; print('there')\nexcept ImportError: print('absent')"
+    own = [os.path.dirname(os.path.dirname(module.__file__)), *[p for p in sys.path if p.endswith("-packages")]]
+    assert run_code(looks % own, sandbox=PATIENT).stdout == "absent\n"
+    base = Path(os.__file__).parent/"site-packages"         # of the interpreter itself
+    r = run_code(f"import os\nprint(os.listdir({str(base)!r}))", sandbox=PATIENT)
+    assert r.stdout == "[]\n" or not base.exists(), r
+    assert run_code("import numpy; print(numpy.ones(3).sum())",
+                    sandbox=Sandbox(seconds=60., packages=True, memory=4 << 30)).stdout == "3.0\n"
 
 
 @confined
@@ -67,6 +82,21 @@ def test_it_opens_no_socket():
     for family in ("AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK"):
         fails(f"import socket; socket.socket(socket.{family}, socket.SOCK_DGRAM)", "PermissionError")
     fails("import urllib.request; urllib.request.urlopen('http://127.0.0.1:1')", "Operation not permitted")
+
+
+@confined
+def test_no_datagram_reaches_the_host(tmp_path):
+    """A pair of datagram sockets needs no `socket`, and each can send to any address, descriptors too. A pair of
+    streams is connected for good, and asyncio starts with one."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as host:
+        host.bind(str(tmp_path/"log"))
+        host.setblocking(False)
+        for kind in ("SOCK_DGRAM", "SOCK_RAW"):
+            fails(f"import socket\na, b = socket.socketpair(socket.AF_UNIX, socket.{kind})\n"
+                  f"a.sendto(b'x', {str(tmp_path/'log')!r})", "PermissionError")
+        with pytest.raises(BlockingIOError): host.recv(1)
+    assert run_code("import socket\na, b = socket.socketpair()\na.send(b'x'); print(b.recv(1))",
+                    sandbox=PATIENT).stdout == "b'x'\n"
 
 
 @confined
@@ -100,9 +130,31 @@ def test_a_daemon_ends_with_its_program():
 def test_a_fork_bomb_starts_nothing():
     fails("import os\nwhile True: os.fork()", "PermissionError")
     fails("import subprocess, sys; subprocess.run([sys.executable, '-c', ''])", "PermissionError")
-    r = run_code("import os\nfor i in range(50):\n    if not os.fork(): break\nimport time; time.sleep(3600)",
-                 sandbox=Sandbox(seconds=2., processes=9))
-    assert r.kind in ("timeout", "failed")     # the limit does not bind root; the namespace ends them all
+
+
+# a thread by the bare system call: all on one stack, so that no limit on memory counts them
+THREADS = """import ctypes, mmap, os
+code, stack = mmap.mmap(-1, 4096, prot=7), mmap.mmap(-1, 1 << 16)
+code.write(bytes.fromhex("b838000000 0f05 85c0 7401 c3 b822000000 0f05 ebf7"))     # clone; in the new one: pause
+clone = ctypes.CFUNCTYPE(ctypes.c_long, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(
+    ctypes.addressof(ctypes.c_char.from_buffer(code)))
+n, top = 0, ctypes.addressof(ctypes.c_char.from_buffer(stack)) + (1 << 16) - 64
+while n < 400 and clone(0x50f00, top, None, None) > 0: n += 1
+print(n, flush=True); os._exit(0)"""
+
+
+@confined
+def test_its_threads_and_processes_are_counted():
+    "For root too, who runs it as nobody; and programs side by side share no count."
+    if os.uname().machine == "x86_64":
+        made = run_all([dict(program=THREADS)]*3, Sandbox(seconds=60., workers=3))
+        assert all(r.ok and 32 <= int(r.stdout) <= 80 for r in made), made
+    r = run_code("import os\nn = 0\ntry:\n    while n < 400:\n        if not os.fork(): import time; time.sleep(3600)\n"
+                 "        n += 1\nexcept OSError: print(n)", sandbox=Sandbox(seconds=60., processes=9))
+    assert 9 <= int(r.stdout) <= 80, r
+    fails("import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+          "if libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0) < 0: raise OSError(ctypes.get_errno(), 'new user')",
+          "new user", Sandbox(seconds=60., processes=9))
 
 
 @confined
@@ -114,7 +166,6 @@ def test_it_prints_allocates_and_writes_no_more_than_it_may():
     fails("import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
           "if libc.shmget(0, 1 << 20, 0o1600) < 0: raise OSError(ctypes.get_errno(), 'shmget')", "shmget")
     fails("import os; os.memfd_create('x')", "PermissionError")
-    need("mount")
     fails("for i in range(1024): open(str(i), 'wb').write(bytes(1 << 20))", "No space left")
 
 
@@ -128,45 +179,85 @@ def test_it_has_no_privileges():
 
 @confined
 def test_nothing_is_left_and_a_batch_runs_side_by_side():
-    "No child, no folder, no descriptor of ours; results in the order of the programs."
-    import tempfile
-    from pathlib import Path
-    before, folders = set(os.listdir("/proc/self/fd")), set(Path(tempfile.gettempdir()).glob("sandbox-*"))
+    "No child, no descriptor of ours; results in the order of the programs."
+    before = set(os.listdir("/proc/self/fd"))
     programs = [dict(program=f"print({i})" if i % 5 else "import time; time.sleep(3600)") for i in range(20)]
     made = run_all(programs, Sandbox(seconds=3., workers=4))
     assert all(r.kind == "timeout" for r in made[::5])
     assert [r.stdout for i, r in enumerate(made) if i % 5 and r.ok] == [
         f"{i}\n" for i, r in enumerate(made) if i % 5 and r.ok]
-    assert not set(Path(tempfile.gettempdir()).glob("sandbox-*")) - folders
     mine = {fd for fd in set(os.listdir("/proc/self/fd")) - before if _is_ours(fd)}
     assert not mine and not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")
                              and t.is_alive() and "run_all" in str(getattr(t, "_target", ""))]
 
 
 def _is_ours(fd):
-    try: at = os.readlink(f"/proc/self/fd/{fd}")
+    try: return "memfd:spec" in os.readlink(f"/proc/self/fd/{fd}")
     except OSError: return False
-    return "memfd:spec" in at or "sandbox-" in at
 
 
-def test_a_system_that_cannot_keep_it_in_refuses(monkeypatch):
-    offers = dict.fromkeys(module.PARTS, "") | dict(pid="Operation not permitted")
-    monkeypatch.setattr(module, "sandbox_support", lambda: offers)
-    with pytest.raises(RuntimeError, match=r"no pid \(Operation not permitted\): what it starts may outlive.*unsafe="):
+@confined
+def test_a_program_ends_with_a_trainer_that_is_killed_while_it_begins():
+    "The moment between the start of the first process and its wish to hear of the trainer's end is a fraction of a ms."
+    code = ("import os, sys\nfrom rlblocks.graders import sandbox as s\nread, write = map(int, sys.argv[1:])\n"
+            "spec = s.spec_of('import time; time.sleep(3600)', '', {}, s.parts_in_use(s.Sandbox()), s.Sandbox())\n"
+            "os.set_inheritable(write, True)\n"
+            "made = s.subprocess.Popen\n"
+            "s.subprocess.Popen = lambda *a, pass_fds, **k: made(*a, pass_fds=(*pass_fds, write), **k)\n"
+            "s.begin_jail(spec)\nos.kill(os.getpid(), 9)")
+    for _ in range(3):
+        read, write = os.pipe()
+        trainer = subprocess.Popen([sys.executable, "-c", code, str(read), str(write)], pass_fds=(read, write))
+        os.close(write)
+        assert trainer.wait(120) == -9
+        assert os.read(read, 1) == b""          # nobody has the pipe any more: else this waits for an hour
+        os.close(read)
+
+
+# -- systems that offer less
+
+def offers(monkeypatch, **missing):
+    monkeypatch.setattr(module, "sandbox_support", lambda: dict.fromkeys(PARTS, "") | missing)
+
+
+@pytest.mark.parametrize("part, why", NEEDED.items())
+def test_a_system_that_cannot_keep_it_in_refuses(monkeypatch, part, why):
+    offers(monkeypatch, **{part: "Operation not permitted"})
+    with pytest.raises(RuntimeError, match=rf"no {part} \(Operation not permitted\): {why}.*isolation=\"partial\""):
         run_code("print(1)")
-    assert module.parts_in_use(True) == [k for k in module.PARTS if k != "pid"]
+    assert module.parts_in_use(Sandbox(isolation="partial")) == [k for k in PARTS if k != part]
 
 
-def test_unsafe_runs_with_what_is_there(monkeypatch):
-    monkeypatch.setattr(module, "sandbox_support", lambda: dict.fromkeys(module.PARTS, "none here"))
-    r = run_code("import os; print(os.getcwd().split('/')[-1][:8]); open('x', 'w').write('1')",
-                 sandbox=Sandbox(seconds=60., unsafe=True))
+def test_partial_runs_with_what_is_there(monkeypatch):
+    folders = set(Path("/tmp").glob("sandbox-*"))
+    monkeypatch.setattr(module, "sandbox_support", lambda: dict.fromkeys(PARTS, "none here"))
+    partial = Sandbox(seconds=60., isolation="partial")
+    r = run_code("import os; print(os.getcwd().split('/')[-1][:8]); open('x', 'w').write('1')", sandbox=partial)
     assert r.ok and r.stdout == "sandbox-\n"
-    assert run_code("import time; time.sleep(3600)", sandbox=Sandbox(seconds=1., unsafe=True)).kind == "timeout"
+    assert run_code("import time; time.sleep(3600)", sandbox=Sandbox(seconds=1., isolation="partial")).kind == "timeout"
+    # folders deeper than Python can go, folders that forbid to be read, and links that lead out
+    left = ("import os\nos.mkdir('a'); open('a/b', 'w'); os.chmod('a', 0); os.symlink('/tmp', 'c')\n"
+            "for i in range(3000): os.mkdir('d'); os.chdir('d')")
+    assert run_code(left, sandbox=partial).ok
+    daemon = "import os, time\nif not os.fork():\n    os.setsid()\n    time.sleep(3600)"
+    assert run_code(daemon, sandbox=Sandbox(seconds=60., isolation="partial", processes=9)).ok
+    assert not set(Path("/tmp").glob("sandbox-*")) - folders
+
+
+@confined
+def test_an_interpreter_that_does_not_start_is_no_failure_of_programs(monkeypatch):
+    "Root runs programs as nobody, who may not be allowed to read the interpreter's files: all rewards would be 0."
+    command, needs = module.interpreter(False)
+    monkeypatch.setattr(module, "interpreter", lambda packages: ([*command, "-c", "import unreadable"], needs))
+    module.check_interpreter.cache_clear()
+    with pytest.raises(RuntimeError, match="(?s)does not run in the sandbox: .*unreadable.*must be readable"):
+        run_code("print(1)")
+    module.check_interpreter.cache_clear()
 
 
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="Sandbox: seconds=0; a number above 0"): Sandbox(seconds=0)
+    with pytest.raises(ValueError, match="isolation='none'; \"full\" or \"partial\""): Sandbox(isolation="none")
 
 
 # -- tests of programs
@@ -209,6 +300,22 @@ def test_an_assertion_of_equality_is_a_call():
     FORGER, "import sys, json\nfor i in range(9): print('\\n' + json.dumps([i, True, 42]))\ndef f(): return 0"])
 def test_cheats_pass_no_call(cheat):
     assert passed_tests([cheat], [[dict(call="f", result=42), "assert f() == 42"]], PATIENT) == [[False]*2]
+
+
+# prints a result that is nested deeper than Python reads
+BOMB = ("import json, os\nword, tests = json.loads(os.pread(3, 1 << 20, 0))\n"
+        "os.write(1, f'\\n{word} [0, true, {\"[\"*400000 + \"]\"*400000}]\\n'.encode()); os._exit(0)")
+
+
+@confined
+def test_one_program_takes_no_other_reward_down():
+    "It says what the jail says when it fails; its results are nested deeper than Python compares, or reads."
+    nested = "def add(a, b):\n    x = 3\n    for _ in range(%d): x = [x]\n    return x"
+    programs = [ADD, "import os; os.write(2, b'sandbox: x'); os._exit(125)", BOMB, nested % 960, nested % 0]
+    reward = code_reward(sandbox=Sandbox(seconds=60., output=1 << 21))
+    assert reward(programs, [["assert add(1, 2) == 3"]]*5) == [1., 0., 0., 0., 1.]
+    r = run_code(programs[1], sandbox=PATIENT)
+    assert (r.kind, r.code, r.stderr) == ("failed", 125, "sandbox: x")
 
 
 @confined

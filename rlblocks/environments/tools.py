@@ -149,7 +149,7 @@ class PythonTool:
         most:int=2000, # characters of an answer
     ):
         "Nothing has run yet. RuntimeError where this system cannot keep a program in: no answer to a policy."
-        parts_in_use(sandbox.unsafe)
+        parts_in_use(sandbox)
         self.sandbox, self.most, self.at_once = sandbox, most, sandbox.workers
 
     def reset(self,

@@ -6,7 +6,6 @@
 __all__ = ['Kind', 'Caps', 'Failure', 'Share', 'each']
 
 # %% ../../nbs/graders/86_killable.ipynb #a5c933d7
-import ctypes
 import faulthandler
 import gc
 import json
@@ -19,6 +18,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+
+from .jail import adopt_orphans, attach, end_children, reaped, watchable
 
 # %% ../../nbs/graders/86_killable.ipynb #40bfa1ca
 @dataclass(frozen=True)
@@ -84,32 +85,37 @@ def begin_share(shares, call, items, caps):
     "A process that works through some items, and one that watches over it; no signal comes before it is in the list."
     reads, writes = os.pipe()
     os.set_blocking(reads, False)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    trainer, before = watchable(), signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
         if not pid:
-            try: watch(call, items, caps, writes)
+            try: watch(call, items, caps, writes, trainer)
             finally: os._exit(0)
         gone = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
         shares.append(Share(pid, reads, gone, list(items), time.monotonic()))
     except OSError: os.close(reads); raise
     finally:
-        os.close(writes)
+        for fd in (writes, trainer):
+            if fd >= 0: os.close(fd)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-def watch(call, items, caps, pipe):
-    "In the watching process: end as the work does, after all that it started."
+def watch(call, items, caps, pipe, trainer):
+    "Be the watching process: end as the work does, after all that it started, or when the trainer ends."
     os.setsid()
     for s in (signal.SIGTERM, signal.SIGCHLD): signal.signal(s, signal.SIG_DFL)
-    if sys.platform == "linux": ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)      # orphans become its children
+    attach(trainer, signal.SIGTERM)
+    adopt_orphans()
+    own = watchable()
     worker = os.fork()
     if not worker:
-        try: work(call, items, caps, pipe)
+        try: attach(own); work(call, items, caps, pipe)
         finally: os._exit(0)
+    os.closerange(3, pipe)        # sockets of an engine, ports: they close when the trainer ends
+    os.closerange(pipe + 1, 1 << 16)
     status = None
     while status is None and signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGCHLD:
         status = reaped(worker)
-    sweep(worker)
+    end_children(worker)
     if status and os.WIFSIGNALED(status):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         faulthandler.disable()
@@ -117,34 +123,6 @@ def watch(call, items, caps, pipe):
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status or 0))
-
-def reaped(worker)->int|None:
-    "The status of the worker, if it has ended; others are only buried."
-    while True:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == worker: return status
-        if not pid: return None
-
-def sweep(worker):
-    "End every child, and theirs as they become ours."
-    try: os.killpg(worker, signal.SIGKILL)      # its group at one stroke, however fast they fork
-    except (ProcessLookupError, PermissionError): pass
-    while True:
-        for pid in children(worker):
-            try: os.kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError): pass
-        try: os.waitpid(-1, 0)
-        except ChildProcessError: return
-
-def children(worker)->list[int]:
-    "Of this process. Where there is no /proc, the worker alone."
-    found = []
-    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
-        try:
-            with open(f"/proc/{name}/stat", "rb") as f: parent = int(f.read().rpartition(b")")[2].split()[1])
-        except (OSError, ValueError, IndexError): continue
-        if parent == os.getpid(): found.append(int(name))
-    return found or [worker]
 
 # %% ../../nbs/graders/86_killable.ipynb #381fe3e4
 def work(call, items, caps, pipe):
@@ -213,7 +191,7 @@ def take(share, data, found, failures):
 def answered_item(share, line, found, failures)->bool:
     "Whether a line is the result of the next item."
     try: item, x, problem = json.loads(line)
-    except (ValueError, TypeError): return False
+    except (ValueError, TypeError, RecursionError): return False
     if not share.left or item != share.left[0]: return False
     share.left.pop(0)
     share.since = time.monotonic()
