@@ -9,11 +9,14 @@ __all__ = ['interpreter', 'child_environment', 'started', 'accepted', 'limit_sen
 # %% ../../nbs/samplers/83_processes.ipynb #d0b2ceb1
 import os
 import secrets
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from math import inf
 from multiprocessing.connection import Connection, Listener
@@ -21,14 +24,25 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
-# %% ../../nbs/samplers/83_processes.ipynb #83567f94
-_PROGRAM = """import sys
+# %% ../../nbs/samplers/83_processes.ipynb #a828aa0e
+_PROGRAM = """import os, select, shutil, sys, threading
 from importlib.util import module_from_spec, spec_from_file_location
-spec = spec_from_file_location("rlblocks", sys.argv[2] + "/__init__.py", submodule_search_locations=[sys.argv[2]])
+address, library, trainer, *folders = sys.argv[1:]
+folder = os.path.dirname(address)
+def end():
+    if gone >= 0: select.select([gone], [], [])
+    for path in (folder, *folders): shutil.rmtree(path, ignore_errors=True)
+    os.killpg(0, 9)
+os.setsid()
+try: gone = os.pidfd_open(int(trainer)) if sys.platform == "linux" else None
+except ProcessLookupError: gone = -1
+if gone == -1: end()
+if gone is not None: threading.Thread(target=end, daemon=True).start()
+spec = spec_from_file_location("rlblocks", library + "/__init__.py", submodule_search_locations=[library])
 sys.modules["rlblocks"] = module_from_spec(spec)
 spec.loader.exec_module(sys.modules["rlblocks"])
 from {} import {} as run
-run(sys.argv[1])"""
+run(address)"""
 _RANKS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "PYTHONPATH")
 _KERNELS = "ATEN_CPU_CAPABILITY"    # a trainer's; what torch 2.13 compiles for vLLM under its "default" does not build
 
@@ -95,7 +109,7 @@ def _code(process):
     try: return f", exit code {process.wait(2.)}"
     except subprocess.TimeoutExpired: return ""
 
-# %% ../../nbs/samplers/83_processes.ipynb #ce361c1b
+# %% ../../nbs/samplers/83_processes.ipynb #062146b8
 class Child:
     "A program with a private socket, from its start to its end."
 
@@ -106,13 +120,15 @@ class Child:
         python:str|None=None, # the interpreter; None: this one
         timeout:int|float=600., # seconds without a sign of life before it is stopped
         more:dict[str, str]|None=None, # environment variables of its own
+        folders:Sequence[str]=(),      # of the trainer's, which the program removes when that is killed
     ):
         "Start it and wait until it calls. RuntimeError when it ends before, TimeoutError when it is late."
         self.timeout, self.folder = timeout, TemporaryDirectory(prefix="rlblocks-")
         self.last_sign, self.mail = time.monotonic(), []
         self.log = open(f"{self.folder.name}/log", "w+b")
         address, key = f"{self.folder.name}/socket", secrets.token_bytes(32)
-        command = [python or sys.executable, "-P", "-c", _PROGRAM.format(module, function), address, _library()]
+        program = _PROGRAM.replace("from {} import {}", f"from {module} import {function}")
+        command = [python or sys.executable, "-P", "-c", program, address, _library(), str(os.getpid()), *folders]
         with Listener(address, family="AF_UNIX", authkey=key) as listener:
             self.process = started(command, key, self.log, more or {})
             connection = accepted(listener, self.process, timeout)
@@ -123,8 +139,8 @@ class Child:
         what:str, # happened
         error:type[Exception]=RuntimeError,
     )->Exception: # to be raised
-        "Stop it, and say how its log ends."
-        self.process.kill()
+        "Stop it and all that it started, and say how its log ends."
+        self.kill()
         self.process.wait()
         return error(f"Rollout: the engine (process {self.process.pid}) {what}. Its log ends:\n{tail(self.log)}")
 
@@ -162,8 +178,13 @@ class Child:
         "Ask it to end; make it after five seconds."
         end_child(self)
 
+    def kill(self):
+        "End it and its process group."
+        with suppress(ProcessLookupError, PermissionError): os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+
     def __del__(self):
-        if getattr(self, "process", None) and self.process.poll() is None: self.process.kill()
+        if getattr(self, "process", None) and self.process.poll() is None: self.kill()
 
 # %% ../../nbs/samplers/83_processes.ipynb #7b1d90e4
 def next_message(

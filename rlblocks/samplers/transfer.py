@@ -193,4 +193,4 @@ def _connect(channel, child, errors):
     try: channel.connect()
     except Exception as e:
         errors.append(e)
-        child.process.kill()
+        child.kill()

@@ -38,7 +38,7 @@ def ending(
     "An error within the block ends the engine."
     try: yield
     except BaseException:
-        if sampler.child is not None: sampler.child.process.kill()
+        if sampler.child is not None: sampler.child.kill()
         sampler.close()
         raise
 
@@ -65,7 +65,10 @@ class Vllm:
         "Start the engine, and sample one token with it."
         made = None if isinstance(model, (str, Path)) else transformers_model(model, dtype)
         twin, self.source = engine_twin(model, made)
-        if made is not None and spec.options.get("enable_lora"): self.folder, self.source, made = in_folder(made)
+        self.folders:tuple[str, ...] = ()          # with weights that vLLM reads itself
+        if made is not None and spec.options.get("enable_lora"):
+            self.folder, self.source, made = in_folder(made)
+            self.folders = (self.folder.name,)
         self.spec, self.asleep, self.module = spec, False, cast(nn.Module, twin)
         self.transfer = new_transfer(spec, twin, dtype)
         self.arguments = engine_arguments(spec, self.transfer, self.source, max_rows)
@@ -74,7 +77,7 @@ class Vllm:
         self.version:int|None = None
         self.decodes:Child|None = None             # the process that has the tokenizer
         self.spells:Child|None = None              # the process that has what ids say, for structures
-        self.child:Child|None = start_child(spec, self.transfer, self.arguments)
+        self.child:Child|None = start_child(spec, self.transfer, self.arguments, self.folders)
         if made is None: self.version = 0
         else: self.load(own_ticket(made))
 
@@ -138,7 +141,8 @@ def sent(
     keep:bool, # as for `load`
 )->Manifest:
     "Weights, in a process that is there and awake. An error ends it."
-    if sampler.child is None: sampler.child = start_child(sampler.spec, sampler.transfer, sampler.arguments)
+    if sampler.child is None:
+        sampler.child = start_child(sampler.spec, sampler.transfer, sampler.arguments, sampler.folders)
     with ending(sampler):
         if sampler.asleep: alive(sampler).ask("wake", ["weights", "kv_cache"] if ticket.adapter else ["weights"])
         send = send_adapter if ticket.adapter else partial(Transfer.send, keep=keep)

@@ -10,7 +10,7 @@ __all__ = ['transformers_model', 'engine_twin', 'in_folder', 'own_ticket', 'rout
 # %% ../../nbs/samplers/83g_vllm_start.ipynb #ffda17af
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
@@ -198,9 +198,10 @@ def start_child(
     spec:VllmSpec,
     transfer:Transfer, # of its weights
     arguments:Mapping[str, object], # of vLLM's LLM; without a model that of the transfer's twin
+    folders:Sequence[str]=(), # of ours, which go when this process is killed
 )->Child:
     "A process with an engine that has sampled one token. An error says that it was the start."
-    try: return _started(spec, transfer, arguments)
+    try: return _started(spec, transfer, arguments, folders)
     except TimeoutError as e:
         raise TimeoutError(f"Rollout: engine='vllm' did not start within {spec.start:g} s; for a large model, or on a "
                            f"busy machine, allow more, engine=vllm(start=…). {e}") from None
@@ -208,11 +209,11 @@ def start_child(
         if "No module named 'vllm'" in str(e): raise ImportError(_ABSENT) from None
         raise RuntimeError(f"Rollout: engine='vllm' did not start: {e}") from None
 
-def _started(spec, transfer, arguments):
+def _started(spec, transfer, arguments, folders):
     end = time.monotonic() + spec.start
     v2 = dict(VLLM_USE_V2_MODEL_RUNNER="1") if any(spec.options.get(name) for name in _V2) else {}
     child = Child("rlblocks.samplers.child", "serve_trainer", python=interpreter(spec.python), timeout=spec.start,
-                  more=_QUIET | v2 | visible(engine_devices(spec), os.environ))
+                  more=_QUIET | v2 | visible(engine_devices(spec), os.environ), folders=folders)
     try:
         if arguments["model"] is None:
             transfer.twin.config.save_pretrained(child.folder.name)
