@@ -9,6 +9,7 @@ __all__ = ['Ragged', 'ragged', 'to_arrow', 'from_arrow']
 import importlib
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -186,3 +187,22 @@ def persist(*paths:Path):
         handle = os.open(path, os.O_RDONLY)
         try: os.fsync(handle)
         finally: os.close(handle)
+
+# %% ../../nbs/data/41_ragged.ipynb #3874e938
+def file_in(
+    folder:str|Path, # of anybody's
+    name:str,        # of a file in it, or in a folder in it
+)->Path:
+    """Return the path of a file that lies in a folder, for who opens it next.
+
+    ValueError for a name or a link that leads out of the folder, and for a FIFO, a device or a folder in the place of
+    a file; FileNotFoundError when there is none."""
+    root, path = Path(os.path.realpath(folder)), Path(folder, name)
+    end = Path(os.path.realpath(path))
+    homes = [root, *(p.parent/"blobs" for p in root.parents if p.name == "snapshots")]
+    if os.path.isabs(name) or ".." in Path(name).parts or not any(end.is_relative_to(home) for home in homes):
+        raise ValueError(f"{folder}: {name!r} leads out of the folder, to {end}, and what a folder names is read in "
+                         "that folder alone; if you trust whoever made it, copy the file into the folder")
+    if not stat.S_ISREG(os.stat(end).st_mode):
+        raise ValueError(f"{path} is no regular file, but a folder, FIFO, socket or device; a file is wanted")
+    return path
