@@ -89,7 +89,8 @@ def test_bytes_in_shards_are_not_loaded(shards, tmp_path):
     torch.save(Harm(tmp_path/"harm"), shards/"harm.pt")
     def as_bytes(metadata):
         metadata.state_dict_metadata["policy/w"] = BytesStorageMetadata()
-        metadata.storage_data = {MetadataIndex("policy/w"): _StorageInfo("harm.pt", 0, os.path.getsize(shards/"harm.pt"))}
+        whole = _StorageInfo("harm.pt", 0, os.path.getsize(shards/"harm.pt"))
+        metadata.storage_data = {MetadataIndex("policy/w"): whole}
     described(shards, as_bytes)
     with pytest.raises(RuntimeError, match="policy/w"): read_part_shards(REST, Part(), "policy", shards)
     assert not (tmp_path/"harm").exists() and not stored(shards).weights
@@ -111,7 +112,8 @@ def test_shards_lie_in_their_folder(shards, tmp_path, kind):
     with pytest.raises(ValueError, match=why): read_part_shards(REST, Part(), "policy", shards)
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80\x04", b"\x80\x04}.", b"\x80\x04(((.", b"\x80\x04\x8e" + b"\xff"*7 + b"\x7f"])
+@pytest.mark.parametrize("data", [b"", b"\x80\x04", b"\x80\x04}.", b"\x80\x04(((.",
+                                  b"\x80\x04\x8e" + b"\xff"*7 + b"\x7f"])
 def test_a_description_that_is_none_is_named(shards, data):
     (shards/".metadata").write_bytes(data)
     with pytest.raises(ValueError, match=re.escape(f"{shards}/.metadata is no description of tensors")): stored(shards)

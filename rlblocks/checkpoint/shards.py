@@ -142,9 +142,11 @@ _METADATA = {
     "pathlib": ("PosixPath",), "pathlib._local": ("PosixPath",),
 }
 
-class MetadataUnpickler(pickle._Unpickler):
+_Unpickler:Any = pickle._Unpickler        # the one that Python has in Python
+
+class MetadataUnpickler(_Unpickler):
     "Reads torch's description of a folder: calls nothing, and changes nothing, that does not describe tensors."
-    dispatch = dict(pickle._Unpickler.dispatch)     # opcode → what it does
+    dispatch = dict(_Unpickler.dispatch)     # opcode → what it does
 
     def find_class(self, module, name): # the class or function. UnpicklingError for any other
         "What describes tensors, by its name."
