@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..data.ragged import file_in
 from ..engines.compiled import in_environment
-from .saves import checked, load_mapped, saves_in, shards_folder, writable
+from .saves import checked, load_mapped, saves_in, writable
 from ..models.lora import merge_adapters
 from ..models.folders import WEIGHTS, drafted
 from ..models.value_heads import classifier
@@ -67,18 +67,19 @@ def _of_tensors(tensors, **more):
 # %% ../../nbs/checkpoint/91_convert.ipynb #4847bdbf
 def _of_checkpoint(folder:Path, part:str|None)->Stored:
     "The weights of one part. ValueError where none or several have weights, and for half a model."
-    state = _part_with_weights(folder, part)
+    meta = checked(folder)
+    state = _part_with_weights(folder, meta, part)
     cut = {k: x for k, x in state["module"].items() if isinstance(x, dict)}
     whole = _of_tensors({k: x for k, x in state["module"].items() if k not in cut}, state=state)
     if not cut: return whole
     name = str(next(iter(cut.values()))[PLACEHOLDER]).split("/")[0]
     names = {x[PLACEHOLDER]: (k, torch.Size(x["shape"])) for k, x in cut.items()}
-    shards = of_dcp(folder/shards_folder(folder, name), names)
+    shards = of_dcp(folder/meta.get("folders", {}).get(name, "shards"), names)
     return Stored(whole.weights | shards.weights, lambda into: (whole.fill(into), shards.fill(into)), state)
 
-def _part_with_weights(folder:Path, part:str|None)->dict:
+def _part_with_weights(folder:Path, meta:dict, part:str|None)->dict:
     "The state of the part that has weights: a wrapper's, or an `Ema`'s for who asks by name."
-    names = [f.removesuffix(".pt") for f in checked(folder)["files"] if "/" not in f]
+    names = [f.removesuffix(".pt") for f in meta["files"] if "/" not in f]
     states = {name: load_mapped(folder/f"{name}.pt") for name in names if part in (None, name)}
     if part and "average" in states.get(part, ()):
         states[part] |= dict(module=states[part]["average"], version=states[part]["updates"])

@@ -21,7 +21,7 @@ from torch import Tensor
 from jaxtyping import Int
 
 from .batch import Batch
-from .columns import dtype_of, padding_of
+from .columns import dtype_named, dtype_of, padding_of
 
 # %% ../../nbs/data/41_ragged.ipynb #7459a75c
 @dataclass(frozen=True)
@@ -165,9 +165,17 @@ def _free(folder):
 def from_arrow(
     path:str|Path, # what `to_arrow` wrote
 )->Ragged: # tensors on the mapped file: read, never written to
-    "Rows of an Arrow file, mapped into memory and paged in when they are taken."
+    "Rows of an Arrow file, mapped into memory and paged in when they are taken. ValueError for what is none."
     pa = _arrow()
-    with pa.memory_map(str(path)) as file: table = pa.ipc.open_stream(file).read_all()
+    try:
+        with pa.memory_map(str(path)) as file: table = pa.ipc.open_stream(file).read_all()
+        table.validate(full=True)             # else offsets beyond the end of the file would end this process
+        return _read(table)
+    except FileNotFoundError: raise
+    except Exception as e: raise ValueError(f"from_arrow: {path} is not what to_arrow writes: {e!r}") from e
+
+def _read(table)->Ragged:
+    "The columns of a table, on its memory."
     columns, kinds, offsets = {}, {}, torch.zeros(len(table) + 1, dtype=torch.long)
     for field, x in zip(table.schema, table.columns, strict=True):
         about, array = {k.decode(): v.decode() for k, v in field.metadata.items()}, x.chunk(0)
@@ -177,7 +185,7 @@ def from_arrow(
         else:
             shape = [int(n) for n in about["shape"].split(",") if n]
             flat = torch.from_dlpack(array.flatten() if shape else array)       # on its memory
-            columns[field.name] = flat.view(getattr(torch, about["dtype"])).view(-1, *shape)
+            columns[field.name] = flat.view(dtype_named(about["dtype"])).view(-1, *shape)
     return Ragged(columns, kinds, offsets)
 
 # %% ../../nbs/data/41_ragged.ipynb #64a8fb39
