@@ -99,7 +99,7 @@ def _part_with_weights(folder:Path, meta:dict, part:str|None)->dict:
 
 # %% ../../nbs/checkpoint/91_convert.ipynb #aad184ea
 def of_dcp(folder:Path, names:dict[str, tuple[str, torch.Size]]|None=None)->Stored:
-    """The tensors of a folder that torch's distributed checkpoint wrote; `names`: name in it → (new name, shape).
+    """Find the tensors of a folder that torch's distributed checkpoint wrote; `names`: name in it → (new name, shape).
 
     ValueError for a folder that would run code, or lacks one of the names."""
     reader, metadata = checked_reader(folder)
@@ -115,7 +115,7 @@ def of_dcp(folder:Path, names:dict[str, tuple[str, torch.Size]]|None=None)->Stor
 
 # %% ../../nbs/checkpoint/91_convert.ipynb #21b38c6b
 def _of_deepspeed(folder:Path)->Stored:
-    """By DeepSpeed's own script, which loads safely here. ImportError names the extra.
+    """Find the tensors of a folder by DeepSpeed's own script, which loads safely here. ImportError names the extra.
 
     ValueError for what would run code, FileNotFoundError without a model's file."""
     try: from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -140,7 +140,7 @@ def _of_deepspeed(folder:Path)->Stored:
     return _of_tensors(frozen | lazy)
 
 def _tag_of(folder:Path)->str:
-    "The save that a folder of DeepSpeed's names as its last. ValueError for what is no name of a folder in it."
+    "Return the name of the last save in a folder of DeepSpeed's. ValueError for what is no name of a folder in it."
     tag = file_in(folder, "latest").read_text().strip()
     if tag in ("", ".", "..") or "/" in tag:
         raise ValueError(f"convert: {folder}/latest says {tag!r}, and the name of a folder beside it is wanted")

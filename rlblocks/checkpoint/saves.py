@@ -97,7 +97,8 @@ def checked(folder:Path, rank:int=0, ranks:int=1)->dict: # step, files and their
         meta = json.loads(file_in(folder, "meta.json").read_bytes())
         hashes = dict(meta["files"])
         lost = {f"{shards}/.metadata" for shards in dict(meta.get("folders", {})).values()} - hashes.keys()
-        if lost or not isinstance(meta["step"], int): raise ValueError(f"step {meta['step']}, without {sorted(lost)}")
+        if lost: raise ValueError(f"{sorted(lost)[0]} of its shards is not among its files")
+        if not isinstance(meta["step"], int): raise TypeError(f"its step is {meta['step']!r}")
     except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as e:
         raise ValueError(f"Checkpoint: {folder}/meta.json cannot be read ({e!r}); {remedy}") from e
     for name, wanted in list(hashes.items())[rank::ranks]:
@@ -196,7 +197,10 @@ def _locks():
 
 def _locked_file(file):
     "The lock's file, opened, locked and signed by this process. RuntimeError names the process that has it."
-    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)     # a link may lead to a file of the user's
+    try: fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as e:
+        if e.errno != errno.ELOOP: raise
+        raise OSError(e.errno, f"Checkpoint: {file} is a link, and its target would be written to; delete it") from e
     try:
         if not _flock(fd):
             gc.collect()            # an earlier loop of this process that nobody refers to any more closes, and lets go

@@ -178,7 +178,7 @@ def checked_reader(folder:Path)->tuple["FileSystemReader", "Metadata"]: # for `r
     path = file_in(folder, ".metadata")
     try:
         with path.open("rb") as file: metadata = MetadataUnpickler(file).load()
-        described, files = metadata.state_dict_metadata, {x.relative_path for x in metadata.storage_data.values()}
+        described, files = metadata.state_dict_metadata, {str(x.relative_path) for x in metadata.storage_data.values()}
         metadata.state_dict_metadata = {k: x for k, x in described.items() if isinstance(x, TensorStorageMetadata)}
     except pickle.UnpicklingError as e:
         raise ValueError(f"{path}: reading it would {e}, and a description of tensors has no such thing in it. It may "

@@ -165,7 +165,7 @@ def _free(folder):
 def from_arrow(
     path:str|Path, # what `to_arrow` wrote
 )->Ragged: # tensors on the mapped file: read, never written to
-    "Rows of an Arrow file, mapped into memory and paged in when they are taken. ValueError for what is none."
+    "Map the rows of an Arrow file into memory; they are paged in when they are taken. ValueError for other files."
     pa = _arrow()
     try:
         with pa.memory_map(str(path)) as file: table = pa.ipc.open_stream(file).read_all()
@@ -175,7 +175,7 @@ def from_arrow(
     except Exception as e: raise ValueError(f"from_arrow: {path} is not what to_arrow writes: {e!r}") from e
 
 def _read(table)->Ragged:
-    "The columns of a table, on its memory."
+    "Return the columns of a table, on its memory."
     columns, kinds, offsets = {}, {}, torch.zeros(len(table) + 1, dtype=torch.long)
     for field, x in zip(table.schema, table.columns, strict=True):
         about, array = {k.decode(): v.decode() for k, v in field.metadata.items()}, x.chunk(0)

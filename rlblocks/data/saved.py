@@ -40,9 +40,9 @@ def save_rollouts(
     return final
 
 def load_rollouts(folder:str|Path, step:int)->Batch: # a new whole, padded to its longest row
-    """The rows of a step.
+    """Return the rows of a step.
 
-    FileNotFoundError with the steps that there are, ValueError for a file that lies elsewhere or is none of ours."""
+    FileNotFoundError with the steps that there are, ValueError for a file that lies elsewhere, or has no rows in it."""
     try: path = file_in(folder, _file(folder, step).name)
     except FileNotFoundError:
         there = saved_steps(folder)

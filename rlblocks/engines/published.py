@@ -43,7 +43,7 @@ class Folder:
         return None if scores is None else torch.tensor(scores[:len(ids)-1])
 
     def listed(self)->dict:
-        "What `ticket.json` says. RuntimeError where it is gone, ValueError where `publish_weights` wrote another."
+        "Return what `ticket.json` says. RuntimeError where it is gone, ValueError where it is no ticket."
         try: text = file_in(self.path, "ticket.json").read_bytes()
         except FileNotFoundError:
             raise RuntimeError(f"Ticket: {self.path} is gone: newer versions have replaced it; take the last one, "
@@ -54,7 +54,7 @@ class Folder:
                              "version again, or take another") from e
 
 def _listed(x:dict)->dict:
-    "What a ticket says, of the types that it has to be of."
+    "Return what a ticket says, each thing in the type that it is used in."
     scores = x["scores"]
     return dict(version=int(x["version"]), files=[str(file) for file in x["files"]],
                 shapes={name: tuple(int(n) for n in shape) for name, shape in x["shapes"].items()},
