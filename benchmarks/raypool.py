@@ -28,7 +28,7 @@ Besides:
   save;
 * a step with a wide column, as a teacher's hidden states, which stays where it was computed, and the same step with it
   by value, for rows of several sizes: seconds, the CPU time of the loop's process, and the bytes that pass it;
-* weights from one host to another (network namespaces, as root): through the store, and by a gloo broadcast.
+* weights from one host to another (network namespaces, as root), through their stores.
 
 A promise that is not kept is printed as MISSED, and the exit code is 1; results/raypool_cpu.json says it as well.
 """
@@ -53,7 +53,7 @@ import numpy as np
 import ray
 import torch
 from machine import machine
-from rlblocks import Batch, Cluster, Mean, Policy, RayPool, Rollout, send_weights
+from rlblocks import Batch, Cluster, Mean, Policy, RayPool, Rollout
 from rlblocks.placement import remote_rows
 from rlblocks.placement.place import Call
 from rlblocks.placement.wire import parcel_of
@@ -209,14 +209,6 @@ def loads(cluster, rounds, megabytes=(16, 32, 64, 128)):
                    for name, way in (("ratio", "other"), ("ratio_restarts", "restarts"))}
 
 
-class Sends:
-    "Weights by gloo. Every load makes a group of processes."
-    def begin(self, policy, host, bytes=None):
-        ticket = replace(policy.weights(), probe=())
-        self.sending = send_weights(ticket, host=host, bucket_bytes=1 << 26)
-        return self.sending.ticket
-
-
 def between(address, rounds):
     "Weights from one host of a cluster to the other. The driver's part."
     small = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
@@ -227,11 +219,10 @@ def between(address, rounds):
                                                                logging_level="ERROR", log_to_driver=False))
     with RayPool(1, cpus=2, cluster=cluster, name="a") as a, RayPool(1, cpus=2, cluster=cluster, name="b") as b:
         host, far = a.crew.ranks[0].address, b.crew.ranks[0].address
-        sends, ways = a.place(Sends), {}
+        ways = {}
         for name, make in (("tiny", tiny), ("large", llama), ("larger", partial(llama, 1024))):
             policy, rollout = a.place(Policy, make), b.place(Rollout, make)
-            ways |= {f"{name}_store": lambda p=policy, r=rollout: r.load(replace(p.weights(), probe=())),
-                     f"{name}_gloo": lambda p=policy, r=rollout: r.load(sends.begin(p, host))}
+            ways[name] = lambda p=policy, r=rollout: r.load(replace(p.weights(), probe=()))
         found = timed(rounds, **ways)
     return spread(found) | dict(hosts=[host, far])
 

@@ -1,4 +1,4 @@
-"""What a weight sync costs: all weights, changes, an adapter, a folder, a network, against a plain copy of them.
+"""What a weight sync costs: all weights, changes, an adapter, a folder, against a plain copy of them.
 
     .venv/bin/python benchmarks/sync.py [--rounds 5] [--engines hf,vllm] [--hidden 512] [--out benchmarks/results]
     .venv/bin/python benchmarks/sync.py --device cuda [--engine-device 1]
@@ -19,7 +19,7 @@ promise that is not kept is printed as MISSED, and the exit code is 1.
 
 results/sync_cpu.json is of one run on two cores. To vLLM all weights cost 19 copies, 247 ms where a copy takes 13, in 4
 messages, and changes are 2.0 % of the bytes: as promised. Nothing is promised for the others: changes cost 40 copies,
-an adapter 16, the folder 57, the network 40. A checksum of 64 MiB takes 8.0 to 8.4 ms, 41 times (float32) and 87 times
+an adapter 16, the folder 57. A checksum of 64 MiB takes 8.0 to 8.4 ms, 41 times (float32) and 87 times
 (bfloat16) as fast as the sum, one of 4 MiB .85 ms, 15 and 12 times as fast. After all else, where nothing is promised,
 it is 3.3 to 15 times as fast.
 
@@ -40,7 +40,7 @@ from pathlib import Path
 
 import torch
 from machine import machine
-from rlblocks import Policy, send_weights
+from rlblocks import Policy
 from rlblocks.engines.published import publish_weights
 from rlblocks.engines.weights import checksum, named_weights
 from rlblocks.samplers.hf import Hf
@@ -77,8 +77,7 @@ def ways(policy, adapted, folder):
     return dict(
         full=(0, policy.weights), delta=(0, lambda: policy.weights(since=policy.version - 1)),
         adapter=(1, lambda: adapted.weights(adapter=True)),
-        folder=(0, lambda: publish_weights(policy.weights(), folder)),
-        sent=(0, lambda: send_weights(policy.weights(), bucket_bytes=BUCKET).ticket))
+        folder=(0, lambda: publish_weights(policy.weights(), folder)))
 
 
 def timed(f):

@@ -131,7 +131,6 @@ if TYPE_CHECKING:
     from rlblocks.engines.deltas import delta_apply, delta_encode
     from rlblocks.engines.optim import adamw, adamw_8bit, constant, cosine, linear, muon, OptimizerSpec, wsd
     from rlblocks.engines.published import publish_weights, published_weights
-    from rlblocks.engines.sent import send_weights
     from rlblocks.models.critic import Critic
     from rlblocks.models.loading import pretrained
     from rlblocks.models.policy import Policy
@@ -182,7 +181,6 @@ _OFFERS = {
     "engines.deltas": "delta_apply delta_encode",
     "engines.optim": "adamw adamw_8bit constant cosine linear muon OptimizerSpec wsd",
     "engines.published": "publish_weights published_weights",
-    "engines.sent": "send_weights",
     "models.critic": "Critic",
     "models.loading": "pretrained",
     "models.policy": "Policy",
@@ -273,7 +271,7 @@ __all__ = [
     "repetition_penalty", "replay_draw", "resampled_rows", "restarted", "reverse_kl_loss", "reward_app",
     "robust_dpo_loss", "role_advantages", "rollouts", "router_z_loss", "row_costs", "row_max", "row_mean",
     "row_sum", "run_code", "safety_loss", "same_shape", "sample_columns", "sandbox_support", "sapo_loss",
-    "save_rollouts", "saved_steps", "scorer_reward", "scores_after", "seed_of", "send_weights", "sequence_logprobs",
+    "save_rollouts", "saved_steps", "scorer_reward", "scores_after", "seed_of", "sequence_logprobs",
     "sequence_mask", "sequence_ratio", "sequence_weights", "serve_reward", "sft_loss", "sglang", "shared_prefix",
     "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized",
     "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions",

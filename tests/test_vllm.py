@@ -14,7 +14,7 @@ import torch
 from clock import Clock
 from conftest import rarely, vllm_interpreter, vllm_python
 from ready import behind
-from rlblocks import Batch, Policy, Rollout, later, send_weights
+from rlblocks import Batch, Policy, Rollout, later
 from rlblocks.engines.published import publish_weights, published_weights
 from rlblocks.engines.weights import buckets, checksum, named_weights
 from rlblocks.rollout.rows import to_rows
@@ -455,17 +455,3 @@ def test_merged_adapters_and_a_folder_are_proved_too(shared, tmp_path):
     with pytest.raises(ValueError, match="adapters alone need slots"): shared.load(policy.weights(adapter=True))
     manifest = shared.load(publish_weights(stirred(policy).weights(), tmp_path, bucket_bytes=20_000))
     assert manifest.gap < 1e-4 and manifest.version == 2 and manifest.checksums == published_weights(tmp_path).checksums
-
-
-def test_weights_that_come_by_network_are_proved_too_and_a_sender_that_goes_ends_the_engine(shared):
-    policy = moved(Policy(sharp(), device="cpu"))
-    manifest = shared.load(send_weights(policy.weights(), bucket_bytes=20_000).ticket)
-    assert manifest.gap < 1e-4 and manifest.n_messages > 4
-    def breaks(n):
-        yield from list(buckets(named_weights(policy._run.module.trunk).items(), n))[:2]
-        raise ConnectionError("the disk is gone")
-    ticket = policy.weights()
-    ticket.transport.params = breaks
-    with Clock() as clock, pytest.raises(RuntimeError, match="could not send version 0: ConnectionError: the disk is"):
-        shared.load(send_weights(ticket, bucket_bytes=20_000).ticket)
-    assert clock.seconds < 2 and shared.sampler.child is None and shared.sampler.version is None

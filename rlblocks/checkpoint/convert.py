@@ -7,10 +7,11 @@ __all__ = ['Stored', 'stored', 'of_dcp', 'stored_names', 'convert']
 
 # %% ../../nbs/checkpoint/91_convert.ipynb #5bbd6302
 import argparse
+import glob
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import reduce
 from io import StringIO
@@ -22,13 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .saves import checked, load_mapped, saves_in, shards_folder, writable
+from ..data.ragged import file_in
+from ..engines.compiled import in_environment
+from .saves import checked, load_mapped, saves_in, writable
 from ..models.lora import merge_adapters
 from ..models.folders import WEIGHTS, drafted
 from ..models.value_heads import classifier
 from ..models.checks import config_of
 from ..models.loading import load_tokenizer, with_generation
-from .shards import PLACEHOLDER, checked_reader, enum_member
+from .shards import PLACEHOLDER, checked_reader, enum_member, read_tensors
 from ..models.adapters import write_adapter
 
 # %% ../../nbs/checkpoint/91_convert.ipynb #c7e6ab66
@@ -64,18 +67,19 @@ def _of_tensors(tensors, **more):
 # %% ../../nbs/checkpoint/91_convert.ipynb #4847bdbf
 def _of_checkpoint(folder:Path, part:str|None)->Stored:
     "The weights of one part. ValueError where none or several have weights, and for half a model."
-    state = _part_with_weights(folder, part)
+    meta = checked(folder)
+    state = _part_with_weights(folder, meta, part)
     cut = {k: x for k, x in state["module"].items() if isinstance(x, dict)}
     whole = _of_tensors({k: x for k, x in state["module"].items() if k not in cut}, state=state)
     if not cut: return whole
     name = str(next(iter(cut.values()))[PLACEHOLDER]).split("/")[0]
     names = {x[PLACEHOLDER]: (k, torch.Size(x["shape"])) for k, x in cut.items()}
-    shards = of_dcp(folder/shards_folder(folder, name), names)
+    shards = of_dcp(folder/meta.get("folders", {}).get(name, "shards"), names)
     return Stored(whole.weights | shards.weights, lambda into: (whole.fill(into), shards.fill(into)), state)
 
-def _part_with_weights(folder:Path, part:str|None)->dict:
+def _part_with_weights(folder:Path, meta:dict, part:str|None)->dict:
     "The state of the part that has weights: a wrapper's, or an `Ema`'s for who asks by name."
-    names = [f.removesuffix(".pt") for f in checked(folder)["files"] if "/" not in f]
+    names = [f.removesuffix(".pt") for f in meta["files"] if "/" not in f]
     states = {name: load_mapped(folder/f"{name}.pt") for name in names if part in (None, name)}
     if part and "average" in states.get(part, ()):
         states[part] |= dict(module=states[part]["average"], version=states[part]["updates"])
@@ -95,54 +99,67 @@ def _part_with_weights(folder:Path, part:str|None)->dict:
 
 # %% ../../nbs/checkpoint/91_convert.ipynb #aad184ea
 def of_dcp(folder:Path, names:dict[str, tuple[str, torch.Size]]|None=None)->Stored:
-    "The tensors of a folder that torch's distributed checkpoint wrote; `names`: name in it → (new name, shape)."
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-    metadata = checked_reader(folder).read_metadata()
-    there = {k: x for k, x in metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
+    """Find the tensors of a folder that torch's distributed checkpoint wrote; `names`: name in it → (new name, shape).
+
+    ValueError for a folder that would run code, or lacks one of the names."""
+    reader, metadata = checked_reader(folder)
+    there:dict[str, Any] = metadata.state_dict_metadata
     names = names or {k: (k, x.size) for k, x in there.items()}
+    if lost := sorted(names.keys() - there.keys()):
+        raise ValueError(f"convert: {folder} has no {lost[0]!r} ({len(lost)} tensors that the save beside it names are "
+                         "not in it); copy the folder again, or take another save")
     def fill(into):
-        reader, planner = checked_reader(folder), DefaultLoadPlanner(flatten_state_dict=False)
-        wanted:dict[str, Any] = {key: into[k].view(there[key].size) for key, (k, _) in names.items() if k in into}
-        planner.set_up_planner(wanted, metadata, is_coordinator=True)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
-        plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
-        reader.read_data(planner.finish_plan(plan), planner).wait()
+        wanted = {key: into[k].view(there[key].size) for key, (k, _) in names.items() if k in into}
+        read_tensors(reader, metadata, wanted)
     return Stored({k: _blank(shape, there[key].properties.dtype) for key, (k, shape) in names.items()}, fill)
 
 # %% ../../nbs/checkpoint/91_convert.ipynb #21b38c6b
 def _of_deepspeed(folder:Path)->Stored:
-    "By DeepSpeed's own script, once its files have proved safe. ImportError names the extra."
+    """Find the tensors of a folder by DeepSpeed's own script, which loads safely here. ImportError names the extra.
+
+    ValueError for what would run code, FileNotFoundError without a model's file."""
     try: from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     except ImportError as e:
         raise ImportError("convert: DeepSpeed reads its checkpoints: pip install rlblocks[deepspeed]") from e
-    run, tag = folder, None
-    if not (folder/"latest").is_file(): run, tag = folder.parent, folder.name
-    states = _check_deepspeed(run/(tag or (run/"latest").read_text().strip()))
+    run, tag = folder.parent, folder.name
+    if (folder/"latest").is_file(): run, tag = folder, _tag_of(folder)
+    files = sorted((run/tag).glob("*.pt"))
+    for file in files: file_in(folder, str(file.relative_to(folder)))
+    if glob.escape(str(run/tag)) != str(run/tag):
+        raise ValueError(f"convert: {run/tag}: DeepSpeed takes * ? [ in a path for a pattern, and would read another "
+                         "folder than this one; give the folder another name")
     lazy:Any = None
-    with redirect_stdout(StringIO()): lazy = get_fp32_state_dict_from_zero_checkpoint(str(run), tag, lazy_mode=True)
-    frozen = {k: x for k, x in (states["module"] or {}).items() if isinstance(x, Tensor) and x.numel()}
+    with _safe_loads(folder), redirect_stdout(StringIO()):
+        states = [load_mapped(file) for file in files if file.name.endswith("_model_states.pt")]
+        if not states:
+            raise FileNotFoundError(f"convert: {run/tag} has no …_model_states.pt, and the file 'latest' beside it "
+                                    "names it as DeepSpeed's last save; copy all of that folder, or give the folder "
+                                    "of another save")
+        lazy = get_fp32_state_dict_from_zero_checkpoint(str(run), tag, lazy_mode=True)
+    frozen = {k: x for k, x in (states[0]["module"] or {}).items() if isinstance(x, Tensor) and x.numel()}
     return _of_tensors(frozen | lazy)
 
-def _check_deepspeed(folder:Path)->dict:
-    "Load every file of a folder safely. ValueError for what would run code, FileNotFoundError without a model's."
+def _tag_of(folder:Path)->str:
+    "Return the name of the last save in a folder of DeepSpeed's. ValueError for what is no name of a folder in it."
+    tag = file_in(folder, "latest").read_text().strip()
+    if tag in ("", ".", "..") or "/" in tag:
+        raise ValueError(f"convert: {folder}/latest says {tag!r}, and the name of a folder beside it is wanted")
+    return tag
+
+@contextmanager
+def _safe_loads(folder:Path)->Iterator[None]:
+    "Have torch load with `weights_only=True`, whatever its caller says. ValueError for what a safe load refuses."
     from deepspeed.runtime.fp16 import loss_scaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
     allowed = {loss_scaler.LossScaler, loss_scaler.DynamicLossScaler, ZeroStageEnum, fragment_address,
                (enum_member, "builtins.getattr")} - set(torch.serialization.get_safe_globals())
     try:
-        with torch.serialization.safe_globals([*allowed]):
-            loaded = {file.name: load_mapped(file) for file in sorted(folder.glob("*.pt"))}
+        with torch.serialization.safe_globals([*allowed]), in_environment("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1"): yield
     except UnpicklingError as e:
         why = str(e.__context__ or e).partition(". ")[0]            # torch wraps it in advice to load unsafely
         raise ValueError(f"convert: {folder} holds what a safe load refuses ({why}). If you trust it, run convert(…) "
                          "inside torch.serialization.safe_globals([…]) with what is named there") from e
-    found = [x for name, x in loaded.items() if name.endswith("_model_states.pt")]
-    if found: return found[0]
-    raise FileNotFoundError(f"convert: {folder} has no …_model_states.pt, and the file 'latest' beside it names it as "
-                            "DeepSpeed's last save; copy all of that folder, or give the folder of another save")
 
 # %% ../../nbs/checkpoint/91_convert.ipynb #0be30b5d
 def _described_model(base)->Any:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['writable', 'saves_in', 'save_path', 'new_draft', 'publish', 'discard', 'recover', 'digest', 'checked', 'write_state',
-           'load_mapped', 'best_save', 'prune', 'shards_folder', 'save_failure', 'Lock']
+           'load_mapped', 'best_save', 'prune', 'save_failure', 'Lock']
 
 # %% ../../nbs/checkpoint/90_saves.ipynb #ff86c6d6
 import errno
@@ -22,12 +22,12 @@ import warnings
 import weakref
 from contextlib import suppress
 from functools import cache
-from math import isnan, nan
+from math import isnan
 from pathlib import Path
 
 import torch
 
-from ..data.ragged import persist
+from ..data.ragged import file_in, persist
 from ..models.folders import disk_state, failed_write
 
 # %% ../../nbs/checkpoint/90_saves.ipynb #0d93124d
@@ -93,12 +93,18 @@ def checked(folder:Path, rank:int=0, ranks:int=1)->dict: # step, files and their
 
     ValueError names a file that is missing or not what was written."""
     remedy = f"delete {folder} to resume from the save before it"
-    try: meta = json.loads((folder/"meta.json").read_text())
-    except (OSError, ValueError) as e:
-        raise ValueError(f"Checkpoint: {folder}/meta.json cannot be read ({e}); {remedy}") from e
-    for name, wanted in list(meta["files"].items())[rank::ranks]:
-        if not (folder/name).is_file(): raise ValueError(f"Checkpoint: {folder}/{name} is missing; {remedy}")
-        if digest(folder/name) != wanted:
+    try:
+        meta = json.loads(file_in(folder, "meta.json").read_bytes())
+        hashes = dict(meta["files"])
+        lost = {f"{shards}/.metadata" for shards in dict(meta.get("folders", {})).values()} - hashes.keys()
+        if lost: raise ValueError(f"{sorted(lost)[0]} of its shards is not among its files")
+        if not isinstance(meta["step"], int): raise TypeError(f"its step is {meta['step']!r}")
+    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError) as e:
+        raise ValueError(f"Checkpoint: {folder}/meta.json cannot be read ({e!r}); {remedy}") from e
+    for name, wanted in list(hashes.items())[rank::ranks]:
+        try: hashed = digest(file_in(folder, name))
+        except FileNotFoundError as e: raise ValueError(f"Checkpoint: {folder}/{name} is missing; {remedy}") from e
+        if hashed != wanted:
             raise ValueError(f"Checkpoint: {folder}/{name} is not what was written (truncated or altered); {remedy}")
     return meta
 
@@ -124,7 +130,7 @@ def load_mapped(file:Path)->dict: # what was saved
 # %% ../../nbs/checkpoint/90_saves.ipynb #e56a75e3
 def best_save(folder:Path)->tuple[Path|None, float]: # the first of equals; (None, −inf) when nothing was rated
     "The save with the highest rating, and the rating."
-    rated = {save: _meta(save).get("rating", nan) for save in saves_in(folder)}
+    rated = {save: x for save in saves_in(folder) if isinstance(x := _meta(save).get("rating"), float | int)}
     rated = {save: rating for save, rating in rated.items() if not isnan(rating)}     # NaN: of an earlier version
     best = max(rated, key=rated.__getitem__, default=None)
     return best, float("-inf") if best is None else rated[best]
@@ -135,13 +141,10 @@ def prune(folder:Path, keep:int, step:int):
     for save in saves_in(folder)[:-keep]:
         if save not in stay: discard(save)
 
-def shards_folder(save:Path, part:str)->str: # its name in the save
-    "Where the shards of a part are: those of each pool have a folder of their own."
-    return _meta(save).get("folders", {}).get(part, "shards")
-
 def _meta(save):
-    try: return json.loads((save/"meta.json").read_text())
-    except (OSError, ValueError): return {}
+    try: meta = json.loads(file_in(save, "meta.json").read_bytes())
+    except (OSError, RecursionError, ValueError): return {}
+    return meta if isinstance(meta, dict) else {}
 
 # %% ../../nbs/checkpoint/90_saves.ipynb #3ed0adf8
 def save_failure(folder:Path, step:int, error:BaseException)->OSError|None: # None: about something else
@@ -194,7 +197,10 @@ def _locks():
 
 def _locked_file(file):
     "The lock's file, opened, locked and signed by this process. RuntimeError names the process that has it."
-    fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    try: fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as e:
+        if e.errno != errno.ELOOP: raise
+        raise OSError(e.errno, f"Checkpoint: {file} is a link, and its target would be written to; delete it") from e
     try:
         if not _flock(fd):
             gc.collect()            # an earlier loop of this process that nobody refers to any more closes, and lets go

@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['PLACEHOLDER', 'on_every_rank', 'agreed', 'on_rank_0', 'is_shard', 'split_shards', 'join_shards', 'shard_shapes',
            'HasState', 'part_state', 'snapshot', 'write_shards', 'MetadataUnpickler', 'enum_member', 'checked_reader',
-           'read_part_shards', 'check_shapes']
+           'read_tensors', 'read_part_shards', 'check_shapes']
 
 # %% ../../nbs/checkpoint/89_shards.ipynb #af7f333c
 import errno
 import inspect
 import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_leaves, tree_map
 
+from ..data.ragged import file_in
 from ..models.folders import failed_write
 from ..engines.slices import Slice
 from ..engines.world import all_or_raise, world
@@ -27,6 +29,7 @@ from ..engines.world import all_or_raise, world
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata
 
 _T = TypeVar("_T")
 
@@ -139,50 +142,74 @@ _METADATA = {
     "pathlib": ("PosixPath",), "pathlib._local": ("PosixPath",),
 }
 
-class MetadataUnpickler(pickle.Unpickler):
-    "Reads torch's description of a folder, and calls nothing that does not describe tensors."
+_Unpickler:Any = pickle._Unpickler        # the one that Python has in Python
+
+class MetadataUnpickler(_Unpickler):
+    "Reads torch's description of a folder: calls nothing, and changes nothing, that does not describe tensors."
+    dispatch = dict(_Unpickler.dispatch)     # opcode → what it does
 
     def find_class(self, module, name): # the class or function. UnpicklingError for any other
         "What describes tensors, by its name."
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) == ("builtins", "getattr"): return enum_member
-        if name not in _METADATA.get(module, ()) and not dtype: raise pickle.UnpicklingError(f"{module}.{name}")
+        if name not in _METADATA.get(module, ()) and not dtype: raise pickle.UnpicklingError(f"call {module}.{name}")
         return super().find_class(module.removesuffix("._local"), name)
+
+    def load_build(self):
+        "Give an instance its state. UnpicklingError for a class or a function, which would be changed for everybody."
+        changed = self.stack[-2]
+        if not is_dataclass(type(changed)): raise pickle.UnpicklingError(f"change {changed!r}")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
 
 def enum_member(kind, name)->Enum: # the member
     "What stands for `getattr` while unpickling: Python 3.11.0 to 3.11.3 wrote members of enumerations by it."
-    if not (isinstance(kind, type) and issubclass(kind, Enum)): raise pickle.UnpicklingError("builtins.getattr")
+    if not (isinstance(kind, type) and issubclass(kind, Enum)): raise pickle.UnpicklingError("call builtins.getattr")
     return kind.__members__[name]
 
 # %% ../../nbs/checkpoint/89_shards.ipynb #bed16dc7
-def checked_reader(folder:Path)->"FileSystemReader":
-    """A reader for a folder whose description was checked before torch unpickles it.
+def checked_reader(folder:Path)->tuple["FileSystemReader", "Metadata"]: # for `read_tensors`; what it says of tensors
+    """Return torch's reader of a folder, set up with a description that was checked, and the description.
 
-    ValueError for a description that would call something else."""
+    ValueError for a description that would call or change something, or whose files lie elsewhere."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
-    for path in folder.glob("*.metadata"):
-        with path.open("rb") as file:
-            try: MetadataUnpickler(file).load()
-            except pickle.UnpicklingError as e:
-                raise ValueError(f"{path}: reading it would call {e}, and a description of tensors has no such thing "
-                                 "in it. It may be made to run code: do not load this folder unless you know who wrote "
-                                 "it, and then with torch itself") from e
-    return FileSystemReader(folder)
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    path = file_in(folder, ".metadata")
+    try:
+        with path.open("rb") as file: metadata = MetadataUnpickler(file).load()
+        described, files = metadata.state_dict_metadata, {str(x.relative_path) for x in metadata.storage_data.values()}
+        metadata.state_dict_metadata = {k: x for k, x in described.items() if isinstance(x, TensorStorageMetadata)}
+    except pickle.UnpicklingError as e:
+        raise ValueError(f"{path}: reading it would {e}, and a description of tensors has no such thing in it. It may "
+                         "be made to run code: do not load this folder unless you know who wrote it, and then with "
+                         "torch itself") from e
+    except Exception as e: raise ValueError(f"{path} is no description of tensors that torch wrote: {e!r}") from e
+    for name in files: file_in(folder, name)
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    return reader, metadata
+
+def read_tensors(reader:"FileSystemReader", metadata:"Metadata", into:dict[str, Tensor]):
+    "Read tensors into those of these names, each whole, or the part of it that this rank has."
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    planner.set_up_planner(into, metadata, is_coordinator=True)
+    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
 
 # %% ../../nbs/checkpoint/89_shards.ipynb #953a6dbc
 def read_part_shards(rest:dict, part:HasState|dict, name:str, folder:Path)->dict: # the state, cut as `part` is
     "Read this rank's shards of a state with placeholders. ValueError when the part has no such tensors, or is not cut."
-    import torch.distributed.checkpoint as dcp
     shapes = shard_shapes(rest)
     if not shapes: return rest
     plain, shards = agreed(lambda: part_state(part, name))
-    def prepare(): # what to read into, and what reads
+    def read():
         now = dict(_flattened(plain, name)[0]) | shards
         check_shapes(name, shapes, now, bool(shards))
         into = {n: now[n] if n in shards else torch.empty_like(now[n]).flatten() for n in shapes} # may be plain by now
-        return into, checked_reader(folder)
-    into, reader = agreed(prepare)
-    dcp.state_dict_loader.load(into, storage_reader=reader)
+        read_tensors(*checked_reader(folder), into)
+        return into
+    into = agreed(read)
     return join_shards(rest, {n: x if n in shards else x.view(shapes[n]) for n, x in into.items()})
 
 def check_shapes(name:str, shapes:dict[str, list[int]], now:Mapping[str, object], cut:bool):

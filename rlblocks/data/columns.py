@@ -56,6 +56,12 @@ def whole_number(who:str, name:str, n:object, least:int=1)->int: # a Python int
 # %% ../../nbs/data/35_columns.ipynb #bf281f5c
 def dtype_of(x:Tensor)->str: return str(x.dtype).removeprefix("torch.")
 
+def dtype_named(name:str)->torch.dtype:
+    "Return the dtype of this name in a file. ValueError for a name of anything else in torch."
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype): raise ValueError(f"{name!r} is no dtype of torch")
+    return dtype
+
 def integers(who:str, name:str, x:Tensor|Sequence)->Tensor:
     "One whole number a row, on the CPU."
     x = x.cpu() if isinstance(x, Tensor) else torch.tensor(x) if len(x) else torch.zeros(0, dtype=torch.long)

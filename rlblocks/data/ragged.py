@@ -9,6 +9,7 @@ __all__ = ['Ragged', 'ragged', 'to_arrow', 'from_arrow']
 import importlib
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -20,7 +21,7 @@ from torch import Tensor
 from jaxtyping import Int
 
 from .batch import Batch
-from .columns import dtype_of, padding_of
+from .columns import dtype_named, dtype_of, padding_of
 
 # %% ../../nbs/data/41_ragged.ipynb #7459a75c
 @dataclass(frozen=True)
@@ -164,9 +165,17 @@ def _free(folder):
 def from_arrow(
     path:str|Path, # what `to_arrow` wrote
 )->Ragged: # tensors on the mapped file: read, never written to
-    "Rows of an Arrow file, mapped into memory and paged in when they are taken."
+    "Map the rows of an Arrow file into memory; they are paged in when they are taken. ValueError for other files."
     pa = _arrow()
-    with pa.memory_map(str(path)) as file: table = pa.ipc.open_stream(file).read_all()
+    try:
+        with pa.memory_map(str(path)) as file: table = pa.ipc.open_stream(file).read_all()
+        table.validate(full=True)             # else offsets beyond the end of the file would end this process
+        return _read(table)
+    except FileNotFoundError: raise
+    except Exception as e: raise ValueError(f"from_arrow: {path} is not what to_arrow writes: {e!r}") from e
+
+def _read(table)->Ragged:
+    "Return the columns of a table, on its memory."
     columns, kinds, offsets = {}, {}, torch.zeros(len(table) + 1, dtype=torch.long)
     for field, x in zip(table.schema, table.columns, strict=True):
         about, array = {k.decode(): v.decode() for k, v in field.metadata.items()}, x.chunk(0)
@@ -176,7 +185,7 @@ def from_arrow(
         else:
             shape = [int(n) for n in about["shape"].split(",") if n]
             flat = torch.from_dlpack(array.flatten() if shape else array)       # on its memory
-            columns[field.name] = flat.view(getattr(torch, about["dtype"])).view(-1, *shape)
+            columns[field.name] = flat.view(dtype_named(about["dtype"])).view(-1, *shape)
     return Ragged(columns, kinds, offsets)
 
 # %% ../../nbs/data/41_ragged.ipynb #64a8fb39
@@ -186,3 +195,22 @@ def persist(*paths:Path):
         handle = os.open(path, os.O_RDONLY)
         try: os.fsync(handle)
         finally: os.close(handle)
+
+# %% ../../nbs/data/41_ragged.ipynb #3874e938
+def file_in(
+    folder:str|Path, # of anybody's
+    name:str,        # of a file in it, or in a folder in it
+)->Path:
+    """Return the path of a file that lies in a folder, for who opens it next.
+
+    ValueError for a name or a link that leads out of the folder, and for a FIFO, a device or a folder in the place of
+    a file; FileNotFoundError when there is none."""
+    root, path = Path(os.path.realpath(folder)), Path(folder, name)
+    end = Path(os.path.realpath(path))
+    homes = [root, *(p.parent/"blobs" for p in root.parents if p.name == "snapshots")]
+    if os.path.isabs(name) or ".." in Path(name).parts or not any(end.is_relative_to(home) for home in homes):
+        raise ValueError(f"{folder}: {name!r} leads out of the folder, to {end}, and what a folder names is read in "
+                         "that folder alone; if you trust whoever made it, copy the file into the folder")
+    if not stat.S_ISREG(os.stat(end).st_mode):
+        raise ValueError(f"{path} is no regular file, but a folder, FIFO, socket or device; a file is wanted")
+    return path

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from .batch import Batch
 from .columns import whole_number
-from .ragged import Ragged, from_arrow, persist, ragged, to_arrow
+from .ragged import Ragged, file_in, from_arrow, persist, ragged, to_arrow
 
 # %% ../../nbs/data/45a_saved.ipynb #2fbaa10c
 _JSON = "json:"     # before the name of a column that is written as JSON
@@ -40,15 +40,18 @@ def save_rollouts(
     return final
 
 def load_rollouts(folder:str|Path, step:int)->Batch: # a new whole, padded to its longest row
-    "The rows of a step. FileNotFoundError with the steps that there are."
-    path = _file(folder, step)
-    if not path.exists():
+    """Return the rows of a step.
+
+    FileNotFoundError with the steps that there are, ValueError for a file that lies elsewhere, or has no rows in it."""
+    try: path = file_in(folder, _file(folder, step).name)
+    except FileNotFoundError:
         there = saved_steps(folder)
         some = f"steps {there[0]} to {there[-1]}, {len(there)} of them" if there else "no steps"
-        raise FileNotFoundError(f"load_rollouts: step {step} is not in {folder}; there are {some}")
+        raise FileNotFoundError(f"load_rollouts: step {step} is not in {folder}; there are {some}") from None
     rows = from_arrow(path)
-    columns = {k.removeprefix(_JSON): [json.loads(t) for t in x] if k.startswith(_JSON) else x
-               for k, x in rows.columns.items()}
+    try: columns = {k.removeprefix(_JSON): [json.loads(t) for t in x] if k.startswith(_JSON) else x
+                    for k, x in rows.columns.items()}
+    except (RecursionError, ValueError) as e: raise ValueError(f"load_rollouts: {path} has odd JSON: {e!r}") from e
     kinds = {k.removeprefix(_JSON): kind for k, kind in rows.kinds.items()}
     return Ragged(columns, kinds, rows.offsets).batch()
 

@@ -59,10 +59,9 @@ def _locked(file)->bool:
     return True
 
 @contextmanager
-def _extensions_in(folder:Path)->Iterator[None]:
-    "torch compiles into `folder` and imports from it; the environment is as before afterwards."
-    name = "TORCH_EXTENSIONS_DIR"
-    before, os.environ[name] = os.environ.get(name), str(folder)
+def in_environment(name:str, value:str)->Iterator[None]:
+    "Set a variable of the environment for what only reads it there; afterwards it is as before."
+    before, os.environ[name] = os.environ.get(name), value
     try: yield
     finally: os.environ.pop(name) if before is None else os.environ.update({name: before})
 
@@ -79,7 +78,7 @@ def build_ops(device:torch.device, offload:str|None=None, *, timeout:float=1800.
     builders = [accelerator.create_op_builder(name) for name in names]
     for builder in builders: _check_tools(builder)     # all of them first: a build takes minutes
     if not builders: return
-    with _build_folder(timeout) as folder, _extensions_in(folder):
+    with _build_folder(timeout) as folder, in_environment("TORCH_EXTENSIONS_DIR", str(folder)):
         for builder in builders:
             try: builder.load(verbose=False)
             except Exception as e: raise RuntimeError(f'engine="zero…": building {builder.NAME} failed: {e}') from e

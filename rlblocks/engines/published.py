@@ -17,7 +17,8 @@ from tempfile import mkdtemp
 import torch
 from torch import Tensor
 
-from ..data.ragged import persist
+from ..data.columns import dtype_named, dtype_of
+from ..data.ragged import file_in, persist
 from .weights import Ticket, checksum
 
 # %% ../../nbs/engines/51c_published.ipynb #6a59a45a
@@ -31,7 +32,7 @@ class Folder:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
         for file in self.listed()["files"]:
-            try: yield load_file(f"{self.path}/{file}")
+            try: yield load_file(file_in(self.path, file))
             except (OSError, SafetensorError) as e:
                 raise RuntimeError(f"Ticket: version {version} cannot be read from {self.path}: {e}; take the last, "
                                    "published_weights(folder), or keep more, publish_weights(…, keep=…)") from None
@@ -42,11 +43,24 @@ class Folder:
         return None if scores is None else torch.tensor(scores[:len(ids)-1])
 
     def listed(self)->dict:
-        "What `ticket.json` says. RuntimeError where it is gone."
-        try: return json.loads(Path(self.path, "ticket.json").read_text())
+        "Return what `ticket.json` says. RuntimeError where it is gone, ValueError where it is no ticket."
+        try: text = file_in(self.path, "ticket.json").read_bytes()
         except FileNotFoundError:
             raise RuntimeError(f"Ticket: {self.path} is gone: newer versions have replaced it; take the last one, "
                                "published_weights(folder), or keep more of them, publish_weights(…, keep=…)") from None
+        try: return _listed(json.loads(text))
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as e:
+            raise ValueError(f"Ticket: {self.path}/ticket.json is not what publish_weights writes ({e!r}); publish the "
+                             "version again, or take another") from e
+
+def _listed(x:dict)->dict:
+    "Return what a ticket says, each thing in the type that it is used in."
+    scores = x["scores"]
+    return dict(version=int(x["version"]), files=[str(file) for file in x["files"]],
+                shapes={name: tuple(int(n) for n in shape) for name, shape in x["shapes"].items()},
+                dtypes={name: dtype_named(dtype) for name, dtype in x["dtypes"].items()},
+                checksums={name: int(n) for name, n in x["checksums"].items()}, merged=bool(x["merged"]),
+                probe=tuple(int(n) for n in x["probe"]), scores=scores and [float(score) for score in scores])
 
 # %% ../../nbs/engines/51c_published.ipynb #06245e8b
 def publish_weights(
@@ -102,7 +116,7 @@ def _written(ticket, new, bucket_bytes)->dict:
         (new/files[-1]).write_bytes(save(bucket))
         persist(new/files[-1])
         for n, x in bucket.items():
-            shapes[n], dtypes[n], sums[n] = list(x.shape), str(x.dtype).removeprefix("torch."), checksum(x)
+            shapes[n], dtypes[n], sums[n] = list(x.shape), dtype_of(x), checksum(x)
         del bucket
     return dict(version=ticket.version, files=files, shapes=shapes, dtypes=dtypes, checksums=sums, merged=ticket.merged,
                 probe=list(ticket.probe), scores=ticket.probe_scores())
@@ -122,10 +136,7 @@ def read_ticket(path:Path)->Ticket:
     "Its ticket."
     way = Folder(str(path))
     listed = way.listed()
-    dtypes = {n: getattr(torch, x) for n, x in listed["dtypes"].items()}
-    shapes = {n: tuple(x) for n, x in listed["shapes"].items()}
-    return Ticket(listed["version"], way, shapes, dtypes, listed["checksums"], tuple(listed["probe"]),
-                  merged=listed["merged"])
+    return Ticket(transport=way, **{k: x for k, x in listed.items() if k not in ("files", "scores")})
 
 def published_weights(folder:str|Path)->Ticket: # of the last version
     "What a late sampler loads. FileNotFoundError where nothing is published yet."

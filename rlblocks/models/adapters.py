@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.columns import seed_of
+from ..data.ragged import file_in
 from ..engines.base import Engine
 from ..engines.deltas import bits_of
 from ..engines.lazy import stand_ins
@@ -78,10 +79,15 @@ def lora_config(
 
 def _config_in(folder):
     "An adapter's settings as peft wrote them, without the dropout of that training."
-    if not (folder/"adapter_config.json").is_file():
+    try: file = file_in(folder, "adapter_config.json")
+    except OSError as e:
         raise FileNotFoundError(f"lora: {folder} is no adapter's folder (no adapter_config.json in it), and no name "
-                                "for a new one")
-    config = peft_().LoraConfig.from_pretrained(str(folder))
+                                "for a new one") from e
+    peft = peft_()
+    try: config = peft.LoraConfig.from_pretrained(str(folder))
+    except Exception as e: raise ValueError(f"lora: {file} is not what peft writes: {e!r}") from e
+    if not isinstance(config, peft.LoraConfig):
+        raise ValueError(f"lora: {folder} is an adapter of another kind, {type(config).__name__}; LoRA is wanted")
     config.lora_dropout, config.inference_mode = 0.0, False
     return config
 
@@ -159,8 +165,10 @@ def without_adapters(trunk:nn.Module, added:Iterable[str])->Iterator[None]:
 
 def load_adapter_(own:dict[str, nn.Parameter], folder:Path)->None:
     "Read an adapter's weights. FileNotFoundError without its file, ValueError for another model's."
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
-    try: read = load_file(folder/"adapter_model.safetensors")
+    try: read = load_file(file_in(folder, "adapter_model.safetensors"))
+    except SafetensorError as e: raise ValueError(f"lora: cannot read {folder}/adapter_model.safetensors: {e}") from e
     except OSError as e: raise FileNotFoundError(f"lora: cannot read {folder}/adapter_model.safetensors: {e}") from e
     found = {k.removeprefix("base_model.model."): x for k, x in read.items()}
     odd = sorted(found.keys() ^ own.keys())

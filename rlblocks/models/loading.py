@@ -31,12 +31,14 @@ RENEW = 1 << 24        # bytes read of mapped files, before they are closed and 
 AROUND = 1 << 17       # bytes that the system maps around what is read, at most: 64 KiB at either end
 
 def weight_files(model:str|Path)->dict[str, str]: # weight → file; empty where there is no safetensors file
-    "Which safetensors file has which weight. A name is downloaded."
+    "Which safetensors file has which weight. A name is downloaded. ValueError for an index of files elsewhere."
     from safetensors import safe_open
     from transformers.utils.hub import cached_file
     find = lambda name: cached_file(str(model), name, _raise_exceptions_for_missing_entries=False)
     if index := find("model.safetensors.index.json"):
         files = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        if odd := next((file for file in files.values() if Path(file).name != file), None):
+            raise ValueError(f"{index} names {odd!r}, and the name of a file beside it is wanted")
         paths = {file: str(find(file)) for file in set(files.values())}
         return {name: paths[file] for name, file in files.items()}
     one = find("model.safetensors")
