@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+from ..graders.sandbox import lacking
 from .access import open_to_others, token_file
 from .cluster import Cluster, as_cluster, connect, task_on
 
@@ -46,6 +47,7 @@ class Facts(NamedTuple):
     sees:bool                     # the run's folder
     here:bool                     # the folder in which the loop would run
     token_is_its_owners:bool      # nobody else on the node may read the file with the token
+    lacks:str                     # of a full isolation of programs; empty where it is all there
 
 def facts_of_node(
     store:float, # bytes of this node's object store
@@ -62,7 +64,7 @@ def facts_of_node(
                  shm=shutil.disk_usage("/dev/shm").total, store=store, where=where,
                  spill=shutil.disk_usage(where).free, health={k: os.environ.get(k) for k in HEALTH},
                  sees=not file or Path(file).is_file() and Path(file).read_text() == text, here=Path(here).is_dir(),
-                 token_is_its_owners=not open_to_others(token_file()))
+                 token_is_its_owners=not open_to_others(token_file()), lacks=lacking())
 
 class Finding(NamedTuple):
     "One thing about one node."
@@ -92,6 +94,8 @@ def _findings_of(node, x, own, folder):
                   "" if x.spill > x.store else "give it more room, or ray start --object-spilling-directory")
     yield Finding(node, "health checks", ", ".join(slow) + " wanted" if slow else "a lost host is heard in 9 s",
                   "set these where `ray start` runs" if slow else "")
+    yield Finding(node, "sandbox", f"partial: {x.lacks}; rewards that run code refuse to, but for "
+                  'Sandbox(isolation="partial")' if x.lacks else "full", "")     # most runs need none
     yield Finding(node, "this folder", "is there" if x.here else "is not there", "" if x.here else
                   "name the run's folders from the root; a relative path means another folder there")
     if folder: yield Finding(node, folder, "seen" if x.sees else "not seen", "" if x.sees else
