@@ -19,7 +19,8 @@ PASSED_ON = ("ANTHROPIC_", "ATEN_", "CUBLAS_", "DS_", "GLOO_", "HF_", "HUGGING_F
              "OPENAI_", "PYTHONPATH", "PYTORCH_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_",
              "VLLM_")                           # so names begin …
 ADDRESSES = ("_BASE_URL", "_PROXY")             # … or end, in capitals or not
-SECRET = ("KEY", "PASSWORD", "SECRET", "TOKEN") # ends of words, or of their plurals, in names that are not passed on
+# ends of words, or of their plurals, in names that are not passed on
+SECRET = ("AUTH", "BEARER", "CREDENTIAL", "HEADER", "KEY", "PASS", "PASSWD", "PASSWORD", "SECRET", "TOKEN")
 
 def is_passed_on(name:str)->bool:
     "Whether a rank may want the variable."
@@ -27,10 +28,11 @@ def is_passed_on(name:str)->bool:
 
 def is_secret(name:str, value:str)->bool:
     "Whether it is not for all who may look at the cluster."
-    words = [w.removesuffix("S") for w in name.upper().split("_")]
+    words = name.upper().split("_")
     # the name of a file, a switch, a count of tokens
     if words[-1] == "PATH" or len(value) < 8 and value.isdecimal(): return False
-    return any(w.endswith(SECRET) for w in words) or name.upper().endswith(ADDRESSES) and "@" in value
+    if any(x.endswith(SECRET) for w in words for x in (w, w.removesuffix("S"))): return True
+    return name.upper().endswith(ADDRESSES) and not {*value}.isdisjoint("@?")      # a user, a query
 
 def environment(
     rank:int,
