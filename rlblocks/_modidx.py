@@ -2359,6 +2359,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'rlblocks.graders.jail.mount': ('graders/jail.html#mount', 'rlblocks/graders/jail.py'),
                                        'rlblocks.graders.jail.new_root': ('graders/jail.html#new_root', 'rlblocks/graders/jail.py'),
                                        'rlblocks.graders.jail.problem': ('graders/jail.html#problem', 'rlblocks/graders/jail.py'),
+                                       'rlblocks.graders.jail.readable': ('graders/jail.html#readable', 'rlblocks/graders/jail.py'),
                                        'rlblocks.graders.jail.reaped': ('graders/jail.html#reaped', 'rlblocks/graders/jail.py'),
                                        'rlblocks.graders.jail.remove': ('graders/jail.html#remove', 'rlblocks/graders/jail.py'),
                                        'rlblocks.graders.jail.say': ('graders/jail.html#say', 'rlblocks/graders/jail.py'),

@@ -2,6 +2,7 @@
 kind and named by row (LAWS 19)."""
 import asyncio
 import os
+import resource
 import signal
 import sys
 import threading
@@ -226,3 +227,26 @@ def test_functions_of_trl_are_taken_as_they_are():
     b = batch(["<think>\n1\n</think>\n2", "2"])
     b["completion"] = [[dict(role="assistant", content=c)] for c in b.completion]
     assert Grader(trl.think_format_reward, deadline=60).score(b).tolist() == [1., 0.]
+
+
+def many_files(_, folder):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    assert each(float, 3, Caps(60.)) == ([0., 1., 2.], []) and kept
+
+
+def deep_json(_, folder):
+    "What a function writes where results go is nested deeper than Python reads."
+    def deep(i): return writes(b"[" * 100_000 + b"]" * 100_000 + b"\n", lambda: 1.) if i == 1 else 2.
+    BEFORE.update(descriptors())
+    found, failures = each(deep, 3, Caps(60., workers=1))
+    assert found == [2., None, 2.] and [(f.item, f.kind) for f in failures] == [(1, "raised")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks for descriptors in /proc")
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 1200, reason="few files may be open here")
+@pytest.mark.parametrize("run", [many_files, deep_json])
+def test_a_trainer_goes_on(tmp_path, run):
+    "With more open files than `select` knows, too, as an endpoint with many agents has."
+    forked(run, (str(tmp_path),), 1, limit=600)

@@ -34,6 +34,15 @@ def watchable()->int: # -1 where the system has none
     "Open a descriptor of this process, which can be read once it has ended."
     return os.pidfd_open(os.getpid()) if sys.platform == "linux" else -1
 
+def readable(
+    descriptors:list[int],
+    seconds:float=0., # most to wait
+)->set[int]:
+    "Say which descriptors can be read, or have come to their end; `select` knows none above 1,023."
+    ready = select.poll()
+    for fd in descriptors: ready.register(fd, select.POLLIN)
+    return {fd for fd, _ in ready.poll(seconds*1e3)}
+
 def attach(
     parent:int, # what `watchable` gave in the parent
     sent:int=signal.SIGKILL, # the signal
@@ -41,7 +50,7 @@ def attach(
     "Have a signal sent to this process when its parent ends; end at once where it has ended already."
     if parent < 0: return
     checked(kernel().prctl(1, sent, 0, 0, 0), "prctl")
-    if select.select([parent], [], [], 0)[0]: os._exit(1)
+    if readable([parent]): os._exit(1)
 
 def adopt_orphans():
     "Become the parent of every descendant whose own parent ends, so that none is lost."
@@ -145,19 +154,19 @@ def set_read_only(
     checked(kernel().syscall(MOUNT_SETATTR, -100, path.encode(), recursive, attr, len(attr)), "mount_setattr")
 
 def new_root(
-    readable:list[str],   # files and folders that appear in it
+    visible:list[str],    # files and folders that appear in it
     hidden:list[str],     # folders of these that are empty there
     links:dict[str, str], # what they point to
     size:int,             # bytes of the program's folder
 ):
-    "Leave the file system for a root that holds what is readable, four devices and one folder to write."
+    "Leave the file system for a root that holds what is visible, four devices and one folder to write."
     nosuid_nodev, bind, private = 6, 0x1000 | 0x4000, 1 << 18 | 1 << 14
     mount("none", "/", flags=private)
     mount("tmpfs", "/tmp", "tmpfs", nosuid_nodev, "size=1m,nr_inodes=8192,mode=755")
     os.mkdir("/tmp/old")
     checked(kernel().pivot_root(b"/tmp", b"/tmp/old"), "pivot_root")
     os.chdir("/")
-    for path in sorted({*readable, *DEVICES}):
+    for path in sorted({*visible, *DEVICES}):
         if not os.path.exists(f"/old{path}") or os.path.lexists(path): continue      # part of what is there already
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.mkdir(path) if os.path.isdir(f"/old{path}") else os.close(os.open(path, os.O_CREAT))
@@ -216,7 +225,7 @@ READ, WRITE_DEVICE, ALL = 1 << 0 | 1 << 2 | 1 << 3, 1 << 1 | 1 << 2, (1 << 13) -
 
 def landlock(
     folder:str,         # to read and write in
-    readable:list[str], # files and folders to read
+    visible:list[str],  # files and folders to read
 ):
     "Give up every other file from now on, TCP, and signals to processes outside."
     libc = kernel()
@@ -225,7 +234,7 @@ def landlock(
     attr = struct.pack("QQQ", rights, 3*(version >= 4), 3*(version >= 6))
     attr = attr[:8 if version < 4 else 16 if version < 6 else 24]
     rules = checked(libc.syscall(444, attr, ctypes.c_size_t(len(attr)), 0), "landlock_create_ruleset")
-    for path, given in [(folder, rights), *((p, READ) for p in readable), *((d, WRITE_DEVICE) for d in DEVICES)]:
+    for path, given in [(folder, rights), *((p, READ) for p in visible), *((d, WRITE_DEVICE) for d in DEVICES)]:
         if not os.path.exists(path): continue
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         if not os.path.isdir(path): given &= ~(1 << 3)      # a file has no list of names
@@ -286,7 +295,7 @@ def become(
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     limit(spec["limits"])
     if "tasks" in spec["use"]: limit(dict(NPROC=spec["processes"] + THREADS + 2))     # two of ours
-    if "landlock" in spec["use"]: landlock(folder, spec["readable"])
+    if "landlock" in spec["use"]: landlock(folder, spec["visible"])
     if "seccomp" in spec["use"]: seccomp(spec["processes"] > 1)
     if not spec["command"] and "tasks" in spec["use"]: check_tasks()
     if spec["command"]: os.execve(spec["command"][0], spec["command"], spec["environment"] | dict(HOME=folder))
@@ -298,7 +307,7 @@ def first(
     report:int,
 ):
     "Be process 1: begin the program, wait for it, say how it ended."
-    if "mount" in spec["use"]: new_root(spec["readable"], spec["hidden"], spec["links"], spec["disk"])
+    if "mount" in spec["use"]: new_root(spec["visible"], spec["hidden"], spec["links"], spec["disk"])
     own = watchable()
     pid = os.fork()
     if not pid:

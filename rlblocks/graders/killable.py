@@ -11,7 +11,6 @@ import gc
 import json
 import os
 import resource
-import select
 import signal
 import sys
 import time
@@ -19,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from .jail import adopt_orphans, attach, end_children, reaped, watchable
+from .jail import adopt_orphans, attach, end_children, readable, reaped, watchable
 
 # %% ../../nbs/graders/86_killable.ipynb #40bfa1ca
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ LINE = 1 << 24      # bytes of the longest
 def collect(shares, found, failures):
     "Read the processes' results; of one that died, on which item."
     by = {fd: s for s in shares for fd in (s.pipe, s.gone) if fd >= 0}
-    ready = select.select(list(by), [], [], .05)[0]
+    ready = readable(list(by), .05)
     for share in dict.fromkeys(by[fd] for fd in ready):
         gone = share.gone in ready
         data = bites(share.pipe)
@@ -233,7 +232,7 @@ def kill(share):
     "End a process and what it started."
     if share.pid:
         stop(share)
-        if share.gone >= 0: select.select([share.gone], [], [], 5.)
+        if share.gone >= 0: readable([share.gone], 5.)
         else: time.sleep(.1)
         os.kill(share.pid, signal.SIGKILL)
         os.waitpid(share.pid, 0)

@@ -108,21 +108,21 @@ class Ran:
 # %% ../../nbs/graders/86f_sandbox.ipynb #6069a2eb
 def interpreter(
     packages:bool, # whether it may import what is installed
-)->tuple[list[str], dict]: # command; what it needs: {readable: paths, hidden: folders, links: {path: target}}
+)->tuple[list[str], dict]: # command; what it needs: {visible: paths, hidden: folders, links: {path: target}}
     "Say how the program's interpreter is called, and what it reads."
     base = getattr(sys, "_base_executable", sys.executable)
     paths = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", base, f"{sys.base_prefix}/lib",
              f"{sys.base_exec_prefix}/lib", *([sys.executable, sys.prefix] if packages else [])]
-    readable, links = [], {}
+    visible, links = [], {}
     for path in paths:
         path = in_real_folder(path)
         while os.path.islink(path):
             links[path] = os.readlink(path)
             path = in_real_folder(os.path.join(os.path.dirname(path), links[path]))
-        readable.append(path)
-    hidden = [] if packages else [x for d in dict.fromkeys(readable) for x in glob.glob(f"{d}/python3*/*-packages")]
+        visible.append(path)
+    hidden = [] if packages else [x for d in dict.fromkeys(visible) for x in glob.glob(f"{d}/python3*/*-packages")]
     command = [sys.executable, "-s", "-B"] if packages else [base, "-S", "-s", "-B"]
-    return [in_real_folder(command[0]), *command[1:]], dict(readable=readable, hidden=hidden, links=links)
+    return [in_real_folder(command[0]), *command[1:]], dict(visible=visible, hidden=hidden, links=links)
 
 def in_real_folder(
     path:str,

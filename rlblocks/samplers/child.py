@@ -106,8 +106,9 @@ def own_temporary_files(
     folder:str,
 ):
     "Have temporary files made in a folder, so that they go with it; what torch compiles stays for the next start."
-    from torch._inductor.codecache import cache_dir
-    cache_dir()                             # from here on it is this one
+    import torch._inductor.codecache        # noqa: F401  both remember the folder that they find now
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    cache_dir()
     os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 def _start(
