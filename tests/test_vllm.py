@@ -6,17 +6,22 @@ import pickle
 import re
 import signal
 import subprocess
+import tempfile
+import time
 from itertools import product
+from pathlib import Path
 
 import pytest
 import cuda_stand_in
 import torch
 from clock import Clock
 from conftest import rarely, vllm_interpreter, vllm_python
+from forked import forked
 from ready import behind
 from rlblocks import Batch, Policy, Rollout, later
 from rlblocks.engines.published import publish_weights, published_weights
 from rlblocks.engines.weights import buckets, checksum, named_weights
+from rlblocks.graders.jail import adopt_orphans, children
 from rlblocks.rollout.rows import to_rows
 from rlblocks.samplers import channels, processes, vllm_start
 from rlblocks.samplers.processes import child_environment
@@ -455,3 +460,32 @@ def test_merged_adapters_and_a_folder_are_proved_too(shared, tmp_path):
     with pytest.raises(ValueError, match="adapters alone need slots"): shared.load(policy.weights(adapter=True))
     manifest = shared.load(publish_weights(stirred(policy).weights(), tmp_path, bucket_bytes=20_000))
     assert manifest.gap < 1e-4 and manifest.version == 2 and manifest.checksums == published_weights(tmp_path).checksums
+
+
+def killed(_, folder, python, seconds):
+    "Every orphan of the trainer comes to this process."
+    adopt_orphans()
+    work, there = Path(folder)/"work", Path(folder)/"there"
+    work.mkdir()
+    trainer = os.fork()
+    if not trainer:
+        tempfile.tempdir = os.environ["TMPDIR"] = str(work)
+        r = rollout(sharp(), python, enable_lora=True, max_lora_rank=8)
+        there.write_text(" ".join(os.listdir(r.sampler.child.folder.name)))
+        time.sleep(3600)
+    end = time.monotonic() + seconds
+    while not there.exists() and time.monotonic() < end: time.sleep(.05)
+    assert there.exists() or seconds < 100
+    assert seconds < 100 or "vllm_dist_" in there.read_text()       # else vLLM makes it elsewhere, and this sees nothing
+    os.kill(trainer, signal.SIGKILL)
+    end = time.monotonic() + 5.
+    while (left := children(trainer)) and time.monotonic() < end:
+        os.waitpid(-1, os.WNOHANG)
+        time.sleep(.02)
+    assert not left and not list(work.iterdir())
+
+
+@pytest.mark.parametrize("seconds", [300., *rarely(.5, 1.5, 3.)])
+def test_a_killed_trainer_leaves_nothing_of_vllm(tmp_path, seconds):
+    "Neither the weights that it read, nor the file by which its ranks would meet."
+    forked(killed, (str(tmp_path), vllm_python(), seconds), 1, limit=600)
