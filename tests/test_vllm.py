@@ -476,7 +476,7 @@ def killed(_, folder, python, seconds):
     end = time.monotonic() + seconds
     while not there.exists() and time.monotonic() < end: time.sleep(.05)
     assert there.exists() or seconds < 100
-    assert seconds < 100 or "vllm_dist_" in there.read_text()       # else vLLM makes it elsewhere, and this sees nothing
+    assert seconds < 100 or "vllm_dist_" in there.read_text()       # else it is made elsewhere, and this sees nothing
     os.kill(trainer, signal.SIGKILL)
     end = time.monotonic() + 5.
     while (left := children(trainer)) and time.monotonic() < end:

@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -229,3 +230,18 @@ def forget(child:Child):
     "Close its log, and remove its folder."
     child.log.close()
     child.folder.cleanup()
+
+# %% ../../nbs/samplers/83_processes.ipynb #ed7cf401
+def own_temporary_files(
+    folder:str,
+):
+    "Have temporary files made in a folder, so that they go with it; what torch compiles stays for the next start."
+    import torch._inductor.codecache        # noqa: F401  both remember the folder that they find now
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+    cache_dir()
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+
+def leave():
+    "End without a trainer, unless what watches for its end (`Child`) does that first, and tidies up."
+    time.sleep(2.)
+    os._exit(0)
