@@ -15,7 +15,7 @@ import torch
 from lazily import Lazily
 from rlblocks import Endpoint, Policy, Response, Rollout
 from rlblocks.data.renderers import ChatRenderer
-from rlblocks.endpoint.serving import Served
+from rlblocks.graders.http_server import Served
 from test_environments import CHATML, asked, gap, net, spelling
 from torch.testing import assert_close
 
@@ -648,7 +648,7 @@ def test_a_server_that_does_not_start_says_why():
     class Fails(Served):
         async def serve(self): raise OSError("no event loop today")
     with pytest.raises(RuntimeError, match=r"the server on port \d+ has not started: OSError: no event loop today"):
-        Fails(lambda *_: None, 0)
+        Fails(lambda *_: None, "127.0.0.1", 0)
 
 
 def test_closing_ends_everything_that_was_opened(rollout):

@@ -123,7 +123,7 @@ def test_a_function_that_hangs_or_leaves_costs_its_question():
             got, said = post(server, dict(rows=dict(completions=[what])))
             assert got == status and says in said["error"]
         assert post(server, dict(rows=dict(completions=["well"])))[1]["scores"] == [1.]
-    assert not server._thread.is_alive()
+    assert not server._served.thread.is_alive()
     hangs.set()
 
 
@@ -212,7 +212,7 @@ def test_a_closed_server_is_gone():
     server = serve_reward(lengths, token="t")
     assert server.token == "t" and post(server, dict(rows=dict(completions=["a"])))[0] == 200
     server.close()
-    assert not server._thread.is_alive()
+    assert not server._served.thread.is_alive()
     with pytest.raises(urllib.error.URLError): post(server, dict(rows=dict(completions=["a"])))
     with pytest.raises(ValueError, match="token=''"): serve_reward(lengths, token="")
 

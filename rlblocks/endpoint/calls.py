@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..data.prompts import readable
+
 # %% ../../nbs/endpoint/88_calls.ipynb #fe8a353a
 @dataclass(frozen=True)
 class ChatCall:
@@ -99,12 +101,13 @@ def taken(
     wanted:str, # in words
     default:Any=None,
 )->Any:
-    "A parameter. Refused for one of another kind."
+    "A parameter. Refused for one of another kind, and for half a character."
     value = body.get(name)
     if value is None: return default
     if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
         raise Refused(f"{name}={short(value)}; {wanted} is wanted", param=name, code="invalid_type")
-    return value
+    try: return readable(value) if isinstance(value, str) else value
+    except ValueError as e: raise Refused(f"{name}: {e}", param=name, code="invalid_type") from None
 
 def needed(
     body:Mapping,
@@ -153,7 +156,7 @@ def arguments_of(
 )->dict:
     "Arguments of a call that is part of the history."
     try: made = json.loads(written) if isinstance(written, str) else written
-    except ValueError: made = None
+    except (ValueError, RecursionError): made = None
     if not isinstance(made, dict):
         raise Refused(f"{where} is {short(written)}; a JSON object is wanted", param=where)
     return made
