@@ -1124,6 +1124,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'rlblocks/endpoint/sessions.py'),
                                             'rlblocks.endpoint.sessions.check_prompt': ( 'endpoint/sessions.html#check_prompt',
                                                                                          'rlblocks/endpoint/sessions.py'),
+                                            'rlblocks.endpoint.sessions.check_room': ( 'endpoint/sessions.html#check_room',
+                                                                                       'rlblocks/endpoint/sessions.py'),
                                             'rlblocks.endpoint.sessions.continued_point': ( 'endpoint/sessions.html#continued_point',
                                                                                             'rlblocks/endpoint/sessions.py'),
                                             'rlblocks.endpoint.sessions.continues': ( 'endpoint/sessions.html#continues',

@@ -20,7 +20,7 @@ from .asking import Asker
 from .calls import ChatAnswer, ChatCall, ChatFormat, Refused
 from ..rollout.rollout import Rollout
 from ..samplers.samplers import Completion
-from .sessions import Plan, Session, assistant_message, planned, take_over
+from .sessions import Plan, Session, assistant_message, check_room, planned, take_over
 
 # %% ../../nbs/endpoint/88f_exchanges.ipynb #28a58d54
 @dataclass(eq=False)
@@ -161,8 +161,14 @@ class Exchange:
         body:bytes,
     ):
         "Read and plan a call, in a thread. Refused where it cannot be answered."
-        try: self.call = call = self.form.read(parsed(body), self.state.ignore)
-        except RecursionError: raise Refused("the body is no JSON that can be read: it is nested too deeply") from None
+        try:
+            made = parsed(body)
+            items = made.get("messages") or made.get("input")
+            if isinstance(items, list) and self.answer is None:     # each is a token at least; none is looked at before
+                with self.session.lock: check_room(self.session, len(items))
+            self.call = call = self.form.read(made, self.state.ignore)
+        except RecursionError:
+            raise Refused("the body is no JSON that can be read: it is nested too deeply") from None
         if self.answer is not None: return
         self.plan = plan = plan_for(self.state, self.session, call)
         self.answer = ChatAnswer(f"{self.session.number}_{plan.place}", call.model, int(time.time()), len(plan.ids))

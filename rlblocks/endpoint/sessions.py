@@ -182,7 +182,7 @@ def planned(
 )->Plan:
     "The ids that a call comes to. Refused when it cannot be answered."
     messages = full_messages(session, call)
-    with session.lock: room_for(session, fewest_tokens(messages, longest), call.max_tokens, max_tokens)
+    with session.lock: check_room(session, fewest_tokens(messages, longest))
     point, new = continued_point(session, messages, call.tools, renderer, strip)
     if point is not None: ids, anew = point.branch.ids[:point.end] + new, []
     else: ids, anew = rewritten(renderer, *kept_words(session, messages, strip), tools=call.tools)
@@ -268,25 +268,31 @@ def fewest_tokens(
     characters = sum(len(m.get("content") or "") for m in messages)
     return max(len(messages), characters//longest if longest else 0)
 
-def room_for(
+def check_room(
     session:Session,
-    length:int,      # tokens that the messages come to, or come to at least
-    wanted:int|None, # tokens that the call allows
-    most:int,        # that the endpoint allows
-)->int:
-    "How many tokens the answer may have. Refused where the session has ended, or gone as far as it may."
+    length:int, # tokens that the messages come to at least
+)->int: # tokens of answers, with all that calls under way may still have
+    "Refused where the session has ended, or gone as far as it may."
     session.check_open()
     e, limits, turns = session.episode, session.limits, session.episode.turns + len(session.rooms)
     tokens = e.tokens + sum(session.rooms.values())
     over = limits.over(turns, tokens, length)
-    if over is not None:
-        e.finish, session.refused_at = over, session.draws
-        code = "context_length_exceeded" if over == "context_overflow" else over
-        limit = dict(max_turns=limits.max_turns, max_tokens=limits.budget).get(over, limits.window)
-        session.refused = Refused(f"{over}: this session has {turns} calls and {tokens} tokens of answers, and the "
-                                  f"messages come to at least {length} tokens; the limit is {limit}", code=code)
-        raise session.refused
-    return min(limits.room(tokens, length), most, wanted or most)
+    if over is None: return tokens
+    e.finish, session.refused_at = over, session.draws
+    code = "context_length_exceeded" if over == "context_overflow" else over
+    limit = dict(max_turns=limits.max_turns, max_tokens=limits.budget).get(over, limits.window)
+    session.refused = Refused(f"{over}: this session has {turns} calls and {tokens} tokens of answers, and the messages "
+                              f"come to at least {length} tokens; the limit is {limit}", code=code)
+    raise session.refused
+
+def room_for(
+    session:Session,
+    length:int,      # tokens that the messages come to
+    wanted:int|None, # tokens that the call allows
+    most:int,        # that the endpoint allows
+)->int:
+    "How many tokens the answer may have. Refused where there are none."
+    return min(session.limits.room(check_room(session, length), length), most, wanted or most)
 
 # %% ../../nbs/endpoint/88e_sessions.ipynb #5c240d9a
 def assistant_message(

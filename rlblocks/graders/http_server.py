@@ -74,11 +74,11 @@ class Served:
         self.socket = socket.create_server((host, port), family=socket.AF_INET6 if v6 else socket.AF_INET, backlog=2048,
                                            dualstack_ipv6=v6 and socket.has_dualstack_ipv6())
         self.host, self.port = self.socket.getsockname()[:2]
-        kept:Any = connections or Connections()
+        self.connections:Any = connections or Connections()
         self.server = uvicorn.Server(uvicorn.Config(
             app, log_config=None, lifespan=lifespan, ws="none", access_log=False, server_header=False,
-            http=kept.protocol, callback_notify=kept.review, timeout_notify=0, timeout_graceful_shutdown=5,
-            backlog=64))        # asyncio accepts as many in one go, before it looks at any of them
+            http=self.connections.protocol, callback_notify=self.connections.review, timeout_notify=0,
+            timeout_graceful_shutdown=5, backlog=64))   # asyncio accepts as many in one go, before it looks at any of them
         self.server.config.load()
         self.error:BaseException|None = None
         self.thread = threading.Thread(target=self.run, name="rlblocks-http", daemon=True)
