@@ -679,7 +679,8 @@ def test_a_call_that_takes_long_to_read_keeps_nobody_else(rollout):
 
 def test_known_conversations_are_found_by_a_walk():
     "As they would be by comparing each message with each, spaces, calls and the likeness of 1 and 1.0 included."
-    from rlblocks.endpoint.sessions import Known, Point, continues
+    from rlblocks.endpoint.calls import continues
+    from rlblocks.endpoint.sessions import Known, Point
     draw = random.Random(0)
     def message():
         calls = [dict(function=dict(name="f", arguments=dict(x=draw.choice([1, 1., True, [1], -1, -2]))))]

@@ -120,7 +120,7 @@ NO_COMPLETION = [{}, dict(choices=[]), dict(choices=[dict(message=None)]), dict(
 
 @pytest.mark.parametrize("reply", NO_COMPLETION, ids=str)
 def test_a_reply_that_is_no_completion_is_no_verdict(reply, monkeypatch):
-    "Of one row, with the reason; of all, it is an error that says what came. A completion without a text is none either."
+    "Of one row, with the reason; of all, it is an error that says what came. An empty completion is none either."
     async def post(client, url, body, retries):
         text = body["messages"][0]["content"]
         if text == "long": raise RuntimeError("refused: 400: this model has 4096 positions")

@@ -24,8 +24,8 @@ from ..data.columns import whole_number
 from ..data.renderers import Renderer
 from ..engines.guards import LocalOnly
 from .asking import Asker
-from ..environments.environments import (check_rewards, default_renderer, episodes_of, in_thread, rows_of_episodes,
-                                                unit_of, wait_for_all)
+from ..environments.environments import (check_rewards, default_renderer, episodes_of, in_thread,
+                                                rows_of_episodes, unit_of, wait_for_all)
 from ..environments.episodes import Episode, called
 from ..graders.http_server import Served
 from ..rollout.rollout import Rollout
@@ -59,7 +59,7 @@ async def driven(
         if not isinstance(result, Real): session.result = result
         elif session.reward is None: session.reward = float(result)
     except asyncio.CancelledError: e.error = e.error or "it was cancelled"
-    except BaseException as x:      # agents are programs: they may say sys.exit. An interrupt of the user's comes elsewhere
+    except BaseException as x:      # agents are programs: they may say sys.exit. A user's Ctrl-C ends `in_thread`
         if session.refused is None: e.error = f"{type(x).__name__}: {x}"
     finally: e.done = True
 
@@ -201,7 +201,8 @@ def run(
 )->Batch: # rows of all sessions that ended, prompt by prompt; those of one session have one `unit`
     """Run an agent for every sample; gives the columns of `rollouts`, and `result` where agents return something.
 
-    A session that is late, or whose agent raises, is named in a warning. RuntimeError when none arrives."""
+    A session that is late, or whose agent raises, is cancelled or returns no finite reward, is named in a warning.
+    RuntimeError when none arrives."""
     check_prompts(prompts)
     check_ready(at.rollout.sampler)
     n, seconds = whole_number("Endpoint.run", "group_size", group_size), math.inf if deadline is None else deadline

@@ -208,6 +208,7 @@ class Exchange:
             self.session.sent[self.body] = self.answer
         self.end()
 
+# %% ../../nbs/endpoint/88f_exchanges.ipynb #a53e4277
 async def exchange_of(
     state:ServerState,
     form:ChatFormat,

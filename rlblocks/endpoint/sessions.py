@@ -11,14 +11,14 @@ import json
 import secrets
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from ..data.renderers import Renderer, message_of, next_ids
 from ..environments.rewriting import rewritten
-from .calls import ChatAnswer, ChatCall, Refused
+from .calls import ChatAnswer, ChatCall, Refused, essence
 from ..environments.conversations import Branch, Conversation
 from ..environments.episodes import Episode
 from ..samplers.samplers import Completion, turn_seed
@@ -46,41 +46,6 @@ class Plan:
     seed:int
     point:Point|None=None # that it continues; None: it begins a row
     new:list[int] = field(default_factory=list) # what comes behind the point
-
-# %% ../../nbs/endpoint/88e_sessions.ipynb #bc264af0
-def same_message(
-    a:Mapping,
-    b:Mapping,
-    strip:bool=False, # whether spaces around the text make no difference
-)->bool:
-    "Whether two messages say the same."
-    one, two = (essence(m, strip) for m in (a, b))
-    return one == two
-
-def essence(
-    m:Mapping,
-    strip:bool,
-)->tuple:
-    "What a message says."
-    calls = tuple((c["function"]["name"], hashable(c["function"]["arguments"])) for c in m.get("tool_calls", ()))
-    text = m.get("content") or ""
-    return m["role"], text.strip() if strip else text, m.get("name"), calls
-
-def hashable(
-    x:Any, # as JSON has it
-)->Hashable:
-    "A value that equals another one where `x` equals the other's, and hashes."
-    if isinstance(x, Mapping): return frozenset((k, hashable(v)) for k, v in x.items())
-    return tuple(map(hashable, x)) if isinstance(x, list) else x
-
-def continues(
-    messages:Sequence[Mapping], # of a call
-    known:Sequence[Mapping],    # up to an answer
-    strip:bool,
-)->bool:
-    "Whether a conversation goes on from another one."
-    return len(messages) > len(known) and all(same_message(a, b, strip)
-                                              for a, b in zip(known, messages, strict=False))
 
 # %% ../../nbs/endpoint/88e_sessions.ipynb #eb2da956
 class Known:
@@ -281,8 +246,8 @@ def check_room(
     e.finish, session.refused_at = over, session.draws
     code = "context_length_exceeded" if over == "context_overflow" else over
     limit = dict(max_turns=limits.max_turns, max_tokens=limits.budget).get(over, limits.window)
-    session.refused = Refused(f"{over}: this session has {turns} calls and {tokens} tokens of answers, and the messages "
-                              f"come to at least {length} tokens; the limit is {limit}", code=code)
+    session.refused = Refused(f"{over}: this session has {turns} calls and {tokens} tokens of answers, and the "
+                              f"messages come to at least {length} tokens; the limit is {limit}", code=code)
     raise session.refused
 
 def room_for(

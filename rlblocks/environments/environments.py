@@ -169,8 +169,8 @@ def check_rewards(episodes:Sequence[Episode]):
     "An episode whose reward single precision cannot hold has failed: in its group it would make all advantages NaN."
     for e in episodes:
         if e.error is None and e.reward is not None and not abs(e.reward) <= LARGEST:
-            e.error = (f"its reward is {e.reward:g}; a number within ±{LARGEST:.1e} (single precision) is wanted, or none "
-                       "where there is no verdict")
+            e.error = (f"its reward is {e.reward:g}; a number within ±{LARGEST:.1e} (single precision) is wanted, or "
+                       "None where there is no verdict")
 
 def rewards_of(episodes:list[Episode])->Tensor: # `[B]`; NaN where the environment gave none
     "Rewards of the environments."
@@ -193,7 +193,8 @@ def rollouts(
 )->Batch: # rows of all episodes that ended, prompt by prompt; those of one episode have one `unit`
     """Let the policy talk to environments, an episode each; adds the columns of `rollout.extend`, and `reward`.
 
-    An episode that is late, or whose environment raises, is named in a warning. RuntimeError when none arrives.
+    An episode that is late, or whose environment raises, is cancelled or gives no finite reward, is named in a warning.
+    RuntimeError when none arrives.
     `failed_calls` of its `n_calls` calls of tools raised; a warning has the first error of each tool and kind."""
     n = whole_number("rollouts", "group_size", group_size)
     played = rollout.run(play_all, prompts, env, group_size=n, seed=seed, max_tokens=max_tokens, max_turns=max_turns,

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 # %% ../../nbs/graders/85f_http_server.ipynb #ba64d0dd
 class Connections:
@@ -65,20 +65,20 @@ class Served:
         host:str,
         port:int,  # 0: one that is free
         *,
-        lifespan:str="off", # "on": the application starts and ends something of its own
+        lifespan:Literal["on", "off"]="off", # "on": the application starts and ends something of its own
         connections:Connections|None=None, # None: with its defaults
     ):
         "Listen, and wait until it answers. OSError for a port that is taken."
         import uvicorn
         v6 = ":" in host
-        self.socket = socket.create_server((host, port), family=socket.AF_INET6 if v6 else socket.AF_INET, backlog=2048,
-                                           dualstack_ipv6=v6 and socket.has_dualstack_ipv6())
+        self.socket = socket.create_server((host, port), family=socket.AF_INET6 if v6 else socket.AF_INET,
+                                           backlog=2048, dualstack_ipv6=v6 and socket.has_dualstack_ipv6())
         self.host, self.port = self.socket.getsockname()[:2]
         self.connections:Any = connections or Connections()
         self.server = uvicorn.Server(uvicorn.Config(
             app, log_config=None, lifespan=lifespan, ws="none", access_log=False, server_header=False,
             http=self.connections.protocol, callback_notify=self.connections.review, timeout_notify=0,
-            timeout_graceful_shutdown=5, backlog=64))   # asyncio accepts as many in one go, before it looks at any of them
+            timeout_graceful_shutdown=5, backlog=64))   # asyncio accepts so many before it looks at any of them
         self.server.config.load()
         self.error:BaseException|None = None
         self.thread = threading.Thread(target=self.run, name="rlblocks-http", daemon=True)

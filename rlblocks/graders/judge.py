@@ -43,19 +43,21 @@ def judge_url(
     retries:Retries=Retries(),
 )->Callable: # async, of texts
     "A model behind an address that speaks Chat Completions."
+    address = url.rstrip("/") + "/chat/completions"
     async def one(client, gate, text):
         body = dict(model=model, messages=[dict(role="user", content=text)], max_tokens=max_tokens,
                     temperature=float(temperature))
         async with gate:
-            try: return content_of(await post_with_retries(client, url.rstrip("/") + "/chat/completions", body, retries))
+            try: return content_of(await post_with_retries(client, address, body, retries))
             except RuntimeError as e: return e
     async def ask(texts):
         gate = asyncio.Semaphore(at_once)
         async with http(key) as client: replies = await asyncio.gather(*[one(client, gate, t) for t in texts])
         failed = [r for r in replies if isinstance(r, RuntimeError)]
         if failed and len(failed) == len(replies): raise failed[0]
-        if failed: warnings.warn(f"judge_url: {len(failed)} of {len(replies)} questions have no verdict; the first one: "
-                                 f"{failed[0]}", stacklevel=2)
+        if failed:
+            warnings.warn(f"judge_url: {len(failed)} of {len(replies)} questions have no verdict; the first one: "
+                          f"{failed[0]}", stacklevel=2)
         return ["" if isinstance(r, RuntimeError) else r for r in replies]
     return ask
 

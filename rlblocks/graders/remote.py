@@ -120,7 +120,8 @@ class RemoteReward:
             try: answer = await post_with_retries(client, f"{self.url}/score", dict(id=name, rows=rows), self.retries)
             except RuntimeError as e: raise RuntimeError(f"{where}: {e}") from None
         if answer.get("id") not in (None, name):
-            raise RuntimeError(f"{where}: {self.url} answered the question {str(answer['id'])[:80]!r}; {name!r} was asked")
+            raise RuntimeError(f"{where}: {self.url} answered the question {str(answer['id'])[:80]!r}; {name!r} was "
+                               "asked")
         scores = answer.get("scores")
         if isinstance(scores, list) and len(scores) == n: return scores
         raise RuntimeError(f"{where}: {self.url} said {str(answer)[:200]}; {n} scores are wanted")

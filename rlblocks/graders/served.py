@@ -92,8 +92,9 @@ class Batcher:
         joined = {k: [x for q in questions for x in q[k]] for k in questions[0]}
         sizes = [len(next(iter(q.values()))) for q in questions]
         self.calls += 1
+        is_async = inspect.iscoroutinefunction(self.fn)
         try:
-            out = self.fn(**joined) if inspect.iscoroutinefunction(self.fn) else await threaded(lambda: self.fn(**joined))
+            out = self.fn(**joined) if is_async else await threaded(lambda: self.fn(**joined))
             if inspect.isawaitable(out): out = await out
         except ENDS as e: raise left_by(e) from None
         scores = verdicts(out, sum(sizes))
