@@ -351,8 +351,8 @@ def wait_until(true, seconds=300.): # what hangs, not a machine with other work
 
 
 def test_a_call_that_is_repeated_is_answered_once(at):
-    "What clients do when an answer got lost on its way."
-    session, body = at.session(), dict(model="policy", messages=[dict(role="user", content="Say 1.")])
+    "What clients do when an answer got lost on its way. It is no further call, which this session may not make."
+    session, body = at.session(max_turns=1), dict(model="policy", messages=[dict(role="user", content="Say 1.")])
     said = [httpx2.post(f"{at.url}/chat/completions", json=body, timeout=60, headers={
         "authorization": f"Bearer {session.key}", "x-stainless-retry-count": n}).json() for n in "012"]
     assert said[0] == said[1] == said[2] and at.collect([session]).n_turns.tolist() == [1]

@@ -224,7 +224,7 @@ def essence(
 def hashable(
     x:Any, # as JSON has it
 )->Hashable:
-    "A value that equals another one where `x` equals the other's, and hashes."
+    "Return a value that hashes, and equals that of another `x` where the two are equal."
     if isinstance(x, Mapping): return frozenset((k, hashable(v)) for k, v in x.items())
     return tuple(map(hashable, x)) if isinstance(x, list) else x
 

@@ -168,7 +168,7 @@ def opened(
 def longest_token(
     tokenizer, # of Hugging Face, or None
 )->int|None: # None: it does not say
-    "Characters of the longest token."
+    "Return how many characters the longest token has."
     texts = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else ()
     return max(map(len, texts), default=None)
 

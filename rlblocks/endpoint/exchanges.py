@@ -70,7 +70,7 @@ MOST_BYTES, MOST_SECONDS = 32 << 20, 60.
 async def body_of(
     request:Any, # of Starlette
 )->tuple[bytes, str]: # and its digest
-    "The body of a request. Refused where it is too large, or does not come to its end."
+    "Read the body of a request. Refused where it is too large, or does not come to its end."
     parts, size, digest = [], 0, hashlib.sha256()
     try:
         async with asyncio.timeout(MOST_SECONDS):

@@ -49,12 +49,12 @@ class Plan:
 
 # %% ../../nbs/endpoint/88e_sessions.ipynb #eb2da956
 class Known:
-    "Points by their conversations, as a tree of messages."
+    "Find the points that a conversation goes on from, in a tree of messages."
 
     def __init__(self,
         strip:bool, # whether spaces around a text make no difference
     ):
-        "There are none yet."
+        "Begin without points."
         self.strip = strip
         self.steps:dict[tuple[int, tuple], int] = {}    # from a place in the tree, 0 at first, by what a message says
         self.points:defaultdict[int, list[Point]] = defaultdict(list)  # by the places where their conversations end
@@ -70,7 +70,7 @@ class Known:
     def continued(self,
         messages:Sequence[Mapping],
     )->list[Point]:
-        "Points whose conversations this one goes on from, the shortest first."
+        "Return the points whose conversations this one goes on from, the shortest first."
         found, place = [], 0
         for m in messages:
             found += self.points.get(place, ())
@@ -118,7 +118,7 @@ class Session:
     def reward(self, x:float): self.episode.reward = float(x)
 
     def check_open(self):
-        "Refused where it has ended while a call was under way."
+        "Raise Refused where it has ended while a call was under way."
         if not self.open: raise Refused("this session has ended", status=401, code="session_ended")
 
     @property
@@ -229,7 +229,7 @@ def fewest_tokens(
     messages:Sequence[Mapping],
     longest:int|None, # characters of the longest token; None: not known
 )->int:
-    "How many tokens messages come to at least."
+    "Return how many tokens messages come to at least."
     characters = sum(len(m.get("content") or "") for m in messages)
     return max(len(messages), characters//longest if longest else 0)
 
@@ -237,7 +237,7 @@ def check_room(
     session:Session,
     length:int, # tokens that the messages come to at least
 )->int: # tokens of answers, with all that calls under way may still have
-    "Refused where the session has ended, or gone as far as it may."
+    "Raise Refused where the session has ended, or has gone as far as it may."
     session.check_open()
     e, limits, turns = session.episode, session.limits, session.episode.turns + len(session.rooms)
     tokens = e.tokens + sum(session.rooms.values())
@@ -274,7 +274,7 @@ def assistant_message(
 def as_sent(
     message:dict,
 )->dict:
-    "A message as JSON in UTF-8 holds it: null for NaN and infinity, a question mark for half a character."
+    "Return a message as JSON in UTF-8 can hold it: null for NaN and infinity, a question mark for half a character."
     text = json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")
     return json.loads(text, parse_constant=lambda _: None)
 

@@ -96,7 +96,7 @@ def in_thread(
     task = loop.create_task(made())
     def run():
         try:
-            while not task.done():      # a task beside it that says sys.exit, or KeyboardInterrupt, ends the call alone
+            while not task.done():      # a task beside it that says sys.exit or KeyboardInterrupt ends this call alone
                 with suppress(BaseException): loop.run_until_complete(task)
             box.append(None if task.cancelled() else task.exception())
         finally:
@@ -166,7 +166,7 @@ def branches_of(episode:Episode)->list[Branch]:
     return [*first.branches, *(t for conversation in aside for t in conversation.branches if t.spans)]
 
 def check_rewards(episodes:Sequence[Episode]):
-    "An episode whose reward single precision cannot hold has failed: in its group it would make all advantages NaN."
+    "Fail episodes whose reward single precision cannot hold: in its group it would make all advantages NaN."
     for e in episodes:
         if e.error is None and e.reward is not None and not abs(e.reward) <= LARGEST:
             e.error = (f"its reward is {e.reward:g}; a number within ±{LARGEST:.1e} (single precision) is wanted, or "

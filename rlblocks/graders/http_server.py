@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 # %% ../../nbs/graders/85f_http_server.ipynb #ba64d0dd
 class Connections:
-    "The connections of a uvicorn server. Those on which nobody is being answered are few, and closed in time."
+    "Close the connections of a uvicorn server on which nobody is being answered, in time and where they are many."
 
     def __init__(self,
         seconds:float=10.,  # that a connection may be open without a request
         most:int|None=None, # of such connections; None: a quarter of the files that this process may open
     ):
-        "There are none yet."
+        "Begin without connections."
         self.seconds = seconds
         self.most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]//4 if most is None else most
         # uvicorn's protocol of each; its last request, and since when nobody has been answered on it. The oldest first
@@ -31,7 +31,7 @@ class Connections:
     def protocol(self,
         **more, # of uvicorn
     )->Any:
-        "uvicorn's protocol, for a connection that is being accepted."
+        "Make uvicorn's protocol for a connection that is being accepted."
         from uvicorn.protocols.http.auto import AutoHTTPProtocol
         made = AutoHTTPProtocol(**more)
         self.open[made] = None, time.monotonic()
@@ -53,12 +53,12 @@ class Connections:
         for c in idle[:-self.most]: c.transport.close()
 
     async def review(self):
-        "What uvicorn calls every second."
+        "Close them when uvicorn calls, every second."
         self.close_idle()
 
 # %% ../../nbs/graders/85f_http_server.ipynb #3333b5a1
 class Served:
-    "An application behind an address, answered in a thread."
+    "Serve an application behind an address, in a thread."
 
     def __init__(self,
         app:Any,   # of Starlette or FastAPI
@@ -92,7 +92,7 @@ class Served:
         self.socket.listen(2048)        # the rest waits in the system
 
     def run(self):
-        "Until it is closed."
+        "Serve until it is closed."
         try: asyncio.run(self.serve())
         except BaseException as e: self.error = e      # uvicorn ends its thread with SystemExit
 

@@ -64,7 +64,7 @@ def judge_url(
 def content_of(
     reply:Mapping, # of a server
 )->str:
-    "The text of a chat completion, empty where there is none. RuntimeError for what is no chat completion."
+    "Return the text of a chat completion, empty where it has none. RuntimeError for what is no chat completion."
     try: text = reply["choices"][0]["message"]["content"] or ""
     except (KeyError, IndexError, TypeError): text = None
     if isinstance(text, str): return text

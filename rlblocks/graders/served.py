@@ -104,7 +104,7 @@ class Batcher:
 ENDS = (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration, asyncio.CancelledError)
 
 def left_by(e:BaseException)->ValueError:
-    "An error of a function, for an end that would end its server too."
+    "Make an error of an end that would end the server too."
     return ValueError(f"it left by {type(e).__name__}")
 
 def threaded(fn:Callable)->asyncio.Future:
