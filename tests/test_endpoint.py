@@ -3,24 +3,28 @@ lost, nobody else let in (LAWS 3, 19, 23, 29). That rows are those of the enviro
 and with vLLM too, is in tests/test_environments.py."""
 import asyncio
 import json
+import random
+import resource
 import socket
 import subprocess
 import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from lazily import Lazily
-from rlblocks import Endpoint, Policy, Response, Rollout
-from rlblocks.data.renderers import ChatRenderer
-from rlblocks.endpoint.serving import Served
+from rlblocks import Endpoint, Policy, Response, Rollout, group_advantages
+from rlblocks.data.renderers import ChatRenderer, read_response
+from rlblocks.graders.http_server import Connections, Served
 from test_environments import CHATML, asked, gap, net, spelling
 from torch.testing import assert_close
 
 anthropic, httpx2, openai = map(Lazily, ("anthropic", "httpx2", "openai"))
 
+USER = [dict(role="user", content="a")]
 TOOLS = "{% for t in tools or [] %}<turn>tool {{ t.function.name }}\n{{ t.function.description }}<end>\n{% endfor %}"
 ADD = dict(name="add", description="Adds.", parameters=dict(type="object", properties=dict(
     a=dict(type="integer"), b=dict(type="integer")), required=["a", "b"]))
@@ -347,8 +351,8 @@ def wait_until(true, seconds=300.): # what hangs, not a machine with other work
 
 
 def test_a_call_that_is_repeated_is_answered_once(at):
-    "What clients do when an answer got lost on its way."
-    session, body = at.session(), dict(model="policy", messages=[dict(role="user", content="Say 1.")])
+    "What clients do when an answer got lost on its way. It is no further call, which this session may not make."
+    session, body = at.session(max_turns=1), dict(model="policy", messages=[dict(role="user", content="Say 1.")])
     said = [httpx2.post(f"{at.url}/chat/completions", json=body, timeout=60, headers={
         "authorization": f"Bearer {session.key}", "x-stainless-retry-count": n}).json() for n in "012"]
     assert said[0] == said[1] == said[2] and at.collect([session]).n_turns.tolist() == [1]
@@ -494,6 +498,270 @@ def test_a_call_that_comes_while_weights_change_waits(rollout, at):
     assert isinstance(box[0], str) and at.collect([session]).n_turns.tolist() == [1]
 
 
+# -- one agent's fault is its own
+
+async def raises_cancelled(ask): raise asyncio.CancelledError
+
+
+async def cancels_itself(ask):
+    asyncio.current_task().cancel()
+    await asyncio.sleep(600)
+
+
+async def cancels_all(ask):
+    for task in asyncio.all_tasks() - {asyncio.current_task()}: task.cancel()
+    await ask()             # and goes on
+    raise ValueError("after it had cancelled all")
+
+
+async def interrupts(ask): raise KeyboardInterrupt
+
+
+async def has_a_task_that_leaves(ask):
+    async def leaves(): sys.exit(3)
+    await asyncio.create_task(leaves())
+
+
+async def stops_the_loop(ask):
+    asyncio.get_running_loop().stop()
+    raise ValueError("after it had stopped the loop")
+
+
+async def leaves_a_generator(ask): raise GeneratorExit
+
+
+@pytest.mark.parametrize(("bad", "says"), [
+    (raises_cancelled, "it was cancelled"), (cancels_itself, "it was cancelled"), (interrupts, "KeyboardInterrupt"),
+    (cancels_all, "after it had cancelled all"), (has_a_task_that_leaves, "SystemExit: 3"),
+    (stops_the_loop, "after it had stopped the loop"), (leaves_a_generator, "GeneratorExit")])
+def test_an_agent_that_ends_oddly_loses_its_own_rows_only(rollout, at, bad, says):
+    "It has asked something, and the others have ended: theirs stay."
+    ended = []
+    async def agent(base_url, api_key, messages, session):
+        async def ask():
+            async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+                await client.chat.completions.create(model="policy", messages=messages, max_tokens=1)
+        await ask()
+        if session.episode.group == 1:
+            while len(ended) < 2: await asyncio.sleep(.01)
+            await asyncio.sleep(.05)
+            await bad(ask)
+        ended.append(session)
+        return 1.
+    with pytest.warns(UserWarning, match="1 of 3 sessions did not arrive: sample 0 of group 1: .*" + says):
+        b = at.run(agent, asked(rollout.tokenizer, 3), deadline=120)
+    assert b.group.tolist() == [0, 2] and b.reward.tolist() == [1., 1.] and not at.state.sessions
+
+
+def test_agents_that_another_one_cancels_are_named(rollout, at):
+    "Also those that had not begun. Who cancelled them goes on."
+    async def agent(base_url, api_key, messages, session):
+        if session.episode.group == 1:
+            for task in asyncio.all_tasks() - {asyncio.current_task()}: task.cancel()
+        async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            await client.chat.completions.create(model="policy", messages=messages, max_tokens=1)
+    with pytest.warns(UserWarning, match="2 of 3 sessions did not arrive") as heard:
+        b = at.run(agent, asked(rollout.tokenizer, 3), deadline=120)
+    assert b.group.tolist() == [1] and str(heard[0].message).count("it was cancelled") == 2
+
+
+@pytest.mark.parametrize("reward", [float("inf"), float("-inf"), float("nan"), 1e39, 10**400])
+@pytest.mark.parametrize("sets", [False, True])
+def test_a_reward_that_is_no_number_of_single_precision_is_named(rollout, at, reward, sets):
+    "Among others it would make the advantages of its group NaN, and a step all weights."
+    def agent(base_url, api_key, session, messages):
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            client.chat.completions.create(model="policy", messages=messages, max_tokens=1)
+        if session.episode.sample != 1: return float(session.episode.sample)
+        if not sets: return reward
+        session.reward = reward
+    said = "its reward is" if reward != 10**400 else "OverflowError"
+    with pytest.warns(UserWarning, match="1 of 3 sessions did not arrive: sample 1 of group 0: " + said):
+        b = at.run(agent, asked(rollout.tokenizer, 1), group_size=3)
+    assert b.reward.tolist() == [0., 2.] and group_advantages(b.reward, b.group).isfinite().all()
+
+
+@pytest.mark.parametrize(("written", "read"), [
+    ('{"name": "f", "arguments": {"x": NaN, "y": [1e999, 1]}}', ("f", dict(x=None, y=[None, 1]))),
+    ('{"name": "f\\ud800", "arguments": {"x": "a\\udc00", "é": "ü"}}', ("f?", dict(x="a?", é="ü")))])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_policy_writes_into_a_call_reaches_every_client(rollout, written, read, stream):
+    "NaN is no JSON, and half a character no UTF-8. Rows and clients have the same, so the conversation goes on."
+    def said(text): return read_response(f"<tool_call>{written}</tool_call>")
+    def strict(text): return json.loads(text, parse_constant=lambda x: pytest.fail(f"{x} is no JSON"))
+    with Endpoint(rollout, renderer=ChatRenderer(spelling(TOOLS + CHATML), read=said)) as at:
+        for path in ("chat/completions", "responses", "messages"):
+            session = at.session()
+            first = {"model": "p", "stream": stream, "input" if path == "responses" else "messages": USER}
+            got = httpx2.post(f"{at.url}/{path}", json=first, headers={"x-api-key": session.key}, timeout=60)
+            assert got.status_code == 200 and "error\":{" not in got.text, got.text
+            found = [strict(x[6:]) for x in got.text.splitlines() if x.startswith("data: {")] if stream else [
+                strict(got.text)]
+            assert call_in(found) == read
+            call, = session.messages[-1]["tool_calls"]
+            assert (call["function"]["name"], call["function"]["arguments"]) == read
+            if path == "chat/completions":
+                back = [*USER, dict(role="assistant", content=session.messages[-1]["content"], tool_calls=[call | dict(
+                    function=dict(name=read[0], arguments=json.dumps(read[1])))]), dict(role="tool", content="3")]
+                again = httpx2.post(f"{at.url}/{path}", json=dict(model="p", messages=back), timeout=60,
+                                    headers={"x-api-key": session.key})
+                assert again.status_code == 200
+            b = at.collect([session])
+            assert len(b) == 1 and gap(b) < 1e-3
+
+
+def call_in(found):
+    "Name and arguments of the call in what came, of whichever protocol, whole or in pieces."
+    if found[0].get("object", "").startswith("chat"):
+        parts = [c["choices"][0].get("delta", c["choices"][0].get("message")) for c in found if c["choices"]]
+        call, = (c["function"] for p in parts for c in p.get("tool_calls", ()))
+        return call["name"], json.loads(call["arguments"])
+    if "response" in found[-1] or found[0].get("object") == "response":
+        call, = (x for x in found[-1].get("response", found[-1])["output"] if x["type"] == "function_call")
+        return call["name"], json.loads(call["arguments"])
+    blocks = found[0].get("content") or [x["content_block"] for x in found if x["type"] == "content_block_start"]
+    call, = (x for x in blocks if x["type"] == "tool_use")
+    pieces = [x["delta"].get("partial_json", "") for x in found if x["type"] == "content_block_delta"]
+    return call["name"], json.loads("".join(pieces)) if pieces else call["input"]
+
+
+# -- calls that are large
+
+def counting():
+    "A renderer that counts what it encodes."
+    class Counts(ChatRenderer):
+        encoded = 0
+        def ids(self, text):
+            self.encoded += len(text)
+            return super().ids(text)
+    return Counts(spelling(CHATML))
+
+
+@pytest.mark.parametrize("messages", [[dict(role="assistant", content="")]*600 + USER,
+                                      [dict(role="user", content="a"*100_000)]], ids=["many", "long"])
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_what_cannot_fit_is_refused_before_it_is_encoded(rollout, messages, path):
+    "The window has 512 positions. The session has ended for that reason, as for a call that was encoded."
+    with Endpoint(rollout, renderer=counting()) as at:
+        session = at.session()
+        chat_with(at, session)
+        before = at.state.renderer.encoded
+        body = {"model": "p", "input" if path == "responses" else "messages": messages}
+        got = httpx2.post(f"{at.url}/{path}", json=body, headers={"x-api-key": session.key}, timeout=60)
+        assert got.status_code == 400 and "context_overflow" in got.json()["error"]["message"]
+        assert at.state.renderer.encoded == before
+        assert at.collect([session]).finish_reason == ["context_overflow"]
+
+
+def test_a_call_that_takes_long_to_read_keeps_nobody_else(rollout):
+    "Who asks for the models is answered, and rows of a session that has ended are taken."
+    go, reached = threading.Event(), threading.Event()
+    class Slow(ChatRenderer):
+        def text(self, messages, *more):
+            if "slow" in messages[-1]["content"]:
+                reached.set()
+                assert go.wait(300.)
+            return super().text(messages, *more)
+    with Endpoint(rollout, renderer=Slow(spelling(CHATML))) as at, ThreadPoolExecutor(1) as pool:
+        done, slow = at.session(), at.session()
+        chat_with(at, done)
+        late = pool.submit(httpx2.post, f"{at.url}/chat/completions", timeout=300, headers={"x-api-key": slow.key},
+                           json=dict(model="p", messages=[dict(role="user", content="slow")]))
+        try:
+            assert reached.wait(60.)
+            got = httpx2.get(f"{at.url}/models", headers={"x-api-key": slow.key}, timeout=20)
+            assert got.status_code == 200 and at.collect([done]).n_turns.tolist() == [1]
+            with pytest.raises(RuntimeError, match="it asked nothing"): at.collect([slow])
+        finally: go.set()
+        assert late.result().status_code == 401 and "this session has ended" in late.result().text
+        assert not slow.points and not slow.rooms and not slow.running
+
+
+def test_known_conversations_are_found_by_a_walk():
+    "As they would be by comparing each message with each, spaces, calls and the likeness of 1 and 1.0 included."
+    from rlblocks.endpoint.calls import continues
+    from rlblocks.endpoint.sessions import Known, Point
+    draw = random.Random(0)
+    def message():
+        calls = [dict(function=dict(name="f", arguments=dict(x=draw.choice([1, 1., True, [1], -1, -2]))))]
+        return dict(role="assistant", content=draw.choice(["a", "a ", ""])) | draw.choice([{}, dict(tool_calls=calls)])
+    for strip in (False, True):
+        known, points, found = Known(strip), [], 0
+        for _ in range(300):
+            messages = [message() for _ in range(draw.randint(1, 3))]
+            expected = [p for p in points if continues(messages, p.messages, strip)]
+            got = known.continued(messages)
+            assert sorted(map(id, got)) == sorted(map(id, expected))
+            found += len(got)
+            points.append(Point(messages, None, None, 0, 0))
+            known.add(points[-1])
+        assert found > 100
+
+
+# -- connections
+
+def strangers(port, said, n):
+    "Connections that say so much and no more."
+    made = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(n)]
+    for s in made: s.sendall(said)
+    return made
+
+
+def hung_up(s):
+    "Whether the other side ends a connection, within its timeout; it may say something before."
+    try:
+        while s.recv(1 << 16): pass
+    except ConnectionError: pass
+    except TimeoutError: return False
+    finally: s.close()
+    return True
+
+
+@pytest.mark.parametrize("said", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-",
+                                  b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\nG"],
+                         ids=["nothing", "half", "again"])
+def test_a_connection_without_a_request_is_closed_in_time(rollout, said):
+    "One that waits for its answer is not, however long that takes."
+    with Endpoint(rollout) as at, ThreadPoolExecutor(1) as pool:
+        at.served.connections.seconds, session = .2, at.session()
+        with rollout.lock:                     # the engine is busy with something else
+            waits = pool.submit(chat_with, at, session)
+            wait_until(lambda: at.state.asker.waits)
+            assert all(map(hung_up, strangers(at.served.port, said, 3)))
+            assert not waits.done()
+        assert isinstance(waits.result(60), str)
+
+
+def test_strangers_do_not_use_up_the_files(rollout):
+    "Of those that say half a request the oldest are closed; agents are answered, on connections that they keep."
+    with Endpoint(rollout) as at:
+        at.served.connections.most, session = 20, at.session()
+        half = strangers(at.served.port, b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n", 100)
+        wait_until(lambda: len(at.served.server.server_state.connections) <= 30)
+        assert all(map(hung_up, half[:60]))
+        with httpx2.Client() as client:
+            for k in range(5):
+                body = dict(model="p", max_tokens=1, messages=[dict(role="user", content=str(k))])
+                how = dict(headers={"x-api-key": session.key}, timeout=60)
+                assert client.post(f"{at.url}/chat/completions", json=body, **how).status_code == 200
+        for s in half: s.close()
+        assert at.collect([session]).n_turns.unique().tolist() == [5]
+    few = Connections()
+    assert 0 < few.most <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]//4
+
+
+def test_a_body_that_does_not_end_is_refused(rollout, monkeypatch):
+    monkeypatch.setattr("rlblocks.endpoint.exchanges.MOST_SECONDS", .2)
+    with Endpoint(rollout) as at:
+        session = at.session()
+        head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {session.key}\r\n"
+                "Content-Length: 100\r\n\r\n{").encode()
+        s, = strangers(at.served.port, head, 1)
+        assert b" 408 " in s.recv(1 << 16) and not session.running
+        s.close()
+        assert isinstance(chat_with(at, session), str)
+
+
 # -- who may ask, and what is refused
 
 def test_a_wrong_key_is_an_authentication_error(at):
@@ -552,10 +820,14 @@ def test_sessions_opened_by_hand_have_the_units_of_the_loop(rollout, at):
     assert at.collect(second).unit.tolist() == [7*2**20 + 1, (2**40 + second[1].number)*2**20]
 
 
-USER = [dict(role="user", content="a")]
 BAD = [
     ("chat/completions", b"{", "the body is no JSON"), ("chat/completions", b"[1]", "the body is a list"),
-    ("chat/completions", b"[" * 100000, "the body is no JSON"), ("messages", b"\xff\xfe\x00", "the body is no JSON"),
+    ("chat/completions", b"[" * 100000, "the body is no JSON"),
+    ("chat/completions", b'{"max_tokens":' + b"1"*5000 + b"}", "the body is no JSON"),
+    ("chat/completions", dict(model="\ud800", messages=USER), "model: character 0 of"),
+    ("chat/completions", dict(model="p", messages=[*USER, dict(role="assistant", content="", tool_calls=[dict(
+        id="1", type="function", function=dict(name="f", arguments="["*100000))]), *USER]), "a JSON object is wanted"),
+    ("messages", b"\xff\xfe\x00", "the body is no JSON"),
     ("chat/completions", dict(messages=USER), "model is missing"),
     ("chat/completions", dict(model="policy"), "messages is missing"),
     ("chat/completions", dict(model="policy", messages=[]), "there are no messages"),
@@ -648,7 +920,7 @@ def test_a_server_that_does_not_start_says_why():
     class Fails(Served):
         async def serve(self): raise OSError("no event loop today")
     with pytest.raises(RuntimeError, match=r"the server on port \d+ has not started: OSError: no event loop today"):
-        Fails(lambda *_: None, 0)
+        Fails(lambda *_: None, "127.0.0.1", 0)
 
 
 def test_closing_ends_everything_that_was_opened(rollout):

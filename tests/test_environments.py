@@ -292,6 +292,59 @@ def test_what_ends_an_environment_ends_no_other(env):
         assert len(rollouts(r, mixed, asked(r.tokenizer))) == 2
 
 
+async def env_is_cancelled(): raise asyncio.CancelledError
+
+
+async def env_cancels_itself():
+    asyncio.current_task().cancel()
+    await asyncio.sleep(600)
+
+
+async def env_cancels_all():
+    "And goes on: its next turn finds nobody who asks the engine."
+    for task in asyncio.all_tasks() - {asyncio.current_task()}: task.cancel()
+    return [dict(role="user", content="x")]
+
+
+async def env_interrupts(): raise KeyboardInterrupt
+
+
+async def env_has_a_task_that_leaves():
+    async def leaves(): sys.exit(3)
+    await asyncio.create_task(leaves())
+
+
+async def env_is_infinite(): return Step(done=True, reward=1e39)
+
+
+async def env_is_no_number(): return Step(done=True, reward=float("inf") - float("inf"))
+
+
+@pytest.mark.parametrize(("bad", "says"), [
+    (env_is_cancelled, "it was cancelled"), (env_cancels_itself, "it was cancelled"),
+    (env_cancels_all, "RuntimeError: CancelledError"), (env_interrupts, "KeyboardInterrupt"),
+    (env_has_a_task_that_leaves, "SystemExit: 3"), (env_is_infinite, "its reward is 1e.39"),
+    (env_is_no_number, "its reward is nan")])
+def test_an_environment_that_ends_oddly_loses_its_own_rows_only(bad, says):
+    "The others have ended: their rows stay, and their rewards."
+    r, ended = small(), []
+    class Odd(Talk):
+        async def step(self, message):
+            if self.task == 1:
+                while len(ended) < 2: await asyncio.sleep(.01)
+                await asyncio.sleep(.05)
+                return await bad()
+            ended.append(self)
+            return Step(done=True, reward=1.)
+        async def reset(self, messages, **row):
+            self.task = next(n)
+            return messages
+    n = iter(range(3))
+    with pytest.warns(UserWarning, match="1 of 3 episodes did not arrive: .*" + says):
+        b = rollouts(r, Odd, asked(r.tokenizer), deadline=120)
+    assert b.reward.tolist() == [1., 1.] and not r.lines.of
+
+
 def test_constructors_connect_side_by_side_and_are_part_of_the_deadline():
     r, meet = small(), threading.Barrier(3)
     class Connects(Talk):

@@ -114,6 +114,30 @@ def test_an_address_is_a_judge():
     server.server_close()
 
 
+NO_COMPLETION = [{}, dict(choices=[]), dict(choices=[dict(message=None)]), dict(choices={"0": 1}),
+                 dict(choices=[dict(message=dict(content=[1]))])]
+
+
+@pytest.mark.parametrize("reply", NO_COMPLETION, ids=str)
+def test_a_reply_that_is_no_completion_is_no_verdict(reply, monkeypatch):
+    "Of one row, with the reason; of all, it is an error that says what came. An empty completion is none either."
+    async def post(client, url, body, retries):
+        text = body["messages"][0]["content"]
+        if text == "long": raise RuntimeError("refused: 400: this model has 4096 positions")
+        message = dict(content=None if text == "mute" else "Score: 3")
+        return reply if text == "odd" else dict(choices=[dict(message=message)])
+    monkeypatch.setattr("rlblocks.graders.judge.post_with_retries", post)
+    ask = judge_url("http://127.0.0.1:1/v1", "judge")
+    grader = Grader(judge_reward(ask, template="{completion}", lowest=0, highest=3))
+    with pytest.warns(UserWarning, match="1 of 3 questions have no verdict; .*: judge_url: the server said {"):
+        scores = grader.score(batch(["a", "odd", "mute"]))
+    assert scores[0] == 1. and scores[1:].isnan().all()
+    with pytest.warns(UserWarning, match="1 of 2 questions have no verdict.* 4096 positions"):
+        assert grader.score(batch(["a", "long"]))[0] == 1.
+    with pytest.raises(RuntimeError, match="a text at choices.0..message.content is wanted"):
+        grader.score(batch(["odd", "odd"]))
+
+
 # -- graded again
 
 def right(completions, answer): return [float(int(c.replace(",", "")) == a) for c, a in zip(completions, answer,

@@ -3,6 +3,7 @@ when it is closed."""
 import asyncio
 import json
 import pickle
+import socket
 import threading
 import time
 import urllib.error
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from clock import Clock
 from conftest import skip_without
 from rlblocks import Grader, RemoteReward, Retries, Scorer, scorer_reward, serve_reward
 from test_killable import batch
@@ -95,14 +97,16 @@ def test_questions_of_many_clients_become_few_calls():
 
 
 def test_what_is_no_question_is_refused_with_a_sentence():
-    with serve_reward(lengths, most=1000) as server:
+    deep = b'{"rows": {"completions": [' + b"["*2000 + b"]"*2000 + b"]}}"
+    with serve_reward(lengths, most=5000) as server:
         assert post(server, dict(rows=dict(completions=["a"])), token="guess")[0] == 401
         assert post(server, dict(rows=dict(completions=["a"])), token="ü")[0] == 401
-        for body in (b"{", b"[]", b"\xff", dict(rows={}), dict(rows=[]), dict(rows=dict(completions="a")),
-                     dict(rows=dict(completions=["a"], gold=[])), dict(id=3, rows=dict(completions=["a"]))):
+        for body in (b"{", b"[]", b"\xff", dict(rows={}), dict(rows=[]), dict(rows=dict(completions="a")), deep,
+                     dict(rows=dict(completions=["a"], gold=[])), dict(id=3, rows=dict(completions=["a"])),
+                     b"["*2000, dict(id="\ud800", rows=dict(completions=["a"])), {"rows": {"\ud800": 1}}):
             status, said = post(server, body)
             assert status == 400 and "no question: " in said["error"], body
-        assert post(server, dict(rows=dict(completions=["a"*2000])))[0] == 413
+        assert post(server, dict(rows=dict(completions=["a"*6000])))[0] == 413
         with urllib.request.urlopen(server.url + "/health", timeout=60) as r: assert json.load(r) == dict(ok=True)
         assert post(server, dict(rows=dict(completions=["ab"])))[1]["scores"] == [2.]
 
@@ -115,16 +119,54 @@ def test_a_function_that_hangs_or_leaves_costs_its_question():
         if what == "hangs": hangs.wait(600)
         if what == "leaves": raise SystemExit
         if what == "stops": raise StopIteration
+        if what == "cancels": raise asyncio.CancelledError
         if what == "upstream": raise ConnectionError("busy")
+        if what == "recurs": return wild(completions)
+        if what == "half": raise ValueError("\ud800")
         return [1.]
     with serve_reward(wild, deadline=3., rows=1) as server:
         for what, status, says in (("hangs", 503, "took more than 3"), ("leaves", 422, "it left by SystemExit"),
-                                   ("stops", 422, "it left by StopIteration"), ("upstream", 503, "ConnectionError")):
+                                   ("stops", 422, "it left by StopIteration"), ("upstream", 503, "ConnectionError"),
+                                   ("cancels", 422, "it left by CancelledError"), ("recurs", 422, "RecursionError"),
+                                   ("half", 422, "ValueError: ?")):
             got, said = post(server, dict(rows=dict(completions=[what])))
             assert got == status and says in said["error"]
         assert post(server, dict(rows=dict(completions=["well"])))[1]["scores"] == [1.]
-    assert not server._thread.is_alive()
+    assert not server._served.thread.is_alive()
     hangs.set()
+
+
+@pytest.mark.parametrize("end", [asyncio.CancelledError, KeyboardInterrupt, SystemExit])
+def test_an_async_function_that_leaves_costs_its_question(end):
+    async def wild(completions):
+        if completions == ["leaves"]: raise end
+        return [1.]*len(completions)
+    with serve_reward(wild, rows=1) as server:
+        got, said = post(server, dict(rows=dict(completions=["leaves"])))
+        assert got == 422 and f"it left by {end.__name__}" in said["error"]
+        assert post(server, dict(rows=dict(completions=["well"])))[1]["scores"] == [1.]
+
+
+def test_a_question_that_does_not_arrive_and_who_asks_none_are_hung_up_on(monkeypatch):
+    "One that is being worked on is not."
+    monkeypatch.setattr("rlblocks.graders.served.MOST_SECONDS", .2)
+    goes = threading.Event()
+    def slow(completions):
+        assert goes.wait(60)
+        return [1.]
+    with serve_reward(slow) as server, ThreadPoolExecutor(1) as pool:
+        server._served.connections.seconds = .2
+        works = pool.submit(post, server, dict(rows=dict(completions=["a"])))
+        where = "127.0.0.1", int(server.url.rpartition(":")[2])
+        half = socket.create_connection(where, timeout=60)
+        half.sendall(f"POST /score HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\n"
+                     "Content-Length: 9\r\n\r\n{".encode())
+        assert b" 408 " in half.recv(1 << 16)
+        silent = socket.create_connection(where, timeout=60)
+        assert silent.recv(1) == b"" and not works.done()
+        goes.set()
+        assert works.result()[1]["scores"] == [1.]
+    for s in (half, silent): s.close()
 
 
 @pytest.mark.parametrize(("out", "says"), [([1.], "1 verdicts for 2"), ([float("nan"), 1.], "it returned nan"),
@@ -147,7 +189,6 @@ class Flaky:
     "A server that fails so many times before it answers, in one of the ways in which servers fail."
 
     def __init__(self, *failures):
-        import socket
         self.failures, self.seen = list(failures), []
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
@@ -167,9 +208,20 @@ class Flaky:
         while len(body) < size: body += conn.recv(1 << 16)
         self.seen.append(json.loads(body)["id"])
         how = self.failures.pop(0) if self.failures else 200
+        how, after = how if isinstance(how, tuple) else (how, "")
         if how == "cut": return
-        text = json.dumps(dict(scores=[7.]) if how == 200 else dict(error="busy")).encode()
-        conn.sendall(b"HTTP/1.1 %d x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (how, len(text)) + text)
+        if how in ("drips", "floods"): return self.goes_on(conn, b" " if how == "drips" else b" "*(1 << 20))
+        text, how = (how, 200) if isinstance(how, bytes) else (
+            json.dumps(dict(scores=[7.]) if how == 200 else dict(error="busy")).encode(), how)
+        head = f"HTTP/1.1 {how} x\r\nConnection: close\r\nRetry-After: {after}\r\n"
+        conn.sendall(f"{head}Content-Length: {len(text)}\r\n\r\n".encode("latin-1") + text)
+
+
+    def goes_on(self, conn, part):
+        conn.sendall(b"HTTP/1.1 200 x\r\nContent-Length: %d\r\n\r\n" % (300 << 20))
+        try:
+            while True: conn.sendall(part); time.sleep(.05*(len(part) == 1))
+        except OSError: pass                    # the client has gone
 
 
 def test_it_asks_again_by_the_same_name():
@@ -193,6 +245,40 @@ def test_it_gives_up_and_does_not_ask_again_what_was_refused():
     server.socket.close()
 
 
+def test_a_timeout_is_of_the_whole_answer_and_an_answer_has_an_end():
+    server = Flaky(*["drips"]*2, "floods")
+    quick = Retries(tries=2, first=.01, timeout=.5)
+    with Clock() as clock, pytest.raises(RuntimeError, match="in 2 tries; the last one: no whole answer came in 0.5 s"):
+        asyncio.run(RemoteReward(server.url, retries=quick)(completions=["a"]))
+    assert len(server.seen) == 2 and clock.seconds < 30          # at 20 bytes a second it would be half a year
+    with pytest.raises(RuntimeError, match="refused: an answer of more than 16777216 bytes"):
+        asyncio.run(RemoteReward(server.url, retries=QUICK)(completions=["a"]))
+    server.socket.close()
+
+
+@pytest.mark.parametrize(("answer", "says"), [
+    (b'{"id": "another", "scores": [7.0]}', "answered the question 'another'; '[0-9a-f]{32}' was asked"),
+    (b"[7.0]", r"refused: no JSON object: \[7.0\]"), (b"["*100000, "refused: no JSON: "),
+    (b'{"scores": 7.0}', "1 scores are wanted")])
+def test_an_answer_that_is_none_is_not_taken(answer, says):
+    server = Flaky(answer)
+    with pytest.raises(RuntimeError, match="rows 0 to 0: .*" + says):
+        asyncio.run(RemoteReward(server.url, retries=QUICK)(completions=["a"]))
+    assert len(server.seen) == 1
+    server.failures = [b'{"id": null, "scores": [7.0]}']         # a server that gives back no name
+    assert asyncio.run(RemoteReward(server.url, retries=QUICK)(completions=["a"])) == [7.]
+    server.socket.close()
+
+
+@pytest.mark.parametrize("after", ["0", "²", "soon", "-1", "9"*400])
+def test_a_server_may_say_how_long_to_wait(after):
+    "In digits; what else it says is no error."
+    server = Flaky((503, after))
+    quick = Retries(tries=2, first=.01, most=.02, timeout=60.)
+    assert asyncio.run(RemoteReward(server.url, retries=quick)(completions=["a"])) == [7.]
+    server.socket.close()
+
+
 def test_waits_grow_and_differ():
     waits = [[Retries(first=1., most=20.).wait(k) for _ in range(200)] for k in range(1, 8)]
     for k, w in enumerate(waits):
@@ -212,7 +298,7 @@ def test_a_closed_server_is_gone():
     server = serve_reward(lengths, token="t")
     assert server.token == "t" and post(server, dict(rows=dict(completions=["a"])))[0] == 200
     server.close()
-    assert not server._thread.is_alive()
+    assert not server._served.thread.is_alive()
     with pytest.raises(urllib.error.URLError): post(server, dict(rows=dict(completions=["a"])))
     with pytest.raises(ValueError, match="token=''"): serve_reward(lengths, token="")
 

@@ -7,9 +7,11 @@ __all__ = []
 
 # %% ../../nbs/endpoint/88_calls.ipynb #043dba2d
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from ..data.prompts import readable
 
 # %% ../../nbs/endpoint/88_calls.ipynb #fe8a353a
 @dataclass(frozen=True)
@@ -99,12 +101,13 @@ def taken(
     wanted:str, # in words
     default:Any=None,
 )->Any:
-    "A parameter. Refused for one of another kind."
+    "A parameter. Refused for one of another kind, and for half a character."
     value = body.get(name)
     if value is None: return default
     if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
         raise Refused(f"{name}={short(value)}; {wanted} is wanted", param=name, code="invalid_type")
-    return value
+    try: return readable(value) if isinstance(value, str) else value
+    except ValueError as e: raise Refused(f"{name}: {e}", param=name, code="invalid_type") from None
 
 def needed(
     body:Mapping,
@@ -153,7 +156,7 @@ def arguments_of(
 )->dict:
     "Arguments of a call that is part of the history."
     try: made = json.loads(written) if isinstance(written, str) else written
-    except ValueError: made = None
+    except (ValueError, RecursionError): made = None
     if not isinstance(made, dict):
         raise Refused(f"{where} is {short(written)}; a JSON object is wanted", param=where)
     return made
@@ -198,3 +201,38 @@ def pieces_of(
     for i in range(1, len(text)):
         if text[i - 1].isspace() and not text[i].isspace(): made.append(text[start:i]); start = i
     return [*made, text[start:]] if text else []
+
+# %% ../../nbs/endpoint/88_calls.ipynb #e04414f1
+def same_message(
+    a:Mapping,
+    b:Mapping,
+    strip:bool=False, # whether spaces around the text make no difference
+)->bool:
+    "Whether two messages say the same."
+    one, two = (essence(m, strip) for m in (a, b))
+    return one == two
+
+def essence(
+    m:Mapping,
+    strip:bool,
+)->tuple:
+    "What a message says."
+    calls = tuple((c["function"]["name"], hashable(c["function"]["arguments"])) for c in m.get("tool_calls", ()))
+    text = m.get("content") or ""
+    return m["role"], text.strip() if strip else text, m.get("name"), calls
+
+def hashable(
+    x:Any, # as JSON has it
+)->Hashable:
+    "Return a value that hashes, and equals that of another `x` where the two are equal."
+    if isinstance(x, Mapping): return frozenset((k, hashable(v)) for k, v in x.items())
+    return tuple(map(hashable, x)) if isinstance(x, list) else x
+
+def continues(
+    messages:Sequence[Mapping], # of a call
+    known:Sequence[Mapping],    # up to an answer
+    strip:bool,
+)->bool:
+    "Whether a conversation goes on from another one."
+    return len(messages) > len(known) and all(same_message(a, b, strip)
+                                              for a, b in zip(known, messages, strict=False))

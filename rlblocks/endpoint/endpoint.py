@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from numbers import Real
 
@@ -23,13 +24,15 @@ from ..data.columns import whole_number
 from ..data.renderers import Renderer
 from ..engines.guards import LocalOnly
 from .asking import Asker
-from ..environments.environments import default_renderer, episodes_of, in_thread, rows_of_episodes, unit_of
+from ..environments.environments import (check_rewards, default_renderer, episodes_of, in_thread,
+                                                rows_of_episodes, unit_of, wait_for_all)
 from ..environments.episodes import Episode, called
+from ..graders.http_server import Served
 from ..rollout.rollout import Rollout
 from ..rollout.checks import check_prompts
 from ..samplers.samplers import check_ready
 from .exchanges import ServerState
-from .serving import Served, app_of
+from .serving import app_of
 from .sessions import Session
 from ..rollout.turns import Limits, by_token
 
@@ -55,7 +58,8 @@ async def driven(
         result = await called(agent, **parameters_of(agent, given))
         if not isinstance(result, Real): session.result = result
         elif session.reward is None: session.reward = float(result)
-    except (Exception, SystemExit) as x:      # agents are programs: they may say sys.exit
+    except asyncio.CancelledError: e.error = e.error or "it was cancelled"
+    except BaseException as x:      # agents are programs: they may say sys.exit. A user's Ctrl-C ends `in_thread`
         if session.refused is None: e.error = f"{type(x).__name__}: {x}"
     finally: e.done = True
 
@@ -66,13 +70,8 @@ async def all_driven(
     seconds:float, # for all of them
 ):
     "Run an agent for every session; those that are late are stopped."
-    tasks = [asyncio.ensure_future(driven(agent, s, x)) for s, x in zip(sessions, given, strict=True)]
-    _, late = await asyncio.wait(tasks, timeout=None if seconds == math.inf else seconds)
-    for task, s in zip(tasks, sessions, strict=True):
-        if task not in late: continue
-        s.episode.error = f"it had not ended after {seconds:g} s"
-        task.cancel()
-    if late: await asyncio.wait(late, timeout=5.)
+    await wait_for_all({asyncio.ensure_future(driven(agent, s, x)): s.episode
+                        for s, x in zip(sessions, given, strict=True)}, seconds)
 
 # %% ../../nbs/endpoint/88h_endpoint.ipynb #7c55c927
 def rows_of_sessions(
@@ -85,6 +84,7 @@ def rows_of_sessions(
     "Rows of the sessions that ended well. RuntimeError where none has."
     for s in sessions:
         if s.episode.error is None and not s.branches: s.episode.error = "it asked nothing"
+    check_rewards([s.episode for s in sessions])
     warn_of_lost([s.episode for s in sessions if s.episode.error is not None], len(sessions))
     well = [k for k, s in enumerate(sessions) if s.episode.error is None]
     def rows(i):
@@ -165,21 +165,27 @@ def opened(
     at.state.sessions[number] = made
     return made
 
+def longest_token(
+    tokenizer, # of Hugging Face, or None
+)->int|None: # None: it does not say
+    "Return how many characters the longest token has."
+    texts = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else ()
+    return max(map(len, texts), default=None)
+
 def ended(
     at:"Endpoint",
     sessions:Sequence[Session],
 ):
-    "Close sessions: their keys open nothing more, and their calls under way are stopped."
-    def close():
-        for s in sessions:
-            if not s.open: continue
-            s.open = False
-            at.state.sessions.pop(s.number, None)
-            for name in [k for k, x in at.names.items() if x is s]: del at.names[name]
-            for task in list(s.tasks): task.cancel()
-            at.past.update(counted([s]))
-            at.seen.update(s.ignored)
-    at.served.call(close)
+    "Close sessions: their keys open nothing more, nothing is added to them, and their calls under way are stopped."
+    for s in sessions:
+        with s.lock: was_open, s.open = s.open, False
+        if not was_open: continue
+        at.state.sessions.pop(s.number, None)
+        for name in [k for k, x in list(at.names.items()) if x is s]: del at.names[name]
+        for task in list(s.tasks):
+            with suppress(RuntimeError): task.get_loop().call_soon_threadsafe(task.cancel)    # it is closed
+        at.past.update(counted([s]))
+        at.seen.update(s.ignored)
 
 # %% ../../nbs/endpoint/88h_endpoint.ipynb #546bbcf5
 def run(
@@ -195,7 +201,8 @@ def run(
 )->Batch: # rows of all sessions that ended, prompt by prompt; those of one session have one `unit`
     """Run an agent for every sample; gives the columns of `rollouts`, and `result` where agents return something.
 
-    A session that is late, or whose agent raises, is named in a warning. RuntimeError when none arrives."""
+    A session that is late, or whose agent raises, is cancelled or returns no finite reward, is named in a warning.
+    RuntimeError when none arrives."""
     check_prompts(prompts)
     check_ready(at.rollout.sampler)
     n, seconds = whole_number("Endpoint.run", "group_size", group_size), math.inf if deadline is None else deadline
@@ -262,8 +269,9 @@ class Endpoint(LocalOnly):
         self.past, self.seen = Counter(), set()     # of sessions that have ended: numbers, names of parameters
         self.lock = threading.Lock()
         asker = Asker(rollout)
-        self.state = ServerState(rollout, made, asker, model, frozenset(ignore), strip, self.named)
-        try: self.served = Served(app_of(self.state), port)
+        self.state = ServerState(rollout, made, asker, model, frozenset(ignore), strip, self.named,
+                                 longest_token(rollout.tokenizer))
+        try: self.served = Served(app_of(self.state), "127.0.0.1", port)
         except BaseException:
             asker.close()
             raise

@@ -20,7 +20,7 @@ from .asking import Asker
 from .calls import ChatAnswer, ChatCall, ChatFormat, Refused
 from ..rollout.rollout import Rollout
 from ..samplers.samplers import Completion
-from .sessions import Plan, Session, assistant_message, planned, take_over
+from .sessions import Plan, Session, assistant_message, check_room, planned, take_over
 
 # %% ../../nbs/endpoint/88f_exchanges.ipynb #28a58d54
 @dataclass(eq=False)
@@ -33,6 +33,7 @@ class ServerState:
     ignore:frozenset[str]     # parameters to be ignored
     strip:bool                # whether spaces around a text make no difference
     open_named:Callable[[str], Session] # a session by its name
+    longest:int|None=None     # characters of the longest token; None: not known
     token:str = field(default_factory=lambda: f"rl-all-{secrets.token_urlsafe(24)}")
     sessions:dict[int, Session] = field(default_factory=dict) # that are open, by their numbers
 
@@ -64,25 +65,29 @@ def matches(
     return secrets.compare_digest(key.encode("utf-8", "replace"), own.encode())
 
 # %% ../../nbs/endpoint/88f_exchanges.ipynb #67903278
-MOST_BYTES = 32 << 20
+MOST_BYTES, MOST_SECONDS = 32 << 20, 60.
 
 async def body_of(
     request:Any, # of Starlette
-)->bytes:
-    "The body of a request. Refused where it is too large."
-    parts, size = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > MOST_BYTES: raise Refused(f"the body has more than {MOST_BYTES} bytes", status=413)
-    return b"".join(parts)
+)->tuple[bytes, str]: # and its digest
+    "Read the body of a request. Refused where it is too large, or does not come to its end."
+    parts, size, digest = [], 0, hashlib.sha256()
+    try:
+        async with asyncio.timeout(MOST_SECONDS):
+            async for part in request.stream():
+                parts.append(part)
+                digest.update(part)
+                size += len(part)
+                if size > MOST_BYTES: raise Refused(f"the body has more than {MOST_BYTES} bytes", status=413)
+    except TimeoutError: raise Refused(f"the body had not ended after {MOST_SECONDS:g} s", status=408) from None
+    return b"".join(parts), digest.hexdigest()
 
 def parsed(
     body:bytes,
 )->dict:
     "The object that a body is."
     try: made = json.loads(body)
-    except (ValueError, RecursionError) as e: raise Refused(f"the body is no JSON: {e}") from None
+    except ValueError as e: raise Refused(f"the body is no JSON: {e}") from None
     if not isinstance(made, dict): raise Refused(f"the body is a {type(made).__name__}; a JSON object is wanted")
     return made
 
@@ -96,13 +101,11 @@ def plan_for(
         raise Refused(f"model={call.model!r} is not here; this endpoint answers as {state.model!r}, or to any name "
                       "with Endpoint(…, model=None)", status=404, param="model", code="model_not_found")
     r = state.rollout
-    try: plan = planned(session, call, state.renderer, max_tokens=r.max_tokens, vocabulary=r.sampler.vocabulary,
-                        strip=state.strip)
+    try: return planned(session, call, state.renderer, max_tokens=r.max_tokens, vocabulary=r.sampler.vocabulary,
+                        strip=state.strip, longest=state.longest)
     except Refused: raise
     except Exception as e:
         raise Refused(f"the chat template refuses these messages: {type(e).__name__}: {e}", param="messages") from e
-    session.ignored.update(call.ignored)
-    return plan
 
 # %% ../../nbs/endpoint/88f_exchanges.ipynb #a04f01ac
 async def unless_gone(
@@ -114,21 +117,16 @@ async def unless_gone(
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnected(request))
     session.tasks.add(task)
     try:
+        session.check_open()
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if gone.done(): return None
         if not task.cancelled(): return task.result()
-        check_open(session)
+        session.check_open()
         return None
     finally:
         session.tasks.discard(task)
         task.cancel()
         gone.cancel()
-
-def check_open(
-    session:Session,
-):
-    "Refused where it has ended while a call was under way."
-    if not session.open: raise Refused("this session has ended", status=401, code="session_ended")
 
 async def disconnected(
     request:Any,
@@ -152,12 +150,28 @@ class Exchange:
     state:ServerState
     form:ChatFormat
     session:Session
-    call:ChatCall
     body:str               # its digest
-    plan:Plan|None=None    # None: it was answered before
+    plan:Plan|None=None    # None: it is not planned yet, or was answered before
     answer:ChatAnswer|None=None
     completion:Completion|None=None
+    call:ChatCall=field(init=False) # once it is read
     over:asyncio.Event=field(default_factory=asyncio.Event)
+
+    def read(self,
+        body:bytes,
+    ):
+        "Read and plan a call, in a thread. Refused where it cannot be answered."
+        try:
+            made = parsed(body)
+            items = made.get("messages") or made.get("input")
+            if isinstance(items, list) and self.answer is None:     # each is a token at least; none is looked at before
+                with self.session.lock: check_room(self.session, len(items))
+            self.call = call = self.form.read(made, self.state.ignore)
+        except RecursionError:
+            raise Refused("the body is no JSON that can be read: it is nested too deeply") from None
+        if self.answer is not None: return
+        self.plan = plan = plan_for(self.state, self.session, call)
+        self.answer = ChatAnswer(f"{self.session.number}_{plan.place}", call.model, int(time.time()), len(plan.ids))
 
     async def sample(self,
         request:Any,
@@ -173,26 +187,28 @@ class Exchange:
 
     def begin(self):
         "It is under way now."
-        if self.plan is None: return
-        self.session.running[self.body] = self.over = asyncio.Event()
+        self.session.running[self.body] = self.over
 
     def end(self):
         "It is under way no more."
-        if self.plan is None or self.over.is_set(): return
+        if self.over.is_set(): return
         self.over.set()
-        if self.plan.place not in self.session.placed: self.session.lost[self.body] += 1
-        self.session.rooms.pop(self.plan.place, None)
+        with self.session.lock:
+            if self.plan is not None and self.plan.place not in self.session.placed: self.session.lost[self.body] += 1
+            if self.plan is not None: self.session.rooms.pop(self.plan.place, None)
         if self.session.running.get(self.body) is self.over: del self.session.running[self.body]
 
     def record(self):
         "It is part of the session now. Refused when that has ended."
         if self.plan is None or self.completion is None or self.answer is None: return
-        check_open(self.session)
-        take_over(self.session, self.plan, self.completion, self.answer.message, name=self.answer.name,
-                  trained=self.state.rollout.how.temperature > 0)
-        self.session.sent[self.body] = self.answer
+        with self.session.lock:
+            self.session.check_open()
+            take_over(self.session, self.plan, self.completion, self.answer.message, name=self.answer.name,
+                      trained=self.state.rollout.how.temperature > 0)
+            self.session.sent[self.body] = self.answer
         self.end()
 
+# %% ../../nbs/endpoint/88f_exchanges.ipynb #a53e4277
 async def exchange_of(
     state:ServerState,
     form:ChatFormat,
@@ -200,15 +216,16 @@ async def exchange_of(
 )->Exchange:
     "A request, read and planned."
     session = session_of(state, request.headers)
-    body = await body_of(request)
-    call, digest = form.read(parsed(body), state.ignore), hashlib.sha256(body).hexdigest()
-    made = Exchange(state, form, session, call, digest)
+    body, digest = await body_of(request)
+    made = Exchange(state, form, session, digest)
     if request.headers.get("x-stainless-retry-count", "0") != "0": made.answer = await answered(session, digest)
-    if made.answer is not None: return made
-    check_open(session)
-    made.plan = plan = plan_for(state, session, call)
-    made.answer = ChatAnswer(f"{session.number}_{plan.place}", call.model, int(time.time()), len(plan.ids))
-    made.begin()
+    if made.answer is None:
+        session.check_open()
+        made.begin()
+    try: await asyncio.to_thread(made.read, body)
+    except BaseException:
+        made.end()
+        raise
     return made
 
 async def answered(

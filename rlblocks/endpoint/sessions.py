@@ -7,8 +7,10 @@ __all__ = ['Session']
 
 # %% ../../nbs/endpoint/88e_sessions.ipynb #18ffc625
 import asyncio
+import json
 import secrets
-from collections import Counter
+import threading
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -16,7 +18,7 @@ from typing import Any
 
 from ..data.renderers import Renderer, message_of, next_ids
 from ..environments.rewriting import rewritten
-from .calls import ChatAnswer, ChatCall, Refused
+from .calls import ChatAnswer, ChatCall, Refused, essence
 from ..environments.conversations import Branch, Conversation
 from ..environments.episodes import Episode
 from ..samplers.samplers import Completion, turn_seed
@@ -45,35 +47,37 @@ class Plan:
     point:Point|None=None # that it continues; None: it begins a row
     new:list[int] = field(default_factory=list) # what comes behind the point
 
-# %% ../../nbs/endpoint/88e_sessions.ipynb #bc264af0
-def same_message(
-    a:Mapping,
-    b:Mapping,
-    strip:bool=False, # whether spaces around the text make no difference
-)->bool:
-    "Whether two messages say the same."
-    one, two = (essence(m, strip) for m in (a, b))
-    return one == two
-
-def essence(
-    m:Mapping,
-    strip:bool,
-)->tuple:
-    "What a message says."
-    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in m.get("tool_calls", ())]
-    text = m.get("content") or ""
-    return m["role"], text.strip() if strip else text, m.get("name"), calls
-
-def continues(
-    messages:Sequence[Mapping], # of a call
-    known:Sequence[Mapping],    # up to an answer
-    strip:bool,
-)->bool:
-    "Whether a conversation goes on from another one."
-    return len(messages) > len(known) and all(same_message(a, b, strip)
-                                              for a, b in zip(known, messages, strict=False))
-
 # %% ../../nbs/endpoint/88e_sessions.ipynb #eb2da956
+class Known:
+    "Find the points that a conversation goes on from, in a tree of messages."
+
+    def __init__(self,
+        strip:bool, # whether spaces around a text make no difference
+    ):
+        "Begin without points."
+        self.strip = strip
+        self.steps:dict[tuple[int, tuple], int] = {}    # from a place in the tree, 0 at first, by what a message says
+        self.points:defaultdict[int, list[Point]] = defaultdict(list)  # by the places where their conversations end
+
+    def add(self,
+        point:Point,
+    ):
+        "Put a point where its conversation ends."
+        place = 0
+        for m in point.messages: place = self.steps.setdefault((place, essence(m, self.strip)), len(self.steps) + 1)
+        self.points[place].append(point)
+
+    def continued(self,
+        messages:Sequence[Mapping],
+    )->list[Point]:
+        "Return the points whose conversations this one goes on from, the shortest first."
+        found, place = [], 0
+        for m in messages:
+            found += self.points.get(place, ())
+            place = self.steps.get((place, essence(m, self.strip)), -1)
+        return found
+
+# %% ../../nbs/endpoint/88e_sessions.ipynb #7f2b910b
 class Session:
     "What one agent asks and is answered; its `key` opens it."
 
@@ -88,7 +92,9 @@ class Session:
         self.conversation = Conversation([])
         episode.conversations.append(self.conversation)
         self.key = f"rl-{number}-{secrets.token_urlsafe(24)}"
+        self.lock = threading.Lock()           # for what follows; a session that is not `open` changes no more
         self.points:list[Point] = []
+        self.known = {strip: Known(strip) for strip in (False, True)}
         self.answers:dict[str, Point] = {}     # by the name of the answer
         self.sent:dict[str, ChatAnswer] = {}   # by the body that it answered, the latest
         self.lost:Counter[str] = Counter()     # calls whose client went away before their answer, by their bodies
@@ -111,6 +117,10 @@ class Session:
     @reward.setter
     def reward(self, x:float): self.episode.reward = float(x)
 
+    def check_open(self):
+        "Raise Refused where it has ended while a call was under way."
+        if not self.open: raise Refused("this session has ended", status=401, code="session_ended")
+
     @property
     def messages(self)->list[dict]:
         "The conversation up to the last answer."
@@ -124,7 +134,7 @@ class Session:
     def __repr__(self):
         return f"Session({self.number}: {self.episode.turns} calls, {len(self.branches)} rows)"
 
-# %% ../../nbs/endpoint/88e_sessions.ipynb #7f2b910b
+# %% ../../nbs/endpoint/88e_sessions.ipynb #2c15651f
 def planned(
     session:Session,
     call:ChatCall,
@@ -133,21 +143,24 @@ def planned(
     max_tokens:int,       # that an answer may have
     vocabulary:int|None,  # ids that there are; None: not known
     strip:bool=False,     # whether spaces around a text make no difference
+    longest:int|None=None, # characters of the longest token; None: not known
 )->Plan:
     "The ids that a call comes to. Refused when it cannot be answered."
     messages = full_messages(session, call)
+    with session.lock: check_room(session, fewest_tokens(messages, longest))
     point, new = continued_point(session, messages, call.tools, renderer, strip)
-    if point is not None: ids = point.branch.ids[:point.end] + new
-    else:
-        ids, anew = rewritten(renderer, *kept_words(session, messages, strip), tools=call.tools)
-        session.conversation.retokenised += len(anew)
+    if point is not None: ids, anew = point.branch.ids[:point.end] + new, []
+    else: ids, anew = rewritten(renderer, *kept_words(session, messages, strip), tools=call.tools)
     check_prompt(ids, vocabulary)
-    room = room_for(session, ids, call.max_tokens, max_tokens)
-    e = session.episode
     if point is not None: messages = [*point.messages, *messages[len(point.messages):]]
-    draw, session.draws = session.draws, session.draws + 1
-    place = next(k for k in count() if k not in session.rooms and k not in session.placed)
-    session.rooms[place] = room
+    e = session.episode
+    with session.lock:
+        room = room_for(session, len(ids), call.max_tokens, max_tokens)
+        session.conversation.retokenised += len(anew)
+        session.ignored.update(call.ignored)
+        draw, session.draws = session.draws, session.draws + 1
+        place = next(k for k in count() if k not in session.rooms and k not in session.placed)
+        session.rooms[place] = room
     seed = turn_seed(session.seed, e.group, e.sample, place)
     return Plan(messages, call.tools, ids, room, draw, place, seed, point, new)
 
@@ -179,8 +192,9 @@ def continued_point(
     strip:bool,
 )->tuple[Point|None, list[int]]: # the point, and the ids behind it; None, []: a row begins
     "Which point a conversation continues."
-    known = [p for p in session.points if p.tools == tools and continues(messages, p.messages, strip)]
+    known = session.known[strip].continued(messages)
     for p in sorted(known, key=lambda p: (len(p.messages), p.end == len(p.branch.ids)), reverse=True):
+        if p.tools != tools: continue
         ids = p.branch.ids[:p.end]
         new = next_ids(renderer, p.messages, ids[:p.start], ids[p.start:], messages[len(p.messages):], tools=tools)
         if new is not None: return p, new
@@ -192,15 +206,16 @@ def kept_words(
     strip:bool,
 )->tuple[list[dict], dict[int, list[int]]]: # messages as they were recorded; the ids of those that the policy wrote
     "A rewritten conversation with the policy's own answers as they were sampled."
-    made, sampled, left = list(messages), {}, list(session.points)
+    made, sampled, left = list(messages), {}, defaultdict[tuple, deque[Point]](deque)
+    for p in session.points: left[essence(p.messages[-1], strip)].append(p)
     for i, m in enumerate(messages):
-        p = next((p for p in left if same_message(p.messages[-1], m, strip)), None)
-        if p is None: continue
-        left.remove(p)          # of two equal answers each is itself
+        same = left.get(essence(m, strip))
+        if not same: continue
+        p = same.popleft()          # of two equal answers each is itself
         made[i], sampled[i] = p.messages[-1], p.branch.ids[p.start:p.end]
     return made, sampled
 
-# %% ../../nbs/endpoint/88e_sessions.ipynb #2c15651f
+# %% ../../nbs/endpoint/88e_sessions.ipynb #b93347a0
 def check_prompt(
     ids:list[int],
     vocabulary:int|None,
@@ -210,24 +225,39 @@ def check_prompt(
     if vocabulary is not None and max(ids) >= vocabulary:
         raise Refused(f"the messages come to token {max(ids)}; the model has 0 to {vocabulary - 1}", param="messages")
 
+def fewest_tokens(
+    messages:Sequence[Mapping],
+    longest:int|None, # characters of the longest token; None: not known
+)->int:
+    "Return how many tokens messages come to at least."
+    characters = sum(len(m.get("content") or "") for m in messages)
+    return max(len(messages), characters//longest if longest else 0)
+
+def check_room(
+    session:Session,
+    length:int, # tokens that the messages come to at least
+)->int: # tokens of answers, with all that calls under way may still have
+    "Raise Refused where the session has ended, or has gone as far as it may."
+    session.check_open()
+    e, limits, turns = session.episode, session.limits, session.episode.turns + len(session.rooms)
+    tokens = e.tokens + sum(session.rooms.values())
+    over = limits.over(turns, tokens, length)
+    if over is None: return tokens
+    e.finish, session.refused_at = over, session.draws
+    code = "context_length_exceeded" if over == "context_overflow" else over
+    limit = dict(max_turns=limits.max_turns, max_tokens=limits.budget).get(over, limits.window)
+    session.refused = Refused(f"{over}: this session has {turns} calls and {tokens} tokens of answers, and the "
+                              f"messages come to at least {length} tokens; the limit is {limit}", code=code)
+    raise session.refused
+
 def room_for(
     session:Session,
-    ids:list[int],
+    length:int,      # tokens that the messages come to
     wanted:int|None, # tokens that the call allows
     most:int,        # that the endpoint allows
 )->int:
-    "How many tokens the answer may have. Refused where the session has gone as far as it may."
-    e, limits, turns = session.episode, session.limits, session.episode.turns + len(session.rooms)
-    tokens = e.tokens + sum(session.rooms.values())
-    over = limits.over(turns, tokens, len(ids))
-    if over is not None:
-        e.finish, session.refused_at = over, session.draws
-        code = "context_length_exceeded" if over == "context_overflow" else over
-        limit = dict(max_turns=limits.max_turns, max_tokens=limits.budget).get(over, limits.window)
-        session.refused = Refused(f"{over}: this session has {turns} calls and {tokens} tokens of answers, and the "
-                                  f"messages come to {len(ids)} tokens; the limit is {limit}", code=code)
-        raise session.refused
-    return min(limits.room(tokens, len(ids)), most, wanted or most)
+    "How many tokens the answer may have. Refused where there are none."
+    return min(session.limits.room(check_room(session, length), length), most, wanted or most)
 
 # %% ../../nbs/endpoint/88e_sessions.ipynb #5c240d9a
 def assistant_message(
@@ -237,9 +267,16 @@ def assistant_message(
     renderer:Renderer,
 )->dict:
     "An answer as a message of the assistant, whose calls have ids of their own."
-    message = message_of(renderer.parse_response(c.tokens.tolist()))
+    message = as_sent(message_of(renderer.parse_response(c.tokens.tolist())))
     for i, call in enumerate(message.get("tool_calls", ())): call["id"] = f"call_{session.number}_{plan.place}_{i}"
     return message
+
+def as_sent(
+    message:dict,
+)->dict:
+    "Return a message as JSON in UTF-8 can hold it: null for NaN and infinity, a question mark for half a character."
+    text = json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")
+    return json.loads(text, parse_constant=lambda _: None)
 
 def take_over(
     session:Session,
@@ -256,6 +293,7 @@ def take_over(
     branch.messages = [*plan.messages, message]
     session.answers[name] = Point(branch.messages, plan.tools, branch, len(plan.ids), len(branch.ids))
     session.points.append(session.answers[name])
+    for known in session.known.values(): known.add(session.answers[name])
     session.placed.add(plan.place)
     e.turns, e.tokens, e.calls = e.turns + 1, e.tokens + len(c.tokens), e.calls + len(message.get("tool_calls", ()))
     if plan.draw >= session.refused_at:        # it went on
@@ -281,5 +319,4 @@ def respaced(
     messages:Sequence[Mapping],
 )->bool:
     "Whether a conversation would continue a point but for spaces."
-    exact, near = (any(continues(messages, p.messages, strip) for p in session.points) for strip in (False, True))
-    return near and not exact
+    return not session.known[False].continued(messages) and bool(session.known[True].continued(messages))

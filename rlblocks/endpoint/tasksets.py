@@ -13,9 +13,9 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from .calls import continues, same_message
 from .chat_completions import chat_message, chat_tool
 from ..environments.episodes import Step
-from .sessions import continues, same_message
 
 # %% ../../nbs/endpoint/88i_tasksets.ipynb #1bc3c1ba
 @runtime_checkable

@@ -9,8 +9,9 @@ __all__ = ['rollouts']
 import asyncio
 import math
 import threading
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from ..data.batch import Batch
 from ..data.columns import pad, whole_number
 from ..data.renderers import Renderer, renderer_of
+from ..graders.functions import LARGEST
 from .conversations import Branch
 from .episodes import Episode, Runner, Scheduler, Step, called, created, play
 from ..rollout.rollout import Rollout
@@ -43,12 +45,11 @@ async def run_episode(
     except asyncio.CancelledError:
         episode.error = episode.error or "it was cancelled"
         raise
-    except (Exception, SystemExit) as e: episode.error = f"{type(e).__name__}: {e}"
+    except BaseException as e: episode.error = f"{type(e).__name__}: {e}"    # also sys.exit, KeyboardInterrupt
     finally:
         if close := getattr(made, "close", None):
             try: await asyncio.wait_for(called(close), 5.)
-            except (Exception, SystemExit) as e:
-                episode.error = episode.error or f"close raised {type(e).__name__}: {e}"
+            except BaseException as e: episode.error = episode.error or f"close raised {type(e).__name__}: {e}"
         episode.done = True
 
 async def all_of(
@@ -57,17 +58,34 @@ async def all_of(
     env:Callable,
     runner:Runner,
 ):
-    "Run them; stop what is late, and everything when this is cancelled."
+    "Run them; stop what is late, and everything when this is interrupted."
     scheduling = asyncio.ensure_future(runner.scheduler.run())
-    tasks = {asyncio.ensure_future(run_episode(e, env, runner)): e for e in episodes}
-    late = set(tasks)
-    try: _, late = await asyncio.wait(tasks, timeout=None if seconds == math.inf else seconds)
+    try: await wait_for_all({asyncio.ensure_future(run_episode(e, env, runner)): e for e in episodes}, seconds)
+    finally: scheduling.cancel()
+
+INTERRUPTED = "interrupted"     # what a cancellation by `in_thread` says
+
+async def wait_for_all(
+    tasks:Mapping[asyncio.Future, Episode], # each an episode under way
+    seconds:float,                          # for all of them
+):
+    """Wait for episodes; stop what is late, and everything when this is interrupted.
+
+    Code of an episode may cancel every task of this loop, and this one too: then it waits on for the others."""
+    late, end = set(tasks), time.monotonic() + seconds
+    try:
+        while late and (left := end - time.monotonic()) > 0:
+            try: _, late = await asyncio.wait(late, timeout=None if left == math.inf else left)
+            except asyncio.CancelledError as e:
+                if INTERRUPTED in e.args: raise
     finally:
+        late = {task for task in late if not task.done()}
         for task in late:
             tasks[task].error = f"it had not ended after {seconds:g} s"
             task.cancel()
         if late: await asyncio.wait(late, timeout=6.)
-        scheduling.cancel()
+        for task, e in tasks.items():
+            if task.cancelled() and not e.done: e.error = e.error or "it was cancelled"    # before it had begun
 
 def in_thread(
     made:Callable, # makes a coroutine
@@ -77,8 +95,10 @@ def in_thread(
     box, loop, ended = [], asyncio.new_event_loop(), threading.Event()
     task = loop.create_task(made())
     def run():
-        try: box.append(loop.run_until_complete(task))
-        except BaseException as e: box.append(e)
+        try:
+            while not task.done():      # a task beside it that says sys.exit or KeyboardInterrupt ends this call alone
+                with suppress(BaseException): loop.run_until_complete(task)
+            box.append(None if task.cancelled() else task.exception())
         finally:
             loop.close()
             ended.set()
@@ -87,10 +107,10 @@ def in_thread(
         threading.Thread(target=run, daemon=True).start()
         ended.wait(min(seconds, threading.TIMEOUT_MAX))
     except BaseException:
-        with suppress(RuntimeError): loop.call_soon_threadsafe(task.cancel)     # closed: it has ended
+        with suppress(RuntimeError): loop.call_soon_threadsafe(task.cancel, INTERRUPTED)    # closed: it has ended
         ended.wait(10.)
         raise
-    if box and isinstance(box[0], BaseException): raise box[0]
+    if box and box[0] is not None: raise box[0]
     return bool(box)
 
 def episodes_of(
@@ -145,6 +165,13 @@ def branches_of(episode:Episode)->list[Branch]:
     first, *aside = episode.conversations
     return [*first.branches, *(t for conversation in aside for t in conversation.branches if t.spans)]
 
+def check_rewards(episodes:Sequence[Episode]):
+    "Fail episodes whose reward single precision cannot hold: in its group it would make all advantages NaN."
+    for e in episodes:
+        if e.error is None and e.reward is not None and not abs(e.reward) <= LARGEST:
+            e.error = (f"its reward is {e.reward:g}; a number within ±{LARGEST:.1e} (single precision) is wanted, or "
+                       "None where there is no verdict")
+
 def rewards_of(episodes:list[Episode])->Tensor: # `[B]`; NaN where the environment gave none
     "Rewards of the environments."
     return torch.tensor([math.nan if e.reward is None else e.reward for e in episodes])
@@ -166,7 +193,8 @@ def rollouts(
 )->Batch: # rows of all episodes that ended, prompt by prompt; those of one episode have one `unit`
     """Let the policy talk to environments, an episode each; adds the columns of `rollout.extend`, and `reward`.
 
-    An episode that is late, or whose environment raises, is named in a warning. RuntimeError when none arrives.
+    An episode that is late, or whose environment raises, is cancelled or gives no finite reward, is named in a warning.
+    RuntimeError when none arrives.
     `failed_calls` of its `n_calls` calls of tools raised; a warning has the first error of each tool and kind."""
     n = whole_number("rollouts", "group_size", group_size)
     played = rollout.run(play_all, prompts, env, group_size=n, seed=seed, max_tokens=max_tokens, max_turns=max_turns,
@@ -259,6 +287,7 @@ def arrived(
     prompt:Batch,           # one row
 )->Played:
     "Rows of the episodes without an error; the others by name; what tools raised."
+    check_rewards(episodes)
     lost = [f"sample {e.sample} of group {e.group}: {e.error}" for e in episodes if e.error is not None]
     well = [e for e in episodes if e.error is None]
     errors = [x for e in episodes for x in e.errors]

@@ -206,10 +206,10 @@ class Scheduler:
                 for c in ended:
                     # one that was cancelled a moment ago waits no more
                     if c.key in self.pending and not self.pending[c.key].done(): self.pending[c.key].set_result(c)
-        except Exception as e:
-            self.error = e
+        except BaseException as e:      # an environment may cancel every task of the loop
+            self.error = raisable(e)
             for waits in self.pending.values():
-                if not waits.done(): waits.set_exception(e)
+                if not waits.done(): waits.set_exception(self.error)
 
     def end(self):
         "Take what is under way out of the engine, and ask it nothing more."

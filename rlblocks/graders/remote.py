@@ -7,6 +7,7 @@ __all__ = ['PASSING', 'Retries', 'RemoteReward']
 
 # %% ../../nbs/graders/86h_remote.ipynb #1d5cbc00
 import asyncio
+import json
 import random
 import time
 import uuid
@@ -22,7 +23,7 @@ class Retries:
     tries:int=6
     first:int|float=.5   # seconds after the first failure, at most
     most:int|float=30.   # seconds, however many failures, and whatever the server asks for
-    timeout:int|float=120. # seconds for an answer
+    timeout:int|float=120. # seconds for a try, from the connection to the end of the answer
 
     def __post_init__(self):
         for name, x in dict(tries=self.tries, first=self.first, most=self.most, timeout=self.timeout).items():
@@ -35,36 +36,46 @@ class Retries:
         return min(self.most, self.first*2.**(failures - 1))*random.uniform(.5, 1.)
 
 # %% ../../nbs/graders/86h_remote.ipynb #c823ffa9
-def http(timeout:float, token:str|None):
+MOST_BYTES = 16 << 20   # of an answer
+
+def http(token:str|None):
     "An asynchronous client. ImportError where there is none."
     try: import httpx2
     except ImportError:
         raise ImportError("RemoteReward: httpx2 is not installed; pip install 'rlblocks[server]'") from None
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return httpx2.AsyncClient(timeout=timeout, headers=headers, trust_env=False,
+    return httpx2.AsyncClient(timeout=None, headers=headers, trust_env=False,
                               limits=httpx2.Limits(max_connections=None))
 
 async def post_with_retries(client, url:str, body:dict, retries:Retries)->Mapping:
     "The answer as JSON. RuntimeError with the last failure."
     answer:Mapping|str = "nothing"
     for failures in range(1, retries.tries + 1):
-        answer, wait = await once(client, url, body)
+        answer, wait = await once(client, url, body, retries.timeout)
         if isinstance(answer, Mapping): return answer
         if wait is None: raise RuntimeError(f"{url} refused: {answer}")
         if failures < retries.tries: await asyncio.sleep(max(min(wait, retries.most), retries.wait(failures)))
     raise RuntimeError(f"{url} gave no answer in {retries.tries} tries; the last one: {answer}")
 
-async def once(client, url:str, body:dict)->tuple[Mapping|str, float|None]:
+async def once(client, url:str, body:dict, seconds:float)->tuple[Mapping|str, float|None]:
     "An answer, or why there is none and the seconds that the server asks to wait; None: do not ask again."
     import httpx2
-    try: answer = await client.post(url, json=body)
-    except httpx2.TransportError as e: return f"{type(e).__name__} {e}", 0.
+    data = bytearray()
+    try:
+        async with asyncio.timeout(seconds), client.stream("POST", url, json=body) as answer:
+            async for part in answer.aiter_bytes():
+                data += part
+                if len(data) > MOST_BYTES: return f"an answer of more than {MOST_BYTES} bytes", None
+    except TimeoutError: return f"no whole answer came in {seconds:g} s", 0.
+    except httpx2.RequestError as e: return f"{type(e).__name__} {e}", 0.
+    text = data[:1200].decode(errors="replace")[:300]
     if answer.status_code in PASSING:
         after = answer.headers.get("retry-after", "")
-        return f"{answer.status_code}: {answer.text[:300]}", float(after) if after.isdigit() else 0.
-    if answer.is_error: return f"{answer.status_code}: {answer.text[:300]}", None
-    try: return answer.json(), 0.
-    except ValueError: return f"no JSON: {answer.text[:300]}", None
+        return f"{answer.status_code}: {text}", float(after) if after.isdecimal() else 0.
+    if answer.is_error: return f"{answer.status_code}: {text}", None
+    try: made = json.loads(data)
+    except (ValueError, RecursionError): return f"no JSON: {text}", None
+    return (made, 0.) if isinstance(made, Mapping) else (f"no JSON object: {text}", None)
 
 # %% ../../nbs/graders/86h_remote.ipynb #60b70d27
 class RemoteReward:
@@ -97,22 +108,23 @@ class RemoteReward:
         columns, n = dict(columns, completions=completions), len(completions)
         cuts = [slice(k, min(k + self.rows, n)) for k in range(0, n, self.rows)]
         gate = asyncio.Semaphore(self.at_once)
-        async with http(float(self.retries.timeout), self.token) as client:
+        async with http(self.token) as client:
             made = [self._of(client, gate, cut, {k: x[cut] for k, x in columns.items()}) for cut in cuts]
             parts = await asyncio.gather(*made)
         return [x for part in parts for x in part]
 
     async def _of(self, client, gate, cut, rows):
+        where, name, n = f"{self.__name__}: rows {cut.start} to {cut.stop - 1}", uuid.uuid4().hex, cut.stop - cut.start
         async with gate:
             await asyncio.sleep(self._turn())
-            body = dict(id=uuid.uuid4().hex, rows=rows)
-            try: answer = await post_with_retries(client, f"{self.url}/score", body, self.retries)
-            except RuntimeError as e:
-                raise RuntimeError(f"{self.__name__}: rows {cut.start} to {cut.stop - 1}: {e}") from None
+            try: answer = await post_with_retries(client, f"{self.url}/score", dict(id=name, rows=rows), self.retries)
+            except RuntimeError as e: raise RuntimeError(f"{where}: {e}") from None
+        if answer.get("id") not in (None, name):
+            raise RuntimeError(f"{where}: {self.url} answered the question {str(answer['id'])[:80]!r}; {name!r} was "
+                               "asked")
         scores = answer.get("scores")
-        if isinstance(scores, list) and len(scores) == cut.stop - cut.start: return scores
-        raise RuntimeError(f"{self.__name__}: rows {cut.start} to {cut.stop - 1}: {self.url} said {str(answer)[:200]}; "
-                           f"{cut.stop - cut.start} scores are wanted")
+        if isinstance(scores, list) and len(scores) == n: return scores
+        raise RuntimeError(f"{where}: {self.url} said {str(answer)[:200]}; {n} scores are wanted")
 
     def _turn(self)->float:
         "Seconds until a question may begin."

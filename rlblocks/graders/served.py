@@ -13,7 +13,6 @@ import inspect
 import json
 import math
 import secrets
-import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ if TYPE_CHECKING: import fastapi
 
 from ..data.batch import Batch
 from ..data.columns import pad
+from .http_server import Served
 from ..models.scorer import Scorer
 
 # %% ../../nbs/graders/86i_served.ipynb #495a2f04
@@ -38,9 +38,8 @@ class Batcher:
         self.waiting:list[tuple[dict, int, asyncio.Future]] = []
         self.calls, self.arrived = 0, asyncio.Event()
 
-    async def answer(self, name:str, rows:dict)->list:
+    async def answer(self, name:str, rows:dict, digest:str)->list:
         "Verdicts of a question. KeyError for a name that was another question's."
-        digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
         before, future = self.named.get(name, (digest, None))
         if before != digest: raise KeyError(name)
         if future is None:
@@ -79,6 +78,7 @@ class Batcher:
         try:
             if not (await asyncio.wait([call], timeout=self.deadline))[0]:
                 call.cancel()
+                call.add_done_callback(lambda call: call.cancelled() or call.exception())    # nobody else asks for it
                 raise TimeoutError(f"it took more than {self.deadline:g} s")
             parts = call.result()
         except Exception as e:
@@ -92,19 +92,27 @@ class Batcher:
         joined = {k: [x for q in questions for x in q[k]] for k in questions[0]}
         sizes = [len(next(iter(q.values()))) for q in questions]
         self.calls += 1
-        out = self.fn(**joined) if inspect.iscoroutinefunction(self.fn) else await threaded(lambda: self.fn(**joined))
-        if inspect.isawaitable(out): out = await out
+        is_async = inspect.iscoroutinefunction(self.fn)
+        try:
+            out = self.fn(**joined) if is_async else await threaded(lambda: self.fn(**joined))
+            if inspect.isawaitable(out): out = await out
+        except ENDS as e: raise left_by(e) from None
         scores = verdicts(out, sum(sizes))
         return [scores[sum(sizes[:k]):sum(sizes[:k + 1])] for k in range(len(sizes))]
 
 # %% ../../nbs/graders/86i_served.ipynb #369e1147
+ENDS = (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration, asyncio.CancelledError)
+
+def left_by(e:BaseException)->ValueError:
+    "Make an error of an end that would end the server too."
+    return ValueError(f"it left by {type(e).__name__}")
+
 def threaded(fn:Callable)->asyncio.Future:
-    "What a function gives, in a thread that nobody has to wait for; RuntimeError for an end that is no answer."
+    "What a function gives, in a thread that nobody has to wait for; ValueError for an end that is no answer."
     loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
     def run():
         try: x = fn()
-        except (SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration) as e:
-            x = ValueError(f"it left by {type(e).__name__}")
+        except ENDS as e: x = left_by(e)
         except Exception as e: x = e
         try: loop.call_soon_threadsafe(put, future, x)
         except RuntimeError: pass       # the loop is closed: nobody asks any more
@@ -128,16 +136,17 @@ def verdicts(out, n:int)->list[float|None]:
     return made
 
 # %% ../../nbs/graders/86i_served.ipynb #f0bc55ad
-def question(body)->tuple[str, dict]:
-    "Name and rows of a question. ValueError for anything else."
+def question(body)->tuple[str, dict, str]:
+    "Name and rows of a question, and the digest of these. ValueError for anything else."
     if not isinstance(body, Mapping) or not isinstance(body.get("rows"), Mapping) or not body["rows"]:
         raise ValueError('{"id": text, "rows": {column: list}} is wanted')
     rows, name = dict(body["rows"]), body.get("id") or secrets.token_hex(16)
     lengths = {k: len(x) if isinstance(x, list) else None for k, x in rows.items()}
     if None in lengths.values() or len(set(lengths.values())) > 1:
-        raise ValueError(f"columns are lists of one length; {lengths} came")
+        raise ValueError(f"columns are lists of one length; {str(lengths)[:300]} came")
     if not isinstance(name, str) or len(name) > 200: raise ValueError("id is a text of at most 200 characters")
-    return name, rows
+    name.encode()       # UnicodeEncodeError, a ValueError, for half a character
+    return name, rows, hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
 # %% ../../nbs/graders/86i_served.ipynb #2ec3dcb8
 def reward_app(
@@ -157,7 +166,7 @@ def reward_app(
     from contextlib import asynccontextmanager
     from fastapi.responses import JSONResponse
     batcher = Batcher(fn, rows, float(wait), kept, deadline)
-    def refused(code, text): return JSONResponse(dict(error=text), code)
+    def refused(code, text): return JSONResponse(dict(error=text.encode("utf-8", "replace").decode()), code)
     @asynccontextmanager
     async def life(app):
         runs = asyncio.create_task(batcher.run())
@@ -175,20 +184,25 @@ def reward_app(
     return app
 
 # %% ../../nbs/graders/86i_served.ipynb #2ce28873
+MOST_SECONDS = 60.      # for a question to arrive
+
 async def scored(batcher:Batcher, request, most:int, refused:Callable):
     "The answer to a request."
     data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > most: return refused(413, f"a question has at most {most} bytes")
-    try: name, rows = question(json.loads(bytes(data)))
-    except ValueError as e: return refused(400, f"no question: {e}")
-    try: return dict(id=name, scores=await batcher.answer(name, rows))
+    try:
+        async with asyncio.timeout(MOST_SECONDS):
+            async for part in request.stream():
+                data += part
+                if len(data) > most: return refused(413, f"a question has at most {most} bytes")
+    except TimeoutError: return refused(408, f"the question had not ended after {MOST_SECONDS:g} s")
+    try: name, rows, digest = question(json.loads(bytes(data)))
+    except (ValueError, RecursionError) as e: return refused(400, f"no question: {e}")
+    try: return dict(id=name, scores=await batcher.answer(name, rows, digest))
     except KeyError as e:
         if e.args == (name,): return refused(409, f"the id {name!r} was another question's")
         return refused(422, f"the reward function raised KeyError: {e}")
     except Exception as e:
-        passes = isinstance(e, (OSError, RuntimeError))
+        passes = isinstance(e, (OSError, RuntimeError)) and not isinstance(e, RecursionError)
         return refused(503 if passes else 422, f"the reward function raised {type(e).__name__}: {str(e)[:300]}")
 
 # %% ../../nbs/graders/86i_served.ipynb #ddec9151
@@ -201,18 +215,10 @@ class RewardServer:
         host:str,
         port:int,     # 0: one that is free
     ):
-        "Listen, and answer in a thread."
-        import uvicorn
-        listens = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        listens.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listens.bind((host, port))
-        listens.listen(1024)
-        self.app, self.token, (at, port) = app, token, listens.getsockname()[:2]
-        self.url = f"http://{f'[{at}]' if ':' in at else at}:{port}"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False,
-                                                    timeout_graceful_shutdown=5))
-        self._thread = threading.Thread(target=self._server.run, args=([listens],), daemon=True)
-        self._thread.start()
+        "Listen, and answer in a thread. OSError for a port that is taken."
+        self.app, self.token, self._served = app, token, Served(app, host, port, lifespan="on")
+        at = self._served.host
+        self.url = f"http://{f'[{at}]' if ':' in at else at}:{self._served.port}"
 
     def __repr__(self): return f"RewardServer({self.url!r})"
     def __enter__(self): return self
@@ -220,8 +226,7 @@ class RewardServer:
 
     def close(self):
         "Answer what has been asked, for a few seconds, then stop."
-        self._server.should_exit = True
-        self._thread.join(60.)
+        self._served.close()
 
 def serve_reward(
     fn:Callable,          # see `reward_app`
