@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/graders/85f_jail.ipynb #e735fc28
 import _thread
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -185,7 +186,7 @@ def new_root(
 DENIED = """socket shmget shmat shmctl semget msgget mq_open memfd_create memfd_secret ptrace process_vm_readv
     process_vm_writev pivot_root chroot mount umount2 open_tree move_mount fsopen fsconfig fsmount fspick mount_setattr
     unshare setns add_key request_key keyctl bpf perf_event_open userfaultfd io_uring_setup io_uring_enter
-    io_uring_register""".split()
+    io_uring_register io_setup io_submit pidfd_getfd fanotify_init""".split()
 NEW_PROCESS = "fork", "vfork"
 ALLOW, NOT_PERMITTED, NO_SUCH_CALL = 0x7FFF0000, 0x00050001, 0x00050026    # of libseccomp: the last two are errors
 NOT_EQUAL, MASKED_EQUAL, OTHER_PROCESSORS = 1, 7, 2
@@ -273,6 +274,13 @@ def say(
     "Write a line of the report."
     os.write(report, json.dumps(x).encode() + b"\n")
 
+def write_files(
+    files:dict[str, str], # {name: text}
+):
+    "Write the program and what lies beside it."
+    for name, text in files.items():
+        with open(name, "w", encoding="utf-8", errors="surrogatepass") as f: f.write(text)
+
 def become(
     spec:dict,
     folder:str,
@@ -281,8 +289,12 @@ def become(
     "Turn into the program: give up the rest, and run it."
     os.chdir(folder)
     if "tasks" in spec["use"] and not os.getuid(): become_nobody()
-    for name, text in spec["files"].items():
-        with open(name, "w", encoding="utf-8", errors="surrogatepass") as f: f.write(text)
+    try: write_files(spec["files"])
+    except OSError as e:
+        if e.errno != errno.ENOSPC: raise
+        os.write(2, f"the program and its files are larger than its folder: {e}".encode())
+        say(report, 1)
+        os._exit(1)
     given = os.memfd_create("stdin")
     os.write(given, spec["stdin"].encode(errors="surrogatepass"))
     os.lseek(given, 0, 0)
@@ -292,10 +304,10 @@ def become(
     os.closerange(report + 1, 1 << 16)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    limit(spec["limits"])
-    if "tasks" in spec["use"]: limit(dict(NPROC=spec["processes"] + THREADS + 2))     # two of ours
     if "landlock" in spec["use"]: landlock(folder, spec["visible"])
     if "seccomp" in spec["use"]: seccomp(spec["processes"] > 1)
+    limit(spec["limits"])
+    if "tasks" in spec["use"]: limit(dict(NPROC=spec["processes"] + THREADS + 2))     # two of ours
     if not spec["command"] and "tasks" in spec["use"]: check_tasks()
     if spec["command"]: os.execve(spec["command"][0], spec["command"], spec["environment"] | dict(HOME=folder))
     say(report, 0)
@@ -365,6 +377,7 @@ def supervise(
     report:int,
 ):
     "Begin the program, wait until it or the trainer ends, and leave nothing of it."
+    signal.signal(signal.SIGINT, signal.SIG_DFL)       # Python's handler would let a program interrupt its process 1
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
     attach(os.pidfd_open(spec["trainer"]), signal.SIGTERM)
     adopt_orphans()

@@ -213,7 +213,8 @@ def ended(share, caps, failures)->bool:
     "Whether a process has to go: it does no more, or its item takes too long."
     if share.over: return True
     if time.monotonic() - share.since <= caps.patience: return False
-    failures.append(Failure(share.left.pop(0), "timeout", f"it took more than {caps.patience:g} s"))
+    quarter = ", a quarter of the deadline; Caps(deadline, item=…) gives it more" if caps.item is None else ""
+    failures.append(Failure(share.left.pop(0), "timeout", f"it took more than {caps.patience:g} s{quarter}"))
     return True
 
 def kill_all(shares):
