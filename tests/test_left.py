@@ -27,13 +27,12 @@ from rlblocks.samplers.processes import Child
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the trainer's end is heard of by Linux's means")
 KILLS = signal.SIGKILL, signal.SIGTERM, signal.SIGHUP
 ENGINE = """
-import sys, time
+import sys
 from multiprocessing.connection import Client
 def run(address):
     trainer = Client(address, family="AF_UNIX", authkey=sys.stdin.buffer.read())
-    for _ in range(3600):
-        trainer.send(("alive",))
-        time.sleep(.1)
+    trainer.send(("begins",))
+    sum(range(10**12))      # no other thread runs while C code keeps the GIL
 """
 
 
@@ -59,6 +58,19 @@ def trains(python, port, folder):
         passed_tests(programs, [["f()"]]*3, Sandbox(seconds=.5, isolation=isolation))
 
 
+def check_left(trainer, folder, case):
+    "Within five seconds all processes have ended that come from the trainer, and its folders are gone."
+    end, left = time.monotonic() + 5., [trainer]
+    while left and time.monotonic() < end:
+        with suppress(ChildProcessError): os.waitpid(-1, os.WNOHANG)
+        left = children(trainer)
+        time.sleep(.02)
+    names = [(pid, Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]) for pid in left]
+    for pid in left: os.kill(pid, signal.SIGKILL)
+    assert not left, f"{case}: {names}"
+    assert not list(folder.iterdir()), f"{case}: {list(folder.iterdir())}"
+
+
 def killed(_, folder, seeds, python):
     "Every orphan of the trainer comes to this process, so that none is overlooked."
     adopt_orphans()
@@ -74,15 +86,7 @@ def killed(_, folder, seeds, python):
         time.sleep(draw.uniform(0., 1.5))
         assert not os.waitpid(trainer, os.WNOHANG)[0], "it trains until it is killed"
         os.kill(trainer, KILLS[seed % 3])
-        end, left = time.monotonic() + 5., [trainer]
-        while left and time.monotonic() < end:
-            with suppress(ChildProcessError): os.waitpid(-1, os.WNOHANG)
-            left = children(trainer)
-            time.sleep(.02)
-        names = [(pid, Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200]) for pid in left]
-        for pid in left: os.kill(pid, signal.SIGKILL)
-        assert not left, f"seed {seed}: {names}"
-        assert not list(work.iterdir()), f"seed {seed}: {list(work.iterdir())}"
+        check_left(trainer, work, f"seed {seed}")
         socket.create_server(("127.0.0.1", port)).close()
 
 
@@ -92,3 +96,24 @@ def test_a_killed_trainer_leaves_nothing(tmp_path, seeds):
     ready = Ready(sys.executable, ["rlblocks.samplers.child"])
     try: forked(killed, (str(tmp_path), list(seeds), ready.command), 1, limit=60 + 20*len(seeds))
     finally: ready.close()
+
+
+def computes(_, folder):
+    adopt_orphans()
+    reads, writes = os.pipe()
+    trainer = os.fork()
+    if not trainer:
+        tempfile.tempdir = folder
+        child = Child("engine", "run", more=dict(PYTHONPATH=str(Path(folder).parent)))
+        child.read(60.)
+        os.write(writes, b".")
+        time.sleep(3600)
+    os.read(reads, 1)
+    os.kill(trainer, signal.SIGKILL)
+    check_left(trainer, Path(folder), "an engine in C code that keeps the GIL")
+
+
+def test_an_engine_ends_that_keeps_the_gil(tmp_path):
+    (tmp_path/"engine.py").write_text(ENGINE)
+    (tmp_path/"folders").mkdir()
+    forked(computes, (str(tmp_path/"folders"),), 1, limit=120)

@@ -1,5 +1,6 @@
 """A program that a policy wrote cannot read outside its folder, open a socket, see the environment, outlive its
 deadline, or take more than it was given; and a unit test says nothing but the truth about it (LAWS 19)."""
+import errno
 import os
 import socket
 import subprocess
@@ -156,6 +157,15 @@ def test_its_threads_and_processes_are_counted():
     fails("import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
           "if libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0) < 0: raise OSError(ctypes.get_errno(), 'new user')",
           "new user", Sandbox(seconds=60., processes=9))
+
+
+@confined
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of system calls are this processor's")
+def test_it_takes_nothing_that_all_programs_share():
+    calls = dict(io_setup=206, io_submit=209, fanotify_init=300, pidfd_getfd=438)
+    r = run_code(f"import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nfor n in {[*calls.values()]}:\n"
+                 "    libc.syscall(n, 1, 0, 0, 0)\n    print(ctypes.get_errno())", sandbox=PATIENT)
+    assert r.stdout == f"{errno.EPERM}\n"*len(calls), r
 
 
 @confined

@@ -26,19 +26,25 @@ from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 # %% ../../nbs/samplers/83_processes.ipynb #a828aa0e
-_PROGRAM = """import os, select, shutil, sys, threading
+_PROGRAM = """import os, select, shutil, sys
 from importlib.util import module_from_spec, spec_from_file_location
 address, library, trainer, *folders = sys.argv[1:]
 folder = os.path.dirname(address)
-def end():
-    if gone >= 0: select.select([gone], [], [])
+def remove():
     for path in (folder, *folders): shutil.rmtree(path, ignore_errors=True)
-    os.killpg(0, 9)
+    os._exit(0)
+def watch():
+    while not select.select([gone], [], [], 1.)[0]:
+        if not os.path.exists(folder): os._exit(0)
+    group = os.getpgrp()
+    os.setpgid(0, 0)
+    try: os.killpg(group, 9)
+    except ProcessLookupError: pass
+    remove()
 os.setsid()
 try: gone = os.pidfd_open(int(trainer)) if sys.platform == "linux" else None
-except ProcessLookupError: gone = -1
-if gone == -1: end()
-if gone is not None: threading.Thread(target=end, daemon=True).start()
+except ProcessLookupError: remove()
+if gone is not None and not os.fork(): watch()
 spec = spec_from_file_location("rlblocks", library + "/__init__.py", submodule_search_locations=[library])
 sys.modules["rlblocks"] = module_from_spec(spec)
 spec.loader.exec_module(sys.modules["rlblocks"])
