@@ -95,7 +95,7 @@ def checked_tests(
 )->list: # with assertions as calls
     "Return a row's tests as they are run. TypeError where they are not in a list."
     if isinstance(tests, (str, bytes, Mapping)):
-        raise TypeError(f"code_reward: the tests of a row are the {type(tests).__name__} {str(tests)[:80]!r}; a list is "
+        raise TypeError(f"code_reward: a row's tests are the {type(tests).__name__} {str(tests)[:80]!r}; a list is "
                         "wanted: [text] for one statement, json.loads(text) for JSON, and for lists of inputs and "
                         "outputs [dict(stdin=i, stdout=o) for i, o in zip(inputs, outputs)]")
     return [as_call(t) for t in tests or ()]
@@ -122,9 +122,9 @@ def program_in(
     text:str, # of a completion
 )->str: # the last block that is said to be Python, else the last that says nothing; all of it where there is none
     "Find the program that a completion states, between fences of Markdown (three backticks or tildes)."
-    blocks = [(said.strip(" \t\r{.}").lower(), block) for _, said, block in FENCED.findall(text)]
-    python = [block for said, block in blocks if said.startswith("py")]
-    return (python or [block for said, block in blocks if not said] or [text])[-1]
+    blocks = [(info.strip(" \t\r{.}").lower(), block) for _, info, block in FENCED.findall(text)]
+    python = [block for info, block in blocks if info.startswith("py")]
+    return (python or [block for info, block in blocks if not info] or [text])[-1]
 
 def code_reward(
     *,

@@ -161,6 +161,7 @@ def spec_of(
                         disk=sandbox.disk, processes=sandbox.processes, files=files | {"program.py": program},
                         command=[*command, "program.py"], environment=environment)
 
+# %% ../../nbs/graders/86f_sandbox.ipynb #f8514972
 @dataclass(eq=False)
 class Running:
     "A program under way."
@@ -212,6 +213,7 @@ def end_jails(
         with open(run.report, "rb") as f: reports.append(f.read())
     return reports
 
+# %% ../../nbs/graders/86f_sandbox.ipynb #d58d8c68
 def ran(
     run:Running,
     report:bytes,    # lines of the jail: the first one counts
