@@ -733,6 +733,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'rlblocks.data.ragged._flat': ('data/ragged.html#_flat', 'rlblocks/data/ragged.py'),
                                       'rlblocks.data.ragged._free': ('data/ragged.html#_free', 'rlblocks/data/ragged.py'),
                                       'rlblocks.data.ragged._read': ('data/ragged.html#_read', 'rlblocks/data/ragged.py'),
+                                      'rlblocks.data.ragged.check_inside': ('data/ragged.html#check_inside', 'rlblocks/data/ragged.py'),
                                       'rlblocks.data.ragged.file_in': ('data/ragged.html#file_in', 'rlblocks/data/ragged.py'),
                                       'rlblocks.data.ragged.from_arrow': ('data/ragged.html#from_arrow', 'rlblocks/data/ragged.py'),
                                       'rlblocks.data.ragged.offsets_of': ('data/ragged.html#offsets_of', 'rlblocks/data/ragged.py'),

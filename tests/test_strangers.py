@@ -310,9 +310,23 @@ def test_a_list_that_is_no_list_is_named(save, text):
     assert Checkpoint(save.parent).best() is None
 
 
-def test_a_save_may_be_a_link_and_its_list_not_a_pipe(save, tmp_path):
-    save.rename(tmp_path/"other-disk")
-    save.symlink_to(tmp_path/"other-disk")
+def test_a_save_is_no_link_out_of_its_run(save, tmp_path):
+    "`convert` and a resume took the last save of another run."
+    for _ in Checkpoint(tmp_path/"another")(9, state=dict(x=2)): pass
+    (save.parent/"step-00000009").symlink_to(tmp_path/"another/step-00000009")
+    for read in (resumed, lambda save: stored(save.parent), lambda save: Checkpoint(save.parent).best()):
+        with pytest.raises(ValueError, match="'step-00000009' leads out of the folder"): read(save)
+
+
+def test_a_list_of_a_save_that_is_a_link_is_not_cured_by_deleting_the_save(save, tmp_path):
+    (save/"meta.json").rename(tmp_path/"meta.json")
+    (save/"meta.json").symlink_to(tmp_path/"meta.json")
+    with pytest.raises(ValueError, match="to the place of the link$"): resumed(save)
+
+
+def test_a_save_may_be_a_link_in_its_run_and_its_list_not_a_pipe(save):
+    save.rename(save.parent/"elsewhere")
+    save.symlink_to("elsewhere")
     assert resumed(save) == (1, dict(x=1))
     (save/"meta.json").unlink()
     os.mkfifo(save/"meta.json")

@@ -205,12 +205,19 @@ def file_in(
 
     ValueError for a name or a link that leads out of the folder, and for a FIFO, a device or a folder in the place of
     a file; FileNotFoundError when there is none."""
-    root, path = Path(os.path.realpath(folder)), Path(folder, name)
-    end = Path(os.path.realpath(path))
-    homes = [root, *(p.parent/"blobs" for p in root.parents if p.name == "snapshots")]
-    if os.path.isabs(name) or ".." in Path(name).parts or not any(end.is_relative_to(home) for home in homes):
-        raise ValueError(f"{folder}: {name!r} leads out of the folder, to {end}, and what a folder names is read in "
-                         "that folder alone; if you trust whoever made it, copy the file into the folder")
-    if not stat.S_ISREG(os.stat(end).st_mode):
+    check_inside(folder, name)
+    path = Path(folder, name)
+    if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError(f"{path} is no regular file, but a folder, FIFO, socket or device; a file is wanted")
     return path
+
+def check_inside(folder:str|Path, name:str):
+    "ValueError for a name, or a link of that name, that leads out of a folder."
+    root, end = Path(os.path.realpath(folder)), Path(os.path.realpath(Path(folder, name)))
+    homes = [root, *(p.parent/"blobs" for p in root.parents if p.name == "snapshots")]
+    elsewhere = os.path.isabs(name) or ".." in Path(name).parts
+    if not elsewhere and any(end.is_relative_to(home) for home in homes): return
+    remedy = ("a name from the root or with .. is never read" if elsewhere else
+              f"if you trust whoever made it, copy {end} to the place of the link")
+    raise ValueError(f"{folder}: {name!r} leads out of the folder, to {end}, and what a folder names is read in "
+                     f"that folder alone; {remedy}")
