@@ -15,13 +15,14 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from rlblocks import Batch, Checkpoint, Policy, load_rollouts, published_weights, save_rollouts
+from rlblocks import Batch, Checkpoint, Critic, Policy, load_rollouts, published_weights, save_rollouts
 from rlblocks.checkpoint.convert import stored
 from rlblocks.checkpoint.saves import digest
 from rlblocks.checkpoint.shards import checked_reader, read_part_shards
 from rlblocks.data.ragged import ragged, to_arrow
 from rlblocks.engines.slices import Slice
-from rlblocks.models.loading import weight_files
+from rlblocks.models.loading import load_tokenizer, weight_files
+from rlblocks.placement.memory import fake_model
 from tiny import model
 
 
@@ -408,3 +409,20 @@ def test_an_index_of_weights_names_no_file_elsewhere(tmp_path):
         index.write_text(json.dumps(dict(weight_map={name: odd})))
         with pytest.raises(ValueError, match="names .*secret.safetensors', and the name of a file beside it is wanted"):
             weight_files(tmp_path/"model")
+
+
+def test_a_model_runs_no_code_of_its_own_and_asks_nobody(tmp_path, monkeypatch):
+    "transformers asks on standard input, and a yes ran it."
+    model().save_pretrained(tmp_path/"model")
+    config = json.loads((tmp_path/"model/config.json").read_text())
+    (tmp_path/"model/harm.py").write_text(f"import os\nos.mkdir({str(tmp_path/'harm')!r})\n")
+    names = dict(AutoConfig="harm.C", AutoModelForCausalLM="harm.M", AutoModel="harm.M", AutoTokenizer=["harm.T", None])
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (tmp_path/"model/tokenizer_config.json").write_text(json.dumps(dict(auto_map=names)))
+    assert load_tokenizer(tmp_path/"model") is None
+    for change in (dict(model_type="stranger"), dict(model_type="vit", architectures=["M"])):
+        (tmp_path/"model/config.json").write_text(json.dumps(config | dict(auto_map=names) | change))
+        for load in (Policy, Critic, lambda folder, **_: fake_model(folder)):
+            with pytest.raises((ValueError, TypeError), match="brings code of its own|custom code"):
+                load(str(tmp_path/"model"), device="cpu")
+    assert not (tmp_path/"harm").exists()
