@@ -2989,6 +2989,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'rlblocks.models.checks.refuse_encoder_decoder': ( 'models/checks.html#refuse_encoder_decoder',
                                                                                            'rlblocks/models/checks.py'),
                                         'rlblocks.models.checks.vocabulary': ('models/checks.html#vocabulary', 'rlblocks/models/checks.py'),
+                                        'rlblocks.models.checks.without_its_code': ( 'models/checks.html#without_its_code',
+                                                                                     'rlblocks/models/checks.py'),
                                         'rlblocks.models.checks.wrong': ('models/checks.html#wrong', 'rlblocks/models/checks.py')},
             'rlblocks.models.critic': { 'rlblocks.models.critic.Critic': ('models/critic.html#critic', 'rlblocks/models/critic.py'),
                                         'rlblocks.models.critic.Critic.__init__': ( 'models/critic.html#critic.__init__',

@@ -167,7 +167,8 @@ def _described_model(base)->Any:
     import transformers
     config = config_of(base, "convert", also="")
     auto:Any = getattr(transformers, (config.architectures or [""])[0], None) or transformers.AutoModelForCausalLM
-    with torch.device("meta"): model = auto.from_config(config) if hasattr(auto, "from_config") else auto(config)
+    with torch.device("meta"):
+        model = auto.from_config(config, trust_remote_code=False) if hasattr(auto, "from_config") else auto(config)
     return with_generation(model, base)
 
 def stored_names(model:nn.Module, weights:dict[str, Tensor])->dict[str, str]: # the model's → the checkpoint's
@@ -209,7 +210,8 @@ def _judge(config, found, pad):
     from transformers import AutoModel
     out, width = found.weights["head.weight"].shape
     with torch.device("meta"):
-        trunk, head = AutoModel.from_config(config), nn.Linear(width, out, bias="head.bias" in found.weights)
+        trunk = AutoModel.from_config(config, trust_remote_code=False)
+        head = nn.Linear(width, out, bias="head.bias" in found.weights)
     return classifier(trunk, head, pad=pad, moments=found.state.get("moments"))
 
 # %% ../../nbs/checkpoint/91_convert.ipynb #1d236da0
