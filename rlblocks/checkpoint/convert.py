@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.ragged import file_in
+from ..data.ragged import file_in, unfinished
 from ..engines.compiled import in_environment
 from .saves import checked, load_mapped, saves_in, writable
 from ..models.lora import merge_adapters
@@ -247,7 +247,7 @@ def _convert_adapter(found:Stored, path:Path, base, *, tokenizer, merge:bool, dt
     own = {k: torch.empty_like(x, device="cpu") for k, x in found.weights.items() if k.startswith("adapter.")}
     found.fill(own)
     own = {k.removeprefix("adapter."): x if merge or dtype is None else x.to(dtype) for k, x in own.items()}
-    with TemporaryDirectory(prefix=".draft-", dir=path) as draft:
+    with unfinished(path, "adapter") as draft:
         write_adapter(own, found.state["lora"], draft if merge else path, base=str(base),
                       causal=model.get_output_embeddings() is not None, tokenizer=None if merge else tokenizer)
         if merge: merge_adapters(base, draft, path, dtype=dtype)

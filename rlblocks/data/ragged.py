@@ -10,11 +10,13 @@ import importlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -195,6 +197,12 @@ def persist(*paths:Path):
         handle = os.open(path, os.O_RDONLY)
         try: os.fsync(handle)
         finally: os.close(handle)
+
+@contextmanager
+def unfinished(folder:str|Path, kind:str)->Iterator[Path]: # empty, and gone afterwards
+    "A folder inside another, to write in; a killed process left its own, of the same kind, which goes first."
+    for left in Path(folder).glob(f".draft-{kind}-*"): shutil.rmtree(left, ignore_errors=True)
+    with TemporaryDirectory(prefix=f".draft-{kind}-", dir=folder, ignore_cleanup_errors=True) as new: yield Path(new)
 
 # %% ../../nbs/data/41_ragged.ipynb #3874e938
 def file_in(

@@ -9,11 +9,10 @@ __all__ = ['save_rollouts', 'load_rollouts', 'saved_steps']
 import json
 import os
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from .batch import Batch
 from .columns import whole_number
-from .ragged import Ragged, file_in, from_arrow, persist, ragged, to_arrow
+from .ragged import Ragged, file_in, from_arrow, persist, ragged, to_arrow, unfinished
 
 # %% ../../nbs/data/45a_saved.ipynb #2fbaa10c
 _JSON = "json:"     # before the name of a column that is written as JSON
@@ -32,8 +31,8 @@ def save_rollouts(
     texts = {k: _texts(k, x) for k, x in rows.columns.items() if rows.kinds[k] == "list" and not _plain(x)}
     columns = {(_JSON if k in texts else "") + k: texts.get(k, x) for k, x in rows.columns.items()}
     kinds = {(_JSON if k in texts else "") + k: kind for k, kind in rows.kinds.items()}
-    with TemporaryDirectory(prefix=".unfinished-", dir=final.parent) as new:
-        written = to_arrow(Ragged(columns, kinds, rows.offsets), Path(new)/"rows")
+    with unfinished(final.parent, f"rollouts-{step:09d}") as new:
+        written = to_arrow(Ragged(columns, kinds, rows.offsets), new/"rows")
         persist(written)
         os.replace(written, final)
         persist(final.parent)       # its list of names
