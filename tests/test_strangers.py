@@ -92,6 +92,20 @@ def test_a_description_changes_no_class(shards, tmp_path):
     assert not (tmp_path/"harm").exists()
 
 
+@pytest.mark.parametrize("as_state", [False, True])
+def test_nothing_endless_is_put_in_words(shards, as_state):
+    "The repr of 29 lists in each other took all memory."
+    lists = []
+    for _ in range(28): lists = [lists, lists]
+    def as_name(metadata):
+        for x in metadata.storage_data.values(): x.relative_path = lists
+    if as_state: (shards/".metadata").write_bytes(pickle.dumps(lists, 2)[:-1] + b"}" + text("x") + b"Nsb.")
+    else: described(shards, as_name)
+    assert (shards/".metadata").stat().st_size < 1500
+    with pytest.raises(ValueError, match="would change <class 'list'>" if as_state else "the name of a file is a list"):
+        checked_reader(shards)
+
+
 def test_bytes_in_shards_are_not_loaded(shards, tmp_path):
     "torch loads what a description calls bytes with `weights_only=False`."
     torch.save(Harm(tmp_path/"harm"), shards/"harm.pt")
