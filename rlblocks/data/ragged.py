@@ -167,7 +167,9 @@ def _free(folder):
 def from_arrow(
     path:str|Path, # what `to_arrow` wrote
 )->Ragged: # tensors on the mapped file: read, never written to
-    "Map the rows of an Arrow file into memory; they are paged in when they are taken. ValueError for other files."
+    """Map the rows of an Arrow file into memory. ValueError for other files.
+
+    Their text is read once, to check it; tokens and numbers are paged in when they are taken."""
     pa = _arrow()
     try:
         with pa.memory_map(str(path)) as file: table = pa.ipc.open_stream(file).read_all()

@@ -8,6 +8,7 @@ __all__ = ['save_rollouts', 'load_rollouts', 'saved_steps']
 # %% ../../nbs/data/45a_saved.ipynb #8b2737b5
 import json
 import os
+import re
 from pathlib import Path
 
 from .batch import Batch
@@ -56,7 +57,8 @@ def load_rollouts(folder:str|Path, step:int)->Batch: # a new whole, padded to it
 
 def saved_steps(folder:str|Path)->list[int]: # in order
     "The steps that are there."
-    return sorted(int(p.stem.removeprefix("step-")) for p in Path(folder).glob("step-*.arrow"))
+    found = [re.fullmatch(r"step-([0-9]+)\.arrow", p.name) for p in Path(folder).glob("step-*.arrow")]
+    return sorted(int(x[1]) for x in found if x)
 
 def _file(folder, step): return Path(folder)/f"step-{step:09d}.arrow"
 
