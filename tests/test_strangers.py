@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from rlblocks import Batch, Checkpoint, Critic, Policy, load_rollouts, published_weights, save_rollouts
-from rlblocks.checkpoint.convert import stored
+from rlblocks.checkpoint.convert import main, stored
 from rlblocks.checkpoint.saves import digest
 from rlblocks.checkpoint.shards import checked_reader, read_part_shards
 from rlblocks.data.ragged import ragged, to_arrow
@@ -441,3 +441,11 @@ def test_a_model_runs_no_code_of_its_own_and_asks_nobody(tmp_path, monkeypatch):
             with pytest.raises((ValueError, TypeError), match="brings code of its own|custom code"):
                 load(str(tmp_path/"model"), device="cpu")
     assert not (tmp_path/"harm").exists()
+
+
+def test_what_cannot_be_converted_is_said_in_a_line(save, tmp_path, capsys):
+    model().save_pretrained(tmp_path/"model")
+    capsys.readouterr()           # of transformers' progress
+    with pytest.raises(SystemExit) as end: main([str(save), str(tmp_path/"out"), "--base", str(tmp_path/"model")])
+    err = capsys.readouterr().err
+    assert end.value.code == 1 and re.match("convert: .* holds weights of nobody", err) and err.count("\n") == 1

@@ -9,6 +9,7 @@ __all__ = ['Stored', 'stored', 'of_dcp', 'stored_names', 'convert']
 import argparse
 import glob
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -299,7 +300,7 @@ def _mapped(file, shape, dtype):
 
 # %% ../../nbs/checkpoint/91_convert.ipynb #3682732a
 def main(argv:Sequence[str]|None=None):
-    "The command; None: the words of the command line."
+    "Run the command; None: the words of the command line. What cannot be converted is said in a line, with code 1."
     words = argparse.ArgumentParser(prog="python -m rlblocks.checkpoint.convert",
                                     description="Turn a checkpoint that many ranks wrote into a model folder.")
     words.add_argument("checkpoint", help="folder of a run or a save, of torch's distributed checkpoint, of DeepSpeed")
@@ -309,7 +310,10 @@ def main(argv:Sequence[str]|None=None):
     words.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of what is written")
     words.add_argument("--merge", action="store_true", help="of a run with LoRA: base and adapter in one model")
     given = vars(words.parse_args(argv))
-    convert(**given | dict(dtype=given["dtype"] and getattr(torch, given["dtype"])))
+    try: convert(**given | dict(dtype=given["dtype"] and getattr(torch, given["dtype"])))
+    except (OSError, ValueError, RuntimeError, TypeError, ImportError) as e:
+        print(" ".join(str(e).split()), file=sys.stderr)
+        sys.exit(1)
 
 # %% ../../nbs/checkpoint/91_convert.ipynb #514110f1
 if __name__ == "__main__" and globals().get("__package__"): main()       # as a module, not as a cell
