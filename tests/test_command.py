@@ -90,7 +90,8 @@ def test_a_keyword_without_a_default_can_be_given(capsys):
 def facts(**change): return facts_of_node(1e9, "", "", "/")._replace(shm=8e9, spill=1e11, **change)
 
 
-@pytest.mark.parametrize("lacks, said", [("", "full"), ("no mount (EPERM): it can change files outside", "partial: no mo")])
+@pytest.mark.parametrize("lacks, said", [("", "full"),
+                                         ("no mount (EPERM): it can change files outside", "partial: no mount")])
 def test_the_doctor_says_whether_programs_can_be_kept_in(lacks, said):
     found = next(x for x in findings(dict(a=facts(lacks=lacks)), facts(), "") if x.what == "sandbox")
     assert found.found.startswith(said) and not found.remedy

@@ -158,7 +158,8 @@ class MetadataUnpickler(_Unpickler):
     def load_build(self):
         "Give an instance its state. UnpicklingError for a class or a function, which would be changed for everybody."
         changed = self.stack[-2]
-        if not is_dataclass(type(changed)): raise pickle.UnpicklingError(f"change {changed if callable(changed) else type(changed)!r}")
+        if not is_dataclass(type(changed)):
+            raise pickle.UnpicklingError(f"change {changed if callable(changed) else type(changed)!r}")
         super().load_build()
 
     dispatch[pickle.BUILD[0]] = load_build

@@ -66,6 +66,7 @@ def facts_of_node(
                  sees=not file or Path(file).is_file() and Path(file).read_text() == text, here=Path(here).is_dir(),
                  token_is_its_owners=not open_to_others(token_file()), lacks=lacking())
 
+# %% ../../nbs/placement/98n_doctor.ipynb #4cf60947
 class Finding(NamedTuple):
     "One thing about one node."
     node:str
