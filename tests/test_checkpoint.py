@@ -545,15 +545,16 @@ def test_only_step_and_digits_are_saves(tmp_path):
 
 
 def test_a_save_that_is_a_link(tmp_path):
-    """Moved to a larger disk: it is resumed from, and when it is old the link goes, what it points to stays, and the
-    run goes on. A link to nowhere is no reason to begin anew."""
-    run, large = tmp_path/"run", tmp_path/"large"
+    """To another folder of the run's: it is resumed from, and when it is old the link goes, what it points to stays,
+    and the run goes on. A link to nowhere is no reason to begin anew."""
+    run, large = tmp_path/"run", tmp_path/"run"/".elsewhere"
     list(count(run, 2, {}))
     shutil.move(run/name(2), large)
     os.symlink(large, run/name(2))
-    assert list(count(run, 6, {})) == [2, 3, 4, 5] and names(run) == [name(5), name(6)] and (large/"meta.json").exists()
+    assert list(count(run, 6, {})) == [2, 3, 4, 5] and (large/"meta.json").exists()
+    assert names(run) == [".elsewhere", name(5), name(6)]
     shutil.rmtree(run/name(6))
-    os.symlink(tmp_path/"not mounted", run/name(6))
+    os.symlink(run/"not mounted", run/name(6))
     with pytest.raises(ValueError, match=f"{name(6)}/meta.json cannot be read"): list(count(run, 8, {}))
     # and the lock was free
     with pytest.raises(ValueError, match=f"{name(6)}/meta.json cannot be read"): list(count(run, 8, {}))

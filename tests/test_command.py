@@ -3,6 +3,8 @@ import sys
 
 import pytest
 from rlblocks.people.command import OWN, command_line
+from rlblocks.placement import doctor
+from rlblocks.placement.doctor import facts_of_node, findings
 
 pytest.importorskip("jsonargparse")
 
@@ -49,14 +51,22 @@ def test_what_cannot_run_is_answered_in_a_line(capsys, words, said):
     assert said in err and len(err.splitlines()) == 1 and not out
 
 
+def test_a_command_that_there_is_not_is_named(capsys):
+    assert command_line(["ruin"]) == 2
+    out, err = capsys.readouterr()
+    assert err == "rlblocks: there is no command 'ruin'; run and doctor are\n" and "rlblocks run PLACE" in out
+
+
 def test_without_jsonargparse_it_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     assert command_line(["run", "some_loops:count"]) == 2
     assert "pip install 'rlblocks[cli]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words, code", [(["run", "--help"], 0), (["--help"], 0), (["run"], 2), ([], 2), (["ruin"], 2)])
-def test_help_says_what_a_place_is_and_which_flags_are_taken(capsys, words, code):
+@pytest.mark.parametrize("words, code", [(["run", "--help"], 0), (["--help"], 0), (["run"], 2), ([], 2), (["ruin"], 2),
+                                         (None, 2)])
+def test_help_says_what_a_place_is_and_which_flags_are_taken(capsys, monkeypatch, words, code):
+    monkeypatch.setattr(sys, "argv", ["rlblocks"])
     assert command_line(words) == code
     out = capsys.readouterr().out
     assert "package.module:function" in out and "folder/notebook.ipynb:function" in out and ", ".join(OWN) in out
@@ -75,3 +85,32 @@ def test_a_keyword_without_a_default_can_be_given(capsys):
     assert command_line(["run", "some_loops:rewarded", "--reward", "a"]) == 0
     assert command_line(["run", "some_loops:typed", "--size", "3"]) == 0
     assert capsys.readouterr().out.splitlines() == ["step 0"]*2
+
+
+def facts(**change): return facts_of_node(1e9, "", "", "/")._replace(shm=8e9, spill=1e11, **change)
+
+
+@pytest.mark.parametrize("lacks, said", [("", "full"),
+                                         ("no mount (EPERM): it can change files outside", "partial: no mount")])
+def test_the_doctor_says_whether_programs_can_be_kept_in(lacks, said):
+    found = next(x for x in findings(dict(a=facts(lacks=lacks)), facts(), "") if x.what == "sandbox")
+    assert found.found.startswith(said) and not found.remedy
+    assert not lacks or "it can change files outside; rewards that run code refuse to" in found.found
+
+
+def test_the_doctor_without_ray_looks_at_the_sandbox_of_this_machine(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr(doctor, "lacking", lambda: "no mount (EPERM): it can change files outside")
+    assert command_line(["doctor"]) == 1
+    sandbox, ray = capsys.readouterr().out.splitlines()
+    assert "this machine    sandbox          partial: no mount" in sandbox and "pip install 'rlblocks[ray]'" in ray
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_doctor_of_one_machine_wants_no_health_checks(capsys, monkeypatch, alone):
+    "Ray that the command started itself has no host that can be cut off."
+    node = facts(health=dict.fromkeys(doctor.HEALTH), token_is_its_owners=True, here=True, lacks="")
+    monkeypatch.setattr(doctor, "examine", lambda *_: findings(dict(a=node), node, ""))
+    monkeypatch.setattr(doctor, "own_ray", lambda: alone)
+    assert command_line(["doctor"]) == (0 if alone else 1)
+    assert ("WRONG" in capsys.readouterr().out) != alone

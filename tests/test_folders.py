@@ -10,7 +10,8 @@ import warnings
 
 import pytest
 import torch
-from rlblocks import Checkpoint, Critic, Policy, Scorer
+from rlblocks import Batch, Checkpoint, Critic, Policy, Scorer, save_rollouts
+from rlblocks.data import saved
 from rlblocks.models.folders import as_filed, drafted, persist, plain_twin, save_folder, together
 from safetensors.torch import load_file
 from tiny import model, rows, tokenizer
@@ -216,3 +217,25 @@ def test_a_model_that_does_not_fit_on_the_disk(lora, tmp_path):
                 policy.save_pretrained(tmp_path, **how)
         finally: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert {f: (tmp_path/f).read_bytes() for f in files(tmp_path)} == before
+
+
+def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path):
+    def killed(write):
+        if not (child := os.fork()):
+            write()
+            os._exit(0)
+        os.waitpid(child, 0)
+    def die(*_): os.kill(os.getpid(), signal.SIGKILL)
+    def half_a_model():
+        with drafted(tmp_path, "config.json") as draft:
+            (draft/"weights").write_text("x")
+            die()
+    def half_of_rollouts():
+        saved.persist = die
+        save_rollouts(tmp_path, 3, batch)
+    batch = Batch(tokens=torch.ones(1, 2, dtype=torch.long), lengths=torch.tensor([2]))
+    for write in (half_a_model, half_of_rollouts): killed(write)
+    assert len(files(tmp_path)) == 2
+    save_rollouts(tmp_path, 3, batch)
+    with drafted(tmp_path, "config.json") as draft: (draft/"config.json").write_text("x")
+    assert files(tmp_path) == ["config.json", "step-000000003.arrow"]

@@ -15,13 +15,14 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from rlblocks import Batch, Checkpoint, Policy, load_rollouts, published_weights, save_rollouts
-from rlblocks.checkpoint.convert import stored
+from rlblocks import Batch, Checkpoint, Critic, Policy, load_rollouts, published_weights, save_rollouts
+from rlblocks.checkpoint.convert import main, stored
 from rlblocks.checkpoint.saves import digest
 from rlblocks.checkpoint.shards import checked_reader, read_part_shards
 from rlblocks.data.ragged import ragged, to_arrow
 from rlblocks.engines.slices import Slice
-from rlblocks.models.loading import weight_files
+from rlblocks.models.loading import load_tokenizer, weight_files
+from rlblocks.placement.memory import fake_model
 from tiny import model
 
 
@@ -89,6 +90,20 @@ def test_a_description_changes_no_class(shards, tmp_path):
         for cls, own in before.items():
             for name in vars(cls).keys() - own.keys(): delattr(cls, name)
     assert not (tmp_path/"harm").exists()
+
+
+@pytest.mark.parametrize("as_state", [False, True])
+def test_nothing_endless_is_put_in_words(shards, as_state):
+    "The repr of 29 lists in each other took all memory."
+    lists = []
+    for _ in range(28): lists = [lists, lists]
+    def as_name(metadata):
+        for x in metadata.storage_data.values(): x.relative_path = lists
+    if as_state: (shards/".metadata").write_bytes(pickle.dumps(lists, 2)[:-1] + b"}" + text("x") + b"Nsb.")
+    else: described(shards, as_name)
+    assert (shards/".metadata").stat().st_size < 1500
+    with pytest.raises(ValueError, match="would change <class 'list'>" if as_state else "the name of a file is a list"):
+        checked_reader(shards)
 
 
 def test_bytes_in_shards_are_not_loaded(shards, tmp_path):
@@ -310,9 +325,23 @@ def test_a_list_that_is_no_list_is_named(save, text):
     assert Checkpoint(save.parent).best() is None
 
 
-def test_a_save_may_be_a_link_and_its_list_not_a_pipe(save, tmp_path):
-    save.rename(tmp_path/"other-disk")
-    save.symlink_to(tmp_path/"other-disk")
+def test_a_save_is_no_link_out_of_its_run(save, tmp_path):
+    "`convert` and a resume took the last save of another run."
+    for _ in Checkpoint(tmp_path/"another")(9, state=dict(x=2)): pass
+    (save.parent/"step-00000009").symlink_to(tmp_path/"another/step-00000009")
+    for read in (resumed, lambda save: stored(save.parent), lambda save: Checkpoint(save.parent).best()):
+        with pytest.raises(ValueError, match="'step-00000009' leads out of the folder"): read(save)
+
+
+def test_a_list_of_a_save_that_is_a_link_is_not_cured_by_deleting_the_save(save, tmp_path):
+    (save/"meta.json").rename(tmp_path/"meta.json")
+    (save/"meta.json").symlink_to(tmp_path/"meta.json")
+    with pytest.raises(ValueError, match="to the place of the link$"): resumed(save)
+
+
+def test_a_save_may_be_a_link_in_its_run_and_its_list_not_a_pipe(save):
+    save.rename(save.parent/"elsewhere")
+    save.symlink_to("elsewhere")
     assert resumed(save) == (1, dict(x=1))
     (save/"meta.json").unlink()
     os.mkfifo(save/"meta.json")
@@ -394,3 +423,29 @@ def test_an_index_of_weights_names_no_file_elsewhere(tmp_path):
         index.write_text(json.dumps(dict(weight_map={name: odd})))
         with pytest.raises(ValueError, match="names .*secret.safetensors', and the name of a file beside it is wanted"):
             weight_files(tmp_path/"model")
+
+
+def test_a_model_runs_no_code_of_its_own_and_asks_nobody(tmp_path, monkeypatch):
+    "transformers asks on standard input, and a yes ran it."
+    model().save_pretrained(tmp_path/"model")
+    config = json.loads((tmp_path/"model/config.json").read_text())
+    (tmp_path/"model/harm.py").write_text(f"import os\nos.mkdir({str(tmp_path/'harm')!r})\n")
+    names = dict(AutoConfig="harm.C", AutoModelForCausalLM="harm.M", AutoModel="harm.M", AutoTokenizer=["harm.T", None])
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (tmp_path/"model/tokenizer_config.json").write_text(json.dumps(dict(auto_map=names)))
+    assert load_tokenizer(tmp_path/"model") is None
+    loads = (Policy, lambda folder, **_: fake_model(folder), Critic)
+    for kind, wrappers in dict(stranger=loads, vit=loads[:2]).items():         # a critic of vit needs none of its code
+        (tmp_path/"model/config.json").write_text(json.dumps(config | dict(auto_map=names, model_type=kind)))
+        for load in wrappers:
+            with pytest.raises((ValueError, TypeError), match="brings code of its own|custom code"):
+                load(str(tmp_path/"model"), device="cpu")
+    assert not (tmp_path/"harm").exists()
+
+
+def test_what_cannot_be_converted_is_said_in_a_line(save, tmp_path, capsys):
+    model().save_pretrained(tmp_path/"model")
+    capsys.readouterr()           # of transformers' progress
+    with pytest.raises(SystemExit) as end: main([str(save), str(tmp_path/"out"), "--base", str(tmp_path/"model")])
+    err = capsys.readouterr().err
+    assert end.value.code == 1 and re.match("convert: .* holds weights of nobody", err) and err.count("\n") == 1

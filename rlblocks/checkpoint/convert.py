@@ -9,6 +9,7 @@ __all__ = ['Stored', 'stored', 'of_dcp', 'stored_names', 'convert']
 import argparse
 import glob
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.ragged import file_in
+from ..data.ragged import file_in, unfinished
 from ..engines.compiled import in_environment
 from .saves import checked, load_mapped, saves_in, writable
 from ..models.lora import merge_adapters
@@ -167,7 +168,8 @@ def _described_model(base)->Any:
     import transformers
     config = config_of(base, "convert", also="")
     auto:Any = getattr(transformers, (config.architectures or [""])[0], None) or transformers.AutoModelForCausalLM
-    with torch.device("meta"): model = auto.from_config(config) if hasattr(auto, "from_config") else auto(config)
+    with torch.device("meta"):
+        model = auto.from_config(config, trust_remote_code=False) if hasattr(auto, "from_config") else auto(config)
     return with_generation(model, base)
 
 def stored_names(model:nn.Module, weights:dict[str, Tensor])->dict[str, str]: # the model's → the checkpoint's
@@ -209,7 +211,8 @@ def _judge(config, found, pad):
     from transformers import AutoModel
     out, width = found.weights["head.weight"].shape
     with torch.device("meta"):
-        trunk, head = AutoModel.from_config(config), nn.Linear(width, out, bias="head.bias" in found.weights)
+        trunk = AutoModel.from_config(config, trust_remote_code=False)
+        head = nn.Linear(width, out, bias="head.bias" in found.weights)
     return classifier(trunk, head, pad=pad, moments=found.state.get("moments"))
 
 # %% ../../nbs/checkpoint/91_convert.ipynb #1d236da0
@@ -245,7 +248,7 @@ def _convert_adapter(found:Stored, path:Path, base, *, tokenizer, merge:bool, dt
     own = {k: torch.empty_like(x, device="cpu") for k, x in found.weights.items() if k.startswith("adapter.")}
     found.fill(own)
     own = {k.removeprefix("adapter."): x if merge or dtype is None else x.to(dtype) for k, x in own.items()}
-    with TemporaryDirectory(prefix=".draft-", dir=path) as draft:
+    with unfinished(path, "adapter") as draft:
         write_adapter(own, found.state["lora"], draft if merge else path, base=str(base),
                       causal=model.get_output_embeddings() is not None, tokenizer=None if merge else tokenizer)
         if merge: merge_adapters(base, draft, path, dtype=dtype)
@@ -297,7 +300,7 @@ def _mapped(file, shape, dtype):
 
 # %% ../../nbs/checkpoint/91_convert.ipynb #3682732a
 def main(argv:Sequence[str]|None=None):
-    "The command; None: the words of the command line."
+    "Run the command; None: the words of the command line. What cannot be converted is said in a line, with code 1."
     words = argparse.ArgumentParser(prog="python -m rlblocks.checkpoint.convert",
                                     description="Turn a checkpoint that many ranks wrote into a model folder.")
     words.add_argument("checkpoint", help="folder of a run or a save, of torch's distributed checkpoint, of DeepSpeed")
@@ -307,7 +310,10 @@ def main(argv:Sequence[str]|None=None):
     words.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="of what is written")
     words.add_argument("--merge", action="store_true", help="of a run with LoRA: base and adapter in one model")
     given = vars(words.parse_args(argv))
-    convert(**given | dict(dtype=given["dtype"] and getattr(torch, given["dtype"])))
+    try: convert(**given | dict(dtype=given["dtype"] and getattr(torch, given["dtype"])))
+    except (OSError, ValueError, RuntimeError, TypeError, ImportError) as e:
+        print(" ".join(str(e).split()), file=sys.stderr)
+        sys.exit(1)
 
 # %% ../../nbs/checkpoint/91_convert.ipynb #514110f1
 if __name__ == "__main__" and globals().get("__package__"): main()       # as a module, not as a cell

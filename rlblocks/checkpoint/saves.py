@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from ..data.ragged import file_in, persist
+from ..data.ragged import check_inside, file_in, persist
 from ..models.folders import disk_state, failed_write
 
 # %% ../../nbs/checkpoint/90_saves.ipynb #0d93124d
@@ -39,10 +39,14 @@ def writable(path:str|Path, who:str="save")->Path: # the folder
     except OSError as e: raise OSError(f"{who}: cannot write to {path}: {e}") from e
     return Path(path)
 
-def saves_in(folder:str|Path)->list[Path]: # their folders, or links to folders; first step first
-    "The saves in a folder: what is named `step-` and digits, and nothing else."
+def saves_in(folder:str|Path)->list[Path]: # their folders, or links to folders of the run; first step first
+    """The saves in a folder: what is named `step-` and digits, and nothing else.
+
+    ValueError for one that is a link out of the folder."""
     found = [f for f in Path(folder).glob("step-*") if re.fullmatch("step-[0-9]+", f.name)]
-    return sorted((f for f in found if f.is_dir() or f.is_symlink()), key=lambda f: int(f.name.removeprefix("step-")))
+    found = [f for f in found if f.is_dir() or f.is_symlink()]
+    for save in found: check_inside(folder, save.name)
+    return sorted(found, key=lambda f: int(f.name.removeprefix("step-")))
 
 def save_path(folder:Path, step:int)->Path:
     "Where the save of a step is."
@@ -93,6 +97,7 @@ def checked(folder:Path, rank:int=0, ranks:int=1)->dict: # step, files and their
 
     ValueError names a file that is missing or not what was written."""
     remedy = f"delete {folder} to resume from the save before it"
+    check_inside(folder, "meta.json")         # deleting the save is no remedy for a link
     try:
         meta = json.loads(file_in(folder, "meta.json").read_bytes())
         hashes = dict(meta["files"])

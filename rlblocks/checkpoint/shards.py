@@ -158,7 +158,8 @@ class MetadataUnpickler(_Unpickler):
     def load_build(self):
         "Give an instance its state. UnpicklingError for a class or a function, which would be changed for everybody."
         changed = self.stack[-2]
-        if not is_dataclass(type(changed)): raise pickle.UnpicklingError(f"change {changed!r}")
+        if not is_dataclass(type(changed)):
+            raise pickle.UnpicklingError(f"change {changed if callable(changed) else type(changed)!r}")
         super().load_build()
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -178,14 +179,16 @@ def checked_reader(folder:Path)->tuple["FileSystemReader", "Metadata"]: # for `r
     path = file_in(folder, ".metadata")
     try:
         with path.open("rb") as file: metadata = MetadataUnpickler(file).load()
-        described, files = metadata.state_dict_metadata, {str(x.relative_path) for x in metadata.storage_data.values()}
+        described, files = metadata.state_dict_metadata, [x.relative_path for x in metadata.storage_data.values()]
+        odd = next((type(file).__name__ for file in files if not isinstance(file, str)), None)
+        if odd: raise TypeError(f"the name of a file is a {odd}")     # its repr may be longer than the memory
         metadata.state_dict_metadata = {k: x for k, x in described.items() if isinstance(x, TensorStorageMetadata)}
     except pickle.UnpicklingError as e:
         raise ValueError(f"{path}: reading it would {e}, and a description of tensors has no such thing in it. It may "
                          "be made to run code: do not load this folder unless you know who wrote it, and then with "
                          "torch itself") from e
     except Exception as e: raise ValueError(f"{path} is no description of tensors that torch wrote: {e!r}") from e
-    for name in files: file_in(folder, name)
+    for name in dict.fromkeys(files): file_in(folder, name)
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     return reader, metadata

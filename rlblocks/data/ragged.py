@@ -10,11 +10,13 @@ import importlib
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -165,7 +167,9 @@ def _free(folder):
 def from_arrow(
     path:str|Path, # what `to_arrow` wrote
 )->Ragged: # tensors on the mapped file: read, never written to
-    "Map the rows of an Arrow file into memory; they are paged in when they are taken. ValueError for other files."
+    """Map the rows of an Arrow file into memory. ValueError for other files.
+
+    Their text is read once, to check it; tokens and numbers are paged in when they are taken."""
     pa = _arrow()
     try:
         with pa.memory_map(str(path)) as file: table = pa.ipc.open_stream(file).read_all()
@@ -196,6 +200,12 @@ def persist(*paths:Path):
         try: os.fsync(handle)
         finally: os.close(handle)
 
+@contextmanager
+def unfinished(folder:str|Path, kind:str)->Iterator[Path]: # empty, and gone afterwards
+    "A folder inside another, to write in; a killed process left its own, of the same kind, which goes first."
+    for left in Path(folder).glob(f".draft-{kind}-*"): shutil.rmtree(left, ignore_errors=True)
+    with TemporaryDirectory(prefix=f".draft-{kind}-", dir=folder, ignore_cleanup_errors=True) as new: yield Path(new)
+
 # %% ../../nbs/data/41_ragged.ipynb #3874e938
 def file_in(
     folder:str|Path, # of anybody's
@@ -205,12 +215,19 @@ def file_in(
 
     ValueError for a name or a link that leads out of the folder, and for a FIFO, a device or a folder in the place of
     a file; FileNotFoundError when there is none."""
-    root, path = Path(os.path.realpath(folder)), Path(folder, name)
-    end = Path(os.path.realpath(path))
-    homes = [root, *(p.parent/"blobs" for p in root.parents if p.name == "snapshots")]
-    if os.path.isabs(name) or ".." in Path(name).parts or not any(end.is_relative_to(home) for home in homes):
-        raise ValueError(f"{folder}: {name!r} leads out of the folder, to {end}, and what a folder names is read in "
-                         "that folder alone; if you trust whoever made it, copy the file into the folder")
-    if not stat.S_ISREG(os.stat(end).st_mode):
+    check_inside(folder, name)
+    path = Path(folder, name)
+    if not stat.S_ISREG(os.stat(path).st_mode):
         raise ValueError(f"{path} is no regular file, but a folder, FIFO, socket or device; a file is wanted")
     return path
+
+def check_inside(folder:str|Path, name:str):
+    "ValueError for a name, or a link of that name, that leads out of a folder."
+    root, end = Path(os.path.realpath(folder)), Path(os.path.realpath(Path(folder, name)))
+    homes = [root, *(p.parent/"blobs" for p in root.parents if p.name == "snapshots")]
+    elsewhere = os.path.isabs(name) or ".." in Path(name).parts
+    if not elsewhere and any(end.is_relative_to(home) for home in homes): return
+    remedy = ("a name from the root or with .. is never read" if elsewhere else
+              f"if you trust whoever made it, copy {end} to the place of the link")
+    raise ValueError(f"{folder}: {name!r} leads out of the folder, to {end}, and what a folder names is read in "
+                     f"that folder alone; {remedy}")

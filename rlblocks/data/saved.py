@@ -8,12 +8,12 @@ __all__ = ['save_rollouts', 'load_rollouts', 'saved_steps']
 # %% ../../nbs/data/45a_saved.ipynb #8b2737b5
 import json
 import os
+import re
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from .batch import Batch
 from .columns import whole_number
-from .ragged import Ragged, file_in, from_arrow, persist, ragged, to_arrow
+from .ragged import Ragged, file_in, from_arrow, persist, ragged, to_arrow, unfinished
 
 # %% ../../nbs/data/45a_saved.ipynb #2fbaa10c
 _JSON = "json:"     # before the name of a column that is written as JSON
@@ -32,8 +32,8 @@ def save_rollouts(
     texts = {k: _texts(k, x) for k, x in rows.columns.items() if rows.kinds[k] == "list" and not _plain(x)}
     columns = {(_JSON if k in texts else "") + k: texts.get(k, x) for k, x in rows.columns.items()}
     kinds = {(_JSON if k in texts else "") + k: kind for k, kind in rows.kinds.items()}
-    with TemporaryDirectory(prefix=".unfinished-", dir=final.parent) as new:
-        written = to_arrow(Ragged(columns, kinds, rows.offsets), Path(new)/"rows")
+    with unfinished(final.parent, f"rollouts-{step:09d}") as new:
+        written = to_arrow(Ragged(columns, kinds, rows.offsets), new/"rows")
         persist(written)
         os.replace(written, final)
         persist(final.parent)       # its list of names
@@ -57,7 +57,8 @@ def load_rollouts(folder:str|Path, step:int)->Batch: # a new whole, padded to it
 
 def saved_steps(folder:str|Path)->list[int]: # in order
     "The steps that are there."
-    return sorted(int(p.stem.removeprefix("step-")) for p in Path(folder).glob("step-*.arrow"))
+    found = [re.fullmatch(r"step-([0-9]+)\.arrow", p.name) for p in Path(folder).glob("step-*.arrow")]
+    return sorted(int(x[1]) for x in found if x)
 
 def _file(folder, step): return Path(folder)/f"step-{step:09d}.arrow"
 

@@ -10,15 +10,15 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp
 
 import torch
 from torch import Tensor
 
 from ..data.columns import dtype_named, dtype_of
-from ..data.ragged import file_in, persist
+from ..data.ragged import file_in, persist, unfinished
 from .weights import Ticket, checksum
 
 # %% ../../nbs/engines/51c_published.ipynb #6a59a45a
@@ -77,8 +77,7 @@ def publish_weights(
                          "publish all weights: policy.weights()")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    new = Path(mkdtemp(prefix=".unfinished-", dir=folder)) if write else None
-    try:
+    with unfinished(folder, "version") if write else nullcontext() as new:
         listed = _written(ticket, new, bucket_bytes)
         if new is None: return None
         (new/"ticket.json").write_text(json.dumps(listed))
@@ -87,9 +86,6 @@ def publish_weights(
         final = folder/f"version-{ticket.version:09d}"
         put_in_place(new, final)
         persist(folder)
-    except BaseException:
-        if new is not None: shutil.rmtree(new, ignore_errors=True)
-        raise
     for gone in superseded(folder, final, keep): shutil.rmtree(gone, ignore_errors=True)
     return read_ticket(final)
 

@@ -38,6 +38,16 @@ def _what(x):
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}{values}"
 
 # %% ../../nbs/models/65_checks.ipynb #a311a932
+def without_its_code(auto:Any, model:str|Path, **how)->Any: # what the class's `from_pretrained` returns
+    "Load it by transformers. ValueError for a folder that brings code of its own to run."
+    try: return auto.from_pretrained(model, trust_remote_code=False, **how)
+    except ValueError as e:
+        if "trust_remote_code" not in str(e): raise
+        raise ValueError(f"model: '{model}' brings code of its own, which rlblocks does not run; if you trust whoever "
+                         "made it, load model and tokenizer yourself, with trust_remote_code=True, and give them in "
+                         "place of the name") from e
+
+# %% ../../nbs/models/65_checks.ipynb #0949b441
 def config_of(model:str|Path, who:str="model", *,
               also:str=", an nn.Module or a callable that makes one")->"transformers.PretrainedConfig":
     """The configuration of a folder, or of a name on the hub.
@@ -49,7 +59,7 @@ def config_of(model:str|Path, who:str="model", *,
         raise NotADirectoryError(f"{who}: '{model}' is a file; the folder around it is wanted, '{path.parent}'")
     if str(model) and path.is_dir() and not (path/"config.json").is_file():
         raise FileNotFoundError(f"{who}: '{model}' holds no model: there is no config.json in it{_instead(path)}")
-    try: return AutoConfig.from_pretrained(model)
+    try: return without_its_code(AutoConfig, model)
     except OSError as e:
         if path.is_dir(): raise         # transformers says what is wrong with it
         near, first = _near(path), str(e).splitlines()[0]

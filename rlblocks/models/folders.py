@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..data.ragged import persist
+from ..data.ragged import persist, unfinished
 from ..engines.modules import distinct
 from ..engines.world import HALF, agree, world
 
@@ -55,8 +54,7 @@ def drafted(path:str|Path, last:str, replaces:Iterable[str]=())->Iterator[Path]:
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     try:
-        with TemporaryDirectory(prefix=".draft-", dir=path) as folder:
-            draft = Path(folder)
+        with unfinished(path, "model") as draft:
             yield draft
             persist(*draft.rglob("*"), draft)
             for old in (path/last, *(f for p in replaces for f in path.glob(p))): old.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..engines.lazy import make_lazy_
 from ..engines.modules import output_layer
 from ..engines.world import device_of
-from .checks import config_of, refuse_encoder_decoder
+from .checks import config_of, refuse_encoder_decoder, without_its_code
 
 if TYPE_CHECKING: import transformers
 
@@ -224,7 +224,8 @@ def _from_folder(model, trunk, attention, lazy):
     scores = any(a.endswith("ForSequenceClassification") for a in config.architectures or [])
     auto = AutoModelForCausalLM if not trunk else AutoModelForSequenceClassification if scores else AutoModel
     module = lazy_model(auto, model, config, attention) if lazy else None
-    return auto.from_pretrained(model, dtype="auto", **_attending(attention)) if module is None else module
+    if module is not None: return module
+    return without_its_code(auto, model, dtype="auto", **_attending(attention))
 
 def without_lm_head(module:nn.Module)->nn.Module: # itself where it has no such head
     """A language model below its output layer: its `base_model`, or its part beside that layer.
@@ -249,7 +250,7 @@ def load_tokenizer(
     if given is not None: return cast(Any, given)
     if not isinstance(model, str | Path): return getattr(model, "tokenizer", None)
     from transformers import AutoTokenizer
-    try: return AutoTokenizer.from_pretrained(model)
+    try: return without_its_code(AutoTokenizer, model)
     except (OSError, ValueError): return None     # a folder of weights alone; who needs a tokenizer says so
 
 # %% ../../nbs/models/66_loading.ipynb #e2f5f77f
@@ -276,8 +277,8 @@ def load_quantized(model:str|Path, quantization:object, *, attention:str|None=No
     refuse_encoder_decoder(config, model)
     dtype = getattr(config, "dtype", None) or torch.float32
     where = device_of(device, "quantization")
-    return AutoModelForCausalLM.from_pretrained(model, quantization_config=_bits(quantization, dtype), dtype=dtype,
-                                                device_map={"": where}, **_attending(attention))
+    return without_its_code(AutoModelForCausalLM, model, quantization_config=_bits(quantization, dtype), dtype=dtype,
+                            device_map={"": where}, **_attending(attention))
 
 def _bits(quantization, dtype):
     "A quantization config of a word; any other stays as it is."

@@ -30,7 +30,7 @@ from .adapters import (check_bare, check_merges, check_untied, fingerprint, inje
                                       keep_kernels_, layers_with_adapters, linear_names, load_adapter_, lora_config,
                                       merged_weights, nested, peft_, settings_of, starts_from_weights,
                                       without_adapters, write_adapter)
-from .checks import check_same_base, check_sum_of_adapters, config_of
+from .checks import check_same_base, check_sum_of_adapters, config_of, without_its_code
 from .folders import dtypes_of, in_precision, save_folder
 from .forward import Forward
 from .loading import load_tokenizer
@@ -303,7 +303,7 @@ def merge_adapters(
     import transformers
     config = config_of(base, "merge_adapters", also="")
     auto:Any = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
-    loaded = Base(auto.from_pretrained(base, dtype="auto"), device="cpu", name=str(base))
+    loaded = Base(without_its_code(auto, base, dtype="auto"), device="cpu", name=str(base))
     shares = adapters if isinstance(adapters, dict) else {adapters: 1.}
     named = enumerate(shares.items())
     weights = {loaded.put(dict(path=folder, name=f"adapter{i}")): float(w) for i, (folder, w) in named}

@@ -21,7 +21,7 @@ from ..engines.lazy import device_at, lazy_weights, read_module_
 from ..engines.sharded import ShardedModel
 from ..engines.world import world
 from ..losses.value import expected_value
-from .checks import config_of, refuse_encoder_decoder
+from .checks import config_of, refuse_encoder_decoder, without_its_code
 from .folders import in_precision, plain_twin, save_folder
 from .forward import Forward
 from .head import states_of
@@ -123,7 +123,7 @@ def _trunk_alone(model, attention, lazy, head):
     how = dict(attn_implementation=attention) if attention else {}
     level = logging.get_verbosity()
     logging.set_verbosity_error()                # else it reports the head as unexpected
-    try: trunk, found = AutoModel.from_pretrained(model, dtype="auto", output_loading_info=True, **how)
+    try: trunk, found = without_its_code(AutoModel, model, dtype="auto", output_loading_info=True, **how)
     finally: logging.set_verbosity(level)
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"{model}: the weights lack {missing[0]!r} of a {type(trunk).__name__} ({len(missing)} such)")

@@ -172,7 +172,7 @@ def show(
 
 HELP = f"""rlblocks run PLACE [--KEYWORD VALUE …]     run a loop
 rlblocks run PLACE --help                  its flags, with their defaults
-rlblocks doctor --help                     what a cluster lacks
+rlblocks doctor --help                     what this machine or a cluster lacks
 
 PLACE is package.module:function or folder/notebook.ipynb:function. The function is a loop:
 
@@ -185,8 +185,10 @@ def command_line(
     argv:Sequence[str]|None=None, # of the command line; None: this process's
 )->int: # its exit code
     "`rlblocks run LOOP …` and `rlblocks doctor …`; `once` is what `run --restarts` starts, and starts again."
-    word, *words = sys.argv[1:] if argv is None else argv or [""]
+    word, *words = (sys.argv[1:] if argv is None else argv) or [""]
     if word == "doctor": return doctor(words)
+    if word not in ("", "run", "once", "-h", "--help"):
+        print(f"rlblocks: there is no command {word!r}; run and doctor are", file=sys.stderr)
     if word not in ("run", "once") or not words or words[0] in ("-h", "--help"):
         print(HELP)
         return 0 if {word, *words[:1]} & {"-h", "--help"} else 2

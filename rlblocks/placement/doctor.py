@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..graders.sandbox import lacking
-from .access import open_to_others, token_file
+from .access import open_to_others, own_ray, token_file
 from .cluster import Cluster, as_cluster, connect, task_on
 
 # %% ../../nbs/placement/98n_doctor.ipynb #68998645
@@ -66,6 +66,7 @@ def facts_of_node(
                  sees=not file or Path(file).is_file() and Path(file).read_text() == text, here=Path(here).is_dir(),
                  token_is_its_owners=not open_to_others(token_file()), lacks=lacking())
 
+# %% ../../nbs/placement/98n_doctor.ipynb #4cf60947
 class Finding(NamedTuple):
     "One thing about one node."
     node:str
@@ -94,12 +95,16 @@ def _findings_of(node, x, own, folder):
                   "" if x.spill > x.store else "give it more room, or ray start --object-spilling-directory")
     yield Finding(node, "health checks", ", ".join(slow) + " wanted" if slow else "a lost host is heard in 9 s",
                   "set these where `ray start` runs" if slow else "")
-    yield Finding(node, "sandbox", f"partial: {x.lacks}; rewards that run code refuse to, but for "
-                  'Sandbox(isolation="partial")' if x.lacks else "full", "")     # most runs need none
+    yield _sandbox(node, x.lacks)
     yield Finding(node, "this folder", "is there" if x.here else "is not there", "" if x.here else
                   "name the run's folders from the root; a relative path means another folder there")
     if folder: yield Finding(node, folder, "seen" if x.sees else "not seen", "" if x.sees else
                              "use a disk that all hosts see; else states pass through the loop's process")
+
+def _sandbox(node, lacks):
+    "Whether programs can be kept in; no fault, since most runs need no sandbox."
+    return Finding(node, "sandbox", f"partial: {lacks}; rewards that run code refuse to, but for "
+                   'Sandbox(isolation="partial")' if lacks else "full", "")
 
 # %% ../../nbs/placement/98n_doctor.ipynb #64391884
 def examine(
@@ -143,16 +148,26 @@ def doctor(
     argv:Sequence[str]|None=None, # of the command line; None: this process's
 )->int: # 1 where something is wrong
     "`rlblocks doctor [--cluster ADDRESS] [--folder RUNS]`"
-    words = argparse.ArgumentParser(prog="rlblocks doctor", description="What each node of a Ray cluster is like.")
+    words = argparse.ArgumentParser(prog="rlblocks doctor", description="What each node of a Ray cluster is like, and "
+                                    "whether programs can be kept in on this machine.")
     words.add_argument("--cluster", help="its address; none: RAY_ADDRESS, else Ray on this machine")
     words.add_argument("--folder", help="of the runs, which every host should see")
     given = words.parse_args(argv)
     try: found = examine(given.cluster, given.folder)
     except (RuntimeError, OSError, ValueError, ImportError) as e:
+        if isinstance(e, RuntimeError | ImportError): _show(_sandbox("this machine", lacking()))    # that needs no Ray
         print(f"WRONG {e}")
         return 1
-    for x in found: print(f"{'ok  ' if not x.remedy else 'WRONG'} {x.node:15} {x.what:16} {x.found}"
-                          + f". {x.remedy}"*bool(x.remedy))
+    if own_ray(): found = [_of_one_host(x) for x in found]
+    for x in found: _show(x)
     return int(any(x.remedy for x in found))
+
+def _show(x):
+    print(f"{'ok  ' if not x.remedy else 'WRONG'} {x.node:15} {x.what:16} {x.found}" + f". {x.remedy}"*bool(x.remedy))
+
+def _of_one_host(x):
+    "A finding of a Ray that this process has started: it has no host that can be cut off."
+    alone = "not needed: Ray on this machine alone, where no host can be cut off"
+    return x._replace(found=alone, remedy="") if x.what == "health checks" else x
 
 if __name__ == "__main__" and globals().get("__package__"): sys.exit(doctor())       # as a module, not as a cell

@@ -88,7 +88,7 @@ def fake_model(model:object, dtype:torch.dtype|None=None, *, who:str="fake_model
         raise TypeError(f"{who}: dtype is {dtype!r}; a torch dtype of floats is wanted, e.g. torch.bfloat16")
     config = deepcopy(_config_of(model, who))       # transformers writes the dtype into the one that it is given
     chosen = dtype or getattr(model, "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    try: return AutoModelForCausalLM.from_config(config, dtype=chosen)
+    try: return AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=False)
     except ValueError as e:
         raise TypeError(f"{who}: {type(config).__name__} is the configuration of no causal language model "
                         f"({str(e).splitlines()[0][:120]})") from e

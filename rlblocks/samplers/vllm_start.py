@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..engines.weights import InProcess, Ticket, buckets, named_weights, probe_ids
+from ..models.checks import config_of
 from ..models.folders import plain_twin
 from ..models.routers import routers_of
 from .channels import Channel, SharedMemory, channel_for
@@ -47,12 +48,12 @@ def engine_twin(
     made:"transformers.PreTrainedModel|None", # the module; None: `model` is a name or folder
 )->tuple["transformers.PreTrainedModel", str|None]: # on the meta device; where vLLM reads weights, None: dummies
     "What vLLM is started with."
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
     if made is not None:
         twin = plain_twin(made)
         twin.config.architectures, twin.config.dtype = [type(made).__name__], next(made.parameters()).dtype
         return twin, None
-    with torch.device("meta"): twin = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    with torch.device("meta"): twin = AutoModelForCausalLM.from_config(config_of(model), trust_remote_code=False)
     try: twin.generation_config = GenerationConfig.from_pretrained(model)
     except OSError: pass          # a folder without one
     return twin, str(model)
