@@ -627,14 +627,14 @@ def call_in(found):
 
 # -- calls that are large
 
-def counting():
+def counting(template=CHATML):
     "A renderer that counts what it encodes."
     class Counts(ChatRenderer):
         encoded = 0
         def ids(self, text):
             self.encoded += len(text)
             return super().ids(text)
-    return Counts(spelling(CHATML))
+    return Counts(spelling(template))
 
 
 @pytest.mark.parametrize("messages", [[dict(role="assistant", content="")]*600 + USER,
@@ -653,8 +653,34 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(rollout, messages, path
         assert at.collect([session]).finish_reason == ["context_overflow"]
 
 
+def large_parts():
+    "A call of a tool in the history, a name, and a tool, each of 100,000 characters."
+    long = "a"*100_000
+    call = dict(id="c", type="function", function=dict(name="f", arguments=json.dumps(dict(x=long))))
+    return dict(arguments=dict(messages=[*USER, dict(role="assistant", content="", tool_calls=[call]), *USER]),
+                name=dict(messages=[dict(role="user", name=long, content="a")]),
+                tools=dict(messages=USER, tools=[dict(type="function", function=ADD | dict(description=long))]))
+
+
+WHOLE = ("{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<turn>{{ m.role }}\n"
+         "{{ m.name or '' }}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}"
+         "<end>\n{% endfor %}{% if add_generation_prompt %}<turn>assistant\n{% endif %}")
+
+
+@pytest.mark.parametrize("part", large_parts())
+def test_what_a_template_writes_counts_wherever_it_came(rollout, part):
+    "Where the template leaves it out, the call is answered."
+    body = dict(model="p", **large_parts()[part])
+    for template, status, kept in ((WHOLE, 400, True), (CHATML, 200, False)):
+        with Endpoint(rollout, renderer=counting(template)) as at:
+            session, before = at.session(), at.state.renderer.encoded
+            got = httpx2.post(f"{at.url}/chat/completions", json=body, headers={"x-api-key": session.key}, timeout=60)
+            assert got.status_code == status and ("context_overflow" in got.text) == kept
+            assert (at.state.renderer.encoded == before) == kept
+
+
 def test_a_call_that_takes_long_to_read_keeps_nobody_else(rollout):
-    "Who asks for the models is answered, and rows of a session that has ended are taken."
+    "Another agent is answered, and rows of a session that has ended are taken."
     go, reached = threading.Event(), threading.Event()
     class Slow(ChatRenderer):
         def text(self, messages, *more):
@@ -669,12 +695,34 @@ def test_a_call_that_takes_long_to_read_keeps_nobody_else(rollout):
                            json=dict(model="p", messages=[dict(role="user", content="slow")]))
         try:
             assert reached.wait(60.)
+            other = httpx2.post(f"{at.url}/chat/completions", json=dict(model="p", messages=USER), timeout=20,
+                                headers={"x-api-key": at.session().key})
+            assert other.status_code == 200
             got = httpx2.get(f"{at.url}/models", headers={"x-api-key": slow.key}, timeout=20)
             assert got.status_code == 200 and at.collect([done]).n_turns.tolist() == [1]
             with pytest.raises(RuntimeError, match="it asked nothing"): at.collect([slow])
         finally: go.set()
         assert late.result().status_code == 401 and "this session has ended" in late.result().text
         assert not slow.points and not slow.rooms and not slow.running
+
+
+def test_calls_of_a_session_are_read_as_they_come(rollout):
+    "The first call takes longer to read than the second, and has the first place, which names its samples."
+    reached = threading.Event()
+    class Slow(ChatRenderer):
+        def text(self, messages, *more):
+            if messages[-1]["content"] == "slow":
+                reached.set()
+                time.sleep(.3)
+            return super().text(messages, *more)
+    with Endpoint(rollout, renderer=Slow(spelling(CHATML))) as at, ThreadPoolExecutor(1) as pool:
+        session = at.session()
+        first = pool.submit(chat_with, at, session, "slow")
+        assert reached.wait(60.)
+        chat_with(at, session, "quick")
+        first.result()
+        places = {name.split("_")[1]: p.messages[0]["content"] for name, p in session.answers.items()}
+        assert places == {"0": "slow", "1": "quick"}
 
 
 def test_known_conversations_are_found_by_a_walk():

@@ -222,7 +222,8 @@ async def exchange_of(
     if made.answer is None:
         session.check_open()
         made.begin()
-    try: await asyncio.to_thread(made.read, body)
+    try:
+        async with session.reading: await asyncio.to_thread(made.read, body)
     except BaseException:
         made.end()
         raise

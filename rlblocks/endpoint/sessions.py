@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from ..data.renderers import Renderer, message_of, next_ids
+from ..data.renderers import ChatRenderer, Renderer, message_of, next_ids
 from ..environments.rewriting import rewritten
 from .calls import ChatAnswer, ChatCall, Refused, essence
 from ..environments.conversations import Branch, Conversation
@@ -103,6 +103,7 @@ class Session:
         self.rooms:dict[int, int] = {}         # tokens that calls under way may still have, by their places
         self.placed:set[int] = set()           # places of the calls that were answered
         self.running:dict[str, asyncio.Event] = {} # set when a call ends, by its body
+        self.reading = asyncio.Lock()          # calls are read one by one, as they come
         self.draws = self.refused_at = 0       # calls; how many there were when one was refused
         self.refused:Refused|None = None       # for going too far
         self.result:Any = None                 # of the agent; the column `result`
@@ -147,7 +148,8 @@ def planned(
 )->Plan:
     "The ids that a call comes to. Refused when it cannot be answered."
     messages = full_messages(session, call)
-    with session.lock: check_room(session, fewest_tokens(messages, longest))
+    fewest = fewest_tokens(messages, call.tools, renderer, longest, session.limits.window)
+    with session.lock: check_room(session, fewest)
     point, new = continued_point(session, messages, call.tools, renderer, strip)
     if point is not None: ids, anew = point.branch.ids[:point.end] + new, []
     else: ids, anew = rewritten(renderer, *kept_words(session, messages, strip), tools=call.tools)
@@ -227,11 +229,17 @@ def check_prompt(
 
 def fewest_tokens(
     messages:Sequence[Mapping],
+    tools:list|None,
+    renderer:Renderer,
     longest:int|None, # characters of the longest token; None: not known
+    window:int|None,  # positions of the model; None: without limit
 )->int:
-    "Return how many tokens messages come to at least."
+    "Return how many tokens a call comes to at least: where all that came may be too long, by its template's text."
+    if not longest: return len(messages)
     characters = sum(len(m.get("content") or "") for m in messages)
-    return max(len(messages), characters//longest if longest else 0)
+    if window and isinstance(renderer, ChatRenderer) and len(json.dumps([messages, tools]))//longest > window:
+        characters = len(renderer.text(messages, tools, True))      # it may leave out much of what came
+    return max(len(messages), characters//longest)
 
 def check_room(
     session:Session,

@@ -11,7 +11,6 @@ import resource
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 # %% ../../nbs/graders/85g_http_server.ipynb #ba64d0dd
@@ -98,7 +97,6 @@ class Served:
 
     async def serve(self):
         "Answer in this thread's event loop."
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         await self.server.serve(sockets=[self.socket])
 
     def close(self):
