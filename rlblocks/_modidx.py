@@ -2280,6 +2280,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'rlblocks/graders/functions.py'),
                                             'rlblocks.graders.functions.of_answers': ( 'graders/functions.html#of_answers',
                                                                                        'rlblocks/graders/functions.py'),
+                                            'rlblocks.graders.functions.said': ( 'graders/functions.html#said',
+                                                                                 'rlblocks/graders/functions.py'),
                                             'rlblocks.graders.functions.weighed': ( 'graders/functions.html#weighed',
                                                                                     'rlblocks/graders/functions.py')},
             'rlblocks.graders.graders': { 'rlblocks.graders.graders.Grader': ('graders/graders.html#grader', 'rlblocks/graders/graders.py'),

@@ -19,7 +19,7 @@ from lazily import Lazily
 from rlblocks import Endpoint, Policy, Response, Rollout, group_advantages
 from rlblocks.data.renderers import ChatRenderer, read_response
 from rlblocks.graders.http_server import Connections, Served
-from test_environments import CHATML, asked, gap, net, spelling
+from test_environments import CHATML, Leaves, Mute, asked, gap, net, spelling
 from torch.testing import assert_close
 
 anthropic, httpx2, openai = map(Lazily, ("anthropic", "httpx2", "openai"))
@@ -530,10 +530,17 @@ async def stops_the_loop(ask):
 async def leaves_a_generator(ask): raise GeneratorExit
 
 
+async def has_no_words(ask): raise Mute
+
+
+async def leaves_for_want_of_words(ask): raise Leaves
+
+
 @pytest.mark.parametrize(("bad", "says"), [
     (raises_cancelled, "it was cancelled"), (cancels_itself, "it was cancelled"), (interrupts, "KeyboardInterrupt"),
     (cancels_all, "after it had cancelled all"), (has_a_task_that_leaves, "SystemExit: 3"),
-    (stops_the_loop, "after it had stopped the loop"), (leaves_a_generator, "GeneratorExit")])
+    (stops_the_loop, "after it had stopped the loop"), (leaves_a_generator, "GeneratorExit"),
+    (has_no_words, "Mute"), (leaves_for_want_of_words, "SystemExit: 4")])
 def test_an_agent_that_ends_oddly_loses_its_own_rows_only(rollout, at, bad, says):
     "It has asked something, and the others have ended: theirs stay."
     ended = []
