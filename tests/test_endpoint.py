@@ -732,6 +732,34 @@ def test_calls_of_a_session_are_read_as_they_come(rollout):
         assert places == {"0": "slow", "1": "quick"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_of_many_levels_is_recorded_and_sent_or_neither(rollout, stream):
+    "Of too many for Python the call has an error that says so."
+    recorded = []
+    for levels in (490, *range(900, 1000, 9)):
+        made = dict(name="f", arguments=dict(x=1))
+        for _ in range(levels): made["arguments"] = dict(a=made["arguments"])
+        reads = ChatRenderer(spelling(CHATML), read=lambda _: Response("", tool_calls=(made,)))   # noqa: B023
+        with Endpoint(rollout, renderer=reads) as at:
+            session = at.session()
+            got = httpx2.post(f"{at.url}/messages", json=dict(model="p", max_tokens=8, messages=USER, stream=stream),
+                              headers={"x-api-key": session.key}, timeout=60)
+            well = got.status_code == 200 and "RecursionError" not in got.text
+            recorded.append(well)
+            assert well or "RecursionError: maximum recursion depth exceeded" in got.text
+            assert len(session.points) == len(session.branches) == session.episode.turns == well
+            assert bool(session.placed) == well and not session.rooms and not session.running
+    assert recorded[0] and not recorded[-1]
+
+
+def test_a_message_shows_the_beginning_of_a_value_only():
+    from rlblocks.endpoint.calls import short
+    began = time.monotonic()
+    large = dict(a=[[0]*1000]*3*10**4)
+    assert short(large) == '{"a": [[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,…' and short("a"*39) == '"' + "a"*39 + "…"
+    assert time.monotonic() - began < .5 and short([1, "é"]) == '[1, "é"]'
+
+
 def test_known_conversations_are_found_by_a_walk():
     "As they would be by comparing each message with each, spaces, calls and the likeness of 1 and 1.0 included."
     from rlblocks.endpoint.calls import continues
@@ -815,6 +843,26 @@ def test_a_body_that_does_not_end_is_refused(rollout, monkeypatch):
         assert b" 408 " in s.recv(1 << 16) and not session.running
         s.close()
         assert isinstance(chat_with(at, session), str)
+
+
+def test_a_body_that_is_too_large_is_refused_as_it_arrives(at):
+    session = at.session()
+    head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {session.key}\r\n"
+            f"Content-Length: {10**11}\r\n\r\n{{").encode()
+    s, = strangers(at.served.port, head, 1)
+    assert b" 413 " in s.recv(1 << 16) and not session.running
+    s.close()
+
+
+def test_a_client_that_hangs_up_within_its_body_is_no_news(rollout, caplog):
+    with Endpoint(rollout) as at:
+        head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {at.session().key}\r\n"
+                "Content-Length: 100\r\n\r\n{").encode()
+        s, = strangers(at.served.port, head, 1)
+        wait_until(lambda: at.state.sessions[1].bodies._value < 16)
+        s.close()
+        wait_until(lambda: at.state.sessions[1].bodies._value == 16)
+    assert not caplog.records
 
 
 # -- who may ask, and what is refused

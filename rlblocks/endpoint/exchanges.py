@@ -72,16 +72,23 @@ async def body_of(
     request:Any, # of Starlette
 )->tuple[bytes, str]: # and its digest
     "Read the body of a request. Refused where it is too large, or does not come to its end."
+    from starlette.requests import ClientDisconnect
     parts, size, digest = [], 0, hashlib.sha256()
+    if float(request.headers.get("content-length", 0)) > MOST_BYTES: raise too_large()
     try:
         async with asyncio.timeout(MOST_SECONDS):
             async for part in request.stream():
                 parts.append(part)
                 digest.update(part)
                 size += len(part)
-                if size > MOST_BYTES: raise Refused(f"the body has more than {MOST_BYTES} bytes", status=413)
+                if size > MOST_BYTES: raise too_large()
+    except ClientDisconnect: raise Refused("the client hung up before the end of the body", status=499) from None
     except TimeoutError: raise Refused(f"the body had not ended after {MOST_SECONDS:g} s", status=408) from None
     return b"".join(parts), digest.hexdigest()
+
+def too_large()->Refused:
+    "Make the error for a body that is not read."
+    return Refused(f"the body has more than {MOST_BYTES} bytes", status=413)
 
 def parsed(
     body:bytes,
@@ -217,7 +224,7 @@ async def exchange_of(
 )->Exchange:
     "A request, read and planned."
     session = session_of(state, request.headers)
-    body, digest = await body_of(request)
+    async with session.bodies: body, digest = await body_of(request)
     made = Exchange(state, form, session, digest)
     if request.headers.get("x-stainless-retry-count", "0") != "0": made.answer = await answered(session, digest)
     if made.answer is None:

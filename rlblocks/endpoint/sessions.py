@@ -59,13 +59,19 @@ class Known:
         self.steps:dict[tuple[int, tuple], int] = {}    # from a place in the tree, 0 at first, by what a message says
         self.points:defaultdict[int, list[Point]] = defaultdict(list)  # by the places where their conversations end
 
+    def place_of(self,
+        messages:Sequence[Mapping],
+    )->int:
+        "Return the place where a conversation ends, which there is from now on."
+        place = 0
+        for m in messages: place = self.steps.setdefault((place, essence(m, self.strip)), len(self.steps) + 1)
+        return place
+
     def add(self,
         point:Point,
     ):
         "Put a point where its conversation ends."
-        place = 0
-        for m in point.messages: place = self.steps.setdefault((place, essence(m, self.strip)), len(self.steps) + 1)
-        self.points[place].append(point)
+        self.points[self.place_of(point.messages)].append(point)
 
     def continued(self,
         messages:Sequence[Mapping],
@@ -103,6 +109,7 @@ class Session:
         self.rooms:dict[int, int] = {}         # tokens that calls under way may still have, by their places
         self.placed:set[int] = set()           # places of the calls that were answered
         self.running:dict[str, asyncio.Event] = {} # set when a call ends, by its body
+        self.bodies = asyncio.Semaphore(16)    # of calls that are arriving; further ones wait
         self.reading = asyncio.Lock()          # calls are read one by one, as they come
         self.draws = self.refused_at = 0       # calls; how many there were when one was refused
         self.refused:Refused|None = None       # for going too far
@@ -295,13 +302,15 @@ def take_over(
     name:str,      # of the answer
     trained:bool,  # False in greedy rows
 ):
-    "Put an answer where it belongs."
+    "Put an answer where it belongs. RecursionError, and nothing has changed, for one of too many levels."
+    messages = [*plan.messages, message]
+    places = [known.place_of(messages) for known in session.known.values()]
     e, branch = session.episode, branch_of(session, plan)
     branch.add(sampled_span(c, e.turns, trained))
-    branch.messages = [*plan.messages, message]
-    session.answers[name] = Point(branch.messages, plan.tools, branch, len(plan.ids), len(branch.ids))
+    branch.messages = messages
+    session.answers[name] = Point(messages, plan.tools, branch, len(plan.ids), len(branch.ids))
     session.points.append(session.answers[name])
-    for known in session.known.values(): known.add(session.answers[name])
+    for known, place in zip(session.known.values(), places, strict=True): known.points[place].append(session.answers[name])
     session.placed.add(plan.place)
     e.turns, e.tokens, e.calls = e.turns + 1, e.tokens + len(c.tokens), e.calls + len(message.get("tool_calls", ()))
     if plan.draw >= session.refused_at:        # it went on

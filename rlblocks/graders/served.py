@@ -189,12 +189,14 @@ MOST_SECONDS = 60.      # for a question to arrive
 
 async def scored(batcher:Batcher, request, most:int, refused:Callable):
     "The answer to a request."
+    from starlette.requests import ClientDisconnect
     data = bytearray()
     try:
         async with asyncio.timeout(MOST_SECONDS):
             async for part in request.stream():
                 data += part
                 if len(data) > most: return refused(413, f"a question has at most {most} bytes")
+    except ClientDisconnect: return refused(499, "the client hung up before the end of the question")
     except TimeoutError: return refused(408, f"the question had not ended after {MOST_SECONDS:g} s")
     try: name, rows, digest = question(json.loads(bytes(data)))
     except (ValueError, RecursionError) as e: return refused(400, f"no question: {e}")
