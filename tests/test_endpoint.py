@@ -815,6 +815,17 @@ def test_a_connection_without_a_request_is_closed_in_time(rollout, said):
         assert isinstance(waits.result(60), str)
 
 
+def test_who_asks_and_reads_nothing_is_hung_up_on(rollout):
+    "Until the answers no longer fit in what the system keeps for a connection."
+    with Endpoint(rollout) as at:
+        at.served.connections.seconds = .2
+        s, = strangers(at.served.port, b"", 1)
+        s.settimeout(20)
+        with pytest.raises(ConnectionError):
+            for _ in range(1000): s.sendall(b"GET /a HTTP/1.1\r\nHost: localhost\r\n\r\n"*2000)
+        wait_until(lambda: not at.served.connections.open)
+
+
 def test_strangers_do_not_use_up_the_files(rollout):
     "Of those that say half a request the oldest are closed; agents are answered, on connections that they keep."
     with Endpoint(rollout) as at:
