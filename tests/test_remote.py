@@ -89,7 +89,8 @@ def test_rows_that_the_function_raises_on_have_no_verdict():
     with serve_reward(picky) as server:
         remote = RemoteReward(server.url, server.token, retries=QUICK, rows=3)
         with pytest.warns(UserWarning, match="remote: 2 of 7 rows have no verdict: remote: rows 2 to 2: .*422.*'bad'"):
-            assert asyncio.run(remote(completions=["0", "1", "bad", "3", "mute", "5", "6"])) == [0, 1, None, 3, None, 5, 6]
+            got = asyncio.run(remote(completions=["0", "1", "bad", "3", "mute", "5", "6"]))
+        assert got == [0, 1, None, 3, None, 5, 6]
         with pytest.raises(RuntimeError, match="rows 0 to 0: .*422.*Mute"):
             asyncio.run(remote(completions=["mute"]*4))
 

@@ -18,7 +18,7 @@ from typing import Any
 from ..data.renderers import Renderer
 from .asking import Asker
 from .calls import ChatAnswer, ChatCall, ChatFormat, Refused
-from ..graders.functions import said
+from ..graders.functions import error_text
 from ..rollout.rollout import Rollout
 from ..samplers.samplers import Completion
 from .sessions import Plan, Session, assistant_message, check_room, planned, take_over
@@ -113,7 +113,7 @@ def plan_for(
                         strip=state.strip, longest=state.longest)
     except Refused: raise
     except Exception as e:
-        raise Refused(f"the chat template refuses these messages: {said(e)}", param="messages") from e
+        raise Refused(f"the chat template refuses these messages: {error_text(e)}", param="messages") from e
 
 # %% ../../nbs/endpoint/88f_exchanges.ipynb #a04f01ac
 async def unless_gone(
@@ -149,7 +149,7 @@ async def completion_for(
     "The policy's completion. Refused when the engine fails, with its error."
     try: return await state.asker.ask(plan.ids, plan.seed, plan.room)
     except Exception as e:
-        raise Refused(f"the engine failed: {said(e)}", status=500, code="engine_error") from e
+        raise Refused(f"the engine failed: {error_text(e)}", status=500, code="engine_error") from e
 
 # %% ../../nbs/endpoint/88f_exchanges.ipynb #30297a8f
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from typing import Any
 from .calls import ChatFormat, Refused
 from .chat_completions import CHAT, openai_error
 from .exchanges import ServerState, Exchange, exchange_of, session_of
-from ..graders.functions import said
+from ..graders.functions import error_text
 from .messages import MESSAGES
 from .responses import RESPONSES
 
@@ -66,7 +66,7 @@ def fault(
     e:Exception,
 )->Refused:
     "A fault of the endpoint's own."
-    return Refused(said(e), status=500)
+    return Refused(error_text(e), status=500)
 
 def event(
     name:str|None,

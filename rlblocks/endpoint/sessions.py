@@ -310,7 +310,8 @@ def take_over(
     branch.messages = messages
     session.answers[name] = Point(messages, plan.tools, branch, len(plan.ids), len(branch.ids))
     session.points.append(session.answers[name])
-    for known, place in zip(session.known.values(), places, strict=True): known.points[place].append(session.answers[name])
+    for known, place in zip(session.known.values(), places, strict=True):
+        known.points[place].append(session.answers[name])
     session.placed.add(plan.place)
     e.turns, e.tokens, e.calls = e.turns + 1, e.tokens + len(c.tokens), e.calls + len(message.get("tool_calls", ()))
     if plan.draw >= session.refused_at:        # it went on

@@ -23,7 +23,7 @@ def name_of(fn)->str:
     while hasattr(fn, "func"): fn = fn.func   # functools.partial
     return getattr(fn, "__name__", type(fn).__name__)
 
-def said(error:BaseException)->str:
+def error_text(error:BaseException)->str:
     "Return the kind of an error and its words, or its kind alone where these cannot be had."
     try: return f"{type(error).__name__}: {error}"
     except Exception: return type(error).__name__

@@ -120,19 +120,20 @@ class RemoteReward:
             verdicts = [x for part in await asyncio.gather(*made) for x in part]
         raised = [x for x in verdicts if isinstance(x, FunctionRaised)]
         if raised and len(raised) == n: raise raised[0]
-        if raised: warnings.warn(f"{self.__name__}: {len(raised)} of {n} rows have no verdict: {raised[0]}", stacklevel=2)
+        if raised:
+            warnings.warn(f"{self.__name__}: {len(raised)} of {n} rows have no verdict: {raised[0]}", stacklevel=2)
         return [None if isinstance(x, FunctionRaised) else x for x in verdicts]
 
     async def _of(self, client, gate, cut, rows):
-        "Verdicts of a question; where the function raises on it, of its rows one by one, with the errors of those alone."
-        try: return await self._asked(client, gate, cut, rows)
+        "Verdicts of a question; where the function raises on it, of its rows one by one, or their errors."
+        try: return await self._ask(client, gate, cut, rows)
         except FunctionRaised as e:
             if cut.stop - cut.start == 1: return [e]
         made = [self._of(client, gate, slice(i, i + 1), {k: [x[i - cut.start]] for k, x in rows.items()})
                 for i in range(cut.start, cut.stop)]
         return [x for part in await asyncio.gather(*made) for x in part]
 
-    async def _asked(self, client, gate, cut, rows):
+    async def _ask(self, client, gate, cut, rows):
         where, name, n = f"{self.__name__}: rows {cut.start} to {cut.stop - 1}", uuid.uuid4().hex, cut.stop - cut.start
         async with gate:
             await asyncio.sleep(self._turn())

@@ -24,7 +24,7 @@ if TYPE_CHECKING: import fastapi
 
 from ..data.batch import Batch
 from ..data.columns import pad
-from .functions import said
+from .functions import error_text
 from .http_server import Served
 from ..models.scorer import Scorer
 
@@ -206,7 +206,7 @@ async def scored(batcher:Batcher, request, most:int, refused:Callable):
         return refused(422, f"the reward function raised KeyError: {e}")
     except Exception as e:
         passes = isinstance(e, (OSError, RuntimeError)) and not isinstance(e, RecursionError)
-        return refused(503 if passes else 422, f"the reward function raised {said(e)[:300]}")
+        return refused(503 if passes else 422, f"the reward function raised {error_text(e)[:300]}")
 
 # %% ../../nbs/graders/86i_served.ipynb #ddec9151
 class RewardServer:
