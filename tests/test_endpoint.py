@@ -19,7 +19,7 @@ from lazily import Lazily
 from rlblocks import Endpoint, Policy, Response, Rollout, group_advantages
 from rlblocks.data.renderers import ChatRenderer, read_response
 from rlblocks.graders.http_server import Connections, Served
-from test_environments import CHATML, asked, gap, net, spelling
+from test_environments import CHATML, Leaves, Mute, asked, gap, net, spelling
 from torch.testing import assert_close
 
 anthropic, httpx2, openai = map(Lazily, ("anthropic", "httpx2", "openai"))
@@ -530,10 +530,17 @@ async def stops_the_loop(ask):
 async def leaves_a_generator(ask): raise GeneratorExit
 
 
+async def has_no_words(ask): raise Mute
+
+
+async def leaves_for_want_of_words(ask): raise Leaves
+
+
 @pytest.mark.parametrize(("bad", "says"), [
     (raises_cancelled, "it was cancelled"), (cancels_itself, "it was cancelled"), (interrupts, "KeyboardInterrupt"),
     (cancels_all, "after it had cancelled all"), (has_a_task_that_leaves, "SystemExit: 3"),
-    (stops_the_loop, "after it had stopped the loop"), (leaves_a_generator, "GeneratorExit")])
+    (stops_the_loop, "after it had stopped the loop"), (leaves_a_generator, "GeneratorExit"),
+    (has_no_words, "Mute"), (leaves_for_want_of_words, "SystemExit: 4")])
 def test_an_agent_that_ends_oddly_loses_its_own_rows_only(rollout, at, bad, says):
     "It has asked something, and the others have ended: theirs stay."
     ended = []
@@ -627,14 +634,14 @@ def call_in(found):
 
 # -- calls that are large
 
-def counting():
+def counting(template=CHATML):
     "A renderer that counts what it encodes."
     class Counts(ChatRenderer):
         encoded = 0
         def ids(self, text):
             self.encoded += len(text)
             return super().ids(text)
-    return Counts(spelling(CHATML))
+    return Counts(spelling(template))
 
 
 @pytest.mark.parametrize("messages", [[dict(role="assistant", content="")]*600 + USER,
@@ -653,8 +660,34 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(rollout, messages, path
         assert at.collect([session]).finish_reason == ["context_overflow"]
 
 
+def large_parts():
+    "A call of a tool in the history, a name, and a tool, each of 100,000 characters."
+    long = "a"*100_000
+    call = dict(id="c", type="function", function=dict(name="f", arguments=json.dumps(dict(x=long))))
+    return dict(arguments=dict(messages=[*USER, dict(role="assistant", content="", tool_calls=[call]), *USER]),
+                name=dict(messages=[dict(role="user", name=long, content="a")]),
+                tools=dict(messages=USER, tools=[dict(type="function", function=ADD | dict(description=long))]))
+
+
+WHOLE = ("{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<turn>{{ m.role }}\n"
+         "{{ m.name or '' }}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}"
+         "<end>\n{% endfor %}{% if add_generation_prompt %}<turn>assistant\n{% endif %}")
+
+
+@pytest.mark.parametrize("part", large_parts())
+def test_what_a_template_writes_counts_wherever_it_came(rollout, part):
+    "Where the template leaves it out, the call is answered."
+    body = dict(model="p", **large_parts()[part])
+    for template, status, kept in ((WHOLE, 400, True), (CHATML, 200, False)):
+        with Endpoint(rollout, renderer=counting(template)) as at:
+            session, before = at.session(), at.state.renderer.encoded
+            got = httpx2.post(f"{at.url}/chat/completions", json=body, headers={"x-api-key": session.key}, timeout=60)
+            assert got.status_code == status and ("context_overflow" in got.text) == kept
+            assert (at.state.renderer.encoded == before) == kept
+
+
 def test_a_call_that_takes_long_to_read_keeps_nobody_else(rollout):
-    "Who asks for the models is answered, and rows of a session that has ended are taken."
+    "Another agent is answered, and rows of a session that has ended are taken."
     go, reached = threading.Event(), threading.Event()
     class Slow(ChatRenderer):
         def text(self, messages, *more):
@@ -669,12 +702,62 @@ def test_a_call_that_takes_long_to_read_keeps_nobody_else(rollout):
                            json=dict(model="p", messages=[dict(role="user", content="slow")]))
         try:
             assert reached.wait(60.)
+            other = httpx2.post(f"{at.url}/chat/completions", json=dict(model="p", messages=USER), timeout=20,
+                                headers={"x-api-key": at.session().key})
+            assert other.status_code == 200
             got = httpx2.get(f"{at.url}/models", headers={"x-api-key": slow.key}, timeout=20)
             assert got.status_code == 200 and at.collect([done]).n_turns.tolist() == [1]
             with pytest.raises(RuntimeError, match="it asked nothing"): at.collect([slow])
         finally: go.set()
         assert late.result().status_code == 401 and "this session has ended" in late.result().text
         assert not slow.points and not slow.rooms and not slow.running
+
+
+def test_calls_of_a_session_are_read_as_they_come(rollout):
+    "The first call takes longer to read than the second, and has the first place, which names its samples."
+    reached = threading.Event()
+    class Slow(ChatRenderer):
+        def text(self, messages, *more):
+            if messages[-1]["content"] == "slow":
+                reached.set()
+                time.sleep(.3)
+            return super().text(messages, *more)
+    with Endpoint(rollout, renderer=Slow(spelling(CHATML))) as at, ThreadPoolExecutor(1) as pool:
+        session = at.session()
+        first = pool.submit(chat_with, at, session, "slow")
+        assert reached.wait(60.)
+        chat_with(at, session, "quick")
+        first.result()
+        places = {name.split("_")[1]: p.messages[0]["content"] for name, p in session.answers.items()}
+        assert places == {"0": "slow", "1": "quick"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_of_many_levels_is_recorded_and_sent_or_neither(rollout, stream):
+    "Of too many for Python the call has an error that says so."
+    recorded = []
+    for levels in (490, *range(900, 1000, 9)):
+        made = dict(name="f", arguments=dict(x=1))
+        for _ in range(levels): made["arguments"] = dict(a=made["arguments"])
+        reads = ChatRenderer(spelling(CHATML), read=lambda _: Response("", tool_calls=(made,)))   # noqa: B023
+        with Endpoint(rollout, renderer=reads) as at:
+            session = at.session()
+            got = httpx2.post(f"{at.url}/messages", json=dict(model="p", max_tokens=8, messages=USER, stream=stream),
+                              headers={"x-api-key": session.key}, timeout=60)
+            well = got.status_code == 200 and "RecursionError" not in got.text
+            recorded.append(well)
+            assert well or "RecursionError: maximum recursion depth exceeded" in got.text
+            assert len(session.points) == len(session.branches) == session.episode.turns == well
+            assert bool(session.placed) == well and not session.rooms and not session.running
+    assert recorded[0] and not recorded[-1]
+
+
+def test_a_message_shows_the_beginning_of_a_value_only():
+    from rlblocks.endpoint.calls import short
+    began = time.monotonic()
+    large = dict(a=[[0]*1000]*3*10**4)
+    assert short(large) == '{"a": [[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,…' and short("a"*39) == '"' + "a"*39 + "…"
+    assert time.monotonic() - began < .5 and short([1, "é"]) == '[1, "é"]'
 
 
 def test_known_conversations_are_found_by_a_walk():
@@ -732,6 +815,17 @@ def test_a_connection_without_a_request_is_closed_in_time(rollout, said):
         assert isinstance(waits.result(60), str)
 
 
+def test_who_asks_and_reads_nothing_is_hung_up_on(rollout):
+    "Until the answers no longer fit in what the system keeps for a connection."
+    with Endpoint(rollout) as at:
+        at.served.connections.seconds = .2
+        s, = strangers(at.served.port, b"", 1)
+        s.settimeout(20)
+        with pytest.raises(ConnectionError):
+            for _ in range(1000): s.sendall(b"GET /a HTTP/1.1\r\nHost: localhost\r\n\r\n"*2000)
+        wait_until(lambda: not at.served.connections.open)
+
+
 def test_strangers_do_not_use_up_the_files(rollout):
     "Of those that say half a request the oldest are closed; agents are answered, on connections that they keep."
     with Endpoint(rollout) as at:
@@ -760,6 +854,26 @@ def test_a_body_that_does_not_end_is_refused(rollout, monkeypatch):
         assert b" 408 " in s.recv(1 << 16) and not session.running
         s.close()
         assert isinstance(chat_with(at, session), str)
+
+
+def test_a_body_that_is_too_large_is_refused_as_it_arrives(at):
+    session = at.session()
+    head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {session.key}\r\n"
+            f"Content-Length: {10**11}\r\n\r\n{{").encode()
+    s, = strangers(at.served.port, head, 1)
+    assert b" 413 " in s.recv(1 << 16) and not session.running
+    s.close()
+
+
+def test_a_client_that_hangs_up_within_its_body_is_no_news(rollout, caplog):
+    with Endpoint(rollout) as at:
+        head = (f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {at.session().key}\r\n"
+                "Content-Length: 100\r\n\r\n{").encode()
+        s, = strangers(at.served.port, head, 1)
+        wait_until(lambda: at.state.sessions[1].bodies._value < 16)
+        s.close()
+        wait_until(lambda: at.state.sessions[1].bodies._value == 16)
+    assert not caplog.records
 
 
 # -- who may ask, and what is refused

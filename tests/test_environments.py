@@ -314,6 +314,20 @@ async def env_has_a_task_that_leaves():
     await asyncio.create_task(leaves())
 
 
+class Mute(Exception):
+    def __str__(self): raise RuntimeError("no words")
+
+
+class Leaves(Exception):
+    def __str__(self): sys.exit(4)
+
+
+async def env_has_no_words(): raise Mute
+
+
+async def env_leaves_for_want_of_words(): raise Leaves
+
+
 async def env_is_infinite(): return Step(done=True, reward=1e39)
 
 
@@ -323,7 +337,8 @@ async def env_is_no_number(): return Step(done=True, reward=float("inf") - float
 @pytest.mark.parametrize(("bad", "says"), [
     (env_is_cancelled, "it was cancelled"), (env_cancels_itself, "it was cancelled"),
     (env_cancels_all, "RuntimeError: CancelledError"), (env_interrupts, "KeyboardInterrupt"),
-    (env_has_a_task_that_leaves, "SystemExit: 3"), (env_is_infinite, "its reward is 1e.39"),
+    (env_has_a_task_that_leaves, "SystemExit: 3"), (env_has_no_words, "Mute"),
+    (env_leaves_for_want_of_words, "SystemExit: 4"), (env_is_infinite, "its reward is 1e.39"),
     (env_is_no_number, "its reward is nan")])
 def test_an_environment_that_ends_oddly_loses_its_own_rows_only(bad, says):
     "The others have ended: their rows stay, and their rewards."

@@ -79,6 +79,22 @@ def test_an_error_is_said_to_who_asked_and_not_kept():
         assert post(server, bad) == (200, dict(id="b", scores=[1.]))
 
 
+def test_rows_that_the_function_raises_on_have_no_verdict():
+    "The others keep theirs, and a warning names one. That its words raise changes nothing."
+    class Mute(ValueError):
+        def __str__(self): raise RuntimeError("no words")
+    def picky(completions):
+        if "mute" in completions: raise Mute
+        return [float(x) for x in completions]
+    with serve_reward(picky) as server:
+        remote = RemoteReward(server.url, server.token, retries=QUICK, rows=3)
+        with pytest.warns(UserWarning, match="remote: 2 of 7 rows have no verdict: remote: rows 2 to 2: .*422.*'bad'"):
+            got = asyncio.run(remote(completions=["0", "1", "bad", "3", "mute", "5", "6"]))
+        assert got == [0, 1, None, 3, None, 5, 6]
+        with pytest.raises(RuntimeError, match="rows 0 to 0: .*422.*Mute"):
+            asyncio.run(remote(completions=["mute"]*4))
+
+
 def test_questions_of_many_clients_become_few_calls():
     sizes, goes = [], threading.Event()
     def counts(completions, gold=None):

@@ -7,8 +7,9 @@ __all__ = []
 
 # %% ../../nbs/endpoint/88_calls.ipynb #043dba2d
 import json
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 from ..data.prompts import readable
@@ -91,7 +92,8 @@ def short(
     value, # of a parameter
 )->str:
     "A value for a message."
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    pieces = json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value)
+    text = "".join(islice(pieces, 41))      # no more of it is written
     return text if len(text) <= 40 else text[:40] + "…"
 
 def taken(
@@ -217,16 +219,15 @@ def essence(
     strip:bool,
 )->tuple:
     "What a message says."
-    calls = tuple((c["function"]["name"], hashable(c["function"]["arguments"])) for c in m.get("tool_calls", ()))
+    calls = tuple((c["function"]["name"], canonical_json(c["function"]["arguments"])) for c in m.get("tool_calls", ()))
     text = m.get("content") or ""
     return m["role"], text.strip() if strip else text, m.get("name"), calls
 
-def hashable(
+def canonical_json(
     x:Any, # as JSON has it
-)->Hashable:
-    "Return a value that hashes, and equals that of another `x` where the two are equal."
-    if isinstance(x, Mapping): return frozenset((k, hashable(v)) for k, v in x.items())
-    return tuple(map(hashable, x)) if isinstance(x, list) else x
+)->str:
+    "Return JSON that is the same for equal values, 1 and 1.0 among them: a client may write either for the other."
+    return json.dumps(json.loads(json.dumps(x), parse_int=float), sort_keys=True)
 
 def continues(
     messages:Sequence[Mapping], # of a call

@@ -27,6 +27,7 @@ from .asking import Asker
 from ..environments.environments import (check_rewards, default_renderer, episodes_of, in_thread,
                                                 rows_of_episodes, unit_of, wait_for_all)
 from ..environments.episodes import Episode, called
+from ..graders.functions import error_text
 from ..graders.http_server import Served
 from ..rollout.rollout import Rollout
 from ..rollout.checks import check_prompts
@@ -60,7 +61,7 @@ async def driven(
         elif session.reward is None: session.reward = float(result)
     except asyncio.CancelledError: e.error = e.error or "it was cancelled"
     except BaseException as x:      # agents are programs: they may say sys.exit. A user's Ctrl-C ends `in_thread`
-        if session.refused is None: e.error = f"{type(x).__name__}: {x}"
+        if session.refused is None: e.error = error_text(x)
     finally: e.done = True
 
 async def all_driven(

@@ -18,6 +18,7 @@ from typing import Any
 from ..data.renderers import Renderer
 from .asking import Asker
 from .calls import ChatAnswer, ChatCall, ChatFormat, Refused
+from ..graders.functions import error_text
 from ..rollout.rollout import Rollout
 from ..samplers.samplers import Completion
 from .sessions import Plan, Session, assistant_message, check_room, planned, take_over
@@ -71,16 +72,23 @@ async def body_of(
     request:Any, # of Starlette
 )->tuple[bytes, str]: # and its digest
     "Read the body of a request. Refused where it is too large, or does not come to its end."
+    from starlette.requests import ClientDisconnect
     parts, size, digest = [], 0, hashlib.sha256()
+    if float(request.headers.get("content-length", 0)) > MOST_BYTES: raise too_large()
     try:
         async with asyncio.timeout(MOST_SECONDS):
             async for part in request.stream():
                 parts.append(part)
                 digest.update(part)
                 size += len(part)
-                if size > MOST_BYTES: raise Refused(f"the body has more than {MOST_BYTES} bytes", status=413)
+                if size > MOST_BYTES: raise too_large()
+    except ClientDisconnect: raise Refused("the client hung up before the end of the body", status=499) from None
     except TimeoutError: raise Refused(f"the body had not ended after {MOST_SECONDS:g} s", status=408) from None
     return b"".join(parts), digest.hexdigest()
+
+def too_large()->Refused:
+    "Make the error for a body that is not read."
+    return Refused(f"the body has more than {MOST_BYTES} bytes", status=413)
 
 def parsed(
     body:bytes,
@@ -105,7 +113,7 @@ def plan_for(
                         strip=state.strip, longest=state.longest)
     except Refused: raise
     except Exception as e:
-        raise Refused(f"the chat template refuses these messages: {type(e).__name__}: {e}", param="messages") from e
+        raise Refused(f"the chat template refuses these messages: {error_text(e)}", param="messages") from e
 
 # %% ../../nbs/endpoint/88f_exchanges.ipynb #a04f01ac
 async def unless_gone(
@@ -141,7 +149,7 @@ async def completion_for(
     "The policy's completion. Refused when the engine fails, with its error."
     try: return await state.asker.ask(plan.ids, plan.seed, plan.room)
     except Exception as e:
-        raise Refused(f"the engine failed: {type(e).__name__}: {e}", status=500, code="engine_error") from e
+        raise Refused(f"the engine failed: {error_text(e)}", status=500, code="engine_error") from e
 
 # %% ../../nbs/endpoint/88f_exchanges.ipynb #30297a8f
 @dataclass(eq=False)
@@ -216,13 +224,14 @@ async def exchange_of(
 )->Exchange:
     "A request, read and planned."
     session = session_of(state, request.headers)
-    body, digest = await body_of(request)
+    async with session.bodies: body, digest = await body_of(request)
     made = Exchange(state, form, session, digest)
     if request.headers.get("x-stainless-retry-count", "0") != "0": made.answer = await answered(session, digest)
     if made.answer is None:
         session.check_open()
         made.begin()
-    try: await asyncio.to_thread(made.read, body)
+    try:
+        async with session.reading: await asyncio.to_thread(made.read, body)
     except BaseException:
         made.end()
         raise

@@ -15,6 +15,7 @@ from typing import Any
 from .calls import ChatFormat, Refused
 from .chat_completions import CHAT, openai_error
 from .exchanges import ServerState, Exchange, exchange_of, session_of
+from ..graders.functions import error_text
 from .messages import MESSAGES
 from .responses import RESPONSES
 
@@ -34,9 +35,12 @@ async def respond(
         return StreamingResponse(events(exchange, request), media_type="text/event-stream", headers=headers)
     try:
         if not await exchange.sample(request) or exchange.answer is None: return Response(status_code=499)
-        exchange.record()
-        return JSONResponse(form.answer(exchange.answer), headers=headers)
-    except Refused as e: return refusal(form.error(e), e.status)
+        response = JSONResponse(form.answer(exchange.answer), headers=headers)
+        exchange.record()       # what cannot be sent is no part of the session
+        return response
+    except (Refused, RecursionError) as e:
+        refused = e if isinstance(e, Refused) else fault(e)
+        return refusal(form.error(refused), refused.status)
     finally: exchange.end()
 
 async def events(
@@ -62,7 +66,7 @@ def fault(
     e:Exception,
 )->Refused:
     "A fault of the endpoint's own."
-    return Refused(f"{type(e).__name__}: {e}", status=500)
+    return Refused(error_text(e), status=500)
 
 def event(
     name:str|None,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from ..data.renderers import Renderer, message_of, next_ids
+from ..data.renderers import ChatRenderer, Renderer, message_of, next_ids
 from ..environments.rewriting import rewritten
 from .calls import ChatAnswer, ChatCall, Refused, essence
 from ..environments.conversations import Branch, Conversation
@@ -59,13 +59,19 @@ class Known:
         self.steps:dict[tuple[int, tuple], int] = {}    # from a place in the tree, 0 at first, by what a message says
         self.points:defaultdict[int, list[Point]] = defaultdict(list)  # by the places where their conversations end
 
+    def place_of(self,
+        messages:Sequence[Mapping],
+    )->int:
+        "Return the place where a conversation ends, which there is from now on."
+        place = 0
+        for m in messages: place = self.steps.setdefault((place, essence(m, self.strip)), len(self.steps) + 1)
+        return place
+
     def add(self,
         point:Point,
     ):
         "Put a point where its conversation ends."
-        place = 0
-        for m in point.messages: place = self.steps.setdefault((place, essence(m, self.strip)), len(self.steps) + 1)
-        self.points[place].append(point)
+        self.points[self.place_of(point.messages)].append(point)
 
     def continued(self,
         messages:Sequence[Mapping],
@@ -103,6 +109,8 @@ class Session:
         self.rooms:dict[int, int] = {}         # tokens that calls under way may still have, by their places
         self.placed:set[int] = set()           # places of the calls that were answered
         self.running:dict[str, asyncio.Event] = {} # set when a call ends, by its body
+        self.bodies = asyncio.Semaphore(16)    # of calls that are arriving; further ones wait
+        self.reading = asyncio.Lock()          # calls are read one by one, as they come
         self.draws = self.refused_at = 0       # calls; how many there were when one was refused
         self.refused:Refused|None = None       # for going too far
         self.result:Any = None                 # of the agent; the column `result`
@@ -147,7 +155,8 @@ def planned(
 )->Plan:
     "The ids that a call comes to. Refused when it cannot be answered."
     messages = full_messages(session, call)
-    with session.lock: check_room(session, fewest_tokens(messages, longest))
+    fewest = fewest_tokens(messages, call.tools, renderer, longest, session.limits.window)
+    with session.lock: check_room(session, fewest)
     point, new = continued_point(session, messages, call.tools, renderer, strip)
     if point is not None: ids, anew = point.branch.ids[:point.end] + new, []
     else: ids, anew = rewritten(renderer, *kept_words(session, messages, strip), tools=call.tools)
@@ -227,11 +236,17 @@ def check_prompt(
 
 def fewest_tokens(
     messages:Sequence[Mapping],
+    tools:list|None,
+    renderer:Renderer,
     longest:int|None, # characters of the longest token; None: not known
+    window:int|None,  # positions of the model; None: without limit
 )->int:
-    "Return how many tokens messages come to at least."
+    "Return how many tokens a call comes to at least: where all that came may be too long, by its template's text."
+    if not longest: return len(messages)
     characters = sum(len(m.get("content") or "") for m in messages)
-    return max(len(messages), characters//longest if longest else 0)
+    if window and isinstance(renderer, ChatRenderer) and len(json.dumps([messages, tools]))//longest > window:
+        characters = len(renderer.text(messages, tools, True))      # it may leave out much of what came
+    return max(len(messages), characters//longest)
 
 def check_room(
     session:Session,
@@ -287,13 +302,16 @@ def take_over(
     name:str,      # of the answer
     trained:bool,  # False in greedy rows
 ):
-    "Put an answer where it belongs."
+    "Put an answer where it belongs. RecursionError, and nothing has changed, for one of too many levels."
+    messages = [*plan.messages, message]
+    places = [known.place_of(messages) for known in session.known.values()]
     e, branch = session.episode, branch_of(session, plan)
     branch.add(sampled_span(c, e.turns, trained))
-    branch.messages = [*plan.messages, message]
-    session.answers[name] = Point(branch.messages, plan.tools, branch, len(plan.ids), len(branch.ids))
+    branch.messages = messages
+    session.answers[name] = Point(messages, plan.tools, branch, len(plan.ids), len(branch.ids))
     session.points.append(session.answers[name])
-    for known in session.known.values(): known.add(session.answers[name])
+    for known, place in zip(session.known.values(), places, strict=True):
+        known.points[place].append(session.answers[name])
     session.placed.add(plan.place)
     e.turns, e.tokens, e.calls = e.turns + 1, e.tokens + len(c.tokens), e.calls + len(message.get("tool_calls", ()))
     if plan.draw >= session.refused_at:        # it went on

@@ -18,6 +18,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 from ..data.columns import whole_number
+from ..graders.functions import error_text
 from .episodes import Step, called
 
 # %% ../../nbs/environments/87c_adapters.ipynb #9a8daa16
@@ -62,7 +63,7 @@ class ToolEnvironment:
             if name not in self.methods: raise LookupError(f"no tool {name!r}; there are {', '.join(self.methods)}")
             async with self.gate(getattr(self.inner, "at_once", None)):
                 result = await called(self.methods[name], **given)
-        except Exception as e: return tool_step(call, f"error: {type(e).__name__}: {e}", failed=True)
+        except Exception as e: return tool_step(call, f"error: {error_text(e)}", failed=True)
         return result if isinstance(result, Step) else tool_step(call, result)
 
 # %% ../../nbs/environments/87c_adapters.ipynb #ac62baaf

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..data.batch import Batch
 from ..data.columns import pad, whole_number
 from ..data.renderers import Renderer, renderer_of
-from ..graders.functions import LARGEST
+from ..graders.functions import LARGEST, error_text
 from .conversations import Branch
 from .episodes import Episode, Runner, Scheduler, Step, called, created, play
 from ..rollout.rollout import Rollout
@@ -45,11 +45,11 @@ async def run_episode(
     except asyncio.CancelledError:
         episode.error = episode.error or "it was cancelled"
         raise
-    except BaseException as e: episode.error = f"{type(e).__name__}: {e}"    # also sys.exit, KeyboardInterrupt
+    except BaseException as e: episode.error = error_text(e)    # also sys.exit, KeyboardInterrupt
     finally:
         if close := getattr(made, "close", None):
             try: await asyncio.wait_for(called(close), 5.)
-            except BaseException as e: episode.error = episode.error or f"close raised {type(e).__name__}: {e}"
+            except BaseException as e: episode.error = episode.error or f"close raised {error_text(e)}"
         episode.done = True
 
 async def all_of(
@@ -85,7 +85,9 @@ async def wait_for_all(
             task.cancel()
         if late: await asyncio.wait(late, timeout=6.)
         for task, e in tasks.items():
-            if task.cancelled() and not e.done: e.error = e.error or "it was cancelled"    # before it had begun
+            if task.cancelled():
+                if not e.done: e.error = e.error or "it was cancelled"    # before it had begun
+            elif task.done() and (x := task.exception()): e.error = e.error or error_text(x)
 
 def in_thread(
     made:Callable, # makes a coroutine

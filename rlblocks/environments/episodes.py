@@ -20,6 +20,7 @@ import torch
 
 from ..data.renderers import Renderer
 from .conversations import Conversation, opened
+from ..graders.functions import error_text
 from ..samplers.lines import Line
 from ..rollout.rollout import Rollout
 from ..rollout.rows import Finish
@@ -109,7 +110,7 @@ def close_late(made:Any):
 def raisable(error:BaseException)->Exception:
     "An error that a future carries and that ends nobody but its episode: `sys.exit` in a tool, a `next` at its end."
     if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)): return error
-    return RuntimeError(f"{type(error).__name__}: {error}")
+    return RuntimeError(error_text(error))
 
 # %% ../../nbs/environments/87a_episodes.ipynb #d1784d26
 @dataclass(eq=False)

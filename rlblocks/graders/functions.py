@@ -23,6 +23,11 @@ def name_of(fn)->str:
     while hasattr(fn, "func"): fn = fn.func   # functools.partial
     return getattr(fn, "__name__", type(fn).__name__)
 
+def error_text(error:BaseException)->str:
+    "Return the kind of an error and its words, or its kind alone where these cannot be had."
+    try: return f"{type(error).__name__}: {error}"
+    except Exception: return type(error).__name__
+
 def named(fn, name:str|None=None)->dict:
     "Reward functions by name."
     fns = list(fn.values()) if isinstance(fn, Mapping) else list(fn) if isinstance(fn, (list, tuple)) else [fn]

@@ -11,7 +11,6 @@ import resource
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 # %% ../../nbs/graders/85g_http_server.ipynb #ba64d0dd
@@ -42,13 +41,13 @@ class Connections:
         "Close the connections that have waited too long for a request, and the oldest where too many wait."
         now, idle = time.monotonic(), []
         for c, (request, since) in list(self.open.items()):
-            answering = c.cycle is not None and not c.cycle.response_complete
             if c.transport is None: continue            # it is being accepted
-            if c.transport.is_closing(): del self.open[c]
+            answering = c.cycle is not None and not c.cycle.response_complete and not c.flow.write_paused
+            if c.transport.is_closing() and not c.transport.get_write_buffer_size(): del self.open[c]
             elif answering or c.cycle is not request:   # there was one in between
                 del self.open[c]
                 self.open[c] = c.cycle, now
-            elif now - since > self.seconds: c.transport.close()
+            elif now - since > self.seconds: c.transport.abort()   # `close` waits for who reads nothing
             else: idle.append(c)
         for c in idle[:-self.most]: c.transport.close()
 
@@ -98,7 +97,6 @@ class Served:
 
     async def serve(self):
         "Answer in this thread's event loop."
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         await self.server.serve(sockets=[self.socket])
 
     def close(self):

@@ -11,6 +11,7 @@ import json
 import random
 import time
 import uuid
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,13 +48,17 @@ def http(token:str|None):
     return httpx2.AsyncClient(timeout=None, headers=headers, trust_env=False,
                               limits=httpx2.Limits(max_connections=None))
 
+class FunctionRaised(RuntimeError):
+    "The server's reward function raised on a question's rows."
+
 async def post_with_retries(client, url:str, body:dict, retries:Retries)->Mapping:
-    "The answer as JSON. RuntimeError with the last failure."
+    "The answer as JSON. RuntimeError with the last failure; FunctionRaised where the server answers 422."
     answer:Mapping|str = "nothing"
     for failures in range(1, retries.tries + 1):
         answer, wait = await once(client, url, body, retries.timeout)
         if isinstance(answer, Mapping): return answer
-        if wait is None: raise RuntimeError(f"{url} refused: {answer}")
+        kind = FunctionRaised if answer.startswith("422: ") else RuntimeError
+        if wait is None: raise kind(f"{url} refused: {answer}")
         if failures < retries.tries: await asyncio.sleep(max(min(wait, retries.most), retries.wait(failures)))
     raise RuntimeError(f"{url} gave no answer in {retries.tries} tries; the last one: {answer}")
 
@@ -104,21 +109,36 @@ class RemoteReward:
         completions:list,
         **columns,
     )->list[float|None]:
-        "Verdicts of the server. RuntimeError with the rows of a question that has no answer."
+        """Return the verdicts of the server, None for rows that its function raises on, with a warning.
+
+        RuntimeError with the rows of a question that has no answer, and where the function raises on all rows."""
         columns, n = dict(columns, completions=completions), len(completions)
         cuts = [slice(k, min(k + self.rows, n)) for k in range(0, n, self.rows)]
         gate = asyncio.Semaphore(self.at_once)
         async with http(self.token) as client:
             made = [self._of(client, gate, cut, {k: x[cut] for k, x in columns.items()}) for cut in cuts]
-            parts = await asyncio.gather(*made)
-        return [x for part in parts for x in part]
+            verdicts = [x for part in await asyncio.gather(*made) for x in part]
+        raised = [x for x in verdicts if isinstance(x, FunctionRaised)]
+        if raised and len(raised) == n: raise raised[0]
+        if raised:
+            warnings.warn(f"{self.__name__}: {len(raised)} of {n} rows have no verdict: {raised[0]}", stacklevel=2)
+        return [None if isinstance(x, FunctionRaised) else x for x in verdicts]
 
     async def _of(self, client, gate, cut, rows):
+        "Verdicts of a question; where the function raises on it, of its rows one by one, or their errors."
+        try: return await self._ask(client, gate, cut, rows)
+        except FunctionRaised as e:
+            if cut.stop - cut.start == 1: return [e]
+        made = [self._of(client, gate, slice(i, i + 1), {k: [x[i - cut.start]] for k, x in rows.items()})
+                for i in range(cut.start, cut.stop)]
+        return [x for part in await asyncio.gather(*made) for x in part]
+
+    async def _ask(self, client, gate, cut, rows):
         where, name, n = f"{self.__name__}: rows {cut.start} to {cut.stop - 1}", uuid.uuid4().hex, cut.stop - cut.start
         async with gate:
             await asyncio.sleep(self._turn())
             try: answer = await post_with_retries(client, f"{self.url}/score", dict(id=name, rows=rows), self.retries)
-            except RuntimeError as e: raise RuntimeError(f"{where}: {e}") from None
+            except RuntimeError as e: raise type(e)(f"{where}: {e}") from None
         if answer.get("id") not in (None, name):
             raise RuntimeError(f"{where}: {self.url} answered the question {str(answer['id'])[:80]!r}; {name!r} was "
                                "asked")

@@ -24,6 +24,7 @@ if TYPE_CHECKING: import fastapi
 
 from ..data.batch import Batch
 from ..data.columns import pad
+from .functions import error_text
 from .http_server import Served
 from ..models.scorer import Scorer
 
@@ -188,12 +189,14 @@ MOST_SECONDS = 60.      # for a question to arrive
 
 async def scored(batcher:Batcher, request, most:int, refused:Callable):
     "The answer to a request."
+    from starlette.requests import ClientDisconnect
     data = bytearray()
     try:
         async with asyncio.timeout(MOST_SECONDS):
             async for part in request.stream():
                 data += part
                 if len(data) > most: return refused(413, f"a question has at most {most} bytes")
+    except ClientDisconnect: return refused(499, "the client hung up before the end of the question")
     except TimeoutError: return refused(408, f"the question had not ended after {MOST_SECONDS:g} s")
     try: name, rows, digest = question(json.loads(bytes(data)))
     except (ValueError, RecursionError) as e: return refused(400, f"no question: {e}")
@@ -203,7 +206,7 @@ async def scored(batcher:Batcher, request, most:int, refused:Callable):
         return refused(422, f"the reward function raised KeyError: {e}")
     except Exception as e:
         passes = isinstance(e, (OSError, RuntimeError)) and not isinstance(e, RecursionError)
-        return refused(503 if passes else 422, f"the reward function raised {type(e).__name__}: {str(e)[:300]}")
+        return refused(503 if passes else 422, f"the reward function raised {error_text(e)[:300]}")
 
 # %% ../../nbs/graders/86i_served.ipynb #ddec9151
 class RewardServer:
