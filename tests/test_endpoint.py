@@ -818,7 +818,7 @@ def test_a_connection_without_a_request_is_closed_in_time(rollout, said):
 def test_who_asks_and_reads_nothing_is_hung_up_on(rollout):
     "Until the answers no longer fit in what the system keeps for a connection."
     with Endpoint(rollout) as at:
-        at.served.connections.seconds = .2
+        at.served.connections.seconds = at.served.connections.unread = .2
         s, = strangers(at.served.port, b"", 1)
         s.settimeout(20)
         with pytest.raises(ConnectionError):

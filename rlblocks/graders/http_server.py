@@ -19,10 +19,11 @@ class Connections:
 
     def __init__(self,
         seconds:float=10.,  # that a connection may be open without a request
+        unread:float=60.,   # that who is answered may read nothing of it, once no more can be sent
         most:int|None=None, # of such connections; None: a quarter of the files that this process may open
     ):
         "Begin without connections."
-        self.seconds = seconds
+        self.seconds, self.unread = seconds, unread
         self.most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]//4 if most is None else most
         # uvicorn's protocol of each; its last request, and since when nobody has been answered on it. The oldest first
         self.open:dict[Any, tuple[Any, float]] = {}
@@ -42,12 +43,13 @@ class Connections:
         now, idle = time.monotonic(), []
         for c, (request, since) in list(self.open.items()):
             if c.transport is None: continue            # it is being accepted
-            answering = c.cycle is not None and not c.cycle.response_complete and not c.flow.write_paused
+            answering = c.cycle is not None and not c.cycle.response_complete
             if c.transport.is_closing() and not c.transport.get_write_buffer_size(): del self.open[c]
-            elif answering or c.cycle is not request:   # there was one in between
+            elif answering and not c.flow.write_paused or c.cycle is not request:   # there was one in between
                 del self.open[c]
                 self.open[c] = c.cycle, now
-            elif now - since > self.seconds: c.transport.abort()   # `close` waits for who reads nothing
+            elif now - since > (self.unread if answering else self.seconds):
+                c.transport.abort()     # `close` waits for who reads nothing
             else: idle.append(c)
         for c in idle[:-self.most]: c.transport.close()
 
