@@ -754,10 +754,10 @@ def test_an_answer_of_many_levels_is_recorded_and_sent_or_neither(rollout, strea
 
 def test_a_message_shows_the_beginning_of_a_value_only():
     from rlblocks.endpoint.calls import short
-    began = time.monotonic()
-    large = dict(a=[[0]*1000]*3*10**4)
-    assert short(large) == '{"a": [[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,…' and short("a"*39) == '"' + "a"*39 + "…"
-    assert time.monotonic() - began < .5 and short([1, "é"]) == '[1, "é"]'
+    class Unread:
+        def __str__(self): raise AssertionError("no more of a value is written than is shown")
+    assert short(dict(a=[0]*99 + [Unread()])) == '{"a": [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, …'
+    assert short("a"*39) == '"' + "a"*39 + "…" and short([1, "é"]) == '[1, "é"]'
 
 
 def test_known_conversations_are_found_by_a_walk():
