@@ -7,7 +7,9 @@ BIN := .venv/bin
 EDITABLE := --config-settings editable_mode=compat
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: demo test test-long test-times setup dev peers vllm hubs parity export readme lint clean
+OUT ?= benchmarks/results
+
+.PHONY: demo gpu test test-long test-times setup dev peers vllm hubs parity export readme lint clean
 
 setup: .venv/.demo
 dev: .venv/.dev
@@ -70,6 +72,10 @@ SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 demo: .venv/.demo
 	$(BIN)/python tutorials/demo.py
+
+# On a machine with an NVIDIA GPU, at most eight minutes: benchmarks/gpu.py says what it needs and what it shows
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --out $(OUT)
 
 # ruff and pyright run beside the tests' first minute, in which workers import and collect.
 test: .venv/.dev .venv/.peers .venv/.vllm .venv/.openenv .venv/.verifiers

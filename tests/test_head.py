@@ -54,7 +54,8 @@ def read(net, transform):
     def counted(*args, **how): calls.append(1); return linear_logprobs(*args, **how)
     with mock.patch.object(head, "linear_logprobs", counted):
         places = Places(rows, cols, targets=b.tokens[rows, cols+1], temperature=torch.linspace(.5, 2, len(rows)))
-        out = Forward(net)(b.tokens, b.lengths, places, Reading(entropy=True), Layout(transform=transform))
+        forward, layout = Forward(net), Layout(transform=transform)
+        out = forward(forward.arrange(b.tokens, b.lengths, places, layout), Reading(entropy=True), layout)
     learning = {n: p for n, p in net.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad((out["logprobs"].cos() + .3*out["entropy"]).sum(), list(learning.values()),
                                 allow_unused=True)

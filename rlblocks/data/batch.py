@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .columns import HasColumns, check_meaning, join, kind_of, kinds_of, listed, shape_of, tokens_first
+from .columns import (HasColumns, check_meaning, join, kind_of, kinds_of, listed, sent, shape_of,
+                                   tokens_first)
 from .cuts import cut, lightest, minibatches, parts
 from .packing import rows_by
 
@@ -146,9 +147,7 @@ def trim(batch:"Batch")->"Batch":
 
 def to(batch:"Batch", device:torch.device|str)->"Batch": # lists stay where they are
     "The same rows with tensor columns on `device`."
-    later = torch.device(device).type != "cpu"     # a stream orders what reads it there; here it would be half done
-    moved = {k: v.to(device, non_blocking=later) if isinstance(v, Tensor) else v for k, v in batch.columns.items()}
-    return like(batch, moved)
+    return like(batch, {k: sent(v, device) for k, v in batch.columns.items()})
 
 def chosen_rows(batch:"Batch", key:Any)->Tensor: # row numbers
     "The rows that a key selects. ValueError when they are a part of a unit."

@@ -10,7 +10,6 @@ __all__ = ['CELLS', 'NAME', 'HARMLESS', 'Segments', 'UnknownAttention', 'segment
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from ..data.columns import sent
 from ..engines.exchanges import LineShard
 from ..engines.world import HALF
 
@@ -30,29 +30,29 @@ class Segments:
     sizes:Sequence[int]                # tokens of each row on the line, in order
     prefixes:Sequence[tuple[int, int]] # for each row (owner, n): the owner's first n tokens are this row's too
     shard:LineShard|None=None          # ranks that share the line, whose length is a multiple of theirs; None: one rank
-    _masks:dict = field(default_factory=dict, repr=False)
+    _made:dict = field(default_factory=dict, repr=False)    # for all layers
 
     def mask(self, ahead:int, n:int, keys:int, window:int, like:Tensor)->Tensor: # `[n, keys]`
         """0 where a query attends to a key, else −inf; made once for all layers.
 
         The n queries' own keys are ahead … ahead+n−1; each attends to so many as `window` says, its own the last."""
         kind = (ahead, n, keys, window, like.dtype, like.device)
-        if kind not in self._masks:
+        if kind not in self._made:
             back = ahead + torch.arange(n, device=like.device)[:, None] - torch.arange(keys, device=like.device)
-            self._masks[kind] = like.new_zeros(n, keys).masked_fill((back < 0) | (back >= window), -torch.inf)
-        return self._masks[kind]
+            self._made[kind] = like.new_zeros(n, keys).masked_fill((back < 0) | (back >= window), -torch.inf)
+        return self._made[kind]
 
-    @cached_property
-    def unequal(self)->tuple[Tensor, Tensor, Tensor, int, int]:
+    def unequal(self, device:torch.device)->tuple[Tensor, Tensor, Tensor, int, int]:
         """For kernels of rows of any length: places of each row's keys, cumulative queries and keys, most of each.
 
         Rows without tokens of their own are left out."""
+        if device in self._made: return self._made[device]
         begins = [0, *accumulate(self.sizes)]
         rows = [(begins[h], k, at, n) for at, n, (h, k) in zip(begins, self.sizes, self.prefixes, strict=False) if n]
         see = torch.cat([torch.arange(a, a+n) for h, k, at, own in rows for a, n in ((h, k), (at, own))])
         q, k = [n for *_, n in rows], [k+n for _, k, _, n in rows]
         cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0, dtype=torch.int32) for x in (q, k))
-        return see, cu_q, cu_k, max(q), max(k)
+        return self._made.setdefault(device, (*(sent(x, device) for x in (see, cu_q, cu_k)), max(q), max(k)))
 
 # %% ../../nbs/models/68_attention.ipynb #f8cd9f01
 CELLS = 1 << 19            # most cells of a mask
@@ -102,8 +102,7 @@ def _by_rows(query, key, value, segments, window, softcap, **how):
 def _kernel(q, k, v, segments, window, *, scale, enable_gqa):
     "All rows in one call: `[N, H, e]`."
     from torch.nn.attention.varlen import varlen_attn
-    see, cu_q, cu_k, max_q, max_k = segments.unequal
-    see, cu_q, cu_k = (x.to(q.device, non_blocking=True) for x in (see, cu_q, cu_k))
+    see, cu_q, cu_k, max_q, max_k = segments.unequal(q.device)
     q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))
     if len(see) > len(q): k, v = k[see], v[see]
     attend, reach = cast(Any, varlen_attn), (window-1 if window < max_k else -1, 0)

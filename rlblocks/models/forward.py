@@ -9,7 +9,7 @@ __all__ = ['Layout', 'Reading', 'Places', 'Pass', 'accepts', 'Forward', 'rope_wi
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..arithmetic.logprobs import entropy as entropy_of, gather_logprobs
 from ..arithmetic.masked import promoted
 from ..arithmetic.passes import asked
+from ..data.columns import sent
 from ..data.packing import Packed, pack
 from ..engines.exchanges import LineShard
 from ..engines.modules import output_layer
@@ -63,8 +64,15 @@ class Places:
     def take(self, at:Tensor|slice)->"Places":
         "Some of the places."
         some = lambda x: x[at] if isinstance(x, Tensor) else x
-        return Places(some(self.rows), some(self.cols), some(self.targets), some(self.temperature), some(self.support),
-                      tuple(map(some, self.columns)))
+        return self._each(some)
+
+    def to(self, device:torch.device|str)->"Places":
+        "On a device."
+        return self._each(partial(sent, device=device))
+
+    def _each(self, f):
+        return Places(f(self.rows), f(self.cols), f(self.targets), f(self.temperature), f(self.support),
+                      tuple(map(f, self.columns)))
 
 # %% ../../nbs/models/71_forward.ipynb #9332ea90
 @dataclass(frozen=True, eq=False)
@@ -74,10 +82,19 @@ class Pass:
     kwargs:dict      # what else the trunk is given
     at:Tensor|slice  # the places in its output, first two axes as one
     places:Places    # those that this rank reads
+    lengths:Tensor   # `[B]` real tokens of each row
+    width:int        # T of the padded rows
     line:Packed|None=None  # how rows are packed; None: they are padded
     mine:Tensor|None=None  # which of all places this rank reads, where ranks share the line; None: all
     n:int=0          # all places
     shard:LineShard|None=None # the ranks that share it
+    experts:Tensor|None=None  # `[tokens, L, K]` that the tokens of the call go to; None: as the router picks
+
+    def to(self, device:torch.device|str)->"Pass":
+        "What the trunk reads, on a device; lengths and rows on the line stay."
+        to = partial(sent, device=device)
+        return replace(self, ids=to(self.ids), kwargs={k: to(x) for k, x in self.kwargs.items()}, at=to(self.at),
+                       places=self.places.to(device), mine=to(self.mine), experts=to(self.experts))
 
     def pick(self, x:Tensor)->Tensor: # `[B, T, …]` of the trunk → `[m, …]`
         "At this rank's places."
@@ -87,13 +104,14 @@ class Pass:
         "Of all places, on all ranks that share the line."
         return x if self.shard is None or self.mine is None else self.shard.gathered(x, self.mine, self.n)
 
-def _padded(tokens, places, takes):
+def _padded(tokens, lengths, places, takes):
     "Rows side by side; of a trunk with `logits_to_keep`, logits from the first column that is read to the last."
     kwargs:dict[str, Any] = dict(use_cache=False) if "use_cache" in takes else {}
-    if "logits_to_keep" not in takes: return Pass(tokens, kwargs, places.rows*tokens.shape[1] + places.cols, places)
+    def made(at): return Pass(tokens, kwargs, at, places, lengths, tokens.shape[1])
+    if "logits_to_keep" not in takes: return made(places.rows*tokens.shape[1] + places.cols)
     first, last = int(places.cols.min()), int(places.cols.max())
     kwargs["logits_to_keep"] = torch.arange(first, last+1, device=tokens.device)
-    return Pass(tokens, kwargs, places.rows*(last+1-first) + places.cols - first, places)
+    return made(places.rows*(last+1-first) + places.cols - first)
 
 def _on_a_line(tokens, lengths, places, layout, takes, group):
     "Rows end to end; of ranks that share the line, this rank's shard."
@@ -110,7 +128,7 @@ def _on_a_line(tokens, lengths, places, layout, takes, group):
     kwargs["position_ids"] = at[None]
     if layout.segments: kwargs |= segment_kwargs(Segments(sizes, prefixes, shard), tokens.device)
     if "logits_to_keep" in takes: kwargs["logits_to_keep"], where = where, slice(None)   # just those, in order
-    return Pass(ids[None], kwargs, where, places, line, mine, n, shard)
+    return Pass(ids[None], kwargs, where, places, lengths, tokens.shape[1], line, mine, n, shard)
 
 def accepts(module:nn.Module, *names:str)->set[str]:
     "Which of `names` the module's forward takes, itself or by what an adapter wraps."
@@ -153,21 +171,20 @@ def _owned(x):
     several numbers a place out of logits may cut out as many as there are logits, too many to copy."""
     return x.clone() if x.dim() == 1 and x._is_view() else x
 
-def _from_routers(seen, tokens, lengths, call):
+def _from_routers(seen, call):
     "Router scores, or experts, of every token: `[B, T, L, E]`."
-    if call.line is None: return router_columns(seen, lengths, tokens.shape[1])
+    if call.line is None: return router_columns(seen, call.lengths, call.width)
     if call.shard:      # all layers in one exchange
         joined = call.shard.joined(torch.cat(seen, -1), len(call.line.tokens))
         seen = list(joined.split([x.shape[-1] for x in seen], -1))
-    return router_columns(seen, lengths, tokens.shape[1], call.line.places)
+    return router_columns(seen, call.lengths, call.width, call.line.places)
 
 # %% ../../nbs/models/71_forward.ipynb #15745b50
-def _on_call(experts, lengths, call):
+def _on_call(experts, call):
     "`[N, L, K]`: experts of the tokens of a call. ValueError where they cannot be replayed."
     if call.shard: raise ValueError("experts: rows on a line that ranks share cannot be replayed; drop the column")
     if call.line is None: return experts.flatten(0, 1)
-    real = torch.arange(experts.shape[1], device=lengths.device) < lengths[:, None]
-    rows, cols = real.nonzero(as_tuple=True)
+    rows, cols = (torch.arange(call.width, device=call.lengths.device) < call.lengths[:, None]).nonzero(as_tuple=True)
     ids = experts.new_full((call.ids.shape[1], *experts.shape[2:]), -1)
     return ids.index_put((call.line.places(rows, cols),), experts[rows, cols])
 
@@ -191,39 +208,41 @@ class Forward(nn.Module):
         top = output_layer(trunk)
         self.top = next((name for name, m in trunk.named_modules() if m is top), None)
 
-    def forward(self,
+    def arrange(self,
         tokens:Int[Tensor, "B T"], # right-padded rows
         lengths:Int[Tensor, " B"], # their real lengths
         places:Places,             # where to read
-        reading:Reading,           # what
         layout:Layout,             # how to arrange the rows
         group:Tensor|None=None,    # `[B]` ids of rows that may begin alike; packed, they share it
         experts:Tensor|None=None,  # `[B, T, L, K]` that a mixture's tokens go to, −1 = as the router picks
+    )->Pass: # on the device of all that is given
+        "Rows side by side or on a line, as the layout says."
+        call = (_on_a_line(tokens, lengths, places, layout, self.takes, group) if layout.packed
+                else _padded(tokens, lengths, places, self.takes))
+        return call if experts is None else replace(call, experts=_on_call(experts, call))
+
+    def forward(self,
+        call:Pass,       # of `arrange`
+        reading:Reading, # what to read
+        layout:Layout,   # that it was arranged by
     )->dict[str, Tensor]: # `[n, …]` each: logprobs, entropy, values, logits, measured, hidden; router_logits or experts
         "What a loss needs of each place. Nothing V-sized leaves the module unless `logits` asks for it."
-        call = self.arrange(tokens, lengths, places, layout, group)
         layer = None if self.top is None else self.trunk.get_submodule(self.top)      # an adapter may be on it by now
         if reading.hidden: check_hidden(layer, self.trunk)
         f = _instead(layer, call.places, reading, layout.transform)
         read = layer if f or self.on_lm_head else None
         watch = dict(scores=routed, experts=picked).get(reading.routers or "")
-        replay = nullcontext() if experts is None else routing(self.trunk, _on_call(experts, lengths, call))
+        replay = nullcontext() if call.experts is None else routing(self.trunk, call.experts)
         with replay, watch(self.trunk) if watch else nullcontext([]) as seen, tapping(read, f, call.pick) as tap:
             out = states_of(self.trunk(call.ids, **call.kwargs))
         if f: found = _from_head(tap.given, reading)
-        elif places.targets is None: found = self.values(call.pick(out))
+        elif call.places.targets is None: found = self.values(call.pick(out))
         else: found = _from_logits(call.pick(out), call.places, reading)
         if self.on_lm_head and not reading.hidden: found |= self.values(cast(Tensor, tap.entered))
         found = {k: _owned(call.gather(x)) for k, x in found.items()}
         if not watch: return found
         name = "experts" if reading.routers == "experts" else "router_logits"
-        return found | {name: _from_routers(seen, tokens, lengths, call)}
-
-    def arrange(self, tokens:Int[Tensor, "B T"], lengths:Int[Tensor, " B"], places:Places, layout:Layout,
-                group:Tensor|None=None)->Pass:
-        "Rows side by side or on a line, as the layout says."
-        if not layout.packed: return _padded(tokens, places, self.takes)
-        return _on_a_line(tokens, lengths, places, layout, self.takes, group)
+        return found | {name: _from_routers(seen, call)}
 
     def values(self, states:Tensor)->dict[str, Tensor]: # of `[m, H]`, or of `[m]` where a trunk gives values itself
         "What the head gives for hidden states: a number each, several `[m, k]`, or what it returns by name."

@@ -12,16 +12,17 @@ from functools import partial
 from inspect import isroutine
 from numbers import Integral, Real
 from types import CellType, FunctionType, MethodType
+from typing import cast
 from warnings import warn
 
 import torch
 from torch import Tensor, nn
 
 from ..data.batch import Batch, like
-from ..data.columns import listed
+from ..data.columns import listed, sent
 from ..engines.sharded import ShardedModel
 from .checks import measure_columns
-from .forward import Layout, Places, Reading
+from .forward import Forward, Layout, Places, Reading
 
 # %% ../../nbs/models/74_outputs.ipynb #12cff2b9
 ASK = dict(entropy="policy.step(batch, loss, entropy=True)", logits="policy.step(batch, loss, logits=True)",
@@ -57,15 +58,16 @@ class RowOut(Out):
 # %% ../../nbs/models/74_outputs.ipynb #5c19d0f7
 def outputs(model:ShardedModel, layout:Layout, part:Batch, reading:Reading=Reading(), who:str="model")->Out:
     "Run a micro-batch and read it: `[B, T, …]` each, or a `RowOut` of rows."
-    device, group = model.device, part.families
-    rows, cols = _chosen(part, reading)
-    places = _places(who, part, rows, cols, reading, device)
-    group = None if group is None else group.to(device)
-    experts = _experts(who, model, part).to(device) if "experts" in part and reading.logprobs else None
-    flat = model(part.tokens.to(device), part.lengths.to(device), places, reading, layout, group, experts)
+    rows, cols = (x.cpu() for x in _chosen(part, reading))
+    experts = _experts(who, model, part) if "experts" in part and reading.logprobs else None
+    group = None if part.families is None else part.families.cpu()
+    call = cast(Forward, model.module).arrange(part.tokens.cpu(), part.lengths.cpu(),
+                                               _places(who, part, rows, cols, reading), layout, group, experts)
+    flat = model(call.to(model.device), reading, layout)
     if reading.rows: return RowOut(scores=flat["values"])
     routers = {k: flat.pop(k) for k in ("router_logits", "experts") if k in flat}      # already `[B, T, L, E]`
-    found = {k: _scattered(x, part.tokens.shape, rows.to(device), cols.to(device)) for k, x in flat.items()}
+    rows, cols = sent(rows, model.device), sent(cols, model.device)
+    found = {k: _scattered(x, part.tokens.shape, rows, cols) for k, x in flat.items()}
     return Out(scores=found["values"]) if reading.after else Out(**found, **routers)
 
 def _experts(who, model, part):
@@ -80,21 +82,21 @@ def _experts(who, model, part):
 
 def _chosen(part, reading):
     "Row and column of what is read."
-    if reading.rows: return torch.arange(len(part)), part.lengths.cpu()-1
+    if reading.rows: return torch.arange(len(part)), part.lengths-1
     return (part[reading.after] if reading.after else part.mask).nonzero(as_tuple=True)
 
-def _places(who, part, rows, cols, reading, device):
+def _places(who, part, rows, cols, reading):
     "Where the model is read for these tokens, and how they were sampled; without tokens, the first of row 0."
     before = not (reading.rows or reading.after) and len(rows) > 0
-    if not len(rows): rows = cols = torch.zeros(1, dtype=torch.long, device=part.tokens.device)
-    at = lambda column: column[rows, cols].to(device)
+    if not len(rows): rows = cols = torch.zeros(1, dtype=torch.long)
+    at = lambda column: column[rows, cols]
     temperature, support = 1., None
     if reading.logprobs and before:
-        if "temperature" in part: temperature = part.temperature[rows].float().to(device)
+        if "temperature" in part: temperature = part.temperature[rows].float()
         if "support" in part: support = at(part.support).long()
     columns = measure_columns(who, reading.measure, part, rows, cols) if reading.measure else ()
-    return Places(rows.to(device), (cols - int(before)).to(device), at(part.tokens) if reading.logprobs else None,
-                  temperature, support, tuple(x.to(device) for x in columns))
+    targets = at(part.tokens) if reading.logprobs else None
+    return Places(rows, cols - int(before), targets, temperature, support, tuple(columns))
 
 def _scattered(x, shape, rows, cols):
     "`[n, …]` at n places of `[B, T]`, 0 elsewhere; without places 0, with a gradient of 0 for the model."
@@ -250,7 +252,7 @@ def _key(x, around=())->Hashable:
     return f"{type(x).__module__}.{type(x).__qualname__}", keys(scalars)
 
 # %% ../../nbs/models/74_outputs.ipynb #980e81b1
-def trainable(value:Tensor, out:Out, part:Batch)->bool: # whether its gradient may change weights
+def trainable(value:Tensor, out:Out, part:Batch)->Tensor: # 0-d Bool: whether its gradient may change weights
     """The loss is a number, and no chosen token has probability 0, under this policy or in a column of log-probs.
 
     Losses count log 0 as −10¹⁵ nats (`finite_logprobs`), so such a token need not make them infinite; where it is in a
@@ -258,7 +260,7 @@ def trainable(value:Tensor, out:Out, part:Batch)->bool: # whether its gradient m
     columns = [torch.where(part.mask, x, 0.) for k, x in part.columns.items()
                if k.endswith("logprobs") and isinstance(x, Tensor) and x.shape == part.mask.shape]
     logprobs = columns + [x for k, x in out.items() if k == "logprobs"]
-    return bool(value.abs() < 1e12) and not any(bool((x == -torch.inf).any()) for x in logprobs)
+    return torch.stack([value.abs() < 1e12, *((x != -torch.inf).all() for x in logprobs)]).all()
 
 def cause(out:Out, part:Batch, rows:list[int])->str: # a sentence
     "Why a loss is not `trainable`: outputs, and columns where the mask is True, that are not finite."

@@ -15,6 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..data.columns import sent
+
 # %% ../../nbs/models/69_routers.ipynb #f13d0843
 def routers_of(
     trunk:nn.Module, # any model
@@ -105,9 +107,11 @@ def router_columns(
                          "model with as many experts in each layer is wanted")
     x = torch.stack(seen, 1)
     real = torch.arange(width, device=lengths.device) < lengths[:, None]
-    if places is None: return torch.where(real[..., None, None], x.view(len(lengths), width, *x.shape[1:]), 0.)
+    shape = len(lengths), width, *x.shape[1:]
+    if places is None: return torch.where(sent(real, x.device)[..., None, None], x.view(shape), 0.)
     rows, cols = real.nonzero(as_tuple=True)
-    return x.new_zeros(len(lengths), width, *x.shape[1:]).index_put((rows, cols), x[places(rows, cols)])
+    on_line, rows, cols = (sent(i, x.device) for i in (places(rows, cols), rows, cols))
+    return x.new_zeros(shape).index_put((rows, cols), x[on_line])
 
 # %% ../../nbs/models/69_routers.ipynb #da7b2cbc
 def expert_hits(router_logits:Float[Tensor, "B T L E"], mask:Bool[Tensor, "B T"], *, top_k:int)->Float[Tensor, "B L E"]:

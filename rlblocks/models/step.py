@@ -24,7 +24,7 @@ from ..engines.world import agree, largest, same_rows
 from .checks import (check_batches, check_confined, check_jobs, check_loss, check_sampled, check_scored,
                                     check_turning, check_window, places_at)
 from .forward import Reading
-from .outputs import cause, check_splits, outputs, trainable
+from .outputs import LARGE, cause, check_splits, outputs, trainable
 from .prepared import Prepared
 
 # %% ../../nbs/models/75_step.ipynb #e0e7d205
@@ -77,7 +77,7 @@ def train_step(run:Prepared, jobs:list, reading:Reading)->dict: # metrics
             with _all_or_none(run, sums):
                 work = _work(run, jobs, reading)
                 for i, (batch, loss, rows) in enumerate(work, 1):
-                    part = batch.part(rows).trim().to(run.model.device)
+                    part = batch.part(rows).trim()
                     out = outputs(run.model, run.layout, part, reading, run.name)
                     value = _add(run, sums, loss, out, part, rows)
                     run.model.backward(value, last=i == len(work), shared=shared)
@@ -143,27 +143,37 @@ def _discards(run):
 class Sums:
     "What a step adds up beside the gradient, of this rank's rows."
     together:bool  # with other ranks
-    loss:float = 0.
+    loss:Tensor|float = 0.  # on the model's device
     metrics:dict[str, Metric] = field(default_factory=dict)
     error:Exception|None = None # the first of a closure
-    why:str = ""   # the first loss that is no number
+    seen:list[tuple] = field(default_factory=list) # (is it `trainable`, outputs, rows, their numbers) of each
+
+    def why(self)->str: # empty: nothing
+        "What is wrong with the first loss that is no number. Only here a GPU is waited for."
+        if not self.seen: return ""
+        good = torch.stack([x for x, *_ in self.seen]).tolist()
+        return "" if all(good) else cause(*self.seen[good.index(False)][1:])
 
 def _add(run, sums, loss, out, part, rows):
     "Call the closure, check it, and count what it gives; its loss, to be differentiated."
     try:
-        check_loss(run.name, got := loss(out, part))
+        check_loss(run.name, got := loss(out, here := part.to(run.model.device)))
         check_graph(got[0])
-        if not part.filler and run.checked.due(loss) and check_splits(loss, out, part, run.name): run.checked.passed()
+        if not part.filler and run.checked.due(loss) and check_splits(loss, out, here, run.name): run.checked.passed()
     except Exception as e:
         if not sums.together: raise
         sums.error = sums.error or e
         return torch.stack([0*x.sum() for _, x in out.items()]).sum()
     value, found = got
     if part.filler: return value*0
-    sums.loss += float(value.detach())
+    sums.loss = sums.loss + value.detach().double()
     sums.metrics = merge(sums.metrics, found)
-    if not sums.why and not trainable(value.detach(), out, part): sums.why = cause(out, part, rows)
+    sums.seen.append((trainable(value.detach(), out, here), _kept(out), part, rows))
     return value
+
+def _kept(out):
+    "The outputs without their graph, to be looked at should the loss be no number; not those of a row for each id."
+    return type(out)(**{k: x.detach() for k, x in out.items() if x.numel() <= LARGE})
 
 @contextmanager
 def _all_or_none(run, sums):
@@ -172,9 +182,11 @@ def _all_or_none(run, sums):
     try: yield
     except Exception as e: error = e
     error = error or sums.error
-    if not error and (sums.why or not math.isfinite(sums.loss)):
-        error = FloatingPointError(f"{run.name}: the loss is {sums.loss:g} at version {run.model.version}; nothing was "
-                                   f"changed. {sums.why}".rstrip())
+    if not error:
+        why, sums.loss = sums.why(), float(sums.loss)
+        if why or not math.isfinite(sums.loss):
+            error = FloatingPointError(f"{run.name}: the loss is {sums.loss:g} at version {run.model.version}; nothing "
+                                       f"was changed. {why}".rstrip())
     _together(f"{run.name}.step", error, sums.together)
 
 def _own_metrics(run, sums, norm, share)->dict[str, Metric]:
@@ -235,11 +247,14 @@ def _readable(run, batch, reading, at):
 
 def _computed(run, batch, plan, reading, key, by_row)->Iterator[tuple[list[int], Tensor]]:
     "Row numbers of each micro-batch, and what was read of them."
+    before = None       # one behind: a GPU has work while numbers travel
     for rows in plan:
         part = batch.part(rows).trim()
         x = getattr(outputs(run.model, run.layout, part, reading, run.name), key)
         if by_row: x = by_row(x, part)
-        if rows: yield rows, x.cpu()
+        if before: yield before[0], before[1].cpu()
+        before = (rows, x) if rows else None
+    if before: yield before[0], before[1].cpu()
 
 def _in_order(done, shape):
     "Pieces of `[B, …]` or `[B, T, …]` put together; 0 where none has a row."
