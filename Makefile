@@ -105,10 +105,12 @@ export: .venv/.dev
 	$(BIN)/nbdev-clean --fname nbs
 	$(BIN)/nbdev-clean --fname tutorials
 
-# README.md from nbs/index.ipynb, the page of all blocks from their docstrings, and the map of notebooks
+# README.md from nbs/index.ipynb, the page of all blocks from their docstrings, the map of notebooks, and what a GPU has shown
 readme: .venv/.dev
 	$(BIN)/python nbs/make_readme.py
 	$(BIN)/python nbs/make_pages.py
+	$(BIN)/nbdev-test nbs/gpu.ipynb --n-workers 0 --save
+	$(BIN)/nbdev-clean --fname nbs/gpu.ipynb
 
 lint: .venv/.dev
 	$(BIN)/ruff check rlblocks tests benchmarks tutorials nbs

@@ -32,6 +32,7 @@ import time
 from datetime import datetime
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,8 +160,8 @@ def where(dry):
     found |= dict(commit=asked.stdout.strip() or None, dry=dry, cuda=torch.version.cuda)
     if dry: return found | dict(card="no card (dry)")
     card = torch.cuda.get_device_properties(0)
-    return found | dict(card=card.name, GiB=round(card.total_memory/2**30, 1), multiprocessors=card.multi_processor_count,
-                        capability=f"{card.major}.{card.minor}")
+    return found | dict(card=card.name, GiB=round(card.total_memory/2**30, 1), capability=f"{card.major}.{card.minor}",
+                        multiprocessors=card.multi_processor_count)
 
 
 def write(result, out):
@@ -189,7 +190,8 @@ def draw(result, path):
                                 gridspec_kw=dict(height_ratios=height))
     for ax, (name, (unit, rows)) in zip(axes[:, 0], panels.items(), strict=True):
         labels = [f"{x['case']} | {x['way']}" for x in rows]
-        ax.barh(range(len(rows)), [x[unit] for x in rows], color=["C0" if x["way"].startswith("ours") else "C7" for x in rows])
+        colours = ["C0" if x["way"].startswith("ours") else "C7" for x in rows]
+        ax.barh(range(len(rows)), [x[unit] for x in rows], color=colours)
         ax.set_yticks(range(len(rows)), labels, fontsize=6)
         ax.invert_yaxis()
         ax.set_title(f"{PARTS[name][1]}: {unit.replace('_per_', ' / ')}", fontsize=8, loc="left")
@@ -212,17 +214,49 @@ def results(folder=RESULTS):
 def sentence(found):
     "README's word on GPUs."
     if not found:
-        return ("What is written for GPUs (Triton kernels, NCCL, CUDA graphs) has not run on one yet: `make gpu` shows in "
-                "eight minutes whether it works on yours.")
+        return ("What is written for GPUs (Triton, NCCL, CUDA's attention) has **not run on one yet**; where there is "
+                "one, `make gpu` shows in eight minutes what works and how fast ([what it runs](nbs/gpu.ipynb)).")
     last = found[-1]
-    m, tests = last["machine"], last["parts"].get("tests")
-    said = f"On an {m['card']} ({m['date'][:10]}, torch {m['torch']})"
-    ended = outcomes(tests) if tests else {}
-    said += (f" {ended.get('passed', 0)} tests for GPUs passed and {ended.get('failed', 0)} failed" if ended
-             else " no tests ran")
+    m, ended = last["machine"], outcomes(last["parts"].get("tests", dict(rows=[])))
     goals = [x for part in last["parts"].values() for x in part["goals"]]
-    if goals: said += f"; {sum(x['reached'] for x in goals)} of {len(goals)} goals for speed and memory are reached"
-    return said + " ([figures](nbs/gpu.ipynb), `make gpu`)."
+    said = ", ".join(f"{n} tests {way}" for way, n in ended.items()) or "no tests ran"
+    if goals: said += f"; {sum(x['reached'] for x in goals)} of {len(goals)} goals for speed and memory were reached"
+    return f"On an {m['card']} ({m['date'][:10]}, torch {m['torch']}): {said} ([figures](nbs/gpu.ipynb); `make gpu`)."
+
+
+def parts():
+    "What a run consists of, as Markdown."
+    lines = [("part", "shows", "seconds on an H100", "at most"), ("---",)*4,
+             *((f"`{name}`", what, str(usual), str(most)) for name, (_, what, usual, most) in PARTS.items())]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def page(found):
+    "The runs as Markdown."
+    if not found: return "**Not run yet.** No machine with a GPU has run `make gpu` and committed what it wrote."
+    return "\n\n".join(part for run in reversed(found) for part in of_run(run))
+
+
+def of_run(run):
+    m = run["machine"]
+    yield (f"## {m['card']}\n{m['date'][:10]}, torch {m['torch']}, CUDA {m['cuda']}, transformers {m['transformers']}, "
+           f"Python {m['python']}, commit {m['commit']}")
+    for name, part in run["parts"].items():
+        yield f"### {name}: {PARTS[name][1]}\n{part['state']}, {part['seconds']:g} s"
+        rows = part["rows"]
+        if name == "tests":
+            yield ", ".join(f"{n} {way}" for way, n in outcomes(part).items())
+            rows = [x for x in rows if x["way"] == "failed"]
+        yield from tables(rows)
+        yield from tables(part["goals"])
+
+
+def tables(rows):
+    "One for each run of rows with the same columns."
+    for columns, some in groupby(rows, key=lambda x: tuple(x)):
+        lines = [columns, ["---"]*len(columns), *(map(number, row.values()) for row in some)]
+        def cell(x): return " ".join(x.split()).replace("|", "\\|")
+        yield "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
 
 
 def main():

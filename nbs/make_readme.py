@@ -5,9 +5,12 @@
 import ast
 import json
 import re
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT/"benchmarks"))
+import gpu  # noqa: E402
 NOTE = "<!-- made from nbs/index.ipynb by nbs/make_readme.py; edit the notebook -->"
 
 
@@ -27,6 +30,11 @@ def table():
     return "\n".join(["| package | holds |", "|---|---|", *(f"| `{name}` | {holds} |" for name, holds in packages())])
 
 
+def made(source):
+    "Markdown with what is made from other files in place of its marks."
+    return source.replace("<!-- packages -->", table()).replace("<!-- gpu -->", gpu.sentence(gpu.results()))
+
+
 def output(out):
     "A stored output as Markdown: Markdown itself, else plain text, indented; nothing for pictures."
     data = out.get("data", {})
@@ -38,7 +46,7 @@ def output(out):
 def cell(c):
     "A cell as Markdown; nothing for hidden cells. nbdev's directives (`#| …`) are left out."
     source = "".join(c["source"]).strip()
-    if c["cell_type"] == "markdown": return [source.replace("<!-- packages -->", table())]
+    if c["cell_type"] == "markdown": return [made(source)]
     directives = re.findall(r"^#\| *(.*)$", source, re.M)
     if any(d.startswith(("hide", "default_exp")) for d in directives): return []
     code = re.sub(r"^#\| *.*\n?", "", source, flags=re.M).strip()
