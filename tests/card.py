@@ -1,7 +1,7 @@
 """A card for the tests that are marked `gpu`, and what stands for it where there is none.
 
 RLBLOCKS_GPU_DRY=1 runs these tests on a CPU, small: what only a card has (memory statistics, a mode in which it says
-that somebody waits for it, CUDA graphs) is then played by what torch dispatches, so that every line of a test is run."""
+that somebody waits for it, CUDA graphs) is then played by what torch dispatches, so that every line of a test runs."""
 import os
 import warnings
 from contextlib import contextmanager
