@@ -16,12 +16,16 @@ from rlblocks.engines.weights import checksum, named_weights
 from rlblocks.engines.world import leave_world
 from rlblocks.models.attention import NAME
 from rlblocks.models.loading import pretrained
-from test_attention import groups, loss as weighted
-from tiny import NEAR, steady
+from test_attention import groups
+from tiny import steady
 from torch.testing import assert_close
 
 pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")
+LR = 1e-3
+# of a weight after a step: another step would be off by LR. Gradients are compared before, unclipped
+MOVED = .1*LR
+UNCLIPPED = steady(LR, max_norm=None)
 # heads of 32: what kernels of attention take
 SIZES = dict(hidden_size=128, intermediate_size=256) if CARD else dict(hidden_size=64)
 
@@ -43,6 +47,11 @@ def batch(B=12, seed=0):
 def ppo(out, b):
     pg, metrics = ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b)
     return pg - .01*masked_mean(out.entropy, b.mask, denom=b), metrics
+
+
+def weighted(out, b):
+    w = (7*b.tokens + 3*torch.arange(b.width, device=b.tokens.device)) % 5 - 2.
+    return torch.where(b.mask, w*out.logprobs, 0.).sum()/b.n_tokens, {}
 
 
 def sft(out, b): return sft_loss(out.logprobs, b.mask, denom=b)
@@ -117,13 +126,13 @@ def test_flash_attention_keeps_packed_rows_apart_or_is_refused(device, tmp_path)
 def test_a_step_is_that_of_the_cpu(device):
     "In fp32: loss, entropy's part included, gradient and weights; packed there, padded here."
     b, net = batch(), sharp()
-    there, here = (Policy(net, optimizer=steady(1e-3), device=d, pack=p) for d, p in ((device, True), (CPU, False)))
+    there, here = (Policy(net, optimizer=UNCLIPPED, device=d, pack=p) for d, p in ((device, True), (CPU, False)))
     (grads, (mine,)), (wanted, (theirs,)) = (stepped(p, b, ppo, entropy=True) for p in (there, here))
     assert next(there._run.module.parameters()).device.type == device.type
     assert distance(grads, wanted) <= 1e-4
     for k in ("loss", "grad_norm", "approx_kl", "ratio", "clip_frac"):
         assert float(mine[k]) == pytest.approx(float(theirs[k]), rel=1e-4, abs=1e-6)
-    assert_close(weights(there), weights(here), rtol=0, atol=NEAR*1e-3)
+    assert_close(weights(there), weights(here), rtol=0, atol=MOVED)
 
 
 def test_bf16_learns_in_fp32_masters(device):
@@ -138,7 +147,7 @@ def test_bf16_learns_in_fp32_masters(device):
         change = torch.cat([(x - before[n])[asked[n]].float().abs() for n, x in weights(policy).items()])
         moved[low] = float((change > 5e-7).float().mean())
     assert moved[False] > .9 and moved[True] < .1
-    policy = Policy(net, lr=1e-3, device=device)
+    policy = Policy(net, lr=LR, device=device)
     _, losses = stepped(policy, b, sft, n=6)
     assert float(losses[-1]["loss"]) < .9*float(losses[0]["loss"])
 
@@ -148,8 +157,8 @@ def test_a_critic_and_a_scorer_are_those_of_the_cpu(device):
     b["unit"], b["chosen"] = torch.arange(len(b)//2).repeat_interleave(2), torch.arange(len(b)) % 2 == 0
     for make, ask, loss in ((Critic, "values", value), (Scorer, "scores", verdict)):
         found = []
-        for d in (device, CPU):
-            made = make(net, optimizer=steady(1e-3), device=d)
+        for d, pack in ((device, True), (CPU, False)):
+            made = make(net, optimizer=UNCLIPPED, device=d, pack=pack)
             with torch.no_grad(): made._run.module.head.weight.copy_(torch.linspace(-1, 1, SIZES["hidden_size"]))
             before = getattr(made, ask)(b)
             grads, (metrics,) = stepped(made, b, loss)
@@ -158,7 +167,7 @@ def test_a_critic_and_a_scorer_are_those_of_the_cpu(device):
         scale = float(cpu_was.abs().max())
         assert_close(was, cpu_was, rtol=0, atol=1e-4*scale)
         assert loss_ == pytest.approx(cpu_loss, rel=1e-4) and distance(grads, cpu_grads) <= 1e-4
-        assert_close(now, cpu_now, rtol=0, atol=NEAR*1e-3)
+        assert_close(now, cpu_now, rtol=0, atol=MOVED)
         assert after.isfinite().all() and (after - was).abs().max() > 1e-4*scale
         assert_close(after, cpu_after, rtol=0, atol=1e-3*scale)
 
@@ -178,7 +187,7 @@ def test_an_adapter_learns_and_merges(device):
     engine = Rollout(net, max_tokens=4, device=device)
     engine.load(policy.weights())
     merged = Policy(engine.module, frozen=True, device=device)
-    assert_close(merged.logprobs(b), policy.logprobs(b), rtol=0, atol=1e-4)
+    assert_close(merged.logprobs(b), policy.logprobs(b), rtol=0, atol=1e-3)
 
 
 @pytest.mark.xfail(strict=False, reason="losses and checks of a micro-batch are still read one by one")
@@ -231,7 +240,7 @@ CUT = {"fsdp2": fsdp2(), "offload": fsdp2(offload="cpu"), "checkpointing": fsdp2
 
 def test_engines_of_one_rank_are_the_plain_one(device, world):
     "FSDP2 over NCCL, weights on the host, activations computed twice: gradients of two steps, weights, losses."
-    b, how = batch(), dict(optimizer=steady(1e-3, weight_decay=.1, max_norm=.5), device=device, micro_rows=5)
+    b, how = batch(), dict(optimizer=steady(LR, weight_decay=.1, max_norm=.5), device=device, micro_rows=5)
     for dtype, names, far in ((torch.float32, list(CUT), 1e-4), (torch.bfloat16, ["fsdp2"], .05)):
         net = sharp(dtype)
         one = Policy(net, **how)
@@ -242,16 +251,16 @@ def test_engines_of_one_rank_are_the_plain_one(device, world):
             assert distance(grads, wanted) < far, name
             for m, t in zip(mine, theirs, strict=True):
                 for k in ("loss", "grad_norm"): assert float(m[k]) == pytest.approx(float(t[k]), rel=far, abs=far), name
-            if dtype == torch.float32: assert_close(weights(policy), weights(one), rtol=0, atol=NEAR*1e-3)
+            if dtype == torch.float32: assert_close(weights(policy), weights(one), rtol=0, atol=MOVED)
             on_host = next(iter(policy._run.module.parameters())).device.type
             assert on_host == ("cpu" if name == "offload" else device.type)
-    if CARD: assert dist.get_backend_config() == "cpu:gloo,cuda:nccl"
+    if CARD: assert "cuda:nccl" in dist.get_backend_config()
 
 
 @pytest.mark.parametrize("first, then", [(DEVICE, CPU), (CPU, DEVICE)], ids=["to the CPU", "to the card"])
 def test_a_save_goes_on_elsewhere(tmp_path, device, first, then):
     "Weights and moments to the bit, where the new policy is; its next step is the old one's."
-    def policy(where): return Policy(sharp(), optimizer=steady(1e-3), device=where)
+    def policy(where): return Policy(sharp(), optimizer=steady(LR), device=where)
     old, new = policy(first), policy(then)
     for step in Checkpoint(tmp_path, every=1)(2, policy=old): old.step(batch(seed=step), ppo, entropy=True)
     saved = old.state_dict()
@@ -264,7 +273,7 @@ def test_a_save_goes_on_elsewhere(tmp_path, device, first, then):
     theirs = old.step(batch(seed=2), ppo, entropy=True)
     assert step == 2 and new.version == 3
     for k in ("loss", "grad_norm"): assert float(mine[k]) == pytest.approx(float(theirs[k]), rel=1e-4, abs=1e-6)
-    assert_close(weights(new), weights(old), rtol=0, atol=NEAR*1e-3)
+    assert_close(weights(new), weights(old), rtol=0, atol=MOVED)
 
 
 def tensors(state): return [x for x in torch.utils._pytree.tree_leaves(state) if isinstance(x, torch.Tensor)]
