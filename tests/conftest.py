@@ -61,6 +61,20 @@ def as_in_a_new_process():
     if compiler is not None and compiler.FRAME_COUNTER: torch.compiler.reset()
 
 
+def pytest_runtest_setup(item):
+    "Tests for a card need one, or are told to run without."
+    if not item.get_closest_marker("gpu"): return
+    import card
+    if not (card.CARD or card.DRY): pytest.skip(card.REASON)
+
+
+@pytest.fixture
+def device():
+    "The card; in a dry run the CPU."
+    from card import DEVICE
+    return DEVICE
+
+
 @pytest.fixture(scope="session")
 def root():
     "The repository."
