@@ -131,6 +131,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'rlblocks/arithmetic/masked.py'),
                                             'rlblocks.arithmetic.masked.Metric.__repr__': ( 'arithmetic/masked.html#metric.__repr__',
                                                                                             'rlblocks/arithmetic/masked.py'),
+                                            'rlblocks.arithmetic.masked.Metric.numbers': ( 'arithmetic/masked.html#metric.numbers',
+                                                                                           'rlblocks/arithmetic/masked.py'),
                                             'rlblocks.arithmetic.masked.Metric.to': ( 'arithmetic/masked.html#metric.to',
                                                                                       'rlblocks/arithmetic/masked.py'),
                                             'rlblocks.arithmetic.masked._centered': ( 'arithmetic/masked.html#_centered',

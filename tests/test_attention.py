@@ -324,7 +324,7 @@ def test_a_peft_model_is_packed():
 
 def test_keys_of_rows_of_unequal_length_are_gathered(monkeypatch):
     """The arithmetic around the kernel that needs a GPU, with a plain function in its place: causal from the right,
-    window, fewer key heads."""
+    window, fewer key heads; torch 2.11's wants as many."""
     import rlblocks.models.attention as module
     from torch.nn.attention import varlen
     def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
@@ -339,8 +339,11 @@ def test_keys_of_rows_of_unequal_length_are_gathered(monkeypatch):
         return torch.cat(out)
     segments, g = Segments([9, 4, 6, 0, 5], [(0, 0), (0, 5), (0, 0), (0, 3), (2, 6)]), torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, H, 24, 8, generator=g, dtype=torch.float16) for H in (4, 2, 2))
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
-    for window in (24, 3):
+    def of_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        assert q.shape[1] == k.shape[1] == v.shape[1]
+        return kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size)
+    for window, installed in ((24, kernel), (3, kernel), (24, of_2_11), (3, of_2_11)):
+        monkeypatch.setattr(varlen, "varlen_attn", installed)
         got = module._kernel(q, k, v, segments, window, scale=.5, enable_gqa=True)
         want = segment_attention(nn.Identity(), q, k, v, None, segments=segments, scaling=.5, sliding_window=window)[0]
         assert_close(got[None], want, rtol=0, atol=2e-3)

@@ -238,7 +238,7 @@ def arguments(case):
 
 def numbers(x):
     "All tensors of a result, in order."
-    if isinstance(x, Metric): return numbers(list(vars(x).values()))
+    if isinstance(x, Metric): return numbers(list(x.numbers().values()))
     if isinstance(x, dict): return numbers(list(x.values()))
     if isinstance(x, list | tuple): return [y for item in x for y in numbers(item)]
     return [x] if isinstance(x, torch.Tensor) else []

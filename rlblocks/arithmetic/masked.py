@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, Protocol, no_type_check, runtime_checkable
+from typing import Any, Literal, Protocol, cast, no_type_check, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -259,8 +259,12 @@ class Metric:
     value: Number                             # what `float` reads
     _join: Callable[[Number, Number], Number] # how one number of a piece meets its like
 
+    def numbers(self):
+        "Its numbers by name; not vars(self), which the compiler of torch 2.11 cannot read."
+        return {name: getattr(self, name) for name in cast(Any, self).__dataclass_fields__}
+
     def __post_init__(self):
-        for name,x in vars(self).items():
+        for name,x in self.numbers().items():
             if not isinstance(x, Tensor): continue
             if x.ndim: raise ValueError(f"{type(self).__name__}: {name} is {list(x.shape)}; a metric holds one number, "
                                         "mean_of(x, mask) makes it")
@@ -270,11 +274,11 @@ class Metric:
         device:torch.device|str, # where its tensors shall be
     )->"Metric": # the same metric there
         """The metric with its tensors on `device`."""
-        return type(self)(**{k: x.to(device) if isinstance(x, Tensor) else x for k,x in vars(self).items()})
+        return type(self)(**{k: x.to(device) if isinstance(x, Tensor) else x for k,x in self.numbers().items()})
 
     def __add__(self, other):
         if type(other) is not type(self): return NotImplemented
-        return type(self)(**{name: self._join(x, getattr(other, name)) for name,x in vars(self).items()})
+        return type(self)(**{name: self._join(x, getattr(other, name)) for name,x in self.numbers().items()})
 
     def __float__(self): return float(self.value)
     def __repr__(self): return repr(float(self))

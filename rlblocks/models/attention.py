@@ -105,15 +105,15 @@ def _kernel(q, k, v, segments, window, *, scale, enable_gqa):
     see, cu_q, cu_k, max_q, max_k = segments.unequal(q.device)
     q, k, v = (x[0].transpose(0, 1).to(v.dtype) for x in (q, k, v))
     if len(see) > len(q): k, v = k[see], v[see]
+    if enable_gqa and "enable_gqa" not in inspect.signature(varlen_attn).parameters:      # torch < 2.13
+        k, v = (x.repeat_interleave(q.shape[1]//x.shape[1], 1) for x in (k, v))
+    more = dict(enable_gqa=True) if k.shape[1] < q.shape[1] else {}
     attend, reach = cast(Any, varlen_attn), (window-1 if window < max_k else -1, 0)
-    return attend(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=reach, enable_gqa=enable_gqa)
+    return attend(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=reach, **more)
 
 def _has_kernel(q, v, dropout):
     "Whether `_kernel` can take these tensors."
-    if q.device.type != "cuda" or v.dtype not in HALF or dropout or max(q.shape[-1], v.shape[-1]) > 256: return False
-    try: from torch.nn.attention.varlen import varlen_attn
-    except ImportError: return False
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return q.device.type == "cuda" and v.dtype in HALF and not dropout and max(q.shape[-1], v.shape[-1]) <= 256
 
 # %% ../../nbs/models/68_attention.ipynb #3f239daf
 NAME = "rlblocks_segments" # what transformers knows the function by
