@@ -15,8 +15,8 @@ def size(real, tiny): return tiny if DRY else real
 
 def settle():
     "Wait for the card, and give back what nobody holds."
-    gc.collect()
     if DRY: return
+    gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
