@@ -47,13 +47,14 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import torch
 
+BACKEND = "inductor"    # of torch.compile
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT/"tests"/"parity"))
 import peers  # noqa: E402
@@ -181,18 +182,22 @@ def verl_policy(name, mode="token-mean", **changed):
 def trl_policy(loss_type, level="token", rows=False, bare=False, **changed):
     """`_compute_loss` from the ratio to its last metric, with the entropies as good as left out; `bare`: to the loss
     alone. On the columns that all get, or on one advantage a row."""
-    trainers = importlib.import_module("trl")
-    args = peers.defaults(trainers.GRPOConfig, loss_type=loss_type, **changed)
-    args.steps_per_generation = 1
-    alone = SimpleNamespace(num_processes=1, reduce=lambda x, **_: x, gather=lambda x: x)
-    self = peers.bare(trainers.GRPOTrainer, args=args, loss_type=loss_type, importance_sampling_level=level,
-                      beta=args.beta, epsilon_low=.2, epsilon_high=args.epsilon_high or .2,
-                      off_policy_mask_threshold=None, use_vllm=False, vllm_importance_sampling_correction=False,
-                      _entropy_bonus_enabled=False, aux_loss_enabled=False, accelerator=alone,
-                      model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1)
-    run = peers.statements(trainers.GRPOTrainer._compute_loss, "log_ratio =", "if self.loss_type in ['grpo', 'sapo']"
-                           if bare else "if self.loss_type in ['grpo', 'bnpo', 'dr_grpo', 'dapo', 'luspo']")
+    @cache
+    def set_up():
+        trainers = importlib.import_module("trl")
+        args = peers.defaults(trainers.GRPOConfig, loss_type=loss_type, **changed)
+        args.steps_per_generation = 1
+        alone = SimpleNamespace(num_processes=1, reduce=lambda x, **_: x, gather=lambda x: x)
+        self = peers.bare(trainers.GRPOTrainer, args=args, loss_type=loss_type, importance_sampling_level=level,
+                          beta=args.beta, epsilon_low=.2, epsilon_high=args.epsilon_high or .2,
+                          off_policy_mask_threshold=None, use_vllm=False, vllm_importance_sampling_correction=False,
+                          _entropy_bonus_enabled=False, aux_loss_enabled=False, accelerator=alone,
+                          model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1)
+        last = "'grpo', 'sapo'" if bare else "'grpo', 'bnpo', 'dr_grpo', 'dapo', 'luspo'"
+        return self, peers.statements(trainers.GRPOTrainer._compute_loss, "log_ratio =",
+                                      f"if self.loss_type in [{last}]")
     def call(c):
+        self, run = set_up()
         self.max_completion_length, self._metrics = c.mask.shape[1], dict(train=defaultdict(list))
         return run(self=self, per_token_logps=c.logprobs, old_per_token_logps=c.old,
                    advantages=c.row_advantages[:, None] if rows else c.advantages, mask=c.mask, entropy_mask=None,
@@ -485,7 +490,7 @@ def differentiated(call, wrt):
 
 def compiled(t):
     "Ours through torch.compile, its backward pass by autograd."
-    return differentiated(torch.compile(own(t), fullgraph=True), t.wrt)
+    return differentiated(torch.compile(own(t), fullgraph=True, backend=BACKEND), t.wrt)
 
 
 class Replaced:
@@ -503,8 +508,9 @@ def compiled_with_gradient(t):
     def loss(columns, c):
         result = ours(Replaced(c, t.wrt, columns))
         total, metrics = result if isinstance(result, tuple) else (result, {})
-        return total, {k: [x for x in vars(m).values() if isinstance(x, torch.Tensor)] for k, m in metrics.items()}
-    call = torch.compile(torch.func.grad_and_value(loss, has_aux=True), fullgraph=True)
+        numbers = {k: [getattr(m, name) for name in m.__dataclass_fields__] for k, m in metrics.items()}
+        return total, {k: [x for x in some if isinstance(x, torch.Tensor)] for k, some in numbers.items()}
+    call = torch.compile(torch.func.grad_and_value(loss, has_aux=True), fullgraph=True, backend=BACKEND)
     return lambda c: call(tuple(getattr(c, name).detach() for name in t.wrt), c)[0]
 
 

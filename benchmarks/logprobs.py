@@ -99,8 +99,8 @@ def liger(h, W, AB, ids, entropy):
                                   else "a loss: always makes gradients")
     rows = 16
     loss = LigerFusedLinearGRPOLoss(beta=0., compiled=False, use_ref_model=False, loss_type="grpo")
-    each = ids.view(rows, -1)
-    return loss(h.view(rows, -1, h.shape[1]), W, each, torch.ones_like(each), -torch.ones(rows)*len(ids))[0], None
+    each, weights = ids.view(rows, -1), torch.full((rows,), -float(len(ids)), device=h.device)
+    return loss(h.view(rows, -1, h.shape[1]), W, each, torch.ones_like(each), weights)[0], None
 
 
 WAYS = {"plain": plain, "ours": ours, "trl": trl, "trl-chunk": trl_chunk, "liger": liger}
