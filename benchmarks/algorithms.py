@@ -508,7 +508,7 @@ def compiled_with_gradient(t):
     def loss(columns, c):
         result = ours(Replaced(c, t.wrt, columns))
         total, metrics = result if isinstance(result, tuple) else (result, {})
-        numbers = {k: [getattr(m, name) for name in m.__dataclass_fields__] for k, m in metrics.items()}
+        numbers = {k: m.numbers().values() for k, m in metrics.items()}
         return total, {k: [x for x in some if isinstance(x, torch.Tensor)] for k, some in numbers.items()}
     call = torch.compile(torch.func.grad_and_value(loss, has_aux=True), fullgraph=True, backend=BACKEND)
     return lambda c: call(tuple(getattr(c, name).detach() for name in t.wrt), c)[0]
