@@ -31,7 +31,7 @@ def seconds(f:Callable)->float:
 
 
 def milliseconds(f:Callable, *, repeats:int=10, warm:int=3, budget:float=4.)->float:
-    "Median of several calls after a few that do not count; fewer calls where they would take more than `budget` seconds."
+    "Median of several calls after a few that do not count; fewer where they would take more than `budget` seconds."
     for _ in range(size(warm, 1)): took = seconds(f)
     if DRY: return 1e3*took
     times = []
