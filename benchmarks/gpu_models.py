@@ -20,10 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 import warnings
 from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
+from importlib.machinery import ModuleSpec
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -267,9 +269,40 @@ def fitting(case, way, make, config, b, *, checkpointing):
     yield row(case, way, absent=refused["refused"])
 
 
+class StandIn(list):
+    "In place of a data set of which only the first row and the columns are asked."
+    column_names, cache_files = ("prompt",), ()
+
+    @classmethod
+    def from_dict(cls, columns): return cls(dict(prompt=x) for x in columns["prompt"])
+
+
+class Names(types.ModuleType):
+    "In place of a module whose classes are imported, and named in annotations, without being used."
+    def __init__(self, name):
+        super().__init__(name)
+        self.__spec__, self.__path__, self.__version__ = ModuleSpec(name, None, is_package=True), [], "0"
+
+    def __getattr__(self, name):
+        if name.startswith("__"): raise AttributeError(name)
+        setattr(self, name, type(name, (StandIn,), {}))
+        return vars(self)[name]
+
+
+def datasets_or_names():
+    "`datasets`; where it is not, because pyarrow is too large to carry, names for TRL, whose loss reads no data set."
+    try:
+        import datasets
+        return datasets
+    except ImportError: pass
+    for name in [x for x in sys.modules if x.split(".")[0] == "datasets"]: del sys.modules[name]     # half imported
+    for name in ("pyarrow", "pyarrow.compute", "pyarrow.types", "datasets"): sys.modules[name] = Names(name)
+    return sys.modules["datasets"]
+
+
 def trl_update(config, b, *, places, checkpointing):
     "`GRPOTrainer._compute_loss` of the trainer itself, under autocast, on micro-batches of padded rows in their order."
-    import datasets
+    datasets = datasets_or_names()
     from tokenizers import Tokenizer, models
     from trl import GRPOConfig, GRPOTrainer
     rows = max(places//int(b.lengths.max()), 1)
