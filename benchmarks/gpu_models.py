@@ -305,7 +305,7 @@ def trl_update(config, b, *, places, checkpointing):
     datasets = datasets_or_names()
     from tokenizers import Tokenizer, models
     from trl import GRPOConfig, GRPOTrainer
-    rows = max(places//int(b.lengths.max()), 1)
+    rows = min(max(places//int(b.lengths.max()), 1), len(b))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(
         models.WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>")), pad_token="<pad>", eos_token="<end>")
     folder = tempfile.TemporaryDirectory()
@@ -561,7 +561,7 @@ def planned(names):
     "Print what `plan` says of each size, a line each: run as a process, beside the card's work."
     from rlblocks import plan
     for name in names:
-        for n in SIZES:
+        for n in SIZES[:size(None, 1)]:
             found = plan(long_config(name), lora=LONGEST[name], engine=long_engine(name), micro_tokens=n, row=n)
             print(json.dumps([name, n, found.total/GIB]), flush=True)
 
