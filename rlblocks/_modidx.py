@@ -3880,6 +3880,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'rlblocks/placement/memory.py'),
                                            'rlblocks.placement.memory._multiplied': ( 'placement/memory.html#_multiplied',
                                                                                       'rlblocks/placement/memory.py'),
+                                           'rlblocks.placement.memory._of_all_heads': ( 'placement/memory.html#_of_all_heads',
+                                                                                        'rlblocks/placement/memory.py'),
                                            'rlblocks.placement.memory._on_cpu': ( 'placement/memory.html#_on_cpu',
                                                                                   'rlblocks/placement/memory.py'),
                                            'rlblocks.placement.memory._packed_inputs': ( 'placement/memory.html#_packed_inputs',

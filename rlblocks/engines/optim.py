@@ -139,7 +139,9 @@ def decay_groups(params:Iterable, *, weight_decay:float, no_decay:tuple=())->lis
     return [g for g in groups if g["params"]]
 
 def _adamw(params, *, weight_decay, no_decay, **how):
-    return torch.optim.AdamW(decay_groups(params, weight_decay=weight_decay, no_decay=no_decay), **how)
+    pairs = _named(params)
+    fused = all(p.is_cuda for _, p in pairs) or None     # else a step makes a copy of all second moments
+    return torch.optim.AdamW(decay_groups(pairs, weight_decay=weight_decay, no_decay=no_decay), fused=fused, **how)
 
 def adamw(
     *,

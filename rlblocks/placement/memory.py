@@ -36,8 +36,9 @@ from ..engines.world import HALF
 if TYPE_CHECKING: from transformers import PreTrainedModel
 
 # %% ../../nbs/placement/93_memory.ipynb #f34b7cf3
-def _cpu_attention(q, k, v, *_, **__): return sdpa_flop_count(q.shape, k.shape, v.shape)
-def _cpu_attention_back(g, q, k, v, *_, **__): return sdpa_backward_flop_count(g.shape, q.shape, k.shape, v.shape)
+def _of_all_heads(q, k, v): return q.shape, *((*q.shape[:2], *x.shape[2:]) for x in (k, v))    # torch < 2.13 wants so
+def _cpu_attention(q, k, v, *_, **__): return sdpa_flop_count(*_of_all_heads(q, k, v))
+def _cpu_attention_back(g, q, k, v, *_, **__): return sdpa_backward_flop_count(g.shape, *_of_all_heads(q, k, v))
 OPERATIONS = flop_registry | {          # torch counts attention on GPUs only
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_back}
