@@ -13,12 +13,20 @@ runs in a process of its own and has its seconds, so one that fails or hangs tak
 where a part or a test failed. Goals are reported, and change nothing. Then `make readme` puts the results into README
 and nbs/gpu.ipynb.
 
-Wheels that are worth carrying, for what is measured beside ours (without one, its rows say so). No GPU is needed to
-fetch them: pip download --no-deps, for Python 3.12; on the machine pip install --no-index --no-deps --target site, and
-PYTHONPATH=site.
+Wheels that are worth carrying, for what is measured beside ours; without one, its rows say so. 4.8 MB together:
 
-    WHEELS
-"""
+    trl 1.16.0            0.9 MB   its head, losses, estimators and update; wants the next three
+    datasets 5.2.0        0.6 MB   (and pyarrow, pandas and xxhash, which such machines have)
+    dill 0.4.1            0.1 MB
+    multiprocess 0.70.19  0.2 MB
+    liger-kernel 0.8.5    0.9 MB   its fused head and loss
+    verl 0.9.1            1.7 MB   losses and estimators; read as files, so nothing else of it is needed
+    openrlhf 0.11.2       0.3 MB   likewise
+
+    pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels trl==1.16.0 …        # anywhere
+    pip install --no-index --no-deps --target site wheels/*.whl && PYTHONPATH=site make gpu         # there
+
+The parts, their order and their seconds are PARTS, below; `--list` prints them."""
 import argparse
 import json
 import os
@@ -42,12 +50,12 @@ RESULTS = ROOT/"benchmarks"/"results"
 PARTS = {
     "tests":   ("gpu", "the tests marked gpu: kernels, precision, engines, sampler, checkpoints, no waiting", 90, 150),
     "card":    ("gpu_kernels", "what the card can do: bytes and products a second", 10, 40),
-    "head":    ("gpu_kernels", "log-probs and entropy from hidden states, beside logits in full", 35, 60),
-    "update":  ("gpu_models", "a policy update on 32,768 packed tokens, Qwen3-1.7B's shape", 60, 90),
-    "step":    ("gpu_models", "a whole GRPO step by phase, Qwen3-0.6B's shape", 50, 80),
-    "sampler": ("gpu_models", "tokens a second of the sampler in this process", 45, 70),
-    "longest": ("gpu_models", "the longest row that trains, beside what `plan` says", 50, 80),
-    "losses":  ("gpu_kernels", "every loss and estimator on a million tokens, eager and compiled", 60, 90),
+    "head":    ("gpu_kernels", "log-probs and entropy from hidden states, beside logits in full", 45, 60),
+    "update":  ("gpu_models", "a policy update on 32,768 packed tokens, Qwen3-1.7B's shape", 75, 100),
+    "step":    ("gpu_models", "a whole GRPO step by phase, Qwen3-0.6B's shape", 40, 70),
+    "sampler": ("gpu_models", "tokens a second of the sampler in this process", 40, 60),
+    "longest": ("gpu_models", "the longest row that trains, beside what `plan` says", 55, 80),
+    "losses":  ("gpu_kernels", "every loss and estimator on a million tokens, eager and compiled", 80, 95),
 }
 SECONDS = 480       # of a whole run
 
@@ -152,16 +160,22 @@ def installed(name):
     except PackageNotFoundError: return None
 
 
+def answer(*command):
+    "A line of another program; None where it is not there."
+    try: return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() or None
+    except FileNotFoundError: return None
+
+
 def where(dry):
     import torch
     from machine import machine
     found = machine() | {name: installed(name) for name in ("triton", "trl", "verl", "liger-kernel", "flash-attn")}
-    asked = subprocess.run(["git", "log", "-1", "--format=%h"], cwd=ROOT, capture_output=True, text=True)
-    found |= dict(commit=asked.stdout.strip() or None, dry=dry, cuda=torch.version.cuda)
+    found |= dict(commit=answer("git", "log", "-1", "--format=%h"), dry=dry, cuda=torch.version.cuda)
     if dry: return found | dict(card="no card (dry)")
     card = torch.cuda.get_device_properties(0)
     return found | dict(card=card.name, GiB=round(card.total_memory/2**30, 1), capability=f"{card.major}.{card.minor}",
-                        multiprocessors=card.multi_processor_count)
+                        multiprocessors=card.multi_processor_count,
+                        driver=answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))
 
 
 def write(result, out):

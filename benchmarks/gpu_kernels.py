@@ -3,9 +3,7 @@ estimator at a million tokens (`losses`). Each yields a row as soon as it is mea
 
 Time is CUDA's events, the median of several calls, on random data. `GiB` is the most that a call takes beyond its
 inputs and their gradients: those of the call before are still there when the count begins."""
-import subprocess
 import time
-from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 
 import torch
@@ -55,28 +53,6 @@ def launch():
     return 1e3*milliseconds(add, repeats=5)/many
 
 
-def driver():
-    "Its version, where nvidia-smi is at hand."
-    try:
-        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=10).stdout.split()[0]
-    except Exception: return None
-
-
-def installed(name):
-    try: return version(name)
-    except PackageNotFoundError: return None
-
-
-def identity():
-    "Whose numbers these are."
-    found = dict(torch=torch.__version__, cuda=torch.version.cuda, triton=installed("triton"))
-    if DRY: return found
-    card = torch.cuda.get_device_properties(0)
-    return found | dict(name=card.name, memory_GiB=card.total_memory/2**30, processors=card.multi_processor_count,
-                        capability=f"{card.major}.{card.minor}", driver=driver())
-
-
 def first_kernel():
     "Seconds until a kernel of ours has run: Triton compiles it, and needs a C compiler for that."
     from rlblocks.arithmetic.kernels import swept
@@ -87,8 +63,7 @@ def first_kernel():
 
 
 def card():
-    "Name, memory and versions; the ceilings that other figures are held against."
-    yield attempt("card", "identity", identity)
+    "The ceilings that other figures are held against."
     yield attempt("card", "copy on the card", lambda: dict(GB_per_s=copy_rate()))
     for way, *of in (("bf16", torch.bfloat16), ("fp32 as TF32", torch.float32, "high"), ("fp32", torch.float32)):
         yield attempt("card", f"product of 8,192 × 8,192, {way}", lambda of=of: dict(TFLOP_per_s=product_rate(*of)))

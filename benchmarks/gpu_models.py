@@ -20,18 +20,17 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 import warnings
 from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
-from importlib.machinery import ModuleSpec
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 import transformers
+from gpu_kernels import copy_rate
 from gpu_measuring import DEVICE, DRY, absent, goal, milliseconds, row, seconds, settle, size
 from update import in_their_order, lengths_of
 
@@ -269,40 +268,9 @@ def fitting(case, way, make, config, b, *, checkpointing):
     yield row(case, way, absent=refused["refused"])
 
 
-class StandIn(list):
-    "In place of a data set of which only the first row and the columns are asked."
-    column_names, cache_files = ("prompt",), ()
-
-    @classmethod
-    def from_dict(cls, columns): return cls(dict(prompt=x) for x in columns["prompt"])
-
-
-class Names(types.ModuleType):
-    "In place of a module whose classes are imported, and named in annotations, without being used."
-    def __init__(self, name):
-        super().__init__(name)
-        self.__spec__, self.__path__, self.__version__ = ModuleSpec(name, None, is_package=True), [], "0"
-
-    def __getattr__(self, name):
-        if name.startswith("__"): raise AttributeError(name)
-        setattr(self, name, type(name, (StandIn,), {}))
-        return vars(self)[name]
-
-
-def datasets_or_names():
-    "`datasets`; where it is not, because pyarrow is too large to carry, names for TRL, whose loss reads no data set."
-    try:
-        import datasets
-        return datasets
-    except ImportError: pass
-    for name in [x for x in sys.modules if x.split(".")[0] == "datasets"]: del sys.modules[name]     # half imported
-    for name in ("pyarrow", "pyarrow.compute", "pyarrow.types", "datasets"): sys.modules[name] = Names(name)
-    return sys.modules["datasets"]
-
-
 def trl_update(config, b, *, places, checkpointing):
     "`GRPOTrainer._compute_loss` of the trainer itself, under autocast, on micro-batches of padded rows in their order."
-    datasets = datasets_or_names()
+    import datasets
     from tokenizers import Tokenizer, models
     from trl import GRPOConfig, GRPOTrainer
     rows = min(max(places//int(b.lengths.max()), 1), len(b))
@@ -376,13 +344,6 @@ def generated(net, prompts, repeats, new):
                                         pad_token_id=0)
     with torch.no_grad():
         return net.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=how, use_cache=True)
-
-
-def bandwidth():
-    "Bytes a second that a copy reads and writes."
-    a = torch.empty(size(2**30, 2**10), dtype=HALF, device=DEVICE)
-    b = torch.empty_like(a)
-    return 2*a.nbytes/(milliseconds(lambda: b.copy_(a))/1e3)
 
 
 def bound(config, rows, prompt, new):
@@ -472,7 +433,7 @@ def theirs(case, way, config, rows, prompt, new):
 def sampler():
     "Figure (f): tokens a second of the hf sampler at 64 × 256, beside transformers' generate and the bound."
     rows, prompt, new = size((64, 128, 256), (4, 6, 8))
-    speed = bandwidth()
+    speed = 1e9*copy_rate()
     settle()
     yield row("copy of 2 GiB", "the card", TB_per_s=round(speed/1e12, 3))
     for name in ("0.6B", "1.7B"):
@@ -546,7 +507,7 @@ def step():
 
 
 # -- the longest row
-LONGEST = {"1.7B": None, "8B": dict(r=16), "0.6B": None}      # name → adapter
+LONGEST = {"1.7B": None, "8B": dict(r=16)} | size({"0.6B": None}, {})      # name → adapter
 SIZES = size([8192 << i for i in range(6)], [16, 32])
 SLOW, A_MODEL = 12., 24.                                      # seconds: most of a step, most of a model's steps
 
