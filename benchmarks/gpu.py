@@ -13,7 +13,7 @@ runs in a process of its own and has its seconds, so one that fails or hangs tak
 where a part or a test failed. Goals are reported, and change nothing. Then `make readme` puts the results into README
 and nbs/gpu.ipynb.
 
-Wheels that are worth carrying, for what is measured beside ours; without one, its rows say so. 4.8 MB together:
+Wheels that are worth carrying, for what is measured beside ours; without one, its rows say so. 4.6 MB together:
 
     trl 1.16.0            0.9 MB   its head, losses, estimators and update; wants the next three
     datasets 5.2.0        0.6 MB   (and pyarrow, pandas and xxhash, which such machines have)
@@ -21,7 +21,7 @@ Wheels that are worth carrying, for what is measured beside ours; without one, i
     multiprocess 0.70.19  0.2 MB
     liger-kernel 0.8.5    0.9 MB   its fused head and loss
     verl 0.9.1            1.7 MB   losses and estimators; read as files, so nothing else of it is needed
-    openrlhf 0.11.2       0.3 MB   likewise
+    openrlhf 0.11.2       0.2 MB   likewise
 
     pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels trl==1.16.0 …        # anywhere
     pip install --no-index --no-deps --target site wheels/*.whl && PYTHONPATH=site make gpu         # there
