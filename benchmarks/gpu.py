@@ -196,10 +196,10 @@ def draw(result, path):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    panels = {name: (unit, rows) for name, part in result["parts"].items()
-              for unit in [UNITS.get(name)] if (rows := [x for x in part["rows"] if unit in x])}
+    panels = {name: (unit, rows[:MOST_BARS]) for name, part in result["parts"].items()
+              for unit in [UNITS.get(name)] if (rows := by_case([x for x in part["rows"] if unit in x]))}
     if not panels: return
-    height = [1 + .22*len(rows) for _, rows in panels.values()]
+    height = [1 + .18*len(rows) for _, rows in panels.values()]
     figure, axes = plt.subplots(len(panels), 1, figsize=(9, sum(height)), squeeze=False,
                                 gridspec_kw=dict(height_ratios=height))
     for ax, (name, (unit, rows)) in zip(axes[:, 0], panels.items(), strict=True):
@@ -207,7 +207,7 @@ def draw(result, path):
         colours = ["C0" if x["way"].startswith("ours") else "C7" for x in rows]
         ax.barh(range(len(rows)), [x[unit] for x in rows], color=colours)
         ax.set_yticks(range(len(rows)), labels, fontsize=6)
-        ax.invert_yaxis()
+        ax.set_ylim(len(rows) - .4, -.6)
         ax.set_title(f"{PARTS[name][1]}: {unit.replace('_per_', ' / ')}", fontsize=8, loc="left")
         ax.tick_params(axis="x", labelsize=7)
     figure.tight_layout()
@@ -215,6 +215,13 @@ def draw(result, path):
     plt.close(figure)
 
 
+def by_case(rows):
+    "Whoever did the same thing stands together, in the order in which the cases came."
+    cases = list(dict.fromkeys(x["case"] for x in rows))
+    return sorted(rows, key=lambda x: cases.index(x["case"]))
+
+
+MOST_BARS = 60
 UNITS = dict(head="ms", update="tokens_per_s", step="s", sampler="tokens_per_s", longest="GiB", losses="us")
 
 
