@@ -75,7 +75,8 @@ demo: .venv/.demo
 
 # On a machine with an NVIDIA GPU, at most eight minutes: benchmarks/gpu.py says what it needs and what it shows
 gpu:
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py --out $(OUT)
+	$(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON)) \
+		benchmarks/gpu.py --out $(OUT) $(if $(ONLY),--only $(ONLY))
 
 # ruff and pyright run beside the tests' first minute, in which workers import and collect.
 test: .venv/.dev .venv/.peers .venv/.vllm .venv/.openenv .venv/.verifiers

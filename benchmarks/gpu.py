@@ -1,17 +1,18 @@
 """What only a GPU can show, in one command and at most eight minutes: tests, then figures.
 
     make gpu                          # or python3 benchmarks/gpu.py
-    make gpu OUT=folder               # results go there, not to benchmarks/results
-    python3 benchmarks/gpu.py --only head update     # some parts; --list names them
+    make gpu OUT=folder ONLY="head update" PYTHON=python3.12    # results elsewhere; some parts; another interpreter
     python3 benchmarks/gpu.py --dry   # on a CPU: tiny shapes and Triton's interpreter; no number means anything
 
-A bare machine will do: torch with CUDA, transformers, triton, einops, jaxtyping, hypothesis, pytest; peft for LoRA,
-matplotlib for the picture. Nothing is downloaded, and rlblocks need not be installed.
+A bare machine will do: torch with CUDA, transformers, triton and a C compiler for it, einops, jaxtyping, hypothesis,
+pytest; peft for LoRA, matplotlib for the picture. Nothing is downloaded, and rlblocks need not be installed. The first
+card is used; shapes are for 80 GB, and what does not fit a smaller one says so.
 
-After every part `gpu_<card>.json` and `.png` are written: what a machine has shown stays when it goes away. Each part
-runs in a process of its own and has its seconds, so one that fails or hangs takes no other with it. The exit code is 1
-where a part or a test failed. Goals are reported, and change nothing. Then `make readme` puts the results into README
-and nbs/gpu.ipynb.
+Rows are written as they come, to `gpu_<card>.json`, and after every part the picture beside it: what a machine has
+shown stays when it goes away. Parts of an earlier run on such a card stay until they are run again. Each part runs in a
+process of its own and has its seconds, so one that fails or hangs takes no other with it. The exit code is 1 where a
+part, a test or something of ours failed. Goals are reported, and change nothing. Commit both files; `make readme`, on
+any machine, puts them into README and nbs/gpu.ipynb.
 
 Wheels that are worth carrying, for what is measured beside ours; without one, its rows say so. 4.6 MB together:
 
@@ -23,8 +24,9 @@ Wheels that are worth carrying, for what is measured beside ours; without one, i
     verl 0.9.1            1.7 MB   losses and estimators; read as files, so nothing else of it is needed
     openrlhf 0.11.2       0.2 MB   likewise
 
-    pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels trl==1.16.0 …        # anywhere
-    pip install --no-index --no-deps --target site wheels/*.whl && PYTHONPATH=site make gpu         # there
+    pip download --no-deps --only-binary=:all: --python-version 3.12 -d wheels trl==1.16.0 datasets==5.2.0 \\
+        dill==0.4.1 multiprocess==0.70.19 liger-kernel==0.8.5 verl==0.9.1 openrlhf==0.11.2          # anywhere
+    pip install --no-index --no-deps --target site wheels/*.whl && PYTHONPATH=$PWD/site make gpu    # there
 
 The parts, their order and their seconds are PARTS, below; `--list` prints them."""
 import argparse
@@ -40,7 +42,6 @@ import time
 from datetime import datetime
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,7 +49,7 @@ RESULTS = ROOT/"benchmarks"/"results"
 
 # In order of worth. name: (file of the function, what it shows, seconds on an H100, at most)
 PARTS = {
-    "tests":   ("gpu", "the tests marked gpu: kernels, precision, engines, sampler, checkpoints, no waiting", 90, 150),
+    "tests":   ("gpu", "kernels, precision, engines, sampler, checkpoints; that nothing waits for the card", 90, 150),
     "card":    ("gpu_kernels", "what the card can do: bytes and products a second", 10, 40),
     "head":    ("gpu_kernels", "log-probs and entropy from hidden states, beside logits in full", 45, 60),
     "update":  ("gpu_models", "a policy update on 32,768 packed tokens, Qwen3-1.7B's shape", 75, 100),
@@ -66,9 +67,20 @@ def child(name):
     os.dup2(2, 1)                               # what libraries print is no row
     def say(found): print(json.dumps(found), file=rows, flush=True)
     file = PARTS[name][0]
+    if os.environ.get("TRITON_INTERPRET"): mend_interpreter()
     if file == "gpu": return run_tests(say)
     for found in getattr(import_module(file), name)(): say(found)
     return 0
+
+
+def mend_interpreter():
+    "Triton 3.6 takes the number of an array of one in a way that numpy 2.5 refuses; 3.7 as here."
+    from triton.runtime import interpreter
+    patch = interpreter._patch_lang_tensor
+    def patched(tensor, *scope):
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+    interpreter._patch_lang_tensor = patched
 
 
 def run_tests(say):
@@ -89,33 +101,48 @@ def run_tests(say):
 
 
 # -- the parts in turn
-def run(name, seconds, dry):
-    "Rows, goals, and what became of a part."
+def run(name, seconds, dry, keep=lambda part: None):
+    "Rows, goals, and what became of a part; `keep` is given what there is after each row."
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT/"benchmarks"),
                                                        os.environ.get("PYTHONPATH", "")]))
     env |= dict(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     if dry: env |= dict(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1", RLBLOCKS_GPU_DRY="1")
-    found, late = [], threading.Event()
+    part = dict(state="interrupted", date=datetime.now().isoformat(timespec="seconds"), seconds=0.,
+                commit=answer("git", "describe", "--always", "--dirty"), rows=[], goals=[])
+    began, late = time.monotonic(), threading.Event()
     with tempfile.TemporaryFile("w+") as said:
-        began = time.monotonic()
         process = subprocess.Popen([sys.executable, __file__, "--child", name], cwd=ROOT, env=env, text=True,
                                    stdout=subprocess.PIPE, stderr=said, start_new_session=True)
         def stop():
             late.set()
-            os.killpg(process.pid, signal.SIGKILL)
+            end(process)
         timer = threading.Timer(seconds, stop)
         timer.start()
-        for line in process.stdout:
-            found.append(json.loads(line))
-            print("   ", text_of(found[-1]), flush=True)
-        code = process.wait()
-        timer.cancel()
-        said.seek(0)
-        words = said.read()[-4000:]
-    state = f"stopped after {seconds:.0f} s" if late.is_set() else "failed" if code else "done"
-    part = dict(state=state, seconds=round(time.monotonic() - began, 1),
-                rows=[x for x in found if "goal" not in x], goals=[x for x in found if "goal" in x])
-    return part | (dict(error=words) if state != "done" else {})
+        try:
+            for line in process.stdout:
+                found = json.loads(line)
+                part["goals" if "goal" in found else "rows"].append(found)
+                part["seconds"] = round(time.monotonic() - began, 1)
+                keep(part)
+                print("   ", text_of(found), flush=True)
+            code = process.wait()
+            part["state"] = f"stopped after {seconds:.0f} s" if late.is_set() else "failed" if code else "done"
+        finally:
+            timer.cancel()
+            end(process)
+            if part["state"] != "done":
+                said.seek(0)
+                part["error"] = said.read()[-4000:]
+            part["seconds"] = round(time.monotonic() - began, 1)
+            keep(part)
+    return part
+
+
+def end(process):
+    "And all that it has started."
+    try: os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError: pass
+    process.wait()
 
 
 def number(x):
@@ -132,16 +159,13 @@ def text_of(found):
 
 
 def table(result):
-    "The whole run, as text."
+    "How the parts ended, as text: their rows have been shown."
     lines = []
     for name, part in result["parts"].items():
-        lines.append(f"\n{name}: {part['state']}, {part['seconds']:g} s")
-        rows = part["rows"]
-        if name == "tests":
-            lines.append("    " + ", ".join(f"{n} {way}" for way, n in outcomes(part).items()))
-            rows = [x for x in rows if x["way"] == "failed"]
-        lines += ["    " + text_of(x) for x in [*rows, *part["goals"]]]
-        if "error" in part: lines += ["    " + line for line in part["error"].splitlines()[-6:]]
+        lines.append(f"{name:8} {part['state']}, {part['seconds']:g} s, " + (summary(part) if name == "tests"
+                                                                         else f"{len(part['rows'])} rows"))
+        lines += ["         " + text_of(x) for x in [*odd(part), *part["goals"]]]
+        if "error" in part: lines += ["         " + line for line in part["error"].splitlines()[-6:]]
     return "\n".join(lines)
 
 
@@ -151,7 +175,14 @@ def outcomes(part):
     return {way: ways.count(way) for way in ("passed", "failed", "skipped") if way in ways}
 
 
-def failed(result): return [name for name, part in result["parts"].items() if part["state"] != "done"]
+def summary(part): return ", ".join(f"{n} {way}" for way, n in outcomes(part).items()) or "no test ran"
+def odd(part):
+    "Rows of ours that failed, and failed tests."
+    return [x for x in part["rows"] if "failed" in (x["way"], *x)]
+
+
+def failed(result):
+    return [name for name, part in result["parts"].items() if part["state"] != "done" or odd(part)]
 
 
 # -- what was measured where
@@ -170,25 +201,23 @@ def where(dry):
     import torch
     from machine import machine
     found = machine() | {name: installed(name) for name in ("triton", "trl", "verl", "liger-kernel", "flash-attn")}
-    found |= dict(commit=answer("git", "log", "-1", "--format=%h"), dry=dry, cuda=torch.version.cuda)
-    if dry: return found | dict(card="no card (dry)")
+    found |= dict(dry=dry, cuda=torch.version.cuda)
+    if dry: return found | dict(card="no card, dry")
     card = torch.cuda.get_device_properties(0)
     return found | dict(card=card.name, GiB=round(card.total_memory/2**30, 1), capability=f"{card.major}.{card.minor}",
                         multiprocessors=card.multi_processor_count,
                         driver=answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))
 
 
-def write(result, out):
-    "The file and its picture."
-    name = "gpu_" + ("dry" if result["machine"]["dry"] else
-                     re.sub(r"\W+", "_", result["machine"]["card"].removeprefix("NVIDIA ").lower()).strip("_"))
-    out.mkdir(parents=True, exist_ok=True)
-    draft = out/f".{name}.json"
+def file_of(machine, out):
+    words = "dry" if machine["dry"] else re.sub(r"\W+", "_", machine["card"].removeprefix("NVIDIA ").lower()).strip("_")
+    return out/f"gpu_{words}.json"
+
+
+def write(result, path):
+    draft = path.with_name(f".{path.name}")
     draft.write_text(json.dumps(result, indent=1) + "\n")
-    draft.replace(out/f"{name}.json")
-    try: draw(result, out/f"{name}.png")
-    except ImportError: pass
-    return out/f"{name}.json"
+    draft.replace(path)
 
 
 def draw(result, path):
@@ -211,7 +240,7 @@ def draw(result, path):
         ax.set_title(f"{PARTS[name][1]}: {unit.replace('_per_', ' / ')}", fontsize=8, loc="left")
         ax.tick_params(axis="x", labelsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)
 
 
@@ -239,10 +268,14 @@ def sentence(found):
                 "one, `make gpu` shows in eight minutes what works and how fast ([what it runs](nbs/gpu.ipynb)).")
     last = found[-1]
     m, ended = last["machine"], outcomes(last["parts"].get("tests", dict(rows=[])))
+    tried = ended.get("passed", 0) + ended.get("failed", 0)
+    said = [f"{ended.get('passed', 0)} of {tried} tests for GPUs passed" if tried else "no tests ran"]
     goals = [x for part in last["parts"].values() for x in part["goals"]]
-    said = ", ".join(f"{n} tests {way}" for way, n in ended.items()) or "no tests ran"
-    if goals: said += f"; {sum(x['reached'] for x in goals)} of {len(goals)} goals for speed and memory were reached"
-    return f"On an {m['card']} ({m['date'][:10]}, torch {m['torch']}): {said} ([figures](nbs/gpu.ipynb); `make gpu`)."
+    if goals: said.append(f"{sum(x['reached'] for x in goals)} of {len(goals)} goals for speed and memory were reached")
+    left = [name for name in PARTS if name not in last["parts"]]
+    if wrong := failed(last): said.append(f"**not as it should be: {', '.join(wrong)}**")
+    if left: said.append(f"**not run: {', '.join(left)}**")
+    return f"On an {m['card']} ({m['date'][:10]}, torch {m['torch']}): {'; '.join(said)} ([figures](nbs/gpu.ipynb))."
 
 
 def parts():
@@ -261,23 +294,48 @@ def page(found):
 def of_run(run):
     m = run["machine"]
     yield (f"## {m['card']}\n{m['date'][:10]}, torch {m['torch']}, CUDA {m['cuda']}, transformers {m['transformers']}, "
-           f"Python {m['python']}, commit {m['commit']}")
+           f"Python {m['python']}")
+    if goals := [x for part in run["parts"].values() for x in part["goals"]]:
+        yield one_table([x | dict(reached="yes" if x["reached"] else "no") for x in goals])
+    picture = file_of(m, Path("../benchmarks/results")).with_suffix(".png")
+    if (RESULTS/picture.name).exists(): yield f"![Figures of {m['card']}]({picture})"
+    yield from parts_of(run)
+
+
+def parts_of(run):
     for name, part in run["parts"].items():
-        yield f"### {name}: {PARTS[name][1]}\n{part['state']}, {part['seconds']:g} s"
+        yield (f"### {name}: {PARTS[name][1]}\n{part['state']}, {part['seconds']:g} s, {part['date'][:10]}, "
+               f"commit {part['commit'] or 'unknown'}")
         rows = part["rows"]
         if name == "tests":
-            yield ", ".join(f"{n} {way}" for way, n in outcomes(part).items())
-            rows = [x for x in rows if x["way"] == "failed"]
-        yield from tables(rows)
-        yield from tables(part["goals"])
+            yield summary(part)
+            rows = [x for x in rows if x["way"] != "passed"]
+        if part.get("error"): yield "```\n" + "\n".join(part["error"].splitlines()[-12:]) + "\n```"
+        yield from tables([x for x in rows if "text" not in x])
+        if texts := [x for x in rows if "text" in x]:
+            yield f"<details><summary>Kernels</summary>\n\n{one_table(texts)}\n\n</details>"
+
+
+UNSHOWN = "first_s", "reserved_GiB"
+NAMES = "case", "way", "of"
 
 
 def tables(rows):
-    "One for each run of rows with the same columns."
-    for columns, some in groupby(rows, key=lambda x: tuple(x)):
-        lines = [columns, ["---"]*len(columns), *(map(number, row.values()) for row in some)]
-        def cell(x): return " ".join(x.split()).replace("|", "\\|")
-        yield "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
+    "Rows that have a number of one kind in one table, whoever did the same thing together."
+    found = []
+    for x in rows:
+        kinds = set(x) - {*NAMES, *UNSHOWN}
+        home = next((some for some in found if any(kinds & set(y) for y in some)), None)
+        if home is None: found.append([x])
+        else: home.append(x)
+    return [one_table(by_case(some)) for some in found]
+
+
+def one_table(rows):
+    columns = [k for k in dict.fromkeys(k for x in rows for k in x) if k not in UNSHOWN]
+    lines = [columns, ["---"]*len(columns), *([number(x.get(k, "")) for k in columns] for x in rows)]
+    def cell(x): return " ".join(x.split()).replace("|", "\\|")
+    return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
 
 
 def main():
@@ -295,21 +353,39 @@ def main():
         return 0
     import torch
     if not a.dry and not torch.cuda.is_available():
-        sys.exit(f"make gpu: torch {torch.__version__} sees no CUDA device here; python3 benchmarks/gpu.py --dry runs "
-                 "every line on the CPU")
-    end, result = time.monotonic() + a.seconds, dict(machine=where(a.dry), parts={})
-    for name in a.only or PARTS:
-        left = end - time.monotonic()
+        sys.exit(f"make gpu: torch {torch.__version__} of {sys.executable} sees no CUDA device; make gpu PYTHON=… "
+                 "takes another interpreter, and python3 benchmarks/gpu.py --dry runs every line on the CPU")
+    result = dict(machine=where(a.dry), parts={})
+    path = file_of(result["machine"], a.out)
+    if a.only and path.exists(): result["parts"] = json.loads(path.read_text())["parts"]
+    try:
+        a.out.mkdir(parents=True, exist_ok=True)
+        write(result, path)
+    except OSError as e: sys.exit(f"make gpu: nothing can be written to {a.out}: {e}; OUT= names another folder")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try: in_turn(a.only or PARTS, result, path, a)
+    except KeyboardInterrupt: print("\nmake gpu: interrupted", file=sys.stderr)
+    print(f"\n{table(result)}\n\n{result['machine']['card']}, {datetime.now():%F %R}: {path}")
+    wrong = failed(result) + [name for name in a.only or PARTS if name not in result["parts"]]
+    if wrong: print(f"make gpu: not as it should be: {', '.join(wrong)}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+def in_turn(names, result, path, a):
+    "Run the parts; what they find is in `result`, and in the file."
+    until = time.monotonic() + a.seconds
+    def keep(part):
+        result["parts"][name] = part
+        write(result, path)
+    for name in names:
+        left = until - time.monotonic()
         if left < 10:
-            result["parts"][name] = dict(state="not begun, no time left", seconds=0., rows=[], goals=[])
+            keep(dict(state="not begun, no time left", date="", commit=None, seconds=0., rows=[], goals=[]))
             continue
         print(f"\n{name}: {PARTS[name][1]}", flush=True)
-        result["parts"][name] = run(name, min(PARTS[name][3], left), a.dry)
-        path = write(result, a.out)
-    print(table(result))
-    print(f"\n{result['machine']['card']}, {datetime.now():%F %R}: {path}")
-    if odd := failed(result): print(f"make gpu: not as it should be: {', '.join(odd)}", file=sys.stderr)
-    return int(bool(odd))
+        run(name, min(PARTS[name][3], left), a.dry, keep)
+        try: draw(result, path.with_suffix(".png"))
+        except ImportError: pass
 
 
 if __name__ == "__main__": sys.exit(main())

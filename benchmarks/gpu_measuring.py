@@ -58,6 +58,9 @@ def peak(f:Callable)->float:
     return (torch.cuda.max_memory_allocated() - before)/2**30
 
 
+OURS = "ours", "kernels", "first kernel"
+
+
 def row(case:str, way:str, **numbers)->dict:
     "A figure: what was done, by whom, and numbers whose names end in their unit (`ms`, `GiB`, `tokens_per_s`)."
     return dict(case=case, way=way, **numbers)
@@ -69,5 +72,8 @@ def goal(what:str, wanted:str, got:float, reached:bool)->dict:
 
 
 def absent(case:str, way:str, error:Exception)->dict:
-    "Why there is no figure of somebody else's."
-    return row(case, way, absent=f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}")
+    "Why there is no figure: memory or a package that is not there, or something that failed; others may fail."
+    missing = isinstance(error, ImportError | NotImplementedError | torch.cuda.OutOfMemoryError)
+    word = "absent" if missing or not way.startswith(OURS) else "failed"
+    said = str(error).strip().splitlines() or [""]
+    return row(case, way, **{word: f"{type(error).__name__}: {said[0][:160]}"})

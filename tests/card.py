@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 DRY = bool(os.environ.get("RLBLOCKS_GPU_DRY"))
 CARD = torch.cuda.is_available() and not DRY
 DEVICE = torch.device("cuda" if CARD else "cpu")
-REASON = "needs a CUDA device (RLBLOCKS_GPU_DRY=1 runs it on a CPU, small)"
+REASON = "needs a CUDA device (RLBLOCKS_GPU_DRY=1 TRITON_INTERPRET=1 run it on a CPU, small)"
 
 
 # -- waiting

@@ -14,6 +14,7 @@ from forked import forked
 BENCHMARKS = str(ROOT/"benchmarks")
 sys.path.append(BENCHMARKS)
 import gpu  # noqa: E402
+import gpu_measuring  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card: make gpu runs all of it there")
 
@@ -34,10 +35,10 @@ def test_a_part_runs_without_a_card(tmp_path, name):
     found = json.loads((tmp_path/"rows.json").read_text())
     rows, goals = [x for x in found if "goal" not in x], [x for x in found if "goal" in x]
     ours = [x for x in rows if x["way"].startswith("ours")]
-    assert rows and (ours or name == "longest") and not [x for x in ours if "absent" in x]
+    assert rows and (ours or name == "longest") and not [x for x in ours if {"absent", "failed"} & set(x)]
     assert goals or name in ("step", "longest")
-    part = dict(state="done", seconds=1., rows=rows, goals=goals)
-    result = dict(machine=dict.fromkeys("card date torch cuda transformers python commit".split(), "one"),
+    part = dict(state="done", date="2026", commit=None, seconds=1., rows=rows, goals=goals)
+    result = dict(machine=dict.fromkeys("card date torch cuda transformers python".split(), "one") | dict(dry=False),
                   parts={name: part})
     page = gpu.page([result])
     assert f"### {name}: " in page and all(x["case"] in page for x in rows)
@@ -46,15 +47,15 @@ def test_a_part_runs_without_a_card(tmp_path, name):
 
 
 def test_the_tests_for_a_card_run_without_one(tmp_path):
-    """And a kernel by itself: both need Triton's interpreter, which is chosen before a process imports it. Bare machines
-    have no datasets."""
+    """And a kernel by itself: both need Triton's interpreter, which is chosen before a process imports it. There are no
+    datasets, as on a bare machine."""
     (tmp_path/"datasets.py").write_text("raise ImportError('there are no datasets here')")
     done = run("--dry", "--only", "tests", "card", "--seconds", "600", out=tmp_path, PYTHONPATH=str(tmp_path))
     result = json.loads((tmp_path/"gpu_dry.json").read_text())
-    assert not [x for x in result["parts"]["card"]["rows"] if "absent" in x]
+    assert not [x for x in result["parts"]["card"]["rows"] if {"absent", "failed"} & set(x)]
     ended = gpu.outcomes(result["parts"]["tests"])
     assert done.returncode == 0 and ended["passed"] > 25 and set(ended) <= {"passed", "skipped"}, done.stdout
-    assert f"{ended['passed']} tests passed" in gpu.sentence([result]) and "not run" in gpu.sentence([])
+    assert f"{ended['passed']} of {ended['passed']} tests" in gpu.sentence([result]) and "make gpu" in gpu.sentence([])
 
 
 def test_a_part_that_fails_or_hangs_is_reported_and_the_next_one_begins(tmp_path, monkeypatch):
@@ -68,10 +69,16 @@ if sys.argv[-1] == "step": time.sleep(60)
     assert [x["state"] for x in parts.values()] == ["failed", "stopped after 5 s", "done"]
     assert all(x["rows"] == [dict(case="one", way="ours", ms=1.)] for x in parts.values())
     assert "the card is gone" in parts["update"]["error"]
-    result = dict(machine=dict(dry=True, card=""), parts=parts)
-    assert gpu.failed(result) == ["update", "step"] and "the card is gone" in gpu.table(result)
+    parts["card"] = parts["head"] | dict(rows=[gpu_measuring.absent("a kernel", "ours", RuntimeError("no compiler"))])
+    result = dict(machine=dict(dry=True, card="", date="", torch=""), parts=parts)
+    assert gpu.failed(result) == ["update", "step", "card"]
+    for said in (gpu.table(result), "".join(gpu.parts_of(result))):
+        assert "the card is gone" in said and "no compiler" in said
+    assert "**not as it should be: update, step, card**" in gpu.sentence([result])
 
 
-def test_without_a_card_it_says_so_in_a_line(tmp_path):
+def test_what_it_cannot_do_it_says_in_a_line(tmp_path):
     done = run(out=tmp_path)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "no CUDA device" in done.stderr
+    done = run("--dry", out="/proc/nowhere")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "OUT= names another folder" in done.stderr
