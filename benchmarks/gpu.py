@@ -51,7 +51,7 @@ RESULTS = ROOT/"benchmarks"/"results"
 PARTS = {
     "tests":   ("gpu", "kernels, precision, engines, sampler, checkpoints; that nothing waits for the card", 90, 150),
     "card":    ("gpu_kernels", "what the card can do: bytes and products a second", 10, 40),
-    "head":    ("gpu_kernels", "log-probs and entropy from hidden states, beside logits in full", 45, 60),
+    "head":    ("gpu_kernels", "log-probs and entropy from hidden states, beside logits in full", 45, 65),
     "update":  ("gpu_models", "a policy update on 32,768 packed tokens, Qwen3-1.7B's shape", 75, 100),
     "step":    ("gpu_models", "a whole GRPO step by phase, Qwen3-0.6B's shape", 40, 70),
     "sampler": ("gpu_models", "tokens a second of the sampler in this process", 40, 60),
@@ -92,9 +92,15 @@ def run_tests(say):
             if report.when != "call" and not (report.failed or report.skipped): return
             crash = getattr(report.longrepr, "reprcrash", None)
             why = crash.message if crash else report.longrepr[-1] if isinstance(report.longrepr, tuple) else ""
-            say(dict(case=report.nodeid.split("::", 1)[1], way=report.outcome, s=round(report.duration, 2))
-                | {k: x for k, x in report.user_properties if isinstance(x, (int, float))}
+            told = {k: x if isinstance(x, int | float) else ", ".join(f"{y:.2g}" for y in x)
+                    for k, x in report.user_properties if k != "used"}      # that is the suite's own
+            say(dict(case=report.nodeid.split("::", 1)[1], way=report.outcome, s=round(report.duration, 2)) | told
                 | (dict(why=why[:2000]) if why else {}))
+
+        @pytest.hookimpl(trylast=True)
+        def pytest_collection_modifyitems(self, items):
+            "What is compiled for long comes last."
+            items.sort(key=lambda item: "flex" in item.name or "compiled" in item.name)
 
     files = sorted(str(p) for p in (ROOT/"tests").glob("test_gpu*.py"))
     return pytest.main(["-m", "gpu", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *files], plugins=[Says()])
@@ -105,7 +111,7 @@ def run(name, seconds, dry, keep=lambda part: None):
     "Rows, goals, and what became of a part; `keep` is given what there is after each row."
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT/"benchmarks"),
                                                        os.environ.get("PYTHONPATH", "")]))
-    env |= dict(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    env |= dict(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", RLBLOCKS_GPU_UNTIL=str(time.time() + seconds - 3))
     if dry: env |= dict(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1", RLBLOCKS_GPU_DRY="1")
     part = dict(state="interrupted", date=datetime.now().isoformat(timespec="seconds"), seconds=0.,
                 commit=answer("git", "describe", "--always", "--dirty"), rows=[], goals=[])
@@ -203,9 +209,11 @@ def where(dry):
     found = machine() | {name: installed(name) for name in ("triton", "trl", "verl", "liger-kernel", "flash-attn")}
     found |= dict(dry=dry, cuda=torch.version.cuda)
     if dry: return found | dict(card="no card, dry")
-    card = torch.cuda.get_device_properties(0)
-    return found | dict(card=card.name, GiB=round(card.total_memory/2**30, 1), capability=f"{card.major}.{card.minor}",
-                        multiprocessors=card.multi_processor_count,
+    # not in this process, whose share of the card's memory would stay taken
+    asked = answer(sys.executable, "-c", "import torch; p = torch.cuda.get_device_properties(0); "
+                                         "print(p.name, p.total_memory/2**30, f'{p.major}.{p.minor}', sep='|')")
+    name, memory, capability = asked.splitlines()[-1].split("|")
+    return found | dict(card=name, GiB=round(float(memory), 1), capability=capability,
                         driver=answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))
 
 

@@ -3,6 +3,7 @@ estimator at a million tokens (`losses`). Each yields a row as soon as it is mea
 
 Time is CUDA's events, the median of several calls, on random data. `GiB` is the most that a call takes beyond its
 inputs and their gradients: those of the call before are still there when the count begins."""
+import os
 import time
 from types import SimpleNamespace
 
@@ -13,8 +14,11 @@ BACKEND = "aot_eager" if DRY else "inductor"
 
 
 class Until:
-    "Seconds that are left of a part's own."
-    def __init__(self, allowed): self.end = time.perf_counter() + allowed
+    "Seconds that are left of a part's own, or of its process."
+    def __init__(self, allowed):
+        ends = float(os.environ.get("RLBLOCKS_GPU_UNTIL", "inf"))
+        self.end = time.perf_counter() + min(allowed, ends - time.time())
+
     def left(self): return self.end - time.perf_counter()
 
 

@@ -120,4 +120,5 @@ def graphed(f):
     torch.cuda.current_stream().wait_stream(beside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph): out = f()
+    graph.replay()      # while it is captured nothing runs
     return out, graph.replay

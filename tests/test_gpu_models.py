@@ -94,7 +94,7 @@ def test_packed_is_padded_is_alone(device, record_property, attention, dtype):
     alone = Policy(sharp(dtype).float(), device=CPU, pack=False, micro_rows=1, **exact)
     wanted, (grads, _) = alone.logprobs(b), stepped(alone, b, weighted)
     assert wanted.abs().max() > 5
-    learns = dtype == torch.float32 and (CARD or attention == "sdpa")
+    learns = CARD or attention == "sdpa"
     with as_flex():
         for pack in (True, False):
             how = exact if learns else dict(frozen=True)
@@ -104,7 +104,10 @@ def test_packed_is_padded_is_alone(device, record_property, attention, dtype):
             record_property(f"packed={pack}", (float(off.max()), float(off.mean())))
             assert off.max() < (1e-4 if dtype == torch.float32 else .3)
             assert off.mean() < (1e-5 if dtype == torch.float32 else .05)
-            if learns: assert distance(stepped(policy, b, weighted)[0], grads) < 1e-4
+            if not learns: continue
+            far = distance(stepped(policy, b, weighted)[0], grads)
+            record_property(f"packed={pack}: gradient", float(far))
+            assert far < (1e-4 if dtype == torch.float32 else .15)
 
 
 def test_flash_attention_keeps_packed_rows_apart_or_is_refused(device, tmp_path):
@@ -267,6 +270,7 @@ def test_a_save_goes_on_elsewhere(tmp_path, device, first, then):
     assert Checkpoint(tmp_path).restore(dict(policy=new)) == new.version == 2
     assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*(tensors(x) for x in (saved, new.state_dict())),
                                                              strict=True))
+    assert bool(new._run.model.optimizer.param_groups[0]["fused"]) is (then.type == "cuda")
     moments = new._run.model.optimizer.state.values()
     assert moments and {s["exp_avg"].device.type for s in moments} == {then.type}
     for step in Checkpoint(tmp_path)(3, policy=new): mine = new.step(batch(seed=step), ppo, entropy=True)

@@ -258,3 +258,13 @@ def test_a_state_of_one_group_says_how_it_goes_on():
     with pytest.raises(ValueError, match="one group of weights, this one has 2.*AdamW"):
         made(adamw(lr=.1, weight_decay=.1)).load_state_dict(old.state_dict())
     made(once).load_state_dict(old.state_dict())
+
+
+def test_a_state_keeps_the_kernels_of_the_optimizer_that_takes_it():
+    "One that was saved on CUDA is fused there; here another is."
+    one, two = (Policy(model(), device="cpu") for _ in range(2))
+    state = one.state_dict()
+    assert {g["fused"] for g in state["optimizer"]["param_groups"]} == {None}
+    for g in state["optimizer"]["param_groups"]: g["fused"] = True
+    two.load_state_dict(state)
+    assert {g["fused"] for g in two._run.model.optimizer.param_groups} == {None}

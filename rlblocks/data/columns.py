@@ -176,7 +176,7 @@ def _check_row(i, row, T, like):
 
 # %% ../../nbs/data/35_columns.ipynb #c150b8d8
 def sent(x:Any, device:torch.device|str)->Any: # no tensor: as it is
-    "A tensor on a device; the host does not wait for a GPU's copy."
+    "A tensor on a device; torch does not wait for a copy to a GPU."
     return x.to(device, non_blocking=torch.device(device).type != "cpu") if isinstance(x, Tensor) else x
 
 # %% ../../nbs/data/35_columns.ipynb #66db79ca

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['optimizer_of', 'make_engine', 'planned_bytes', 'compute_dtype', 'prepare_module_', 'weight_shapes', 'uninterrupted',
            'check_step', 'running', 'atomic', 'named_under', 'of_one_version', 'promise', 'in_dtype', 'full_shapes',
-           'check_graph', 'restore', 'factor_of', 'check_norm', 'ShardedModel']
+           'check_graph', 'with_own_kernels', 'restore', 'factor_of', 'check_norm', 'ShardedModel']
 
 # %% ../../nbs/engines/64_sharded.ipynb #2aefe092
 import signal
@@ -201,12 +201,20 @@ def check_graph(loss:Tensor):
     raise ValueError("step: the loss does not depend on the model's outputs; build it from out.logprobs, out.entropy, "
                      "out.values or out.scores")
 
+def with_own_kernels(saved:dict, groups:list[dict])->dict: # a state of an optimizer, and the groups of this one
+    "The state with this optimizer's choice of kernels: what a CPU has saved is to be fused on CUDA, and the reverse."
+    own = [{k: g[k] for k in ("fused", "foreach") if k in g} for g in groups]
+    return saved | dict(param_groups=[g | {k: x for k, x in kept.items() if k in g}
+                                      for g, kept in zip(saved["param_groups"], own, strict=True)])
+
 def restore(model:"ShardedModel", state:dict):
     "ValueError, and nothing changed, for another model's weights; what fails later leaves a model that refuses to run."
     check_state(state, model.frozen)
     if model.shapes.keys() == model.module.state_dict().keys():     # adapters put on later rename the layers under them
         check_weights(state["module"], model.shapes)
-    if model.optimizer: check_groups(state["optimizer"], len(model.optimizer.param_groups))
+    if model.optimizer:
+        check_groups(state["optimizer"], len(model.optimizer.param_groups))
+        state = state | dict(optimizer=with_own_kernels(state["optimizer"], model.optimizer.param_groups))
     with atomic(model, restores=True):
         if model.inconsistent: model.engine.discard()
         model.engine.load(cast(EngineState, state))

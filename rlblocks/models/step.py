@@ -24,7 +24,7 @@ from ..engines.world import agree, largest, same_rows
 from .checks import (check_batches, check_confined, check_jobs, check_loss, check_sampled, check_scored,
                                     check_turning, check_window, places_at)
 from .forward import Reading
-from .outputs import LARGE, cause, check_splits, outputs, trainable
+from .outputs import cause, check_splits, outputs, trainable
 from .prepared import Prepared
 
 # %% ../../nbs/models/75_step.ipynb #e0e7d205
@@ -97,7 +97,7 @@ def _ready(run, jobs, reading):
     except Exception as e: error = e
     _together(f"{run.name}.step", error, run.model.ranks > 1, given)
     _agree_on_rows(run, [b for b, _ in jobs])
-    jobs = [(b.counted(), loss) for b, loss in jobs if len(b)]      # counted once
+    jobs = [(b.to("cpu").counted(), loss) for b, loss in jobs if len(b)]      # counted once, where it is cut
     return [(b, loss) for b, loss in jobs if b.n_tokens], shared
 
 def _together(who, error, others, given=None):
@@ -172,8 +172,9 @@ def _add(run, sums, loss, out, part, rows):
     return value
 
 def _kept(out):
-    "The outputs without their graph, to be looked at should the loss be no number; not those of a row for each id."
-    return type(out)(**{k: x.detach() for k, x in out.items() if x.numel() <= LARGE})
+    "The outputs without their graph, to be looked at should the loss be no number; of several at a place the largest."
+    def few(x): return x.detach().amax(tuple(range(2, x.dim()))) if x.dim() > 2 else x.detach()
+    return type(out)(**{k: few(x) for k, x in out.items()})
 
 @contextmanager
 def _all_or_none(run, sums):
@@ -237,7 +238,7 @@ def _readable(run, batch, reading, at):
             none = torch.zeros(batch.tokens.shape, dtype=torch.bool)
             batch = batch.with_columns(batch.columns | dict(mask=none))
         _check_rows(run, batch, reading)
-        given, batch = _given(run, batch), batch.counted()
+        given, batch = _given(run, batch), batch.to("cpu").counted()
         plan = micro_batches(run, batch)
     except Exception as e: error = e
     if run.model.shares > 1 or run.model.engine.gathers: agree(error, run.name, same=given)
