@@ -260,7 +260,7 @@ def trainable(value:Tensor, out:Out, part:Batch)->Tensor: # 0-d Bool: whether it
     columns = [torch.where(part.mask, x, 0.) for k, x in part.columns.items()
                if k.endswith("logprobs") and isinstance(x, Tensor) and x.shape == part.mask.shape]
     logprobs = columns + [x for k, x in out.items() if k == "logprobs"]
-    return torch.stack([value.abs() < 1e12, *((x != -torch.inf).all() for x in logprobs)]).all()
+    return torch.stack([value.abs() < 1e12, *((x != -torch.inf).all().to(value.device) for x in logprobs)]).all()
 
 def cause(out:Out, part:Batch, rows:list[int])->str: # a sentence
     "Why a loss is not `trainable`: outputs, and columns where the mask is True, that are not finite."
