@@ -165,15 +165,16 @@ def decode(
     for s in range(S):
         logits = decoder.logits if alter is None else alter(decoder.logits, rows, tokens[rows, :s])
         drawn, logp, support = sample_tokens(logits, u[rows, s], **how)
-        live = ~ended[rows]
-        at = rows[live]
-        tokens[at, s], logprobs[at, s] = drawn[live], logp[live]
+        live = ~ended[rows]         # a mask: where rows are counted, a GPU is waited for
+        tokens[rows, s], logprobs[rows, s] = torch.where(live, drawn, 0), torch.where(live, logp, 0.)
         if support is not None:
             if supports is None: supports = support.new_full((R, S, support.shape[1]), -1, dtype=torch.int32)
-            supports[at, s] = support[live].int()
-        counts[at] += 1
-        ended[at] = torch.isin(drawn[live], stop)
-        if ends is not None: ended[at] |= ends(tokens[at, :s+1])
+            supports[rows, s] = torch.where(live[:, None], support.int(), -1)
+        counts[rows] += live
+        ended[rows] |= live & torch.isin(drawn, stop)
+        if ends is not None:
+            at = rows[live]
+            ended[at] |= ends(tokens[at, :s+1])
         left = (~ended[rows]).nonzero()[:, 0]
         if not len(left) or s+1 == S: break
         if len(left) <= len(rows)*7//8:
