@@ -272,8 +272,8 @@ def results(folder=RESULTS):
 def sentence(found):
     "README's word on GPUs."
     if not found:
-        return ("What is written for GPUs has **not run on one yet**; there `make gpu` shows in eight minutes what works "
-                "and how fast ([what it runs](nbs/gpu.ipynb)).")
+        return ("What is written for GPUs has **not run on one yet**; there `make gpu` shows in eight minutes what "
+                "works and how fast ([what it runs](nbs/gpu.ipynb)).")
     last = found[-1]
     m, ended = last["machine"], outcomes(last["parts"].get("tests", dict(rows=[])))
     tried = ended.get("passed", 0) + ended.get("failed", 0)
