@@ -203,6 +203,7 @@ def check_graph(loss:Tensor):
 
 def with_own_kernels(saved:dict, groups:list[dict])->dict: # a state of an optimizer, and the groups of this one
     "The state with this optimizer's choice of kernels: what a CPU has saved is to be fused on CUDA, and the reverse."
+    if len(groups) != len(saved["param_groups"]): return saved         # which is refused in words
     own = [{k: g[k] for k in ("fused", "foreach") if k in g} for g in groups]
     return saved | dict(param_groups=[g | {k: x for k, x in kept.items() if k in g}
                                       for g, kept in zip(saved["param_groups"], own, strict=True)])
