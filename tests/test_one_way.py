@@ -35,9 +35,8 @@ def traced(f):
 
 # Modules of floors 2 to 4, and frames of theirs: at the third step, and at the first, which checks the closure. An
 # adapter is an engine on another one's weights; with `measure=` the loss sees what a function makes of the logits. At
-# most 12 of each, with an adapter 13 modules (columns are sent to a device); these numbers only shrink. Floors below
-# are not counted: what `arithmetic` does inside is its own.
-MOST = {"third": (12, 11), "first": (12, 12), "third, adapter": (13, 12), "first, adapter": (13, 12),
+# most 12 of each; these numbers only shrink. Floors below are not counted: what `arithmetic` does inside is its own.
+MOST = {"third": (12, 11), "first": (12, 12), "third, adapter": (12, 12), "first, adapter": (12, 12),
         "third, measure": (12, 11), "first, measure": (12, 12)}
 
 

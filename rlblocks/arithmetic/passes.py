@@ -23,6 +23,11 @@ def cached(logits):
     "Rows whose logits fit a CPU's cache; on a GPU, which wants few launches, all of them."
     return max(1, 2**18//max(1, logits.shape[-1])) if logits.device.type == "cpu" else max(1, len(logits))
 
+# %% ../../nbs/arithmetic/02_passes.ipynb #353d194e
+def sent(x, device):
+    "A tensor on a device; torch does not wait for a copy to a GPU. What is no tensor stays as it is."
+    return x.to(device, non_blocking=torch.device(device).type != "cpu") if isinstance(x, Tensor) else x
+
 # %% ../../nbs/arithmetic/02_passes.ipynb #44542d5f
 def shaped(z, softcap, tau, support):
     "(what softmax sees, in place; the cap's slope; what is excluded)."

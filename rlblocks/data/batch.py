@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .columns import (HasColumns, check_meaning, join, kind_of, kinds_of, listed, sent, shape_of,
-                                   tokens_first)
+from ..arithmetic.passes import sent
+from .columns import HasColumns, check_meaning, join, kind_of, kinds_of, listed, shape_of, tokens_first
 from .cuts import cut, lightest, minibatches, parts
 from .packing import rows_by
 

@@ -174,11 +174,6 @@ def _check_row(i, row, T, like):
         raise ValueError(f"pad: row {i} has elements of shape {list(row.shape[1:])}, others {list(like.shape[1:])}; "
                          "only the first axis may differ")
 
-# %% ../../nbs/data/35_columns.ipynb #c150b8d8
-def sent(x:Any, device:torch.device|str)->Any: # no tensor: as it is
-    "A tensor on a device; torch does not wait for a copy to a GPU."
-    return x.to(device, non_blocking=torch.device(device).type != "cpu") if isinstance(x, Tensor) else x
-
 # %% ../../nbs/data/35_columns.ipynb #66db79ca
 def widen(x:Tensor, T:int, value:int=0)->Tensor: # `[B, T, …]`
     "Pad the token axis on the right."

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from ..data.columns import sent
+from ..arithmetic.passes import sent
 from ..engines.exchanges import LineShard
 from ..engines.world import HALF
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from ..arithmetic.logprobs import entropy as entropy_of, gather_logprobs
 from ..arithmetic.masked import promoted
-from ..arithmetic.passes import asked
-from ..data.columns import sent
+from ..arithmetic.passes import asked, sent
 from ..data.packing import Packed, pack
 from ..engines.exchanges import LineShard
 from ..engines.modules import output_layer

@@ -18,8 +18,9 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 
+from ..arithmetic.passes import sent
 from ..data.batch import Batch, like
-from ..data.columns import listed, sent
+from ..data.columns import listed
 from ..engines.sharded import ShardedModel
 from .checks import measure_columns
 from .forward import Forward, Layout, Places, Reading

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..data.columns import sent
+from ..arithmetic.passes import sent
 
 # %% ../../nbs/models/69_routers.ipynb #f13d0843
 def routers_of(
