@@ -45,6 +45,18 @@ def milliseconds(f:Callable, *, repeats:int=10, warm:int=3, budget:float=4.)->fl
     return statistics.median(times)
 
 
+def captured(f:Callable)->tuple:
+    "(what `f` gives, a CUDA graph that computes it anew, in place): the graph has not run yet."
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3): f()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph): out = f()
+    return out, graph
+
+
 def peak(f:Callable)->float:
     "GiB that one call takes beyond what is there when it begins, at the worst moment."
     if DRY:

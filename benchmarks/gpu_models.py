@@ -31,7 +31,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 import transformers
 from gpu_kernels import copy_rate
-from gpu_measuring import DEVICE, DRY, absent, goal, milliseconds, row, seconds, settle, size
+from gpu_measuring import DEVICE, DRY, absent, captured, goal, milliseconds, row, seconds, settle, size
 from update import in_their_order, lengths_of
 
 from rlblocks import Batch, Grader, Policy, Rollout, at_tokens, group_advantages, plain, ppo_loss
@@ -395,14 +395,7 @@ def decoding_graph(case, way, config, rows, prompt, new):
         return net(input_ids=ids, attention_mask=mask, position_ids=at, past_key_values=cache, use_cache=True).logits
     yield row(case, "the model, kernel by kernel", ms=round(milliseconds(step), 3))
     if DRY: return
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3): step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph): step()
-    yield row(case, way, ms=round(milliseconds(graph.replay), 3))
+    yield row(case, way, ms=round(milliseconds(captured(step)[1].replay), 3))
 
 
 def sampled(case, way, config, rows, prompt, new, speed, *, closer):

@@ -3,13 +3,18 @@
 RLBLOCKS_GPU_DRY=1 runs these tests on a CPU, small: what only a card has (memory statistics, a mode in which it says
 that somebody waits for it, CUDA graphs) is then played by what torch dispatches, so that every line of a test runs."""
 import os
+import sys
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
+
+sys.path.append(str(Path(__file__).resolve().parents[1]/"benchmarks"))
+from gpu_measuring import captured
 
 DRY = bool(os.environ.get("RLBLOCKS_GPU_DRY"))
 CARD = torch.cuda.is_available() and not DRY
@@ -113,12 +118,6 @@ def graphed(f):
         out = f()
         def again(): [x.copy_(y) for x, y in zip(out, f(), strict=True)]
         return out, again
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        for _ in range(3): f()
-    torch.cuda.current_stream().wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph): out = f()
+    out, graph = captured(f)
     graph.replay()      # while it is captured nothing runs
     return out, graph.replay

@@ -11,7 +11,6 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiny import bound
-from rlblocks.arithmetic import kernels
 from rlblocks.arithmetic.head import linear_logprobs, linear_measured
 from rlblocks.arithmetic.logprobs import entropy, gather_logprobs, sequence_logprobs, token_logprobs
 
@@ -580,12 +579,3 @@ def test_threads_meet_seldom(learns):
         with counted: linear_logprobs(h, W, ids, chunk=256).sum().backward()
     finally: torch.set_num_threads(threads)
     assert counted.n <= 2*8*12 # chunks, pieces, operations on each
-
-
-def test_kernels_take_logits_of_a_card_in_single_or_half_precision():
-    assert not kernels.fits(torch.zeros(2, 3))
-    class Cuda:
-        is_cuda, dtype = True, torch.float32
-    assert kernels.fits(Cuda) == kernels.find_triton()
-    Cuda.dtype = torch.float64
-    assert not kernels.fits(Cuda)
