@@ -216,10 +216,10 @@ def test_an_engine_that_is_gone_is_heard_of_by_all_who_wait_and_no_prompt_is_los
 def test_what_has_ended_unread_is_not_drawn_again():
     "Samples that end while the trainer trains lie in the mail when they are stopped: whole, with their own reason."
     if vllm_python() is None: pytest.skip("vLLM is not installed: make vllm")
-    r = by_vllm(sharp(max_position_embeddings=1024))
+    r = by_vllm(sharp(max_position_embeddings=1 << 15))
     flight = Flight(r)
     flight.ask(prompts(), group_size=2, seed=0, max_tokens=5)
-    flight.ask(many(1), max_tokens=900)
+    flight.ask(many(1), max_tokens=32000)     # still under way however late this process gets its turn
     child = r.sampler.child
     while not [x for x in child.mail if x[0] == "done"]: child.ask("cached")     # what else comes is kept, and not read
     said = r.sampler.abort(list(r.lines.of))
