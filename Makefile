@@ -78,7 +78,7 @@ gpu:
 	$(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON)) \
 		benchmarks/gpu.py --out $(OUT) $(if $(ONLY),--only $(ONLY))
 
-# ruff and pyright run beside the tests' first minute, in which workers import and collect.
+# ruff, pyright and import-linter run beside the tests' first minute, in which workers import and collect.
 test: .venv/.dev .venv/.peers .venv/.vllm .venv/.openenv .venv/.verifiers
 	$(MAKE) --no-print-directory lint & lint=$$!; \
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) tests; tests=$$?; \
@@ -116,6 +116,7 @@ readme: .venv/.dev
 lint: .venv/.dev
 	$(BIN)/ruff check rlblocks tests benchmarks tutorials nbs
 	$(BIN)/pyright
+	$(BIN)/lint-imports
 
 clean:
 	rm -rf .venv build dist *.egg-info
