@@ -37,8 +37,7 @@ from rlblocks.placement.memory import pass_bytes
 from rlblocks.samplers.kv_cache import CachedDecoder
 from rlblocks.engines.modules import output_layer
 from rlblocks.engines.world import HALF
-from rlblocks.placement.budgets import plan_rollout
-from rlblocks.placement.planning import plan
+from rlblocks.placement.plan import plan, plan_rollout
 from rlblocks.engines.modules import checkpoint_layers_
 
 RESULTS = Path(__file__).parent/"results"
