@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -23,16 +22,8 @@ from .ragged import Ragged, ragged
 from .replay import Bundles, Staleness, all_of, batch_of, bundles_of, check_entries, entries, ids_of
 from .replay import layout_beside, layout_of, lost, places, ragged_by_token, replay_draw, restart, tidy
 from .replay import versions_like, without
-from .slabs import Slabs, own_folder
 
 # %% ../../nbs/data/44_buffer.ipynb #c3c63844
-def check_limits(max_rows, spill, max_bytes):
-    "The arguments of `Buffer`."
-    if max_rows is not None: whole_number("Buffer", "max_rows", max_rows)
-    if (spill is None) != (max_bytes is None):
-        raise ValueError("Buffer: spill (a folder) and max_bytes (what stays in memory) go together; give both or "
-                         "neither")
-
 def check_added(batch:Batch, keep:Tensor|None, priority:Tensor|None):
     "The arguments of `Buffer.add`."
     if not isinstance(batch, Batch): raise TypeError(f"Buffer.add: {type(batch).__name__} is no Batch; one is wanted")
@@ -65,18 +56,18 @@ def check_joins(b:Bundles, batch:Batch, largest:int, max_age:int|None, max_rows:
 def versions_spread(b:Bundles, batch:Batch)->Bundles:
     "With a version of each token in the rows that wait, where a batch has them so."
     layout = layout_beside(b.layout, layout_of(batch)) if len(b) else b.layout
-    if layout != b.layout: b.slabs.rewrite(lambda s: ragged_by_token(b.slabs.rows[s]))
-    return replace(b, layout=layout)
+    if layout == b.layout: return b
+    return replace(b, slabs={s: ragged_by_token(x) for s, x in b.slabs.items()}, layout=layout)
 
 def joined(b:Bundles, batch:Batch, kept:list[list[int]], priority:Tensor|None, newest:bool)->Bundles:
-    "With the bundles `kept` of a batch at the end. OSError, and nothing changed, when the disk is full."
+    "Return the bundles that wait with those of a batch, `kept`, at the end."
     order = torch.tensor(list(chain(*kept)), dtype=torch.long)
-    b.slabs.add(b.next, ragged(batch, order))
+    slabs = b.slabs | {b.next: ragged(batch, order)} if kept else b.slabs
     highest = float(b.index["priority"].max()) if len(b) else 1.
     new = entries(batch, kept, highest if priority is None else priority, b.next, newest=newest)
     ids = {name: ids | set(batch[name][order].tolist()) if name in batch else ids for name, ids in b.ids.items()}
     index = {k: torch.cat([x, new[k]]) for k, x in b.index.items()}
-    return replace(b, index=index, layout=layout_of(batch), next=b.next + len(kept), ids=ids)
+    return replace(b, slabs=slabs, index=index, layout=layout_of(batch), next=b.next + len(kept), ids=ids)
 
 # %% ../../nbs/data/44_buffer.ipynb #9a101303
 def by_age(b:Bundles, fresh:Staleness)->Tensor:
@@ -127,11 +118,11 @@ _FIXED = ("lengths", "mask", "group", "unit", "policy_version") # decide what be
 def stand_in(b:Bundles, slab:Tensor, row:Tensor)->Batch:
     "A batch with the shape of the rows that wait, and no content."
     sizes = torch.zeros(len(slab), dtype=torch.long)
-    for s, part in b.slabs.rows.items(): sizes[slab == s] = part.offsets.diff()[row[slab == s]]
+    for s, part in b.slabs.items(): sizes[slab == s] = part.offsets.diff()[row[slab == s]]
     return Batch(lengths=sizes, tokens=torch.zeros((), dtype=torch.long).expand(len(slab), max(1, int(sizes.max()))))
 
 def with_column(b:Bundles, name:str, x)->Bundles:
-    "With a column of all rows. ValueError for what does not fit; OSError, and nothing changed, when the disk is full."
+    "Return the bundles with a column of all rows. ValueError for a column that does not fit."
     if name in _FIXED:
         raise ValueError(f"Buffer: {name!r} decides what belongs together or how fresh it is, and did when the rows "
                          "were added; take them, set it, and add them again")
@@ -144,28 +135,25 @@ def with_column(b:Bundles, name:str, x)->Bundles:
         raise ValueError(f"Buffer: column {name!r} is per token, but the rows that wait have no 'lengths'")
     def rewritten(s):
         at = (slab == s).nonzero()[:, 0]
-        old = b.slabs.rows[s].take(row[at])
+        old = b.slabs[s].take(row[at])
         return Ragged(old.columns | {name: ragged(only, at).columns[name]}, old.kinds | {name: layout[0]}, old.offsets)
-    b.slabs.rewrite(rewritten)
-    index = dict(b.index)
-    for s in b.slabs.rows: restart(index, s)
-    return replace(b, index=index, layout=b.layout | {name: layout})
+    slabs, index = {s: rewritten(s) for s in b.slabs}, dict(b.index)
+    for s in slabs: restart(index, s)
+    return replace(b, slabs=slabs, index=index, layout=b.layout | {name: layout})
 
 # %% ../../nbs/data/44_buffer.ipynb #342be022
 def slabs_of(b:Bundles)->dict:
-    "The rows, in memory."
+    "Return the columns and offsets of the rows, as they are saved."
     plain = lambda x: x if isinstance(x, Tensor) else list(x)
     return {s: dict(columns={k: plain(x) for k, x in part.columns.items()}, offsets=part.offsets)
-            for s, part in b.slabs.rows.items()}
+            for s, part in b.slabs.items()}
 
 def loaded(b:Bundles, state:dict)->Bundles:
-    "What was saved, in the place of `b`. OSError, and nothing changed, when the disk is full."
+    "Return the bundles that were saved, which take the place of `b`."
     kinds = {k: x[0] for k, x in state["layout"].items()}
-    slabs = b.slabs.holding({s: Ragged(x["columns"], kinds, x["offsets"]) for s, x in state["slabs"].items()})
+    slabs = {s: Ragged(x["columns"], kinds, x["offsets"]) for s, x in state["slabs"].items()}
     new = replace(b, slabs=slabs, index=dict(state["index"]), layout=dict(state["layout"]), next=state["next"])
-    new = tidy(replace(new, ids={k: ids_of(new, k, all_of(new)) for k in b.ids}))
-    for s in list(b.slabs.files): b.slabs.remove(s)
-    return new
+    return tidy(replace(new, ids={k: ids_of(new, k, all_of(new)) for k in b.ids}))
 
 # %% ../../nbs/data/44_buffer.ipynb #a851a1d6
 class Queue:
@@ -178,14 +166,12 @@ class Queue:
         age:Literal["oldest", "newest"]="oldest", # of a row's tokens: the one that says how old the row is
         on_old:Literal["drop", "wait"]="drop",    # rows that are too old go; or the loop waits, so that there are none
         max_rows:int|None=None,   # most rows to hold; the oldest make room. None: no limit
-        spill:str|Path|None=None, # folder for rows that do not fit in memory
-        max_bytes:int|None=None,  # most bytes of rows in memory, with `spill`
     ):
-        "An empty buffer. ValueError for a negative age, no room, or one of `spill` and `max_bytes` without the other."
-        check_limits(max_rows, spill, max_bytes)
+        "Make an empty buffer. ValueError for a negative age, or for no room."
+        if max_rows is not None: whole_number("Buffer", "max_rows", max_rows)
         self.fresh = Staleness(max_age, per_step, age, on_old)
         self.max_age, self.max_rows, self.dropped, self.offered, self.accepted = max_age, max_rows, Counter(), 0, 0
-        self.waiting = Bundles.none(Slabs(own_folder(self, spill), max_bytes))
+        self.waiting = Bundles.none()
 
     def __len__(self): return int(self.waiting.index["rows"].sum())
 
@@ -198,14 +184,14 @@ class Queue:
         """Put rows at the end; with `max_rows`, the oldest bundles make room and are counted as dropped.
 
         ValueError, and nothing added, when columns differ from those that wait, a group or unit is already there, or a
-        bundle is larger than `max_rows`. OSError, and nothing added, when `spill` cannot be written."""
+        bundle is larger than `max_rows`."""
         check_added(batch, keep, priority)
         if batch.filler: return # a copy of a row that is elsewhere, made to keep a rank busy
         batch = versions_like(batch, self.waiting.layout if len(self) else {})
         bundles = bundles_of(batch)
         kept = bundles if keep is None else [b for b in bundles if bool(keep[b].any())]
         check_joins(self.waiting, batch, max(map(len, kept), default=0), self.max_age, self.max_rows)
-        if kept:                      # before anything is counted: the disk may be full
+        if kept:
             self.waiting = versions_spread(self.waiting, batch)
             self.waiting = joined(self.waiting, batch, kept, priority, self.fresh.age == "newest")
         if lost_rows := len(batch) - sum(map(len, kept)): self.dropped["filtered"] += lost_rows
@@ -261,7 +247,7 @@ class Buffer(Queue):
     @property
     def nbytes(self)->int:
         "Bytes in memory: columns, offsets and index; not files, not list columns."
-        return self.waiting.slabs.nbytes + sum(x.nbytes for x in self.waiting.index.values())
+        return sum(x.nbytes for x in self.waiting.slabs.values()) + sum(x.nbytes for x in self.waiting.index.values())
 
     def rows(self)->Batch: # a copy, oldest first
         "All rows that wait; they stay."
@@ -300,8 +286,7 @@ class Buffer(Queue):
     def __setitem__(self, name:str, x):
         """Set a column of all rows that wait, in the order of `rows()`.
 
-        ValueError for columns that the buffer goes by, and for what does not fit; OSError, and nothing changed, when
-        `spill` cannot be written."""
+        ValueError for columns that decide what belongs together or how old it is, and for what does not fit."""
         self.waiting = with_column(self.waiting, name, x)
 
     def state_dict(self)->dict:
@@ -311,9 +296,7 @@ class Buffer(Queue):
                     next=b.next, offered=self.offered, accepted=self.accepted)
 
     def load_state_dict(self, state:dict): # of `state_dict`
-        """Go on where the saved buffer was, in place; limits and folder stay those of this buffer.
-
-        ValueError for what is no such state, OSError when `spill` cannot be written, and nothing changed."""
+        "Go on where the saved buffer was, in place, under the limits of this one. ValueError for another kind of state."
         if state.keys() != (wanted := Buffer().state_dict().keys()):
             raise ValueError(f"Buffer: the state has {', '.join(map(str, state))}; {', '.join(wanted)} are wanted")
         self.waiting, self.dropped = loaded(self.waiting, state), Counter(state["dropped"])

@@ -19,7 +19,6 @@ from .batch import Batch
 from .columns import seed_of, whole_number
 from .packing import element_places, rows_by
 from .ragged import Ragged
-from .slabs import Slabs, tidied
 
 # %% ../../nbs/data/43_replay.ipynb #a200b3c9
 def bundles_of(batch:Batch)->list[list[int]]:
@@ -154,23 +153,24 @@ def restart(index:dict, s:int):
     index["first"] = index["first"].masked_scatter(mine, count.cumsum(0) - count)
 
 # %% ../../nbs/data/43_replay.ipynb #337379d6
+_LARGE = 2**24 # bytes; a slab of this size is not joined to others
 _INDEX = dict(slab=torch.long, first=torch.long, rows=torch.long, chosen=torch.long, born=torch.long, id=torch.long,
               priority=torch.double)        # of each bundle: where its rows are, how many, chosen tokens …
 
 @dataclass(frozen=True)
 class Bundles:
     "What waits: the rows, in slabs, and a line of the index for each bundle, in the order in which they were added."
-    slabs:Slabs
+    slabs:dict[int, Ragged]
     index:dict[str, Tensor]
     layout:dict[str, list]        # of the columns, see `layout_of`
     next:int                      # number of the next slab and of its first bundle
     ids:dict[str, frozenset[int]] # of groups and units
 
     @classmethod
-    def none(cls, slabs:Slabs)->"Bundles":
+    def none(cls)->"Bundles":
         "Nothing waits yet."
         index = {k: torch.zeros(0, dtype=t) for k, t in _INDEX.items()}
-        return cls(slabs, index, {}, 0, dict(group=frozenset(), unit=frozenset()))
+        return cls({}, index, {}, 0, dict(group=frozenset(), unit=frozenset()))
 
     def __len__(self): return len(self.index["rows"])
 
@@ -180,34 +180,38 @@ def batch_of(b:Bundles, at:Tensor)->Batch:
     "The bundles `at` as one batch, padded to their longest row."
     slab, row = places(b.index, at)
     of = [(slab == s).nonzero()[:, 0] for s in slab.unique().tolist()]
-    slabs = b.slabs.rows
-    if len(of) == 1: return slabs[int(slab[0])].batch(row)
-    return Ragged.cat([slabs[int(slab[i[0]])].take(row[i]) for i in of]).batch(torch.cat(of).argsort())
+    if len(of) == 1: return b.slabs[int(slab[0])].batch(row)
+    return Ragged.cat([b.slabs[int(slab[i[0]])].take(row[i]) for i in of]).batch(torch.cat(of).argsort())
 
 def ids_of(b:Bundles, name:str, at:Tensor)->frozenset[int]:
     "The group or unit ids of the bundles `at`."
     slab, row = places(b.index, at)
     if name not in b.layout: return frozenset()
-    return frozenset(i for s in slab.unique().tolist() for i in b.slabs.rows[s].columns[name][row[slab == s]].tolist())
+    return frozenset(i for s in slab.unique().tolist() for i in b.slabs[s].columns[name][row[slab == s]].tolist())
 
 def without(b:Bundles, gone:Tensor)->Bundles:
     "The others. Slabs that are less than half in use are rewritten, empty ones freed."
     ids = {name: ids - ids_of(b, name, gone.nonzero()[:, 0]) for name, ids in b.ids.items()}
-    index, slabs = {k: x[~gone] for k, x in b.index.items()}, b.slabs
+    index, slabs = {k: x[~gone] for k, x in b.index.items()}, dict(b.slabs)
     for s in b.index["slab"][gone].unique().tolist():
         mine = (index["slab"] == s).nonzero()[:, 0]
-        if not len(mine): slabs.remove(s)
-        elif s not in slabs.files and 2*int(index["rows"][mine].sum()) < len(slabs.rows[s]):
-            slabs.rows[s] = slabs.rows[s].take(places(index, mine)[1])
+        if not len(mine): del slabs[s]
+        elif 2*int(index["rows"][mine].sum()) < len(slabs[s]):
+            slabs[s] = slabs[s].take(places(index, mine)[1])
             restart(index, s)
-    return replace(b, index=index, ids=ids)
+    return replace(b, slabs=slabs, index=index, ids=ids)
 
 def tidy(b:Bundles)->Bundles:
-    "With small slabs joined, so that a row at a time costs no more than many."
-    for kept, gone, size in tidied(b.slabs):
+    """Join the last slabs while the first of two is at most twice as large as the second, so that a row at a time costs
+    no more than many: each row is copied a logarithmic number of times."""
+    while len(b.slabs) > 1:
+        kept, gone = list(b.slabs)[-2:]
+        first, second = b.slabs[kept], b.slabs[gone]
+        if first.nbytes > min(2*second.nbytes, _LARGE): break
         moved = b.index["slab"] == gone
-        slab, first = b.index["slab"].masked_fill(moved, kept), b.index["first"] + size*moved
-        b = replace(b, index=b.index | dict(slab=slab, first=first))
+        place = dict(slab=b.index["slab"].masked_fill(moved, kept), first=b.index["first"] + len(first)*moved)
+        slabs = {s: x for s, x in b.slabs.items() if s != gone} | {kept: Ragged.cat([first, second])}
+        b = replace(b, slabs=slabs, index=b.index | place)
     return b
 
 # %% ../../nbs/data/43_replay.ipynb #b29b6a39
