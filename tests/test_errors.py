@@ -491,9 +491,6 @@ HOSTILE = [
     (lambda: Policy(tiny.model(), device="gpu"), "device='gpu'; \"cpu\", \"cuda\" or \"cuda:1\" is wanted"),
     (lambda: policy(tokenizer="gpt2"),
      "tokenizer is 'gpt2'; the tokenizer itself is wanted: AutoTokenizer.from_pretrained('gpt2')"),
-    (lambda: policy(attention="eager"),
-     "Policy: attention= belongs to the model: Policy(pretrained(model, attention='eager'))"),
-    (lambda: policy(offloat="cpu"), "Policy: there is no argument 'offloat'; is 'offload' meant?"),
     (lambda: Scorer(tiny.model(), outputs=0, device="cpu"), "Scorer: outputs=0; the number of scores"),
     (lambda: Scorer(tiny.model(), outputs="good", device="cpu"), "Scorer: outputs='good'"),
     (lambda: Scorer(tiny.model(), outputs=scores_after("s"), device="cpu").scores(

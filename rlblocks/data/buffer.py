@@ -296,7 +296,7 @@ class Buffer(Queue):
                     next=b.next, offered=self.offered, accepted=self.accepted)
 
     def load_state_dict(self, state:dict): # of `state_dict`
-        "Go on where the saved buffer was, in place, under the limits of this one. ValueError for another kind of state."
+        "Go on where the saved buffer was, under the limits of this one. ValueError for another kind of state."
         if state.keys() != (wanted := Buffer().state_dict().keys()):
             raise ValueError(f"Buffer: the state has {', '.join(map(str, state))}; {', '.join(wanted)} are wanted")
         self.waiting, self.dropped = loaded(self.waiting, state), Counter(state["dropped"])

@@ -17,7 +17,6 @@ from ..engines.base import EngineSpec, engine_of
 from ..engines.optim import OptimizerSpec
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
-from .arguments import says_instead
 from .policy import Trained, base_of, start
 from .prepared import Lora, Setup
 from .step import compute, train_step
@@ -27,7 +26,6 @@ from .value_heads import ClassHead, classifier, save_read, stored_bins, trunk_re
 class Critic(Trained):
     "A value per token: V(sₜ), the expected return before token t."
 
-    @says_instead
     def __init__(self,
         model,           # as for `Policy`: tokens [B, T] → hidden states [B, T, H] or values [B, T]
         *,
@@ -36,7 +34,7 @@ class Critic(Trained):
         tokenizer=None,  # saved beside the weights; None: the one in the model's folder
         engine:EngineSpec|str|None=None, # as for `Policy`, as all below
         optimizer:OptimizerSpec|Callable|None=None, # None: AdamW …
-        lr:float=1e-5,   # … with this learning rate
+        lr:float|None=None, # … with this learning rate, 1e-5 if None; an optimizer has its own
         frozen:bool=False, # no optimizer
         micro_tokens:int=8192,    # most tokens a forward pass
         micro_rows:int|None=None, # most rows a forward pass
@@ -44,6 +42,7 @@ class Critic(Trained):
         device:torch.device|str|None=None, # None: CUDA when there is one
     ):
         "Load or copy the trunk; it keeps its head, or gets one that starts at zero."
+        if lr is None and optimizer is None: lr = 1e-5
         setup = Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
         given, base = as_pretrained(model), base_of(model)
         self.tokenizer = load_tokenizer(given.name, tokenizer)

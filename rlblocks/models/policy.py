@@ -20,7 +20,6 @@ from ..engines.deltas import Deltas
 from ..engines.optim import OptimizerSpec
 from ..engines.guards import LocalOnly
 from ..engines.weights import Ticket
-from .arguments import says_instead
 from .checks import check_measure
 from .forward import Forward, Reading
 from .head import Head, as_head
@@ -108,7 +107,6 @@ def start(who:str, reader:Forward, base:Base|None, setup:Setup, *, quantized:boo
 class Policy(Trained):
     "A language model that gives log-probs of chosen tokens and learns from any loss on them."
 
-    @says_instead
     def __init__(self,
         model,           # name, folder, `pretrained`, nn.Module (copied), what makes one; or a wrapper to share
         *,
@@ -117,7 +115,7 @@ class Policy(Trained):
         tokenizer=None,  # saved beside the weights; None: the one in the model's folder
         engine:EngineSpec|str|None=None, # how weights are stored: fsdp2(…), zero(3, …), plain(…), or "fsdp2", "zero3"
         optimizer:OptimizerSpec|Callable|None=None, # adamw(…), muon(…), or (name, parameter) pairs → torch optimizer
-        lr:float=1e-6,   # AdamW's learning rate, where no optimizer is given
+        lr:float|None=None, # AdamW's learning rate, 1e-6 if None; an optimizer has its own
         frozen:bool=False, # a reference: no optimizer
         micro_tokens:int=8192,    # most tokens a forward pass; a longer row raises
         micro_rows:int|None=None, # most rows a forward pass
@@ -125,6 +123,7 @@ class Policy(Trained):
         device:torch.device|str|None=None, # None: CUDA when there is one
     ):
         "Load or copy the model. TypeError for what is no model, ValueError for what it or its settings cannot do."
+        if lr is None and optimizer is None: lr = 1e-6
         setup = Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
         given, base = as_pretrained(model), base_of(model)
         module = base.trunk if base else load_policy(given, setup)

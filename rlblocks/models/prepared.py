@@ -35,7 +35,7 @@ class Setup:
     lora:Lora = None           # train an adapter, not the weights; see `lora_config`
     engine:EngineSpec = EngineSpec() # how weights are stored and computed
     optimizer:OptimizerSpec|Callable|None = None # how they move; None: AdamW …
-    lr:float = 1e-6            # … with this learning rate
+    lr:float|None = None       # … with this learning rate; an optimizer has its own
     frozen:bool = False        # no optimizer
     micro_tokens:int = 8192    # most tokens (padded: cells) a forward pass; ranks that share rows run them together
     micro_rows:int|None = None # most rows a forward pass
@@ -47,7 +47,10 @@ def validated(name:str, setup:Setup)->Setup:
     for word, n in dict(micro_tokens=setup.micro_tokens, micro_rows=setup.micro_rows).items():
         if n is None or isinstance(n, Integral) and n >= 1: continue
         raise ValueError(f"{name}: {word}={n!r}; a whole number, at least 1, is wanted")
-    return replace(setup, optimizer=optimizer_of(setup.optimizer, setup.lr))
+    if setup.optimizer is not None and setup.lr is not None:
+        raise TypeError(f"{name}: lr={setup.lr} beside an optimizer, which has its own; write "
+                        f"optimizer=adamw(lr={setup.lr}, …)")
+    return replace(setup, optimizer=optimizer_of(setup.optimizer, 1e-6 if setup.lr is None else setup.lr), lr=None)
 
 # %% ../../nbs/models/74a_prepared.ipynb #848d3ae5
 @dataclass(frozen=True, eq=False)

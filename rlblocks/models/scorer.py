@@ -20,7 +20,6 @@ from ..engines.optim import OptimizerSpec
 from ..engines.world import world
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
-from .arguments import says_instead
 from .policy import Trained, base_of, start
 from .prepared import Lora, Prepared, Setup
 from .step import compute, is_shared, train_step
@@ -57,7 +56,6 @@ def scores_after(
 class Scorer(Trained):
     "Scores of a row, read at its last token, or of its steps: a reward model."
 
-    @says_instead
     def __init__(self,
         model,           # as for `Policy`: tokens [B, T] → hidden states [B, T, H] or numbers [B, T]
         *,
@@ -66,7 +64,7 @@ class Scorer(Trained):
         tokenizer=None,  # saved beside the weights; None: the one in the model's folder
         engine:EngineSpec|str|None=None, # as for `Policy`, as all below
         optimizer:OptimizerSpec|Callable|None=None, # None: AdamW …
-        lr:float=1e-5,   # … with this learning rate
+        lr:float|None=None, # … with this learning rate, 1e-5 if None; an optimizer has its own
         frozen:bool=False, # no optimizer
         micro_tokens:int=8192,    # most tokens a forward pass
         micro_rows:int|None=None, # most rows a forward pass
@@ -74,6 +72,7 @@ class Scorer(Trained):
         device:torch.device|str|None=None, # None: CUDA when there is one
     ):
         "Load or copy the trunk; it keeps its head, or gets one that starts at zero."
+        if lr is None and optimizer is None: lr = 1e-5
         setup = Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
         given, base, wanted = as_pretrained(model), base_of(model), outputs_of(outputs)
         self.tokenizer = load_tokenizer(given.name, tokenizer)
