@@ -4746,6 +4746,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'rlblocks/samplers/kv_cache.py'),
                                             'rlblocks.samplers.kv_cache.append': ( 'samplers/kv_cache.html#append',
                                                                                    'rlblocks/samplers/kv_cache.py'),
+                                            'rlblocks.samplers.kv_cache.cache_argument': ( 'samplers/kv_cache.html#cache_argument',
+                                                                                           'rlblocks/samplers/kv_cache.py'),
                                             'rlblocks.samplers.kv_cache.cache_is_exact': ( 'samplers/kv_cache.html#cache_is_exact',
                                                                                            'rlblocks/samplers/kv_cache.py'),
                                             'rlblocks.samplers.kv_cache.sibling_columns': ( 'samplers/kv_cache.html#sibling_columns',
