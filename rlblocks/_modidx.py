@@ -1186,6 +1186,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                       'rlblocks/endpoint/tasksets.py'),
                                             'rlblocks.endpoint.tasksets._task_row': ( 'endpoint/tasksets.html#_task_row',
                                                                                       'rlblocks/endpoint/tasksets.py'),
+                                            'rlblocks.endpoint.tasksets.check_v0': ( 'endpoint/tasksets.html#check_v0',
+                                                                                     'rlblocks/endpoint/tasksets.py'),
                                             'rlblocks.endpoint.tasksets.client_of': ( 'endpoint/tasksets.html#client_of',
                                                                                       'rlblocks/endpoint/tasksets.py'),
                                             'rlblocks.endpoint.tasksets.missing': ( 'endpoint/tasksets.html#missing',

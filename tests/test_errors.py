@@ -534,6 +534,13 @@ def test_a_refused_load_leaves_the_engine_as_it_was():
     assert len(r.generate(tiny.prompts())) == 3 and engine(stop=torch.tensor([1, 2])).stop.tolist() == [1, 2]
 
 
+def test_an_environment_of_another_verifiers_is_told_where_those_went():
+    from rlblocks import verifiers_environment, verifiers_rows
+    for f in (verifiers_rows, verifiers_environment):
+        with pytest.raises(TypeError, match=f"{f.__name__}: list is no environment of verifiers v0, which is gone"):
+            f([])
+
+
 def test_a_plan_leaves_the_configuration_as_it_was():
     "transformers writes the dtype of a model into the configuration it is made of."
     config = tiny.model().config
