@@ -71,22 +71,22 @@ def test_equals_oracle(name):
     rows = list(zip(*(x.tolist() for x in args), WEIGHTS.tolist(), strict=True))
     assert_close(f(*args)[0].item(), sum(formula(*x) for *x, _ in rows)/16, rtol=1e-10, atol=0)
     assert_close(f(*args, weights=WEIGHTS)[0].item(), sum(w*formula(*x) for *x, w in rows)/14, rtol=1e-10, atol=0)
-    assert_close(f(*args, denom=7)[0].item(), sum(formula(*x) for *x, _ in rows)/7, rtol=1e-10, atol=0)
+    assert_close(f(*args, denom=7.)[0].item(), sum(formula(*x) for *x, _ in rows)/7, rtol=1e-10, atol=0)
 
 
 def test_as_closures_over_rows():
-    def simpo(out, b): return simpo_loss(*pairs(masked_mean(out.logprobs, b.mask, dim=-1), b), denom=b.n_units)
+    def simpo(out, b): return simpo_loss(*pairs(masked_mean(out.logprobs, b.mask, dim=-1), b), denom=b)
     def ld_dpo(out, b):
         (c_mask, r_mask), shared = pairs(b.mask, b), torch.minimum(*pairs(b.mask.sum(1), b))
         (c, r), (rc, rr) = ([ld_logprobs(x, m, shared) for x, m in zip(pairs(lp, b), (c_mask, r_mask), strict=True)]
                             for lp in (out.logprobs, b.ref_logprobs))
-        return dpo_loss(c, r, rc, rr, denom=b.n_units)
+        return dpo_loss(c, r, rc, rr, denom=b)
     def wpo(out, b):
         w = wpo_weights(out.logprobs, (-b.entropies).exp(), b.mask)
         c, r = pairs(sequence_logprobs(out.logprobs, b.mask), b)
         rc, rr = pairs(sequence_logprobs(b.ref_logprobs, b.mask), b)
         w_c, w_r = pairs(w, b)
-        return dpo_loss(c, r, rc, rr, weights=w_c*w_r, denom=b.n_units)
+        return dpo_loss(c, r, rc, rr, weights=w_c*w_r, denom=b)
     check_loss(simpo)
     check_loss(ld_dpo, mean=False)
     laws = check_loss(lambda out, b: (wpo(out, b)[0], {}), dict(entropies=COLS["entropy"]), mean=False)
@@ -326,5 +326,18 @@ def test_shapes_are_not_broadcast(name):
     with pytest.raises(ValueError, match=rf"{who}: \w+ is \[15\], \w+ is \[16\]"): f(*args[:-1], args[-1][1:])
     if name != "aot": # whose error is DPO's
         with pytest.raises(TypeError): f(*args, WEIGHTS)
-    with pytest.raises(ValueError, match=r"\w+po_loss: chosen is \[4, 4\]; one number per pair is wanted"):
+    with pytest.raises(ValueError, match=r"\w+o\w*_loss: chosen is \[4, 4\]; one (number|mean log-prob) per pair"):
         f(*(x.reshape(4, 4) for x in args))
+
+
+@pytest.mark.parametrize("f", [simpo_loss, alphapo_loss, orpo_loss])
+def test_a_loss_of_means_advises_means(f):
+    "Not the sum, which passes and gives another loss; its advice, followed, gives the loss of the signature."
+    cols = sample_columns()
+    from rlblocks import Batch
+    b = Batch(mask=cols["mask"], lengths=cols["lengths"], unit=torch.arange(16)//2, chosen=torch.arange(16) % 2 == 0,
+              lp=-cols["logprobs"].abs())
+    with pytest.raises(ValueError, match=r"pairs\(masked_mean\(logprobs, mask, dim=-1\), batch\), not the sum"):
+        f(b.lp, b.lp)
+    means = pairs(masked_mean(b.lp, b.mask, dim=-1), b)
+    assert f(*means)[0] != f(*pairs(sequence_logprobs(b.lp, b.mask), b))[0]

@@ -111,8 +111,8 @@ def same(a, b, *cols, scale=1., **tol):
 
 
 @pytest.mark.parametrize("loss,inputs", [
-    (lambda out, b: dr_grpo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, max_tokens=16, denom=b.n_rows),
-     {}), (lambda out, b: luspo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_rows),
+    (lambda out, b: dr_grpo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, max_tokens=16, denom=b),
+     {}), (lambda out, b: luspo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b),
            ROWS["inputs"])], ids=["dr_grpo", "luspo"])
 def test_closures_of_those_whose_weights_do_not_sum_to_one(loss, inputs):
     assert "reinforce" in check_loss(loss, inputs, policy=True, mean=False)
@@ -186,7 +186,7 @@ def test_four_meanings_of_token_mean(): # LAWS 1, FEATURES B2: 2.00 by the mean 
                for n, cost in ((10, 1.), (1000, 3.))]
     assert sum(dapo_loss(o, o, a, m)[0] for o, a, m in batches)/2 == 2
     assert_close(sum(dapo_loss(o, o, a, m, denom=1010)[0] for o, a, m in batches), torch.tensor(2.9801980))
-    assert_close(sum(dr_grpo_loss(o, o, a, m, max_tokens=1000, denom=2)[0] for o, a, m in batches),
+    assert_close(sum(dr_grpo_loss(o, o, a, m, max_tokens=1000, denom=2.)[0] for o, a, m in batches),
                  torch.tensor(3010/2000))
 
 
@@ -307,7 +307,7 @@ def test_trl_defaults_of_gspo_and_cispo(): # FEATURES B2: (−.18, .17) for (−
     lp, advantages = torch.tensor([[1.08], [1.04]]).log().expand(2, 4), at_tokens(torch.tensor([1., -1.]), mask)
     kw = dict(clip_low=.2, clip_high=.2)
     assert_close(slope(gspo_loss, lp, 0*lp, advantages, mask, **kw)[:, 0], torch.tensor([-.27, .13]))
-    assert_close(slope(luspo_loss, lp, 0*lp, advantages, mask, **kw, denom=6)[:, 0], torch.tensor([-.18, 1.04/6]))
+    assert_close(slope(luspo_loss, lp, 0*lp, advantages, mask, **kw, denom=6.)[:, 0], torch.tensor([-.18, 1.04/6]))
     assert_close(slope(cispo_loss, lp, lp, advantages, mask, clip_high=-.8),
                  .2*slope(reinforce_loss, lp, advantages, mask))
 
@@ -657,7 +657,7 @@ def test_selections_equal_python(share):
 @every_loss
 def test_nothing_chosen_is_zero_with_finite_gradient(name):
     first, *rest, mask = arguments(name)
-    for denom in (None, 0, 12, torch.tensor(0)):
+    for denom in (None, 0., 12., torch.tensor(0)):
         x = first.clone().requires_grad_()
         loss, metrics = SUBJECTS[name][0](x, *rest, torch.zeros_like(mask), denom=denom)
         loss.backward()
@@ -698,7 +698,7 @@ def test_row_values_are_not_broadcast(name):
 def errors():
     four = LP, OLD, A, MASK
     yield (lambda: dapo_loss(*four, clip_low=1.2),
-           "clipped_surrogate: clip_low is 1.2, clip_high is 0.28; they are distances from ratio 1")
+           "dapo_loss: clip_low is 1.2, clip_high is 0.28; they are distances from ratio 1")
     yield (lambda: cpgd_loss(*four, clip_low=1.),
            "cpgd_loss: clip_low is 1.0, clip_high is 0.2; they are distances from ratio 1, the first below 1: its log "
            "is taken")

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['alpha_reward', 'forward_kl_reward', 'js_reward', 'chi_reward', 'f_dpo_loss', 'chipo_loss', 'ld_logprobs',
-           'wpo_weights', 'aot_matched', 'aot_loss', 'simpo_loss', 'alphapo_loss', 'orpo_loss', 'cpo_loss', 'tpo_loss']
+           'wpo_weights', 'aot_matched', 'aot_loss', 'mean_logprobs_only', 'simpo_loss', 'alphapo_loss', 'orpo_loss',
+           'log_odds', 'cpo_loss', 'tpo_loss']
 
 # %% ../../nbs/losses/26_margins.ipynb #075c835c
 import math
@@ -15,8 +16,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..arithmetic.masked import Denom, Mean, finite_logprobs, masked_mean, masked_sum, promoted, same_shape
-from .pairs import counted, means_of, over_pairs, pair_log_ratios, pair_metrics
+from rlblocks.arithmetic.masked import (
+    Denom, Mean, finite_logprobs, masked_mean, masked_sum, promoted, same_shape, user_called,
+)
+from .pairs import means_of, over_pairs, pair_log_ratios, pair_metrics, zero_unweighted
 from .preference import dpo_loss
 
 # %% ../../nbs/losses/26_margins.ipynb #b0ae2e23
@@ -165,7 +168,16 @@ def aot_loss(
                     label_smoothing=label_smoothing, denom=denom)
 
 # %% ../../nbs/losses/26_margins.ipynb #cc6bcf32
-def _finite(chosen, rejected, weights): return (counted(finite_logprobs(x), weights) for x in (chosen, rejected))
+def mean_logprobs_only(
+    **answers:Float[Tensor, " P"], # mean log-probs of answers, under the names that the user knows
+)->None:
+    """Raise ValueError where log-probs of tokens came instead of one mean per answer.
+
+    The advice is the mean: a sum would pass, and give another loss."""
+    for name,x in answers.items():
+        if x.ndim != 1: raise ValueError(
+            f"{user_called()}: {name} is {list(x.shape)}; one mean log-prob per pair is wanted, "
+            "pairs(masked_mean(logprobs, mask, dim=-1), batch), not the sum")
 
 def simpo_loss(
     chosen:Float[Tensor, " P"],   # mean log-prob per token, masked_mean(logprobs, mask, dim=-1); not the sum
@@ -179,8 +191,9 @@ def simpo_loss(
     """Simple preference optimization: mean log-probs as rewards, and a target margin, no reference.
 
     L = Σ −log σ(β·c̄ − β·r̄ − γ) / denom. Meng et al. 2024, eq. 6. No NLL term."""
+    mean_logprobs_only(chosen=chosen, rejected=rejected)
     same_shape(chosen=chosen, rejected=rejected, weights=weights)
-    c, r = (beta*x for x in _finite(chosen, rejected, weights))
+    c, r = (beta*zero_unweighted(finite_logprobs(x), weights) for x in (chosen, rejected))
     return over_pairs(-F.logsigmoid(c - r - gamma), weights=weights, denom=denom), pair_metrics(c, r, weights=weights)
 
 # %% ../../nbs/losses/26_margins.ipynb #4b7f3f0b
@@ -197,8 +210,10 @@ def alphapo_loss(
     """SimPO with a power of the mean probability as reward.
 
     L = Σ −log σ(r_w − r_l − γ) / denom, r = β(1 − p̄^−α)/α. Gupta et al. 2025 (AlphaPO). No NLL term."""
+    mean_logprobs_only(chosen=chosen, rejected=rejected)
     same_shape(chosen=chosen, rejected=rejected, weights=weights)
-    c, r = (beta*alpha_reward(x, alpha=alpha) for x in _finite(chosen, rejected, weights))
+    c, r = (zero_unweighted(finite_logprobs(x), weights) for x in (chosen, rejected))
+    c, r = beta*alpha_reward(c, alpha=alpha), beta*alpha_reward(r, alpha=alpha)
     return over_pairs(-F.logsigmoid(c - r - gamma), weights=weights, denom=denom), pair_metrics(c, r, weights=weights)
 
 # %% ../../nbs/losses/26_margins.ipynb #2b73b424
@@ -214,13 +229,20 @@ def orpo_loss(
 
     L = Σ (−c̄ − λ·log σ(logit p̄_w − logit p̄_l)) / denom. Hong et al. 2024, eq. 6 and 7.
     NLL: token mean of each answer, then the mean over pairs, not over all tokens."""
+    mean_logprobs_only(chosen=chosen, rejected=rejected)
     same_shape(chosen=chosen, rejected=rejected, weights=weights)
-    c, r = _finite(chosen, rejected, weights)
-    odds_c, odds_r = _log_odds(c), _log_odds(r)
+    c, r = (zero_unweighted(finite_logprobs(x), weights) for x in (chosen, rejected))
+    odds_c, odds_r = log_odds(c), log_odds(r)
     loss = -c - odds_coef*F.logsigmoid(odds_c - odds_r)
     return over_pairs(loss, weights=weights, denom=denom), pair_metrics(odds_c, odds_r, weights=weights)
 
-def _log_odds(lp): return lp - torch.log(-torch.expm1(lp.clamp(max=-torch.finfo(lp.dtype).eps)))
+def log_odds(
+    logprobs:Float[Tensor, "*shape"], # log p of answers, at most 0
+)->Float[Tensor, "*shape"]:
+    """Return the log-odds of events from their log-probabilities.
+
+    log p/(1 − p). Where p rounds to 1 it is the log-odds of the largest p below 1."""
+    return logprobs - torch.log(-torch.expm1(logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps)))
 
 # %% ../../nbs/losses/26_margins.ipynb #6c34fadf
 def cpo_loss(
@@ -237,7 +259,7 @@ def cpo_loss(
     L = Σ (−log σ(β(c − r)) − nll_coef·c) / denom. Xu et al. 2024, eq. 3 plus the NLL.
     With c a sum the NLL is the sum per answer, as in the paper. TRL's is the mean per token: see `nll_coef`."""
     same_shape(chosen=chosen, rejected=rejected, weights=weights)
-    c, r = _finite(chosen, rejected, weights)
+    c, r = (zero_unweighted(finite_logprobs(x), weights) for x in (chosen, rejected))
     loss = -F.logsigmoid(beta*(c - r)) - nll_coef*c
     return over_pairs(loss, weights=weights, denom=denom), pair_metrics(c, r, beta=beta, weights=weights)
 
@@ -257,6 +279,6 @@ def tpo_loss(
     L = Σ (−log σ(β(c − r) − γ) − α·log π(gold)) / denom. Saeidi et al. 2024.
     With gold a sum the NLL is the sum per answer, as in the paper. TRL's is the mean per token: see `nll_coef`."""
     same_shape(chosen=chosen, rejected=rejected, gold=gold, weights=weights)
-    c, r = _finite(chosen, rejected, weights)
-    loss = -F.logsigmoid(beta*(c - r) - gamma) - nll_coef*counted(finite_logprobs(gold), weights)
+    c, r = (zero_unweighted(finite_logprobs(x), weights) for x in (chosen, rejected))
+    loss = -F.logsigmoid(beta*(c - r) - gamma) - nll_coef*zero_unweighted(finite_logprobs(gold), weights)
     return over_pairs(loss, weights=weights, denom=denom), pair_metrics(c, r, beta=beta, weights=weights)

@@ -122,10 +122,14 @@ def dppo_tv_loss(
     L = −Σ [inside]·sg(min(ρ, c))·Â·log π / denom. Qi et al. 2026 (DPPO-Binary-TV).
     Inside: p − p_old ≥ −shift_low where Â < 0, p − p_old ≤ shift_high where Â > 0."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
-    _positive_cap("dppo_tv_loss", cap)
-    shift = _probability(logprobs, mask) - _probability(old_logprobs, mask)
-    return _divergence_loss(logprobs, old_logprobs, advantages, mask, shift, shift_low, shift_high, cap,
-                            over=over, denom=denom)
+    if not cap > 0: raise ValueError(f"dppo_tv_loss: cap is {cap}; it is the most that a token may weigh, above 0")
+    ratio, A = log_ratio(logprobs.detach(), old_logprobs, mask).exp(), masked_data(advantages, mask)
+    p, p_old = (masked_data(x, mask).exp().clamp(max=1) for x in (logprobs, old_logprobs))
+    shift = p - p_old
+    beyond = torch.where(A > 0, shift > shift_high, shift < -shift_low)
+    loss = policy_gradient(logprobs, torch.where(beyond, 0., ratio.clamp(max=cap)*A), mask)
+    metrics = ratio_metrics(ratio, mask) | clip_metrics(shift, A, mask, low=-shift_low, high=shift_high)
+    return aggregate(loss, mask, over=over, denom=denom), metrics
 
 # %% ../../nbs/losses/20_ratio.ipynb #209d33b3
 def dppo_kl_loss(
@@ -146,25 +150,14 @@ def dppo_kl_loss(
     KL = p_old·log(p_old/p) + (1−p_old)·log((1−p_old)/(1−p)).
     Inside: KL ≤ nats_low or p ≥ p_old where Â < 0, KL ≤ nats_high or p ≤ p_old where Â > 0."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
-    _positive_cap("dppo_kl_loss", cap)
-    x = log_ratio(logprobs.detach(), old_logprobs, mask)
-    p, q = _probability(logprobs, mask), _probability(old_logprobs, mask)
-    kl = -q*x + (1-q)*((1-q+1e-8)/(1-p+1e-8)).log()
-    return _divergence_loss(logprobs, old_logprobs, advantages, mask, kl*x.sign(), nats_low, nats_high, cap,
-                            over=over, denom=denom)
-
-# %% ../../nbs/losses/20_ratio.ipynb #7265e761
-def _probability(logprobs, mask): return masked_data(logprobs, mask).exp().clamp(max=1) # rounding may leave one above 1
-
-def _positive_cap(who, cap):
-    if not cap > 0: raise ValueError(f"{who}: cap is {cap}; it is the most that a token may weigh, above 0")
-
-def _divergence_loss(logprobs, old_logprobs, advantages, mask, shift, low, high, cap, **reduction):
-    ratio, A = log_ratio(logprobs.detach(), old_logprobs, mask).exp(), masked_data(advantages, mask)
-    beyond = (shift < -low) & (A < 0) | (shift > high) & (A > 0)
-    loss = policy_gradient(logprobs, torch.where(beyond, 0., ratio.clamp(max=cap)*A), mask)
-    metrics = ratio_metrics(ratio, mask) | clip_metrics(shift, A, mask, low=-low, high=high)
-    return aggregate(loss, mask, **reduction), metrics
+    if not cap > 0: raise ValueError(f"dppo_kl_loss: cap is {cap}; it is the most that a token may weigh, above 0")
+    x, A = log_ratio(logprobs.detach(), old_logprobs, mask), masked_data(advantages, mask)
+    p, p_old = (masked_data(y, mask).exp().clamp(max=1) for y in (logprobs, old_logprobs))
+    kl = -p_old*x + (1-p_old)*((1-p_old+1e-8)/(1-p+1e-8)).log() # −x = log(p_old/p)
+    beyond = torch.where(A > 0, (kl > nats_high) & (x > 0), (kl > nats_low) & (x < 0))
+    loss = policy_gradient(logprobs, torch.where(beyond, 0., x.exp().clamp(max=cap)*A), mask)
+    metrics = ratio_metrics(x.exp(), mask) | clip_metrics(kl*x.sign(), A, mask, low=-nats_low, high=nats_high)
+    return aggregate(loss, mask, over=over, denom=denom), metrics
 
 # %% ../../nbs/losses/20_ratio.ipynb #e919c759
 def dro_loss(

@@ -29,7 +29,7 @@ for mode, call in (
 @row("verl", "agg_loss token-mean, batch_num_tokens", "aggregate(x, mask, denom=100)", wrt="x")
 def _(c): return core().agg_loss(c.x, c.mask, "token-mean", dp_size=1, batch_num_tokens=100)
 
-@row("verl", "agg_loss seq-mean-token-mean, global_batch_size", "aggregate(x, mask, over='rows', denom=32)", wrt="x")
+@row("verl", "agg_loss seq-mean-token-mean, global_batch_size", "aggregate(x, mask, over='rows', denom=32.)", wrt="x")
 def _(c): return core().agg_loss(c.x, c.mask, "seq-mean-token-mean", global_batch_size=32)
 
 @row("verl", "masked_mean", "masked_mean(x, mask)", wrt="x")
