@@ -20,7 +20,7 @@ from rlblocks.losses.answer_ratio import (
     gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, sequence_ratio, topr_loss, vespo_loss,
 )
 from rlblocks.losses.ratio import (
-    asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, on_policy_loss, reinforce_loss, sapo_loss,
+    asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, reinforce_loss, sapo_loss,
 )
 from rlblocks.losses.selections import (
     adaptive_entropy_coef, clip_cov_loss, clip_cov_mask, entropy_loss, expert_load, high_entropy_mask, kl_cov_loss,
@@ -61,7 +61,6 @@ def of_selected(loss):
 SUBJECTS = {
     "dapo": (dapo_loss, {}), "dr_grpo": (partial(dr_grpo_loss, max_tokens=16), dict(denom="n_rows", policy=False)),
     "reinforce": (reinforce_loss, {}), "reinforce rows": (partial(reinforce_loss, over="rows"), {}),
-    "on_policy": (on_policy_loss, {}), "on_policy rows": (partial(on_policy_loss, over="rows"), {}),
     "cispo": (cispo_loss, {}), "cispo two-sided": (partial(cispo_loss, clip_low=.2, clip_high=.28, over="rows"), {}),
     "dppo_tv": (partial(dppo_tv_loss, shift_high=.05), {}),
     "dppo_kl": (partial(dppo_kl_loss, nats_low=.02, nats_high=.01, cap=1.1, over="rows"), {}),
@@ -238,7 +237,6 @@ def test_special_cases_of_the_ratio():
     assert_close(slope(vespo_loss, LP, OLD, A, ONE, k_pos=1., k_neg=1., lam_pos=0., lam_neg=0.),
                  slope(ppo_loss, LP, OLD, A, ONE, **FREE))
     assert_close(slope(cpgd_loss, LP, OLD, A, MASK, clip_low=1-1e-9, clip_high=inf), slope(reinforce_loss, LP, A, MASK))
-    same(on_policy_loss, lambda lp, a, m: ppo_loss(lp, lp.detach(), a, m), LP, A, MASK)
 
 
 def test_selected_tokens():

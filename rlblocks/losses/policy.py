@@ -187,7 +187,8 @@ def adaptive_clip(
     """The narrowest clip interval in which good tokens contribute their share of the surrogate.
 
     P ≥ share·(P + N), P = Σ₊ min(ρ, 1+ε_high)Â, N = Σ₋ max(ρ, 1−ε_low)|Â|; ε_low is lowered first, then ε_high raised.
-    Xi et al. 2025 (BAPO), as in the authors' code. It reads values, so it waits for the device."""
+    Xi et al. 2025 (BAPO), as in the authors' code, with the numbers of its README. It reads values, so it waits for the
+    device."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     if not (clip_low[0] >= clip_low[1] >= 0 and 0 <= clip_high[0] <= clip_high[1] and step > 0): raise ValueError(
         f"adaptive_clip: clip_low is {clip_low}, clip_high is {clip_high}, step is {step}; "

@@ -399,13 +399,13 @@ def drawn(c, method, **kw):
     finally: torch.multinomial = original
     return seen[0]
 
-@row("verl", "compute_pf_ppo_reweight_data pow", "pf_ppo_weights(scores) + 1e-8")
+@row("verl", "compute_pf_ppo_reweight_data pow", "scores.abs().pow(2.) + 1e-8")
 def _(c): return drawn(c, "pow")
 
 @row("verl", "compute_pf_ppo_reweight_data max_min", "best_worst_weights(scores, 0*group) + 1e-8")
 def _(c): return drawn(c, "max_min")
 
-@row("verl", "compute_pf_ppo_reweight_data max_random", "best_random_weights(scores, 0*group) + 1e-8")
+@row("verl", "compute_pf_ppo_reweight_data max_random", "torch.where(scores == scores.max(), .4, .1) + 1e-8")
 def _(c): return drawn(c, "max_random")
 
 
