@@ -102,7 +102,7 @@ def test_the_plain_run_does_something(plain):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("moments, kinds",
-                         [(1, ["fsdp2_background"]), *rarely((1, ["two", "background", "fsdp2_to_one"]), (20, []))])
+                         [(1, ["fsdp2_background"]), *rarely((1, ["two", "background", "fsdp2_to_one"]), (4, []))])
 def test_killed_at_any_moment(tmp_path, moments, kinds):
     """LAWS 20, with SIGKILL: one rank or both, in a save or not: the rows shown are those of the run that was not
     killed. `make test` has two ranks that save shards while they train; one process, and another number of ranks
