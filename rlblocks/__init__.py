@@ -171,7 +171,6 @@ if TYPE_CHECKING:
     from rlblocks.checkpoint.saves import writable
     from rlblocks.placement.budgets import plan_rollout, step_seconds
     from rlblocks.placement.cluster import Cluster
-    from rlblocks.placement.fanout import plan_calls
     from rlblocks.placement.place import here, later
     from rlblocks.placement.planning import plan
     from rlblocks.placement.pools import Pools
@@ -218,7 +217,6 @@ _OFFERS = {
     "checkpoint.saves": "writable",
     "placement.budgets": "plan_rollout step_seconds",
     "placement.cluster": "Cluster",
-    "placement.fanout": "plan_calls",
     "placement.place": "here later",
     "placement.planning": "plan",
     "placement.pools": "Pools",
@@ -266,7 +264,7 @@ __all__ = [
     "off_policy_sequence_mask", "openenv_environment", "openenv_tools", "opo_advantages", "optimal_token_baseline",
     "orpo_loss", "over_pairs", "over_rows", "overlong_penalty", "overlong_reward", "pack", "pad", "pair_log_ratios",
     "pair_metrics", "pairs", "pairwise_reward", "pass_at_k_advantages", "penalties", "plackett_luce_loss", "plain",
-    "plan", "plan_calls", "plan_micro_batches", "plan_rollout", "policy_gradient", "ppo_loss", "preference_margin",
+    "plan", "plan_micro_batches", "plan_rollout", "policy_gradient", "ppo_loss", "preference_margin",
     "pretrained", "probability_correlation", "process_reward_loss", "promoted", "proximal_logprobs",
     "publish_weights", "published_weights", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss",
     "ratio_corrected", "ratio_metrics", "read_response", "realigned", "reasoning_gym_reward", "reasoning_gym_rows",
