@@ -1444,8 +1444,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'rlblocks/engines/exchanges.py'),
                                             'rlblocks.engines.exchanges._mine': ( 'engines/exchanges.html#_mine',
                                                                                   'rlblocks/engines/exchanges.py'),
-                                            'rlblocks.engines.exchanges._own_experts': ( 'engines/exchanges.html#_own_experts',
-                                                                                         'rlblocks/engines/exchanges.py'),
                                             'rlblocks.engines.exchanges._row': ( 'engines/exchanges.html#_row',
                                                                                  'rlblocks/engines/exchanges.py'),
                                             'rlblocks.engines.exchanges._same': ( 'engines/exchanges.html#_same',

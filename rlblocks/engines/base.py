@@ -132,7 +132,6 @@ class EngineSpec:
     low_precision:bool = False    # train half-precision weights and states as they are
     sequence_parallel:int = 1     # so many consecutive ranks run one line of tokens together, each a shard of it
     tensor_parallel:int = 1       # so many consecutive ranks hold one layer together
-    expert_parallel:bool = False  # with tensor_parallel: distribute whole experts instead of cutting each
     make:Callable|None = None     # instead of the word's: (module, device, optimizer=, max_norm=) → `Engine`; one that
                                   # cuts layers has `tensor_parallel`, the same number, and `TensorParallel`'s `adapt`
 
@@ -178,9 +177,6 @@ def check_engine(x:EngineSpec)->None:
     if x.tensor_parallel > 1 and x.word not in (None, "fsdp2"):
         raise ValueError(f'tensor_parallel={x.tensor_parallel}: engine={x.word!r} does not go with it; None and '
                          '"fsdp2" do')
-    if x.expert_parallel and x.tensor_parallel == 1:
-        raise ValueError("engine: expert_parallel distributes experts over the ranks that hold a layer together; say "
-                         "how many, tensor_parallel=…")
 
 # %% ../../nbs/engines/55_base.ipynb #38353b87
 def plain(
@@ -190,12 +186,10 @@ def plain(
     low_precision:bool=False,    # train half-precision weights and states as they are: small steps round to nothing
     sequence_parallel:int=1,     # so many consecutive ranks run one line of tokens together, each a shard of it
     tensor_parallel:int=1,       # so many consecutive ranks hold one layer together
-    expert_parallel:bool=False,  # with tensor_parallel: distribute whole experts instead of cutting each
 )->EngineSpec: # for `engine=`
     "All of the module on every rank, or with `tensor_parallel` on so many of them together."
     return EngineSpec(dtype=dtype, checkpointing=checkpointing, low_precision=low_precision,
-                      sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel,
-                      expert_parallel=expert_parallel)
+                      sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
 
 # %% ../../nbs/engines/55_base.ipynb #ed28b69a
 def fsdp2(
@@ -206,12 +200,10 @@ def fsdp2(
     low_precision:bool=False,    # train half-precision weights and states as they are: small steps round to nothing
     sequence_parallel:int=1,     # so many consecutive ranks run one line of tokens together, each a shard of it
     tensor_parallel:int=1,       # so many consecutive ranks hold one layer together; sharded further over the replicas
-    expert_parallel:bool=False,  # with tensor_parallel: distribute whole experts instead of cutting each
 )->EngineSpec: # for `engine=`
     "Weights, gradients and optimizer states sharded over the ranks by torch's FSDP2."
     return EngineSpec("fsdp2", offload=offload, dtype=dtype, checkpointing=checkpointing, low_precision=low_precision,
-                      sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel,
-                      expert_parallel=expert_parallel)
+                      sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
 
 # %% ../../nbs/engines/55_base.ipynb #f0490c90
 def zero(

@@ -55,7 +55,6 @@ class Cut:
 
 def cut_of(style:str, leaf:str, axes:int)->Cut|None: # None: every rank has all of it
     "How a style cuts a weight. A matrix is `[out, in]`, a table `[ids, out]`; experts have an axis before these two."
-    if style == "grouped_gemm": return Cut(0)
     if style.startswith("embedding_"): return Cut(0 if style == "embedding_rowwise" else 1)
     blocks = 2 if style.startswith("packed_") else 1
     if "colwise" in style: return Cut(max(axes-2, 0), blocks)
@@ -63,7 +62,7 @@ def cut_of(style:str, leaf:str, axes:int)->Cut|None: # None: every rank has all 
 
 # %% ../../nbs/engines/62_cuts.ipynb #c5838ea2
 COMPLETE_OUTSIDE = {"colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep"} # input and output
-NO_EXCHANGE = {"ep_router", "local_params", "replicate", "grouped_gemm", "replicated_with_grad_allreduce"} # forward
+NO_EXCHANGE = {"local_params", "replicate", "replicated_with_grad_allreduce"} # forward
 
 def planned(module:nn.Module)->"list[tuple[str, transformers.PreTrainedModel]]": # (name, model), the outermost
     "The models inside that may have a plan."
@@ -73,16 +72,11 @@ def planned(module:nn.Module)->"list[tuple[str, transformers.PreTrainedModel]]":
         if hasattr(m, "_tp_plan") and not inside: found.append((name, m))
     return found
 
-def plan_of(module:nn.Module, *, expert_parallel:bool=False)->dict[str, str]: # name of a layer or weight in it → style
+def plan_of(module:nn.Module)->dict[str, str]: # name of a layer or weight in it → style
     "What the model's own plan says of each place. ValueError where there is none, and for styles not known here."
     styles:dict[str, str] = {}
     for at, model in planned(module):
-        plan, experts = dict(model._tp_plan or {}), dict(getattr(model, "_ep_plan", None) or {})
-        if expert_parallel:
-            if not experts: raise ValueError(
-                f"expert_parallel: {type(model).__name__} has no such plan (config.base_model_ep_plan); leave it out, "
-                "and experts are cut inside, where its tensor-parallel plan says so")
-            plan |= experts
+        plan = dict(model._tp_plan or {})
         places = [n for n, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
         named = {n: plan[every] for n in places if (every := re.sub(r"\.\d+(?=\.|$)", ".*", n)) in plan}
         check_styles(type(model).__name__, set(named.values()) - STYLES - NO_EXCHANGE)
@@ -124,13 +118,11 @@ def _uneven(layers, name, leaf, plan, size):
 # %% ../../nbs/engines/62_cuts.ipynb #20c4f98f
 def _check_plan(module, styles):
     "ValueError for a module whose plan cuts nothing."
-    if any("rowwise" in style or style == "grouped_gemm" for style in styles.values()): return
+    if any("rowwise" in style for style in styles.values()): return
     models = [m for _, m in planned(module)]
     who = " and ".join(type(m).__name__ for m in models) or type(getattr(module, "trunk", module)).__name__
-    experts = any(getattr(m, "_ep_plan", None) for m in models)
-    hint = "expert_parallel=True distributes its experts, for which it has one; " if experts else ""
     raise ValueError(f"tensor_parallel: {who} has no plan to cut its layers (transformers keeps it in "
-                     f'config.base_model_tp_plan); {hint}engine="fsdp2" cuts any model, without a plan')
+                     f'config.base_model_tp_plan); engine="fsdp2" cuts any model, without a plan')
 
 # %% ../../nbs/engines/62_cuts.ipynb #f1ddb8e5
 def uncut(model:nn.Module, plan:dict[str, str], at:str="")->set[str]: # names in it
@@ -189,8 +181,7 @@ def exchange_(module:nn.Module, plan:dict[str, str], group:dist.ProcessGroup|Non
     for name, style in plan.items():
         if name not in layers: continue
         layer:Any = layers[name]
-        own_experts = any(plan.get(f"{name}.{leaf}") == "grouped_gemm" for leaf in layer._parameters)
-        make = exchange_of(style, own_experts=own_experts, rope_dim=_rope_dim(module, name, style))
+        make = exchange_of(style, rope_dim=_rope_dim(module, name, style))
         if make: layer.forward = make(layer, entry)
     return entry
 
@@ -294,11 +285,10 @@ class CutModel:
     partial:frozenset[str] # weights that all ranks have, and of whose gradient each knows a term
     entry:EntryCopy    # call its `forget` after each pass
 
-def cut_model(module:nn.Module, group:dist.ProcessGroup|None, *, expert_parallel:bool=False,
-              read:bool=True)->CutModel: # `read`: lazy pieces, which no engine shards further, once and for all
+def cut_model(module:nn.Module, group:dist.ProcessGroup|None, *, read:bool=True)->CutModel: # `read`: lazy pieces, which no engine shards further, once and for all
     "Leave this rank its pieces, and make sure that it is still the same model. ValueError where it is not."
     size = dist.get_world_size(group)
-    plan = fit_plan(module, plan_of(module, expert_parallel=expert_parallel), size)
+    plan = fit_plan(module, plan_of(module), size)
     names = [uncut(m, plan, at) for at, m in planned(module)]
     cuts = cut_(module, plan, dist.get_rank(group), size)
     if read: read_module_(module)

@@ -123,19 +123,6 @@ def _experts(layer, entry):
     own, group = layer.forward, entry.group
     return lambda hidden, index, weights: summed(own(entry(hidden), index, copied(weights, group)), group)
 
-def _own_experts(layer, entry):
-    "Each rank has some of the experts."
-    own, group = layer.forward, entry.group
-    n = layer.num_experts = next(layer.parameters()).shape[0]
-    first = dist.get_rank(group)*n
-    def forward(hidden, index, weights):
-        hidden, weights = entry(hidden), copied(weights, group)
-        row, choice = ((index >= first) & (index < first+n)).nonzero(as_tuple=True)
-        x, w = hidden[row], weights[row, choice][:, None]
-        y = own(x, (index[row, choice]-first)[:, None], w) if len(row) else x*w      # every rank joins every sum
-        return summed(torch.zeros_like(hidden, dtype=y.dtype).index_add(0, row, y), group)
-    return forward
-
 def _latent(rope_dim):
     "Rotary features leave the projection for all heads, without another layer in between."
     def after(y, entry):
@@ -148,12 +135,11 @@ EXCHANGES:dict[str, Callable] = dict(
     colwise=_around(_enter), packed_colwise=_around(_enter), colwise_gather_output=_column_joined,
     colwise_rep=_column_joined, rowwise=_row, packed_rowwise=_row, rowwise_split_input=_ROW_SPLIT,
     rowwise_rep=_ROW_SPLIT, embedding_rowwise=_table, embedding_colwise=_around(after=_gather),
-    all_reduce=_around(after=_add), moe_identity_expert=_around(_share))
-STYLES = frozenset({*EXCHANGES, "moe_tp_experts", "ep_dispatch_experts", "mla_kv_a_proj"}) # that exchange something
+    all_reduce=_around(after=_add), moe_identity_expert=_around(_share), moe_tp_experts=_experts)
+STYLES = frozenset({*EXCHANGES, "mla_kv_a_proj"}) # that exchange something
 
-def exchange_of(style:str, *, own_experts:bool=False, rope_dim:int=0)->Callable|None:
+def exchange_of(style:str, *, rope_dim:int=0)->Callable|None:
     "What a layer of a style exchanges."
-    if style in ("moe_tp_experts", "ep_dispatch_experts"): return _own_experts if own_experts else _experts
     return _latent(rope_dim) if style == "mla_kv_a_proj" else EXCHANGES.get(style)
 
 # %% ../../nbs/engines/61_exchanges.ipynb #c61228ca

@@ -51,8 +51,7 @@ def make_engine(module:nn.Module, spec:EngineSpec, device:torch.device, dtype:to
     if spec.tensor_parallel > 1:
         from rlblocks.engines.tensor import TensorParallel
         inner = dict(dtype=dtype, offload=spec.offload) if spec.word == "fsdp2" else {}
-        return TensorParallel(module, device, size=spec.tensor_parallel, engine=spec.word,
-                              expert_parallel=spec.expert_parallel, **inner, **how)
+        return TensorParallel(module, device, size=spec.tensor_parallel, engine=spec.word, **inner, **how)
     if spec.copies(frozen=optimizer is None): return Plain(module, device, **how)
     how |= dict(dtype=dtype, offload=spec.offload)
     if spec.word == "fsdp2":

@@ -135,14 +135,14 @@ class TensorParallel:
     gathers = True
 
     def __init__(self, module:nn.Module, device:torch.device, *, size:int, engine:str|None=None,
-                 expert_parallel:bool=False, optimizer:Callable|None=None, max_norm:float=float("inf"),
+                 optimizer:Callable|None=None, max_norm:float=float("inf"),
                  dtype:torch.dtype|None=None, offload:str|None=None):
         """Cut a module over `size` neighbours, its pieces held by `engine`: None, or "fsdp2" over the copies.
 
         All ranks together. ValueError for a model, plan, optimizer or engine that cannot be cut so."""
         mesh = tensor_mesh(device, size)
         group, copies = mesh["tensor"].get_group(), DeviceMesh.from_group(mesh["copies"].get_group(), device.type)
-        self.cut = cut_model(module, group, expert_parallel=expert_parallel, read=not engine)
+        self.cut = cut_model(module, group, read=not engine)
         shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
         self.entry, self.pieces = self.cut.entry, Pieces(mesh, copies, group, device, self.cut.cuts, shapes)
         how = dict[str, Any](optimizer=optimizer, max_norm=max_norm, clip=self.clip)

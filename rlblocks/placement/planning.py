@@ -64,7 +64,7 @@ def _fake_wrapper(model, spec:EngineSpec, *, frozen:bool, lora, quantization, va
     if not lm_head: fake, plain = without_lm_head(fake), without_lm_head(plain)
     building = _size(fake.parameters()) + _size(fake.buffers())
     if spec.tensor_parallel > 1:
-        styles = plan_of(plain, expert_parallel=spec.expert_parallel)
+        styles = plan_of(plain)
         _cut_fake_(fake, fit_plan(plain, styles, spec.tensor_parallel), spec.tensor_parallel)
     head = linear_head(fake, width) if value_head else None
     own = [*adapter, *(head.parameters() if head is not None else ())]
