@@ -34,7 +34,7 @@ from transformers.utils import logging
 
 from forked import forked
 from rlblocks import OptimizerSpec, Policy, plain
-from rlblocks.engines.tensor import TensorParallel
+from rlblocks.engines.tensor_parallel import TensorParallel
 from test_tensor import OTHERS, other, untrue
 from tiny import model, rows
 

@@ -30,7 +30,7 @@ from rlblocks import (
     masked_mean
 )
 from rlblocks.engines.weights import InProcess, Ticket
-from rlblocks.engines.world import RankLost
+from rlblocks.engines.process_group import RankLost
 from rlblocks.placement import crew, remote_rows
 from rlblocks.placement.calls import RankSilent
 from rlblocks.placement.remote_rows import RemoteRows

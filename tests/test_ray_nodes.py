@@ -14,7 +14,7 @@ from conftest import RAY_TOKEN, ROOT, rarely, ray_python
 from rlblocks import (
     Batch, Cluster, Critic, Policy, Pools, Prompts, RayPool, Rollout, Scorer, here, later, loop_from, plain
 )
-from rlblocks.engines.world import RankLost
+from rlblocks.engines.process_group import RankLost
 from rlblocks.placement import crew
 from rlblocks.placement.calls import RankSilent, done, outcomes
 from spmd_loops import net

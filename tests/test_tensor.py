@@ -16,11 +16,11 @@ from conftest import rarely
 from forked import on_ranks
 from resident import export_extra, give_back
 from rlblocks import Critic, Policy, SpmdPool, entropy
-from rlblocks.engines.cuts import partial_gradients
-from rlblocks.engines.fsdp import gathered
+from rlblocks.engines.tensor_plan import partial_gradients
+from rlblocks.engines.fsdp2 import gathered
 from rlblocks.checkpoint.shards import read_part_shards, part_state, write_shards
-from rlblocks.engines.base import EngineSpec, engine_of, fsdp2
-from rlblocks.engines.optim import OptimizerSpec, muon
+from rlblocks.engines.engine import EngineSpec, engine_of, fsdp2
+from rlblocks.engines.optimizers import OptimizerSpec, muon
 from rlblocks.models.loading import pretrained
 from test_engines import HOW, batch, compare, grpo, ppo, run, sft, whole_weights
 from tiny import NEAR, SIZES, model, reach, steady
@@ -87,8 +87,8 @@ def cases():
 
 
 QUICK = {(2, "tensor"): ("ppo, uneven rows", "ppo and ptx", "value head", "tied table, checkpointed", "33 ids",
-                         "logits", "measured", "routers", "experts", "experts, norms inside", "lora, ppo", "lora, experts",
-                         "lora, critic"),
+                         "logits", "measured", "routers", "experts", "experts, norms inside", "lora, ppo",
+                         "lora, experts", "lora, critic"),
          (4, "tensor, fsdp2"): ("ppo, uneven rows", "experts", "lora, ppo"),
          (4, "tensor"): ("sft, fewer rows than ranks",), (4, "tensor, sequence"): ("lora, critic",)}
 

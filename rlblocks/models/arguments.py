@@ -14,8 +14,8 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import ParamSpec
 
-from ..engines.base import EngineSpec
-from ..engines.optim import OptimizerSpec, adamw
+from ..engines.engine import EngineSpec
+from ..engines.optimizers import OptimizerSpec, adamw
 from .loading import Pretrained
 
 # %% ../../nbs/models/77b_arguments.ipynb #2bed3c33

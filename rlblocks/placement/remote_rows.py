@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from ..data.batch import Batch
 from ..data.columns import RESERVED
-from ..engines.world import RankLost
+from ..engines.process_group import RankLost
 
 # %% ../../nbs/placement/97c_remote_rows.ipynb #1ceb511a
 class StoredRow(NamedTuple):
