@@ -132,10 +132,10 @@ finally:
     if _collecting: gc.enable()
 
 if TYPE_CHECKING:
-    from rlblocks.engines.base import fsdp2, plain, zero
-    from rlblocks.engines.deltas import delta_apply, delta_encode
-    from rlblocks.engines.optim import adamw, adamw_8bit, constant, cosine, linear, muon, OptimizerSpec, wsd
-    from rlblocks.engines.published import publish_weights, published_weights
+    from rlblocks.engines.engine import fsdp2, plain, zero
+    from rlblocks.engines.weights import delta_apply, delta_encode
+    from rlblocks.engines.optimizers import adamw, adamw_8bit, constant, cosine, linear, muon, OptimizerSpec, wsd
+    from rlblocks.engines.weight_folder import publish_weights, published_weights
     from rlblocks.models.critic import Critic
     from rlblocks.models.loading import pretrained
     from rlblocks.models.policy import Policy
@@ -181,10 +181,10 @@ if TYPE_CHECKING:
 
 # module of floors 3-5 → what it offers: imported when first asked for
 _OFFERS = {
-    "engines.base": "fsdp2 plain zero",
-    "engines.deltas": "delta_apply delta_encode",
-    "engines.optim": "adamw adamw_8bit constant cosine linear muon OptimizerSpec wsd",
-    "engines.published": "publish_weights published_weights",
+    "engines.engine": "fsdp2 plain zero",
+    "engines.weights": "delta_apply delta_encode",
+    "engines.optimizers": "adamw adamw_8bit constant cosine linear muon OptimizerSpec wsd",
+    "engines.weight_folder": "publish_weights published_weights",
     "models.critic": "Critic",
     "models.loading": "pretrained",
     "models.policy": "Policy",

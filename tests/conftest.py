@@ -186,7 +186,7 @@ def pytest_configure(config):
     if config.getoption("--write-seconds"): config.pluginmanager.register(Took())
     # while workers collect; a test that comes before its end waits for it
     if getattr(config.option, "numprocesses", None) and find_spec("deepspeed"):
-        build = "import torch; from rlblocks.engines.compiled import build_ops; build_ops(torch.device('cpu'), 'cpu')"
+        build = "import torch; from rlblocks.engines.zero import build_ops; build_ops(torch.device('cpu'), 'cpu')"
         config.add_cleanup(subprocess.Popen([sys.executable, "-c", build], cwd=ROOT).wait)
 
 

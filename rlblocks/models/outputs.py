@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..arithmetic.passes import sent
 from ..data.batch import Batch, like
 from ..data.columns import listed
-from ..engines.sharded import ShardedModel
+from ..engines.sharded_model import ShardedModel
 from .checks import measure_columns
 from .forward import Forward, Layout, Places, Reading
 

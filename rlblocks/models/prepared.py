@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Union
 
 import torch
 
-from ..engines.base import EngineSpec
-from ..engines.exchanges import LineShard
-from ..engines.optim import OptimizerSpec
-from ..engines.sharded import ShardedModel, optimizer_of
+from ..engines.engine import EngineSpec
+from ..engines.sequence_parallel import LineShard
+from ..engines.optimizers import OptimizerSpec
+from ..engines.sharded_model import ShardedModel, optimizer_of
 from .forward import Forward, Layout, rope_window
 from .head import logit_transform
 from .outputs import Checked

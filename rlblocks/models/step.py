@@ -18,9 +18,9 @@ from ..arithmetic.masked import Last, Mean, Metric, merge
 from ..data.batch import Batch
 from ..data.columns import widen
 from ..data.packing import Limits, common_prefix, planned
-from ..engines.sharded import check_graph
+from ..engines.sharded_model import check_graph
 from ..engines.weights import checksum
-from ..engines.world import agree, largest, same_rows
+from ..engines.process_group import agree, largest, same_rows
 from .checks import (check_batches, check_confined, check_jobs, check_loss, check_sampled, check_scored,
                                     check_turning, check_window, places_at)
 from .forward import Reading

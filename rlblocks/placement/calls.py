@@ -19,7 +19,7 @@ from threading import get_ident
 from typing import Any, Generic, TypeVar
 from weakref import ref
 
-from ..engines.world import RankLost
+from ..engines.process_group import RankLost
 from .cluster import log_tail
 from .crew import Crew, Rank, session
 from .handles import replica_indices

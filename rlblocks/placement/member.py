@@ -22,7 +22,7 @@ import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
 from ..engines.weights import InProcess, Ticket
-from ..engines.world import form_world
+from ..engines.process_group import form_world
 from ..models.policy import Trained
 from .handles import membership
 from .shipping import InPool, Stream, closing_streams, new_window, send

@@ -19,8 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ..engines.deltas import BaseWeights
-from ..engines.weights import Manifest, Ticket, check_since, copy_weights, named_weights
+from ..engines.weights import BaseWeights, Manifest, Ticket, check_since, copy_weights, named_weights
 from ..models.forward import Forward
 from ..models.loading import load_module
 from ..models.probes import look_ahead, pack_by
