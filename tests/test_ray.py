@@ -27,7 +27,7 @@ from rlblocks import (
     Batch, Checkpoint, Cluster, Flight, Policy, Pools, Prompts, RayPool, Rollout, here, later, loop_from
 )
 from rlblocks.engines.weights import InProcess, Ticket
-from rlblocks.engines.world import RankLost
+from rlblocks.engines.process_group import RankLost
 from rlblocks.placement.restarts import RankSilent
 from spmd_loops import Echo, net
 from test_spmd import same

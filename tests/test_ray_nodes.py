@@ -14,7 +14,7 @@ from conftest import RAY_TOKEN, ROOT, rarely, ray_python
 from rlblocks import (
     Batch, Cluster, Critic, Policy, Pools, Prompts, RayPool, Scorer, here, later, loop_from, plain
 )
-from rlblocks.engines.world import RankLost
+from rlblocks.engines.process_group import RankLost
 from spmd_loops import net
 from test_ray import Large, Reads
 from test_spmd import same

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..data.batch import Batch, Whole
 from ..arithmetic.masked import Metric, merge
-from ..engines.world import world
+from ..engines.process_group import world
 
 P = ParamSpec("P")
 C = TypeVar("C")

@@ -21,13 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..arithmetic.head import CHUNKS
 from ..data.columns import whole_number
-from ..engines.base import EngineSpec, PlannedBytes, engine_of, planned_plain
-from ..engines.cuts import cut_, fit_plan, plan_of
-from ..engines.modules import checkpoint_layers_, output_layer, plain_name, promote_
-from ..engines.optim import check_number
-from ..engines.sharded import planned_bytes
-from ..engines.tensor import adapted_layers, adapter_share_
-from ..engines.world import HALF
+from ..engines.engine import EngineSpec, PlannedBytes, engine_of, output_layer, planned_plain
+from ..engines.tensor_plan import cut_, fit_plan, plan_of
+from ..engines.weights import plain_name
+from ..engines.optimizers import check_number
+from ..engines.sharded_model import checkpoint_layers_, planned_bytes, promote_
+from ..engines.tensor_parallel import adapted_layers, adapter_share_
+from ..engines.process_group import HALF
 from ..models.loading import without_lm_head
 from ..models.lora import check_kept
 from ..models.policy import check_quantized

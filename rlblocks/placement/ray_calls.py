@@ -23,7 +23,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..engines.weights import Ticket
-from ..engines.world import RankLost
+from ..engines.process_group import RankLost
 from .cluster import log_tail, session
 from .place import Call, Handle, Method, Placed, replica_indices, speakers
 from .ray_messages import (

@@ -34,7 +34,7 @@ from ray.exceptions import RayError
 from torch import Tensor, nn
 
 from ..engines.weights import InProcess, Ticket
-from ..engines.world import RankLost
+from ..engines.process_group import RankLost
 from .place import reduce_tensor
 
 # %% ../../nbs/placement/07_ray_messages.ipynb #00564e48

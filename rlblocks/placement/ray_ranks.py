@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch._C._distributed_c10d import TCPStore
 
 from ..engines.weights import InProcess, Ticket
-from ..engines.world import RankLost, form_world
+from ..engines.process_group import RankLost, form_world
 from ..models.policy import Trained
 from .cluster import (
     Cluster, RankResources, ask_nodes, environment, interface_of, kept_back, node_addresses, own_ray, remaining,

@@ -24,7 +24,7 @@ from typing import Protocol, runtime_checkable
 
 from torch.distributed import DistError
 
-from ..engines.world import RankLost
+from ..engines.process_group import RankLost
 
 # %% ../../nbs/placement/08_restarts.ipynb #10ebad2c
 class RankSilent(TimeoutError):
