@@ -135,8 +135,8 @@ if TYPE_CHECKING:
     from rlblocks.models.loading import pretrained
     from rlblocks.models.policy import Policy
     from rlblocks.models.scorer import Scorer, scores_after
-    from rlblocks.samplers.controls import penalties
-    from rlblocks.samplers.samplers import sglang, vllm
+    from rlblocks.samplers.decoding import penalties
+    from rlblocks.samplers.sampler import sglang, vllm
     from rlblocks.rollout.flight import Flight
     from rlblocks.rollout.rollout import Rollout
     from rlblocks.graders.code import code_reward
@@ -185,8 +185,8 @@ _OFFERS = {
     "models.loading": "pretrained",
     "models.policy": "Policy",
     "models.scorer": "Scorer scores_after",
-    "samplers.controls": "penalties",
-    "samplers.samplers": "sglang vllm",
+    "samplers.decoding": "penalties",
+    "samplers.sampler": "sglang vllm",
     "rollout.flight": "Flight",
     "rollout.rollout": "Rollout",
     "graders.code": "code_reward",

@@ -26,7 +26,7 @@ from rlblocks.rollout.rows import to_rows
 from rlblocks.samplers import processes, weight_transfer
 from rlblocks.samplers import vllm as vllm_module
 from rlblocks.samplers.processes import child_environment
-from rlblocks.samplers.samplers import Request, Sampling, complete, vllm
+from rlblocks.samplers.sampler import Request, Sampling, complete, vllm
 from rlblocks.samplers.vllm import Vllm, to_completion
 from rlblocks.samplers.weight_transfer import CudaIpc
 from test_samplers import PROMPTS, asked, in_vllm, said, sharp

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ..engines.weights import checksum
-from .controls import first_complete
+from .decoding import first_complete
 from .processes import end_without_trainer, use_temporary_folder
 from .weight_transfer import Entry, from_bucket
 
