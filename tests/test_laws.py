@@ -335,7 +335,16 @@ def test_derivative_is_that_of_the_value(name):
     assert torch.autograd.gradcheck(value, [few[k].clone().requires_grad_() for k in firsts], fast_mode=True)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+def of_families(names):
+    "Every loss, all but the first of each module only in `make test-long`: what a module's losses share is proved once."
+    seen = set()
+    for name in names:
+        family = BLOCKS[name].__module__
+        yield pytest.param(name, marks=[pytest.mark.long] if family in seen else [])
+        if name not in SURROGATE and name != "gspo_token_loss": seen.add(family)
+
+
+@pytest.mark.parametrize("name", of_families(LOSSES))
 def test_second_derivative_is_that_of_the_gradient(name):
     "Through a network, where autograd would differentiate its part and take a slope written by hand for a constant."
     if name in SURROGATE or name == "gspo_token_loss":
@@ -351,7 +360,7 @@ def test_second_derivative_is_that_of_the_gradient(name):
     assert_close(second, (gradient(w + 1e-5*v)[1] - gradient(w - 1e-5*v)[1])/2e-5, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", of_families(LOSSES))
 def test_hessian(name):
     "torch.func.hessian (vmap over forward over reverse mode) and row by row with two backward passes."
     columns, hyper = arguments(name)
