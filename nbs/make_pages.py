@@ -41,7 +41,7 @@ def cells_of(path):
 
 def notebooks():
     "(path, module, cells) of the notebooks of these packages that export a module."
-    for path in sorted((p for name in PURE for p in (ROOT/"nbs"/name).glob("*.ipynb")), key=lambda p: p.name):
+    for path in (p for name in PURE for p in sorted((ROOT/"nbs"/name).glob("*.ipynb"))):
         cells = cells_of(path)
         module = next((m[1] for _, text in cells if (m := re.search(r"#\| *default_exp ([\w.]+)", text))), None)
         if module: yield path, module, cells

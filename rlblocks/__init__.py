@@ -133,10 +133,10 @@ finally:
     if _collecting: gc.enable()
 
 if TYPE_CHECKING:
-    from rlblocks.engines.base import fsdp2, plain, zero
-    from rlblocks.engines.deltas import delta_apply, delta_encode
-    from rlblocks.engines.optim import adamw, adamw_8bit, constant, cosine, linear, muon, OptimizerSpec, wsd
-    from rlblocks.engines.published import publish_weights, published_weights
+    from rlblocks.engines.engine import fsdp2, plain, zero
+    from rlblocks.engines.weights import delta_apply, delta_encode
+    from rlblocks.engines.optimizers import adamw, adamw_8bit, constant, cosine, linear, muon, OptimizerSpec, wsd
+    from rlblocks.engines.weight_folder import publish_weights, published_weights
     from rlblocks.models.critic import Critic
     from rlblocks.models.loading import pretrained
     from rlblocks.models.policy import Policy
@@ -172,7 +172,6 @@ if TYPE_CHECKING:
     from rlblocks.checkpoint.saves import writable
     from rlblocks.placement.budgets import plan_rollout, step_seconds
     from rlblocks.placement.cluster import Cluster
-    from rlblocks.placement.fanout import plan_calls
     from rlblocks.placement.place import here, later
     from rlblocks.placement.planning import plan
     from rlblocks.placement.pools import Pools
@@ -183,10 +182,10 @@ if TYPE_CHECKING:
 
 # module of floors 3-5 → what it offers: imported when first asked for
 _OFFERS = {
-    "engines.base": "fsdp2 plain zero",
-    "engines.deltas": "delta_apply delta_encode",
-    "engines.optim": "adamw adamw_8bit constant cosine linear muon OptimizerSpec wsd",
-    "engines.published": "publish_weights published_weights",
+    "engines.engine": "fsdp2 plain zero",
+    "engines.weights": "delta_apply delta_encode",
+    "engines.optimizers": "adamw adamw_8bit constant cosine linear muon OptimizerSpec wsd",
+    "engines.weight_folder": "publish_weights published_weights",
     "models.critic": "Critic",
     "models.loading": "pretrained",
     "models.policy": "Policy",
@@ -219,7 +218,6 @@ _OFFERS = {
     "checkpoint.saves": "writable",
     "placement.budgets": "plan_rollout step_seconds",
     "placement.cluster": "Cluster",
-    "placement.fanout": "plan_calls",
     "placement.place": "here later",
     "placement.planning": "plan",
     "placement.pools": "Pools",
@@ -267,7 +265,7 @@ __all__ = [
     "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "openenv_environment", "openenv_tools",
     "opo_advantages", "optimal_token_baseline", "orpo_loss", "over_pairs", "over_rows", "overlong_penalty",
     "overlong_reward", "pack", "pad", "pair_log_ratios", "pair_metrics", "pairs", "pairwise_reward",
-    "pass_at_k_advantages", "penalties", "plackett_luce_loss", "plain", "plan", "plan_calls", "plan_micro_batches",
+    "pass_at_k_advantages", "penalties", "plackett_luce_loss", "plain", "plan", "plan_micro_batches",
     "plan_rollout", "policy_gradient", "ppo_loss", "preference_margin", "pretrained", "probability_correlation",
     "process_reward_loss", "promoted", "proximal_logprobs", "publish_weights", "published_weights", "qrpo_loss",
     "quantile_rewards", "rao_kupper_loss", "rating_loss", "ratio_corrected", "ratio_metrics", "read_response",

@@ -10,8 +10,8 @@ from rlblocks import (Batch, Critic, Policy, Scorer, assert_on_policy, grpo_loss
 from rlblocks.models.forward import Forward
 from rlblocks.models.probes import separates_rows
 from rlblocks.models.step import micro_batches
-from rlblocks.engines.base import EngineSpec
-from rlblocks.engines.optim import OptimizerSpec, adamw
+from rlblocks.engines.engine import EngineSpec
+from rlblocks.engines.optimizers import OptimizerSpec, adamw
 from tiny import APART, apart, gradients, model, rows
 from torch import nn
 from torch.testing import assert_close

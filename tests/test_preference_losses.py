@@ -24,7 +24,7 @@ from rlblocks.testing.laws import check_loss
 from rlblocks.testing.oracles import sample_columns
 from rlblocks.losses.unpaired import kto_loss
 from rlblocks.models.step import micro_batches
-from rlblocks.engines.optim import adamw
+from rlblocks.engines.optimizers import adamw
 from tiny import apart, gradients, model, rows
 
 FOUR = ("chosen", "rejected", "ref_chosen", "ref_rejected")

@@ -1,5 +1,5 @@
 """A step is right or it raises: losses that do not add up, threads, Ctrl-C, numbers that are none
-(nbs/models/74_splits, engines/50_guards, engines/64_sharded)."""
+(nbs/models/74_outputs, nbs/engines/00_engine, nbs/engines/02_sharded_model)."""
 import copy
 import inspect
 import warnings

@@ -16,8 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ..engines.modules import distinct
-from ..engines.weights import Change, Manifest, Ticket, check_names, check_sum, checksum
+from ..engines.weights import distinct, Change, Manifest, Ticket, check_names, check_sum, checksum
 from ..models.folders import as_filed
 from ..models.head import states_of
 from .channels import Channel, SharedMemory, in_buckets

@@ -14,8 +14,7 @@ from typing import cast
 
 from torch import nn
 
-from ..engines.deltas import LowRank
-from ..engines.weights import Manifest, Ticket, check_names, checksum
+from ..engines.weights import LowRank, Manifest, Ticket, check_names, checksum
 from .processes import Child
 from .transfer import Transfer, probe_scores
 
