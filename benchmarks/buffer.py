@@ -8,7 +8,6 @@ columns of a GRPO step (tokens, mask, two log-probs, advantages: 21 bytes a toke
 longest row, as an engine returns it. What is compared:
 
   ours      Buffer
-  on disk   Buffer(spill=…), everything in mapped files
   padded    a batch per step, padded to the longest sequence allowed and joined by cat, as verl's DataProto is held
             between steps
   groups    a list of padded groups with scores, drawn by torch.multinomial: the replay buffer of TRL's experimental
@@ -36,7 +35,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 import time
 from datetime import datetime
 from pathlib import Path
@@ -78,7 +76,7 @@ def batches(lengths):
 
 
 class Ours:
-    def __init__(self, **kwargs): self.buffer = Buffer(**kwargs)
+    def __init__(self): self.buffer = Buffer()
     def add(self, batch): self.buffer.add(batch)
     def draw(self, seed): return self.buffer.sample(DRAW*SIZE, seed=seed, alpha=1.)
     def take(self, n): return self.buffer.take(n)
@@ -177,24 +175,20 @@ def held():
     return 1024*int(next(x for x in open("/proc/self/status") if x.startswith("RssAnon")).split()[1])
 
 
-def grown(kind, data, folder):
-    """What a process grows by when all batches are added, in bytes beyond the columns a token, and how fast they
-    went to disk if there is a folder. In a fresh process."""
+def grown(kind, data):
+    "What a process grows by when all batches are added, in bytes beyond the columns a token. In a fresh process."
     lengths = lengths_of(kind, data, GROUPS*SIZE*BATCHES)
-    buffer = Buffer(spill=folder, max_bytes=0) if folder else Buffer()
+    buffer = Buffer()
     for b in batches(lengths[:GROUPS*SIZE]): buffer.add(b)
     buffer.take(GROUPS*SIZE)
     del b # what is measured is what comes from here on
-    before, seconds = held(), 0.
+    before = held()
     for b in batches(lengths):
-        start = time.perf_counter()
         buffer.add(b)
-        seconds += time.perf_counter() - start
         del b
     columns = int(lengths.sum())*21 + len(lengths)*20
     return dict(a_token=(held() - before)/int(lengths.sum()),
-                overhead_a_token=(held() - before - columns*(not folder))/int(lengths.sum()),
-                mb_a_second=columns/seconds/1e6)
+                overhead_a_token=(held() - before - columns)/int(lengths.sum()))
 
 
 def cut_and_join(rows=4096, T=8192, n=8):
@@ -251,11 +245,11 @@ def timed(f, *args):
 def median(x): return sorted(x)[len(x)//2]
 
 
-def compare(kind, data, rounds, folder):
+def compare(kind, data, rounds):
     lengths = lengths_of(kind, data, GROUPS*SIZE*BATCHES)
     made, tokens = list(batches(lengths)), int(lengths.sum())
-    stores = {"ours": Ours, "on disk": lambda: Ours(spill=folder, max_bytes=0), "padded": lambda: Padded(ALLOWED[kind]),
-              "groups": Groups, "lists": Lists, "datasets": Datasets}
+    stores = {"ours": Ours, "padded": lambda: Padded(ALLOWED[kind]), "groups": Groups,
+              "lists": Lists, "datasets": Datasets}
     columns = tokens*(8 + 1 + 3*4) + len(lengths)*(8 + 8 + 4)
     out = {name: dict(add_ms=[], draw_ms=[], take_ms=[]) for name in stores}
     for step in range(rounds):
@@ -285,7 +279,7 @@ def verdicts(result):
     "What was promised and what came."
     one = result["cut"]["one_at_a_time"]
     overhead = {f"bytes a token beyond the columns, {kind}": dict(
-        wanted=16, got=x["grown"]["memory"]["overhead_a_token"]) for kind, x in result["kinds"].items()}
+        wanted=16, got=x["grown"]["overhead_a_token"]) for kind, x in result["kinds"].items()}
     return overhead | {"seconds to cut and join 4,096 rows": dict(wanted=5, got=one["seconds"]),
                        "bytes a token on the way": dict(wanted=16, got=one["bytes_a_token"]),
                        "peak, in batches": dict(wanted=2, got=one["peak"])}
@@ -300,7 +294,7 @@ def draw(result, path):
         names = list(x["stores"])
         axes[0].bar([k + shift for k in range(len(names))], [x["stores"][n]["bytes_a_token"] for n in names], .4,
                     label=f"{kind}, longest {x['longest']:,}")
-        for name, mark in zip(names, "osd^vx", strict=True):
+        for name, mark in zip(names, "od^vx", strict=True):
             axes[1].plot([0, 1, 2], [x["stores"][name][f"{job}_ms"] for job in ("add", "draw", "take")],
                          mark + ("-" if kind == "long" else ":"), label=f"{name}, {kind}")
     axes[0].set_xticks(range(len(names)), names)
@@ -324,30 +318,26 @@ def main():
     a = p.parse_args()
     if a.measure:
         what, *rest = a.measure
-        print(json.dumps(cut_and_join() if what == "cut" else grown(rest[0], Path(rest[1]) if rest[1] != "-" else None,
-                                                                    rest[2] if rest[2] != "-" else "")))
+        data = Path(rest[1]) if rest[1:] != ["-"] and rest else None
+        print(json.dumps(cut_and_join() if what == "cut" else grown(rest[0], data)))
         return
     result = dict(machine=machine(), lengths="GSM8K, Qwen2.5's tokenizer" if a.data else "made up", kinds={})
     print("{cpu}, {threads} threads, torch {torch}, load {load[0]:.1f}".format(**result["machine"]))
-    with tempfile.TemporaryDirectory() as folder:
-        for kind in ALLOWED:
-            x = result["kinds"][kind] = compare(kind, a.data, a.rounds, folder)
-            print("\n{kind}: {rows:,} rows, {tokens:,} tokens, longest {longest:,}, room for {allowed:,}; columns "
-                  "are {columns_a_token:.1f} bytes a token".format(kind=kind, **x))
-            print(f"{'':>8} | {'bytes a token':>13} {'overhead':>8} {'ours is':>8} | {'add ms':>8} {'':>6} "
-                  f"{'draw ms':>8} {'':>6} {'take ms':>8}   (times as long as ours)")
-            for name, s in x["stores"].items():
-                ratio = s["bytes_a_token"]/x["stores"]["ours"]["bytes_a_token"]
-                times = " ".join(f"{s[job]:>8.1f} ({s[job]/x['stores']['ours'][job]:>4.1f})"
-                                 for job in ("add_ms", "draw_ms", "take_ms"))
-                print(f"{name:>8} | {s['bytes_a_token']:>13.2f} {s['overhead_a_token']:>8.2f} {f'1/{ratio:.1f}':>8} "
-                      f"| {times}", flush=True)
-            x["grown"] = {where: elsewhere("grown", kind, a.data or "-", folder if where == "disk" else "-")
-                          for where in ("memory", "disk")}
-            memory, disk = x["grown"]["memory"], x["grown"]["disk"]
-            print(f"a process grows by {memory['a_token']:.2f} bytes a token, {memory['overhead_a_token']:.2f} "
-                  f"beyond the columns (promised 16); with everything on disk by {disk['a_token']:.2f}, "
-                  f"written at {disk['mb_a_second']:,.0f} MB/s", flush=True)
+    for kind in ALLOWED:
+        x = result["kinds"][kind] = compare(kind, a.data, a.rounds)
+        print("\n{kind}: {rows:,} rows, {tokens:,} tokens, longest {longest:,}, room for {allowed:,}; columns "
+              "are {columns_a_token:.1f} bytes a token".format(kind=kind, **x))
+        print(f"{'':>8} | {'bytes a token':>13} {'overhead':>8} {'ours is':>8} | {'add ms':>8} {'':>6} "
+              f"{'draw ms':>8} {'':>6} {'take ms':>8}   (times as long as ours)")
+        for name, s in x["stores"].items():
+            ratio = s["bytes_a_token"]/x["stores"]["ours"]["bytes_a_token"]
+            times = " ".join(f"{s[job]:>8.1f} ({s[job]/x['stores']['ours'][job]:>4.1f})"
+                             for job in ("add_ms", "draw_ms", "take_ms"))
+            print(f"{name:>8} | {s['bytes_a_token']:>13.2f} {s['overhead_a_token']:>8.2f} {f'1/{ratio:.1f}':>8} "
+                  f"| {times}", flush=True)
+        grew = x["grown"] = elsewhere("grown", kind, a.data or "-")
+        print(f"a process grows by {grew['a_token']:.2f} bytes a token, {grew['overhead_a_token']:.2f} beyond the "
+              "columns (promised 16)", flush=True)
     cut = result["cut"] = elsewhere("cut")
     print("\n{rows:,} rows, {tokens:,} tokens, cut in {parts} (fullest {spread:.2%} above emptiest) and joined in "
           "order: {one_at_a_time[seconds]:.1f} s ({one_at_a_time[wall_seconds]:.1f} s on the clock, {load[0]:.1f} "

@@ -17,7 +17,7 @@ INTRO = """Made by `nbs/make_pages.py` from the docstrings; edit those. These ar
 `losses` and `testing`; wrappers and engines are on the [map](map.ipynb). Every name is imported with
 `from rlblocks import …`, or from its module where that is said. `rlblocks.<Tab>` leaves out what few people look for:
 slow reference versions (`naive_…`), guards, and names that only annotations need."""
-NAME = r"[A-Z][\w'’\-]+"
+NAME = r"(?:[A-Z][\w'’\-]+ ){0,2}[A-Z][\w'’\-]+"
 PAPER = re.compile(rf"({NAME}(?: et al\.|(?:, {NAME})* and {NAME})? (?:19|20)\d\d[a-z]?)\b")
 LINK = re.compile(r"\[([^\]]+)\]\((https?://[^)\s]+)\)")
 
@@ -41,7 +41,7 @@ def cells_of(path):
 
 def notebooks():
     "(path, module, cells) of the notebooks of these packages that export a module."
-    for path in sorted((p for name in PURE for p in (ROOT/"nbs"/name).glob("*.ipynb")), key=lambda p: p.name):
+    for path in (p for name in PURE for p in sorted((ROOT/"nbs"/name).glob("*.ipynb"))):
         cells = cells_of(path)
         module = next((m[1] for _, text in cells if (m := re.search(r"#\| *default_exp ([\w.]+)", text))), None)
         if module: yield path, module, cells

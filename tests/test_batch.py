@@ -5,7 +5,6 @@ import pickle
 import re
 import subprocess
 import sys
-import tempfile
 
 import numpy as np
 import pytest
@@ -484,11 +483,6 @@ def test_the_kind_of_a_column_is_declared_and_kept():
                  row="row", image="row")
     assert b.kinds == kinds and b.per_row == {"feature", "image"}
     b["feature"] = b.feature + 1        # set again: what it was
-    def spilled(b):
-        with tempfile.TemporaryDirectory() as folder:
-            buffer = Buffer(spill=folder, max_bytes=1)
-            buffer.add(b.drop("answer"))
-            return buffer.rows()
     def loaded(b):
         a, c = Buffer(), Buffer()
         a.add(b)
@@ -497,7 +491,7 @@ def test_the_kind_of_a_column_is_declared_and_kept():
     ways = dict(pick=b[[3, 1]], trim=b[1:].trim(), part=b.parts(2)[0], filler=b.parts(9)[8], mini=b.minibatches(2)[0],
                 cat=Batch.cat([b[1:].trim(), b]), copy=copy.copy(b), to=b.to("cpu"),
                 drop=b.drop("x"), pickle=pickle.loads(pickle.dumps(b)), ragged=ragged(b).batch(), buffer=loaded(b),
-                spill=spilled(b), call=Call((b,), {}, 2).of(1)[0][0])
+                call=Call((b,), {}, 2).of(1)[0][0])
     for way, new in ways.items():
         assert new.kinds == {k: kinds[k] for k in new.columns}, way
         assert new.feature.equal(b.feature[new.row]) and new.image.equal(b.image[new.row]), way

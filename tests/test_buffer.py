@@ -1,10 +1,8 @@
 "Buffer: nothing lost, nothing parted, freshness counted, and a resume that is a continuation (LAWS 20, 25)."
 import io
 import random
-import resource
 import subprocess
 import sys
-from contextlib import contextmanager
 from itertools import product
 
 import pytest
@@ -226,8 +224,8 @@ def test_overhead_is_small_however_rows_come(at_once):
                   group=torch.arange(512))
     buffer, columns = Buffer(), int(lengths.sum())*(8 + 1 + 4) + 512*16
     for i in range(0, 512, at_once): buffer.add(batch[i:i+at_once])
-    objects = 1024*sum(len(s.columns) + 1 for s in buffer.waiting.slabs.rows.values())
-    assert buffer.nbytes + objects - columns < 2*int(lengths.sum()) and len(buffer.waiting.slabs.rows) < 12
+    objects = 1024*sum(len(s.columns) + 1 for s in buffer.waiting.slabs.values())
+    assert buffer.nbytes + objects - columns < 2*int(lengths.sum()) and len(buffer.waiting.slabs) < 12
 
 
 def test_slabs_that_are_mostly_gone_are_rewritten():
@@ -243,44 +241,8 @@ def test_slabs_that_are_mostly_gone_are_rewritten():
     assert_equal(buffer.take(9, version=1), batch[3::2].trim())
 
 
-def spilled(tmp_path, max_bytes=0, **kwargs): return Buffer(spill=tmp_path, max_bytes=max_bytes, **kwargs)
-
-
-@pytest.mark.parametrize("max_bytes", [0, 4000])
-def test_rows_on_disk_are_the_rows(tmp_path, max_bytes):
-    disk, memory = spilled(tmp_path, max_bytes, max_age=3), Buffer(max_age=3)
-    for v in range(6):
-        batch = rows([3*v, 3*v + 1, 3*v + 1, 3*v + 2], version=v, seed=v, T=30, half=torch.rand(4).bfloat16(),
-                     info=[dict(a=1)]*4, maybe=["x", None, "", "ü"])
-        for b in (disk, memory): b.add(batch)
-    files = list(tmp_path.rglob("*.arrow"))
-    assert files and disk.waiting.slabs.nbytes <= max_bytes
-    assert_equal(disk.sample(5, seed=1, version=5), memory.sample(5, seed=1, version=5))
-    assert disk.dropped == memory.dropped == {"stale": 8}
-    assert_equal(resumed(disk).rows(), memory.rows())
-    assert_equal(disk.take(9, version=6), memory.take(9, version=6))
-    assert_equal(disk.take(3, version=6), memory.take(3, version=6))
-    assert not list(tmp_path.rglob("*.arrow")) and len(disk) == 0
-    for b in (disk, memory): b.add(rows([100], half=torch.zeros(1).bfloat16(), info=[None], maybe=["y"])) # and goes on
-    assert_equal(disk.rows(), memory.rows())
-
-
-def test_two_buffers_share_a_folder_and_files_go_with_them(tmp_path):
-    a, b = spilled(tmp_path), spilled(tmp_path)
-    a.add(rows([0]))
-    b.add(rows([1]))
-    assert a.take(1).group.tolist() == [0] and b.rows().group.tolist() == [1]
-    state = b.state_dict()
-    del a, b
-    assert not list(tmp_path.rglob("*.arrow"))
-    other = spilled(tmp_path)
-    other.load_state_dict(state) # maps stay readable when their file has gone
-    assert other.take(1).group.tolist() == [1]
-
-
 REAL = """
-import ctypes, sys, torch
-from pathlib import Path
+import ctypes, torch
 from rlblocks.data.batch import Batch
 from rlblocks.data.buffer import Buffer
 # bytes of memory that are in use and nobody else's: mapped files do not count, tensors and Python objects do
@@ -295,8 +257,7 @@ def batch(step):
     return Batch(tokens=torch.randint(1, 150_000, real.shape, generator=g)*real, lengths=lengths,
                  mask=real & (torch.arange(real.shape[1]) > 0), old_logprobs=x, rollout_logprobs=-x, advantages=2*x,
                  group=torch.arange(512)//8 + 64*step, text=[f"answer {i} of step {step}" for i in range(512)])
-folder = sys.argv[1]
-small = Buffer(spill=folder, max_bytes=0) if folder else Buffer()
+small = Buffer()
 small.add(batch(99))        # everything is imported, the allocator has its arenas
 small.take(512)
 before, tokens, columns = held(), 0, 0
@@ -305,16 +266,15 @@ for step in range(8):
     tokens, columns = tokens + int(b.lengths.sum()), columns + int(b.lengths.sum())*21 + 512*16
     small.add(b)
     del b
-on_disk = sum(x.stat().st_size for x in Path(folder or "/nowhere").rglob("*.arrow"))
-print(tokens, columns, held() - before, small.nbytes, on_disk)
+print(tokens, columns, held() - before, small.nbytes)
 for step in range(8):
     out, want = small.take(512), batch(step).trim()
     for name, x in want.columns.items(): assert out[name] == x if isinstance(x, list) else out[name].equal(x), name
 """
 
 
-def measured(folder):
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", REAL, str(folder)], cwd=ROOT, capture_output=True,
+def measured():
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", REAL], cwd=ROOT, capture_output=True,
                          text=True)
     assert run.returncode == 0, run.stderr
     return map(int, run.stdout.split())
@@ -326,66 +286,35 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /
 @linux
 def test_rows_of_real_size_take_their_columns_and_16_bytes_a_token_at_most():
     "4,096 rows, 4 million tokens: what the process grows by, Python objects and texts included."
-    tokens, columns, grew, nbytes, _ = measured("")
+    tokens, columns, grew, nbytes = measured()
     assert tokens > 3e6 and columns <= nbytes < columns + tokens
     assert .9*columns < grew < columns + 16*tokens
 
 
-@linux
-def test_rows_on_disk_take_no_memory(tmp_path):
-    """The same rows in mapped files: the memory grows by a twentieth of them at most, and every row comes back as it
-    was."""
-    tokens, columns, grew, nbytes, files = measured(tmp_path)
-    assert files > columns and grew < columns/20 and nbytes < tokens
-    assert not list(tmp_path.rglob("*.arrow"))
-
-
-def test_rows_that_come_one_at_a_time_share_files(tmp_path):
-    disk, memory = spilled(tmp_path), Buffer()
-    for i in range(200):
-        for b in (disk, memory): b.add(rows([i], seed=i, T=30))
-    assert len(list(tmp_path.rglob("*.arrow"))) < 12
-    assert_equal(disk.take(77), memory.take(77))
-    disk["scores"] = memory["scores"] = torch.arange(123.)
-    assert_equal(resumed(disk).sample(50, seed=3), memory.sample(50, seed=3))
-    assert_equal(disk.take(123), memory.take(123))
-    assert not list(tmp_path.rglob("*.arrow"))
-
-
-def test_rows_handed_out_are_no_view_of_a_file(tmp_path):
-    buffer = spilled(tmp_path)
-    buffer.add(rows([0, 1]))
-    want = buffer.rows()
-    out = buffer.sample(2, seed=0)
-    for x in out.columns.values():
-        if isinstance(x, torch.Tensor): x.zero_()
-    assert_equal(buffer.rows(), want)
-
-
-def test_a_column_can_be_added_while_rows_wait(tmp_path):
-    for buffer in (Buffer(), spilled(tmp_path)):
-        buffer.add(rows([0, 0, 1], seed=1))
-        buffer.add(rows([2, 3], seed=2))
-        buffer.take(1)
-        waiting = buffer.rows()
-        ref = torch.randn(waiting.tokens.shape)*(torch.arange(waiting.width) < waiting.lengths[:, None])
-        buffer["ref_logprobs"], buffer["scores"], buffer["note"] = ref, torch.arange(3.), ["a", "b", "c"]
-        assert_equal(buffer.take(1), Batch(**waiting.columns, ref_logprobs=ref, scores=torch.arange(3.),
-                                           note=["a", "b", "c"])[:1].trim())
-        assert len(buffer) == 2 and buffer.rows().note == ["b", "c"]
-        with pytest.raises(ValueError, match="column 'ref_logprobs' is missing"): buffer.add(rows([9]))
-        with pytest.raises(ValueError, match="column 'scores' has 1 rows, the batch has 2"):
-            buffer["scores"] = torch.ones(1)
-        with pytest.raises(ValueError, match=r"column 'values' is \[2, 99\], but tokens are \[2, "):
-            buffer["values"] = torch.ones(2, 99)
-        for name in ("group", "mask", "lengths", "policy_version", "unit"):
-            with pytest.raises(ValueError, match=f"'{name}' decides what belongs together"):
-                buffer[name] = torch.ones(2, dtype=torch.long)
-        rewritten = buffer.rows()
-        buffer["scores"] = 2*rewritten.scores
-        assert buffer.rows().scores.equal(2*rewritten.scores) and buffer.rows().tokens.equal(rewritten.tokens)
-        with pytest.raises(ValueError, match="group 3 is already waiting"):
-            buffer.add(rows([3], ref_logprobs=torch.zeros(1, 7), scores=torch.ones(1), note=["d"]))
+def test_a_column_can_be_added_while_rows_wait():
+    buffer = Buffer()
+    buffer.add(rows([0, 0, 1], seed=1))
+    buffer.add(rows([2, 3], seed=2))
+    buffer.take(1)
+    waiting = buffer.rows()
+    ref = torch.randn(waiting.tokens.shape)*(torch.arange(waiting.width) < waiting.lengths[:, None])
+    buffer["ref_logprobs"], buffer["scores"], buffer["note"] = ref, torch.arange(3.), ["a", "b", "c"]
+    assert_equal(buffer.take(1), Batch(**waiting.columns, ref_logprobs=ref, scores=torch.arange(3.),
+                                       note=["a", "b", "c"])[:1].trim())
+    assert len(buffer) == 2 and buffer.rows().note == ["b", "c"]
+    with pytest.raises(ValueError, match="column 'ref_logprobs' is missing"): buffer.add(rows([9]))
+    with pytest.raises(ValueError, match="column 'scores' has 1 rows, the batch has 2"):
+        buffer["scores"] = torch.ones(1)
+    with pytest.raises(ValueError, match=r"column 'values' is \[2, 99\], but tokens are \[2, "):
+        buffer["values"] = torch.ones(2, 99)
+    for name in ("group", "mask", "lengths", "policy_version", "unit"):
+        with pytest.raises(ValueError, match=f"'{name}' decides what belongs together"):
+            buffer[name] = torch.ones(2, dtype=torch.long)
+    rewritten = buffer.rows()
+    buffer["scores"] = 2*rewritten.scores
+    assert buffer.rows().scores.equal(2*rewritten.scores) and buffer.rows().tokens.equal(rewritten.tokens)
+    with pytest.raises(ValueError, match="group 3 is already waiting"):
+        buffer.add(rows([3], ref_logprobs=torch.zeros(1, 7), scores=torch.ones(1), note=["d"]))
 
 
 def test_draws_follow_priorities_and_weights_undo_them():
@@ -591,7 +520,6 @@ def test_fillers_and_empty_batches_add_nothing():
                  "Buffer: the state has rows; slabs, index, layout, " "dropped, next, offered, accepted are wanted"),
     (lambda b: b.prioritise(torch.tensor([0]), torch.tensor([float("nan")])),
      "Buffer.prioritise: ids is [1], priority is [1]"), (lambda b: Buffer().rows(), "Buffer.rows: no rows wait"),
-    (lambda b: Buffer(spill="x"), "spill (a folder) and max_bytes"),
     (lambda b: mixed_groups(torch.ones(2), torch.ones(3, dtype=torch.long)),
      "mixed_groups: scores is [2], group is [3]"),
     (lambda b: Buffer(max_age=-1), "Buffer: max_age=-1; a whole number, 0 or more, is wanted"),
@@ -601,63 +529,3 @@ def test_errors_say_what_came_and_leave_the_buffer_as_it_was(call, text):
     buffer.add(rows([0, 0]))
     with pytest.raises(ValueError) as e: call(buffer)
     assert text in str(e.value) and len(buffer) == 2 and not buffer.dropped
-
-
-@contextmanager
-def full_disk(most=1000):
-    "While inside, no file of this process grows beyond so many bytes."
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
-    try: yield
-    finally: resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def content(buffer):
-    return [(g, t[:n]) for b in [buffer.rows()]
-            for g, t, n in zip(b.group.tolist(), b.tokens.tolist(), b.lengths.tolist(), strict=True)]
-
-
-@pytest.mark.parametrize("max_bytes", [0, 3000, 20_000])
-def test_on_a_full_disk_nothing_is_added_and_nothing_lost(tmp_path, max_bytes):
-    """Whatever is being written, the new rows, old ones that make room for them, or two files that become one: an
-    error leaves content, counts and files as they were, and add works once there is room."""
-    buffer, g, failed = spilled(tmp_path, max_bytes, max_rows=70), 0, 0
-    for n in (3, 1, 20, 1, 2, 40, 5, 1, 30, 1, 1):
-        batch = rows(list(range(g, g+n)), T=40)
-        g += n
-        before = content(buffer) if len(buffer) else [], buffer.offered, buffer.accepted, dict(buffer.dropped)
-        try:
-            with full_disk(): buffer.add(batch)
-        except OSError as e:
-            failed += 1
-            assert str(tmp_path) in str(e) and "bytes are free on its disk" in str(e)
-            assert before == (content(buffer) if len(buffer) else [], buffer.offered, buffer.accepted,
-                              dict(buffer.dropped))
-            buffer.add(batch)
-        assert len(list(tmp_path.rglob("*.arrow"))) == len(buffer.waiting.slabs.files)
-        assert content(buffer)[-n:] == content_of(batch)
-    assert failed >= 3 and len(buffer) <= 70 and buffer.offered == g
-    assert [k for k, _ in content(buffer)] == list(range(g - len(buffer), g))
-
-
-def content_of(batch):
-    buffer = Buffer()
-    buffer.add(batch)
-    return content(buffer)
-
-
-def test_a_column_or_a_state_that_does_not_fit_on_disk_changes_nothing(tmp_path):
-    buffer = spilled(tmp_path, 2000)
-    for g in range(0, 60, 20): buffer.add(rows(list(range(g, g+20)), T=40))
-    before, files = content(buffer), sorted(tmp_path.rglob("*.arrow"))
-    assert len(files) >= 1
-    with pytest.raises(OSError), full_disk(): buffer["worth"] = torch.rand(60, 40)
-    assert "worth" not in buffer.rows() and content(buffer) == before and sorted(tmp_path.rglob("*.arrow")) == files
-    other = Buffer()
-    other.add(rows(list(range(100, 180)), T=40))
-    with pytest.raises(OSError), full_disk(): buffer.load_state_dict(other.state_dict())
-    assert content(buffer) == before and sorted(tmp_path.rglob("*.arrow")) == files
-    buffer["worth"] = torch.ones(60, 40)
-    assert buffer.rows().worth.sum() > 0 and content(buffer) == before
-    buffer.load_state_dict(other.state_dict())
-    assert content(buffer) == content(other)

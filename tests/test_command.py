@@ -25,7 +25,7 @@ def alone(): yield dict(step=0)
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
     (tmp_path/"some_loops.py").write_text(LOOPS)
-    (tmp_path/"rate.yaml").write_text("learning_rate: 1e-3\n")
+    (tmp_path/"rate.yaml").write_text("lrs: 1e-3\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "some_loops", raising=False)
@@ -36,8 +36,8 @@ def in_a_folder(tmp_path, monkeypatch):
     ("placed", "data has no default"),
     ("clash", "the loop's keyword rows is a flag of the command; give it another name, and none of config, pool"),
     ("bare --folder x", "--folder is of a loop that saves"),
-    ("count --config rate.yaml", "there is no flag 'learning_rate'; is 'lr' meant?"),
-    ("count --learning-rate 1", "is 'lr' meant?"),
+    ("count --config rate.yaml", "there is no flag 'lrs'; is 'lr' meant?"),
+    ("count --lrs 1", "is 'lr' meant?"),
     ("count --stepps 1", "is 'steps' meant?"),
     ("count --warmth 1", "there is no flag 'warmth'; the loop has lr, steps, the command config, pool"),
     ("count --lr x", "Expected a <class 'float'>. Got value: x; rlblocks run some_loops:count --help"),

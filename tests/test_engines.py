@@ -47,7 +47,7 @@ def ppo(out, b):
 
 
 def grpo(out, b):
-    pg, metrics = ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, over="rows", denom=b.n_rows)
+    pg, metrics = ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, over="rows", denom=b)
     return pg + .05*masked_mean(kl_k3(out.logprobs, b.ref_logprobs, b.mask), b.mask, denom=b.n_tokens), metrics
 
 

@@ -491,9 +491,6 @@ HOSTILE = [
     (lambda: Policy(tiny.model(), device="gpu"), "device='gpu'; \"cpu\", \"cuda\" or \"cuda:1\" is wanted"),
     (lambda: policy(tokenizer="gpt2"),
      "tokenizer is 'gpt2'; the tokenizer itself is wanted: AutoTokenizer.from_pretrained('gpt2')"),
-    (lambda: policy(attention="eager"),
-     "Policy: attention= belongs to the model: Policy(pretrained(model, attention='eager'))"),
-    (lambda: policy(offloat="cpu"), "Policy: there is no argument 'offloat'; is 'offload' meant?"),
     (lambda: Scorer(tiny.model(), outputs=0, device="cpu"), "Scorer: outputs=0; the number of scores"),
     (lambda: Scorer(tiny.model(), outputs="good", device="cpu"), "Scorer: outputs='good'"),
     (lambda: Scorer(tiny.model(), outputs=scores_after("s"), device="cpu").scores(
@@ -535,6 +532,13 @@ def test_a_refused_load_leaves_the_engine_as_it_was():
     r = engine()
     with pytest.raises(TypeError): r.load(None)
     assert len(r.generate(tiny.prompts())) == 3 and engine(stop=torch.tensor([1, 2])).stop.tolist() == [1, 2]
+
+
+def test_an_environment_of_another_verifiers_is_told_where_those_went():
+    from rlblocks import verifiers_environment, verifiers_rows
+    for f in (verifiers_rows, verifiers_environment):
+        with pytest.raises(TypeError, match=f"{f.__name__}: list is no environment of verifiers v0, which is gone"):
+            f([])
 
 
 def test_a_plan_leaves_the_configuration_as_it_was():

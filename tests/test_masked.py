@@ -61,7 +61,7 @@ def test_golden_is_a_quarter_not_a_half():
 def test_pieces_sum_to_the_whole(over, size):
     x = torch.randn(16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mask = torch.arange(16) < torch.arange(1, 17)[:, None]
-    denom = 16 if over == "rows" else mask.sum()
+    denom = 16. if over == "rows" else mask.sum()
     whole, parts = x.clone().requires_grad_(), x.clone().requires_grad_()
     loss = aggregate(whole.sin(), mask, over=over)
     joined = sum(aggregate(p.sin(), m, over=over, denom=denom)
@@ -162,7 +162,7 @@ def test_nothing_chosen_is_zero_with_a_finite_gradient(f):
     assert (value == 0).all() and (gradient == 0).all()
 
 
-@pytest.mark.parametrize("zero", [0, 0., torch.tensor(0), torch.tensor(0.)])
+@pytest.mark.parametrize("zero", [0., torch.tensor(0), torch.tensor(0.)])
 @pytest.mark.parametrize("over", ["tokens", "rows"])
 def test_an_empty_whole_is_no_division_by_zero(over, zero):
     x, mask = ragged()
@@ -181,7 +181,7 @@ def test_no_rows_and_no_columns():
 @pytest.mark.parametrize(("denom", "error", "says"), [
     (torch.tensor([3, 4]), ValueError, r"\[2\]; one number is wanted, the n_tokens of the whole optimizer step"),
     (torch.tensor([3]), ValueError, r"denom is \[1\]"),
-    (-3, ValueError, r"denom is -3; it divides a sum, and must be a count"), (-.5, ValueError, "denom is -0.5"),
+    (-3, ValueError, r"denom is -3(.0)?; it divides a sum, and must be a count"), (-.5, ValueError, "denom is -0.5"),
     (float("nan"), ValueError, "denom is nan"), (np.float32(-1), ValueError, "denom is -1"),
     (True, TypeError, "denom is a bool, which has no n_tokens"),
     (torch.tensor(True), TypeError, "denom is a Bool tensor"), (np.bool_(True), TypeError, "denom is a bool"),
@@ -191,7 +191,20 @@ def test_what_is_no_count_is_refused(denom, error, says):
     for f in (masked_mean, aggregate):
         with pytest.raises(error, match=says): f(x, mask, denom=denom)
     with pytest.raises(error, match=says): masked_mean(x, mask, dim=-1, denom=denom)
-    with pytest.raises(error, match=says.replace("n_tokens", "n_units")): bradley_terry_loss(x[0], x[1], denom=denom)
+    with pytest.raises(error, match=says.replace("n_tokens", "n_units")):
+        bradley_terry_loss(x[0], x[1], denom=float(denom) if type(denom) is int else denom)
+
+
+def test_an_integer_is_refused_where_tokens_are_not_counted():
+    "7 could be tokens, rows or pairs; a float is taken as it is, and so is a tensor, whose value is not read."
+    x, mask = ragged()
+    wants = "which could be a number of tokens, rows or pairs; give the batch, denom=b, whose"
+    with pytest.raises(TypeError, match=f"^aggregate: denom is 7, {wants} n_rows"): aggregate(x, mask, over="rows", denom=7)
+    with pytest.raises(TypeError, match=f"^bradley_terry_loss: denom is 7, {wants} n_units"):
+        bradley_terry_loss(x[0], x[1], denom=7)
+    assert aggregate(x, mask, denom=7) == aggregate(x, mask, denom=7.) == aggregate(x, mask, denom=torch.tensor(7))
+    whole = aggregate(x, mask, over="rows", denom=7.)
+    assert whole == aggregate(x, mask, over="rows", denom=torch.tensor(7))
 
 
 def test_a_count_that_changes_compiles_to_one_graph(): # a number that differs from call to call is a symbol there

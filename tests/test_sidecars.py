@@ -99,15 +99,11 @@ def test_cut_joined_dealt_and_shuffled(n, unit):
     assert rows_of(at_home(b[b.group != 1]) if not unit else b) and at_home(b.to("cpu")).row.equal(b.row)
 
 
-@pytest.mark.parametrize("where", ["memory", "disk"])
-def test_waiting_in_a_buffer(where, tmp_path):
-    """Put, drawn, filtered, taken, saved and restored; slabs joined, rewritten and spilled. Objects that are no
-    strings stay in memory."""
-    how = dict(spill=tmp_path, max_bytes=0) if where == "disk" else {}
-    b, buffer = carrying(), Buffer(**how)
+def test_waiting_in_a_buffer():
+    "Put, drawn, filtered, taken, saved and restored; slabs joined and rewritten."
+    b, buffer = carrying(), Buffer()
     buffer.add(b[b.group < 2])
     buffer.add(b[b.group >= 2], priority=torch.arange(4.))
-    assert bool(buffer.waiting.slabs.files) == (where == "disk")
     assert rows_of(at_home(buffer.rows())) == list(range(12))
     for seed in range(5): assert len(at_home(buffer.sample(5, seed=seed, alpha=1.))) >= 5
     buffer["routing"] = buffer.rows().routing.clone()
@@ -115,12 +111,12 @@ def test_waiting_in_a_buffer(where, tmp_path):
     taken = at_home(buffer.take(5))
     rest = at_home(buffer.rows())
     assert rows_of(taken, rest) == list(range(12))
-    again = Buffer(**({"spill": tmp_path, "max_bytes": 10**9} if where == "disk" else {}))
+    again = Buffer()
     again.load_state_dict(state)
     assert at_home(again.rows()).row.tolist() == taken.row.tolist() + rest.row.tolist()
     buffer.add(taken)
     assert rows_of(at_home(buffer.take(12))) == list(range(12)) and not len(buffer)
-    filtered = Buffer(**how)
+    filtered = Buffer()
     filtered.add(b, keep=b.group % 2 == 0)
     assert rows_of(at_home(filtered.rows())) == rows_of(b[b.group % 2 == 0])
 

@@ -6,6 +6,7 @@
 __all__ = ['sole_writer', 'write_save', 'load_save', 'run_steps', 'Checkpoint']
 
 # %% ../../nbs/checkpoint/92_checkpoint.ipynb #10c5bb05
+import atexit
 import logging
 import shutil
 import warnings
@@ -16,6 +17,7 @@ from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -87,6 +89,16 @@ def load_save(save:Path, parts:dict)->int: # steps done
     return meta["step"]
 
 # %% ../../nbs/checkpoint/92_checkpoint.ipynb #993fd69b
+_open_loops:WeakSet = WeakSet()
+_exiting = False
+
+@atexit.register
+def _close_loops():
+    "Close loops that were left open: Python itself would close them only after it has emptied this module."
+    global _exiting
+    _exiting = True
+    for loop in list(_open_loops): loop.close()
+
 def _log_stop(folder, step):
     "Say in the log which save an early stop leaves."
     if world()[0]: return
@@ -105,7 +117,7 @@ def run_steps(checkpoint:"Checkpoint", steps:int, parts:dict)->Iterator[int]: # 
         try: yield step
         except GeneratorExit:
             checkpoint.wait()
-            _log_stop(checkpoint.path, step)
+            if not _exiting: _log_stop(checkpoint.path, step)
             raise
         if (step + 1) % checkpoint.every == 0 or step + 1 == steps or on_rank_0(lambda: _wanted(checkpoint)):
             checkpoint.save(step + 1, parts)
@@ -170,10 +182,15 @@ class Checkpoint:
     def __call__(self,
         steps:int, # of the whole run, those done before included
         **parts,   # what outlives the process, by name: policy=…, data=…, state=…
-    ):
+    )->Iterator[int]: # the steps that are left
         """Yield the steps that are left, saving between them. A finished run says so and yields nothing.
 
         ValueError for parts or files that are not those saved, RuntimeError when another run saves into the folder."""
+        loop = self._steps(steps, parts)
+        _open_loops.add(loop)
+        return loop
+
+    def _steps(self, steps, parts):
         _check_parts(steps, parts)
         if self.path is None: return (yield from range(steps))
         with sole_writer(Lock(self.path)) as self.lock:     # a new one: another loop may run on this object

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_leaves, tree_map
 
@@ -97,10 +98,12 @@ class HasState(Protocol):
         ...
 
 def part_state(part:HasState|dict, name:str, whole:bool=False)->tuple[dict, dict[str, Tensor]]: # as `split_shards`
-    "The state of a part of a loop and, separately, its shards. All ranks together."
+    """Return the state of a part of a loop and, separately, its shards. All ranks together.
+
+    Without a process group no tensor is cut, and the state is not searched for one."""
     if isinstance(part, dict): return part, {}
     state:Callable[..., dict] = part.state_dict
-    if not whole and "full" in inspect.signature(state).parameters:
+    if not whole and dist.is_initialized() and "full" in inspect.signature(state).parameters:
         rest, shards = split_shards(state(full=False), name)
         if shards: return rest, shards
     return state(), {}
@@ -116,7 +119,6 @@ def snapshot(rest:dict, shards:dict[str, Tensor])->tuple[dict, dict[str, Tensor]
 # %% ../../nbs/checkpoint/89_shards.ipynb #1c1d9980
 def write_shards(shards:dict[str, Tensor], folder:Path, group=None)->list[Path]: # files to vouch for
     "Write this rank's parts. All ranks of the group together; OSError on each when one of them cannot write."
-    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     agreed(lambda: folder.mkdir(exist_ok=True), group)
     rank, writer = dist.get_rank(), dcp.filesystem.FileSystemWriter(folder, sync_files=False)

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..models.arguments import OTHERS
 from .run import NoLoop, loop_from
 from ..placement.cluster import Cluster, as_cluster
 from ..placement.doctor import doctor
@@ -142,7 +141,7 @@ def _meant(text, words):
     odd = re.match(r"(?:unrecognized arguments: --|Option ')([\w.-]+)", text)
     if not odd: return " ".join(text.split())
     word, known = odd[1].replace("-", "_"), (*words, *OWN)
-    near = [k for k in (OTHERS.get(word), *get_close_matches(word, known, 1)) if k in known]
+    near = get_close_matches(word, known, 1)
     return f"there is no flag {word!r}; " + (f"is {near[0]!r} meant?" if near else
                                              f"the loop has {', '.join(words)}, the command {', '.join(OWN)}")
 

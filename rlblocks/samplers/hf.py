@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
+from warnings import warn
 
 import torch
 from jaxtyping import Float, Int
@@ -90,6 +91,9 @@ class Hf:
         self.module, self.vocabulary = sampling_module(model, device, dtype)
         self.window:int|None = getattr(getattr(self.module, "config", None), "max_position_embeddings", None)
         self.cached = cache_is_exact(self.module)      # on a GPU nobody has measured whether sharing pays
+        if not self.cached:
+            warn(f"Rollout: {type(self.module).__name__} is decoded without a key-value cache: its forward takes none, "
+                 "or with one gives other numbers. Each token costs a pass over its whole row", stacklevel=3)
         self.shared = self.cached and device.type == "cpu" and cache_is_exact(self.module, shared=True)
         self.version:int|None = 0
         self.asleep, self.queue, self.beneath = False, deque(), BaseWeights()
