@@ -149,6 +149,9 @@ def weight_shapes(module:nn.Module)->dict[str, tuple[list[int], str]]: # name â†
     weights = {k: x for k, x in module.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     return {k: (list(x.shape), first.setdefault(id(x), k)) for k, x in weights.items()}
 
+
+
+
 # %% ../../nbs/engines/02_sharded_model.ipynb #6e119cd2
 def check_state(state:object, frozen:bool)->None:
     "ValueError for what `state_dict` did not give."
