@@ -9,13 +9,14 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 
 OUT ?= benchmarks/results
 
-.PHONY: demo gpu test test-long test-times setup dev peers vllm hubs parity export readme lint clean
+.PHONY: demo gpu test test-long test-times setup dev peers vllm hubs pythons parity export readme lint clean
 
 setup: .venv/.demo
 dev: .venv/.dev
 peers: .venv/.peers
 vllm: .venv/.vllm
 hubs: .venv/.openenv .venv/.verifiers
+pythons: .venv/.3.12 .venv/.3.13
 
 .venv/.torch: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -57,6 +58,14 @@ hubs: .venv/.openenv .venv/.verifiers
 	.venv/$*/bin/python -m pip install -q -c constraints.txt $(HUB) && touch $@ \
 	|| { rm -rf .venv/$*; echo "make hubs: $* cannot be had; its tests in tests/hubs will skip" >&2; }
 
+# Other Pythons, where they are there, with what floors 0 to 2 need and their tests (tests/test_pythons.py)
+.venv/.3.12 .venv/.3.13: .venv/.%: .venv/.torch constraints.txt
+	for python in python$* $$HOME/.pyenv/versions/$*.*/bin/python3; do $$python -c "" 2>/dev/null && break; done; \
+	$$python -m venv .venv/$* && \
+	.venv/$*/bin/python -m pip install -q $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) && \
+	.venv/$*/bin/python -m pip install -q -c constraints.txt einops jaxtyping numpy pytest hypothesis && touch $@ \
+	|| { rm -rf .venv/$*; echo "make pythons: there is no Python $*; its test will skip" >&2; }
+
 # One thread a process: small models gain nothing from two, and two processes run side by side. Each notebook has a process of its
 # own (tests/test_notebooks.py): the type-checking hook that one installs must not reach the next.
 # CI tells hypothesis to draw the same examples every time: a red run can be run again. By hand, a notebook or a test draws fresh ones.
@@ -87,7 +96,7 @@ test: .venv/.dev .venv/.peers .venv/.vllm .venv/.openenv .venv/.verifiers
 # What `make test` leaves out: hundreds of kills, hosts that are cut off, every engine on every number of ranks, products of
 # choices, tutorials at full length.
 # What it says is written to benchmarks/results/test_long.txt.
-test-long: .venv/.dev
+test-long: .venv/.dev pythons
 	set -o pipefail; { echo "make test-long at $$(git log -1 --format='%h, %cs'), run on $$(date +%F), $$(uname -m), $$(nproc --all) cores"; \
 	$(BIN)/python -m pytest -m long $(SIDE_BY_SIDE) --durations=0 --durations-min=1 tests; } | tee benchmarks/results/test_long.txt
 

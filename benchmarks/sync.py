@@ -41,7 +41,7 @@ from pathlib import Path
 import torch
 from machine import machine
 from rlblocks import Policy
-from rlblocks.engines.published import publish_weights
+from rlblocks.engines.weight_folder import publish_weights
 from rlblocks.engines.weights import checksum, named_weights
 from rlblocks.samplers.hf import Hf
 from rlblocks.samplers.sampler import vllm

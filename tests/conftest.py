@@ -137,17 +137,19 @@ def group(nodeid):
     alone."""
     file, _, test = nodeid.partition("::")
     name, _, params = test.partition("[")
-    if Path(file).stem == "test_notebooks": return of_notebook(params.removesuffix("]")) or name
+    if Path(file).stem == "test_notebooks": return of_notebook(name, params.removesuffix("]"))
     if name in launching(ROOT/file): return "ranks"
     for word in ("vllm", "ray"):
         if f"{word}_python()" in text(ROOT/file): return word
     return Path(file).stem
 
 
-def of_notebook(name):
-    "The group of one by what its file says (tests/test_notebooks.py, HOOK)."
+def of_notebook(test, name):
+    "The group of one: those that run under the type checker (tests/test_notebooks.py) are one."
+    if "type_checker" in test: return "notebooks"
     files = [f for f in (ROOT/"nbs"/f"{name}.ipynb", ROOT/f"{name}.ipynb") if f.exists()]
-    return "notebooks" if files and "install_import_hook(" in text(files[0]) else name
+    typed = files and all(x in text(files[0]) for x in ("install_import_hook(", "TypeCheckError)"))
+    return "notebooks" if typed else name
 
 
 @cache
@@ -184,7 +186,7 @@ def pytest_configure(config):
     if config.getoption("--write-seconds"): config.pluginmanager.register(Took())
     # while workers collect; a test that comes before its end waits for it
     if getattr(config.option, "numprocesses", None) and find_spec("deepspeed"):
-        build = "import torch; from rlblocks.engines.compiled import build_ops; build_ops(torch.device('cpu'), 'cpu')"
+        build = "import torch; from rlblocks.engines.zero import build_ops; build_ops(torch.device('cpu'), 'cpu')"
         config.add_cleanup(subprocess.Popen([sys.executable, "-c", build], cwd=ROOT).wait)
 
 

@@ -102,7 +102,7 @@ def test_the_plain_run_does_something(plain):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("moments, kinds",
-                         [(1, ["fsdp2_background"]), *rarely((1, ["two", "background", "fsdp2_to_one"]), (20, []))])
+                         [(1, ["fsdp2_background"]), *rarely((1, ["two", "background", "fsdp2_to_one"]), (4, []))])
 def test_killed_at_any_moment(tmp_path, moments, kinds):
     """LAWS 20, with SIGKILL: one rank or both, in a save or not: the rows shown are those of the run that was not
     killed. `make test` has two ranks that save shards while they train; one process, and another number of ranks
@@ -250,6 +250,27 @@ def test_statements_after_the_yield_are_part_of_the_step(tmp_path):
             state["n"] += 1
     assert list(itertools.islice(body(tmp_path), 4)) == [(0, 0), (1, 1), (2, 2), (3, 3)]
     assert list(body(tmp_path)) == [(2, 2), (3, 3), (4, 4), (5, 5)]
+
+
+def test_a_loop_left_open_when_the_interpreter_ends_is_quiet(tmp_path):
+    "It is closed while there is something to close it with: its folder is free, and stderr is empty."
+    script = f"""
+from rlblocks.checkpoint.checkpoint import Checkpoint
+def loop():
+    for step in Checkpoint({str(tmp_path/"run")!r})(5, state=dict(a=1)): yield step
+rows = loop()
+next(rows)
+"""
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0 and run.stderr == "", run.stderr
+
+
+def test_a_save_in_one_process_does_not_search_its_state_for_shards(tmp_path, monkeypatch):
+    from rlblocks.checkpoint import shards
+    policy, asked = Policy(model(), lr=1e-2, device="cpu"), []
+    monkeypatch.setattr(shards, "is_shard", asked.append)
+    Checkpoint(tmp_path).save(1, dict(policy=policy))
+    assert not asked
 
 
 def test_a_finished_run_says_so(tmp_path):

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from conftest import skip_without
 from lazily import Lazily
 from rlblocks import Endpoint, Policy, Response, Rollout, group_advantages
 from rlblocks.data.renderers import ChatRenderer, read_response
@@ -22,7 +23,9 @@ from rlblocks.graders.http_server import Connections, Served
 from test_environments import CHATML, Leaves, Mute, asked, gap, net, spelling
 from torch.testing import assert_close
 
-anthropic, httpx2, openai = map(Lazily, ("anthropic", "httpx2", "openai"))
+CLIENTS = ("anthropic", "httpx2", "openai")
+for name in CLIENTS: skip_without(name)
+anthropic, httpx2, openai = map(Lazily, CLIENTS)
 
 USER = [dict(role="user", content="a")]
 TOOLS = "{% for t in tools or [] %}<turn>tool {{ t.function.name }}\n{{ t.function.description }}<end>\n{% endfor %}"

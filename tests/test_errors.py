@@ -11,13 +11,13 @@ from test_floors import FLOORS, MODULES
 
 import rlblocks as rl
 from rlblocks import Batch, Buffer, Checkpoint, Critic, Policy, Rollout, Scorer, plan, plan_rollout
-from rlblocks.engines.base import EngineSpec
+from rlblocks.engines.engine import EngineSpec
 from rlblocks.models.checks import check_loss
 from rlblocks.models.outputs import Out
 from rlblocks.placement.budgets import REMEDIES
 from rlblocks.models.scorer import scores_after
-from rlblocks.engines.base import plain
-from rlblocks.engines.optim import adamw
+from rlblocks.engines.engine import plain
+from rlblocks.engines.optimizers import adamw
 
 x, row = torch.zeros(3, 4), torch.zeros(3)
 mask, lengths, tokens = torch.ones(3, 4, dtype=torch.bool), torch.tensor([4, 2, 3]), torch.arange(12).view(3, 4)
@@ -532,6 +532,13 @@ def test_a_refused_load_leaves_the_engine_as_it_was():
     r = engine()
     with pytest.raises(TypeError): r.load(None)
     assert len(r.generate(tiny.prompts())) == 3 and engine(stop=torch.tensor([1, 2])).stop.tolist() == [1, 2]
+
+
+def test_an_environment_of_another_verifiers_is_told_where_those_went():
+    from rlblocks import verifiers_environment, verifiers_rows
+    for f in (verifiers_rows, verifiers_environment):
+        with pytest.raises(TypeError, match=f"{f.__name__}: list is no environment of verifiers v0, which is gone"):
+            f([])
 
 
 def test_a_plan_leaves_the_configuration_as_it_was():

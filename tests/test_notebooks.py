@@ -1,8 +1,9 @@
 """Every notebook runs from its first cell to its last, in a process of its own: `nbdev-test NOTEBOOK`, without ten
 seconds of imports.
 
-A notebook that checks types is forked from a process that has imported rlblocks under the type checker, which takes
-five times as long as without; any other from the one that ranks are forked from (tests/forked.py)."""
+It is forked from the process that ranks are forked from (tests/forked.py), and its hook that checks types does nothing.
+Where a cell shows what the hook refuses, and for every notebook in `make test-long`, it is forked from a process that
+has imported rlblocks under the type checker, which takes five times as long as without."""
 import contextlib
 import faulthandler
 import gc
@@ -13,8 +14,10 @@ import signal
 import sys
 import time
 import traceback
+from functools import partial
 from importlib import import_module
 
+import jaxtyping
 import pytest
 from conftest import ROOT, rarely
 from forked import RESIDENT, context, forget, forked
@@ -27,6 +30,7 @@ LONG = ["nbs/layouts.ipynb", *(f"tutorials/{name}.ipynb" for name in (
     "agent_endpoint", "async", "best_of_n", "code_reward", "dpo", "grpo", "kto", "offline", "ppo", "reward_model",
     "rlhf", "sft", "tools"))]
 HOOK = 'install_import_hook(\\"rlblocks\\", \\"beartype.beartype\\")'       # as it stands in a notebook's file
+REFUSED = "TypeCheckError)"      # in expect_fail: a cell that needs the hook
 LIMIT = 1800    # seconds: a notebook that hangs, not one on a machine that has other work
 
 
@@ -43,11 +47,16 @@ def notebook(_, path, said):
         for stream in (sys.stdout, sys.stderr, sys.__stderr__): stream.flush()
 
 
+def unchecked(rank, path, said):
+    "As `notebook`, without the hook that checks types."
+    jaxtyping.install_import_hook = lambda *_: contextlib.nullcontext()
+    notebook(rank, path, said)
+
+
 def serve(requests):
     "Imports rlblocks, then forks a process for each notebook that is asked for, and answers how it ended."
-    from jaxtyping import install_import_hook
     forget()
-    install_import_hook("rlblocks", "beartype.beartype")
+    jaxtyping.install_import_hook("rlblocks", "beartype.beartype")
     faulthandler.enable()
     for path in sorted(ROOT.glob("rlblocks/*/*.py")):
         # what wants a GPU's libraries
@@ -88,9 +97,9 @@ def typed():
     process.start()
     RESIDENT.append(process.pid)
     theirs.close()
-    def run(*asked):
+    def run(asked):
         ours.send(asked)
-        return ours.recv()
+        if code := ours.recv(): raise RuntimeError(f"exit code {code}")
     yield run
     ours.close()
     RESIDENT.remove(process.pid)
@@ -109,22 +118,29 @@ def outputs(nb):
     return {i: words(cell) for i, cell in enumerate(nb["cells"]) if cell["cell_type"] == "code"}
 
 
-QUICK = [p for p in NOTEBOOKS if str(p) not in LONG]
+def has(path, words): return words in (ROOT/path).read_text(encoding="utf-8")
+def paths(chosen): return pytest.mark.parametrize("path", chosen, ids=lambda p: f"{p.parent.name}/{p.stem}")
 
 
-@pytest.mark.parametrize("path", [*QUICK, *rarely(*(p for p in NOTEBOOKS if p not in QUICK))],
-                         ids=lambda p: f"{p.parent.name}/{p.stem}")
+@paths([*(p for p in NOTEBOOKS if str(p) not in LONG), *rarely(*(p for p in NOTEBOOKS if str(p) in LONG))])
 def test_a_notebook_runs(path, tmp_path, request):
-    said = tmp_path/"said"
-    try:
-        if HOOK in (ROOT/path).read_text(encoding="utf-8"):
-            code = request.getfixturevalue("typed")(path, str(said))
-            if code: raise RuntimeError(f"exit code {code}")
-        else: forked(notebook, (path, str(said)), 1, limit=LIMIT)
+    run = request.getfixturevalue("typed") if has(path, HOOK) and has(path, REFUSED) else None
+    check(path, tmp_path, run or partial(forked, unchecked, ranks=1, limit=LIMIT))
+
+
+@pytest.mark.long
+@paths([p for p in NOTEBOOKS if has(p, HOOK) and not has(p, REFUSED)])
+def test_a_notebook_runs_under_the_type_checker(path, tmp_path, typed): check(path, tmp_path, typed)
+
+
+def check(path, folder, run):
+    "It ends well, and says what it stores."
+    said = folder/"said"
+    try: run((path, str(said)))
     except Exception as e:
         pytest.fail(f"{type(e).__name__}: {str(e)[-200:]}\n{said.read_text()[-6000:]}", pytrace=False)
     assert said.read_text().splitlines()[-1] == "Success."
     if path.parts[0] == "tutorials": return     # what a trained model says is not the same on every machine
-    stored, now = (outputs(json.loads(x.read_text(encoding="utf-8"))) for x in (ROOT/path, tmp_path/"said.ipynb"))
+    stored, now = (outputs(json.loads(x.read_text(encoding="utf-8"))) for x in (ROOT/path, folder/"said.ipynb"))
     stale = {f"cell {i}": (stored[i], now[i]) for i in stored if stored[i] != now[i]}
     assert not stale, f"what {path} stores is not what it says: nbdev-test {path} --n-workers 0 --save"

@@ -298,7 +298,9 @@ def test_a_cache_that_lies_is_not_used():
                            position_ids=position_ids)
             if past_key_values is not None and tokens.shape[1] == 1: out.logits = out.logits.flip(-1)
             return out
-    lying, honest = engine(Liar(), stop=[1]), engine(sharp())
+    with pytest.warns(UserWarning, match="Liar is decoded without a key-value cache") as said_so:
+        lying, honest = engine(Liar(), stop=[1]), engine(sharp())
+    assert len([w for w in said_so if "key-value" in str(w.message)]) == 1
     assert honest.sampler.cached and not lying.sampler.cached
     assert said(lying.generate(prompts(), group_size=4)) == said(honest.generate(prompts(), group_size=4))
 

@@ -55,6 +55,15 @@ def test_grpo_with_tools(tutorials, tmp_path):
     assert moved(tmp_path/"trained", AutoModelForCausalLM.from_pretrained(tmp_path/"warm"))
 
 
+def test_the_demo_looks_for_matplotlib_before_it_trains(tutorials, tmp_path, monkeypatch):
+    import demo
+    def trains(*_): raise AssertionError("it trains")
+    monkeypatch.setattr(demo, "run", trains)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--out", str(tmp_path)])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="pip install matplotlib"): demo.main()
+
+
 def test_grpo_of_an_agent_behind_an_endpoint(tutorials, tmp_path):
     "The tutorial's agent, with the client that it has, on a model that knows nothing."
     pytest.importorskip("openai")

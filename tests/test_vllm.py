@@ -19,7 +19,7 @@ from conftest import rarely, vllm_interpreter, vllm_python
 from forked import forked
 from ready import behind
 from rlblocks import Batch, Policy, Rollout, later
-from rlblocks.engines.published import publish_weights, published_weights
+from rlblocks.engines.weight_folder import publish_weights, published_weights
 from rlblocks.engines.weights import buckets, checksum, named_weights
 from rlblocks.graders.jail import adopt_orphans, children
 from rlblocks.rollout.rows import to_rows

@@ -78,6 +78,10 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one whole run for each")
     parser.add_argument("--out", type=Path, default=HERE.parent/"demo", help="folder for the models")
     args = parser.parse_args()
+    try: import matplotlib  # noqa: F401
+    except ImportError as e:
+        raise SystemExit("demo: matplotlib, which draws the curves, is not installed: pip install matplotlib, or make "
+                         "demo") from e
     try: args.out.mkdir(parents=True, exist_ok=True)
     except OSError as e: raise SystemExit(f"demo: cannot write to {args.out}: {e}") from e
     logging.disable_progress_bar()

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from ..arithmetic.passes import sent
-from ..engines.exchanges import LineShard
-from ..engines.world import HALF
+from ..engines.sequence_parallel import LineShard
+from ..engines.process_group import HALF
 
 if TYPE_CHECKING: import transformers
 
@@ -119,7 +119,7 @@ def _has_kernel(q, v, dropout):
 NAME = "rlblocks_segments" # what transformers knows the function by
 HARMLESS = frozenset(      # keywords that say nothing new here: who attends to what is in `segments`, or in the mask
     "position_ids cache_position seq_idx cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k is_causal use_cache "
-    "return_dict past_key_values num_items_in_batch "
+    "return_dict cache past_key_values num_items_in_batch "
     "output_attentions output_hidden_states output_router_logits".split())
 
 class UnknownAttention(NotImplementedError):

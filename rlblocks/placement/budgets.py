@@ -18,7 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..data.columns import whole_number
-from ..engines.optim import check_number
+from ..engines.optimizers import check_number
+from ..samplers.kv_cache import cache_argument
 from .memory import Live, fake_model
 
 if TYPE_CHECKING: from transformers import PreTrainedModel
@@ -144,7 +145,7 @@ def cache_of(fake:"PreTrainedModel", tokens:int)->tuple[int, bool]: # (bytes of 
     cache = DynamicCache(config=fake.config)
     grows = all(type(layer) is DynamicLayer for layer in cache.layers)        # those that the decoder writes in place
     last = dict(logits_to_keep=1) if "logits_to_keep" in inspect.signature(fake.forward).parameters else {}
-    fake(torch.zeros(1, tokens, dtype=torch.long), past_key_values=cache, use_cache=True, **last)
+    fake(torch.zeros(1, tokens, dtype=torch.long), use_cache=True, **{cache_argument(fake): cache}, **last)
     layers:Any = cache.layers
     return sum(x.nbytes for layer in layers for x in (layer.keys, layer.values)), grows
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
+from warnings import warn
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ..engines.deltas import BaseWeights
-from ..engines.weights import Manifest, Ticket, check_since, copy_weights, named_weights
+from ..engines.weights import BaseWeights, Manifest, Ticket, check_since, copy_weights, named_weights
 from ..models.forward import Forward
 from ..models.loading import load_module
 from ..models.probes import look_ahead, pack_by
@@ -148,6 +148,9 @@ class Hf:
         self.module, self.vocabulary = sampling_module(model, device, dtype)
         self.window:int|None = getattr(getattr(self.module, "config", None), "max_position_embeddings", None)
         self.cached = cache_is_exact(self.module)      # on a GPU nobody has measured whether sharing pays
+        if not self.cached:
+            warn(f"Rollout: {type(self.module).__name__} is decoded without a key-value cache: its forward takes none, "
+                 "or with one gives other numbers. Each token costs a pass over its whole row", stacklevel=3)
         self.shared = self.cached and device.type == "cpu" and cache_is_exact(self.module, shared=True)
         self.version:int|None = 0
         self.asleep, self.queue, self.base = False, deque[list[Request]](), BaseWeights()

@@ -26,9 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 
-from ..engines.deltas import LowRank
-from ..engines.modules import distinct
-from ..engines.weights import Change, Manifest, Ticket, check_names, check_sum, checksum
+from ..engines.weights import Change, LowRank, Manifest, Ticket, check_names, check_sum, checksum, distinct
 from ..models.folders import as_filed
 from ..models.head import states_of
 from .processes import Child
