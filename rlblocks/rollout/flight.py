@@ -24,7 +24,7 @@ from ..samplers.sampler import Caller, Completion, Request
 # %% ../../nbs/rollout/03_flight.ipynb #b643905a
 @runtime_checkable
 class RolloutHandle(Protocol):
-    "A rollout that a pool has placed."
+    "Stand for a rollout that a pool has placed."
     generate:Callable
     run:Callable
 
@@ -175,7 +175,7 @@ class PendingSamples(PendingPrompt):
 
 # %% ../../nbs/rollout/03_flight.ipynb #bffa7306
 class _Samples:
-    "The work of a flight whose rollout is in this process: requests to its engine, sample by sample."
+    "Ask the engine of a rollout in this process, sample by sample."
 
     def __init__(self, rollout:Rollout, pending:dict[int, Any]):
         self.rollout, self.pending = rollout, pending      # by group: PendingSamples
@@ -236,7 +236,7 @@ class _Samples:
         for g in groups: self.pending[g].waits = True
 
     def renew(self):
-        "Stop everything."
+        "Stop the samples of all groups."
         self.stop(list(self.pending))
 
     def versions(self)->list[int]:
@@ -256,7 +256,7 @@ def version_of(rollout:Rollout)->int|None:
     return rollout.sampler.version
 
 class _Calls:
-    "The work of a flight whose rollout is on a pool: calls of `generate`, begun with `later`."
+    "Ask a rollout on a pool, by calls of `generate` that are begun with `later`."
 
     def __init__(self, rollout:Any, pending:dict[int, PendingPrompt]): # rollout: the pool's handle
         self.rollout, self.pending, self.calls = rollout, pending, deque[_Call]()

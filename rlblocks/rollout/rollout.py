@@ -193,7 +193,7 @@ class Rollout(LocalOnly):
 
     @property
     def sampler(self)->Sampler:
-        "Return the engine."
+        "Return the engine behind this rollout."
         return self.shared.sampler
 
     @property
@@ -234,7 +234,7 @@ class Pending:
         requests:list[Request], # one for each prompt
         timeout:int|float|None, # seconds from now on, for all of them
     ):
-        "Begin to sample."
+        "Submit the requests to the engine."
         seconds = math.inf if timeout is None else timeout
         if not seconds > 0: raise ValueError(f"generate: timeout is {timeout}; seconds above 0 are wanted, or None")
         self.rollout, self.prompts, self.requests = rollout, prompts, requests

@@ -45,7 +45,7 @@ def sampled_span(
     return span if c.support is None or not len(zeros) else span | dict(support=c.support)
 
 def behind(rows:Batch, tails:Sequence[list[Span]])->Batch: # new rows
-    "Append spans to rows."
+    "Append spans to the ends of rows."
     more = torch.tensor([sum(len(span["tokens"]) for span in tail) for tail in tails])
     width = max(int((rows.lengths + more).max()), 1)
     columns = {k: _filled(rows, k, width) if rows.is_per_token(k) else v for k, v in rows.columns.items()}

@@ -96,7 +96,7 @@ class RerunDecoder:
         lengths:Int[Tensor, " P"],    # their real lengths
         repeats:int,                  # rows a prompt
     ):
-        "Run the prompts."
+        "Run the prompts through the module."
         self.module, self.rows, self.fed = module, tokens.repeat_interleave(repeats, 0), []
         self.lengths = lengths.to(tokens.device).repeat_interleave(repeats)
         self.numbers = torch.arange(len(self.rows), device=tokens.device)
@@ -268,7 +268,7 @@ def penalties(
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    "The part of a tokenizer that is used here."
+    "Encode and decode text; this is all that is used of a tokenizer."
     def encode(self, text:str, *, add_special_tokens:bool)->list[int]:
         "Return the ids of a text."
         ...

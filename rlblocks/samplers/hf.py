@@ -221,7 +221,7 @@ class Hf:
         return {}
 
     def close(self):
-        "Forget what is queued."
+        "Forget all requests that are queued."
         self.queue.clear()
 
     def __repr__(self): return f"{type(self.module).__name__} by hf on {self.device}"

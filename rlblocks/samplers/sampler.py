@@ -125,7 +125,7 @@ def turn_seed(
 # %% ../../nbs/samplers/00_sampler.ipynb #197d6699
 @runtime_checkable
 class Sampler(Protocol):
-    "An engine that samples. `Hf`, `Vllm` and `Sglang` are three."
+    "Sample completions with weights that can be loaded; `Hf`, `Vllm` and `Sglang` are three."
     module:nn.Module       # the model, or one without weights that has its configuration
     vocabulary:int|None    # ids of its embedding; None: unknown
     window:int|None        # most positions of a row; None: any number
@@ -274,7 +274,7 @@ class SharedSampler:
     def __init__(self,
         sampler:Sampler,
     ):
-        "Begin without requests."
+        "Begin without any requests under way."
         self.sampler, self.keys = sampler, count()
         self.under_way = dict[int, tuple[Callable[[], Caller|None], int]]()   # sampler's key → (caller, its own key)
 
@@ -313,13 +313,13 @@ class Caller:
     def __init__(self,
         shared:SharedSampler,
     ):
-        "Begin without requests."
+        "Begin without any requests under way."
         self.shared, self.mail = shared, list[Completion]()
         self.left = dict[int, int]()      # sampler's key of a request → samples that have not ended
         self.error:BaseException|None = None
 
     def submit(self, requests:Sequence[Request]):
-        "Begin to sample."
+        "Begin to sample for these requests."
         self.shared.drop_unreachable()
         renamed = [replace(r, key=next(self.shared.keys)) for r in requests]
         self.shared.sampler.submit(renamed)

@@ -47,14 +47,14 @@ def filtered(
 _Scored = Sequence # a log-prob, its id, and its text or None
 
 class Meta(TypedDict):
-    "The part of `meta_info` that is read."
+    "Name the fields of `meta_info` that are read."
     output_token_logprobs:list[_Scored]|None
     output_top_logprobs:list[list[_Scored]]|None
     input_token_logprobs:list[_Scored]
     finish_reason:dict[Literal["type"], Reason]
 
 class Reply(TypedDict):
-    "The part of the server's answers that is read."
+    "Name the fields of the server's answers that are read."
     meta_info:Meta
     success:bool
     message:str
@@ -110,7 +110,7 @@ class Client:
         spec:SglangSpec,
         most:int, # samples asked for at once
     ):
-        "Start the event loop."
+        "Start an event loop in a thread."
         self.spec, self.answers = spec, queue.SimpleQueue()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -161,7 +161,7 @@ class Client:
     def next(self,
         seconds:float, # most to wait
     )->tuple[str, Reply|Exception]|None: # None when nothing came
-        "Return the next answer."
+        "Return the next answer that comes."
         try: return self.answers.get(timeout=max(seconds, 0.)) if seconds > 0 else self.answers.get_nowait()
         except queue.Empty: return None
 

@@ -71,7 +71,7 @@ class Structures:
         stop:Int[Tensor, " E"],  # ids that end a row
         vocabulary:int|None,     # ids of the model; None: unknown
     ):
-        "Begin without automata."
+        "Begin without any automata made."
         self.tokenizer, self.stop, self.vocabulary = tokenizer, stop.tolist(), vocabulary
         self.known:dict[str, Structure] = {}
 

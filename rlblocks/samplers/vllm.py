@@ -419,7 +419,7 @@ class Vllm:
         self.asleep, self.version = True, None if level == 2 else self.version
 
     def wake(self):
-        "Be ready again."
+        "Take memory again and be ready."
         self._process.ask("wake", ["weights", "kv_cache"])
         self.asleep = False
 
@@ -428,7 +428,7 @@ class Vllm:
         return self._process.ask("metrics")[0]
 
     def close(self):
-        "End the process."
+        "End vLLM's process for good, or until `load`."
         child, self.child, self.version = self.child, None, None
         self.under_way.clear()
         if child is not None: child.close()
