@@ -125,7 +125,7 @@ def turn_seed(
 # %% ../../nbs/samplers/00_sampler.ipynb #197d6699
 @runtime_checkable
 class Sampler(Protocol):
-    "Sample completions with weights that can be loaded; `Hf`, `Vllm` and `Sglang` are three."
+    "An engine that samples. `Hf`, `Vllm` and `Sglang` are three."
     module:nn.Module       # the model, or one without weights that has its configuration
     vocabulary:int|None    # ids of its embedding; None: unknown
     window:int|None        # most positions of a row; None: any number
@@ -274,7 +274,7 @@ class SharedSampler:
     def __init__(self,
         sampler:Sampler,
     ):
-        "Begin without any requests under way."
+        "Begin without requests."
         self.sampler, self.keys = sampler, count()
         self.under_way = dict[int, tuple[Callable[[], Caller|None], int]]()   # sampler's key → (caller, its own key)
 
@@ -313,13 +313,13 @@ class Caller:
     def __init__(self,
         shared:SharedSampler,
     ):
-        "Begin without any requests under way."
+        "Begin without requests."
         self.shared, self.mail = shared, list[Completion]()
         self.left = dict[int, int]()      # sampler's key of a request → samples that have not ended
         self.error:BaseException|None = None
 
     def submit(self, requests:Sequence[Request]):
-        "Begin to sample for these requests."
+        "Begin to sample."
         self.shared.drop_unreachable()
         renamed = [replace(r, key=next(self.shared.keys)) for r in requests]
         self.shared.sampler.submit(renamed)
