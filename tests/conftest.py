@@ -103,7 +103,7 @@ def vllm_python():
     if (python := vllm_interpreter()) is None: return None
     from ready import VLLM, Ready
     from rlblocks.samplers.processes import child_environment
-    from rlblocks.samplers.vllm_start import _QUIET
+    from rlblocks.samplers.vllm import _QUIET
     return resident(Ready(python, VLLM, child_environment(dict(os.environ)) | _QUIET)).command
 
 

@@ -18,13 +18,15 @@ from typing import Any, Literal, Protocol, cast, no_type_check, runtime_checkabl
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.fx import Proxy
 from torch.nn.functional import hardtanh
 
 Number = float | int | Float[Tensor, ""] | Int[Tensor, ""]
 
 # %% ../../nbs/arithmetic/00_masked.ipynb #21cf5e6d
 # a name means one thing everywhere: these are Bool …
-_BOOLS = frozenset("mask keep selected tied truncated correct ref_wins riskier_unsafe safer_unsafe marked desirable".split())
+_BOOLS = frozenset("mask keep selected tied truncated correct ref_wins riskier_unsafe safer_unsafe marked "
+                   "desirable demonstrated".split())
 _IDS = frozenset("tokens lengths group step ranks".split()) # … and these integers
 
 @no_type_check # the wrapper of a type checker would stand between this function and its caller, whose name it reports
@@ -41,6 +43,7 @@ def same_shape(
     shape = None
     for name,x in tensors.items():
         if x is None and (name != "mask" or mask_optional): continue
+        if isinstance(x, Proxy): return # torch.fx.symbolic_trace: it stands for a tensor and has no shape yet
         if not isinstance(x, Tensor) or (shape is not None and x.shape != shape) or _wrong_kind(name, x): break
         shape = x.shape
     else:
@@ -95,7 +98,7 @@ def promoted(
     x:Float[Tensor, "..."], # any float tensor; whole numbers (rewards of 0 and 1, say) read as floats
 )->Float[Tensor, "..."]: # float32, or `x` itself if it is float32 or float64
     """Return `x` in at least single precision: half, bfloat16 and integers become float32, float64 stays."""
-    return x if x.dtype is torch.float32 or x.dtype is torch.float64 else x.float()
+    return x if x.dtype is torch.float32 or x.dtype is torch.float64 else x.float() # float32 in torch.fx, without dtypes
 
 # %% ../../nbs/arithmetic/00_masked.ipynb #61c07f86
 def clip(
@@ -132,8 +135,9 @@ Over = Literal["tokens", "rows", "groups"] # what weighs the same
 
 # %% ../../nbs/arithmetic/00_masked.ipynb #32e28228
 def user_called()->str:
-    "Return the name of the function of rlblocks that the user's code called; the loss itself, where it was copied."
-    frame, name = sys._getframe(1), "rlblocks"
+    "Return the name of the function of rlblocks that the user's code called, or of this one's caller if it is the user's."
+    frame = sys._getframe(1)
+    name = frame.f_code.co_name
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("rlblocks."): name = frame.f_code.co_name
@@ -153,6 +157,7 @@ def divisor(
     integer is refused, because it could as well be a number of tokens. TypeError where `denom` has no such count,
     ValueError where it is no count: several numbers, or one below 0."""
     n = here if denom is None else denom
+    if isinstance(n, Proxy): return torch.where(n == 0, 1, n) # torch.fx.symbolic_trace
     if not isinstance(n, (int, float, Tensor)): n = getattr(n, name, n) # torch.compile cannot ask a number for a name
     if isinstance(n, Tensor) and n.dtype is not torch.bool:
         if denom is None or n.ndim == 0: return torch.where(n == 0, 1, n) # its value is not read: that would wait
@@ -195,7 +200,7 @@ def masked_mean(
     Σₘ x / denom. Nothing chosen gives 0 with a finite gradient, whatever the denominator."""
     same_shape(x=x, mask=mask, mask_optional=True)
     total = masked_sum(x, mask, dim=dim)
-    if x.ndim != 2 and isinstance(denom, Counts):
+    if isinstance(denom, Counts) and x.ndim != 2:
         raise ValueError(f"masked_mean: x is {list(x.shape)}, and of a {type(denom).__name__} only values of tokens, "
                          "[B, T], know what to take; say which: denom=b.n_rows or denom=b.n_units")
     if dim is not None and isinstance(denom, Counts):
@@ -338,7 +343,7 @@ def total(x): return x.sum(-1).sum()
 
 def largest(x, dim=None):
     "The largest entry, of all or of each row; 0 where there are none, for which torch has no answer."
-    if x.numel(): return x.amax(-1).amax() if dim is None else x.amax(dim)
+    if isinstance(x, Proxy) or x.numel(): return x.amax(-1).amax() if dim is None else x.amax(dim)
     return x.new_zeros(()) if dim is None else x.new_zeros(x.shape[:dim])
 
 # %% ../../nbs/arithmetic/00_masked.ipynb #e65a987d

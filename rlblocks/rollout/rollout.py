@@ -36,7 +36,7 @@ from ..samplers.sglang_sampler import Sglang
 from ..samplers.structure import Structures
 from .turns import Limits, answered_by, by_token, next_requests, replies_of
 from .turns import sampling_of, texts_of_turns, with_turns
-from ..samplers.vllm_sampler import Vllm
+from ..samplers.vllm import Vllm
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
