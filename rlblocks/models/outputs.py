@@ -245,7 +245,7 @@ def _codes(loss)->tuple:
     if isinstance(loss, partial): captured = [loss.func, *loss.args, *loss.keywords.values()]
     else:
         f = getattr(loss, "__func__", loss)          # of a method
-        cells = [c.cell_contents for c in getattr(f, "__closure__", None) or () if c != CellType()]   # that have a value
+        cells = [c.cell_contents for c in getattr(f, "__closure__", None) or () if c != CellType()]  # filled
         captured = [f, *cells, *(getattr(f, "__defaults__", None) or ())]
     return tuple(getattr(x, "__code__", type(x)) for x in captured if callable(x))
 
