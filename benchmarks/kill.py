@@ -40,7 +40,7 @@ from torch import nn
 from rlblocks import (Buffer, Checkpoint, Critic, Policy, Prompts, Rollout, SpmdPool, adaptive_kl_coef, at_tokens,
                       group_advantages, masked_mean, merge, ppo_loss)
 from rlblocks.engines.ema import Ema
-from rlblocks.engines.optim import adamw
+from rlblocks.engines.optimizers import adamw
 from rlblocks.engines.weights import checksum
 
 LORA = dict(r=4, target_modules=["layers.0", "layers.1"])

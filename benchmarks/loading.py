@@ -48,7 +48,7 @@ def made(path, millions, dtype):
 
 def load(folder, case, how):
     "What a wrapper makes of a folder before it probes the model."
-    from rlblocks.engines.sharded import ShardedModel
+    from rlblocks.engines.sharded_model import ShardedModel
     from rlblocks.models.forward import Forward
     from rlblocks.models.loading import load_module
     from rlblocks.models.lora import Base

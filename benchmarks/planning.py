@@ -32,14 +32,14 @@ import transformers
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rlblocks import Batch, Policy, Rollout, pretrained
-from rlblocks.engines.base import EngineSpec
+from rlblocks.engines.engine import EngineSpec
 from rlblocks.placement.memory import pass_bytes
 from rlblocks.samplers.kv_cache import CachedDecoder
-from rlblocks.engines.modules import output_layer
-from rlblocks.engines.world import HALF
+from rlblocks.engines.engine import output_layer
+from rlblocks.engines.process_group import HALF
 from rlblocks.placement.budgets import plan_rollout
 from rlblocks.placement.planning import plan
-from rlblocks.engines.modules import checkpoint_layers_
+from rlblocks.engines.sharded_model import checkpoint_layers_
 
 RESULTS = Path(__file__).parent/"results"
 TOKENS, ROW = 512, 128

@@ -11,23 +11,14 @@ Rounds take turns, and a ratio is of the minima of one run. Promised:
 * 4,096 rows of 8,192 tokens reach 8 workers in 5 s at most, and the private memory of this process (RssAnon; RSS would
   count the store) grows by at most 16 bytes a token: with the columns it is at most twice the columns;
 * 200 calls of 20 MB: private memory of this process and of the workers grows by less than 0.2 MB a call;
-* the same batch again costs less than the first time: a column is put once while it is unchanged;
 * weights for another pool cost at most 1.6 times a load on the same one, also where its ranks may be made anew; both
   with their checksums;
-* a step with a column of a megabyte a row and more takes no longer where its rows stay than by value;
 * a rank that samples is back 10 s after its death and its load.
 
 Besides:
 
 * actors of Ray alone that do nothing, as many as memory allows: milliseconds of a call to all, with a line through
   them, and the caller's own CPU time;
-* a call of a pool that asks each of its ranks, and of one that asks their leader, as large pools do: seconds, and the
-  CPU time of the loop's process;
-* a step shaped as GRPO's, which computes nothing: bytes through this process, and what it costs, beside the same step
-  without the small columns that the loop hands on unread. The difference is the most that references to them could
-  save;
-* a step with a wide column, as a teacher's hidden states, which stays where it was computed, and the same step with it
-  by value, for rows of several sizes: seconds, the CPU time of the loop's process, and the bytes that pass it;
 * weights from one host to another (network namespaces, as root), through their stores.
 
 A promise that is not kept is printed as MISSED, and the exit code is 1; results/raypool_cpu.json says it as well.
@@ -53,13 +44,11 @@ import numpy as np
 import ray
 import torch
 from machine import machine
-from rlblocks import Batch, Cluster, Mean, Policy, RayPool, Rollout
-from rlblocks.placement import remote_rows
+from rlblocks import Batch, Cluster, Policy, RayPool, Rollout
 from rlblocks.placement.place import Call
-from rlblocks.placement.wire import parcel_of
 
 PROMISED = dict(empty=2.2, small=2.2, large=2.2, seconds=5., bytes_a_token=16., private=2., growth=.2, load=1.6,
-                again=1.6, back=10., wide=1.)
+                again=1.6, back=10.)
 
 
 class Takes:
@@ -274,128 +263,12 @@ def sleeping(cluster, most, rounds):
     return dict(seconds=took, cpu=own, once_ms=1e3*once, each_ms=1e3*each, ten_thousand_seconds=once + 1e4*each)
 
 
-def led(cluster, most, rounds):
-    "A call without rows of pools of several sizes, and of the same pools with a leader; what cutting rows takes."
-    from rlblocks.placement import crew
-    found, own = dict(each={}, led={}), crew.LEADERS_FROM
-    try:
-        for n in sorted({most//4, most//2, most}):
-            for way, least in (("each", n + 1), ("led", 1)):
-                crew.LEADERS_FROM = least
-                with RayPool(n, cpus=.1, cluster=cluster, world=False, name=way) as pool:
-                    nothing = pool.place(Takes).nothing
-                    assert len(pool.crew.leaders) == (way == "led")
-                    found[way][n] = dict(seconds=best(rounds, ask=nothing)["ask"], cpu=cpu(rounds, nothing))
-    finally: crew.LEADERS_FROM = own
-    return found | dict(cut_ms=cut_ms(rounds))
-
-
-def cut_ms(rounds, replicas=1000):
-    "Milliseconds for each replica's share of a call with a row for each, in which nothing is sent."
-    b = Batch(tokens=torch.zeros(replicas, 64, dtype=torch.long), lengths=torch.full((replicas,), 64))
-    def cut():
-        call = Call((b,), {}, replicas)
-        for k in range(replicas): parcel_of(call.of(k))
-    return 1e3*best(max(3, rounds//10), cut=cut)["cut"]/replicas
-
-
-class Acts:
-    "Answers of the sizes of a GRPO step, of which nothing is computed."
-    def __init__(self, tokens, carries): self.tokens, self.carries = tokens, carries
-    def generate(self, prompts, group_size):
-        n = len(prompts)*group_size
-        mask = torch.ones(n, self.tokens, dtype=torch.bool)
-        mask[:, 0] = False
-        out = Batch(tokens=torch.zeros(n, self.tokens, dtype=torch.long), mask=mask,
-                    lengths=torch.full((n,), self.tokens), group=prompts.group.repeat_interleave(group_size))
-        if self.carries: out["rollout_logprobs"] = torch.zeros(n, self.tokens)
-        return out
-    def logprobs(self, b): return torch.zeros(len(b), self.tokens if self.carries else 1)
-    def score(self, b): return torch.zeros(len(b))
-    def step(self, b): return dict(loss=Mean(torch.tensor(0.), torch.tensor(1.)))
-
-
-def counted(pool, ask):
-    "Bytes that pass this process while it asks: put into the store by it, and read by it."
-    found, put, read = dict(out=0, back=0), ray.put, pool.crew.reader.read
-    def puts(x, **how):
-        found["out"] += x.nbytes
-        return put(x, **how)
-    def reads(wire):
-        found["back"] += wire.nbytes
-        return read(wire)
-    ray.put, pool.crew.reader.read = puts, reads
-    try: ask()
-    finally: ray.put, pool.crew.reader.read = put, read
-    return found
-
-
-def steps(cluster, rounds, rows=512, tokens=4096, minibatches=4):
-    "A step shaped as GRPO's: with all columns, and without those that the loop hands on unread."
-    prompts = Batch(tokens=torch.zeros(rows//8, 8, dtype=torch.long), mask=torch.zeros(rows//8, 8, dtype=torch.bool),
-                    lengths=torch.full((rows//8,), 8), group=torch.arange(rows//8))
-    def step(acts, ref, carries):
-        b = acts.generate(prompts, group_size=8)
-        old, reference = acts.logprobs(b), ref.logprobs(b)
-        if carries: b["old_logprobs"], b["ref_logprobs"] = old, reference
-        b["scores"] = acts.score(b)
-        b["advantages"] = torch.zeros(rows, tokens)
-        for mini in b.minibatches(minibatches, seed=0): acts.step(mini)
-        return size(b)
-    with RayPool(2, cluster=cluster, world=False, name="steps") as pool:
-        placed = {carries: (pool.place(Acts, tokens, carries), pool.place(Acts, tokens, carries), carries)
-                  for carries in (True, False)}
-        all_columns = step(*placed[True])
-        found = {name: counted(pool, lambda c=carries: step(*placed[c]))
-                 for name, carries in (("all", True), ("read", False))}
-        took = best(rounds, all=lambda: step(*placed[True]), read=lambda: step(*placed[False]))
-    times = {name: sum(x.values())/all_columns for name, x in found.items()}
-    return dict(tokens=rows*tokens, bytes=all_columns, passed=found, times=times, seconds=took,
-                saved_ns_a_token=1e9*(took["all"] - took["read"])/rows/tokens)
-
-
-class Teaches:
-    "A wide column of each row, of which nothing is computed."
-    def hidden(self, b, width, by_reference):
-        remote_rows.ROW_BYTES = 1 if by_reference else 1 << 60       # of this rank's process, which answers after it
-        return torch.zeros(len(b), b.width, width, dtype=torch.bfloat16)
-    def step(self, b): return dict(loss=Mean(b.hidden[:, 0, 0].sum(), torch.tensor(1.)))
-
-
-WIDE = "1024 KiB", "4096 KiB"       # rows that stay
-
-
-def wide(cluster, rounds, minibatches=4):
-    "Rows of a wide column that one pool computes and another one trains on, by reference and by value."
-    found = {}
-    with (RayPool(2, cluster=cluster, world=False, name="teacher") as teacher,
-          RayPool(2, cluster=cluster, world=False, name="student") as student):
-        teaches, learns = teacher.place(Teaches), student.place(Teaches)
-        def step(rows, tokens, width, by_reference):
-            b = batch(rows=rows, tokens=tokens)
-            b["hidden"] = teaches.hidden(b, width, by_reference)
-            for mini in b.minibatches(minibatches, seed=0): learns.step(mini)
-            return b.hidden.nbytes
-        for kib in (64, 256, 1024, 4096):      # a row
-            shape = min(256, (256 << 10)//kib), 256, 2*kib
-            ways = {name: partial(step, *shape, by_reference=name == "reference") for name in ("reference", "value")}
-            size = ways["value"]()
-            seconds = best(rounds, **ways)
-            passed = {name: counted(teacher, way)["back"] + sum(counted(student, way).values())
-                      for name, way in ways.items()}
-            found[f"{kib} KiB"] = dict(bytes=size, rows=shape[0], seconds=seconds, cpu={
-                name: cpu(rounds, way) for name, way in ways.items()}, passed=passed)
-    return found
-
-
 def missed(found):
     "Promises that were not kept."
     got = {name: found[name]["ratio"] for name in ("empty", "small", "large") if name in found}
     if "huge" in found: got |= {k: found["huge"][k] for k in ("seconds", "private", "bytes_a_token")}
     if "growth" in found: got["growth"] = max(found["growth"]["driver"], found["growth"]["worker"])
     if "loads" in found: got |= dict(load=found["loads"]["ratio"]["min"], again=found["loads"]["ratio_restarts"]["min"])
-    if "wide" in found:
-        got["wide"] = max(x["reference"]/x["value"] for x in (found["wide"][size]["seconds"] for size in WIDE))
     if "back" in found: got["back"] = found["back"]["seconds"]
     return [f"{name}: {x:.2f}, promised {PROMISED[name]:g}" for name, x in got.items() if x > PROMISED[name]]
 
@@ -409,7 +282,7 @@ def main():
     words.add_argument("--calls", type=int, default=200)
     words.add_argument("--store", type=int, default=2_000_000_000, help="bytes of Ray's store")
     words.add_argument("--actors", type=int, default=64, help="of Ray alone; 60 to 130 MiB each")
-    words.add_argument("--only", default="calls,huge,growth,loads,back,sleeping,led,steps,wide,hosts")
+    words.add_argument("--only", default="calls,huge,growth,loads,back,sleeping,hosts")
     words.add_argument("--address", help="of a running cluster, for --only between")
     words.add_argument("--out", type=Path, default=Path(__file__).parent/"results")
     given = words.parse_args()
@@ -423,9 +296,6 @@ def main():
                  loads=lambda: dict(loads=loads(cluster, given.rounds)),
                  back=lambda: dict(back=back(cluster)),
                  sleeping=lambda: dict(sleeping=sleeping(cluster, given.actors, 5*given.rounds)),
-                 led=lambda: dict(led=led(cluster, given.actors//2, 5*given.rounds)),
-                 steps=lambda: dict(steps=steps(cluster, max(3, given.rounds//4))),
-                 wide=lambda: dict(wide=wide(cluster, max(3, given.rounds//4))),
                  hosts=lambda: dict(hosts=hosts(given.rounds)),
                  between=lambda: dict(between=between(given.address, given.rounds)))
     file = given.out/"raypool_cpu.json"

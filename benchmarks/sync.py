@@ -41,11 +41,11 @@ from pathlib import Path
 import torch
 from machine import machine
 from rlblocks import Policy
-from rlblocks.engines.published import publish_weights
+from rlblocks.engines.weight_folder import publish_weights
 from rlblocks.engines.weights import checksum, named_weights
 from rlblocks.samplers.hf import Hf
 from rlblocks.samplers.samplers import vllm
-from rlblocks.samplers.vllm_sampler import Vllm
+from rlblocks.samplers.vllm import Vllm
 
 BUCKET = 1 << 26
 

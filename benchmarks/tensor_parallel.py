@@ -34,13 +34,12 @@ from transformers.utils import logging
 
 from forked import forked
 from rlblocks import OptimizerSpec, Policy, plain
-from rlblocks.engines.tensor import TensorParallel
+from rlblocks.engines.tensor_parallel import TensorParallel
 from test_tensor import OTHERS, other, untrue
 from tiny import model, rows
 
 CPU = torch.device("cpu")
-KINDS = ("llama", "qwen3", "qwen3_moe", "mixtral", "gemma2", "deepseek_v3", "glm4_moe", "phi", "gpt_oss")
-DEALT = ("qwen3_moe", "mixtral", "gpt_oss")             # also with whole experts dealt out; gpt_oss only so
+KINDS = ("llama", "qwen3", "qwen3_moe", "mixtral", "gemma2", "deepseek_v3", "glm4_moe", "phi")
 
 
 # -- one model, one loss
@@ -74,10 +73,10 @@ def gradients(net, parts)->dict[str, torch.Tensor]:
 
 
 # -- the two sides
-def ours(net, *, size=2, fsdp=1, experts=False, optimizer:Callable|None=None):
+def ours(net, *, size=2, fsdp=1, optimizer:Callable|None=None):
     optimizer = optimizer or (lambda ps: torch.optim.SGD([p for _, p in ps], lr=float(1 << 20)))
     engine = "fsdp2" if fsdp > 1 else None
-    return TensorParallel(net, CPU, size=size, engine=engine, expert_parallel=experts, optimizer=optimizer)
+    return TensorParallel(net, CPU, size=size, engine=engine, optimizer=optimizer)
 
 
 def our_gradients(net, parts, **how)->dict[str, torch.Tensor]:
@@ -91,11 +90,11 @@ def our_gradients(net, parts, **how)->dict[str, torch.Tensor]:
     return {n: (before[n]-x.detach())/(1 << 20) for n, x in engine.weights() if not torch.equal(before[n], x)}
 
 
-def theirs(net, folder:Path, *, size=2, fsdp=1, experts=False)->nn.Module:
+def theirs(net, folder:Path, *, size=2, fsdp=1)->nn.Module:
     "By `from_pretrained`, from a folder that every rank can read."
     if dist.get_rank() == 0: net.save_pretrained(folder)
     dist.barrier()
-    how = DistributedConfig(tp_size=size, fsdp_size=fsdp, ep_size=size if experts else 1)
+    how = DistributedConfig(tp_size=size, fsdp_size=fsdp)
     eager = dict(experts_implementation="eager") if hasattr(net.config, "_experts_implementation") else {}
     return AutoModelForCausalLM.from_pretrained(folder, dtype=net.dtype, distributed_config=how, **eager).eval()
 
@@ -124,11 +123,8 @@ def gradient_cases(world:int):
     fsdp = world//2
     for kind in KINDS:
         for dtype in (torch.float64, torch.float32) if world == 2 else (torch.float64,):
-            for experts in ([] if kind == "gpt_oss" else [False]) + ([True] if kind in DEALT else []):
-                how = dict(fsdp=fsdp, experts=experts)
-                title = f"{kind}{', experts dealt out' if experts else ''}"
-                yield title, kind, dtype, 1, how
-                if world == 2 and dtype == torch.float64: yield f"{title}, two micro-batches", kind, dtype, 2, how
+            yield kind, kind, dtype, 1, dict(fsdp=fsdp)
+            if world == 2 and dtype == torch.float64: yield f"{kind}, two micro-batches", kind, dtype, 2, dict(fsdp=fsdp)
     if world == 2: yield "gemma, tied table", "gemma", torch.float64, 1, {}
 
 

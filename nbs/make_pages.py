@@ -17,7 +17,7 @@ INTRO = """Made by `nbs/make_pages.py` from the docstrings; edit those. These ar
 `losses` and `testing`; wrappers and engines are on the [map](map.ipynb). Every name is imported with
 `from rlblocks import …`, or from its module where that is said. `rlblocks.<Tab>` leaves out what few people look for:
 slow reference versions (`naive_…`), guards, and names that only annotations need."""
-NAME = r"[A-Z][\w'’\-]+"
+NAME = r"(?:[A-Z][\w'’\-]+ ){0,2}[A-Z][\w'’\-]+"
 PAPER = re.compile(rf"({NAME}(?: et al\.|(?:, {NAME})* and {NAME})? (?:19|20)\d\d[a-z]?)\b")
 LINK = re.compile(r"\[([^\]]+)\]\((https?://[^)\s]+)\)")
 

@@ -24,8 +24,8 @@ try:
     from rlblocks.data.batch import Batch, Whole, pairs
     from rlblocks.data.columns import pad, seed_of
     from rlblocks.signals.best_of import (
-        best_of_n_advantages, best_random_weights, best_worst_weights, group_pass_at_k_advantages,
-        pass_at_k_advantages, pf_ppo_weights, resampled_rows,
+        best_of_n_advantages, best_worst_weights, group_pass_at_k_advantages,
+        pass_at_k_advantages, resampled_rows,
     )
     from rlblocks.data.buffer import Buffer
     from rlblocks.data.replay import replay_draw
@@ -36,28 +36,31 @@ try:
         staleness_weights, token_mask, truncated_weights, veto_mask, within,
     )
     from rlblocks.losses.distill import (
-        dft_loss, forward_kl_loss, jsd, jsd_loss, reverse_kl_loss, sft_loss, support_logprobs, uld_loss,
+        dft_loss, forward_kl_loss, jsd, jsd_loss, reverse_kl_loss, sft_loss, softened_logprobs, support_logprobs,
+        uld_loss,
     )
     from rlblocks.data.refill import mixed_groups, refill
     from rlblocks.data.saved import load_rollouts, save_rollouts, saved_steps
     from rlblocks.signals.groups import (
-        bnpo_advantages, cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out,
+        bnpo_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out,
         lite_ppo_advantages, maxrl_advantages, opo_advantages, optimal_token_baseline, reinforce_pp_baseline,
         soft_values,
     )
+    from rlblocks.losses.guidance import chord_mu, chord_phi_loss, luffy_loss
     from rlblocks.losses.implicit_rewards import implicit_process_rewards, implicit_reward_loss
     from rlblocks.arithmetic.kl import (
-        adaptive_kl_coef, annealed_kl_coef, full_kl, kl_k1, kl_k2, kl_k3, ratio_corrected, straight_through,
+        adaptive_kl_coef, full_kl, kl_k1, kl_k2, kl_k3, ratio_corrected, straight_through,
     )
     from rlblocks.arithmetic.head import linear_logprobs, linear_measured
     from rlblocks.arithmetic.logprobs import entropy, gather_logprobs, sequence_logprobs, token_logprobs
     from rlblocks.losses.margins import (
         alpha_reward, alphapo_loss, aot_loss, aot_matched, chi_reward, chipo_loss, cpo_loss, f_dpo_loss,
-        forward_kl_reward, js_reward, ld_logprobs, orpo_loss, simpo_loss, tpo_loss, wpo_weights,
+        js_reward, ld_logprobs, log_odds, mean_logprobs_only, orpo_loss, simpo_loss, tpo_loss,
+        wpo_weights,
     )
     from rlblocks.arithmetic.masked import (
-        Counts, Denom, Last, Max, Mean, Metric, Number, Over, aggregate, divisor, finite_logprobs, masked_mean,
-        masked_std, masked_sum, mean_of, merge, same_shape, whiten,
+        Counts, Denom, Last, Max, Mean, Metric, Number, Over, aggregate, clip, divisor, finite_logprobs, masked_mean,
+        masked_std, masked_sum, mean_of, merge, promoted, same_shape, whiten,
     )
     from rlblocks.signals.mismatch import effective_share, mismatch_metrics, probability_correlation
     from rlblocks.losses.online import (
@@ -72,11 +75,12 @@ try:
         Packed, bin_pack, drop_long, micro_batch_count, pack, plan_micro_batches, shared_prefix, split_long, unpack,
     )
     from rlblocks.losses.policy import (
-        adaptive_clip, assert_on_policy, clip_metrics, clipped_surrogate, dapo_loss, dr_grpo_loss, grpo_loss,
-        log_ratio, ppo_loss, ratio_metrics,
+        adaptive_clip, assert_on_policy, check_clip, clip_metrics, clipped_surrogate, dapo_loss, dr_grpo_loss,
+        grpo_loss, log_ratio, masked_data, ppo_loss, ratio_metrics,
     )
     from rlblocks.losses.pairs import (
-        answer_log_ratios, over_pairs, over_rows, pair_log_ratios, pair_metrics, preference_margin,
+        answer_log_ratios, means_of, over_pairs, over_rows, pair_log_ratios, pair_metrics, preference_margin,
+        zero_unweighted,
     )
     from rlblocks.losses.preference import (
         apo_down_loss, apo_zero_loss, bco_pair_loss, discopop_loss, dpo_loss, dpop_loss, exo_loss, hinge_loss,
@@ -89,19 +93,20 @@ try:
     from rlblocks.data.renderer_checks import check_renderer
     from rlblocks.data.renderers import ChatRenderer, Renderer, Response, TextRenderer, read_response, renderer_of
     from rlblocks.losses.answer_ratio import (
-        gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, sequence_ratio, topr_loss, vespo_loss,
+        gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, sequence_metrics, sequence_ratio, topr_loss, vespo_loss,
     )
     from rlblocks.losses.ratio import (
-        asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, on_policy_loss, policy_gradient,
+        asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gppo_loss, policy_gradient,
         reinforce_loss, sapo_loss,
     )
     from rlblocks.losses.reward import (
         bradley_terry_loss, centering_loss, davidson_loss, generative_scores, hps_loss, multi_head_loss,
-        plackett_luce_loss, process_reward_loss, rao_kupper_loss, rating_loss, safety_loss, tie_loss,
+        plackett_luce_loss, process_reward_loss, rao_kupper_loss, rating_loss, safety_loss, score_metrics, tie_loss,
     )
     from rlblocks.losses.selections import (
         adaptive_entropy_coef, clip_cov_loss, clip_cov_mask, entropy_loss, expert_load, high_entropy_mask,
-        kl_cov_loss, kl_cov_mask, m2po_mask, moe_balance_loss, router_z_loss, sign_weights, token_covariance,
+        kl_cov_loss, kl_cov_mask, m2po_mask, moe_balance_loss, routed_tokens, router_z_loss, sign_weights,
+        token_covariance,
     )
     from rlblocks.signals.shaping import (
         at_last_token, clip_rewards, cosine_length_reward, kl_shaped, overlong_penalty, repeated_tokens,
@@ -118,19 +123,20 @@ try:
         vine_advantages,
     )
     from rlblocks.losses.unpaired import (
-        aot_units, bco_delta, bco_loss, kto_kl, kto_loss, mismatched, swap_completions, udm_weights,
+        aot_units, bco_delta, bco_loss, kto_kl, kto_loss, mismatched, swap_completions, udm_weights, verdict_metrics,
     )
     from rlblocks.losses.value import (
-        classification_value_loss, expected_value, explained_variance, hl_gauss, two_hot, value_loss, value_metrics,
+        classification_value_loss, expected_value, explained_variance, half_square, hl_gauss, two_hot, value_loss,
+        value_metrics,
     )
 finally:
     if _collecting: gc.enable()
 
 if TYPE_CHECKING:
-    from rlblocks.engines.base import fsdp2, plain, zero
-    from rlblocks.engines.deltas import delta_apply, delta_encode
-    from rlblocks.engines.optim import adamw, adamw_8bit, constant, cosine, linear, muon, OptimizerSpec, wsd
-    from rlblocks.engines.published import publish_weights, published_weights
+    from rlblocks.engines.engine import fsdp2, plain, zero
+    from rlblocks.engines.weights import delta_apply, delta_encode
+    from rlblocks.engines.optimizers import adamw, adamw_8bit, constant, cosine, linear, muon, OptimizerSpec, wsd
+    from rlblocks.engines.weight_folder import publish_weights, published_weights
     from rlblocks.models.critic import Critic
     from rlblocks.models.loading import pretrained
     from rlblocks.models.policy import Policy
@@ -166,7 +172,6 @@ if TYPE_CHECKING:
     from rlblocks.checkpoint.saves import writable
     from rlblocks.placement.budgets import plan_rollout, step_seconds
     from rlblocks.placement.cluster import Cluster
-    from rlblocks.placement.fanout import plan_calls
     from rlblocks.placement.place import here, later
     from rlblocks.placement.planning import plan
     from rlblocks.placement.pools import Pools
@@ -177,10 +182,10 @@ if TYPE_CHECKING:
 
 # module of floors 3-5 → what it offers: imported when first asked for
 _OFFERS = {
-    "engines.base": "fsdp2 plain zero",
-    "engines.deltas": "delta_apply delta_encode",
-    "engines.optim": "adamw adamw_8bit constant cosine linear muon OptimizerSpec wsd",
-    "engines.published": "publish_weights published_weights",
+    "engines.engine": "fsdp2 plain zero",
+    "engines.weights": "delta_apply delta_encode",
+    "engines.optimizers": "adamw adamw_8bit constant cosine linear muon OptimizerSpec wsd",
+    "engines.weight_folder": "publish_weights published_weights",
     "models.critic": "Critic",
     "models.loading": "pretrained",
     "models.policy": "Policy",
@@ -213,7 +218,6 @@ _OFFERS = {
     "checkpoint.saves": "writable",
     "placement.budgets": "plan_rollout step_seconds",
     "placement.cluster": "Cluster",
-    "placement.fanout": "plan_calls",
     "placement.place": "here later",
     "placement.planning": "plan",
     "placement.pools": "Pools",
@@ -231,56 +235,56 @@ __all__ = [
     "Prompts", "PythonTool", "Ragged", "RayPool", "RemoteReward", "Renderer", "Response", "Retries", "Rollout",
     "Sandbox", "Scorer", "Search", "Session", "SpmdPool", "Step", "TextRenderer", "Whole", "a2po_loss", "adamw",
     "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward",
-    "alphapo_loss", "annealed_kl_coef", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units",
-    "apo_down_loss", "apo_zero_loss", "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token",
-    "at_tokens", "balance", "balance_families", "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages",
-    "best_random_weights", "best_rows", "best_worst_pairs", "best_worst_weights", "bin_pack", "binary_kl",
-    "binary_tv", "bnpo_advantages", "bradley_terry_loss", "by_unit", "centering_loss", "check_env",
-    "check_estimator", "check_grader", "check_loss", "check_renderer", "chi_reward", "chipo_loss", "choice_reward",
-    "cispo_loss", "classification_value_loss", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
+    "alphapo_loss", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss",
+    "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token", "at_tokens", "balance", "balance_families",
+    "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_rows", "best_worst_pairs",
+    "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages", "bradley_terry_loss", "by_unit",
+    "centering_loss", "check_clip", "check_env", "check_estimator", "check_grader", "check_loss", "check_renderer",
+    "chi_reward", "chipo_loss", "choice_reward", "chord_mu", "chord_phi_loss", "cispo_loss",
+    "classification_value_loss", "clip", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
     "clipped_surrogate", "code_reward", "components_loss", "constant", "cosine", "cosine_length_reward",
-    "cpgd_advantages", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "delta_apply", "delta_encode",
-    "dft_loss", "discopop_loss", "discounted_returns", "distill_advantages", "distinct_reward", "divisor",
-    "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss", "drop_long",
-    "effective_share", "entropy", "entropy_loss", "exact_reward", "exo_loss", "expected_value", "expert_load",
-    "explained_variance", "f_dpo_loss", "finite_logprobs", "fit_row_costs", "format_reward", "forward_kl_loss",
-    "forward_kl_reward", "fresh_mask", "from_arrow", "fsdp2", "full_kl", "gae", "gather_logprobs",
-    "gdpo_advantages", "generative_scores", "geometric_mask", "geometric_mixture", "geometric_weights",
-    "gigpo_advantages", "gmpo_loss", "gpg_advantages", "group_advantages", "group_pass_at_k_advantages",
-    "grpo_loss", "gspo_loss", "gspo_token_loss", "gym_environment", "here", "hierarchical_advantages",
-    "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights", "implicit_process_rewards",
-    "implicit_reward_loss", "ipo_loss", "iw_opd_weights", "joint_groups", "js_reward", "jsd", "jsd_loss",
-    "json_reward", "judge_reward", "judge_rollout", "judge_url", "k3_mask", "kl_cov_loss", "kl_cov_mask", "kl_k1",
-    "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later", "ld_logprobs", "leave_one_out",
-    "length_adaptive_lam", "length_reward", "linear", "linear_logprobs", "linear_measured", "lite_ppo_advantages",
-    "load_rollouts", "log_ratio", "loop_from", "luspo_loss", "m2po_mask", "masked_mean", "masked_std", "masked_sum",
-    "math_reward", "maxrl_advantages", "mean_of", "merge", "micro_batch_count", "minillm_advantages",
-    "mismatch_metrics", "mismatched", "mixed_environment", "mixed_groups", "moe_balance_loss", "multi_head_loss",
-    "muon", "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out",
-    "naive_ppo_loss", "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss",
-    "off_policy_sequence_mask", "on_policy_loss", "openenv_environment", "openenv_tools", "opo_advantages",
-    "optimal_token_baseline", "orpo_loss", "over_pairs", "over_rows", "overlong_penalty", "overlong_reward", "pack",
-    "pad", "pair_log_ratios", "pair_metrics", "pairs", "pairwise_reward", "pass_at_k_advantages", "penalties",
-    "pf_ppo_weights", "plackett_luce_loss", "plain", "plan", "plan_calls", "plan_micro_batches",
-    "plan_rollout",
-    "policy_gradient", "ppo_loss", "preference_margin", "pretrained", "probability_correlation",
-    "process_reward_loss", "proximal_logprobs", "publish_weights", "published_weights", "qrpo_loss",
+    "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "delta_apply", "delta_encode", "dft_loss",
+    "discopop_loss", "discounted_returns", "distill_advantages", "distinct_reward", "divisor", "dpo_loss",
+    "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss", "drop_long", "effective_share",
+    "entropy", "entropy_loss", "exact_reward", "exo_loss", "expected_value", "expert_load", "explained_variance",
+    "f_dpo_loss", "finite_logprobs", "fit_row_costs", "format_reward", "forward_kl_loss", "fresh_mask",
+    "from_arrow", "fsdp2", "full_kl", "gae", "gather_logprobs", "gdpo_advantages", "generative_scores",
+    "geometric_mask", "geometric_mixture", "geometric_weights", "gigpo_advantages", "gmpo_loss", "gpg_advantages",
+    "gppo_loss", "group_advantages", "group_pass_at_k_advantages", "grpo_loss", "gspo_loss", "gspo_token_loss",
+    "gym_environment", "half_square", "here", "hierarchical_advantages", "high_entropy_mask", "hinge_loss",
+    "hl_gauss", "hps_loss", "icepop_weights", "implicit_process_rewards", "implicit_reward_loss", "ipo_loss",
+    "iw_opd_weights", "joint_groups", "js_reward", "jsd", "jsd_loss", "json_reward", "judge_reward",
+    "judge_rollout", "judge_url", "k3_mask", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped",
+    "kto_kl", "kto_loss", "later", "ld_logprobs", "leave_one_out", "length_adaptive_lam", "length_reward", "linear",
+    "linear_logprobs", "linear_measured", "lite_ppo_advantages", "load_rollouts", "log_odds", "log_ratio",
+    "loop_from", "luffy_loss", "luspo_loss", "m2po_mask", "masked_data", "masked_mean", "masked_std", "masked_sum",
+    "math_reward", "maxrl_advantages", "mean_logprobs_only", "mean_of", "means_of", "merge", "micro_batch_count",
+    "minillm_advantages", "mismatch_metrics", "mismatched", "mixed_environment", "mixed_groups", "moe_balance_loss",
+    "multi_head_loss", "muon", "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages",
+    "naive_leave_one_out", "naive_ppo_loss", "naive_returns", "naive_token_logprobs", "naive_value_loss",
+    "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "openenv_environment", "openenv_tools",
+    "opo_advantages", "optimal_token_baseline", "orpo_loss", "over_pairs", "over_rows", "overlong_penalty",
+    "overlong_reward", "pack", "pad", "pair_log_ratios", "pair_metrics", "pairs", "pairwise_reward",
+    "pass_at_k_advantages", "penalties", "plackett_luce_loss", "plain", "plan", "plan_micro_batches",
+    "plan_rollout", "policy_gradient", "ppo_loss", "preference_margin", "pretrained", "probability_correlation",
+    "process_reward_loss", "promoted", "proximal_logprobs", "publish_weights", "published_weights", "qrpo_loss",
     "quantile_rewards", "rao_kupper_loss", "rating_loss", "ratio_corrected", "ratio_metrics", "read_response",
     "realigned", "reasoning_gym_reward", "reasoning_gym_rows", "rebel_loss", "refill", "regrade", "reinforce_loss",
     "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "renderer_of", "repeated_tokens",
     "repetition_penalty", "replay_draw", "resampled_rows", "restarted", "reverse_kl_loss", "reward_app",
-    "robust_dpo_loss", "role_advantages", "rollouts", "router_z_loss", "row_costs", "row_max", "row_mean",
-    "row_sum", "run_code", "safety_loss", "same_shape", "sample_columns", "sandbox_support", "sapo_loss",
-    "save_rollouts", "saved_steps", "scorer_reward", "scores_after", "seed_of", "sequence_logprobs",
-    "sequence_mask", "sequence_ratio", "sequence_weights", "serve_reward", "sft_loss", "sglang", "shared_prefix",
-    "sign_weights", "simpo_loss", "soft_values", "split_long", "sppo_loss", "staleness_weights", "standardized",
-    "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions",
-    "taskset_environment", "taskset_rows", "teacher_mix_weights", "textarena_environment", "tie_loss", "to_arrow",
-    "token_covariance", "token_logprobs", "token_mask", "tool_environment", "topr_loss", "tpo_loss",
-    "trajectory_returns", "truncated_weights", "truncation_penalty", "truncation_score", "two_hot", "udm_weights",
-    "uld_loss", "unpack", "update_moments", "value_loss", "value_metrics", "verifiers_environment",
-    "verifiers_rows", "vespo_loss", "veto_mask", "vine_advantages", "vllm", "vtrace", "weighted_scores", "whiten",
-    "within", "without_truncated", "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero",
+    "robust_dpo_loss", "role_advantages", "rollouts", "routed_tokens", "router_z_loss", "row_costs", "row_max",
+    "row_mean", "row_sum", "run_code", "safety_loss", "same_shape", "sample_columns", "sandbox_support",
+    "sapo_loss", "save_rollouts", "saved_steps", "score_metrics", "scorer_reward", "scores_after", "seed_of",
+    "sequence_logprobs", "sequence_mask", "sequence_metrics", "sequence_ratio", "sequence_weights", "serve_reward",
+    "sft_loss", "sglang", "shared_prefix", "sign_weights", "simpo_loss", "soft_values", "softened_logprobs",
+    "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards", "step_seconds",
+    "straight_through", "support_logprobs", "swap_completions", "taskset_environment", "taskset_rows",
+    "teacher_mix_weights", "textarena_environment", "tie_loss", "to_arrow", "token_covariance", "token_logprobs",
+    "token_mask", "tool_environment", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights",
+    "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
+    "value_loss", "value_metrics", "verdict_metrics", "verifiers_environment", "verifiers_rows", "vespo_loss",
+    "veto_mask", "vine_advantages", "vllm", "vtrace", "weighted_scores", "whiten", "within", "without_truncated",
+    "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero", "zero_unweighted",
 ]
 
 def __getattr__(name):
@@ -301,8 +305,10 @@ def _near(name):
     from difflib import get_close_matches
     return [] if name.startswith("_") else get_close_matches(name, __all__, 2, .75)
 
-# importable by name, but not among what `rlblocks.<Tab>` shows: oracles, what only annotations name, and plumbing
-_APART = {"Counts", "Denom", "Metric", "Number", "Over", "Whole", "divisor", "same_shape"}
+# importable by name, but not among what `rlblocks.<Tab>` shows: oracles, what only annotations name, guards, and
+# the small pieces of the losses' bodies, which are here so that every body can be copied into a cell and changed
+_APART = {"Counts", "Denom", "Metric", "Number", "Over", "Whole", "divisor", "same_shape", "check_clip", "clip",
+          "half_square", "mean_logprobs_only", "means_of", "promoted", "masked_data", "routed_tokens", "zero_unweighted"}
 
 def __dir__():
     return [*(name for name in __all__ if name not in _APART and not name.startswith("naive_")), "__version__"]

@@ -103,7 +103,7 @@ def vllm_python():
     if (python := vllm_interpreter()) is None: return None
     from ready import VLLM, Ready
     from rlblocks.samplers.processes import child_environment
-    from rlblocks.samplers.vllm_start import _QUIET
+    from rlblocks.samplers.vllm import _QUIET
     return resident(Ready(python, VLLM, child_environment(dict(os.environ)) | _QUIET)).command
 
 
@@ -186,7 +186,7 @@ def pytest_configure(config):
     if config.getoption("--write-seconds"): config.pluginmanager.register(Took())
     # while workers collect; a test that comes before its end waits for it
     if getattr(config.option, "numprocesses", None) and find_spec("deepspeed"):
-        build = "import torch; from rlblocks.engines.compiled import build_ops; build_ops(torch.device('cpu'), 'cpu')"
+        build = "import torch; from rlblocks.engines.zero import build_ops; build_ops(torch.device('cpu'), 'cpu')"
         config.add_cleanup(subprocess.Popen([sys.executable, "-c", build], cwd=ROOT).wait)
 
 

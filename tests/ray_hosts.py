@@ -14,7 +14,7 @@ from pathlib import Path
 
 from conftest import RAY_TOKEN, ROOT
 from ray_kills import end, family
-from rlblocks.engines.world import RankLost
+from rlblocks.engines.process_group import RankLost
 from rlblocks.placement.doctor import HEALTH
 
 

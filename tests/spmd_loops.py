@@ -15,10 +15,10 @@ from rlblocks import (
     Batch, Checkpoint, Critic, Demonstrations, Feedback, Grader, Mean, Policy, Preferences, Prompts, Rollout, here,
     later, loop_from, ppo_loss
 )
-from rlblocks.engines.base import EngineSpec
-from rlblocks.engines.fsdp import Fsdp
+from rlblocks.engines.engine import EngineSpec
+from rlblocks.engines.fsdp2 import Fsdp
 from rlblocks.engines.plain import Plain
-from rlblocks.engines.tensor import TensorParallel
+from rlblocks.engines.tensor_parallel import TensorParallel
 from rlblocks.engines.zero import Zero
 from rlblocks.placement.spmd import SpmdPool
 from tiny import exact, model, prompts, rows, steady

@@ -17,8 +17,8 @@ from rlblocks import Checkpoint, Critic, Policy, Rollout, Scorer, assert_on_poli
 from rlblocks.models.adapters import fingerprint, lora_config
 from rlblocks.models.lora import merge_adapters
 from rlblocks.engines.weights import checksum, named_weights
-from rlblocks.engines.base import EngineSpec, engine_of
-from rlblocks.engines.optim import adamw
+from rlblocks.engines.engine import EngineSpec, engine_of
+from rlblocks.engines.optimizers import adamw
 from rlblocks.models.loading import pretrained
 from rlblocks.models.prepared import Setup
 from tiny import NEAR, apart, gradients, model, reach, rows, steady
@@ -300,7 +300,7 @@ def peaks(rank, folder, engine, port):
                            MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
         torch.distributed.init_process_group("gloo")
     from rlblocks.models.forward import Forward
-    from rlblocks.engines.sharded import ShardedModel
+    from rlblocks.engines.sharded_model import ShardedModel
     from rlblocks.models.lora import on_base
     torch.set_num_threads(1)
     def packed(layer):

@@ -13,8 +13,8 @@ from rlblocks.data.packing import pack
 from rlblocks.models.forward import Forward
 from rlblocks.models.probes import separates_rows, pack_by
 from rlblocks.models.step import micro_batches
-from rlblocks.engines.base import EngineSpec
-from rlblocks.engines.optim import adamw
+from rlblocks.engines.engine import EngineSpec
+from rlblocks.engines.optimizers import adamw
 
 
 def groups(sizes=((9, 3, 4), (9, 1), (12, 5, 2, 3)), seed=0):

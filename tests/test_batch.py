@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT
 from rlblocks import Batch, Buffer, Critic, Policy, Scorer, aggregate, masked_mean, pairs, seed_of, shared_prefix
 from rlblocks.data.ragged import ragged
-from rlblocks.engines.optim import adamw
+from rlblocks.engines.optimizers import adamw
 from rlblocks.placement.place import Call
 import tiny
 from tiny import apart, gradients, model, rows

@@ -9,8 +9,8 @@ import torch
 from torch.testing import assert_close
 
 from rlblocks.signals.best_of import (
-    best_of_n_advantages, best_random_weights, best_worst_weights, group_pass_at_k_advantages, pass_at_k_advantages,
-    pf_ppo_weights, resampled_rows,
+    best_of_n_advantages, best_worst_weights, group_pass_at_k_advantages, pass_at_k_advantages,
+    resampled_rows,
 )
 from rlblocks.signals.groups import group_advantages
 from rlblocks.testing.laws import check_estimator
@@ -20,8 +20,7 @@ ADVANTAGES = {"best of n": best_of_n_advantages, "scaled": partial(best_of_n_adv
               "pass at 2": partial(pass_at_k_advantages, k=2), "pass at 4": partial(pass_at_k_advantages, k=4),
               "group pass at 1": partial(group_pass_at_k_advantages, k=1),
               "group pass at 3": partial(group_pass_at_k_advantages, k=3),}
-WEIGHTS = {"power": lambda s, g: pf_ppo_weights(s), "best worst": best_worst_weights,
-           "best random": best_random_weights}
+WEIGHTS = {"best worst": best_worst_weights}
 advantages = pytest.mark.parametrize("estimate", ADVANTAGES.values(), ids=ADVANTAGES)
 everything = pytest.mark.parametrize("f", (ADVANTAGES | WEIGHTS).values(), ids=ADVANTAGES | WEIGHTS)
 S, G = torch.tensor([1., .5, -2., .25, 3., .9, .4, .5, nan]), torch.tensor([3, 1, 3, 3, 1, 0, 0, 1, 3])
@@ -191,10 +190,7 @@ def test_static_shapes_and_no_look_at_the_data(f):
 
 def test_weights_by_hand():
     s, g = torch.tensor([-2., .5, 3., 1., nan, 3.]), torch.tensor([0, 0, 0, 1, 1, 0])
-    assert_close(pf_ppo_weights(s), torch.tensor([4., .25, 9., 1., 0., 9.]))
-    assert_close(pf_ppo_weights(s, power=1.), torch.tensor([2., .5, 3., 1., 0., 3.]))
     assert best_worst_weights(s, g).tolist() == [1, 0, 1, 1, 0, 1]
-    assert_close(best_random_weights(s, g), torch.tensor([.1, .1, .4, .4, 0., .4]))
     assert best_worst_weights(s, torch.zeros_like(g)).tolist() == [1, 0, 1, 0, 0, 1]  # verl: of the batch
     assert not best_worst_weights(torch.tensor([nan, nan]), torch.tensor([0, 0])).any()
 
@@ -233,7 +229,7 @@ def test_rows_compile_without_a_look_at_the_data():
 def errors():
     s, g = torch.zeros(4), torch.zeros(4, dtype=torch.long)
     for f in (best_of_n_advantages, partial(pass_at_k_advantages, k=2), partial(group_pass_at_k_advantages, k=2),
-              best_worst_weights, best_random_weights):
+              best_worst_weights):
         name = getattr(f, "func", f).__name__
         yield (lambda f=f: f(s, g[1:]), ValueError,
                f"{name}: scores is [4], group is [3]; one score and one id per row are wanted, sum token rewards first")
@@ -242,8 +238,6 @@ def errors():
            "pass_at_k_advantages: k is 1; at least 2 are wanted, the objective of one draw is leave_one_out's")
     yield (lambda: group_pass_at_k_advantages(s, g, k=0), ValueError,
            "group_pass_at_k_advantages: k is 0; at least 1 is wanted")
-    yield (lambda: pf_ppo_weights(s, power=0.), ValueError,
-           "pf_ppo_weights: power is 0.0; it is positive, or an unscorable row would weigh as much as any")
     yield (lambda: resampled_rows(s[None], uniform=s), ValueError,
            "resampled_rows: weights is [1, 4]; one weight for each of at least one row is wanted")
     yield (lambda: resampled_rows(s[:0], uniform=s), ValueError,

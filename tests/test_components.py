@@ -16,7 +16,7 @@ from rlblocks.arithmetic.masked import aggregate, masked_mean, merge
 from rlblocks.losses.policy import clipped_surrogate, log_ratio, ppo_loss
 from rlblocks.testing.laws import check_loss
 from rlblocks.testing.oracles import sample_columns
-from rlblocks.engines.optim import adamw
+from rlblocks.engines.optimizers import adamw
 
 COLS = sample_columns()
 ACTED = COLS["mask"] & (torch.arange(16) % 3 > 0) & (torch.arange(16)[:, None] != 2) # row 2 has observations only, …

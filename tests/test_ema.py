@@ -12,7 +12,7 @@ from rlblocks import Checkpoint, Policy
 from rlblocks.checkpoint.convert import convert
 from rlblocks.engines.ema import Ema
 from rlblocks.engines.weights import copy_weights
-from rlblocks.engines.base import engine_of, fsdp2, plain
+from rlblocks.engines.engine import engine_of, fsdp2, plain
 from test_shards import far, launch, loss, moved, net, weights
 from tiny import NEAR, model, rows, steady
 

@@ -1,4 +1,4 @@
-"The contract of `engines.base.Engine`, on each engine, in a world of one: what no engine may do its own way."
+"The contract of `engines.engine.Engine`, on each engine, in a world of one: what no engine may do its own way."
 from functools import partial
 
 import pytest
@@ -7,11 +7,11 @@ import torch
 from conftest import skip_without
 from forked import on_ranks
 from rlblocks import Policy
-from rlblocks.engines.base import Engine, engine_of
-from rlblocks.engines.fsdp import Fsdp
-from rlblocks.engines.optim import adamw
+from rlblocks.engines.engine import Engine, engine_of
+from rlblocks.engines.fsdp2 import Fsdp
+from rlblocks.engines.optimizers import adamw
 from rlblocks.engines.plain import Plain
-from rlblocks.engines.sharded import ShardedModel
+from rlblocks.engines.sharded_model import ShardedModel
 from rlblocks.engines.zero import Zero
 from torch import nn
 

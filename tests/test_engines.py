@@ -22,9 +22,9 @@ from resident import export_extra, give_back
 from rlblocks import (Critic, Policy, Scorer, bradley_terry_loss, dpo_loss, kl_k3, masked_mean, masked_sum, merge,
                       pairs, ppo_loss, sft_loss, value_loss)
 from rlblocks.arithmetic.masked import Max
-from rlblocks.engines.sharded import ShardedModel
-from rlblocks.engines.base import engine_of
-from rlblocks.engines.optim import OptimizerSpec, adamw
+from rlblocks.engines.sharded_model import ShardedModel
+from rlblocks.engines.engine import engine_of
+from rlblocks.engines.optimizers import OptimizerSpec, adamw
 from tiny import NEAR, model, reach, rows, steady, tokenizer
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -47,7 +47,7 @@ def ppo(out, b):
 
 
 def grpo(out, b):
-    pg, metrics = ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, over="rows", denom=b.n_rows)
+    pg, metrics = ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, over="rows", denom=b)
     return pg + .05*masked_mean(kl_k3(out.logprobs, b.ref_logprobs, b.mask), b.mask, denom=b.n_tokens), metrics
 
 
@@ -510,7 +510,7 @@ def compare(ranks, plain):
 HELD = """
 import sys, time
 from pathlib import Path
-from rlblocks.engines.compiled import _build_folder
+from rlblocks.engines.zero import _build_folder
 with _build_folder(9.) as folder:
     (folder/"cpu_adam").mkdir(exist_ok=True)
     (folder/"cpu_adam"/"lock").touch()                # as torch does while it builds
@@ -521,7 +521,7 @@ with _build_folder(9.) as folder:
 
 def test_a_killed_build_holds_nobody_up(tmp_path, monkeypatch):
     "While a process builds, another one waits; once it is killed, what it left is removed."
-    from rlblocks.engines.compiled import _build_folder
+    from rlblocks.engines.zero import _build_folder
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     builder = subprocess.Popen([sys.executable, "-c", HELD], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -538,7 +538,7 @@ def test_a_killed_build_holds_nobody_up(tmp_path, monkeypatch):
 def test_a_missing_libaio_is_named_before_anything_is_built(monkeypatch, tmp_path):
     skip_without("deepspeed")
     from deepspeed.ops.op_builder import AsyncIOBuilder
-    from rlblocks.engines.compiled import build_ops
+    from rlblocks.engines.zero import build_ops
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     # it is there: look away
     if AsyncIOBuilder().is_compatible():
@@ -548,6 +548,6 @@ def test_a_missing_libaio_is_named_before_anything_is_built(monkeypatch, tmp_pat
 
 
 def test_missing_packages_are_named(monkeypatch):
-    from rlblocks.engines.compiled import build_ops
+    from rlblocks.engines.zero import build_ops
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ImportError, match=r"pip install rlblocks\[deepspeed\]"): build_ops(torch.device("cpu"))

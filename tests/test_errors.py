@@ -11,13 +11,13 @@ from test_floors import FLOORS, MODULES
 
 import rlblocks as rl
 from rlblocks import Batch, Buffer, Checkpoint, Critic, Policy, Rollout, Scorer, plan, plan_rollout
-from rlblocks.engines.base import EngineSpec
+from rlblocks.engines.engine import EngineSpec
 from rlblocks.models.checks import check_loss
 from rlblocks.models.outputs import Out
 from rlblocks.placement.budgets import REMEDIES
 from rlblocks.models.scorer import scores_after
-from rlblocks.engines.base import plain
-from rlblocks.engines.optim import adamw
+from rlblocks.engines.engine import plain
+from rlblocks.engines.optimizers import adamw
 
 x, row = torch.zeros(3, 4), torch.zeros(3)
 mask, lengths, tokens = torch.ones(3, 4, dtype=torch.bool), torch.tensor([4, 2, 3]), torch.arange(12).view(3, 4)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from card import CARD, DEVICE, waits
 from rlblocks import (Checkpoint, Critic, Policy, Rollout, Scorer, bradley_terry_loss, masked_mean, pairs,
                       ppo_loss, sft_loss, value_loss)
-from rlblocks.engines.base import fsdp2, plain
-from rlblocks.engines.optim import adamw
+from rlblocks.engines.engine import fsdp2, plain
+from rlblocks.engines.optimizers import adamw
 from rlblocks.engines.weights import checksum, named_weights
-from rlblocks.engines.world import leave_world
+from rlblocks.engines.process_group import leave_world
 from rlblocks.models.attention import NAME
 from rlblocks.models.loading import pretrained
 from test_attention import groups

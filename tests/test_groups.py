@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from rlblocks.signals.advantages import at_tokens
 from rlblocks.signals.best_of import best_of_n_advantages
 from rlblocks.signals.groups import (
-    bnpo_advantages, cpgd_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out,
+    bnpo_advantages, gdpo_advantages, gpg_advantages, group_advantages, leave_one_out,
     lite_ppo_advantages, maxrl_advantages, opo_advantages, optimal_token_baseline, reinforce_pp_baseline, soft_values,
 )
 from rlblocks.arithmetic.masked import promoted, whiten
@@ -33,7 +33,6 @@ GROUPED = {
     "opo": lambda s, g: opo_advantages(s, g, lengths=lengths_of(s)), "lite": lite_ppo_advantages,
     "maxrl": lambda s, g: maxrl_advantages(promoted(s).abs(), g),
     "bnpo": lambda s, g: bnpo_advantages((promoted(s)/8 + .5).clamp(0, 1), g), "gpg": gpg_advantages,
-    "cpgd": cpgd_advantages,
     "gdpo": lambda s, g: gdpo_advantages(torch.stack([promoted(s), promoted(s).abs() + 2*s], 1), g, weights=(1., .5)),
     "otb": lambda s, g: optimal_token_baseline(s[:, None], -(lengths_of(s)[:, None]/9).to(promoted(s).dtype), g,
                                                without_unscored(torch.ones_like(s, dtype=torch.bool)[:, None], s),
@@ -223,17 +222,12 @@ def test_settled_prompts_are_made_up_for():
     s, g = torch.tensor([1., 0., 1., 1., 0., 0., 0., nan]), torch.arange(8)//2
     # 7 rows scored, 2 of them in an open group
     assert_close(gpg_advantages(s, g), torch.tensor([1.75, -1.75, 0, 0, 0, 0, 0, 0]))
-    assert_close(cpgd_advantages(s, g), torch.tensor([1.5, -1.5, 0, 0, 0, 0, 0, 0]))
-    assert_close(cpgd_advantages(s, g, limit=inf), torch.tensor([2., -2, 0, 0, 0, 0, 0, 0]))
     unscored = torch.tensor([1., 0., nan, nan]), torch.tensor([0, 0, 1, 1])  # a group without any score is no group
-    assert_close(cpgd_advantages(*unscored),
-                 torch.tensor([.5, -.5, 0, 0])), assert_close(gpg_advantages(*unscored), torch.tensor([.5, -.5, 0, 0]))
+    assert_close(gpg_advantages(*unscored), torch.tensor([.5, -.5, 0, 0]))
     s, g = torch.tensor([1., 0., .5, 7., 7., 7., 7.], dtype=torch.float64), torch.tensor([0, 0, 0, 1, 1, 1, 1])
     # 7/3 in float32 would show
     assert_close(gpg_advantages(s, g), torch.tensor([7/6, -7/6, 0, 0, 0, 0, 0], dtype=torch.float64), atol=1e-15,
                  rtol=0)
-    s, g = torch.randn(16, generator=torch.Generator().manual_seed(0)), torch.arange(16)//3
-    assert torch.equal(cpgd_advantages(s, g, limit=1.), group_advantages(s, g, scale=False))
 
 
 def test_gdpo_by_hand():
@@ -519,7 +513,7 @@ def test_blocks_with_columns_of_their_own_obey_every_law():
 def errors():
     r, m, s, g = torch.zeros(4, 7), torch.ones(4, 7).bool(), torch.zeros(4), torch.zeros(4, dtype=torch.long)
     for f in (group_advantages, leave_one_out, lite_ppo_advantages, maxrl_advantages, bnpo_advantages, gpg_advantages,
-              cpgd_advantages, partial(soft_values, beta=1.)):
+              partial(soft_values, beta=1.)):
         name = getattr(f, "func", f).__name__
         yield (lambda f=f: f(s, g[1:]), ValueError,
                f"{name}: scores is [4], group is [3]; one score and one id per row are wanted, sum token rewards first")

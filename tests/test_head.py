@@ -11,7 +11,7 @@ from lazily import Lazily
 from rlblocks import linear_logprobs
 from rlblocks.arithmetic.head import CHUNKS
 from rlblocks.models import head
-from rlblocks.engines.modules import output_layer
+from rlblocks.engines.engine import output_layer
 from rlblocks.models.head import logit_transform, head_logprobs, head_measured, matrix_of
 from rlblocks.models import forward as forward_module
 from rlblocks.models.forward import Forward, Layout, Places, Reading

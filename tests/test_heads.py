@@ -9,7 +9,7 @@ from rlblocks import (Batch, Checkpoint, Critic, Policy, Scorer, bradley_terry_l
                       process_reward_loss, safety_loss, two_hot, value_loss,)
 from rlblocks.models.value_heads import head_of, moments_of, stored_moments
 from rlblocks.models.scorer import raw_scores, scores_after
-from rlblocks.engines.optim import adamw
+from rlblocks.engines.optimizers import adamw
 from safetensors.torch import load_file, save_file
 from tiny import apart, gradients, model, reach, rows
 from torch import nn

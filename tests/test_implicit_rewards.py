@@ -112,7 +112,7 @@ class Counts: n_tokens, n_rows, n_units = 1000, 64, 500
 def test_denom_takes_a_batch():
     *_, mask = args = columns()
     assert_close(implicit_reward_loss(*args, denom=Counts())[0]*64, implicit_reward_loss(*args)[0]*mask.any(1).sum())
-    assert_close(implicit_reward_loss(*args, denom=64)[0], implicit_reward_loss(*args, denom=Counts())[0])
+    assert_close(implicit_reward_loss(*args, denom=64.)[0], implicit_reward_loss(*args, denom=Counts())[0])
 
 
 def test_transforms_and_second_derivatives():

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from rlblocks.arithmetic.kl import (adaptive_kl_coef, annealed_kl_coef, full_kl, kl_k1, kl_k2, kl_k3, ratio_corrected,
+from rlblocks.arithmetic.kl import (adaptive_kl_coef, full_kl, kl_k1, kl_k2, kl_k3, ratio_corrected,
                                     straight_through)
 from rlblocks.arithmetic.masked import Mean, aggregate, mean_of
 from rlblocks.losses.policy import ppo_loss
@@ -337,12 +337,3 @@ def test_adaptive_kl_coef_reads_metrics_and_survives_an_empty_step():
 def test_adaptive_kl_coef_refuses(kw):
     with pytest.raises(ValueError, match="adaptive_kl_coef: target is .*both must be positive"):
         adaptive_kl_coef(.1, 1., n_rows=1, **kw)
-
-
-def test_annealed_kl_coef_walks_a_line_and_stays():
-    x = [.1]
-    for step in range(6): x.append(annealed_kl_coef(x[-1], target=0., steps_left=4 - step))
-    assert_close(x, [.1, .075, .05, .025, 0., 0., 0.])
-    # exact, also where 3 + (.1 − 3) is not
-    assert annealed_kl_coef(3., target=.1, steps_left=1) == annealed_kl_coef(3., target=.1, steps_left=0) == .1
-    assert_close(annealed_kl_coef(2., target=8., steps_left=3), 4.)

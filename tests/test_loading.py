@@ -14,14 +14,14 @@ from resident import give_back, memory, settled
 from tiny import rows
 
 from rlblocks import Checkpoint, Critic, Policy, Scorer, fsdp2, plain, ppo_loss, zero
-from rlblocks.engines import cuts
-from rlblocks.engines.lazy import lazy_weights, read_module_
-from rlblocks.engines.sharded import ShardedModel
+from rlblocks.engines import tensor_plan
+from rlblocks.engines.lazy_weights import lazy_weights, read_module_
+from rlblocks.engines.sharded_model import ShardedModel
 from rlblocks.models import loading
 from rlblocks.models.forward import Forward
 from rlblocks.models.loading import WeightFiles, load_module
 from rlblocks.models.lora import Base
-from rlblocks.engines.base import engine_of
+from rlblocks.engines.engine import engine_of
 
 SMALL = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
              num_key_value_heads=1)
@@ -180,7 +180,7 @@ def _law(rank, path, store, ranks, cases, lazy=True):
     bytes of pages that were read before. No read is larger than the rank's part of a weight."""
     give_back()
     join(rank, store, ranks)
-    loading.RENEW, cuts.SLAB, largest = 1 << 22, 1 << 14, 4*8192*512
+    loading.RENEW, tensor_plan.SLAB, largest = 1 << 22, 1 << 14, 4*8192*512
     for case in cases:
         first = load(path/"thin", case, lazy)           # libraries, groups and threads are there from now on
         peak, kept, thin = grown(path/"thin", case, lazy)              # as many layers, of next to no weight

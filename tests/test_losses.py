@@ -47,7 +47,7 @@ def test_closures_obey_every_law():
         return pg + .01*masked_mean(kl, b.mask, denom=b.n_tokens), metrics | dict(kl=mean_of(kl, b.mask))
 
     def shared_trunk(out, b):
-        pg, m = ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, over="rows", denom=b.n_rows)
+        pg, m = ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, over="rows", denom=b)
         vf, n = value_loss(out.values, b.old_values, b.returns, b.mask, denom=b.n_tokens)
         return pg + .5*vf - .01*masked_mean(out.entropy, b.mask, denom=b.n_tokens), merge(m, n)
 
@@ -76,7 +76,7 @@ def test_filtered_row_leaves_numerator_and_denominator(over): # LAWS 13: 4 + 4 k
 @every_loss
 def test_nothing_chosen_is_zero_with_finite_gradient(name):
     first, *rest, mask = columns(name)
-    for denom in (None, 0, 12, torch.tensor(0)):
+    for denom in (None, 0., 12., torch.tensor(0)):
         x = first.clone().requires_grad_()
         loss, metrics = LOSSES[name](x, *rest, torch.zeros_like(mask), denom=denom)
         loss.backward()
@@ -100,9 +100,9 @@ def test_grpo_is_surrogate_plus_k3(over):
     lp, old, ref, A, mask = columns("grpo")
     k3 = torch.tensor([[math.exp(r-p) - (r-p) - 1 for p, r in zip(ps, rs, strict=True)]
                        for ps, rs in zip(lp.tolist(), ref.tolist(), strict=True)]).double()
-    loss, metrics = grpo_loss(lp, old, ref, A, mask, kl_coef=.5, over=over, denom=7)
+    loss, metrics = grpo_loss(lp, old, ref, A, mask, kl_coef=.5, over=over, denom=7.)
     assert_close(loss, naive_ppo_loss(lp, old, A, mask, over=over,
-                                      denom=7) + .5*naive_aggregate(k3, mask, over=over, denom=7), rtol=1e-6, atol=0)
+                                      denom=7) + .5*naive_aggregate(k3, mask, over=over, denom=7.), rtol=1e-6, atol=0)
     assert_close(float(metrics["kl"]), naive_aggregate(k3, mask).item(), rtol=1e-6, atol=0)
     assert_close(grpo_loss(lp, old, ref, A, mask, kl_coef=0.)[0], ppo_loss(lp, old, A, mask, over="rows")[0], rtol=0,
                  atol=0)

@@ -12,7 +12,7 @@ from rlblocks.data.batch import pairs
 from rlblocks.losses.distill import sft_loss
 from rlblocks.arithmetic.logprobs import sequence_logprobs
 from rlblocks.losses.margins import (
-    alpha_reward, alphapo_loss, aot_loss, aot_matched, chi_reward, chipo_loss, cpo_loss, f_dpo_loss, forward_kl_reward,
+    alpha_reward, alphapo_loss, aot_loss, aot_matched, chi_reward, chipo_loss, cpo_loss, f_dpo_loss,
     js_reward, ld_logprobs, orpo_loss, simpo_loss, tpo_loss, wpo_weights,
 )
 from rlblocks.arithmetic.masked import masked_mean
@@ -23,6 +23,7 @@ from rlblocks.testing.oracles import sample_columns
 COLS = {k: x for k, x in sample_columns(seed=0).items()}
 FOUR = [COLS[k] for k in ("chosen", "rejected", "ref_chosen", "ref_rejected")]
 FREE = dict(chosen=-COLS["chosen"].abs()-.01, rejected=-COLS["rejected"].abs()-.01) # log-probs of answers: not above 0
+FORWARD = partial(alpha_reward, alpha=1.)
 KL = partial(alpha_reward, alpha=0.) # the reward of reverse KL, log u
 GOLD = dict(gold=-COLS["ref_chosen"].abs()-.01)
 WEIGHTS = sample_columns(seed=3)["scores"].clone().index_fill(0, torch.tensor([3, 8]), 0.)
@@ -33,7 +34,7 @@ def nls(x): return max(0, -x) + math.log1p(math.exp(-abs(x))) # −log σ
 
 # name → (loss, its inputs, the paper's formula of one pair, on probabilities where it is about them)
 LOSSES = {
-    "f forward": (partial(f_dpo_loss, divergence=forward_kl_reward, beta=.3), FOUR,
+    "f forward": (partial(f_dpo_loss, divergence=FORWARD, beta=.3), FOUR,
                   lambda c, r, a, b: nls(.3*((1-math.exp(a-c)) - (1-math.exp(b-r))))),
     "f js": (partial(f_dpo_loss, divergence=js_reward, beta=.3), FOUR, lambda c, r, a, b: nls(
         .3*(math.log(2*math.exp(c-a)/(1+math.exp(c-a))) - math.log(2*math.exp(r-b)/(1+math.exp(r-b)))))),
@@ -71,22 +72,22 @@ def test_equals_oracle(name):
     rows = list(zip(*(x.tolist() for x in args), WEIGHTS.tolist(), strict=True))
     assert_close(f(*args)[0].item(), sum(formula(*x) for *x, _ in rows)/16, rtol=1e-10, atol=0)
     assert_close(f(*args, weights=WEIGHTS)[0].item(), sum(w*formula(*x) for *x, w in rows)/14, rtol=1e-10, atol=0)
-    assert_close(f(*args, denom=7)[0].item(), sum(formula(*x) for *x, _ in rows)/7, rtol=1e-10, atol=0)
+    assert_close(f(*args, denom=7.)[0].item(), sum(formula(*x) for *x, _ in rows)/7, rtol=1e-10, atol=0)
 
 
 def test_as_closures_over_rows():
-    def simpo(out, b): return simpo_loss(*pairs(masked_mean(out.logprobs, b.mask, dim=-1), b), denom=b.n_units)
+    def simpo(out, b): return simpo_loss(*pairs(masked_mean(out.logprobs, b.mask, dim=-1), b), denom=b)
     def ld_dpo(out, b):
         (c_mask, r_mask), shared = pairs(b.mask, b), torch.minimum(*pairs(b.mask.sum(1), b))
         (c, r), (rc, rr) = ([ld_logprobs(x, m, shared) for x, m in zip(pairs(lp, b), (c_mask, r_mask), strict=True)]
                             for lp in (out.logprobs, b.ref_logprobs))
-        return dpo_loss(c, r, rc, rr, denom=b.n_units)
+        return dpo_loss(c, r, rc, rr, denom=b)
     def wpo(out, b):
         w = wpo_weights(out.logprobs, (-b.entropies).exp(), b.mask)
         c, r = pairs(sequence_logprobs(out.logprobs, b.mask), b)
         rc, rr = pairs(sequence_logprobs(b.ref_logprobs, b.mask), b)
         w_c, w_r = pairs(w, b)
-        return dpo_loss(c, r, rc, rr, weights=w_c*w_r, denom=b.n_units)
+        return dpo_loss(c, r, rc, rr, weights=w_c*w_r, denom=b)
     check_loss(simpo)
     check_loss(ld_dpo, mean=False)
     laws = check_loss(lambda out, b: (wpo(out, b)[0], {}), dict(entropies=COLS["entropy"]), mean=False)
@@ -97,7 +98,7 @@ def test_as_closures_over_rows():
 
 def test_rewards_golden():
     u = torch.tensor([2., .5]).log()
-    rewards = torch.stack([f(u) for f in (KL, forward_kl_reward, alpha_reward, js_reward, chi_reward)])
+    rewards = torch.stack([f(u) for f in (KL, FORWARD, alpha_reward, js_reward, chi_reward)])
     want = [[math.log(2), -math.log(2)], [.5, -1.], [2-2**.5, 2-8**.5], [math.log(4/3), math.log(2/3)],
             [2+math.log(2), .5-math.log(2)]]
     assert_close(rewards, torch.tensor(want))
@@ -105,7 +106,6 @@ def test_rewards_golden():
 
 def test_divergences_meet():
     x = torch.linspace(-6, 6, 50, dtype=torch.float64)
-    assert_close(alpha_reward(x, alpha=1.), forward_kl_reward(x), rtol=0, atol=0)
     assert_close(alpha_reward(x, alpha=1e-10), KL(x), rtol=1e-8, atol=0)
     assert_close(f_dpo_loss(*FOUR, divergence=KL)[0], dpo_loss(*FOUR)[0])
     # any function will do
@@ -116,7 +116,7 @@ def test_divergences_meet():
 
 
 @pytest.mark.parametrize("reward",
-                         [KL, forward_kl_reward, alpha_reward, js_reward, chi_reward, partial(alpha_reward, alpha=-.5)])
+                         [KL, FORWARD, alpha_reward, js_reward, chi_reward, partial(alpha_reward, alpha=-.5)])
 def test_rewards_are_finite_and_rise(reward):
     x = torch.tensor([-1e4, -100., -41., -39., -21., -19., -1., 0., 1., 20., 39., 41., 1e4], requires_grad=True)
     y = reward(x)
@@ -127,7 +127,7 @@ def test_rewards_are_finite_and_rise(reward):
 
 def test_the_tangent_is_smooth():
     x = torch.tensor([-19.999, -20.001], dtype=torch.float64, requires_grad=True)
-    y = forward_kl_reward(x)
+    y = FORWARD(x)
     slope, = torch.autograd.grad(y.sum(), x)
     assert_close(slope[0], slope[1], rtol=2e-3, atol=0)
     assert_close(y[0], y[1], rtol=3e-3, atol=0)
@@ -326,5 +326,18 @@ def test_shapes_are_not_broadcast(name):
     with pytest.raises(ValueError, match=rf"{who}: \w+ is \[15\], \w+ is \[16\]"): f(*args[:-1], args[-1][1:])
     if name != "aot": # whose error is DPO's
         with pytest.raises(TypeError): f(*args, WEIGHTS)
-    with pytest.raises(ValueError, match=r"\w+po_loss: chosen is \[4, 4\]; one number per pair is wanted"):
+    with pytest.raises(ValueError, match=r"\w+o\w*_loss: chosen is \[4, 4\]; one (number|mean log-prob) per pair"):
         f(*(x.reshape(4, 4) for x in args))
+
+
+@pytest.mark.parametrize("f", [simpo_loss, alphapo_loss, orpo_loss])
+def test_a_loss_of_means_advises_means(f):
+    "Not the sum, which passes and gives another loss; its advice, followed, gives the loss of the signature."
+    cols = sample_columns()
+    from rlblocks import Batch
+    b = Batch(mask=cols["mask"], lengths=cols["lengths"], unit=torch.arange(16)//2, chosen=torch.arange(16) % 2 == 0,
+              lp=-cols["logprobs"].abs())
+    with pytest.raises(ValueError, match=r"pairs\(masked_mean\(logprobs, mask, dim=-1\), batch\), not the sum"):
+        f(b.lp, b.lp)
+    means = pairs(masked_mean(b.lp, b.mask, dim=-1), b)
+    assert f(*means)[0] != f(*pairs(sequence_logprobs(b.lp, b.mask), b))[0]

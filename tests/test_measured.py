@@ -9,8 +9,8 @@ from rlblocks import (Batch, Policy, entropy, full_kl, gather_logprobs, jsd, lin
                       masked_mean, reverse_kl_loss)
 from rlblocks.arithmetic.head import CHUNKS
 from rlblocks.models.head import Head, as_head
-from rlblocks.engines.base import EngineSpec
-from rlblocks.engines.optim import adamw
+from rlblocks.engines.engine import EngineSpec
+from rlblocks.engines.optimizers import adamw
 from test_reader import KINDS, Widest
 from test_reader import model as reader_model
 from torch.testing import assert_close

@@ -10,8 +10,8 @@ from rlblocks import (Batch, Critic, Policy, Scorer, assert_on_policy, grpo_loss
 from rlblocks.models.forward import Forward
 from rlblocks.models.probes import separates_rows
 from rlblocks.models.step import micro_batches
-from rlblocks.engines.base import EngineSpec
-from rlblocks.engines.optim import OptimizerSpec, adamw
+from rlblocks.engines.engine import EngineSpec
+from rlblocks.engines.optimizers import OptimizerSpec, adamw
 from tiny import APART, apart, gradients, model, rows
 from torch import nn
 from torch.testing import assert_close
@@ -24,7 +24,7 @@ def joint(out, b):
     "Clipped surrogate, KL, entropy and value loss: every aggregation in one closure."
     old = out.logprobs.detach() - .1*b.advantages
     pg, metrics = ppo_loss(out.logprobs, old, b.advantages, b.mask, clip_high=.3, denom=b.n_tokens)
-    rowwise, _ = grpo_loss(out.logprobs, old, b.ref_logprobs, b.advantages, b.mask, denom=b.n_rows)
+    rowwise, _ = grpo_loss(out.logprobs, old, b.ref_logprobs, b.advantages, b.mask, denom=b)
     v, more = value_loss(out.values, b.returns, b.returns*.5, b.mask, denom=b.n_tokens)
     kl = kl_k3(out.logprobs, b.ref_logprobs, b.mask)
     return pg + .3*rowwise + .1*v + .01*masked_mean(kl, b.mask, denom=b.n_tokens) - .02*masked_mean(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from forked import on_ranks
 from rlblocks import Policy, masked_mean
-from rlblocks.engines.base import zero
-from rlblocks.engines.optim import adamw
+from rlblocks.engines.engine import zero
+from rlblocks.engines.optimizers import adamw
 from tiny import APART, NEAR, model, rows
 
 
@@ -49,6 +49,6 @@ def one_rank(rank, world, folder):
 
 def test_states_on_a_disk_are_those_in_memory(tmp_path):
     if why := absent(): pytest.skip(why)
-    from rlblocks.engines.compiled import build_ops
+    from rlblocks.engines.zero import build_ops
     build_ops(torch.device("cpu"), "nvme")
     on_ranks(one_rank, (tmp_path,), 2)

@@ -26,7 +26,7 @@ LOSSES = { # name → (loss, inputs, formula)
             lambda c, r, a, b, w: math.log1p(math.exp(-.1*((c-a)-(r-b)))) + .2*(c if w else r)),
     "nash": (nash_md_loss, dict(logprobs=FOUR[0], ref_logprobs=FOUR[2], win_prob=COLS["scores"].sigmoid()),
              lambda x, y, p: (.1*(x-y) - (p-.5))*x),
-    "rebel": (partial(rebel_loss, beta=.3), dict(zip(("chosen", "rejected", "ref_chosen", "ref_rejected", "score_gap"),
+    "rebel": (partial(rebel_loss, beta=.3), dict(zip(("first", "second", "ref_first", "ref_second", "score_gap"),
                                                      (*FOUR, COLS["scores"]), strict=True)),
               lambda c, r, a, b, gap: (.3*((c-a) - (r-b)) - gap)**2),
     "qrpo": (partial(qrpo_loss, beta=.3),
@@ -86,10 +86,10 @@ def test_a_batch_of_fresh_pairs():
 def test_as_closures_over_rows():
     def nash(out, b):
         lp, ref = (sequence_logprobs(x, b.mask) for x in (out.logprobs, b.ref_logprobs))
-        return nash_md_loss(lp, ref, b.scores.sigmoid(), weights=b.mask.any(1).float(), denom=b.n_rows)
+        return nash_md_loss(lp, ref, b.scores.sigmoid(), weights=b.mask.any(1).float(), denom=b)
     def a2po(out, b):
         lp, ref = (sequence_logprobs(x, b.mask) for x in (out.logprobs, b.ref_logprobs))
-        return a2po_loss(lp, ref, b.scores, weights=b.mask.any(1).float(), denom=b.n_rows)
+        return a2po_loss(lp, ref, b.scores, weights=b.mask.any(1).float(), denom=b)
     # sums: a longer answer weighs more
     for f in (nash, a2po): assert {"split", "empty_rows", "mask", "empty"} <= set(check_loss(f, mean=False))
 
@@ -100,7 +100,7 @@ def test_equals_oracle(name):
     rows = list(zip(*(x.tolist() for x in inputs.values()), WEIGHTS.tolist(), strict=True))
     assert_close(f(**inputs)[0].item(), sum(formula(*x) for *x, _ in rows)/16, rtol=1e-10, atol=0)
     assert_close(f(**inputs, weights=WEIGHTS)[0].item(), sum(w*formula(*x) for *x, w in rows)/14, rtol=1e-10, atol=0)
-    assert_close(f(**inputs, denom=7)[0].item(), sum(formula(*x) for *x, _ in rows)/7, rtol=1e-10, atol=0)
+    assert_close(f(**inputs, denom=7.)[0].item(), sum(formula(*x) for *x, _ in rows)/7, rtol=1e-10, atol=0)
 
 
 def test_metrics():
@@ -135,7 +135,7 @@ def test_nash_md_follows_its_objective(): # exact enumeration of two tokens
         lp, ref_lp = answers(theta), answers(ref)
         objective = -(lp.exp()*P).sum() + .3*(lp.exp()*(lp-ref_lp)).sum()
         want, got = (torch.autograd.grad(x, theta, retain_graph=True)[0]
-                     for x in (objective, nash_md_loss(lp, ref_lp, P, weights=lp.exp(), beta=.3, denom=1)[0]))
+                     for x in (objective, nash_md_loss(lp, ref_lp, P, weights=lp.exp(), beta=.3, denom=1.)[0]))
         assert_close(got, want)
 
 
@@ -146,7 +146,7 @@ def test_nash_md_settles_where_nothing_is_to_be_gained():
         theta.requires_grad_()
         lp, opponent = theta.log_softmax(0), geometric_mixture(theta, ref, coef=.125).exp()
         theta = (theta - .5*torch.autograd.grad(nash_md_loss(lp, ref, game @ opponent, weights=lp.exp().detach(),
-                                                             beta=.05, denom=1)[0], theta)[0]).detach()
+                                                             beta=.05, denom=1.)[0], theta)[0]).detach()
     left = game @ geometric_mixture(theta, ref, coef=.125).exp() - .05*(theta.log_softmax(0)-ref)
     assert left.std() < 1e-3 and theta.softmax(0).max() < .6
 
@@ -264,7 +264,7 @@ def test_a_round_of_online_dpo():
     best, worst = best_worst_pairs(b.scores, b.group)
     fresh = b[best | worst]
     fresh["unit"], fresh["chosen"] = fresh.group, best[best | worst]
-    def loss(b): return dpo_loss(*pairs(b.lp, b), *(0*x for x in pairs(b.lp, b)), beta=1., denom=b.n_units)[0]
+    def loss(b): return dpo_loss(*pairs(b.lp, b), *(0*x for x in pairs(b.lp, b)), beta=1., denom=b)[0]
     assert fresh.n_units == 2
     for parts in ([fresh], fresh.parts(2)):
         assert_close(sum(map(loss, parts)), torch.tensor((math.log(2) + math.log(4/3))/2))

@@ -10,10 +10,10 @@ from conftest import rarely, skip_without
 from forked import on_ranks
 from rlblocks import Checkpoint, Policy, ppo_loss
 from rlblocks.engines.ema import Ema
-from rlblocks.engines.optim import adamw, adamw_8bit, cosine, freeze_, muon, wsd
-from rlblocks.engines.base import EngineSpec, engine_of
-from rlblocks.engines.sharded import ShardedModel
-from rlblocks.engines.world import leave_world
+from rlblocks.engines.optimizers import adamw, adamw_8bit, cosine, freeze_, muon, wsd
+from rlblocks.engines.engine import EngineSpec, engine_of
+from rlblocks.engines.sharded_model import ShardedModel
+from rlblocks.engines.process_group import leave_world
 from tiny import NEAR, bound, model, rows, steady
 from torch.testing import assert_close
 

@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from rlblocks.data.balancing import balance, balance_families
-from rlblocks.engines.optim import constant, cosine, in_turn, linear, wsd
+from rlblocks.engines.optimizers import constant, cosine, in_turn, linear, wsd
 from rlblocks.data.columns import pad
 from rlblocks.data.packing import (
     bin_pack, drop_long, micro_batch_count, pack, plan_micro_batches, shared_prefix, split_long, unpack,

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, ViTConfig
 
 from rlblocks.engines import zero
-from rlblocks.engines.base import EngineSpec
+from rlblocks.engines.engine import EngineSpec
 from rlblocks.models.attention import Segments, attend_by_segments, layout
 from rlblocks.placement.memory import Live, pass_bytes, fake_model
 from rlblocks.arithmetic.head import linear_logprobs

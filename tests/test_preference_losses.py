@@ -24,7 +24,7 @@ from rlblocks.testing.laws import check_loss
 from rlblocks.testing.oracles import sample_columns
 from rlblocks.losses.unpaired import kto_loss
 from rlblocks.models.step import micro_batches
-from rlblocks.engines.optim import adamw
+from rlblocks.engines.optimizers import adamw
 from tiny import apart, gradients, model, rows
 
 FOUR = ("chosen", "rejected", "ref_chosen", "ref_rejected")
@@ -69,7 +69,7 @@ def test_as_a_closure_over_rows(name): # units joined by id, wherever their rows
     def closure(out, b):
         c, r = pairs(sequence_logprobs(out.logprobs, b.mask), b)
         rc, rr = pairs(sequence_logprobs(b.ref_logprobs, b.mask), b)
-        return LOSSES[name][0](c, r, rc, rr, denom=b.n_units)
+        return LOSSES[name][0](c, r, rc, rr, denom=b)
     assert {"split", "mask", "empty", "padding", "empty_rows"} <= set(check_loss(closure))
 
 
@@ -77,7 +77,7 @@ def test_mixtures_are_sums(): # MPO: each term with its own count of the whole
     def mpo(out, b):
         c, r = pairs(sequence_logprobs(out.logprobs, b.mask), b)
         rc, rr = pairs(sequence_logprobs(b.ref_logprobs, b.mask), b)
-        (dpo, m), (bco, _) = (f(c, r, rc, rr, denom=b.n_units) for f in (dpo_loss, bco_pair_loss))
+        (dpo, m), (bco, _) = (f(c, r, rc, rr, denom=b) for f in (dpo_loss, bco_pair_loss))
         nll, n = sft_loss(out.logprobs, b.mask & b.chosen[:, None], denom=b.n_tokens)
         return .8*dpo + .2*bco + nll, merge(m, n)
     check_loss(mpo)
@@ -95,7 +95,7 @@ def test_equals_oracle(name, weighted):
         total = sum(x*formula(c, r, .3) for c, r, x in rows)
         f = partial(f, weights=w) if weighted else f
         assert_close(f(*lps)[0].item(), total/sum(x != 0 for *_, x in rows), rtol=1e-10, atol=0)
-        assert_close(f(*lps, denom=7)[0].item(), total/7, rtol=1e-10, atol=0)
+        assert_close(f(*lps, denom=7.)[0].item(), total/7, rtol=1e-10, atol=0)
         metrics = {k: sum(m(c, r) for c, r, x in rows if x)/sum(x != 0 for *_, x in rows)
                    for k, m in dict(margin=lambda c, r: c-r, accuracy=lambda c, r: c > r, chosen_reward=lambda c, r: c,
                                     rejected_reward=lambda c, r: r).items()}
@@ -189,7 +189,7 @@ def test_the_pieces_make_the_losses():
     assert mine.equal(answer_log_ratios(c, rc, weights=w)) and mine.equal(torch.where(there, c-rc, 0.))
     assert other.equal(torch.where(there, r-rr, 0.))
     assert_close(over_pairs((mine-other).square(), weights=w), (w*(c-rc-r+rr).square()).sum()/14)
-    assert over_rows(mine)/4 == over_rows(mine, denom=64) == over_pairs(mine, denom=64)
+    assert over_rows(mine)/4 == over_rows(mine, denom=64.) == over_pairs(mine, denom=64.)
     assert {k: float(m) for k, m in pair_metrics(mine, other, weights=w).items()} == {
         k: float(m) for k, m in dpo_loss(c, r, rc, rr, weights=w, beta=1.)[1].items()}
 
@@ -198,7 +198,7 @@ def test_a_batch_as_denom_counts_pairs():
     b = preferred()
     b["scores"] = sample_columns(seed=5)["scores"]
     def loss(b, denom): return over_pairs(pairs(b.scores, b)[0].square(), denom=denom)
-    assert b.n_units == 7 and loss(b, b) == loss(b, 7) == loss(b, None)
+    assert b.n_units == 7 and loss(b, b) == loss(b, 7.) == loss(b, None)
     assert_close(sum(loss(part, part) for part in b.parts(3)), loss(b, b))
     with pytest.raises(TypeError, match="which has no n_units"): over_pairs(torch.zeros(3), denom=[3])
 
@@ -218,7 +218,7 @@ def test_apo_down_lowers_both_and_the_rejected_more():
 @every_loss
 def test_no_pairs_is_zero_with_a_graph(name):
     for lps, w in (([x[:0] for x in columns()], None), (columns(), torch.zeros(16).double())):
-        for denom in (None, 0, 5):
+        for denom in (None, 0., 5.):
             x = lps[0].clone().requires_grad_()
             loss, metrics = LOSSES[name][0](x, *lps[1:], weights=w, denom=denom)
             loss.backward()
@@ -356,8 +356,8 @@ def test_shapes_are_not_broadcast(name):
     with pytest.raises(ValueError, match=rf"{who}: weights is \[1\], chosen is \[16\]"): f(*lps, weights=torch.ones(1))
     with pytest.raises(
             ValueError,
-            match=rf"{who}: chosen is \[4, 4\]; one number per pair is wanted, pairs\(sequence_logprobs\(logprobs, "
-            r"mask\), batch\)"):
+            match=rf"{who}: chosen is \[4, 4\]; one number per pair is wanted, pairs\(x, batch\) with "
+            r"x = sequence_logprobs\(logprobs, mask\), the sum "):
         f(*(x.reshape(4, 4) for x in lps))
     with pytest.raises(TypeError): f(*lps, torch.ones(16)) # weights and numbers are keywords
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from conftest import rarely, skip_without
 from forked import on_ranks
 from rlblocks import Batch, Checkpoint, Policy, Scorer, masked_mean, merge, ppo_loss, scores_after
-from rlblocks.engines.fsdp import Fsdp
-from rlblocks.engines.optim import adamw
-from rlblocks.engines.world import RankLost
+from rlblocks.engines.fsdp2 import Fsdp
+from rlblocks.engines.optimizers import adamw
+from rlblocks.engines.process_group import RankLost
 from tiny import apart, exact, gradients, model, rows
 
 HOW = dict(optimizer=adamw(lr=1e-3, max_norm=1e9), device="cpu", micro_rows=2, pack=True)

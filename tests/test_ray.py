@@ -3,7 +3,6 @@ as many ranks; what goes wrong is said once, by name (LAWS 24, 39)."""
 import asyncio
 import gc
 import importlib
-import math
 import os
 import re
 import shutil
@@ -19,21 +18,17 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 import spmd_loops
 import torch
 from conftest import RAY_TOKEN, ROOT, rarely, ray_python
 from forked import on_ranks
 from rlblocks import (
-    Batch, Checkpoint, Cluster, Flight, Policy, Pools, Prompts, RayPool, Rollout, here, jsd, later, loop_from,
-    masked_mean
+    Batch, Checkpoint, Cluster, Flight, Policy, Pools, Prompts, RayPool, Rollout, here, later, loop_from
 )
 from rlblocks.engines.weights import InProcess, Ticket
-from rlblocks.engines.world import RankLost
-from rlblocks.placement import crew, remote_rows
+from rlblocks.engines.process_group import RankLost
 from rlblocks.placement.calls import RankSilent
-from rlblocks.placement.remote_rows import RemoteRows
 from spmd_loops import Echo, net
 from test_spmd import same
 from tiny import NEAR, prompts, rows
@@ -50,14 +45,13 @@ def options(folder):
                 logging_level="ERROR", log_to_driver=False)
 
 
-@pytest.fixture(scope="module", params=["each", *rarely("led")])
-def cluster(request):
-    "A Ray with a token, whose processes end with this module. Pools ask each rank, or a leader, as large ones do."
+@pytest.fixture(scope="module")
+def cluster():
+    "A Ray with a token, whose processes end with this module."
     import ray
     folder = tempfile.mkdtemp(prefix="ray")
     with pytest.MonkeyPatch.context() as patch:
         for k, x in ENV.items(): patch.setenv(k, x)
-        if request.param == "led": patch.setattr(crew, "LEADERS_FROM", 1)
         yield Cluster(options=options(folder), ready=60., runtime_env=dict(py_executable=ray_python()))
         ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
@@ -297,185 +291,6 @@ def test_weights_go_to_another_pool_and_come_here(one, two):
         keeps.run(policy, prompts())
 
 
-def test_a_column_travels_once_while_it_is_unchanged(two, one):
-    "Large ones, whole and cut; what is written into them travels again, and what nobody refers to goes."
-    tokens = torch.arange(200_000).view(8, -1)
-    mask = (torch.arange(tokens.shape[1]) > 0).expand(tokens.shape)
-    def batch(**more): return Batch(tokens=tokens, mask=mask, **more)
-    for pool in (two, one):
-        echo, kept = pool.place(Echo), pool.columns.kept
-        b = batch(answer=[str(i) for i in range(8)])
-        assert torch.equal(echo.add(b), tokens)
-        before = {k: x.ref for k, x in kept[id(tokens)][1].items()}
-        b["values"] = torch.zeros(tokens.shape)                 # another column
-        assert len(before) == pool.ranks and torch.equal(echo.add(b), tokens) and id(b.values) not in (id(tokens),)
-        assert {k: x.ref for k, x in kept[id(tokens)][1].items()} == before
-        # torch counts the first change, not the second
-        for write in (lambda: tokens.add_(1), lambda: np.add(tokens.numpy(), 1, out=tokens.numpy())):
-            write()
-            assert torch.equal(echo.add(b), tokens) and {k: x.ref for k, x in kept[id(tokens)][1].items()} != before
-            before = {k: x.ref for k, x in kept[id(tokens)][1].items()}
-        with torch.inference_mode(): b["values"] = torch.ones(tokens.shape)     # has no count of changes
-        assert torch.equal(echo.add(b), tokens)
-        number = id(b.columns["values"])
-        assert echo.mixed(batch(answer=["x"]*8))[1].answer == ["x"]*8 and number in kept
-        del b
-        assert number not in kept
-
-
-class Wide:
-    "Columns of a megabyte a row."
-    def hidden(self, b): return b.tokens[..., None].repeat(1, 1, 1 << 12).float()
-    def rows(self, b): return Batch(tokens=b.tokens + 1, lengths=b.lengths, hidden=self.hidden(b), few=b.tokens.float())
-    def both(self, b): return dict(hidden=self.hidden(b), few=b.lengths), (self.hidden(b) + 1,)
-    def mean(self, b): return b.hidden.double().mean((1, 2))
-
-
-def wide_rows(B=6, T=80):
-    tokens = torch.arange(B*T).view(B, T) % 11 + 2
-    lengths, at = torch.arange(B) + T - B + 1, torch.arange(T)
-    return Batch(tokens=tokens, lengths=lengths, mask=(at > 0) & (at < lengths[:, None]))
-
-
-def eventually(is_so, seconds=60):
-    "Whether it is so by then."
-    end = time.monotonic() + seconds
-    while not (found := is_so()) and time.monotonic() < end: time.sleep(.1)
-    return found
-
-
-def passing(pool, patch):
-    "Bytes that this process puts into the store, and those of answers that it reads."
-    import ray
-    sizes, put, read = [], ray.put, pool.crew.reader.read
-    patch.setattr(ray, "put", lambda x, **how: sizes.append(x.nbytes) or put(x, **how))
-    patch.setattr(pool.crew.reader, "read", lambda wire: sizes.append(wire.nbytes) or read(wire))
-    return sizes
-
-
-def test_large_rows_stay_where_they_were_computed(one, two, monkeypatch):
-    """Choosing, joining, padding, cutting and training read none of them here, where a teacher's hidden states may be
-    275 GB; the numbers are those of one process, and the loop reads them when it looks."""
-    def loss(out, b):
-        return (out.logprobs*b.hidden[..., 7].tanh()*b.mask).sum()/b.n_tokens, {}
-    def loop(pool, other):
-        wide, reads, policy = pool.place(Wide), other.place(Wide), pool.place(Policy, net(), lr=1e-3, micro_tokens=90)
-        narrow, b = wide_rows(3, 70), wide_rows()
-        narrow["hidden"], b["hidden"] = wide.hidden(narrow), wide.hidden(b)
-        joined = Batch.cat([narrow, b])[[4, 8, 0, 1, 6]]
-        steps = [float(policy.step(mini, loss)["loss"]) for mini in joined.minibatches(2, seed=0)]
-        return b, joined, torch.stack([reads.mean(joined), wide.mean(joined)]), torch.tensor(steps).double()
-    _, column, means, losses = loop(here, here)
-    loop(two, one)                                  # what is placed travels once
-    sizes = passing(two, monkeypatch)
-    b, joined, *got = loop(two, one)
-    assert all(x.hidden.stored is not None for x in (b, joined)) and max(sizes) < 1 << 20 < joined.hidden[:1].nbytes
-    for x, y in zip(got, (means, losses), strict=True): assert torch.allclose(x, y, rtol=1e-10, atol=1e-10), (x, y)
-    assert torch.equal(joined.hidden, column.hidden) and joined.hidden.stored is None and b.hidden.stored is not None
-    joined.hidden.mul_(2)                           # read and written here, it travels as any other column
-    assert torch.allclose(one.place(Wide).mean(joined), 2*means[0])
-
-
-class Lowers:
-    "Has rows of this size stay, in the process that it is placed in."
-    def __init__(self, n): remote_rows.ROW_BYTES = n
-
-
-@pytest.fixture(scope="module")
-def leaving(cluster):
-    "Two ranks whose rows stay, whatever their size."
-    with RayPool(2, cluster=cluster, cpus=.1, timeout=300., name="leaving") as pool:
-        pool.place(Lowers, 1)
-        yield pool
-
-
-def test_loops_whose_columns_all_stay_give_the_numbers_of_one_process(leaving):
-    assert type(leaving.place(Policy, net(), frozen=True).logprobs(rows(B=5))) is RemoteRows
-    same(spmd_loops.tutorials(leaving), spmd_loops.alone(spmd_loops.tutorials), "tutorials", 1e-10)
-
-
-def test_a_teachers_hidden_states_go_from_its_ranks_to_the_students(leaving, one):
-    "Its output layer is placed where the loss needs it."
-    def distils(pool, other):
-        student, teacher = other.place(Policy, net(seed=1), lr=1e-3), pool.place(Policy, net(), frozen=True)
-        b = rows(B=5)
-        own, b["teacher"] = teacher.head(), teacher.hidden(b)
-        head = other.place(lambda: own)
-        def measure(logits, teacher): return jsd(logits, head(teacher), beta=.5)
-        def loss(out, b): return masked_mean(out.measured, b.mask, denom=b), {}
-        losses = [float(student.step(mini, loss, measure=measure)["loss"]) for mini in b.minibatches(2, seed=0)]
-        return b.teacher, torch.tensor(losses)
-    (column, got), (numbers, want) = distils(leaving, one), distils(here, here)
-    assert column.stored is not None and torch.allclose(got, want, rtol=1e-10, atol=0) and (got > 0).all()
-    assert torch.allclose(column, numbers, rtol=1e-10, atol=1e-10)
-
-
-def test_rows_stay_by_their_size_in_answers_of_every_shape(one, two):
-    b = wide_rows()
-    for pool in (one, two):
-        wide = pool.place(Wide)
-        rows, (named, (more,)) = wide.rows(b), wide.both(b)
-        here_, (_, (want,)) = Wide().rows(b), Wide().both(b)
-        assert [type(x) is RemoteRows for x in (rows.hidden, named["hidden"], more)] == [True]*3
-        assert [type(x) is torch.Tensor for x in (rows.tokens, rows.few, named["few"])] == [True]*3
-        assert torch.equal(rows.tokens, here_.tokens) and torch.equal(rows.hidden, here_.hidden)
-        assert torch.equal(named["hidden"], here_.hidden) and torch.equal(more, want)
-
-
-def test_rows_whose_pool_is_gone_are_missed_by_name(cluster, two):
-    "By the loop that reads them and by a call that is given them; the pool that was called goes on."
-    with RayPool(1, cluster=cluster, cpus=.1, world=False, name="gone") as pool:
-        column = pool.place(Wide).hidden(wide_rows())
-    b, wide = wide_rows(), two.place(Wide)
-    b["hidden"] = column
-    with pytest.raises(RankLost, match="rows of a column are lost .* or its pool was closed"):
-        eventually(lambda: wide.mean(b) is None)    # Ray may need seconds to see that they are
-    with pytest.raises(RankLost, match="rows of a column are lost .* or its pool was closed"): column.sum()
-    assert len(wide.hidden(b.drop("hidden"))) == 6
-
-
-def test_rows_of_ranks_that_are_made_anew_come_by_value(cluster):
-    "They would be lost with a rank, and what follows would end, while its work can be repeated."
-    with RayPool(1, cluster=cluster, cpus=.1, world=False, restarts=1, name="anew") as pool:
-        assert type(pool.place(Wide).hidden(wide_rows())) is torch.Tensor
-
-
-def test_rows_that_nobody_refers_to_leave_the_store(two):
-    import ray
-    wide, b = two.place(Wide), wide_rows()
-    def free(): return ray.available_resources()["object_store_memory"]/1e6
-    def settled():      # what earlier tests have left may be on its way out
-        x = free()
-        time.sleep(2)
-        return abs(x - free()) < .1
-    assert eventually(settled)
-    before = free()
-    column = wide.hidden(b)[[1, 2, 3, 4, 5]]
-    assert eventually(lambda: free() < before - 5)
-    del column
-    assert eventually(lambda: free() > before - 1)
-
-
-def test_ranks_do_not_wait_for_the_checksum_of_a_new_column(monkeypatch):
-    "It is computed when they have been called. Where they were not, the column is put again."
-    from rlblocks.placement import stored_columns
-    summed, of = [], stored_columns.checksum
-    monkeypatch.setattr(stored_columns, "checksum", lambda x: summed.append(id(x)) or of(x))
-    columns, tokens = stored_columns.Columns(), torch.arange(200_000).view(8, -1)
-    def stored(sums=True):
-        call = stored_columns.StoredCall(columns, (Batch(tokens=tokens),), {}, 2)
-        found = [call.of(k)[0][0].columns["tokens"].ref for k in range(2)]
-        before = len(summed)
-        if sums: call.sum_up()
-        return found, before
-    failed = stored(sums=False)
-    first, second, third = stored(), stored(), (tokens.numpy().__iadd__(1), stored())[1]
-    assert failed[1] == 0 and first[0] != failed[0] and second[0] == first[0] and third[0] != second[0]
-    fresh = torch.zeros(8, 25_000, dtype=torch.long)
-    tokens, summed[:] = fresh, []
-    assert stored()[1] == 0 and summed == [id(fresh)] and stored()[1] == 2
-
-
 class Torn(Rollout):
     "A rollout whose first load ends in the middle."
     def load(self, ticket):
@@ -600,9 +415,7 @@ def test_memory_does_not_grow_with_calls_nor_hold_what_passes(two):
     thread.start()
     counts.takes(b)
     done.set(), thread.join()
-    sent = sum(math.prod(s.shape)*s.dtype.itemsize for x in b.columns.values() if id(x) in two.columns.kept
-               for s in two.columns.kept[id(x)][1].values())
-    assert sent/8/400_000 <= 16 and max(most) - before < size, (max(most) - before, size)
+    assert max(most) - before < 2*size, (max(most) - before, size)
 
 
 def test_a_function_stays_the_same_while_what_it_captured_is_there():
@@ -856,15 +669,13 @@ def test_ctrl_c_while_an_object_is_placed_read_or_set_is_said_by_the_next_call(t
 
 
 def let_go(pool, number):
-    "Whether each rank holds an object no more. It hears of it with a call; from a leader a moment later."
+    "Whether each rank holds an object no more. It hears of it with a call."
     import ray
     def says(rank):
         try: ray.get(rank.member.find.remote(number))
         except ray.exceptions.RayTaskError as e: return f"holds no object {number} any more" in str(e)
         return False
-    end = time.monotonic() + 10*len(pool.crew.leaders)
-    while not all(found := [says(rank) for rank in pool.crew.ranks]) and time.monotonic() < end: time.sleep(.05)
-    return found
+    return [says(rank) for rank in pool.crew.ranks]
 
 
 class Half:
@@ -1005,17 +816,11 @@ def test_a_pool_whose_ray_was_shut_down_says_so():
 
 # -- ranks that die
 
-BOTH = pytest.mark.parametrize("led", [False, True])       # ranks asked by this process, or by a leader
-
-
-@BOTH
-def test_a_rank_that_dies_is_named_and_the_pool_is_given_up(cluster, monkeypatch, led):
-    monkeypatch.setattr(crew, "LEADERS_FROM", 2 if led else 3)
+def test_a_rank_that_dies_is_named_and_the_pool_is_given_up(cluster):
     b = prompts((5, 2, 7, 3))
     with RayPool(2, cluster=cluster, grace=2., name="mortal") as pool:
         keeps = pool.place(Keeps)
         pid = pool.crew.ranks[1].pid
-        assert led == len(pool.crew.leaders)
         keeps.spoil(b)
         with pytest.raises(RankLost) as e: keeps.dies(b, 1)
         for words in ("Keeps.dies: rank 1 (node ", f"pid {pid}) of 2 in pool 'mortal', of replica 1, died",
@@ -1054,10 +859,8 @@ def test_a_rank_that_does_not_answer_in_time_is_named_and_the_pool_is_given_up(c
         with pytest.raises(RuntimeError, match="cannot be asked any more: Keeps.run: no answer within"): keeps.pid()
 
 
-@BOTH
-def test_an_error_that_leaves_others_in_a_collective_breaks_the_pool_after_the_grace(cluster, monkeypatch, led):
+def test_an_error_that_leaves_others_in_a_collective_breaks_the_pool_after_the_grace(cluster):
     "The error keeps its class and names who is silent; the processes are gone when the pool is closed."
-    monkeypatch.setattr(crew, "LEADERS_FROM", 2 if led else 3)
     with RayPool(2, cluster=cluster, grace=1., name="grace") as pool:
         ranks, pids = pool.place(Together), [rank.pid for rank in pool.crew.ranks]
         assert ranks.sums("none") == 2
@@ -1242,7 +1045,6 @@ def answers_in(seconds, call):
 
 @pytest.mark.parametrize("world", [True, False])
 def test_a_call_that_reached_some_ranks_ends_a_pool_whose_ranks_wait_for_each_other(cluster, monkeypatch, world):
-    "A leader is asked once for all of its ranks, so a call reaches them together or not at all."
     from rlblocks.placement import raypool
     stored, b = raypool._stored, prompts((2, 3))
     with RayPool(2, cluster=cluster, world=world, name="partly") as pool:
@@ -1251,8 +1053,7 @@ def test_a_call_that_reached_some_ranks_ends_a_pool_whose_ranks_wait_for_each_ot
             calls = iter([0, 1])
             patch.setattr(raypool, "_stored", lambda x: stored(x) if next(calls) == 0 else full())
             with pytest.raises(MemoryError, match="the store is full"): echo.pids(b)
-        if pool.crew.leaders: assert len(set(echo.pids(b).tolist())) == 2
-        elif world:
+        if world:
             with pytest.raises(RuntimeError, match="cannot be asked any more: Keeps.pids reached 1 of 2 ranks.*full"):
                 echo.pids(b)
         else:
@@ -1263,15 +1064,14 @@ def test_a_call_that_reached_some_ranks_ends_a_pool_whose_ranks_wait_for_each_ot
 def full(): raise MemoryError("the store is full")
 
 
-@pytest.mark.parametrize("kind, where", [("StoredCall", "sum_up"), ("Underway", "result")])
-def test_ctrl_c_between_sending_and_waiting_is_said_by_the_next_call(two, tmp_path, monkeypatch, kind, where):
+def test_ctrl_c_between_sending_and_waiting_is_said_by_the_next_call(two, tmp_path, monkeypatch):
     """The ranks were called by then; a step is not taken twice. The traceback is kept, as notebooks do, and with it all
     that the frames hold."""
     from rlblocks.placement import raypool
     keeps = two.place(Keeps)
     def pressed(self): raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as kept:
-        patch.setattr(getattr(raypool, kind), where, pressed)
+        patch.setattr(raypool.Underway, "result", pressed)
         keeps.step(str(tmp_path/"began"))
     with pytest.warns(UserWarning, match="Keeps.pid waits: Keeps.step was interrupted"):
         with pytest.raises(RuntimeError, match="Keeps.step was interrupted, and the ranks have finished it"):

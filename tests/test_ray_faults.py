@@ -23,7 +23,7 @@ from ray_kills import (
     the_window, tiny_grpo, undisturbed
 )
 from rlblocks import here
-from rlblocks.engines.world import RankLost
+from rlblocks.engines.process_group import RankLost
 from rlblocks.people.command import command_line
 from rlblocks.placement import restarts
 from rlblocks.placement.calls import RankSilent

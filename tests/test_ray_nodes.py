@@ -12,11 +12,9 @@ import spmd_loops
 import torch
 from conftest import RAY_TOKEN, ROOT, rarely, ray_python
 from rlblocks import (
-    Batch, Cluster, Critic, Policy, Pools, Prompts, RayPool, Rollout, Scorer, here, later, loop_from, plain
+    Batch, Cluster, Critic, Policy, Pools, Prompts, RayPool, Scorer, here, later, loop_from, plain
 )
-from rlblocks.engines.world import RankLost
-from rlblocks.placement import crew
-from rlblocks.placement.calls import RankSilent, done, outcomes
+from rlblocks.engines.process_group import RankLost
 from spmd_loops import net
 from test_ray import Large, Reads
 from test_spmd import same
@@ -79,112 +77,6 @@ def test_a_replica_over_two_nodes_is_refused(apart, engine):
 def test_ranks_have_devices_of_their_own(apart):
     "Of every node the first two for two ranks of two. The GPUs are numbers here: on CUDA it is untried."
     assert devices_of(apart) == ["0,1", "0,1"]
-
-
-class Notes:
-    "Says in which order it was called, and who it is."
-    def __init__(self): self.said = []
-    def note(self, x): self.said.append(x)
-    def order(self, b): return [self.said]*len(b)
-    def pids(self, b): return torch.full((len(b),), os.getpid())
-    def same(self, b): return b.tokens
-    def fails(self, path):
-        "Rank 1 at once, rank 0 once there is a file; the others answer."
-        if os.environ["RANK"] == "1": raise KeyError("a shard is missing")
-        while os.environ["RANK"] == "0" and not os.path.exists(path): time.sleep(.02)
-        return int(os.environ["RANK"])
-    def sleeps(self, n, folder):
-        if int(os.environ["RANK"]) == n: time.sleep(600)
-        open(os.path.join(folder, f"awake-{os.environ['RANK']}"), "x").close()
-
-
-def test_of_ranks_that_a_leader_asks_each_is_heard(cluster, monkeypatch, tmp_path):
-    """Who is silent is named, and not its neighbours. An error is heard while a neighbour is at work, but a call that
-    nobody asks for is left to its ranks until all have answered."""
-    monkeypatch.setattr(crew, "LEADERS_FROM", 2)
-    with RayPool(4, nodes=2, cluster=cluster, timeout=300., world=False, name="each") as pool:
-        notes, path = pool.place(Notes), tmp_path/"go"
-        later(notes.fails, str(path))
-        call, = pool.crew.open
-        wait(lambda: 1 in outcomes(call, [0, 1, 2, 3]))
-        assert not done(call), "rank 0 is at work"
-        path.touch()
-        wait(lambda: done(call))
-        with pytest.raises(KeyError, match="a shard is missing"): notes.note(1)
-        path.unlink()
-        failed, call = later(notes.fails, str(path)), pool.crew.open[-1]
-        wait(lambda: 1 in outcomes(call, [0, 1, 2, 3]))
-        path.touch()
-        for i in range(120): notes.note(i)      # the leaders keep what nobody has asked for yet
-        with pytest.raises(KeyError, match="a shard is missing"): failed.result()
-        silent = later(notes.sleeps, 2, str(tmp_path))
-        wait(lambda: len(list(tmp_path.glob("awake-*"))) == 3)      # then its time begins
-        pool.crew.timeout = 5.
-        with pytest.raises(RankSilent) as e: silent.result()
-        assert "from rank 2 (" in str(e.value) and "rank 3" not in str(e.value) and "rank 0" not in str(e.value)
-
-
-@pytest.mark.long
-def test_a_call_that_reached_one_leader_ends_a_pool_whose_ranks_wait_for_each_other(cluster, monkeypatch):
-    from rlblocks.placement import raypool
-    monkeypatch.setattr(crew, "LEADERS_FROM", 2)
-    stored, b, calls = raypool._stored, prompts([5]*2), iter([0, 1])
-    def full(x):
-        if next(calls): raise MemoryError("the store is full")
-        return stored(x)
-    with RayPool(2, nodes=2, cluster=cluster, cpus=.1, name="partly") as pool:
-        notes = pool.place(Notes)
-        with monkeypatch.context() as patch, pytest.raises(MemoryError, match="the store is full"):
-            patch.setattr(raypool, "_stored", full)
-            notes.same(b)
-        with pytest.raises(RuntimeError, match="Notes.same reached 1 of 2 ranks.*full"): notes.same(b)
-
-
-def is_lost(ref):
-    import ray
-    try: ray.get(ref, timeout=60)
-    except ray.exceptions.ObjectLostError: return True
-    return False
-
-
-def wait(holds):
-    end = time.monotonic() + 120
-    while not holds() and time.monotonic() < end: time.sleep(.05)
-    assert holds()
-
-
-def test_leaders_on_two_nodes_pass_calls_on_and_answers_back(cluster, apart, monkeypatch):
-    """As in large pools: every kind of call, large answers, weights that come from another pool and go there, one order
-    for all ranks, also of calls that nobody waits for. A pool whose ranks may be made anew has none. Of a leader that
-    dies the pool says so, and is given up."""
-    import ray
-    monkeypatch.setattr(crew, "LEADERS_FROM", 2)
-    with RayPool(1, cluster=cluster, cpus=.1, name="few") as few: assert not few.crew.leaders
-    with RayPool(2, cluster=cluster, cpus=.1, world=False, restarts=1, name="anew") as anew:
-        assert not anew.crew.leaders
-    with RayPool(4, nodes=2, cluster=cluster, timeout=300., name="many") as pool:
-        assert [leader.ranks for leader in pool.crew.leaders] == [(0, 1), (2, 3)]
-        want = Rollout(net(seed=3), max_tokens=4).generate(prompts(), seed=1).tokens
-        same(spmd_loops.dispatch(pool), spmd_loops.alone(spmd_loops.dispatch), "dispatch", 1e-7)
-        for a, b in ((pool, apart), (apart, pool)):
-            policy, rollout = a.place(Policy, net(seed=3)), b.place(Rollout, net(), max_tokens=4)
-            rollout.load(policy.weights())
-            assert torch.equal(rollout.generate(prompts(), seed=1).tokens, want)
-        notes, b = pool.place(Notes), prompts([5]*4)
-        calls = [later(notes.note, i) for i in range(40)]
-        assert notes.order(b) == [list(range(40))]*4 and [x.result() for x in calls] == [None]*40
-        assert notes.pids(b).tolist() == [rank.pid for rank in pool.crew.ranks]
-        large = prompts([50_000]*4)
-        assert torch.equal(notes.same(large), large.tokens)
-        waiting, call = later(notes.same, large), pool.crew.open[-1]
-        piece = ray.get(call.refs[2], timeout=120)      # large answers stay with the leader
-        ray.kill(pool.crew.leaders[1].actor)
-        with pytest.raises(RankLost, match=r"Notes.pids: rank 2 .* of 4 in pool 'many', of replica 2, is not heard; .*"
-                           r"the leader of its node is lost: .*-leader-1"): notes.pids(b)
-        wait(lambda: is_lost(piece[2]))      # it may be there for a while
-        with pytest.raises(RankLost, match="Notes.same: rank 2 .* is not heard; .* the leader of its node is lost"):
-            waiting.result()
-        with pytest.raises(RuntimeError, match="cannot be asked any more: Notes.pids: rank 2"): notes.pids(b)
 
 
 @pytest.mark.long

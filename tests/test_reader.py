@@ -13,7 +13,7 @@ from rlblocks.arithmetic.head import CHUNKS
 from rlblocks.models.head import logit_transform
 from rlblocks.models.forward import Forward
 from rlblocks.models.probes import look_ahead, pack_by
-from rlblocks.engines.base import EngineSpec
+from rlblocks.engines.engine import EngineSpec
 
 KINDS = dict(llama={}, qwen2={}, qwen3={}, mistral={}, gemma={}, gemma2=dict(final_logit_softcapping=3.),
              granite=dict(logits_scaling=8.), cohere=dict(logit_scale=.0625), gpt2={}, qwen3_moe={})

@@ -114,7 +114,7 @@ def test_weights_of_pairs(name):
             for k, x in args.items()}
     loss, metrics = f(**junk, weights=w)
     grads = torch.autograd.grad(loss, [junk[k] for k in wrt])
-    each = torch.stack([f(**{k: x[i:i+1] for k, x in args.items()}, denom=1)[0] for i in range(16)])
+    each = torch.stack([f(**{k: x[i:i+1] for k, x in args.items()}, denom=1.)[0] for i in range(16)])
     counts = (kept & args["tied"] if name == "tie" else kept).sum()
     assert_close(loss.detach(), (w*each).sum()/counts)
     alone = f(**{k: x[kept] for k, x in args.items()}, weights=w[kept])[1]
@@ -149,7 +149,7 @@ def test_the_margin_is_data():
 
 def test_bradley_terry_does_not_overflow(): # log(1 + e^(r − c)) as typed is infinite from 89 on, C-O13
     for margin in (None, COLS["margin"]):
-        got = bradley_terry_loss(COLS["chosen"], COLS["rejected"], margin=margin, denom=3)[0]
+        got = bradley_terry_loss(COLS["chosen"], COLS["rejected"], margin=margin, denom=3.)[0]
         assert_close(got,
                      torch.log1p((COLS["rejected"] - COLS["chosen"] + (0 if margin is None else margin)).exp()).sum()/3)
     for gap in (89., 1e4, 1e30):
@@ -187,7 +187,7 @@ def counted(kind):
 @pytest.mark.parametrize("kind", ["tied", "marked", "steps", "units"])
 def test_a_batch_as_denom_counts_what_the_loss_counts(kind):
     b, loss, n = counted(kind)
-    assert getattr(b, f"n_{kind}") == n and loss(b, b) == loss(b, n) == loss(b, None)
+    assert getattr(b, f"n_{kind}") == n and loss(b, b) == loss(b, float(n)) == loss(b, None)
     assert_close(sum(loss(part, part) for part in b.parts(3)), loss(b, b))
 
 
@@ -201,7 +201,7 @@ def test_a_batch_that_cannot_count_it_is_refused(kind):
 def test_solutions_with_a_judged_step_are_given_as_a_number():
     b, _, _ = counted("steps")
     def loss(b, denom): return process_reward_loss(b.z, b.labels, b.steps, over="rows", denom=denom)[0]
-    assert_close(sum(loss(part, 5) for part in b.parts(3)), loss(b, None))
+    assert_close(sum(loss(part, 5.) for part in b.parts(3)), loss(b, None))
     with pytest.raises(TypeError, match="process_reward_loss: over='rows' divides by solutions with a judged step"):
         loss(b, b)
 
@@ -251,7 +251,7 @@ def test_tie_loss_counts_ties():
     loss, _ = tie_loss(c, r, tied)
     loss.backward()
     assert loss == 1.5 and torch.equal(c.grad, torch.tensor([-.5, 0., .5]))
-    assert tie_loss(c, r, tied, denom=6)[0] == .5 and tie_loss(c, r, tied & ~tied)[0] == 0
+    assert tie_loss(c, r, tied, denom=6.)[0] == .5 and tie_loss(c, r, tied & ~tied)[0] == 0
 
 
 def test_hyper_parameters_out_of_range():

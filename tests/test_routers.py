@@ -5,8 +5,8 @@ import tiny
 import torch
 from rlblocks import Batch, Policy, Rollout, expert_load, masked_mean, moe_balance_loss, router_z_loss
 from rlblocks.models.routers import experts_per_token, picked, routed, router_columns, routers_of, routing
-from rlblocks.engines.base import EngineSpec, plain
-from rlblocks.engines.optim import adamw
+from rlblocks.engines.engine import EngineSpec, plain
+from rlblocks.engines.optimizers import adamw
 from torch.testing import assert_close
 
 KINDS = ["mixtral", "qwen2_moe", "qwen3_moe"]

@@ -16,7 +16,7 @@ from rlblocks import Batch, Critic, Policy, merge
 from rlblocks.models.forward import Forward
 from rlblocks.models.probes import mixer, pack_by
 from rlblocks.placement.spmd import SpmdPool
-from rlblocks.engines.base import EngineSpec
+from rlblocks.engines.engine import EngineSpec
 from test_ranks import prompted
 from tiny import apart, exact, gradients, model, rows, steady
 

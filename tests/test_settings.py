@@ -5,12 +5,12 @@ import re
 import pytest
 import torch
 from rlblocks import Critic, Policy, Scorer
-from rlblocks.engines.base import Engine, fsdp2, plain, zero
-from rlblocks.engines.optim import OptimizerSpec, adamw, adamw_8bit, cosine, muon
-from rlblocks.engines.fsdp import Fsdp
+from rlblocks.engines.engine import Engine, fsdp2, plain, zero
+from rlblocks.engines.optimizers import OptimizerSpec, adamw, adamw_8bit, cosine, muon
+from rlblocks.engines.fsdp2 import Fsdp
 from rlblocks.engines.plain import Plain
-from rlblocks.engines.sharded import ShardedModel
-from rlblocks.engines.world import leave_world
+from rlblocks.engines.sharded_model import ShardedModel
+from rlblocks.engines.process_group import leave_world
 from tiny import model, rows
 
 LORA = dict(r=2, target_modules=["q_proj"])

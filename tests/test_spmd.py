@@ -281,7 +281,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rlblocks import Policy, here, ppo_loss
-from rlblocks.engines.world import leave_world
+from rlblocks.engines.process_group import leave_world
 from rlblocks.placement.spmd import SpmdPool
 from tiny import model, rows
 

@@ -20,7 +20,7 @@ from rlblocks.checkpoint.convert import main, stored
 from rlblocks.checkpoint.saves import digest
 from rlblocks.checkpoint.shards import checked_reader, read_part_shards
 from rlblocks.data.ragged import ragged, to_arrow
-from rlblocks.engines.slices import Slice
+from rlblocks.engines.zero_shards import Slice
 from rlblocks.models.loading import load_tokenizer, weight_files
 from rlblocks.placement.memory import fake_model
 from tiny import model

@@ -1,4 +1,4 @@
-"""Layers cut over ranks are the plain process (tensor parallel, experts, FSDP2 over the replicas; LAWS 1, 22, 24, 29,
+"""Layers cut over ranks are the plain process (tensor parallel, FSDP2 over the replicas; LAWS 1, 22, 24, 29,
 30, 40): one launch per world size holds all cases; gloo, CPU.
 
 The whole matrix: `pytest -m "" tests/test_tensor.py` (benchmarks/engines.py runs it and keeps the figures)."""
@@ -16,11 +16,11 @@ from conftest import rarely
 from forked import on_ranks
 from resident import export_extra, give_back
 from rlblocks import Critic, Policy, SpmdPool, entropy
-from rlblocks.engines.cuts import partial_gradients
-from rlblocks.engines.fsdp import gathered
+from rlblocks.engines.tensor_plan import partial_gradients
+from rlblocks.engines.fsdp2 import gathered
 from rlblocks.checkpoint.shards import read_part_shards, part_state, write_shards
-from rlblocks.engines.base import EngineSpec, engine_of, fsdp2
-from rlblocks.engines.optim import OptimizerSpec, muon
+from rlblocks.engines.engine import EngineSpec, engine_of, fsdp2
+from rlblocks.engines.optimizers import OptimizerSpec, muon
 from rlblocks.models.loading import pretrained
 from test_engines import HOW, batch, compare, grpo, ppo, run, sft, whole_weights
 from tiny import NEAR, SIZES, model, reach, steady
@@ -59,10 +59,9 @@ def joined(how, **more): return how | dict(engine=replace(engine_of(how.get("eng
 
 def cases():
     """Those of the engines, and other ways a plan cuts: norms inside a cut, one table for ids and output, ids that
-    do not divide, softcaps, biases, experts cut and dealt out."""
+    do not divide, softcaps, biases, experts."""
     b, even = batch(), lambda b, world, rank: b.parts(world)[rank] if world > 1 else b
     policy = lambda *a, how={}, engine={}, **k: lambda **e: Policy(model(*a, **k), **HOW | how | joined(e, **engine))
-    dealt = lambda kind, **how: lambda **e: Policy(model(kind), **HOW | how | joined(e, expert_parallel="engine" in e))
     # toys, without a plan
     plain = {k: c for k, c in t.cases().items() if k not in ("unused weights", "ranks use unlike weights")}
     return plain | {
@@ -74,24 +73,23 @@ def cases():
         "logits": (policy(), batch(4), even, lambda m, b: m.step(b, by_logits, logits=True)),
         "measured": (policy(), batch(4), even, lambda m, b: m.step(
             b, by_measure, measure=lambda z: z.softmax(-1).square().sum(-1, keepdim=True))),
-        "routers": (dealt("mixtral"), batch(5), even, lambda m, b: m.step(b, balanced, router_logits=True)),
+        "routers": (policy("mixtral"), batch(5), even, lambda m, b: m.step(b, balanced, router_logits=True)),
         "biases": (policy("qwen2"), batch(5), even, lambda m, b: m.step(b, sft)),
-        "experts cut": (policy("mixtral"), b, even, lambda m, b: m.step(b, grpo)),
-        "experts dealt out": (dealt("mixtral"), b, even, lambda m, b: m.step(b, grpo)),
-        "experts dealt out, norms inside": (dealt("qwen3_moe"), batch(5), even, lambda m, b: m.step(b, grpo)),
+        "experts": (policy("mixtral"), b, even, lambda m, b: m.step(b, grpo)),
+        "experts, norms inside": (policy("qwen3_moe"), batch(5), even, lambda m, b: m.step(b, grpo)),
         "a shared expert": (policy("qwen2_moe"), batch(5), even, lambda m, b: m.step(b, sft)),
         "lora, ppo": (policy(how=LORA), b, even, lambda m, b: m.step(b, ppo, entropy=True)),
         "lora, sft, biases": (policy("qwen2", how=LORA, engine=dict(checkpointing=True)), batch(5), even,
                               lambda m, b: m.step(b, sft)),
-        "lora, experts dealt out": (dealt("mixtral", **LORA), batch(5), even, lambda m, b: m.step(b, grpo)),
+        "lora, experts": (policy("mixtral", how=LORA), batch(5), even, lambda m, b: m.step(b, grpo)),
         "lora, critic": (lambda **e: Critic(model(), **HOW | LORA | e), b, even, lambda m, b: m.step(b, t.value)),
     }
 
 
 QUICK = {(2, "tensor"): ("ppo, uneven rows", "ppo and ptx", "value head", "tied table, checkpointed", "33 ids",
-                         "logits", "measured", "routers", "experts cut", "experts dealt out, norms inside", "lora, ppo",
-                         "lora, experts dealt out", "lora, critic"),
-         (4, "tensor, fsdp2"): ("ppo, uneven rows", "experts dealt out", "lora, ppo"),
+                         "logits", "measured", "routers", "experts", "experts, norms inside", "lora, ppo",
+                         "lora, experts", "lora, critic"),
+         (4, "tensor, fsdp2"): ("ppo, uneven rows", "experts", "lora, ppo"),
          (4, "tensor"): ("sft, fewer rows than ranks",), (4, "tensor, sequence"): ("lora, critic",)}
 
 
@@ -116,28 +114,26 @@ PLANS = ["qwen3", "gemma3", "qwen2_moe", "phi3", "deepseek_v3"]
 def gradients(engine, world, rank, folder):
     """The gradient of every single weight, in fp64, to 1e-6 of its own largest entry (transformers' norms pass
     through fp32): Adam would hide one that is twice or half as large."""
-    # experts with biases are only dealt out; over more replicas it is the same cut of the same plans
-    kinds = PLANS if world == 1 else ["gemma3", "qwen2_moe", "phi3"]
-    gradients_of([(k, {}) for k in kinds] + [(k, dict(expert_parallel=True)) for k in ("mixtral", "gpt_oss")],
-                 engine, world, rank)
+    # over more replicas it is the same cut of the same plans
+    gradients_of(PLANS if world == 1 else ["gemma3", "qwen2_moe", "phi3"], engine, world, rank)
 
 
 def more_gradients(engine, world, rank, folder):
     "The same of all other plans."
-    others = [k for k in ("qwen2", "gemma", "mixtral", *OTHERS) if k not in ("gpt_oss", *PLANS)]
-    if world == 1: gradients_of([(k, {}) for k in others], engine, world, rank)
+    others = [k for k in ("qwen2", "gemma", "mixtral", *OTHERS) if k not in PLANS]
+    if world == 1: gradients_of(others, engine, world, rank)
 
 
 def gradients_of(kinds, engine, world, rank):
     b, how = batch(5), HOW | dict(optimizer=OptimizerSpec(lambda ps: torch.optim.SGD(ps, lr=1.), max_norm=None))
-    for kind, more in kinds:
-        plain, policy = Policy(in_double(kind), **how), Policy(in_double(kind), **how, engine=tensor(engine, **more))
+    for kind in kinds:
+        plain, policy = Policy(in_double(kind), **how), Policy(in_double(kind), **how, engine=tensor(engine))
         before = whole_weights(plain)
         plain.step(b, ppo, entropy=True), policy.step(part(b, world, rank), ppo, entropy=True)
         found, want = ({k: x-before[k] for k, x in whole_weights(m).items()} for m in (policy, plain))
         far = {k: ((found[k]-x).abs().max()/x.abs().max().clamp(min=1e-12)).item() for k, x in want.items() if x.any()}
         still = {k for k in want if k not in far and not k.endswith("e_score_correction_bias")}       # a buffer
-        assert found.keys() == want.keys() and not still and max(far.values()) < 1e-6, (kind, more, far)
+        assert found.keys() == want.keys() and not still and max(far.values()) < 1e-6, (kind, far)
 
 
 def in_double(kind):
@@ -150,15 +146,14 @@ def in_double(kind):
 EXPERTS = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1,
                first_k_dense_replace=0, n_group=1, topk_group=1)
 # norms inside a cut that the plan is silent about, latent attention, one matrix for gate and rest, norms of whole
-# projections, sinks
+# projections
 OTHERS = dict(
     glm4_moe=("Glm4Moe", EXPERTS | dict(head_dim=8, use_qk_norm=True)), phi=("Phi", dict(qk_layernorm=True)),
     deepseek_v3=("DeepseekV3", EXPERTS | dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16,
                                               qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8)),
     phi3=("Phi3", {}), glm4=("Glm4", dict(head_dim=8)), olmo2=("Olmo2", {}),
     olmoe=("Olmoe", dict(num_experts=4, num_experts_per_tok=2)), starcoder2=("Starcoder2", {}), cohere=("Cohere", {}),
-    granite=("Granite", {}),
-    gpt_oss=("GptOss", dict(head_dim=8, num_local_experts=4, num_experts_per_tok=2, layer_types=["full_attention"])))
+    granite=("Granite", {}))
 
 
 def other(kind):
@@ -351,10 +346,6 @@ def refuses(engine, world, rank, folder):
                                                                     engine=EngineSpec(tensor_parallel=SIZE)),
         r"engine='zero1' does not go with it": lambda: Policy(model(),
                                                               **HOW, engine=EngineSpec("zero1", tensor_parallel=SIZE)),
-        r"LlamaForCausalLM has no such plan": lambda: Policy(model(), **HOW,
-                                                             engine=tensor(engine, expert_parallel=True)),
-        r"say how many, tensor_parallel": lambda: Policy(model("mixtral"), **HOW,
-                                                         engine=EngineSpec(expert_parallel=True)),
         r"tensor_parallel=2: Muon does not step one that is flat": lambda: cut(engine=engine, optimizer=muon()),
         r"ranks 0 and 1 built different models": lambda: Policy(model(seed=min(dist.get_rank(), 1)), **HOW,
                                                                 engine=tensor(engine)),

@@ -123,7 +123,8 @@ def raises_on_parts(out, b):
     return good(out, b).sum()/b.n_tokens, {}
 def tokens_by_rows(out, b): return ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_rows)
 def rows_by_tokens(out, b):
-    return grpo_loss(out.logprobs, b.old_logprobs, b.ref_logprobs, b.advantages, b.mask, denom=b.n_tokens)
+    return grpo_loss(out.logprobs, b.old_logprobs, b.ref_logprobs, b.advantages, b.mask,
+                     denom=float(b.n_tokens))
 def even_ids_by_all_tokens(out, b): return sft_loss(out.logprobs, b.mask & (b.tokens % 2 == 0), denom=b)
 def even_mean_by_all_tokens(out, b): return masked_mean(-out.logprobs, b.mask & (b.tokens % 2 == 0), denom=b), {}
 def pairs_by_rows(out, b): loss, m = dpo_rows(out, b); return loss*b.n_units/b.n_rows, m
@@ -359,14 +360,14 @@ def test_another_term_is_no_false_alarm(term):
 
 
 @pytest.mark.parametrize("loss", [
-    lambda out, b: gspo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_rows),
-    lambda out, b: gmpo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b.n_rows)], ids=["gspo", "gmpo"])
+    lambda out, b: gspo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b),
+    lambda out, b: gmpo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=b)], ids=["gspo", "gmpo"])
 def test_ratios_of_rows_pass_with_advantages_of_tokens(loss): assert {"reinforce", "mean"} <= set(check_loss(loss))
 
 
 def test_a_mean_is_one_with_any_reduction_and_any_term():
     def mixed(out, b): # each term with its own count; only one of them wrong is seen, too
-        rows, m = grpo_loss(out.logprobs, b.old_logprobs, b.ref_logprobs, b.advantages, b.mask, denom=b.n_rows)
+        rows, m = grpo_loss(out.logprobs, b.old_logprobs, b.ref_logprobs, b.advantages, b.mask, denom=b)
         return rows + masked_mean(clean(b.mask, out.entropy)[0], b.mask, denom=b.n_tokens), m
     assert check_loss(mixed)[-2] == check_loss(dpo_rows)[-2] == "mean"
     def one_wrong(out, b):
@@ -684,7 +685,7 @@ def test_closures_on_logits_are_checked():
 
 # -- what the model computes, and what the batch has
 
-def scored(out, b): return bradley_terry_loss(*pairs(out.scores, b), denom=b.n_units)
+def scored(out, b): return bradley_terry_loss(*pairs(out.scores, b), denom=b)
 def criticised(out, b): return value_loss(out.values, b.values, b.returns, b.mask, denom=b.n_tokens)
 def measured(out, b): return masked_mean(out.measured, b.mask, denom=b.n_tokens), dict(kl=mean_of(out.measured, b.mask))
 def measured_twice(out, b):
@@ -767,7 +768,7 @@ def test_what_an_error_advises_works():
 def test_rows_of_which_nothing_is_chosen_do_not_count():
     def kto(out, b, weigh=True):
         lp, ref = sequence_logprobs(out.logprobs, b.mask), sequence_logprobs(b.ref_logprobs, b.mask)
-        return kto_loss(lp, ref, b.desirable, weights=b.mask.any(1).float() if weigh else None, kl=.1, denom=b.n_rows)
+        return kto_loss(lp, ref, b.desirable, weights=b.mask.any(1).float() if weigh else None, kl=.1, denom=b)
     with pytest.raises(AssertionError, match=r"breaks the empty law: .* weights=b.mask.any\(1\).float\(\)"):
         check_loss(partial(kto, weigh=False))
     assert check_loss(kto) == laws("mean")

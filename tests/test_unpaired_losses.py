@@ -44,7 +44,7 @@ every_loss = pytest.mark.parametrize("name", LOSSES)
 def test_as_a_closure_over_rows(name): # a filler is a row without weight
     def closure(out, b):
         lp, ref = (sequence_logprobs(x, b.mask) for x in (out.logprobs, b.ref_logprobs))
-        return LOSSES[name][0](lp, ref, b.desirable, weights=b.mask.any(1).float(), denom=b.n_rows)
+        return LOSSES[name][0](lp, ref, b.desirable, weights=b.mask.any(1).float(), denom=b)
     assert {"split", "mask", "empty", "padding", "empty_rows"} <= set(check_loss(closure))
 
 
@@ -55,7 +55,7 @@ def test_equals_oracle(name):
     assert_close(f(LP, REF, GOOD)[0].item(), sum(formula(x, d) for x, d, _ in rows)/16, rtol=1e-7, atol=0)
     assert_close(f(LP, REF, GOOD, weights=WEIGHTS)[0].item(), sum(w*formula(x, d) for x, d, w in rows)/14, rtol=1e-7,
                  atol=0)
-    assert_close(f(LP, REF, GOOD, denom=7)[0].item(), sum(formula(x, d) for x, d, _ in rows)/7, rtol=1e-7, atol=0)
+    assert_close(f(LP, REF, GOOD, denom=7.)[0].item(), sum(formula(x, d) for x, d, _ in rows)/7, rtol=1e-7, atol=0)
 
 
 def test_kto_golden():
@@ -85,8 +85,8 @@ def test_reflection_at_the_reference_point_exchanges_the_classes():
 def test_relatives():
     four = [COLS[k] for k in ("chosen", "rejected", "ref_chosen", "ref_rejected")]
     rows = torch.cat(four[:2]), torch.cat(four[2:]), torch.arange(32) < 16
-    assert_close(kto_loss(*rows, kl=0., denom=16)[0], apo_zero_loss(*four)[0])
-    assert_close(bco_loss(*rows, delta=0., denom=16)[0], bco_pair_loss(*four)[0]) # one default β for both
+    assert_close(kto_loss(*rows, kl=0., denom=16.)[0], apo_zero_loss(*four)[0])
+    assert_close(bco_loss(*rows, delta=0., denom=16.)[0], bco_pair_loss(*four)[0]) # one default β for both
 
 
 def test_the_reference_point_carries_no_gradient():
@@ -184,7 +184,7 @@ def test_delta_is_in_nats():
 
 def test_delta_in_the_middle_is_nearest_to_dpo():
     x, ok = torch.tensor([3., -1.], dtype=torch.float64), torch.tensor([True, False])
-    gap = (torch.stack([bco_loss(x, 0*x, ok, delta=d, beta=1., denom=1)[0] for d in torch.linspace(-1, 3, 41).double()])
+    gap = (torch.stack([bco_loss(x, 0*x, ok, delta=d, beta=1., denom=1.)[0] for d in torch.linspace(-1, 3, 41).double()])
            - dpo_loss(x[:1], x[1:], *torch.zeros(2, 1), beta=1.)[0])
     assert (gap > 0).all() and gap.argmin() == 20 and bco_delta(None, x, 0*x, ok) == 1
 
@@ -206,7 +206,7 @@ def test_aot_is_the_published_one():
                   chosen=good, lp=x, ref=REF)
         def loss(b):
             (c, r), (rc, rr) = pairs(b.lp, b), pairs(b.ref, b)
-            return dpo_loss(c, r, rc, rr, beta=.3, denom=b.n_units)[0]
+            return dpo_loss(c, r, rc, rr, beta=.3, denom=b)[0]
         published = -F.logsigmoid(.3*((x-REF)[good].sort().values - (x-REF)[~good].sort().values)).mean()
         ours = sum(loss(part) for part in b.parts(cut))
         assert_close(ours, published)
@@ -257,7 +257,7 @@ def test_refusals(name):
             r"sequence_logprobs\(logprobs"):
         f(LP[:,None].expand(16, 3), REF, GOOD)
     with pytest.raises(ValueError, match=rf"{who}: desirable is \[15\], logprobs is \[16\]"): f(LP, REF, GOOD[1:])
-    with pytest.raises(TypeError, match=r"\w+_loss: desirable is int64; verdicts are Bool"): f(LP, REF, GOOD.long())
+    with pytest.raises(TypeError, match=r"\w+_loss: desirable is int64; a Bool is wanted"): f(LP, REF, GOOD.long())
     with pytest.raises(ValueError,
                        match=r"\w+_loss: logprobs is \[4, 4\]; one number per row is wanted, sequence_logprobs"):
         f(*(x.reshape(4, 4) for x in (LP, REF, GOOD)))
@@ -273,7 +273,7 @@ def test_a_batch_as_denom_counts_rows():
     b = Batch(mask=(torch.arange(3) > 0) & (torch.arange(16)[:, None] % 4 > 0), lengths=torch.full((16,), 3),
               unit=torch.arange(16)//2, lp=LP, ref=REF, good=GOOD)
     def loss(b, denom): return kto_loss(b.lp, b.ref, b.good, kl=.3, weights=b.mask.any(1).float(), denom=denom)[0]
-    assert (b.n_rows, b.n_units) == (12, 8) and loss(b, b) == loss(b, 12) == loss(b, None)
+    assert (b.n_rows, b.n_units) == (12, 8) and loss(b, b) == loss(b, 12.) == loss(b, None)
     assert_close(sum(loss(part, part) for part in b.parts(5)), loss(b, b))
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import ROOT
 from rlblocks import Policy, Rollout
-from rlblocks.engines.deltas import delta_apply, delta_encode
-from rlblocks.engines.published import publish_weights, published_weights, versions
+from rlblocks.engines.weights import delta_apply, delta_encode
+from rlblocks.engines.weight_folder import publish_weights, published_weights, versions
 from rlblocks.engines.weights import InProcess, Ticket, Transport, buckets, checksum, copy_weights, named_weights
 from tiny import model
 
@@ -245,7 +245,7 @@ def test_a_run_that_begins_anew_is_what_late_ones_read(tmp_path):
 def test_readers_see_complete_versions_only(tmp_path):
     "A writer that is killed leaves nothing that a reader would take."
     code = ("import os, sys, torch\nfrom rlblocks.engines.weights import InProcess, Ticket\n"
-            "from rlblocks.engines.published import publish_weights\n"
+            "from rlblocks.engines.weight_folder import publish_weights\n"
             "def dies(n):\n    yield dict(a=torch.zeros(9)); os.kill(os.getpid(), 9)\n"
             "publish_weights(Ticket(5, InProcess(lambda: 5, dies)), sys.argv[1])")
     policy = Policy(model(), device="cpu")
@@ -266,7 +266,7 @@ def test_readers_see_complete_versions_only(tmp_path):
 
 REPLACES = """
 import os, sys, torch
-from rlblocks.engines import published
+from rlblocks.engines import weight_folder
 from rlblocks.engines.weights import InProcess, Ticket
 replace, calls = os.replace, []
 def at_second(*paths):
@@ -276,7 +276,7 @@ def at_second(*paths):
     return replace(*paths)
 os.replace = at_second
 way = InProcess(lambda: 5, lambda n: iter([dict(a=torch.ones(9))]))
-published.publish_weights(Ticket(5, way), sys.argv[1])
+weight_folder.publish_weights(Ticket(5, way), sys.argv[1])
 """
 
 

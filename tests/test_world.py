@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import forked
-from rlblocks.engines.world import (
-    agree, all_or_raise, exchange, first_error, join_world, leave_world, same_rows, same_weights,
+from rlblocks.engines.process_group import (
+    agree, all_or_raise, exchange, first_error, join_world,
+    leave_world, same_rows, same_weights,
 )
 from torch import nn
 

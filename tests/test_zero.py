@@ -6,8 +6,8 @@ import pytest
 import torch
 from conftest import skip_without
 from forked import on_ranks
-from rlblocks.engines import slices
-from rlblocks.engines.base import zero
+from rlblocks.engines import zero_shards
+from rlblocks.engines.engine import zero
 from rlblocks.engines.plain import Plain
 from rlblocks.engines.zero import Zero
 from torch import nn
@@ -111,7 +111,7 @@ def test_a_weight_of_fewer_entries_than_ranks(monkeypatch):
                             fp32_partitioned_groups_flat=[torch.ones(4)])
     found = []
     for rank in range(4):
-        monkeypatch.setattr(slices, "world", lambda rank=rank: (rank, 4))
-        piece = slices.Piece(given, SimpleNamespace(ds_shape=torch.Size([1]), shape=torch.Size([0])), 3)
+        monkeypatch.setattr(zero_shards, "world", lambda rank=rank: (rank, 4))
+        piece = zero_shards.Piece(given, SimpleNamespace(ds_shape=torch.Size([1]), shape=torch.Size([0])), 3)
         found.append((piece.start, piece.n, len(piece.slice(piece.flat, CPU).local)))
     assert found == [(0, 1, 1), (1, 0, 0), (1, 0, 0), (1, 0, 0)]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 from rlblocks import Batch
-from rlblocks.engines.optim import adamw
+from rlblocks.engines.optimizers import adamw
 
 SIZES = dict(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=64)

@@ -22,7 +22,7 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from ..data.columns import whole_number
-from ..engines.world import MEETING, in_time, world
+from ..engines.process_group import MEETING, in_time, world
 from .keeper import Kept, collect, keepers_of, load_parts, log_unseen, warn_of_size, write_parts
 from rlblocks.checkpoint.saves import (
     Lock, best_save, checked, new_draft, prune, publish, recover, save_failure, save_path, saves_in, writable

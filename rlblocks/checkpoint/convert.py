@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.ragged import file_in, unfinished
-from ..engines.compiled import in_environment
+from ..engines.zero import in_environment
 from .saves import checked, load_mapped, saves_in, writable
 from ..models.lora import merge_adapters
 from ..models.folders import WEIGHTS, drafted

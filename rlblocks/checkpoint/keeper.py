@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..engines.world import world
+from ..engines.process_group import world
 from ..data.ragged import persist
 from .saves import checked, digest, write_state
 from rlblocks.checkpoint.shards import (

@@ -24,8 +24,8 @@ from torch.utils._pytree import MappingKey, tree_flatten_with_path, tree_leaves,
 
 from ..data.ragged import file_in
 from ..models.folders import failed_write
-from ..engines.slices import Slice
-from ..engines.world import all_or_raise, world
+from ..engines.zero_shards import Slice
+from ..engines.process_group import all_or_raise, world
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

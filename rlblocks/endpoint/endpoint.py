@@ -22,7 +22,7 @@ import torch
 from ..data.batch import Batch
 from ..data.columns import whole_number
 from ..data.renderers import Renderer
-from ..engines.guards import LocalOnly
+from ..engines.engine import LocalOnly
 from .asking import Asker
 from ..environments.environments import (check_rewards, default_renderer, episodes_of, in_thread,
                                                 rows_of_episodes, unit_of, wait_for_all)

@@ -24,19 +24,13 @@ def components_loss(
     if not terms: raise TypeError("components_loss: no terms; give them by name, rl=(token losses, 'acted', 1.)")
     losses, metrics = [], {}
     for name,term in terms.items():
-        x, column, weight = _term(name, term)
-        here, n = _chosen(b, column)
+        if not (isinstance(term, tuple) and len(term) == 3 and isinstance(term[1], str)): raise TypeError(
+            f"components_loss: {name} is a {type(term).__name__}; three things are wanted, "
+            f"{name}=(token losses, 'acted', 1.)")
+        x, column, weight = term
+        n = b.n_tokens if column == "mask" else getattr(b, f"n_{column}")
+        here = b.mask & b[column] # a row that fills up a rank has an all-False mask and keeps its other columns
         same_shape("B T", **{name: x}, mask=here)
         losses.append(weight*aggregate(x, here, denom=n))
         metrics[name] = mean_of(x, here)
     return torch.stack(losses).sum(), metrics
-
-def _chosen(b, column):
-    "Where a term's column is True, and how often in the optimizer step."
-    n = b.n_tokens if column == "mask" else getattr(b, f"n_{column}")
-    return b.mask & b[column], n # a row that fills up a rank has an all-False mask and keeps its other columns
-
-def _term(name, term):
-    if isinstance(term, tuple) and len(term) == 3 and isinstance(term[1], str): return term
-    raise TypeError(f"components_loss: {name} is a {type(term).__name__}; "
-                    f"three things are wanted, {name}=(token losses, 'acted', 1.)")

@@ -7,9 +7,9 @@ __all__ = ['implicit_process_rewards', 'implicit_reward_loss']
 
 # %% ../../nbs/losses/30_implicit_rewards.ipynb #44697549
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from ..arithmetic.kl import kl_k1
 from ..arithmetic.masked import Denom, Mean, divisor, masked_sum, mean_of, promoted, same_shape
@@ -50,11 +50,7 @@ def implicit_reward_loss(
     rows = mask.any(-1)
     s = torch.where(rows, promoted(scores.detach()), 0.)
     reward = masked_sum(implicit_process_rewards(logprobs, ref_logprobs, mask, beta=beta), mask, dim=-1)
-    loss = -(s*logsigmoid(reward) + (1 - s)*logsigmoid(-reward))
-    return masked_sum(loss, rows)/divisor(denom, "n_rows", rows.sum()), _implicit_metrics(reward, s, rows)
-
-@torch.no_grad()
-def _implicit_metrics(reward, s, rows):
-    right = s > .5
-    return dict(implicit_accuracy=mean_of(((reward > 0) == right).to(reward.dtype), rows),
-                implicit_right=mean_of(reward, rows & right), implicit_wrong=mean_of(reward, rows & ~right))
+    loss, right = -(s*F.logsigmoid(reward) + (1 - s)*F.logsigmoid(-reward)), s > .5
+    metrics = dict(implicit_accuracy=mean_of(((reward > 0) == right).to(reward.dtype), rows),
+                   implicit_right=mean_of(reward, rows & right), implicit_wrong=mean_of(reward, rows & ~right))
+    return masked_sum(loss, rows)/divisor(denom, "n_rows", rows.sum()), metrics

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..signals.groups import group_numbers
 from ..arithmetic.masked import Denom, Mean, finite_logprobs, masked_mean, promoted, same_shape
 from rlblocks.losses.pairs import (
-    answer_log_ratios, counted, means_of, over_pairs, over_rows, pair_log_ratios, pair_metrics,
+    answer_log_ratios, means_of, over_pairs, over_rows, pair_log_ratios, pair_metrics, zero_unweighted,
 )
 
 # %% ../../nbs/losses/28_online.ipynb #f241cc83
@@ -59,7 +59,7 @@ def xpo_loss(
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, ref_wins=ref_wins,
                weights=weights)
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)
-    explored = counted(finite_logprobs(torch.where(ref_wins, chosen, rejected)), weights)
+    explored = zero_unweighted(finite_logprobs(torch.where(ref_wins, chosen, rejected)), weights)
     loss = -F.logsigmoid(beta*(c - r)) + alpha*explored
     metrics = pair_metrics(c, r, beta=beta, weights=weights) | means_of(weights, ref_answer_logprob=explored)
     return over_pairs(loss, weights=weights, denom=denom), metrics
@@ -91,18 +91,18 @@ def nash_md_loss(
 
     L = Σ −sg[P(y≻y′) − ½ − β(log π − log π_ref)]·log π / denom. Munos et al. 2023, section 7."""
     same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, win_prob=win_prob, weights=weights)
-    lp, win = counted(finite_logprobs(logprobs), weights), counted(win_prob, weights)
+    lp, win = zero_unweighted(finite_logprobs(logprobs), weights), zero_unweighted(win_prob, weights)
     ratio = answer_log_ratios(logprobs, ref_logprobs, weights=weights)
     loss = -(win - .5 - beta*ratio).detach()*lp
     return over_rows(loss, weights=weights, denom=denom), means_of(weights, win_prob=win, kl=ratio)
 
 # %% ../../nbs/losses/28_online.ipynb #4ad2e3d0
 def rebel_loss(
-    chosen:Float[Tensor, " P"],       # log π of one answer, carries the gradient
-    rejected:Float[Tensor, " P"],     # log π of the other, carries the gradient
-    ref_chosen:Float[Tensor, " P"],   # log π_t of the first, data: the policy that sampled this round
-    ref_rejected:Float[Tensor, " P"], # log π_t of the other, data
-    score_gap:Float[Tensor, " P"],    # r(y) − r(y′), the first's score minus the other's, data
+    first:Float[Tensor, " P"],      # log π of one answer, carries the gradient; neither is preferred
+    second:Float[Tensor, " P"],     # log π of another answer to the same prompt, carries the gradient
+    ref_first:Float[Tensor, " P"],  # log π_t of the first, data: the policy that sampled this round
+    ref_second:Float[Tensor, " P"], # log π_t of the second, data
+    score_gap:Float[Tensor, " P"],  # r(y) − r(y′), the first's score minus the second's, data
     *,
     weights:Float[Tensor, " P"]|None=None, # multiplies each pair's loss; 0 leaves the pair out
     beta:float=1.0,            # β = 1/η, reward per nat
@@ -110,13 +110,13 @@ def rebel_loss(
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics)
     """Regress the gap of the implicit rewards on the gap of the scores.
 
-    L = Σ (β(c − r) − (r(y) − r(y′)))² / denom, c and r log-ratios. Gao et al. 2024 (REBEL)."""
-    same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, score_gap=score_gap,
+    L = Σ (β(x − x′) − (r(y) − r(y′)))² / denom, x and x′ the log-ratios. Gao et al. 2024 (REBEL)."""
+    same_shape(first=first, second=second, ref_first=ref_first, ref_second=ref_second, score_gap=score_gap,
                weights=weights)
-    c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)
-    gap = counted(score_gap.detach(), weights)
-    loss = (beta*(c - r) - gap).square()
-    metrics = pair_metrics(c, r, beta=beta, weights=weights) | means_of(weights, score_gap=gap)
+    x, x2 = pair_log_ratios(first, second, ref_first, ref_second, weights=weights)
+    gap = zero_unweighted(score_gap.detach(), weights)
+    loss = (beta*(x - x2) - gap).square()
+    metrics = pair_metrics(x, x2, beta=beta, weights=weights) | means_of(weights, score_gap=gap)
     return over_pairs(loss, weights=weights, denom=denom), metrics
 
 # %% ../../nbs/losses/28_online.ipynb #cb9596ca
@@ -134,7 +134,7 @@ def a2po_loss(
     L = Σ (β(log π − log π_ref) − (r − V*))² / denom. Brantley et al. 2025 (A*-PO)."""
     same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, advantages=advantages, weights=weights)
     reward = beta*answer_log_ratios(logprobs, ref_logprobs, weights=weights)
-    A = counted(advantages.detach(), weights)
+    A = zero_unweighted(advantages.detach(), weights)
     loss = (reward - A).square()
     return over_rows(loss, weights=weights, denom=denom), means_of(weights, implicit_reward=reward, advantage=A)
 
@@ -171,6 +171,6 @@ def qrpo_loss(
     if not beta > 0: raise ValueError(f"qrpo_loss: beta is {beta}; it is above 0, 1/beta is in the partition function")
     log_z = math.log(beta) + 1/beta + math.log(-math.expm1(-1/beta))
     reward = beta*answer_log_ratios(logprobs, ref_logprobs, weights=weights)
-    q = counted(quantiles.detach(), weights)
+    q = zero_unweighted(quantiles.detach(), weights)
     loss = (q - beta*log_z - reward).square()
     return over_rows(loss, weights=weights, denom=denom), means_of(weights, implicit_reward=reward, quantile=q)

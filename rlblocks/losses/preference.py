@@ -18,10 +18,6 @@ from ..arithmetic.masked import Denom, Mean, same_shape
 from .pairs import means_of, over_pairs, pair_log_ratios, pair_metrics
 
 # %% ../../nbs/losses/25_preference.ipynb #71d29e5f
-def _flipped_share(who, epsilon):
-    if not 0 <= epsilon < .5:
-        raise ValueError(f"{who}: label_smoothing is {epsilon}; a share of flips lies within [0, 0.5)")
-
 def dpo_loss(
     chosen:Float[Tensor, " P"],       # log π of the preferred answer, carries the gradient
     rejected:Float[Tensor, " P"],     # log π of the other, carries the gradient
@@ -36,7 +32,8 @@ def dpo_loss(
     """Direct preference optimization.
 
     L = Σ (ℓ(βΔ) + εβΔ) / denom, ℓ = −log σ. Rafailov et al. 2023, eq. 7 (ε = 0); Mitchell 2023, eq. 3."""
-    _flipped_share("dpo_loss", label_smoothing)
+    if not 0 <= label_smoothing < .5: raise ValueError(
+        f"dpo_loss: label_smoothing is {label_smoothing}; a share of flips lies within [0, 0.5)")
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)
     x = beta*(c - r)
@@ -59,7 +56,8 @@ def robust_dpo_loss(
     """DPO, unbiased under randomly flipped labels; not bounded below.
 
     L = Σ (ℓ(βΔ) − ε/(1−2ε)·βΔ) / denom, ℓ = −log σ. Ray Chowdhury et al. 2024."""
-    _flipped_share("robust_dpo_loss", label_smoothing)
+    if not 0 <= label_smoothing < .5: raise ValueError(
+        f"robust_dpo_loss: label_smoothing is {label_smoothing}; a share of flips lies within [0, 0.5)")
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)
     x = beta*(c - r)
@@ -80,14 +78,11 @@ def ipo_loss(
     """Identity preference optimization: regress the margin on a finite target.
 
     L = Σ (Δ − 1/(2β))² / denom. Azar et al. 2023, eq. 17. TRL passes means over tokens, OpenRLHF sums."""
-    _positive("ipo_loss", beta)
+    if not beta > 0: raise ValueError(f"ipo_loss: beta is {beta}; the target is 1/(2·beta) nats, so it is above 0")
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)
     loss = (c - r - 1/(2*beta)).square()
     return over_pairs(loss, weights=weights, denom=denom), pair_metrics(c, r, beta=beta, weights=weights)
-
-def _positive(who, beta):
-    if not beta > 0: raise ValueError(f"{who}: beta is {beta}; the target is 1/(2·beta) nats, so it is above 0")
 
 # %% ../../nbs/losses/25_preference.ipynb #5206b4dd
 def hinge_loss(
@@ -231,7 +226,7 @@ def sppo_loss(
     """Self-play preference optimization with hard labels: regress each log-ratio on its own target.
 
     L = Σ ((c − 1/(2β))² + (r + 1/(2β))²) / denom, c and r log-ratios. Wu et al. 2024, eq. 4.7 with P = 1 and 0."""
-    _positive("sppo_loss", beta)
+    if not beta > 0: raise ValueError(f"sppo_loss: beta is {beta}; the target is 1/(2·beta) nats, so it is above 0")
     same_shape(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected, weights=weights)
     c, r = pair_log_ratios(chosen, rejected, ref_chosen, ref_rejected, weights=weights)
     loss = (c - 1/(2*beta)).square() + (r + 1/(2*beta)).square()

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['token_covariance', 'clip_cov_mask', 'kl_cov_mask', 'clip_cov_loss', 'kl_cov_loss', 'high_entropy_mask',
            'entropy_loss', 'adaptive_entropy_coef', 'm2po_mask', 'sign_weights', 'expert_load', 'moe_balance_loss',
-           'router_z_loss']
+           'routed_tokens', 'router_z_loss']
 
 # %% ../../nbs/losses/19_selections.ipynb #e28139eb
 import math
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ..arithmetic.masked import Counts, Denom, Max, Mean, Metric, Over, aggregate, finite_logprobs, masked_mean
-from ..arithmetic.masked import mean_of, promoted, same_shape
+from ..arithmetic.masked import mean_of, promoted, same_shape, user_called
 from .policy import log_ratio, masked_data, ppo_loss, ratio_metrics
 
 # %% ../../nbs/losses/19_selections.ipynb #f97368b9
@@ -246,12 +246,15 @@ def moe_balance_loss(
         "expert_load(router_logits, mask, top_k=…) of the batch gives it")
     p = torch.where(mask[...,None], promoted(router_logits), 0.).softmax(-1)
     busy = E * (p*load.detach().to(p.dtype).unsqueeze(1)).sum(-1) # a matrix product is half precision in autocast
-    return aggregate(busy, mask, denom=_routed("moe_balance_loss", denom)), dict(moe_balance=mean_of(busy, mask))
+    return aggregate(busy, mask, denom=routed_tokens(denom)), dict(moe_balance=mean_of(busy, mask))
 
-def _routed(who, denom):
+def routed_tokens(
+    denom:Denom, # True in the mask of a router's loss over the optimizer step, or None
+)->Denom: # the same
+    """Refuse a batch as the denominator of a router's loss: it counts chosen tokens, and a router sees prompts too."""
     if isinstance(denom, Counts): raise TypeError(
-        f"{who}: denom is a {type(denom).__name__}, which counts the tokens that the policy chose, while a router sees "
-        "prompts too; give the number of True in `mask` over the optimizer step: denom=n")
+        f"{user_called()}: denom is a {type(denom).__name__}, which counts the tokens that the policy chose, while a "
+        "router sees prompts too; give the number of True in `mask` over the optimizer step: denom=n")
     return denom
 
 # %% ../../nbs/losses/19_selections.ipynb #8a0c2db0
@@ -267,4 +270,4 @@ def router_z_loss(
     `denom`."""
     same_shape(router_logits=router_logits[...,0], mask=mask)
     z = torch.where(mask[...,None], promoted(router_logits), 0.).logsumexp(-1).square()
-    return aggregate(z, mask, denom=_routed("router_z_loss", denom)), dict(router_z=mean_of(z, mask))
+    return aggregate(z, mask, denom=routed_tokens(denom)), dict(router_z=mean_of(z, mask))

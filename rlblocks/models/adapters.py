@@ -25,11 +25,12 @@ from torch import Tensor, nn
 
 from ..data.columns import seed_of
 from ..data.ragged import file_in
-from ..engines.base import Engine
-from ..engines.deltas import bits_of
-from ..engines.lazy import stand_ins
-from ..engines.modules import output_layer, plain_name
-from ..engines.world import HALF
+from ..engines.engine import Engine
+from ..engines.weights import bits_of
+from ..engines.lazy_weights import stand_ins
+from ..engines.engine import output_layer
+from ..engines.weights import plain_name
+from ..engines.process_group import HALF
 from .checks import check_adapter
 from .folders import drafted
 from .loading import dequantized, quantized

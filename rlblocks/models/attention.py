@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from ..arithmetic.passes import sent
-from ..engines.exchanges import LineShard
-from ..engines.world import HALF
+from ..engines.sequence_parallel import LineShard
+from ..engines.process_group import HALF
 
 if TYPE_CHECKING: import transformers
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batch import Batch
-from ..engines.base import EngineSpec, engine_of
-from ..engines.optim import OptimizerSpec
+from ..engines.engine import EngineSpec, engine_of
+from ..engines.optimizers import OptimizerSpec
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
 from .policy import Trained, base_of, start

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from ..data.ragged import persist, unfinished
-from ..engines.modules import distinct
-from ..engines.world import HALF, agree, world
+from ..engines.weights import distinct
+from ..engines.process_group import HALF, agree, world
 
 if TYPE_CHECKING: import transformers
 

@@ -21,8 +21,8 @@ from ..arithmetic.logprobs import entropy as entropy_of, gather_logprobs
 from ..arithmetic.masked import promoted
 from ..arithmetic.passes import asked, sent
 from ..data.packing import Packed, pack
-from ..engines.exchanges import LineShard
-from ..engines.modules import output_layer
+from ..engines.sequence_parallel import LineShard
+from ..engines.engine import output_layer
 from .attention import Segments, layout as segment_kwargs
 from .checks import check_hidden, check_measured, positions, vocabulary
 from .folders import dtypes_of

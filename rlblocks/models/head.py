@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from jaxtyping import Float, Int
 
-from ..engines.exchanges import copied, joined
-from ..engines.modules import output_layer
+from ..engines.process_group import copy_to, gather_from
+from ..engines.engine import output_layer
 from ..arithmetic.head import CHUNKS, linear_logprobs, linear_measured
 from ..arithmetic.logprobs import entropy as entropy_of, gather_logprobs
 from ..arithmetic.masked import promoted
@@ -199,14 +199,14 @@ def _as_linear(known, hidden, transform):
 def _logits(layer, hidden, transform):
     "What leaves the model for `hidden`: the layer's own forward without hooks, and the transform."
     group, own = _sharing(layer), type(layer).forward
-    z = own(layer, hidden) if group is None else joined(own(layer, copied(hidden, group)), group)
+    z = own(layer, hidden) if group is None else gather_from(own(layer, copy_to(hidden, group)), group)
     return _transformed(z, transform)
 
 def _sharing(layer): return getattr(layer, "joined_over", None) # ranks that share its rows (tensor parallel)
 
 def _all_rows(x, layer)->Any:
     "Rows of a weight or bias from all ranks that share them."
-    return x if x is None or _sharing(layer) is None else joined(x.movedim(0, -1), _sharing(layer)).movedim(-1, 0)
+    return x if x is None or _sharing(layer) is None else gather_from(x.movedim(0, -1), _sharing(layer)).movedim(-1, 0)
 
 def _transformed(z, transform):
     scale, softcap = transform

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..engines.lazy import make_lazy_
-from ..engines.modules import output_layer
-from ..engines.world import device_of
+from ..engines.lazy_weights import make_lazy_
+from ..engines.engine import output_layer
+from ..engines.process_group import device_of
 from .checks import config_of, refuse_encoder_decoder, without_its_code
 
 if TYPE_CHECKING: import transformers

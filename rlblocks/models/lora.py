@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from ..engines.base import EngineSpec, EngineState, WeightShard
-from ..engines.checks import check_trains_in
-from ..engines.lazy import read_module_
-from ..engines.modules import output_layer, plain_name
+from ..engines.engine import EngineSpec, EngineState, WeightShard
+from ..engines.sharded_model import check_trains_in
+from ..engines.lazy_weights import read_module_
+from ..engines.engine import output_layer
+from ..engines.weights import plain_name
 from ..engines.plain import Plain
-from ..engines.sharded import ShardedModel
+from ..engines.sharded_model import ShardedModel
 from ..engines.weights import buckets
-from ..engines.world import agree, same_model, world
+from ..engines.process_group import agree, same_model, world
 from .adapters import (check_bare, check_merges, check_untied, fingerprint, inject_,
                                       keep_kernels_, layers_with_adapters, linear_names, load_adapter_, lora_config,
                                       merged_weights, nested, peft_, settings_of, starts_from_weights,
@@ -38,7 +39,7 @@ from .prepared import Lora, Prepared, Setup
 
 if TYPE_CHECKING:
     import peft
-    from rlblocks.engines.tensor import TensorParallel
+    from rlblocks.engines.tensor_parallel import TensorParallel
 _T = TypeVar("_T")
 
 # %% ../../nbs/models/04_lora.ipynb #d2d3514c

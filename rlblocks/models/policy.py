@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batch import Batch
-from ..engines.base import Engine, EngineSpec, engine_of
-from ..engines.deltas import Deltas
-from ..engines.optim import OptimizerSpec
-from ..engines.guards import LocalOnly
+from ..engines.engine import Engine, EngineSpec, engine_of
+from ..engines.weights import Deltas
+from ..engines.optimizers import OptimizerSpec
+from ..engines.engine import LocalOnly
 from ..engines.weights import Ticket
 from .checks import check_measure
 from .forward import Forward, Reading

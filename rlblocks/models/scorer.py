@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..data.batch import Batch
-from ..engines.base import EngineSpec, engine_of
-from ..engines.optim import OptimizerSpec
-from ..engines.world import world
+from ..engines.engine import EngineSpec, engine_of
+from ..engines.optimizers import OptimizerSpec
+from ..engines.process_group import world
 from .forward import Reading
 from .loading import as_pretrained, load_tokenizer
 from .policy import Trained, base_of, start

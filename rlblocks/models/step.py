@@ -18,9 +18,9 @@ from ..arithmetic.masked import Last, Mean, Metric, merge
 from ..data.batch import Batch
 from ..data.columns import widen
 from ..data.packing import Limits, common_prefix, planned
-from ..engines.sharded import check_graph
+from ..engines.sharded_model import check_graph
 from ..engines.weights import checksum
-from ..engines.world import agree, largest, same_rows
+from ..engines.process_group import agree, largest, same_rows
 from .checks import (check_batches, check_confined, check_jobs, check_loss, check_sampled, check_scored,
                                     check_turning, check_window, places_at)
 from .forward import Reading
@@ -159,7 +159,8 @@ def _add(run, sums, loss, out, part, rows):
     try:
         check_loss(run.name, got := loss(out, here := part.to(run.model.device)))
         check_graph(got[0])
-        if not part.filler and run.checked.due(loss) and check_splits(loss, out, here, run.name): run.checked.passed()
+        if not part.filler and run.checked.due(loss):
+            run.checked.passed(loss, check_splits(loss, out, here, run.name))
     except Exception as e:
         if not sums.together: raise
         sums.error = sums.error or e

@@ -17,9 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..data.batch import Batch
-from ..engines.modules import plain_name
-from ..engines.deltas import Deltas, LowRank, changes_ticket
-from ..engines.weights import Ticket, probe_ids
+from ..engines.weights import plain_name, Deltas, LowRank, changes_ticket, Ticket, probe_ids
 from .checks import check_alone
 from .forward import Forward
 from .lora import Base, View

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from jaxtyping import Float
 
-from ..engines.lazy import device_at, lazy_weights, read_module_
-from ..engines.sharded import ShardedModel
-from ..engines.world import world
+from ..engines.lazy_weights import device_at, lazy_weights, read_module_
+from ..engines.sharded_model import ShardedModel
+from ..engines.process_group import world
 from ..losses.value import expected_value
 from .checks import config_of, refuse_encoder_decoder, without_its_code
 from .folders import in_precision, plain_twin, save_folder

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engines.world import RankLost
+from ..engines.process_group import RankLost
 
 # %% ../../nbs/placement/97b_answers.ipynb #1341508a
 class _Pickler(pickle.Pickler):

@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..data.columns import whole_number
-from ..engines.optim import check_number
+from ..engines.optimizers import check_number
 from ..samplers.kv_cache import cache_argument
 from .memory import Live, fake_model
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from ..engines.world import RankLost
+from ..engines.process_group import RankLost
 from .access import asks_for_token, open_to_others, own_ray, token_file
 from .environment import environment, interface_of, kept_back, warn_of_secrets
 from .member import Member

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..checkpoint.shards import is_shard
 from ..data.batch import Batch
 from ..engines.weights import checksum
-from ..engines.world import world
+from ..engines.process_group import world
 from .place import FutureAnswer, like_tuple
 
 # %% ../../nbs/placement/95_handles.ipynb #d4f93a87

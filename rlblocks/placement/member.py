@@ -22,10 +22,9 @@ import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
 from ..engines.weights import InProcess, Ticket
-from ..engines.world import form_world
+from ..engines.process_group import form_world
 from ..models.policy import Trained
 from .handles import membership
-from .remote_rows import leave_rows
 from .shipping import InPool, Stream, closing_streams, new_window, send
 from .wire import Reader, Parcel, nothing_stays, parcel_of
 
@@ -184,7 +183,6 @@ class Member:
     def call(self,
         number:int, name:str, wire:Parcel, # whose method; its arguments
         speaks:bool, keep:int, # whether this rank answers for its replica; under which number a ticket stays
-        by_reference:bool=False, # whether large rows of the answer stay, in the store
     )->Answer:
         "Call a method; the result of a rank that does not speak is None."
         def run():
@@ -192,7 +190,7 @@ class Member:
             method = cast(Callable[..., object], self.find(number, name))
             with closing_streams(args, kwargs): found = method(*args, **kwargs)
             if stays(found): self.objects[keep], found = found, replace(found, transport=InPool(keep))
-            return (leave_rows(found) if by_reference else found) if speaks else None
+            return found if speaks else None
         return answer_to(run)
 
     def read(self, number:int, name:str)->Answer:

@@ -28,10 +28,10 @@ from ..models.adapters import Lora, linear_names, lora_config, peft_
 from ..models.attention import Segments, attend_by_segments, layout
 from ..models.checks import config_of
 from ..models.loading import without_lm_head
-from ..engines.modules import output_layer
+from ..engines.engine import output_layer
 from ..models.head import states_of
 from ..arithmetic.head import CHUNKS, linear_logprobs
-from ..engines.world import HALF
+from ..engines.process_group import HALF
 
 if TYPE_CHECKING: from transformers import PreTrainedModel
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..data.batch import Batch, Whole
-from ..data.columns import widen
 from ..arithmetic.masked import Metric, merge
 
 P = ParamSpec("P")
@@ -201,8 +200,6 @@ def _cat_in_order(parts, order):
     "`torch.cat(parts)[order]` of unlike widths, without a second copy of the column."
     first, dtype = parts[0], reduce(torch.promote_types, (a.dtype for a in parts))
     wide = [max(a.shape[1] for a in parts)] if first.dim() > 1 else []
-    if wide and any(type(a) is not Tensor for a in parts): # rows by reference are joined without being read
-        return torch.cat([widen(a, *wide).to(dtype) for a in parts])[order]
     out = first.new_zeros(len(order), *wide, *first.shape[2:], dtype=dtype)
     for a, at in zip(parts, order.argsort().split([len(a) for a in parts]), strict=True):
         out[(at, slice(a.shape[1])) if wide else at] = a.to(dtype)

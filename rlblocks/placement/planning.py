@@ -16,12 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..arithmetic.head import CHUNKS
 from ..data.columns import whole_number
-from ..engines.base import EngineSpec, PlannedBytes, engine_of, planned_plain
-from ..engines.cuts import cut_, fit_plan, plan_of
-from ..engines.modules import checkpoint_layers_, output_layer, plain_name, promote_
-from ..engines.sharded import planned_bytes
-from ..engines.tensor import adapted_layers, adapter_share_
-from ..engines.world import HALF
+from ..engines.engine import EngineSpec, PlannedBytes, engine_of, planned_plain
+from ..engines.tensor_plan import cut_, fit_plan, plan_of
+from ..engines.sharded_model import checkpoint_layers_, promote_
+from ..engines.engine import output_layer
+from ..engines.weights import plain_name
+from ..engines.sharded_model import planned_bytes
+from ..engines.tensor_parallel import adapted_layers, adapter_share_
+from ..engines.process_group import HALF
 from ..models.loading import without_lm_head
 from ..models.lora import check_kept
 from ..models.policy import check_quantized
@@ -64,7 +66,7 @@ def _fake_wrapper(model, spec:EngineSpec, *, frozen:bool, lora, quantization, va
     if not lm_head: fake, plain = without_lm_head(fake), without_lm_head(plain)
     building = _size(fake.parameters()) + _size(fake.buffers())
     if spec.tensor_parallel > 1:
-        styles = plan_of(plain, expert_parallel=spec.expert_parallel)
+        styles = plan_of(plain)
         _cut_fake_(fake, fit_plan(plain, styles, spec.tensor_parallel), spec.tensor_parallel)
     head = linear_head(fake, width) if value_head else None
     own = [*adapter, *(head.parameters() if head is not None else ())]

@@ -24,9 +24,8 @@ from .crew import Crew, Rank, end_ranks, session, start_ranks
 from .member import Made, RankMessage
 from .handles import Handle, Method, Placed, replica_indices, speakers
 from .shipping import ANY_NUMBER, BUCKET_BYTES, InPool, Stream
-from .place import C, P
+from .place import C, Call, P
 from .restarts import mended
-from .stored_columns import Columns, StoredCall, StoredRows
 from .wire import LIMIT, Parcel, parcel_of
 
 # %% ../../nbs/placement/98l_raypool.ipynb #0f186a13
@@ -54,9 +53,9 @@ class RayPool:
         bundles, self.ranks, self.number, self.beside = bundles_of(ranks, cpus, gpus, nodes, strategy), ranks, 0, beside
         cluster, self.lock, self.window = _connected(cluster), RLock(), None
         group, claim = _room(bundles, "STRICT_SPREAD" if nodes else strategy, name, cluster.ready, beside, ranks)
-        self.columns, self.together, own = Columns(), world or ranks == 1, None if beside else group   # one, in parts
+        self.together, own = world or ranks == 1, None if beside else group
         self.crew = Crew(name, cluster, group, claim, world, restarts, timeout, grace, mended)
-        self.end = finalize(self, end_ranks, self.crew.ranks, self.crew.leaders, own, cluster, self.crew.session)
+        self.end = finalize(self, end_ranks, self.crew.ranks, own, cluster, self.crew.session)
         try: start_ranks(self.crew, spots(group, ranks))
         except BaseException:
             self.end()
@@ -208,8 +207,7 @@ def _begun(pool, placed, name, given)->Underway[object]:
         number, arriving = _next_number(pool, who), []
         try:
             args, kwargs = cast(tuple, _addressed(pool, given, arriving))
-            cut = StoredCall(pool.columns, args, kwargs, len(set(placed.replicas)), who=who,
-                             shares_prompts=placed.shares_prompts)
+            cut = Call(args, kwargs, len(set(placed.replicas)), who=who, shares_prompts=placed.shares_prompts)
             speaking = speakers(placed.replicas)[:None if cut.rows is not None else 1]
             call = RankCall(who, _shares(pool, placed, name, number, cut, speaking), placed.replicas,
                             [x.stream for x in arriving], [(x.sender, x.sending) for x in arriving],
@@ -218,8 +216,7 @@ def _begun(pool, placed, name, given)->Underway[object]:
         except BaseException:
             for x in arriving: x.stream.end(f"{who} was not begun")
             raise
-        cut.sum_up()      # while the ranks are at work
-    return underway
+        return underway
 
 def _shares(pool, placed, name, keep, cut, speaking)->Callable[[Rank], RankMessage]:
     """What a rank is asked in a call that is cut: one share for each rank that speaks.
@@ -228,11 +225,10 @@ def _shares(pool, placed, name, keep, cut, speaking)->Callable[[Rank], RankMessa
     made anew the shares are kept, so nothing here may refer to `placed`, which would keep the object."""
     number, names = placed.number, partial(_name_of, pool)
     index, speak = replica_indices(placed.replicas), frozenset(speaking)
-    by_reference = cut.rows is not None and not pool.crew.restarts      # rows would be lost with a rank
     shares = [cache(partial(_stored, parcel_of(cut.of(k), names=names, limit=LIMIT))) for k in range(len(speaking))]
     def message(rank):
         share = shares[index[rank.number] if len(shares) > 1 else 0]()
-        return RankMessage("call", (number, name, share, rank.number in speak, keep, by_reference))
+        return RankMessage("call", (number, name, share, rank.number in speak, keep))
     return message
 
 def _owner(x):
@@ -298,9 +294,8 @@ def _placed(pool, number, made:dict[int, Made])->Handle: # rank → what it says
     return Handle(placed)
 
 def _stored(wire:Parcel)->Any: # itself, or a reference to it
-    "Large parcels go through the store, once a node; its columns do in any case."
+    "Large parcels go through the store, once a node."
     import ray
-    wire = replace(wire, stored=tuple(x() if isinstance(x, StoredRows) else x for x in wire.stored))
     return ray.put(wire) if wire.nbytes > 1 << 16 else wire
 
 def _bound(pool, found:object)->object:

@@ -24,7 +24,7 @@ from typing import Protocol, runtime_checkable
 
 from torch.distributed import DistError
 
-from ..engines.world import RankLost
+from ..engines.process_group import RankLost
 from .cluster import first, node_addresses, spots
 from .calls import RankCall, RankSilent, died, end_streams, gather
 from .crew import Crew, Rank, launch

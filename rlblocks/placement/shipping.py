@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..engines.weights import Change, InProcess, Ticket
-from ..engines.world import RankLost
+from ..engines.process_group import RankLost
 from .wire import Reader, nothing_stays, parcel_of
 
 # %% ../../nbs/placement/98c_shipping.ipynb #73b47916

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from .answers import from_message, gather_bytes, to_message
 from .handles import Handle, Placed, describe, is_plain, local, membership, replica_indices, speakers
 from .place import C, Call, FutureAnswer, P, later
-from ..engines.world import RankLost, all_or_raise, exchange, form_world, in_time, leave_world, world
+from ..engines.process_group import RankLost, all_or_raise, exchange, form_world, in_time, leave_world, world
 
 # %% ../../nbs/placement/98_spmd.ipynb #a33467e9
 def check_same_call(

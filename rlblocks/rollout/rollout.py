@@ -19,9 +19,9 @@ from torch import nn
 
 from ..data.batch import Batch
 from ..data.columns import whole_number
-from ..engines.guards import LocalOnly, ReentrantLock, locked
+from ..engines.engine import LocalOnly, ReentrantLock, locked
 from ..engines.weights import Manifest, Ticket
-from ..engines.world import device_of
+from ..engines.process_group import device_of
 from ..models.checks import check_ids
 from ..models.loading import load_tokenizer
 from ..samplers.controls import Penalties, check_penalties
@@ -36,7 +36,7 @@ from ..samplers.sglang_sampler import Sglang
 from ..samplers.structure import Structures
 from .turns import Limits, answered_by, by_token, next_requests, replies_of
 from .turns import sampling_of, texts_of_turns, with_turns
-from ..samplers.vllm_sampler import Vllm
+from ..samplers.vllm import Vllm
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

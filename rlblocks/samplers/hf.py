@@ -19,8 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ..engines.deltas import BaseWeights
-from ..engines.weights import Manifest, Ticket, check_since, copy_weights, named_weights
+from ..engines.weights import BaseWeights, Manifest, Ticket, check_since, copy_weights, named_weights
 from ..models.forward import Forward
 from ..models.loading import load_module
 from ..models.probes import look_ahead, pack_by
@@ -31,7 +30,7 @@ from .kv_cache import CachedDecoder, cache_is_exact
 from .prepacked import prepack_weights, drop_prepacked
 from .samplers import Completion, Request, check_ready
 from .structure import confining
-from .transfer import probed
+from .weight_transfer import probe_module
 
 # %% ../../nbs/samplers/82b_hf.ipynb #dbb32eef
 def sampling_module(
@@ -212,7 +211,7 @@ def loaded(
     "Copy a ticket's weights, or put its changes on what they are changes of."
     drop_prepacked(module)
     manifest = copy_weights(ticket, module, base=beneath.base(ticket, named_weights(module)))
-    if ticket.adapter: manifest = replace(manifest, gap=probed(module, ticket))
+    if ticket.adapter: manifest = replace(manifest, gap=probe_module(module, ticket))
     beneath.loaded(ticket)
     return manifest
 

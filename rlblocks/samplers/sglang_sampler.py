@@ -23,8 +23,8 @@ from ..models.folders import Shards, as_filed
 from .hf import empty_completion
 from .samplers import Completion, Request, SglangSpec, check_ready
 from .sglang_client import Client, Reply, check_scale, given_logprobs, sglang_body, sglang_completion
-from .transfer import arriving, check_probe, probe_scores, twin_shapes
-from .vllm_start import computed_dtype, engine_twin, own_ticket, transformers_model
+from .weight_transfer import checked_weights, check_probe, probe_scores, weight_shapes
+from .vllm import engine_dtype, meta_model, first_ticket, transformers_model
 
 if TYPE_CHECKING: import transformers
 
@@ -43,8 +43,8 @@ class Sglang:
     ):
         "Find the server, and try what its log-probs are of. A module's weights are loaded into it."
         made = None if isinstance(model, (str, Path)) else transformers_model(model, dtype)
-        self.twin, _ = engine_twin(model, made)
-        self.spec, self.dtype, self.module = spec, computed_dtype(self.twin, dtype), cast(nn.Module, self.twin)
+        self.twin = meta_model(model, made)
+        self.spec, self.dtype, self.module = spec, engine_dtype(self.twin, dtype), cast(nn.Module, self.twin)
         self.window:int|None = getattr(self.twin.config, "max_position_embeddings", None)
         self.vocabulary:int|None = cast(int, self.twin.get_input_embeddings().num_embeddings)
         self.folder = TemporaryDirectory(prefix="rlblocks-", dir=spec.folder)
@@ -53,7 +53,7 @@ class Sglang:
         self.version:int|None = 0
         try:
             check_scale(self.client)
-            if made is not None: self.load(own_ticket(made))
+            if made is not None: self.load(first_ticket(made))
         except BaseException:
             self.close()
             raise
@@ -201,7 +201,7 @@ def write_files(
     rmtree(folder, ignore_errors=True)
     twin.config.save_pretrained(folder)
     shards, sums, sizes = Shards(folder, file_bytes), {}, []
-    weights = arriving(ticket, twin_shapes(twin), file_bytes)
+    weights = checked_weights(ticket, weight_shapes(twin), file_bytes)
     for name, x in as_filed(twin, cast(Iterator[tuple[str, Tensor]], weights)):     # no changes: `check_whole`
         shards.add(name, x.cpu())
         sums[name] = checksum(x)

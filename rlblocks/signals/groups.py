@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['group_advantages', 'lite_ppo_advantages', 'leave_one_out', 'maxrl_advantages', 'bnpo_advantages',
-           'reinforce_pp_baseline', 'opo_advantages', 'gpg_advantages', 'cpgd_advantages', 'gdpo_advantages',
-           'soft_values', 'optimal_token_baseline']
+           'reinforce_pp_baseline', 'opo_advantages', 'gpg_advantages', 'gdpo_advantages', 'soft_values',
+           'optimal_token_baseline']
 
 # %% ../../nbs/signals/12_groups.ipynb #4f83e2c1
 from collections.abc import Sequence
@@ -223,20 +223,6 @@ def gpg_advantages(
     centered, n = above_group_mean(s, of)
     rows = n[:-1] # the last is of those without a score
     return like_scores(centered * (rows.sum()/(rows*_open(centered, of)).sum().clamp(min=1)), scores)
-
-def cpgd_advantages(
-    scores:Float[Tensor, " B"], # one verdict per row; NaN = unscorable
-    group:Int[Tensor, " B"],    # rows with the same id answered the same prompt; any sizes, any order
-    *,
-    limit:float=3.0,            # largest factor; 1 = Dr. GRPO
-)->Float[Tensor, " B"]: # 0 for a group of equals, a group of one, and a NaN
-    """How far each answer is above its group, scaled up for the groups that have no gradient, within a limit.
-
-    (sᵢ − mean_g)·min(groups/open groups, limit). Liu et al. 2025 (CPGD), clip-filter-like weight."""
-    of, s = numbered("cpgd_advantages", scores, group)
-    centered, n = above_group_mean(s, of)
-    factor = (n[:-1] > 0).sum()/_open(centered, of).sum().clamp(min=1)
-    return like_scores(centered * factor.clamp(max=limit), scores)
 
 # %% ../../nbs/signals/12_groups.ipynb #685da5d2
 def gdpo_advantages(

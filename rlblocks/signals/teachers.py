@@ -87,7 +87,7 @@ def realigned(
 )->Float[Tensor, "B T ..."]: # `x` at the student's positions, 0 outside of `mask`, NaN where answers differ in length
     """Carry a column from rows with one prompt to rows with another, answer token by answer token.
 
-    out[b, tₖ] = x[b, sₖ], tₖ and sₖ the k-th True of `mask` and `x_mask`. For Shenfeld et al. 2026 (SDFT) and
+    out[b, tₖ] = x[b, sₖ], tₖ and sₖ the k-th True of `mask` and `x_mask`. Shenfeld et al. 2026 (SDFT);
     Hübotter et al. 2026 (SDPO)."""
     for each in (x_mask, mask): same_shape(mask=each)
     same_shape(**{"x[..., 0]": x.flatten(2)[..., 0] if x.ndim > 2 else x, "x_mask": x_mask})

@@ -107,7 +107,7 @@ def _block(fn, names, hyper, denom, as_number):
         given = dict(zip(names, (cols[k] for k in names), strict=True))
         if not denom or counts is None: return fn(**given, **hyper)
         b = _Batch("b", cols, counts, set())
-        return fn(**given, denom=getattr(b, denom) if as_number else b, **hyper)
+        return fn(**given, denom=float(getattr(b, denom)) if as_number else b, **hyper)
     return call
 
 def _first(names, wrt):

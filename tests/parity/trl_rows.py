@@ -353,7 +353,7 @@ def _(c): return dpo(c, "ipo")
 @row("trl", "DPOTrainer sft", "sft_loss(logprobs[:4], exists[:4])", wrt="logprobs")
 def _(c): return dpo(c, "sft", chosen=c.logprobs*c.exists, masks=c.exists)
 
-for kind, call in (("forward_kl", "forward_kl_reward"), ("js_divergence", "js_reward"),
+for kind, call in (("forward_kl", "lambda x: alpha_reward(x, alpha=1.)"), ("js_divergence", "js_reward"),
                    ("alpha_divergence", "lambda x: alpha_reward(x, alpha=.5)")):
     row("trl", f"DPOTrainer f_divergence_type={kind}", f"f_dpo_loss({P}, divergence={call})", wrt="chosen rejected")(
         lambda c, kind=kind: dpo(c, f_divergence_type=kind, f_alpha_divergence_coef=.5))
@@ -572,7 +572,7 @@ def _(c):
 def _(c): return dpo(c, "sft", chosen=c.logprobs*c.exists, masks=c.exists, use_weighting=True, log_sum_sq=-c.sum_sq)
 
 @row("trl", "GRPOTrainer loss_type=bnpo, old_per_token_logps=None",
-     "on_policy_loss(logprobs, at_tokens(row_advantages, mask), mask)", wrt="logprobs")
+     "ppo_loss(logprobs, logprobs.detach(), at_tokens(row_advantages, mask), mask)", wrt="logprobs")
 def _(c): return grpo(SimpleNamespace(**vars(c) | dict(old_logprobs=None)), c.row_advantages, loss_type="bnpo")
 
 @row("trl", "GRPOTrainer loss_type=bnpo, one call", f"ppo_loss({A})", wrt="logprobs")

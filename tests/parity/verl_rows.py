@@ -29,7 +29,7 @@ for mode, call in (
 @row("verl", "agg_loss token-mean, batch_num_tokens", "aggregate(x, mask, denom=100)", wrt="x")
 def _(c): return core().agg_loss(c.x, c.mask, "token-mean", dp_size=1, batch_num_tokens=100)
 
-@row("verl", "agg_loss seq-mean-token-mean, global_batch_size", "aggregate(x, mask, over='rows', denom=32)", wrt="x")
+@row("verl", "agg_loss seq-mean-token-mean, global_batch_size", "aggregate(x, mask, over='rows', denom=32.)", wrt="x")
 def _(c): return core().agg_loss(c.x, c.mask, "seq-mean-token-mean", global_batch_size=32)
 
 @row("verl", "masked_mean", "masked_mean(x, mask)", wrt="x")
@@ -399,13 +399,13 @@ def drawn(c, method, **kw):
     finally: torch.multinomial = original
     return seen[0]
 
-@row("verl", "compute_pf_ppo_reweight_data pow", "pf_ppo_weights(scores) + 1e-8")
+@row("verl", "compute_pf_ppo_reweight_data pow", "scores.abs().pow(2.) + 1e-8")
 def _(c): return drawn(c, "pow")
 
 @row("verl", "compute_pf_ppo_reweight_data max_min", "best_worst_weights(scores, 0*group) + 1e-8")
 def _(c): return drawn(c, "max_min")
 
-@row("verl", "compute_pf_ppo_reweight_data max_random", "best_random_weights(scores, 0*group) + 1e-8")
+@row("verl", "compute_pf_ppo_reweight_data max_random", "torch.where(scores == scores.max(), .4, .1) + 1e-8")
 def _(c): return drawn(c, "max_random")
 
 
