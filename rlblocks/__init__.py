@@ -170,11 +170,9 @@ if TYPE_CHECKING:
     from rlblocks.endpoint.tasksets import taskset_environment, taskset_rows, verifiers_environment, verifiers_rows
     from rlblocks.checkpoint.checkpoint import Checkpoint
     from rlblocks.checkpoint.saves import writable
-    from rlblocks.placement.budgets import plan_rollout, step_seconds
     from rlblocks.placement.cluster import Cluster
-    from rlblocks.placement.place import here, later
-    from rlblocks.placement.planning import plan
-    from rlblocks.placement.pools import Pools
+    from rlblocks.placement.place import Pools, here, later
+    from rlblocks.placement.plan import plan, plan_rollout, step_seconds
     from rlblocks.placement.raypool import RayPool
     from rlblocks.placement.restarts import restarted
     from rlblocks.placement.spmd import SpmdPool
@@ -216,11 +214,9 @@ _OFFERS = {
     "endpoint.tasksets": "taskset_environment taskset_rows verifiers_environment verifiers_rows",
     "checkpoint.checkpoint": "Checkpoint",
     "checkpoint.saves": "writable",
-    "placement.budgets": "plan_rollout step_seconds",
+    "placement.plan": "plan plan_rollout step_seconds",
     "placement.cluster": "Cluster",
-    "placement.place": "here later",
-    "placement.planning": "plan",
-    "placement.pools": "Pools",
+    "placement.place": "Pools here later",
     "placement.raypool": "RayPool",
     "placement.restarts": "restarted",
     "placement.spmd": "SpmdPool",

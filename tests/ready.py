@@ -38,7 +38,7 @@ jaxtyping loguru compressed_tensors""".split()
 RANK = """torch torch.distributed.fsdp torch.distributed.checkpoint torch.distributed.tensor.parallel torch._dynamo
 transformers.models.auto.modeling_auto transformers.models.llama.modeling_llama pytest rlblocks.models.policy
 rlblocks.models.critic rlblocks.models.scorer rlblocks.rollout.rollout rlblocks.checkpoint.checkpoint
-rlblocks.engines.fsdp2 rlblocks.engines.tensor_parallel rlblocks.placement.spmd rlblocks.placement.member""".split()
+rlblocks.engines.fsdp2 rlblocks.engines.tensor_parallel rlblocks.placement.spmd""".split()
 
 READ_AT_IMPORT = ("VLLM_", "MKL_", "ATEN_", "TORCH_", "RAY_AUTH", "PYTHONHASHSEED", "HF_")
 COMMAND = """#!{python} -IS
