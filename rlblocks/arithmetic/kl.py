@@ -21,7 +21,7 @@ def _log_ratio(logprobs, ref_logprobs, mask):
 def kl_k1(
     logprobs:Float[Tensor, "*shape"],         # log π(token), carries the gradient
     ref_logprobs:Float[Tensor, "*shape"],     # log π_ref(token), data
-    mask:Bool[Tensor, "*shape"]|None=None,    # True where the policy chose the token; None = everywhere
+    mask:Bool[Tensor, "*shape"]|None=None,    # True where the token counts; None = everywhere
 )->Float[Tensor, "*shape"]: # nats, either sign, 0 where `mask` is False
     """Log-ratio to the reference: unbiased for KL(π‖ref), noisy. As a reward it has the right gradient, as a loss none.
 
@@ -33,7 +33,7 @@ def kl_k1(
 def kl_k2(
     logprobs:Float[Tensor, "*shape"],         # log π(token), carries the gradient
     ref_logprobs:Float[Tensor, "*shape"],     # log π_ref(token), data
-    mask:Bool[Tensor, "*shape"]|None=None,    # True where the policy chose the token; None = everywhere
+    mask:Bool[Tensor, "*shape"]|None=None,    # True where the token counts; None = everywhere
 )->Float[Tensor, "*shape"]: # nats, ≥ 0, 0 where `mask` is False
     """Half the squared log-ratio: biased as a value, but as an on-policy loss its gradient is that of KL(π‖ref).
 
@@ -45,7 +45,7 @@ def kl_k2(
 def kl_k3(
     logprobs:Float[Tensor, "*shape"],         # log π(token), carries the gradient
     ref_logprobs:Float[Tensor, "*shape"],     # log π_ref(token), data
-    mask:Bool[Tensor, "*shape"]|None=None,    # True where the policy chose the token; None = everywhere
+    mask:Bool[Tensor, "*shape"]|None=None,    # True where the token counts; None = everywhere
 )->Float[Tensor, "*shape"]: # nats, ≥ 0, 0 where `mask` is False
     """Unbiased for KL(π‖ref), never negative, low variance; as an on-policy loss its gradient is that of KL(ref‖π).
 
@@ -58,7 +58,7 @@ def kl_k3(
 def full_kl(
     logits:Float[Tensor, "*shape V"],     # of the policy, carries the gradient
     ref_logits:Float[Tensor, "*shape V"], # of the reference, data
-    mask:Bool[Tensor, "*shape"]|None=None, # True where the policy chose the token; None = everywhere
+    mask:Bool[Tensor, "*shape"]|None=None, # True where the token counts; None = everywhere
 )->Float[Tensor, "*shape"]: # nats, ≥ 0, 0 where `mask` is False
     """Exact divergence from the reference at each position, over the whole vocabulary.
 
@@ -88,7 +88,7 @@ def ratio_corrected(
     kl:Float[Tensor, "*shape"],            # a k of each token, carries its gradient
     logprobs:Float[Tensor, "*shape"],      # log π(token), carries the ratio's gradient; detach it to only re-weight
     old_logprobs:Float[Tensor, "*shape"],  # log π(token) of the policy that sampled the tokens, data
-    mask:Bool[Tensor, "*shape"]|None=None, # True where the policy chose the token; None = everywhere
+    mask:Bool[Tensor, "*shape"]|None=None, # True where the token counts; None = everywhere
 )->Float[Tensor, "*shape"]: # nats, 0 where `mask` is False
     """A divergence at tokens of another policy, with the expected value and gradient of tokens of this one.
 

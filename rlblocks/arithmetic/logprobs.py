@@ -135,9 +135,9 @@ def _entropy(z):
 # %% ../../nbs/arithmetic/01_logprobs.ipynb #147c9939
 def sequence_logprobs(
     logprobs:Float[Tensor, "B T"], # of each token
-    mask:Bool[Tensor, "B T"],      # True where the policy chose the token
+    mask:Bool[Tensor, "B T"],      # True where the token counts
 )->Float[Tensor, " B"]: # nats
-    """Log-probability of all chosen tokens of a row together.
+    """Log-probability of all counted tokens of a row together.
 
     log π(y|x) = Σₜ log π(yₜ | y<ₜ, x) over the mask."""
     same_shape("B T", logprobs=logprobs, mask=mask)

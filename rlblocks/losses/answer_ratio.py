@@ -24,8 +24,8 @@ from .ratio import policy_gradient
 def sequence_ratio(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
-)->Float[Tensor, " B"]: # s of each row, 0 where nothing is chosen
+    mask:Bool[Tensor, "B T"],          # True where token t counts
+)->Float[Tensor, " B"]: # s of each row, 0 where nothing counts
     """One ratio for each answer, the geometric mean of those of its tokens.
 
     s = exp(mean log ρ) = (π(y)/π_old(y))^(1/n). Zheng et al. 2025, eq. 7. For a token loss: at_tokens(s, mask)."""
@@ -37,7 +37,7 @@ def gspo_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
     advantages:Float[Tensor, "B T"],   # Â of the row, at its tokens
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     clip_low:float=3e-4,               # ε_low: no gradient from s = 1 − ε_low down if Â < 0
     clip_high:float=4e-4,              # ε_high: none from 1 + ε_high up if Â > 0
@@ -59,7 +59,7 @@ def sequence_metrics(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens
     advantages:Float[Tensor, "B T"],   # Â, whose mean over a row says which bound applies
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     low:float,                         # s is clipped below it where the mean Â < 0
     high:float,                        # and above it where the mean Â > 0
@@ -78,7 +78,7 @@ def gspo_token_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
     advantages:Float[Tensor, "B T"],   # Â of each token
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     clip_low:float=3e-4,               # ε_low: no gradient from s = 1 − ε_low down if Â < 0
     clip_high:float=4e-4,              # ε_high: none from 1 + ε_high up if Â > 0
@@ -100,7 +100,7 @@ def luspo_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
     advantages:Float[Tensor, "B T"],   # Â of the row, at its tokens
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     clip_low:float=3e-4,               # ε_low: no gradient from s = 1 − ε_low down if Â < 0
     clip_high:float=4e-4,              # ε_high: none from 1 + ε_high up if Â > 0
@@ -120,7 +120,7 @@ def gmpo_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
     advantages:Float[Tensor, "B T"],   # Â of the row, at its tokens
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     nats_low:float=0.4,                # ε_low: no gradient below log ρ = −ε_low if Â < 0
     nats_high:float=0.4,               # ε_high: none above log ρ = ε_high if Â > 0
@@ -144,7 +144,7 @@ def vespo_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old, or of the sampler, of the same tokens
     advantages:Float[Tensor, "B T"],   # Â, data
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     k_pos:float=2.0,                   # exponent where Â > 0: how fast answers that became less likely fade
     lam_pos:float=3.0,                 # λ there: how fast those that became likelier do
@@ -169,7 +169,7 @@ def topr_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log μ of the same tokens: the policy that sampled them
     advantages:Float[Tensor, "B T"],   # Â or the reward of the row, at its tokens; its sign decides the weight
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     over:Over="tokens",                # what weighs the same: every token, every row or every group
     denom:Denom=None,                  # the batch (denom=b), or its tokens or rows; None = this call is the batch

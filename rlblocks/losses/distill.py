@@ -51,21 +51,21 @@ def dft_loss(
 # %% ../../nbs/losses/12_distill.ipynb #584d68b2
 def softened_logprobs(
     logits:Float[Tensor, "*shape V"],      # of the student, carries the gradient; or of a teacher
-    mask:Bool[Tensor, "*shape"]|None=None, # True where they are wanted; None = everywhere
     *,
+    mask:Bool[Tensor, "*shape"]|None=None, # True where they are wanted; None = everywhere
     temperature:float=1.0,                 # τ, divides the logits
 )->Float[Tensor, "*shape V"]: # log-probabilities of the whole vocabulary; uniform where `mask` is False
     """Return the log-probabilities of a distribution softened by a temperature.
 
-    log softmax(z/τ). Hinton et al. 2015, eq. 1."""
+    log p, p = softmax(z/τ). Hinton et al. 2015, eq. 1."""
     if not temperature > 0: raise ValueError(f"{user_called()}: temperature is {temperature}, it must be positive")
     z = promoted(logits) if mask is None else torch.where(mask.unsqueeze(-1), promoted(logits), 0.)
     return (z/temperature).log_softmax(-1)
 
 # %% ../../nbs/losses/12_distill.ipynb #d9ce8ca6
 def predicting(
-    mask:Bool[Tensor, "B T"], # True where the policy chose token t
-)->Bool[Tensor, "B T"]: # True where the logits predict a chosen token
+    mask:Bool[Tensor, "B T"], # True where token t counts
+)->Bool[Tensor, "B T"]: # True where the logits predict a counted token
     """The mask in the frame of the logits: logits[:, t] are about token t + 1.
 
     predicting[:, t] = mask[:, t+1]; the last is False. A row keeps its count, for token 0 is never chosen."""
@@ -89,7 +89,7 @@ def jsd(
     same_shape(**{"logits[..., 0]": logits[..., 0]}, mask=mask, mask_optional=True)
     if not 0 <= beta <= 1: raise ValueError(
         f"{user_called()}: beta is {beta}; it is the share of the teacher, from 0 to 1")
-    x, y = (softened_logprobs(z, mask, temperature=temperature) for z in (logits, teacher_logits.detach()))
+    x, y = (softened_logprobs(z, mask=mask, temperature=temperature) for z in (logits, teacher_logits.detach()))
     D = _jsd(finite_logprobs(x), finite_logprobs(y), beta)
     return D if mask is None else torch.where(mask, D, 0.)
 
@@ -119,7 +119,7 @@ def forward_kl_loss(
     L = Σ KL(p_T ‖ p_S) / denom. Hinton et al. 2015, section 2. Ids that the teacher excludes (logit −inf) add 0."""
     same_shape("B T V", logits=logits, teacher_logits=teacher_logits)
     same_shape(**{"logits[..., 0]": logits[..., 0], "mask": mask})
-    both = (softened_logprobs(z, mask, temperature=temperature) for z in (logits, teacher_logits.detach()))
+    both = (softened_logprobs(z, mask=mask, temperature=temperature) for z in (logits, teacher_logits.detach()))
     student, teacher = (finite_logprobs(x) for x in both)
     loss = (teacher.exp()*(teacher - student)).sum(-1)
     return aggregate(loss, mask, over=over, denom=denom), dict(forward_kl=mean_of(loss, mask))
@@ -140,7 +140,7 @@ def reverse_kl_loss(
     An id that only the teacher excludes costs p_S·10¹⁵."""
     same_shape("B T V", logits=logits, teacher_logits=teacher_logits)
     same_shape(**{"logits[..., 0]": logits[..., 0], "mask": mask})
-    both = (softened_logprobs(z, mask, temperature=temperature) for z in (logits, teacher_logits.detach()))
+    both = (softened_logprobs(z, mask=mask, temperature=temperature) for z in (logits, teacher_logits.detach()))
     student, teacher = (finite_logprobs(x) for x in both)
     loss = (student.exp()*(student - teacher)).sum(-1)
     return aggregate(loss, mask, over=over, denom=denom), dict(reverse_kl=mean_of(loss, mask))
@@ -176,7 +176,7 @@ def support_logprobs(
 
     (log p(v₁) … log p(v_K), log Σ_{others} p(v)), Σ = 1. Tail bucket as in Hübotter et al. 2026 (SDPO)."""
     same_shape(**{"logits[..., 0]": logits[..., 0], "ids[..., 0]": ids[..., 0], "mask": mask})
-    logp, empty, V = softened_logprobs(logits, mask, temperature=temperature), ids < 0, logits.shape[-1]
+    logp, empty, V = softened_logprobs(logits, mask=mask, temperature=temperature), ids < 0, logits.shape[-1]
     least = torch.finfo(logp.dtype).min # finite: if nothing is left, the gradient of its logsumexp is not nan
     others = F.pad(logp, (0, 1), value=least).scatter(-1, torch.where(empty, V, ids), least).logsumexp(-1, keepdim=True)
     picked = logp.gather(-1, ids.clamp(min=0)).masked_fill(empty, -torch.inf)
@@ -211,7 +211,7 @@ def uld_loss(
     L = Σ_t Σₖ |p_S⁽ᵏ⁾ − p_T⁽ᵏ⁾| / denom, sorted from the largest. Boizard et al. 2024 (ULD): the Wasserstein distance
     with equal costs."""
     same_shape(**{"logits[..., 0]": logits[..., 0], "teacher_logits[..., 0]": teacher_logits[..., 0]}, mask=mask)
-    both = (softened_logprobs(x, mask, temperature=temperature).exp() for x in (logits, teacher_logits.detach()))
+    both = (softened_logprobs(x, mask=mask, temperature=temperature).exp() for x in (logits, teacher_logits.detach()))
     p, q = (x.sort(-1, descending=True).values for x in both)
     K = max(p.shape[-1], q.shape[-1])
     loss = (F.pad(p, (0, K-p.shape[-1])) - F.pad(q, (0, K-q.shape[-1]))).abs().sum(-1)

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rlblocks.arithmetic.masked import (
-    Denom, Max, Mean, Over, aggregate, finite_logprobs, mean_of, promoted, same_shape,
+    Denom, Max, Mean, Over, aggregate, finite_logprobs, mean_of, same_shape,
 )
 from .policy import clip_metrics, clipped_surrogate, log_ratio, masked_data, ratio_metrics
 
@@ -23,7 +23,7 @@ def luffy_loss(
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens; not read in demonstrated rows
     advantages:Float[Tensor, "B T"],   # Â of the row's group, demonstrations included, at its tokens
     demonstrated:Bool[Tensor, " B"],   # True where another wrote the row
-    mask:Bool[Tensor, "B T"],          # True where the policy, or the demonstrator, chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     gamma:float=0.1,                   # γ: the probability at which a demonstrated token learns most
     clip_low:float=0.2,                # ε_low of the policy's own rows
@@ -75,7 +75,8 @@ def chord_mu(
 )->float: # μ of this step, the share of imitation
     """Return the weight of imitation: a linear warm-up, then half a cosine from `peak` down to `valley`.
 
-    μ = peak·t/warmup, then valley + (peak − valley)·(1 + cos(π·min((t − warmup)/decay, 1)))/2. Zhang et al. 2025 (CHORD)."""
+    μ = peak·t/warmup, then valley + (peak − valley)·(1 + cos(π·min((t − warmup)/decay, 1)))/2.
+    Zhang et al. 2025 (CHORD)."""
     if not (0 <= valley <= 1 and 0 <= peak <= 1 and decay > 0 and warmup >= 0): raise ValueError(
         f"chord_mu: peak is {peak}, valley is {valley}, decay is {decay}, warmup is {warmup}; "
         "peak and valley are shares within [0, 1], decay is at least 1 step, warmup at least 0")

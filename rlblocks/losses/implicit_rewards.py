@@ -18,7 +18,7 @@ from ..arithmetic.masked import Denom, Mean, divisor, masked_sum, mean_of, promo
 def implicit_process_rewards(
     logprobs:Float[Tensor, "B T"],     # log π_φ of the reward model, carries the gradient
     ref_logprobs:Float[Tensor, "B T"], # log π_ref of the same tokens, data
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     beta:float=0.05,                   # β, reward per nat
 )->Float[Tensor, "B T"]: # rewards of tokens, 0 where `mask` is False
@@ -33,7 +33,7 @@ def implicit_reward_loss(
     logprobs:Float[Tensor, "B T"],     # log π_φ of the reward model, carries the gradient
     ref_logprobs:Float[Tensor, "B T"], # log π_ref of the same tokens, data
     scores:Float[Tensor, " B"],        # outcome of each answer, within [0, 1]
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     beta:float=0.05,                   # β, reward per nat
     denom:Denom=None,                  # the batch (denom=b), or the rows of the optimizer step; None = this call

@@ -102,8 +102,8 @@ def chipo_loss(
 # %% ../../nbs/losses/07_margins.ipynb #bdd11dd5
 def ld_logprobs(
     logprobs:Float[Tensor, "B T"], # log π of the tokens, carries the gradient
-    mask:Bool[Tensor, "B T"],      # True where the policy chose token t
-    shared:Int[Tensor, " B"],      # ℓ, chosen tokens of the shorter answer of the row's pair
+    mask:Bool[Tensor, "B T"],      # True where token t counts
+    shared:Int[Tensor, " B"],      # ℓ, counted tokens of the shorter answer of the row's pair
     *,
     alpha:float=0.5,               # α, weight of what is longer; 1 = plain sum
 )->Float[Tensor, " B"]: # nats
@@ -119,8 +119,8 @@ def ld_logprobs(
 def wpo_weights(
     logprobs:Float[Tensor, "B T"],       # log π of the tokens
     sum_pi_squared:Float[Tensor, "B T"], # Σᵥ π(v)² where token t was chosen: logits.softmax(-1).square().sum(-1)
-    mask:Bool[Tensor, "B T"],            # True where the policy chose token t
-)->Float[Tensor, " B"]: # w(y), without gradient; about 1 for the policy's own answers, 0 if nothing is chosen
+    mask:Bool[Tensor, "B T"],            # True where token t counts
+)->Float[Tensor, " B"]: # w(y), without gradient; about 1 for the policy's own answers, 0 if nothing counts
     """How much an answer looks like the policy's own: multiply those of a pair and pass them as `weights`.
 
     w = exp(mean over tokens of (log π(yₜ) − log Σᵥ π(v)²)). Zhou et al. 2024 (WPO), eq. 2."""
@@ -235,7 +235,7 @@ def log_odds(
 )->Float[Tensor, "*shape"]:
     """Return the log-odds of events from their log-probabilities.
 
-    log p/(1 − p). Where p rounds to 1 it is the log-odds of the largest p below 1."""
+    log p/(1 − p), as in Hong et al. 2024 (ORPO), eq. 4. Where p rounds to 1 the largest p below 1 is taken."""
     return logprobs - torch.log(-torch.expm1(logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps)))
 
 # %% ../../nbs/losses/07_margins.ipynb #6c34fadf

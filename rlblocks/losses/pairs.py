@@ -102,7 +102,7 @@ def over_rows(
     """Mean of a loss over the rows of the optimizer step.
 
     Σ w·ℓ / n_rows, as in Ethayarajh et al. 2024, eq. 7. With denom=None a row of weight 0 is not counted;
-    a batch counts its rows with a chosen token, whatever their weights."""
+    a batch counts its rows with a counted token, whatever their weights."""
     return _mean_over("n_rows", loss, weights, denom)
 
 # %% ../../nbs/losses/06_pairs.ipynb #cebf1b89

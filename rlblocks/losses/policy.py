@@ -23,9 +23,9 @@ from rlblocks.arithmetic.masked import (
 def log_ratio(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
 )->Float[Tensor, "B T"]: # nats, within ±20, 0 where `mask` is False
-    """How much likelier each chosen token has become since the batch was scored.
+    """How much likelier each counted token has become since the batch was scored.
 
     log ρₜ = log π(aₜ|sₜ) − log π_old(aₜ|sₜ). Schulman et al. 2017, section 3."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
@@ -46,7 +46,7 @@ def masked_data(
 def clipped_surrogate(
     ratio:Float[Tensor, "B T"],      # π/π_old, carries the gradient
     advantages:Float[Tensor, "B T"], # Â, data
-    mask:Bool[Tensor, "B T"],        # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],        # True where token t counts
     *,
     clip_low:float=0.2,              # ε_low: no gradient from 1 − ε_low down if Â < 0
     clip_high:float=0.2,             # ε_high: none from 1 + ε_high up if Â > 0
@@ -117,7 +117,7 @@ def ppo_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
     advantages:Float[Tensor, "B T"],   # Â, data
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     clip_low:float=0.2,                # ε_low: no gradient from 1 − ε_low down if Â < 0
     clip_high:float=0.2,               # ε_high: none from 1 + ε_high up if Â > 0
@@ -140,7 +140,7 @@ def dapo_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
     advantages:Float[Tensor, "B T"],   # Â of the row's group, at its tokens
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     clip_low:float=0.2,                # ε_low: no gradient from 1 − ε_low down if Â < 0
     clip_high:float=0.28,              # ε_high: none from 1 + ε_high up if Â > 0
@@ -156,7 +156,7 @@ def dr_grpo_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
     advantages:Float[Tensor, "B T"],   # Â of the row's group, not divided by its spread, at its tokens
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     max_tokens:int,                    # T_max: the longest answer that sampling allows
     clip_low:float=0.2,                # ε_low: no gradient from 1 − ε_low down if Â < 0
@@ -177,7 +177,7 @@ def adaptive_clip(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens as the step begins
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens
     advantages:Float[Tensor, "B T"],   # Â
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     share:float=0.5,                   # ρ₀: what tokens with Â > 0 shall contribute, of 1
     clip_low:tuple[float, float]=(0.4, 0.1),  # ε_low at the start of the search and at its end, which is not larger
@@ -196,7 +196,7 @@ def adaptive_clip(
     ratio = log_ratio(logprobs.detach(), old_logprobs, mask).exp()
     A = masked_data(advantages, mask)
     if (ratio.isnan() | A.isnan()).any(): raise ValueError(
-        "adaptive_clip: logprobs, old_logprobs or advantages are NaN at a chosen token, so no share can be compared; "
+        "adaptive_clip: logprobs, old_logprobs or advantages are NaN at a counted token, so no share can be compared; "
         "leave such rows out: `without_unscored`")
     lows = [max(clip_low[0] - i*step, clip_low[1]) for i in range(_steps(clip_low, step) + 1)]
     highs = [min(clip_high[0] + i*step, clip_high[1]) for i in range(_steps(clip_high, step) + 1)]
@@ -215,7 +215,7 @@ def grpo_loss(
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
     ref_logprobs:Float[Tensor, "B T"], # log π_ref of the same tokens, under the frozen reference
     advantages:Float[Tensor, "B T"],   # Â of the row's group, at its tokens
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     clip_low:float=0.2,                # ε_low: no gradient from 1 − ε_low down if Â < 0
     clip_high:float=0.2,               # ε_high: none from 1 + ε_high up if Â > 0
@@ -237,14 +237,14 @@ def grpo_loss(
 def assert_on_policy(
     logprobs:Float[Tensor, "B T"],     # log π as the training pass computes it
     old_logprobs:Float[Tensor, "B T"], # log π as it was scored before the update
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     tol:float=1e-4,                    # largest |ratio − 1|; .02 for bfloat16
-    share:float=1.0,                   # share of the chosen tokens that must be within it; .95 for bfloat16
+    share:float=1.0,                   # share of the counted tokens that must be within it; .95 for bfloat16
 )->float: # the |ratio − 1| within which this share of the tokens lies
     """Raise AssertionError, with the likely causes, unless the policy is still the one that scored the batch.
 
-    |π/π_old − 1| ≤ tol for the given share of the chosen tokens. A check, not a loss: it waits for the device."""
+    |π/π_old − 1| ≤ tol for the given share of the counted tokens. A check, not a loss: it waits for the device."""
     same_shape("B T", logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
     off = (finite_logprobs(logprobs) - finite_logprobs(old_logprobs)).detach().expm1().abs()
     chosen = off[mask].sort().values # NaN sorts last: it is never within the tolerance
@@ -256,7 +256,7 @@ def assert_on_policy(
     raise AssertionError(_OFF_POLICY.format(
         share=f"{share:.0%}", n=len(chosen), found=found, tol=tol, b=b, t=t, new=new, old=old))
 
-_OFF_POLICY = """assert_on_policy: |ratio − 1| of {share} of {n} chosen tokens is up to {found:.3g}, wanted {tol:g}; \
+_OFF_POLICY = """assert_on_policy: |ratio − 1| of {share} of {n} counted tokens is up to {found:.3g}, wanted {tol:g}; \
 worst at row {b}, token {t}: {new:.4f} now, {old:.4f} then.
 Likely causes, most common first:
  1. dropout: one of the passes ran in train mode (model.eval(), or dropout 0 in the config)

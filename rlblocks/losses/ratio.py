@@ -22,7 +22,7 @@ from .policy import check_clip, clip_metrics, log_ratio, masked_data, ratio_metr
 def policy_gradient(
     logprobs:Float[Tensor, "B T"], # log π of the tokens, carries the gradient
     weights:Float[Tensor, "B T"],  # w, data: Â, or Â times a ratio
-    mask:Bool[Tensor, "B T"],      # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],      # True where token t counts
 )->Float[Tensor, "B T"]: # loss of each token, 0 where `mask` is False
     """The policy gradient as a loss for each token.
 
@@ -34,7 +34,7 @@ def policy_gradient(
 def reinforce_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     advantages:Float[Tensor, "B T"],   # Â, data
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     over:Over="tokens",                # what weighs the same: every token, every row or every group
     denom:Denom=None,                  # the batch (denom=b), or its tokens or rows; None = this call is the batch
@@ -51,7 +51,7 @@ def reinforce_loss(
 def asymre_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     advantages:Float[Tensor, "B T"],   # reward − mean of the group, at the tokens, not scaled
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     delta_v:float=-0.1,                # δV, in units of reward: below 0 successes weigh more than failures
     over:Over="tokens",                # what weighs the same: every token, every row or every group
@@ -68,7 +68,7 @@ def cispo_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
     advantages:Float[Tensor, "B T"],   # Â, data
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     clip_low:float=1.0,                # ε_low: a token weighs at least 1 − ε_low; 1 = no lower bound
     clip_high:float=4.0,               # ε_high: and at most 1 + ε_high
@@ -93,7 +93,7 @@ def gppo_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
     advantages:Float[Tensor, "B T"],   # Â, data
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     clip_low:float=0.2,                # ε_low: from 1 − ε_low down the gradient is β₁(1 − ε_low)Â if Â < 0
     clip_high:float=0.28,              # ε_high: from 1 + ε_high up it is β₂(1 + ε_high)Â if Â > 0
@@ -122,7 +122,7 @@ def dppo_tv_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old, or of the sampler, of the same tokens
     advantages:Float[Tensor, "B T"],   # Â, data
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     shift_low:float=0.15,              # no gradient once a token with Â < 0 has lost this much probability
     shift_high:float=0.15,             # none once one with Â > 0 has gained this much
@@ -149,7 +149,7 @@ def dppo_kl_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old, or of the sampler, of the same tokens
     advantages:Float[Tensor, "B T"],   # Â, data
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     nats_low:float=0.05,               # no gradient once a token with Â < 0 has fallen so far in KL
     nats_high:float=0.05,              # none once one with Â > 0 has risen so far
@@ -177,7 +177,7 @@ def dro_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old, or of the sampler, of the same tokens
     advantages:Float[Tensor, "B T"],   # Â, data
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     beta:float,                        # β, weight of the penalty; the gradient is 0 where log ρ = Â/β
     over:Over="tokens",                # what weighs the same: every token, every row or every group
@@ -196,7 +196,7 @@ def sapo_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
     advantages:Float[Tensor, "B T"],   # Â, data
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     tau_pos:float=1.0,                 # τ where Â > 0: how fast the gradient fades
     tau_neg:float=1.05,                # τ elsewhere
@@ -219,7 +219,7 @@ def cpgd_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
     advantages:Float[Tensor, "B T"],   # Â, data
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     clip_low:float=0.2,                # ε_low < 1: no gradient from ratio 1 − ε_low down if Â < 0
     clip_high:float=0.2,               # ε_high: none from 1 + ε_high up if Â > 0

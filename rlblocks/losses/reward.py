@@ -45,7 +45,7 @@ def score_metrics(
     chosen:Float[Tensor, " P"],   # score of the better answer
     rejected:Float[Tensor, " P"], # score of the worse one
     *,
-    tied:Bool[Tensor, " P"]|None=None,     # True where the judge saw no difference: such pairs are neither right nor wrong
+    tied:Bool[Tensor, " P"]|None=None,     # True where the judge saw no difference: neither right nor wrong
     weights:Float[Tensor, " P"]|None=None, # 0 leaves the pair out
 )->dict[str, Mean]: # accuracy and margin of the decided pairs; chosen_score, rejected_score of all
     """Return what to look at beside the loss of a reward model, without gradient.

@@ -22,11 +22,11 @@ from .policy import log_ratio, masked_data, ppo_loss, ratio_metrics
 def token_covariance(
     logprobs:Float[Tensor, "B T"],   # log π of the tokens as the step begins
     advantages:Float[Tensor, "B T"], # Â
-    mask:Bool[Tensor, "B T"],        # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],        # True where token t counts
 )->Float[Tensor, "B T"]: # without gradient, 0 where `mask` is False; the mean is the covariance
     """Each token's share of the covariance of advantage and log-prob, about the entropy that a step will cost.
 
-    cₜ = (Âₜ − mean Â)(log πₜ − mean log π), over all chosen tokens. Cui et al. 2025, section 4.2."""
+    cₜ = (Âₜ − mean Â)(log πₜ − mean log π), over all counted tokens. Cui et al. 2025, section 4.2."""
     same_shape("B T", logprobs=logprobs, advantages=advantages, mask=mask)
     return _centered(finite_logprobs(logprobs), mask) * _centered(advantages, mask)
 
@@ -38,10 +38,10 @@ def _centered(x, mask):
 def clip_cov_mask(
     logprobs:Float[Tensor, "B T"],   # log π of the tokens as the step begins
     advantages:Float[Tensor, "B T"], # Â
-    mask:Bool[Tensor, "B T"],        # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],        # True where token t counts
     *,
     uniform:Float[Tensor, "B T"],    # random numbers in [0, 1), drawn once for the batch
-    share:float=2e-4,                # how many to select, as a share of all chosen tokens; at least one
+    share:float=2e-4,                # how many to select, as a share of all counted tokens; at least one
     least:float=1.0,                 # covariances above this
     most:float=5.0,                  # and below this are candidates
 )->Bool[Tensor, "B T"]: # True where selected
@@ -53,7 +53,7 @@ def clip_cov_mask(
     return _smallest(uniform, (cov > least) & (cov < most) & mask, share, mask)
 
 def _smallest(key, candidates, share, mask):
-    "True at the candidates with the smallest keys: as many as `share` of the chosen tokens, at least one."
+    "True at the candidates with the smallest keys: as many as `share` of the counted tokens, at least one."
     key = torch.where(candidates, promoted(key).detach(), math.inf).flatten()
     wanted = (mask.sum().double()*share).long().clamp(min=1) # not known on the host; at most so many:
     order = key.topk(min(max(1, math.ceil(share*len(key))), len(key)), largest=False).indices
@@ -64,9 +64,9 @@ def _smallest(key, candidates, share, mask):
 def kl_cov_mask(
     logprobs:Float[Tensor, "B T"],   # log π of the tokens as the step begins
     advantages:Float[Tensor, "B T"], # Â
-    mask:Bool[Tensor, "B T"],        # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],        # True where token t counts
     *,
-    share:float=2e-4,                # how many to select, as a share of all chosen tokens; at least one
+    share:float=2e-4,                # how many to select, as a share of all counted tokens; at least one
 )->Bool[Tensor, "B T"]: # True where selected
     """The tokens with the highest covariance of advantage and log-prob.
 
@@ -79,7 +79,7 @@ def clip_cov_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
     advantages:Float[Tensor, "B T"],   # Â, data
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     selected:Bool[Tensor, "B T"],      # of `clip_cov_mask`: tokens that lose their gradient
     clip_low:float=0.2,                # ε_low: no gradient from 1 − ε_low down if Â < 0
@@ -99,7 +99,7 @@ def kl_cov_loss(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, carries the gradient
     old_logprobs:Float[Tensor, "B T"], # log π_old of the same tokens, at the start of this update
     advantages:Float[Tensor, "B T"],   # Â, data
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     selected:Bool[Tensor, "B T"],      # of `kl_cov_mask`: tokens to keep near the old policy
     kl_coef:float=1.0,                 # β, weight of the distance at the selected tokens, per nat
@@ -119,16 +119,16 @@ def kl_cov_loss(
 # %% ../../nbs/losses/03_selections.ipynb #077fee52
 def high_entropy_mask(
     entropy:Float[Tensor, "B T"], # of the distribution that token t was drawn from, nats
-    mask:Bool[Tensor, "B T"],     # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],     # True where token t counts
     *,
-    share:float=0.2,              # share of the chosen tokens to keep; 0 keeps the highest
+    share:float=0.2,              # share of the counted tokens to keep; 0 keeps the highest
 )->Bool[Tensor, "B T"]: # True where selected
     """The tokens whose entropy is within the top share of the batch.
 
     Hₜ ≥ quantile(H, 1 − share), interpolated linearly; ties are kept. Wang et al. 2025."""
     same_shape("B T", entropy=entropy, mask=mask)
     if not 0 <= share <= 1:
-        raise ValueError(f"high_entropy_mask: share is {share}; it is a part of the chosen tokens, within [0, 1]")
+        raise ValueError(f"high_entropy_mask: share is {share}; it is a part of the counted tokens, within [0, 1]")
     if not mask.numel(): return mask
     H = torch.where(mask, promoted(entropy).detach(), math.inf)
     at = (mask.sum() - 1).clamp(min=0).double() * (1-share) # place in the sorted row of the chosen
@@ -138,7 +138,7 @@ def high_entropy_mask(
 # %% ../../nbs/losses/03_selections.ipynb #d71afcb8
 def entropy_loss(
     entropy:Float[Tensor, "B T"], # of the distribution that token t was drawn from, nats; carries the gradient
-    mask:Bool[Tensor, "B T"],     # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],     # True where token t counts
     *,
     over:Over="tokens",           # what weighs the same: every token, every row or every group
     denom:Denom=None,             # the batch (denom=b), or its tokens or rows; None = this call is the batch
@@ -175,7 +175,7 @@ def m2po_mask(
     logprobs:Float[Tensor, "B T"],     # log π of the tokens as the step begins
     old_logprobs:Float[Tensor, "B T"], # log π of the same tokens by the policy that sampled them
     advantages:Float[Tensor, "B T"],   # Â
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     limit:float=0.04,                  # τ: largest mean (log ρ)² of the candidates that are kept, nats²
 )->Bool[Tensor, "B T"]: # True where kept
@@ -195,7 +195,7 @@ def m2po_mask(
 # %% ../../nbs/losses/03_selections.ipynb #89b467c2
 def sign_weights(
     advantages:Float[Tensor, "B T"], # Â; in the paper the reward of the answer, +1 or −1, at its tokens
-    mask:Bool[Tensor, "B T"],        # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],        # True where token t counts
     *,
     positive:float=0.1,              # λ: weight of tokens with Â > 0
     negative:float=1.0,              # weight of tokens with Â < 0
@@ -217,7 +217,7 @@ def expert_load(
     """How the router spreads the tokens of the batch over the experts.
 
     f_e = Σₜ [e among the top k of token t] / tokens. Fedus et al. 2021, eq. 5. Sums to k, as in transformers;
-    Megatron and DeepSpeed divide by k. A column with a value a row: `batch.set("load", …, per="row")`."""
+    Megatron and DeepSpeed divide by k. A column with one value per row: `batch.set("load", …, per="row")`."""
     same_shape(router_logits=router_logits[...,0], mask=mask)
     B, _, E = router_logits.shape
     if not 1 <= top_k <= E: raise ValueError(f"expert_load: top_k is {top_k}, there are {E} experts")
@@ -238,7 +238,7 @@ def moe_balance_loss(
     """Load balancing of one layer of experts: probability for a busy expert costs more.
 
     L = E·Σₜ Σₑ fₑ·pₜₑ / denom. Fedus et al. 2021, eq. 4. Perfect balance gives k, the sum of f, as in transformers;
-    1 in Megatron and DeepSpeed. A batch counts chosen tokens only and is refused as `denom`."""
+    1 in Megatron and DeepSpeed. A batch counts counted tokens only and is refused as `denom`."""
     same_shape(router_logits=router_logits[...,0], mask=mask)
     B, _, E = router_logits.shape
     if load.shape != (B, E): raise ValueError(
@@ -251,7 +251,7 @@ def moe_balance_loss(
 def routed_tokens(
     denom:Denom, # True in the mask of a router's loss over the optimizer step, or None
 )->Denom: # the same
-    """Refuse a batch as the denominator of a router's loss: it counts chosen tokens, and a router sees prompts too."""
+    """Refuse a batch as the denominator of a router's loss: it counts counted tokens, and a router sees prompts too."""
     if isinstance(denom, Counts): raise TypeError(
         f"{user_called()}: denom is a {type(denom).__name__}, which counts the tokens that the policy chose, while a "
         "router sees prompts too; give the number of True in `mask` over the optimizer step: denom=n")
@@ -266,7 +266,7 @@ def router_z_loss(
 )->tuple[Float[Tensor, ""], dict[str, Mean]]: # (loss, metrics)
     """Keep the logits of a router small.
 
-    L = Σ (log Σₑ exp zₑ)² / denom. Zoph et al. 2022, eq. 5. A batch counts chosen tokens only and is refused as
+    L = Σ (log Σₑ exp zₑ)² / denom. Zoph et al. 2022, eq. 5. A batch counts counted tokens only and is refused as
     `denom`."""
     same_shape(router_logits=router_logits[...,0], mask=mask)
     z = torch.where(mask[...,None], promoted(router_logits), 0.).logsumexp(-1).square()

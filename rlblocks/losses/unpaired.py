@@ -38,14 +38,15 @@ def mismatched(
 # %% ../../nbs/losses/08_unpaired.ipynb #f3ea3af8
 def swap_completions(
     tokens:Int[Tensor, "B T"],    # prompts and answers
-    mask:Bool[Tensor, "B T"],     # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],     # True where token t counts
     lengths:Int[Tensor, " B"],    # tokens that exist
     *,
     other:Int[Tensor, " B"],      # from `mismatched`
 )->tuple[Int[Tensor, "B T2"], Bool[Tensor, "B T2"], Int[Tensor, " B"]]: # (tokens, mask, lengths) of new rows, T2 = 2T
     """Rows of one's own prompt and another's answer, to be scored for `kto_kl`.
 
-    out = tokens[i, :pᵢ] + tokens[j, pⱼ:], j = other[i], p = first chosen token. Ethayarajh et al. 2024, section 4.1."""
+    out = tokens[i, :pᵢ] + tokens[j, pⱼ:], j = other[i], p = first counted token.
+    Ethayarajh et al. 2024, section 4.1."""
     same_shape("B T", tokens=tokens, mask=mask)
     start = torch.where(mask.any(1), mask.int().argmax(1), lengths)
     new_lengths = start + (lengths-start)[other]

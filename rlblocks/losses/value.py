@@ -18,7 +18,7 @@ from ..arithmetic.masked import Denom, Mean, Over, aggregate, finite_logprobs, m
 def value_metrics(
     values:Float[Tensor, "B T"],  # V(sₜ)
     returns:Float[Tensor, "B T"], # Rₜ; same units
-    mask:Bool[Tensor, "B T"],     # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],     # True where token t counts
 )->dict[str, Mean]: # value_error, value_bias, returns, returns_sq
     """What a critic of any kind is judged by.
 
@@ -34,7 +34,7 @@ def value_loss(
     values:Float[Tensor, "B T"],     # V(sₜ), carries the gradient
     old_values:Float[Tensor, "B T"], # V(sₜ) when the returns were computed
     returns:Float[Tensor, "B T"],    # Rₜ, what V should have said; same units
-    mask:Bool[Tensor, "B T"],        # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],        # True where token t counts
     *,
     clip:float|None=0.2,             # ε: how far from V_old a move still pays, in units of the reward; None = no limit
     huber:float|None=None,           # δ: a larger error is not squared, in units of the reward; None = all are squared
@@ -52,7 +52,7 @@ def value_loss(
         raise ValueError(f"value_loss: huber is {huber}; it is the largest error that is squared, above 0 (None = all)")
     V, old, R = (torch.where(mask, promoted(x), 0.) for x in (values, old_values.detach(), returns.detach()))
     near = V if clip is None else old + (V - old).clamp(-clip, clip)
-    free, clipped = half_square(V - R, huber), half_square(near - R, huber)
+    free, clipped = half_square(V - R, delta=huber), half_square(near - R, delta=huber)
     loss, n = aggregate(torch.maximum(free, clipped), mask, over=over, denom=denom), mask.sum()
     beyond = torch.zeros_like(mask) if clip is None else (V - old).abs() > clip
     stuck = Mean((beyond & (clipped > free)).sum(), n) # without gradient
@@ -60,11 +60,12 @@ def value_loss(
 
 def half_square(
     error:Float[Tensor, "*shape"], # e
+    *,
     delta:float|None=None,         # δ, largest error that is squared; None = all
 )->Float[Tensor, "*shape"]:
     """Return half the squared error, growing like its tangent beyond `delta`.
 
-    ½e², or δ(|e| − δ/2) where |e| > δ. Huber 1964."""
+    ½e², or δ·(|e| − δ/2) where |e| > δ. Huber 1964."""
     if delta is None: return .5*error.square()
     size = error.abs()
     return torch.where(size <= delta, .5*error.square(), delta*(size - delta/2))
@@ -138,7 +139,7 @@ def expected_value(
 def classification_value_loss(
     logits:Float[Tensor, "B T K"],  # of the critic over the bins, before token t; carries the gradient
     targets:Float[Tensor, "B T K"], # a distribution over the bins: `two_hot` or `hl_gauss` of the returns
-    mask:Bool[Tensor, "B T"],       # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],       # True where token t counts
     *,
     over:Over="tokens",             # what weighs the same: every token, every row or every group
     denom:Denom=None,               # the batch (denom=b), or its tokens or rows; None = this call is the batch

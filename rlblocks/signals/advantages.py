@@ -19,19 +19,19 @@ from ..arithmetic.masked import promoted, same_shape, whiten
 
 # %% ../../nbs/signals/00_advantages.ipynb #b2705fa3
 def _steps_to_go(mask):
-    "How many chosen tokens are left in the row, this one included; 0 where the mask is False."
+    "How many counted tokens are left in the row, this one included; 0 where the mask is False."
     done = mask.cumsum(1, dtype=torch.int32)
     return ((done[:, -1:] + 1 - done)*mask).long()
 
 def _in_steps(x, to_go):
-    "`x` by steps to go: entry k is that of the token with k chosen tokens left. Entry 0, the end of the row, is 0."
+    "`x` by steps to go: entry k is that of the token with k counted tokens left. Entry 0, the end of the row, is 0."
     width = x.shape[1]//64*64 + 64 # at least T + 1; a multiple of 8·8 is never padded in `linear_scan`
     x = x.new_zeros(len(x), width).scatter_(1, to_go, x)
     x[:, 0] = 0
     return x
 
 def _following(x, n=1):
-    "The entry of the n-th chosen token from here, 0 after the end."
+    "The entry of the n-th counted token from here, 0 after the end."
     n = min(n, x.shape[-1])
     return pad(x[..., :x.shape[-1]-n], (n, 0))
 
@@ -82,14 +82,15 @@ def _checked_lam(who, gamma, lam, rewards, mask):
 def gae(
     rewards:Float[Tensor, "B T"],    # rₜ, credited to token t; carries the gradient, if any
     values:Float[Tensor, "B T"],     # V(sₜ), before token t; same units as `rewards`, data
-    mask:Bool[Tensor, "B T"],        # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],        # True where token t counts
     *,
-    gamma:float=1.0,                 # γ, discount per chosen token
+    gamma:float=1.0,                 # γ, discount per counted token
     lam:Float[Tensor, " B"]|float=0.95, # λ, for all rows or one for each; 0 = one-step TD error … 1 = return − value
 )->tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]: # (advantages, returns), 0 where `mask` is False
     """Generalised advantage estimates and the value targets they imply.
 
-    Âₜ = δₜ + γλÂₜ₊₁, δₜ = rₜ + γV(sₜ₊₁) − V(sₜ), t+1 the next chosen token. Schulman et al. 2016, eq. 16. Not whitened.
+    Âₜ = δₜ + γλÂₜ₊₁, δₜ = rₜ + γV(sₜ₊₁) − V(sₜ), t+1 the next counted token. Schulman et al. 2016, eq. 16.
+    The advantages are not whitened.
     A NaN reward stays NaN in its row: see `without_unscored`. The range of a tensor `lam` is not checked: that would
     wait for the device."""
     same_shape("B T", rewards=rewards, values=values, mask=mask)
@@ -105,13 +106,13 @@ def gae(
 
 # %% ../../nbs/signals/00_advantages.ipynb #7ccf8696
 def length_adaptive_lam(
-    mask:Bool[Tensor, "B T"], # True where the policy chose token t
+    mask:Bool[Tensor, "B T"], # True where token t counts
     *,
-    alpha:float=0.05,         # α, horizon as a share of the answer's chosen tokens
+    alpha:float=0.05,         # α, horizon as a share of the answer's counted tokens
 )->Float[Tensor, " B"]: # λ of each row, within [0, 1); 0 for a row of at most 1/α tokens
     """A λ for each row, for `gae`: the longer the answer, the further credit travels.
 
-    λ = max(0, 1 − 1/(α·l)), l the chosen tokens. Yue et al. 2025 (VAPO), section 4.2, without the maximum."""
+    λ = max(0, 1 − 1/(α·l)), l the counted tokens. Yue et al. 2025 (VAPO), section 4.2, without the maximum."""
     same_shape("B T", mask=mask)
     if not alpha > 0: raise ValueError(f"length_adaptive_lam: alpha is {alpha}; a share of the answer is positive")
     return (1 - 1/(alpha*mask.sum(1).clamp(min=1))).clamp(min=0)
@@ -119,13 +120,13 @@ def length_adaptive_lam(
 # %% ../../nbs/signals/00_advantages.ipynb #a03539ea
 def discounted_returns(
     rewards:Float[Tensor, "B T"], # rₜ, credited to token t; carries the gradient, if any
-    mask:Bool[Tensor, "B T"],     # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],     # True where token t counts
     *,
-    gamma:float=1.0,              # γ, discount per chosen token
+    gamma:float=1.0,              # γ, discount per counted token
 )->Float[Tensor, "B T"]: # reward to go, 0 where `mask` is False
-    """What is still to be earned from each chosen token on.
+    """What is still to be earned from each counted token on.
 
-    Gₜ = rₜ + γGₜ₊₁, t+1 the next chosen token. Sutton and Barto 2018, eq. 3.9.
+    Gₜ = rₜ + γGₜ₊₁, t+1 the next counted token. Sutton and Barto 2018, eq. 3.9.
     A NaN reward stays NaN in its row: see `without_unscored`."""
     same_shape("B T", rewards=rewards, mask=mask)
     if not 0 <= gamma <= 1: raise ValueError(f"discounted_returns: gamma is {gamma}; it lies within [0, 1]")
@@ -136,7 +137,7 @@ def discounted_returns(
 
 # %% ../../nbs/signals/00_advantages.ipynb #358debb9
 def _window(x, n, decay):
-    "Σ decayᵏ·(the entry of the k-th chosen token from here) over k < n."
+    "Σ decayᵏ·(the entry of the k-th counted token from here) over k < n."
     total, size, width = torch.zeros_like(x), 0, 1
     while n:
         if n & 1: total, size = total + decay**size*_following(x, size), size + width
@@ -147,14 +148,14 @@ def _window(x, n, decay):
 def n_step_returns(
     rewards:Float[Tensor, "B T"], # rₜ, credited to token t; carries the gradient, if any
     values:Float[Tensor, "B T"],  # V(sₜ), before token t; data
-    mask:Bool[Tensor, "B T"],     # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],     # True where token t counts
     *,
-    gamma:float=1.0,              # γ, discount per chosen token
-    n:int,                        # chosen tokens to look ahead
+    gamma:float=1.0,              # γ, discount per counted token
+    n:int,                        # counted tokens to look ahead
 )->Float[Tensor, "B T"]: # value targets, 0 where `mask` is False
     """What the next n tokens earn, and what the critic expects after them.
 
-    Gₜ = rₜ + γrₜ₊₁ + … + γⁿ⁻¹rₜ₊ₙ₋₁ + γⁿV(sₜ₊ₙ), over chosen tokens; V is 0 after the last.
+    Gₜ = rₜ + γrₜ₊₁ + … + γⁿ⁻¹rₜ₊ₙ₋₁ + γⁿV(sₜ₊ₙ), over counted tokens; V is 0 after the last.
     Sutton and Barto 2018, eq. 7.1. A NaN reward stays NaN in its row: see `without_unscored`."""
     same_shape("B T", rewards=rewards, values=values, mask=mask)
     if n < 1 or not 0 <= gamma <= 1:
@@ -169,10 +170,10 @@ def n_step_returns(
 def vtrace(
     rewards:Float[Tensor, "B T"],    # rₜ, credited to token t; carries the gradient, if any
     values:Float[Tensor, "B T"],     # V(sₜ), before token t; data
-    mask:Bool[Tensor, "B T"],        # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],        # True where token t counts
     *,
     log_ratios:Float[Tensor, "B T"], # log π − log μ of the tokens, nats, μ the policy that sampled them; data
-    gamma:float=1.0,                 # γ, discount per chosen token
+    gamma:float=1.0,                 # γ, discount per counted token
     lam:Float[Tensor, " B"]|float=1.0, # λ, for all rows or one for each, as in `gae`
     rho_clip:float=1.0,              # ρ̄, cap of the weight of a TD error in the targets
     c_clip:float=1.0,                # c̄, cap of the credit that passes a token
@@ -202,11 +203,11 @@ def vtrace(
 # %% ../../nbs/signals/00_advantages.ipynb #514ce946
 def reinforce_pp_advantages(
     rewards:Float[Tensor, "B T"], # rₜ with the KL penalty in it, from `kl_shaped`; carries the gradient, if any
-    mask:Bool[Tensor, "B T"],     # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],     # True where token t counts
     *,
-    gamma:float=1.0,              # γ, discount per chosen token
+    gamma:float=1.0,              # γ, discount per counted token
     eps:float=1e-8,               # added to the variance
-)->Float[Tensor, "B T"]: # mean 0 and variance 1 over the chosen tokens, 0 where `mask` is False
+)->Float[Tensor, "B T"]: # mean 0 and variance 1 over the counted tokens, 0 where `mask` is False
     """What is still to be earned, in standard deviations above the mean token of the batch.
 
     (Gₜ − mean)/√(var + ε), Gₜ = rₜ + γGₜ₊₁, var unbiased. Hu et al. 2025 (REINFORCE++), section 3.
@@ -219,11 +220,11 @@ def reinforce_pp_advantages(
 # %% ../../nbs/signals/00_advantages.ipynb #c110bacc
 def at_tokens(
     x:Float[Tensor, " B"],    # one value per row
-    mask:Bool[Tensor, "B T"], # True where the policy chose token t
-)->Float[Tensor, "B T"]: # the row's value at each chosen token, 0 elsewhere
-    """Give every chosen token the value of its row: rlblocks never broadcasts [B] over [B, T] by itself.
+    mask:Bool[Tensor, "B T"], # True where token t counts
+)->Float[Tensor, "B T"]: # the row's value at each counted token, 0 elsewhere
+    """Give every counted token the value of its row: rlblocks never broadcasts [B] over [B, T] by itself.
 
-    xₜ = x·[token t is chosen]: an answer's verdict is each token's advantage. Shao et al. 2024, section 4.1.2."""
+    xₜ = x·[token t counts]: an answer's verdict is each token's advantage. Shao et al. 2024, section 4.1.2."""
     same_shape("B T", mask=mask)
     same_shape(x=x)
     if x.shape != mask.shape[:1]:
@@ -234,7 +235,7 @@ def at_tokens(
 def remax_advantages(
     rewards:Float[Tensor, "B T"],      # rₜ, credited to token t; carries the gradient, if any
     greedy_scores:Float[Tensor, " B"], # score of the greedy answer to the row's prompt; NaN = no baseline; data
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
 )->Float[Tensor, "B T"]: # 0 where `mask` is False or there is no baseline
     """What is still to be earned, above what the greedy answer earned.
 

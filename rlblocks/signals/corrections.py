@@ -29,7 +29,7 @@ def _weights(log_weights, mask, low=0., high=math.inf):
 def truncated_weights(
     old_logprobs:Float[Tensor, "B T"],     # log π of the trainer at the start of this update, data
     rollout_logprobs:Float[Tensor, "B T"], # log π as the sampler reported it, data
-    mask:Bool[Tensor, "B T"],              # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],              # True where token t counts
     *,
     low:float=0.0,                         # the smallest weight of a token
     high:float=2.0,                        # the largest weight of a token
@@ -45,7 +45,7 @@ def truncated_weights(
 def icepop_weights(
     old_logprobs:Float[Tensor, "B T"],     # log π of the trainer at the start of this update, data
     rollout_logprobs:Float[Tensor, "B T"], # log π as the sampler reported it, data
-    mask:Bool[Tensor, "B T"],              # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],              # True where token t counts
     *,
     low:float=0.5,                         # α: smaller ratios get weight 0
     high:float=5.0,                        # β: larger ratios get weight 0
@@ -61,9 +61,9 @@ def icepop_weights(
 # %% ../../nbs/signals/05_corrections.ipynb #dcb62685
 def row_sum(
     x:Float[Tensor, "B T"],   # log-ratios, or a divergence of each token
-    mask:Bool[Tensor, "B T"], # True where the policy chose token t
-)->Float[Tensor, "B T"]: # the row's number at each of its chosen tokens, 0 elsewhere
-    """The sum over a row's chosen tokens, at each of them.
+    mask:Bool[Tensor, "B T"], # True where token t counts
+)->Float[Tensor, "B T"]: # the row's number at each of its counted tokens, 0 elsewhere
+    """The sum over a row's counted tokens, at each of them.
 
     Σₜ xₜ: of log-ratios the log of their product, the ratio of the whole answer. Liu et al. 2025; verl's seq_sum."""
     same_shape("B T", x=x, mask=mask)
@@ -71,9 +71,9 @@ def row_sum(
 
 def row_mean(
     x:Float[Tensor, "B T"],   # log-ratios, or a divergence of each token
-    mask:Bool[Tensor, "B T"], # True where the policy chose token t
-)->Float[Tensor, "B T"]: # the row's number at each of its chosen tokens, 0 elsewhere
-    """The mean over a row's chosen tokens, at each of them.
+    mask:Bool[Tensor, "B T"], # True where token t counts
+)->Float[Tensor, "B T"]: # the row's number at each of its counted tokens, 0 elsewhere
+    """The mean over a row's counted tokens, at each of them.
 
     Σₜ xₜ / n: of log-ratios the log of their geometric mean. Zheng et al. 2025 (GSPO), eq. 7; verl's seq_mean."""
     same_shape("B T", x=x, mask=mask)
@@ -81,9 +81,9 @@ def row_mean(
 
 def row_max(
     x:Float[Tensor, "B T"],   # log-ratios, or a divergence of each token
-    mask:Bool[Tensor, "B T"], # True where the policy chose token t
-)->Float[Tensor, "B T"]: # the row's number at each of its chosen tokens, 0 elsewhere
-    """The largest over a row's chosen tokens, at each of them.
+    mask:Bool[Tensor, "B T"], # True where token t counts
+)->Float[Tensor, "B T"]: # the row's number at each of its counted tokens, 0 elsewhere
+    """The largest over a row's counted tokens, at each of them.
 
     y = maxₜ xₜ: bounded, it bounds every token of the answer. Li et al. 2025 (trust region masking); verl's seq_max."""
     same_shape("B T", x=x, mask=mask)
@@ -95,11 +95,11 @@ def _at_row(x, mask): return torch.where(mask, x[:, None], 0.)
 def sequence_weights(
     old_logprobs:Float[Tensor, "B T"],     # log π of the trainer at the start of this update, data
     rollout_logprobs:Float[Tensor, "B T"], # log π as the sampler reported it, data
-    mask:Bool[Tensor, "B T"],              # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],              # True where token t counts
     *,
     low:float=0.0,                         # the smallest weight of an answer
     high:float=2.0,                        # the largest weight of an answer; math.inf = the unbiased weight, up to e²⁰
-)->Float[Tensor, "B T"]: # the answer's weight at each of its chosen tokens, 0 where `mask` is False
+)->Float[Tensor, "B T"]: # the answer's weight at each of its counted tokens, 0 where `mask` is False
     """Truncated importance weight of whole answers.
 
     w = clip(Πₜ ρₜ, low, high), ρ = π_old/π_rollout. Liu et al. 2025 (sequence-level TIS). log w within ±20."""
@@ -111,11 +111,11 @@ def sequence_weights(
 def geometric_weights(
     old_logprobs:Float[Tensor, "B T"],     # log π of the trainer at the start of this update, data
     rollout_logprobs:Float[Tensor, "B T"], # log π as the sampler reported it, data
-    mask:Bool[Tensor, "B T"],              # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],              # True where token t counts
     *,
     low:float=0.0,                         # the smallest weight of an answer
     high:float=2.0,                        # the largest weight of an answer
-)->Float[Tensor, "B T"]: # the answer's weight at each of its chosen tokens, 0 where `mask` is False
+)->Float[Tensor, "B T"]: # the answer's weight at each of its counted tokens, 0 where `mask` is False
     """Truncated geometric mean of an answer's token ratios.
 
     w = clip((Πₜ ρₜ)^(1/n), low, high), ρ = π_old/π_rollout. The ratio of Zheng et al. 2025 (GSPO), eq. 7, here between
@@ -127,7 +127,7 @@ def geometric_weights(
 # %% ../../nbs/signals/05_corrections.ipynb #8151e6f6
 def within(
     x:Float[Tensor, "B T"],   # any number of a token, or of its row at each token, data
-    mask:Bool[Tensor, "B T"], # True where the policy chose token t
+    mask:Bool[Tensor, "B T"], # True where token t counts
     *,
     low:float=-math.inf,      # the smallest number that is kept
     high:float=math.inf,      # the largest number that is kept
@@ -144,7 +144,7 @@ def within(
 def binary_kl(
     old_logprobs:Float[Tensor, "B T"],     # log π of the trainer at the start of this update, data
     rollout_logprobs:Float[Tensor, "B T"], # log π as the sampler reported it, data
-    mask:Bool[Tensor, "B T"],              # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],              # True where token t counts
 )->Float[Tensor, "B T"]: # nats, ≥ 0, 0 where `mask` is False
     """Divergence of "this token or another" between sampler and trainer: a lower bound of KL(rollout‖old) there.
 
@@ -157,7 +157,7 @@ def binary_kl(
 def binary_tv(
     old_logprobs:Float[Tensor, "B T"],     # log π of the trainer at the start of this update, data
     rollout_logprobs:Float[Tensor, "B T"], # log π as the sampler reported it, data
-    mask:Bool[Tensor, "B T"],              # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],              # True where token t counts
 )->Float[Tensor, "B T"]: # within [0, 1], 0 where `mask` is False
     """How much probability this token has gained or lost: a lower bound of the total variation there.
 
@@ -172,7 +172,7 @@ def _log(x): return math.log(x) if x > 0 else -math.inf
 def token_mask(
     old_logprobs:Float[Tensor, "B T"],     # log π of the trainer at the start of this update, data
     rollout_logprobs:Float[Tensor, "B T"], # log π as the sampler reported it, data
-    mask:Bool[Tensor, "B T"],              # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],              # True where token t counts
     *,
     low:float=0.5,                         # smallest ratio of a token that is kept
     high:float=2.0,                        # largest ratio of a token that is kept
@@ -188,15 +188,15 @@ def token_mask(
 def sequence_mask(
     old_logprobs:Float[Tensor, "B T"],     # log π of the trainer at the start of this update, data
     rollout_logprobs:Float[Tensor, "B T"], # log π as the sampler reported it, data
-    mask:Bool[Tensor, "B T"],              # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],              # True where token t counts
     *,
     low:float=0.0,                         # smallest product of ratios that is kept
     high:float=3.0,                        # largest product of ratios that is kept
 )->Bool[Tensor, "B T"]: # the part of `mask` in rows that are kept
-    """Keep the answers whose importance ratio, the product over all chosen tokens, is within bounds.
+    """Keep the answers whose importance ratio, the product over all counted tokens, is within bounds.
 
     low ≤ Πₜ ρₜ ≤ high, ρ = π_old/π_rollout, compared as logs. Liu et al. 2025 (sequence-level MIS); TRL's default.
-    Long answers are kept or dropped by noise: see "The edge that bites: length" in the notebook."""
+    Long answers are kept or dropped by noise: see "Long answers" in the notebook."""
     same_shape("B T", old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
     _ordered("sequence_mask", low, high)
     log_ratio = row_sum(kl_k1(old_logprobs.detach(), rollout_logprobs, mask), mask)
@@ -206,7 +206,7 @@ def sequence_mask(
 def geometric_mask(
     old_logprobs:Float[Tensor, "B T"],     # log π of the trainer at the start of this update, data
     rollout_logprobs:Float[Tensor, "B T"], # log π as the sampler reported it, data
-    mask:Bool[Tensor, "B T"],              # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],              # True where token t counts
     *,
     low:float=0.5,                         # smallest geometric mean of the ratios that is kept
     high:float=5.0,                        # largest geometric mean of the ratios that is kept
@@ -222,7 +222,7 @@ def geometric_mask(
 def k3_mask(
     old_logprobs:Float[Tensor, "B T"],     # log π of the trainer at the start of this update, data
     rollout_logprobs:Float[Tensor, "B T"], # log π as the sampler reported it, data
-    mask:Bool[Tensor, "B T"],              # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],              # True where token t counts
     *,
     nats_high:float=0.01,                  # largest divergence per token of an answer that is kept, nats
 )->Bool[Tensor, "B T"]: # the part of `mask` in rows that are kept
@@ -236,7 +236,7 @@ def k3_mask(
 def veto_mask(
     old_logprobs:Float[Tensor, "B T"],     # log π of the trainer at the start of this update, data
     rollout_logprobs:Float[Tensor, "B T"], # log π as the sampler reported it, data
-    mask:Bool[Tensor, "B T"],              # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],              # True where token t counts
     *,
     least:float=1e-4,                      # one token with a smaller ratio rejects its answer
 )->Bool[Tensor, "B T"]: # the part of `mask` in rows that are kept
@@ -251,7 +251,7 @@ def off_policy_sequence_mask(
     logprobs:Float[Tensor, "B T"],         # log π of the tokens now (or old_logprobs), data
     rollout_logprobs:Float[Tensor, "B T"], # log π as the sampler reported it, data
     advantages:Float[Tensor, "B T"],       # Â, data
-    mask:Bool[Tensor, "B T"],              # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],              # True where token t counts
     *,
     threshold:float,                       # δ, nats per token
 )->Bool[Tensor, "B T"]: # the part of `mask` that is kept
@@ -277,7 +277,7 @@ def _age(version, mask, now, who):
 # %% ../../nbs/signals/05_corrections.ipynb #42193756
 def staleness_weights(
     policy_version:Int[Tensor, " B"]|Int[Tensor, "B T"], # version of the weights that sampled the row, or each token
-    mask:Bool[Tensor, "B T"],        # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],        # True where token t counts
     *,
     now:int|Int[Tensor, ""],         # version of the weights that are trained
     power:float=1.0,                 # 0 = no decay; 1 = half the weight at one version behind
@@ -291,7 +291,7 @@ def staleness_weights(
 
 def fresh_mask(
     policy_version:Int[Tensor, " B"]|Int[Tensor, "B T"], # version of the weights that sampled the row, or each token
-    mask:Bool[Tensor, "B T"],        # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],        # True where token t counts
     *,
     now:int|Int[Tensor, ""],         # version of the weights that are trained
     max_age:int=4,                   # η: versions a token may be behind
@@ -306,7 +306,7 @@ def proximal_logprobs(
     logprobs:Float[Tensor, "B T"],         # log π of the tokens now, data here
     rollout_logprobs:Float[Tensor, "B T"], # log π as the sampler reported it, data
     policy_version:Int[Tensor, " B"]|Int[Tensor, "B T"], # version of the weights that sampled the row, or each token
-    mask:Bool[Tensor, "B T"],              # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],              # True where token t counts
     *,
     now:int|Int[Tensor, ""],               # version of the weights that are trained
 )->Float[Tensor, "B T"]: # nats, in the place of old_logprobs; 0 where `mask` is False

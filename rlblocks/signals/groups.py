@@ -169,14 +169,14 @@ def bnpo_advantages(
 def reinforce_pp_baseline(
     scores:Float[Tensor, " B"], # one verdict per row; NaN = unscorable
     group:Int[Tensor, " B"],    # rows with the same id answered the same prompt; any sizes, any order
-    mask:Bool[Tensor, "B T"],   # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],   # True where token t counts
     *,
     eps:float=1e-8,             # added to the variance
 )->Float[Tensor, "B T"]: # 0 where `mask` is False, for a group of equals, a group of one, and a NaN
     """How far each answer is above its group, in standard deviations of all tokens of the batch.
 
     (sᵢ − mean_g − mean)/√(var + ε), mean and unbiased var over tokens. Hu et al. 2025 (REINFORCE++-baseline), sec. 3.
-    Not: a group of equals gets −mean/std there, 0 here."""
+    The paper gives a group of equals −mean/std; here it gets 0."""
     same_shape("B T", mask=mask)
     check_groups("reinforce_pp_baseline", scores, group)
     if scores.shape != mask.shape[:1]:
@@ -297,7 +297,7 @@ def optimal_token_baseline(
     rewards:Float[Tensor, "B T"],        # rₜ, credited to token t; carries the gradient, if any
     logprobs:Float[Tensor, "B T"],       # log π of the tokens, data
     group:Int[Tensor, " B"],             # rows with the same id answered the same prompt; any sizes, any order
-    mask:Bool[Tensor, "B T"],            # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],            # True where token t counts
     *,
     sum_pi_squared:Float[Tensor, "B T"], # Σᵥ π(v)² where each token was chosen, data
     weights:Float[Tensor, "B T"]|None=None, # ρ, truncated importance weights; None = 1
@@ -305,7 +305,7 @@ def optimal_token_baseline(
 )->Float[Tensor, "B T"]: # advantages: return less baseline, 0 where `mask` is False
     """Each token's return above that of the group's others at this place, weighed by the gradient spent until there.
 
-    Gₜ − ΣᵢWᵢₜGᵢₜ/ΣᵢWᵢₜ, Wₜ = Σᵤ≤ₜ ρᵤ²(1 − 2πᵤ + Σπ²), t counts chosen tokens. Li et al. 2026 (OTB), section 4.
+    Gₜ − ΣᵢWᵢₜGᵢₜ/ΣᵢWᵢₜ, Wₜ = Σᵤ≤ₜ ρᵤ²(1 − 2πᵤ + Σπ²), t counts counted tokens. Li et al. 2026 (OTB), section 4.
     Without tools it is verl's single-turn form, with tools its TIR form. A NaN reward stays NaN in its row."""
     columns = dict(rewards=rewards, logprobs=logprobs, sum_pi_squared=sum_pi_squared, weights=weights, mask=mask)
     same_shape("B T", **columns)
@@ -319,7 +319,7 @@ def optimal_token_baseline(
     W = torch.where(on, energy.clamp(min=0), 0.).cumsum(1)
     total = torch.where(on, G.detach(), 0.).sum(1)
     order, first = sorted_by_group("optimal_token_baseline", W[:, -1:].sum(1), group, ties=total) # one order, any
-    place = torch.where(on, mask.cumsum(1), 0) # number of this chosen token; all that does not count shares 0
+    place = torch.where(on, mask.cumsum(1), 0) # number of this counted token; all that does not count shares 0
     def there(x): return x.new_zeros(len(x), x.shape[1]+1).scatter(1, place, torch.where(on, x, 0.))[order]
     above = _above_others(there(torch.ones_like(G)), there(G), there(W + 1e-8), first, tail) # no energy: plain mean
     return torch.where(on, unsorted(above, order).gather(1, place), G) # 0 under a False, NaN where it was

@@ -42,7 +42,7 @@ def _probability_metrics(logprobs, rollout_logprobs, mask):
 def mismatch_metrics(
     logprobs:Float[Tensor, "B T"],         # log π of the trainer: `old_logprobs`, or those of the policy now; data here
     rollout_logprobs:Float[Tensor, "B T"], # log π as the sampler reported it, data
-    mask:Bool[Tensor, "B T"],              # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],              # True where token t counts
     *,
     keep:Bool[Tensor, "B T"]|None=None,    # what a rejection left of `mask`; None = no shares of rejections
 )->dict[str, Metric]: # all of them merge exactly

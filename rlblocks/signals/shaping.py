@@ -22,11 +22,11 @@ from ..arithmetic.masked import masked_mean, masked_sum, promoted, same_shape
 # %% ../../nbs/signals/02_shaping.ipynb #4fd0f583
 def at_last_token(
     scores:Float[Tensor, " B"],  # one verdict per row
-    mask:Bool[Tensor, "B T"],    # True where the policy chose token t
-)->Float[Tensor, "B T"]: # rewards: the row's score at its last chosen token, 0 elsewhere
+    mask:Bool[Tensor, "B T"],    # True where token t counts
+)->Float[Tensor, "B T"]: # rewards: the row's score at its last counted token, 0 elsewhere
     """Pay each answer when it ends: at the last token that the policy chose.
 
-    rₜ = score·[t is the last chosen token]. Ziegler et al. 2019, section 2. A row with nothing chosen gets nothing.
+    rₜ = score·[t is the last counted token]. Ziegler et al. 2019, section 2. A row with nothing counted gets nothing.
     A NaN score, unscorable, is a NaN reward, in that row only: see `without_unscored`."""
     same_shape("B T", mask=mask)
     same_shape(scores=scores)
@@ -40,11 +40,11 @@ def at_last_token(
 def step_rewards(
     scores:Float[Tensor, "B S"], # a verdict on each step, or turn; the entry of a step that a row lacks is never read
     step:Int[Tensor, "B T"],     # which step token t belongs to, 0 … S − 1
-    mask:Bool[Tensor, "B T"],    # True where the policy chose token t
-)->Float[Tensor, "B T"]: # rewards: each step's score at its last chosen token, 0 elsewhere
+    mask:Bool[Tensor, "B T"],    # True where token t counts
+)->Float[Tensor, "B T"]: # rewards: each step's score at its last counted token, 0 elsewhere
     """Pay each step when it ends: at the last of its tokens that the policy chose.
 
-    rₜ = scoreₛ·[t is the last chosen token of step s]. Uesato et al. 2022; Shao et al. 2024, section 4.1.3.
+    rₜ = scoreₛ·[t is the last counted token of step s]. Uesato et al. 2022; Shao et al. 2024, section 4.1.3.
     A NaN score, unscorable, is a NaN reward, in that row only: see `without_unscored`."""
     same_shape("B T", step=step, mask=mask)
     if scores.ndim != 2 or len(scores) != len(mask):
@@ -61,11 +61,11 @@ def kl_shaped(
     rewards:Float[Tensor, "B T"],      # credited to tokens
     logprobs:Float[Tensor, "B T"],     # log π of the tokens, data here
     ref_logprobs:Float[Tensor, "B T"], # log π_ref of the tokens, data
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     kl_coef:float,                     # β, reward per nat
 )->Float[Tensor, "B T"]: # rewards less the penalty, 0 where `mask` is False
-    """Charge every chosen token for leaving the reference.
+    """Charge every counted token for leaving the reference.
 
     rₜ − β·(log π(aₜ) − log π_ref(aₜ)). Ziegler et al. 2019, eq. 2. k1 and not k3: as a reward only k1 has the gradient
     of KL(π‖ref). A NaN reward stays NaN: see `without_unscored`."""
@@ -117,7 +117,7 @@ def truncation_penalty(
     return torch.where(truncated, keep*s - penalty, s)
 
 def without_truncated(
-    mask:Bool[Tensor, "B T"],     # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],     # True where token t counts
     truncated:Bool[Tensor, " B"], # True where the limit ended the answer
 )->Bool[Tensor, "B T"]: # the mask, False in truncated rows
     """Leave answers that did not end by themselves out of the loss.
@@ -131,7 +131,7 @@ def without_truncated(
 
 # %% ../../nbs/signals/02_shaping.ipynb #b251232e
 def without_unscored(
-    mask:Bool[Tensor, "B T"],    # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],    # True where token t counts
     scores:Float[Tensor, " B"],  # one verdict per row; NaN = unscorable
 )->Bool[Tensor, "B T"]: # the mask, False in unscored rows
     """Leave answers that nobody could judge out of rewards, statistics and loss.
@@ -164,7 +164,7 @@ def _ngrams(tokens, place, n):
 def _repeats(name, tokens, mask, n):
     "(where an n-gram begins that began before, by place; the place of each token; number of n-grams in each row)"
     if n < 1: raise ValueError(f"{name}: n is {n}; an n-gram has at least one token")
-    place = torch.where(mask, mask.cumsum(1), 0) # 1, 2, … at chosen tokens, 0 elsewhere
+    place = torch.where(mask, mask.cumsum(1), 0) # 1, 2, … at counted tokens, 0 elsewhere
     count, t = (mask.sum(1) + 1 - n).clamp(min=0), torch.arange(mask.shape[1], device=mask.device)
     gram = torch.where(t < count[:, None], _ngrams(tokens, place, n), -1-t)
     s, at = gram.sort(dim=1, stable=True) # stable: the first of equals is the first in the row
@@ -173,26 +173,26 @@ def _repeats(name, tokens, mask, n):
 # %% ../../nbs/signals/02_shaping.ipynb #8c1e8b93
 def repetition_penalty(
     tokens:Int[Tensor, "B T"], # ids
-    mask:Bool[Tensor, "B T"],  # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],  # True where token t counts
     *,
     n:int=3,                   # tokens in an n-gram
-)->Float[Tensor, " B"]: # within (−1, 0]; 0 for fewer than n chosen tokens
+)->Float[Tensor, " B"]: # within (−1, 0]; 0 for fewer than n counted tokens
     """Penalise answers by their share of repeated n-grams.
 
-    −(1 − different n-grams/n-grams) over the chosen tokens. Yeo et al. 2025, appendix C.2, there charged per token."""
+    −(1 − different n-grams/n-grams) over the counted tokens. Yeo et al. 2025, appendix C.2, there charged per token."""
     same_shape("B T", tokens=tokens, mask=mask)
     repeats, _, count = _repeats("repetition_penalty", tokens, mask, n)
     return -repeats.sum(1)/count.clamp(min=1)
 
 def repeated_tokens(
     tokens:Int[Tensor, "B T"], # ids
-    mask:Bool[Tensor, "B T"],  # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],  # True where token t counts
     *,
     n:int=40,                  # tokens in an n-gram
-)->Bool[Tensor, "B T"]: # True where a chosen token lies in an n-gram that has begun before in its row
+)->Bool[Tensor, "B T"]: # True where a counted token lies in an n-gram that has begun before in its row
     """Which tokens belong to a repeated n-gram.
 
-    tₖ ∈ an n-gram that equals an earlier one, over the chosen tokens. Yeo et al. 2025, appendix C.2, with penalty −.05
+    tₖ ∈ an n-gram that equals an earlier one, over the counted tokens. Yeo et al. 2025, appendix C.2, with penalty −.05
     and n = 40."""
     same_shape("B T", tokens=tokens, mask=mask)
     repeats, place, _ = _repeats("repeated_tokens", tokens, mask, n)

@@ -18,7 +18,7 @@ from ..arithmetic.masked import promoted, same_shape
 def distill_advantages(
     logprobs:Float[Tensor, "B T"],         # log π of the tokens, by the student that sampled them; data
     teacher_logprobs:Float[Tensor, "B T"], # log-probability of the same tokens by the teacher, data
-    mask:Bool[Tensor, "B T"],              # True where the student chose token t
+    mask:Bool[Tensor, "B T"],              # True where token t counts
 )->Float[Tensor, "B T"]: # nats, within ±20, 0 where `mask` is False
     """How much likelier the teacher finds each of the student's tokens than the student did.
 
@@ -30,9 +30,9 @@ def distill_advantages(
 def minillm_advantages(
     logprobs:Float[Tensor, "B T"],         # log π of the tokens, by the student that sampled them; data
     teacher_logprobs:Float[Tensor, "B T"], # log-probability of the same tokens by the teacher, data
-    mask:Bool[Tensor, "B T"],              # True where the student chose token t
+    mask:Bool[Tensor, "B T"],              # True where token t counts
     *,
-    gamma:float=1.0,                       # γ, discount per chosen token
+    gamma:float=1.0,                       # γ, discount per counted token
     normalize:bool=True,                   # divide by the (discounted) number of tokens from here on
     own:bool=True,                         # False leaves out the token's own log-ratio, for `reverse_kl_loss` beside it
 )->Float[Tensor, "B T"]: # nats, 0 where `mask` is False
@@ -67,7 +67,7 @@ def teacher_mix_weights(
 # %% ../../nbs/signals/07_teachers.ipynb #e5686c38
 def iw_opd_weights(
     advantages:Float[Tensor, "B T"], # of `distill_advantages`, data
-    mask:Bool[Tensor, "B T"],        # True where the student chose token t
+    mask:Bool[Tensor, "B T"],        # True where token t counts
     *,
     gamma:float=0.5,                 # γ: how much more the first token weighs
 )->Float[Tensor, "B T"]: # from 1 to 1 + γ, 0 where `mask` is False

@@ -135,11 +135,11 @@ def _step_values(reward, rollouts, gamma):
 def vine_advantages(
     rewards:Float[Tensor, "B T"],    # rₜ, credited to token t; carries the gradient, if any
     rollouts:Float[Tensor, "B S K"], # returns of K continuations of the text before each step; NaN = not sampled; data
-    mask:Bool[Tensor, "B T"],        # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],        # True where token t counts
     *,
     step:Int[Tensor, "B T"],         # which step of the answer token t belongs to, 0 … S − 1, ascending
     gamma:float=1.0,                 # γ, discount per step
-)->Float[Tensor, "B T"]: # the step's advantage at each of its chosen tokens, 0 elsewhere
+)->Float[Tensor, "B T"]: # the step's advantage at each of its counted tokens, 0 elsewhere
     """What each step of an answer changed in the return to be expected, by the average of sampled continuations.
 
     Âₛ = rₛ + γV̂ₛ₊₁ − V̂ₛ, V̂ₛ = Σₖ R(ηₛₖ)/K, 0 after the last step. Kazemnejad et al. 2024 (VinePPO), section 4.

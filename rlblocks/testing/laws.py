@@ -131,7 +131,7 @@ def _cleaned(p):
 
 def _empty(p):
     mask = "b.mask" if p.closure else "mask"
-    finite = (f"a row of which nothing is chosen does not count: x.where({mask}.any(1), 0.) before the sum, "
+    finite = (f"a row of which nothing counts does not count: x.where({mask}.any(1), 0.) before the sum, "
               f"or weights={mask}.any(1).float() where the loss takes weights")
     what = "with an all-False mask the"
     for counts in p.denoms:
@@ -167,7 +167,7 @@ def _empty_rows(p):
     if "unit" in p.reads: more["unit"][-2:] = p.cols["unit"].max() + 1
     for counts in p.denoms:
         _alike(p, "empty_rows", run(p, more, counts), run(p, p.cols, counts),
-               "with two rows more of which nothing is chosen", "count rows with mask.any(1), not with len(x)",
+               "with two rows more of which nothing counts", "count rows with mask.any(1), not with len(x)",
                back=lambda x: x[:-2] if x.ndim else x)
 
 # %% ../../nbs/testing/00_laws.ipynb #5535a7a3
@@ -233,7 +233,7 @@ def _reinforce(p):
     rest = gradient(torch.zeros_like(A))
     got, unit = gradient(A) - rest, gradient(torch.ones_like(A)) - rest
     if not (unit[mask] < 0).all():
-        p.fail("reinforce", "at ratio 1 some chosen token with advantage 1 does not gain probability; a loss is "
+        p.fail("reinforce", "at ratio 1 some counted token with advantage 1 does not gain probability; a loss is "
                             "minimised, −A·ratio, A belongs to the same token, and old_logprobs is a column, not "
                             "out.logprobs")
     seen = torch.where(mask, got/unit, 0.) # the advantage that each token was given
@@ -285,7 +285,7 @@ def _called(p):
     for k,x in outs.items():
         _wide(p, k, x, torch.float64, torch.float64) # first: in float32 a broken law could not be told from rounding
         if x.isfinite().all(): continue
-        p.fail("result", f"on ordinary rows, one with nothing chosen, the {k} is not finite; guard the division: "
+        p.fail("result", f"on ordinary rows, one with nothing counted, the {k} is not finite; guard the division: "
                          "masked_mean, aggregate")
 
 def _check(p, laws):
@@ -322,7 +322,7 @@ def check_loss(
     p = probe("check_loss", loss, inputs, hyper, outputs=outputs, denom=denom, wrt=wrt, per_row=per_row)
     _called(p)
     if not p.masked and any(p.cols[k].ndim > 1 for k in p.first):
-        p.fail("mask", "it takes no mask, so it cannot tell a chosen token from padding")
+        p.fail("mask", "it takes no mask, so it cannot tell a counted token from padding")
     own = {p.logprobs, "advantages", "mask"} <= p.reads if policy is None else policy
     wanted = {_denom: p.optional, _scale: own, _reinforce: own, _mean: mean and p.closure,
               _differentiable: differentiable}

@@ -41,14 +41,14 @@ def sample_columns(
 def _tensor(x): return torch.tensor(x, dtype=torch.float64)
 
 def _chosen(mask, *tensors):
-    "(row, token, its entry in each tensor) of every chosen token, as Python numbers."
+    "(row, token, its entry in each tensor) of every counted token, as Python numbers."
     for b,row in enumerate(mask.tolist()):
         for t,chosen in enumerate(row):
             if chosen: yield b, t, *(float(x[b,t]) for x in tensors)
 
 def naive_aggregate(
     x:Float[Tensor, "B T"],   # loss of each token
-    mask:Bool[Tensor, "B T"], # True where the policy chose token t
+    mask:Bool[Tensor, "B T"], # True where token t counts
     *,
     group:Int[Tensor, " B"]|None=None, # the rows' prompts, for over="groups"
     over:Over="tokens",       # what weighs the same
@@ -67,7 +67,7 @@ def naive_ppo_loss(
     logprobs:Float[Tensor, "B T"],     # log π
     old_logprobs:Float[Tensor, "B T"], # log π_old
     advantages:Float[Tensor, "B T"],   # Â
-    mask:Bool[Tensor, "B T"],          # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],          # True where token t counts
     *,
     clip_low:float=0.2,                # ratio ≥ 1 − clip_low counts if Â < 0
     clip_high:float=0.2,               # ratio ≤ 1 + clip_high counts if Â > 0
@@ -89,7 +89,7 @@ def naive_value_loss(
     values:Float[Tensor, "B T"],     # V
     old_values:Float[Tensor, "B T"], # V when the advantages were computed
     returns:Float[Tensor, "B T"],    # targets
-    mask:Bool[Tensor, "B T"],        # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],        # True where token t counts
     *,
     clip:float|None=0.2,             # how far V may move from V_old; None = anywhere
     denom:Number|None=None,          # tokens of the optimizer step
@@ -105,12 +105,12 @@ def naive_value_loss(
 def naive_gae(
     rewards:Float[Tensor, "B T"], # rₜ
     values:Float[Tensor, "B T"],  # V(sₜ)
-    mask:Bool[Tensor, "B T"],     # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],     # True where token t counts
     *,
-    gamma:float=1.0,              # γ per chosen token
+    gamma:float=1.0,              # γ per counted token
     lam:float=0.95,               # λ
 )->tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]: # (advantages, returns), float64
-    """`gae` as the sum it abbreviates: Âₜ = Σₖ (γλ)ᵏ δₜ₊ₖ over the chosen tokens."""
+    """`gae` as the sum it abbreviates: Âₜ = Σₖ (γλ)ᵏ δₜ₊ₖ over the counted tokens."""
     advantages, returns = (torch.zeros(mask.shape, dtype=torch.float64) for _ in range(2))
     for b in range(len(mask)):
         r, v, chosen = rewards[b].tolist(), values[b].tolist(), [t for t,m in enumerate(mask[b].tolist()) if m]
@@ -123,11 +123,11 @@ def naive_gae(
 
 def naive_returns(
     rewards:Float[Tensor, "B T"], # rₜ
-    mask:Bool[Tensor, "B T"],     # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],     # True where token t counts
     *,
-    gamma:float=1.0,              # γ per chosen token
+    gamma:float=1.0,              # γ per counted token
 )->Float[Tensor, "B T"]: # float64
-    """`discounted_returns` as a sum over the chosen tokens that follow."""
+    """`discounted_returns` as a sum over the counted tokens that follow."""
     returns = torch.zeros(mask.shape, dtype=torch.float64)
     for b in range(len(mask)):
         r, chosen = rewards[b].tolist(), [t for t,m in enumerate(mask[b].tolist()) if m]

@@ -38,10 +38,10 @@ def _batched(cols):
 # %% ../../nbs/testing/03_probes.ipynb #e1138611
 class StepCounts(NamedTuple):
     "What an optimizer step counts, as `Batch` counts it."
-    n_tokens:int  # chosen tokens
-    n_rows:int    # rows with a chosen token
-    n_units:int   # units with a chosen token
-    by_group:dict # {group id: its chosen tokens}
+    n_tokens:int  # counted tokens
+    n_rows:int    # rows with a counted token
+    n_units:int   # units with a counted token
+    by_group:dict # {group id: its counted tokens}
     trues:dict    # {Bool column: its True entries; of a column with one value a row, the units with a True}
 
 class _Columns:
