@@ -134,6 +134,7 @@ Denom = Number | Counts | None # what a sum is divided by: a batch, a number, or
 Over = Literal["tokens", "rows", "groups"] # what weighs the same
 
 # %% ../../nbs/arithmetic/00_masked.ipynb #32e28228
+@no_type_check # or the frame behind it would be the type checker's
 def user_called()->str:
     "Return the name of the function of rlblocks that was called by the user's code, or of the user's own."
     frame = sys._getframe(1)
