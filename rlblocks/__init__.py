@@ -304,7 +304,8 @@ def _near(name):
 # importable by name, but not among what `rlblocks.<Tab>` shows: oracles, what only annotations name, guards, and
 # the small pieces of the losses' bodies, which are here so that every body can be copied into a cell and changed
 _APART = {"Counts", "Denom", "Metric", "Number", "Over", "Whole", "divisor", "same_shape", "check_clip", "clip",
-          "half_square", "mean_logprobs_only", "means_of", "promoted", "masked_data", "routed_tokens", "zero_unweighted"}
+          "half_square", "masked_data", "mean_logprobs_only", "means_of", "promoted", "routed_tokens",
+          "zero_unweighted"}
 
 def __dir__():
     return [*(name for name in __all__ if name not in _APART and not name.startswith("naive_")), "__version__"]
