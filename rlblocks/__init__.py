@@ -46,6 +46,7 @@ try:
         lite_ppo_advantages, maxrl_advantages, opo_advantages, optimal_token_baseline, reinforce_pp_baseline,
         soft_values,
     )
+    from rlblocks.losses.guidance import chord_mu, chord_phi_loss, luffy_loss
     from rlblocks.losses.implicit_rewards import implicit_process_rewards, implicit_reward_loss
     from rlblocks.arithmetic.kl import (
         adaptive_kl_coef, full_kl, kl_k1, kl_k2, kl_k3, ratio_corrected, straight_through,
@@ -95,7 +96,7 @@ try:
         gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, sequence_metrics, sequence_ratio, topr_loss, vespo_loss,
     )
     from rlblocks.losses.ratio import (
-        asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, policy_gradient,
+        asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gppo_loss, policy_gradient,
         reinforce_loss, sapo_loss,
     )
     from rlblocks.losses.reward import (
@@ -140,8 +141,8 @@ if TYPE_CHECKING:
     from rlblocks.models.loading import pretrained
     from rlblocks.models.policy import Policy
     from rlblocks.models.scorer import Scorer, scores_after
-    from rlblocks.samplers.controls import penalties
-    from rlblocks.samplers.samplers import sglang, vllm
+    from rlblocks.samplers.decoding import penalties
+    from rlblocks.samplers.sampler import sglang, vllm
     from rlblocks.rollout.flight import Flight
     from rlblocks.rollout.rollout import Rollout
     from rlblocks.graders.code import code_reward
@@ -187,8 +188,8 @@ _OFFERS = {
     "models.loading": "pretrained",
     "models.policy": "Policy",
     "models.scorer": "Scorer scores_after",
-    "samplers.controls": "penalties",
-    "samplers.samplers": "sglang vllm",
+    "samplers.decoding": "penalties",
+    "samplers.sampler": "sglang vllm",
     "rollout.flight": "Flight",
     "rollout.rollout": "Rollout",
     "graders.code": "code_reward",
@@ -235,51 +236,51 @@ __all__ = [
     "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_rows", "best_worst_pairs",
     "best_worst_weights", "bin_pack", "binary_kl", "binary_tv", "bnpo_advantages", "bradley_terry_loss", "by_unit",
     "centering_loss", "check_clip", "check_env", "check_estimator", "check_grader", "check_loss", "check_renderer",
-    "chi_reward", "chipo_loss", "choice_reward", "cispo_loss", "classification_value_loss", "clip", "clip_cov_loss",
-    "clip_cov_mask", "clip_metrics", "clip_rewards", "clipped_surrogate", "code_reward", "components_loss",
-    "constant", "cosine", "cosine_length_reward", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss",
-    "delta_apply", "delta_encode", "dft_loss", "discopop_loss", "discounted_returns", "distill_advantages",
-    "distinct_reward", "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss",
-    "dro_loss", "drop_long", "effective_share", "entropy", "entropy_loss", "exact_reward", "exo_loss",
-    "expected_value", "expert_load", "explained_variance", "f_dpo_loss", "finite_logprobs", "fit_row_costs",
-    "format_reward", "forward_kl_loss", "fresh_mask", "from_arrow", "fsdp2", "full_kl", "gae", "gather_logprobs",
-    "gdpo_advantages", "generative_scores", "geometric_mask", "geometric_mixture", "geometric_weights",
-    "gigpo_advantages", "gmpo_loss", "gpg_advantages", "group_advantages", "group_pass_at_k_advantages",
-    "grpo_loss", "gspo_loss", "gspo_token_loss", "gym_environment", "half_square", "here",
-    "hierarchical_advantages", "high_entropy_mask", "hinge_loss", "hl_gauss", "hps_loss", "icepop_weights",
-    "implicit_process_rewards", "implicit_reward_loss", "ipo_loss", "iw_opd_weights", "joint_groups", "js_reward",
-    "jsd", "jsd_loss", "json_reward", "judge_reward", "judge_rollout", "judge_url", "k3_mask", "kl_cov_loss",
-    "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later", "ld_logprobs",
-    "leave_one_out", "length_adaptive_lam", "length_reward", "linear", "linear_logprobs", "linear_measured",
-    "lite_ppo_advantages", "load_rollouts", "log_odds", "log_ratio", "loop_from", "luspo_loss", "m2po_mask",
-    "masked_data", "masked_mean", "masked_std", "masked_sum", "math_reward", "maxrl_advantages",
-    "mean_logprobs_only", "mean_of", "means_of", "merge", "micro_batch_count", "minillm_advantages",
-    "mismatch_metrics", "mismatched", "mixed_environment", "mixed_groups", "moe_balance_loss", "multi_head_loss",
-    "muon", "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out",
-    "naive_ppo_loss", "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss",
-    "off_policy_sequence_mask", "openenv_environment", "openenv_tools", "opo_advantages", "optimal_token_baseline",
-    "orpo_loss", "over_pairs", "over_rows", "overlong_penalty", "overlong_reward", "pack", "pad", "pair_log_ratios",
-    "pair_metrics", "pairs", "pairwise_reward", "pass_at_k_advantages", "penalties", "plackett_luce_loss", "plain",
-    "plan", "plan_micro_batches", "plan_rollout", "policy_gradient", "ppo_loss", "preference_margin",
-    "pretrained", "probability_correlation", "process_reward_loss", "promoted", "proximal_logprobs",
-    "publish_weights", "published_weights", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss",
-    "ratio_corrected", "ratio_metrics", "read_response", "realigned", "reasoning_gym_reward", "reasoning_gym_rows",
-    "rebel_loss", "refill", "regrade", "reinforce_loss", "reinforce_pp_advantages", "reinforce_pp_baseline",
-    "remax_advantages", "renderer_of", "repeated_tokens", "repetition_penalty", "replay_draw", "resampled_rows",
-    "restarted", "reverse_kl_loss", "reward_app", "robust_dpo_loss", "role_advantages", "rollouts", "routed_tokens",
-    "router_z_loss", "row_costs", "row_max", "row_mean", "row_sum", "run_code", "safety_loss", "same_shape",
-    "sample_columns", "sandbox_support", "sapo_loss", "save_rollouts", "saved_steps", "score_metrics",
-    "scorer_reward", "scores_after", "seed_of", "sequence_logprobs", "sequence_mask", "sequence_metrics",
-    "sequence_ratio", "sequence_weights", "serve_reward", "sft_loss", "sglang", "shared_prefix", "sign_weights",
-    "simpo_loss", "soft_values", "softened_logprobs", "split_long", "sppo_loss", "staleness_weights",
-    "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions",
-    "taskset_environment", "taskset_rows", "teacher_mix_weights", "textarena_environment", "tie_loss", "to_arrow",
-    "token_covariance", "token_logprobs", "token_mask", "tool_environment", "topr_loss", "tpo_loss",
-    "trajectory_returns", "truncated_weights", "truncation_penalty", "truncation_score", "two_hot", "udm_weights",
-    "uld_loss", "unpack", "update_moments", "value_loss", "value_metrics", "verdict_metrics",
-    "verifiers_environment", "verifiers_rows", "vespo_loss", "veto_mask", "vine_advantages", "vllm", "vtrace",
-    "weighted_scores", "whiten", "within", "without_truncated", "without_unscored", "wpo_weights", "writable",
-    "wsd", "xpo_loss", "zero", "zero_unweighted",
+    "chi_reward", "chipo_loss", "choice_reward", "chord_mu", "chord_phi_loss", "cispo_loss",
+    "classification_value_loss", "clip", "clip_cov_loss", "clip_cov_mask", "clip_metrics", "clip_rewards",
+    "clipped_surrogate", "code_reward", "components_loss", "constant", "cosine", "cosine_length_reward",
+    "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss", "delta_apply", "delta_encode", "dft_loss",
+    "discopop_loss", "discounted_returns", "distill_advantages", "distinct_reward", "divisor", "dpo_loss",
+    "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss", "drop_long", "effective_share",
+    "entropy", "entropy_loss", "exact_reward", "exo_loss", "expected_value", "expert_load", "explained_variance",
+    "f_dpo_loss", "finite_logprobs", "fit_row_costs", "format_reward", "forward_kl_loss", "fresh_mask",
+    "from_arrow", "fsdp2", "full_kl", "gae", "gather_logprobs", "gdpo_advantages", "generative_scores",
+    "geometric_mask", "geometric_mixture", "geometric_weights", "gigpo_advantages", "gmpo_loss", "gpg_advantages",
+    "gppo_loss", "group_advantages", "group_pass_at_k_advantages", "grpo_loss", "gspo_loss", "gspo_token_loss",
+    "gym_environment", "half_square", "here", "hierarchical_advantages", "high_entropy_mask", "hinge_loss",
+    "hl_gauss", "hps_loss", "icepop_weights", "implicit_process_rewards", "implicit_reward_loss", "ipo_loss",
+    "iw_opd_weights", "joint_groups", "js_reward", "jsd", "jsd_loss", "json_reward", "judge_reward",
+    "judge_rollout", "judge_url", "k3_mask", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped",
+    "kto_kl", "kto_loss", "later", "ld_logprobs", "leave_one_out", "length_adaptive_lam", "length_reward", "linear",
+    "linear_logprobs", "linear_measured", "lite_ppo_advantages", "load_rollouts", "log_odds", "log_ratio",
+    "loop_from", "luffy_loss", "luspo_loss", "m2po_mask", "masked_data", "masked_mean", "masked_std", "masked_sum",
+    "math_reward", "maxrl_advantages", "mean_logprobs_only", "mean_of", "means_of", "merge", "micro_batch_count",
+    "minillm_advantages", "mismatch_metrics", "mismatched", "mixed_environment", "mixed_groups", "moe_balance_loss",
+    "multi_head_loss", "muon", "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages",
+    "naive_leave_one_out", "naive_ppo_loss", "naive_returns", "naive_token_logprobs", "naive_value_loss",
+    "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "openenv_environment", "openenv_tools",
+    "opo_advantages", "optimal_token_baseline", "orpo_loss", "over_pairs", "over_rows", "overlong_penalty",
+    "overlong_reward", "pack", "pad", "pair_log_ratios", "pair_metrics", "pairs", "pairwise_reward",
+    "pass_at_k_advantages", "penalties", "plackett_luce_loss", "plain", "plan", "plan_micro_batches",
+    "plan_rollout", "policy_gradient", "ppo_loss", "preference_margin", "pretrained", "probability_correlation",
+    "process_reward_loss", "promoted", "proximal_logprobs", "publish_weights", "published_weights", "qrpo_loss",
+    "quantile_rewards", "rao_kupper_loss", "rating_loss", "ratio_corrected", "ratio_metrics", "read_response",
+    "realigned", "reasoning_gym_reward", "reasoning_gym_rows", "rebel_loss", "refill", "regrade", "reinforce_loss",
+    "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "renderer_of", "repeated_tokens",
+    "repetition_penalty", "replay_draw", "resampled_rows", "restarted", "reverse_kl_loss", "reward_app",
+    "robust_dpo_loss", "role_advantages", "rollouts", "routed_tokens", "router_z_loss", "row_costs", "row_max",
+    "row_mean", "row_sum", "run_code", "safety_loss", "same_shape", "sample_columns", "sandbox_support",
+    "sapo_loss", "save_rollouts", "saved_steps", "score_metrics", "scorer_reward", "scores_after", "seed_of",
+    "sequence_logprobs", "sequence_mask", "sequence_metrics", "sequence_ratio", "sequence_weights", "serve_reward",
+    "sft_loss", "sglang", "shared_prefix", "sign_weights", "simpo_loss", "soft_values", "softened_logprobs",
+    "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards", "step_seconds",
+    "straight_through", "support_logprobs", "swap_completions", "taskset_environment", "taskset_rows",
+    "teacher_mix_weights", "textarena_environment", "tie_loss", "to_arrow", "token_covariance", "token_logprobs",
+    "token_mask", "tool_environment", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights",
+    "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
+    "value_loss", "value_metrics", "verdict_metrics", "verifiers_environment", "verifiers_rows", "vespo_loss",
+    "veto_mask", "vine_advantages", "vllm", "vtrace", "weighted_scores", "whiten", "within", "without_truncated",
+    "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero", "zero_unweighted",
 ]
 
 def __getattr__(name):
@@ -303,7 +304,8 @@ def _near(name):
 # importable by name, but not among what `rlblocks.<Tab>` shows: oracles, what only annotations name, guards, and
 # the small pieces of the losses' bodies, which are here so that every body can be copied into a cell and changed
 _APART = {"Counts", "Denom", "Metric", "Number", "Over", "Whole", "divisor", "same_shape", "check_clip", "clip",
-          "half_square", "mean_logprobs_only", "means_of", "promoted", "masked_data", "routed_tokens", "zero_unweighted"}
+          "half_square", "masked_data", "mean_logprobs_only", "means_of", "promoted", "routed_tokens",
+          "zero_unweighted"}
 
 def __dir__():
     return [*(name for name in __all__ if name not in _APART and not name.startswith("naive_")), "__version__"]

@@ -8,6 +8,8 @@ import torch
 from torch.testing import assert_close
 
 from rlblocks.data.batch import Batch
+from rlblocks.losses.distill import sft_loss
+from rlblocks.losses.policy import ppo_loss
 from rlblocks.arithmetic.masked import (Counts, Last, Max, Mean, aggregate, divisor, masked_mean, masked_std,
                                         masked_sum, mean_of, merge, promoted, same_shape, whiten)
 from rlblocks.testing.oracles import naive_aggregate, sample_columns
@@ -199,7 +201,8 @@ def test_an_integer_is_refused_where_tokens_are_not_counted():
     "7 could be tokens, rows or pairs; a float is taken as it is, and so is a tensor, whose value is not read."
     x, mask = ragged()
     wants = "which could be a number of tokens, rows or pairs; give the batch, denom=b, whose"
-    with pytest.raises(TypeError, match=f"^aggregate: denom is 7, {wants} n_rows"): aggregate(x, mask, over="rows", denom=7)
+    with pytest.raises(TypeError, match=f"^aggregate: denom is 7, {wants} n_rows"):
+        aggregate(x, mask, over="rows", denom=7)
     with pytest.raises(TypeError, match=f"^bradley_terry_loss: denom is 7, {wants} n_units"):
         bradley_terry_loss(x[0], x[1], denom=7)
     assert aggregate(x, mask, denom=7) == aggregate(x, mask, denom=7.) == aggregate(x, mask, denom=torch.tensor(7))
@@ -362,3 +365,29 @@ def test_every_reduction_refuses_broadcasting_and_int_masks(f):
 def test_aggregate_knows_three_weightings():
     with pytest.raises(ValueError, match="aggregate: over is 'mean'; it is 'tokens', 'rows' or 'groups'"):
         aggregate(torch.zeros(1, 1), torch.ones(1, 1) > 0, over="mean")
+
+
+# -- tracers: the checks of shapes have nothing to compare under torch.fx, and leave no trace in a graph
+
+def traced_losses():
+    cols = {k: x.float() if x.is_floating_point() else x for k, x in sample_columns().items()}
+    tokens, four = ("logprobs", "old_logprobs", "advantages", "mask"), ("chosen", "rejected", "ref_chosen",
+                                                                        "ref_rejected")
+    yield pytest.param(lambda *x: ppo_loss(*x)[0], [cols[k] for k in tokens], id="ppo")
+    yield pytest.param(lambda *x: ppo_loss(*x, over="rows", dual_clip=3.)[0], [cols[k] for k in tokens], id="ppo rows")
+    yield pytest.param(lambda *x: sft_loss(*x)[0], [cols["logprobs"], cols["mask"]], id="sft")
+    yield pytest.param(lambda *x: masked_mean(*x), [cols["values"], cols["mask"]], id="masked_mean")
+    yield pytest.param(lambda *x: same_shape("P", **dict(zip(four, x, strict=True))) or x[0] - x[1],
+                       [cols[k] for k in four], id="same_shape")
+
+
+@pytest.mark.parametrize(("f", "args"), traced_losses())
+def test_tracers_pass_the_checks(f, args):
+    class Module(torch.nn.Module): # with parameters of its own number, as both tracers want it
+        if len(args) == 4:
+            def forward(self, a, b, c, d): return f(a, b, c, d)
+        else:
+            def forward(self, a, b): return f(a, b)
+    want = f(*args)
+    torch.testing.assert_close(torch.fx.symbolic_trace(Module())(*args), want)
+    torch.testing.assert_close(torch.export.export(Module(), tuple(args)).module()(*args), want)

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from ..models.adapters import Lora, linear_names, lora_config, peft_
+from ..models.prepared import Lora
+from ..models.adapters import linear_names, lora_config, peft_
 from ..models.attention import Segments, attend_by_segments, layout
 from ..models.checks import config_of
 from ..models.loading import without_lm_head

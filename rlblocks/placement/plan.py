@@ -26,6 +26,7 @@ from ..engines.tensor_plan import cut_, fit_plan, plan_of
 from ..engines.weights import plain_name
 from ..engines.optimizers import check_number
 from ..engines.sharded_model import checkpoint_layers_, planned_bytes, promote_
+from ..samplers.kv_cache import cache_argument
 from ..engines.tensor_parallel import adapted_layers, adapter_share_
 from ..engines.process_group import HALF
 from ..models.loading import without_lm_head
@@ -310,7 +311,7 @@ def cache_of(fake:"PreTrainedModel", tokens:int)->tuple[int, bool]: # (bytes of 
     cache = DynamicCache(config=fake.config)
     grows = all(type(layer) is DynamicLayer for layer in cache.layers)        # those that the decoder writes in place
     last = dict(logits_to_keep=1) if "logits_to_keep" in inspect.signature(fake.forward).parameters else {}
-    fake(torch.zeros(1, tokens, dtype=torch.long), past_key_values=cache, use_cache=True, **last)
+    fake(torch.zeros(1, tokens, dtype=torch.long), use_cache=True, **{cache_argument(fake): cache}, **last)
     layers:Any = cache.layers
     return sum(x.nbytes for layer in layers for x in (layer.keys, layer.values)), grows
 
