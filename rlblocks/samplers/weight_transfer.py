@@ -26,8 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 
-from ..engines.weights import LowRank, distinct
-from ..engines.weights import Change, Manifest, Ticket, check_names, check_sum, checksum
+from ..engines.weights import LowRank, distinct, Change, Manifest, Ticket, check_names, check_sum, checksum
 from ..models.folders import as_filed
 from ..models.head import states_of
 from .processes import Child
