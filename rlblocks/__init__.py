@@ -141,8 +141,8 @@ if TYPE_CHECKING:
     from rlblocks.models.loading import pretrained
     from rlblocks.models.policy import Policy
     from rlblocks.models.scorer import Scorer, scores_after
-    from rlblocks.samplers.controls import penalties
-    from rlblocks.samplers.samplers import sglang, vllm
+    from rlblocks.samplers.decoding import penalties
+    from rlblocks.samplers.sampler import sglang, vllm
     from rlblocks.rollout.flight import Flight
     from rlblocks.rollout.rollout import Rollout
     from rlblocks.graders.code import code_reward
@@ -188,8 +188,8 @@ _OFFERS = {
     "models.loading": "pretrained",
     "models.policy": "Policy",
     "models.scorer": "Scorer scores_after",
-    "samplers.controls": "penalties",
-    "samplers.samplers": "sglang vllm",
+    "samplers.decoding": "penalties",
+    "samplers.sampler": "sglang vllm",
     "rollout.flight": "Flight",
     "rollout.rollout": "Rollout",
     "graders.code": "code_reward",
@@ -304,7 +304,8 @@ def _near(name):
 # importable by name, but not among what `rlblocks.<Tab>` shows: oracles, what only annotations name, guards, and
 # the small pieces of the losses' bodies, which are here so that every body can be copied into a cell and changed
 _APART = {"Counts", "Denom", "Metric", "Number", "Over", "Whole", "divisor", "same_shape", "check_clip", "clip",
-          "half_square", "mean_logprobs_only", "means_of", "promoted", "masked_data", "routed_tokens", "zero_unweighted"}
+          "half_square", "masked_data", "mean_logprobs_only", "means_of", "promoted", "routed_tokens",
+          "zero_unweighted"}
 
 def __dir__():
     return [*(name for name in __all__ if name not in _APART and not name.startswith("naive_")), "__version__"]

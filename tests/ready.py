@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 import types
 from pathlib import Path
 
@@ -158,7 +157,10 @@ def become(fds, flags, rest, environment, folder):
     sys.path[:] = own + paths(environment) + [p for p in sys.path[1:] if p not in paths(GIVEN)]
     try: code = run(rest)
     except SystemExit as e: code = e.code
-    except BaseException: code = traceback.print_exc() or 1
+    except BaseException as e:
+        sys.last_value = e      # as an interpreter does: what runs at exit reads it
+        sys.excepthook(*sys.exc_info())
+        code = 1
     if not isinstance(code, int | None): code = print(code, file=sys.stderr) or 1
     threading._shutdown()
     atexit._run_exitfuncs()

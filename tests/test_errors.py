@@ -36,7 +36,7 @@ BAD = [   # (what a user does, words of the message)
      "ppo_loss: advantages is [3], logprobs is [3, 4]; spread row values with at_tokens(advantages, mask)"),
     # no mask; the value behind the last token; log-probs without column 0
     (lambda: rl.ppo_loss(x, x, x, None),
-     "ppo_loss: mask is None; a Bool mask [B, T] is wanted, True where the policy chose the token (batch.mask)"),
+     "ppo_loss: mask is None; a Bool mask [B, T] is wanted, True where the token counts (batch.mask)"),
     (lambda: rl.gae(x, x, None), "gae: mask is None; a Bool mask [B, T] is wanted"),
     (lambda: rl.at_tokens(row, None), "at_tokens: mask is None; a Bool mask"),
     (lambda: rl.gae(x, torch.zeros(3, 5), mask),

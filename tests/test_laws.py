@@ -61,7 +61,8 @@ GIVEN = dict(
     clipped_surrogate=dict(ratio=noise(16, 16).exp()), cosine_length_reward=dict(correct=flags(16), max_length=12),
     dr_grpo_loss=dict(max_tokens=16), dro_loss=dict(beta=.3), entropy=dict(logits=LOGITS),
     expected_value=dict(logits=noise(16, 16, 5), bins=BINS),
-    expert_load=dict(router_logits=noise(16, 16, 4), top_k=2), f_dpo_loss=dict(divergence=partial(alpha_reward, alpha=1.)),
+    expert_load=dict(router_logits=noise(16, 16, 4), top_k=2), f_dpo_loss=dict(divergence=partial(alpha_reward,
+    alpha=1.)),
     forward_kl_loss=TEACHER,
     fresh_mask=dict(policy_version=ids(5, 16), now=5), full_kl=dict(logits=LOGITS, ref_logits=noise(16, 16, 7, seed=1)),
     gather_logprobs=dict(logits=LOGITS, targets=COLS["tokens"] % 7),
@@ -80,7 +81,8 @@ GIVEN = dict(
     kto_loss=ANSWERS | dict(kl=.3), ld_logprobs=dict(shared=COLS["lengths"]//2),
     linear_logprobs=dict(hidden=noise(16, 3), weight=noise(16, 3, seed=1), tokens=torch.arange(16)),
     linear_measured=dict(hidden=noise(16, 3), weight=noise(16, 3, seed=1), measure=lambda z: z.logsumexp(-1)),
-    luffy_loss=dict(demonstrated=flags(16) & (torch.arange(16) != MASK.sum(1).argmax())), luspo_loss=dict(advantages=LEVEL),
+    luffy_loss=dict(demonstrated=flags(16) & (torch.arange(16) != MASK.sum(1).argmax())),
+    luspo_loss=dict(advantages=LEVEL),
     masked_mean=dict(x=COLS["advantages"]), masked_std=dict(x=COLS["advantages"]),
     masked_sum=dict(x=COLS["advantages"]), mean_of=dict(x=COLS["advantages"]),
     moe_balance_loss=dict(router_logits=noise(16, 16, 4), load=noise(4).softmax(0).expand(16, 4).contiguous()),
@@ -123,7 +125,8 @@ GIVEN = dict(
 )
 PLAIN = {  # no block on tensors: why no law is asked of it
     "components_loss": "reads a batch: its closure is under the laws in test_components",
-    "means_of": "makes metrics of what it is given by name", "same_shape": "a guard", "check_clip": "a guard", "mean_logprobs_only": "a guard", "routed_tokens": "a guard",
+    "means_of": "makes metrics of what it is given by name", "same_shape": "a guard", "check_clip": "a guard",
+    "mean_logprobs_only": "a guard", "routed_tokens": "a guard",
     "divisor": "reads a count", "merge": "joins dictionaries",
     "assert_on_policy": "a guard that waits for the device", "explained_variance": "reads a number from metrics",
     "effective_share": "reads a number from metrics", "probability_correlation": "reads a number from metrics",
@@ -152,7 +155,8 @@ LAWLESS = {  # a block, but not one of rows: which law is meaningless
     "update_moments": "float64 moments",
 }
 SURROGATE = dict(  # whose value is not what is descended: a stopped gradient is the point
-    dft_loss="weighed by sg(π)", chord_phi_loss="weighed by sg(π(1 − π))", gppo_loss="sg(ratio) beyond the bound", cispo_loss="sg(ratio)·lp",
+    dft_loss="weighed by sg(π)", chord_phi_loss="weighed by sg(π(1 − π))", gppo_loss="sg(ratio) beyond the bound",
+    cispo_loss="sg(ratio)·lp",
     dppo_tv_loss="sg(ratio)·lp", dppo_kl_loss="sg(ratio)·lp", vespo_loss="sg(weight)·lp", topr_loss="sg(weight)·lp",
     nash_md_loss="sg(log-ratio)·lp", **{"gspo_token_loss advantages clip_low=0.1": "sg(ratio of the row)·lp/sg(lp)"},
 )
@@ -168,7 +172,8 @@ VARIANTS = dict(
     ppo_loss=[dict(clip_low=.1, clip_high=.28, dual_clip=1.5)], clipped_surrogate=[dict(dual_clip=1.5)],
     grpo_loss=[dict(over="tokens", kl_coef=.5)], value_loss=[dict(clip=None), dict(huber=.5),
                                                              dict(clip=None, huber=.5)],
-    cispo_loss=[dict(clip_low=.2, clip_high=.28, over="rows")], gppo_loss=[dict(beta_low=.5, beta_high=.75, clip_low=.1)],
+    cispo_loss=[dict(clip_low=.2, clip_high=.28, over="rows")], gppo_loss=[dict(beta_low=.5, beta_high=.75,
+    clip_low=.1)],
     luffy_loss=[dict(gamma=.5, over="rows", clip_low=.1)], dppo_tv_loss=[dict(shift_high=.05)],
     dppo_kl_loss=[dict(nats_low=.02, nats_high=.01, cap=1.1, over="rows")], dro_loss=[dict(beta=.5)],
     sapo_loss=[dict(over="tokens", tau_pos=.5, tau_neg=3.)], cpgd_loss=[dict(over="rows", clip_low=.1, clip_high=.3)],
@@ -261,11 +266,13 @@ def test_the_tables_name_blocks_that_exist():
 
 # what the laws cannot see in a signature: what may have a gradient, whether the loss is linear in the advantage
 LAW_OPTIONS = dict(
-    dr_grpo_loss=dict(policy=False), asymre_loss=dict(policy=False), luffy_loss=dict(policy=False), luspo_loss=dict(policy=False),
+    dr_grpo_loss=dict(policy=False), asymre_loss=dict(policy=False), luffy_loss=dict(policy=False),
+    luspo_loss=dict(policy=False),
     dro_loss=dict(policy=False), clip_cov_loss=dict(policy=False), kl_cov_loss=dict(policy=False),
     # a router sees prompts too: they take a number
     moe_balance_loss=dict(denom="n_tokens"), router_z_loss=dict(denom="n_tokens"),
-    multi_head_loss=dict(wrt=("first", "second")), rebel_loss=dict(wrt=("first", "second")), safety_loss=dict(wrt=("riskier", "safer")),
+    multi_head_loss=dict(wrt=("first", "second")), rebel_loss=dict(wrt=("first", "second")),
+    safety_loss=dict(wrt=("riskier", "safer")),
     tpo_loss=dict(wrt=("chosen", "rejected", "gold")),
 )
 # columns that a loss only counts: b.n_marked, b.n_steps
@@ -336,7 +343,8 @@ def test_derivative_is_that_of_the_value(name):
 
 
 def of_families(names):
-    "Every loss, all but the first of each module only in `make test-long`: what a module's losses share is proved once."
+    """Every loss; all but the first of each module only in `make test-long`, for what a module's losses share is proved
+    once."""
     seen = set()
     for name in names:
         family = BLOCKS[name].__module__

@@ -201,7 +201,8 @@ def test_an_integer_is_refused_where_tokens_are_not_counted():
     "7 could be tokens, rows or pairs; a float is taken as it is, and so is a tensor, whose value is not read."
     x, mask = ragged()
     wants = "which could be a number of tokens, rows or pairs; give the batch, denom=b, whose"
-    with pytest.raises(TypeError, match=f"^aggregate: denom is 7, {wants} n_rows"): aggregate(x, mask, over="rows", denom=7)
+    with pytest.raises(TypeError, match=f"^aggregate: denom is 7, {wants} n_rows"):
+        aggregate(x, mask, over="rows", denom=7)
     with pytest.raises(TypeError, match=f"^bradley_terry_loss: denom is 7, {wants} n_units"):
         bradley_terry_loss(x[0], x[1], denom=7)
     assert aggregate(x, mask, denom=7) == aggregate(x, mask, denom=7.) == aggregate(x, mask, denom=torch.tensor(7))

@@ -13,11 +13,11 @@ import pytest
 import torch
 from conftest import ROOT, rarely, vllm_python
 from rlblocks import Policy, Rollout
-from rlblocks.samplers.controls import penalties
+from rlblocks.samplers.decoding import penalties
 from rlblocks.samplers.hf import Hf
 from rlblocks.samplers.processes import Child, child_environment
-from rlblocks.samplers.samplers import Request, Sampler, Sampling, complete, sample_seeds, sglang, vllm
-from rlblocks.samplers.sglang_sampler import Sglang
+from rlblocks.samplers.sampler import Request, Sampler, Sampling, complete, sample_seeds, sglang, vllm
+from rlblocks.samplers.sglang import Sglang
 from rlblocks.samplers.structure import Structures
 from rlblocks.samplers.vllm import Vllm, to_samples
 from sglang_server import served
@@ -393,7 +393,8 @@ def test_log_probs_of_another_distribution_are_found_out():
 def test_only_the_engines_program_imports_vllm():
     "And what vLLM's own processes load of ours through its entry point."
     def imports_vllm(path): return re.search(r"(?m)^\s*(from|import) vllm\b", path.read_text(encoding="utf-8"))
-    assert {p.name for p in ROOT.glob("rlblocks/**/*.py") if imports_vllm(p)} == {"vllm_server.py", "weight_transfer.py"}
+    found = {p.name for p in ROOT.glob("rlblocks/**/*.py") if imports_vllm(p)}
+    assert found == {"vllm_server.py", "weight_transfer.py"}
 
 
 def test_a_program_that_does_not_answer_is_an_error_with_its_log():
@@ -440,7 +441,7 @@ def test_a_start_that_fails_gives_its_memory_back():
 SIGNS = """
 import time
 def run(trainer, folder):
-    for what in ("connect", *["alive"]*600):
+    for what in ("begins", "connect", *["alive"]*600):
         trainer.send((what,))
         time.sleep(.1)
 """
@@ -451,6 +452,7 @@ def test_a_start_has_its_seconds_once(tmp_path):
     from rlblocks.samplers.vllm import connect_engine
     (tmp_path/"signs.py").write_text(SIGNS)
     child = Child("signs", "run", timeout=300., environment=dict(PYTHONPATH=str(tmp_path)))
+    child.answer("begins")
     with pytest.raises(TimeoutError, match="did not answer 'ready'"):
         connect_engine(to_start()[1].channel, child, time.monotonic() + 2.)
     child.close()

@@ -184,7 +184,8 @@ def test_delta_is_in_nats():
 
 def test_delta_in_the_middle_is_nearest_to_dpo():
     x, ok = torch.tensor([3., -1.], dtype=torch.float64), torch.tensor([True, False])
-    gap = (torch.stack([bco_loss(x, 0*x, ok, delta=d, beta=1., denom=1.)[0] for d in torch.linspace(-1, 3, 41).double()])
+    deltas = torch.linspace(-1, 3, 41).double()
+    gap = (torch.stack([bco_loss(x, 0*x, ok, delta=d, beta=1., denom=1.)[0] for d in deltas])
            - dpo_loss(x[:1], x[1:], *torch.zeros(2, 1), beta=1.)[0])
     assert (gap > 0).all() and gap.argmin() == 20 and bco_delta(None, x, 0*x, ok) == 1
 

@@ -26,7 +26,7 @@ from rlblocks.rollout.rows import to_rows
 from rlblocks.samplers import processes, weight_transfer
 from rlblocks.samplers import vllm as vllm_module
 from rlblocks.samplers.processes import child_environment
-from rlblocks.samplers.samplers import Request, Sampling, complete, vllm
+from rlblocks.samplers.sampler import Request, Sampling, complete, vllm
 from rlblocks.samplers.vllm import Vllm, to_completion
 from rlblocks.samplers.weight_transfer import CudaIpc
 from test_samplers import PROMPTS, asked, in_vllm, said, sharp
@@ -470,8 +470,7 @@ def killed(_, folder, python, seconds):
         there.write_text(" ".join(os.listdir(r.sampler.child.folder.name)))
         time.sleep(3600)
     end = time.monotonic() + seconds
-    while not there.exists() and time.monotonic() < end: time.sleep(.05)
-    assert there.exists() or seconds < 100
+    while not (there.exists() and there.read_text()) and time.monotonic() < end: time.sleep(.05)
     assert seconds < 100 or "vllm_dist_" in there.read_text()       # else it is made elsewhere, and this sees nothing
     os.kill(trainer, signal.SIGKILL)
     end = time.monotonic() + 5.

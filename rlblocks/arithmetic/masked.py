@@ -58,7 +58,7 @@ def _refusal(caller, axes, tensors, mask_optional):
     "What is wrong with some tensors, as an error to raise."
     if not mask_optional and tensors.get("mask", 0) is None:
         form = f" [{', '.join(axes.split())}]" if axes else ""
-        return TypeError(f"{caller}: mask is None; a Bool mask{form} is wanted, True where the policy chose the token "
+        return TypeError(f"{caller}: mask is None; a Bool mask{form} is wanted, True where the token counts "
                          "(batch.mask)")
     over_tokens, tensors = "mask" in tensors, {name: x for name,x in tensors.items() if x is not None}
     for name,x in tensors.items():
@@ -75,7 +75,7 @@ def _refusal(caller, axes, tensors, mask_optional):
         return ValueError(f"{caller}: {_wrong_axes(axes, *next(iter(shapes.items())))}")
     good,odd = (next(name for name,s in shapes.items() if (s == wanted) is same) for same in (True, False))
     fix = "they must be equal, nothing is broadcast" + _one_column(odd, shapes[odd], wanted)
-    if len(wanted) == 2 and shapes[odd] == wanted[:1]: # a value a row
+    if len(wanted) == 2 and shapes[odd] == wanted[:1]: # one value per row
         fix = (f"spread row values with at_tokens({odd}, mask)" if over_tokens or odd == "temperature" else
                f"one number per row is wanted, of log-probs sequence_logprobs({good}, mask)")
     return ValueError(f"{caller}: {odd} is {shapes[odd]}, {good} is {wanted}; {fix}")
@@ -98,7 +98,7 @@ def promoted(
     x:Float[Tensor, "..."], # any float tensor; whole numbers (rewards of 0 and 1, say) read as floats
 )->Float[Tensor, "..."]: # float32, or `x` itself if it is float32 or float64
     """Return `x` in at least single precision: half, bfloat16 and integers become float32, float64 stays."""
-    return x if x.dtype is torch.float32 or x.dtype is torch.float64 else x.float() # float32 in torch.fx, without dtypes
+    return x if x.dtype is torch.float32 or x.dtype is torch.float64 else x.float() # torch.fx: float32
 
 # %% ../../nbs/arithmetic/00_masked.ipynb #61c07f86
 def clip(
@@ -126,16 +126,17 @@ def finite_logprobs(
 @runtime_checkable
 class Counts(Protocol):
     """What knows the counts of an optimizer step: a `Batch`, and each of its parts."""
-    n_tokens: Any # chosen tokens
-    n_rows: Any   # rows with a chosen token
-    n_units: Any  # units (pairs, lists, single rows) with a chosen token
+    n_tokens: Any # counted tokens
+    n_rows: Any   # rows with a counted token
+    n_units: Any  # units (pairs, lists, single rows) with a counted token
 
 Denom = Number | Counts | None # what a sum is divided by: a batch, a number, or None = the count of this call
 Over = Literal["tokens", "rows", "groups"] # what weighs the same
 
 # %% ../../nbs/arithmetic/00_masked.ipynb #32e28228
+@no_type_check # or the frame behind it would be the type checker's
 def user_called()->str:
-    "Return the name of the function of rlblocks that the user's code called, or of this one's caller if it is the user's."
+    "Return the name of the function of rlblocks that was called by the user's code, or of the user's own."
     frame = sys._getframe(1)
     name = frame.f_code.co_name
     while frame is not None:
@@ -181,8 +182,8 @@ def masked_sum(
     mask:Bool[Tensor, "*shape"]|None, # True where `x` counts; None = everywhere
     *,
     dim:int|tuple[int, ...]|None=None, # axes to sum over; None = all
-)->Float[Tensor, "..."]: # Σ of the chosen, 0 if there are none
-    """Sum of the chosen entries.
+)->Float[Tensor, "..."]: # Σ of the counted entries, 0 if there are none
+    """Sum of the counted entries.
 
     Σₘ x. What is under a False, NaN and inf included, reaches neither value nor gradient."""
     same_shape(x=x, mask=mask, mask_optional=True)
@@ -193,11 +194,11 @@ def masked_mean(
     mask:Bool[Tensor, "*shape"]|None, # True where `x` counts; None = everywhere
     *,
     dim:int|tuple[int, ...]|None=None, # axes to average over; None = all
-    denom:Denom=None,                 # the batch, if `x` is [B, T], or a number; None = the chosen entries, along `dim`
-)->Float[Tensor, "..."]: # mean of the chosen, 0 if there are none
-    """Mean of the chosen entries, or their sum over the tokens of the optimizer step that they are part of.
+    denom:Denom=None,                 # the batch, if `x` is [B, T], or a number; None = counted entries, along `dim`
+)->Float[Tensor, "..."]: # mean of the counted entries, 0 if there are none
+    """Mean of the counted entries, or their sum over the tokens of the optimizer step that they are part of.
 
-    Σₘ x / denom. Nothing chosen gives 0 with a finite gradient, whatever the denominator."""
+    Σₘ x / denom. Nothing counted gives 0 with a finite gradient, whatever the denominator."""
     same_shape(x=x, mask=mask, mask_optional=True)
     total = masked_sum(x, mask, dim=dim)
     if isinstance(denom, Counts) and x.ndim != 2:
@@ -215,8 +216,8 @@ def masked_std(
     mask:Bool[Tensor, "*shape"], # True where `x` counts
     *,
     unbiased:bool=True,          # divide by n − 1 instead of n
-)->Float[Tensor, ""]: # standard deviation of the chosen, 0 if they are equal or fewer than two
-    """Standard deviation of the chosen entries.
+)->Float[Tensor, ""]: # standard deviation of the counted entries, 0 if they are equal or fewer than two
+    """Standard deviation of the counted entries.
 
     √(Σₘ(x − x̄)² / (n − 1)), in two passes, so that equal entries give exactly 0; the gradient there is 0 too."""
     same_shape(x=x, mask=mask)
@@ -238,10 +239,10 @@ def whiten(
     *,
     shift:bool=True,             # False puts the mean back: only the spread changes
     eps:float=1e-8,              # added to the variance
-)->Float[Tensor, "*shape"]: # mean 0 (or as it was) and variance 1 over the chosen, 0 elsewhere
-    """Scale the chosen entries to unit variance and, with `shift`, to mean 0.
+)->Float[Tensor, "*shape"]: # mean 0 (or as it was) and variance 1 over the counted, 0 elsewhere
+    """Scale the counted entries to unit variance and, with `shift`, to mean 0.
 
-    (x − x̄) / √(var + ε), var unbiased. Ziegler et al. 2019, code. Fewer than two chosen, or all equal: only the mean
+    (x − x̄) / √(var + ε), var unbiased. Ziegler et al. 2019, code. Fewer than two counted, or all equal: only the mean
     is removed."""
     same_shape(x=x, mask=mask)
     centered = _centered(x, mask)
@@ -251,11 +252,11 @@ def whiten(
 # %% ../../nbs/arithmetic/00_masked.ipynb #70c00279
 def aggregate(
     x:Float[Tensor, "B T"],      # loss of each token
-    mask:Bool[Tensor, "B T"],    # True where the policy chose token t
+    mask:Bool[Tensor, "B T"],    # True where token t counts
     *,
     over:Over="tokens",          # what weighs the same: every token, every row, or every group of rows (a prompt)
     denom:Denom=None,            # the batch (denom=b), or how many there are in the optimizer step; None = in this call
-)->Float[Tensor, ""]: # the loss; 0 with a finite gradient if nothing is chosen
+)->Float[Tensor, ""]: # the loss; 0 with a finite gradient if nothing counts
     """Reduce token losses to one number, so that the losses of the parts of a batch add up to the loss of the batch.
 
     tokens: Σ x / tokens. rows: Σ_rows (mean of the row) / rows. groups: Σ_groups (mean of the group's tokens) / groups,
@@ -350,8 +351,8 @@ def largest(x, dim=None):
 def mean_of(
     x:Float[Tensor, "*shape"],        # anything, measured per entry
     mask:Bool[Tensor, "*shape"]|None, # True where `x` counts; None = everywhere
-)->Mean: # Σ of the chosen and their number, detached
-    """Mean of the chosen entries as a metric."""
+)->Mean: # Σ of the counted entries and their number, detached
+    """Mean of the counted entries as a metric."""
     same_shape(x=x, mask=mask, mask_optional=True)
     if mask is None: return Mean(total(promoted(x.detach())), x.numel())
     return Mean(total(masked_sum(x.detach(), mask, dim=-1)), total(mask))

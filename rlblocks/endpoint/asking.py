@@ -14,9 +14,8 @@ from itertools import count
 
 import torch
 
-from ..samplers.lines import Line
 from ..rollout.rollout import Rollout
-from ..samplers.samplers import Completion, Request, check_ready
+from ..samplers.sampler import Caller, Completion, Request, check_ready
 
 # %% ../../nbs/endpoint/07_asking.ipynb #a1ae7ca8
 class Asker:
@@ -26,7 +25,7 @@ class Asker:
         rollout:Rollout,
     ):
         "Start the thread."
-        self.rollout, self.line, self.keys = rollout, Line(rollout.lines), count()
+        self.rollout, self.line, self.keys = rollout, Caller(rollout.shared), count()
         self.waits:dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future]] = {}
         self.new:list[Request] = []
         self.gone:list[int] = []

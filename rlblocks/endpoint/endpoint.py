@@ -30,8 +30,8 @@ from ..environments.episodes import Episode, called
 from ..graders.functions import error_text
 from ..graders.http_server import Served
 from ..rollout.rollout import Rollout
-from ..rollout.checks import check_prompts
-from ..samplers.samplers import check_ready
+from ..rollout.rows import check_prompts
+from ..samplers.sampler import check_ready
 from .exchanges import ServerState
 from .serving import app_of
 from .sessions import Session

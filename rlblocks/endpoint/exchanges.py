@@ -20,7 +20,7 @@ from .asking import Asker
 from .calls import ChatAnswer, ChatCall, ChatFormat, Refused
 from ..graders.functions import error_text
 from ..rollout.rollout import Rollout
-from ..samplers.samplers import Completion
+from ..samplers.sampler import Completion
 from .sessions import Plan, Session, assistant_message, check_room, planned, take_over
 
 # %% ../../nbs/endpoint/08_exchanges.ipynb #28a58d54

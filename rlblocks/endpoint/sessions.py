@@ -21,7 +21,7 @@ from ..environments.rewriting import rewritten
 from .calls import ChatAnswer, ChatCall, Refused, essence
 from ..environments.conversations import Branch, Conversation
 from ..environments.episodes import Episode
-from ..samplers.samplers import Completion, turn_seed
+from ..samplers.sampler import Completion, turn_seed
 from ..rollout.turns import Limits, given_span, sampled_span
 
 # %% ../../nbs/endpoint/02_sessions.ipynb #6f976b82

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ..data.renderers import Renderer, message_of, next_ids
 from .rewriting import rewritten
-from ..samplers.samplers import Completion
+from ..samplers.sampler import Completion
 from ..rollout.turns import Span, given_span, sampled_span
 
 # %% ../../nbs/environments/02_conversations.ipynb #8afc2d3b

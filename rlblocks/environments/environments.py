@@ -25,9 +25,9 @@ from ..graders.functions import LARGEST, error_text
 from .conversations import Branch
 from .episodes import Episode, Runner, Scheduler, Step, called, created, play
 from ..rollout.rollout import Rollout
-from ..rollout.checks import check_prompts
+from ..rollout.rows import check_prompts
 from ..rollout.rows import duplicates
-from ..samplers.samplers import check_ready
+from ..samplers.sampler import check_ready
 from ..rollout.turns import Limits, behind, by_token, texts_of_turns
 
 # %% ../../nbs/environments/00_environments.ipynb #8dd5593d

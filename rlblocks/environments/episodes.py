@@ -21,10 +21,9 @@ import torch
 from ..data.renderers import Renderer
 from .conversations import Conversation, opened
 from ..graders.functions import error_text
-from ..samplers.lines import Line
 from ..rollout.rollout import Rollout
 from ..rollout.rows import Finish
-from ..samplers.samplers import Completion, Request, turn_seed
+from ..samplers.sampler import Caller, Completion, Request, turn_seed
 from ..rollout.turns import Limits
 
 # %% ../../nbs/environments/03_episodes.ipynb #3af074a7
@@ -169,7 +168,7 @@ class Scheduler:
         rollout:Rollout,
     ):
         "No request is pending."
-        self.rollout, self.line, self.keys = rollout, Line(rollout.lines), count()
+        self.rollout, self.line, self.keys = rollout, Caller(rollout.shared), count()
         self.pending:dict[int, asyncio.Future] = {}
         self.waiting:list[Request] = []
         self.error:Exception|None = None
@@ -216,7 +215,7 @@ class Scheduler:
         "Take what is under way out of the engine, and ask it nothing more."
         with self.rollout.lock:
             self.ended = True
-            self.line.abort(list(self.line.lines.of[k][1] for k in self.line.left))
+            self.line.abort(list(self.line.shared.under_way[k][1] for k in self.line.left))
 
 # %% ../../nbs/environments/03_episodes.ipynb #5d12b21c
 @dataclass(frozen=True)

@@ -21,14 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..arithmetic.head import CHUNKS
 from ..data.columns import whole_number
-from ..engines.engine import EngineSpec, PlannedBytes, engine_of, planned_plain
+from ..engines.engine import EngineSpec, PlannedBytes, engine_of, output_layer, planned_plain
 from ..engines.tensor_plan import cut_, fit_plan, plan_of
-from ..engines.sharded_model import checkpoint_layers_, promote_
-from ..engines.engine import output_layer
 from ..engines.weights import plain_name
 from ..engines.optimizers import check_number
+from ..engines.sharded_model import checkpoint_layers_, planned_bytes, promote_
 from ..samplers.kv_cache import cache_argument
-from ..engines.sharded_model import planned_bytes
 from ..engines.tensor_parallel import adapted_layers, adapter_share_
 from ..engines.process_group import HALF
 from ..models.loading import without_lm_head

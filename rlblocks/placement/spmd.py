@@ -30,7 +30,8 @@ from torch import Tensor
 from ..checkpoint.shards import is_shard
 from ..data.batch import Batch
 from ..engines.weights import checksum
-from ..engines.process_group import RankLost, all_or_raise, exchange, form_world, in_time, leave_world, world
+from ..engines.process_group import (
+    RankLost, all_or_raise, exchange, form_world, in_time, leave_world, world)
 from .place import (
     C, Call, FutureAnswer, Handle, P, Placed, later, local, membership, reduce_tensor, replica_indices, speakers)
 

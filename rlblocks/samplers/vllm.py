@@ -26,11 +26,10 @@ from ..engines.weights import InProcess, Manifest, Ticket, buckets, check_since,
 from ..models.checks import config_of
 from ..models.folders import plain_twin
 from ..models.routers import routers_of
-from .controls import Penalties
-from .decoding import MAX_SUPPORT, check_finite
+from .decoding import MAX_SUPPORT, Penalties, check_finite
 from .hf import sampling_module
 from .processes import Child, interpreter
-from .samplers import Completion, Reason, Request, Sampling, VllmSpec, check_ready
+from .sampler import Completion, Reason, Request, Sampling, VllmSpec, check_ready
 from .vllm_server import SampleOptions
 from .weight_transfer import Channel, SharedMemory, Transfer, channel_for, check_adapter, score_with
 
@@ -393,7 +392,8 @@ class Vllm:
         "End requests, and return what there is of their samples. An engine that is gone has ended them already."
         gone = set(keys)
         names = [name for name, (r, _) in self.under_way.items() if r.key in gone]
-        nothing = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), None, None, [(0, int(self.version or 0))])
+        marks = [(0, int(self.version or 0))]
+        nothing = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), None, None, marks
         with self._ends_on_error(): ended = self._end_samples(names)
         return [self._completion(name, *ended.get(name, (nothing, "abort"))) for name in names]
 
@@ -419,7 +419,7 @@ class Vllm:
         self.asleep, self.version = True, None if level == 2 else self.version
 
     def wake(self):
-        "Be ready again."
+        "Take memory again and be ready."
         self._process.ask("wake", ["weights", "kv_cache"])
         self.asleep = False
 
@@ -428,7 +428,7 @@ class Vllm:
         return self._process.ask("metrics")[0]
 
     def close(self):
-        "End the process."
+        "End vLLM's process for good, or until `load`."
         child, self.child, self.version = self.child, None, None
         self.under_way.clear()
         if child is not None: child.close()

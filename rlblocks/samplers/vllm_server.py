@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ..engines.weights import checksum
-from .controls import first_complete
+from .decoding import first_complete
 from .processes import end_without_trainer, use_temporary_folder
 from .weight_transfer import Entry, from_bucket
 
@@ -58,7 +58,7 @@ def sample_arrays(
 # %% ../../nbs/samplers/06_vllm_server.ipynb #3d8dcb53
 @runtime_checkable
 class VllmMetric(Protocol):
-    "A counter of vLLM's."
+    "Count something, as vLLM does."
     name:str
 
 def acceptance(
@@ -77,19 +77,19 @@ def acceptance(
 # %% ../../nbs/samplers/06_vllm_server.ipynb #cee2bc1e
 @runtime_checkable
 class ModelRunner(Protocol):
-    "The part of vLLM's model runner that is used here."
+    "Hold the model; this is all that is used of vLLM's model runner."
     def get_model(self)->nn.Module:
         "Return the model that computes."
         ...
 
 @runtime_checkable
 class TransferEngine(Protocol):
-    "An engine of vLLM's weight transfer, as `with_checksums` makes it."
+    "Receive weights as an engine of vLLM's weight transfer, and note their checksums."
     checksums:dict[str, int] # of what has arrived, by name
 
 @runtime_checkable
 class Worker(Protocol):
-    "The part of vLLM's worker that is used here."
+    "Hold a model and a transfer engine; this is all that is used of vLLM's worker."
     model_runner:ModelRunner
     weight_transfer_engine:TransferEngine
 
@@ -185,7 +185,7 @@ class Server:
     def __init__(self,
         connection:Connection, # to the trainer
     ):
-        "Begin to read messages."
+        "Begin to read and write messages."
         self.connection, self.inbox = connection, queue.SimpleQueue()
         self.outbox:Any = queue.SimpleQueue()
         self.engine:Any = None                   # vLLM's `LLMEngine`
@@ -240,7 +240,7 @@ class Server:
         arguments:Mapping[str, Any], # of vLLM's LLM
         channel:Mapping[str, Any],   # what its workers are initialised with
     ):
-        "Build the engine."
+        "Build vLLM's engine and sample one token."
         from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
         self.by_phases = "weight_transfer_config" in arguments
         if self.by_phases: register()
@@ -257,7 +257,7 @@ class Server:
     def on_tokenizer(self,
         json:str, # as the library `tokenizers` writes it
     ):
-        "Make stop strings possible."
+        "Prepare to find stop strings."
         from tokenizers import Tokenizer
         self.decode = Tokenizer.from_str(json).decode
 
@@ -280,7 +280,7 @@ class Server:
         samples:list[tuple[str, list[int], dict[str, Any], SampleOptions]], # name, prompt, SamplingParams, options
         salt:str, # another one for other weights, so that no cached key is read across them
     ):
-        "Begin samples."
+        "Begin to draw new samples."
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
         from vllm.sampling_params import (  # pyright: ignore[reportMissingImports]
             RequestOutputKind, StructuredOutputsParams)
@@ -435,7 +435,7 @@ class Server:
     def on_wake(self,
         tags:list[str], # parts of the memory: weights, kv_cache
     ):
-        "Take device memory again."
+        "Take parts of device memory again."
         self._wake(tags)
         self.send("wake")
 

@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 
-from ..engines.weights import LowRank, distinct, Change, Manifest, Ticket, check_names, check_sum, checksum
+from ..engines.weights import Change, LowRank, Manifest, Ticket, check_names, check_sum, checksum, distinct
 from ..models.folders import as_filed
 from ..models.head import states_of
 from .processes import Child
@@ -72,7 +72,7 @@ def sizes_of(entries:Iterable[Entry])->list[int]:
 # %% ../../nbs/samplers/07_weight_transfer.ipynb #b7d12c87
 @runtime_checkable
 class Channel(Protocol):
-    "A way of buckets to the workers of an engine."
+    "Carry buckets to the workers of an engine."
     backend:str                 # name of the engine's side in vLLM's weight transfer
     aligned:int                 # tensors begin at multiples of so many bytes
     memory:torch.UntypedStorage # of one bucket
@@ -89,7 +89,7 @@ class Channel(Protocol):
         "Note that the workers have opened the bucket."
 
     def begin(self):
-        "Begin a load."
+        "Prepare for the buckets of a load."
 
     @abstractmethod
     def message(self, entries:list[Entry])->dict[str, object]:
@@ -109,7 +109,7 @@ class SharedMemory(Channel):
     backend, aligned = "rlblocks", 64
 
     def __init__(self):
-        "Begin without memory."
+        "Begin without memory for a bucket."
         self.memory:torch.UntypedStorage = torch.UntypedStorage(0)
         self.unlink:Callable[[], object]|None = None # makes the file inaccessible to further processes
 
@@ -136,7 +136,7 @@ class SharedMemory(Channel):
         return dict(entries=entries)
 
     def close(self):
-        "Unmap the file."
+        "Unmap the file and free its memory."
         self.opened()
         self.memory = torch.UntypedStorage(0)
 
@@ -155,7 +155,7 @@ class CudaIpc(Channel):
     def __init__(self,
         device:torch.device, # GPU of trainer and engine
     ):
-        "Begin without memory."
+        "Begin without memory for a bucket."
         self.device, self.memory = device, torch.UntypedStorage(0)
 
     def open(self, n_bytes:int, folder:str)->dict[str, object]:
