@@ -343,7 +343,7 @@ def reduce_tensor(x:Tensor)->tuple:
     "Return how pickle rebuilds a tensor: from its bytes, its dtype and its shape."
     flat = x.detach().cpu().contiguous().view(-1)
     if flat.numel() == 1: flat = flat.new_empty(1).copy_(flat)     # of one entry any stride counts as contiguous
-    raw = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    raw:Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return tensor_from, (PickleBuffer(raw), x.dtype, tuple(x.shape))
 
 def tensor_from(

@@ -44,7 +44,7 @@ class RankCall:
     leaves:int|None = None       # the number of what the ranks hold after it, if the loop gets to know of it
     refs:dict[int, Any] = field(default_factory=dict) # rank → a reference to its answer
     answers:dict[int, Answer] = field(default_factory=dict) # rank → its answer, once it has come
-    killed:set[int] = field(default_factory=set) # ranks that died in it, and were started again
+    killed:set[int] = field(default_factory=set) # ranks that died in it, before others were started again or ended
     waiter:int|None = None       # the thread that waits for it; None: nobody does now
     asker:Callable[[], "RankAnswer|None"]|None = None # by which the loop can ask for the answer; None: it cannot
 
@@ -180,7 +180,9 @@ class RayCalls:
 
     def name_of(self, x:object)->tuple|None:
         "Return the name of what is on the ranks, None of what travels. ValueError for what is on another pool's."
-        if isinstance(x, Ticket): return (x.transport.number,) if _owner(x) is self else None
+        if isinstance(x, Ticket):
+            way = x.transport
+            return (way.number,) if isinstance(way, PoolWeights) and way.pool is self else None
         if not isinstance(x, (Handle, Method)): return None
         placed = vars(x)["_placed"] if isinstance(x, Handle) else x.placed
         if getattr(placed.pool, "calls", None) is not self:
@@ -286,7 +288,9 @@ class RayCalls:
         if not (lost or bad or silent):
             for sender, sending in call.senders: sender.heard(sending)
             return {r: self.reader.read(call.answers[r].message) for r in sorted(call.answers)}
-        if lost: error = RankLost(self.died(call, *min(lost.items())))
+        if lost:
+            r = min(lost, key=lambda r: (r not in call.killed, r))
+            error = RankLost(self.died(call, r, lost[r]))
         elif bad: error = self.error_of(call, bad[0])
         else: error = RankSilent(f"{call.who}: no answer within {self.timeout:g} s from {self._names(silent)}")
         if silent and (lost or bad):
@@ -315,8 +319,11 @@ class RayCalls:
 
     def end_if_lost(self, sending:RankCall):
         "End the ranks of a world that lost one while it sends weights: they wait for it, and who loads waits for them."
-        if 0 not in (seen := self.outcomes(sending)) and any(isinstance(x, str) for x in seen.values()):
-            self.processes.kill()
+        seen = self.outcomes(sending)
+        dead = {r for r, x in seen.items() if isinstance(x, str)}
+        if 0 in seen or not dead or sending.killed: return
+        sending.killed |= dead      # before the others, which are named only where none is here
+        self.processes.kill()
 
     def heard(self, sending:RankCall):
         "Close a call that has sent weights and of which nothing is to be said, so that the store is free of them."

@@ -24,7 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from threading import RLock
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import ray
@@ -142,7 +142,7 @@ class Pickler(cloudpickle.Pickler):
     def _function(self, f):
         file = io.BytesIO()
         Pickler(file, self.names, None, inside=True).dump(f)
-        if file.tell() > self.limit: raise ValueError(_too_large(f, file.tell(), self.limit))
+        if self.limit is not None and file.tell() > self.limit: raise ValueError(_too_large(f, file.tell(), self.limit))
         return file.getvalue()
 
     def _send_by_value(self, module):
@@ -326,8 +326,8 @@ class StoreWeights:
         error, _ = reader.read(answer.message)
         raise RuntimeError(f"load: the weights did not come: {type(error).__name__}: {error}")
 
-def _from_store(ref):
-    try: return ray.get(ref)
+def _from_store(ref)->Any:
+    try: return cast(Any, ray.get(ref))
     except RayError as e: raise RankLost(f"load: the rank that sends the weights is gone: {e}") from e
 
 class PoolWeights:

@@ -10,7 +10,7 @@ import os
 import socket
 import uuid
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
@@ -236,6 +236,6 @@ def first(
 def _interfaces(cluster, addresses, seconds): # node → the network interface by which it talks to the others
     "Left alone, gloo resolves the host's name, which may be 127.0.0.1. Nothing is asked where there is one node."
     if len(addresses) < 2: return dict.fromkeys(addresses, "")
-    ask:Callable[..., Any] = ray.remote(interface_of)
-    tasks = [cast(Any, ask).options(**task_on(cluster, node)).remote(a) for node, a in addresses.items()]
+    ask = cast(Any, ray.remote(interface_of))
+    tasks = [ask.options(**task_on(cluster, node)).remote(a) for node, a in addresses.items()]
     return dict(zip(addresses, first(tasks, "asking nodes for their networks", seconds), strict=True))

@@ -102,7 +102,7 @@ def from_bytes(
     raw:UInt8[Tensor, " n"], # from `to_bytes`
 )->Any:
     "Return the answer that was pickled."
-    return pickle.loads(raw.numpy())
+    return pickle.loads(memoryview(cast(Any, raw.numpy())))
 
 def gather_bytes(
     own:UInt8[Tensor, " n"], # this rank's
