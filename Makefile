@@ -9,7 +9,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 
 OUT ?= benchmarks/results
 
-.PHONY: demo gpu test test-long test-times setup dev peers vllm hubs pythons parity export readme lint clean
+.PHONY: demo gpu test suite test-long test-times setup dev peers vllm hubs pythons parity export readme lint clean
 
 setup: .venv/.demo
 dev: .venv/.dev
@@ -69,12 +69,12 @@ pythons: .venv/.3.12 .venv/.3.13
 # One thread a process: small models gain nothing from two, and two processes run side by side. Each notebook has a process of its
 # own (tests/test_notebooks.py): the type-checking hook that one installs must not reach the next.
 # CI tells hypothesis to draw the same examples every time: a red run can be run again. By hand, a notebook or a test draws fresh ones.
-test test-long test-times: export OMP_NUM_THREADS := 1
-test test-long test-times: export CI := 1
+test suite test-long test-times: export OMP_NUM_THREADS := 1
+test suite test-long test-times: export CI := 1
 # No notebook or test asks the network: without this a machine that has none waits minutes for each name of a hub.
-test test-long test-times: export HF_HUB_OFFLINE := 1
+test suite test-long test-times: export HF_HUB_OFFLINE := 1
 # Hundreds of processes import rlblocks: bytecode is kept, also where the machine has it turned off.
-test test-long test-times: export PYTHONDONTWRITEBYTECODE :=
+test suite test-long test-times: export PYTHONDONTWRITEBYTECODE :=
 # Workers, notebooks and tests side by side; tests/conftest.py says who runs what
 WORKERS ?= 3
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
@@ -87,11 +87,13 @@ gpu:
 	$(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON)) \
 		benchmarks/gpu.py --out $(OUT) $(if $(ONLY),--only $(ONLY))
 
-# ruff, pyright and import-linter run beside the tests' first minute, in which workers import and collect.
+# ruff, pyright and import-linter run beside the tests' first minute, in which workers import and collect. It is make that runs
+# them so: Ctrl-C does not reach what a shell has begun with `&`.
 test: .venv/.dev .venv/.peers .venv/.vllm .venv/.openenv .venv/.verifiers
-	$(MAKE) --no-print-directory lint & lint=$$!; \
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) tests; tests=$$?; \
-	wait $$lint || { echo "make lint failed: what it says stands above" >&2; exit 1; }; exit $$tests
+	$(MAKE) --no-print-directory --keep-going -j2 lint suite
+
+suite: .venv/.dev
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) tests
 
 # What `make test` leaves out: hundreds of kills, hosts that are cut off, every engine on every number of ranks, products of
 # choices, tutorials at full length.

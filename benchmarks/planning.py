@@ -37,8 +37,7 @@ from rlblocks.placement.memory import pass_bytes
 from rlblocks.samplers.kv_cache import CachedDecoder
 from rlblocks.engines.engine import output_layer
 from rlblocks.engines.process_group import HALF
-from rlblocks.placement.budgets import plan_rollout
-from rlblocks.placement.planning import plan
+from rlblocks.placement.plan import plan, plan_rollout
 from rlblocks.engines.sharded_model import checkpoint_layers_
 
 RESULTS = Path(__file__).parent/"results"

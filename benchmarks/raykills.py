@@ -34,9 +34,6 @@ def followed(kill, run):
     of_rank = f"pid {kill['pid']})"
     if any(of_rank in line for line in anew): return "the rank was made anew, and its part repeated"
     if any(of_rank in line for line in pools): return "a new pool resumed"
-    # what is said of a window names its pool, and no process
-    if kill["name"] == "ray::Window" and any("or its window, is gone" in line for line in pools):
-        return "a new pool resumed"
     later = [x["driver"] for x in run.killed if x["second"] > kill["second"]]
     if [*later, run.drivers()][0] > kill["driver"]: return "a new driver resumed"
     return "nothing"

@@ -104,7 +104,7 @@ def best(rounds, given=None, **ways):
 def calls(cluster, rounds):
     "Calls without rows, and with rows: against Ray's own."
     with RayPool(2, cluster=cluster, world=False, name="calls") as pool:
-        takes, members = pool.place(Takes), [rank.member for rank in pool.crew.ranks]
+        takes, members = pool.place(Takes), [rank.actor for rank in pool.processes.ranks]
         bare = [ray.remote(Bare).options(num_cpus=0).remote() for _ in range(2)]
         noop = lambda: ray.get([m.process.remote() for m in members])
         out = dict(empty=best(10*rounds, ours=takes.nothing, ray=noop))
@@ -179,20 +179,20 @@ def spread(found):
 
 def loads(cluster, rounds, megabytes=(16, 32, 64, 128)):
     "Weights onto the same pool, onto another, onto one whose ranks may be made anew; in buckets of several sizes."
-    from rlblocks.placement import raypool
+    from rlblocks.placement import ray_calls
     def sized(n):
         def load():
-            raypool.BUCKET_BYTES = n << 20
+            ray_calls.BUCKET_BYTES = n << 20
             other.load(policy.weights())
         return load
     with (RayPool(1, cluster=cluster, name="a") as a, RayPool(1, cluster=cluster, name="b") as b,
           RayPool(1, cluster=cluster, world=False, restarts=1, name="c") as c):
         policy, mine, other, anew = a.place(Policy, llama), *(pool.place(Rollout, llama) for pool in (a, b, c))
-        own = raypool.BUCKET_BYTES
+        own = ray_calls.BUCKET_BYTES
         found = timed(rounds, colocated=lambda: mine.load(policy.weights()),
                       other=lambda: other.load(policy.weights()), restarts=lambda: anew.load(policy.weights()))
         found |= timed(rounds//2, **{f"buckets_of_{n}_mb": sized(n) for n in megabytes})
-        raypool.BUCKET_BYTES = own
+        ray_calls.BUCKET_BYTES = own
     said = spread(found)
     return said | {name: {k: said[way][k]/said["colocated"][k] for k in ("min", "median")}
                    for name, way in (("ratio", "other"), ("ratio_restarts", "restarts"))}
@@ -207,7 +207,7 @@ def between(address, rounds):
     cluster = Cluster(address=address, ready=60., options=dict(_node_ip_address=address.split(":")[0],
                                                                logging_level="ERROR", log_to_driver=False))
     with RayPool(1, cpus=2, cluster=cluster, name="a") as a, RayPool(1, cpus=2, cluster=cluster, name="b") as b:
-        host, far = a.crew.ranks[0].address, b.crew.ranks[0].address
+        host, far = a.processes.ranks[0].address, b.processes.ranks[0].address
         ways = {}
         for name, make in (("tiny", tiny), ("large", llama), ("larger", partial(llama, 1024))):
             policy, rollout = a.place(Policy, make), b.place(Rollout, make)
@@ -240,7 +240,7 @@ def back(cluster):
     with RayPool(1, cluster=cluster, world=False, restarts=1, name="back") as pool:
         rollout = pool.place(Rollout, net, max_tokens=2)
         alive = best(3, ask=lambda: rollout.generate(b, seed=0))["ask"]
-        os.kill(pool.crew.ranks[0].pid, signal.SIGKILL)
+        os.kill(pool.processes.ranks[0].pid, signal.SIGKILL)
         return dict(alive=alive, seconds=best(1, ask=lambda: rollout.generate(b, seed=0))["ask"])
 
 

@@ -1,16 +1,16 @@
 """What sampling costs: the model's own forward pass, vLLM, and transformers' generate as TRL's GRPO trainer calls it.
 
-    .venv/bin/python benchmarks/rollout.py [--rounds 3] [--engines hf,plain,vllm,trl] [--sizes 26M,100M] [--threads 1]
+    .venv/bin/python benchmarks/rollout.py [--rounds 3] [--engines hf,vllm,trl] [--sizes 26M,100M] [--threads 1]
     .venv/bin/python benchmarks/rollout.py --device cuda
 
 64 rows, 8 prompts of 32 tokens with 8 samples each, 256 new tokens a row, random weights, no row ends early, fp32 on a
-CPU. `plain` is hf without packed weights. Engines take turns in every round, and a figure is that of the best round;
+CPU. Engines take turns in every round, and a figure is that of the best round;
 all rounds are written, with the load of the machine before and after each. hf and vLLM also give the log-prob of every
 token, for which TRL runs the model once more; that run is not counted.
 
 `cpu` is the processor time of the trainer's own process over the time that passed. An engine in another process leaves
-the trainer's process free: at most 2 % with vLLM is promised. At 64 × 256, 1.5 times hf as it was (`plain`) was
-promised for vLLM too. A promise that is not kept is printed as MISSED, and the exit code is 1.
+the trainer's process free: at most 2 % with vLLM is promised. At 64 × 256, 1.5 times hf is promised for vLLM too. A
+promise that is not kept is printed as MISSED, and the exit code is 1.
 
 With `--device cuda` all engines are on a GPU, and nothing is promised. It has not been run there.
 """
@@ -21,7 +21,6 @@ import sys
 import time
 from pathlib import Path
 
-import rlblocks.samplers.hf as hf
 import torch
 from machine import machine
 from rlblocks import Batch, Rollout, vllm
@@ -31,7 +30,6 @@ SIZES = {"26M": dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=
          "100M": dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
                       vocab_size=8192)}
 PROMPTS, SAMPLES, WIDTH, NEW = 8, 8, 32, 256
-PACK = hf.prepack_weights
 
 
 def model(size):
@@ -87,10 +85,8 @@ def measure(size, engines, rounds, device):
     found = {e: [] for e in engines}
     for r in range(-1, rounds):
         for e, (run, _) in made.items():
-            hf.prepack_weights = hf.drop_prepacked if e == "plain" else PACK
             if r < 0: run(8, 0)
             else: found[e].append(timed(run, r))
-    hf.prepack_weights = PACK
     for _, close in made.values(): close()
     best = {e: min(x["seconds"] for x in runs) for e, runs in found.items()}
     n = PROMPTS*SAMPLES*NEW
@@ -103,15 +99,15 @@ def missed(size, engines):
     "Promises that were not kept."
     if "vllm" not in engines: return
     if engines["vllm"]["cpu"] > .02: yield f"{size}: with vLLM the parent computes {engines['vllm']['cpu']:.1%}"
-    if "plain" not in engines: return
-    ratio = engines["vllm"]["tokens_per_second"]/engines["plain"]["tokens_per_second"]
-    if ratio < 1.5: yield f"{size}: vLLM is {ratio:.2f} times hf without packed weights"
+    if "hf" not in engines: return
+    ratio = engines["vllm"]["tokens_per_second"]/engines["hf"]["tokens_per_second"]
+    if ratio < 1.5: yield f"{size}: vLLM is {ratio:.2f} times hf"
 
 
 def main():
     words = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     words.add_argument("--rounds", type=int, default=3)
-    words.add_argument("--engines", default="hf,plain,vllm,trl")
+    words.add_argument("--engines", default="hf,vllm,trl")
     words.add_argument("--sizes", default="26M,100M")
     words.add_argument("--threads", type=int, default=1)
     words.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

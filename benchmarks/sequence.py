@@ -71,7 +71,7 @@ def one_rank(rank, ranks, port, tokens, folder):
                  loss=float(metrics["loss"]), grad_norm=float(metrics["grad_norm"]))
     torch.save(found, Path(folder)/f"{rank}.pt")
     dist.barrier()
-    # a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/98_spmd,
+    # a gloo thread that still lets go of a tensor while the interpreter ends would abort it (nbs/placement/01_spmd,
     # Leaving)
     os._exit(0)
 

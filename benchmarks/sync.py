@@ -44,8 +44,8 @@ from rlblocks import Policy
 from rlblocks.engines.weight_folder import publish_weights
 from rlblocks.engines.weights import checksum, named_weights
 from rlblocks.samplers.hf import Hf
-from rlblocks.samplers.samplers import vllm
-from rlblocks.samplers.vllm_sampler import Vllm
+from rlblocks.samplers.sampler import vllm
+from rlblocks.samplers.vllm import Vllm
 
 BUCKET = 1 << 26
 

@@ -123,8 +123,9 @@ def gradient_cases(world:int):
     fsdp = world//2
     for kind in KINDS:
         for dtype in (torch.float64, torch.float32) if world == 2 else (torch.float64,):
-            yield kind, kind, dtype, 1, dict(fsdp=fsdp)
-            if world == 2 and dtype == torch.float64: yield f"{kind}, two micro-batches", kind, dtype, 2, dict(fsdp=fsdp)
+            how = dict(fsdp=fsdp)
+            yield kind, kind, dtype, 1, how
+            if world == 2 and dtype == torch.float64: yield f"{kind}, two micro-batches", kind, dtype, 2, how
     if world == 2: yield "gemma, tied table", "gemma", torch.float64, 1, {}
 
 

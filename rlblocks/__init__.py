@@ -141,8 +141,8 @@ if TYPE_CHECKING:
     from rlblocks.models.loading import pretrained
     from rlblocks.models.policy import Policy
     from rlblocks.models.scorer import Scorer, scores_after
-    from rlblocks.samplers.controls import penalties
-    from rlblocks.samplers.samplers import sglang, vllm
+    from rlblocks.samplers.decoding import penalties
+    from rlblocks.samplers.sampler import sglang, vllm
     from rlblocks.rollout.flight import Flight
     from rlblocks.rollout.rollout import Rollout
     from rlblocks.graders.code import code_reward
@@ -170,11 +170,9 @@ if TYPE_CHECKING:
     from rlblocks.endpoint.tasksets import taskset_environment, taskset_rows, verifiers_environment, verifiers_rows
     from rlblocks.checkpoint.checkpoint import Checkpoint
     from rlblocks.checkpoint.saves import writable
-    from rlblocks.placement.budgets import plan_rollout, step_seconds
     from rlblocks.placement.cluster import Cluster
-    from rlblocks.placement.place import here, later
-    from rlblocks.placement.planning import plan
-    from rlblocks.placement.pools import Pools
+    from rlblocks.placement.place import Pools, here, later
+    from rlblocks.placement.plan import plan, plan_rollout, step_seconds
     from rlblocks.placement.raypool import RayPool
     from rlblocks.placement.restarts import restarted
     from rlblocks.placement.spmd import SpmdPool
@@ -190,8 +188,8 @@ _OFFERS = {
     "models.loading": "pretrained",
     "models.policy": "Policy",
     "models.scorer": "Scorer scores_after",
-    "samplers.controls": "penalties",
-    "samplers.samplers": "sglang vllm",
+    "samplers.decoding": "penalties",
+    "samplers.sampler": "sglang vllm",
     "rollout.flight": "Flight",
     "rollout.rollout": "Rollout",
     "graders.code": "code_reward",
@@ -216,11 +214,9 @@ _OFFERS = {
     "endpoint.tasksets": "taskset_environment taskset_rows verifiers_environment verifiers_rows",
     "checkpoint.checkpoint": "Checkpoint",
     "checkpoint.saves": "writable",
-    "placement.budgets": "plan_rollout step_seconds",
+    "placement.plan": "plan plan_rollout step_seconds",
     "placement.cluster": "Cluster",
-    "placement.place": "here later",
-    "placement.planning": "plan",
-    "placement.pools": "Pools",
+    "placement.place": "Pools here later",
     "placement.raypool": "RayPool",
     "placement.restarts": "restarted",
     "placement.spmd": "SpmdPool",

@@ -103,7 +103,7 @@ def vllm_python():
     if (python := vllm_interpreter()) is None: return None
     from ready import VLLM, Ready
     from rlblocks.samplers.processes import child_environment
-    from rlblocks.samplers.vllm_start import _QUIET
+    from rlblocks.samplers.vllm import _QUIET
     return resident(Ready(python, VLLM, child_environment(dict(os.environ)) | _QUIET)).command
 
 
@@ -128,17 +128,18 @@ def resident(ready):
 # is left alone with it at the end.
 
 SECONDS = ROOT/"tests"/"seconds.json"       # of each group, as `make test-times` wrote them
+MATRICES = ("test_engines", "test_tensor")      # of engines and cases: half of what ranks take
 
 
 def group(nodeid):
     """What one worker runs in a row: a file, whose fixtures are made once; all that launch ranks, which fill both
-    cores by themselves; files with engines of vLLM, and files with ranks of Ray, for which what they need is imported
-    once (tests/ready.py); notebooks that check types, for which rlblocks is imported once more; any other notebook
-    alone."""
+    cores by themselves, in two halves, for one would take longer than all else; files with engines of vLLM, and files
+    with ranks of Ray, for which what they need is imported once (tests/ready.py); notebooks that run under the type
+    checker, for which rlblocks is imported once more; any other notebook alone."""
     file, _, test = nodeid.partition("::")
     name, _, params = test.partition("[")
     if Path(file).stem == "test_notebooks": return of_notebook(name, params.removesuffix("]"))
-    if name in launching(ROOT/file): return "ranks"
+    if name in launching(ROOT/file): return "ranks" if Path(file).stem not in MATRICES else "matrices"
     for word in ("vllm", "ray"):
         if f"{word}_python()" in text(ROOT/file): return word
     return Path(file).stem
@@ -173,7 +174,7 @@ def pytest_xdist_make_scheduler(config, log):
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             name = group(nodeid)
-            return Path(nodeid.partition("::")[0]).stem if by_file and name == "ranks" else name
+            return Path(nodeid.partition("::")[0]).stem if by_file and name in ("ranks", "matrices") else name
     return Groups(config, log)
 
 

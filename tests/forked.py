@@ -89,5 +89,5 @@ def member(rank, ranks, port, run, args, group):
     if group: dist.barrier()
     sys.stdout.flush()
     # all is checked and written; a gloo thread that still lets go of a tensor while the interpreter ends would abort it
-    # (nbs/placement/98_spmd, Leaving)
+    # (nbs/placement/01_spmd, Leaving)
     os._exit(0)

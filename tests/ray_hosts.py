@@ -135,7 +135,7 @@ class Unlucky:
 
 def last_words(pool, address):
     "What is said of a rank that dies on another host than the driver's."
-    far = next(rank.number for rank in pool.crew.ranks if rank.address != address)
+    far = next(rank.number for rank in pool.processes.ranks if rank.address != address)
     try: pool.place(Unlucky).dies(far)
     except RankLost as e: return str(e)
 
@@ -154,10 +154,10 @@ def drive(address, folder):
         say(died=last_words(pool, address.split(":")[0]))       # on what is left
     warnings.showwarning = lambda message, *rest, **more: say(warning=str(message))
     three = pool(3)
-    say(nodes=sorted(rank.address for rank in three.crew.ranks))
+    say(nodes=sorted(rank.address for rank in three.processes.ranks))
     say(loops=loops(three))
     try:
-        for row in restarted(run, [lambda: three if three.crew.broken is None else pool(3), lambda: pool(2)],
+        for row in restarted(run, [lambda: three if three.calls.broken is None else pool(3), lambda: pool(2)],
                              restarts=2):
             say(row={k: float(v) for k, v in row.items()})
             if row["step"] == 4:

@@ -34,7 +34,7 @@ class Both:
 
     def __init__(self, cluster):
         from rlblocks import RayPool, Rollout
-        from rlblocks.placement.pools import Pools
+        from rlblocks.placement.place import Pools
         self.train = RayPool(2, cluster=cluster, timeout=120., grace=5., name="train")
         self.sample = RayPool(1, cluster=replace(cluster, env=dict(SAMPLES="1")), timeout=120., world=False, restarts=8,
                               name="sample")
@@ -203,9 +203,6 @@ def given(pid):
     try: text = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError: return set()
     return {x.partition(b"=")[0].decode(errors="replace") for x in text.split(b"\0")}
-
-
-def the_window(now): return next((x for x in by_age(now) if x[1].startswith("ray::Window")), None)
 
 
 def the_driver(now): return next(iter(by_age(now)), None)      # all others descend from it

@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 import types
 from pathlib import Path
 
@@ -39,7 +38,7 @@ jaxtyping loguru compressed_tensors""".split()
 RANK = """torch torch.distributed.fsdp torch.distributed.checkpoint torch.distributed.tensor.parallel torch._dynamo
 transformers.models.auto.modeling_auto transformers.models.llama.modeling_llama pytest rlblocks.models.policy
 rlblocks.models.critic rlblocks.models.scorer rlblocks.rollout.rollout rlblocks.checkpoint.checkpoint
-rlblocks.engines.fsdp2 rlblocks.engines.tensor_parallel rlblocks.placement.spmd rlblocks.placement.member""".split()
+rlblocks.engines.fsdp2 rlblocks.engines.tensor_parallel rlblocks.placement.spmd""".split()
 
 READ_AT_IMPORT = ("VLLM_", "MKL_", "ATEN_", "TORCH_", "RAY_AUTH", "PYTHONHASHSEED", "HF_")
 COMMAND = """#!{python} -IS
@@ -158,7 +157,10 @@ def become(fds, flags, rest, environment, folder):
     sys.path[:] = own + paths(environment) + [p for p in sys.path[1:] if p not in paths(GIVEN)]
     try: code = run(rest)
     except SystemExit as e: code = e.code
-    except BaseException: code = traceback.print_exc() or 1
+    except BaseException as e:
+        sys.last_value = e      # as an interpreter does: what runs at exit reads it
+        sys.excepthook(*sys.exc_info())
+        code = 1
     if not isinstance(code, int | None): code = print(code, file=sys.stderr) or 1
     threading._shutdown()
     atexit._run_exitfuncs()

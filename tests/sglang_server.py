@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 from rlblocks.samplers.hf import Hf
-from rlblocks.samplers.samplers import Request, Sampling, complete
+from rlblocks.samplers.sampler import Request, Sampling, complete
 
 
 class Engine:

@@ -6,7 +6,7 @@ os.environ |= dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELI
 
 import torch
 from rlblocks import Checkpoint, Critic, Policy, Rollout, Scorer
-from rlblocks.placement.handles import local
+from rlblocks.placement.place import local
 from rlblocks.placement.spmd import SpmdPool
 from tiny import model, rows, steady
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import vllm_python
 from rlblocks import Batch, Flight, Policy, Rollout, later
-from rlblocks.samplers.samplers import vllm
+from rlblocks.samplers.sampler import vllm
 from test_samplers import sharp
 from test_vllm import engine, moved
 from tiny import prompts
@@ -49,14 +49,14 @@ def test_later_starts_a_bound_method_and_its_rows_are_those_of_generate(shared):
     r = shared
     ask = dict(group_size=4, seed=(0, 1))
     call, other = later(r.generate, prompts(), **ask), later(r.generate, prompts(), group_size=2, seed=7)
-    assert r.sampler.elsewhere == bool(r.lines.of), "an engine elsewhere samples on, another has sampled"
+    assert r.sampler.elsewhere == bool(r.shared.under_way), "an engine elsewhere samples on, another has sampled"
     between = r.generate(prompts(), temperature=0.)
     rows, want = call.result(), r.generate(prompts(), **ask)
     assert rows.tokens.equal(want.tokens) and rows.rollout_logprobs.allclose(want.rollout_logprobs, atol=1e-5)
     assert rows.policy_version.shape == rows.tokens.shape and want.policy_version.shape == (len(want),)
     assert not rows.policy_version.any() and call.result() is rows
     assert other.result().tokens.equal(r.generate(prompts(), group_size=2, seed=7).tokens)
-    assert between.tokens.equal(r.generate(prompts(), temperature=0.).tokens) and not r.lines.of
+    assert between.tokens.equal(r.generate(prompts(), temperature=0.).tokens) and not r.shared.under_way
 
 
 def test_each_token_is_of_the_weights_that_drew_it(shared):
@@ -108,7 +108,7 @@ def test_one_that_never_ends_and_one_that_is_lost_hold_up_nobody(shared, monkeyp
     if not shared.sampler.elsewhere: pytest.skip("this engine finishes what it has begun")
     n, endless, lost, r = 512, 7, 20, shared
     prompts = many(n)
-    monkeypatch.setattr(r.lines, "sampler", Losing(r.sampler, prompts.tokens[lost].tolist()))
+    monkeypatch.setattr(r.shared, "sampler", Losing(r.sampler, prompts.tokens[lost].tolist()))
     flight = Flight(r)
     flight.ask(prompts[[i for i in range(n) if i != endless]], seed=0, max_tokens=8)
     flight.ask(prompts[[endless]], max_tokens=8000)
@@ -117,7 +117,7 @@ def test_one_that_never_ends_and_one_that_is_lost_hold_up_nobody(shared, monkeyp
     assert flight.collect(1, seconds=.5) == [] and flight.late(.5) == [1000 + lost, 1000 + endless]
     assert sorted(int(b.group[0]) for b in rows) == [1000 + i for i in range(n) if i not in (endless, lost)]
     stopped = flight.abort(flight.late(.5))
-    assert [int(p.group[0]) for p in stopped] == [1000 + lost, 1000 + endless] and not r.lines.of
+    assert [int(p.group[0]) for p in stopped] == [1000 + lost, 1000 + endless] and not r.shared.under_way
     assert not r.sampler.sampler.under_way, "their places are free"
     began = time.monotonic()
     r.generate(prompts[21:85], max_tokens=8)
@@ -127,7 +127,7 @@ def test_one_that_never_ends_and_one_that_is_lost_hold_up_nobody(shared, monkeyp
 
 def test_hf_names_what_is_lost_too():
     prompts, r = many(16), by_hf(sharp(), max_rows=4)
-    r.lines.sampler = Losing(r.sampler, prompts.tokens[3].tolist())
+    r.shared.sampler = Losing(r.sampler, prompts.tokens[3].tolist())
     flight = Flight(r)
     flight.ask(prompts, group_size=2)
     assert len(flight.collect(15)) == 15 and flight.collect(1, seconds=.1) == [] and flight.late(0) == [1003]
@@ -145,7 +145,7 @@ def test_what_is_stopped_goes_on_under_the_next_weights(shared):
     flight.ask(prompts(), group_size=2, seed=0, max_tokens=300)
     if r.sampler.elsewhere: r.generate(prompts(), max_tokens=30)
     flight.renew()
-    assert not r.lines.of and len(flight) == len(prompts())
+    assert not r.shared.under_way and len(flight) == len(prompts())
     r.load(new.weights())
     b = Batch.cat(flight.collect(len(prompts())))
     v, at = b.policy_version, b.mask
@@ -179,7 +179,7 @@ def test_rows_that_nobody_can_ask_for_are_ended(shared):
     call, flight = later(r.generate, prompts(), group_size=2, seed=0), Flight(r)
     flight.ask(prompts(), group_size=2, seed=0)
     r.abort()
-    assert not r.lines.of and not getattr(r.sampler, "asked", ())
+    assert not r.shared.under_way and not getattr(r.sampler, "asked", ())
     if r.sampler.elsewhere:
         with pytest.raises(RuntimeError, match=r"are lost: rollout.abort\(\) has ended them"): call.result()
     with pytest.raises(RuntimeError, match=r"are lost: rollout.abort\(\) has ended them"): flight.collect(3)
@@ -222,7 +222,7 @@ def test_what_has_ended_unread_is_not_drawn_again():
     flight.ask(many(1), max_tokens=32000)     # still under way however late this process gets its turn
     child = r.sampler.child
     while not [x for x in child.mail if x[0] == "done"]: child.ask("cached")     # what else comes is kept, and not read
-    said = r.sampler.abort(list(r.lines.of))
+    said = r.sampler.abort(list(r.shared.under_way))
     assert {len(c.tokens) for c in said if c.reason == "length"} == {5} and not r.sampler.under_way and not child.mail
     assert said[-1].reason == "abort"
     r.close()
@@ -235,7 +235,7 @@ def test_after_an_error_nothing_is_left_in_the_engine_and_a_flight_asks_again():
     flight.ask(prompts(), group_size=2, seed=0)
     with torch.no_grad(): next(r.module.parameters()).fill_(float("nan"))
     with pytest.raises(FloatingPointError): r.generate(many(9))
-    assert not r.sampler.queue and not r.lines.of
+    assert not r.sampler.queue and not r.shared.under_way
     with pytest.raises(RuntimeError, match="rows that were under way are lost"): flight.collect(3)
     r.load(policy.weights())
     assert Batch.cat(flight.collect(3)).tokens.equal(r.generate(prompts(), group_size=2, seed=0).tokens)

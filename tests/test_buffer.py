@@ -12,7 +12,8 @@ from torch.testing import assert_close
 
 from rlblocks.data.batch import Batch
 from rlblocks.data.columns import seed_of
-from rlblocks.data.buffer import Buffer, replay_draw
+from rlblocks.data.buffer import Buffer
+from rlblocks.data.replay import replay_draw
 from rlblocks.data.refill import mixed_groups, refill
 
 

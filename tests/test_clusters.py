@@ -115,7 +115,7 @@ if __name__ == "__main__":
         from rlblocks.placement.doctor import doctor
         print("doctor:", doctor(["--cluster", "auto", "--folder", "/runs"]))
         with RayPool(3, cpus=.5, nodes=3, cluster="auto", timeout=120.) as pool:
-            print("ranks on", *sorted(rank.address for rank in pool.crew.ranks), pool.place(Sums).over_ranks())
+            print("ranks on", *sorted(rank.address for rank in pool.processes.ranks), pool.place(Sums).over_ranks())
 """
 
 
@@ -203,7 +203,7 @@ quiet = dict(log_to_driver=False)
 with RayPool(2, gpus=1, cluster=dict(address="auto", ready=60, options=quiet), timeout=120.) as pool:
     from ray_hosts import loops     # not before: with it comes the token of other tests
     print("cores", len(os.sched_getaffinity(0)), flush=True)
-    print("ran on", *sorted(rank.address for rank in pool.crew.ranks), flush=True)
+    print("ran on", *sorted(rank.address for rank in pool.processes.ranks), flush=True)
     print(json.dumps(loops(pool)), flush=True)
 """
 POD = dict(RAY_CLUSTER_NAME="grpo-x", RAY_PORT="6379", RAY_USAGE_STATS_KUBERAY_IN_USE="1", RAY_USAGE_STATS_ENABLED="0",
@@ -424,7 +424,7 @@ from rlblocks import Cluster, RayPool
 with RayPool(2, cpus=.5, nodes=2, cluster=dict(address="auto", ready=60), timeout=120.) as pool:
     from ray_hosts import loops     # not before: with it comes the token of other tests
     print("cores", len(os.sched_getaffinity(0)), flush=True)
-    print("ran on", *sorted(rank.address for rank in pool.crew.ranks), flush=True)
+    print("ran on", *sorted(rank.address for rank in pool.processes.ranks), flush=True)
     print(json.dumps(loops(pool)), flush=True)
 """
 

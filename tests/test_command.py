@@ -1,4 +1,4 @@
-"""`rlblocks run`: what it answers to what cannot run, and its help (nbs/people/99a_command)."""
+"""`rlblocks run`: what it answers to what cannot run, and its help (nbs/people/01_command)."""
 import sys
 
 import pytest

@@ -8,7 +8,7 @@ from rlblocks import Batch, Policy, Rollout
 from rlblocks.samplers.decoding import MAX_SUPPORT
 from rlblocks.samplers.hf import uniforms
 from rlblocks.samplers.kv_cache import CachedDecoder
-from rlblocks.samplers.samplers import sample_seeds
+from rlblocks.samplers.sampler import sample_seeds
 from tiny import model, reach
 
 # shared and not, windows, softcaps, experts, learned positions

@@ -320,7 +320,7 @@ def test_200_calls_at_once(rollout, at):
     assert len(b) == 200 and b.n_turns.tolist() == [1]*200 and b.tokens.equal(want.tokens)
     assert_close(b.rollout_logprobs, want.rollout_logprobs, atol=1e-5, rtol=0)
     assert [plain(x.choices[0].message.content) for x in said] == b.completion
-    assert not rollout.lines.of and not at.state.asker.waits
+    assert not rollout.shared.under_way and not at.state.asker.waits
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
@@ -335,7 +335,7 @@ def test_a_cancelled_stream_is_not_recorded(rollout, at, path):
             next(lines)
             wait_until(lambda: session.tasks and at.state.asker.waits)
         wait_until(lambda: not session.tasks and not at.state.asker.waits)
-    wait_until(lambda: not at.state.asker.gone and not rollout.lines.of)
+    wait_until(lambda: not at.state.asker.gone and not rollout.shared.under_way)
     assert not session.points and session.draws == 1
     got = httpx2.post(f"{at.url}/{path}", json=body, timeout=60, headers={
         "authorization": f"Bearer {session.key}", "x-stainless-retry-count": "1"})
@@ -445,7 +445,7 @@ def test_agents_that_raise_hang_or_ask_nothing_are_named(rollout, at):
     assert f"it had not ended after {enough:g} s" in text
     assert "OSError: its tool is gone" in text and "it asked nothing" in text
     assert b.group.tolist() == [3] and b.result == [dict(done=True)] and b.reward.isnan().all()
-    assert not rollout.lines.of and not at.state.sessions
+    assert not rollout.shared.under_way and not at.state.sessions
 
 
 def test_an_async_agent_that_blocks_all_others_ends_by_the_deadline(rollout, at):
@@ -1018,7 +1018,7 @@ def test_an_engine_that_fails_is_an_error_and_then_answers_again():
             assert session.draws == 2           # nothing was tried again
             r.load(Policy(net(), lr=1e-3, device="cpu").weights())
             chat(client)
-        assert at.collect([session]).n_turns.tolist() == [1] and not r.lines.of
+        assert at.collect([session]).n_turns.tolist() == [1] and not r.shared.under_way
 
 
 # -- the server
@@ -1060,7 +1060,7 @@ def test_closing_ends_everything_that_was_opened(rollout):
         f"{base_url}/chat/completions", json=dict(model="policy", messages=USER, max_tokens=1), timeout=60,
         headers=dict(authorization=f"Bearer {api_key}")).status_code
     for k in range(100): assert at.run(agent, asked(rollout.tokenizer, 1), seed=k).reward.tolist() == [200.]
-    assert not at.state.sessions and at.report()["calls"] == 100 and not rollout.lines.of
+    assert not at.state.sessions and at.report()["calls"] == 100 and not rollout.shared.under_way
     port = at.served.port
     at.close()
     assert not at.served.thread.is_alive() and not at.state.asker.thread.is_alive()

@@ -56,7 +56,7 @@ def sft(out, b): return sft_loss(out.logprobs, b.mask, denom=b.n_tokens)
 
 def dpo(out, b):
     mine, ref = (masked_sum(x, b.mask, dim=-1) for x in (out.logprobs, b.ref_logprobs))
-    return dpo_loss(*pairs(mine, b), *pairs(ref, b), beta=.1, denom=b.n_units)
+    return dpo_loss(*pairs(mine, b), *pairs(ref, b), beta=.1, denom=b)
 
 
 def actor_critic(out, b):
@@ -66,7 +66,7 @@ def actor_critic(out, b):
 
 
 def value(out, b): return value_loss(out.values, b.old_values, b.returns, b.mask, denom=b.n_tokens)
-def verdict(out, b): return bradley_terry_loss(*pairs(out.scores, b), denom=b.n_units)
+def verdict(out, b): return bradley_terry_loss(*pairs(out.scores, b), denom=b)
 
 
 def batch(B=13, seed=0):

@@ -17,7 +17,7 @@ from rlblocks.data.renderers import ChatRenderer
 from rlblocks.environments.adapters import gym_environment, mixed_environment, tool_environment
 from rlblocks.environments.episodes import Environment, Step
 from rlblocks.environments.tools import PythonTool
-from rlblocks.samplers.samplers import vllm
+from rlblocks.samplers.sampler import vllm
 from test_samplers import WIDE
 from tiny import model
 from torch.testing import assert_close
@@ -252,7 +252,7 @@ def test_64_episodes_of_which_one_never_ends_and_one_loses_its_server(rollout):
     assert clock.seconds < enough + 15 and len(b) == 62 and gap(b) < 1e-3
     text = str(heard[0].message)
     assert "sample 6 of group 0" in text and "sample 3 of group 2: ConnectionError: the server" in text
-    assert sorted(closed) == list(range(1, 65)) and not rollout.lines.of
+    assert sorted(closed) == list(range(1, 65)) and not rollout.shared.under_way
 
 
 def test_plain_methods_that_hang_hold_nobody_up():
@@ -357,7 +357,7 @@ def test_an_environment_that_ends_oddly_loses_its_own_rows_only(bad, says):
     n = iter(range(3))
     with pytest.warns(UserWarning, match="1 of 3 episodes did not arrive: .*" + says):
         b = rollouts(r, Odd, asked(r.tokenizer), deadline=120)
-    assert b.reward.tolist() == [1., 1.] and not r.lines.of
+    assert b.reward.tolist() == [1., 1.] and not r.shared.under_way
 
 
 def test_constructors_connect_side_by_side_and_are_part_of_the_deadline():
@@ -421,7 +421,7 @@ def test_an_interrupt_stops_the_episodes():
     finally: signal.signal(signal.SIGINT, before)
     n = len(steps)
     time.sleep(.3)
-    assert len(steps) == n and not r.lines.of
+    assert len(steps) == n and not r.shared.under_way
     assert len(rollouts(r, Talk, asked(r.tokenizer))) == 3
 
 
@@ -461,7 +461,7 @@ def test_an_engine_that_fails_is_everybodys_error():
     r = Rollout(broken, max_tokens=3, stop=[tokenizer.eos_token_id], device="cpu", tokenizer=tokenizer)
     with pytest.raises(RuntimeError, match="6 of 6 episodes did not arrive.*not finite"):
         rollouts(r, Talk, asked(tokenizer), group_size=2)
-    assert not r.lines.of
+    assert not r.shared.under_way
 
 
 class Sums:
@@ -752,7 +752,7 @@ def test_a_hundred_batches_leave_nothing_behind():
     p = asked(tokenizer, 1)
     for _ in range(100): rollouts(rollout, Session, p, group_size=2, max_tokens=1)
     for t in threads: t.join(10.)
-    assert len(made) == 200 and set(map(id, made)) == set(map(id, closed)) and not rollout.lines.of
+    assert len(made) == 200 and set(map(id, made)) == set(map(id, closed)) and not rollout.shared.under_way
     assert not any(t.is_alive() for t in threads) and all(t.done() for t in tasks)
     assert all(x.line.fileno() == -1 for x in made)
     here.close(), there.close()
@@ -827,7 +827,7 @@ def test_an_endpoint_keeps_its_promises_on_an_engine_elsewhere(rollout):
             lines = got.iter_lines()
             next(lines)
             wait_until(lambda: session.tasks and at.state.asker.waits)
-        wait_until(lambda: not session.tasks and not at.state.asker.waits and not rollout.lines.of)
+        wait_until(lambda: not session.tasks and not at.state.asker.waits and not rollout.shared.under_way)
         assert not session.points
         with pytest.raises(RuntimeError, match="it asked nothing"): at.collect([session])
 
@@ -837,7 +837,7 @@ def test_a_hundred_batches_of_agents_leave_nothing_in_an_engine_elsewhere(rollou
     one = asked(rollout.tokenizer, 1)
     with Endpoint(rollout) as at:
         for k in range(100): assert len(at.run(call, one, seed=k)) == 1
-        assert not at.state.sessions and not rollout.lines.of and at.report()["calls"] == 100
+        assert not at.state.sessions and not rollout.shared.under_way and at.report()["calls"] == 100
 
 
 def test_a_tool_may_have_any_parameter():

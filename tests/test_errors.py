@@ -14,7 +14,7 @@ from rlblocks import Batch, Buffer, Checkpoint, Critic, Policy, Rollout, Scorer,
 from rlblocks.engines.engine import EngineSpec
 from rlblocks.models.checks import check_loss
 from rlblocks.models.outputs import Out
-from rlblocks.placement.budgets import REMEDIES
+from rlblocks.placement.plan import REMEDIES
 from rlblocks.models.scorer import scores_after
 from rlblocks.engines.engine import plain
 from rlblocks.engines.optimizers import adamw

@@ -12,7 +12,8 @@ import pytest
 import torch
 from rlblocks import Batch, Checkpoint, Critic, Policy, Scorer, save_rollouts
 from rlblocks.data import saved
-from rlblocks.models.folders import as_filed, drafted, persist, plain_twin, save_folder, together
+from rlblocks.models.folders import as_filed, drafted, plain_twin, save_folder, together
+from rlblocks.data.ragged import persist
 from safetensors.torch import load_file
 from tiny import model, rows, tokenizer
 

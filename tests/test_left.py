@@ -27,10 +27,7 @@ from rlblocks.samplers.processes import Child
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the trainer's end is heard of by Linux's means")
 KILLS = signal.SIGKILL, signal.SIGTERM, signal.SIGHUP
 ENGINE = """
-import sys
-from multiprocessing.connection import Client
-def run(address):
-    trainer = Client(address, family="AF_UNIX", authkey=sys.stdin.buffer.read())
+def run(trainer, folder):
     trainer.send(("begins",))
     sum(range(10**12))      # no other thread runs while C code keeps the GIL
 """
@@ -43,7 +40,7 @@ def trains(python, port, folder):
     tempfile.tempdir = os.environ["TMPDIR"] = folder
     server = socket.create_server(("127.0.0.1", port))      # as an endpoint does
     threading.Thread(target=Child, args=("engine", "run"), daemon=True,
-                     kwargs=dict(python=python, more=dict(PYTHONPATH=str(Path(folder).parent)))).start()
+                     kwargs=dict(python=python, environment=dict(PYTHONPATH=str(Path(folder).parent)))).start()
     def reward(i):
         subprocess.Popen(["sleep", "3600"], start_new_session=True)
         if not os.fork():
@@ -93,7 +90,7 @@ def killed(_, folder, seeds, python):
 @pytest.mark.parametrize("seeds", [range(16), *rarely(range(16, 50))])
 def test_a_killed_trainer_leaves_nothing(tmp_path, seeds):
     (tmp_path/"engine.py").write_text(ENGINE)
-    ready = Ready(sys.executable, ["rlblocks.samplers.child"])
+    ready = Ready(sys.executable, ["rlblocks.samplers.vllm_server"])
     try: forked(killed, (str(tmp_path), list(seeds), ready.command), 1, limit=60 + 20*len(seeds))
     finally: ready.close()
 
@@ -104,7 +101,7 @@ def computes(_, folder):
     trainer = os.fork()
     if not trainer:
         tempfile.tempdir = folder
-        child = Child("engine", "run", more=dict(PYTHONPATH=str(Path(folder).parent)))
+        child = Child("engine", "run", environment=dict(PYTHONPATH=str(Path(folder).parent)))
         child.read(60.)
         os.write(writes, b".")
         time.sleep(3600)

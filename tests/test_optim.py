@@ -113,7 +113,7 @@ def sharded(rank, ranks, folder):
     """On as many ranks as there are: four steps of each optimizer under FSDP2, full weights and averages written by
     rank 0."""
     from rlblocks import SpmdPool
-    from rlblocks.placement.handles import local
+    from rlblocks.placement.place import local
     with SpmdPool(timeout=300.) as pool:
         for name, make in MAKERS.items():
             policy = pool.place(Policy, model(), engine="fsdp2", optimizer=replace(make, schedule=cosine(4, end=.5)),

@@ -18,8 +18,7 @@ from rlblocks.engines.engine import EngineSpec
 from rlblocks.models.attention import Segments, attend_by_segments, layout
 from rlblocks.placement.memory import Live, pass_bytes, fake_model
 from rlblocks.arithmetic.head import linear_logprobs
-from rlblocks.placement.budgets import plan_rollout, step_seconds
-from rlblocks.placement.planning import plan
+from rlblocks.placement.plan import plan, plan_rollout, step_seconds
 
 TINY = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
                    num_key_value_heads=2, tie_word_embeddings=False)

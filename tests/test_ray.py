@@ -28,7 +28,7 @@ from rlblocks import (
 )
 from rlblocks.engines.weights import InProcess, Ticket
 from rlblocks.engines.process_group import RankLost
-from rlblocks.placement.calls import RankSilent
+from rlblocks.placement.restarts import RankSilent
 from spmd_loops import Echo, net
 from test_spmd import same
 from tiny import NEAR, prompts, rows
@@ -169,7 +169,7 @@ def test_what_ranks_hold_is_saved_and_restored_there(two, others, request, tmp_p
     passes through this process, and a relative path means its folder."""
     pools = {name: request.getfixturevalue(name) for name in others}
     monkeypatch.chdir(tmp_path)
-    for pool in (two, *pools.values()): pool.crew.seen.clear()
+    for pool in (two, *pools.values()): pool.calls.seen.clear()
     spmd_loops.engines(two, ["fsdp2"], Checkpoint("run", every=2), steps=2)
     assert saved_by("run") == ["__0_0.distcp", "__1_0.distcp"]
     for name in others: shutil.copytree("run", name)
@@ -345,8 +345,8 @@ def test_a_sampler_beside_the_trainer_sleeps_and_wakes(two, cluster):
     want = Rollout(net(seed=3), max_tokens=4).generate(p, seed=1).tokens
     with RayPool(2, world=False, beside=two, cluster=cluster, name="beside") as twin:
         rollout = twin.place(Rollout, net(), max_tokens=4)
-        assert {r.node for r in twin.crew.ranks} == {r.node for r in two.crew.ranks}
-        assert not {r.pid for r in twin.crew.ranks} & {r.pid for r in two.crew.ranks}
+        assert {r.node for r in twin.processes.ranks} == {r.node for r in two.processes.ranks}
+        assert not {r.pid for r in twin.processes.ranks} & {r.pid for r in two.processes.ranks}
         for _ in range(2):
             rollout.load(policy.weights())
             assert torch.equal(rollout.generate(p, seed=1).tokens, want)
@@ -420,14 +420,14 @@ def test_memory_does_not_grow_with_calls_nor_hold_what_passes(two):
 
 def test_a_function_stays_the_same_while_what_it_captured_is_there():
     "Each step of a loop lets go of a ticket; only functions that captured it go with it."
-    from rlblocks.placement.member import Member
-    from rlblocks.placement.wire import LIMIT, Reader, nothing_stays, parcel_of
-    member, reader, kept, gone = Member(0, 1, "."), Reader(nothing_stays), object(), object()
+    from rlblocks.placement.ray_messages import FUNCTION_BYTES, Reader, serialize
+    from rlblocks.placement.ray_ranks import RankActor
+    member, reader, kept, gone = RankActor(0, 1, "."), Reader(), object(), object()
     def names(x): return (7,) if x is kept else (8,) if x is gone else None
-    for number in (7, 8): member.place(number, parcel_of((Seen, (), {})))
+    for number in (7, 8): member.place(number, serialize((Seen, (), {})))
     def seen(f):
-        wire = parcel_of(((f,), {}), names=names, limit=LIMIT)
-        return reader.read(member.call(7, "seen", wire, True, 9).wire)
+        message = serialize(((f,), {}), names=names, limit=FUNCTION_BYTES)
+        return reader.read(member.call(7, "seen", message, True, 9).message)
     functions = [lambda b: b, lambda b: (b, kept), lambda b: (b, gone)]
     assert [seen(f) for f in functions] == [0, 0, 0] and [seen(f) for f in functions] == [1, 1, 1]
     member.drop([8])
@@ -437,7 +437,7 @@ def test_a_function_stays_the_same_while_what_it_captured_is_there():
 def test_threads_pack_modules_by_value_at_once(tmp_path, monkeypatch):
     "cloudpickle has one list of them: who has put a module there takes it off, and another one may need it."
     from ray import cloudpickle
-    from rlblocks.placement.wire import Reader, nothing_stays, parcel_of
+    from rlblocks.placement.ray_messages import Reader, serialize
     (tmp_path/"packed_at_once.py").write_text("def f(x): return 2*x\n")
     monkeypatch.syspath_prepend(tmp_path)
     f = importlib.import_module("packed_at_once").f
@@ -446,11 +446,11 @@ def test_threads_pack_modules_by_value_at_once(tmp_path, monkeypatch):
         with suppress(threading.BrokenBarrierError): both.wait(.5)
         register(module)
     monkeypatch.setattr(cloudpickle, "register_pickle_by_value", late)
-    threads = [threading.Thread(target=lambda: packed.append(parcel_of(f))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: packed.append(serialize(f))) for _ in range(2)]
     for t in threads: t.start()
     for t in threads: t.join()
     del sys.modules["packed_at_once"]
-    assert [Reader(nothing_stays).read(x)(21) for x in packed] == [42, 42]
+    assert [Reader().read(x)(21) for x in packed] == [42, 42]
 
 
 class Seen:
@@ -458,25 +458,6 @@ class Seen:
     def seen(self, f):
         vars(f)["seen"] = vars(f).get("seen", -1) + 1
         return vars(f)["seen"]
-
-
-def test_weights_that_stay_in_the_store_can_be_read_after_any_number_of_others():
-    "What nobody can read any more is forgotten."
-    from rlblocks.placement.shipping import ANY_NUMBER, window_class
-    async def passes():
-        window = window_class()()
-        for which, buckets in ((1, 1), (2, 0), (3, 1)):
-            await window.open(which, 1 if which == 3 else ANY_NUMBER)
-            for i in range(buckets): asyncio.ensure_future(window.put(which, i, [f"bucket {i}"]))
-            await window.end(which, "", buckets)
-        await window.leave(3, -1)
-        await window.open(10_010, ANY_NUMBER)
-        assert await asyncio.wait_for(window.get(1, 0), 60) == (["bucket 0"], "")
-        for which, i in ((1, 1), (2, 0)): assert (await asyncio.wait_for(window.get(which, i), 60))[0] is None
-        await window.end(1, "other weights", 0)
-        await window.open(10_020, 1)
-        return set(window.readers) | set(window.left) | set(window.ended)
-    assert asyncio.run(passes()) == {2, 10_010, 10_020}
 
 
 class Large:
@@ -506,43 +487,18 @@ class Reads:
         return ticket.score(torch.tensor(ticket.probe)).tolist()
 
 
-def test_the_sender_scores_its_probe_when_a_reader_asks(one, two):
-    "A forward pass, once for all readers and after the last bucket; of sharded senders all ranks take part, or none."
+def test_the_sender_scores_its_probe_once_for_all_readers(one, two):
+    "After the last bucket; of sharded senders all ranks take part. Who stops reading holds up nobody."
     large, reads = one.place(Large, 3, 1), two.place(Reads)
-    assert len(reads.load(large.weights())) == 3 and large.times == 0
-    assert reads.proves(large.weights()) == [-2.] and large.times == 1
+    assert len(reads.load(large.weights())) == 3 and large.times == 1
+    assert reads.proves(large.weights()) == [-2.] and large.times == 2
+    with pytest.raises(OSError, match="no room here"): reads.load(large.weights(), stops=1)
     policy, reads = two.place(Policy, net(seed=3), engine="fsdp2"), one.place(Reads)
     own = Policy(net(seed=3)).weights()
     for _ in range(2):
         got = torch.tensor(reads.proves(policy.weights()), dtype=torch.double)
         assert (got - own.score(torch.tensor(own.probe))).abs().max() < 1e-6
         assert reads.ignores(policy.weights()) == 1 and len(policy.logprobs(rows(B=5))) == 5
-
-
-def forget_most(window): window.most = 0
-
-
-def test_two_buckets_are_in_the_store_at_a_time(one, two):
-    """Four hundred megabytes through a store of 150, which never has more than two buckets of 20, and one that has been
-    read and is on its way out; whoever stops reading, or does not begin, holds up nobody. (LAWS 14)"""
-    import ray
-    large, reads = one.place(Large, 20, 20), two.place(Reads)
-    want = [(f"w{i}", 5_000_000, float(i)) for i in range(20)]
-    def free(): return ray.available_resources()["object_store_memory"]/1e6
-    done, least, before = threading.Event(), [], free()
-    def watch():
-        while not done.wait(.1): least.append(free())
-    thread = threading.Thread(target=watch)
-    thread.start()
-    reads.load(large.weights())      # the window is there
-    ray.get(one.window.__ray_call__.remote(forget_most))
-    assert reads.load(large.weights(), .1) == want
-    done.set(), thread.join()
-    assert before - min(least, default=before) < 75, least
-    assert ray.get(one.window.__ray_call__.remote(lambda window: window.most)) == 2
-    with pytest.raises(OSError, match="no room here"): reads.load(large.weights(), stops=3)
-    assert reads.ignores(large.weights()) == 1
-    assert reads.load(large.weights()) == want
 
 
 def test_the_doctor_asks_every_node(cluster, two, tmp_path):
@@ -598,7 +554,7 @@ def test_warnings_and_what_calls_took_are_seen_here(two):
 
 def interrupt(pool, path, ranks=2):
     "Ctrl-C, once so many ranks were given a call and one is at work."
-    def given(): return len(pool.crew.open[-1].refs) if pool.crew.open else 0
+    def given(): return len(pool.calls.open[-1].refs) if pool.calls.open else 0
     def press():
         while not path.exists() or given() < ranks: time.sleep(.02)
         os.kill(os.getpid(), signal.SIGINT)
@@ -635,7 +591,7 @@ def test_each_call_that_nobody_heard_is_told_by_one_that_follows(two, tmp_path):
     with pytest.warns(UserWarning, match="Keeps.step was interrupted"):
         with pytest.raises(RuntimeError, match="Keeps.step was interrupted, and the ranks have finished it"):
             keeps.pid()
-    assert keeps.pid() > 0 and not two.crew.open
+    assert keeps.pid() > 0 and not two.calls.open
 
 
 class Slowly:
@@ -662,7 +618,7 @@ def test_ctrl_c_while_an_object_is_placed_read_or_set_is_said_by_the_next_call(t
             elif what.endswith("slow"): assert slowly.slow
             else: slowly.slow = path
     finally: signal.signal(signal.SIGINT, before)
-    number = two.number
+    number = two.calls.number
     with pytest.warns(UserWarning, match=f"Slowly.path waits: {re.escape(what)} was interrupted"):
         assert slowly.path == path
     if what.startswith("place"): assert all(let_go(two, number))
@@ -672,10 +628,10 @@ def let_go(pool, number):
     "Whether each rank holds an object no more. It hears of it with a call."
     import ray
     def says(rank):
-        try: ray.get(rank.member.find.remote(number))
+        try: ray.get(rank.actor.find.remote(number))
         except ray.exceptions.RayTaskError as e: return f"holds no object {number} any more" in str(e)
         return False
-    return [says(rank) for rank in pool.crew.ranks]
+    return [says(rank) for rank in pool.processes.ranks]
 
 
 class Half:
@@ -687,11 +643,11 @@ def test_an_object_that_could_not_be_placed_is_let_go(two, monkeypatch):
     "Also by the ranks that have made it, and when the pool refuses it afterwards."
     from rlblocks.placement import raypool
     with pytest.raises(MemoryError, match="CUDA out of memory"): two.place(Half)
-    numbers = [two.number]
+    numbers = [two.calls.number]
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="is spread over nodes"):
         patch.setattr(raypool, "check_together", lambda *_: spread())
         two.place(Keeps)
-    numbers.append(two.number)
+    numbers.append(two.calls.number)
     assert two.place(Keeps).pid() > 0
     assert all(all(let_go(two, number)) for number in numbers)
 
@@ -703,14 +659,13 @@ def test_what_stops_a_rank_no_more_than_a_call_is_an_error_of_the_call(one):
     """A task of asyncio that is cancelled is no `Exception`, and Ray has errors of a call, as a disk that is full: no
     process has died."""
     import ray
-    from rlblocks.placement.calls import RankCall, begin
-    from rlblocks.placement.member import RankMessage
+    from rlblocks.placement.ray_calls import RankCall
     with pytest.raises(RuntimeError, match="CancelledError: no more") as e: one.place(Keeps).cancelled()
     assert "in Keeps.cancelled on rank 0" in "\n".join(e.value.__notes__)
     def full(): raise OSError("the disk is full")
     lost = ray.remote(full).options(num_cpus=0, max_retries=0).remote()      # as an argument
     with pytest.raises(Exception, match="the disk is full") as e:
-        begin(one.crew, RankCall("Keeps.pid", lambda rank: RankMessage("drop", (lost,))), lambda found: found).result()
+        one.calls.begin(RankCall("Keeps.pid", lambda rank: ("drop", lost)), lambda found: found).result()
     assert not isinstance(e.value, RankLost) and one.place(Keeps).pid() > 0
 
 
@@ -820,7 +775,7 @@ def test_a_rank_that_dies_is_named_and_the_pool_is_given_up(cluster):
     b = prompts((5, 2, 7, 3))
     with RayPool(2, cluster=cluster, grace=2., name="mortal") as pool:
         keeps = pool.place(Keeps)
-        pid = pool.crew.ranks[1].pid
+        pid = pool.processes.ranks[1].pid
         keeps.spoil(b)
         with pytest.raises(RankLost) as e: keeps.dies(b, 1)
         for words in ("Keeps.dies: rank 1 (node ", f"pid {pid}) of 2 in pool 'mortal', of replica 1, died",
@@ -853,7 +808,7 @@ def test_an_error_without_a_text_breaks_the_pool_as_any_other(cluster):
 def test_a_rank_that_does_not_answer_in_time_is_named_and_the_pool_is_given_up(cluster):
     with RayPool(1, cluster=cluster, cpus=.1, name="silent") as pool:
         keeps = pool.place(Keeps)
-        pool.crew.timeout = .5         # of the next call: placing may take longer
+        pool.calls.timeout = .5         # of the next call: placing may take longer
         with pytest.raises(RankSilent, match=r"Keeps.run: no answer within 0.5 s from rank 0 \(node "):
             keeps.run(time.sleep, 600)
         with pytest.raises(RuntimeError, match="cannot be asked any more: Keeps.run: no answer within"): keeps.pid()
@@ -862,7 +817,7 @@ def test_a_rank_that_does_not_answer_in_time_is_named_and_the_pool_is_given_up(c
 def test_an_error_that_leaves_others_in_a_collective_breaks_the_pool_after_the_grace(cluster):
     "The error keeps its class and names who is silent; the processes are gone when the pool is closed."
     with RayPool(2, cluster=cluster, grace=1., name="grace") as pool:
-        ranks, pids = pool.place(Together), [rank.pid for rank in pool.crew.ranks]
+        ranks, pids = pool.place(Together), [rank.pid for rank in pool.processes.ranks]
         assert ranks.sums("none") == 2
         start = time.monotonic()
         with pytest.raises(KeyError, match="a shard is missing") as e: ranks.sums("1")
@@ -906,18 +861,6 @@ def check_the_store_keeps_the_last_weights(one, pool):
     assert becomes(-5, 5), used()
 
 
-def test_a_store_that_is_too_small_for_two_tickets_is_named_once(cluster, one):
-    "Ray writes to disk what it has no room for, and says nothing."
-    with RayPool(1, cluster=cluster, world=False, restarts=1, name="small") as pool:
-        large, reads = one.place(Large, 8, 10), pool.place(Reads)
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            for _ in range(2): assert len(reads.load(large.weights())) == 8
-            for _ in range(2): assert large.n == 8      # answered after the ticket was sent; the next call hears of it
-    spills = [str(w.message) for w in found if "object_store_memory" in str(w.message)]
-    assert len(spills) == 1 and "80 MB of weights" in spills[0] and "it has 150 MB" in spills[0], spills
-
-
 @pytest.mark.long       # `make test` has a rank that dies once and is made anew, below
 def test_a_call_that_kills_a_rank_twice_is_repeated_once(cluster, tmp_path):
     with RayPool(1, cluster=cluster, world=False, restarts=3, name="twice") as pool:
@@ -958,7 +901,7 @@ def test_a_rank_without_a_world_is_made_anew_and_asked_once_more(cluster, one, t
         assert torch.equal(rollout.generate(p, seed=1).tokens, want.tokens)
         with pytest.warns(UserWarning, match="rank 1 .*died.*made anew; 0 restarts are left"):
             again = rollout.generate(p, seed=1, once=str(tmp_path/"died"))
-        assert torch.equal(again.tokens, want.tokens) and len(pool.crew.revived) == 1
+        assert torch.equal(again.tokens, want.tokens) and len(pool.calls.revived) == 1
         keeps = pool.place(Keeps)
         with pytest.raises(RankLost, match="Keeps.dies: rank 0"): keeps.dies(p, 0)
 
@@ -968,9 +911,9 @@ def test_what_trains_is_refused_where_ranks_are_made_anew(cluster):
     with RayPool(1, cluster=cluster, cpus=.1, world=False, restarts=1, name="anew") as pool:
         with pytest.raises(ValueError, match="a Policy that trains is on .* with restarts=.*or say frozen=True"):
             pool.place(Policy, net(seed=3))
-        refused = pool.number
+        refused = pool.calls.number
         assert pool.place(Policy, net(seed=3), frozen=True).logprobs(rows(B=2)).shape[0] == 2
-        assert let_go(pool, refused) == [True] and len(pool.crew.sent) <= 1
+        assert let_go(pool, refused) == [True] and len(pool.calls.kept) <= 1
 
 
 class Slow(Rollout):
@@ -995,9 +938,9 @@ def test_a_death_costs_one_restart_and_calls_come_again_in_their_order(cluster, 
             rollout.load(policy.weights())
         began.append(later(rollout.generate, p, seed=1))
         got = [x.result().rollout_logprobs for x in began]
-        assert len(pool.crew.revived) == 1 and pool.crew.restarts == 1
+        assert len(pool.calls.revived) == 1 and pool.calls.restarts == 1
         assert all(torch.equal(x, y) for x, y in zip(got, (old, old, new), strict=True))
-        assert [x.sets and x.sets[1] for x in pool.crew.sent] == ["place", "load"]
+        assert [x.sets and x.sets[1] for x in pool.calls.kept] == ["place", "load"]
 
 
 def test_a_closed_pool_makes_no_rank_anew(cluster):
@@ -1011,7 +954,7 @@ def test_a_closed_pool_makes_no_rank_anew(cluster):
     thread.start()
     pool.close()
     thread.join(60)
-    assert not thread.is_alive() and isinstance(said[0], RankLost) and pool.crew.restarts == 2, said
+    assert not thread.is_alive() and isinstance(said[0], RankLost) and pool.calls.restarts == 2, said
 
 
 class Sleeps:
@@ -1045,13 +988,13 @@ def answers_in(seconds, call):
 
 @pytest.mark.parametrize("world", [True, False])
 def test_a_call_that_reached_some_ranks_ends_a_pool_whose_ranks_wait_for_each_other(cluster, monkeypatch, world):
-    from rlblocks.placement import raypool
-    stored, b = raypool._stored, prompts((2, 3))
+    from rlblocks.placement import ray_calls
+    stored, b = ray_calls.stored, prompts((2, 3))
     with RayPool(2, cluster=cluster, world=world, name="partly") as pool:
         echo = pool.place(Keeps)
         with monkeypatch.context() as patch:
             calls = iter([0, 1])
-            patch.setattr(raypool, "_stored", lambda x: stored(x) if next(calls) == 0 else full())
+            patch.setattr(ray_calls, "stored", lambda x: stored(x) if next(calls) == 0 else full())
             with pytest.raises(MemoryError, match="the store is full"): echo.pids(b)
         if world:
             with pytest.raises(RuntimeError, match="cannot be asked any more: Keeps.pids reached 1 of 2 ranks.*full"):
@@ -1067,11 +1010,11 @@ def full(): raise MemoryError("the store is full")
 def test_ctrl_c_between_sending_and_waiting_is_said_by_the_next_call(two, tmp_path, monkeypatch):
     """The ranks were called by then; a step is not taken twice. The traceback is kept, as notebooks do, and with it all
     that the frames hold."""
-    from rlblocks.placement import raypool
+    from rlblocks.placement import ray_calls
     keeps = two.place(Keeps)
     def pressed(self): raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as kept:
-        patch.setattr(raypool.Underway, "result", pressed)
+        patch.setattr(ray_calls.RankAnswer, "result", pressed)
         keeps.step(str(tmp_path/"began"))
     with pytest.warns(UserWarning, match="Keeps.pid waits: Keeps.step was interrupted"):
         with pytest.raises(RuntimeError, match="Keeps.step was interrupted, and the ranks have finished it"):
@@ -1122,33 +1065,6 @@ def test_a_reader_that_ends_holds_up_nobody(cluster, one, how, error):
                 reads.load(large.weights(), Unreadable(rank) if how == "cannot read" else rank, how)
         assert answers_in(60, load), "long before the timeout of 1800 s"
         assert answers_in(60, lambda: large.n)
-
-
-def test_a_window_that_is_gone_is_a_rank_that_is_lost(one, two):
-    "Its process may be killed alone. `restarted` makes a new pool, wherever the weights are read."
-    import ray
-    large, reads = one.place(Large, 3, 1), two.place(Reads)
-    reads.load(large.weights())
-    ray.kill(one.window)
-    try:
-        with pytest.raises(RankLost, match="the rank that sends the weights, or its window, is gone"):
-            reads.load(large.weights())
-        with pytest.raises(RankLost, match="its window, is gone"): next(large.weights().buckets(1))
-    finally: one.window = None
-    assert len(reads.load(large.weights())) == 3
-
-
-def test_any_number_of_readers_wait_at_once(cluster, one):
-    "More than Ray's async actors answer at a time, unless they are asked to: then nothing else is heard."
-    import ray
-    from rlblocks.placement.shipping import new_window
-    window = new_window()
-    waiting = [window.get.remote(1, 0) for _ in range(1100)]
-    assert not ray.wait(waiting, timeout=1)[0]
-    ray.get(window.open.remote(1, len(waiting)), timeout=60)
-    window.put.remote(1, 0, ["a bucket"])
-    assert ray.get(waiting, timeout=60) == [(["a bucket"], "")]*len(waiting)
-    ray.kill(window)
 
 
 class Ends(Large):

@@ -68,7 +68,7 @@ def apart(cluster):
 @pytest.mark.parametrize("engine", [plain(tensor_parallel=2), *rarely(plain(sequence_parallel=2))])
 def test_a_replica_over_two_nodes_is_refused(apart, engine):
     "What its ranks exchange at every layer would travel between hosts."
-    assert len({rank.node for rank in apart.crew.ranks}) == 2
+    assert len({rank.node for rank in apart.processes.ranks}) == 2
     with pytest.raises(RuntimeError, match=r"a replica of Policy is spread over nodes: rank 0 .*rank 1 .*nodes=…"):
         apart.place(Policy, net, engine=engine)
     assert apart.place(Policy, net, engine=plain()).version == 0, "one on each node"
@@ -87,7 +87,7 @@ def test_pools_beside_share_devices(apart, cluster):
         assert len(set(mine)) == 2 and not {"0", "1"} & set(mine), "on one node, which has two left"
         with RayPool(2, gpus=1, cluster=cluster, world=False, beside=ones, name="twin") as twin:
             assert devices_of(twin) == mine
-            assert [rank.node for rank in twin.crew.ranks] == [rank.node for rank in ones.crew.ranks]
+            assert [rank.node for rank in twin.processes.ranks] == [rank.node for rank in ones.processes.ranks]
         with pytest.raises(ValueError, match="as many ranks .* as there are, 2, no nodes=, and at most one GPU"):
             RayPool(2, gpus=2, nodes=2, cluster=cluster, beside=apart)
 
@@ -141,7 +141,7 @@ def test_calls_and_ranks_have_names(apart):
     import ray
     apart.place(Sees).devices(prompts([5]*2))
     found = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
-    assert {f"apart-{apart.crew.id}-{r}" for r in range(2)} <= found
+    assert {f"apart-{apart.processes.id}-{r}" for r in range(2)} <= found
     rows = {(row["phase"], row["rank"]): row for row in apart.report()}
     assert rows["Sees.devices", 0].keys() == {"phase", "rank", "node", "pid", "calls", "seconds", "longest", "mib"}
     assert rows["Sees.devices", 1]["calls"] >= 1 and rows["place(Sees)", 1]["mib"] > 50
@@ -199,7 +199,7 @@ def test_pairs_of_models_on_pools_of_their_own(apart, cluster):
 def test_two_replicas_on_two_nodes_give_the_numbers_of_one_process(cluster):
     "Each of two ranks that hold a layer together; the nodes come in mixed order, and ranks are neighbours."
     with RayPool(4, cpus=.5, strategy="SPREAD", cluster=cluster, timeout=300., name="four") as four:
-        nodes = [rank.node for rank in four.crew.ranks]
+        nodes = [rank.node for rank in four.processes.ranks]
         assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
         same(spmd_loops.engines(four, ["tensor"]), spmd_loops.engines(here, ["tensor"]), "two nodes", 1e-10)
 
@@ -220,8 +220,8 @@ def test_an_answer_that_is_lost_with_its_node_is_given_again(nodes, cluster, fir
     with RayPool(1, cluster=cluster, cpus=5, world=False, restarts=2, name="lost") as pool:
         answers = pool.place(Answers)
         large = later(answers.large)
-        ray.wait(list(pool.crew.open[-1].refs.values()), fetch_local=False)
-        where = next(node for node in more if node.node_id == pool.crew.ranks[0].node)
+        ray.wait(list(pool.calls.open[-1].refs.values()), fetch_local=False)
+        where = next(node for node in more if node.node_id == pool.processes.ranks[0].node)
         more.remove(where)
         nodes.remove_node(where, allow_graceful=False)
         while any(n["Alive"] and n["NodeID"] == where.node_id for n in ray.nodes()): time.sleep(.1)

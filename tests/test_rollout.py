@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import torch
 from rlblocks import Batch, Grader, Policy, Rollout, at_tokens, group_advantages, masked_mean, ppo_loss
-from rlblocks.samplers.controls import penalties
-from rlblocks.samplers.decoding import sample_tokens
+from rlblocks.samplers.decoding import penalties, sample_tokens
 from rlblocks.samplers.kv_cache import CachedDecoder
 from rlblocks.models.outputs import Out, check_splits
 from tiny import KINDS, model, prompts, tokenizer

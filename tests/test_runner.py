@@ -75,22 +75,44 @@ def test_a_term_that_is_switched_on_later_is_checked_by_then():
 
 
 def test_a_closure_made_anew_is_the_same_closure():
-    """It is called once a micro-batch, but for the checks on the 1st, 2nd, 4th, 8th and 16th; another captured word, or
-    a coefficient that is 0, makes another closure; a coefficient that moves does not."""
+    """It is called once a micro-batch, but for the checks on the 1st, 2nd, 4th, 8th and 16th, whatever coefficient it
+    captured; around another function it is another closure."""
     policy, calls = Policy(net(), device="cpu"), []
     b = started(policy)
-    def made(coef, word="a"):
+    def made(coef):
         def loss(out, b):
             calls.append(coef)
             return ppo(out, b)[0] + coef*masked_sum(out.logprobs, b.mask)/b.n_tokens, {}
-        def outer(out, b, word=word): return loss(out, b)
-        return outer
-    def checked(**how):
+        return loss
+    def around(loss): return lambda out, b: loss(out, b)
+    def other(out, b):
+        calls.append(None)
+        return ppo(out, b)
+    def checked(loss):
         before = len(calls)
-        policy.step(b, made(**how))
+        policy.step(b, loss)
         return len(calls) - before > 1
-    assert [i+1 for i in range(16) if checked(coef=.01)] == [1, 2, 4, 8, 16]
-    assert checked(coef=0.) and checked(coef=.01, word="b") and not checked(coef=.02) and not checked(coef=.01)
+    assert [i+1 for i in range(16) if checked(around(made(.01*i)))] == [1, 2, 4, 8, 16]
+    assert checked(around(other)) and checked(other) and not checked(around(made(.02)))
+
+
+def test_a_loss_without_a_gradient_is_not_checked_for_ever():
+    "All advantages are 0 in a hundred steps; afterwards a wrong denominator is found before as many have passed again."
+    policy, calls = Policy(net(), device="cpu", optimizer=rl.adamw(max_norm=None)), [0]
+    b = started(policy)
+    b["advantages"] = torch.zeros_like(b.advantages)
+    def loss(out, b):
+        calls[0] += 1
+        return ppo_loss(out.logprobs, b.old_logprobs, b.advantages, b.mask, denom=int(b.mask.sum()))
+    steps = []
+    for _ in range(100):
+        before = calls[0]
+        policy.step(b, loss)
+        steps.append(calls[0]-before > 1)
+    assert sum(steps) < 25 and not any(steps[-30:])
+    b["advantages"] = torch.randn(b.mask.shape)*b.mask
+    with pytest.raises(ValueError, match="not a sum over rows"):
+        for _ in range(100): policy.step(b, loss)
 
 
 # -- losses that do

@@ -13,13 +13,13 @@ import pytest
 import torch
 from conftest import ROOT, rarely, vllm_python
 from rlblocks import Policy, Rollout
-from rlblocks.samplers.controls import penalties
+from rlblocks.samplers.decoding import penalties
 from rlblocks.samplers.hf import Hf
 from rlblocks.samplers.processes import Child, child_environment
-from rlblocks.samplers.samplers import Request, Sampler, Sampling, complete, sample_seeds, sglang, vllm
-from rlblocks.samplers.sglang_sampler import Sglang
+from rlblocks.samplers.sampler import Request, Sampler, Sampling, complete, sample_seeds, sglang, vllm
+from rlblocks.samplers.sglang import Sglang
 from rlblocks.samplers.structure import Structures
-from rlblocks.samplers.vllm_sampler import Vllm, to_samples
+from rlblocks.samplers.vllm import Vllm, to_samples
 from sglang_server import served
 from tiny import model, prompts, speller, tokenizer
 
@@ -393,18 +393,19 @@ def test_log_probs_of_another_distribution_are_found_out():
 def test_only_the_engines_program_imports_vllm():
     "And what vLLM's own processes load of ours through its entry point."
     def imports_vllm(path): return re.search(r"(?m)^\s*(from|import) vllm\b", path.read_text(encoding="utf-8"))
-    assert {p.name for p in ROOT.glob("rlblocks/**/*.py") if imports_vllm(p)} == {"child.py", "worker.py"}
+    found = {p.name for p in ROOT.glob("rlblocks/**/*.py") if imports_vllm(p)}
+    assert found == {"vllm_server.py", "weight_transfer.py"}
 
 
 def test_a_program_that_does_not_answer_is_an_error_with_its_log():
-    named = r"ended, exit code 1. Its log ends:[\s\S]*No module named 'rlblocks.nothing'"
-    with pytest.raises(RuntimeError, match=named): Child("rlblocks.nothing", "run", timeout=60.)
+    named = r"is gone, exit code 1. Its log ends:[\s\S]*No module named 'rlblocks.nothing'"
+    with pytest.raises(RuntimeError, match=named): Child("rlblocks.nothing", "run").read(60.)
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="a folder's file, as Linux alone has files without a name")
 def test_memory_for_weights_has_no_name_that_could_stay_behind(tmp_path):
     "Whenever trainer or engine is killed. Another process maps it as long as the trainer lets it."
-    from rlblocks.samplers.channels import SharedMemory
+    from rlblocks.samplers.weight_transfer import SharedMemory
     def files(): return [f for f in os.listdir("/dev/shm") if f.startswith("rlblocks-")] + os.listdir(tmp_path)
     before, channel = set(files()), SharedMemory()
     for end in (channel.opened, channel.close):
@@ -423,27 +424,24 @@ def test_memory_for_weights_has_no_name_that_could_stay_behind(tmp_path):
 
 def to_start(**options):
     "What an engine of a tiny model is started with."
-    from rlblocks.samplers.vllm_start import engine_arguments, engine_twin, new_transfer
+    from rlblocks.samplers.vllm import engine_arguments, meta_model, new_transfer
     own, spec = model(), vllm(python=sys.executable, **options)
-    twin, source = engine_twin(own, own)
-    transfer = new_transfer(spec, twin, torch.float32)
-    return spec, transfer, engine_arguments(spec, transfer, source, 4)
+    transfer = new_transfer(spec, meta_model(None, own), torch.float32)
+    return spec, transfer, engine_arguments(spec, transfer, None, 4)
 
 
 def test_a_start_that_fails_gives_its_memory_back():
     "Here an option does not pickle."
-    from rlblocks.samplers.vllm_start import start_child
+    from rlblocks.samplers.vllm import start_engine
     spec, transfer, arguments = to_start(some_option=lambda: 1)
-    with pytest.raises(Exception, match="pickle"): start_child(spec, transfer, arguments)
-    assert transfer.channel.forget is None
+    with pytest.raises(Exception, match="pickle"): start_engine(spec, transfer, arguments)
+    assert transfer.channel.unlink is None
 
 
 SIGNS = """
-import sys, time
-from multiprocessing.connection import Client
-def run(address):
-    trainer = Client(address, family="AF_UNIX", authkey=sys.stdin.buffer.read())
-    for what in ("connect", *["alive"]*600):
+import time
+def run(trainer, folder):
+    for what in ("begins", "connect", *["alive"]*600):
         trainer.send((what,))
         time.sleep(.1)
 """
@@ -451,25 +449,27 @@ def run(address):
 
 def test_a_start_has_its_seconds_once(tmp_path):
     "A sign of life on the way does not begin them anew."
-    from rlblocks.samplers.transfer import connect_engine
+    from rlblocks.samplers.vllm import connect_engine
     (tmp_path/"signs.py").write_text(SIGNS)
-    child = Child("signs", "run", timeout=300., more=dict(PYTHONPATH=str(tmp_path)))
+    child = Child("signs", "run", timeout=300., environment=dict(PYTHONPATH=str(tmp_path)))
+    child.answer("begins")
     with pytest.raises(TimeoutError, match="did not answer 'ready'"):
-        connect_engine(to_start()[1], child, time.monotonic() + 2.)
+        connect_engine(to_start()[1].channel, child, time.monotonic() + 2.)
     child.close()
 
 
-def test_a_program_that_does_not_call_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_a_program_that_says_nothing_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(TimeoutError, match="did not call within 0.05 s. Its log ends:") as error:
-        Child("rlblocks.samplers.child", "serve_trainer", timeout=.05)      # it takes longer to import torch
-    assert error.value and not list(tmp_path.iterdir())
+    child = Child("rlblocks.samplers.vllm_server", "serve_trainer", timeout=.05)      # it takes longer to import torch
+    with pytest.raises(TimeoutError, match="no sign of life for 0.05 s and was stopped. Its log ends:"): child.read(60.)
+    child.close()
+    assert not list(tmp_path.iterdir())
 
 
 TRAINER = """
 import os
 from rlblocks.samplers.processes import Child
-print(Child("rlblocks.samplers.child", "serve_trainer").process.pid, flush=True)
+print(Child("rlblocks.samplers.vllm_server", "serve_trainer").process.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
 

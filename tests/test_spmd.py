@@ -6,21 +6,34 @@ import socket
 import subprocess
 import sys
 import time
+from functools import cache
 
 import pytest
 import spmd_loops
 import torch
-from conftest import ROOT, rarely, skip_without
+from conftest import ROOT, rarely, resident, skip_without
 from forked import forked, on_ranks
+from ready import RANK, Ready
 from rlblocks import here
 
 pytestmark = pytest.mark.ranks
 ENV = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=f"{ROOT/'tests'}{os.pathsep}{ROOT}")
 
 
-def torchrun(ranks, *script, limit=900):
-    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                           str(ranks), *map(str, script)], env=ENV, capture_output=True, text=True, timeout=limit)
+ENV |= dict(TORCH_NCCL_ASYNC_ERROR_HANDLING="1")       # as torchrun sets it
+
+
+@cache
+def ready():
+    "An interpreter that has torch and the pool: where the end of a process is not what a test is about."
+    return resident(Ready(sys.executable, RANK + ["torch.distributed.run"], ENV)).command
+
+
+def torchrun(ranks, *script, limit=900, python=None):
+    program = ["--no-python", python] if python else []
+    return subprocess.run([python or sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                           str(ranks), *map(str, [*program, *script])], env=ENV, capture_output=True, text=True,
+                          timeout=limit)
 
 
 @pytest.fixture(scope="module")
@@ -209,19 +222,19 @@ except (RuntimeError, OSError) as e:
     raise
 """)
     start = time.monotonic()
-    run = torchrun(2, tmp_path/"loop.py", limit=300)
+    run = torchrun(2, tmp_path/"loop.py", limit=300, python=ready())
     assert run.returncode != 0 or how == "ends_early"
     assert words in run.stdout + run.stderr, run.stdout + run.stderr[-2000:]
     # torchrun's last screen says why
     if run.returncode: assert words.split(",")[0].split(": ")[-1] in run.stderr.rpartition(" FAILED")[2], run.stderr
-    assert time.monotonic() - start < 300            # the timeout is 600; most of it is two imports of torch
+    assert time.monotonic() - start < 300            # the timeout is 600
 
 
 def launch(script, rank, port, ranks=2):
     "One rank of a world whose store rank 0 keeps, which torchrun's agent would otherwise."
     env = ENV | dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
                      MASTER_PORT=str(port))
-    return subprocess.Popen([sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([ready(), "-c", script], env=env, stderr=subprocess.PIPE, text=True)
 
 
 FREEZE = """

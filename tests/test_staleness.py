@@ -35,7 +35,7 @@ def loop(ahead, steps, *, seed=0, n=4, size=2, minibatches=2, on_old="wait", age
     "Trains on rows as they come, with `ahead` steps under way; yields which groups a step had and how old they were."
     policy, rollout = Policy(model(), lr=1e-3, device="cpu"), Rollout(model(), max_tokens=3, stop=[], max_rows=2,
                                                                      tokenizer=tokenizer(), device="cpu")
-    rollout.lines.sampler = Late(rollout.sampler, seed)
+    rollout.shared.sampler = Late(rollout.sampler, seed)
     data = Prompts([dict(prompt=f"w{i%20+4}") for i in range(1000)], tokenizer(), shuffle=False)
     bound = dict(max_age=ahead, age=age, on_old=on_old) if on_old else {}
     flight, buffer = Flight(rollout), Buffer(per_step=minibatches, **bound)
@@ -151,7 +151,7 @@ class Paced:
 def waiting(ahead, *, max_age=0, stops=False, steps=40, n=8, size=2):
     "The share of its time that a trainer waits for rows, and how old the oldest was."
     policy, rollout = Policy(model(), lr=1e-3, device="cpu"), Rollout(model(), max_tokens=2, stop=[], device="cpu")
-    engine = rollout.lines.sampler = Paced(rollout.sampler, n*size, seed=0)
+    engine = rollout.shared.sampler = Paced(rollout.sampler, n*size, seed=0)
     data = Prompts([dict(prompt=f"w{i%20+4}") for i in range(4000)], tokenizer(), shuffle=False)
     flight, buffer, oldest = Flight(rollout), Buffer(max_age=max_age, on_old="wait"), 0
     def ask(wanted):

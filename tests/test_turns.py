@@ -3,8 +3,8 @@ import pytest
 import torch
 from conftest import vllm_python
 from rlblocks import Grader, Policy, Rollout, gae
-from rlblocks.samplers.controls import penalties
-from rlblocks.samplers.samplers import Sampling, vllm
+from rlblocks.samplers.decoding import penalties
+from rlblocks.samplers.sampler import Sampling, vllm
 from rlblocks.samplers.structure import Structures
 from rlblocks.rollout.turns import by_token
 from test_samplers import sharp
@@ -148,7 +148,7 @@ def test_what_is_late_comes_back_as_far_as_it_is():
     rows = r.generate(prompts((5, 5)), seed=0)
     b = r.extend(rows, [TOOL, TOOL], timeout=1e-9)
     assert b.finish_reason == ["timeout", "timeout"] and (b.lengths - rows.lengths).tolist() == [3, 3]
-    assert not r.lines.of and r.extend(rows, [TOOL, TOOL], timeout=60.).finish_reason == ["max_tokens"]*2
+    assert not r.shared.under_way and r.extend(rows, [TOOL, TOOL], timeout=60.).finish_reason == ["max_tokens"]*2
 
 
 def test_an_engine_elsewhere_gives_the_beginning_of_what_is_late(rollout):
@@ -156,7 +156,7 @@ def test_an_engine_elsewhere_gives_the_beginning_of_what_is_late(rollout):
     rows = rollout.generate(prompts((5, 5)), seed=0)
     b = rollout.extend(rows, [[20], [20]], max_tokens=100, timeout=.02)
     policy = Policy(sharp(), device="cpu", frozen=True)
-    assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-3 and not rollout.lines.of
+    assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-3 and not rollout.shared.under_way
 
 
 def test_credit_crosses_what_a_tool_said(rollout):

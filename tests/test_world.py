@@ -25,7 +25,7 @@ def each_rank(rank, folder):
     bad = OSError("no space") if rank == 1 else None
     torch.manual_seed(rank)
     linear, said = nn.Linear(2, 2), {}
-    said["values"] = str(all_or_raise("save", mine=rank*10))
+    said["values"] = str(all_or_raise("save", value=rank*10))
     said["other's"] = raised(lambda: all_or_raise("save", bad))
     said["kind"] = raised(lambda: all_or_raise("save", bad, kind=OSError))
     said["agree"] = raised(lambda: agree(None, "step", same=3))
@@ -88,7 +88,7 @@ def test_a_rank_that_never_answers_is_an_error_in_time_and_the_first_error_its_c
 
 
 def test_one_process_raises_its_own():
-    assert all_or_raise("save", mine=7) == [7]
+    assert all_or_raise("save", value=7) == [7]
     with pytest.raises(OSError, match="^no space$"): all_or_raise("save", OSError("no space"))
     join_world(torch.device("cpu"))
     try: assert exchange(7) == [7]

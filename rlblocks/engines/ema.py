@@ -17,16 +17,16 @@ from .plain import Plain
 
 # %% ../../nbs/engines/03_ema.ipynb #bf100bb2
 def check_average(given:dict[str, Tensor], own:dict[str, Tensor])->None:
-    "ValueError when names or shapes differ."
+    "Raise ValueError when names or shapes differ."
     theirs, mine = ({n: tuple(getattr(x, "whole", x.shape)) for n, x in xs.items()} for xs in (given, own))
     if theirs == mine: return
-    odd = next(n for n in {**mine, **theirs} if theirs.get(n) != mine.get(n))
-    raise ValueError(f"Ema: the state's {odd!r} is {theirs.get(odd, 'not there')}, "
-                     f"the model's {mine.get(odd, 'not there')}")
+    problem = next(n for n in {**mine, **theirs} if theirs.get(n) != mine.get(n))
+    raise ValueError(f"Ema: the state's {problem!r} is {theirs.get(problem, 'not there')}, "
+                     f"the model's {mine.get(problem, 'not there')}")
 
 # %% ../../nbs/engines/03_ema.ipynb #d3abe73a
 class Ema:
-    "An exponential moving average of a model's trained weights, sharded as they are."
+    "Average a model's trained weights exponentially over updates, sharded as they are."
 
     def __init__(self,
         source,             # a wrapper (Policy, Critic, Scorer), or a module that this process holds in full
@@ -74,7 +74,7 @@ class Ema:
         *,
         full:bool=True, # full tensors, the same on every rank; False: sharded as the model's weights in its own state
     )->dict: # for `Checkpoint`
-        "The averages and how often they were updated. All ranks together."
+        "Return the averages and how often they were updated. All ranks together."
         return dict(decay=self.decay, updates=self.updates, average=saved(self.average, self.engine.shards(), full))
 
     @torch.no_grad()
@@ -91,12 +91,12 @@ class Ema:
 
 # %% ../../nbs/engines/03_ema.ipynb #42b20b7c
 def saved(xs:dict[str, Tensor], shards:dict[str, WeightShard], full:bool)->dict[str, Tensor]:
-    "Averages as the engine saves its weights: gathered, or sharded as they are. All ranks together."
+    "Return averages as the engine saves its weights: gathered, or sharded as they are. All ranks together."
     return {n: shards[n].save(x, full) for n, x in xs.items()}
 
 def engine_around(module:nn.Module)->Engine:
     "The engine of a module that nobody else holds. ValueError for shards, which only the engine that made them knows."
-    odd = next((n for n, p in module.named_parameters() if hasattr(p, "to_local") or hasattr(p, "ds_id")), None)
-    if odd is None: return Plain(module, None)
-    raise ValueError(f"Ema: {odd!r} is sharded over ranks, and a module does not say how; give the wrapper that holds "
-                     "it (Policy, Critic, Scorer)")
+    problem = next((n for n, p in module.named_parameters() if hasattr(p, "to_local") or hasattr(p, "ds_id")), None)
+    if problem is None: return Plain(module, None)
+    raise ValueError(f"Ema: {problem!r} is sharded over ranks, and a module does not say how; give the wrapper that "
+                     "holds it (Policy, Critic, Scorer)")

@@ -25,24 +25,24 @@ _T = TypeVar("_T")
 
 # %% ../../nbs/engines/00_engine.ipynb #62377304
 def _as_it_is(x:Tensor, full:bool=True)->Tensor:
-    "A tensor that is saved and loaded as it is: the weight is not cut."
+    "Return a tensor that is saved and loaded as it is: the weight is not cut."
     return x
 
 @dataclass(frozen=True)
 class WeightShard:
-    "What this rank holds of one weight that trains, and how to save and load whatever lies beside it."
+    "Hold this rank's part of one weight that trains, and how to save and load whatever lies beside it."
     local:Tensor          # the memory itself, in the precision that trains; after a write call `refresh`
     save:Callable[[Tensor, bool], Tensor] = field(default=_as_it_is, repr=False) # (beside, full) → as in `state(full)`
     load:Callable[[Tensor], Tensor] = field(default=_as_it_is, repr=False)       # of either kind → beside
 
 # %% ../../nbs/engines/00_engine.ipynb #bcba2634
 class OptimizerState(TypedDict):
-    "As torch's optimizers give it: weights go by number in a full state, by name in shards."
+    "Hold an optimizer's state as torch gives it: weights go by number in a full state, by name in shards."
     state:dict           # weight → {name: a tensor of its shape, or a number}
     param_groups:list    # settings, and the weights that have them
 
 class EngineState(TypedDict, total=False):
-    "What an engine saves."
+    "Hold what an engine saves: weights and optimizer state."
     module:Required[dict[str, Tensor]] # weights and buffers by name
     optimizer:OptimizerState           # without it: frozen
     base:str                           # of an adapter: the fingerprint of its base …
@@ -52,26 +52,26 @@ class EngineState(TypedDict, total=False):
 _RLock:Any = type(threading.RLock())
 
 class ReentrantLock(_RLock):
-    "A lock that a thread may take again; its copy is a new lock."
+    "Lock that a thread may take again; its copy is a new lock."
     def __reduce__(self): return ReentrantLock, ()
 
 # %% ../../nbs/engines/00_engine.ipynb #952ec7f3
 @runtime_checkable
 class Engine(Protocol):
-    "A module, its optimizer, and the verbs that every engine has. All ranks call each of them together."
+    "Run and train a module, by the same verbs for every engine. All ranks call each of them together."
 
     @property
     def module(self)->nn.Module:
-        "The module; sharded, its parameters are shards outside of a forward pass."
+        "Return the module; sharded, its parameters are shards outside of a forward pass."
         ...
 
     @property
     def optimizer(self)->torch.optim.Optimizer|None:
-        "The optimizer inside; None when frozen."
+        "Return the optimizer inside; None when frozen."
 
     @property
     def lock(self)->ReentrantLock:
-        "The lock of the weights: one thread at a time. An engine on the weights of another has that one's."
+        "Return the lock of the weights: one thread at a time. An engine on the weights of another has that one's."
         ...
 
     @property
@@ -109,7 +109,7 @@ class Engine(Protocol):
     def weights(self,
         wide:frozenset[str]|set[str]=frozenset(), # names of those to gather in fp32 at least, for a sum in place
     )->Iterator[tuple[str, Tensor]]: # name, full tensor
-        "Every weight and buffer in turn; tied ones once, under their first name."
+        "Yield every weight and buffer in turn; tied ones once, under their first name."
         ...
 
     def state(self,
@@ -122,7 +122,7 @@ class Engine(Protocol):
         "Restore what `state` gave, full or not."
 
     def shards(self)->dict[str, WeightShard]: # by name
-        "What this rank holds of each weight that trains. ValueError where that is not in memory."
+        "Return what this rank holds of each weight that trains. ValueError where that is not in memory."
         ...
 
     def refresh(self)->None:
@@ -133,7 +133,7 @@ WORDS = (None, "fsdp2", "zero1", "zero2", "zero3")
 
 @dataclass(frozen=True)
 class EngineSpec:
-    "How weights are stored and computed; made by `plain`, `fsdp2`, `zero`."
+    "Say how weights are stored and computed; made by `plain`, `fsdp2`, `zero`."
     word:str|None = None      # None, "fsdp2", "zero1", "zero2", "zero3"
     offload:str|None = None   # "cpu" (fsdp2, zero), "nvme" (zero3): where states (and shards) live
     nvme:str|None = None      # a folder on a fast disk, for offload="nvme"
@@ -146,12 +146,12 @@ class EngineSpec:
                                   # cuts layers has `tensor_parallel`, the same number, and `TensorParallel`'s `adapt`
 
     def __post_init__(self):
-        "ValueError, TypeError for what no engine can do."
+        "Raise ValueError, TypeError for what no engine can do."
         check_engine(self)
 
     @property
     def shares(self)->int:
-        "Ranks that share rows."
+        "Return how many ranks share rows."
         return self.sequence_parallel*self.tensor_parallel
 
     @property
@@ -160,13 +160,13 @@ class EngineSpec:
         return self.word in ("fsdp2", "zero3") or self.tensor_parallel > 1
 
     def copies(self, *, frozen:bool)->bool:
-        """Whether each rank holds a plain copy of its layers.
+        """Return whether each rank holds a plain copy of its layers.
 
         ZeRO-1 shards optimizer states and ZeRO-2 gradients too; a frozen model has neither, and is copied."""
         return self.word is None or frozen and not self.gathers
 
 def check_engine(x:EngineSpec)->None:
-    "ValueError, TypeError for settings that no engine can do."
+    "Raise ValueError, TypeError for settings that no engine can do."
     if x.word not in WORDS:
         near = get_close_matches(str(x.word), [word for word in WORDS if word], 1)
         raise ValueError(f"engine {x.word!r} is not known here; " + (f"is {near[0]!r} meant?" if near else
@@ -197,7 +197,7 @@ def plain(
     sequence_parallel:int=1,     # so many consecutive ranks run one line of tokens together, each a shard of it
     tensor_parallel:int=1,       # so many consecutive ranks hold one layer together
 )->EngineSpec: # for `engine=`
-    "All of the module on every rank, or with `tensor_parallel` on so many of them together."
+    "Keep all of the module on every rank, or with `tensor_parallel` on so many of them together."
     return EngineSpec(dtype=dtype, checkpointing=checkpointing, low_precision=low_precision,
                       sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
 
@@ -211,7 +211,7 @@ def fsdp2(
     sequence_parallel:int=1,     # so many consecutive ranks run one line of tokens together, each a shard of it
     tensor_parallel:int=1,       # so many consecutive ranks hold one layer together; sharded further over the replicas
 )->EngineSpec: # for `engine=`
-    "Weights, gradients and optimizer states sharded over the ranks by torch's FSDP2."
+    "Shard weights, gradients and optimizer states over the ranks by torch's FSDP2."
     return EngineSpec("fsdp2", offload=offload, dtype=dtype, checkpointing=checkpointing, low_precision=low_precision,
                       sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
 
@@ -226,12 +226,12 @@ def zero(
     low_precision:bool=False,    # train half-precision weights and states as they are: small steps round to nothing
     sequence_parallel:int=1,     # so many consecutive ranks run one line of tokens together, each a shard of it
 )->EngineSpec: # for `engine=`
-    "ZeRO of a stage, by DeepSpeed."
+    "Shard by DeepSpeed's ZeRO, of stage 1, 2 or 3."
     return EngineSpec(f"zero{stage}", offload=offload, nvme=nvme, dtype=dtype, checkpointing=checkpointing,
                       low_precision=low_precision, sequence_parallel=sequence_parallel)
 
 def engine_of(engine:EngineSpec|str|Callable|None)->EngineSpec:
-    "The value that an `engine=` argument means. ValueError for an unknown word, TypeError for anything else."
+    "Return the value that an `engine=` argument means. ValueError for an unknown word, TypeError for anything else."
     if isinstance(engine, EngineSpec): return engine
     for f, line in ((plain, "plain()"), (fsdp2, "fsdp2()"), (zero, "zero(3)")):
         if engine is f: raise TypeError(f"engine is the function {f.__name__}; write {line}")
@@ -243,13 +243,13 @@ def engine_of(engine:EngineSpec|str|Callable|None)->EngineSpec:
 # %% ../../nbs/engines/00_engine.ipynb #1e132494
 @dataclass(frozen=True)
 class PlannedBytes:
-    "What an engine will hold on the fullest rank."
+    "Hold the bytes that an engine will need on the fullest rank."
     device:dict[str, int] # weights, gradients, states
     host:dict[str, int] = field(default_factory=dict) # what is offloaded of them
     gathered:int = 0      # weights or gradients that exist complete for a while, beside these
 
 def planned_plain(params:list, *, state_bytes:int=8)->PlannedBytes:
-    """Everything on every rank.
+    """Plan the bytes of everything on every rank.
 
     `state_bytes`: of the optimizer for each 4 bytes of weights: AdamW 8, SGD with momentum 4."""
     learnt = sum(p.nbytes for p in params if p.requires_grad)
@@ -258,7 +258,7 @@ def planned_plain(params:list, *, state_bytes:int=8)->PlannedBytes:
 # %% ../../nbs/engines/00_engine.ipynb #1fd4ef1a
 @dataclass(frozen=True)
 class Within:
-    "What to run in place of a forward pass."
+    "Wrap a function that runs in place of a forward pass."
     f:Callable # () → anything
 
 def callable_within_(module:nn.Module)->None:
@@ -271,19 +271,19 @@ def callable_within_(module:nn.Module)->None:
     module.forward = forward
 
 def output_layer(trunk:nn.Module)->nn.Module|None: # None where the trunk names none
-    "The layer that turns a model's hidden states into logits, by transformers' name for it."
+    "Return the layer that turns a model's hidden states into logits, by transformers' name for it."
     return getattr(trunk, "get_output_embeddings", lambda: None)()
 
 # %% ../../nbs/engines/00_engine.ipynb #1be47803
 def locked(method:Callable)->Callable:
-    "A method that holds its object's lock."
+    "Return a method that holds its object's lock."
     @wraps(method)
     def run(self, *args, **kwargs):
         with self.lock: return method(self, *args, **kwargs)
     return run
 
 class LocalOnly:
-    "What lives in one process: it can be copied there, and is not pickled."
+    "Refuse to be pickled: an object of this class lives in one process, where it can be copied."
     def __deepcopy__(self, seen:dict)->"LocalOnly":
         made = seen[id(self)] = object.__new__(type(self))
         vars(made).update(copy.deepcopy(vars(self), seen))

@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 # %% ../../nbs/engines/05_fsdp2.ipynb #2c314a1b
 def layers_of(module:nn.Module)->list[nn.Module]: # one group of weights each
-    """The layers to shard by, inner ones before those around them.
+    """Return the layers to shard by, inner ones before those around them.
 
     Those that transformers names, else the children of the largest list of modules."""
     named = {n for m in module.modules() for n in getattr(m, "_no_split_modules", None) or ()}
@@ -42,7 +42,7 @@ def layers_of(module:nn.Module)->list[nn.Module]: # one group of weights each
 
 # %% ../../nbs/engines/05_fsdp2.ipynb #201f761f
 def gathered(x:Tensor, dtype:torch.dtype|None=None)->Tensor: # plain; of a DTensor a new one on every rank
-    "The full tensor behind this rank's shard; all ranks call it together."
+    "Return the full tensor behind this rank's shard; all ranks call it together."
     if not isinstance(x, DTensor): return x.detach()
     mesh:Any = x.device_mesh
     local, rows = x.to_local().detach(), -(-x.shape[0]//mesh.size())          # rows a rank, rounded up
@@ -52,30 +52,30 @@ def gathered(x:Tensor, dtype:torch.dtype|None=None)->Tensor: # plain; of a DTens
     return out[:x.shape[0]]
 
 def sharded(x:Tensor, like:Tensor)->Tensor: # this rank's part of `x`, sharded as `like` is
-    "The shard of a full tensor that every rank has."
+    "Return the shard of a full tensor that every rank has."
     if not isinstance(like, DTensor): return x
     return distribute_tensor(x.to(like.to_local().device), like.device_mesh, like.placements, src_data_rank=None)
 
 def as_shard(local:Tensor, like:DTensor)->DTensor: # with the memory of `local`
-    "A DTensor around this rank's rows."
+    "Return a DTensor around this rank's rows."
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=like.shape,
                               stride=like.stride())
 
 def shard_of(p:DTensor)->WeightShard: # saved as a DTensor like it
-    "This rank's rows of a weight."
+    "Return this rank's rows of a weight."
     def save(x, full): return gathered(as_shard(x, p)).cpu() if full else as_shard(x, p)
     def load(x): return cast(DTensor, x if isinstance(x, DTensor) else sharded(x, p)).to_local()
     return WeightShard(p.to_local().detach(), save, load)
 
 # %% ../../nbs/engines/05_fsdp2.ipynb #35d66851
 def full_state(module:nn.Module, optimizer:torch.optim.Optimizer|None)->EngineState:
-    "The state of one process, on every rank; all ranks call it together."
+    "Return the state of one process, on every rank; all ranks call it together."
     def full(x): return gathered(x).cpu() if isinstance(x, Tensor) else x
     state = dict(module=module.state_dict())
     return tree_map(full, state | dict(optimizer=optimizer.state_dict()) if optimizer else state)
 
 def load_full_state(module:nn.Module, optimizer:torch.optim.Optimizer|None, state:EngineState)->None:
-    "Each rank takes its shards. Clones, for a view would keep the full tensor alive."
+    "Load a full state, of which each rank takes its shards. Clones, for a view would keep the full tensor alive."
     own = module.state_dict()
     module.load_state_dict({k: sharded(x, own[k]) if k in own else x for k, x in state["module"].items()})
     if not optimizer: return
@@ -88,7 +88,7 @@ def load_full_state(module:nn.Module, optimizer:torch.optim.Optimizer|None, stat
     optimizer.load_state_dict(dict(saved, state=moments))
 
 def named_state(module:nn.Module, optimizer:torch.optim.Optimizer|None)->EngineState:
-    "Weights and optimizer state by name, for torch.distributed.checkpoint; all ranks call it together."
+    "Return weights and optimizer state by name, for torch.distributed.checkpoint; all ranks call it together."
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
     state = EngineState(module=cast(Any, get_model_state_dict(module)))
     if optimizer is None: return state
@@ -100,7 +100,7 @@ def named_state(module:nn.Module, optimizer:torch.optim.Optimizer|None)->EngineS
     return EngineState(module=state["module"], optimizer=cast(OptimizerState, kept))
 
 def load_named_state(module:nn.Module, optimizer:torch.optim.Optimizer|None, state:EngineState)->None:
-    "Restore it; all ranks call it together. The optimizer keeps what it is given, so it gets clones."
+    "Restore it, all ranks together. The optimizer keeps what it is given, so it gets clones."
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
     set_model_state_dict(module, cast(Any, state["module"]))
     if not optimizer: return
@@ -117,9 +117,10 @@ def shard_(module:nn.Module, device:torch.device, mesh:DeviceMesh, *, half:torch
     unread = lazy_weights(module)
     precision = MixedPrecisionPolicy(half, torch.float32 if half else None, cast_forward_inputs=False)
     where = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
-    how:Any = dict(mesh=mesh, reshard_after_forward=True if frozen else None, mp_policy=precision, offload_policy=where)
-    for layer in layers_of(module): fully_shard(layer, **how)
-    root:Any = fully_shard(module, **how)
+    options:Any = dict(mesh=mesh, reshard_after_forward=True if frozen else None, mp_policy=precision,
+                       offload_policy=where)
+    for layer in layers_of(module): fully_shard(layer, **options)
+    root:Any = fully_shard(module, **options)
     for part in (m for m in root.modules() if isinstance(m, FSDPModule)):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
@@ -140,7 +141,7 @@ def read_shards_(module:nn.Module, unread:list, device:torch.device)->None:
 
 # %% ../../nbs/engines/05_fsdp2.ipynb #9a3643e7
 def reached_(module:nn.Module)->set[tuple[nn.Module, str]]: # each backward pass adds (module, name of a weight in it)
-    "The weights that have had a gradient, by place: the tensor that runs is the gathered one."
+    "Note the weights that have had a gradient, by place: the tensor that runs is the gathered one."
     reached, watched = set(), set()
     def before(layer, _):
         for name, p in layer._parameters.items():
@@ -151,7 +152,7 @@ def reached_(module:nn.Module)->set[tuple[nn.Module, str]]: # each backward pass
     return reached
 
 def drop_unused_(params:list, reached:set[tuple[nn.Module, str]], device:torch.device)->None:
-    "No gradient for what no rank used; `reached` is emptied."
+    "Drop the gradient of what no rank used; `reached` is emptied."
     mine = {id(layer._parameters[name]) for layer, name in reached}
     reached.clear()
     used = used_by_any(params, [p.grad is not None and (id(p) in mine or bool(p.grad.to_local().any()))
@@ -162,7 +163,7 @@ def drop_unused_(params:list, reached:set[tuple[nn.Module, str]], device:torch.d
 
 # %% ../../nbs/engines/05_fsdp2.ipynb #2ecb8892
 class Fsdp:
-    "An engine: torch's `fully_shard`, layer by layer, with summed gradients."
+    "Engine around torch's `fully_shard`, layer by layer, with summed gradients."
     gathers = True
 
     def __init__(self, module:nn.Module, device:torch.device, *, optimizer:Callable|None=None,
@@ -204,35 +205,35 @@ class Fsdp:
         self.reached.clear()
 
     def weights(self, wide:frozenset[str]|set[str]=frozenset())->Iterator[tuple[str, Tensor]]:
-        "Every weight in turn, gathered; tied ones once."
+        "Return every weight in turn, gathered; tied ones once."
         self.refresh()
         for name, x in distinct(self.module).items():
             yield name, gathered(x, torch.promote_types(x.dtype, torch.float32) if name in wide else None)
 
     def state(self, full:bool)->EngineState:
-        "Weights and optimizer state: `full_state`, or DTensors by name."
+        "Return weights and optimizer state: `full_state`, or DTensors by name."
         self.refresh()
         return (full_state if full else named_state)(self.module, self.optimizer)
     def load(self, state:EngineState)->None:
-        "Restore either."
+        "Restore a full state or one in shards."
         self.refresh()
         cut = any(isinstance(x, DTensor) for x in state["module"].values())
         (load_named_state if cut else load_full_state)(self.module, self.optimizer, state)
 
     def shards(self)->dict[str, WeightShard]:
-        "This rank's rows of each weight that trains."
+        "Return this rank's rows of each weight that trains."
         self.refresh()
         return {n: shard_of(cast(DTensor, p)) for n, p in trained_weights(self.module).items()}
 
     def refresh(self)->None:
-        "Shards in place of gathered weights."
+        "Put shards in place of gathered weights."
         for part in self.module.modules():
             if isinstance(part, FSDPModule): part.reshard()
 
 # %% ../../nbs/engines/05_fsdp2.ipynb #92509e28
 def planned_fsdp(params:list, layers:list[nn.Module], *, ranks:int, state_bytes:int=8, half:torch.dtype|None=None,
                  offload:bool=False)->PlannedBytes: # on the fullest rank
-    """Shards of all that stays, and the layers that are gathered at one time.
+    """Plan shards of all that stays, and the layers that are gathered at one time.
 
     `state_bytes`: of the optimizer for each 4 bytes of weights; `half`: weights are gathered in it; None = in their
     own."""

@@ -25,16 +25,16 @@ def make_lazy_(p:nn.Parameter, reader:PartReader)->None:
     vars(p)["lazy_reader"] = reader
 
 def is_lazy(x:Tensor)->bool:
-    "Whether its numbers are still to be read."
+    "Return whether its numbers are still to be read."
     return hasattr(x, "lazy_reader")
 
 @torch.no_grad()
 def read_part(p:Tensor, *index:slice, dtype:torch.dtype|None=None)->Tensor: # on the CPU, owned
-    "Some rows, columns … of a lazy weight; all of the other axes."
+    "Return some rows, columns … of a lazy weight; all of the other axes."
     return cast(Any, p).lazy_reader(index, dtype or p.dtype)
 
 def read_flat(p:Tensor, start:int, n:int, *, dtype:torch.dtype|None=None)->Tensor: # `[n]`
-    "`n` entries of a flattened lazy weight, from `start` on; only the rows that hold them are read."
+    "Return `n` entries of a flattened lazy weight, from `start` on; only the rows that hold them are read."
     if not n: return torch.empty(0, dtype=dtype or p.dtype)
     wide = p.shape[1:].numel() if p.dim() else 1
     first, last = start//wide, -(-(start+n)//wide)
@@ -43,7 +43,7 @@ def read_flat(p:Tensor, start:int, n:int, *, dtype:torch.dtype|None=None)->Tenso
 
 # %% ../../nbs/engines/13_lazy_weights.ipynb #91951808
 def part_of(p:nn.Parameter, axis:int, ranges:list[tuple[int, int]])->nn.Parameter: # lazy where `p` is
-    "A weight made of these ranges of an axis of another, one after the other."
+    "Return a weight made of these ranges of an axis of another, one after the other."
     if not is_lazy(p):
         return nn.Parameter(torch.cat([p.detach().narrow(axis, a, b-a) for a, b in ranges], axis), p.requires_grad)
     n = sum(b-a for a, b in ranges)
@@ -58,7 +58,7 @@ def part_of(p:nn.Parameter, axis:int, ranges:list[tuple[int, int]])->nn.Paramete
     return part
 
 def _within(ranges, start, stop):
-    "What of the ranges lies at `start` to `stop`, counted along all of them; where nothing does an empty range."
+    "Return what of the ranges lies at `start` to `stop`, counted along all of them; where nothing does an empty range."
     found, at = [], 0
     for a, b in ranges:
         low, high = max(start, at), min(stop, at+b-a)
@@ -68,7 +68,7 @@ def _within(ranges, start, stop):
 
 # %% ../../nbs/engines/13_lazy_weights.ipynb #d654cff1
 def lazy_weights(module:nn.Module)->list[tuple[list[str], nn.Parameter]]: # (names, parameter)
-    "The lazy weights of a module, each once."
+    "Return the lazy weights of a module, each once."
     found:dict[int, tuple[list[str], nn.Parameter]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         if is_lazy(p): found.setdefault(id(p), ([], p))[0].append(name)
@@ -81,7 +81,7 @@ def place_(module:nn.Module, names:list[str], p:nn.Parameter)->None:
         setattr(module.get_submodule(path), leaf, p)
 
 def device_at(p:Tensor)->torch.device:
-    "The device of a weight; of a lazy one, which has none yet, the CPU."
+    "Return the device of a weight; of a lazy one, which has none yet, the CPU."
     return torch.device("cpu") if p.is_meta else p.device
 
 def fill_whole_(p:nn.Parameter, x:Tensor)->nn.Parameter: # the parameter as it was
@@ -96,7 +96,7 @@ def read_module_(module:nn.Module)->None:
 
 @contextmanager
 def stand_ins(module:nn.Module)->Iterator[None]:
-    "Lazy weights as tensors on the CPU that take no memory: what is put beside them is then made there."
+    "Show lazy weights as tensors on the CPU that take no memory: what is put beside them is then made there."
     lazy = [p for _, p in lazy_weights(module)]
     unread = [fill_whole_(p, torch.zeros((), dtype=p.dtype).expand(p.shape)) for p in lazy]
     try: yield

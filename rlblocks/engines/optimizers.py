@@ -25,7 +25,7 @@ from ..data.columns import whole_number
 Schedule = Callable[[int], float]   # version → factor on the learning rate
 
 def in_turn(*stages:tuple[int, Schedule])->Schedule: # each stage counts its versions from 0
-    "Schedules one after the other. ValueError without a stage or with a negative number of steps."
+    "Run schedules one after the other. ValueError without a stage or with a negative number of steps."
     if not stages: raise ValueError("in_turn: there is no stage; at least one, (steps, schedule), is wanted")
     stages = tuple((whole_number("in_turn", "steps of a stage", n, 0), stage) for n, stage in stages)
     def schedule(version):
@@ -39,12 +39,12 @@ def constant(
     *,
     warmup:int=0, # steps from 1/warmup up to 1
 )->Schedule: # (v+1)/warmup, then 1
-    "The learning rate as it is, after a warm-up."
+    "Keep the learning rate as it is, after a warm-up."
     warmup = whole_number("constant", "warmup", warmup, 0)
     return in_turn((warmup, lambda v: (v+1)/warmup), (0, lambda v: 1.0))
 
 def _down(name, steps, warmup, end, shape):
-    "`shape` of the progress after the warm-up, from 1 to `end`."
+    "Return a schedule that follows `shape` after the warm-up, from 1 to `end`."
     steps, warmup = whole_number(name, "steps", steps), whole_number(name, "warmup", warmup, 0)
     if not warmup < steps: raise ValueError(f"{name}: {warmup} steps of warm-up in {steps}; fewer than all are wanted")
     return in_turn((warmup, constant(warmup=warmup)), (0, lambda v: end + (1-end)*shape(min(v/(steps-warmup), 1.0))))
@@ -55,7 +55,7 @@ def linear(
     warmup:int=0,   # steps from 1/warmup up to 1
     end:float=0.0,  # factor after the last step
 )->Schedule: # 1 … end, in equal steps
-    "Down in a straight line. ValueError when the warm-up leaves no step."
+    "Lower the rate in a straight line. ValueError when the warm-up leaves no step."
     return _down("linear", steps, warmup, end, lambda x: 1-x)
 
 def cosine(
@@ -64,11 +64,11 @@ def cosine(
     warmup:int=0,   # steps from 1/warmup up to 1
     end:float=0.0,  # factor after the last step
 )->Schedule: # 1 … end, along half a cosine
-    "Down along half a cosine (Loshchilov & Hutter 2017). ValueError when the warm-up leaves no step."
+    "Lower the rate along half a cosine (Loshchilov & Hutter 2017). ValueError when the warm-up leaves no step."
     return _down("cosine", steps, warmup, end, lambda x: (1+math.cos(math.pi*x))/2)
 
 def root(steps:int, *, warmup:int=0, end:float=0.0)->Schedule: # 1 − √x: fast at first
-    """Down as 1 − √x, the decay that Hägele et al. 2024 found best behind a long constant stage.
+    """Lower the rate as 1 − √x, the decay that Hägele et al. 2024 found best behind a long constant stage.
 
     ValueError when the warm-up leaves no step."""
     return _down("root", steps, warmup, end, lambda x: 1-math.sqrt(x))
@@ -81,7 +81,7 @@ def wsd(
     end:float=0.0,  # factor after the last step
     shape:Callable=linear, # how it decays: linear, cosine, root
 )->Schedule: # up, flat, down
-    """Warm-up, stable, decay (Hu et al. 2024): the flat stage can be extended, or branched from, at any time.
+    """Warm up, stay, decay (Hu et al. 2024): the flat stage can be extended, or branched from, at any time.
 
     ValueError when they do not fit."""
     steps, decay = whole_number("wsd", "steps", steps), whole_number("wsd", "decay", decay)
@@ -91,63 +91,64 @@ def wsd(
     return in_turn((steps-decay, constant(warmup=warmup)), (decay, shape(decay, end=end)))
 
 # %% ../../nbs/engines/01_optimizers.ipynb #6049a1ab
-def check_number(who:str, name:str, x:Any, *, above:bool=False)->None:
-    "ValueError for an argument that is no finite number of 0 or more; `above`: nor 0."
+def check_number(caller:str, name:str, x:Any, *, above:bool=False)->None:
+    "Raise ValueError for an argument that is no finite number of 0 or more; `above`: nor 0."
     number = isinstance(x, Real) and not isinstance(x, bool)
     if number and (float(x) > 0 if above else 0 <= float(x) < float("inf")): return
     text = ", and this is text (YAML reads 1e-6 so: write 1.0e-6)" if isinstance(x, str) else ""
-    raise ValueError(f"{who}: {name}={x!r}; a number {'above 0, or None' if above else 'of 0 or more'} is wanted{text}")
+    wanted = "above 0, or None" if above else "of 0 or more"
+    raise ValueError(f"{caller}: {name}={x!r}; a number {wanted} is wanted{text}")
 
-def check_betas(who:str, betas:Any)->None:
-    "ValueError for what are not two numbers from 0 to below 1."
+def check_betas(caller:str, betas:Any)->None:
+    "Raise ValueError for what are not two numbers from 0 to below 1."
     pair = isinstance(betas, (tuple, list)) and len(betas) == 2
     if not pair or not all(isinstance(x, Real) and 0 <= float(x) < 1 for x in betas):
-        raise ValueError(f"{who}: betas={betas!r}; two numbers from 0 to below 1 are wanted, as (0.9, 0.999)")
+        raise ValueError(f"{caller}: betas={betas!r}; two numbers from 0 to below 1 are wanted, as (0.9, 0.999)")
 
 def check_function(name:str, f:object, examples:str)->None:
-    "TypeError for what cannot be called."
+    "Raise TypeError for what cannot be called."
     if callable(f): return
     raise TypeError(f"{name} is {f!r}; a function is wanted, one of rlblocks.engines.optimizers: {examples}")
 
 # %% ../../nbs/engines/01_optimizers.ipynb #4e060ed6
 @dataclass(frozen=True)
 class OptimizerSpec:
-    "How weights move: what makes the optimizer, where the gradient is clipped, how the learning rate changes."
+    "Say how weights move: what makes the optimizer, where the gradient is clipped, how the learning rate changes."
     make:Callable               # (name, parameter) pairs → torch optimizer
     max_norm:float|None = 1.0   # clip the gradient to this 2-norm; None: never
     schedule:Schedule|None = None # version → factor on the optimizer's own learning rates; None: 1
     adamw:Mapping|None = None   # the settings where `make` is plain AdamW, for an offloaded ZeRO; None: it is not
 
     def __post_init__(self):
-        "TypeError for what is no function, ValueError for a norm that is no number above 0."
+        "Raise TypeError for what is no function, ValueError for a norm that is no number above 0."
         check_function("optimizer", self.make, "adamw(lr=…), muon(lr=…)")
         if self.schedule is not None: check_function("schedule", self.schedule, "cosine(…), wsd(…)")
         if self.max_norm is not None: check_number("optimizer", "max_norm", self.max_norm, above=True)
 
     def __call__(self, params:Iterable)->torch.optim.Optimizer: # of (name, parameter) pairs, or parameters
-        "Make it."
+        "Make the optimizer for these parameters."
         return self.make(params)
 
 # %% ../../nbs/engines/01_optimizers.ipynb #a26ae130
 def _named(params)->list[tuple[str, Tensor]]:
-    "(name, parameter) pairs; bare parameters have the name ''."
+    "Return (name, parameter) pairs; bare parameters have the name ''."
     return [p if isinstance(p, tuple) else ("", p) for p in params]
 
 def _matches(name, patterns)->bool:
     "Whether a pattern names the parameter or a module around it: full parts of the dotted name, `*` for any of it."
     return any(fnmatchcase(f".{name}.", f"*.{p}.*") for p in patterns)
 
-def _hits(who, pairs, patterns):
-    "Every pattern must match something: a misspelt one would silently do nothing."
+def _hits(caller, pairs, patterns):
+    "Check that every pattern matches something: a misspelt one would silently do nothing."
     names = [n for n, _ in pairs]
     if patterns and not all(names):
-        raise ValueError(f"{who}: patterns need names; pass module.named_parameters(), not module.parameters()")
+        raise ValueError(f"{caller}: patterns need names; pass module.named_parameters(), not module.parameters()")
     for p in patterns:
         if any(_matches(n, [p]) for n in names): continue
-        raise ValueError(f"{who}: {p!r} matches no parameter; there are {', '.join(names[:4])} … ({len(names)})")
+        raise ValueError(f"{caller}: {p!r} matches no parameter; there are {', '.join(names[:4])} … ({len(names)})")
 
 def decay_groups(params:Iterable, *, weight_decay:float, no_decay:tuple=())->list[dict]:
-    """Two groups: parameters that decay, and norms, biases and `no_decay`, which do not. One where nothing decays.
+    """Split into two groups: parameters that decay, and norms, biases and `no_decay`, which do not.
 
     ValueError for a pattern that matches nothing."""
     pairs = _named(params)
@@ -157,10 +158,10 @@ def decay_groups(params:Iterable, *, weight_decay:float, no_decay:tuple=())->lis
     groups = [dict(params=group(False), weight_decay=weight_decay), dict(params=group(True), weight_decay=0.0)]
     return [g for g in groups if g["params"]]
 
-def _adamw(params, *, weight_decay, no_decay, **how):
+def _adamw(params, *, weight_decay, no_decay, **options):
     pairs = _named(params)
     fused = all(p.is_cuda for _, p in pairs) or None     # else a step makes a copy of all second moments
-    return torch.optim.AdamW(decay_groups(pairs, weight_decay=weight_decay, no_decay=no_decay), fused=fused, **how)
+    return torch.optim.AdamW(decay_groups(pairs, weight_decay=weight_decay, no_decay=no_decay), fused=fused, **options)
 
 def adamw(
     *,
@@ -172,22 +173,23 @@ def adamw(
     max_norm:float|None=1.0,  # clip the gradient to this 2-norm; None: never
     schedule:Schedule|None=None, # version → factor on `lr`
 )->OptimizerSpec: # states in the dtype of the parameters: fp32 under the wrappers
-    "AdamW (Loshchilov & Hutter 2019) without decay of norms and biases. ValueError for numbers that it cannot take."
+    "Use AdamW (Loshchilov & Hutter 2019), without decay of norms and biases. ValueError for numbers it cannot take."
     for name, x in dict(lr=lr, weight_decay=weight_decay, eps=eps).items(): check_number("adamw", name, x)
     check_betas("adamw", betas)
-    how = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, no_decay=tuple(no_decay))
-    return OptimizerSpec(partial(_adamw, **how), max_norm, schedule, adamw=how)
+    options = dict(lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, no_decay=tuple(no_decay))
+    return OptimizerSpec(partial(_adamw, **options), max_norm, schedule, adamw=options)
 
 # %% ../../nbs/engines/01_optimizers.ipynb #b7b0909b
-def _adamw_8bit(params, *, weight_decay, no_decay, **how):
+def _adamw_8bit(params, *, weight_decay, no_decay, **options):
     try: import bitsandbytes as bnb
     except ImportError as e:
         raise ImportError("adamw_8bit: bitsandbytes is not installed; pip install rlblocks[peft]") from e
     params = list(params)
     groups = decay_groups(params, weight_decay=weight_decay, no_decay=no_decay)
-    odd = next((type(p.data).__name__ for _, p in _named(params) if type(p.data) is not Tensor), None)
-    if odd: raise TypeError(f"adamw_8bit: a {odd} cannot be quantised; use engine=None, or adamw with offload='cpu'")
-    return cast(Any, bnb.optim).AdamW8bit(groups, **how)
+    problem = next((type(p.data).__name__ for _, p in _named(params) if type(p.data) is not Tensor), None)
+    if problem:
+        raise TypeError(f"adamw_8bit: a {problem} cannot be quantised; use engine=None, or adamw with offload='cpu'")
+    return cast(Any, bnb.optim).AdamW8bit(groups, **options)
 
 def adamw_8bit(
     *,
@@ -199,7 +201,7 @@ def adamw_8bit(
     max_norm:float|None=1.0,  # clip the gradient to this 2-norm; None: never
     schedule:Schedule|None=None, # version → factor on `lr`
 )->OptimizerSpec: # states in 8 bits, those of tensors under 4096 entries in fp32
-    """`adamw` with 8-bit states (Dettmers et al. 2022).
+    """Use `adamw` with 8-bit states (Dettmers et al. 2022).
 
     When it is made: ImportError without bitsandbytes, TypeError for sharded parameters, which it cannot quantise."""
     plain = adamw(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, no_decay=no_decay, max_norm=max_norm,
@@ -208,7 +210,7 @@ def adamw_8bit(
 
 # %% ../../nbs/engines/01_optimizers.ipynb #fc438da5
 class Joined(torch.optim.Optimizer):
-    "Several optimizers as one: their groups in a row, one state, one step."
+    "Run several optimizers as one: their groups in a row, one state, one step."
 
     def __init__(self, *parts:torch.optim.Optimizer):
         "Take over the groups. ValueError when two parts have a parameter in common."
@@ -217,13 +219,13 @@ class Joined(torch.optim.Optimizer):
         self._share()
 
     def _share(self):
-        "The parts work on the same groups and the same state."
+        "Let the parts work on the same groups and the same state."
         groups = iter(self.param_groups)
         for part, n in zip(self.parts, self.sizes, strict=True):
             part.state, part.param_groups = self.state, [next(groups) for _ in range(n)]
 
     def __setstate__(self, state):
-        "Loading a state makes new groups: share them again."
+        "Share again, since loading a state makes new groups."
         super().__setstate__(state)
         if "parts" in vars(self): self._share()
 
@@ -256,26 +258,26 @@ def muon(
     max_norm:float|None=1.0,  # clip the gradient to this 2-norm; None: never
     schedule:Schedule|None=None, # version → factor on `lr`
 )->OptimizerSpec:
-    """Muon for hidden matrices, AdamW for embeddings, heads, norms and biases.
+    """Use Muon for hidden matrices, AdamW for embeddings, heads, norms and biases.
 
     Jordan et al. 2024; update scale of Liu et al. 2025, so that one `lr` fits both. When it is made: ValueError for
     parameters without names, or when there is no hidden matrix."""
     for name, x in dict(lr=lr, weight_decay=weight_decay, momentum=momentum).items(): check_number("muon", name, x)
     check_betas("muon", betas)
-    how = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, betas=tuple(betas), rest=tuple(rest))
-    return OptimizerSpec(partial(_muon, **how), max_norm, schedule)
+    options = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, betas=tuple(betas), rest=tuple(rest))
+    return OptimizerSpec(partial(_muon, **options), max_norm, schedule)
 
 # %% ../../nbs/engines/01_optimizers.ipynb #4aac9c7a
-def check_elementwise(optimizer:torch.optim.Optimizer, who:str, device:torch.device|None=None):
+def check_elementwise(optimizer:torch.optim.Optimizer, caller:str, device:torch.device|None=None):
     "Make sure that an optimizer can step part of a weight alone. ValueError says what it needs more than that."
     for part in getattr(optimizer, "parts", [optimizer]):
-        odd = next(filter(None, (_odd(part, at, device) for at in range(len(part.param_groups)))), None)
-        if odd: raise ValueError(
-            f"{who}: {type(part).__name__} {odd}, and here each rank has a part of every weight; use an optimizer that "
-            'treats entries alone, such as adamw, or another engine: None takes any, "fsdp2" Muon')
+        problem = next(filter(None, (_problem(part, at, device) for at in range(len(part.param_groups)))), None)
+        if problem: raise ValueError(
+            f"{caller}: {type(part).__name__} {problem}, and here each rank has a part of every weight; use an "
+            'optimizer that treats entries alone, such as adamw, or another engine: None takes any, "fsdp2" Muon')
 
-def _odd(part, at, device)->str|None:
-    "What a group of an optimizer does that takes more than an entry by itself."
+def _problem(part, at, device)->str|None:
+    "Return what a group of an optimizer does that takes more than an entry by itself."
     n, draw = 8192, torch.Generator().manual_seed(0)
     start, *gradients = (torch.randn(n, generator=draw)*torch.linspace(.1, 10, n) for _ in range(3))
     def stepped(n):
@@ -290,8 +292,9 @@ def _odd(part, at, device)->str|None:
     try: (full, kept), (half, _) = stepped(n), stepped(n//2)
     except Exception as e: return f"does not step one that is flat ({type(e).__name__}: {e})"
     states = {k: x for k, x in kept.items() if isinstance(x, Tensor) and x.numel() > 1}
-    odd = next((k for k, x in states.items() if x.shape != full.shape), None)
-    if odd: return f"keeps {odd!r} {list(states[odd].shape)} beside {n} entries, which cannot be sharded with them"
+    problem = next((k for k, x in states.items() if x.shape != full.shape), None)
+    if problem:
+        return f"keeps {problem!r} {list(states[problem].shape)} beside {n} entries, which cannot be sharded with them"
     alike = torch.allclose(full[:n//2], half, rtol=1e-5, atol=1e-6)
     return None if alike else "moves an entry by what stands beside it"
 

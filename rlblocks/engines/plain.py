@@ -43,7 +43,7 @@ def clip_and_step(optimizer:torch.optim.Optimizer, params:list, max_norm:float, 
 
 # %% ../../nbs/engines/04_plain.ipynb #ef5707aa
 class Plain:
-    "An engine: all of the module on each rank; gradients are summed at the end of a step."
+    "Engine with all of the module on each rank; gradients are summed at the end of a step."
     gathers = False
 
     def __init__(self,
@@ -81,11 +81,11 @@ class Plain:
         self.module.zero_grad()
 
     def weights(self, wide:frozenset[str]|set[str]=frozenset())->Iterator[tuple[str, Tensor]]:
-        "Every weight, tied ones once."
+        "Return every weight, tied ones once."
         yield from named_weights(self.module).items()
 
     def state(self, full:bool)->EngineState:
-        "Weights and optimizer state, which every rank has in full."
+        "Return weights and optimizer state, which every rank has in full."
         state = EngineState(module=self.module.state_dict())
         if self.optimizer: state["optimizer"] = self.optimizer.state_dict()
         return state
@@ -96,8 +96,8 @@ class Plain:
         self.module.load_state_dict(state["module"])
 
     def shards(self)->dict[str, WeightShard]:
-        "Each weight that trains, in full."
+        "Return each weight that trains, in full."
         return {n: WeightShard(p.detach()) for n, p in trained_weights(self.module).items()}
 
     def refresh(self)->None:
-        "Nothing to do: what was written is the weight."
+        "Do nothing: what was written is the weight."

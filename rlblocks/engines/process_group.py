@@ -31,16 +31,16 @@ from .weights import checksum, named_weights
 _T = TypeVar("_T")
 
 # %% ../../nbs/engines/14_process_group.ipynb #3973f486
-def device_of(device:torch.device|str|int|None, who:str)->torch.device:
+def device_of(device:torch.device|str|int|None, caller:str)->torch.device:
     "The device of an argument; None: CUDA where there is one. ValueError for no device's word, and for an absent one."
     if device is None: device = "cuda" if torch.cuda.is_available() else "cpu"
     try: found = torch.device(device)
     except (RuntimeError, TypeError) as e:
-        raise ValueError(f'{who}: device={device!r}; "cpu", "cuda" or "cuda:1" is wanted, or None, which is CUDA where '
-                         'there is one') from e
+        raise ValueError(f'{caller}: device={device!r}; "cpu", "cuda" or "cuda:1" is wanted, or None, which is CUDA '
+                         'where there is one') from e
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        raise ValueError(f"{who}: device={device!r}, and torch sees {torch.cuda.device_count()} CUDA devices here "
+        raise ValueError(f"{caller}: device={device!r}, and torch sees {torch.cuda.device_count()} CUDA devices here "
                          f"(torch {torch.__version__}, CUDA_VISIBLE_DEVICES={visible!r}); leave it out, or say \"cpu\"")
     return found
 
@@ -65,16 +65,16 @@ def in_time(f:Callable[[], _T], *, seconds:int|float, what:str)->_T: # what `f` 
 HALF = (torch.bfloat16, torch.float16)
 
 def world()->tuple[int, int]: # (rank, ranks)
-    "Rank and number of ranks of the running torch.distributed world; (0, 1) without one."
+    "Return rank and number of ranks of the running torch.distributed world; (0, 1) without one."
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 # %% ../../nbs/engines/14_process_group.ipynb #79af3fba
-def exchange(mine, *, group:dist.ProcessGroup|None=None, timeout:float|None=None)->list: # every rank's value, in order
-    "Every rank's value. RuntimeError or TimeoutError when a rank is gone, or does not answer in time."
+def exchange(value, *, group:dist.ProcessGroup|None=None, timeout:float|None=None)->list: # every rank's value, in order
+    "Return every rank's value. RuntimeError or TimeoutError when a rank is gone, or does not answer in time."
     at:Any = group or dist.group.WORLD
     def gather():
         answers:list = [None]*dist.get_world_size(group)
-        dist.all_gather_object(answers, mine, group=group)
+        dist.all_gather_object(answers, value, group=group)
         return answers
     if timeout is None: return gather()
     options:Any = dist.AllreduceOptions()     # the operation's own deadline: gloo leaves no thread waiting
@@ -82,42 +82,42 @@ def exchange(mine, *, group:dist.ProcessGroup|None=None, timeout:float|None=None
     at.allreduce([torch.zeros(1, device=dist.distributed_c10d._get_object_coll_device(at))], options).wait()
     return in_time(gather, seconds=timeout, what="the second half of an exchange")
 
-def first_error(key:str, mine:str|None=None, *, seconds:float=20.)->str|None: # None: no rank wrote one, or no answer
+def first_error(key:str, value:str|None=None, *, seconds:float=20.)->str|None: # None: no rank wrote one, or no answer
     """The first error that any rank has written into the world's key-value store, which works when collectives do not.
 
-    `key` is new for each piece of work; `mine`, this rank's error, None: only look."""
+    `key` is new for each piece of work; `value`, this rank's error, None: only look."""
     store = dist.distributed_c10d._get_default_store()
     def look():
-        if mine: return store.compare_set(key, "", mine).decode()
+        if value: return store.compare_set(key, "", value).decode()
         return store.get(key).decode() if store.check([key]) else None
     with suppress(Exception): return in_time(look, seconds=seconds, what="the store")   # silent if its host is gone
 
 class RankLost(RuntimeError):
-    "The ranks of a world have lost each other: one is gone, has left, or does not answer in time."
+    "Tell that ranks of a world have lost each other: one is gone, has left, or does not answer in time."
 
 def all_or_raise(
-    who:str,              # asks, for the message
+    caller:str,              # asks, for the message
     error:Exception|None=None, # what went wrong on this rank, if anything
-    mine=None,            # a value for the other ranks
+    value:Any=None,        # a value for the other ranks
     *,
     kind:type[Exception]=RuntimeError, # what the others raise for this rank's error
     text:str|None=None,   # of what the others raise; None: who, rank, type and text of the error
     group:dist.ProcessGroup|None=None, # of ranks; None: all of them
     timeout:float|None=None, # seconds to wait for the slowest rank; None: as long as the group does
     key:str|None=None,    # see `first_error`; None: nothing is written into the store
-)->list: # every rank's `mine`, in the order of ranks
-    """All ranks go on, each with every rank's value, or all raise: its own error, or another rank's.
+)->list: # every rank's `value`, in the order of ranks
+    """Go on with every rank's value, or raise on all ranks: this rank's own error, or another rank's.
 
     When the exchange itself fails, RankLost has the first error that a rank wrote under `key`."""
     rank, ranks = world()
     if ranks == 1:
         if error: raise error
-        return [mine]
-    text = text or (error and f"{who}: rank {rank} failed: {type(error).__name__}: {error}")
+        return [value]
+    text = text or (error and f"{caller}: rank {rank} failed: {type(error).__name__}: {error}")
     first = first_error(key, text) if key and text else None
-    try: answers = exchange((text, kind, mine), group=group, timeout=timeout)
+    try: answers = exchange((text, kind, value), group=group, timeout=timeout)
     except (RuntimeError, TimeoutError) as e:
-        lost = RankLost(f"{who}: rank {rank} of {ranks} waits for a rank that is gone or does not answer "
+        lost = RankLost(f"{caller}: rank {rank} of {ranks} waits for a rank that is gone or does not answer "
                         f"({str(e).splitlines()[0]})")
         if error and first in (text, None): raise error from lost
         raise RankLost(first or (key and first_error(key)) or str(lost)) from (error or e)    # broken by another rank
@@ -127,38 +127,38 @@ def all_or_raise(
     return [x for *_, x in answers]
 
 # %% ../../nbs/engines/14_process_group.ipynb #243ecbcb
-def largest(mine:list[int], error:Exception|None, who:str)->list[int]:
+def largest(values:list[int], error:Exception|None, caller:str)->list[int]:
     "The largest of all ranks' numbers, place by place. An error of one rank is raised on all, once all are here."
     (rank, ranks), group = world(), dist.group.WORLD
     if ranks == 1 and error: raise error
-    if ranks == 1: return mine
+    if ranks == 1: return values
     device = dist.distributed_c10d._get_object_coll_device(group)
-    found = torch.tensor([*mine, int(error is not None)], device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    *most, failed = found.tolist()
+    totals = torch.tensor([*values, int(error is not None)], device=device)
+    dist.all_reduce(totals, op=dist.ReduceOp.MAX)
+    *most, failed = totals.tolist()
     if failed:
         kind = next((k for k in (ValueError, TypeError) if type(error) is k), RuntimeError)
-        all_or_raise(who, error, kind=kind, text=error and f"{error} (rank {rank} of {ranks})")
+        all_or_raise(caller, error, kind=kind, text=error and f"{error} (rank {rank} of {ranks})")
     return most
 
 # %% ../../nbs/engines/14_process_group.ipynb #223a4d71
-def agree(error:Exception|None, who:str, same:object=None)->None:
+def agree(error:Exception|None, caller:str, same:object=None)->None:
     """Go on together or stop together, see `all_or_raise`; ValueError when `same` differs between ranks."""
-    answers = all_or_raise(who, error, same)
+    answers = all_or_raise(caller, error, same)
     if any(x != answers[0] for x in answers):
-        raise ValueError(f"{who}: the ranks disagree: {answers}; give every rank the same whole batch, or its part of "
-                         "one cut, batch.parts(…)[policy.replica], as wrappers of pool.place(…) are given")
+        raise ValueError(f"{caller}: the ranks disagree: {answers}; give every rank the same whole batch, or its part "
+                         "of one cut, batch.parts(…)[policy.replica], as wrappers of pool.place(…) are given")
 
-def same_rows(mine:list[int], shares:int, who:str)->None:
-    "`shares` consecutive ranks have the same rows, judged by `mine` (checksums), or every rank raises ValueError."
-    answers = all_or_raise(who, mine=mine)
-    odd = next((r for r, x in enumerate(answers) if x != answers[r//shares*shares]), None)
-    if odd is not None:
-        raise ValueError(f"{who}: ranks {odd//shares*shares} and {odd} share rows, and were given unlike ones; give "
-                         f"both the part of their replica: batch.parts({world()[1]//shares})[policy.replica]")
+def same_rows(value:list[int], shares:int, caller:str)->None:
+    "Raise ValueError on every rank unless `shares` consecutive ranks have the same rows, judged by checksums."
+    answers = all_or_raise(caller, value=value)
+    other = next((r for r, x in enumerate(answers) if x != answers[r//shares*shares]), None)
+    if other is not None:
+        raise ValueError(f"{caller}: ranks {other//shares*shares} and {other} share rows, and were given unlike ones; "
+                         f"give both the part of their replica: batch.parts({world()[1]//shares})[policy.replica]")
 
 def same_weights(module:nn.Module)->None:
-    """All ranks hold the same module, judged by names, shapes and the first 4096 entries of each weight.
+    """Check that all ranks hold the same module, by names, shapes and the first 4096 entries of each weight.
 
     ValueError when not; all ranks call it together."""
     if world()[1] == 1: return
@@ -167,14 +167,14 @@ def same_weights(module:nn.Module)->None:
     shapes = {name: list(x.shape) for name, x in module.state_dict().items()}
     same_model([(name, shapes[name], checksum(x)) for name, x in first.items()])
 
-def same_model(mine:list[tuple])->None: # (name, what it is like) of each part
-    "All ranks hold the same model, judged by its parts. ValueError when not; all ranks call it together."
-    answers = all_or_raise("engine", mine=mine)
+def same_model(value:list[tuple])->None: # (name, what it is like) of each part
+    "Check that all ranks hold the same model, by its parts. ValueError when not; all ranks call it together."
+    answers = all_or_raise("engine", value=value)
     for rank, theirs in enumerate(answers):
         count = None if len(answers[0]) == len(theirs) else "the number of weights"
-        odd = next((a[0] for a, b in zip(answers[0], theirs, strict=False) if a != b), count)
-        if odd:
-            raise ValueError(f"engine: ranks 0 and {rank} built different models ({odd}); load the same folder on "
+        problem = next((a[0] for a, b in zip(answers[0], theirs, strict=False) if a != b), count)
+        if problem:
+            raise ValueError(f"engine: ranks 0 and {rank} built different models ({problem}); load the same folder on "
                              "every rank, or seed the callable that makes the module")
 
 # %% ../../nbs/engines/14_process_group.ipynb #b8979216
@@ -202,15 +202,15 @@ def join_world(device:torch.device)->None:
     atexit.register(leave_world)
 
 def group_of(parts:list[list[int]], axis:str)->dist.ProcessGroup: # of the part that has this rank
-    "This rank's group among `parts` of the world; made at the first call, in which all ranks take part."
+    "Return this rank's group among `parts` of the world; made at the first call, in which all ranks take part."
     if len(parts) == 1: return cast(Any, dist.group).WORLD
     torch_groups, tag = dist.distributed_c10d, f"rlblocks {axis}"
-    mine = next(part for part in parts if world()[0] in part)
-    found = torch_groups._find_pg_by_ranks_and_tag(tag, mine)
-    return found or [torch_groups._new_group_with_tag(part, pg_tag=tag) for part in parts][parts.index(mine)]
+    ranks = next(part for part in parts if world()[0] in part)
+    group = torch_groups._find_pg_by_ranks_and_tag(tag, ranks)
+    return group or [torch_groups._new_group_with_tag(part, pg_tag=tag) for part in parts][parts.index(ranks)]
 
 def mesh_of(device:torch.device, *, sequence_parallel:int=1, tensor_parallel:int=1)->DeviceMesh|None:
-    """The ranks of this world by what they share, the nearest neighbours a layer; all ask together.
+    """Return the ranks of this world by what they share, the nearest neighbours a layer; all ask together.
 
     ValueError when they cannot be divided so."""
     shape = dict(sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
@@ -241,7 +241,7 @@ def form_world(
     _limit_groups(limit, limit)
 
 def _limit_groups(limit:timedelta, nccl:timedelta|None):
-    "How long groups wait whose maker says nothing: gloo's, and NCCL's where torch has it."
+    "Set how long groups wait whose maker says nothing: gloo's, and NCCL's where torch has it."
     torch_groups = cast(Any, dist.distributed_c10d)
     torch_groups.default_pg_timeout = limit
     if torch_groups.default_pg_nccl_timeout is not None: torch_groups.default_pg_nccl_timeout = nccl
@@ -259,7 +259,7 @@ def leave_world():
 
 # %% ../../nbs/engines/14_process_group.ipynb #8b43462b
 class Collective(torch.autograd.Function):
-    "One map forward and another one backward: each of a pair is the other's gradient."
+    "Apply one map forward and another one backward: each of a pair is the other's gradient."
     @staticmethod
     def forward(ctx:Any, x, group, there, back):
         ctx.way = group, back, there
@@ -284,20 +284,20 @@ def _join(x, group):
     dist.all_gather(parts, x, group=group)
     return torch.cat(parts, -1)
 
-def _mine(x, group): return x.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)].contiguous()
+def _last_axis_part(x, group): return x.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)].contiguous()
 
 def copy_to(x:Tensor, group:dist.ProcessGroup|None)->Tensor:
-    "Into a cut: each rank computes its own part of the layer, so each knows a term of the gradient."
+    "Enter a cut: each rank computes its own part of the layer, so each knows a term of the gradient."
     return collective(x, group, _same, all_reduced)
 
 def reduce_from(x:Tensor, group:dist.ProcessGroup|None)->Tensor:
-    "Out of a cut in which each rank has a term of the output."
+    "Leave a cut in which each rank has a term of the output: sum over ranks."
     return collective(x, group, all_reduced, _same)
 
 def gather_from(x:Tensor, group:dist.ProcessGroup|None)->Tensor:
-    "Out of a cut in which each rank has a part of the output's last axis."
-    return collective(x, group, _join, _mine)
+    "Leave a cut in which each rank has a part of the output's last axis: join the parts."
+    return collective(x, group, _join, _last_axis_part)
 
 def scatter_to(x:Tensor, group:dist.ProcessGroup|None)->Tensor:
-    "Into a cut: each rank goes on with its part of the last axis."
-    return collective(x, group, _mine, _join)
+    "Enter a cut: each rank goes on with its part of the last axis."
+    return collective(x, group, _last_axis_part, _join)

@@ -31,27 +31,27 @@ def _all_to_all(x, group, cut, join):
 # %% ../../nbs/engines/10_sequence_parallel.ipynb #3621eb01
 @dataclass(frozen=True)
 class LineShard:
-    "The ranks that run a line of tokens together, and which part of it is this one's."
+    "Know the ranks that run a line of tokens together, and which part of it is this one's."
     group:dist.ProcessGroup|None # their process group; the ranks in it are in the line's order
     rank:int  # which of them this one is
     ranks:int # S, how many there are
 
     @classmethod
     def of(cls, mesh:DeviceMesh|None)->"LineShard|None": # None: a line is one rank's
-        "This rank's, by the axis \"sequence\" of `ShardedModel.mesh`."
+        "Return this rank's, by the axis \"sequence\" of `ShardedModel.mesh`."
         if mesh is None or mesh["sequence"].size() == 1: return None
         return cls(mesh["sequence"].get_group(), mesh["sequence"].get_local_rank(), mesh["sequence"].size())
 
     def padding(self, n:int)->int:
-        "How many tokens a line of `n` lacks to be cut into equal parts."
+        "Return how many tokens a line of `n` lacks to be cut into equal parts."
         return -n % self.ranks
 
     def cut(self, x:Tensor)->Tensor: # `[N]` → `[n]`, n = ⌈N/S⌉
-        "This rank's part; 0 beyond the line's end."
+        "Return this rank's part; 0 beyond the line's end."
         return nn.functional.pad(x, (0, self.padding(len(x)))).chunk(self.ranks)[self.rank]
 
     def here(self, places:Tensor, n:int)->tuple[Tensor, Tensor]: # (which of them, where on it)
-        "The places on this rank's part."
+        "Return the places on this rank's part."
         n = -(-n//self.ranks)
         mine = (places//n == self.rank).nonzero()[:, 0]
         return mine, places[mine] - self.rank*n
@@ -60,14 +60,14 @@ class LineShard:
         query:Tensor, # `[1, H, n, d]`: all heads of this rank's tokens
         key:Tensor,   # `[1, K, n, d]`
         value:Tensor, # `[1, K, n, e]`
-        who:str="attention", # the layer, for the message
+        caller:str="attention", # the layer, for the message
     )->tuple[Tensor, Tensor, Tensor]: # `[1, H/S, n·S, d]`, and keys and values of the heads that these read
         "All tokens of this rank's heads. ValueError when S does not divide H."
         heads, copies = query.shape[1], self.ranks//math.gcd(key.shape[1], self.ranks)
         if heads % self.ranks:
             fitting = ", ".join(str(k) for k in range(2, heads+1) if not heads % k)
-            raise ValueError(f"sequence_parallel={self.ranks}: {who} has {heads} heads, which cannot be divided among "
-                             f"{self.ranks} ranks; {fitting} ranks can share a row of this model")
+            raise ValueError(f"sequence_parallel={self.ranks}: {caller} has {heads} heads, which cannot be divided "
+                             f"among {self.ranks} ranks; {fitting} ranks can share a row of this model")
         if copies > 1: key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
         query, key, value = (_all_to_all(x, self.group, 1, 2) for x in (query, key, value))
         return query, key, value
@@ -77,13 +77,13 @@ class LineShard:
         return _all_to_all(out, self.group, 1, 2)
 
     def gathered(self, x:Tensor, places:Tensor, n:int)->Tensor: # `[m, …]` → `[n, …]`, the same on all ranks
-        "Every rank's results in their places. The loss that is made of them must be the same on all ranks."
+        "Return every rank's results in their places. The loss that is made of them must be the same on all ranks."
         if x.dtype == torch.bool: return self.gathered(x.byte(), places, n).bool()
         rest, m = x.shape[1:], len(x)
         def put(x, group): return all_reduced(x.new_zeros(n, *rest).index_copy(0, places, x[:len(places)]), group)
         def take(g, group): return torch.cat([g[places], g.new_zeros(m-len(places), *rest)])
         return collective(x, self.group, put, take)
 
-    def gather_from(self, x:Tensor, n:int)->Tensor: # `[n, …]` of this rank's tokens → `[N, …]`, the same on all ranks
-        "Every rank's results of all its tokens, as `gathered`."
+    def joined(self, x:Tensor, n:int)->Tensor: # `[n, …]` of this rank's tokens → `[N, …]`, the same on all ranks
+        "Return every rank's results of all its tokens, as `gathered`."
         return self.gathered(x, self.here(torch.arange(n, device=x.device), n)[0], n)

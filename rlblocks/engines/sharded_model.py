@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['check_rate', 'check_trains_in', 'check_cut', 'optimizer_of', 'make_engine', 'planned_bytes', 'promote_',
            'checkpoint_layers_', 'compute_dtype', 'prepare_module_', 'weight_shapes', 'check_state', 'check_groups',
-           'check_weights', 'uninterrupted', 'check_step', 'running', 'atomic', 'named_under', 'of_one_version',
-           'promise', 'in_dtype', 'full_shapes', 'check_graph', 'with_own_kernels', 'restore', 'factor_of',
+           'check_weights', 'uninterrupted', 'named_under', 'in_dtype', 'check_graph', 'with_own_kernels', 'factor_of',
            'check_norm', 'ShardedModel']
 
 # %% ../../nbs/engines/02_sharded_model.ipynb #2aefe092
@@ -33,20 +32,20 @@ _T = TypeVar("_T")
 
 # %% ../../nbs/engines/02_sharded_model.ipynb #6b405c6b
 def check_rate(optimizer:object, lr:float|None)->None:
-    "TypeError for a learning rate beside an optimizer, which has its own."
+    "Raise TypeError for a learning rate beside an optimizer, which has its own."
     if optimizer is None or lr is None: return
     raise TypeError(f"ShardedModel: lr= belongs to the optimizer: ShardedModel(module, optimizer=…(…, lr={lr}))")
 
-def check_trains_in(dtype:torch.dtype|None, who:str)->None:
-    "ValueError for float16."
+def check_trains_in(dtype:torch.dtype|None, caller:str)->None:
+    "Raise ValueError for float16."
     if dtype != torch.float16: return
-    raise ValueError(f"{who}: in float16 a gradient below 6e-8 is 0, and the loss is not scaled here, which would "
+    raise ValueError(f"{caller}: in float16 a gradient below 6e-8 is 0, and the loss is not scaled here, which would "
                      "change the numbers; train with dtype=torch.bfloat16 or dtype=torch.float32 in the engine's "
                      "value, engine=plain(dtype=…) (weights loaded in float16 are kept in fp32). Frozen models may "
                      "compute in float16")
 
 def check_cut(engine:object, ranks:int)->None:
-    "ValueError for an engine that cuts layers over another number of ranks."
+    "Raise ValueError for an engine that cuts layers over another number of ranks."
     n, kind = getattr(engine, "tensor_parallel", 1), type(engine).__name__
     if n == ranks: return
     raise ValueError(f"engine: make gave a {kind} that cuts layers over {n} rank(s), tensor_parallel is "
@@ -54,34 +53,34 @@ def check_cut(engine:object, ranks:int)->None:
 
 # %% ../../nbs/engines/02_sharded_model.ipynb #272dd57b
 def optimizer_of(optimizer:OptimizerSpec|Callable|None, lr:float)->OptimizerSpec:
-    "The value that `optimizer=` and `lr=` mean. TypeError for what makes nothing."
+    "Return the value that `optimizer=` and `lr=` mean. TypeError for what makes nothing."
     if optimizer is None: return adamw(lr=lr)
     return optimizer if isinstance(optimizer, OptimizerSpec) else OptimizerSpec(optimizer)
 
 def make_engine(module:nn.Module, spec:EngineSpec, device:torch.device, dtype:torch.dtype|None,
                 optimizer:OptimizerSpec|None)->Engine: # around the module
-    """The engine that a value names. What an engine needs is imported only where it is made.
+    """Return the engine that a value names. What an engine needs is imported only where it is made.
 
     ValueError where it trains, or is put together from its ranks' parts, and they built different models."""
     if optimizer or spec.gathers: same_weights(module)
-    how:dict[str, Any] = {}
-    if optimizer: how = dict(optimizer=optimizer, max_norm=optimizer.max_norm or float("inf"))
+    options:dict[str, Any] = {}
+    if optimizer: options = dict(optimizer=optimizer, max_norm=optimizer.max_norm or float("inf"))
     if spec.make:
-        engine = spec.make(module, device, **how)
+        engine = spec.make(module, device, **options)
         check_cut(engine, spec.tensor_parallel)
         return engine
     if spec.tensor_parallel > 1:
         from rlblocks.engines.tensor_parallel import TensorParallel
         inner = dict(dtype=dtype, offload=spec.offload) if spec.word == "fsdp2" else {}
-        return TensorParallel(module, device, size=spec.tensor_parallel, engine=spec.word, **inner, **how)
-    if spec.copies(frozen=optimizer is None): return Plain(module, device, **how)
-    how |= dict(dtype=dtype, offload=spec.offload)
+        return TensorParallel(module, device, size=spec.tensor_parallel, engine=spec.word, **inner, **options)
+    if spec.copies(frozen=optimizer is None): return Plain(module, device, **options)
+    options |= dict(dtype=dtype, offload=spec.offload)
     if spec.word == "fsdp2":
         from rlblocks.engines.fsdp2 import Fsdp
-        return Fsdp(module, device, **how)
+        return Fsdp(module, device, **options)
     from rlblocks.engines.zero import Zero
     own = optimizer.adamw if optimizer else None
-    return Zero(module, device, stage=int(cast(str, spec.word)[-1]), nvme=spec.nvme, adamw=own, **how)
+    return Zero(module, device, stage=int(cast(str, spec.word)[-1]), nvme=spec.nvme, adamw=own, **options)
 
 # %% ../../nbs/engines/02_sharded_model.ipynb #6defcb13
 def planned_bytes(spec:EngineSpec, module:nn.Module, params:list, *, frozen:bool, ranks:int, state_bytes:int=8,
@@ -93,12 +92,12 @@ def planned_bytes(spec:EngineSpec, module:nn.Module, params:list, *, frozen:bool
         raise ValueError("plan: what an engine of your own holds is not known here; a word or a value is wanted, "
                          'engine="fsdp2" or plain(…), fsdp2(…), zero(3, …)')
     if spec.copies(frozen=frozen): return planned_plain(params, state_bytes=state_bytes)
-    how:dict[str, Any] = dict(ranks=ranks, state_bytes=state_bytes, half=half, offload=bool(spec.offload))
+    options:dict[str, Any] = dict(ranks=ranks, state_bytes=state_bytes, half=half, offload=bool(spec.offload))
     if spec.word == "fsdp2" or frozen:
         from rlblocks.engines.fsdp2 import layers_of, planned_fsdp
-        return planned_fsdp(params, layers_of(module), **how)
+        return planned_fsdp(params, layers_of(module), **options)
     from rlblocks.engines.zero import planned_zero
-    return planned_zero(params, stage=int(cast(str, spec.word)[-1]), **how)
+    return planned_zero(params, stage=int(cast(str, spec.word)[-1]), **options)
 
 # %% ../../nbs/engines/02_sharded_model.ipynb #0097db51
 def promote_(module:nn.Module)->None:
@@ -126,7 +125,7 @@ def checkpoint_layers_(module:nn.Module)->None:
 
 # %% ../../nbs/engines/02_sharded_model.ipynb #577a9c9f
 def compute_dtype(module:nn.Module, wanted:torch.dtype|None)->torch.dtype|None: # None: as the weights are
-    "What a module computes in: policy and reference of one half-precision checkpoint compute alike."
+    "Return what a module computes in: policy and reference of one half-precision checkpoint compute alike."
     first = next((p.dtype for p in module.parameters()), torch.float32)
     return wanted or (first if first in HALF else None)
 
@@ -144,14 +143,14 @@ def prepare_module_(module:nn.Module, spec:EngineSpec, dtype:torch.dtype|None, *
 
 # %% ../../nbs/engines/02_sharded_model.ipynb #2a7d8495
 def weight_shapes(module:nn.Module)->dict[str, tuple[list[int], str]]: # name → (shape, its first name)
-    "What a module's weights look like, while they are complete."
+    "Return what a module's weights look like, while they are complete."
     first:dict = {}
     weights = {k: x for k, x in module.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     return {k: (list(x.shape), first.setdefault(id(x), k)) for k, x in weights.items()}
 
 # %% ../../nbs/engines/02_sharded_model.ipynb #6e119cd2
 def check_state(state:object, frozen:bool)->None:
-    "ValueError for what `state_dict` did not give."
+    "Raise ValueError for what `state_dict` did not give."
     if not isinstance(state, dict) or not {"module", "version"} <= state.keys():
         names = ", ".join(map(str, list(state)[:3])) if isinstance(state, dict) else ""
         kind = f"has {names} …" if names else f"is a {type(state).__name__}"
@@ -161,23 +160,23 @@ def check_state(state:object, frozen:bool)->None:
         raise ValueError("load_state_dict: the state is that of a frozen model; it has no optimizer to go on with")
 
 def check_groups(given:dict, groups:int)->None:
-    "ValueError for the state of an optimizer with one group, where this one has several."
+    "Raise ValueError for the state of an optimizer with one group, where this one has several."
     if len(given.get("param_groups", ())) != 1 or groups == 1: return
     raise ValueError(f"load_state_dict: the optimizer of the state has one group of weights, this one has {groups}. "
                      "adamw(weight_decay=…) used to decay norms and biases too; to go on so, make the wrapper with "
                      "optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=…, weight_decay=…)")
 
 def check_weights(given:dict, own:dict[str, tuple[list[int], str]])->None:
-    "ValueError for weights of another model."
+    "Raise ValueError for weights of another model."
     there = {own[k][1] for k in given if k in own}
     shapes = {k: list(getattr(x, "whole", x.shape)) for k, x in given.items()}
     unknown = [f"the state has {k!r}, which this model has not" for k in given if k not in own]
     absent = [f"the state lacks {k!r}, which this model has" for k, (_, first) in own.items() if first not in there]
     other = [f"{k!r} is {n} in the state, {own[k][0]} in this model" for k, n in shapes.items()
              if k in own and n != own[k][0]]
-    for odd in filter(None, (unknown, absent, other)):
-        raise ValueError(f"load_state_dict: {odd[0]} ({len(odd)} such weights); the state is of another model, or of a "
-                         "wrapper with other heads; make this one as that was made")
+    for problem in filter(None, (unknown, absent, other)):
+        raise ValueError(f"load_state_dict: {problem[0]} ({len(problem)} such weights); the state is of another model, "
+                         "or of a wrapper with other heads; make this one as that was made")
 
 # %% ../../nbs/engines/02_sharded_model.ipynb #e41dd075
 @contextmanager
@@ -199,64 +198,11 @@ def uninterrupted()->Iterator[None]:
         if pressed: handler(*pressed[0])
 
 # %% ../../nbs/engines/02_sharded_model.ipynb #8f706b5c
-def check_step(model:"ShardedModel"):
-    "RuntimeError when a step ended in its middle."
-    if not model.inconsistent: return
-    raise RuntimeError(f"a step at version {model.version} ended in its middle (Ctrl-C came twice, or the optimizer "
-                       "failed): some weights may have moved and others not. Go on from a state that was saved before, "
-                       "load_state_dict(state), or make this wrapper anew")
-
-@contextmanager
-def running(model:"ShardedModel")->Iterator[None]:
-    "One thread, in the compute dtype: autocast has nothing to do for fp32 and fp64."
-    half = torch.autocast(model.device.type, dtype=model.dtype or torch.bfloat16, enabled=model.dtype in HALF)
-    with model.lock, half:
-        check_step(model)
-        yield
-
-@contextmanager
-def atomic(model:"ShardedModel", *, restores:bool=False)->Iterator[None]:
-    """All of the block or nothing: no other thread and no Ctrl-C comes between; what ends in its middle is noted.
-
-    `restores`: what the block writes makes up for a step that ended in its middle."""
-    with model.lock, uninterrupted():
-        try: yield
-        except BaseException:
-            model.inconsistent = True
-            raise
-        if restores: model.inconsistent = False
-
 def named_under(weights:Iterable[tuple[str, Tensor]], prefix:str)->Iterator[tuple[str, Tensor]]: # names without it
-    "The weights whose names begin so, one at a time."
+    "Return the weights whose names begin so, one at a time."
     for name, x in weights:
         if name.startswith(prefix): yield name.removeprefix(prefix), x
         del x              # freed before the next one is gathered
-
-def of_one_version(model:"ShardedModel", made:Iterator[dict[str, Tensor]])->Iterator[dict[str, Tensor]]:
-    "No bucket is gathered while another thread steps. RuntimeError for a step between two."
-    version = model.version
-    while True:
-        with model.lock:
-            check_step(model)
-            if model.version != version:
-                raise RuntimeError(f"iter_full_params: version {version} was being read, and a step made it "
-                                   f"{model.version}; read all buckets before the next step")
-            bucket = next(made, None)
-        if bucket is None: return
-        yield bucket
-        del bucket         # freed before the next one is gathered
-
-# %% ../../nbs/engines/02_sharded_model.ipynb #1e3e0aa9
-def promise(model:"ShardedModel", prefix:str, score:Callable[[Tensor], Tensor]|None, probe:tuple[int, ...],
-            dtype:torch.dtype|None)->Ticket:
-    """A ticket for its weights, with their shapes; where an adapter is merged they are known when it is.
-
-    `prefix`: only weights under this name, given without it; `score`: ids → log-probs of all but the first; `dtype`:
-    that floats are sent in; None = as they are."""
-    def params(bucket_bytes, **how): return in_dtype(model.iter_full_params(bucket_bytes, prefix, **how), dtype)
-    way = InProcess(lambda: model.version, params, score, partial(params, copies=False))
-    shapes = {n.removeprefix(prefix): x for n, x in full_shapes(model).items() if n.startswith(prefix)}
-    return Ticket(model.version, way, shapes or None, probe=probe)
 
 def in_dtype(made:Iterator[dict[str, Tensor]], dtype:torch.dtype|None)->Iterator[dict[str, Tensor]]:
     "Buckets with their floats in a dtype; None: as they are."
@@ -264,14 +210,8 @@ def in_dtype(made:Iterator[dict[str, Tensor]], dtype:torch.dtype|None)->Iterator
         yield {n: x.to(dtype) if x.is_floating_point() else x for n, x in bucket.items()} if dtype else bucket
         del bucket
 
-def full_shapes(model:"ShardedModel")->dict[str, tuple[int, ...]]: # name → shape, tied weights under their first name
-    "What its weights look like when they are complete; none where later adapters have renamed them."
-    if model.shapes.keys() != model.module.state_dict().keys(): return {}
-    return {n: tuple(shape) for n, (shape, first) in model.shapes.items() if n == first}
-
-# %% ../../nbs/engines/02_sharded_model.ipynb #1d605ad2
 def check_graph(loss:Tensor):
-    "ValueError for one that no weight can learn from."
+    "Raise ValueError for one that no weight can learn from."
     if loss.requires_grad: return
     raise ValueError("step: the loss does not depend on the model's outputs; build it from out.logprobs, out.entropy, "
                      "out.values or out.scores")
@@ -283,33 +223,20 @@ def with_own_kernels(saved:dict, groups:list[dict])->dict: # a state of an optim
     return saved | dict(param_groups=[g | {k: x for k, x in kept.items() if k in g}
                                       for g, kept in zip(saved["param_groups"], own, strict=True)])
 
-def restore(model:"ShardedModel", state:dict):
-    "ValueError, and nothing changed, for another model's weights; what fails later leaves a model that refuses to run."
-    check_state(state, model.frozen)
-    if model.shapes.keys() == model.module.state_dict().keys():     # adapters put on later rename the layers under them
-        check_weights(state["module"], model.shapes)
-    if model.optimizer:
-        check_groups(state["optimizer"], len(model.optimizer.param_groups))
-        state = state | dict(optimizer=with_own_kernels(state["optimizer"], model.optimizer.param_groups))
-    with atomic(model, restores=True):
-        if model.inconsistent: model.engine.discard()
-        model.engine.load(cast(EngineState, state))
-        model.version = state["version"]
-
 def factor_of(schedule:Schedule|None, version:int)->float: # None: 1
-    "What a schedule makes of the learning rate. ValueError for what is no finite number of 0 or more."
+    "Return what a schedule makes of the learning rate. ValueError for what is no finite number of 0 or more."
     factor = schedule(version) if schedule else 1.
     if isinstance(factor, Real) and 0 <= factor < float("inf"): return float(factor)
     raise ValueError(f"step: the schedule gives {factor!r} at version {version}; a finite number of 0 or more is "
                      "wanted, by which the learning rate is multiplied; nothing was changed")
 
 def check_norm(norm:Tensor, version:int):
-    "FloatingPointError for one that is not finite: the engine has changed nothing then."
+    "Raise FloatingPointError for one that is not finite: the engine has changed nothing then."
     if torch.isfinite(norm): return
     raise FloatingPointError(f"step: the gradient's norm is {norm.item()} at version {version}; nothing was changed. "
                              "Look for NaN or inf in the advantages, or a log-prob of −inf where the mask is True")
 
-# %% ../../nbs/engines/02_sharded_model.ipynb #9e297508
+# %% ../../nbs/engines/02_sharded_model.ipynb #1e3e0aa9
 class ShardedModel:
     "A module, its optimizer and its version: run it, `backward`, `apply`, hand out weights."
 
@@ -338,13 +265,42 @@ class ShardedModel:
     @property
     def lock(self)->ReentrantLock: return self.engine.lock
 
+    # -- running
+    def check_consistent(self):
+        "Raise RuntimeError when a step ended in its middle."
+        if not self.inconsistent: return
+        raise RuntimeError(f"a step at version {self.version} ended in its middle (Ctrl-C came twice, or the optimizer "
+                           "failed): some weights may have moved and others not. Go on from a state that was saved "
+                           "before, load_state_dict(state), or make this wrapper anew")
+
+    @contextmanager
+    def running(self)->Iterator[None]:
+        "Run the block in one thread, in the compute dtype: autocast has nothing to do for fp32 and fp64."
+        half = torch.autocast(self.device.type, dtype=self.dtype or torch.bfloat16, enabled=self.dtype in HALF)
+        with self.lock, half:
+            self.check_consistent()
+            yield
+
+    @contextmanager
+    def atomic(self, *, restores:bool=False)->Iterator[None]:
+        """Run all of the block or nothing: no other thread and no Ctrl-C comes between; an end in its middle is noted.
+
+        `restores`: what the block writes makes up for a step that ended in its middle."""
+        with self.lock, uninterrupted():
+            try: yield
+            except BaseException:
+                self.inconsistent = True
+                raise
+            if restores: self.inconsistent = False
+
     def __call__(self, *args, **kwargs):
-        with running(self): return self.engine(*args, **kwargs)
+        with self.running(): return self.engine(*args, **kwargs)
 
     def probe(self, f:Callable[[], _T])->_T:
         "Run `f`, which may call the module's parts, in place of its forward pass. All ranks together."
-        with running(self): return self.engine.within(f)
+        with self.running(): return self.engine.within(f)
 
+    # -- training
     def backward(self, loss:Tensor, *, last:bool=True, shared:bool=False):
         "Add a micro-batch's gradient. Of ranks that share rows each finds a part of it."
         check_graph(loss)
@@ -355,11 +311,11 @@ class ShardedModel:
         """Sum over ranks, clip, step, count the version.
 
         Nothing is changed by a NaN: FloatingPointError for a gradient's, ValueError for a schedule's."""
-        check_step(self)
+        self.check_consistent()
         if self.optimizer is None: raise RuntimeError("step: the model is frozen, it has no optimizer")
         factor = factor_of(self.schedule, self.version)
         for group, rate in zip(self.optimizer.param_groups, self.base_lrs, strict=True): group["lr"] = rate*factor
-        with atomic(self):
+        with self.atomic():
             norm = self.engine.step(shared or self.shares > 1)
             self.version += bool(torch.isfinite(norm))
         check_norm(norm, self.version)
@@ -368,24 +324,61 @@ class ShardedModel:
     def discard(self):
         "Forget the gradients of a step that failed; all ranks together."
         if self.inconsistent: return                  # `load_state_dict` does: the ranks may be in different places
-        with atomic(self): self.engine.discard()
+        with self.atomic(): self.engine.discard()
+
+    # -- weights
+    def full_shapes(self)->dict[str, tuple[int, ...]]: # name → shape, tied weights under their first name
+        "Return what the weights look like when they are complete; none where later adapters have renamed them."
+        if self.shapes.keys() != self.module.state_dict().keys(): return {}
+        return {n: tuple(shape) for n, (shape, first) in self.shapes.items() if n == first}
 
     def ticket(self, prefix:str="", score:Callable[[Tensor], Tensor]|None=None, probe:tuple[int, ...]=(),
                dtype:torch.dtype|None=None)->Ticket:
-        "A promise of this version's full weights, good until the next `apply`; the arguments: see `promise`."
-        check_step(self)
-        return promise(self, prefix, score, probe, dtype)
+        """Promise this version's full weights, good until the next `apply`, with their shapes where these are known.
+
+        `prefix`: only weights under this name, given without it; `score`: ids → log-probs of all but the first;
+        `dtype`: that floats are sent in; None = as they are."""
+        self.check_consistent()
+        def params(bucket_bytes, copies=True):
+            return in_dtype(self.iter_full_params(bucket_bytes, prefix, copies), dtype)
+        transport = InProcess(lambda: self.version, params, score, partial(params, copies=False))
+        shapes = {n.removeprefix(prefix): x for n, x in self.full_shapes().items() if n.startswith(prefix)}
+        return Ticket(self.version, transport, shapes or None, probe=probe)
 
     def iter_full_params(self, bucket_bytes:int=1 << 28, prefix:str="", copies:bool=True)->Iterator[dict[str, Tensor]]:
-        "The only exporter of full weights. All ranks iterate together, also those that drop what they get."
-        return of_one_version(self, buckets(named_under(self.engine.weights(), prefix), bucket_bytes, copies))
+        """Export full weights, bucket by bucket. All ranks iterate together, also those that drop what they get.
 
+        No bucket is gathered while another thread steps. RuntimeError for a step between two."""
+        made, version = buckets(named_under(self.engine.weights(), prefix), bucket_bytes, copies), self.version
+        while True:
+            with self.lock:
+                self.check_consistent()
+                if self.version != version:
+                    raise RuntimeError(f"iter_full_params: version {version} was being read, and a step made it "
+                                       f"{self.version}; read all buckets before the next step")
+                bucket = next(made, None)
+            if bucket is None: return
+            yield bucket
+            del bucket         # freed before the next one is gathered
+
+    # -- state
     def state_dict(self, *, full:bool=True)->dict:
-        "Weights, optimizer state and version; with an engine all ranks call it together."
+        "Return weights, optimizer state and version; with an engine all ranks call it together."
         with self.lock:
-            check_step(self)
+            self.check_consistent()
             return dict(version=self.version) | self.engine.state(full)
 
     def load_state_dict(self, state:dict):
-        "Restore what `state_dict` gave, of any engine; all ranks together. ValueError for another model's."
-        restore(self, state)
+        """Restore what `state_dict` gave, of any engine; all ranks together.
+
+        ValueError, and nothing changed, for another model's; what fails later leaves a model that refuses to run."""
+        check_state(state, self.frozen)
+        if self.shapes.keys() == self.module.state_dict().keys(): # later adapters rename layers
+            check_weights(state["module"], self.shapes)
+        if self.optimizer:
+            check_groups(state["optimizer"], len(self.optimizer.param_groups))
+            state = state | dict(optimizer=with_own_kernels(state["optimizer"], self.optimizer.param_groups))
+        with self.atomic(restores=True):
+            if self.inconsistent: self.engine.discard()
+            self.engine.load(cast(EngineState, state))
+            self.version = state["version"]

@@ -59,13 +59,13 @@ def _local(x): return x.to_local() if isinstance(x, DTensor) else x
 def _distributed(x, mesh, placements): return distribute_tensor(x, mesh, placements, src_data_rank=None)
 
 def _described(x, mesh, placements, shape):
-    "Local memory as a DTensor of a shape."
+    "Return local memory as a DTensor of a shape."
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 @dataclass(frozen=True)
 class Pieces:
-    "Who holds which piece of each weight; with FSDP2 each piece is a DTensor over the copies."
+    "Say which rank has which piece of each weight; with FSDP2 each piece is a DTensor over the copies."
     mesh:DeviceMesh              # of `tensor_mesh`
     copies:DeviceMesh            # its second axis, unnamed: by a name peft would take shards for pieces of a layer
     group:dist.ProcessGroup|None   # of its first axis
@@ -74,20 +74,20 @@ class Pieces:
     shapes:dict[str, torch.Size] # of what this rank has of every weight
 
     def join(self, name, x):
-        "The complete weight, or a state beside it."
+        "Return the complete weight, or a state beside it."
         return join_pieces(x.to(self.device), self.cuts[name], self.group) if name in self.cuts else x
 
     def complete(self, name, x):
-        "The same on the CPU, of what is cut."
+        "Return the same on the CPU, of what is cut."
         return self.join(name, x).cpu() if name in self.cuts else x
 
     def take(self, name, x):
-        "This rank's piece of it."
+        "Return this rank's piece of it."
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         return self.cuts[name].take(x, rank, size) if name in self.cuts else x
 
     def describe(self, name, x):
-        "A piece, or this rank's shard of it, as a DTensor over all ranks."
+        "Return a piece, or this rank's shard of it, as a DTensor over all ranks."
         if name not in self.shapes: return x
         cut, rest = self.cuts.get(name), Shard(0) if isinstance(x, DTensor) else Replicate()
         if cut and cut.blocks > 1:
@@ -97,7 +97,7 @@ class Pieces:
         return _described(_local(x), self.mesh, [Shard(cut.axis) if cut else Replicate(), rest], shape)
 
     def restore(self, name, x):
-        "The inverse of `describe`."
+        "Undo `describe`."
         if not isinstance(x, DTensor): return x
         cut, plain = self.cuts.get(name), x.placements[1].is_replicate()
         if cut and cut.blocks > 1:
@@ -121,7 +121,7 @@ def map_state(state:EngineState, change:Callable[[str, Tensor], Tensor], names:C
 
 # %% ../../nbs/engines/08_tensor_parallel.ipynb #3781f809
 def piece_shard(name:str, shard:WeightShard, pieces:Pieces)->WeightShard:
-    "What this rank holds of a complete weight."
+    "Return what this rank holds of a complete weight."
     def save(x, full):
         kept = shard.save(x, full)
         return pieces.join(name, kept).cpu() if full else pieces.describe(name, kept)
@@ -130,7 +130,7 @@ def piece_shard(name:str, shard:WeightShard, pieces:Pieces)->WeightShard:
 
 # %% ../../nbs/engines/08_tensor_parallel.ipynb #1241f4f9
 class TensorParallel:
-    "An engine: a model of transformers cut inside its layers, each piece in a plain engine or FSDP2."
+    "Engine that cuts a transformers model inside its layers, each piece in a plain engine or FSDP2."
     gathers = True
 
     def __init__(self, module:nn.Module, device:torch.device, *, size:int, engine:str|None=None,
@@ -144,10 +144,10 @@ class TensorParallel:
         self.cut = cut_model(module, group, read=not engine)
         shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}
         self.entry, self.pieces = self.cut.entry, Pieces(mesh, copies, group, device, self.cut.cuts, shapes)
-        how = dict[str, Any](optimizer=optimizer, max_norm=max_norm, clip=self.clip)
+        options = dict[str, Any](optimizer=optimizer, max_norm=max_norm, clip=self.clip)
         self.tensor_parallel, self.holders = size, 1 if engine else copies.size()      # ranks of a layer, of a gradient
-        if engine: self.inner:Engine = Fsdp(module, device, mesh=copies, dtype=dtype, offload=offload, **how)
-        else: self.inner = Plain(module, device, group=copies.get_group(), **how)
+        if engine: self.inner:Engine = Fsdp(module, device, mesh=copies, dtype=dtype, offload=offload, **options)
+        else: self.inner = Plain(module, device, group=copies.get_group(), **options)
         self.lock, self.names = self.inner.lock, {id(p): name for name, p in module.named_parameters()}
         if self.optimizer: check_elementwise(self.optimizer, f"tensor_parallel={size}", device)
 
@@ -179,17 +179,17 @@ class TensorParallel:
         self.entry.forget()
         self.inner.discard()
     def adapt(self, name:str)->None:
-        "Peft has put an adapter of this name on the layers: let it take part in their exchanges."
+        "Let an adapter of this name, which peft has put on the layers, take part in their exchanges."
         adapt_layers_(self.module, name, self.cut, self.pieces.group)
 
     def weights(self, wide:Collection[str]=frozenset())->Iterator[tuple[str, Tensor]]:
-        "Every weight, its pieces joined."
+        "Return every weight, its pieces joined."
         for name, x in self.inner.weights(frozenset(wide)):
             dtype = torch.promote_types(x.dtype, torch.float32) if name in wide else x.dtype
             yield name, self.pieces.join(plain_name(name), x.to(dtype))
 
     def state(self, full:bool)->EngineState:
-        "Weights and optimizer state: joined, or DTensors over all ranks."
+        "Return weights and optimizer state: joined, or DTensors over all ranks."
         if full: return map_state(self.inner.state(True), self.pieces.complete, self._order())
         self.inner.refresh()
         return map_state(named_state(self.module, self.optimizer), self.pieces.describe)
@@ -215,12 +215,12 @@ def adapted_layers(module:nn.Module, name:str, cuts:Collection[str], size:int)->
     found:dict[str, Any] = {at: m for at, m in module.named_modules()
                             if hasattr(m, "_active_adapter") and name in getattr(m, "scaling", {})}
     for at, layer in found.items():
-        odd = ("gives logits, which are read of its matrix alone" if any(layer is m for m in ends) else
+        problem = ("gives logits, which are read of its matrix alone" if any(layer is m for m in ends) else
                "is no linear layer" if name not in layer.lora_A else
                "is whole on every rank, and which part of an adapter's gradient each would know is not proved"
                if f"{at}.weight" not in cuts else "")
-        if odd: raise ValueError(f"lora: {at} {odd}; with tensor_parallel={size} adapters go on linear layers that "
-                                 "are cut, choose among them by target_modules=[…]")
+        if problem: raise ValueError(f"lora: {at} {problem}; with tensor_parallel={size} adapters go on linear layers "
+                                 "that are cut, choose among them by target_modules=[…]")
     return found
 
 def adapter_share_(layer:nn.Module, name:str, cut:Cut, rank:int, size:int)->None:

@@ -29,27 +29,27 @@ if TYPE_CHECKING: import transformers
 # %% ../../nbs/engines/09_tensor_plan.ipynb #1c2292b3
 @dataclass(frozen=True)
 class Cut:
-    "How a weight is cut: each of `blocks` equal parts of an axis for itself."
+    "Say how a weight is cut: each of `blocks` equal parts of an axis for itself."
     axis:int
     blocks:int = 1
 
     def take(self, x:Tensor, rank:int, size:int)->Tensor:
-        "One of `size` ranks' piece of a complete weight, a copy."
+        "Return one of `size` ranks' piece of a complete weight, a copy."
         return torch.cat([x.narrow(self.axis, a, b-a) for a, b in self.ranges(x.shape, rank, size)], self.axis)
 
     def ranges(self, shape:torch.Size, rank:int, size:int)->list[tuple[int, int]]: # (start, stop) along the axis
-        "Where in the complete weight a rank's piece is: in each block one range."
+        "Return where in the complete weight a rank's piece is: in each block one range."
         block = shape[self.axis]//self.blocks
         n = block//size
         return [(at*block + rank*n, at*block + (rank+1)*n) for at in range(self.blocks)]
 
     def put(self, x:Tensor, piece:Tensor, rank:int, size:int)->None:
-        "The inverse of `take`: fill a rank's piece into the complete weight `x`."
+        "Undo `take`: fill a rank's piece into the complete weight `x`."
         blocks = zip(x.chunk(self.blocks, self.axis), piece.chunk(self.blocks, self.axis), strict=True)
         for block, part in blocks: block.chunk(size, self.axis)[rank].copy_(part)
 
     def complete(self, shape:torch.Size, size:int)->torch.Size:
-        "The weight's shape, from that of one of `size` pieces."
+        "Return the weight's shape, from that of one of `size` pieces."
         return torch.Size(n*size if i == self.axis else n for i, n in enumerate(shape))
 
 def cut_of(style:str, leaf:str, axes:int)->Cut|None: # None: every rank has all of it
@@ -60,20 +60,21 @@ def cut_of(style:str, leaf:str, axes:int)->Cut|None: # None: every rank has all 
     if "rowwise" in style and leaf != "bias": return Cut(axes-1, blocks)      # a bias is added after the sum, once
 
 # %% ../../nbs/engines/09_tensor_plan.ipynb #8421d903
-def check_styles(who:str, unknown:set[str])->None:
-    "ValueError for a style of a plan that is not known here."
-    if unknown: raise ValueError(f"tensor_parallel: the plan of {who} has a style {min(unknown)!r}, which is not known "
-                                 'here; engine="fsdp2" needs no plan')
+def check_styles(caller:str, unknown:set[str])->None:
+    "Raise ValueError for a style of a plan that is not known here."
+    if not unknown: return
+    raise ValueError(f"tensor_parallel: the plan of {caller} has a style {min(unknown)!r}, which is not known here; "
+                     'engine="fsdp2" needs no plan')
 
 def check_kind(name:str, layer:nn.Module, style:str)->None:
-    "TypeError for what is no plain linear layer, and no table of ids: these can be cut along an axis."
+    "Raise TypeError for what is no plain linear layer, and no table of ids: these can be cut along an axis."
     if "colwise" not in style and "rowwise" not in style: return
     known = isinstance(layer, nn.Embedding) if style.startswith("embedding_") else type(layer) is nn.Linear
     if not known: raise TypeError(f"tensor_parallel: {name} is a {type(layer).__name__}; plain linear layers and "
                                   "tables of ids can be cut")
 
 def check_gradient(name:str, known:bool, size:float, cuts:Collection[str])->None:
-    "ValueError unless it is complete on each rank, or the sum of what they know, and not 0 beside a cut."
+    "Raise ValueError unless it is complete on each rank, or the sum of what they know, and not 0 beside a cut."
     beside = name.rpartition(".")[0].rpartition(".")[0]
     if not size and any(cut.startswith(beside and beside+".") for cut in cuts):
         raise ValueError(f"tensor_parallel: no gradient of eight tokens comes back to {name}, beside layers that are "
@@ -88,7 +89,7 @@ COMPLETE_OUTSIDE = {"colwise_gather_output", "colwise_rep", "rowwise_split_input
 NO_EXCHANGE = {"local_params", "replicate", "replicated_with_grad_allreduce"} # forward
 
 def planned(module:nn.Module)->"list[tuple[str, transformers.PreTrainedModel]]": # (name, model), the outermost
-    "The models inside that may have a plan."
+    "Return the models inside that may have a plan."
     found:list = []
     for name, m in module.named_modules():
         inside = any(name.startswith(at and at+".") for at, _ in found)
@@ -108,14 +109,14 @@ def plan_of(module:nn.Module)->dict[str, str]: # name of a layer or weight in it
     return styles
 
 def fit_plan(module:nn.Module, plan:dict[str, str], size:int)->dict[str, str]: # what is done of it
-    "The plan for so many ranks. ValueError for heads and features that do not divide."
+    "Return the plan for so many ranks. ValueError for heads and features that do not divide."
     layers, fitted = dict(module.named_modules()), dict(plan)
     for name, layer in layers.items():
-        odd = next((odd for leaf in layer._parameters if (odd := _uneven(layers, name, leaf, plan, size))), "")
-        if odd and plan.get(name) in COMPLETE_OUTSIDE: fitted.pop(name, None)
-        elif odd: raise ValueError(f"tensor_parallel={size}: {name} has {odd}, which {size} ranks cannot share evenly; "
-                                   "let fewer ranks share a layer, and cut further with engine=\"fsdp2\" over the "
-                                   "replicas")
+        problem = next(filter(None, (_uneven(layers, name, leaf, plan, size) for leaf in layer._parameters)), "")
+        if problem and plan.get(name) in COMPLETE_OUTSIDE: fitted.pop(name, None)
+        elif problem: raise ValueError(f"tensor_parallel={size}: {name} has {problem}, which {size} ranks cannot share "
+                                   "evenly; let fewer ranks share a layer, and cut further with engine=\"fsdp2\" over "
+                                   "the replicas")
     for _, model in planned(module):
         table = model.get_input_embeddings()
         tied = [name for name, layer in layers.items()
@@ -126,12 +127,12 @@ def fit_plan(module:nn.Module, plan:dict[str, str], size:int)->dict[str, str]: #
     return fitted
 
 def _cut(layer, name, leaf, plan):
-    "How a weight of a layer is cut by a plan."
+    "Return how a weight of a layer is cut by a plan."
     p = layer._parameters[leaf]
     return None if p is None else cut_of(plan.get(f"{name}.{leaf}", plan.get(name, "")), leaf, p.dim())
 
 def _uneven(layers, name, leaf, plan, size):
-    "What of a weight cannot be shared evenly; a head is never cut."
+    "Return what of a weight cannot be shared evenly; a head is never cut."
     cut = _cut(layers[name], name, leaf, plan)
     if cut is None: return ""
     n, d = layers[name]._parameters[leaf].shape[cut.axis], getattr(layers[name.rpartition(".")[0]], "head_dim", None)
@@ -140,16 +141,16 @@ def _uneven(layers, name, leaf, plan, size):
 
 # %% ../../nbs/engines/09_tensor_plan.ipynb #20c4f98f
 def _check_plan(module, styles):
-    "ValueError for a module whose plan cuts nothing."
+    "Raise ValueError for a module whose plan cuts nothing."
     if any("rowwise" in style for style in styles.values()): return
     models = [m for _, m in planned(module)]
-    who = " and ".join(type(m).__name__ for m in models) or type(getattr(module, "trunk", module)).__name__
-    raise ValueError(f"tensor_parallel: {who} has no plan to cut its layers (transformers keeps it in "
+    caller = " and ".join(type(m).__name__ for m in models) or type(getattr(module, "trunk", module)).__name__
+    raise ValueError(f"tensor_parallel: {caller} has no plan to cut its layers (transformers keeps it in "
                      f'config.base_model_tp_plan); engine="fsdp2" cuts any model, without a plan')
 
 # %% ../../nbs/engines/09_tensor_plan.ipynb #f1ddb8e5
 def uncut(model:nn.Module, plan:dict[str, str], at:str="")->set[str]: # names in it
-    "Weights that a plan leaves to every rank."
+    "Return weights that a plan leaves to every rank."
     def place(*names): return ".".join(n for n in names if n)
     return {place(name, leaf) for name, layer in model.named_modules() for leaf, p in layer._parameters.items()
             if p is not None and _cut(layer, place(at, name), leaf, plan) is None}
@@ -172,7 +173,7 @@ def cut_(module:nn.Module, plan:dict[str, str], rank:int, size:int)->dict[str, C
     return cuts
 
 def _one_way(at, plan):
-    "The one cut of a weight that may stand in several places."
+    "Return the one cut of a weight that may stand in several places."
     ways = {_cut(layer, name, leaf, plan) for name, layer, leaf in at}
     if len(ways) == 1: return ways.pop()
     names = " and ".join(f"{name}.{leaf}" for name, _, leaf in at)
@@ -199,26 +200,26 @@ def join_pieces(x:Tensor, cut:Cut, group:dist.ProcessGroup|None, dtype:torch.dty
 
 # %% ../../nbs/engines/09_tensor_plan.ipynb #a0c5f24f
 class EntryCopy:
-    "`copy_to`, once for the layers that read the same states."
+    "Apply `copy_to` once for all layers that read the same states."
 
     def __init__(self, group:dist.ProcessGroup|None):
-        "Nothing entered yet, of ranks that hold one layer together."
+        "Start with no copy, for a group of ranks that hold one layer together."
         self.group = group
         self.forget()
 
     def __call__(self, x:Tensor)->Tensor:
-        "The same copy for the same tensor."
+        "Return the same copy for the same tensor."
         if x is not self.x: self.x, self.y = x, copy_to(x, self.group)
         return self.y
 
     def forget(self)->None:
-        "Keep no activation."
+        "Drop the copied states, which would keep their graph alive."
         self.x:Any = None
         self.y:Any = None
 
 # %% ../../nbs/engines/09_tensor_plan.ipynb #dd817c3a
 def _around(before=None, after=None)->Callable:
-    "A forward between two exchanges, each (tensor, `EntryCopy`) → tensor."
+    "Return a forward between two exchanges, each (tensor, `EntryCopy`) → tensor."
     def style(layer, entry):
         own = layer.forward
         def forward(x, *args, **kwargs):
@@ -244,7 +245,7 @@ def _row(layer, entry, before=None):
     return _around(before, after)(layer, entry)
 
 def _table(layer, entry):
-    "Each rank has the rows of some ids."
+    "Look up ids of which each rank has the rows of some."
     own, n = layer.forward, len(layer.weight)
     first, padding = dist.get_rank(entry.group)*n, layer.padding_idx
     layer.padding_idx = padding-first if padding is not None and first <= padding < first+n else None
@@ -255,7 +256,7 @@ def _table(layer, entry):
     return forward
 
 def _experts(layer, entry):
-    "Each rank has some features of every expert."
+    "Run experts of which each rank has some features."
     own, group = layer.forward, entry.group
     return lambda hidden, index, weights: reduce_from(own(entry(hidden), index, copy_to(weights, group)), group)
 
@@ -275,7 +276,7 @@ EXCHANGES:dict[str, Callable] = dict(
 STYLES = frozenset({*EXCHANGES, "mla_kv_a_proj"}) # that exchange something
 
 def exchange_of(style:str, *, rope_dim:int=0)->Callable|None:
-    "What a layer of a style exchanges."
+    "Return what a layer of a style exchanges."
     return _latent(rope_dim) if style == "mla_kv_a_proj" else EXCHANGES.get(style)
 
 # %% ../../nbs/engines/09_tensor_plan.ipynb #39d2907e
@@ -297,20 +298,20 @@ def _rope_dim(module, name, style):
 # %% ../../nbs/engines/09_tensor_plan.ipynb #8c2f07a0
 @dataclass(frozen=True)
 class Probe:
-    "What eight tokens give."
+    "Hold the outputs and gradients of eight tokens."
     out:Tensor              # outputs
     entered:Tensor          # gradient at their embeddings
     grads:dict[str, Tensor] # gradients of the named weights
 
 # %% ../../nbs/engines/09_tensor_plan.ipynb #f97cac3d
 def numbers_of(p:nn.Parameter, stored:bool=False)->Tensor:
-    "A weight without gradient, in fp32 at least, or as it is `stored`; a lazy one is read."
+    "Return a weight without gradient, in fp32 at least, or as it is `stored`; a lazy one is read."
     x = read_part(p) if is_lazy(p) else p.detach()
     return x.float() if x.dtype in HALF and not stored else x
 
 @contextmanager
 def given_weights(model:nn.Module, weight:Callable[..., Tensor], kept:dict[int, Tensor])->Iterator[None]:
-    "Layers get `kept[id(p)]`, or else what `weight(p)` makes, where they run, and again in the backward pass."
+    "Give layers `kept[id(p)]`, or else what `weight(p)` makes, where they run and in the backward pass."
     def with_weights(layer, own, plain, *args, **kwargs):
         params = {leaf: p for leaf, p in layer._parameters.items() if p is not None}
         made = {leaf: kept[id(p)] if id(p) in kept else weight(p, plain) for leaf, p in params.items()}
@@ -328,7 +329,7 @@ def given_weights(model:nn.Module, weight:Callable[..., Tensor], kept:dict[int, 
             if own: layer.forward = own
 
 def _by_rows(layer, x):
-    "A table, or a linear layer, in fp32 at least, with weights as they are stored: no second copy of a large one."
+    "Run a table or linear layer in fp32 at least, with weights as stored: no second copy of a large one."
     if isinstance(layer, nn.Embedding): return type(layer).forward(layer, x).to(_wide(layer.weight.dtype))
     def some(x, rows): return nn.functional.linear(x, rows.to(x.dtype))
     parts = layer.weight.split(max(1, SLAB//layer.weight.shape[1]))
@@ -364,7 +365,7 @@ def probe(model:"transformers.PreTrainedModel", names:Collection[str]=(),
     finally: hook.remove()
 
 def probe_distance(before:Probe, after:Probe)->float:
-    "Largest distance of outputs and of gradients at the embeddings, relative to the first."
+    "Return largest distance of outputs and of gradients at the embeddings, relative to the first."
     pairs = ((before.out, after.out), (before.entered, after.entered))
     return max(float((b-a).norm()/a.norm().clamp(min=1e-12)) for a, b in pairs)
 
@@ -383,7 +384,7 @@ def partial_gradients(before:dict[str, Tensor], after:dict[str, Tensor], cuts:Co
 # %% ../../nbs/engines/09_tensor_plan.ipynb #f65cbc6b
 @dataclass(frozen=True)
 class CutModel:
-    "How a model was cut."
+    "Say how a model was cut."
     plan:dict[str, str]  # place → style, of `fit_plan`
     cuts:dict[str, Cut]  # of each weight that is cut, by name
     partial:frozenset[str] # weights that all ranks have, and of whose gradient each knows a term
@@ -410,14 +411,14 @@ def cut_model(module:nn.Module, group:dist.ProcessGroup|None, *,
     return CutModel(plan, cuts, frozenset(terms), entry)
 
 def _checked_cut(model, first:Probe, left, cuts, group, entry):
-    "Names of the weights in it whose gradients are terms, once the cut model gives what it gave before."
+    "Return names of the weights in it whose gradients are terms, once the cut model gives what it gave before."
     now:Any = None
     try:
         far = probe_distance(first, now := probe(model, left))
-        odd = "" if far < 1e-3 else f"gives other numbers than whole (by {far:.1g})"
-    except (RuntimeError, ValueError, IndexError, TypeError) as e: odd = f"does not run ({e})"
+        problem = "" if far < 1e-3 else f"gives other numbers than whole (by {far:.1g})"
+    except (RuntimeError, ValueError, IndexError, TypeError) as e: problem = f"does not run ({e})"
     entry.forget()
-    who = f"tensor_parallel={dist.get_world_size(group)}"
-    agree(ValueError(f"{who}: cut by its plan, {type(model).__name__} {odd}; its plan does not fit its code, use "
-                     'engine="fsdp2"') if odd else None, "tensor_parallel")
+    caller = f"tensor_parallel={dist.get_world_size(group)}"
+    agree(ValueError(f"{caller}: cut by its plan, {type(model).__name__} {problem}; its plan does not fit its code, "
+                     'use engine="fsdp2"') if problem else None, "tensor_parallel")
     return partial_gradients(first.grads, now.grads, cuts, group)

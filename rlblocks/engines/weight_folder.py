@@ -24,7 +24,7 @@ from .weights import Ticket, checksum
 # %% ../../nbs/engines/12_weight_folder.ipynb #6a59a45a
 @dataclass(frozen=True)
 class Folder:
-    "A transport: the files of one published version."
+    "Read a published version's files as a transport."
     path:str
 
     def buckets(self, version:int, bucket_bytes:int)->Iterator[dict[str, Tensor]]:
@@ -38,7 +38,7 @@ class Folder:
                                    "published_weights(folder), or keep more, publish_weights(…, keep=…)") from None
 
     def score(self, ids:Tensor)->Tensor|None:
-        "What the owner computed when it was published."
+        "Return what the owner computed when it was published."
         scores = self.listed()["scores"]
         return None if scores is None else torch.tensor(scores[:len(ids)-1])
 
@@ -102,7 +102,7 @@ def put_in_place(new:Path, final:Path):
     shutil.rmtree(before, ignore_errors=True)
 
 def _written(ticket, new, bucket_bytes)->dict:
-    "The files of a version, and what there is to say about them."
+    "Return the files of a version, and what there is to say about them."
     from safetensors.torch import save
     files, shapes, dtypes, sums = [], {}, {}, {}
     for bucket in ticket.buckets(bucket_bytes):
@@ -118,24 +118,24 @@ def _written(ticket, new, bucket_bytes)->dict:
                 probe=list(ticket.probe), scores=ticket.probe_scores())
 
 def superseded(folder:str|Path, last:Path, keep:int)->list[Path]:
-    "Older versions beyond `keep`, and later ones: an earlier run's, or of steps that a resumed run makes again."
+    "Return older versions beyond `keep`, and later ones: an earlier run's, or of steps that a resumed run makes again."
     found = versions(folder)
     hidden = set(Path(folder).glob("version-*")) - set(found)
     return found[:max(0, found.index(last) + 1 - keep)] + found[found.index(last)+1:] + sorted(hidden)
 
 def versions(folder:str|Path)->list[Path]: # oldest first
-    "The published versions; of one that is being replaced, the one before."
+    "Return the published versions; of one that is being replaced, the one before."
     found = sorted(Path(folder).glob("version-*"))
     return [p for p in found if p.suffix != ".before" or p.with_suffix("") not in found]
 
 def read_ticket(path:Path)->Ticket:
-    "Its ticket."
+    "Read the ticket of a version's folder."
     way = Folder(str(path))
     listed = way.listed()
     return Ticket(transport=way, **{k: x for k, x in listed.items() if k not in ("files", "scores")})
 
 def published_weights(folder:str|Path)->Ticket: # of the last version
-    "What a late sampler loads. FileNotFoundError where nothing is published yet."
+    "Return what a late sampler loads. FileNotFoundError where nothing is published yet."
     found = versions(folder)
     if not found:
         raise FileNotFoundError(f"published_weights: no version is in {folder}; publish_weights(policy.weights(), "

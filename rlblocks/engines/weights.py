@@ -24,7 +24,7 @@ from torch import Tensor, nn
 _SPREAD = 0x9E3779B97F4A7C15 - 2**64   # odd: rows' weights have nothing in common with those within a row
 
 def checksum(x:Tensor, *, width:int=1 << 10)->int: # in [0, 2⁶⁴)
-    "Weighted sum of a tensor's bits modulo 2⁶⁴; equal tensors of equal dtype have equal checksums."
+    "Return weighted sum of a tensor's bits modulo 2⁶⁴; equal tensors of equal dtype have equal checksums."
     words = _words(x.detach())
     weights = torch.arange(1, 2*width, 2, device=x.device)
     full = len(words)//width*width
@@ -46,7 +46,7 @@ def _products(rows, weights):
 
 # %% ../../nbs/engines/11_weights.ipynb #28765668
 def named_weights(module:nn.Module)->dict[str, Tensor]: # name → the tensor itself, tied weights once
-    "All weights of a module by name: parameters and persistent buffers, each storage once."
+    "Return all weights of a module by name: parameters and persistent buffers, each storage once."
     seen, out = set(), {}
     for name, x in module.state_dict(keep_vars=True).items():
         key = (x.data_ptr(), x.shape, x.stride())
@@ -56,17 +56,17 @@ def named_weights(module:nn.Module)->dict[str, Tensor]: # name → the tensor it
     return out
 
 def trained_weights(module:nn.Module)->dict[str, nn.Parameter]: # in the module's order, tied ones once
-    "The parameters that require a gradient, by name."
+    "Return the parameters that require a gradient, by name."
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 def distinct(module:nn.Module)->dict[str, Any]: # name → parameter or buffer
-    "Parameters and persistent buffers by name, tied ones under their first name: one parameter is one object."
+    "Return parameters and persistent buffers by name, tied ones under their first name: one parameter is one object."
     names:dict = {}
     for name, x in module.state_dict(keep_vars=True).items(): names.setdefault(id(x), (name, x))
     return dict(names.values())
 
 def plain_name(name:str)->str:
-    "A weight's name before adapters were put on."
+    "Return a weight's name before adapters were put on."
     return re.sub(r"\.(base_layer|original_module)(?=\.)", "", name)
 
 _Part = TypeVar("_Part", bound="Tensor|Change")
@@ -89,29 +89,29 @@ def buckets(
 # %% ../../nbs/engines/11_weights.ipynb #fd26b33c
 @runtime_checkable
 class Change(Protocol):
-    "What makes a weight of one that the receiver has, where the weight itself does not travel."
+    "Make a weight of one that the receiver has, where the weight itself does not travel."
     @property
     def shape(self)->tuple[int, ...]: ...    # of the weight
     @property
     def nbytes(self)->int: ...               # that travel
     def applied(self, old:Tensor)->Tensor:
-        "The new weight, a tensor of its own."
+        "Return the new weight, a tensor of its own."
         ...
 
 @runtime_checkable
 class Transport(Protocol):
-    "How a ticket's bytes come: a value that can be pickled."
+    "Bring a ticket's bytes; a transport is a value that can be pickled."
 
     def buckets(self, version:int, bucket_bytes:int)->Iterator[Mapping[str, Tensor|Change]]: # owned copies by name
         "The weights, in messages of about `bucket_bytes`. RuntimeError where they are of another version by now."
         ...
 
     def score(self, ids:Tensor)->Tensor|None: # `[n]` → `[n-1]`
-        "The owner's log-probs of all ids but the first; None where nobody knows them."
+        "Return the owner's log-probs of all ids but the first; None where nobody knows them."
 
 @runtime_checkable
 class Lends(Transport, Protocol):
-    "A transport that can do without a copy."
+    "Bring them without a copy."
 
     def lent(self, version:int, bucket_bytes:int)->Iterator[Mapping[str, Tensor|Change]]:
         "As `buckets`. What comes is only to be read, and only until the next is taken."
@@ -119,7 +119,7 @@ class Lends(Transport, Protocol):
 
 # %% ../../nbs/engines/11_weights.ipynb #a16b63ac
 class InProcess:
-    "Weights that are read where they are, in this process. Pickled, it is the process's name."
+    "Read weights where they are, in this process. Pickled, it is only the process's name."
 
     def __init__(self,
         now:Callable[[], int], # the owner's version
@@ -127,7 +127,7 @@ class InProcess:
         score:Callable[[Tensor], Tensor]|None=None, # ids `[n]` → the owner's log-probs `[n-1]`
         uncopied:Callable[[int], Iterator[dict[str, Tensor]]]|None=None, # as `params`; None: `params`
     ):
-        "Nothing is read before `buckets`."
+        "Keep the functions that read the weights; none is called before `buckets`."
         self.home, self.now, self.params, self.scored = this_process(), now, params, score
         self.uncopied = uncopied or params
 
@@ -136,7 +136,7 @@ class InProcess:
     def __deepcopy__(self, seen): return self
 
     def buckets(self, version:int, bucket_bytes:int)->Iterator[dict[str, Tensor]]:
-        "Copies by name. RuntimeError in another process, and once the owner has stepped past this version."
+        "Return copies by name. RuntimeError in another process, and once the owner has stepped past this version."
         self.check_here()
         for bucket in self.params(bucket_bytes):
             self.check_now(version)
@@ -155,18 +155,18 @@ class InProcess:
             self.check_now(version)
 
     def score(self, ids:Tensor)->Tensor|None:
-        "By the owner."
+        "Return the owner's log-probs of all ids but the first."
         self.check_here()
         return self.scored(ids) if self.scored is not None else None
 
     def check_now(self, version:int):
-        "RuntimeError where the owner has stepped on."
+        "Raise RuntimeError where the owner has stepped on."
         if self.now() == version: return
         raise RuntimeError(f"Ticket: these are weights of version {version}, the policy is at {self.now()} by now; "
                            "load a ticket before the next step, or take a new one: policy.weights()")
 
     def check_here(self):
-        "RuntimeError where the owner is in another process."
+        "Raise RuntimeError where the owner is in another process."
         if not hasattr(self, "params"):
             raise RuntimeError(f"Ticket: its weights are in {self.home}, this is {this_process()}; load it there, or "
                                "send them through a folder: publish_weights(policy.weights(), path)")
@@ -174,13 +174,13 @@ class InProcess:
     def __repr__(self): return f"InProcess({self.home})"
 
 def this_process()->str:
-    "Its name, for messages."
+    "Return the name of this process, for messages."
     return f"process {os.getpid()} of {platform.node()}"
 
 # %% ../../nbs/engines/11_weights.ipynb #c37b2850
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    "The weights of one version: what they are, and how they come."
+    "Say what the weights of one version are, and how they come."
     version:int                # the owner's optimizer steps when the ticket was made
     transport:Transport
     shapes:dict[str, tuple[int, ...]]|None = field(default=None, repr=False) # by name; None: known when gathered
@@ -193,25 +193,25 @@ class Ticket:
     merged:bool = False        # an adapter is in these weights, so that none can be put on them
 
     def buckets(self, bucket_bytes:int)->Iterator[Mapping[str, Tensor|Change]]:
-        "The weights, bucket by bucket: copies by name. RuntimeError once they are of another version."
+        "Return the weights, bucket by bucket: copies by name. RuntimeError once they are of another version."
         return self.transport.buckets(self.version, bucket_bytes)
 
     def lent(self, bucket_bytes:int)->Iterator[Mapping[str, Tensor|Change]]:
-        "The same, only to be read, and only until the next is taken: not copied where that can be saved."
+        "Return the same, only to be read, and only until the next is taken: not copied where that can be saved."
         way = self.transport
         return (way.lent if isinstance(way, Lends) else way.buckets)(self.version, bucket_bytes)
 
     def score(self, ids:Int[Tensor, " n"])->Float[Tensor, " m"]|None: # the first of `probe`; m = n − 1
-        "The owner's log-probs of all ids but the first; None where nobody knows them."
+        "Return the owner's log-probs of all ids but the first; None where nobody knows them."
         return self.transport.score(ids)
 
     def probe_scores(self)->list[float]|None: # of `probe`; None where nobody knows them
-        "The same of its own ids, to go with weights that leave the owner."
+        "Return the same of its own ids, to go with weights that leave the owner."
         scores = self.score(torch.tensor(self.probe)) if len(self.probe) > 1 else None
         return None if scores is None else scores.tolist()
 
 def probe_ids(vocabulary:int|None, window:int|None)->tuple[int, ...]: # none where the vocabulary is not known
-    """Fixed ids, for both sides to score.
+    """Return fixed ids, for both sides to score.
 
     `vocabulary`: None = not known; `window`: most positions of a row; None = any number."""
     if not vocabulary: return ()
@@ -221,7 +221,7 @@ def probe_ids(vocabulary:int|None, window:int|None)->tuple[int, ...]: # none whe
 # %% ../../nbs/engines/11_weights.ipynb #5ed0c135
 @dataclass(frozen=True)
 class Manifest:
-    "What one sync moved: the version, and a checksum for every name."
+    "Say what one sync moved: the version, and a checksum for every name."
     version:int
     checksums:dict[str, int] = field(repr=False)
     n_bytes:int = 0
@@ -244,7 +244,7 @@ def check_names(sent:dict[str, tuple[int, ...]], own:dict[str, tuple[int, ...]],
                          "must be the same model")
 
 def check_since(ticket:Ticket, version:int|None):
-    "ValueError for changes of another version than the receiver has."
+    "Raise ValueError for changes of another version than the receiver has."
     if ticket.since in (None, version): return
     own, ask = f"version {version}", f"policy.weights(since={version})"
     if version is None: own, ask = "none", "policy.weights()"
@@ -273,20 +273,20 @@ def copy_weights(ticket:Ticket, module:nn.Module, *,
         del bucket
     check_names(received_shapes, shapes, some=ticket.adapter)
     received = {name: checksum(x) for name, x in own.items()}
-    odd = [name for name in sent if sent[name] != received[name]]
-    if odd:
-        raise RuntimeError(f"load: {odd[0]!r} arrived changed ({len(odd)} tensors); two names may share one storage "
-                           "here and not there")
+    problem = [name for name in sent if sent[name] != received[name]]
+    if problem:
+        raise RuntimeError(f"load: {problem[0]!r} arrived changed ({len(problem)} tensors); two names may share one "
+                           "storage here and not there")
     return Manifest(ticket.version, received, n_bytes, n_messages)
 
 def check_sum(ticket:Ticket, name:str, x:Tensor|Change):
-    "RuntimeError for a tensor that changed on its way."
+    "Raise RuntimeError for a tensor that changed on its way."
     known = (ticket.checksums or {}).get(name)
     if known is None or not isinstance(x, Tensor) or checksum(x) == known: return
     raise RuntimeError(f"load: {name!r} arrived changed: its checksum is not the ticket's")
 
 def put_(own:Tensor, x:Tensor|Change, old:Tensor)->int: # checksum of what it should be now
-    "Write a weight."
+    "Write a weight in place, and return the checksum that it should have now."
     x = (x if isinstance(x, Tensor) else x.applied(old)).to(own.dtype)
     own.copy_(x)
     return checksum(x)
@@ -296,7 +296,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, eq=False)
 class Delta:
-    "The changed entries of a tensor, or all of them."
+    "Hold the changed entries of a tensor, or all of them."
     values:Tensor             # the new entries, `[n]`; without an index the new tensor
     index:Int[Tensor, " n"]|None # their places in the flat tensor; None: all have changed
     shape:tuple[int, ...]
@@ -304,18 +304,18 @@ class Delta:
 
     @property
     def nbytes(self)->int:
-        "Bytes that travel."
+        "Return the number of bytes that travel."
         return self.values.nbytes + (0 if self.index is None else self.index.nbytes)
 
     @property
     def dtype(self)->torch.dtype: return self.values.dtype
 
     def applied(self, old:Tensor)->Tensor: # a new tensor
-        "See `delta_apply`."
+        "Return the new weight, see `delta_apply`."
         return delta_apply(old, self)
 
 def delta_encode(old:Tensor, new:Tensor)->Delta:
-    "What makes `new` of `old`, to the bit. ValueError for another shape or dtype."
+    "Return what makes `new` of `old`, to the bit. ValueError for another shape or dtype."
     if (old.shape, old.dtype) != (new.shape, new.dtype):
         raise ValueError(f"delta_encode: old is {old.dtype} {list(old.shape)}, new is {new.dtype} {list(new.shape)}; "
                          "equal shapes and dtypes are wanted")
@@ -326,7 +326,7 @@ def delta_encode(old:Tensor, new:Tensor)->Delta:
     return Delta(values, None if full else index, tuple(new.shape), checksum(new))
 
 def delta_apply(old:Tensor, delta:Delta)->Tensor: # a new one
-    "The new tensor. ValueError for another dtype, RuntimeError where `old` is not what the delta was made from."
+    "Return the new tensor. ValueError for another dtype, RuntimeError where `old` is not what the delta was made from."
     if (tuple(old.shape), old.dtype) != (delta.shape, delta.dtype):
         raise ValueError(f"delta_apply: the receiver's weight is {old.dtype} {list(old.shape)}, the delta's "
                          f"{delta.dtype} {list(delta.shape)}; policy.weights(since=…, dtype={old.dtype}) makes deltas "
@@ -340,13 +340,13 @@ def delta_apply(old:Tensor, delta:Delta)->Tensor: # a new one
     return new.view(delta.shape)
 
 def bits_of(x:Tensor)->Tensor: # `[n]`
-    "The entries' bits, as integers of their size."
+    "Return the entries' bits, as integers of their size."
     return x.detach().contiguous().view(-1).view(_BITS[x.element_size()])
 
 # %% ../../nbs/engines/11_weights.ipynb #5925eb00
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    "An adapter on one weight: W₀ + scale·BA."
+    "Hold an adapter on one weight: W₀ + scale·BA."
     a:Float[Tensor, "r inputs"]
     b:Float[Tensor, "outputs r"]
     scale:float
@@ -354,17 +354,17 @@ class LowRank:
 
     @property
     def shape(self)->tuple[int, ...]:
-        "Of the weight."
+        "Return the shape of the weight."
         shape = (self.b.shape[0], self.a.shape[1])
         return shape[::-1] if self.transposed else shape
 
     @property
     def nbytes(self)->int:
-        "Bytes that travel."
+        "Return the number of bytes that travel."
         return self.a.nbytes + self.b.nbytes
 
     def applied(self, old:Tensor)->Tensor: # in fp32 at least
-        "The weight with the adapter in it."
+        "Return the weight with the adapter in it."
         new = old.detach().to(torch.promote_types(old.dtype, torch.float32), copy=True)
         rows = new.T if self.transposed else new
         rows.addmm_(self.b.to(new), self.a.to(new), alpha=self.scale)
@@ -372,15 +372,15 @@ class LowRank:
 
 # %% ../../nbs/engines/11_weights.ipynb #a6358b4b
 class BaseWeights:
-    "A receiver's weights as they are without an adapter."
+    "Keep a receiver's weights as they are without an adapter."
 
     def __init__(self):
-        "Nothing has been merged."
+        "Start with nothing merged into the weights."
         self.weights:dict[str, Tensor] = {}
         self.lost = False
 
     def base(self, ticket:Ticket, own:dict[str, Tensor])->dict[str, Tensor]:
-        "What a ticket's changes are changes of; `own`: the receiver's weights. ValueError where that is gone."
+        "Return what a ticket's changes are changes of; `own`: the receiver's weights. ValueError where that is gone."
         if not ticket.adapter: return own
         if self.lost:
             raise ValueError("load: an adapter is merged into these weights, and the base of another one is gone; load "
@@ -398,7 +398,7 @@ class BaseWeights:
 # %% ../../nbs/engines/11_weights.ipynb #e59ba6fc
 @dataclass(frozen=True, eq=False)
 class Changes:
-    "A transport of changes, which it carries."
+    "Carry changes of weights as a transport."
     changes:Mapping[str, Delta|LowRank] = field(repr=False) # by name
     scores:list[float]|None = field(default=None, repr=False) # the owner's log-probs of the ticket's probe
 
@@ -411,16 +411,16 @@ class Changes:
         return None if self.scores is None else torch.tensor(self.scores[:len(ids)-1])
 
 def changes_ticket(ticket:Ticket, changes:Mapping[str, Delta|LowRank], **more)->Ticket: # `more`: `since`, `adapter`
-    "A ticket that has only changes, with the owner's log-probs of its probe."
+    "Return a ticket that has only changes, with the owner's log-probs of its probe."
     shapes = {n: tuple(x.shape) for n, x in changes.items()}
     way = Changes(changes, ticket.probe_scores())
     return replace(ticket, transport=way, shapes=shapes, dtypes=None, checksums=None, **more)
 
 class Deltas:
-    "What was sent last, so that the next ticket has only what changed."
+    "Keep what was sent last, so that the next ticket has only what changed."
 
     def __init__(self):
-        "Nothing was sent."
+        "Start as if nothing had been sent before."
         self.version:int|None = None
         self.sent:dict[str, Tensor] = {}
 

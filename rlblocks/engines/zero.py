@@ -29,13 +29,13 @@ from .optimizers import check_elementwise, decay_groups
 from .plain import used_by_any
 from .process_group import HALF, agree, join_world, world
 from .weights import distinct, trained_weights
-from .zero_shards import Piece, ZeroParts, full_weight, load_into, shards_of, state_of
+from .zero_shards import Piece, ZeroShards
 
 _T = TypeVar("_T")
 
 # %% ../../nbs/engines/06_zero.ipynb #2a758581
 def import_deepspeed(device:torch.device)->ModuleType:
-    "The package, quiet, for this kind of device. ImportError names the extra."
+    "Import DeepSpeed, quiet, for this kind of device. ImportError names the extra."
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     try: import deepspeed
@@ -50,20 +50,21 @@ def import_deepspeed(device:torch.device)->ModuleType:
 # %% ../../nbs/engines/06_zero.ipynb #88b7c8d2
 @contextmanager
 def _build_folder(timeout:float)->Iterator[Path]:
-    "rlblocks' folder of compiled operators, for this process alone meanwhile. RuntimeError after `timeout` seconds."
+    "Lock rlblocks' folder of compiled operators for this process. RuntimeError after `timeout` seconds."
     from torch.utils.cpp_extension import _get_build_directory
     folder = Path(_get_build_directory(f"rlblocks-{torch.backends.cpu.get_cpu_capability().lower()}", False))
     end = time.monotonic()+timeout
     with open(folder/"one_builder", "w") as file:
         while not _locked(file):
             if time.monotonic() > end:
-                raise RuntimeError(f'engine="zero…": another process has been building in {folder} for {timeout:.0f} s')
+                raise RuntimeError(
+                    f'engine="zero…": another process has been building in {folder} for {timeout:.0f} s')
             time.sleep(.1)
         for left in folder.glob("*/lock"): left.unlink()
         yield folder
 
 def _locked(file)->bool:
-    "Whether this process now holds the file's lock. OSError where the file system has no locks."
+    "Return whether this process now holds the file's lock. OSError where the file system has no locks."
     try: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError: return False
     except OSError as e:
@@ -97,7 +98,7 @@ def build_ops(device:torch.device, offload:str|None=None, *, timeout:float=1800.
             except Exception as e: raise RuntimeError(f'engine="zero…": building {builder.NAME} failed: {e}') from e
 
 def _check_tools(builder)->None:
-    "ImportError for a compiler, ninja or a library's headers that are missing."
+    "Raise ImportError for a compiler, ninja or a library's headers that are missing."
     has_ninja = shutil.which("ninja") or importlib.util.find_spec("ninja")
     if shutil.which(os.environ.get("CXX", "c++")) is None or not has_ninja:
         raise ImportError(f'engine="zero…": {builder.NAME} must be compiled, with a C++ compiler and ninja: apt '
@@ -112,10 +113,11 @@ LIVE = 10**9           # entries that stage 3 keeps gathered, DeepSpeed's own de
 BUCKET = 5*10**7       # entries of the buffer in which gradients meet
 
 def _check(module, *, stage, optimizer, adamw, dtype, offload):
-    "ValueError for what DeepSpeed cannot do. Arguments as for `Zero`."
-    odd = next((p.dtype for p in module.parameters() if dtype in HALF and p.dtype in HALF and p.dtype != dtype), None)
-    if odd and stage == 3:
-        raise ValueError(f'engine="zero3": weights in {odd} are not gathered while {dtype} computes; load them in '
+    "Raise ValueError for what DeepSpeed cannot do. Arguments as for `Zero`."
+    dtypes = {p.dtype for p in module.parameters()} & set(HALF) - {dtype} if dtype in HALF else set()
+    problem = next(iter(dtypes), None)
+    if problem and stage == 3:
+        raise ValueError(f'engine="zero3": weights in {problem} are not gathered while {dtype} computes; load them in '
                          f'{dtype}, or use engine="fsdp2"')
     if any(p.dtype == torch.float64 for p in module.parameters()):
         raise ValueError('engine="zero…" keeps fp32 states; float64 needs engine=None or "fsdp2"')
@@ -134,7 +136,7 @@ def prepare(device:torch.device, stage:int, offload:str|None)->None:
 
 def config_of(module:nn.Module, device:torch.device, *, stage:int, max_norm:float, half:bool, offload:str|None,
               nvme:str|None)->dict: # DeepSpeed's configuration
-    "Sums in fp32, no accumulation scaling, buffers that fit the model; `half`: bf16 weights beside fp32 masters."
+    "Configure sums in fp32, no scaling by accumulation, buffers that fit; `half`: bf16 weights beside fp32 masters."
     sizes = [p.numel() for p in module.parameters()]
     zero:dict[str, Any] = dict(stage=stage, reduce_bucket_size=min(BUCKET, sum(sizes)),
                                stage3_param_persistence_threshold=min(10**5, max(sizes)//100))
@@ -207,7 +209,7 @@ def shard_lazy_(init, p, device)->nn.Parameter: # as it was
 
 @contextmanager
 def gathered_empty(module:nn.Module)->Iterator[None]:
-    "DeepSpeed gathers each sharded weight once more, to put a hook on it: memory of its shape will do."
+    "Give memory of its shape where DeepSpeed gathers each sharded weight once more, only to put a hook on it."
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
     def empty(p):
         p.data, p.ds_status = torch.empty(p.ds_shape, dtype=p.dtype, device=p.device), ZeroParamStatus.AVAILABLE
@@ -219,64 +221,13 @@ def gathered_empty(module:nn.Module)->Iterator[None]:
         for p, gather in zip(sharded, own, strict=True): p.all_gather = gather
 
 def put_exact(piece, x):
-    "This rank's part of an fp32 master, from the full weight or a lazy one."
+    "Write this rank's part of an fp32 master, from the full weight or a lazy one."
     if not is_lazy(x): piece.put(piece.flat, x)
     elif piece.n: piece.of(piece.flat).copy_(read_flat(x, piece.start, piece.n, dtype=torch.float32))
 
 # %% ../../nbs/engines/06_zero.ipynb #529e0eeb
-def step_used(engine:Any)->Tensor: # 2-norm before clipping
-    "Step, and leave what no rank used as it was."
-    parts:ZeroParts = engine.parts
-    trained = parts.trained
-    used = {id(p) for p in used_by_any(trained, [i in engine.used for i in range(len(trained))], engine.device)}
-    idle = [parts.piece(p) for p in trained if id(p) not in used]
-    kept = [(flat, piece, piece.of(flat).clone()) for piece in idle if piece.n
-            for flat in (piece.flat, *parts.moments(piece.flat))]
-    engine.engine.step()
-    engine.used.clear()
-    engine.dirty = False
-    if not engine.engine.was_step_applied(): return torch.tensor(float("nan"))
-    for flat, piece, x in kept: piece.of(flat).copy_(x)
-    if idle: parts.refresh()
-    return torch.as_tensor(engine.engine.get_global_grad_norm()).float()
-
-def run(engine, *args, **kwargs)->Any:
-    """A forward pass.
-
-    Frozen layers gather by themselves at stage 3; DeepSpeed's own forward would forbid an adapter's backward pass."""
-    bare = engine.parts.stage == 3 and not engine.optimizer
-    if bare: reshard(engine)
-    try: return (engine.module if bare else engine.engine)(*args, **kwargs)
-    except BaseException:
-        reshard(engine)
-        raise
-
-def drop_gradient(engine:Any)->None:
-    "Step with a norm that is not finite, which DeepSpeed marks by −1: it then forgets the gradient, and only that."
-    zero, stage3 = engine.parts.zero, engine.parts.stage == 3
-    norm, bad = "_get_norm_groups" if stage3 else "scaled_global_norm", torch.tensor(-1., device=engine.device)
-    setattr(zero, norm, lambda *_: [bad] if stage3 else bad)
-    try: engine.engine.step()
-    finally: delattr(zero, norm)
-    engine.used.clear()
-    engine.dirty = False
-
-def reshard(engine:Any)->None:
-    "Shards in place of what a pass left gathered."
-    if engine.parts.stage < 3: return
-    if not engine.parts.zero: engine.engine.optimizer.release_backward_leftovers()
-    for m in engine.module.modules():
-        kept:Any = m._parameters
-        if hasattr(kept, "_in_forward"): kept._in_forward = False    # while True, DeepSpeed gathers what is looked at
-    params:Any = engine.module.parameters()
-    for p in params:
-        if not getattr(p, "ds_active_sub_modules", None): continue
-        p.ds_active_sub_modules.clear()
-        if p.ds_status.name == "AVAILABLE": p.partition()
-
-# %% ../../nbs/engines/06_zero.ipynb #14d7c4ce
 class Zero:
-    "An engine: DeepSpeed's ZeRO, stages 1 to 3, with summed gradients."
+    "Engine around DeepSpeed's ZeRO, stages 1 to 3, with summed gradients."
 
     def __init__(self, module:nn.Module, device:torch.device, *, stage:int, optimizer:Callable|None=None,
                  adamw:Mapping|None=None, max_norm:float=float("inf"), dtype:torch.dtype|None=None,
@@ -291,20 +242,40 @@ class Zero:
         half = dtype in HALF and stage > 1 and bool(optimizer)
         config = config_of(module, device, stage=stage, max_norm=max_norm, half=half, offload=offload, nvme=nvme)
         self.engine, groups = initialize(module, device, config, optimizer, adamw)
-        self.parts = ZeroParts(module, device, stage, offload, self.engine.optimizer if optimizer else None, groups)
-        self.optimizer:Any = self.parts.optimizer
-        for i, p in enumerate(self.parts.trained):
+        self.memory = ZeroShards(module, device, stage, offload, self.engine.optimizer if optimizer else None, groups)
+        self.optimizer:Any = self.memory.optimizer
+        for i, p in enumerate(self.memory.trained):
             p.register_post_accumulate_grad_hook(lambda _, i=i: self.used.add(i))
 
     @property
-    def stage(self)->int: return self.parts.stage
+    def stage(self)->int: return self.memory.stage
     @property
     def gathers(self)->bool: return self.stage == 3
 
-    def __call__(self, *args, **kwargs): return run(self, *args, **kwargs)
+    def __call__(self, *args, **kwargs)->Any:
+        # frozen layers gather by themselves at stage 3; DeepSpeed's forward would forbid an adapter's backward pass
+        bare = self.stage == 3 and not self.optimizer
+        if bare: self.reshard()
+        try: return (self.module if bare else self.engine)(*args, **kwargs)
+        except BaseException:
+            self.reshard()
+            raise
+
     def within(self, f:Callable[[], _T])->_T:
         "Run `f` inside DeepSpeed's hooks."
         return self(Within(f))[0]
+
+    def reshard(self)->None:
+        "Put shards in place of what a pass left gathered."
+        if self.stage < 3: return
+        if not self.memory.zero: self.engine.optimizer.release_backward_leftovers()
+        for m in self.module.modules():
+            params:Any = m._parameters
+            if hasattr(params, "_in_forward"): params._in_forward = False  # while True, a look at one gathers it
+        for p in cast(Any, self.module.parameters()):
+            if not getattr(p, "ds_active_sub_modules", None): continue
+            p.ds_active_sub_modules.clear()
+            if p.ds_status.name == "AVAILABLE": p.partition()
 
     def backward(self, loss:Tensor, *, last:bool, shared:bool)->None:
         "Add a micro-batch's gradient; `step` ends the accumulation."
@@ -312,39 +283,58 @@ class Zero:
         self.engine.backward(loss*world()[1] if shared else loss, scale_wrt_gas=False)
 
     def step(self, shared:bool)->Tensor:
-        "Clip over all shards, and step: gradients are sums already."
-        return step_used(self)
+        "Clip over all shards and step, gradients are sums already; leave what no rank used as it was."
+        memory, trained = self.memory, self.memory.trained
+        used = {id(p) for p in used_by_any(trained, [i in self.used for i in range(len(trained))], self.device)}
+        idle = [memory.piece(p) for p in trained if id(p) not in used]
+        before = [(flat, piece, piece.of(flat).clone()) for piece in idle if piece.n
+                  for flat in (piece.flat, *memory.moments(piece.flat))]
+        self._deepspeed_step()
+        if not self.engine.was_step_applied(): return torch.tensor(float("nan"))
+        for flat, piece, x in before: piece.of(flat).copy_(x)
+        if idle: memory.refresh()
+        return torch.as_tensor(self.engine.get_global_grad_norm()).float()
+
+    def _deepspeed_step(self):
+        self.engine.step()
+        self.used.clear()
+        self.dirty = False
 
     def discard(self)->None:
-        "Forget the gradients, the way DeepSpeed forgets those that overflow."
-        if not self.optimizer: return reshard(self)
-        if self.dirty: drop_gradient(self)
+        "Forget the gradients, as DeepSpeed does in a step whose norm is −1, its word for one that is not finite."
+        if not self.optimizer: return self.reshard()
+        if not self.dirty: return
+        name, norm = "scaled_global_norm", torch.tensor(-1., device=self.device)
+        if self.stage == 3: name, norm = "_get_norm_groups", [norm]
+        setattr(self.memory.zero, name, lambda *_: norm)
+        try: self._deepspeed_step()
+        finally: delattr(self.memory.zero, name)
 
     def weights(self, wide:frozenset[str]|set[str]=frozenset())->Iterator[tuple[str, Tensor]]:
-        "Every weight in turn, gathered; tied ones once."
-        reshard(self)
-        for name, x in distinct(self.module).items(): yield name, full_weight(self.parts, x, name in wide)
+        "Yield every weight in turn, gathered; tied ones once."
+        self.reshard()
+        for name, x in distinct(self.module).items(): yield name, self.memory.full_weight(x, name in wide)
 
     def state(self, full:bool)->EngineState:
-        "Weights and optimizer state, in full or as `Slice`s. RuntimeError when they are on a disk."
-        return state_of(self.parts, full)
+        "Return weights and optimizer state, in full or as `Slice`s. RuntimeError when they are on a disk."
+        return self.memory.state(full)
 
     def load(self, state:EngineState)->None:
         "Restore them. ValueError for another model's, or another rank's part."
-        load_into(self.parts, state)
+        self.memory.load(state)
 
     def shards(self)->dict[str, WeightShard]:
-        "This rank's part of each weight that trains, in fp32; ValueError when they are on a disk."
-        return shards_of(self.parts)
+        "Return this rank's part of each weight that trains, in fp32; ValueError when they are on a disk."
+        return self.memory.shards()
 
     def refresh(self)->None:
         "Copy the fp32 weights into those that compute."
-        self.parts.refresh()
+        self.memory.refresh()
 
 # %% ../../nbs/engines/06_zero.ipynb #e8b32475
 def planned_zero(params:list, *, stage:int, ranks:int, state_bytes:int=8, half:torch.dtype|None=None,
                  offload:bool=False)->PlannedBytes: # on the fullest rank
-    """Parts of what stays, and what is gathered at one time.
+    """Plan parts of what stays, and what is gathered at one time.
 
     `state_bytes`: of the optimizer for each 4 bytes of weights; `half`: compute dtype; None = that of the weights."""
     sizes = [p.nbytes for p in params if p.requires_grad]
@@ -361,11 +351,11 @@ def planned_zero(params:list, *, stage:int, ranks:int, state_bytes:int=8, half:t
     return PlannedBytes(device, moved, gathered)
 
 def bucket_entries(params:list)->int:
-    "Of the buffer in which gradients meet."
+    "Return the size of the buffer in which gradients meet."
     return min(BUCKET, sum(p.numel() for p in params)) if any(p.requires_grad for p in params) else 0
 
 def gathered_bytes(params:list, stage:int, half:torch.dtype|None)->int:
-    "Weights that stage 3 keeps gathered; the bucket of the others. `half`: compute dtype; None = that of the weights."
+    "Return the bytes that stage 3 keeps gathered, or of the bucket. `half`: compute dtype; None = that of the weights."
     if stage < 3: return bucket_entries(params)*(2 if stage == 2 and half else 4)
     entries = sum(p.numel() for p in params)
     every = sum(p.numel()*(half.itemsize if half and p.is_floating_point() else p.element_size()) for p in params)

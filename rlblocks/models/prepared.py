@@ -21,7 +21,7 @@ from ..engines.optimizers import OptimizerSpec
 from ..engines.sharded_model import ShardedModel, optimizer_of
 from .forward import Forward, Layout, rope_window
 from .head import logit_transform
-from .outputs import Checked
+from .outputs import SplitChecks
 from .probes import look_ahead, pack_by, share_lines
 
 if TYPE_CHECKING: import peft
@@ -63,7 +63,7 @@ class Prepared:
     rope_window:tuple[str, int]|None # of `rope_window`
     micro_tokens:int     # most tokens (padded: cells) a forward pass
     micro_rows:int|None  # most rows a forward pass
-    checked:Checked      # closures that have been checked
+    checked:SplitChecks  # closures that have been checked
 
 def prepare(module:Forward, name:str, setup:Setup)->Prepared:
     """Hand a module to its engine and probe it; the settings are `validated`.
@@ -73,7 +73,7 @@ def prepare(module:Forward, name:str, setup:Setup)->Prepared:
                          device=setup.device)
     layout = _layout(name, module, model, setup.pack)
     sizes = int(setup.micro_tokens), setup.micro_rows
-    return Prepared(name, module, model, layout, rope_window(module.trunk), *sizes, Checked())
+    return Prepared(name, module, model, layout, rope_window(module.trunk), *sizes, SplitChecks())
 
 def _layout(name, module, model, pack):
     "Probe a model: inside a pass, where an engine gathers its weights."

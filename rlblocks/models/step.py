@@ -159,7 +159,8 @@ def _add(run, sums, loss, out, part, rows):
     try:
         check_loss(run.name, got := loss(out, here := part.to(run.model.device)))
         check_graph(got[0])
-        if not part.filler and run.checked.due(loss) and check_splits(loss, out, here, run.name): run.checked.passed()
+        if not part.filler and run.checked.due(loss):
+            run.checked.passed(loss, check_splits(loss, out, here, run.name))
     except Exception as e:
         if not sums.together: raise
         sums.error = sums.error or e
