@@ -173,6 +173,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'rlblocks/arithmetic/masked.py'),
                                             'rlblocks.arithmetic.masked.total': ( 'arithmetic/masked.html#total',
                                                                                   'rlblocks/arithmetic/masked.py'),
+                                            'rlblocks.arithmetic.masked.traced': ( 'arithmetic/masked.html#traced',
+                                                                                   'rlblocks/arithmetic/masked.py'),
                                             'rlblocks.arithmetic.masked.user_called': ( 'arithmetic/masked.html#user_called',
                                                                                         'rlblocks/arithmetic/masked.py'),
                                             'rlblocks.arithmetic.masked.whiten': ( 'arithmetic/masked.html#whiten',
