@@ -141,6 +141,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'rlblocks/arithmetic/masked.py'),
                                             'rlblocks.arithmetic.masked._refusal': ( 'arithmetic/masked.html#_refusal',
                                                                                      'rlblocks/arithmetic/masked.py'),
+                                            'rlblocks.arithmetic.masked._traced': ( 'arithmetic/masked.html#_traced',
+                                                                                    'rlblocks/arithmetic/masked.py'),
                                             'rlblocks.arithmetic.masked._variance': ( 'arithmetic/masked.html#_variance',
                                                                                       'rlblocks/arithmetic/masked.py'),
                                             'rlblocks.arithmetic.masked._wrong_axes': ( 'arithmetic/masked.html#_wrong_axes',

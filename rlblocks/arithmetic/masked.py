@@ -43,12 +43,14 @@ def same_shape(
     shape = None
     for name,x in tensors.items():
         if x is None and (name != "mask" or mask_optional): continue
-        if isinstance(x, Proxy): return # torch.fx.symbolic_trace: it stands for a tensor and has no shape yet
+        if _traced(x): return # torch.fx.symbolic_trace: it stands for a tensor and has no shape yet
         if not isinstance(x, Tensor) or (shape is not None and x.shape != shape) or _wrong_kind(name, x): break
         shape = x.shape
     else:
         if axes is None or shape is None or len(shape) == axes.count(" ") + 1: return
     raise _refusal(sys._getframe(1).f_code.co_name, axes, tensors, mask_optional)
+
+def _traced(x): return isinstance(x, Proxy) # torch.fx.symbolic_trace: no shape, no dtype, no value
 
 def _wrong_kind(name, x):
     if name in _BOOLS: return x.dtype is not torch.bool
@@ -158,7 +160,7 @@ def divisor(
     integer is refused, because it could as well be a number of tokens. TypeError where `denom` has no such count,
     ValueError where it is no count: several numbers, or one below 0."""
     n = here if denom is None else denom
-    if isinstance(n, Proxy): return torch.where(n == 0, 1, n) # torch.fx.symbolic_trace
+    if _traced(n): return torch.where(cast(Any, n) == 0, 1, cast(Any, n))
     if not isinstance(n, (int, float, Tensor)): n = getattr(n, name, n) # torch.compile cannot ask a number for a name
     if isinstance(n, Tensor) and n.dtype is not torch.bool:
         if denom is None or n.ndim == 0: return torch.where(n == 0, 1, n) # its value is not read: that would wait
@@ -344,7 +346,7 @@ def total(x): return x.sum(-1).sum()
 
 def largest(x, dim=None):
     "The largest entry, of all or of each row; 0 where there are none, for which torch has no answer."
-    if isinstance(x, Proxy) or x.numel(): return x.amax(-1).amax() if dim is None else x.amax(dim)
+    if _traced(x) or x.numel(): return x.amax(-1).amax() if dim is None else x.amax(dim)
     return x.new_zeros(()) if dim is None else x.new_zeros(x.shape[:dim])
 
 # %% ../../nbs/arithmetic/00_masked.ipynb #e65a987d

@@ -29,7 +29,8 @@ def components_loss(
             f"{name}=(token losses, 'acted', 1.)")
         x, column, weight = term
         n = b.n_tokens if column == "mask" else getattr(b, f"n_{column}")
-        here = b.mask & b[column] # a row that fills up a rank has an all-False mask and keeps its other columns
+        # a row that fills up a rank has an all-False mask and keeps its other columns
+        here = b.mask & b[column] # pyright: ignore[reportAttributeAccessIssue, reportIndexIssue]
         same_shape("B T", **{name: x}, mask=here)
         losses.append(weight*aggregate(x, here, denom=n))
         metrics[name] = mean_of(x, here)
