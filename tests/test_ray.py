@@ -986,22 +986,31 @@ def answers_in(seconds, call):
     return done.wait(seconds)
 
 
-@pytest.mark.parametrize("world", [True, False])
-def test_a_call_that_reached_some_ranks_ends_a_pool_whose_ranks_wait_for_each_other(cluster, monkeypatch, world):
+def test_a_share_that_cannot_be_stored_reaches_no_rank(two, monkeypatch):
+    "Ranks of a world would wait for those that had nothing; so all shares are there before the first rank is asked."
     from rlblocks.placement import ray_calls
-    stored, b = ray_calls.put_large, prompts((2, 3))
-    with RayPool(2, cluster=cluster, world=world, name="partly") as pool:
-        echo = pool.place(Keeps)
-        with monkeypatch.context() as patch:
-            calls = iter([0, 1])
-            patch.setattr(ray_calls, "put_large", lambda x: stored(x) if next(calls) == 0 else full())
-            with pytest.raises(MemoryError, match="the store is full"): echo.pids(b)
-        if world:
-            with pytest.raises(RuntimeError, match="cannot be asked any more: Keeps.pids reached 1 of 2 ranks.*full"):
-                echo.pids(b)
-        else:
-            with pytest.warns(UserWarning, match="Keeps.pids waits: Keeps.pids was interrupted"):
-                assert len(set(echo.pids(b).tolist())) == 2
+    put, b, echo = ray_calls.put_large, prompts((2, 3)), two.place(Keeps)
+    with monkeypatch.context() as patch:
+        calls = iter([0, 1])
+        patch.setattr(ray_calls, "put_large", lambda x: put(x) if next(calls) == 0 else full())
+        with pytest.raises(MemoryError, match="the store is full"): echo.pids(b)
+    assert len(set(echo.pids(b).tolist())) == 2
+
+
+def test_a_call_that_reached_some_ranks_ends_a_pool_whose_ranks_wait_for_each_other(cluster, monkeypatch):
+    "Ctrl-C may come between one rank and the next."
+    from rlblocks.placement.ray_ranks import Rank
+    ask = Rank.ask
+    def pressed(rank, *args):
+        if rank.number == 1: raise KeyboardInterrupt
+        return ask(rank, *args)
+    with RayPool(2, cluster=cluster, cpus=.1, name="partly") as pool:
+        keeps = pool.place(Keeps)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Rank, "ask", pressed)
+            keeps.pid()
+        with pytest.raises(RuntimeError, match="cannot be asked any more: Keeps.pid reached 1 of 2 ranks.*Interrupt"):
+            keeps.pid()
 
 
 def full(): raise MemoryError("the store is full")

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
 from threading import RLock, get_ident
 from typing import Any, cast
 from weakref import finalize, ref
@@ -161,14 +160,14 @@ class RayCalls:
     def _shares(self, placed, name, keep, cut, speaking)->Callable[[Rank], tuple]:
         """Return what a rank is asked in a call that is cut: one share for each rank that speaks.
 
-        A share goes into the store when it is first asked for: one replica reads while the next one's is put. Shares
-        may be kept, so nothing here refers to `placed`, which would keep the object."""
+        Each share goes into the store before the next one is made, and before a rank is asked. Shares may be kept, so
+        nothing here refers to `placed`, which would keep the object."""
         number, index, speak = placed.number, replica_indices(placed.replicas), frozenset(speaking)
-        messages = [serialize(cut.of(k), names=self.name_of, limit=FUNCTION_BYTES) for k in range(len(speaking))]
-        share = cache(lambda k: put_large(messages[k]))
+        shares = [put_large(serialize(cut.of(k), names=self.name_of, limit=FUNCTION_BYTES))
+                  for k in range(len(speaking))]
         def message(rank):
-            mine = share(index[rank.number] if len(messages) > 1 else 0)
-            return "call", number, name, mine, rank.number in speak, keep
+            share = shares[index[rank.number] if len(shares) > 1 else 0]
+            return "call", number, name, share, rank.number in speak, keep
         return message
 
     def bound(self, answer:object)->object:
