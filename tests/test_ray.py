@@ -989,12 +989,12 @@ def answers_in(seconds, call):
 @pytest.mark.parametrize("world", [True, False])
 def test_a_call_that_reached_some_ranks_ends_a_pool_whose_ranks_wait_for_each_other(cluster, monkeypatch, world):
     from rlblocks.placement import ray_calls
-    stored, b = ray_calls.stored, prompts((2, 3))
+    stored, b = ray_calls.put_large, prompts((2, 3))
     with RayPool(2, cluster=cluster, world=world, name="partly") as pool:
         echo = pool.place(Keeps)
         with monkeypatch.context() as patch:
             calls = iter([0, 1])
-            patch.setattr(ray_calls, "stored", lambda x: stored(x) if next(calls) == 0 else full())
+            patch.setattr(ray_calls, "put_large", lambda x: stored(x) if next(calls) == 0 else full())
             with pytest.raises(MemoryError, match="the store is full"): echo.pids(b)
         if world:
             with pytest.raises(RuntimeError, match="cannot be asked any more: Keeps.pids reached 1 of 2 ranks.*full"):

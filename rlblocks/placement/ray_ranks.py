@@ -29,7 +29,7 @@ from .cluster import (
     session, spots, task_on, warn_of_secrets)
 from .place import membership
 from .ray_messages import (
-    Answer, Message, PoolWeights, Reader, answer_to, portable, send_weights, serialize)
+    Answer, SerializedObject, PoolWeights, Reader, answer_to, portable, send_weights, serialize)
 
 # %% ../../nbs/placement/06_ray_ranks.ipynb #bc4312ec
 class Made(NamedTuple):
@@ -76,7 +76,7 @@ class RankActor:
         if number not in self.objects: raise RuntimeError(f"rank {self.rank} holds no object {number} any more")
         return getattr(self.objects[number], name) if name else self.objects[number]
 
-    def place(self, number:int, message:Message)->Answer: # `Made`
+    def place(self, number:int, message:SerializedObject)->Answer: # `Made`
         "Make an object, and hold it under this number."
         def make():
             f, args, kwargs = self.reader.read(message)
@@ -86,7 +86,7 @@ class RankActor:
         return answer_to(make)
 
     def call(self,
-        number:int, name:str, message:Message, # the object's number, its method, the arguments
+        number:int, name:str, message:SerializedObject, # the object's number, its method, the arguments
         speaks:bool, keep:int, # whether this rank answers for its replica; under which number a ticket stays
     )->Answer:
         "Call a method. A rank that does not speak answers None; a ticket for weights of this process stays here."
@@ -102,7 +102,7 @@ class RankActor:
         "Return an attribute of an object."
         return answer_to(lambda: self.find(number, name))
 
-    def write(self, number:int, name:str, message:Message)->Answer:
+    def write(self, number:int, name:str, message:SerializedObject)->Answer:
         "Set an attribute of an object."
         return answer_to(lambda: setattr(self.find(number), name, self.reader.read(message)))
 
