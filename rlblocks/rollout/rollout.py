@@ -274,7 +274,7 @@ def requests_of(
     "Check the arguments of `generate` and the prompts, and make one request for each prompt."
     sampling, sampler = rollout.how, rollout.sampler
     if temperature is not None:
-        sampling = check_sampling("generate", **cast(dict[str, Any], asdict(sampling)) | dict(temperature=temperature))
+        sampling = check_sampling("generate", **dict[str, Any](asdict(sampling), temperature=temperature))
     n = rollout.max_tokens if max_tokens is None else whole_number("generate", "max_tokens", max_tokens)
     size = whole_number("generate", "group_size", group_size)
     check_ready(sampler)
