@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import nn
@@ -139,7 +139,7 @@ class Rollout(LocalOnly):
         replies, n = replies_of(rows, ids), self.max_tokens if max_tokens is None else max_tokens
         check_replies(replies, self.sampler.vocabulary)
         limits = Limits(whole_number("extend", "max_tokens", n), max_turns, budget, self.sampler.window)
-        by = check_penalties(penalties, limits.max_tokens, self.tokenizer, self.sampler.vocabulary)
+        by = check_penalties(penalties, limits.max_tokens, cast(Any, self.tokenizer), self.sampler.vocabulary)
         more:dict[str, Any] = dict(strings=self.stop_strings, penalties=by)
         if structure is not None:
             samplings = sampling_of(rows)
@@ -274,14 +274,14 @@ def requests_of(
     "Check the arguments of `generate` and the prompts, and make one request for each prompt."
     sampling, sampler = rollout.how, rollout.sampler
     if temperature is not None:
-        sampling = check_sampling("generate", **asdict(sampling) | dict(temperature=temperature))
+        sampling = check_sampling("generate", **dict[str, Any](asdict(sampling), temperature=temperature))
     n = rollout.max_tokens if max_tokens is None else whole_number("generate", "max_tokens", max_tokens)
     size = whole_number("generate", "group_size", group_size)
     check_ready(sampler)
     check_prompts(prompts, getattr(rollout.tokenizer, "pad_token_id", None))
     check_ids("generate", prompts.tokens, prompts.lengths, sampler.vocabulary, padding=False, row="prompt")
     check_room(prompts.lengths, n, sampler.window)
-    by, automaton = check_penalties(penalties, n, rollout.tokenizer, sampler.vocabulary), None
+    by, automaton = check_penalties(penalties, n, cast(Any, rollout.tokenizer), sampler.vocabulary), None
     if structure is not None: sampling, automaton = check_structure(rollout.structures, structure, sampling, penalties)
     if seed is None and sampling.temperature and "sample" not in prompts: _warn_of_groups(rollout, prompts)
     return to_requests(prompts, size, 0 if seed is None else seed, n, sampling, rollout.stop, experts=experts,

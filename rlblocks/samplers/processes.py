@@ -98,7 +98,8 @@ class Child:
         variables = child_environment(os.environ) | dict(environment or {})
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process = subprocess.Popen(command, env=variables, stdin=theirs, stdout=self.log, stderr=self.log)
+            self.process = subprocess.Popen(command, env=variables, stdin=theirs.fileno(), stdout=self.log,
+                                            stderr=self.log)
         self.connection = Connection(ours.detach())
         limit_sends(self.connection, timeout)
 

@@ -228,7 +228,7 @@ def sampling_params(
     stop:tuple[int, ...], # ids that end a sample
     penalties:Penalties|None=None,
     masks:bool=False,     # vLLM returns the support itself, `return_sampling_mask`
-)->dict[str, object]:
+)->dict[str, Any]:
     "Return what vLLM's `SamplingParams` take for every sample of a request; each has its own seed besides."
     filters, changes = {}, {}
     if room: filters = dict(top_p=sampling.top_p, top_k=room, min_p=sampling.min_p)

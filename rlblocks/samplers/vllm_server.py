@@ -241,7 +241,7 @@ class Server:
         channel:Mapping[str, Any],   # what its workers are initialised with
     ):
         "Build vLLM's engine and sample one token."
-        from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+        from vllm import LLM, SamplingParams  # pyright: ignore
         self.by_phases = "weight_transfer_config" in arguments
         if self.by_phases: register()
         else: self.memory = torch.UntypedStorage.from_file(channel["path"], shared=True, nbytes=channel["size"])
@@ -281,7 +281,7 @@ class Server:
         salt:str, # another one for other weights, so that no cached key is read across them
     ):
         "Begin to draw new samples."
-        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+        from vllm import SamplingParams  # pyright: ignore
         from vllm.sampling_params import (  # pyright: ignore[reportMissingImports]
             RequestOutputKind, StructuredOutputsParams)
         for name, ids, settings, options in samples:
@@ -411,7 +411,7 @@ class Server:
 
     def on_probe(self, ids:list[int], salt:str):
         "Send the log-probs of fixed ids, as the weights in place compute them."
-        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+        from vllm import SamplingParams  # pyright: ignore
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0., seed=0)
         prompt = dict(prompt_token_ids=ids, cache_salt=salt)
         self.engine.add_request("probe", prompt, params, lora_request=self.lora)

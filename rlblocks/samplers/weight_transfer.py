@@ -158,7 +158,7 @@ class CudaIpc(Channel):
         "Begin without memory for a bucket."
         self.device, self.memory = device, torch.UntypedStorage(0)
 
-    def open(self, n_bytes:int, folder:str)->dict[str, object]:
+    def open(self, n_bytes:int, folder:str)->dict[str, Any]:
         "Allocate a tensor of so many bytes."
         self.bucket = torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
         self.memory = self.bucket.untyped_storage()
@@ -190,7 +190,7 @@ class Nccl(Channel):
         self.device, self.workers, self.memory = device, workers, torch.UntypedStorage(0)
         self.group:Any = None # vLLM's `PyNcclCommunicator`
 
-    def open(self, n_bytes:int, folder:str)->dict[str, object]:
+    def open(self, n_bytes:int, folder:str)->dict[str, Any]:
         "Allocate a tensor of so many bytes, and choose a port where the group meets."
         self.bucket = torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
         self.memory = self.bucket.untyped_storage()
