@@ -136,6 +136,9 @@ PLAIN = {  # no block on tensors: why no law is asked of it
     "chord_mu": "numbers on the host",
 }
 LAWLESS = {  # a block, but not one of rows: which law is meaningless
+    "clip": "a piece of formulas, whose callers promote", "half_square": "a piece of formulas, whose callers promote",
+    "log_odds": "a piece of formulas, whose callers promote",
+    "softened_logprobs": "a distribution at every place, whose callers mask",
     "over_pairs": "a reduction, no loss", "over_rows": "a reduction, no loss", "pair_metrics": "makes metrics",
     "pair_log_ratios": "two differentiable arguments",
     "preference_margin": "two differentiable arguments",
@@ -410,6 +413,7 @@ def test_a_block_that_waits_is_seen(monkeypatch, waits):
 # log-probs of whole answers, but scores of a judge in reward_losses
 ANSWER = ("chosen", "rejected", "ref_chosen", "ref_rejected", "gold", "first", "second", "ref_first", "ref_second")
 RETURNS_LOGPROBS = {  # −inf stays −inf in what is itself a log-prob: who consumes it makes it finite
+    "log_odds": "−∞ where the probability is 0", "softened_logprobs": "log-probs of the vocabulary",
     "sequence_logprobs": "log π of an answer", "support_logprobs": "log-probs of a few ids, −inf where the id is −1",
     "token_logprobs": "log π of a token",
     "gather_logprobs": "log π of a target", "geometric_mixture": "log-probs of the vocabulary",

@@ -82,25 +82,6 @@ def asked(prompts=PROMPTS, n=4, *, seed=0, S=8, how=Sampling(), stop=(), **more)
 def said(completions): return [c.tokens.tolist() for c in completions]
 
 
-def test_packed_weights_are_those_that_were_loaded_last():
-    "Layers large enough to be packed: sampled before a load, after it, after sleep; log-probs are the trainer's."
-    net = model("llama", hidden_size=512, intermediate_size=512, num_hidden_layers=1, max_position_embeddings=64)
-    policy, r = Policy(net, lr=1e-2, device="cpu"), Rollout(net, max_tokens=8, stop=[], device="cpu")
-    def gap(b): return (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max()
-    assert gap(r.generate(prompts(), group_size=4)) < 1e-4
-    assert any("forward" in vars(m) for m in r.module.modules()) == torch.backends.mkldnn.is_available()
-    with torch.no_grad():
-        for w in policy._run.module.parameters(): w.add_(.2*w.std().nan_to_num(1.))
-    old = r.generate(prompts(), group_size=4)
-    assert gap(old) > 1e-3
-    r.load(policy.weights())
-    assert gap(r.generate(prompts(), group_size=4)) < 1e-4
-    r.sleep()
-    assert not any("forward" in vars(m) for m in r.module.modules())
-    r.wake()
-    assert gap(r.generate(prompts(), group_size=4)) < 1e-4
-
-
 def test_it_is_a_sampler(sampler):
     assert isinstance(sampler, Sampler) and sampler.version == 0 and sampler.vocabulary == 32 and sampler.window == 128
 
