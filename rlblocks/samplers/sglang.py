@@ -29,7 +29,7 @@ from .decoding import check_finite
 from .hf import empty_completion
 from .sampler import Completion, Reason, Request, SglangSpec, check_ready
 from .vllm import engine_dtype, first_ticket, meta_model, transformers_model
-from .weight_transfer import check_probe, checked_weights, probe_scores, weight_shapes
+from .weight_transfer import check_probe, checked_weights, probe_scores, named_shapes
 
 if TYPE_CHECKING: import transformers
 
@@ -224,7 +224,7 @@ def write_files(
     rmtree(folder, ignore_errors=True)
     model.config.save_pretrained(folder)
     shards, sums, n_bytes = Shards(folder, file_bytes), {}, 0
-    weights = checked_weights(ticket, weight_shapes(model), file_bytes)
+    weights = checked_weights(ticket, named_shapes(model), file_bytes)
     for name, x in as_filed(model, cast(Iterator[tuple[str, Tensor]], weights)):     # no changes: `load` refuses them
         shards.add(name, x.cpu())
         sums[name] = checksum(x)

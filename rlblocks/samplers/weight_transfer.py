@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Entry', 'view_of', 'in_buckets', 'from_bucket', 'sizes_of', 'Channel', 'SharedMemory', 'packed_message', 'CudaIpc',
-           'Nccl', 'channel_for', 'check_probe', 'probe_scores', 'score_with', 'probe_module', 'weight_shapes',
+           'Nccl', 'channel_for', 'check_probe', 'probe_scores', 'score_with', 'probe_module', 'named_shapes',
            'file_weights', 'checked_weights', 'check_adapter', 'lora_factors', 'write_lora', 'Transfer']
 
 # %% ../../nbs/samplers/07_weight_transfer.ipynb #e130102b
@@ -272,7 +272,7 @@ def probe_module(
                        ticket.adapter)
 
 # %% ../../nbs/samplers/07_weight_transfer.ipynb #26a90c1b
-def weight_shapes(
+def named_shapes(
     model:"transformers.PreTrainedModel", # on the meta device
 )->dict[str, tuple[int, ...]]:
     "Return name and shape of each weight; tied ones appear once, under their first name."
@@ -356,7 +356,7 @@ class Transfer:
         "Begin without a bucket; `open` allocates it."
         self.channel = channel or SharedMemory()
         self.model, self.dtype, self.window, self.bucket_bytes = model, dtype, window, bucket_bytes
-        self.shapes = weight_shapes(model)
+        self.shapes = named_shapes(model)
         self.vocabulary:int|None = cast(int, model.get_input_embeddings().num_embeddings)
         self.loads = 0
         self.base:int|None = None            # version of `copies`
