@@ -207,7 +207,7 @@ def gsm8k(data, *, questions=8, group_size=4, max_tokens=24, cap=1024, seed=0):
     batch["scores"] = Grader(math_reward).score(batch)
     batch["advantages"] = at_tokens(group_advantages(batch.scores, batch.group), batch.mask)
     batch["old_logprobs"], batch["ref_logprobs"] = policy.logprobs(batch), ref.logprobs(batch)
-    loss = lambda out, b: grpo_loss(out.logprobs, b.old_logprobs, b.ref_logprobs, b.advantages, b.mask, denom=b.n_rows)
+    loss = lambda out, b: grpo_loss(out.logprobs, b.old_logprobs, b.ref_logprobs, b.advantages, b.mask, denom=b)
 
     lengths, bins = batch.lengths, bin_pack(batch.lengths, cap)
     padded, m, padded_s = gradient(model, batch, loss, micro_tokens=cap)

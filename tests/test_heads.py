@@ -81,7 +81,7 @@ def test_several_objectives_and_their_names(tmp_path):
         chosen, rejected = zip(*(pairs(out.scores[:, k], b) for k in range(3)), strict=True)
         chosen, rejected = torch.stack(chosen, 1), torch.stack(rejected, 1)
         return multi_head_loss(chosen, rejected, torch.tensor([[1., 0., 1.]]).expand(len(chosen), 3),
-                               torch.ones(len(chosen), 3, dtype=torch.bool), denom=b.n_units)
+                               torch.ones(len(chosen), 3, dtype=torch.bool), denom=b)
     assert float(trained(scorer, b, loss, 10).step(b, loss)["loss"]) < 3*.6
     scorer.save_pretrained(tmp_path)
     plain, again = AutoModelForSequenceClassification.from_pretrained(tmp_path), Scorer(tmp_path, device="cpu")
@@ -108,8 +108,8 @@ def test_a_safety_head_beside_the_reward(how, tmp_path):
         riskier = unsafe | ~too                    # of two equals either
         high, low = torch.where(riskier, cost, other), torch.where(riskier, other, cost)
         told, m = safety_loss(high, low, riskier_unsafe=torch.where(riskier, unsafe, too),
-                              safer_unsafe=torch.where(riskier, too, unsafe), denom=b.n_units)
-        learnt, more = bradley_terry_loss(better, worse, denom=b.n_units)
+                              safer_unsafe=torch.where(riskier, too, unsafe), denom=b)
+        learnt, more = bradley_terry_loss(better, worse, denom=b)
         return told + learnt, dict(sign=m["sign_accuracy"], order=more["accuracy"])
     for _ in range(40): metrics = scorer.step(b, loss)
     assert float(metrics["sign"]) == 1 and float(metrics["order"]) == 1, metrics
@@ -127,8 +127,7 @@ def test_steps_are_judged_where_they_end(how, tmp_path):
     from transformers import AutoModelForTokenClassification
     net, b = model(), batch()
     judge = Scorer(net, outputs=scores_after("steps", 2), lr=1e-2, device="cpu", **how)
-    b["whole_steps"] = torch.full((16,), int(b.steps.sum()))
-    def loss(out, b): return process_reward_loss(out.scores, b.good, b.steps, denom=int(b.whole_steps[0]))
+    def loss(out, b): return process_reward_loss(out.scores, b.good, b.steps, denom=b)
     ce = [float(judge.step(b, loss)["step_ce"]) for _ in range(25)]
     # 0.00 of it for seeds 0 to 4; seed 0 on two threads the same
     assert ce[-1] < .5*ce[0]

@@ -264,7 +264,7 @@ def test_the_first_dpo_step_costs_a_coin(net):
     batch["ref_logprobs"] = ref.logprobs(batch)
     def totals(x, b): return pairs(sequence_logprobs(x, b.mask), b)
     first = policy.step(batch,
-                        lambda out, b: dpo_loss(*totals(out.logprobs, b), *totals(b.ref_logprobs, b), denom=b.n_units))
+                        lambda out, b: dpo_loss(*totals(out.logprobs, b), *totals(b.ref_logprobs, b), denom=b))
     far = .1*4*int(batch.mask.sum(1).max())*reach(batch.ref_logprobs)         # β times four sums of log-probs
     assert float(first["loss"]) == pytest.approx(math.log(2), abs=far)
     assert float(first["margin"]) == pytest.approx(0, abs=far)

@@ -130,7 +130,8 @@ def made_rows(kind):
     b = Batch(tokens=torch.randint(0, V, (B, T), generator=g), lengths=lengths, mask=mask, group=torch.arange(B)//4,
               unit=torch.arange(B)//2, chosen=torch.arange(B) % 2 == 0, text=["…"]*B, advantages=draw(B, T),
               returns=draw(B, T), old_logprobs=lp.clone(), ref_logprobs=lp.clone(), old_values=draw(B, T),
-              desirable=torch.arange(B) % 3 == 0, win_prob=torch.rand(B, generator=g), selected=label,
+              desirable=torch.arange(B) % 3 == 0, demonstrated=torch.arange(B) % 4 == 1,
+              win_prob=torch.rand(B, generator=g), selected=label,
               row_advantages=draw(B), labels=label.long(), support=torch.randint(-1, V, (B, T, 2), generator=g),
               teacher_logits=draw(B, T, V), targets=draw(B, T, V).softmax(-1), load=torch.rand(B, 2, 3, generator=g),
               ratings=draw(B, 4), answer=[dict(n=i) for i in range(B)], per_row=["load", "ratings"])
@@ -157,16 +158,18 @@ def closures():
         if "divergence" in params: continue         # a divergence of one's own
         wanted = [k for k, p in params.items() if p.kind is p.KEYWORD_ONLY and k != "denom" and p.default is p.empty]
         hyper, columns = {k: HYPER[k] for k in wanted if k in HYPER}, [k for k in wanted if k not in HYPER]
-        if "chosen" in data:
+        if "chosen" in data or name == "rebel_loss":
             def loss(out, b, f=f, data=data, hyper=hyper):
                 mine, ref = (masked_sum(x, b.mask, dim=-1) for x in (out.logprobs, b.ref_logprobs))
                 side = dict(zip(("chosen", "rejected"), pairs(mine, b),
                                 strict=True)) | dict(zip(("ref_chosen", "ref_rejected"), pairs(ref, b), strict=True))
+                side |= dict(first=side["chosen"], second=side["rejected"], ref_first=side["ref_chosen"],
+                             ref_second=side["ref_rejected"])
                 side |= dict(ref_margin=side["ref_chosen"] - side["ref_rejected"], tied=pairs(b.desirable, b)[0],
                              gold=pairs(b.win_prob, b)[0], ref_wins=pairs(b.desirable, b)[0],
                              score_gap=pairs(b.win_prob, b)[0])
                 # whose ties are no column here
-                return f(*(side[k] for k in data), **hyper, denom=b.n_units if f.__name__ == "tie_loss" else b)
+                return f(*(side[k] for k in data), **hyper, denom=float(b.n_units) if f.__name__ == "tie_loss" else b)
         elif data[0] == "logprobs" and "mask" not in data:
             def loss(out, b, f=f, data=data, hyper=hyper):
                 here = dict(logprobs=masked_sum(out.logprobs, b.mask, dim=-1),
@@ -179,7 +182,7 @@ def closures():
                     "logprobs", "values", "entropy", "logits") else b["win_prob" if word == "scores" else word]
                 # whose steps are the tokens here
                 return f(*map(find, data), **hyper, **{k: b[k] for k in columns},
-                         denom=b.n_tokens if f.__name__ == "process_reward_loss" else b)
+                         denom=float(b.n_tokens) if f.__name__ == "process_reward_loss" else b)
         elif data[0] == "router_logits":
             def loss(out, b, f=f, data=data):
                 find = (lambda word: out.router_logits[:, :, 0] if word == "router_logits" else b.load[:, 0]
@@ -243,7 +246,7 @@ def test_wrappers_step_with_what_they_give():
         critic = Critic(net(), **how)
         critic.step(started(policy, b),
                     lambda out, b: value_loss(out.values, b.old_values, b.returns, b.mask, denom=b.n_tokens))
-        Scorer(net(), **how).step(b, lambda out, b: rl.bradley_terry_loss(*pairs(out.scores, b), denom=b.n_units))
+        Scorer(net(), **how).step(b, lambda out, b: rl.bradley_terry_loss(*pairs(out.scores, b), denom=b))
         Scorer(net(), outputs=rl.scores_after("steps"),
                **how).step(b, lambda out, b: (torch.where(b.steps, (out.scores-1)**2, 0.).sum()/b.n_tokens, {}))
 

@@ -191,7 +191,7 @@ CLOSURES = [
     (nan_gradient_if_empty, "empty", "gradient of out.logprobs is not finite"),
     (offset, "empty", "the loss is 0.001, not 0"),
     (padded_length, "padding", "three columns of padding more, the loss went"),
-    (empty_row_mean, "result", "one with nothing chosen, the loss is not finite"),
+    (empty_row_mean, "result", "one with nothing counted, the loss is not finite"),
     (mean_without_count, "metrics", "the metric 'x' went from"),
     (changing_keys, "empty_rows|metrics|permutation", "same keys always"),
     (single, "precision", "the loss is torch.float32, wanted torch.float64"),
