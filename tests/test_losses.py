@@ -242,7 +242,7 @@ def test_on_policy_share_is_a_quantile():
     old, mask = torch.zeros(1, 100), torch.ones(1, 100, dtype=torch.bool)
     new = torch.linspace(.001, .1, 100).log1p()[None]
     assert assert_on_policy(new, old, mask, tol=.0951, share=.95) == pytest.approx(.095, rel=1e-4)
-    with pytest.raises(AssertionError, match="95% of 100 chosen tokens is up to 0.095"):
+    with pytest.raises(AssertionError, match="95% of 100 counted tokens is up to 0.095"):
         assert_on_policy(new, old, mask, tol=.094, share=.95)
 
 

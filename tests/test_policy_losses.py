@@ -20,7 +20,7 @@ from rlblocks.losses.answer_ratio import (
     gmpo_loss, gspo_loss, gspo_token_loss, luspo_loss, sequence_ratio, topr_loss, vespo_loss,
 )
 from rlblocks.losses.ratio import (
-    asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, reinforce_loss, sapo_loss,
+    asymre_loss, cispo_loss, cpgd_loss, dppo_kl_loss, dppo_tv_loss, dro_loss, gppo_loss, reinforce_loss, sapo_loss,
 )
 from rlblocks.losses.selections import (
     adaptive_entropy_coef, clip_cov_loss, clip_cov_mask, entropy_loss, expert_load, high_entropy_mask, kl_cov_loss,
@@ -62,7 +62,7 @@ SUBJECTS = {
     "dapo": (dapo_loss, {}), "dr_grpo": (partial(dr_grpo_loss, max_tokens=16), dict(denom="n_rows", policy=False)),
     "reinforce": (reinforce_loss, {}), "reinforce rows": (partial(reinforce_loss, over="rows"), {}),
     "cispo": (cispo_loss, {}), "cispo two-sided": (partial(cispo_loss, clip_low=.2, clip_high=.28, over="rows"), {}),
-    "dppo_tv": (partial(dppo_tv_loss, shift_high=.05), {}),
+    "gppo": (gppo_loss, {}), "dppo_tv": (partial(dppo_tv_loss, shift_high=.05), {}),
     "dppo_kl": (partial(dppo_kl_loss, nats_low=.02, nats_high=.01, cap=1.1, over="rows"), {}),
     "dro": (partial(dro_loss, beta=.5), dict(policy=False)),
     "sapo": (sapo_loss, {}), "sapo tokens": (partial(sapo_loss, over="tokens", tau_pos=.5, tau_neg=3.), {}),
@@ -421,7 +421,7 @@ def test_adaptive_clip_ends_at_its_bounds():
         broken = [x.clone() for x in (LP, OLD, A)]
         broken[i][MASK] = nan
         with pytest.raises(ValueError,
-                           match="adaptive_clip: logprobs, old_logprobs or advantages are NaN at a chosen token"):
+                           match="adaptive_clip: logprobs, old_logprobs or advantages are NaN at a counted token"):
             adaptive_clip(*broken, MASK)
         broken = [torch.where(MASK, x, nan) for x in (LP, OLD, A)]
         assert adaptive_clip(*broken, MASK) == adaptive_clip(LP, OLD, A, MASK)
@@ -703,7 +703,7 @@ def errors():
     yield (lambda: gmpo_loss(*four, nats_high=-.1),
            "gmpo_loss: nats_low is 0.4, nats_high is -0.1; they are distances from log ratio 0, in nats")
     yield (lambda: high_entropy_mask(LP, MASK, share=20.),
-           "high_entropy_mask: share is 20.0; it is a part of the chosen tokens, within [0, 1]")
+           "high_entropy_mask: share is 20.0; it is a part of the counted tokens, within [0, 1]")
     yield (lambda: adaptive_entropy_coef(.1, .1, step=0.),
            "adaptive_entropy_coef: step is 0.0, least is 0.0, most is 1.0; step is positive")
     yield lambda: expert_load(COLS["router_logits"], MASK, top_k=6), "expert_load: top_k is 6, there are 5 experts"
