@@ -148,7 +148,7 @@ if TYPE_CHECKING:
     from rlblocks.graders.code import code_reward
     from rlblocks.graders.graders import best_rows, Grader
     from rlblocks.graders.judge import judge_reward, judge_rollout, judge_url, pairwise_reward
-    from rlblocks.graders.killable import Caps
+    from rlblocks.graders.killable import GraderLimits
     from rlblocks.graders.maths import math_reward
     from rlblocks.graders.regrade import regrade
     from rlblocks.graders.remote import RemoteReward, Retries
@@ -195,7 +195,7 @@ _OFFERS = {
     "graders.code": "code_reward",
     "graders.graders": "best_rows Grader",
     "graders.judge": "judge_reward judge_rollout judge_url pairwise_reward",
-    "graders.killable": "Caps",
+    "graders.killable": "GraderLimits",
     "graders.maths": "math_reward",
     "graders.regrade": "regrade",
     "graders.remote": "RemoteReward Retries",
@@ -225,9 +225,9 @@ _OFFERS = {
 _LAZY = {name: module for module, names in _OFFERS.items() for name in names.split()}
 
 __all__ = [
-    "Batch", "Buffer", "Calculator", "Caps", "ChatRenderer", "Checkpoint", "Cluster", "Counts", "Critic",
-    "Demonstrations", "Denom", "Documents", "Endpoint", "Environment", "Feedback", "Flight", "Grader", "Last",
-    "Max", "Mean", "Metric", "Number", "OptimizerSpec", "Over", "Packed", "Policy", "Pools", "Preferences",
+    "Batch", "Buffer", "Calculator", "ChatRenderer", "Checkpoint", "Cluster", "Counts", "Critic",
+    "Demonstrations", "Denom", "Documents", "Endpoint", "Environment", "Feedback", "Flight", "Grader", "GraderLimits",
+    "Last", "Max", "Mean", "Metric", "Number", "OptimizerSpec", "Over", "Packed", "Policy", "Pools", "Preferences",
     "Prompts", "PythonTool", "Ragged", "RayPool", "RemoteReward", "Renderer", "Response", "Retries", "Rollout",
     "Sandbox", "Scorer", "Search", "Session", "SpmdPool", "Step", "TextRenderer", "Whole", "a2po_loss", "adamw",
     "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward",

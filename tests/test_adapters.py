@@ -20,7 +20,7 @@ from rlblocks.engines.weights import checksum, named_weights
 from rlblocks.engines.engine import EngineSpec, engine_of
 from rlblocks.engines.optimizers import adamw
 from rlblocks.models.loading import pretrained
-from rlblocks.models.prepared import Setup
+from rlblocks.models.prepared import WrapperSettings
 from tiny import NEAR, apart, gradients, model, reach, rows, steady
 from torch import nn
 from torch.testing import assert_close
@@ -315,8 +315,8 @@ def peaks(rank, folder, engine, port):
                               for _ in range(5)]).to(torch.bfloat16 if kind == "bf16" else torch.float32)
         if kind == "4bit": net = nn.Sequential(*map(packed, net))
         reader = Forward(net)
-        setup = Setup(dict(r=4, target_modules=[str(i) for i in range(5)], use_dora=kind == "dora"), engine_of(engine),
-                      device="cpu")
+        lora = dict(r=4, target_modules=[str(i) for i in range(5)], use_dora=kind == "dora")
+        setup = WrapperSettings(lora, engine_of(engine), device="cpu")
         setup, _ = on_base(None, reader, setup, "Policy")
         m = ShardedModel(reader, engine=setup.engine, device="cpu")
         found[kind] = export_extra(lambda n, m=m: m.iter_full_params(n, "trunk."), 3*size)/size*2**20

@@ -320,7 +320,7 @@ def test_200_calls_at_once(rollout, at):
     assert len(b) == 200 and b.n_turns.tolist() == [1]*200 and b.tokens.equal(want.tokens)
     assert_close(b.rollout_logprobs, want.rollout_logprobs, atol=1e-5, rtol=0)
     assert [plain(x.choices[0].message.content) for x in said] == b.completion
-    assert not rollout.shared.under_way and not at.state.asker.waits
+    assert not rollout.shared.under_way and not at.state.requests.waits
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
@@ -333,9 +333,9 @@ def test_a_cancelled_stream_is_not_recorded(rollout, at, path):
                 "POST", f"{at.url}/{path}", json=body, headers=dict(authorization=f"Bearer {session.key}")) as got:
             lines = got.iter_lines()       # its end would close the connection
             next(lines)
-            wait_until(lambda: session.tasks and at.state.asker.waits)
-        wait_until(lambda: not session.tasks and not at.state.asker.waits)
-    wait_until(lambda: not at.state.asker.gone and not rollout.shared.under_way)
+            wait_until(lambda: session.tasks and at.state.requests.waits)
+        wait_until(lambda: not session.tasks and not at.state.requests.waits)
+    wait_until(lambda: not at.state.requests.gone and not rollout.shared.under_way)
     assert not session.points and session.draws == 1
     got = httpx2.post(f"{at.url}/{path}", json=body, timeout=60, headers={
         "authorization": f"Bearer {session.key}", "x-stainless-retry-count": "1"})
@@ -370,13 +370,13 @@ def test_of_two_calls_with_one_body_each_has_its_own_answer(rollout, at):
     async def leave():
         async with httpx2.AsyncClient() as client:
             asked = asyncio.create_task(client.post(**call(0)))
-            await asyncio.to_thread(wait_until, lambda: session.tasks and at.state.asker.waits)
+            await asyncio.to_thread(wait_until, lambda: session.tasks and at.state.requests.waits)
             asked.cancel()
             with pytest.raises(asyncio.CancelledError): await asked
     first = ask(0)
     with rollout.lock:                     # the engine is busy with something else
         asyncio.run(leave())
-        wait_until(lambda: not session.tasks and not at.state.asker.waits)
+        wait_until(lambda: not session.tasks and not at.state.requests.waits)
     second = ask(1)
     assert second["id"] != first["id"] and ask(1) == second
     b = at.collect([session])
@@ -405,7 +405,7 @@ def test_a_call_that_is_repeated_while_it_runs_is_sampled_once(at, rollout):
         for k, thread in enumerate(threads):
             thread.start()
             wait_until(lambda k=k: len(at.served.server.server_state.tasks) == k + 1)
-        wait_until(lambda: at.state.asker.waits)
+        wait_until(lambda: at.state.requests.waits)
     for thread in threads: thread.join(timeout=60)
     assert said[0] == said[1] == said[2] and session.draws == 1 and at.collect([session]).n_turns.tolist() == [1]
 
@@ -482,7 +482,7 @@ def test_calls_at_once_do_not_pass_a_limit(rollout, at):
     threads = [threading.Thread(target=ask) for _ in range(4)]
     with rollout.lock:
         for t in threads: t.start()
-        wait_until(lambda: len(box) == 2 and len(at.state.asker.waits) == 2)
+        wait_until(lambda: len(box) == 2 and len(at.state.requests.waits) == 2)
     for t in threads: t.join(timeout=60)
     assert sum(isinstance(x, str) for x in box) == 2 and all("max_turns" in str(x) for x in box[:2])
     b = at.collect([session])
@@ -495,7 +495,7 @@ def test_a_call_that_comes_while_weights_change_waits(rollout, at):
     with rollout.lock:
         rollout.sleep()
         thread.start()
-        wait_until(lambda: at.state.asker.waits)
+        wait_until(lambda: at.state.requests.waits)
         rollout.wake()
     thread.join(timeout=60)
     assert isinstance(box[0], str) and at.collect([session]).n_turns.tolist() == [1]
@@ -812,7 +812,7 @@ def test_a_connection_without_a_request_is_closed_in_time(rollout, said):
         at.served.connections.seconds, session = .2, at.session()
         with rollout.lock:                     # the engine is busy with something else
             waits = pool.submit(chat_with, at, session)
-            wait_until(lambda: at.state.asker.waits)
+            wait_until(lambda: at.state.requests.waits)
             assert all(map(hung_up, strangers(at.served.port, said, 3)))
             assert not waits.done()
         assert isinstance(waits.result(60), str)
@@ -1052,7 +1052,7 @@ def test_closing_ends_everything_that_was_opened(rollout):
     with rollout.lock:
         thread = threading.Thread(target=late)
         thread.start()
-        wait_until(lambda: session.tasks and at.state.asker.waits)
+        wait_until(lambda: session.tasks and at.state.requests.waits)
         with pytest.raises(RuntimeError, match="it asked nothing"): at.collect([session])
         thread.join(timeout=60)
     assert isinstance(box[0], openai.AuthenticationError) and "this session has ended" in str(box[0])
@@ -1063,7 +1063,7 @@ def test_closing_ends_everything_that_was_opened(rollout):
     assert not at.state.sessions and at.report()["calls"] == 100 and not rollout.shared.under_way
     port = at.served.port
     at.close()
-    assert not at.served.thread.is_alive() and not at.state.asker.thread.is_alive()
+    assert not at.served.thread.is_alive() and not at.state.requests.thread.is_alive()
     with pytest.raises(OSError): socket.create_connection(("127.0.0.1", port), timeout=2)
     at.close()
     with Endpoint(rollout, port=port) as again:

@@ -826,8 +826,8 @@ def test_an_endpoint_keeps_its_promises_on_an_engine_elsewhere(rollout):
                 headers=dict(authorization=f"Bearer {session.key}")) as got:
             lines = got.iter_lines()
             next(lines)
-            wait_until(lambda: session.tasks and at.state.asker.waits)
-        wait_until(lambda: not session.tasks and not at.state.asker.waits and not rollout.shared.under_way)
+            wait_until(lambda: session.tasks and at.state.requests.waits)
+        wait_until(lambda: not session.tasks and not at.state.requests.waits and not rollout.shared.under_way)
         assert not session.points
         with pytest.raises(RuntimeError, match="it asked nothing"): at.collect([session])
 

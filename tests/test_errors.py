@@ -12,7 +12,7 @@ from test_floors import FLOORS, MODULES
 import rlblocks as rl
 from rlblocks import Batch, Buffer, Checkpoint, Critic, Policy, Rollout, Scorer, plan, plan_rollout
 from rlblocks.engines.engine import EngineSpec
-from rlblocks.models.checks import check_loss
+from rlblocks.models.validation import check_loss
 from rlblocks.models.outputs import Out
 from rlblocks.placement.plan import REMEDIES
 from rlblocks.models.scorer import scores_after

@@ -14,7 +14,7 @@ from rlblocks.models import head
 from rlblocks.engines.engine import output_layer
 from rlblocks.models.head import logit_transform, head_logprobs, head_measured, matrix_of
 from rlblocks.models import forward as forward_module
-from rlblocks.models.forward import Forward, Layout, Places, Reading
+from rlblocks.models.forward import Forward, Layout, Places, OutputRequest
 from torch import nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,7 +55,7 @@ def read(net, transform):
     with mock.patch.object(head, "linear_logprobs", counted):
         places = Places(rows, cols, targets=b.tokens[rows, cols+1], temperature=torch.linspace(.5, 2, len(rows)))
         forward, layout = Forward(net), Layout(transform=transform)
-        out = forward(forward.arrange(b.tokens, b.lengths, places, layout), Reading(entropy=True), layout)
+        out = forward(forward.arrange(b.tokens, b.lengths, places, layout), OutputRequest(entropy=True), layout)
     learning = {n: p for n, p in net.named_parameters() if p.requires_grad}
     grads = torch.autograd.grad((out["logprobs"].cos() + .3*out["entropy"]).sum(), list(learning.values()),
                                 allow_unused=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from clock import Clock
 from forked import forked
-from rlblocks import Batch, Caps, Grader, group_advantages
+from rlblocks import Batch, GraderLimits, Grader, group_advantages
 from rlblocks.graders.killable import each
 
 
@@ -45,7 +45,7 @@ def judge(completions):
 
 def test_every_kind_of_failure_costs_its_row_and_nothing_else():
     b = batch(["1", *WILD, "2", "3"])
-    grader = Grader(judge, deadline=Caps(600., item=2.))
+    grader = Grader(judge, deadline=GraderLimits(600., item=2.))
     with pytest.warns(UserWarning, match="judge failed on 12 of 15 rows"): scores = grader.score(b)
     assert not grader.counts["late"]            # by the deadline
     assert scores.isnan().tolist() == [t in WILD for t in b.completion] and scores[[0, -2, -1]].tolist() == [1., 2., 3.]
@@ -67,7 +67,7 @@ def test_wrong_lengths_are_named():
 
 def test_a_batch_returns_by_its_deadline():
     b = batch(["sleeps"]*6 + ["4"])
-    grader = Grader(judge, deadline=Caps(3., item=3600.))
+    grader = Grader(judge, deadline=GraderLimits(3., item=3600.))
     with Clock() as clock, pytest.warns(UserWarning) as heard: grader.score(b)
     assert any("judge failed on" in str(w.message) for w in heard)
     assert clock.seconds < 10 and grader.counts["late"] >= 6
@@ -92,12 +92,12 @@ def nothing_is_left(_, folder):
         time.sleep(3600)
     asks, alive = os.pipe()
     descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-    with pytest.warns(UserWarning): Grader(starts, deadline=Caps(60., item=3.)).score(batch(["a"]))
+    with pytest.warns(UserWarning): Grader(starts, deadline=GraderLimits(60., item=3.)).score(batch(["a"]))
     os.close(alive)
     assert os.read(asks, 99).split() and os.read(asks, 1) == b""     # it is there, and nobody has this pipe any more
     os.close(asks)
     assert threading.active_count() == threads and len(os.listdir("/proc/self/fd")) == descriptors - 2
-    for _ in range(20): assert each(float, 3, Caps(60.)) == ([0., 1., 2.], [])
+    for _ in range(20): assert each(float, 3, GraderLimits(60.)) == ([0., 1., 2.], [])
     assert len(os.listdir("/proc/self/fd")) == descriptors - 2
     with pytest.raises(ChildProcessError): os.waitpid(-1, os.WNOHANG)
 
@@ -119,7 +119,8 @@ def multiplying(_, folder):
         for _ in range(6): os.fork()
         time.sleep(60)
     for f in (hops, doubles):
-        with pytest.warns(UserWarning): assert Grader(f, deadline=Caps(30., item=2.)).score(batch(["a"])).isnan().all()
+        with pytest.warns(UserWarning):
+            assert Grader(f, deadline=GraderLimits(30., item=2.)).score(batch(["a"])).isnan().all()
     os.close(alive)
     assert os.read(asks, 1) == b"" and time.monotonic() < end        # nobody has this pipe any more
 
@@ -137,7 +138,7 @@ def interrupted(_, folder):
     def stop(*_): raise KeyboardInterrupt
     main = os.getpid()
     signal.signal(signal.SIGUSR1, stop)
-    with pytest.raises(KeyboardInterrupt): each(endless, 1, Caps(600.))
+    with pytest.raises(KeyboardInterrupt): each(endless, 1, GraderLimits(600.))
     os.close(alive)
     assert os.read(asks, 1) == b""
     with pytest.raises(ChildProcessError): os.waitpid(-1, os.WNOHANG)
@@ -174,7 +175,7 @@ def test_who_meddles_with_descriptors_costs_its_row(tmp_path): forked(meddles, (
 def meddles(_, folder):
     names = [*MEDDLERS, "ok"]
     BEFORE.update(descriptors())
-    found, failures = each(lambda i: MEDDLERS.get(names[i], lambda: 1.)(), len(names), Caps(120., item=5.))
+    found, failures = each(lambda i: MEDDLERS.get(names[i], lambda: 1.)(), len(names), GraderLimits(120., item=5.))
     assert found == [None]*len(MEDDLERS) + [1.]
     assert {names[f.item]: f.kind for f in failures} == dict(closes="timeout", garbage="raised", forges="raised",
                                                             others="raised", crashes="died")
@@ -233,14 +234,14 @@ def many_files(_, folder):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    assert each(float, 3, Caps(60.)) == ([0., 1., 2.], []) and kept
+    assert each(float, 3, GraderLimits(60.)) == ([0., 1., 2.], []) and kept
 
 
 def deep_json(_, folder):
     "What a function writes where results go is nested deeper than Python reads."
     def deep(i): return writes(b"[" * 100_000 + b"]" * 100_000 + b"\n", lambda: 1.) if i == 1 else 2.
     BEFORE.update(descriptors())
-    found, failures = each(deep, 3, Caps(60., workers=1))
+    found, failures = each(deep, 3, GraderLimits(60., workers=1))
     assert found == [2., None, 2.] and [(f.item, f.kind) for f in failures] == [(1, "raised")]
 
 

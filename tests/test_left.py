@@ -17,7 +17,7 @@ import pytest
 from conftest import rarely
 from forked import forked
 from ready import Ready
-from rlblocks import Caps, Sandbox
+from rlblocks import GraderLimits, Sandbox
 from rlblocks.graders.code import passed_tests
 from rlblocks.graders.jail import adopt_orphans, children
 from rlblocks.graders.killable import each
@@ -51,7 +51,7 @@ def trains(python, port, folder):
     programs = ["import time\ntime.sleep(3600)", "while True: pass", "def f(): pass"]
     isolation = "partial" if lacking() else "full"
     while True:
-        each(reward, 4, Caps(600., item=.3))
+        each(reward, 4, GraderLimits(600., item=.3))
         passed_tests(programs, [["f()"]]*3, Sandbox(seconds=.5, isolation=isolation))
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rlblocks import Caps, Grader, Sandbox, code_reward, run_code, sandbox_support
+from rlblocks import GraderLimits, Grader, Sandbox, code_reward, run_code, sandbox_support
 from rlblocks.graders import sandbox as module
 from rlblocks.graders.code import as_call, passed_tests, program_in
 from rlblocks.graders.jail import readable
@@ -370,7 +370,8 @@ def test_the_reward_of_a_batch():
     b = batch(texts, tests=[TESTS, TESTS, TESTS, []])
     scores = Grader(code_reward(share=True, sandbox=PATIENT), name="code").score(b)
     assert scores[:3].tolist() == pytest.approx([1., 0., 0.]) and scores[3].isnan()
-    assert Grader(code_reward(sandbox=PATIENT), deadline=Caps(240., item=120.)).score(b)[:3].tolist() == [1., 0., 0.]
+    limits = GraderLimits(240., item=120.)
+    assert Grader(code_reward(sandbox=PATIENT), deadline=limits).score(b)[:3].tolist() == [1., 0., 0.]
     for said in ("", "py", "python", "Python3", "PYTHON", "{python}", "{.python}", "python title=x.py", "python\r"):
         assert program_in(f"So:\n```{said}\nb\n```\nprints\n```text\nc\n```\n") == "b\n", said
     assert program_in("```\na\n```\n```python\nb\n```\n```\nc\n```\n") == "b\n"      # what it prints, say

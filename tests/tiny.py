@@ -108,10 +108,10 @@ def laid_out(wrapper, **how):
 
 def read(wrapper, b, **how):
     "What a loss sees of a batch as one micro-batch."
-    from rlblocks.models.forward import Reading
+    from rlblocks.models.forward import OutputRequest
     from rlblocks.models.outputs import outputs
     run = wrapper._run
-    return outputs(run.model, run.layout, b.part(range(len(b))), Reading(**how))
+    return outputs(run.model, run.layout, b.part(range(len(b))), OutputRequest(**how))
 
 
 def apart(a, b):

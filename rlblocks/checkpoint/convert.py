@@ -30,7 +30,7 @@ from .saves import checked, load_mapped, saves_in, writable
 from ..models.lora import merge_adapters
 from ..models.folders import WEIGHTS, drafted
 from ..models.value_heads import classifier
-from ..models.checks import config_of
+from ..models.validation import config_of
 from ..models.loading import load_tokenizer, with_generation
 from .shards import PLACEHOLDER, checked_reader, enum_member, read_tensors
 from ..models.adapters import write_adapter

@@ -174,7 +174,7 @@ def rounded_up(bins:list[list[int]], multiple:int, sizes:Sequence[int])->list[li
 
 # %% ../../nbs/data/05_packing.ipynb #fa0b94c5
 @dataclass(frozen=True)
-class Limits:
+class MicroBatchLimits:
     "What a micro-batch may hold. None of them is ever exceeded."
     tokens:int         # most places: tokens when packed, rows × longest when padded
     rows:int|None=None # most rows
@@ -211,7 +211,7 @@ def rows_by(ids)->list[list[int]]:
     for i, x in enumerate(ids): found.setdefault(x, []).append(i)
     return list(found.values())
 
-def side_by_side(units:list[list[int]], sizes:list[int], sharing:Sharing, limits:Limits)->list[list[int]]:
+def side_by_side(units:list[list[int]], sizes:list[int], sharing:Sharing, limits:MicroBatchLimits)->list[list[int]]:
     "Units of one holder joined as long as the limits allow it. A unit with rows of several holders stays alone."
     pieces, last = [], {}       # holder → its piece that was made last
     for unit in units:
@@ -225,7 +225,7 @@ def side_by_side(units:list[list[int]], sizes:list[int], sharing:Sharing, limits
     return pieces
 
 # %% ../../nbs/data/05_packing.ipynb #c1d2b4aa
-def planned(sizes:Tensor, unit:Tensor|None, limits:Limits, shared:tuple[Tensor, Tensor]|None=None,
+def planned(sizes:Tensor, unit:Tensor|None, limits:MicroBatchLimits, shared:tuple[Tensor, Tensor]|None=None,
             multiple:int=1)->list[list[int]]: # row numbers of each micro-batch
     "`plan_micro_batches` of numbers that are known to be good."
     lengths = sizes.tolist()
@@ -237,7 +237,7 @@ def planned(sizes:Tensor, unit:Tensor|None, limits:Limits, shared:tuple[Tensor, 
     bins = rounded_up(binned(largest, list(map(len, items)), limits), multiple, largest)
     return [sorted(i for k in bin for i in items[k]) for bin in bins]
 
-def check_fits(rows, unit, sizes, sharing, limits:Limits):
+def check_fits(rows, unit, sizes, sharing, limits:MicroBatchLimits):
     "No unit alone is larger than a limit."
     places = len(rows)*max(sizes[i] for i in rows) if limits.padded else places_of(rows, sizes, sharing)
     if limits.hold(places, len(rows)): return
@@ -245,7 +245,7 @@ def check_fits(rows, unit, sizes, sharing, limits:Limits):
     raise ValueError(f"{limits.who}: {name} takes {places} tokens and {len(rows)} rows, the limits are {limits}; "
                      "raise the limit or shorten the rows (a unit is never parted)")
 
-def binned(sizes:list[int], counts:list[int], limits:Limits)->list[list[int]]: # items of each bin
+def binned(sizes:list[int], counts:list[int], limits:MicroBatchLimits)->list[list[int]]: # items of each bin
     "Best fit of items of so many tokens and rows. Padded, a bin has as many places as rows of its first item's width."
     order, rows = sorted(range(len(sizes)), key=lambda i: (-sizes[i], -counts[i])), limits.rows or sum(counts)
     takes, empty = [(sizes[i], counts[i]) for i in order], [(limits.tokens, rows)]*len(order)
@@ -271,7 +271,8 @@ def plan_micro_batches(
     `max_tokens` or `max_rows`."""
     def whole(name, n, least=1): return whole_number("plan_micro_batches", name, n, least)
     max_rows = None if max_rows is None else whole("max_rows", max_rows)
-    limits, multiple = Limits(whole("max_tokens", max_tokens, 0), max_rows, padded), whole("multiple", multiple)
+    limits = MicroBatchLimits(whole("max_tokens", max_tokens, 0), max_rows, padded)
+    multiple = whole("multiple", multiple)
     sizes = integers("plan_micro_batches", "lengths", lengths)
     unit = None if unit is None else integers("plan_micro_batches", "unit ids", unit)
     _check_rows(sizes, unit, shared, padded)
@@ -303,7 +304,7 @@ def bin_pack(
         raise ValueError(f"bin_pack: the length of row {int(odd[0])} is {int(sizes[odd[0]])}, cap is {cap}; "
                          f"cut or drop the row (drop_long, split_long), or raise cap to {int(sizes.max())}")
     lengths = sizes.tolist()
-    return list(map(sorted, rounded_up(binned(lengths, [1]*len(lengths), Limits(cap)), multiple, lengths)))
+    return list(map(sorted, rounded_up(binned(lengths, [1]*len(lengths), MicroBatchLimits(cap)), multiple, lengths)))
 
 # %% ../../nbs/data/05_packing.ipynb #343df04a
 def micro_batch_count(

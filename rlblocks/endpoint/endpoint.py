@@ -23,7 +23,7 @@ from ..data.batch import Batch
 from ..data.columns import whole_number
 from ..data.renderers import Renderer
 from ..engines.engine import LocalOnly
-from .asking import Asker
+from .request_queue import RequestQueue
 from ..environments.environments import (check_rewards, default_renderer, episodes_of, in_thread,
                                                 rows_of_episodes, unit_of, wait_for_all)
 from ..environments.episodes import Episode, called
@@ -269,12 +269,12 @@ class Endpoint(LocalOnly):
         self.rollout, self.numbers, self.names = rollout, 1, {}
         self.past, self.seen = Counter(), set()     # of sessions that have ended: numbers, names of parameters
         self.lock = threading.Lock()
-        asker = Asker(rollout)
-        self.state = ServerState(rollout, made, asker, model, frozenset(ignore), strip, self.named,
+        requests = RequestQueue(rollout)
+        self.state = ServerState(rollout, made, requests, model, frozenset(ignore), strip, self.named,
                                  longest_token(rollout.tokenizer))
         try: self.served = Served(app_of(self.state), "127.0.0.1", port)
         except BaseException:
-            asker.close()
+            requests.close()
             raise
 
     def __enter__(self)->"Endpoint": return self
@@ -323,5 +323,5 @@ class Endpoint(LocalOnly):
     def close(self):
         "End all sessions, the server and its threads. The rollout stays."
         ended(self, list(self.state.sessions.values()))
-        self.state.asker.close()
+        self.state.requests.close()
         self.served.close()

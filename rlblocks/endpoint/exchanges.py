@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..data.renderers import Renderer
-from .asking import Asker
+from .request_queue import RequestQueue
 from .calls import ChatAnswer, ChatCall, ChatFormat, Refused
 from ..graders.functions import error_text
 from ..rollout.rollout import Rollout
@@ -29,7 +29,7 @@ class ServerState:
     "What the server's functions share."
     rollout:Rollout
     renderer:Renderer
-    asker:Asker
+    requests:RequestQueue
     model:str|None            # the name that is answered to; None: any
     ignore:frozenset[str]     # parameters to be ignored
     strip:bool                # whether spaces around a text make no difference
@@ -147,7 +147,7 @@ async def completion_for(
     plan:Plan,
 )->Completion:
     "The policy's completion. Refused when the engine fails, with its error."
-    try: return await state.asker.ask(plan.ids, plan.seed, plan.room)
+    try: return await state.requests.ask(plan.ids, plan.seed, plan.room)
     except Exception as e:
         raise Refused(f"the engine failed: {error_text(e)}", status=500, code="engine_error") from e
 

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ..graders.sandbox import Ran, Sandbox, parts_in_use, run_code
+from ..graders.sandbox import ProgramResult, Sandbox, parts_in_use, run_code
 
 # %% ../../nbs/environments/01_tools.ipynb #77e4f9a9
 BITS = 1000         # of a power, at most
@@ -172,7 +172,7 @@ class PythonTool:
 
 # %% ../../nbs/environments/01_tools.ipynb #7b6ef637
 def shown(
-    ran:Ran,
+    ran:ProgramResult,
     sandbox:Sandbox,
     most:int, # characters, at most
 )->str:

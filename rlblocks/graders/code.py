@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from .sandbox import Ran, Sandbox, run_all
+from .sandbox import ProgramResult, Sandbox, run_all
 
 # %% ../../nbs/graders/04_code.ipynb #7ce368eb
 HARNESS = '''
@@ -69,7 +69,7 @@ def is_printed(test)->bool:
     raise TypeError(f"code_reward: {str(test)[:80]!r} is no test; a statement, dict(stdin=, stdout=) or dict(call=, "
                     "args=, result=) is wanted")
 
-def decided(r:Ran, numbers:list[int], tests:Sequence, word:str)->dict[int, bool]:
+def decided(r:ProgramResult, numbers:list[int], tests:Sequence, word:str)->dict[int, bool]:
     "Which of its tests a run passes."
     if is_printed(tests[numbers[0]]):
         same = [line.rstrip() for line in r.stdout.rstrip().splitlines()] == [

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from ..arithmetic.masked import Mean, Metric, merge
 from ..data.batch import Batch
 from .functions import LARGEST, Background, named, weighed
-from .killable import Caps, Failure, each
+from .killable import GraderLimits, Failure, each
 
 # %% ../../nbs/graders/00_graders.ipynb #aa0c2beb
 class Notes:
@@ -159,7 +159,7 @@ def in_processes(
     name:str,
     fn,
     batch:Batch,
-    caps:Caps,
+    caps:GraderLimits,
     notes:Notes, # takes what the processes log
 )->tuple[list[float], list[Failure]]: # NaN where a row failed, or was given None; failures by row
     "What a function says of each row by itself, in processes that can be killed."
@@ -262,14 +262,14 @@ class Grader:
         *,
         weights:list|dict|None=None, # what each function counts, in the order or by the names of `fn`; None: 1 each
         name:str|None=None,          # what one function is called in errors and metrics; None: its own name
-        deadline:int|float|Caps|None=None, # seconds a batch, in processes that can be killed; None: in this process.
+        deadline:int|float|GraderLimits|None=None, # seconds a batch, in killable processes; None: in this one.
                                      # Against accidents: what *runs* completions is `code_reward`
         on_failure:float|str|None=None, # with a deadline, of a row that failed: None: unscorable; a score; "raise"
     ):
         "Collect the functions, also async ones. TypeError for what cannot be called, ValueError for names and weights."
         self.fns = named(fn, name)
         self.weights = weighed(self.fns, weights)
-        self.caps = Caps(float(deadline)) if isinstance(deadline, (int, float)) else deadline
+        self.caps = GraderLimits(float(deadline)) if isinstance(deadline, (int, float)) else deadline
         self.on_failure = checked_failure(on_failure)
         self.failures:dict[str, list[Failure]] = {}    # of the last batch, by function
         self.notes = Notes()                           # of the last batch

@@ -11,7 +11,7 @@ import threading
 import warnings
 from importlib.util import find_spec
 
-from .killable import Caps, each
+from .killable import GraderLimits, each
 
 # %% ../../nbs/graders/02_maths.ipynb #df4ad13f
 def math_reward(
@@ -27,7 +27,8 @@ def math_reward(
     work = [_as_math(str(a)) for a in answer], [_stated(c) for c in completions]
     if threading.current_thread() is threading.main_thread(): return _compare(*work)
     import math_verify  # noqa: F401  once, for all the processes
-    found, failures = each(lambda i: _compare(*[x[i:i+1] for x in work])[0], len(answer), Caps(60. + 10*len(answer)))
+    limits = GraderLimits(60. + 10*len(answer))
+    found, failures = each(lambda i: _compare(*[x[i:i+1] for x in work])[0], len(answer), limits)
     if failures: warnings.warn(f"math_reward: no verdict on {len(failures)} of {len(answer)} rows, the first is row "
                                f"{failures[0].item}: {failures[0].kind}, {failures[0].text}", stacklevel=2)
     return found

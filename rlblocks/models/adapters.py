@@ -31,7 +31,7 @@ from ..engines.lazy_weights import stand_ins
 from ..engines.engine import output_layer
 from ..engines.weights import plain_name
 from ..engines.process_group import HALF
-from .checks import check_adapter
+from .validation import check_adapter
 from .folders import drafted
 from .loading import dequantized, quantized
 from .prepared import Lora

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ..data.batch import Batch
 from ..engines.engine import EngineSpec, engine_of
 from ..engines.optimizers import OptimizerSpec
-from .forward import Reading
+from .forward import OutputRequest
 from .loading import as_pretrained, load_tokenizer
 from .policy import Trained, base_of, start
-from .prepared import Lora, Setup
+from .prepared import Lora, WrapperSettings
 from .step import compute, train_step
 from .value_heads import ClassHead, classifier, save_read, stored_bins, trunk_reader
 
@@ -43,7 +43,7 @@ class Critic(Trained):
     ):
         "Load or copy the trunk; it keeps its head, or gets one that starts at zero."
         if lr is None and optimizer is None: lr = 1e-5
-        setup = Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
+        setup = WrapperSettings(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
         given, base = as_pretrained(model), base_of(model)
         self.tokenizer = load_tokenizer(given.name, tokenizer)
         bins = stored_bins(given.name) if bins is None else bins
@@ -54,7 +54,7 @@ class Critic(Trained):
 
     def values(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
         "V before each chosen token `[B, T]`, in reward units. ValueError where there is nothing to read."
-        return compute(self._run, batch, Reading(logprobs=False), "values", at)
+        return compute(self._run, batch, OutputRequest(logprobs=False), "values", at)
 
     def step(self,
         batch:Batch,   # one optimizer step's rows
@@ -62,7 +62,7 @@ class Critic(Trained):
         *more,         # further (batch, loss) pairs of the same step
     )->dict: # metrics
         "One optimizer step, over as many micro-batches and ranks as it takes. As `Policy.step`."
-        return train_step(self._run, [(batch, loss), *more], Reading(logprobs=False))
+        return train_step(self._run, [(batch, loss), *more], OutputRequest(logprobs=False))
 
     def save_pretrained(self,
         path, # a folder; made if missing

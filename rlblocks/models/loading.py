@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..engines.lazy_weights import make_lazy_
 from ..engines.engine import output_layer
 from ..engines.process_group import device_of
-from .checks import config_of, refuse_encoder_decoder, without_its_code
+from .validation import config_of, refuse_encoder_decoder, without_its_code
 
 if TYPE_CHECKING: import transformers
 

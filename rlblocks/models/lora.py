@@ -31,11 +31,11 @@ from .adapters import (check_bare, check_merges, check_untied, fingerprint, inje
                                       keep_kernels_, layers_with_adapters, linear_names, load_adapter_, lora_config,
                                       merged_weights, nested, peft_, settings_of, starts_from_weights,
                                       without_adapters, write_adapter)
-from .checks import check_same_base, check_sum_of_adapters, config_of, without_its_code
+from .validation import check_same_base, check_sum_of_adapters, config_of, without_its_code
 from .folders import dtypes_of, in_precision, save_folder
 from .forward import Forward
 from .loading import load_tokenizer
-from .prepared import Lora, Prepared, Setup
+from .prepared import Lora, ReadyModel, WrapperSettings
 
 if TYPE_CHECKING:
     import peft
@@ -226,7 +226,7 @@ def view_(reader:Forward, base:Base, name:str|None):
     reader.__dict__["trunk"], reader.dtypes = trunk, base.dtypes
     if name is not None: reader.add_module("adapter", nested(base.own[name]))
 
-def check_shared(base:Base, setup:Setup, who:str):
+def check_shared(base:Base, setup:WrapperSettings, who:str):
     "ValueError for settings that the base has otherwise."
     given, own = setup.engine, base.model.spec
     settings = {f.name: getattr(given, f.name) for f in fields(given) if f.name not in ("sequence_parallel", "make")}
@@ -245,7 +245,7 @@ def check_kept(who:str, spec:EngineSpec)->None:
     raise ValueError(f"{who}: low_precision=True; adapters are kept in fp32, and the base in the precision that it was "
                      "loaded in")
 
-def on_base(base:Base|None, reader:Forward, setup:Setup, who:str)->tuple[Setup, View]:
+def on_base(base:Base|None, reader:Forward, setup:WrapperSettings, who:str)->tuple[WrapperSettings, View]:
     """Put a wrapper on a base. ValueError for settings that a base has already, and an adapter that another one trains.
 
     `base`: another wrapper's; None = the reader's trunk becomes one. Result: what `prepare` takes, and its base."""
@@ -274,7 +274,7 @@ def on_base(base:Base|None, reader:Forward, setup:Setup, who:str)->tuple[Setup, 
     return replace(setup, engine=engine, device=base.model.device, frozen=frozen, lora=None), View(base, name)
 
 def save_adapter(
-    run:Prepared, # of a wrapper
+    run:ReadyModel, # of a wrapper
     view:View|None, # its base
     path,       # a folder; made if missing
     tokenizer=None, # saved beside it

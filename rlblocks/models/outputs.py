@@ -21,8 +21,8 @@ from ..arithmetic.passes import sent
 from ..data.batch import Batch, like
 from ..data.columns import listed
 from ..engines.sharded_model import ShardedModel
-from .checks import measure_columns
-from .forward import Forward, Layout, Places, Reading
+from .validation import measure_columns
+from .forward import Forward, Layout, Places, OutputRequest
 
 # %% ../../nbs/models/07_outputs.ipynb #12cff2b9
 ASK = dict(entropy="policy.step(batch, loss, entropy=True)", logits="policy.step(batch, loss, logits=True)",
@@ -56,7 +56,7 @@ class RowOut(Out):
     per_token = False
 
 # %% ../../nbs/models/07_outputs.ipynb #5c19d0f7
-def outputs(model:ShardedModel, layout:Layout, part:Batch, reading:Reading=Reading(), who:str="model")->Out:
+def outputs(model:ShardedModel, layout:Layout, part:Batch, reading:OutputRequest=OutputRequest(), who:str="model")->Out:
     "Run a micro-batch and read it: `[B, T, …]` each, or a `RowOut` of rows."
     rows, cols = (x.cpu() for x in _chosen(part, reading))
     experts = _experts(who, model, part) if "experts" in part and reading.logprobs else None

@@ -20,12 +20,12 @@ from ..engines.weights import Deltas
 from ..engines.optimizers import OptimizerSpec
 from ..engines.engine import LocalOnly
 from ..engines.weights import Ticket
-from .checks import check_measure
-from .forward import Forward, Reading
+from .validation import check_measure
+from .forward import Forward, OutputRequest
 from .head import Head, as_head
 from .loading import Pretrained, as_pretrained, load_module, load_quantized, load_tokenizer
 from .lora import Base, View, save_adapter, on_base
-from .prepared import Lora, Prepared, Setup, prepare, validated
+from .prepared import Lora, ReadyModel, WrapperSettings, prepare, validated
 from .routers import expert_hits
 from .step import compute, train_step
 from .tickets import adapter_ticket, ticket_of
@@ -34,7 +34,7 @@ from .value_heads import save_read, value_head as value_head_of
 # %% ../../nbs/models/00_policy.ipynb #deee7177
 class Trained(LocalOnly):
     "What Policy, Critic and Scorer have in common beside `step`: a version, and a state for `Checkpoint`. Abstract."
-    _run:Prepared
+    _run:ReadyModel
     _view:View|None = None      # its base; None: its own weights
 
     @property
@@ -71,7 +71,7 @@ class Trained(LocalOnly):
     def __repr__(self): return f"{type(self).__name__}({described(self._run)})"
 
 # %% ../../nbs/models/00_policy.ipynb #ee8aabdb
-def described(run:Prepared)->str:
+def described(run:ReadyModel)->str:
     "Model, parameters, precision, layout and version in a line."
     weights = list(run.module.parameters())
     n = sum(getattr(p, "ds_numel", p.numel()) for p in weights)      # ds_numel: ZeRO-3 leaves no entries between passes
@@ -93,7 +93,8 @@ def base_of(model:object)->Base|None: # None: the model is no wrapper
         model._view = View(Base(run.module.trunk, model=run.model, name=name), None)
     return model._view.base
 
-def start(who:str, reader:Forward, base:Base|None, setup:Setup, *, quantized:bool=False)->tuple[Prepared, View|None]:
+def start(who:str, reader:Forward, base:Base|None, setup:WrapperSettings, *,
+    quantized:bool=False)->tuple[ReadyModel, View|None]:
     """Hand the module to its engine, as a model of its own or as a view on a base.
 
     `base`: of `base_of`; None = the trunk is its own. Result: ready to run, and its base."""
@@ -124,7 +125,7 @@ class Policy(Trained):
     ):
         "Load or copy the model. TypeError for what is no model, ValueError for what it or its settings cannot do."
         if lr is None and optimizer is None: lr = 1e-6
-        setup = Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
+        setup = WrapperSettings(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
         given, base = as_pretrained(model), base_of(model)
         module = base.trunk if base else load_policy(given, setup)
         self.tokenizer, self._sent = load_tokenizer(given.name, tokenizer), Deltas()
@@ -133,19 +134,19 @@ class Policy(Trained):
 
     def logprobs(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
         "log π(token | what came before it) `[B, T]`, in nats, at the chosen tokens, under how they were sampled."
-        return compute(self._run, batch, Reading(), "logprobs", at)
+        return compute(self._run, batch, OutputRequest(), "logprobs", at)
 
     def values(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
         "V before each chosen token `[B, T]`, by the value head. ValueError without `value_head=True`."
-        return compute(with_value_head(self._run), batch, Reading(), "values", at)
+        return compute(with_value_head(self._run), batch, OutputRequest(), "values", at)
 
     def measure(self, batch:Batch, f:Callable, *, at:Tensor|str|None=None)->Tensor:
         "What `f` makes of the distribution each chosen token was sampled from, `[B, T, …]`, a few logits at a time."
-        return compute(self._run, batch, Reading(measure=f), "measured", at)
+        return compute(self._run, batch, OutputRequest(measure=f), "measured", at)
 
     def hidden(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
         "What enters the output layer where each chosen token is predicted, `[B, T, H]`, in the model's precision."
-        return compute(self._run, batch, Reading(hidden=True), "hidden", at)
+        return compute(self._run, batch, OutputRequest(hidden=True), "hidden", at)
 
     def head(self)->Head:
         "The output layer as it is now, see `head_now`: makes logits of `hidden`, anywhere. All ranks together."
@@ -185,12 +186,12 @@ class Policy(Trained):
                   tokenizer=self.tokenizer, max_shard_bytes=max_shard_bytes)
 
 # %% ../../nbs/models/00_policy.ipynb #2c32c0b0
-def reading_of(entropy:bool, measure:Callable|None, logits:bool, router_logits:bool)->Reading: # as for `Policy.step`
+def reading_of(entropy:bool, measure:Callable|None, logits:bool, router_logits:bool)->OutputRequest:
     "What a policy's losses see. ValueError for what a measure has to give itself."
     check_measure("Policy", measure, entropy=entropy, logits=logits)
-    return Reading(entropy=entropy, measure=measure, logits=logits, routers="scores" if router_logits else None)
+    return OutputRequest(entropy=entropy, measure=measure, logits=logits, routers="scores" if router_logits else None)
 
-def with_value_head(run:Prepared)->Prepared: # the same
+def with_value_head(run:ReadyModel)->ReadyModel: # the same
     "ValueError for a policy without one."
     if run.module.on_lm_head: return run
     raise ValueError("Policy: values need Policy(…, value_head=True), or a Critic")
@@ -206,13 +207,13 @@ def check_quantized(who:str, spec:EngineSpec, *, trains:bool)->None:
         raise ValueError(f"{who}: quantized weights are not sharded here; leave out engine={spec.word!r}, or "
                          "quantization")
 
-def load_policy(given:Pretrained, setup:Setup)->nn.Module:
+def load_policy(given:Pretrained, setup:WrapperSettings)->nn.Module:
     "A language model, quantized where that is wanted. ValueError for quantized weights that would train or be sharded."
     if given.quantization is None: return load_module(given, lazy=setup.engine.gathers)
     check_quantized("Policy", setup.engine, trains=setup.lora is None and not setup.frozen)
     return load_quantized(cast(str, given.name), given.quantization, attention=given.attention, device=setup.device)
 
-def head_now(run:Prepared)->Head:
+def head_now(run:ReadyModel)->Head:
     """Its output layer as it stands now. All ranks together. TypeError for a layer that is no matrix.
 
     Of a frozen model on one device it is the very matrix, else a copy of V × H numbers on each rank."""
@@ -220,7 +221,7 @@ def head_now(run:Prepared)->Head:
     return run.model.probe(partial(as_head, run.module.trunk, run.model.device, run.layout.transform, copy=copy))
 
 def expert_counts(
-    run:Prepared, # of a mixture of experts
+    run:ReadyModel, # of a mixture of experts
     batch:Batch,  # rows with tokens and lengths
     top_k:int|None=None, # None: the experts that tokens are sent to; else the `top_k` of the largest scores
 )->Tensor: # `[B, L, E]`
@@ -229,8 +230,9 @@ def expert_counts(
     Over all rows, counts.sum(0)/batch.lengths.sum() is the load that `moe_balance_loss` wants. ValueError for a router
     that picks by more than its scores without saying what (see `picked`)."""
     if top_k is None:
-        return compute(run, batch, Reading(hidden=True, routers="experts"), "experts", by_row=lambda x, part: x.sum(1))
+        reading = OutputRequest(hidden=True, routers="experts")
+        return compute(run, batch, reading, "experts", by_row=lambda x, part: x.sum(1))
     def hits(x, part):
         real = torch.arange(x.shape[1], device=x.device) < part.lengths.to(x.device)[:, None]
         return expert_hits(x, real, top_k=top_k)
-    return compute(run, batch, Reading(hidden=True, routers="scores"), "router_logits", by_row=hits)
+    return compute(run, batch, OutputRequest(hidden=True, routers="scores"), "router_logits", by_row=hits)

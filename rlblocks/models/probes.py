@@ -17,7 +17,7 @@ from torch import Tensor
 from ..data.packing import pack
 from .attention import Segments, UnknownAttention, attend_as_before, attend_by_segments
 from .attention import layout as segment_kwargs
-from .checks import SENSES
+from .validation import SENSES
 from .forward import Forward, Layout, Places, rope_window
 from .head import states_of
 

@@ -18,10 +18,10 @@ from ..data.batch import Batch
 from ..engines.engine import EngineSpec, engine_of
 from ..engines.optimizers import OptimizerSpec
 from ..engines.process_group import world
-from .forward import Reading
+from .forward import OutputRequest
 from .loading import as_pretrained, load_tokenizer
 from .policy import Trained, base_of, start
-from .prepared import Lora, Prepared, Setup
+from .prepared import Lora, ReadyModel, WrapperSettings
 from .step import compute, is_shared, train_step
 from .value_heads import classifier, moments_of, save_read, stored_moments, trunk_reader
 from .value_heads import without_moments
@@ -73,7 +73,7 @@ class Scorer(Trained):
     ):
         "Load or copy the trunk; it keeps its head, or gets one that starts at zero."
         if lr is None and optimizer is None: lr = 1e-5
-        setup = Setup(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
+        setup = WrapperSettings(lora, engine_of(engine), optimizer, lr, frozen, micro_tokens, micro_rows, pack, device)
         given, base, wanted = as_pretrained(model), base_of(model), outputs_of(outputs)
         self.tokenizer = load_tokenizer(given.name, tokenizer)
         head:dict[str, Any] = dict(outputs=wanted.number, bias=wanted.at is not None, lazy=setup.engine.gathers)
@@ -119,15 +119,15 @@ class Scorer(Trained):
         save_read(self._run, model, path, head="score", **how)
 
 # %% ../../nbs/models/02_scorer.ipynb #4da2548c
-def raw_scores(run:Prepared, batch:Batch, at:str|None)->Tensor: # `[B]`, `[B, k]`; with `at` `[B, T]`, `[B, T, k]`
+def raw_scores(run:ReadyModel, batch:Batch, at:str|None)->Tensor: # `[B]`, `[B, k]`; with `at` `[B, T]`, `[B, T, k]`
     "Scores as the head gives them, without gradient; of tokens where the column `at` is True, 0 elsewhere."
     return compute(run, batch, scores_at(at), "scores")
 
-def scores_at(at:str|None)->Reading:
+def scores_at(at:str|None)->OutputRequest:
     "Scores of rows, or after marked tokens."
-    return Reading(logprobs=False, rows=at is None, after=at)
+    return OutputRequest(logprobs=False, rows=at is None, after=at)
 
-def measure_moments(run:Prepared, batch:Batch, at:str|None)->tuple[list[float], list[float]]: # mean, deviation
+def measure_moments(run:ReadyModel, batch:Batch, at:str|None)->tuple[list[float], list[float]]: # mean, deviation
     "Of each output, from the raw scores of a batch; of a part over all ranks. `at`: as for `raw_scores`."
     x = raw_scores(run, batch, at)
     if at is not None: x = x[batch.columns[at]]

@@ -17,24 +17,24 @@ from torch import Tensor
 from ..arithmetic.masked import Last, Mean, Metric, merge
 from ..data.batch import Batch
 from ..data.columns import widen
-from ..data.packing import Limits, common_prefix, planned
+from ..data.packing import MicroBatchLimits, common_prefix, planned
 from ..engines.sharded_model import check_graph
 from ..engines.weights import checksum
 from ..engines.process_group import agree, largest, same_rows
-from .checks import (check_batches, check_confined, check_jobs, check_loss, check_sampled, check_scored,
-                                    check_turning, check_window, places_at)
-from .forward import Reading
+from .validation import (check_batches, check_confined, check_jobs, check_loss, check_sampled,
+                                        check_scored, check_turning, check_window, places_at)
+from .forward import OutputRequest
 from .outputs import cause, check_splits, outputs, trainable
-from .prepared import Prepared
+from .prepared import ReadyModel
 
 # %% ../../nbs/models/06_step.ipynb #e0e7d205
-def micro_batches(run:Prepared, batch:Batch)->list[list[int]]: # row numbers of each
+def micro_batches(run:ReadyModel, batch:Batch)->list[list[int]]: # row numbers of each
     "Row numbers of each micro-batch of this rank's rows."
     families = batch.families if run.layout.segments and run.layout.packed else None
     shared = None if families is None else common_prefix(batch.tokens, batch.lengths, families)
     return _plan(run, batch.lengths, batch.unit if "unit" in batch else None, shared)
 
-def as_many(run:Prepared, batches:list, plans:list[list[list[int]]], error:Exception|None)->list[list[list[int]]]:
+def as_many(run:ReadyModel, batches:list, plans:list[list[list[int]]], error:Exception|None)->list[list[list[int]]]:
     "Parts of a cut get as many micro-batches on every rank, some empty, or all ranks raise."
     if run.model.ranks > 1 and any(isinstance(b, Batch) and b.is_part and b.whole.parts > 1 for b in batches):
         most = largest([len(plan) for plan in plans], error, run.name)
@@ -48,7 +48,8 @@ def _plan(run, lengths, unit, shared):
     lengths, unit, layout = lengths.cpu().clamp(min=1), None if unit is None else unit.cpu(), run.layout
     sides = _sides(run, lengths, unit)
     if len(sides) > 1 or not (layout.packed and layout.segments): shared = None
-    limits = Limits(run.micro_tokens, run.micro_rows, not layout.packed, run.name, ("micro_tokens", "micro_rows"))
+    limits = MicroBatchLimits(run.micro_tokens, run.micro_rows, not layout.packed, run.name,
+                              ("micro_tokens", "micro_rows"))
     plans = [(rows, planned(lengths[rows], None if unit is None else unit[rows], limits, shared)) for rows in sides]
     return [rows[some].tolist() for rows, plan in plans for some in plan]
 
@@ -61,7 +62,7 @@ def _sides(run, lengths, unit):
     return [side for side in (rows[lengths <= window], rows[lengths > window]) if len(side)]
 
 # %% ../../nbs/models/06_step.ipynb #a62c8e1b
-def train_step(run:Prepared, jobs:list, reading:Reading)->dict: # metrics
+def train_step(run:ReadyModel, jobs:list, reading:OutputRequest)->dict: # metrics
     """One optimizer step on the sum of the jobs' losses.
 
     In order: the lock is taken; ranks agree on what they were given; batches without chosen tokens are left out; rows
@@ -198,7 +199,7 @@ def _own_metrics(run, sums, norm, share)->dict[str, Metric]:
                 version=Last(run.model.version), skipped=Mean(0., share))
 
 # %% ../../nbs/models/06_step.ipynb #2873c202
-def is_shared(run:Prepared, batches:list)->bool: # True: gradients are summed over replicas
+def is_shared(run:ReadyModel, batches:list)->bool: # True: gradients are summed over replicas
     "Whether the batches are cut over the replicas of this world. ValueError for a cut in another number."
     parts = {b.whole.parts for b in batches if b.is_part}
     if not parts: return False
@@ -218,7 +219,7 @@ def _agree_on_rows(run, batches):
 
 # %% ../../nbs/models/06_step.ipynb #e833e2c5
 @torch.no_grad()
-def compute(run:Prepared, batch:Batch, reading:Reading, key:str, at:Tensor|str|None=None,
+def compute(run:ReadyModel, batch:Batch, reading:OutputRequest, key:str, at:Tensor|str|None=None,
             by_row:Callable|None=None)->Tensor: # `[B, T, …]`, or `[B, …]` of rows
     """Run all micro-batches without gradient and put `key` back in the rows' order, on the CPU.
 

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from ..data.batch import Batch
 from ..engines.weights import plain_name, Deltas, LowRank, changes_ticket, Ticket, probe_ids
-from .checks import check_alone
+from .validation import check_alone
 from .forward import Forward
 from .lora import Base, View
-from .prepared import Prepared
+from .prepared import ReadyModel
 
 # %% ../../nbs/models/15_tickets.ipynb #b64b5e3c
-def ticket_of(run:Prepared, logprobs:Callable[[Batch], Tensor], dtype:torch.dtype|None=None, *, since:int|None=None,
+def ticket_of(run:ReadyModel, logprobs:Callable[[Batch], Tensor], dtype:torch.dtype|None=None, *, since:int|None=None,
               sent:Deltas|None=None)->Ticket:
     """A ticket for all weights, an adapter's merged into a copy, or for what changed in them.
 
@@ -34,7 +34,7 @@ def ticket_of(run:Prepared, logprobs:Callable[[Batch], Tensor], dtype:torch.dtyp
     ticket = replace(ticket, merged=getattr(run.model.engine, "name", None) is not None)
     return ticket if since is None or sent is None else sent.ticket(ticket, since)
 
-def adapter_ticket(run:Prepared, view:View|None, logprobs:Callable[[Batch], Tensor], **more:object)->Ticket:
+def adapter_ticket(run:ReadyModel, view:View|None, logprobs:Callable[[Batch], Tensor], **more:object)->Ticket:
     """A ticket for the two factors of each layer. ValueError without an adapter, and for one that is more than factors.
 
     `view`: the policy's base; None = its own weights; `more`: a choice that only all weights leave, ValueError."""

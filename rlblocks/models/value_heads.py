@@ -21,7 +21,7 @@ from ..engines.lazy_weights import device_at, lazy_weights, read_module_
 from ..engines.sharded_model import ShardedModel
 from ..engines.process_group import world
 from ..losses.value import expected_value
-from .checks import config_of, refuse_encoder_decoder, without_its_code
+from .validation import config_of, refuse_encoder_decoder, without_its_code
 from .folders import in_precision, plain_twin, save_folder
 from .forward import Forward
 from .head import states_of
@@ -202,7 +202,7 @@ def _describe(config, head, pad, names, moments, at, bins):
 
 # %% ../../nbs/models/11_value_heads.ipynb #1bc4aae7
 def save_read(run, module, path, *, head:str|None, dtype:torch.dtype|None=None, **how):
-    """Write the trunk and head of a `Prepared` wrapper with `save_folder`. All ranks together.
+    """Write the trunk and head of a wrapper (`ReadyModel`) with `save_folder`. All ranks together.
 
     `module` is its trunk or a `classifier` of it; `head` names the head, None leaves it out; dtype=None: as loaded."""
     at = "" if module is run.module.trunk else f"{module.base_model_prefix}."

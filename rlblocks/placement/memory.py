@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from ..models.prepared import Lora
 from ..models.adapters import linear_names, lora_config, peft_
 from ..models.attention import Segments, attend_by_segments, layout
-from ..models.checks import config_of
+from ..models.validation import config_of
 from ..models.loading import without_lm_head
 from ..engines.engine import output_layer
 from ..models.head import states_of

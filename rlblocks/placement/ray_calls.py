@@ -45,7 +45,7 @@ class RankCall:
     answers:dict[int, Answer] = field(default_factory=dict) # rank → its answer, once it has come
     killed:set[int] = field(default_factory=set) # ranks that died in it, before others were started again or ended
     waiter:int|None = None       # the thread that waits for it; None: nobody does now
-    asker:Callable[[], "RankAnswer|None"]|None = None # by which the loop can ask for the answer; None: it cannot
+    requests:Callable[[], "RankAnswer|None"]|None = None # by which the loop can ask for the answer; None: it cannot
 
 class RankAnswer:
     "The answer of a call that ranks have begun, as the loop holds it."
@@ -59,7 +59,7 @@ class RankAnswer:
 
     def handed_out(self)->"RankAnswer": # the same
         "Let the loop ask when it likes."
-        self.call.asker, self.call.waiter = ref(self), None
+        self.call.requests, self.call.waiter = ref(self), None
         return self
 
     def result(self)->Any:
@@ -209,11 +209,11 @@ class RayCalls:
     def raise_unheard(self, who:str):
         "Raise what an earlier call has raised and nobody heard; wait for those that Ctrl-C left at work."
         for call in list(self.open):
-            interrupted, asker = call.waiter == get_ident(), call.asker() if call.asker else None
-            if not interrupted and (call.waiter or asker or not self.is_done(call)): continue
+            interrupted, requests = call.waiter == get_ident(), call.requests() if call.requests else None
+            if not interrupted and (call.waiter or requests or not self.is_done(call)): continue
             if interrupted:
                 warnings.warn(f"{who} waits: {call.who} was interrupted, and the ranks are at it still", stacklevel=2)
-            try: (asker or self._nobodys(call)).result()
+            try: (requests or self._nobodys(call)).result()
             except Exception as e:
                 e.add_note(f"this was raised in {call.who}, whose result nobody asked for; {who} was not begun")
                 raise

@@ -21,7 +21,7 @@ from ..data.columns import whole_number
 from ..engines.engine import LocalOnly, ReentrantLock, locked
 from ..engines.weights import Manifest, Ticket
 from ..engines.process_group import device_of
-from ..models.checks import check_ids
+from ..models.validation import check_ids
 from ..models.loading import load_tokenizer
 from .rows import check_prompts, check_room, check_structure, split_stop, stop_ids, texts, to_requests
 from .rows import to_rows

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ..engines.weights import InProcess, Manifest, Ticket, buckets, check_since, named_weights, probe_ids
-from ..models.checks import config_of
+from ..models.validation import config_of
 from ..models.folders import plain_twin
 from ..models.routers import routers_of
 from .decoding import MAX_SUPPORT, Penalties, check_finite

@@ -277,7 +277,7 @@ def probe(checker, fn, inputs, hyper, *, outputs=None, denom=None, wrt=None, per
     return _block_probe(checker, fn, name, params, inputs, hyper, denom, wrt, per_row)
 
 # %% ../../nbs/testing/03_probes.ipynb #498e5538
-class Ran(NamedTuple):
+class RunResult(NamedTuple):
     "What one run gave."
     outs:dict    # outputs by name
     grads:dict   # gradient of the columns that may have one
@@ -315,7 +315,7 @@ def run(p, cols, counts):
     if isinstance(total, Tensor) and xs: slopes = torch.autograd.grad(total, xs, allow_unused=True)
     found = {k: g for k,g in zip(leaves, slopes, strict=True) if g is not None}
     grads = {k: found.get(k, torch.zeros_like(cols[k])) for k in leaves if k in p.first and k in p.reads}
-    return Ran({k: x.detach() for k,x in outs.items()}, grads, list(found), metrics)
+    return RunResult({k: x.detach() for k,x in outs.items()}, grads, list(found), metrics)
 
 def parts(p, ranks, rows, ran):
     """(rows, what they gave) for each micro-batch of at most `rows` units on each of `ranks` ranks.
