@@ -85,7 +85,8 @@ def check_gradient(name:str, known:bool, size:float, cuts:Collection[str])->None
                      "know; the model's plan does not fit its code, use engine=\"fsdp2\"")
 
 # %% ../../nbs/engines/09_tensor_plan.ipynb #c5838ea2
-COMPLETE_OUTSIDE = {"colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep"} # input and output
+COMPLETE_OUTSIDE = {"colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep",
+                    "embedding_rowwise"} # input and output
 NO_EXCHANGE = {"local_params", "replicate", "replicated_with_grad_allreduce"} # forward
 
 def planned(module:nn.Module)->"list[tuple[str, transformers.PreTrainedModel]]": # (name, model), the outermost
@@ -122,8 +123,10 @@ def fit_plan(module:nn.Module, plan:dict[str, str], size:int)->dict[str, str]: #
         tied = [name for name, layer in layers.items()
                 if layer is not table and any(p is table.weight for p in layer._parameters.values())]
         divides = isinstance(table, nn.Embedding) and len(table.weight) % size == 0
-        if divides and all(fitted.get(name) in COMPLETE_OUTSIDE for name in tied):
-            fitted.setdefault(next(name for name, layer in layers.items() if layer is table), "embedding_rowwise")
+        at = [name for name, layer in layers.items() if layer is table]
+        if not (divides and all(fitted.get(name) in COMPLETE_OUTSIDE for name in tied)):
+            for name in at: fitted.pop(name, None)      # from transformers 5.24 on the plan names the table too
+        elif at: fitted.setdefault(at[0], "embedding_rowwise")
     return fitted
 
 def _cut(layer, name, leaf, plan):
