@@ -138,19 +138,12 @@ def group(nodeid):
     checker, for which rlblocks is imported once more; any other notebook alone."""
     file, _, test = nodeid.partition("::")
     name, _, params = test.partition("[")
-    if Path(file).stem == "test_notebooks": return of_notebook(name, params.removesuffix("]"))
+    if Path(file).stem == "test_notebooks":
+        return "notebooks" if "type_checker" in name else params.removesuffix("]")
     if name in launching(ROOT/file): return "ranks" if Path(file).stem not in MATRICES else "matrices"
     for word in ("vllm", "ray"):
         if f"{word}_python()" in text(ROOT/file): return word
     return Path(file).stem
-
-
-def of_notebook(test, name):
-    "The group of one: those that run under the type checker (tests/test_notebooks.py) are one."
-    if "type_checker" in test: return "notebooks"
-    files = [f for f in (ROOT/"nbs"/f"{name}.ipynb", ROOT/f"{name}.ipynb") if f.exists()]
-    typed = files and all(x in text(files[0]) for x in ("install_import_hook(", "TypeCheckError)"))
-    return "notebooks" if typed else name
 
 
 @cache

@@ -313,6 +313,7 @@ cluster:
 
 
 @needs_ray
+@pytest.mark.long
 @pytest.mark.ranks
 def test_one_host_the_doctor_and_a_pool_from_yaml(tmp_path):
     "`one_host.sh` starts a node with a new token; `rlblocks doctor --cluster` finds nothing wrong; YAML makes a pool."
@@ -360,6 +361,7 @@ except (RuntimeError, ConnectionError) as e: print("refused:", e)
 
 
 @needs_ray
+@pytest.mark.long
 @pytest.mark.ranks
 def test_an_open_cluster_is_refused_by_who_has_a_token(tmp_path):
     """What the cluster wants is not what this process sends: a process of the cluster is asked. (`ray start` wants a

@@ -307,7 +307,17 @@ def test_obeys_the_laws(name):
         assert bool(laws.note) == numbered, f"{name} cannot do with a batch: {laws}"
 
 
-@every_case
+def first_of_modules(names, skipped=()):
+    """All but the first of each module only in `make test-long`: what a module's blocks share is proved once.
+    `test_never_waits_for_the_device` finds most of what breaks a graph, for all of them."""
+    seen = set()
+    for name in names:
+        module = BLOCKS[CASES[name][0] if name in CASES else name].__module__
+        yield pytest.param(name, marks=[pytest.mark.long] if module in seen else [])
+        if name not in skipped: seen.add(module)
+
+
+@pytest.mark.parametrize("name", first_of_modules(CASES))
 def test_compiles_to_one_graph(name):
     columns, hyper = arguments(name)
     torch.compiler.reset()
@@ -345,17 +355,7 @@ def test_derivative_is_that_of_the_value(name):
     assert torch.autograd.gradcheck(value, [few[k].clone().requires_grad_() for k in firsts], fast_mode=True)
 
 
-def of_families(names):
-    """Every loss; all but the first of each module only in `make test-long`, for what a module's losses share is proved
-    once."""
-    seen = set()
-    for name in names:
-        family = BLOCKS[name].__module__
-        yield pytest.param(name, marks=[pytest.mark.long] if family in seen else [])
-        if name not in SURROGATE and name != "gspo_token_loss": seen.add(family)
-
-
-@pytest.mark.parametrize("name", of_families(LOSSES))
+@pytest.mark.parametrize("name", first_of_modules(LOSSES, {*SURROGATE, "gspo_token_loss"}))
 def test_second_derivative_is_that_of_the_gradient(name):
     "Through a network, where autograd would differentiate its part and take a slope written by hand for a constant."
     if name in SURROGATE or name == "gspo_token_loss":
@@ -371,7 +371,7 @@ def test_second_derivative_is_that_of_the_gradient(name):
     assert_close(second, (gradient(w + 1e-5*v)[1] - gradient(w - 1e-5*v)[1])/2e-5, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", of_families(LOSSES))
+@pytest.mark.parametrize("name", first_of_modules(LOSSES, {*SURROGATE, "gspo_token_loss"}))
 def test_hessian(name):
     "torch.func.hessian (vmap over forward over reverse mode) and row by row with two backward passes."
     columns, hyper = arguments(name)

@@ -219,7 +219,7 @@ def float16(world, rank, folder):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("names", [("momentum", "nadam", "adagrad"), *rarely((tuple(KEPT),))], ids=["some", "all"])
+@pytest.mark.parametrize("names", rarely((tuple(KEPT),)), ids=["all"])
 def test_on_two_ranks(tmp_path, names):
     skip_without("deepspeed")
     from test_shards import launch

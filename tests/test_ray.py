@@ -760,6 +760,7 @@ with pool() as second:
 """
 
 
+@pytest.mark.long
 def test_a_pool_whose_ray_was_shut_down_says_so():
     "No other Ray is started for it, and a later one is not taken for it."
     run = said_by(LEFT)

@@ -54,7 +54,7 @@ def test_a_run_on_two_pools_goes_on_when_a_rank_the_raylet_and_the_driver_are_ki
     same(list(last.values()), plain(tiny_grpo(here, steps)), "killed", 1e-9)
 
 
-@pytest.mark.parametrize("ranks", [1, *rarely(2)])       # of two, tests/test_ray.py has one that dies
+@pytest.mark.parametrize("ranks", rarely(1, 2))      # in `make test` tests/test_ray.py has a rank that dies
 @pytest.mark.skipif(find_spec("jsonargparse") is None, reason="needs jsonargparse")
 def test_the_command_makes_a_new_pool_and_a_new_process_and_resumes(tmp_path, ranks):
     """`rlblocks run --restarts`: a rank is killed, then the process of the loop. The numbers are those of SpmdPool on

@@ -480,7 +480,7 @@ def killed(_, folder, python, seconds):
     assert not left and not list(work.iterdir())
 
 
-@pytest.mark.parametrize("seconds", [300., *rarely(.5, 1.5, 3.)])
+@pytest.mark.parametrize("seconds", rarely(300., .5, 1.5, 3.))
 def test_a_killed_trainer_leaves_nothing_of_vllm(tmp_path, seconds):
     "Neither the weights that it read, nor the file by which its ranks would meet."
     forked(killed, (str(tmp_path), vllm_python(), seconds), 1, limit=600)
