@@ -25,6 +25,6 @@ setup(
     install_requires=meta["requirements"].split(),
     extras_require=extras,
     # vLLM's own processes, where it has some, learn how weights come
-    entry_points={"vllm.general_plugins": ["rlblocks = rlblocks.samplers.vllm_server:register"],
+    entry_points={"vllm.general_plugins": ["rlblocks = rlblocks.samplers.vllm_process:register"],
                   "console_scripts": ["rlblocks = rlblocks.people.command:command_line"]},
 )

@@ -43,6 +43,6 @@ def put(set_name):
 
 def serve_trainer(connection, folder):
     "The engine's program, on such a machine."
-    from rlblocks.samplers import vllm_server
+    from rlblocks.samplers import vllm_process
     put(setattr)
-    vllm_server.serve_trainer(connection, folder)
+    vllm_process.serve_trainer(connection, folder)

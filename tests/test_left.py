@@ -90,7 +90,7 @@ def killed(_, folder, seeds, python):
 @pytest.mark.parametrize("seeds", [range(16), *rarely(range(16, 50))])
 def test_a_killed_trainer_leaves_nothing(tmp_path, seeds):
     (tmp_path/"engine.py").write_text(ENGINE)
-    ready = Ready(sys.executable, ["rlblocks.samplers.vllm_server"])
+    ready = Ready(sys.executable, ["rlblocks.samplers.vllm_process"])
     try: forked(killed, (str(tmp_path), list(seeds), ready.command), 1, limit=60 + 20*len(seeds))
     finally: ready.close()
 

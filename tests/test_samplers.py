@@ -375,7 +375,7 @@ def test_only_the_engines_program_imports_vllm():
     "And what vLLM's own processes load of ours through its entry point."
     def imports_vllm(path): return re.search(r"(?m)^\s*(from|import) vllm\b", path.read_text(encoding="utf-8"))
     found = {p.name for p in ROOT.glob("rlblocks/**/*.py") if imports_vllm(p)}
-    assert found == {"vllm_server.py", "weight_transfer.py"}
+    assert found == {"vllm_process.py", "weight_transfer.py"}
 
 
 def test_a_program_that_does_not_answer_is_an_error_with_its_log():
@@ -441,7 +441,7 @@ def test_a_start_has_its_seconds_once(tmp_path):
 
 def test_a_program_that_says_nothing_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    child = Child("rlblocks.samplers.vllm_server", "serve_trainer", timeout=.05)      # it takes longer to import torch
+    child = Child("rlblocks.samplers.vllm_process", "serve_trainer", timeout=.05)      # it takes longer to import torch
     with pytest.raises(TimeoutError, match="no sign of life for 0.05 s and was stopped. Its log ends:"): child.read(60.)
     child.close()
     assert not list(tmp_path.iterdir())
@@ -450,7 +450,7 @@ def test_a_program_that_says_nothing_leaves_nothing_behind(tmp_path, monkeypatch
 TRAINER = """
 import os
 from rlblocks.samplers.processes import Child
-print(Child("rlblocks.samplers.vllm_server", "serve_trainer").process.pid, flush=True)
+print(Child("rlblocks.samplers.vllm_process", "serve_trainer").process.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
 

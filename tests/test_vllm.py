@@ -175,7 +175,7 @@ def test_the_registered_engine_is_what_the_entry_point_names(root):
 RETURNED = """
 import numpy as np, pickle, sys
 from multiprocessing import Pipe
-from rlblocks.samplers.vllm_server import SampleOptions, Server, acceptance
+from rlblocks.samplers.vllm_process import SampleOptions, Server, acceptance
 from vllm import EngineArgs
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, RequestOutput, SamplingMask

@@ -374,7 +374,7 @@ def probe_distance(before:Probe, after:Probe)->float:
 
 def partial_gradients(before:dict[str, Tensor], after:dict[str, Tensor], cuts:Collection[str],
                       group:dist.ProcessGroup|None)->set[str]: # names
-    "Weights of whose gradient each rank knows a term; of the others each knows all. ValueError for a third kind."
+    "Return the weights whose gradient is a sum over ranks. ValueError for one that is neither that nor whole on each."
     if not before: return set()
     far = [[(after[n]-g).norm(), (reduce_from(after[n], group)-g).norm(), g.norm()] for n, g in before.items()]
     found = torch.stack([torch.stack(x).double() for x in far])

@@ -89,7 +89,7 @@ def buckets(
 # %% ../../nbs/engines/11_weights.ipynb #fd26b33c
 @runtime_checkable
 class Change(Protocol):
-    "Make a weight of one that the receiver has, where the weight itself does not travel."
+    "Describe a weight as a change of one that the receiver has, so that less travels."
     @property
     def shape(self)->tuple[int, ...]: ...    # of the weight
     @property

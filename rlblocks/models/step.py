@@ -31,8 +31,8 @@ from .prepared import ReadyModel
 def micro_batches(run:ReadyModel, batch:Batch)->list[list[int]]: # row numbers of each
     "Row numbers of each micro-batch of this rank's rows."
     families = batch.families if run.layout.segments and run.layout.packed else None
-    shared = None if families is None else common_prefix(batch.tokens, batch.lengths, families)
-    return _plan(run, batch.lengths, batch.unit if "unit" in batch else None, shared)
+    prefix = None if families is None else common_prefix(batch.tokens, batch.lengths, families)
+    return _plan(run, batch.lengths, batch.unit if "unit" in batch else None, prefix)
 
 def as_many(run:ReadyModel, batches:list, plans:list[list[list[int]]], error:Exception|None)->list[list[list[int]]]:
     "Parts of a cut get as many micro-batches on every rank, some empty, or all ranks raise."
@@ -42,15 +42,15 @@ def as_many(run:ReadyModel, batches:list, plans:list[list[list[int]]], error:Exc
     if error: raise error
     return plans
 
-def _plan(run, lengths, unit, shared):
+def _plan(run, lengths, unit, prefix):
     "Micro-batches of the rows of one rank."
     check_window(run.name, lengths, run.module.positions, type(run.module.trunk).__name__)
     lengths, unit, layout = lengths.cpu().clamp(min=1), None if unit is None else unit.cpu(), run.layout
     sides = _sides(run, lengths, unit)
-    if len(sides) > 1 or not (layout.packed and layout.segments): shared = None
+    if len(sides) > 1 or not (layout.packed and layout.segments): prefix = None
     limits = MicroBatchLimits(run.micro_tokens, run.micro_rows, not layout.packed, run.name,
                               ("micro_tokens", "micro_rows"))
-    plans = [(rows, planned(lengths[rows], None if unit is None else unit[rows], limits, shared)) for rows in sides]
+    plans = [(rows, planned(lengths[rows], None if unit is None else unit[rows], limits, prefix)) for rows in sides]
     return [rows[some].tolist() for rows, plan in plans for some in plan]
 
 def _sides(run, lengths, unit):
@@ -70,10 +70,10 @@ def train_step(run:ReadyModel, jobs:list, reading:OutputRequest)->dict: # metric
     and back; every loss is a number, or all ranks raise and drop the gradient; the engine sums it over ranks, clips
     and steps at the schedule's rate; the version moves on; metrics come back."""
     with run.model.lock:
-        jobs, shared = _ready(run, jobs, reading)
-        share = 1/(run.model.replicas if shared else 1)      # metrics of replicas are merged: a part of it from each
-        if not jobs: return dict(loss=Mean(0., share), skipped=Mean(share, share))
-        sums = Sums(together=shared or run.model.shares > 1)
+        jobs, over_replicas = _ready(run, jobs, reading)
+        weight = 1/(run.model.replicas if over_replicas else 1)   # metrics of replicas are merged: each gives a part
+        if not jobs: return dict(loss=Mean(0., weight), skipped=Mean(weight, weight))
+        sums = Sums(together=over_replicas or run.model.shares > 1)
         with _discards(run):
             with _all_or_none(run, sums):
                 work = _work(run, jobs, reading)
@@ -81,25 +81,25 @@ def train_step(run:ReadyModel, jobs:list, reading:OutputRequest)->dict: # metric
                     part = batch.part(rows).trim()
                     out = outputs(run.model, run.layout, part, reading, run.name)
                     value = _add(run, sums, loss, out, part, rows)
-                    run.model.backward(value, last=i == len(work), shared=shared)
-            norm = run.model.apply(shared=shared)
+                    run.model.backward(value, last=i == len(work), shared=over_replicas)
+            norm = run.model.apply(shared=over_replicas)
         metrics = {k: m.to("cpu") for k, m in sums.metrics.items()}
-        return merge(metrics, _own_metrics(run, sums, norm, share))
+        return merge(metrics, _own_metrics(run, sums, norm, weight))
 
 def _ready(run, jobs, reading):
     "The jobs that have something to learn from, and whether they are cut over ranks. All ranks go on, or all raise."
-    given, error, shared = [], None, False
+    given, error, over_replicas = [], None, False
     try:
         if run.model.frozen: raise RuntimeError(f"{run.name}: this one is frozen (frozen=True) and cannot step")
         check_jobs(run.name, jobs)
         for b, _ in jobs if reading.rows or reading.after else (): check_scored(run.name, b, reading.after)
-        shared = is_shared(run, [b for b, _ in jobs])
+        over_replicas = is_shared(run, [b for b, _ in jobs])
         given = [_given(run, b) for b, _ in jobs]
     except Exception as e: error = e
     _together(f"{run.name}.step", error, run.model.ranks > 1, given)
     _agree_on_rows(run, [b for b, _ in jobs])
     jobs = [(b.to("cpu").counted(), loss) for b, loss in jobs if len(b)]      # counted once, where it is cut
-    return [(b, loss) for b, loss in jobs if b.n_tokens], shared
+    return [(b, loss) for b, loss in jobs if b.n_tokens], over_replicas
 
 def _together(who, error, others, given=None):
     "Raise this rank's error; with `others` all ranks raise, also where they were not given the same."
@@ -192,11 +192,11 @@ def _all_or_none(run, sums):
                                        f"was changed. {why}".rstrip())
     _together(f"{run.name}.step", error, sums.together)
 
-def _own_metrics(run, sums, norm, share)->dict[str, Metric]:
+def _own_metrics(run, sums, norm, weight)->dict[str, Metric]:
     "What a step tells besides the closures' metrics."
     lr = run.model.optimizer.param_groups[0]["lr"]
-    return dict(loss=Mean(sums.loss, share), grad_norm=Mean(norm.item()*share, share), lr=Last(lr),
-                version=Last(run.model.version), skipped=Mean(0., share))
+    return dict(loss=Mean(sums.loss, weight), grad_norm=Mean(norm.item()*weight, weight), lr=Last(lr),
+                version=Last(run.model.version), skipped=Mean(0., weight))
 
 # %% ../../nbs/models/06_step.ipynb #2873c202
 def is_shared(run:ReadyModel, batches:list)->bool: # True: gradients are summed over replicas

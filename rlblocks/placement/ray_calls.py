@@ -344,7 +344,7 @@ class RayCalls:
         if call.leaves is not None and not kept: self.dropped.append(call.leaves)
 
     def retire(self, call:RankCall, ok:bool):
-        "Take note that a call is over: it is repeated no more or, if it has set something, in place of an earlier one."
+        "Forget an ended call: a rank made anew need not repeat it. What set something replaces what set it before."
         with self.lock:
             if call not in self.kept: return
             at = self.kept.index(call)

@@ -30,7 +30,7 @@ from .decoding import MAX_SUPPORT, Penalties, check_finite
 from .hf import sampling_module
 from .processes import Child, interpreter
 from .sampler import Completion, Reason, Request, Sampling, VllmSpec, check_ready
-from .vllm_server import SampleOptions
+from .vllm_process import SampleOptions
 from .weight_transfer import Channel, SharedMemory, Transfer, channel_for, check_adapter, score_with
 
 if TYPE_CHECKING: import transformers
@@ -179,7 +179,7 @@ def start_engine(
     "Start vLLM in a process, and wait until it has sampled one token. Errors say that it was the start."
     end = time.monotonic() + spec.start
     v2 = dict(VLLM_USE_V2_MODEL_RUNNER="1") if any(spec.options.get(name) for name in _V2) else {}
-    child = Child("rlblocks.samplers.vllm_server", "serve_trainer", python=interpreter(spec.python), folders=folders,
+    child = Child("rlblocks.samplers.vllm_process", "serve_trainer", python=interpreter(spec.python), folders=folders,
                   timeout=spec.start, environment=_QUIET | v2 | visible_devices(engine_devices(spec), os.environ))
     try:
         if arguments["model"] is None:
