@@ -369,7 +369,8 @@ class Prompts(Rows):
             if self.max_tokens is not None and len(x) > self.max_tokens:
                 raise ValueError(self.about(i, f"the prompt has {len(x)} tokens, max_tokens is {self.max_tokens}; "
                                                "shorten or leave out such rows"))
-        self._keep(range(len(ids)), texts, ids, [bytes(len(x)) for x in ids], "".join(m.digest for m in media if m).encode())
+        sources = "".join(m.digest for m in media if m).encode()
+        self._keep(range(len(ids)), texts, ids, [bytes(len(x)) for x in ids], sources)
 
     def _with_media(self, texts, ids, media, processor):
         "Expand the placeholders of rows with media, and keep their type ids."

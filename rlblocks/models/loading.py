@@ -246,7 +246,7 @@ def load_tokenizer(
     model:object,      # a name or folder; a wrapper has its own, anything else none
     given:object=None, # a tokenizer to use instead
 )->"transformers.PreTrainedTokenizerBase|None":
-    "The tokenizer or processor that comes with a model, or None. TypeError for a name: save_pretrained needs the tokenizer."
+    "The tokenizer or processor that comes with a model, or None. TypeError for a name: save_pretrained needs it."
     if isinstance(given, str | Path):
         raise TypeError(f"tokenizer is {str(given)!r}; the tokenizer itself is wanted: "
                         f"AutoTokenizer.from_pretrained({str(given)!r})")

@@ -23,7 +23,7 @@ from ..data.columns import listed
 from ..engines.sharded_model import ShardedModel
 from .validation import measure_columns
 from .forward import Forward, Layout, Places, OutputRequest
-from .multimodal import fed_tokens, media_arguments, media_of
+from .multimodal import fed_tokens, media_arguments, media_of, with_spare_rows
 
 # %% ../../nbs/models/07_outputs.ipynb #12cff2b9
 ASK = dict(entropy="policy.step(batch, loss, entropy=True)", logits="policy.step(batch, loss, logits=True)",
@@ -63,10 +63,12 @@ def outputs(model:ShardedModel, layout:Layout, part:Batch, reading:OutputRequest
     experts = _experts(who, model, part) if "experts" in part and reading.logprobs else None
     group, layout = None if part.families is None else part.families.cpu(), layout_of(layout, part, who)
     reader = cast(Forward, model.module)
-    tokens = fed_tokens(part, reader.placeholders).cpu()
-    media = media_arguments(reader.trunk, *media_of(part), tokens) if reader.placeholders or "media" in part else None
-    call = reader.arrange(tokens, part.lengths.cpu(), _places(who, part, rows, cols, reading), layout, group, experts,
-                          media)
+    tokens, lengths, more = fed_tokens(part, reader.placeholders).cpu(), part.lengths.cpu(), None
+    if reader.placeholders or "media" in part:
+        media, kinds = media_of(part)
+        if model.ranks > 1: tokens, lengths, media, kinds = with_spare_rows(part, tokens, lengths)
+        more = media_arguments(reader.trunk, media, kinds, tokens)
+    call = reader.arrange(tokens, lengths, _places(who, part, rows, cols, reading), layout, group, experts, more)
     flat = model(call.to(model.device), reading, layout)
     if reading.rows: return RowOut(scores=flat["values"])
     routers = {k: flat.pop(k) for k in ("router_logits", "experts") if k in flat}      # already `[B, T, L, E]`
@@ -76,7 +78,7 @@ def outputs(model:ShardedModel, layout:Layout, part:Batch, reading:OutputRequest
 
 def layout_of(layout:Layout, batch:Batch, who:str="model")->Layout:
     "Return how rows are arranged: those with media side by side, where the model computes their positions."
-    if "media" not in batch or not any(batch.media): return layout
+    if "media" not in batch or not (any(batch.media) or batch.is_part and batch.whole.media): return layout
     if layout.shard: raise ValueError(f"{who}: ranks cannot share rows with media; leave sequence_parallel out")
     return replace(layout, packed=False, segments=False)
 

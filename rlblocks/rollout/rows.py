@@ -116,8 +116,8 @@ def media_of_row(
 )->dict[str, Any]: # for a `Request`; empty without media
     "Return the media of a row, and the type ids of its tokens."
     if "media" not in rows or rows.media[i] is None: return {}
-    kinds = {k: torch.cat([rows[k][i, :n], rows[k].new_zeros(more)]) for k in TYPE_IDS if k in rows}
-    return dict(media=rows.media[i], type_ids=kinds)
+    kinds = {k: rows.columns[k][i, :n] for k in TYPE_IDS if k in rows}
+    return dict(media=rows.media[i], type_ids={k: torch.cat([x, x.new_zeros(more)]) for k, x in kinds.items()})
 
 def row_seeds(
     prompts:Batch,  # with the columns `sample` and `turn` they are rows to be continued
