@@ -88,6 +88,7 @@ try:
     )
     from rlblocks.data.preferences import Feedback, Preferences, as_feedback
     from rlblocks.data.demonstrations import Demonstrations
+    from rlblocks.data.media import Media
     from rlblocks.data.prompts import Prompts
     from rlblocks.data.ragged import Ragged, from_arrow, to_arrow
     from rlblocks.data.renderer_checks import check_renderer
@@ -227,7 +228,8 @@ _LAZY = {name: module for module, names in _OFFERS.items() for name in names.spl
 __all__ = [
     "Batch", "Buffer", "Calculator", "ChatRenderer", "Checkpoint", "Cluster", "Counts", "Critic",
     "Demonstrations", "Denom", "Documents", "Endpoint", "Environment", "Feedback", "Flight", "Grader", "GraderLimits",
-    "Last", "Max", "Mean", "Metric", "Number", "OptimizerSpec", "Over", "Packed", "Policy", "Pools", "Preferences",
+    "Last", "Max", "Mean", "Media", "Metric", "Number", "OptimizerSpec", "Over", "Packed", "Policy", "Pools",
+    "Preferences",
     "Prompts", "PythonTool", "Ragged", "RayPool", "RemoteReward", "Renderer", "Response", "Retries", "Rollout",
     "Sandbox", "Scorer", "Search", "Session", "SpmdPool", "Step", "TextRenderer", "Whole", "a2po_loss", "adamw",
     "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward",

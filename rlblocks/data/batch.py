@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..arithmetic.passes import sent
 from .columns import HasColumns, check_meaning, join, kind_of, kinds_of, listed, shape_of, tokens_first
+from .media import SpareRow, spare_rows
 from .cuts import cut, lightest, minibatches, parts
 from .packing import rows_by
 
@@ -29,15 +30,17 @@ class Whole:
     parts:int=1  # how many parts the batch was cut in
     group_tokens:dict[int, int] = field(default_factory=dict) # chosen tokens of each `group` that has some
     trues:dict[str, int] = field(default_factory=dict) # True entries of each other Bool column, see `count_trues`
+    media:tuple[SpareRow, ...]=field(default=(), compare=False, repr=False) # the lightest row with each kind of media
 
 # %% ../../nbs/data/00_batch.ipynb #5467aefc
 def count(batch)->Whole:
     "The counts of a batch that is a whole."
     if "mask" not in batch: raise ValueError("Batch: the counts n_tokens, n_rows and n_units need the column 'mask'")
     rows = batch.mask.any(1)
+    media = spare_rows(batch.columns) if any(batch.columns.get("media") or ()) else ()
     bools = [k for k, x in batch.columns.items() if k != "mask" and isinstance(x, Tensor) and x.dtype == torch.bool]
     return Whole(int(batch.mask.count_nonzero()), int(rows.sum()), count_units(batch, rows),
-                 group_tokens=count_group_tokens(batch), trues={k: count_trues(batch, k) for k in bools})
+                 group_tokens=count_group_tokens(batch), trues={k: count_trues(batch, k) for k in bools}, media=media)
 
 def count_units(batch, rows:Tensor)->int:
     "Units that have one of some rows (a Bool `[B]`)."

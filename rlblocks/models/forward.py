@@ -27,6 +27,7 @@ from .attention import Segments, layout as segment_kwargs
 from .validation import check_hidden, check_measured, positions, vocabulary
 from .folders import dtypes_of
 from .head import tapping, head_logprobs, head_measured, sampled_from, states_of
+from .multimodal import placeholder_ids
 from .routers import picked, routed, router_columns, routing
 
 # %% ../../nbs/models/08_forward.ipynb #208b666d
@@ -103,9 +104,9 @@ class Pass:
         "Of all places, on all ranks that share the line."
         return x if self.shard is None or self.mine is None else self.shard.gathered(x, self.mine, self.n)
 
-def _padded(tokens, lengths, places, takes):
+def _padded(tokens, lengths, places, takes, media):
     "Rows side by side; of a trunk with `logits_to_keep`, logits from the first column that is read to the last."
-    kwargs:dict[str, Any] = dict(use_cache=False) if "use_cache" in takes else {}
+    kwargs:dict[str, Any] = media | (dict(use_cache=False) if "use_cache" in takes else {})
     def made(at): return Pass(tokens, kwargs, at, places, lengths, tokens.shape[1])
     if "logits_to_keep" not in takes: return made(places.rows*tokens.shape[1] + places.cols)
     first, last = int(places.cols.min()), int(places.cols.max())
@@ -133,8 +134,11 @@ def accepts(module:nn.Module, *names:str)->set[str]:
     "Which of `names` the module's forward takes, itself or by what an adapter wraps."
     params = inspect.signature(module.forward).parameters
     found = {n for n in names if n in params}
+    anything = any(p.kind is p.VAR_KEYWORD for p in params.values())
+    # Qwen3-VL, LLaVA and others of transformers take it among `**kwargs`
+    if anything and "use_cache" in names and hasattr(module, "can_generate"): found.add("use_cache")
     inner = getattr(module, "get_base_model", lambda: module)() # an adapter's forward passes on what it does not name
-    passes_on = inner is not module and any(p.kind is p.VAR_KEYWORD for p in params.values())
+    passes_on = inner is not module and anything
     return found | accepts(inner, *names) if passes_on else found
 
 # %% ../../nbs/models/08_forward.ipynb #1233a619
@@ -203,7 +207,7 @@ class Forward(nn.Module):
         self.dtypes = dtypes_of(trunk)  # before an engine promotes it: what a folder is written in
         self.head = head
         self.takes = accepts(trunk, "position_ids", "use_cache", "logits_to_keep")
-        self.vocabulary, self.positions = vocabulary(trunk), positions(trunk)
+        self.vocabulary, self.positions, self.placeholders = vocabulary(trunk), positions(trunk), placeholder_ids(trunk)
         top = output_layer(trunk)
         self.top = next((name for name, m in trunk.named_modules() if m is top), None)
 
@@ -214,10 +218,11 @@ class Forward(nn.Module):
         layout:Layout,             # how to arrange the rows
         group:Tensor|None=None,    # `[B]` ids of rows that may begin alike; packed, they share it
         experts:Tensor|None=None,  # `[B, T, L, K]` that a mixture's tokens go to, −1 = as the router picks
+        media:dict[str, Tensor]|None=None, # what the trunk takes beside ids, of `media_arguments`; rows are then padded
     )->Pass: # on the device of all that is given
         "Rows side by side or on a line, as the layout says."
         call = (_on_a_line(tokens, lengths, places, layout, self.takes, group) if layout.packed
-                else _padded(tokens, lengths, places, self.takes))
+                else _padded(tokens, lengths, places, self.takes, media or {}))
         return call if experts is None else replace(call, experts=_on_call(experts, call))
 
     def forward(self,

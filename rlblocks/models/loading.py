@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..engines.lazy_weights import make_lazy_
 from ..engines.engine import output_layer
 from ..engines.process_group import device_of
+from .multimodal import reads_media
 from .validation import config_of, refuse_encoder_decoder, without_its_code
 
 if TYPE_CHECKING: import transformers
@@ -218,11 +219,13 @@ def load_module(model:object, *, trunk:bool=False, attention:str|None=None, lazy
 
 def _from_folder(model, trunk, attention, lazy):
     "The transformers model of a name or folder."
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM,
+                              AutoModelForSequenceClassification)
     config = config_of(model)
     refuse_encoder_decoder(config, model)
     scores = any(a.endswith("ForSequenceClassification") for a in config.architectures or [])
-    auto = AutoModelForCausalLM if not trunk else AutoModelForSequenceClassification if scores else AutoModel
+    whole:Any = AutoModelForMultimodalLM if reads_media(config) else AutoModelForCausalLM
+    auto = whole if not trunk else AutoModelForSequenceClassification if scores else AutoModel
     module = lazy_model(auto, model, config, attention) if lazy else None
     if module is not None: return module
     return without_its_code(auto, model, dtype="auto", **_attending(attention))
@@ -243,14 +246,16 @@ def load_tokenizer(
     model:object,      # a name or folder; a wrapper has its own, anything else none
     given:object=None, # a tokenizer to use instead
 )->"transformers.PreTrainedTokenizerBase|None":
-    "The tokenizer that comes with a model, or None. TypeError for a name: save_pretrained needs the tokenizer."
+    "The tokenizer or processor that comes with a model, or None. TypeError for a name: save_pretrained needs it."
     if isinstance(given, str | Path):
         raise TypeError(f"tokenizer is {str(given)!r}; the tokenizer itself is wanted: "
                         f"AutoTokenizer.from_pretrained({str(given)!r})")
     if given is not None: return cast(Any, given)
     if not isinstance(model, str | Path): return getattr(model, "tokenizer", None)
-    from transformers import AutoTokenizer
-    try: return without_its_code(AutoTokenizer, model)
+    from transformers import AutoProcessor, AutoTokenizer
+    files = ("processor_config.json", "preprocessor_config.json")
+    auto = AutoProcessor if any((Path(model)/name).exists() for name in files) else AutoTokenizer
+    try: return without_its_code(auto, model)
     except (OSError, ValueError): return None     # a folder of weights alone; who needs a tokenizer says so
 
 # %% ../../nbs/models/03_loading.ipynb #e2f5f77f

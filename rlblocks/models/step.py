@@ -24,15 +24,16 @@ from ..engines.process_group import agree, largest, same_rows
 from .validation import (check_batches, check_confined, check_jobs, check_loss, check_sampled,
                                         check_scored, check_turning, check_window, places_at)
 from .forward import OutputRequest
-from .outputs import cause, check_splits, outputs, trainable
+from .outputs import cause, check_splits, layout_of, outputs, trainable
 from .prepared import ReadyModel
 
 # %% ../../nbs/models/06_step.ipynb #e0e7d205
 def micro_batches(run:ReadyModel, batch:Batch)->list[list[int]]: # row numbers of each
     "Row numbers of each micro-batch of this rank's rows."
-    families = batch.families if run.layout.segments and run.layout.packed else None
+    layout = layout_of(run.layout, batch, run.name)
+    families = batch.families if layout.segments and layout.packed else None
     prefix = None if families is None else common_prefix(batch.tokens, batch.lengths, families)
-    return _plan(run, batch.lengths, batch.unit if "unit" in batch else None, prefix)
+    return _plan(run, batch.lengths, batch.unit if "unit" in batch else None, prefix, layout)
 
 def as_many(run:ReadyModel, batches:list, plans:list[list[list[int]]], error:Exception|None)->list[list[list[int]]]:
     "Parts of a cut get as many micro-batches on every rank, some empty, or all ranks raise."
@@ -42,10 +43,10 @@ def as_many(run:ReadyModel, batches:list, plans:list[list[list[int]]], error:Exc
     if error: raise error
     return plans
 
-def _plan(run, lengths, unit, prefix):
+def _plan(run, lengths, unit, prefix, layout):
     "Micro-batches of the rows of one rank."
     check_window(run.name, lengths, run.module.positions, type(run.module.trunk).__name__)
-    lengths, unit, layout = lengths.cpu().clamp(min=1), None if unit is None else unit.cpu(), run.layout
+    lengths, unit = lengths.cpu().clamp(min=1), None if unit is None else unit.cpu()
     sides = _sides(run, lengths, unit)
     if len(sides) > 1 or not (layout.packed and layout.segments): prefix = None
     limits = MicroBatchLimits(run.micro_tokens, run.micro_rows, not layout.packed, run.name,
@@ -118,7 +119,7 @@ def _checksums(batch):
 
 def _check_rows(run, batch, reading):
     "Before the first pass: what one rank alone finds in the midst of passes leaves the others waiting in theirs."
-    check_sampled(run.name, batch, run.module.vocabulary, padding=not run.layout.packed)
+    check_sampled(run.name, batch, run.module.vocabulary, padding=not layout_of(run.layout, batch, run.name).packed)
     if reading.logprobs: check_confined(run.name, batch)
 
 def _work(run, jobs, reading):

@@ -18,11 +18,13 @@ from torch import nn
 
 from ..data.batch import Batch
 from ..data.columns import whole_number
+from ..data.media import tokenizer_of
 from ..engines.engine import LocalOnly, ReentrantLock, locked
 from ..engines.weights import Manifest, Ticket
 from ..engines.process_group import device_of
 from ..models.validation import check_ids
 from ..models.loading import load_tokenizer
+from ..models.multimodal import placeholder_ids
 from .rows import check_prompts, check_room, check_structure, split_stop, stop_ids, texts, to_requests
 from .rows import to_rows
 from .turns import Limits, answered_by, by_token, check_replies, check_support, check_turns
@@ -60,10 +62,11 @@ class Rollout(LocalOnly):
         "Load or copy the model. ValueError for an unknown engine or sampling numbers out of range."
         self.max_tokens = whole_number("Rollout", "max_tokens", max_tokens)
         self.how = check_sampling("Rollout", temperature, top_p, top_k, min_p)
-        self.tokenizer = load_tokenizer(model, tokenizer)
+        self.tokenizer = tokenizer_of(load_tokenizer(model, tokenizer))
         ids, self.stop_strings = split_stop(stop, self.tokenizer)
         self.shared = SharedSampler(new_sampler(model, engine, dtype, device, max_rows, self.tokenizer))
         self.stop = stop_ids(ids, self.sampler.module, self.tokenizer, self.sampler.vocabulary)
+        if odd := placeholder_ids(self.sampler.module): self.stop = torch.cat([self.stop, torch.tensor(odd)]).unique()
         self.structures = Structures(self.tokenizer, self.stop, self.sampler.vocabulary)
         self.lock, self.unseeded = ReentrantLock(), set[int]()      # against loads in threads; groups without a seed
 

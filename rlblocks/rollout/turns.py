@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..data.batch import Batch
 from ..data.columns import widen
-from .rows import ENDS, Finish, duplicates
+from .rows import ENDS, Finish, duplicates, media_of_row
 from ..samplers.decoding import MAX_SUPPORT
 from ..samplers.sampler import Caller, Completion, Request, Sampler, Sampling, turn_seed
 
@@ -149,7 +149,7 @@ def next_requests(
         ids, why = torch.cat([tokens[:length], reply]), limits.over(turn, n, length + len(reply))
         if why is not None: over[i] = why
         else: requests.append(Request(i, ids, (turn_seed(seed, group, sample, turn),), limits.room(n, len(ids)), how,
-                                      tuple(stop.tolist()), **more))
+                                      tuple(stop.tolist()), **more, **media_of_row(rows, i, length, len(reply))))
     return requests, over
 
 def answered_by(sampler:Sampler|Caller, requests:Sequence[Request], seconds:float)->dict[int, Completion]: # by key

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from jaxtyping import Bool, Float, Int
 
+from ..data.media import Media
 from ..models.head import states_of
+from ..models.multimodal import media_arguments, placeholder_ids, without_placeholders
 from ..arithmetic.masked import promoted
 
 # %% ../../nbs/samplers/01_decoding.ipynb #38ef2e99
@@ -95,10 +97,15 @@ class RerunDecoder:
         tokens:Int[Tensor, "P T"],    # prompts, right-padded
         lengths:Int[Tensor, " P"],    # their real lengths
         repeats:int,                  # rows a prompt
+        media:Sequence[Media|None]=(),  # of the prompts; none: there are no media
+        type_ids:Mapping[str, Tensor]|None=None, # `[P, T]` by name
     ):
         "Run the prompts through the module."
         self.module, self.rows, self.fed = module, tokens.repeat_interleave(repeats, 0), []
         self.lengths = lengths.to(tokens.device).repeat_interleave(repeats)
+        self.prompts, self.placeholders = self.lengths, placeholder_ids(module)
+        self.media = [m for m in media for _ in range(repeats)]
+        self.type_ids = {k: x.repeat_interleave(repeats, 0) for k, x in (type_ids or {}).items()}
         self.numbers = torch.arange(len(self.rows), device=tokens.device)
         self._run()
 
@@ -106,7 +113,16 @@ class RerunDecoder:
         at = torch.arange(self.rows.shape[1], device=self.rows.device).expand(self.rows.shape)
         numbers = self.numbers[:, None].expand(self.rows.shape)
         self.fed.append((numbers.reshape(-1, 1), torch.where(at < self.lengths[:, None], at, -1).flatten()))
-        self.logits = _last_logits(self.module, self.rows, self.lengths)
+        self.logits = _last_logits(self.module, *self._given(), self.lengths)
+
+    def _given(self):
+        "Return ids without sampled placeholders, and what the module takes beside them."
+        if not self.placeholders: return self.rows, {}
+        T = self.rows.shape[1]
+        behind = torch.arange(T, device=self.rows.device) >= self.prompts[:, None]
+        kinds = {k: nn.functional.pad(x, (0, T - x.shape[1])) for k, x in self.type_ids.items()}
+        more = media_arguments(self.module, self.media or [None]*len(self.rows), kinds, self.rows)
+        return without_placeholders(self.rows, behind, self.placeholders), more
 
     def push(self,
         tokens:Int[Tensor, " R"], # the rows' next tokens
@@ -122,11 +138,13 @@ class RerunDecoder:
     ):
         "Go on with these rows and forget the others."
         self.rows, self.lengths, self.logits = self.rows[rows], self.lengths[rows], self.logits[rows]
-        self.numbers = self.numbers[rows]
+        self.numbers, self.prompts = self.numbers[rows], self.prompts[rows]
+        self.media = [self.media[i] for i in rows.tolist()] if self.media else []
+        self.type_ids = {k: x[rows] for k, x in self.type_ids.items()}
 
-def _last_logits(module, tokens, lengths):
+def _last_logits(module, tokens, more, lengths):
     "Return the logits at the last real token of every row."
-    states = states_of(module(tokens))
+    states = states_of(module(tokens, **more))
     return states[torch.arange(len(tokens), device=states.device), lengths-1]
 
 # %% ../../nbs/samplers/01_decoding.ipynb #51045ab6

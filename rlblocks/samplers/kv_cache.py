@@ -6,6 +6,7 @@
 __all__ = ['append', 'sibling_columns', 'cache_argument', 'CachedDecoder', 'cache_is_exact']
 
 # %% ../../nbs/samplers/02_kv_cache.ipynb #d7776ade
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from jaxtyping import Int
 
+from ..data.media import Media
 from ..models.forward import accepts
 from ..models.head import states_of
+from ..models.multimodal import media_arguments, placeholder_ids, rope_positions
 from .decoding import RerunDecoder
 
 # %% ../../nbs/samplers/02_kv_cache.ipynb #947d50b1
@@ -109,6 +112,8 @@ class CachedDecoder:
         repeats:int,                  # rows a prompt
         *,
         shared:bool=False,            # keep a prompt's keys once for its siblings, where the model can
+        media:Sequence[Media|None]=(),  # of the prompts; none: there are no media
+        type_ids:Mapping[str, Tensor]|None=None, # `[P, T]` by name
     ):
         "Run the prompts once and repeat them."
         self.module, self.takes = module, accepts(module, "position_ids", "logits_to_keep")
@@ -119,7 +124,14 @@ class CachedDecoder:
         numbers = self.numbers.view(-1, 1, repeats).expand(-1, self.prompt, -1).flatten(0, 1)
         self.fed = [(numbers, torch.where(seen, positions, -1).flatten())]
         self.cache, plain = _new_cache(module)
-        self.logits = self._run(ids, positions, seen.long())[:, 0].repeat_interleave(repeats, 0)
+        more:dict[str, Any] = {}
+        if placeholder_ids(module):
+            left = {k: _left_padded(x, lengths)[0]*seen for k, x in (type_ids or {}).items()}
+            more = media_arguments(module, media or [None]*len(ids), left, ids)
+        turned = rope_positions(module, ids, seen, more)
+        self.turn = None if turned is None else turned[1].repeat_interleave(repeats)   # from place to position
+        at = positions if turned is None else turned[0]
+        self.logits = self._run(ids, at, seen.long(), more)[:, 0].repeat_interleave(repeats, 0)
         self.lengths = lengths.repeat_interleave(repeats)
         if plain and shared and getattr(module, "_supports_attention_backend", False):   # others make masks of columns
             self.siblings, self.seen = repeats, seen[:, None].expand(-1, repeats, -1)
@@ -127,12 +139,12 @@ class CachedDecoder:
             self.cache.batch_repeat_interleave(repeats)
             self.seen = seen.repeat_interleave(repeats, 0)[:, None]
 
-    def _run(self, ids, positions, mask):
+    def _run(self, ids, positions, mask, more):
         "Return the logits of the last token of every sibling."
         kwargs = {"attention_mask": mask, cache_argument(self.module): self.cache, "use_cache": True}
         optional = dict(position_ids=positions, logits_to_keep=self.siblings)
         kwargs |= {name: x for name, x in optional.items() if name in self.takes}
-        return states_of(self.module(ids, **kwargs))[:, -self.siblings:]
+        return states_of(self.module(ids, **kwargs, **more))[:, -self.siblings:]
 
     def push(self,
         tokens:Int[Tensor, " R"], # the rows' next tokens
@@ -144,7 +156,9 @@ class CachedDecoder:
         self.seen = torch.cat([self.seen, itself.expand(P, n, n)], 2)
         mask = _attention_mask(self.seen, self.dtype)
         self.fed.append((self.numbers[:, None], self.lengths))
-        self.logits = self._run(tokens.view(P, n), self.lengths.view(P, n), mask).flatten(0, 1)
+        at = (self.lengths if self.turn is None else self.lengths + self.turn).view(P, n)
+        at = at if self.turn is None else at.expand(3, P, n)
+        self.logits = self._run(tokens.view(P, n), at, mask, {}).flatten(0, 1)
         self.lengths = self.lengths + 1
 
     def keep(self,
@@ -154,7 +168,7 @@ class CachedDecoder:
         self._separate()
         self.cache.batch_select_indices(rows)
         self.seen, self.lengths, self.logits = self.seen[rows], self.lengths[rows], self.logits[rows]
-        self.numbers = self.numbers[rows]
+        self.numbers, self.turn = self.numbers[rows], None if self.turn is None else self.turn[rows]
 
     def _separate(self):
         "Make rows of their own of siblings."

@@ -9,7 +9,7 @@ __all__ = ['Reason', 'Sampling', 'check_sampling', 'Request', 'Completion', 'sam
 # %% ../../nbs/samplers/00_sampler.ipynb #ae582b9c
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from numbers import Integral, Real
@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ..data.columns import seed_of
+from ..data.media import Media
 from ..engines.weights import Manifest, Ticket
 from .decoding import MAX_SUPPORT, Penalties
 from .structure import Structure
@@ -86,6 +87,8 @@ class Request:
     penalties:Penalties|None=None    # whose bad words are ids
     experts:bool=False               # record where a mixture of experts sends each token
     structure:Structure|None=None    # that the text matches
+    media:Media|None=None            # images, video and audio of the prompt
+    type_ids:Mapping[str, Tensor]|None=None # `[T]` by name: of the prompt's tokens, as its processor made them
 
 @dataclass(frozen=True, eq=False)
 class Completion:

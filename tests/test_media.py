@@ -1,0 +1,210 @@
+"Rows with images and audio through the same loops: models that see or hear, read alike by sampler and trainer."
+import pickle
+
+import pytest
+import tiny_media as tiny
+import torch
+from conftest import rarely
+from forked import on_ranks
+from rlblocks import Policy, Prompts, Rollout, adamw, group_advantages, here, loop_from, merge, ppo_loss
+from rlblocks.data.media import FeatureCache
+from rlblocks.models.multimodal import placeholder_ids
+from torch.testing import assert_close
+
+
+every_kind = pytest.mark.parametrize("kind", tiny.KINDS)
+
+
+def prompts(kind, n=8):
+    return Prompts([tiny.row(kind, i, answer=i % 4) for i in range(n)], tiny.processor(kind), seed=1)
+
+
+def grpo(out, b):
+    advantages = torch.where(b.mask, b.advantages[:, None], 0.)
+    return ppo_loss(out.logprobs, b.rollout_logprobs, advantages, b.mask, denom=b)
+
+
+def sampled(kind, net, rows, **how):
+    r = Rollout(net, tokenizer=tiny.processor(kind), max_tokens=6, device="cpu")
+    b = r.generate(rows, group_size=2, seed=3, **how)
+    b["scores"] = torch.tensor([float(len(set(c))) for c in b.completion])
+    b["advantages"] = group_advantages(b.scores, b.group)
+    return r, b
+
+
+def gradient(net, b, **how):
+    policy = Policy(net, device="cpu", lr=0., **how)
+    policy._run.model.apply = lambda **_: torch.zeros(())      # the sum stays
+    policy.step(b, grpo)
+    return {n: p.grad.clone() for n, p in policy._run.module.named_parameters() if p.grad is not None}
+
+
+def near(found, want, by=1e-5):
+    largest = max(float(x.abs().max()) for x in want.values())
+    for name, x in want.items():
+        assert (found[name] - x).abs().max() <= by*max(float(x.abs().max()), 1e-3*largest), name
+
+
+@every_kind
+def test_the_loop_of_the_tutorial_runs_unchanged(kind, root):
+    loop = loop_from(f"{root}/tutorials/grpo.ipynb:grpo")
+    def reward(completions, answer, **_): return [len(set(c)) + a/4 for c, a in zip(completions, answer, strict=True)]
+    rows = list(loop(here, prompts(kind), reward, model=tiny.model(kind), tokenizer=tiny.processor(kind), lr=1e-3,
+                     steps=2, prompts=4, group_size=4, minibatches=2, max_tokens=6))
+    assert len(rows) == 2 and all(0 < float(r["grad_norm"]) < 100 for r in rows)
+
+
+@every_kind
+def test_sampler_and_trainer_agree_and_the_medium_matters(kind):
+    net = tiny.model(kind)
+    rollout, b = sampled(kind, net, prompts(kind).take(6))
+    policy = Policy(net, device="cpu")
+    found = policy.logprobs(b)
+    assert rollout.sampler.cached and (found - b.rollout_logprobs)[b.mask].abs().max() < 1e-5
+    other = b.with_columns(b.columns | dict(media=b.media[2:] + b.media[:2]))
+    assert (policy.logprobs(other) - found)[b.mask].abs().max() > 1e-2
+    rerun = Rollout(net, tokenizer=tiny.processor(kind), max_tokens=6, device="cpu")
+    rerun.sampler.cached = False
+    assert_close(rerun.generate(prompts(kind).take(6), group_size=2, seed=3).rollout_logprobs, b.rollout_logprobs,
+                 atol=1e-5, rtol=0)
+
+
+@every_kind
+def test_rows_with_none_one_and_three_are_one_batch(kind):
+    "Log-probs and gradients are the same however the rows are ordered and cut."
+    net = tiny.model(kind)
+    rows = [tiny.row(kind, text="blind"), tiny.row(kind, 0), tiny.row(kind, 1, 2, 3), tiny.row(kind, 2, text="longer")]
+    b = sampled(kind, net, Prompts(rows, tiny.processor(kind), shuffle=False).take(4))[1]
+    assert [0 if m is None else len(m.sources) for m in b.media[::2]] == [0, 1, 3, 1]
+    policy, order = Policy(net, device="cpu"), torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
+    found, want = policy.logprobs(b), gradient(net, b)
+    assert_close(Policy(net, device="cpu", micro_rows=1).logprobs(b), found, atol=1e-5, rtol=0)
+    assert_close(policy.logprobs(b[order]), found[order], atol=1e-5, rtol=0)
+    near(gradient(net, b[order]), want)
+    near(gradient(net, b, micro_rows=3), want)
+    towers = [n for n in want if any(word in n for word in ("vision_tower", "audio_tower")) and want[n].any()]
+    assert towers, "the gradient reaches the tower"
+
+
+@every_kind
+def test_a_sampled_placeholder_ends_the_row_and_is_scored(kind):
+    net = tiny.model(kind)
+    odd = placeholder_ids(net)[0]
+    head = net.get_output_embeddings()
+    with torch.no_grad(): head.weight[odd] = 3*head.weight.abs().max()*torch.sign(head.weight.mean(0))
+    b = sampled(kind, net, prompts(kind).take(6))[1]
+    ends = [t[n-1] == odd for t, n in zip(b.tokens.tolist(), b.lengths.tolist(), strict=True)]
+    if not any(ends): pytest.skip("no row drew it")
+    assert (Policy(net, device="cpu").logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-5
+
+
+@every_kind
+def test_a_turn_more_goes_on_with_the_same_medium(kind):
+    net, words = tiny.model(kind), tiny.tokenizer(kind)
+    rollout, b = sampled(kind, net, prompts(kind).take(4))
+    more = rollout.extend(b.drop("scores", "advantages"), [words.encode("\nwhy?")]*len(b))
+    assert (more.lengths > b.lengths).any() and more.media == b.media
+    assert (Policy(net, device="cpu").logprobs(more) - more.rollout_logprobs)[more.mask].abs().max() < 1e-5
+
+
+def test_sources_are_held_once_and_travel_once():
+    kind = "llava"
+    rows = [tiny.row(kind, i % 8, text=str(i)) for i in range(64)]
+    data = Prompts(rows, tiny.processor(kind))
+    b = data.take(64)
+    assert len({id(s) for m in b.media for s in m.sources}) == 8 == len({id(m) for m in b.media})
+    n_bytes = sum({m.digest: m.nbytes for m in b.media}.values())
+    assert len(pickle.dumps(b.media)) < n_bytes + 4000
+    assert b.media[0].images[0].size == (56, 56)
+
+
+def test_the_cache_of_features_is_bounded():
+    cache, made = FeatureCache(n_bytes=100), []
+    def make(i):
+        made.append(i)
+        return dict(x=torch.zeros(10))      # 40 bytes
+    for i in (0, 1, 2, 1, 0): cache.get((i,), lambda i=i: make(i))
+    assert made == [0, 1, 2, 0] and cache.held <= 100
+
+
+def test_data_resumes_and_other_media_are_other_data():
+    kind = "llava"
+    data, again = prompts(kind), prompts(kind)
+    data.take(3)
+    again.load_state_dict(data.state_dict())
+    assert again.take(2).tokens.equal(data.take(2).tokens)
+    other = Prompts([tiny.row(kind, i + 1, answer=i % 4) for i in range(8)], tiny.processor(kind), seed=1)
+    with pytest.raises(ValueError, match="resume with the same rows"): other.load_state_dict(data.state_dict())
+
+
+def test_blind_readers_are_refused():
+    "A tokenizer in the processor's place, and a model that cannot see."
+    rows = [tiny.row("llava", 0)]
+    with pytest.raises(ValueError, match="row 0 .*a part of type 'image', and .* reads text alone; give the processor"):
+        Prompts(rows, tiny.tokenizer("llava"))
+    with pytest.raises(ValueError, match="the column 'images', and"):
+        Prompts([dict(prompt="<image>", images=[tiny.medium("llava", 0)])], tiny.tokenizer("llava"))
+    with pytest.raises(ValueError, match="row 0 .*a message has one image more than the row's column 'images'"):
+        Prompts([dict(prompt=[dict(role="user", content=[dict(type="image")])])], tiny.processor("llava"))
+    with pytest.raises((ValueError, OSError), match="nowhere.png"):
+        Prompts([dict(prompt="<image>", images=["nowhere.png"])], tiny.processor("llava"))
+    import tiny as plain
+    b = prompts("llava").take(2)
+    b["mask"] = (torch.arange(b.tokens.shape[1]) > 3) & (torch.arange(b.tokens.shape[1]) < b.lengths[:, None])
+    with pytest.raises(ValueError, match="LlamaForCausalLM takes no pixel_values: the rows hold media that it cannot"):
+        Policy(plain.model(vocab_size=300), device="cpu").logprobs(b)
+
+
+@every_kind
+def test_a_folder_brings_its_processor(kind, tmp_path):
+    net = tiny.model(kind)
+    net.save_pretrained(tmp_path)
+    tiny.processor(kind).save_pretrained(tmp_path)
+    policy, b = Policy(str(tmp_path), device="cpu"), sampled(kind, net, prompts(kind).take(4))[1]
+    assert type(policy._run.module.trunk) is type(net) and policy.tokenizer.tokenizer is not None
+    assert_close(policy.logprobs(b), Policy(net, device="cpu").logprobs(b))
+    policy.save_pretrained(tmp_path/"out")
+    assert_close(Policy(str(tmp_path/"out"), device="cpu").logprobs(b), policy.logprobs(b))
+    assert (tmp_path/"out"/"processor_config.json").exists()
+
+
+@pytest.mark.long
+@every_kind
+def test_it_learns_what_cannot_be_had_blind(kind, root):
+    "Four colours or tones, one token to name them: by guessing a quarter is right."
+    loop = loop_from(f"{root}/tutorials/grpo.ipynb:grpo")
+    data = Prompts([tiny.row(kind, i, answer=i % 4) for i in range(64)], tiny.processor(kind), seed=1)
+    def reward(completions, answer, **_):
+        return [float(bool(c) and sum(c.encode("utf8", "replace")) % 4 == a)
+                for c, a in zip(completions, answer, strict=True)]
+    how = dict(steps=70, prompts=16, group_size=8, minibatches=2, max_tokens=1, kl_coef=0., lr=3e-3)
+    rows = list(loop(here, data, reward, model=tiny.model(kind), tokenizer=tiny.processor(kind), **how))
+    assert sum(r["reward"] for r in rows[-10:])/10 >= .6
+
+
+# -- ranks: one of them has rows of text alone
+def on_rank(rank, world, kind, engine, folder):
+    torch.set_num_threads(1)
+    b = torch.load(folder/"rows.pt", weights_only=False)
+    policy = Policy(tiny.model(kind), device="cpu", engine=engine, micro_rows=4, optimizer=adamw(lr=1e-3))
+    part = b.parts(2)[rank] if world > 1 else b
+    torch.save([policy.step(part, grpo) for _ in range(2)], folder/f"{engine}-{world}-{rank}.pt")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind, engine", [("llava", "fsdp2"), ("gemma3", None), *rarely(
+    *((kind, engine) for kind in tiny.KINDS for engine in (None, "fsdp2", "zero2", "zero3")))])
+def test_a_rank_of_text_beside_one_of_images_is_one_process(kind, engine, tmp_path):
+    rows = [tiny.row(kind, text="a row without any media"), tiny.row(kind, text="another row of text alone"),
+            tiny.row(kind, 0), tiny.row(kind, 1, 2)]
+    b = sampled(kind, tiny.model(kind), Prompts(rows, tiny.processor(kind), shuffle=False).take(4))[1]
+    b["unit"] = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])      # so that the first part has none
+    torch.save(b, tmp_path/"rows.pt")
+    assert {any(p.media) for p in b.parts(2)} == {False, True}
+    on_ranks(on_rank, (kind, None, tmp_path), 1)
+    on_ranks(on_rank, (kind, engine, tmp_path), 2)
+    want, one, two = (torch.load(tmp_path/f"{name}.pt", weights_only=False)
+                      for name in ("None-1-0", f"{engine}-2-0", f"{engine}-2-1"))
+    for alone, together in zip(want, map(merge, one, two), strict=True):
+        for name in ("loss", "grad_norm"):
+            assert float(together[name]) == pytest.approx(float(alone[name]), rel=1e-5, abs=1e-6)
