@@ -6,7 +6,10 @@ import tiny_media as tiny
 import torch
 from conftest import rarely
 from forked import on_ranks
-from rlblocks import Policy, Prompts, Rollout, adamw, group_advantages, here, loop_from, merge, ppo_loss
+from rlblocks import (
+    Demonstrations, Policy, Preferences, Prompts, Rollout, adamw, group_advantages, here, loop_from, masked_mean, merge,
+    ppo_loss,
+)
 from rlblocks.data.media import FeatureCache
 from rlblocks.models.multimodal import placeholder_ids
 from torch.testing import assert_close
@@ -208,3 +211,33 @@ def test_a_rank_of_text_beside_one_of_images_is_one_process(kind, engine, tmp_pa
     for alone, together in zip(want, map(merge, one, two), strict=True):
         for name in ("loss", "grad_norm"):
             assert float(together[name]) == pytest.approx(float(alone[name]), rel=1e-5, abs=1e-6)
+
+
+@every_kind
+def test_demonstrations_and_pairs_have_media(kind):
+    "What is trained is the text of the answer; both rows of a pair share one object."
+    words, reader = tiny.tokenizer(kind), tiny.processor(kind)
+    rows = [dict(tiny.row(kind, i), completion="red") for i in range(2)] + [dict(tiny.row(kind), completion="blind")]
+    b = Demonstrations(rows, reader, shuffle=False).take(3)
+    assert [m is None for m in b.media] == [False, False, True]
+    assert [words.decode(t[k]) for t, k in zip(b.tokens, b.mask, strict=True)] == [
+        "red<|im_end|>", "red<|im_end|>", "blind<|im_end|>"]
+    start = prompts(kind, 2)
+    want = start.take(2).tokens
+    assert all(b.tokens[i, :len(w)].tolist() in want.tolist() for i, w in enumerate(want))
+    rated = [dict(tiny.row(kind, *some), chosen="red", rejected="a longer answer") for some in ((0, 1), (2,))]
+    pairs_ = Preferences(rated, reader, shuffle=False).take(2)
+    assert len(pairs_) == 4 and pairs_.media[0] is pairs_.media[1] and len(pairs_.media[0].sources) == 2
+    policy = Policy(tiny.model(kind), device="cpu", lr=1e-3)
+    lps = policy.logprobs(pairs_)
+    assert_close(Policy(tiny.model(kind), device="cpu", micro_rows=2).logprobs(pairs_), lps, atol=1e-5, rtol=0)
+    def sft(out, part): return -masked_mean(out.logprobs, part.mask, denom=part), {}
+    losses = [float(policy.step(b, sft)["loss"]) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    with pytest.raises(ValueError, match="a row with media is not truncated"):
+        Demonstrations(rows, reader, max_tokens=12, truncate="end")
+    turns = [*tiny.row(kind, 0)["prompt"], dict(role="assistant", content="one"), *tiny.row(kind, 1)["prompt"],
+             dict(role="assistant", content="two")]
+    b = Demonstrations([dict(messages=turns)], reader).take(1)
+    assert words.decode(b.tokens[0][b.mask[0]]) == "one<|im_end|>two<|im_end|>" and len(b.media[0].sources) == 2
+    policy.logprobs(b)

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Literal
 
 from .columns import check_tokenizer, whole_number
+from .media import MediaReader
 from .prompts import Rows, chat_text, encode, messages_of, prompt_ids, read, readable, render
 
 # %% ../../nbs/data/02_demonstrations.ipynb #4c85463e
@@ -59,6 +60,17 @@ def check_eos(data:Rows, tokenizer, why:str):
     eos = getattr(tokenizer, "eos_token_id", None)
     if eos is None: raise ValueError(f"{data.who}: the tokenizer has no eos_token_id; {why}")
     whole_number(data.who, "the tokenizer's eos_token_id", eos, 0)
+
+def read_with_media(data:Rows, reader:MediaReader, make:Callable)->tuple[list, list]:
+    "Of every row its answers, each as (segments, segments with expanded placeholders); and its `Media` or None."
+    def one(row):
+        media = reader.media(row)
+        def long(answer):
+            texts, trained = zip(*answer, strict=True)
+            return list(zip(reader.expand(texts, media), trained, strict=True))
+        return [(answer, long(answer)) for answer in make(row)], media
+    made, media = zip(*read(data, one), strict=True)
+    return list(made), list(media)
 
 def tokenised(made:Sequence, tokenizer, batch_size, cache)->Iterator[tuple[list[int], list[bool]]]:
     "Ids and mask of each row of segments; no True in the mask of a row without completion tokens."
@@ -117,26 +129,34 @@ class Demonstrations(Rows):
     ):
         "Tokenise every row. ValueError or TypeError, naming the row, for what is no demonstration or too long."
         super().__init__(rows, "text", max_tokens, shuffle, seed)
+        reader = MediaReader(self.who, tokenizer)
+        tokenizer = reader.tokenizer
         check_eos(self, tokenizer, "without one a policy cannot learn to stop")
         if truncate not in (None, "start", "end"):
             raise ValueError(f"Demonstrations: truncate={truncate!r}; 'start', 'end' or None is wanted")
         if truncate and max_tokens is None: raise ValueError(f"Demonstrations: truncate={truncate!r} needs max_tokens")
         self.truncated, bos = 0, getattr(tokenizer, "bos_token_id", None)
-        made = read(self, lambda row: segments(row, tokenizer, template=template))
-        done = [self._fitted(i, *x, truncate, bos) for i, x in enumerate(tokenised(made, tokenizer, batch_size, cache))]
+        made, media = read_with_media(self, reader, lambda row: [segments(row, tokenizer, template=template)])
+        made = [answers[0] for answers in made]
+        done = [self._fitted(i, *x, truncate, bos, media[i])
+                for i, x in enumerate(tokenised([long for _, long in made], tokenizer, batch_size, cache))]
         picks = [i for i, (_, mask) in enumerate(done) if any(mask)]
         if not picks: raise ValueError(f"Demonstrations: none of the {len(made)} rows has a completion token")
         self.leave_out(len(made) - len(picks), len(made), "no completion token")
-        texts = [made[i][0][0] for i in picks] if "completion" in self.row(0) else None
+        texts = [made[i][0][0][0] for i in picks] if "completion" in self.row(0) else None
         ids, masks = zip(*(done[i] for i in picks), strict=True)
+        self._keep_media([media[i] for i in picks], ids, reader)
         self._keep(picks, texts, ids, masks)
 
-    def _fitted(self, i, ids, mask, truncate, bos):
+    def _fitted(self, i, ids, mask, truncate, bos, media):
         "A row that is no longer than `max_tokens`: cut and counted, or an error."
         if self.max_tokens is None or len(ids) <= self.max_tokens or not any(mask): return ids, mask
         if not truncate:
             raise ValueError(self.about(i, f"{len(ids)} tokens, max_tokens is {self.max_tokens}; pass truncate='start' "
                                            "or 'end', or leave out such rows"))
+        if media is not None:
+            raise ValueError(self.about(i, f"{len(ids)} tokens, max_tokens is {self.max_tokens}, and a row with media "
+                                           "is not truncated: a placeholder without its feature would be left"))
         ids, mask = truncated(ids, mask, self.max_tokens, truncate, bos)
         self.truncated += any(mask)
         return ids, mask

@@ -375,18 +375,35 @@ def sources_of(
     found += [(k, x) for k, xs in given.items() for x in xs]
     return tuple(source_of(kind, x, sampling_rate) for kind, x in found)
 
+# %% ../../nbs/data/15_media.ipynb #44a3c919
+class _Written(Exception):
+    "Carry the text that a processor would have tokenised."
+
+class _Catches:
+    "A tokenizer that catches the text instead of tokenising it; anything else is the tokenizer's."
+    def __init__(self, tokenizer): self.tokenizer = tokenizer
+    def __getattr__(self, name): return getattr(self.__dict__["tokenizer"], name)
+    def __call__(self, text, *args, **kwargs): raise _Written(text[0] if isinstance(text, list) else text)
+
+BETWEEN = "\N{SYMBOL FOR UNIT SEPARATOR}\N{SYMBOL FOR RECORD SEPARATOR}"     # segments, while placeholders are expanded
+
 class MediaReader:
-    "Read the media of rows, each distinct source once."
+    "Read the media of rows, each distinct source once, and expand their placeholders."
 
     def __init__(self, who:str, processor:Any): # or a tokenizer: then there may be no media
-        "Keep what errors name, and the processor."
-        self.who, self.processor = who, processor
+        "Keep what errors name, the processor, and its tokenizer with the chat template."
+        self.who, self.processor, self.tokenizer = who, processor, tokenizer_of(processor)
         self.maker = FeatureMaker(processor) if is_processor(processor) else None
+        if self.maker and not getattr(self.tokenizer, "chat_template", None):
+            self.tokenizer = copy.copy(self.tokenizer)
+            self.tokenizer.chat_template = getattr(processor, "chat_template", None)
         self.sources, self.media_of, self.tried = dict[tuple, Source](), dict[str, Media](), set[str]()
+        self.types:dict[str, dict[int, int]] = {}      # of ids, by name of the column
 
-    def media(self, row:Mapping, prompt:str|list)->Media|None: # of a row whose prompt is text or messages
+    def media(self, row:Mapping)->Media|None:
         "Return a row's media, None where it has none. ValueError where there is no processor to read them."
-        parts = without_payload(prompt)[1] if isinstance(prompt, list) else []
+        names = ("prompt", "messages") if {"prompt", "messages"} & {*row} else ("chosen",)    # of two conversations
+        parts = [x for name in names if isinstance(row.get(name), list) for x in without_payload(row[name])[1]]
         if not parts and not media_columns(row): return None
         if self.maker is None:
             what = f"a part of type {parts[0][0]!r}" if parts else f"the column {media_columns(row)[0]!r}"
@@ -402,21 +419,43 @@ class MediaReader:
         if source.kind in self.tried: return
         try: cast(FeatureMaker, self.maker).features(source)
         except AttributeError: self.maker = FeatureMaker(self.processor, whole=True)
-        self.tried.add(source.kind)
 
-# %% ../../nbs/data/15_media.ipynb #44a3c919
-def expanded(
-    processor:Any,
-    text:str, # with one placeholder for each source
-    media:Media,
-)->tuple[list[int], dict[str, list[int]]]: # ids; columns of type ids
-    "Return the ids of a text whose placeholders are expanded. ValueError where features made alone would differ."
-    made = processor(text=[text], return_tensors="pt", **given_to(processor, media.sources))
-    ids = made["input_ids"][0].tolist()
-    alone = media.features()
-    odd = [k for k, x in made.items() if isinstance(x, Tensor) and k not in OF_TEXT
-           and not (k in alone and x.equal(alone[k]))]
-    if odd:
-        raise ValueError(f"{type(processor).__name__} makes another {odd[0]!r} of several media together than of each "
-                         "alone, and rlblocks makes them alone; this processor is not supported")
-    return ids, {k: made[k][0].tolist() for k in TYPE_IDS if k in made}
+    def expand(self,
+        texts:Sequence[str], # of one row, in order; together with one placeholder for each source
+        media:Media|None,
+    )->list[str]:
+        "Return the texts with as many placeholders as there are features."
+        if media is None: return list(texts)
+        joined = BETWEEN.join(texts)
+        if not {*media.kinds} <= self.tried: self._prove(joined, media)
+        found = self._written(joined, media).split(BETWEEN)
+        if len(found) != len(texts): raise ValueError(f"its text holds {BETWEEN!r}, which is kept for the reader")
+        return found
+
+    def _written(self, text, media):
+        "Return what the processor would tokenise."
+        catching = copy.copy(self.processor)
+        catching.tokenizer = _Catches(self.processor.tokenizer)
+        try: catching(text=[text], return_tensors="pt", **given_to(self.processor, media.sources))
+        except _Written as e: return e.args[0]
+        raise ValueError(f"{type(self.processor).__name__} does not call its tokenizer, and is not supported")
+
+    def _prove(self, text, media):
+        "Compare with one whole call of the processor, and learn the types of ids. ValueError where it makes others."
+        made = self.processor(text=[text], return_tensors="pt", **given_to(self.processor, media.sources))
+        ids, alone = made["input_ids"][0].tolist(), media.features()
+        odd = [k for k, x in made.items() if isinstance(x, Tensor) and k not in OF_TEXT
+               and not (k in alone and x.equal(alone[k]))]
+        if self.processor.tokenizer(self._written(text, media))["input_ids"] != ids: odd.append("input_ids")
+        if odd:
+            raise ValueError(f"{type(self.processor).__name__} makes other {odd[0]!r} of a row than of its media and "
+                             "text alone, as rlblocks makes them, and is not supported")
+        for k in TYPE_IDS:
+            if k not in made: continue
+            self.types.setdefault(k, {}).update({i: t for i, t in zip(ids, made[k][0].tolist(), strict=True) if t})
+        self.tried |= {*media.kinds}
+
+    def type_ids(self, ids:Iterable[int])->dict[str, list[int]]: # by name; empty where the processor makes none
+        "Return the types of tokens."
+        ids = list(ids)
+        return {k: [types.get(i, 0) for i in ids] for k, types in self.types.items()}

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 
 import torch
 
-from .demonstrations import check_eos, segments, tokenised
-from .prompts import Rows, read
+from .demonstrations import check_eos, read_with_media, segments, tokenised
+from .media import MediaReader
+from .prompts import Rows
 
 # %% ../../nbs/data/03_preferences.ipynb #a809e324
 def check_columns(row:Mapping, names:tuple, say:str):
@@ -55,16 +56,19 @@ class Judged(Rows):
     ):
         "Tokenise every row, a prompt once. ValueError or TypeError, naming the row, for what is none or too long."
         super().__init__(rows, "prompt", max_tokens, shuffle, seed)
+        reader = MediaReader(self.who, tokenizer)
+        tokenizer = reader.tokenizer
         check_eos(self, tokenizer, "where an answer ends is a part of what is judged")
         if drop_longer and max_tokens is None: raise ValueError(f"{self.who}: drop_longer needs max_tokens")
-        made = read(self, lambda row: self._answers(row, tokenizer, template))
-        done = list(tokenised([answer for answers in made for answer in answers], tokenizer, batch_size, cache))
+        made, media = read_with_media(self, reader, lambda row: self._answers(row, tokenizer, template))
+        done = list(tokenised([long for answers in made for _, long in answers], tokenizer, batch_size, cache))
         sides = [done[i:i+self.each] for i in range(0, len(done), self.each)]
         picks = [i for i, x in enumerate(sides) if all(any(mask) for _, mask in x) and self._tells(i, x)]
         self.leave_out(len(made) - len(picks), len(made), self.says_nothing)
         picks = self._within(picks, sides, drop_longer)
         ids, masks = zip(*(side for i in picks for side in sides[i]), strict=True)
-        self._keep(picks, [made[i][0][0][0] for i in picks], ids, masks, self._verdicts(picks))
+        self._keep_media([media[i] for i in picks for _ in range(self.each)], ids, reader)
+        self._keep(picks, [made[i][0][0][0][0] for i in picks], ids, masks, self._verdicts(picks))
 
     def _within(self, picks, sides, drop_longer):
         "What is no longer than `max_tokens`. The rest is an error, or counted."
