@@ -142,7 +142,7 @@ def test_inside_everything_sees_the_average(tmp_path, names):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("names", [("fsdp2", "tensor", "lora"), *rarely((tuple(CASES),))], ids=["some", "all"])
+@pytest.mark.parametrize("names", [("fsdp2", "zero3", "tensor", "lora"), *rarely((tuple(CASES),))], ids=["some", "all"])
 def test_a_run_that_died_goes_on_with_its_average(tmp_path, names):
     """Saved by two ranks, resumed by two and by one; in `make test-long` saved by one, resumed by two: what is read is
     what was saved, to the bit, and the end is that of the unbroken run."""
