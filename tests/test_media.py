@@ -7,8 +7,8 @@ import torch
 from conftest import rarely
 from forked import on_ranks
 from rlblocks import (
-    Demonstrations, Policy, Preferences, Prompts, Rollout, adamw, group_advantages, here, loop_from, masked_mean, merge,
-    ppo_loss,
+    Critic, Demonstrations, Grader, Policy, Preferences, Prompts, Rollout, Scorer, adamw, group_advantages, here,
+    loop_from, masked_mean, merge, ppo_loss,
 )
 from rlblocks.data.media import FeatureCache
 from rlblocks.models.multimodal import placeholder_ids
@@ -241,3 +241,43 @@ def test_demonstrations_and_pairs_have_media(kind):
     b = Demonstrations([dict(messages=turns)], reader).take(1)
     assert words.decode(b.tokens[0][b.mask[0]]) == "one<|im_end|>two<|im_end|>" and len(b.media[0].sources) == 2
     policy.logprobs(b)
+
+
+@every_kind
+def test_parts_that_do_not_learn_do_not_move(kind):
+    net = tiny.model(kind)
+    b = sampled(kind, net, prompts(kind).take(4))[1]
+    def moved(**how):
+        policy = Policy(net, device="cpu", lr=1e-2, **how)
+        before = {n: x.clone() for n, x in policy._run.module.named_parameters()}
+        policy.step(b, grpo)
+        found = {n for n, x in policy._run.module.named_parameters() if not x.equal(before[n])}
+        return {"tower" if "tower" in n else "projector" if "projector" in n else "language" for n in found}
+    assert moved() == {"tower", "projector", "language"}
+    assert moved(freeze="tower") == {"projector", "language"}
+    assert moved(freeze=("tower", "projector")) == {"language"} and moved(freeze="language") == {"tower", "projector"}
+    assert moved(lora=dict(r=4, init_lora_weights=False)) == {"language"}
+    with pytest.raises(ValueError, match="freeze='eyes', and .* has no such part; it has tower, projector, language"):
+        Policy(net, device="cpu", freeze="eyes")
+
+
+@every_kind
+@pytest.mark.parametrize("wrapper, ask", [(Critic, "values"), (Scorer, "scores")])
+def test_heads_read_the_medium(kind, wrapper, ask):
+    net = tiny.model(kind)
+    b = sampled(kind, net, prompts(kind).take(6))[1]
+    w = wrapper(net, device="cpu", lr=1e-5)
+    with torch.no_grad(): w._run.module.head.weight.normal_(std=.5)
+    found, other = getattr(w, ask)(b), b.with_columns(b.columns | dict(media=b.media[2:] + b.media[:2]))
+    assert (getattr(w, ask)(other) - found).abs().max() > 1e-2
+    def error(out, part):
+        x = out.scores if ask == "scores" else torch.where(part.mask, out.values, 1.)
+        return (x - 1).square().sum()/part.n_rows, {}
+    losses = [float(w.step(b, error)["loss"]) for _ in range(5)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_reward_sees_the_media():
+    b = sampled("llava", tiny.model("llava"), prompts("llava").take(4))[1]
+    def redness(completions, media, **_): return [m.images[0].resize((1, 1)).getpixel((0, 0))[0]/255 for m in media]
+    assert_close(Grader(redness).score(b), torch.tensor(redness(b.completion, b.media)))

@@ -31,6 +31,7 @@ from ..engines.lazy_weights import stand_ins
 from ..engines.engine import output_layer
 from ..engines.weights import plain_name
 from ..engines.process_group import HALF
+from .multimodal import beside_language
 from .validation import check_adapter
 from .folders import drafted
 from .loading import dequantized, quantized
@@ -181,10 +182,10 @@ def load_adapter_(own:dict[str, nn.Parameter], folder:Path)->None:
 
 # %% ../../nbs/models/05_adapters.ipynb #d992677b
 def linear_names(trunk:nn.Module)->set[str]:
-    "What all-linear means: every linear layer but the output layer."
+    "What all-linear means: every linear layer but the output layer and those of towers and projectors."
     top = output_layer(trunk)
     linear = {n: m for n, m in trunk.named_modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}
-    return {n for n, m in linear.items() if m is not top}
+    return {n for n, m in linear.items() if m is not top} - beside_language(trunk, linear)
 
 def keep_kernels_(trunk:nn.Module):
     "In eval mode bitsandbytes repacks 4-bit weights on some CPUs, for a kernel that drops gradients without an error."

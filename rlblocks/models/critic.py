@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..data.batch import Batch
 from ..engines.engine import EngineSpec, engine_of
 from ..engines.optimizers import OptimizerSpec
+from .multimodal import freeze_
 from .forward import OutputRequest
 from .loading import as_pretrained, load_tokenizer
 from .policy import Trained, base_of, start
@@ -36,6 +37,7 @@ class Critic(Trained):
         optimizer:OptimizerSpec|Callable|None=None, # None: AdamW …
         lr:float|None=None, # … with this learning rate, 1e-5 if None; an optimizer has its own
         frozen:bool=False, # no optimizer
+        freeze:str|Sequence[str]=(), # parts that do not learn, as for `Policy`
         micro_tokens:int=8192,    # most tokens a forward pass
         micro_rows:int|None=None, # most rows a forward pass
         pack:bool|None=None,      # pack rows or pad them
@@ -50,6 +52,7 @@ class Critic(Trained):
         size = dict[str, Any](outputs=1 if bins is None else len(bins), bias=bins is not None)
         reader = trunk_reader(given, base, lazy=setup.engine.gathers, **size)
         if bins is not None: reader.head = ClassHead(cast(nn.Linear, reader.head), torch.as_tensor(bins))
+        freeze_("Critic", reader.trunk, freeze)
         self._run, self._view = start("Critic", reader, base, setup)
 
     def values(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/models/18_multimodal.ipynb #80b90d3f
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,6 +91,37 @@ def media_of(part:Batch)->tuple[list[Media|None], dict[str, Tensor]]:
     "Return the media of rows, and the type ids of their tokens."
     columns = part.columns
     return columns.get("media") or [None]*len(part), {k: columns[k] for k in TYPE_IDS if k in columns}
+
+# %% ../../nbs/models/18_multimodal.ipynb #da8d24d0
+def parts_of(trunk:nn.Module)->dict[str, list[str]]: # of "tower", "projector", "language": names of modules
+    "Return the parts of a multimodal model; all of a model of text is language."
+    names = [n for n, _ in trunk.named_modules()]
+    language = min((n for n in names if n.rpartition(".")[2] == "language_model"), key=len, default=None)
+    top = (language or "").rpartition(".")[0]
+    owner = trunk.get_submodule(top) if top else trunk
+    found:dict[str, list[str]] = dict(tower=[], projector=[], language=[] if language is None else [language])
+    for child, _ in owner.named_children():
+        name = f"{top}.{child}" if top else child
+        if re.search("project|merger|connector", child): found["projector"].append(name)
+        elif re.search("vision|visual|audio|tower", child): found["tower"].append(name)
+    if top: found["language"] += [n for n, _ in trunk.named_children() if n != top.partition(".")[0]]      # the head
+    return found if found["tower"] else dict(tower=[], projector=[], language=[n for n, _ in trunk.named_children()])
+
+def beside_language(trunk:nn.Module, names:Iterable[str])->set[str]:
+    "Return which of some modules' names belong to a tower or projector."
+    parts = parts_of(trunk)
+    return {n for n in names if any(n == x or n.startswith(x + ".") for x in parts["tower"] + parts["projector"])}
+
+def freeze_(who:str, trunk:nn.Module, freeze:str|Iterable[str]): # "tower", "projector", "language", or modules' names
+    "Take the gradient from parts of a model. ValueError for a part that it has not."
+    parts, modules = parts_of(trunk), dict(trunk.named_modules())
+    for word in [freeze] if isinstance(freeze, str) else freeze:
+        found = parts.get(word) or ([word] if word in modules else [])
+        if not found:
+            there = ", ".join(k for k, x in parts.items() if x)
+            raise ValueError(f"{who}: freeze={word!r}, and {type(trunk).__name__} has no such part; it has {there}, or "
+                             f"name a module: {', '.join(n for n, _ in trunk.named_children())} …")
+        for name in found: modules[name].requires_grad_(False)
 
 # %% ../../nbs/models/18_multimodal.ipynb #8c939e7f
 def rope_positions(

@@ -7,7 +7,7 @@ __all__ = ['Trained', 'described', 'base_of', 'start', 'Policy', 'reading_of', '
            'load_policy', 'head_now', 'expert_counts']
 
 # %% ../../nbs/models/00_policy.ipynb #d72ec8ad
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
@@ -20,6 +20,7 @@ from ..engines.weights import Deltas
 from ..engines.optimizers import OptimizerSpec
 from ..engines.engine import LocalOnly
 from ..engines.weights import Ticket
+from .multimodal import freeze_
 from .validation import check_measure
 from .forward import Forward, OutputRequest
 from .head import Head, as_head
@@ -118,6 +119,7 @@ class Policy(Trained):
         optimizer:OptimizerSpec|Callable|None=None, # adamw(…), muon(…), or (name, parameter) pairs → torch optimizer
         lr:float|None=None, # AdamW's learning rate, 1e-6 if None; an optimizer has its own
         frozen:bool=False, # a reference: no optimizer
+        freeze:str|Sequence[str]=(), # parts that do not learn: "tower", "projector", "language", or modules' names
         micro_tokens:int=8192,    # most tokens a forward pass; a longer row raises
         micro_rows:int|None=None, # most rows a forward pass
         pack:bool|None=None, # None: pack rows where a probe finds that they stay separate; True: or raise; False: pad
@@ -130,6 +132,7 @@ class Policy(Trained):
         module = base.trunk if base else load_policy(given, setup)
         self.tokenizer, self._sent = load_tokenizer(given.name, tokenizer), Deltas()
         reader = Forward(module, value_head_of(module, given.name) if value_head else None, on_lm_head=value_head)
+        freeze_("Policy", reader.trunk, freeze)
         self._run, self._view = start("Policy", reader, base, setup, quantized=given.quantization is not None)
 
     def logprobs(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:

@@ -18,6 +18,7 @@ from ..data.batch import Batch
 from ..engines.engine import EngineSpec, engine_of
 from ..engines.optimizers import OptimizerSpec
 from ..engines.process_group import world
+from .multimodal import freeze_
 from .forward import OutputRequest
 from .loading import as_pretrained, load_tokenizer
 from .policy import Trained, base_of, start
@@ -66,6 +67,7 @@ class Scorer(Trained):
         optimizer:OptimizerSpec|Callable|None=None, # None: AdamW …
         lr:float|None=None, # … with this learning rate, 1e-5 if None; an optimizer has its own
         frozen:bool=False, # no optimizer
+        freeze:str|Sequence[str]=(), # parts that do not learn, as for `Policy`
         micro_tokens:int=8192,    # most tokens a forward pass
         micro_rows:int|None=None, # most rows a forward pass
         pack:bool|None=None,      # pack rows or pad them
@@ -82,6 +84,7 @@ class Scorer(Trained):
         self.at = wanted.at or read_at(config)
         self.names = list(wanted.names) if wanted.names else label_names(config, reader.head)
         self.moments = stored_moments(config)
+        freeze_("Scorer", reader.trunk, freeze)
         self._run, self._view = start("Scorer", reader, base, setup)
 
     def scores(self, batch:Batch)->Tensor:
