@@ -9,6 +9,7 @@ from pathlib import Path, PosixPath
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import skip_without
 from safetensors.torch import save_file
@@ -46,9 +47,12 @@ REST = {"w": {"shard of": "policy/w", "shape": [4]}}       # of its state in a s
 
 @pytest.fixture
 def shards(tmp_path):
-    "A folder of torch's distributed checkpoint."
+    "A folder of DCP, read in a world of one: without a world no state is searched for shards."
     dcp.save({"policy/w": torch.arange(4.)}, checkpoint_id=tmp_path/"shards", no_dist=True)
-    return tmp_path/"shards"
+    alone = not dist.is_initialized()
+    if alone: dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield tmp_path/"shards"
+    if alone: dist.destroy_process_group()
 
 
 def described(shards, change):
