@@ -136,7 +136,7 @@ def _from_dict(kind, given, sampling_rate):
         if x is None: continue
         rate = given.get("sampling_rate")
         if rate is not None and name in (kind, "array"): x = resampled(x, rate, sampling_rate)
-        return source_of(kind, x, sampling_rate)
+        return source_of(kind, base64.b64decode(x) if name == "base64" else x, sampling_rate)
     raise TypeError(f"the {kind} is a dict of {', '.join(map(str, given)) or 'nothing'}; one of {kind}, path, bytes, "
                     "url, array is wanted")
 
@@ -326,7 +326,8 @@ COLUMNS = dict(image="image", images="image", video="video", videos="video", aud
 
 def is_processor(x:Any)->bool:
     "Tell whether something is a processor of transformers: a tokenizer and what reads media."
-    return getattr(x, "tokenizer", None) is not None and callable(x)
+    reads = ("image_processor", "video_processor", "feature_extractor", "audio_processor")
+    return getattr(x, "tokenizer", None) is not None and any(getattr(x, k, None) is not None for k in reads)
 
 def tokenizer_of(x:Any)->Any:
     "Return a processor's tokenizer; anything else as it is."
