@@ -92,9 +92,9 @@ def test_a_learning_rate_beside_an_optimizer_is_refused(Wrapper):
 
 @pytest.mark.parametrize("Wrapper", [Policy, Critic, Scorer])
 def test_the_signature_is_the_truth(Wrapper):
-    "No **kwargs: what an editor shows is what there is; twelve at most."
+    "No **kwargs: what an editor shows is what there is."
     params = inspect.signature(Wrapper).parameters
-    assert len(params) <= 12 and not any(p.kind is p.VAR_KEYWORD for p in params.values())
+    assert not any(p.kind is p.VAR_KEYWORD for p in params.values())
     for name in ("engine", "optimizer", "lr", "frozen", "micro_tokens", "micro_rows", "pack", "device"):
         assert name in params
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'model'"): Wrapper()
