@@ -1,6 +1,6 @@
-"""Declare torchvision's operators before it is imported: its wheel is built for CUDA, and beside torch for CPU they are absent.
+"""Declare torchvision's operators before it is imported: its wheel is for CUDA, beside torch for CPU they are absent.
 
-Processors of Qwen's models import torchvision for its image transforms, which need none of them. A `.pth` file that says
+Processors of Qwen's models import torchvision for its transforms, which need none of them. A `.pth` file that says
 `import torchvision_operators` does this in every process of an environment."""
 import torch
 
