@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 from urllib.parse import unquote, urlparse
 
 import torch
@@ -67,6 +67,20 @@ class Source:
             raise OSError(f"{self.kind} {self.name} cannot be read: {type(e).__name__}: {e}") from e
         except Exception as e:
             raise OSError(f"{self.kind} {self.name} cannot be read: {type(e).__name__}: {e}") from e
+
+    def state_dict(self)->dict[str, Any]:
+        "Return it as text and a tensor, for a save."
+        x = self.data if isinstance(self.data, str) else torch.from_numpy(self.data) if not isinstance(
+            self.data, bytes) else torch.frombuffer(bytearray(self.data), dtype=torch.uint8)
+        options = [list(x) for x in self.options]
+        return dict(kind=self.kind, data=x, checksum=self.checksum, member=self.member, options=options)
+
+    @classmethod
+    def of(cls, state:Mapping)->"Source": # of `state_dict`
+        "Return what was saved."
+        x = state["data"]
+        if isinstance(x, Tensor): x = bytes(x.numpy()) if x.dtype == torch.uint8 and x.dim() == 1 else x.numpy()
+        return cls(state["kind"], x, state["checksum"], state["member"], tuple((k, v) for k, v in state["options"]))
 
     @property
     def name(self)->str:
@@ -298,6 +312,7 @@ features_kept = FeatureCache()
 
 class FeatureMaker:
     "A processor without its tokenizer: it makes features of media."
+    known:ClassVar[dict[str, "FeatureMaker"]] = {}       # in this process, by digest: a saved row names it so
 
     def __init__(self, processor:Any, *, whole:bool=False): # with its tokenizer, for one that cannot do without
         "Copy a processor of transformers."
@@ -306,15 +321,35 @@ class FeatureMaker:
             vars(self.processor).pop("tokenizer", None)
             self.processor.chat_template = None
         self.sampling_rate, self.patch_size = reading_of(processor)
-        said = f"{type(processor).__name__}{self.processor.to_json_string()}"
+        self.name = type(processor).__name__
+        said = f"{self.name}{self.processor.to_json_string()}"
         self.digest = hashlib.sha256(said.encode()).hexdigest()[:16]
+        self.known[self.digest] = self
+
+    def state_dict(self)->dict[str, Any]:
+        "Return what names it in a saved row."
+        return dict(name=self.name, digest=self.digest, sampling_rate=self.sampling_rate, patch_size=self.patch_size)
+
+    @classmethod
+    def of(cls, state:Mapping)->"FeatureMaker": # of `state_dict`
+        "Return the one with this digest; without a processor where this process has made none yet."
+        if state["digest"] in cls.known: return cls.known[state["digest"]]
+        made = cls.__new__(cls)
+        made.processor = None
+        vars(made).update({k: state[k] for k in ("name", "digest", "sampling_rate", "patch_size")})
+        return made
 
     def features(self, source:Source)->dict[str, Tensor]:
         "Return what a model reads of one source, from the cache where it was made before."
         return features_kept.get((self.digest, source.digest), lambda: self.make(source))
 
     def make(self, source:Source)->dict[str, Tensor]:
-        "Return what a model reads of one source."
+        "Return what a model reads of one source. ValueError in a process that has not made the processor yet."
+        if self.processor is None:
+            if self.digest not in self.known:
+                raise ValueError(f"the media of these saved rows were read by a {self.name} ({self.digest}), and this "
+                                 "process has not made one with its settings; make Prompts(rows, processor) first")
+            self.processor = self.known[self.digest].processor
         word = getattr(self.processor, f"{source.kind}_token", "")      # stands for it in the text, which nobody reads
         made = self.processor(text=[word], return_tensors="pt", **given_to(self.processor, [source]))
         return {k: x for k, x in made.items() if isinstance(x, Tensor) and k not in OF_TEXT}
@@ -415,6 +450,29 @@ def features_of(
 )->dict[str, Tensor]: # empty where no row has media
     "Return what a forward pass is given of the rows' media, in their order."
     return joined([m.features() for m in media if m is not None])
+
+# %% ../../nbs/data/15_media.ipynb #f90f3bea
+def states_of(media:Sequence[Media|None])->list[dict|None]: # the same dicts where rows share media or sources
+    "Return the column of media for a save, as text, numbers and tensors."
+    some = {id(m): m for m in media if m is not None}
+    sources = {id(s): s for m in some.values() for s in m.sources}
+    sources = {i: s.state_dict() for i, s in sources.items()}
+    made = {i: dict(maker=m.maker.state_dict(), sources=[sources[id(s)] for s in m.sources]) for i, m in some.items()}
+    return [None if m is None else made[id(m)] for m in media]
+
+def media_from(states:Sequence[Mapping|None])->list[Media|None]: # of `states_of`; rows share again what they shared
+    "Return the column of media that was saved."
+    sources, found = dict[tuple, Source](), dict[str, Media]()
+    def media(state):
+        made = [Source.of(s) for s in state["sources"]]
+        made = Media(tuple(sources.setdefault((s.kind, s.digest), s) for s in made), FeatureMaker.of(state["maker"]))
+        return found.setdefault(made.digest, made)
+    kept:dict[int, Media] = {}
+    return [None if s is None else kept[id(s)] if id(s) in kept else kept.setdefault(id(s), media(s)) for s in states]
+
+def bytes_of(media:Iterable[Media|None])->int:
+    "Return the bytes of a column of media, each source once."
+    return sum({id(s): s.nbytes for m in media if m is not None for s in m.sources}.values())
 
 # %% ../../nbs/data/15_media.ipynb #66bbb6fc
 COLUMNS = dict(image="image", images="image", video="video", videos="video", audio="audio", audios="audio")
