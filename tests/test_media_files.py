@@ -8,8 +8,11 @@ import pytest
 import tiny_media as tiny
 import torch
 from PIL import Image
-from rlblocks import Buffer, Demonstrations, Feedback, Preferences, Prompts, load_rollouts, save_rollouts
-from rlblocks.data.media import FeatureMaker, bytes_of, frame_numbers, source_of
+from rlblocks import (
+    Buffer, Demonstrations, Feedback, Grader, Preferences, Prompts, RemoteReward, Rollout, Scorer, judge_reward,
+    judge_rollout, load_rollouts, pairwise_reward, save_rollouts, scorer_reward, serve_reward,
+)
+from rlblocks.data.media import FeatureMaker, bytes_of, frame_numbers, media_from_json, source_of
 from torch.testing import assert_close
 
 
@@ -192,3 +195,69 @@ def test_a_process_without_the_processor_says_so(tmp_path, monkeypatch):
         media.maker.make(media.sources[0])
     Prompts([tiny.row("llava", 1)], tiny.processor("llava"))
     assert media.maker.make(media.sources[0])["pixel_values"].equal(b.media[0].features()["pixel_values"])
+
+
+# -- judges and reward models that see
+def questions(kind="llava"):
+    data = Prompts([tiny.row(kind, i) for i in range(3)] + [tiny.row(kind, text="blind")], tiny.processor(kind),
+                   shuffle=False)
+    b = Rollout(tiny.model(kind), tokenizer=tiny.processor(kind), max_tokens=4, device="cpu").generate(
+        data.take(4), group_size=2, seed=0)
+    assert len(b.media) == len(b.prompt) == 8
+    return b
+
+
+def test_a_judge_sees_what_the_answer_is_about():
+    b, asked = questions(), []
+    def ask(what):
+        asked.extend(what)
+        return ["Score: 3" if isinstance(q, str) else f"Score: {1 + 9*(q[0]['image'].checksum == first)}" for q in what]
+    first = b.media[0].sources[0].checksum
+    assert_close(Grader(judge_reward(ask)).score(b), torch.tensor([1., 1., 0., 0., 0., 0., 2/9, 2/9]))
+    parts = asked[0]
+    assert [p["type"] for p in parts] == ["image", "text"] and "<image>" not in parts[1]["text"]
+    asked.clear()
+    Grader(judge_reward(ask, media=False)).score(b)
+    assert all(isinstance(q, str) and "<image>" not in q for q in asked)
+    seen = []
+    def which(what):
+        seen.extend(what)
+        return ["Verdict: A"]*len(what)
+    Grader(pairwise_reward(which)).score(b)
+    assert [isinstance(q, str) for q in seen] == [False]*6 + [True]*2 and seen[0][0]["image"].checksum == first
+
+
+def test_a_model_of_ours_judges_pictures():
+    b, judge = questions(), Rollout(tiny.model("llava", seed=1), tokenizer=tiny.processor("llava"), max_tokens=8,
+                                    device="cpu")
+    ask = judge_rollout(judge)
+    def say(*pictures): return ask([[*m.parts, dict(type="text", text="which colour?")] for m in pictures])
+    one, two = say(b.media[0], b.media[2]), say(b.media[0], b.media[0])
+    assert one[0] == two[0] == two[1] and isinstance(one[1], str)
+    Grader(judge_reward(ask)).score(b)
+
+
+def test_a_judge_behind_an_address_is_sent_the_picture():
+    from rlblocks.graders.judge import sent
+    b = questions()
+    made = sent([*b.media[0].parts, dict(type="text", text="?")])
+    url = made[0]["image_url"]["url"]
+    assert made[0]["type"] == "image_url" and url.startswith("data:image/png;base64,") and made[1]["text"] == "?"
+    assert base64.b64decode(url.partition(",")[2]) == b.media[0].sources[0].data
+    assert source_of("image", url).checksum == b.media[0].sources[0].checksum and sent("a text") == "a text"
+
+
+def test_a_served_reward_model_sees(tmp_path):
+    b, scorer = questions(), Scorer(tiny.model("llava"), device="cpu")
+    with torch.no_grad(): scorer._run.module.head.weight.normal_(std=.5)
+    alone = scorer_reward(scorer, tiny.processor("llava"))
+    want = Grader(alone).score(b)
+    assert (want[:2] - want[2:4]).abs().max() > 1e-3
+    with serve_reward(alone) as server:
+        assert_close(Grader(RemoteReward(server.url, server.token, rows=3)).score(b), want)
+    with pytest.raises(ValueError, match="a row with media is not cut"):
+        scorer_reward(scorer, tiny.processor("llava"), max_length=20)(b.prompt, b.completion, b.media)
+    with pytest.raises(ValueError, match="scorer_reward: .*reads text alone, and the rows have media"):
+        scorer_reward(scorer, tiny.tokenizer("llava"))(b.prompt, b.completion, b.media)
+    with pytest.raises(ValueError, match="a medium is a path; its content is wanted"):
+        media_from_json([dict(maker={}, sources=[dict(kind="image", data="/etc/passwd")])], files=False)
