@@ -62,9 +62,10 @@ class Rollout(LocalOnly):
         "Load or copy the model. ValueError for an unknown engine or sampling numbers out of range."
         self.max_tokens = whole_number("Rollout", "max_tokens", max_tokens)
         self.how = check_sampling("Rollout", temperature, top_p, top_k, min_p)
-        self.tokenizer = tokenizer_of(load_tokenizer(model, tokenizer))
+        reader = load_tokenizer(model, tokenizer)
+        self.tokenizer = tokenizer_of(reader)
         ids, self.stop_strings = split_stop(stop, self.tokenizer)
-        self.shared = SharedSampler(new_sampler(model, engine, dtype, device, max_rows, self.tokenizer))
+        self.shared = SharedSampler(new_sampler(model, engine, dtype, device, max_rows, reader))
         self.stop = stop_ids(ids, self.sampler.module, self.tokenizer, self.sampler.vocabulary)
         if odd := placeholder_ids(self.sampler.module): self.stop = torch.cat([self.stop, torch.tensor(odd)]).unique()
         self.structures = Structures(self.tokenizer, self.stop, self.sampler.vocabulary)
@@ -213,7 +214,7 @@ def new_sampler(
     dtype,          # of the weights; None: as the model comes
     device,         # None: CUDA when there is one
     max_rows:int,   # most samples side by side
-    tokenizer=None, # for stop strings
+    tokenizer=None, # for stop strings; a processor where the model reads media
 )->Sampler:
     "Make the engine of a rollout. ValueError for an unknown one, TypeError for a dtype that is none of floats."
     if dtype is not None and not getattr(dtype, "is_floating_point", False):

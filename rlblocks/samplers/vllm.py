@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['transformers_model', 'meta_model', 'first_ticket', 'router_layers', 'engine_dtype', 'engine_devices',
            'visible_devices', 'new_channel', 'new_transfer', 'engine_arguments', 'start_engine', 'connect_engine',
-           'sampling_params', 'to_samples', 'to_completion', 'Vllm']
+           'sampling_params', 'opened', 'to_samples', 'to_completion', 'save_processor', 'Vllm']
 
 # %% ../../nbs/samplers/05_vllm.ipynb #1dd95c2a
 import os
@@ -24,7 +24,9 @@ from torch import nn
 
 from ..engines.weights import InProcess, Manifest, Ticket, buckets, check_since, named_weights, probe_ids
 from ..models.validation import config_of
+from ..data.media import WORDS, Media, is_processor, tokenizer_of
 from ..models.folders import plain_twin
+from ..models.multimodal import reads_media
 from ..models.routers import routers_of
 from .decoding import MAX_SUPPORT, Penalties, check_finite
 from .hf import sampling_module
@@ -52,12 +54,14 @@ def meta_model(
     module:"transformers.PreTrainedModel|None", # on the CPU
 )->"transformers.PreTrainedModel":
     "Return the model on the meta device, with the configuration that the engine is started with."
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, GenerationConfig
     if module is not None:
         meta = plain_twin(module)
         meta.config.architectures, meta.config.dtype = [type(module).__name__], next(module.parameters()).dtype
         return meta
-    with torch.device("meta"): meta = AutoModelForCausalLM.from_config(config_of(model), trust_remote_code=False)
+    config = config_of(model)
+    auto:Any = AutoModelForMultimodalLM if reads_media(config) else AutoModelForCausalLM
+    with torch.device("meta"): meta = auto.from_config(config, trust_remote_code=False)
     try: meta.generation_config = GenerationConfig.from_pretrained(model)
     except OSError: pass          # a folder without one
     return meta
@@ -162,7 +166,7 @@ def engine_arguments(
     return dict(
         model=source, dtype=str(transfer.dtype).removeprefix("torch."), seed=0,
         load_format="auto" if source else "dummy",
-        skip_tokenizer_init=True, generation_config="vllm", enforce_eager=not cuda, enable_sleep_mode=cuda,
+        skip_tokenizer_init=not reads_media(transfer.model.config), generation_config="vllm", enforce_eager=not cuda, enable_sleep_mode=cuda,
         max_model_len=window, max_num_seqs=max_rows, kv_cache_memory_bytes=spec.cache_bytes,
         logprobs_mode="processed_logprobs", max_logprobs=MAX_SUPPORT, enable_prefix_caching=True,
         structured_outputs_config=dict(backend="outlines"),
@@ -239,6 +243,10 @@ def sampling_params(
     return dict(temperature=sampling.temperature, max_tokens=max_tokens, stop_token_ids=list(stop), ignore_eos=True,
                 detokenize=False, logprobs=0 if masks else room, flat_logprobs=True) | filters | changes
 
+def opened(media:Media|None)->dict[str, list]|None: # None: there are none
+    "Open media as vLLM takes them, by kind."
+    return media and {kind: getattr(media, WORDS[kind]) for kind in media.kinds}
+
 def to_samples(
     request:Request,
     vocabulary:int|None, # ids of the model
@@ -255,7 +263,7 @@ def to_samples(
                              masks=bool(options.get("return_sampling_mask")))
     pattern = request.structure.pattern if request.structure else None
     more = SampleOptions(room, request.strings, penalties.min_tokens if penalties else 0,
-                         penalties.banned if penalties else (), pattern)
+                         penalties.banned if penalties else (), pattern, opened(request.media))
     return [(f"{request.key}/{k}", ids, {**params, "seed": seed}, more) for k, seed in enumerate(request.seeds)]
 
 # %% ../../nbs/samplers/05_vllm.ipynb #6dad0ae5
@@ -281,6 +289,13 @@ def to_completion(
                       torch.tensor(versions, dtype=torch.long), routed)
 
 # %% ../../nbs/samplers/05_vllm.ipynb #cc399ef8
+def save_processor(processor:Any, model:nn.Module, folder:str):
+    "Write a processor beside weights. ValueError where there is none."
+    if not is_processor(processor):
+        raise ValueError(f"Rollout: {type(model).__name__} reads media, and vLLM reads them with the model's processor; "
+                         "give it, Rollout(…, tokenizer=AutoProcessor.from_pretrained(…))")
+    processor.save_pretrained(folder)
+
 class Vllm:
     "Sample with vLLM, in a process of its own."
     elsewhere = True
@@ -291,17 +306,20 @@ class Vllm:
         dtype:torch.dtype|None=None, # of the weights; None: as the model comes
         max_rows:int=512,            # most samples side by side
         spec:VllmSpec=VllmSpec(),    # of `vllm(…)`
-        tokenizer:Any=None,          # for stop strings
+        tokenizer:Any=None,          # for stop strings; a processor where the model reads media
     ):
-        "Start the engine, and sample one token with it."
+        "Start the engine, and sample one token with it. ValueError for a module that reads media without a processor."
         weights = None if isinstance(model, (str, Path)) else transformers_model(model, dtype)
         meta, source = meta_model(model, weights), str(model) if weights is None else None
         self.folders:tuple[str, ...] = ()
-        if weights is not None and spec.options.get("enable_lora"):  # slots stand on weights that vLLM reads itself
+        slots, media = bool(spec.options.get("enable_lora")), reads_media(meta.config)
+        if weights is not None and (slots or media):    # slots stand on weights that vLLM reads itself; see above
             self.folder = TemporaryDirectory(prefix="rlblocks-")
             weights.save_pretrained(self.folder.name)
-            weights, source, self.folders = None, self.folder.name, (self.folder.name,)
-        self.spec, self.module, self.tokenizer = spec, cast(nn.Module, meta), tokenizer
+            source, self.folders = self.folder.name, (self.folder.name,)
+            if media: save_processor(tokenizer, meta, self.folder.name)
+            if slots: weights = None
+        self.spec, self.module, self.tokenizer = spec, cast(nn.Module, meta), tokenizer_of(tokenizer)
         self.transfer = new_transfer(spec, meta, dtype)
         self.arguments = engine_arguments(spec, self.transfer, source, max_rows)
         self.window, self.vocabulary = self.transfer.window, self.transfer.vocabulary
@@ -376,11 +394,19 @@ class Vllm:
             while message is not None:
                 kind, *contents = message
                 if kind == "error": raise RuntimeError(f"generate: the engine could not {contents[0]}: {contents[1]}")
+                if kind == "refused": raise ValueError(self._refusal(*contents))
                 if kind == "done":
                     name, *parts, reason = contents
                     completions.append(self._completion(name, parts, reason))
                 message = child.mail.pop(0) if child.mail else child.read(0.)
             return completions
+
+    def _refusal(self, name, why)->str:
+        request, _ = self.under_way[name]
+        media = cast(Media, request.media)
+        return (f"generate: engine='vllm' does not take a row of {len(request.ids)} ids with "
+                f"{', '.join(f'the {s.kind} {s.name}' for s in media.sources)}: {why}. Its processor has to be that "
+                "of the rows; engine='hf' runs the model's own forward pass")
 
     def _completion(self, name, parts, reason)->Completion:
         "Return a sample that is under way no more."
