@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['transformers_model', 'meta_model', 'first_ticket', 'router_layers', 'engine_dtype', 'engine_devices',
            'visible_devices', 'new_channel', 'new_transfer', 'engine_arguments', 'start_engine', 'connect_engine',
-           'sampling_params', 'opened', 'to_samples', 'to_completion', 'save_processor', 'Vllm']
+           'sampling_params', 'to_samples', 'to_completion', 'reader_arguments', 'save_processor', 'Vllm']
 
 # %% ../../nbs/samplers/05_vllm.ipynb #1dd95c2a
 import os
@@ -22,18 +22,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..engines.weights import InProcess, Manifest, Ticket, buckets, check_since, named_weights, probe_ids
+from ..engines.weights import InProcess, Manifest, Ticket, buckets, check_since, named_weights
 from ..models.validation import config_of
-from ..data.media import WORDS, Media, is_processor, tokenizer_of
+from ..data.media import Media, is_processor, tokenizer_of
 from ..models.folders import plain_twin
-from ..models.multimodal import reads_media
+from ..models.multimodal import probe_of, reads_media, rows_window
 from ..models.routers import routers_of
 from .decoding import MAX_SUPPORT, Penalties, check_finite
 from .hf import sampling_module
 from .processes import Child, interpreter
 from .sampler import Completion, Reason, Request, Sampling, VllmSpec, check_ready
 from .vllm_process import SampleOptions
-from .weight_transfer import Channel, SharedMemory, Transfer, channel_for, check_adapter, score_with
+from .weight_transfer import Channel, SharedMemory, Transfer, channel_for, check_adapter, opened, score_with
 
 if TYPE_CHECKING: import transformers
 
@@ -68,12 +68,12 @@ def meta_model(
 
 def first_ticket(
     module:"transformers.PreTrainedModel", # causal
+    processor:Any=None, # of a module that reads media
 )->Ticket:
     "Make a ticket of the weights that a rollout begins with, version 0."
     def params(bucket_bytes): return buckets(named_weights(module).items(), bucket_bytes)
-    ids = probe_ids(cast(int, module.get_input_embeddings().num_embeddings),
-                    getattr(module.config, "max_position_embeddings", None))
-    return Ticket(0, InProcess(lambda: 0, params, partial(score_with, module)), probe=ids)
+    ids, row = probe_of(module, processor, cast(int, module.get_input_embeddings().num_embeddings))
+    return Ticket(0, InProcess(lambda: 0, params, partial(score_with, module, row=row)), probe=ids, row=row)
 
 def router_layers(
     model:nn.Module, # a mixture
@@ -149,7 +149,7 @@ def new_transfer(
         if spec.options.get(name) and not torch.cuda.is_available():
             raise ValueError(f"Rollout: vllm({name}=True) needs CUDA (vLLM's Model Runner V2), and there is none; "
                              f"{instead}")
-    window:int|None = spec.context or getattr(model.config, "max_position_embeddings", None)
+    window = spec.context or rows_window(model.config)
     return Transfer(model, dtype=engine_dtype(model, dtype), window=window, bucket_bytes=spec.bucket_bytes,
                     channel=new_channel(spec))
 
@@ -243,10 +243,6 @@ def sampling_params(
     return dict(temperature=sampling.temperature, max_tokens=max_tokens, stop_token_ids=list(stop), ignore_eos=True,
                 detokenize=False, logprobs=0 if masks else room, flat_logprobs=True) | filters | changes
 
-def opened(media:Media|None)->dict[str, list]|None: # None: there are none
-    "Open media as vLLM takes them, by kind."
-    return media and {kind: getattr(media, WORDS[kind]) for kind in media.kinds}
-
 def to_samples(
     request:Request,
     vocabulary:int|None, # ids of the model
@@ -289,6 +285,11 @@ def to_completion(
                       torch.tensor(versions, dtype=torch.long), routed)
 
 # %% ../../nbs/samplers/05_vllm.ipynb #cc399ef8
+def reader_arguments(processor:Any)->dict[str, Any]: # of vLLM's `LLM`
+    "Let vLLM resize images with the library that the rows' processor does it with: the two round otherwise."
+    pil = type(getattr(processor, "image_processor", None)).__name__.endswith("Pil")
+    return dict(mm_processor_kwargs=dict(backend="pil")) if pil else {}
+
 def save_processor(processor:Any, model:nn.Module, folder:str):
     "Write a processor beside weights. ValueError where there is none."
     if not is_processor(processor):
@@ -321,7 +322,7 @@ class Vllm:
             if slots: weights = None
         self.spec, self.module, self.tokenizer = spec, cast(nn.Module, meta), tokenizer_of(tokenizer)
         self.transfer = new_transfer(spec, meta, dtype)
-        self.arguments = engine_arguments(spec, self.transfer, source, max_rows)
+        self.arguments = reader_arguments(tokenizer) | engine_arguments(spec, self.transfer, source, max_rows)
         self.window, self.vocabulary = self.transfer.window, self.transfer.vocabulary
         self.under_way = dict[str, tuple[Request, int]]()   # by name of a sample: request, place among its seeds
         self.version:int|None = None
@@ -329,7 +330,7 @@ class Vllm:
         self.child:Child|None = None
         self._start()
         if weights is None: self.version = 0
-        else: self.load(first_ticket(weights))
+        else: self.load(first_ticket(weights, tokenizer))
 
     def _start(self):
         self.child = start_engine(self.spec, self.transfer, self.arguments, self.folders)

@@ -274,8 +274,7 @@ class Server:
         found = self.reader._find_mm_placeholders(ids, updates)
         spans = [x for xs in found.values() for x in xs]
         inside = {i for x in spans for i in range(x.start_idx, x.start_idx + len(x.tokens))}
-        words = {t for x in spans for t, is_embed in
-                 zip(x.tokens, x.to_range().is_embed if x.is_embed is not None else [True]*len(x.tokens)) if is_embed}
+        words = {t for x in spans for k, t in enumerate(x.tokens) if x.is_embed is None or x.is_embed[k]}
         left = [i for i, t in enumerate(ids) if t in words and i not in inside]
         for kind, wanted in updates.items():
             n = len(found.get(kind, ()))
