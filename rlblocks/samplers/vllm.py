@@ -390,17 +390,18 @@ class Vllm:
         "Return samples that have ended. RuntimeError when the engine is gone, TimeoutError when it is stuck."
         if not self.under_way: return []
         with self._ends_on_error(): # keys that are no numbers stay in a cache, also under good weights
-            completions, child = list[Completion](), self._process
+            completions, refused, child = list[Completion](), list[str](), self._process
             message = child.mail.pop(0) if child.mail else child.read(seconds)
             while message is not None:
                 kind, *contents = message
                 if kind == "error": raise RuntimeError(f"generate: the engine could not {contents[0]}: {contents[1]}")
-                if kind == "refused": raise ValueError(self._refusal(*contents))
+                if kind == "refused": refused.append(self._refusal(*contents))
                 if kind == "done":
                     name, *parts, reason = contents
                     completions.append(self._completion(name, parts, reason))
                 message = child.mail.pop(0) if child.mail else child.read(0.)
-            return completions
+        if refused: raise ValueError(refused[0])
+        return completions
 
     def _refusal(self, name, why)->str:
         request, _ = self.under_way[name]

@@ -186,7 +186,11 @@ def prompt_of(
     media:Mapping[str, list]|None, # by kind
 )->dict[str, Any]:
     "Return a prompt as vLLM takes it."
-    return dict(prompt_token_ids=ids, cache_salt=salt) | (dict(multi_modal_data=dict(media)) if media else {})
+    if not media: return dict(prompt_token_ids=ids, cache_salt=salt)
+    how:dict[str, Any] = dict(fps=24., do_sample_frames=False)      # as transformers takes frames alone
+    def timed(x): return x, how | dict(total_num_frames=len(x), frames_indices=[*range(len(x))], duration=len(x)/24)
+    given = {kind: [*map(timed, xs)] if kind == "video" else xs for kind, xs in media.items()}
+    return dict(prompt_token_ids=ids, cache_salt=salt, multi_modal_data=given)
 
 class Server:
     "Carry out the trainer's messages, and between them one step of vLLM's scheduler at a time."
