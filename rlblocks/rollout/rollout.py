@@ -62,10 +62,10 @@ class Rollout(LocalOnly):
         "Load or copy the model. ValueError for an unknown engine or sampling numbers out of range."
         self.max_tokens = whole_number("Rollout", "max_tokens", max_tokens)
         self.how = check_sampling("Rollout", temperature, top_p, top_k, min_p)
-        reader = load_tokenizer(model, tokenizer)
-        self.tokenizer = tokenizer_of(reader)
+        self.processor = load_tokenizer(model, tokenizer)      # or a tokenizer, for a model of text
+        self.tokenizer = tokenizer_of(self.processor)
         ids, self.stop_strings = split_stop(stop, self.tokenizer)
-        self.shared = SharedSampler(new_sampler(model, engine, dtype, device, max_rows, reader))
+        self.shared = SharedSampler(new_sampler(model, engine, dtype, device, max_rows, self.processor))
         self.stop = stop_ids(ids, self.sampler.module, self.tokenizer, self.sampler.vocabulary)
         if odd := placeholder_ids(self.sampler.module): self.stop = torch.cat([self.stop, torch.tensor(odd)]).unique()
         self.structures = Structures(self.tokenizer, self.stop, self.sampler.vocabulary)
