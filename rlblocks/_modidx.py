@@ -4912,6 +4912,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'rlblocks.samplers.vllm.Vllm.submit': ( 'samplers/vllm.html#vllm.submit',
                                                                                 'rlblocks/samplers/vllm.py'),
                                         'rlblocks.samplers.vllm.Vllm.wake': ('samplers/vllm.html#vllm.wake', 'rlblocks/samplers/vllm.py'),
+                                        'rlblocks.samplers.vllm.check_media': ( 'samplers/vllm.html#check_media',
+                                                                                'rlblocks/samplers/vllm.py'),
                                         'rlblocks.samplers.vllm.connect_engine': ( 'samplers/vllm.html#connect_engine',
                                                                                    'rlblocks/samplers/vllm.py'),
                                         'rlblocks.samplers.vllm.engine_arguments': ( 'samplers/vllm.html#engine_arguments',

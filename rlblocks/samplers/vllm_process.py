@@ -187,9 +187,8 @@ def prompt_of(
 )->dict[str, Any]:
     "Return a prompt as vLLM takes it."
     if not media: return dict(prompt_token_ids=ids, cache_salt=salt)
-    how:dict[str, Any] = dict(fps=24., do_sample_frames=False)      # as transformers takes frames alone
-    def timed(x): return x, how | dict(total_num_frames=len(x), frames_indices=[*range(len(x))], duration=len(x)/24)
-    given = {kind: [*map(timed, xs)] if kind == "video" else xs for kind, xs in media.items()}
+    given = dict(media)
+    if "video" in given: given["video"] = [(x, about | dict(do_sample_frames=False)) for x, about in given["video"]]
     return dict(prompt_token_ids=ids, cache_salt=salt, multi_modal_data=given)
 
 class Server:
