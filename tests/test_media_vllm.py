@@ -39,15 +39,14 @@ def named_as_on_the_hub(net, folder):
     net.save_pretrained(folder)
     file = folder/"model.safetensors"
     weights = load_file(file)
-    for old, new in (("vision_tower.", "vision_tower.vision_model."), ("language_model.model.model.", "language_model.model.")):
-        weights = {re.sub("^" + re.escape(old), new, n): x for n, x in weights.items()}
-    save_file(weights, file, metadata=dict(format="pt"))
+    save_file({re.sub(r"^vision_tower\.", "vision_tower.vision_model.", n): x for n, x in weights.items()}, file,
+              metadata=dict(format="pt"))
     return type(net).from_pretrained(folder).eval()
 
 
 def model(kind, folder):
     net = tiny.model(kind, hidden=128)      # heads of 32: vLLM's attention on a CPU wants as much
-    return named_as_on_the_hub(net, folder) if kind in ("llava", "gemma3", "qwen2_audio") else net
+    return named_as_on_the_hub(net, folder) if kind in ("llava", "gemma3") else net
 
 
 def rollout(net, kind, **how):
@@ -162,14 +161,14 @@ def test_a_row_with_other_placeholders_is_refused_by_its_image(shared):
     "And the engine lives on."
     rows, short = prompts(), prompts()
     short.tokens[1, (short.tokens[1] == placeholder_ids(shared.module)[0]).nonzero()[0]] = 5
-    with pytest.raises(ValueError, match="does not take a row of .* ids with the image in memory: vLLM gives its 1 image 16 "
-                                         "placeholders, and the row's ids hold others: 0 found, 15 ids left over"):
+    with pytest.raises(ValueError, match="does not take a row of .* ids with the image in memory: vLLM gives its 1 "
+                                         "image 16 placeholders, and the row's ids hold others: 0 found"):
         shared.generate(short)
     assert len(shared.generate(rows)) == 4
 
 
 def test_a_module_that_sees_needs_its_processor(net):
-    with pytest.raises(ValueError, match="LlavaForConditionalGeneration reads media, and vLLM reads them with the model's"):
+    with pytest.raises(ValueError, match="LlavaForConditionalGeneration reads media, and vLLM reads them with"):
         Rollout(net, tokenizer=tiny.tokenizer("llava"), engine="vllm")
 
 

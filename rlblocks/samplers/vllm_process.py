@@ -326,8 +326,9 @@ class Server:
                 params.structured_outputs._backend = "outlines"
             try: self.engine.add_request(name, prompt_of(ids, salt, options.media), params, lora_request=self.lora)
             except ValueError as e:
-                if options.media: self.send("refused", name, str(e))
-                else: raise
+                if not options.media: raise
+                self.engine.reset_mm_cache()    # one half of it has the refused media, the other has not
+                self.send("refused", name, str(e))
                 continue
             self.samples.add(name)
             self.options[name], self.versions[name] = options, [(0, self.version)]
