@@ -13,6 +13,7 @@ from pathlib import Path
 
 from .batch import Batch
 from .columns import whole_number
+from .media import media_from_json, media_to_json
 from .ragged import Ragged, file_in, from_arrow, persist, ragged, to_arrow, unfinished
 
 # %% ../../nbs/data/10_saved.ipynb #2fbaa10c
@@ -29,7 +30,8 @@ def save_rollouts(
     whole_number("save_rollouts", "step", step, 0)
     rows, final = ragged(batch), _file(folder, step)
     final.parent.mkdir(parents=True, exist_ok=True)
-    texts = {k: _texts(k, x) for k, x in rows.columns.items() if rows.kinds[k] == "list" and not _plain(x)}
+    given = {k: media_to_json(x) if k == "media" else x for k, x in rows.columns.items()}
+    texts = {k: _texts(k, x) for k, x in given.items() if rows.kinds[k] == "list" and not _plain(x)}
     columns = {(_JSON if k in texts else "") + k: texts.get(k, x) for k, x in rows.columns.items()}
     kinds = {(_JSON if k in texts else "") + k: kind for k, kind in rows.kinds.items()}
     with unfinished(final.parent, f"rollouts-{step:09d}") as new:
@@ -52,6 +54,7 @@ def load_rollouts(folder:str|Path, step:int)->Batch: # a new whole, padded to it
     try: columns = {k.removeprefix(_JSON): [json.loads(t) for t in x] if k.startswith(_JSON) else x
                     for k, x in rows.columns.items()}
     except (RecursionError, ValueError) as e: raise ValueError(f"load_rollouts: {path} has odd JSON: {e!r}") from e
+    if "media" in columns: columns["media"] = media_from_json(columns["media"])
     kinds = {k.removeprefix(_JSON): kind for k, kind in rows.kinds.items()}
     return Ragged(columns, kinds, rows.offsets).batch()
 
@@ -70,6 +73,6 @@ def _texts(name, x)->list[str]:
     except TypeError as e: raise TypeError(f"save_rollouts: column {name!r}: {e}; .drop({name!r}) it") from None
     odd = next((y for y, text in zip(x, texts, strict=True) if json.loads(text) != y), None)
     if odd is not None:
-        raise TypeError(f"save_rollouts: column {name!r} has {odd!r}, which JSON does not keep as it is (tuples, keys "
-                        f"that are no text, NaN); convert it, or .drop({name!r})")
+        raise TypeError(f"save_rollouts: column {name!r} has {str(odd)[:200]}, which JSON does not keep as it is "
+                        f"(tuples, keys that are no text, NaN); convert it, or .drop({name!r})")
     return texts
