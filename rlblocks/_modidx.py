@@ -3607,6 +3607,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'rlblocks/models/value_heads.py'),
                                              'rlblocks.models.value_heads._describe': ( 'models/value_heads.html#_describe',
                                                                                         'rlblocks/models/value_heads.py'),
+                                             'rlblocks.models.value_heads._multimodal': ( 'models/value_heads.html#_multimodal',
+                                                                                          'rlblocks/models/value_heads.py'),
                                              'rlblocks.models.value_heads._probed': ( 'models/value_heads.html#_probed',
                                                                                       'rlblocks/models/value_heads.py'),
                                              'rlblocks.models.value_heads._trunk_alone': ( 'models/value_heads.html#_trunk_alone',

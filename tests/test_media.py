@@ -10,9 +10,10 @@ from rlblocks import (
     Critic, Demonstrations, Grader, Policy, Preferences, Prompts, Rollout, Scorer, adamw, group_advantages, here,
     loop_from, masked_mean, merge, ppo_loss,
 )
-from rlblocks.data.media import FeatureCache
-from rlblocks.models.multimodal import placeholder_ids
+from rlblocks.data.media import FeatureCache, features_of, is_processor
+from rlblocks.models.multimodal import parts_of, placeholder_ids
 from torch.testing import assert_close
+from transformers import AutoModelForSequenceClassification
 
 
 every_kind = pytest.mark.parametrize("kind", tiny.KINDS)
@@ -85,8 +86,8 @@ def test_rows_with_none_one_and_three_are_one_batch(kind):
     assert_close(policy.logprobs(b[order]), found[order], atol=1e-5, rtol=0)
     near(gradient(net, b[order]), want)
     near(gradient(net, b, micro_rows=3), want)
-    towers = [n for n in want if any(word in n for word in ("vision_tower", "audio_tower")) and want[n].any()]
-    assert towers, "the gradient reaches the tower"
+    towers = parts_of(policy._run.module.trunk)["tower"]
+    assert any(x.any() for n, x in want.items() if n.removeprefix("trunk.").startswith(tuple(towers)))
 
 
 @every_kind
@@ -105,7 +106,8 @@ def test_a_sampled_placeholder_ends_the_row_and_is_scored(kind):
 def test_a_turn_more_goes_on_with_the_same_medium(kind):
     net, words = tiny.model(kind), tiny.tokenizer(kind)
     rollout, b = sampled(kind, net, prompts(kind).take(4))
-    more = rollout.extend(b.drop("scores", "advantages"), [words.encode("\nwhy?")]*len(b))
+    over = [t[n-1] in placeholder_ids(net) for t, n in zip(b.tokens.tolist(), b.lengths.tolist(), strict=True)]
+    more = rollout.extend(b.drop("scores", "advantages"), [None if x else words.encode("\nwhy?") for x in over])
     assert (more.lengths > b.lengths).any() and more.media == b.media
     assert (Policy(net, device="cpu").logprobs(more) - more.rollout_logprobs)[more.mask].abs().max() < 1e-5
 
@@ -252,7 +254,8 @@ def test_parts_that_do_not_learn_do_not_move(kind):
         before = {n: x.clone() for n, x in policy._run.module.named_parameters()}
         policy.step(b, grpo)
         found = {n for n, x in policy._run.module.named_parameters() if not x.equal(before[n])}
-        return {"tower" if "tower" in n else "projector" if "projector" in n else "language" for n in found}
+        return {next((k for k, x in parts.items() for part in x if f".{part}." in n), "language") for n in found}
+    parts = parts_of(net)
     assert moved() == {"tower", "projector", "language"}
     assert moved(freeze="tower") == {"projector", "language"}
     assert moved(freeze=("tower", "projector")) == {"language"} and moved(freeze="language") == {"tower", "projector"}
@@ -275,6 +278,34 @@ def test_heads_read_the_medium(kind, wrapper, ask):
         return (x - 1).square().sum()/part.n_rows, {}
     losses = [float(w.step(b, error)["loss"]) for _ in range(5)]
     assert losses[-1] < losses[0]
+
+
+@every_kind
+def test_a_reward_model_is_a_folder(kind, tmp_path):
+    "Values and scores are the same from the folder, by transformers too where it has a classifier; so are a policy's."
+    net = tiny.model(kind)
+    b = sampled(kind, net, prompts(kind).take(3))[1]
+    how = dict(device="cpu", tokenizer=tiny.processor(kind))
+    for made, ask in ((Critic(net, bins=[0., .5, 1.], **how), "values"), (Scorer(net, **how), "scores")):
+        for p in made._run.module.head.parameters(): p.data.normal_(std=.5)
+        made.save_pretrained(tmp_path/ask)
+        read = type(made)(str(tmp_path/ask), device="cpu")
+        assert_close(getattr(read, ask)(b), getattr(made, ask)(b), atol=1e-6, rtol=0)
+        assert is_processor(read.tokenizer)
+    if kind == "gemma3":
+        theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path/"scores").eval()
+        exist = torch.arange(b.tokens.shape[1]) < b.lengths[:, None]
+        said = theirs(torch.where(exist, b.tokens, how["tokenizer"].tokenizer.pad_token_id), token_type_ids=b.token_type_ids,
+                      **features_of(b.media)).logits
+        assert_close(said[:, 0], made.scores(b), atol=1e-5, rtol=0)
+    policy = Policy(net, lora=dict(r=4, init_lora_weights=False), **how)
+    policy.save_pretrained(tmp_path/"merged")
+    policy.save_pretrained(tmp_path/"adapter", adapter=True)
+    for again in (Policy(str(tmp_path/"merged"), device="cpu"), Policy(net, lora=str(tmp_path/"adapter"), device="cpu")):
+        assert_close(again.logprobs(b), policy.logprobs(b), atol=1e-4, rtol=0)
+    trunk = Scorer(str(tmp_path/"merged"), device="cpu")._run.module.trunk
+    want = Policy(str(tmp_path/"merged"), device="cpu")._run.module.trunk.base_model.state_dict()
+    assert all(x.equal(want[k]) for k, x in trunk.state_dict().items())
 
 
 def test_a_reward_sees_the_media():

@@ -103,7 +103,11 @@ def parts_of(trunk:nn.Module)->dict[str, list[str]]: # of "tower", "projector", 
     for child, _ in owner.named_children():
         name = f"{top}.{child}" if top else child
         if re.search("project|merger|connector", child): found["projector"].append(name)
-        elif re.search("vision|visual|audio|tower", child): found["tower"].append(name)
+        elif re.search("vision|visual|audio|tower", child):
+            inner = {n: bool(re.search("project|merger|connector", n)) for n, _ in owner.get_submodule(child).named_children()}
+            if not any(inner.values()): found["tower"].append(name)
+            else:           # of Qwen's VLs the projector is in the tower
+                for n, projects in inner.items(): found["projector" if projects else "tower"].append(f"{name}.{n}")
     if top: found["language"] += [n for n, _ in trunk.named_children() if n != top.partition(".")[0]]      # the head
     return found if found["tower"] else dict(tower=[], projector=[], language=[n for n, _ in trunk.named_children()])
 
