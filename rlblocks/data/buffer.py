@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 from .batch import Batch
 from .columns import whole_number
+from .media import bytes_of, media_from, states_of
 from .ragged import Ragged, ragged
 from .replay import Bundles, Staleness, all_of, batch_of, bundles_of, check_entries, entries, ids_of
 from .replay import layout_beside, layout_of, lost, places, ragged_by_token, replay_draw, restart, tidy
@@ -144,14 +145,17 @@ def with_column(b:Bundles, name:str, x)->Bundles:
 # %% ../../nbs/data/07_buffer.ipynb #342be022
 def slabs_of(b:Bundles)->dict:
     "Return the columns and offsets of the rows, as they are saved."
-    plain = lambda x: x if isinstance(x, Tensor) else list(x)
-    return {s: dict(columns={k: plain(x) for k, x in part.columns.items()}, offsets=part.offsets)
+    media = iter(states_of([m for part in b.slabs.values() for m in part.columns.get("media", ())]))
+    def plain(k, x): return x if isinstance(x, Tensor) else [next(media) for _ in x] if k == "media" else list(x)
+    return {s: dict(columns={k: plain(k, x) for k, x in part.columns.items()}, offsets=part.offsets)
             for s, part in b.slabs.items()}
 
 def loaded(b:Bundles, state:dict)->Bundles:
     "Return the bundles that were saved, which take the place of `b`."
     kinds = {k: x[0] for k, x in state["layout"].items()}
-    slabs = {s: Ragged(x["columns"], kinds, x["offsets"]) for s, x in state["slabs"].items()}
+    media = iter(media_from([m for x in state["slabs"].values() for m in x["columns"].get("media", ())]))
+    def columns(x): return {k: [next(media) for _ in v] if k == "media" else v for k, v in x.items()}
+    slabs = {s: Ragged(columns(x["columns"]), kinds, x["offsets"]) for s, x in state["slabs"].items()}
     new = replace(b, slabs=slabs, index=dict(state["index"]), layout=dict(state["layout"]), next=state["next"])
     return tidy(replace(new, ids={k: ids_of(new, k, all_of(new)) for k in b.ids}))
 
@@ -246,8 +250,10 @@ class Buffer(Queue):
 
     @property
     def nbytes(self)->int:
-        "Bytes in memory: columns, offsets and index; not files, not list columns."
-        return sum(x.nbytes for x in self.waiting.slabs.values()) + sum(x.nbytes for x in self.waiting.index.values())
+        "Bytes in memory: columns, offsets, index, and media, each source once; not other list columns."
+        slabs = self.waiting.slabs.values()
+        media = bytes_of(m for x in slabs for m in x.columns.get("media", ()))
+        return sum(x.nbytes for x in slabs) + sum(x.nbytes for x in self.waiting.index.values()) + media
 
     def rows(self)->Batch: # a copy, oldest first
         "All rows that wait; they stay."

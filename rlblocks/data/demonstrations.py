@@ -117,7 +117,7 @@ class Demonstrations(Rows):
 
     def __init__(self,
         rows,                # list of dicts {prompt, completion}, {messages} or {text} (or of texts); or a Dataset
-        tokenizer,           # Hugging Face tokenizer, or a callable str -> list[int], with `eos_token_id`
+        tokenizer,           # Hugging Face tokenizer or processor, or a callable str -> list[int]; with `eos_token_id`
         *,
         template=None,       # makes the prompt, see `render`
         max_tokens:int|None=None, # limit on prompt and completion together; None: no limit
@@ -126,9 +126,10 @@ class Demonstrations(Rows):
         seed:int|tuple=0,    # names the orders
         batch_size:int=1000, # texts a tokenizer call
         cache=None,          # folder that keeps the ids between runs, see `encode`
+        on_error:Literal["raise", "skip"]="raise", # what a medium that is missing or broken does; "skip": see `skipped`
     ):
         "Tokenise every row. ValueError or TypeError, naming the row, for what is no demonstration or too long."
-        super().__init__(rows, "text", max_tokens, shuffle, seed)
+        super().__init__(rows, "text", max_tokens, shuffle, seed, on_error)
         reader = MediaReader(self.who, tokenizer)
         tokenizer = reader.tokenizer
         check_eos(self, tokenizer, "without one a policy cannot learn to stop")

@@ -10,15 +10,16 @@ import base64
 import copy
 import hashlib
 import io
+import math
 import re
 import threading
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 from urllib.parse import unquote, urlparse
 
 import torch
@@ -33,8 +34,14 @@ class Source:
     "Hold one image, video or audio track as a file or its bytes, and the hash of its content."
     kind:str       # one of KINDS
     data:Any       # path, bytes of a file, samples `[n]` in float32, or frames `[T, H, W, 3]` in uint8
-    digest:str     # of the content
+    checksum:str   # of the content
     member:str=""  # where the path is a zip: a file in it
+    options:tuple[tuple[str, Any], ...]=() # how it is read: frames of a video, sizes (see `OPTIONS`)
+
+    @cached_property
+    def digest(self)->str:
+        "Return a hash of the content and of how it is read."
+        return digest_of(f"{self.checksum}{self.options}".encode()) if self.options else self.checksum
 
     @property
     def nbytes(self)->int:
@@ -45,18 +52,35 @@ class Source:
         "Return the bytes of the file, or the array. OSError where the file has changed since the rows were made."
         if not isinstance(self.data, str): return self.data
         found = read_file(self.data, self.member)
-        if digest_of(found) != self.digest:
+        if digest_of(found) != self.checksum:
             raise OSError(f"{self.kind} {self.name}: the file has changed since the rows were made; make them again")
         return found
 
-    def open(self, sampling_rate:int|None=None)->Any:
-        "Return a PIL image, frames `[T, H, W, 3]`, or samples `[n]` at a sampling rate."
-        x = self.content()
-        if not isinstance(x, bytes): return x
-        try: return DECODE[self.kind](x, sampling_rate)
-        except ImportError: raise
+    def open(self,
+        sampling_rate:int|None=None, # of audio
+        patch_size:int=14,           # of the model, for options of sizes
+    )->Any: # PIL image; samples `[n]`; frames `[T, H, W, 3]` and a dict {fps, frames_indices, total_num_frames, …}
+        "Decode it. OSError where it cannot be read, ImportError with the extra that is wanted."
+        try: return DECODE[self.kind](self.content(), dict(self.options), sampling_rate, patch_size)
+        except (ImportError, OSError) as e:
+            if isinstance(e, ImportError) or "the file has changed" in str(e): raise
+            raise OSError(f"{self.kind} {self.name} cannot be read: {type(e).__name__}: {e}") from e
         except Exception as e:
-            raise ValueError(f"{self.kind} {self.name} cannot be read: {type(e).__name__}: {e}") from e
+            raise OSError(f"{self.kind} {self.name} cannot be read: {type(e).__name__}: {e}") from e
+
+    def state_dict(self)->dict[str, Any]:
+        "Return it as text and a tensor, for a save."
+        x = self.data if isinstance(self.data, str) else torch.from_numpy(self.data) if not isinstance(
+            self.data, bytes) else torch.frombuffer(bytearray(self.data), dtype=torch.uint8)
+        options = [list(x) for x in self.options]
+        return dict(kind=self.kind, data=x, checksum=self.checksum, member=self.member, options=options)
+
+    @classmethod
+    def of(cls, state:Mapping)->"Source": # of `state_dict`
+        "Return what was saved."
+        x = state["data"]
+        if isinstance(x, Tensor): x = bytes(x.numpy()) if x.dtype == torch.uint8 and x.dim() == 1 else x.numpy()
+        return cls(state["kind"], x, state["checksum"], state["member"], tuple((k, v) for k, v in state["options"]))
 
     @property
     def name(self)->str:
@@ -75,17 +99,38 @@ def read_file(path:str, member:str="")->bytes:
     "Return the bytes of a file, or of a member of a zip, which is opened once a thread."
     if not member: return Path(path).read_bytes()
     opened = _ZIPS.__dict__.setdefault("opened", {})
-    if path not in opened: opened[path] = zipfile.ZipFile(path)
-    try: return opened[path].read(member)
+    try:
+        if path not in opened: opened[path] = zipfile.ZipFile(path)
+        return opened[path].read(member)
     except KeyError: raise FileNotFoundError(f"{path} has no member {member!r}") from None
+    except zipfile.BadZipFile as e: raise OSError(f"{path}: {e}") from e
 
-def _image(x, _)->Any:
+OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end", "min_pixels", "max_pixels",
+           "total_pixels", "resized_height", "resized_width")       # the keys of qwen-vl-utils
+SIZES = OPTIONS[6:]
+
+def qwen_vl_utils():
+    "Return qwen-vl-utils' reader of its own sizes. ImportError with the extra."
+    try: from qwen_vl_utils import vision_process
+    except ImportError as e:
+        raise ImportError(f"{', '.join(SIZES)} beside a medium are read by qwen-vl-utils: "
+                          "pip install rlblocks[vision,video]") from e
+    return vision_process
+
+def sizes_in(options:Mapping)->dict[str, Any]:
+    "Return the options that choose a size."
+    return {k: x for k, x in options.items() if k in SIZES}
+
+def _image(x, options, _, patch_size)->Any:
     from PIL import Image
     found = Image.open(io.BytesIO(x))
     found.load()
-    return found.convert("RGB")
+    found = found.convert("RGB")
+    if not (sizes := sizes_in(options)): return found
+    return qwen_vl_utils().fetch_image(dict(image=found, **sizes), image_patch_size=patch_size)
 
-def _audio(x, sampling_rate):
+def _audio(x, options, sampling_rate, _):
+    if not isinstance(x, bytes): return x
     try: import soundfile
     except ImportError as e: raise ImportError("audio files need soundfile: pip install rlblocks[audio]") from e
     samples, rate = soundfile.read(io.BytesIO(x), dtype="float32", always_2d=True)
@@ -101,19 +146,69 @@ def resampled(samples:Any, rate:int|None, wanted:int|None)->Any:
     import numpy as np
     return soxr.resample(np.asarray(samples, np.float32), rate, wanted)
 
-FRAMES = 32      # of a video file, spread evenly
+# %% ../../nbs/data/15_media.ipynb #e0d57f51
+FPS, MIN_FRAMES, MAX_FRAMES = 2., 4, 32      # of a video that says nothing
+FRAME_PIXELS = 768*28*28
 
-def _video(x, _):
+def frame_numbers(
+    total:int,  # frames in the file
+    rate:float, # of them a second
+    *,
+    fps:float=FPS, # taken a second
+    nframes:int|None=None, # taken together, in place of `fps`
+    min_frames:int=MIN_FRAMES,
+    max_frames:int=MAX_FRAMES,
+    video_start:float=0., # seconds
+    video_end:float|None=None,
+)->list[int]: # an even number of them, as models merge two at a time, unless the file has only one
+    "Choose frames of a video, spread evenly. ValueError where the times hold none."
+    first = min(math.ceil(video_start*rate), total)
+    last = total - 1 if video_end is None else min(math.floor(video_end*rate), total - 1)
+    n = last - first + 1
+    if n < 1: raise ValueError(f"no frame between {video_start} s and {video_end} s of {total/rate:.1f} s")
+    wanted = round(n/rate*fps) if nframes is None else nframes
+    wanted = min(max(wanted, min_frames), max_frames, n) if nframes is None else min(wanted, n)
+    wanted = max(wanted - wanted % 2, min(2, n))
+    return torch.linspace(first, last, wanted).round().long().tolist()
+
+def _video(x, options, _, patch_size):
+    sizes = sizes_in(options)
+    chosen = {k: v for k, v in options.items() if k not in SIZES}
+    frames, about = _frames(x, chosen) if isinstance(x, bytes) else _array_frames(x, chosen)
+    if not sizes: return frames, about
+    from PIL import Image
+    given = dict(video=[Image.fromarray(f) for f in frames], sample_fps=FPS, **sizes)
+    made = qwen_vl_utils().fetch_video(given, image_patch_size=patch_size)
+    at = about["frames_indices"] + about["frames_indices"][-1:]*(len(made) - len(frames))
+    return made.round().clamp(0, 255).byte().permute(0, 2, 3, 1).contiguous().numpy(), about | dict(frames_indices=at)
+
+def _array_frames(x, options):
+    "Frames that came as an array are all taken; `fps` says how many a second they are."
+    rate = float(options.get("fps", FPS))
+    return x, dict(fps=rate, frames_indices=list(range(len(x))), total_num_frames=len(x), duration=len(x)/rate)
+
+def _frames(x, options):
+    "Decode the chosen frames of a file, and no more of them than that at a time."
     try: import av
     except ImportError as e: raise ImportError("video files need av: pip install rlblocks[video]") from e
     import numpy as np
     with cast(Any, av.open(io.BytesIO(x))) as file:
-        frames = [f.to_ndarray(format="rgb24") for f in file.decode(video=0)]
-    return np.stack([frames[int(i)] for i in np.linspace(0, len(frames)-1, min(FRAMES, len(frames)))])
+        stream = file.streams.video[0]
+        rate = float(stream.average_rate or 24)
+        total = stream.frames or sum(packet.size > 0 for packet in file.demux(stream))
+        file.seek(0)
+        at = frame_numbers(total, rate, **options)
+        shrink = min(1., math.sqrt(FRAME_PIXELS/(stream.width*stream.height)))
+        size = dict(width=round(stream.width*shrink), height=round(stream.height*shrink))
+        found = {i: f.to_ndarray(format="rgb24", **size) for i, f in enumerate(file.decode(stream)) if i in {*at}}
+    if not found: raise ValueError("no frame can be decoded")
+    at = [i for i in at if i in found]       # a broken end
+    return np.stack([found[i] for i in at]), dict(fps=rate, frames_indices=at, total_num_frames=total,
+                                                  duration=total/rate)
 
 DECODE = dict(image=_image, audio=_audio, video=_video)
 
-# %% ../../nbs/data/15_media.ipynb #e0d57f51
+# %% ../../nbs/data/15_media.ipynb #6879d905
 def source_of(
     kind:str, # one of KINDS
     given:Any, # path, URL, bytes, base64, PIL image, array, (zip, member), or a dict {path, bytes, array, url, …}
@@ -136,16 +231,22 @@ def _from_dict(kind, given, sampling_rate):
         if x is None: continue
         rate = given.get("sampling_rate")
         if rate is not None and name in (kind, "array"): x = resampled(x, rate, sampling_rate)
-        return source_of(kind, base64.b64decode(x) if name == "base64" else x, sampling_rate)
+        found = source_of(kind, _decoded(kind, x) if name == "base64" else x, sampling_rate)
+        options = tuple((k, given[k]) for k in OPTIONS if given.get(k) is not None)
+        return replace(found, options=options) if options else found
     raise TypeError(f"the {kind} is a dict of {', '.join(map(str, given)) or 'nothing'}; one of {kind}, path, bytes, "
                     "url, array is wanted")
+
+def _decoded(kind, text):
+    try: return base64.b64decode(text, validate=True)
+    except ValueError as e: raise OSError(f"the {kind} {text[:20]!r}… is no base64: {e}") from e
 
 def _from_file(kind, path, member=""):
     return Source(kind, path, digest_of(read_file(path, member)), member)
 
 def _from_text(kind, text):
     "A path, a URL of a file, of a member of a zip (zip://member::path), of the network, or base64."
-    if text.startswith("data:"): return source_of(kind, base64.b64decode(text.partition(",")[2]))
+    if text.startswith("data:"): return source_of(kind, _decoded(kind, text.partition(",")[2]))
     if text.startswith("zip://"):
         member, _, path = text.removeprefix("zip://").partition("::")
         return _from_file(kind, path, member)
@@ -169,7 +270,7 @@ def _from_array(kind, given):
     axes = dict(image=(2, 3), video=(4,), audio=(1,))[kind]
     if x.dtype == object or x.ndim not in axes:
         raise TypeError(f"the {kind} is a {type(given).__name__}; a path, bytes, a PIL image or an array with "
-                        f"{' or '.join(map(str, axes))} axes is wanted")
+                        f"{' or '.join(map(str, axes))} axes is wanted (a column of `datasets`: cast it with decode=False)")
     if kind == "audio": x = np.ascontiguousarray(x, np.float32)
     if kind != "image": return Source(kind, x, digest_of(x))
     from PIL import Image
@@ -196,8 +297,9 @@ class FeatureCache:
                 return self.kept[key]
         found = make()
         with self.lock:
+            if key in self.kept: return self.kept[key]       # another thread made it
             self.kept[key] = found
-            self.held = sum(size_of(x) for x in self.kept.values())
+            self.held += size_of(found)
             while self.held > self.n_bytes and len(self.kept) > 1:
                 self.held -= size_of(self.kept.popitem(last=False)[1])
         return found
@@ -210,6 +312,7 @@ features_kept = FeatureCache()
 
 class FeatureMaker:
     "A processor without its tokenizer: it makes features of media."
+    known:ClassVar[dict[str, "FeatureMaker"]] = {}       # in this process, by digest: a saved row names it so
 
     def __init__(self, processor:Any, *, whole:bool=False): # with its tokenizer, for one that cannot do without
         "Copy a processor of transformers."
@@ -217,31 +320,57 @@ class FeatureMaker:
         if not whole:
             vars(self.processor).pop("tokenizer", None)
             self.processor.chat_template = None
-        audio = getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)
-        self.sampling_rate = getattr(audio, "sampling_rate", None)
-        said = f"{type(processor).__name__}{self.processor.to_json_string()}"
+        self.sampling_rate, self.patch_size = reading_of(processor)
+        self.name = type(processor).__name__
+        said = f"{self.name}{self.processor.to_json_string()}"
         self.digest = hashlib.sha256(said.encode()).hexdigest()[:16]
+        self.known[self.digest] = self
+
+    def state_dict(self)->dict[str, Any]:
+        "Return what names it in a saved row."
+        return dict(name=self.name, digest=self.digest, sampling_rate=self.sampling_rate, patch_size=self.patch_size)
+
+    @classmethod
+    def of(cls, state:Mapping)->"FeatureMaker": # of `state_dict`
+        "Return the one with this digest; without a processor where this process has made none yet."
+        if state["digest"] in cls.known: return cls.known[state["digest"]]
+        made = cls.__new__(cls)
+        made.processor = None
+        vars(made).update({k: state[k] for k in ("name", "digest", "sampling_rate", "patch_size")})
+        return made
 
     def features(self, source:Source)->dict[str, Tensor]:
         "Return what a model reads of one source, from the cache where it was made before."
         return features_kept.get((self.digest, source.digest), lambda: self.make(source))
 
     def make(self, source:Source)->dict[str, Tensor]:
-        "Return what a model reads of one source."
+        "Return what a model reads of one source. ValueError in a process that has not made the processor yet."
+        if self.processor is None:
+            if self.digest not in self.known:
+                raise ValueError(f"the media of these saved rows were read by a {self.name} ({self.digest}), and this "
+                                 "process has not made one with its settings; make Prompts(rows, processor) first")
+            self.processor = self.known[self.digest].processor
         word = getattr(self.processor, f"{source.kind}_token", "")      # stands for it in the text, which nobody reads
         made = self.processor(text=[word], return_tensors="pt", **given_to(self.processor, [source]))
         return {k: x for k, x in made.items() if isinstance(x, Tensor) and k not in OF_TEXT}
 
 def given_to(processor:Any, sources:Sequence[Source])->dict[str, Any]:
     "Return a processor's arguments for some sources."
-    audio = getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)
-    rate = getattr(audio, "sampling_rate", None)
+    rate, patch_size = reading_of(processor)
     given:dict[str, Any] = {}
-    for s in sources: given.setdefault(WORDS[s.kind], []).append(s.open(rate))
+    for s in sources: given.setdefault(WORDS[s.kind], []).append(s.open(rate, patch_size))
     if "images" in given and "Gemma3" in type(processor).__name__: given["images"] = [given["images"]]   # of one row
     if "audio" in given and rate is not None: given["sampling_rate"] = rate
-    if "videos" in given: given["do_sample_frames"] = False      # frames are taken when the file is read
+    if "videos" in given:       # frames are taken when the file is read
+        frames, about = zip(*given["videos"], strict=True)
+        given |= dict(videos=list(frames), video_metadata=list(about), do_sample_frames=False)
     return given
+
+def reading_of(processor:Any)->tuple[int|None, int]:
+    "Return a processor's sampling rate, and the size of its patches in pixels."
+    audio = getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)
+    image = getattr(processor, "image_processor", None)
+    return getattr(audio, "sampling_rate", None), getattr(image, "patch_size", None) or 14
 
 # %% ../../nbs/data/15_media.ipynb #1b2ae6cf
 @dataclass(frozen=True, eq=False)
@@ -266,7 +395,8 @@ class Media:
         "Return which of image, video and audio there are."
         return tuple(k for k in KINDS if any(s.kind == k for s in self.sources))
 
-    def _opened(self, kind): return [s.open(self.maker.sampling_rate) for s in self.sources if s.kind == kind]
+    def _opened(self, kind):
+        return [s.open(self.maker.sampling_rate, self.maker.patch_size) for s in self.sources if s.kind == kind]
 
     @property
     def images(self)->list:
@@ -275,7 +405,7 @@ class Media:
 
     @property
     def videos(self)->list:
-        "Open the videos: frames `[T, H, W, 3]`."
+        "Open the videos: frames `[T, H, W, 3]` and a dict {fps, frames_indices, total_num_frames, duration} each."
         return self._opened("video")
 
     @property
@@ -321,6 +451,29 @@ def features_of(
     "Return what a forward pass is given of the rows' media, in their order."
     return joined([m.features() for m in media if m is not None])
 
+# %% ../../nbs/data/15_media.ipynb #f90f3bea
+def states_of(media:Sequence[Media|None])->list[dict|None]: # the same dicts where rows share media or sources
+    "Return the column of media for a save, as text, numbers and tensors."
+    some = {id(m): m for m in media if m is not None}
+    sources = {id(s): s for m in some.values() for s in m.sources}
+    sources = {i: s.state_dict() for i, s in sources.items()}
+    made = {i: dict(maker=m.maker.state_dict(), sources=[sources[id(s)] for s in m.sources]) for i, m in some.items()}
+    return [None if m is None else made[id(m)] for m in media]
+
+def media_from(states:Sequence[Mapping|None])->list[Media|None]: # of `states_of`; rows share again what they shared
+    "Return the column of media that was saved."
+    sources, found = dict[tuple, Source](), dict[str, Media]()
+    def media(state):
+        made = [Source.of(s) for s in state["sources"]]
+        made = Media(tuple(sources.setdefault((s.kind, s.digest), s) for s in made), FeatureMaker.of(state["maker"]))
+        return found.setdefault(made.digest, made)
+    kept:dict[int, Media] = {}
+    return [None if s is None else kept[id(s)] if id(s) in kept else kept.setdefault(id(s), media(s)) for s in states]
+
+def bytes_of(media:Iterable[Media|None])->int:
+    "Return the bytes of a column of media, each source once."
+    return sum({id(s): s.nbytes for m in media if m is not None for s in m.sources}.values())
+
 # %% ../../nbs/data/15_media.ipynb #66bbb6fc
 COLUMNS = dict(image="image", images="image", video="video", videos="video", audio="audio", audios="audio")
 
@@ -352,7 +505,8 @@ def without_payload(
         found.append((kind, more or None))
         return dict(type=kind)
     def message(m):
-        return dict(m, content=[plain(p) for p in m["content"]]) if isinstance(m.get("content"), list) else m
+        holds = isinstance(m, Mapping) and isinstance(m.get("content"), list)
+        return dict(m, content=[plain(p) for p in m["content"]]) if holds else m
     return [message(m) for m in messages], found
 
 def sources_of(
@@ -403,7 +557,7 @@ class MediaReader:
 
     def media(self, row:Mapping)->Media|None:
         "Return a row's media, None where it has none. ValueError where there is no processor to read them."
-        names = ("prompt", "messages") if {"prompt", "messages"} & {*row} else ("chosen",)    # of two conversations
+        names = ("prompt", "messages", "completion") if {"prompt", "messages"} & {*row} else ("chosen",)
         parts = [x for name in names if isinstance(row.get(name), list) for x in without_payload(row[name])[1]]
         if not parts and not media_columns(row): return None
         if self.maker is None:

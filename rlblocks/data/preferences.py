@@ -7,11 +7,12 @@ __all__ = ['Preferences', 'Feedback', 'as_feedback']
 
 # %% ../../nbs/data/03_preferences.ipynb #a81b5480
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 
 from .demonstrations import check_eos, read_with_media, segments, tokenised
-from .media import MediaReader
+from .media import MediaReader, without_payload
 from .prompts import Rows
 
 # %% ../../nbs/data/03_preferences.ipynb #a809e324
@@ -27,7 +28,8 @@ def pair_segments(row:dict, tokenizer, template)->list:
     row = {name: x for name, x in row.items() if name not in ("chosen", "rejected")}
     # two whole conversations: the prompt is what they share
     if "prompt" not in row and template is None and isinstance(chosen, list) and isinstance(rejected, list):
-        same = next((k for k, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
+        alike = zip(*(without_payload(x)[0] for x in (chosen, rejected)), strict=False)
+        same = next((k for k, (a, b) in enumerate(alike) if a != b),
                     min(len(chosen), len(rejected)))
         row["prompt"], chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
     return [segments(row | dict(completion=x), tokenizer, template=template) for x in (chosen, rejected)]
@@ -44,7 +46,7 @@ class Judged(Rows):
 
     def __init__(self,
         rows,                # list of dicts (see the class) with any other columns, or a datasets.Dataset
-        tokenizer,           # Hugging Face tokenizer, or a callable str -> list[int], with `eos_token_id`
+        tokenizer,           # Hugging Face tokenizer or processor, or a callable str -> list[int]; with `eos_token_id`
         *,
         template=None,       # makes the prompt, see `render`
         max_tokens:int|None=None, # limit on prompt and answer together; None: no limit
@@ -53,9 +55,10 @@ class Judged(Rows):
         seed:int|tuple=0,    # names the orders
         batch_size:int=1000, # texts a tokenizer call
         cache=None,          # folder that keeps the ids between runs, see `encode`
+        on_error:Literal["raise", "skip"]="raise", # what a medium that is missing or broken does; "skip": see `skipped`
     ):
         "Tokenise every row, a prompt once. ValueError or TypeError, naming the row, for what is none or too long."
-        super().__init__(rows, "prompt", max_tokens, shuffle, seed)
+        super().__init__(rows, "prompt", max_tokens, shuffle, seed, on_error)
         reader = MediaReader(self.who, tokenizer)
         tokenizer = reader.tokenizer
         check_eos(self, tokenizer, "where an answer ends is a part of what is judged")

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -228,20 +228,25 @@ class Rows:
     own_names, kind, each = (), "rows", 1
     _media:list[Media|None]|None = None     # of each row; None: there are no media
     _type_ids:list[dict[str, list[int]]] = []
+    _numbers:list[int]|None = None          # in `rows`, of those that could be read; None: all
 
-    def __init__(self, rows, alone, max_tokens, shuffle, seed):
+    def __init__(self, rows, alone, max_tokens, shuffle, seed, on_error="raise"):
         self.who = type(self).__name__
         check_rows(self.who, rows)
         self.rows, self.alone, self.shuffle, self.seed, self.taken = rows, alone, shuffle, seed, 0
         self.max_tokens = None if max_tokens is None else whole_number(self.who, "max_tokens", max_tokens)
-        self.dropped, self._epoch, self._order = 0, -1, []
+        self.dropped, self.skipped, self._epoch, self._order = 0, 0, -1, []
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f"{self.who}: on_error={on_error!r}; 'raise' or 'skip' is wanted")
+        self.on_error = on_error
         seed_of(seed)       # what names no order is refused now, not by the first `take`
 
-    def row(self, i)->dict: return row_at(self.who, self.rows, i, self.alone)
+    def number(self, i)->int: return i if self._numbers is None else self._numbers[i]
+    def row(self, i)->dict: return row_at(self.who, self.rows, self.number(i), self.alone)
 
     def about(self, i, message)->str:
         row = repr(self.row(i))
-        return f"{self.who}: row {i} {row[:80] + '…'*(len(row) > 80)}: {message}"
+        return f"{self.who}: row {self.number(i)} {row[:80] + '…'*(len(row) > 80)}: {message}"
 
     def _keep(self, picks, texts, ids, masks, verdicts=b""):
         "Of each thing its number in `rows` and prompt (or None), of its rows ids and mask; what else a state knows."
@@ -296,8 +301,10 @@ class Rows:
 
 # %% ../../nbs/data/01_prompts.ipynb #bc9fbd28
 def read(data:Rows, make:Callable)->list:
-    "`make(row)` for every row, once; columns must agree, and errors name the row."
-    names, made = data.row(0).keys(), []
+    """Return `make(row)` of every row; columns must agree, and errors name the row.
+
+    An OSError is a medium that is missing or broken: with `on_error="skip"` its row is left out and counted."""
+    names, made, kept, odd = data.row(0).keys(), [], [], []
     check_names(data.who, names, data.own_names)
     for i in range(len(data.rows)):
         row = data.row(i)
@@ -306,7 +313,15 @@ def read(data:Rows, make:Callable)->list:
                              f"{', '.join(names)}; every row needs the same (None is a value)")
         try: made.append(make(row))
         except Exception as e:
-            raise (TypeError if isinstance(e, TypeError) else ValueError)(data.about(i, e)) from e
+            if not (data.on_error == "skip" and isinstance(e, OSError)):
+                raise (TypeError if isinstance(e, TypeError) else ValueError)(data.about(i, e)) from e
+            odd.append(data.about(i, e))
+        else: kept.append(i)
+    if odd:
+        if not kept: raise ValueError(f"{data.who}: no row can be read. {odd[0]}")
+        warnings.warn(f"{data.who}: {len(odd)} of {len(data.rows)} rows have media that cannot be read, and are left "
+                      f"out. {odd[0]}", stacklevel=4)
+        data.skipped, data._numbers = len(odd), kept
     return made
 
 def order_of(data:Rows, epoch:int)->list[int]:
@@ -332,7 +347,8 @@ def batch_of(data:Rows, numbers:range)->Batch:
     tokens, lengths = pad([data._ids[i].tolist() for i in at])
     mask, _ = pad([list(map(bool, data._masks[i])) for i in at])
     media = data._media is not None
-    columns = data._columns(torch.tensor(numbers), {name: [r[name] for r in rows] for name in rows[0]
+    def plain(x): return without_payload(x)[0] if media and isinstance(x, list) else x      # it is in `media`
+    columns = data._columns(torch.tensor(numbers), {name: [plain(r[name]) for r in rows] for name in rows[0]
                                                     if not (media and name in COLUMNS)})
     if media: columns |= _media_columns(data, at)
     return Batch(tokens=tokens, lengths=lengths, mask=mask, **columns)
@@ -351,9 +367,10 @@ class Prompts(Rows):
         seed:int|tuple=0,    # names the orders
         batch_size:int=1000, # texts a tokenizer call
         cache=None,          # folder that keeps the ids between runs, see `encode`
+        on_error:Literal["raise", "skip"]="raise", # what a medium that is missing or broken does; "skip": see `skipped`
     ):
         "Tokenise every row. ValueError or TypeError, naming the row, for a prompt that is missing, empty or too long."
-        super().__init__(rows, "prompt", max_tokens, shuffle, seed)
+        super().__init__(rows, "prompt", max_tokens, shuffle, seed, on_error)
         check_tokenizer("Prompts", tokenizer)
         reader = MediaReader("Prompts", tokenizer)
         def make(row):
