@@ -10,8 +10,11 @@ from rlblocks import (
     Critic, Demonstrations, Grader, Policy, Preferences, Prompts, Rollout, Scorer, adamw, group_advantages, here,
     loop_from, masked_mean, merge, ppo_loss,
 )
-from rlblocks.data.media import FeatureCache, features_of, is_processor
-from rlblocks.models.multimodal import parts_of, placeholder_ids
+from rlblocks.data.media import FeatureCache, features_of, is_processor, spare_rows
+from rlblocks.models.forward import Forward
+from rlblocks.models.multimodal import line_arguments, parts_of, placeholder_ids
+from rlblocks.models.probes import separates_rows
+from rlblocks.models.step import layout_of
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification
 
@@ -88,6 +91,39 @@ def test_rows_with_none_one_and_three_are_one_batch(kind):
     near(gradient(net, b, micro_rows=3), want)
     towers = parts_of(policy._run.module.trunk)["tower"]
     assert any(x.any() for n, x in want.items() if n.removeprefix("trunk.").startswith(tuple(towers)))
+
+
+@every_kind
+def test_packed_rows_are_those_alone(kind):
+    "On one line, a group's prompt and its images once; Gemma 3's images attend both ways, so its rows are padded."
+    net = tiny.model(kind)
+    rows = [tiny.row(kind, text="blind"), *(tiny.row(kind, *some) for some in ((1, 2, 3), (0,), (2,), (3,)))]
+    b = sampled(kind, net, Prompts(rows, tiny.processor(kind), shuffle=False).take(5))[1]
+    b["group"] = torch.tensor([0, 0, 1, 1, 2, 2, 2, 2, 2, 2])        # other images in a group: they are not shared
+    alone, policy = Policy(net, device="cpu", micro_rows=1, pack=False), Policy(net, device="cpu")
+    assert_close(policy.logprobs(b), alone.logprobs(b), atol=1e-5, rtol=0)
+    near(gradient(net, b), gradient(net, b, pack=False))
+    layout, why = layout_of(policy._run, b), policy._run.media[(tiny.part(kind),)]
+    assert policy._run.layout.packed and layout.packed == (kind != "gemma3") == (not why)
+    if why:
+        with pytest.raises(ValueError, match="pack=True, but packed rows of Gemma3.* with image come to other numbers"):
+            Policy(net, device="cpu", pack=True).logprobs(b)
+    n = []
+    policy._run.module.trunk.register_forward_pre_hook(lambda _, ids: n.append(ids[0].numel()))
+    policy.logprobs(b[:4] if kind == "gemma3" else b[2:4])
+    own = b.lengths[2:4].sum() - b.prompt_lengths[2]
+    assert n == [own] or why, "the images of a group are there once"
+
+
+@pytest.mark.parametrize("kind", tiny.AXES)
+def test_positions_of_packed_rows_have_four_axes(kind, monkeypatch):
+    "transformers tells rows on a line apart by the first; of three axes it makes no mask, and the proof says so."
+    net, b = tiny.model(kind), prompts(kind).take(2)
+    def proved(): return separates_rows(Forward(net), "cpu", spare=spare_rows(b.columns))
+    assert proved()
+    def three(*args): return (found := line_arguments(*args)) | dict(position_ids=found["position_ids"][1:])
+    monkeypatch.setattr("rlblocks.models.forward.line_arguments", three)
+    assert not proved()
 
 
 @every_kind
@@ -295,13 +331,14 @@ def test_a_reward_model_is_a_folder(kind, tmp_path):
     if kind == "gemma3":
         theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path/"scores").eval()
         exist = torch.arange(b.tokens.shape[1]) < b.lengths[:, None]
-        said = theirs(torch.where(exist, b.tokens, how["tokenizer"].tokenizer.pad_token_id), token_type_ids=b.token_type_ids,
-                      **features_of(b.media)).logits
+        ids = torch.where(exist, b.tokens, tiny.tokenizer(kind).pad_token_id)
+        said = theirs(ids, token_type_ids=b.token_type_ids, **features_of(b.media)).logits
         assert_close(said[:, 0], made.scores(b), atol=1e-5, rtol=0)
     policy = Policy(net, lora=dict(r=4, init_lora_weights=False), **how)
     policy.save_pretrained(tmp_path/"merged")
     policy.save_pretrained(tmp_path/"adapter", adapter=True)
-    for again in (Policy(str(tmp_path/"merged"), device="cpu"), Policy(net, lora=str(tmp_path/"adapter"), device="cpu")):
+    for model, lora in ((str(tmp_path/"merged"), None), (net, str(tmp_path/"adapter"))):
+        again = Policy(model, lora=lora, device="cpu")
         assert_close(again.logprobs(b), policy.logprobs(b), atol=1e-4, rtol=0)
     trunk = Scorer(str(tmp_path/"merged"), device="cpu")._run.module.trunk
     want = Policy(str(tmp_path/"merged"), device="cpu")._run.module.trunk.base_model.state_dict()

@@ -13,8 +13,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 KINDS = ("gemma3", "llava", "qwen2_audio")
 TORCHVISION = Path(__file__).resolve().parents[1]/".venv"/"torchvision"      # of `make torchvision`
+AXES = ()      # of those whose positions are not one number
 if found := find_spec("torchvision"):
-    KINDS += ("qwen2_5_vl", "qwen3_vl")
+    AXES = ("qwen2_5_vl", "qwen3_vl")
+    KINDS += AXES
     if Path(found.origin).parents[1].samefile(TORCHVISION): import torchvision_operators        # noqa: F401
 COLOURS = dict(red=(230, 30, 30), green=(30, 200, 30), blue=(40, 60, 230), yellow=(240, 220, 30))
 WORDS = dict(gemma3="<start_of_image>", llava="<image>", qwen2_audio="<|audio_bos|><|AUDIO|><|audio_eos|>",
