@@ -8,8 +8,13 @@ import pytest
 import tiny_media as tiny
 import torch
 from PIL import Image
-from rlblocks import Buffer, Demonstrations, Feedback, Preferences, Prompts, load_rollouts, save_rollouts
-from rlblocks.data.media import FeatureMaker, bytes_of, frame_numbers, source_of
+from rlblocks import (
+    Buffer, Demonstrations, Feedback, Grader, Policy, Preferences, Prompts, RemoteReward, Rollout, Scorer, Step,
+    TextRenderer, judge_reward, judge_rollout, load_rollouts, pairwise_reward, rollouts, save_rollouts, scorer_reward,
+    serve_reward,
+)
+from rlblocks.data.media import FeatureMaker, Media, bytes_of, frame_numbers, media_from_json, source_of
+from rlblocks.models.multimodal import placeholder_ids
 from torch.testing import assert_close
 
 
@@ -192,3 +197,127 @@ def test_a_process_without_the_processor_says_so(tmp_path, monkeypatch):
         media.maker.make(media.sources[0])
     Prompts([tiny.row("llava", 1)], tiny.processor("llava"))
     assert media.maker.make(media.sources[0])["pixel_values"].equal(b.media[0].features()["pixel_values"])
+
+
+# -- judges and reward models that see
+def questions(kind="llava"):
+    data = Prompts([tiny.row(kind, i) for i in range(3)] + [tiny.row(kind, text="blind")], tiny.processor(kind),
+                   shuffle=False)
+    b = Rollout(tiny.model(kind), tokenizer=tiny.processor(kind), max_tokens=4, device="cpu").generate(
+        data.take(4), group_size=2, seed=0)
+    assert len(b.media) == len(b.prompt) == 8
+    return b
+
+
+def test_a_judge_sees_what_the_answer_is_about():
+    b, asked = questions(), []
+    def ask(what):
+        asked.extend(what)
+        return ["Score: 3" if isinstance(q, str) else f"Score: {1 + 9*(q[0]['image'].checksum == first)}" for q in what]
+    first = b.media[0].sources[0].checksum
+    assert_close(Grader(judge_reward(ask)).score(b), torch.tensor([1., 1., 0., 0., 0., 0., 2/9, 2/9]))
+    parts = asked[0]
+    assert [p["type"] for p in parts] == ["image", "text"] and "<image>" not in parts[1]["text"]
+    asked.clear()
+    Grader(judge_reward(ask, media=False)).score(b)
+    assert all(isinstance(q, str) and "<image>" not in q for q in asked)
+    seen = []
+    def which(what):
+        seen.extend(what)
+        return ["Verdict: A"]*len(what)
+    Grader(pairwise_reward(which)).score(b)
+    assert [isinstance(q, str) for q in seen] == [False]*6 + [True]*2 and seen[0][0]["image"].checksum == first
+
+
+def test_a_model_of_ours_judges_pictures():
+    b, judge = questions(), Rollout(tiny.model("llava", seed=1), tokenizer=tiny.processor("llava"), max_tokens=8,
+                                    device="cpu")
+    ask = judge_rollout(judge)
+    def say(*pictures): return ask([[*m.parts, dict(type="text", text="which colour?")] for m in pictures])
+    one, two = say(b.media[0], b.media[2]), say(b.media[0], b.media[0])
+    assert one[0] == two[0] == two[1] and isinstance(one[1], str)
+    Grader(judge_reward(ask)).score(b)
+
+
+def test_a_judge_behind_an_address_is_sent_the_picture():
+    from rlblocks.graders.judge import sent
+    b = questions()
+    made = sent([*b.media[0].parts, dict(type="text", text="?")])
+    url = made[0]["image_url"]["url"]
+    assert made[0]["type"] == "image_url" and url.startswith("data:image/png;base64,") and made[1]["text"] == "?"
+    assert base64.b64decode(url.partition(",")[2]) == b.media[0].sources[0].data
+    assert source_of("image", url).checksum == b.media[0].sources[0].checksum and sent("a text") == "a text"
+
+
+def test_a_served_reward_model_sees(tmp_path):
+    b, scorer = questions(), Scorer(tiny.model("llava"), device="cpu")
+    with torch.no_grad(): scorer._run.module.head.weight.normal_(std=.5)
+    alone = scorer_reward(scorer, tiny.processor("llava"))
+    want = Grader(alone).score(b)
+    assert (want[:2] - want[2:4]).abs().max() > 1e-3
+    with serve_reward(alone) as server:
+        assert_close(Grader(RemoteReward(server.url, server.token, rows=3)).score(b), want)
+    with pytest.raises(ValueError, match="a row with media is not cut"):
+        scorer_reward(scorer, tiny.processor("llava"), max_length=20)(b.prompt, b.completion, b.media)
+    with pytest.raises(ValueError, match="scorer_reward: .*reads text alone, and the rows have media"):
+        scorer_reward(scorer, tiny.tokenizer("llava"))(b.prompt, b.completion, b.media)
+    with pytest.raises(ValueError, match="a medium is a path; its content is wanted"):
+        media_from_json([dict(maker={}, sources=[dict(kind="image", data="/etc/passwd")])], files=False)
+
+
+# -- tools that answer with pictures
+class Camera:
+    "The first look is in the prompt; each answer is another picture, and a word of the colour asked for."
+    def __init__(self): self.turn = 0
+    async def reset(self, **row): self.row = row
+    async def step(self, message):
+        self.turn += 1
+        if self.turn > 2: return Step(reward=float(len(message["content"])), done=True)
+        name = tiny.part(self.row["about"])
+        content = [{"type": name, name: tiny.medium(self.row["about"], self.turn)}, dict(type="text", text="and this?")]
+        return Step([dict(role="user", content=content)])
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("blind", [False, True])
+def test_tools_answer_with_media(kind, blind):
+    "Each answer's media join those of the row; sampler and trainer read the same."
+    net, reader = tiny.model(kind), tiny.processor(kind)
+    first = [() if blind else (0,), () if blind else (1, 3)]
+    data = Prompts([tiny.row(kind, *some, about=kind) for some in first], reader, shuffle=False)
+    rollout = Rollout(net, tokenizer=reader, max_tokens=4, device="cpu")
+    b = rollouts(rollout, Camera, data.take(2), group_size=2, seed=1)
+    ended = [r == "parse_error" for r in b.finish_reason]       # it drew an id that stands for a medium
+    assert not all(ended)
+    for i, m in enumerate(b.media):
+        assert ended[i] or len(m.sources) == len(first[i//2]) + 2
+    policy = Policy(net, device="cpu")
+    assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-5
+    last = [m and Media((*m.sources[:-1], m.sources[0]), m.maker) for m in b.media]
+    other = policy.logprobs(b.with_columns(b.columns | dict(media=last)))
+    assert (other - b.rollout_logprobs)[b.mask].abs().max() > 1e-3
+
+
+def test_nothing_comes_behind_a_sampled_placeholder():
+    kind = "llava"
+    net, reader = tiny.model(kind), tiny.processor(kind)
+    odd, head = placeholder_ids(net)[0], net.get_output_embeddings()
+    with torch.no_grad(): head.weight[odd] = 9*head.weight.abs().max()*torch.sign(head.weight.mean(0))
+    data = Prompts([tiny.row(kind, i, about=kind) for i in range(4)], reader, shuffle=False)
+    rollout = Rollout(net, tokenizer=reader, max_tokens=8, device="cpu")
+    b = rollouts(rollout, Camera, data.take(4), seed=1)
+    drew = [bool({*t[p:n].tolist()} & {odd}) for t, p, n in zip(b.tokens, b.prompt_lengths, b.lengths, strict=True)]
+    one = rollout.generate(data.take(4), seed=1)
+    ended = (one.tokens == odd).logical_and(torch.arange(one.tokens.shape[1]) >= one.prompt_lengths[:, None]).any(1)
+    assert ended.any()
+    with pytest.raises(ValueError, match="extend: the policy ended row . with an id that stands for an image"):
+        rollout.extend(one, [[1, 2]]*4)
+    rollout.extend(one, [None if e else [1, 2] for e in ended.tolist()])
+    assert any(drew)
+
+
+def test_a_renderer_of_text_refuses_pictures():
+    data = Prompts([tiny.row("llava", 0, about="llava")], tiny.processor("llava"))
+    rollout = Rollout(tiny.model("llava"), tokenizer=tiny.processor("llava"), max_tokens=4, device="cpu")
+    with pytest.raises(RuntimeError, match=r"TextRenderer reads no media; ChatRenderer\(processor\) does"):
+        rollouts(rollout, Camera, data.take(1), renderer=TextRenderer(tiny.tokenizer("llava")))

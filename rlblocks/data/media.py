@@ -25,6 +25,8 @@ from urllib.parse import unquote, urlparse
 import torch
 from torch import Tensor
 
+from .columns import pad
+
 # %% ../../nbs/data/15_media.ipynb #22138c8c
 KINDS = ("image", "video", "audio")
 WORDS = dict(image="images", video="videos", audio="audio")      # what a processor calls them
@@ -270,7 +272,8 @@ def _from_array(kind, given):
     axes = dict(image=(2, 3), video=(4,), audio=(1,))[kind]
     if x.dtype == object or x.ndim not in axes:
         raise TypeError(f"the {kind} is a {type(given).__name__}; a path, bytes, a PIL image or an array with "
-                        f"{' or '.join(map(str, axes))} axes is wanted (a column of `datasets`: cast it with decode=False)")
+                        f"{' or '.join(map(str, axes))} axes is wanted (a column of `datasets`: cast "
+                        "it with decode=False)")
     if kind == "audio": x = np.ascontiguousarray(x, np.float32)
     if kind != "image": return Source(kind, x, digest_of(x))
     from PIL import Image
@@ -313,6 +316,7 @@ features_kept = FeatureCache()
 class FeatureMaker:
     "A processor without its tokenizer: it makes features of media."
     known:ClassVar[dict[str, "FeatureMaker"]] = {}       # in this process, by digest: a saved row names it so
+    said = ("name", "digest", "sampling_rate", "patch_size", "placeholders")
 
     def __init__(self, processor:Any, *, whole:bool=False): # with its tokenizer, for one that cannot do without
         "Copy a processor of transformers."
@@ -321,6 +325,8 @@ class FeatureMaker:
             vars(self.processor).pop("tokenizer", None)
             self.processor.chat_template = None
         self.sampling_rate, self.patch_size = reading_of(processor)
+        names = [f"{kind}_token" for kind in KINDS] + ["boi_token"]
+        self.placeholders = [x for name in names if isinstance(x := getattr(processor, name, None), str)]
         self.name = type(processor).__name__
         said = f"{self.name}{self.processor.to_json_string()}"
         self.digest = hashlib.sha256(said.encode()).hexdigest()[:16]
@@ -328,7 +334,7 @@ class FeatureMaker:
 
     def state_dict(self)->dict[str, Any]:
         "Return what names it in a saved row."
-        return dict(name=self.name, digest=self.digest, sampling_rate=self.sampling_rate, patch_size=self.patch_size)
+        return {k: getattr(self, k) for k in self.said}
 
     @classmethod
     def of(cls, state:Mapping)->"FeatureMaker": # of `state_dict`
@@ -336,7 +342,7 @@ class FeatureMaker:
         if state["digest"] in cls.known: return cls.known[state["digest"]]
         made = cls.__new__(cls)
         made.processor = None
-        vars(made).update({k: state[k] for k in ("name", "digest", "sampling_rate", "patch_size")})
+        vars(made).update({k: state[k] for k in cls.said})
         return made
 
     def features(self, source:Source)->dict[str, Tensor]:
@@ -397,6 +403,20 @@ class Media:
 
     def _opened(self, kind):
         return [s.open(self.maker.sampling_rate, self.maker.patch_size) for s in self.sources if s.kind == kind]
+
+    def __add__(self, other:"Media")->"Media":
+        "Return these and others behind them."
+        return Media(self.sources + other.sources, other.maker)
+
+    @property
+    def parts(self)->list[dict]:
+        "Return the sources as parts of a chat message."
+        return [{"type": s.kind, s.kind: s} for s in self.sources]
+
+    def without_placeholders(self, text:str)->str:
+        "Return a text of the row, a prompt say, for another model: with no words that stand for media."
+        for word in self.maker.placeholders: text = text.replace(word, "")
+        return text
 
     @property
     def images(self)->list:
@@ -469,6 +489,40 @@ def media_from(states:Sequence[Mapping|None])->list[Media|None]: # of `states_of
         return found.setdefault(made.digest, made)
     kept:dict[int, Media] = {}
     return [None if s is None else kept[id(s)] if id(s) in kept else kept.setdefault(id(s), media(s)) for s in states]
+
+def media_to_json(media:Sequence[Media|None], *, files:bool=True)->list[dict|None]:
+    """Return what JSON keeps: bytes in base64, what rows share in the first of them.
+
+    With `files=False` a path becomes the content of its file, for a reader elsewhere."""
+    def source(s, state):
+        x = torch.frombuffer(bytearray(s.content()), dtype=torch.uint8) if isinstance(s.data, str) and not files else (
+            state["data"])
+        if isinstance(x, str): return state
+        text = base64.b64encode(x.contiguous().view(torch.uint8).numpy().tobytes()).decode()
+        return state | dict(data=text, shape=list(x.shape), dtype=str(x.dtype).removeprefix("torch."))
+    found:list[dict|None] = []
+    first:dict[int, int] = {}
+    for i, (m, s) in enumerate(zip(media, states_of(media), strict=True)):
+        if m is None or s is None: found.append(None)
+        elif id(s) in first: found.append(dict(row=first[id(s)]))
+        else:
+            first[id(s)] = i
+            found.append(dict(s, sources=[source(x, y) for x, y in zip(m.sources, s["sources"], strict=True)]))
+    return found
+
+def media_from_json(states:Sequence[Mapping|None], *, files:bool=True)->list[Media|None]:
+    "Return the media that `media_to_json` wrote. ValueError for what it did not, and with `files=False` for a path."
+    def source(s):
+        if "dtype" not in s:
+            if not files: raise ValueError("a medium is a path; its content is wanted")
+            return s
+        x = torch.frombuffer(bytearray(base64.b64decode(s["data"])), dtype=torch.uint8)
+        return s | dict(data=x.view(getattr(torch, s["dtype"])).reshape(s["shape"]))
+    try:
+        whole = [s if s is None or "row" in s else dict(s, sources=[source(x) for x in s["sources"]]) for s in states]
+        return media_from([s if s is None or "row" not in s else whole[s["row"]] for s in whole])
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as e:
+        raise ValueError(f"no media as media_to_json writes them: {e!r}") from e
 
 def bytes_of(media:Iterable[Media|None])->int:
     "Return the bytes of a column of media, each source once."
@@ -564,7 +618,13 @@ class MediaReader:
             what = f"a part of type {parts[0][0]!r}" if parts else f"the column {media_columns(row)[0]!r}"
             raise ValueError(f"it has {what}, and {type(self.processor).__name__} reads text alone; give the processor "
                              f"in its place: {self.who}(rows, AutoProcessor.from_pretrained(…))")
-        found = sources_of(row, parts, self.maker.sampling_rate)
+        return self.of_sources(sources_of(row, parts, self.maker.sampling_rate))
+
+    def of_sources(self, found:Iterable[Source])->Media:
+        "Return media as this reader's processor reads them. ValueError for a reader of text alone."
+        if self.maker is None:
+            raise ValueError(f"{self.who}: {type(self.processor).__name__} reads text alone, and the rows have media; "
+                             "give the processor in its place")
         for s in found: self._try(s)
         made = Media(tuple(self.sources.setdefault((s.kind, s.digest), s) for s in found), self.maker)
         return self.media_of.setdefault(made.digest, made)
@@ -607,10 +667,19 @@ class MediaReader:
                              "text alone, as rlblocks makes them, and is not supported")
         for k in TYPE_IDS:
             if k not in made: continue
-            self.types.setdefault(k, {}).update({i: t for i, t in zip(ids, made[k][0].tolist(), strict=True) if t})
+            self.learn(k, ids, made[k][0].tolist())
         self.tried |= {*media.kinds}
+
+    def learn(self, name:str, ids:Sequence[int], types:Sequence[int]):
+        "Take over the types of ids."
+        self.types.setdefault(name, {}).update({i: t for i, t in zip(ids, types, strict=True) if t})
 
     def type_ids(self, ids:Iterable[int])->dict[str, list[int]]: # by name; empty where the processor makes none
         "Return the types of tokens."
         ids = list(ids)
         return {k: [types.get(i, 0) for i in ids] for k, types in self.types.items()}
+
+    def type_columns(self, rows:Sequence[Sequence[int]])->dict[str, Tensor]: # `[B, T]` by name
+        "Return the types of the tokens of some rows, padded."
+        made = [self.type_ids(ids) for ids in rows]
+        return {k: pad([x[k] for x in made])[0] for k in self.types}

@@ -6,17 +6,14 @@
 __all__ = ['save_rollouts', 'load_rollouts', 'saved_steps']
 
 # %% ../../nbs/data/10_saved.ipynb #8b2737b5
-import base64
 import json
 import os
 import re
 from pathlib import Path
 
-import torch
-
 from .batch import Batch
 from .columns import whole_number
-from .media import media_from, states_of
+from .media import media_from_json, media_to_json
 from .ragged import Ragged, file_in, from_arrow, persist, ragged, to_arrow, unfinished
 
 # %% ../../nbs/data/10_saved.ipynb #2fbaa10c
@@ -33,7 +30,7 @@ def save_rollouts(
     whole_number("save_rollouts", "step", step, 0)
     rows, final = ragged(batch), _file(folder, step)
     final.parent.mkdir(parents=True, exist_ok=True)
-    given = {k: _media_states(x) if k == "media" else x for k, x in rows.columns.items()}
+    given = {k: media_to_json(x) if k == "media" else x for k, x in rows.columns.items()}
     texts = {k: _texts(k, x) for k, x in given.items() if rows.kinds[k] == "list" and not _plain(x)}
     columns = {(_JSON if k in texts else "") + k: texts.get(k, x) for k, x in rows.columns.items()}
     kinds = {(_JSON if k in texts else "") + k: kind for k, kind in rows.kinds.items()}
@@ -57,7 +54,7 @@ def load_rollouts(folder:str|Path, step:int)->Batch: # a new whole, padded to it
     try: columns = {k.removeprefix(_JSON): [json.loads(t) for t in x] if k.startswith(_JSON) else x
                     for k, x in rows.columns.items()}
     except (RecursionError, ValueError) as e: raise ValueError(f"load_rollouts: {path} has odd JSON: {e!r}") from e
-    if "media" in columns: columns["media"] = _media_of(columns["media"])
+    if "media" in columns: columns["media"] = media_from_json(columns["media"])
     kinds = {k.removeprefix(_JSON): kind for k, kind in rows.kinds.items()}
     return Ragged(columns, kinds, rows.offsets).batch()
 
@@ -70,37 +67,12 @@ def _file(folder, step): return Path(folder)/f"step-{step:09d}.arrow"
 
 def _plain(x): return all(isinstance(text, str | None) for text in x)
 
-def _media_states(media)->list[dict|None]:
-    "What JSON keeps of a column of media: bytes as base64, and what rows share in the first of them."
-    def source(s):
-        x = s["data"]
-        if isinstance(x, str): return s
-        bytes_ = base64.b64encode(x.contiguous().view(torch.uint8).numpy().tobytes()).decode()
-        return s | dict(data=bytes_, shape=list(x.shape), dtype=str(x.dtype).removeprefix("torch."))
-    found, first = [], dict[int, int]()
-    for i, s in enumerate(states_of(media)):
-        if s is None: found.append(None)
-        elif id(s) in first: found.append(dict(row=first[id(s)]))
-        else:
-            first[id(s)] = i
-            found.append(dict(s, sources=[source(x) for x in s["sources"]]))
-    return found
-
-def _media_of(states)->list:
-    "The column of media that `_media_states` wrote."
-    def source(s):
-        if "dtype" not in s: return s
-        x = torch.frombuffer(bytearray(base64.b64decode(s["data"])), dtype=torch.uint8)
-        return s | dict(data=x.view(getattr(torch, s["dtype"])).reshape(s["shape"]))
-    whole = [s if s is None or "row" in s else dict(s, sources=[source(x) for x in s["sources"]]) for s in states]
-    return media_from([whole[s["row"]] if s and "row" in s else s for s in whole])
-
 def _texts(name, x)->list[str]:
     "A list as JSON. TypeError where it would come back as something else."
     try: texts = [json.dumps(y) for y in x]
     except TypeError as e: raise TypeError(f"save_rollouts: column {name!r}: {e}; .drop({name!r}) it") from None
     odd = next((y for y, text in zip(x, texts, strict=True) if json.loads(text) != y), None)
     if odd is not None:
-        raise TypeError(f"save_rollouts: column {name!r} has {odd!r}, which JSON does not keep as it is (tuples, keys "
-                        f"that are no text, NaN); convert it, or .drop({name!r})")
+        raise TypeError(f"save_rollouts: column {name!r} has {str(odd)[:200]}, which JSON does not keep as it is "
+                        f"(tuples, keys that are no text, NaN); convert it, or .drop({name!r})")
     return texts

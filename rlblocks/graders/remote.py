@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..data.media import media_to_json
+
 # %% ../../nbs/graders/06_remote.ipynb #01312188
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -113,10 +115,12 @@ class RemoteReward:
 
         RuntimeError with the rows of a question that has no answer, and where the function raises on all rows."""
         columns, n = dict(columns, completions=completions), len(completions)
+        seen = columns.pop("media", None)
         cuts = [slice(k, min(k + self.rows, n)) for k in range(0, n, self.rows)]
         gate = asyncio.Semaphore(self.at_once)
         async with http(self.token) as client:
-            made = [self._of(client, gate, cut, {k: x[cut] for k, x in columns.items()}) for cut in cuts]
+            made = [self._of(client, gate, cut, {k: x[cut] for k, x in columns.items()}, seen and seen[cut])
+                    for cut in cuts]
             verdicts = [x for part in await asyncio.gather(*made) for x in part]
         raised = [x for x in verdicts if isinstance(x, FunctionRaised)]
         if raised and len(raised) == n: raise raised[0]
@@ -124,13 +128,14 @@ class RemoteReward:
             warnings.warn(f"{self.__name__}: {len(raised)} of {n} rows have no verdict: {raised[0]}", stacklevel=2)
         return [None if isinstance(x, FunctionRaised) else x for x in verdicts]
 
-    async def _of(self, client, gate, cut, rows):
+    async def _of(self, client, gate, cut, rows, seen):
         "Verdicts of a question; where the function raises on it, of its rows one by one, or their errors."
-        try: return await self._ask(client, gate, cut, rows)
+        sent = rows if seen is None else rows | dict(media=media_to_json(seen, files=False))
+        try: return await self._ask(client, gate, cut, sent)
         except FunctionRaised as e:
             if cut.stop - cut.start == 1: return [e]
-        made = [self._of(client, gate, slice(i, i + 1), {k: [x[i - cut.start]] for k, x in rows.items()})
-                for i in range(cut.start, cut.stop)]
+        made = [self._of(client, gate, slice(i, i + 1), {k: [x[i - cut.start]] for k, x in rows.items()},
+                         seen and [seen[i - cut.start]]) for i in range(cut.start, cut.stop)]
         return [x for part in await asyncio.gather(*made) for x in part]
 
     async def _ask(self, client, gate, cut, rows):

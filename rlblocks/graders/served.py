@@ -24,6 +24,7 @@ if TYPE_CHECKING: import fastapi
 
 from ..data.batch import Batch
 from ..data.columns import pad
+from ..data.media import MediaReader, media_from_json
 from .functions import error_text
 from .http_server import Served
 from ..models.scorer import Scorer
@@ -90,7 +91,9 @@ class Batcher:
 
     async def called(self, questions:list[dict])->list[list]:
         "The function's verdicts on them."
-        joined = {k: [x for q in questions for x in q[k]] for k in questions[0]}
+        joined = {k: [x for q in questions for x in q[k]] for k in questions[0] if k != "media"}
+        if "media" in questions[0]:
+            joined["media"] = [m for q in questions for m in media_from_json(q["media"], files=False)]
         sizes = [len(next(iter(q.values()))) for q in questions]
         self.calls += 1
         is_async = inspect.iscoroutinefunction(self.fn)
@@ -247,16 +250,26 @@ def serve_reward(
 # %% ../../nbs/graders/07_served.ipynb #8b9c468d
 def scorer_reward(
     scorer:Scorer,
-    tokenizer,           # of the reward model
+    tokenizer,           # of the reward model; its processor, for one that sees or hears
     *,
     max_length:int|None=None, # tokens of a row, the last ones; None: all
 )->Callable[..., list[float]]: # of `prompts` and `completions`
-    "A reward model as a reward function of texts."
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    def score(prompts, completions, **_):
-        encoded = [tokenizer(p + c)["input_ids"] for p, c in zip(prompts, completions, strict=True)]
-        rows = [torch.tensor((ids + end)[-(max_length or len(ids) + 1):]) for ids in encoded]
+    "A reward model as a reward function of texts, and of media. ValueError for media longer than `max_length`."
+    reader = MediaReader("scorer_reward", tokenizer)
+    words = reader.tokenizer
+    end = [] if words.eos_token_id is None else [words.eos_token_id]
+    def encoded(text, seen):
+        ids = words(reader.expand([text], seen)[0])["input_ids"] + end
+        if seen is None or max_length is None: return ids[-(max_length or len(ids)):]
+        if len(ids) <= max_length: return ids
+        raise ValueError(f"scorer_reward: a row has {len(ids)} tokens, max_length is {max_length}, and a row with "
+                         "media is not cut: a placeholder without its feature would be left")
+    def score(prompts, completions, media=None, **_):
+        seen = [None if m is None else reader.of_sources(m.sources) for m in media or [None]*len(prompts)]
+        rows = [encoded(p + c, m) for p, c, m in zip(prompts, completions, seen, strict=True)]
         tokens, lengths = pad(rows)
         mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).index_fill(1, torch.tensor([0]), False)
-        return scorer.scores(Batch(tokens=tokens, lengths=lengths, mask=mask)).tolist()
+        batch = Batch(tokens=tokens, lengths=lengths, mask=mask)
+        if any(seen): batch = Batch(**batch.columns, media=seen, **reader.type_columns(rows))
+        return scorer.scores(batch).tolist()
     return score

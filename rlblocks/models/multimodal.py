@@ -46,8 +46,9 @@ def without_placeholders(
 def fed_tokens(part:Batch, placeholders:Sequence[int])->Int[Tensor, "B T"]:
     "Return the ids of rows as a model reads them."
     if not placeholders or "prompt_lengths" not in part: return part.tokens
-    behind = torch.arange(part.tokens.shape[1], device=part.tokens.device) >= part.prompt_lengths[:, None]
-    return without_placeholders(part.tokens, behind, placeholders)
+    if "turn" in part and part.is_per_token("turn"): sampled = part.turn >= 0       # tools may answer with images
+    else: sampled = torch.arange(part.tokens.shape[1], device=part.tokens.device) >= part.prompt_lengths[:, None]
+    return without_placeholders(part.tokens, sampled, placeholders)
 
 LARGE = ("pixel_values", "pixel_values_videos", "input_features")
 
