@@ -25,7 +25,8 @@ def pictures(n, *, seed=0, held_out=False, sloppy=None):
     for _ in range(n):
         colour, said, errs = rng.choice([*COLOURS]), rng.choice([*COLOURS]), rng.random()
         if sloppy is not None: said = OTHER[colour] if errs < sloppy else colour
-        content = [dict(type="image", image=picture(colour, seed=rng.getrandbits(32))), dict(type="text", text=QUESTION)]
+        seen = picture(colour, seed=rng.getrandbits(32))
+        content = [dict(type="image", image=seen), dict(type="text", text=QUESTION)]
         rows.append(dict(prompt=[dict(role="user", content=content)], completion=said, answer=colour))
     return rows
 
@@ -49,7 +50,8 @@ def questions(rows):
 def blank(rows):
     "The same rows with an empty picture in the place of each."
     from PIL import Image
-    def empty(part): return dict(part, image=Image.new("RGB", (32, 32), "white")) if part["type"] == "image" else part
+    white = Image.new("RGB", (32, 32), "white")
+    def empty(part): return dict(part, image=white) if part["type"] == "image" else part
     return [dict(r, prompt=[dict(m, content=[empty(x) for x in m["content"]]) for m in r["prompt"]]) for r in rows]
 
 
@@ -70,7 +72,7 @@ def show(*batches, names=("",), n=8):
 
 
 TEMPLATE = """{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}\
-{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% else %}MEDIUM{% endif %}{% endfor %}{% endif %}\
+{% for x in m.content %}{% if x.type == 'text' %}{{ x.text }}{% else %}MEDIUM{% endif %}{% endfor %}{% endif %}\
 {{ '<eos>' if m.role == 'assistant' }} {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
 
 
@@ -103,7 +105,8 @@ def llava(reader, *, width=64, seed=0):
     tok = reader.tokenizer
     size = dict(hidden_size=width, intermediate_size=2*width, num_hidden_layers=2, num_attention_heads=4)
     ends = dict(pad_token_id=tok.pad_token_id, bos_token_id=None, eos_token_id=tok.eos_token_id)
-    text = dict(size, model_type="llama", vocab_size=len(tok), max_position_embeddings=128, initializer_range=.05, **ends)
+    text = dict(size, model_type="llama", vocab_size=len(tok), max_position_embeddings=128, initializer_range=.05,
+                **ends)
     tower = dict(size, model_type="clip_vision_model", image_size=32, patch_size=16, projection_dim=width)
     config = LlavaConfig(text_config=text, vision_config=tower, vision_feature_layer=-1,
                          image_token_index=tok.convert_tokens_to_ids("<image>"), **ends)

@@ -35,7 +35,7 @@ def silent(rows):
 
 
 def show(*batches, names=("",), n=8):
-    "Waveforms and spectrograms of the first `n` rows, and below each what it was answered in some batches of these rows."
+    "Waveforms and spectrograms of the first `n` rows, and below each what it was answered in some batches of them."
     import matplotlib.pyplot as plt
     _, axes = plt.subplots(2, n, figsize=(n*.9, 1.8 + .2*len(batches)), dpi=70)
     for i, (wave, spectrum) in enumerate(axes.T):
