@@ -336,3 +336,11 @@ def test_a_run_with_pictures_resumes_to_the_bit(root, tmp_path):
     first = run(2, checkpoint=Checkpoint(tmp_path, every=1))
     rest = run(4, checkpoint=Checkpoint(tmp_path, every=1))
     assert set(rest) <= {2, 3} and first | rest == whole
+
+
+def test_media_without_their_type_ids_are_refused():
+    kind = "gemma3"
+    b = Rollout(tiny.model(kind), tokenizer=tiny.processor(kind), max_tokens=3, device="cpu").generate(
+        Prompts([tiny.row(kind, 0)], tiny.processor(kind)).take(1))
+    with pytest.raises(ValueError, match="finds the places of media by a column 'token_type_ids', and the rows with"):
+        Policy(tiny.model(kind), device="cpu").logprobs(b.drop("token_type_ids"))

@@ -64,7 +64,9 @@ def media_arguments(
     *,
     features:bool=True,             # False: without what towers read, which is large; sizes stay
 )->dict[str, Tensor]: # on the device of the ids; empty for a model of text
-    "Return what a forward pass takes beside ids. ValueError for features that the model does not take."
+    """Return what a forward pass takes beside ids.
+
+    ValueError for features that the model does not take, and for media without the type ids that it wants."""
     inner = getattr(module, "get_base_model", lambda: module)()     # what an adapter wraps
     params = {*inspect.signature(module.forward).parameters, *inspect.signature(inner.forward).parameters}
     names = {k for m in media if m is not None for k in m.features()}
@@ -76,6 +78,10 @@ def media_arguments(
         raise ValueError(f"{type(inner).__name__} takes no {', '.join(odd)}: the rows hold media that it cannot read; "
                          "load a model that does, or rows of text")
     if not reads_media(getattr(inner, "config", None)): return found
+    absent = [k for k in TYPE_IDS if k in params and k not in type_ids]
+    if names and absent:
+        raise ValueError(f"{type(inner).__name__} finds the places of media by a column {absent[0]!r}, and the rows with "
+                         "media have none; Prompts, Demonstrations and Preferences make it: do not drop it")
     kinds = {k: type_ids[k].to(like.device) if k in type_ids else torch.zeros_like(like) for k in TYPE_IDS}
     return found | {k: x for k, x in kinds.items() if k in params}
 
