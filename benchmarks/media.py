@@ -26,15 +26,9 @@ NAMES = dict(gemma3="Gemma3 (SigLIP)", llava="LLaVA (CLIP)", qwen2_audio="Qwen2-
 
 def rows_of(kind, modality):
     "Rows with no, one and three media, and one with one of these."
-    import numpy as np
     import tiny_media as tiny
-    if modality != "video":
-        return [tiny.row(kind, text="blind"), tiny.row(kind, 0), tiny.row(kind, 1, 2, 3), tiny.row(kind, 2)]
-    def frames(i): return np.stack([np.asarray(tiny.medium(kind, 4*k + i)) for k in range(4)])
-    def row(*numbers):
-        return dict(prompt="<|vision_start|><|video_pad|><|vision_end|>"*len(numbers) + "?",
-                    videos=[frames(i) for i in numbers])
-    return [row(), row(0), row(1, 2, 3), row(2)]
+    row = tiny.video_row if modality == "video" else tiny.row
+    return [row(kind, *numbers) for numbers in ((), (0,), (1, 2, 3), (2,))]
 
 
 def moved(policy, far=.2):

@@ -152,3 +152,9 @@ def row(kind, *numbers, text="?", **more):
     name = part(kind)
     content = [{"type": name, name: medium(kind, i)} for i in numbers]
     return dict(prompt=[dict(role="user", content=[*content, dict(type="text", text=text)])], **more)
+
+
+def video_row(kind, *numbers):
+    "A row with so many videos of four frames, for a Qwen."
+    frames = [np.stack([np.asarray(medium(kind, 4*k + i)) for k in range(4)]) for i in numbers]
+    return dict(prompt="<|vision_start|><|video_pad|><|vision_end|>"*len(numbers) + "?", videos=frames)
