@@ -80,10 +80,11 @@ def swap(media, i):
 def table(found):
     "The lines as Markdown."
     def power(x): return f"{x:.0e}".replace("e-0", "e-")
+    def other(r): return f"{r['other']:.2f}" if "other" in r else ""
     def line(r):
         rows = "packed" if r.get("packed") else "padded"
         said = (["refused", "", "", ""] if "refused" in r else
-                [power(r["start"]), power(r["tower_moved"]), f"{r['other']:.2f}", rows])
+                [power(r["start"]), power(r["tower_moved"]), other(r), rows])
         return f"| {' | '.join([NAMES[r['model']], r['modality'], r['engine'], *said])} |"
     names = ("model", "media", "engine", "at the start", "after the tower moved", "other media", "trainer's rows")
     return "\n".join([f"| {' | '.join(names)} |", "|---"*len(names) + "|", *map(line, found["rows"])])

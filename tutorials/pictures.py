@@ -8,12 +8,12 @@ QUESTION = "What colour is the square?"
 
 
 def picture(colour, *, seed=0):
-    "A square of 14 × 14 pixels anywhere on a light ground of 32 × 32, with some noise. A PIL image."
+    "A square of 20 × 20 pixels anywhere on a light ground of 32 × 32, with some noise. A PIL image."
     import numpy as np
     from PIL import Image
     rng = np.random.default_rng(seed)
-    pixels, (x, y) = np.full((32, 32, 3), 235.), rng.integers(0, 19, 2)
-    pixels[y:y+14, x:x+14] = COLOURS[colour]
+    pixels, (x, y) = np.full((32, 32, 3), 235.), rng.integers(0, 13, 2)
+    pixels[y:y+20, x:x+20] = COLOURS[colour]
     return Image.fromarray((pixels + rng.normal(0, 5, pixels.shape)).clip(0, 255).astype(np.uint8))
 
 

@@ -34,14 +34,14 @@ def silent(rows):
     return [dict(r, prompt=[dict(m, content=[quiet(x) for x in m["content"]]) for m in r["prompt"]]) for r in rows]
 
 
-def show(*batches, names=("",), n=8):
+def show(*batches, names=("",), n=6):
     "Waveforms and spectrograms of the first `n` rows, and below each what it was answered in some batches of them."
     import matplotlib.pyplot as plt
-    _, axes = plt.subplots(2, n, figsize=(n*.9, 1.8 + .2*len(batches)), dpi=70)
+    _, axes = plt.subplots(2, n, figsize=(n*.9, 1.8 + .2*len(batches)), dpi=50)
     for i, (wave, spectrum) in enumerate(axes.T):
         samples = batches[0].media[i].audio[0]
         wave.plot(samples[:400], lw=.5)
-        spectrum.specgram(samples, NFFT=256, noverlap=128, Fs=RATE)
+        spectrum.specgram(samples, NFFT=256, noverlap=0, Fs=RATE, interpolation="nearest")
         for ax in (wave, spectrum): ax.set(xticks=[], yticks=[])
         spectrum.set_xlabel("\n".join(b.completion[i] for b in batches), fontsize=8)
     axes[1][0].set_ylabel("\n".join(names), rotation=0, ha="right", va="top", y=0, fontsize=8)
