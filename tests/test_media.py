@@ -10,7 +10,7 @@ from rlblocks import (
     Critic, Demonstrations, Grader, Policy, Preferences, Prompts, Rollout, Scorer, adamw, group_advantages, here,
     loop_from, masked_mean, merge, ppo_loss,
 )
-from rlblocks.data.media import FeatureCache, features_of, is_processor, spare_rows
+from rlblocks.data.media import FeatureCache, bytes_of, features_of, is_processor, spare_rows
 from rlblocks.models.forward import Forward
 from rlblocks.models.multimodal import line_arguments, parts_of, placeholder_ids
 from rlblocks.models.probes import separates_rows
