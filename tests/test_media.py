@@ -10,9 +10,13 @@ from rlblocks import (
     Critic, Demonstrations, Grader, Policy, Preferences, Prompts, Rollout, Scorer, adamw, group_advantages, here,
     loop_from, masked_mean, merge, ppo_loss,
 )
-from rlblocks.data.media import FeatureCache
-from rlblocks.models.multimodal import placeholder_ids
+from rlblocks.data.media import FeatureCache, features_of, is_processor, spare_rows
+from rlblocks.models.forward import Forward
+from rlblocks.models.multimodal import line_arguments, parts_of, placeholder_ids
+from rlblocks.models.probes import separates_rows
+from rlblocks.models.step import layout_of
 from torch.testing import assert_close
+from transformers import AutoModelForSequenceClassification
 
 
 every_kind = pytest.mark.parametrize("kind", tiny.KINDS)
@@ -85,8 +89,41 @@ def test_rows_with_none_one_and_three_are_one_batch(kind):
     assert_close(policy.logprobs(b[order]), found[order], atol=1e-5, rtol=0)
     near(gradient(net, b[order]), want)
     near(gradient(net, b, micro_rows=3), want)
-    towers = [n for n in want if any(word in n for word in ("vision_tower", "audio_tower")) and want[n].any()]
-    assert towers, "the gradient reaches the tower"
+    towers = parts_of(policy._run.module.trunk)["tower"]
+    assert any(x.any() for n, x in want.items() if n.removeprefix("trunk.").startswith(tuple(towers)))
+
+
+@every_kind
+def test_packed_rows_are_those_alone(kind):
+    "On one line, a group's prompt and its images once; Gemma 3's images attend both ways, so its rows are padded."
+    net = tiny.model(kind)
+    rows = [tiny.row(kind, text="blind"), *(tiny.row(kind, *some) for some in ((1, 2, 3), (0,), (2,), (3,)))]
+    b = sampled(kind, net, Prompts(rows, tiny.processor(kind), shuffle=False).take(5))[1]
+    b["group"] = torch.tensor([0, 0, 1, 1, 2, 2, 2, 2, 2, 2])        # other images in a group: they are not shared
+    alone, policy = Policy(net, device="cpu", micro_rows=1, pack=False), Policy(net, device="cpu")
+    assert_close(policy.logprobs(b), alone.logprobs(b), atol=1e-5, rtol=0)
+    near(gradient(net, b), gradient(net, b, pack=False))
+    layout, why = layout_of(policy._run, b), policy._run.media[(tiny.part(kind),)]
+    assert policy._run.layout.packed and layout.packed == (kind != "gemma3") == (not why)
+    if why:
+        with pytest.raises(ValueError, match="pack=True, but packed rows of Gemma3.* with image come to other numbers"):
+            Policy(net, device="cpu", pack=True).logprobs(b)
+    n = []
+    policy._run.module.trunk.register_forward_pre_hook(lambda _, ids: n.append(ids[0].numel()))
+    policy.logprobs(b[:4] if kind == "gemma3" else b[2:4])
+    own = b.lengths[2:4].sum() - b.prompt_lengths[2]
+    assert n == [own] or why, "the images of a group are there once"
+
+
+@pytest.mark.parametrize("kind", tiny.AXES)
+def test_positions_of_packed_rows_have_four_axes(kind, monkeypatch):
+    "transformers tells rows on a line apart by the first; of three axes it makes no mask, and the proof says so."
+    net, b = tiny.model(kind), prompts(kind).take(2)
+    def proved(): return separates_rows(Forward(net), "cpu", spare=spare_rows(b.columns))
+    assert proved()
+    def three(*args): return (found := line_arguments(*args)) | dict(position_ids=found["position_ids"][1:])
+    monkeypatch.setattr("rlblocks.models.forward.line_arguments", three)
+    assert not proved()
 
 
 @every_kind
@@ -105,7 +142,8 @@ def test_a_sampled_placeholder_ends_the_row_and_is_scored(kind):
 def test_a_turn_more_goes_on_with_the_same_medium(kind):
     net, words = tiny.model(kind), tiny.tokenizer(kind)
     rollout, b = sampled(kind, net, prompts(kind).take(4))
-    more = rollout.extend(b.drop("scores", "advantages"), [words.encode("\nwhy?")]*len(b))
+    over = [t[n-1] in placeholder_ids(net) for t, n in zip(b.tokens.tolist(), b.lengths.tolist(), strict=True)]
+    more = rollout.extend(b.drop("scores", "advantages"), [None if x else words.encode("\nwhy?") for x in over])
     assert (more.lengths > b.lengths).any() and more.media == b.media
     assert (Policy(net, device="cpu").logprobs(more) - more.rollout_logprobs)[more.mask].abs().max() < 1e-5
 
@@ -252,7 +290,8 @@ def test_parts_that_do_not_learn_do_not_move(kind):
         before = {n: x.clone() for n, x in policy._run.module.named_parameters()}
         policy.step(b, grpo)
         found = {n for n, x in policy._run.module.named_parameters() if not x.equal(before[n])}
-        return {"tower" if "tower" in n else "projector" if "projector" in n else "language" for n in found}
+        return {next((k for k, x in parts.items() for part in x if f".{part}." in n), "language") for n in found}
+    parts = parts_of(net)
     assert moved() == {"tower", "projector", "language"}
     assert moved(freeze="tower") == {"projector", "language"}
     assert moved(freeze=("tower", "projector")) == {"language"} and moved(freeze="language") == {"tower", "projector"}
@@ -275,6 +314,35 @@ def test_heads_read_the_medium(kind, wrapper, ask):
         return (x - 1).square().sum()/part.n_rows, {}
     losses = [float(w.step(b, error)["loss"]) for _ in range(5)]
     assert losses[-1] < losses[0]
+
+
+@every_kind
+def test_a_reward_model_is_a_folder(kind, tmp_path):
+    "Values and scores are the same from the folder, by transformers too where it has a classifier; so are a policy's."
+    net = tiny.model(kind)
+    b = sampled(kind, net, prompts(kind).take(3))[1]
+    how = dict(device="cpu", tokenizer=tiny.processor(kind))
+    for made, ask in ((Critic(net, bins=[0., .5, 1.], **how), "values"), (Scorer(net, **how), "scores")):
+        for p in made._run.module.head.parameters(): p.data.normal_(std=.5)
+        made.save_pretrained(tmp_path/ask)
+        read = type(made)(str(tmp_path/ask), device="cpu")
+        assert_close(getattr(read, ask)(b), getattr(made, ask)(b), atol=1e-6, rtol=0)
+        assert is_processor(read.tokenizer)
+    if kind == "gemma3":
+        theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path/"scores").eval()
+        exist = torch.arange(b.tokens.shape[1]) < b.lengths[:, None]
+        ids = torch.where(exist, b.tokens, tiny.tokenizer(kind).pad_token_id)
+        said = theirs(ids, token_type_ids=b.token_type_ids, **features_of(b.media)).logits
+        assert_close(said[:, 0], made.scores(b), atol=1e-5, rtol=0)
+    policy = Policy(net, lora=dict(r=4, init_lora_weights=False), **how)
+    policy.save_pretrained(tmp_path/"merged")
+    policy.save_pretrained(tmp_path/"adapter", adapter=True)
+    for model, lora in ((str(tmp_path/"merged"), None), (net, str(tmp_path/"adapter"))):
+        again = Policy(model, lora=lora, device="cpu")
+        assert_close(again.logprobs(b), policy.logprobs(b), atol=1e-4, rtol=0)
+    trunk = Scorer(str(tmp_path/"merged"), device="cpu")._run.module.trunk
+    want = Policy(str(tmp_path/"merged"), device="cpu")._run.module.trunk.base_model.state_dict()
+    assert all(x.equal(want[k]) for k, x in trunk.state_dict().items())
 
 
 def test_a_reward_sees_the_media():

@@ -9,10 +9,12 @@ import tiny_media as tiny
 import torch
 from PIL import Image
 from rlblocks import (
-    Buffer, Demonstrations, Feedback, Grader, Preferences, Prompts, RemoteReward, Rollout, Scorer, judge_reward,
-    judge_rollout, load_rollouts, pairwise_reward, save_rollouts, scorer_reward, serve_reward,
+    Buffer, Checkpoint, Demonstrations, Feedback, Grader, Policy, Preferences, Prompts, RemoteReward, Rollout, Scorer,
+    Step, TextRenderer, here, judge_reward, judge_rollout, load_rollouts, loop_from, pairwise_reward, rollouts,
+    save_rollouts, scorer_reward, serve_reward,
 )
-from rlblocks.data.media import FeatureMaker, bytes_of, frame_numbers, media_from_json, source_of
+from rlblocks.data.media import FeatureMaker, Media, bytes_of, frame_numbers, media_from_json, source_of
+from rlblocks.models.multimodal import placeholder_ids
 from torch.testing import assert_close
 
 
@@ -261,3 +263,76 @@ def test_a_served_reward_model_sees(tmp_path):
         scorer_reward(scorer, tiny.tokenizer("llava"))(b.prompt, b.completion, b.media)
     with pytest.raises(ValueError, match="a medium is a path; its content is wanted"):
         media_from_json([dict(maker={}, sources=[dict(kind="image", data="/etc/passwd")])], files=False)
+
+
+# -- tools that answer with pictures
+class Camera:
+    "The first look is in the prompt; each answer is another picture, and a word of the colour asked for."
+    def __init__(self): self.turn = 0
+    async def reset(self, **row): self.row = row
+    async def step(self, message):
+        self.turn += 1
+        if self.turn > 2: return Step(reward=float(len(message["content"])), done=True)
+        name = tiny.part(self.row["about"])
+        content = [{"type": name, name: tiny.medium(self.row["about"], self.turn)}, dict(type="text", text="and this?")]
+        return Step([dict(role="user", content=content)])
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+@pytest.mark.parametrize("blind", [False, True])
+def test_tools_answer_with_media(kind, blind):
+    "Each answer's media join those of the row; sampler and trainer read the same."
+    net, reader = tiny.model(kind), tiny.processor(kind)
+    first = [() if blind else (0,), () if blind else (1, 3)]
+    data = Prompts([tiny.row(kind, *some, about=kind) for some in first], reader, shuffle=False)
+    rollout = Rollout(net, tokenizer=reader, max_tokens=4, device="cpu")
+    b = rollouts(rollout, Camera, data.take(2), group_size=2, seed=1)
+    ended = [r == "parse_error" for r in b.finish_reason]       # it drew an id that stands for a medium
+    assert not all(ended)
+    for i, m in enumerate(b.media):
+        assert ended[i] or len(m.sources) == len(first[i//2]) + 2
+    policy = Policy(net, device="cpu")
+    assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-5
+    last = [m and Media((*m.sources[:-1], m.sources[0]), m.maker) for m in b.media]
+    other = policy.logprobs(b.with_columns(b.columns | dict(media=last)))
+    assert (other - b.rollout_logprobs)[b.mask].abs().max() > 1e-3
+
+
+def test_nothing_comes_behind_a_sampled_placeholder():
+    kind = "llava"
+    net, reader = tiny.model(kind), tiny.processor(kind)
+    odd, head = placeholder_ids(net)[0], net.get_output_embeddings()
+    with torch.no_grad(): head.weight[odd] = 9*head.weight.abs().max()*torch.sign(head.weight.mean(0))
+    data = Prompts([tiny.row(kind, i, about=kind) for i in range(4)], reader, shuffle=False)
+    rollout = Rollout(net, tokenizer=reader, max_tokens=8, device="cpu")
+    b = rollouts(rollout, Camera, data.take(4), seed=1)
+    drew = [bool({*t[p:n].tolist()} & {odd}) for t, p, n in zip(b.tokens, b.prompt_lengths, b.lengths, strict=True)]
+    one = rollout.generate(data.take(4), seed=1)
+    ended = (one.tokens == odd).logical_and(torch.arange(one.tokens.shape[1]) >= one.prompt_lengths[:, None]).any(1)
+    assert ended.any()
+    with pytest.raises(ValueError, match="extend: the policy ended row . with an id that stands for an image"):
+        rollout.extend(one, [[1, 2]]*4)
+    rollout.extend(one, [None if e else [1, 2] for e in ended.tolist()])
+    assert any(drew)
+
+
+def test_a_renderer_of_text_refuses_pictures():
+    data = Prompts([tiny.row("llava", 0, about="llava")], tiny.processor("llava"))
+    rollout = Rollout(tiny.model("llava"), tokenizer=tiny.processor("llava"), max_tokens=4, device="cpu")
+    with pytest.raises(RuntimeError, match=r"TextRenderer reads no media; ChatRenderer\(processor\) does"):
+        rollouts(rollout, Camera, data.take(1), renderer=TextRenderer(tiny.tokenizer("llava")))
+
+
+def test_a_run_with_pictures_resumes_to_the_bit(root, tmp_path):
+    loop = loop_from(f"{root}/tutorials/grpo.ipynb:grpo")
+    def run(steps, **how):
+        net, rows = tiny.model("llava"), [tiny.row("llava", i, answer=i % 4) for i in range(6)]
+        data = Prompts(rows, tiny.processor("llava"), seed=1)
+        def reward(completions, **_): return [float(len(set(c))) for c in completions]
+        found = loop(here, data, reward, model=net, tokenizer=tiny.processor("llava"), lr=1e-3, steps=steps, prompts=2,
+                     group_size=4, minibatches=2, max_tokens=5, **how)
+        return {r["step"]: (r["reward"], float(r["grad_norm"])) for r in found}
+    whole = run(4)
+    first = run(2, checkpoint=Checkpoint(tmp_path, every=1))
+    rest = run(4, checkpoint=Checkpoint(tmp_path, every=1))
+    assert set(rest) <= {2, 3} and first | rest == whole

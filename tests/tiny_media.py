@@ -1,7 +1,9 @@
 """Tiny models that see or hear, with random weights, and the processors of transformers that belong to them.
 
-Gemma3, LLaVA and Qwen2-Audio need no torchvision; the Qwen-VLs do (tests/test_media.py says where theirs run)."""
+Gemma3, LLaVA and Qwen2-Audio need no torchvision; Qwen's VLs do, and run where it is (tests/test_qwen_vl.py)."""
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,6 +12,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 
 KINDS = ("gemma3", "llava", "qwen2_audio")
+TORCHVISION = Path(__file__).resolve().parents[1]/".venv"/"torchvision"      # of `make torchvision`
+AXES = ()      # of those whose positions are not one number
+if found := find_spec("torchvision"):
+    AXES = ("qwen2_5_vl", "qwen3_vl")
+    KINDS += AXES
+    if Path(found.origin).parents[1].samefile(TORCHVISION): import torchvision_operators        # noqa: F401
 COLOURS = dict(red=(230, 30, 30), green=(30, 200, 30), blue=(40, 60, 230), yellow=(240, 220, 30))
 WORDS = dict(gemma3="<start_of_image>", llava="<image>", qwen2_audio="<|audio_bos|><|AUDIO|><|audio_eos|>",
              qwen2_5_vl="<|vision_start|><|image_pad|><|vision_end|>",

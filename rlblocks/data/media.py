@@ -404,6 +404,10 @@ class Media:
     def _opened(self, kind):
         return [s.open(self.maker.sampling_rate, self.maker.patch_size) for s in self.sources if s.kind == kind]
 
+    def __add__(self, other:"Media")->"Media":
+        "Return these and others behind them."
+        return Media(self.sources + other.sources, other.maker)
+
     @property
     def parts(self)->list[dict]:
         "Return the sources as parts of a chat message."
@@ -663,8 +667,12 @@ class MediaReader:
                              "text alone, as rlblocks makes them, and is not supported")
         for k in TYPE_IDS:
             if k not in made: continue
-            self.types.setdefault(k, {}).update({i: t for i, t in zip(ids, made[k][0].tolist(), strict=True) if t})
+            self.learn(k, ids, made[k][0].tolist())
         self.tried |= {*media.kinds}
+
+    def learn(self, name:str, ids:Sequence[int], types:Sequence[int]):
+        "Take over the types of ids."
+        self.types.setdefault(name, {}).update({i: t for i, t in zip(ids, types, strict=True) if t})
 
     def type_ids(self, ids:Iterable[int])->dict[str, list[int]]: # by name; empty where the processor makes none
         "Return the types of tokens."

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from .columns import check_tokenizer
+from .media import COLUMNS, Media, MediaReader, is_processor, tokenizer_of, without_payload
 from .prompts import encode, prompt_ids, readable
 
 # %% ../../nbs/data/04_renderers.ipynb #b896c6e6
@@ -114,12 +115,14 @@ class ChatRenderer:
     "A tokenizer's chat template as a renderer."
 
     def __init__(self,
-        tokenizer, # with a chat template
+        tokenizer, # with a chat template; a processor, for a model that sees or hears
         *,
         read:Callable[[str], Parsed]=read_response, # what an assistant's text says, as `Response`
         **options, # of the template, e.g. enable_thinking=False
     ):
         "Find out how a turn ends. ValueError for a tokenizer without a template."
+        self.reader = MediaReader("ChatRenderer", tokenizer)
+        tokenizer = self.reader.tokenizer
         check_tokenizer("ChatRenderer", tokenizer)
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(f"ChatRenderer: this {type(tokenizer).__name__} has no chat template; set "
@@ -130,13 +133,20 @@ class ChatRenderer:
 
     def text(self, messages:Sequence[Message], tools:list|None=None, open_for_answer:bool=False)->str:
         "What the template makes of messages."
-        made = self.tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False,
+        plain, _ = without_payload(list(messages))
+        made = self.tokenizer.apply_chat_template(plain, tools=tools, tokenize=False,
                                                   add_generation_prompt=open_for_answer, **self.options)
         return readable(made)
 
-    def ids(self, text:str)->list[int]:
-        "Ids of a text; special tokens are those that stand in it."
-        return encode([text], self.tokenizer)[0] if text else []
+    def media(self, messages:Sequence[Message], given:Media|None=None)->Media|None:
+        "The media in the parts of messages; `given` are those of parts that do not hold theirs."
+        sources = given.sources if given else ()
+        row = {k: [s for s in sources if COLUMNS[k] == s.kind] for k in ("images", "videos", "audios")}
+        return self.reader.media(dict(row, messages=list(messages)))
+
+    def ids(self, text:str, media:Media|None=None)->list[int]:
+        "Ids of a text; special tokens are those that stand in it, and media have one for each of their features."
+        return encode(self.reader.expand([text], media), self.tokenizer)[0] if text else []
 
     def decode(self, ids:Sequence[int])->str:
         "Their text, special tokens and all."
@@ -147,10 +157,11 @@ class ChatRenderer:
         ids = list(ids)
         return ids[:-1] if ids and ids[-1] in self.stop else ids
 
-    def render_ids(self, messages:Sequence[Message], *, tools:list|None=None, add_generation_prompt:bool=False
+    def render_ids(self, messages:Sequence[Message], *, tools:list|None=None, add_generation_prompt:bool=False,
+                   given:Media|None=None, # of parts that do not hold theirs, see `media`
                    )->list[int]:
         "The ids of a conversation."
-        return self.ids(self.text(messages, tools, add_generation_prompt))
+        return self.ids(self.text(messages, tools, add_generation_prompt), self.media(messages, given))
 
     def parse_response(self, token_ids:Sequence[int])->Parsed:
         "What an assistant said."
@@ -170,7 +181,7 @@ class ChatRenderer:
         if more is None: return None
         ended = self.decode(previous_completion_ids[-1:]) if previous_completion_ids else ""
         close = self.close.removeprefix(ended) if self.close.startswith(ended) else self.close
-        return [*previous_prompt_ids, *previous_completion_ids, *self.ids(close + more)]
+        return [*previous_prompt_ids, *previous_completion_ids, *self.ids(close + more, self.media(new_messages))]
 
 # %% ../../nbs/data/04_renderers.ipynb #9207bfa3
 def closing(renderer:ChatRenderer)->str:
@@ -228,9 +239,10 @@ class TextRenderer:
         text = self.text(new_messages)
         return [*previous_prompt_ids, *previous_completion_ids, *(encode([text], self.tokenizer)[0] if text else [])]
 
-def renderer_of(tokenizer)->Renderer: # of the model
+def renderer_of(tokenizer)->Renderer: # of the model, or its processor
     "Its chat template, or its plain text."
-    return ChatRenderer(tokenizer) if getattr(tokenizer, "chat_template", None) else TextRenderer(tokenizer)
+    if getattr(tokenizer, "chat_template", None): return ChatRenderer(tokenizer)
+    return renderer_of(tokenizer_of(tokenizer)) if is_processor(tokenizer) else TextRenderer(tokenizer)
 
 def next_ids(
     renderer:Renderer,

@@ -8,8 +8,10 @@ __all__ = []
 # %% ../../nbs/environments/02_conversations.ipynb #dc522be3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from ..data.renderers import Renderer, message_of, next_ids
+from ..data.media import Media, without_payload
+from ..data.renderers import ChatRenderer, Renderer, message_of, next_ids
 from .rewriting import rewritten
 from ..samplers.sampler import Completion
 from ..rollout.turns import Span, given_span, sampled_span
@@ -21,6 +23,7 @@ class Branch:
     start:list[int]                                     # ids that it begins with
     spans:list[Span] = field(default_factory=list)      # what follows
     ids:list[int] = field(default_factory=list)         # all of it so far
+    media:Media|None = None                             # in them
     messages:list[dict] = field(default_factory=list)   # that are in it
 
     def add(self,
@@ -41,12 +44,20 @@ class Conversation:
     next:list[int] = field(default_factory=list)              # ids that the next turn answers to
     anew:bool = False                                         # whether they are a row, else they come behind the last
     retokenised:int = 0                                       # turns whose words a row has from their text
+    media:Media|None = None                                   # so far
 
     def begin(self,
         ids:Sequence[int], # of the messages, open for the assistant
     ):
         "The first row."
-        self.branches.append(Branch(list(ids), ids=list(ids)))
+        self.branches.append(Branch(list(ids), ids=list(ids), media=self.media))
+
+    def drew(self,
+        placeholders:Sequence[int], # ids that stand for media
+    )->bool:
+        "Whether the policy's last turn has an id that stands for a medium: nothing can come behind it."
+        spans = self.branches[-1].spans
+        return bool(spans) and bool({*spans[-1]["tokens"].tolist()} & {*placeholders})
 
     def row(self)->list[int]:
         "What the policy answers to."
@@ -56,7 +67,11 @@ class Conversation:
         new:Sequence[Mapping], # messages of others
         renderer:Renderer,
     ):
-        "Put messages behind the last turn; into another row where the template rewrites it."
+        """Put messages behind the last turn; into another row where the template rewrites it.
+
+        ValueError where it rewrites media."""
+        found = media_in(renderer, new)
+        if found is not None: self.media = found if self.media is None else self.media + found
         branch, last = self.branches[-1], self.reply_ids[len(self.messages) - 1]
         prompt_ids = branch.ids[:len(branch.ids) - len(last)]
         ids = next_ids(renderer, self.messages, prompt_ids, last, new, tools=self.tools)
@@ -67,7 +82,10 @@ class Conversation:
     def restart(self,
         renderer:Renderer,
     ):
-        "Go on in another row, with the conversation as the template has it now."
+        "Go on in another row, with the conversation as the template has it now. ValueError for one with media."
+        if self.media is not None:
+            raise ValueError("the conversation has media, and it, or its chat template, rewrites earlier turns: their "
+                             "placeholders cannot be told from new ones; use a template that only appends")
         self.next, lost = rewritten(renderer, self.messages, self.reply_ids, tools=self.tools)
         self.anew, self.retokenised = True, self.retokenised + len(lost)
 
@@ -96,11 +114,25 @@ class Conversation:
         self.branches[-1].add(sampled_span(c, turn, trained))
         self.reply_ids[len(self.messages)] = ids
         self.messages.append(message_of(renderer.parse_response(ids)))
-        self.branches[-1].messages = list(self.messages)
+        self.branches[-1].messages, self.branches[-1].media = list(self.messages), self.media
 
 def opened(
     conversation:Conversation,
     renderer:Renderer,
+    given:Media|None=None, # of the prompt
 )->list[int]:
-    "Ids of its messages, open for the assistant."
-    return list(renderer.render_ids(conversation.messages, tools=conversation.tools, add_generation_prompt=True))
+    "Ids of its messages, open for the assistant; the conversation has their media then."
+    conversation.media = media_in(renderer, conversation.messages, given)
+    more:dict[str, Any] = {} if given is None else dict(given=given)
+    return list(renderer.render_ids(conversation.messages, tools=conversation.tools, add_generation_prompt=True,
+                                    **more))
+
+def media_in(
+    renderer:Renderer,
+    messages:Sequence[Mapping],
+    given:Media|None=None, # of a prompt
+)->Media|None:
+    "Media of messages, or of a prompt. ValueError for a renderer that reads none."
+    if isinstance(renderer, ChatRenderer): return renderer.media(messages, given)
+    if given is None and not without_payload(list(messages))[1]: return None
+    raise ValueError(f"{type(renderer).__name__} reads no media; ChatRenderer(processor) does")

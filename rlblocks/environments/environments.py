@@ -14,13 +14,15 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from ..data.batch import Batch
 from ..data.columns import pad, whole_number
-from ..data.renderers import Renderer, renderer_of
+from ..data.media import TYPE_IDS
+from ..data.renderers import ChatRenderer, Renderer, renderer_of
 from ..graders.functions import LARGEST, error_text
 from .conversations import Branch
 from .episodes import Episode, Runner, Scheduler, Step, called, created, play
@@ -131,12 +133,13 @@ def rows_of_episodes(
     episodes:list[Episode], # that have ended well, of one prompt
     prompt:Batch,           # one row
     units:list[int],        # of each
+    renderer:Renderer|None=None, # that read the media of the episodes
 )->Batch:
     "A row for each branch of each episode."
     every = [(e, t, u) for e, u in zip(episodes, units, strict=True) for t in branches_of(e)]
     tokens, lengths = pad([t.start for _, t, _ in every])
     none, n, of = torch.zeros_like(tokens), len(every), [e for e, *_ in every]
-    own = ("tokens", "lengths", "mask", "group")
+    own = ("tokens", "lengths", "mask", "group", "media")
     columns = {k: v[[0]*n] if isinstance(v, Tensor) else [v[0]]*n
                for k, v in prompt.columns.items() if k not in own and not prompt.is_per_token(k)}
     columns |= dict(
@@ -151,7 +154,11 @@ def rows_of_episodes(
            for k, v in asdict(rollout.how).items()})
     if kept := rollout.how.kept(rollout.sampler.vocabulary):
         columns["support"] = torch.full((*tokens.shape, kept), -1, dtype=torch.int32)
+    if any(t.media is not None for _, t, _ in every): columns["media"] = [t.media for _, t, _ in every]
     rows = behind(Batch(per_row=prompt.per_row, **columns), [t.spans for _, t, _ in every])
+    if "media" in columns:
+        for k, x in cast(ChatRenderer, renderer).reader.type_columns(rows.tokens.tolist()).items():
+            rows.set(k, x.masked_fill(rows.turn >= 0, 0), per="token")
     spans = zip(rows.tokens, rows.prompt_lengths, rows.lengths, strict=True)
     completions = [row[start:end] for row, start, end in spans]
     rows["duplicate"] = duplicates(rows.group, completions)
@@ -259,6 +266,9 @@ def play_all(
     if taken: raise ValueError(f"rollouts: the prompts have a column {taken[0]!r}, which rollouts writes itself")
     check_ready(rollout.sampler)
     if renderer is None: renderer = default_renderer(rollout)
+    if isinstance(renderer, ChatRenderer):
+        for k in TYPE_IDS:
+            if k in prompts: renderer.reader.learn(k, prompts.tokens.flatten().tolist(), prompts[k].flatten().tolist())
     if prompts.filler: return [(None, [], [])]*len(prompts)
     n = rollout.max_tokens if max_tokens is None else max_tokens
     limits = Limits(whole_number("rollouts", "max_tokens", n), max_turns, budget, rollout.sampler.window)
@@ -270,13 +280,13 @@ def play_all(
     for e in episodes:
         if not e.done: e.error = e.error or f"it had not ended after {seconds:g} s; an async method of it, or of "\
                                             "another, does not give way to the others"
-    return [arrived(rollout, episodes[i*group_size:][:group_size], prompts[[i]]) for i in range(len(prompts))]
+    return [arrived(rollout, renderer, episodes[i*group_size:][:group_size], prompts[[i]]) for i in range(len(prompts))]
 
 def default_renderer(rollout:Rollout)->Renderer:
     "That of the rollout's tokenizer. ValueError where there is none, or where turns would not end."
     if rollout.tokenizer is None:
         raise ValueError("rollouts: the rollout has no tokenizer; Rollout(…, tokenizer=…), or pass renderer=")
-    made = renderer_of(rollout.tokenizer)
+    made = renderer_of(rollout.processor)
     ends, stop = set(made.get_stop_token_ids()), set(rollout.stop.tolist())
     if ends and not ends & stop:
         raise ValueError(f"rollouts: the chat template ends a turn with {sorted(ends)}, the rollout with "
@@ -285,6 +295,7 @@ def default_renderer(rollout:Rollout)->Renderer:
 
 def arrived(
     rollout:Rollout,
+    renderer:Renderer,
     episodes:list[Episode], # of one prompt
     prompt:Batch,           # one row
 )->Played:
@@ -293,4 +304,5 @@ def arrived(
     lost = [f"sample {e.sample} of group {e.group}: {e.error}" for e in episodes if e.error is not None]
     well = [e for e in episodes if e.error is None]
     errors = [x for e in episodes for x in e.errors]
-    return (rows_of_episodes(rollout, well, prompt, [unit_of(e) for e in well]) if well else None), lost, errors
+    rows = rows_of_episodes(rollout, well, prompt, [unit_of(e) for e in well], renderer) if well else None
+    return rows, lost, errors

@@ -14,12 +14,12 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, Protocol, get_args, runtime_checkable
+from typing import Any, Protocol, cast, get_args, runtime_checkable
 
 import torch
 
-from ..data.renderers import Renderer
-from .conversations import Conversation, opened
+from ..data.renderers import ChatRenderer, Renderer
+from .conversations import Conversation, media_in, opened
 from ..graders.functions import error_text
 from ..rollout.rollout import Rollout
 from ..rollout.rows import Finish
@@ -156,7 +156,11 @@ async def begin(
     if isinstance(first, str): messages[-1]["content"] += first
     if first is not None and not isinstance(first, str): messages = [dict(m) for m in first]
     conversation = Conversation(messages, tools)
-    conversation.begin(episode.prompt if first is None and not tools else opened(conversation, renderer))
+    given = row.get("media")
+    if first is not None or tools: conversation.begin(opened(conversation, renderer, given))
+    else:
+        conversation.media = None if given is None else media_in(renderer, [], given)
+        conversation.begin(episode.prompt)
     episode.conversations.append(conversation)
     return conversation
 
@@ -178,13 +182,14 @@ class Scheduler:
         ids:list[int],
         seed:int,
         max_tokens:int,
+        **media, # and their type ids
     )->Completion:
         "The policy's completion of these ids."
         if self.error is not None: raise self.error
         r, key = self.rollout, next(self.keys)
         self.pending[key] = asyncio.get_running_loop().create_future()
         self.waiting.append(Request(key, torch.tensor(ids), (seed,), max_tokens, r.how, tuple(r.stop.tolist()),
-                                    r.stop_strings))
+                                    r.stop_strings, **media))
         try: return await self.pending[key]
         finally: del self.pending[key]
 
@@ -232,14 +237,18 @@ class Runner:
         conversation:Conversation, # one of its
     )->Completion|None: # None: it has gone as far as it may, and `finish` says why
         "Let the policy say something."
-        ids = conversation.row()
+        if conversation.drew(self.scheduler.rollout.placeholders): episode.finish = "parse_error"; return None
+        ids, more = conversation.row(), {}
+        if conversation.media is not None:
+            kinds = cast(ChatRenderer, self.renderer).reader.type_columns([ids])
+            more = dict(media=conversation.media, type_ids={k: x[0] for k, x in kinds.items()})
         taken = episode.tokens + episode.reserved       # turns side by side count as if they took all they may
         over = self.limits.over(episode.turns, taken, len(ids))
         if over is not None: episode.finish = over; return None
         turn, episode.turns = episode.turns, episode.turns + 1
         seed, room = turn_seed(self.seed, episode.group, episode.sample, turn), self.limits.room(taken, len(ids))
         episode.reserved += room
-        try: c = await self.scheduler.turn(ids, seed, room)
+        try: c = await self.scheduler.turn(ids, seed, room, **more)
         finally: episode.reserved -= room
         episode.tokens += len(c.tokens)
         conversation.answer(c, turn, self.scheduler.rollout.how.temperature > 0, self.renderer)

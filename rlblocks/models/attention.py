@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from ..arithmetic.passes import sent
 from ..engines.sequence_parallel import LineShard
 from ..engines.process_group import HALF
+from .multimodal import parts_of
 
 if TYPE_CHECKING: import transformers
 
@@ -192,7 +193,10 @@ def attend_by_segments(model:nn.Module)->list[tuple["transformers.PretrainedConf
     """Let a model with dense attention (sdpa or eager) attend by `segment_attention`; `attend_as_before` takes it back.
 
     Empty where the attention cannot be set, and for others (flash, flex), which have ways of their own."""
-    inside = [m for m in model.modules() if getattr(m, "_supports_attention_backend", False)]
+    parts = parts_of(model)
+    beside = parts["tower"] + parts["projector"]     # whose attention is not causal; who owns both has a config of both
+    inside = [m for name, m in model.named_modules() if getattr(m, "_supports_attention_backend", False)
+              and not any(f"{name}.".startswith(f"{x}.") or f"{x}.".startswith(f"{name}." if name else "") for x in beside)]
     configs:dict[int, Any] = {id(m.config): m.config for m in inside}
     before = [(config, config._attn_implementation) for config in configs.values()]
     if not before or any(name not in ("sdpa", "eager", NAME) for _, name in before): return []

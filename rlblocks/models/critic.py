@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.batch import Batch
+from ..data.media import tokenizer_of
 from ..engines.engine import EngineSpec, engine_of
 from ..engines.optimizers import OptimizerSpec
 from .multimodal import freeze_
@@ -76,7 +77,7 @@ class Critic(Trained):
         "Save as Hugging Face's classifier. All ranks together."
         head = self._run.module.head
         bins, linear = (head.bins.tolist(), head.linear) if isinstance(head, ClassHead) else (None, head)
-        pad = getattr(self.tokenizer, "pad_token_id", None)
+        pad = getattr(tokenizer_of(self.tokenizer), "pad_token_id", None)
         model = classifier(self._run.module.trunk, linear, pad=pad, bins=bins, who="Critic")
         how:dict[str, Any] = dict(dtype=dtype, tokenizer=self.tokenizer, max_shard_bytes=max_shard_bytes)
         save_read(self._run, model, path, head="score", **how)

@@ -216,7 +216,7 @@ def _each(buckets, filed):
             if pair: yield pair[0], pair[1].cpu()
             del pair          # not in memory while the next one is gathered
 
-def _configurations(twin, folder):
+def _configurations(twin, folder, architectures=None):
     "Write them, and the code of a model that brings its own; without a progress bar over no weights."
     from transformers.utils import logging
     shown = logging.is_progress_bar_enabled()
@@ -224,6 +224,9 @@ def _configurations(twin, folder):
     try: twin.save_pretrained(folder, state_dict={})
     finally:
         if shown: logging.enable_progress_bar()
+    if architectures:       # transformers has put the class's name there
+        twin.config.architectures = architectures
+        twin.config.save_pretrained(folder)
 
 WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 
@@ -236,7 +239,9 @@ def _write(module, weights, path, dtype, tokenizer, most):
     twin = plain_twin(module)
     if dtype: twin.to(dtype)
     with drafted(path, "config.json", WEIGHTS) as draft:
-        _configurations(twin, draft)
+        # a multimodal reward model: its head has no class in transformers
+        named = module.config.architectures if hasattr(module, "score") and not hasattr(twin, "score") else None
+        _configurations(twin, draft, named)
         shards = Shards(draft, most)
         for name, x in as_filed(twin, weights): shards.add(name, x)
         shards.close()

@@ -27,7 +27,7 @@ from .attention import Segments, layout as segment_kwargs
 from .validation import check_hidden, check_measured, positions, vocabulary
 from .folders import dtypes_of
 from .head import tapping, head_logprobs, head_measured, sampled_from, states_of
-from .multimodal import placeholder_ids
+from .multimodal import line_arguments, media_arguments, placeholder_ids, rope_owner
 from .routers import picked, routed, router_columns, routing
 
 # %% ../../nbs/models/08_forward.ipynb #208b666d
@@ -104,16 +104,16 @@ class Pass:
         "Of all places, on all ranks that share the line."
         return x if self.shard is None or self.mine is None else self.shard.gathered(x, self.mine, self.n)
 
-def _padded(tokens, lengths, places, takes, media):
+def _padded(tokens, lengths, places, takes, beside):
     "Rows side by side; of a trunk with `logits_to_keep`, logits from the first column that is read to the last."
-    kwargs:dict[str, Any] = media | (dict(use_cache=False) if "use_cache" in takes else {})
+    kwargs:dict[str, Any] = beside | (dict(use_cache=False) if "use_cache" in takes else {})
     def made(at): return Pass(tokens, kwargs, at, places, lengths, tokens.shape[1])
     if "logits_to_keep" not in takes: return made(places.rows*tokens.shape[1] + places.cols)
     first, last = int(places.cols.min()), int(places.cols.max())
     kwargs["logits_to_keep"] = torch.arange(first, last+1, device=tokens.device)
     return made(places.rows*(last+1-first) + places.cols - first)
 
-def _on_a_line(tokens, lengths, places, layout, takes, group):
+def _on_a_line(tokens, lengths, places, layout, takes, group, beside):
     "Rows end to end; of ranks that share the line, this rank's shard."
     shard, line = layout.shard, pack(tokens, lengths.clamp(min=1), group if layout.segments else None)
     ids, at, where, mine = line.tokens, line.position_ids, line.places(places.rows, places.cols), None
@@ -126,6 +126,7 @@ def _on_a_line(tokens, lengths, places, layout, takes, group):
         ids, at = shard.cut(ids), shard.cut(at)
     kwargs:dict[str, Any] = dict(use_cache=False) if "use_cache" in takes else {}
     kwargs["position_ids"] = at[None]
+    kwargs |= beside(line, at)
     if layout.segments: kwargs |= segment_kwargs(Segments(sizes, prefixes, shard), tokens.device)
     if "logits_to_keep" in takes: kwargs["logits_to_keep"], where = where, slice(None)   # just those, in order
     return Pass(ids[None], kwargs, where, places, lengths, tokens.shape[1], line, mine, n, shard)
@@ -218,11 +219,16 @@ class Forward(nn.Module):
         layout:Layout,             # how to arrange the rows
         group:Tensor|None=None,    # `[B]` ids of rows that may begin alike; packed, they share it
         experts:Tensor|None=None,  # `[B, T, L, K]` that a mixture's tokens go to, −1 = as the router picks
-        media:dict[str, Tensor]|None=None, # what the trunk takes beside ids, of `media_arguments`; rows are then padded
+        media:tuple|None=None,     # of the rows, and their type ids, as of `media_of`
     )->Pass: # on the device of all that is given
         "Rows side by side or on a line, as the layout says."
-        call = (_on_a_line(tokens, lengths, places, layout, self.takes, group) if layout.packed
-                else _padded(tokens, lengths, places, self.takes, media or {}))
+        given = media or ([None]*len(tokens), {})
+        def beside(line, at):
+            if not self.placeholders: return {}
+            if layout.shard: return dict(position_ids=at.expand(4, 1, -1)) if rope_owner(self.trunk) else {}
+            return line_arguments(self.trunk, *given, tokens, lengths, line)
+        call = (_on_a_line(tokens, lengths, places, layout, self.takes, group, beside) if layout.packed else
+                _padded(tokens, lengths, places, self.takes, media_arguments(self.trunk, *media, tokens) if media else {}))
         return call if experts is None else replace(call, experts=_on_call(experts, call))
 
     def forward(self,

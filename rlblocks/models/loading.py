@@ -228,7 +228,10 @@ def _from_folder(model, trunk, attention, lazy):
     auto = whole if not trunk else AutoModelForSequenceClassification if scores else AutoModel
     module = lazy_model(auto, model, config, attention) if lazy else None
     if module is not None: return module
-    return without_its_code(auto, model, dtype="auto", **_attending(attention))
+    # transformers' trunk of Qwen2-Audio does not find its weights in the files of the whole
+    below = trunk and not scores and reads_media(config)
+    module = without_its_code(whole if below else auto, model, dtype="auto", **_attending(attention))
+    return without_lm_head(module) if below else module
 
 def without_lm_head(module:nn.Module)->nn.Module: # itself where it has no such head
     """A language model below its output layer: its `base_model`, or its part beside that layer.

@@ -18,7 +18,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from ..data.batch import Batch
-from ..data.media import KINDS, TYPE_IDS, Media, SpareRow, features_of, is_processor
+from ..data.media import KINDS, TYPE_IDS, Media, SpareRow, features_of, is_processor, joined
+from ..data.packing import Packed
 from ..data.prompts import Prompts
 from ..engines.weights import probe_ids
 from .validation import SENSES
@@ -49,26 +50,34 @@ def without_placeholders(
 def fed_tokens(part:Batch, placeholders:Sequence[int])->Int[Tensor, "B T"]:
     "Return the ids of rows as a model reads them."
     if not placeholders or "prompt_lengths" not in part: return part.tokens
-    behind = torch.arange(part.tokens.shape[1], device=part.tokens.device) >= part.prompt_lengths[:, None]
-    return without_placeholders(part.tokens, behind, placeholders)
+    if "turn" in part and part.is_per_token("turn"): sampled = part.turn >= 0       # tools may answer with images
+    else: sampled = torch.arange(part.tokens.shape[1], device=part.tokens.device) >= part.prompt_lengths[:, None]
+    return without_placeholders(part.tokens, sampled, placeholders)
+
+LARGE = ("pixel_values", "pixel_values_videos", "input_features")
 
 def media_arguments(
     module:nn.Module,
     media:Sequence[Media|None],     # of the rows
     type_ids:Mapping[str, Tensor], # `[B, T]` by name, as a processor makes them
     like:Tensor,                    # `[B, T]` ids
+    *,
+    features:bool=True,             # False: without what towers read, which is large; sizes stay
 )->dict[str, Tensor]: # on the device of the ids; empty for a model of text
     "Return what a forward pass takes beside ids. ValueError for features that the model does not take."
     inner = getattr(module, "get_base_model", lambda: module)()     # what an adapter wraps
     params = {*inspect.signature(module.forward).parameters, *inspect.signature(inner.forward).parameters}
-    features = {k: x.to(like.device) for k, x in features_of(media).items()}
-    odd = [k for k in features if k not in params]
+    names = {k for m in media if m is not None for k in m.features()}
+    found = features_of(media) if features else joined(
+        {k: x for k, x in m.features().items() if k not in LARGE} for m in media if m is not None)
+    found = {k: x.to(like.device) for k, x in found.items()}
+    odd = [k for k in names if k not in params]
     if odd:
         raise ValueError(f"{type(inner).__name__} takes no {', '.join(odd)}: the rows hold media that it cannot read; "
                          "load a model that does, or rows of text")
-    if not reads_media(getattr(inner, "config", None)): return features
+    if not reads_media(getattr(inner, "config", None)): return found
     kinds = {k: type_ids[k].to(like.device) if k in type_ids else torch.zeros_like(like) for k in TYPE_IDS}
-    return features | {k: x for k, x in kinds.items() if k in params}
+    return found | {k: x for k, x in kinds.items() if k in params}
 
 def with_spare_rows(
     part:Batch,
@@ -91,6 +100,21 @@ def with_spare_rows(
     lengths = torch.cat([lengths, torch.tensor([len(x.tokens) for x in spare]).to(lengths)])
     return below(tokens, [x.tokens for x in spare]), lengths, media + [x.media for x in spare], kinds
 
+def media_groups(
+    group:Int[Tensor, " B"],    # ids of rows that may begin alike
+    tokens:Int[Tensor, "R T"],  # of `fed_tokens`, at least B rows
+    media:Sequence[Media|None], # of the R rows
+    placeholders:Sequence[int], # of `placeholder_ids`
+)->Int[Tensor, " R"]: # ids
+    "Return which rows may share what they begin with: those of one group with the same media at the same places."
+    at = torch.isin(tokens, torch.tensor(placeholders))
+    ends = torch.where(at.any(1), tokens.shape[1] - at.int().flip(1).argmax(1), 0).tolist()
+    groups = [*group.tolist(), *(f"spare {i}" for i in range(len(tokens) - len(group)))]
+    keys = [(g, m and m.digest, t[:n].numpy().tobytes())
+            for g, m, t, n in zip(groups, media, tokens.cpu(), ends, strict=True)]
+    numbers = {k: i for i, k in enumerate(dict.fromkeys(keys))}
+    return torch.tensor([numbers[k] for k in keys])
+
 def media_of(part:Batch)->tuple[list[Media|None], dict[str, Tensor]]:
     "Return the media of rows, and the type ids of their tokens."
     columns = part.columns
@@ -107,7 +131,12 @@ def parts_of(trunk:nn.Module)->dict[str, list[str]]: # of "tower", "projector", 
     for child, _ in owner.named_children():
         name = f"{top}.{child}" if top else child
         if re.search("project|merger|connector", child): found["projector"].append(name)
-        elif re.search("vision|visual|audio|tower", child): found["tower"].append(name)
+        elif re.search("vision|visual|audio|tower", child):
+            children = [n for n, _ in owner.get_submodule(child).named_children()]
+            inner = {n: bool(re.search("project|merger|connector", n)) for n in children}
+            if not any(inner.values()): found["tower"].append(name)
+            else:           # of Qwen's VLs the projector is in the tower
+                for n, projects in inner.items(): found["projector" if projects else "tower"].append(f"{name}.{n}")
     if top: found["language"] += [n for n, _ in trunk.named_children() if n != top.partition(".")[0]]      # the head
     return found if found["tower"] else dict(tower=[], projector=[], language=[n for n, _ in trunk.named_children()])
 
@@ -128,6 +157,12 @@ def freeze_(who:str, trunk:nn.Module, freeze:str|Iterable[str]): # "tower", "pro
         for name in found: modules[name].requires_grad_(False)
 
 # %% ../../nbs/models/18_multimodal.ipynb #8c939e7f
+def rope_owner(module:nn.Module)->Any: # None: positions are one number a token
+    "Return the module that counts the positions of images by axes."
+    owners:tuple[Any, ...] = (module, getattr(module, "model", None),
+                              getattr(getattr(module, "base_model", None), "model", None))
+    return next((m for m in owners if hasattr(m, "get_rope_index")), None)
+
 def rope_positions(
     module:nn.Module,
     tokens:Int[Tensor, "P T"],
@@ -135,9 +170,7 @@ def rope_positions(
     arguments:Mapping[str, Tensor], # of `media_arguments`
 )->tuple[Tensor, Tensor]|None: # `[3, P, T]`, and what is added to the place of later tokens `[P]`; None: plain ones
     "Return the positions of prompts for a model that counts those of images by axes."
-    owners:tuple[Any, ...] = (module, getattr(module, "model", None),
-                              getattr(getattr(module, "base_model", None), "model", None))
-    owner = next((m for m in owners if hasattr(m, "get_rope_index")), None)
+    owner = rope_owner(module)
     if owner is None or not any(k not in TYPE_IDS for k in arguments): return None
     params = inspect.signature(owner.get_rope_index).parameters
     given = dict(arguments) | dict(attention_mask=exist.long())
@@ -145,6 +178,27 @@ def rope_positions(
         given["audio_seqlens"] = given["feature_attention_mask"].sum(1)
     at, delta = owner.get_rope_index(tokens, **{k: x for k, x in given.items() if k in params})
     return at.to(tokens.device), delta.reshape(-1).to(tokens.device).long()
+
+def line_arguments(
+    module:nn.Module,
+    media:Sequence[Media|None],     # of the rows
+    type_ids:Mapping[str, Tensor],  # `[B, T]` by name
+    tokens:Int[Tensor, "B T"],      # of the rows
+    lengths:Int[Tensor, " B"],
+    line:Packed,                    # the rows packed, rows with media sharing only all of their placeholders
+)->dict[str, Tensor]:
+    """Return what a forward pass of rows on a line takes beside ids.
+
+    Positions by axes are `[4, 1, N]`: transformers tells rows apart by the first, the place in the row, which those of
+    images (t, h, w) cannot do; of `[3, 1, N]` it makes no mask."""
+    own = [None if n else m for m, (_, n) in zip(media, line.prefixes, strict=True)]    # shared ones are the holder's
+    found = media_arguments(module, own, {k: line.take(x)[None] for k, x in type_ids.items()}, line.tokens[None])
+    at = line.position_ids[None]
+    if rope_owner(module) is None: return found | dict(position_ids=at)
+    grids = media_arguments(module, media, type_ids, tokens, features=False)
+    turned = rope_positions(module, tokens, torch.arange(tokens.shape[1]).to(lengths) < lengths[:, None], grids)
+    axes = at.expand(3, -1) if turned is None else line.take(turned[0].permute(1, 2, 0)).T
+    return found | dict(position_ids=torch.cat([at, axes])[:, None])
 
 # %% ../../nbs/models/18_multimodal.ipynb #ec59f947
 def rows_window(config:Any)->int|None: # None: any number, or nobody knows

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['ASK', 'BESIDE', 'LARGE', 'FAR', 'AFTER', 'PADDED', 'FAR_OFF', 'DIVIDE', 'WITHOUT_GRADIENT', 'Out', 'RowOut',
-           'outputs', 'layout_of', 'check_splits', 'CheckCount', 'SplitChecks', 'trainable', 'cause']
+           'outputs', 'check_splits', 'CheckCount', 'SplitChecks', 'trainable', 'cause']
 
 # %% ../../nbs/models/07_outputs.ipynb #7bdd5c24
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import CellType
 from typing import cast
@@ -23,7 +23,7 @@ from ..data.columns import listed
 from ..engines.sharded_model import ShardedModel
 from .validation import measure_columns
 from .forward import Forward, Layout, Places, OutputRequest
-from .multimodal import fed_tokens, media_arguments, media_of, with_spare_rows
+from .multimodal import fed_tokens, media_groups, media_of, with_spare_rows
 
 # %% ../../nbs/models/07_outputs.ipynb #12cff2b9
 ASK = dict(entropy="policy.step(batch, loss, entropy=True)", logits="policy.step(batch, loss, logits=True)",
@@ -61,26 +61,20 @@ def outputs(model:ShardedModel, layout:Layout, part:Batch, reading:OutputRequest
     "Run a micro-batch and read it: `[B, T, …]` each, or a `RowOut` of rows."
     rows, cols = (x.cpu() for x in _chosen(part, reading))
     experts = _experts(who, model, part) if "experts" in part and reading.logprobs else None
-    group, layout = None if part.families is None else part.families.cpu(), layout_of(layout, part, who)
-    reader = cast(Forward, model.module)
-    tokens, lengths, more = fed_tokens(part, reader.placeholders).cpu(), part.lengths.cpu(), None
+    group, reader = None if part.families is None else part.families.cpu(), cast(Forward, model.module)
+    tokens, lengths, given = fed_tokens(part, reader.placeholders).cpu(), part.lengths.cpu(), None
     if reader.placeholders or "media" in part:
-        media, kinds = media_of(part)
-        if model.ranks > 1: tokens, lengths, media, kinds = with_spare_rows(part, tokens, lengths)
-        more = media_arguments(reader.trunk, media, kinds, tokens)
-    call = reader.arrange(tokens, lengths, _places(who, part, rows, cols, reading), layout, group, experts, more)
+        given = media_of(part)
+        if model.ranks > 1: tokens, lengths, *given = with_spare_rows(part, tokens, lengths)
+        if group is not None: group = media_groups(group, tokens, given[0], reader.placeholders)
+    places = _places(who, part, rows, cols, reading)
+    call = reader.arrange(tokens, lengths, places, layout, group, experts, given)
     flat = model(call.to(model.device), reading, layout)
     if reading.rows: return RowOut(scores=flat["values"])
     routers = {k: flat.pop(k) for k in ("router_logits", "experts") if k in flat}      # already `[B, T, L, E]`
     rows, cols = sent(rows, model.device), sent(cols, model.device)
     found = {k: _scattered(x, part.tokens.shape, rows, cols) for k, x in flat.items()}
     return Out(scores=found["values"]) if reading.after else Out(**found, **routers)
-
-def layout_of(layout:Layout, batch:Batch, who:str="model")->Layout:
-    "Return how rows are arranged: those with media side by side, where the model computes their positions."
-    if "media" not in batch or not (any(batch.media) or batch.is_part and batch.whole.media): return layout
-    if layout.shard: raise ValueError(f"{who}: ranks cannot share rows with media; leave sequence_parallel out")
-    return replace(layout, packed=False, segments=False)
 
 def _experts(who, model, part):
     "The column of experts that are replayed. ValueError for one of no such shape, and where layers are run twice."

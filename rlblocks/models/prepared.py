@@ -7,7 +7,7 @@ __all__ = ['Lora', 'WrapperSettings', 'validated', 'ReadyModel', 'prepare']
 
 # %% ../../nbs/models/14_prepared.ipynb #2086759a
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -64,6 +64,9 @@ class ReadyModel:
     micro_tokens:int     # most tokens (padded: cells) a forward pass
     micro_rows:int|None  # most rows a forward pass
     checked:SplitChecks  # closures that have been checked
+    required:bool=False  # rows are packed, or an error is raised
+    # kinds → why rows with them are not packed; empty: they are
+    media:dict[tuple[str, ...], str]=field(default_factory=dict)
 
 def prepare(module:Forward, name:str, setup:WrapperSettings)->ReadyModel:
     """Hand a module to its engine and probe it; the settings are `validated`.
@@ -73,7 +76,7 @@ def prepare(module:Forward, name:str, setup:WrapperSettings)->ReadyModel:
                          device=setup.device)
     layout = _layout(name, module, model, setup.pack)
     sizes = int(setup.micro_tokens), setup.micro_rows
-    return ReadyModel(name, module, model, layout, rope_window(module.trunk), *sizes, SplitChecks())
+    return ReadyModel(name, module, model, layout, rope_window(module.trunk), *sizes, SplitChecks(), bool(setup.pack))
 
 def _layout(name, module, model, pack):
     "Probe a model: inside a pass, where an engine gathers its weights."

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..data.batch import Batch
+from ..data.media import tokenizer_of
 from ..engines.engine import EngineSpec, engine_of
 from ..engines.optimizers import OptimizerSpec
 from ..engines.process_group import world
@@ -115,7 +116,7 @@ class Scorer(Trained):
 
     def save_pretrained(self, path, *, dtype:torch.dtype|None=None, max_shard_bytes:int=5*10**9): # as `Critic`'s
         "Save as Hugging Face's classifier, a label an output, the moments in its config. All ranks together."
-        pad = getattr(self.tokenizer, "pad_token_id", None)
+        pad = getattr(tokenizer_of(self.tokenizer), "pad_token_id", None)
         model = classifier(self._run.module.trunk, self._run.module.head, pad=pad, names=self.names,
                            moments=self.moments, at=self.at)
         how:dict[str, Any] = dict(dtype=dtype, tokenizer=self.tokenizer, max_shard_bytes=max_shard_bytes)

@@ -25,6 +25,7 @@ from .validation import config_of, refuse_encoder_decoder, without_its_code
 from .folders import in_precision, plain_twin, save_folder
 from .forward import Forward
 from .head import states_of
+from .multimodal import reads_media
 from .loading import Pretrained, WeightFiles, lazy_model, load_module, weight_files, without_lm_head
 
 if TYPE_CHECKING: import transformers
@@ -117,15 +118,18 @@ def load_scored(model:object, *, attention:str|None=None, lazy:bool=False)->tupl
 
 def _trunk_alone(model, attention, lazy, head):
     "The trunk of a folder whose head is known, and the head on its device."
-    from transformers import AutoModel
+    from transformers import AutoModel, AutoModelForMultimodalLM
     from transformers.utils import logging
     if lazy and (trunk := lazy_model(AutoModel, model, config_of(model), attention)) is not None: return trunk, head
     how = dict(attn_implementation=attention) if attention else {}
     level = logging.get_verbosity()
     logging.set_verbosity_error()                # else it reports the head as unexpected
-    try: trunk, found = without_its_code(AutoModel, model, dtype="auto", output_loading_info=True, **how)
+    auto:Any = AutoModelForMultimodalLM if reads_media(config_of(model)) else AutoModel     # as in `load_module`
+    try: module, found = without_its_code(auto, model, dtype="auto", output_loading_info=True, **how)
     finally: logging.set_verbosity(level)
-    if missing := sorted(found["missing_keys"]):
+    trunk = without_lm_head(module)
+    own = {id(p) for p in trunk.parameters()}
+    if missing := sorted(k for k in found["missing_keys"] if id(module.get_parameter_or_buffer(k)) in own):
         raise ValueError(f"{model}: the weights lack {missing[0]!r} of a {type(trunk).__name__} ({len(missing)} such)")
     return trunk, head.to(next(trunk.parameters()).device)
 
@@ -178,9 +182,11 @@ def classifier(trunk:nn.Module, head:nn.Module|None, *, pad:int|None=None, names
     known = getattr(tf, f"MODEL_FOR_{kind}_CLASSIFICATION_MAPPING")
     auto = getattr(tf, f"AutoModelFor{kind.title()}Classification")
     config, model = deepcopy(getattr(trunk, "config", None)), None
-    if type(config) in known and isinstance(head, nn.Linear):
+    if isinstance(head, nn.Linear) and (type(config) in known or reads_media(config)):
         _describe(config, head, pad, names, moments, at, bins)
-        with torch.device("meta"): model = auto.from_config(config)
+        with torch.device("meta"):
+            if type(config) in known: model = auto.from_config(config)
+            else: model = _multimodal(tf.AutoModelForMultimodalLM.from_config(config), type(trunk))
     if model is None or not hasattr(model, "score"):
         raise TypeError(f"{who}: transformers has no classifier for a {type(trunk).__name__} with this head; keep it "
                         f"with torch.save({who.lower()}.state_dict(), …)")
@@ -188,11 +194,20 @@ def classifier(trunk:nn.Module, head:nn.Module|None, *, pad:int|None=None, names
     model.score = head
     return model
 
+def _multimodal(model, trunk):
+    """A model for which transformers has no classifier, as one: its files with the head `score` beside them, and the
+    name by which vLLM knows a classifier. None where the trunk's class is no part of it."""
+    if type(getattr(model, model.base_model_prefix, None)) is not trunk: return None
+    model.config.architectures = [type(model).__name__.partition("For")[0] + "ForSequenceClassification"]
+    model.score = None
+    return model
+
 def _describe(config, head, pad, names, moments, at, bins):
     "Write into a config what its head gives."
     config.num_labels = head.out_features
     if names: config.id2label, config.label2id = dict(enumerate(names)), {n: i for i, n in enumerate(names)}
-    if config.pad_token_id is None: config.pad_token_id = pad      # the classifier reads the last other token
+    text = config.get_text_config()      # itself, unless it is multimodal
+    if text.pad_token_id is None: text.pad_token_id = pad      # the classifier reads the last other token
     config.value_head_prefix, config.read_at = "score", at
     for k in ("mean", "std", "normalize_reward", "value_bins"): vars(config).pop(k, None)
     if bins is not None: config.value_bins = bins

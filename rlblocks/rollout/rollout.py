@@ -27,8 +27,8 @@ from ..models.loading import load_tokenizer
 from ..models.multimodal import placeholder_ids
 from .rows import check_prompts, check_room, check_structure, split_stop, stop_ids, texts, to_requests
 from .rows import to_rows
-from .turns import Limits, answered_by, by_token, check_replies, check_support, check_turns
-from .turns import next_requests, replies_of, sampling_of, texts_of_turns, with_turns
+from .turns import Limits, answered_by, by_token, check_drawn, check_replies, check_support
+from .turns import check_turns, next_requests, replies_of, sampling_of, texts_of_turns, with_turns
 from ..samplers.decoding import Penalties, check_penalties
 from ..samplers.hf import Hf
 from ..samplers.sampler import Caller, Completion, Request, Sampler, SglangSpec, SharedSampler, VllmSpec
@@ -67,7 +67,8 @@ class Rollout(LocalOnly):
         ids, self.stop_strings = split_stop(stop, self.tokenizer)
         self.shared = SharedSampler(new_sampler(model, engine, dtype, device, max_rows, self.processor))
         self.stop = stop_ids(ids, self.sampler.module, self.tokenizer, self.sampler.vocabulary)
-        if odd := placeholder_ids(self.sampler.module): self.stop = torch.cat([self.stop, torch.tensor(odd)]).unique()
+        self.placeholders = placeholder_ids(self.sampler.module)
+        self.stop = torch.cat([self.stop, torch.tensor(self.placeholders, dtype=torch.long)]).unique()
         self.structures = Structures(self.tokenizer, self.stop, self.sampler.vocabulary)
         self.lock, self.unseeded = ReentrantLock(), set[int]()      # against loads in threads; groups without a seed
 
@@ -150,6 +151,7 @@ class Rollout(LocalOnly):
             if penalties is None: check_support(samplings)
             _, more["structure"] = check_structure(self.structures, structure, samplings[0], penalties)
         old = by_token(rows)
+        check_drawn(old, replies, self.placeholders)
         requests, over = next_requests(old, replies, limits, seed, self.stop, **more)
         completions = answered_by(Caller(self.shared), requests, math.inf if timeout is None else timeout)
         new = with_turns(old, replies, completions, over, limits, penalised=penalties is not None)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Span', 'UNCHOSEN', 'given_span', 'sampled_span', 'behind', 'by_token', 'Limits', 'replies_of', 'sampling_of',
            'next_requests', 'answered_by', 'with_turns', 'texts_of_turns', 'check_replies', 'check_turns',
-           'check_support']
+           'check_drawn', 'check_support']
 
 # %% ../../nbs/rollout/02_turns.ipynb #0b9f7cab
 import time
@@ -215,6 +215,18 @@ def check_turns(rows:Batch):
     if absent:
         raise ValueError(f"extend: the rows have no column {absent[0]!r}; rows of rollout.generate are wanted (prompts "
                          "begin with generate)")
+
+def check_drawn(
+    rows:Batch, # as `by_token` gives them
+    replies:Sequence[Tensor|None],
+    placeholders:Sequence[int], # ids that stand for media
+):
+    "Raise ValueError for a row that goes on behind a sampled id that stands for a medium: it has no feature."
+    drawn = (torch.isin(rows.tokens, torch.tensor(placeholders, dtype=torch.long)) & (rows.turn >= 0)).any(1).tolist()
+    for i, (x, odd) in enumerate(zip(replies, drawn, strict=True)):
+        if x is None or not odd: continue
+        raise ValueError(f"extend: the policy ended row {i} with an id that stands for an image, video or audio track, "
+                         "and nothing can come behind it; give it None: such a row has ended")
 
 def check_support(rows:Sequence[Sampling]):
     "Raise ValueError where a structure confines the next turn of rows that have no column for its ids."
