@@ -5141,6 +5141,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'rlblocks/samplers/weight_transfer.py'),
                                                    'rlblocks.samplers.weight_transfer.lora_factors': ( 'samplers/weight_transfer.html#lora_factors',
                                                                                                        'rlblocks/samplers/weight_transfer.py'),
+                                                   'rlblocks.samplers.weight_transfer.named_media': ( 'samplers/weight_transfer.html#named_media',
+                                                                                                      'rlblocks/samplers/weight_transfer.py'),
                                                    'rlblocks.samplers.weight_transfer.named_shapes': ( 'samplers/weight_transfer.html#named_shapes',
                                                                                                        'rlblocks/samplers/weight_transfer.py'),
                                                    'rlblocks.samplers.weight_transfer.opened': ( 'samplers/weight_transfer.html#opened',

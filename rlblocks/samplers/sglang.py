@@ -33,7 +33,7 @@ from .decoding import check_finite
 from .hf import empty_completion
 from .sampler import Completion, Reason, Request, SglangSpec, check_ready
 from .vllm import engine_dtype, first_ticket, meta_model, transformers_model
-from .weight_transfer import check_probe, checked_weights, probe_scores, named_shapes
+from .weight_transfer import check_probe, checked_weights, probe_scores, named_media, named_shapes
 
 if TYPE_CHECKING: import transformers
 
@@ -115,8 +115,8 @@ def prompt_body(ids:list[int], media:Media|None, placeholders:Sequence[int])->di
     if media is None: return dict(input_ids=ids)
     single = [x for i, x in enumerate(ids) if x not in placeholders or not i or ids[i-1] != x]
     if media.kinds != ("image",) or sum(x in placeholders for x in single) != len(media.sources):
-        raise ValueError(f"generate: a row has {', '.join(f'the {s.kind} {s.name}' for s in media.sources)}, and "
-                         "engine='sglang' is sent rows of images alone, with text between them; engine='hf' samples it")
+        raise ValueError(f"generate: a row has {named_media(media)}, and engine='sglang' is sent rows of images alone, "
+                         "with text between them; engine='hf' samples it")
     return dict(input_ids=single, image_data=[png_of(x) for x in media.images], return_prompt_token_ids=True)
 
 def png_of(image:Any)->str:
@@ -134,10 +134,9 @@ def check_read(
     "Raise ValueError where the server has read other ids than the row has."
     own = request.ids.tolist()
     if len(ids) == len(own) and all(a == b or a in placeholders for a, b in zip(own, ids, strict=True)): return
-    media = cast(Media, request.media)
-    raise ValueError(f"generate: a row with {', '.join(f'the {s.kind} {s.name}' for s in media.sources)} has {len(own)} "
-                     f"ids, and the server has read others, {len(ids)}: its processor has to be that of the rows, and a "
-                     "version that takes input_ids beside image_data as they are; engine='hf' samples the row")
+    raise ValueError(f"generate: a row with {named_media(request.media)} has {len(own)} ids, and the server has read "
+                     f"others, {len(ids)}: its processor has to be that of the rows, and a version that takes input_ids "
+                     "beside image_data as they are; engine='hf' samples the row")
 
 class Client:
     "Ask a server many things at once."
@@ -226,8 +225,8 @@ def score_ids(
     placeholders:Sequence[int]=(), # of `prompt_body`
 )->Tensor: # `[n − 1]`
     "Return the server's log-probs of all ids but the first."
-    body = dict(prompt_body(ids, row and row.media, placeholders), sampling_params=dict(max_new_tokens=1, temperature=1.), return_logprob=True,
-                logprob_start_len=0)
+    body = dict(prompt_body(ids, row and row.media, placeholders), logprob_start_len=0, return_logprob=True,
+                sampling_params=dict(max_new_tokens=1, temperature=1.))
     reply = client.ask("/generate", body)
     return torch.tensor([x[0] for x in reply["meta_info"]["input_token_logprobs"][1:]])
 
