@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, cast
+from weakref import WeakValueDictionary
 from urllib.parse import unquote, urlparse
 
 import torch
@@ -44,6 +45,9 @@ class Source:
     def digest(self)->str:
         "Return a hash of the content and of how it is read."
         return digest_of(f"{self.checksum}{self.options}".encode()) if self.options else self.checksum
+
+    def __reduce__(self):
+        return same_source, (self.kind, self.data, self.checksum, self.member, self.options)
 
     @property
     def nbytes(self)->int:
@@ -89,6 +93,13 @@ class Source:
         "Return how an error names it."
         if not isinstance(self.data, str): return "in memory"
         return repr(f"{self.data}::{self.member}" if self.member else self.data)
+
+_READ = WeakValueDictionary[tuple, Source]()
+
+def same_source(kind:str, data:Any, *more)->Source:
+    "Return a source that has been read from a message or file, the same where this process has it already."
+    made = Source(kind, data, *more)
+    return _READ.setdefault((kind, made.digest, made.member, data if isinstance(data, str) else ""), made)
 
 def digest_of(content:Any)->str:
     "Return a hash of bytes, or of an array with its shape."

@@ -227,8 +227,10 @@ class Forward(nn.Module):
             if not self.placeholders: return {}
             if layout.shard: return dict(position_ids=at.expand(4, 1, -1)) if rope_owner(self.trunk) else {}
             return line_arguments(self.trunk, *given, tokens, lengths, line)
-        call = (_on_a_line(tokens, lengths, places, layout, self.takes, group, beside) if layout.packed else
-                _padded(tokens, lengths, places, self.takes, media_arguments(self.trunk, *media, tokens) if media else {}))
+        if layout.packed: call = _on_a_line(tokens, lengths, places, layout, self.takes, group, beside)
+        else:
+            more = media_arguments(self.trunk, *media, tokens) if media else {}
+            call = _padded(tokens, lengths, places, self.takes, more)
         return call if experts is None else replace(call, experts=_on_call(experts, call))
 
     def forward(self,
